@@ -1,0 +1,68 @@
+package shm
+
+import (
+	"sync/atomic"
+	"unsafe"
+)
+
+// pointer turns an address of memory outside the Go heap into a pointer. The double indirection keeps vet's check of
+// uintptr conversions for the places where it can be right.
+func pointer(addr uintptr) unsafe.Pointer { return *(*unsafe.Pointer)(unsafe.Pointer(&addr)) }
+
+// Word is the 64-bit word at byte off of b, for atomic use by several threads or processes. off must be a multiple of 8
+// and the word must lie inside b.
+func Word(b []byte, off int64) *atomic.Uint64 {
+	_ = b[off+7]
+	return (*atomic.Uint64)(unsafe.Pointer(&b[off]))
+}
+
+// Word32 is the 32-bit word at byte off of b, a multiple of 4.
+func Word32(b []byte, off int64) *atomic.Uint32 {
+	_ = b[off+3]
+	return (*atomic.Uint32)(unsafe.Pointer(&b[off]))
+}
+
+// Number is what View and Bytes reinterpret.
+type Number interface {
+	~uint8 | ~int8 | ~uint16 | ~int16 | ~uint32 | ~int32 | ~uint64 | ~int64 | ~float32 | ~float64
+}
+
+// View reads b as numbers of type T in the machine's byte order; a tail shorter than one number is left out.
+func View[T Number](b []byte) []T {
+	var z T
+	n := len(b) / int(unsafe.Sizeof(z))
+	if n == 0 {
+		return nil
+	}
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), n)
+}
+
+// Bytes reads numbers as the bytes they are made of.
+func Bytes[T Number](v []T) []byte {
+	if len(v) == 0 {
+		return nil
+	}
+	var z T
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(v))), len(v)*int(unsafe.Sizeof(z)))
+}
+
+// Addr is the address of b's first byte, 0 for an empty slice without backing.
+func Addr(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }
+
+// At makes a slice of n bytes of memory outside the Go heap, such as a tensor that a C caller owns. The caller keeps the
+// memory alive while the slice is used.
+func At(addr uintptr, n int64) []byte {
+	if n == 0 {
+		return nil
+	}
+	return unsafe.Slice((*byte)(pointer(addr)), n)
+}
+
+// Overlap reports whether a and b share a byte.
+func Overlap(a, b []byte) bool {
+	if len(a) == 0 || len(b) == 0 {
+		return false
+	}
+	x, y := Addr(a), Addr(b)
+	return x < y+uintptr(len(b)) && y < x+uintptr(len(a))
+}
