@@ -1,0 +1,125 @@
+package comm
+
+import (
+	"cmp"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/internal/env"
+)
+
+// Defaults of [Config].
+const (
+	DefaultJoinTimeout = 2 * time.Minute
+	DefaultPeerTimeout = 10 * time.Second
+)
+
+// Config says who this rank is and where the ranks meet. The zero value is a
+// group of one. Size, PeerTimeout and Secret must be the same on every rank.
+type Config struct {
+	// Rank is this rank's number, from 0 to Size-1.
+	Rank int
+	// Size is the number of ranks. Default 1.
+	Size int
+	// LocalRank is this rank's number on its host, from 0 to LocalSize-1. It
+	// serves callers to choose a device; this package only checks it.
+	LocalRank int
+	// LocalSize is the number of ranks on this host. Default Size.
+	LocalSize int
+
+	// Addr is where rank 0 listens while ranks join, "host:port". It is not
+	// used by [Listen], nor by a group of one.
+	Addr string
+	// Secret, when set, must be proven by every rank that joins, without being
+	// revealed. It should have the strength of a key, 16 random bytes or more:
+	// who listens to a join can try guesses on what it heard.
+	Secret []byte
+
+	// JoinTimeout bounds the join. Default 2 minutes.
+	JoinTimeout time.Duration
+	// PeerTimeout is how long a rank may be silent before the others count it
+	// as lost, for ranks that are stopped or cut off; a process that ends is
+	// noticed at once. Default 10 seconds, at least 100 ms.
+	PeerTimeout time.Duration
+
+	// Name of the group, for logs and messages. Default "world".
+	Name string
+	// Logger gets what is worth knowing. Default: nothing is logged.
+	Logger *slog.Logger
+
+	handshakeTimeout time.Duration // for those who connect; shorter in tests
+	version          uint16        // of the protocol; others in tests
+}
+
+// FromEnv returns the configuration that the environment describes: the
+// variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+// MASTER_ADDR, MASTER_PORT), and those of Switchyard: SWITCHYARD_PORT,
+// SWITCHYARD_SECRET, SWITCHYARD_JOIN_TIMEOUT, SWITCHYARD_PEER_TIMEOUT,
+// SWITCHYARD_DEBUG. An environment that has none gives the zero Config, a
+// group of one.
+//
+// torchrun keeps a store of its own on MASTER_PORT. So ranks meet on
+// SWITCHYARD_PORT, by default MASTER_PORT + 1.
+func FromEnv() (Config, error) {
+	w, err := env.ReadWorld()
+	if err != nil {
+		return Config{}, fmt.Errorf("comm: environment: %w", err)
+	}
+	log, err := env.Logger(os.Stderr)
+	if err != nil {
+		return Config{}, fmt.Errorf("comm: environment: %w", err)
+	}
+	return Config{
+		Rank:        w.Rank,
+		Size:        w.Size,
+		LocalRank:   w.LocalRank,
+		LocalSize:   w.LocalSize,
+		Addr:        w.Addr,
+		Secret:      w.Secret,
+		JoinTimeout: w.JoinTimeout,
+		PeerTimeout: w.PeerTimeout,
+		Logger:      log,
+	}, nil
+}
+
+func (c *Config) validate() error {
+	c.Size = cmp.Or(c.Size, 1)
+	c.LocalSize = cmp.Or(c.LocalSize, c.Size)
+	c.JoinTimeout = cmp.Or(c.JoinTimeout, DefaultJoinTimeout)
+	c.PeerTimeout = cmp.Or(c.PeerTimeout, DefaultPeerTimeout)
+	c.Name = cmp.Or(c.Name, "world")
+	c.handshakeTimeout = cmp.Or(c.handshakeTimeout, 20*time.Second)
+	c.version = cmp.Or(c.version, protocolVersion)
+	if c.Logger == nil {
+		c.Logger = slog.New(slog.DiscardHandler)
+	}
+	switch {
+	case c.Size < 1 || c.Size > MaxSize:
+		return fmt.Errorf("size %d, want 1 to %d", c.Size, MaxSize)
+	case c.Rank < 0 || c.Rank >= c.Size:
+		return fmt.Errorf("rank %d of %d, want 0 to %d", c.Rank, c.Size, c.Size-1)
+	case c.LocalSize < 1 || c.LocalSize > c.Size:
+		return fmt.Errorf("local size %d of %d ranks", c.LocalSize, c.Size)
+	case c.LocalRank < 0 || c.LocalRank >= c.LocalSize:
+		return fmt.Errorf("local rank %d of %d, want 0 to %d", c.LocalRank, c.LocalSize, c.LocalSize-1)
+	case c.JoinTimeout < 0:
+		return fmt.Errorf("join timeout %v is negative", c.JoinTimeout)
+	case c.PeerTimeout < 100*time.Millisecond:
+		return fmt.Errorf("peer timeout %v, want at least 100ms", c.PeerTimeout)
+	}
+	return nil
+}
+
+func (c *Config) validateAddr() error {
+	if c.Size == 1 {
+		return nil
+	}
+	host, port, err := net.SplitHostPort(c.Addr)
+	if err != nil || host == "" || port == "" || port == "0" {
+		return fmt.Errorf("addr %q, want the host:port of rank 0", c.Addr)
+	}
+	return nil
+}

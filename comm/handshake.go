@@ -1,0 +1,442 @@
+package comm
+
+import (
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+)
+
+// Two processes that have connected, to the rendezvous or over the mesh, go
+// through the same handshake. The one that connected is the client.
+//
+//	client  hello: version, whether it has a secret, nonce, who it is
+//	server  hello: the same
+//	client  proof: HMAC(secret, "client" | both hellos)     if both have a secret
+//	server  proof: HMAC(secret, "server" | both hellos)
+//	server  accept, or reject with a reason
+//
+// The nonces are fresh, so an old proof is worth nothing; the two roles sign
+// different texts, so a proof cannot be sent back to its maker; the server
+// proves nothing to a client that has not. What follows on the same
+// connection carries a HMAC over the hellos, the direction and a counter.
+//
+// The layout of the hello's head and of the proofs is the same in every version
+// of the protocol, so that ranks of different versions can tell each other.
+const (
+	protocolVersion = 1
+
+	helloHead = 8 + 2 + 1 + 1 + 2 + nonceSize
+	nonceSize = 32
+	macSize   = sha256.Size
+	maxHello  = 4 << 10 // of the body
+
+	sealedHead = 5
+	maxSealed  = 1 << 20
+)
+
+var helloMagic = [8]byte{'S', 'W', 'Y', 'A', 'R', 'D', '\r', '\n'}
+
+// hello is the first thing both sides say.
+type hello struct {
+	version uint16
+	secret  bool // the sender has one
+	nonce   [nonceSize]byte
+	body    []byte
+}
+
+func (h *hello) encode() []byte {
+	b := append([]byte(nil), helloMagic[:]...)
+	b = binary.LittleEndian.AppendUint16(b, h.version)
+	flag := byte(0)
+	if h.secret {
+		flag = 1
+	}
+	b = append(b, flag, 0)
+	b = binary.LittleEndian.AppendUint16(b, uint16(len(h.body)))
+	b = append(b, h.nonce[:]...)
+	return append(b, h.body...)
+}
+
+// readHello reads a hello and also returns its bytes.
+func readHello(r io.Reader) (hello, []byte, error) {
+	raw := make([]byte, helloHead)
+	// The magic first: a stranger may not send more, and wait.
+	if _, err := io.ReadFull(r, raw[:8]); err != nil {
+		return hello{}, nil, fmt.Errorf("no hello: %w", noEOF(err))
+	}
+	if [8]byte(raw[:8]) != helloMagic {
+		return hello{}, nil, fmt.Errorf("%w hello: it begins with %q", errMalformed, raw[:8])
+	}
+	if _, err := io.ReadFull(r, raw[8:]); err != nil {
+		return hello{}, nil, fmt.Errorf("half a hello: %w", noEOF(err))
+	}
+	h := hello{
+		version: binary.LittleEndian.Uint16(raw[8:]),
+		secret:  raw[10]&1 != 0,
+		nonce:   [nonceSize]byte(raw[14:]),
+	}
+	n := int(binary.LittleEndian.Uint16(raw[12:]))
+	if n > maxHello {
+		return hello{}, nil, fmt.Errorf("%w hello: %d bytes, at most %d", errMalformed, n, maxHello)
+	}
+	raw, err := readAppend(r, raw, n)
+	if err != nil {
+		return hello{}, nil, fmt.Errorf("half a hello: %w", noEOF(err))
+	}
+	h.body = raw[helloHead:]
+	return h, raw, nil
+}
+
+// purpose is what a connection is for.
+type purpose uint8
+
+const (
+	toRendezvous purpose = 1
+	toMesh       purpose = 2
+)
+
+// card is the body of a hello: who the sender is and how it was configured.
+type card struct {
+	purpose     purpose
+	rank        int
+	size        int
+	to          int    // the rank it takes the other side for
+	peerTimeout int64  // ns
+	gid         uint64 // toMesh: of the group to be
+	host        string // of the sender, as far as known
+	addr        string // toRendezvous: its socket
+}
+
+const cardFixed = 1 + 4 + 4 + 4 + 8 + 8
+
+func (c *card) encode() []byte {
+	b := []byte{byte(c.purpose)}
+	b = binary.LittleEndian.AppendUint32(b, uint32(c.rank))
+	b = binary.LittleEndian.AppendUint32(b, uint32(c.size))
+	b = binary.LittleEndian.AppendUint32(b, uint32(c.to))
+	b = binary.LittleEndian.AppendUint64(b, uint64(c.peerTimeout))
+	b = binary.LittleEndian.AppendUint64(b, c.gid)
+	b = appendString(b, c.host)
+	return appendString(b, c.addr)
+}
+
+func decodeCard(b []byte) (card, error) {
+	if len(b) < cardFixed {
+		return card{}, fmt.Errorf("%w card: %d bytes", errMalformed, len(b))
+	}
+	c := card{
+		purpose:     purpose(b[0]),
+		rank:        int(int32(binary.LittleEndian.Uint32(b[1:]))),
+		size:        int(int32(binary.LittleEndian.Uint32(b[5:]))),
+		to:          int(int32(binary.LittleEndian.Uint32(b[9:]))),
+		peerTimeout: int64(binary.LittleEndian.Uint64(b[13:])),
+		gid:         binary.LittleEndian.Uint64(b[21:]),
+	}
+	var ok1, ok2 bool
+	b = b[cardFixed:]
+	c.host, b, ok1 = takeString(b)
+	c.addr, b, ok2 = takeString(b)
+	if !ok1 || !ok2 || len(b) != 0 || c.purpose != toRendezvous && c.purpose != toMesh {
+		return card{}, fmt.Errorf("%w card: purpose %d, %d bytes left", errMalformed, c.purpose, len(b))
+	}
+	return c, nil
+}
+
+func appendString(b []byte, s string) []byte {
+	b = binary.LittleEndian.AppendUint16(b, uint16(len(s)))
+	return append(b, s...)
+}
+
+func takeString(b []byte) (s string, rest []byte, ok bool) {
+	if len(b) < 2 {
+		return "", b, false
+	}
+	n := int(binary.LittleEndian.Uint16(b))
+	if n > len(b)-2 {
+		return "", b, false
+	}
+	return string(b[2 : 2+n]), b[2+n:], true
+}
+
+// note is the type of what is said after the hellos.
+type note byte
+
+const (
+	noteProof  note = 'P'
+	noteAccept note = 'A'
+	noteReject note = 'R' // a text
+	noteTable  note = 'T' // the socket addresses of all ranks
+	noteFail   note = 'F' // the join has failed: a failure
+	noteDone   note = 'D' // the sender has joined
+)
+
+// session is a connection after the hellos.
+type session struct {
+	conn   net.Conn
+	secret []byte // nil: nothing is proven
+	hellos []byte
+	server bool
+	peer   hello
+
+	sendMu sync.Mutex
+	sent   uint64
+	got    uint64
+}
+
+// errRejected means that the other side has refused this one.
+type errRejected struct{ text string }
+
+func (e *errRejected) Error() string { return ErrMismatch.Error() + ": " + e.text }
+func (e *errRejected) Unwrap() error { return ErrMismatch }
+
+// errRefused means that this side has refused the other. proven says that the
+// other side is no stranger, as far as can be told.
+type errRefused struct {
+	text   string
+	proven bool
+}
+
+func (e *errRefused) Error() string { return ErrMismatch.Error() + ": " + e.text }
+func (e *errRefused) Unwrap() error { return ErrMismatch }
+
+// finalError means that there is nothing to join any more.
+type finalError struct{ err error }
+
+func (e *finalError) Error() string { return e.err.Error() }
+func (e *finalError) Unwrap() error { return e.err }
+
+// greet exchanges hellos and, if this side has a secret, proofs. The caller
+// sets the deadline of conn and closes it.
+func greet(conn net.Conn, server bool, version uint16, secret []byte, me card) (*session, error) {
+	mine := hello{version: version, secret: len(secret) > 0, body: me.encode()}
+	rand.Read(mine.nonce[:])
+	s := &session{conn: conn, server: server}
+	raw := mine.encode()
+	if !server {
+		if _, err := conn.Write(raw); err != nil {
+			return nil, err
+		}
+	}
+	peer, peerRaw, err := readHello(conn)
+	if err != nil {
+		return nil, err
+	}
+	if server {
+		if _, err := conn.Write(raw); err != nil {
+			return nil, err
+		}
+	}
+	s.peer = peer
+	first, second := raw, peerRaw
+	if server {
+		first, second = peerRaw, raw
+	}
+	s.hellos = binary.LittleEndian.AppendUint32(nil, uint32(len(first)))
+	s.hellos = append(append(s.hellos, first...), second...)
+
+	if peer.secret != mine.secret {
+		text := secretText(server, mine.secret)
+		if server {
+			s.reject(text)
+		}
+		return nil, &errRefused{text: text, proven: len(secret) == 0}
+	}
+	if len(secret) == 0 {
+		return s, nil
+	}
+	if peer.nonce == mine.nonce {
+		return nil, fmt.Errorf("%w hello: it is our own, sent back", errMalformed)
+	}
+	if server {
+		if err := s.checkProof(secret, "client"); err != nil {
+			var refused *errRefused
+			if errors.As(err, &refused) {
+				s.reject(refused.text)
+			}
+			return nil, err
+		}
+	}
+	role := "client"
+	if server {
+		role = "server"
+	}
+	if err := s.send(noteProof, s.mac(secret, role)); err != nil {
+		return nil, err
+	}
+	if !server {
+		if err := s.checkProof(secret, "server"); err != nil {
+			return nil, err
+		}
+	}
+	// From here on every note is signed.
+	s.secret = secret
+	s.sent, s.got = 0, 0
+	return s, nil
+}
+
+func secretText(server, mine bool) string {
+	has := map[bool]string{true: "one", false: "none"}
+	client := has[mine != server]
+	srv := has[mine == server]
+	return fmt.Sprintf("secret: the rank that connects has %s, the rank it connects to has %s", client, srv)
+}
+
+func (s *session) mac(secret []byte, label string, more ...[]byte) []byte {
+	h := hmac.New(sha256.New, secret)
+	io.WriteString(h, "switchyard "+label+"\x00")
+	h.Write(s.hellos)
+	for _, m := range more {
+		h.Write(m)
+	}
+	return h.Sum(nil)
+}
+
+func (s *session) checkProof(secret []byte, role string) error {
+	kind, body, err := s.recv()
+	switch {
+	case err != nil:
+		return err
+	case kind == noteReject:
+		return &errRejected{string(body)}
+	case kind != noteProof:
+		return fmt.Errorf("%w handshake: %q instead of a proof", errMalformed, byte(kind))
+	case !hmac.Equal(body, s.mac(secret, role)):
+		return &errRefused{text: "secret: it is not the same on the two sides"}
+	}
+	return nil
+}
+
+// reject tells the other side why it is refused. That it may not be there any
+// more to hear it changes nothing.
+func (s *session) reject(text string) { _ = s.send(noteReject, []byte(clip(text))) }
+
+// send sends a note.
+func (s *session) send(kind note, body []byte) error {
+	s.sendMu.Lock()
+	defer s.sendMu.Unlock()
+	b := make([]byte, 0, sealedHead+len(body)+macSize)
+	b = append(b, byte(kind))
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(body)))
+	b = append(b, body...)
+	if s.secret != nil {
+		b = append(b, s.seal(s.server, s.sent, b)...)
+	}
+	s.sent++
+	_, err := s.conn.Write(b)
+	return err
+}
+
+// seal signs a note. Direction and counter keep it in its place.
+func (s *session) seal(fromServer bool, count uint64, b []byte) []byte {
+	label := "note from client"
+	if fromServer {
+		label = "note from server"
+	}
+	var n [8]byte
+	binary.LittleEndian.PutUint64(n[:], count)
+	return s.mac(s.secret, label, n[:], b)
+}
+
+// recv receives a note.
+func (s *session) recv() (note, []byte, error) {
+	b, err := readNote(s.conn)
+	if err != nil {
+		return 0, nil, err
+	}
+	if s.secret != nil {
+		var sum [macSize]byte
+		if _, err := io.ReadFull(s.conn, sum[:]); err != nil {
+			return 0, nil, noEOF(err)
+		}
+		if !hmac.Equal(sum[:], s.seal(!s.server, s.got, b)) {
+			return 0, nil, fmt.Errorf("%w note: its signature is wrong", errMalformed)
+		}
+	}
+	s.got++
+	return note(b[0]), b[sealedHead:], nil
+}
+
+// readNote reads a note with its head, without its signature.
+func readNote(r io.Reader) ([]byte, error) {
+	b := make([]byte, sealedHead)
+	if _, err := io.ReadFull(r, b); err != nil {
+		return nil, err
+	}
+	switch note(b[0]) {
+	case noteProof, noteAccept, noteReject, noteTable, noteFail, noteDone:
+	default:
+		return nil, fmt.Errorf("%w note: type %q", errMalformed, b[0])
+	}
+	n := binary.LittleEndian.Uint32(b[1:])
+	if n > maxSealed {
+		return nil, fmt.Errorf("%w note: %d bytes, at most %d", errMalformed, n, maxSealed)
+	}
+	b, err := readAppend(r, b, int(n))
+	return b, noEOF(err)
+}
+
+// verdict is the client's last step: what the server thinks of it.
+func (s *session) verdict() error {
+	kind, body, err := s.recv()
+	switch {
+	case err != nil:
+		return err
+	case kind == noteReject:
+		return &errRejected{string(body)}
+	case kind == noteFail:
+		f, err := decodeFail(body)
+		if err != nil {
+			return err
+		}
+		return &finalError{failureError(f)}
+	case kind != noteAccept:
+		return fmt.Errorf("%w handshake: %q instead of a verdict", errMalformed, byte(kind))
+	}
+	return nil
+}
+
+// examine compares the two sides' cards after the greeting. The text is the
+// same on both sides, who are named by their ranks.
+func (s *session) examine(version uint16, me card) (card, error) {
+	refuse := func(c card, what, format string, mine, theirs any) error {
+		text := fmt.Sprintf("%s: rank %d has "+format+", rank %d has "+format, what, me.rank, mine, c.rank, theirs)
+		if !s.server && c.rank >= 0 {
+			text = fmt.Sprintf("%s: rank %d has "+format+", rank %d has "+format, what, c.rank, theirs, me.rank, mine)
+		}
+		return &errRefused{text: text, proven: true}
+	}
+	if v := s.peer.version; v != version {
+		server, client := version, v
+		if !s.server {
+			server, client = v, version
+		}
+		return card{}, &errRefused{proven: true, text: fmt.Sprintf(
+			"version: the rank that connects speaks protocol %d, the rank it connects to %d", client, server)}
+	}
+	c, err := decodeCard(s.peer.body)
+	if err != nil {
+		return card{}, err
+	}
+	switch {
+	case c.purpose != me.purpose:
+		return c, fmt.Errorf("%w handshake: purpose %d on a connection for %d", errMalformed, c.purpose, me.purpose)
+	case c.size != me.size:
+		return c, refuse(c, "size", "%d", me.size, c.size)
+	case c.rank < 0 || c.rank >= c.size:
+		return c, &errRefused{proven: true, text: fmt.Sprintf("rank: a rank that connects says it is %d, want 0 to %d", c.rank, c.size-1)}
+	case c.peerTimeout != me.peerTimeout:
+		return c, refuse(c, "peer timeout", "%v", time.Duration(me.peerTimeout), time.Duration(c.peerTimeout))
+	case c.host != me.host && c.host != "" && me.host != "":
+		return c, refuse(c, "host", "%q (groups span one host and one network namespace)", me.host, c.host)
+	case c.gid != me.gid:
+		return c, refuse(c, "addresses", "the list %016x", me.gid, c.gid)
+	}
+	return c, nil
+}

@@ -1,0 +1,820 @@
+package comm
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestJoinAlone(t *testing.T) {
+	g, err := Join(context.Background(), Config{})
+	require.NoError(t, err)
+	require.Equal(t, 1, g.Size())
+	require.True(t, g.InProcess())
+	require.NoError(t, g.Barrier(testContext(t)))
+	all, err := g.Share(testContext(t), 7)
+	require.NoError(t, err)
+	require.Equal(t, []any{7}, all)
+	fds, err := g.ExchangeFDs(testContext(t), []int{0})
+	require.NoError(t, err)
+	closeFDs(fds[0])
+	require.NoError(t, g.Close())
+}
+
+func TestJoinLeavesNothingBehind(t *testing.T) {
+	for _, kind := range worldKinds {
+		t.Run(kind.name, func(t *testing.T) {
+			requireNoGoroutines(t)
+			before := countFDs(t)
+			for range 3 {
+				gs := kind.start(t, 4)
+				subs := make([]*Group, 4)
+				requireAll(t, onEach(gs, func(g *Group) (err error) {
+					subs[g.Rank()], err = g.Split(testContext(t), 0, 0)
+					return err
+				}))
+				for _, g := range append(gs, subs...) {
+					require.NoError(t, g.Close())
+				}
+				// One that fails, too.
+				gs = kind.start(t, 3)
+				gs[2].Kill()
+				for _, g := range gs {
+					waitDone(t, g)
+					require.NoError(t, g.Close())
+				}
+			}
+			requireNoGoroutines(t)
+			requireFDs(t, before)
+		})
+	}
+}
+
+func TestJoinArguments(t *testing.T) {
+	for _, c := range []struct {
+		cfg  Config
+		want string
+	}{
+		{Config{Size: -1}, "size -1, want 1 to 4096"},
+		{Config{Size: 5000}, "size 5000"},
+		{Config{Rank: 2, Size: 2}, "rank 2 of 2, want 0 to 1"},
+		{Config{Rank: -1, Size: 2}, "rank -1 of 2"},
+		{Config{Size: 2, LocalSize: 3}, "local size 3 of 2 ranks"},
+		{Config{Size: 2, LocalRank: 2}, "local rank 2 of 2"},
+		{Config{PeerTimeout: time.Millisecond}, "peer timeout 1ms, want at least 100ms"},
+		{Config{JoinTimeout: -1}, "join timeout -1ns is negative"},
+		{Config{Size: 2}, `addr "", want the host:port of rank 0`},
+		{Config{Size: 2, Addr: "here"}, `addr "here"`},
+	} {
+		_, err := Join(context.Background(), c.cfg)
+		require.ErrorContains(t, err, "comm: join: "+c.want)
+	}
+	_, err := Listen(Config{Rank: 1})
+	require.ErrorContains(t, err, "comm: listen: rank 1 of 1")
+	l, err := Listen(Config{Size: 2})
+	require.NoError(t, err)
+	_, err = l.Join(context.Background(), []string{"a", "b"})
+	require.ErrorIs(t, err, ErrMismatch)
+	require.ErrorContains(t, err, l.Addr())
+	l, err = Listen(Config{Size: 2})
+	require.NoError(t, err)
+	_, err = l.Join(context.Background(), nil)
+	require.ErrorContains(t, err, "0 addresses for 2 ranks")
+	require.NoError(t, l.Close())
+	require.NoError(t, l.Close())
+}
+
+func TestJoinNamesMissingRanks(t *testing.T) {
+	requireNoGoroutines(t)
+	addr := freeAddr(t)
+	var wg sync.WaitGroup
+	errs := make([]error, 2)
+	for r := range 2 {
+		wg.Go(func() {
+			_, errs[r] = Join(testContext(t), Config{Rank: r, Size: 4, Addr: addr, JoinTimeout: time.Duration(200+300*r) * time.Millisecond})
+		})
+	}
+	wg.Wait()
+	for _, err := range errs { // rank 1 is told by rank 0
+		require.ErrorIs(t, err, ErrTimeout)
+		require.ErrorContains(t, err, "ranks [2 3] have not come")
+		require.ErrorContains(t, err, "timed out after 200ms")
+	}
+	// Without rank 0.
+	_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: 50 * time.Millisecond})
+	require.ErrorIs(t, err, ErrTimeout)
+	require.ErrorContains(t, err, "rank 0 was not found at "+addr)
+	require.ErrorContains(t, err, "connection refused")
+	requireNoGoroutines(t)
+}
+
+func TestListenNamesMissingRanks(t *testing.T) {
+	var ls []*Listener
+	var addrs []string
+	for r := range 3 {
+		l, err := Listen(Config{Rank: r, Size: 3, JoinTimeout: 100 * time.Millisecond})
+		require.NoError(t, err)
+		ls, addrs = append(ls, l), append(addrs, l.Addr())
+	}
+	// Rank 2 has an address and never joins.
+	var wg sync.WaitGroup
+	for _, l := range ls[:2] {
+		wg.Go(func() {
+			_, err := l.Join(context.Background(), addrs)
+			require.ErrorIs(t, err, ErrTimeout)
+		})
+	}
+	wg.Wait()
+	// Now the others are gone, which is no reason to wait.
+	start := time.Now()
+	ls[2].cfg.JoinTimeout = time.Minute
+	_, err := ls[2].Join(context.Background(), addrs)
+	require.ErrorIs(t, err, ErrPeerLost)
+	require.Less(t, time.Since(start), 10*time.Second)
+}
+
+func TestJoinCancelled(t *testing.T) {
+	requireNoGoroutines(t)
+	addr := freeAddr(t)
+	ctx, cancel := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	errs := make([]error, 3)
+	for r := range 3 {
+		c := testContext(t)
+		if r == 1 {
+			c = ctx
+		}
+		wg.Go(func() { _, errs[r] = Join(c, Config{Rank: r, Size: 4, Addr: addr}) })
+	}
+	time.Sleep(100 * time.Millisecond)
+	cancel()
+	wg.Wait()
+	for _, err := range errs { // one gives up, all know
+		require.ErrorIs(t, err, context.Canceled)
+	}
+	requirePeer(t, errs[2], 1, ErrAborted)
+	requireNoGoroutines(t)
+}
+
+// A rank that leaves before all have come, because it crashed, may come back.
+func TestJoinAgainBeforeAllHaveCome(t *testing.T) {
+	addr := freeAddr(t)
+	var wg sync.WaitGroup
+	gs := make([]*Group, 3)
+	join := func(r int) {
+		wg.Go(func() {
+			var err error
+			gs[r], err = Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr})
+			require.NoError(t, err)
+		})
+	}
+	join(0)
+	cfg := Config{Rank: 1, Size: 3, Addr: addr}
+	require.NoError(t, cfg.validate())
+	m := meeting{cfg: &cfg, me: card{purpose: toRendezvous, rank: 1, size: 3, peerTimeout: int64(cfg.PeerTimeout), addr: "@crashed"}, cancel: func(error) {}}
+	guest, err := newGuest(testContext(t), &m)
+	require.NoError(t, err)
+	guest.s.conn.Close()
+	join(1)
+	join(2)
+	wg.Wait()
+	requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+	for _, g := range gs {
+		g.Close()
+	}
+}
+
+func TestF3_ConfigurationsDiffer(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		odd  Config // of the process that is started as rank 1
+		want []string
+	}{
+		{"size", Config{Rank: 1, Size: 4}, []string{"size: rank 0 has 3, rank 1 has 4"}},
+		{"duplicate", Config{Rank: 2, Size: 3}, []string{"rank: two processes say they are rank 2, at @switchyard-"}},
+		{"peer timeout", Config{Rank: 1, Size: 3, PeerTimeout: time.Second}, []string{"peer timeout: rank 0 has 10s, rank 1 has 1s"}},
+		{"version", Config{Rank: 1, Size: 3, version: 7}, []string{"version: the rank that connects speaks protocol 7, the rank it connects to 1"}},
+		{"secret", Config{Rank: 1, Size: 3, Secret: []byte("sesame")}, []string{"secret: the rank that connects has one, the rank it connects to has none"}},
+	} {
+		for _, secret := range []string{"", "a secret of all ranks"} {
+			if secret != "" && c.odd.Secret != nil {
+				continue
+			}
+			t.Run(fmt.Sprintf("%s/secret=%v", c.name, secret != ""), func(t *testing.T) {
+				_, errs := startJoin(t, 3, func(r int) Config {
+					cfg := Config{Rank: r, Size: 3}
+					if r == 1 {
+						cfg = c.odd
+					}
+					if cfg.Secret == nil && secret != "" {
+						cfg.Secret = []byte(secret)
+					}
+					return cfg
+				})
+				for i, err := range errs {
+					require.ErrorIs(t, err, ErrMismatch)
+					for _, want := range c.want {
+						require.ErrorContains(t, err, want, "rank %d", i)
+					}
+				}
+			})
+		}
+	}
+}
+
+func TestF3_RankOutOfRange(t *testing.T) {
+	addr := freeAddr(t)
+	done := make(chan error)
+	go func() {
+		_, err := Join(testContext(t), Config{Size: 2, Addr: addr})
+		done <- err
+	}()
+	// No Switchyard would connect as such, so by hand.
+	cfg := Config{Size: 2, Addr: addr}
+	require.NoError(t, cfg.validate())
+	m := meeting{cfg: &cfg, me: card{purpose: toRendezvous, rank: 9, size: 2, peerTimeout: int64(cfg.PeerTimeout)}}
+	_, err := newGuest(testContext(t), &m)
+	for _, err := range []error{err, <-done} {
+		require.ErrorIs(t, err, ErrMismatch)
+		require.ErrorContains(t, err, "rank: a rank that connects says it is 9, want 0 to 1")
+	}
+}
+
+// With a secret, one who does not know it cannot end the join: it is told, the
+// others go on.
+func TestF4_WrongSecretIsTurnedAway(t *testing.T) {
+	for _, wrong := range [][]byte{nil, []byte("guess")} {
+		addr := freeAddr(t)
+		secret := []byte("what only ranks know")
+		var log lockedBuffer
+		var wg sync.WaitGroup
+		gs := make([]*Group, 2)
+		wg.Go(func() {
+			var err error
+			gs[0], err = Join(testContext(t), Config{Size: 2, Addr: addr, Secret: secret, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+			require.NoError(t, err)
+		})
+		_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, Secret: wrong})
+		require.ErrorIs(t, err, ErrMismatch)
+		require.ErrorContains(t, err, "secret: ")
+		wg.Go(func() {
+			var err error
+			gs[1], err = Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, Secret: secret})
+			require.NoError(t, err)
+		})
+		wg.Wait()
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		require.Contains(t, log.String(), "secret: ")
+		require.NotContains(t, log.String(), string(secret))
+		for _, g := range gs {
+			g.Close()
+		}
+	}
+}
+
+// If the right one never comes, the error says who was turned away.
+func TestF4_TurnedAwayIsNamed(t *testing.T) {
+	addr := freeAddr(t)
+	done := make(chan error)
+	go func() {
+		_, err := Join(testContext(t), Config{Size: 2, Addr: addr, Secret: []byte("right"), JoinTimeout: 300 * time.Millisecond})
+		done <- err
+	}()
+	_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, Secret: []byte("wrong")})
+	require.ErrorIs(t, err, ErrMismatch)
+	err = <-done
+	require.ErrorIs(t, err, ErrTimeout)
+	require.ErrorContains(t, err, "turned away: 127.0.0.1:")
+	require.ErrorContains(t, err, "secret: it is not the same on the two sides")
+}
+
+type lockedBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *lockedBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
+
+// strangers connect to an address and misbehave in all ways until stopped.
+func strangers(t *testing.T, network, addr string) (stop func()) {
+	var conns []net.Conn
+	var garbage [200]byte
+	rand.Read(garbage[:])
+	huge := (&hello{version: protocolVersion, body: make([]byte, 100)}).encode()
+	binary.LittleEndian.PutUint16(huge[12:], 0xffff)
+	noCard := (&hello{version: protocolVersion, body: []byte("no card")}).encode()
+	wrongPurpose := (&hello{version: protocolVersion, body: (&card{purpose: 9}).encode()}).encode()
+	for _, b := range [][]byte{
+		nil, // says nothing, and stays
+		garbage[:],
+		[]byte("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+		helloMagic[:], // half a hello, and stays
+		huge,
+		noCard,
+		wrongPurpose,
+	} {
+		conn, err := net.Dial(network, addr)
+		for try := 0; err != nil && try < 200; try++ { // rank 0 may not be there yet
+			time.Sleep(5 * time.Millisecond)
+			conn, err = net.Dial(network, addr)
+		}
+		require.NoError(t, err)
+		conn.Write(b)
+		conns = append(conns, conn)
+	}
+	// One that comes and goes.
+	conn, err := net.Dial(network, addr)
+	require.NoError(t, err)
+	conn.Close()
+	return func() {
+		for _, c := range conns {
+			c.Close()
+		}
+	}
+}
+
+func TestF4_StrangersDoNotStopTheRendezvous(t *testing.T) {
+	for _, secret := range [][]byte{nil, []byte("secret")} {
+		requireNoGoroutines(t)
+		addr := freeAddr(t)
+		var wg sync.WaitGroup
+		gs := make([]*Group, 3)
+		join := func(r int) {
+			wg.Go(func() {
+				var err error
+				gs[r], err = Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr, Secret: secret})
+				require.NoError(t, err)
+			})
+		}
+		join(0)
+		stop := strangers(t, "tcp", addr)
+		join(1)
+		join(2)
+		wg.Wait()
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		stop()
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		for _, g := range gs {
+			g.Close()
+		}
+		requireNoGoroutines(t)
+	}
+}
+
+func TestF4_StrangersDoNotStopTheMesh(t *testing.T) {
+	for _, secret := range [][]byte{nil, []byte("secret")} {
+		requireNoGoroutines(t)
+		const n = 3
+		var ls []*Listener
+		var addrs []string
+		for r := range n {
+			l, err := Listen(Config{Rank: r, Size: n, Secret: secret})
+			require.NoError(t, err)
+			ls, addrs = append(ls, l), append(addrs, l.Addr())
+		}
+		var stops []func()
+		for _, a := range addrs {
+			stops = append(stops, strangers(t, "unix", a))
+		}
+		gs := make([]*Group, n)
+		var wg sync.WaitGroup
+		for r, l := range ls {
+			wg.Go(func() {
+				var err error
+				gs[r], err = l.Join(testContext(t), addrs)
+				require.NoError(t, err)
+			})
+		}
+		wg.Wait()
+		// Once joined, nobody can connect any more.
+		_, err := net.Dial("unix", addrs[0])
+		require.Error(t, err)
+		for _, stop := range stops {
+			stop()
+		}
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		for _, g := range gs {
+			g.Close()
+		}
+		requireNoGoroutines(t)
+	}
+}
+
+// A silent stranger is let go after a while, not kept for ever.
+func TestF4_SilentStrangerIsLetGo(t *testing.T) {
+	l, err := Listen(Config{Size: 2, handshakeTimeout: 50 * time.Millisecond})
+	require.NoError(t, err)
+	conn, err := net.Dial("unix", l.Addr())
+	require.NoError(t, err)
+	defer conn.Close()
+	ctx, cancel := context.WithCancel(testContext(t))
+	done := make(chan error)
+	go func() {
+		_, err := l.Join(ctx, []string{l.Addr(), "@nobody"})
+		done <- err
+	}()
+	conn.SetReadDeadline(time.Now().Add(10 * time.Second))
+	_, err = conn.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF)
+	cancel()
+	require.ErrorIs(t, <-done, context.Canceled)
+}
+
+func TestF3_MeshConfigurationsDiffer(t *testing.T) {
+	start := func(cfgs [2]Config, lists func(addrs []string) [2][]string) []error {
+		var ls []*Listener
+		var addrs []string
+		for r := range 2 {
+			cfgs[r].Rank, cfgs[r].Size = r, 2
+			l, err := Listen(cfgs[r])
+			require.NoError(t, err)
+			ls, addrs = append(ls, l), append(addrs, l.Addr())
+		}
+		both := lists(addrs)
+		errs := make([]error, 2)
+		var wg sync.WaitGroup
+		for r, l := range ls {
+			wg.Go(func() { _, errs[r] = l.Join(testContext(t), both[r]) })
+		}
+		wg.Wait()
+		return errs
+	}
+	same := func(a []string) [2][]string { return [2][]string{a, a} }
+	for _, err := range start([2]Config{{version: 3}, {}}, same) {
+		require.ErrorIs(t, err, ErrMismatch)
+		require.ErrorContains(t, err, "the rank that connects speaks protocol 1, the rank it connects to 3")
+	}
+	for _, err := range start([2]Config{{PeerTimeout: time.Second}, {}}, same) {
+		require.ErrorIs(t, err, ErrMismatch)
+		require.ErrorContains(t, err, "peer timeout: rank 0 has 1s, rank 1 has 10s")
+	}
+	errs := start([2]Config{{Secret: []byte("a"), JoinTimeout: 200 * time.Millisecond}, {Secret: []byte("b")}}, same)
+	require.ErrorIs(t, errs[0], ErrTimeout) // rank 0 cannot tell it from a stranger
+	require.ErrorIs(t, errs[1], ErrMismatch)
+	require.ErrorContains(t, errs[1], "secret: ")
+	l, err := Listen(Config{Size: 2})
+	require.NoError(t, err)
+	defer l.Close()
+	errs = start([2]Config{}, func(a []string) [2][]string {
+		return [2][]string{{a[0], l.Addr()}, a}
+	})
+	for _, err := range errs {
+		require.ErrorIs(t, err, ErrMismatch)
+		require.ErrorContains(t, err, "addresses: rank 0 has the list ")
+	}
+}
+
+// pipeGreet runs both sides of the handshake against each other, with what is
+// between them, if anything.
+func pipeGreet(t *testing.T, serverSecret, clientSecret []byte) (server, client *session, serr, cerr error) {
+	a, b := net.Pipe()
+	deadline := time.Now().Add(5 * time.Second)
+	a.SetDeadline(deadline)
+	b.SetDeadline(deadline)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if server, serr = greet(a, true, 1, serverSecret, card{purpose: toMesh}); serr != nil {
+			a.Close()
+		}
+	})
+	if client, cerr = greet(b, false, 1, clientSecret, card{purpose: toMesh, rank: 1}); cerr != nil {
+		b.Close()
+	}
+	wg.Wait()
+	return server, client, serr, cerr
+}
+
+func TestF4_Handshake(t *testing.T) {
+	key := []byte("0123456789abcdef")
+	s, c, serr, cerr := pipeGreet(t, key, key)
+	require.NoError(t, serr)
+	require.NoError(t, cerr)
+	// What follows is signed, in both directions.
+	for i := range 3 {
+		go s.send(noteTable, []byte{byte(i)})
+		kind, body, err := c.recv()
+		require.NoError(t, err)
+		require.Equal(t, noteTable, kind)
+		require.Equal(t, []byte{byte(i)}, body)
+		go c.send(noteDone, nil)
+		_, _, err = s.recv()
+		require.NoError(t, err)
+	}
+	_, _, serr, cerr = pipeGreet(t, key, []byte("0123456789abcdeF"))
+	require.ErrorIs(t, serr, ErrMismatch)
+	require.ErrorIs(t, cerr, ErrMismatch)
+	_, _, serr, cerr = pipeGreet(t, key, nil)
+	require.ErrorIs(t, serr, ErrMismatch)
+	require.ErrorIs(t, cerr, ErrMismatch)
+	_, _, serr, cerr = pipeGreet(t, nil, key)
+	require.ErrorIs(t, serr, ErrMismatch)
+	require.ErrorIs(t, cerr, ErrMismatch)
+}
+
+// recorder keeps what goes through a connection.
+type recorder struct {
+	net.Conn
+	sent, got bytes.Buffer
+}
+
+func (r *recorder) Write(b []byte) (int, error) { r.sent.Write(b); return r.Conn.Write(b) }
+func (r *recorder) Read(b []byte) (int, error) {
+	n, err := r.Conn.Read(b)
+	r.got.Write(b[:n])
+	return n, err
+}
+
+func TestF4_SecretIsNotSent(t *testing.T) {
+	key := []byte("a rather long secret")
+	a, b := net.Pipe()
+	go greet(a, true, 1, key, card{purpose: toMesh})
+	rec := &recorder{Conn: b}
+	_, err := greet(rec, false, 1, key, card{purpose: toMesh})
+	require.NoError(t, err)
+	require.NotContains(t, rec.sent.String()+rec.got.String(), string(key))
+}
+
+// What a rank once sent is worth nothing on another connection.
+func TestF4_ReplayIsRefused(t *testing.T) {
+	key := []byte("secret")
+	a, b := net.Pipe()
+	go greet(a, true, 1, key, card{purpose: toMesh})
+	rec := &recorder{Conn: b}
+	_, err := greet(rec, false, 1, key, card{purpose: toMesh})
+	require.NoError(t, err)
+
+	a, b = net.Pipe()
+	done := make(chan error)
+	go func() {
+		_, err := greet(a, true, 1, key, card{purpose: toMesh})
+		a.Close()
+		done <- err
+	}()
+	go io.Copy(io.Discard, b)
+	b.Write(rec.sent.Bytes())
+	require.ErrorIs(t, <-done, ErrMismatch)
+
+	// The server's words, to a client.
+	a, b = net.Pipe()
+	go func() {
+		_, err := greet(b, false, 1, key, card{purpose: toMesh})
+		b.Close()
+		done <- err
+	}()
+	go io.Copy(io.Discard, a)
+	a.Write(rec.got.Bytes())
+	require.ErrorIs(t, <-done, ErrMismatch)
+}
+
+// A side that gets back its own words is not fooled, and a server's proof
+// cannot be had for a client's.
+func TestF4_ReflectionIsRefused(t *testing.T) {
+	key := []byte("secret")
+	a, b := net.Pipe()
+	go io.Copy(b, b) // a mirror
+	_, err := greet(a, false, 1, key, card{purpose: toMesh})
+	require.ErrorIs(t, err, errMalformed)
+	b.Close()
+
+	// Two servers, connected to each other through an attacker: neither says
+	// more than a hello.
+	a1, b1 := net.Pipe()
+	a2, b2 := net.Pipe()
+	errs := make(chan error, 2)
+	for _, c := range []net.Conn{a1, a2} {
+		c.SetDeadline(time.Now().Add(100 * time.Millisecond))
+		go func() {
+			_, err := greet(c, true, 1, key, card{purpose: toMesh})
+			errs <- err
+		}()
+	}
+	h := (&hello{version: 1, secret: true, body: (&card{purpose: toMesh}).encode()}).encode()
+	b1.Write(h)
+	hello1 := make([]byte, len(h))
+	io.ReadFull(b1, hello1)
+	go b2.Write(hello1)
+	hello2 := make([]byte, len(h))
+	io.ReadFull(b2, hello2)
+	more := make([]byte, 1)
+	b2.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
+	_, err = b2.Read(more)
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	for range 2 {
+		require.Error(t, <-errs)
+	}
+}
+
+func TestF4_TamperedNoteIsRefused(t *testing.T) {
+	key := []byte("secret")
+	tamper := func(t *testing.T, change func(b []byte) []byte) error {
+		s, c, serr, cerr := pipeGreet(t, key, key)
+		require.NoError(t, errors.Join(serr, cerr))
+		rec := &recorder{Conn: s.conn}
+		s.conn = rec
+		go s.send(noteTable, []byte("addresses"))
+		_, _, err := c.recv()
+		require.NoError(t, err)
+		go s.conn.(*recorder).Conn.Write(change(bytes.Clone(rec.sent.Bytes())))
+		_, _, err = c.recv()
+		return err
+	}
+	require.ErrorIs(t, tamper(t, func(b []byte) []byte { return b }), errMalformed) // said twice
+	require.ErrorIs(t, tamper(t, func(b []byte) []byte { b[7]++; return b }), errMalformed)
+	require.ErrorIs(t, tamper(t, func(b []byte) []byte { b[0] = byte(noteFail); return b }), errMalformed)
+}
+
+// The unix sockets refuse other users.
+func TestF4_OtherUserIsRefused(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can become another user")
+	}
+	var log lockedBuffer
+	l, err := Listen(Config{Size: 2, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(testContext(t))
+	done := make(chan error)
+	go func() {
+		_, err := l.Join(ctx, []string{l.Addr(), "@nobody"})
+		done <- err
+	}()
+	exe, err := os.Open("/proc/self/exe") // another user may not reach it by its name
+	require.NoError(t, err)
+	defer exe.Close()
+	cmd := exec.Command("/proc/self/fd/3")
+	cmd.ExtraFiles = []*os.File{exe}
+	cmd.Env = append(os.Environ(), strangerEnv+"="+l.Addr())
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	cmd.Dir = "/"
+	out, err := cmd.CombinedOutput()
+	if err != nil && strings.Contains(err.Error(), "permission") {
+		t.Skip("cannot become another user: ", err)
+	}
+	require.NoError(t, err, "%s", out)
+	require.Contains(t, string(out), "closed")
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "it belongs to user 65534") }, 5*time.Second, time.Millisecond)
+	cancel()
+	require.ErrorIs(t, <-done, context.Canceled)
+}
+
+const strangerEnv = "COMM_TEST_STRANGER"
+
+// playStranger connects, and says whether it is let go without a word.
+func playStranger(addr string) int {
+	conn, err := net.Dial("unix", addr)
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	conn.SetDeadline(time.Now().Add(10 * time.Second))
+	if n, err := conn.Read(make([]byte, 1)); n != 0 || err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		fmt.Println("got an answer", n, err)
+		return 1
+	}
+	fmt.Println("closed")
+	return 0
+}
+
+// A member that sends nonsense loses its connection, which is a loss like any
+// other; the rest goes on.
+func TestF4_MalformedFrameLosesOnlyItsSender(t *testing.T) {
+	gs := startListen(t, 3, Config{})
+	gs[1].n.mu.Lock()
+	l := gs[1].n.links[0].(*sockLink)
+	gs[1].n.mu.Unlock()
+	_, err := l.conn.Write(bytes.Repeat([]byte("nonsense"), 100))
+	require.NoError(t, err)
+	waitDone(t, gs[0])
+	requirePeer(t, gs[0].Err(), 1, ErrPeerLost)
+	require.ErrorContains(t, gs[0].Err(), "malformed frame")
+	waitDone(t, gs[1])
+	waitDone(t, gs[2])
+	requirePeer(t, gs[2].Err(), 1, ErrPeerLost)
+	requireSurvivors(t, []*Group{gs[0], gs[2]}, 0, 2)
+	_, err = gs[1].Shrink(testContext(t))
+	require.Error(t, err)
+	for _, g := range gs {
+		g.Close()
+	}
+}
+
+// Descriptors that do not fit in the table of open files are an error of that
+// call, and do not leak.
+func TestExchangeFDsWithoutRoom(t *testing.T) {
+	f, err := os.Open(os.DevNull)
+	require.NoError(t, err)
+	defer f.Close()
+	fds := make([]int, 40)
+	for i := range fds {
+		fds[i] = int(f.Fd())
+	}
+	limit := func(room int) (restore func()) {
+		var old syscall.Rlimit
+		require.NoError(t, syscall.Getrlimit(syscall.RLIMIT_NOFILE, &old))
+		tight := old
+		tight.Cur = uint64(countFDs(t) + room)
+		require.NoError(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &tight))
+		return func() { require.NoError(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &old)) }
+	}
+	eachWorld(t, 2, func(t *testing.T, gs []*Group) {
+		before := countFDs(t)
+		restore := limit(60) // one set fits, two do not
+		errs := onEach(gs, func(g *Group) error {
+			_, err := g.ExchangeFDs(testContext(t), fds)
+			return err
+		})
+		restore()
+		for _, err := range errs {
+			require.Error(t, err)
+		}
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		requireFDs(t, before)
+	})
+	t.Run("receiver", func(t *testing.T) {
+		pair, err := syscall.Socketpair(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
+		require.NoError(t, err)
+		var links [2]*sockLink
+		for i, fd := range pair {
+			f := os.NewFile(uintptr(fd), "pair")
+			c, err := net.FileConn(f)
+			require.NoError(t, err)
+			f.Close()
+			defer c.Close()
+			links[i] = &sockLink{conn: c.(*net.UnixConn), timeout: 10 * time.Second}
+		}
+		before := countFDs(t)
+		m := message{kind: kindData, op: opExchangeFDs, gid: 1, seq: 5, fds: fds}
+		require.NoError(t, links[0].writeMessage(&m))
+		require.NoError(t, links[0].writeMessage(&m))
+		in := &fdReader{l: links[1], oob: make([]byte, 2000)}
+		restore := limit(20)
+		got, err := readMessage(in, in.take)
+		restore()
+		require.NoError(t, err)
+		require.Contains(t, got.poison, "of 40 descriptors arrived")
+		require.Equal(t, before, countFDs(t))
+		got, err = readMessage(in, in.take) // the next is not affected
+		require.NoError(t, err)
+		require.Empty(t, got.poison)
+		require.Len(t, got.fds, 40)
+		got.drop()
+		require.Equal(t, before, countFDs(t))
+	})
+}
+
+func TestHeartbeatsKeepQuietGroupsAlive(t *testing.T) {
+	gs := startListen(t, 3, Config{PeerTimeout: 150 * time.Millisecond})
+	time.Sleep(500 * time.Millisecond)
+	requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+	for _, g := range gs {
+		g.Close()
+	}
+}
+
+func TestFromEnv(t *testing.T) {
+	for _, name := range []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SWITCHYARD_PORT"} {
+		t.Setenv(name, "")
+	}
+	cfg, err := FromEnv()
+	require.NoError(t, err)
+	require.NoError(t, cfg.validate())
+	require.Equal(t, 1, cfg.Size)
+	t.Setenv("RANK", "3")
+	t.Setenv("WORLD_SIZE", "8")
+	t.Setenv("MASTER_PORT", "29400")
+	t.Setenv("SWITCHYARD_PEER_TIMEOUT", "3s")
+	cfg, err = FromEnv()
+	require.NoError(t, err)
+	require.Equal(t, 3, cfg.Rank)
+	require.Equal(t, 8, cfg.Size)
+	require.Equal(t, 3, cfg.LocalRank)
+	require.Equal(t, "127.0.0.1:29401", cfg.Addr)
+	require.Equal(t, 3*time.Second, cfg.PeerTimeout)
+	t.Setenv("RANK", "first")
+	_, err = FromEnv()
+	require.ErrorContains(t, err, `comm: environment: RANK is "first", not a number`)
+}

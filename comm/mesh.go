@@ -1,0 +1,326 @@
+package comm
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Listener is a rank that can be reached and has not joined yet. It serves
+// callers who have a store of their own to exchange addresses, such as torch's:
+// Listen, publish Addr, collect everybody's, Join.
+type Listener struct {
+	cfg  Config
+	ln   *net.UnixListener
+	addr string
+}
+
+// Listen opens this rank's socket. Config.Addr is not used.
+func Listen(cfg Config) (*Listener, error) {
+	if err := cfg.validate(); err != nil {
+		return nil, fmt.Errorf("comm: listen: %w", err)
+	}
+	ln, err := listenSocket()
+	if err != nil {
+		return nil, fmt.Errorf("comm: listen: %w", err)
+	}
+	return &Listener{cfg: cfg, ln: ln, addr: ln.Addr().String()}, nil
+}
+
+// Addr is the address of this rank, for the others: a printable text of less
+// than 100 bytes, different every time.
+func (l *Listener) Addr() string { return l.addr }
+
+// Close gives up the address. Connections of a group that has been joined live on.
+func (l *Listener) Close() error {
+	l.ln.Close()
+	return nil
+}
+
+// Join connects all ranks and returns when all are connected. addrs are the
+// addresses of all ranks by rank, this one's included; every rank must pass the
+// same. It works once, and closes the listener. The whole takes at most
+// Config.JoinTimeout; then the error wraps [ErrTimeout] and names the ranks that
+// are missing. Ranks that differ in what they were configured with get
+// [ErrMismatch] and both values.
+func (l *Listener) Join(ctx context.Context, addrs []string) (*Group, error) {
+	ctx, cancel := withJoinTimeout(ctx, &l.cfg)
+	defer cancel()
+	g, err := l.join(ctx, addrs)
+	if err != nil {
+		return nil, joinError(err)
+	}
+	return g, nil
+}
+
+func withJoinTimeout(ctx context.Context, cfg *Config) (context.Context, context.CancelFunc) {
+	return context.WithTimeoutCause(ctx, cfg.JoinTimeout, fmt.Errorf("%w after %v", ErrTimeout, cfg.JoinTimeout))
+}
+
+func joinError(err error) error {
+	if pe, ok := err.(*PeerError); ok {
+		return withOp(pe, opJoin.String(), pe.Epoch)
+	}
+	return fmt.Errorf("comm: join: %w", err)
+}
+
+// meshing is a mesh under construction.
+type meshing struct {
+	l      *Listener
+	n      *node
+	me     card
+	addrs  []string
+	ctx    context.Context
+	linked chan struct{} // one for every link
+	fatal  chan error
+	wg     sync.WaitGroup
+}
+
+func (l *Listener) join(ctx context.Context, addrs []string) (*Group, error) {
+	defer l.Close()
+	cfg := &l.cfg
+	if len(addrs) != cfg.Size {
+		return nil, fmt.Errorf("%w: %d addresses for %d ranks", ErrMismatch, len(addrs), cfg.Size)
+	}
+	if addrs[cfg.Rank] != l.addr {
+		return nil, fmt.Errorf("%w: rank %d has the address %q, the list says %q", ErrMismatch, cfg.Rank, l.addr, addrs[cfg.Rank])
+	}
+	gid := meshID(addrs)
+	n := newNode(cfg.Rank, cfg.Size, cfg.Logger)
+	g, err := n.register(gid, cfg.Name, 0)
+	if err != nil {
+		return nil, err
+	}
+	members := make([]int, cfg.Size)
+	for r := range members {
+		members[r] = r
+	}
+	g.seq = 0 // nobody else has it yet
+	n.activate(g, members)
+
+	ctx, cancel := context.WithCancel(ctx)
+	m := &meshing{
+		l: l, n: n, addrs: addrs, ctx: ctx,
+		me:     card{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: hostID()},
+		linked: make(chan struct{}, cfg.Size),
+		fatal:  make(chan error, 1),
+	}
+	m.wg.Go(m.accept)
+	for r := range cfg.Rank {
+		m.wg.Go(func() { m.dial(r) })
+	}
+	err = m.wait(g)
+	l.Close()
+	if err == nil {
+		_, err = g.exchange(ctx, opJoin, message{})
+	}
+	cancel()
+	m.wg.Wait()
+	if err != nil {
+		g.Abort(err)
+		g.Close()
+		return nil, err
+	}
+	cfg.Logger.Info("joined", "group", g.name, "rank", cfg.Rank, "size", cfg.Size)
+	return g, nil
+}
+
+// wait returns when every peer is linked, or none of them will be.
+func (m *meshing) wait(g *Group) error {
+	for range len(m.addrs) - 1 {
+		select {
+		case <-m.linked:
+		case err := <-m.fatal:
+			return err
+		case <-g.Done():
+			return g.Err()
+		case <-m.ctx.Done():
+			return fmt.Errorf("waiting for ranks %v: %w", m.missing(), ctxErr(m.ctx))
+		}
+	}
+	return nil
+}
+
+func (m *meshing) missing() []int {
+	m.n.mu.Lock()
+	defer m.n.mu.Unlock()
+	var out []int
+	for r, l := range m.n.links {
+		if l == nil && r != m.me.rank {
+			out = append(out, r)
+		}
+	}
+	return out
+}
+
+func (m *meshing) fail(err error) {
+	select {
+	case m.fatal <- err:
+	default:
+	}
+}
+
+// accept takes the connections of higher ranks, and of whoever else finds the
+// socket: each is looked at by a goroutine of its own, so that a silent one
+// holds up nobody.
+func (m *meshing) accept() {
+	for {
+		conn, err := m.l.ln.AcceptUnix()
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil { // out of descriptors, say
+			m.n.log.Warn("accept", "rank", m.me.rank, "err", err)
+			if !sleep(m.ctx, 10*time.Millisecond) {
+				return
+			}
+			continue
+		}
+		m.wg.Go(func() {
+			if err := m.admit(conn); err != nil {
+				conn.Close()
+				m.n.log.Warn("connection refused", "rank", m.me.rank, "err", err)
+			}
+		})
+	}
+}
+
+func (m *meshing) admit(conn *net.UnixConn) error {
+	conn.SetDeadline(time.Now().Add(m.l.cfg.handshakeTimeout))
+	stop := context.AfterFunc(m.ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if err := checkUser(conn); err != nil {
+		return err
+	}
+	s, c, err := m.examine(conn, true, m.me)
+	if err != nil {
+		var refused *errRefused
+		if errors.As(err, &refused) && refused.proven {
+			m.fail(refused)
+		}
+		return err
+	}
+	m.n.mu.Lock()
+	known := m.n.links[c.rank] != nil
+	m.n.mu.Unlock()
+	if c.to != m.me.rank || c.rank <= m.me.rank || known {
+		err := fmt.Errorf("rank %d connects to rank %d, which is %d and has its connection: %v", c.rank, c.to, m.me.rank, known)
+		s.reject(err.Error())
+		return err
+	}
+	if err := s.send(noteAccept, nil); err != nil {
+		return err
+	}
+	return m.start(c.rank, conn, stop)
+}
+
+// examine greets the other side and compares the cards.
+func (m *meshing) examine(conn net.Conn, server bool, me card) (*session, card, error) {
+	cfg := &m.l.cfg
+	s, err := greet(conn, server, cfg.version, cfg.Secret, me)
+	if err != nil {
+		return nil, card{}, err
+	}
+	c, err := s.examine(cfg.version, me)
+	if err != nil {
+		var refused *errRefused
+		if server && errors.As(err, &refused) {
+			s.reject(refused.text)
+		}
+		return nil, card{}, err
+	}
+	return s, c, nil
+}
+
+// start makes a link of a connection, which the end of m.ctx must not touch
+// any more.
+func (m *meshing) start(rank int, conn *net.UnixConn, stop func() bool) error {
+	if !stop() {
+		return ctxErr(m.ctx)
+	}
+	if !startLink(m.n, rank, conn, m.l.cfg.PeerTimeout) {
+		return fmt.Errorf("rank %d is connected already, or the join is over", rank)
+	}
+	m.linked <- struct{}{}
+	return nil
+}
+
+// dial connects to a lower rank. All sockets are open before their addresses
+// are known, so nobody has to be waited for.
+func (m *meshing) dial(rank int) {
+	for {
+		err := m.dialOnce(rank)
+		switch {
+		case err == nil || m.ctx.Err() != nil:
+			return
+		case errors.Is(err, ErrMismatch):
+			m.fail(err)
+			return
+		case errors.Is(err, unix.ECONNREFUSED), errors.Is(err, unix.ENOENT):
+			m.fail(&PeerError{Rank: rank, Err: fmt.Errorf("%w: its socket is closed: %w", ErrPeerLost, err)})
+			return
+		}
+		m.n.log.Info("connect again", "rank", m.me.rank, "peer", rank, "err", err)
+		if !sleep(m.ctx, 5*time.Millisecond) {
+			return
+		}
+	}
+}
+
+func (m *meshing) dialOnce(rank int) (err error) {
+	var d net.Dialer
+	c, err := d.DialContext(m.ctx, "unix", m.addrs[rank])
+	if err != nil {
+		return err
+	}
+	conn := c.(*net.UnixConn)
+	defer func() {
+		if err != nil {
+			conn.Close()
+		}
+	}()
+	stop := context.AfterFunc(m.ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if err := checkUser(conn); err != nil {
+		return fmt.Errorf("%w: rank %d: %w", ErrMismatch, rank, err)
+	}
+	me := m.me
+	me.to = rank
+	s, _, err := m.examine(conn, false, me)
+	if err != nil {
+		return err
+	}
+	if err := s.verdict(); err != nil {
+		return err
+	}
+	return m.start(rank, conn, stop)
+}
+
+// meshID is the number of the group that meets at these addresses.
+func meshID(addrs []string) uint64 {
+	var b []byte
+	for _, a := range addrs {
+		b = appendString(b, a)
+	}
+	sum := sha256.Sum256(b)
+	return binary.LittleEndian.Uint64(sum[:])
+}
+
+// sleep reports whether ctx lasted.
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}

@@ -1,0 +1,93 @@
+package comm
+
+// kind says what a message is for. The values are part of the protocol.
+type kind uint8
+
+const (
+	kindData   kind = 1 // a rank's part in a collective call
+	kindFail   kind = 2 // the group has failed: who is to blame, and why
+	kindLeave  kind = 3 // the sender has closed its end of the group
+	kindShrink kind = 4 // a round of the agreement on who survives
+	kindBeat   kind = 5 // the sender is alive
+	kindBye    kind = 6 // the sender has closed all its groups; end of stream follows
+)
+
+// opcode names a collective call, so that ranks which call different things
+// at the same place learn it. The values are part of the protocol.
+type opcode uint8
+
+const (
+	opNone        opcode = 0
+	opBarrier     opcode = 1
+	opAllGather   opcode = 2
+	opShare       opcode = 3
+	opExchangeFDs opcode = 4
+	opSplit       opcode = 5
+	opJoin        opcode = 6
+	opLast               = opJoin
+)
+
+func (o opcode) String() string {
+	switch o {
+	case opBarrier:
+		return "barrier"
+	case opAllGather:
+		return "all-gather"
+	case opShare:
+		return "share"
+	case opExchangeFDs:
+		return "exchange fds"
+	case opSplit:
+		return "split"
+	case opJoin:
+		return "join"
+	default:
+		return "unknown call"
+	}
+}
+
+// message is what ranks tell one another. Within a process it is handed over
+// as it is; a socket link encodes it as frames (see wire.go).
+type message struct {
+	kind kind
+	op   opcode
+	gid  uint64
+	seq  uint64 // kindData: the call; kindShrink: the round
+	data []byte // kindData: the part; kindShrink: the gone ranks
+	fds  []int  // kindData: owned by the message
+	val  any    // kindData, within a process only
+
+	// poison replaces the data of a rank that could not take part properly.
+	// The others get it as an error instead of waiting for ever.
+	poison string
+
+	decided bool     // kindShrink: data is the decision
+	fail    *failure // kindFail
+}
+
+// drop releases what a message owns when nobody will take it.
+func (m *message) drop() {
+	closeFDs(m.fds)
+	m.fds = nil
+}
+
+// failCode says what kind of failure a group had. The values are part of the
+// protocol.
+type failCode uint8
+
+const (
+	failLost     failCode = 1 // culprit died or was cut off
+	failLeft     failCode = 2 // culprit closed its end while it was needed
+	failAborted  failCode = 3 // culprit called Abort
+	failMismatch failCode = 4 // culprit called something else
+	failLast              = failMismatch
+)
+
+// failure is why a group failed: the same news on every rank, in terms of
+// world ranks, which each rank translates into the numbers of its group.
+type failure struct {
+	code    failCode
+	culprit int    // world rank
+	detail  string // more words, may be empty
+	cause   error  // failAborted: what Abort was given
+}

@@ -1,0 +1,300 @@
+package comm
+
+import (
+	"log/slog"
+	"sync"
+	"time"
+)
+
+// link carries messages to one peer, in order.
+type link interface {
+	// send queues m and returns at once. It takes over m.fds.
+	send(m message)
+	// flush waits until everything sent has left this process, or until the deadline.
+	flush(deadline time.Time)
+	// close lets go of the peer after what was sent has left, or after grace.
+	close(grace time.Duration)
+	// cut breaks the connection the way a crash would.
+	cut()
+}
+
+// node is one rank's end of a world: its links to all peers and the groups
+// that use them. Everything mutable, in it and in its groups, is guarded by mu;
+// nothing is sent to a peer while mu is held, because a link within the process
+// locks the peer's node.
+type node struct {
+	id     int
+	log    *slog.Logger
+	wg     sync.WaitGroup // goroutines of the links
+	onStop func()         // called once, after the last group was closed
+
+	mu     sync.Mutex
+	links  []link // by world rank; nil for this rank and for peers not met yet
+	groups map[uint64]*Group
+	gone   map[int]*failure // peers that are no more, and how they went
+	dead   bool             // closed or killed: nothing is delivered any more
+}
+
+func newNode(id, size int, log *slog.Logger) *node {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	return &node{
+		id:     id,
+		log:    log,
+		links:  make([]link, size),
+		groups: make(map[uint64]*Group),
+		gone:   make(map[int]*failure),
+	}
+}
+
+// setLink makes a peer reachable by a link with so many goroutines. It reports
+// false when the node is dead or has such a link already.
+func (n *node) setLink(peer int, l link, goroutines int) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.dead || n.links[peer] != nil {
+		return false
+	}
+	n.links[peer] = l
+	n.wg.Add(goroutines)
+	return true
+}
+
+// linksTo returns the links to the given world ranks, without this rank and
+// peers out of reach. A peer that has just been given up may still be tried as
+// the last one. The caller holds mu.
+func (n *node) linksTo(members []int, last int) []link {
+	out := make([]link, 0, len(members))
+	for _, m := range members {
+		if m != n.id && n.links[m] != nil && (n.gone[m] == nil || m == last) {
+			out = append(out, n.links[m])
+		}
+	}
+	return out
+}
+
+// deliver takes a message from a peer.
+func (n *node) deliver(from int, m message) {
+	switch m.kind {
+	case kindBeat:
+		return
+	case kindBye:
+		n.lose(from, &failure{code: failLeft, culprit: from})
+		return
+	}
+	n.mu.Lock()
+	g := n.groups[m.gid]
+	if n.dead || g == nil {
+		n.mu.Unlock()
+		m.drop()
+		return
+	}
+	if !g.active {
+		g.early = append(g.early, inbound{from, m})
+		n.mu.Unlock()
+		return
+	}
+	then := g.handle(from, m)
+	n.mu.Unlock()
+	if then != nil {
+		then()
+	}
+}
+
+// lose notes that a peer is gone and tells every group that has it as a
+// member. A peer that left in order is only news to calls that still need it.
+func (n *node) lose(peer int, f *failure) {
+	n.mu.Lock()
+	if n.dead || n.gone[peer] != nil {
+		n.mu.Unlock()
+		return
+	}
+	var then []func()
+	for _, g := range n.groups {
+		if !g.active {
+			continue // activation looks at n.gone
+		}
+		if fn := g.lose(peer, f); fn != nil {
+			then = append(then, fn)
+		}
+	}
+	n.gone[peer] = f
+	l := n.links[peer]
+	n.mu.Unlock()
+
+	if f.code != failLeft {
+		n.log.Warn("peer lost", "rank", n.id, "peer", peer, "why", f.detail)
+	}
+	for _, fn := range then {
+		fn()
+	}
+	if l != nil {
+		grace := time.Duration(0)
+		if f.code != failLeft {
+			// The peer may only be stopped. The failed groups have left it a word
+			// of that, for when it wakes up and believes that all others are gone.
+			grace = flushGrace
+		}
+		l.close(grace)
+	}
+}
+
+// register makes a group known before its members are. Messages for it are
+// kept until activate.
+func (n *node) register(id uint64, name string, parent uint64) (*Group, error) {
+	g := &Group{
+		n:       n,
+		id:      id,
+		name:    name,
+		parent:  parent,
+		seq:     1,
+		pending: make(map[uint64]*pending),
+		left:    make(map[int]bool),
+		out:     make(map[int]bool),
+		done:    make(chan struct{}),
+		cbs:     make(map[*callback]struct{}),
+	}
+	g.shrink.wake = make(chan struct{}, 1)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.dead {
+		return nil, ErrClosed
+	}
+	n.groups[id] = g
+	return g, nil
+}
+
+// activate gives a registered group its members (world ranks, in the order of
+// their ranks in the group) and replays what has arrived for it.
+func (n *node) activate(g *Group, members []int) {
+	var then []func()
+	n.mu.Lock()
+	g.members = members
+	g.rankOf = make(map[int]int, len(members))
+	for r, m := range members {
+		g.rankOf[m] = r
+		if m == n.id {
+			g.rank = r
+		}
+	}
+	g.active = true
+	early := g.early
+	g.early = nil
+	for _, in := range early {
+		if fn := g.handle(in.from, in.m); fn != nil {
+			then = append(then, fn)
+		}
+	}
+	if n.dead { // killed meanwhile
+		then = append(then, func() { g.failed(n.killed(), false) })
+	}
+	for _, m := range members {
+		if f := n.gone[m]; f != nil {
+			if fn := g.lose(m, f); fn != nil {
+				then = append(then, fn)
+			}
+		}
+	}
+	n.mu.Unlock()
+	for _, fn := range then {
+		fn()
+	}
+}
+
+// unregister forgets a group. With the last group the node says goodbye and stops.
+func (n *node) unregister(g *Group) {
+	n.mu.Lock()
+	if n.groups[g.id] != g {
+		n.mu.Unlock()
+		return
+	}
+	delete(n.groups, g.id)
+	var drop []message
+	for _, in := range g.early {
+		drop = append(drop, in.m)
+	}
+	g.early = nil
+	for _, p := range g.pending {
+		drop = append(drop, p.take()...)
+	}
+	g.pending = nil
+	last := len(n.groups) == 0 && !n.dead
+	var ls []link
+	if last {
+		n.dead = true
+		for peer, l := range n.links {
+			if l != nil && n.gone[peer] == nil {
+				ls = append(ls, l)
+			}
+		}
+	}
+	n.mu.Unlock()
+
+	for i := range drop {
+		drop[i].drop()
+	}
+	if !last {
+		return
+	}
+	for _, l := range ls {
+		l.send(message{kind: kindBye})
+	}
+	n.stop(ls, closeGrace)
+}
+
+// stop closes the links and waits for their goroutines.
+func (n *node) stop(ls []link, grace time.Duration) {
+	var wg sync.WaitGroup
+	for _, l := range ls {
+		wg.Go(func() { l.close(grace) })
+	}
+	wg.Wait()
+	n.wg.Wait()
+	if n.onStop != nil {
+		n.onStop()
+	}
+}
+
+// kill drops this rank the way a crash would: no goodbye to anybody.
+func (n *node) kill() {
+	n.mu.Lock()
+	if n.dead {
+		n.mu.Unlock()
+		return
+	}
+	n.dead = true
+	var gs []*Group
+	for _, g := range n.groups {
+		if g.active {
+			gs = append(gs, g)
+		}
+	}
+	var ls []link
+	for _, l := range n.links {
+		if l != nil {
+			ls = append(ls, l)
+		}
+	}
+	n.mu.Unlock()
+	for _, l := range ls {
+		l.cut()
+	}
+	for _, g := range gs {
+		g.failed(n.killed(), false)
+	}
+	n.stop(nil, 0)
+}
+
+func (n *node) killed() *failure {
+	return &failure{code: failLost, culprit: n.id, detail: "killed"}
+}
+
+const (
+	// flushGrace bounds how long a failing group holds back its own callers
+	// for the news to leave the process first. The news is a few bytes; only a
+	// peer whose socket is full, a stopped one, takes this long.
+	flushGrace = 20 * time.Millisecond
+	// closeGrace bounds how long Close waits for the goodbye to leave.
+	closeGrace = time.Second
+)

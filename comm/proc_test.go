@@ -1,0 +1,388 @@
+package comm
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// The tests of this file run ranks as processes: the test binary runs itself
+// with helperEnv naming the part to play.
+const helperEnv = "COMM_TEST_HELPER"
+
+func TestMain(m *testing.M) {
+	if part := os.Getenv(helperEnv); part != "" {
+		os.Exit(playPart(part))
+	}
+	if addr := os.Getenv(strangerEnv); addr != "" {
+		os.Exit(playStranger(addr))
+	}
+	os.Exit(m.Run())
+}
+
+// say reports to the parent, a line at a time.
+func say(format string, args ...any) {
+	fmt.Println(strings.ReplaceAll(fmt.Sprintf(format, args...), "\n", " "))
+}
+
+func playPart(part string) int {
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	cfg, err := FromEnv()
+	if err != nil {
+		say("error %v", err)
+		return 1
+	}
+	start := time.Now()
+	g, err := Join(ctx, cfg)
+	if err != nil {
+		say("error %v", err)
+		return 1
+	}
+	say("joined %d", time.Since(start).Microseconds())
+	defer g.Close()
+	in := bufio.NewReader(os.Stdin)
+	switch part {
+	case "survive":
+		if err := barriers(ctx, g); err != nil {
+			return report(ctx, g, err)
+		}
+	case "crash":
+		if g.Rank() == 1 {
+			in.ReadString('\n') // the others may still be joining
+			os.Exit(0)          // without Close, so a crash to the others
+		}
+		return report(ctx, g, barriers(ctx, g))
+	case "abort":
+		if g.Rank() == 2 {
+			in.ReadString('\n')
+			g.Abort(fmt.Errorf("no room for expert 7: %w", ErrTimeout))
+			os.Exit(3)
+		}
+		<-g.Done()
+		var pe *PeerError
+		errors.As(g.Err(), &pe)
+		say("aborted %d %v %v %v", pe.Rank, errors.Is(g.Err(), ErrAborted), errors.Is(g.Err(), ErrTimeout), g.Err())
+	case "sequence":
+		for range 20 {
+			if err := g.Barrier(ctx); err != nil {
+				say("error %v", err)
+				return 1
+			}
+		}
+		time.Sleep(time.Duration(g.Rank()) * 30 * time.Millisecond)
+		if err := g.Err(); err != nil {
+			say("error %v", err)
+			return 1
+		}
+	case "fds":
+		r, w, err := os.Pipe()
+		if err != nil {
+			say("error %v", err)
+			return 1
+		}
+		// Everybody writes to everybody's pipe.
+		all, err := g.ExchangeFDs(ctx, []int{int(w.Fd())})
+		w.Close()
+		if err != nil {
+			say("error %v", err)
+			return 1
+		}
+		for _, fds := range all {
+			f := os.NewFile(uintptr(fds[0]), "pipe")
+			fmt.Fprintf(f, "%d", g.Rank())
+			f.Close()
+		}
+		got, err := io.ReadAll(r) // ends when the last rank has closed its end
+		if err != nil || len(got) != g.Size() {
+			say("error %q %v", got, err)
+			return 1
+		}
+		if _, err := g.Share(ctx, nil); !errors.Is(err, errors.ErrUnsupported) {
+			say("error %v", err)
+			return 1
+		}
+		say("fds %d", len(got))
+	case "wait":
+		in.ReadString('\n')
+	}
+	return 0
+}
+
+func barriers(ctx context.Context, g *Group) error {
+	for {
+		if err := g.Barrier(ctx); err != nil {
+			return err
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// report says what a survivor sees, and goes on with the others.
+func report(ctx context.Context, g *Group, err error) int {
+	var pe *PeerError
+	if !errors.As(err, &pe) {
+		say("error %v", err)
+		return 1
+	}
+	say("lost %d %v %v", pe.Rank, errors.Is(err, ErrPeerLost), err)
+	s, err := g.Shrink(ctx)
+	if err != nil {
+		say("outcast %v %v", errors.Is(err, ErrPeerLost), err)
+		return 1
+	}
+	defer s.Close()
+	all, err := s.AllGather(ctx, []byte(strconv.Itoa(g.Rank())))
+	if err != nil {
+		say("error %v", err)
+		return 1
+	}
+	var names []string
+	for _, b := range all {
+		names = append(names, string(b))
+	}
+	say("survivors %s", strings.Join(names, ","))
+	if err := s.Barrier(ctx); err != nil {
+		say("error %v", err)
+		return 1
+	}
+	return 0
+}
+
+// proc is a rank in a process of its own.
+type proc struct {
+	t     *testing.T
+	rank  int
+	cmd   *exec.Cmd
+	stdin io.WriteCloser
+	lines chan string
+}
+
+func startProcs(t *testing.T, n int, part string, env ...string) []*proc {
+	host, port, err := net.SplitHostPort(freeAddr(t))
+	require.NoError(t, err)
+	ps := make([]*proc, n)
+	for r := range ps {
+		cmd := exec.Command(os.Args[0])
+		cmd.Env = append(os.Environ(), helperEnv+"="+part, "RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(n),
+			"MASTER_ADDR="+host, "SWITCHYARD_PORT="+port, "GORACE=atexit_sleep_ms=0")
+		cmd.Env = append(cmd.Env, env...)
+		cmd.Stderr = os.Stderr
+		stdin, err := cmd.StdinPipe()
+		require.NoError(t, err)
+		stdout, err := cmd.StdoutPipe()
+		require.NoError(t, err)
+		require.NoError(t, cmd.Start())
+		p := &proc{t: t, rank: r, cmd: cmd, stdin: stdin, lines: make(chan string, 100)}
+		go func() {
+			defer close(p.lines)
+			for s := bufio.NewScanner(stdout); s.Scan(); {
+				p.lines <- s.Text()
+			}
+		}()
+		t.Cleanup(func() {
+			cmd.Process.Kill()
+			cmd.Wait()
+		})
+		ps[r] = p
+	}
+	return ps
+}
+
+// expect returns the fields of the next line, whose first must be word.
+func (p *proc) expect(word string) []string {
+	p.t.Helper()
+	select {
+	case line, ok := <-p.lines:
+		if !ok || !strings.HasPrefix(line, word+" ") {
+			p.t.Fatalf("rank %d said %q, want %q", p.rank, line, word)
+		}
+		return strings.Fields(line)[1:]
+	case <-time.After(20 * time.Second):
+		p.t.Fatalf("rank %d does not say %q", p.rank, word)
+		return nil
+	}
+}
+
+func (p *proc) signal(s syscall.Signal) { require.NoError(p.t, p.cmd.Process.Signal(s)) }
+
+func (p *proc) exit(code int) {
+	p.t.Helper()
+	for line := range p.lines {
+		p.t.Errorf("rank %d said %q", p.rank, line)
+	}
+	p.cmd.Wait()
+	require.Equal(p.t, code, p.cmd.ProcessState.ExitCode(), "rank %d", p.rank)
+}
+
+func TestJoinProcesses(t *testing.T) {
+	start := time.Now()
+	ps := startProcs(t, 8, "fds", "SWITCHYARD_SECRET=a secret of the test")
+	var slowest int
+	for _, p := range ps {
+		us, err := strconv.Atoi(p.expect("joined")[0])
+		require.NoError(t, err)
+		slowest = max(slowest, us)
+	}
+	t.Logf("8 processes: %v from start to joined, Join took %d us at most", time.Since(start), slowest)
+	require.Less(t, time.Since(start), 10*time.Second)
+	for _, p := range ps {
+		require.Equal(t, "8", p.expect("fds")[0])
+		p.exit(0)
+	}
+}
+
+func TestF2_ProcessesEndInSequence(t *testing.T) {
+	ps := startProcs(t, 4, "sequence")
+	for _, p := range ps {
+		p.expect("joined")
+		p.exit(0)
+	}
+}
+
+// requireLoss checks what the survivors of ps say after one of them was lost.
+func requireLoss(t *testing.T, ps []*proc, lost int, since time.Time, within time.Duration) {
+	t.Helper()
+	var survivors []string
+	for _, p := range ps {
+		if p.rank == lost {
+			continue
+		}
+		survivors = append(survivors, strconv.Itoa(p.rank))
+		words := p.expect("lost")
+		require.Less(t, time.Since(since), within)
+		require.Equal(t, strconv.Itoa(lost), words[0], "rank %d: %v", p.rank, words)
+		require.Equal(t, "true", words[1], "rank %d: %v", p.rank, words)
+	}
+	for _, p := range ps {
+		if p.rank != lost {
+			require.Equal(t, strings.Join(survivors, ","), p.expect("survivors")[0])
+			p.exit(0)
+		}
+	}
+}
+
+func TestF2_KilledProcessIsNamed(t *testing.T) {
+	ps := startProcs(t, 4, "survive")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	start := time.Now()
+	ps[2].signal(syscall.SIGKILL)
+	requireLoss(t, ps, 2, start, 5*time.Second) // at once, on a busy machine too; far below PeerTimeout
+}
+
+func TestF2_KilledRankZeroIsNamed(t *testing.T) {
+	ps := startProcs(t, 3, "survive")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	start := time.Now()
+	ps[0].signal(syscall.SIGKILL)
+	requireLoss(t, ps, 0, start, 5*time.Second)
+}
+
+func TestF2_ExitWithoutCloseIsALoss(t *testing.T) {
+	ps := startProcs(t, 3, "crash")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	start := time.Now()
+	io.WriteString(ps[1].stdin, "\n")
+	requireLoss(t, ps, 1, start, 5*time.Second)
+}
+
+func TestF2_StoppedProcessIsNamed(t *testing.T) {
+	const timeout = 600 * time.Millisecond
+	ps := startProcs(t, 4, "survive", "SWITCHYARD_PEER_TIMEOUT="+timeout.String())
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	start := time.Now()
+	ps[1].signal(syscall.SIGSTOP)
+	requireLoss(t, ps, 1, start, timeout+5*time.Second)
+	// When it wakes up it learns that the others have gone on without it, and
+	// does not go on alone.
+	ps[1].signal(syscall.SIGCONT)
+	words := ps[1].expect("lost")
+	require.Equal(t, "1", words[0], words)
+	require.Equal(t, "true", ps[1].expect("outcast")[0])
+	ps[1].exit(1)
+}
+
+// A stop that is shorter than PeerTimeout harms nobody.
+func TestF2_ShortStopIsNoLoss(t *testing.T) {
+	ps := startProcs(t, 2, "wait", "SWITCHYARD_PEER_TIMEOUT=2s")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	ps[1].signal(syscall.SIGSTOP)
+	time.Sleep(500 * time.Millisecond)
+	ps[1].signal(syscall.SIGCONT)
+	for _, p := range ps {
+		io.WriteString(p.stdin, "\n")
+		p.exit(0)
+	}
+}
+
+func TestF2_AbortAndExit(t *testing.T) {
+	ps := startProcs(t, 4, "abort")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	io.WriteString(ps[2].stdin, "\n")
+	for _, p := range ps {
+		if p.rank == 2 {
+			p.exit(3)
+			continue
+		}
+		words := p.expect("aborted")
+		require.Equal(t, []string{"2", "true", "true"}, words[:3], words)
+		require.Contains(t, strings.Join(words, " "), "no room for expert 7")
+		p.exit(0)
+	}
+}
+
+// Nothing here catches signals: Ctrl-C ends a rank, and the others learn of it.
+func TestF2_InterruptEndsARank(t *testing.T) {
+	ps := startProcs(t, 3, "survive")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	start := time.Now()
+	ps[0].signal(syscall.SIGINT)
+	requireLoss(t, ps, 0, start, 5*time.Second)
+	ps[0].exit(-1)
+	require.Equal(t, syscall.SIGINT, ps[0].cmd.ProcessState.Sys().(syscall.WaitStatus).Signal())
+}
+
+func TestF2_ShrinkAfterSeveralProcessesDie(t *testing.T) {
+	ps := startProcs(t, 5, "survive")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	ps[1].signal(syscall.SIGKILL)
+	ps[4].signal(syscall.SIGKILL)
+	for _, r := range []int{0, 2, 3} {
+		words := ps[r].expect("lost")
+		require.Contains(t, []string{"1", "4"}, words[0])
+		require.Equal(t, "true", words[1])
+	}
+	// A loss that is noticed after Shrink shows in the new group instead.
+	for _, r := range []int{0, 2, 3} {
+		line := <-ps[r].lines
+		require.Regexp(t, `^(survivors 0,2,3|error .*peer lost.*)$`, line)
+	}
+}

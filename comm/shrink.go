@@ -1,0 +1,296 @@
+package comm
+
+import (
+	"context"
+	"fmt"
+)
+
+// shrinking is the state of the agreement on who survives. It outlives a call
+// of Shrink that was cancelled, so that the next one goes on where it stopped.
+//
+// The agreement goes in rounds. In each, a rank tells all others it believes
+// alive whom it believes gone, and waits for theirs until they come or their
+// sender is gone too. When all of them said the same as it did, and nothing
+// happened meanwhile, that is the decision; otherwise the beliefs are united
+// and the next round begins. A rank that decides says so to all before it
+// returns, and a rank that hears of a decision adopts it and says so as well.
+// So a rank can decide something else only when all who had decided are gone.
+type shrinking struct {
+	busy  bool
+	next  *Group // registered in the first call
+	round uint64 // 0 before the first
+	said  rankSet
+	heard map[uint64]map[int]rankSet
+	dec   rankSet // nil until decided
+	made  bool
+	wake  chan struct{}
+}
+
+// take notes what a rank said. A malformed set is ignored: its sender is
+// authenticated, and the deadline of the call covers the rest.
+func (s *shrinking) take(size, rank int, m message) {
+	set, err := decodeRankSet(m.data, size)
+	if err != nil {
+		return
+	}
+	if m.decided {
+		if s.dec == nil {
+			s.dec = set
+		}
+		return
+	}
+	if m.seq < s.round {
+		return
+	}
+	if s.heard == nil {
+		s.heard = make(map[uint64]map[int]rankSet)
+	}
+	if s.heard[m.seq] == nil {
+		s.heard[m.seq] = make(map[int]rankSet)
+	}
+	s.heard[m.seq][rank] = set
+}
+
+func (g *Group) signalShrink() {
+	select {
+	case g.shrink.wake <- struct{}{}:
+	default:
+	}
+}
+
+// Shrink makes a group of the survivors, in their order, after ranks were
+// lost. All survivors call it; ranks that died, were cut off, aborted or closed
+// the group do not count as such. The survivors agree on who they are, also
+// when more ranks are lost meanwhile: all get a group of the same members. If
+// one of them is gone by then, the new group has failed and can be shrunk in
+// its turn.
+//
+// A rank that the others gave up, because it was stopped for too long, gets
+// an error that says so. The old group stays as it is, and is still to be
+// closed. A call that was cancelled can be repeated. Shrinking a group that has
+// not failed makes a second one of the same ranks. A group shrinks once.
+func (g *Group) Shrink(ctx context.Context) (*Group, error) {
+	n := g.n
+	s := &g.shrink
+	n.mu.Lock()
+	if err := g.shrinkable(); err != nil {
+		n.mu.Unlock()
+		return nil, fmt.Errorf("comm: shrink: %w", err)
+	}
+	s.busy = true
+	next := s.next
+	n.mu.Unlock()
+	defer func() {
+		n.mu.Lock()
+		s.busy = false
+		n.mu.Unlock()
+	}()
+	if next == nil {
+		var err error
+		next, err = n.register(groupID(g.id, "shrink", 0, 0), g.name+"/survivors", 0)
+		if err != nil {
+			return nil, fmt.Errorf("comm: shrink: %w", err)
+		}
+		n.mu.Lock()
+		s.next = next
+		n.mu.Unlock()
+	}
+
+	dec, err := g.agree(ctx)
+	if err != nil {
+		return nil, err
+	}
+	g.tell(message{kind: kindShrink, gid: g.id, decided: true, data: dec.encode()}, nil)
+	n.mu.Lock()
+	s.made = true
+	s.next = nil
+	closed := g.closed
+	n.mu.Unlock()
+	if dec.has(g.rank) {
+		next.Close()
+		return nil, fmt.Errorf("comm: shrink: %w", &PeerError{Rank: g.rank,
+			Err: fmt.Errorf("%w: the others have given this rank up", ErrPeerLost)})
+	}
+	if closed {
+		next.Close()
+		return nil, fmt.Errorf("comm: shrink: %s: %w", g.name, ErrClosed)
+	}
+	var members []int
+	for r, w := range g.members {
+		if !dec.has(r) {
+			members = append(members, w)
+		}
+	}
+	n.activate(next, members)
+	n.log.Info("group shrunk", "group", g.name, "rank", g.rank, "size", len(g.members), "survivors", len(members))
+	return next, nil
+}
+
+// shrinkable returns why this rank cannot take part. The caller holds n.mu.
+func (g *Group) shrinkable() error {
+	switch {
+	case g.closed || g.n.dead:
+		return fmt.Errorf("%s: %w", g.name, ErrClosed)
+	case g.shrink.made:
+		return fmt.Errorf("%s was shrunk before: %w", g.name, ErrClosed)
+	case g.shrink.busy:
+		return fmt.Errorf("%s is being shrunk by another goroutine", g.name)
+	case g.out[g.n.id]:
+		if g.err != nil {
+			return fmt.Errorf("this rank is not among the survivors: %w", g.err)
+		}
+		return fmt.Errorf("this rank is not among the survivors: %w", ErrPeerLost)
+	}
+	return nil
+}
+
+// agree runs rounds until there is a decision: the set of ranks that are gone.
+func (g *Group) agree(ctx context.Context) (rankSet, error) {
+	n := g.n
+	s := &g.shrink
+	for {
+		n.mu.Lock()
+		var say *message
+		if s.dec == nil {
+			if s.round == 0 {
+				say = g.nextRound(g.goneRanks())
+			} else if union, same, complete := g.roundState(); complete {
+				if same {
+					s.dec = union
+				} else {
+					say = g.nextRound(union)
+				}
+			}
+		}
+		dec, said := s.dec, s.said
+		err := error(nil)
+		if dec == nil && (g.closed || n.dead || g.out[n.id]) {
+			busy := s.busy
+			s.busy = false
+			err = g.shrinkable()
+			s.busy = busy
+		}
+		n.mu.Unlock()
+		switch {
+		case dec != nil:
+			return dec, nil
+		case err != nil:
+			return nil, fmt.Errorf("comm: shrink: %w", err)
+		case say != nil:
+			g.tell(*say, said)
+			continue
+		}
+		select {
+		case <-s.wake:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("comm: shrink: %s, waiting for ranks %v: %w", g, g.shrinkAbsent(), ctxErr(ctx))
+		}
+	}
+}
+
+// nextRound begins a round. The caller holds n.mu.
+func (g *Group) nextRound(gone rankSet) *message {
+	s := &g.shrink
+	delete(s.heard, s.round)
+	s.round++
+	s.said = gone
+	return &message{kind: kindShrink, gid: g.id, seq: s.round, data: gone.encode()}
+}
+
+// roundState looks at the current round: whether every rank that is not gone
+// has spoken, the union of all beliefs, and whether all said what this rank
+// said, with nothing new since. The caller holds n.mu.
+func (g *Group) roundState() (union rankSet, same, complete bool) {
+	s := &g.shrink
+	now := g.goneRanks()
+	union = now.clone()
+	union.add(s.said)
+	same = true
+	for r := range g.members {
+		if r == g.rank || s.said.has(r) {
+			continue
+		}
+		set, ok := s.heard[s.round][r]
+		if !ok {
+			if now.has(r) {
+				continue
+			}
+			return nil, false, false
+		}
+		same = same && set.equal(s.said)
+		union.add(set)
+	}
+	return union, same && union.equal(s.said), true
+}
+
+func (g *Group) shrinkAbsent() []int {
+	g.n.mu.Lock()
+	defer g.n.mu.Unlock()
+	var out []int
+	gone := g.goneRanks()
+	for r := range g.members {
+		if r == g.rank || g.shrink.said.has(r) || gone.has(r) {
+			continue
+		}
+		if _, ok := g.shrink.heard[g.shrink.round][r]; !ok {
+			out = append(out, r)
+		}
+	}
+	return out
+}
+
+// goneRanks is whom this rank believes gone. The caller holds n.mu.
+func (g *Group) goneRanks() rankSet {
+	set := newRankSet(len(g.members))
+	for r, w := range g.members {
+		if g.left[w] || g.out[w] || g.n.gone[w] != nil {
+			set.set(r)
+		}
+	}
+	return set
+}
+
+// tell sends a message to all ranks within reach that are not in skip.
+func (g *Group) tell(m message, skip rankSet) {
+	g.n.mu.Lock()
+	var to []int
+	for r, w := range g.members {
+		if !skip.has(r) {
+			to = append(to, w)
+		}
+	}
+	ls := g.n.linksTo(to, -1)
+	g.n.mu.Unlock()
+	for _, l := range ls {
+		l.send(m)
+	}
+}
+
+// rankSet is a set of ranks, one bit each.
+type rankSet []byte
+
+func newRankSet(size int) rankSet { return make(rankSet, (size+7)/8) }
+
+func (s rankSet) has(r int) bool { return r/8 < len(s) && s[r/8]&(1<<(r%8)) != 0 }
+func (s rankSet) set(r int)      { s[r/8] |= 1 << (r % 8) }
+func (s rankSet) clone() rankSet { return append(rankSet(nil), s...) }
+func (s rankSet) encode() []byte { return s.clone() }
+
+func (s rankSet) add(t rankSet) {
+	for i := range t {
+		s[i] |= t[i]
+	}
+}
+
+func (s rankSet) equal(t rankSet) bool { return string(s) == string(t) }
+
+// decodeRankSet checks that a set has the right length and no rank beyond size.
+func decodeRankSet(b []byte, size int) (rankSet, error) {
+	if len(b) != (size+7)/8 {
+		return nil, fmt.Errorf("%w: a set of %d bytes for %d ranks", errMalformed, len(b), size)
+	}
+	if rest := size % 8; rest != 0 && b[len(b)-1]>>rest != 0 {
+		return nil, fmt.Errorf("%w: a set with ranks beyond %d", errMalformed, size)
+	}
+	return rankSet(b).clone(), nil
+}
