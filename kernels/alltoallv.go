@@ -1,0 +1,52 @@
+package kernels
+
+import (
+	"fmt"
+	"time"
+)
+
+// Routes is the plan of a variable-size all-to-all for one rank: what goes where, in bytes. Slices are indexed by rank
+// and are read only.
+type Routes struct {
+	SendBytes, SendOffsets []int64 // in the source buffer
+	RecvBytes, RecvOffsets []int64 // in the destination buffer
+	// Order lists the other ranks as this rank sends to them. It receives in the mirrored order: ReverseOrder[i] is the
+	// rank whose Order[i] is this one.
+	Order, ReverseOrder []int32
+	// Window is how many peers this rank receives from at the same time: 1 in a ring, len(Order) in a mesh. It sends to
+	// whoever has given it a credit.
+	Window int
+	// ChunkBytes is how much one credit grants when a message is written in place; 0 grants the whole message.
+	ChunkBytes int64
+	// Staged routes messages through staging even where they could be written in place.
+	Staged bool
+}
+
+// AllToAllV is one launch of the kernel. The engine uses it until it calls Done.
+type AllToAllV struct {
+	Channels *Channels
+	Routes   *Routes
+	// Src and Dst are the user's buffers on the host device, SrcPtr and DstPtr their addresses on others.
+	Src, Dst       []byte
+	SrcPtr, DstPtr uintptr
+	// DstOffset is the place of Dst in this rank's segment, or -1 when peers cannot write it.
+	DstOffset int64
+	// Timeout bounds every wait for a peer.
+	Timeout time.Duration
+	// Done, when set, is called once after the last use of this struct, with the kernel's error. A launch that could not
+	// be enqueued is not done.
+	Done func(error)
+}
+
+// CountMismatchError says that two ranks disagree on the size of the message between them.
+type CountMismatchError struct {
+	Src, Dst int    // ranks
+	Sent     uint64 // bytes, as the sender has it
+	Expected uint64 // bytes, as the receiver has it
+	Epoch    uint64
+}
+
+// Error states both sizes.
+func (e *CountMismatchError) Error() string {
+	return fmt.Sprintf("kernels: call %d: rank %d sends %d bytes to rank %d, which expects %d", e.Epoch, e.Src, e.Sent, e.Dst, e.Expected)
+}

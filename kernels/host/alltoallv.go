@@ -1,0 +1,414 @@
+package host
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// AllToAllV launches the variable-size all-to-all on s, or runs it at once when s is nil. Every rank of the heap must
+// launch its part. On a stream the error is the stream's.
+func (e *Engine) AllToAllV(s device.Stream, a *kernels.AllToAllV) error {
+	return e.launch(s, (*allToAllV)(a))
+}
+
+type allToAllV kernels.AllToAllV
+
+func (a *allToAllV) run(e *Engine) error {
+	x := exchanges.Get().(*exchange)
+	err := x.run(e, (*kernels.AllToAllV)(a))
+	x.reset()
+	exchanges.Put(x)
+	if a.Done != nil {
+		a.Done(err)
+	}
+	return err
+}
+
+// exchanges keeps the scratch of kernels between launches.
+var exchanges = sync.Pool{New: func() any { return new(exchange) }}
+
+// half is one direction of one pair during a call.
+type half struct {
+	peer   int
+	mode   kernels.Mode
+	buf    []byte // the message in the user's buffer
+	total  int64
+	done   int64 // bytes moved so far
+	chunk  int   // number of the next chunk to send or to receive, from 1
+	grants int   // receive: number of the next chunk to grant
+	asked  int64 // receive: bytes granted so far
+	refuse bool  // receive: the sender has been refused and has yet to acknowledge
+	seq    *atomic.Uint64
+}
+
+// exchange is one call of the kernel on one rank: two lists of halves, served window by window until both are done.
+type exchange struct {
+	e      *Engine
+	a      *kernels.AllToAllV
+	epoch  uint64
+	w      waiter
+	sends  []half
+	recvs  []half
+	sHead  int // first send that is not done
+	rHead  int
+	rOpen  int  // receives that have been opened (credits posted)
+	stream bool // too large for the caches
+	failed error
+}
+
+func (x *exchange) reset() {
+	x.w.leave()
+	clear(x.sends)
+	clear(x.recvs)
+	x.sends, x.recvs = x.sends[:0], x.recvs[:0]
+	x.e, x.a, x.failed = nil, nil, nil
+	x.sHead, x.rHead, x.rOpen = 0, 0, 0
+}
+
+func (x *exchange) run(e *Engine, a *kernels.AllToAllV) error {
+	x.e, x.a = e, a
+	me, c, r := e.space.Rank, a.Channels, a.Routes
+	count := e.word(me, c.Epoch())
+	x.epoch = count.Load() + 1
+	count.Store(x.epoch)
+	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
+	var all int64
+	for _, n := range r.SendBytes {
+		all += n
+	}
+	x.stream = all >= e.cacheBytes
+
+	for _, p := range r.ReverseOrder {
+		n := r.RecvBytes[p]
+		x.recvs = append(x.recvs, half{peer: int(p), mode: c.Mode(n), total: n, chunk: 1, grants: 1,
+			buf: a.Dst[r.RecvOffsets[p] : r.RecvOffsets[p]+n], seq: e.word(me, c.Signal(x.epoch, int(p)))})
+	}
+	x.open()
+	for _, p := range r.Order {
+		n := r.SendBytes[p]
+		x.sends = append(x.sends, half{peer: int(p), mode: c.Mode(n), total: n, chunk: 1,
+			buf: a.Src[r.SendOffsets[p] : r.SendOffsets[p]+n], seq: e.word(int(p), c.Signal(x.epoch, me))})
+		x.begin(&x.sends[len(x.sends)-1])
+	}
+	if n := r.SendBytes[me]; n > 0 {
+		src, dst := a.Src[r.SendOffsets[me]:][:n], a.Dst[r.RecvOffsets[me]:][:n]
+		if shm.Addr(src) != shm.Addr(dst) {
+			x.copy(dst, src)
+		}
+	}
+	for {
+		moved := x.pushSends()
+		if x.pullRecvs() {
+			moved = true
+		}
+		if x.sHead == len(x.sends) && x.rHead == len(x.recvs) {
+			return x.failed
+		}
+		if moved {
+			x.w.busy()
+			continue
+		}
+		if err := x.w.idle(); err != nil {
+			return x.stuck(err)
+		}
+		if x.w.polls%spinsPerLook == 0 {
+			x.lookForMismatch()
+		}
+	}
+}
+
+// copy moves bytes through the caches, or around them when the exchange as a whole does not fit.
+func (x *exchange) copy(dst, src []byte) {
+	if x.stream {
+		shm.CopyStream(dst, src)
+		return
+	}
+	copy(dst, src)
+}
+
+// open posts the credits of the receives that have come into the window.
+func (x *exchange) open() {
+	for x.rOpen < len(x.recvs) && x.rOpen-x.rHead < x.a.Routes.Window {
+		h := &x.recvs[x.rOpen]
+		x.rOpen++
+		if h.mode == kernels.CreditMode {
+			for x.grant(h) {
+			}
+		}
+	}
+}
+
+// grant posts the next credit of a receive. It reports whether another may follow at once.
+func (x *exchange) grant(h *half) bool {
+	left := h.total - h.asked
+	if left == 0 || h.grants-h.chunk >= x.a.Channels.Slots {
+		return false
+	}
+	c, r := x.a.Channels, x.a.Routes
+	var at, n int64
+	if x.inPlace() {
+		n = left
+		if r.ChunkBytes > 0 {
+			n = min(n, r.ChunkBytes)
+		}
+		at = x.a.DstOffset + r.RecvOffsets[h.peer] + h.asked
+	} else {
+		n = min(left, c.SlotBytes)
+		at = c.Slot(h.peer, h.grants)
+	}
+	x.postCredit(h, h.grants, uint64(at), uint64(n))
+	h.grants++
+	h.asked += n
+	return true
+}
+
+func (x *exchange) inPlace() bool { return x.a.DstOffset >= 0 && !x.a.Routes.Staged }
+
+func (x *exchange) postCredit(h *half, k int, at, n uint64) {
+	x.e.at(postingCredit, h.peer)
+	line := x.a.Channels.Credit(x.e.space.Rank, k)
+	x.e.word(h.peer, line+kernels.LineOffset).Store(at)
+	x.e.word(h.peer, line+kernels.LineLen).Store(n)
+	x.e.word(h.peer, line+kernels.LineTotal).Store(uint64(h.total))
+	x.e.word(h.peer, line+kernels.LineSeq).Store(kernels.Seq(x.epoch, k))
+	x.e.ring(h.peer)
+}
+
+// signal tells the receiver of h how far the message is.
+func (x *exchange) signal(h *half, seq uint64) {
+	x.e.at(signalling, h.peer)
+	line := x.a.Channels.Signal(x.epoch, x.e.space.Rank)
+	x.e.word(h.peer, line+kernels.LineTotal).Store(uint64(h.total))
+	h.seq.Store(seq)
+	x.e.ring(h.peer)
+}
+
+// begin does what a send can do without its receiver: whole messages of the modes without credit, an announcement of
+// the others.
+func (x *exchange) begin(h *half) {
+	c := x.a.Channels
+	switch h.mode {
+	case kernels.PacketMode:
+		x.sendPacket(h)
+	case kernels.EagerMode:
+		x.e.at(puttingData, h.peer)
+		copy(x.e.space.Range(h.peer, c.Eager(x.epoch, x.e.space.Rank), h.total), h.buf)
+		x.signal(h, kernels.LastSeq(x.epoch))
+	default:
+		x.signal(h, kernels.Seq(x.epoch, 0))
+		return
+	}
+	h.done = h.total
+	h.chunk = 0
+}
+
+// sendPacket writes a header word with the length and then 4 bytes a word, each with the flag of the epoch.
+func (x *exchange) sendPacket(h *half) {
+	n := (h.total + 3) / 4
+	at := x.a.Channels.Packet(x.epoch, x.e.space.Rank)
+	flag := kernels.PacketFlag(x.epoch) << 32
+	x.e.at(puttingData, h.peer)
+	for i := range n {
+		var v uint64
+		for j := range min(4, h.total-4*i) {
+			v |= uint64(h.buf[4*i+j]) << (8 * j)
+		}
+		x.e.word(h.peer, at+8+8*i).Store(v | flag)
+	}
+	x.e.at(signalling, h.peer)
+	x.e.word(h.peer, at).Store(uint64(h.total) | flag)
+	x.e.ring(h.peer)
+}
+
+// recvPacket reports whether the whole packet is there, and stores it.
+func (x *exchange) recvPacket(h *half) bool {
+	at := x.a.Channels.Packet(x.epoch, h.peer)
+	me, flag := x.e.space.Rank, kernels.PacketFlag(x.epoch)
+	head := x.e.word(me, at).Load()
+	if head>>32 != flag {
+		return false
+	}
+	if int64(uint32(head)) != h.total {
+		x.mismatch(h, uint64(uint32(head)))
+		return true
+	}
+	x.e.at(takingData, h.peer)
+	for i := h.done / 4; 4*i < h.total; i++ {
+		v := x.e.word(me, at+8+8*i).Load()
+		if v>>32 != flag {
+			return false
+		}
+		n := min(4, h.total-4*i)
+		for j := range n {
+			h.buf[4*i+j] = byte(v >> (8 * j))
+		}
+		h.done += n
+	}
+	return true
+}
+
+// pushSends sends every chunk that has a credit. The window is the receivers' business: were senders to keep to one as
+// well, ranks with different orders could wait for each other in a circle.
+func (x *exchange) pushSends() bool {
+	moved := false
+	for i := x.sHead; i < len(x.sends); i++ {
+		h := &x.sends[i]
+		for h.chunk > 0 && x.sendChunk(h) {
+			moved = true
+		}
+	}
+	for x.sHead < len(x.sends) && x.sends[x.sHead].chunk == 0 {
+		x.sHead++
+		moved = true
+	}
+	return moved
+}
+
+// sendChunk sends the next chunk if its credit is there.
+func (x *exchange) sendChunk(h *half) bool {
+	me := x.e.space.Rank
+	line := x.a.Channels.Credit(h.peer, h.chunk)
+	if x.e.word(me, line+kernels.LineSeq).Load() != kernels.Seq(x.epoch, h.chunk) {
+		return false
+	}
+	n := x.e.word(me, line+kernels.LineLen).Load()
+	if total := x.e.word(me, line+kernels.LineTotal).Load(); n == kernels.Refused || int64(total) != h.total {
+		x.failed = &kernels.CountMismatchError{Src: me, Dst: h.peer, Sent: uint64(h.total), Expected: total, Epoch: x.epoch}
+		x.signal(h, kernels.LastSeq(x.epoch))
+		h.chunk = 0
+		return true
+	}
+	at := int64(x.e.word(me, line+kernels.LineOffset).Load())
+	x.e.at(puttingData, h.peer)
+	x.copy(x.e.space.Range(h.peer, at, int64(n)), h.buf[h.done:h.done+int64(n)])
+	h.done += int64(n)
+	x.signal(h, kernels.Seq(x.epoch, h.chunk))
+	h.chunk++
+	if h.done == h.total {
+		h.chunk = 0
+	}
+	return true
+}
+
+// pullRecvs takes in what has arrived from the peers in the window.
+func (x *exchange) pullRecvs() bool {
+	moved := false
+	for i := x.rHead; i < x.rOpen; i++ {
+		if h := &x.recvs[i]; h.chunk > 0 && x.recv(h) {
+			moved = true
+		}
+	}
+	for x.rHead < x.rOpen && x.recvs[x.rHead].chunk == 0 {
+		x.rHead++
+		moved = true
+	}
+	x.open()
+	return moved
+}
+
+// recv takes in what has arrived of one message; chunk is 0 when all of it has. It reports whether anything had.
+func (x *exchange) recv(h *half) bool {
+	if h.refuse {
+		if h.seq.Load() < kernels.LastSeq(x.epoch) {
+			return false
+		}
+		h.chunk = 0
+		return true
+	}
+	if h.mode == kernels.PacketMode {
+		if !x.recvPacket(h) {
+			return false
+		}
+		h.chunk = 0
+		return true
+	}
+	seq := h.seq.Load()
+	if seq < kernels.Seq(x.epoch, 1) {
+		return false
+	}
+	c, me := x.a.Channels, x.e.space.Rank
+	if total := x.e.word(me, c.Signal(x.epoch, h.peer)+kernels.LineTotal).Load(); int64(total) != h.total {
+		x.mismatch(h, total)
+		return true
+	}
+	if h.mode == kernels.EagerMode {
+		x.e.at(takingData, h.peer)
+		copy(h.buf, x.e.space.Range(me, c.Eager(x.epoch, h.peer), h.total))
+		h.chunk = 0
+		return true
+	}
+	moved := false
+	for h.chunk < h.grants && seq >= kernels.Seq(x.epoch, h.chunk) {
+		x.e.at(takingData, h.peer)
+		n := min(h.total-h.done, c.SlotBytes)
+		if x.inPlace() {
+			n = h.total - h.done
+			if x.a.Routes.ChunkBytes > 0 {
+				n = min(n, x.a.Routes.ChunkBytes)
+			}
+		} else {
+			x.copy(h.buf[h.done:h.done+n], x.e.space.Range(me, c.Slot(h.peer, h.chunk), n))
+		}
+		h.done += n
+		h.chunk++
+		x.grant(h)
+		moved = true
+	}
+	if h.done == h.total {
+		h.chunk = 0
+	}
+	return moved
+}
+
+// mismatch ends a receive whose sender has another size in mind. A sender that waits for a credit is refused, and has to
+// say that it knows before this rank may go on to a call whose credits would overwrite the refusal.
+func (x *exchange) mismatch(h *half, sent uint64) {
+	x.failed = &kernels.CountMismatchError{Src: h.peer, Dst: x.e.space.Rank, Sent: sent, Expected: uint64(h.total), Epoch: x.epoch}
+	if x.a.Channels.Mode(int64(sent)) == kernels.CreditMode {
+		h.refuse = true
+		x.postCredit(h, 1, 0, kernels.Refused)
+		return
+	}
+	h.chunk = 0
+}
+
+// lookForMismatch finds messages that arrived in another mode than their receiver waits for.
+func (x *exchange) lookForMismatch() {
+	me, c := x.e.space.Rank, x.a.Channels
+	for i := x.rHead; i < x.rOpen; i++ {
+		h := &x.recvs[i]
+		if h.chunk == 0 || h.refuse {
+			continue
+		}
+		if c.PacketBytes > 0 && h.mode != kernels.PacketMode {
+			if head := x.e.word(me, c.Packet(x.epoch, h.peer)).Load(); head>>32 == kernels.PacketFlag(x.epoch) {
+				x.mismatch(h, uint64(uint32(head)))
+				continue
+			}
+		}
+		if h.seq.Load() >= kernels.Seq(x.epoch, 0) {
+			if total := x.e.word(me, c.Signal(x.epoch, h.peer)+kernels.LineTotal).Load(); int64(total) != h.total {
+				x.mismatch(h, total)
+			}
+		}
+	}
+}
+
+// stuck names the first peer that did not do its part.
+func (x *exchange) stuck(err error) error {
+	peer := x.e.space.Rank
+	for i := x.rHead; i < len(x.recvs); i++ {
+		if x.recvs[i].chunk > 0 {
+			peer = x.recvs[i].peer
+			break
+		}
+	}
+	if peer == x.e.space.Rank && x.sHead < len(x.sends) {
+		peer = x.sends[x.sHead].peer
+	}
+	return x.e.fail(peer, "alltoallv", x.epoch, err)
+}

@@ -1,0 +1,134 @@
+package host
+
+import (
+	"runtime"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// How a waiting rank spends its time. A peer that runs answers within a microsecond, so spinning comes first, but only
+// where every rank has a core; a peer that shares our core answers once it gets it, so yielding comes next; and a rank
+// that waits for long sleeps, so that it does not take the core from one that works.
+const (
+	spinFor  = 3 * time.Microsecond
+	yieldFor = 100 * time.Microsecond
+	// sleepFor bounds one sleep. Peers and the abort word wake a sleeper, this only bounds a wake-up that got lost with
+	// the process that owed it.
+	sleepFor = 5 * time.Millisecond
+	// spinsPerLook is how many polls pass between two looks at the clock.
+	spinsPerLook = 32
+)
+
+// waiter paces one kernel's polling loop. idle is called after every pass that found nothing to do, busy after one
+// that did.
+type waiter struct {
+	e        *Engine
+	timeout  time.Duration
+	since    time.Time // of the first idle pass after work
+	polls    int
+	sleeper  kernels.Sleeper
+	entered  bool
+	doorbell uint32
+}
+
+func (w *waiter) busy() {
+	w.polls = 0
+	w.leave()
+}
+
+func (w *waiter) leave() {
+	if w.entered {
+		w.entered = false
+		w.e.leave(&w.sleeper)
+	}
+}
+
+// idle returns comm.ErrAborted or comm.ErrTimeout when the wait is over without success.
+func (w *waiter) idle() error {
+	w.polls++
+	if w.e.step != nil {
+		return w.e.step(idlePass, w.e.space.Rank)
+	}
+	if w.polls == 1 {
+		w.since = time.Now()
+		if w.e.abort.Load() != 0 {
+			return comm.ErrAborted
+		}
+	}
+	if w.e.spin && w.polls%spinsPerLook != 0 {
+		shm.Pause(1)
+		return nil
+	}
+	waited := time.Since(w.since)
+	switch {
+	case w.e.spin && waited < spinFor:
+		shm.Pause(1)
+		return nil
+	case waited < yieldFor:
+		w.e.yield()
+		return nil
+	}
+	if w.e.abort.Load() != 0 {
+		return comm.ErrAborted
+	}
+	if waited > w.timeout {
+		return comm.ErrTimeout
+	}
+	if !w.entered {
+		w.entered = true
+		w.doorbell = w.e.enter(&w.sleeper)
+		return nil // the caller looks once more, now that peers know
+	}
+	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-waited+time.Microsecond))
+	w.doorbell = w.e.doorbell.Load()
+	return nil
+}
+
+func (e *Engine) yield() {
+	if e.space.Bells != nil {
+		runtime.Gosched()
+		return
+	}
+	shm.Yield()
+}
+
+func (e *Engine) enter(s *kernels.Sleeper) uint32 {
+	if e.space.Bells != nil {
+		e.space.Bells[e.space.Rank].Enter(s)
+		return 0
+	}
+	e.sleepers.Add(1)
+	return e.doorbell.Load()
+}
+
+func (e *Engine) sleep(s *kernels.Sleeper, doorbell uint32, d time.Duration) {
+	if e.space.Bells != nil {
+		e.space.Bells[e.space.Rank].Sleep(s, d)
+		return
+	}
+	shm.FutexWait(e.doorbell, doorbell, d)
+}
+
+func (e *Engine) leave(s *kernels.Sleeper) {
+	if e.space.Bells != nil {
+		e.space.Bells[e.space.Rank].Leave(s)
+		return
+	}
+	e.sleepers.Add(^uint32(0))
+}
+
+// ring wakes rank p if it sleeps. It comes after the store that p waits for; both sides use sequentially consistent
+// operations, so either p sees the store or we see p asleep.
+func (e *Engine) ring(p int) {
+	if e.space.Bells != nil {
+		e.space.Bells[p].Ring()
+		return
+	}
+	if e.peers[p].sleepers.Load() != 0 {
+		e.peers[p].doorbell.Add(1)
+		shm.FutexWake(e.peers[p].doorbell)
+	}
+}
