@@ -1,0 +1,146 @@
+package memory
+
+import (
+	"fmt"
+	"os"
+	"sync"
+
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+)
+
+// backing is what a device gives a heap: a range of addresses that holds every rank's segment, and
+// memory to put there. Each rank has one. The heap does the rest, so a device never sees a group.
+type backing interface {
+	// granule is the unit of all places and sizes below, in bytes: a power of two.
+	granule() int64
+	// reserve takes n bytes of address space. After a failure it may be tried again with less.
+	reserve(n int64) error
+	// adopt uses the range that another rank of this process reserved, instead of reserve. What
+	// one of them places there, all of them see. The range goes with the last of them to close.
+	adopt(owner backing) error
+	// create makes n bytes of zero memory of this rank's device, which the descriptor names and
+	// holds. The caller closes it.
+	create(n int64) (fd int, err error)
+	// place puts n bytes from from on of the memory behind fd at offset at of the range. The
+	// placement holds the memory: fd may be closed after.
+	place(at int64, fd int, from, n int64) error
+	// displace takes away what lies in [at, at+n).
+	displace(at, n int64) error
+	// identify says which memory a foreign view lies in, or why peers cannot map it.
+	identify(v View) (source, error)
+	// mem is the range where the host can read it, else nil; base is its address on the device.
+	mem() []byte
+	base() uintptr
+	// close takes away everything in the range that has not been displaced, and the range. It is
+	// idempotent.
+	close() error
+}
+
+// source is a part of a foreign piece of memory.
+type source struct {
+	id  identity
+	off int64 // from the start of the piece
+	fd  int   // names the piece; stays with its owner
+}
+
+// identity names a piece of memory for as long as anybody maps it: of a file the device and inode.
+// An address that is freed and mapped again has another.
+type identity struct{ dev, ino uint64 }
+
+func newBacking(d device.Device) (backing, error) {
+	if d.Kind() != device.HostKind {
+		return nil, fmt.Errorf("%w: a symmetric heap on %v", ErrUnsupported, d)
+	}
+	return new(hostBacking), nil
+}
+
+// hostBacking is made of memfds.
+type hostBacking struct {
+	shared *hostRange
+	once   sync.Once
+	err    error
+}
+
+// hostRange is a reserved range and how many ranks of this process use it.
+type hostRange struct {
+	*shm.Range
+	mu    sync.Mutex
+	users int
+}
+
+// A huge page; ranks' segments start at one, so that the kernel may use them.
+func (*hostBacking) granule() int64 { return 2 << 20 }
+
+func (b *hostBacking) reserve(n int64) error {
+	r, err := shm.Reserve(n)
+	if err != nil {
+		return err
+	}
+	b.shared = &hostRange{Range: r, users: 1}
+	return nil
+}
+
+func (b *hostBacking) adopt(owner backing) error {
+	s := owner.(*hostBacking).shared
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.users == 0 {
+		return ErrClosed
+	}
+	s.users++
+	b.shared = s
+	return nil
+}
+
+func (*hostBacking) create(n int64) (int, error) { return shm.Create("switchyard-heap", n) }
+
+func (b *hostBacking) place(at int64, fd int, from, n int64) error {
+	// Pages past the end of a file can be mapped and fault later: ask now.
+	switch id, err := shm.Identify(fd); {
+	case err != nil:
+		return err
+	case from < 0 || n <= 0 || from > roundUp(id.Size, pageSize())-n:
+		return fmt.Errorf("%w: [%d, %d+%d) of memory that has %d bytes", ErrInvalid, from, from, n, id.Size)
+	}
+	return b.shared.MapFD(at, fd, from, n)
+}
+
+func (b *hostBacking) displace(at, n int64) error { return b.shared.UnmapRange(at, n) }
+
+func (*hostBacking) identify(v View) (source, error) {
+	switch {
+	case v.own == nil && v.mem == nil:
+		return source{}, fmt.Errorf("%w: device memory at %#x on a heap of the host", ErrUnsupported, v.ptr)
+	case v.own == nil:
+		return source{}, fmt.Errorf("%w: memory at %#x has no file descriptor that peers could map; "+
+			"allocate it from the heap or map it with MapFile", ErrUnsupported, v.Ptr())
+	case v.own.heap != nil:
+		return source{}, fmt.Errorf("%w: the memory belongs to a symmetric heap already", ErrUnsupported)
+	}
+	return source{id: v.own.id, off: v.own.off + v.off, fd: v.own.fd}, nil
+}
+
+func (b *hostBacking) mem() []byte   { return b.shared.Bytes() }
+func (b *hostBacking) base() uintptr { return b.shared.Addr() }
+
+func (b *hostBacking) close() error {
+	b.once.Do(func() {
+		s := b.shared
+		if s == nil {
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.users--; s.users == 0 {
+			b.err = s.Close()
+		}
+	})
+	return b.err
+}
+
+// closeFD closes a descriptor that this package owns.
+func closeFD(fd int) error { return os.NewFile(uintptr(fd), "").Close() }
+
+// pageSize is the unit in which files are mapped.
+func pageSize() int64 { return int64(os.Getpagesize()) }

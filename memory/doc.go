@@ -1,0 +1,37 @@
+// Package memory is the symmetric heap: memory that every rank of a group has at the same place.
+//
+// A [Heap] reserves one range of addresses per process and maps the segment of every rank in it, at
+// equal distances. The byte at offset o of rank p's segment is then at
+//
+//	base + p*stride + o
+//
+// in every rank's address space, so a peer's address needs arithmetic and no table. On the host a
+// segment is a memfd, which ranks pass one another over their sockets; ranks that share a process
+// share one range. Nothing here needs privileges.
+//
+// # Pool
+//
+// [Heap.Alloc] and [Buffer.Free] hand out a segment's memory without talking to anybody. What makes the
+// result symmetric is a rule: the offset of an allocation depends on the sequence of calls and on nothing
+// else. Not on addresses, streams, time, the garbage collector or on whether some work has finished.
+// Ranks that make the same calls get the same offsets. They are not taken at their word: each keeps a
+// digest of its calls, and [Heap.Verify] compares the digests and names the first call that differs.
+//
+// Work on streams fits in because a free counts where it is called. The next user of the memory waits,
+// on its own stream, for the stream that freed it ([Heap.AllocOn], [Buffer.FreeOn]).
+//
+// A heap only grows when all ranks call [Heap.Grow]. No allocation ever maps memory or waits for a peer.
+//
+// # Views
+//
+// Operations take a [View]: of a buffer, of any other memory ([Host], [Device]), or of a file's
+// [Mapping]. What is symmetric is written by peers in place, other memory goes through staging. A mapping
+// becomes symmetric by [Heap.Register], explicitly and on all ranks.
+//
+// # Lifetime
+//
+// Whatever one rank maps of another outlives the map: Close and Deregister first let go of the peers'
+// memory, meet, and only then give up their own. Objects have to be closed; the garbage collector never
+// frees symmetric memory, because it would do so at another time on every rank. After Close the addresses
+// are gone, so touching a slice that Bytes returned ends the program.
+package memory

@@ -1,0 +1,515 @@
+package memory
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// version of what ranks say to one another here.
+const version = 1
+
+// Heap is one rank's end of a symmetric heap.
+//
+// Alloc and Free, of the heap and its buffers, are local and may be called by several goroutines,
+// but the ranks have to make the same calls in the same order. NewHeap, Grow, Verify, Register,
+// Deregister and Close are collective: every rank of the group calls them, in the same order as all
+// its other calls. Arguments that differ between ranks, and a rank that cannot do its part, are an
+// error on every rank, which then all are as they were. When a collective call is cut off instead,
+// by its context or a lost rank, the heap is good for nothing but Close.
+type Heap struct {
+	group   *comm.Group
+	dev     device.Device
+	log     *slog.Logger
+	back    backing
+	space   kernels.Space
+	limit   int64 // of the pool, and where the window for registrations begins
+	granule int64
+
+	// together serialises this rank's collective calls.
+	together sync.Mutex
+	unhook   func()
+	closed   atomic.Bool
+	// registered is what lookups by identity go through, newest last.
+	registered atomic.Pointer[[]*Registration]
+
+	mu      sync.Mutex
+	broken  error
+	mapped  bool // the range may be touched
+	pool    pool
+	fences  fences
+	journal journal
+	extents []extent // placements in every rank's segment, in order
+	window  pool     // addresses for registrations
+	peak    int64
+	waits   int64
+}
+
+// extent is a part of a segment that was committed at once.
+type extent struct{ off, n int64 }
+
+// NewHeap makes a symmetric heap over the ranks of g with memory of d. It is collective.
+//
+// Every rank reserves one range of addresses and maps the segments of all ranks in it at equal
+// distances; ranks that share a process share the range. The memory is zero. The error on every rank
+// is comm.ErrMismatch when options, devices or versions differ, ErrInvalid for options out of range
+// and ErrUnsupported for a device that has no heap.
+func NewHeap(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Heap, error) {
+	return newHeap(ctx, g, d, o, newBacking)
+}
+
+func newHeap(
+	ctx context.Context, g *comm.Group, d device.Device, o Options, back func(device.Device) (backing, error),
+) (*Heap, error) {
+	if g == nil {
+		return nil, fmt.Errorf("memory: new heap: %w: no group", ErrInvalid)
+	}
+	h := &Heap{group: g, dev: d, log: o.Logger}
+	if h.log == nil {
+		h.log = slog.New(slog.DiscardHandler)
+	}
+	if err := h.open(ctx, o, back); err != nil {
+		h.release()
+		return nil, fmt.Errorf("memory: new heap: %w", err)
+	}
+	h.log.Info("memory: heap created", "group", g.Name(), "rank", g.Rank(), "device", d.String(),
+		"segment", h.extents[0].n, "limit", h.limit)
+	return h, nil
+}
+
+func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (backing, error)) error {
+	g := h.group
+	lay, err := h.choose(o, back)
+	what := round{Op: "new heap", Must: []value{
+		{"version", fmt.Sprint(version)},
+		{"device", kindOf(h.dev)},
+		{"segment bytes", fmt.Sprint(o.SegmentBytes)},
+		{"reserve bytes", fmt.Sprint(o.ReserveBytes)},
+		{"granule", fmt.Sprint(h.granule)},
+	}}
+	if _, err = meet(ctx, g, what, err); err != nil {
+		return err
+	}
+
+	// The range. Where it is left to us, take what the process with the least addresses can have.
+	if !g.InProcess() || g.Rank() == 0 {
+		for {
+			err = h.back.reserve(lay.stride() * int64(g.Size()))
+			if err == nil || lay.limit/2 < lay.atLeast {
+				break
+			}
+			lay.limit = roundUp(lay.limit/2, h.granule)
+		}
+	}
+	limits, err := meet(ctx, g, round{Op: "reserve", Info: []int64{lay.limit}}, err)
+	if err != nil {
+		return err
+	}
+	for _, l := range limits {
+		lay.limit = min(lay.limit, l[0])
+	}
+	h.limit = lay.limit
+	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size()}
+	if g.InProcess() {
+		if err := h.adopt(ctx); err != nil {
+			return err
+		}
+	}
+	h.space.Mem, h.space.Base = h.back.mem(), h.back.base()
+	h.window.add(h.limit, h.limit)
+
+	e := extent{0, lay.first}
+	if err := h.commit(ctx, "commit", e); err != nil {
+		return err
+	}
+	h.extents = append(h.extents, e)
+	h.pool.add(kernels.HeaderBytes, lay.first-kernels.HeaderBytes)
+	h.mapped = true
+	h.unhook = g.OnFailure(func(error) { h.abort() })
+	return nil
+}
+
+// choose checks what the caller passed.
+func (h *Heap) choose(o Options, back func(device.Device) (backing, error)) (layout, error) {
+	if h.dev == nil {
+		return layout{}, fmt.Errorf("%w: no device", ErrInvalid)
+	}
+	b, err := back(h.dev)
+	if err != nil {
+		return layout{}, err
+	}
+	h.back, h.granule = b, b.granule()
+	return o.validate(h.group.Size(), h.granule)
+}
+
+func kindOf(d device.Device) string {
+	if d == nil {
+		return "none"
+	}
+	return d.Kind().String()
+}
+
+// adopt has all ranks of this process use the range of rank 0.
+func (h *Heap) adopt(ctx context.Context) error {
+	type common struct {
+		back  backing
+		bells []*kernels.Bell
+	}
+	var mine common
+	if h.group.Rank() == 0 {
+		mine.back = h.back
+		mine.bells = make([]*kernels.Bell, h.group.Size())
+		for i := range mine.bells {
+			mine.bells[i] = new(kernels.Bell)
+		}
+	}
+	all, err := h.group.Share(ctx, mine)
+	if err == nil {
+		c := all[0].(common)
+		h.space.Bells = c.bells
+		if h.group.Rank() != 0 {
+			err = h.back.adopt(c.back)
+		}
+	}
+	_, err = meet(ctx, h.group, round{Op: "adopt"}, err)
+	return err
+}
+
+// commit gives every rank memory for e of its segment and maps it everywhere. On an error nothing
+// is left of it, here.
+func (h *Heap) commit(ctx context.Context, op string, e extent) error {
+	fd, err := h.back.create(e.n)
+	if err != nil {
+		fd = -1
+	} else {
+		defer closeFD(fd)
+	}
+	return h.placeAll(ctx, op, fd, h.everyone(e), err)
+}
+
+// everyone is e in every rank's segment.
+func (h *Heap) everyone(e extent) []part {
+	parts := make([]part, h.group.Size())
+	for r := range parts {
+		parts[r] = part{place: e.off, n: e.n}
+	}
+	return parts
+}
+
+// part is what one rank shows to all others: n bytes from off on behind its descriptor, at place of its
+// segment.
+type part struct{ place, off, n int64 }
+
+// placeAll maps every rank's part everywhere, this rank's from fd. err is this rank's reason not to, if
+// it has one already. On an error this rank has mapped nothing.
+func (h *Heap) placeAll(ctx context.Context, op string, fd int, parts []part, err error) error {
+	me := h.group.Rank()
+	var placed []int
+	place := func(r, fd int) error {
+		p := parts[r]
+		if p.n == 0 {
+			return nil
+		}
+		err := h.back.place(h.at(r, p.place), fd, p.off, roundUp(p.n, pageSize()))
+		if err == nil {
+			placed = append(placed, r)
+		}
+		return err
+	}
+	if err == nil {
+		err = place(me, fd)
+	}
+	if !h.group.InProcess() {
+		// nobody passes descriptors unless all can
+		if _, err = meet(ctx, h.group, round{Op: op + ": export"}, err); err == nil {
+			err = h.importAll(ctx, fd, parts, place)
+		}
+		var cut *cutError
+		if errors.As(err, &cut) {
+			h.displaceAll(placed, parts)
+			return err
+		}
+	}
+	if _, err = meet(ctx, h.group, round{Op: op}, err); err != nil {
+		h.displaceAll(placed, parts)
+	}
+	return err
+}
+
+// importAll maps the parts of the other ranks.
+func (h *Heap) importAll(ctx context.Context, fd int, parts []part, place func(r, fd int) error) error {
+	me := h.group.Rank()
+	var mine []int
+	if parts[me].n > 0 {
+		mine = []int{fd}
+	}
+	fds, err := h.group.ExchangeFDs(ctx, mine)
+	for r := range fds {
+		for i, fd := range fds[r] {
+			if r != me && i == 0 && err == nil {
+				err = place(r, fd)
+			}
+			err = errors.Join(err, closeFD(fd))
+		}
+	}
+	for r, p := range parts {
+		if err == nil && p.n > 0 && len(fds[r]) != 1 {
+			err = fmt.Errorf("rank %d passed %d descriptors instead of one", r, len(fds[r]))
+		}
+	}
+	return err
+}
+
+func (h *Heap) displaceAll(ranks []int, parts []part) {
+	for _, r := range ranks {
+		if parts[r].n == 0 {
+			continue
+		}
+		if err := h.back.displace(h.at(r, parts[r].place), roundUp(parts[r].n, pageSize())); err != nil {
+			h.log.Warn("memory: displace", "rank", h.group.Rank(), "of", r, "error", err)
+		}
+	}
+}
+
+// at is where an offset of rank r's segment lies in the range.
+func (h *Heap) at(r int, off int64) int64 { return int64(r)*h.space.Stride + off }
+
+// Group is the group the heap was made over.
+func (h *Heap) Group() *comm.Group { return h.group }
+
+// Device is where the heap's memory lives.
+func (h *Heap) Device() device.Device { return h.dev }
+
+// Space is the heap as kernels see it: every rank's segment by arithmetic. Only the header and what was
+// allocated may be touched, and nothing after Close.
+func (h *Heap) Space() kernels.Space { return h.space }
+
+// Stats is the state of a rank's pool. All sizes are bytes.
+type Stats struct {
+	Committed     int64 // memory of the pool
+	InUse         int64 // of that, in live buffers, each rounded up to 256 bytes
+	Peak          int64 // the most InUse has been
+	LargestFree   int64 // the largest buffer that Alloc can give now
+	Buffers       int   // live buffers
+	Segments      int   // 1 and one for every Grow
+	Registrations int
+	Calls         int64 // as DivergenceError counts them
+	StreamWaits   int64 // waits of one stream, or the host, for another that had freed the memory
+}
+
+// Stats returns the state of this rank's pool.
+func (h *Heap) Stats() Stats {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return Stats{
+		Committed:     h.pool.total,
+		InUse:         h.pool.used,
+		Peak:          h.peak,
+		LargestFree:   h.pool.largest(),
+		Buffers:       h.pool.live,
+		Segments:      int(h.pool.segs),
+		Registrations: h.window.live,
+		Calls:         h.journal.count,
+		StreamWaits:   h.waits,
+	}
+}
+
+// usable returns why the heap cannot be used. The caller holds mu.
+func (h *Heap) usable() error {
+	if h.closed.Load() {
+		return ErrClosed
+	}
+	return h.broken
+}
+
+// settle notes how a collective call ended that changes the heap.
+func (h *Heap) settle(err error) {
+	var cut *cutError
+	if errors.As(err, &cut) {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if h.broken == nil {
+			h.broken = fmt.Errorf("a collective call was cut off: %w", cut)
+		}
+	}
+}
+
+// begin opens a collective call, which end closes. A heap that is closed is so on every rank. Of one that
+// is broken only this rank may know: it takes part with the error.
+func (h *Heap) begin() (closed, broken error) {
+	h.together.Lock()
+	if h.closed.Load() {
+		return ErrClosed, nil
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return nil, h.broken
+}
+
+func (h *Heap) end() { h.together.Unlock() }
+
+// Grow adds memory to the pool: after it, Alloc of n bytes finds room once. It is collective. The
+// memory is a segment of its own, zero, that no buffer shares with another segment. The error on
+// every rank is comm.ErrMismatch when the ranks pass different n, ErrInvalid when n is not positive and
+// ErrOutOfMemory when the heap would pass Options.ReserveBytes.
+func (h *Heap) Grow(ctx context.Context, n int64) error {
+	err, broken := h.begin()
+	defer h.end()
+	if err == nil {
+		err = h.grow(ctx, n, broken)
+	}
+	if err != nil {
+		return fmt.Errorf("memory: grow by %d bytes: %w", n, err)
+	}
+	h.log.Info("memory: heap grown", "group", h.group.Name(), "rank", h.group.Rank(), "bytes", n)
+	return nil
+}
+
+func (h *Heap) grow(ctx context.Context, n int64, broken error) (err error) {
+	defer func() { h.settle(err) }()
+	last := h.extents[len(h.extents)-1]
+	e := extent{off: last.off + last.n, n: roundUp(n, h.granule)}
+	switch {
+	case broken != nil:
+		err = broken
+	case n <= 0:
+		err = fmt.Errorf("%w: not a size", ErrInvalid)
+	case e.n < 0 || e.n > h.limit-e.off:
+		err = fmt.Errorf("%w: %d of %d bytes are committed", ErrOutOfMemory, e.off, h.limit)
+	}
+	if _, err = meet(ctx, h.group, round{Op: "grow", Must: []value{{"bytes", fmt.Sprint(n)}}}, err); err != nil {
+		return err
+	}
+	if err = h.commit(ctx, "grow: commit", e); err != nil {
+		return err
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.extents = append(h.extents, e)
+	seg := h.pool.add(e.off, e.n)
+	h.journal.add(call{kind: callGrow, seg: seg, size: e.n, off: e.off})
+	return nil
+}
+
+// Verify compares what the ranks have called on the heap so far. It is collective and the error is
+// the same on every rank: a *DivergenceError (ErrDiverged) that names the first call that differs and
+// what each rank did. It costs one all-gather of a few bytes when all is well.
+func (h *Heap) Verify(ctx context.Context) error {
+	err, _ := h.begin()
+	defer h.end()
+	if err == nil {
+		err = h.verify(ctx)
+	}
+	var d *DivergenceError
+	if err == nil || errors.As(err, &d) {
+		return err
+	}
+	return fmt.Errorf("memory: verify: %w", err)
+}
+
+func (h *Heap) verify(ctx context.Context) error {
+	h.mu.Lock()
+	count, digest := h.journal.count, h.journal.digest
+	mine := h.journal.appendTo(nil)
+	h.mu.Unlock()
+	all, err := meet(ctx, h.group, round{Op: "verify", Info: []int64{count, int64(digest)}}, nil)
+	if err != nil {
+		return err
+	}
+	same := true
+	for _, o := range all {
+		same = same && o[0] == all[0][0] && o[1] == all[0][1]
+	}
+	if same {
+		return nil
+	}
+	msgs, err := h.group.AllGather(ctx, mine)
+	if err != nil {
+		return err
+	}
+	hs := make([]history, len(msgs))
+	for r := range msgs {
+		if hs[r], err = parseHistory(msgs[r]); err != nil {
+			return fmt.Errorf("rank %d: %w", r, err)
+		}
+	}
+	if d := diverged(hs); d != nil {
+		return d
+	}
+	return nil
+}
+
+// abort ends every wait of this rank's kernels.
+func (h *Heap) abort() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if !h.mapped || h.space.Mem == nil {
+		return
+	}
+	own := h.space.Segment(h.space.Rank)
+	shm.Word(own, kernels.AbortOffset).Store(1)
+	if h.space.Bells != nil {
+		h.space.Bells[h.space.Rank].Ring()
+		return
+	}
+	bell := shm.Word32(own, kernels.DoorbellOffset)
+	bell.Add(1)
+	shm.FutexWake(bell)
+}
+
+// Close releases the heap: its buffers, views and registrations are dead. It is collective and
+// idempotent. Every rank first lets go of its peers' memory and then, after a barrier, of its own. The
+// caller has waited for all work that touches the heap.
+//
+// When the group has failed, or ctx ends before all ranks have come, Close still releases everything
+// that this rank holds; the latter is an error, because another rank may be using the memory yet.
+func (h *Heap) Close(ctx context.Context) error {
+	h.together.Lock()
+	defer h.together.Unlock()
+	if h.closed.Swap(true) {
+		return nil
+	}
+	h.unhook()
+	h.mu.Lock()
+	h.mapped = false
+	extents := h.extents
+	h.mu.Unlock()
+
+	registrations := h.registrations()
+	for _, r := range registrations {
+		r.own.freed.Store(true)
+	}
+	if !h.group.InProcess() {
+		for _, e := range extents {
+			h.displaceAll(h.peers(), h.everyone(e))
+		}
+		for _, r := range registrations {
+			h.displaceAll(h.peers(), r.parts)
+		}
+	}
+	var err error
+	h.registered.Store(nil)
+	if _, berr := meet(ctx, h.group, round{Op: "close heap"}, nil); berr != nil && h.group.Err() == nil {
+		err = fmt.Errorf("memory: close heap: others may still use it: %w", berr)
+	}
+	return errors.Join(err, h.release())
+}
+
+// release gives back the range and everything in it.
+func (h *Heap) release() error {
+	if h.back == nil {
+		return nil
+	}
+	if err := h.back.close(); err != nil {
+		return fmt.Errorf("memory: close heap: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,113 @@
+package memory
+
+import (
+	"fmt"
+	"sync/atomic"
+
+	"github.com/switchyard-moe/switchyard/internal/shm"
+)
+
+// View is a stretch of memory that an operation reads or writes. It is a small value, made without
+// allocation, that keeps what it views alive: Go memory from the garbage collector, a buffer or a
+// mapping as an object whose Free or Close still ends it. The zero View is empty.
+//
+// There are three kinds. Views of buffers and registrations are symmetric: peers reach the memory by
+// address arithmetic. Views of Go memory, of device memory and of mappings are foreign: operations stage
+// them. A foreign mapping becomes symmetric where it is registered.
+type View struct {
+	own *region // of a buffer, a registration or a mapping; nil for memory that has no owner here
+	mem []byte  // the bytes, on the host
+	ptr uintptr // the address, on other devices
+	off int64   // from the start of own
+	n   int64
+}
+
+// region is memory with an owner.
+type region struct {
+	heap  *Heap    // whose symmetric memory it is; nil for a mapping
+	id    identity // of a mapping
+	fd    int      // of a mapping
+	off   int64    // in the segment; of a mapping in what id names
+	what  string   // for messages
+	freed atomic.Bool
+}
+
+// Host is a view of memory of the host that does not belong to a heap. Changes of b's bytes show, of
+// course; b's length and place are fixed here.
+func Host(b []byte) View { return View{mem: b[:len(b):len(b)], n: int64(len(b))} }
+
+// Device is a view of n bytes of device memory at ptr that do not belong to a heap, such as a tensor.
+// The caller keeps them alive. It panics when n is negative.
+func Device(ptr uintptr, n int64) View {
+	if n < 0 {
+		panic(fmt.Sprintf("memory: device view of %d bytes", n))
+	}
+	return View{ptr: ptr, n: n}
+}
+
+// Len is the length in bytes.
+func (v View) Len() int64 { return v.n }
+
+// Slice is n bytes of v from off on. Like a slice expression it panics when they do not lie in v.
+func (v View) Slice(off, n int64) View {
+	if off < 0 || n < 0 || off > v.n-n {
+		panic(fmt.Sprintf("memory: slice [%d, %d+%d) of a view of %d bytes", off, off, n, v.n))
+	}
+	if v.mem != nil {
+		v.mem = v.mem[off : off+n : off+n]
+	} else {
+		v.ptr += uintptr(off)
+	}
+	v.off += off
+	v.n = n
+	return v
+}
+
+// Bytes is the memory on the host, nil for device memory. It does not check that the memory is still
+// there (Valid does), because a freed buffer may still be used by work that was enqueued before.
+func (v View) Bytes() []byte { return v.mem }
+
+// Ptr is the address of the first byte on the device that the memory belongs to.
+func (v View) Ptr() uintptr {
+	if v.mem != nil {
+		return shm.Addr(v.mem)
+	}
+	return v.ptr
+}
+
+// OnHost reports whether Bytes is the memory; an empty view is on every device.
+func (v View) OnHost() bool { return v.mem != nil || v.n == 0 && v.ptr == 0 }
+
+// Symmetric reports whether peers reach v by arithmetic in h, and at which offset of this rank's segment
+// v begins. It holds for views of h's buffers and registrations, and for views of a mapping that lie in
+// what is registered with h. Those are told by the memory's identity, never by its address. ok is false
+// for memory that was freed or deregistered.
+func (v View) Symmetric(h *Heap) (off int64, ok bool) {
+	switch {
+	case v.own == nil || v.own.freed.Load():
+		return 0, false
+	case v.own.heap == h:
+		return v.own.off + v.off, true
+	case v.own.heap != nil:
+		return 0, false
+	}
+	if r := h.find(v.own.id, v.own.off+v.off, v.n); r != nil {
+		return r.own.off + v.own.off + v.off - r.from, true
+	}
+	return 0, false
+}
+
+// Valid returns nil while the memory may be used: an ErrFreed once the buffer, registration or mapping
+// was freed, an ErrClosed once its heap was closed. Of memory without an owner here nothing is known, so
+// it is valid.
+func (v View) Valid() error {
+	switch r := v.own; {
+	case r == nil:
+		return nil
+	case r.freed.Load():
+		return fmt.Errorf("memory: %s of %d bytes at offset %d: %w", r.what, v.n, r.off+v.off, ErrFreed)
+	case r.heap != nil && r.heap.closed.Load():
+		return fmt.Errorf("memory: %s of %d bytes at offset %d: %w", r.what, v.n, r.off+v.off, ErrClosed)
+	}
+	return nil
+}
