@@ -1,0 +1,290 @@
+package alltoallv
+
+import (
+	"fmt"
+	"math"
+	"strings"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// Traffic is what a choice of algorithm can depend on, as one rank sees it.
+type Traffic struct {
+	Rank, Size int
+	// SendBytes and RecvBytes have one entry a rank; they belong to the Exchanger.
+	SendBytes, RecvBytes []int64
+	// SendTotal and RecvTotal leave out what stays on the rank.
+	SendTotal, RecvTotal int64
+	// Largest is the largest message to or from another rank.
+	Largest int64
+	// Skew is the largest message of a direction over the mean message of that direction, 1 for uniform splits.
+	Skew float64
+	// InPlace says that peers can write the output directly.
+	InPlace bool
+	// PacketBytes and SlotBytes are the Exchanger's.
+	PacketBytes, SlotBytes int64
+}
+
+// Schedule is how an algorithm serves the peers.
+type Schedule struct {
+	// Window is how many peers are served at the same time in each direction; 0 means all.
+	Window int
+	// Staged sends through staging slots even where the output could be written in place.
+	Staged bool
+	// ChunkBytes is how much one credit grants when the output is written in place; 0 grants a whole message.
+	ChunkBytes int64
+}
+
+// Algorithm is a way to order an exchange. Implementations are stateless; the same ones, under the same names, are given
+// to every rank.
+type Algorithm interface {
+	// Name is what Options.Algorithm and Explain call it.
+	Name() string
+	// Cost estimates the time of an exchange in microseconds; the lowest wins. +Inf means that it does not apply. why is
+	// for people.
+	Cost(t *Traffic) (us float64, why string)
+	// Order lists the peers of a rank in the order in which it sends to them: every other rank once. For every i the map
+	// from rank to Order(rank)[i] must be one to one, which New checks: a rank receives in step i from the one rank that
+	// sends to it in step i.
+	Order(rank, size int) []int
+	// Schedule of an exchange that this algorithm has been chosen for.
+	Schedule(t *Traffic) Schedule
+}
+
+// Rotation is the order rank+1, rank+2, ... that all built-in algorithms use: in step i everybody sends i+1 ranks ahead
+// and receives from i+1 ranks behind.
+func Rotation(rank, size int) []int {
+	order := make([]int, size-1)
+	for i := range order {
+		order[i] = (rank + 1 + i) % size
+	}
+	return order
+}
+
+// Rough figures of the host device, measured on one machine: what a message costs beside its bytes, and how fast a core
+// copies. They only have to rank algorithms.
+const (
+	usMessage = 0.3
+	usStep    = 1.0
+	bytesPer  = 12e3 // a microsecond
+)
+
+type packet struct{}
+
+func (packet) Name() string               { return "packet" }
+func (packet) Order(rank, size int) []int { return Rotation(rank, size) }
+func (packet) Schedule(*Traffic) Schedule { return Schedule{} }
+func (packet) Cost(t *Traffic) (float64, string) {
+	if t.Largest > t.PacketBytes {
+		return math.Inf(1), fmt.Sprintf("the largest message, %d bytes, exceeds a packet's %d", t.Largest, t.PacketBytes)
+	}
+	return usMessage * float64(t.Size-1) / 2, "every message fits a packet: no signal after the data, no credit"
+}
+
+type direct struct{}
+
+func (direct) Name() string               { return "direct" }
+func (direct) Order(rank, size int) []int { return Rotation(rank, size) }
+func (direct) Schedule(*Traffic) Schedule { return Schedule{} }
+func (direct) Cost(t *Traffic) (float64, string) {
+	base := usMessage*float64(t.Size-1) + float64(t.SendTotal)/bytesPer
+	if t.InPlace {
+		return base, "peers write the output in place, all at once"
+	}
+	if t.Largest <= t.SlotBytes {
+		return base + float64(t.RecvTotal)/bytesPer, "every message fits a staging slot"
+	}
+	return math.Inf(1), fmt.Sprintf("the output is not symmetric and the largest message, %d bytes, exceeds a staging slot's %d", t.Largest, t.SlotBytes)
+}
+
+type pipelined struct{}
+
+func (pipelined) Name() string               { return "pipelined" }
+func (pipelined) Order(rank, size int) []int { return Rotation(rank, size) }
+func (pipelined) Schedule(*Traffic) Schedule { return Schedule{Staged: true} }
+func (pipelined) Cost(t *Traffic) (float64, string) {
+	chunks := float64(t.SendTotal+t.RecvTotal) / float64(t.SlotBytes)
+	return usMessage*(float64(t.Size-1)+chunks) + float64(t.SendTotal+t.RecvTotal)/bytesPer,
+		"chunks go through fixed staging while earlier ones are copied out"
+}
+
+type ring struct{}
+
+func (ring) Name() string               { return "ring" }
+func (ring) Order(rank, size int) []int { return Rotation(rank, size) }
+func (ring) Schedule(*Traffic) Schedule { return Schedule{Window: 1} }
+func (ring) Cost(t *Traffic) (float64, string) {
+	steps, why := usStep*float64(t.Size-1), "one peer at a time, for receivers that many senders at once would overload"
+	if t.InPlace {
+		return steps + float64(t.SendTotal)/bytesPer, why
+	}
+	us, _ := pipelined{}.Cost(t)
+	return steps + us, why
+}
+
+func builtin() []Algorithm { return []Algorithm{packet{}, direct{}, pipelined{}, ring{}} }
+
+// registry holds the algorithms of one Exchanger with their orders.
+type registry struct {
+	all     []Algorithm
+	order   map[string][]int32
+	reverse map[string][]int32
+	forced  Algorithm
+}
+
+func newRegistry(own []Algorithm, force string, rank, size int) (*registry, error) {
+	r := &registry{all: append(builtin(), own...), order: map[string][]int32{}, reverse: map[string][]int32{}}
+	for _, a := range r.all {
+		name := a.Name()
+		if _, twice := r.order[name]; twice || name == "" {
+			return nil, invalid("two algorithms are called %q", name)
+		}
+		order, reverse, err := orders(a, rank, size)
+		if err != nil {
+			return nil, err
+		}
+		r.order[name], r.reverse[name] = order, reverse
+		if name == force {
+			r.forced = a
+		}
+	}
+	if force != "" && r.forced == nil {
+		return nil, invalid("no algorithm is called %q; there are %s", force, strings.Join(r.names(), ", "))
+	}
+	return r, nil
+}
+
+func (r *registry) names() []string {
+	names := make([]string, len(r.all))
+	for i, a := range r.all {
+		names[i] = a.Name()
+	}
+	return names
+}
+
+// orders checks an algorithm's order on every rank and returns this rank's, with its mirror: who sends here in step i.
+func orders(a Algorithm, rank, size int) (order, reverse []int32, err error) {
+	reverse = make([]int32, size-1)
+	from := make([][]int, size-1)
+	for i := range from {
+		from[i] = make([]int, size)
+		for k := range from[i] {
+			from[i][k] = -1
+		}
+	}
+	for src := range size {
+		peers := a.Order(src, size)
+		if len(peers) != size-1 {
+			return nil, nil, invalid("algorithm %s orders %d peers of rank %d among %d ranks", a.Name(), len(peers), src, size)
+		}
+		seen := make([]bool, size)
+		for i, dst := range peers {
+			if dst < 0 || dst >= size || dst == src || seen[dst] {
+				return nil, nil, invalid("algorithm %s: the order %v of rank %d does not name every other rank once", a.Name(), peers, src)
+			}
+			seen[dst] = true
+			if other := from[i][dst]; other >= 0 {
+				return nil, nil, invalid("algorithm %s: ranks %d and %d both send to rank %d in step %d", a.Name(), other, src, dst, i)
+			}
+			from[i][dst] = src
+			if src == rank {
+				order = append(order, int32(dst))
+			}
+		}
+	}
+	for i := range reverse {
+		reverse[i] = int32(from[i][rank])
+	}
+	return order, reverse, nil
+}
+
+// Decision is the answer of Explain.
+type Decision struct {
+	// Algorithm is the chosen one.
+	Algorithm string
+	// Forced says that Options.Algorithm left no choice.
+	Forced bool
+	// InPlace says that peers write the output directly.
+	InPlace bool
+	// Cached says that the splits were in the cache.
+	Cached bool
+	// Modes counts the messages to other ranks by wire mode: packet, eager, credit.
+	Modes [3]int
+	// Candidates holds every algorithm's estimate, in the order in which they are tried.
+	Candidates []Candidate
+}
+
+// Candidate is one algorithm's estimate.
+type Candidate struct {
+	Algorithm    string
+	Microseconds float64
+	Why          string
+}
+
+// String says in a few lines what was chosen and why.
+func (d Decision) String() string {
+	var b strings.Builder
+	how := "lowest estimate"
+	if d.Forced {
+		how = "forced"
+	}
+	fmt.Fprintf(&b, "%s (%s); messages: %d packet, %d eager, %d credit", d.Algorithm, how, d.Modes[0], d.Modes[1], d.Modes[2])
+	if d.InPlace {
+		b.WriteString("; output in place")
+	} else {
+		b.WriteString("; output through staging")
+	}
+	for _, c := range d.Candidates {
+		fmt.Fprintf(&b, "\n  %-10s %10.1f us  %s", c.Algorithm, c.Microseconds, c.Why)
+	}
+	return b.String()
+}
+
+// skew is the largest message over the mean, own part left out.
+func skew(bytes []int64, all int64, rank int) float64 {
+	if all == 0 {
+		return 1
+	}
+	var largest int64
+	for k, n := range bytes {
+		if k != rank {
+			largest = max(largest, n)
+		}
+	}
+	return float64(largest) * float64(len(bytes)-1) / float64(all)
+}
+
+// choose fills one of the plan's routes and says why.
+func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) {
+	at := 0
+	if inPlace {
+		at = 1
+	}
+	routes, d := &p.routes[at], &p.chosen[at]
+	t := Traffic{Rank: rank, Size: c.Size, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
+		RecvTotal: p.recvAll, InPlace: inPlace, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes}
+	*d = Decision{InPlace: inPlace, Forced: r.forced != nil, Candidates: d.Candidates[:0]}
+	for k := range c.Size {
+		if k == rank {
+			continue
+		}
+		t.Largest = max(t.Largest, routes.SendBytes[k], routes.RecvBytes[k])
+		d.Modes[c.Mode(routes.SendBytes[k])]++
+	}
+	t.Skew = max(1, skew(routes.SendBytes, p.sendAll, rank), skew(routes.RecvBytes, p.recvAll, rank))
+	best, lowest := r.forced, math.Inf(1)
+	for _, a := range r.all {
+		us, why := a.Cost(&t)
+		d.Candidates = append(d.Candidates, Candidate{a.Name(), us, why})
+		if r.forced == nil && (best == nil || us < lowest) {
+			best, lowest = a, us
+		}
+	}
+	d.Algorithm = best.Name()
+	s := best.Schedule(&t)
+	routes.Order, routes.ReverseOrder = r.order[d.Algorithm], r.reverse[d.Algorithm]
+	routes.Window, routes.ChunkBytes, routes.Staged = s.Window, s.ChunkBytes, s.Staged
+	if routes.Window <= 0 || routes.Window > c.Size {
+		routes.Window = c.Size
+	}
+}

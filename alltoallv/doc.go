@@ -1,0 +1,20 @@
+// Package alltoallv exchanges messages of any size between all ranks of a group in one call: rank i's k-th split goes to
+// rank k, whatever its length.
+//
+// An [Exchanger] owns its channels in a symmetric heap and is made once, by all ranks together. Every call of
+// [Exchanger.Exchange] is then made by all ranks in the same order. It does no host communication, and once its split
+// sizes are in the cache it allocates nothing.
+//
+//	x, err := alltoallv.New(ctx, heap, alltoallv.Options{})
+//	err = x.Exchange(nil, dst, src, &alltoallv.Splits{Send: send, Recv: recv, ElemSize: 4})
+//
+// # How a message travels
+//
+// A message's size alone decides its wire mode, so both ends agree without talking: packets carry a flag in every word,
+// eager messages land in double-buffered staging, and larger ones wait for a credit that says where to write: straight
+// into the output when it lies in the symmetric heap, into a staging slot otherwise.
+//
+// An [Algorithm] decides the order: everything at once (direct), chunks through staging (pipelined), or one peer at a
+// time (ring). Each rank chooses for itself; ranks that choose differently still understand each other, so nothing has
+// to be agreed on when one rank's splits are in its cache and another's are not.
+package alltoallv

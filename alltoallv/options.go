@@ -1,0 +1,94 @@
+package alltoallv
+
+import (
+	"fmt"
+	"log/slog"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// Options of an Exchanger. The zero value works. All ranks pass the same; New compares them and names both values where
+// they differ.
+type Options struct {
+	// Algorithm forces one by name. Empty selects by the traffic of each call.
+	Algorithm string
+	// Algorithms are the caller's own, offered beside packet, direct, pipelined and ring.
+	Algorithms []Algorithm
+	// PacketBytes bounds messages whose every word carries its flag; default 128, negative for none.
+	PacketBytes int64
+	// EagerBytes bounds messages that need no credit; default 16 KiB, negative for empty messages only. Every rank holds
+	// two such buffers for every peer.
+	EagerBytes int64
+	// SlotBytes is the size of a chunk that goes through staging, Slots how many of them a pair has (default 4). The
+	// default size is 256 KiB, and less where StagingBytes would be exceeded.
+	SlotBytes int64
+	Slots     int
+	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 32 MiB.
+	StagingBytes int64
+	// CacheEntries is how many sets of splits are remembered; default 256.
+	CacheEntries int
+	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
+	Timeout time.Duration
+	// Validate has the ranks compare their counts on the control plane before every call, so that a disagreement is an
+	// error on every rank with nothing enqueued. It costs a round of socket messages a call and waits for the slowest
+	// rank. Without it a disagreement is found during the exchange, by the ranks that disagree.
+	Validate bool
+	// Logger gets decisions at debug level. nil logs nothing.
+	Logger *slog.Logger
+}
+
+const (
+	minSlotBytes = 4 << 10
+	maxSlotBytes = 256 << 10
+)
+
+// channels validates the options and lays the control block out.
+func (o *Options) channels(size int) (kernels.Channels, error) {
+	or := func(v, def int64) int64 {
+		switch {
+		case v < 0:
+			return 0
+		case v == 0:
+			return def
+		}
+		return v
+	}
+	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4)), PacketBytes: or(o.PacketBytes, 128), EagerBytes: or(o.EagerBytes, 16<<10)}
+	if o.Algorithm == "packet" && o.PacketBytes == 0 {
+		c.PacketBytes = c.EagerBytes
+	}
+	if c.Slots < 1 {
+		return c, invalid("Options.Slots is %d", o.Slots)
+	}
+	c.SlotBytes = o.SlotBytes
+	if o.SlotBytes == 0 {
+		fit := or(o.StagingBytes, 32<<20) / int64(size*c.Slots) / minSlotBytes * minSlotBytes
+		c.SlotBytes = min(max(fit, minSlotBytes), maxSlotBytes)
+	}
+	if c.SlotBytes < 0 || c.SlotBytes%kernels.LineBytes != 0 {
+		return c, invalid("Options.SlotBytes is %d, want a multiple of %d", o.SlotBytes, kernels.LineBytes)
+	}
+	if c.PacketBytes > 1<<20 || c.EagerBytes > 1<<30 {
+		return c, invalid("Options.PacketBytes %d or EagerBytes %d is too large", c.PacketBytes, c.EagerBytes)
+	}
+	if o.CacheEntries < 0 || o.Timeout < 0 {
+		return c, invalid("Options.CacheEntries is %d, Timeout %v", o.CacheEntries, o.Timeout)
+	}
+	if o.CacheEntries == 0 {
+		o.CacheEntries = 256
+	}
+	if o.Timeout == 0 {
+		o.Timeout = 30 * time.Second
+	}
+	if o.Logger == nil {
+		o.Logger = slog.New(slog.DiscardHandler)
+	}
+	return c, nil
+}
+
+// fingerprint is what must be equal on all ranks.
+func (o *Options) fingerprint(c *kernels.Channels, names []string) string {
+	return fmt.Sprintf("algorithm %q of %v, packets to %d bytes, eager to %d, %d slots of %d, validate %v",
+		o.Algorithm, names, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.Validate)
+}

@@ -1,0 +1,118 @@
+package alltoallv
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"math/bits"
+	"slices"
+
+	"github.com/cespare/xxhash/v2"
+
+	"github.com/switchyard-moe/switchyard/internal/shm"
+)
+
+// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
+var ErrInvalid = errors.New("invalid argument")
+
+func invalid(format string, args ...any) error {
+	return fmt.Errorf("alltoallv: %w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+}
+
+// Splits says how the rows of the two buffers are divided among the ranks. All slices have one entry a rank and count
+// elements of ElemSize bytes. They are read during the call only.
+type Splits struct {
+	// Send[k] elements go to rank k; Recv[k] elements come from rank k.
+	Send, Recv []int64
+	// SendDispls[k] and RecvDispls[k] are where these parts begin in their buffers. nil packs them in rank order.
+	SendDispls, RecvDispls []int64
+	// ElemSize is the size of an element in bytes; 0 means 1.
+	ElemSize int64
+}
+
+func (s *Splits) elem() int64 {
+	if s.ElemSize == 0 {
+		return 1
+	}
+	return s.ElemSize
+}
+
+// hash is a digest of the split vectors. Slices of different lengths are kept apart by plan equality, not by the hash.
+func (s *Splits) hash() uint64 {
+	const prime = 0x9e3779b97f4a7c15
+	h := uint64(s.elem())
+	for _, v := range [...][]int64{s.Send, s.Recv, s.SendDispls, s.RecvDispls} {
+		h = bits.RotateLeft64(h*prime, 31) ^ xxhash.Sum64(shm.Bytes(v))
+	}
+	return h
+}
+
+func (s *Splits) equal(t *Splits) bool {
+	return s.elem() == t.elem() && slices.Equal(s.Send, t.Send) && slices.Equal(s.Recv, t.Recv) &&
+		sameDispls(s.SendDispls, t.SendDispls) && sameDispls(s.RecvDispls, t.RecvDispls)
+}
+
+func sameDispls(a, b []int64) bool { return (a == nil) == (b == nil) && slices.Equal(a, b) }
+
+// assign makes s a copy of t that shares nothing with it and reuses what s has.
+func (s *Splits) assign(t *Splits) {
+	s.ElemSize = t.ElemSize
+	s.Send, s.Recv = append(s.Send[:0], t.Send...), append(s.Recv[:0], t.Recv...)
+	s.SendDispls, s.RecvDispls = assignDispls(s.SendDispls, t.SendDispls), assignDispls(s.RecvDispls, t.RecvDispls)
+}
+
+func assignDispls(dst, src []int64) []int64 {
+	if src == nil {
+		return nil
+	}
+	return append(dst[:0], src...)
+}
+
+// layout turns counts and displacements of one direction into bytes and offsets, and returns how long the buffer must
+// be. side is "send" or "receive" in messages.
+func layout(side string, counts, displs []int64, elem int64, ranks int, bytes, offsets []int64) (int64, error) {
+	if len(counts) != ranks {
+		return 0, invalid("%d %s splits for %d ranks", len(counts), side, ranks)
+	}
+	if displs != nil && len(displs) != ranks {
+		return 0, invalid("%d %s displacements for %d ranks", len(displs), side, ranks)
+	}
+	var next, extent int64
+	for k, n := range counts {
+		if n < 0 {
+			return 0, invalid("%s split %d for rank %d is negative (splits %v)", side, n, k, counts)
+		}
+		at := next
+		if displs != nil {
+			if at = displs[k]; at < 0 {
+				return 0, invalid("%s displacement %d for rank %d is negative (displacements %v)", side, at, k, displs)
+			}
+		}
+		if at > math.MaxInt64-n || at+n > math.MaxInt64/elem {
+			return 0, invalid("%s split %d at %d of %d-byte elements for rank %d overflows", side, n, at, elem, k)
+		}
+		bytes[k], offsets[k] = n*elem, at*elem
+		next = at + n
+		if n > 0 {
+			extent = max(extent, next*elem)
+		}
+	}
+	return extent, nil
+}
+
+// overlapping returns two ranks whose parts of the receive buffer share a byte.
+func overlapping(bytes, offsets []int64) (a, b int, found bool) {
+	order := make([]int, 0, len(bytes))
+	for k, n := range bytes {
+		if n > 0 {
+			order = append(order, k)
+		}
+	}
+	slices.SortFunc(order, func(i, j int) int { return int(min(max(offsets[i]-offsets[j], -1), 1)) })
+	for i := 1; i < len(order); i++ {
+		if p, q := order[i-1], order[i]; offsets[p]+bytes[p] > offsets[q] {
+			return p, q, true
+		}
+	}
+	return 0, 0, false
+}

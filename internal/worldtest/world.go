@@ -1,0 +1,141 @@
+// Package worldtest gives tests a world of ranks with a symmetric heap: in one process, or one process a rank by running
+// the test binary again.
+package worldtest
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Rank is what a test sees of one rank. T fails the whole test; Ctx ends with it.
+type Rank struct {
+	T     testing.TB
+	Ctx   context.Context
+	Group *comm.Group
+	Heap  *memory.Heap
+}
+
+// Rank and Size of the world.
+func (r *Rank) Rank() int { return r.Group.Rank() }
+
+// Size of the world.
+func (r *Rank) Size() int { return r.Group.Size() }
+
+// Must fails the test with the rank's number when err is not nil, and ends the calling goroutine.
+func (r *Rank) Must(err error) {
+	r.T.Helper()
+	if err != nil {
+		r.T.Errorf("rank %d: %v", r.Rank(), err)
+		r.Group.Abort(err)
+		fatal(r.T)
+	}
+}
+
+// Barrier waits for all ranks.
+func (r *Rank) Barrier() { r.T.Helper(); r.Must(r.Group.Barrier(r.Ctx)) }
+
+// Local runs f on n ranks of this process, each on a goroutine of its own, with a heap of segment bytes a rank.
+func Local(t testing.TB, n int, segment int64, f func(r *Rank)) {
+	t.Helper()
+	groups, err := comm.Local(n)
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, g := range groups {
+		wg.Go(func() { runRank(t, ctx, g, segment, f) })
+	}
+	wg.Wait()
+}
+
+func runRank(t testing.TB, ctx context.Context, g *comm.Group, segment int64, f func(r *Rank)) {
+	defer g.Close()
+	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: segment})
+	if err != nil {
+		t.Errorf("rank %d: %v", g.Rank(), err)
+		g.Abort(err)
+		return
+	}
+	defer h.Close(ctx)
+	defer func() {
+		if p := recover(); p != nil {
+			if p != stop {
+				panic(p)
+			}
+		}
+	}()
+	f(&Rank{T: t, Ctx: ctx, Group: g, Heap: h})
+}
+
+// stop ends one rank's goroutine after a failure; the others end by the abort.
+var stop = new(int)
+
+func fatal(testing.TB) { panic(stop) }
+
+const env = "SWITCHYARD_TEST_WORKER"
+
+// Procs runs f on n processes: the test binary again, with only the calling test. f must reach the same Procs call there.
+func Procs(t *testing.T, n int, segment int64, f func(r *Rank)) {
+	t.Helper()
+	if w := os.Getenv(env); w != "" {
+		conf, err := comm.FromEnv()
+		require.NoError(t, err)
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+		defer cancel()
+		g, err := comm.Join(ctx, conf)
+		require.NoError(t, err)
+		runRank(t, ctx, g, segment, f)
+		return
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	port := l.Addr().(*net.TCPAddr).Port
+	require.NoError(t, l.Close())
+	var wg sync.WaitGroup
+	for r := range n {
+		var parts []string
+		for p := range strings.SplitSeq(t.Name(), "/") {
+			parts = append(parts, "^"+p+"$")
+		}
+		cmd := exec.Command(os.Args[0], "-test.run", strings.Join(parts, "/"), "-test.count=1")
+		cmd.Env = append(os.Environ(), env+"=1", "RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(n), "LOCAL_RANK="+strconv.Itoa(r),
+			"MASTER_ADDR=127.0.0.1", "MASTER_PORT="+strconv.Itoa(port))
+		wg.Go(func() {
+			if out, err := cmd.CombinedOutput(); err != nil {
+				t.Errorf("process of rank %d: %v\n%s", r, err, out)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// Element is a byte that is as good as unique to its place: call, sender, receiver and index.
+func Element(call, src, dst int, i int64) byte {
+	h := uint64(call+1)*0x9e3779b97f4a7c15 ^ uint64(src+1)*0xbf58476d1ce4e5b9 ^ uint64(dst+1)*0x94d049bb133111eb ^ uint64(i+1)*0xd6e8feb86659fd93
+	h ^= h >> 29
+	return byte(h * 0xff51afd7ed558ccd >> 56)
+}
+
+// Check compares what dst received from src.
+func Check(got []byte, call, src, dst int) error {
+	for i, b := range got {
+		if want := Element(call, src, dst, int64(i)); b != want {
+			return fmt.Errorf("call %d: byte %d of %d from rank %d to rank %d is %#x, want %#x", call, i, len(got), src, dst, b, want)
+		}
+	}
+	return nil
+}
