@@ -17,8 +17,8 @@ type Options struct {
 	Algorithms []Algorithm
 	// PacketBytes bounds messages whose every word carries its flag; default 128, negative for none.
 	PacketBytes int64
-	// EagerBytes bounds messages that need no credit; default 16 KiB, negative for empty messages only. Every rank holds
-	// two such buffers for every peer.
+	// EagerBytes bounds messages that need no credit; default 1 KiB, negative for empty messages only. Every rank holds two
+	// such buffers for every peer.
 	EagerBytes int64
 	// SlotBytes is the size of a chunk that goes through staging, Slots how many of them a pair has (default 4). The
 	// default size is 256 KiB, and less where StagingBytes would be exceeded.
@@ -54,9 +54,9 @@ func (o *Options) channels(size int) (kernels.Channels, error) {
 		}
 		return v
 	}
-	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4)), PacketBytes: or(o.PacketBytes, 128), EagerBytes: or(o.EagerBytes, 16<<10)}
+	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4)), PacketBytes: or(o.PacketBytes, 128), EagerBytes: or(o.EagerBytes, 1<<10)}
 	if o.Algorithm == "packet" && o.PacketBytes == 0 {
-		c.PacketBytes = c.EagerBytes
+		c.PacketBytes = 4 << 10
 	}
 	if c.Slots < 1 {
 		return c, invalid("Options.Slots is %d", o.Slots)

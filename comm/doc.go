@@ -25,8 +25,8 @@
 // who have a store of their own to exchange addresses use [Listen] and
 // [Listener.Join] and need no port.
 //
-// [Group.Split] makes subgroups of any group, of any kind. All groups of a
-// process share its connections.
+// [Group.Split] makes subgroups of any group, of any kind. They share the
+// connections of the group they come from.
 //
 // # When a rank fails
 //

@@ -55,7 +55,6 @@ type Group struct {
 	left    map[int]bool // world ranks that have closed their end
 	out     map[int]bool // world ranks that died or aborted, as far as told
 	err     error        // why the group failed
-	why     *failure
 	closed  bool
 	ended   bool // done is closed
 	cbs     map[*callback]struct{}
@@ -690,7 +689,6 @@ func (g *Group) failed(f *failure, tell bool) {
 		return
 	}
 	g.err = g.errorOf(f)
-	g.why = f
 	var ls []link
 	if tell {
 		last := -1

@@ -166,9 +166,8 @@ type host struct {
 
 // seat is a rank that has come.
 type seat struct {
-	s      *session
-	addr   string
-	joined bool
+	s    *session
+	addr string
 }
 
 // errLate means that a rank came when the join had failed already.
@@ -351,36 +350,31 @@ func (h *host) turnedAway(conn net.Conn, err error) {
 // attend listens to a rank that has its seat. Before all have met it may leave
 // and come back.
 func (h *host) attend(s *session, rank int) {
-	for {
-		kind, body, err := s.recv()
-		if err == nil && kind == noteFail {
-			if f, ferr := decodeFail(body); ferr == nil {
-				h.spread(f)
-				return
-			}
-		}
-		h.mu.Lock()
-		st := h.seats[rank]
-		if err == nil && kind == noteDone {
-			st.joined = true
-		}
-		ok := err == nil && kind == noteDone
-		gather := !h.met && !ok
-		if gather {
-			h.seats[rank] = nil
-		}
-		quiet := h.over || ok || st.joined
-		h.mu.Unlock()
-		switch {
-		case gather || quiet:
+	kind, body, err := s.recv()
+	if err == nil && kind == noteFail {
+		if f, ferr := decodeFail(body); ferr == nil {
+			h.spread(f)
 			return
-		case err == nil:
-			err = fmt.Errorf("it sent a %w note: type %q", errMalformed, byte(kind))
 		}
-		h.spread(&failure{code: failLost, culprit: rank, detail: "its connection broke during the join: " + err.Error()})
+	}
+	done := err == nil && kind == noteDone
+	h.mu.Lock()
+	quiet := done || h.over || h.why != nil
+	if !quiet && !h.met {
+		h.seats[rank] = nil
+		quiet = true
+	}
+	h.mu.Unlock()
+	if quiet {
 		return
 	}
+	if err == nil {
+		err = fmt.Errorf("it sent a %w note: type %q", errMalformed, byte(kind))
+	}
+	h.spread(&failure{code: failLost, culprit: rank, detail: brokeOff + err.Error()})
 }
+
+const brokeOff = "its connection broke off during the join: "
 
 // spread fails the join for everybody.
 func (h *host) spread(f *failure) {
@@ -555,7 +549,7 @@ func (g *guest) addrs(ctx context.Context) ([]string, error) {
 	}
 	switch {
 	case err != nil:
-		f := &failure{code: failLost, culprit: 0, detail: "its connection broke during the join: " + err.Error()}
+		f := &failure{code: failLost, culprit: 0, detail: brokeOff + err.Error()}
 		g.failed(f)
 		return nil, g.failure()
 	case kind == noteFail:
@@ -590,7 +584,7 @@ func (g *guest) attend() {
 	f := &failure{code: failLost, culprit: 0}
 	switch {
 	case err != nil:
-		f.detail = "its connection broke during the join: " + err.Error()
+		f.detail = brokeOff + err.Error()
 	case kind == noteFail:
 		if f, err = decodeFail(body); err == nil {
 			break

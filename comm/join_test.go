@@ -786,6 +786,15 @@ func TestExchangeFDsWithoutRoom(t *testing.T) {
 	})
 }
 
+func TestJoin64(t *testing.T) {
+	start := time.Now()
+	gs, errs := startJoin(t, 64, func(int) Config { return Config{} })
+	requireAll(t, errs)
+	t.Logf("64 ranks over sockets, in one process: %v", time.Since(start))
+	requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+	requireAll(t, onEach(gs, func(g *Group) error { return g.Close() }))
+}
+
 func TestHeartbeatsKeepQuietGroupsAlive(t *testing.T) {
 	gs := startListen(t, 3, Config{PeerTimeout: 150 * time.Millisecond})
 	time.Sleep(500 * time.Millisecond)

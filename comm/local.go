@@ -31,7 +31,8 @@ func (o *LocalOptions) validate(n int) error {
 // Local makes a group of n ranks in this process, one entry a rank. Each entry
 // is meant for a goroutine of its own, and is closed by it. At most one
 // LocalOptions is used. There are no sockets and no goroutines behind it, and
-// it fails the way a group of processes does; see [Group.Kill].
+// it fails the way a group of processes does; see [Group.Kill]. Only a rank that
+// hangs is not found out: the others wait for it until their context ends.
 func Local(n int, opts ...LocalOptions) ([]*Group, error) {
 	var o LocalOptions
 	if len(opts) > 0 {

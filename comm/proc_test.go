@@ -263,6 +263,7 @@ func requireLoss(t *testing.T, ps []*proc, lost int, since time.Time, within tim
 		survivors = append(survivors, strconv.Itoa(p.rank))
 		words := p.expect("lost")
 		require.Less(t, time.Since(since), within)
+		t.Logf("rank %d knew after %v", p.rank, time.Since(since))
 		require.Equal(t, strconv.Itoa(lost), words[0], "rank %d: %v", p.rank, words)
 		require.Equal(t, "true", words[1], "rank %d: %v", p.rank, words)
 	}

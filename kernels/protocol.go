@@ -7,6 +7,7 @@ const (
 	AbortOffset    = 0   // 64-bit: non-zero makes every wait of this rank return
 	SleepersOffset = 64  // 32-bit: threads of this rank that sleep on the doorbell (host engine)
 	DoorbellOffset = 128 // 32-bit: grows when a peer has signalled a sleeping rank (host engine)
+	CoreOffset     = 192 // 32-bit: the processor on which this rank last began to wait, plus 1 (host engine)
 )
 
 // LineBytes is the size and alignment of a signal or credit line: two cache lines, so that the adjacent-line prefetcher

@@ -28,6 +28,9 @@ func (a *allToAllV) run(e *Engine) error {
 	return err
 }
 
+// pollsPerLook is how many idle passes go by between two looks for messages that nobody expects.
+const pollsPerLook = 32
+
 // exchanges keeps the scratch of kernels between launches.
 var exchanges = sync.Pool{New: func() any { return new(exchange) }}
 
@@ -112,10 +115,11 @@ func (x *exchange) run(e *Engine, a *kernels.AllToAllV) error {
 			x.w.busy()
 			continue
 		}
-		if err := x.w.idle(); err != nil {
-			return x.stuck(err)
+		late := x.late()
+		if err := x.w.idle(late); err != nil {
+			return x.e.fail(late, "alltoallv", x.epoch, err)
 		}
-		if x.w.polls%spinsPerLook == 0 {
+		if x.w.polls%pollsPerLook == 0 {
 			x.lookForMismatch()
 		}
 	}
@@ -398,17 +402,15 @@ func (x *exchange) lookForMismatch() {
 	}
 }
 
-// stuck names the first peer that did not do its part.
-func (x *exchange) stuck(err error) error {
-	peer := x.e.space.Rank
+// late is the first peer that has not done its part.
+func (x *exchange) late() int {
 	for i := x.rHead; i < len(x.recvs); i++ {
 		if x.recvs[i].chunk > 0 {
-			peer = x.recvs[i].peer
-			break
+			return x.recvs[i].peer
 		}
 	}
-	if peer == x.e.space.Rank && x.sHead < len(x.sends) {
-		peer = x.sends[x.sHead].peer
+	if x.sHead < len(x.sends) {
+		return x.sends[x.sHead].peer
 	}
-	return x.e.fail(peer, "alltoallv", x.epoch, err)
+	return x.e.space.Rank
 }

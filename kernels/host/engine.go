@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
@@ -21,7 +22,10 @@ type Engine struct {
 	doorbell *atomic.Uint32
 	sleepers *atomic.Uint32
 	peers    []peerWords
-	spin     bool // every rank can have a core of its own
+	crowded  bool // ranks outnumber cores
+	spinFor  time.Duration
+	cores    []int
+	waits    atomic.Uint32 // for peers on this rank's core
 	// cacheBytes is how much a rank may send before source and destination together leave its share of a core's cache.
 	cacheBytes int64
 	why        func() error
@@ -35,21 +39,26 @@ type Engine struct {
 // machines this was measured on (1.5 MiB sent still gains from the caches, 2 MiB does not).
 const coreCacheBytes = 3 << 20
 
-type peerWords struct{ doorbell, sleepers *atomic.Uint32 }
+type peerWords struct{ doorbell, sleepers, core *atomic.Uint32 }
 
 // New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
 func New(space kernels.Space, why func() error) *Engine {
-	e := &Engine{space: space, why: why, spin: space.Size <= runtime.GOMAXPROCS(0)}
+	e := &Engine{space: space, why: why, crowded: space.Size > runtime.GOMAXPROCS(0)}
 	e.cacheBytes = coreCacheBytes / 2
 	if cores := runtime.GOMAXPROCS(0); space.Size > cores {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
+	}
+	e.cores = shm.Cores()
+	e.spinFor = spinFor
+	if e.crowded {
+		e.spinFor = spinForCrowded
 	}
 	own := space.Segment(space.Rank)
 	e.abort = shm.Word(own, kernels.AbortOffset)
 	e.peers = make([]peerWords, space.Size)
 	for p := range e.peers {
 		seg := space.Segment(p)
-		e.peers[p] = peerWords{shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset)}
+		e.peers[p] = peerWords{shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset), shm.Word32(seg, kernels.CoreOffset)}
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
 	return e

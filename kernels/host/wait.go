@@ -9,17 +9,19 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// How a waiting rank spends its time. A peer that runs answers within a microsecond, so spinning comes first, but only
-// where every rank has a core; a peer that shares our core answers once it gets it, so yielding comes next; and a rank
-// that waits for long sleeps, so that it does not take the core from one that works.
+// How a waiting rank spends its time. A peer that runs on another core answers within a microsecond, so spinning comes
+// first; a peer that was last seen on our own core answers only once it gets it, so yielding does; and a rank that waits
+// for long sleeps, so that it does not take the core from one that works.
 const (
-	spinFor  = 3 * time.Microsecond
-	yieldFor = 100 * time.Microsecond
+	// Giving the core away and getting it back costs about 4 us. Where ranks outnumber cores, somebody can mostly use it.
+	spinFor        = 5 * time.Microsecond
+	spinForCrowded = 1 * time.Microsecond
+	yieldFor       = 100 * time.Microsecond
 	// sleepFor bounds one sleep. Peers and the abort word wake a sleeper, this only bounds a wake-up that got lost with
 	// the process that owed it.
 	sleepFor = 5 * time.Millisecond
 	// spinsPerLook is how many polls pass between two looks at the clock.
-	spinsPerLook = 32
+	spinsPerLook = 8
 )
 
 // waiter paces one kernel's polling loop. idle is called after every pass that found nothing to do, busy after one
@@ -29,6 +31,7 @@ type waiter struct {
 	timeout  time.Duration
 	since    time.Time // of the first idle pass after work
 	polls    int
+	near     bool // the peer waited for needs our core
 	sleeper  kernels.Sleeper
 	entered  bool
 	doorbell uint32
@@ -46,28 +49,27 @@ func (w *waiter) leave() {
 	}
 }
 
-// idle returns comm.ErrAborted or comm.ErrTimeout when the wait is over without success.
-func (w *waiter) idle() error {
+// idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted or comm.ErrTimeout
+// when the wait is over without success.
+func (w *waiter) idle(peer int) error {
 	w.polls++
-	if w.e.step != nil {
-		return w.e.step(idlePass, w.e.space.Rank)
-	}
 	if w.polls == 1 {
 		w.since = time.Now()
+		w.near = w.e.near(peer)
 		if w.e.abort.Load() != 0 {
 			return comm.ErrAborted
 		}
 	}
-	if w.e.spin && w.polls%spinsPerLook != 0 {
+	if !w.near && w.polls%spinsPerLook != 0 {
 		shm.Pause(1)
 		return nil
 	}
 	waited := time.Since(w.since)
 	switch {
-	case w.e.spin && waited < spinFor:
-		shm.Pause(1)
+	case !w.near && waited < w.e.spinFor:
 		return nil
 	case waited < yieldFor:
+		w.near = true // from now on
 		w.e.yield()
 		return nil
 	}
