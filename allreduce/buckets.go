@@ -1,0 +1,319 @@
+package allreduce
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/cespare/xxhash/v2"
+
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Gradient describes one of the gradients that Buckets hold.
+type Gradient struct {
+	// Len is its number of elements.
+	Len int
+	// DType is its floating-point type; the zero value is taken for kernels.Float32.
+	DType kernels.DType
+}
+
+// BucketOptions of Buckets. The zero value works. All ranks pass the same.
+type BucketOptions struct {
+	// BucketBytes is how large a bucket grows before the next one begins; default 4 MiB. A larger gradient has a bucket
+	// of its own.
+	BucketBytes int64
+	// Op is how the ranks' gradients are combined: the default kernels.Sum, or kernels.Avg.
+	Op kernels.ReduceOp
+	// Reducer is for the reducer that the buckets have for themselves.
+	Reducer Options
+}
+
+// bucketStaging is the default of BucketOptions.Reducer.StagingBytes. Buckets are symmetric, so only a ring needs any.
+const bucketStaging = 1 << 20
+
+// Buckets hold the gradients of a model and all-reduce them while backward still computes.
+//
+// The gradients live here, side by side in a few buckets in the symmetric heap, so that reducing them copies nothing:
+// backward writes gradient i into View(i) (or Float32(i)), calls Ready(i), and goes on. Once all gradients of a bucket are
+// ready, and all buckets before it have been launched, the bucket's all-reduce is launched on a stream of its own. Wait
+// returns when everything is reduced: the gradients are then the same on every rank, at the same place. List the
+// gradients in the order in which backward completes them, last layer first, so that buckets fill early.
+//
+// A step is: every gradient is written and marked Ready once, in any order, then Wait. Between its Ready and Wait a
+// gradient belongs to the reduction. Between Wait and the next Ready it is the caller's; Buckets never clear it.
+//
+// All ranks launch buckets in the same order whatever the order of their Ready calls, and Buckets talk over channels of
+// their own, so other reductions may be made at the same time. The methods may be called from several goroutines.
+type Buckets struct {
+	reducer *Reducer
+	stream  device.Stream // the reductions run on it
+	op      kernels.ReduceOp
+
+	mu        sync.Mutex
+	gradients []gradient
+	buckets   []bucket // in the order of their launches
+	launched  int      // how many of them, in this step
+	failed    error
+	closed    bool
+}
+
+type gradient struct {
+	bucket  int
+	off, n  int64 // bytes in the bucket
+	view    memory.View
+	isReady bool
+}
+
+type bucket struct {
+	dtype   kernels.DType
+	bytes   int64
+	members int
+	last    int // the last gradient listed
+	missing int // gradients that are not ready in this step
+	buffer  *memory.Buffer
+}
+
+// NewBuckets makes buckets for the gradients. It is collective: every rank of the heap's group calls it, in the same order
+// as its other allocations, with equal gradients and options. The gradients are zero at first. The caller closes the
+// buckets before the heap.
+func NewBuckets(ctx context.Context, h *memory.Heap, gradients []Gradient, o BucketOptions) (*Buckets, error) {
+	b := &Buckets{op: o.Op}
+	complaint := b.pack(gradients, &o)
+	if o.Reducer.StagingBytes == 0 {
+		o.Reducer.StagingBytes = bucketStaging
+	}
+	owner := fmt.Sprintf("%d gradients (digest %016x) in buckets of %d bytes, %v; ", len(gradients), digest(gradients), o.BucketBytes, o.Op)
+	r, err := newReducer(ctx, h, o.Reducer, owner, complaint)
+	if err != nil {
+		return nil, err
+	}
+	b.reducer = r
+	if err := b.allocate(h); err != nil {
+		return nil, errors.Join(err, b.Close(ctx))
+	}
+	return b, nil
+}
+
+func digest(gradients []Gradient) uint64 {
+	words := make([]int64, 0, 2*len(gradients))
+	for _, g := range gradients {
+		words = append(words, int64(g.Len), int64(g.DType))
+	}
+	return xxhash.Sum64(shm.Bytes(words))
+}
+
+// gradientAlign keeps gradients on cache lines of their own.
+const gradientAlign = 64
+
+// pack decides which gradient lies where.
+func (b *Buckets) pack(gradients []Gradient, o *BucketOptions) error {
+	switch {
+	case o.BucketBytes < 0:
+		return invalid("BucketOptions.BucketBytes is %d", o.BucketBytes)
+	case o.BucketBytes == 0:
+		o.BucketBytes = 4 << 20
+	}
+	if o.Op != kernels.Sum && o.Op != kernels.Avg {
+		return fmt.Errorf("allreduce: gradients (%v): %w", o.Op, ErrUnsupported)
+	}
+	filling := map[kernels.DType]int{} // the bucket that is not full yet
+	for i, g := range gradients {
+		dt := g.DType
+		switch dt {
+		case kernels.Uint8:
+			dt = kernels.Float32
+		case kernels.Int32, kernels.Int64:
+			return fmt.Errorf("allreduce: gradient %d of %v: %w", i, dt, ErrUnsupported)
+		}
+		if !dt.Valid() || g.Len < 0 || int64(g.Len) > 1<<50 {
+			return invalid("gradient %d has %d elements of %v", i, g.Len, dt)
+		}
+		n := int64(g.Len) * dt.Size()
+		padded := (n + gradientAlign - 1) / gradientAlign * gradientAlign
+		k, ok := filling[dt]
+		if !ok || b.buckets[k].bytes > 0 && b.buckets[k].bytes+padded > o.BucketBytes {
+			k = len(b.buckets)
+			filling[dt] = k
+			b.buckets = append(b.buckets, bucket{dtype: dt})
+		}
+		p := &b.buckets[k]
+		b.gradients = append(b.gradients, gradient{bucket: k, off: p.bytes, n: n})
+		p.bytes += padded
+		p.members++
+		p.missing++
+		p.last = i
+	}
+	// A bucket cannot be launched before its last gradient is ready, so buckets are launched in this order.
+	order := make([]int, len(b.buckets))
+	for k := range order {
+		order[k] = k
+	}
+	slices.SortFunc(order, func(k, l int) int { return b.buckets[k].last - b.buckets[l].last })
+	sorted, place := make([]bucket, len(order)), make([]int, len(order))
+	for at, k := range order {
+		sorted[at], place[k] = b.buckets[k], at
+	}
+	b.buckets = sorted
+	for i := range b.gradients {
+		b.gradients[i].bucket = place[b.gradients[i].bucket]
+	}
+	return nil
+}
+
+// allocate gives the buckets memory and a stream.
+func (b *Buckets) allocate(h *memory.Heap) error {
+	for k := range b.buckets {
+		p := &b.buckets[k]
+		buffer, err := h.Alloc(p.bytes)
+		if err != nil {
+			return fmt.Errorf("allreduce: bucket %d of %d: %w", k, len(b.buckets), err)
+		}
+		p.buffer = buffer
+		clear(buffer.Bytes())
+	}
+	for i := range b.gradients {
+		g := &b.gradients[i]
+		g.view = b.buckets[g.bucket].buffer.View().Slice(g.off, g.n)
+	}
+	var err error
+	if b.stream, err = h.Device().NewStream(); err != nil {
+		return fmt.Errorf("allreduce: stream of the buckets: %w", err)
+	}
+	return nil
+}
+
+// Len is the number of gradients.
+func (b *Buckets) Len() int { return len(b.gradients) }
+
+// NumBuckets is the number of buckets they are in.
+func (b *Buckets) NumBuckets() int { return len(b.buckets) }
+
+// View is the memory of gradient i, the same until Close.
+func (b *Buckets) View(i int) memory.View { return b.gradients[i].view }
+
+// Float32 is gradient i on the host, for gradients of that type. It is dead after Close.
+func (b *Buckets) Float32(i int) []float32 {
+	g := &b.gradients[i]
+	if dt := b.buckets[g.bucket].dtype; dt != kernels.Float32 {
+		panic(fmt.Sprintf("allreduce: gradient %d is %v, not float32", i, dt))
+	}
+	return shm.View[float32](g.view.Bytes())
+}
+
+// Ready says that gradient i is complete: as soon as the work enqueued on s so far has run, or, with a nil stream, now.
+// It launches the reductions that have become possible and does not wait for them. A gradient that got no contribution in
+// a step is Ready too, as zeros. It is an error to call it twice in a step.
+func (b *Buckets) Ready(s device.Stream, i int) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if err := b.usable(); err != nil {
+		return err
+	}
+	if i < 0 || i >= len(b.gradients) {
+		return invalid("gradient %d of %d", i, len(b.gradients))
+	}
+	g := &b.gradients[i]
+	if g.isReady {
+		return invalid("gradient %d is ready already", i)
+	}
+	if s != nil {
+		e, err := s.Record()
+		if err == nil {
+			err = b.stream.Wait(e)
+		}
+		if err != nil {
+			return fmt.Errorf("allreduce: gradient %d: %w", i, err)
+		}
+	}
+	g.isReady = true
+	b.buckets[g.bucket].missing--
+	for b.launched < len(b.buckets) && b.buckets[b.launched].missing == 0 {
+		p := &b.buckets[b.launched]
+		v := p.buffer.View()
+		if err := b.reducer.AllReduce(b.stream, v, v, p.dtype, b.op); err != nil {
+			b.failed = fmt.Errorf("bucket %d: %w", b.launched, err)
+			return b.usable()
+		}
+		b.launched++
+	}
+	return nil
+}
+
+// Wait ends a step. With a nil stream it blocks until all gradients are reduced and returns the first error of their
+// reductions. Otherwise it returns at once, work enqueued on s from now on finds the gradients reduced, and an error of
+// the reductions is returned by a later call. Gradients that are not Ready are an error, and the step goes on.
+func (b *Buckets) Wait(s device.Stream) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if err := b.usable(); err != nil {
+		return err
+	}
+	if b.launched < len(b.buckets) {
+		var missing []string
+		for i := range b.gradients {
+			if !b.gradients[i].isReady {
+				missing = append(missing, fmt.Sprint(i))
+			}
+		}
+		return invalid("%d of %d gradients are not ready: %s", len(missing), len(b.gradients), strings.Join(missing, ", "))
+	}
+	var err error
+	if s == nil {
+		err = b.stream.Synchronize()
+	} else {
+		var e device.Event
+		if e, err = b.stream.Record(); err == nil {
+			err = s.Wait(e)
+		}
+	}
+	if err != nil {
+		b.failed = err
+		return b.usable()
+	}
+	b.launched = 0
+	for i := range b.gradients {
+		b.gradients[i].isReady = false
+	}
+	for k := range b.buckets {
+		b.buckets[k].missing = b.buckets[k].members
+	}
+	return nil
+}
+
+func (b *Buckets) usable() error {
+	switch {
+	case b.closed:
+		return fmt.Errorf("allreduce: buckets are %w", ErrClosed)
+	case b.failed != nil:
+		return fmt.Errorf("allreduce: gradients: %w", b.failed)
+	}
+	return nil
+}
+
+// Close waits for the reductions that have been launched and gives the memory back. It is collective and idempotent.
+func (b *Buckets) Close(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed {
+		return nil
+	}
+	b.closed = true
+	var errs []error
+	if b.stream != nil {
+		errs = append(errs, b.stream.Close())
+	}
+	errs = append(errs, b.reducer.Close(ctx))
+	for k := range b.buckets {
+		if p := b.buckets[k].buffer; p != nil {
+			errs = append(errs, p.Free())
+		}
+	}
+	return errors.Join(errs...)
+}

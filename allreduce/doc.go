@@ -1,0 +1,34 @@
+// Package allreduce combines what all ranks of a group have: all-reduce, reduce-scatter and all-gather, and the buckets
+// that reduce a model's gradients while backward still runs.
+//
+// A [Reducer] owns its channels in a symmetric heap and is made once, by all ranks together. Every call is then made by
+// all ranks in the same order. It does no host communication and, once warm, allocates nothing.
+//
+//	r, err := allreduce.New(ctx, heap, allreduce.Options{})
+//	err = r.AllReduce(nil, dst, src, kernels.Float32, kernels.Sum)
+//
+// [Buckets] do the same for gradients, overlapped with the computation that makes them.
+//
+// # Algorithms
+//
+// The size of a call, the number of ranks and the options decide, so that all ranks choose alike; [Reducer.Explain] says
+// what and why, Options.Algorithm leaves no choice.
+//
+//   - one-shot: every rank pushes all its data into every peer's staging, which is double-buffered, and each reduces
+//     everything for itself. One signal to each peer, for small calls.
+//   - two-shot: every rank reduces one slice of the elements and hands the result to all, chunk by chunk.
+//   - ring: chunks travel around the ranks, once to be reduced and once to be gathered. Every step is between neighbours.
+//
+// Where the buffers lie is each rank's own business and is told in the call itself. In two-shot a source in the symmetric
+// heap is read by its reader directly, other sources are pushed into fixed staging; a destination in the heap is written
+// by its writers directly, results for others are fetched. So with buffers from the heap nothing is copied that is not
+// reduced, and with any other buffers a fixed amount of staging serves any length.
+//
+// # What the result is
+//
+// One-shot and two-shot combine elements in the order of the ranks, a ring in the order of the ring from the slice's owner
+// on. Floats of 16 and 8 bits are combined in float32, also on their way around a ring, and rounded once. Every element is
+// combined by one rank, or by all in the same order: the result is the same bits on every rank and every time, in place or
+// not, whatever the alignment. Integers wrap around. Min and Max propagate NaN. An average is the sum divided by the number
+// of ranks, and is refused for integers.
+package allreduce

@@ -1,0 +1,452 @@
+package allreduce
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+
+	"github.com/cespare/xxhash/v2"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Reducer carries the reductions of one group over one symmetric heap. Its methods may be called from several
+// goroutines, but all ranks must make the same calls in the same order.
+//
+// Every call is enqueued on a stream; with a nil stream it is complete on return. Its buffers belong to it until then. A
+// call on another stream than the call before waits for that one.
+//
+// Bad arguments return an error (ErrInvalid, ErrUnsupported, ErrClosed, memory.ErrFreed) before anything is enqueued: the
+// call has not happened and may be repeated, which the other ranks wait for. When the ranks' calls differ in collective,
+// data type, operator or length, every rank gets a *kernels.CallMismatchError (comm.ErrMismatch), no buffer has been
+// written, and later calls work. A lost peer is an error that is comm.ErrPeerLost, a peer that does not come within
+// Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Reducer can then only be closed. On a stream,
+// all but bad arguments are errors of the stream.
+type Reducer struct {
+	heap     *memory.Heap
+	group    *comm.Group
+	engine   *host.Engine
+	channels kernels.ReduceChannels
+	block    *memory.Buffer
+	options  Options
+
+	mu     sync.Mutex // held during calls
+	closed bool
+	last   device.Stream // of the last launch; nil before the first, and for the caller itself
+
+	pool   sync.Mutex // also taken when launches end
+	broken error      // a call failed half-way: the channels are in no known state
+	ops    []*op      // idle launches
+}
+
+// op is one launch and what must live until it has run.
+type op struct {
+	args     kernels.Reduction
+	done     func(error) // for launches on a stream
+	dst, src memory.View
+}
+
+// New makes a Reducer. It is collective: every rank of the heap's group calls it, in the same order as its other
+// allocations, with equal options. The caller closes it before the heap.
+func New(ctx context.Context, h *memory.Heap, o Options) (*Reducer, error) {
+	return newReducer(ctx, h, o, "", nil)
+}
+
+// newReducer is New for an owner with a configuration of its own to compare, or a complaint about it.
+func newReducer(ctx context.Context, h *memory.Heap, o Options, owner string, complaint error) (*Reducer, error) {
+	g := h.Group()
+	c, err := o.validate(g.Size())
+	if complaint != nil {
+		err = complaint
+	}
+	if err := agree(ctx, g, owner+o.fingerprint(&c), err); err != nil {
+		return nil, err
+	}
+	x := &Reducer{heap: h, group: g, options: o}
+	if x.block, err = h.Alloc(c.Bytes()); err != nil {
+		return nil, fmt.Errorf("allreduce: %d bytes for channels and staging: %w", c.Bytes(), err)
+	}
+	c.Offset = x.block.Offset()
+	x.channels = c
+	clear(x.block.Bytes()[:c.ControlBytes()])
+	x.engine = host.New(h.Space(), g.Err)
+	// No peer may write before our block is zero.
+	if err := g.Barrier(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("allreduce: %w", err), x.block.Free())
+	}
+	return x, nil
+}
+
+// agree compares a description of the configuration across the group. A rank's complaint about its own is heard by all.
+func agree(ctx context.Context, g *comm.Group, mine string, complaint error) error {
+	if complaint != nil {
+		mine = "an error: " + complaint.Error()
+	}
+	all, err := g.AllGather(ctx, []byte(mine))
+	if complaint != nil {
+		return complaint
+	}
+	if err != nil {
+		return fmt.Errorf("allreduce: compare options: %w", err)
+	}
+	for r, theirs := range all {
+		if string(theirs) != string(all[0]) {
+			return fmt.Errorf("allreduce: %w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, all[0], r, theirs)
+		}
+	}
+	return nil
+}
+
+// AllReduce combines the ranks' src element by element and leaves the result in every rank's dst, the same bits
+// everywhere. The buffers have the same length on every rank, and are the same memory or do not overlap.
+func (x *Reducer) AllReduce(s device.Stream, dst, src memory.View, dt kernels.DType, o kernels.ReduceOp) error {
+	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllReduce, DType: dt, Op: o}, nil)
+}
+
+// ReduceScatter combines the ranks' src element by element and leaves slice r of the result in rank r's dst. src has as
+// many elements for every rank, dst is one of these slices. dst may be this rank's slice of src; they do not overlap
+// otherwise.
+func (x *Reducer) ReduceScatter(s device.Stream, dst, src memory.View, dt kernels.DType, o kernels.ReduceOp) error {
+	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.ReduceScatter, DType: dt, Op: o}, nil)
+}
+
+// ReduceScatterV is ReduceScatter with slices of counts[r] elements, which all ranks pass alike. counts is read during
+// the call only.
+func (x *Reducer) ReduceScatterV(s device.Stream, dst, src memory.View, counts []int64, dt kernels.DType, o kernels.ReduceOp) error {
+	if counts == nil {
+		counts = []int64{}
+	}
+	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.ReduceScatter, DType: dt, Op: o}, counts)
+}
+
+// AllGather puts rank r's src in slice r of every rank's dst. src has the same length on every rank. src may be this
+// rank's slice of dst; they do not overlap otherwise.
+func (x *Reducer) AllGather(s device.Stream, dst, src memory.View, dt kernels.DType) error {
+	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllGather, DType: dt}, nil)
+}
+
+// AllGatherV is AllGather of counts[r] elements from rank r; all ranks pass counts alike. It is read during the call
+// only.
+func (x *Reducer) AllGatherV(s device.Stream, dst, src memory.View, counts []int64, dt kernels.DType) error {
+	if counts == nil {
+		counts = []int64{}
+	}
+	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllGather, DType: dt}, counts)
+}
+
+// call checks and launches one call. counts is nil for equal slices.
+func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCall, counts []int64) error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	o := x.take()
+	err := x.prepare(&o.args, dst, src, c, counts)
+	if x.options.Validate && !x.closed {
+		err = x.validate(&o.args.Call, err)
+	}
+	if err == nil {
+		err = x.order(s)
+	}
+	if err != nil {
+		x.give(o, nil)
+		return err
+	}
+	o.dst, o.src = dst, src
+	if s == nil {
+		o.args.Done = nil
+		err = x.engine.Reduce(nil, &o.args)
+		x.give(o, err)
+	} else {
+		o.args.Done = o.done
+		if err = x.engine.Reduce(s, &o.args); err != nil { // not enqueued
+			x.give(o, nil)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("allreduce: %w", err)
+	}
+	x.last = s
+	return nil
+}
+
+// prepare checks the arguments of a call and turns them into a launch.
+func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.ReduceCall, counts []int64) error {
+	a.Call = c
+	if x.closed {
+		return fmt.Errorf("allreduce: reducer is %w", ErrClosed)
+	}
+	x.pool.Lock()
+	broken := x.broken
+	x.pool.Unlock()
+	if broken != nil {
+		return fmt.Errorf("allreduce: an earlier call failed: %w", broken)
+	}
+	if err := x.group.Err(); err != nil {
+		return fmt.Errorf("allreduce: %w", err)
+	}
+	if err := src.Valid(); err != nil {
+		return fmt.Errorf("allreduce: source: %w", err)
+	}
+	if err := dst.Valid(); err != nil {
+		return fmt.Errorf("allreduce: destination: %w", err)
+	}
+	if !src.OnHost() || !dst.OnHost() {
+		return invalid("%v of device memory on a heap of %v", c.Collective, x.heap.Device())
+	}
+	if err := supported(c); err != nil {
+		return err
+	}
+	whole, part := src, dst
+	if !c.Collective.Reduces() {
+		whole, part = dst, src
+	}
+	if err := x.slice(a, c, whole.Len(), part.Len(), counts); err != nil {
+		return err
+	}
+	// The part of the larger buffer that may be the other one.
+	mine := whole.Bytes()
+	if c.Collective != kernels.AllReduce {
+		at, n := a.Slice(x.group.Rank())
+		mine = mine[at*c.DType.Size():][:n*c.DType.Size()]
+	}
+	if p := part.Bytes(); shm.Addr(p) != shm.Addr(mine) && shm.Overlap(p, whole.Bytes()) {
+		return invalid("source and destination of the %v overlap and are not the same memory", c.Collective)
+	}
+	if err := choose(a, x.options.Algorithm); err != nil {
+		return err
+	}
+	a.Timeout = x.options.Timeout
+	a.Src, a.Dst = src.Bytes(), dst.Bytes()
+	a.SrcOffset, a.DstOffset = x.reach(src), x.reach(dst)
+	return nil
+}
+
+// reach is where peers find v in this rank's segment, or -1.
+func (x *Reducer) reach(v memory.View) int64 {
+	if off, ok := v.Symmetric(x.heap); ok {
+		return off
+	}
+	return -1
+}
+
+// supported refuses what the engines cannot do. It never swaps an operator for another.
+func supported(c kernels.ReduceCall) error {
+	switch {
+	case !c.DType.Valid():
+		return invalid("data type %v", c.DType)
+	case !c.Op.Valid():
+		return invalid("operator %v", c.Op)
+	case c.Collective.Reduces() && !c.Op.Reducible(c.DType):
+		return fmt.Errorf("allreduce: %v (%v) of %v: %w", c.Collective, c.Op, c.DType, ErrUnsupported)
+	}
+	return nil
+}
+
+// slice divides the elements among the ranks. whole is the length in bytes of the buffer with all slices, part of the
+// other one.
+func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part int64, counts []int64) error {
+	size, es := int64(x.group.Size()), c.DType.Size()
+	large, small := "source", "destination"
+	if !c.Collective.Reduces() {
+		large, small = small, large
+	}
+	if whole%es != 0 {
+		return invalid("the %s has %d bytes, not a multiple of the %d of %v", large, whole, es, c.DType)
+	}
+	a.Call.Count = whole / es
+	b := a.Bounds
+	b[0] = 0
+	switch {
+	case c.Collective == kernels.AllReduce:
+		if part != whole {
+			return invalid("the source has %d bytes, the destination %d", whole, part)
+		}
+		grain := max(64/es, 1)
+		each := ((a.Call.Count+size-1)/size + grain - 1) / grain * grain
+		for p := range size {
+			b[p+1] = min(b[p]+each, a.Call.Count)
+		}
+		return nil
+	case counts == nil:
+		if whole != part*size || part%es != 0 {
+			return invalid("the %s has %d bytes, want %d times the %d of the %s, in whole %v", large, whole, size, part, small, c.DType)
+		}
+		for p := range size {
+			b[p+1] = b[p] + part/es
+		}
+		return nil
+	}
+	if int64(len(counts)) != size {
+		return invalid("%d counts for %d ranks", len(counts), size)
+	}
+	equal := true
+	for p, n := range counts {
+		if n < 0 || n > (math.MaxInt64/es)-b[p] {
+			return invalid("count %d for rank %d is negative or overflows (counts %v)", n, p, counts)
+		}
+		b[p+1] = b[p] + n
+		equal = equal && n == counts[0]
+	}
+	mine := counts[x.group.Rank()] * es
+	if whole != b[size]*es || part != mine {
+		return invalid("the %s has %d bytes and the %s %d, the counts %v of %v need %d and %d", large, whole, small, part, counts, c.DType, b[size]*es, mine)
+	}
+	if !equal {
+		a.Call.Shape = xxhash.Sum64(shm.Bytes(counts)) | 1
+	}
+	return nil
+}
+
+// order makes s wait for the launch before, when that was on another stream.
+func (x *Reducer) order(s device.Stream) error {
+	if x.last != nil && x.last != s {
+		e, err := x.last.Record()
+		if err == nil {
+			if s == nil {
+				err = e.Wait()
+			} else {
+				err = s.Wait(e)
+			}
+		}
+		if err != nil {
+			return fmt.Errorf("allreduce: order streams: %w", err)
+		}
+	}
+	return nil
+}
+
+// take is an idle op or a new one.
+func (x *Reducer) take() *op {
+	x.pool.Lock()
+	defer x.pool.Unlock()
+	if n := len(x.ops); n > 0 {
+		o := x.ops[n-1]
+		x.ops = x.ops[:n-1]
+		return o
+	}
+	o := new(op)
+	o.args.Channels = &x.channels
+	o.args.Bounds = make([]int64, x.group.Size()+1)
+	o.done = func(err error) { x.give(o, err) }
+	return o
+}
+
+// give takes an op back after its launch ended with err.
+func (x *Reducer) give(o *op, err error) {
+	x.pool.Lock()
+	defer x.pool.Unlock()
+	if err != nil && x.broken == nil && !isMismatch(err) {
+		x.broken = err
+	}
+	o.dst, o.src = memory.View{}, memory.View{}
+	o.args.Src, o.args.Dst = nil, nil
+	x.ops = append(x.ops, o)
+}
+
+// isMismatch tells the error that leaves the channels as they were.
+func isMismatch(err error) bool {
+	var m *kernels.CallMismatchError
+	return errors.As(err, &m)
+}
+
+// validate compares the ranks' calls on the control plane. mine is this rank's own complaint, which every rank hears of.
+func (x *Reducer) validate(c *kernels.ReduceCall, mine error) error {
+	claim := struct {
+		Error string `json:",omitempty"`
+		Call  string
+	}{Call: c.String()}
+	if mine != nil {
+		claim.Error = mine.Error()
+	}
+	text, err := json.Marshal(claim)
+	if err != nil {
+		return errors.Join(mine, fmt.Errorf("allreduce: validate: %w", err))
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), x.options.Timeout)
+	defer cancel()
+	all, err := x.group.AllGather(ctx, text)
+	if err != nil {
+		return errors.Join(mine, fmt.Errorf("allreduce: validate: %w", err))
+	}
+	if mine != nil {
+		return mine
+	}
+	for r := range all {
+		theirs := claim
+		theirs.Error = ""
+		if err := json.Unmarshal(all[r], &theirs); err != nil {
+			return fmt.Errorf("allreduce: validate: rank %d: %w", r, err)
+		}
+		if theirs.Error != "" {
+			return invalid("rank %d refused the call: %s", r, theirs.Error)
+		}
+		if theirs.Call != claim.Call {
+			return fmt.Errorf("allreduce: %w: rank %d has %s, rank %d has %s", comm.ErrMismatch, x.group.Rank(), claim.Call, r, theirs.Call)
+		}
+	}
+	return nil
+}
+
+// Explain says which algorithm a call would use, and why: a call that reduces count elements of every rank, or that
+// gathers count elements in all. Nothing is exchanged.
+func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (Decision, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.closed {
+		return Decision{}, fmt.Errorf("allreduce: reducer is %w", ErrClosed)
+	}
+	call := kernels.ReduceCall{Collective: c, DType: dt}
+	if err := supported(call); err != nil {
+		return Decision{}, err
+	}
+	size := int64(x.group.Size())
+	if count < 0 || count > math.MaxInt64/dt.Size() {
+		return Decision{}, invalid("%d elements of %v", count, dt)
+	}
+	part := count * dt.Size()
+	if c != kernels.AllReduce {
+		part /= size
+	}
+	o := x.take()
+	defer x.give(o, nil)
+	o.args.Call = call
+	if err := x.slice(&o.args, call, count*dt.Size(), part, nil); err != nil {
+		return Decision{}, err
+	}
+	if err := choose(&o.args, x.options.Algorithm); err != nil {
+		return Decision{}, err
+	}
+	return explain(&o.args, x.options.Algorithm), nil
+}
+
+// Close waits for the calls on streams and gives the channels back. It is collective and idempotent: no rank frees
+// channels that a peer may still signal. After a failure of the group it releases what is this rank's and returns.
+func (x *Reducer) Close(ctx context.Context) error {
+	x.mu.Lock()
+	if x.closed {
+		x.mu.Unlock()
+		return nil
+	}
+	x.closed = true
+	last := x.last
+	x.mu.Unlock()
+	if last != nil {
+		if e, err := last.Record(); err == nil {
+			_ = e.Wait()
+		}
+	}
+	var err error
+	if x.group.Err() == nil {
+		if err = x.group.Barrier(ctx); err != nil {
+			err = fmt.Errorf("allreduce: close: %w", err)
+		}
+	}
+	return errors.Join(err, x.block.Free())
+}

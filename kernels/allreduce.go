@@ -1,0 +1,267 @@
+package kernels
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/comm"
+)
+
+// Collective says which halves of an all-reduce a call is.
+type Collective uint8
+
+// The collectives. Every rank owns one slice of the elements.
+const (
+	ReduceScatter Collective                  = 1 << iota // every rank reduces its slice of all ranks' input
+	AllGather                                             // every rank's slice goes to all ranks
+	AllReduce     = ReduceScatter | AllGather             // both
+)
+
+// Reduces reports whether the call combines elements of several ranks.
+func (c Collective) Reduces() bool { return c&ReduceScatter != 0 }
+
+// Gathers reports whether every rank ends with all slices.
+func (c Collective) Gathers() bool { return c&AllGather != 0 }
+
+// String is the name as it stands in messages.
+func (c Collective) String() string {
+	switch c {
+	case ReduceScatter:
+		return "reduce-scatter"
+	case AllGather:
+		return "all-gather"
+	case AllReduce:
+		return "all-reduce"
+	}
+	return fmt.Sprintf("Collective(%d)", uint8(c))
+}
+
+// ReduceAlgorithm is how a reduction travels. All ranks of a call use the same one.
+type ReduceAlgorithm uint8
+
+// The algorithms.
+const (
+	// OneShot: every rank pushes all that a peer needs into the peer's staging; each reduces for itself.
+	OneShot ReduceAlgorithm = iota
+	// TwoShot: every rank reduces its slice and hands the result to all.
+	TwoShot
+	// Ring: partial results travel once around to reduce and once around to gather.
+	Ring
+	reduceAlgorithms
+)
+
+// ReduceAlgorithms lists the algorithms.
+func ReduceAlgorithms() []ReduceAlgorithm { return []ReduceAlgorithm{OneShot, TwoShot, Ring} }
+
+// String is the name that options use.
+func (a ReduceAlgorithm) String() string {
+	if a >= reduceAlgorithms {
+		return fmt.Sprintf("ReduceAlgorithm(%d)", uint8(a))
+	}
+	return [...]string{"one-shot", "two-shot", "ring"}[a]
+}
+
+// PartialSize is the size of one element of type d while it is being reduced: floats of 16 and 8 bits are widened to
+// float32.
+func (d DType) PartialSize() int64 {
+	switch d {
+	case Float16, BFloat16, Float8E4M3, Float8E5M2:
+		return 4
+	}
+	return d.Size()
+}
+
+// Reducible reports whether an engine can combine elements of type d with o. It cannot average integers, because the
+// average of integers is none.
+func (o ReduceOp) Reducible(d DType) bool {
+	switch d {
+	case Uint8, Int32, Int64:
+		return o.Valid() && o != Avg
+	}
+	return o.Valid() && d.Valid()
+}
+
+// ReduceChannels is the control block of one communicator for reductions: the same layout at the same Offset of every
+// rank's segment. Methods return offsets from the start of a segment.
+type ReduceChannels struct {
+	Offset int64
+	Size   int // ranks
+	// OneShotBytes bounds what one rank pushes to another in the one-shot algorithm.
+	OneShotBytes int64
+	// Slots is how many chunks from one rank to another may be under way through staging; SlotBytes is a chunk's size.
+	Slots     int
+	SlotBytes int64
+}
+
+// Byte offsets of the words of an entry line, beside LineSeq. They are written before the line's first sequence number of
+// a call and stay for the whole call.
+const (
+	EntryCount = 8  // elements of the whole call
+	EntryCall  = 16 // collective, data type and operator
+	EntryShape = 24 // digest of slices that Count does not imply
+	EntrySrc   = 32 // 1 + offset of the writer's input in its segment, 0 when it pushes the input into staging
+	EntryDst   = 40 // 1 + offset of the writer's output in its segment, 0 when it fetches results itself
+)
+
+// Epoch is the word that counts this rank's calls, in its own segment.
+func (c *ReduceChannels) Epoch() int64 { return c.Offset }
+
+// Failed is a word in this rank's own segment: 1 once a call has failed half-way. Later launches return at once.
+func (c *ReduceChannels) Failed() int64 { return c.Offset + 8 }
+
+// Entry is the line that src writes in a peer's segment for calls of the parity: what it calls, where its buffers are, and
+// how far the peer may go. Two parities, because after a one-shot call src may begin call e+1 while the peer still reads
+// the line of call e; it cannot begin e+2.
+func (c *ReduceChannels) Entry(parity uint64, src int) int64 {
+	return c.Offset + LineBytes + (int64(parity&1)*int64(c.Size)+int64(src))*LineBytes
+}
+
+// Progress is the line that src writes in a peer's segment when it has consumed what the peer offered: in two-shot, when
+// the result of a chunk is there as well. src can write it for call e+1 only after the peer has begun e+1.
+func (c *ReduceChannels) Progress(src int) int64 {
+	return c.Entry(0, 2*c.Size) + int64(src)*LineBytes
+}
+
+// Push is where the data of src lands in one-shot calls of the parity.
+func (c *ReduceChannels) Push(parity uint64, src int) int64 {
+	return c.Progress(c.Size) + (int64(parity&1)*int64(c.Size)+int64(src))*alignUp(c.OneShotBytes, LineBytes)
+}
+
+// Slot is where chunk k from src lands.
+func (c *ReduceChannels) Slot(src, k int) int64 {
+	return c.Push(0, 2*c.Size) + (int64(src)*int64(c.Slots)+int64(k%c.Slots))*c.SlotBytes
+}
+
+// Result is where this rank leaves chunk k of its reduced slice for peers that fetch it.
+func (c *ReduceChannels) Result(k int) int64 {
+	return c.Slot(c.Size, 0) + int64(k%c.Slots)*c.SlotBytes
+}
+
+// Bytes is the size of the block.
+func (c *ReduceChannels) Bytes() int64 {
+	return c.Slot(c.Size+1, 0) - c.Offset
+}
+
+// ControlBytes is the size of the part at the block's start that must be zero before the first call.
+func (c *ReduceChannels) ControlBytes() int64 { return c.Push(0, 0) - c.Offset }
+
+// ReduceCall is what all ranks of a reduction must agree on. It travels in the entry lines.
+type ReduceCall struct {
+	Collective Collective
+	DType      DType
+	Op         ReduceOp // Sum where nothing is reduced
+	// Count is the number of elements of all slices together.
+	Count int64
+	// Shape tells slices of different lengths apart; 0 for equal ones.
+	Shape uint64
+}
+
+// Word packs everything but Count and Shape.
+func (c *ReduceCall) Word() uint64 {
+	return uint64(c.Collective)<<16 | uint64(c.DType)<<8 | uint64(c.Op)
+}
+
+// SetWord is the inverse of Word.
+func (c *ReduceCall) SetWord(w uint64) {
+	c.Collective, c.DType, c.Op = Collective(w>>16), DType(w>>8), ReduceOp(w)
+}
+
+// String is like "all-reduce (sum) of 1000 float32".
+func (c ReduceCall) String() string {
+	how := ""
+	if c.Collective.Reduces() {
+		how = fmt.Sprintf(" (%v)", c.Op)
+	}
+	shape := ""
+	if c.Shape != 0 {
+		shape = fmt.Sprintf(" in slices of digest %016x", c.Shape)
+	}
+	return fmt.Sprintf("%v%s of %d %v%s", c.Collective, how, c.Count, c.DType, shape)
+}
+
+// Reduction is one launch of the kernel. The engine uses it until it calls Done.
+type Reduction struct {
+	Channels  *ReduceChannels
+	Call      ReduceCall
+	Algorithm ReduceAlgorithm
+	// Bounds has one entry more than there are ranks: the slice of rank p is elements Bounds[p] up to Bounds[p+1].
+	Bounds []int64
+	// Src and Dst are the user's buffers on the host device, SrcPtr and DstPtr their addresses on others. All slices lie in
+	// Src if the call reduces and in Dst if it gathers; otherwise the buffer is this rank's slice. They are the same
+	// memory or do not overlap; for a call that does only one half, the smaller one may be this rank's slice of the other.
+	Src, Dst       []byte
+	SrcPtr, DstPtr uintptr
+	// SrcOffset and DstOffset are the places of Src and Dst in this rank's segment, or -1 when peers cannot reach them.
+	SrcOffset, DstOffset int64
+	// Timeout bounds every wait for a peer.
+	Timeout time.Duration
+	// Done, when set, is called once, after the last use of this struct, with the kernel's error.
+	Done func(error)
+}
+
+// Slice is where the elements of rank p's slice begin and how many there are.
+func (r *Reduction) Slice(p int) (at, n int64) { return r.Bounds[p], r.Bounds[p+1] - r.Bounds[p] }
+
+// Longest is the number of elements of the longest slice.
+func (r *Reduction) Longest() (n int64) {
+	for p := range r.Channels.Size {
+		n = max(n, r.Bounds[p+1]-r.Bounds[p])
+	}
+	return n
+}
+
+// ChunkElements is how many elements a chunk has. A ring carries partial results, which can be wider than the data.
+func (r *Reduction) ChunkElements() int64 {
+	if r.Algorithm == Ring {
+		return r.Channels.SlotBytes / r.Call.DType.PartialSize()
+	}
+	return r.Channels.SlotBytes / r.Call.DType.Size()
+}
+
+// Chunks is how many chunks n elements make.
+func (r *Reduction) Chunks(n int64) int64 { return (n + r.ChunkElements() - 1) / r.ChunkElements() }
+
+// Messages is the largest number of chunks that one rank sends another in this call.
+func (r *Reduction) Messages() int64 {
+	n := r.Chunks(r.Longest())
+	if r.Algorithm == Ring {
+		n *= int64(r.RingSteps())
+	}
+	return n
+}
+
+// RingSteps is how many times each chunk is handed to the next rank.
+func (r *Reduction) RingSteps() int {
+	if r.Call.Collective == AllReduce {
+		return 2 * (r.Channels.Size - 1)
+	}
+	return r.Channels.Size - 1
+}
+
+// PushBytes is the largest message of this call in the one-shot algorithm.
+func (r *Reduction) PushBytes() int64 {
+	if r.Call.Collective == AllReduce {
+		return r.Call.Count * r.Call.DType.Size()
+	}
+	return r.Longest() * r.Call.DType.Size()
+}
+
+// ErrFailed is the error of a launch on channels that an earlier launch has left in no known state.
+var ErrFailed = errors.New("kernels: an earlier call on these channels failed")
+
+// CallMismatchError says that two ranks made different calls at the same place. Every rank of the call gets one, nothing
+// has been reduced, and later calls work.
+type CallMismatchError struct {
+	Rank, Peer   int
+	Mine, Theirs ReduceCall
+	Epoch        uint64
+}
+
+// Error states both calls.
+func (e *CallMismatchError) Error() string {
+	return fmt.Sprintf("kernels: call %d: rank %d has %v, rank %d has %v", e.Epoch, e.Rank, e.Mine, e.Peer, e.Theirs)
+}
+
+// Unwrap returns comm.ErrMismatch.
+func (e *CallMismatchError) Unwrap() error { return comm.ErrMismatch }

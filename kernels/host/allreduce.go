@@ -1,0 +1,294 @@
+package host
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// Reduce launches an all-reduce, reduce-scatter or all-gather on s, or runs it at once when s is nil. Every rank of the
+// heap must launch its part. On a stream the error is the stream's.
+func (e *Engine) Reduce(s device.Stream, r *kernels.Reduction) error {
+	return e.launch(s, (*reduction)(r))
+}
+
+type reduction kernels.Reduction
+
+func (r *reduction) run(e *Engine) error {
+	x := reductions.Get().(*reducing)
+	err := x.run(e, (*kernels.Reduction)(r))
+	x.reset()
+	reductions.Put(x)
+	if r.Done != nil {
+		r.Done(err)
+	}
+	return err
+}
+
+// reductions keeps the scratch of kernels between launches.
+var reductions = sync.Pool{New: func() any { return new(reducing) }}
+
+// link is one peer during a call.
+type link struct {
+	peer int
+	// Written by the peer, in this rank's segment, and by this rank, in the peer's.
+	entry, progress     *atomic.Uint64
+	myEntry, myProgress *atomic.Uint64
+
+	met      bool   // its entry line has been read:
+	src, dst int64  // where its buffers are, or -1
+	open     uint64 // how far this rank may go, as last seen
+
+	// Two-shot:
+	chunks int // of the peer's slice
+	sent   int // the last of them that the peer may reduce
+	taken  int // the last of them that has been consumed there, and fetched if need be
+}
+
+// reducing is one call of the kernel on one rank.
+type reducing struct {
+	e        *Engine
+	a        *kernels.Reduction
+	me       int
+	epoch    uint64
+	w        waiter
+	links    []link // the next rank first
+	met      int
+	mismatch error // the ranks' calls differ
+
+	// Two-shot: chunks of this rank's slice, and how many have been reduced.
+	mine, reduced int
+
+	folds   folds
+	fold    fold
+	rows    [][]byte // one a rank
+	targets [][]byte
+}
+
+func (x *reducing) reset() {
+	x.w.leave()
+	clear(x.links)
+	clear(x.rows)
+	clear(x.targets[:cap(x.targets)])
+	x.links, x.rows, x.targets = x.links[:0], x.rows[:0], x.targets[:0]
+	x.e, x.a, x.fold, x.mismatch = nil, nil, nil, nil
+	x.met, x.mine, x.reduced = 0, 0, 0
+}
+
+func (x *reducing) run(e *Engine, a *kernels.Reduction) error {
+	x.e, x.a, x.me = e, a, e.space.Rank
+	c := a.Channels
+	failed := e.word(x.me, c.Failed())
+	if failed.Load() != 0 {
+		return kernels.ErrFailed
+	}
+	count := e.word(x.me, c.Epoch())
+	x.epoch = count.Load() + 1
+	count.Store(x.epoch)
+	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
+	if c.Size == 1 {
+		move(a.Dst, a.Src)
+		return nil
+	}
+	if a.Call.Collective.Reduces() {
+		x.fold = x.folds.of(a.Call.DType)
+	}
+	for i := 1; i < c.Size; i++ {
+		p := (x.me + i) % c.Size
+		x.links = append(x.links, link{peer: p, src: -1, dst: -1,
+			entry: e.word(x.me, c.Entry(x.epoch, p)), progress: e.word(x.me, c.Progress(p)),
+			myEntry: e.word(p, c.Entry(x.epoch, x.me)), myProgress: e.word(p, c.Progress(x.me))})
+	}
+	for len(x.rows) < c.Size {
+		x.rows = append(x.rows, nil)
+	}
+	var err error
+	switch a.Algorithm {
+	case kernels.OneShot:
+		err = x.oneShot()
+	case kernels.TwoShot:
+		err = x.twoShot()
+	default:
+		err = x.ring()
+	}
+	if err != nil && err != x.mismatch {
+		failed.Store(1)
+	}
+	return err
+}
+
+// move copies src to dst unless they are the same memory. It writes through the caches, like all copies of this kernel,
+// whatever the size: where a result goes is where an input has just been read (measured; stores around the caches take up
+// to twice as long, and are no faster for buffers that are staged).
+func move(dst, src []byte) {
+	if len(src) > 0 && &dst[0] != &src[0] {
+		copy(dst, src)
+	}
+}
+
+// part is elements lo to hi of slice p in a buffer that has all slices, or this rank's alone.
+func (x *reducing) part(b []byte, all bool, p int, lo, hi int64) []byte {
+	var at int64
+	if all {
+		at = x.a.Bounds[p]
+	}
+	es := x.a.Call.DType.Size()
+	return b[(at+lo)*es : (at+hi)*es]
+}
+
+func (x *reducing) input(p int, lo, hi int64) []byte {
+	return x.part(x.a.Src, x.a.Call.Collective.Reduces(), p, lo, hi)
+}
+
+func (x *reducing) output(p int, lo, hi int64) []byte {
+	return x.part(x.a.Dst, x.a.Call.Collective.Gathers(), p, lo, hi)
+}
+
+// theirs is elements lo to hi of this rank's slice in a peer's buffer at off of its segment, which has all slices.
+func (x *reducing) theirs(peer int, off, lo, hi int64) []byte {
+	es := x.a.Call.DType.Size()
+	return x.e.space.Range(peer, off+(x.a.Bounds[x.me]+lo)*es, (hi-lo)*es)
+}
+
+// enter tells a peer what this rank calls, where it can reach src and dst (offsets or -1), and how far it may go.
+func (x *reducing) enter(l *link, src, dst int64, seq uint64) {
+	x.e.at(postingCredit, l.peer)
+	line := x.a.Channels.Entry(x.epoch, x.me)
+	c := &x.a.Call
+	x.e.word(l.peer, line+kernels.EntryCount).Store(uint64(c.Count))
+	x.e.word(l.peer, line+kernels.EntryCall).Store(c.Word())
+	x.e.word(l.peer, line+kernels.EntryShape).Store(c.Shape)
+	x.e.word(l.peer, line+kernels.EntrySrc).Store(uint64(src + 1))
+	x.e.word(l.peer, line+kernels.EntryDst).Store(uint64(dst + 1))
+	x.post(l, l.myEntry, seq)
+}
+
+// post writes a sequence number at a peer.
+func (x *reducing) post(l *link, w *atomic.Uint64, seq uint64) {
+	x.e.at(signalling, l.peer)
+	w.Store(seq)
+	x.e.ring(l.peer)
+}
+
+// meet reads the entry lines that have come. Every rank reads all of them, so that a disagreement is known everywhere.
+func (x *reducing) meet() bool {
+	moved := false
+	for i := range x.links {
+		l := &x.links[i]
+		if l.met {
+			continue
+		}
+		if l.open = l.entry.Load(); l.open < kernels.Seq(x.epoch, 0) {
+			continue
+		}
+		line := x.a.Channels.Entry(x.epoch, l.peer)
+		theirs := kernels.ReduceCall{Count: int64(x.e.word(x.me, line+kernels.EntryCount).Load()), Shape: x.e.word(x.me, line+kernels.EntryShape).Load()}
+		theirs.SetWord(x.e.word(x.me, line+kernels.EntryCall).Load())
+		if theirs != x.a.Call && x.mismatch == nil {
+			x.mismatch = &kernels.CallMismatchError{Rank: x.me, Peer: l.peer, Mine: x.a.Call, Theirs: theirs, Epoch: x.epoch}
+		}
+		l.src = int64(x.e.word(x.me, line+kernels.EntrySrc).Load()) - 1
+		l.dst = int64(x.e.word(x.me, line+kernels.EntryDst).Load()) - 1
+		l.met, moved = true, true
+		x.met++
+	}
+	return moved
+}
+
+// meetAll waits for every peer to enter the call.
+func (x *reducing) meetAll() error {
+	for {
+		moved := x.meet()
+		if x.met == len(x.links) {
+			x.w.busy()
+			return x.mismatch
+		}
+		if err := x.pace(moved); err != nil {
+			return err
+		}
+	}
+}
+
+// await waits until the peer has written seq.
+func (x *reducing) await(l *link, w *atomic.Uint64, seq uint64) error {
+	for w.Load() < seq {
+		if err := x.w.idle(l.peer); err != nil {
+			return x.e.fail(l.peer, x.a.Call.Collective.String(), x.epoch, err)
+		}
+	}
+	x.w.busy()
+	return nil
+}
+
+// pace is called after every pass of a polling loop.
+func (x *reducing) pace(moved bool) error {
+	if moved {
+		x.w.busy()
+		return nil
+	}
+	late := x.late()
+	if err := x.w.idle(late); err != nil {
+		return x.e.fail(late, x.a.Call.Collective.String(), x.epoch, err)
+	}
+	return nil
+}
+
+// late is the first peer that has something to do before this rank can go on.
+func (x *reducing) late() int {
+	for i := range x.links {
+		if !x.links[i].met {
+			return x.links[i].peer
+		}
+	}
+	for i := range x.links {
+		l := &x.links[i]
+		if x.reduced < x.mine && l.open < kernels.Seq(x.epoch, x.reduced+1) || x.reduced == x.mine && l.taken < l.chunks {
+			return l.peer
+		}
+	}
+	return x.me
+}
+
+// oneShot pushes what each peer needs into its staging and combines what the peers have pushed. No peer's memory is
+// needed after that, so the call ends without a second look at anybody.
+func (x *reducing) oneShot() error {
+	a, c := x.a, x.a.Channels
+	for i := range x.links {
+		l := &x.links[i]
+		data := a.Src
+		if a.Call.Collective == kernels.ReduceScatter {
+			_, n := a.Slice(l.peer)
+			data = x.input(l.peer, 0, n)
+		}
+		x.e.at(puttingData, l.peer)
+		copy(x.e.space.Range(l.peer, c.Push(x.epoch, x.me), int64(len(data))), data)
+		x.enter(l, -1, -1, kernels.LastSeq(x.epoch))
+	}
+	if err := x.meetAll(); err != nil {
+		return err
+	}
+	x.e.at(takingData, x.me)
+	if !a.Call.Collective.Reduces() {
+		for p := range c.Size {
+			_, n := a.Slice(p)
+			if to := x.output(p, 0, n); p == x.me {
+				move(to, a.Src)
+			} else {
+				copy(to, x.e.space.Range(x.me, c.Push(x.epoch, p), int64(len(to))))
+			}
+		}
+		return nil
+	}
+	for p := range x.rows {
+		x.rows[p] = x.e.space.Range(x.me, c.Push(x.epoch, p), int64(len(a.Dst)))
+	}
+	x.rows[x.me] = a.Src
+	if a.Call.Collective == kernels.ReduceScatter {
+		_, n := a.Slice(x.me)
+		x.rows[x.me] = x.input(x.me, 0, n)
+	}
+	x.fold.rows(a.Dst, x.rows, 0, int64(len(a.Dst)), a.Call.Op, c.Size)
+	return nil
+}
