@@ -1,0 +1,677 @@
+package dispatch_test
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+func TestRandomWorlds(t *testing.T) {
+	for n := 1; n <= 9; n++ {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			local(t, n, func(r *rank) { randomWorlds(r, uint64(1000*n), 8) })
+		})
+	}
+}
+
+func TestRandomWorldsAcrossProcesses(t *testing.T) {
+	processes(t, 3, func(r *rank) { randomWorlds(r, 1, 6) })
+}
+
+// Rows as long as these are written around the caches.
+func TestLongRows(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		for _, dtype := range []kernels.DType{kernels.Float32, kernels.BFloat16} {
+			o := dispatch.Options{Experts: 5, TopK: 3, Hidden: 1031, MaxTokens: 600, DType: dtype, Align: 4, Placement: dispatch.Contiguous(5, 3)}
+			d := r.dispatcher(o)
+			s := &side{r: r, d: d, b: randomBatch(rand.New(rand.NewPCG(7, 7)), o, 3, false)}
+			s.dispatch(nil)
+			s.checkRows()
+			rows := s.view(s.experts(s.b.expert, wide(o.DType, s.h.Rows().Bytes())))
+			s.combine(nil, rows)
+			s.combineBackward(nil, s.view(make([]float32, s.h.NumRows()*o.Hidden)), rows)
+			s.h.Release()
+			require.NoError(r, d.Close(r.Ctx))
+		}
+	})
+}
+
+// dispatcher makes one.
+func (r *rank) dispatcher(o dispatch.Options) *dispatch.Dispatcher {
+	d, err := dispatch.New(r.Ctx, r.Heap, o)
+	require.NoError(r, err)
+	return d
+}
+
+// small is a world for tests of other things than rows: 4 experts, top-2, 4 elements.
+func small(o dispatch.Options) dispatch.Options {
+	o.Experts, o.TopK, o.Hidden, o.MaxTokens = 4, 2, 4, 8
+	return o
+}
+
+// rowsFor is a buffer of n rows of a small world.
+func rowsFor(n int) memory.View { return memory.Host(make([]byte, 16*n)) }
+
+// roundTrip dispatches tokens to experts 0 and 3 and combines them: a token with weights 1 comes back twice itself.
+func roundTrip(r *rank, d *dispatch.Dispatcher, st device.Stream, tokens int) {
+	h, x, idx, weights := dispatchSmall(r, d, st, tokens)
+	y := rowsFor(tokens)
+	require.NoError(r, d.Combine(st, y, h.Rows(), h))
+	h.Release()
+	if st != nil {
+		require.NoError(r, st.Synchronize())
+	}
+	require.Len(r, weights, len(idx))
+	for i, v := range wide(kernels.Float32, x.Bytes()) {
+		require.Equal(r, 2*v, wide(kernels.Float32, y.Bytes())[i])
+	}
+}
+
+func dispatchSmall(r *rank, d *dispatch.Dispatcher, st device.Stream, tokens int) (*dispatch.Handle, memory.View, []int32, []float32) {
+	x, idx, weights := smallBatch(r, tokens)
+	h, err := d.Dispatch(st, x, idx, weights)
+	require.NoError(r, err)
+	if st != nil {
+		require.NoError(r, st.Synchronize())
+	}
+	return h, x, idx, weights
+}
+
+func smallBatch(r *rank, tokens int) (memory.View, []int32, []float32) {
+	values := make([]float32, 4*tokens)
+	for i := range values {
+		values[i] = float32(100*r.Group.Rank() + i)
+	}
+	var idx []int32
+	var weights []float32
+	for range tokens {
+		idx, weights = append(idx, 0, 3), append(weights, 1, 1)
+	}
+	return memory.Host(narrow(kernels.Float32, values)), idx, weights
+}
+
+// X1: a call ends only when all ranks have made it, also where nothing is sent.
+func TestX1_EveryPairMeetsForNoTokens(t *testing.T) {
+	const late = 60 * time.Millisecond
+	local(t, 3, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{}))
+		for range 200 {
+			roundTrip(r, d, nil, 0)
+		}
+		calls := []func(h *dispatch.Handle) error{
+			func(h *dispatch.Handle) error { return d.Combine(nil, rowsFor(0), h.Rows(), h) },
+			func(h *dispatch.Handle) error {
+				return d.CombineBackward(nil, rowsFor(0), nil, rowsFor(0), h.Rows(), h)
+			},
+			func(h *dispatch.Handle) error { return d.DispatchBackward(nil, rowsFor(0), h.Rows(), h) },
+		}
+		for _, call := range calls {
+			h, _, _, _ := dispatchSmall(r, d, nil, 0)
+			require.NoError(r, r.Group.Barrier(r.Ctx))
+			if r.Group.Rank() == 1 {
+				time.Sleep(late)
+			}
+			start := time.Now()
+			require.NoError(r, call(h))
+			if r.Group.Rank() != 1 {
+				require.Greater(r, time.Since(start), late/2)
+			}
+			h.Release()
+		}
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// X3: rows that a slow rank still uses are not overwritten by the next call, with a single output to use again and again.
+func TestX3_SlowExpertsKeepTheirRows(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{Handles: 1}))
+		rng := rand.New(rand.NewPCG(3, uint64(r.Group.Rank())))
+		for call := range 100 {
+			x := make([]float32, 32)
+			for i := range x {
+				x[i] = float32(1000*call + 100*r.Group.Rank() + i)
+			}
+			idx, weights := make([]int32, 16), make([]float32, 16)
+			for i := range idx {
+				idx[i], weights[i] = int32(i%2*3), 1
+			}
+			h, err := d.Dispatch(nil, memory.Host(narrow(kernels.Float32, x)), idx, weights)
+			require.NoError(r, err)
+			if rng.IntN(3) == 0 {
+				time.Sleep(time.Duration(rng.IntN(500)) * time.Microsecond)
+			}
+			for _, v := range wide(kernels.Float32, h.Rows().Bytes()) {
+				require.Equal(r, call, int(v)/1000)
+			}
+			y := rowsFor(8)
+			require.NoError(r, d.Combine(nil, y, h.Rows(), h))
+			clear(h.Rows().Bytes()) // all ranks have read them
+			h.Release()
+			for i, v := range wide(kernels.Float32, y.Bytes()) {
+				require.Equal(r, 2*x[i], v)
+			}
+		}
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// Each token crosses once to a rank, whatever the number of its experts there.
+func TestTokensCrossOncePerRank(t *testing.T) {
+	local(t, 2, func(r *rank) {
+		d := r.dispatcher(dispatch.Options{Experts: 6, TopK: 3, Hidden: 4, MaxTokens: 8})
+		var idx []int32
+		if r.Group.Rank() == 0 {
+			idx = []int32{3, 4, 5, 5, 0, -1} // three experts on rank 1; one there and one here
+		}
+		h, err := d.Dispatch(nil, rowsFor(len(idx)/3), idx, make([]float32, len(idx)))
+		require.NoError(r, err)
+		require.Equal(r, [][]int64{{16, 32}, {0, 0}}[r.Group.Rank()], d.Traffic())
+		require.Equal(r, [][]int64{{1, 0, 0}, {1, 1, 2}}[r.Group.Rank()], h.Counts())
+		h.Release()
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// What does not fit is the same error on every rank, and the next call works.
+func TestOverflowIsAnErrorOnEveryRank(t *testing.T) {
+	for name, c := range map[string]struct {
+		o    dispatch.Options
+		want dispatch.OverflowError
+	}{
+		"padded": {small(dispatch.Options{Layout: dispatch.Padded, Capacity: 15}), dispatch.OverflowError{Rank: 1, Expert: 3, Rows: 16, Limit: 15}},
+		"flat":   {small(dispatch.Options{Align: 2, MaxRows: 15}), dispatch.OverflowError{Rank: 0, Expert: -1, Rows: 16, Limit: 15}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if name == "padded" { // put expert 0 where it does not overflow first
+				c.o.Placement = &dispatch.Placement{Ranks: [][]int{{0, 1}, {0}, {1}, {1}}}
+			}
+			local(t, 2, func(r *rank) {
+				d := r.dispatcher(c.o)
+				st, err := device.Host().NewStream()
+				require.NoError(r, err)
+				for i := range 3 {
+					roundTrip(r, d, st, 7)
+					x, idx, weights := smallBatch(r, 8)
+					var s device.Stream
+					if i == 2 {
+						s = st
+					}
+					h, err := d.Dispatch(s, x, idx, weights)
+					if s != nil {
+						require.NoError(r, err)
+						err = s.Synchronize()
+						var overflow *dispatch.OverflowError
+						require.ErrorAs(r, d.Combine(nil, rowsFor(8), h.Rows(), h), &overflow, "the handle has failed")
+						require.Zero(r, h.NumRows())
+						h.Release()
+					}
+					var overflow *dispatch.OverflowError
+					require.ErrorAs(r, err, &overflow)
+					want := c.want
+					want.Call = overflow.Call
+					require.Equal(r, want, *overflow)
+					require.ErrorContains(r, err, "16 rows")
+					require.ErrorContains(r, err, "15")
+				}
+				roundTrip(r, d, nil, 7)
+				require.NoError(r, st.Close())
+				require.NoError(r, d.Close(r.Ctx))
+			})
+		})
+	}
+}
+
+// Ranks in different calls, or with handles of different dispatches, all learn it and can go on.
+func TestDifferentCallsAreAnErrorOnEveryRank(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{}))
+		h1, x, _, _ := dispatchSmall(r, d, nil, 3)
+		h2, _, _, _ := dispatchSmall(r, d, nil, 3)
+		odd := r.Group.Rank() == 2
+		var order *kernels.OrderError
+
+		err := func() error {
+			if odd {
+				return d.DispatchBackward(nil, rowsFor(3), h1.Rows(), h1)
+			}
+			return d.Combine(nil, rowsFor(3), h1.Rows(), h1)
+		}()
+		require.ErrorAs(r, err, &order)
+		require.Equal(r, 2, order.Rank)
+		require.ErrorContains(r, err, "rank 0 is in combine of dispatch 1, rank 2 in dispatch backward of dispatch 1")
+
+		h := h1
+		if odd {
+			h = h2
+		}
+		err = d.Combine(nil, rowsFor(3), h.Rows(), h)
+		require.ErrorAs(r, err, &order)
+		require.ErrorContains(r, err, "rank 2 in combine of dispatch 2")
+
+		if odd {
+			_, err = d.Dispatch(nil, x, nil, nil)
+		} else {
+			err = d.CombineBackward(nil, h1.Rows(), make([]float32, 6), rowsFor(3), h1.Rows(), h1)
+		}
+		require.ErrorAs(r, err, &order)
+
+		h1.Release()
+		h2.Release()
+		roundTrip(r, d, nil, 5)
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// A buffer of rows that is too small on one rank is an error on every rank.
+func TestShortRowsAreAnErrorOnEveryRank(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{}))
+		h, _, _, _ := dispatchSmall(r, d, nil, 3)
+		rows, dRows := h.Rows(), rowsFor(h.NumRows())
+		if r.Group.Rank() == 0 {
+			rows = rows.Slice(0, rows.Len()-1)
+		}
+		var short *kernels.ShortError
+		want := kernels.ShortError{Rank: 0, Have: 9*16 - 1, Need: 9 * 16}
+		for i, call := range []func() error{
+			func() error { return d.Combine(nil, rowsFor(3), rows, h) },
+			func() error { return d.DispatchBackward(nil, rowsFor(3), rows, h) },
+			func() error { return d.CombineBackward(nil, dRows, make([]float32, 6), rowsFor(3), rows, h) },
+			func() error { return d.CombineBackward(nil, rows, make([]float32, 6), rowsFor(3), dRows, h) },
+		} {
+			err := call()
+			require.ErrorAs(r, err, &short)
+			want.Call = uint64(i) + 2
+			require.Equal(r, want, *short)
+		}
+		h.Release()
+		roundTrip(r, d, nil, 5)
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// F3: what is wrong with a rank's arguments is said there, with the values, and nothing has happened.
+func TestF3_BadArgumentsAreRefused(t *testing.T) {
+	local(t, 2, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{Handles: 1}))
+		other := r.dispatcher(small(dispatch.Options{}))
+		foreign, _, _, _ := dispatchSmall(r, other, nil, 0)
+		freed, err := r.Heap.Alloc(1 << 10)
+		require.NoError(r, err)
+		require.NoError(r, freed.Free())
+
+		x := rowsFor(8)
+		two := []float32{1, 1}
+		for _, c := range []struct {
+			x       memory.View
+			idx     []int32
+			weights []float32
+			is      error
+			text    string
+		}{
+			{x, []int32{0, 1, 2}, []float32{1, 1, 1}, dispatch.ErrInvalid, "3 expert indices and 3 weights with top-2"},
+			{x, []int32{0, 1}, []float32{1}, dispatch.ErrInvalid, "2 expert indices and 1 weights"},
+			{x, []int32{0, 4}, two, dispatch.ErrInvalid, "token 0 has expert 4 as choice 1, there are 4 experts"},
+			{x, []int32{-2, 0}, two, dispatch.ErrInvalid, "token 0 has expert -2"},
+			{x, []int32{3, 3}, two, dispatch.ErrInvalid, "token 0 has expert 3 twice"},
+			{x, make([]int32, 18), make([]float32, 18), dispatch.ErrInvalid, "9 tokens, Options.MaxTokens is 8"},
+			{rowsFor(1), []int32{0, 1, 0, 1}, []float32{1, 1, 1, 1}, dispatch.ErrInvalid, "x has 16 bytes, 2 tokens of 4 x float32 need 32"},
+			{memory.Device(1<<20, 1<<10), []int32{0, 1}, two, dispatch.ErrInvalid, "x is not host memory"},
+			{freed.View(), []int32{0, 1}, two, memory.ErrFreed, "x"},
+		} {
+			_, err := d.Dispatch(nil, c.x, c.idx, c.weights)
+			require.ErrorIs(r, err, c.is)
+			require.ErrorContains(r, err, c.text)
+		}
+
+		h, _, _, _ := dispatchSmall(r, d, nil, 2)
+		_, err = d.Dispatch(nil, x, nil, nil)
+		require.ErrorIs(r, err, dispatch.ErrNoHandle)
+		require.ErrorContains(r, err, "all 1 are alive")
+
+		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), nil), dispatch.ErrReleased)
+		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), foreign), dispatch.ErrReleased)
+		require.ErrorContains(r, d.Combine(nil, rowsFor(1), h.Rows(), h), "y has 16 bytes, 2 tokens of 4 x float32 need 32")
+		require.ErrorContains(r, d.Combine(nil, h.Rows(), h.Rows(), h), "overlap")
+		require.ErrorIs(r, d.Combine(nil, x, freed.View(), h), memory.ErrFreed)
+		require.ErrorContains(r, d.DispatchBackward(nil, rowsFor(1), h.Rows(), h), "dx has 16 bytes")
+		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), two, x, h.Rows(), h), "2 gradients of weights, the dispatch of 2 tokens had 4 weights")
+		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), make([]float32, 4), rowsFor(1), h.Rows(), h), "dy has 16 bytes")
+		big := rowsFor(20)
+		require.ErrorContains(r, d.CombineBackward(nil, big.Slice(16, 160), make([]float32, 4), x, big.Slice(0, 160), h), "overlaps")
+
+		require.NoError(r, d.Combine(nil, x, h.Rows(), h))
+		h.Release()
+		h.Release()
+		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), h), dispatch.ErrReleased)
+		roundTrip(r, d, nil, 8)
+		foreign.Release()
+		require.NoError(r, other.Close(r.Ctx))
+		require.NoError(r, d.Close(r.Ctx))
+		require.NoError(r, d.Close(r.Ctx))
+		_, err = d.Dispatch(nil, x, nil, nil)
+		require.ErrorIs(r, err, dispatch.ErrClosed)
+	})
+}
+
+// F3: ranks that were configured differently learn it from New, with both values.
+func TestF3_OptionsAreCompared(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		try := func(o dispatch.Options) error {
+			_, err := dispatch.New(r.Ctx, r.Heap, o)
+			return err
+		}
+		odd := r.Group.Rank() == 2
+		o := small(dispatch.Options{})
+		if odd {
+			o.Hidden = 8
+		}
+		err := try(o)
+		require.ErrorIs(r, err, comm.ErrMismatch)
+		require.ErrorContains(r, err, "rank 0 has Hidden 4; rank 2 has Hidden 8")
+
+		o = small(dispatch.Options{})
+		if odd {
+			o.Placement = &dispatch.Placement{Ranks: [][]int{{0}, {0}, {1}, {1, 2}}}
+		}
+		err = try(o)
+		require.ErrorIs(r, err, comm.ErrMismatch)
+		require.ErrorContains(r, err, "rank 0 has Placement 0:[0] 1:[0] 2:[1] 3:[2]; rank 2 has Placement 0:[0] 1:[0] 2:[1] 3:[1 2]")
+
+		o = small(dispatch.Options{})
+		if odd {
+			o.Align = -1
+		}
+		err = try(o)
+		if odd {
+			require.ErrorIs(r, err, dispatch.ErrInvalid)
+		} else {
+			require.ErrorIs(r, err, comm.ErrMismatch)
+		}
+		require.ErrorContains(r, err, "Options.Align is -1")
+		require.NoError(r, r.Heap.Verify(r.Ctx))
+	})
+}
+
+func TestBadOptions(t *testing.T) {
+	local(t, 1, func(r *rank) {
+		for _, c := range []struct {
+			o    dispatch.Options
+			text string
+		}{
+			{dispatch.Options{}, "Options.Experts is 0"},
+			{dispatch.Options{Experts: 2, TopK: 3, Hidden: 1}, "Options.TopK is 3, want 1 to 2"},
+			{dispatch.Options{Experts: 2, TopK: 1}, "Options.Hidden is 0"},
+			{small(dispatch.Options{DType: kernels.Int32}), "Options.DType is int32"},
+			{small(dispatch.Options{Layout: 2}), "Options.Layout is 2"},
+			{small(dispatch.Options{Capacity: 3}), "Options.Capacity is 3, but the layout is flat"},
+			{small(dispatch.Options{Layout: dispatch.Padded, Align: 2}), "Align 2, but the layout is padded"},
+			{small(dispatch.Options{Handles: -1}), "Options.Handles is -1"},
+			{small(dispatch.Options{Timeout: -1}), "Timeout -1ns"},
+			{small(dispatch.Options{Placement: &dispatch.Placement{}}), "the placement has 0 experts, Options.Experts is 4"},
+			{small(dispatch.Options{Placement: &dispatch.Placement{Ranks: [][]int{{0}, {0}, {}, {0}}}}), "expert 2 on no rank"},
+			{small(dispatch.Options{Placement: &dispatch.Placement{Ranks: [][]int{{0}, {0}, {1}, {0}}}}), "expert 2 on rank 1 of 1"},
+			{small(dispatch.Options{Placement: &dispatch.Placement{Ranks: [][]int{{0}, {0, 0}, {0}, {0}}}}), "expert 1 twice on rank 0"},
+			{dispatch.Options{Experts: 8, TopK: 8, Hidden: 1, MaxTokens: 1 << 29}, "at most 2147483647 can be counted"},
+		} {
+			_, err := dispatch.New(r.Ctx, r.Heap, c.o)
+			require.ErrorIs(r, err, dispatch.ErrInvalid)
+			require.ErrorContains(r, err, c.text)
+		}
+	})
+}
+
+// F1, F2: a rank that does not come is named within the timeout; the dispatcher is then good for Close only.
+func TestF1_AHungRankIsNamed(t *testing.T) {
+	const timeout = 150 * time.Millisecond
+	local(t, 3, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{Timeout: timeout}))
+		roundTrip(r, d, nil, 3)
+		if r.Group.Rank() != 1 {
+			start := time.Now()
+			x, idx, weights := smallBatch(r, 2)
+			_, err := d.Dispatch(nil, x, idx, weights)
+			require.ErrorIs(r, err, comm.ErrTimeout)
+			var peer *comm.PeerError
+			require.ErrorAs(r, err, &peer)
+			require.Equal(r, 1, peer.Rank)
+			require.Equal(r, "dispatch", peer.Op)
+			require.EqualValues(r, 3, peer.Epoch)
+			require.Greater(r, time.Since(start), timeout*9/10)
+			require.Less(r, time.Since(start), 10*timeout)
+			_, err = d.Dispatch(nil, x, idx, weights)
+			require.ErrorIs(r, err, comm.ErrTimeout)
+			require.ErrorContains(r, err, "an earlier call failed")
+		}
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// F2: a dead rank ends the others' waits at once, in calls on a stream too.
+func TestF2_ALostRankIsNamed(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{}))
+		st, err := device.Host().NewStream()
+		require.NoError(r, err)
+		h, _, _, _ := dispatchSmall(r, d, st, 2)
+		if r.Group.Rank() == 1 {
+			time.Sleep(20 * time.Millisecond)
+			r.Group.Kill()
+		} else {
+			require.NoError(r, d.Combine(st, rowsFor(2), h.Rows(), h))
+			start := time.Now()
+			err = st.Synchronize()
+			require.ErrorIs(r, err, comm.ErrPeerLost)
+			require.ErrorContains(r, err, "rank 1")
+			require.Less(r, time.Since(start), 5*time.Second)
+			require.ErrorIs(r, d.Combine(nil, rowsFor(2), h.Rows(), h), comm.ErrPeerLost)
+		}
+		require.NoError(r, st.Close())
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// A rank that is slow in every other call is waited for.
+func TestSlowRank(t *testing.T) {
+	local(t, 4, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{}))
+		for i := range 12 {
+			if i%4 == r.Group.Rank() {
+				time.Sleep(10 * time.Millisecond)
+			}
+			roundTrip(r, d, nil, 1+i%8)
+		}
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// Calls on several streams and without one run in the order in which they were made.
+func TestStreamsAreOrdered(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{Handles: 2}))
+		var streams [3]device.Stream
+		for i := range 2 {
+			var err error
+			streams[i], err = device.Host().NewStream()
+			require.NoError(r, err)
+		}
+		x, idx, weights := smallBatch(r, 8)
+		for i := range 30 {
+			// Nothing is waited for between the calls.
+			h, err := d.Dispatch(streams[i%3], x, idx, weights)
+			require.NoError(r, err)
+			y, rows := rowsFor(8), memory.Host(make([]byte, 16*d.MaxRows()))
+			for j := range rows.Bytes() {
+				rows.Bytes()[j] = byte(i) // the same number in all elements
+			}
+			require.NoError(r, d.Combine(streams[(i+i/3)%3], y, rows, h))
+			h.Release()
+			if i%5 == 4 {
+				for _, s := range streams[:2] {
+					require.NoError(r, s.Synchronize())
+				}
+				want := wide(kernels.Float32, rows.Bytes()[:4])[0]
+				for _, v := range wide(kernels.Float32, y.Bytes()) {
+					require.Equal(r, 2*want, v)
+				}
+			}
+		}
+		require.NoError(r, d.Close(r.Ctx))
+		for _, s := range streams[:2] {
+			require.NoError(r, s.Close())
+		}
+	})
+}
+
+func TestPlacement(t *testing.T) {
+	p := dispatch.Contiguous(10, 4)
+	require.Equal(t, "0:[0] 1:[0] 2:[0] 3:[1] 4:[1] 5:[1] 6:[2] 7:[2] 8:[3] 9:[3]", p.String())
+	require.Equal(t, []int{3, 4, 5}, p.Local(1))
+	p = dispatch.Contiguous(2, 4)
+	require.Equal(t, "0:[0] 1:[1]", p.String())
+	require.Empty(t, p.Local(3))
+
+	p = &dispatch.Placement{Ranks: [][]int{{2, 0, 1}}}
+	load := map[int]int{}
+	for token := range 30 {
+		load[p.Rank(1, token, 0)]++
+	}
+	require.Equal(t, map[int]int{0: 10, 1: 10, 2: 10}, load, "tokens of one rank")
+	load = map[int]int{}
+	for src := range 3 {
+		load[p.Rank(src, 0, 0)]++
+	}
+	require.Equal(t, map[int]int{0: 1, 1: 1, 2: 1}, load, "one token of every rank")
+}
+
+// The gradients are those of a loss, by central differences. Experts are squares, for which these are exact but for
+// rounding; token t of a rank matters for row t of y alone, so all tokens are moved at once.
+func TestGradientsNumerically(t *testing.T) {
+	const eps = 1e-2
+	o := dispatch.Options{Experts: 5, TopK: 3, Hidden: 6, MaxTokens: 9, DType: kernels.Float32, Align: 4, Placement: dispatch.Contiguous(5, 3)}
+	local(t, 3, func(r *rank) {
+		d, n := r.dispatcher(o), 3
+		b := randomBatch(rand.New(rand.NewPCG(11, 11)), o, n, false)
+		me := r.Group.Rank()
+		idx, weights, x, c := b.idx[me], b.weights[me], b.x[me], b.dy[me]
+		tokens := len(x) / o.Hidden
+		s := &side{r: r, b: b, d: d}
+		square := func(e int, x []float32) []float32 {
+			y := make([]float32, len(x))
+			for i, v := range x {
+				y[i] = v * v * float32(1+e) / 4
+			}
+			return y
+		}
+		// losses is the inner product of y and c, token by token.
+		losses := func(x, weights []float32) ([]float64, memory.View, []float32) {
+			var err error
+			s.h, err = d.Dispatch(nil, s.view(x), idx, weights)
+			require.NoError(r, err)
+			in := wide(o.DType, s.h.Rows().Bytes())
+			rows := s.view(s.experts(square, in))
+			y := s.view(x)
+			require.NoError(r, d.Combine(nil, y, rows, s.h))
+			sums := make([]float64, tokens)
+			for i, v := range wide(o.DType, y.Bytes()) {
+				sums[i/o.Hidden] += float64(v) * float64(c[i])
+			}
+			return sums, rows, in
+		}
+		moved := func(v []float32, at, stride int, by float32) []float32 {
+			v = append([]float32(nil), v...)
+			for i := at; i < len(v); i += stride {
+				v[i] += by
+			}
+			return v
+		}
+
+		_, rows, in := losses(x, weights)
+		dRows, dWeights := s.view(make([]float32, len(in))), make([]float32, len(weights))
+		require.NoError(r, d.CombineBackward(nil, dRows, dWeights, s.view(c), rows, s.h))
+		grads := wide(o.DType, dRows.Bytes())
+		for i, e := range s.h.LocalExperts() {
+			for j := int(s.h.Offsets()[i]) * o.Hidden; j < int(s.h.Offsets()[i]+s.h.Counts()[i])*o.Hidden; j++ {
+				grads[j] *= 2 * in[j] * float32(1+e) / 4
+			}
+		}
+		dx := s.view(x)
+		require.NoError(r, d.DispatchBackward(nil, dx, s.view(grads), s.h))
+		s.h.Release()
+
+		check := func(name string, grad []float32, stride int, move func(at int, by float32) ([]float32, []float32)) {
+			for at := range stride {
+				up, _, _ := losses(move(at, eps))
+				s.h.Release()
+				down, _, _ := losses(move(at, -eps))
+				s.h.Release()
+				for t := range tokens {
+					want := (up[t] - down[t]) / (2 * eps)
+					require.InDelta(r, want, float64(grad[t*stride+at]), 1e-2*math.Max(1, math.Abs(want)), "%s, token %d, %d", name, t, at)
+				}
+			}
+		}
+		check("dx", wide(o.DType, dx.Bytes()), o.Hidden, func(at int, by float32) ([]float32, []float32) { return moved(x, at, o.Hidden, by), weights })
+		check("dWeights", dWeights, o.TopK, func(at int, by float32) ([]float32, []float32) { return x, moved(weights, at, o.TopK, by) })
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// The data plane allocates nothing once warm.
+func TestNoAllocationOnceWarm(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector empties pools at will")
+	}
+	const calls = 50
+	for _, dtype := range []kernels.DType{kernels.Float32, kernels.BFloat16} {
+		local(t, 2, func(r *rank) {
+			o := small(dispatch.Options{DType: dtype, Placement: dispatch.Contiguous(4, 2)})
+			o.TopK = 4
+			d := r.dispatcher(o)
+			b := randomBatch(rand.New(rand.NewPCG(5, 5)), o, 2, false)
+			me := r.Group.Rank()
+			x, dy := memory.Host(narrow(dtype, b.x[me])), memory.Host(narrow(dtype, b.dy[me]))
+			y, dw := memory.Host(make([]byte, x.Len())), make([]float32, len(b.idx[me]))
+			rows := memory.Host(make([]byte, int64(d.MaxRows())*int64(o.Hidden)*dtype.Size()))
+			step := func() {
+				h, err := d.Dispatch(nil, x, b.idx[me], b.weights[me])
+				if err == nil {
+					err = d.Combine(nil, y, rows, h)
+				}
+				if err == nil {
+					err = d.CombineBackward(nil, rows, dw, dy, rows, h)
+				}
+				if err == nil {
+					err = d.DispatchBackward(nil, y, h.Rows(), h)
+				}
+				if err != nil {
+					panic(err)
+				}
+				h.Release()
+			}
+			for range 5 {
+				step()
+			}
+			require.NoError(r, r.Group.Barrier(r.Ctx))
+			if me == 0 {
+				require.Zero(r, testing.AllocsPerRun(calls, step))
+			} else {
+				for range calls + 1 {
+					step()
+				}
+			}
+			require.NoError(r, d.Close(r.Ctx))
+		})
+	}
+}

@@ -1,0 +1,90 @@
+package dispatch
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Placement says which ranks hold which experts. It is read only once a dispatcher has it.
+type Placement struct {
+	// Ranks[e] lists the ranks that have a copy of expert e, each rank once. An expert with several ranks is redundant;
+	// Rank divides its tokens among them.
+	Ranks [][]int
+}
+
+// Contiguous puts the first experts on rank 0, the next on rank 1 and so on. Where experts do not divide by ranks the
+// first ranks have one more; with fewer experts than ranks the last have none.
+func Contiguous(experts, ranks int) *Placement {
+	p := &Placement{Ranks: make([][]int, 0, experts)}
+	for r := range ranks {
+		n := experts / ranks
+		if r < experts%ranks {
+			n++
+		}
+		for range n {
+			p.Ranks = append(p.Ranks, []int{r})
+		}
+	}
+	return p
+}
+
+// Rank is where token number token of rank src goes for the expert: among the R ranks that hold it, the one with index
+// (src + token) mod R. So a rank's tokens alternate, and ranks that have one token each begin at different copies. It
+// depends on nothing else: ranks need not agree on it, and a run can be repeated.
+func (p *Placement) Rank(src, token, expert int) int {
+	at := p.Ranks[expert]
+	return at[(src+token)%len(at)]
+}
+
+// Local lists the experts on a rank in ascending order, which is the order of the rank's slots.
+func (p *Placement) Local(rank int) []int {
+	var local []int
+	for e, at := range p.Ranks {
+		if slices.Contains(at, rank) {
+			local = append(local, e)
+		}
+	}
+	return local
+}
+
+// String is like "0:[0] 1:[0 2] 2:[1]", expert by expert.
+func (p *Placement) String() string {
+	var b strings.Builder
+	for e, at := range p.Ranks {
+		if e > 0 {
+			b.WriteByte(' ')
+		}
+		fmt.Fprintf(&b, "%d:%v", e, at)
+	}
+	return b.String()
+}
+
+func (p *Placement) validate(experts, ranks int) error {
+	if len(p.Ranks) != experts {
+		return invalid("the placement has %d experts, Options.Experts is %d", len(p.Ranks), experts)
+	}
+	for e, at := range p.Ranks {
+		if len(at) == 0 {
+			return invalid("the placement has expert %d on no rank", e)
+		}
+		for i, r := range at {
+			if r < 0 || r >= ranks {
+				return invalid("the placement has expert %d on rank %d of %d", e, r, ranks)
+			}
+			if slices.Contains(at[:i], r) {
+				return invalid("the placement has expert %d twice on rank %d: %v", e, r, at)
+			}
+		}
+	}
+	return nil
+}
+
+// clone is a copy that shares nothing with p.
+func (p *Placement) clone() *Placement {
+	c := &Placement{Ranks: make([][]int, len(p.Ranks))}
+	for e, at := range p.Ranks {
+		c.Ranks[e] = slices.Clone(at)
+	}
+	return c
+}
