@@ -53,6 +53,9 @@ func (w *waiter) leave() {
 // when the wait is over without success.
 func (w *waiter) idle(peer int) error {
 	w.polls++
+	if w.e.step != nil {
+		return w.e.step(idlePass, peer)
+	}
 	if w.polls == 1 {
 		w.since = time.Now()
 		w.near = w.e.near(peer)

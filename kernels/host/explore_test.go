@@ -1,0 +1,456 @@
+package host_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
+	"github.com/switchyard-moe/switchyard/test/explore"
+)
+
+// The tests of this file run the real kernel under schedules of their own choice: see package explore. Messages have a
+// few bytes, all different, outputs are poisoned and looked at some time after the call, sources are overwritten when it
+// returns.
+
+const (
+	poisoned = 0xff // outputs outside of calls
+	spoiled  = 0xfe // sources outside of calls
+)
+
+// element is byte i of a message among n ranks: different for all pairs, for 10 neighbouring bytes, and for neighbouring
+// calls (4 of 3 ranks, 2 of 4 ranks).
+func element(n, call, src, dst int, i int64) byte {
+	pair, pairs := src*(n-1)+dst, n*(n-1)
+	if dst > src {
+		pair--
+	}
+	return byte((call*pairs+pair)%24*10 + int(i%10))
+}
+
+// rig is a workload on a heap that is a piece of Go memory, so that the race detector sees all of it.
+type rig struct {
+	w       *explore.Workload
+	mem     []byte
+	stride  int64
+	bells   []*kernels.Bell
+	engines []*host.Engine
+	sources [][]byte // by rank
+	epoch   uint64   // calls that have been made before
+	timeout time.Duration
+	// before and point, when set, run before every call and at every point of a rank. It is where tests put bugs in.
+	before func(rank, call int) error
+	point  func(rank, call int, what string)
+	// verdict, when set, judges what the kernel returns in a call; false means that the output has no meaning.
+	verdict func(rank, call int, err error) (good bool, _ error)
+}
+
+func newRig(w *explore.Workload) *rig {
+	g := &rig{w: w, timeout: time.Second} // no clock runs where ranks take turns
+	n := w.Channels.Size
+	end := w.Outputs()
+	for r := range n {
+		end = max(end, w.Outputs()+w.OutputBytes(r))
+	}
+	g.stride = (end + 4095) / 4096 * 4096
+	raw := make([]byte, int64(n)*g.stride+kernels.LineBytes)
+	g.mem = raw[-int64(shm.Addr(raw))&(kernels.LineBytes-1):][:int64(n)*g.stride]
+	for range n {
+		g.bells = append(g.bells, new(kernels.Bell))
+	}
+	for r := range n {
+		g.engines = append(g.engines, host.New(g.space(r), func() error { return nil }))
+		var longest int64
+		for _, c := range w.Calls {
+			longest = max(longest, c.SourceBytes(r))
+		}
+		g.sources = append(g.sources, make([]byte, longest))
+	}
+	return g
+}
+
+func (g *rig) space(rank int) kernels.Space {
+	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.w.Channels.Size, Bells: g.bells}
+}
+
+func (g *rig) output(rank int) []byte {
+	s := g.space(rank)
+	return s.Range(rank, g.w.Outputs(), g.w.OutputBytes(rank))
+}
+
+// word is a word of a rank's segment, for tests that tamper with it.
+func (g *rig) word(rank int, off int64) *uint64 {
+	s := g.space(rank)
+	return &shm.View[uint64](s.Range(rank, off, 8))[0]
+}
+
+func fill(b []byte, v byte) {
+	for i := range b {
+		b[i] = v
+	}
+}
+
+// clear takes the heap back to its first state.
+func (g *rig) clear() {
+	for r := range g.engines {
+		clear(g.mem[int64(r)*g.stride+kernels.HeaderBytes : int64(r+1)*g.stride])
+		fill(g.output(r), poisoned)
+		fill(g.sources[r], spoiled)
+		*g.word(r, g.w.Channels.Epoch()) = g.epoch
+	}
+}
+
+// untouched reports a write to an output that its user has back.
+func (g *rig) untouched(rank int) error {
+	for i, v := range g.output(rank) {
+		if v != poisoned {
+			return fmt.Errorf("%w: byte %d of rank %d is %d", explore.ErrLate, i, rank, v)
+		}
+	}
+	return nil
+}
+
+func (g *rig) exchange(rank int, r *kernels.Routes, c *explore.Call, src, dst []byte) error {
+	a := kernels.AllToAllV{Channels: &g.w.Channels, Routes: r, Src: src, Dst: dst, DstOffset: -1, Timeout: g.timeout}
+	if c.InPlace[rank] {
+		a.DstOffset = c.Output[rank]
+	}
+	return g.engines[rank].AllToAllV(nil, &a)
+}
+
+// run is what one rank does: all calls, with turns before, within and after each.
+func (g *rig) run(rank int, turn explore.Turn) error {
+	want := make([]byte, len(g.output(rank)))
+	for call := range g.w.Calls {
+		c := &g.w.Calls[call]
+		r := c.Routes[rank]
+		if err := turn(fmt.Sprintf("begins call %d", call+1), false); err != nil {
+			return err
+		}
+		if err := g.untouched(rank); err != nil {
+			return fmt.Errorf("before call %d: %w", call+1, err)
+		}
+		if g.before != nil {
+			if err := g.before(rank, call); err != nil {
+				return fmt.Errorf("before call %d: %w", call+1, err)
+			}
+		}
+		fill(want, poisoned)
+		for p := range r.SendBytes {
+			for i := range r.SendBytes[p] {
+				g.sources[rank][r.SendOffsets[p]+i] = element(len(g.engines), call, rank, p, i)
+			}
+			for i := range r.RecvBytes[p] {
+				want[r.RecvOffsets[p]+i] = element(len(g.engines), call, p, rank, i)
+			}
+		}
+		err := g.exchange(rank, r, c, g.sources[rank], g.output(rank))
+		fill(g.sources[rank], spoiled)
+		good := err == nil
+		if g.verdict != nil {
+			good, err = g.verdict(rank, call, err)
+		}
+		if err != nil {
+			return fmt.Errorf("call %d: %w", call+1, err)
+		}
+		if err := turn(fmt.Sprintf("looks at the output of call %d", call+1), false); err != nil {
+			return err
+		}
+		if good && !slices.Equal(g.output(rank), want) {
+			return fmt.Errorf("call %d: %w: %d, want %d", call+1, explore.ErrData, g.output(rank), want)
+		}
+		fill(g.output(rank), poisoned)
+	}
+	return nil
+}
+
+// passes is how many passes of a waiting kernel count as one look: enough for its search for count mismatches and for the
+// pass after it.
+const passes = 33
+
+// start is a fresh run of the workload, for explore.Schedules.
+func (g *rig) start() explore.Program {
+	g.clear()
+	p := explore.Program{End: func() error {
+		for r := range g.engines {
+			if err := g.untouched(r); err != nil {
+				return err
+			}
+		}
+		return nil
+	}}
+	for r, e := range g.engines {
+		p.Ranks = append(p.Ranks, func(turn explore.Turn) error {
+			idle := 0
+			e.SetStep(func(what string, waiting bool) error {
+				if waiting {
+					if idle++; idle < passes {
+						return nil
+					}
+				}
+				idle = 0
+				if g.point != nil {
+					g.point(r, int(*g.word(r, g.w.Channels.Epoch())-g.epoch)-1, what)
+				}
+				return turn(what, waiting)
+			})
+			return g.run(r, turn)
+		})
+	}
+	return p
+}
+
+// rotation is the order of the built-in algorithms.
+func rotation(rank, size int) []int {
+	order := make([]int, size-1)
+	for i := range order {
+		order[i] = (rank + 1 + i) % size
+	}
+	return order
+}
+
+var (
+	direct    = explore.Style{Order: rotation}
+	inPlace   = explore.Style{Order: rotation, InPlace: true}
+	inChunks  = explore.Style{Order: rotation, InPlace: true, ChunkBytes: 16}
+	pipelined = explore.Style{Order: rotation, InPlace: true, Staged: true}
+	ring      = explore.Style{Order: rotation, Window: 1}
+
+	// small has all three modes: packets to 8 bytes, eager to 16, and slots of 16.
+	small = kernels.Channels{Slots: 2, SlotBytes: 16, PacketBytes: 8, EagerBytes: 16}
+	// oneSlot has credits alone.
+	oneSlot = kernels.Channels{Slots: 1, SlotBytes: 16}
+	// eager has no packets.
+	eager = kernels.Channels{Slots: 1, SlotBytes: 16, EagerBytes: 16}
+)
+
+func workload(c kernels.Channels, times int, bytes [][]int64, styles ...explore.Style) *explore.Workload {
+	w := explore.NewWorkload(len(bytes), c)
+	for range times {
+		w.Add(bytes, styles...)
+	}
+	return w
+}
+
+func two(a, b int64) [][]int64 { return [][]int64{{0, a}, {b, 0}} }
+
+func three(n int64) [][]int64 { return [][]int64{{0, n, n}, {n, 0, n}, {n, n, 0}} }
+
+// budget is how many deviations to enumerate and how many random schedules to add. The race detector has nothing to see in
+// ranks that take turns, and makes every turn ten times as dear.
+func budget(deviations, random int) explore.Schedules {
+	if raceDetector {
+		deviations, random = deviations-1, random/10
+	}
+	return explore.Schedules{Deviations: deviations, Random: random, Seed: 1}
+}
+
+func holds(t *testing.T, g *rig, s explore.Schedules) {
+	t.Helper()
+	start := time.Now()
+	r := s.Explore(g.start)
+	require.Nil(t, r.Violation, "after %d schedules: %v", r.Schedules, r.Violation)
+	t.Logf("%d schedules with up to %d deviations, %d of them random, %d turns, %v", r.Schedules, s.Deviations, s.Random, r.Turns, time.Since(start).Round(time.Millisecond))
+}
+
+func found(t *testing.T, g *rig, s explore.Schedules, way error) {
+	t.Helper()
+	r := s.Explore(g.start)
+	require.NotNil(t, r.Violation, "not found in %d schedules", r.Schedules)
+	t.Logf("found in schedule %d: %v", r.Schedules, r.Violation)
+	if way != nil {
+		require.ErrorIs(t, r.Violation.Err, way)
+	}
+}
+
+func TestExploreEveryMode(t *testing.T) {
+	uneven := [][]int64{{0, 3, 16}, {40, 0, 0}, {0, 17, 0}}
+	skewed := [][]int64{{0, 0, 40}, {5, 0, 48}, {9, 0, 0}}
+	for _, c := range []struct {
+		name string
+		w    *explore.Workload
+		s    explore.Schedules
+	}{
+		{"2 ranks/packets", workload(small, 3, two(5, 8), direct), budget(3, 500)},
+		{"2 ranks/eager", workload(small, 3, two(16, 9), direct), budget(3, 500)},
+		{"2 ranks/one way", workload(eager, 3, two(16, 0), direct), budget(3, 500)},
+		{"2 ranks/zero", workload(small, 3, two(0, 0), direct), budget(3, 500)},
+		{"2 ranks/in place", workload(small, 3, two(40, 33), inPlace), budget(3, 500)},
+		{"2 ranks/in place/chunks", workload(small, 2, two(50, 17), inChunks), budget(2, 500)},
+		{"2 ranks/staged", workload(small, 3, two(40, 17), direct), budget(2, 500)},
+		{"2 ranks/one slot", workload(oneSlot, 2, two(40, 1), direct), budget(2, 500)},
+		{"2 ranks/modes change", explore.NewWorkload(2, small).Add(two(0, 40), direct).Add(two(40, 9), inPlace).Add(two(9, 3), direct).
+			Add(two(3, 20), pipelined), budget(2, 500)},
+		{"3 ranks/packets", workload(small, 3, three(5), direct), budget(2, 500)},
+		{"3 ranks/eager", workload(small, 3, three(9), direct), budget(2, 500)},
+		{"3 ranks/in place", workload(small, 2, three(20), inPlace), budget(2, 500)},
+		{"3 ranks/ring", workload(small, 2, three(20), ring), budget(2, 500)},
+		{"3 ranks/pipelined", workload(small, 1, [][]int64{{0, 40, 0}, {17, 0, 48}, {40, 0, 0}}, pipelined), budget(2, 500)},
+		{"3 ranks/modes change", explore.NewWorkload(3, small).Add(uneven, direct).Add(skewed, ring), budget(2, 500)},
+		{"3 ranks/algorithms differ", workload(small, 2, [][]int64{{0, 40, 12}, {5, 0, 33}, {40, 20, 0}}, ring, inPlace, pipelined), budget(2, 500)},
+	} {
+		t.Run(c.name, func(t *testing.T) { holds(t, newRig(c.w), c.s) })
+	}
+}
+
+// TestExploreCountMismatch has two ranks disagree on a message in the first call. The receiver must say so, whatever the
+// modes, the sender where it waits for a credit, and the calls after that must be right.
+func TestExploreCountMismatch(t *testing.T) {
+	for _, sent := range []int64{0, 5, 12, 40} {
+		for _, expected := range []int64{0, 5, 12, 17, 40} {
+			if sent == expected {
+				continue
+			}
+			for _, style := range []explore.Style{inPlace, ring} {
+				t.Run(fmt.Sprintf("%d for %d/window %d", sent, expected, style.Window), func(t *testing.T) {
+					w := workload(small, 3, [][]int64{{0, 40, 5}, {20, 0, 12}, {5, 33, 0}}, style)
+					w.Calls[0] = workload(small, 1, [][]int64{{0, sent, 5}, {20, 0, 12}, {5, 33, 0}}, style).Calls[0]
+					w.Calls[0].Routes[1].RecvBytes[0] = expected
+					w.Calls[0].Routes[1].RecvOffsets[2] += expected - sent
+					g := newRig(w)
+					g.verdict = func(rank, call int, err error) (bool, error) {
+						var m *kernels.CountMismatchError
+						switch {
+						case call > 0 || rank == 2 || err == nil && rank == 0 && w.Channels.Mode(sent) != kernels.CreditMode:
+							return true, err
+						case !errors.As(err, &m) || m.Src != 0 || m.Dst != 1 || int64(m.Sent) != sent || int64(m.Expected) != expected:
+							return false, fmt.Errorf("the disagreement became %w", err)
+						}
+						return false, nil
+					}
+					holds(t, g, budget(1, 200))
+				})
+			}
+		}
+	}
+}
+
+// TestX8_RingsFinishWhateverTheirOrders has ranks take their peers in orders that do not fit together: by the rank they send
+// to, and as their own algorithms say, each another one. A credit is all that a sender waits for, so nobody is in a circle.
+func TestX8_RingsFinishWhateverTheirOrders(t *testing.T) {
+	g := newRig(workload(small, 2, three(20), ring))
+	for _, c := range g.w.Calls {
+		for _, r := range c.Routes {
+			r.ReverseOrder = r.Order
+		}
+	}
+	holds(t, g, budget(1, 200))
+	butterfly := explore.Style{Order: func(rank, _ int) []int { return []int{rank ^ 1, rank ^ 2, rank ^ 3} }, Window: 1}
+	four := [][]int64{{0, 20, 20, 20}, {20, 0, 20, 20}, {20, 20, 0, 20}, {20, 20, 20, 0}}
+	holds(t, newRig(workload(small, 2, four, butterfly, ring, butterfly, ring)), budget(1, 200))
+}
+
+// TestX9_PacketFlagsOutlastTheirBits passes the call in which the low half of the epoch is zero, as all memory is at first.
+func TestX9_PacketFlagsOutlastTheirBits(t *testing.T) {
+	g := newRig(explore.NewWorkload(2, small).Add(two(5, 16), direct).Add(two(8, 5), direct).Add(two(16, 8), direct).Add(two(8, 0), direct))
+	for before := range uint64(4) {
+		g.epoch = 1<<32 - 1 - before
+		holds(t, g, budget(2, 100))
+	}
+}
+
+// TestExploreFindsKnownBugs puts bugs into what the real kernel is told, or into the memory it works on.
+func TestExploreFindsKnownBugs(t *testing.T) {
+	t.Run("X1 skipped wait on a zero count", func(t *testing.T) {
+		g := newRig(workload(eager, 3, two(16, 0), direct))
+		holds(t, g, budget(1, 100))
+		for _, c := range g.w.Calls {
+			c.Routes[0].ReverseOrder = nil
+		}
+		found(t, g, budget(1, 100), explore.ErrData)
+	})
+	t.Run("X9 two-state epochs", func(t *testing.T) {
+		g := newRig(workload(eager, 3, two(16, 9), direct))
+		holds(t, g, budget(1, 100))
+		g.before = func(rank, call int) error {
+			*g.word(rank, g.w.Channels.Epoch()) = uint64(call & 1)
+			return nil
+		}
+		found(t, g, budget(1, 100), explore.ErrData)
+	})
+	t.Run("X3 missing credit", func(t *testing.T) {
+		g := newRig(workload(small, 2, two(40, 5), inPlace))
+		holds(t, g, budget(1, 100))
+		g.before = func(rank, call int) error {
+			if rank == 0 {
+				g.forge(0, 1, call, &g.w.Calls[call])
+			}
+			return nil
+		}
+		found(t, g, budget(1, 100), explore.ErrLate)
+	})
+	t.Run("X2 a cache hit takes the receiver's displacement for granted", func(t *testing.T) {
+		moved := inPlace
+		moved.Gap = 8
+		g := newRig(explore.NewWorkload(2, small).Add(two(40, 5), inPlace).Add(two(40, 5), moved))
+		holds(t, g, budget(1, 100))
+		g.before = func(rank, call int) error {
+			if rank == 0 && call == 1 {
+				g.forge(0, 1, call, &g.w.Calls[0])
+			}
+			return nil
+		}
+		found(t, g, budget(1, 100), explore.ErrData)
+	})
+	t.Run("X2 a cache miss takes for granted that all miss", func(t *testing.T) {
+		// In call 2 rank 0 sends more to rank 1, which rank 2 has no part in.
+		g := newRig(explore.NewWorkload(3, small).Add(three(20), direct).Add([][]int64{{0, 40, 20}, {20, 0, 20}, {20, 20, 0}}, direct))
+		meet := workload(small, 1, three(8), direct).Calls[0]
+		holds(t, g, budget(1, 100))
+		g.before = func(rank, call int) error {
+			if call == 1 && rank == 2 {
+				return nil
+			}
+			return g.exchange(rank, meet.Routes[rank], &meet, make([]byte, 16), make([]byte, 16))
+		}
+		found(t, g, budget(1, 100), nil)
+	})
+	t.Run("X4 signal before data", func(t *testing.T) {
+		g := newRig(workload(eager, 2, two(16, 9), direct))
+		holds(t, g, budget(1, 100))
+		g.point = func(rank, call int, what string) {
+			if what == "puts data to rank 1" {
+				line := g.w.Channels.Signal(uint64(call+1), rank)
+				*g.word(1, line+kernels.LineTotal), *g.word(1, line+kernels.LineSeq) = 16, kernels.LastSeq(uint64(call+1))
+			}
+		}
+		found(t, g, budget(1, 100), explore.ErrData)
+	})
+}
+
+// forge has src grant itself the first chunk of the message to dst, where dst wants it in call c.
+func (g *rig) forge(src, dst, call int, c *explore.Call) {
+	r, line := c.Routes[dst], g.w.Channels.Credit(dst, 1)
+	*g.word(src, line+kernels.LineOffset) = uint64(c.Output[dst] + r.RecvOffsets[src])
+	*g.word(src, line+kernels.LineLen) = uint64(r.RecvBytes[src])
+	*g.word(src, line+kernels.LineTotal) = uint64(r.RecvBytes[src])
+	*g.word(src, line+kernels.LineSeq) = kernels.Seq(uint64(call+1), 1)
+}
+
+// TestX4_RaceDetectorSeesEveryAccess runs the ranks side by side on memory that the race detector watches; it does not
+// watch the mapped memory of other tests.
+func TestX4_RaceDetectorSeesEveryAccess(t *testing.T) {
+	w := explore.NewWorkload(3, small)
+	for range 50 {
+		w.Add([][]int64{{0, 3, 16}, {40, 0, 0}, {0, 17, 0}}, direct).Add(three(40), inPlace).Add(three(40), ring).Add(three(9), pipelined)
+	}
+	g := newRig(w)
+	g.timeout = 20 * time.Second
+	g.clear()
+	var all sync.WaitGroup
+	errs := make([]error, len(g.engines))
+	for r := range errs {
+		all.Go(func() {
+			errs[r] = g.run(r, func(string, bool) error { return nil })
+		})
+	}
+	all.Wait()
+	require.NoError(t, errors.Join(errs...))
+}

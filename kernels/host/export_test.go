@@ -1,0 +1,19 @@
+package host
+
+import "fmt"
+
+// SetStep has f called at every point of the engine's kernels, with words for what comes next; waiting is true for a pass
+// that found nothing to do. An error of f ends a waiting kernel.
+func (e *Engine) SetStep(f func(what string, waiting bool) error) {
+	words := make([][5]string, e.space.Size)
+	for p := range words {
+		words[p] = [...]string{
+			postingCredit: fmt.Sprintf("posts a credit to rank %d", p),
+			puttingData:   fmt.Sprintf("puts data to rank %d", p),
+			signalling:    fmt.Sprintf("signals rank %d", p),
+			takingData:    fmt.Sprintf("takes data of rank %d", p),
+			idlePass:      "looks again",
+		}
+	}
+	e.step = func(p point, peer int) error { return f(words[peer][p], p == idlePass) }
+}
