@@ -26,9 +26,9 @@
 //
 // # What the result is
 //
-// One-shot and two-shot combine elements in the order of the ranks, a ring in the order of the ring from the slice's owner
-// on. Floats of 16 and 8 bits are combined in float32, also on their way around a ring, and rounded once. Every element is
-// combined by one rank, or by all in the same order: the result is the same bits on every rank and every time, in place or
-// not, whatever the alignment. Integers wrap around. Min and Max propagate NaN. An average is the sum divided by the number
-// of ranks, and is refused for integers.
+// One-shot and two-shot combine elements in the order of the ranks; a ring begins with the rank after the slice's owner
+// and ends with the owner. Floats of 16 and 8 bits are combined in float32, also on their way around a ring, and rounded
+// once. Every element is combined by one rank, or by all in the same order: with one algorithm the result is the same bits
+// on every rank and every time, in place or not, whatever the alignment. Integers wrap around. Min and Max propagate NaN.
+// An average is the sum divided by the number of ranks, and is refused for integers.
 package allreduce

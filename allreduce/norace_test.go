@@ -1,5 +1,6 @@
 //go:build !race
 
-package allreduce_test
+package allreduce
 
-const raceEnabled = false
+// RaceDetector reports whether the tests run under the race detector.
+const RaceDetector = false

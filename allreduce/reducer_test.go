@@ -294,7 +294,7 @@ func TestX3_QueuedCalls(t *testing.T) {
 
 func TestX8_RingFinishesForEveryWorld(t *testing.T) {
 	for n := 2; n <= 64; n++ {
-		if (testing.Short() || raceEnabled) && n > 9 && n != 64 {
+		if (testing.Short() || allreduce.RaceDetector) && n > 9 && n != 64 {
 			continue
 		}
 		worldtest.Local(t, n, segment, func(r *worldtest.Rank) {
@@ -316,7 +316,7 @@ func TestX8_RingFinishesForEveryWorld(t *testing.T) {
 // Persistent symmetric buffers, handed out in the same order on every rank while everything else differs: the case that
 // gave wrong sums in PyTorch issue 178138. Values are unique to rank and slot.
 func TestM1_PersistentBuffersGiveRightSums(t *testing.T) {
-	const slots, count, rounds, n = 8, 256 << 10, 20, 2
+	const slots, count, rounds, n = 8, 256 << 10, 20, 4
 	worldtest.Local(t, n, segment, func(r *worldtest.Rank) {
 		x := newReducer(r, allreduce.Options{})
 		var streams [2]device.Stream
@@ -721,7 +721,7 @@ func TestExplainAndForce(t *testing.T) {
 }
 
 func TestNothingIsAllocatedOnceWarm(t *testing.T) {
-	if raceEnabled {
+	if allreduce.RaceDetector {
 		t.Skip("sync.Pool drops objects at random under the race detector")
 	}
 	const runs = 50

@@ -66,6 +66,13 @@ func TestX8_OrdersThatDoNotPairUpAreRefused(t *testing.T) {
 		require.ErrorContains(r.T, err, "both send to rank")
 		_, err = alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Algorithm: "fastest"})
 		require.ErrorContains(r.T, err, "fastest")
+		// One rank's mistake is every rank's error.
+		o := alltoallv.Options{}
+		if r.Rank() == 3 {
+			o.Slots = -1
+		}
+		_, err = alltoallv.New(r.Ctx, r.Heap, o)
+		require.ErrorContains(r.T, err, "Options.Slots is -1")
 	})
 }
 

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -51,44 +52,73 @@ type op struct {
 }
 
 // New makes an Exchanger. It is collective: every rank of the heap's group calls it, in the same order as its other
-// allocations, with equal options. The caller closes it before the heap.
+// allocations, with equal options. What fails on one rank is an error on all. The caller closes it before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
-	g := h.Group()
-	c, err := o.channels(g.Size())
-	if err != nil {
+	x := &Exchanger{heap: h, group: h.Group()}
+	mine, err := x.configure(o)
+	if err := agree(ctx, x.group, "compare options", mine, err); err != nil {
 		return nil, err
 	}
-	x := &Exchanger{heap: h, group: g, options: o}
-	if x.registry, err = newRegistry(o.Algorithms, o.Algorithm, g.Rank(), g.Size()); err != nil {
+	// No peer may write before our block is zero, so all ranks meet again once it is.
+	err = x.allocate()
+	if err := agree(ctx, x.group, "allocate channels", "", err); err != nil {
+		if x.block != nil {
+			err = errors.Join(err, x.block.Free())
+		}
 		return nil, err
-	}
-	if err := agree(ctx, g, o.fingerprint(&c, x.registry.names())); err != nil {
-		return nil, err
-	}
-	if x.block, err = h.Alloc(c.Bytes()); err != nil {
-		return nil, fmt.Errorf("alltoallv: %d bytes for channels and staging: %w", c.Bytes(), err)
-	}
-	c.Offset = x.block.Offset()
-	x.channels = c
-	clear(x.block.Bytes()[:c.ControlBytes()])
-	x.engine = host.New(h.Space(), g.Err)
-	x.cache = newCache(o.CacheEntries)
-	// No peer may write before our block is zero.
-	if err := g.Barrier(ctx); err != nil {
-		return nil, errors.Join(fmt.Errorf("alltoallv: %w", err), x.block.Free())
 	}
 	return x, nil
 }
 
-// agree compares a description of the configuration across the group.
-func agree(ctx context.Context, g *comm.Group, mine string) error {
-	all, err := g.AllGather(ctx, []byte(mine))
-	if err != nil {
-		return fmt.Errorf("alltoallv: compare options: %w", err)
+// configure checks the options and describes what must be equal on all ranks.
+func (x *Exchanger) configure(o Options) (mine string, err error) {
+	if x.channels, err = o.channels(x.group.Size()); err != nil {
+		return "", err
+	}
+	if x.registry, err = newRegistry(o.Algorithms, o.Algorithm, x.group.Rank(), x.group.Size()); err != nil {
+		return "", err
+	}
+	if k := x.heap.Device().Kind(); k != device.HostKind {
+		return "", invalid("no engine for %v devices", k)
+	}
+	x.options, x.cache = o, newCache(o.CacheEntries)
+	return o.fingerprint(&x.channels, x.registry.names()), nil
+}
+
+func (x *Exchanger) allocate() (err error) {
+	c := &x.channels
+	if x.block, err = x.heap.Alloc(c.Bytes()); err != nil {
+		return fmt.Errorf("alltoallv: %d bytes for channels and staging: %w", c.Bytes(), err)
+	}
+	c.Offset = x.block.Offset()
+	clear(x.block.Bytes()[:c.ControlBytes()])
+	x.engine = host.New(x.heap.Space(), x.group.Err)
+	return nil
+}
+
+// agree brings a description, or the error that keeps this rank from going on, to all ranks. The error is this rank's,
+// another's, or says which descriptions differ.
+func agree(ctx context.Context, g *comm.Group, what, mine string, failed error) error {
+	const ok, bad = "+", "-"
+	text := ok + mine
+	if failed != nil {
+		text = bad + failed.Error()
+	}
+	all, err := g.AllGather(ctx, []byte(text))
+	switch {
+	case failed != nil:
+		return failed
+	case err != nil:
+		return fmt.Errorf("alltoallv: %s: %w", what, err)
+	}
+	for r, theirs := range all {
+		if why, failed := strings.CutPrefix(string(theirs), bad); failed {
+			return fmt.Errorf("alltoallv: %s: rank %d: %s", what, r, why)
+		}
 	}
 	for r, theirs := range all {
 		if string(theirs) != string(all[0]) {
-			return fmt.Errorf("alltoallv: %w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, all[0], r, theirs)
+			return fmt.Errorf("alltoallv: %w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, all[0][1:], r, theirs[1:])
 		}
 	}
 	return nil
