@@ -58,6 +58,10 @@ func random(r *worldtest.Rank, o allreduce.Options, seed uint64, jobs int, limit
 func TestR2_RandomWorldsAgainstReference(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
+	jobs := 30
+	if allreduce.RaceDetector {
+		jobs = 12
+	}
 	for n := 1; n <= 9; n++ {
 		for _, algorithm := range algorithms {
 			t.Run(fmt.Sprintf("ranks=%d/%s", n, algorithm), func(t *testing.T) {
@@ -66,7 +70,7 @@ func TestR2_RandomWorldsAgainstReference(t *testing.T) {
 					if algorithm == "" {
 						o.OneShotBytes, o.Slots = 2000, 3
 					}
-					random(r, o, seed, 30, 20<<10)
+					random(r, o, seed, jobs, 20<<10)
 				})
 			})
 		}
@@ -316,7 +320,11 @@ func TestX8_RingFinishesForEveryWorld(t *testing.T) {
 // Persistent symmetric buffers, handed out in the same order on every rank while everything else differs: the case that
 // gave wrong sums in PyTorch issue 178138. Values are unique to rank and slot.
 func TestM1_PersistentBuffersGiveRightSums(t *testing.T) {
-	const slots, count, rounds, n = 8, 256 << 10, 20, 4
+	const slots, count, n = 8, 256 << 10, 4
+	rounds := 20
+	if allreduce.RaceDetector {
+		rounds = 4
+	}
 	worldtest.Local(t, n, segment, func(r *worldtest.Rank) {
 		x := newReducer(r, allreduce.Options{})
 		var streams [2]device.Stream
