@@ -27,7 +27,7 @@ type Traffic struct {
 
 // Schedule is how an algorithm serves the peers.
 type Schedule struct {
-	// Window is how many peers are served at the same time in each direction; 0 means all.
+	// Window is how many peers are received from at the same time; 0 means all. Senders follow their receivers' credits.
 	Window int
 	// Staged sends through staging slots even where the output could be written in place.
 	Staged bool
@@ -240,6 +240,9 @@ func (d Decision) String() string {
 	return b.String()
 }
 
+// chunkFor is the least chunk with which a message of n bytes has few enough of them to be numbered.
+func chunkFor(n int64) int64 { return (n + kernels.MaxChunks - 1) / kernels.MaxChunks }
+
 // skew is the largest message over the mean, own part left out.
 func skew(bytes []int64, all int64, rank int) float64 {
 	if all == 0 {
@@ -286,5 +289,8 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 	routes.Window, routes.ChunkBytes, routes.Staged = s.Window, s.ChunkBytes, s.Staged
 	if routes.Window <= 0 || routes.Window > c.Size {
 		routes.Window = c.Size
+	}
+	if routes.ChunkBytes > 0 {
+		routes.ChunkBytes = max(routes.ChunkBytes, chunkFor(t.Largest))
 	}
 }

@@ -144,3 +144,18 @@ func TestExchangeAllocatesNothingOnceWarm(t *testing.T) {
 		})
 	}
 }
+
+func TestX9_MessagesOfTooManyChunksAreRefused(t *testing.T) {
+	worldtest.Local(t, 2, 256<<20, func(r *worldtest.Rank) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{SlotBytes: 128})
+		r.Must(err)
+		const n = 128<<20 + 1 // more than 2^20 chunks of 128 bytes
+		sp := &alltoallv.Splits{Send: []int64{0, 0}, Recv: []int64{0, 0}}
+		sp.Send[1-r.Rank()], sp.Recv[1-r.Rank()] = n, n
+		src, dst := memory.Host(make([]byte, n)), memory.Host(make([]byte, n))
+		err = x.Exchange(nil, dst, src, sp)
+		require.ErrorIs(r.T, err, alltoallv.ErrInvalid)
+		require.ErrorContains(r.T, err, "128")
+		r.Must(x.Close(r.Ctx))
+	})
+}

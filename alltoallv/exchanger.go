@@ -209,6 +209,9 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, inPlace 
 		return nil, false, 0, invalid("source and destination overlap")
 	}
 	off, inPlace = dst.Symmetric(x.heap)
+	if staged := !inPlace || p.routes[1].Staged; staged && chunkFor(p.largestRecv) > x.channels.SlotBytes {
+		return nil, false, 0, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", p.largestRecv, kernels.MaxChunks, x.channels.SlotBytes)
+	}
 	return p, inPlace, off, nil
 }
 

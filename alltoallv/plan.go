@@ -12,6 +12,7 @@ type plan struct {
 	srcBytes         int64  // how long the buffers must be
 	dstBytes         int64
 	sendAll, recvAll int64 // bytes that leave and reach this rank, own part left out
+	largestRecv      int64 // from another rank
 
 	// routes as the selected algorithms order them: index 0 for outputs that peers cannot write, 1 for those they can.
 	routes [2]kernels.Routes
@@ -47,9 +48,13 @@ func (p *plan) build(s *Splits, rank, size int) error {
 		}
 	}
 	p.sendAll, p.recvAll = -r.SendBytes[rank], -r.RecvBytes[rank]
+	p.largestRecv = 0
 	for k := range size {
 		p.sendAll += r.SendBytes[k]
 		p.recvAll += r.RecvBytes[k]
+		if k != rank {
+			p.largestRecv = max(p.largestRecv, r.RecvBytes[k])
+		}
 	}
 	p.splits.assign(s)
 	p.routes[1] = *r

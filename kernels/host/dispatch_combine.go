@@ -190,12 +190,12 @@ func (g *gatherer[T]) bytes(p int32, off uint64, i int32) []byte {
 }
 
 // write stores the weighted sum of rows in dst.
-func (g *gatherer[T]) write(dst []byte) {
+func write[T, S float32 | vec.Float16 | vec.BFloat16](g *gatherer[T], dst []byte, rows [][]S, weights []float32) {
 	if g.stream {
-		vec.WeightedSum(g.out, g.rows, g.weights)
+		vec.WeightedSum(g.out, rows, weights)
 		streamRow(dst, shm.Bytes(g.out))
 	} else {
-		vec.WeightedSum(shm.View[T](dst), g.rows, g.weights)
+		vec.WeightedSum(shm.View[T](dst), rows, weights)
 	}
 }
 
@@ -218,30 +218,31 @@ func (g *gatherer[T]) combine(m *meeting, a *kernels.Combine) {
 		}
 		y := a.Y[int64(t)*g.size:][:g.size]
 		if nested {
-			g.sumRanks(shm.View[T](y), rows)
+			g.sumRanks(rows)
+			write(g, y, g.sums, g.ones)
 		} else {
-			g.write(y)
+			write(g, y, g.rows, g.weights)
 		}
 	}
 	g.end()
 }
 
-// sumRanks sums the rows of each rank and then the sums. Where only the first rank has several rows the plain sum has
-// the same bits.
-func (g *gatherer[T]) sumRanks(y []T, rows []kernels.RoutedRow) {
+// sumRanks sums the rows of each rank. Where only the first rank has several rows the sum of all rows has the same bits
+// as the sum of these sums.
+func (g *gatherer[T]) sumRanks(rows []kernels.RoutedRow) {
+	hidden := len(g.out)
 	g.sums, g.ones = g.sums[:0], g.ones[:0]
-	g.backing = sized(g.backing, len(rows)*len(y))
+	g.backing = sized(g.backing, len(rows)*hidden)
 	for i := 0; i < len(rows); {
 		end := i + 1
 		for end < len(rows) && rows[end].Rank == rows[i].Rank {
 			end++
 		}
-		sum := g.backing[len(g.sums)*len(y):][:len(y)]
+		sum := g.backing[len(g.sums)*hidden:][:hidden]
 		vec.WeightedSum(sum, g.rows[i:end], g.weights[i:end])
 		g.sums, g.ones = append(g.sums, sum), append(g.ones, 1)
 		i = end
 	}
-	vec.WeightedSum(y, g.sums, g.ones)
 }
 
 // spread writes the gradient of every row to its rank, and computes those of the weights.
@@ -259,7 +260,7 @@ func (g *gatherer[T]) spread(m *meeting, a *kernels.CombineBackward) {
 			y := shm.View[T](g.bytes(row.Rank, m.read[row.Rank], row.Row))
 			a.DWeights[t*choices+int(row.Choice)] = vec.Dot(widen(y, g.backing[len(dy):][:len(dy)]), wide)
 			g.weights[0] = row.Weight
-			g.write(g.bytes(row.Rank, m.write[row.Rank], row.Row))
+			write(g, g.bytes(row.Rank, m.write[row.Rank], row.Row), g.rows, g.weights)
 		}
 	}
 	g.end()

@@ -38,7 +38,7 @@ type System interface {
 type Result struct {
 	States int // different states
 	Moves  int // actions tried
-	Depth  int // actions of the longest of all shortest ways to a state
+	Depth  int // actions on the way to the state that is furthest away
 	// Violation is the shortest way to a broken promise, nil when there is none.
 	Violation *Violation
 }
