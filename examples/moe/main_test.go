@@ -1,0 +1,359 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/comm"
+)
+
+// asMain makes the test binary be the program, so that tests can run it, and it itself, as processes.
+const asMain = "SWITCHYARD_MOE_TEST_MAIN"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asMain) != "" {
+		main()
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// program is the program in a process of its own.
+type program struct {
+	*exec.Cmd
+	mu          sync.Mutex
+	out, errors bytes.Buffer
+	ended       chan struct{}
+	code        int
+}
+
+type locked struct {
+	mu *sync.Mutex
+	b  *bytes.Buffer
+}
+
+func (l locked) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func start(t *testing.T, args ...string) *program {
+	p := &program{Cmd: exec.Command(os.Args[0], args...), ended: make(chan struct{})}
+	p.Env = append(os.Environ(), asMain+"=1")
+	p.Stdout, p.Stderr = locked{&p.mu, &p.out}, locked{&p.mu, &p.errors}
+	require.NoError(t, p.Start())
+	go func() {
+		defer close(p.ended)
+		err := p.Wait()
+		var exit *exec.ExitError
+		if errors.As(err, &exit) {
+			p.code = exit.ExitCode()
+		} else if err != nil {
+			p.code = -2
+		}
+	}()
+	t.Cleanup(func() {
+		_ = p.Process.Kill()
+		<-p.ended
+	})
+	return p
+}
+
+func (p *program) text() (out, errors string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.out.String(), p.errors.String()
+}
+
+// wait returns when the program has ended, which must be soon.
+func (p *program) wait(t *testing.T, d time.Duration) (code int, out, errors string) {
+	t.Helper()
+	select {
+	case <-p.ended:
+	case <-time.After(d):
+		out, errors = p.text()
+		require.Fail(t, "still running", "after %v\n%s\n%s", d, out, errors)
+	}
+	out, errors = p.text()
+	return p.code, out, errors
+}
+
+// seen waits for a line of output.
+func (p *program) seen(t *testing.T, pattern string) {
+	t.Helper()
+	re := regexp.MustCompile(pattern)
+	require.Eventually(t, func() bool {
+		out, _ := p.text()
+		return re.MatchString(out)
+	}, 20*time.Second, 5*time.Millisecond, "%s", pattern)
+}
+
+// poem writes a text to a file that a bigram model cannot know well: what follows depends on more than one byte.
+func poem(t *testing.T) string {
+	path := filepath.Join(t.TempDir(), "poem.txt")
+	line := "a rose is a rose is a rose, and the train on the rails is never the train of the rail\n"
+	require.NoError(t, os.WriteFile(path, []byte(strings.Repeat(line, 400)), 0o644))
+	return path
+}
+
+// small is a model that trains in no time.
+func small(args ...string) []string {
+	return append([]string{"-layers", "2", "-hidden", "16", "-inner", "16", "-embed", "8", "-batch", "61"}, args...)
+}
+
+func TestExitCodeForWrongFlags(t *testing.T) {
+	for args, want := range map[string]string{
+		"-ranks 0":              "-ranks is 0, want at least 1",
+		"-topk 9":               "-topk 9 is more than -experts 8",
+		"-batch 3":              "-batch 3 is less than -ranks 4",
+		"-rate -1":              "-rate is -1",
+		"-steps many":           "invalid value",
+		"-frobnicate":           "not defined",
+		"go":                    `unexpected argument "go"`,
+		"-check -json x":        "-check makes no report",
+		"-json /no/such/folder": "json: open /no/such/folder",
+	} {
+		code, _, errs := start(t, strings.Fields(args)...).wait(t, 20*time.Second)
+		require.Equal(t, 2, code, args)
+		require.Contains(t, errs, want, args)
+	}
+	code, out, _ := start(t, "-help").wait(t, 20*time.Second)
+	require.Equal(t, 0, code)
+	require.Contains(t, out, "-experts")
+}
+
+func TestExitCodeForBadText(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o644))
+		return path
+	}
+	require.NoError(t, os.Mkdir(filepath.Join(dir, "nothing"), 0o755))
+	write("pictures/a.png", "\x89PNG\x00\x00"+strings.Repeat("x", minText))
+	locked := write("locked", strings.Repeat("x", minText))
+	require.NoError(t, os.Chmod(locked, 0))
+	socket := filepath.Join(dir, "fifo")
+	require.NoError(t, syscall.Mkfifo(socket, 0o600))
+
+	cases := map[string]string{
+		filepath.Join(dir, "missing"):                        "no such file",
+		write("empty", ""):                                   "is empty",
+		filepath.Join(dir, "nothing"):                        "is empty",
+		filepath.Join(dir, "pictures"):                       "is empty",
+		write("short", "a short text"):                       "is too short: 12 bytes, want at least",
+		write("binary", "\x00"+strings.Repeat("x", minText)): "not text",
+		socket: "not a regular file",
+	}
+	if os.Getuid() != 0 {
+		cases[locked] = "permission denied"
+	}
+	for path, want := range cases {
+		for _, more := range []string{"-check", "-procs"} {
+			code, _, errs := start(t, "-text", path, more).wait(t, 20*time.Second)
+			require.Equal(t, 2, code, path)
+			require.Contains(t, errs, want, path)
+			require.Contains(t, errs, path)
+			require.Equal(t, 1, strings.Count(errs, "\n"), "one line: %s", errs)
+		}
+	}
+}
+
+func TestReportAndJSON(t *testing.T) {
+	for _, more := range [][]string{nil, {"-procs"}} {
+		path := filepath.Join(t.TempDir(), "report.json")
+		// 7 experts on 3 ranks, 61 tokens a step: nothing divides by anything.
+		args := small("-text", poem(t), "-json", path, "-ranks", "3", "-experts", "7", "-steps", "400")
+		code, out, errs := start(t, append(args, more...)...).wait(t, 60*time.Second)
+		require.Zero(t, code, errs)
+		require.NotContains(t, out, "\r", "no bar without a terminal")
+		require.Regexp(t, `step 400/400  loss [\d.]+  \d+ tokens/s  \d+% communication`, out)
+		require.Contains(t, out, "beats the bigram model")
+		require.Contains(t, out, "expert 6, rank 2")
+
+		b, err := os.ReadFile(path)
+		require.NoError(t, err)
+		var fields map[string]any
+		require.NoError(t, json.Unmarshal(b, &fields))
+		var names []string
+		for name := range fields {
+			names = append(names, name)
+		}
+		require.ElementsMatch(t, []string{"ranks", "steps", "train_loss", "heldout_loss", "bigram_loss", "tokens_per_second",
+			"comm_fraction", "expert_tokens", "traffic_bytes", "phases_ms"}, names)
+
+		var r report
+		require.NoError(t, json.Unmarshal(b, &r))
+		require.Equal(t, 3, r.Ranks)
+		require.Equal(t, 400, r.Steps)
+		require.Less(t, r.HeldoutLoss, 0.5*r.BigramLoss)
+		require.InDelta(t, r.TrainLoss, r.HeldoutLoss, 0.1)
+		require.Greater(t, r.TokensPerSecond, 0.0)
+		require.True(t, r.CommFraction > 0 && r.CommFraction < 1, r.CommFraction)
+		require.Len(t, r.ExpertTokens, 7)
+		sum := int64(0)
+		for _, n := range r.ExpertTokens {
+			require.Positive(t, n)
+			sum += n
+		}
+		require.EqualValues(t, 400*61*2*2, sum, "every token visits 2 experts in 2 layers")
+		require.Len(t, r.TrafficBytes, 3)
+		for _, row := range r.TrafficBytes {
+			require.Len(t, row, 3)
+			for _, n := range row {
+				require.Positive(t, n)
+			}
+		}
+		require.Len(t, r.PhasesMS, int(phases))
+	}
+}
+
+func TestOneAndManyRanksAgree(t *testing.T) {
+	text := poem(t)
+	for _, args := range []string{
+		"-ranks 4",
+		"-ranks 3 -experts 8 -topk 3",
+		"-ranks 5 -experts 3 -topk 1 -layers 1",
+		"-ranks 2 -experts 5 -topk 5",
+		"-ranks 2 -procs",
+	} {
+		code, out, errs := start(t, append(small("-check", "-text", text), strings.Fields(args)...)...).wait(t, 60*time.Second)
+		require.Zero(t, code, "%s: %s%s", args, out, errs)
+		require.Contains(t, out, "check: ok", args)
+		require.Contains(t, out, "in all 50 steps")
+	}
+}
+
+func TestDisagreementIsAnError(t *testing.T) {
+	var out bytes.Buffer
+	require.NoError(t, compare(&out, []float64{2, 1}, []float64{2, 1.00009}, 4))
+	err := compare(&out, []float64{2, 1}, []float64{2, 1.00011}, 4)
+	require.ErrorIs(t, err, errCheck)
+	require.ErrorContains(t, err, "in step 2")
+	nan := append([]float64(nil), 0)
+	nan[0] /= nan[0]
+	require.ErrorIs(t, compare(&out, nan, nan, 4), errCheck)
+	require.Contains(t, out.String(), "FAILED")
+}
+
+func TestCtrlCEndsAllRanks(t *testing.T) {
+	for _, more := range [][]string{nil, {"-procs"}} {
+		p := start(t, append(small("-text", poem(t), "-steps", "100000000"), more...)...)
+		p.seen(t, `step \d+/`)
+		ranks := p.ranks(t)
+		require.NoError(t, p.Process.Signal(os.Interrupt))
+		code, out, errs := p.wait(t, 5*time.Second)
+		require.Equal(t, 130, code, "%s%s", out, errs)
+		require.Regexp(t, `rank \d.*step \d+.*(interrupt|terminated)`, errs)
+		gone(t, ranks)
+	}
+}
+
+func TestKilledRankEndsAllAndIsNamed(t *testing.T) {
+	p := start(t, small("-text", poem(t), "-steps", "100000000", "-procs", "-ranks", "3")...)
+	p.seen(t, `step \d+/`)
+	ranks := p.ranks(t)
+	require.Len(t, ranks, 3)
+	require.NoError(t, syscall.Kill(ranks[1], syscall.SIGKILL))
+	code, _, errs := p.wait(t, 4*time.Second)
+	require.Equal(t, 1, code)
+	require.Regexp(t, `moe: rank 1, process \d+: signal: killed`, errs)
+	require.Regexp(t, `moe: rank 0: step \d+: .*rank 1.*peer lost`, errs)
+	require.Regexp(t, `moe: rank 2: step \d+: .*rank 1.*peer lost`, errs)
+	gone(t, ranks)
+}
+
+func TestRanksDoNotOutliveTheProgram(t *testing.T) {
+	p := start(t, small("-text", poem(t), "-steps", "100000000", "-procs", "-ranks", "2")...)
+	p.seen(t, `step \d+/`)
+	ranks := p.ranks(t)
+	require.NoError(t, p.Process.Kill())
+	gone(t, ranks)
+}
+
+// ranks are the processes that the program says it has started.
+func (p *program) ranks(t *testing.T) (pids []int) {
+	out, _ := p.text()
+	for _, m := range regexp.MustCompile(`rank \d+ is process (\d+)`).FindAllStringSubmatch(out, -1) {
+		pid, err := strconv.Atoi(m[1])
+		require.NoError(t, err)
+		pids = append(pids, pid)
+	}
+	return pids
+}
+
+func gone(t *testing.T, pids []int) {
+	for _, pid := range pids {
+		require.Eventually(t, func() bool {
+			stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+			return err != nil || bytes.Contains(stat, []byte(") Z ")) // dead, if not buried
+		}, 4*time.Second, 5*time.Millisecond, "process %d", pid)
+	}
+}
+
+func TestLostRankInOneProcessIsNamed(t *testing.T) {
+	c := tiny()
+	c.Ranks, c.Steps = 3, 1<<30
+	groups, err := comm.Local(c.Ranks)
+	require.NoError(t, err)
+	begin := time.Now()
+	_, err = trainAll(t.Context(), groups, c, babble(minText), func(w *worker) {
+		if len(w.losses) == 5 {
+			groups[2].Kill()
+		}
+	})
+	require.ErrorIs(t, err, comm.ErrPeerLost)
+	require.ErrorContains(t, err, "rank 2")
+	require.Less(t, time.Since(begin), 5*time.Second)
+}
+
+func TestRanksWithDifferentFlagsLearnIt(t *testing.T) {
+	c := tiny()
+	c.Ranks = 2
+	text := babble(minText)
+	groups, err := comm.Local(c.Ranks)
+	require.NoError(t, err)
+	ends := make(chan error)
+	for i, g := range groups {
+		mine := c
+		mine.Seed += uint64(i)
+		go func() {
+			_, err := trainRank(t.Context(), g, mine, text, nil)
+			ends <- err
+		}()
+	}
+	for range groups {
+		require.ErrorIs(t, <-ends, comm.ErrMismatch)
+	}
+}
+
+func TestSlicesCoverABatch(t *testing.T) {
+	for _, n := range []int{3, 61, 512} {
+		var all []int
+		for r := range 3 {
+			lo, hi := slice(n, r, 3)
+			require.LessOrEqual(t, hi-lo, (n+2)/3)
+			for i := lo; i < hi; i++ {
+				all = append(all, i)
+			}
+		}
+		require.Len(t, all, n)
+		require.True(t, slices.IsSorted(all))
+	}
+}

@@ -1,0 +1,114 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"syscall"
+	"time"
+)
+
+// grace is how long ranks have to end by themselves when one has failed.
+const grace = 5 * time.Second
+
+// launch starts this program once for every rank and waits for all of them. The ranks find one another by the
+// environment, the way torchrun would set it. If one fails the others learn it from the group and end too; what is left
+// of them after a while is killed.
+func launch(ctx context.Context, c config, args []string) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	port, err := freePort()
+	if err != nil {
+		return err
+	}
+	// Ranks get a signal when the thread that started them ends, so that they do not outlive this process. This goroutine
+	// keeps its thread to the end.
+	runtime.LockOSThread()
+
+	type end struct {
+		rank int
+		err  error
+	}
+	ends := make(chan end, c.Ranks)
+	cmds := make([]*exec.Cmd, 0, c.Ranks)
+	kill := func(s os.Signal) {
+		for _, cmd := range cmds {
+			_ = cmd.Process.Signal(s) // an error means that it has ended already
+		}
+	}
+	secret := rand.Text()
+	for r := range c.Ranks {
+		cmd := exec.Command(self, append(args[:len(args):len(args)], "-join")...)
+		cmd.Env = append(os.Environ(),
+			"RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(c.Ranks),
+			"LOCAL_RANK="+strconv.Itoa(r), "LOCAL_WORLD_SIZE="+strconv.Itoa(c.Ranks),
+			"MASTER_ADDR=127.0.0.1", "MASTER_PORT="+port, "SWITCHYARD_PORT="+port, "SWITCHYARD_SECRET="+secret)
+		cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
+		if err := cmd.Start(); err != nil {
+			kill(os.Kill)
+			return fmt.Errorf("start rank %d: %w", r, err)
+		}
+		fmt.Printf("rank %d is process %d\n", r, cmd.Process.Pid)
+		cmds = append(cmds, cmd)
+		go func() { ends <- end{r, cmd.Wait()} }()
+	}
+
+	var first error // or the first of a rank that was killed, which explains those of the others
+	var killed bool
+	stop, late := ctx.Done(), (<-chan time.Time)(nil)
+	for left := c.Ranks; left > 0; {
+		select {
+		case <-stop:
+			kill(syscall.SIGTERM)
+			stop, late = nil, time.After(grace)
+		case <-late:
+			kill(os.Kill)
+		case e := <-ends:
+			left--
+			if e.err == nil {
+				continue
+			}
+			if late == nil {
+				late = time.After(grace)
+			}
+			if s := signaled(e.err); first == nil || s && !killed {
+				first = fmt.Errorf("rank %d, process %d: %w", e.rank, cmds[e.rank].Process.Pid, e.err)
+				killed = s
+			}
+		}
+	}
+	if ctx.Err() != nil {
+		return fmt.Errorf("all ranks have ended: %w", context.Cause(ctx))
+	}
+	return first
+}
+
+// signaled says whether a process was ended by a signal.
+func signaled(err error) bool {
+	var exit *exec.ExitError
+	if !errors.As(err, &exit) {
+		return false
+	}
+	status, ok := exit.Sys().(syscall.WaitStatus)
+	return ok && status.Signaled()
+}
+
+// freePort finds a port that nobody listens on.
+func freePort() (string, error) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	defer l.Close()
+	_, port, err := net.SplitHostPort(l.Addr().String())
+	return port, err
+}

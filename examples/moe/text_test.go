@@ -1,0 +1,95 @@
+package main
+
+import (
+	"bytes"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestDefaultTextIsGoSource(t *testing.T) {
+	c, err := loadCorpus("", 8)
+	require.NoError(t, err)
+	require.Greater(t, c.files, 1000)
+	require.True(t, bytes.Contains(c.train, []byte("package fmt\n")) || bytes.Contains(c.heldout, []byte("package fmt\n")))
+	require.InDelta(t, 0.1, float64(len(c.heldout))/float64(len(c.train)+len(c.heldout)), 0.002)
+}
+
+func TestDirectoryIsReadInOrder(t *testing.T) {
+	dir := t.TempDir()
+	for name, text := range map[string]string{
+		"b.txt": "two", "a/z.txt": strings.Repeat("one ", minText/4), "a.bin": "\x00", ".git/config": "hidden", "c": "three",
+	} {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o644))
+	}
+	text, files, err := readDir(dir, everything)
+	require.NoError(t, err)
+	require.Equal(t, 3, files)
+	require.Equal(t, strings.Repeat("one ", minText/4)+"twothree", string(text))
+}
+
+func TestSplitHoldsOutATenth(t *testing.T) {
+	text := make([]byte, 100*chunk+17)
+	for i := range text {
+		text[i] = byte(i / chunk)
+	}
+	train, heldout := split(text)
+	require.Equal(t, len(text), len(train)+len(heldout))
+	require.Len(t, heldout, 10*chunk)
+	for i := range 10 {
+		k := byte(10*i + 5)
+		require.Equal(t, chunk, bytes.Count(heldout, []byte{k}))
+		require.Equal(t, -1, bytes.IndexByte(train, k))
+	}
+	for _, n := range []int{minText, minText + 1, 33333} {
+		train, heldout = split(text[:n])
+		require.Equal(t, n, len(train)+len(heldout))
+		require.InDelta(t, float64(n)/10, float64(len(heldout)), float64(n)/20)
+	}
+}
+
+func TestBatchDependsOnSeedAndStepOnly(t *testing.T) {
+	text := make([]byte, 1000)
+	batch := func(n int, seed uint64, step int) []int {
+		at := make([]int, n)
+		batchOf(at, text, 8, seed, step)
+		for _, i := range at {
+			require.True(t, i >= 8 && i < len(text))
+		}
+		return at
+	}
+	require.Equal(t, batch(50, 1, 2), batch(50, 1, 2))
+	require.Equal(t, batch(50, 1, 2), batch(90, 1, 2)[:50])
+	require.NotEqual(t, batch(50, 1, 2), batch(50, 1, 3))
+	require.NotEqual(t, batch(50, 1, 2), batch(50, 2, 2))
+}
+
+func TestSpreadCoversTheText(t *testing.T) {
+	at := make([]int, 5)
+	spread(at, make([]byte, 13), 3)
+	require.Equal(t, []int{3, 5, 7, 9, 11}, at)
+}
+
+func TestBigram(t *testing.T) {
+	b := newBigram([]byte("abababac"))
+	// a is followed by b 3 times and by c once, b by a 3 times.
+	require.InDelta(t, 3.1/29.6, b.p('a', 'b'), 1e-12)
+	require.InDelta(t, 1.1/29.6, b.p('a', 'c'), 1e-12)
+	require.InDelta(t, 0.1/29.6, b.p('a', 'a'), 1e-12)
+	require.InDelta(t, 3.1/28.6, b.p('b', 'a'), 1e-12)
+	require.InDelta(t, 1.0/256, b.p('z', 'a'), 1e-12)
+	for _, prev := range []byte("abz") {
+		sum := 0.0
+		for next := range 256 {
+			sum += b.p(prev, byte(next))
+		}
+		require.InDelta(t, 1, sum, 1e-12)
+	}
+	require.InDelta(t, -(math.Log(3.1/29.6)+math.Log(3.1/28.6))/2, b.loss([]byte("aba"), []int{1, 2}), 1e-12)
+}
