@@ -74,8 +74,6 @@ func BenchmarkDispatchCombine(b *testing.B) {
 	b.ReportMetric(float64(m.Microseconds())/1e3, "ms/step")
 	b.ReportMetric(float64(c.Microseconds())/1e3, "ms/copy")
 	b.ReportMetric(float64(m)/float64(c), "ratio")
-	b.ReportMetric(float64(moved[len(moved)/10].Microseconds())/1e3, "p10step")
-	b.ReportMetric(float64(copied[len(copied)/10].Microseconds())/1e3, "p10copy")
 	b.ReportMetric(0, "ns/op")
 }
 

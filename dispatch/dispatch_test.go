@@ -28,21 +28,19 @@ func TestRandomWorldsAcrossProcesses(t *testing.T) {
 	processes(t, 3, func(r *rank) { randomWorlds(r, 1, 6) })
 }
 
-// Rows as long as these are written around the caches.
+// So many rows of such a length are written around the caches.
 func TestLongRows(t *testing.T) {
-	local(t, 3, func(r *rank) {
-		for _, dtype := range []kernels.DType{kernels.Float32, kernels.BFloat16} {
-			o := dispatch.Options{Experts: 5, TopK: 3, Hidden: 1031, MaxTokens: 600, DType: dtype, Align: 4, Placement: dispatch.Contiguous(5, 3)}
-			d := r.dispatcher(o)
-			s := &side{r: r, d: d, b: randomBatch(rand.New(rand.NewPCG(7, 7)), o, 3, false)}
-			s.dispatch(nil)
-			s.checkRows()
-			rows := s.view(s.experts(s.b.expert, wide(o.DType, s.h.Rows().Bytes())))
-			s.combine(nil, rows)
-			s.combineBackward(nil, s.view(make([]float32, s.h.NumRows()*o.Hidden)), rows)
-			s.h.Release()
-			require.NoError(r, d.Close(r.Ctx))
-		}
+	o := dispatch.Options{Experts: 5, TopK: 3, Hidden: 1031, MaxTokens: 400, DType: kernels.Float32, Align: 4, Placement: dispatch.Contiguous(5, 2)}
+	local(t, 2, func(r *rank) {
+		d := r.dispatcher(o)
+		s := &side{r: r, d: d, b: randomBatch(rand.New(rand.NewPCG(8, 7)), o, 2, false)}
+		s.dispatch(nil)
+		s.checkRows()
+		rows := s.view(s.experts(s.b.expert, wide(o.DType, s.h.Rows().Bytes())))
+		s.combine(nil, rows)
+		s.combineBackward(nil, s.view(make([]float32, s.h.NumRows()*o.Hidden)), rows)
+		s.h.Release()
+		require.NoError(r, d.Close(r.Ctx))
 	})
 }
 
@@ -491,6 +489,16 @@ func TestSlowRank(t *testing.T) {
 				time.Sleep(10 * time.Millisecond)
 			}
 			roundTrip(r, d, nil, 1+i%8)
+		}
+		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+func TestManyRanks(t *testing.T) {
+	local(t, 64, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{}))
+		for i := range 3 {
+			roundTrip(r, d, nil, (i+r.Group.Rank())%9)
 		}
 		require.NoError(r, d.Close(r.Ctx))
 	})

@@ -78,24 +78,15 @@ type op struct {
 func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	g := h.Group()
 	x, err := o.validate(g.Size())
+	if k := h.Device().Kind(); err == nil && k != device.HostKind {
+		err = invalid("no engine for %v devices", k)
+	}
 	if err := o.agree(ctx, g, err); err != nil {
 		return nil, err
 	}
-	d := &Dispatcher{group: g, heap: h, options: o, experts: x, local: o.Placement.Local(g.Rank()), sent: make([]int64, g.Size()), seen: make([]uint64, o.Experts)}
-	d.copies, d.rankOf = make([][]int32, o.Experts), make([]int32, len(x.Expert))
-	most := 0
-	for r := range g.Size() {
-		for s := x.First[r]; s < x.First[r+1]; s++ {
-			d.rankOf[s] = int32(r)
-		}
-		most = max(most, int(x.First[r+1]-x.First[r]))
-	}
-	for e, at := range o.Placement.Ranks {
-		for _, r := range at {
-			i, _ := slices.BinarySearch(x.Expert[x.First[r]:x.First[r+1]], int32(e))
-			d.copies[e] = append(d.copies[e], x.First[r]+int32(i))
-		}
-	}
+	d := &Dispatcher{group: g, heap: h, options: o, experts: x, sent: make([]int64, g.Size()), seen: make([]uint64, o.Experts)}
+	d.local = o.Placement.Local(g.Rank())
+	most := d.findSlots()
 	d.lanes = kernels.Lanes{Size: g.Size(), Slots: len(x.Expert), Twins: o.MaxTokens * max(min(o.TopK, most)-1, 0)}
 	d.outputs, d.stride = alignUp(d.lanes.Bytes()), alignUp(x.Rows*x.RowBytes())
 	if d.block, err = allocate(ctx, h, d.outputs+d.stride*int64(o.Handles+2)); err != nil {
@@ -113,6 +104,25 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 		return nil, errors.Join(fmt.Errorf("dispatch: %w", err), d.block.Free())
 	}
 	return d, nil
+}
+
+// findSlots fills in the tables of slots. It returns the most slots that one rank has.
+func (d *Dispatcher) findSlots() (most int) {
+	x := d.experts
+	d.copies, d.rankOf = make([][]int32, d.options.Experts), make([]int32, len(x.Expert))
+	for r := range d.group.Size() {
+		for s := x.First[r]; s < x.First[r+1]; s++ {
+			d.rankOf[s] = int32(r)
+		}
+		most = max(most, int(x.First[r+1]-x.First[r]))
+	}
+	for e, at := range d.options.Placement.Ranks {
+		for _, r := range at {
+			i, _ := slices.BinarySearch(x.Expert[x.First[r]:x.First[r+1]], int32(e))
+			d.copies[e] = append(d.copies[e], x.First[r]+int32(i))
+		}
+	}
+	return most
 }
 
 func alignUp(n int64) int64 {

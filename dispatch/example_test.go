@@ -24,10 +24,11 @@ func Example() {
 	var ranks sync.WaitGroup
 	for rank, g := range groups {
 		ranks.Go(func() {
-			results[rank], err = layer(g)
+			y, err := layer(g)
 			if err != nil {
 				log.Fatal(err)
 			}
+			results[rank] = y
 		})
 	}
 	ranks.Wait()

@@ -1,19 +1,22 @@
 package shm
 
-// streamBytes is the length from which CopyStream writes around the caches. A short copy is cheaper through them.
-const streamBytes = 32 << 10
-
 // CopyStream copies len(src) bytes to dst, which must be as long and must not overlap src, with stores that go around
-// the caches. It is for data that does not fit them anyway: where source and destination do, copy is twice as fast. A
-// fence at its end lets a later release store order it.
+// the caches where CanStream says so. It is for data that does not fit them anyway: where source and destination do, copy
+// is twice as fast. A later release store is ordered behind the copy only by a Fence between them.
 func CopyStream(dst, src []byte) {
-	dst = dst[:len(src)]
-	if len(src) < streamBytes || !canStream {
-		copy(dst, src)
+	head := min(int(-Addr(dst)&63), len(src))
+	body := (len(src) - head) &^ 255
+	if !CanStream || body == 0 {
+		copy(dst[:len(src)], src)
 		return
 	}
-	stream(dst, src)
+	copy(dst[:head], src)
+	streamBlocks(&dst[head], &src[head], body)
+	copy(dst[head+body:len(src)], src[head+body:])
 }
+
+// Fence orders what CopyStream has stored before later stores.
+func Fence() { fence() }
 
 // Pause tells the core n times that it spins.
 func Pause(n int) { pause(n) }

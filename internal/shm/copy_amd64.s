@@ -1,17 +1,16 @@
 #include "textflag.h"
 
 // func streamBlocks(dst, src *byte, n int)
-// n is a positive multiple of 256, dst is aligned to 64 bytes.
 TEXT ·streamBlocks(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), DI
 	MOVQ src+8(FP), SI
 	MOVQ n+16(FP), CX
 
 loop:
-	PREFETCHT0 1024(SI)
-	PREFETCHT0 1088(SI)
-	PREFETCHT0 1152(SI)
-	PREFETCHT0 1216(SI)
+	PREFETCHT0 2048(SI)
+	PREFETCHT0 2112(SI)
+	PREFETCHT0 2176(SI)
+	PREFETCHT0 2240(SI)
 	VMOVDQU    (SI), Y0
 	VMOVDQU    32(SI), Y1
 	VMOVDQU    64(SI), Y2
@@ -32,8 +31,12 @@ loop:
 	ADDQ       $256, DI
 	SUBQ       $256, CX
 	JNZ        loop
-	SFENCE
 	VZEROUPPER
+	RET
+
+// func fence()
+TEXT ·fence(SB), NOSPLIT, $0-0
+	SFENCE
 	RET
 
 // func pause(n int)

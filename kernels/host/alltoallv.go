@@ -125,10 +125,14 @@ func (x *exchange) run(e *Engine, a *kernels.AllToAllV) error {
 	}
 }
 
+// streamFrom is the length from which a fence for one copy around the caches does not matter.
+const streamFrom = 32 << 10
+
 // copy moves bytes through the caches, or around them when the exchange as a whole does not fit.
 func (x *exchange) copy(dst, src []byte) {
-	if x.stream {
+	if x.stream && len(src) >= streamFrom {
 		shm.CopyStream(dst, src)
+		shm.Fence()
 		return
 	}
 	copy(dst, src)

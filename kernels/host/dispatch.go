@@ -273,14 +273,14 @@ func (m *meeting) scatter(a *kernels.Dispatch) {
 			}
 			rank, from = row.Rank, row.Row
 			if to := e.space.Range(int(rank), int64(m.write[rank])+int64(from)*size, size); stream {
-				streamRow(to, x)
+				shm.CopyStream(to, x)
 			} else {
 				copy(to, x)
 			}
 		}
 	}
 	if stream {
-		fence()
+		shm.Fence()
 	}
 }
 

@@ -178,7 +178,7 @@ func (g *gatherer[T]) begin(m *meeting, x *kernels.Experts, n int) {
 // end makes what was written visible to whom this rank signals, and lets go of it.
 func (g *gatherer[T]) end() {
 	if g.stream {
-		fence()
+		shm.Fence()
 	}
 	clear(g.rows)
 	g.m = nil
@@ -193,7 +193,7 @@ func (g *gatherer[T]) bytes(p int32, off uint64, i int32) []byte {
 func write[T, S float32 | vec.Float16 | vec.BFloat16](g *gatherer[T], dst []byte, rows [][]S, weights []float32) {
 	if g.stream {
 		vec.WeightedSum(g.out, rows, weights)
-		streamRow(dst, shm.Bytes(g.out))
+		shm.CopyStream(dst, shm.Bytes(g.out))
 	} else {
 		vec.WeightedSum(shm.View[T](dst), rows, weights)
 	}
