@@ -1,0 +1,35 @@
+//go:build cgo
+
+package layout
+
+// #include "args.h"
+import "C"
+
+import "unsafe"
+
+// Of is every size, offset and constant of args.h that Go repeats, by the name Go gives it.
+func Of() map[string]int {
+	var a C.struct_sw_exchange_args
+	var f C.struct_sw_fault
+	var c C.struct_sw_control
+	var st C.struct_sw_step
+	return map[string]int{
+		"maxRanks": C.SW_MAX_RANKS, "lineBytes": C.SW_LINE_BYTES, "packetGroupPayload": C.SW_PACKET_GROUP_PAYLOAD,
+		"packetGroupBytes": C.SW_PACKET_GROUP_BYTES, "packetHeaderBytes": C.SW_PACKET_HEADER_BYTES,
+		"sendThreads": C.SW_SEND_THREADS, "recvThreads": C.SW_RECV_THREADS, "packetThreads": C.SW_PACKET_THREADS,
+		"pilotThreads": C.SW_PILOT_THREADS, "bulkThreads": C.SW_BULK_THREADS, "bulkStages": C.SW_BULK_STAGES,
+		"bulkBytes": C.SW_BULK_BYTES, "copyThreads": C.SW_COPY_THREADS, "laneMinBytes": C.SW_LANE_MIN_BYTES,
+		"flagStaged": C.SW_STAGED, "flagMesh": C.SW_MESH, "flagPaced": C.SW_PACED, "flagBulk": C.SW_BULK,
+		"faultTimeout": C.SW_FAULT_TIMEOUT, "faultAborted": C.SW_FAULT_ABORTED, "faultMismatch": C.SW_FAULT_MISMATCH,
+		"faultPlace": C.SW_FAULT_PLACE, "copyArgsBytes": C.sizeof_struct_sw_copy_args, "moveArgsBytes": C.sizeof_struct_sw_move_args,
+		"faultBytes": C.sizeof_struct_sw_fault, "faultKind": int(unsafe.Offsetof(f.kind)), "faultPeer": int(unsafe.Offsetof(f.peer)),
+		"faultEpoch": int(unsafe.Offsetof(f.epoch)), "faultSent": int(unsafe.Offsetof(f.sent)), "faultExpect": int(unsafe.Offsetof(f.expected)),
+		"faultSending": int(unsafe.Offsetof(f.sending)), "controlFault": int(unsafe.Offsetof(c.fault)),
+		"argsBytes": C.sizeof_struct_sw_exchange_args, "argsDstOffset": int(unsafe.Offsetof(a.dst_offset)),
+		"argsSplits": int(unsafe.Offsetof(a.splits)), "argsFault": int(unsafe.Offsetof(a.fault)),
+		"argsControl": int(unsafe.Offsetof(a.control)), "argsPackets": int(unsafe.Offsetof(a.packets)),
+		"argsSlotBytes": int(unsafe.Offsetof(a.slot_bytes)), "argsRank": int(unsafe.Offsetof(a.rank)),
+		"argsFlags": int(unsafe.Offsetof(a.flags)), "argsOwn": int(unsafe.Offsetof(a.own_bytes)), "argsSteps": int(unsafe.Offsetof(a.steps)),
+		"stepBytes": C.sizeof_struct_sw_step, "stepSend": int(unsafe.Offsetof(st.send_bytes)), "stepRecv": int(unsafe.Offsetof(st.recv_bytes)),
+	}
+}

@@ -1,0 +1,98 @@
+package cuda
+
+import (
+	"errors"
+	"fmt"
+)
+
+// Features is what a device offers to share memory with.
+type Features struct {
+	VirtualMemory     bool // address ranges and mappings of one's own (cuMemCreate)
+	PosixFiles        bool // allocations exported as file descriptors
+	Fabric            bool // allocations exported as fabric handles
+	CooperativeLaunch bool // grids whose blocks all run at once
+	StreamMemOps      bool // 64-bit waits and writes by the stream itself
+	UnifiedAddressing bool
+}
+
+// Features asks the device.
+func (v *Device) Features() (Features, error) {
+	var f Features
+	for _, q := range []struct {
+		which Attribute
+		to    *bool
+	}{
+		{VirtualMemory, &f.VirtualMemory}, {PosixFileHandles, &f.PosixFiles}, {FabricHandles, &f.Fabric},
+		{CooperativeLaunch, &f.CooperativeLaunch}, {StreamMemOps64, &f.StreamMemOps}, {UnifiedAddressing, &f.UnifiedAddressing},
+	} {
+		n, err := v.Attribute(q.which)
+		switch {
+		case errors.Is(err, InvalidValue): // an attribute the driver does not know is a feature it does not have
+		case err != nil:
+			return Features{}, err
+		default:
+			*q.to = n != 0
+		}
+	}
+	return f, nil
+}
+
+// FeatureError says which device, or which ordered pair of devices, lacks what. errors.Is(err, ErrUnsupported) holds.
+type FeatureError struct {
+	Feature string // "virtual memory management", "peer access"
+	Device  int    // ordinal
+	Peer    int    // ordinal of the device that Device cannot reach, -1 where the feature is of one device
+}
+
+// Error names the devices.
+func (e *FeatureError) Error() string {
+	if e.Peer < 0 {
+		return fmt.Sprintf("cuda: device %d lacks %s", e.Device, e.Feature)
+	}
+	return fmt.Sprintf("cuda: device %d lacks %s to device %d", e.Device, e.Feature, e.Peer)
+}
+
+// Unwrap returns ErrUnsupported.
+func (e *FeatureError) Unwrap() error { return ErrUnsupported }
+
+// Requirements is what CheckDevices insists on. The zero value asks for peer access alone.
+type Requirements struct {
+	VirtualMemory, PosixFiles, Fabric bool
+	CooperativeLaunch                 bool
+}
+
+// CheckDevices tests every device, and every ordered pair for peer access. The error joins one FeatureError for each
+// thing missing.
+func CheckDevices(devices []*Device, need Requirements) error {
+	var missing []error
+	for _, v := range devices {
+		f, err := v.Features()
+		if err != nil {
+			return fmt.Errorf("probe %v: %w", v, err)
+		}
+		for _, q := range []struct {
+			need, have bool
+			what       string
+		}{
+			{true, f.UnifiedAddressing, "unified addressing"},
+			{need.VirtualMemory, f.VirtualMemory, "virtual memory management"},
+			{need.PosixFiles, f.PosixFiles, "file descriptor handles"},
+			{need.Fabric, f.Fabric, "fabric handles"},
+			{need.CooperativeLaunch, f.CooperativeLaunch, "cooperative launch"},
+		} {
+			if q.need && !q.have {
+				missing = append(missing, &FeatureError{Feature: q.what, Device: v.ordinal, Peer: -1})
+			}
+		}
+		for _, w := range devices {
+			ok, err := v.CanAccess(w)
+			if err != nil {
+				return fmt.Errorf("probe %v to %v: %w", v, w, err)
+			}
+			if !ok {
+				missing = append(missing, &FeatureError{Feature: "peer access", Device: v.ordinal, Peer: w.ordinal})
+			}
+		}
+	}
+	return errors.Join(missing...)
+}

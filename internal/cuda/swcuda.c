@@ -1,0 +1,613 @@
+//go:build cgo && linux
+
+#define _GNU_SOURCE
+#include "swcuda.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef sw_result (*get_proc_v1)(const char *, void **, int32_t, uint64_t);
+typedef sw_result (*get_proc_v2)(const char *, void **, int32_t, uint64_t, int32_t *);
+
+static void *entry(get_proc_v2 v2, get_proc_v1 v1, const char *name, int32_t version)
+{
+	void *fn = NULL;
+	int32_t found = 0;
+	if (v2 != NULL)
+		return v2(name, &fn, version, 0, &found) == 0 && found == 0 ? fn : NULL;
+	return v1(name, &fn, version, 0) == 0 ? fn : NULL;
+}
+
+sw_result sw_open(sw_driver **out, char *why, size_t why_len)
+{
+	*out = NULL;
+	void *lib = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+	if (lib == NULL) {
+		const char *e = dlerror();
+		snprintf(why, why_len, "%s", e != NULL ? e : "libcuda.so.1 cannot be opened");
+		return SW_NO_DRIVER;
+	}
+	get_proc_v2 v2 = (get_proc_v2)dlsym(lib, "cuGetProcAddress_v2");
+	get_proc_v1 v1 = (get_proc_v1)dlsym(lib, "cuGetProcAddress");
+	if (v2 == NULL && v1 == NULL) {
+		snprintf(why, why_len, "libcuda.so.1 has no cuGetProcAddress (older than CUDA 11.3)");
+		dlclose(lib);
+		return SW_NO_DRIVER;
+	}
+	sw_driver *d = calloc(1, sizeof *d);
+	if (d == NULL) {
+		snprintf(why, why_len, "out of memory");
+		dlclose(lib);
+		return SW_NO_DRIVER;
+	}
+	d->lib = lib;
+#define SW_LOAD(name, version, params) *(void **)&d->name = entry(v2, v1, #name, version);
+	SW_ENTRIES(SW_LOAD)
+#undef SW_LOAD
+	if (d->cuInit == NULL || d->cuGetErrorName == NULL || d->cuCtxGetCurrent == NULL || d->cuCtxPushCurrent == NULL ||
+	    d->cuCtxPopCurrent == NULL) {
+		snprintf(why, why_len, "libcuda.so.1 lacks basic entry points");
+		sw_close(d);
+		return SW_NO_DRIVER;
+	}
+	sw_result r = d->cuInit(0);
+	if (r != 0) {
+		const char *name = NULL;
+		d->cuGetErrorName(r, &name);
+		snprintf(why, why_len, "cuInit: %s (%d)", name != NULL ? name : "unknown error", r);
+		sw_close(d);
+		return r;
+	}
+	*out = d;
+	return 0;
+}
+
+void sw_close(sw_driver *d)
+{
+	if (d == NULL)
+		return;
+	dlclose(d->lib);
+	free(d);
+}
+
+static const char *const op_names[] = {
+#define SW_NAME(name) #name,
+	SW_OPS(SW_NAME)
+#undef SW_NAME
+};
+
+const char *sw_op_name(int32_t op)
+{
+	return op >= 0 && op < SW_OP_COUNT ? op_names[op] : NULL;
+}
+
+const char *sw_error_name(sw_driver *d, sw_result r)
+{
+	const char *name = NULL;
+	if (d == NULL || d->cuGetErrorName(r, &name) != 0)
+		return NULL;
+	return name;
+}
+
+int32_t sw_has(sw_driver *d, const char *name)
+{
+#define SW_HAS(n, version, params) \
+	if (strcmp(name, #n) == 0) \
+		return d->n != NULL;
+	SW_ENTRIES(SW_HAS)
+#undef SW_HAS
+	return 0;
+}
+
+/* enter makes ctx current unless it is already; leave undoes exactly that. A caller's thread, such as Python's, finds
+ * its own context again. */
+static sw_result enter(sw_driver *d, uint64_t ctx, int *pushed)
+{
+	*pushed = 0;
+	if (ctx == 0)
+		return 0;
+	sw_handle now = NULL;
+	sw_result r = d->cuCtxGetCurrent(&now);
+	if (r != 0)
+		return r;
+	if ((uint64_t)(uintptr_t)now == ctx)
+		return 0;
+	r = d->cuCtxPushCurrent((sw_handle)(uintptr_t)ctx);
+	*pushed = r == 0;
+	return r;
+}
+
+static void leave(sw_driver *d, int pushed)
+{
+	sw_handle old;
+	if (pushed)
+		d->cuCtxPopCurrent(&old);
+}
+
+#define HANDLE(v) ((sw_handle)(uintptr_t)(v))
+#define NEED(fn) \
+	if (d->fn == NULL) \
+	return SW_NO_ENTRY
+#define GIVE(type, init, index, call) \
+	do { \
+		type v = init; \
+		sw_result r_ = (call); \
+		if (r_ == 0) \
+			a[index] = (uint64_t)v; \
+		return r_; \
+	} while (0)
+
+static sw_mem_prop device_prop(int32_t device, int32_t handle_types)
+{
+	sw_mem_prop p;
+	memset(&p, 0, sizeof p);
+	p.type = 1;
+	p.handle_types = handle_types;
+	p.location.type = 1;
+	p.location.id = device;
+	return p;
+}
+
+static sw_result pointer_attributes(sw_driver *d, uint64_t *a)
+{
+	/* memory type, device ordinal, buffer id, range start, range size, legacy IPC capable, allowed handle types, managed */
+	int32_t kinds[8] = {2, 9, 7, 11, 12, 10, 14, 8};
+	uint32_t type = 0, allowed = 0;
+	int32_t device = -1, ipc = 0, managed = 0;
+	unsigned long long id = 0, start = 0;
+	size_t size = 0;
+	void *data[8] = {&type, &device, &id, &start, &size, &ipc, &allowed, &managed};
+	sw_result r = d->cuPointerGetAttributes(8, kinds, data, a[0]);
+	if (r != 0)
+		return r;
+	a[0] = type;
+	a[1] = (uint64_t)(int64_t)device;
+	a[2] = id;
+	a[3] = start;
+	a[4] = size;
+	a[5] = (uint64_t)(ipc != 0);
+	a[6] = allowed;
+	a[7] = (uint64_t)(managed != 0);
+	return 0;
+}
+
+static sw_result set_access(sw_driver *d, uint64_t *a, const int32_t *devices)
+{
+	sw_mem_access desc[64];
+	size_t n = (size_t)a[2];
+	if (n > 64)
+		return SW_BAD_COMMAND;
+	for (size_t i = 0; i < n; i++) {
+		desc[i].location.type = 1;
+		desc[i].location.id = devices[i];
+		desc[i].flags = 3;
+	}
+	return d->cuMemSetAccess(a[0], a[1], desc, n);
+}
+
+static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
+{
+	sw_result r;
+	switch (op) {
+	case SW_OP_cuDriverGetVersion:
+		NEED(cuDriverGetVersion);
+		GIVE(int32_t, 0, 0, d->cuDriverGetVersion(&v));
+	case SW_OP_cuDeviceGetCount:
+		NEED(cuDeviceGetCount);
+		GIVE(int32_t, 0, 0, d->cuDeviceGetCount(&v));
+	case SW_OP_cuDeviceGet:
+		NEED(cuDeviceGet);
+		GIVE(int32_t, 0, 0, d->cuDeviceGet(&v, (int32_t)a[0]));
+	case SW_OP_cuDeviceGetName:
+		NEED(cuDeviceGetName);
+		return d->cuDeviceGetName(p, (int32_t)a[1], (int32_t)a[0]);
+	case SW_OP_cuDeviceGetUuid:
+		NEED(cuDeviceGetUuid);
+		return d->cuDeviceGetUuid(p, (int32_t)a[0]);
+	case SW_OP_cuDeviceGetPCIBusId:
+		NEED(cuDeviceGetPCIBusId);
+		return d->cuDeviceGetPCIBusId(p, (int32_t)a[1], (int32_t)a[0]);
+	case SW_OP_cuDeviceGetAttribute:
+		NEED(cuDeviceGetAttribute);
+		GIVE(int32_t, 0, 0, d->cuDeviceGetAttribute(&v, (int32_t)a[1], (int32_t)a[0]));
+	case SW_OP_cuDeviceTotalMem:
+		NEED(cuDeviceTotalMem);
+		GIVE(size_t, 0, 0, d->cuDeviceTotalMem(&v, (int32_t)a[0]));
+	case SW_OP_cuDeviceCanAccessPeer:
+		NEED(cuDeviceCanAccessPeer);
+		GIVE(int32_t, 0, 0, d->cuDeviceCanAccessPeer(&v, (int32_t)a[0], (int32_t)a[1]));
+	case SW_OP_cuDeviceGetP2PAttribute:
+		NEED(cuDeviceGetP2PAttribute);
+		GIVE(int32_t, 0, 0, d->cuDeviceGetP2PAttribute(&v, (int32_t)a[2], (int32_t)a[0], (int32_t)a[1]));
+	case SW_OP_cuDevicePrimaryCtxRetain:
+		NEED(cuDevicePrimaryCtxRetain);
+		GIVE(sw_handle, NULL, 0, d->cuDevicePrimaryCtxRetain(&v, (int32_t)a[0]));
+	case SW_OP_cuDevicePrimaryCtxRelease:
+		NEED(cuDevicePrimaryCtxRelease);
+		return d->cuDevicePrimaryCtxRelease((int32_t)a[0]);
+	case SW_OP_cuCtxGetCurrent:
+		GIVE(sw_handle, NULL, 0, d->cuCtxGetCurrent(&v));
+	case SW_OP_cuCtxSynchronize:
+		NEED(cuCtxSynchronize);
+		return d->cuCtxSynchronize();
+	case SW_OP_cuCtxEnablePeerAccess:
+		NEED(cuCtxEnablePeerAccess);
+		return d->cuCtxEnablePeerAccess(HANDLE(a[0]), 0);
+	case SW_OP_cuCtxGetStreamPriorityRange: {
+		NEED(cuCtxGetStreamPriorityRange);
+		int32_t least = 0, greatest = 0;
+		r = d->cuCtxGetStreamPriorityRange(&least, &greatest);
+		a[0] = (uint64_t)(int64_t)least;
+		a[1] = (uint64_t)(int64_t)greatest;
+		return r;
+	}
+	case SW_OP_cuStreamCreateWithPriority:
+		NEED(cuStreamCreateWithPriority);
+		GIVE(sw_handle, NULL, 0, d->cuStreamCreateWithPriority(&v, (uint32_t)a[0], (int32_t)a[1]));
+	case SW_OP_cuStreamDestroy:
+		NEED(cuStreamDestroy);
+		return d->cuStreamDestroy(HANDLE(a[0]));
+	case SW_OP_cuStreamSynchronize:
+		NEED(cuStreamSynchronize);
+		return d->cuStreamSynchronize(HANDLE(a[0]));
+	case SW_OP_cuStreamQuery:
+		NEED(cuStreamQuery);
+		return d->cuStreamQuery(HANDLE(a[0]));
+	case SW_OP_cuStreamWaitEvent:
+		NEED(cuStreamWaitEvent);
+		return d->cuStreamWaitEvent(HANDLE(a[0]), HANDLE(a[1]), 0);
+	case SW_OP_cuStreamIsCapturing:
+		NEED(cuStreamIsCapturing);
+		GIVE(int32_t, 0, 0, d->cuStreamIsCapturing(HANDLE(a[0]), &v));
+	case SW_OP_cuStreamGetCtx:
+		NEED(cuStreamGetCtx);
+		GIVE(sw_handle, NULL, 0, d->cuStreamGetCtx(HANDLE(a[0]), &v));
+	case SW_OP_cuStreamWaitValue64:
+		NEED(cuStreamWaitValue64);
+		return d->cuStreamWaitValue64(HANDLE(a[0]), a[1], a[2], (uint32_t)a[3]);
+	case SW_OP_cuStreamWriteValue64:
+		NEED(cuStreamWriteValue64);
+		return d->cuStreamWriteValue64(HANDLE(a[0]), a[1], a[2], (uint32_t)a[3]);
+	case SW_OP_cuStreamBeginCapture:
+		NEED(cuStreamBeginCapture);
+		return d->cuStreamBeginCapture(HANDLE(a[0]), (int32_t)a[1]);
+	case SW_OP_cuStreamEndCapture:
+		NEED(cuStreamEndCapture);
+		GIVE(sw_handle, NULL, 0, d->cuStreamEndCapture(HANDLE(a[0]), &v));
+	case SW_OP_cuEventCreate:
+		NEED(cuEventCreate);
+		GIVE(sw_handle, NULL, 0, d->cuEventCreate(&v, (uint32_t)a[0]));
+	case SW_OP_cuEventDestroy:
+		NEED(cuEventDestroy);
+		return d->cuEventDestroy(HANDLE(a[0]));
+	case SW_OP_cuEventRecord:
+		NEED(cuEventRecord);
+		return d->cuEventRecord(HANDLE(a[0]), HANDLE(a[1]));
+	case SW_OP_cuEventQuery:
+		NEED(cuEventQuery);
+		return d->cuEventQuery(HANDLE(a[0]));
+	case SW_OP_cuEventSynchronize:
+		NEED(cuEventSynchronize);
+		return d->cuEventSynchronize(HANDLE(a[0]));
+	case SW_OP_cuEventElapsedTime: {
+		NEED(cuEventElapsedTime);
+		float ms = 0;
+		r = d->cuEventElapsedTime(&ms, HANDLE(a[0]), HANDLE(a[1]));
+		a[0] = (uint64_t)((double)ms * 1e6);
+		return r;
+	}
+	case SW_OP_cuMemGetInfo: {
+		NEED(cuMemGetInfo);
+		size_t available = 0, total = 0;
+		r = d->cuMemGetInfo(&available, &total);
+		a[0] = available;
+		a[1] = total;
+		return r;
+	}
+	case SW_OP_cuMemAlloc:
+		NEED(cuMemAlloc);
+		GIVE(sw_ptr, 0, 0, d->cuMemAlloc(&v, a[0]));
+	case SW_OP_cuMemFree:
+		NEED(cuMemFree);
+		return d->cuMemFree(a[0]);
+	case SW_OP_cuMemGetAddressRange: {
+		NEED(cuMemGetAddressRange);
+		sw_ptr base = 0;
+		size_t size = 0;
+		r = d->cuMemGetAddressRange(&base, &size, a[0]);
+		a[0] = base;
+		a[1] = size;
+		return r;
+	}
+	case SW_OP_cuMemHostAlloc: {
+		NEED(cuMemHostAlloc);
+		NEED(cuMemHostGetDevicePointer);
+		NEED(cuMemFreeHost);
+		void *host = NULL;
+		sw_ptr dev = 0;
+		r = d->cuMemHostAlloc(&host, a[0], (uint32_t)a[1]);
+		if (r != 0)
+			return r;
+		r = d->cuMemHostGetDevicePointer(&dev, host, 0);
+		if (r != 0) {
+			d->cuMemFreeHost(host);
+			return r;
+		}
+		memset(host, 0, a[0]);
+		a[0] = (uint64_t)(uintptr_t)host;
+		a[1] = dev;
+		return 0;
+	}
+	case SW_OP_cuMemFreeHost:
+		NEED(cuMemFreeHost);
+		return d->cuMemFreeHost(HANDLE(a[0]));
+	case SW_OP_cuMemHostRegister:
+		NEED(cuMemHostRegister);
+		return d->cuMemHostRegister(HANDLE(a[0]), a[1], (uint32_t)a[2]);
+	case SW_OP_cuMemHostUnregister:
+		NEED(cuMemHostUnregister);
+		return d->cuMemHostUnregister(HANDLE(a[0]));
+	case SW_OP_cuMemcpyAsync:
+		NEED(cuMemcpyAsync);
+		return d->cuMemcpyAsync(a[0], a[1], a[2], HANDLE(a[3]));
+	case SW_OP_cuMemcpyHtoD:
+		NEED(cuMemcpyHtoDAsync);
+		NEED(cuStreamSynchronize);
+		r = d->cuMemcpyHtoDAsync(a[0], p, a[1], HANDLE(a[2]));
+		return r != 0 ? r : d->cuStreamSynchronize(HANDLE(a[2]));
+	case SW_OP_cuMemcpyDtoH:
+		NEED(cuMemcpyDtoHAsync);
+		NEED(cuStreamSynchronize);
+		r = d->cuMemcpyDtoHAsync(p, a[0], a[1], HANDLE(a[2]));
+		return r != 0 ? r : d->cuStreamSynchronize(HANDLE(a[2]));
+	case SW_OP_cuMemsetD8Async:
+		NEED(cuMemsetD8Async);
+		return d->cuMemsetD8Async(a[0], (uint8_t)a[1], a[2], HANDLE(a[3]));
+	case SW_OP_cuPointerGetAttributes:
+		NEED(cuPointerGetAttributes);
+		return pointer_attributes(d, a);
+	case SW_OP_cuMemAddressReserve:
+		NEED(cuMemAddressReserve);
+		GIVE(sw_ptr, 0, 0, d->cuMemAddressReserve(&v, a[0], a[1], a[2], 0));
+	case SW_OP_cuMemAddressFree:
+		NEED(cuMemAddressFree);
+		return d->cuMemAddressFree(a[0], a[1]);
+	case SW_OP_cuMemCreate: {
+		NEED(cuMemCreate);
+		sw_mem_prop prop = device_prop((int32_t)a[1], (int32_t)a[2]);
+		GIVE(uint64_t, 0, 0, d->cuMemCreate(&v, a[0], &prop, 0));
+	}
+	case SW_OP_cuMemRelease:
+		NEED(cuMemRelease);
+		return d->cuMemRelease(a[0]);
+	case SW_OP_cuMemMap:
+		NEED(cuMemMap);
+		return d->cuMemMap(a[0], a[1], a[2], a[3], 0);
+	case SW_OP_cuMemUnmap:
+		NEED(cuMemUnmap);
+		return d->cuMemUnmap(a[0], a[1]);
+	case SW_OP_cuMemSetAccess:
+		NEED(cuMemSetAccess);
+		return set_access(d, a, p);
+	case SW_OP_cuMemExportToShareableHandle: {
+		NEED(cuMemExportToShareableHandle);
+		int fd = -1;
+		r = d->cuMemExportToShareableHandle(&fd, a[0], 1, 0);
+		a[0] = (uint64_t)(int64_t)fd;
+		return r;
+	}
+	case SW_OP_cuMemImportFromShareableHandle:
+		NEED(cuMemImportFromShareableHandle);
+		GIVE(uint64_t, 0, 0, d->cuMemImportFromShareableHandle(&v, HANDLE(a[0]), 1));
+	case SW_OP_cuMemGetAllocationGranularity: {
+		NEED(cuMemGetAllocationGranularity);
+		sw_mem_prop prop = device_prop((int32_t)a[0], (int32_t)a[1]);
+		GIVE(size_t, 0, 0, d->cuMemGetAllocationGranularity(&v, &prop, (int32_t)a[2]));
+	}
+	case SW_OP_cuMemRetainAllocationHandle:
+		NEED(cuMemRetainAllocationHandle);
+		GIVE(uint64_t, 0, 0, d->cuMemRetainAllocationHandle(&v, HANDLE(a[0])));
+	case SW_OP_cuIpcGetMemHandle: {
+		NEED(cuIpcGetMemHandle);
+		sw_ipc_handle h;
+		r = d->cuIpcGetMemHandle(&h, a[0]);
+		if (r == 0)
+			memcpy(p, &h, sizeof h);
+		return r;
+	}
+	case SW_OP_cuIpcOpenMemHandle: {
+		NEED(cuIpcOpenMemHandle);
+		sw_ipc_handle h;
+		memcpy(&h, p, sizeof h);
+		GIVE(sw_ptr, 0, 0, d->cuIpcOpenMemHandle(&v, h, 1));
+	}
+	case SW_OP_cuIpcCloseMemHandle:
+		NEED(cuIpcCloseMemHandle);
+		return d->cuIpcCloseMemHandle(a[0]);
+	case SW_OP_cuModuleLoadData:
+		NEED(cuModuleLoadData);
+		GIVE(sw_handle, NULL, 0, d->cuModuleLoadData(&v, p));
+	case SW_OP_cuModuleUnload:
+		NEED(cuModuleUnload);
+		return d->cuModuleUnload(HANDLE(a[0]));
+	case SW_OP_cuModuleGetFunction: {
+		NEED(cuModuleGetFunction);
+		sw_handle f = NULL;
+		r = d->cuModuleGetFunction(&f, HANDLE(a[0]), p);
+		/* Load it now: lazy loading at the first launch would wait for kernels that wait for this rank. */
+		if (r == 0 && d->cuFuncLoad != NULL)
+			r = d->cuFuncLoad(f);
+		if (r == 0)
+			a[0] = (uint64_t)(uintptr_t)f;
+		return r;
+	}
+	case SW_OP_cuModuleGetGlobal: {
+		NEED(cuModuleGetGlobal);
+		sw_ptr at = 0;
+		size_t size = 0;
+		r = d->cuModuleGetGlobal(&at, &size, HANDLE(a[0]), p);
+		a[0] = at;
+		a[1] = size;
+		return r;
+	}
+	case SW_OP_cuFuncGetAttribute:
+		NEED(cuFuncGetAttribute);
+		GIVE(int32_t, 0, 0, d->cuFuncGetAttribute(&v, (int32_t)a[1], HANDLE(a[0])));
+	case SW_OP_cuFuncSetAttribute:
+		NEED(cuFuncSetAttribute);
+		return d->cuFuncSetAttribute(HANDLE(a[0]), (int32_t)a[1], (int32_t)a[2]);
+	case SW_OP_cuOccupancyMaxActiveBlocksPerMultiprocessor:
+		NEED(cuOccupancyMaxActiveBlocksPerMultiprocessor);
+		GIVE(int32_t, 0, 0, d->cuOccupancyMaxActiveBlocksPerMultiprocessor(&v, HANDLE(a[0]), (int32_t)a[1], a[2]));
+	case SW_OP_cuGraphInstantiate:
+		NEED(cuGraphInstantiateWithFlags);
+		GIVE(sw_handle, NULL, 0, d->cuGraphInstantiateWithFlags(&v, HANDLE(a[0]), 0));
+	case SW_OP_cuGraphLaunch:
+		NEED(cuGraphLaunch);
+		return d->cuGraphLaunch(HANDLE(a[0]), HANDLE(a[1]));
+	case SW_OP_cuGraphExecDestroy:
+		NEED(cuGraphExecDestroy);
+		return d->cuGraphExecDestroy(HANDLE(a[0]));
+	case SW_OP_cuGraphDestroy:
+		NEED(cuGraphDestroy);
+		return d->cuGraphDestroy(HANDLE(a[0]));
+	}
+	return SW_BAD_COMMAND;
+}
+
+sw_result sw_call(sw_driver *d, uint64_t ctx, int32_t op, uint64_t *a, void *p)
+{
+	int pushed;
+	sw_result r = enter(d, ctx, &pushed);
+	if (r != 0)
+		return r;
+	r = call(d, op, a, p);
+	leave(d, pushed);
+	return r;
+}
+
+static sw_result launch(sw_driver *d, const sw_cmd_launch *c, sw_handle stream)
+{
+	NEED(cuLaunchKernelEx);
+	sw_launch_attribute attrs[4];
+	sw_launch_config cfg;
+	uint32_t n = 0;
+	memset(&cfg, 0, sizeof cfg);
+	for (int i = 0; i < 3; i++) {
+		cfg.grid[i] = c->grid[i];
+		cfg.block[i] = c->block[i];
+	}
+	cfg.shared_bytes = c->shared_bytes;
+	cfg.stream = stream;
+	cfg.attrs = attrs;
+	if (c->flags & SW_LAUNCH_COOPERATIVE) {
+		memset(&attrs[n], 0, sizeof attrs[n]);
+		attrs[n].id = 2;
+		attrs[n++].value.i32 = 1;
+	}
+	if (c->flags & SW_LAUNCH_PROGRAMMATIC) {
+		memset(&attrs[n], 0, sizeof attrs[n]);
+		attrs[n].id = 6;
+		attrs[n++].value.i32 = 1;
+	}
+	if (c->flags & SW_LAUNCH_REMOTE_DOMAIN) {
+		memset(&attrs[n], 0, sizeof attrs[n]);
+		attrs[n].id = 10;
+		attrs[n++].value.i32 = 1;
+	}
+	if (c->cluster > 1) {
+		memset(&attrs[n], 0, sizeof attrs[n]);
+		attrs[n].id = 4;
+		attrs[n].value.dim.x = c->cluster;
+		attrs[n].value.dim.y = attrs[n].value.dim.z = 1;
+		n++;
+	}
+	cfg.attr_count = n;
+	/* one parameter, a struct */
+	void *params[] = {(void *)(c + 1)};
+	return d->cuLaunchKernelEx(&cfg, HANDLE(c->function), c->arg_bytes != 0 ? params : NULL, NULL);
+}
+
+static sw_result copies(sw_driver *d, const sw_cmd_words *c, sw_handle stream)
+{
+	uint64_t *list = (uint64_t *)((char *)(uintptr_t)c + sizeof(sw_cmd) + 2 * sizeof(uint64_t));
+	uint64_t n = c->a;
+	if (sizeof(sw_cmd) + (2 + 3 * n) * 8 > c->cmd.bytes)
+		return SW_BAD_COMMAND;
+	if (d->cuMemcpyBatchAsync == NULL || stream == NULL || n < 2 || (c->b & 1) == 0) {
+		NEED(cuMemcpyAsync);
+		for (uint64_t i = 0; i < n; i++) {
+			sw_result r = d->cuMemcpyAsync(list[i], list[n + i], list[2 * n + i], stream);
+			if (r != 0)
+				return r;
+		}
+		return 0;
+	}
+	sw_memcpy_attributes attr;
+	size_t index = 0, failed = 0;
+	memset(&attr, 0, sizeof attr);
+	attr.src_access_order = 1;
+	attr.flags = 1;
+	return d->cuMemcpyBatchAsync(list, list + n, (size_t *)(list + 2 * n), n, &attr, &index, 1, &failed, stream);
+}
+
+static sw_result command(sw_driver *d, const sw_cmd *c, sw_handle stream)
+{
+	const sw_cmd_words *w = (const sw_cmd_words *)c;
+	if (c->kind == SW_CMD_LAUNCH) {
+		const sw_cmd_launch *l = (const sw_cmd_launch *)c;
+		if (c->bytes < sizeof *l || c->bytes - sizeof *l < l->arg_bytes)
+			return SW_BAD_COMMAND;
+		return launch(d, l, stream);
+	}
+	if (c->bytes < sizeof(sw_cmd_words))
+		return SW_BAD_COMMAND;
+	switch (c->kind) {
+	case SW_CMD_COPY:
+		NEED(cuMemcpyAsync);
+		return d->cuMemcpyAsync(w->a, w->b, w->c, stream);
+	case SW_CMD_COPIES:
+		return copies(d, w, stream);
+	case SW_CMD_SET:
+		NEED(cuMemsetD8Async);
+		return d->cuMemsetD8Async(w->a, (uint8_t)w->b, w->c, stream);
+	case SW_CMD_WAIT_VALUE:
+		NEED(cuStreamWaitValue64);
+		return d->cuStreamWaitValue64(stream, w->a, w->b, (uint32_t)w->c);
+	case SW_CMD_WRITE_VALUE:
+		NEED(cuStreamWriteValue64);
+		return d->cuStreamWriteValue64(stream, w->a, w->b, (uint32_t)w->c);
+	case SW_CMD_RECORD:
+		NEED(cuEventRecord);
+		return d->cuEventRecord(HANDLE(w->a), stream);
+	case SW_CMD_WAIT_EVENT:
+		NEED(cuStreamWaitEvent);
+		return d->cuStreamWaitEvent(stream, HANDLE(w->a), 0);
+	}
+	return SW_BAD_COMMAND;
+}
+
+sw_result sw_submit(sw_driver *d, uint64_t ctx, const uint64_t *streams, int32_t stream_count, const void *commands, int64_t bytes, int64_t *at)
+{
+	int pushed;
+	int64_t pos = 0;
+	*at = 0;
+	sw_result r = enter(d, ctx, &pushed);
+	if (r != 0)
+		return r;
+	while (r == 0 && pos < bytes) {
+		const sw_cmd *c = (const sw_cmd *)((const char *)commands + pos);
+		*at = pos;
+		if (bytes - pos < (int64_t)sizeof *c || c->bytes < sizeof *c || c->bytes % 8 != 0 || bytes - pos < (int64_t)c->bytes ||
+		    c->stream >= stream_count) {
+			r = SW_BAD_COMMAND;
+			break;
+		}
+		r = command(d, c, HANDLE(streams[c->stream]));
+		pos += c->bytes;
+	}
+	leave(d, pushed);
+	return r;
+}
