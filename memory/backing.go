@@ -29,6 +29,13 @@ type backing interface {
 	displace(at, n int64) error
 	// identify says which memory a foreign view lies in, or why peers cannot map it.
 	identify(v View) (source, error)
+	// locate is the identity alone, of a view without an owner, and where it begins there.
+	locate(v View) (id identity, at int64, ok bool)
+	// who names the device to other ranks; reach checks, by those of all ranks, that it works with them.
+	who() []int64
+	reach(all [][]int64) error
+	// raise sets the 64-bit word at at of the range to 1, at once, whatever kernels are running.
+	raise(at int64) error
 	// mem is the range where the host can read it, else nil; base is its address on the device.
 	mem() []byte
 	base() uintptr
@@ -37,18 +44,24 @@ type backing interface {
 	close() error
 }
 
-// source is a part of a foreign piece of memory.
+// source is a part of a foreign piece of memory: span bytes from off on, which a registration maps, and
+// in them the view, lead bytes from their start. In the piece the view begins at at, by whatever count.
 type source struct {
-	id  identity
-	off int64 // from the start of the piece
-	fd  int   // names the piece; stays with its owner
+	id              identity
+	at              int64
+	off, lead, span int64
+	fd              int  // names the piece
+	owned           bool // fd is for whoever asked to close
 }
 
-// identity names a piece of memory for as long as anybody maps it: of a file the device and inode.
-// An address that is freed and mapped again has another.
+// identity names a piece of memory for as long as anybody maps it: of a file the device and inode, of
+// memory of a GPU the driver's buffer id. An address that is freed and mapped again has another.
 type identity struct{ dev, ino uint64 }
 
 func newBacking(d device.Device) (backing, error) {
+	if c, ok := d.(*device.CUDADevice); ok {
+		return newCUDABacking(c)
+	}
 	if d.Kind() != device.HostKind {
 		return nil, fmt.Errorf("%w: a symmetric heap on %v", ErrUnsupported, d)
 	}
@@ -118,7 +131,23 @@ func (*hostBacking) identify(v View) (source, error) {
 	case v.own.heap != nil:
 		return source{}, fmt.Errorf("%w: the memory belongs to a symmetric heap already", ErrUnsupported)
 	}
-	return source{id: v.own.id, off: v.own.off + v.off, fd: v.own.fd}, nil
+	src := source{id: v.own.id, off: v.own.off + v.off, span: roundUp(v.n, pageSize()), fd: v.own.fd}
+	src.at = src.off
+	if src.off%pageSize() != 0 {
+		return source{}, fmt.Errorf("%w: byte %d of the file is not at a multiple of %d", ErrInvalid, src.off, pageSize())
+	}
+	return src, nil
+}
+
+// Memory of the host without an owner has no identity.
+func (*hostBacking) locate(View) (identity, int64, bool) { return identity{}, 0, false }
+
+func (*hostBacking) who() []int64          { return nil }
+func (*hostBacking) reach([][]int64) error { return nil }
+
+func (b *hostBacking) raise(at int64) error {
+	shm.Word(b.shared.Bytes(), at).Store(1)
+	return nil
 }
 
 func (b *hostBacking) mem() []byte   { return b.shared.Bytes() }

@@ -6,8 +6,9 @@
 //	base + p*stride + o
 //
 // in every rank's address space, so a peer's address needs arithmetic and no table. On the host a
-// segment is a memfd, which ranks pass one another over their sockets; ranks that share a process
-// share one range. Nothing here needs privileges.
+// segment is a memfd, on a GPU an allocation of the driver's virtual memory management; both are file
+// descriptors, which ranks pass one another over their sockets. Ranks that share a process share one
+// range, and may share a GPU. Nothing here needs privileges.
 //
 // # Pool
 //
@@ -26,7 +27,8 @@
 //
 // Operations take a [View]: of a buffer, of any other memory ([Host], [Device]), or of a file's
 // [Mapping]. What is symmetric is written by peers in place, other memory goes through staging. A mapping
-// becomes symmetric by [Heap.Register], explicitly and on all ranks.
+// becomes symmetric by [Heap.Register], explicitly and on all ranks, and so does memory of a GPU that can
+// leave its process as a descriptor. [Copy] moves bytes between views.
 //
 // # Lifetime
 //

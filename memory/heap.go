@@ -61,7 +61,9 @@ type extent struct{ off, n int64 }
 // Every rank reserves one range of addresses and maps the segments of all ranks in it at equal
 // distances; ranks that share a process share the range. The memory is zero. The error on every rank
 // is comm.ErrMismatch when options, devices or versions differ, ErrInvalid for options out of range
-// and ErrUnsupported for a device that has no heap.
+// and ErrUnsupported for a device that has no heap, or GPUs of which one cannot reach the other.
+//
+// The heap does not own d, which is closed after it. Ranks may share a GPU.
 func NewHeap(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Heap, error) {
 	return newHeap(ctx, g, d, o, newBacking)
 }
@@ -95,12 +97,17 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		{"reserve bytes", fmt.Sprint(o.ReserveBytes)},
 		{"granule", fmt.Sprint(h.granule)},
 	}}
-	if _, err = meet(ctx, g, what, err); err != nil {
+	if err == nil {
+		what.Info = h.back.who()
+	}
+	devices, err := meet(ctx, g, what, err)
+	if err != nil {
 		return err
 	}
+	unreachable := h.back.reach(devices)
 
 	// The range. Where it is left to us, take what the process with the least addresses can have.
-	if !g.InProcess() || g.Rank() == 0 {
+	if err = unreachable; err == nil && (!g.InProcess() || g.Rank() == 0) {
 		for {
 			err = h.back.reserve(lay.stride() * int64(g.Size()))
 			if err == nil || lay.limit/2 < lay.atLeast {
@@ -218,7 +225,7 @@ func (h *Heap) placeAll(ctx context.Context, op string, fd int, parts []part, er
 		if p.n == 0 {
 			return nil
 		}
-		err := h.back.place(h.at(r, p.place), fd, p.off, roundUp(p.n, pageSize()))
+		err := h.back.place(h.at(r, p.place), fd, p.off, p.n)
 		if err == nil {
 			placed = append(placed, r)
 		}
@@ -273,7 +280,7 @@ func (h *Heap) displaceAll(ranks []int, parts []part) {
 		if parts[r].n == 0 {
 			continue
 		}
-		if err := h.back.displace(h.at(r, parts[r].place), roundUp(parts[r].n, pageSize())); err != nil {
+		if err := h.back.displace(h.at(r, parts[r].place), parts[r].n); err != nil {
 			h.log.Warn("memory: displace", "rank", h.group.Rank(), "of", r, "error", err)
 		}
 	}
@@ -451,11 +458,16 @@ func (h *Heap) verify(ctx context.Context) error {
 func (h *Heap) abort() {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if !h.mapped || h.space.Mem == nil {
+	if !h.mapped {
+		return
+	}
+	if err := h.back.raise(h.at(h.space.Rank, kernels.AbortOffset)); err != nil {
+		h.log.Warn("memory: set the abort word", "rank", h.space.Rank, "error", err)
+	}
+	if h.space.Mem == nil {
 		return
 	}
 	own := h.space.Segment(h.space.Rank)
-	shm.Word(own, kernels.AbortOffset).Store(1)
 	if h.space.Bells != nil {
 		h.space.Bells[h.space.Rank].Ring()
 		return

@@ -93,7 +93,7 @@ func compareRounds(rounds []round) ([][]int64, error) {
 	}
 	infos := make([][]int64, len(rounds))
 	for r, o := range rounds {
-		if len(o.Must) != len(first.Must) || len(o.Info) != len(first.Info) {
+		if len(o.Must) != len(first.Must) {
 			return nil, fmt.Errorf("%w: ranks 0 and %d run different versions", comm.ErrMismatch, r)
 		}
 		for i, v := range o.Must {
@@ -101,6 +101,9 @@ func compareRounds(rounds []round) ([][]int64, error) {
 				return nil, fmt.Errorf("%w: %s: rank 0 has %s, rank %d has %s",
 					comm.ErrMismatch, w.Name, w.Value, r, v.Value)
 			}
+		}
+		if len(o.Info) != len(first.Info) {
+			return nil, fmt.Errorf("%w: ranks 0 and %d run different versions", comm.ErrMismatch, r)
 		}
 		infos[r] = o.Info
 	}

@@ -22,7 +22,7 @@ const (
 type Options struct {
 	// SegmentBytes is how much memory the pool of every rank has at first, 64 MiB when 0. It is
 	// rounded up to what the device maps (2 MiB on the host). On the host a page takes memory when
-	// it is first touched.
+	// it is first touched, on a GPU all of it is taken at once.
 	SegmentBytes int64
 	// ReserveBytes is how far Grow can take the pool of every rank, in bytes of memory. It costs
 	// only addresses, and as many again are reserved for registrations. 0 means as much as is

@@ -86,7 +86,8 @@ func (m *Mapping) Close() error {
 }
 
 // Registration is foreign memory that has a place in every rank's segment, so that peers reach it like the
-// heap's own. Every rank brings memory of its own, of any length; it begins at the same offset on all.
+// heap's own. Every rank brings memory of its own, of any length. On the host it begins at the same offset on
+// all; on GPUs whole allocations are mapped, so where a view begins depends on where it lies in its allocation.
 type Registration struct {
 	heap  *Heap
 	own   region
@@ -94,8 +95,10 @@ type Registration struct {
 	from  int64 // the first byte of this rank's part in what id names
 	n     int64
 	block int32 // of the window
+	place int64 // of the block, in every segment
 	room  int64
-	parts []part
+	parts []part   // what is mapped of each rank
+	views []extent // what was registered of that
 	view  View
 }
 
@@ -103,6 +106,10 @@ type Registration struct {
 // host v must lie in a Mapping and begin at a multiple of the page size: the pages are mapped once more,
 // at their place in every process. Go memory cannot be (it has no file descriptor) and is an
 // ErrUnsupported, as is a view of a heap. A freed view is an ErrFreed. An error of one rank is one on all.
+//
+// On a GPU v is a view of Device memory that lies in one allocation of the heap's GPU, made by cuMemCreate and
+// exportable as a file descriptor; the allocation is mapped as a whole. Memory of cudaMalloc cannot be placed
+// where a peer wants it and is an ErrUnsupported.
 //
 // A registration is found by the identity of the memory and the range (View.Symmetric): never by address,
 // so that a mapping which came to lie where another was is not taken for it, and never by content.
@@ -131,9 +138,9 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 		if err = v.Valid(); err == nil {
 			src, err = h.back.identify(v)
 		}
-		if err == nil && src.off%pageSize() != 0 {
-			err = fmt.Errorf("%w: byte %d of the file is not at a multiple of %d", ErrInvalid, src.off, pageSize())
-		}
+	}
+	if src.owned {
+		defer closeFD(src.fd)
 	}
 	h.mu.Lock()
 	places := h.window.live
@@ -141,14 +148,15 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 	infos, err := meet(ctx, h.group, round{
 		Op:   "register",
 		Must: []value{{"registrations", fmt.Sprint(places)}},
-		Info: []int64{src.off, v.n},
+		Info: []int64{src.off, src.span, src.lead, v.n},
 	}, err)
 	if err != nil {
 		return nil, err
 	}
-	r = &Registration{heap: h, id: src.id, from: src.off, n: v.n, parts: make([]part, len(infos))}
+	r = &Registration{heap: h, id: src.id, from: src.at, n: v.n}
+	r.parts, r.views = make([]part, len(infos)), make([]extent, len(infos))
 	for i, o := range infos {
-		r.parts[i] = part{off: o[0], n: o[1]}
+		r.parts[i], r.views[i] = part{off: o[0], n: o[1]}, extent{o[2], o[3]}
 		r.room = max(r.room, o[1])
 	}
 	if r.room = roundUp(r.room, h.granule); r.room < 0 || r.room > maxAlloc {
@@ -159,7 +167,7 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 	h.mu.Lock()
 	i, _, ok := h.window.alloc(r.room)
 	if ok {
-		r.block, r.own.off = i, h.window.blocks[i].off
+		r.block, r.place = i, h.window.blocks[i].off
 	}
 	h.mu.Unlock()
 	if !ok {
@@ -167,7 +175,7 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 			ErrOutOfMemory, r.room, h.limit)
 	}
 	for p := range r.parts {
-		r.parts[p].place = r.own.off
+		r.parts[p].place = r.place
 	}
 	err = h.placeAll(ctx, "register: commit", src.fd, r.parts, nil)
 	h.mu.Lock()
@@ -176,8 +184,8 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 		h.window.release(r.block)
 		return nil, err
 	}
-	h.journal.add(call{kind: callRegister, seg: -1, size: r.room, off: r.own.off})
-	r.own.heap, r.own.what = h, "registration"
+	h.journal.add(call{kind: callRegister, seg: -1, size: r.room, off: r.place})
+	r.own.heap, r.own.what, r.own.off = h, "registration", r.place+src.lead
 	r.view = View{own: &r.own, n: v.n}
 	lo := h.at(h.space.Rank, r.own.off)
 	if mem := h.space.Mem; mem != nil {
@@ -226,11 +234,14 @@ func (h *Heap) peers() []int {
 // View is this rank's part, symmetric in the heap.
 func (r *Registration) View() View { return r.view }
 
-// Offset is where every rank's part begins in its segment, in bytes.
+// Offset is where this rank's part begins in its segment, in bytes.
 func (r *Registration) Offset() int64 { return r.own.off }
 
-// PeerLen is the length of rank p's part in bytes. What lies past it is not mapped.
-func (r *Registration) PeerLen(p int) int64 { return r.parts[p].n }
+// PeerOffset is where rank p's part begins in its segment, in bytes.
+func (r *Registration) PeerOffset(p int) int64 { return r.place + r.views[p].off }
+
+// PeerLen is the length of rank p's part in bytes. What lies past it is not to be touched.
+func (r *Registration) PeerLen(p int) int64 { return r.views[p].n }
 
 // Deregister takes the memory out of the segments again. It is collective: every rank lets go of its peers'
 // parts before any gives up its own. The caller has waited for all work that uses the registration. The
@@ -256,7 +267,7 @@ func (r *Registration) Deregister(ctx context.Context) error {
 func (r *Registration) deregister(ctx context.Context, broken error) (err error) {
 	h := r.heap
 	defer func() { h.settle(err) }()
-	must := []value{{"offset", fmt.Sprint(r.own.off)}}
+	must := []value{{"offset", fmt.Sprint(r.place)}}
 	if _, err = meet(ctx, h.group, round{Op: "deregister", Must: must}, broken); err != nil {
 		return err
 	}
@@ -272,6 +283,6 @@ func (r *Registration) deregister(ctx context.Context, broken error) (err error)
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.window.release(r.block)
-	h.journal.add(call{kind: callDeregister, seg: -1, size: r.room, off: r.own.off})
+	h.journal.add(call{kind: callDeregister, seg: -1, size: r.room, off: r.place})
 	return err
 }

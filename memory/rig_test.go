@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"net"
 	"os"
@@ -37,6 +38,12 @@ var scenarios = map[string]scenario{
 	"abort":      abortScenario,
 	"killed":     killedScenario,
 	"cut":        cutScenario,
+
+	"cuda bytes":    cudaBytesScenario,
+	"cuda register": cudaRegisterScenario,
+	"cuda abort":    cudaAbortScenario,
+	"cuda mismatch": cudaMismatchScenario,
+	"cuda killed":   cudaKilledScenario,
 }
 
 const (
@@ -79,6 +86,13 @@ func (t *rankT) Errorf(format string, args ...any) {
 	t.errs = append(t.errs, fmt.Sprintf(format, args...))
 }
 func (t *rankT) FailNow() { runtime.Goexit() }
+
+// logf prints, in whatever process the rank is.
+func (t *rankT) logf(format string, args ...any) {
+	if flag.Parsed() && testing.Verbose() {
+		fmt.Printf(format+"\n", args...)
+	}
+}
 
 func testContext() context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Second)

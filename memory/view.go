@@ -84,7 +84,19 @@ func (v View) OnHost() bool { return v.mem != nil || v.n == 0 && v.ptr == 0 }
 // for memory that was freed or deregistered.
 func (v View) Symmetric(h *Heap) (off int64, ok bool) {
 	switch {
-	case v.own == nil || v.own.freed.Load():
+	case v.own == nil:
+		if v.ptr == 0 || h.registered.Load() == nil {
+			return 0, false
+		}
+		id, at, ok := h.back.locate(v)
+		if !ok {
+			return 0, false
+		}
+		if r := h.find(id, at, v.n); r != nil {
+			return r.own.off + at - r.from, true
+		}
+		return 0, false
+	case v.own.freed.Load():
 		return 0, false
 	case v.own.heap == h:
 		return v.own.off + v.off, true

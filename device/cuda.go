@@ -1,0 +1,437 @@
+package device
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+)
+
+var (
+	// ErrUnavailable is returned by CUDA where there is no driver, no GPU that it can talk to, or no cgo.
+	ErrUnavailable = cuda.ErrUnavailable
+	// ErrCapturing is returned for what a stream cannot do while its work is captured into a graph, and for a mark of
+	// such a stream where there is no capture that it belongs to.
+	ErrCapturing = errors.New("device: stream is being captured into a graph")
+)
+
+// CUDADevice is one GPU of this process. It holds the GPU's primary context, which torch and others share.
+type CUDADevice struct {
+	drv *cuda.Driver
+	ctx *cuda.Context
+
+	once sync.Once
+	err  error
+}
+
+// CUDA opens the GPU with an ordinal, counted as CUDA_VISIBLE_DEVICES has it. The caller closes it, after everything that
+// was made with it. A GPU may be opened any number of times, by several ranks that share it for example. The error is
+// ErrUnavailable where there is no usable driver.
+func CUDA(ordinal int) (*CUDADevice, error) {
+	d := new(CUDADevice)
+	if err := d.open(ordinal); err != nil {
+		return nil, errors.Join(fmt.Errorf("device: cuda:%d: %w", ordinal, err), d.drv.Close())
+	}
+	return d, nil
+}
+
+func (d *CUDADevice) open(ordinal int) (err error) {
+	if d.drv, err = cuda.Open(); err != nil {
+		return err
+	}
+	v, err := d.drv.Device(ordinal)
+	if err != nil {
+		if n, cerr := d.drv.DeviceCount(); cerr == nil {
+			return fmt.Errorf("of %d: %w", n, err)
+		}
+		return err
+	}
+	d.ctx, err = v.Primary()
+	return err
+}
+
+// CUDACount is the number of GPUs that this process may use. The error is ErrUnavailable as in CUDA.
+func CUDACount() (int, error) {
+	drv, err := cuda.Open()
+	if err != nil {
+		return 0, fmt.Errorf("device: count GPUs: %w", err)
+	}
+	n, err := drv.DeviceCount()
+	if err = errors.Join(err, drv.Close()); err != nil {
+		return 0, fmt.Errorf("device: count GPUs: %w", err)
+	}
+	return n, nil
+}
+
+// Context is the primary context, for this module's engines. It is the device's: Close releases it.
+func (d *CUDADevice) Context() *cuda.Context { return d.ctx }
+
+// Kind is CUDAKind.
+func (*CUDADevice) Kind() Kind { return CUDAKind }
+
+// Index is the ordinal.
+func (d *CUDADevice) Index() int { return d.ctx.Device().Ordinal() }
+
+// String is like "cuda:3".
+func (d *CUDADevice) String() string { return d.ctx.Device().String() }
+
+// Name is the product's name.
+func (d *CUDADevice) Name() (string, error) { return d.ctx.Device().Name() }
+
+// UUID identifies the GPU across processes and in tools, as in "GPU-4d1f9a3c-...".
+func (d *CUDADevice) UUID() (string, error) {
+	u, err := d.ctx.Device().UUID()
+	if err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("GPU-%x-%x-%x-%x-%x", u[:4], u[4:6], u[6:8], u[8:10], u[10:]), nil
+}
+
+// NewStream makes a stream that neither waits for the legacy default stream nor makes it wait.
+func (d *CUDADevice) NewStream() (Stream, error) {
+	h, err := d.ctx.NewStream(0)
+	if err != nil {
+		return nil, fmt.Errorf("device: new stream on %v: %w", d, err)
+	}
+	return &CUDAStream{dev: d, h: h, owned: true}, nil
+}
+
+// WrapStream is a CUstream or cudaStream_t of somebody else, such as torch's current stream, which outlives the wrapper;
+// 0 is the legacy default stream. Close waits for the marks that Record made and leaves the stream alone. A caller who uses
+// a stream often keeps its wrapper. A stream of another GPU is an error, as is the per-thread default stream.
+func (d *CUDADevice) WrapStream(handle uintptr) (*CUDAStream, error) {
+	const perThread = 2 // CU_STREAM_PER_THREAD
+	c, err := d.ctx.StreamContext(cuda.Stream(handle))
+	switch {
+	case handle == perThread:
+		err = errors.New("the per-thread default stream is another one on every thread")
+	case err == nil && c != d.ctx.Handle():
+		err = errors.New("it belongs to another device or context")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("device: wrap stream %#x on %v: %w", handle, d, err)
+	}
+	return &CUDAStream{dev: d, h: cuda.Stream(handle)}, nil
+}
+
+// Close gives up the context. Streams, heaps and engines of the device are closed before. It is idempotent.
+func (d *CUDADevice) Close() error {
+	d.once.Do(func() {
+		if err := errors.Join(d.ctx.Close(), d.drv.Close()); err != nil {
+			d.err = fmt.Errorf("device: close cuda: %w", err)
+		}
+	})
+	return d.err
+}
+
+// CUDAStream is a CUDA stream. Its work can be captured into a graph: Record and Wait then become part of the graph, and
+// Synchronize is refused with ErrCapturing.
+//
+// Synchronize reports errors of CUDA. A kernel of this module that gives up is no such error: whoever launched it says so.
+type CUDAStream struct {
+	dev   *CUDADevice
+	h     cuda.Stream
+	owned bool
+
+	mu     sync.Mutex
+	closed bool
+	// put counts marks, ran those known to be complete: mark k is when ran >= k.
+	put, ran uint64
+	pending  []*cudaEvent // of marks that may not be complete, oldest first
+	idle     []*cudaEvent
+	// Marks of a capture are of the graph, not of the stream: captures tells those of one capture from those of the next.
+	captured []*cudaEvent
+	captures uint64
+}
+
+// cudaEvent is a CUevent and the mark it stands for now.
+type cudaEvent struct {
+	h     cuda.Event
+	at    uint64
+	users int  // goroutines that wait for it
+	out   bool // of pending: the last user makes it idle
+}
+
+// cudaMark is a place in a stream, or in the graph that it was being captured into.
+type cudaMark struct {
+	s       *CUDAStream
+	e       *cudaEvent
+	at      uint64
+	capture uint64 // which of the stream's captures, 0 for none
+}
+
+// Device is the stream's GPU.
+func (s *CUDAStream) Device() Device { return s.dev }
+
+// Handle is the CUstream.
+func (s *CUDAStream) Handle() uintptr { return uintptr(s.h) }
+
+// Capturing reports whether the stream's work is being captured into a graph.
+func (s *CUDAStream) Capturing() (bool, error) { return s.dev.ctx.Capturing(s.h) }
+
+// Record marks the end of what has been enqueued. While the stream is captured the mark is one of the graph: it may be
+// waited for by streams, which joins them to the capture, and until the capture ends.
+func (s *CUDAStream) Record() (Event, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	m, err := s.record()
+	if err != nil {
+		return Event{}, fmt.Errorf("device: record on a stream of %v: %w", s.dev, err)
+	}
+	return NewEvent(m), nil
+}
+
+func (s *CUDAStream) record() (*cudaMark, error) {
+	if s.closed {
+		return nil, ErrClosed
+	}
+	capturing, err := s.Capturing()
+	if err != nil {
+		return nil, err
+	}
+	if !capturing && len(s.captured) > 0 {
+		s.captures++
+		s.idle = append(s.idle, s.captured...)
+		s.captured = s.captured[:0]
+	}
+	e, err := s.event(!capturing)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.dev.ctx.Record(e.h, s.h); err != nil {
+		s.idle = append(s.idle, e)
+		return nil, err
+	}
+	if capturing {
+		s.captured = append(s.captured, e)
+		return &cudaMark{s: s, e: e, capture: s.captures + 1}, nil
+	}
+	s.put++
+	e.at, e.out = s.put, false
+	s.pending = append(s.pending, e)
+	return &cudaMark{s: s, e: e, at: s.put}, nil
+}
+
+// manyPending is how many marks a stream has under way before Record asks whether some of them are complete.
+const manyPending = 32
+
+// event is one that nobody uses. mayAsk allows to ask the driver for the state of others.
+func (s *CUDAStream) event(mayAsk bool) (*cudaEvent, error) {
+	if len(s.idle) == 0 && mayAsk && len(s.pending) >= manyPending {
+		// The stream is in order: when one is complete, so are all before it.
+		if e := s.pending[len(s.pending)/2]; s.complete(e) {
+			s.reached(e.at)
+		}
+	}
+	if n := len(s.idle); n > 0 {
+		e := s.idle[n-1]
+		s.idle = s.idle[:n-1]
+		return e, nil
+	}
+	h, err := s.dev.ctx.NewEvent(false)
+	return &cudaEvent{h: h}, err
+}
+
+// complete reports whether nothing before the event runs any more, because it has run or failed.
+func (s *CUDAStream) complete(e *cudaEvent) bool {
+	done, err := s.dev.ctx.EventDone(e.h)
+	return done || err != nil
+}
+
+// reached notes that mark at and all before it are complete.
+func (s *CUDAStream) reached(at uint64) {
+	s.ran = max(s.ran, at)
+	n := 0
+	for n < len(s.pending) && s.pending[n].at <= s.ran {
+		if e := s.pending[n]; e.users == 0 {
+			s.idle = append(s.idle, e)
+		} else {
+			e.out = true
+		}
+		n++
+	}
+	k := copy(s.pending, s.pending[n:])
+	clear(s.pending[k:])
+	s.pending = s.pending[:k]
+}
+
+// Wait makes later work wait for e, a mark of a CUDA stream of any device. A stream that is captured waits for marks of the
+// same capture and for those that are complete; others are an ErrCapturing.
+func (s *CUDAStream) Wait(e Event) error {
+	switch m := e.Native().(type) {
+	case nil:
+		return nil
+	case *cudaMark:
+		if m.s == s {
+			return nil
+		}
+		s.mu.Lock()
+		closed := s.closed
+		s.mu.Unlock()
+		if closed {
+			return ErrClosed
+		}
+		if err := m.hold(s); err != nil {
+			return fmt.Errorf("device: wait on a stream of %v for one of %v: %w", s.dev, m.s.dev, err)
+		}
+		return nil
+	default:
+		return fmt.Errorf("device: a CUDA stream cannot wait for an event of %T", m)
+	}
+}
+
+// hold makes stream t wait for m.
+func (m *cudaMark) hold(t *CUDAStream) error {
+	m.s.mu.Lock()
+	defer m.s.mu.Unlock()
+	switch {
+	case m.capture != 0:
+		if err := m.live(); err != nil {
+			return err
+		}
+	case m.at <= m.s.ran:
+		return nil
+	case m.s.closed:
+		return ErrClosed
+	default:
+		capturing, err := t.Capturing()
+		if err != nil {
+			return err
+		}
+		if capturing {
+			if m.s.complete(m.e) {
+				m.s.reached(m.at)
+				return nil
+			}
+			return fmt.Errorf("%w: the event is not of the graph and has not happened yet; synchronize before the capture", ErrCapturing)
+		}
+	}
+	return t.dev.ctx.WaitEvent(t.h, m.e.h)
+}
+
+// live returns an error when the capture that m belongs to has ended.
+func (m *cudaMark) live() error {
+	if m.capture == m.s.captures+1 && !m.s.closed {
+		capturing, err := m.s.Capturing()
+		if err != nil || capturing {
+			return err
+		}
+	}
+	return fmt.Errorf("%w: the event belongs to a capture that has ended", ErrCapturing)
+}
+
+// Done reports whether nothing before the mark runs any more: it has run or failed. A mark of a graph is never done.
+func (m *cudaMark) Done() bool {
+	m.s.mu.Lock()
+	defer m.s.mu.Unlock()
+	if m.capture != 0 {
+		return false
+	}
+	if m.at > m.s.ran && !m.s.closed && m.s.complete(m.e) {
+		m.s.reached(m.at)
+	}
+	return m.at <= m.s.ran
+}
+
+// Wait blocks until the work before the mark has run.
+func (m *cudaMark) Wait() error {
+	s := m.s
+	s.mu.Lock()
+	if m.capture != 0 {
+		s.mu.Unlock()
+		return fmt.Errorf("device: wait for an event: %w: it belongs to a graph", ErrCapturing)
+	}
+	if m.at <= s.ran {
+		s.mu.Unlock()
+		return nil
+	}
+	if s.closed {
+		s.mu.Unlock()
+		return fmt.Errorf("device: wait for an event: %w", ErrClosed)
+	}
+	m.e.users++
+	s.mu.Unlock()
+	err := s.dev.ctx.SynchronizeEvent(m.e.h)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err == nil {
+		s.reached(m.at)
+	}
+	if m.e.users--; m.e.users == 0 && m.e.out {
+		s.idle = append(s.idle, m.e)
+	}
+	if err != nil {
+		return fmt.Errorf("device: wait for an event of %v: %w", s.dev, err)
+	}
+	return nil
+}
+
+// Synchronize blocks until all enqueued work has run. The error is CUDA's; one of a kernel stays with the context and
+// comes again.
+func (s *CUDAStream) Synchronize() error {
+	if err := s.synchronize(); err != nil {
+		return fmt.Errorf("device: synchronize a stream of %v: %w", s.dev, err)
+	}
+	return nil
+}
+
+func (s *CUDAStream) synchronize() error {
+	s.mu.Lock()
+	at, closed := s.put, s.closed
+	s.mu.Unlock()
+	if closed {
+		return ErrClosed
+	}
+	capturing, err := s.Capturing()
+	switch {
+	case err != nil:
+		return err
+	case capturing:
+		return ErrCapturing
+	}
+	if err := s.dev.ctx.SynchronizeStream(s.h); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.reached(at)
+	return nil
+}
+
+// Close waits for enqueued work and releases the stream; of a wrapped stream it waits for what Record has marked and
+// releases the wrapper only. No goroutine uses the stream any more. It is idempotent. While a stream of its own is captured
+// it is an ErrCapturing and the stream stays.
+func (s *CUDAStream) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil
+	}
+	c := s.dev.ctx
+	var errs []error
+	switch {
+	case s.owned:
+		capturing, err := s.Capturing()
+		if capturing {
+			return fmt.Errorf("device: close a stream of %v: %w", s.dev, ErrCapturing)
+		}
+		errs = append(errs, err, c.SynchronizeStream(s.h))
+	case len(s.pending) > 0:
+		errs = append(errs, c.SynchronizeEvent(s.pending[len(s.pending)-1].h))
+	}
+	s.closed, s.ran = true, s.put
+	for _, list := range [][]*cudaEvent{s.pending, s.idle, s.captured} {
+		for _, e := range list {
+			errs = append(errs, c.DestroyEvent(e.h))
+		}
+	}
+	s.pending, s.idle, s.captured = nil, nil, nil
+	if s.owned {
+		errs = append(errs, c.DestroyStream(s.h))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("device: close a stream of %v: %w", s.dev, err)
+	}
+	return nil
+}

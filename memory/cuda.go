@@ -1,0 +1,279 @@
+package memory
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+)
+
+// cudaBacking is made of allocations of the driver's virtual memory management, which leave the process
+// as file descriptors.
+type cudaBacking struct {
+	ctx    *cuda.Context
+	unit   int64
+	alarm  cuda.Stream // nothing but raise uses it, so nothing holds it up
+	shared *cudaRange
+	once   sync.Once
+	err    error
+}
+
+// cudaRange is a reserved range, which ranks of this process use.
+type cudaRange struct {
+	mu      sync.Mutex
+	addr    uintptr
+	n       int64
+	users   int
+	devices []*cuda.Device  // of the users: all of them access everything
+	placed  map[int64]int64 // bytes by their place
+}
+
+func newCUDABacking(d *device.CUDADevice) (*cudaBacking, error) {
+	b := &cudaBacking{ctx: d.Context()}
+	own := []*cuda.Device{b.ctx.Device()}
+	if err := cuda.CheckDevices(own, cudaNeeds); err != nil {
+		return nil, fmt.Errorf("%w: %w", ErrUnsupported, err)
+	}
+	var err error
+	if b.unit, err = b.ctx.Granularity(cuda.PosixFile, true); err != nil {
+		return nil, err
+	}
+	_, urgent, err := b.ctx.StreamPriorities()
+	if err != nil {
+		return nil, err
+	}
+	b.alarm, err = b.ctx.NewStream(urgent)
+	return b, err
+}
+
+var cudaNeeds = cuda.Requirements{VirtualMemory: true, PosixFiles: true}
+
+func (b *cudaBacking) granule() int64 { return b.unit }
+
+// who is the GPU's UUID.
+func (b *cudaBacking) who() []int64 {
+	id, err := b.ctx.Device().UUID()
+	if err != nil {
+		return make([]int64, 2) // nobody's: mapping will tell
+	}
+	return uuidWords(id)
+}
+
+func uuidWords(id [16]byte) []int64 {
+	return []int64{int64(binary.LittleEndian.Uint64(id[:])), int64(binary.LittleEndian.Uint64(id[8:]))}
+}
+
+// reach checks the GPUs that this process sees. One that it does not see, because of CUDA_VISIBLE_DEVICES,
+// is found out about when its memory is mapped.
+func (b *cudaBacking) reach(all [][]int64) error {
+	d := b.ctx.Device().Driver()
+	n, err := d.DeviceCount()
+	if err != nil {
+		return err
+	}
+	var used []*cuda.Device
+	for i := range n {
+		v, err := d.Device(i)
+		if err != nil {
+			return err
+		}
+		id, err := v.UUID()
+		if err != nil {
+			return err
+		}
+		if slices.ContainsFunc(all, func(w []int64) bool { return slices.Equal(w, uuidWords(id)) }) {
+			used = append(used, v)
+		}
+	}
+	if err := cuda.CheckDevices(used, cudaNeeds); err != nil {
+		return fmt.Errorf("%w: %w", ErrUnsupported, err)
+	}
+	return nil
+}
+
+func (b *cudaBacking) reserve(n int64) error {
+	addr, err := b.ctx.Reserve(n, b.unit, 0)
+	if err != nil {
+		return fmt.Errorf("reserve %d bytes of addresses: %w", n, err)
+	}
+	b.shared = &cudaRange{addr: addr, n: n, users: 1, devices: []*cuda.Device{b.ctx.Device()}, placed: make(map[int64]int64)}
+	return nil
+}
+
+func (b *cudaBacking) adopt(owner backing) error {
+	s := owner.(*cudaBacking).shared
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.users == 0 {
+		return ErrClosed
+	}
+	s.users++
+	mine := b.ctx.Device()
+	if !slices.ContainsFunc(s.devices, func(v *cuda.Device) bool { return v.Ordinal() == mine.Ordinal() }) {
+		s.devices = append(s.devices, mine)
+	}
+	b.shared = s
+	return nil
+}
+
+// create makes the memory and clears it at another address: where it will be placed is not known yet.
+func (b *cudaBacking) create(n int64) (fd int, err error) {
+	h, err := b.ctx.MemCreate(n, cuda.PosixFile)
+	if err != nil {
+		return -1, outOfMemory(err)
+	}
+	defer func() { err = errors.Join(err, b.ctx.MemRelease(h)) }()
+	if err := b.clear(h, n); err != nil {
+		return -1, fmt.Errorf("clear %d bytes: %w", n, err)
+	}
+	return b.ctx.ExportFD(h)
+}
+
+func outOfMemory(err error) error {
+	if errors.Is(err, cuda.OutOfMemory) {
+		return fmt.Errorf("%w: %w", ErrOutOfMemory, err)
+	}
+	return err
+}
+
+func (b *cudaBacking) clear(h cuda.MemHandle, n int64) (err error) {
+	addr, err := b.ctx.Reserve(n, b.unit, 0)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, b.ctx.Unreserve(addr, n)) }()
+	if err := b.ctx.MemMap(addr, n, 0, h); err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, b.ctx.MemUnmap(addr, n)) }()
+	if err := b.ctx.SetAccess(addr, n, b.ctx.Device()); err != nil {
+		return err
+	}
+	s, err := b.ctx.NewStream(0)
+	if err != nil {
+		return err
+	}
+	err = b.ctx.Set(s, addr, 0, n)
+	return errors.Join(err, b.ctx.SynchronizeStream(s), b.ctx.DestroyStream(s))
+}
+
+func (b *cudaBacking) place(at int64, fd int, from, n int64) (err error) {
+	s := b.shared
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if at < 0 || n <= 0 || at > s.n-n {
+		return fmt.Errorf("%w: [%d, %d+%d) lies outside the reserved %d bytes", ErrInvalid, at, at, n, s.n)
+	}
+	h, err := b.ctx.ImportFD(fd)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, b.ctx.MemRelease(h)) }()
+	addr := s.addr + uintptr(at)
+	if err := b.ctx.MemMap(addr, n, from, h); err != nil {
+		return fmt.Errorf("map %d bytes: %w", n, err)
+	}
+	if err := b.ctx.SetAccess(addr, n, s.devices...); err != nil {
+		return errors.Join(fmt.Errorf("access from %v: %w", s.devices, err), b.ctx.MemUnmap(addr, n))
+	}
+	s.placed[at] = n
+	return nil
+}
+
+func (b *cudaBacking) displace(at, n int64) error {
+	s := b.shared
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.placed[at] != n {
+		return fmt.Errorf("%w: [%d, %d+%d) is not a placement", ErrInvalid, at, at, n)
+	}
+	delete(s.placed, at)
+	return b.ctx.MemUnmap(s.addr+uintptr(at), n)
+}
+
+func (b *cudaBacking) identify(v View) (source, error) {
+	switch {
+	case v.own != nil && v.own.heap != nil:
+		return source{}, fmt.Errorf("%w: the memory belongs to a symmetric heap already", ErrUnsupported)
+	case v.mem != nil || v.own != nil:
+		return source{}, fmt.Errorf("%w: memory of the host at %#x on a heap of %v", ErrUnsupported, v.Ptr(), b.ctx.Device())
+	}
+	p, err := b.ctx.Pointer(v.ptr)
+	if err != nil {
+		return source{}, err
+	}
+	switch {
+	case p.Type != cuda.DeviceMemory:
+		return source{}, fmt.Errorf("%w: %#x is not memory of a GPU", ErrUnsupported, v.ptr)
+	case p.Device != b.ctx.Device().Ordinal():
+		return source{}, fmt.Errorf("%w: memory of cuda:%d on a heap of %v", ErrUnsupported, p.Device, b.ctx.Device())
+	case cuda.HandleType(p.Exportable)&cuda.PosixFile == 0:
+		return source{}, fmt.Errorf("%w: memory at %#x cannot be passed to peers as a file descriptor (it was not made by "+
+			"cuMemCreate, or not for that); allocate it from the heap", ErrUnsupported, v.ptr)
+	}
+	// The pointer's own range is all the addresses that were reserved together, this one what was mapped at once.
+	base, n, err := b.ctx.AddressRange(v.ptr)
+	if err != nil {
+		return source{}, err
+	}
+	lead := int64(v.ptr - base)
+	if lead > n-v.n {
+		return source{}, fmt.Errorf("%w: %d bytes at %#x span more than one allocation: %d bytes of it are left there",
+			ErrUnsupported, v.n, v.ptr, n-lead)
+	}
+	h, err := b.ctx.RetainHandle(base)
+	if err != nil {
+		return source{}, err
+	}
+	fd, err := b.ctx.ExportFD(h)
+	if err = errors.Join(err, b.ctx.MemRelease(h)); err != nil {
+		return source{}, err
+	}
+	// A buffer id belongs to one mapping, so addresses are places in what it names.
+	id := identity{dev: cudaIdentity, ino: p.BufferID}
+	return source{id: id, at: int64(v.ptr), lead: lead, span: n, fd: fd, owned: true}, nil
+}
+
+// cudaIdentity keeps buffer ids apart from inodes.
+const cudaIdentity = ^uint64(0)
+
+func (b *cudaBacking) locate(v View) (identity, int64, bool) {
+	p, err := b.ctx.Pointer(v.ptr)
+	if err != nil || p.Type != cuda.DeviceMemory {
+		return identity{}, 0, false
+	}
+	return identity{dev: cudaIdentity, ino: p.BufferID}, int64(v.ptr), true
+}
+
+// raise writes by the stream: kernels that fill the GPU do not hold it up.
+func (b *cudaBacking) raise(at int64) error {
+	return b.ctx.WriteValue(b.alarm, b.shared.addr+uintptr(at), 1)
+}
+
+func (*cudaBacking) mem() []byte     { return nil }
+func (b *cudaBacking) base() uintptr { return b.shared.addr }
+
+func (b *cudaBacking) close() error {
+	b.once.Do(func() {
+		b.err = errors.Join(b.ctx.SynchronizeStream(b.alarm), b.ctx.DestroyStream(b.alarm))
+		s := b.shared
+		if s == nil {
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.users--; s.users > 0 {
+			return
+		}
+		for at, n := range s.placed {
+			b.err = errors.Join(b.err, b.ctx.MemUnmap(s.addr+uintptr(at), n))
+		}
+		clear(s.placed)
+		b.err = errors.Join(b.err, b.ctx.Unreserve(s.addr, s.n))
+	})
+	return b.err
+}
