@@ -6,7 +6,6 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
@@ -23,7 +22,6 @@ type Engine struct {
 	sleepers *atomic.Uint32
 	peers    []peerWords
 	crowded  bool // ranks outnumber cores
-	spinFor  time.Duration
 	cores    []int
 	waits    atomic.Uint32 // for peers on this rank's core
 	// cacheBytes is how much a rank may send before source and destination together leave its share of a core's cache.
@@ -49,10 +47,6 @@ func New(space kernels.Space, why func() error) *Engine {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
 	}
 	e.cores = shm.Cores()
-	e.spinFor = spinFor
-	if e.crowded {
-		e.spinFor = spinForCrowded
-	}
 	own := space.Segment(space.Rank)
 	e.abort = shm.Word(own, kernels.AbortOffset)
 	e.peers = make([]peerWords, space.Size)

@@ -10,8 +10,8 @@ import "github.com/switchyard-moe/switchyard/internal/shm"
 // waitsPerSpread is how many waits go by between two looks for a better core.
 const waitsPerSpread = 64
 
-// near reports whether peer cannot run while this rank spins: it was last seen waiting on the core that this rank is on,
-// or the ranks are goroutines that outnumber the cores.
+// near reports whether spinning would keep a rank from its work: ranks outnumber cores, or peer was last seen waiting on
+// the core that this rank is on.
 func (e *Engine) near(peer int) bool {
 	if e.space.Bells != nil {
 		return e.crowded
@@ -21,7 +21,7 @@ func (e *Engine) near(peer int) bool {
 		own.Store(core)
 	}
 	if peer == e.space.Rank || e.peers[peer].core.Load() != core {
-		return false
+		return e.crowded
 	}
 	if e.waits.Add(1)%waitsPerSpread == 0 {
 		e.spread(int(core) - 1)

@@ -10,13 +10,12 @@ import (
 )
 
 // How a waiting rank spends its time. A peer that runs on another core answers within a microsecond, so spinning comes
-// first; a peer that was last seen on our own core answers only once it gets it, so yielding does; and a rank that waits
-// for long sleeps, so that it does not take the core from one that works.
+// first; a peer that was last seen on our own core answers only once it gets it, and where ranks outnumber cores somebody
+// can always use it, so yielding does; and a rank that waits for long sleeps.
 const (
-	// Giving the core away and getting it back costs about 4 us. Where ranks outnumber cores, somebody can mostly use it.
-	spinFor        = 5 * time.Microsecond
-	spinForCrowded = 1 * time.Microsecond
-	yieldFor       = 100 * time.Microsecond
+	// Giving the core away and getting it back costs about 4 us, a little less than this.
+	spinFor  = 5 * time.Microsecond
+	yieldFor = 100 * time.Microsecond
 	// sleepFor bounds one sleep. Peers and the abort word wake a sleeper, this only bounds a wake-up that got lost with
 	// the process that owed it.
 	sleepFor = 5 * time.Millisecond
@@ -62,6 +61,7 @@ func (w *waiter) idle(peer int) error {
 		if w.e.abort.Load() != 0 {
 			return comm.ErrAborted
 		}
+		return nil // that took long enough for another look
 	}
 	if !w.near && w.polls%spinsPerLook != 0 {
 		shm.Pause(1)
@@ -69,7 +69,7 @@ func (w *waiter) idle(peer int) error {
 	}
 	waited := time.Since(w.since)
 	switch {
-	case !w.near && waited < w.e.spinFor:
+	case !w.near && waited < spinFor:
 		return nil
 	case waited < yieldFor:
 		w.near = true // from now on
