@@ -21,7 +21,7 @@ bench:
 
 # Rebuilds the committed fatbins from kernels/cuda/*.cu. Needs nvcc, or PyPI to fetch it from.
 kernels:
-	$(GO) run ./kernels/cuda/fatbin
+	$(GO) run ./kernels/cuda/internal/genfatbin
 
 lint:
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "gofmt: $$out"; exit 1; fi

@@ -1,0 +1,83 @@
+package cuda
+
+import (
+	"os"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda/layout"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/cuda/internal/fatbin"
+)
+
+func TestFatbinsAreBuiltFromTheseSources(t *testing.T) {
+	m, err := fatbin.Parse(manifestText)
+	require.NoError(t, err)
+	sources, err := fatbin.Sources(os.DirFS("../.."))
+	if err != nil || len(sources) == 0 {
+		t.Skip("the sources are not beside the test binary")
+	}
+	const run = "run `make kernels` and commit what it writes"
+	require.Equal(t, sources, m.Sources, run)
+	require.Equal(t, fatbin.Flags(), m.Flags, run)
+	require.Equal(t, fatbin.Sum(alltoallvImage), m.Families["alltoallv"].SHA256, run)
+	require.Equal(t, fatbin.Sum(verifyImage), m.Families["verify"].SHA256, run)
+	require.Len(t, m.Families, len(fatbin.Families()))
+}
+
+func TestArgumentsAgreeWithTheHeader(t *testing.T) {
+	header := layout.Of()
+	if header == nil {
+		t.Skip("built without cgo")
+	}
+	require.Equal(t, map[string]int{
+		"maxRanks": maxRanks, "lineBytes": lineBytes, "packetGroupPayload": packetGroupPayload, "packetGroupBytes": packetGroupBytes,
+		"packetHeaderBytes": packetHeaderBytes, "sendThreads": sendThreads, "recvThreads": recvThreads, "packetThreads": packetThreads,
+		"pilotThreads": pilotThreads, "bulkThreads": bulkThreads, "bulkStages": bulkStages, "bulkBytes": bulkBytes, "copyThreads": copyThreads, "laneMinBytes": laneMinBytes,
+		"flagStaged": flagStaged, "flagMesh": flagMesh, "flagPaced": flagPaced, "flagBulk": flagBulk,
+		"faultTimeout": faultTimeout, "faultAborted": faultAborted, "faultMismatch": faultMismatch, "faultPlace": faultPlace, "copyArgsBytes": copyArgsBytes, "moveArgsBytes": moveArgsBytes,
+		"faultBytes": faultBytes, "faultKind": faultKind, "faultPeer": faultPeer, "faultEpoch": faultEpoch, "faultSent": faultSent,
+		"faultExpect": faultExpect, "faultSending": faultSending, "controlFault": controlFault,
+		"argsBytes": argsBytes, "argsDstOffset": argsDstOffset, "argsSplits": argsSplits, "argsFault": argsFault,
+		"argsControl": argsControl, "argsPackets": argsPackets, "argsSlotBytes": argsSlotBytes, "argsRank": argsRank,
+		"argsFlags": argsFlags, "argsOwn": argsOwn, "argsSteps": argsSteps, "stepBytes": stepBytes, "stepSend": stepSend, "stepRecv": stepRecv,
+	}, header)
+}
+
+func TestArgumentsAreEncodedInPlace(t *testing.T) {
+	c := &Channels{Offset: 4096, Size: 2, Lanes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}
+	x := &Exchange{
+		Channels: c, Src: 11, Dst: 12, DstOffset: -1, Timeout: time.Second,
+		Routes: &kernels.Routes{
+			SendBytes: []int64{1, 2}, SendOffsets: []int64{3, 4}, RecvBytes: []int64{5, 6}, RecvOffsets: []int64{7, 8},
+			Order: []int32{0}, ReverseOrder: []int32{0},
+		},
+	}
+	b := make([]byte, argsBytes)
+	exchangeArgs(b, 9, 10, 1, 13, flagMesh, x)
+	require.EqualValues(t, 0xff, b[argsDstOffset+7])
+	require.EqualValues(t, 13, b[argsFault])
+	require.EqualValues(t, 0x10, b[argsControl+1])
+	require.EqualValues(t, 1, b[argsSlotBytes+1])
+	require.EqualValues(t, 1, b[argsRank])
+	require.EqualValues(t, flagMesh, b[argsFlags])
+	require.EqualValues(t, []byte{2, 4, 8}, []byte{b[argsOwn], b[argsOwn+8], b[argsOwn+16]})
+	require.EqualValues(t, []byte{0, 0}, []byte{b[argsSteps], b[argsSteps+4]})
+	require.EqualValues(t, []byte{1, 3}, []byte{b[argsSteps+stepSend], b[argsSteps+stepSend+8]})
+	require.EqualValues(t, []byte{5, 7}, []byte{b[argsSteps+stepRecv], b[argsSteps+stepRecv+8]})
+	require.Zero(t, testing.AllocsPerRun(10, func() { exchangeArgs(b, 9, 10, 1, 13, flagMesh, x) }))
+}
+
+func TestChannelsDoNotOverlap(t *testing.T) {
+	c := &Channels{Offset: 1 << 16, Size: 8, Lanes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}
+	at := []int64{c.Offset, c.signals(), c.credits(), c.laneCredits(), c.packets(), c.slots(), c.Offset + c.Bytes()}
+	require.IsIncreasing(t, at)
+	for _, v := range at {
+		require.Zero(t, v%lineBytes)
+	}
+	require.Zero(t, c.packets()%128)
+	require.Zero(t, c.slots()%128)
+	require.Equal(t, c.ControlBytes(), c.slots()-c.Offset)
+}

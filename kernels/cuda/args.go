@@ -1,0 +1,105 @@
+package cuda
+
+import "encoding/binary"
+
+// What args.h declares. A test compares every number with the header.
+const (
+	maxRanks           = 64
+	lineBytes          = 32
+	packetGroupPayload = 1536
+	packetGroupBytes   = 2048
+	packetHeaderBytes  = 128
+	sendThreads        = 512
+	pilotThreads       = 32
+	bulkThreads        = 32
+	recvThreads        = 192
+	bulkStages         = 13
+	bulkBytes          = 16384
+	packetThreads      = 1024
+	copyThreads        = 256
+	laneMinBytes       = 16384
+
+	flagStaged = 1
+	flagMesh   = 2
+	flagPaced  = 4
+	flagBulk   = 8
+
+	faultTimeout  = 1
+	faultAborted  = 2
+	faultMismatch = 3
+	faultPlace    = 4
+
+	faultBytes   = 40
+	faultKind    = 0
+	faultPeer    = 4
+	faultEpoch   = 8
+	faultSent    = 16
+	faultExpect  = 24
+	faultSending = 32
+
+	controlFault = 12 // of struct sw_control
+
+	argsBytes     = 2752
+	copyArgsBytes = argsBytes + 8*maxRanks
+	moveArgsBytes = 24
+	argsDstOffset = 32
+	argsSplits    = 40
+	argsFault     = 48
+	argsControl   = 64
+	argsPackets   = 96
+	argsSlotBytes = 128
+	argsRank      = 136
+	argsFlags     = 152
+	argsOwn       = 168
+	argsSteps     = 192
+	stepBytes     = 40
+	stepSend      = 8
+	stepRecv      = 24
+)
+
+// exchangeArgs encodes struct sw_exchange_args into b, which has argsBytes bytes.
+func exchangeArgs(b []byte, base, stride uint64, rank int, fault uintptr, flags uint32, x *Exchange) {
+	c, r := x.Channels, x.Routes
+	at := 0
+	word := func(v uint64) {
+		binary.LittleEndian.PutUint64(b[at:], v)
+		at += 8
+	}
+	word(base)
+	word(stride)
+	word(uint64(x.Src))
+	word(uint64(x.Dst))
+	word(uint64(x.DstOffset))
+	word(uint64(x.Splits))
+	word(uint64(fault))
+	word(uint64(x.Timeout.Nanoseconds()))
+	word(uint64(c.Offset))
+	word(uint64(c.signals()))
+	word(uint64(c.credits()))
+	word(uint64(c.laneCredits()))
+	word(uint64(c.packets()))
+	word(uint64(c.packetStride()))
+	word(uint64(c.PacketBytes))
+	word(uint64(c.slots()))
+	word(uint64(c.SlotBytes))
+	var inverse uint32
+	if peers := uint64(c.Size - 1); peers > 1 {
+		inverse = uint32((1<<32 + peers - 1) / peers)
+	}
+	for _, v := range [8]uint32{uint32(rank), uint32(c.Size), uint32(c.Lanes), uint32(c.Slots), flags, uint32(x.Tuning.Slack), inverse, 0} {
+		binary.LittleEndian.PutUint32(b[at:], v)
+		at += 4
+	}
+	me := rank
+	word(uint64(r.SendBytes[me]))
+	word(uint64(r.SendOffsets[me]))
+	word(uint64(r.RecvOffsets[me]))
+	for i, to := range r.Order {
+		from := r.ReverseOrder[i]
+		word(uint64(from)<<32 | uint64(to))
+		word(uint64(r.SendBytes[to]))
+		word(uint64(r.SendOffsets[to]))
+		word(uint64(r.RecvBytes[from]))
+		word(uint64(r.RecvOffsets[from]))
+	}
+}

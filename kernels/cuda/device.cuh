@@ -1,0 +1,348 @@
+// What kernels of all families share: ordered memory accesses, waiting with a deadline, faults, copies of any alignment.
+#pragma once
+
+#include "../../internal/cuda/layout/args.h"
+
+namespace sw {
+
+using u8 = uint8_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i64 = int64_t;
+
+constexpr u32 abort_offset = 0; // kernels.AbortOffset
+constexpr u32 chunk_bits = 20;  // kernels.Seq
+
+__device__ __forceinline__ u64 seq(u64 epoch, u64 chunk) { return epoch << chunk_bits | chunk; }
+__device__ __forceinline__ u64 last_seq(u64 epoch) { return epoch << chunk_bits | ((1u << chunk_bits) - 1); }
+
+struct pair64 {
+	u64 a, b;
+};
+
+// 16 bytes that arrive as a whole: PTX makes .b128 accesses with a scope single-copy atomic (PTX ISA 8.3, sm_70 on).
+__device__ __forceinline__ pair64 load16(u64 p)
+{
+	pair64 v;
+	asm volatile("{ .reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void store16(u64 p, u64 a, u64 b)
+{
+	asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+
+__device__ __forceinline__ u64 load_relaxed(u64 p)
+{
+	u64 v;
+	asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ u64 load_acquire(u64 p)
+{
+	u64 v;
+	asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ u32 load_relaxed32(u64 p)
+{
+	u32 v;
+	asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ u64 now_ns()
+{
+	u64 t;
+	asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+	return t;
+}
+
+// The next kernel of the stream may be set up while this one runs, and this one while its predecessor runs, if they were
+// launched so. await_stream returns when the predecessor has ended.
+__device__ __forceinline__ void await_stream()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void release_stream()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Words in shared memory between the warps of a block, as atomics, so that racecheck knows that they are meant to be shared. What a
+// thread has written before write_shared is seen by one that has read the new value.
+template <typename T> __device__ __forceinline__ T read_shared(T *p)
+{
+	T v;
+	if constexpr (sizeof(T) == 4)
+		v = atomicAdd(reinterpret_cast<u32 *>(p), 0u);
+	else
+		v = atomicAdd(reinterpret_cast<unsigned long long *>(p), 0ull);
+	__threadfence_block();
+	return v;
+}
+
+template <typename T> __device__ __forceinline__ void write_shared(T *p, T v)
+{
+	__threadfence_block();
+	if constexpr (sizeof(T) == 4)
+		atomicExch(reinterpret_cast<u32 *>(p), v);
+	else
+		atomicExch(reinterpret_cast<unsigned long long *>(p), static_cast<unsigned long long>(v));
+}
+
+// barrier of a part of the block's threads; id 0 is __syncthreads.
+__device__ __forceinline__ void part_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at
+// once in a while.
+struct wait {
+	u64 since = 0;
+	u32 polls = 0;
+	u32 kind = SW_FAULT_NONE;
+
+	__device__ __forceinline__ bool slow(const sw_exchange_args &a)
+	{
+		if ((++polls & 255) != 0)
+			return true;
+		u64 own = a.base + a.rank * a.stride;
+		u32 fault = load_relaxed32(own + a.control + offsetof(sw_control, fault));
+		if (fault != SW_FAULT_NONE && fault != SW_FAULT_MISMATCH) {
+			kind = SW_FAULT_NONE; // somebody of this rank has given up and said why
+			return false;
+		}
+		if (load_relaxed(own + abort_offset) != 0) {
+			kind = SW_FAULT_ABORTED;
+			return false;
+		}
+		u64 t = now_ns();
+		if (since == 0)
+			since = t;
+		if (t - since > a.timeout_ns) {
+			kind = SW_FAULT_TIMEOUT;
+			return false;
+		}
+		return true;
+	}
+};
+
+// give_up records the first fault of this rank. A mismatch is a fault of one call only and gives way to others.
+static __device__ __noinline__ void give_up(const sw_exchange_args &a, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0)
+{
+	if (kind == SW_FAULT_NONE)
+		return;
+	u64 own = a.base + a.rank * a.stride;
+	u32 *first = reinterpret_cast<u32 *>(own + a.control + offsetof(sw_control, fault));
+	u32 before = atomicCAS(first, SW_FAULT_NONE, kind);
+	if (before == SW_FAULT_MISMATCH && kind != SW_FAULT_MISMATCH)
+		before = atomicCAS(first, SW_FAULT_MISMATCH, kind) == SW_FAULT_MISMATCH ? SW_FAULT_NONE : kind;
+	if (before != SW_FAULT_NONE)
+		return;
+	volatile sw_fault *f = reinterpret_cast<sw_fault *>(a.fault);
+	f->peer = peer;
+	f->epoch = epoch;
+	f->sent = sent;
+	f->expected = expected;
+	f->sending = sending;
+	__threadfence_system();
+	f->kind = kind;
+	__threadfence_system();
+}
+
+// A call in two steps. The number is read as early as possible; then, off the critical path, the last block that has read
+// the counter advances it, so no kernel of its own does.
+struct call_number {
+	pair64 v;
+
+	__device__ __forceinline__ void load(const sw_exchange_args &a)
+	{
+		// An address that looks different in every lane: the compiler would move a value that is the same in all of them to a
+		// uniform register at once, and so wait for it here.
+		u32 lane;
+		asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+		v = load16(a.base + a.rank * a.stride + a.control + (lane >> 5));
+	}
+
+	// 0 after an earlier fault: the kernel must do nothing.
+	__device__ __forceinline__ u64 epoch() const
+	{
+		u32 fault = static_cast<u32>(v.b >> 32);
+		return fault == SW_FAULT_NONE || fault == SW_FAULT_MISMATCH ? v.a + 1 : 0;
+	}
+
+	// One thread of a block, after a barrier behind every load of the block.
+	__device__ __forceinline__ void advance(const sw_exchange_args &a) const
+	{
+		sw_control *c = reinterpret_cast<sw_control *>(a.base + a.rank * a.stride + a.control);
+		if (gridDim.x > 1) {
+			u32 before;
+			asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(&c->readers) : "memory");
+			if (before != gridDim.x - 1)
+				return;
+			c->readers = 0;
+		}
+		c->epoch = v.a + 1;
+	}
+};
+
+// ---- copies --------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ uint4 load_vector(u64 p)
+{
+	uint4 v;
+	asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void store_vector(u64 p, uint4 v)
+{
+	asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// The same where a condition holds. Without branches, so that the compiler keeps a batch of them together.
+__device__ __forceinline__ uint4 load_vector_if(bool on, u64 p)
+{
+	uint4 v = make_uint4(0, 0, 0, 0);
+	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+		     : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+		     : "l"(p), "r"(static_cast<u32>(on))
+		     : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void store_vector_if(bool on, u64 p, uint4 v)
+{
+	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+		     "r"(static_cast<u32>(on))
+		     : "memory");
+}
+
+__device__ __forceinline__ u8 load_byte(u64 p) { return *reinterpret_cast<const volatile u8 *>(p); }
+__device__ __forceinline__ void store_byte(u64 p, u8 v) { *reinterpret_cast<volatile u8 *>(p) = v; }
+
+// shifted is 16 bytes that begin in `lo` at byte 4*w + r/8.
+template <int w> __device__ __forceinline__ uint4 shifted(uint4 lo, uint4 hi, u32 r)
+{
+	u32 v[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
+	return make_uint4(__funnelshift_r(v[w], v[w + 1], r), __funnelshift_r(v[w + 1], v[w + 2], r), __funnelshift_r(v[w + 2], v[w + 3], r),
+			  __funnelshift_r(v[w + 3], v[w + 4], r));
+}
+
+// copy_shifted copies count vectors to an aligned dst from src, which lies s bytes after a multiple of 16. All vectors
+// that it loads must be readable.
+template <int w> __device__ __forceinline__ void copy_shifted(u64 dst, u64 src, i64 count, u32 s, u32 tid, u32 threads)
+{
+	u64 from = src - s;
+	u32 r = (s & 3) * 8;
+	constexpr int unroll = 4;
+	i64 i = tid;
+#pragma unroll 1
+	for (; i + (unroll - 1) * static_cast<i64>(threads) < count; i += unroll * static_cast<i64>(threads)) {
+		uint4 lo[unroll], hi[unroll];
+#pragma unroll
+		for (int k = 0; k < unroll; k++) {
+			lo[k] = load_vector(from + 16 * (i + k * static_cast<i64>(threads)));
+			hi[k] = load_vector(from + 16 * (i + k * static_cast<i64>(threads)) + 16);
+		}
+#pragma unroll
+		for (int k = 0; k < unroll; k++)
+			store_vector(dst + 16 * (i + k * static_cast<i64>(threads)), shifted<w>(lo[k], hi[k], r));
+	}
+	for (; i < count; i += threads)
+		store_vector(dst + 16 * i, shifted<w>(load_vector(from + 16 * i), load_vector(from + 16 * i + 16), r));
+}
+
+// copy_odd is copy for ends that are aligned differently, and for a few bytes.
+static __device__ __noinline__ void copy_odd(u64 dst, u64 src, i64 n, u32 tid, u32 threads)
+{
+	if (n < 64) {
+		for (i64 i = tid; i < n; i += threads)
+			store_byte(dst + i, load_byte(src + i));
+		return;
+	}
+	// 16 bytes or more at each end byte by byte, so that the aligned loads between stay inside the source
+	u32 head = 16 + (-static_cast<u32>(dst) & 15);
+	i64 count = (n - head) / 16 - 1;
+	i64 done = head + 16 * count;
+	u32 tail = static_cast<u32>(n - done);
+	for (u32 i = tid; i < head + tail; i += threads) {
+		i64 at = i < head ? i : done + (i - head);
+		store_byte(dst + at, load_byte(src + at));
+	}
+	u64 from = src + head;
+	u32 s = from & 15;
+	switch (s >> 2) {
+	case 0:
+		copy_shifted<0>(dst + head, from, count, s, tid, threads);
+		break;
+	case 1:
+		copy_shifted<1>(dst + head, from, count, s, tid, threads);
+		break;
+	case 2:
+		copy_shifted<2>(dst + head, from, count, s, tid, threads);
+		break;
+	default:
+		copy_shifted<3>(dst + head, from, count, s, tid, threads);
+	}
+}
+
+// stream copies count vectors between aligned addresses with T threads. All loads of a batch come before its first store.
+template <u32 T> __device__ __forceinline__ void stream(u64 dst, u64 src, i64 count, u32 tid)
+{
+	constexpr int unroll = 8;
+	i64 left = count - tid;
+	src += 16 * tid;
+	dst += 16 * tid;
+#pragma unroll 1
+	for (; left > static_cast<i64>((unroll - 1) * T); left -= unroll * T, src += 16 * unroll * T, dst += 16 * unroll * T) {
+		uint4 v[unroll];
+#pragma unroll
+		for (u32 k = 0; k < unroll; k++)
+			v[k] = load_vector(src + 16 * k * T);
+#pragma unroll
+		for (u32 k = 0; k < unroll; k++)
+			store_vector(dst + 16 * k * T, v[k]);
+	}
+	if (left <= 0)
+		return;
+	u32 rest = static_cast<u32>(left); // at most 7*T
+	uint4 v[unroll];
+#pragma unroll
+	for (u32 k = 0; k < unroll; k++)
+		v[k] = load_vector_if(rest > k * T, src + 16 * k * T);
+#pragma unroll
+	for (u32 k = 0; k < unroll; k++)
+		store_vector_if(rest > k * T, dst + 16 * k * T, v[k]);
+}
+
+// copy moves n bytes with T threads. Any alignment, and no byte outside the two ranges is touched.
+template <u32 T> __device__ __forceinline__ void copy(u64 dst, u64 src, i64 n, u32 tid)
+{
+	if (((dst ^ src) & 15) != 0 || n < 32) {
+		copy_odd(dst, src, n, tid, T);
+		return;
+	}
+	u32 head = -static_cast<u32>(dst) & 15;
+	i64 count = (n - head) / 16;
+	u32 ends = static_cast<u32>(n - 16 * count);
+	if (ends != 0 && tid < ends) {
+		i64 at = tid < head ? tid : 16 * count + tid;
+		store_byte(dst + at, load_byte(src + at));
+	}
+	stream<T>(dst + head, src + head, count, tid);
+}
+
+// copy_apart is copy as a function of its own, where registers are scarce.
+template <u32 T> static __device__ __noinline__ void copy_apart(u64 dst, u64 src, i64 n, u32 tid) { copy<T>(dst, src, n, tid); }
+
+} // namespace sw

@@ -1,0 +1,9 @@
+package cuda
+
+import _ "embed"
+
+//go:embed alltoallv.fatbin
+var alltoallvImage []byte
+
+//go:embed manifest.json
+var manifestText []byte
