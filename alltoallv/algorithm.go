@@ -5,12 +5,15 @@ import (
 	"math"
 	"strings"
 
+	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // Traffic is what a choice of algorithm can depend on, as one rank sees it.
 type Traffic struct {
 	Rank, Size int
+	// Device is the kind of device that does the work.
+	Device device.Kind
 	// SendBytes and RecvBytes have one entry a rank; they belong to the Exchanger.
 	SendBytes, RecvBytes []int64
 	// SendTotal and RecvTotal leave out what stays on the rank.
@@ -61,13 +64,18 @@ func Rotation(rank, size int) []int {
 	return order
 }
 
-// Rough figures of the host device, measured on one machine: what a message costs beside its bytes, and how fast a core
-// copies. They only have to rank algorithms.
-const (
-	usMessage = 0.3
-	usStep    = 1.0
-	bytesPer  = 12e3 // a microsecond
-)
+// rates are rough figures of a device: what a message costs beside its bytes, what a step of a ring costs, and how many
+// bytes a microsecond one rank sends, all peers at once and one at a time. They only have to rank algorithms.
+type rates struct{ message, step, mesh, ring float64 }
+
+// ratesOf: the host's were measured with 2 and 4 processes on two cores, where a core copies 13 to 17 GB/s and a message
+// costs a line or two; the GPU's come from one host with 8 H200, see docs/measured.
+func ratesOf(k device.Kind) rates {
+	if k == device.CUDAKind {
+		return rates{message: 0.4, step: 2, mesh: 300e3, ring: 345e3}
+	}
+	return rates{message: 0.3, step: 1, mesh: 12e3, ring: 12e3}
+}
 
 type packet struct{}
 
@@ -78,7 +86,7 @@ func (packet) Cost(t *Traffic) (float64, string) {
 	if t.Largest > t.PacketBytes {
 		return math.Inf(1), fmt.Sprintf("the largest message, %d bytes, exceeds a packet's %d", t.Largest, t.PacketBytes)
 	}
-	return usMessage * float64(t.Size-1) / 2, "every message fits a packet: no signal after the data, no credit"
+	return ratesOf(t.Device).message * float64(t.Size-1) / 2, "every message fits a packet: no signal after the data, no credit"
 }
 
 type direct struct{}
@@ -87,12 +95,13 @@ func (direct) Name() string               { return "direct" }
 func (direct) Order(rank, size int) []int { return Rotation(rank, size) }
 func (direct) Schedule(*Traffic) Schedule { return Schedule{} }
 func (direct) Cost(t *Traffic) (float64, string) {
-	base := usMessage*float64(t.Size-1) + float64(t.SendTotal)/bytesPer
+	r := ratesOf(t.Device)
+	base := r.message*float64(t.Size-1) + float64(t.SendTotal)/r.mesh
 	if t.InPlace {
 		return base, "peers write the output in place, all at once"
 	}
 	if t.Largest <= t.SlotBytes {
-		return base + float64(t.RecvTotal)/bytesPer, "every message fits a staging slot"
+		return base + float64(t.RecvTotal)/r.mesh, "every message fits a staging slot"
 	}
 	return math.Inf(1), fmt.Sprintf("the output is not symmetric and the largest message, %d bytes, exceeds a staging slot's %d", t.Largest, t.SlotBytes)
 }
@@ -103,9 +112,18 @@ func (pipelined) Name() string               { return "pipelined" }
 func (pipelined) Order(rank, size int) []int { return Rotation(rank, size) }
 func (pipelined) Schedule(*Traffic) Schedule { return Schedule{Staged: true} }
 func (pipelined) Cost(t *Traffic) (float64, string) {
-	chunks := float64(t.SendTotal+t.RecvTotal) / float64(t.SlotBytes)
-	return usMessage*(float64(t.Size-1)+chunks) + float64(t.SendTotal+t.RecvTotal)/bytesPer,
-		"chunks go through fixed staging while earlier ones are copied out"
+	r := ratesOf(t.Device)
+	return r.message*float64(t.Size-1) + staged(t, r, r.mesh), "chunks go through fixed staging while earlier ones are copied out"
+}
+
+// staged is the time of moving bytes through staging at a rate. On the host the core that receives copies them out
+// afterwards; a GPU does both at once.
+func staged(t *Traffic, r rates, rate float64) float64 {
+	if t.Device == device.CUDAKind {
+		return float64(max(t.SendTotal, t.RecvTotal)) / rate
+	}
+	all := float64(t.SendTotal + t.RecvTotal)
+	return r.message*all/float64(t.SlotBytes) + all/rate
 }
 
 type ring struct{}
@@ -114,12 +132,14 @@ func (ring) Name() string               { return "ring" }
 func (ring) Order(rank, size int) []int { return Rotation(rank, size) }
 func (ring) Schedule(*Traffic) Schedule { return Schedule{Window: 1} }
 func (ring) Cost(t *Traffic) (float64, string) {
-	steps, why := usStep*float64(t.Size-1), "one peer at a time, for receivers that many senders at once would overload"
+	r := ratesOf(t.Device)
+	us := r.step * float64(t.Size-1)
 	if t.InPlace {
-		return steps + float64(t.SendTotal)/bytesPer, why
+		us += float64(t.SendTotal) / r.ring
+	} else {
+		us += r.message*float64(t.Size-1) + staged(t, r, r.ring)
 	}
-	us, _ := pipelined{}.Cost(t)
-	return steps + us, why
+	return us, "one peer at a time, for receivers that many senders at once would overload"
 }
 
 func builtin() []Algorithm { return []Algorithm{packet{}, direct{}, pipelined{}, ring{}} }
@@ -130,10 +150,11 @@ type registry struct {
 	order   map[string][]int32
 	reverse map[string][]int32
 	forced  Algorithm
+	device  device.Kind
 }
 
-func newRegistry(own []Algorithm, force string, rank, size int) (*registry, error) {
-	r := &registry{all: append(builtin(), own...), order: map[string][]int32{}, reverse: map[string][]int32{}}
+func newRegistry(own []Algorithm, force string, rank, size int, kind device.Kind) (*registry, error) {
+	r := &registry{all: append(builtin(), own...), order: map[string][]int32{}, reverse: map[string][]int32{}, device: kind}
 	for _, a := range r.all {
 		name := a.Name()
 		if _, twice := r.order[name]; twice || name == "" {
@@ -264,7 +285,7 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 		at = 1
 	}
 	routes, d := &p.routes[at], &p.chosen[at]
-	t := Traffic{Rank: rank, Size: c.Size, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
+	t := Traffic{Rank: rank, Size: c.Size, Device: r.device, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
 		RecvTotal: p.recvAll, InPlace: inPlace, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes}
 	*d = Decision{InPlace: inPlace, Forced: r.forced != nil, Candidates: d.Candidates[:0]}
 	for k := range c.Size {

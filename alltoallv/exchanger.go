@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"sync/atomic"
 
@@ -13,7 +12,6 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
-	"github.com/switchyard-moe/switchyard/kernels/host"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -25,9 +23,10 @@ var ErrClosed = errors.New("alltoallv: exchanger is closed")
 type Exchanger struct {
 	heap     *memory.Heap
 	group    *comm.Group
-	engine   *host.Engine
+	carrier  carrier
 	channels kernels.Channels
 	block    *memory.Buffer
+	counters *memory.Buffer // of Counts where a device cannot read Go memory
 	options  Options
 	registry *registry
 
@@ -56,85 +55,102 @@ type op struct {
 func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 	x := &Exchanger{heap: h, group: h.Group()}
 	mine, err := x.configure(o)
-	if err := agree(ctx, x.group, "compare options", mine, err); err != nil {
+	devices, err := agree(ctx, x.group, "compare options", mine, identity(h.Device()), err)
+	if err != nil {
 		return nil, err
 	}
-	// No peer may write before our block is zero, so all ranks meet again once it is.
-	err = x.allocate()
-	if err := agree(ctx, x.group, "allocate channels", "", err); err != nil {
-		if x.block != nil {
-			err = errors.Join(err, x.block.Free())
+	neighbours := 0
+	for _, d := range devices {
+		if d == devices[x.group.Rank()] {
+			neighbours++
 		}
-		return nil, err
+	}
+	// No peer may write before our block is zero, so all ranks meet again once it is.
+	if x.block, err = x.carrier.open(h, &x.channels, &x.options, neighbours); err == nil && h.Device().Kind() != device.HostKind {
+		x.counters, err = allocate(h, 16*int64(x.group.Size()))
+	}
+	if _, err := agree(ctx, x.group, "allocate channels", "", "", err); err != nil {
+		return nil, errors.Join(err, x.free())
 	}
 	return x, nil
 }
 
 // configure checks the options and describes what must be equal on all ranks.
 func (x *Exchanger) configure(o Options) (mine string, err error) {
-	if x.channels, err = o.channels(x.group.Size()); err != nil {
+	if x.carrier, err = newCarrier(x.heap.Device()); err != nil {
 		return "", err
 	}
-	if x.registry, err = newRegistry(o.Algorithms, o.Algorithm, x.group.Rank(), x.group.Size()); err != nil {
+	if x.channels, err = o.channels(x.group.Size(), x.heap.Device().Kind()); err != nil {
 		return "", err
 	}
-	if k := x.heap.Device().Kind(); k != device.HostKind {
-		return "", invalid("no engine for %v devices", k)
+	if x.registry, err = newRegistry(o.Algorithms, o.Algorithm, x.group.Rank(), x.group.Size(), x.heap.Device().Kind()); err != nil {
+		return "", err
 	}
 	x.options, x.cache = o, newCache(o.CacheEntries)
 	return o.fingerprint(&x.channels, x.registry.names()), nil
 }
 
-func (x *Exchanger) allocate() (err error) {
-	c := &x.channels
-	if x.block, err = x.heap.Alloc(c.Bytes()); err != nil {
-		return fmt.Errorf("alltoallv: %d bytes for channels and staging: %w", c.Bytes(), err)
+// identity tells devices of the group apart. Ranks on the host are not told apart.
+func identity(d device.Device) string {
+	if c, ok := d.(*device.CUDADevice); ok {
+		if id, err := c.UUID(); err == nil {
+			return id
+		}
 	}
-	c.Offset = x.block.Offset()
-	clear(x.block.Bytes()[:c.ControlBytes()])
-	x.engine = host.New(x.heap.Space(), x.group.Err)
-	return nil
+	return d.String()
 }
 
-// agree brings a description, or the error that keeps this rank from going on, to all ranks. The error is this rank's,
-// another's, or says which descriptions differ.
-func agree(ctx context.Context, g *comm.Group, what, mine string, failed error) error {
-	const ok, bad = "+", "-"
-	text := ok + mine
+// claim is what a rank brings to New: what must be equal everywhere, something of its own, or why it cannot go on.
+type claim struct{ Must, Own, Error string }
+
+// agree compares a description across the group and returns every rank's own word. The error is this rank's, another's, or
+// says which descriptions differ.
+func agree(ctx context.Context, g *comm.Group, what, must, own string, failed error) ([]string, error) {
+	c := claim{Must: must, Own: own}
 	if failed != nil {
-		text = bad + failed.Error()
+		c.Error = failed.Error()
 	}
-	all, err := g.AllGather(ctx, []byte(text))
+	text, err := json.Marshal(c)
+	if err != nil {
+		return nil, errors.Join(failed, err)
+	}
+	all, err := g.AllGather(ctx, text)
 	switch {
 	case failed != nil:
-		return failed
+		return nil, failed
 	case err != nil:
-		return fmt.Errorf("alltoallv: %s: %w", what, err)
+		return nil, fmt.Errorf("alltoallv: %s: %w", what, err)
 	}
-	for r, theirs := range all {
-		if why, failed := strings.CutPrefix(string(theirs), bad); failed {
-			return fmt.Errorf("alltoallv: %s: rank %d: %s", what, r, why)
+	claims, owns := make([]claim, len(all)), make([]string, len(all))
+	for r := range all {
+		if err := json.Unmarshal(all[r], &claims[r]); err != nil {
+			return nil, fmt.Errorf("alltoallv: %s: rank %d: %w", what, r, err)
+		}
+		if claims[r].Error != "" {
+			return nil, fmt.Errorf("alltoallv: %s: rank %d: %s", what, r, claims[r].Error)
+		}
+		owns[r] = claims[r].Own
+	}
+	for r := range claims {
+		if claims[r].Must != claims[0].Must {
+			return nil, fmt.Errorf("alltoallv: %w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, claims[0].Must, r, claims[r].Must)
 		}
 	}
-	for r, theirs := range all {
-		if string(theirs) != string(all[0]) {
-			return fmt.Errorf("alltoallv: %w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, all[0][1:], r, theirs[1:])
-		}
-	}
-	return nil
+	return owns, nil
 }
 
 // Exchange sends Send[k] elements of src to every rank k and receives Recv[k] elements from it into dst.
 //
-// The call is enqueued on s; with a nil stream it is complete on return. Both buffers belong to the exchange until then
+// The call is enqueued on s; with a nil stream it is complete on return. A call on another stream than the one before
+// waits for that one, except that calls captured into a CUDA graph are ordered by whoever replays it. Both buffers belong to the exchange until then
 // and must not overlap. A dst in the symmetric heap is written by the peers directly. Send[k] here must equal Recv of
 // this rank on rank k.
 //
 // Bad arguments return an error (ErrInvalid, memory.ErrFreed, ErrClosed) before anything is enqueued; the call then has
 // not happened and may be repeated, which the other ranks wait for. A lost peer is an error that is comm.ErrPeerLost, a
 // peer that does not come within Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Exchanger can
-// then only be closed. A *kernels.CountMismatchError is an error of this call alone. On a stream these are errors of the
-// stream.
+// then only be closed. A *kernels.CountMismatchError is an error of this call alone. On a host stream these are errors of
+// the stream; on a CUDA stream the next call returns them, and Fault does.
 func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -154,18 +170,16 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 	}
 	o.plan, o.dst, o.src = p, dst, src
 	a := &o.args
-	a.Channels, a.Timeout = &x.channels, x.options.Timeout
-	a.Src, a.Dst, a.DstOffset = src.Bytes(), dst.Bytes(), -1
-	a.Routes = &p.routes[0]
+	a.Channels, a.Timeout, a.DstOffset, a.Routes = &x.channels, x.options.Timeout, -1, &p.routes[0]
 	if inPlace {
 		a.DstOffset, a.Routes = dstOffset, &p.routes[1]
 	}
 	p.users.Add(1)
-	err = x.engine.AllToAllV(s, a)
+	done, err := x.carrier.launch(s, o)
 	switch {
 	case s == nil:
 		x.release(o, err)
-	case err != nil: // it was not enqueued
+	case done: // and if it failed, it was not enqueued
 		x.retire(o, nil)
 	}
 	if err != nil {
@@ -190,6 +204,9 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, inPlace 
 		return nil, false, 0, fmt.Errorf("alltoallv: %w", x.group.Err())
 	default:
 	}
+	if err := x.fault(); err != nil {
+		return nil, false, 0, err
+	}
 	if p, err = x.plan(sp); err != nil {
 		return nil, false, 0, err
 	}
@@ -205,7 +222,13 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, inPlace 
 	if dst.Len() < p.dstBytes {
 		return nil, false, 0, invalid("the destination has %d bytes, the receive splits %v of %d-byte elements need %d", dst.Len(), sp.Recv, sp.elem(), p.dstBytes)
 	}
-	if shm.Overlap(src.Bytes()[:p.srcBytes], dst.Bytes()[:p.dstBytes]) {
+	onHost := x.heap.Device().Kind() == device.HostKind
+	for _, v := range [2]memory.View{src, dst} {
+		if v.Len() > 0 && v.OnHost() != onHost {
+			return nil, false, 0, invalid("a buffer at %#x is not memory of %v", v.Ptr(), x.heap.Device())
+		}
+	}
+	if a, b := src.Ptr(), dst.Ptr(); p.srcBytes > 0 && p.dstBytes > 0 && a < b+uintptr(p.dstBytes) && b < a+uintptr(p.srcBytes) {
 		return nil, false, 0, invalid("source and destination overlap")
 	}
 	off, inPlace = dst.Symmetric(x.heap)
@@ -213,6 +236,26 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, inPlace 
 		return nil, false, 0, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", p.largestRecv, kernels.MaxChunks, x.channels.SlotBytes)
 	}
 	return p, inPlace, off, nil
+}
+
+// Fault is what launches on a GPU that have run by now have come to: nil, or the error that Exchange describes. It costs a
+// load, and says nothing of work that still runs.
+func (x *Exchanger) Fault() error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.closed {
+		return ErrClosed
+	}
+	return x.fault()
+}
+
+func (x *Exchanger) fault() error {
+	err := x.carrier.fault()
+	if err == nil {
+		return nil
+	}
+	x.fail(err)
+	return fmt.Errorf("alltoallv: an earlier call failed: %w", err)
 }
 
 func (x *Exchanger) plan(sp *Splits) (*plan, error) {
@@ -234,6 +277,11 @@ func (x *Exchanger) plan(sp *Splits) (*plan, error) {
 // order makes s wait for the launch before, when that was on another stream.
 func (x *Exchanger) order(s device.Stream) error {
 	if x.last != nil && x.last != s {
+		if c, ok := s.(*device.CUDAStream); ok {
+			if capturing, err := c.Capturing(); err != nil || capturing {
+				return err // a graph has no past: whoever replays it orders it
+			}
+		}
 		e, err := x.last.Record()
 		if err != nil {
 			return fmt.Errorf("alltoallv: order streams: %w", err)
@@ -276,29 +324,33 @@ func (x *Exchanger) retire(o *op, err error) {
 // release lets go of what a launch used.
 func (x *Exchanger) release(o *op, err error) {
 	if err != nil {
-		var mismatch *kernels.CountMismatchError
-		if !errors.As(err, &mismatch) {
-			failure := err
-			x.broken.CompareAndSwap(nil, &failure)
-		}
+		x.fail(err)
 	}
 	o.plan.users.Add(-1)
 	o.plan, o.dst, o.src = nil, memory.View{}, memory.View{}
 	o.args.Src, o.args.Dst = nil, nil
 }
 
+// fail marks the channels as broken, unless the ranks have merely disagreed.
+func (x *Exchanger) fail(err error) {
+	var mismatch *kernels.CountMismatchError
+	if !errors.As(err, &mismatch) {
+		x.broken.CompareAndSwap(nil, &err)
+	}
+}
+
 // validate compares counts on the control plane. mine is this rank's own complaint, which every rank hears of.
 func (x *Exchanger) validate(sp *Splits, mine error) error {
-	type claim struct {
+	type counts struct {
 		Error      string
 		Send, Recv []int64
 		Elem       int64
 	}
-	var c claim
+	var c counts
 	if mine != nil {
 		c.Error = mine.Error()
 	} else {
-		c = claim{Send: sp.Send, Recv: sp.Recv, Elem: sp.elem()}
+		c = counts{Send: sp.Send, Recv: sp.Recv, Elem: sp.elem()}
 	}
 	text, err := json.Marshal(c)
 	if err != nil {
@@ -310,7 +362,7 @@ func (x *Exchanger) validate(sp *Splits, mine error) error {
 	if err != nil {
 		return errors.Join(mine, fmt.Errorf("alltoallv: validate: %w", err))
 	}
-	claims := make([]claim, len(all))
+	claims := make([]counts, len(all))
 	for r := range all {
 		if err := json.Unmarshal(all[r], &claims[r]); err != nil {
 			return fmt.Errorf("alltoallv: validate: rank %d: %w", r, err)
@@ -334,7 +386,8 @@ func (x *Exchanger) validate(sp *Splits, mine error) error {
 }
 
 // Counts tells every rank how much it will receive: send[k] arrives as recv[this rank] on rank k. Both have one entry a
-// rank. It is enqueued on s like Exchange, and recv is valid once that is complete.
+// rank. It is enqueued on s like Exchange, and recv is valid once that is complete. On a GPU, whose kernels cannot read Go
+// memory, it is complete on return and cannot be captured.
 func (x *Exchanger) Counts(s device.Stream, send, recv []int64) error {
 	size := x.group.Size()
 	if len(send) != size || len(recv) != size {
@@ -349,7 +402,30 @@ func (x *Exchanger) Counts(s device.Stream, send, recv []int64) error {
 		x.counting = Splits{Send: one, Recv: one, ElemSize: 8}
 	}
 	x.mu.Unlock()
-	return x.Exchange(s, memory.Host(shm.Bytes(recv)), memory.Host(shm.Bytes(send)), &x.counting)
+	in, out := memory.Host(shm.Bytes(send)), memory.Host(shm.Bytes(recv))
+	if x.counters == nil {
+		return x.Exchange(s, out, in, &x.counting)
+	}
+	n := 8 * int64(size)
+	devIn, devOut := x.counters.View().Slice(0, n), x.counters.View().Slice(n, n)
+	if s == nil {
+		own, err := x.heap.Device().NewStream()
+		if err != nil {
+			return fmt.Errorf("alltoallv: counts: %w", err)
+		}
+		defer own.Close()
+		s = own
+	}
+	if err := memory.Copy(s, devIn, in); err != nil {
+		return fmt.Errorf("alltoallv: counts: %w", err)
+	}
+	if err := x.Exchange(s, devOut, devIn, &x.counting); err != nil {
+		return err
+	}
+	if err := memory.Copy(s, out, devOut); err != nil {
+		return fmt.Errorf("alltoallv: counts: %w", err)
+	}
+	return x.Fault()
 }
 
 // Explain says which algorithm an exchange with these splits would use, and why. inPlace is whether the destination
@@ -399,16 +475,26 @@ func (x *Exchanger) Close(ctx context.Context) error {
 	x.closed = true
 	last := x.last
 	x.mu.Unlock()
-	if last != nil {
-		if e, err := last.Record(); err == nil {
-			_ = e.Wait()
-		}
-	}
-	var err error
+	err := x.carrier.drain(last)
 	if x.group.Err() == nil {
-		if err = x.group.Barrier(ctx); err != nil {
-			err = fmt.Errorf("alltoallv: close: %w", err)
+		err = errors.Join(err, x.group.Barrier(ctx))
+	}
+	if err != nil {
+		err = fmt.Errorf("alltoallv: close: %w", err)
+	}
+	return errors.Join(err, x.free())
+}
+
+// free gives back what New took.
+func (x *Exchanger) free() error {
+	if x.carrier == nil {
+		return nil
+	}
+	err := x.carrier.close()
+	for _, b := range [...]*memory.Buffer{x.counters, x.block} {
+		if b != nil {
+			err = errors.Join(err, b.Free())
 		}
 	}
-	return errors.Join(err, x.block.Free())
+	return err
 }

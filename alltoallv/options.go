@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -15,10 +16,11 @@ type Options struct {
 	Algorithm string
 	// Algorithms are the caller's own, offered beside packet, direct, pipelined and ring.
 	Algorithms []Algorithm
-	// PacketBytes bounds messages whose every word carries its flag; default 128, negative for none.
+	// PacketBytes bounds messages whose words carry their flag; default 128 on the host and 256 KiB on a GPU, negative for
+	// none.
 	PacketBytes int64
 	// EagerBytes bounds messages that need no credit; default 1 KiB, negative for empty messages only. Every rank holds two
-	// such buffers for every peer.
+	// such buffers for every peer. On a GPU packets take the place of eager messages.
 	EagerBytes int64
 	// SlotBytes is the size of a chunk that goes through staging, Slots how many of them a pair has (default 4). The
 	// default size is 256 KiB, and less where StagingBytes would be exceeded.
@@ -28,6 +30,8 @@ type Options struct {
 	StagingBytes int64
 	// CacheEntries is how many sets of splits are remembered; default 256.
 	CacheEntries int
+	// MaxSMs bounds how many multiprocessors of a GPU a call above PacketBytes takes; default 16. The host device has none.
+	MaxSMs int
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
 	Timeout time.Duration
 	// Validate has the ranks compare their counts on the control plane before every call, so that a disagreement is an
@@ -44,7 +48,7 @@ const (
 )
 
 // channels validates the options and lays the control block out.
-func (o *Options) channels(size int) (kernels.Channels, error) {
+func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error) {
 	or := func(v, def int64) int64 {
 		switch {
 		case v < 0:
@@ -54,9 +58,14 @@ func (o *Options) channels(size int) (kernels.Channels, error) {
 		}
 		return v
 	}
-	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4)), PacketBytes: or(o.PacketBytes, 128), EagerBytes: or(o.EagerBytes, 1<<10)}
-	if o.Algorithm == "packet" && o.PacketBytes == 0 {
-		c.PacketBytes = 4 << 10
+	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4))}
+	if kind == device.CUDAKind { // packets take the place of eager messages
+		c.PacketBytes = or(o.PacketBytes, 256<<10)
+	} else {
+		c.PacketBytes, c.EagerBytes = or(o.PacketBytes, 128), or(o.EagerBytes, 1<<10)
+		if o.Algorithm == "packet" && o.PacketBytes == 0 {
+			c.PacketBytes = 4 << 10
+		}
 	}
 	if c.Slots < 1 {
 		return c, invalid("Options.Slots is %d", o.Slots)
@@ -72,8 +81,11 @@ func (o *Options) channels(size int) (kernels.Channels, error) {
 	if c.PacketBytes > 1<<20 || c.EagerBytes > 1<<30 {
 		return c, invalid("Options.PacketBytes %d or EagerBytes %d is too large", c.PacketBytes, c.EagerBytes)
 	}
-	if o.CacheEntries < 0 || o.Timeout < 0 {
-		return c, invalid("Options.CacheEntries is %d, Timeout %v", o.CacheEntries, o.Timeout)
+	if o.CacheEntries < 0 || o.Timeout < 0 || o.MaxSMs < 0 {
+		return c, invalid("Options.CacheEntries is %d, Timeout %v, MaxSMs %d", o.CacheEntries, o.Timeout, o.MaxSMs)
+	}
+	if o.MaxSMs == 0 {
+		o.MaxSMs = 16
 	}
 	if o.CacheEntries == 0 {
 		o.CacheEntries = 256
@@ -89,6 +101,6 @@ func (o *Options) channels(size int) (kernels.Channels, error) {
 
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.Channels, names []string) string {
-	return fmt.Sprintf("algorithm %q of %v, packets to %d bytes, eager to %d, %d slots of %d, validate %v",
-		o.Algorithm, names, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.Validate)
+	return fmt.Sprintf("algorithm %q of %v, packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors, validate %v",
+		o.Algorithm, names, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.Validate)
 }

@@ -4,6 +4,7 @@ package worldtest
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -23,10 +24,11 @@ import (
 
 // Rank is what a test sees of one rank. T fails the whole test; Ctx ends with it.
 type Rank struct {
-	T     testing.TB
-	Ctx   context.Context
-	Group *comm.Group
-	Heap  *memory.Heap
+	T      testing.TB
+	Ctx    context.Context
+	Group  *comm.Group
+	Device device.Device
+	Heap   *memory.Heap
 }
 
 // Rank and Size of the world.
@@ -57,14 +59,43 @@ func Local(t testing.TB, n int, segment int64, f func(r *Rank)) {
 	defer cancel()
 	var wg sync.WaitGroup
 	for _, g := range groups {
-		wg.Go(func() { runRank(t, ctx, g, segment, f) })
+		wg.Go(func() { runRank(t, ctx, g, device.Host(), segment, f) })
 	}
 	wg.Wait()
 }
 
-func runRank(t testing.TB, ctx context.Context, g *comm.Group, segment int64, f func(r *Rank)) {
+// GPUs runs f on n ranks of this process with a heap of GPU memory. Ranks share a GPU where there are fewer. The test is
+// skipped where there is none.
+func GPUs(t testing.TB, n int, segment int64, f func(r *Rank)) {
+	t.Helper()
+	gpus, err := device.CUDACount()
+	if errors.Is(err, device.ErrUnavailable) || err == nil && gpus == 0 {
+		t.Skipf("no GPU: %v", err)
+	}
+	require.NoError(t, err)
+	groups, err := comm.Local(n)
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+	defer cancel()
+	var wg sync.WaitGroup
+	for i, g := range groups {
+		wg.Go(func() {
+			d, err := device.CUDA(i % gpus)
+			if err != nil {
+				t.Errorf("rank %d: %v", i, err)
+				g.Abort(err)
+				return
+			}
+			defer d.Close()
+			runRank(t, ctx, g, d, segment, f)
+		})
+	}
+	wg.Wait()
+}
+
+func runRank(t testing.TB, ctx context.Context, g *comm.Group, d device.Device, segment int64, f func(r *Rank)) {
 	defer g.Close()
-	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: segment})
+	h, err := memory.NewHeap(ctx, g, d, memory.Options{SegmentBytes: segment})
 	if err != nil {
 		t.Errorf("rank %d: %v", g.Rank(), err)
 		g.Abort(err)
@@ -78,7 +109,7 @@ func runRank(t testing.TB, ctx context.Context, g *comm.Group, segment int64, f 
 			}
 		}
 	}()
-	f(&Rank{T: t, Ctx: ctx, Group: g, Heap: h})
+	f(&Rank{T: t, Ctx: ctx, Group: g, Device: d, Heap: h})
 }
 
 // stop ends one rank's goroutine after a failure; the others end by the abort.
@@ -98,7 +129,7 @@ func Procs(t *testing.T, n int, segment int64, f func(r *Rank)) {
 		defer cancel()
 		g, err := comm.Join(ctx, conf)
 		require.NoError(t, err)
-		runRank(t, ctx, g, segment, f)
+		runRank(t, ctx, g, device.Host(), segment, f)
 		return
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
