@@ -125,6 +125,9 @@ func newFence(ctx context.Context, h *memory.Heap) (*fence, error) {
 func (f *fence) wait() error { return f.x.Exchange(nil, memory.View{}, memory.View{}, &f.splits) }
 
 func benchAllToAllV(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
+	if c.Device == "cuda" {
+		return benchAllToAllVCUDA(ctx, g, c)
+	}
 	n, me := g.Size(), g.Rank()
 	var largest int64
 	for _, s := range c.Sizes {

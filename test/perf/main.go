@@ -35,13 +35,17 @@ type config struct {
 	Algorithm string
 	Staged    bool
 	Eager     int64
-	Sizes     []int64
-	Iters     int
-	Reduce    string
-	Tokens    int
-	Hidden    int
-	Experts   int
-	TopK      int
+
+	Device      string
+	MaxSMs      int
+	EagerLaunch bool
+	Sizes       []int64
+	Iters       int
+	Reduce      string
+	Tokens      int
+	Hidden      int
+	Experts     int
+	TopK        int
 }
 
 // row is one line of the result.
@@ -113,6 +117,9 @@ func run(ctx context.Context, args []string) error {
 	switch c.Op {
 	case "alltoallv":
 		fs.StringVar(&splits, "splits", "uniform,zipf", "how a rank divides its bytes: uniform, zipf")
+		fs.StringVar(&c.Device, "device", "host", "host or cuda")
+		fs.IntVar(&c.MaxSMs, "max-sms", 0, "on cuda: Options.MaxSMs")
+		fs.BoolVar(&c.EagerLaunch, "eager-launch", false, "on cuda: call from Go instead of replaying a graph")
 		fs.Int64Var(&c.Eager, "eager", 0, "Options.EagerBytes: messages up to this need no credit (0: the default, -1: none)")
 		fs.BoolVar(&c.Staged, "staged", false, "output outside the symmetric heap, so that messages go through staging")
 	case "allreduce":
@@ -140,7 +147,10 @@ func run(ctx context.Context, args []string) error {
 		}
 		c.Sizes = append(c.Sizes, n)
 	}
-	fmt.Fprintf(os.Stderr, "# %s on the host device, %d cores, %s\n", c.Op, runtime.NumCPU(), runtime.Version())
+	if c.Device != "" && c.Device != "host" && c.Device != "cuda" {
+		return fmt.Errorf("-device: %q is neither host nor cuda", c.Device)
+	}
+	fmt.Fprintf(os.Stderr, "# %s, %d cores, %s\n", c.Op, runtime.NumCPU(), runtime.Version())
 	p := printer{json: asJSON}
 	for rs := range strings.SplitSeq(ranks, ",") {
 		n, err := strconv.Atoi(rs)
