@@ -255,7 +255,7 @@ func TestBucketsAllocateNothingOnceWarm(t *testing.T) {
 			for range runs + 1 {
 				step()
 			}
-		} else if got := testing.AllocsPerRun(runs, step); got > 0 && !RaceDetector {
+		} else if got := testing.AllocsPerRun(runs, step); got > 0 && !worldtest.Race {
 			r.Must(fmt.Errorf("%v allocations a step", got))
 		}
 		r.Barrier()

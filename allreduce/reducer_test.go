@@ -59,7 +59,7 @@ func TestR2_RandomWorldsAgainstReference(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	jobs := 30
-	if allreduce.RaceDetector {
+	if worldtest.Race {
 		jobs = 12
 	}
 	for n := 1; n <= 9; n++ {
@@ -298,7 +298,7 @@ func TestX3_QueuedCalls(t *testing.T) {
 
 func TestX8_RingFinishesForEveryWorld(t *testing.T) {
 	for n := 2; n <= 64; n++ {
-		if (testing.Short() || allreduce.RaceDetector) && n > 9 && n != 64 {
+		if (testing.Short() || worldtest.Race) && n > 9 && n != 64 {
 			continue
 		}
 		worldtest.Local(t, n, segment, func(r *worldtest.Rank) {
@@ -322,7 +322,7 @@ func TestX8_RingFinishesForEveryWorld(t *testing.T) {
 func TestM1_PersistentBuffersGiveRightSums(t *testing.T) {
 	const slots, count, n = 8, 256 << 10, 4
 	rounds := 20
-	if allreduce.RaceDetector {
+	if worldtest.Race {
 		rounds = 4
 	}
 	worldtest.Local(t, n, segment, func(r *worldtest.Rank) {
@@ -729,7 +729,7 @@ func TestExplainAndForce(t *testing.T) {
 }
 
 func TestNothingIsAllocatedOnceWarm(t *testing.T) {
-	if allreduce.RaceDetector {
+	if worldtest.Race {
 		t.Skip("sync.Pool drops objects at random under the race detector")
 	}
 	const runs = 50

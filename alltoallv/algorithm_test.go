@@ -136,7 +136,7 @@ func TestExchangeAllocatesNothingOnceWarm(t *testing.T) {
 			one()
 			// Both ranks count, one after the other's warm-up; the counter is of the whole process.
 			r.Barrier()
-			if n := testing.AllocsPerRun(50, one); n != 0 && err == nil {
+			if n := testing.AllocsPerRun(50, one); n != 0 && err == nil && !worldtest.Race {
 				err = fmt.Errorf("%v allocations a run", n)
 			}
 			r.Must(err)

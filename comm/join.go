@@ -155,6 +155,8 @@ type host struct {
 	wg      sync.WaitGroup
 	changed chan struct{}
 
+	spreading sync.Mutex // held from when a failure is visible here until the others have been told
+
 	// Guarded by meeting.mu.
 	told    int // ranks that came and know how it ended, after a failure
 	seats   []*seat
@@ -378,9 +380,11 @@ const brokeOff = "its connection broke off during the join: "
 
 // spread fails the join for everybody.
 func (h *host) spread(f *failure) {
+	h.spreading.Lock()
 	if h.failed(f) {
 		h.fail(f)
 	}
+	h.spreading.Unlock()
 	h.signal()
 }
 
@@ -466,7 +470,9 @@ func (h *host) done() {
 	h.mu.Lock()
 	h.over = true
 	h.mu.Unlock()
+	h.spreading.Lock() // who has to hear of a failure hears of it first
 	h.tell(noteDone, nil)
+	h.spreading.Unlock()
 	h.ln.Close()
 	h.mu.Lock()
 	for c := range h.conns {

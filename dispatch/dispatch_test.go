@@ -12,6 +12,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -638,7 +639,7 @@ func TestGradientsNumerically(t *testing.T) {
 
 // The data plane allocates nothing once warm.
 func TestNoAllocationOnceWarm(t *testing.T) {
-	if raceEnabled {
+	if worldtest.Race {
 		t.Skip("the race detector empties pools at will")
 	}
 	const calls = 50

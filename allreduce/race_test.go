@@ -1,6 +1,0 @@
-//go:build race
-
-package allreduce
-
-// RaceDetector reports whether the tests run under the race detector.
-const RaceDetector = true

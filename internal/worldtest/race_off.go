@@ -1,0 +1,6 @@
+//go:build !race
+
+package worldtest
+
+// Race says that the race detector is on: it slows tests down, and a sync.Pool loses things at random under it.
+const Race = false
