@@ -121,19 +121,28 @@ func agree(ctx context.Context, g *comm.Group, what, must, own string, failed er
 	case err != nil:
 		return nil, fmt.Errorf("alltoallv: %s: %w", what, err)
 	}
+	owns, err := compare(all)
+	if err != nil {
+		return nil, fmt.Errorf("alltoallv: %s: %w", what, err)
+	}
+	return owns, nil
+}
+
+// compare reads what every rank brought to New.
+func compare(all [][]byte) ([]string, error) {
 	claims, owns := make([]claim, len(all)), make([]string, len(all))
 	for r := range all {
 		if err := json.Unmarshal(all[r], &claims[r]); err != nil {
-			return nil, fmt.Errorf("alltoallv: %s: rank %d: %w", what, r, err)
+			return nil, fmt.Errorf("rank %d: %w", r, err)
 		}
 		if claims[r].Error != "" {
-			return nil, fmt.Errorf("alltoallv: %s: rank %d: %s", what, r, claims[r].Error)
+			return nil, fmt.Errorf("rank %d: %s", r, claims[r].Error)
 		}
 		owns[r] = claims[r].Own
 	}
 	for r := range claims {
 		if claims[r].Must != claims[0].Must {
-			return nil, fmt.Errorf("alltoallv: %w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, claims[0].Must, r, claims[r].Must)
+			return nil, fmt.Errorf("%w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, claims[0].Must, r, claims[r].Must)
 		}
 	}
 	return owns, nil
@@ -341,11 +350,6 @@ func (x *Exchanger) fail(err error) {
 
 // validate compares counts on the control plane. mine is this rank's own complaint, which every rank hears of.
 func (x *Exchanger) validate(sp *Splits, mine error) error {
-	type counts struct {
-		Error      string
-		Send, Recv []int64
-		Elem       int64
-	}
 	var c counts
 	if mine != nil {
 		c.Error = mine.Error()
@@ -359,25 +363,40 @@ func (x *Exchanger) validate(sp *Splits, mine error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), x.options.Timeout)
 	defer cancel()
 	all, err := x.group.AllGather(ctx, text)
-	if err != nil {
+	switch {
+	case err != nil:
 		return errors.Join(mine, fmt.Errorf("alltoallv: validate: %w", err))
-	}
-	claims := make([]counts, len(all))
-	for r := range all {
-		if err := json.Unmarshal(all[r], &claims[r]); err != nil {
-			return fmt.Errorf("alltoallv: validate: rank %d: %w", r, err)
-		}
-		if claims[r].Error != "" && mine == nil {
-			mine = invalid("rank %d refused the call: %s", r, claims[r].Error)
-		}
-	}
-	if mine != nil {
+	case mine != nil:
 		return mine
 	}
-	for s := range claims {
-		for d := range claims {
-			sent, expected := claims[s].Send[d]*claims[s].Elem, claims[d].Recv[s]*claims[d].Elem
-			if sent != expected {
+	return compareCounts(all)
+}
+
+// counts is what a rank brings to a call with Options.Validate: its splits, or why it refuses them.
+type counts struct {
+	Error      string
+	Send, Recv []int64
+	Elem       int64
+}
+
+// compareCounts reads what every rank brought to a call. The error is the first complaint or disagreement.
+func compareCounts(all [][]byte) error {
+	ranks := make([]counts, len(all))
+	for r := range all {
+		c := &ranks[r]
+		if err := json.Unmarshal(all[r], c); err != nil {
+			return fmt.Errorf("alltoallv: validate: rank %d: %w", r, err)
+		}
+		if c.Error != "" {
+			return invalid("rank %d refused the call: %s", r, c.Error)
+		}
+		if len(c.Send) != len(all) || len(c.Recv) != len(all) {
+			return fmt.Errorf("alltoallv: validate: rank %d: malformed: %d and %d counts", r, len(c.Send), len(c.Recv))
+		}
+	}
+	for s := range ranks {
+		for d := range ranks {
+			if sent, expected := ranks[s].Send[d]*ranks[s].Elem, ranks[d].Recv[s]*ranks[d].Elem; sent != expected {
 				return invalid("rank %d sends %d bytes to rank %d, which expects %d", s, sent, d, expected)
 			}
 		}
