@@ -2,7 +2,6 @@ package allreduce
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/host"
@@ -67,8 +67,8 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, owner string, co
 	if complaint != nil {
 		err = complaint
 	}
-	if err := agree(ctx, g, owner+o.fingerprint(&c), err); err != nil {
-		return nil, err
+	if _, err := agree.On(ctx, g, agree.Claim{Must: []string{owner + o.fingerprint(&c)}}, err); err != nil {
+		return nil, fmt.Errorf("allreduce: compare options: %w", err)
 	}
 	x := &Reducer{heap: h, group: g, options: o}
 	if x.block, err = h.Alloc(c.Bytes()); err != nil {
@@ -83,26 +83,6 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, owner string, co
 		return nil, errors.Join(fmt.Errorf("allreduce: %w", err), x.block.Free())
 	}
 	return x, nil
-}
-
-// agree compares a description of the configuration across the group. A rank's complaint about its own is heard by all.
-func agree(ctx context.Context, g *comm.Group, mine string, complaint error) error {
-	if complaint != nil {
-		mine = "an error: " + complaint.Error()
-	}
-	all, err := g.AllGather(ctx, []byte(mine))
-	if complaint != nil {
-		return complaint
-	}
-	if err != nil {
-		return fmt.Errorf("allreduce: compare options: %w", err)
-	}
-	for r, theirs := range all {
-		if string(theirs) != string(all[0]) {
-			return fmt.Errorf("allreduce: %w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, all[0], r, theirs)
-		}
-	}
-	return nil
 }
 
 // AllReduce combines the ranks' src element by element and leaves the result in every rank's dst, the same bits
@@ -358,40 +338,18 @@ func isMismatch(err error) bool {
 
 // validate compares the ranks' calls on the control plane. mine is this rank's own complaint, which every rank hears of.
 func (x *Reducer) validate(c *kernels.ReduceCall, mine error) error {
-	claim := struct {
-		Error string `json:",omitempty"`
-		Call  string
-	}{Call: c.String()}
-	if mine != nil {
-		claim.Error = mine.Error()
-	}
-	text, err := json.Marshal(claim)
-	if err != nil {
-		return errors.Join(mine, fmt.Errorf("allreduce: validate: %w", err))
-	}
 	ctx, cancel := context.WithTimeout(context.Background(), x.options.Timeout)
 	defer cancel()
-	all, err := x.group.AllGather(ctx, text)
-	if err != nil {
-		return errors.Join(mine, fmt.Errorf("allreduce: validate: %w", err))
-	}
-	if mine != nil {
+	_, err := agree.On(ctx, x.group, agree.Claim{Must: []string{c.String()}}, mine)
+	var refused *agree.RefusedError
+	switch {
+	case err == nil, mine != nil:
 		return mine
+	case errors.As(err, &refused):
+		return invalid("rank %d refused the call: %s", refused.Rank, refused.Why)
+	default:
+		return fmt.Errorf("allreduce: validate: %w", err)
 	}
-	for r := range all {
-		theirs := claim
-		theirs.Error = ""
-		if err := json.Unmarshal(all[r], &theirs); err != nil {
-			return fmt.Errorf("allreduce: validate: rank %d: %w", r, err)
-		}
-		if theirs.Error != "" {
-			return invalid("rank %d refused the call: %s", r, theirs.Error)
-		}
-		if theirs.Call != claim.Call {
-			return fmt.Errorf("allreduce: %w: rank %d has %s, rank %d has %s", comm.ErrMismatch, x.group.Rank(), claim.Call, r, theirs.Call)
-		}
-	}
-	return nil
 }
 
 // Explain says which algorithm a call would use, and why: a call that reduces count elements of every rank, or that

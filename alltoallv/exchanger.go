@@ -10,6 +10,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -55,9 +56,9 @@ type op struct {
 func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 	x := &Exchanger{heap: h, group: h.Group()}
 	mine, err := x.configure(o)
-	devices, err := agree(ctx, x.group, "compare options", mine, identity(h.Device()), err)
+	devices, err := agree.On(ctx, x.group, agree.Claim{Must: []string{mine}, Own: identity(h.Device())}, err)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("alltoallv: compare options: %w", err)
 	}
 	neighbours := 0
 	for _, d := range devices {
@@ -69,8 +70,8 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 	if x.block, err = x.carrier.open(h, &x.channels, &x.options, neighbours); err == nil && h.Device().Kind() != device.HostKind {
 		x.counters, err = allocate(h, 16*int64(x.group.Size()))
 	}
-	if _, err := agree(ctx, x.group, "allocate channels", "", "", err); err != nil {
-		return nil, errors.Join(err, x.free())
+	if _, err := agree.On(ctx, x.group, agree.Claim{}, err); err != nil {
+		return nil, errors.Join(fmt.Errorf("alltoallv: allocate channels: %w", err), x.free())
 	}
 	return x, nil
 }
@@ -98,54 +99,6 @@ func identity(d device.Device) string {
 		}
 	}
 	return d.String()
-}
-
-// claim is what a rank brings to New: what must be equal everywhere, something of its own, or why it cannot go on.
-type claim struct{ Must, Own, Error string }
-
-// agree compares a description across the group and returns every rank's own word. The error is this rank's, another's, or
-// says which descriptions differ.
-func agree(ctx context.Context, g *comm.Group, what, must, own string, failed error) ([]string, error) {
-	c := claim{Must: must, Own: own}
-	if failed != nil {
-		c.Error = failed.Error()
-	}
-	text, err := json.Marshal(c)
-	if err != nil {
-		return nil, errors.Join(failed, err)
-	}
-	all, err := g.AllGather(ctx, text)
-	switch {
-	case failed != nil:
-		return nil, failed
-	case err != nil:
-		return nil, fmt.Errorf("alltoallv: %s: %w", what, err)
-	}
-	owns, err := compare(all)
-	if err != nil {
-		return nil, fmt.Errorf("alltoallv: %s: %w", what, err)
-	}
-	return owns, nil
-}
-
-// compare reads what every rank brought to New.
-func compare(all [][]byte) ([]string, error) {
-	claims, owns := make([]claim, len(all)), make([]string, len(all))
-	for r := range all {
-		if err := json.Unmarshal(all[r], &claims[r]); err != nil {
-			return nil, fmt.Errorf("rank %d: %w", r, err)
-		}
-		if claims[r].Error != "" {
-			return nil, fmt.Errorf("rank %d: %s", r, claims[r].Error)
-		}
-		owns[r] = claims[r].Own
-	}
-	for r := range claims {
-		if claims[r].Must != claims[0].Must {
-			return nil, fmt.Errorf("%w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, claims[0].Must, r, claims[r].Must)
-		}
-	}
-	return owns, nil
 }
 
 // Exchange sends Send[k] elements of src to every rank k and receives Recv[k] elements from it into dst.

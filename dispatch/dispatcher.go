@@ -9,6 +9,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/host"
@@ -81,8 +82,12 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	if k := h.Device().Kind(); err == nil && k != device.HostKind {
 		err = invalid("no engine for %v devices", k)
 	}
-	if err := o.agree(ctx, g, err); err != nil {
-		return nil, err
+	var claim agree.Claim
+	if err == nil {
+		claim.Must = o.fields()
+	}
+	if _, err := agree.On(ctx, g, claim, err); err != nil {
+		return nil, fmt.Errorf("dispatch: compare options: %w", err)
 	}
 	d := &Dispatcher{group: g, heap: h, options: o, experts: x, sent: make([]int64, g.Size()), seen: make([]uint64, o.Experts)}
 	d.local = o.Placement.Local(g.Rank())

@@ -1,14 +1,11 @@
 package dispatch
 
 import (
-	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -169,46 +166,4 @@ func (o *Options) fields() []string {
 		fmt.Sprintf("Align %d", o.Align), fmt.Sprintf("Capacity %d", o.Capacity), fmt.Sprintf("MaxRows %d", o.MaxRows),
 		fmt.Sprintf("Placement %v", o.Placement), fmt.Sprintf("Handles %d", o.Handles),
 	}
-}
-
-// agree compares the options across the group. mine is what is wrong with this rank's, which all ranks hear of.
-func (o *Options) agree(ctx context.Context, g *comm.Group, mine error) error {
-	type claim struct {
-		Error  string
-		Fields []string
-	}
-	var c claim
-	if mine != nil {
-		c.Error = mine.Error()
-	} else {
-		c.Fields = o.fields()
-	}
-	text, err := json.Marshal(c)
-	if err != nil {
-		return errors.Join(mine, fmt.Errorf("dispatch: compare options: %w", err))
-	}
-	all, err := g.AllGather(ctx, text)
-	if err != nil {
-		return errors.Join(mine, fmt.Errorf("dispatch: compare options: %w", err))
-	}
-	if mine != nil {
-		return mine
-	}
-	claims := make([]claim, len(all))
-	for r := range all {
-		if err := json.Unmarshal(all[r], &claims[r]); err != nil {
-			return fmt.Errorf("dispatch: compare options: rank %d: %w", r, err)
-		}
-	}
-	for r := range claims {
-		if claims[r].Error != "" {
-			return fmt.Errorf("dispatch: compare options: %w: rank %d refused its own: %s", comm.ErrMismatch, r, claims[r].Error)
-		}
-		for i, theirs := range claims[r].Fields {
-			if ours := claims[0].Fields[i]; ours != theirs {
-				return fmt.Errorf("dispatch: compare options: %w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, ours, r, theirs)
-			}
-		}
-	}
-	return nil
 }
