@@ -132,7 +132,7 @@ func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCa
 		err = x.validate(&o.args.Call, err)
 	}
 	if err == nil {
-		err = x.order(s)
+		err = device.Follow(s, x.last)
 	}
 	if err != nil {
 		x.give(o, nil)
@@ -284,24 +284,6 @@ func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part 
 	return nil
 }
 
-// order makes s wait for the launch before, when that was on another stream.
-func (x *Reducer) order(s device.Stream) error {
-	if x.last != nil && x.last != s {
-		e, err := x.last.Record()
-		if err == nil {
-			if s == nil {
-				err = e.Wait()
-			} else {
-				err = s.Wait(e)
-			}
-		}
-		if err != nil {
-			return fmt.Errorf("allreduce: order streams: %w", err)
-		}
-	}
-	return nil
-}
-
 // take is an idle op or a new one.
 func (x *Reducer) take() *op {
 	x.pool.Lock()
@@ -395,16 +377,12 @@ func (x *Reducer) Close(ctx context.Context) error {
 	x.closed = true
 	last := x.last
 	x.mu.Unlock()
-	if last != nil {
-		if e, err := last.Record(); err == nil {
-			_ = e.Wait()
-		}
-	}
-	var err error
+	err := device.Follow(nil, last)
 	if x.group.Err() == nil {
-		if err = x.group.Barrier(ctx); err != nil {
-			err = fmt.Errorf("allreduce: close: %w", err)
-		}
+		err = errors.Join(err, x.group.Barrier(ctx))
+	}
+	if err != nil {
+		err = fmt.Errorf("allreduce: close: %w", err)
 	}
 	return errors.Join(err, x.block.Free())
 }

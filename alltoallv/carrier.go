@@ -66,15 +66,6 @@ func (k *hostCarrier) launch(s device.Stream, o *op) (done bool, err error) {
 
 func (*hostCarrier) fault() error { return nil }
 
-func (*hostCarrier) drain(last device.Stream) error {
-	if last == nil {
-		return nil
-	}
-	e, err := last.Record()
-	if err != nil {
-		return err
-	}
-	return e.Wait()
-}
+func (*hostCarrier) drain(last device.Stream) error { return device.Follow(nil, last) }
 
 func (*hostCarrier) close() error { return nil }

@@ -123,9 +123,10 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 	if err != nil {
 		return err
 	}
-	if err := x.order(s); err != nil {
-		return err
+	if err := device.Follow(s, x.last); err != nil {
+		return fmt.Errorf("alltoallv: %w", err)
 	}
+	x.last = s
 	o := &x.inline
 	if s != nil {
 		o = x.op()
@@ -234,31 +235,6 @@ func (x *Exchanger) plan(sp *Splits) (*plan, error) {
 	x.registry.choose(p, true, &x.channels, x.group.Rank())
 	x.cache.put(h, p)
 	return p, nil
-}
-
-// order makes s wait for the launch before, when that was on another stream.
-func (x *Exchanger) order(s device.Stream) error {
-	if x.last != nil && x.last != s {
-		if c, ok := s.(*device.CUDAStream); ok {
-			if capturing, err := c.Capturing(); err != nil || capturing {
-				return err // a graph has no past: whoever replays it orders it
-			}
-		}
-		e, err := x.last.Record()
-		if err != nil {
-			return fmt.Errorf("alltoallv: order streams: %w", err)
-		}
-		if s == nil {
-			err = e.Wait()
-		} else {
-			err = s.Wait(e)
-		}
-		if err != nil {
-			return fmt.Errorf("alltoallv: order streams: %w", err)
-		}
-	}
-	x.last = s
-	return nil
 }
 
 // op is a launch for a stream.

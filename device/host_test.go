@@ -77,6 +77,21 @@ func TestStreamsWaitForEachOthersEvents(t *testing.T) {
 	close(gate)
 }
 
+func TestFollowOrdersStreamsAndTheCaller(t *testing.T) {
+	a, b := device.NewHostStream(), device.NewHostStream()
+	defer a.Close()
+	defer b.Close()
+	var order []string
+	require.NoError(t, a.Enqueue(task(func() error { time.Sleep(10 * time.Millisecond); order = append(order, "a"); return nil })))
+	require.NoError(t, device.Follow(b, a))
+	require.NoError(t, b.Enqueue(task(func() error { order = append(order, "b"); return nil })))
+	require.NoError(t, device.Follow(nil, b))
+	order = append(order, "caller")
+	require.Equal(t, []string{"a", "b", "caller"}, order)
+	require.NoError(t, device.Follow(a, nil))
+	require.NoError(t, device.Follow(a, a))
+}
+
 func TestEnqueueAllocatesNothing(t *testing.T) {
 	s := device.NewHostStream()
 	defer s.Close()

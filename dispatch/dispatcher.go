@@ -371,16 +371,8 @@ func (d *Dispatcher) expertRows(name string, v memory.View, stage int) (at int64
 
 // order makes s wait for the launch before, when that was on another stream.
 func (d *Dispatcher) order(s device.Stream) error {
-	if d.last != nil && d.last != s {
-		e, err := d.last.Record()
-		if err == nil && s == nil {
-			err = e.Wait()
-		} else if err == nil {
-			err = s.Wait(e)
-		}
-		if err != nil {
-			return fmt.Errorf("dispatch: order streams: %w", err)
-		}
+	if err := device.Follow(s, d.last); err != nil {
+		return fmt.Errorf("dispatch: %w", err)
 	}
 	d.last = s
 	return nil
@@ -473,12 +465,7 @@ func (d *Dispatcher) Close(ctx context.Context) error {
 	if was {
 		return nil
 	}
-	var err error
-	if d.last != nil {
-		if e, rerr := d.last.Record(); rerr == nil {
-			err = e.Wait()
-		}
-	}
+	err := device.Follow(nil, d.last)
 	if d.group.Err() == nil {
 		if berr := d.group.Barrier(ctx); berr != nil {
 			err = errors.Join(err, fmt.Errorf("dispatch: close: %w", berr))
