@@ -24,6 +24,8 @@ type Traffic struct {
 	Skew float64
 	// InPlace says that peers can write the output directly.
 	InPlace bool
+	// Placed says that Splits.PeerDispls are known.
+	Placed bool
 	// PacketBytes and SlotBytes are the Exchanger's.
 	PacketBytes, SlotBytes int64
 }
@@ -65,14 +67,15 @@ func Rotation(rank, size int) []int {
 }
 
 // rates are rough figures of a device: what a message costs beside its bytes, what a step of a ring costs, and how many
-// bytes a microsecond one rank sends, all peers at once and one at a time. They only have to rank algorithms.
-type rates struct{ message, step, mesh, ring float64 }
+// bytes a microsecond one rank sends, all peers at once and one at a time; and the same of copy engines. They only have to
+// rank algorithms.
+type rates struct{ message, step, mesh, ring, copyCall, copy float64 }
 
 // ratesOf: the host's were measured with 2 and 4 processes on two cores, where a core copies 13 to 17 GB/s and a message
-// costs a line or two; the GPU's come from one host with 8 H200, see docs/measured.
+// costs a line or two; the GPU's with 4 H200 of one host, see docs/measured.
 func ratesOf(k device.Kind) rates {
 	if k == device.CUDAKind {
-		return rates{message: 0.4, step: 2, mesh: 300e3, ring: 345e3}
+		return rates{message: 0.4, step: 2, mesh: 270e3, ring: 310e3, copyCall: 35, copy: 390e3}
 	}
 	return rates{message: 0.3, step: 1, mesh: 12e3, ring: 12e3}
 }
@@ -142,7 +145,25 @@ func (ring) Cost(t *Traffic) (float64, string) {
 	return us, "one peer at a time, for receivers that many senders at once would overload"
 }
 
-func builtin() []Algorithm { return []Algorithm{packet{}, direct{}, pipelined{}, ring{}} }
+type copyEngine struct{}
+
+func (copyEngine) Name() string               { return "copy" }
+func (copyEngine) Order(rank, size int) []int { return Rotation(rank, size) }
+func (copyEngine) Schedule(*Traffic) Schedule { return Schedule{Window: 1} }
+func (copyEngine) Cost(t *Traffic) (float64, string) {
+	switch {
+	case t.Device != device.CUDAKind:
+		return math.Inf(1), "only a GPU has copy engines"
+	case !t.InPlace || !t.Placed:
+		return math.Inf(1), "copy engines need a symmetric destination and Splits.PeerDispls"
+	}
+	r := ratesOf(t.Device)
+	return r.copyCall + float64(t.SendTotal)/r.copy, "the copy engines move everything, one peer after the other"
+}
+
+func builtin() []Algorithm {
+	return []Algorithm{packet{}, direct{}, pipelined{}, ring{}, copyEngine{}}
+}
 
 // registry holds the algorithms of one Exchanger with their orders.
 type registry struct {
@@ -286,7 +307,7 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 	}
 	routes, d := &p.routes[at], &p.chosen[at]
 	t := Traffic{Rank: rank, Size: c.Size, Device: r.device, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
-		RecvTotal: p.recvAll, InPlace: inPlace, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes}
+		RecvTotal: p.recvAll, InPlace: inPlace, Placed: p.places != nil, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes}
 	*d = Decision{InPlace: inPlace, Forced: r.forced != nil, Candidates: d.Candidates[:0]}
 	for k := range c.Size {
 		if k == rank {

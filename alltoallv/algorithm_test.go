@@ -88,7 +88,7 @@ func TestExplainSaysWhy(t *testing.T) {
 				r.Must(err)
 				d, err := x.Explain(sp, inPlace)
 				r.Must(err)
-				if !d.Cached || len(d.Candidates) != 4 {
+				if !d.Cached || len(d.Candidates) != 5 {
 					r.Must(fmt.Errorf("rank %d: %+v", me, d))
 				}
 				return d

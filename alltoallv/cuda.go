@@ -18,6 +18,7 @@ type cudaCarrier struct {
 	stream   device.Stream // of calls without one
 	group    func() error
 	exchange cuda.Exchange
+	places   []int64
 }
 
 func (k *cudaCarrier) open(h *memory.Heap, c *kernels.Channels, o *Options, neighbours int) (_ *memory.Buffer, err error) {
@@ -56,6 +57,13 @@ func (k *cudaCarrier) launch(s device.Stream, o *op) (done bool, err error) {
 	a := &o.args
 	k.exchange = cuda.Exchange{Channels: &k.channels, Routes: a.Routes, Src: o.src.Ptr(), Dst: o.dst.Ptr(), DstOffset: a.DstOffset,
 		Timeout: a.Timeout, Tuning: tuning(o.plan, a.DstOffset >= 0)}
+	if o.plan.chosen[1].Algorithm == (copyEngine{}).Name() && a.DstOffset >= 0 && o.plan.places != nil {
+		k.places = k.places[:0]
+		for _, at := range o.plan.places {
+			k.places = append(k.places, a.DstOffset+at)
+		}
+		k.exchange.Places = k.places
+	}
 	on := s
 	if s == nil {
 		on = k.stream

@@ -72,6 +72,15 @@ func (c *gpuCall) check() error {
 	return nil
 }
 
+// peerDispls is where rank me's part begins in every rank's packed output.
+func peerDispls(m [][]int64, me int) []int64 {
+	at := make([]int64, len(m))
+	for k := range m {
+		at[k] = total(column(m, k)[:me])
+	}
+	return at
+}
+
 func gpuStream(r *worldtest.Rank) device.Stream {
 	s, err := r.Device.NewStream()
 	r.Must(err)
@@ -80,7 +89,7 @@ func gpuStream(r *worldtest.Rank) device.Stream {
 
 func TestCUDA_X5_RandomSplitsAgainstReference(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 4, 8} {
-		for _, algorithm := range []string{"", "packet", "direct", "pipelined", "ring"} {
+		for _, algorithm := range []string{"", "packet", "direct", "pipelined", "ring", "copy"} {
 			t.Run(fmt.Sprintf("ranks=%d/%s", n, algorithm), func(t *testing.T) {
 				const limit = 100 << 10
 				worldtest.GPUs(t, n, 256<<20, func(r *worldtest.Rank) {
@@ -99,6 +108,9 @@ func TestCUDA_X5_RandomSplitsAgainstReference(t *testing.T) {
 						need := total(column(m, r.Rank()))
 						dst := sym.View().Slice(int64(call%5*3), need+int64(call%3))
 						c := newGPUCall(r, s, dst, src.View().Slice(int64(call%7), size-7), m, call)
+						if algorithm == "copy" {
+							c.sp.PeerDispls = peerDispls(m, r.Rank())
+						}
 						r.Must(x.Exchange(s, c.dst, c.src, c.sp))
 						r.Must(s.Synchronize())
 						r.Must(x.Fault())
@@ -145,6 +157,23 @@ func TestCUDA_GraphReplays(t *testing.T) {
 			r.Must(g.Close())
 		}
 		r.Must(s.Close())
+		r.Must(x.Close(r.Ctx))
+	})
+}
+
+func TestCUDA_NoSMsIsRefusedWhereCopyEnginesCannot(t *testing.T) {
+	worldtest.GPUs(t, 2, 64<<20, func(r *worldtest.Rank) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{NoSMs: true, PacketBytes: -1})
+		r.Must(err)
+		b, err := r.Heap.Alloc(4000)
+		r.Must(err)
+		sp := &alltoallv.Splits{Send: []int64{500, 500}, Recv: []int64{500, 500}}
+		err = x.Exchange(nil, b.View().Slice(0, 1000), b.View().Slice(2000, 1000), sp)
+		if !errors.Is(err, alltoallv.ErrInvalid) {
+			r.Must(fmt.Errorf("got %v", err))
+		}
+		sp.PeerDispls = []int64{500 * int64(r.Rank()), 500 * int64(r.Rank())}
+		r.Must(x.Exchange(nil, b.View().Slice(0, 1000), b.View().Slice(2000, 1000), sp))
 		r.Must(x.Close(r.Ctx))
 	})
 }

@@ -195,6 +195,9 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, inPlace 
 		return nil, false, 0, invalid("source and destination overlap")
 	}
 	off, inPlace = dst.Symmetric(x.heap)
+	if x.registry.forced == (copyEngine{}) && !onHost && max(p.largestSend, p.largestRecv) > x.channels.PacketBytes && (!inPlace || p.places == nil) {
+		return nil, false, 0, invalid("copy engines need a symmetric destination (it is: %v) and Splits.PeerDispls (given: %v)", inPlace, p.places != nil)
+	}
 	if staged := !inPlace || p.routes[1].Staged; staged && chunkFor(p.largestRecv) > x.channels.SlotBytes {
 		return nil, false, 0, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", p.largestRecv, kernels.MaxChunks, x.channels.SlotBytes)
 	}

@@ -14,7 +14,7 @@ import (
 type Options struct {
 	// Algorithm forces one by name. Empty selects by the traffic of each call.
 	Algorithm string
-	// Algorithms are the caller's own, offered beside packet, direct, pipelined and ring.
+	// Algorithms are the caller's own, offered beside packet, direct, pipelined, ring and copy.
 	Algorithms []Algorithm
 	// PacketBytes bounds messages whose words carry their flag; default 128 on the host and 256 KiB on a GPU, negative for
 	// none.
@@ -32,6 +32,9 @@ type Options struct {
 	CacheEntries int
 	// MaxSMs bounds how many multiprocessors of a GPU a call above PacketBytes takes; default 16. The host device has none.
 	MaxSMs int
+	// NoSMs leaves a GPU's multiprocessors alone: calls above PacketBytes go by its copy engines or are refused. It is
+	// Algorithm "copy".
+	NoSMs bool
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
 	Timeout time.Duration
 	// Validate has the ranks compare their counts on the control plane before every call, so that a disagreement is an
@@ -86,6 +89,11 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	}
 	if o.MaxSMs == 0 {
 		o.MaxSMs = 16
+	}
+	if copies := (copyEngine{}).Name(); o.NoSMs && o.Algorithm == "" {
+		o.Algorithm = copies
+	} else if o.NoSMs && o.Algorithm != copies {
+		return c, invalid("Options.NoSMs with Algorithm %q", o.Algorithm)
 	}
 	if o.CacheEntries == 0 {
 		o.CacheEntries = 256

@@ -1,6 +1,7 @@
 package alltoallv
 
 import (
+	"fmt"
 	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -11,8 +12,10 @@ type plan struct {
 	splits           Splits // a copy, to compare with
 	srcBytes         int64  // how long the buffers must be
 	dstBytes         int64
-	sendAll, recvAll int64 // bytes that leave and reach this rank, own part left out
-	largestRecv      int64 // from another rank
+	sendAll, recvAll int64   // bytes that leave and reach this rank, own part left out
+	largestSend      int64   // to another rank
+	largestRecv      int64   // from another rank
+	places           []int64 // where this rank's parts go in the peers' destinations, nil when unknown
 
 	// routes as the selected algorithms order them: index 0 for outputs that peers cannot write, 1 for those they can.
 	routes [2]kernels.Routes
@@ -48,12 +51,18 @@ func (p *plan) build(s *Splits, rank, size int) error {
 		}
 	}
 	p.sendAll, p.recvAll = -r.SendBytes[rank], -r.RecvBytes[rank]
-	p.largestRecv = 0
+	p.largestSend, p.largestRecv = 0, 0
 	for k := range size {
 		p.sendAll += r.SendBytes[k]
 		p.recvAll += r.RecvBytes[k]
 		if k != rank {
-			p.largestRecv = max(p.largestRecv, r.RecvBytes[k])
+			p.largestSend, p.largestRecv = max(p.largestSend, r.SendBytes[k]), max(p.largestRecv, r.RecvBytes[k])
+		}
+	}
+	if p.places = nil; s.PeerDispls != nil {
+		p.places = make([]int64, size)
+		if _, err := layout("send", s.Send, s.PeerDispls, elem, size, make([]int64, size), p.places); err != nil {
+			return fmt.Errorf("%w, as PeerDispls", err)
 		}
 	}
 	p.splits.assign(s)

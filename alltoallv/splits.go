@@ -26,6 +26,11 @@ type Splits struct {
 	Send, Recv []int64
 	// SendDispls[k] and RecvDispls[k] are where these parts begin in their buffers. nil packs them in rank order.
 	SendDispls, RecvDispls []int64
+	// PeerDispls[k], where it is known, is where this rank's part begins in rank k's destination: RecvDispls[this rank] of
+	// rank k. With it, and a destination at the same offset of the symmetric heap on every rank, a GPU's copy engines can do
+	// the exchange. It must be right: a receiver that expects the part elsewhere makes Fault report it, but the copies have
+	// been made. nil is always good.
+	PeerDispls []int64
 	// ElemSize is the size of an element in bytes; 0 means 1.
 	ElemSize int64
 }
@@ -41,7 +46,7 @@ func (s *Splits) elem() int64 {
 func (s *Splits) hash() uint64 {
 	const prime = 0x9e3779b97f4a7c15
 	h := uint64(s.elem())
-	for _, v := range [...][]int64{s.Send, s.Recv, s.SendDispls, s.RecvDispls} {
+	for _, v := range [...][]int64{s.Send, s.Recv, s.SendDispls, s.RecvDispls, s.PeerDispls} {
 		h = bits.RotateLeft64(h*prime, 31) ^ xxhash.Sum64(shm.Bytes(v))
 	}
 	return h
@@ -49,7 +54,8 @@ func (s *Splits) hash() uint64 {
 
 func (s *Splits) equal(t *Splits) bool {
 	return s.elem() == t.elem() && slices.Equal(s.Send, t.Send) && slices.Equal(s.Recv, t.Recv) &&
-		sameDispls(s.SendDispls, t.SendDispls) && sameDispls(s.RecvDispls, t.RecvDispls)
+		sameDispls(s.SendDispls, t.SendDispls) && sameDispls(s.RecvDispls, t.RecvDispls) &&
+		sameDispls(s.PeerDispls, t.PeerDispls)
 }
 
 func sameDispls(a, b []int64) bool { return (a == nil) == (b == nil) && slices.Equal(a, b) }
@@ -59,6 +65,7 @@ func (s *Splits) assign(t *Splits) {
 	s.ElemSize = t.ElemSize
 	s.Send, s.Recv = append(s.Send[:0], t.Send...), append(s.Recv[:0], t.Recv...)
 	s.SendDispls, s.RecvDispls = assignDispls(s.SendDispls, t.SendDispls), assignDispls(s.RecvDispls, t.RecvDispls)
+	s.PeerDispls = assignDispls(s.PeerDispls, t.PeerDispls)
 }
 
 func assignDispls(dst, src []int64) []int64 {

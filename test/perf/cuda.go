@@ -67,6 +67,14 @@ func benchAllToAllVCUDA(ctx context.Context, g *comm.Group, c config) (rows []ro
 	return rows, nil
 }
 
+// before is what ranks below me send to rank p: where my part begins in its packed output.
+func before(m [][]int64, p, me int) (at int64) {
+	for q := range me {
+		at += m[q][p]
+	}
+	return at
+}
+
 func timeCUDA(ctx context.Context, g *comm.Group, c config, x *alltoallv.Exchanger, h *memory.Heap, s *device.CUDAStream, m [][]int64) (_ row, err error) {
 	n, me := g.Size(), g.Rank()
 	sp := &alltoallv.Splits{Send: m[me]}
@@ -78,6 +86,7 @@ func timeCUDA(ctx context.Context, g *comm.Group, c config, x *alltoallv.Exchang
 			column += m[q][p]
 		}
 		most = max(most, column)
+		sp.PeerDispls = append(sp.PeerDispls, before(m, p, me))
 		cross = max(cross, sum(m[p])-m[p][p])
 		busiest = max(busiest, column-m[p][p])
 	}
