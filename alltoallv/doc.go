@@ -15,6 +15,6 @@
 // into the output when it lies in the symmetric heap, into a staging slot otherwise.
 //
 // An [Algorithm] decides the order: everything at once (direct), chunks through staging (pipelined), or one peer at a
-// time (ring). Each rank chooses for itself; ranks that choose differently still understand each other, so nothing has
+// time (ring; copy, by a GPU's copy engines). Each rank chooses for itself; ranks that choose differently still understand each other, so nothing has
 // to be agreed on when one rank's splits are in its cache and another's are not.
 package alltoallv
