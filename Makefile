@@ -1,8 +1,9 @@
 # The project's verbs. Every one works on a machine without a GPU and without a CUDA toolkit.
 GO ?= go
 PYTHON ?= python3
+VENV := .venv
 
-.PHONY: build test race bench kernels lint fmt
+.PHONY: build test race bench kernels python lint fmt
 
 build:
 	$(GO) build ./...
@@ -23,11 +24,22 @@ bench:
 kernels:
 	$(GO) run ./kernels/cuda/internal/genfatbin
 
-lint:
+# Builds and installs the Python package into .venv and runs its tests. Those that need torch are skipped without it.
+python: $(VENV)/ready
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check ./bindings/python
+	cd bindings/python && ../../$(VENV)/bin/python -m pytest -q
+
+$(VENV)/ready: bindings/python/requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r bindings/python/requirements-dev.txt
+	touch $@
+
+lint: $(VENV)/ready
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "gofmt: $$out"; exit 1; fi
 	$(GO) vet ./...
 	CGO_ENABLED=0 $(GO) vet ./...
 	$(GO) tool staticcheck ./...
+	cd bindings/python && ../../$(VENV)/bin/ruff check
 
 fmt:
 	gofmt -w .

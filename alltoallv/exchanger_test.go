@@ -553,7 +553,7 @@ func TestF3_DisagreementOnCountsIsNamed(t *testing.T) {
 							}
 							require.ErrorContains(r.T, err, fmt.Sprintf("rank 0 sends %d bytes to rank 1, which expects %d", pair[0], pair[1]))
 						case r.Rank() == 1:
-							if !errors.As(err, &mismatch) || mismatch.Src != 0 || mismatch.Dst != 1 || mismatch.Sent != uint64(pair[0]) || mismatch.Expected != uint64(pair[1]) {
+							if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &mismatch) || mismatch.Src != 0 || mismatch.Dst != 1 || mismatch.Sent != uint64(pair[0]) || mismatch.Expected != uint64(pair[1]) {
 								r.Must(fmt.Errorf("got %v", err))
 							}
 						case r.Rank() == 2:

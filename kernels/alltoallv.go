@@ -3,6 +3,8 @@ package kernels
 import (
 	"fmt"
 	"time"
+
+	"github.com/switchyard-moe/switchyard/comm"
 )
 
 // Routes is the plan of a variable-size all-to-all for one rank: what goes where, in bytes. Slices are indexed by rank
@@ -50,3 +52,6 @@ type CountMismatchError struct {
 func (e *CountMismatchError) Error() string {
 	return fmt.Sprintf("kernels: call %d: rank %d sends %d bytes to rank %d, which expects %d", e.Epoch, e.Src, e.Sent, e.Dst, e.Expected)
 }
+
+// Unwrap is comm.ErrMismatch.
+func (e *CountMismatchError) Unwrap() error { return comm.ErrMismatch }

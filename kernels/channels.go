@@ -48,6 +48,9 @@ func (c *Channels) Slot(src, k int) int64 {
 	return c.Eager(0, 2*c.Size) + (int64(src)*int64(c.Slots)+int64(k%c.Slots))*c.SlotBytes
 }
 
+// Staging reports whether a credit's place is a slot rather than the receiver's output.
+func (c *Channels) Staging(at int64) bool { return at >= c.Slot(0, 0) && at < c.Slot(c.Size, 0) }
+
 // Bytes is the size of the block.
 func (c *Channels) Bytes() int64 { return c.Slot(c.Size, 0) - c.Offset }
 

@@ -3,6 +3,8 @@ package kernels
 import (
 	"fmt"
 	"time"
+
+	"github.com/switchyard-moe/switchyard/comm"
 )
 
 // Lanes is the control block of one dispatcher: the same layout at the same Offset of every rank's segment. Methods
@@ -222,6 +224,9 @@ func (e *OrderError) Error() string {
 	return fmt.Sprintf("kernels: call %d: rank 0 is in %v of dispatch %d, rank %d in %v of dispatch %d",
 		e.Call, MoEOp(e.First&0xff), e.First>>8, e.Rank, MoEOp(e.Here&0xff), e.Here>>8)
 }
+
+// Unwrap is comm.ErrMismatch.
+func (e *OrderError) Unwrap() error { return comm.ErrMismatch }
 
 // ShortError says that a rank passed rows that are fewer than its dispatch made. It is the same on every rank, and
 // nothing has been moved.

@@ -292,7 +292,12 @@ func (x *exchange) sendChunk(h *half) bool {
 	}
 	at := int64(x.e.word(me, line+kernels.LineOffset).Load())
 	x.e.at(puttingData, h.peer)
-	x.copy(x.e.space.Range(h.peer, at, int64(n)), h.buf[h.done:h.done+int64(n)])
+	dst, src := x.e.space.Range(h.peer, at, int64(n)), h.buf[h.done:h.done+int64(n)]
+	if x.a.Channels.Staging(at) {
+		copy(dst, src) // its reader is next, and finds it in a cache
+	} else {
+		x.copy(dst, src)
+	}
 	h.done += int64(n)
 	x.signal(h, kernels.Seq(x.epoch, h.chunk))
 	h.chunk++

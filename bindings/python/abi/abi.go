@@ -1,0 +1,524 @@
+package main
+
+// #include <stdlib.h>
+// #include "switchyard.h"
+import "C"
+
+import (
+	"encoding/json"
+	"fmt"
+	"runtime"
+	"time"
+	"unsafe"
+
+	"github.com/switchyard-moe/switchyard/bindings/python/core"
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// handles names everything that callers hold.
+var handles = core.NewHandles()
+
+// abiVersion changes when a function does. The Python package refuses another than its own.
+const abiVersion = 1
+
+// guard runs the body of an export: it turns errors and panics into a code and keeps the text for the thread. An export
+// runs on the thread of its caller, so that is whose text it is.
+func guard(f func() error) (code C.int32_t) {
+	defer func() {
+		if p := recover(); p != nil {
+			code = report(fmt.Errorf("switchyard: %w: %v", core.ErrPanic, p))
+		}
+	}()
+	if err := f(); err != nil {
+		return report(err)
+	}
+	return C.int32_t(core.OK)
+}
+
+func report(err error) C.int32_t {
+	code, rank := core.Classify(err)
+	text := err.Error()
+	C.switchyard_set_error((*C.char)(unsafe.Pointer(unsafe.StringData(text))), C.uint64_t(len(text)), C.int32_t(rank))
+	return C.int32_t(code)
+}
+
+// options reads a call's options, which are JSON.
+func options(text *C.char, into any) error {
+	if err := json.Unmarshal([]byte(C.GoString(text)), into); err != nil {
+		return fmt.Errorf("switchyard: options: %w: %v", core.ErrInvalid, err)
+	}
+	return nil
+}
+
+// newWords is zeroed memory for a queue's words. It is never freed: a caller may look at it as long as it lives.
+func newWords() []byte {
+	p := C.calloc(2, core.WordBytes) // and aligned to what one cache line needs
+	addr := (uintptr(p) + core.WordBytes - 1) &^ (core.WordBytes - 1)
+	return shm.At(addr, core.WordBytes)
+}
+
+func put[T any](v T) uint64 { return handles.Put(v) }
+
+func buffer(p unsafe.Pointer, n C.int64_t) core.Buffer {
+	return core.Buffer{Addr: uintptr(p), Bytes: int64(n)}
+}
+
+func numbers(p *C.int64_t, n C.int64_t) []int64 {
+	if p == nil {
+		return nil
+	}
+	return unsafe.Slice((*int64)(unsafe.Pointer(p)), int(n))
+}
+
+// hostStream refuses streams of devices that do not exist yet. 0 is the communicator's own.
+func hostStream(stream C.uint64_t) error {
+	if stream != 0 {
+		return fmt.Errorf("switchyard: %w: stream %#x on the host, which has none", core.ErrInvalid, uint64(stream))
+	}
+	return nil
+}
+
+// guarded is guard for what may also have to be asked again.
+func guarded(f func() (core.Code, error)) C.int32_t {
+	code := core.OK
+	if failed := guard(func() (err error) { code, err = f(); return err }); failed != C.int32_t(core.OK) {
+		return failed
+	}
+	return C.int32_t(code)
+}
+
+// on submits an operation on a communicator, hands out its ticket and waits for it for wait microseconds. The code is
+// Again when that was not enough.
+func on(id C.uint64_t, ticket *C.uint64_t, wait C.int64_t, submit func(*core.Comm) (core.Ticket, error)) C.int32_t {
+	return guarded(func() (core.Code, error) {
+		c, err := core.Get[*core.Comm](handles, uint64(id))
+		if err != nil {
+			return 0, err
+		}
+		t, err := submit(c)
+		if err != nil {
+			return 0, err
+		}
+		*ticket = C.uint64_t(t)
+		done, _, err := c.Wait(t, time.Duration(wait)*time.Microsecond)
+		if err == nil && !done {
+			return core.Again, nil
+		}
+		return core.OK, err
+	})
+}
+
+// switchyard_abi_version is the version of this ABI.
+//
+//export switchyard_abi_version
+func switchyard_abi_version() C.int32_t { return abiVersion }
+
+// switchyard_threads is how many threads Go runs code on at a time.
+//
+//export switchyard_threads
+func switchyard_threads() C.int32_t { return C.int32_t(runtime.GOMAXPROCS(0)) }
+
+// switchyard_live is how many handles are in use.
+//
+//export switchyard_live
+func switchyard_live() C.int64_t { return C.int64_t(handles.Len()) }
+
+// switchyard_listen opens this rank's socket and writes its address, 0-terminated, to addr, which holds room bytes.
+//
+//export switchyard_listen
+func switchyard_listen(opts *C.char, listener *C.uint64_t, addr *C.char, room C.int64_t) C.int32_t {
+	return guard(func() error {
+		var o core.Options
+		if err := options(opts, &o); err != nil {
+			return err
+		}
+		l, err := core.Listen(o)
+		if err != nil {
+			return err
+		}
+		text := l.Addr()
+		if len(text) >= int(room) {
+			_ = l.Close()
+			return fmt.Errorf("switchyard: listen: %w: room for %d bytes, the address has %d", core.ErrInvalid, int64(room), len(text))
+		}
+		out := unsafe.Slice((*byte)(unsafe.Pointer(addr)), int(room))
+		out[copy(out, text)] = 0
+		*listener = C.uint64_t(put(l))
+		return nil
+	})
+}
+
+// switchyard_unlisten gives an address up that was not joined with.
+//
+//export switchyard_unlisten
+func switchyard_unlisten(listener C.uint64_t) C.int32_t {
+	return guard(func() error {
+		l, err := core.Get[*comm.Listener](handles, uint64(listener))
+		if err != nil {
+			return err
+		}
+		handles.Drop(uint64(listener))
+		return l.Close()
+	})
+}
+
+// switchyard_open makes a communicator and begins its join, whose ticket is 1. words is where the number of its
+// operations that have run is kept, 64 bits.
+//
+//export switchyard_open
+func switchyard_open(opts *C.char, communicator *C.uint64_t, words *C.uint64_t) C.int32_t {
+	return guard(func() error {
+		var o core.Options
+		if err := options(opts, &o); err != nil {
+			return err
+		}
+		var l *comm.Listener
+		if o.Listener != 0 {
+			var err error
+			if l, err = core.Get[*comm.Listener](handles, o.Listener); err != nil {
+				return err
+			}
+			handles.Drop(o.Listener)
+		}
+		w := newWords()
+		c, err := core.Open(o, l, w)
+		if err != nil {
+			return err
+		}
+		*communicator, *words = C.uint64_t(put(c)), C.uint64_t(shm.Addr(w))
+		return nil
+	})
+}
+
+// switchyard_rank is who this rank is, once the join is complete.
+//
+//export switchyard_rank
+func switchyard_rank(communicator C.uint64_t, rank, size *C.int32_t) C.int32_t {
+	return guard(func() error {
+		c, err := core.Get[*core.Comm](handles, uint64(communicator))
+		if err != nil {
+			return err
+		}
+		r, n, err := c.Rank()
+		*rank, *size = C.int32_t(r), C.int32_t(n)
+		return err
+	})
+}
+
+// switchyard_wait waits wait microseconds for a ticket and gets its value and error. It may return Again sooner.
+//
+//export switchyard_wait
+func switchyard_wait(communicator, ticket C.uint64_t, wait C.int64_t, value *C.int64_t) C.int32_t {
+	return guarded(func() (core.Code, error) {
+		c, err := core.Get[*core.Comm](handles, uint64(communicator))
+		if err != nil {
+			return 0, err
+		}
+		done, v, err := c.Wait(core.Ticket(ticket), time.Duration(wait)*time.Microsecond)
+		if err == nil && !done {
+			return core.Again, nil
+		}
+		*value = C.int64_t(v)
+		return core.OK, err
+	})
+}
+
+// switchyard_all_to_all sends send[k] rows of elem bytes to rank k and receives recv[k] from it. NULL divides a buffer
+// equally. This call and those below submit an operation on a stream, 0 for the communicator's own, and wait for it for
+// wait microseconds; Again says that it is still under way, and its buffers are in use until the ticket is complete.
+//
+//export switchyard_all_to_all
+func switchyard_all_to_all(communicator, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
+	send, recv *C.int64_t, n, elem, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
+		if err := hostStream(stream); err != nil {
+			return 0, err
+		}
+		return c.AllToAll(buffer(dst, dstBytes), buffer(src, srcBytes), numbers(send, n), numbers(recv, n), int64(elem))
+	})
+}
+
+// switchyard_all_reduce combines src of all ranks into every rank's dst, which may be src.
+//
+//export switchyard_all_reduce
+func switchyard_all_reduce(communicator, stream C.uint64_t, dst, src unsafe.Pointer, bytes C.int64_t, dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
+		if err := hostStream(stream); err != nil {
+			return 0, err
+		}
+		return c.AllReduce(buffer(dst, bytes), buffer(src, bytes), kernels.DType(dtype), kernels.ReduceOp(op))
+	})
+}
+
+// switchyard_reduce_scatter combines src of all ranks and leaves this rank's slice in dst.
+//
+//export switchyard_reduce_scatter
+func switchyard_reduce_scatter(communicator, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
+	dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
+		if err := hostStream(stream); err != nil {
+			return 0, err
+		}
+		return c.ReduceScatter(buffer(dst, dstBytes), buffer(src, srcBytes), kernels.DType(dtype), kernels.ReduceOp(op))
+	})
+}
+
+// switchyard_all_gather puts src of rank k into slice k of every rank's dst.
+//
+//export switchyard_all_gather
+func switchyard_all_gather(communicator, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
+	wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
+		if err := hostStream(stream); err != nil {
+			return 0, err
+		}
+		return c.AllGather(buffer(dst, dstBytes), buffer(src, srcBytes))
+	})
+}
+
+// switchyard_barrier completes once all ranks have submitted it.
+//
+//export switchyard_barrier
+func switchyard_barrier(communicator, stream C.uint64_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
+		if err := hostStream(stream); err != nil {
+			return 0, err
+		}
+		return c.Barrier()
+	})
+}
+
+// switchyard_alloc takes symmetric memory. The ticket's value is a block.
+//
+//export switchyard_alloc
+func switchyard_alloc(communicator C.uint64_t, bytes C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) { return c.Alloc(int64(bytes), put[*core.Block]) })
+}
+
+// switchyard_block is where a block is: its address here and its offset in every rank's segment.
+//
+//export switchyard_block
+func switchyard_block(block C.uint64_t, addr *C.uint64_t, offset *C.int64_t) C.int32_t {
+	return guard(func() error {
+		b, err := core.Get[*core.Block](handles, uint64(block))
+		if err != nil {
+			return err
+		}
+		*addr, *offset = C.uint64_t(b.Addr()), C.int64_t(b.Offset())
+		return nil
+	})
+}
+
+// switchyard_free gives a block back.
+//
+//export switchyard_free
+func switchyard_free(communicator, block C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		b, err := core.Get[*core.Block](handles, uint64(block))
+		if err != nil {
+			return 0, err
+		}
+		handles.Drop(uint64(block))
+		return b.Free()
+	})
+}
+
+// switchyard_verify compares the ranks' allocations.
+//
+//export switchyard_verify
+func switchyard_verify(communicator C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, (*core.Comm).Verify)
+}
+
+// switchyard_split makes a subgroup of the ranks that pass the same color, ordered by key. The ticket's value is its
+// communicator, or 0 for a negative color; words is as in switchyard_open.
+//
+//export switchyard_split
+func switchyard_split(communicator C.uint64_t, color, key C.int64_t, words *C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
+		w := newWords()
+		*words = C.uint64_t(shm.Addr(w))
+		return c.Split(int(color), int(key), w, put[*core.Comm])
+	})
+}
+
+// switchyard_close ends a communicator, together with all its ranks. keep leaves the symmetric memory mapped. The caller
+// drops the handle when the ticket is complete.
+//
+//export switchyard_close
+func switchyard_close(communicator C.uint64_t, keep C.int32_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) { return c.Close(keep != 0) })
+}
+
+// switchyard_abort fails a group on all its ranks.
+//
+//export switchyard_abort
+func switchyard_abort(communicator C.uint64_t, reason *C.char) C.int32_t {
+	return guard(func() error {
+		c, err := core.Get[*core.Comm](handles, uint64(communicator))
+		if err == nil {
+			c.Abort(C.GoString(reason))
+		}
+		return err
+	})
+}
+
+// switchyard_abandon ends a communicator without its peers. Operations under way get drain milliseconds and are aborted
+// then; afterwards no memory of the caller is in use. keep leaves the symmetric memory mapped.
+//
+//export switchyard_abandon
+func switchyard_abandon(communicator C.uint64_t, drain C.int64_t, keep C.int32_t) C.int32_t {
+	return guard(func() error {
+		c, err := core.Get[*core.Comm](handles, uint64(communicator))
+		if err == nil {
+			c.Abandon(time.Duration(drain)*time.Millisecond, keep != 0)
+		}
+		return err
+	})
+}
+
+// switchyard_drop forgets a handle that the caller no longer needs.
+//
+//export switchyard_drop
+func switchyard_drop(handle C.uint64_t) C.int32_t {
+	return guard(func() error { handles.Drop(uint64(handle)); return nil })
+}
+
+// switchyard_dispatcher makes a dispatcher. The ticket's value is its handle.
+//
+//export switchyard_dispatcher
+func switchyard_dispatcher(communicator C.uint64_t, opts *C.char, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
+		var o core.DispatcherOptions
+		if err := options(opts, &o); err != nil {
+			return 0, err
+		}
+		return c.NewDispatcher(o, put[*core.Dispatcher])
+	})
+}
+
+// switchyard_dispatcher_info is the most rows that this rank can get, and the bytes of rows it has sent to each of n
+// ranks.
+//
+//export switchyard_dispatcher_info
+func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows *C.int64_t, traffic *C.int64_t, n C.int64_t) C.int32_t {
+	return guard(func() error {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err == nil {
+			*maxRows = C.int64_t(d.MaxRows())
+			copy(numbers(traffic, n), d.Traffic())
+		}
+		return err
+	})
+}
+
+// switchyard_dispatcher_close ends a dispatcher.
+//
+//export switchyard_dispatcher_close
+func switchyard_dispatcher_close(communicator, dispatcher C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return 0, err
+		}
+		handles.Drop(uint64(dispatcher))
+		return d.Close()
+	})
+}
+
+// switchyard_dispatch sends rows of x to their experts: n choices idx with weights, [tokens, top k]. The ticket's value is
+// a handle of the dispatch.
+//
+//export switchyard_dispatch
+func switchyard_dispatch(communicator, stream, dispatcher C.uint64_t, x unsafe.Pointer, xBytes C.int64_t, idx *C.int32_t, weights *C.float, n C.int64_t,
+	wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(*core.Comm) (core.Ticket, error) {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err == nil {
+			err = hostStream(stream)
+		}
+		if err != nil {
+			return 0, err
+		}
+		return d.Dispatch(buffer(x, xBytes), uintptr(unsafe.Pointer(idx)), uintptr(unsafe.Pointer(weights)), int64(n), put[*core.Handle])
+	})
+}
+
+// switchyard_rows is what a complete dispatch brought: rows bytes at addr, count[i] rows from row first[i] on for expert
+// expert[i]. room is how many experts there is room for; experts says how many there are.
+//
+//export switchyard_rows
+func switchyard_rows(handle C.uint64_t, addr *C.uint64_t, bytes, rows, experts, count, first, expert *C.int64_t, room C.int64_t) C.int32_t {
+	return guard(func() error {
+		h, err := core.Get[*core.Handle](handles, uint64(handle))
+		if err != nil {
+			return err
+		}
+		b, n := h.Rows()
+		*addr, *bytes, *rows = C.uint64_t(b.Addr), C.int64_t(b.Bytes), C.int64_t(n)
+		counts, offsets, which := h.Counts()
+		*experts = C.int64_t(len(which))
+		copy(numbers(count, room), counts)
+		copy(numbers(first, room), offsets)
+		for i, e := range which[:min(len(which), int(room))] {
+			numbers(expert, room)[i] = int64(e)
+		}
+		return nil
+	})
+}
+
+// switchyard_combine brings rows back to their tokens, y [tokens, hidden]; backward is the gradient of a dispatch.
+//
+//export switchyard_combine
+func switchyard_combine(communicator, stream, dispatcher C.uint64_t, y unsafe.Pointer, yBytes C.int64_t, rows unsafe.Pointer, rowsBytes C.int64_t, handle C.uint64_t,
+	backward C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(*core.Comm) (core.Ticket, error) {
+		d, h, err := dispatched(stream, dispatcher, handle)
+		if err != nil {
+			return 0, err
+		}
+		return d.Combine(buffer(y, yBytes), buffer(rows, rowsBytes), h, backward != 0)
+	})
+}
+
+// switchyard_combine_backward computes the gradients of rows and of n weights.
+//
+//export switchyard_combine_backward
+func switchyard_combine_backward(communicator, stream, dispatcher C.uint64_t, dRows unsafe.Pointer, dRowsBytes C.int64_t, dWeights *C.float, n C.int64_t,
+	dy unsafe.Pointer, dyBytes C.int64_t, rows unsafe.Pointer, rowsBytes C.int64_t, handle C.uint64_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(*core.Comm) (core.Ticket, error) {
+		d, h, err := dispatched(stream, dispatcher, handle)
+		if err != nil {
+			return 0, err
+		}
+		return d.CombineBackward(buffer(dRows, dRowsBytes), uintptr(unsafe.Pointer(dWeights)), int64(n), buffer(dy, dyBytes), buffer(rows, rowsBytes), h)
+	})
+}
+
+func dispatched(stream, dispatcher, handle C.uint64_t) (*core.Dispatcher, *core.Handle, error) {
+	d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := hostStream(stream); err != nil {
+		return nil, nil, err
+	}
+	h, err := core.Get[*core.Handle](handles, uint64(handle))
+	return d, h, err
+}
+
+// switchyard_release gives the output of a dispatch back.
+//
+//export switchyard_release
+func switchyard_release(handle C.uint64_t) C.int32_t {
+	return guard(func() error {
+		h, err := core.Get[*core.Handle](handles, uint64(handle))
+		if err == nil {
+			handles.Drop(uint64(handle))
+			h.Release()
+		}
+		return err
+	})
+}

@@ -1,0 +1,631 @@
+package core
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/allreduce"
+	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/env"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Options of a Comm and of a Listener. Zero values leave the environment's or the library's defaults.
+type Options struct {
+	// Rank, Size, LocalRank and LocalSize say who this rank is. With Env they come from torchrun's variables instead.
+	Rank, Size           int
+	LocalRank, LocalSize int
+	Env                  bool
+	// Addr is the host:port where the ranks meet. It is not used with a Listener.
+	Addr   string
+	Secret string
+	Name   string
+	// JoinSeconds, PeerSeconds and TimeoutSeconds bound the join, the silence of a peer and the waits of an operation.
+	JoinSeconds, PeerSeconds, TimeoutSeconds float64
+	// SegmentBytes is what each rank's heap has at first.
+	SegmentBytes int64
+	// Listener and Addrs, by rank, join ranks that have a store of their own to meet in.
+	Listener uint64
+	Addrs    []string
+	// Environ is what the process's environment says by now. Go has its own, from when the process began.
+	Environ map[string]string
+}
+
+// variables are those of the environment that package env reads.
+var variables = []string{
+	"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+	"SWITCHYARD_PORT", "SWITCHYARD_SECRET", "SWITCHYARD_JOIN_TIMEOUT", "SWITCHYARD_PEER_TIMEOUT", "SWITCHYARD_DEBUG",
+	"SWITCHYARD_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS",
+}
+
+// environment is held while the process's environment is being brought up to date and read.
+var environment sync.Mutex
+
+// refresh brings Go's environment up to date.
+func (o *Options) refresh() error {
+	if o.Environ == nil {
+		return nil
+	}
+	for _, name := range variables {
+		value, set := o.Environ[name]
+		old, was := os.LookupEnv(name)
+		var err error
+		switch {
+		case set && (!was || value != old):
+			err = os.Setenv(name, value)
+		case !set && was:
+			err = os.Unsetenv(name)
+		}
+		if err != nil {
+			return fmt.Errorf("core: environment: %s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+
+// config is what the options mean to package comm. Where they say nothing, Switchyard's own variables do.
+func (o *Options) config() (comm.Config, error) {
+	environment.Lock()
+	defer environment.Unlock()
+	if err := o.refresh(); err != nil {
+		return comm.Config{}, err
+	}
+	log, err := env.Logger(os.Stderr)
+	if err != nil {
+		return comm.Config{}, fmt.Errorf("core: environment: %w", err)
+	}
+	c := comm.Config{Rank: o.Rank, Size: o.Size, LocalRank: o.LocalRank, LocalSize: o.LocalSize, Addr: o.Addr, Logger: log}
+	world, err := env.ReadWorld()
+	if err != nil && o.Env {
+		return comm.Config{}, fmt.Errorf("core: environment: %w", err)
+	}
+	if o.Env {
+		c.Rank, c.Size, c.LocalRank, c.LocalSize, c.Addr = world.Rank, world.Size, world.LocalRank, world.LocalSize, world.Addr
+	}
+	c.Secret, c.JoinTimeout, c.PeerTimeout = world.Secret, world.JoinTimeout, world.PeerTimeout
+	if o.Secret != "" {
+		c.Secret = []byte(o.Secret)
+	}
+	if o.JoinSeconds > 0 {
+		c.JoinTimeout = seconds(o.JoinSeconds)
+	}
+	if o.PeerSeconds > 0 {
+		c.PeerTimeout = seconds(o.PeerSeconds)
+	}
+	c.Name = o.Name
+	return c, nil
+}
+
+// Listen opens this rank's socket for callers with a store of their own.
+func Listen(o Options) (*comm.Listener, error) {
+	c, err := o.config()
+	if err != nil {
+		return nil, err
+	}
+	return comm.Listen(c)
+}
+
+// Comm is one rank's end of a group. Its operations run in the order of their submission, which must be the same on all
+// ranks.
+type Comm struct {
+	queue
+	options Options
+	ctx     context.Context
+	cancel  context.CancelFunc
+
+	// Set by the worker: by the first operation, which joins. Others read them once a ticket of it is complete.
+	mu      sync.Mutex
+	group   *comm.Group
+	watched []*comm.Group // the same ranks; see watchPeers
+	heap    *memory.Heap
+	left    *comm.PeerError // a peer has left in good order, and this rank waited for it
+	leaving bool
+
+	// The worker's own.
+	exchanger   *alltoallv.Exchanger
+	reducer     *allreduce.Reducer
+	dispatchers []*Dispatcher
+	equal, none []int64
+
+	// Symmetric memory that was handed out, by address.
+	blocks sync.RWMutex
+	live   []*Block
+}
+
+// Open makes a Comm and submits its join as the first operation, with ticket 1. words is as for a queue; the listener is
+// used up.
+func Open(o Options, l *comm.Listener, words []byte) (*Comm, error) {
+	if l == nil && len(o.Addrs) > 0 {
+		return nil, fmt.Errorf("core: %w: addresses without a listener", ErrInvalid)
+	}
+	return open(o, words, func(ctx context.Context) (*comm.Group, error) {
+		if l != nil {
+			return l.Join(ctx, o.Addrs)
+		}
+		c, err := o.config()
+		if err != nil {
+			return nil, err
+		}
+		return comm.Join(ctx, c)
+	})
+}
+
+func open(o Options, words []byte, join func(context.Context) (*comm.Group, error)) (*Comm, error) {
+	c := &Comm{options: o}
+	c.ctx, c.cancel = context.WithCancel(context.Background())
+	c.start(words, c.run)
+	_, err := c.do(func() (int64, error) {
+		g, err := join(c.ctx)
+		if err != nil {
+			return 0, err
+		}
+		return 0, c.build(g)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// build makes what stands on the group. The group is the Comm's from here on.
+func (c *Comm) build(g *comm.Group) error {
+	c.mu.Lock()
+	c.group = g
+	c.mu.Unlock()
+	h, err := memory.NewHeap(c.ctx, g, device.Host(), memory.Options{SegmentBytes: c.options.SegmentBytes})
+	if err != nil {
+		return err
+	}
+	c.mu.Lock()
+	c.heap = h
+	c.mu.Unlock()
+	if err := c.watchPeers(g); err != nil {
+		return err
+	}
+	timeout := seconds(c.options.TimeoutSeconds)
+	if c.exchanger, err = alltoallv.New(c.ctx, h, alltoallv.Options{Timeout: timeout}); err != nil {
+		return err
+	}
+	if c.reducer, err = allreduce.New(c.ctx, h, allreduce.Options{Timeout: timeout}); err != nil {
+		return err
+	}
+	c.equal, c.none = make([]int64, g.Size()), make([]int64, g.Size())
+	return nil
+}
+
+// ready is the heap once the join has succeeded.
+func (c *Comm) ready() (*memory.Heap, *comm.Group, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.heap == nil {
+		return nil, nil, fmt.Errorf("core: %w: the ranks have not joined", ErrInvalid)
+	}
+	return c.heap, c.group, nil
+}
+
+// Rank and Size of this rank in the group. They are known when the join, ticket 1, is complete.
+func (c *Comm) Rank() (rank, size int, err error) {
+	_, g, err := c.ready()
+	if err != nil {
+		return -1, 0, err
+	}
+	return g.Rank(), g.Size(), nil
+}
+
+// grace is how long an operation may go on after a peer has left: it may have everything from that peer already.
+const grace = time.Second
+
+// watchPeers has this rank learn of peers that leave. A process that ends without leaving fails the group, which ends
+// waits for it at once; one that leaves in good order does not, and an operation that waits for it would do so until its
+// timeout. A call of the control plane does end then, if the rank that left had not made it yet. So the ranks make calls
+// that are never complete, in groups of their own: for every bit of a rank's number one that ranks with a 0 there do not
+// make, and one that those with a 1 do not. Any two ranks differ in a bit.
+func (c *Comm) watchPeers(g *comm.Group) error {
+	for bit := 0; 1<<bit < g.Size(); bit++ {
+		for absent := range 2 {
+			w, err := g.Split(c.ctx, 0, 0)
+			if err != nil {
+				return err
+			}
+			c.mu.Lock()
+			c.watched = append(c.watched, w)
+			c.mu.Unlock()
+			if g.Rank()>>bit&1 != absent {
+				go c.watch(w)
+			}
+		}
+	}
+	return nil
+}
+
+// watch waits for a peer to leave, and then for an operation that waits for it.
+func (c *Comm) watch(w *comm.Group) {
+	err := w.Barrier(c.ctx)
+	var gone *comm.PeerError
+	if !errors.As(err, &gone) || !errors.Is(err, comm.ErrPeerLost) {
+		return // this rank has left, or the group has failed
+	}
+	var running Ticket
+	since := time.Now()
+	for {
+		select {
+		case <-c.stopped:
+			return
+		case <-c.group.Done():
+			return
+		case <-time.After(grace / 10):
+		}
+		switch t, busy := c.current(); {
+		case !busy || t != running:
+			running, since = t, time.Now()
+		case time.Since(since) > grace:
+			c.mu.Lock()
+			leaving := c.leaving
+			if !leaving && c.left == nil {
+				c.left = &comm.PeerError{Rank: gone.Rank, Op: "wait", Err: fmt.Errorf("it has left the group: %w", comm.ErrPeerLost)}
+			}
+			c.mu.Unlock()
+			if !leaving {
+				c.group.Abort(fmt.Errorf("rank %d has left the group", gone.Rank))
+			}
+			return
+		}
+	}
+}
+
+// blame tells the failure of the group that followed from a peer's leaving by its reason.
+func (c *Comm) blame(err error) error {
+	if errors.Is(err, comm.ErrAborted) {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if c.left != nil {
+			return fmt.Errorf("core: %w", c.left)
+		}
+	}
+	return err
+}
+
+// run executes one operation, on the worker.
+func (c *Comm) run(o *op) (int64, error) {
+	value, err := c.execute(o)
+	return value, c.blame(err)
+}
+
+func (c *Comm) execute(o *op) (int64, error) {
+	if o.kind == opDo {
+		return o.do()
+	}
+	if c.exchanger == nil || c.reducer == nil {
+		return 0, fmt.Errorf("core: %w: the ranks have not joined", ErrInvalid)
+	}
+	switch o.kind {
+	case opAllToAll:
+		return 0, c.exchange(o)
+	case opAllReduce:
+		return 0, c.reducer.AllReduce(nil, o.dst, o.src, o.dtype, o.reduce)
+	case opReduceScatter:
+		return 0, c.reducer.ReduceScatter(nil, o.dst, o.src, o.dtype, o.reduce)
+	default:
+		return 0, c.reducer.AllGather(nil, o.dst, o.src, kernels.Uint8)
+	}
+}
+
+// exchange fills in equal splits and exchanges.
+func (c *Comm) exchange(o *op) error {
+	size := int64(c.group.Size())
+	for _, side := range []struct {
+		splits *[]int64
+		bytes  int64
+	}{{&o.splits.Send, o.src.Len()}, {&o.splits.Recv, o.dst.Len()}} {
+		if len(*side.splits) > 0 {
+			continue
+		}
+		each := size * max(o.splits.ElemSize, 1)
+		if side.bytes%each != 0 {
+			return fmt.Errorf("core: %w: %d bytes do not divide equally into %d-byte rows for %d ranks", ErrInvalid, side.bytes, o.splits.ElemSize, size)
+		}
+		for range size {
+			*side.splits = append(*side.splits, side.bytes/each)
+		}
+	}
+	return c.exchanger.Exchange(nil, o.dst, o.src, &o.splits)
+}
+
+// Buffer is memory of a caller: an address and a length.
+type Buffer struct {
+	Addr  uintptr
+	Bytes int64
+}
+
+// view is the memory as operations take it: symmetric where it is.
+func (c *Comm) view(b Buffer) (memory.View, error) {
+	if b.Bytes < 0 || b.Bytes > 0 && b.Addr == 0 {
+		return memory.View{}, fmt.Errorf("core: %w: %d bytes at address %#x", ErrInvalid, b.Bytes, b.Addr)
+	}
+	if b.Bytes == 0 {
+		return memory.View{}, nil
+	}
+	c.blocks.RLock()
+	defer c.blocks.RUnlock()
+	if i, ok := c.find(b.Addr); ok {
+		k := c.live[i]
+		if off := int64(b.Addr - k.addr); b.Bytes <= k.bytes-off {
+			return k.buffer.View().Slice(off, b.Bytes), nil
+		}
+	}
+	return memory.Host(shm.At(b.Addr, b.Bytes)), nil
+}
+
+func (c *Comm) views(dst, src Buffer) (d, s memory.View, err error) {
+	if d, err = c.view(dst); err == nil {
+		s, err = c.view(src)
+	}
+	return d, s, err
+}
+
+// do submits work that is not one of the hot operations.
+func (c *Comm) do(f func() (int64, error)) (Ticket, error) {
+	return c.put(func(o *op) { o.kind, o.do = opDo, f })
+}
+
+// AllToAll submits an exchange: send[k] rows of elem bytes of src go to rank k, recv[k] come from it. Empty splits divide
+// a buffer equally. The splits are copied; the buffers are the operation's until it is complete.
+func (c *Comm) AllToAll(dst, src Buffer, send, recv []int64, elem int64) (Ticket, error) {
+	d, s, err := c.views(dst, src)
+	if err != nil {
+		return 0, err
+	}
+	if elem < 0 {
+		return 0, fmt.Errorf("core: %w: rows of %d bytes", ErrInvalid, elem)
+	}
+	return c.put(func(o *op) {
+		o.kind, o.dst, o.src = opAllToAll, d, s
+		o.splits.Send, o.splits.Recv, o.splits.ElemSize = append(o.splits.Send[:0], send...), append(o.splits.Recv[:0], recv...), elem
+	})
+}
+
+// Barrier submits an exchange of nothing, which no rank leaves before all have come.
+func (c *Comm) Barrier() (Ticket, error) {
+	return c.put(func(o *op) {
+		o.kind, o.splits.ElemSize = opAllToAll, 1
+		o.splits.Send, o.splits.Recv = append(o.splits.Send[:0], c.none...), append(o.splits.Recv[:0], c.none...)
+	})
+}
+
+// AllReduce submits an all-reduce; dst may be src.
+func (c *Comm) AllReduce(dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
+	return c.reduction(opAllReduce, dst, src, dt, o)
+}
+
+// ReduceScatter submits a reduce-scatter: src has one slice of dst's size for every rank.
+func (c *Comm) ReduceScatter(dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
+	return c.reduction(opReduceScatter, dst, src, dt, o)
+}
+
+// AllGather submits an all-gather: dst has one slice of src's size for every rank.
+func (c *Comm) AllGather(dst, src Buffer) (Ticket, error) {
+	return c.reduction(opAllGather, dst, src, kernels.Uint8, kernels.Sum)
+}
+
+func (c *Comm) reduction(kind opKind, dst, src Buffer, dt kernels.DType, r kernels.ReduceOp) (Ticket, error) {
+	d, s, err := c.views(dst, src)
+	if err != nil {
+		return 0, err
+	}
+	return c.put(func(o *op) { o.kind, o.dst, o.src, o.dtype, o.reduce = kind, d, s, dt, r })
+}
+
+// Block is symmetric memory of a Comm: the same Offset on every rank.
+type Block struct {
+	comm   *Comm
+	buffer *memory.Buffer
+	addr   uintptr
+	bytes  int64
+	freed  bool
+}
+
+// Addr, Len and Offset say where the memory is: in this process, how many bytes, and where in every rank's segment.
+func (b *Block) Addr() uintptr { return b.addr }
+
+// Len is the length in bytes.
+func (b *Block) Len() int64 { return b.bytes }
+
+// Offset is where it begins in every rank's segment.
+func (b *Block) Offset() int64 { return b.buffer.Offset() }
+
+// find is where the block that holds addr is in live, or would be. c.blocks is held.
+func (c *Comm) find(addr uintptr) (int, bool) {
+	i, exact := slices.BinarySearchFunc(c.live, addr, func(b *Block, a uintptr) int {
+		switch {
+		case b.addr < a:
+			return -1
+		case b.addr > a:
+			return 1
+		}
+		return 0
+	})
+	if exact {
+		return i, true
+	}
+	if i > 0 && addr < c.live[i-1].addr+uintptr(c.live[i-1].bytes) {
+		return i - 1, true
+	}
+	return i, false
+}
+
+// Alloc submits an allocation of symmetric memory. Every rank submits the same ones. The pool grows where it has to. put
+// names the block; the name is the ticket's value.
+func (c *Comm) Alloc(n int64, put func(*Block) uint64) (Ticket, error) {
+	if n < 0 {
+		return 0, fmt.Errorf("core: %w: %d bytes", ErrInvalid, n)
+	}
+	return c.do(func() (int64, error) {
+		h, _, err := c.ready()
+		if err != nil {
+			return 0, err
+		}
+		buffer, err := h.Alloc(n)
+		if errors.Is(err, memory.ErrOutOfMemory) {
+			// Every rank gets here in the same call.
+			if err = h.Grow(c.ctx, n); err == nil {
+				buffer, err = h.Alloc(n)
+			}
+		}
+		if err != nil {
+			return 0, err
+		}
+		b := &Block{comm: c, buffer: buffer, addr: shm.Addr(buffer.Bytes()), bytes: n}
+		if n > 0 {
+			c.blocks.Lock()
+			i, _ := c.find(b.addr)
+			c.live = slices.Insert(c.live, i, b)
+			c.blocks.Unlock()
+		}
+		return int64(put(b)), nil
+	})
+}
+
+// Free submits that the memory be given back, after the operations submitted before. Every rank submits the same.
+func (b *Block) Free() (Ticket, error) {
+	c := b.comm
+	c.blocks.Lock()
+	if b.freed {
+		c.blocks.Unlock()
+		return 0, fmt.Errorf("core: %w", memory.ErrFreed)
+	}
+	b.freed = true
+	c.live = slices.DeleteFunc(c.live, func(k *Block) bool { return k == b })
+	c.blocks.Unlock()
+	return c.do(func() (int64, error) { return 0, b.buffer.Free() })
+}
+
+// Verify submits a comparison of what the ranks have allocated and freed.
+func (c *Comm) Verify() (Ticket, error) {
+	return c.do(func() (int64, error) {
+		h, _, err := c.ready()
+		if err != nil {
+			return 0, err
+		}
+		return 0, h.Verify(c.ctx)
+	})
+}
+
+// Split submits the making of a subgroup's Comm; see comm.Group.Split. words is memory for its queue and put names it.
+// The ticket's value is the name, 0 for a rank with a negative color.
+func (c *Comm) Split(color, key int, words []byte, put func(*Comm) uint64) (Ticket, error) {
+	return c.do(func() (int64, error) {
+		_, g, err := c.ready()
+		if err != nil {
+			return 0, err
+		}
+		sub, err := g.Split(c.ctx, color, key)
+		if err != nil || sub == nil {
+			return 0, err
+		}
+		o := c.options
+		o.Name, o.Listener, o.Addrs = sub.Name(), 0, nil
+		child, err := open(o, words, func(context.Context) (*comm.Group, error) { return sub, nil })
+		if err != nil {
+			return 0, errors.Join(err, sub.Close())
+		}
+		return int64(put(child)), nil
+	})
+}
+
+// Close submits the end of the Comm: nothing can be submitted after it. It is collective. With keep the symmetric memory
+// stays where it is until the process ends, for tensors that are still alive.
+func (c *Comm) Close(keep bool) (Ticket, error) {
+	t, err := c.do(func() (int64, error) { return 0, c.release(keep) })
+	if err == nil {
+		c.end()
+	}
+	return t, err
+}
+
+func (c *Comm) release(keep bool) error {
+	c.mu.Lock()
+	g, h, watched := c.group, c.heap, c.watched
+	c.leaving = true
+	c.mu.Unlock()
+	var errs []error
+	for _, d := range c.dispatchers {
+		errs = append(errs, d.close())
+	}
+	if c.reducer != nil {
+		errs = append(errs, c.reducer.Close(c.ctx))
+	}
+	if c.exchanger != nil {
+		errs = append(errs, c.exchanger.Close(c.ctx))
+	}
+	if h != nil && !keep {
+		errs = append(errs, h.Close(c.ctx))
+	}
+	for _, g := range append(watched, g) {
+		if g != nil {
+			errs = append(errs, g.Close())
+		}
+	}
+	c.cancel()
+	return errors.Join(errs...)
+}
+
+// Abort fails the group on every rank, at once.
+func (c *Comm) Abort(reason string) {
+	c.mu.Lock()
+	g := c.group
+	c.mu.Unlock()
+	if g != nil {
+		g.Abort(errors.New(reason))
+	}
+	c.cancel()
+}
+
+// Abandon ends the Comm without its peers, when the process is about to end or its group has been dropped. What is under
+// way gets the time drain to become complete and is aborted then; nothing of it touches a caller's memory after Abandon.
+// With keep the symmetric memory stays mapped. It reports whether everything had become complete.
+func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
+	c.end()
+	clean := c.settle(drain)
+	stopped := clean
+	if !clean {
+		c.Abort("the process has ended with operations under way")
+		stopped = c.settle(time.Minute)
+	}
+	c.mu.Lock()
+	g, h, watched := c.group, c.heap, c.watched
+	c.leaving = true
+	c.mu.Unlock()
+	c.cancel()
+	if h != nil && stopped && !keep {
+		// A context that is over: what is mapped here is let go of at once, which is what the error says. Peers have
+		// mappings of their own.
+		_ = h.Close(c.ctx)
+	}
+	for _, g := range append(watched, g) {
+		if g != nil {
+			_ = g.Close() // it is always nil
+		}
+	}
+	return clean
+}
+
+// settle waits until the worker has stopped.
+func (c *Comm) settle(d time.Duration) bool {
+	select {
+	case <-c.stopped:
+		return true
+	case <-time.After(d):
+		return false
+	}
+}

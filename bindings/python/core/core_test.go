@@ -1,0 +1,241 @@
+package core
+
+import (
+	"errors"
+	"fmt"
+	"os/exec"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"context"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// words is memory for a queue's words.
+func words() []byte { return shm.Bytes(make([]uint64, WordBytes/8)) }
+
+func buf[T shm.Number](v []T) Buffer {
+	b := shm.Bytes(v)
+	return Buffer{shm.Addr(b), int64(len(b))}
+}
+
+// await waits for a ticket as callers do, in slices.
+func await(c *Comm, t Ticket, err error) (int64, error) {
+	if err != nil {
+		return 0, err
+	}
+	for {
+		done, value, err := c.Wait(t, 10*time.Millisecond)
+		if done || err != nil {
+			return value, err
+		}
+	}
+}
+
+// each runs f on the Comms of n ranks in this process.
+func each(t *testing.T, n int, f func(c *Comm) error) {
+	t.Helper()
+	groups, err := comm.Local(n)
+	require.NoError(t, err)
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	for r, g := range groups {
+		wg.Go(func() {
+			c, err := open(Options{TimeoutSeconds: 10}, words(), func(context.Context) (*comm.Group, error) { return g, nil })
+			if err == nil {
+				_, err = await(c, 1, nil)
+			}
+			if err == nil {
+				err = f(c)
+			}
+			errs[r] = err
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+}
+
+func TestOperationsRunInOrderAndHaveTheirOwnErrors(t *testing.T) {
+	each(t, 3, func(c *Comm) error {
+		rank, size, err := c.Rank()
+		if err != nil {
+			return err
+		}
+		// Twenty operations at once, one of them wrong.
+		var tickets []Ticket
+		src, dst := make([][]int64, 20), make([][]int64, 20)
+		for k := range src {
+			src[k], dst[k] = make([]int64, size), make([]int64, size)
+			for p := range src[k] {
+				src[k][p] = int64(1000*k + 10*rank + p)
+			}
+			d := buf(dst[k])
+			if k == 7 {
+				d.Bytes -= 3
+			}
+			ticket, err := c.AllToAll(d, buf(src[k]), nil, nil, 8)
+			if err != nil {
+				return err
+			}
+			tickets = append(tickets, ticket)
+		}
+		for k, ticket := range tickets {
+			_, err := await(c, ticket, nil)
+			if code, _ := Classify(err); k == 7 && code != Invalid || k != 7 && err != nil {
+				return fmt.Errorf("operation %d: %w", k, err)
+			}
+			for p, v := range dst[k] {
+				if want := int64(1000*k + 10*p + rank); k != 7 && v != want {
+					return fmt.Errorf("operation %d got %d from %d, want %d", k, v, p, want)
+				}
+			}
+		}
+		if _, _, err := c.Wait(1000, 0); !errors.Is(err, ErrInvalid) {
+			return fmt.Errorf("a ticket of nobody: %w", err)
+		}
+		ticket, err := c.Close(false)
+		_, err = await(c, ticket, err)
+		if _, late := c.Barrier(); !errors.Is(late, ErrClosed) {
+			return fmt.Errorf("a barrier after the end: %w", late)
+		}
+		return err
+	})
+}
+
+func TestSymmetricBuffersAreFoundByAddress(t *testing.T) {
+	handles := NewHandles()
+	each(t, 2, func(c *Comm) error {
+		var blocks []*Block
+		for _, n := range []int64{1 << 20, 0, 512, 100 << 20} { // the last one makes the heap grow
+			ticket, err := c.Alloc(n, func(b *Block) uint64 { return handles.Put(b) })
+			id, err := await(c, ticket, err)
+			if err != nil {
+				return err
+			}
+			b, err := Get[*Block](handles, uint64(id))
+			if err != nil {
+				return err
+			}
+			blocks = append(blocks, b)
+		}
+		h, _, err := c.ready()
+		if err != nil {
+			return err
+		}
+		for _, b := range []*Block{blocks[0], blocks[2], blocks[3]} {
+			v, err := c.view(Buffer{b.Addr() + 16, b.Len() - 16})
+			if off, ok := v.Symmetric(h); err != nil || !ok || off != b.Offset()+16 {
+				return fmt.Errorf("a view of a block of %d bytes: offset %d, %v, %w", b.Len(), off, ok, err)
+			}
+		}
+		v, err := c.view(buf(make([]byte, 10)))
+		if _, ok := v.Symmetric(h); err != nil || ok {
+			return fmt.Errorf("Go memory: symmetric %v, %w", ok, err)
+		}
+		ticket, err := blocks[0].Free()
+		if _, err := await(c, ticket, err); err != nil {
+			return err
+		}
+		if _, err := blocks[0].Free(); !errors.Is(err, memory.ErrFreed) {
+			return fmt.Errorf("a second free: %w", err)
+		}
+		ticket, err = c.Verify()
+		if _, err := await(c, ticket, err); err != nil {
+			return err
+		}
+		ticket, err = c.Close(false)
+		_, err = await(c, ticket, err)
+		return err
+	})
+}
+
+func TestWaitsEndWhenAPeerHasLeft(t *testing.T) {
+	each(t, 3, func(c *Comm) error {
+		rank, _, err := c.Rank()
+		if err != nil {
+			return err
+		}
+		if rank == 1 {
+			c.Abandon(time.Second, false)
+			return nil
+		}
+		ticket, err := c.Barrier()
+		began := time.Now()
+		_, err = await(c, ticket, err)
+		code, about := Classify(err)
+		c.Abandon(0, false)
+		// Rank 0 or 2 notices first; the other may hear of it from that one.
+		if code != PeerLost && code != Aborted || code == PeerLost && about != 1 || time.Since(began) > 5*time.Second {
+			return fmt.Errorf("after %v: code %d, rank %d: %w", time.Since(began), code, about, err)
+		}
+		return nil
+	})
+}
+
+func TestPanicsAreErrors(t *testing.T) {
+	each(t, 1, func(c *Comm) error {
+		ticket, err := c.do(func() (int64, error) { panic("oh") })
+		_, err = await(c, ticket, err)
+		if code, _ := Classify(err); code != Panic || !strings.Contains(err.Error(), "oh") {
+			return fmt.Errorf("code %d: %w", code, err)
+		}
+		c.Abandon(time.Second, false)
+		return nil
+	})
+}
+
+func TestHandlesAreNeverUsedTwice(t *testing.T) {
+	h := NewHandles()
+	a := h.Put(1)
+	h.Drop(a)
+	b := h.Put("two")
+	require.NotEqual(t, a, b)
+	_, err := Get[int](h, a)
+	require.ErrorIs(t, err, ErrInvalid)
+	_, err = Get[int](h, b)
+	require.ErrorIs(t, err, ErrInvalid)
+	s, err := Get[string](h, b)
+	require.NoError(t, err)
+	require.Equal(t, "two", s)
+	require.Equal(t, 1, h.Len())
+}
+
+func TestErrorsAreClassified(t *testing.T) {
+	for _, c := range []struct {
+		err  error
+		code Code
+		rank int
+	}{
+		{nil, OK, -1},
+		{errors.New("new"), Failed, -1},
+		{&comm.PeerError{Rank: 3, Err: comm.ErrPeerLost}, PeerLost, 3},
+		{fmt.Errorf("wrapped: %w", &comm.PeerError{Rank: 2, Err: comm.ErrTimeout}), Timeout, 2},
+		{&kernels.CountMismatchError{}, Mismatch, -1},
+		{&kernels.CallMismatchError{}, Mismatch, -1},
+		{&dispatch.OverflowError{}, Overflow, -1},
+		{dispatch.ErrNoHandle, NoHandle, -1},
+		{memory.ErrOutOfMemory, OutOfMemory, -1},
+		{&memory.DivergenceError{}, Diverged, -1},
+	} {
+		code, rank := Classify(c.err)
+		require.Equal(t, c.code, code, "%v", c.err)
+		require.Equal(t, c.rank, rank, "%v", c.err)
+	}
+}
+
+// TestTheLibraryDoesNotImportNVML keeps go-nvml out of the shared library, which would not load with it.
+func TestTheLibraryDoesNotImportNVML(t *testing.T) {
+	out, err := exec.Command("go", "list", "-deps", "../abi").Output()
+	require.NoError(t, err)
+	require.Contains(t, string(out), "bindings/python/core")
+	require.NotContains(t, strings.ToLower(string(out)), "nvml")
+}

@@ -1,0 +1,102 @@
+package core
+
+import (
+	"errors"
+
+	"github.com/switchyard-moe/switchyard/allreduce"
+	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// ErrInvalid is the cause of errors about arguments that are found here.
+var ErrInvalid = errors.New("invalid argument")
+
+// ErrClosed is returned by calls on a closed Comm.
+var ErrClosed = errors.New("core: communicator is closed")
+
+// ErrPanic is the cause of errors that were panics.
+var ErrPanic = errors.New("internal error")
+
+// Code is an error's kind, as a C caller sees it.
+type Code int32
+
+// The codes. Their numbers are part of the ABI.
+const (
+	OK          Code = 0
+	Again       Code = 1 // not complete yet: wait once more
+	Invalid     Code = 2
+	Unsupported Code = 3
+	Closed      Code = 4
+	PeerLost    Code = 5
+	Timeout     Code = 6
+	Aborted     Code = 7
+	Mismatch    Code = 8
+	OutOfMemory Code = 9
+	Diverged    Code = 10
+	Freed       Code = 11
+	Overflow    Code = 12
+	NoHandle    Code = 13
+	Failed      Code = 14 // anything else
+	Panic       Code = 15
+)
+
+var conditions = []struct {
+	err  error
+	code Code
+}{
+	// What happened to a peer comes first: it explains what else went wrong.
+	{comm.ErrPeerLost, PeerLost},
+	{comm.ErrAborted, Aborted},
+	{comm.ErrMismatch, Mismatch},
+	{comm.ErrTimeout, Timeout},
+	{comm.ErrClosed, Closed},
+	{alltoallv.ErrInvalid, Invalid},
+	{alltoallv.ErrClosed, Closed},
+	{allreduce.ErrInvalid, Invalid},
+	{allreduce.ErrUnsupported, Unsupported},
+	{allreduce.ErrClosed, Closed},
+	{memory.ErrOutOfMemory, OutOfMemory},
+	{memory.ErrFreed, Freed},
+	{memory.ErrDiverged, Diverged},
+	{memory.ErrClosed, Closed},
+	{memory.ErrUnsupported, Unsupported},
+	{memory.ErrInvalid, Invalid},
+	{dispatch.ErrInvalid, Invalid},
+	{dispatch.ErrClosed, Closed},
+	{dispatch.ErrReleased, Freed},
+	{dispatch.ErrNoHandle, NoHandle},
+	{device.ErrClosed, Closed},
+	{ErrPanic, Panic},
+	{ErrInvalid, Invalid},
+	{ErrClosed, Closed},
+}
+
+// Classify tells the kind of an error and which rank it is about, -1 for none.
+func Classify(err error) (code Code, rank int) {
+	rank = -1
+	if err == nil {
+		return OK, rank
+	}
+	var peer *comm.PeerError
+	if errors.As(err, &peer) {
+		rank = peer.Rank
+	}
+	var overflow *dispatch.OverflowError
+	if errors.As(err, &overflow) {
+		return Overflow, rank
+	}
+	var short *kernels.ShortError
+	if errors.As(err, &short) {
+		return Invalid, rank
+	}
+	for _, c := range conditions {
+		if errors.Is(err, c.err) {
+			return c.code, rank
+		}
+	}
+	return Failed, rank
+}

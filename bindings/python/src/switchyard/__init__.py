@@ -1,0 +1,244 @@
+"""Switchyard: faster calls with the meaning of ``torch.distributed``'s, for tensors that cross between ranks.
+
+``all_to_all_single`` and its companions take the arguments of the functions of the same name in ``torch.distributed``.
+Importing this package loads nothing; the first call loads the shared library and lets the ranks meet, through the process
+group's own store where there is one.
+
+They take torch tensors, and without torch numpy arrays and everything with DLPack or the buffer protocol. What Switchyard
+does not do itself goes to the process group's backend: tensors on other devices than the host, and the operators and data
+types that the table in the package's README lists.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from .errors import Error
+
+if TYPE_CHECKING:
+    from ._comm import Communicator, Work
+    from .moe import Dispatched, Dispatcher
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "Dispatched",
+    "Dispatcher",
+    "Error",
+    "Work",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "communicator",
+    "empty",
+    "errors",
+    "free",
+    "init",
+    "reduce_scatter_tensor",
+    "shutdown",
+    "verify",
+]
+
+_LAZY = {"Communicator": "_comm", "Work": "_comm", "Dispatcher": "moe", "Dispatched": "moe"}
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module("." + module, __name__), name)
+
+
+def _is_tensor(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _compiling() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
+
+
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Send ``input_split_sizes[k]`` rows of input to rank k and receive ``output_split_sizes[k]`` from it into output.
+
+    ``None`` or an empty list divides the rows equally. Both tensors are contiguous, of one data type and on one device,
+    and do not overlap; what a row is, is each tensor's own business as long as the bytes agree. What rank i sends to rank
+    j has the size that j expects from i; otherwise j, and i too if the message is large, gets an error
+    (:class:`switchyard.errors.Mismatch`), and later calls work.
+
+    Returns ``None``, or with ``async_op`` a work object: output is complete after its ``wait()``, and neither tensor may
+    be changed before. The meaning, the results and the errors are those of ``torch.distributed.all_to_all_single``.
+    """
+    if _compiling():
+        from . import torch as ours
+
+        return ours._compiled_all_to_all(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    if _is_tensor(input) or _is_tensor(output):
+        from . import _torch
+
+        return _torch.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    from . import _array_calls
+
+    return _array_calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+
+
+def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> Any:
+    """Combine the ranks' tensors element by element, in place, with the same bits on every rank.
+
+    op is a ``torch.distributed.ReduceOp`` or one of "sum", "avg", "min", "max" and "prod". Sums of 16-bit and 8-bit
+    floats are made in float32.
+    """
+    if _compiling():
+        from . import torch as ours
+
+        return ours._compiled_all_reduce(tensor, op, group, async_op)
+    if _is_tensor(tensor):
+        from . import _torch
+
+        return _torch.all_reduce(tensor, op, group, async_op)
+    from . import _array_calls
+
+    return _array_calls.all_reduce(tensor, op, group, async_op)
+
+
+def reduce_scatter_tensor(output: Any, input: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> Any:
+    """Combine the ranks' inputs element by element and leave slice r of the result in rank r's output."""
+    if _compiling():
+        from . import torch as ours
+
+        return ours._compiled_reduce_scatter(output, input, op, group, async_op)
+    if _is_tensor(input) or _is_tensor(output):
+        from . import _torch
+
+        return _torch.reduce_scatter_tensor(output, input, op, group, async_op)
+    from . import _array_calls
+
+    return _array_calls.reduce_scatter_tensor(output, input, op, group, async_op)
+
+
+def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    """Put rank r's input into slice r of every rank's output."""
+    if _compiling():
+        from . import torch as ours
+
+        return ours._compiled_all_gather(output_tensor, input_tensor, group, async_op)
+    if _is_tensor(input_tensor) or _is_tensor(output_tensor):
+        from . import _torch
+
+        return _torch.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    from . import _array_calls
+
+    return _array_calls.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    """Return once every rank of the group has called it."""
+    if "torch" in sys.modules:
+        from . import _torch
+
+        return _torch.barrier(group, async_op, device_ids)
+    from . import _array_calls
+
+    return _array_calls.barrier(group, async_op)
+
+
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    addr: str | None = None,
+    *,
+    secret: str | None = None,
+    timeout: float | None = None,
+    join_timeout: float | None = None,
+    peer_timeout: float | None = None,
+    heap: int | None = None,
+    default: bool = True,
+) -> Communicator:
+    """Meet the other ranks without torch and return the communicator, the default one of later calls.
+
+    Without arguments the variables that torchrun sets say who this rank is: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
+    ``MASTER_PORT``. Otherwise rank 0 listens at ``addr``, a "host:port", until all ranks have come. ``secret`` keeps
+    strangers out. ``timeout`` bounds every wait of an operation for a peer (30 s by default), ``join_timeout`` the
+    meeting and ``peer_timeout`` the silence of a process, all in seconds. ``heap`` is the size in bytes of the first part
+    of the symmetric heap.
+    """
+    from . import _comm
+
+    options: dict[str, Any] = {}
+    if rank is None and world_size is None:
+        options["Env"] = True
+        if addr is not None:
+            raise errors.InvalidArgument("switchyard: init: an address without a rank and a world size")
+    elif rank is None or world_size is None or (addr is None and world_size > 1):
+        raise errors.InvalidArgument("switchyard: init: rank, world_size and addr go together")
+    else:
+        options.update(Rank=rank, Size=world_size, Addr=addr or "")
+    for name, value in (
+        ("Secret", secret),
+        ("TimeoutSeconds", timeout),
+        ("JoinSeconds", join_timeout),
+        ("PeerSeconds", peer_timeout),
+        ("SegmentBytes", heap),
+    ):
+        if value is not None:
+            options[name] = value
+    comm = _comm.Communicator.open(options)
+    if default:
+        _comm.set_default(comm)
+    return comm
+
+
+def communicator(group: Any = None) -> Communicator:
+    """The communicator behind a torch process group, or the default one. The first call for a group is collective."""
+    from . import _array_calls
+
+    return _array_calls.communicator(group)
+
+
+def shutdown() -> None:
+    """Leave the default group, together with all its ranks."""
+    from . import _comm
+
+    comm = _comm._default
+    _comm.set_default(None)
+    if comm is not None:
+        comm.close()
+
+
+def empty(*size: Any, dtype: Any = None, group: Any = None) -> Any:
+    """A tensor in the symmetric heap, not initialised. Peers write outputs that lie there in place, without staging.
+
+    It is a torch tensor where torch is loaded, unless dtype is numpy's, and a numpy array otherwise. Every rank makes
+    the same calls of ``empty`` and ``free``, in the same order (``verify`` tells); the heap grows where it has to. The
+    memory is given back by ``free`` only: never by the garbage collector, which runs at other times on every rank.
+    """
+    from . import _symmetric
+
+    return _symmetric.empty(*size, dtype=dtype, group=group)
+
+
+def free(tensor: Any) -> None:
+    """Give the memory of a tensor of ``empty`` back, for later ones to use. Every rank does, in the same order."""
+    from . import _symmetric
+
+    _symmetric.free(tensor)
+
+
+def verify(group: Any = None) -> None:
+    """Compare what the ranks of a group have allocated and freed; :class:`switchyard.errors.Diverged` names the first
+    call that differs. Every rank calls it."""
+    communicator(group).verify()

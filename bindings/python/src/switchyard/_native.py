@@ -1,0 +1,154 @@
+"""The shared library: loading it, its functions, its errors. Nothing is loaded before the first call that needs it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint64, c_void_p
+from typing import Any
+
+from . import errors
+
+AGAIN = 1
+ABI_VERSION = 1
+
+# How long one call into the library may wait, in microseconds. Signals end a wait early when they reach the waiting
+# thread, so this only bounds the delay of one that did not.
+SLICE = 100_000
+
+_u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
+
+# Arguments of the functions, by name without the prefix. Addresses of arrays are passed as integers, hence c_void_p.
+_PROTOTYPES: dict[str, list[Any]] = {
+    "listen": [c_char_p, _u64p, c_char_p, c_int64],
+    "unlisten": [c_uint64],
+    "open": [c_char_p, _u64p, _u64p],
+    "rank": [c_uint64, _i32p, _i32p],
+    "wait": [c_uint64, c_uint64, c_int64, _i64p],
+    "all_to_all": [
+        c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, _u64p,
+    ],
+    "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
+    "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
+    "all_gather": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int64, _u64p],
+    "barrier": [c_uint64, c_uint64, c_int64, _u64p],
+    "alloc": [c_uint64, c_int64, _u64p],
+    "block": [c_uint64, _u64p, _i64p],
+    "free": [c_uint64, c_uint64, _u64p],
+    "verify": [c_uint64, _u64p],
+    "split": [c_uint64, c_int64, c_int64, _u64p, _u64p],
+    "close": [c_uint64, c_int32, _u64p],
+    "abort": [c_uint64, c_char_p],
+    "abandon": [c_uint64, c_int64, c_int32],
+    "drop": [c_uint64],
+    "dispatcher": [c_uint64, c_char_p, _u64p],
+    "dispatcher_info": [c_uint64, _i64p, c_void_p, c_int64],
+    "dispatcher_close": [c_uint64, c_uint64, _u64p],
+    "dispatch": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, _u64p],
+    "rows": [c_uint64, _u64p, _i64p, _i64p, _i64p, c_void_p, c_void_p, c_void_p, c_int64],
+    "combine": [
+        c_uint64, c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_uint64, c_int32, c_int64, _u64p,
+    ],
+    "combine_backward": [
+        c_uint64, c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64,
+        c_uint64, c_int64, _u64p,
+    ],
+    "release": [c_uint64],
+}  # fmt: skip
+
+
+class Library:
+    """The functions of the shared library as attributes. They return a code; :meth:`check` turns one into an error."""
+
+    all_to_all: Callable[..., int]
+    all_reduce: Callable[..., int]
+    reduce_scatter: Callable[..., int]
+    all_gather: Callable[..., int]
+    barrier: Callable[..., int]
+    wait: Callable[..., int]
+
+    def __init__(self, path: str) -> None:
+        try:
+            lib = ctypes.CDLL(path)
+        except OSError as err:
+            raise errors.BuildError(f"switchyard: cannot load {path}: {err}") from err
+        lib.switchyard_abi_version.restype = c_int32
+        version = lib.switchyard_abi_version()
+        if version != ABI_VERSION:
+            raise errors.BuildError(f"switchyard: {path} has ABI version {version}, this package needs {ABI_VERSION}")
+        lib.switchyard_last_error.restype = c_char_p
+        lib.switchyard_last_error_rank.restype = c_int32
+        lib.switchyard_live.restype = c_int64
+        self._error, self._error_rank, self.live = (
+            lib.switchyard_last_error,
+            lib.switchyard_last_error_rank,
+            lib.switchyard_live,
+        )
+        for name, arguments in _PROTOTYPES.items():
+            function = getattr(lib, "switchyard_" + name)
+            function.argtypes, function.restype = arguments, c_int32
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        raise AttributeError(name)
+
+    def error(self, code: int) -> errors.Error:
+        """The error of the call that returned code last, on this thread."""
+        return errors.of(code, self._error().decode(errors="replace"), self._error_rank())
+
+    def check(self, code: int) -> None:
+        if code:
+            raise self.error(code)
+
+    def forbid(self) -> None:
+        """Make every function raise: in a forked child the library's threads do not exist, and calls would hang."""
+        for name in _PROTOTYPES:
+            setattr(self, name, _after_fork)
+
+
+def _after_fork(*_: object) -> int:
+    raise errors.Forked(
+        "switchyard: this process was forked after Switchyard had been used, which leaves it without the library's "
+        'threads; start processes with the "spawn" or "forkserver" method, or fork before the first call'
+    )
+
+
+_lock = threading.Lock()
+_library: Library | None = None
+_forked = False
+
+
+def _in_child() -> None:
+    global _forked, _lock
+    _lock = threading.Lock()  # another thread may have held it
+    if _library is not None:
+        _forked = True
+        _library.forbid()
+
+
+def usable() -> bool:
+    """Whether the library was loaded, in this process."""
+    return _library is not None and not _forked
+
+
+def path() -> str:
+    """Where the shared library is."""
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "libswitchyard.so")
+
+
+def library() -> Library:
+    """The shared library, loaded at the first call."""
+    global _library
+    if _library is None:
+        with _lock:
+            if _library is None:
+                if not os.path.exists(path()):
+                    raise errors.BuildError(
+                        f"switchyard: {path()} is missing: install the package (pip install ./bindings/python), which builds it"
+                    )
+                loaded = Library(path())
+                os.register_at_fork(after_in_child=_in_child)
+                _library = loaded
+    return _library

@@ -1,0 +1,117 @@
+"""The dispatcher's gradients, and training."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import world as worlds_module
+
+import switchyard as sw
+
+torch = pytest.importorskip("torch")
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "moe" / "train.py"
+
+
+def gradients(rank, size, dtype, layout):
+    kind = getattr(torch, dtype)
+    experts, top_k, hidden, tokens = 2 * size, 2, 8, 6 + rank
+    extra = {"align": 4} if layout == "flat" else {"capacity": 64}
+    d = sw.Dispatcher(experts, top_k, hidden, max_tokens=32, dtype=kind, layout=layout, **extra)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if kind is torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+    torch.manual_seed(0)
+    matrices = torch.randn(experts, hidden, hidden).to(kind)
+    for seed in range(3):
+        torch.manual_seed(10 * seed + rank)
+        x = torch.randn(tokens, hidden).to(kind)
+        idx = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+        idx[0, 1] = -1
+        weights, g = torch.rand(tokens, top_k), torch.randn(tokens, hidden).to(kind)
+
+        def ours(x, weights, m, idx=idx):
+            got = d.dispatch(x, idx, weights)
+            out = torch.zeros_like(got.rows)
+            for e, rows, first in zip(got.experts, got.expert_rows(), got.offsets):
+                out = out.index_copy(0, torch.arange(first, first + len(rows)), torch.tanh(rows @ m[e]))
+            return d.combine(out, got)
+
+        def reference(x, weights, m, idx=idx):
+            y = torch.zeros(tokens, hidden)
+            for k in range(top_k):
+                rows = torch.stack([torch.tanh(x[t] @ m[max(int(idx[t, k]), 0)]) for t in range(tokens)])
+                y = y + (weights[:, k] * (idx[:, k] >= 0))[:, None] * rows.float()
+            return y.to(kind)
+
+        answers = []
+        for f in (ours, reference):
+            leaves = [t.clone().requires_grad_() for t in (x, weights, matrices)]
+            y = f(*leaves)
+            y.backward(g)
+            answers.append((y.detach(), leaves[0].grad, leaves[1].grad, leaves[2].grad))
+        for a, b in zip(answers[0][:3], answers[1][:3]):
+            torch.testing.assert_close(a, b, **tolerance)
+        mine, everybody = answers[0][3].float(), answers[1][3].float()
+        sw.all_reduce(mine)  # an expert's gradient is where the expert is
+        sw.all_reduce(everybody)
+        torch.testing.assert_close(mine, everybody, **tolerance)
+    y = d.combine(d.dispatch(x[:0], idx[:0], weights[:0]).rows * 2, d.dispatch(x[:0], idx[:0], weights[:0]))
+    assert y.shape == (0, hidden)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("float32", "flat"), ("float32", "padded"), ("bfloat16", "flat")])
+def test_gradients(gloo, dtype, layout):
+    gloo.run(gradients, dtype, layout)
+
+
+def lifetimes(rank, size):
+    d = sw.Dispatcher(size, 1, 4, max_tokens=8, handles=2)
+    x, idx, w = torch.ones(8, 4, requires_grad=True), torch.full((8, 1), rank), torch.ones(8, 1)
+    rows = [d.dispatch(x * k, idx, w).rows for k in (1, 2)]  # the handles live in their rows
+    with pytest.raises(sw.errors.NoHandle):
+        d.dispatch(x, idx, w)
+    assert [r[0, 0].item() for r in rows] == [1, 2]
+    (rows[0] * 2).sum().backward()
+    assert x.grad[0, 0].item() == 2
+    rows.pop()
+    d.dispatch(x, idx, w)
+    for bad in (x.double(), x[:, :2], torch.ones(8)):
+        with pytest.raises(sw.errors.InvalidArgument):
+            d.dispatch(bad, idx, w)
+    for _ in range(20):  # training does not run out of handles
+        got = d.dispatch(x, idx, w)
+        d.combine(got.rows * 3, got).sum().backward()
+        rows = [got.rows]
+
+
+def test_outputs_live_as_long_as_they_are_needed(gloo):
+    gloo.run(lifetimes)
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("switchyard_example_train", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def trained(rank, size, impl, steps):
+    example = load()
+    lines = []
+    losses = example.train(example.arguments(["--impl", impl, "--steps", str(steps)]), lines.append)
+    return losses, lines[-1]
+
+
+def test_training_gives_the_same_losses(worlds):
+    answers = worlds.get(2, worlds_module.gloo).run(trained, "both", 200)
+    losses, line = answers[0]
+    assert len(losses["torch"]) == 200
+    assert losses["torch"] == losses["switchyard"]  # to the last bit: two ranks add in one order
+    assert losses["torch"][-1] < losses["torch"][0] - 0.4
+    assert "the losses are the same" in line
+    dispatcher, _ = worlds.get(2, worlds_module.gloo).run(trained, "dispatcher", 50)[0]
+    apart = [abs(a - b) for a, b in zip(dispatcher["dispatcher"], losses["torch"])]
+    assert max(apart) < 1e-2

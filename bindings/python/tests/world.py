@@ -1,0 +1,159 @@
+"""Ranks for tests: processes that live as long as the test session and run what they are told."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(pipe: Any, rank: int, size: int, env: dict[str, str], setup: str, arguments: tuple[Any, ...]) -> None:
+    os.environ.update(env, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    try:
+        _find(setup)(rank, size, *arguments)
+        pipe.send(("ready", None))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+        return
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        if name is None:
+            return
+        try:
+            pipe.send(("done", _find(name)(rank, size, *arguments)))
+        except BaseException:
+            pipe.send(("failed", traceback.format_exc()))
+
+
+def _find(name: str) -> Callable[..., Any]:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+class World:
+    """size processes; run has each of them call function(rank, size, *arguments)."""
+
+    def __init__(self, size: int, setup: Callable[..., Any], *arguments: Any, env: dict[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size, self.broken = size, False
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **(env or {})}
+        env["SWITCHYARD_PORT"] = str(free_port())
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, env, _name(setup), arguments), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+        self._collect("setup", 120)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((_name(function), arguments))
+        return self._collect(function.__qualname__, timeout)
+
+    def _collect(self, what: str, timeout: float) -> list[Any]:
+        results, failures = [], []
+        for rank, pipe in enumerate(self.pipes):
+            if self.broken or not pipe.poll(timeout):
+                self.broken = True
+                failures.append(f"rank {rank} did not answer within {timeout} s")
+                continue
+            try:
+                state, value = pipe.recv()
+            except EOFError:
+                self.broken = True
+                failures.append(f"rank {rank} has ended")
+                continue
+            results.append(value)
+            if state == "failed":
+                failures.append(f"rank {rank}:\n{value}")
+                timeout = min(timeout, 10)  # the others may wait for it
+        if failures:
+            self.broken = True
+            raise AssertionError(f"{what}: " + "\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            try:
+                pipe.send((None, ()))
+            except OSError:
+                pass
+        for process in self.processes:
+            process.join(1 if self.broken else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class Worlds:
+    """Worlds by what they were set up with; a broken one is replaced."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, World] = {}
+
+    def get(self, size: int, setup: Callable[..., Any]) -> World:
+        key = (size, _name(setup))
+        world = self.known.get(key)
+        if world is None or world.broken:
+            if world is not None:
+                world.close()
+            store = tempfile.mktemp(prefix="switchyard-test-store-")
+            world = self.known[key] = World(size, setup, store)
+        return world
+
+    def close(self) -> None:
+        for world in self.known.values():
+            world.close()
+
+
+# Setups
+
+
+def plain(rank: int, size: int, store: str) -> None:
+    """Switchyard alone."""
+    import switchyard
+
+    switchyard.init(timeout=20)
+
+
+def gloo(rank: int, size: int, store: str) -> None:
+    """torch with gloo; Switchyard meets through its store."""
+    _torch("gloo", rank, size, store)
+
+
+def backend(rank: int, size: int, store: str) -> None:
+    """torch with Switchyard as its backend."""
+    _torch("switchyard", rank, size, store)
+
+
+def _torch(backend: str, rank: int, size: int, store: str) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
