@@ -601,3 +601,15 @@ func TestCounts(t *testing.T) {
 		r.Must(x.Close(r.Ctx))
 	})
 }
+
+func TestF3_ClosedGroupIsRefused(t *testing.T) {
+	worldtest.Local(t, 2, 32<<20, func(r *worldtest.Rank) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{})
+		r.Must(err)
+		r.Barrier()
+		r.Must(r.Group.Close())
+		one := []int64{1, 1}
+		err = x.Exchange(nil, memory.Host(make([]byte, 2)), memory.Host(make([]byte, 2)), &alltoallv.Splits{Send: one, Recv: one})
+		require.ErrorIs(r.T, err, comm.ErrClosed)
+	})
+}
