@@ -30,7 +30,7 @@ func (k *cudaCarrier) open(h *memory.Heap, c *kernels.Channels, o *Options, neig
 	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(fmt.Errorf("alltoallv: %w", err), k.close(), b.Free())
+			err = errors.Join(fmt.Errorf("alltoallv: %w", err), b.Free()) // New closes the carrier
 		}
 	}()
 	c.Offset, k.channels.Offset = b.Offset(), b.Offset()

@@ -93,7 +93,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	d.local = o.Placement.Local(g.Rank())
 	most := d.findSlots()
 	d.lanes = kernels.Lanes{Size: g.Size(), Slots: len(x.Expert), Twins: o.MaxTokens * max(min(o.TopK, most)-1, 0)}
-	d.outputs, d.stride = alignUp(d.lanes.Bytes()), alignUp(x.Rows*x.RowBytes())
+	d.outputs, d.stride = kernels.AlignUp(d.lanes.Bytes(), kernels.LineBytes), kernels.AlignUp(x.Rows*x.RowBytes(), kernels.LineBytes)
 	if d.block, err = allocate(ctx, h, d.outputs+d.stride*int64(o.Handles+2)); err != nil {
 		return nil, err
 	}
@@ -128,10 +128,6 @@ func (d *Dispatcher) findSlots() (most int) {
 		}
 	}
 	return most
-}
-
-func alignUp(n int64) int64 {
-	return (n + kernels.LineBytes - 1) / kernels.LineBytes * kernels.LineBytes
 }
 
 // allocate takes n bytes of the heap, after growing it if it has no room. All ranks come to the same.

@@ -125,7 +125,7 @@ func (c *ReduceChannels) Progress(src int) int64 {
 
 // Push is where the data of src lands in one-shot calls of the parity.
 func (c *ReduceChannels) Push(parity uint64, src int) int64 {
-	return c.Progress(c.Size) + (int64(parity&1)*int64(c.Size)+int64(src))*alignUp(c.OneShotBytes, LineBytes)
+	return c.Progress(c.Size) + (int64(parity&1)*int64(c.Size)+int64(src))*AlignUp(c.OneShotBytes, LineBytes)
 }
 
 // Slot is where chunk k from src lands.

@@ -14,10 +14,11 @@ type Channels struct {
 	PacketBytes int64
 }
 
-func alignUp(n, a int64) int64 { return (n + a - 1) / a * a }
+// AlignUp is the least multiple of a that is not below n.
+func AlignUp(n, a int64) int64 { return (n + a - 1) / a * a }
 
 // packetStride is the staging of one packet message: a header word and one word for every 4 bytes.
-func (c *Channels) packetStride() int64 { return alignUp(8+2*alignUp(c.PacketBytes, 4), LineBytes) }
+func (c *Channels) packetStride() int64 { return AlignUp(8+2*AlignUp(c.PacketBytes, 4), LineBytes) }
 
 // Epoch is the word that counts this rank's calls, in its own segment.
 func (c *Channels) Epoch() int64 { return c.Offset }
@@ -40,7 +41,7 @@ func (c *Channels) Packet(parity uint64, src int) int64 {
 
 // Eager is where an eager message from src lands in calls of the parity.
 func (c *Channels) Eager(parity uint64, src int) int64 {
-	return c.Packet(0, 2*c.Size) + (int64(parity&1)*int64(c.Size)+int64(src))*alignUp(c.EagerBytes, LineBytes)
+	return c.Packet(0, 2*c.Size) + (int64(parity&1)*int64(c.Size)+int64(src))*AlignUp(c.EagerBytes, LineBytes)
 }
 
 // Slot is where staged chunk k from src lands.

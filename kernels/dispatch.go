@@ -39,13 +39,13 @@ func (l *Lanes) Done(src int) int64 { return l.Notice(l.Size + src) }
 
 // Counts is where src says how many rows it has for each slot: Slots 32-bit numbers, valid with its notice.
 func (l *Lanes) Counts(src int) int64 {
-	return l.Done(l.Size) + int64(src)*alignUp(4*int64(l.Slots), LineBytes)
+	return l.Done(l.Size) + int64(src)*AlignUp(4*int64(l.Slots), LineBytes)
 }
 
 // TwinList is where src lists rows to be made from rows it has sent: pairs of 32-bit row numbers, from and to, valid
 // with its done line.
 func (l *Lanes) TwinList(src int) int64 {
-	return l.Counts(l.Size) + int64(src)*alignUp(8*int64(l.Twins), LineBytes)
+	return l.Counts(l.Size) + int64(src)*AlignUp(8*int64(l.Twins), LineBytes)
 }
 
 // Bytes is the size of the block.
@@ -105,7 +105,7 @@ func (x *Experts) Span(n int64) int64 {
 	if x.Capacity > 0 {
 		return x.Capacity
 	}
-	return alignUp(n, x.Align)
+	return AlignUp(n, x.Align)
 }
 
 // RoutedRow is one token's row at one of its experts.

@@ -37,14 +37,6 @@ func Identify(fd int) (Identity, error) {
 	return Identity{Dev: st.Dev, Ino: st.Ino, Size: st.Size}, nil
 }
 
-// Resize grows the object behind fd to size bytes. It never shrinks a mapped object.
-func Resize(fd int, size int64) error {
-	if err := unix.Ftruncate(fd, size); err != nil {
-		return fmt.Errorf("shm: set size %d: %w", size, err)
-	}
-	return nil
-}
-
 // Range is a reserved stretch of address space. Parts of it are backed by MapFD; touching the rest faults.
 type Range struct {
 	mem  []byte

@@ -43,7 +43,7 @@ func (r *Rank) Must(err error) {
 	if err != nil {
 		r.T.Errorf("rank %d: %v", r.Rank(), err)
 		r.Group.Abort(err)
-		fatal(r.T)
+		panic(stop)
 	}
 }
 
@@ -103,10 +103,8 @@ func runRank(t testing.TB, ctx context.Context, g *comm.Group, d device.Device, 
 	}
 	defer h.Close(ctx)
 	defer func() {
-		if p := recover(); p != nil {
-			if p != stop {
-				panic(p)
-			}
+		if p := recover(); p != nil && p != stop {
+			panic(p)
 		}
 	}()
 	f(&Rank{T: t, Ctx: ctx, Group: g, Device: d, Heap: h})
@@ -114,8 +112,6 @@ func runRank(t testing.TB, ctx context.Context, g *comm.Group, d device.Device, 
 
 // stop ends one rank's goroutine after a failure; the others end by the abort.
 var stop = new(int)
-
-func fatal(testing.TB) { panic(stop) }
 
 const env = "SWITCHYARD_TEST_WORKER"
 

@@ -19,8 +19,6 @@ type Channels struct {
 
 const controlBytes = 128
 
-func alignUp(n, a int64) int64 { return (n + a - 1) / a * a }
-
 func (c *Channels) signals() int64 { return c.Offset + controlBytes }
 
 func (c *Channels) credits() int64 {
@@ -30,7 +28,7 @@ func (c *Channels) credits() int64 {
 func (c *Channels) laneCredits() int64 { return c.credits() + int64(c.Size)*lineBytes }
 
 func (c *Channels) packets() int64 {
-	return alignUp(c.laneCredits()+int64(c.Size)*int64(c.Lanes)*lineBytes, kernels.LineBytes)
+	return kernels.AlignUp(c.laneCredits()+int64(c.Size)*int64(c.Lanes)*lineBytes, kernels.LineBytes)
 }
 
 func (c *Channels) packetStride() int64 {

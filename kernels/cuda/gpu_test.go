@@ -93,8 +93,8 @@ func newWorld(t testing.TB, size int, segment int64, c Channels) *world {
 	}
 	c.Offset, c.Size = kernels.HeaderBytes, size
 	w.ch = &c
-	w.heap = alignUp(c.Offset+c.Bytes(), 1<<21)
-	w.stride = alignUp(w.heap+segment, 1<<21)
+	w.heap = kernels.AlignUp(c.Offset+c.Bytes(), 1<<21)
+	w.stride = kernels.AlignUp(w.heap+segment, 1<<21)
 	for r := range size {
 		ctx, err := all[r%len(all)].Primary()
 		require.NoError(t, err)
@@ -340,7 +340,7 @@ func (w *world) newCall(m [][]int64, pad func() int64) *call {
 		c.routes = append(c.routes, o)
 		most = max(most, extent(o.SendBytes, o.SendOffsets))
 	}
-	c.dst = alignUp(c.src+most, 256)
+	c.dst = kernels.AlignUp(c.src+most, 256)
 	for r := range w.size {
 		end := c.dst + extent(c.routes[r].RecvBytes, c.routes[r].RecvOffsets) + 64
 		require.LessOrEqual(w.t, end, w.stride, "the test's segment is too small")

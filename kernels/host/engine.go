@@ -41,12 +41,11 @@ type peerWords struct{ doorbell, sleepers, core *atomic.Uint32 }
 
 // New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
 func New(space kernels.Space, why func() error) *Engine {
-	e := &Engine{space: space, why: why, crowded: space.Size > runtime.GOMAXPROCS(0)}
-	e.cacheBytes = coreCacheBytes / 2
-	if cores := runtime.GOMAXPROCS(0); space.Size > cores {
+	cores := runtime.GOMAXPROCS(0)
+	e := &Engine{space: space, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2}
+	if e.crowded {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
 	}
-	e.cores = shm.Cores()
 	own := space.Segment(space.Rank)
 	e.abort = shm.Word(own, kernels.AbortOffset)
 	e.peers = make([]peerWords, space.Size)
