@@ -55,7 +55,7 @@ type op struct {
 }
 
 // New makes a Reducer. It is collective: every rank of the heap's group calls it, in the same order as its other
-// allocations, with equal options. The caller closes it before the heap.
+// allocations, with equal options. What fails on one rank is an error on all. The caller closes it before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Reducer, error) {
 	return newReducer(ctx, h, o, "", nil)
 }
@@ -70,19 +70,22 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, owner string, co
 	if _, err := agree.On(ctx, g, agree.Claim{Must: []string{owner + o.fingerprint(&c)}}, err); err != nil {
 		return nil, fmt.Errorf("allreduce: compare options: %w", err)
 	}
-	x := &Reducer{heap: h, group: g, options: o}
-	if x.block, err = h.Alloc(c.Bytes()); err != nil {
-		return nil, fmt.Errorf("allreduce: %d bytes for channels and staging: %w", c.Bytes(), err)
+	block, err := h.Alloc(c.Bytes())
+	var claim agree.Claim
+	if err == nil {
+		c.Offset = block.Offset()
+		clear(block.Bytes()[:c.ControlBytes()])
+		claim.Must = []string{fmt.Sprintf("its channels at offset %d", c.Offset)}
 	}
-	c.Offset = x.block.Offset()
-	x.channels = c
-	clear(x.block.Bytes()[:c.ControlBytes()])
-	x.engine = host.New(h.Space(), g.Err)
-	// No peer may write before our block is zero.
-	if err := g.Barrier(ctx); err != nil {
-		return nil, errors.Join(fmt.Errorf("allreduce: %w", err), x.block.Free())
+	// No peer may write before our block is zero, so all ranks meet again once it is.
+	if _, err = agree.On(ctx, g, claim, err); err != nil {
+		err = fmt.Errorf("allreduce: %d bytes for channels and staging: %w", c.Bytes(), err)
+		if block != nil {
+			err = errors.Join(err, block.Free())
+		}
+		return nil, err
 	}
-	return x, nil
+	return &Reducer{heap: h, group: g, engine: host.New(h.Space(), g.Err), channels: c, block: block, options: o}, nil
 }
 
 // AllReduce combines the ranks' src element by element and leaves the result in every rank's dst, the same bits

@@ -676,6 +676,33 @@ func TestF3_DifferentOptionsAreNamedAtNew(t *testing.T) {
 	}
 }
 
+// TestF3_OneRanksLackOfMemoryIsEveryRanksError also has a rank whose memory lies elsewhere than the others'.
+func TestF3_OneRanksLackOfMemoryIsEveryRanksError(t *testing.T) {
+	worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
+		odd := func(n int64) (x *allreduce.Reducer, err error) {
+			if r.Rank() == 1 {
+				b, aerr := r.Heap.Alloc(n)
+				r.Must(aerr)
+				defer func() { r.Must(b.Free()) }()
+			}
+			return allreduce.New(r.Ctx, r.Heap, allreduce.Options{})
+		}
+		_, err := odd(r.Heap.Stats().LargestFree)
+		if r.Rank() == 1 {
+			require.ErrorIs(r.T, err, memory.ErrOutOfMemory)
+		} else {
+			require.ErrorIs(r.T, err, comm.ErrMismatch)
+			require.ErrorContains(r.T, err, "rank 1 refused")
+		}
+		_, err = odd(1000)
+		require.ErrorIs(r.T, err, comm.ErrMismatch)
+		require.ErrorContains(r.T, err, "offset")
+		require.Zero(r.T, r.Heap.Stats().InUse)
+		x := newReducer(r, allreduce.Options{})
+		r.Must(x.Close(r.Ctx))
+	})
+}
+
 func TestF3_ValidateRefusesOnEveryRank(t *testing.T) {
 	worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
 		x := newReducer(r, allreduce.Options{Validate: true})

@@ -24,10 +24,19 @@ type Traffic struct {
 	Skew float64
 	// InPlace says that peers can write the output directly.
 	InPlace bool
+	// Pulled says that this rank reads large messages in their senders' memory where peers cannot write the output.
+	Pulled bool
 	// Placed says that Splits.PeerDispls are known.
 	Placed bool
-	// PacketBytes and SlotBytes are the Exchanger's.
+	// Live says that the splits are read when the exchange runs: the bytes here are an estimate.
+	Live bool
+	// Shared says that other ranks run on this rank's GPU.
+	Shared bool
+	// PacketBytes and SlotBytes are the Exchanger's, MaxSMs bounds the multiprocessors.
 	PacketBytes, SlotBytes int64
+	MaxSMs                 int
+
+	table *estimates
 }
 
 // Schedule is how an algorithm serves the peers.
@@ -38,6 +47,10 @@ type Schedule struct {
 	Staged bool
 	// ChunkBytes is how much one credit grants when the output is written in place; 0 grants a whole message.
 	ChunkBytes int64
+	// SMs is how many multiprocessors of a GPU a call above PacketBytes takes, at most Traffic.MaxSMs; 0 takes all of those.
+	SMs int
+	// Rate holds the rank's senders on a GPU to so many GB/s together; 0 lets them send as fast as they can.
+	Rate float64
 }
 
 // Algorithm is a way to order an exchange. Implementations are stateless; the same ones, under the same names, are given
@@ -66,18 +79,44 @@ func Rotation(rank, size int) []int {
 	return order
 }
 
-// rates are rough figures of a device: what a message costs beside its bytes, what a step of a ring costs, and how many
-// bytes a microsecond one rank sends, all peers at once and one at a time; and the same of copy engines. They only have to
-// rank algorithms.
-type rates struct{ message, step, mesh, ring, copyCall, copy float64 }
+// Figures of a host without a table: what a message costs beside its bytes, what a step of a ring costs, in microseconds,
+// and how many bytes a microsecond a core copies. They were measured with 2 and 4 processes on two cores, where a core
+// copies 13 to 17 GB/s and a message costs a line or two. They only have to rank algorithms.
+const (
+	hostMessage = 0.3
+	hostStep    = 1
+	hostRate    = 12e3
+)
 
-// ratesOf: the host's were measured with 2 and 4 processes on two cores, where a core copies 13 to 17 GB/s and a message
-// costs a line or two; the GPU's with 4 H200 of one host, see docs/measured.
-func ratesOf(k device.Kind) rates {
-	if k == device.CUDAKind {
-		return rates{message: 0.4, step: 2, mesh: 270e3, ring: 310e3, copyCall: 35, copy: 390e3}
+// messages is what the messages of a rank cost beside their bytes.
+func messages(t *Traffic) float64 { return hostMessage * float64(t.Size-1) }
+
+// staged is the time of moving bytes through staging on the host, where the core that receives copies them out
+// afterwards.
+func staged(t *Traffic) float64 {
+	all := float64(t.SendTotal + t.RecvTotal)
+	return hostMessage*all/float64(t.SlotBytes) + all/hostRate
+}
+
+// cost is what the table says of an algorithm, or what formula does where there is none.
+func (t *Traffic) cost(algorithm, why string, formula func(t *Traffic) float64) (float64, string) {
+	if t.table == nil {
+		return formula(t), why
 	}
-	return rates{message: 0.3, step: 1, mesh: 12e3, ring: 12e3}
+	if t.Largest <= t.PacketBytes && !t.Live && t.PacketBytes > 0 {
+		algorithm, why = packet{}.Name(), "every message is a packet, whatever the order"
+	}
+	us, _, ok := t.Estimate(algorithm)
+	if !ok {
+		return math.Inf(1), "the table has no figures of it"
+	}
+	return us, why
+}
+
+// sms is how many multiprocessors the table gives an algorithm.
+func (t *Traffic) sms(algorithm string) int {
+	_, sms, _ := t.Estimate(algorithm)
+	return sms
 }
 
 type packet struct{}
@@ -85,64 +124,76 @@ type packet struct{}
 func (packet) Name() string               { return "packet" }
 func (packet) Order(rank, size int) []int { return Rotation(rank, size) }
 func (packet) Schedule(*Traffic) Schedule { return Schedule{} }
-func (packet) Cost(t *Traffic) (float64, string) {
-	if t.Largest > t.PacketBytes {
+func (a packet) Cost(t *Traffic) (float64, string) {
+	switch {
+	case t.Largest > t.PacketBytes:
 		return math.Inf(1), fmt.Sprintf("the largest message, %d bytes, exceeds a packet's %d", t.Largest, t.PacketBytes)
+	case t.Live && t.Device == device.CUDAKind:
+		return math.Inf(1), "messages of splits in device memory may exceed a packet"
 	}
-	return ratesOf(t.Device).message * float64(t.Size-1) / 2, "every message fits a packet: no signal after the data, no credit"
+	return t.cost(a.Name(), "every message fits a packet: no signal after the data, no credit", func(t *Traffic) float64 { return messages(t) / 2 })
 }
 
 type direct struct{}
 
-func (direct) Name() string               { return "direct" }
-func (direct) Order(rank, size int) []int { return Rotation(rank, size) }
-func (direct) Schedule(*Traffic) Schedule { return Schedule{} }
-func (direct) Cost(t *Traffic) (float64, string) {
-	r := ratesOf(t.Device)
-	base := r.message*float64(t.Size-1) + float64(t.SendTotal)/r.mesh
+func (direct) Name() string                   { return "direct" }
+func (direct) Order(rank, size int) []int     { return Rotation(rank, size) }
+func (a direct) Schedule(t *Traffic) Schedule { return Schedule{SMs: t.sms(a.Name())} }
+func (a direct) Cost(t *Traffic) (float64, string) {
 	if t.InPlace {
-		return base, "peers write the output in place, all at once"
+		return t.cost(a.Name(), "peers write the output in place, all at once", func(t *Traffic) float64 {
+			return messages(t) + float64(t.SendTotal)/hostRate
+		})
+	}
+	if t.Pulled {
+		return t.cost(a.Name(), "large messages are read in their senders' memory, all at once", func(t *Traffic) float64 {
+			return messages(t) + float64(t.RecvTotal)/hostRate
+		})
 	}
 	if t.Largest <= t.SlotBytes {
-		return base + float64(t.RecvTotal)/r.mesh, "every message fits a staging slot"
+		return t.cost(a.Name(), "every message fits a staging slot", func(t *Traffic) float64 {
+			return messages(t) + float64(t.SendTotal+t.RecvTotal)/hostRate
+		})
 	}
 	return math.Inf(1), fmt.Sprintf("the output is not symmetric and the largest message, %d bytes, exceeds a staging slot's %d", t.Largest, t.SlotBytes)
 }
 
 type pipelined struct{}
 
-func (pipelined) Name() string               { return "pipelined" }
-func (pipelined) Order(rank, size int) []int { return Rotation(rank, size) }
-func (pipelined) Schedule(*Traffic) Schedule { return Schedule{Staged: true} }
-func (pipelined) Cost(t *Traffic) (float64, string) {
-	r := ratesOf(t.Device)
-	return r.message*float64(t.Size-1) + staged(t, r, r.mesh), "chunks go through fixed staging while earlier ones are copied out"
+func (pipelined) Name() string                   { return "pipelined" }
+func (pipelined) Order(rank, size int) []int     { return Rotation(rank, size) }
+func (a pipelined) Schedule(t *Traffic) Schedule { return Schedule{Staged: true, SMs: t.sms(a.Name())} }
+func (a pipelined) Cost(t *Traffic) (float64, string) {
+	return t.cost(a.Name(), "chunks go through fixed staging while earlier ones are copied out", func(t *Traffic) float64 {
+		return messages(t) + staged(t)
+	})
 }
 
-// staged is the time of moving bytes through staging at a rate. On the host the core that receives copies them out
-// afterwards; a GPU does both at once.
-func staged(t *Traffic, r rates, rate float64) float64 {
-	if t.Device == device.CUDAKind {
-		return float64(max(t.SendTotal, t.RecvTotal)) / rate
-	}
-	all := float64(t.SendTotal + t.RecvTotal)
-	return r.message*all/float64(t.SlotBytes) + all/rate
-}
+// evenSkew is up to which skew a ring's senders are held to a rate: their steps then take equally long.
+const evenSkew = 1.25
 
 type ring struct{}
 
 func (ring) Name() string               { return "ring" }
 func (ring) Order(rank, size int) []int { return Rotation(rank, size) }
-func (ring) Schedule(*Traffic) Schedule { return Schedule{Window: 1} }
-func (ring) Cost(t *Traffic) (float64, string) {
-	r := ratesOf(t.Device)
-	us := r.step * float64(t.Size-1)
-	if t.InPlace {
-		us += float64(t.SendTotal) / r.ring
-	} else {
-		us += r.message*float64(t.Size-1) + staged(t, r, r.ring)
+func (a ring) Schedule(t *Traffic) Schedule {
+	_, s, _ := t.estimate(a.Name())
+	if t.Skew > evenSkew { // not all links are busy at the same time, and those that are have several senders
+		s.rate = 0
 	}
-	return us, "one peer at a time, for receivers that many senders at once would overload"
+	return Schedule{Window: 1, SMs: s.sms, Rate: s.rate}
+}
+func (a ring) Cost(t *Traffic) (float64, string) {
+	return t.cost(a.Name(), "one peer at a time, for receivers that many senders at once would overload", func(t *Traffic) float64 {
+		us := hostStep * float64(t.Size-1)
+		switch {
+		case t.InPlace:
+			return us + float64(t.SendTotal)/hostRate
+		case t.Pulled:
+			return us + messages(t) + float64(t.RecvTotal)/hostRate
+		}
+		return us + messages(t) + staged(t)
+	})
 }
 
 type copyEngine struct{}
@@ -150,15 +201,18 @@ type copyEngine struct{}
 func (copyEngine) Name() string               { return "copy" }
 func (copyEngine) Order(rank, size int) []int { return Rotation(rank, size) }
 func (copyEngine) Schedule(*Traffic) Schedule { return Schedule{Window: 1} }
-func (copyEngine) Cost(t *Traffic) (float64, string) {
+func (a copyEngine) Cost(t *Traffic) (float64, string) {
 	switch {
 	case t.Device != device.CUDAKind:
 		return math.Inf(1), "only a GPU has copy engines"
+	case t.Shared:
+		return math.Inf(1), "other ranks run on this GPU, whose queues would hold up each other's copies"
+	case t.Live:
+		return math.Inf(1), "copy engines cannot read splits from device memory"
 	case !t.InPlace || !t.Placed:
 		return math.Inf(1), "copy engines need a symmetric destination and Splits.PeerDispls"
 	}
-	r := ratesOf(t.Device)
-	return r.copyCall + float64(t.SendTotal)/r.copy, "the copy engines move everything, one peer after the other"
+	return t.cost(a.Name(), "the copy engines move everything, one peer after the other", func(*Traffic) float64 { return math.Inf(1) })
 }
 
 func builtin() []Algorithm {
@@ -172,10 +226,15 @@ type registry struct {
 	reverse map[string][]int32
 	forced  Algorithm
 	device  device.Kind
+	maxSMs  int
+	shared  bool // Traffic.Shared
+	pulls   bool // Traffic.Pulled, where it matters
+	table   *estimates
 }
 
-func newRegistry(own []Algorithm, force string, rank, size int, kind device.Kind) (*registry, error) {
-	r := &registry{all: append(builtin(), own...), order: map[string][]int32{}, reverse: map[string][]int32{}, device: kind}
+func newRegistry(o *Options, rank, size int, kind device.Kind) (*registry, error) {
+	r := &registry{all: append(builtin(), o.Algorithms...), order: map[string][]int32{}, reverse: map[string][]int32{}, device: kind,
+		maxSMs: o.MaxSMs, table: o.Table.forWorld(size, o.MaxSMs)}
 	for _, a := range r.all {
 		name := a.Name()
 		if _, twice := r.order[name]; twice || name == "" {
@@ -186,12 +245,12 @@ func newRegistry(own []Algorithm, force string, rank, size int, kind device.Kind
 			return nil, err
 		}
 		r.order[name], r.reverse[name] = order, reverse
-		if name == force {
+		if name == o.Algorithm {
 			r.forced = a
 		}
 	}
-	if force != "" && r.forced == nil {
-		return nil, invalid("no algorithm is called %q; there are %s", force, strings.Join(r.names(), ", "))
+	if o.Algorithm != "" && r.forced == nil {
+		return nil, invalid("no algorithm is called %q; there are %s", o.Algorithm, strings.Join(r.names(), ", "))
 	}
 	return r, nil
 }
@@ -248,8 +307,14 @@ type Decision struct {
 	Forced bool
 	// InPlace says that peers write the output directly.
 	InPlace bool
+	// Pulled says that this rank reads large messages in their senders' memory.
+	Pulled bool
 	// Cached says that the splits were in the cache.
 	Cached bool
+	// SMs is how many multiprocessors of a GPU the call takes; 0 leaves it to the kernel, or needs none.
+	SMs int
+	// Rate is the GB/s to which the senders are held together on a GPU, 0 when they are not.
+	Rate float64
 	// Modes counts the messages to other ranks by wire mode: packet, eager, credit.
 	Modes [3]int
 	// Candidates holds every algorithm's estimate, in the order in which they are tried.
@@ -270,10 +335,20 @@ func (d Decision) String() string {
 	if d.Forced {
 		how = "forced"
 	}
-	fmt.Fprintf(&b, "%s (%s); messages: %d packet, %d eager, %d credit", d.Algorithm, how, d.Modes[0], d.Modes[1], d.Modes[2])
-	if d.InPlace {
+	b.WriteString(d.Algorithm)
+	if d.SMs > 0 {
+		fmt.Fprintf(&b, " on %d multiprocessors", d.SMs)
+	}
+	if d.Rate > 0 {
+		fmt.Fprintf(&b, " at %g GB/s", d.Rate)
+	}
+	fmt.Fprintf(&b, " (%s); messages: %d packet, %d eager, %d credit", how, d.Modes[0], d.Modes[1], d.Modes[2])
+	switch {
+	case d.InPlace:
 		b.WriteString("; output in place")
-	} else {
+	case d.Pulled:
+		b.WriteString("; output pulled")
+	default:
 		b.WriteString("; output through staging")
 	}
 	for _, c := range d.Candidates {
@@ -307,7 +382,8 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 	}
 	routes, d := &p.routes[at], &p.chosen[at]
 	t := Traffic{Rank: rank, Size: c.Size, Device: r.device, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
-		RecvTotal: p.recvAll, InPlace: inPlace, Placed: p.places != nil, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes}
+		RecvTotal: p.recvAll, InPlace: inPlace, Pulled: r.pulls && !inPlace, Placed: p.places != nil, Live: p.splits.live(), Shared: r.shared, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes,
+		MaxSMs: r.maxSMs, table: r.table}
 	*d = Decision{InPlace: inPlace, Forced: r.forced != nil, Candidates: d.Candidates[:0]}
 	for k := range c.Size {
 		if k == rank {
@@ -329,6 +405,11 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 	s := best.Schedule(&t)
 	routes.Order, routes.ReverseOrder = r.order[d.Algorithm], r.reverse[d.Algorithm]
 	routes.Window, routes.ChunkBytes, routes.Staged = s.Window, s.ChunkBytes, s.Staged
+	d.Pulled = t.Pulled && !s.Staged
+	if t.Largest > c.PacketBytes || t.Live {
+		d.SMs = max(0, min(s.SMs, r.maxSMs))
+		d.Rate = max(0, s.Rate)
+	}
 	if routes.Window <= 0 || routes.Window > c.Size {
 		routes.Window = c.Size
 	}

@@ -98,7 +98,7 @@ func TestExplainSaysWhy(t *testing.T) {
 				n       int64
 				inPlace bool
 				name    string
-			}{{16, false, "packet"}, {4000, false, "direct"}, {4 << 20, true, "direct"}, {4 << 20, false, "pipelined"}} {
+			}{{16, false, "packet"}, {4000, false, "direct"}, {4 << 20, true, "direct"}, {4 << 20, false, "direct"}} {
 				name := c.name
 				if want != "" {
 					name = want

@@ -14,6 +14,9 @@ type carrier interface {
 	// open allocates the control block of the communicator with zero control words. neighbours is how many ranks are on
 	// this rank's device, itself counted.
 	open(h *memory.Heap, c *kernels.Channels, o *Options, neighbours int) (*memory.Buffer, error)
+	// met comes when all ranks have opened. pulls says that this rank can read large messages in their senders' memory,
+	// err of whom it cannot.
+	met(c *kernels.Channels) (pulls bool, err error)
 	// launch enqueues o on s; with a nil stream it has run when launch returns. done says that o is not used any more.
 	// After an error it was not enqueued, or has failed.
 	launch(s device.Stream, o *op) (done bool, err error)
@@ -37,7 +40,10 @@ func newCarrier(d device.Device) (carrier, error) {
 }
 
 // hostCarrier runs kernels in Go.
-type hostCarrier struct{ engine *host.Engine }
+type hostCarrier struct {
+	heap   *memory.Heap
+	engine *host.Engine
+}
 
 func (k *hostCarrier) open(h *memory.Heap, c *kernels.Channels, _ *Options, _ int) (*memory.Buffer, error) {
 	b, err := allocate(h, c.Bytes())
@@ -46,8 +52,14 @@ func (k *hostCarrier) open(h *memory.Heap, c *kernels.Channels, _ *Options, _ in
 	}
 	c.Offset = b.Offset()
 	clear(b.Bytes()[:c.ControlBytes()])
-	k.engine = host.New(h.Space(), h.Group().Err)
+	k.heap, k.engine = h, host.New(h.Space(), h.Group().Err)
+	k.engine.Show(c)
 	return b, nil
+}
+
+func (k *hostCarrier) met(c *kernels.Channels) (pulls bool, err error) {
+	err = k.engine.Look(c)
+	return err == nil, err
 }
 
 func allocate(h *memory.Heap, n int64) (*memory.Buffer, error) {
@@ -59,7 +71,8 @@ func allocate(h *memory.Heap, n int64) (*memory.Buffer, error) {
 }
 
 func (k *hostCarrier) launch(s device.Stream, o *op) (done bool, err error) {
-	o.args.Src, o.args.Dst = o.src.Bytes(), o.dst.Bytes()
+	o.args.Src, o.args.Dst, o.args.Splits = o.src.Bytes(), o.dst.Bytes(), o.live.Bytes()
+	o.args.SrcOffset, _ = o.src.Symmetric(k.heap)
 	err = k.engine.AllToAllV(s, &o.args)
 	return s == nil || err != nil, err
 }

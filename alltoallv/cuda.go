@@ -53,10 +53,12 @@ func (k *cudaCarrier) open(h *memory.Heap, c *kernels.Channels, o *Options, neig
 	return b, nil
 }
 
+func (*cudaCarrier) met(*kernels.Channels) (bool, error) { return false, nil }
+
 func (k *cudaCarrier) launch(s device.Stream, o *op) (done bool, err error) {
 	a := &o.args
 	k.exchange = cuda.Exchange{Channels: &k.channels, Routes: a.Routes, Src: o.src.Ptr(), Dst: o.dst.Ptr(), DstOffset: a.DstOffset,
-		Timeout: a.Timeout, Tuning: tuning(o.plan, a.DstOffset >= 0)}
+		Splits: o.live.Ptr(), SrcBytes: o.src.Len(), DstBytes: o.dst.Len(), Timeout: a.Timeout, Tuning: tuning(o.plan, a.DstOffset >= 0)}
 	if o.plan.chosen[1].Algorithm == (copyEngine{}).Name() && a.DstOffset >= 0 && o.plan.places != nil {
 		k.places = k.places[:0]
 		for _, at := range o.plan.places {
@@ -86,10 +88,7 @@ func tuning(p *plan, inPlace bool) cuda.Tuning {
 	if inPlace {
 		d, r = &p.chosen[1], &p.routes[1]
 	}
-	t := cuda.Tuning{Staged: r.Staged, Mesh: r.Window > 1}
-	t.Paced = !t.Mesh && d.Algorithm == ring{}.Name()
-	t.Slack = 2 // chunks: 297 GB/s where 0 gives 289, 4 GPUs and 128 MiB a rank
-	return t
+	return cuda.Tuning{Blocks: d.SMs, Staged: r.Staged, Mesh: r.Window > 1, Rate: d.Rate}
 }
 
 // fault is what kernels have written down since, with the group's reason where they were told to give up.
@@ -100,7 +99,8 @@ func (k *cudaCarrier) fault() error {
 	}
 	var mismatch *kernels.CountMismatchError
 	if errors.As(err, &mismatch) {
-		return errors.Join(err, k.engine.ClearMismatch(k.stream.Handle(), &k.channels))
+		// The next call may be on any stream, so what clears the record of this one must be over by then.
+		return errors.Join(err, k.engine.ClearMismatch(k.stream.Handle(), &k.channels), k.stream.Synchronize())
 	}
 	if why := k.group(); why != nil {
 		return fmt.Errorf("%w: %w", err, why)

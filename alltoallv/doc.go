@@ -12,7 +12,8 @@
 //
 // A message's size alone decides its wire mode, so both ends agree without talking: packets carry a flag in every word,
 // eager messages land in double-buffered staging, and larger ones wait for a credit that says where to write: straight
-// into the output when it lies in the symmetric heap, into a staging slot otherwise.
+// into the output when it lies in the symmetric heap, into a staging slot otherwise. On the host, a rank whose output lies
+// outside the heap instead copies large messages out of their senders' memory, where the system lets it read that.
 //
 // An [Algorithm] decides the order: everything at once (direct), chunks through staging (pipelined), or one peer at a
 // time (ring; copy, by a GPU's copy engines). Each rank chooses for itself; ranks that choose differently still understand each other, so nothing has

@@ -1,6 +1,7 @@
 package alltoallv
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -34,8 +35,9 @@ type Exchanger struct {
 	mu       sync.Mutex // orders calls
 	cache    *cache
 	closed   bool
-	last     device.Stream // of the last launch
+	last     device.Stream // of the last launch that was not captured
 	counting Splits        // of Counts
+	guess    Splits        // of calls with splits in device memory and no estimate
 	inline   op            // the launch of calls without a stream
 
 	broken atomic.Pointer[error] // a call failed half-way: the channels are in no known state
@@ -49,6 +51,7 @@ type op struct {
 	args     kernels.AllToAllV
 	plan     *plan
 	dst, src memory.View
+	live     memory.View // Splits.Live
 }
 
 // New makes an Exchanger. It is collective: every rank of the heap's group calls it, in the same order as its other
@@ -66,12 +69,20 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 			neighbours++
 		}
 	}
+	x.registry.shared = neighbours > 1 && h.Device().Kind() == device.CUDAKind
 	// No peer may write before our block is zero, so all ranks meet again once it is.
 	if x.block, err = x.carrier.open(h, &x.channels, &x.options, neighbours); err == nil && h.Device().Kind() != device.HostKind {
 		x.counters, err = allocate(h, 16*int64(x.group.Size()))
 	}
-	if _, err := agree.On(ctx, x.group, agree.Claim{}, err); err != nil {
+	var claim agree.Claim
+	if err == nil {
+		claim.Must = []string{fmt.Sprintf("its channels at offset %d", x.block.Offset())}
+	}
+	if _, err := agree.On(ctx, x.group, claim, err); err != nil {
 		return nil, errors.Join(fmt.Errorf("alltoallv: allocate channels: %w", err), x.free())
+	}
+	if x.registry.pulls, err = x.carrier.met(&x.channels); err != nil {
+		x.options.Logger.Info("alltoallv: large messages into memory outside the heap take two copies", "rank", x.group.Rank(), "why", err)
 	}
 	return x, nil
 }
@@ -84,7 +95,7 @@ func (x *Exchanger) configure(o Options) (mine string, err error) {
 	if x.channels, err = o.channels(x.group.Size(), x.heap.Device().Kind()); err != nil {
 		return "", err
 	}
-	if x.registry, err = newRegistry(o.Algorithms, o.Algorithm, x.group.Rank(), x.group.Size(), x.heap.Device().Kind()); err != nil {
+	if x.registry, err = newRegistry(&o, x.group.Rank(), x.group.Size(), x.heap.Device().Kind()); err != nil {
 		return "", err
 	}
 	x.options, x.cache = o, newCache(o.CacheEntries)
@@ -105,17 +116,21 @@ func identity(d device.Device) string {
 //
 // The call is enqueued on s; with a nil stream it is complete on return. A call on another stream than the one before
 // waits for that one, except that calls captured into a CUDA graph are ordered by whoever replays it. Both buffers belong to the exchange until then
-// and must not overlap. A dst in the symmetric heap is written by the peers directly. Send[k] here must equal Recv of
-// this rank on rank k.
+// and must not overlap. A dst in the symmetric heap is written by the peers directly, other memory by this rank alone.
+// Send[k] here must equal Recv of this rank on rank k.
 //
 // Bad arguments return an error (ErrInvalid, memory.ErrFreed, ErrClosed) before anything is enqueued; the call then has
 // not happened and may be repeated, which the other ranks wait for. A lost peer is an error that is comm.ErrPeerLost, a
 // peer that does not come within Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Exchanger can
-// then only be closed. A *kernels.CountMismatchError is an error of this call alone. On a host stream these are errors of
-// the stream; on a CUDA stream the next call returns them, and Fault does.
+// then only be closed, as after a *kernels.SplitsError. A *kernels.CountMismatchError is an error of this call alone. On a
+// host stream these are errors of the stream; on a CUDA stream the next call returns them, and Fault does.
 func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	if sp != nil && sp.Live.Len() > 0 && sp.Send == nil && sp.Recv == nil {
+		sp = x.equalParts(sp, min(dst.Len(), src.Len()))
+		defer func() { x.guess.Live = memory.View{} }()
+	}
 	p, inPlace, dstOffset, err := x.prepare(dst, src, sp)
 	if x.options.Validate {
 		err = x.validate(sp, err)
@@ -123,15 +138,14 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 	if err != nil {
 		return err
 	}
-	if err := device.Follow(s, x.last); err != nil {
+	if err := x.follow(s); err != nil {
 		return fmt.Errorf("alltoallv: %w", err)
 	}
-	x.last = s
 	o := &x.inline
 	if s != nil {
 		o = x.op()
 	}
-	o.plan, o.dst, o.src = p, dst, src
+	o.plan, o.dst, o.src, o.live = p, dst, src, sp.Live
 	a := &o.args
 	a.Channels, a.Timeout, a.DstOffset, a.Routes = &x.channels, x.options.Timeout, -1, &p.routes[0]
 	if inPlace {
@@ -149,6 +163,33 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 		return fmt.Errorf("alltoallv: %w", err)
 	}
 	return nil
+}
+
+// follow orders a call behind the last one. A captured call has no place in that order.
+func (x *Exchanger) follow(s device.Stream) error {
+	if s == x.last {
+		return nil
+	}
+	if captured, err := device.Capturing(s); err != nil || captured {
+		return err
+	}
+	if err := device.Follow(s, x.last); err != nil {
+		return err
+	}
+	x.last = s
+	return nil
+}
+
+// equalParts is what splits in device memory are taken for when nothing is said about them.
+func (x *Exchanger) equalParts(sp *Splits, bytes int64) *Splits {
+	size := x.group.Size()
+	x.guess.Live, x.guess.PeerDispls = sp.Live, sp.PeerDispls
+	x.guess.Send = x.guess.Send[:0]
+	for range size {
+		x.guess.Send = append(x.guess.Send, bytes/int64(size))
+	}
+	x.guess.Recv = x.guess.Send
+	return &x.guess
 }
 
 // prepare checks the arguments and finds or makes the plan.
@@ -179,11 +220,19 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, inPlace 
 	if err := dst.Valid(); err != nil {
 		return nil, false, 0, fmt.Errorf("alltoallv: destination: %w", err)
 	}
-	if src.Len() < p.srcBytes {
-		return nil, false, 0, invalid("the source has %d bytes, the send splits %v of %d-byte elements need %d", src.Len(), sp.Send, sp.elem(), p.srcBytes)
+	srcBytes, dstBytes, largestRecv := p.srcBytes, p.dstBytes, p.largestRecv
+	live := sp.live()
+	if live {
+		if err := x.checkLive(sp.Live); err != nil {
+			return nil, false, 0, err
+		}
+		srcBytes, dstBytes, largestRecv = src.Len(), dst.Len(), dst.Len()
 	}
-	if dst.Len() < p.dstBytes {
-		return nil, false, 0, invalid("the destination has %d bytes, the receive splits %v of %d-byte elements need %d", dst.Len(), sp.Recv, sp.elem(), p.dstBytes)
+	if src.Len() < srcBytes {
+		return nil, false, 0, invalid("the source has %d bytes, the send splits %v of %d-byte elements need %d", src.Len(), sp.Send, sp.elem(), srcBytes)
+	}
+	if dst.Len() < dstBytes {
+		return nil, false, 0, invalid("the destination has %d bytes, the receive splits %v of %d-byte elements need %d", dst.Len(), sp.Recv, sp.elem(), dstBytes)
 	}
 	onHost := x.heap.Device().Kind() == device.HostKind
 	for _, v := range [2]memory.View{src, dst} {
@@ -191,21 +240,42 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, inPlace 
 			return nil, false, 0, invalid("a buffer at %#x is not memory of %v", v.Ptr(), x.heap.Device())
 		}
 	}
-	if a, b := src.Ptr(), dst.Ptr(); p.srcBytes > 0 && p.dstBytes > 0 && a < b+uintptr(p.dstBytes) && b < a+uintptr(p.srcBytes) {
+	if a, b := src.Ptr(), dst.Ptr(); srcBytes > 0 && dstBytes > 0 && a < b+uintptr(dstBytes) && b < a+uintptr(srcBytes) {
 		return nil, false, 0, invalid("source and destination overlap")
 	}
 	off, inPlace = dst.Symmetric(x.heap)
+	if live && x.registry.forced == (copyEngine{}) {
+		return nil, false, 0, invalid("copy engines cannot read splits from device memory")
+	}
 	if x.registry.forced == (copyEngine{}) && !onHost && max(p.largestSend, p.largestRecv) > x.channels.PacketBytes && (!inPlace || p.places == nil) {
 		return nil, false, 0, invalid("copy engines need a symmetric destination (it is: %v) and Splits.PeerDispls (given: %v)", inPlace, p.places != nil)
 	}
-	if staged := !inPlace || p.routes[1].Staged; staged && chunkFor(p.largestRecv) > x.channels.SlotBytes {
-		return nil, false, 0, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", p.largestRecv, kernels.MaxChunks, x.channels.SlotBytes)
+	if staged := !inPlace || p.routes[1].Staged; staged && chunkFor(largestRecv) > x.channels.SlotBytes {
+		return nil, false, 0, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", largestRecv, kernels.MaxChunks, x.channels.SlotBytes)
 	}
 	return p, inPlace, off, nil
 }
 
+// checkLive checks a view of splits on the device.
+func (x *Exchanger) checkLive(v memory.View) error {
+	if x.options.Validate {
+		return invalid("Options.Validate cannot compare splits in device memory")
+	}
+	if err := v.Valid(); err != nil {
+		return fmt.Errorf("alltoallv: splits: %w", err)
+	}
+	if need := LiveBytes(x.group.Size()); v.Len() < need {
+		return invalid("splits in %d bytes of device memory, %d ranks need %d", v.Len(), x.group.Size(), need)
+	}
+	if v.OnHost() != (x.heap.Device().Kind() == device.HostKind) || v.Ptr()%8 != 0 {
+		return invalid("splits at %#x are not aligned memory of %v", v.Ptr(), x.heap.Device())
+	}
+	return nil
+}
+
 // Fault is what launches on a GPU that have run by now have come to: nil, or the error that Exchange describes. It costs a
-// load, and says nothing of work that still runs.
+// load, and says nothing of work that still runs. A disagreement on counts is told once: Fault clears it, and waits until
+// that is done, so that the next call on any stream finds a clean record.
 func (x *Exchanger) Fault() error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -268,8 +338,8 @@ func (x *Exchanger) release(o *op, err error) {
 		x.fail(err)
 	}
 	o.plan.users.Add(-1)
-	o.plan, o.dst, o.src = nil, memory.View{}, memory.View{}
-	o.args.Src, o.args.Dst = nil, nil
+	o.plan, o.dst, o.src, o.live = nil, memory.View{}, memory.View{}, memory.View{}
+	o.args.Src, o.args.Dst, o.args.Splits = nil, nil, nil
 }
 
 // fail marks the channels as broken, unless the ranks have merely disagreed.
@@ -338,11 +408,16 @@ func compareCounts(all [][]byte) error {
 
 // Counts tells every rank how much it will receive: send[k] arrives as recv[this rank] on rank k. Both have one entry a
 // rank. It is enqueued on s like Exchange, and recv is valid once that is complete. On a GPU, whose kernels cannot read Go
-// memory, it is complete on return and cannot be captured.
+// memory, it is complete on return and cannot be captured (device.ErrCapturing).
 func (x *Exchanger) Counts(s device.Stream, send, recv []int64) error {
 	size := x.group.Size()
 	if len(send) != size || len(recv) != size {
 		return invalid("%d counts to send and %d to receive for %d ranks", len(send), len(recv), size)
+	}
+	if x.counters != nil {
+		if capturing, err := device.Capturing(s); err != nil || capturing {
+			return fmt.Errorf("alltoallv: counts: %w", cmp.Or(err, device.ErrCapturing))
+		}
 	}
 	x.mu.Lock()
 	if x.counting.Send == nil {

@@ -582,6 +582,31 @@ func TestF3_DifferentOptionsAreNamed(t *testing.T) {
 	})
 }
 
+func TestF3_OneRanksLackOfMemoryIsEveryRanksError(t *testing.T) {
+	worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
+		odd := func(n int64) error {
+			if r.Rank() == 1 {
+				b, err := r.Heap.Alloc(n)
+				r.Must(err)
+				defer func() { r.Must(b.Free()) }()
+			}
+			_, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{})
+			return err
+		}
+		err := odd(r.Heap.Stats().LargestFree)
+		if r.Rank() == 1 {
+			require.ErrorIs(r.T, err, memory.ErrOutOfMemory)
+		} else {
+			require.ErrorIs(r.T, err, comm.ErrMismatch)
+			require.ErrorContains(r.T, err, "rank 1 refused")
+		}
+		err = odd(1000) // has its room elsewhere
+		require.ErrorIs(r.T, err, comm.ErrMismatch)
+		require.ErrorContains(r.T, err, "offset")
+		require.Zero(r.T, r.Heap.Stats().InUse)
+	})
+}
+
 func TestCounts(t *testing.T) {
 	worldtest.Local(t, 4, 32<<20, func(r *worldtest.Rank) {
 		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{})

@@ -1,6 +1,7 @@
 package alltoallv
 
 import (
+	"bytes"
 	"fmt"
 	"log/slog"
 	"time"
@@ -16,7 +17,7 @@ type Options struct {
 	Algorithm string
 	// Algorithms are the caller's own, offered beside packet, direct, pipelined, ring and copy.
 	Algorithms []Algorithm
-	// PacketBytes bounds messages whose words carry their flag; default 128 on the host and 256 KiB on a GPU, negative for
+	// PacketBytes bounds messages whose words carry their flag; default 128 on the host and 128 KiB on a GPU, negative for
 	// none.
 	PacketBytes int64
 	// EagerBytes bounds messages that need no credit; default 1 KiB, negative for empty messages only. Every rank holds two
@@ -30,10 +31,12 @@ type Options struct {
 	StagingBytes int64
 	// CacheEntries is how many sets of splits are remembered; default 256.
 	CacheEntries int
+	// Table is what algorithms are selected by. nil is a table measured on H200s for GPUs, and rules of thumb for the host.
+	Table *Table
 	// MaxSMs bounds how many multiprocessors of a GPU a call above PacketBytes takes; default 16. The host device has none.
 	MaxSMs int
 	// NoSMs leaves a GPU's multiprocessors alone: calls above PacketBytes go by its copy engines or are refused. It is
-	// Algorithm "copy".
+	// Algorithm "copy", which is for ranks that have a GPU each: others can hold up each other's copies until Timeout.
 	NoSMs bool
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
 	Timeout time.Duration
@@ -63,7 +66,7 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	}
 	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4))}
 	if kind == device.CUDAKind { // packets take the place of eager messages
-		c.PacketBytes = or(o.PacketBytes, 256<<10)
+		c.PacketBytes = or(o.PacketBytes, 128<<10)
 	} else {
 		c.PacketBytes, c.EagerBytes = or(o.PacketBytes, 128), or(o.EagerBytes, 1<<10)
 		if o.Algorithm == "packet" && o.PacketBytes == 0 {
@@ -95,6 +98,19 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	} else if o.NoSMs && o.Algorithm != copies {
 		return c, invalid("Options.NoSMs with Algorithm %q", o.Algorithm)
 	}
+	if o.Table == nil && kind == device.CUDAKind {
+		var err error
+		if o.Table, err = ReadTable(bytes.NewReader(defaultTable)); err != nil {
+			return c, err
+		}
+	} else if o.Table != nil {
+		if err := o.Table.validate(); err != nil {
+			return c, err
+		}
+		if o.Table.Device != kind.String() {
+			return c, invalid("Options.Table is for device %q, the heap is of %q", o.Table.Device, kind)
+		}
+	}
 	if o.CacheEntries == 0 {
 		o.CacheEntries = 256
 	}
@@ -109,6 +125,6 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.Channels, names []string) string {
-	return fmt.Sprintf("algorithm %q of %v, packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors, validate %v",
-		o.Algorithm, names, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.Validate)
+	return fmt.Sprintf("algorithm %q of %v, packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors, table %s, validate %v",
+		o.Algorithm, names, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.Table.digest(), o.Validate)
 }

@@ -59,6 +59,9 @@ func (p *plan) build(s *Splits, rank, size int) error {
 			p.largestSend, p.largestRecv = max(p.largestSend, r.SendBytes[k]), max(p.largestRecv, r.RecvBytes[k])
 		}
 	}
+	if s.live() && s.PeerDispls != nil {
+		return invalid("PeerDispls with splits in device memory")
+	}
 	if p.places = nil; s.PeerDispls != nil {
 		p.places = make([]int64, size)
 		if _, err := layout("send", s.Send, s.PeerDispls, elem, size, make([]int64, size), p.places); err != nil {

@@ -1,6 +1,7 @@
 package alltoallv
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
@@ -10,6 +11,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 
 	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
@@ -33,7 +35,46 @@ type Splits struct {
 	PeerDispls []int64
 	// ElemSize is the size of an element in bytes; 0 means 1.
 	ElemSize int64
+	// Live, when it is not empty, holds the splits in memory of the Exchanger's device, where the exchange reads them when it
+	// runs: whatever the stream has written there by then, so a captured CUDA graph is replayed with other splits. It is
+	// four arrays of 64-bit integers with one entry a rank, in bytes: send splits, send displacements, receive splits,
+	// receive displacements (AppendLive makes them). It begins at a multiple of 8, and belongs to the exchange until that is
+	// complete.
+	//
+	// Send and Recv are then only an estimate, by which the algorithm is chosen; without both, equal parts of the buffers
+	// are. Copy engines cannot do such an exchange, and there are no PeerDispls. What a rank sends to itself is its send
+	// split; the receive split is not looked at. A split that does not fit the buffers makes the exchange do nothing on
+	// this rank: the error, as from a lost peer, is a *kernels.SplitsError, and the Exchanger can then only be closed. The
+	// other ranks wait for this one until Options.Timeout.
+	Live memory.View
+
+	wasLive bool // of a copy that does without the view
 }
+
+// LiveBytes is how long Splits.Live of a group is.
+func LiveBytes(ranks int) int64 { return 4 * 8 * int64(ranks) }
+
+// AppendLive appends to b what Live must hold for these splits, to be copied to the device. The error is ErrInvalid.
+func (s *Splits) AppendLive(b []byte) ([]byte, error) {
+	n := len(s.Send)
+	for _, d := range [...]struct {
+		side           string
+		counts, displs []int64
+	}{{"send", s.Send, s.SendDispls}, {"receive", s.Recv, s.RecvDispls}} {
+		bytes, offsets := make([]int64, n), make([]int64, n)
+		if _, err := layout(d.side, d.counts, d.displs, s.elem(), n, bytes, offsets); err != nil {
+			return nil, err
+		}
+		for _, v := range [...][]int64{bytes, offsets} {
+			for _, x := range v {
+				b = binary.NativeEndian.AppendUint64(b, uint64(x))
+			}
+		}
+	}
+	return b, nil
+}
+
+func (s *Splits) live() bool { return s.wasLive || s.Live.Len() > 0 }
 
 func (s *Splits) elem() int64 {
 	if s.ElemSize == 0 {
@@ -46,6 +87,9 @@ func (s *Splits) elem() int64 {
 func (s *Splits) hash() uint64 {
 	const prime = 0x9e3779b97f4a7c15
 	h := uint64(s.elem())
+	if s.live() {
+		h = ^h
+	}
 	for _, v := range [...][]int64{s.Send, s.Recv, s.SendDispls, s.RecvDispls, s.PeerDispls} {
 		h = bits.RotateLeft64(h*prime, 31) ^ xxhash.Sum64(shm.Bytes(v))
 	}
@@ -53,16 +97,16 @@ func (s *Splits) hash() uint64 {
 }
 
 func (s *Splits) equal(t *Splits) bool {
-	return s.elem() == t.elem() && slices.Equal(s.Send, t.Send) && slices.Equal(s.Recv, t.Recv) &&
+	return s.elem() == t.elem() && s.live() == t.live() && slices.Equal(s.Send, t.Send) && slices.Equal(s.Recv, t.Recv) &&
 		sameDispls(s.SendDispls, t.SendDispls) && sameDispls(s.RecvDispls, t.RecvDispls) &&
 		sameDispls(s.PeerDispls, t.PeerDispls)
 }
 
 func sameDispls(a, b []int64) bool { return (a == nil) == (b == nil) && slices.Equal(a, b) }
 
-// assign makes s a copy of t that shares nothing with it and reuses what s has.
+// assign makes s a copy of t, but for the view, that shares nothing with it and reuses what s has.
 func (s *Splits) assign(t *Splits) {
-	s.ElemSize = t.ElemSize
+	s.ElemSize, s.wasLive = t.ElemSize, t.live()
 	s.Send, s.Recv = append(s.Send[:0], t.Send...), append(s.Recv[:0], t.Recv...)
 	s.SendDispls, s.RecvDispls = assignDispls(s.SendDispls, t.SendDispls), assignDispls(s.RecvDispls, t.RecvDispls)
 	s.PeerDispls = assignDispls(s.PeerDispls, t.PeerDispls)

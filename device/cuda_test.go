@@ -125,6 +125,34 @@ func TestCUDAStreamWaitsForAnother(t *testing.T) {
 	require.Error(t, a.Wait(m))
 }
 
+func TestCUDAStreamsOfTwoGPUsWaitForEachOther(t *testing.T) {
+	d := gpu(t)
+	if n, err := CUDACount(); err != nil || n < 2 {
+		t.Skipf("needs two GPUs: %d, %v", n, err)
+	}
+	other, err := CUDA(1)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, other.Close()) })
+	const n = 256 << 20
+	p, q := cudaMemory(t, d, n), cudaMemory(t, other, n)
+	a, b := cudaStream(t, d), cudaStream(t, other)
+	_, err = other.WrapStream(a.Handle())
+	require.ErrorContains(t, err, "another device")
+	busy(t, a, p, n)
+	require.NoError(t, d.ctx.Set(a.h, p, 0x5a, n))
+	e, err := a.Record()
+	require.NoError(t, err)
+	require.False(t, e.Done(), "the stream is busy")
+	require.NoError(t, b.Wait(e))
+	require.NoError(t, other.ctx.Copy(b.h, q, p, n))
+	back, err := b.Record()
+	require.NoError(t, err)
+	require.NoError(t, a.Wait(back))
+	require.NoError(t, d.ctx.Set(a.h, p, 0, n), "not before the copy")
+	require.NoError(t, a.Synchronize())
+	require.Equal(t, bytes.Repeat([]byte{0x5a}, n), read(t, b, q, n))
+}
+
 func TestCUDAEventsAreUsedAgain(t *testing.T) {
 	d := gpu(t)
 	p := cudaMemory(t, d, 1<<20)

@@ -3,14 +3,14 @@ package device
 import "fmt"
 
 // Follow makes what is enqueued on s from now on wait for what has been enqueued on before; a nil s is the caller, who
-// waits. It does nothing when before is nil or s itself, and nothing for a stream that is being captured into a graph,
-// which has no past: whoever replays the graph orders it.
+// waits. It does nothing when before is nil or s itself, and nothing where one of them is being captured into a graph, which
+// has no past and does not run now: whoever replays the graph orders it.
 func Follow(s, before Stream) error {
 	if before == nil || s == before {
 		return nil
 	}
-	if c, ok := s.(*CUDAStream); ok {
-		if capturing, err := c.Capturing(); err != nil || capturing {
+	for _, t := range [2]Stream{s, before} {
+		if capturing, err := Capturing(t); err != nil || capturing {
 			return err
 		}
 	}
@@ -26,4 +26,23 @@ func Follow(s, before Stream) error {
 		return fmt.Errorf("device: order streams: %w", err)
 	}
 	return nil
+}
+
+// Capturing reports whether what is enqueued on s is being captured into a graph instead of running. Nothing is on a
+// closed stream.
+func Capturing(s Stream) (bool, error) {
+	c, ok := s.(*CUDAStream)
+	if !ok {
+		return false, nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return false, nil
+	}
+	capturing, err := c.Capturing()
+	if err != nil {
+		return false, fmt.Errorf("device: is a stream of %v being captured: %w", c.dev, err)
+	}
+	return capturing, nil
 }

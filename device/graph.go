@@ -29,7 +29,7 @@ func (s *CUDAStream) Capture(f func() error) (*Graph, error) {
 
 func (s *CUDAStream) capture(f func() error) (*Graph, error) {
 	c := s.dev.ctx
-	if err := c.BeginCapture(s.h); err != nil {
+	if err := c.BeginCapture(s.h, cuda.RelaxedCapture); err != nil {
 		return nil, err
 	}
 	err := f()

@@ -431,6 +431,28 @@ func TestBadOptions(t *testing.T) {
 	})
 }
 
+// One rank has no room where the others have, or has its room elsewhere.
+func TestF3_OneRanksLackOfMemoryIsEveryRanksError(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		odd := func(n int64) error {
+			if r.Rank.Rank() == 1 {
+				b, err := r.Heap.Alloc(n)
+				require.NoError(r, err)
+				defer func() { require.NoError(r, b.Free()) }()
+			}
+			_, err := dispatch.New(r.Ctx, r.Heap, small(dispatch.Options{}))
+			return err
+		}
+		err := odd(r.Heap.Stats().LargestFree)
+		require.ErrorIs(r, err, comm.ErrMismatch)
+		require.ErrorContains(r, err, "rank 1 has room for")
+		err = odd(1000)
+		require.ErrorIs(r, err, comm.ErrMismatch)
+		require.ErrorContains(r, err, "offset")
+		require.Zero(r, r.Heap.Stats().InUse)
+	})
+}
+
 // F1, F2: a rank that does not come is named within the timeout; the dispatcher is then good for Close only.
 func TestF1_AHungRankIsNamed(t *testing.T) {
 	const timeout = 150 * time.Millisecond

@@ -75,7 +75,7 @@ type op struct {
 
 // New makes a Dispatcher. It is collective: every rank of the heap's group calls it, in the same order as its other
 // allocations, with equal options. All memory that it will ever use comes from the heap here, which grows where it has
-// no room. The caller closes the Dispatcher before the heap.
+// no room. What fails on one rank is an error on all. The caller closes the Dispatcher before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	g := h.Group()
 	x, err := o.validate(g.Size())
@@ -94,19 +94,14 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	most := d.findSlots()
 	d.lanes = kernels.Lanes{Size: g.Size(), Slots: len(x.Expert), Twins: o.MaxTokens * max(min(o.TopK, most)-1, 0)}
 	d.outputs, d.stride = kernels.AlignUp(d.lanes.Bytes(), kernels.LineBytes), kernels.AlignUp(x.Rows*x.RowBytes(), kernels.LineBytes)
-	if d.block, err = allocate(ctx, h, d.outputs+d.stride*int64(o.Handles+2)); err != nil {
-		return nil, err
+	if d.block, err = allocate(ctx, h, d.outputs+d.stride*int64(o.Handles+2), d.lanes.ControlBytes()); err != nil {
+		return nil, fmt.Errorf("dispatch: memory for channels, outputs and staging: %w", err)
 	}
 	d.lanes.Offset = d.block.Offset()
-	clear(d.block.Bytes()[:d.lanes.ControlBytes()])
 	d.engine = host.New(h.Space(), g.Err)
 	for i := range o.Handles {
 		d.free = append(d.free, i)
 		d.idle = append(d.idle, d.newHandle())
-	}
-	// No peer may write before our block is zero.
-	if err := g.Barrier(ctx); err != nil {
-		return nil, errors.Join(fmt.Errorf("dispatch: %w", err), d.block.Free())
 	}
 	return d, nil
 }
@@ -130,18 +125,32 @@ func (d *Dispatcher) findSlots() (most int) {
 	return most
 }
 
-// allocate takes n bytes of the heap, after growing it if it has no room. All ranks come to the same.
-func allocate(ctx context.Context, h *memory.Heap, n int64) (*memory.Buffer, error) {
+// allocate takes n bytes of the heap, after growing it if it has no room. The first zero bytes are zero on all ranks when
+// it returns. What fails on one rank is an error on all.
+func allocate(ctx context.Context, h *memory.Heap, n, zero int64) (*memory.Buffer, error) {
 	b, err := h.Alloc(n)
-	if errors.Is(err, memory.ErrOutOfMemory) {
-		if err = h.Grow(ctx, n); err == nil {
-			b, err = h.Alloc(n)
+	full := errors.Is(err, memory.ErrOutOfMemory)
+	if full {
+		err = nil
+	}
+	_, err = agree.On(ctx, h.Group(), agree.Claim{Must: []string{fmt.Sprintf("room for %d bytes: %v", n, !full)}}, err)
+	if err == nil {
+		if full {
+			if err = h.Grow(ctx, n); err == nil {
+				b, err = h.Alloc(n)
+			}
 		}
+		var claim agree.Claim
+		if err == nil {
+			clear(b.Bytes()[:zero])
+			claim.Must = []string{fmt.Sprintf("its channels at offset %d", b.Offset())}
+		}
+		_, err = agree.On(ctx, h.Group(), claim, err)
 	}
-	if err != nil {
-		return nil, fmt.Errorf("dispatch: %d bytes for channels, outputs and staging: %w", n, err)
+	if err != nil && b != nil {
+		err = errors.Join(err, b.Free())
 	}
-	return b, nil
+	return b, err
 }
 
 // output is the i-th output; the last two are staging.

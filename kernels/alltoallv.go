@@ -33,6 +33,12 @@ type AllToAllV struct {
 	SrcPtr, DstPtr uintptr
 	// DstOffset is the place of Dst in this rank's segment, or -1 when peers cannot write it.
 	DstOffset int64
+	// SrcOffset is the place of Src in this rank's segment, or 0 when it has none. The host engine asks.
+	SrcOffset int64
+	// Splits, when set, takes the place of the bytes and offsets of Routes, which are then only an estimate: four arrays of
+	// Channels.Size 64-bit integers, send bytes, send offsets, receive bytes and receive offsets, read when the launch runs.
+	// They must keep inside Src and Dst, else the launch does nothing and its error is a *SplitsError. On the host device.
+	Splits []byte
 	// Timeout bounds every wait for a peer.
 	Timeout time.Duration
 	// Done, when set, is called once after the last use of this struct, with the kernel's error. A launch that could not
@@ -55,3 +61,20 @@ func (e *CountMismatchError) Error() string {
 
 // Unwrap is comm.ErrMismatch.
 func (e *CountMismatchError) Unwrap() error { return comm.ErrMismatch }
+
+// SplitsError reports splits in device memory that do not fit the buffers of the call that read them. That rank has moved
+// nothing, and the communicator is of no more use.
+type SplitsError struct {
+	Peer                 int
+	Send                 bool // the part for Peer, not the one from it
+	Bytes, Offset, Limit int64
+	Epoch                uint64
+}
+
+func (e *SplitsError) Error() string {
+	what := "receives from"
+	if e.Send {
+		what = "sends to"
+	}
+	return fmt.Sprintf("kernels: call %d: the splits in device memory say that this rank %s rank %d %d bytes at %d of a buffer of %d", e.Epoch, what, e.Peer, e.Bytes, e.Offset, e.Limit)
+}

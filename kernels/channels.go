@@ -23,6 +23,9 @@ func (c *Channels) packetStride() int64 { return AlignUp(8+2*AlignUp(c.PacketByt
 // Epoch is the word that counts this rank's calls, in its own segment.
 func (c *Channels) Epoch() int64 { return c.Offset }
 
+// Card is where a rank leaves word of how its memory is found, in its own segment: 4 words.
+func (c *Channels) Card() int64 { return c.Offset + LineBytes/2 }
+
 // Signal is the line that src writes in its receiver's segment for calls of the parity. Two parities, because src may
 // begin call e+1 while the receiver still reads the line of call e; it cannot begin e+2.
 func (c *Channels) Signal(parity uint64, src int) int64 {
@@ -33,6 +36,11 @@ func (c *Channels) Signal(parity uint64, src int) int64 {
 func (c *Channels) Credit(dst, k int) int64 {
 	return c.Signal(0, 2*c.Size) + (int64(dst)*int64(c.Slots)+int64(k%c.Slots))*LineBytes
 }
+
+// Taken is the word in which dst tells its sender how far it has read a message where the sender has it, as a sequence
+// number: LastSeq when it is through. Reading is not zero while dst reads, where ranks share a process.
+func (c *Channels) Taken(dst int) int64   { return c.Credit(dst, 1) + LineBytes/2 - 16 }
+func (c *Channels) Reading(dst int) int64 { return c.Taken(dst) + 8 }
 
 // Packet is where packets from src land in calls of the parity.
 func (c *Channels) Packet(parity uint64, src int) int64 {

@@ -1,5 +1,7 @@
 package kernels
 
+import "sync/atomic"
+
 // Every segment of a symmetric heap begins with a header of HeaderBytes, zero when the heap is made. Its words:
 const (
 	HeaderBytes = 64 << 10
@@ -8,7 +10,21 @@ const (
 	SleepersOffset = 64  // 32-bit: threads of this rank that sleep on the doorbell (host engine)
 	DoorbellOffset = 128 // 32-bit: grows when a peer has signalled a sleeping rank (host engine)
 	CoreOffset     = 192 // 32-bit: the processor on which this rank last began to wait, plus 1 (host engine)
+
+	SegmentsOffset = 4096 // on GPUs, where segments lie anywhere: Size 64-bit addresses of the ranks' segments
+	AliasOffset    = 8192 // on GPUs, AliasRows rows of Size 64-bit addresses: registered memory by rank
 )
+
+// A place is where memory lies in a rank's segment. A registration on a GPU has places of its own: bit 62, a row of the alias
+// table from bit AliasShift on, and the offset in what was registered. Its memory can lie anywhere.
+const (
+	AliasPlace = 1 << 62
+	AliasShift = 48
+	maxAliases = 256
+)
+
+// AliasRows is how many rows the alias table of size ranks has: 256, above 28 ranks as many as the header holds.
+func AliasRows(size int) int { return min(maxAliases, (HeaderBytes-AliasOffset)/(8*size)) }
 
 // LineBytes is the size and alignment of a signal or credit line: two cache lines, so that the adjacent-line prefetcher
 // of one reader does not pull its neighbour's.
@@ -20,6 +36,7 @@ const (
 	LineTotal  = 8  // bytes of the whole message as the writer of the line knows it
 	LineOffset = 16 // credits: where the chunk goes, from the start of the receiver's segment
 	LineLen    = 24 // credits: bytes that may be written there
+	LineSource = 16 // signals: where the message lies at its sender, 0 when it may not be read any more (host engine)
 )
 
 // chunkBits is how many bits of a sequence number count chunks within one call.
@@ -41,18 +58,65 @@ func LastSeq(e uint64) uint64 { return e<<chunkBits | (1<<chunkBits - 1) }
 // has reached yet. It comes again after 2^32-1 calls, with the other parity.
 func PacketFlag(e uint64) uint64 { return e%(1<<32-1) + 1 }
 
-// Space is a symmetric heap as a kernel of one rank sees it: the segment of rank p begins p*Stride bytes after the base.
+// Space is a symmetric heap as a kernel of one rank sees it. The segment of rank p begins p*Stride bytes after the base, unless
+// Segments is set.
 type Space struct {
 	// Mem is the whole reserved range on the host device, nil on others.
 	Mem []byte
-	// Base is the range's address on the device.
+	// Base is the range's address on the device. This rank's segment is always at Base+Rank*Stride.
 	Base uintptr
+	// Segments are the addresses of the ranks' segments on a device where they do not lie at equal distances; nil where they do.
+	Segments []uintptr
+	// Aliases are the addresses of registered memory on GPUs, nil elsewhere.
+	Aliases *Aliases
 	// Stride is the distance of two ranks' segments in bytes.
 	Stride     int64
 	Rank, Size int
 	// Bells wake the ranks' waiting goroutines, indexed by rank, where every rank lives in this process; nil otherwise.
 	Bells []*Bell
 }
+
+// Addr is the address of a place of rank p, in this process. The place of a registration that is gone has none.
+func (s *Space) Addr(p int, place int64) uintptr {
+	if place>>62 == AliasPlace>>62 {
+		row := s.Aliases.Row(int(place &^ AliasPlace >> AliasShift))
+		if row == nil {
+			return 0
+		}
+		return row[p] + uintptr(place&(1<<AliasShift-1))
+	}
+	if s.Segments != nil {
+		return s.Segments[p] + uintptr(place)
+	}
+	return s.Base + uintptr(int64(p)*s.Stride+place)
+}
+
+// SegmentTable is the address of Segments in device memory, 0 where they are nil.
+func (s *Space) SegmentTable() uintptr {
+	if s.Segments == nil {
+		return 0
+	}
+	return s.Addr(s.Rank, SegmentsOffset)
+}
+
+// Aliases is the alias table as the host sees it. Rows may be looked up while others are set.
+type Aliases struct {
+	rows [maxAliases]atomic.Pointer[[]uintptr]
+}
+
+// Row is the addresses by rank of one registration, nil when there is none. It is not to be changed.
+func (a *Aliases) Row(i int) []uintptr {
+	if i >= len(a.rows) {
+		return nil
+	}
+	if p := a.rows[i].Load(); p != nil {
+		return *p
+	}
+	return nil
+}
+
+// Set fills a row, or empties it with nil.
+func (a *Aliases) Set(i int, row []uintptr) { a.rows[i].Store(&row) }
 
 // Segment is rank p's segment on the host device. Only the part the heap has committed may be touched.
 func (s *Space) Segment(p int) []byte { return s.Mem[int64(p)*s.Stride : int64(p+1)*s.Stride] }

@@ -50,8 +50,9 @@ type source struct {
 	id              identity
 	at              int64
 	off, lead, span int64
-	fd              int  // names the piece
+	fd              int  // names the piece, or is -1
 	owned           bool // fd is for whoever asked to close
+	name            name // names the view instead: then nothing is mapped, and off, lead and span are 0
 }
 
 // identity names a piece of memory for as long as anybody maps it: of a file the device and inode, of

@@ -12,14 +12,19 @@ import (
 )
 
 // cudaBacking is made of allocations of the driver's virtual memory management, which leave the process
-// as file descriptors.
+// as file descriptors. Where it is scattered it is made of ordinary allocations, which leave it by CUDA IPC: nothing
+// is reserved or placed, and the range has only this rank's segment in it.
 type cudaBacking struct {
-	ctx    *cuda.Context
-	unit   int64
-	alarm  cuda.Stream // nothing but raise uses it, so nothing holds it up
-	shared *cudaRange
-	once   sync.Once
-	err    error
+	ctx       *cuda.Context
+	unit      int64
+	alarm     cuda.Stream // nothing but raise and write use it, so nothing holds it up
+	scattered bool
+	segment   uintptr // of a scattered heap
+	origin    uintptr // of the range
+	shared    *cudaRange
+	opened    map[exporter]*opening
+	once      sync.Once
+	err       error
 }
 
 // cudaRange is a reserved range, which ranks of this process use.
@@ -33,14 +38,15 @@ type cudaRange struct {
 }
 
 func newCUDABacking(d *device.CUDADevice) (*cudaBacking, error) {
-	b := &cudaBacking{ctx: d.Context()}
-	own := []*cuda.Device{b.ctx.Device()}
-	if err := cuda.CheckDevices(own, cudaNeeds); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrUnsupported, err)
-	}
-	var err error
-	if b.unit, err = b.ctx.Granularity(cuda.PosixFile, true); err != nil {
+	b := &cudaBacking{ctx: d.Context(), unit: 2 << 20, opened: make(map[exporter]*opening)}
+	f, err := b.ctx.Device().Features()
+	if err != nil {
 		return nil, err
+	}
+	if b.scattered = !f.VirtualMemory || !f.PosixFiles; !b.scattered {
+		if b.unit, err = b.ctx.Granularity(cuda.PosixFile, true); err != nil {
+			return nil, err
+		}
 	}
 	_, urgent, err := b.ctx.StreamPriorities()
 	if err != nil {
@@ -50,17 +56,19 @@ func newCUDABacking(d *device.CUDADevice) (*cudaBacking, error) {
 	return b, err
 }
 
-var cudaNeeds = cuda.Requirements{VirtualMemory: true, PosixFiles: true}
-
 func (b *cudaBacking) granule() int64 { return b.unit }
 
-// who is the GPU's UUID.
+// who is the GPU's UUID and whether it has to do with CUDA IPC.
 func (b *cudaBacking) who() []int64 {
+	scattered := int64(0)
+	if b.scattered {
+		scattered = 1
+	}
 	id, err := b.ctx.Device().UUID()
 	if err != nil {
-		return make([]int64, 2) // nobody's: mapping will tell
+		return []int64{0, 0, scattered} // nobody's: mapping will tell
 	}
-	return uuidWords(id)
+	return append(uuidWords(id), scattered)
 }
 
 func uuidWords(id [16]byte) []int64 {
@@ -68,8 +76,11 @@ func uuidWords(id [16]byte) []int64 {
 }
 
 // reach checks the GPUs that this process sees. One that it does not see, because of CUDA_VISIBLE_DEVICES,
-// is found out about when its memory is mapped.
+// is found out about when its memory is mapped. Where one rank has to do with CUDA IPC all do.
 func (b *cudaBacking) reach(all [][]int64) error {
+	for _, w := range all {
+		b.scattered = b.scattered || w[2] != 0
+	}
 	d := b.ctx.Device().Driver()
 	n, err := d.DeviceCount()
 	if err != nil {
@@ -85,26 +96,34 @@ func (b *cudaBacking) reach(all [][]int64) error {
 		if err != nil {
 			return err
 		}
-		if slices.ContainsFunc(all, func(w []int64) bool { return slices.Equal(w, uuidWords(id)) }) {
+		if slices.ContainsFunc(all, func(w []int64) bool { return slices.Equal(w[:2], uuidWords(id)) }) {
 			used = append(used, v)
 		}
 	}
-	if err := cuda.CheckDevices(used, cudaNeeds); err != nil {
+	need := cuda.Requirements{VirtualMemory: !b.scattered, PosixFiles: !b.scattered}
+	if err := cuda.CheckDevices(used, need); err != nil {
 		return fmt.Errorf("%w: %w", ErrUnsupported, err)
 	}
 	return nil
 }
 
 func (b *cudaBacking) reserve(n int64) error {
+	if b.scattered {
+		return nil
+	}
 	addr, err := b.ctx.Reserve(n, b.unit, 0)
 	if err != nil {
 		return fmt.Errorf("reserve %d bytes of addresses: %w", n, err)
 	}
 	b.shared = &cudaRange{addr: addr, n: n, users: 1, devices: []*cuda.Device{b.ctx.Device()}, placed: make(map[int64]int64)}
+	b.origin = addr
 	return nil
 }
 
 func (b *cudaBacking) adopt(owner backing) error {
+	if b.scattered {
+		return nil
+	}
 	s := owner.(*cudaBacking).shared
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -116,7 +135,7 @@ func (b *cudaBacking) adopt(owner backing) error {
 	if !slices.ContainsFunc(s.devices, func(v *cuda.Device) bool { return v.Ordinal() == mine.Ordinal() }) {
 		s.devices = append(s.devices, mine)
 	}
-	b.shared = s
+	b.shared, b.origin = s, s.addr
 	return nil
 }
 
@@ -126,7 +145,14 @@ func (b *cudaBacking) create(n int64) (fd int, err error) {
 	if err != nil {
 		return -1, outOfMemory(err)
 	}
-	defer func() { err = errors.Join(err, b.ctx.MemRelease(h)) }()
+	defer func() {
+		if rerr := b.ctx.MemRelease(h); rerr != nil {
+			if err == nil {
+				rerr = errors.Join(rerr, closeFD(fd))
+			}
+			fd, err = -1, errors.Join(err, rerr)
+		}
+	}()
 	if err := b.clear(h, n); err != nil {
 		return -1, fmt.Errorf("clear %d bytes: %w", n, err)
 	}
@@ -153,6 +179,10 @@ func (b *cudaBacking) clear(h cuda.MemHandle, n int64) (err error) {
 	if err := b.ctx.SetAccess(addr, n, b.ctx.Device()); err != nil {
 		return err
 	}
+	return b.zero(addr, n)
+}
+
+func (b *cudaBacking) zero(addr uintptr, n int64) error {
 	s, err := b.ctx.NewStream(0)
 	if err != nil {
 		return err
@@ -211,9 +241,14 @@ func (b *cudaBacking) identify(v View) (source, error) {
 		return source{}, fmt.Errorf("%w: %#x is not memory of a GPU", ErrUnsupported, v.ptr)
 	case p.Device != b.ctx.Device().Ordinal():
 		return source{}, fmt.Errorf("%w: memory of cuda:%d on a heap of %v", ErrUnsupported, p.Device, b.ctx.Device())
-	case cuda.HandleType(p.Exportable)&cuda.PosixFile == 0:
-		return source{}, fmt.Errorf("%w: memory at %#x cannot be passed to peers as a file descriptor (it was not made by "+
-			"cuMemCreate, or not for that); allocate it from the heap", ErrUnsupported, v.ptr)
+	}
+	mapped := cuda.HandleType(p.Exportable)&cuda.PosixFile != 0 && !b.scattered
+	if !mapped && !p.LegacyIPC {
+		why := "it was made neither by cudaMalloc nor, for file descriptors, by cuMemCreate"
+		if b.scattered {
+			why = "it was not made by cudaMalloc, and the heap has only CUDA IPC"
+		}
+		return source{}, fmt.Errorf("%w: memory at %#x cannot be passed to peers (%s); allocate it from the heap", ErrUnsupported, v.ptr, why)
 	}
 	// The pointer's own range is all the addresses that were reserved together, this one what was mapped at once.
 	base, n, err := b.ctx.AddressRange(v.ptr)
@@ -225,17 +260,20 @@ func (b *cudaBacking) identify(v View) (source, error) {
 		return source{}, fmt.Errorf("%w: %d bytes at %#x span more than one allocation: %d bytes of it are left there",
 			ErrUnsupported, v.n, v.ptr, n-lead)
 	}
+	// A buffer id belongs to one mapping, so addresses are places in what it names.
+	src := source{id: identity{dev: cudaIdentity, ino: p.BufferID}, at: int64(v.ptr), fd: -1}
+	if !mapped {
+		src.name, err = b.export(v.ptr, p)
+		return src, err
+	}
 	h, err := b.ctx.RetainHandle(base)
 	if err != nil {
 		return source{}, err
 	}
-	fd, err := b.ctx.ExportFD(h)
-	if err = errors.Join(err, b.ctx.MemRelease(h)); err != nil {
-		return source{}, err
-	}
-	// A buffer id belongs to one mapping, so addresses are places in what it names.
-	id := identity{dev: cudaIdentity, ino: p.BufferID}
-	return source{id: id, at: int64(v.ptr), lead: lead, span: n, fd: fd, owned: true}, nil
+	src.lead, src.span = lead, n
+	src.fd, err = b.ctx.ExportFD(h)
+	src.owned = err == nil
+	return src, errors.Join(err, b.ctx.MemRelease(h))
 }
 
 // cudaIdentity keeps buffer ids apart from inodes.
@@ -251,15 +289,18 @@ func (b *cudaBacking) locate(v View) (identity, int64, bool) {
 
 // raise writes by the stream: kernels that fill the GPU do not hold it up.
 func (b *cudaBacking) raise(at int64) error {
-	return b.ctx.WriteValue(b.alarm, b.shared.addr+uintptr(at), 1)
+	return b.ctx.WriteValue(b.alarm, b.origin+uintptr(at), 1)
 }
 
 func (*cudaBacking) mem() []byte     { return nil }
-func (b *cudaBacking) base() uintptr { return b.shared.addr }
+func (b *cudaBacking) base() uintptr { return b.origin }
 
 func (b *cudaBacking) close() error {
 	b.once.Do(func() {
-		b.err = errors.Join(b.ctx.SynchronizeStream(b.alarm), b.ctx.DestroyStream(b.alarm))
+		b.err = errors.Join(b.ctx.SynchronizeStream(b.alarm), b.ctx.DestroyStream(b.alarm), b.detachAll())
+		if b.segment != 0 {
+			b.err = errors.Join(b.err, b.ctx.MemFree(b.segment))
+		}
 		s := b.shared
 		if s == nil {
 			return

@@ -15,6 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // needGPU skips a test with the reason where there is none. Ranks are spread over all there are, and share one otherwise.
@@ -31,9 +32,6 @@ func needGPU(t testing.TB) {
 	d, err := device.CUDA(0) // keeps the context: making one for every rank takes seconds
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, d.Close()) })
-	if err := cuda.CheckDevices([]*cuda.Device{d.Context().Device()}, cudaNeeds); err != nil {
-		t.Skip(err)
-	}
 }
 
 func rankGPU(t require.TestingT, rank int) *device.CUDADevice {
@@ -55,6 +53,7 @@ type cudaRank struct {
 
 func newCUDARank(t *rankT, g *comm.Group, o Options) *cudaRank {
 	r := &cudaRank{rankT: t, g: g, d: rankGPU(t, g.Rank())}
+	o.LegacyIPC = t.legacy
 	s, err := r.d.NewStream()
 	require.NoError(t, err)
 	r.s = s.(*device.CUDAStream)
@@ -78,10 +77,10 @@ func (r *cudaRank) read(v View) []byte {
 
 func (r *cudaRank) write(v View, b []byte) { require.NoError(r, Copy(r.s, v, Host(b))) }
 
-// peer is n bytes at off of rank p's segment, by arithmetic.
-func (r *cudaRank) peer(p int, off, n int64) View {
+// peer is n bytes at a place of rank p's segment.
+func (r *cudaRank) peer(p int, place, n int64) View {
 	sp := r.h.Space()
-	return Device(sp.Base+uintptr(int64(p)*sp.Stride+off), n)
+	return Device(sp.Addr(p, place), n)
 }
 
 func (r *cudaRank) barrier() { require.NoError(r, r.g.Barrier(r.ctx)) }
@@ -100,6 +99,11 @@ func TestCUDASegmentsAreWhereArithmeticSays(t *testing.T) {
 	everywhere(t, 3, "cuda bytes")
 }
 
+func TestCUDASegmentsOfLegacyIPCAreWhereTheTableSays(t *testing.T) {
+	needGPU(t)
+	everywhere(t, 3, "legacy bytes")
+}
+
 // cudaBytesScenario has every rank write to every other by address, in the heap's first memory and in what it grew by.
 func cudaBytesScenario(t *rankT, g *comm.Group) {
 	for round := range 2 { // the second finds the memory that the first has dirtied
@@ -108,9 +112,22 @@ func cudaBytesScenario(t *rankT, g *comm.Group) {
 		require.Nil(t, sp.Mem)
 		require.NotZero(t, sp.Base)
 		first := r.h.extents[0].n
-		require.True(t, bytes.Equal(make([]byte, first), r.read(r.peer(g.Rank(), 0, first))), "the memory is zero")
-		require.NoError(t, r.h.Grow(t.ctx, 3<<20))
-		require.True(t, bytes.Equal(make([]byte, 3<<20), r.read(r.peer(g.Rank(), first, 3<<20))), "the memory is zero")
+		begin := int64(0)
+		if t.legacy {
+			begin = kernels.SegmentsOffset
+			table := r.read(r.peer(g.Rank(), begin, int64(8*g.Size())))
+			for p := range g.Size() {
+				require.EqualValues(t, sp.Addr(p, 0), binary.LittleEndian.Uint64(table[8*p:]))
+			}
+			require.Equal(t, sp.Addr(g.Rank(), begin), sp.SegmentTable())
+			begin += int64(len(table))
+			require.ErrorIs(t, r.h.Grow(t.ctx, 3<<20), ErrUnsupported)
+		} else {
+			require.Zero(t, sp.SegmentTable())
+			require.NoError(t, r.h.Grow(t.ctx, 3<<20))
+			require.True(t, bytes.Equal(make([]byte, 3<<20), r.read(r.peer(g.Rank(), first, 3<<20))), "the memory is zero")
+		}
+		require.True(t, bytes.Equal(make([]byte, first-begin), r.read(r.peer(g.Rank(), begin, first-begin))), "the memory is zero")
 		const n = 100_003
 		for range 3 {
 			b, err := r.h.AllocOn(r.s, int64(g.Size())*n)
@@ -137,7 +154,7 @@ func cudaBytesScenario(t *rankT, g *comm.Group) {
 		}
 		big, err := r.h.AllocOn(r.s, 3<<20)
 		require.NoError(t, err)
-		for big.Segment() != 1 { // fill the first segment until the pool turns to the one it grew by
+		for !t.legacy && big.Segment() != 1 { // fill the first segment until the pool turns to the one it grew by
 			big, err = r.h.AllocOn(r.s, 3<<20)
 			require.NoError(t, err)
 		}
@@ -212,6 +229,7 @@ func (k *spinner) close() { require.NoError(k.r, k.r.d.Context().UnloadModule(k.
 func TestF1_CUDAAbortWordReachesKernelsThatFillTheGPU(t *testing.T) {
 	needGPU(t)
 	everywhere(t, 2, "cuda abort")
+	everywhere(t, 2, "legacy abort")
 }
 
 func cudaAbortScenario(t *rankT, g *comm.Group) {
@@ -260,10 +278,12 @@ func cudaAbortScenario(t *rankT, g *comm.Group) {
 
 func TestF2_ADeadRankEndsItsPeersKernels(t *testing.T) {
 	needGPU(t)
-	errs := processes(t, 3, "cuda killed")
-	require.NoError(t, errs[0])
-	require.Error(t, errs[1], "it kills itself")
-	require.NoError(t, errs[2])
+	for _, name := range []string{"cuda killed", "legacy killed"} {
+		errs := processes(t, 3, name)
+		require.NoError(t, errs[0])
+		require.Error(t, errs[1], "it kills itself")
+		require.NoError(t, errs[2])
+	}
 }
 
 func cudaKilledScenario(t *rankT, g *comm.Group) {
@@ -282,7 +302,9 @@ func cudaKilledScenario(t *rankT, g *comm.Group) {
 	require.NoError(t, r.s.Synchronize())
 	require.EqualValues(t, 1, r.read(b.View())[0], "the kernel saw the abort word")
 	require.ErrorIs(t, g.Err(), comm.ErrPeerLost)
-	r.write(r.peer(1, b.Offset(), 4096), pattern(4096, g.Rank(), 1, 0)) // its memory is there as long as it is mapped
+	if !t.legacy {
+		r.write(r.peer(1, b.Offset(), 4096), pattern(4096, g.Rank(), 1, 0)) // its memory is there as long as it is mapped
+	}
 	k.close()
 	r.close()
 }
@@ -394,7 +416,7 @@ func cudaRegisterScenario(t *rankT, g *comm.Group) {
 	require.NoError(t, err)
 	for p := range g.Size() {
 		require.EqualValues(t, 100_000+7*p, reg.PeerLen(p))
-		r.write(r.peer(p, reg.PeerOffset(p)+int64(1000*me), 1000), pattern(1000, me, p, 1))
+		r.write(r.peer(p, reg.Offset()+int64(1000*me), 1000), pattern(1000, me, p, 1))
 	}
 	r.barrier()
 	for p := range g.Size() {
@@ -403,7 +425,6 @@ func cudaRegisterScenario(t *rankT, g *comm.Group) {
 	off, ok := v.Slice(77, 100).Symmetric(r.h)
 	require.True(t, ok)
 	require.Equal(t, reg.Offset()+77, off)
-	require.Equal(t, reg.Offset(), reg.PeerOffset(me))
 	_, ok = Device(v.Ptr()-1, 10).Symmetric(r.h)
 	require.False(t, ok, "it begins before what is registered")
 	_, ok = Device(v.Ptr()+1, n).Symmetric(r.h)
@@ -441,17 +462,17 @@ func cudaRegisterScenario(t *rankT, g *comm.Group) {
 	require.NoError(t, err)
 	require.Zero(t, part.PeerLen(0))
 	require.EqualValues(t, 100_007, part.PeerLen(1))
-	r.read(r.peer(1, part.PeerOffset(1), 100_007))
+	r.read(r.peer(1, part.Offset(), 100_007))
 	require.NoError(t, r.h.Verify(t.ctx))
 
 	// refused on every rank
-	p, err := o.c.MemAlloc(1 << 20)
+	pinned, err := o.c.NewHostBuffer(4096)
 	require.NoError(t, err)
 	for _, bad := range []struct {
 		v   View
 		why string
 	}{
-		{Device(p, 1<<20), "cannot be passed to peers"},
+		{Device(pinned.Addr(), 4096), "not memory of a GPU"},
 		{Host(make([]byte, 8)), "memory of the host"},
 		{Device(o.addr+10, o.n), "more than one allocation"},
 		{r.peer(me, 0, 10), "cannot be passed to peers"}, // the heap's own, by its address
@@ -464,7 +485,7 @@ func cudaRegisterScenario(t *rankT, g *comm.Group) {
 		require.ErrorIs(t, err, ErrUnsupported)
 		require.ErrorContains(t, err, bad.why)
 	}
-	require.NoError(t, o.c.MemFree(p))
+	require.NoError(t, pinned.Close())
 	r.barrier()
 	o.empty(t)
 	inner.empty(t)
@@ -515,6 +536,11 @@ func TestM2_CUDAStreamsWaitForTheStreamThatFreed(t *testing.T) {
 
 func TestM5_AThousandCUDAHeapsLeaveNothing(t *testing.T) {
 	needGPU(t)
+	t.Run("mapped", func(t *testing.T) { heapsLeaveNothing(t, false, 1000) })
+	t.Run("legacy", func(t *testing.T) { heapsLeaveNothing(t, true, 200) })
+}
+
+func heapsLeaveNothing(t *testing.T, legacy bool, n int) {
 	gs := localRanks(t, 2)
 	d0, d1 := rankGPU(t, 0), rankGPU(t, 1)
 	heaps := func(n int) {
@@ -522,9 +548,12 @@ func TestM5_AThousandCUDAHeapsLeaveNothing(t *testing.T) {
 			var wg sync.WaitGroup
 			for i, d := range []*device.CUDADevice{d0, d1} {
 				wg.Go(func() {
-					h, err := NewHeap(t.Context(), gs[i], d, Options{SegmentBytes: 2 << 20})
+					h, err := NewHeap(t.Context(), gs[i], d, Options{SegmentBytes: 2 << 20, LegacyIPC: legacy})
+					if err == nil && !legacy {
+						err = h.Grow(t.Context(), 1)
+					}
 					if err == nil {
-						err = errors.Join(h.Grow(t.Context(), 1), h.Close(t.Context()))
+						err = h.Close(t.Context())
 					}
 					if err != nil {
 						t.Error(err)
@@ -549,7 +578,6 @@ func TestM5_AThousandCUDAHeapsLeaveNothing(t *testing.T) {
 	}
 	heaps(50)
 	free, fds, maps := state()
-	n := 1000
 	if testing.Short() {
 		n = 100
 	}

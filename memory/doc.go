@@ -10,6 +10,9 @@
 // descriptors, which ranks pass one another over their sockets. Ranks that share a process share one
 // range, and may share a GPU. Nothing here needs privileges.
 //
+// Where GPUs cannot export memory as descriptors the segments are ordinary allocations that ranks map by CUDA IPC
+// ([Options].LegacyIPC). Those lie wherever the driver puts them: kernels.Space has a table of their addresses.
+//
 // # Pool
 //
 // [Heap.Alloc] and [Buffer.Free] hand out a segment's memory without talking to anybody. What makes the
@@ -27,13 +30,15 @@
 //
 // Operations take a [View]: of a buffer, of any other memory ([Host], [Device]), or of a file's
 // [Mapping]. What is symmetric is written by peers in place, other memory goes through staging. A mapping
-// becomes symmetric by [Heap.Register], explicitly and on all ranks, and so does memory of a GPU that can
-// leave its process as a descriptor. [Copy] moves bytes between views.
+// becomes symmetric by [Heap.Register], explicitly and on all ranks, and so does memory of a GPU: of
+// cudaMalloc, by CUDA IPC, or what can leave its process as a descriptor. Registered memory of GPUs need not lie in
+// the range. Its place names a row of a table in device memory, in which every rank has its own addresses of all
+// ranks' parts (kernels.Space.Addr). [Copy] moves bytes between views.
 //
 // # Lifetime
 //
 // Whatever one rank maps of another outlives the map: Close and Deregister first let go of the peers'
-// memory, meet, and only then give up their own. Objects have to be closed; the garbage collector never
+// memory, meet, and only then give up their own; memory that was registered may be freed when Deregister has returned. Objects have to be closed; the garbage collector never
 // frees symmetric memory, because it would do so at another time on every rank. After Close the addresses
 // are gone, so touching a slice that Bytes returned ends the program.
 package memory

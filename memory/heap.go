@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -30,6 +31,7 @@ type Heap struct {
 	dev     device.Device
 	log     *slog.Logger
 	back    backing
+	gpu     *cudaBacking // back on a GPU, nil on the host
 	space   kernels.Space
 	limit   int64 // of the pool, and where the window for registrations begins
 	granule int64
@@ -49,6 +51,7 @@ type Heap struct {
 	journal journal
 	extents []extent // placements in every rank's segment, in order
 	window  pool     // addresses for registrations
+	rows    []bool   // of the alias table, on GPUs: which are in use
 	peak    int64
 	waits   int64
 }
@@ -95,6 +98,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		{"device", kindOf(h.dev)},
 		{"segment bytes", fmt.Sprint(o.SegmentBytes)},
 		{"reserve bytes", fmt.Sprint(o.ReserveBytes)},
+		{"legacy IPC", fmt.Sprint(o.LegacyIPC)},
 		{"granule", fmt.Sprint(h.granule)},
 	}}
 	if err == nil {
@@ -132,9 +136,17 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	}
 	h.space.Mem, h.space.Base = h.back.mem(), h.back.base()
 	h.window.add(h.limit, h.limit)
+	if h.gpu != nil {
+		h.space.Aliases, h.rows = new(kernels.Aliases), make([]bool, kernels.AliasRows(g.Size()))
+	}
 
 	e := extent{0, lay.first}
-	if err := h.commit(ctx, "commit", e); err != nil {
+	if h.gpu != nil && h.gpu.scattered {
+		err = h.scatter(ctx, e.n)
+	} else {
+		err = h.commit(ctx, "commit", e)
+	}
+	if err != nil {
 		return err
 	}
 	h.extents = append(h.extents, e)
@@ -154,6 +166,11 @@ func (h *Heap) choose(o Options, back func(device.Device) (backing, error)) (lay
 		return layout{}, err
 	}
 	h.back, h.granule = b, b.granule()
+	if h.gpu, _ = b.(*cudaBacking); h.gpu != nil {
+		h.gpu.scattered = h.gpu.scattered || o.LegacyIPC
+	} else if o.LegacyIPC {
+		return layout{}, fmt.Errorf("%w: CUDA IPC on a heap of the host", ErrInvalid)
+	}
 	return o.validate(h.group.Size(), h.granule)
 }
 
@@ -235,8 +252,9 @@ func (h *Heap) placeAll(ctx context.Context, op string, fd int, parts []part, er
 		err = place(me, fd)
 	}
 	if !h.group.InProcess() {
-		// nobody passes descriptors unless all can
-		if _, err = meet(ctx, h.group, round{Op: op + ": export"}, err); err == nil {
+		// nobody passes descriptors unless all can, and there are any
+		some := slices.ContainsFunc(parts, func(p part) bool { return p.n > 0 })
+		if _, err = meet(ctx, h.group, round{Op: op + ": export"}, err); err == nil && some {
 			err = h.importAll(ctx, fd, parts, place)
 		}
 		var cut *cutError
@@ -295,7 +313,7 @@ func (h *Heap) Group() *comm.Group { return h.group }
 // Device is where the heap's memory lives.
 func (h *Heap) Device() device.Device { return h.dev }
 
-// Space is the heap as kernels see it: every rank's segment by arithmetic. Only the header and what was
+// Space is the heap as kernels see it: every rank's segment by arithmetic, or a table. Only the header and what was
 // allocated may be touched, and nothing after Close.
 func (h *Heap) Space() kernels.Space { return h.space }
 
@@ -365,8 +383,9 @@ func (h *Heap) end() { h.together.Unlock() }
 
 // Grow adds memory to the pool: after it, Alloc of n bytes finds room once. It is collective. The
 // memory is a segment of its own, zero, that no buffer shares with another segment. The error on
-// every rank is comm.ErrMismatch when the ranks pass different n, ErrInvalid when n is not positive and
-// ErrOutOfMemory when the heap would pass Options.ReserveBytes.
+// every rank is comm.ErrMismatch when the ranks pass different n, ErrInvalid when n is not positive,
+// ErrOutOfMemory when the heap would pass Options.ReserveBytes and ErrUnsupported on a heap of CUDA IPC memory
+// (Options.LegacyIPC).
 func (h *Heap) Grow(ctx context.Context, n int64) error {
 	err, broken := h.begin()
 	defer h.end()
@@ -389,6 +408,8 @@ func (h *Heap) grow(ctx context.Context, n int64, broken error) (err error) {
 		err = broken
 	case n <= 0:
 		err = fmt.Errorf("%w: not a size", ErrInvalid)
+	case h.space.Segments != nil:
+		err = fmt.Errorf("%w: a heap of CUDA IPC memory has one segment; make it with the SegmentBytes that it needs", ErrUnsupported)
 	case e.n < 0 || e.n > h.limit-e.off:
 		err = fmt.Errorf("%w: %d of %d bytes are committed", ErrOutOfMemory, e.off, h.limit)
 	}
@@ -499,12 +520,19 @@ func (h *Heap) Close(ctx context.Context) error {
 	for _, r := range registrations {
 		r.own.freed.Store(true)
 	}
-	if !h.group.InProcess() {
+	switch {
+	case h.space.Segments != nil: // nothing is mapped in the range
+	case !h.group.InProcess():
 		for _, e := range extents {
 			h.displaceAll(h.peers(), h.everyone(e))
 		}
 		for _, r := range registrations {
 			h.displaceAll(h.peers(), r.parts)
+		}
+	}
+	if h.gpu != nil {
+		if err := h.gpu.detachAll(); err != nil {
+			h.log.Warn("memory: close CUDA IPC", "rank", h.group.Rank(), "error", err)
 		}
 	}
 	var err error

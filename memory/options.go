@@ -29,6 +29,11 @@ type Options struct {
 	// reasonable: 1 TiB with one or two ranks, 32 GiB with 64, less where the process may have
 	// less address space.
 	ReserveBytes int64
+	// LegacyIPC makes a heap on GPUs of ordinary device memory that other processes map by CUDA IPC, for machines and
+	// containers that cannot export device memory as file descriptors or pass them. Heaps on GPUs that cannot are made so
+	// by themselves. Peers' segments then lie anywhere, so kernels look their addresses up, and such a heap cannot Grow:
+	// SegmentBytes is all it has. On the host it is an ErrInvalid.
+	LegacyIPC bool
 	// Logger gets what happens to the heap as a whole; nil is silent.
 	Logger *slog.Logger
 }

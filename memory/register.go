@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // Mapping is a part of a file in this process, such as shared memory that another library made. It is
@@ -86,8 +87,7 @@ func (m *Mapping) Close() error {
 }
 
 // Registration is foreign memory that has a place in every rank's segment, so that peers reach it like the
-// heap's own. Every rank brings memory of its own, of any length. On the host it begins at the same offset on
-// all; on GPUs whole allocations are mapped, so where a view begins depends on where it lies in its allocation.
+// heap's own. Every rank brings memory of its own, of any length. It begins at the same offset on all.
 type Registration struct {
 	heap  *Heap
 	own   region
@@ -95,10 +95,13 @@ type Registration struct {
 	from  int64 // the first byte of this rank's part in what id names
 	n     int64
 	block int32 // of the window
-	place int64 // of the block, in every segment
 	room  int64
-	parts []part   // what is mapped of each rank
-	views []extent // what was registered of that
+	row   int     // of the alias table, on GPUs
+	place int64   // where all parts begin
+	parts []part  // what is mapped of each rank in the window
+	leads []int64 // where it begins in that
+	names []name  // what is not mapped there
+	lens  []int64
 	view  View
 }
 
@@ -107,12 +110,19 @@ type Registration struct {
 // at their place in every process. Go memory cannot be (it has no file descriptor) and is an
 // ErrUnsupported, as is a view of a heap. A freed view is an ErrFreed. An error of one rank is one on all.
 //
-// On a GPU v is a view of Device memory that lies in one allocation of the heap's GPU, made by cuMemCreate and
-// exportable as a file descriptor; the allocation is mapped as a whole. Memory of cudaMalloc cannot be placed
-// where a peer wants it and is an ErrUnsupported.
+// On a GPU v is a view of Device memory that lies in one allocation of the heap's GPU: of cudaMalloc, which is
+// what tensors of torch lie in, or of cuMemCreate, exportable as a file descriptor. Peers map the allocation as a
+// whole, so it stays as it is until Deregister has returned: it must not be freed before. Of a library that hands
+// out parts of its allocations the identity is that of the allocation: a part that is given to somebody else stays
+// registered. Memory of cudaMallocAsync and managed memory have no handle for peers and are an ErrUnsupported.
+//
+// Mapping can wait for kernels that run on the GPU: no such kernel may wait for a rank that is in Register.
+//
+// A heap has room for ReserveBytes in registrations of the host and of cuMemCreate, and for 256 registrations on
+// GPUs (112 with 64 ranks); one more is an ErrOutOfMemory.
 //
 // A registration is found by the identity of the memory and the range (View.Symmetric): never by address,
-// so that a mapping which came to lie where another was is not taken for it, and never by content.
+// so that a mapping or an allocation which came to lie where another was is not taken for it, and never by content.
 func (h *Heap) Register(ctx context.Context, v View) (*Registration, error) {
 	err, broken := h.begin()
 	defer h.end()
@@ -128,12 +138,11 @@ func (h *Heap) Register(ctx context.Context, v View) (*Registration, error) {
 
 func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registration, err error) {
 	defer func() { h.settle(err) }()
-	var src source
+	src := source{fd: -1}
 	switch {
 	case broken != nil:
 		err = broken
 	case v.n == 0:
-		src.fd = -1
 	default:
 		if err = v.Valid(); err == nil {
 			src, err = h.back.identify(v)
@@ -148,54 +157,84 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 	infos, err := meet(ctx, h.group, round{
 		Op:   "register",
 		Must: []value{{"registrations", fmt.Sprint(places)}},
-		Info: []int64{src.off, src.span, src.lead, v.n},
+		Info: append([]int64{src.off, src.span, src.lead, v.n}, src.name[:]...),
 	}, err)
 	if err != nil {
 		return nil, err
 	}
-	r = &Registration{heap: h, id: src.id, from: src.at, n: v.n}
-	r.parts, r.views = make([]part, len(infos)), make([]extent, len(infos))
+	r = &Registration{heap: h, id: src.id, from: src.at, n: v.n, room: h.granule}
+	size := len(infos)
+	r.parts, r.leads, r.names, r.lens = make([]part, size), make([]int64, size), make([]name, size), make([]int64, size)
 	for i, o := range infos {
-		r.parts[i], r.views[i] = part{off: o[0], n: o[1]}, extent{o[2], o[3]}
+		r.parts[i], r.leads[i], r.lens[i] = part{off: o[0], n: o[1]}, o[2], o[3]
+		copy(r.names[i][:], o[4:])
 		r.room = max(r.room, o[1])
 	}
 	if r.room = roundUp(r.room, h.granule); r.room < 0 || r.room > maxAlloc {
 		return nil, fmt.Errorf("%w: %d bytes", ErrInvalid, r.room)
 	}
-
-	// The same calls give the same place on every rank, as in the pool.
-	h.mu.Lock()
-	i, _, ok := h.window.alloc(r.room)
-	if ok {
-		r.block, r.place = i, h.window.blocks[i].off
+	if err := h.makeRoom(r); err != nil {
+		return nil, err
 	}
-	h.mu.Unlock()
-	if !ok {
-		return nil, fmt.Errorf("%w: no room for %d bytes in the %d that are reserved for registrations",
-			ErrOutOfMemory, r.room, h.limit)
+	if err = h.placeAll(ctx, "register: commit", src.fd, r.parts, nil); err == nil && h.gpu != nil {
+		if err = h.alias(ctx, r, v.ptr); err != nil {
+			if !h.group.InProcess() {
+				h.displaceAll(h.peers(), r.parts)
+			}
+			h.displaceAll([]int{h.space.Rank}, r.parts)
+		}
 	}
-	for p := range r.parts {
-		r.parts[p].place = r.place
-	}
-	err = h.placeAll(ctx, "register: commit", src.fd, r.parts, nil)
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err != nil {
-		h.window.release(r.block)
+		h.releaseRoom(r)
 		return nil, err
 	}
 	h.journal.add(call{kind: callRegister, seg: -1, size: r.room, off: r.place})
-	r.own.heap, r.own.what, r.own.off = h, "registration", r.place+src.lead
+	r.own.heap, r.own.what, r.own.off = h, "registration", r.place
 	r.view = View{own: &r.own, n: v.n}
-	lo := h.at(h.space.Rank, r.own.off)
 	if mem := h.space.Mem; mem != nil {
+		lo := h.at(h.space.Rank, r.place)
 		r.view.mem = mem[lo : lo+v.n : lo+v.n]
 	} else {
-		r.view.ptr = h.space.Base + uintptr(lo)
+		r.view.ptr = h.space.Addr(h.space.Rank, r.place)
 	}
 	all := append(h.registrations(), r)
 	h.registered.Store(&all)
 	return r, nil
+}
+
+// makeRoom gives r its place. The same calls give the same place on every rank, as in the pool.
+func (h *Heap) makeRoom(r *Registration) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.gpu != nil {
+		if r.row = slices.Index(h.rows, false); r.row < 0 {
+			return fmt.Errorf("%w: a heap of %d ranks has room for %d registrations", ErrOutOfMemory, h.space.Size, len(h.rows))
+		}
+	}
+	i, _, ok := h.window.alloc(r.room)
+	if !ok {
+		return fmt.Errorf("%w: no room for %d bytes in the %d that are reserved for registrations",
+			ErrOutOfMemory, r.room, h.limit)
+	}
+	r.block, r.place = i, h.window.blocks[i].off
+	for p := range r.parts {
+		r.parts[p].place = r.place
+	}
+	if h.gpu != nil {
+		h.rows[r.row] = true
+		r.place = kernels.AliasPlace | int64(r.row)<<kernels.AliasShift
+	}
+	return nil
+}
+
+// releaseRoom undoes makeRoom. The caller holds mu.
+func (h *Heap) releaseRoom(r *Registration) {
+	h.window.release(r.block)
+	if h.gpu != nil {
+		h.rows[r.row] = false
+	}
 }
 
 // registrations is a copy of the list.
@@ -234,18 +273,17 @@ func (h *Heap) peers() []int {
 // View is this rank's part, symmetric in the heap.
 func (r *Registration) View() View { return r.view }
 
-// Offset is where this rank's part begins in its segment, in bytes.
-func (r *Registration) Offset() int64 { return r.own.off }
-
-// PeerOffset is where rank p's part begins in its segment, in bytes.
-func (r *Registration) PeerOffset(p int) int64 { return r.place + r.views[p].off }
+// Offset is the place of every rank's part in its segment, as kernels.Space.Addr takes it. On the host it is an offset
+// like those of buffers, in bytes; on a GPU the memory lies elsewhere, and the place counts bytes from where the part begins.
+func (r *Registration) Offset() int64 { return r.place }
 
 // PeerLen is the length of rank p's part in bytes. What lies past it is not to be touched.
-func (r *Registration) PeerLen(p int) int64 { return r.views[p].n }
+func (r *Registration) PeerLen(p int) int64 { return r.lens[p] }
 
 // Deregister takes the memory out of the segments again. It is collective: every rank lets go of its peers'
-// parts before any gives up its own. The caller has waited for all work that uses the registration. The
-// Mapping stays. A second Deregister is an ErrFreed; after the heap's Close there is nothing left to do.
+// parts before any call returns, so that the memory may then be freed. The caller has waited for all work that
+// uses the registration. The Mapping stays. A second Deregister is an ErrFreed; after the heap's Close there is
+// nothing left to do.
 func (r *Registration) Deregister(ctx context.Context) error {
 	h := r.heap
 	err, broken := h.begin()
@@ -275,14 +313,17 @@ func (r *Registration) deregister(ctx context.Context, broken error) (err error)
 	rest := h.registrations()
 	rest = slices.DeleteFunc(rest, func(o *Registration) bool { return o == r })
 	h.registered.Store(&rest)
+	if h.gpu != nil {
+		h.unalias(r)
+	}
 	if !h.group.InProcess() {
 		h.displaceAll(h.peers(), r.parts)
-		_, err = meet(ctx, h.group, round{Op: "deregister: exporter"}, nil)
 	}
+	_, err = meet(ctx, h.group, round{Op: "deregister: exporter"}, nil)
 	h.displaceAll([]int{h.group.Rank()}, r.parts)
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.window.release(r.block)
+	h.releaseRoom(r)
 	h.journal.add(call{kind: callDeregister, seg: -1, size: r.room, off: r.place})
 	return err
 }

@@ -44,6 +44,27 @@ var scenarios = map[string]scenario{
 	"cuda abort":    cudaAbortScenario,
 	"cuda mismatch": cudaMismatchScenario,
 	"cuda killed":   cudaKilledScenario,
+	"cuda malloc":   cudaMallocScenario,
+	"cuda mixed":    cudaMixedScenario,
+	"cuda order":    cudaOrderScenario,
+	"cuda cycles":   cudaCyclesScenario,
+	"cuda unopened": cudaUnopenedScenario,
+
+	"legacy bytes":    legacy(cudaBytesScenario),
+	"legacy abort":    legacy(cudaAbortScenario),
+	"legacy killed":   legacy(cudaKilledScenario),
+	"legacy malloc":   legacy(cudaMallocScenario),
+	"legacy order":    legacy(cudaOrderScenario),
+	"legacy cycles":   legacy(cudaCyclesScenario),
+	"legacy unopened": legacy(cudaUnopenedScenario),
+}
+
+// legacy runs a scenario with heaps of CUDA IPC memory.
+func legacy(s scenario) scenario {
+	return func(t *rankT, g *comm.Group) {
+		t.legacy = true
+		s(t, g)
+	}
 }
 
 const (
@@ -78,8 +99,9 @@ func childMain(name string) int {
 
 // rankT is the require.TestingT of one rank.
 type rankT struct {
-	ctx  context.Context
-	errs []string
+	ctx    context.Context
+	errs   []string
+	legacy bool
 }
 
 func (t *rankT) Errorf(format string, args ...any) {

@@ -11,9 +11,9 @@ import (
 // allocation, that keeps what it views alive: Go memory from the garbage collector, a buffer or a
 // mapping as an object whose Free or Close still ends it. The zero View is empty.
 //
-// There are three kinds. Views of buffers and registrations are symmetric: peers reach the memory by
-// address arithmetic. Views of Go memory, of device memory and of mappings are foreign: operations stage
-// them. A foreign mapping becomes symmetric where it is registered.
+// There are three kinds. Views of buffers and registrations are symmetric: peers reach the memory by its
+// place in the segment. Views of Go memory, of device memory and of mappings are foreign: operations stage
+// them. A foreign mapping, and device memory, become symmetric where they are registered.
 type View struct {
 	own *region // of a buffer, a registration or a mapping; nil for memory that has no owner here
 	mem []byte  // the bytes, on the host
@@ -37,7 +37,7 @@ type region struct {
 func Host(b []byte) View { return View{mem: b[:len(b):len(b)], n: int64(len(b))} }
 
 // Device is a view of n bytes of device memory at ptr that do not belong to a heap, such as a tensor.
-// The caller keeps them alive. It panics when n is negative.
+// The caller keeps them alive, registered ones until Deregister or Close has returned. It panics when n is negative.
 func Device(ptr uintptr, n int64) View {
 	if n < 0 {
 		panic(fmt.Sprintf("memory: device view of %d bytes", n))
@@ -78,9 +78,9 @@ func (v View) Ptr() uintptr {
 // OnHost reports whether Bytes is the memory; an empty view is on every device.
 func (v View) OnHost() bool { return v.mem != nil || v.n == 0 && v.ptr == 0 }
 
-// Symmetric reports whether peers reach v by arithmetic in h, and at which offset of this rank's segment
-// v begins. It holds for views of h's buffers and registrations, and for views of a mapping that lie in
-// what is registered with h. Those are told by the memory's identity, never by its address. ok is false
+// Symmetric reports whether peers reach v in h, and at which place of this rank's segment v begins: an offset,
+// or on a GPU, in a registration, what kernels.Space.Addr resolves. It holds for views of h's buffers and
+// registrations, and for views of a mapping or of device memory that lie in what is registered with h. Those are told by the memory's identity, never by its address. ok is false
 // for memory that was freed or deregistered.
 func (v View) Symmetric(h *Heap) (off int64, ok bool) {
 	switch {

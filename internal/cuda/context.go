@@ -178,9 +178,21 @@ func (c *Context) WriteValue(s Stream, addr uintptr, value uint64) error {
 	return c.call(opStreamWriteValue64, &a, nil)
 }
 
-// BeginCapture starts recording the stream's work into a graph instead of running it. Any thread may end it.
-func (c *Context) BeginCapture(s Stream) error {
-	a := args{uint64(s), 2} // CU_STREAM_CAPTURE_MODE_RELAXED
+// CaptureMode is what others may not do while a stream is captured (CUstreamCaptureMode).
+type CaptureMode uint64
+
+// The modes: calls that could reach into a capture are forbidden to every thread, to the one that began it, or to none.
+// What this package calls is exempt.
+const (
+	GlobalCapture CaptureMode = iota
+	ThreadLocalCapture
+	RelaxedCapture
+)
+
+// BeginCapture starts recording the stream's work into a graph instead of running it. Any thread may end a relaxed
+// capture, others end on the thread on which they began.
+func (c *Context) BeginCapture(s Stream, mode CaptureMode) error {
+	a := args{uint64(s), uint64(mode)}
 	return c.call(opStreamBeginCapture, &a, nil)
 }
 

@@ -11,6 +11,7 @@ type Attribute int32
 // The attributes that Switchyard asks for.
 const (
 	MaxThreadsPerBlock       Attribute = 1
+	ClockRate                Attribute = 13 // of a multiprocessor, in kHz
 	Multiprocessors          Attribute = 16
 	L2Bytes                  Attribute = 38
 	ThreadsPerMultiprocessor Attribute = 39

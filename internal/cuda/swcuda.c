@@ -477,13 +477,26 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 	return SW_BAD_COMMAND;
 }
 
+/* Somebody's capture that is not a relaxed one forbids this thread, or with a global one every thread, calls that could
+ * reach into it, such as asking for the state of an event, and what is forbidden also breaks the capture. Ours never do. */
+static void exchange_capture_mode(sw_driver *d, int32_t *mode)
+{
+	if (d->cuThreadExchangeStreamCaptureMode != NULL)
+		d->cuThreadExchangeStreamCaptureMode(mode);
+}
+
 sw_result sw_call(sw_driver *d, uint64_t ctx, int32_t op, uint64_t *a, void *p)
 {
 	int pushed;
+	int32_t mode = 2; /* relaxed */
 	sw_result r = enter(d, ctx, &pushed);
 	if (r != 0)
 		return r;
+	if (ctx != 0)
+		exchange_capture_mode(d, &mode);
 	r = call(d, op, a, p);
+	if (ctx != 0)
+		exchange_capture_mode(d, &mode);
 	leave(d, pushed);
 	return r;
 }

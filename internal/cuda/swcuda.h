@@ -96,6 +96,7 @@ typedef struct {
 	X(cuStreamWriteValue64, 11070, (sw_handle, sw_ptr, uint64_t, uint32_t)) \
 	X(cuStreamBeginCapture, 10010, (sw_handle, int32_t)) \
 	X(cuStreamEndCapture, 10000, (sw_handle, sw_handle *)) \
+	X(cuThreadExchangeStreamCaptureMode, 10010, (int32_t *)) \
 	X(cuEventCreate, 2000, (sw_handle *, uint32_t)) \
 	X(cuEventDestroy, 4000, (sw_handle)) \
 	X(cuEventRecord, 2000, (sw_handle, sw_handle)) \

@@ -11,18 +11,12 @@
 //
 // Switchyard's own:
 //
-//	SWITCHYARD_PORT               the port on which ranks meet; default MASTER_PORT + 1
-//	SWITCHYARD_SECRET             what ranks that join must prove to know
-//	SWITCHYARD_JOIN_TIMEOUT       how long a join may take, such as 90s
-//	SWITCHYARD_PEER_TIMEOUT       how long a rank may be silent before it counts as lost, such as 10s
-//	SWITCHYARD_DEBUG              warn, info or trace: logs of that level and above go to standard error
-//	SWITCHYARD_DISABLE_MULTICAST  1 keeps Switchyard from using NVLink multicast
-//
-// Others' switches against NVLink multicast, which are honoured too:
-//
-//	NCCL_NVLS_ENABLE=0
-//	TORCH_SYMM_MEM_DISABLE_MULTICAST=1
-//	NVSHMEM_DISABLE_NVLS=1
+//	SWITCHYARD_PORT          the port on which ranks meet; default MASTER_PORT + 1
+//	SWITCHYARD_SECRET        what ranks that join must prove to know
+//	SWITCHYARD_JOIN_TIMEOUT  how long a join may take, such as 90s
+//	SWITCHYARD_PEER_TIMEOUT  how long a rank may be silent before it counts as lost, such as 10s
+//	SWITCHYARD_DEBUG         warn, info or trace: logs of that level and above go to standard error
+//	SWITCHYARD_CUDA_HEAP     what the Python package's heap on a GPU has at first, such as 256M or 1G
 //
 // A variable that is set but empty counts as not set.
 package env
@@ -46,16 +40,12 @@ const (
 	masterAddr     = "MASTER_ADDR"
 	masterPort     = "MASTER_PORT"
 
-	port             = "SWITCHYARD_PORT"
-	secret           = "SWITCHYARD_SECRET"
-	joinTimeout      = "SWITCHYARD_JOIN_TIMEOUT"
-	peerTimeout      = "SWITCHYARD_PEER_TIMEOUT"
-	debug            = "SWITCHYARD_DEBUG"
-	disableMulticast = "SWITCHYARD_DISABLE_MULTICAST"
-
-	ncclNVLS         = "NCCL_NVLS_ENABLE"
-	torchMulticast   = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-	nvshmemMulticast = "NVSHMEM_DISABLE_NVLS"
+	port        = "SWITCHYARD_PORT"
+	secret      = "SWITCHYARD_SECRET"
+	joinTimeout = "SWITCHYARD_JOIN_TIMEOUT"
+	peerTimeout = "SWITCHYARD_PEER_TIMEOUT"
+	debug       = "SWITCHYARD_DEBUG"
+	cudaHeap    = "SWITCHYARD_CUDA_HEAP"
 )
 
 // World is who runs the ranks and where they meet. Zero durations and a nil
@@ -129,6 +119,27 @@ func ReadWorld() (World, error) {
 	return w, nil
 }
 
+// CUDAHeap is the size in bytes that SWITCHYARD_CUDA_HEAP asks for, 0 if it is
+// not set. The units K, M and G are powers of 1024.
+func CUDAHeap() (int64, error) {
+	s := os.Getenv(cudaHeap)
+	if s == "" {
+		return 0, nil
+	}
+	digits, shift := strings.TrimSpace(s), 0
+	for i, unit := range []string{"K", "M", "G"} {
+		if d, ok := strings.CutSuffix(digits, unit); ok {
+			digits, shift = d, 10*(i+1)
+			break
+		}
+	}
+	v, err := strconv.ParseInt(digits, 10, 64)
+	if err != nil || v <= 0 || v > 1<<50>>shift {
+		return 0, fmt.Errorf("%s is %q, not a size such as 256M", cudaHeap, s)
+	}
+	return v << shift, nil
+}
+
 // LevelTrace is the level of what SWITCHYARD_DEBUG=trace adds: a line an
 // operation. It is below [slog.LevelDebug].
 const LevelTrace = slog.Level(-8)
@@ -163,22 +174,6 @@ func Logger(w io.Writer) (*slog.Logger, error) {
 		l = l.With("world_rank", r)
 	}
 	return l, nil
-}
-
-// MulticastDisabledBy returns the setting that keeps Switchyard from using
-// NVLink multicast, such as "NCCL_NVLS_ENABLE=0", or "" if none does. Those who
-// switch multicast off for one library have a reason that holds for all.
-func MulticastDisabledBy() string {
-	for _, name := range []string{disableMulticast, torchMulticast, nvshmemMulticast} {
-		switch v := strings.ToLower(os.Getenv(name)); v {
-		case "1", "true", "yes", "on", "y", "t":
-			return name + "=" + v
-		}
-	}
-	if v := os.Getenv(ncclNVLS); v == "0" {
-		return ncclNVLS + "=" + v
-	}
-	return ""
 }
 
 func integer(name string, missing int) (int, error) {

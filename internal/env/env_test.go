@@ -14,8 +14,7 @@ import (
 
 var all = []string{
 	rank, worldSize, localRank, localWorldSize, masterAddr, masterPort,
-	port, secret, joinTimeout, peerTimeout, debug, disableMulticast,
-	ncclNVLS, torchMulticast, nvshmemMulticast,
+	port, secret, joinTimeout, peerTimeout, debug, cudaHeap,
 }
 
 func set(t *testing.T, env map[string]string) {
@@ -39,6 +38,20 @@ func TestEveryVariableIsDocumented(t *testing.T) {
 		if name := string(m[1]); name != "TRACE" {
 			require.Contains(t, all, name, "the list of this test is not complete")
 		}
+	}
+}
+
+func TestCUDAHeap(t *testing.T) {
+	for text, want := range map[string]int64{"": 0, "4096": 4096, "3K": 3 << 10, "256M": 256 << 20, " 2G": 2 << 30} {
+		set(t, map[string]string{"SWITCHYARD_CUDA_HEAP": text})
+		n, err := CUDAHeap()
+		require.NoError(t, err)
+		require.Equal(t, want, n, text)
+	}
+	for _, text := range []string{"much", "-1", "0", "1.5G", "9999999999G", "MM"} {
+		set(t, map[string]string{"SWITCHYARD_CUDA_HEAP": text})
+		_, err := CUDAHeap()
+		require.ErrorContains(t, err, "not a size such as 256M", text)
 	}
 }
 
@@ -103,17 +116,4 @@ func TestLogger(t *testing.T) {
 		require.Equal(t, want, got)
 	}
 	require.Less(t, LevelTrace, slog.LevelDebug)
-}
-
-func TestMulticastDisabledBy(t *testing.T) {
-	for want, env := range map[string]map[string]string{
-		"":                                   {"NCCL_NVLS_ENABLE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "0"},
-		"NCCL_NVLS_ENABLE=0":                 {"NCCL_NVLS_ENABLE": "0"},
-		"TORCH_SYMM_MEM_DISABLE_MULTICAST=1": {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
-		"NVSHMEM_DISABLE_NVLS=true":          {"NVSHMEM_DISABLE_NVLS": "True"},
-		"SWITCHYARD_DISABLE_MULTICAST=1":     {"SWITCHYARD_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"},
-	} {
-		set(t, env)
-		require.Equal(t, want, MulticastDisabledBy())
-	}
 }

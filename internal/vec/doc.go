@@ -5,7 +5,7 @@
 //
 //   - [ReduceRows] folds the same chunk of several ranks in rank order, in one pass, for every element type and
 //     operation. [Load], [Accumulate] and [Store] are its three steps for an algorithm that folds one peer at a time:
-//     types of at most 32 bits stay in a float32 accumulator in between. [Reduce] is the step of the wider types.
+//     types of at most 32 bits stay in a float32 accumulator in between.
 //   - [WeightedSum] combines the rows of a token with their weights.
 //   - [Axpy], [Scale], [Add], [Mul], [Dot], [SumSquares] on float32.
 //   - [MatMul], [MatMulTA], [MatMulTB]: a product and the two that its gradients need.

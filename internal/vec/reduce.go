@@ -183,17 +183,7 @@ func accumulateGo[T Float](acc []float32, src []T, op Op) {
 	}
 }
 
-// Reduce folds src into dst, in their own type: dst = dst op src. Integers wrap.
-func Reduce[T Wide](dst, src []T, op Op) {
-	sameLen("Reduce", len(dst), len(src))
-	op.check("Reduce")
-	for len(dst) > 0 {
-		n := min(len(dst), chunk)
-		reduce(dst[:n], src[:n], op)
-		dst, src = dst[n:], src[n:]
-	}
-}
-
+// reduce folds src into dst, in their own type: dst = dst op src. Integers wrap.
 func reduce[T Wide](dst, src []T, op Op) {
 	var zero T
 	i := whole(len(dst), 32/int(unsafe.Sizeof(zero)))

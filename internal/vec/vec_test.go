@@ -497,7 +497,7 @@ func testReduce[T Wide](t *testing.T) {
 			}
 			for _, lv := range levels() {
 				got := odd(a, 1)
-				at(lv, func() { Reduce(got, b, op) })
+				at(lv, func() { reduce(got, b, op) })
 				same(t, want, got, fmt.Sprintf("%T %v %d", want, op, n))
 			}
 		}

@@ -59,7 +59,7 @@ func Local(t testing.TB, n int, segment int64, f func(r *Rank)) {
 	defer cancel()
 	var wg sync.WaitGroup
 	for _, g := range groups {
-		wg.Go(func() { runRank(t, ctx, g, device.Host(), segment, f) })
+		wg.Go(func() { runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f) })
 	}
 	wg.Wait()
 }
@@ -68,34 +68,49 @@ func Local(t testing.TB, n int, segment int64, f func(r *Rank)) {
 // skipped where there is none.
 func GPUs(t testing.TB, n int, segment int64, f func(r *Rank)) {
 	t.Helper()
-	gpus, err := device.CUDACount()
-	if errors.Is(err, device.ErrUnavailable) || err == nil && gpus == 0 {
-		t.Skipf("no GPU: %v", err)
-	}
-	require.NoError(t, err)
+	GPUHeaps(t, n, memory.Options{SegmentBytes: segment}, f)
+}
+
+// GPUHeaps is GPUs with options for the heap.
+func GPUHeaps(t testing.TB, n int, o memory.Options, f func(r *Rank)) {
+	t.Helper()
+	gpus := countGPUs(t)
 	groups, err := comm.Local(n)
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	var wg sync.WaitGroup
-	for i, g := range groups {
-		wg.Go(func() {
-			d, err := device.CUDA(i % gpus)
-			if err != nil {
-				t.Errorf("rank %d: %v", i, err)
-				g.Abort(err)
-				return
-			}
-			defer d.Close()
-			runRank(t, ctx, g, d, segment, f)
-		})
+	for _, g := range groups {
+		wg.Go(func() { runGPURank(t, ctx, g, gpus, o, f) })
 	}
 	wg.Wait()
 }
 
-func runRank(t testing.TB, ctx context.Context, g *comm.Group, d device.Device, segment int64, f func(r *Rank)) {
+// countGPUs skips the test where there is none.
+func countGPUs(t testing.TB) int {
+	t.Helper()
+	gpus, err := device.CUDACount()
+	if errors.Is(err, device.ErrUnavailable) || err == nil && gpus == 0 {
+		t.Skipf("no GPU: %v", err)
+	}
+	require.NoError(t, err)
+	return gpus
+}
+
+func runGPURank(t testing.TB, ctx context.Context, g *comm.Group, gpus int, o memory.Options, f func(r *Rank)) {
+	d, err := device.CUDA(g.Rank() % gpus)
+	if err != nil {
+		t.Errorf("rank %d: %v", g.Rank(), err)
+		g.Abort(err)
+		return
+	}
+	defer d.Close()
+	runRank(t, ctx, g, d, o, f)
+}
+
+func runRank(t testing.TB, ctx context.Context, g *comm.Group, d device.Device, o memory.Options, f func(r *Rank)) {
 	defer g.Close()
-	h, err := memory.NewHeap(ctx, g, d, memory.Options{SegmentBytes: segment})
+	h, err := memory.NewHeap(ctx, g, d, o)
 	if err != nil {
 		t.Errorf("rank %d: %v", g.Rank(), err)
 		g.Abort(err)
@@ -118,6 +133,21 @@ const env = "SWITCHYARD_TEST_WORKER"
 // Procs runs f on n processes: the test binary again, with only the calling test. f must reach the same Procs call there.
 func Procs(t *testing.T, n int, segment int64, f func(r *Rank)) {
 	t.Helper()
+	procs(t, n, func(ctx context.Context, g *comm.Group) {
+		runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f)
+	})
+}
+
+// GPUProcs is GPUHeaps on n processes, as Procs. Kernels of processes that share a GPU take turns of some milliseconds, so
+// keep it small.
+func GPUProcs(t *testing.T, n int, o memory.Options, f func(r *Rank)) {
+	t.Helper()
+	gpus := countGPUs(t)
+	procs(t, n, func(ctx context.Context, g *comm.Group) { runGPURank(t, ctx, g, gpus, o, f) })
+}
+
+func procs(t *testing.T, n int, run func(ctx context.Context, g *comm.Group)) {
+	t.Helper()
 	if w := os.Getenv(env); w != "" {
 		conf, err := comm.FromEnv()
 		require.NoError(t, err)
@@ -125,7 +155,7 @@ func Procs(t *testing.T, n int, segment int64, f func(r *Rank)) {
 		defer cancel()
 		g, err := comm.Join(ctx, conf)
 		require.NoError(t, err)
-		runRank(t, ctx, g, device.Host(), segment, f)
+		run(ctx, g)
 		return
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -35,12 +35,13 @@ func TestArgumentsAgreeWithTheHeader(t *testing.T) {
 	require.Equal(t, map[string]int{
 		"maxRanks": maxRanks, "lineBytes": lineBytes, "packetGroupPayload": packetGroupPayload, "packetGroupBytes": packetGroupBytes,
 		"packetHeaderBytes": packetHeaderBytes, "sendThreads": sendThreads, "recvThreads": recvThreads, "packetThreads": packetThreads,
-		"pilotThreads": pilotThreads, "bulkThreads": bulkThreads, "bulkStages": bulkStages, "bulkBytes": bulkBytes, "copyThreads": copyThreads, "laneMinBytes": laneMinBytes,
-		"flagStaged": flagStaged, "flagMesh": flagMesh, "flagPaced": flagPaced, "flagBulk": flagBulk,
-		"faultTimeout": faultTimeout, "faultAborted": faultAborted, "faultMismatch": faultMismatch, "faultPlace": faultPlace, "copyArgsBytes": copyArgsBytes, "moveArgsBytes": moveArgsBytes,
+		"watchThreads": watchThreads, "itemBytes": itemBytes, "tileBytes": tileBytes, "copyThreads": copyThreads, "laneMinBytes": laneMinBytes,
+		"aliasOffset": kernels.AliasOffset, "aliasShift": kernels.AliasShift,
+		"flagStaged": flagStaged, "flagMesh": flagMesh,
+		"faultTimeout": faultTimeout, "faultAborted": faultAborted, "faultMismatch": faultMismatch, "faultPlace": faultPlace, "faultSplits": faultSplits, "faultLimit": faultLimit, "copyArgsBytes": copyArgsBytes,
 		"faultBytes": faultBytes, "faultKind": faultKind, "faultPeer": faultPeer, "faultEpoch": faultEpoch, "faultSent": faultSent,
 		"faultExpect": faultExpect, "faultSending": faultSending, "controlFault": controlFault,
-		"argsBytes": argsBytes, "argsDstOffset": argsDstOffset, "argsSplits": argsSplits, "argsFault": argsFault,
+		"argsBytes": argsBytes, "argsSegments": argsSegments, "argsDstOffset": argsDstOffset, "argsSplits": argsSplits, "argsFault": argsFault,
 		"argsControl": argsControl, "argsPackets": argsPackets, "argsSlotBytes": argsSlotBytes, "argsRank": argsRank,
 		"argsFlags": argsFlags, "argsOwn": argsOwn, "argsSteps": argsSteps, "stepBytes": stepBytes, "stepSend": stepSend, "stepRecv": stepRecv,
 	}, header)
@@ -56,18 +57,20 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 		},
 	}
 	b := make([]byte, argsBytes)
-	exchangeArgs(b, 9, 10, 1, 13, flagMesh, x)
+	space := &kernels.Space{Base: 9, Stride: 10, Rank: 1, Size: 2, Segments: []uintptr{14, 19}}
+	exchangeArgs(b, space, 13, flagMesh, 15, x)
 	require.EqualValues(t, 0xff, b[argsDstOffset+7])
 	require.EqualValues(t, 13, b[argsFault])
 	require.EqualValues(t, 0x10, b[argsControl+1])
 	require.EqualValues(t, 1, b[argsSlotBytes+1])
 	require.EqualValues(t, 1, b[argsRank])
 	require.EqualValues(t, flagMesh, b[argsFlags])
+	require.EqualValues(t, []byte{19, kernels.SegmentsOffset >> 8}, b[argsSegments:argsSegments+2])
 	require.EqualValues(t, []byte{2, 4, 8}, []byte{b[argsOwn], b[argsOwn+8], b[argsOwn+16]})
 	require.EqualValues(t, []byte{0, 0}, []byte{b[argsSteps], b[argsSteps+4]})
 	require.EqualValues(t, []byte{1, 3}, []byte{b[argsSteps+stepSend], b[argsSteps+stepSend+8]})
 	require.EqualValues(t, []byte{5, 7}, []byte{b[argsSteps+stepRecv], b[argsSteps+stepRecv+8]})
-	require.Zero(t, testing.AllocsPerRun(10, func() { exchangeArgs(b, 9, 10, 1, 13, flagMesh, x) }))
+	require.Zero(t, testing.AllocsPerRun(10, func() { exchangeArgs(b, space, 13, flagMesh, 15, x) }))
 }
 
 func TestChannelsDoNotOverlap(t *testing.T) {

@@ -22,17 +22,21 @@ struct gathered {
 	};
 	const store &s;
 
-	// Every thread of the block calls it and meets the others at a barrier before the first use.
-	static __device__ __forceinline__ void fill(store &s, const sw_exchange_args &a)
+	// Every thread of the block calls it and meets the others at a barrier before the first use. True when splits from device
+	// memory reach past the buffers.
+	static __device__ __forceinline__ bool fill(store &s, const sw_exchange_args &a)
 	{
 		const i64 *table = reinterpret_cast<const i64 *>(a.splits);
 		if (table != nullptr)
 			await_stream(); // somebody may be writing it
+		bool outside = false;
+#pragma unroll 1
 		for (u32 i = threadIdx.x; i < a.size; i += blockDim.x) {
 			if (i == a.size - 1) {
 				s.own[0] = table == nullptr ? a.own_bytes : table[a.rank];
 				s.own[1] = table == nullptr ? a.own_src : table[a.size + a.rank];
 				s.own[2] = table == nullptr ? a.own_dst : table[3 * a.size + a.rank];
+				outside |= table != nullptr && (past(s.own[0], s.own[1], a.src_bytes) || past(s.own[0], s.own[2], a.dst_bytes));
 				continue;
 			}
 			sw_step x = a.steps[i];
@@ -41,8 +45,32 @@ struct gathered {
 				x.send_offset = table[a.size + x.to];
 				x.recv_bytes = table[2 * a.size + x.from];
 				x.recv_offset = table[3 * a.size + x.from];
+				outside |= past(x.send_bytes, x.send_offset, a.src_bytes) || past(x.recv_bytes, x.recv_offset, a.dst_bytes);
 			}
 			s.steps[i] = x;
+		}
+		return outside;
+	}
+
+	static __device__ __forceinline__ bool past(i64 bytes, i64 offset, i64 limit) { return bytes < 0 || offset < 0 || bytes > limit || offset > limit - bytes; }
+
+	// Records one of the splits that reach past.
+	static __device__ __noinline__ void complain(const store &s, const sw_exchange_args &a, u64 epoch)
+	{
+		auto say = [&](u32 peer, bool sending, i64 bytes, i64 offset, i64 limit) {
+			if (past(bytes, offset, limit))
+				give_up(a, SW_FAULT_SPLITS, peer, epoch, sending, static_cast<u64>(bytes), static_cast<u64>(offset), static_cast<u64>(limit));
+		};
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < a.size; i += blockDim.x) {
+			if (i == a.size - 1) {
+				say(a.rank, true, s.own[0], s.own[1], a.src_bytes);
+				say(a.rank, false, s.own[0], s.own[2], a.dst_bytes);
+				continue;
+			}
+			const sw_step &x = s.steps[i];
+			say(x.to, true, x.send_bytes, x.send_offset, a.src_bytes);
+			say(x.from, false, x.recv_bytes, x.recv_offset, a.dst_bytes);
 		}
 	}
 
@@ -62,8 +90,6 @@ struct share {
 		rest = t - quotient * (a.size - 1);
 	}
 };
-
-__device__ __forceinline__ u64 segment(const sw_exchange_args &a, u32 rank) { return a.base + rank * a.stride; }
 
 // ---- packets -------------------------------------------------------------------------------------------------------
 
@@ -192,6 +218,7 @@ static __device__ __noinline__ bool other_length(u64 place, i64 bytes, u32 flag)
 static __device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 wire, u64 dst, i64 left, i64 bytes, u32 flag, wait &w)
 {
 	quad q;
+#pragma unroll 1
 	for (;;) {
 		bool all = true;
 #pragma unroll
@@ -215,6 +242,7 @@ __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place,
 	if (!t.whole)
 		return recv_odd(a, place, t.wire, dst + t.at, t.left, bytes, flag, w);
 	quad q;
+#pragma unroll 1
 	for (;;) {
 		bool all = true;
 #pragma unroll
@@ -233,6 +261,7 @@ __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place,
 // The sender of a packet as its receiver knows it: waits for the header and compares the length. One thread.
 __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place, i64 bytes, u32 flag, u32 peer, u64 epoch, wait &w)
 {
+#pragma unroll 1
 	for (;;) {
 		pair64 v = load16(place);
 		if (static_cast<u32>(v.b >> 32) == flag) {
@@ -260,7 +289,7 @@ __device__ __forceinline__ void wipe_one(const sw_exchange_args &a, u64 place, i
 	u32 groups = static_cast<u32>((a.packet_stride - SW_PACKET_HEADER_BYTES) / SW_PACKET_GROUP_BYTES);
 	if (groups == 0)
 		return;
-	u32 at = static_cast<u32>((epoch / 2) % (groups * (SW_PACKET_GROUP_BYTES / 16)));
+	u32 at = static_cast<u32>(epoch / 2) % (groups * (SW_PACKET_GROUP_BYTES / 16));
 	if (at / (SW_PACKET_GROUP_BYTES / 16) >= packet_groups(bytes))
 		store16(place + SW_PACKET_HEADER_BYTES + 16 * static_cast<u64>(at), 0, 0);
 }
@@ -284,6 +313,7 @@ template <typename Steps> struct packets {
 	__device__ __forceinline__ u32 most(bool sending)
 	{
 		u32 groups = 0;
+#pragma unroll 1
 		for (u32 i = lane; i < a.size - 1; i += 32) {
 			i64 n = sending ? r[i].send_bytes : r[i].recv_bytes;
 			if (n <= a.packet_bytes)
@@ -315,13 +345,20 @@ template <typename Steps> struct packets {
 			first.load(x.src, x.left);
 	}
 
+	// The headers of the steps first, first+step, ...
+	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step)
+	{
+		u32 flag = packet_flag(epoch);
+#pragma unroll 1
+		for (u32 i = first; i < a.size - 1; i += step)
+			store16(packet_place(a, epoch, r[i].to, a.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32);
+	}
+
 	__device__ __forceinline__ void send(u64 epoch)
 	{
 		u32 flag = packet_flag(epoch), peers = a.size - 1;
-		for (u32 i = warp; i < peers; i += warps)
-			if (lane == 0)
-				store16(packet_place(a, epoch, r[i].to, a.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32);
 		u32 tasks = peers * most(true);
+#pragma unroll 1
 		for (u32 t = warp; t < tasks; t += warps) {
 			share d(a, t);
 			sw_step m = r[d.rest];
@@ -350,6 +387,7 @@ template <typename Steps> struct packets {
 		u32 flag = packet_flag(epoch), peers = a.size - 1;
 		u32 tasks = peers * most(false);
 		wait w;
+#pragma unroll 1
 		for (u32 t = warp; t < tasks; t += warps) {
 			share d(a, t);
 			sw_step m = r[d.rest];
@@ -360,6 +398,7 @@ template <typename Steps> struct packets {
 			}
 		}
 		// headers last and by the warps with the least to do
+#pragma unroll 1
 		for (u32 i = warps - 1 - warp; i < peers; i += warps) {
 			sw_step m = r[i];
 			if (lane != 0 || m.recv_bytes > a.packet_bytes)
@@ -372,25 +411,120 @@ template <typename Steps> struct packets {
 	}
 };
 
-// The threads of each block copy pieces of what stays on this rank, dealt out to the blocks. False when there is none left.
-template <u32 T, typename Steps> __device__ __forceinline__ bool copy_piece(const sw_exchange_args &a, Steps r, u32 k, u32 tid)
+constexpr i64 tile_bytes = SW_TILE_BYTES;
+static_assert(tile_bytes == 16 * 32 * 8);
+
+// The tiles of a stretch of memory: they begin at multiples of 128 of its address, except the first.
+struct tiles {
+	u64 src;
+	i64 bytes;
+
+	__device__ __forceinline__ i64 begin(i64 k) const { return k == 0 ? 0 : k * tile_bytes - static_cast<i64>(src & 127); }
+	__device__ __forceinline__ u32 length(i64 k) const
+	{
+		i64 end = begin(k + 1);
+		return static_cast<u32>((end < bytes ? end : bytes) - begin(k));
+	}
+	__device__ __forceinline__ bool has(i64 k) const { return begin(k) < bytes; }
+	__device__ __forceinline__ u32 count() const { return static_cast<u32>((bytes + static_cast<i64>(src & 127) + tile_bytes - 1) / tile_bytes); }
+};
+
+// Up to tile_bytes of a message on their way through a warp's registers.
+struct tile {
+	uint4 v[8];
+	u64 src;
+	u32 bytes, lane;
+
+	__device__ __forceinline__ u32 vectors() const { return (src & 15) == 0 ? bytes / 16 : 0; }
+
+	__device__ __forceinline__ void load(u64 from, u32 n)
+	{
+		src = from, bytes = n;
+		u32 count = vectors();
+		from += 16 * lane;
+		if (count == 256) {
+#pragma unroll
+			for (int k = 0; k < 8; k++)
+				v[k] = load_vector(from + 512 * k);
+			return;
+		}
+#pragma unroll
+		for (int k = 0; k < 8; k++)
+			v[k] = load_vector_if(32 * k + lane < count, from + 512 * k);
+	}
+
+	__device__ __forceinline__ void store(u64 dst) const
+	{
+		u32 count = vectors();
+		if (count == 0 || (dst & 15) != 0) {
+			copy_odd(dst, src, bytes, lane, 32);
+			return;
+		}
+		u64 to = dst + 16 * lane;
+		if (count == 256) {
+#pragma unroll
+			for (int k = 0; k < 8; k++)
+				store_vector(to + 512 * k, v[k]);
+			return;
+		}
+#pragma unroll
+		for (int k = 0; k < 8; k++)
+			store_vector_if(32 * k + lane < count, to + 512 * k, v[k]);
+		u32 at = 16 * count + lane;
+		if (at < bytes)
+			store_byte(dst + at, load_byte(src + at));
+	}
+};
+
+// A clock that the warps of a block share to spread their stores over time: a warp may store a tile when its turn has come.
+struct turns {
+	u32 interval; // cycles from one turn to the next; 0: at once
+	u32 *due;     // shared: the clock of the next turn
+
+	__device__ __forceinline__ void take(u32 lane) const
+	{
+		if (interval == 0)
+			return;
+		if (lane == 0) {
+			u32 mine = atomicAdd(due, interval), now = clock();
+			if (static_cast<i32>(now - mine) > static_cast<i32>(4 * interval))
+				atomicCAS(due, mine + interval, now); // turns that were not taken are gone
+#pragma unroll 1
+			while (static_cast<i32>(clock() - mine) < 0)
+				;
+		}
+		__syncwarp();
+	}
+};
+
+// A warp moves tiles first, first+step, ... of a stretch of memory.
+static __device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 step, u32 lane, turns pace)
 {
-	constexpr i64 piece = 16 * 8 * T * 2; // two full batches of stream
-	i64 n = r.own_bytes(), at = (gridDim.x - 1 - blockIdx.x + static_cast<i64>(k) * gridDim.x) * piece;
-	u64 from = a.src + r.own_src(), to = a.dst + r.own_dst();
-	if (at >= n || from == to)
-		return false;
-	copy_apart<T>(to + at, from + at, min(piece, n - at), tid);
-	return true;
+	tile t;
+	t.lane = lane;
+#pragma unroll 1
+	for (i64 at = first * tile_bytes - static_cast<i64>(src & 127); at < bytes; at += step * tile_bytes) {
+		i64 from = at < 0 ? 0 : at, to = at + tile_bytes < bytes ? at + tile_bytes : bytes;
+		t.load(src + from, static_cast<u32>(to - from));
+		pace.take(lane);
+		t.store(dst + from);
+	}
 }
 
-template <u32 T, typename Steps> __device__ __forceinline__ void copy_own(const sw_exchange_args &a, Steps r, u32 tid)
+constexpr turns at_once{0, nullptr};
+
+// A warp copies its tiles of what stays on this rank.
+template <typename Steps> __device__ __forceinline__ void copy_own(const sw_exchange_args &a, Steps r, u32 first, u32 step, u32 lane)
 {
-	for (u32 k = 0; copy_piece<T>(a, r, k, tid); k++)
-		;
+	u64 from = a.src + r.own_src(), to = a.dst + r.own_dst();
+	if (from != to)
+		move(to, from, r.own_bytes(), first, step, lane, at_once);
 }
 
 // ---- messages with credit ------------------------------------------------------------------------------------------
+
+// Lengths are divided in units of 128 bytes, which 32 bits count up to 512 GiB.
+__device__ __forceinline__ u32 units(i64 bytes) { return static_cast<u32>((bytes + 127) >> 7); }
 
 // How a message is striped over lanes; both ends compute the same.
 struct stripes {
@@ -401,427 +535,283 @@ struct stripes {
 	{
 		i64 want = (n + SW_LANE_MIN_BYTES - 1) / SW_LANE_MIN_BYTES;
 		count = want < a.lanes ? static_cast<u32>(want) : a.lanes;
-		per = ((n + count - 1) / count + 127) / 128 * 128;
+		per = 128 * static_cast<i64>((units(n) + count - 1) / count);
 	}
 	__device__ __forceinline__ i64 begin(u32 lane) const { return lane * per < bytes ? lane * per : bytes; }
 	__device__ __forceinline__ i64 length(u32 lane) const { return begin(lane + 1) - begin(lane); }
 };
 
-__device__ __forceinline__ u64 signal_line(const sw_exchange_args &a, u64 epoch, u32 dst, u32 src, u32 lane)
+// The line in dst's segment by which src signals a lane in calls of parity 0. Those of parity 1 lie parity_bytes behind.
+__device__ __forceinline__ u64 signal_line(const sw_exchange_args &a, u32 dst, u32 src, u32 lane)
 {
-	return segment(a, dst) + a.signals + (((epoch & 1) * a.size + src) * a.lanes + lane) * SW_LINE_BYTES;
+	return segment(a, dst) + a.signals + (static_cast<u64>(src) * a.lanes + lane) * SW_LINE_BYTES;
 }
 
-// The second half of a signal line: how many chunks have left, without a promise that they are there. It paces the ring.
-__device__ __forceinline__ u64 pace_word(const sw_exchange_args &a, u64 epoch, u32 dst, u32 src, u32 lane)
-{
-	return signal_line(a, epoch, dst, src, lane) + 16;
-}
+__device__ __forceinline__ u64 parity_bytes(const sw_exchange_args &a, u64 epoch) { return (epoch & 1) * a.size * a.lanes * SW_LINE_BYTES; }
 
 __device__ __forceinline__ u64 lane_credit(const sw_exchange_args &a, u32 src, u32 dst, u32 lane)
 {
 	return segment(a, src) + a.lane_credits + (static_cast<u64>(dst) * a.lanes + lane) * SW_LINE_BYTES;
 }
 
-__device__ __forceinline__ u64 slot_place(const sw_exchange_args &a, u32 dst, u32 src, u32 lane, u64 chunk)
+__device__ __forceinline__ u64 lane_slots(const sw_exchange_args &a, u32 dst, u32 src, u32 lane)
 {
-	return segment(a, dst) + a.slots + ((static_cast<u64>(src) * a.lanes + lane) * a.slot_count + chunk % a.slot_count) * a.slot_bytes;
+	return segment(a, dst) + a.slots + (static_cast<u64>(src) * a.lanes + lane) * a.slot_count * a.slot_bytes;
 }
-
-constexpr u32 recv_part = 1; // named barrier
 
 __device__ __forceinline__ u32 chunk_count(const sw_exchange_args &a, i64 length)
 {
-	return length == 0 ? 1 : static_cast<u32>((length + a.slot_bytes - 1) / a.slot_bytes);
+	u32 slot = units(a.slot_bytes);
+	return length == 0 ? 1 : (units(length) + slot - 1) / slot;
 }
 
-// The chunks that a block sends, in order. Its warps and its pilot each walk along them.
-struct cursor {
-	const sw_exchange_args &a;
-	gathered r;
-	u32 step = 0, lane = blockIdx.x; // of the message
-	u32 peer = 0;
-	u32 chunk = 0, chunks = 0; // from 1
-	u32 count = 0;		   // chunks before this one
-	i64 bytes = 0, begin = 0, length = 0;
-	u64 src = 0;
-	u32 turn;
-
-	__device__ __forceinline__ cursor(const sw_exchange_args &a, gathered r)
-	    : a(a), r(r), turn((a.flags & SW_MESH) != 0 ? blockIdx.x % (a.size - 1) : 0)
-	{
-	}
-
-	// The place in a.order of a step of this block.
-	__device__ __forceinline__ u32 turned(u32 s) const { return s + turn < a.size - 1 ? s + turn : s + turn - (a.size - 1); }
-
-	__device__ __forceinline__ bool next()
-	{
-		if (chunk != 0) {
-			count++;
-			if (chunk < chunks) {
-				chunk++;
-				return true;
-			}
-			lane += gridDim.x;
-		}
-		for (; step < a.size - 1; step++, lane = blockIdx.x) {
-			const sw_step &m = r[turned(step)];
-			peer = m.to;
-			bytes = m.send_bytes;
-			if (bytes <= a.packet_bytes)
-				continue;
-			stripes s(a, bytes);
-			if (lane >= s.count)
-				continue;
-			begin = s.begin(lane);
-			src = a.src + m.send_offset + begin;
-			length = s.length(lane);
-			chunks = chunk_count(a, length);
-			chunk = 1;
-			return true;
-		}
-		return false;
-	}
-};
-
-// What the warps of a block tell each other.
-struct board {
-	u64 place[SW_MAX_RANKS];	    // by step: where the receiver wants the message
-	u32 progress[SW_SEND_THREADS / 32 + 1]; // chunks that each sending warp, and the bulk copy engine, has written
-	u32 allowed;			    // chunks that may be written, or call_over
-};
-
-constexpr u32 call_over = ~0u;
-
+constexpr u32 send_warps = SW_SEND_THREADS / 32, recv_warps = SW_RECV_THREADS / 32;
+constexpr u32 send_part = 1; // named barrier
+constexpr u32 chunks_ahead = 32;
 constexpr u64 skip_message = SW_NOWHERE - 1; // a place: the receiver expects another size, send nothing
+constexpr u32 all_chunks = (1u << chunk_bits) - 1; // of an item that has arrived: last_seq
+constexpr u32 no_chunks = ~0u;			   // of an item that will not: its sender has another size in mind
 
-__device__ __forceinline__ u64 destination(const sw_exchange_args &a, const cursor &c, u64 place)
-{
-	if (place == SW_NOWHERE)
-		return slot_place(a, c.peer, a.rank, c.lane, c.chunk);
-	return segment(a, c.peer) + place + c.begin + (c.chunk - 1) * a.slot_bytes;
-}
+// What a block sends on one lane of a message, and what it receives. They are worked out before the call begins, because one
+// warp takes long for that.
+struct lane_out {
+	u64 src, to;	 // in place, the message goes to `to` plus the place that the receiver tells
+	u64 slots;	 // the receiver's staging
+	u64 line;	 // signal_line
+	u64 room;	 // lane_credit
+	i64 bytes;
+	u32 step, chunks; // chunks is 0 when the lane is not used
+};
 
-// Whether the bulk copy engine moves a chunk; sending warps and engine agree on it.
-__device__ __forceinline__ bool by_bulk(const sw_exchange_args &a, u64 dst, u64 src, i64 n)
-{
-	return (a.flags & SW_BULK) != 0 && ((dst | src) & 15) == 0 && n >= 16;
-}
+struct lane_in {
+	u64 to, slots, line, room;
+	i64 bytes;
+	u32 step, chunks;
+};
 
-#if __CUDA_ARCH__ >= 900
-// One thread that drives the bulk copy engine: tiles go from the source to shared memory and on to the peer. Loads run ahead
-// across chunks and messages, stores follow when the pilot has allowed the chunk, and chunks are reported when their stores
-// have completed, with later ones under way.
-struct bulk_engine {
-	const sw_exchange_args &a;
-	gathered r;
-	board &b;
-	u32 tiles, full;   // shared addresses of the tiles and of their barriers
-	u32 *chunk_behind; // shared: by tile, which chunk comes when it is done
+static_assert(sizeof(lane_out) + sizeof(lane_in) == SW_ITEM_BYTES);
 
-	// The tiles of all chunks whose source is aligned.
-	struct walk {
-		cursor c;
-		i64 at = 0, n = 0; // in the chunk
-		bool alive = true;
+// What the warps of a block tell one another. Item i is lane blockIdx+i/peers*blocks of the message of step i%peers.
+struct board {
+	u64 place[SW_MAX_RANKS]; // by step: where the receiver wants the message, from its segment on; 0 before it has said
+	struct {
+		reports done; // of the sending warps
+		u64 line, mark, bytes;
+	} written[chunks_ahead]; // staged chunk k, of all those with the same remainder, and its signal
+	u32 told;		 // staged chunks that have been signalled
+	u32 staged;		 // all that there are, when all sending warps are through
+	u32 sent;		 // sending warps that are through
+	u32 due;		 // clock at which the block may store its next tile
+	u32 failed;		 // a sending warp has not written all of its tiles
+	u32 over;		 // the block has given up
+	u32 packets;		 // 1: some are to be sent; 2: some are to be received
 
-		__device__ __forceinline__ walk(const sw_exchange_args &a, gathered r) : c(a, r) { chunk(); }
-		__device__ __forceinline__ void chunk()
-		{
-			at = 0;
-			while ((alive = c.next())) {
-				n = min(c.length - (c.chunk - 1) * c.a.slot_bytes, c.a.slot_bytes) & ~static_cast<i64>(15);
-				if (n > 0 && (source() & 15) == 0)
-					return;
+	// By item, in dynamic shared memory:
+	lane_out *out;
+	lane_in *in;
+	reports *taken; // [slot]: the receiving warps have copied a chunk out
+	u32 *room;	// chunks that the receiver has taken out of staging
+	u32 *arrived;	// chunks that are in staging here
+	u32 *given;	// chunks that have been given back to the sender
+	u32 *next;	// [receiving warp]: the chunk that it wants, 0 when there is none
+
+	// The threads of the block make it, and meet before the first use.
+	__device__ __forceinline__ void make(const sw_exchange_args &a, gathered r, u64 *memory, u32 peers, u32 count)
+	{
+		lane_out *o = reinterpret_cast<lane_out *>(memory);
+		lane_in *n = reinterpret_cast<lane_in *>(o + count);
+		reports *t = reinterpret_cast<reports *>(n + count);
+		u32 *words = reinterpret_cast<u32 *>(t + count * a.slot_count);
+		for (u32 i = threadIdx.x; i < 2 * count; i += blockDim.x) {
+			u32 k = i < count ? i : i - count, s = k % peers, l = blockIdx.x + k / peers * gridDim.x;
+			const sw_step &m = r[s];
+			i64 bytes = i < count ? m.send_bytes : m.recv_bytes;
+			stripes part(a, bytes);
+			bool used = bytes > a.packet_bytes && l < part.count;
+			i64 begin = part.begin(l), length = part.length(l);
+			u32 chunks = used ? chunk_count(a, length) : 0;
+			if (i < count)
+				o[k] = {a.src + m.send_offset + begin, segment(a, m.to) + begin, lane_slots(a, m.to, a.rank, l), signal_line(a, m.to, a.rank, l),
+					lane_credit(a, a.rank, m.to, l), length, s, chunks};
+			else
+				n[k] = {a.dst + m.recv_offset + begin, lane_slots(a, a.rank, m.from, l), signal_line(a, a.rank, m.from, l),
+					lane_credit(a, m.from, a.rank, l), length, s, chunks};
+		}
+		for (u32 i = threadIdx.x; i < count * a.slot_count; i += blockDim.x)
+			t[i].expect(SW_RECV_THREADS / 32);
+		for (u32 i = threadIdx.x; i < 3 * count; i += blockDim.x)
+			words[i] = 0;
+		if (threadIdx.x < chunks_ahead)
+			written[threadIdx.x].done.expect(SW_SEND_THREADS / 32);
+		if (threadIdx.x < SW_MAX_RANKS) {
+			place[threadIdx.x] = 0;
+			if (threadIdx.x < peers) {
+				i64 sends = r[threadIdx.x].send_bytes;
+				u32 some = (sends > 0 && sends <= a.packet_bytes ? 1 : 0) | (r[threadIdx.x].recv_bytes <= a.packet_bytes ? 2 : 0);
+				if (some != 0)
+					atomicOr(&packets, some);
 			}
 		}
-		__device__ __forceinline__ u64 source() const { return c.src + (c.chunk - 1) * c.a.slot_bytes + at; }
-		__device__ __forceinline__ u32 bytes() const { return static_cast<u32>(min(n - at, static_cast<i64>(SW_BULK_BYTES))); }
-		__device__ __forceinline__ void next()
-		{
-			at += SW_BULK_BYTES;
-			if (at >= n)
-				chunk();
+		if (threadIdx.x == 0) {
+			told = staged = sent = failed = over = 0;
+			due = clock();
+			out = o, in = n, taken = t;
+			room = words, arrived = words + count, given = words + 2 * count, next = words + 3 * count;
 		}
-	};
-
-	__device__ __forceinline__ void load(walk &w, u32 t)
-	{
-		u32 stage = t % SW_BULK_STAGES, n = w.bytes();
-		asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * stage), "r"(n) : "memory");
-		asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(tiles + stage * SW_BULK_BYTES),
-			     "l"(w.source()), "r"(n), "r"(full + 8 * stage)
-			     : "memory");
-		w.next();
 	}
 
-	__device__ __forceinline__ void arrived(u32 t)
+	// Waits until what another warp writes is at least want. False when the block gives up.
+	__device__ __forceinline__ bool await(u32 *word, u32 want, u32 lane)
 	{
-		u32 stage = t % SW_BULK_STAGES, phase = t / SW_BULK_STAGES & 1, done = 0;
-		while (!done)
-			asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-				     : "=r"(done)
-				     : "r"(full + 8 * stage), "r"(phase)
-				     : "memory");
-	}
-
-	__device__ __forceinline__ void run()
-	{
-		u32 *progress = &b.progress[SW_SEND_THREADS / 32];
-		walk in(a, r), out(a, r);
-		u32 loaded = 0, stored = 0, allowed = 0;
-		write_shared(progress, out.c.count);
-		while (loaded < SW_BULK_AHEAD && in.alive)
-			load(in, loaded++);
-		u64 place = 0;
-		bool go = false;
-		while (out.alive) {
-			const cursor &c = out.c;
-			if (out.at == 0) {
-				if (allowed <= c.count)
-					allowed = read_shared(&b.allowed);
-				if (allowed <= c.count) {
-					// The pilot may be waiting for a peer that waits for what is under way here.
-					asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-					write_shared(progress, c.count);
-					while (allowed <= c.count)
-						allowed = read_shared(&b.allowed);
-				}
-				if (allowed == call_over)
+		u32 here = 1;
+		if (lane == 0)
+#pragma unroll 1
+			while (read_shared(word) < want) {
+				if (read_shared(&over) != 0) {
+					here = 0;
 					break;
-				place = read_shared(&b.place[c.step]);
-				go = place != skip_message && by_bulk(a, destination(a, c, place), out.source(), out.n);
+				}
+				__nanosleep(20);
 			}
-			arrived(stored);
-			u64 dst = destination(a, c, place) + out.at;
-			u32 n = out.bytes();
-			if (go)
-				asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst),
-					     "r"(tiles + stored % SW_BULK_STAGES * SW_BULK_BYTES), "r"(n)
-					     : "memory");
-			asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-			if (go && out.at + n == out.n) { // up to 15 bytes are left of the chunk
-				i64 rest = min(c.length - (c.chunk - 1) * a.slot_bytes, a.slot_bytes) - out.n;
-				for (i64 i = 0; i < rest; i++)
-					store_byte(dst + n + i, load_byte(out.source() + n + i));
-			}
-			out.next();
-			chunk_behind[stored % (SW_BULK_STORES + 1)] = c.count;
-			stored++;
-			if (stored > SW_BULK_STORES) {
-				asm volatile("cp.async.bulk.wait_group %0;" ::"n"(static_cast<int>(SW_BULK_STORES)) : "memory");
-				write_shared(progress, chunk_behind[(stored - SW_BULK_STORES - 1) % (SW_BULK_STORES + 1)]);
-			}
-			if (in.alive) // its tile's last store is among those that have completed
-				load(in, loaded++);
-		}
-		asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-		for (; stored < loaded; stored++)
-			arrived(stored); // nothing may be under way to shared memory when the block ends
-		write_shared(progress, call_over);
+		return __shfl_sync(~0u, here, 0) != 0;
 	}
 };
-#endif
 
-// A sending warp: writes its share of every chunk as soon as it is allowed. It never waits for other warps, nor for its
-// own stores: the pilot does.
-__device__ __forceinline__ void send_chunks(const sw_exchange_args &a, gathered r, board &b)
-{
-	u32 tid = threadIdx.x, lane = tid & 31;
-	cursor c(a, r);
-	u32 allowed = 0;
-	while (c.next()) {
-		while (allowed <= c.count) {
-			if ((a.flags & SW_BULK) != 0)
-				__nanosleep(200); // most likely there is nothing to do
-			if (lane == 0)
-				allowed = read_shared(&b.allowed);
-			allowed = __shfl_sync(~0u, allowed, 0);
-		}
-		if (allowed == call_over)
-			return;
-		u64 place = 0;
-		if (lane == 0)
-			place = read_shared(&b.place[c.step]);
-		place = __shfl_sync(~0u, place, 0);
-		if (place != skip_message) {
-			i64 off = (c.chunk - 1) * a.slot_bytes;
-			i64 n = min(c.length - off, a.slot_bytes);
-			u64 dst = destination(a, c, place);
-			if (!by_bulk(a, dst, c.src + off, n))
-				copy<SW_SEND_THREADS>(dst, c.src + off, n, tid);
-		}
-		__syncwarp();
-		if (lane == 0)
-			write_shared(&b.progress[tid / 32], c.count + 1);
-	}
-}
+struct items {
+	u32 peers, mine, count;
 
-// The warp that watches: takes credits in, lets chunks go, signals those that all sending warps have written.
-struct pilot {
+	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.size - 1), mine((a.lanes - blockIdx.x + gridDim.x - 1) / gridDim.x), count(peers * mine) {}
+};
+
+// The sending half of a block. Its warps go along the same messages in the same order, each with tiles of its own, and do not
+// wait for one another: while some wait for memory others store.
+struct sender {
 	const sw_exchange_args &a;
 	gathered r;
 	u64 epoch;
 	board &b;
-	u32 lane;
-	u32 have[2]; // bit s: the credit of step s has come
-	u64 granted; // of the lane that is being sent through staging
-	u32 granted_step, granted_lane;
+	u32 warp, lane;
+	u32 turn;	// the step that the block begins with
+	u32 staged = 0; // chunks through staging so far
+	u32 dealt = 0;	// the warp whose turn it is: tiles go round
 
-	__device__ __forceinline__ bool take_credits(const cursor &c)
+	// Waits for the credit of a step. Meanwhile the warp's first tile of src is brought closer.
+	__device__ __forceinline__ bool credit(u32 s, u64 src, i64 bytes, u64 &place)
 	{
-		u32 fresh_any = 0;
-#pragma unroll
-		for (u32 u = 0; u < 2; u++) {
-			u32 s = lane + 32 * u;
-			bool need = s < a.size - 1 && (have[u] >> lane & 1) == 0;
-			if (__any_sync(~0u, need) == 0)
-				continue;
-			bool here = false;
-			if (need) {
-				u32 p = r[c.turned(s)].to;
-				i64 n = r[c.turned(s)].send_bytes;
-				here = n <= a.packet_bytes;
-				if (!here) {
-					u64 line = segment(a, a.rank) + a.credits + p * SW_LINE_BYTES;
-					pair64 x = load16(line), y = load16(line + 16);
-					here = x.a == seq(epoch, 0) && y.a == seq(epoch, 0);
-					if (here) {
-						bool same = y.b == static_cast<u64>(n);
-						write_shared(&b.place[s], same ? x.b : skip_message);
-						if (!same)
-							give_up(a, SW_FAULT_MISMATCH, p, epoch, true, static_cast<u64>(n), y.b);
-					}
-				}
+		bool ahead = false;
+#pragma unroll 1
+		while (__any_sync(~0u, (place = look_shared(&b.place[s])) == 0) != 0) {
+			if (!ahead)
+				prefetch(src, bytes);
+			ahead = true;
+			if (__any_sync(~0u, read_shared(&b.over) != 0) != 0)
+				return false;
+			__nanosleep(20);
+		}
+		return true;
+	}
+
+	// This warp has written its tiles of a staged chunk.
+	__device__ __forceinline__ bool written(const lane_out &o, u64 mark)
+	{
+		u32 k = staged++;
+		if (k >= chunks_ahead && !b.await(&b.told, k - chunks_ahead + 1, lane)) // others are that far behind
+			return false;
+		__syncwarp();
+		if (lane == 0) {
+			auto &w = b.written[k % chunks_ahead];
+			if (warp == 0) {
+				w.line = o.line + parity_bytes(a, epoch);
+				w.mark = mark;
+				w.bytes = static_cast<u64>(r[o.step].send_bytes);
 			}
-			u32 fresh = __ballot_sync(~0u, here);
-			have[u] |= fresh;
-			fresh_any |= fresh;
+			w.done.report();
 		}
-		return fresh_any != 0;
+		return true;
 	}
 
-	// A word that a peer writes, the same for the whole warp.
-	__device__ __forceinline__ u64 look(u64 line) const
+	// The warp's first tile of the next stretch.
+	__device__ __forceinline__ u32 turn_of() const { return warp >= dealt ? warp - dealt : warp + send_warps - dealt; }
+
+	// The warp's first tile will be wanted as soon as the credit is there.
+	__device__ __forceinline__ void prefetch(u64 src, i64 bytes) const
 	{
-		u64 v = 0;
-		if (lane == 0)
-			v = load_relaxed(line);
-		return __shfl_sync(~0u, v, 0);
+		tiles all{src, bytes};
+		i64 k = turn_of();
+		if (all.has(k) && 128 * lane < all.length(k))
+			asm volatile("prefetch.global.L2 [%0];" ::"l"(src + all.begin(k) + 128 * lane));
 	}
 
-	// The receiver's slot for this chunk is free.
-	__device__ __forceinline__ bool room(const cursor &c)
+	// The warp's tiles of the next stretch.
+	__device__ __forceinline__ void put(u64 dst, u64 src, i64 bytes)
 	{
-		if (c.chunk <= a.slot_count)
-			return true;
-		u64 place = 0;
-		if (lane == 0)
-			place = read_shared(&b.place[c.step]);
-		if (__shfl_sync(~0u, place, 0) != SW_NOWHERE)
-			return true;
-		u64 want = seq(epoch, c.chunk - a.slot_count);
-		if (granted >= want && granted_step == c.step && granted_lane == c.lane)
-			return true;
-		granted = look(lane_credit(a, a.rank, c.peer, c.lane));
-		granted_step = c.step, granted_lane = c.lane;
-		return granted >= want;
+		u32 first = turn_of(), count = tiles{src, bytes}.count();
+		if (first < count)
+			move(dst, src, bytes, first, send_warps, lane, {a.interval, &b.due});
+		dealt = (dealt + count) % send_warps;
 	}
 
-	// The message of the step before has arrived, but for the slack.
-	__device__ __forceinline__ bool in_step(const cursor &c)
+	__device__ __forceinline__ bool send(u32 i)
 	{
-		if ((a.flags & SW_PACED) == 0 || c.step == 0 || c.chunk != 1)
+		const lane_out &o = b.out[i];
+		if (o.chunks == 0)
 			return true;
-		u32 q = r[c.turned(c.step - 1)].from;
-		i64 n = r[c.turned(c.step - 1)].recv_bytes;
-		if (n <= a.packet_bytes)
+		u64 place;
+		if (!credit(o.step, o.src, o.bytes, place))
+			return false;
+		if (place == skip_message)
 			return true;
-		stripes s(a, n);
-		if (c.lane >= s.count)
+		if (place != SW_NOWHERE) {
+			put(o.to + place, o.src, o.bytes);
 			return true;
-		u32 chunks = chunk_count(a, s.length(c.lane));
-		if (chunks <= a.slack)
-			return true;
-		u64 line = signal_line(a, epoch, a.rank, q, c.lane);
-		return __any_sync(~0u, lane < 2 && load_relaxed(line + 16 * lane) >= seq(epoch, chunks - a.slack)) != 0;
-	}
-
-	// Lane 0: chunk of a message is on its way, or there.
-	__device__ __forceinline__ void report(const cursor &c, bool &fenced)
-	{
-		if (read_shared(&b.place[c.step]) == SW_NOWHERE) {
-			if (!fenced)
-				fence_system(); // X4: what the warps wrote comes before the signal
-			fenced = true;
-			store16(signal_line(a, epoch, c.peer, a.rank, c.lane), c.chunk == c.chunks ? last_seq(epoch) : seq(epoch, c.chunk), static_cast<u64>(c.bytes));
-		} else if ((a.flags & SW_PACED) != 0) {
-			store16(pace_word(a, epoch, c.peer, a.rank, c.lane), seq(epoch, c.chunk), 0);
 		}
-	}
-
-	// All messages that were written in place are there: one fence for all of them, because a fence costs as much as a step.
-	__device__ __forceinline__ void finish(const cursor &c)
-	{
-		fence_system();
-		for (u32 s = lane; s < a.size - 1; s += 32) {
-			const sw_step &m = r[c.turned(s)];
-			if (m.send_bytes <= a.packet_bytes || read_shared(&b.place[s]) == SW_NOWHERE)
-				continue;
-			u32 count = stripes(a, m.send_bytes).count;
-			for (u32 l = blockIdx.x; l < count; l += gridDim.x)
-				store16(signal_line(a, epoch, m.to, a.rank, l), last_seq(epoch), static_cast<u64>(m.send_bytes));
+		u32 slot = 0;
+#pragma unroll 1
+		for (u32 c = 1; c <= o.chunks; c++) {
+			slot = slot + 1 == a.slot_count ? 0 : slot + 1; // c % a.slot_count
+			i64 at = (c - 1) * a.slot_bytes;
+			if (c > a.slot_count && !b.await(&b.room[i], c - a.slot_count, lane))
+				return false;
+			put(o.slots + slot * a.slot_bytes, o.src + at, o.bytes - at < a.slot_bytes ? o.bytes - at : a.slot_bytes);
+			if (!written(o, c == o.chunks ? last_seq(epoch) : seq(epoch, c)))
+				return false;
 		}
+		return true;
 	}
 
 	__device__ __forceinline__ void run()
 	{
-		cursor give(a, r), tell(a, r);
-		bool giving = give.next(), telling = tell.next();
-		wait w;
-		while (telling) {
-			u32 least = lane < SW_SEND_THREADS / 32 + 1 ? read_shared(&b.progress[lane]) : ~0u;
-			least = __reduce_min_sync(~0u, least);
-			bool moved = least > tell.count;
-			bool fenced = false;
-			for (; telling && tell.count < least; telling = tell.next())
-				if (lane == 0)
-					report(tell, fenced);
-			__syncwarp();
-			if (!telling)
-				break;
-			if (giving) {
-				moved |= take_credits(give);
-				__syncwarp();
-				u32 before = give.count;
-				bool any = false;
-				while (giving && (have[give.step / 32] >> (give.step & 31) & 1) != 0 && room(give) && in_step(give)) {
-					before = give.count + 1;
-					any = true;
-					giving = give.next();
-				}
-				if (any && lane == 0)
-					write_shared(&b.allowed, before);
-				moved |= any;
-			}
-			if (moved) {
-				w = wait();
-				continue;
-			}
-			u32 go = 1;
-			if (lane == 0) {
-				go = w.slow(a);
-				if (!go)
-					give_up(a, w.kind, giving ? give.peer : tell.peer, epoch, true);
-			}
-			if (__shfl_sync(~0u, go, 0) == 0) {
-				if (lane == 0)
-					write_shared(&b.allowed, call_over);
-				return;
-			}
+		items all(a);
+		bool ok = true;
+#pragma unroll 1
+		for (u32 k = 0; ok && k < all.peers; k++) {
+			u32 s = k + turn < all.peers ? k + turn : k + turn - all.peers;
+#pragma unroll 1
+			for (u32 j = 0; ok && j < all.mine; j++)
+				ok = send(j * all.peers + s);
 		}
-		finish(tell);
+		if (!ok && lane == 0)
+			write_shared(&b.failed, 1u);
+		part_sync(send_part, SW_SEND_THREADS);
+		if (warp == 0 && b.failed == 0)
+			finish(all);
+		if (lane == 0) {
+			if (warp == 0)
+				write_shared(&b.staged, staged);
+			atomicAdd(&b.sent, 1);
+		}
+	}
+
+	// All messages that were written in place are there: one fence for all of them.
+	__device__ __forceinline__ void finish(const items &all)
+	{
+		fence_system();
+#pragma unroll 1
+		for (u32 i = lane; i < all.count; i += 32) {
+			const lane_out &o = b.out[i];
+			if (o.chunks != 0 && look_shared(&b.place[o.step]) < skip_message)
+				store16(o.line + parity_bytes(a, epoch), last_seq(epoch), static_cast<u64>(r[o.step].send_bytes));
+		}
 	}
 };
 
@@ -830,13 +820,12 @@ struct receiver {
 	const sw_exchange_args &a;
 	gathered r;
 	u64 epoch;
-	u32 tid, threads;
-	u64 *word; // shared
 
 	// Tells every peer with a large message where it may write.
-	__device__ __forceinline__ void grant()
+	__device__ __forceinline__ void grant(u32 tid, u32 threads)
 	{
 		bool in_place = a.dst_offset >= 0 && (a.flags & SW_STAGED) == 0;
+#pragma unroll 1
 		for (u32 i = tid; i < a.size - 1; i += threads) {
 			u32 p = r[i].from;
 			i64 n = r[i].recv_bytes;
@@ -869,115 +858,279 @@ struct receiver {
 	}
 
 	// Messages that peers write in place: every thread waits for lines of its own.
-	__device__ __forceinline__ void await_in_place()
+	__device__ __forceinline__ void await_in_place(const board &b, u32 tid, u32 threads)
 	{
-		u32 peers = a.size - 1, mine = (a.lanes - blockIdx.x + gridDim.x - 1) / gridDim.x;
-		for (u32 i = tid; i < peers * mine; i += threads) {
-			u32 p = r[i % peers].from, lane = blockIdx.x + i / peers * gridDim.x;
-			i64 n = r[i % peers].recv_bytes;
-			if (n <= a.packet_bytes || lane >= stripes(a, n).count)
+		u32 count = items(a).count;
+#pragma unroll 1
+		for (u32 i = tid; i < count; i += threads) {
+			const lane_in &o = b.in[i];
+			if (o.chunks == 0)
 				continue;
-			u64 line = signal_line(a, epoch, a.rank, p, lane);
-			wait w;
-			bool here = true;
-			while (load_relaxed(line) < last_seq(epoch)) { // nobody reads the bytes before the kernel ends
-				if (!w.slow(a)) {
-					give_up(a, w.kind, p, epoch, false);
-					return;
-				}
-				if ((w.polls & 255) == 0 && other_size(p, n)) {
-					here = false;
-					break;
-				}
-			}
-			if (here)
-				right_size(line, p, n);
+			u32 p = r[o.step].from;
+			i64 n = r[o.step].recv_bytes;
+			u64 line = o.line + parity_bytes(a, epoch);
+			await_line(line, p, n);
 		}
 	}
 
-	// Messages that arrive in staging: the part polls all its lanes and copies out what is there.
-	__device__ __forceinline__ void take_staged(u32 *next)
+	// Waits for the signal that a message written in place is there.
+	__device__ __forceinline__ void await_line(u64 line, u32 p, i64 n)
 	{
-		u32 peers = a.size - 1, mine = (a.lanes - blockIdx.x + gridDim.x - 1) / gridDim.x, items = peers * mine;
-		// next[i]: chunk that item i waits for, 0 when it is done
-		u32 open = 0;
-		for (u32 i = 0; i < items; i++) {
-			u32 p = r[i % peers].from, lane = blockIdx.x + i / peers * gridDim.x;
-			i64 n = r[i % peers].recv_bytes;
-			bool wanted = n > a.packet_bytes && lane < stripes(a, n).count;
-			open += wanted;
-			if (tid == 0)
-				next[i] = wanted;
-		}
 		wait w;
-		u32 pieces = 0;
-		while (open > 0) {
-			if (tid == 0)
-				word[0] = ~0ull;
-			part_sync(recv_part, threads);
-			for (u32 i = tid; i < items; i += threads) {
-				u32 k = next[i];
-				if (k == 0)
-					continue;
-				u64 s = load_relaxed(signal_line(a, epoch, a.rank, r[i % peers].from, blockIdx.x + i / peers * gridDim.x));
-				if (s >= seq(epoch, k))
-					atomicMin(reinterpret_cast<unsigned long long *>(word), static_cast<unsigned long long>(i)); // the first in order
+#pragma unroll 1
+		while (load_relaxed(line) < last_seq(epoch)) { // nobody reads the bytes before the kernel ends
+			if (!w.slow(a)) {
+				give_up(a, w.kind, p, epoch, false);
+				return;
 			}
-			part_sync(recv_part, threads);
-			u64 found = word[0];
-			if (found == ~0ull) {
-				if (copy_piece<SW_RECV_THREADS>(a, r, pieces, tid)) { // something to do meanwhile
-					pieces++;
-					part_sync(recv_part, threads);
-					continue;
-				}
-				if (tid == 0) {
-					u64 go = w.slow(a);
-					if (!go || (w.polls & 255) == 0)
-						for (u32 i = 0; i < items; i++)
-							if (next[i] != 0) {
-								u32 p = r[i % peers].from;
-								if (!go)
-									give_up(a, w.kind, p, epoch, false);
-								else if (other_size(p, r[i % peers].recv_bytes))
-									go = 0;
-							}
-					word[1] = go;
-				}
-				part_sync(recv_part, threads);
-				if (word[1] == 0)
-					return;
-				continue;
-			}
-			w.since = 0;
-			u32 i = static_cast<u32>(found);
-			u32 p = r[i % peers].from, lane = blockIdx.x + i / peers * gridDim.x;
-			i64 n = r[i % peers].recv_bytes;
-			stripes st(a, n);
-			i64 len = st.length(lane);
-			u32 chunks = chunk_count(a, len), k = next[i];
-			if (tid == 0) // acquires what the signal was released after
-				word[1] = load_acquire(signal_line(a, epoch, a.rank, p, lane)) >= seq(epoch, k) && right_size(signal_line(a, epoch, a.rank, p, lane), p, n);
-			part_sync(recv_part, threads);
-			if (word[1] == 0) {
-				open--;
-				if (tid == 0)
-					next[i] = 0;
-				continue;
-			}
-			i64 off = (k - 1) * a.slot_bytes;
-			i64 m = len - off < a.slot_bytes ? len - off : a.slot_bytes;
-			copy_apart<SW_RECV_THREADS>(a.dst + r[i % peers].recv_offset + st.begin(lane) + off, slot_place(a, a.rank, p, lane, k), m, tid);
-			part_sync(recv_part, threads);
-			if (tid == 0) {
-				if (k + a.slot_count <= chunks)
-					store16(lane_credit(a, p, a.rank, lane), seq(epoch, k), 0);
-				next[i] = k == chunks ? 0 : k + 1;
-			}
-			open -= k == chunks;
+			if ((w.polls & 255) == 0 && other_size(p, n))
+				return;
 		}
-		while (copy_piece<SW_RECV_THREADS>(a, r, pieces, tid))
-			pieces++;
+		right_size(line, p, n);
+	}
+
+	// Copies a warp's tiles of chunk k of an item out of staging. True when it was the last.
+	__device__ __forceinline__ bool take_chunk(board &b, u32 i, u32 k, u32 warp, u32 lane)
+	{
+		const lane_in &o = b.in[i];
+		u32 slot = k % a.slot_count;
+		i64 at = (k - 1) * a.slot_bytes, left = o.bytes - at;
+		move(o.to + at, o.slots + slot * a.slot_bytes, left < a.slot_bytes ? left : a.slot_bytes, warp, recv_warps, lane, at_once);
+		__syncwarp();
+		if (k + a.slot_count <= o.chunks && lane == 0)
+			b.taken[i * a.slot_count + slot].report();
+		return k == o.chunks;
+	}
+
+	// Messages that arrive in staging: every warp copies its tiles of whatever recv_watch has seen come.
+	__device__ __forceinline__ void take_staged(board &b, u32 warp, u32 lane)
+	{
+		items all(a);
+		u32 *next = b.next + warp * all.count, open = 0;
+#pragma unroll 1
+		for (u32 i = lane; i < all.count; i += 32) {
+			next[i] = b.in[i].chunks != 0;
+			open += next[i];
+		}
+		open = __reduce_add_sync(~0u, open);
+		tiles own{a.src + r.own_src(), a.src + r.own_src() == a.dst + r.own_dst() ? 0 : r.own_bytes()};
+		i64 mine = warp * gridDim.x + blockIdx.x; // the next tile of it
+#pragma unroll 1
+		while (open > 0) {
+			bool any = false;
+#pragma unroll 1
+			for (u32 first = 0; first < all.count; first += 32) {
+				u32 i = first + lane, k = i < all.count ? next[i] : 0;
+				bool here = k != 0 && read_shared(&b.arrived[i]) >= k;
+#pragma unroll 1
+				for (u32 ready = __ballot_sync(~0u, here); ready != 0; ready &= ready - 1) {
+					u32 from = __ffs(ready) - 1, chunk = __shfl_sync(~0u, k, from);
+					u32 come = __shfl_sync(~0u, lane == from ? read_shared(&b.arrived[i]) : 0, from);
+					bool last = come == no_chunks || take_chunk(b, first + from, chunk, warp, lane);
+					open -= last;
+					if (lane == from)
+						next[i] = last ? 0 : chunk + 1;
+					any = true;
+				}
+			}
+			if (any)
+				continue;
+			if (own.has(mine)) { // something to do meanwhile
+				move(a.dst + r.own_dst() + own.begin(mine), own.src + own.begin(mine), own.length(mine), 0, 1, lane, at_once);
+				mine += recv_warps * gridDim.x;
+				continue;
+			}
+			u32 over = lane == 0 ? read_shared(&b.over) : 0;
+			if (__shfl_sync(~0u, over, 0) != 0)
+				return;
+			__nanosleep(20);
+		}
+		copy_own(a, r, static_cast<u32>(mine), recv_warps * gridDim.x, lane);
+	}
+};
+
+// A warp that watches what peers write for the block, so that no other warp has to: many that poll one line hold up the write that
+// they wait for. It also tells peers what the other warps have done, because the fence before that takes long.
+struct watch {
+	const sw_exchange_args &a;
+	gathered r;
+	u64 epoch;
+	board &b;
+	u32 lane;
+	u32 missing = 0; // somebody that this lane waits for: the rank plus 1, and whether this rank is sending to it
+	bool fresh = false; // something has come since the last round
+	wait w;
+
+	__device__ __forceinline__ watch(const sw_exchange_args &a, gathered r, u64 epoch, board &b, u32 lane) : a(a), r(r), epoch(epoch), b(b), lane(lane) {}
+
+	__device__ __forceinline__ void wait_for(u32 peer, bool sending) { missing = (peer + 1) << 1 | static_cast<u32>(sending); }
+
+	// How many chunks of this call a peer's word tells of.
+	__device__ __forceinline__ u32 chunks(u64 word) const { return word >= seq(epoch, 0) ? static_cast<u32>(word - seq(epoch, 0)) : 0; }
+
+	// Ends a round of which something is open. False when the block gives up.
+	__device__ __forceinline__ bool go_on()
+	{
+		bool any = __any_sync(~0u, fresh) != 0;
+		u32 someone = __ballot_sync(~0u, missing != 0), whom = __shfl_sync(~0u, missing, someone == 0 ? 0 : __ffs(someone) - 1), go = 1;
+		missing = 0, fresh = false;
+		if (any) {
+			w = wait();
+			return true;
+		}
+		if (lane == 0 && (read_shared(&b.over) != 0 || !w.slow(a))) {
+			give_up(a, w.kind, whom == 0 ? a.rank : (whom >> 1) - 1, epoch, (whom & 1) != 0);
+			write_shared(&b.over, 1u);
+			go = 0;
+		}
+		return __shfl_sync(~0u, go, 0) != 0;
+	}
+};
+
+struct send_watch : watch {
+	using watch::watch;
+	u32 told = 0;
+
+	// True while the credit of a step has not come. Of a message on whose lanes the block sends nothing it is not awaited: its
+	// receiver can be through before the block has looked, and grant the next call's.
+	__device__ __forceinline__ bool await_credit(u32 s)
+	{
+		if (b.place[s] != 0 || b.out[s].chunks == 0)
+			return false;
+		u64 line = own_segment(a) + a.credits + r[s].to * SW_LINE_BYTES, n = static_cast<u64>(r[s].send_bytes);
+		pair64 x = load16(line), y = load16(line + 16);
+		if (x.a != seq(epoch, 0) || y.a != seq(epoch, 0)) {
+			wait_for(r[s].to, true);
+			return true;
+		}
+		write_shared(&b.place[s], y.b == n ? resolve(a, r[s].to, x.b) : skip_message);
+		if (y.b != n)
+			give_up(a, SW_FAULT_MISMATCH, r[s].to, epoch, true, n, y.b);
+		fresh = true;
+		return false;
+	}
+
+	// What the receiver of a staged message has made room for.
+	__device__ __forceinline__ void look_for_room(u32 i)
+	{
+		const lane_out &o = b.out[i];
+		if (o.chunks <= b.room[i] + a.slot_count)
+			return;
+		u32 c = chunks(load_relaxed(o.room));
+		if (c > b.room[i]) {
+			write_shared(&b.room[i], c);
+			fresh = true;
+		}
+		wait_for(r[o.step].to, true);
+	}
+
+	// Signals the staged chunks that all warps have written since.
+	__device__ __forceinline__ void tell()
+	{
+		u32 k = told + lane, ready = __ballot_sync(~0u, b.written[k % chunks_ahead].done.all(k / chunks_ahead));
+		u32 n = ready == ~0u ? 32 : __ffs(~ready) - 1; // in order
+		if (n == 0)
+			return;
+		fence_system(); // X4: what the warps wrote comes before the signal
+		auto &c = b.written[k % chunks_ahead];
+		u64 line = c.line, after = __shfl_down_sync(~0u, line, 1);
+		if (lane + 1 == n || lane < n && after != line) // of a lane's chunks only the last
+			store16(line, c.mark, c.bytes);
+		told += n;
+		fresh = true;
+		__syncwarp();
+		if (lane == 0)
+			write_shared(&b.told, told);
+	}
+
+	__device__ __forceinline__ void run()
+	{
+		items all(a);
+#pragma unroll 1
+		for (;;) {
+			bool open = false, staged = false;
+#pragma unroll 1
+			for (u32 s = lane; s < all.peers; s += 32) {
+				open |= await_credit(s);
+				staged |= b.place[s] == SW_NOWHERE;
+			}
+			if (__any_sync(~0u, staged) != 0) {
+				__syncwarp(); // places that other lanes have written
+#pragma unroll 1
+				for (u32 i = lane; i < all.count; i += 32)
+					if (b.place[b.out[i].step] == SW_NOWHERE)
+						look_for_room(i);
+				tell();
+				open |= read_shared(&b.sent) < send_warps || told < read_shared(&b.staged);
+			}
+			if (__any_sync(~0u, open) == 0 || !go_on())
+				return;
+		}
+	}
+};
+
+struct recv_watch : watch {
+	using watch::watch;
+
+	// True while an item has not arrived as a whole.
+	__device__ __forceinline__ bool await_item(receiver &in, u32 i, bool doubt)
+	{
+		const lane_in &o = b.in[i];
+		if (o.chunks == 0 || b.arrived[i] >= all_chunks)
+			return false;
+		u32 p = r[o.step].from;
+		i64 n = r[o.step].recv_bytes;
+		u64 line = o.line + parity_bytes(a, epoch);
+		u32 c = chunks(load_acquire(line));
+		if (c > b.arrived[i]) {
+			if (b.arrived[i] == 0 && !in.right_size(line, p, n))
+				c = no_chunks;
+			write_shared(&b.arrived[i], c);
+			fresh = true;
+		} else if (doubt && in.other_size(p, n)) {
+			write_shared(&b.arrived[i], c = no_chunks);
+		}
+		if (c < all_chunks)
+			wait_for(p, false);
+		return c < all_chunks;
+	}
+
+	// Tells the senders which slots the warps have emptied since.
+	__device__ __forceinline__ void credit(const items &all)
+	{
+#pragma unroll 1
+		for (u32 first = 0; first < all.count; first += 32) {
+			u32 i = first + lane, k = 0;
+			bool empty = false;
+			if (i < all.count && b.arrived[i] > b.given[i] && b.arrived[i] != no_chunks) {
+				k = b.given[i] + 1;
+				empty = k + a.slot_count <= b.in[i].chunks && b.taken[i * a.slot_count + k % a.slot_count].all((k - 1) / a.slot_count);
+			}
+			if (__any_sync(~0u, empty) == 0)
+				continue;
+			fence_system(); // X3: what the warps have read comes before the slot is written again
+			if (empty) {
+				store16(b.in[i].room, seq(epoch, k), 0);
+				b.given[i] = k;
+			}
+			fresh = true;
+		}
+	}
+
+	// Runs until everything has arrived in staging. The last chunks do not, before the slots that they need are given back.
+	__device__ __forceinline__ void run(receiver &in)
+	{
+		items all(a);
+#pragma unroll 1
+		for (u32 round = 1;; round++) {
+			bool open = false;
+#pragma unroll 1
+			for (u32 i = lane; i < all.count; i += 32)
+				open |= await_item(in, i, (round & 255) == 0);
+			credit(all);
+			if (__any_sync(~0u, open) == 0 || !go_on())
+				return;
+		}
 	}
 };
 
@@ -1001,92 +1154,83 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_pac
 	u64 epoch = number.epoch();
 	if (epoch == 0)
 		return;
-	if (a.size > 1)
+	if (a.size > 1) {
+		if (lane == 0)
+			x.announce(epoch, warp, warps);
 		x.send(epoch);
+	}
 	__syncthreads(); // every warp has read the number
 	if (threadIdx.x == blockDim.x - 1)
 		number.advance(a);
 	release_stream();
-	copy_own<SW_PACKET_THREADS>(a, r, SW_PACKET_THREADS - 1 - threadIdx.x); // first by the warps that have sent least
+	copy_own(a, r, warps - 1 - warp, warps, lane); // first by the warps that have sent least
 	if (a.size > 1)
 		x.receive(epoch);
 }
 
-extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_PILOT_THREADS + SW_BULK_THREADS + SW_RECV_THREADS, 1)
-	alltoallv(const __grid_constant__ sw_exchange_args a)
+extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, 1) alltoallv(const __grid_constant__ sw_exchange_args a)
 {
 	using namespace sw;
+	extern __shared__ __align__(16) u64 memory[];
 	__shared__ gathered::store steps;
 	__shared__ board b;
-	__shared__ u64 word[2];
-	__shared__ u32 next[1024];
-	gathered::fill(steps, a);
-	await_stream();
+	if (threadIdx.x == 0)
+		b.packets = 0;
+	bool outside = gathered::fill(steps, a);
+	__syncthreads();
+	if (a.size > 1)
+		b.make(a, {steps}, memory, a.size - 1, items(a).count);
+	await_stream(); // all that is above goes on while the kernel before runs
 	call_number number;
 	number.load(a);
-	if (threadIdx.x <= SW_SEND_THREADS / 32)
-		b.progress[threadIdx.x] = threadIdx.x < SW_SEND_THREADS / 32 || (a.flags & SW_BULK) != 0 ? 0 : call_over;
-	if (threadIdx.x == 0)
-		b.allowed = 0;
-#if __CUDA_ARCH__ >= 900
-	extern __shared__ __align__(128) u8 tiles[];
-	__shared__ __align__(8) u64 full[SW_BULK_STAGES];
-	__shared__ u32 chunk_behind[SW_BULK_STORES + 1];
-	u32 full_at = static_cast<u32>(__cvta_generic_to_shared(full));
-	if ((a.flags & SW_BULK) != 0 && threadIdx.x == 0) {
-		for (u32 i = 0; i < SW_BULK_STAGES; i++)
-			asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full_at + 8 * i) : "memory");
-		asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-		asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-	}
-#endif
 	gathered r{steps};
-	__syncthreads();
+	outside = __syncthreads_or(outside);
 	u64 epoch = number.epoch();
 	if (epoch == 0)
 		return;
-	u32 lane = threadIdx.x & 31;
-	if (a.size == 1) {
-		copy_own<SW_SEND_THREADS + SW_PILOT_THREADS + SW_BULK_THREADS + SW_RECV_THREADS>(a, r, threadIdx.x);
-		if (threadIdx.x == 0)
-			number.advance(a);
+	if (outside) {
+		if (blockIdx.x == 0)
+			gathered::complain(steps, a, epoch);
 		return;
 	}
-	if (threadIdx.x < SW_SEND_THREADS) {
-		packets<gathered> x(a, r, threadIdx.x / 32 * gridDim.x + blockIdx.x, gridDim.x * (SW_SEND_THREADS / 32), lane);
-		x.send(epoch);
-		send_chunks(a, r, b);
-		return;
-	}
-	if (threadIdx.x < SW_SEND_THREADS + SW_PILOT_THREADS) {
-		pilot w{a, r, epoch, b, lane, {0, 0}, 0, 0, 0};
-		w.run();
-		return;
-	}
-	if (threadIdx.x < SW_SEND_THREADS + SW_PILOT_THREADS + SW_BULK_THREADS) {
-#if __CUDA_ARCH__ >= 900
-		if ((a.flags & SW_BULK) != 0 && lane == 0) {
-			bulk_engine e{a, r, b, static_cast<u32>(__cvta_generic_to_shared(tiles)), full_at, chunk_behind};
-			e.run();
-		}
-#endif
-		return;
-	}
-	receiver in{a, r, epoch, threadIdx.x - SW_SEND_THREADS - SW_PILOT_THREADS - SW_BULK_THREADS, SW_RECV_THREADS, word};
-	u32 warps = gridDim.x * (SW_RECV_THREADS / 32), warp = in.tid / 32 * gridDim.x + blockIdx.x;
-	if (blockIdx.x == 0)
-		in.grant();
-	if (in.tid == SW_RECV_THREADS - 1)
+	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32 * gridDim.x;
+	if (threadIdx.x == blockDim.x - 1)
 		number.advance(a);
-	packets<gathered> x(a, r, warp, warps, lane);
-	if (a.dst_offset >= 0 && (a.flags & SW_STAGED) == 0) {
-		copy_own<SW_RECV_THREADS>(a, r, in.tid);
-		in.await_in_place();
-	} else {
-		in.take_staged(next);
-	}
 	release_stream();
-	x.receive(epoch);
+	packets<gathered> x(a, r, warp * gridDim.x + blockIdx.x, gridDim.x * send_warps, lane);
+	if (a.size == 1) {
+		copy_own(a, r, x.warp, warps, lane);
+		return;
+	}
+	bool staged = a.dst_offset < 0 || (a.flags & SW_STAGED) != 0;
+	receiver in{a, r, epoch};
+	if (warp < send_warps) {
+		if ((b.packets & 1) != 0)
+			x.send(epoch);
+		sender out{a, r, epoch, b, warp, lane, (a.flags & SW_MESH) != 0 ? blockIdx.x % (a.size - 1) : 0};
+		out.run();
+	} else if (warp == send_warps) {
+		if (blockIdx.x == 0)
+			x.announce(epoch, lane, 32);
+		send_watch(a, r, epoch, b, lane).run();
+	} else if (warp == send_warps + 1) {
+		if (blockIdx.x == 0)
+			in.grant(lane, 32);
+		if (staged)
+			recv_watch(a, r, epoch, b, lane).run(in);
+	} else {
+		warp -= send_warps + 2;
+		if (staged) {
+			in.take_staged(b, warp, lane);
+		} else {
+			copy_own(a, r, warp * gridDim.x + blockIdx.x, gridDim.x * recv_warps, lane);
+			in.await_in_place(b, warp * 32 + lane, SW_RECV_THREADS);
+		}
+	}
+	if ((b.packets & 2) != 0) {
+		x.warps = warps;
+		x.receive(epoch);
+	}
 }
 
 // Around copies by the copy engines: the first kernel grants and waits for credits, the copies follow in the stream, the second
@@ -1096,7 +1240,6 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	using namespace sw;
 	const sw_exchange_args &a = c.exchange;
 	__shared__ gathered::store steps;
-	__shared__ u64 word[2];
 	gathered::fill(steps, a);
 	await_stream();
 	call_number number;
@@ -1110,17 +1253,20 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 		number.advance(a);
 	if (a.size == 1)
 		return;
-	receiver in{a, r, epoch, threadIdx.x, SW_COPY_THREADS, word};
-	in.grant();
+	receiver in{a, r, epoch};
+	in.grant(threadIdx.x, SW_COPY_THREADS);
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
+	x.announce(epoch, threadIdx.x, SW_COPY_THREADS);
 	x.send(epoch);
+#pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.size - 1; i += SW_COPY_THREADS) {
 		u32 p = r[i].to;
 		i64 n = r[i].send_bytes;
 		if (n <= a.packet_bytes)
 			continue;
-		u64 line = segment(a, a.rank) + a.credits + p * SW_LINE_BYTES;
+		u64 line = own_segment(a) + a.credits + p * SW_LINE_BYTES;
 		wait w;
+#pragma unroll 1
 		while (load_acquire(line) < seq(epoch, 0) || load_acquire(line + 16) < seq(epoch, 0))
 			if (!w.slow(a)) {
 				give_up(a, w.kind, p, epoch, true);
@@ -1139,7 +1285,6 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	using namespace sw;
 	const sw_exchange_args &a = c.exchange;
 	__shared__ gathered::store steps;
-	__shared__ u64 word[2];
 	gathered::fill(steps, a);
 	await_stream();
 	call_number number;
@@ -1149,25 +1294,22 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	if (number.epoch() == 0 || a.size == 1)
 		return;
 	u64 epoch = number.epoch() - 1; // alltoallv_open has advanced it
+#pragma unroll 1
 	for (u32 i = threadIdx.x; i < (a.size - 1) * a.lanes; i += SW_COPY_THREADS) {
 		u32 p = r[i / a.lanes].to, lane = i % a.lanes;
 		i64 n = r[i / a.lanes].send_bytes;
 		if (n > a.packet_bytes && lane < stripes(a, n).count) {
 			fence_system();
-			store16(signal_line(a, epoch, p, a.rank, lane), last_seq(epoch), static_cast<u64>(n));
+			store16(signal_line(a, p, a.rank, lane) + parity_bytes(a, epoch), last_seq(epoch), static_cast<u64>(n));
 		}
 	}
-	receiver in{a, r, epoch, threadIdx.x, SW_COPY_THREADS, word};
-	in.await_in_place();
+	receiver in{a, r, epoch};
+	for (u32 i = threadIdx.x; i < (a.size - 1) * a.lanes; i += SW_COPY_THREADS) {
+		const sw_step &m = r[i / a.lanes];
+		u32 lane = i % a.lanes;
+		if (m.recv_bytes > a.packet_bytes && lane < stripes(a, m.recv_bytes).count)
+			in.await_line(signal_line(a, a.rank, m.from, lane) + parity_bytes(a, epoch), m.from, m.recv_bytes);
+	}
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
 	x.receive(epoch);
-}
-
-// The end of a message whose beginning a copy engine has moved, while that engine prepares its next copy.
-extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS, 1) alltoallv_move(const __grid_constant__ sw_move_args m)
-{
-	using namespace sw;
-	constexpr i64 piece = 65536;
-	for (i64 at = blockIdx.x * piece; at < m.bytes; at += gridDim.x * piece)
-		copy<SW_SEND_THREADS>(m.dst + at, m.src + at, min(piece, m.bytes - at), threadIdx.x);
 }

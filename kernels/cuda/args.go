@@ -1,6 +1,10 @@
 package cuda
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
 
 // What args.h declares. A test compares every number with the header.
 const (
@@ -9,39 +13,37 @@ const (
 	packetGroupPayload = 1536
 	packetGroupBytes   = 2048
 	packetHeaderBytes  = 128
-	sendThreads        = 512
-	pilotThreads       = 32
-	bulkThreads        = 32
-	recvThreads        = 192
-	bulkStages         = 13
-	bulkBytes          = 16384
+	sendThreads        = 384
+	watchThreads       = 64
+	recvThreads        = 320
+	tileBytes          = 4096
+	itemBytes          = 104
 	packetThreads      = 1024
 	copyThreads        = 256
 	laneMinBytes       = 16384
 
 	flagStaged = 1
 	flagMesh   = 2
-	flagPaced  = 4
-	flagBulk   = 8
 
 	faultTimeout  = 1
 	faultAborted  = 2
 	faultMismatch = 3
 	faultPlace    = 4
+	faultSplits   = 5
 
-	faultBytes   = 40
+	faultBytes   = 48
 	faultKind    = 0
 	faultPeer    = 4
 	faultEpoch   = 8
 	faultSent    = 16
 	faultExpect  = 24
-	faultSending = 32
+	faultLimit   = 32
+	faultSending = 40
 
 	controlFault = 12 // of struct sw_control
 
-	argsBytes     = 2752
+	argsBytes     = 2776
 	copyArgsBytes = argsBytes + 8*maxRanks
-	moveArgsBytes = 24
 	argsDstOffset = 32
 	argsSplits    = 40
 	argsFault     = 48
@@ -50,23 +52,24 @@ const (
 	argsSlotBytes = 128
 	argsRank      = 136
 	argsFlags     = 152
-	argsOwn       = 168
-	argsSteps     = 192
+	argsSegments  = 184
+	argsOwn       = 192
+	argsSteps     = 216
 	stepBytes     = 40
 	stepSend      = 8
 	stepRecv      = 24
 )
 
 // exchangeArgs encodes struct sw_exchange_args into b, which has argsBytes bytes.
-func exchangeArgs(b []byte, base, stride uint64, rank int, fault uintptr, flags uint32, x *Exchange) {
+func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, x *Exchange) {
 	c, r := x.Channels, x.Routes
 	at := 0
 	word := func(v uint64) {
 		binary.LittleEndian.PutUint64(b[at:], v)
 		at += 8
 	}
-	word(base)
-	word(stride)
+	word(uint64(space.Base))
+	word(uint64(space.Stride))
 	word(uint64(x.Src))
 	word(uint64(x.Dst))
 	word(uint64(x.DstOffset))
@@ -86,11 +89,14 @@ func exchangeArgs(b []byte, base, stride uint64, rank int, fault uintptr, flags 
 	if peers := uint64(c.Size - 1); peers > 1 {
 		inverse = uint32((1<<32 + peers - 1) / peers)
 	}
-	for _, v := range [8]uint32{uint32(rank), uint32(c.Size), uint32(c.Lanes), uint32(c.Slots), flags, uint32(x.Tuning.Slack), inverse, 0} {
+	for _, v := range [8]uint32{uint32(space.Rank), uint32(c.Size), uint32(c.Lanes), uint32(c.Slots), flags, interval, inverse, 0} {
 		binary.LittleEndian.PutUint32(b[at:], v)
 		at += 4
 	}
-	me := rank
+	word(uint64(x.SrcBytes))
+	word(uint64(x.DstBytes))
+	word(uint64(space.SegmentTable()))
+	me := space.Rank
 	word(uint64(r.SendBytes[me]))
 	word(uint64(r.SendOffsets[me]))
 	word(uint64(r.RecvOffsets[me]))

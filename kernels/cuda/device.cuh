@@ -8,6 +8,7 @@ namespace sw {
 using u8 = uint8_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
+using i32 = int32_t;
 using i64 = int64_t;
 
 constexpr u32 abort_offset = 0; // kernels.AbortOffset
@@ -80,25 +81,82 @@ __device__ __forceinline__ void release_stream()
 }
 
 // Words in shared memory between the warps of a block, as atomics, so that racecheck knows that they are meant to be shared. What a
-// thread has written before write_shared is seen by one that has read the new value.
+// thread has written before write_shared is seen by one that has read the new value. write_shared costs a fence, which waits for
+// the thread's own stores, also those to peers; read_shared does not.
+__device__ __forceinline__ u32 shared_address(const void *p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
 template <typename T> __device__ __forceinline__ T read_shared(T *p)
 {
 	T v;
 	if constexpr (sizeof(T) == 4)
-		v = atomicAdd(reinterpret_cast<u32 *>(p), 0u);
+		asm volatile("atom.acquire.cta.shared.add.u32 %0, [%1], 0;" : "=r"(v) : "r"(shared_address(p)) : "memory");
 	else
-		v = atomicAdd(reinterpret_cast<unsigned long long *>(p), 0ull);
-	__threadfence_block();
+		asm volatile("atom.acquire.cta.shared.cas.b64 %0, [%1], 0, 0;" : "=l"(v) : "r"(shared_address(p)) : "memory");
+	return v;
+}
+
+// look_shared is read_shared for a word on the way of the data: it costs less, and racecheck takes it for a hazard.
+__device__ __forceinline__ u64 look_shared(const u64 *p)
+{
+	u64 v;
+	asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(v) : "r"(shared_address(p)) : "memory");
 	return v;
 }
 
 template <typename T> __device__ __forceinline__ void write_shared(T *p, T v)
 {
-	__threadfence_block();
+	asm volatile("fence.acq_rel.cta;" ::: "memory");
 	if constexpr (sizeof(T) == 4)
 		atomicExch(reinterpret_cast<u32 *>(p), v);
 	else
 		atomicExch(reinterpret_cast<unsigned long long *>(p), static_cast<unsigned long long>(v));
+}
+
+// A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for the stores that
+// it comes after.
+struct reports {
+	u64 state;
+
+	__device__ __forceinline__ void expect(u32 warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory"); }
+
+	// One thread of a warp, after __syncwarp.
+	__device__ __forceinline__ void report()
+	{
+		[[maybe_unused]] u64 ignored;
+		asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(ignored) : "r"(shared_address(&state)) : "memory");
+	}
+
+	// True when all warps have reported n+1 times; to be asked before any reports once more.
+	__device__ __forceinline__ bool all(u32 n)
+	{
+		u32 yes;
+		asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+			     : "=r"(yes)
+			     : "r"(shared_address(&state)), "r"(n & 1)
+			     : "memory");
+		return yes != 0;
+	}
+};
+
+// This rank's segment, and any rank's. Where the heap's segments do not lie at equal distances, base is set so that this
+// rank's lies right, and the others are in a table, which does not change.
+__device__ __forceinline__ u64 own_segment(const sw_exchange_args &a) { return a.base + a.rank * a.stride; }
+
+__device__ __forceinline__ u64 segment(const sw_exchange_args &a, u32 rank)
+{
+	if (a.segments != 0)
+		return __ldg(reinterpret_cast<const unsigned long long *>(a.segments) + rank);
+	return a.base + rank * a.stride;
+}
+
+// What to add to segment(a, peer) to get to a place that peer has told. Mostly it is the place itself. A place of memory that is
+// registered but not mapped in the segment names a row of the alias table instead: its address, here, by rank.
+__device__ __forceinline__ u64 resolve(const sw_exchange_args &a, u32 peer, u64 place)
+{
+	if (place >> 62 != 1) // also SW_NOWHERE
+		return place;
+	u64 row = (place & ~(1ull << 62)) >> SW_ALIAS_SHIFT, offset = place & ((1ull << SW_ALIAS_SHIFT) - 1);
+	return load_relaxed(own_segment(a) + SW_ALIAS_OFFSET + (row * a.size + peer) * 8) + offset - segment(a, peer);
 }
 
 // barrier of a part of the block's threads; id 0 is __syncthreads.
@@ -111,11 +169,11 @@ struct wait {
 	u32 polls = 0;
 	u32 kind = SW_FAULT_NONE;
 
-	__device__ __forceinline__ bool slow(const sw_exchange_args &a)
+	__device__ __noinline__ bool slow(const sw_exchange_args &a)
 	{
 		if ((++polls & 255) != 0)
 			return true;
-		u64 own = a.base + a.rank * a.stride;
+		u64 own = own_segment(a);
 		u32 fault = load_relaxed32(own + a.control + offsetof(sw_control, fault));
 		if (fault != SW_FAULT_NONE && fault != SW_FAULT_MISMATCH) {
 			kind = SW_FAULT_NONE; // somebody of this rank has given up and said why
@@ -137,11 +195,11 @@ struct wait {
 };
 
 // give_up records the first fault of this rank. A mismatch is a fault of one call only and gives way to others.
-static __device__ __noinline__ void give_up(const sw_exchange_args &a, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0)
+static __device__ __noinline__ void give_up(const sw_exchange_args &a, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0)
 {
 	if (kind == SW_FAULT_NONE)
 		return;
-	u64 own = a.base + a.rank * a.stride;
+	u64 own = own_segment(a);
 	u32 *first = reinterpret_cast<u32 *>(own + a.control + offsetof(sw_control, fault));
 	u32 before = atomicCAS(first, SW_FAULT_NONE, kind);
 	if (before == SW_FAULT_MISMATCH && kind != SW_FAULT_MISMATCH)
@@ -153,6 +211,7 @@ static __device__ __noinline__ void give_up(const sw_exchange_args &a, u32 kind,
 	f->epoch = epoch;
 	f->sent = sent;
 	f->expected = expected;
+	f->limit = limit;
 	f->sending = sending;
 	__threadfence_system();
 	f->kind = kind;
@@ -170,7 +229,7 @@ struct call_number {
 		// uniform register at once, and so wait for it here.
 		u32 lane;
 		asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-		v = load16(a.base + a.rank * a.stride + a.control + (lane >> 5));
+		v = load16(own_segment(a) + a.control + (lane >> 5));
 	}
 
 	// 0 after an earlier fault: the kernel must do nothing.
@@ -183,7 +242,7 @@ struct call_number {
 	// One thread of a block, after a barrier behind every load of the block.
 	__device__ __forceinline__ void advance(const sw_exchange_args &a) const
 	{
-		sw_control *c = reinterpret_cast<sw_control *>(a.base + a.rank * a.stride + a.control);
+		sw_control *c = reinterpret_cast<sw_control *>(own_segment(a) + a.control);
 		if (gridDim.x > 1) {
 			u32 before;
 			asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(&c->readers) : "memory");
@@ -295,54 +354,5 @@ static __device__ __noinline__ void copy_odd(u64 dst, u64 src, i64 n, u32 tid, u
 		copy_shifted<3>(dst + head, from, count, s, tid, threads);
 	}
 }
-
-// stream copies count vectors between aligned addresses with T threads. All loads of a batch come before its first store.
-template <u32 T> __device__ __forceinline__ void stream(u64 dst, u64 src, i64 count, u32 tid)
-{
-	constexpr int unroll = 8;
-	i64 left = count - tid;
-	src += 16 * tid;
-	dst += 16 * tid;
-#pragma unroll 1
-	for (; left > static_cast<i64>((unroll - 1) * T); left -= unroll * T, src += 16 * unroll * T, dst += 16 * unroll * T) {
-		uint4 v[unroll];
-#pragma unroll
-		for (u32 k = 0; k < unroll; k++)
-			v[k] = load_vector(src + 16 * k * T);
-#pragma unroll
-		for (u32 k = 0; k < unroll; k++)
-			store_vector(dst + 16 * k * T, v[k]);
-	}
-	if (left <= 0)
-		return;
-	u32 rest = static_cast<u32>(left); // at most 7*T
-	uint4 v[unroll];
-#pragma unroll
-	for (u32 k = 0; k < unroll; k++)
-		v[k] = load_vector_if(rest > k * T, src + 16 * k * T);
-#pragma unroll
-	for (u32 k = 0; k < unroll; k++)
-		store_vector_if(rest > k * T, dst + 16 * k * T, v[k]);
-}
-
-// copy moves n bytes with T threads. Any alignment, and no byte outside the two ranges is touched.
-template <u32 T> __device__ __forceinline__ void copy(u64 dst, u64 src, i64 n, u32 tid)
-{
-	if (((dst ^ src) & 15) != 0 || n < 32) {
-		copy_odd(dst, src, n, tid, T);
-		return;
-	}
-	u32 head = -static_cast<u32>(dst) & 15;
-	i64 count = (n - head) / 16;
-	u32 ends = static_cast<u32>(n - 16 * count);
-	if (ends != 0 && tid < ends) {
-		i64 at = tid < head ? tid : 16 * count + tid;
-		store_byte(dst + at, load_byte(src + at));
-	}
-	stream<T>(dst + head, src + head, count, tid);
-}
-
-// copy_apart is copy as a function of its own, where registers are scarce.
-template <u32 T> static __device__ __noinline__ void copy_apart(u64 dst, u64 src, i64 n, u32 tid) { copy<T>(dst, src, n, tid); }
 
 } // namespace sw

@@ -20,19 +20,17 @@ type Engine struct {
 	space  kernels.Space
 	module cuda.Module
 	packet cuda.Function
-	bulk   bool // the device has a bulk copy engine
-	limit  int  // blocks of the exchange kernel that run at once
-	small  int  // blocks of the packet kernel that run at once
+	limit  int // blocks of the exchange kernel that run at once
+	small  int // blocks of the packet kernel that run at once
 	fn     cuda.Function
 	opens  cuda.Function
 	closes cuda.Function
-	moves  cuda.Function
+	cycles float64 // of a multiprocessor in a nanosecond
 	fault  *cuda.HostBuffer
 	flags  cuda.LaunchFlags
 	side   cuda.Stream // of copies that stay on the device
 	fork   cuda.Event
 	join   cuda.Event
-	step   cuda.Event
 
 	mu    sync.Mutex
 	batch cuda.Batch
@@ -52,6 +50,8 @@ type Exchange struct {
 	// receive bytes, receive offsets, Channels.Size numbers each. The kernel reads them when it runs; those of Routes
 	// are then only an estimate.
 	Splits uintptr
+	// SrcBytes and DstBytes are how long Src and Dst are, which Splits must not reach past.
+	SrcBytes, DstBytes int64
 	// Places, when set, are the offsets in the peers' segments at which this rank's messages go: RecvOffsets of this rank
 	// there, from the start of the segment. The copy engines then move every message above PacketBytes, and no
 	// multiprocessor does. They must be right: a receiver that has granted another place makes Err report it, but the copies have
@@ -71,19 +71,10 @@ type Tuning struct {
 	Staged bool
 	// Mesh serves all peers at the same time instead of one after the other.
 	Mesh bool
-	// Paced begins a step of the ring when the message of the step before has arrived, which keeps the ranks from colliding
-	// at a receiver. It has no effect on a mesh.
-	Paced bool
-	// Tail, for copies by the copy engines, is how many bytes at the end of each message a few multiprocessors move while
-	// the copy engine prepares its next copy. 0 leaves the multiprocessors alone.
-	Tail int64
-	// Slack is how many chunks of that message may still be under way.
-	Slack int
-	// Bulk moves aligned messages with the bulk copy engine, where the device has one.
-	Bulk bool
-	// Aside copies what stays on the rank with a copy engine when it has at least this many bytes, so that the
-	// multiprocessors have their stores for the peers. 0 means never.
-	Aside int64
+	// Rate spreads the stores of the blocks together over time, to so many bytes a nanosecond. Senders that offer a little less
+	// than a link carries keep their order around the ring, and the link is then used better than by all they could store.
+	// 0 means as fast as they can.
+	Rate float64
 }
 
 // New makes the engine of space.Rank on ctx's device. It loads the kernels, which can wait for running ones: control
@@ -104,7 +95,7 @@ func New(ctx *cuda.Context, space kernels.Space) (_ *Engine, err error) {
 	for _, k := range []struct {
 		name string
 		f    *cuda.Function
-	}{{"alltoallv_packet", &e.packet}, {"alltoallv", &e.fn}, {"alltoallv_open", &e.opens}, {"alltoallv_close", &e.closes}, {"alltoallv_move", &e.moves}} {
+	}{{"alltoallv_packet", &e.packet}, {"alltoallv", &e.fn}, {"alltoallv_open", &e.opens}, {"alltoallv_close", &e.closes}} {
 		if *k.f, err = ctx.Function(e.module, k.name); err != nil {
 			return nil, err
 		}
@@ -113,14 +104,17 @@ func New(ctx *cuda.Context, space kernels.Space) (_ *Engine, err error) {
 	if err != nil {
 		return nil, err
 	}
-	shared := 0
-	if e.bulk = major >= 9; e.bulk {
+	if major >= 9 {
 		e.flags |= cuda.Programmatic
-		shared = bulkStages * bulkBytes
-		if err := ctx.SetFunctionAttribute(e.fn, cuda.FunctionMaxDynamicShared, shared); err != nil {
-			return nil, err
-		}
 	}
+	if err := ctx.SetFunctionAttribute(e.fn, cuda.FunctionMaxDynamicShared, maxSharedBytes); err != nil {
+		return nil, err
+	}
+	kilohertz, err := ctx.Device().Attribute(cuda.ClockRate)
+	if err != nil {
+		return nil, err
+	}
+	e.cycles = float64(kilohertz) / 1e6
 	multiprocessors, err := ctx.Device().Attribute(cuda.Multiprocessors)
 	if err != nil {
 		return nil, err
@@ -129,7 +123,7 @@ func New(ctx *cuda.Context, space kernels.Space) (_ *Engine, err error) {
 		f               cuda.Function
 		threads, shared int
 		limit           *int
-	}{{e.fn, exchangeThreads, shared, &e.limit}, {e.packet, packetThreads, 0, &e.small}} {
+	}{{e.fn, exchangeThreads, maxSharedBytes, &e.limit}, {e.packet, packetThreads, 0, &e.small}} {
 		n, err := ctx.BlocksPerMultiprocessor(k.f, k.threads, k.shared)
 		if err != nil {
 			return nil, err
@@ -146,9 +140,6 @@ func New(ctx *cuda.Context, space kernels.Space) (_ *Engine, err error) {
 		return nil, err
 	}
 	if e.join, err = ctx.NewEvent(false); err != nil {
-		return nil, err
-	}
-	if e.step, err = ctx.NewEvent(false); err != nil {
 		return nil, err
 	}
 	return e, nil
@@ -174,7 +165,7 @@ func (e *Engine) Close() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	err := e.fault.Close()
-	for _, ev := range []*cuda.Event{&e.fork, &e.join, &e.step} {
+	for _, ev := range []*cuda.Event{&e.fork, &e.join} {
 		if *ev != 0 {
 			err = errors.Join(err, e.ctx.DestroyEvent(*ev))
 			*ev = 0
@@ -197,6 +188,9 @@ func (e *Engine) Close() error {
 func (e *Engine) AllToAllV(stream uintptr, x *Exchange) error {
 	if err := x.validate(e.space.Size); err != nil {
 		return err
+	}
+	if n := sharedBytes(x.Channels, min(x.Channels.Lanes, e.limit)); n > maxSharedBytes {
+		return fmt.Errorf("kernels: alltoallv: %d lanes of %d ranks on at most %d blocks need %d bytes of shared memory", x.Channels.Lanes, x.Channels.Size, e.limit, n)
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -221,6 +215,8 @@ func (x *Exchange) validate(size int) error {
 		return errors.New("kernels: alltoallv: copies need a place on every rank, splits known to the host and an output that peers can write")
 	case x.Timeout <= 0:
 		return fmt.Errorf("kernels: alltoallv: timeout %v", x.Timeout)
+	case x.Tuning.Rate < 0:
+		return fmt.Errorf("kernels: alltoallv: rate %v", x.Tuning.Rate)
 	}
 	return nil
 }
@@ -232,7 +228,7 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 	for _, f := range [...]struct {
 		on  bool
 		bit uint32
-	}{{t.Staged, flagStaged}, {t.Mesh, flagMesh}, {t.Paced && !t.Mesh, flagPaced}, {t.Bulk && e.bulk, flagBulk}} {
+	}{{t.Staged, flagStaged}, {t.Mesh, flagMesh}} {
 		if f.on {
 			flags |= f.bit
 		}
@@ -242,7 +238,7 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 		e.addCopies(b, x)
 		return
 	}
-	groups, large := int64(0), x.Splits != 0
+	groups, large, interval := int64(0), x.Splits != 0, uint32(0)
 	for p := range c.Size {
 		if p == e.space.Rank {
 			continue
@@ -257,9 +253,11 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 		if blocks == 0 {
 			blocks = c.Lanes
 		}
-		l.Grid = [3]uint32{uint32(max(1, min(blocks, c.Lanes, e.limit))), 1, 1}
-		if flags&flagBulk != 0 {
-			l.SharedBytes = bulkStages * bulkBytes
+		blocks = max(1, min(blocks, c.Lanes, e.limit))
+		l.Grid = [3]uint32{uint32(blocks), 1, 1}
+		l.SharedBytes = uint32(sharedBytes(c, blocks))
+		if t.Rate > 0 {
+			interval = uint32(min(tileBytes*float64(blocks)/t.Rate*e.cycles, 1<<24))
 		}
 	} else {
 		l.Function, l.Block = e.packet, [3]uint32{packetThreads, 1, 1}
@@ -270,27 +268,22 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 		}
 		l.Grid = [3]uint32{uint32(max(1, min(blocks, e.small))), 1, 1}
 	}
-	exchangeArgs(e.args[:argsBytes], uint64(e.space.Base), uint64(e.space.Stride), e.space.Rank, e.fault.Addr(), flags, x)
+	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), flags, interval, x)
 	l.Args = e.args[:argsBytes]
-	me := e.space.Rank
-	own := r.SendBytes[me]
-	if !large || x.Splits != 0 || t.Aside <= 0 || own < t.Aside {
-		b.Launch(0, l)
-		return
-	}
-	binary.LittleEndian.PutUint64(e.args[argsOwn:], 0)
-	b.Record(0, e.fork)
-	b.WaitEvent(1, e.fork)
-	b.Copy(1, x.Dst+uintptr(r.RecvOffsets[me]), x.Src+uintptr(r.SendOffsets[me]), own)
-	b.Record(1, e.join)
 	b.Launch(0, l)
-	b.WaitEvent(0, e.join)
+}
+
+// sharedBytes is the dynamic shared memory of a block of the exchange kernel: what its warps tell one another of every lane
+// of a message that the block looks after.
+func sharedBytes(c *Channels, blocks int) int {
+	items := (c.Size - 1) * ((c.Lanes + blocks - 1) / blocks)
+	return items * (itemBytes + 8*c.Slots + 4*(3+recvThreads/32))
 }
 
 // addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast.
 func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 	r, c := x.Routes, x.Channels
-	exchangeArgs(e.args[:argsBytes], uint64(e.space.Base), uint64(e.space.Stride), e.space.Rank, e.fault.Addr(), 0, x)
+	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), 0, 0, x)
 	for p, at := range x.Places {
 		binary.LittleEndian.PutUint64(e.args[argsBytes+8*p:], uint64(at))
 	}
@@ -298,12 +291,9 @@ func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 	b.Launch(0, l)
 	me := e.space.Rank
 	own := r.SendBytes[me]
-	aside := own > 0 || x.Tuning.Tail > 0
-	if aside {
+	if own > 0 {
 		b.Record(0, e.fork)
 		b.WaitEvent(1, e.fork)
-	}
-	if own > 0 {
 		b.Copy(1, x.Dst+uintptr(r.RecvOffsets[me]), x.Src+uintptr(r.SendOffsets[me]), own)
 	}
 	for _, p := range r.Order {
@@ -311,24 +301,9 @@ func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 		if n <= c.PacketBytes {
 			continue
 		}
-		tail := int64(0)
-		if x.Tuning.Tail > 0 && n > 4*x.Tuning.Tail {
-			tail = x.Tuning.Tail
-		}
-		dst := e.space.Base + uintptr(int64(p)*e.space.Stride+x.Places[p])
-		src := x.Src + uintptr(r.SendOffsets[p])
-		b.Copy(0, dst, src, n-tail)
-		if tail > 0 {
-			b.Record(0, e.step)
-			b.WaitEvent(1, e.step)
-			var m [moveArgsBytes]byte
-			binary.LittleEndian.PutUint64(m[:], uint64(dst)+uint64(n-tail))
-			binary.LittleEndian.PutUint64(m[8:], uint64(src)+uint64(n-tail))
-			binary.LittleEndian.PutUint64(m[16:], uint64(tail))
-			b.Launch(1, cuda.Launch{Function: e.moves, Grid: [3]uint32{8, 1, 1}, Block: [3]uint32{sendThreads, 1, 1}, Flags: e.flags &^ cuda.Programmatic, Args: m[:]})
-		}
+		b.Copy(0, e.space.Addr(int(p), x.Places[p]), x.Src+uintptr(r.SendOffsets[p]), n)
 	}
-	if aside {
+	if own > 0 {
 		b.Record(1, e.join)
 		b.WaitEvent(0, e.join)
 	}
@@ -336,7 +311,10 @@ func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 	b.Launch(0, l)
 }
 
-const exchangeThreads = sendThreads + pilotThreads + bulkThreads + recvThreads
+const (
+	exchangeThreads = sendThreads + watchThreads + recvThreads
+	maxSharedBytes  = 96 << 10 // of a block, asked for at launch
+)
 
 // How many blocks the packet kernel takes by default: one for every packetWarps groups of packets, within limits. On 8
 // GPUs, 16 blocks were fastest for 8 KiB a rank and 48 for 2 MiB.
@@ -369,6 +347,9 @@ func (e *Engine) Err() error {
 	case faultPlace:
 		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", epoch, peer,
 			binary.LittleEndian.Uint64(b[faultSent:]), binary.LittleEndian.Uint64(b[faultExpect:]))
+	case faultSplits:
+		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: epoch, Bytes: int64(binary.LittleEndian.Uint64(b[faultSent:])),
+			Offset: int64(binary.LittleEndian.Uint64(b[faultExpect:])), Limit: int64(binary.LittleEndian.Uint64(b[faultLimit:]))}
 	case faultAborted:
 		return &comm.PeerError{Rank: peer, Op: "alltoallv", Epoch: epoch, Err: comm.ErrAborted}
 	default:
@@ -384,7 +365,7 @@ func (e *Engine) ClearMismatch(stream uintptr, c *Channels) error {
 		return nil
 	}
 	shm.Word32(b, faultKind).Store(0)
-	own := e.space.Base + uintptr(int64(e.space.Rank)*e.space.Stride+c.Offset)
+	own := e.space.Addr(e.space.Rank, c.Offset)
 	if err := e.ctx.Set(cuda.Stream(stream), own+controlFault, 0, 4); err != nil {
 		return fmt.Errorf("kernels: clear mismatch: %w", err)
 	}

@@ -377,15 +377,12 @@ var tunings = []struct {
 	t       Tuning
 }{
 	{"ring", true, Tuning{}},
-	{"paced ring", true, Tuning{Paced: true}},
+	{"ring at a rate", true, Tuning{Rate: 50}},
 	{"mesh", true, Tuning{Mesh: true}},
-	{"paced ring with slack", true, Tuning{Paced: true, Slack: 2}},
-	{"mesh, few blocks, own part aside", true, Tuning{Mesh: true, Blocks: 3, Aside: 1}},
-	{"bulk ring", true, Tuning{Bulk: true}},
-	{"bulk mesh, few blocks", true, Tuning{Bulk: true, Mesh: true, Blocks: 3}},
-	{"bulk, staged and paced", false, Tuning{Bulk: true, Paced: true}},
-	{"staged", false, Tuning{Mesh: true}},
-	{"staged by choice, paced", true, Tuning{Staged: true, Paced: true}},
+	{"mesh, few blocks", true, Tuning{Mesh: true, Blocks: 3}},
+	{"staged mesh", false, Tuning{Mesh: true}},
+	{"staged ring at a rate", false, Tuning{Rate: 50}},
+	{"staged by choice", true, Tuning{Staged: true}},
 	{"staged, one block", false, Tuning{Blocks: 1}},
 }
 
@@ -454,7 +451,6 @@ func TestCopyEnginesExchange(t *testing.T) {
 		for trial := range 6 {
 			c := w.newCall(random(rng, size, func() int64 { return rng.Int64N(200_000) >> (rng.IntN(2) * 8) }), func() int64 { return rng.Int64N(40) })
 			c.copies = trial%3 != 2
-			c.tuning.Tail = int64(trial%2) * 5000
 			w.prepare(c)
 			w.launch(c)
 			w.launch(c)
@@ -512,7 +508,7 @@ func TestGraphsReplay(t *testing.T) {
 		graphs := make([]cuda.Graph, 3)
 		execs := make([]cuda.GraphExec, 3)
 		for r, k := range w.ranks {
-			require.NoError(t, k.ctx.BeginCapture(k.s))
+			require.NoError(t, k.ctx.BeginCapture(k.s, cuda.RelaxedCapture))
 			for range 3 {
 				require.NoError(t, k.e.AllToAllV(uintptr(k.s), w.exchange(c, r)))
 			}
@@ -566,7 +562,7 @@ func TestSplitsAreReadFromDeviceMemory(t *testing.T) {
 		}
 		for r, k := range w.ranks {
 			x := w.exchange(c, r)
-			x.Splits = tables[r]
+			x.Splits, x.SrcBytes, x.DstBytes = tables[r], extent(c.routes[r].SendBytes, c.routes[r].SendOffsets), extent(c.routes[r].RecvBytes, c.routes[r].RecvOffsets)
 			require.NoError(t, k.e.AllToAllV(uintptr(k.s), x))
 		}
 		w.sync()
@@ -574,6 +570,52 @@ func TestSplitsAreReadFromDeviceMemory(t *testing.T) {
 	}
 	for r, k := range w.ranks {
 		require.NoError(t, k.ctx.MemFree(tables[r]))
+	}
+}
+
+func TestSplitsInDeviceMemoryThatReachPastABufferMoveNothing(t *testing.T) {
+	for _, p := range []struct {
+		word  int // of the table of rank 0
+		value int64
+		want  kernels.SplitsError
+	}{
+		{1, 1001, kernels.SplitsError{Peer: 1, Send: true, Bytes: 1001, Offset: 1000, Limit: 2000}},
+		{3, -1, kernels.SplitsError{Peer: 1, Send: true, Bytes: 1000, Offset: -1, Limit: 2000}},
+		{5, 1 << 62, kernels.SplitsError{Peer: 1, Bytes: 1 << 62, Offset: 1000, Limit: 2000}},
+		{6, 1001, kernels.SplitsError{Peer: 0, Bytes: 1000, Offset: 1001, Limit: 2000}},
+	} {
+		w := newWorld(t, 2, 8<<20, testChannels)
+		c := w.newCall(uniform(2, 1000), none)
+		c.timeout = 200 * time.Millisecond
+		w.prepare(c)
+		for r, k := range w.ranks {
+			words := []int64{1000, 1000, 0, 1000, 1000, 1000, 0, 1000}
+			if r == 0 {
+				words[p.word] = p.value
+			}
+			var table []byte
+			for _, n := range words {
+				table = binary.LittleEndian.AppendUint64(table, uint64(n))
+			}
+			x := w.exchange(c, r)
+			x.Splits, x.SrcBytes, x.DstBytes = w.segment(r)+uintptr(w.stride)-4096, 2000, 2000
+			require.NoError(t, k.ctx.Write(k.s, x.Splits, table))
+			require.NoError(t, k.e.AllToAllV(uintptr(k.s), x))
+		}
+		for _, k := range w.ranks {
+			require.NoError(t, k.ctx.SynchronizeStream(k.s))
+		}
+		p.want.Epoch = 1
+		var got *kernels.SplitsError
+		require.ErrorAs(t, w.ranks[0].e.Err(), &got)
+		require.Equal(t, p.want, *got)
+		require.ErrorIs(t, w.ranks[1].e.Err(), comm.ErrTimeout)
+		out := make([]byte, 2000)
+		require.NoError(t, w.ranks[0].ctx.Read(w.ranks[0].s, out, w.segment(0)+uintptr(c.dst)))
+		for i, v := range out {
+			require.EqualValues(t, poison, v, "byte %d", i)
+		}
+		w.close()
 	}
 }
 

@@ -50,7 +50,7 @@ func (w *world) timeGraph(c *call, calls, replays int) timing {
 			}
 		}
 		var err error
-		must(k.ctx.BeginCapture(k.s))
+		must(k.ctx.BeginCapture(k.s, cuda.RelaxedCapture))
 		x := w.exchange(c, k.id)
 		for range calls {
 			must(k.e.AllToAllV(uintptr(k.s), x))
@@ -231,7 +231,7 @@ func TestMeasure(t *testing.T) {
 				for range 20 {
 					b.Launch(0, cuda.Launch{Function: f, Grid: [3]uint32{v.grid, 1, 1}, Block: [3]uint32{512, 1, 1}, Flags: v.flags, Args: make([]byte, v.bytes)})
 				}
-				require.NoError(t, k.ctx.BeginCapture(k.s))
+				require.NoError(t, k.ctx.BeginCapture(k.s, cuda.RelaxedCapture))
 				require.NoError(t, k.ctx.Submit(&b, uintptr(k.s)))
 				g, err := k.ctx.EndCapture(k.s)
 				require.NoError(t, err)
@@ -287,19 +287,16 @@ func TestMeasure(t *testing.T) {
 				variants := []variant{
 					{"copies", true, Tuning{}},
 					{"mesh", true, Tuning{Mesh: true}},
-					{"mesh bulk", true, Tuning{Mesh: true, Bulk: true}},
 					{"ring", true, Tuning{}},
-					{"ring bulk", true, Tuning{Bulk: true}},
-					{"ring paced 0", true, Tuning{Paced: true}},
-					{"ring paced 1", true, Tuning{Paced: true, Slack: 1}},
-					{"ring paced 2", true, Tuning{Paced: true, Slack: 2}},
-					{"ring paced 2 aside", true, Tuning{Paced: true, Slack: 2, Aside: 1 << 20}},
-					{"ring bulk paced 0", true, Tuning{Bulk: true, Paced: true}},
-					{"ring bulk paced 1", true, Tuning{Bulk: true, Paced: true, Slack: 1}},
-					{"ring bulk paced 3", true, Tuning{Bulk: true, Paced: true, Slack: 3}},
-					{"staged ring paced 1", false, Tuning{Paced: true, Slack: 1}},
-					{"staged ring bulk paced 1", false, Tuning{Bulk: true, Paced: true, Slack: 1}},
-					{"staged mesh bulk", false, Tuning{Mesh: true, Bulk: true}},
+					{"ring, 8 blocks", true, Tuning{Blocks: 8}},
+					{"ring at 335", true, Tuning{Rate: 335}},
+					{"ring at 345", true, Tuning{Rate: 345}},
+					{"ring at 355", true, Tuning{Rate: 355}},
+					{"ring at 365", true, Tuning{Rate: 365}},
+					{"staged mesh", false, Tuning{Mesh: true}},
+					{"staged ring", false, Tuning{}},
+					{"staged ring at 345", false, Tuning{Rate: 345}},
+					{"staged ring at 355", false, Tuning{Rate: 355}},
 				}
 				for _, v := range variants {
 					c := w.newCall(m, none)

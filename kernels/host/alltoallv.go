@@ -40,11 +40,13 @@ type half struct {
 	mode   kernels.Mode
 	buf    []byte // the message in the user's buffer
 	total  int64
-	done   int64 // bytes moved so far
-	chunk  int   // number of the next chunk to send or to receive, from 1
-	grants int   // receive: number of the next chunk to grant
-	asked  int64 // receive: bytes granted so far
-	refuse bool  // receive: the sender has been refused and has yet to acknowledge
+	done   int64  // bytes moved so far
+	chunk  int    // number of the next chunk to send or to receive, from 1
+	grants int    // receive: number of the next chunk to grant
+	asked  int64  // receive: bytes granted so far
+	refuse bool   // receive: the sender has been refused and has yet to acknowledge
+	pull   bool   // receive: this rank reads the message in its sender's memory
+	taken  uint64 // send: how far the receiver has read it there
 	seq    *atomic.Uint64
 }
 
@@ -61,6 +63,8 @@ type exchange struct {
 	rOpen  int  // receives that have been opened (credits posted)
 	stream bool // too large for the caches
 	failed error
+	own    kernels.AllToAllV // of a launch with splits in memory: what they make of it
+	routes kernels.Routes
 }
 
 func (x *exchange) reset() {
@@ -69,14 +73,22 @@ func (x *exchange) reset() {
 	clear(x.recvs)
 	x.sends, x.recvs = x.sends[:0], x.recvs[:0]
 	x.e, x.a, x.failed = nil, nil, nil
+	x.own = kernels.AllToAllV{}
 	x.sHead, x.rHead, x.rOpen = 0, 0, 0
 }
 
 func (x *exchange) run(e *Engine, a *kernels.AllToAllV) error {
 	x.e, x.a = e, a
-	me, c, r := e.space.Rank, a.Channels, a.Routes
+	me, c := e.space.Rank, a.Channels
 	count := e.word(me, c.Epoch())
 	x.epoch = count.Load() + 1
+	if a.Splits != nil {
+		if err := x.readSplits(); err != nil {
+			return err
+		}
+		a = x.a
+	}
+	r := a.Routes
 	count.Store(x.epoch)
 	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
 	var all int64
@@ -117,12 +129,42 @@ func (x *exchange) run(e *Engine, a *kernels.AllToAllV) error {
 		}
 		late := x.late()
 		if err := x.w.idle(late); err != nil {
+			x.withdraw()
 			return x.e.fail(late, "alltoallv", x.epoch, err)
 		}
 		if x.w.polls%pollsPerLook == 0 {
 			x.lookForMismatch()
 		}
 	}
+}
+
+// readSplits puts the splits in memory in the place of the launch's.
+func (x *exchange) readSplits() error {
+	a, r, n := x.a, &x.routes, x.a.Channels.Size
+	order := *a.Routes
+	table := shm.View[int64](a.Splits)
+	for i, v := range [...]*[]int64{&r.SendBytes, &r.SendOffsets, &r.RecvBytes, &r.RecvOffsets} {
+		*v = append((*v)[:0], table[i*n:][:n]...)
+	}
+	order.SendBytes, order.SendOffsets, order.RecvBytes, order.RecvOffsets = r.SendBytes, r.SendOffsets, r.RecvBytes, r.RecvOffsets
+	*r = order
+	me := x.e.space.Rank
+	r.RecvBytes[me] = r.SendBytes[me]
+	for _, d := range [...]struct {
+		send           bool
+		bytes, offsets []int64
+		limit          int64
+	}{{true, r.SendBytes, r.SendOffsets, int64(len(a.Src))}, {false, r.RecvBytes, r.RecvOffsets, int64(len(a.Dst))}} {
+		for p, bytes := range d.bytes {
+			if off := d.offsets[p]; bytes < 0 || off < 0 || off > d.limit-bytes {
+				return &kernels.SplitsError{Peer: p, Send: d.send, Bytes: bytes, Offset: off, Limit: d.limit, Epoch: x.epoch}
+			}
+		}
+	}
+	x.own = *a
+	x.own.Routes = r
+	x.a = &x.own
+	return nil
 }
 
 // streamFrom is the length from which a fence for one copy around the caches does not matter.
@@ -143,9 +185,13 @@ func (x *exchange) open() {
 	for x.rOpen < len(x.recvs) && x.rOpen-x.rHead < x.a.Routes.Window {
 		h := &x.recvs[x.rOpen]
 		x.rOpen++
-		if h.mode == kernels.CreditMode {
-			for x.grant(h) {
-			}
+		if h.mode != kernels.CreditMode {
+			continue
+		}
+		if h.pull = x.pulls(h); h.pull {
+			continue
+		}
+		for x.grant(h) {
 		}
 	}
 }
@@ -207,7 +253,7 @@ func (x *exchange) begin(h *half) {
 		copy(x.e.space.Range(h.peer, c.Eager(x.epoch, x.e.space.Rank), h.total), h.buf)
 		x.signal(h, kernels.LastSeq(x.epoch))
 	default:
-		x.signal(h, kernels.Seq(x.epoch, 0))
+		x.offer(h)
 		return
 	}
 	h.done = h.total
@@ -276,12 +322,12 @@ func (x *exchange) pushSends() bool {
 	return moved
 }
 
-// sendChunk sends the next chunk if its credit is there.
+// sendChunk sends the next chunk if its credit is there. It reports whether the message has got further.
 func (x *exchange) sendChunk(h *half) bool {
 	me := x.e.space.Rank
 	line := x.a.Channels.Credit(h.peer, h.chunk)
 	if x.e.word(me, line+kernels.LineSeq).Load() != kernels.Seq(x.epoch, h.chunk) {
-		return false
+		return x.taken(h)
 	}
 	n := x.e.word(me, line+kernels.LineLen).Load()
 	if total := x.e.word(me, line+kernels.LineTotal).Load(); n == kernels.Refused || int64(total) != h.total {
@@ -339,8 +385,11 @@ func (x *exchange) recv(h *half) bool {
 		h.chunk = 0
 		return true
 	}
-	seq := h.seq.Load()
-	if seq < kernels.Seq(x.epoch, 1) {
+	seq, first := h.seq.Load(), 1
+	if h.pull {
+		first = 0
+	}
+	if seq < kernels.Seq(x.epoch, first) {
 		return false
 	}
 	c, me := x.a.Channels, x.e.space.Rank
@@ -353,6 +402,9 @@ func (x *exchange) recv(h *half) bool {
 		copy(h.buf, x.e.space.Range(me, c.Eager(x.epoch, h.peer), h.total))
 		h.chunk = 0
 		return true
+	}
+	if h.pull {
+		return x.pull(h)
 	}
 	moved := false
 	for h.chunk < h.grants && seq >= kernels.Seq(x.epoch, h.chunk) {

@@ -20,7 +20,7 @@ type Engine struct {
 	abort    *atomic.Uint64
 	doorbell *atomic.Uint32
 	sleepers *atomic.Uint32
-	peers    []peerWords
+	peers    []peer
 	crowded  bool // ranks outnumber cores
 	cores    []int
 	waits    atomic.Uint32 // for peers on this rank's core
@@ -28,6 +28,9 @@ type Engine struct {
 	cacheBytes int64
 	why        func() error
 	step       func(p point, peer int) error // nil but in tests
+	pullFrom   int64                         // the least message that is read in its sender's memory,
+	pullBytes  int64                         // and how much of it at once
+	nonce      *shm.Nonce                    // by which peers know this rank's memory
 
 	mu    sync.Mutex
 	tasks []*task
@@ -37,21 +40,30 @@ type Engine struct {
 // machines this was measured on (1.5 MiB sent still gains from the caches, 2 MiB does not).
 const coreCacheBytes = 3 << 20
 
-type peerWords struct{ doorbell, sleepers, core *atomic.Uint32 }
+type peer struct {
+	doorbell, sleepers, core *atomic.Uint32
+	readable                 bool        // this rank may read its memory
+	memory                   shm.Process // which is there, in another process
+}
 
 // New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
 func New(space kernels.Space, why func() error) *Engine {
 	cores := runtime.GOMAXPROCS(0)
-	e := &Engine{space: space, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2}
+	e := &Engine{space: space, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes}
 	if e.crowded {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
 	}
 	own := space.Segment(space.Rank)
 	e.abort = shm.Word(own, kernels.AbortOffset)
-	e.peers = make([]peerWords, space.Size)
+	e.peers = make([]peer, space.Size)
+	if space.Bells != nil {
+		e.pullFrom = 0
+	}
 	for p := range e.peers {
 		seg := space.Segment(p)
-		e.peers[p] = peerWords{shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset), shm.Word32(seg, kernels.CoreOffset)}
+		w := &e.peers[p]
+		w.doorbell, w.sleepers, w.core = shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset), shm.Word32(seg, kernels.CoreOffset)
+		w.readable = space.Bells != nil
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
 	return e

@@ -1,6 +1,7 @@
 package host_test
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -10,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -49,6 +51,13 @@ type rig struct {
 	// before and point, when set, run before every call and at every point of a rank. It is where tests put bugs in.
 	before func(rank, call int) error
 	point  func(rank, call int, what string)
+	// looks, when set, runs before every idle look of a rank, whose wait its error ends; resumed when a rank goes on from
+	// another point, and its error is the rank's.
+	looks   func(rank int) error
+	resumed func(rank int, what string) error
+	// fresh takes the rig back to its first state; returned, when set, runs when a call has.
+	fresh    func()
+	returned func(rank int)
 	// verdict, when set, judges what the kernel returns in a call; false means that the output has no meaning.
 	verdict func(rank, call int, err error) (good bool, _ error)
 }
@@ -68,12 +77,14 @@ func newRig(w *explore.Workload) *rig {
 	}
 	for r := range n {
 		g.engines = append(g.engines, host.New(g.space(r), func() error { return nil }))
+		g.engines[r].SetPull(0, 16)
 		var longest int64
 		for _, c := range w.Calls {
 			longest = max(longest, c.SourceBytes(r))
 		}
 		g.sources = append(g.sources, make([]byte, longest))
 	}
+	g.fresh = g.clear
 	return g
 }
 
@@ -153,6 +164,9 @@ func (g *rig) run(rank int, turn explore.Turn) error {
 			}
 		}
 		err := g.exchange(rank, r, c, g.sources[rank], g.output(rank))
+		if g.returned != nil {
+			g.returned(rank)
+		}
 		fill(g.sources[rank], spoiled)
 		good := err == nil
 		if g.verdict != nil {
@@ -178,7 +192,7 @@ const passes = 33
 
 // start is a fresh run of the workload, for explore.Schedules.
 func (g *rig) start() explore.Program {
-	g.clear()
+	g.fresh()
 	p := explore.Program{End: func() error {
 		for r := range g.engines {
 			if err := g.untouched(r); err != nil {
@@ -187,6 +201,7 @@ func (g *rig) start() explore.Program {
 		}
 		return nil
 	}}
+	wrong := make([]error, len(g.engines))
 	for r, e := range g.engines {
 		p.Ranks = append(p.Ranks, func(turn explore.Turn) error {
 			idle := 0
@@ -197,12 +212,21 @@ func (g *rig) start() explore.Program {
 					}
 				}
 				idle = 0
+				if waiting && g.looks != nil {
+					if err := g.looks(r); err != nil {
+						return err
+					}
+				}
 				if g.point != nil {
 					g.point(r, int(*g.word(r, g.w.Channels.Epoch())-g.epoch)-1, what)
 				}
-				return turn(what, waiting)
+				err := turn(what, waiting)
+				if err == nil && !waiting && g.resumed != nil {
+					wrong[r] = cmp.Or(wrong[r], g.resumed(r, what))
+				}
+				return err
 			})
-			return g.run(r, turn)
+			return cmp.Or(g.run(r, turn), wrong[r])
 		})
 	}
 	return p
@@ -218,11 +242,13 @@ func rotation(rank, size int) []int {
 }
 
 var (
-	direct    = explore.Style{Order: rotation}
+	pulled    = explore.Style{Order: rotation} // in one process a receiver reads what its sender has
+	staged    = explore.Style{Order: rotation, Staged: true}
 	inPlace   = explore.Style{Order: rotation, InPlace: true}
 	inChunks  = explore.Style{Order: rotation, InPlace: true, ChunkBytes: 16}
 	pipelined = explore.Style{Order: rotation, InPlace: true, Staged: true}
-	ring      = explore.Style{Order: rotation, Window: 1}
+	ring      = explore.Style{Order: rotation, Window: 1, Staged: true}
+	pullRing  = explore.Style{Order: rotation, Window: 1}
 
 	// small has all three modes: packets to 8 bytes, eager to 16, and slots of 16.
 	small = kernels.Channels{Slots: 2, SlotBytes: 16, PacketBytes: 8, EagerBytes: 16}
@@ -279,23 +305,28 @@ func TestExploreEveryMode(t *testing.T) {
 		w    *explore.Workload
 		s    explore.Schedules
 	}{
-		{"2 ranks/packets", workload(small, 3, two(5, 8), direct), budget(3, 500)},
-		{"2 ranks/eager", workload(small, 3, two(16, 9), direct), budget(3, 500)},
-		{"2 ranks/one way", workload(eager, 3, two(16, 0), direct), budget(3, 500)},
-		{"2 ranks/zero", workload(small, 3, two(0, 0), direct), budget(3, 500)},
+		{"2 ranks/packets", workload(small, 3, two(5, 8), staged), budget(3, 500)},
+		{"2 ranks/eager", workload(small, 3, two(16, 9), staged), budget(3, 500)},
+		{"2 ranks/one way", workload(eager, 3, two(16, 0), staged), budget(3, 500)},
+		{"2 ranks/zero", workload(small, 3, two(0, 0), staged), budget(3, 500)},
 		{"2 ranks/in place", workload(small, 3, two(40, 33), inPlace), budget(3, 500)},
 		{"2 ranks/in place/chunks", workload(small, 2, two(50, 17), inChunks), budget(2, 500)},
-		{"2 ranks/staged", workload(small, 3, two(40, 17), direct), budget(2, 500)},
-		{"2 ranks/one slot", workload(oneSlot, 2, two(40, 1), direct), budget(2, 500)},
-		{"2 ranks/modes change", explore.NewWorkload(2, small).Add(two(0, 40), direct).Add(two(40, 9), inPlace).Add(two(9, 3), direct).
-			Add(two(3, 20), pipelined), budget(2, 500)},
-		{"3 ranks/packets", workload(small, 3, three(5), direct), budget(2, 500)},
-		{"3 ranks/eager", workload(small, 3, three(9), direct), budget(2, 500)},
+		{"2 ranks/staged", workload(small, 3, two(40, 17), staged), budget(2, 500)},
+		{"2 ranks/pulled", workload(small, 3, two(40, 17), pulled), budget(2, 500)},
+		{"2 ranks/pulled one way", workload(small, 3, two(40, 0), pulled), budget(3, 500)},
+		{"2 ranks/one slot", workload(oneSlot, 2, two(40, 1), staged), budget(2, 500)},
+		{"2 ranks/modes change", explore.NewWorkload(2, small).Add(two(0, 40), staged).Add(two(40, 9), inPlace).Add(two(9, 3), staged).
+			Add(two(3, 20), pipelined).Add(two(30, 20), pulled), budget(2, 500)},
+		{"3 ranks/packets", workload(small, 3, three(5), staged), budget(2, 500)},
+		{"3 ranks/eager", workload(small, 3, three(9), staged), budget(2, 500)},
 		{"3 ranks/in place", workload(small, 2, three(20), inPlace), budget(2, 500)},
 		{"3 ranks/ring", workload(small, 2, three(20), ring), budget(2, 500)},
+		{"3 ranks/pulled", workload(small, 2, three(20), pulled), budget(2, 500)},
+		{"3 ranks/pulled ring", workload(small, 2, three(20), pullRing), budget(2, 500)},
 		{"3 ranks/pipelined", workload(small, 1, [][]int64{{0, 40, 0}, {17, 0, 48}, {40, 0, 0}}, pipelined), budget(2, 500)},
-		{"3 ranks/modes change", explore.NewWorkload(3, small).Add(uneven, direct).Add(skewed, ring), budget(2, 500)},
+		{"3 ranks/modes change", explore.NewWorkload(3, small).Add(uneven, staged).Add(skewed, ring), budget(2, 500)},
 		{"3 ranks/algorithms differ", workload(small, 2, [][]int64{{0, 40, 12}, {5, 0, 33}, {40, 20, 0}}, ring, inPlace, pipelined), budget(2, 500)},
+		{"3 ranks/pulled, staged and in place", workload(small, 2, [][]int64{{0, 40, 12}, {5, 0, 33}, {40, 20, 0}}, pulled, inPlace, staged), budget(2, 500)},
 	} {
 		t.Run(c.name, func(t *testing.T) { holds(t, newRig(c.w), c.s) })
 	}
@@ -309,8 +340,8 @@ func TestExploreCountMismatch(t *testing.T) {
 			if sent == expected {
 				continue
 			}
-			for _, style := range []explore.Style{inPlace, ring} {
-				t.Run(fmt.Sprintf("%d for %d/window %d", sent, expected, style.Window), func(t *testing.T) {
+			for _, style := range []explore.Style{inPlace, ring, pulled} {
+				t.Run(fmt.Sprintf("%d for %d/window %d in place %v", sent, expected, style.Window, style.InPlace), func(t *testing.T) {
 					w := workload(small, 3, [][]int64{{0, 40, 5}, {20, 0, 12}, {5, 33, 0}}, style)
 					w.Calls[0] = workload(small, 1, [][]int64{{0, sent, 5}, {20, 0, 12}, {5, 33, 0}}, style).Calls[0]
 					w.Calls[0].Routes[1].RecvBytes[0] = expected
@@ -350,7 +381,7 @@ func TestX8_RingsFinishWhateverTheirOrders(t *testing.T) {
 
 // TestX9_PacketFlagsOutlastTheirBits passes the call in which the low half of the epoch is zero, as all memory is at first.
 func TestX9_PacketFlagsOutlastTheirBits(t *testing.T) {
-	g := newRig(explore.NewWorkload(2, small).Add(two(5, 16), direct).Add(two(8, 5), direct).Add(two(16, 8), direct).Add(two(8, 0), direct))
+	g := newRig(explore.NewWorkload(2, small).Add(two(5, 16), staged).Add(two(8, 5), staged).Add(two(16, 8), staged).Add(two(8, 0), staged))
 	for before := range uint64(4) {
 		g.epoch = 1<<32 - 1 - before
 		holds(t, g, budget(2, 100))
@@ -360,7 +391,7 @@ func TestX9_PacketFlagsOutlastTheirBits(t *testing.T) {
 // TestExploreFindsKnownBugs puts bugs into what the real kernel is told, or into the memory it works on.
 func TestExploreFindsKnownBugs(t *testing.T) {
 	t.Run("X1 skipped wait on a zero count", func(t *testing.T) {
-		g := newRig(workload(eager, 3, two(16, 0), direct))
+		g := newRig(workload(eager, 3, two(16, 0), staged))
 		holds(t, g, budget(1, 100))
 		for _, c := range g.w.Calls {
 			c.Routes[0].ReverseOrder = nil
@@ -368,7 +399,7 @@ func TestExploreFindsKnownBugs(t *testing.T) {
 		found(t, g, budget(1, 100), explore.ErrData)
 	})
 	t.Run("X9 two-state epochs", func(t *testing.T) {
-		g := newRig(workload(eager, 3, two(16, 9), direct))
+		g := newRig(workload(eager, 3, two(16, 9), staged))
 		holds(t, g, budget(1, 100))
 		g.before = func(rank, call int) error {
 			*g.word(rank, g.w.Channels.Epoch()) = uint64(call & 1)
@@ -402,8 +433,8 @@ func TestExploreFindsKnownBugs(t *testing.T) {
 	})
 	t.Run("X2 a cache miss takes for granted that all miss", func(t *testing.T) {
 		// In call 2 rank 0 sends more to rank 1, which rank 2 has no part in.
-		g := newRig(explore.NewWorkload(3, small).Add(three(20), direct).Add([][]int64{{0, 40, 20}, {20, 0, 20}, {20, 20, 0}}, direct))
-		meet := workload(small, 1, three(8), direct).Calls[0]
+		g := newRig(explore.NewWorkload(3, small).Add(three(20), staged).Add([][]int64{{0, 40, 20}, {20, 0, 20}, {20, 20, 0}}, staged))
+		meet := workload(small, 1, three(8), staged).Calls[0]
 		holds(t, g, budget(1, 100))
 		g.before = func(rank, call int) error {
 			if call == 1 && rank == 2 {
@@ -414,7 +445,7 @@ func TestExploreFindsKnownBugs(t *testing.T) {
 		found(t, g, budget(1, 100), nil)
 	})
 	t.Run("X4 signal before data", func(t *testing.T) {
-		g := newRig(workload(eager, 2, two(16, 9), direct))
+		g := newRig(workload(eager, 2, two(16, 9), staged))
 		holds(t, g, budget(1, 100))
 		g.point = func(rank, call int, what string) {
 			if what == "puts data to rank 1" {
@@ -423,6 +454,82 @@ func TestExploreFindsKnownBugs(t *testing.T) {
 			}
 		}
 		found(t, g, budget(1, 100), explore.ErrData)
+	})
+}
+
+// giveUp has rank 0 give up in its look-th idle look, and the other ranks when it is gone. Whoever succeeds all the same
+// must have the right data, and nobody may read a source whose user has it back.
+func (g *rig) giveUp(look int) {
+	looks, gone := 0, false
+	g.fresh = func() {
+		g.clear()
+		looks, gone = 0, false
+	}
+	g.returned = func(rank int) { gone = gone || rank == 0 }
+	g.looks = func(rank int) error {
+		if rank == 0 {
+			looks++
+		}
+		if gone || looks == look {
+			return comm.ErrTimeout
+		}
+		return nil
+	}
+	g.resumed = func(rank int, what string) error {
+		if what == "takes data of rank 0" && gone {
+			return fmt.Errorf("%w: rank %d reads the source of rank 0", explore.ErrLate, rank)
+		}
+		return nil
+	}
+	g.verdict = func(_, _ int, err error) (bool, error) {
+		if errors.Is(err, comm.ErrTimeout) {
+			return false, nil
+		}
+		return true, err
+	}
+}
+
+// TestF1_WhoGivesUpHasItsBuffersBack has a rank give up while others read what it sends, and write what it receives.
+func TestF1_WhoGivesUpHasItsBuffersBack(t *testing.T) {
+	for look := 1; look < 4; look++ {
+		for name, w := range map[string]*explore.Workload{
+			"2 ranks":          workload(small, 1, two(40, 33), pulled),
+			"2 ranks, one way": workload(small, 1, two(40, 0), pulled),
+			"2 ranks, staged":  workload(small, 1, two(0, 40), staged),
+			"3 ranks":          workload(small, 1, three(20), pulled),
+			"3 ranks, ring":    workload(small, 1, three(20), pullRing),
+		} {
+			t.Run(fmt.Sprintf("%s, look %d", name, look), func(t *testing.T) {
+				g := newRig(w)
+				g.giveUp(look)
+				if w.Calls[0].Routes[0].Staged {
+					g.resumed = nil // what is taken is a slot
+				}
+				holds(t, g, budget(3, 500))
+			})
+		}
+	}
+	every := explore.Schedules{Deviations: 3, Random: 500, Seed: 1}
+	t.Run("bug: the offer is not taken back", func(t *testing.T) {
+		g := newRig(workload(small, 1, two(40, 0), pulled))
+		g.giveUp(1)
+		returned := g.returned
+		g.returned = func(rank int) {
+			if returned(rank); rank == 0 {
+				*g.word(1, g.w.Channels.Signal(1, 0)+kernels.LineSource) = uint64(shm.Addr(g.sources[0]))
+			}
+		}
+		found(t, g, every, nil)
+	})
+	t.Run("bug: reading without a claim", func(t *testing.T) {
+		g := newRig(workload(small, 1, two(40, 0), pulled))
+		g.giveUp(1)
+		g.point = func(rank, _ int, what string) {
+			if what == "takes its offer to rank 1 back" {
+				*g.word(rank, g.w.Channels.Reading(1)) = 0
+			}
+		}
+		found(t, g, every, explore.ErrLate)
 	})
 }
 
@@ -440,7 +547,7 @@ func (g *rig) forge(src, dst, call int, c *explore.Call) {
 func TestX4_RaceDetectorSeesEveryAccess(t *testing.T) {
 	w := explore.NewWorkload(3, small)
 	for range 50 {
-		w.Add([][]int64{{0, 3, 16}, {40, 0, 0}, {0, 17, 0}}, direct).Add(three(40), inPlace).Add(three(40), ring).Add(three(9), pipelined)
+		w.Add([][]int64{{0, 3, 16}, {40, 0, 0}, {0, 17, 0}}, staged).Add(three(40), inPlace).Add(three(40), ring).Add(three(9), pipelined).Add(three(40), pulled)
 	}
 	g := newRig(w)
 	g.timeout = 20 * time.Second

@@ -5,15 +5,19 @@ import "fmt"
 // SetStep has f called at every point of the engine's kernels, with words for what comes next; waiting is true for a pass
 // that found nothing to do. An error of f ends a waiting kernel.
 func (e *Engine) SetStep(f func(what string, waiting bool) error) {
-	words := make([][5]string, e.space.Size)
+	words := make([][6]string, e.space.Size)
 	for p := range words {
 		words[p] = [...]string{
 			postingCredit: fmt.Sprintf("posts a credit to rank %d", p),
 			puttingData:   fmt.Sprintf("puts data to rank %d", p),
 			signalling:    fmt.Sprintf("signals rank %d", p),
 			takingData:    fmt.Sprintf("takes data of rank %d", p),
+			withdrawing:   fmt.Sprintf("takes its offer to rank %d back", p),
 			idlePass:      "looks again",
 		}
 	}
 	e.step = func(p point, peer int) error { return f(words[peer][p], p == idlePass) }
 }
+
+// SetPull has messages from a length on read in their senders' memory, some bytes at a time.
+func (e *Engine) SetPull(from, bytes int64) { e.pullFrom, e.pullBytes = from, bytes }

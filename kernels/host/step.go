@@ -9,7 +9,8 @@ const (
 	puttingData
 	signalling
 	takingData
-	idlePass // a pass over all peers has found nothing to do
+	withdrawing // an offer of data
+	idlePass    // a pass over all peers has found nothing to do
 )
 
 // at tells the engine's step, which only tests set, that the kernel has come to p on behalf of a peer. A step may let

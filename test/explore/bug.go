@@ -42,6 +42,12 @@ const (
 	// CacheKeepsPlace keeps the place of a credit as long as a rank's own send splits are the same: what the receiver
 	// remembers is taken for granted.
 	CacheKeepsPlace
+	// TakenAsCredit tells a sender that its message has been read by a credit, which the next call's may overwrite.
+	TakenAsCredit
+	// KeepOffer gives up without taking back what it offers to be read.
+	KeepOffer
+	// TakeWithoutLook takes what it has read without another look at the offer.
+	TakeWithoutLook
 )
 
 // String is the bug's name.
@@ -49,5 +55,6 @@ func (b Bug) String() string {
 	return [...]string{"no bug", "skipped wait on a zero count", "two-state semaphore", "epochs modulo two", "missing credit",
 		"credit before its place", "grant before copy", "one eager buffer", "one packet buffer", "one signal line", "signal before data",
 		"signal before its total", "signal without release", "credit without release", "return before the sends are done",
-		"a window on sends", "a cache miss meets all ranks", "the cache keeps the place of a credit"}[b]
+		"a window on sends", "a cache miss meets all ranks", "the cache keeps the place of a credit",
+		"a credit says that a message was read", "an offer is not taken back", "a message is taken without another look at its offer"}[b]
 }

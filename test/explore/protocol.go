@@ -32,6 +32,12 @@ type Options struct {
 	// Lines makes writing or reading a whole line one action; the data stay apart. It is for larger worlds, and means
 	// nothing where memory is Relaxed.
 	Lines bool
+	// Pull has receivers read the messages that would go through slots where their senders have them, as ranks of the host
+	// engine do.
+	Pull bool
+	// Quits lets rank 0 give up between two chunks in any call. It may write to its source then and has its output back.
+	// The others may wait for it for ever, but who finishes a call must have the right data.
+	Quits bool
 }
 
 // Protocol is the exchange protocol of kernels as a System.
@@ -79,8 +85,10 @@ const (
 	opExpect               // cell must be val
 	opTake                 // blocks until the packet word in cell has flag val, then to = its data
 	opCopy                 // to = cell
+	opPull                 // to = val if its source, which is from's, still holds it
 	opBegin                // enters the call
 	opCheck                // the user looks at the output
+	opQuit                 // the call fails, the user writes to the source and poisons the output
 )
 
 // op is one atomic action, or a part of one.
@@ -102,6 +110,7 @@ type op struct {
 // program is one call of one rank: pre, then the halves in any order, then the return to the user, then post.
 type program struct {
 	pre, post []op
+	quit      []op // gives up
 	// sends are in the order of the routes, recvs in the reverse order. A receive may run when fewer than window receives
 	// come between it and the first one that is not done.
 	sends, recvs [][]op
@@ -229,6 +238,13 @@ func (b *builder) build(met *int) program {
 	}
 	b.add(op{kind: opCheck}, "the user checks the output and poisons it")
 	pr.pre, pr.post = pre, b.done()
+	for _, dst := range r.Order {
+		if b.pulled(int(dst), r.SendBytes[dst]) && b.p.o.Bug != KeepOffer {
+			b.add(op{kind: opStore, cell: b.source(int(dst), b.me), val: 0}, "takes its offer to rank %d back", dst)
+		}
+	}
+	b.add(op{kind: opQuit}, "gives up, and the user has the buffers back")
+	pr.quit = b.done()
 	return pr
 }
 
@@ -272,6 +288,34 @@ func (b *builder) chunks(call, src, dst int) (places, lens []int64) {
 		asked += n
 	}
 	return places, lens
+}
+
+// pulled reports whether dst reads a message of n bytes where its sender has it.
+func (b *builder) pulled(dst int, n int64) bool {
+	w, c := b.p.w, &b.p.w.Calls[b.call]
+	return b.p.o.Pull && w.Channels.Mode(n) == kernels.CreditMode && !c.InPlace[dst] && !c.Routes[dst].Staged
+}
+
+// source is the word in which src offers its message to dst.
+func (b *builder) source(dst, src int) int32 {
+	return b.p.cell(dst, b.p.w.Channels.Signal(b.parity(OneSignalLine), src)+kernels.LineSource)
+}
+
+// read says that the message of src has been read, and awaitRead waits for that.
+func (b *builder) read(src int) {
+	at, seq := b.p.w.Channels.Taken(b.me), kernels.LastSeq(b.epoch())
+	if b.p.o.Bug == TakenAsCredit {
+		at, seq = b.p.w.Channels.Credit(b.me, 1)+kernels.LineSeq, kernels.Seq(b.epoch(), 1)
+	}
+	b.add(op{kind: opStore, cell: b.p.cell(src, at), val: seq}, "tells rank %d that it has read the message", src)
+}
+
+func (b *builder) awaitRead(dst int) {
+	at, seq := b.p.w.Channels.Taken(dst), kernels.LastSeq(b.epoch())
+	if b.p.o.Bug == TakenAsCredit {
+		at, seq = b.p.w.Channels.Credit(dst, 1)+kernels.LineSeq, kernels.Seq(b.epoch(), 1)
+	}
+	b.add(op{kind: opAwait, equal: true, cell: b.p.cell(b.me, at), val: seq}, "sees that rank %d has read the message", dst)
 }
 
 // line writes the fields of a line and then its sequence number.
@@ -357,6 +401,17 @@ func (b *builder) recv(src int) (credits, body []op) {
 		}
 		return nil, b.done()
 	}
+	if b.pulled(b.me, total) {
+		b.await(src, total, kernels.Seq(b.epoch(), 0))
+		for i := int64(0); i < total; i += unit {
+			b.add(op{kind: opPull, from: src, val: value(b.call, src, b.me, int(i/unit)), to: out(i)}, "reads unit %d in the source of rank %d", i/unit, src)
+		}
+		if bug != TakeWithoutLook {
+			b.add(op{kind: opAwait, equal: true, cell: b.source(b.me, src), val: 1}, "sees that rank %d still offers it", src)
+		}
+		b.read(src)
+		return nil, b.done()
+	}
 	places, lens := b.chunks(b.call, src, b.me)
 	slots := w.Channels.Slots
 	for k := 1; k <= min(slots, len(places)); k++ {
@@ -407,6 +462,13 @@ func (b *builder) send(dst int) (begin, body []op) {
 			b.signal(dst, total, kernels.LastSeq(b.epoch()))
 		}
 		return b.done(), nil
+	}
+	if b.pulled(dst, total) {
+		b.add(op{kind: opStore, plain: true, cell: b.source(dst, b.me), val: 1}, "offers its source to rank %d", dst)
+		b.signal(dst, total, kernels.Seq(b.epoch(), 0))
+		begin = b.done()
+		b.awaitRead(dst)
+		return begin, b.done()
 	}
 	b.signal(dst, total, kernels.Seq(b.epoch(), 0))
 	begin = b.done()

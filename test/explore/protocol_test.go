@@ -107,6 +107,14 @@ func TestEveryInterleavingKeepsThePromises(t *testing.T) {
 		{"2 ranks/modes change", explore.NewWorkload(2, mixed).Add(two(4, 12), direct).Add(two(12, 8), inPlace).Add(two(8, 4), direct).
 			Add(two(0, 20), direct), explore.Options{}},
 
+		{"2 ranks/pulled", calls(credits, 3, two(12, 8), direct), explore.Options{Pull: true}},
+		{"2 ranks/pulled/relaxed", calls(credits, 2, two(12, 8), direct), explore.Options{Pull: true, Relaxed: true}},
+		{"2 ranks/pulled/giving up", calls(credits, 2, two(12, 8), direct), explore.Options{Pull: true, Quits: true}},
+		{"2 ranks/pulled/giving up/relaxed", calls(credits, 2, two(8, 8), direct), explore.Options{Pull: true, Quits: true, Relaxed: true}},
+		{"2 ranks/staged/giving up", calls(twoSlot, 2, two(20, 12), direct), explore.Options{Quits: true}},
+		{"2 ranks/pulled, in place and staged", explore.NewWorkload(2, mixed).Add(two(12, 12), direct).Add(two(12, 20), inPlace).Add(two(20, 12), direct).
+			Add(two(12, 20), pipelined), explore.Options{Pull: true}},
+
 		{"3 ranks/packets", calls(packets, 3, all(3, 8), direct), explore.Options{}},
 		{"3 ranks/packets/relaxed", calls(packets, 2, [][]int64{{0, 4, 0}, {4, 0, 4}, {0, 4, 0}}, direct), explore.Options{Relaxed: true}},
 		{"3 ranks/eager", calls(eager, 3, all(3, 8), direct), explore.Options{}},
@@ -116,6 +124,9 @@ func TestEveryInterleavingKeepsThePromises(t *testing.T) {
 		{"3 ranks/pipelined", calls(twoSlot, 2, [][]int64{{0, 20, 4}, {4, 0, 0}, {0, 8, 0}}, pipelined), explore.Options{Lines: true}},
 		{"3 ranks/in place", calls(credits, 2, all(3, 8), inPlace), explore.Options{}},
 		{"3 ranks/in place/relaxed", calls(credits, 1, all(3, 4), inPlace), explore.Options{Relaxed: true}},
+		{"3 ranks/pulled", calls(credits, 2, all(3, 8), direct), explore.Options{Pull: true}},
+		{"3 ranks/pulled/giving up", calls(credits, 1, all(3, 8), direct), explore.Options{Pull: true, Quits: true, Lines: true}},
+		{"3 ranks/pulled ring", calls(credits, 2, all(3, 8), ring), explore.Options{Pull: true, Lines: true}},
 		{"3 ranks/ring", calls(credits, 3, all(3, 8), ring), explore.Options{}},
 		{"3 ranks/ring/chunks", calls(twoSlot, 2, [][]int64{{0, 20, 4}, {4, 0, 20}, {20, 4, 0}}, ring), explore.Options{Lines: true}},
 		{"3 ranks/modes change", explore.NewWorkload(3, mixed).Add(uneven, direct).Add(skewed, ring).Add(uneven, direct), explore.Options{Lines: true}},
@@ -164,6 +175,12 @@ func TestKnownBugsAreFound(t *testing.T) {
 		{"X4 signal without release, in place", calls(credits, 1, two(8, 0), inPlace), explore.Options{Bug: explore.PlainSignal, Relaxed: true}, explore.ErrData},
 		{"X4 credit before its place", calls(credits, 1, two(8, 8), inPlace), explore.Options{Bug: explore.CreditBeforePlace}, nil},
 		{"X4 credit without release", calls(credits, 1, two(8, 8), direct), explore.Options{Bug: explore.PlainCredit, Relaxed: true}, explore.ErrCredit},
+		{"X3 a credit says that a message was read", explore.NewWorkload(2, credits).Add(two(8, 0), direct).Add(two(8, 0), inPlace),
+			explore.Options{Bug: explore.TakenAsCredit, Pull: true}, explore.ErrDeadlock},
+		{"F1 an offer is not taken back", calls(credits, 1, two(8, 8), direct), explore.Options{Bug: explore.KeepOffer, Pull: true, Quits: true}, explore.ErrData},
+		{"F1 a message is taken without another look at its offer", calls(credits, 1, two(8, 8), direct),
+			explore.Options{Bug: explore.TakeWithoutLook, Pull: true, Quits: true}, explore.ErrData},
+		{"X7 return before the sends are done, pulled", calls(credits, 2, two(8, 8), direct), explore.Options{Bug: explore.ReturnBeforeSends, Pull: true}, nil},
 		{"X7 return before the sends are done", calls(credits, 2, two(8, 8), inPlace), explore.Options{Bug: explore.ReturnBeforeSends}, explore.ErrData},
 	} {
 		t.Run(c.name, func(t *testing.T) {

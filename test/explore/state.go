@@ -17,6 +17,7 @@ const (
 	stagePre = iota
 	stageHalves
 	stagePost
+	stageQuit
 )
 
 // local is a rank's first two words, unpacked.
@@ -24,6 +25,7 @@ type local struct {
 	call, stage, pc int
 	current         int  // half that is in the middle of an action, -1 for none
 	returned        bool // the user has the buffers back
+	quit            bool // after giving up
 	at              [8]uint8
 }
 
@@ -31,7 +33,8 @@ func (p *Protocol) base(rank int) int { return len(p.names) + rank*p.width }
 
 func (p *Protocol) load(s []uint64, rank int) (l local) {
 	v := s[p.base(rank)]
-	l.call, l.stage, l.pc, l.current, l.returned = int(v&0xff), int(v>>8&0xff), int(v>>16&0xff), int(v>>24&0xff)-1, v>>32 != 0
+	l.call, l.stage, l.pc, l.current = int(v&0xff), int(v>>8&0xff), int(v>>16&0xff), int(v>>24&0xff)-1
+	l.returned, l.quit = v>>32&1 != 0, v>>33 != 0
 	for i, v := 0, s[p.base(rank)+1]; i < len(l.at); i, v = i+1, v>>8 {
 		l.at[i] = uint8(v)
 	}
@@ -42,6 +45,9 @@ func (p *Protocol) save(s []uint64, rank int, l local) {
 	v := uint64(l.call) | uint64(l.stage)<<8 | uint64(l.pc)<<16 | uint64(l.current+1)<<24
 	if l.returned {
 		v |= 1 << 32
+	}
+	if l.quit {
+		v |= 1 << 33
 	}
 	s[p.base(rank)] = v
 	v = 0
@@ -71,9 +77,11 @@ func (p *Protocol) Start() []uint64 {
 	return s
 }
 
-// A move names a rank and a half, main for the parts before and after the halves, or drain plus the index of a pending store.
+// A move names a rank and a half, main for the parts before and after the halves, quit, or drain plus the index of a pending
+// store.
 const (
 	main  = 0xff
+	quit  = 0xfe
 	drain = 0x100
 )
 
@@ -103,6 +111,11 @@ func (p *Protocol) Moves(s []uint64, moves []Move) []Move {
 		case stagePost:
 			moves = append(moves, move(rank, main))
 			continue
+		case stageQuit:
+			if p.ready(s, rank, &pr.quit[l.pc]) {
+				moves = append(moves, move(rank, main))
+			}
+			continue
 		}
 		if l.current >= 0 {
 			o := &pr.half(l.current)[l.at[l.current]]
@@ -113,6 +126,9 @@ func (p *Protocol) Moves(s []uint64, moves []Move) []Move {
 			if o.kind != opTake {
 				continue // it waits for its own stores
 			}
+		}
+		if p.o.Quits && rank == 0 && l.current < 0 {
+			moves = append(moves, move(rank, quit))
 		}
 		for i := range len(pr.sends) + len(pr.recvs) {
 			if h := pr.half(i); int(l.at[i]) < len(h) && p.inWindow(pr, &l, i) && p.ready(s, rank, &h[l.at[i]]) {
@@ -172,6 +188,11 @@ func (p *Protocol) Apply(s []uint64, m Move) error {
 		return nil
 	}
 	l := p.load(s, rank)
+	if what == quit {
+		l.stage, l.pc = stageQuit, 0
+		p.save(s, rank, l)
+		return nil
+	}
 	pr := &p.calls[rank][l.call]
 	ops, pc := p.where(pr, &l, what)
 	for first := true; first || pc < len(ops) && ops[pc].fused; first = false {
@@ -199,6 +220,8 @@ func (p *Protocol) where(pr *program, l *local, what int) ([]op, int) {
 		return pr.half(what), int(l.at[what])
 	case l.stage == stagePre:
 		return pr.pre, l.pc
+	case l.stage == stageQuit:
+		return pr.quit, l.pc
 	default:
 		return pr.post, l.pc
 	}
@@ -290,6 +313,16 @@ func (p *Protocol) do(s []uint64, rank int, l *local, o *op, half int) error {
 		s[o.to] = s[o.cell] << 32 >> 32
 	case opCopy:
 		s[o.to] = s[o.cell]
+	case opPull:
+		s[o.to] = o.val
+		if from := p.load(s, o.from); from.quit || from.returned || from.call != l.call {
+			s[o.to] = junk
+		}
+	case opQuit:
+		l.quit, l.returned, l.call = true, true, len(p.w.Calls)
+		for _, c := range p.output[rank] {
+			s[c] = poison
+		}
 	}
 	return nil
 }
@@ -327,6 +360,9 @@ func (p *Protocol) Describe(s []uint64, m Move) Step {
 		return Step{rank, fmt.Sprintf("(its store to %s becomes visible)", p.name(int32(v>>52-1)))}
 	}
 	l := p.load(s, rank)
+	if what == quit {
+		return Step{rank, fmt.Sprintf("call %d: is about to give up", l.call+1)}
+	}
 	ops, pc := p.where(&p.calls[rank][l.call], &l, what)
 	text := ops[pc].what
 	for pc++; pc < len(ops) && ops[pc].fused; pc++ {
@@ -339,8 +375,10 @@ func (p *Protocol) Describe(s []uint64, m Move) Step {
 // written to an output since.
 func (p *Protocol) End(s []uint64) error {
 	var waits []string
+	gone := false
 	for rank := range p.ranks {
 		l := p.load(s, rank)
+		gone = gone || l.quit
 		if l.call == len(p.w.Calls) {
 			for _, c := range p.output[rank] {
 				if s[c] != poison {
@@ -361,7 +399,7 @@ func (p *Protocol) End(s []uint64) error {
 			}
 		}
 	}
-	if waits != nil {
+	if waits != nil && !gone {
 		return fmt.Errorf("%w: %s", ErrDeadlock, strings.Join(waits, "; "))
 	}
 	return nil

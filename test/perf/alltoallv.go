@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -13,48 +14,33 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// splitMatrix is what every rank sends to every rank when each sends about total bytes: in equal parts, or to rank k a
-// part proportional to 1/(k+1).
-func splitMatrix(kind string, n int, total int64) ([][]int64, error) {
-	m := make([][]int64, n)
-	harmonic := 0.0
-	for k := range n {
-		harmonic += 1 / float64(k+1)
-	}
-	for r := range m {
-		m[r] = make([]int64, n)
-		for k := range m[r] {
-			switch kind {
-			case "uniform":
-				m[r][k] = total / int64(n)
-			case "zipf":
-				m[r][k] = int64(float64(total) / harmonic / float64(k+1))
-			default:
-				return nil, fmt.Errorf("-splits: %q is neither uniform nor zipf", kind)
-			}
-		}
-	}
-	return m, nil
-}
+// patternPeriod is how many bytes a message's pattern takes to come again.
+const patternPeriod = 64 << 10
 
-func sum(v []int64) (s int64) {
-	for _, x := range v {
-		s += x
-	}
-	return s
-}
-
-// pattern fills or checks the message from src to dst.
+// pattern fills the message from src to dst.
 func pattern(b []byte, src, dst int) {
-	for i := range b {
+	n := min(len(b), patternPeriod)
+	for i := range n {
 		b[i] = byte(src*31 + dst*7 + i + i>>8)
 	}
+	for n > 0 && n < len(b) {
+		n += copy(b[n:], b[:n])
+	}
 }
 
+// patternHolds checks every byte of the message from src to dst.
 func patternHolds(b []byte, src, dst int) error {
-	for i := range b {
-		if want := byte(src*31 + dst*7 + i + i>>8); b[i] != want {
-			return fmt.Errorf("byte %d of %d from rank %d is %#x, want %#x", i, len(b), src, b[i], want)
+	want := make([]byte, min(len(b), patternPeriod))
+	pattern(want, src, dst)
+	for at := 0; at < len(b); at += patternPeriod {
+		got := b[at:min(at+patternPeriod, len(b))]
+		if bytes.Equal(got, want[:len(got)]) {
+			continue
+		}
+		for i := range got {
+			if got[i] != want[i] {
+				return fmt.Errorf("byte %d of %d from rank %d is %#x, want %#x", at+i, len(b), src, got[i], want[i])
+			}
 		}
 	}
 	return nil
@@ -124,109 +110,192 @@ func newFence(ctx context.Context, h *memory.Heap) (*fence, error) {
 
 func (f *fence) wait() error { return f.x.Exchange(nil, memory.View{}, memory.View{}, &f.splits) }
 
-func benchAllToAllV(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
-	if c.Device == "cuda" {
-		return benchAllToAllVCUDA(ctx, g, c)
-	}
-	n, me := g.Size(), g.Rank()
-	var largest int64
-	for _, s := range c.Sizes {
-		largest = max(largest, s)
-	}
-	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: 2*largest*int64(n) + 256<<20})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, h.Close(ctx)) }()
-	x, err := alltoallv.New(ctx, h, alltoallv.Options{Algorithm: c.Algorithm, EagerBytes: c.Eager})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, x.Close(ctx)) }()
-	fence, err := newFence(ctx, h)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, fence.x.Close(ctx)) }()
+// rig is one rank's heap and buffers on some device, and how exchanges are timed there.
+type rig interface {
+	heap() *memory.Heap
+	// load fills the source for the exchange of a matrix of bytes.
+	load(m [][]int64) error
+	// time runs that exchange, checks every byte of the output and returns the slowest rank's microseconds a call. staged
+	// puts the output outside the heap. m is of about size bytes a rank.
+	time(ctx context.Context, x *alltoallv.Exchanger, staged bool, size int64) ([]float64, error)
+	close(ctx context.Context) error
+}
 
+// newRig makes buffers for the largest of some matrices, and room for the channels of exchangers.
+func newRig(ctx context.Context, g *comm.Group, c config, matrices [][][]int64, exchangers int) (rig, error) {
+	var send, recv int64
+	for _, m := range matrices {
+		for r := range m {
+			send, recv = max(send, sum(m[r])), max(recv, columnSum(m, r))
+		}
+	}
+	if c.Device == "cuda" {
+		return newCUDARig(ctx, g, c, send, recv, int64(exchangers)*cudaChannels)
+	}
+	return newHostRig(ctx, g, c, send, recv, int64(exchangers)*hostChannels)
+}
+
+// How much heap an exchanger and what goes with it may take.
+const (
+	hostChannels = 128 << 20
+	cudaChannels = 512 << 20
+)
+
+func matricesOf(c config, n int) ([][][]int64, error) {
+	var all [][][]int64
 	for _, size := range c.Sizes {
 		m, err := splitMatrix(c.Splits, n, size)
 		if err != nil {
 			return nil, err
 		}
-		sp := &alltoallv.Splits{Send: m[me]}
-		var most int64 // that any rank receives: buffers are symmetric
-		for p := range n {
-			sp.Recv = append(sp.Recv, m[p][me])
-			var col int64
-			for q := range n {
-				col += m[q][p]
-			}
-			most = max(most, col)
+		all = append(all, m)
+	}
+	return all, nil
+}
+
+// splitsOf is rank me's part of a matrix, packed.
+func splitsOf(m [][]int64, me int) *alltoallv.Splits {
+	sp := &alltoallv.Splits{Send: m[me]}
+	for p := range m {
+		sp.Recv = append(sp.Recv, m[p][me])
+		sp.PeerDispls = append(sp.PeerDispls, before(m, p, me))
+	}
+	return sp
+}
+
+// checkOutput looks at every byte of what rank me has received.
+func checkOutput(got []byte, sp *alltoallv.Splits, me int) error {
+	var at int64
+	for p, k := range sp.Recv {
+		if err := patternHolds(got[at:at+k], p, me); err != nil {
+			return err
 		}
-		srcBuf, err := h.Alloc(sum(sp.Send))
+		at += k
+	}
+	return nil
+}
+
+func fillSource(b []byte, sp *alltoallv.Splits, me int) {
+	var at int64
+	for p, k := range sp.Send {
+		pattern(b[at:at+k], me, p)
+		at += k
+	}
+}
+
+func benchAllToAllV(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
+	matrices, err := matricesOf(c, g.Size())
+	if err != nil {
+		return nil, err
+	}
+	r, err := newRig(ctx, g, c, matrices, 1)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, r.close(ctx)) }()
+	x, err := alltoallv.New(ctx, r.heap(), alltoallv.Options{Algorithm: c.Algorithm, EagerBytes: c.Eager, MaxSMs: c.SMs})
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, x.Close(ctx)) }()
+	label := c.Splits
+	if c.Staged {
+		label += ", staged"
+	}
+	for i, m := range matrices {
+		if err := r.load(m); err != nil {
+			return nil, err
+		}
+		us, err := r.time(ctx, x, c.Staged, c.Sizes[i])
 		if err != nil {
-			return nil, err
+			return nil, fmt.Errorf("%s, %d bytes: %w", label, c.Sizes[i], err)
 		}
-		dstBuf, err := h.Alloc(most)
-		if err != nil {
-			return nil, err
-		}
-		src, dst := srcBuf.View().Bytes(), dstBuf.View().Bytes()[:sum(sp.Recv)]
-		dstView := dstBuf.View().Slice(0, int64(len(dst)))
-		if c.Staged {
-			dst = make([]byte, len(dst))
-			dstView = memory.Host(dst)
-		}
-		var at int64
-		for p, k := range sp.Send {
-			pattern(src[at:at+k], me, p)
-			at += k
-		}
-		for i := range dst {
-			dst[i] = 0xff
-		}
-		var t timer
-		warm, timed := c.iterations(size)
-		for i := -warm; i < timed; i++ {
-			if err := fence.wait(); err != nil {
-				return nil, err
-			}
-			start := time.Now()
-			if err := x.Exchange(nil, dstView, srcBuf.View(), sp); err != nil {
-				return nil, err
-			}
-			if i >= 0 {
-				t.us = append(t.us, float64(time.Since(start).Nanoseconds())/1e3)
-			}
-		}
-		at = 0
-		for p, k := range sp.Recv {
-			if err := patternHolds(dst[at:at+k], p, me); err != nil {
-				return nil, fmt.Errorf("%s, %d bytes: %w", c.Splits, size, err)
-			}
-			at += k
-		}
-		us, err := t.merge(ctx, g)
-		if err != nil {
-			return nil, err
-		}
-		if err := errors.Join(srcBuf.Free(), dstBuf.Free()); err != nil {
-			return nil, err
-		}
-		if me != 0 {
+		if g.Rank() != 0 {
 			continue
 		}
-		d, err := x.Explain(sp, !c.Staged)
+		d, err := x.Explain(splitsOf(m, 0), !c.Staged)
 		if err != nil {
 			return nil, err
 		}
-		var cross int64
-		for r := range m {
-			cross = max(cross, sum(m[r])-m[r][r])
-		}
-		rows = append(rows, row{Op: c.Op, Ranks: n, Procs: c.Procs, Device: "host", Splits: c.Splits, Algorithm: d.Algorithm, BytesPerRank: size,
-			US: median(us), P10: quantile(us, .1), P90: quantile(us, .9), GBpsLink: float64(cross) / median(us) / 1e3, Checked: true})
+		rows = append(rows, newRow(c, g.Size(), label, m, us, d.Algorithm, c.Sizes[i]))
 	}
 	return rows, nil
+}
+
+func newRow(c config, n int, label string, m [][]int64, us []float64, algorithm string, size int64) row {
+	return row{Op: c.Op, Ranks: n, Procs: c.Procs, Device: c.Device, Splits: label, Algorithm: algorithm, BytesPerRank: size, US: median(us),
+		P10: quantile(us, .1), P90: quantile(us, .9), GBpsLink: float64(busiest(m)) / median(us) / 1e3, Checked: true}
+}
+
+// hostRig times calls one by one, each from a barrier on.
+type hostRig struct {
+	c        config
+	h        *memory.Heap
+	fence    *fence
+	src, dst *memory.Buffer
+	foreign  []byte
+	splits   *alltoallv.Splits
+}
+
+func newHostRig(ctx context.Context, g *comm.Group, c config, send, recv, channels int64) (rig, error) {
+	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: send + recv + channels + 256<<20})
+	if err != nil {
+		return nil, err
+	}
+	r := &hostRig{c: c, h: h}
+	if r.fence, err = newFence(ctx, h); err == nil {
+		r.src, err = h.Alloc(send)
+	}
+	if err == nil {
+		r.dst, err = h.Alloc(recv)
+	}
+	if err != nil {
+		return nil, errors.Join(err, h.Close(ctx))
+	}
+	return r, nil
+}
+
+func (r *hostRig) heap() *memory.Heap { return r.h }
+
+func (r *hostRig) load(m [][]int64) error {
+	me := r.h.Group().Rank()
+	r.splits = splitsOf(m, me)
+	fillSource(r.src.Bytes(), r.splits, me)
+	return nil
+}
+
+func (r *hostRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool, size int64) ([]float64, error) {
+	src, dst := r.src.View().Slice(0, sum(r.splits.Send)), r.dst.View()
+	if staged {
+		if r.foreign == nil {
+			r.foreign = make([]byte, r.dst.Len())
+		}
+		dst = memory.Host(r.foreign)
+	}
+	dst = dst.Slice(0, sum(r.splits.Recv))
+	for i, out := 0, dst.Bytes(); i < len(out); i++ {
+		out[i] = 0xff
+	}
+	var t timer
+	warm, timed := r.c.iterations(size)
+	for i := -warm; i < timed; i++ {
+		if err := r.fence.wait(); err != nil {
+			return nil, err
+		}
+		start := time.Now()
+		if err := x.Exchange(nil, dst, src, r.splits); err != nil {
+			return nil, err
+		}
+		if i >= 0 {
+			t.us = append(t.us, float64(time.Since(start).Nanoseconds())/1e3)
+		}
+	}
+	if err := checkOutput(dst.Bytes(), r.splits, r.h.Group().Rank()); err != nil {
+		return nil, err
+	}
+	return t.merge(ctx, r.h.Group())
+}
+
+func (r *hostRig) close(ctx context.Context) error {
+	return errors.Join(r.fence.x.Close(ctx), r.h.Close(ctx))
 }

@@ -1,181 +1,174 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // callsPerGraph is how many exchanges one graph holds.
 const callsPerGraph = 20
 
-// benchAllToAllVCUDA times exchanges on GPUs, one a rank while there are enough. A sample is many calls back to back, from
-// a barrier to the end of the stream, divided by their number: replays of a graph that holds callsPerGraph of them, or
-// calls from Go with -eager-launch.
-func benchAllToAllVCUDA(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
-	n, me := g.Size(), g.Rank()
+// cudaRig times exchanges on GPUs, one a rank while there are enough. A sample is many calls back to back, from a barrier
+// to the end of the stream, divided by their number: replays of a graph that holds some of them, or calls from Go.
+type cudaRig struct {
+	c        config
+	dev      *device.CUDADevice
+	h        *memory.Heap
+	s        *device.CUDAStream
+	src, dst *memory.Buffer
+	foreign  uintptr
+	host     []byte
+	splits   *alltoallv.Splits
+}
+
+func newCUDARig(ctx context.Context, g *comm.Group, c config, send, recv, channels int64) (_ rig, err error) {
 	gpus, err := device.CUDACount()
 	if err != nil {
 		return nil, err
 	}
-	dev, err := device.CUDA(me % gpus)
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, dev.Close()) }()
-	var largest int64
-	for _, s := range c.Sizes {
-		largest = max(largest, s)
-	}
-	h, err := memory.NewHeap(ctx, g, dev, memory.Options{SegmentBytes: (2+int64(n))*largest + 512<<20})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, h.Close(ctx)) }()
-	x, err := alltoallv.New(ctx, h, alltoallv.Options{Algorithm: c.Algorithm, MaxSMs: c.MaxSMs})
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, x.Close(ctx)) }()
-	s, err := dev.NewStream()
-	if err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, s.Close()) }()
-
-	for _, size := range c.Sizes {
-		m, err := splitMatrix(c.Splits, n, size)
+	r := &cudaRig{c: c}
+	defer func() {
 		if err != nil {
-			return nil, err
+			err = errors.Join(err, r.close(ctx))
 		}
-		r, err := timeCUDA(ctx, g, c, x, h, s.(*device.CUDAStream), m)
-		if err != nil {
-			return nil, fmt.Errorf("%s, %d bytes: %w", c.Splits, size, err)
-		}
-		if me == 0 {
-			r.BytesPerRank = size
-			rows = append(rows, r)
-		}
+	}()
+	if r.dev, err = device.CUDA(g.Rank() % gpus); err != nil {
+		return nil, err
 	}
-	return rows, nil
+	if r.h, err = memory.NewHeap(ctx, g, r.dev, memory.Options{SegmentBytes: send + recv + channels}); err != nil {
+		return nil, err
+	}
+	s, err := r.dev.NewStream()
+	if err != nil {
+		return nil, err
+	}
+	r.s = s.(*device.CUDAStream)
+	if r.src, err = r.h.Alloc(send); err != nil {
+		return nil, err
+	}
+	if r.dst, err = r.h.Alloc(recv); err != nil {
+		return nil, err
+	}
+	r.host = make([]byte, max(send, recv))
+	return r, nil
 }
 
-// before is what ranks below me send to rank p: where my part begins in its packed output.
-func before(m [][]int64, p, me int) (at int64) {
-	for q := range me {
-		at += m[q][p]
-	}
-	return at
+func (r *cudaRig) heap() *memory.Heap { return r.h }
+
+func (r *cudaRig) load(m [][]int64) error {
+	me := r.h.Group().Rank()
+	r.splits = splitsOf(m, me)
+	n := sum(r.splits.Send)
+	fillSource(r.host, r.splits, me)
+	return memory.Copy(r.s, r.src.View().Slice(0, n), memory.Host(r.host[:n]))
 }
 
-func timeCUDA(ctx context.Context, g *comm.Group, c config, x *alltoallv.Exchanger, h *memory.Heap, s *device.CUDAStream, m [][]int64) (_ row, err error) {
-	n, me := g.Size(), g.Rank()
-	sp := &alltoallv.Splits{Send: m[me]}
-	var most, cross, busiest int64
-	for p := range n {
-		sp.Recv = append(sp.Recv, m[p][me])
-		var column int64
-		for q := range n {
-			column += m[q][p]
+func (r *cudaRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool, size int64) ([]float64, error) {
+	g := r.h.Group()
+	src, dst := r.src.View().Slice(0, sum(r.splits.Send)), r.dst.View()
+	if staged {
+		if r.foreign == 0 {
+			var err error
+			if r.foreign, err = r.dev.Context().MemAlloc(r.dst.Len()); err != nil {
+				return nil, err
+			}
 		}
-		most = max(most, column)
-		sp.PeerDispls = append(sp.PeerDispls, before(m, p, me))
-		cross = max(cross, sum(m[p])-m[p][p])
-		busiest = max(busiest, column-m[p][p])
+		dst = memory.Device(r.foreign, r.dst.Len())
 	}
-	src, err := h.Alloc(sum(sp.Send))
-	if err != nil {
-		return row{}, err
+	dst = dst.Slice(0, sum(r.splits.Recv))
+	if err := r.dev.Context().Set(cuda.Stream(r.s.Handle()), dst.Ptr(), 0xff, dst.Len()); err != nil {
+		return nil, err
 	}
-	dst, err := h.Alloc(most)
-	if err != nil {
-		return row{}, err
+	samples, replays, calls := 15, 10, callsPerGraph
+	if size > 16<<20 {
+		samples, replays = 8, 1
 	}
-	defer func() { err = errors.Join(err, src.Free(), dst.Free()) }()
-	out := dst.View().Slice(0, sum(sp.Recv))
-	var in []byte
-	for p, k := range sp.Send {
-		part := make([]byte, k)
-		pattern(part, me, p)
-		in = append(in, part...)
+	if r.c.Iters > 0 {
+		samples = r.c.Iters
 	}
-	if err := errors.Join(memory.Copy(s, src.View(), memory.Host(in)), memory.Copy(s, out, memory.Host(bytes.Repeat([]byte{0xff}, int(out.Len()))))); err != nil {
-		return row{}, err
+	if r.c.Quick {
+		samples, replays = 5, 2
+		if size > 16<<20 {
+			replays, calls = 1, 4
+		}
 	}
-	exchange := func() error { return x.Exchange(s, out, src.View(), sp) }
-	calls, one := callsPerGraph, func() error {
-		for range callsPerGraph {
-			if err := exchange(); err != nil {
+	one := func() error {
+		for range calls {
+			if err := x.Exchange(r.s, dst, src, r.splits); err != nil {
 				return err
 			}
 		}
 		return nil
 	}
-	if err := g.Barrier(ctx); err != nil {
-		return row{}, err
+	// Allocation and what a first call loads may wait for running kernels: all ranks are past it before any goes on.
+	if err := errors.Join(r.s.Synchronize(), g.Barrier(ctx)); err != nil {
+		return nil, err
 	}
-	if err := errors.Join(exchange(), s.Synchronize(), x.Fault()); err != nil {
-		return row{}, err
+	if err := errors.Join(x.Exchange(r.s, dst, src, r.splits), r.s.Synchronize(), x.Fault()); err != nil {
+		return nil, err
 	}
-	if !c.EagerLaunch {
-		graph, err := s.Capture(one)
+	if !r.c.EagerLaunch {
+		graph, err := r.s.Capture(one)
 		if err != nil {
-			return row{}, err
+			return nil, err
 		}
 		defer graph.Close()
-		one = func() error { return graph.Launch(s) }
+		one = func() error { return graph.Launch(r.s) }
 	}
 	var t timer
-	samples, repeats := 15, 10
-	if most > 64<<20 {
-		samples, repeats = 8, 1
+	warm := 2
+	if r.c.Quick {
+		warm = 1
 	}
-	for i := -2; i < samples; i++ {
+	for i := -warm; i < samples; i++ {
 		if err := g.Barrier(ctx); err != nil {
-			return row{}, err
+			return nil, err
 		}
 		start := time.Now()
-		for range repeats {
+		for range replays {
 			if err := one(); err != nil {
-				return row{}, err
+				return nil, err
 			}
 		}
-		if err := s.Synchronize(); err != nil {
-			return row{}, err
+		if err := r.s.Synchronize(); err != nil {
+			return nil, err
 		}
 		if i >= 0 {
-			t.us = append(t.us, float64(time.Since(start).Nanoseconds())/1e3/float64(repeats*calls))
+			t.us = append(t.us, float64(time.Since(start).Nanoseconds())/1e3/float64(replays*calls))
 		}
 	}
 	if err := x.Fault(); err != nil {
-		return row{}, err
+		return nil, err
 	}
-	got := make([]byte, out.Len())
-	if err := memory.Copy(s, memory.Host(got), out); err != nil {
-		return row{}, err
+	got := r.host[:dst.Len()]
+	if err := memory.Copy(r.s, memory.Host(got), dst); err != nil {
+		return nil, err
 	}
-	var at int64
-	for p, k := range sp.Recv {
-		if err := patternHolds(got[at:at+k], p, me); err != nil {
-			return row{}, err
-		}
-		at += k
+	if err := checkOutput(got, r.splits, g.Rank()); err != nil {
+		return nil, err
 	}
-	us, err := t.merge(ctx, g)
-	if err != nil || me != 0 {
-		return row{}, err
+	return t.merge(ctx, g)
+}
+
+func (r *cudaRig) close(ctx context.Context) (err error) {
+	if r.s != nil {
+		err = r.s.Close()
 	}
-	d, err := x.Explain(sp, true)
-	if err != nil {
-		return row{}, err
+	if r.foreign != 0 {
+		err = errors.Join(err, r.dev.Context().MemFree(r.foreign))
 	}
-	return row{Op: c.Op, Ranks: n, Procs: c.Procs, Device: "cuda", Splits: c.Splits, Algorithm: d.Algorithm, US: median(us), P10: quantile(us, .1),
-		P90: quantile(us, .9), GBpsLink: float64(max(cross, busiest)) / median(us) / 1e3, Checked: true}, nil
+	if r.h != nil {
+		err = errors.Join(err, r.h.Close(ctx))
+	}
+	if r.dev != nil {
+		err = errors.Join(err, r.dev.Close())
+	}
+	return err
 }

@@ -3,10 +3,12 @@
 //	go run ./test/perf alltoallv -ranks 2,4 -procs -splits uniform,zipf
 //	go run ./test/perf allreduce -json
 //	go run ./test/perf dispatch -tokens 4096 -hidden 1024
+//	go run ./test/perf tune -device cuda -ranks 2,4,8 -o table.json
 //
 // Time is the slowest rank's, from a barrier before each call to the call's end; the median over the iterations is
-// reported. Bandwidth counts the bytes that the busiest rank sends to other ranks. Every element that was received is
-// checked in the same run. With -peer, another program's benchmark runs in alternation with ours, round by round, and the
+// reported. Bandwidth counts the bytes that the busiest rank sends to other ranks, or receives from them. Every element that
+// was received is checked in the same run. tune measures all algorithms and writes the table by which alltoallv selects
+// (alltoallv.Options.Table). With -peer, another program's benchmark runs in alternation with ours, round by round, and the
 // medians stand side by side; -h says what it must print.
 package main
 
@@ -37,7 +39,10 @@ type config struct {
 	Eager     int64
 
 	Device      string
-	MaxSMs      int
+	SMs         int
+	TuneSMs     []int
+	TuneRates   []float64
+	Quick       bool
 	EagerLaunch bool
 	Sizes       []int64
 	Iters       int
@@ -65,12 +70,15 @@ type row struct {
 	Peer         string   `json:"peer"`
 	PeerUS       *float64 `json:"peer_us"`
 	CopyUS       *float64 `json:"copy_us,omitempty"`
+	Staged       bool     `json:"staged,omitempty"` // of tune
+	SMs          int      `json:"sms,omitempty"`
+	Rate         float64  `json:"rate,omitempty"` // of tune
 }
 
 // bench runs one operation on one rank; rank 0 returns the rows.
 type bench func(ctx context.Context, g *comm.Group, c config) ([]row, error)
 
-var benches = map[string]bench{"alltoallv": benchAllToAllV, "allreduce": benchAllReduce, "dispatch": benchDispatch}
+var benches = map[string]bench{"alltoallv": benchAllToAllV, "allreduce": benchAllReduce, "dispatch": benchDispatch, "tune": benchTune}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -91,16 +99,40 @@ func exit(err error) {
 	os.Exit(1)
 }
 
+// stagings is a flag: where the outputs are that are measured. -staged means outside the symmetric heap, -staged=both there
+// after inside.
+type stagings []bool
+
+func (s *stagings) String() string { return fmt.Sprint([]bool(*s)) }
+
+func (*stagings) IsBoolFlag() bool { return true }
+
+func (s *stagings) Set(v string) error {
+	switch v {
+	case "true":
+		*s = stagings{true}
+	case "false":
+		*s = stagings{false}
+	case "both":
+		*s = stagings{false, true}
+	default:
+		return errors.New("want both or nothing")
+	}
+	return nil
+}
+
 func run(ctx context.Context, args []string) error {
 	if len(args) == 0 || benches[args[0]] == nil {
-		return errors.New("usage: perf alltoallv|allreduce|dispatch [flags]; perf OP -h lists them")
+		return errors.New("usage: perf alltoallv|allreduce|dispatch|tune [flags]; perf OP -h lists them")
 	}
 	var (
-		c                         = config{Op: args[0]}
+		c                         = config{Op: args[0], Device: "host"}
 		fs                        = flag.NewFlagSet("perf "+c.Op, flag.ContinueOnError)
 		ranks, splits, sizes, cmd string
+		out, origin, sms, rates   string
 		asJSON                    bool
 		rounds                    int
+		staged                    = stagings{false}
 	)
 	defSizes, defRanks := "8KiB,32KiB,128KiB,512KiB,2MiB,8MiB,32MiB", "2,4"
 	if c.Op == "dispatch" {
@@ -108,20 +140,29 @@ func run(ctx context.Context, args []string) error {
 	}
 	fs.StringVar(&ranks, "ranks", defRanks, "numbers of ranks, comma separated")
 	fs.BoolVar(&c.Procs, "procs", false, "one process a rank instead of one goroutine")
-	fs.StringVar(&c.Algorithm, "algorithm", "", "force an algorithm")
-	fs.IntVar(&c.Iters, "iters", 0, "timed calls a size (default 300 up to 1 MiB, 30 above)")
+	fs.IntVar(&c.Iters, "iters", 0, "timed calls a size (default 300 up to 1 MiB, 30 above); on cuda samples of many calls each (default 15 and 8)")
 	fs.BoolVar(&asJSON, "json", false, "print one JSON object a line")
-	fs.StringVar(&cmd, "peer", "", "a peer's benchmark: a command that prints 'BYTES_PER_RANK MICROSECONDS ...' a line, # for comments; {ranks} and {splits} are filled in")
-	fs.IntVar(&rounds, "rounds", 3, "with -peer: how often each is run, in alternation")
 	fs.StringVar(&sizes, "sizes", defSizes, "bytes a rank, own part included")
+	if c.Op == "alltoallv" || c.Op == "tune" {
+		fs.StringVar(&c.Device, "device", "host", "host or cuda")
+		fs.Int64Var(&c.Eager, "eager", 0, "Options.EagerBytes: messages up to this need no credit (0: the default, -1: none)")
+	}
+	if c.Op == "tune" {
+		fs.StringVar(&sms, "sms", "8,16", "on cuda: numbers of multiprocessors, comma separated")
+		fs.StringVar(&rates, "rates", "0,335,345,355,365", "on cuda: GB/s to which a ring's senders are held; 0: as fast as they can")
+		fs.StringVar(&out, "o", "table.json", "the file to write")
+		fs.StringVar(&origin, "origin", "", "what the file says of the machine, date and commit")
+	} else {
+		fs.StringVar(&c.Algorithm, "algorithm", "", "force an algorithm")
+		fs.StringVar(&cmd, "peer", "", "a peer's benchmark: a command that prints 'BYTES_PER_RANK MICROSECONDS ...' a line, # for comments; {ranks} and {splits} are filled in")
+		fs.IntVar(&rounds, "rounds", 3, "with -peer: how often each is run, in alternation")
+	}
 	switch c.Op {
 	case "alltoallv":
-		fs.StringVar(&splits, "splits", "uniform,zipf", "how a rank divides its bytes: uniform, zipf")
-		fs.StringVar(&c.Device, "device", "host", "host or cuda")
-		fs.IntVar(&c.MaxSMs, "max-sms", 0, "on cuda: Options.MaxSMs")
+		fs.StringVar(&splits, "splits", "uniform,zipf", "how a rank divides its bytes: uniform, zipf, or file:PATH with a JSON object of matrices of bytes by the bytes a rank (and these sizes, without -sizes)")
+		fs.IntVar(&c.SMs, "sms", 0, "on cuda: Options.MaxSMs")
 		fs.BoolVar(&c.EagerLaunch, "eager-launch", false, "on cuda: call from Go instead of replaying a graph")
-		fs.Int64Var(&c.Eager, "eager", 0, "Options.EagerBytes: messages up to this need no credit (0: the default, -1: none)")
-		fs.BoolVar(&c.Staged, "staged", false, "output outside the symmetric heap, so that messages go through staging")
+		fs.Var(&staged, "staged", "output outside the symmetric heap; -staged=both measures both")
 	case "allreduce":
 		fs.StringVar(&c.Reduce, "op", "sum", "reduction")
 		fs.BoolVar(&c.Staged, "staged", false, "buffers outside the symmetric heap")
@@ -137,6 +178,14 @@ func run(ctx context.Context, args []string) error {
 	if fs.NArg() > 0 {
 		return fmt.Errorf("unexpected argument %q", fs.Arg(0))
 	}
+	if c.Device != "host" && c.Device != "cuda" {
+		return fmt.Errorf("-device: %q is neither host nor cuda", c.Device)
+	}
+	given := map[string]bool{}
+	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
+	if c.Op == "tune" && c.Device == "cuda" && !given["sizes"] {
+		sizes += ",128MiB,512MiB"
+	}
 	for s := range strings.SplitSeq(sizes, ",") {
 		if s == "" {
 			continue
@@ -147,23 +196,56 @@ func run(ctx context.Context, args []string) error {
 		}
 		c.Sizes = append(c.Sizes, n)
 	}
-	if c.Device != "" && c.Device != "host" && c.Device != "cuda" {
-		return fmt.Errorf("-device: %q is neither host nor cuda", c.Device)
+	for s := range strings.SplitSeq(sms, ",") {
+		if s == "" {
+			continue
+		}
+		n, err := strconv.Atoi(s)
+		if err != nil || n < 1 {
+			return fmt.Errorf("-sms: %q is not a number of multiprocessors", s)
+		}
+		c.TuneSMs = append(c.TuneSMs, n)
+	}
+	for s := range strings.SplitSeq(rates, ",") {
+		if s == "" {
+			continue
+		}
+		v, err := strconv.ParseFloat(s, 64)
+		if err != nil || !(v >= 0) {
+			return fmt.Errorf("-rates: %q is not a rate in GB/s", s)
+		}
+		c.TuneRates = append(c.TuneRates, v)
 	}
 	fmt.Fprintf(os.Stderr, "# %s, %d cores, %s\n", c.Op, runtime.NumCPU(), runtime.Version())
 	p := printer{json: asJSON}
+	var all []row
 	for rs := range strings.SplitSeq(ranks, ",") {
 		n, err := strconv.Atoi(rs)
 		if err != nil || n < 1 {
 			return fmt.Errorf("-ranks: %q is not a number of ranks", rs)
 		}
 		for sp := range strings.SplitSeq(splits, ",") {
+			c := c
 			c.Ranks, c.Splits = n, sp
-			rows, err := measure(ctx, c, cmd, rounds)
-			if err != nil {
-				return err
+			if path, ok := strings.CutPrefix(sp, fileSplits); ok && !given["sizes"] {
+				if c.Sizes, err = fileSizes(path); err != nil {
+					return err
+				}
 			}
-			p.print(rows)
+			for _, s := range staged {
+				c.Staged = c.Staged || s
+				rows, err := measure(ctx, c, cmd, rounds)
+				if err != nil {
+					return err
+				}
+				p.print(rows)
+				all = append(all, rows...)
+				if c.Op == "tune" { // so far: a later world may run out of time
+					if err := writeTable(out, all, origin); err != nil {
+						return err
+					}
+				}
+			}
 		}
 	}
 	return nil

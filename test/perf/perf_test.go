@@ -6,9 +6,12 @@ import (
 	"encoding/json"
 	"io"
 	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/alltoallv"
 )
 
 // TestMain lets the test binary be a worker: runProcs starts the running executable again.
@@ -73,6 +76,7 @@ func TestPeerStandsBesideOurs(t *testing.T) {
 
 func TestBadArgumentsAreErrors(t *testing.T) {
 	for _, args := range [][]string{nil, {"nothing"}, {"alltoallv", "-sizes", "8QiB"}, {"alltoallv", "-ranks", "0"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-splits", "odd"},
+		{"alltoallv", "-ranks", "2", "-sizes", "8", "-staged=twice"}, {"alltoallv", "-ranks", "2", "-device", "tpu"}, {"tune", "-sms", "0"}, {"tune", "-rates", "-1"}, {"tune", "-ranks", "1"},
 		{"allreduce", "-ranks", "2", "-sizes", "8", "-op", "median"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-peer", "echo x y"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-peer", "true"}} {
 		require.Error(t, run(t.Context(), args), "%v", args)
 	}
@@ -85,4 +89,67 @@ func TestSplitMatrix(t *testing.T) {
 	m, err = splitMatrix("uniform", 4, 1000)
 	require.NoError(t, err)
 	require.Equal(t, []int64{250, 250, 250, 250}, m[3])
+}
+
+func TestSplitsOfAFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "splits.json")
+	require.NoError(t, os.WriteFile(path, []byte(`{"1000":[[100,900],[300,600]],"64":[[0,64],[1,63]]}`), 0o600))
+	var lines []row
+	for line := range bytes.Lines(output(t, "alltoallv", "-ranks", "2", "-splits", "file:"+path, "-iters", "3", "-json", "-staged=both")) {
+		var r row
+		require.NoError(t, json.Unmarshal(line, &r))
+		lines = append(lines, r)
+	}
+	require.Len(t, lines, 4)
+	for i, want := range []struct {
+		bytes   int64
+		busiest float64
+		splits  string
+	}{{64, 64, ""}, {1000, 900, ""}, {64, 64, ", staged"}, {1000, 900, ", staged"}} {
+		require.Equal(t, want.bytes, lines[i].BytesPerRank)
+		require.Equal(t, "file:"+path+want.splits, lines[i].Splits)
+		require.InDelta(t, want.busiest, lines[i].GBpsLink*lines[i].US*1e3, 1e-6)
+	}
+	require.Equal(t, int64(1500), busiest([][]int64{{5, 500, 0}, {0, 7, 0}, {0, 1000, 9}}), "what one rank receives")
+	for text, says := range map[string]string{
+		`{"8":[[1,2],[3]]}`: "row 1 has 1 splits", `{"8":[[1,-2],[3,4]]}`: "negative", `{"x":[]}`: `"x"`, `{}`: "no splits", `[`: "JSON",
+		`{"9":[[1,2],[3,4]]}`: "no splits of 8 bytes", `{"8":[[8]]}`: "of 1 ranks",
+	} {
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+		require.ErrorContains(t, run(t.Context(), []string{"alltoallv", "-ranks", "2", "-sizes", "8", "-splits", "file:" + path}), says)
+	}
+}
+
+func TestTuneWritesATable(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "table.json")
+	out := output(t, "tune", "-ranks", "2,3", "-sizes", "8KiB,300KiB", "-iters", "3", "-o", path, "-origin", "a test")
+	require.Contains(t, string(out), "tune, 3 ranks, device host")
+	require.Contains(t, string(out), "ring, staged")
+	table, err := alltoallv.LoadTable(path)
+	require.NoError(t, err)
+	require.Equal(t, "host", table.Device)
+	require.Equal(t, "a test", table.Origin)
+	require.Len(t, table.Curves, 2*6)
+	for _, c := range table.Curves {
+		if c.Algorithm == "packet" {
+			require.Equal(t, []int64{8 << 10}, c.Bytes, "300 KiB are not packets")
+			continue
+		}
+		require.Equal(t, []int64{8 << 10, 300 << 10}, c.Bytes)
+	}
+}
+
+func TestPatternIsCheckedToTheLastByte(t *testing.T) {
+	for _, n := range []int{0, 1, 255, 65536, 65537, 200001} {
+		b := make([]byte, n)
+		pattern(b, 3, 5)
+		require.NoError(t, patternHolds(b, 3, 5))
+		for _, i := range []int{0, n / 2, n - 1} {
+			if i >= 0 && i < n {
+				b[i] ^= 0x40
+				require.ErrorContains(t, patternHolds(b, 3, 5), "byte ")
+				b[i] ^= 0x40
+			}
+		}
+	}
 }

@@ -22,6 +22,10 @@ func (p printer) print(rows []row) {
 	if len(rows) == 0 {
 		return
 	}
+	if rows[0].Op == "tune" {
+		printCurves(rows)
+		return
+	}
 	first := rows[0]
 	how := "goroutines"
 	if first.Procs {

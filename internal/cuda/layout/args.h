@@ -16,20 +16,22 @@ enum {
 	SW_PACKET_GROUP_BYTES = 2048,
 	SW_PACKET_HEADER_BYTES = 128, /* before the first group; its first packet carries the message's length */
 
-	/* Threads of a block of the alltoallv kernel: some send, one warp watches over them, the others receive. */
-	SW_SEND_THREADS = 512,
-	SW_PILOT_THREADS = 32,
-	SW_BULK_THREADS = 32,
-	SW_RECV_THREADS = 192,
+	/* Threads of a block of the alltoallv kernel: some send, two warps watch what peers write, the others receive. */
+	SW_SEND_THREADS = 384,
+	SW_WATCH_THREADS = 64,
+	SW_RECV_THREADS = 320,
 	SW_PACKET_THREADS = 1024,
 	SW_COPY_THREADS = 256,
 
-	/* Tiles of shared memory between the bulk copy engine's loads and stores: how many, of what size, how many loads run
-	 * ahead of their stores, and how many stores may be under way. */
-	SW_BULK_STAGES = 13,
-	SW_BULK_BYTES = 16384,
-	SW_BULK_AHEAD = 4,
-	SW_BULK_STORES = 8,
+	/* What a block keeps in shared memory of a lane of the messages to and from a peer. */
+	SW_ITEM_BYTES = 104,
+
+	/* What one warp of them moves at a time. */
+	SW_TILE_BYTES = 4096,
+
+	/* The alias table in a rank's segment, and how a place names a row of it: kernels.AliasOffset and kernels.AliasShift. */
+	SW_ALIAS_OFFSET = 8192,
+	SW_ALIAS_SHIFT = 48,
 
 	/* Messages below this take fewer lanes. Both ends must agree. */
 	SW_LANE_MIN_BYTES = 16384,
@@ -39,8 +41,6 @@ enum {
 enum {
 	SW_STAGED = 1, /* take messages in through staging even where peers could write dst */
 	SW_MESH = 2,   /* every block begins with another peer */
-	SW_BULK = 8,   /* move aligned messages with the bulk copy engine (sm_90 and later) */
-	SW_PACED = 4,  /* begin step i+1 when the message of step i has arrived but for `slack` chunks */
 };
 
 /* Kinds of a fault. */
@@ -49,6 +49,7 @@ enum {
 	SW_FAULT_TIMEOUT = 1,  /* waited for peer for too long */
 	SW_FAULT_ABORTED = 2,  /* saw the abort word */
 	SW_FAULT_MISMATCH = 3, /* the two ends disagree on the size: sent and expected */
+	SW_FAULT_SPLITS = 5,   /* splits in device memory reach past a buffer: sent holds the bytes, expected the offset */
 	SW_FAULT_PLACE = 4,    /* the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's */
 };
 
@@ -57,7 +58,7 @@ struct sw_fault {
 	uint32_t kind;
 	uint32_t peer;
 	uint64_t epoch;
-	uint64_t sent, expected;
+	uint64_t sent, expected, limit;
 	uint32_t sending; /* 1: this rank was sending to peer, 0: receiving */
 	uint32_t pad;
 };
@@ -78,7 +79,7 @@ struct sw_step {
 };
 
 struct sw_exchange_args {
-	uint64_t base;   /* address of rank 0's segment */
+	uint64_t base;   /* this rank's segment lies at base + rank*stride, and so do all others where segments is 0 */
 	uint64_t stride; /* distance of two ranks' segments */
 	uint64_t src, dst;
 	int64_t dst_offset; /* place of dst in this rank's segment, or -1: peers cannot write it */
@@ -87,7 +88,7 @@ struct sw_exchange_args {
 	uint64_t timeout_ns;
 
 	uint64_t control;
-	uint64_t signals;      /* [2][size][lanes] lines: {seq, total} {seq of the last chunk that has left, 0} */
+	uint64_t signals;      /* [2][size][lanes] lines: {seq, total} */
 	uint64_t credits;      /* [size] lines: {seq, offset or SW_NOWHERE} {seq, total} */
 	uint64_t lane_credits; /* [size][lanes] lines: {seq of the last chunk taken out of staging, 0} */
 	uint64_t packets;      /* [2][size][packet_stride] */
@@ -99,9 +100,13 @@ struct sw_exchange_args {
 	uint32_t rank, size;
 	uint32_t lanes, slot_count;
 	uint32_t flags;
-	uint32_t slack;
-	uint32_t inverse; /* 2^32/(size-1), rounded up; 0 where size-1 < 2 */
+	uint32_t interval; /* cycles from one tile of a block to the next; 0: as they come */
+	uint32_t inverse;  /* 2^32/(size-1), rounded up; 0 where size-1 < 2 */
 	uint32_t pad;
+
+	int64_t src_bytes, dst_bytes; /* how long the buffers are; looked at where splits are not below */
+
+	uint64_t segments; /* address of uint64 [size]: the ranks' segments; or 0 */
 
 	int64_t own_bytes, own_src, own_dst; /* what stays on this rank */
 	struct sw_step steps[SW_MAX_RANKS];  /* size-1 of them */
@@ -111,12 +116,6 @@ struct sw_exchange_args {
 struct sw_copy_args {
 	struct sw_exchange_args exchange;
 	int64_t places[SW_MAX_RANKS];
-};
-
-/* A copy by multiprocessors. */
-struct sw_move_args {
-	uint64_t dst, src;
-	int64_t bytes;
 };
 
 #define SW_NOWHERE 0xffffffffffffffffull

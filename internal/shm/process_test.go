@@ -1,0 +1,87 @@
+package shm
+
+import (
+	"bufio"
+	"encoding/json"
+	"os"
+	"os/exec"
+	"runtime"
+	"testing"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+)
+
+const childEnv = "SWITCHYARD_TEST_CHILD"
+
+// child tells where its memory is, and waits for the end of its input.
+type child struct {
+	Process Process
+	Text    uintptr
+}
+
+const text = "what another process has"
+
+func runChild() {
+	b, nonce := []byte(text), NewNonce()
+	_ = json.NewEncoder(os.Stdout).Encode(child{Self(nonce), uintptr(unsafe.Pointer(unsafe.SliceData(b)))})
+	_, _ = os.Stdin.Read(make([]byte, 1))
+	runtime.KeepAlive(nonce)
+	runtime.KeepAlive(b)
+}
+
+func TestMain(m *testing.M) {
+	if os.Getenv(childEnv) != "" {
+		runChild()
+		return
+	}
+	os.Exit(m.Run())
+}
+
+func TestReadsTheMemoryOfAnotherProcess(t *testing.T) {
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), childEnv+"=1")
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	in, err := cmd.StdinPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
+	line, err := bufio.NewReader(out).ReadBytes('\n')
+	require.NoError(t, err)
+	var c child
+	require.NoError(t, json.Unmarshal(line, &c))
+
+	if err := c.Process.Probe(); err != nil {
+		require.ErrorIs(t, err, unix.EPERM)
+		t.Skip("this system does not let processes read each other's memory")
+	}
+	dst := make([]byte, len(text))
+	require.NoError(t, c.Process.Read(dst, c.Text))
+	require.Equal(t, text, string(dst))
+	require.ErrorIs(t, c.Process.Read(dst, 8), unix.EFAULT)
+
+	stranger := c.Process
+	stranger.Nonce[0]++
+	require.ErrorIs(t, stranger.Read(dst, c.Text), errStranger)
+
+	require.NoError(t, in.Close())
+	require.NoError(t, cmd.Wait())
+	require.ErrorIs(t, c.Process.Read(dst, c.Text), unix.ESRCH)
+}
+
+func TestAPartOfAMessageIsNotEnough(t *testing.T) {
+	nonce := NewNonce()
+	defer runtime.KeepAlive(nonce)
+	self := Self(nonce)
+	page := os.Getpagesize()
+	mem, err := unix.Mmap(-1, 0, 2*page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, unix.Munmap(mem)) }()
+	dst := make([]byte, 2*page)
+	require.NoError(t, self.Read(dst, Addr(mem)))
+	require.NoError(t, unix.Mprotect(mem[page:], unix.PROT_NONE))
+	require.ErrorIs(t, self.Read(dst, Addr(mem)), unix.EFAULT)
+	require.NoError(t, self.Read(dst[:page], Addr(mem)))
+}
