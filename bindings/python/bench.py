@@ -1,7 +1,16 @@
-"""Switchyard against gloo on the CPU, side by side: python bench.py [--ranks 2,4] [--sizes 8K,...] [--seconds 20]
+"""Switchyard beside torch's own collectives, in one run.
 
-Both move the same tensors in one run, in blocks that alternate; a block's time is the slowest rank's. The ratio is the
-median over the pairs of blocks, with the quartiles beside it. Every size is checked against gloo's result first.
+    python bench.py [--op ...] [--ranks 2,4] [--sizes 8K,...] [--seconds 3] [--symmetric [both]]  on the CPU, beside gloo
+    python bench.py --device cuda [--ranks 8] [--sizes 8K,...] [--symmetric [both]]               on GPUs, beside NCCL
+
+Both move the same tensors, in blocks of calls that alternate; a block's time is the slowest rank's. The ratio is the
+median over the pairs of blocks, with the quartiles beside it. Every size is checked: on the CPU against gloo's result, on
+GPUs every element against what it has to be, on poisoned outputs, before and after the timing.
+
+On GPUs it is all_to_all_single with equal splits, one process a GPU: eager, which is what a call costs from Python back to
+back, and replayed in a CUDA graph of 20 calls. "host" is the time until a call returns. Buffers alternate so that a set of
+them is larger than a cache. With more ranks than GPUs ranks share them; NCCL refuses that and is left out, and such times
+say only that it works. --ranks 1 measures the call itself.
 """
 
 from __future__ import annotations
@@ -33,6 +42,21 @@ def name_of(size: int) -> str:
     return f"{size} B"
 
 
+def slowest(seconds: float) -> float:
+    t = torch.tensor([seconds], dtype=torch.float64)
+    switchyard.all_reduce(t, "max")
+    return t.item()
+
+
+def ratio_of(theirs: list[float], ours: list[float]) -> str:
+    ratios = [a / b for a, b in zip(theirs, ours)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return f"{statistics.median(ratios):7.2f}   {low:.2f} to {high:.2f}"
+
+
+# On the CPU
+
+
 def calls(op: str, size: int, ranks: int, rank: int, symmetric: bool):
     """The call of both libraries on fresh tensors of size bytes a rank, and its output."""
     n = size // 4 // ranks * ranks
@@ -54,12 +78,6 @@ def calls(op: str, size: int, ranks: int, rank: int, symmetric: bool):
         getattr(module, op)(*args)
 
     return call, y
-
-
-def slowest(seconds: float) -> float:
-    t = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(t, dist.ReduceOp.MAX)
-    return t.item()
 
 
 def block(call, module, n: int) -> float:
@@ -95,35 +113,182 @@ def measure(op: str, size: int, ranks: int, rank: int, seconds: float, symmetric
     return theirs, ours
 
 
-def worker(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
+def on_cpu(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     switchyard.barrier()
     if rank == 0:
-        print(f"\n{args.op}, {ranks} ranks{', symmetric outputs' if args.symmetric else ''}", flush=True)
+        print(f"\n{args.op}, {ranks} ranks{', symmetric outputs' if symmetric else ''}", flush=True)
         print(f"{'bytes a rank':>12} {'gloo us':>10} {'ours us':>10} {'ratio':>7}   quartiles", flush=True)
     for size in map(size_of, args.sizes.split(",")):
-        theirs, ours = measure(args.op, size, ranks, rank, args.seconds, args.symmetric)
+        theirs, ours = measure(args.op, size, ranks, rank, args.seconds, symmetric)
         if rank == 0:
-            ratios = [a / b for a, b in zip(theirs, ours)]
-            low, _, high = statistics.quantiles(ratios, n=4)
             print(
                 f"{name_of(size):>12} {statistics.median(theirs) * 1e6:10.0f} {statistics.median(ours) * 1e6:10.0f} "
-                f"{statistics.median(ratios):7.2f}   {low:.2f} to {high:.2f}",
+                f"{ratio_of(theirs, ours)}",
                 flush=True,
             )
-    dist.barrier()
+
+
+# On GPUs
+
+GRAPH = 20  # calls in a graph
+
+
+class Buffers:
+    """Sets of tensors of size bytes a rank that take turns, with values that tell who sent which element to whom."""
+
+    def __init__(self, size: int, rank: int, ranks: int, symmetric: bool) -> None:
+        n = max(size // 4 // ranks, 1)
+        self.sets = max(1, min(8, (1 << 27) // size))
+        mine = torch.arange(ranks * n, device="cuda", dtype=torch.int32).view(ranks, n)
+        self.x = [mine + (rank << 24) + (k << 27) for k in range(self.sets)]
+        make = switchyard.empty if symmetric else torch.empty
+        self.y = [make(ranks, n, dtype=torch.int32, device="cuda") for _ in range(self.sets)]
+        part = torch.arange(rank * n, rank * n + n, device="cuda", dtype=torch.int32)
+        sender = torch.arange(ranks, device="cuda", dtype=torch.int32)[:, None]
+        self.want = [part + (sender << 24) + (k << 27) for k in range(self.sets)]
+        self.symmetric = symmetric
+
+    def free(self) -> None:
+        torch.cuda.synchronize()
+        if self.symmetric:
+            for y in self.y:
+                switchyard.free(y)
+
+
+class Side:
+    """One library on some buffers."""
+
+    def __init__(self, module, buffers: Buffers) -> None:
+        self.module, self.buffers = module, buffers
+        self.eager, self.host, self.replayed = [], [], []
+        self.check(lambda: self.calls(max(GRAPH, buffers.sets)))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.calls(GRAPH)
+        self.check(self.graph.replay)
+
+    def calls(self, n: int) -> None:
+        b, call = self.buffers, self.module.all_to_all_single
+        for k in range(n):
+            call(b.y[k % b.sets], b.x[k % b.sets])
+
+    def replays(self, n: int) -> None:
+        for _ in range(n):
+            self.graph.replay()
+
+    def check(self, run) -> None:
+        for y in self.buffers.y:
+            y.fill_(-1)
+        switchyard.barrier()  # a peer may write a symmetric output as soon as it can
+        run()
+        torch.cuda.synchronize()
+        for k, (y, want) in enumerate(zip(self.buffers.y, self.buffers.want)):
+            wrong = int((y != want).sum())
+            if wrong:
+                raise SystemExit(f"{self.module.__name__}: {wrong} of {y.numel()} elements of buffer {k} are wrong")
+
+    def time(self, n: int) -> None:
+        self.calls(5)
+        gpu, host = timed(self.calls, n)
+        self.eager.append(gpu)
+        self.host.append(host)
+        self.replays(1)
+        self.replayed.append(timed(self.replays, max(n // 10, 1))[0] / GRAPH)
+
+
+def timed(run, n: int) -> tuple[float, float]:
+    """Seconds that one of n takes on the GPU and on the host; the slowest rank's."""
+    torch.cuda.synchronize()
+    switchyard.barrier()
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    began = time.perf_counter()
+    run(n)
+    host = time.perf_counter() - began
+    last.record()
+    torch.cuda.synchronize()
+    return slowest(first.elapsed_time(last) / 1e3 / n), slowest(host / n)
+
+
+def us(side: Side | None, what: str) -> str:
+    return f"{statistics.median(getattr(side, what)) * 1e6:.1f}" if side else "-"
+
+
+def compared(sides: list[Side], what: str) -> str:
+    return ratio_of(*(getattr(side, what) for side in sides)) if len(sides) == 2 else f"{'-':>7}"
+
+
+def on_gpus(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool) -> None:
+    modules = [dist, switchyard] if dist.get_backend() == "nccl" else [switchyard]
+    switchyard.communicator(device="cuda")
+    lines = []
+    if rank == 0:
+        gpus, nccl = min(ranks, torch.cuda.device_count()), ".".join(map(str, torch.cuda.nccl.version()))
+        print(
+            f"\nall_to_all_single, {ranks} ranks on {gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+            f"NCCL {nccl}{', symmetric outputs' if symmetric else ''}; microseconds",
+            flush=True,
+        )
+        print(f"{'':>12} | eager{'':42} | host{'':11} | in a graph", flush=True)
+        columns = f"{'NCCL':>7} {'ours':>7} {'ratio':>7}   quartiles"
+        print(f"{'bytes a rank':>12} | {columns:47} | {'NCCL':>7} {'ours':>7} | {columns}", flush=True)
+    for size in map(size_of, args.sizes.split(",")):
+        buffers = Buffers(size, rank, ranks, symmetric)
+        sides = [Side(module, buffers) for module in modules]
+        for i in range(args.rounds):
+            for side in sides if i % 2 == 0 else reversed(sides):
+                side.time(10 if ranks > torch.cuda.device_count() else 100)
+        for side in sides:
+            side.check(lambda side=side: side.calls(side.buffers.sets))
+            side.check(side.graph.replay)
+        ours, theirs = sides[-1], sides[0] if len(sides) == 2 else None
+        if rank == 0:
+            eager = f"{us(theirs, 'eager'):>7} {us(ours, 'eager'):>7} {compared(sides, 'eager')}"
+            host = f"{us(theirs, 'host'):>7} {us(ours, 'host'):>7}"
+            graph = f"{us(theirs, 'replayed'):>7} {us(ours, 'replayed'):>7} {compared(sides, 'replayed')}"
+            print(f"{name_of(size):>12} | {eager:47} | {host} | {graph}", flush=True)
+            lines.append(switchyard.explain(buffers.y[0], buffers.x[0]).splitlines()[0])
+        del sides, ours, theirs, side
+        buffers.free()
+    if rank == 0:
+        print("every element was checked, before and after, eager and in the graph; ours went", flush=True)
+        for size, line in zip(args.sizes.split(","), lines):
+            print(f"{name_of(size_of(size)):>12}   {line}", flush=True)
+
+
+def worker(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
+    backend, where = "gloo", on_cpu
+    if args.device == "cuda":
+        where = on_gpus
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if ranks <= torch.cuda.device_count():
+            backend = "nccl"
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    for symmetric in {"no": [False], "yes": [True], "both": [False, True]}[args.symmetric]:
+        where(rank, ranks, args, symmetric)
+    switchyard.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--op", default="all_to_all_single", choices=OPS)
-    parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--sizes", default="8K,32K,128K,512K,1M,2M,8M,32M")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each size")
-    parser.add_argument("--symmetric", action="store_true", help="outputs in the symmetric heap")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--op", default="all_to_all_single", choices=OPS, help="on the CPU")
+    parser.add_argument("--ranks", help="2,4 on the CPU, the number of GPUs on those")
+    parser.add_argument("--sizes", help="8K to 32M on the CPU, to 8M on GPUs")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each size, on the CPU")
+    parser.add_argument("--rounds", type=int, default=15, help="blocks of each library for each size, on GPUs")
+    parser.add_argument(
+        "--symmetric", nargs="?", choices=("no", "yes", "both"), const="yes", default="no", help="outputs in the symmetric heap"
+    )
     args = parser.parse_args()
+    if args.device == "cuda":
+        if args.op != "all_to_all_single":
+            parser.error(f"{args.op} of CUDA tensors is torch's own")
+        args.ranks = args.ranks or str(torch.cuda.device_count())
+        args.sizes = args.sizes or "8K,32K,128K,512K,1M,2M,8M"
+    args.ranks, args.sizes = args.ranks or "2,4", args.sizes or "8K,32K,128K,512K,1M,2M,8M,32M"
     for ranks in map(int, args.ranks.split(",")):
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (ranks, os.path.join(folder, "store"), args), ranks)

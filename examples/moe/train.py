@@ -1,8 +1,11 @@
-"""Trains a small MoE language model with torch, its experts divided among the ranks, on a machine without a GPU.
+"""Trains a small MoE language model with torch, its experts divided among the ranks, on the CPU or on GPUs.
 
     python examples/moe/train.py                      # 2 ranks; torch's all_to_all_single and Switchyard's, side by side
-    python examples/moe/train.py --impl dispatcher    # switchyard.Dispatcher instead of exchanges by hand
+    python examples/moe/train.py --impl dispatcher    # switchyard.Dispatcher instead of exchanges by hand, on the CPU
+    python examples/moe/train.py --device cuda        # a rank for each GPU, beside NCCL
     torchrun --nproc-per-node 4 examples/moe/train.py # ranks that torchrun starts
+
+With more ranks than GPUs the ranks share them, and torch's calls are gloo's.
 
 Both implementations make every step on the same tokens from the same weights, each with a model of its own. What differs
 is one import: where all_to_all_single and all_reduce come from. The losses are the same; the step times are printed side
@@ -92,7 +95,7 @@ class MoE(nn.Module):
         send, recv = send_counts.view(self.size, -1).sum(1).tolist(), recv_counts.sum(1).tolist()
         rows = Exchange.apply(tokens[order // self.top_k], recv, send, self.module)
         # They come rank by rank; an expert wants all of its own together.
-        which = torch.arange(self.local).repeat(self.size).repeat_interleave(recv_counts.flatten())
+        which = torch.arange(self.local, device=rows.device).repeat(self.size).repeat_interleave(recv_counts.flatten())
         together = which.argsort(stable=True)
         parts = rows[together].split(recv_counts.sum(0).tolist())
         done = torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
@@ -158,7 +161,7 @@ class Trainer:
         torch.manual_seed(0)
         self.impl, self.size = impl, dist.get_world_size()
         self.module = dist if impl == "torch" else switchyard
-        self.model = Model(args, impl)
+        self.model = Model(args, impl).to(args.device)
         experts = {id(p) for block in self.model.blocks for p in block.moe.experts.parameters()}
         self.shared = [p for p in self.model.parameters() if id(p) not in experts]
         self.own = [p for p in self.model.parameters() if id(p) in experts]
@@ -187,14 +190,20 @@ def train(args: argparse.Namespace, report: Callable[[str], None]) -> dict[str, 
     if args.experts % size:
         raise SystemExit(f"{args.experts} experts do not divide among {size} ranks")
     impls = ("torch", "switchyard") if args.impl == "both" else (args.impl,)
+    if args.device == "cuda":
+        if args.impl == "dispatcher":
+            raise SystemExit("switchyard.Dispatcher works on host tensors")
+        # So that the losses can be compared to the last bit. cuBLAS reads its variable when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     trainers = [Trainer(args, impl) for impl in impls]
     text = Text(args.vocabulary, 100 + rank)
     losses: dict[str, list[float]] = {impl: [] for impl in impls}
     times: dict[str, list[float]] = {impl: [] for impl in impls}
     for step in range(args.steps):
-        x = text.batch(args.batch, args.length)
+        x = text.batch(args.batch, args.length).to(args.device)
         for trainer in trainers if step % 2 == 0 else reversed(trainers):
-            dist.barrier()
+            switchyard.barrier()
             began = time.perf_counter()
             losses[trainer.impl].append(trainer.step(x))
             times[trainer.impl].append(time.perf_counter() - began)
@@ -216,7 +225,8 @@ def train(args: argparse.Namespace, report: Callable[[str], None]) -> dict[str, 
 def arguments(values: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--impl", choices=("both", *IMPLEMENTATIONS), default="both")
-    parser.add_argument("--ranks", type=int, default=2, help="to start, where torchrun has not")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, help="to start, where torchrun has not: 2, or as many as there are GPUs")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=20, help="steps between reports")
     parser.add_argument("--layers", type=int, default=2)
@@ -232,13 +242,18 @@ def arguments(values: list[str] | None = None) -> argparse.Namespace:
 
 def worker(rank: int, size: int, store: str | None, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
+    backend = "gloo"
+    if args.device == "cuda":
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % gpus)
+        backend = "nccl" if size <= gpus else "gloo"
     if store is None:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+        dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
     quiet = dist.get_rank() != 0
     train(args, lambda line: None if quiet else print(line, flush=True))
-    dist.barrier()
+    switchyard.barrier()
     dist.destroy_process_group()
 
 
@@ -249,7 +264,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        torch.multiprocessing.spawn(worker, (args.ranks, store, args), args.ranks)
+        ranks = args.ranks or (max(torch.cuda.device_count(), 2) if args.device == "cuda" else 2)
+        torch.multiprocessing.spawn(worker, (ranks, store, args), ranks)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"runtime"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -21,7 +22,7 @@ import (
 var handles = core.NewHandles()
 
 // abiVersion changes when a function does. The Python package refuses another than its own.
-const abiVersion = 1
+const abiVersion = 2
 
 // guard runs the body of an export: it turns errors and panics into a code and keeps the text for the thread. An export
 // runs on the thread of its caller, so that is whose text it is.
@@ -72,7 +73,7 @@ func numbers(p *C.int64_t, n C.int64_t) []int64 {
 	return unsafe.Slice((*int64)(unsafe.Pointer(p)), int(n))
 }
 
-// hostStream refuses streams of devices that do not exist yet. 0 is the communicator's own.
+// hostStream refuses streams of GPUs. 0 is the communicator's own.
 func hostStream(stream C.uint64_t) error {
 	if stream != 0 {
 		return fmt.Errorf("switchyard: %w: stream %#x on the host, which has none", core.ErrInvalid, uint64(stream))
@@ -297,7 +298,7 @@ func switchyard_alloc(communicator C.uint64_t, bytes C.int64_t, ticket *C.uint64
 	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) { return c.Alloc(int64(bytes), put[*core.Block]) })
 }
 
-// switchyard_block is where a block is: its address here and its offset in every rank's segment.
+// switchyard_block is where a block is: its address here, on the host or a GPU, and its offset in every rank's segment.
 //
 //export switchyard_block
 func switchyard_block(block C.uint64_t, addr *C.uint64_t, offset *C.int64_t) C.int32_t {
@@ -311,17 +312,17 @@ func switchyard_block(block C.uint64_t, addr *C.uint64_t, offset *C.int64_t) C.i
 	})
 }
 
-// switchyard_free gives a block back.
+// switchyard_free gives a block back, one on a GPU once stream has run what it has been given.
 //
 //export switchyard_free
-func switchyard_free(communicator, block C.uint64_t, ticket *C.uint64_t) C.int32_t {
+func switchyard_free(communicator, block, stream C.uint64_t, ticket *C.uint64_t) C.int32_t {
 	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
 		b, err := core.Get[*core.Block](handles, uint64(block))
 		if err != nil {
 			return 0, err
 		}
 		handles.Drop(uint64(block))
-		return b.Free()
+		return b.Free(uintptr(stream))
 	})
 }
 
@@ -330,6 +331,150 @@ func switchyard_free(communicator, block C.uint64_t, ticket *C.uint64_t) C.int32
 //export switchyard_verify
 func switchyard_verify(communicator C.uint64_t, ticket *C.uint64_t) C.int32_t {
 	return on(communicator, ticket, 0, (*core.Comm).Verify)
+}
+
+// switchyard_gpu_open makes a communicator's end on a GPU, together with all its ranks. The ticket's value is its handle.
+//
+//export switchyard_gpu_open
+func switchyard_gpu_open(communicator C.uint64_t, opts *C.char, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
+		var o core.GPUOptions
+		if err := options(opts, &o); err != nil {
+			return 0, err
+		}
+		return c.OpenGPU(o, put[*core.GPU])
+	})
+}
+
+// switchyard_gpu_all_to_all enqueues an exchange of device memory on a stream, a CUstream. shape is a core.Shape, which
+// the caller may change afterwards. What becomes of the exchange later, a later call or switchyard_gpu_fault tells. It
+// waits for nothing.
+//
+//export switchyard_gpu_all_to_all
+func switchyard_gpu_all_to_all(gpu, stream C.uint64_t, dst, src unsafe.Pointer, shape *C.int64_t) C.int32_t {
+	return guard(func() error {
+		g, err := core.Get[*core.GPU](handles, uint64(gpu))
+		if err != nil {
+			return err
+		}
+		return g.Exchange(uintptr(stream), uintptr(dst), uintptr(src), shapeOf(g, shape))
+	})
+}
+
+func shapeOf(g *core.GPU, shape *C.int64_t) core.Shape {
+	return numbers(shape, C.int64_t(core.ShapeLen(g.Size())))
+}
+
+// switchyard_gpu_explain says how an exchange into dst would be carried. text holds room bytes and gets as much of the
+// answer as fits, 0-terminated.
+//
+//export switchyard_gpu_explain
+func switchyard_gpu_explain(gpu C.uint64_t, dst unsafe.Pointer, shape *C.int64_t, text *C.char, room C.int64_t) C.int32_t {
+	return guard(func() error {
+		g, err := core.Get[*core.GPU](handles, uint64(gpu))
+		if err != nil {
+			return err
+		}
+		why, err := g.Explain(uintptr(dst), shapeOf(g, shape))
+		if err == nil && room > 0 {
+			out := unsafe.Slice((*byte)(unsafe.Pointer(text)), int(room))
+			out[copy(out[:room-1], why)] = 0
+		}
+		return err
+	})
+}
+
+// switchyard_gpu_fault is the error that exchanges which have run by now have come to.
+//
+//export switchyard_gpu_fault
+func switchyard_gpu_fault(gpu C.uint64_t) C.int32_t {
+	return guard(func() error {
+		g, err := core.Get[*core.GPU](handles, uint64(gpu))
+		if err != nil {
+			return err
+		}
+		return g.Fault()
+	})
+}
+
+// switchyard_gpu_alloc takes symmetric memory of a GPU for work on stream. The ticket's value is a block.
+//
+//export switchyard_gpu_alloc
+func switchyard_gpu_alloc(communicator, gpu, stream C.uint64_t, bytes C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		g, err := core.Get[*core.GPU](handles, uint64(gpu))
+		if err != nil {
+			return 0, err
+		}
+		return g.Alloc(uintptr(stream), int64(bytes), put[*core.Block])
+	})
+}
+
+// switchyard_gpu_verify compares the ranks' allocations on GPUs.
+//
+//export switchyard_gpu_verify
+func switchyard_gpu_verify(communicator, gpu C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		g, err := core.Get[*core.GPU](handles, uint64(gpu))
+		if err != nil {
+			return 0, err
+		}
+		return g.Verify()
+	})
+}
+
+// arenas are the pools that torch's allocator may ask, by the number of their functions.
+var arenas [C.SWITCHYARD_POOLS]atomic.Pointer[core.Arena]
+
+func putArena(a *core.Arena) (uint64, error) {
+	for k := range arenas {
+		if arenas[k].CompareAndSwap(nil, a) {
+			return uint64(k), nil
+		}
+	}
+	return 0, fmt.Errorf("switchyard: %w: this process has %d pools already", core.ErrInvalid, len(arenas))
+}
+
+// switchyard_gpu_pool takes symmetric memory of a GPU for an allocator of torch, together with all ranks. The ticket's value
+// k says which functions that allocator calls: switchyard_pool_alloc_k and switchyard_pool_free_k.
+//
+//export switchyard_gpu_pool
+func switchyard_gpu_pool(communicator, gpu, stream C.uint64_t, bytes C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		g, err := core.Get[*core.GPU](handles, uint64(gpu))
+		if err != nil {
+			return 0, err
+		}
+		return g.NewArena(uintptr(stream), int64(bytes), putArena)
+	})
+}
+
+// switchyard_pool_take takes memory of a pool, NULL when it has none of that device. It is not called from outside.
+//
+//export switchyard_pool_take
+func switchyard_pool_take(pool C.int32_t, bytes C.int64_t, device C.int32_t) (p unsafe.Pointer) {
+	_ = guard(func() error {
+		a := arenas[pool].Load()
+		if a == nil || a.Device() != int(device) {
+			return nil
+		}
+		addr := a.Alloc(int64(bytes))
+		p = *(*unsafe.Pointer)(unsafe.Pointer(&addr)) // of a GPU: Go never follows it
+		return nil
+	})
+	return p
+}
+
+// switchyard_pool_give gives memory back to a pool. An error has nobody to go to. It is not called from outside.
+//
+//export switchyard_pool_give
+func switchyard_pool_give(pool C.int32_t, p unsafe.Pointer) {
+	_ = guard(func() error {
+		if a := arenas[pool].Load(); a != nil {
+			return a.Free(uintptr(p))
+		}
+		return nil
+	})
 }
 
 // switchyard_split makes a subgroup of the ranks that pass the same color, ordered by key. The ticket's value is its

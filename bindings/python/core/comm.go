@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"slices"
 	"sync"
 	"time"
 
@@ -44,19 +43,19 @@ type Options struct {
 var variables = []string{
 	"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 	"SWITCHYARD_PORT", "SWITCHYARD_SECRET", "SWITCHYARD_JOIN_TIMEOUT", "SWITCHYARD_PEER_TIMEOUT", "SWITCHYARD_DEBUG",
-	"SWITCHYARD_DISABLE_MULTICAST", "NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS",
+	"SWITCHYARD_CUDA_HEAP",
 }
 
 // environment is held while the process's environment is being brought up to date and read.
 var environment sync.Mutex
 
 // refresh brings Go's environment up to date.
-func (o *Options) refresh() error {
-	if o.Environ == nil {
+func refresh(environ map[string]string) error {
+	if environ == nil {
 		return nil
 	}
 	for _, name := range variables {
-		value, set := o.Environ[name]
+		value, set := environ[name]
 		old, was := os.LookupEnv(name)
 		var err error
 		switch {
@@ -78,7 +77,7 @@ func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 func (o *Options) config() (comm.Config, error) {
 	environment.Lock()
 	defer environment.Unlock()
-	if err := o.refresh(); err != nil {
+	if err := refresh(o.Environ); err != nil {
 		return comm.Config{}, err
 	}
 	log, err := env.Logger(os.Stderr)
@@ -129,6 +128,7 @@ type Comm struct {
 	group   *comm.Group
 	watched []*comm.Group // the same ranks; see watchPeers
 	heap    *memory.Heap
+	gpus    []*GPU          // in the order in which they were made
 	left    *comm.PeerError // a peer has left in good order, and this rank waited for it
 	leaving bool
 
@@ -138,9 +138,7 @@ type Comm struct {
 	dispatchers []*Dispatcher
 	equal, none []int64
 
-	// Symmetric memory that was handed out, by address.
-	blocks sync.RWMutex
-	live   []*Block
+	blocks blocks // on the host
 }
 
 // Open makes a Comm and submits its join as the first operation, with ticket 1. words is as for a queue; the listener is
@@ -266,8 +264,10 @@ func (c *Comm) watch(w *comm.Group) {
 			return
 		case <-time.After(grace / 10):
 		}
+		// Whether a GPU waits cannot be asked without disturbing those who capture its work into a graph. Nothing on it
+		// that waits for that peer still, a while after, will see it come.
 		switch t, busy := c.current(); {
-		case !busy || t != running:
+		case !busy && len(c.onGPUs()) == 0 || t != running:
 			running, since = t, time.Now()
 		case time.Since(since) > grace:
 			c.mu.Lock()
@@ -356,13 +356,8 @@ func (c *Comm) view(b Buffer) (memory.View, error) {
 	if b.Bytes == 0 {
 		return memory.View{}, nil
 	}
-	c.blocks.RLock()
-	defer c.blocks.RUnlock()
-	if i, ok := c.find(b.Addr); ok {
-		k := c.live[i]
-		if off := int64(b.Addr - k.addr); b.Bytes <= k.bytes-off {
-			return k.buffer.View().Slice(off, b.Bytes), nil
-		}
+	if v, ok := c.blocks.view(b); ok {
+		return v, nil
 	}
 	return memory.Host(shm.At(b.Addr, b.Bytes)), nil
 }
@@ -426,44 +421,6 @@ func (c *Comm) reduction(kind opKind, dst, src Buffer, dt kernels.DType, r kerne
 	return c.put(func(o *op) { o.kind, o.dst, o.src, o.dtype, o.reduce = kind, d, s, dt, r })
 }
 
-// Block is symmetric memory of a Comm: the same Offset on every rank.
-type Block struct {
-	comm   *Comm
-	buffer *memory.Buffer
-	addr   uintptr
-	bytes  int64
-	freed  bool
-}
-
-// Addr, Len and Offset say where the memory is: in this process, how many bytes, and where in every rank's segment.
-func (b *Block) Addr() uintptr { return b.addr }
-
-// Len is the length in bytes.
-func (b *Block) Len() int64 { return b.bytes }
-
-// Offset is where it begins in every rank's segment.
-func (b *Block) Offset() int64 { return b.buffer.Offset() }
-
-// find is where the block that holds addr is in live, or would be. c.blocks is held.
-func (c *Comm) find(addr uintptr) (int, bool) {
-	i, exact := slices.BinarySearchFunc(c.live, addr, func(b *Block, a uintptr) int {
-		switch {
-		case b.addr < a:
-			return -1
-		case b.addr > a:
-			return 1
-		}
-		return 0
-	})
-	if exact {
-		return i, true
-	}
-	if i > 0 && addr < c.live[i-1].addr+uintptr(c.live[i-1].bytes) {
-		return i - 1, true
-	}
-	return i, false
-}
-
 // Alloc submits an allocation of symmetric memory. Every rank submits the same ones. The pool grows where it has to. put
 // names the block; the name is the ticket's value.
 func (c *Comm) Alloc(n int64, put func(*Block) uint64) (Ticket, error) {
@@ -475,39 +432,13 @@ func (c *Comm) Alloc(n int64, put func(*Block) uint64) (Ticket, error) {
 		if err != nil {
 			return 0, err
 		}
-		buffer, err := h.Alloc(n)
-		if errors.Is(err, memory.ErrOutOfMemory) {
-			// Every rank gets here in the same call.
-			if err = h.Grow(c.ctx, n); err == nil {
-				buffer, err = h.Alloc(n)
-			}
-		}
+		b, err := c.blocks.allocate(c.ctx, h, nil, n)
 		if err != nil {
 			return 0, err
 		}
-		b := &Block{comm: c, buffer: buffer, addr: shm.Addr(buffer.Bytes()), bytes: n}
-		if n > 0 {
-			c.blocks.Lock()
-			i, _ := c.find(b.addr)
-			c.live = slices.Insert(c.live, i, b)
-			c.blocks.Unlock()
-		}
+		b.comm = c
 		return int64(put(b)), nil
 	})
-}
-
-// Free submits that the memory be given back, after the operations submitted before. Every rank submits the same.
-func (b *Block) Free() (Ticket, error) {
-	c := b.comm
-	c.blocks.Lock()
-	if b.freed {
-		c.blocks.Unlock()
-		return 0, fmt.Errorf("core: %w", memory.ErrFreed)
-	}
-	b.freed = true
-	c.live = slices.DeleteFunc(c.live, func(k *Block) bool { return k == b })
-	c.blocks.Unlock()
-	return c.do(func() (int64, error) { return 0, b.buffer.Free() })
 }
 
 // Verify submits a comparison of what the ranks have allocated and freed.
@@ -555,10 +486,13 @@ func (c *Comm) Close(keep bool) (Ticket, error) {
 
 func (c *Comm) release(keep bool) error {
 	c.mu.Lock()
-	g, h, watched := c.group, c.heap, c.watched
+	g, h, watched, gpus := c.group, c.heap, c.watched, c.gpus
 	c.leaving = true
 	c.mu.Unlock()
 	var errs []error
+	for _, gpu := range gpus {
+		errs = append(errs, gpu.close(c.ctx, keep))
+	}
 	for _, d := range c.dispatchers {
 		errs = append(errs, d.close())
 	}
@@ -597,6 +531,9 @@ func (c *Comm) Abort(reason string) {
 func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 	c.end()
 	clean := c.settle(drain)
+	for _, gpu := range c.onGPUs() {
+		clean = clean && gpu.drain(drain)
+	}
 	stopped := clean
 	if !clean {
 		c.Abort("the process has ended with operations under way")
@@ -607,6 +544,12 @@ func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 	c.leaving = true
 	c.mu.Unlock()
 	c.cancel()
+	for _, gpu := range c.onGPUs() {
+		// Its kernels have seen the abort word. What still runs is somebody else's, and the memory stays for it.
+		if stopped && gpu.drain(grace) {
+			_ = gpu.close(c.ctx, keep) // a context that is over, as below
+		}
+	}
 	if h != nil && stopped && !keep {
 		// A context that is over: what is mapped here is let go of at once, which is what the error says. Peers have
 		// mappings of their own.
@@ -618,6 +561,13 @@ func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 		}
 	}
 	return clean
+}
+
+// onGPUs is what the Comm has on GPUs.
+func (c *Comm) onGPUs() []*GPU {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.gpus
 }
 
 // settle waits until the worker has stopped.

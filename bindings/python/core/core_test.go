@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -141,11 +142,11 @@ func TestSymmetricBuffersAreFoundByAddress(t *testing.T) {
 		if _, ok := v.Symmetric(h); err != nil || ok {
 			return fmt.Errorf("Go memory: symmetric %v, %w", ok, err)
 		}
-		ticket, err := blocks[0].Free()
+		ticket, err := blocks[0].Free(0)
 		if _, err := await(c, ticket, err); err != nil {
 			return err
 		}
-		if _, err := blocks[0].Free(); !errors.Is(err, memory.ErrFreed) {
+		if _, err := blocks[0].Free(0); !errors.Is(err, memory.ErrFreed) {
 			return fmt.Errorf("a second free: %w", err)
 		}
 		ticket, err = c.Verify()
@@ -224,6 +225,7 @@ func TestErrorsAreClassified(t *testing.T) {
 		{&dispatch.OverflowError{}, Overflow, -1},
 		{dispatch.ErrNoHandle, NoHandle, -1},
 		{memory.ErrOutOfMemory, OutOfMemory, -1},
+		{fmt.Errorf("no driver: %w", device.ErrUnavailable), Unsupported, -1},
 		{&memory.DivergenceError{}, Diverged, -1},
 	} {
 		code, rank := Classify(c.err)

@@ -70,6 +70,7 @@ var conditions = []struct {
 	{dispatch.ErrReleased, Freed},
 	{dispatch.ErrNoHandle, NoHandle},
 	{device.ErrClosed, Closed},
+	{device.ErrUnavailable, Unsupported},
 	{ErrPanic, Panic},
 	{ErrInvalid, Invalid},
 	{ErrClosed, Closed},

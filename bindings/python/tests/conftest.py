@@ -9,10 +9,24 @@ import world
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
+def gpus() -> int:
+    """How many GPUs torch sees; it does not use them for that."""
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+needs_gpu = pytest.mark.skipif(gpus() == 0, reason="there is no GPU")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith("test_torch"):
             item.add_marker(needs_torch)
+        if item.path.name.startswith("test_torch_cuda"):
+            item.add_marker(needs_gpu)
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +46,12 @@ def plain(worlds: world.Worlds, request: pytest.FixtureRequest) -> world.World:
 def gloo(worlds: world.Worlds, request: pytest.FixtureRequest) -> world.World:
     """Ranks with torch and gloo."""
     return worlds.get(request.param, world.gloo)
+
+
+@pytest.fixture(params=[n for n in (2, 4, 8) if n <= max(gpus(), 2)], ids="{}-ranks".format)
+def cuda(worlds: world.Worlds, request: pytest.FixtureRequest) -> world.World:
+    """Ranks with torch and a GPU each; two that share it where there is one."""
+    return worlds.get(request.param, world.cuda)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import gpus
 from world import free_port
 
 BLOCKS = re.findall(
@@ -26,7 +27,10 @@ def test_every_example_says_how_it_runs():
 
 @pytest.mark.parametrize(("ranks", "needs", "code"), BLOCKS, ids=range(len(BLOCKS)))
 def test_example(tmp_path, ranks, needs, code):
-    if importlib.util.find_spec(needs) is None:
+    if needs == "gpu":
+        if gpus() == 0:
+            pytest.skip("there is no GPU")
+    elif importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
     script = tmp_path / "example.py"
     script.write_text(code)

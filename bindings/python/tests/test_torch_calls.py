@@ -436,3 +436,38 @@ def arrays(rank, size):
 
 def test_arrays_in_a_process_group(gloo):
     gloo.run(arrays)
+
+
+def without_gpus(rank, size):
+    if torch.cuda.is_available():
+        return
+    for call in (lambda: sw.communicator(device="cuda"), lambda: sw.empty(3, device="cuda"), lambda: sw.mem_pool(1 << 20)):
+        with pytest.raises(errors.Unsupported, match="no CUDA here"):
+            call()
+    with pytest.raises(errors.Unsupported, match="no symmetric heap on meta"):
+        sw.empty(3, device="meta")
+    with pytest.raises(errors.InvalidArgument, match="want a CUDA device"):
+        sw.communicator(device="cpu")
+    with pytest.raises(errors.InvalidArgument, match="an array on cuda"):
+        sw.empty(3, dtype="f4", device="cuda")
+    sw.check()  # there is nothing that could be wrong
+    sw.synchronize()
+
+
+def test_what_needs_a_gpu_says_so(gloo):
+    gloo.run(without_gpus)
+
+
+def refused_by_core(rank, size):
+    # The library itself, on a machine without a driver: an error on every rank, and the group goes on.
+    if torch.cuda.is_available():
+        return
+    comm = sw.communicator()
+    for _ in range(2):
+        with pytest.raises(errors.Unsupported, match="on rank 0"):
+            comm.gpu(0)
+    sw.barrier()
+
+
+def test_a_machine_without_a_driver(gloo):
+    gloo.run(refused_by_core)

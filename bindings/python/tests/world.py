@@ -55,6 +55,7 @@ class World:
         context = multiprocessing.get_context("spawn")
         self.size, self.broken = size, False
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1", **(env or {})}
+        env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic algorithms need on a GPU
         env["SWITCHYARD_PORT"] = str(free_port())
         self.pipes, self.processes = [], []
         for rank in range(size):
@@ -145,6 +146,34 @@ def gloo(rank: int, size: int, store: str) -> None:
 def backend(rank: int, size: int, store: str) -> None:
     """torch with Switchyard as its backend."""
     _torch("switchyard", rank, size, store)
+
+
+def cuda(rank: int, size: int, store: str) -> None:
+    """torch with a GPU for each rank and NCCL, or GPUs that ranks share and gloo, since NCCL refuses that."""
+    _torch("nccl" if _take_gpu(rank) >= size else "gloo", rank, size, store)
+
+
+def cuda_backend(rank: int, size: int, store: str) -> None:
+    """torch with GPUs and Switchyard as its backend."""
+    importlib.import_module("switchyard.torch")  # its name is known without that where the package is installed
+    _take_gpu(rank)
+    _torch("switchyard", rank, size, store)
+
+
+def cuda_plain(rank: int, size: int, store: str) -> None:
+    """torch with GPUs and Switchyard, without process groups."""
+    import switchyard
+
+    _take_gpu(rank)
+    switchyard.init(timeout=20)
+
+
+def _take_gpu(rank: int) -> int:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(rank % gpus)
+    return gpus
 
 
 def _torch(backend: str, rank: int, size: int, store: str) -> None:

@@ -4,9 +4,9 @@
 Importing this package loads nothing; the first call loads the shared library and lets the ranks meet, through the process
 group's own store where there is one.
 
-They take torch tensors, and without torch numpy arrays and everything with DLPack or the buffer protocol. What Switchyard
-does not do itself goes to the process group's backend: tensors on other devices than the host, and the operators and data
-types that the table in the package's README lists.
+They take torch tensors, and without torch numpy arrays and everything with DLPack or the buffer protocol.
+``all_to_all_single`` is Switchyard's on the host and on NVIDIA GPUs, the others on the host. What Switchyard does not do
+itself goes to the process group's backend; the table in the package's README lists it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ __all__ = [
     "all_reduce",
     "all_to_all_single",
     "barrier",
+    "check",
     "communicator",
     "empty",
     "errors",
+    "explain",
     "free",
     "init",
+    "mem_pool",
     "reduce_scatter_tensor",
     "shutdown",
+    "synchronize",
     "verify",
 ]
 
@@ -58,6 +62,19 @@ def __getattr__(name: str) -> Any:
 def _is_tensor(x: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
+
+
+_calls: Any = None
+
+
+def _torch_calls() -> Any:
+    """The module of the calls on tensors."""
+    global _calls
+    if _calls is None:
+        from . import _torch
+
+        _calls = _torch
+    return _calls
 
 
 def _compiling() -> bool:
@@ -82,15 +99,20 @@ def all_to_all_single(
 
     Returns ``None``, or with ``async_op`` a work object: output is complete after its ``wait()``, and neither tensor may
     be changed before. The meaning, the results and the errors are those of ``torch.distributed.all_to_all_single``.
+
+    On CUDA tensors the call is enqueued: on the current stream, or with ``async_op`` on one beside it that begins where the
+    current stream is now, and ``wait()`` makes the then current stream wait. CUDA graphs can capture it, after one call
+    outside. What goes wrong while it runs, the next call raises, and :func:`check` and :func:`synchronize` do. The first call
+    of a group with tensors of a GPU is collective, like making a group, and takes up to some seconds.
     """
+    if _calls is not None and isinstance(input, _calls.Tensor) and not _calls.compiling():  # what is asked most, soonest
+        return _calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     if _compiling():
         from . import torch as ours
 
         return ours._compiled_all_to_all(output, input, output_split_sizes, input_split_sizes, group, async_op)
     if _is_tensor(input) or _is_tensor(output):
-        from . import _torch
-
-        return _torch.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        return _torch_calls().all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     from . import _array_calls
 
     return _array_calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
@@ -107,9 +129,7 @@ def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool =
 
         return ours._compiled_all_reduce(tensor, op, group, async_op)
     if _is_tensor(tensor):
-        from . import _torch
-
-        return _torch.all_reduce(tensor, op, group, async_op)
+        return _torch_calls().all_reduce(tensor, op, group, async_op)
     from . import _array_calls
 
     return _array_calls.all_reduce(tensor, op, group, async_op)
@@ -122,9 +142,7 @@ def reduce_scatter_tensor(output: Any, input: Any, op: Any = "sum", group: Any =
 
         return ours._compiled_reduce_scatter(output, input, op, group, async_op)
     if _is_tensor(input) or _is_tensor(output):
-        from . import _torch
-
-        return _torch.reduce_scatter_tensor(output, input, op, group, async_op)
+        return _torch_calls().reduce_scatter_tensor(output, input, op, group, async_op)
     from . import _array_calls
 
     return _array_calls.reduce_scatter_tensor(output, input, op, group, async_op)
@@ -137,9 +155,7 @@ def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = N
 
         return ours._compiled_all_gather(output_tensor, input_tensor, group, async_op)
     if _is_tensor(input_tensor) or _is_tensor(output_tensor):
-        from . import _torch
-
-        return _torch.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        return _torch_calls().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     from . import _array_calls
 
     return _array_calls.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
@@ -148,9 +164,7 @@ def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = N
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
     """Return once every rank of the group has called it."""
     if "torch" in sys.modules:
-        from . import _torch
-
-        return _torch.barrier(group, async_op, device_ids)
+        return _torch_calls().barrier(group, async_op, device_ids)
     from . import _array_calls
 
     return _array_calls.barrier(group, async_op)
@@ -202,11 +216,42 @@ def init(
     return comm
 
 
-def communicator(group: Any = None) -> Communicator:
-    """The communicator behind a torch process group, or the default one. The first call for a group is collective."""
+def communicator(group: Any = None, device: Any = None) -> Communicator:
+    """The communicator behind a torch process group, or the default one. The first call for a group is collective.
+
+    With a CUDA device it is made ready for tensors there, which is collective too: what the first ``all_to_all_single``
+    would do otherwise. Ranks may share a GPU. :class:`switchyard.errors.Unsupported` says, on every rank, that these GPUs
+    cannot exchange.
+    """
     from . import _array_calls
 
+    if device is not None:
+        return _torch_calls().gpu(group, device).comm
     return _array_calls.communicator(group)
+
+
+def check(group: Any = None) -> None:
+    """Raise what exchanges of CUDA tensors that have run by now have come to: a lost rank, a rank that did not come in
+    time, ranks that disagree on sizes. It waits for nothing. The next call does the same."""
+    communicator(group).check()
+
+
+def synchronize(group: Any = None) -> None:
+    """Wait until the GPUs of this rank's exchanges have run everything, and then :func:`check`."""
+    comm = communicator(group)
+    for device in comm._gpus:
+        sys.modules["torch"].cuda.synchronize(device)
+    comm.check()
+
+
+def explain(
+    output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None
+) -> str:
+    """Say how ``all_to_all_single`` of these CUDA tensors would be carried: by which algorithm, why, and whether peers would
+    write output in place. Nothing is sent, and other ranks need not call it."""
+    calls = _torch_calls()
+    gpu = calls.gpu(group, input.device)
+    return calls._cuda.explain(gpu, output, input, output_split_sizes, input_split_sizes)
 
 
 def shutdown() -> None:
@@ -219,20 +264,34 @@ def shutdown() -> None:
         comm.close()
 
 
-def empty(*size: Any, dtype: Any = None, group: Any = None) -> Any:
+def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) -> Any:
     """A tensor in the symmetric heap, not initialised. Peers write outputs that lie there in place, without staging.
 
-    It is a torch tensor where torch is loaded, unless dtype is numpy's, and a numpy array otherwise. Every rank makes
-    the same calls of ``empty`` and ``free``, in the same order (``verify`` tells); the heap grows where it has to. The
-    memory is given back by ``free`` only: never by the garbage collector, which runs at other times on every rank.
+    It is a torch tensor where torch is loaded, unless dtype is numpy's, and a numpy array otherwise. device is the host or a
+    CUDA device; ``None`` is torch's default device. Every rank makes the same calls of ``empty``, ``mem_pool`` and ``free``,
+    in the same order (``verify`` tells); the heap grows where it has to, which on a GPU takes milliseconds. The memory is
+    given back by ``free`` only: never by the garbage collector, which runs at other times on every rank.
     """
     from . import _symmetric
 
-    return _symmetric.empty(*size, dtype=dtype, group=group)
+    return _symmetric.empty(*size, dtype=dtype, group=group, device=device)
+
+
+def mem_pool(size: int, group: Any = None, device: Any = "cuda") -> Any:
+    """A ``torch.cuda.MemPool`` with size bytes of the symmetric heap of a GPU, the current one by default.
+
+    Making it is collective, as ``empty`` is. What is allocated in ``torch.cuda.use_mem_pool(pool)`` is this rank's own
+    business: tensors come and go by torch's rules, in any order and at any place of the pool, and exchanges write them in
+    place. torch takes 2 MiB at a time for tensors up to 1 MiB, 20 MiB up to 10 MiB, and multiples of 2 MiB above; with no room
+    left it raises its ``OutOfMemoryError``. The memory stays the pool's until the process ends; a process can make 16.
+    """
+    calls = _torch_calls()
+    return calls._cuda.mem_pool(calls.gpu(group, device), size)
 
 
 def free(tensor: Any) -> None:
-    """Give the memory of a tensor of ``empty`` back, for later ones to use. Every rank does, in the same order."""
+    """Give the memory of a tensor of ``empty`` back, for later ones to use. Every rank does, in the same order. Memory of a GPU
+    goes back behind what the current stream has been given."""
     from . import _symmetric
 
     _symmetric.free(tensor)

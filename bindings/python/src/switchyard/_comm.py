@@ -122,7 +122,8 @@ class Work:
 
 
 class Block:
-    """Symmetric memory: the same offset in every rank's segment. Views of it hold it; :meth:`free` gives it back."""
+    """Symmetric memory of the host or a GPU: the same offset in every rank's segment. Views of it hold it; :meth:`free` gives
+    it back."""
 
     def __init__(self, comm: Communicator, handle: int, size: int) -> None:
         address, offset = c_uint64(), c_int64()
@@ -134,14 +135,52 @@ class Block:
         """The bytes, as an object with the buffer protocol."""
         return memory(self.address, self.size, self)
 
-    def free(self) -> None:
+    def free(self, stream: int = 0) -> None:
+        """Give the memory back, memory of a GPU once the CUstream has run what it has been given."""
         if self.freed:
             raise errors.Freed("switchyard: this memory was given back before")
         self.freed = True
         ticket = c_uint64()
         comm = self.comm
         comm._blocks.pop(self.address, None)
-        comm._control(comm._lib.free(comm._handle, self.handle, byref(ticket)), ticket)
+        comm._control(comm._lib.free(comm._handle, self.handle, stream, byref(ticket)), ticket)
+
+
+class Gpu:
+    """A communicator's end on one GPU: a symmetric heap there, and exchanges of device memory. Memory and CUstreams are
+    integers here. Exchanges are enqueued by their caller; the rest runs in the queue of the communicator."""
+
+    def __init__(self, comm: Communicator, device: int, handle: int) -> None:
+        self.comm, self.device, self.handle, self.lib = comm, device, handle, comm._lib
+        #: What calls have in common, for those who make them.
+        self.shapes: dict[Any, tuple[int, array[int]]] = {}
+        self.side: Any = None
+        weakref.finalize(self, _drop, comm._lib, handle).atexit = False
+
+    def alloc(self, size: int, stream: int) -> Block:
+        """Take symmetric memory for work on a stream. Every rank makes the same calls, in the same order."""
+        comm, ticket = self.comm, c_uint64()
+        handle = comm._control(self.lib.gpu_alloc(comm._handle, self.handle, stream, size, byref(ticket)), ticket)
+        block = Block(comm, handle, size)
+        if size:
+            comm._blocks[block.address] = block
+        return block
+
+    def pool(self, size: int, stream: int) -> int:
+        """Take symmetric memory for an allocator of torch and return the number of its functions. It stays taken."""
+        comm, ticket = self.comm, c_uint64()
+        number = comm._control(self.lib.gpu_pool(comm._handle, self.handle, stream, size, byref(ticket)), ticket)
+        comm._pools += 1
+        return number
+
+    def verify(self) -> None:
+        """Compare what the ranks have allocated and freed so far."""
+        comm, ticket = self.comm, c_uint64()
+        comm._control(self.lib.gpu_verify(comm._handle, self.handle, byref(ticket)), ticket)
+
+    def check(self) -> None:
+        """Raise what exchanges that have run by now have come to."""
+        self.lib.check(self.lib.gpu_fault(self.handle))
 
 
 class _Memory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
@@ -171,6 +210,10 @@ class Communicator:
         self._blocks: dict[int, Block] = {}
         self._closed = False
         self._dispatchers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._gpus: dict[int, Gpu] = {}
+        self._no_gpus: dict[int, errors.Unsupported] = {}
+        self._opening = threading.Lock()
+        self._pools = 0
         weakref.finalize(self, _drop, lib, handle).atexit = False
         _alive.add(self)
 
@@ -375,6 +418,37 @@ class Communicator:
         """Compare what the ranks have allocated and freed so far; every rank calls it and gets the same answer."""
         ticket = c_uint64()
         self._control(self._lib.verify(self._handle, byref(ticket)), ticket)
+        for gpu in self._gpus.values():
+            gpu.verify()
+
+    # GPUs
+
+    def gpu(self, device: int) -> Gpu:
+        """This rank's end on a GPU, by its ordinal. The first call for a GPU is collective and takes up to some seconds;
+        ranks may share one. Unsupported says, on every rank, that they cannot exchange there."""
+        found = self._gpus.get(device)
+        if found is None:
+            with self._opening:
+                found = self._gpus.get(device)
+                if found is None:
+                    found = self._gpus[device] = self._open_gpu(device)
+        return found
+
+    def _open_gpu(self, device: int) -> Gpu:
+        if device in self._no_gpus:
+            raise self._no_gpus[device]
+        ticket, options = c_uint64(), {"Device": device, "Environ": _environ()}
+        try:
+            code = self._lib.gpu_open(self._handle, json.dumps(options).encode(), byref(ticket))
+            return Gpu(self, device, self._control(code, ticket))
+        except errors.Unsupported as err:
+            self._no_gpus[device] = err
+            raise
+
+    def check(self) -> None:
+        """Raise what exchanges on GPUs that have run by now have come to. It waits for nothing."""
+        for gpu in self._gpus.values():
+            gpu.check()
 
     # Subgroups and the end
 
@@ -422,7 +496,7 @@ class Communicator:
 
     def _keep(self) -> int:
         """Whether tensors lie in the symmetric memory, which then has to stay."""
-        return 1 if self._blocks or self._dispatchers_in_use() else 0
+        return 1 if self._blocks or self._pools or self._dispatchers_in_use() else 0
 
     def _dispatchers_in_use(self) -> bool:
         return any(d._outputs for d in self._dispatchers)

@@ -12,7 +12,7 @@ from typing import Any
 from . import errors
 
 AGAIN = 1
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 # How long one call into the library may wait, in microseconds. Signals end a wait early when they reach the waiting
 # thread, so this only bounds the delay of one that did not.
@@ -36,8 +36,15 @@ _PROTOTYPES: dict[str, list[Any]] = {
     "barrier": [c_uint64, c_uint64, c_int64, _u64p],
     "alloc": [c_uint64, c_int64, _u64p],
     "block": [c_uint64, _u64p, _i64p],
-    "free": [c_uint64, c_uint64, _u64p],
+    "free": [c_uint64, c_uint64, c_uint64, _u64p],
     "verify": [c_uint64, _u64p],
+    "gpu_open": [c_uint64, c_char_p, _u64p],
+    "gpu_all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p],
+    "gpu_explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
+    "gpu_fault": [c_uint64],
+    "gpu_alloc": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
+    "gpu_verify": [c_uint64, c_uint64, _u64p],
+    "gpu_pool": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
     "split": [c_uint64, c_int64, c_int64, _u64p, _u64p],
     "close": [c_uint64, c_int32, _u64p],
     "abort": [c_uint64, c_char_p],
@@ -59,6 +66,11 @@ _PROTOTYPES: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
+# What only enqueues keeps the interpreter's lock, as torch's operators do: to let it go and wait for another thread to give
+# it back can take milliseconds.
+_QUICK = ("gpu_all_to_all",)
+
+
 class Library:
     """The functions of the shared library as attributes. They return a code; :meth:`check` turns one into an error."""
 
@@ -67,6 +79,7 @@ class Library:
     reduce_scatter: Callable[..., int]
     all_gather: Callable[..., int]
     barrier: Callable[..., int]
+    gpu_all_to_all: Callable[..., int]
     wait: Callable[..., int]
 
     def __init__(self, path: str) -> None:
@@ -86,8 +99,9 @@ class Library:
             lib.switchyard_last_error_rank,
             lib.switchyard_live,
         )
+        quick = ctypes.PyDLL(path)
         for name, arguments in _PROTOTYPES.items():
-            function = getattr(lib, "switchyard_" + name)
+            function = getattr(quick if name in _QUICK else lib, "switchyard_" + name)
             function.argtypes, function.restype = arguments, c_int32
             setattr(self, name, function)
 

@@ -1,4 +1,4 @@
-"""Tensors in the symmetric heap, which peers write in place."""
+"""Tensors in the symmetric heaps of the host and of GPUs, which peers write in place."""
 
 from __future__ import annotations
 
@@ -16,20 +16,28 @@ def _communicator(group: Any) -> Communicator:
     return communicator(group)
 
 
-def empty(*size: Any, dtype: Any = None, group: Any = None) -> Any:
+def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) -> Any:
     shape = tuple(size[0]) if len(size) == 1 and not hasattr(size[0], "__index__") else tuple(size)
     shape = tuple(int(n) for n in shape)
     if any(n < 0 for n in shape):
         raise errors.InvalidArgument(f"switchyard: empty: shape {shape} has a negative dimension")
     torch: Any = sys.modules.get("torch")
-    comm = _communicator(group)
     if torch is not None and (dtype is None or isinstance(dtype, torch.dtype)):
-        from . import _torch
+        from . import _cuda, _torch
 
         dtype = dtype or torch.get_default_dtype()
+        place = torch.get_default_device() if device is None else torch.device(device)
+        if place.type == "cuda":
+            return _cuda.empty(_torch.gpu(group, place), shape, dtype)
+        if place.type != "cpu":
+            raise errors.Unsupported(f"switchyard: empty: there is no symmetric heap on {place}")
+        comm = _communicator(group)
         return _torch.tensor_of(comm.alloc(math.prod(shape) * dtype.itemsize), shape, dtype)
+    if device is not None:
+        raise errors.InvalidArgument(f"switchyard: empty: an array on {device}")
     import numpy as np
 
+    comm = _communicator(group)
     kind = np.dtype(dtype or np.float32)
     block = comm.alloc(math.prod(shape) * kind.itemsize)
     if block.size == 0:
@@ -41,8 +49,13 @@ def free(tensor: Any) -> None:
     address = tensor.data_ptr() if hasattr(tensor, "data_ptr") else tensor.__array_interface__["data"][0]
     if math.prod(tensor.shape) == 0:
         return
+    stream = 0
+    if getattr(tensor, "is_cuda", False):
+        from . import _cuda
+
+        stream = _cuda.stream_of(tensor)
     for block in _comm.blocks():
         if block.address == address:
-            block.free()
+            block.free(stream)
             return
     raise errors.Freed("switchyard: free: not a tensor of switchyard.empty, or given back before")

@@ -15,9 +15,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from . import _comm, errors
+from . import _comm, _cuda, errors
 from ._comm import Communicator, Ticket
 from ._splits import common, splits
+from ._tensors import PLAIN, contiguous, is_tensor, real, same_dtype
 
 _float8 = {name: kind for name in ("float8_e4m3fn", "float8_e5m2") if (kind := getattr(torch, name, None)) is not None}
 
@@ -59,6 +60,8 @@ def op_name(op: Any) -> str:
     except (KeyError, TypeError):  # what torch's options hold is equal to the operator, but has another hash or none
         return next((name for known, name in _OPS.items() if op == known), "")
 
+
+compiling = torch.compiler.is_compiling
 
 # Groups
 
@@ -255,41 +258,9 @@ def _completer(comm: Communicator) -> _Completer:
 
 # Tensors
 
-_plain = (Tensor, torch.nn.Parameter)
-
-
-def _check(x: Any, name: str) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"Invalid function argument. Expected parameter `{name}` of type torch.Tensor\n"
-            f"             but got {type(x)} instead."
-        )
-
-
 def _ours(x: Tensor) -> bool:
     """Whether the tensor's memory is the host's, and really there."""
-    return x.is_cpu and x.layout is torch.strided and type(x) in _plain
-
-
-def _contiguous(x: Tensor, name: str) -> None:
-    if not x.is_contiguous():
-        raise errors.InvalidArgument(f"Tensors must be contiguous ({name} of {tuple(x.shape)} has strides {x.stride()})")
-
-
-def _same_dtype(output: Tensor, input: Tensor) -> None:
-    if output.dtype is not input.dtype:
-        raise errors.InvalidArgument(f"Invalid usage of tensors with different dtypes: found {output.dtype} and {input.dtype}")
-
-
-def _real(x: Tensor) -> Tensor:
-    """The numbers as they lie in memory."""
-    if x.is_complex():
-        return torch.view_as_real(x)
-    if x.is_neg():
-        raise errors.InvalidArgument(
-            "switchyard: a tensor with a pending negation has other numbers in memory: resolve_neg() it"
-        )
-    return x
+    return x.is_cpu and x.layout is torch.strided and type(x) in PLAIN
 
 
 def _outside(group: Any, name: str) -> bool:
@@ -317,11 +288,25 @@ def _done(ticket: Ticket | None, output: Tensor, async_op: bool) -> Work | None:
 def all_to_all_single(
     output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group: Any, async_op: bool
 ) -> Any:
-    if _outside(group, "all_to_all_single"):
+    if group is not None and _outside(group, "all_to_all_single"):
         return None
-    _check(output, "output")
-    _check(input, "input")
-    _same_dtype(output, input)
+    if _cuda.ours(output, input):
+        comm, pg = resolve(group)
+        gpu = None
+        if comm is not None:
+            device = input.get_device()
+            gpu = comm._gpus.get(device) or _cuda.gpu_of(comm, pg, device)
+        if gpu is None:
+            return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, pg, async_op)
+        if async_op:
+            return _cuda.start(gpu, output, input, output_split_sizes, input_split_sizes)
+        _cuda.exchange(gpu, output, input, output_split_sizes, input_split_sizes)
+        return None
+    is_tensor(output, "output")
+    is_tensor(input, "input")
+    if input.is_cuda is not output.is_cuda:
+        raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
+    same_dtype(output, input)
     comm, pg = resolve(group)
     if comm is None or not (_ours(output) and _ours(input)):
         if pg is None:
@@ -336,10 +321,10 @@ def exchange(
 ) -> Ticket | None:
     """all_to_all_single of tensors that are ours."""
     if input.is_complex() or input.is_neg() or output.is_neg():
-        input, output = _real(input), _real(output)
+        input, output = real(input), real(output)
     if not (input.is_contiguous() and output.is_contiguous()):
-        _contiguous(input, "input")
-        _contiguous(output, "output")
+        contiguous(input, "input")
+        contiguous(output, "output")
     out_shape, in_shape = output.shape, input.shape
     if not out_shape or not in_shape:
         raise errors.InvalidArgument("switchyard: a tensor without dimensions cannot be split")
@@ -382,7 +367,7 @@ def _dense(x: Tensor) -> bool:
 
 
 def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
-    _check(tensor, "tensor")
+    is_tensor(tensor, "tensor")
     if _outside(group, "all_reduce"):
         return None
     comm, pg = resolve(group)
@@ -393,14 +378,14 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
     how = op_name(op)
     if tensor.is_complex() and how not in ("sum", "avg"):
         raise ValueError(f"all_reduce does not support {op} on complex tensors")
-    x = _real(tensor)
+    x = real(tensor)
     kind = _KINDS.get((x.dtype, how))
     if kind is None:
         if pg is None:
             raise _no_group(f"all_reduce ({op}) of {tensor.dtype}")
         return dist.all_reduce(tensor, _torch_op(op), pg, async_op)
     if not _dense(x):
-        _contiguous(x, "tensor")
+        contiguous(x, "tensor")
     return _done(reduce(comm, x, x, kind, async_op), tensor, async_op)
 
 
@@ -425,8 +410,8 @@ def _torch_op(op: Any) -> Any:
 
 
 def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool) -> Any:
-    _check(output, "output")
-    _check(input, "input")
+    is_tensor(output, "output")
+    is_tensor(input, "input")
     if _outside(group, "reduce_scatter_tensor"):
         return None
     comm, pg = resolve(group)
@@ -445,9 +430,9 @@ def scatter(comm: Communicator, output: Tensor, input: Tensor, kind: tuple[int, 
     """reduce_scatter_tensor of tensors that are ours."""
     if output.dtype is not input.dtype:
         raise errors.InvalidType(f"input tensor must be the same type as the output tensor ({input.dtype} and {output.dtype})")
-    output, input = _real(output), _real(input)
-    _contiguous(output, "output")
-    _contiguous(input, "input")
+    output, input = real(output), real(input)
+    contiguous(output, "output")
+    contiguous(input, "input")
     out_bytes, in_bytes = output.numel() * output.element_size(), input.numel() * input.element_size()
     if out_bytes * comm.size != in_bytes:
         raise errors.InvalidArgument(
@@ -460,8 +445,8 @@ def scatter(comm: Communicator, output: Tensor, input: Tensor, kind: tuple[int, 
 
 
 def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: bool) -> Any:
-    _check(input, "input_tensor")
-    _check(output, "output_tensor")
+    is_tensor(input, "input_tensor")
+    is_tensor(output, "output_tensor")
     if _outside(group, "all_gather_into_tensor"):
         return None
     comm, pg = resolve(group)
@@ -476,9 +461,9 @@ def gather(comm: Communicator, output: Tensor, input: Tensor, async_op: bool) ->
     """all_gather_into_tensor of tensors that are ours."""
     if output.dtype is not input.dtype:
         raise errors.InvalidType(f"output tensor must have the same type as input tensor ({output.dtype} and {input.dtype})")
-    output, input = _real(output), _real(input)
-    _contiguous(output, "output_tensor")
-    _contiguous(input, "input_tensor")
+    output, input = real(output), real(input)
+    contiguous(output, "output_tensor")
+    contiguous(input, "input_tensor")
     out_bytes, in_bytes = output.numel() * output.element_size(), input.numel() * input.element_size()
     if in_bytes * comm.size != out_bytes:
         raise errors.InvalidArgument(
@@ -494,8 +479,23 @@ def barrier(group: Any, async_op: bool, device_ids: Any = None) -> Any:
     comm, pg = resolve(group)
     if comm is None or device_ids is not None:
         return dist.barrier(pg, async_op, device_ids)
+    settle()
     ticket = comm.barrier(async_op)
     return Work(ticket, []) if ticket is not None else None
+
+
+def settle() -> None:
+    """Wait for the current stream where torch uses a GPU: NCCL's barrier is behind it too."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+def gpu(group: Any, device: Any) -> _comm.Gpu:
+    """The end of a group's communicator on a CUDA device."""
+    comm, _ = resolve(group)
+    if comm is None:
+        raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
+    return comm.gpu(_cuda.index_of(device))
 
 
 # Symmetric tensors

@@ -15,12 +15,16 @@ from .moe import Dispatched, Dispatcher, check_choices, check_rows
 def _tensor(d: Dispatcher, name: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise errors.InvalidType(f"switchyard: {name} is a {type(x).__name__}, want a tensor")
-    if not x.is_cpu:
-        raise errors.Unsupported(f"switchyard: {name} is on {x.device}: dispatchers work on host tensors")
+    _on_host(name, x)
     if x.dtype is not getattr(torch, d.dtype):
         raise errors.InvalidArgument(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {d.dtype}")
     check_rows(d, name, x.shape)
     return x.contiguous()
+
+
+def _on_host(name: str, x: Tensor) -> None:
+    if not x.is_cpu:
+        raise errors.Unsupported(f"switchyard: {name} is on {x.device}: dispatchers work on host tensors")
 
 
 def _nbytes(x: Tensor) -> int:
@@ -82,6 +86,8 @@ def dispatch(d: Dispatcher, x: Tensor, idx: Any, weights: Any) -> Dispatched:
     x = _tensor(d, "x", x)
     idx = torch.as_tensor(idx).to(torch.int32).contiguous()
     weights = torch.as_tensor(weights)
+    _on_host("idx", idx)
+    _on_host("weights", weights)
     check_choices(d, x.shape[0], idx.shape, weights.shape)
     out: list[Dispatched] = []
     plain = weights.detach().to(torch.float32).contiguous()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from . import _autoload, _comm, _torch, errors
+from . import _autoload, _comm, _cuda, _torch, errors
 from ._comm import Communicator
 
 __all__ = [
@@ -305,7 +305,7 @@ def _compiled_all_gather(output, input, group, async_op):  # type: ignore[no-unt
 
 
 class SwitchyardProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives on host tensors are Switchyard's where it has them.
+    """A process group whose collectives are Switchyard's where it has them: all_to_all_single, and on host tensors more.
 
     Everything else goes to the groups it wraps: gloo for host tensors and, where torch can use GPUs, NCCL for CUDA
     tensors. The ranks of Switchyard meet at the first collective that needs it.
@@ -348,11 +348,23 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         self, output, input, output_split_sizes, input_split_sizes, opts=None
     ):
         opts = opts or dist.AllToAllOptions()
+        if _cuda.ours(output, input):
+            return self._alltoall_cuda(output, input, output_split_sizes or None, input_split_sizes or None, opts)
         comm = self._mine(output, input) if output.dtype is input.dtype else None
         if comm is None:
             return self._wrapped.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
         ticket = _torch.exchange(comm, output, input, output_split_sizes, input_split_sizes, True)
         return _torch.Work(ticket, [output])
+
+    def _alltoall_cuda(self, output, input, output_splits, input_splits, opts):  # type: ignore[no-untyped-def]
+        comm = self._communicator()
+        gpu = None if comm is None else _cuda.gpu_of(comm, self._wrapped, input.get_device())
+        if gpu is None:
+            return self._wrapped.alltoall_base(output, input, output_splits or [], input_splits or [], opts)
+        if getattr(opts, "asyncOp", True):
+            return _cuda.start(gpu, output, input, output_splits, input_splits)
+        _cuda.exchange(gpu, output, input, output_splits, input_splits)
+        return _cuda.Enqueued([output])
 
     def alltoall(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         """all_to_all of lists, which gloo does not have: through two tensors."""
@@ -431,6 +443,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         comm = None if opts.device_ids else self._communicator()
         if comm is None:
             return self._wrapped.barrier(opts)
+        _torch.settle()
         ticket = comm.barrier(True)
         assert ticket is not None
         return _torch.Work(ticket, [])

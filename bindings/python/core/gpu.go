@@ -1,0 +1,330 @@
+package core
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/env"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// GPUOptions say what a Comm has on a GPU.
+type GPUOptions struct {
+	// Device is the GPU's ordinal as CUDA_VISIBLE_DEVICES has it.
+	Device int
+	// HeapBytes is what the heap there has at first, for channels and staging of the exchanges and for symmetric memory. 0 is
+	// SWITCHYARD_CUDA_HEAP, and defaultGPUHeap without that.
+	HeapBytes int64
+	// Environ is as in Options.
+	Environ map[string]string
+}
+
+// defaultGPUHeap has room for channels and staging, 17 MiB for each rank of the group, and some for tensors. A heap on a GPU
+// takes its memory at once.
+func defaultGPUHeap(ranks int) int64 { return (32 + 20*int64(ranks)) << 20 }
+
+// GPU is a Comm's end on one GPU: a heap in its memory and an exchanger. Exchanges are enqueued on the caller's stream by
+// the caller's thread; everything else runs in the queue of the Comm.
+type GPU struct {
+	comm      *Comm
+	dev       *device.CUDADevice
+	heap      *memory.Heap
+	exchanger *alltoallv.Exchanger
+	blocks    blocks
+	base, end uintptr // of this rank's segment
+
+	mu      sync.Mutex // orders exchanges, and guards what is below
+	closed  bool
+	streams map[uintptr]*device.CUDAStream
+	last    *device.CUDAStream // of the streams, the one that was asked for last
+	splits  alltoallv.Splits
+}
+
+// OpenGPU submits the making of the Comm's end on a GPU, which every rank does with one of its own or a shared one. put
+// names it; the name is the ticket's value. It takes up to some seconds. What fails on one rank is an error on all;
+// memory.ErrUnsupported says that these GPUs cannot do it.
+func (c *Comm) OpenGPU(o GPUOptions, put func(*GPU) uint64) (Ticket, error) {
+	return c.do(func() (int64, error) {
+		g, err := c.openGPU(o)
+		if err != nil {
+			return 0, err
+		}
+		c.mu.Lock()
+		c.gpus = append(c.gpus, g)
+		c.mu.Unlock()
+		return int64(put(g)), nil
+	})
+}
+
+func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
+	_, group, err := c.ready()
+	if err != nil {
+		return nil, err
+	}
+	// A rank that does not come is one that makes another call.
+	limit := seconds(c.options.TimeoutSeconds)
+	if limit <= 0 {
+		limit = 2 * time.Minute
+	}
+	ctx, cancel := context.WithTimeout(c.ctx, limit)
+	defer cancel()
+	g := &GPU{comm: c, streams: make(map[uintptr]*device.CUDAStream)}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, g.release(ctx, false))
+		}
+	}()
+	heapBytes, err := o.heapBytes(group.Size())
+	claim := agree.Claim{Must: []string{fmt.Sprintf("a CUDA heap of %d bytes", heapBytes)}}
+	var missing error
+	if g.dev, missing = device.CUDA(o.Device); missing != nil {
+		claim.Own = missing.Error()
+	}
+	owns, err := agree.On(ctx, group, claim, err)
+	if err != nil {
+		return nil, fmt.Errorf("core: open cuda:%d: %w", o.Device, err)
+	}
+	for r, why := range owns {
+		if why != "" { // all ranks hear of it here, and all make something else of it
+			return nil, fmt.Errorf("core: %w on rank %d: %s", memory.ErrUnsupported, r, why)
+		}
+	}
+	if g.heap, err = memory.NewHeap(ctx, group, g.dev, memory.Options{SegmentBytes: heapBytes}); err != nil {
+		return nil, err
+	}
+	s := g.heap.Space()
+	g.base = s.Base + uintptr(int64(s.Rank)*s.Stride)
+	g.end = g.base + uintptr(s.Stride)
+	g.exchanger, err = alltoallv.New(ctx, g.heap, alltoallv.Options{Timeout: seconds(c.options.TimeoutSeconds)})
+	for more := heapBytes; errors.Is(err, memory.ErrOutOfMemory); more *= 2 { // on all ranks alike
+		if err = g.heap.Grow(ctx, more); err != nil {
+			break
+		}
+		g.exchanger, err = alltoallv.New(ctx, g.heap, alltoallv.Options{Timeout: seconds(c.options.TimeoutSeconds)})
+	}
+	return g, err
+}
+
+func (o *GPUOptions) heapBytes(ranks int) (int64, error) {
+	environment.Lock()
+	defer environment.Unlock()
+	if err := refresh(o.Environ); err != nil {
+		return 0, err
+	}
+	if o.HeapBytes > 0 {
+		return o.HeapBytes, nil
+	}
+	n, err := env.CUDAHeap()
+	if err != nil {
+		return 0, fmt.Errorf("core: environment: %w: %w", ErrInvalid, err)
+	}
+	if n > 0 {
+		return n, nil
+	}
+	return defaultGPUHeap(ranks), nil
+}
+
+// stream is the wrapper of a CUstream, always the same one: an exchange on another stream than the one before is ordered
+// behind that. A nil GPU is the host, which has none.
+func (g *GPU) stream(handle uintptr) (device.Stream, error) {
+	if g == nil {
+		return nil, nil
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return nil, ErrClosed
+	}
+	return g.wrap(handle)
+}
+
+// wrap is stream with g.mu held.
+func (g *GPU) wrap(handle uintptr) (*device.CUDAStream, error) {
+	if g.last != nil && g.last.Handle() == handle {
+		return g.last, nil
+	}
+	s := g.streams[handle]
+	if s == nil {
+		var err error
+		if s, err = g.dev.WrapStream(handle); err != nil {
+			return nil, err
+		}
+		g.streams[handle] = s
+	}
+	g.last = s
+	return s, nil
+}
+
+// view is device memory as exchanges take it: symmetric where it is.
+func (g *GPU) view(b Buffer) (memory.View, error) {
+	switch {
+	case b.Bytes == 0:
+		return memory.View{}, nil
+	case b.Bytes < 0 || b.Addr == 0:
+		return memory.View{}, fmt.Errorf("core: %w: %d bytes at address %#x", ErrInvalid, b.Bytes, b.Addr)
+	}
+	if v, ok := g.blocks.view(b); ok {
+		return v, nil
+	}
+	if b.Addr >= g.base && b.Addr < g.end {
+		return memory.View{}, fmt.Errorf("core: %d bytes at %#x of the symmetric heap: %w", b.Bytes, b.Addr, memory.ErrFreed)
+	}
+	return memory.Device(b.Addr, b.Bytes), nil
+}
+
+// Shape is everything about an exchange that calls have in common, in an array that C callers keep: the bytes of a row, of
+// the destination and of the source, and then for each rank the rows to send and for each the rows to receive.
+type Shape []int64
+
+// ShapeHead is how many numbers a Shape has before those of the ranks.
+const ShapeHead = 3
+
+// ShapeLen is the length of a Shape for so many ranks.
+func ShapeLen(ranks int) int { return ShapeHead + 2*ranks }
+
+// Size is the number of ranks.
+func (g *GPU) Size() int { return g.comm.group.Size() }
+
+// Exchange enqueues an exchange on a CUstream, as alltoallv.Exchanger.Exchange describes. shape is read before it returns.
+func (g *GPU) Exchange(stream, dst, src uintptr, shape Shape) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return ErrClosed
+	}
+	s, err := g.wrap(stream)
+	if err != nil {
+		return err
+	}
+	d, err := g.view(Buffer{dst, shape[1]})
+	if err != nil {
+		return err
+	}
+	v, err := g.view(Buffer{src, shape[2]})
+	if err != nil {
+		return err
+	}
+	g.assign(shape)
+	err = g.exchanger.Exchange(s, d, v, &g.splits)
+	g.splits.Send, g.splits.Recv = nil, nil // the caller's memory
+	if err != nil {
+		return g.comm.blame(err)
+	}
+	return nil
+}
+
+func (g *GPU) assign(shape Shape) {
+	n := g.Size()
+	g.splits.ElemSize, g.splits.Send, g.splits.Recv = shape[0], shape[ShapeHead:ShapeHead+n], shape[ShapeHead+n:ShapeLen(n)]
+}
+
+// Explain says how an exchange into dst would be carried.
+func (g *GPU) Explain(dst uintptr, shape Shape) (string, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return "", ErrClosed
+	}
+	d, err := g.view(Buffer{dst, shape[1]})
+	if err != nil {
+		return "", err
+	}
+	_, inPlace := d.Symmetric(g.heap)
+	g.assign(shape)
+	decision, err := g.exchanger.Explain(&g.splits, inPlace)
+	g.splits.Send, g.splits.Recv = nil, nil
+	if err != nil {
+		return "", err
+	}
+	return decision.String(), nil
+}
+
+// Fault is what exchanges that have run by now have come to; see alltoallv.Exchanger.Fault.
+func (g *GPU) Fault() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return ErrClosed
+	}
+	return g.comm.blame(g.exchanger.Fault())
+}
+
+// Alloc submits an allocation of symmetric memory for work on a CUstream. Every rank submits the same ones. The heap grows
+// where it has to. put names the block; the name is the ticket's value.
+func (g *GPU) Alloc(stream uintptr, n int64, put func(*Block) uint64) (Ticket, error) {
+	return g.comm.do(func() (int64, error) {
+		b, err := g.allocate(stream, n)
+		if err != nil {
+			return 0, err
+		}
+		return int64(put(b)), nil
+	})
+}
+
+func (g *GPU) allocate(stream uintptr, n int64) (*Block, error) {
+	s, err := g.stream(stream)
+	if err != nil {
+		return nil, err
+	}
+	b, err := g.blocks.allocate(g.comm.ctx, g.heap, s, n)
+	if err != nil {
+		return nil, err
+	}
+	b.comm, b.gpu = g.comm, g
+	return b, nil
+}
+
+// Verify submits a comparison of what the ranks have allocated and freed.
+func (g *GPU) Verify() (Ticket, error) {
+	return g.comm.do(func() (int64, error) { return 0, g.heap.Verify(g.comm.ctx) })
+}
+
+// close ends what is there together with all ranks. With keep the symmetric memory stays where it is.
+func (g *GPU) close(ctx context.Context, keep bool) error {
+	g.mu.Lock()
+	g.closed = true
+	g.mu.Unlock()
+	return g.release(ctx, keep)
+}
+
+// release lets go of what openGPU made, as far as it got.
+func (g *GPU) release(ctx context.Context, keep bool) error {
+	var errs []error
+	if g.exchanger != nil {
+		errs = append(errs, g.exchanger.Close(ctx))
+	}
+	for _, s := range g.streams {
+		errs = append(errs, s.Close())
+	}
+	if keep {
+		return errors.Join(errs...)
+	}
+	if g.heap != nil {
+		errs = append(errs, g.heap.Close(ctx))
+	}
+	if g.dev != nil {
+		errs = append(errs, g.dev.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// drain reports whether the GPU has run everything within d. It leaves a goroutine behind when not.
+func (g *GPU) drain(d time.Duration) bool {
+	done := make(chan struct{})
+	go func() {
+		_ = g.dev.Context().Synchronize() // with an error nothing runs any more either
+		close(done)
+	}()
+	select {
+	case <-done:
+		return true
+	case <-time.After(d):
+		return false
+	}
+}
