@@ -535,6 +535,8 @@ struct stripes {
 	{
 		i64 want = (n + SW_LANE_MIN_BYTES - 1) / SW_LANE_MIN_BYTES;
 		count = want < a.lanes ? static_cast<u32>(want) : a.lanes;
+		if (count == 0)
+			count = 1;
 		per = 128 * static_cast<i64>((units(n) + count - 1) / count);
 	}
 	__device__ __forceinline__ i64 begin(u32 lane) const { return lane * per < bytes ? lane * per : bytes; }
@@ -739,7 +741,7 @@ struct sender {
 		tiles all{src, bytes};
 		i64 k = turn_of();
 		if (all.has(k) && 128 * lane < all.length(k))
-			asm volatile("prefetch.global.L2 [%0];" ::"l"(src + all.begin(k) + 128 * lane));
+			sw::prefetch(src + all.begin(k) + 128 * lane);
 	}
 
 	// The warp's tiles of the next stretch.
@@ -1171,9 +1173,9 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_pac
 extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, 1) alltoallv(const __grid_constant__ sw_exchange_args a)
 {
 	using namespace sw;
-	extern __shared__ __align__(16) u64 memory[];
-	__shared__ gathered::store steps;
-	__shared__ board b;
+	SW_DYNAMIC_SHARED(memory);
+	SW_SHARED(gathered::store, steps);
+	SW_SHARED(board, b);
 	if (threadIdx.x == 0)
 		b.packets = 0;
 	bool outside = gathered::fill(steps, a);
@@ -1239,7 +1241,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 {
 	using namespace sw;
 	const sw_exchange_args &a = c.exchange;
-	__shared__ gathered::store steps;
+	SW_SHARED(gathered::store, steps);
 	gathered::fill(steps, a);
 	await_stream();
 	call_number number;
@@ -1284,7 +1286,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 {
 	using namespace sw;
 	const sw_exchange_args &a = c.exchange;
-	__shared__ gathered::store steps;
+	SW_SHARED(gathered::store, steps);
 	gathered::fill(steps, a);
 	await_stream();
 	call_number number;

@@ -2,141 +2,19 @@
 #pragma once
 
 #include "../../internal/cuda/layout/args.h"
+#ifdef SW_EMULATED
+#include SW_EMULATED // these words for a processor: testdata/emulate
+#else
+#include "ptx.cuh"
+#endif
 
 namespace sw {
-
-using u8 = uint8_t;
-using u32 = uint32_t;
-using u64 = uint64_t;
-using i32 = int32_t;
-using i64 = int64_t;
 
 constexpr u32 abort_offset = 0; // kernels.AbortOffset
 constexpr u32 chunk_bits = 20;  // kernels.Seq
 
 __device__ __forceinline__ u64 seq(u64 epoch, u64 chunk) { return epoch << chunk_bits | chunk; }
 __device__ __forceinline__ u64 last_seq(u64 epoch) { return epoch << chunk_bits | ((1u << chunk_bits) - 1); }
-
-struct pair64 {
-	u64 a, b;
-};
-
-// 16 bytes that arrive as a whole: PTX makes .b128 accesses with a scope single-copy atomic (PTX ISA 8.3, sm_70 on).
-__device__ __forceinline__ pair64 load16(u64 p)
-{
-	pair64 v;
-	asm volatile("{ .reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
-	return v;
-}
-
-__device__ __forceinline__ void store16(u64 p, u64 a, u64 b)
-{
-	asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }" ::"l"(p), "l"(a), "l"(b) : "memory");
-}
-
-__device__ __forceinline__ u64 load_relaxed(u64 p)
-{
-	u64 v;
-	asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-	return v;
-}
-
-__device__ __forceinline__ u64 load_acquire(u64 p)
-{
-	u64 v;
-	asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-	return v;
-}
-
-__device__ __forceinline__ u32 load_relaxed32(u64 p)
-{
-	u32 v;
-	asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-	return v;
-}
-
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-__device__ __forceinline__ u64 now_ns()
-{
-	u64 t;
-	asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
-	return t;
-}
-
-// The next kernel of the stream may be set up while this one runs, and this one while its predecessor runs, if they were
-// launched so. await_stream returns when the predecessor has ended.
-__device__ __forceinline__ void await_stream()
-{
-#if __CUDA_ARCH__ >= 900
-	asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void release_stream()
-{
-#if __CUDA_ARCH__ >= 900
-	asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// Words in shared memory between the warps of a block, as atomics, so that racecheck knows that they are meant to be shared. What a
-// thread has written before write_shared is seen by one that has read the new value. write_shared costs a fence, which waits for
-// the thread's own stores, also those to peers; read_shared does not.
-__device__ __forceinline__ u32 shared_address(const void *p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
-template <typename T> __device__ __forceinline__ T read_shared(T *p)
-{
-	T v;
-	if constexpr (sizeof(T) == 4)
-		asm volatile("atom.acquire.cta.shared.add.u32 %0, [%1], 0;" : "=r"(v) : "r"(shared_address(p)) : "memory");
-	else
-		asm volatile("atom.acquire.cta.shared.cas.b64 %0, [%1], 0, 0;" : "=l"(v) : "r"(shared_address(p)) : "memory");
-	return v;
-}
-
-// look_shared is read_shared for a word on the way of the data: it costs less, and racecheck takes it for a hazard.
-__device__ __forceinline__ u64 look_shared(const u64 *p)
-{
-	u64 v;
-	asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(v) : "r"(shared_address(p)) : "memory");
-	return v;
-}
-
-template <typename T> __device__ __forceinline__ void write_shared(T *p, T v)
-{
-	asm volatile("fence.acq_rel.cta;" ::: "memory");
-	if constexpr (sizeof(T) == 4)
-		atomicExch(reinterpret_cast<u32 *>(p), v);
-	else
-		atomicExch(reinterpret_cast<unsigned long long *>(p), static_cast<unsigned long long>(v));
-}
-
-// A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for the stores that
-// it comes after.
-struct reports {
-	u64 state;
-
-	__device__ __forceinline__ void expect(u32 warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory"); }
-
-	// One thread of a warp, after __syncwarp.
-	__device__ __forceinline__ void report()
-	{
-		[[maybe_unused]] u64 ignored;
-		asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(ignored) : "r"(shared_address(&state)) : "memory");
-	}
-
-	// True when all warps have reported n+1 times; to be asked before any reports once more.
-	__device__ __forceinline__ bool all(u32 n)
-	{
-		u32 yes;
-		asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-			     : "=r"(yes)
-			     : "r"(shared_address(&state)), "r"(n & 1)
-			     : "memory");
-		return yes != 0;
-	}
-};
 
 // This rank's segment, and any rank's. Where the heap's segments do not lie at equal distances, base is set so that this
 // rank's lies right, and the others are in a table, which does not change.
@@ -158,9 +36,6 @@ __device__ __forceinline__ u64 resolve(const sw_exchange_args &a, u32 peer, u64 
 	u64 row = (place & ~(1ull << 62)) >> SW_ALIAS_SHIFT, offset = place & ((1ull << SW_ALIAS_SHIFT) - 1);
 	return load_relaxed(own_segment(a) + SW_ALIAS_OFFSET + (row * a.size + peer) * 8) + offset - segment(a, peer);
 }
-
-// barrier of a part of the block's threads; id 0 is __syncthreads.
-__device__ __forceinline__ void part_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at
 // once in a while.
@@ -227,9 +102,7 @@ struct call_number {
 	{
 		// An address that looks different in every lane: the compiler would move a value that is the same in all of them to a
 		// uniform register at once, and so wait for it here.
-		u32 lane;
-		asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-		v = load16(own_segment(a) + a.control + (lane >> 5));
+		v = load16(own_segment(a) + a.control + (lane_id() >> 5));
 	}
 
 	// 0 after an earlier fault: the kernel must do nothing.
@@ -244,9 +117,7 @@ struct call_number {
 	{
 		sw_control *c = reinterpret_cast<sw_control *>(own_segment(a) + a.control);
 		if (gridDim.x > 1) {
-			u32 before;
-			asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(&c->readers) : "memory");
-			if (before != gridDim.x - 1)
+			if (add_acq_rel(&c->readers, 1) != gridDim.x - 1)
 				return;
 			c->readers = 0;
 		}
@@ -255,36 +126,6 @@ struct call_number {
 };
 
 // ---- copies --------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint4 load_vector(u64 p)
-{
-	uint4 v;
-	asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-	return v;
-}
-
-__device__ __forceinline__ void store_vector(u64 p, uint4 v)
-{
-	asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
-
-// The same where a condition holds. Without branches, so that the compiler keeps a batch of them together.
-__device__ __forceinline__ uint4 load_vector_if(bool on, u64 p)
-{
-	uint4 v = make_uint4(0, 0, 0, 0);
-	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-		     : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-		     : "l"(p), "r"(static_cast<u32>(on))
-		     : "memory");
-	return v;
-}
-
-__device__ __forceinline__ void store_vector_if(bool on, u64 p, uint4 v)
-{
-	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
-		     "r"(static_cast<u32>(on))
-		     : "memory");
-}
 
 __device__ __forceinline__ u8 load_byte(u64 p) { return *reinterpret_cast<const volatile u8 *>(p); }
 __device__ __forceinline__ void store_byte(u64 p, u8 v) { *reinterpret_cast<volatile u8 *>(p) = v; }

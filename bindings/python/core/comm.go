@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -491,7 +492,7 @@ func (c *Comm) release(keep bool) error {
 	c.mu.Unlock()
 	var errs []error
 	for _, gpu := range gpus {
-		errs = append(errs, gpu.close(c.ctx, keep))
+		errs = append(errs, gpu.stop(c.ctx))
 	}
 	for _, d := range c.dispatchers {
 		errs = append(errs, d.close())
@@ -502,8 +503,27 @@ func (c *Comm) release(keep bool) error {
 	if c.exchanger != nil {
 		errs = append(errs, c.exchanger.Close(c.ctx))
 	}
-	if h != nil && !keep {
-		errs = append(errs, h.Close(c.ctx))
+	// Heaps are closed together, which a rank that keeps its memory has no part in. Where there is one, the others let go of
+	// theirs without it: peers have mappings of their own.
+	free := c.ctx
+	if g != nil {
+		if all, err := g.AllGather(c.ctx, fmt.Append(nil, keep)); err == nil && slices.ContainsFunc(all, func(b []byte) bool { return string(b) == "true" }) {
+			over, cancel := context.WithCancel(c.ctx)
+			cancel()
+			free = over
+		}
+	}
+	if !keep {
+		var freed []error
+		for _, gpu := range gpus {
+			freed = append(freed, gpu.free(free))
+		}
+		if h != nil {
+			freed = append(freed, h.Close(free))
+		}
+		if free.Err() == nil { // else they say that others may still use it
+			errs = append(errs, freed...)
+		}
 	}
 	for _, g := range append(watched, g) {
 		if g != nil {
@@ -547,7 +567,10 @@ func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 	for _, gpu := range c.onGPUs() {
 		// Its kernels have seen the abort word. What still runs is somebody else's, and the memory stays for it.
 		if stopped && gpu.drain(grace) {
-			_ = gpu.close(c.ctx, keep) // a context that is over, as below
+			_ = gpu.stop(c.ctx) // a context that is over, as below
+			if !keep {
+				_ = gpu.free(c.ctx)
+			}
 		}
 	}
 	if h != nil && stopped && !keep {

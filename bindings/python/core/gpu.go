@@ -77,7 +77,7 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 	g := &GPU{comm: c, streams: make(map[uintptr]*device.CUDAStream)}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, g.release(ctx, false))
+			err = errors.Join(err, g.stop(ctx), g.free(ctx))
 		}
 	}()
 	heapBytes, err := o.heapBytes(group.Size())
@@ -285,16 +285,11 @@ func (g *GPU) Verify() (Ticket, error) {
 	return g.comm.do(func() (int64, error) { return 0, g.heap.Verify(g.comm.ctx) })
 }
 
-// close ends what is there together with all ranks. With keep the symmetric memory stays where it is.
-func (g *GPU) close(ctx context.Context, keep bool) error {
+// stop ends the exchanges together with all ranks.
+func (g *GPU) stop(ctx context.Context) error {
 	g.mu.Lock()
 	g.closed = true
 	g.mu.Unlock()
-	return g.release(ctx, keep)
-}
-
-// release lets go of what openGPU made, as far as it got.
-func (g *GPU) release(ctx context.Context, keep bool) error {
 	var errs []error
 	if g.exchanger != nil {
 		errs = append(errs, g.exchanger.Close(ctx))
@@ -302,9 +297,12 @@ func (g *GPU) release(ctx context.Context, keep bool) error {
 	for _, s := range g.streams {
 		errs = append(errs, s.Close())
 	}
-	if keep {
-		return errors.Join(errs...)
-	}
+	return errors.Join(errs...)
+}
+
+// free gives the symmetric memory back, after stop.
+func (g *GPU) free(ctx context.Context) error {
+	var errs []error
 	if g.heap != nil {
 		errs = append(errs, g.heap.Close(ctx))
 	}

@@ -1,0 +1,186 @@
+// The instructions that CUDA C++ has no words for. A test runs the kernels on a processor, with words of its own in place of these.
+#pragma once
+
+#define SW_SHARED(type, name) __shared__ type name
+#define SW_DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint64_t name[]
+
+namespace sw {
+
+using u8 = uint8_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i32 = int32_t;
+using i64 = int64_t;
+
+struct pair64 {
+	u64 a, b;
+};
+
+// 16 bytes that arrive as a whole: PTX makes .b128 accesses with a scope single-copy atomic (PTX ISA 8.3, sm_70 on).
+__device__ __forceinline__ pair64 load16(u64 p)
+{
+	pair64 v;
+	asm volatile("{ .reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void store16(u64 p, u64 a, u64 b)
+{
+	asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+
+__device__ __forceinline__ u64 load_relaxed(u64 p)
+{
+	u64 v;
+	asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ u64 load_acquire(u64 p)
+{
+	u64 v;
+	asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ u32 load_relaxed32(u64 p)
+{
+	u32 v;
+	asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ u64 now_ns()
+{
+	u64 t;
+	asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+	return t;
+}
+
+// The next kernel of the stream may be set up while this one runs, and this one while its predecessor runs, if they were
+// launched so. await_stream returns when the predecessor has ended.
+__device__ __forceinline__ void await_stream()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void release_stream()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Words in shared memory between the warps of a block, as atomics, so that racecheck knows that they are meant to be shared. What a
+// thread has written before write_shared is seen by one that has read the new value. write_shared costs a fence, which waits for
+// the thread's own stores, also those to peers; read_shared does not.
+__device__ __forceinline__ u32 shared_address(const void *p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+template <typename T> __device__ __forceinline__ T read_shared(T *p)
+{
+	T v;
+	if constexpr (sizeof(T) == 4)
+		asm volatile("atom.acquire.cta.shared.add.u32 %0, [%1], 0;" : "=r"(v) : "r"(shared_address(p)) : "memory");
+	else
+		asm volatile("atom.acquire.cta.shared.cas.b64 %0, [%1], 0, 0;" : "=l"(v) : "r"(shared_address(p)) : "memory");
+	return v;
+}
+
+// look_shared is read_shared for a word on the way of the data: it costs less, and racecheck takes it for a hazard.
+__device__ __forceinline__ u64 look_shared(const u64 *p)
+{
+	u64 v;
+	asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(v) : "r"(shared_address(p)) : "memory");
+	return v;
+}
+
+template <typename T> __device__ __forceinline__ void write_shared(T *p, T v)
+{
+	asm volatile("fence.acq_rel.cta;" ::: "memory");
+	if constexpr (sizeof(T) == 4)
+		atomicExch(reinterpret_cast<u32 *>(p), v);
+	else
+		atomicExch(reinterpret_cast<unsigned long long *>(p), static_cast<unsigned long long>(v));
+}
+
+// A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for the stores that
+// it comes after.
+struct reports {
+	u64 state;
+
+	__device__ __forceinline__ void expect(u32 warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory"); }
+
+	// One thread of a warp, after __syncwarp.
+	__device__ __forceinline__ void report()
+	{
+		[[maybe_unused]] u64 ignored;
+		asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(ignored) : "r"(shared_address(&state)) : "memory");
+	}
+
+	// True when all warps have reported n+1 times; to be asked before any reports once more.
+	__device__ __forceinline__ bool all(u32 n)
+	{
+		u32 yes;
+		asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+			     : "=r"(yes)
+			     : "r"(shared_address(&state)), "r"(n & 1)
+			     : "memory");
+		return yes != 0;
+	}
+};
+
+// barrier of a part of the block's threads; id 0 is __syncthreads.
+__device__ __forceinline__ void part_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+__device__ __forceinline__ uint4 load_vector(u64 p)
+{
+	uint4 v;
+	asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void store_vector(u64 p, uint4 v)
+{
+	asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// The same where a condition holds. Without branches, so that the compiler keeps a batch of them together.
+__device__ __forceinline__ uint4 load_vector_if(bool on, u64 p)
+{
+	uint4 v = make_uint4(0, 0, 0, 0);
+	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+		     : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+		     : "l"(p), "r"(static_cast<u32>(on))
+		     : "memory");
+	return v;
+}
+
+__device__ __forceinline__ void store_vector_if(bool on, u64 p, uint4 v)
+{
+	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+		     "r"(static_cast<u32>(on))
+		     : "memory");
+}
+
+// Never known to be the same in all lanes.
+__device__ __forceinline__ u32 lane_id()
+{
+	u32 lane;
+	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+	return lane;
+}
+
+__device__ __forceinline__ u32 add_acq_rel(u32 *p, u32 n)
+{
+	u32 before;
+	asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(n) : "memory");
+	return before;
+}
+
+__device__ __forceinline__ void prefetch(u64 p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+} // namespace sw

@@ -1,0 +1,315 @@
+// The kernels' primitives and the words of CUDA C++ for one processor. Every thread of every block of every rank is a fiber; they
+// take turns at each access to memory that others write, at barriers and at warp operations. main.cpp draws the order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define SW_SHARED(type, name) type &name = *emu::shared<type, __LINE__>()
+#define SW_DYNAMIC_SHARED(name) uint64_t *name = emu::current->block->dynamic.data()
+#define threadIdx (emu::index{emu::current->thread})
+#define blockIdx (emu::index{emu::current->block->id})
+#define blockDim (emu::index{emu::current->block->threads})
+#define gridDim (emu::index{emu::current->block->grid})
+#define clock() emu::clock_now()
+
+namespace emu {
+
+using u32 = uint32_t;
+using u64 = uint64_t;
+
+struct index {
+	u32 x;
+};
+
+struct block;
+
+struct fiber {
+	void *stack_pointer;
+	char *stack;
+	u32 thread;
+	emu::block *block;
+	bool done;
+};
+
+// Threads that meet: those of a warp or a block, or so many.
+struct meeting {
+	u64 rounds = 0;
+	u32 here = 0;
+};
+
+struct warp {
+	meeting met;
+	u32 alive = 32;
+	u64 values[2][32]; // of two rounds: a lane may be at the next while others read this one
+};
+
+struct block {
+	u32 rank, id, threads, grid;
+	std::vector<fiber> fibers;
+	std::vector<emu::warp> warps;
+	meeting met;
+	u32 alive;
+	u64 any[2] = {0, 0}; // of __syncthreads_or, by round
+	std::map<u32, meeting> named;
+	std::vector<u64> dynamic;
+	std::map<int, void *> statics;
+	std::function<void()> kernel;
+	u32 asleep = 0; // sweeps that it sits out
+};
+
+inline fiber *current;
+inline void *scheduler;
+inline u64 time_ns = 1000;
+inline std::mt19937_64 dice;
+
+inline u32 draw(u32 n) { return static_cast<u32>(dice() % n); }
+
+extern "C" void emu_switch(void **from, void *to);
+
+// Lets others go on.
+inline void yield() { emu_switch(&current->stack_pointer, scheduler); }
+inline void yield_seldom()
+{
+	if (draw(64) == 0)
+		yield();
+}
+
+inline u32 clock_now()
+{
+	yield();
+	return static_cast<u32>(2 * time_ns);
+}
+
+template <typename T, int line> T *shared()
+{
+	void *&p = current->block->statics[line];
+	if (p == nullptr) {
+		p = malloc(sizeof(T));
+		memset(p, 0xEE, sizeof(T)); // as a block may find it
+	}
+	return static_cast<T *>(p);
+}
+
+inline void meet(meeting &m, u32 all)
+{
+	u64 round = m.rounds;
+	if (++m.here == all) {
+		m.here = 0;
+		m.rounds++;
+	}
+	while (m.rounds == round)
+		yield();
+}
+
+// Every lane brings a value and reads those of all.
+template <typename T> const u64 *gather(T mine)
+{
+	emu::warp &w = current->block->warps[current->thread / 32];
+	u64 *values = w.values[w.met.rounds & 1];
+	values[current->thread & 31] = 0;
+	memcpy(&values[current->thread & 31], &mine, sizeof(mine));
+	meet(w.met, w.alive);
+	return values;
+}
+
+template <typename T> T lane_of(const u64 *values, u32 lane)
+{
+	T v;
+	memcpy(&v, &values[lane & 31], sizeof(v));
+	return v;
+}
+
+} // namespace emu
+
+struct uint4 {
+	uint32_t x, y, z, w;
+};
+
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+inline void __syncwarp() { emu::gather(0); }
+template <typename T> T __shfl_sync(uint32_t, T v, uint32_t lane) { return emu::lane_of<T>(emu::gather(v), lane); }
+template <typename T> T __shfl_down_sync(uint32_t, T v, uint32_t by)
+{
+	uint32_t lane = emu::current->thread & 31;
+	return emu::lane_of<T>(emu::gather(v), lane + by < 32 ? lane + by : lane);
+}
+inline uint32_t __ballot_sync(uint32_t, bool v)
+{
+	const uint64_t *all = emu::gather<uint64_t>(v);
+	uint32_t bits = 0;
+	for (uint32_t i = 0; i < 32; i++)
+		bits |= static_cast<uint32_t>(all[i] & 1) << i;
+	return bits;
+}
+inline bool __any_sync(uint32_t mask, bool v) { return __ballot_sync(mask, v) != 0; }
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t v)
+{
+	const uint64_t *all = emu::gather<uint64_t>(v);
+	uint32_t most = 0;
+	for (uint32_t i = 0; i < 32; i++)
+		most = all[i] > most ? static_cast<uint32_t>(all[i]) : most;
+	return most;
+}
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t v)
+{
+	const uint64_t *all = emu::gather<uint64_t>(v);
+	uint32_t sum = 0;
+	for (uint32_t i = 0; i < 32; i++)
+		sum += static_cast<uint32_t>(all[i]);
+	return sum;
+}
+
+inline bool __syncthreads_or(bool v)
+{
+	emu::block &b = *emu::current->block;
+	uint64_t round = b.met.rounds;
+	b.any[round & 1] |= v;
+	if (b.met.here + 1 == b.alive)
+		b.any[(round + 1) & 1] = 0;
+	emu::meet(b.met, b.alive);
+	return b.any[round & 1] != 0;
+}
+inline void __syncthreads() { __syncthreads_or(false); }
+inline void __threadfence_system() {}
+inline void __nanosleep(uint32_t) { emu::yield(); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
+inline int __ffs(uint32_t v) { return __builtin_ffs(static_cast<int>(v)); }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by)
+{
+	return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (by & 31));
+}
+template <typename T> T __ldg(const T *p) { return *p; }
+template <typename T, typename U> T atomicAdd(T *p, U v)
+{
+	T before = *p;
+	*p += static_cast<T>(v);
+	return before;
+}
+template <typename T, typename U> T atomicExch(T *p, U v)
+{
+	T before = *p;
+	*p = static_cast<T>(v);
+	return before;
+}
+template <typename T, typename U, typename V> T atomicCAS(T *p, U expected, V v)
+{
+	T before = *p;
+	if (before == static_cast<T>(expected))
+		*p = static_cast<T>(v);
+	return before;
+}
+template <typename T, typename U> T atomicOr(T *p, U v)
+{
+	T before = *p;
+	*p |= static_cast<T>(v);
+	return before;
+}
+template <typename A, typename B> auto min(A a, B b) { return a < b ? a : b; }
+template <typename A, typename B> auto max(A a, B b) { return a > b ? a : b; }
+
+namespace sw {
+
+using u8 = uint8_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i32 = int32_t;
+using i64 = int64_t;
+
+struct pair64 {
+	u64 a, b;
+};
+
+template <typename T> T &at(u64 p) { return *reinterpret_cast<T *>(p); }
+
+template <typename T> T read(u64 p)
+{
+	emu::yield();
+	return at<T>(p);
+}
+
+inline pair64 load16(u64 p) { return read<pair64>(p); }
+inline u64 load_relaxed(u64 p) { return read<u64>(p); }
+inline u64 load_acquire(u64 p) { return read<u64>(p); }
+inline u32 load_relaxed32(u64 p) { return read<u32>(p); }
+inline void store16(u64 p, u64 a, u64 b)
+{
+	at<pair64>(p) = {a, b};
+	emu::yield_seldom();
+}
+inline void fence_system() { emu::yield(); }
+inline u64 now_ns() { return emu::time_ns; }
+inline void await_stream() {}
+inline void release_stream() {}
+
+template <typename T> T read_shared(T *p)
+{
+	emu::yield();
+	return *p;
+}
+inline u64 look_shared(const u64 *p)
+{
+	emu::yield();
+	return *p;
+}
+template <typename T> void write_shared(T *p, T v)
+{
+	emu::yield();
+	*p = v;
+}
+
+struct reports {
+	u32 warps, count; // in the place of the device's 64 bits
+
+	void expect(u32 n)
+	{
+		warps = n;
+		count = 0;
+	}
+	void report() { count++; }
+	bool all(u32 n)
+	{
+		emu::yield();
+		u32 phase = count / warps;
+		if (phase != n && phase != n + 1) { // the device compares parities and would be wrong
+			printf("a barrier object was asked for phase %u in phase %u\n", n, phase);
+			exit(1);
+		}
+		return phase == n + 1;
+	}
+};
+
+inline void part_sync(u32 id, u32 threads) { emu::meet(emu::current->block->named[id], threads); }
+
+inline uint4 load_vector(u64 p) { return at<uint4>(p); }
+inline void store_vector(u64 p, uint4 v)
+{
+	at<uint4>(p) = v;
+	emu::yield_seldom();
+}
+inline uint4 load_vector_if(bool on, u64 p) { return on ? at<uint4>(p) : uint4{0, 0, 0, 0}; }
+inline void store_vector_if(bool on, u64 p, uint4 v)
+{
+	if (on)
+		store_vector(p, v);
+}
+inline u32 lane_id() { return emu::current->thread & 31; }
+inline u32 add_acq_rel(u32 *p, u32 n) { return atomicAdd(p, n); }
+inline void prefetch(u64) {}
+
+} // namespace sw

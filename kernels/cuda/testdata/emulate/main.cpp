@@ -1,0 +1,489 @@
+// Runs the CUDA kernels' own source on a processor, in random worlds and random orders of its threads, and checks every byte.
+//
+//	emulate SEED ROUNDS
+#include SW_KERNELS
+
+#include <algorithm>
+#include <string>
+#include <sys/mman.h>
+
+#undef clock
+
+asm(R"(
+.text
+.globl emu_switch
+emu_switch:
+	pushq %rbp
+	pushq %rbx
+	pushq %r12
+	pushq %r13
+	pushq %r14
+	pushq %r15
+	movq %rsp, (%rdi)
+	movq %rsi, %rsp
+	popq %r15
+	popq %r14
+	popq %r13
+	popq %r12
+	popq %rbx
+	popq %rbp
+	ret
+)");
+
+namespace {
+
+using namespace sw;
+using emu::draw;
+
+// ---- fibers
+
+constexpr size_t stack_bytes = 64 << 10;
+std::vector<char *> free_stacks;
+std::vector<emu::block *> running;
+
+void fiber_main()
+{
+	emu::fiber &f = *emu::current;
+	emu::block &b = *f.block;
+	b.kernel();
+	f.done = true;
+	emu::warp &w = b.warps[f.thread / 32];
+	auto leave = [](emu::meeting &m, u32 &alive) { // the others need not wait for this thread
+		if (--alive > 0 && m.here == alive) {
+			m.here = 0;
+			m.rounds++;
+		}
+	};
+	leave(w.met, w.alive);
+	leave(b.met, b.alive);
+	emu::emu_switch(&f.stack_pointer, emu::scheduler);
+	abort();
+}
+
+emu::block *launch(u32 rank, u32 id, u32 grid, u32 threads, size_t shared_bytes, std::function<void()> kernel)
+{
+	auto *b = new emu::block;
+	b->rank = rank, b->id = id, b->grid = grid, b->threads = b->alive = threads;
+	b->warps.resize(threads / 32);
+	b->dynamic.assign(shared_bytes / 8 + 1, 0xEEEEEEEEEEEEEEEE);
+	b->kernel = std::move(kernel);
+	b->fibers.resize(threads);
+	for (u32 t = 0; t < threads; t++) {
+		if (free_stacks.empty()) {
+			char *p = static_cast<char *>(mmap(nullptr, 256 * stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+			for (int i = 0; i < 256; i++)
+				free_stacks.push_back(p + i * stack_bytes);
+		}
+		char *stack = free_stacks.back();
+		free_stacks.pop_back();
+		void **top = reinterpret_cast<void **>(stack + stack_bytes) - 8; // six registers, where to go, and alignment
+		std::fill(top, top + 6, nullptr);
+		top[6] = reinterpret_cast<void *>(fiber_main);
+		b->fibers[t] = {top, stack, t, b, false};
+	}
+	running.push_back(b);
+	return b;
+}
+
+void retire(emu::block *b)
+{
+	running.erase(std::find(running.begin(), running.end(), b));
+	for (emu::fiber &f : b->fibers)
+		free_stacks.push_back(f.stack);
+	for (auto &s : b->statics)
+		free(s.second);
+	delete b;
+}
+
+// ---- a world and its calls
+
+struct world {
+	u32 size, lanes, slots;
+	i64 slot_bytes, packet_bytes;
+	u64 control = 65536, signals, credits, lane_credits, packets, packet_stride, staging, heap, stride, base;
+	std::vector<u8> memory;
+	std::vector<sw_fault> faults;
+
+	world(u32 size, u32 lanes, u32 slots, i64 slot_bytes, i64 packet_bytes, u64 room)
+	    : size(size), lanes(lanes), slots(slots), slot_bytes(slot_bytes), packet_bytes(packet_bytes), faults(size)
+	{
+		signals = control + 128;
+		credits = signals + 2ull * size * lanes * SW_LINE_BYTES;
+		lane_credits = credits + size * SW_LINE_BYTES;
+		packets = (lane_credits + u64{size} * lanes * SW_LINE_BYTES + 127) / 128 * 128;
+		packet_stride = SW_PACKET_HEADER_BYTES + (packet_bytes + SW_PACKET_GROUP_PAYLOAD - 1) / SW_PACKET_GROUP_PAYLOAD * SW_PACKET_GROUP_BYTES;
+		staging = packets + 2 * size * packet_stride;
+		heap = (staging + u64{size} * lanes * slots * slot_bytes + 4095) / 4096 * 4096;
+		stride = heap + room;
+		memory.assign(stride * size + 4096, 0);
+		base = (reinterpret_cast<u64>(memory.data()) + 4095) / 4096 * 4096;
+	}
+
+	u64 segment(u32 rank) const { return base + rank * stride; }
+};
+
+// What one rank does in a call; only sizes have to agree.
+struct part {
+	bool staged = false, mesh = false, table = false;
+	u32 blocks = 1, interval = 0;
+	std::vector<i64> send, send_at, recv, recv_at; // by rank
+	u64 timeout_ns = u64{1} << 50;
+};
+
+struct call {
+	std::vector<part> ranks;
+	i64 src, dst;
+};
+
+template <typename Size, typename Pad> call make_call(const world &w, Size size, Pad pad)
+{
+	call c;
+	c.ranks.resize(w.size);
+	std::vector<std::vector<i64>> m(w.size, std::vector<i64>(w.size));
+	for (auto &row : m)
+		for (i64 &n : row)
+			n = size();
+	i64 most = 0;
+	for (u32 r = 0; r < w.size; r++) {
+		part &k = c.ranks[r];
+		i64 from = 0, to = 0;
+		for (u32 p = 0; p < w.size; p++) {
+			from += pad();
+			to += pad();
+			k.send.push_back(m[r][p]), k.send_at.push_back(from);
+			k.recv.push_back(m[p][r]), k.recv_at.push_back(to);
+			from += m[r][p];
+			to += m[p][r];
+		}
+		most = max(most, max(from, to));
+	}
+	c.src = static_cast<i64>(w.heap);
+	c.dst = (c.src + most + 64 + 255) / 256 * 256;
+	if (static_cast<u64>(c.dst + most + 64) > w.stride) {
+		printf("the world is too small\n");
+		exit(1);
+	}
+	return c;
+}
+
+sw_exchange_args arguments(world &w, const call &c, u32 rank, std::vector<i64> &table)
+{
+	const part &k = c.ranks[rank];
+	sw_exchange_args a{};
+	a.base = w.base, a.stride = w.stride;
+	a.src = w.segment(rank) + c.src, a.dst = w.segment(rank) + c.dst;
+	a.dst_offset = k.staged ? -1 : c.dst;
+	a.fault = reinterpret_cast<u64>(&w.faults[rank]);
+	a.timeout_ns = k.timeout_ns;
+	a.control = w.control, a.signals = w.signals, a.credits = w.credits, a.lane_credits = w.lane_credits;
+	a.packets = w.packets, a.packet_stride = w.packet_stride, a.packet_bytes = w.packet_bytes;
+	a.slots = w.staging, a.slot_bytes = w.slot_bytes;
+	a.rank = rank, a.size = w.size, a.lanes = w.lanes, a.slot_count = w.slots;
+	a.flags = k.mesh ? SW_MESH : 0;
+	a.interval = k.interval;
+	if (w.size > 2)
+		a.inverse = static_cast<u32>(((u64{1} << 32) + w.size - 2) / (w.size - 1));
+	a.src_bytes = a.dst_bytes = static_cast<i64>(w.stride) - c.dst;
+	if (k.table) { // what the arguments say is then of no account
+		for (auto *v : {&k.send, &k.send_at, &k.recv, &k.recv_at})
+			table.insert(table.end(), v->begin(), v->end());
+		a.splits = reinterpret_cast<u64>(table.data());
+	} else {
+		a.own_bytes = k.send[rank], a.own_src = k.send_at[rank], a.own_dst = k.recv_at[rank];
+	}
+	for (u32 i = 0; i + 1 < w.size; i++) {
+		u32 to = (rank + 1 + i) % w.size, from = (rank + w.size - 1 - i) % w.size;
+		a.steps[i] = {to, from, 0, 0, 0, 0};
+		if (!k.table)
+			a.steps[i] = {to, from, k.send[to], k.send_at[to], k.recv[from], k.recv_at[from]};
+	}
+	return a;
+}
+
+u8 value(u64 call, u32 from, u32 to, i64 i)
+{
+	u64 z = (call * 1000003 + from * 131 + to * 17 + 1) * 0x9e3779b97f4a7c15 + static_cast<u64>(i >> 3) * 0xbf58476d1ce4e5b9;
+	z = (z ^ z >> 29) * 0x94d049bb133111eb;
+	return static_cast<u8>((z ^ z >> 32) >> (8 * (i & 7)));
+}
+
+constexpr u8 poison = 0xA7;
+
+void prepare(world &w, const call &c, u64 number)
+{
+	for (u32 r = 0; r < w.size; r++) {
+		u8 *src = reinterpret_cast<u8 *>(w.segment(r) + c.src);
+		for (u32 p = 0; p < w.size; p++)
+			for (i64 i = 0; i < c.ranks[r].send[p]; i++)
+				src[c.ranks[r].send_at[p] + i] = value(number, r, p, i);
+		memset(reinterpret_cast<void *>(w.segment(r) + c.dst), poison, w.stride - c.dst);
+	}
+}
+
+bool right(world &w, const call &c, u64 number)
+{
+	for (u32 r = 0; r < w.size; r++) {
+		std::vector<u8> want(w.stride - c.dst, poison);
+		for (u32 p = 0; p < w.size; p++)
+			for (i64 i = 0; i < c.ranks[r].recv[p]; i++)
+				want[c.ranks[r].recv_at[p] + i] = value(number, p, r, i);
+		const u8 *got = reinterpret_cast<const u8 *>(w.segment(r) + c.dst);
+		for (size_t i = 0; i < want.size(); i++)
+			if (got[i] != want[i]) {
+				printf("rank %u, byte %zu of the output: %#x instead of %#x\n", r, i, got[i], want[i]);
+				return false;
+			}
+	}
+	return true;
+}
+
+// ---- running
+
+// The calls of one rank, which follow one another as in a stream.
+struct stream {
+	std::vector<const call *> calls;
+	size_t next = 0;
+	std::vector<emu::block *> blocks;
+	u32 pace = 1; // runs in about one sweep of so many
+};
+
+void start(world &w, u32 rank, const call &c, std::vector<emu::block *> &blocks)
+{
+	const part &k = c.ranks[rank];
+	bool large = k.table;
+	for (u32 p = 0; p < w.size; p++)
+		large = large || p != rank && max(k.send[p], k.recv[p]) > w.packet_bytes;
+	auto table = std::make_shared<std::vector<i64>>();
+	auto a = std::make_shared<sw_exchange_args>(arguments(w, c, rank, *table));
+	u32 grid = large ? k.blocks : 2, threads = large ? SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS : SW_PACKET_THREADS;
+	u32 items = (w.size - 1) * ((w.lanes + grid - 1) / grid);
+	size_t bytes = items * (SW_ITEM_BYTES + 8 * w.slots + 4 * (3 + SW_RECV_THREADS / 32));
+	for (u32 i = 0; i < grid; i++)
+		blocks.push_back(launch(rank, i, grid, threads, bytes, [a, table, large] { large ? alltoallv(*a) : alltoallv_packet(*a); }));
+}
+
+bool run(world &w, std::vector<stream> &streams, const std::function<void(u64)> &each_sweep = {})
+{
+	for (u64 sweep = 0;; sweep++) {
+		bool busy = false;
+		for (u32 r = 0; r < w.size; r++) {
+			stream &s = streams[r];
+			if (std::all_of(s.blocks.begin(), s.blocks.end(), [](emu::block *b) { return b->alive == 0; })) {
+				std::for_each(s.blocks.begin(), s.blocks.end(), retire);
+				s.blocks.clear();
+				if (s.next < s.calls.size())
+					start(w, r, *s.calls[s.next++], s.blocks);
+			}
+			busy = busy || !s.blocks.empty();
+		}
+		if (!busy)
+			return true;
+		if (sweep > 500'000) {
+			for (emu::block *b : running)
+				printf("rank %u, block %u: %u threads are still there\n", b->rank, b->id, b->alive);
+			return false;
+		}
+		emu::time_ns += 50;
+		if (each_sweep)
+			each_sweep(sweep);
+		for (emu::block *b : running) {
+			if (b->asleep > 0) {
+				b->asleep--;
+				continue;
+			}
+			if (draw(300) == 0)
+				b->asleep = draw(400);
+			if (draw(4) == 0 || draw(streams[b->rank].pace) != 0)
+				continue;
+			u32 first = draw(b->threads);
+			for (u32 i = 0; i < b->threads; i++) {
+				emu::fiber &f = b->fibers[(first + i) % b->threads];
+				if (f.done)
+					continue;
+				emu::current = &f;
+				emu::emu_switch(&emu::scheduler, f.stack_pointer);
+			}
+		}
+	}
+}
+
+u32 fault(const world &w, u32 rank) { return w.faults[rank].kind; }
+
+world random_world(u64 room)
+{
+	u32 size = 2 + draw(3), lanes = 1 + draw(3), slots = 1 + draw(3);
+	return world(size, lanes, slots, 128 * (1 + draw(64)), draw(3) == 0 ? 0 : 1000 + draw(3000), room);
+}
+
+void vary(const world &w, part &k)
+{
+	k.staged = draw(2), k.mesh = draw(2), k.table = draw(4) == 0;
+	k.blocks = 1 + draw(w.lanes);
+	k.interval = draw(3) == 0 ? draw(300) : 0;
+}
+
+call random_call(const world &w)
+{
+	u32 kind = draw(4);
+	call c = make_call(
+	    w,
+	    [&]() -> i64 {
+		    switch (kind) {
+		    case 0:
+			    return draw(5) == 0 ? 0 : draw(200);
+		    case 1:
+			    return draw(60000) >> (4 * draw(3));
+		    case 2:
+			    return 16 * draw(3000);
+		    default:
+			    return 20000 + draw(100);
+		    }
+	    },
+	    [] { return static_cast<i64>(draw(2) ? 16 * draw(3) : draw(40)); });
+	for (part &k : c.ranks)
+		vary(w, k);
+	return c;
+}
+
+// Several calls in a row, each rank in its own way and at its own pace.
+bool exchanges()
+{
+	world w = random_world(2 << 20);
+	call first = random_call(w);
+	prepare(w, first, 1);
+	u32 times = 1 + draw(4);
+	std::vector<call> calls(times, first);
+	std::vector<stream> streams(w.size);
+	for (call &c : calls)
+		for (part &k : c.ranks)
+			vary(w, k);
+	for (stream &s : streams) {
+		for (const call &c : calls)
+			s.calls.push_back(&c);
+		s.pace = draw(2) ? 1 : 1 + draw(8);
+	}
+	if (!run(w, streams))
+		return false;
+	for (u32 r = 0; r < w.size; r++)
+		if (fault(w, r) != SW_FAULT_NONE) {
+			printf("rank %u: fault %u with rank %u\n", r, fault(w, r), w.faults[r].peer);
+			return false;
+		}
+	return right(w, first, 1);
+}
+
+// Two ranks disagree on a size: the receiver hears of it, nobody hangs, and the next call works.
+bool disagreement()
+{
+	world w = random_world(2 << 20);
+	call bad = random_call(w);
+	u32 from = draw(w.size), to = (from + 1 + draw(w.size - 1)) % w.size;
+	for (part &k : bad.ranks)
+		k.timeout_ns = 200'000'000;
+	bad.ranks[from].send[to] /= 1 + draw(3);
+	if (bad.ranks[from].send[to] == bad.ranks[to].recv[from])
+		bad.ranks[to].recv[from] = 0;
+	if (bad.ranks[from].send[to] == bad.ranks[to].recv[from])
+		return true;
+	std::vector<stream> streams(w.size);
+	for (stream &s : streams)
+		s.calls.push_back(&bad);
+	if (!run(w, streams))
+		return false;
+	for (u32 r = 0; r < w.size; r++) {
+		u32 kind = fault(w, r);
+		if (r == to ? kind != SW_FAULT_MISMATCH : kind != SW_FAULT_NONE && (r != from || kind != SW_FAULT_MISMATCH)) {
+			printf("%u sent %lld to %u, which expected %lld: rank %u has fault %u with rank %u\n", from, static_cast<long long>(bad.ranks[from].send[to]), to,
+			       static_cast<long long>(bad.ranks[to].recv[from]), r, kind, w.faults[r].peer);
+			return false;
+		}
+		w.faults[r] = {};
+		at<sw_control>(w.segment(r) + w.control).fault = SW_FAULT_NONE;
+	}
+	call good = random_call(w);
+	prepare(w, good, 2);
+	std::vector<stream> again(w.size);
+	for (stream &s : again)
+		s.calls.push_back(&good);
+	return run(w, again) && right(w, good, 2);
+}
+
+// A rank stays away, or the abort word is set: every wait ends, and says why.
+bool end_of_waits(bool aborted)
+{
+	world w = random_world(2 << 20);
+	call c = random_call(w);
+	for (part &k : c.ranks)
+		k.timeout_ns = aborted ? u64{1} << 50 : 300'000;
+	std::vector<stream> streams(w.size);
+	u32 away = draw(w.size);
+	for (u32 r = 0; r < w.size; r++)
+		if (r != away)
+			streams[r].calls.push_back(&c);
+	u64 when = draw(3000);
+	if (!run(w, streams, [&](u64 sweep) {
+		    if (aborted && sweep == when)
+			    for (u32 r = 0; r < w.size; r++)
+				    at<u64>(w.segment(r) + abort_offset) = 1;
+	    }))
+		return false;
+	for (u32 r = 0; r < w.size; r++)
+		if (r != away && fault(w, r) != (aborted ? SW_FAULT_ABORTED : SW_FAULT_TIMEOUT)) {
+			printf("rank %u was away: rank %u has fault %u\n", away, r, fault(w, r));
+			return false;
+		}
+	return true;
+}
+
+// Splits in device memory that reach past a buffer.
+bool outside()
+{
+	world w = random_world(2 << 20);
+	call c = random_call(w);
+	prepare(w, c, 1);
+	u32 bad = draw(w.size);
+	for (part &k : c.ranks)
+		k.timeout_ns = 300'000;
+	part &k = c.ranks[bad];
+	k.table = true;
+	std::vector<i64> *words[] = {&k.send, &k.send_at, &k.recv, &k.recv_at};
+	u32 which = draw(4), peer = draw(w.size);
+	if (which == 2 && peer == bad)
+		which = 0; // what stays on the rank is told by its send
+	(*words[which])[peer] = draw(2) ? -1 : i64{1} << 40;
+	std::vector<stream> streams(w.size);
+	for (stream &s : streams)
+		s.calls.push_back(&c);
+	if (!run(w, streams))
+		return false;
+	if (fault(w, bad) != SW_FAULT_SPLITS) {
+		printf("rank %u: fault %u\n", bad, fault(w, bad));
+		return false;
+	}
+	return true;
+}
+
+} // namespace
+
+int main(int count, char **words)
+{
+	u64 seed = count > 1 ? strtoull(words[1], nullptr, 10) : 1, rounds = count > 2 ? strtoull(words[2], nullptr, 10) : 100;
+	struct {
+		const char *name;
+		std::function<bool()> run;
+	} scenarios[] = {
+	    {"exchanges", exchanges},
+	    {"disagreement", disagreement},
+	    {"deadline", [] { return end_of_waits(false); }},
+	    {"abort", [] { return end_of_waits(true); }},
+	    {"splits outside", outside},
+	};
+	for (u64 i = 0; i < rounds; i++) {
+		emu::dice.seed(seed + i);
+		auto &s = scenarios[i % 8 < 4 ? 0 : i % 8 - 3];
+		if (!s.run()) {
+			printf("%s, seed %llu\n", s.name, static_cast<unsigned long long>(seed + i));
+			return 1;
+		}
+	}
+}
