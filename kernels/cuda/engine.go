@@ -22,6 +22,7 @@ type Engine struct {
 	packet cuda.Function
 	limit  int // blocks of the exchange kernel that run at once
 	small  int // blocks of the packet kernel that run at once
+	shared int // dynamic shared memory that a block of the exchange kernel can have
 	fn     cuda.Function
 	opens  cuda.Function
 	closes cuda.Function
@@ -107,7 +108,12 @@ func New(ctx *cuda.Context, space kernels.Space) (_ *Engine, err error) {
 	if major >= 9 {
 		e.flags |= cuda.Programmatic
 	}
-	if err := ctx.SetFunctionAttribute(e.fn, cuda.FunctionMaxDynamicShared, maxSharedBytes); err != nil {
+	most, err := ctx.Device().Attribute(cuda.SharedBytesPerBlockOptIn)
+	if err != nil {
+		return nil, err
+	}
+	e.shared = min(maxSharedBytes, most-fixedSharedBytes)
+	if err := ctx.SetFunctionAttribute(e.fn, cuda.FunctionMaxDynamicShared, e.shared); err != nil {
 		return nil, err
 	}
 	kilohertz, err := ctx.Device().Attribute(cuda.ClockRate)
@@ -123,7 +129,7 @@ func New(ctx *cuda.Context, space kernels.Space) (_ *Engine, err error) {
 		f               cuda.Function
 		threads, shared int
 		limit           *int
-	}{{e.fn, exchangeThreads, maxSharedBytes, &e.limit}, {e.packet, packetThreads, 0, &e.small}} {
+	}{{e.fn, exchangeThreads, e.shared, &e.limit}, {e.packet, packetThreads, 0, &e.small}} {
 		n, err := ctx.BlocksPerMultiprocessor(k.f, k.threads, k.shared)
 		if err != nil {
 			return nil, err
@@ -189,7 +195,7 @@ func (e *Engine) AllToAllV(stream uintptr, x *Exchange) error {
 	if err := x.validate(e.space.Size); err != nil {
 		return err
 	}
-	if n := sharedBytes(x.Channels, min(x.Channels.Lanes, e.limit)); n > maxSharedBytes {
+	if n := sharedBytes(x.Channels, min(x.Channels.Lanes, e.limit)); n > e.shared {
 		return fmt.Errorf("kernels: alltoallv: %d lanes of %d ranks on at most %d blocks need %d bytes of shared memory", x.Channels.Lanes, x.Channels.Size, e.limit, n)
 	}
 	e.mu.Lock()
@@ -253,7 +259,10 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 		if blocks == 0 {
 			blocks = c.Lanes
 		}
-		blocks = max(1, min(blocks, c.Lanes, e.limit))
+		most := min(c.Lanes, e.limit)
+		for blocks = max(1, min(blocks, most)); blocks < most && sharedBytes(c, blocks) > e.shared; {
+			blocks++ // fewer would have more lanes each than they have room for
+		}
 		l.Grid = [3]uint32{uint32(blocks), 1, 1}
 		l.SharedBytes = uint32(sharedBytes(c, blocks))
 		if t.Rate > 0 {
@@ -312,8 +321,9 @@ func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 }
 
 const (
-	exchangeThreads = sendThreads + watchThreads + recvThreads
-	maxSharedBytes  = 96 << 10 // of a block, asked for at launch
+	exchangeThreads  = sendThreads + watchThreads + recvThreads
+	maxSharedBytes   = 96 << 10 // of a block, asked for at launch
+	fixedSharedBytes = 8 << 10  // more than the kernel has beside that
 )
 
 // How many blocks the packet kernel takes by default: one for every packetWarps groups of packets, within limits. On 8
