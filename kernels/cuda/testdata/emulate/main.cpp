@@ -125,6 +125,7 @@ struct world {
 // What one rank does in a call; only sizes have to agree.
 struct part {
 	bool staged = false, mesh = false, table = false;
+	bool copies = false; // by copy engines
 	u32 blocks = 1, interval = 0;
 	std::vector<i64> send, send_at, recv, recv_at; // by rank
 	u64 timeout_ns = u64{1} << 50;
@@ -244,8 +245,29 @@ struct stream {
 	std::vector<const call *> calls;
 	size_t next = 0;
 	std::vector<emu::block *> blocks;
-	u32 pace = 1; // runs in about one sweep of so many
+	const call *copying = nullptr; // alltoallv_open is running or has run
+	u32 pace = 1;		       // runs in about one sweep of so many
 };
+
+// The kernel before the copies, or the one after them.
+void start_copies(world &w, u32 rank, const call &c, bool open, std::vector<emu::block *> &blocks)
+{
+	std::vector<i64> none;
+	auto a = std::make_shared<sw_copy_args>();
+	a->exchange = arguments(w, c, rank, none);
+	for (u32 p = 0; p < w.size; p++)
+		a->places[p] = c.dst + c.ranks[p].recv_at[rank];
+	blocks.push_back(launch(rank, 0, 1, SW_COPY_THREADS, 0, [a, open] { open ? alltoallv_open(*a) : alltoallv_close(*a); }));
+}
+
+void copy_messages(world &w, u32 rank, const call &c)
+{
+	const part &k = c.ranks[rank];
+	for (u32 p = 0; p < w.size; p++)
+		if (p == rank || k.send[p] > w.packet_bytes)
+			memcpy(reinterpret_cast<void *>(w.segment(p) + c.dst + c.ranks[p].recv_at[rank]), reinterpret_cast<void *>(w.segment(rank) + c.src + k.send_at[p]),
+			       static_cast<size_t>(k.send[p]));
+}
 
 void start(world &w, u32 rank, const call &c, std::vector<emu::block *> &blocks)
 {
@@ -271,8 +293,17 @@ bool run(world &w, std::vector<stream> &streams, const std::function<void(u64)> 
 			if (std::all_of(s.blocks.begin(), s.blocks.end(), [](emu::block *b) { return b->alive == 0; })) {
 				std::for_each(s.blocks.begin(), s.blocks.end(), retire);
 				s.blocks.clear();
-				if (s.next < s.calls.size())
-					start(w, r, *s.calls[s.next++], s.blocks);
+				if (s.copying != nullptr) {
+					copy_messages(w, r, *s.copying);
+					start_copies(w, r, *s.copying, false, s.blocks);
+					s.copying = nullptr;
+				} else if (s.next < s.calls.size()) {
+					const call &c = *s.calls[s.next++];
+					if (c.ranks[r].copies)
+						start_copies(w, r, *(s.copying = &c), true, s.blocks);
+					else
+						start(w, r, c, s.blocks);
+				}
 			}
 			busy = busy || !s.blocks.empty();
 		}
@@ -354,9 +385,15 @@ bool exchanges()
 	u32 times = 1 + draw(4);
 	std::vector<call> calls(times, first);
 	std::vector<stream> streams(w.size);
-	for (call &c : calls)
+	for (call &c : calls) {
 		for (part &k : c.ranks)
 			vary(w, k);
+		if (draw(3) == 0) // their outputs must be writable by peers
+			for (part &k : c.ranks) {
+				k.staged = false;
+				k.copies = !k.table;
+			}
+	}
 	for (stream &s : streams) {
 		for (const call &c : calls)
 			s.calls.push_back(&c);
