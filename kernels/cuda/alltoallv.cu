@@ -1154,7 +1154,7 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_pac
 	number.load(a);
 	x.preload(ahead);
 	u64 epoch = number.epoch();
-	if (epoch == 0)
+	if (__any_sync(~0u, epoch == 0)) // a fault may be written just now
 		return;
 	if (a.size > 1) {
 		if (lane == 0)
@@ -1186,12 +1186,9 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	call_number number;
 	number.load(a);
 	gathered r{steps};
-	outside = __syncthreads_or(outside);
 	u64 epoch = number.epoch();
-	if (epoch == 0)
-		return;
-	if (outside) {
-		if (blockIdx.x == 0)
+	if (__syncthreads_or(outside || epoch == 0)) { // for all or none: warps of a block wait for one another
+		if (blockIdx.x == 0 && epoch != 0 && a.splits != 0)
 			gathered::complain(steps, a, epoch);
 		return;
 	}
@@ -1249,7 +1246,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	gathered r{steps};
 	__syncthreads();
 	u64 epoch = number.epoch();
-	if (epoch == 0)
+	if (__any_sync(~0u, epoch == 0))
 		return;
 	if (threadIdx.x == 0)
 		number.advance(a);
@@ -1293,7 +1290,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	number.load(a);
 	gathered r{steps};
 	__syncthreads();
-	if (number.epoch() == 0 || a.size == 1)
+	if (__any_sync(~0u, number.epoch() == 0) || a.size == 1)
 		return;
 	u64 epoch = number.epoch() - 1; // alltoallv_open has advanced it
 #pragma unroll 1
