@@ -65,12 +65,15 @@ func (e *CountMismatchError) Unwrap() error { return comm.ErrMismatch }
 // SplitsError reports splits in device memory that do not fit the buffers of the call that read them. That rank has moved
 // nothing, and the communicator is of no more use.
 type SplitsError struct {
-	Peer                 int
-	Send                 bool // the part for Peer, not the one from it
-	Bytes, Offset, Limit int64
-	Epoch                uint64
+	Peer   int    // rank
+	Send   bool   // the part for Peer, not the one from it
+	Bytes  int64  // its length
+	Offset int64  // where it begins in the buffer, in bytes
+	Limit  int64  // length of the buffer in bytes
+	Epoch  uint64 // number of the call
 }
 
+// Error states the part and the buffer.
 func (e *SplitsError) Error() string {
 	what := "receives from"
 	if e.Send {

@@ -38,8 +38,10 @@ func (c *Channels) Credit(dst, k int) int64 {
 }
 
 // Taken is the word in which dst tells its sender how far it has read a message where the sender has it, as a sequence
-// number: LastSeq when it is through. Reading is not zero while dst reads, where ranks share a process.
-func (c *Channels) Taken(dst int) int64   { return c.Credit(dst, 1) + LineBytes/2 - 16 }
+// number: LastSeq when it is through.
+func (c *Channels) Taken(dst int) int64 { return c.Credit(dst, 1) + LineBytes/2 - 16 }
+
+// Reading is the word that is not zero while dst reads so, where ranks share a process.
 func (c *Channels) Reading(dst int) int64 { return c.Taken(dst) + 8 }
 
 // Packet is where packets from src land in calls of the parity.

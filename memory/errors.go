@@ -55,6 +55,7 @@ type RankCall struct {
 	Offset  int64
 }
 
+// String says the call in words.
 func (c RankCall) String() string {
 	switch {
 	case c.Kind == callNone.String():
@@ -71,6 +72,7 @@ func (e *DivergenceError) Exact() bool { return e.Call == e.After+1 }
 // Unwrap returns ErrDiverged.
 func (e *DivergenceError) Unwrap() error { return ErrDiverged }
 
+// Error names the first call that differs and what each rank called.
 func (e *DivergenceError) Error() string {
 	var s strings.Builder
 	fmt.Fprintf(&s, "memory: %v", ErrDiverged)

@@ -18,6 +18,7 @@ const (
 	Prod
 )
 
+// String is the operator's name.
 func (op Op) String() string {
 	if op > Prod {
 		return fmt.Sprintf("Op(%d)", uint8(op))

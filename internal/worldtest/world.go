@@ -53,13 +53,21 @@ func (r *Rank) Barrier() { r.T.Helper(); r.Must(r.Group.Barrier(r.Ctx)) }
 // Local runs f on n ranks of this process, each on a goroutine of its own, with a heap of segment bytes a rank.
 func Local(t testing.TB, n int, segment int64, f func(r *Rank)) {
 	t.Helper()
+	inProcess(t, n, func(ctx context.Context, g *comm.Group) {
+		runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f)
+	})
+}
+
+// inProcess runs f for n ranks of this process, each on a goroutine of its own.
+func inProcess(t testing.TB, n int, f func(ctx context.Context, g *comm.Group)) {
+	t.Helper()
 	groups, err := comm.Local(n)
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	var wg sync.WaitGroup
 	for _, g := range groups {
-		wg.Go(func() { runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f) })
+		wg.Go(func() { f(ctx, g) })
 	}
 	wg.Wait()
 }
@@ -75,15 +83,7 @@ func GPUs(t testing.TB, n int, segment int64, f func(r *Rank)) {
 func GPUHeaps(t testing.TB, n int, o memory.Options, f func(r *Rank)) {
 	t.Helper()
 	gpus := countGPUs(t)
-	groups, err := comm.Local(n)
-	require.NoError(t, err)
-	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
-	defer cancel()
-	var wg sync.WaitGroup
-	for _, g := range groups {
-		wg.Go(func() { runGPURank(t, ctx, g, gpus, o, f) })
-	}
-	wg.Wait()
+	inProcess(t, n, func(ctx context.Context, g *comm.Group) { runGPURank(t, ctx, g, gpus, o, f) })
 }
 
 // countGPUs skips the test where there is none.

@@ -593,7 +593,14 @@ struct lane_in {
 
 static_assert(sizeof(lane_out) + sizeof(lane_in) == SW_ITEM_BYTES);
 
-// What the warps of a block tell one another. Item i is lane blockIdx+i/peers*blocks of the message of step i%peers.
+// Item i of a block is lane blockIdx+i/peers*blocks of the message of step i%peers.
+struct items {
+	u32 peers, mine, count;
+
+	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.size - 1), mine((a.lanes - blockIdx.x + gridDim.x - 1) / gridDim.x), count(peers * mine) {}
+};
+
+// What the warps of a block tell one another.
 struct board {
 	u64 place[SW_MAX_RANKS]; // by step: where the receiver wants the message, from its segment on; 0 before it has said
 	struct {
@@ -618,8 +625,9 @@ struct board {
 	u32 *next;	// [receiving warp]: the chunk that it wants, 0 when there is none
 
 	// The threads of the block make it, and meet before the first use.
-	__device__ __forceinline__ void make(const sw_exchange_args &a, gathered r, u64 *memory, u32 peers, u32 count)
+	__device__ __forceinline__ void make(const sw_exchange_args &a, gathered r, u64 *memory, const items &all)
 	{
+		u32 peers = all.peers, count = all.count;
 		lane_out *o = reinterpret_cast<lane_out *>(memory);
 		lane_in *n = reinterpret_cast<lane_in *>(o + count);
 		reports *t = reinterpret_cast<reports *>(n + count);
@@ -640,11 +648,11 @@ struct board {
 					lane_credit(a, m.from, a.rank, l), length, s, chunks};
 		}
 		for (u32 i = threadIdx.x; i < count * a.slot_count; i += blockDim.x)
-			t[i].expect(SW_RECV_THREADS / 32);
+			t[i].expect(recv_warps);
 		for (u32 i = threadIdx.x; i < 3 * count; i += blockDim.x)
 			words[i] = 0;
 		if (threadIdx.x < chunks_ahead)
-			written[threadIdx.x].done.expect(SW_SEND_THREADS / 32);
+			written[threadIdx.x].done.expect(send_warps);
 		if (threadIdx.x < SW_MAX_RANKS) {
 			place[threadIdx.x] = 0;
 			if (threadIdx.x < peers) {
@@ -677,12 +685,6 @@ struct board {
 			}
 		return __shfl_sync(~0u, here, 0) != 0;
 	}
-};
-
-struct items {
-	u32 peers, mine, count;
-
-	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.size - 1), mine((a.lanes - blockIdx.x + gridDim.x - 1) / gridDim.x), count(peers * mine) {}
 };
 
 // The sending half of a block. Its warps go along the same messages in the same order, each with tiles of its own, and do not
@@ -1181,7 +1183,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	bool outside = gathered::fill(steps, a);
 	__syncthreads();
 	if (a.size > 1)
-		b.make(a, {steps}, memory, a.size - 1, items(a).count);
+		b.make(a, {steps}, memory, items(a));
 	await_stream(); // all that is above goes on while the kernel before runs
 	call_number number;
 	number.load(a);
@@ -1233,18 +1235,24 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 }
 
 // Around copies by the copy engines: the first kernel grants and waits for credits, the copies follow in the stream, the second
-// kernel signals and waits for signals. Both have one block.
+// kernel signals and waits for signals. Both have one block, and begin so.
+static __device__ __forceinline__ sw::call_number begin_copies(sw::gathered::store &steps, const sw_exchange_args &a)
+{
+	sw::gathered::fill(steps, a);
+	sw::await_stream();
+	sw::call_number number;
+	number.load(a);
+	__syncthreads();
+	return number;
+}
+
 extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(const __grid_constant__ sw_copy_args c)
 {
 	using namespace sw;
 	const sw_exchange_args &a = c.exchange;
 	SW_SHARED(gathered::store, steps);
-	gathered::fill(steps, a);
-	await_stream();
-	call_number number;
-	number.load(a);
+	call_number number = begin_copies(steps, a);
 	gathered r{steps};
-	__syncthreads();
 	u64 epoch = number.epoch();
 	if (__any_sync(~0u, epoch == 0))
 		return;
@@ -1284,12 +1292,8 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	using namespace sw;
 	const sw_exchange_args &a = c.exchange;
 	SW_SHARED(gathered::store, steps);
-	gathered::fill(steps, a);
-	await_stream();
-	call_number number;
-	number.load(a);
+	call_number number = begin_copies(steps, a);
 	gathered r{steps};
-	__syncthreads();
 	if (__any_sync(~0u, number.epoch() == 0) || a.size == 1)
 		return;
 	u64 epoch = number.epoch() - 1; // alltoallv_open has advanced it

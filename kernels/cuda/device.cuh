@@ -2,6 +2,21 @@
 #pragma once
 
 #include "../../internal/cuda/layout/args.h"
+
+namespace sw {
+
+using u8 = uint8_t;
+using u32 = uint32_t;
+using u64 = uint64_t;
+using i32 = int32_t;
+using i64 = int64_t;
+
+struct pair64 {
+	u64 a, b;
+};
+
+} // namespace sw
+
 #ifdef SW_EMULATED
 #include SW_EMULATED // these words for a processor: testdata/emulate
 #else

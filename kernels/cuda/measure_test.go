@@ -17,7 +17,7 @@ import (
 )
 
 var (
-	measure  = flag.String("measure", "", "what TestMeasure runs: comma-separated of packet, large, huge, zipf, eager")
+	measure  = flag.String("measure", "", "what TestMeasure runs: comma-separated of packet, large, huge, zipf, eager, launch")
 	ranks    = flag.Int("ranks", 8, "ranks of TestMeasure")
 	lanes    = flag.Int("lanes", 16, "lanes of TestMeasure")
 	slotKiB  = flag.Int64("slot-kib", 128, "slot bytes of TestMeasure")

@@ -6,16 +6,6 @@
 
 namespace sw {
 
-using u8 = uint8_t;
-using u32 = uint32_t;
-using u64 = uint64_t;
-using i32 = int32_t;
-using i64 = int64_t;
-
-struct pair64 {
-	u64 a, b;
-};
-
 // 16 bytes that arrive as a whole: PTX makes .b128 accesses with a scope single-copy atomic (PTX ISA 8.3, sm_70 on).
 __device__ __forceinline__ pair64 load16(u64 p)
 {

@@ -225,16 +225,6 @@ template <typename A, typename B> auto max(A a, B b) { return a > b ? a : b; }
 
 namespace sw {
 
-using u8 = uint8_t;
-using u32 = uint32_t;
-using u64 = uint64_t;
-using i32 = int32_t;
-using i64 = int64_t;
-
-struct pair64 {
-	u64 a, b;
-};
-
 template <typename T> T &at(u64 p) { return *reinterpret_cast<T *>(p); }
 
 template <typename T> T read(u64 p)
