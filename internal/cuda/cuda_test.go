@@ -191,6 +191,28 @@ func TestMemoryStreamsAndEvents(t *testing.T) {
 	require.NoError(t, c.DestroyStream(s))
 }
 
+func TestMemoryKnowsItsDevice(t *testing.T) {
+	d, _ := gpu(t)
+	n, err := d.DeviceCount()
+	require.NoError(t, err)
+	for i := range n {
+		v, err := d.Device(i)
+		require.NoError(t, err)
+		c, err := v.Primary()
+		require.NoError(t, err)
+		p, err := c.MemAlloc(3 << 20)
+		require.NoError(t, err)
+		info, err := c.Pointer(p + 1<<20)
+		require.NoError(t, err)
+		require.Equal(t, i, info.Device)
+		require.Equal(t, p, info.Base)
+		require.EqualValues(t, 3<<20, info.Size)
+		require.False(t, info.Managed)
+		require.NoError(t, c.MemFree(p))
+		require.NoError(t, c.Close())
+	}
+}
+
 func openFiles(t *testing.T) int {
 	t.Helper()
 	list, err := os.ReadDir("/proc/self/fd")

@@ -154,22 +154,20 @@ static sw_result pointer_attributes(sw_driver *d, uint64_t *a)
 {
 	/* memory type, device ordinal, buffer id, range start, range size, legacy IPC capable, allowed handle types, managed */
 	int32_t kinds[8] = {2, 9, 7, 11, 12, 10, 14, 8};
-	uint32_t type = 0, allowed = 0;
-	int32_t device = -1, ipc = 0, managed = 0;
-	unsigned long long id = 0, start = 0;
-	size_t size = 0;
-	void *data[8] = {&type, &device, &id, &start, &size, &ipc, &allowed, &managed};
+	/* Eight bytes for each: of some the driver writes more than an int. */
+	uint64_t v[8] = {0};
+	void *data[8] = {&v[0], &v[1], &v[2], &v[3], &v[4], &v[5], &v[6], &v[7]};
 	sw_result r = d->cuPointerGetAttributes(8, kinds, data, a[0]);
 	if (r != 0)
 		return r;
-	a[0] = type;
-	a[1] = (uint64_t)(int64_t)device;
-	a[2] = id;
-	a[3] = start;
-	a[4] = size;
-	a[5] = (uint64_t)(ipc != 0);
-	a[6] = allowed;
-	a[7] = (uint64_t)(managed != 0);
+	a[0] = (uint32_t)v[0];
+	a[1] = (uint64_t)(int64_t)(int32_t)v[1];
+	a[2] = v[2];
+	a[3] = v[3];
+	a[4] = v[4];
+	a[5] = v[5] != 0;
+	a[6] = (uint32_t)v[6];
+	a[7] = v[7] != 0;
 	return 0;
 }
 
