@@ -670,20 +670,20 @@ struct board {
 		}
 	}
 
-	// Waits until what another warp writes is at least want. False when the block gives up.
-	__device__ __forceinline__ bool await(u32 *word, u32 want, u32 lane)
+	// Waits until what another warp writes is at least want, which is not 0, and returns it. 0 when the block gives up.
+	__device__ __forceinline__ u32 await(u32 *word, u32 want, u32 lane)
 	{
-		u32 here = 1;
+		u32 here = 0;
 		if (lane == 0)
 #pragma unroll 1
-			while (read_shared(word) < want) {
+			while ((here = read_shared(word)) < want) {
 				if (read_shared(&over) != 0) {
 					here = 0;
 					break;
 				}
 				__nanosleep(20);
 			}
-		return __shfl_sync(~0u, here, 0) != 0;
+		return __shfl_sync(~0u, here, 0);
 	}
 };
 
@@ -697,6 +697,7 @@ struct sender {
 	u32 warp, lane;
 	u32 turn;	// the step that the block begins with
 	u32 staged = 0; // chunks through staging so far
+	u32 told = 0;	// of them that have been signalled, as far as the warp knows
 	u32 dealt = 0;	// the warp whose turn it is: tiles go round
 
 	// Waits for the credit of a step. Meanwhile the warp's first tile of src is brought closer.
@@ -719,7 +720,7 @@ struct sender {
 	__device__ __forceinline__ bool written(const lane_out &o, u64 mark)
 	{
 		u32 k = staged++;
-		if (k >= chunks_ahead && !b.await(&b.told, k - chunks_ahead + 1, lane)) // others are that far behind
+		if (k >= chunks_ahead + told && (told = b.await(&b.told, k - chunks_ahead + 1, lane)) == 0) // others are that far behind
 			return false;
 		__syncwarp();
 		if (lane == 0) {
@@ -769,12 +770,12 @@ struct sender {
 			put(o.to + place, o.src, o.bytes);
 			return true;
 		}
-		u32 slot = 0;
+		u32 slot = 0, room = 0;
 #pragma unroll 1
 		for (u32 c = 1; c <= o.chunks; c++) {
 			slot = slot + 1 == a.slot_count ? 0 : slot + 1; // c % a.slot_count
 			i64 at = (c - 1) * a.slot_bytes;
-			if (c > a.slot_count && !b.await(&b.room[i], c - a.slot_count, lane))
+			if (c > a.slot_count + room && (room = b.await(&b.room[i], c - a.slot_count, lane)) == 0)
 				return false;
 			put(o.slots + slot * a.slot_bytes, o.src + at, o.bytes - at < a.slot_bytes ? o.bytes - at : a.slot_bytes);
 			if (!written(o, c == o.chunks ? last_seq(epoch) : seq(epoch, c)))
@@ -809,12 +810,18 @@ struct sender {
 	// All messages that were written in place are there: one fence for all of them.
 	__device__ __forceinline__ void finish(const items &all)
 	{
-		fence_system();
 #pragma unroll 1
-		for (u32 i = lane; i < all.count; i += 32) {
-			const lane_out &o = b.out[i];
-			if (o.chunks != 0 && look_shared(&b.place[o.step]) < skip_message)
-				store16(o.line + parity_bytes(a, epoch), last_seq(epoch), static_cast<u64>(r[o.step].send_bytes));
+		for (u32 first = 0; first < all.count; first += 32) {
+			u64 line = 0, bytes = 0;
+			if (first + lane < all.count) {
+				const lane_out &o = b.out[first + lane];
+				if (o.chunks != 0 && look_shared(&b.place[o.step]) < skip_message)
+					line = o.line + parity_bytes(a, epoch), bytes = static_cast<u64>(r[o.step].send_bytes);
+			}
+			if (first == 0)
+				fence_system();
+			if (line != 0)
+				store16(line, last_seq(epoch), bytes);
 		}
 	}
 };
@@ -841,10 +848,9 @@ struct receiver {
 		}
 	}
 
-	// True when the size of the arriving message is right.
-	__device__ __forceinline__ bool right_size(u64 line, u32 p, i64 n)
+	// True when the size of the arriving message, of which the sender tells total, is right.
+	__device__ __forceinline__ bool right_size(u64 total, u32 p, i64 n)
 	{
-		u64 total = load16(line).b;
 		if (total == static_cast<u64>(n))
 			return true;
 		give_up(a, SW_FAULT_MISMATCH, p, epoch, false, total, static_cast<u64>(n));
@@ -881,8 +887,9 @@ struct receiver {
 	__device__ __forceinline__ void await_line(u64 line, u32 p, i64 n)
 	{
 		wait w;
+		pair64 v;
 #pragma unroll 1
-		while (load_relaxed(line) < last_seq(epoch)) { // nobody reads the bytes before the kernel ends
+		while ((v = load16(line)).a < last_seq(epoch)) { // nobody reads the bytes before the kernel ends
 			if (!w.slow(a)) {
 				give_up(a, w.kind, p, epoch, false);
 				return;
@@ -890,7 +897,7 @@ struct receiver {
 			if ((w.polls & 255) == 0 && other_size(p, n))
 				return;
 		}
-		right_size(line, p, n);
+		right_size(v.b, p, n);
 	}
 
 	// Copies a warp's tiles of chunk k of an item out of staging. True when it was the last.
@@ -899,7 +906,9 @@ struct receiver {
 		const lane_in &o = b.in[i];
 		u32 slot = k % a.slot_count;
 		i64 at = (k - 1) * a.slot_bytes, left = o.bytes - at;
-		move(o.to + at, o.slots + slot * a.slot_bytes, left < a.slot_bytes ? left : a.slot_bytes, warp, recv_warps, lane, at_once);
+		u32 slot_tiles = static_cast<u32>(a.slot_bytes / tile_bytes);
+		u32 first = (warp + k * (recv_warps - slot_tiles % recv_warps)) % recv_warps; // the tiles of successive chunks go round
+		move(o.to + at, o.slots + slot * a.slot_bytes, left < a.slot_bytes ? left : a.slot_bytes, first, recv_warps, lane, at_once);
 		__syncwarp();
 		if (k + a.slot_count <= o.chunks && lane == 0)
 			b.taken[i * a.slot_count + slot].report();
@@ -924,16 +933,17 @@ struct receiver {
 			bool any = false;
 #pragma unroll 1
 			for (u32 first = 0; first < all.count; first += 32) {
-				u32 i = first + lane, k = i < all.count ? next[i] : 0;
-				bool here = k != 0 && read_shared(&b.arrived[i]) >= k;
+				u32 i = first + lane, k = i < all.count ? next[i] : 0, come = k != 0 ? read_shared(&b.arrived[i]) : 0;
 #pragma unroll 1
-				for (u32 ready = __ballot_sync(~0u, here); ready != 0; ready &= ready - 1) {
-					u32 from = __ffs(ready) - 1, chunk = __shfl_sync(~0u, k, from);
-					u32 come = __shfl_sync(~0u, lane == from ? read_shared(&b.arrived[i]) : 0, from);
-					bool last = come == no_chunks || take_chunk(b, first + from, chunk, warp, lane);
+				for (u32 ready = __ballot_sync(~0u, k != 0 && come >= k); ready != 0; ready &= ready - 1) {
+					u32 from = __ffs(ready) - 1, chunk = __shfl_sync(~0u, k, from), end = __shfl_sync(~0u, come, from);
+					bool last = end == no_chunks;
+#pragma unroll 1
+					for (; !last && chunk <= end; chunk++)
+						last = take_chunk(b, first + from, chunk, warp, lane);
 					open -= last;
 					if (lane == from)
-						next[i] = last ? 0 : chunk + 1;
+						next[i] = last ? 0 : chunk;
 					any = true;
 				}
 			}
@@ -1007,7 +1017,7 @@ struct send_watch : watch {
 			wait_for(r[s].to, true);
 			return true;
 		}
-		write_shared(&b.place[s], y.b == n ? resolve(a, r[s].to, x.b) : skip_message);
+		publish(&b.place[s], y.b == n ? resolve(a, r[s].to, x.b) : skip_message);
 		if (y.b != n)
 			give_up(a, SW_FAULT_MISMATCH, r[s].to, epoch, true, n, y.b);
 		fresh = true;
@@ -1022,7 +1032,7 @@ struct send_watch : watch {
 			return;
 		u32 c = chunks(load_relaxed(o.room));
 		if (c > b.room[i]) {
-			write_shared(&b.room[i], c);
+			publish(&b.room[i], c);
 			fresh = true;
 		}
 		wait_for(r[o.step].to, true);
@@ -1044,7 +1054,7 @@ struct send_watch : watch {
 		fresh = true;
 		__syncwarp();
 		if (lane == 0)
-			write_shared(&b.told, told);
+			publish(&b.told, told);
 	}
 
 	__device__ __forceinline__ void run()
@@ -1085,14 +1095,16 @@ struct recv_watch : watch {
 		u32 p = r[o.step].from;
 		i64 n = r[o.step].recv_bytes;
 		u64 line = o.line + parity_bytes(a, epoch);
-		u32 c = chunks(load_acquire(line));
+		pair64 v = load16(line);
+		load_acquire(line); // which comes after the word before
+		u32 c = chunks(v.a);
 		if (c > b.arrived[i]) {
-			if (b.arrived[i] == 0 && !in.right_size(line, p, n))
+			if (b.arrived[i] == 0 && !in.right_size(v.b, p, n))
 				c = no_chunks;
-			write_shared(&b.arrived[i], c);
+			publish(&b.arrived[i], c);
 			fresh = true;
 		} else if (doubt && in.other_size(p, n)) {
-			write_shared(&b.arrived[i], c = no_chunks);
+			publish(&b.arrived[i], c = no_chunks);
 		}
 		if (c < all_chunks)
 			wait_for(p, false);
@@ -1110,14 +1122,11 @@ struct recv_watch : watch {
 				k = b.given[i] + 1;
 				empty = k + a.slot_count <= b.in[i].chunks && b.taken[i * a.slot_count + k % a.slot_count].all((k - 1) / a.slot_count);
 			}
-			if (__any_sync(~0u, empty) == 0)
-				continue;
-			fence_system(); // X3: what the warps have read comes before the slot is written again
-			if (empty) {
+			if (empty) { // X3: what the warps have read they have stored, so no fence need see to it
 				store16(b.in[i].room, seq(epoch, k), 0);
 				b.given[i] = k;
+				fresh = true;
 			}
-			fresh = true;
 		}
 	}
 

@@ -88,13 +88,21 @@ __device__ __forceinline__ u64 look_shared(const u64 *p)
 	return v;
 }
 
-template <typename T> __device__ __forceinline__ void write_shared(T *p, T v)
+// publish is for a word that only tells what the thread has seen: loads come before it by themselves, and it waits for nothing that
+// the thread has stored.
+template <typename T> __device__ __forceinline__ void publish(T *p, T v)
 {
-	asm volatile("fence.acq_rel.cta;" ::: "memory");
+	asm volatile("" ::: "memory");
 	if constexpr (sizeof(T) == 4)
 		atomicExch(reinterpret_cast<u32 *>(p), v);
 	else
 		atomicExch(reinterpret_cast<unsigned long long *>(p), static_cast<unsigned long long>(v));
+}
+
+template <typename T> __device__ __forceinline__ void write_shared(T *p, T v)
+{
+	asm volatile("fence.acq_rel.cta;" ::: "memory");
+	publish(p, v);
 }
 
 // A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for the stores that

@@ -263,6 +263,8 @@ template <typename T> void write_shared(T *p, T v)
 	*p = v;
 }
 
+template <typename T> void publish(T *p, T v) { write_shared(p, v); }
+
 struct reports {
 	u32 warps, count; // in the place of the device's 64 bits
 
