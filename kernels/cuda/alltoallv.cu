@@ -598,15 +598,19 @@ struct items {
 	u32 peers, mine, count;
 
 	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.size - 1), mine((a.lanes - blockIdx.x + gridDim.x - 1) / gridDim.x), count(peers * mine) {}
+
+	// What the block sends as number n: all lanes of a step, then those of the next one.
+	__device__ __forceinline__ u32 sent(const sw_exchange_args &a, u32 n) const
+	{
+		u32 s = n / mine + ((a.flags & SW_MESH) != 0 ? blockIdx.x % peers : 0);
+		return n % mine * peers + (s < peers ? s : s - peers);
+	}
 };
 
 // What the warps of a block tell one another.
 struct board {
 	u64 place[SW_MAX_RANKS]; // by step: where the receiver wants the message, from its segment on; 0 before it has said
-	struct {
-		reports done; // of the sending warps
-		u64 line, mark, bytes;
-	} written[chunks_ahead]; // staged chunk k, of all those with the same remainder, and its signal
+	reports written[chunks_ahead]; // the sending warps have written staged chunk k, of all those with the same remainder
 	u32 told;		 // staged chunks that have been signalled
 	u32 staged;		 // all that there are, when all sending warps are through
 	u32 sent;		 // sending warps that are through
@@ -652,7 +656,7 @@ struct board {
 		for (u32 i = threadIdx.x; i < 3 * count; i += blockDim.x)
 			words[i] = 0;
 		if (threadIdx.x < chunks_ahead)
-			written[threadIdx.x].done.expect(send_warps);
+			written[threadIdx.x].expect(send_warps);
 		if (threadIdx.x < SW_MAX_RANKS) {
 			place[threadIdx.x] = 0;
 			if (threadIdx.x < peers) {
@@ -695,7 +699,6 @@ struct sender {
 	u64 epoch;
 	board &b;
 	u32 warp, lane;
-	u32 turn;	// the step that the block begins with
 	u32 staged = 0; // chunks through staging so far
 	u32 told = 0;	// of them that have been signalled, as far as the warp knows
 	u32 dealt = 0;	// the warp whose turn it is: tiles go round
@@ -717,21 +720,14 @@ struct sender {
 	}
 
 	// This warp has written its tiles of a staged chunk.
-	__device__ __forceinline__ bool written(const lane_out &o, u64 mark)
+	__device__ __forceinline__ bool written()
 	{
 		u32 k = staged++;
 		if (k >= chunks_ahead + told && (told = b.await(&b.told, k - chunks_ahead + 1, lane)) == 0) // others are that far behind
 			return false;
 		__syncwarp();
-		if (lane == 0) {
-			auto &w = b.written[k % chunks_ahead];
-			if (warp == 0) {
-				w.line = o.line + parity_bytes(a, epoch);
-				w.mark = mark;
-				w.bytes = static_cast<u64>(r[o.step].send_bytes);
-			}
-			w.done.report();
-		}
+		if (lane == 0)
+			b.written[k % chunks_ahead].report();
 		return true;
 	}
 
@@ -778,7 +774,7 @@ struct sender {
 			if (c > a.slot_count + room && (room = b.await(&b.room[i], c - a.slot_count, lane)) == 0)
 				return false;
 			put(o.slots + slot * a.slot_bytes, o.src + at, o.bytes - at < a.slot_bytes ? o.bytes - at : a.slot_bytes);
-			if (!written(o, c == o.chunks ? last_seq(epoch) : seq(epoch, c)))
+			if (!written())
 				return false;
 		}
 		return true;
@@ -789,12 +785,8 @@ struct sender {
 		items all(a);
 		bool ok = true;
 #pragma unroll 1
-		for (u32 k = 0; ok && k < all.peers; k++) {
-			u32 s = k + turn < all.peers ? k + turn : k + turn - all.peers;
-#pragma unroll 1
-			for (u32 j = 0; ok && j < all.mine; j++)
-				ok = send(j * all.peers + s);
-		}
+		for (u32 n = 0; ok && n < all.count; n++)
+			ok = send(all.sent(a, n));
 		if (!ok && lane == 0)
 			write_shared(&b.failed, 1u);
 		part_sync(send_part, SW_SEND_THREADS);
@@ -1004,6 +996,7 @@ struct watch {
 struct send_watch : watch {
 	using watch::watch;
 	u32 told = 0;
+	u32 at = 0, chunk = 0; // what the next one is: of what the block sends as this number
 
 	// True while the credit of a step has not come. Of a message on whose lanes the block sends nothing it is not awaited: its
 	// receiver can be through before the block has looked, and grant the next call's.
@@ -1039,18 +1032,26 @@ struct send_watch : watch {
 	}
 
 	// Signals the staged chunks that all warps have written since.
-	__device__ __forceinline__ void tell()
+	__device__ __forceinline__ void tell(const items &all)
 	{
-		u32 k = told + lane, ready = __ballot_sync(~0u, b.written[k % chunks_ahead].done.all(k / chunks_ahead));
+		u32 k = told + lane, ready = __ballot_sync(~0u, b.written[k % chunks_ahead].all(k / chunks_ahead));
 		u32 n = ready == ~0u ? 32 : __ffs(~ready) - 1; // in order
 		if (n == 0)
 			return;
 		fence_system(); // X4: what the warps wrote comes before the signal
-		auto &c = b.written[k % chunks_ahead];
-		u64 line = c.line, after = __shfl_down_sync(~0u, line, 1);
-		if (lane + 1 == n || lane < n && after != line) // of a lane's chunks only the last
-			store16(line, c.mark, c.bytes);
 		told += n;
+#pragma unroll 1
+		while (n > 0) {
+			const lane_out &o = b.out[all.sent(a, at)];
+			if (b.place[o.step] != SW_NOWHERE || chunk == o.chunks) {
+				at++, chunk = 0;
+				continue;
+			}
+			u32 more = min(n, o.chunks - chunk); // of a lane's chunks the last one is told of
+			chunk += more, n -= more;
+			if (lane == 0)
+				store16(o.line + parity_bytes(a, epoch), chunk == o.chunks ? last_seq(epoch) : seq(epoch, chunk), static_cast<u64>(r[o.step].send_bytes));
+		}
 		fresh = true;
 		__syncwarp();
 		if (lane == 0)
@@ -1074,7 +1075,7 @@ struct send_watch : watch {
 				for (u32 i = lane; i < all.count; i += 32)
 					if (b.place[b.out[i].step] == SW_NOWHERE)
 						look_for_room(i);
-				tell();
+				tell(all);
 				open |= read_shared(&b.sent) < send_warps || told < read_shared(&b.staged);
 			}
 			if (__any_sync(~0u, open) == 0 || !go_on())
@@ -1217,7 +1218,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	if (warp < send_warps) {
 		if ((b.packets & 1) != 0)
 			x.send(epoch);
-		sender out{a, r, epoch, b, warp, lane, (a.flags & SW_MESH) != 0 ? blockIdx.x % (a.size - 1) : 0};
+		sender out{a, r, epoch, b, warp, lane};
 		out.run();
 	} else if (warp == send_warps) {
 		if (blockIdx.x == 0)

@@ -84,8 +84,8 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"a block waits for a credit that it does not need": {
 			"if (b.place[s] != 0 || b.out[s].chunks == 0)", "if (b.place[s] != 0 || r[s].send_bytes <= a.packet_bytes)",
 		},
-		"signals of one lane pass each other": {
-			"if (lane + 1 == n || lane < n && after != line)", "if (lane < n)",
+		"a chunk is signalled as another one": {
+			"if (b.place[o.step] != SW_NOWHERE || chunk == o.chunks)", "if (chunk == o.chunks)",
 		},
 		"warps differ on whose turn a tile is": {
 			"return warp >= dealt ? warp - dealt : warp + send_warps - dealt;", "return (warp - dealt) % send_warps;",

@@ -144,11 +144,6 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 
 inline void __syncwarp() { emu::gather(0); }
 template <typename T> T __shfl_sync(uint32_t, T v, uint32_t lane) { return emu::lane_of<T>(emu::gather(v), lane); }
-template <typename T> T __shfl_down_sync(uint32_t, T v, uint32_t by)
-{
-	uint32_t lane = emu::current->thread & 31;
-	return emu::lane_of<T>(emu::gather(v), lane + by < 32 ? lane + by : lane);
-}
 inline uint32_t __ballot_sync(uint32_t, bool v)
 {
 	const uint64_t *all = emu::gather<uint64_t>(v);
