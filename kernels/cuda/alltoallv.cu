@@ -598,12 +598,22 @@ struct items {
 	u32 peers, mine, count;
 
 	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.size - 1), mine((a.lanes - blockIdx.x + gridDim.x - 1) / gridDim.x), count(peers * mine) {}
+};
 
-	// What the block sends as number n: all lanes of a step, then those of the next one.
-	__device__ __forceinline__ u32 sent(const sw_exchange_args &a, u32 n) const
+// The items in the order in which a block sends them: all lanes of a step, then those of the next one.
+struct walk {
+	u32 step, lane = 0, item;
+
+	__device__ __forceinline__ walk(const sw_exchange_args &a) : step((a.flags & SW_MESH) != 0 ? blockIdx.x % (a.size - 1) : 0), item(step) {}
+
+	__device__ __forceinline__ void next(const items &all)
 	{
-		u32 s = n / mine + ((a.flags & SW_MESH) != 0 ? blockIdx.x % peers : 0);
-		return n % mine * peers + (s < peers ? s : s - peers);
+		if (++lane < all.mine) {
+			item += all.peers;
+			return;
+		}
+		step = step + 1 == all.peers ? 0 : step + 1;
+		lane = 0, item = step;
 	}
 };
 
@@ -783,10 +793,11 @@ struct sender {
 	__device__ __forceinline__ void run()
 	{
 		items all(a);
+		u32 n = 0;
 		bool ok = true;
 #pragma unroll 1
-		for (u32 n = 0; ok && n < all.count; n++)
-			ok = send(all.sent(a, n));
+		for (walk at(a); ok && n < all.count; n++, at.next(all))
+			ok = send(at.item);
 		if (!ok && lane == 0)
 			write_shared(&b.failed, 1u);
 		part_sync(send_part, SW_SEND_THREADS);
@@ -996,7 +1007,8 @@ struct watch {
 struct send_watch : watch {
 	using watch::watch;
 	u32 told = 0;
-	u32 at = 0, chunk = 0; // what the next one is: of what the block sends as this number
+	walk at{a};    // the item of the next one
+	u32 chunk = 0; // how many of its chunks are told
 
 	// True while the credit of a step has not come. Of a message on whose lanes the block sends nothing it is not awaited: its
 	// receiver can be through before the block has looked, and grant the next call's.
@@ -1042,9 +1054,10 @@ struct send_watch : watch {
 		told += n;
 #pragma unroll 1
 		while (n > 0) {
-			const lane_out &o = b.out[all.sent(a, at)];
+			const lane_out &o = b.out[at.item];
 			if (b.place[o.step] != SW_NOWHERE || chunk == o.chunks) {
-				at++, chunk = 0;
+				at.next(all);
+				chunk = 0;
 				continue;
 			}
 			u32 more = min(n, o.chunks - chunk); // of a lane's chunks the last one is told of
