@@ -17,8 +17,8 @@ type Options struct {
 	Algorithm string
 	// Algorithms are the caller's own, offered beside packet, direct, pipelined, ring and copy.
 	Algorithms []Algorithm
-	// PacketBytes bounds messages whose words carry their flag; default 128 on the host and 128 KiB on a GPU, negative for
-	// none.
+	// PacketBytes bounds messages whose words carry their flag; negative for none. The default is 128 on the host and, on GPUs, 512 KiB
+	// for up to 4 ranks and 128 KiB for more.
 	PacketBytes int64
 	// EagerBytes bounds messages that need no credit; default 1 KiB, negative for empty messages only. Every rank holds two
 	// such buffers for every peer. On a GPU packets take the place of eager messages.
@@ -66,7 +66,10 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	}
 	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4))}
 	if kind == device.CUDAKind { // packets take the place of eager messages
-		c.PacketBytes = or(o.PacketBytes, 128<<10)
+		c.PacketBytes = or(o.PacketBytes, 512<<10)
+		if o.PacketBytes == 0 && size > 4 {
+			c.PacketBytes = 128 << 10
+		}
 	} else {
 		c.PacketBytes, c.EagerBytes = or(o.PacketBytes, 128), or(o.EagerBytes, 1<<10)
 		if o.Algorithm == "packet" && o.PacketBytes == 0 {

@@ -69,7 +69,11 @@ func TestDefaultTableSelectsSensibly(t *testing.T) {
 			for bytes := int64(8 * kib); bytes <= 1<<30; bytes *= 2 {
 				d := pick(t, Options{}, equal(n, bytes, true), !staged)
 				require.LessOrEqual(t, d.SMs, 16)
-				if bytes/int64(n) <= 128*kib {
+				packets := int64(512 * kib)
+				if n > 4 {
+					packets = 128 * kib
+				}
+				if bytes/int64(n) <= packets {
 					require.Equal(t, "packet", d.Algorithm, "%d ranks, %d bytes, staged %v", n, bytes, staged)
 					require.Zero(t, d.SMs, "the packet kernel chooses for itself")
 				} else {

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"time"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
@@ -15,8 +14,9 @@ import (
 // callsPerGraph is how many exchanges one graph holds.
 const callsPerGraph = 20
 
-// cudaRig times exchanges on GPUs, one a rank while there are enough. A sample is many calls back to back, from a barrier
-// to the end of the stream, divided by their number: replays of a graph that holds some of them, or calls from Go.
+// cudaRig times exchanges on GPUs, one a rank while there are enough. A sample is the GPU's time, between two events of the stream, of
+// many calls back to back, divided by their number: a replay of a graph that holds them, or calls from Go. The samples
+// follow each other without a pause.
 type cudaRig struct {
 	c        config
 	dev      *device.CUDADevice
@@ -86,17 +86,17 @@ func (r *cudaRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 	if err := r.dev.Context().Set(cuda.Stream(r.s.Handle()), dst.Ptr(), 0xff, dst.Len()); err != nil {
 		return nil, err
 	}
-	samples, replays, calls := 15, 10, callsPerGraph
+	samples, calls := 25, callsPerGraph
 	if size > 16<<20 {
-		samples, replays = 8, 1
+		samples = 8
 	}
 	if r.c.Iters > 0 {
 		samples = r.c.Iters
 	}
 	if r.c.Quick {
-		samples, replays = 5, 2
+		samples = 7
 		if size > 16<<20 {
-			replays, calls = 1, 4
+			calls = 4
 		}
 	}
 	one := func() error {
@@ -122,27 +122,9 @@ func (r *cudaRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 		defer graph.Close()
 		one = func() error { return graph.Launch(r.s) }
 	}
-	var t timer
-	warm := 2
-	if r.c.Quick {
-		warm = 1
-	}
-	for i := -warm; i < samples; i++ {
-		if err := g.Barrier(ctx); err != nil {
-			return nil, err
-		}
-		start := time.Now()
-		for range replays {
-			if err := one(); err != nil {
-				return nil, err
-			}
-		}
-		if err := r.s.Synchronize(); err != nil {
-			return nil, err
-		}
-		if i >= 0 {
-			t.us = append(t.us, float64(time.Since(start).Nanoseconds())/1e3/float64(replays*calls))
-		}
+	t, err := r.samples(ctx, samples, calls, one)
+	if err != nil {
+		return nil, err
 	}
 	if err := x.Fault(); err != nil {
 		return nil, err
@@ -155,6 +137,51 @@ func (r *cudaRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 		return nil, err
 	}
 	return t.merge(ctx, g)
+}
+
+// samples times so many runs of one, which makes calls.
+func (r *cudaRig) samples(ctx context.Context, samples, calls int, one func() error) (t timer, err error) {
+	const warm = 2
+	c, s := r.dev.Context(), cuda.Stream(r.s.Handle())
+	events := make([]cuda.Event, samples+1)
+	defer func() {
+		for _, e := range events {
+			if e != 0 {
+				err = errors.Join(err, c.DestroyEvent(e))
+			}
+		}
+	}()
+	for i := range events {
+		if events[i], err = c.NewEvent(true); err != nil {
+			return t, err
+		}
+	}
+	if err := r.h.Group().Barrier(ctx); err != nil {
+		return t, err
+	}
+	for i := -warm; i <= samples; i++ {
+		if i >= 0 {
+			if err := c.Record(events[i], s); err != nil {
+				return t, err
+			}
+		}
+		if i < samples {
+			if err := one(); err != nil {
+				return t, err
+			}
+		}
+	}
+	if err := r.s.Synchronize(); err != nil {
+		return t, err
+	}
+	for i := range samples {
+		d, err := c.Elapsed(events[i], events[i+1])
+		if err != nil {
+			return t, err
+		}
+		t.us = append(t.us, float64(d.Nanoseconds())/1e3/float64(calls))
+	}
+	return t, nil
 }
 
 func (r *cudaRig) close(ctx context.Context) (err error) {

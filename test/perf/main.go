@@ -37,6 +37,7 @@ type config struct {
 	Algorithm string
 	Staged    bool
 	Eager     int64
+	Packet    int64
 
 	Device      string
 	SMs         int
@@ -140,7 +141,7 @@ func run(ctx context.Context, args []string) error {
 	}
 	fs.StringVar(&ranks, "ranks", defRanks, "numbers of ranks, comma separated")
 	fs.BoolVar(&c.Procs, "procs", false, "one process a rank instead of one goroutine")
-	fs.IntVar(&c.Iters, "iters", 0, "timed calls a size (default 300 up to 1 MiB, 30 above); on cuda samples of many calls each (default 15 and 8)")
+	fs.IntVar(&c.Iters, "iters", 0, "timed calls a size (default 300 up to 1 MiB, 30 above); on cuda samples of many calls each (default 25 and 8)")
 	fs.BoolVar(&asJSON, "json", false, "print one JSON object a line")
 	fs.StringVar(&sizes, "sizes", defSizes, "bytes a rank, own part included")
 	if c.Op == "alltoallv" || c.Op == "tune" {
@@ -161,6 +162,7 @@ func run(ctx context.Context, args []string) error {
 	case "alltoallv":
 		fs.StringVar(&splits, "splits", "uniform,zipf", "how a rank divides its bytes: uniform, zipf, or file:PATH with a JSON object of matrices of bytes by the bytes a rank (and these sizes, without -sizes)")
 		fs.IntVar(&c.SMs, "sms", 0, "on cuda: Options.MaxSMs")
+		fs.Int64Var(&c.Packet, "packet", 0, "Options.PacketBytes: messages up to this are packets (0: the default, -1: none)")
 		fs.BoolVar(&c.EagerLaunch, "eager-launch", false, "on cuda: call from Go instead of replaying a graph")
 		fs.Var(&staged, "staged", "output outside the symmetric heap; -staged=both measures both")
 	case "allreduce":

@@ -83,9 +83,9 @@ func TestBadArgumentsAreErrors(t *testing.T) {
 }
 
 func TestSplitMatrix(t *testing.T) {
-	m, err := splitMatrix("zipf", 3, 1100)
+	m, err := splitMatrix("zipf", 3, 1101*rowBytes)
 	require.NoError(t, err)
-	require.Equal(t, []int64{600, 300, 200}, m[1])
+	require.Equal(t, []int64{600 * rowBytes, 300 * rowBytes, 200 * rowBytes}, m[1])
 	m, err = splitMatrix("uniform", 4, 1000)
 	require.NoError(t, err)
 	require.Equal(t, []int64{250, 250, 250, 250}, m[3])

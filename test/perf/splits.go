@@ -12,8 +12,11 @@ import (
 // fileSplits is the prefix of a -splits value that names a file.
 const fileSplits = "file:"
 
+// rowBytes is the least that a message of skewed splits differs from another by, as rows of tokens do.
+const rowBytes = 128
+
 // splitMatrix is what every rank sends to every rank when each sends about total bytes: in equal parts, to rank k a part
-// proportional to 1/(k+1), or as a file has it.
+// proportional to 1/(k+1) in whole rows, or as a file has it.
 func splitMatrix(kind string, n int, total int64) ([][]int64, error) {
 	if path, ok := strings.CutPrefix(kind, fileSplits); ok {
 		all, err := readSplits(path)
@@ -41,7 +44,7 @@ func splitMatrix(kind string, n int, total int64) ([][]int64, error) {
 			case "uniform":
 				m[r][k] = total / int64(n)
 			case "zipf":
-				m[r][k] = int64(float64(total) / harmonic / float64(k+1))
+				m[r][k] = int64(float64(total)/harmonic/float64(k+1)) / rowBytes * rowBytes
 			default:
 				return nil, fmt.Errorf("-splits: %q is neither uniform nor zipf nor file:PATH", kind)
 			}
