@@ -171,7 +171,7 @@ func TestCUDA_CallsLeaveCapturesOfEveryModeAlone(t *testing.T) {
 
 func TestCUDA_F3_EveryDisagreementIsNamedOnEveryStream(t *testing.T) {
 	worldtest.GPUs(t, 2, 64<<20, func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{MaxSMs: 2, Timeout: 5 * time.Second})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{MaxSMs: 2, PacketBytes: 64 << 10, Timeout: 5 * time.Second})
 		r.Must(err)
 		b, err := r.Heap.Alloc(2 << 20)
 		r.Must(err)

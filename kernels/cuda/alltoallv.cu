@@ -1320,14 +1320,13 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	if (__any_sync(~0u, number.epoch() == 0) || a.size == 1)
 		return;
 	u64 epoch = number.epoch() - 1; // alltoallv_open has advanced it
+	fence_system();			// X4: the copies come before their signals
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < (a.size - 1) * a.lanes; i += SW_COPY_THREADS) {
 		u32 p = r[i / a.lanes].to, lane = i % a.lanes;
 		i64 n = r[i / a.lanes].send_bytes;
-		if (n > a.packet_bytes && lane < stripes(a, n).count) {
-			fence_system();
+		if (n > a.packet_bytes && lane < stripes(a, n).count)
 			store16(signal_line(a, p, a.rank, lane) + parity_bytes(a, epoch), last_seq(epoch), static_cast<u64>(n));
-		}
 	}
 	receiver in{a, r, epoch};
 	for (u32 i = threadIdx.x; i < (a.size - 1) * a.lanes; i += SW_COPY_THREADS) {
