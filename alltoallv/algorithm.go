@@ -196,6 +196,10 @@ func (a ring) Cost(t *Traffic) (float64, string) {
 	})
 }
 
+// copiesToOne is a part of the time that the table has, of equal parts, for copies of which one rank gets the most: on 4 H200
+// 391 instead of 373 GB/s at 512 MiB a rank, where stores are no faster than in equal parts.
+const copiesToOne = 0.97
+
 type copyEngine struct{}
 
 func (copyEngine) Name() string               { return "copy" }
@@ -212,7 +216,11 @@ func (a copyEngine) Cost(t *Traffic) (float64, string) {
 	case !t.InPlace || !t.Placed:
 		return math.Inf(1), "copy engines need a symmetric destination and Splits.PeerDispls"
 	}
-	return t.cost(a.Name(), "the copy engines move everything, one peer after the other", func(*Traffic) float64 { return math.Inf(1) })
+	us, why := t.cost(a.Name(), "the copy engines move everything, one peer after the other", func(*Traffic) float64 { return math.Inf(1) })
+	if t.Skew > evenSkew {
+		us *= copiesToOne
+	}
+	return us, why
 }
 
 func builtin() []Algorithm {

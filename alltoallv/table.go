@@ -287,13 +287,16 @@ func (e *estimate) at(link int64) (us float64, s setting) {
 	return math.Exp2(p[0].us), p[0].setting
 }
 
-// Estimate is what the Exchanger's table says of a built-in algorithm: the microseconds of this traffic, by the busier
-// direction of this rank, and how many multiprocessors to use, 0 for the algorithm's own choice. ok is false where there is
+// Estimate is what the Exchanger's table says of a built-in algorithm: the microseconds of this traffic, by the busiest
+// port that this rank can think of, and how many multiprocessors to use, 0 for the algorithm's own choice. ok is false where there is
 // no table or nothing about the algorithm.
 func (t *Traffic) Estimate(algorithm string) (us float64, sms int, ok bool) {
 	us, s, ok := t.estimate(algorithm)
 	return us, s.sms, ok
 }
+
+// link is what the busiest port of all carries, as far as this rank can tell: who gets its largest message gets as much from others.
+func (t *Traffic) link() int64 { return max(t.SendTotal, t.RecvTotal, t.Largest*int64(t.Size-1)) }
 
 func (t *Traffic) estimate(algorithm string) (us float64, s setting, ok bool) {
 	if t.table == nil {
@@ -308,7 +311,7 @@ func (t *Traffic) estimate(algorithm string) (us float64, s setting, ok bool) {
 	}
 	for i := range t.table.curves {
 		if c := &t.table.curves[i]; c.algorithm == algorithm && c.staged == staged {
-			us, s = c.at(max(t.SendTotal, t.RecvTotal))
+			us, s = c.at(t.link())
 			return us, s, true
 		}
 	}

@@ -176,6 +176,29 @@ func TestARingIsHeldToARateWhereTheTableSaysSoAndItsStepsAreEven(t *testing.T) {
 	require.Zero(t, pick(t, Options{}, equal(8, mib, false), true).Rate, "packets")
 }
 
+func TestSkewedCallsAreJudgedByTheBusiestPort(t *testing.T) {
+	const mib = 1 << 20
+	zipf := func(n int, bytes int64) *Splits { // of rank 0; the last one gets most
+		sp := equal(n, 0, true)
+		var sum float64
+		for k := range n {
+			sum += 1 / float64(k+1)
+		}
+		for k := range n {
+			sp.Send[k] = int64(float64(bytes) / sum / float64(n-k))
+			sp.Recv[k] = sp.Send[0]
+		}
+		return sp
+	}
+	for _, n := range []int{4, 8} {
+		require.Equal(t, "ring", pick(t, Options{}, zipf(n, 32*mib), true).Algorithm, "%d ranks", n)
+		require.Equal(t, "copy", pick(t, Options{}, zipf(n, 128*mib), true).Algorithm, "%d ranks", n)
+	}
+	d := pick(t, Options{}, zipf(4, 128*mib), true)
+	require.InDelta(t, 536, estimateOf(t, d, "ring"), 20, "as measured")
+	require.InDelta(t, 516, estimateOf(t, d, "copy"), 20, "as measured")
+}
+
 func TestTableIsWrittenAndRead(t *testing.T) {
 	table, err := ReadTable(bytes.NewReader(defaultTable))
 	require.NoError(t, err)
