@@ -66,10 +66,11 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	}
 	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4))}
 	if kind == device.CUDAKind { // packets take the place of eager messages
-		c.PacketBytes = or(o.PacketBytes, 512<<10)
-		if o.PacketBytes == 0 && size > 4 {
-			c.PacketBytes = 128 << 10
+		packets := int64(512 << 10)
+		if size > 4 {
+			packets = 128 << 10
 		}
+		c.PacketBytes = or(o.PacketBytes, packets)
 	} else {
 		c.PacketBytes, c.EagerBytes = or(o.PacketBytes, 128), or(o.EagerBytes, 1<<10)
 		if o.Algorithm == "packet" && o.PacketBytes == 0 {

@@ -1110,7 +1110,7 @@ struct recv_watch : watch {
 		i64 n = r[o.step].recv_bytes;
 		u64 line = o.line + parity_bytes(a, epoch);
 		pair64 v = load16(line);
-		load_acquire(line); // which comes after the word before
+		load_acquire(line); // no older than v: what v tells of is seen behind it
 		u32 c = chunks(v.a);
 		if (c > b.arrived[i]) {
 			if (b.arrived[i] == 0 && !in.right_size(v.b, p, n))
