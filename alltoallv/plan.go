@@ -20,6 +20,7 @@ type plan struct {
 	// routes as the selected algorithms order them: index 0 for outputs that peers cannot write, 1 for those they can.
 	routes [2]kernels.Routes
 	chosen [2]Decision
+	order  [2][]int32 // the routes' own orders, where they have any
 
 	hash       uint64
 	prev, next *plan        // least recently used list

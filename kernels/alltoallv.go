@@ -13,7 +13,7 @@ type Routes struct {
 	SendBytes, SendOffsets []int64 // in the source buffer
 	RecvBytes, RecvOffsets []int64 // in the destination buffer
 	// Order lists the other ranks as this rank sends to them. It receives in the mirrored order: ReverseOrder[i] is the
-	// rank whose Order[i] is this one.
+	// rank whose Order[i] is this one. On a GPU, where nothing is received in an order, Order may be any.
 	Order, ReverseOrder []int32
 	// Window is how many peers this rank receives from at the same time: 1 in a ring, len(Order) in a mesh. It sends to
 	// whoever has given it a credit.

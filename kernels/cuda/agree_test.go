@@ -35,7 +35,7 @@ func TestArgumentsAgreeWithTheHeader(t *testing.T) {
 	require.Equal(t, map[string]int{
 		"maxRanks": maxRanks, "lineBytes": lineBytes, "packetGroupPayload": packetGroupPayload, "packetGroupBytes": packetGroupBytes,
 		"packetHeaderBytes": packetHeaderBytes, "sendThreads": sendThreads, "recvThreads": recvThreads, "packetThreads": packetThreads,
-		"watchThreads": watchThreads, "itemBytes": itemBytes, "tileBytes": tileBytes, "copyThreads": copyThreads, "laneMinBytes": laneMinBytes,
+		"watchThreads": watchThreads, "itemBytes": itemBytes, "tileBytes": tileBytes, "copyThreads": copyThreads, "ownThreads": ownThreads, "laneMinBytes": laneMinBytes,
 		"aliasOffset": kernels.AliasOffset, "aliasShift": kernels.AliasShift,
 		"flagStaged": flagStaged, "flagMesh": flagMesh,
 		"faultTimeout": faultTimeout, "faultAborted": faultAborted, "faultMismatch": faultMismatch, "faultPlace": faultPlace, "faultSplits": faultSplits, "faultLimit": faultLimit, "copyArgsBytes": copyArgsBytes,

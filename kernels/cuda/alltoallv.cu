@@ -91,6 +91,17 @@ struct share {
 	}
 };
 
+// The sum of what this lane and those below it bring.
+__device__ __forceinline__ u32 running_sum(u32 mine, u32 lane)
+{
+#pragma unroll
+	for (u32 by = 1; by < 32; by *= 2) {
+		u32 below = __shfl_sync(~0u, mine, (lane - by) & 31);
+		mine += lane >= by ? below : 0;
+	}
+	return mine;
+}
+
 // ---- packets -------------------------------------------------------------------------------------------------------
 
 // Never 0, which memory begins with. Equal flags are 2^31 calls apart or more; wipe_one sees to it that none lies so long.
@@ -486,7 +497,7 @@ struct turns {
 		if (interval == 0)
 			return;
 		if (lane == 0) {
-			u32 mine = atomicAdd(due, interval), now = clock();
+			u32 mine = add_shared(due, interval), now = clock();
 			if (static_cast<i32>(now - mine) > static_cast<i32>(4 * interval))
 				atomicCAS(due, mine + interval, now); // turns that were not taken are gone
 #pragma unroll 1
@@ -570,6 +581,7 @@ __device__ __forceinline__ u32 chunk_count(const sw_exchange_args &a, i64 length
 constexpr u32 send_warps = SW_SEND_THREADS / 32, recv_warps = SW_RECV_THREADS / 32;
 constexpr u32 send_part = 1; // named barrier
 constexpr u32 chunks_ahead = 32;
+constexpr u32 far_ahead = 1u << 30; // cycles: what is due then was due long ago
 constexpr u64 skip_message = SW_NOWHERE - 1; // a place: the receiver expects another size, send nothing
 constexpr u32 all_chunks = (1u << chunk_bits) - 1; // of an item that has arrived: last_seq
 constexpr u32 no_chunks = ~0u;			   // of an item that will not: its sender has another size in mind
@@ -577,11 +589,13 @@ constexpr u32 no_chunks = ~0u;			   // of an item that will not: its sender has 
 // What a block sends on one lane of a message, and what it receives. They are worked out before the call begins, because one
 // warp takes long for that.
 struct lane_out {
-	u64 src, to;	 // in place, the message goes to `to` plus the place that the receiver tells
-	u64 slots;	 // the receiver's staging
-	u64 line;	 // signal_line
-	u64 room;	 // lane_credit
-	i64 bytes;
+	u64 src, to;	// of the message; in place, it goes to `to` plus the place that the receiver tells
+	u64 slots;	// the receiver's staging
+	u64 line;	// signal_line
+	u64 room;	// lane_credit
+	i64 all;	// bytes of the message
+	i64 at, bytes;	// the lane's part of it where it goes through staging
+	u32 lane, lanes; // in place, the lane's tiles are those of the message with the same remainder
 	u32 step, chunks; // chunks is 0 when the lane is not used
 };
 
@@ -602,18 +616,15 @@ struct items {
 
 // The items in the order in which a block sends them: all lanes of a step, then those of the next one.
 struct walk {
-	u32 step, lane = 0, item;
+	u32 peers, mine, start;
 
-	__device__ __forceinline__ walk(const sw_exchange_args &a) : step((a.flags & SW_MESH) != 0 ? blockIdx.x % (a.size - 1) : 0), item(step) {}
+	__device__ __forceinline__ walk(u32 peers, u32 lanes, u32 start) : peers(peers), mine(lanes), start(start) {}
+	__device__ __forceinline__ walk(const sw_exchange_args &a, const items &all) : peers(all.peers), mine(all.mine), start((a.flags & SW_MESH) != 0 ? blockIdx.x % all.peers : 0) {}
 
-	__device__ __forceinline__ void next(const items &all)
+	__device__ __forceinline__ u32 operator[](u32 i) const
 	{
-		if (++lane < all.mine) {
-			item += all.peers;
-			return;
-		}
-		step = step + 1 == all.peers ? 0 : step + 1;
-		lane = 0, item = step;
+		u32 steps = i / mine, step = start + steps;
+		return (step < peers ? step : step - peers) + (i - steps * mine) * peers;
 	}
 };
 
@@ -624,7 +635,8 @@ struct board {
 	u32 told;		 // staged chunks that have been signalled
 	u32 staged;		 // all that there are, when all sending warps are through
 	u32 sent;		 // sending warps that are through
-	u32 due;		 // clock at which the block may store its next tile
+	u32 due;		 // clock at which the block may store its next staged tile
+	u32 begin;		 // clock when all receivers had said where they want their messages
 	u32 failed;		 // a sending warp has not written all of its tiles
 	u32 over;		 // the block has given up
 	u32 packets;		 // 1: some are to be sent; 2: some are to be received
@@ -655,8 +667,8 @@ struct board {
 			i64 begin = part.begin(l), length = part.length(l);
 			u32 chunks = used ? chunk_count(a, length) : 0;
 			if (i < count)
-				o[k] = {a.src + m.send_offset + begin, segment(a, m.to) + begin, lane_slots(a, m.to, a.rank, l), signal_line(a, m.to, a.rank, l),
-					lane_credit(a, a.rank, m.to, l), length, s, chunks};
+				o[k] = {a.src + m.send_offset, segment(a, m.to), lane_slots(a, m.to, a.rank, l), signal_line(a, m.to, a.rank, l),
+					lane_credit(a, a.rank, m.to, l), bytes, begin, length, l, part.count, s, chunks};
 			else
 				n[k] = {a.dst + m.recv_offset + begin, lane_slots(a, a.rank, m.from, l), signal_line(a, a.rank, m.from, l),
 					lane_credit(a, m.from, a.rank, l), length, s, chunks};
@@ -677,7 +689,7 @@ struct board {
 			}
 		}
 		if (threadIdx.x == 0) {
-			told = staged = sent = failed = over = 0;
+			told = staged = sent = failed = over = begin = 0;
 			due = clock();
 			out = o, in = n, taken = t;
 			room = words, arrived = words + count, given = words + 2 * count, next = words + 3 * count;
@@ -701,8 +713,73 @@ struct board {
 	}
 };
 
+// Waits until the receivers of the steps that the lanes name have said where they want their messages. False when the block gives up.
+__device__ __forceinline__ bool await_place(board &b, bool wanted, u32 step, u64 &place)
+{
+#pragma unroll 1
+	while (__any_sync(~0u, wanted && (place = look_shared(&b.place[step])) == 0) != 0) {
+		if (__any_sync(~0u, read_shared(&b.over) != 0) != 0)
+			return false;
+		__nanosleep(20);
+	}
+	return true;
+}
+
+// A warp sends its part of the messages that are written in place: of the tiles of all of a block's items in a row it takes every
+// send_warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it through staging is passed
+// over. With an interval each tile has its time, counted from when all receivers were ready: ranks that begin together stay in step.
+// False when the block gives up.
+static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 lanes, u32 start, u32 warp, u32 lane, u32 interval)
+{
+	walk order(peers, lanes, start);
+	u32 mine = warp, before = 0, begin = 0; // the warp's next tile; the tiles of the items that have been looked at; when tile 0 is due
+#pragma unroll 1
+	for (u32 first = 0; first < peers * lanes; first += 32) {
+		u32 count = 0, item = 0;
+		if (first + lane < peers * lanes) {
+			item = order[first + lane];
+			const lane_out &o = b.out[item];
+			u32 whole = tiles{o.src, o.all}.count();
+			count = o.chunks != 0 && o.lane < whole ? (whole - o.lane + o.lanes - 1) / o.lanes : 0;
+		}
+		u32 end = before + running_sum(count, lane), last = before, step = 0;
+		before = __shfl_sync(~0u, end, 31);
+		u64 cur = 0, low = 0, high = 0, to = 0, place = 0; // the tile and the message in src; what to add to get to where it goes
+		i64 stride = 0;
+#pragma unroll 1
+		for (; mine < before; mine += send_warps, cur += stride) {
+			if (mine >= last) {
+				u32 who = __popc(__ballot_sync(~0u, end <= mine));
+				last = __shfl_sync(~0u, end, who);
+				const lane_out &o = b.out[__shfl_sync(~0u, item, who)];
+				low = o.src, high = low + o.all, to = o.to - low, step = o.step, place = 0;
+				stride = o.lanes * tile_bytes;
+				cur = (low & ~127ull) + o.lane * tile_bytes + (mine - last + __shfl_sync(~0u, count, who)) * stride;
+				stride *= send_warps;
+			}
+			tile t;
+			t.lane = lane;
+			u64 from = cur < low ? low : cur, until = cur + tile_bytes < high ? cur + tile_bytes : high;
+			t.load(from, static_cast<u32>(until - from));
+			if (place == 0) {
+				if (!await_place(b, true, step, place) || (interval != 0 && begin == 0 && (begin = b.await(&b.begin, 1, lane)) == 0))
+					return false;
+				to += place;
+			}
+			if (place >= skip_message) { // nor the rest of it, of which the loop counts one
+				mine += (last - 1 - mine) / send_warps * send_warps;
+				continue;
+			}
+			for (u32 due = begin + mine * interval; interval != 0 && due - static_cast<u32>(clock()) < far_ahead;)
+				;
+			t.store(from + to);
+		}
+	}
+	return true;
+}
+
 // The sending half of a block. Its warps go along the same messages in the same order, each with tiles of its own, and do not
-// wait for one another: while some wait for memory others store.
+// wait for one another: while some wait for memory others store. What is written in place comes first.
 struct sender {
 	const sw_exchange_args &a;
 	gathered r;
@@ -711,23 +788,7 @@ struct sender {
 	u32 warp, lane;
 	u32 staged = 0; // chunks through staging so far
 	u32 told = 0;	// of them that have been signalled, as far as the warp knows
-	u32 dealt = 0;	// the warp whose turn it is: tiles go round
-
-	// Waits for the credit of a step. Meanwhile the warp's first tile of src is brought closer.
-	__device__ __forceinline__ bool credit(u32 s, u64 src, i64 bytes, u64 &place)
-	{
-		bool ahead = false;
-#pragma unroll 1
-		while (__any_sync(~0u, (place = look_shared(&b.place[s])) == 0) != 0) {
-			if (!ahead)
-				prefetch(src, bytes);
-			ahead = true;
-			if (__any_sync(~0u, read_shared(&b.over) != 0) != 0)
-				return false;
-			__nanosleep(20);
-		}
-		return true;
-	}
+	u32 dealt = 0;	// the warp whose turn it is: tiles of staged chunks go round
 
 	// This warp has written its tiles of a staged chunk.
 	__device__ __forceinline__ bool written()
@@ -741,41 +802,18 @@ struct sender {
 		return true;
 	}
 
-	// The warp's first tile of the next stretch.
-	__device__ __forceinline__ u32 turn_of() const { return warp >= dealt ? warp - dealt : warp + send_warps - dealt; }
-
-	// The warp's first tile will be wanted as soon as the credit is there.
-	__device__ __forceinline__ void prefetch(u64 src, i64 bytes) const
-	{
-		tiles all{src, bytes};
-		i64 k = turn_of();
-		if (all.has(k) && 128 * lane < all.length(k))
-			sw::prefetch(src + all.begin(k) + 128 * lane);
-	}
-
-	// The warp's tiles of the next stretch.
+	// The warp's tiles of the next staged chunk.
 	__device__ __forceinline__ void put(u64 dst, u64 src, i64 bytes)
 	{
-		u32 first = turn_of(), count = tiles{src, bytes}.count();
+		u32 first = warp >= dealt ? warp - dealt : warp + send_warps - dealt, count = tiles{src, bytes}.count();
 		if (first < count)
 			move(dst, src, bytes, first, send_warps, lane, {a.interval, &b.due});
 		dealt = (dealt + count) % send_warps;
 	}
 
-	__device__ __forceinline__ bool send(u32 i)
+	__device__ __forceinline__ bool write_staged(u32 i)
 	{
 		const lane_out &o = b.out[i];
-		if (o.chunks == 0)
-			return true;
-		u64 place;
-		if (!credit(o.step, o.src, o.bytes, place))
-			return false;
-		if (place == skip_message)
-			return true;
-		if (place != SW_NOWHERE) {
-			put(o.to + place, o.src, o.bytes);
-			return true;
-		}
 		u32 slot = 0, room = 0;
 #pragma unroll 1
 		for (u32 c = 1; c <= o.chunks; c++) {
@@ -783,22 +821,48 @@ struct sender {
 			i64 at = (c - 1) * a.slot_bytes;
 			if (c > a.slot_count + room && (room = b.await(&b.room[i], c - a.slot_count, lane)) == 0)
 				return false;
-			put(o.slots + slot * a.slot_bytes, o.src + at, o.bytes - at < a.slot_bytes ? o.bytes - at : a.slot_bytes);
+			put(o.slots + slot * a.slot_bytes, o.src + o.at + at, o.bytes - at < a.slot_bytes ? o.bytes - at : a.slot_bytes);
 			if (!written())
 				return false;
 		}
 		return true;
 	}
 
+	// Whether the receivers have all said where they want their messages, and any of them through staging.
+	__device__ __forceinline__ bool await_credits(const items &all, bool &any)
+	{
+		any = false;
+#pragma unroll 1
+		for (u32 first = 0; first < all.peers; first += 32) {
+			u32 s = first + lane;
+			u64 place = 0;
+			if (!await_place(b, s < all.peers && b.out[s].chunks != 0, s, place))
+				return false;
+			any |= __any_sync(~0u, place == SW_NOWHERE) != 0;
+		}
+		return true;
+	}
+
+	__device__ __forceinline__ bool write(const items &all)
+	{
+		walk order(a, all);
+		bool any;
+		if (!write_in_place(b, all.peers, all.mine, order.start, warp, lane, a.interval) || !await_credits(all, any))
+			return false;
+		bool ok = true;
+#pragma unroll 1
+		for (u32 i = 0; any && ok && i < all.count; i++) {
+			const lane_out &o = b.out[order[i]];
+			if (o.chunks != 0 && look_shared(&b.place[o.step]) == SW_NOWHERE)
+				ok = write_staged(order[i]);
+		}
+		return ok;
+	}
+
 	__device__ __forceinline__ void run()
 	{
 		items all(a);
-		u32 n = 0;
-		bool ok = true;
-#pragma unroll 1
-		for (walk at(a); ok && n < all.count; n++, at.next(all))
-			ok = send(at.item);
-		if (!ok && lane == 0)
+		if (!write(all) && lane == 0)
 			write_shared(&b.failed, 1u);
 		part_sync(send_part, SW_SEND_THREADS);
 		if (warp == 0 && b.failed == 0)
@@ -1007,8 +1071,9 @@ struct watch {
 struct send_watch : watch {
 	using watch::watch;
 	u32 told = 0;
-	walk at{a};    // the item of the next one
+	u32 at = 0;    // the item of the next one, in order
 	u32 chunk = 0; // how many of its chunks are told
+	bool begun = false;
 
 	// True while the credit of a step has not come. Of a message on whose lanes the block sends nothing it is not awaited: its
 	// receiver can be through before the block has looked, and grant the next call's.
@@ -1052,11 +1117,12 @@ struct send_watch : watch {
 			return;
 		fence_system(); // X4: what the warps wrote comes before the signal
 		told += n;
+		walk order(a, all);
 #pragma unroll 1
 		while (n > 0) {
-			const lane_out &o = b.out[at.item];
+			const lane_out &o = b.out[order[at]];
 			if (b.place[o.step] != SW_NOWHERE || chunk == o.chunks) {
-				at.next(all);
+				at++;
 				chunk = 0;
 				continue;
 			}
@@ -1081,6 +1147,11 @@ struct send_watch : watch {
 			for (u32 s = lane; s < all.peers; s += 32) {
 				open |= await_credit(s);
 				staged |= b.place[s] == SW_NOWHERE;
+			}
+			if (!begun && __any_sync(~0u, open) == 0) {
+				begun = true;
+				if (lane == 0)
+					publish(&b.begin, static_cast<u32>(clock()) | 1u);
 			}
 			if (__any_sync(~0u, staged) != 0) {
 				__syncwarp(); // places that other lanes have written
@@ -1255,6 +1326,14 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		x.warps = warps;
 		x.receive(epoch);
 	}
+}
+
+// What stays on this rank, beside copies by the copy engines.
+extern "C" __global__ void __launch_bounds__(SW_OWN_THREADS, 1) alltoallv_own(const __grid_constant__ sw_exchange_args a)
+{
+	using namespace sw;
+	constexpr u32 warps = SW_OWN_THREADS / 32;
+	copy_own(a, direct{a}, threadIdx.x / 32 * gridDim.x + blockIdx.x, warps * gridDim.x, threadIdx.x & 31);
 }
 
 // Around copies by the copy engines: the first kernel grants and waits for credits, the copies follow in the stream, the second

@@ -17,9 +17,10 @@ const (
 	watchThreads       = 64
 	recvThreads        = 320
 	tileBytes          = 4096
-	itemBytes          = 104
+	itemBytes          = 128
 	packetThreads      = 1024
 	copyThreads        = 256
+	ownThreads         = 512
 	laneMinBytes       = 16384
 
 	flagStaged = 1

@@ -88,7 +88,13 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"if (b.place[o.step] != SW_NOWHERE || chunk == o.chunks)", "if (chunk == o.chunks)",
 		},
 		"warps differ on whose turn a tile is": {
-			"return warp >= dealt ? warp - dealt : warp + send_warps - dealt;", "return (warp - dealt) % send_warps;",
+			"warp >= dealt ? warp - dealt : warp + send_warps - dealt", "(warp - dealt) % send_warps",
+		},
+		"a tile in place belongs to no lane": {
+			"(whole - o.lane + o.lanes - 1) / o.lanes", "whole / o.lanes",
+		},
+		"a message for staging is passed over by some warps only": {
+			"mine += (last - 1 - mine) / send_warps * send_warps;", "mine = last;",
 		},
 		"a slot is written before it has been read": {
 			"c > a.slot_count + room && ", "false && ",

@@ -25,6 +25,7 @@ type Engine struct {
 	shared int // dynamic shared memory that a block of the exchange kernel can have
 	fn     cuda.Function
 	opens  cuda.Function
+	own    cuda.Function
 	closes cuda.Function
 	cycles float64 // of a multiprocessor in a nanosecond
 	fault  *cuda.HostBuffer
@@ -55,7 +56,7 @@ type Exchange struct {
 	SrcBytes, DstBytes int64
 	// Places, when set, are the offsets in the peers' segments at which this rank's messages go: RecvOffsets of this rank
 	// there, from the start of the segment. The copy engines then move every message above PacketBytes, and no
-	// multiprocessor does. They must be right: a receiver that has granted another place makes Err report it, but the copies have
+	// multiprocessor does: Tuning.Blocks of them, where that is not 0, copy what stays on the rank. They must be right: a receiver that has granted another place makes Err report it, but the copies have
 	// been made. The receivers' outputs must be writable by peers.
 	Places []int64
 	// Timeout bounds every wait for a peer.
@@ -96,7 +97,7 @@ func New(ctx *cuda.Context, space kernels.Space) (_ *Engine, err error) {
 	for _, k := range []struct {
 		name string
 		f    *cuda.Function
-	}{{"alltoallv_packet", &e.packet}, {"alltoallv", &e.fn}, {"alltoallv_open", &e.opens}, {"alltoallv_close", &e.closes}} {
+	}{{"alltoallv_packet", &e.packet}, {"alltoallv", &e.fn}, {"alltoallv_open", &e.opens}, {"alltoallv_close", &e.closes}, {"alltoallv_own", &e.own}} {
 		if *k.f, err = ctx.Function(e.module, k.name); err != nil {
 			return nil, err
 		}
@@ -289,22 +290,28 @@ func sharedBytes(c *Channels, blocks int) int {
 	return items * (itemBytes + 8*c.Slots + 4*(3+recvThreads/32))
 }
 
-// addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast.
+// addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast. What stays on the
+// rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 	r, c := x.Routes, x.Channels
 	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), 0, 0, x)
 	for p, at := range x.Places {
 		binary.LittleEndian.PutUint64(e.args[argsBytes+8*p:], uint64(at))
 	}
-	l := cuda.Launch{Function: e.opens, Grid: [3]uint32{1, 1, 1}, Block: [3]uint32{copyThreads, 1, 1}, Flags: e.flags, Args: e.args}
-	b.Launch(0, l)
 	me := e.space.Rank
-	own := r.SendBytes[me]
-	if own > 0 {
+	own, from, to := r.SendBytes[me], x.Src+uintptr(r.SendOffsets[me]), x.Dst+uintptr(r.RecvOffsets[me])
+	aside := own > 0 && from != to
+	if aside {
 		b.Record(0, e.fork)
 		b.WaitEvent(1, e.fork)
-		b.Copy(1, x.Dst+uintptr(r.RecvOffsets[me]), x.Src+uintptr(r.SendOffsets[me]), own)
+		if n := min(x.Tuning.Blocks, e.limit); n > 0 {
+			b.Launch(1, cuda.Launch{Function: e.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: e.args[:argsBytes]})
+		} else {
+			b.Copy(1, to, from, own)
+		}
 	}
+	l := cuda.Launch{Function: e.opens, Grid: [3]uint32{1, 1, 1}, Block: [3]uint32{copyThreads, 1, 1}, Flags: e.flags, Args: e.args}
+	b.Launch(0, l)
 	for _, p := range r.Order {
 		n := r.SendBytes[p]
 		if n <= c.PacketBytes {
@@ -312,7 +319,7 @@ func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 		}
 		b.Copy(0, e.space.Addr(int(p), x.Places[p]), x.Src+uintptr(r.SendOffsets[p]), n)
 	}
-	if own > 0 {
+	if aside {
 		b.Record(1, e.join)
 		b.WaitEvent(0, e.join)
 	}

@@ -105,6 +105,22 @@ template <typename T> __device__ __forceinline__ void write_shared(T *p, T v)
 	publish(p, v);
 }
 
+// Never known to be the same in all lanes.
+__device__ __forceinline__ u32 lane_id()
+{
+	u32 lane;
+	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+	return lane;
+}
+
+// For one thread of a warp. At an address that is known to be the same in all lanes the assembler would add them up first.
+__device__ __forceinline__ u32 add_shared(u32 *p, u32 n)
+{
+	u32 before;
+	asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(shared_address(p) + (lane_id() >> 5)), "r"(n) : "memory");
+	return before;
+}
+
 // A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for the stores that
 // it comes after.
 struct reports {
@@ -164,21 +180,11 @@ __device__ __forceinline__ void store_vector_if(bool on, u64 p, uint4 v)
 		     : "memory");
 }
 
-// Never known to be the same in all lanes.
-__device__ __forceinline__ u32 lane_id()
-{
-	u32 lane;
-	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-	return lane;
-}
-
 __device__ __forceinline__ u32 add_acq_rel(u32 *p, u32 n)
 {
 	u32 before;
 	asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(n) : "memory");
 	return before;
 }
-
-__device__ __forceinline__ void prefetch(u64 p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 } // namespace sw

@@ -193,7 +193,7 @@ func benchAllToAllV(ctx context.Context, g *comm.Group, c config) (rows []row, e
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, r.close(ctx)) }()
-	x, err := alltoallv.New(ctx, r.heap(), alltoallv.Options{Algorithm: c.Algorithm, EagerBytes: c.Eager, PacketBytes: c.Packet, MaxSMs: c.SMs})
+	x, err := alltoallv.New(ctx, r.heap(), alltoallv.Options{Algorithm: c.Algorithm, EagerBytes: c.Eager, PacketBytes: c.Packet, MaxSMs: c.SMs, NoSMs: c.NoSMs})
 	if err != nil {
 		return nil, err
 	}

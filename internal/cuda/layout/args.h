@@ -22,9 +22,10 @@ enum {
 	SW_RECV_THREADS = 320,
 	SW_PACKET_THREADS = 1024,
 	SW_COPY_THREADS = 256,
+	SW_OWN_THREADS = 512,
 
 	/* What a block keeps in shared memory of a lane of the messages to and from a peer. */
-	SW_ITEM_BYTES = 104,
+	SW_ITEM_BYTES = 128,
 
 	/* What one warp of them moves at a time. */
 	SW_TILE_BYTES = 4096,

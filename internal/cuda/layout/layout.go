@@ -17,7 +17,7 @@ func Of() map[string]int {
 		"maxRanks": C.SW_MAX_RANKS, "lineBytes": C.SW_LINE_BYTES, "packetGroupPayload": C.SW_PACKET_GROUP_PAYLOAD,
 		"packetGroupBytes": C.SW_PACKET_GROUP_BYTES, "packetHeaderBytes": C.SW_PACKET_HEADER_BYTES,
 		"sendThreads": C.SW_SEND_THREADS, "recvThreads": C.SW_RECV_THREADS, "packetThreads": C.SW_PACKET_THREADS,
-		"watchThreads": C.SW_WATCH_THREADS, "itemBytes": C.SW_ITEM_BYTES, "tileBytes": C.SW_TILE_BYTES, "copyThreads": C.SW_COPY_THREADS, "laneMinBytes": C.SW_LANE_MIN_BYTES,
+		"watchThreads": C.SW_WATCH_THREADS, "itemBytes": C.SW_ITEM_BYTES, "tileBytes": C.SW_TILE_BYTES, "copyThreads": C.SW_COPY_THREADS, "ownThreads": C.SW_OWN_THREADS, "laneMinBytes": C.SW_LANE_MIN_BYTES,
 		"aliasOffset": C.SW_ALIAS_OFFSET, "aliasShift": C.SW_ALIAS_SHIFT,
 		"flagStaged": C.SW_STAGED, "flagMesh": C.SW_MESH,
 		"faultTimeout": C.SW_FAULT_TIMEOUT, "faultAborted": C.SW_FAULT_ABORTED, "faultMismatch": C.SW_FAULT_MISMATCH,

@@ -184,6 +184,7 @@ inline void __syncthreads() { __syncthreads_or(false); }
 inline void __threadfence_system() {}
 inline void __nanosleep(uint32_t) { emu::yield(); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
+inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(static_cast<int>(v)); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by)
 {
@@ -260,6 +261,8 @@ template <typename T> void write_shared(T *p, T v)
 
 template <typename T> void publish(T *p, T v) { write_shared(p, v); }
 
+inline u32 add_shared(u32 *p, u32 n) { return atomicAdd(p, n); }
+
 struct reports {
 	u32 warps, count; // in the place of the device's 64 bits
 
@@ -297,6 +300,5 @@ inline void store_vector_if(bool on, u64 p, uint4 v)
 }
 inline u32 lane_id() { return emu::current->thread & 31; }
 inline u32 add_acq_rel(u32 *p, u32 n) { return atomicAdd(p, n); }
-inline void prefetch(u64) {}
 
 } // namespace sw

@@ -192,8 +192,11 @@ sw_exchange_args arguments(world &w, const call &c, u32 rank, std::vector<i64> &
 	} else {
 		a.own_bytes = k.send[rank], a.own_src = k.send_at[rank], a.own_dst = k.recv_at[rank];
 	}
+	std::vector<u32> to_in_step; // any order
+	for (u32 i = 0; i + 1 < w.size; i++)
+		to_in_step.insert(to_in_step.begin() + draw(i + 1), (rank + 1 + i) % w.size);
 	for (u32 i = 0; i + 1 < w.size; i++) {
-		u32 to = (rank + 1 + i) % w.size, from = (rank + w.size - 1 - i) % w.size;
+		u32 to = to_in_step[i], from = (rank + w.size - 1 - i) % w.size;
 		a.steps[i] = {to, from, 0, 0, 0, 0};
 		if (!k.table)
 			a.steps[i] = {to, from, k.send[to], k.send_at[to], k.recv[from], k.recv_at[from]};

@@ -1,0 +1,122 @@
+package alltoallv
+
+import (
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/device"
+)
+
+// popular is what goes to each rank where rank k is the (perm[k]+1)th most popular by a Zipf law.
+func popular(perm []int, bytes float64) []float64 {
+	var all float64
+	for k := range perm {
+		all += 1 / float64(k+1)
+	}
+	to := make([]float64, len(perm))
+	for k, p := range perm {
+		to[k] = bytes / all / float64(p+1)
+	}
+	return to
+}
+
+func TestOrdersAreCompleteAndLate(t *testing.T) {
+	to := popular([]int{3, 0, 1, 2, 4, 5, 6, 7}, 1<<27) // rank 1 gets most, then rank 2
+	require.Equal(t, []int32{1, 2, 3, 4, 5, 6, 7}, sends{}.of(nil, to, 0))
+	require.Equal(t, []int32{1, 2, 3, 4, 5, 6, 7}, sends{1, 3}.of(nil, to, 0), "among the first three as it is")
+	require.Equal(t, []int32{5, 6, 7, 0, 2, 3, 1}, sends{1, 3}.of(nil, to, 4))
+	require.Equal(t, []int32{5, 6, 7, 0, 3, 2, 1}, sends{2, 3}.of(nil, to, 4), "the largest last")
+	require.Equal(t, []int32{3, 4, 5, 6, 7, 0, 1}, sends{1, 1}.of(nil, to, 2))
+}
+
+func TestFinishOfEqualPartsIsTheWire(t *testing.T) {
+	const part = 1 << 24
+	to := slices.Repeat([]float64{part}, 8)
+	require.InDelta(t, 7*(part+turnBytes), sends{}.finish(to), 8)
+	require.Zero(t, sends{}.finish(make([]float64, 8)))
+}
+
+func TestOrderKeepsThePopularRankBusy(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	var before, after, worst float64
+	const trials = 100
+	for range trials {
+		to := popular(rng.Perm(8), 1<<27)
+		ideal := 7 * slices.Max(to)
+		rotation := sends{}.finish(to) / ideal
+		x := Traffic{Size: 8, Rank: rng.IntN(8), SendBytes: make([]int64, 8)}
+		for k, n := range to {
+			x.SendBytes[k] = int64(n)
+		}
+		x.RecvTotal = int64(7 * to[x.Rank])
+		best := rotation
+		for last := 1; last <= 2; last++ {
+			for early := 1; early < 7; early++ {
+				best = min(best, sends{last, early}.finish(to)/ideal)
+			}
+		}
+		before, after, worst = before+rotation/trials, after+best/trials, max(worst, best)
+		order := x.sendOrder(nil)
+		sorted := slices.Clone(order)
+		slices.Sort(sorted)
+		var peers []int32
+		for p := range int32(8) {
+			if int(p) != x.Rank {
+				peers = append(peers, p)
+			}
+		}
+		require.Equal(t, peers, sorted)
+	}
+	require.Greater(t, before, 1.07)
+	require.Less(t, after, 1.03)
+	require.Less(t, worst, 1.06)
+}
+
+// All ranks come to the same order, each from its own splits, and the plan holds it.
+func TestSkewedCallsAreReordered(t *testing.T) {
+	to := popular([]int{3, 0, 6, 1, 5, 7, 2, 4}, 32<<20)
+	o := Options{}
+	for rank := range 8 {
+		c, err := o.channels(8, device.CUDAKind)
+		require.NoError(t, err)
+		r, err := newRegistry(&o, rank, 8, device.CUDAKind)
+		require.NoError(t, err)
+		sp := &Splits{}
+		for k := range to {
+			sp.Send, sp.Recv = append(sp.Send, int64(to[k])), append(sp.Recv, int64(to[rank]))
+		}
+		var p plan
+		require.NoError(t, p.build(sp, rank, 8))
+		r.choose(&p, true, &c, rank)
+		require.Equal(t, "ring", p.chosen[1].Algorithm)
+		var best sends
+		for last := 1; last <= 2; last++ {
+			for early := 1; early < 7; early++ {
+				if s := (sends{last, early}); s.finish(to) < best.finish(to) {
+					best = s
+				}
+			}
+		}
+		require.Equal(t, best.of(nil, to, rank), p.routes[1].Order, "rank %d", rank)
+		require.Equal(t, r.reverse["ring"], p.routes[1].ReverseOrder)
+
+		even := equal(8, 32<<20, false)
+		require.NoError(t, p.build(even, rank, 8))
+		r.choose(&p, true, &c, rank)
+		require.Equal(t, r.order["ring"], p.routes[1].Order)
+	}
+}
+
+func BenchmarkSendOrder(b *testing.B) {
+	to := popular([]int{3, 0, 6, 1, 5, 7, 2, 4}, 1<<27)
+	x := Traffic{Size: 8, SendBytes: make([]int64, 8), RecvTotal: 1 << 26}
+	for k, n := range to {
+		x.SendBytes[k] = int64(n)
+	}
+	for b.Loop() {
+		x.sendOrder(nil)
+	}
+}
