@@ -636,7 +636,7 @@ struct board {
 	u32 staged;		 // all that there are, when all sending warps are through
 	u32 sent;		 // sending warps that are through
 	u32 due;		 // clock at which the block may store its next staged tile
-	u32 begin;		 // clock when all receivers had said where they want their messages
+	u32 begin;		 // clock when the first receiver had said where it wants its message
 	u32 failed;		 // a sending warp has not written all of its tiles
 	u32 over;		 // the block has given up
 	u32 packets;		 // 1: some are to be sent; 2: some are to be received
@@ -696,6 +696,20 @@ struct board {
 		}
 	}
 
+	// place[step] as all lanes of the warp see it.
+	__device__ __forceinline__ u64 seen(u32 step)
+	{
+		u64 p = look_shared(&place[step]);
+		return __any_sync(~0u, p == 0) != 0 ? 0 : p;
+	}
+
+	// The clock when the first place was told. To be asked after one has been seen.
+	__device__ __forceinline__ u32 began(u32 lane)
+	{
+		u32 then = lane == 0 ? read_shared(&begin) : 0;
+		return __shfl_sync(~0u, then, 0);
+	}
+
 	// Waits until what another warp writes is at least want, which is not 0, and returns it. 0 when the block gives up.
 	__device__ __forceinline__ u32 await(u32 *word, u32 want, u32 lane)
 	{
@@ -713,6 +727,13 @@ struct board {
 	}
 };
 
+__device__ __forceinline__ void await_clock(u32 due)
+{
+#pragma unroll 1
+	while (due - static_cast<u32>(clock()) < far_ahead)
+		;
+}
+
 // Waits until the receivers of the steps that the lanes name have said where they want their messages. False when the block gives up.
 __device__ __forceinline__ bool await_place(board &b, bool wanted, u32 step, u64 &place)
 {
@@ -727,8 +748,8 @@ __device__ __forceinline__ bool await_place(board &b, bool wanted, u32 step, u64
 
 // A warp sends its part of the messages that are written in place: of the tiles of all of a block's items in a row it takes every
 // send_warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it through staging is passed
-// over. With an interval each tile has its time, counted from when all receivers were ready: ranks that begin together stay in step.
-// False when the block gives up.
+// over. With an interval each tile has its time, counted from when the first receiver was ready: ranks that begin together stay in
+// step. False when the block gives up.
 static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 lanes, u32 start, u32 warp, u32 lane, u32 interval)
 {
 	walk order(peers, lanes, start);
@@ -752,26 +773,34 @@ static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 lane
 				u32 who = __popc(__ballot_sync(~0u, end <= mine));
 				last = __shfl_sync(~0u, end, who);
 				const lane_out &o = b.out[__shfl_sync(~0u, item, who)];
-				low = o.src, high = low + o.all, to = o.to - low, step = o.step, place = 0;
+				step = o.step, low = o.src, high = low + o.all, to = o.to - low;
 				stride = o.lanes * tile_bytes;
 				cur = (low & ~127ull) + o.lane * tile_bytes + (mine - last + __shfl_sync(~0u, count, who)) * stride;
 				stride *= send_warps;
+				place = b.seen(step);
+				if (place >= skip_message) {
+					mine += (last - 1 - mine) / send_warps * send_warps; // and one more by the loop
+					continue;
+				}
+				to += place;
 			}
 			tile t;
 			t.lane = lane;
 			u64 from = cur < low ? low : cur, until = cur + tile_bytes < high ? cur + tile_bytes : high;
-			t.load(from, static_cast<u32>(until - from));
+			t.load(from, static_cast<u32>(until - from)); // wanted as soon as the credit is there
 			if (place == 0) {
-				if (!await_place(b, true, step, place) || (interval != 0 && begin == 0 && (begin = b.await(&b.begin, 1, lane)) == 0))
+				if (!await_place(b, true, step, place))
 					return false;
+				if (place >= skip_message) {
+					mine += (last - 1 - mine) / send_warps * send_warps;
+					continue;
+				}
 				to += place;
 			}
-			if (place >= skip_message) { // nor the rest of it, of which the loop counts one
-				mine += (last - 1 - mine) / send_warps * send_warps;
-				continue;
-			}
-			for (u32 due = begin + mine * interval; interval != 0 && due - static_cast<u32>(clock()) < far_ahead;)
-				;
+			if (interval != 0 && begin == 0)
+				begin = b.began(lane);
+			if (interval != 0)
+				await_clock(begin + mine * interval);
 			t.store(from + to);
 		}
 	}
@@ -934,6 +963,36 @@ struct receiver {
 		return true;
 	}
 
+	// Cycles from one tile of what stays on this rank to the next, so that it takes three quarters of the time of the sends.
+	__device__ __forceinline__ u32 own_interval()
+	{
+		float sends = 0;
+#pragma unroll 1
+		for (u32 i = 0; i < a.size - 1; i++)
+			sends += static_cast<float>(r[i].send_bytes);
+		return static_cast<u32>(min(0.75f * static_cast<float>(a.interval) * sends / static_cast<float>(r.own_bytes()), 1e6f));
+	}
+
+	// Copies a warp's tiles of what stays on this rank beside sends that are held to a rate: one at once, while they wait for credits, the
+	// others spread out, or the sends would be late.
+	__device__ __forceinline__ void copy_own_beside(u32 warp, u32 lane)
+	{
+		u64 from = a.src + r.own_src(), to = a.dst + r.own_dst();
+		tiles own{from, from == to ? 0 : r.own_bytes()};
+		u32 step = recv_warps * gridDim.x, due = static_cast<u32>(clock()), interval = 0;
+#pragma unroll 1
+		for (i64 k = warp * gridDim.x + blockIdx.x; own.has(k); k += step) {
+			if (interval != 0)
+				await_clock(due += interval);
+			move(to + own.begin(k), from + own.begin(k), own.length(k), 0, 1, lane, at_once);
+			if (interval == 0 && a.interval != 0) {
+				interval = own_interval();
+				due += warp * interval;
+				interval *= recv_warps;
+			}
+		}
+	}
+
 	// Messages that peers write in place: every thread waits for lines of its own.
 	__device__ __forceinline__ void await_in_place(const board &b, u32 tid, u32 threads)
 	{
@@ -1073,7 +1132,6 @@ struct send_watch : watch {
 	u32 told = 0;
 	u32 at = 0;    // the item of the next one, in order
 	u32 chunk = 0; // how many of its chunks are told
-	bool begun = false;
 
 	// True while the credit of a step has not come. Of a message on whose lanes the block sends nothing it is not awaited: its
 	// receiver can be through before the block has looked, and grant the next call's.
@@ -1087,6 +1145,7 @@ struct send_watch : watch {
 			wait_for(r[s].to, true);
 			return true;
 		}
+		atomicCAS(&b.begin, 0u, static_cast<u32>(clock()) | 1u);
 		publish(&b.place[s], y.b == n ? resolve(a, r[s].to, x.b) : skip_message);
 		if (y.b != n)
 			give_up(a, SW_FAULT_MISMATCH, r[s].to, epoch, true, n, y.b);
@@ -1147,11 +1206,6 @@ struct send_watch : watch {
 			for (u32 s = lane; s < all.peers; s += 32) {
 				open |= await_credit(s);
 				staged |= b.place[s] == SW_NOWHERE;
-			}
-			if (!begun && __any_sync(~0u, open) == 0) {
-				begun = true;
-				if (lane == 0)
-					publish(&b.begin, static_cast<u32>(clock()) | 1u);
 			}
 			if (__any_sync(~0u, staged) != 0) {
 				__syncwarp(); // places that other lanes have written
@@ -1318,7 +1372,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		if (staged) {
 			in.take_staged(b, warp, lane);
 		} else {
-			copy_own(a, r, warp * gridDim.x + blockIdx.x, gridDim.x * recv_warps, lane);
+			in.copy_own_beside(warp, lane);
 			in.await_in_place(b, warp * 32 + lane, SW_RECV_THREADS);
 		}
 	}

@@ -193,7 +193,13 @@ func benchAllToAllV(ctx context.Context, g *comm.Group, c config) (rows []row, e
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, r.close(ctx)) }()
-	x, err := alltoallv.New(ctx, r.heap(), alltoallv.Options{Algorithm: c.Algorithm, EagerBytes: c.Eager, PacketBytes: c.Packet, MaxSMs: c.SMs, NoSMs: c.NoSMs})
+	o := alltoallv.Options{Algorithm: c.Algorithm, EagerBytes: c.Eager, PacketBytes: c.Packet, MaxSMs: c.SMs, NoSMs: c.NoSMs}
+	if c.Table != "" {
+		if o.Table, err = alltoallv.LoadTable(c.Table); err != nil {
+			return nil, err
+		}
+	}
+	x, err := alltoallv.New(ctx, r.heap(), o)
 	if err != nil {
 		return nil, err
 	}

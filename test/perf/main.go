@@ -42,6 +42,7 @@ type config struct {
 	Device      string
 	SMs         int
 	NoSMs       bool
+	Table       string
 	TuneSMs     []int
 	TuneRates   []float64
 	Quick       bool
@@ -163,6 +164,7 @@ func run(ctx context.Context, args []string) error {
 	case "alltoallv":
 		fs.StringVar(&splits, "splits", "uniform,zipf", "how a rank divides its bytes: uniform, zipf, or file:PATH with a JSON object of matrices of bytes by the bytes a rank (and these sizes, without -sizes)")
 		fs.IntVar(&c.SMs, "sms", 0, "on cuda: Options.MaxSMs")
+		fs.StringVar(&c.Table, "table", "", "a file that tune has written, for Options.Table")
 		fs.BoolVar(&c.NoSMs, "no-sms", false, "on cuda: Options.NoSMs")
 		fs.Int64Var(&c.Packet, "packet", 0, "Options.PacketBytes: messages up to this are packets (0: the default, -1: none)")
 		fs.BoolVar(&c.EagerLaunch, "eager-launch", false, "on cuda: call from Go instead of replaying a graph")

@@ -137,6 +137,8 @@ func TestTuneWritesATable(t *testing.T) {
 		}
 		require.Equal(t, []int64{8 << 10, 300 << 10}, c.Bytes)
 	}
+	require.Contains(t, string(output(t, "alltoallv", "-ranks", "2", "-sizes", "8KiB", "-iters", "3", "-table", path)), "2 ranks")
+	require.ErrorIs(t, run(t.Context(), []string{"alltoallv", "-ranks", "2", "-sizes", "8KiB", "-table", path + ".none"}), os.ErrNotExist)
 }
 
 func TestPatternIsCheckedToTheLastByte(t *testing.T) {
