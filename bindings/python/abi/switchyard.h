@@ -8,6 +8,10 @@
 const char *switchyard_last_error(void);
 int32_t switchyard_last_error_rank(void);
 
+// A DLPack description (DLManagedTensor) of so many bytes at an address of a device, NULL where there is no memory for it. Who takes
+// the capsule that it is put in calls its deleter, which may be after all of Python has gone.
+void *switchyard_describe(uint64_t data, int64_t bytes, int32_t kind, int32_t device);
+
 // How many pools for torch's allocator a process can have. Pool k is asked by switchyard_pool_alloc_k and
 // switchyard_pool_free_k, which have the types that torch.cuda.memory.CUDAPluggableAllocator wants:
 // void *alloc(ssize_t size, int device, void *stream) and void free(void *p, ssize_t size, int device, void *stream).

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import resource
 import threading
 import warnings
 from datetime import timedelta
@@ -471,3 +473,22 @@ def refused_by_core(rank, size):
 
 def test_a_machine_without_a_driver(gloo):
     gloo.run(refused_by_core)
+
+
+def test_a_tensor_over_memory_of_others_leaves_nothing_behind():
+    from switchyard import _cuda
+
+    memory = bytearray(b"switchyard")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert bytes(_cuda._bytes_at(address, len(memory), 1, 0).numpy()) == memory
+
+    def resident():
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * resource.getpagesize()
+
+    for _ in range(1000):
+        _cuda._bytes_at(address, 10, 1, 0)
+    before = resident()
+    for _ in range(100_000):
+        _cuda._bytes_at(address, 10, 1, 0)
+    assert resident() - before < 4 << 20

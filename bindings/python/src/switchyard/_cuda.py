@@ -279,24 +279,16 @@ class Enqueued(_base):
 
 # Symmetric memory
 
-# DLPack descriptions of symmetric tensors, some hundred bytes each. torch looks at one when it lets go of the tensor, which
-# may be after all of Python has gone, so they stay.
-_described: list[Any] = []
-
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
 
 
-def _bytes_at(address: int, size: int, device: int) -> Tensor:
-    """Device memory as a tensor of bytes, which does not own it."""
-    shape = (ctypes.c_int64 * 1)(size)
-    about = _arrays.DLManaged()
-    t = about.tensor
-    t.data, t.ndim, t.shape = address, 1, shape
-    t.device.type, t.device.id = _arrays.DL_CUDA, device
-    t.dtype.code, t.dtype.bits, t.dtype.lanes = _arrays.DL_UINT, 8, 1
-    _described.append((about, shape))
-    return torch.from_dlpack(_new_capsule(ctypes.addressof(about), b"dltensor", None))
+def _bytes_at(address: int, size: int, kind: int, device: int) -> Tensor:
+    """Memory of a device as a tensor of bytes, which does not own it."""
+    about = _native.library().describe(address, size, kind, device)
+    if not about:
+        raise MemoryError
+    return torch.from_dlpack(_new_capsule(about, b"dltensor", None))
 
 
 def empty(gpu: Gpu, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -307,7 +299,7 @@ def empty(gpu: Gpu, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     block: Block = gpu.alloc(size, _raw_stream(gpu.device))
     if size == 0:
         return torch.empty(shape, dtype=dtype, device=torch.device("cuda", gpu.device))
-    return _bytes_at(block.address, size, gpu.device).view(dtype).view(shape)
+    return _bytes_at(block.address, size, _arrays.DL_CUDA, gpu.device).view(dtype).view(shape)
 
 
 def stream_of(tensor: Tensor) -> int:

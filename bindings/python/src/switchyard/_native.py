@@ -12,7 +12,7 @@ from typing import Any
 from . import errors
 
 AGAIN = 1
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 # How long one call into the library may wait, in microseconds. Signals end a wait early when they reach the waiting
 # thread, so this only bounds the delay of one that did not.
@@ -94,6 +94,9 @@ class Library:
         lib.switchyard_last_error.restype = c_char_p
         lib.switchyard_last_error_rank.restype = c_int32
         lib.switchyard_live.restype = c_int64
+        lib.switchyard_describe.argtypes = [c_uint64, c_int64, c_int32, c_int32]
+        lib.switchyard_describe.restype = c_void_p
+        self.describe = lib.switchyard_describe
         self._error, self._error_rank, self.live = (
             lib.switchyard_last_error,
             lib.switchyard_last_error_rank,
