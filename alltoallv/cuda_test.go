@@ -137,6 +137,46 @@ func TestCUDA_X5_RandomSplitsAgainstReference(t *testing.T) {
 	}
 }
 
+// Skewed calls that are large enough for an order of their own, with a popular rank that the order of others does not begin with.
+func TestCUDA_X5_SkewedCallsInAnOrderOfTheirOwn(t *testing.T) {
+	for _, n := range []int{3, 4, 8} {
+		for _, algorithm := range algorithms(n) {
+			if algorithm != "ring" && algorithm != "copy" {
+				continue
+			}
+			t.Run(fmt.Sprintf("ranks=%d/%s", n, algorithm), func(t *testing.T) {
+				m := make([][]int64, n)
+				for from := range m {
+					for to := range n {
+						popularity := (to+n-2)%n + 1 // rank 2 first
+						m[from] = append(m[from], int64(18<<20/(n-1)/popularity+from))
+					}
+				}
+				worldtest.GPUs(t, n, 192<<20, func(r *worldtest.Rank) {
+					x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Algorithm: algorithm, MaxSMs: 2, SlotBytes: 16 << 10, Timeout: 20 * time.Second})
+					r.Must(err)
+					s := gpuStream(r)
+					src, err := r.Heap.Alloc(64 << 20)
+					r.Must(err)
+					dst, err := r.Heap.Alloc(64 << 20)
+					r.Must(err)
+					c := newGPUCall(r, s, dst.View().Slice(0, total(column(m, r.Rank()))), src.View(), m, 1)
+					c.sp.PeerDispls = peerDispls(m, r.Rank())
+					for range 3 {
+						c.poison()
+						r.Must(x.Exchange(s, c.dst, c.src, c.sp))
+						r.Must(s.Synchronize())
+						r.Must(x.Fault())
+						r.Must(c.check())
+					}
+					r.Must(s.Close())
+					r.Must(x.Close(r.Ctx))
+				})
+			})
+		}
+	}
+}
+
 func TestCUDA_GraphReplays(t *testing.T) {
 	worldtest.GPUs(t, 2, 64<<20, func(r *worldtest.Rank) {
 		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{MaxSMs: 4, Timeout: 20 * time.Second})
