@@ -1,6 +1,11 @@
 package alltoallv
 
-import "slices"
+import (
+	"math"
+	"slices"
+
+	"github.com/switchyard-moe/switchyard/device"
+)
 
 // The order of sends where splits are skewed. With the rotation as it is, all ranks reach the receiver that gets most at about
 // the same time, share its port until it is done, and only then send the rest of what they have: their other messages come on
@@ -28,17 +33,15 @@ func (s sends) of(order []int32, to []float64, rank int) []int32 {
 		order = append(order, int32((rank+i)%n))
 	}
 	var late [2]int32
-	k := 0
-	for range s.last {
-		best := int32(-1)
-		for p := range int32(n) {
-			if int(p) != rank && !slices.Contains(late[:k], p) && (best < 0 || to[p] > to[best]) {
-				best = p
+	for i := range s.last {
+		late[i] = -1
+		for p := range int32(n) { // of equal ones all ranks take the same
+			if int(p) != rank && !slices.Contains(late[:i], p) && (late[i] < 0 || to[p] > to[late[i]]) {
+				late[i] = p
 			}
 		}
-		late[k], k = best, k+1
 	}
-	for i := k - 1; i >= 0; i-- {
+	for i := s.last - 1; i >= 0; i-- {
 		if (int(late[i])-rank-1+n)%n >= s.early {
 			at := slices.Index(order, late[i])
 			order = append(slices.Delete(order, at, at+1), late[i])
@@ -74,29 +77,23 @@ func (s sends) finish(to []float64) float64 {
 	var now float64
 	for {
 		clear(shared)
-		busy := false
 		for r := range all {
-			if x := &all[r]; len(x.order) > 0 {
-				busy = true
-				if x.turn <= 0 {
-					shared[x.order[0]]++
-				}
+			if x := &all[r]; len(x.order) > 0 && x.turn <= 0 {
+				shared[x.order[0]]++
 			}
 		}
-		if !busy {
+		step := math.Inf(1) // until the next of them comes to something else
+		for r := range all {
+			switch x := &all[r]; {
+			case len(x.order) == 0:
+			case x.turn > 0:
+				step = min(step, x.turn)
+			default:
+				step = min(step, x.left*shared[x.order[0]])
+			}
+		}
+		if math.IsInf(step, 1) {
 			return now
-		}
-		step := -1.0
-		for r := range all {
-			if x := &all[r]; len(x.order) > 0 {
-				d := x.turn
-				if d <= 0 {
-					d = x.left * shared[x.order[0]]
-				}
-				if step < 0 || d < step {
-					step = d
-				}
-			}
 		}
 		now += step
 		for r := range all {
@@ -115,8 +112,13 @@ func (s sends) finish(to []float64) float64 {
 	}
 }
 
+// ordered says that an order of this rank's sends is worth working out, where its algorithm leaves it one.
+func (t *Traffic) ordered() bool {
+	return t.Device == device.CUDAKind && !t.Live && t.Size > 2 && t.Size <= orderedRanks && t.link() >= orderedBytes
+}
+
 // sendOrder is the order in which this rank sends skewed splits. It takes its own splits for those of all others, as they are
-// where some ranks are popular; where that is wrong the order is no worse than another.
+// where some ranks are popular; where they are not, it is an order like any other.
 func (t *Traffic) sendOrder(order []int32) []int32 {
 	to := make([]float64, t.Size)
 	for p, n := range t.SendBytes {

@@ -167,7 +167,6 @@ func (t *Table) digest() string {
 
 // estimates is what a table says about one world and one bound of multiprocessors, made for fast questions.
 type estimates struct {
-	maxSMs int
 	curves []estimate
 }
 
@@ -204,7 +203,7 @@ func (t *Table) forWorld(ranks, maxSMs int) *estimates {
 			nearest = c.Ranks
 		}
 	}
-	e := &estimates{maxSMs: maxSMs}
+	e := &estimates{}
 	for _, c := range t.Curves {
 		if c.Ranks != nearest {
 			continue

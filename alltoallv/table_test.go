@@ -100,6 +100,8 @@ func TestDefaultTableSelectsSensibly(t *testing.T) {
 		d := pick(t, Options{NoSMs: true}, equal(n, 64*mib, true), true)
 		require.Equal(t, "copy", d.Algorithm)
 		require.Zero(t, d.SMs)
+		require.Equal(t, 8, pick(t, Options{Algorithm: "copy"}, equal(n, 64*mib, true), true).SMs, "for what stays on the rank")
+		require.Equal(t, 3, pick(t, Options{Algorithm: "copy", MaxSMs: 3}, equal(n, 64*mib, true), true).SMs)
 		live := equal(n, 64*kib, false)
 		live.wasLive = true
 		d = pick(t, Options{}, live, true)

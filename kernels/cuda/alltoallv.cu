@@ -727,6 +727,7 @@ struct board {
 	}
 };
 
+// Returns when the clock has come to due, and at once where that was long ago.
 __device__ __forceinline__ void await_clock(u32 due)
 {
 #pragma unroll 1

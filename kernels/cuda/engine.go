@@ -56,7 +56,7 @@ type Exchange struct {
 	SrcBytes, DstBytes int64
 	// Places, when set, are the offsets in the peers' segments at which this rank's messages go: RecvOffsets of this rank
 	// there, from the start of the segment. The copy engines then move every message above PacketBytes, and no
-	// multiprocessor does: Tuning.Blocks of them, where that is not 0, copy what stays on the rank. They must be right: a receiver that has granted another place makes Err report it, but the copies have
+	// multiprocessor does. They must be right: a receiver that has granted another place makes Err report it, but the copies have
 	// been made. The receivers' outputs must be writable by peers.
 	Places []int64
 	// Timeout bounds every wait for a peer.
@@ -67,7 +67,7 @@ type Exchange struct {
 // Tuning is how a rank does its part. It is local: peers need not agree on any of it. The zero value works.
 type Tuning struct {
 	// Blocks is how many multiprocessors the kernel takes, at most Channels.Lanes for messages above PacketBytes. 0 means a
-	// default.
+	// default. With Exchange.Places it is how many copy what stays on the rank; 0 leaves that to a copy engine.
 	Blocks int
 	// Staged takes messages in through staging even where peers could write Dst.
 	Staged bool

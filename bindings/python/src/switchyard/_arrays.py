@@ -102,7 +102,7 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
-class DLManaged(ctypes.Structure):
+class _DLManaged(ctypes.Structure):
     _fields_ = [("tensor", _DLTensor), ("context", c_void_p), ("deleter", c_void_p)]
 
 
@@ -118,7 +118,6 @@ class _DLVersioned(ctypes.Structure):
 
 
 _DL_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-DL_UINT = 1
 DL_CUDA = 2
 _HOST_DEVICES = (1, 3, 11)  # CPU, and host memory that CUDA or ROCm has pinned
 _READ_ONLY = 1
@@ -146,7 +145,7 @@ def _dlpack(x: Any, name: str, write: bool) -> Array | None:
             raise _refuse(name, "is read-only")
         t = versioned.tensor
     else:
-        t = DLManaged.from_address(pointer).tensor
+        t = _DLManaged.from_address(pointer).tensor
     if t.device.type not in _HOST_DEVICES:
         raise errors.Unsupported(f"switchyard: {name} is on another device than the host")
     shape = tuple(t.shape[i] for i in range(t.ndim))
@@ -218,4 +217,4 @@ def _buffer(x: Any, name: str, write: bool) -> Array | None:
     return Array(held.raw.buf or 0, view.nbytes, tuple(view.shape or (view.nbytes // view.itemsize,)), dtype, held)
 
 
-__all__ = ["DL_CUDA", "DL_UINT", "Array", "DLManaged", "array_of"]
+__all__ = ["DL_CUDA", "Array", "array_of"]
