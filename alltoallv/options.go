@@ -23,17 +23,18 @@ type Options struct {
 	// EagerBytes bounds messages that need no credit; default 1 KiB, negative for empty messages only. Every rank holds two
 	// such buffers for every peer. On a GPU packets take the place of eager messages.
 	EagerBytes int64
-	// SlotBytes is the size of a chunk that goes through staging, Slots how many of them a pair has (default 4). The
-	// default size is 256 KiB, and less where StagingBytes would be exceeded.
+	// SlotBytes is the size of a chunk that goes through staging, Slots how many of them a pair has; on GPUs a pair has as many for
+	// each of MaxSMs. By default they are 4 of 256 KiB, on GPUs 8 of 128 KiB, and smaller where StagingBytes would be exceeded.
 	SlotBytes int64
 	Slots     int
-	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 32 MiB.
+	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 32 MiB, on GPUs 128 MiB.
 	StagingBytes int64
 	// CacheEntries is how many sets of splits are remembered; default 256.
 	CacheEntries int
 	// Table is what algorithms are selected by. nil is a table measured on H200s for GPUs, and rules of thumb for the host.
 	Table *Table
-	// MaxSMs bounds how many multiprocessors of a GPU a call above PacketBytes takes; default 16. The host device has none.
+	// MaxSMs bounds how many multiprocessors of a GPU a call above PacketBytes takes. By default 16 send, and where peers cannot write
+	// the output as many more copy it out of staging. The host device has none.
 	MaxSMs int
 	// NoSMs leaves a GPU's multiprocessors alone: calls above PacketBytes go by its copy engines or are refused. It is
 	// Algorithm "copy", which is for ranks that have a GPU each: others can hold up each other's copies until Timeout.
@@ -46,12 +47,11 @@ type Options struct {
 	Validate bool
 	// Logger gets decisions at debug level. nil logs nothing.
 	Logger *slog.Logger
+
+	apart bool // more multiprocessors than MaxSMs copy out of staging
 }
 
-const (
-	minSlotBytes = 4 << 10
-	maxSlotBytes = 256 << 10
-)
+const minSlotBytes = 4 << 10
 
 // channels validates the options and lays the control block out.
 func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error) {
@@ -64,7 +64,15 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 		}
 		return v
 	}
+	if o.MaxSMs == 0 {
+		o.MaxSMs, o.apart = 16, true
+	}
 	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4))}
+	staging, sharers, maxSlotBytes := int64(32<<20), size, int64(256<<10) // sharers have slots of their own
+	if kind == device.CUDAKind {
+		c.Slots = int(or(int64(o.Slots), 8))
+		staging, sharers, maxSlotBytes = 128<<20, size*max(o.MaxSMs, 1), 128<<10
+	}
 	if kind == device.CUDAKind { // packets take the place of eager messages
 		packets := int64(512 << 10)
 		if size > 4 {
@@ -82,7 +90,7 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	}
 	c.SlotBytes = o.SlotBytes
 	if o.SlotBytes == 0 {
-		fit := or(o.StagingBytes, 32<<20) / int64(size*c.Slots) / minSlotBytes * minSlotBytes
+		fit := or(o.StagingBytes, staging) / int64(sharers*c.Slots) / minSlotBytes * minSlotBytes
 		c.SlotBytes = min(max(fit, minSlotBytes), maxSlotBytes)
 	}
 	if c.SlotBytes < 0 || c.SlotBytes%kernels.LineBytes != 0 {
@@ -93,9 +101,6 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	}
 	if o.CacheEntries < 0 || o.Timeout < 0 || o.MaxSMs < 0 {
 		return c, invalid("Options.CacheEntries is %d, Timeout %v, MaxSMs %d", o.CacheEntries, o.Timeout, o.MaxSMs)
-	}
-	if o.MaxSMs == 0 {
-		o.MaxSMs = 16
 	}
 	if copies := (copyEngine{}).Name(); o.NoSMs && o.Algorithm == "" {
 		o.Algorithm = copies

@@ -43,7 +43,7 @@ func TestArgumentsAgreeWithTheHeader(t *testing.T) {
 		"faultExpect": faultExpect, "faultSending": faultSending, "controlFault": controlFault,
 		"argsBytes": argsBytes, "argsSegments": argsSegments, "argsDstOffset": argsDstOffset, "argsSplits": argsSplits, "argsFault": argsFault,
 		"argsControl": argsControl, "argsPackets": argsPackets, "argsSlotBytes": argsSlotBytes, "argsRank": argsRank,
-		"argsFlags": argsFlags, "argsOwn": argsOwn, "argsSteps": argsSteps, "stepBytes": stepBytes, "stepSend": stepSend, "stepRecv": stepRecv,
+		"argsFlags": argsFlags, "argsSenders": argsSenders, "argsOwn": argsOwn, "argsSteps": argsSteps, "stepBytes": stepBytes, "stepSend": stepSend, "stepRecv": stepRecv,
 	}, header)
 }
 
@@ -58,19 +58,19 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 	}
 	b := make([]byte, argsBytes)
 	space := &kernels.Space{Base: 9, Stride: 10, Rank: 1, Size: 2, Segments: []uintptr{14, 19}}
-	exchangeArgs(b, space, 13, flagMesh, 15, x)
+	exchangeArgs(b, space, 13, flagMesh, 15, 16, x)
 	require.EqualValues(t, 0xff, b[argsDstOffset+7])
 	require.EqualValues(t, 13, b[argsFault])
 	require.EqualValues(t, 0x10, b[argsControl+1])
 	require.EqualValues(t, 1, b[argsSlotBytes+1])
 	require.EqualValues(t, 1, b[argsRank])
-	require.EqualValues(t, flagMesh, b[argsFlags])
+	require.EqualValues(t, []byte{flagMesh, 15, 16}, []byte{b[argsFlags], b[argsFlags+4], b[argsSenders]})
 	require.EqualValues(t, []byte{19, kernels.SegmentsOffset >> 8}, b[argsSegments:argsSegments+2])
 	require.EqualValues(t, []byte{2, 4, 8}, []byte{b[argsOwn], b[argsOwn+8], b[argsOwn+16]})
 	require.EqualValues(t, []byte{0, 0}, []byte{b[argsSteps], b[argsSteps+4]})
 	require.EqualValues(t, []byte{1, 3}, []byte{b[argsSteps+stepSend], b[argsSteps+stepSend+8]})
 	require.EqualValues(t, []byte{5, 7}, []byte{b[argsSteps+stepRecv], b[argsSteps+stepRecv+8]})
-	require.Zero(t, testing.AllocsPerRun(10, func() { exchangeArgs(b, space, 13, flagMesh, 15, x) }))
+	require.Zero(t, testing.AllocsPerRun(10, func() { exchangeArgs(b, space, 13, flagMesh, 15, 16, x) }))
 }
 
 func TestChannelsDoNotOverlap(t *testing.T) {

@@ -487,29 +487,8 @@ struct tile {
 	}
 };
 
-// A clock that the warps of a block share to spread their stores over time: a warp may store a tile when its turn has come.
-struct turns {
-	u32 interval; // cycles from one turn to the next; 0: at once
-	u32 *due;     // shared: the clock of the next turn
-
-	__device__ __forceinline__ void take(u32 lane) const
-	{
-		if (interval == 0)
-			return;
-		if (lane == 0) {
-			u32 mine = add_shared(due, interval), now = clock();
-			if (static_cast<i32>(now - mine) > static_cast<i32>(4 * interval))
-				atomicCAS(due, mine + interval, now); // turns that were not taken are gone
-#pragma unroll 1
-			while (static_cast<i32>(clock() - mine) < 0)
-				;
-		}
-		__syncwarp();
-	}
-};
-
 // A warp moves tiles first, first+step, ... of a stretch of memory.
-static __device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 step, u32 lane, turns pace)
+static __device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 step, u32 lane)
 {
 	tile t;
 	t.lane = lane;
@@ -517,22 +496,22 @@ static __device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first,
 	for (i64 at = first * tile_bytes - static_cast<i64>(src & 127); at < bytes; at += step * tile_bytes) {
 		i64 from = at < 0 ? 0 : at, to = at + tile_bytes < bytes ? at + tile_bytes : bytes;
 		t.load(src + from, static_cast<u32>(to - from));
-		pace.take(lane);
 		t.store(dst + from);
 	}
 }
-
-constexpr turns at_once{0, nullptr};
 
 // A warp copies its tiles of what stays on this rank.
 template <typename Steps> __device__ __forceinline__ void copy_own(const sw_exchange_args &a, Steps r, u32 first, u32 step, u32 lane)
 {
 	u64 from = a.src + r.own_src(), to = a.dst + r.own_dst();
 	if (from != to)
-		move(to, from, r.own_bytes(), first, step, lane, at_once);
+		move(to, from, r.own_bytes(), first, step, lane);
 }
 
 // ---- messages with credit ------------------------------------------------------------------------------------------
+
+// True when this rank takes messages in through staging.
+__device__ __forceinline__ bool through_staging(const sw_exchange_args &a) { return a.dst_offset < 0 || (a.flags & SW_STAGED) != 0; }
 
 // Lengths are divided in units of 128 bytes, which 32 bits count up to 512 GiB.
 __device__ __forceinline__ u32 units(i64 bytes) { return static_cast<u32>((bytes + 127) >> 7); }
@@ -560,6 +539,10 @@ __device__ __forceinline__ u64 signal_line(const sw_exchange_args &a, u32 dst, u
 	return segment(a, dst) + a.signals + (static_cast<u64>(src) * a.lanes + lane) * SW_LINE_BYTES;
 }
 
+// Messages through staging have three words for signals in a line: the first of all signals, one for the end of the message and one for a
+// second warp that signals chunks. So these warps do not wait for each other, and none overwrites a later signal by an earlier one.
+constexpr u64 end_of_staged = 16, other_teller = 24;
+
 __device__ __forceinline__ u64 parity_bytes(const sw_exchange_args &a, u64 epoch) { return (epoch & 1) * a.size * a.lanes * SW_LINE_BYTES; }
 
 __device__ __forceinline__ u64 lane_credit(const sw_exchange_args &a, u32 src, u32 dst, u32 lane)
@@ -581,6 +564,7 @@ __device__ __forceinline__ u32 chunk_count(const sw_exchange_args &a, i64 length
 constexpr u32 send_warps = SW_SEND_THREADS / 32, recv_warps = SW_RECV_THREADS / 32;
 constexpr u32 send_part = 1; // named barrier
 constexpr u32 chunks_ahead = 32;
+constexpr u32 tellers = 2; // warps that signal chunks in a block that only sends; each has its word
 constexpr u32 far_ahead = 1u << 30; // cycles: what is due then was due long ago
 constexpr u64 skip_message = SW_NOWHERE - 1; // a place: the receiver expects another size, send nothing
 constexpr u32 all_chunks = (1u << chunk_bits) - 1; // of an item that has arrived: last_seq
@@ -607,11 +591,15 @@ struct lane_in {
 
 static_assert(sizeof(lane_out) + sizeof(lane_in) == SW_ITEM_BYTES);
 
-// Item i of a block is lane blockIdx+i/peers*blocks of the message of step i%peers.
+// Where some blocks send and others copy out of staging, there are as many of each, and they count from 0 alike.
+__device__ __forceinline__ u32 alike(const sw_exchange_args &a) { return a.senders != 0 ? a.senders : gridDim.x; }
+__device__ __forceinline__ u32 among_alike(const sw_exchange_args &a) { return blockIdx.x < alike(a) ? blockIdx.x : blockIdx.x - alike(a); }
+
+// Item i of a block is lane block+i/peers*blocks of the message of step i%peers.
 struct items {
 	u32 peers, mine, count;
 
-	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.size - 1), mine((a.lanes - blockIdx.x + gridDim.x - 1) / gridDim.x), count(peers * mine) {}
+	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.size - 1), mine((a.lanes - among_alike(a) + alike(a) - 1) / alike(a)), count(peers * mine) {}
 };
 
 // The items in the order in which a block sends them: all lanes of a step, then those of the next one.
@@ -619,7 +607,7 @@ struct walk {
 	u32 peers, mine, start;
 
 	__device__ __forceinline__ walk(u32 peers, u32 lanes, u32 start) : peers(peers), mine(lanes), start(start) {}
-	__device__ __forceinline__ walk(const sw_exchange_args &a, const items &all) : peers(all.peers), mine(all.mine), start((a.flags & SW_MESH) != 0 ? blockIdx.x % all.peers : 0) {}
+	__device__ __forceinline__ walk(const sw_exchange_args &a, const items &all) : peers(all.peers), mine(all.mine), start((a.flags & SW_MESH) != 0 ? among_alike(a) % all.peers : 0) {}
 
 	__device__ __forceinline__ u32 operator[](u32 i) const
 	{
@@ -628,15 +616,17 @@ struct walk {
 	}
 };
 
+// How many warps of a block copy messages out of staging.
+__device__ __forceinline__ u32 takers(const sw_exchange_args &a) { return a.senders != 0 ? send_warps + recv_warps : recv_warps; }
+
 // What the warps of a block tell one another.
 struct board {
 	u64 place[SW_MAX_RANKS]; // by step: where the receiver wants the message, from its segment on; 0 before it has said
 	reports written[chunks_ahead]; // the sending warps have written staged chunk k, of all those with the same remainder
-	u32 told;		 // staged chunks that have been signalled
-	u32 staged;		 // all that there are, when all sending warps are through
-	u32 sent;		 // sending warps that are through
-	u32 due;		 // clock at which the block may store its next staged tile
+	u32 told;		 // staged chunks that are signalled, or about to be
+	u32 written_all;	 // everything is written, and its signals are on their way
 	u32 begin;		 // clock when the first receiver had said where it wants its message
+	u32 begin_staged;	 // and when the first warp had come to those through staging
 	u32 failed;		 // a sending warp has not written all of its tiles
 	u32 over;		 // the block has given up
 	u32 packets;		 // 1: some are to be sent; 2: some are to be received
@@ -648,7 +638,7 @@ struct board {
 	u32 *room;	// chunks that the receiver has taken out of staging
 	u32 *arrived;	// chunks that are in staging here
 	u32 *given;	// chunks that have been given back to the sender
-	u32 *next;	// [receiving warp]: the chunk that it wants, 0 when there is none
+	u32 *next;	// [warp that copies out of staging]: the chunk that it wants, 0 when there is none
 
 	// The threads of the block make it, and meet before the first use.
 	__device__ __forceinline__ void make(const sw_exchange_args &a, gathered r, u64 *memory, const items &all)
@@ -659,7 +649,7 @@ struct board {
 		reports *t = reinterpret_cast<reports *>(n + count);
 		u32 *words = reinterpret_cast<u32 *>(t + count * a.slot_count);
 		for (u32 i = threadIdx.x; i < 2 * count; i += blockDim.x) {
-			u32 k = i < count ? i : i - count, s = k % peers, l = blockIdx.x + k / peers * gridDim.x;
+			u32 k = i < count ? i : i - count, s = k % peers, l = among_alike(a) + k / peers * alike(a);
 			const sw_step &m = r[s];
 			i64 bytes = i < count ? m.send_bytes : m.recv_bytes;
 			stripes part(a, bytes);
@@ -674,7 +664,7 @@ struct board {
 					lane_credit(a, m.from, a.rank, l), length, s, chunks};
 		}
 		for (u32 i = threadIdx.x; i < count * a.slot_count; i += blockDim.x)
-			t[i].expect(recv_warps);
+			t[i].expect(takers(a));
 		for (u32 i = threadIdx.x; i < 3 * count; i += blockDim.x)
 			words[i] = 0;
 		if (threadIdx.x < chunks_ahead)
@@ -689,8 +679,7 @@ struct board {
 			}
 		}
 		if (threadIdx.x == 0) {
-			told = staged = sent = failed = over = begin = 0;
-			due = clock();
+			told = written_all = failed = over = begin = begin_staged = 0;
 			out = o, in = n, taken = t;
 			room = words, arrived = words + count, given = words + 2 * count, next = words + 3 * count;
 		}
@@ -808,55 +797,75 @@ static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 lane
 	return true;
 }
 
+// A warp sends its part of the messages that go through staging: of the tiles of all of a block's items in a row it takes every
+// send_warps-th, and each has its time, counted from when the first warp came here. The warps report chunk by chunk. False when the block
+// gives up.
+static __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 slot_bytes, u32 slots, u32 warp, u32 lane, u32 interval)
+{
+	u32 each = static_cast<u32>((slot_bytes + tile_bytes - 1) / tile_bytes); // tiles of a chunk, but for the last one of an item
+	u32 mine = warp, before = 0, begin = 0;
+	u32 written = 0, told = 0; // chunks that the warp has reported; those that have been signalled, as far as it knows
+	auto report = [&] {
+		if (written >= chunks_ahead + told && (told = b.await(&b.told, written - chunks_ahead + 1, lane)) == 0) // others are that far behind
+			return false;
+		__syncwarp();
+		if (lane == 0)
+			b.written[written % chunks_ahead].report();
+		written++;
+		return true;
+	};
+	tile t;
+	t.lane = lane;
+#pragma unroll 1
+	for (u32 i = 0; i < items; i++) {
+		u32 item = order[i];
+		const lane_out &o = b.out[item];
+		if (o.chunks == 0 || look_shared(&b.place[o.step]) != SW_NOWHERE)
+			continue;
+		u64 src = o.src + o.at, dst = o.slots + (1 % slots) * slot_bytes; // of chunk c
+		i64 left = o.bytes;						   // from its beginning on
+		u32 c = 1, slot = 1 % slots, first = before, room = 0;		   // first is its first tile
+		before += (o.chunks - 1) * each + static_cast<u32>((left - (o.chunks - 1) * slot_bytes + tile_bytes - 1) / tile_bytes);
+#pragma unroll 1
+		for (; mine < before; mine += send_warps) {
+#pragma unroll 1
+			for (; mine >= first + each; first += each) {
+				if (!report())
+					return false;
+				c++, src += slot_bytes, left -= slot_bytes;
+				slot = slot + 1 == slots ? 0 : slot + 1;
+				dst = o.slots + slot * slot_bytes;
+			}
+			i64 at = (mine - first) * tile_bytes, rest = min(left, slot_bytes) - at;
+			t.load(src + at, static_cast<u32>(min(rest, tile_bytes)));
+			if (c > slots + room && (room = b.await(&b.room[item], c - slots, lane)) == 0)
+				return false;
+			if (interval != 0 && begin == 0) {
+				if (lane == 0)
+					atomicCAS(&b.begin_staged, 0u, static_cast<u32>(clock()) | 1u);
+				begin = __shfl_sync(~0u, lane == 0 ? read_shared(&b.begin_staged) : 0u, 0);
+			}
+			if (interval != 0)
+				await_clock(begin + mine * interval);
+			t.store(dst + at);
+		}
+#pragma unroll 1
+		for (; c <= o.chunks; c++)
+			if (!report())
+				return false;
+	}
+	return true;
+}
+
 // The sending half of a block. Its warps go along the same messages in the same order, each with tiles of its own, and do not
-// wait for one another: while some wait for memory others store. What is written in place comes first.
+// wait for one another: while some wait for memory others store. What is written in place comes first; the others begin when all
+// receivers are ready, which keeps the ranks in step.
 struct sender {
 	const sw_exchange_args &a;
 	gathered r;
 	u64 epoch;
 	board &b;
 	u32 warp, lane;
-	u32 staged = 0; // chunks through staging so far
-	u32 told = 0;	// of them that have been signalled, as far as the warp knows
-	u32 dealt = 0;	// the warp whose turn it is: tiles of staged chunks go round
-
-	// This warp has written its tiles of a staged chunk.
-	__device__ __forceinline__ bool written()
-	{
-		u32 k = staged++;
-		if (k >= chunks_ahead + told && (told = b.await(&b.told, k - chunks_ahead + 1, lane)) == 0) // others are that far behind
-			return false;
-		__syncwarp();
-		if (lane == 0)
-			b.written[k % chunks_ahead].report();
-		return true;
-	}
-
-	// The warp's tiles of the next staged chunk.
-	__device__ __forceinline__ void put(u64 dst, u64 src, i64 bytes)
-	{
-		u32 first = warp >= dealt ? warp - dealt : warp + send_warps - dealt, count = tiles{src, bytes}.count();
-		if (first < count)
-			move(dst, src, bytes, first, send_warps, lane, {a.interval, &b.due});
-		dealt = (dealt + count) % send_warps;
-	}
-
-	__device__ __forceinline__ bool write_staged(u32 i)
-	{
-		const lane_out &o = b.out[i];
-		u32 slot = 0, room = 0;
-#pragma unroll 1
-		for (u32 c = 1; c <= o.chunks; c++) {
-			slot = slot + 1 == a.slot_count ? 0 : slot + 1; // c % a.slot_count
-			i64 at = (c - 1) * a.slot_bytes;
-			if (c > a.slot_count + room && (room = b.await(&b.room[i], c - a.slot_count, lane)) == 0)
-				return false;
-			put(o.slots + slot * a.slot_bytes, o.src + o.at + at, o.bytes - at < a.slot_bytes ? o.bytes - at : a.slot_bytes);
-			if (!written())
-				return false;
-		}
-		return true;
-	}
 
 	// Whether the receivers have all said where they want their messages, and any of them through staging.
 	__device__ __forceinline__ bool await_credits(const items &all, bool &any)
@@ -877,16 +886,8 @@ struct sender {
 	{
 		walk order(a, all);
 		bool any;
-		if (!write_in_place(b, all.peers, all.mine, order.start, warp, lane, a.interval) || !await_credits(all, any))
-			return false;
-		bool ok = true;
-#pragma unroll 1
-		for (u32 i = 0; any && ok && i < all.count; i++) {
-			const lane_out &o = b.out[order[i]];
-			if (o.chunks != 0 && look_shared(&b.place[o.step]) == SW_NOWHERE)
-				ok = write_staged(order[i]);
-		}
-		return ok;
+		return write_in_place(b, all.peers, all.mine, order.start, warp, lane, a.interval) && await_credits(all, any) &&
+		       (!any || write_staged(b, order, all.count, a.slot_bytes, a.slot_count, warp, lane, a.interval));
 	}
 
 	__device__ __forceinline__ void run()
@@ -897,27 +898,29 @@ struct sender {
 		part_sync(send_part, SW_SEND_THREADS);
 		if (warp == 0 && b.failed == 0)
 			finish(all);
-		if (lane == 0) {
-			if (warp == 0)
-				write_shared(&b.staged, staged);
-			atomicAdd(&b.sent, 1);
-		}
 	}
 
-	// All messages that were written in place are there: one fence for all of them.
+	// All messages are there: one fence for all of them. Tellers need not end theirs.
 	__device__ __forceinline__ void finish(const items &all)
 	{
+		if (lane == 0)
+			publish(&b.written_all, 1u);
 #pragma unroll 1
 		for (u32 first = 0; first < all.count; first += 32) {
 			u64 line = 0, bytes = 0;
+			bool staged = false;
 			if (first + lane < all.count) {
 				const lane_out &o = b.out[first + lane];
-				if (o.chunks != 0 && look_shared(&b.place[o.step]) < skip_message)
+				u64 place = look_shared(&b.place[o.step]);
+				staged = place == SW_NOWHERE;
+				if (o.chunks != 0 && place != skip_message)
 					line = o.line + parity_bytes(a, epoch), bytes = static_cast<u64>(r[o.step].send_bytes);
 			}
 			if (first == 0)
 				fence_system();
-			if (line != 0)
+			if (line != 0 && staged)
+				store_relaxed(line + end_of_staged, last_seq(epoch));
+			else if (line != 0)
 				store16(line, last_seq(epoch), bytes);
 		}
 	}
@@ -932,7 +935,7 @@ struct receiver {
 	// Tells every peer with a large message where it may write.
 	__device__ __forceinline__ void grant(u32 tid, u32 threads)
 	{
-		bool in_place = a.dst_offset >= 0 && (a.flags & SW_STAGED) == 0;
+		bool in_place = !through_staging(a);
 #pragma unroll 1
 		for (u32 i = tid; i < a.size - 1; i += threads) {
 			u32 p = r[i].from;
@@ -985,7 +988,7 @@ struct receiver {
 		for (i64 k = warp * gridDim.x + blockIdx.x; own.has(k); k += step) {
 			if (interval != 0)
 				await_clock(due += interval);
-			move(to + own.begin(k), from + own.begin(k), own.length(k), 0, 1, lane, at_once);
+			move(to + own.begin(k), from + own.begin(k), own.length(k), 0, 1, lane);
 			if (interval == 0 && a.interval != 0) {
 				interval = own_interval();
 				due += warp * interval;
@@ -1031,11 +1034,11 @@ struct receiver {
 	__device__ __forceinline__ bool take_chunk(board &b, u32 i, u32 k, u32 warp, u32 lane)
 	{
 		const lane_in &o = b.in[i];
-		u32 slot = k % a.slot_count;
+		u32 slot = k % a.slot_count, warps = takers(a);
 		i64 at = (k - 1) * a.slot_bytes, left = o.bytes - at;
 		u32 slot_tiles = static_cast<u32>(a.slot_bytes / tile_bytes);
-		u32 first = (warp + k * (recv_warps - slot_tiles % recv_warps)) % recv_warps; // the tiles of successive chunks go round
-		move(o.to + at, o.slots + slot * a.slot_bytes, left < a.slot_bytes ? left : a.slot_bytes, first, recv_warps, lane, at_once);
+		u32 first = (warp + k * (warps - slot_tiles % warps)) % warps; // the tiles of successive chunks go round
+		move(o.to + at, o.slots + slot * a.slot_bytes, left < a.slot_bytes ? left : a.slot_bytes, first, warps, lane);
 		__syncwarp();
 		if (k + a.slot_count <= o.chunks && lane == 0)
 			b.taken[i * a.slot_count + slot].report();
@@ -1054,7 +1057,8 @@ struct receiver {
 		}
 		open = __reduce_add_sync(~0u, open);
 		tiles own{a.src + r.own_src(), a.src + r.own_src() == a.dst + r.own_dst() ? 0 : r.own_bytes()};
-		i64 mine = warp * gridDim.x + blockIdx.x; // the next tile of it
+		u32 step = takers(a) * alike(a);
+		i64 mine = warp * alike(a) + among_alike(a); // the next tile of it
 #pragma unroll 1
 		while (open > 0) {
 			bool any = false;
@@ -1077,8 +1081,8 @@ struct receiver {
 			if (any)
 				continue;
 			if (own.has(mine)) { // something to do meanwhile
-				move(a.dst + r.own_dst() + own.begin(mine), own.src + own.begin(mine), own.length(mine), 0, 1, lane, at_once);
-				mine += recv_warps * gridDim.x;
+				move(a.dst + r.own_dst() + own.begin(mine), own.src + own.begin(mine), own.length(mine), 0, 1, lane);
+				mine += step;
 				continue;
 			}
 			u32 over = lane == 0 ? read_shared(&b.over) : 0;
@@ -1086,7 +1090,7 @@ struct receiver {
 				return;
 			__nanosleep(20);
 		}
-		copy_own(a, r, static_cast<u32>(mine), recv_warps * gridDim.x, lane);
+		copy_own(a, r, static_cast<u32>(mine), step, lane);
 	}
 };
 
@@ -1128,11 +1132,81 @@ struct watch {
 	}
 };
 
+// A warp that signals staged chunks. A block that only sends has several: a fence takes 2 to 5 us, and theirs overlap.
+struct teller {
+	const sw_exchange_args &a;
+	gathered r;
+	u64 epoch;
+	board &b;
+	u32 lane, word;
+	bool alone;
+	u32 mine = 0;		// chunks so far
+	u32 at = 0, before = 0; // an item, in order, and the chunks before it
+
+	__device__ __forceinline__ teller(const sw_exchange_args &a, gathered r, u64 epoch, board &b, u32 lane, u32 word)
+	    : a(a), r(r), epoch(epoch), b(b), lane(lane), word(word), alone(a.senders == 0)
+	{
+	}
+
+	// Signals the staged chunks that all warps have written and no other teller has taken on. False when there are none.
+	__device__ __forceinline__ bool tell(const items &all)
+	{
+		u32 from = alone ? mine : __shfl_sync(~0u, lane == 0 ? read_shared(&b.told) : 0, 0);
+		u32 k = from + lane, ready = __ballot_sync(~0u, b.written[k % chunks_ahead].all(k / chunks_ahead));
+		u32 end = from + (ready == ~0u ? 32 : __ffs(~ready) - 1); // in order
+		if (end == from || (!alone && __shfl_sync(~0u, lane == 0 ? atomicCAS(&b.told, from, end) : 0, 0) != from))
+			return false;
+		fence_system(); // X4: what the warps wrote comes before the signal, also what was written before these chunks
+		if (alone && lane == 0)
+			publish(&b.told, end);
+		mine = end;
+		walk order(a, all);
+#pragma unroll 1
+		for (;; at++) {
+			const lane_out &o = b.out[order[at]];
+			u32 chunks = b.place[o.step] == SW_NOWHERE ? o.chunks : 0;
+			if (chunks != 0 && before + chunks > from && lane == 0)
+				signal(o, min(chunks, end - before)); // of a lane's chunks the last one is told of
+			if (before + chunks >= end)
+				return true;
+			before += chunks;
+		}
+	}
+
+	__device__ __forceinline__ void signal(const lane_out &o, u32 chunk)
+	{
+		u64 line = o.line + parity_bytes(a, epoch), s = chunk == o.chunks ? last_seq(epoch) : seq(epoch, chunk);
+		if (word == 0)
+			store16(line, s, static_cast<u64>(r[o.step].send_bytes));
+		else
+			store_relaxed(line + other_teller, s);
+	}
+
+	// True when the sending warps have signalled everything, or are about to.
+	__device__ __forceinline__ bool through()
+	{
+		u32 all = lane == 0 ? read_shared(&b.written_all) : 0;
+		return __shfl_sync(~0u, all, 0) != 0;
+	}
+
+	// Runs until everything is signalled, or the block gives up.
+	__device__ __forceinline__ void run()
+	{
+		items all(a);
+#pragma unroll 1
+		while (!through()) {
+			if (tell(all))
+				continue;
+			u32 over = lane == 0 ? read_shared(&b.over) : 0;
+			if (__shfl_sync(~0u, over, 0) != 0)
+				return;
+			__nanosleep(20);
+		}
+	}
+};
+
 struct send_watch : watch {
 	using watch::watch;
-	u32 told = 0;
-	u32 at = 0;    // the item of the next one, in order
-	u32 chunk = 0; // how many of its chunks are told
 
 	// True while the credit of a step has not come. Of a message on whose lanes the block sends nothing it is not awaited: its
 	// receiver can be through before the block has looked, and grant the next call's.
@@ -1168,56 +1242,33 @@ struct send_watch : watch {
 		wait_for(r[o.step].to, true);
 	}
 
-	// Signals the staged chunks that all warps have written since.
-	__device__ __forceinline__ void tell(const items &all)
-	{
-		u32 k = told + lane, ready = __ballot_sync(~0u, b.written[k % chunks_ahead].all(k / chunks_ahead));
-		u32 n = ready == ~0u ? 32 : __ffs(~ready) - 1; // in order
-		if (n == 0)
-			return;
-		fence_system(); // X4: what the warps wrote comes before the signal
-		told += n;
-		walk order(a, all);
-#pragma unroll 1
-		while (n > 0) {
-			const lane_out &o = b.out[order[at]];
-			if (b.place[o.step] != SW_NOWHERE || chunk == o.chunks) {
-				at++;
-				chunk = 0;
-				continue;
-			}
-			u32 more = min(n, o.chunks - chunk); // of a lane's chunks the last one is told of
-			chunk += more, n -= more;
-			if (lane == 0)
-				store16(o.line + parity_bytes(a, epoch), chunk == o.chunks ? last_seq(epoch) : seq(epoch, chunk), static_cast<u64>(r[o.step].send_bytes));
-		}
-		fresh = true;
-		__syncwarp();
-		if (lane == 0)
-			publish(&b.told, told);
-	}
-
 	__device__ __forceinline__ void run()
 	{
 		items all(a);
+		teller tells(a, r, epoch, b, lane, 0);
+		bool credits = true, staged = false;
 #pragma unroll 1
 		for (;;) {
-			bool open = false, staged = false;
+			if (credits) {
+				bool open = false;
 #pragma unroll 1
-			for (u32 s = lane; s < all.peers; s += 32) {
-				open |= await_credit(s);
-				staged |= b.place[s] == SW_NOWHERE;
-			}
-			if (__any_sync(~0u, staged) != 0) {
+				for (u32 s = lane; s < all.peers; s += 32) {
+					open |= await_credit(s);
+					staged |= b.place[s] == SW_NOWHERE;
+				}
+				credits = __any_sync(~0u, open) != 0;
+				staged = __any_sync(~0u, staged) != 0;
 				__syncwarp(); // places that other lanes have written
+			}
+			if (staged) {
 #pragma unroll 1
 				for (u32 i = lane; i < all.count; i += 32)
 					if (b.place[b.out[i].step] == SW_NOWHERE)
 						look_for_room(i);
-				tell(all);
-				open |= read_shared(&b.sent) < send_warps || told < read_shared(&b.staged);
+				if (a.senders == 0) // otherwise there are warps for that
+					fresh |= tells.tell(all);
 			}
-			if (__any_sync(~0u, open) == 0 || !go_on())
+			if ((!credits && (!staged || tells.through())) || !go_on())
 				return;
 		}
 	}
@@ -1235,11 +1286,12 @@ struct recv_watch : watch {
 		u32 p = r[o.step].from;
 		i64 n = r[o.step].recv_bytes;
 		u64 line = o.line + parity_bytes(a, epoch);
-		pair64 v = load16(line);
-		load_acquire(line); // no older than v: what v tells of is seen behind it
-		u32 c = chunks(v.a);
+		pair64 v = load16(line), w = load16(line + end_of_staged);
+		u64 last = max(v.a, max(w.a, w.b));
+		u32 c = chunks(last);
 		if (c > b.arrived[i]) {
-			if (b.arrived[i] == 0 && !in.right_size(v.b, p, n))
+			load_acquire(line + (last == v.a ? 0 : last == w.a ? end_of_staged : other_teller)); // no older than that: what it tells of is seen behind it
+			if (last == v.a && !in.right_size(v.b, p, n))
 				c = no_chunks;
 			publish(&b.arrived[i], c);
 			fresh = true;
@@ -1347,14 +1399,15 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	if (threadIdx.x == blockDim.x - 1)
 		number.advance(a);
 	release_stream();
-	packets<gathered> x(a, r, warp * gridDim.x + blockIdx.x, gridDim.x * send_warps, lane);
+	packets<gathered> x(a, r, warp * alike(a) + among_alike(a), alike(a) * send_warps, lane);
+	bool sends = blockIdx.x < alike(a), receives = a.senders == 0 || !sends;
 	if (a.size == 1) {
 		copy_own(a, r, x.warp, warps, lane);
 		return;
 	}
-	bool staged = a.dst_offset < 0 || (a.flags & SW_STAGED) != 0;
+	bool staged = through_staging(a);
 	receiver in{a, r, epoch};
-	if (warp < send_warps) {
+	if (warp < send_warps && sends) {
 		if ((b.packets & 1) != 0)
 			x.send(epoch);
 		sender out{a, r, epoch, b, warp, lane};
@@ -1362,14 +1415,19 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	} else if (warp == send_warps) {
 		if (blockIdx.x == 0)
 			x.announce(epoch, lane, 32);
-		send_watch(a, r, epoch, b, lane).run();
+		if (sends)
+			send_watch(a, r, epoch, b, lane).run();
 	} else if (warp == send_warps + 1) {
 		if (blockIdx.x == 0)
 			in.grant(lane, 32);
-		if (staged)
+		if (staged && receives)
 			recv_watch(a, r, epoch, b, lane).run(in);
+	} else if (!receives) {
+		if (warp < send_warps + 2 + tellers)
+			teller(a, r, epoch, b, lane, warp - send_warps - 2).run();
 	} else {
-		warp -= send_warps + 2;
+		if (warp > send_warps)
+			warp -= send_warps + recv_warps + 2 - takers(a);
 		if (staged) {
 			in.take_staged(b, warp, lane);
 		} else {
@@ -1378,6 +1436,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		}
 	}
 	if ((b.packets & 2) != 0) {
+		x.warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
 		x.warps = warps;
 		x.receive(epoch);
 	}

@@ -53,6 +53,7 @@ const (
 	argsSlotBytes = 128
 	argsRank      = 136
 	argsFlags     = 152
+	argsSenders   = 164
 	argsSegments  = 184
 	argsOwn       = 192
 	argsSteps     = 216
@@ -62,7 +63,7 @@ const (
 )
 
 // exchangeArgs encodes struct sw_exchange_args into b, which has argsBytes bytes.
-func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, x *Exchange) {
+func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, x *Exchange) {
 	c, r := x.Channels, x.Routes
 	at := 0
 	word := func(v uint64) {
@@ -90,7 +91,7 @@ func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval
 	if peers := uint64(c.Size - 1); peers > 1 {
 		inverse = uint32((1<<32 + peers - 1) / peers)
 	}
-	for _, v := range [8]uint32{uint32(space.Rank), uint32(c.Size), uint32(c.Lanes), uint32(c.Slots), flags, interval, inverse, 0} {
+	for _, v := range [8]uint32{uint32(space.Rank), uint32(c.Size), uint32(c.Lanes), uint32(c.Slots), flags, interval, inverse, uint32(senders)} {
 		binary.LittleEndian.PutUint32(b[at:], v)
 		at += 4
 	}

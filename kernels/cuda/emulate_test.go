@@ -85,10 +85,16 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"if (b.place[s] != 0 || b.out[s].chunks == 0)", "if (b.place[s] != 0 || r[s].send_bytes <= a.packet_bytes)",
 		},
 		"a chunk is signalled as another one": {
-			"if (b.place[o.step] != SW_NOWHERE || chunk == o.chunks)", "if (chunk == o.chunks)",
+			"if (chunks != 0 && before + chunks > from", "if (before + chunks > from",
 		},
-		"warps differ on whose turn a tile is": {
-			"warp >= dealt ? warp - dealt : warp + send_warps - dealt", "(warp - dealt) % send_warps",
+		"a warp leaves a chunk one tile too early": {
+			"mine >= first + each;", "mine + 1 >= first + each;",
+		},
+		"the end of a message is signalled before all warps have written it": {
+			"part_sync(send_part, SW_SEND_THREADS);", "",
+		},
+		"a slot is given back before all warps of a block that only copies have read it": {
+			"expect(takers(a))", "expect(recv_warps)",
 		},
 		"a tile in place belongs to no lane": {
 			"(whole - o.lane + o.lanes - 1) / o.lanes", "whole / o.lanes",
@@ -97,7 +103,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"mine += (last - 1 - mine) / send_warps * send_warps;", "mine = last;",
 		},
 		"a slot is written before it has been read": {
-			"c > a.slot_count + room && ", "false && ",
+			"c > slots + room && ", "false && ",
 		},
 	} {
 		t.Run(what, func(t *testing.T) {

@@ -73,6 +73,9 @@ type Tuning struct {
 	Staged bool
 	// Mesh serves all peers at the same time instead of one after the other.
 	Mesh bool
+	// Apart lets blocks of their own, as many as send, copy messages out of staging, where the device has room for them: what a
+	// multiprocessor writes to its own memory takes from what it can send.
+	Apart bool
 	// Rate spreads the stores of the blocks together over time, to so many bytes a nanosecond. Senders that offer a little less
 	// than a link carries keep their order around the ring, and the link is then used better than by all they could store.
 	// 0 means as fast as they can.
@@ -196,7 +199,7 @@ func (e *Engine) AllToAllV(stream uintptr, x *Exchange) error {
 	if err := x.validate(e.space.Size); err != nil {
 		return err
 	}
-	if n := sharedBytes(x.Channels, min(x.Channels.Lanes, e.limit)); n > e.shared {
+	if n := sharedBytes(x.Channels, min(x.Channels.Lanes, e.limit), recvThreads); n > e.shared {
 		return fmt.Errorf("kernels: alltoallv: %d lanes of %d ranks on at most %d blocks need %d bytes of shared memory", x.Channels.Lanes, x.Channels.Size, e.limit, n)
 	}
 	e.mu.Lock()
@@ -245,7 +248,7 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 		e.addCopies(b, x)
 		return
 	}
-	groups, large, interval := int64(0), x.Splits != 0, uint32(0)
+	groups, large, interval, senders := int64(0), x.Splits != 0, uint32(0), 0
 	for p := range c.Size {
 		if p == e.space.Rank {
 			continue
@@ -261,11 +264,15 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 			blocks = c.Lanes
 		}
 		most := min(c.Lanes, e.limit)
-		for blocks = max(1, min(blocks, most)); blocks < most && sharedBytes(c, blocks) > e.shared; {
+		for blocks = max(1, min(blocks, most)); blocks < most && sharedBytes(c, blocks, recvThreads) > e.shared; {
 			blocks++ // fewer would have more lanes each than they have room for
 		}
-		l.Grid = [3]uint32{uint32(blocks), 1, 1}
-		l.SharedBytes = uint32(sharedBytes(c, blocks))
+		grid, takers := blocks, recvThreads
+		if staged := t.Staged || x.DstOffset < 0; t.Apart && staged && c.Size > 1 && 2*blocks <= e.limit && sharedBytes(c, blocks, apartThreads) <= e.shared {
+			senders, grid, takers = blocks, 2*blocks, apartThreads
+		}
+		l.Grid = [3]uint32{uint32(grid), 1, 1}
+		l.SharedBytes = uint32(sharedBytes(c, blocks, takers))
 		if t.Rate > 0 {
 			interval = uint32(min(tileBytes*float64(blocks)/t.Rate*e.cycles, 1<<24))
 		}
@@ -278,23 +285,23 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 		}
 		l.Grid = [3]uint32{uint32(max(1, min(blocks, e.small))), 1, 1}
 	}
-	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), flags, interval, x)
+	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), flags, interval, senders, x)
 	l.Args = e.args[:argsBytes]
 	b.Launch(0, l)
 }
 
 // sharedBytes is the dynamic shared memory of a block of the exchange kernel: what its warps tell one another of every lane
-// of a message that the block looks after.
-func sharedBytes(c *Channels, blocks int) int {
+// of a message that the block looks after. takers is how many of its threads copy messages out of staging.
+func sharedBytes(c *Channels, blocks, takers int) int {
 	items := (c.Size - 1) * ((c.Lanes + blocks - 1) / blocks)
-	return items * (itemBytes + 8*c.Slots + 4*(3+recvThreads/32))
+	return items * (itemBytes + 8*c.Slots + 4*(3+takers/32))
 }
 
 // addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast. What stays on the
 // rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 	r, c := x.Routes, x.Channels
-	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), 0, 0, x)
+	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), 0, 0, 0, x)
 	for p, at := range x.Places {
 		binary.LittleEndian.PutUint64(e.args[argsBytes+8*p:], uint64(at))
 	}
@@ -329,6 +336,7 @@ func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 
 const (
 	exchangeThreads  = sendThreads + watchThreads + recvThreads
+	apartThreads     = sendThreads + recvThreads
 	maxSharedBytes   = 96 << 10 // of a block, asked for at launch
 	fixedSharedBytes = 8 << 10  // more than the kernel has beside that
 )

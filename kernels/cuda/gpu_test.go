@@ -384,6 +384,7 @@ var tunings = []struct {
 	{"staged ring at a rate", false, Tuning{Rate: 50}},
 	{"staged by choice", true, Tuning{Staged: true}},
 	{"staged, one block", false, Tuning{Blocks: 1}},
+	{"staged, copied out by other blocks", false, Tuning{Blocks: 2, Rate: 50, Apart: true}},
 }
 
 func TestX5_AnyCountsAnyAlignment(t *testing.T) {

@@ -298,6 +298,8 @@ func TestMeasure(t *testing.T) {
 					{"staged ring", false, Tuning{}},
 					{"staged ring at 345", false, Tuning{Rate: 345}},
 					{"staged ring at 355", false, Tuning{Rate: 355}},
+					{"staged ring at 355, apart", false, Tuning{Rate: 355, Apart: true}},
+					{"staged ring at 365, apart", false, Tuning{Rate: 365, Apart: true}},
 				}
 				for _, v := range variants {
 					c := w.newCall(m, none)

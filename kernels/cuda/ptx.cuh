@@ -26,6 +26,8 @@ __device__ __forceinline__ u64 load_relaxed(u64 p)
 	return v;
 }
 
+__device__ __forceinline__ void store_relaxed(u64 p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+
 __device__ __forceinline__ u64 load_acquire(u64 p)
 {
 	u64 v;
@@ -111,14 +113,6 @@ __device__ __forceinline__ u32 lane_id()
 	u32 lane;
 	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
 	return lane;
-}
-
-// For one thread of a warp. At an address that is known to be the same in all lanes the assembler would add them up first.
-__device__ __forceinline__ u32 add_shared(u32 *p, u32 n)
-{
-	u32 before;
-	asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(shared_address(p) + (lane_id() >> 5)), "r"(n) : "memory");
-	return before;
 }
 
 // A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for the stores that

@@ -53,7 +53,9 @@ func variants(c config, n int) []*variant {
 		if c.Device != "cuda" {
 			continue
 		}
-		v.options.MaxSMs = slices.Max(sms)
+		if most := slices.Max(sms); most != 16 { // 16 is the default, with as many beside them for staging
+			v.options.MaxSMs = most
+		}
 		if v != packet {
 			v.options.PacketBytes = -1
 		}

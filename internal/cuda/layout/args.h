@@ -89,7 +89,7 @@ struct sw_exchange_args {
 	uint64_t timeout_ns;
 
 	uint64_t control;
-	uint64_t signals;      /* [2][size][lanes] lines: {seq, total} */
+	uint64_t signals;      /* [2][size][lanes] lines: {seq, total}, and of a message through staging {seq of its end, seq} */
 	uint64_t credits;      /* [size] lines: {seq, offset or SW_NOWHERE} {seq, total} */
 	uint64_t lane_credits; /* [size][lanes] lines: {seq of the last chunk taken out of staging, 0} */
 	uint64_t packets;      /* [2][size][packet_stride] */
@@ -103,7 +103,7 @@ struct sw_exchange_args {
 	uint32_t flags;
 	uint32_t interval; /* cycles from one tile of a block to the next; 0: as they come */
 	uint32_t inverse;  /* 2^32/(size-1), rounded up; 0 where size-1 < 2 */
-	uint32_t pad;
+	uint32_t senders;  /* blocks that send; as many more copy messages out of staging. 0: every block does both */
 
 	int64_t src_bytes, dst_bytes; /* how long the buffers are; looked at where splits are not below */
 

@@ -29,7 +29,7 @@ func Of() map[string]int {
 		"argsSplits": int(unsafe.Offsetof(a.splits)), "argsFault": int(unsafe.Offsetof(a.fault)),
 		"argsControl": int(unsafe.Offsetof(a.control)), "argsPackets": int(unsafe.Offsetof(a.packets)),
 		"argsSlotBytes": int(unsafe.Offsetof(a.slot_bytes)), "argsRank": int(unsafe.Offsetof(a.rank)),
-		"argsFlags": int(unsafe.Offsetof(a.flags)), "argsOwn": int(unsafe.Offsetof(a.own_bytes)), "argsSteps": int(unsafe.Offsetof(a.steps)),
+		"argsFlags": int(unsafe.Offsetof(a.flags)), "argsSenders": int(unsafe.Offsetof(a.senders)), "argsOwn": int(unsafe.Offsetof(a.own_bytes)), "argsSteps": int(unsafe.Offsetof(a.steps)),
 		"stepBytes": C.sizeof_struct_sw_step, "stepSend": int(unsafe.Offsetof(st.send_bytes)), "stepRecv": int(unsafe.Offsetof(st.recv_bytes)),
 	}
 }

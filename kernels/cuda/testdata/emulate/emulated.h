@@ -238,6 +238,11 @@ inline void store16(u64 p, u64 a, u64 b)
 	at<pair64>(p) = {a, b};
 	emu::yield_seldom();
 }
+inline void store_relaxed(u64 p, u64 v)
+{
+	at<u64>(p) = v;
+	emu::yield_seldom();
+}
 inline void fence_system() { emu::yield(); }
 inline u64 now_ns() { return emu::time_ns; }
 inline void await_stream() {}
@@ -260,8 +265,6 @@ template <typename T> void write_shared(T *p, T v)
 }
 
 template <typename T> void publish(T *p, T v) { write_shared(p, v); }
-
-inline u32 add_shared(u32 *p, u32 n) { return atomicAdd(p, n); }
 
 struct reports {
 	u32 warps, count; // in the place of the device's 64 bits

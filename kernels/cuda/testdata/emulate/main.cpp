@@ -127,6 +127,7 @@ struct part {
 	bool staged = false, mesh = false, table = false;
 	bool copies = false; // by copy engines
 	u32 blocks = 1, interval = 0;
+	bool apart = false; // blocks of their own copy messages out of staging
 	std::vector<i64> send, send_at, recv, recv_at; // by rank
 	u64 timeout_ns = u64{1} << 50;
 };
@@ -182,6 +183,7 @@ sw_exchange_args arguments(world &w, const call &c, u32 rank, std::vector<i64> &
 	a.rank = rank, a.size = w.size, a.lanes = w.lanes, a.slot_count = w.slots;
 	a.flags = k.mesh ? SW_MESH : 0;
 	a.interval = k.interval;
+	a.senders = k.apart && k.staged ? k.blocks : 0;
 	if (w.size > 2)
 		a.inverse = static_cast<u32>(((u64{1} << 32) + w.size - 2) / (w.size - 1));
 	a.src_bytes = a.dst_bytes = static_cast<i64>(w.stride) - c.dst;
@@ -281,8 +283,10 @@ void start(world &w, u32 rank, const call &c, std::vector<emu::block *> &blocks)
 	auto table = std::make_shared<std::vector<i64>>();
 	auto a = std::make_shared<sw_exchange_args>(arguments(w, c, rank, *table));
 	u32 grid = large ? k.blocks : 2, threads = large ? SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS : SW_PACKET_THREADS;
-	u32 items = (w.size - 1) * ((w.lanes + grid - 1) / grid);
-	size_t bytes = items * (SW_ITEM_BYTES + 8 * w.slots + 4 * (3 + SW_RECV_THREADS / 32));
+	u32 items = (w.size - 1) * ((w.lanes + grid - 1) / grid), takers = SW_RECV_THREADS / 32;
+	if (large && a->senders != 0)
+		grid *= 2, takers += SW_SEND_THREADS / 32;
+	size_t bytes = items * (SW_ITEM_BYTES + 8 * w.slots + 4 * (3 + takers));
 	for (u32 i = 0; i < grid; i++)
 		blocks.push_back(launch(rank, i, grid, threads, bytes, [a, table, large] { large ? alltoallv(*a) : alltoallv_packet(*a); }));
 }
@@ -354,6 +358,7 @@ void vary(const world &w, part &k)
 	k.staged = draw(2), k.mesh = draw(2), k.table = draw(4) == 0;
 	k.blocks = 1 + draw(w.lanes);
 	k.interval = draw(3) == 0 ? draw(300) : 0;
+	k.apart = draw(2);
 }
 
 call random_call(const world &w)
