@@ -246,6 +246,7 @@ type registry struct {
 	forced  Algorithm
 	device  device.Kind
 	maxSMs  int
+	apart   bool // Options.apart, on GPUs
 	shared  bool // Traffic.Shared
 	pulls   bool // Traffic.Pulled, where it matters
 	table   *estimates
@@ -253,7 +254,7 @@ type registry struct {
 
 func newRegistry(o *Options, rank, size int, kind device.Kind) (*registry, error) {
 	r := &registry{all: append(builtin(), o.Algorithms...), order: map[string][]int32{}, reverse: map[string][]int32{}, device: kind,
-		maxSMs: o.MaxSMs, table: o.Table.forWorld(size, o.MaxSMs)}
+		maxSMs: o.MaxSMs, apart: o.apart && kind == device.CUDAKind, table: o.Table.forWorld(size, o.MaxSMs)}
 	if o.NoSMs {
 		r.maxSMs = 0
 	}
@@ -335,6 +336,8 @@ type Decision struct {
 	Cached bool
 	// SMs is how many multiprocessors of a GPU the call takes; 0 leaves it to the kernel, or needs none.
 	SMs int
+	// CopySMs is how many more of them copy messages out of staging, 0 when those that send do it.
+	CopySMs int
 	// Rate is the GB/s to which the senders are held together on a GPU, 0 when they are not.
 	Rate float64
 	// Modes counts the messages to other ranks by wire mode: packet, eager, credit.
@@ -372,6 +375,9 @@ func (d Decision) String() string {
 		b.WriteString("; output pulled")
 	default:
 		b.WriteString("; output through staging")
+		if d.CopySMs > 0 {
+			fmt.Fprintf(&b, " by %d more multiprocessors", d.CopySMs)
+		}
 	}
 	for _, c := range d.Candidates {
 		fmt.Fprintf(&b, "\n  %-10s %10.1f us  %s", c.Algorithm, c.Microseconds, c.Why)
@@ -435,6 +441,11 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 	if t.Largest > c.PacketBytes || t.Live {
 		d.SMs = max(0, min(s.SMs, r.maxSMs))
 		d.Rate = max(0, s.Rate)
+		if r.apart && (s.Staged || !inPlace) {
+			if d.CopySMs = d.SMs; d.CopySMs == 0 {
+				d.CopySMs = r.maxSMs
+			}
+		}
 	}
 	if routes.Window <= 0 || routes.Window > c.Size {
 		routes.Window = c.Size

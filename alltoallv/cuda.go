@@ -19,11 +19,10 @@ type cudaCarrier struct {
 	group    func() error
 	exchange cuda.Exchange
 	places   []int64
-	apart    bool // Options.apart
 }
 
 func (k *cudaCarrier) open(h *memory.Heap, c *kernels.Channels, o *Options, neighbours int) (_ *memory.Buffer, err error) {
-	k.group, k.apart = h.Group().Err, o.apart
+	k.group = h.Group().Err
 	k.channels = cuda.Channels{Size: c.Size, Lanes: o.MaxSMs, Slots: c.Slots, SlotBytes: c.SlotBytes, PacketBytes: c.PacketBytes}
 	b, err := allocate(h, k.channels.Bytes())
 	if err != nil {
@@ -60,7 +59,6 @@ func (k *cudaCarrier) launch(s device.Stream, o *op) (done bool, err error) {
 	a := &o.args
 	k.exchange = cuda.Exchange{Channels: &k.channels, Routes: a.Routes, Src: o.src.Ptr(), Dst: o.dst.Ptr(), DstOffset: a.DstOffset,
 		Splits: o.live.Ptr(), SrcBytes: o.src.Len(), DstBytes: o.dst.Len(), Timeout: a.Timeout, Tuning: tuning(o.plan, a.DstOffset >= 0)}
-	k.exchange.Tuning.Apart = k.apart
 	if o.plan.chosen[1].Algorithm == (copyEngine{}).Name() && a.DstOffset >= 0 && o.plan.places != nil {
 		k.places = k.places[:0]
 		for _, at := range o.plan.places {
@@ -90,7 +88,7 @@ func tuning(p *plan, inPlace bool) cuda.Tuning {
 	if inPlace {
 		d, r = &p.chosen[1], &p.routes[1]
 	}
-	return cuda.Tuning{Blocks: d.SMs, Staged: r.Staged, Mesh: r.Window > 1, Rate: d.Rate}
+	return cuda.Tuning{Blocks: d.SMs, Staged: r.Staged, Mesh: r.Window > 1, Rate: d.Rate, Apart: d.CopySMs > 0}
 }
 
 // fault is what kernels have written down since, with the group's reason where they were told to give up.

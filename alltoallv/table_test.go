@@ -166,6 +166,16 @@ func TestTableInterpolates(t *testing.T) {
 	require.Equal(t, 2, table.forWorld(7, 16).curves[0].ranks, "the largest where none is larger")
 }
 
+func TestMoreMultiprocessorsCopyOutOfStagingUnlessThereIsABound(t *testing.T) {
+	const mib = 1 << 20
+	d := pick(t, Options{}, equal(8, 32*mib, false), false)
+	require.Equal(t, []int{16, 16}, []int{d.SMs, d.CopySMs})
+	require.Contains(t, d.String(), "output through staging by 16 more multiprocessors")
+	require.Equal(t, 16, pick(t, Options{Algorithm: "pipelined"}, equal(8, 32*mib, false), true).CopySMs)
+	require.Zero(t, pick(t, Options{MaxSMs: 16}, equal(8, 32*mib, false), false).CopySMs)
+	require.Zero(t, pick(t, Options{}, equal(8, 8192, false), false).CopySMs, "packets")
+}
+
 func TestARingIsHeldToARateWhereTheTableSaysSoAndItsStepsAreEven(t *testing.T) {
 	const mib = 1 << 20
 	d := pick(t, Options{}, equal(8, 32*mib, false), true)
@@ -173,6 +183,7 @@ func TestARingIsHeldToARateWhereTheTableSaysSoAndItsStepsAreEven(t *testing.T) {
 	require.InDelta(t, 355, d.Rate, 15)
 	require.Contains(t, d.String(), fmt.Sprintf("on 16 multiprocessors at %g GB/s", d.Rate))
 	require.Zero(t, pick(t, Options{MaxSMs: 4}, equal(8, 32*mib, false), true).Rate, "so few offer less than that")
+	require.Zero(t, d.CopySMs)
 	skewed := equal(8, 32*mib, false)
 	skewed.Recv[3] *= 2
 	require.Zero(t, pick(t, Options{}, skewed, true).Rate)
