@@ -1390,12 +1390,16 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	number.load(a);
 	gathered r{steps};
 	u64 epoch = number.epoch();
+	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32 * gridDim.x;
+	receiver in{a, r, epoch};
+	bool grants = blockIdx.x == 0 && warp == send_warps + 1;
+	if (grants && a.splits == 0 && epoch != 0) // the sooner the better; splits from device memory are to be looked at by all threads first
+		in.grant(lane, 32);
 	if (__syncthreads_or(outside || epoch == 0)) { // for all or none: warps of a block wait for one another
 		if (blockIdx.x == 0 && epoch != 0 && a.splits != 0)
 			gathered::complain(steps, a, epoch);
 		return;
 	}
-	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32 * gridDim.x;
 	if (threadIdx.x == blockDim.x - 1)
 		number.advance(a);
 	release_stream();
@@ -1406,7 +1410,6 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		return;
 	}
 	bool staged = through_staging(a);
-	receiver in{a, r, epoch};
 	if (warp < send_warps && sends) {
 		if ((b.packets & 1) != 0)
 			x.send(epoch);
@@ -1418,7 +1421,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		if (sends)
 			send_watch(a, r, epoch, b, lane).run();
 	} else if (warp == send_warps + 1) {
-		if (blockIdx.x == 0)
+		if (grants && a.splits != 0)
 			in.grant(lane, 32);
 		if (staged && receives)
 			recv_watch(a, r, epoch, b, lane).run(in);
