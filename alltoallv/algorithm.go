@@ -205,6 +205,10 @@ func (a ring) Cost(t *Traffic) (float64, string) {
 // rank 392 instead of 380 GB/s among 4 H200, 396 instead of 375 among 8.
 const copiesToOne = 0.97
 
+// aloneRate bounds the rate of senders that copy messages out of staging as well: 128 MiB a rank on 4 GPUs take 343 us at 355 GB/s and 359
+// at 365, which is best with other multiprocessors for that.
+const aloneRate = 355
+
 // ownSMs is how many multiprocessors copy what stays on the rank while the copy engines move the rest: with 8 of them 512 MiB a rank
 // took 1254 us on 8 H200, with a copy engine 1268.
 const ownSMs = 8
@@ -441,10 +445,14 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 	if t.Largest > c.PacketBytes || t.Live {
 		d.SMs = max(0, min(s.SMs, r.maxSMs))
 		d.Rate = max(0, s.Rate)
-		if r.apart && (s.Staged || !inPlace) {
-			if d.CopySMs = d.SMs; d.CopySMs == 0 {
-				d.CopySMs = r.maxSMs
-			}
+		switch {
+		case inPlace && !s.Staged:
+		case !r.apart:
+			d.Rate = min(d.Rate, aloneRate)
+		case d.SMs == 0:
+			d.CopySMs = r.maxSMs
+		default:
+			d.CopySMs = d.SMs
 		}
 	}
 	if routes.Window <= 0 || routes.Window > c.Size {

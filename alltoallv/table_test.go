@@ -172,7 +172,10 @@ func TestMoreMultiprocessorsCopyOutOfStagingUnlessThereIsABound(t *testing.T) {
 	require.Equal(t, []int{16, 16}, []int{d.SMs, d.CopySMs})
 	require.Contains(t, d.String(), "output through staging by 16 more multiprocessors")
 	require.Equal(t, 16, pick(t, Options{Algorithm: "pipelined"}, equal(8, 32*mib, false), true).CopySMs)
-	require.Zero(t, pick(t, Options{MaxSMs: 16}, equal(8, 32*mib, false), false).CopySMs)
+	alone := pick(t, Options{MaxSMs: 16}, equal(4, 128*mib, false), false)
+	require.Zero(t, alone.CopySMs)
+	require.Equal(t, 355., alone.Rate)
+	require.Greater(t, pick(t, Options{}, equal(4, 128*mib, false), false).Rate, alone.Rate)
 	require.Zero(t, pick(t, Options{}, equal(8, 8192, false), false).CopySMs, "packets")
 }
 
