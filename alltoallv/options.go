@@ -33,8 +33,8 @@ type Options struct {
 	CacheEntries int
 	// Table is what algorithms are selected by. nil is a table measured on H200s for GPUs, and rules of thumb for the host.
 	Table *Table
-	// MaxSMs bounds how many multiprocessors of a GPU a call above PacketBytes takes. By default 16 send, and where peers cannot write
-	// the output as many more copy it out of staging. The host device has none.
+	// MaxSMs bounds how many multiprocessors of a GPU a call above PacketBytes takes. By default DefaultMaxSMs send, and where peers
+	// cannot write the output as many more copy it out of staging. The host device has none.
 	MaxSMs int
 	// NoSMs leaves a GPU's multiprocessors alone: calls above PacketBytes go by its copy engines or are refused. It is
 	// Algorithm "copy", which is for ranks that have a GPU each: others can hold up each other's copies until Timeout.
@@ -51,6 +51,9 @@ type Options struct {
 	apart bool // more multiprocessors than MaxSMs copy out of staging
 }
 
+// DefaultMaxSMs is how many multiprocessors of a GPU send where Options.MaxSMs is 0.
+const DefaultMaxSMs = 16
+
 const minSlotBytes = 4 << 10
 
 // channels validates the options and lays the control block out.
@@ -64,16 +67,17 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 		}
 		return v
 	}
+	if o.CacheEntries < 0 || o.Timeout < 0 || o.MaxSMs < 0 {
+		return kernels.Channels{}, invalid("Options.CacheEntries is %d, Timeout %v, MaxSMs %d", o.CacheEntries, o.Timeout, o.MaxSMs)
+	}
 	if o.MaxSMs == 0 {
-		o.MaxSMs, o.apart = 16, true
+		o.MaxSMs, o.apart = DefaultMaxSMs, true
 	}
-	c := kernels.Channels{Size: size, Slots: int(or(int64(o.Slots), 4))}
-	staging, sharers, maxSlotBytes := int64(32<<20), size, int64(256<<10) // sharers have slots of their own
-	if kind == device.CUDAKind {
-		c.Slots = int(or(int64(o.Slots), 8))
-		staging, sharers, maxSlotBytes = 128<<20, size*max(o.MaxSMs, 1), 128<<10
-	}
+	c := kernels.Channels{Size: size}
+	// sharers have slots of their own
+	slots, staging, sharers, maxSlotBytes := int64(4), int64(32<<20), size, int64(256<<10)
 	if kind == device.CUDAKind { // packets take the place of eager messages
+		slots, staging, sharers, maxSlotBytes = 8, 128<<20, size*o.MaxSMs, 128<<10
 		packets := int64(512 << 10)
 		if size > 4 {
 			packets = 255 << 10 // 2 MiB in equal parts of 256 KiB are faster by a ring
@@ -85,6 +89,7 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 			c.PacketBytes = 4 << 10
 		}
 	}
+	c.Slots = int(or(int64(o.Slots), slots))
 	if c.Slots < 1 {
 		return c, invalid("Options.Slots is %d", o.Slots)
 	}
@@ -98,9 +103,6 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	}
 	if c.PacketBytes > 1<<20 || c.EagerBytes > 1<<30 {
 		return c, invalid("Options.PacketBytes %d or EagerBytes %d is too large", c.PacketBytes, c.EagerBytes)
-	}
-	if o.CacheEntries < 0 || o.Timeout < 0 || o.MaxSMs < 0 {
-		return c, invalid("Options.CacheEntries is %d, Timeout %v, MaxSMs %d", o.CacheEntries, o.Timeout, o.MaxSMs)
 	}
 	if copies := (copyEngine{}).Name(); o.NoSMs && o.Algorithm == "" {
 		o.Algorithm = copies

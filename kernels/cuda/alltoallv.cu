@@ -619,6 +619,13 @@ struct walk {
 // How many warps of a block copy messages out of staging.
 __device__ __forceinline__ u32 takers(const sw_exchange_args &a) { return a.senders != 0 ? send_warps + recv_warps : recv_warps; }
 
+// A word that other warps write, the same for all lanes.
+__device__ __forceinline__ u32 read_by_one(u32 *word, u32 lane)
+{
+	u32 v = lane == 0 ? read_shared(word) : 0;
+	return __shfl_sync(~0u, v, 0);
+}
+
 // What the warps of a block tell one another.
 struct board {
 	u64 place[SW_MAX_RANKS]; // by step: where the receiver wants the message, from its segment on; 0 before it has said
@@ -693,11 +700,7 @@ struct board {
 	}
 
 	// The clock when the first place was told. To be asked after one has been seen.
-	__device__ __forceinline__ u32 began(u32 lane)
-	{
-		u32 then = lane == 0 ? read_shared(&begin) : 0;
-		return __shfl_sync(~0u, then, 0);
-	}
+	__device__ __forceinline__ u32 began(u32 lane) { return read_by_one(&begin, lane); }
 
 	// Waits until what another warp writes is at least want, which is not 0, and returns it. 0 when the block gives up.
 	__device__ __forceinline__ u32 await(u32 *word, u32 want, u32 lane)
@@ -843,7 +846,7 @@ static __device__ __noinline__ bool write_staged(board &b, walk order, u32 items
 			if (interval != 0 && begin == 0) {
 				if (lane == 0)
 					atomicCAS(&b.begin_staged, 0u, static_cast<u32>(clock()) | 1u);
-				begin = __shfl_sync(~0u, lane == 0 ? read_shared(&b.begin_staged) : 0u, 0);
+				begin = read_by_one(&b.begin_staged, lane);
 			}
 			if (interval != 0)
 				await_clock(begin + mine * interval);
@@ -1085,8 +1088,7 @@ struct receiver {
 				mine += step;
 				continue;
 			}
-			u32 over = lane == 0 ? read_shared(&b.over) : 0;
-			if (__shfl_sync(~0u, over, 0) != 0)
+			if (read_by_one(&b.over, lane) != 0)
 				return;
 			__nanosleep(20);
 		}
@@ -1151,7 +1153,7 @@ struct teller {
 	// Signals the staged chunks that all warps have written and no other teller has taken on. False when there are none.
 	__device__ __forceinline__ bool tell(const items &all)
 	{
-		u32 from = alone ? mine : __shfl_sync(~0u, lane == 0 ? read_shared(&b.told) : 0, 0);
+		u32 from = alone ? mine : read_by_one(&b.told, lane);
 		u32 k = from + lane, ready = __ballot_sync(~0u, b.written[k % chunks_ahead].all(k / chunks_ahead));
 		u32 end = from + (ready == ~0u ? 32 : __ffs(~ready) - 1); // in order
 		if (end == from || (!alone && __shfl_sync(~0u, lane == 0 ? atomicCAS(&b.told, from, end) : 0, 0) != from))
@@ -1183,11 +1185,7 @@ struct teller {
 	}
 
 	// True when the sending warps have signalled everything, or are about to.
-	__device__ __forceinline__ bool through()
-	{
-		u32 all = lane == 0 ? read_shared(&b.written_all) : 0;
-		return __shfl_sync(~0u, all, 0) != 0;
-	}
+	__device__ __forceinline__ bool through() { return read_by_one(&b.written_all, lane) != 0; }
 
 	// Runs until everything is signalled, or the block gives up.
 	__device__ __forceinline__ void run()
@@ -1197,8 +1195,7 @@ struct teller {
 		while (!through()) {
 			if (tell(all))
 				continue;
-			u32 over = lane == 0 ? read_shared(&b.over) : 0;
-			if (__shfl_sync(~0u, over, 0) != 0)
+			if (read_by_one(&b.over, lane) != 0)
 				return;
 			__nanosleep(20);
 		}

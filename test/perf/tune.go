@@ -53,7 +53,7 @@ func variants(c config, n int) []*variant {
 		if c.Device != "cuda" {
 			continue
 		}
-		if most := slices.Max(sms); most != 16 { // 16 is the default, with as many beside them for staging
+		if most := slices.Max(sms); most != alltoallv.DefaultMaxSMs { // which has as many beside it for staging
 			v.options.MaxSMs = most
 		}
 		if v != packet {

@@ -96,7 +96,7 @@ struct sw_exchange_args {
 	uint64_t packet_stride;
 	int64_t packet_bytes; /* messages up to this are packets */
 	uint64_t slots;       /* [size][lanes][slot_count][slot_bytes] */
-	int64_t slot_bytes;   /* also the size of a chunk where messages are written in place */
+	int64_t slot_bytes;
 
 	uint32_t rank, size;
 	uint32_t lanes, slot_count;
