@@ -23,7 +23,7 @@ type cudaCarrier struct {
 
 func (k *cudaCarrier) open(h *memory.Heap, c *kernels.Channels, o *Options, neighbours int) (_ *memory.Buffer, err error) {
 	k.group = h.Group().Err
-	k.channels = cuda.Channels{Size: c.Size, Lanes: o.MaxSMs, Slots: c.Slots, SlotBytes: c.SlotBytes, PacketBytes: c.PacketBytes}
+	k.channels = cuda.Channels{Size: c.Size, Stripes: o.MaxSMs, Slots: c.Slots, SlotBytes: c.SlotBytes, PacketBytes: c.PacketBytes}
 	b, err := allocate(h, k.channels.Bytes())
 	if err != nil {
 		return nil, err

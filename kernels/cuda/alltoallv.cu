@@ -25,26 +25,26 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_pac
 	u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
 	packets<direct> x(a, r, warp, warps, lane);
 	packets<direct>::ahead ahead{0, 0, false};
-	if (a.size > 1)
+	if (a.world.size > 1)
 		ahead = x.look_ahead();
 	await_stream();
 	call_number number;
-	number.load(a);
+	number.load(a.world);
 	x.preload(ahead);
 	u64 epoch = number.epoch();
 	if (__any_sync(~0u, epoch == 0)) // a fault may be written just now
 		return;
-	if (a.size > 1) {
+	if (a.world.size > 1) {
 		if (lane == 0)
 			x.announce(epoch, warp, warps);
 		x.send(epoch);
 	}
 	__syncthreads(); // every warp has read the number
 	if (threadIdx.x == blockDim.x - 1)
-		number.advance(a);
+		number.advance(a.world);
 	release_stream();
 	copy_own(a, r, warps - 1 - warp, warps, lane); // first by the warps that have sent least
-	if (a.size > 1)
+	if (a.world.size > 1)
 		x.receive(epoch);
 }
 
@@ -58,11 +58,11 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		b.packets = 0;
 	bool outside = gathered::fill(steps, a);
 	__syncthreads();
-	if (a.size > 1)
+	if (a.world.size > 1)
 		b.make(a, {steps}, memory, items(a));
 	await_stream(); // all that is above goes on while the kernel before runs
 	call_number number;
-	number.load(a);
+	number.load(a.world);
 	gathered r{steps};
 	u64 epoch = number.epoch();
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32 * gridDim.x;
@@ -76,11 +76,11 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		return;
 	}
 	if (threadIdx.x == blockDim.x - 1)
-		number.advance(a);
+		number.advance(a.world);
 	release_stream();
 	packets<gathered> x(a, r, warp * alike(a) + among_alike(a), alike(a) * send_warps, lane);
 	bool sends = blockIdx.x < alike(a), receives = a.senders == 0 || !sends;
-	if (a.size == 1) {
+	if (a.world.size == 1) {
 		copy_own(a, r, x.warp, warps, lane);
 		return;
 	}

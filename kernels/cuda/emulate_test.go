@@ -101,8 +101,8 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"a slot is given back before all warps of a block that only copies have read it": {
 			"expect(takers(a))", "expect(recv_warps)",
 		},
-		"a tile in place belongs to no lane": {
-			"(whole - o.lane + o.lanes - 1) / o.lanes", "whole / o.lanes",
+		"a tile in place belongs to no stripe": {
+			"(whole - o.stripe + o.stripes - 1) / o.stripes", "whole / o.stripes",
 		},
 		"a message for staging is passed over by some warps only": {
 			"mine += (last - 1 - mine) / send_warps * send_warps; //", "mine = last; //",

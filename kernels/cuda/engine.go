@@ -6,8 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"encoding/binary"
-
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/internal/shm"
@@ -66,7 +64,7 @@ type Exchange struct {
 
 // Tuning is how a rank does its part. It is local: peers need not agree on any of it. The zero value works.
 type Tuning struct {
-	// Blocks is how many multiprocessors the kernel takes, at most Channels.Lanes for messages above PacketBytes. 0 means a
+	// Blocks is how many multiprocessors the kernel takes, at most Channels.Stripes for messages above PacketBytes. 0 means a
 	// default. With Exchange.Places it is how many copy what stays on the rank; 0 leaves that to a copy engine.
 	Blocks int
 	// Staged takes messages in through staging even where peers could write Dst.
@@ -199,8 +197,8 @@ func (e *Engine) AllToAllV(stream uintptr, x *Exchange) error {
 	if err := x.validate(e.space.Size); err != nil {
 		return err
 	}
-	if n := sharedBytes(x.Channels, min(x.Channels.Lanes, e.limit), recvThreads); n > e.shared {
-		return fmt.Errorf("kernels: alltoallv: %d lanes of %d ranks on at most %d blocks need %d bytes of shared memory", x.Channels.Lanes, x.Channels.Size, e.limit, n)
+	if n := sharedBytes(x.Channels, min(x.Channels.Stripes, e.limit), recvThreads); n > e.shared {
+		return fmt.Errorf("kernels: alltoallv: %d stripes of %d ranks on at most %d blocks need %d bytes of shared memory", x.Channels.Stripes, x.Channels.Size, e.limit, n)
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -217,7 +215,7 @@ func (x *Exchange) validate(size int) error {
 	switch {
 	case c.Size != size:
 		return fmt.Errorf("kernels: alltoallv: channels of %d ranks on a heap of %d", c.Size, size)
-	case c.Lanes < 1 || c.Slots < 1 || c.SlotBytes < 128 || c.SlotBytes%128 != 0 || c.PacketBytes < 0:
+	case c.Stripes < 1 || c.Slots < 1 || c.SlotBytes < 128 || c.SlotBytes%128 != 0 || c.PacketBytes < 0:
 		return fmt.Errorf("kernels: alltoallv: channels %+v", *c)
 	case len(x.Routes.Order) != size-1 || len(x.Routes.ReverseOrder) != size-1:
 		return fmt.Errorf("kernels: alltoallv: orders of %d and %d peers for %d ranks", len(x.Routes.Order), len(x.Routes.ReverseOrder), size)
@@ -261,11 +259,11 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 		l.Function, l.Block = e.fn, [3]uint32{exchangeThreads, 1, 1}
 		blocks := t.Blocks
 		if blocks == 0 {
-			blocks = c.Lanes
+			blocks = c.Stripes
 		}
-		most := min(c.Lanes, e.limit)
+		most := min(c.Stripes, e.limit)
 		for blocks = max(1, min(blocks, most)); blocks < most && sharedBytes(c, blocks, recvThreads) > e.shared; {
-			blocks++ // fewer would have more lanes each than they have room for
+			blocks++ // fewer would have more stripes each than they have room for
 		}
 		grid, takers := blocks, recvThreads
 		if staged := t.Staged || x.DstOffset < 0; t.Apart && staged && c.Size > 1 && 2*blocks <= e.limit && sharedBytes(c, blocks, apartThreads) <= e.shared {
@@ -285,15 +283,15 @@ func (e *Engine) add(b *cuda.Batch, x *Exchange) {
 		}
 		l.Grid = [3]uint32{uint32(max(1, min(blocks, e.small))), 1, 1}
 	}
-	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), flags, interval, senders, x)
-	l.Args = e.args[:argsBytes]
+	encodeExchange(e.args[:exchangeArgsBytes], &e.space, e.fault.Addr(), flags, interval, senders, x)
+	l.Args = e.args[:exchangeArgsBytes]
 	b.Launch(0, l)
 }
 
-// sharedBytes is the dynamic shared memory of a block of the exchange kernel: what its warps tell one another of every lane
+// sharedBytes is the dynamic shared memory of a block of the exchange kernel: what its warps tell one another of every stripe
 // of a message that the block looks after. takers is how many of its threads copy messages out of staging.
 func sharedBytes(c *Channels, blocks, takers int) int {
-	items := (c.Size - 1) * ((c.Lanes + blocks - 1) / blocks)
+	items := (c.Size - 1) * ((c.Stripes + blocks - 1) / blocks)
 	return items * (itemBytes + 8*c.Slots + 4*(3+takers/32))
 }
 
@@ -301,9 +299,9 @@ func sharedBytes(c *Channels, blocks, takers int) int {
 // rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 	r, c := x.Routes, x.Channels
-	exchangeArgs(e.args[:argsBytes], &e.space, e.fault.Addr(), 0, 0, 0, x)
+	encodeExchange(e.args[:exchangeArgsBytes], &e.space, e.fault.Addr(), 0, 0, 0, x)
 	for p, at := range x.Places {
-		binary.LittleEndian.PutUint64(e.args[argsBytes+8*p:], uint64(at))
+		putCopyArgsPlaces(e.args, p, at)
 	}
 	me := e.space.Rank
 	own, from, to := r.SendBytes[me], x.Src+uintptr(r.SendOffsets[me]), x.Dst+uintptr(r.RecvOffsets[me])
@@ -312,7 +310,7 @@ func (e *Engine) addCopies(b *cuda.Batch, x *Exchange) {
 		b.Record(0, e.fork)
 		b.WaitEvent(1, e.fork)
 		if n := min(x.Tuning.Blocks, e.limit); n > 0 {
-			b.Launch(1, cuda.Launch{Function: e.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: e.args[:argsBytes]})
+			b.Launch(1, cuda.Launch{Function: e.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: e.args[:exchangeArgsBytes]})
 		} else {
 			b.Copy(1, to, from, own)
 		}
@@ -357,24 +355,23 @@ func (e *Engine) Err() error {
 	if b == nil || shm.Word32(b, faultKind).Load() == 0 {
 		return nil
 	}
-	peer, epoch := int(binary.LittleEndian.Uint32(b[faultPeer:])), binary.LittleEndian.Uint64(b[faultEpoch:])
-	sending := b[faultSending] != 0
-	switch shm.Word32(b, faultKind).Load() {
+	var f faultWords
+	f.get(b)
+	peer, epoch, sending := int(f.peer), f.epoch, f.sending != 0
+	switch f.kind {
 	case faultMismatch:
 		m := &kernels.CountMismatchError{
 			Src: peer, Dst: e.space.Rank, Epoch: epoch,
-			Sent: binary.LittleEndian.Uint64(b[faultSent:]), Expected: binary.LittleEndian.Uint64(b[faultExpect:]),
+			Sent: f.sent, Expected: f.expected,
 		}
 		if sending {
 			m.Src, m.Dst = e.space.Rank, peer
 		}
 		return m
 	case faultPlace:
-		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", epoch, peer,
-			binary.LittleEndian.Uint64(b[faultSent:]), binary.LittleEndian.Uint64(b[faultExpect:]))
+		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", epoch, peer, f.sent, f.expected)
 	case faultSplits:
-		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: epoch, Bytes: int64(binary.LittleEndian.Uint64(b[faultSent:])),
-			Offset: int64(binary.LittleEndian.Uint64(b[faultExpect:])), Limit: int64(binary.LittleEndian.Uint64(b[faultLimit:]))}
+		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: epoch, Bytes: int64(f.sent), Offset: int64(f.expected), Limit: int64(f.limit)}
 	case faultAborted:
 		return &comm.PeerError{Rank: peer, Op: "alltoallv", Epoch: epoch, Err: comm.ErrAborted}
 	default:

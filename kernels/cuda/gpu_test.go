@@ -369,7 +369,7 @@ func random(rng *rand.Rand, n int, pick func() int64) [][]int64 {
 	return m
 }
 
-var testChannels = Channels{Lanes: 4, Slots: 2, SlotBytes: 8192, PacketBytes: 4096}
+var testChannels = Channels{Stripes: 4, Slots: 2, SlotBytes: 8192, PacketBytes: 4096}
 
 var tunings = []struct {
 	name    string
@@ -421,7 +421,7 @@ func TestX5_AnyCountsAnyAlignment(t *testing.T) {
 
 func TestX5_LargeMessages(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
-	w := newWorld(t, 4, 256<<20, Channels{Lanes: 16, Slots: 2, SlotBytes: 128 << 10, PacketBytes: 64 << 10})
+	w := newWorld(t, 4, 256<<20, Channels{Stripes: 16, Slots: 2, SlotBytes: 128 << 10, PacketBytes: 64 << 10})
 	defer w.close()
 	for _, k := range tunings {
 		for _, skew := range []bool{false, true} {

@@ -19,7 +19,7 @@ import (
 var (
 	measure  = flag.String("measure", "", "what TestMeasure runs: comma-separated of packet, large, huge, zipf, eager, launch")
 	ranks    = flag.Int("ranks", 8, "ranks of TestMeasure")
-	lanes    = flag.Int("lanes", 16, "lanes of TestMeasure")
+	stripes  = flag.Int("stripes", 16, "stripes of TestMeasure")
 	slots    = flag.Int("slots", 4, "slots of a lane of TestMeasure")
 	slotKiB  = flag.Int64("slot-kib", 128, "slot bytes of TestMeasure")
 	only     = flag.String("only", "", "measure only variants whose name contains this")
@@ -185,7 +185,7 @@ func TestMeasure(t *testing.T) {
 		t.Skip("needs -measure")
 	}
 	n := *ranks
-	w := newWorld(t, n, 2*(*maxMiB)<<20+64<<20, Channels{Lanes: *lanes, Slots: *slots, SlotBytes: *slotKiB << 10, PacketBytes: *packetKB << 10})
+	w := newWorld(t, n, 2*(*maxMiB)<<20+64<<20, Channels{Stripes: *stripes, Slots: *slots, SlotBytes: *slotKiB << 10, PacketBytes: *packetKB << 10})
 	defer w.close()
 	run := func(name string, c *call, graph bool, calls, replays int) {
 		if *only != "" && !strings.Contains(name, *only) {

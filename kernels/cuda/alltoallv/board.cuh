@@ -18,44 +18,44 @@ constexpr u64 skip_message = SW_NOWHERE - 1; // a place: the receiver expects an
 constexpr u32 all_chunks = (1u << chunk_bits) - 1; // of an item that has arrived: last_seq
 constexpr u32 no_chunks = ~0u;			   // of an item that will not: its sender has another size in mind
 
-// What a block sends on one lane of a message, and what it receives. They are worked out before the call begins, because one
+// What a block sends of one stripe of a message, and what it receives. They are worked out before the call begins, because one
 // warp takes long for that.
-struct lane_out {
+struct stripe_out {
 	u64 src, to;	// of the message; in place, it goes to `to` plus the place that the receiver tells
 	u64 slots;	// the receiver's staging
 	u64 line;	// signal_line
-	u64 room;	// lane_credit
+	u64 room;	// stripe_credit
 	i64 all;	// bytes of the message
-	i64 at, bytes;	// the lane's part of it where it goes through staging
-	u32 lane, lanes; // in place, the lane's tiles are those of the message with the same remainder
-	u32 step, chunks; // chunks is 0 when the lane is not used
+	i64 at, bytes;	// the stripe itself, where it goes through staging
+	u32 stripe, stripes; // in place, the stripe's tiles are those of the message with the same remainder
+	u32 step, chunks; // chunks is 0 when the stripe is not used
 };
 
-struct lane_in {
+struct stripe_in {
 	u64 to, slots, line, room;
 	i64 bytes;
 	u32 step, chunks;
 };
 
-static_assert(sizeof(lane_out) + sizeof(lane_in) == SW_ITEM_BYTES);
+static_assert(sizeof(stripe_out) + sizeof(stripe_in) == SW_ITEM_BYTES);
 
 // Where some blocks send and others copy out of staging, there are as many of each, and they count from 0 alike.
 __device__ __forceinline__ u32 alike(const sw_exchange_args &a) { return a.senders != 0 ? a.senders : gridDim.x; }
 __device__ __forceinline__ u32 among_alike(const sw_exchange_args &a) { return blockIdx.x < alike(a) ? blockIdx.x : blockIdx.x - alike(a); }
 
-// Item i of a block is lane block+i/peers*blocks of the message of step i%peers.
+// Item i of a block is stripe block+i/peers*blocks of the message of step i%peers.
 struct items {
 	u32 peers, mine, count;
 
-	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.size - 1), mine((a.lanes - among_alike(a) + alike(a) - 1) / alike(a)), count(peers * mine) {}
+	__device__ __forceinline__ items(const sw_exchange_args &a) : peers(a.world.size - 1), mine((a.stripes - among_alike(a) + alike(a) - 1) / alike(a)), count(peers * mine) {}
 };
 
-// The items in the order in which a block sends them: all lanes of a step, then those of the next one.
+// The items in the order in which a block sends them: all stripes of a step, then those of the next one.
 struct walk {
 	u32 peers, mine, start;
 
-	__device__ __forceinline__ walk(u32 peers, u32 lanes, u32 start) : peers(peers), mine(lanes), start(start) {}
-	__device__ __forceinline__ walk(const sw_exchange_args &a, const items &all) : peers(all.peers), mine(all.mine), start((a.flags & SW_MESH) != 0 ? among_alike(a) % all.peers : 0) {}
+	__device__ __forceinline__ walk(u32 peers, u32 mine, u32 start) : peers(peers), mine(mine), start(start) {}
+	__device__ __forceinline__ walk(const sw_exchange_args &a, const items &all) : peers(all.peers), mine(all.mine), start((a.flags & SW_FLAG_MESH) != 0 ? among_alike(a) % all.peers : 0) {}
 
 	__device__ __forceinline__ u32 operator[](u32 i) const
 	{
@@ -70,7 +70,7 @@ __device__ __forceinline__ u32 takers(const sw_exchange_args &a) { return a.send
 // A word that other warps write, the same for all lanes.
 __device__ __forceinline__ u32 read_by_one(u32 *word, u32 lane)
 {
-	u32 v = lane == 0 ? read_shared(word) : 0;
+	u32 v = lane == 0 ? atom_acquire_cta(word) : 0;
 	return __shfl_sync(~0u, v, 0);
 }
 
@@ -87,8 +87,8 @@ struct board {
 	u32 packets;		 // 1: some are to be sent; 2: some are to be received
 
 	// By item, in dynamic shared memory:
-	lane_out *out;
-	lane_in *in;
+	stripe_out *out;
+	stripe_in *in;
 	reports *taken; // [slot]: the receiving warps have copied a chunk out
 	u32 *room;	// chunks that the receiver has taken out of staging
 	u32 *arrived;	// chunks that are in staging here
@@ -99,8 +99,8 @@ struct board {
 	__device__ __forceinline__ void make(const sw_exchange_args &a, gathered r, u64 *memory, const items &all)
 	{
 		u32 peers = all.peers, count = all.count;
-		lane_out *o = reinterpret_cast<lane_out *>(memory);
-		lane_in *n = reinterpret_cast<lane_in *>(o + count);
+		stripe_out *o = reinterpret_cast<stripe_out *>(memory);
+		stripe_in *n = reinterpret_cast<stripe_in *>(o + count);
 		reports *t = reinterpret_cast<reports *>(n + count);
 		u32 *words = reinterpret_cast<u32 *>(t + count * a.slot_count);
 		for (u32 i = threadIdx.x; i < 2 * count; i += blockDim.x) {
@@ -112,11 +112,11 @@ struct board {
 			i64 begin = part.begin(l), length = part.length(l);
 			u32 chunks = used ? chunk_count(a, length) : 0;
 			if (i < count)
-				o[k] = {a.src + m.send_offset, segment(a, m.to), lane_slots(a, m.to, a.rank, l), signal_line(a, m.to, a.rank, l),
-					lane_credit(a, a.rank, m.to, l), bytes, begin, length, l, part.count, s, chunks};
+				o[k] = {a.src + m.send_offset, segment(a.world, m.to), stripe_slots(a, m.to, a.world.rank, l), signal_line(a, m.to, a.world.rank, l),
+					stripe_credit(a, a.world.rank, m.to, l), bytes, begin, length, l, part.count, s, chunks};
 			else
-				n[k] = {a.dst + m.recv_offset + begin, lane_slots(a, a.rank, m.from, l), signal_line(a, a.rank, m.from, l),
-					lane_credit(a, m.from, a.rank, l), length, s, chunks};
+				n[k] = {a.dst + m.recv_offset + begin, stripe_slots(a, a.world.rank, m.from, l), signal_line(a, a.world.rank, m.from, l),
+					stripe_credit(a, m.from, a.world.rank, l), length, s, chunks};
 		}
 		for (u32 i = threadIdx.x; i < count * a.slot_count; i += blockDim.x)
 			t[i].expect(takers(a));
@@ -143,7 +143,7 @@ struct board {
 	// place[step] as all lanes of the warp see it.
 	__device__ __forceinline__ u64 seen(u32 step)
 	{
-		u64 p = look_shared(&place[step]);
+		u64 p = load_acquire_cta(&place[step]);
 		return __any_sync(~0u, p == 0) != 0 ? 0 : p;
 	}
 
@@ -156,8 +156,8 @@ struct board {
 		u32 here = 0;
 		if (lane == 0)
 #pragma unroll 1
-			while ((here = read_shared(word)) < want) {
-				if (read_shared(&over) != 0) {
+			while ((here = atom_acquire_cta(word)) < want) {
+				if (atom_acquire_cta(&over) != 0) {
 					here = 0;
 					break;
 				}
@@ -179,8 +179,8 @@ __device__ __forceinline__ void await_clock(u32 due)
 __device__ __forceinline__ bool await_place(board &b, bool wanted, u32 step, u64 &place)
 {
 #pragma unroll 1
-	while (__any_sync(~0u, wanted && (place = look_shared(&b.place[step])) == 0) != 0) {
-		if (__any_sync(~0u, read_shared(&b.over) != 0) != 0)
+	while (__any_sync(~0u, wanted && (place = load_acquire_cta(&b.place[step])) == 0) != 0) {
+		if (__any_sync(~0u, atom_acquire_cta(&b.over) != 0) != 0)
 			return false;
 		__nanosleep(20);
 	}

@@ -13,7 +13,7 @@ static __device__ __forceinline__ sw::call_number begin_copies(sw::gathered::sto
 	sw::gathered::fill(steps, a);
 	sw::await_stream();
 	sw::call_number number;
-	number.load(a);
+	number.load(a.world);
 	__syncthreads();
 	return number;
 }
@@ -29,8 +29,8 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	if (__any_sync(~0u, epoch == 0))
 		return;
 	if (threadIdx.x == 0)
-		number.advance(a);
-	if (a.size == 1)
+		number.advance(a.world);
+	if (a.world.size == 1)
 		return;
 	receiver in{a, r, epoch};
 	in.grant(threadIdx.x, SW_COPY_THREADS);
@@ -38,24 +38,24 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	x.announce(epoch, threadIdx.x, SW_COPY_THREADS);
 	x.send(epoch);
 #pragma unroll 1
-	for (u32 i = threadIdx.x; i < a.size - 1; i += SW_COPY_THREADS) {
+	for (u32 i = threadIdx.x; i < a.world.size - 1; i += SW_COPY_THREADS) {
 		u32 p = r[i].to;
 		i64 n = r[i].send_bytes;
 		if (n <= a.packet_bytes)
 			continue;
-		u64 line = own_segment(a) + a.credits + p * SW_LINE_BYTES;
+		u64 line = own_segment(a.world) + a.block.credits + p * SW_LINE_BYTES;
 		wait w;
 #pragma unroll 1
-		while (load_acquire(line) < seq(epoch, 0) || load_acquire(line + 16) < seq(epoch, 0))
-			if (!w.slow(a)) {
-				give_up(a, w.kind, p, epoch, true);
+		while (load_acquire_sys(line) < seq(epoch, 0) || load_acquire_sys(line + 16) < seq(epoch, 0))
+			if (!w.slow(a.world)) {
+				give_up(a.world, w.kind, p, epoch, true);
 				return;
 			}
-		u64 place = load16(line).b, expected = load16(line + 16).b;
+		u64 place = load16_relaxed_sys(line).b, expected = load16_relaxed_sys(line + 16).b;
 		if (expected != static_cast<u64>(n))
-			give_up(a, SW_FAULT_MISMATCH, p, epoch, true, static_cast<u64>(n), expected);
+			give_up(a.world, SW_FAULT_MISMATCH, p, epoch, true, static_cast<u64>(n), expected);
 		else if (place != static_cast<u64>(c.places[p]))
-			give_up(a, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), place);
+			give_up(a.world, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), place);
 	}
 }
 
@@ -66,23 +66,23 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	SW_SHARED(gathered::store, steps);
 	call_number number = begin_copies(steps, a);
 	gathered r{steps};
-	if (__any_sync(~0u, number.epoch() == 0) || a.size == 1)
+	if (__any_sync(~0u, number.epoch() == 0) || a.world.size == 1)
 		return;
 	u64 epoch = number.epoch() - 1; // alltoallv_open has advanced it
-	fence_system();			// X4: the copies come before their signals
+	fence_acq_rel_sys();			// X4: the copies come before their signals
 #pragma unroll 1
-	for (u32 i = threadIdx.x; i < (a.size - 1) * a.lanes; i += SW_COPY_THREADS) {
-		u32 p = r[i / a.lanes].to, lane = i % a.lanes;
-		i64 n = r[i / a.lanes].send_bytes;
-		if (n > a.packet_bytes && lane < stripes(a, n).count)
-			store16(signal_line(a, p, a.rank, lane) + parity_bytes(a, epoch), last_seq(epoch), static_cast<u64>(n));
+	for (u32 i = threadIdx.x; i < (a.world.size - 1) * a.stripes; i += SW_COPY_THREADS) {
+		u32 p = r[i / a.stripes].to, stripe = i % a.stripes;
+		i64 n = r[i / a.stripes].send_bytes;
+		if (n > a.packet_bytes && stripe < stripes(a, n).count)
+			store16_relaxed_sys(signal_line(a, p, a.world.rank, stripe) + parity_bytes(a, epoch), last_seq(epoch), static_cast<u64>(n));
 	}
 	receiver in{a, r, epoch};
-	for (u32 i = threadIdx.x; i < (a.size - 1) * a.lanes; i += SW_COPY_THREADS) {
-		const sw_step &m = r[i / a.lanes];
-		u32 lane = i % a.lanes;
-		if (m.recv_bytes > a.packet_bytes && lane < stripes(a, m.recv_bytes).count)
-			in.await_line(signal_line(a, a.rank, m.from, lane) + parity_bytes(a, epoch), m.from, m.recv_bytes);
+	for (u32 i = threadIdx.x; i < (a.world.size - 1) * a.stripes; i += SW_COPY_THREADS) {
+		const sw_step &m = r[i / a.stripes];
+		u32 stripe = i % a.stripes;
+		if (m.recv_bytes > a.packet_bytes && stripe < stripes(a, m.recv_bytes).count)
+			in.await_line(signal_line(a, a.world.rank, m.from, stripe) + parity_bytes(a, epoch), m.from, m.recv_bytes);
 	}
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
 	x.receive(epoch);

@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 packet_flag(u64 epoch)
 
 __device__ __forceinline__ u64 packet_place(const sw_exchange_args &a, u64 epoch, u32 dst, u32 src)
 {
-	return segment(a, dst) + a.packets + ((epoch & 1) * a.size + src) * a.packet_stride;
+	return segment(a.world, dst) + a.block.packets + ((epoch & 1) * a.world.size + src) * a.block.packet_stride;
 }
 
 __device__ __forceinline__ u32 packet_groups(i64 bytes) { return static_cast<u32>((bytes + SW_PACKET_GROUP_PAYLOAD - 1) / SW_PACKET_GROUP_PAYLOAD); }
@@ -85,12 +85,12 @@ struct quad {
 	// Packet k as its two words.
 	__device__ __forceinline__ void put(u64 to, int k, u32 flag) const
 	{
-		store16(to + 512 * k, static_cast<u64>(w[3 * k + 1]) << 32 | w[3 * k], static_cast<u64>(flag) << 32 | w[3 * k + 2]);
+		store16_relaxed_sys(to + 512 * k, static_cast<u64>(w[3 * k + 1]) << 32 | w[3 * k], static_cast<u64>(flag) << 32 | w[3 * k + 2]);
 	}
 
 	__device__ __forceinline__ bool get(u64 from, int k, u32 flag)
 	{
-		pair64 v = load16(from + 512 * k);
+		pair64 v = load16_relaxed_sys(from + 512 * k);
 		w[3 * k] = static_cast<u32>(v.a);
 		w[3 * k + 1] = static_cast<u32>(v.a >> 32);
 		w[3 * k + 2] = static_cast<u32>(v.b);
@@ -126,7 +126,7 @@ static __device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 fl
 // True when the message's header is there and tells another length: no use in waiting for the rest.
 static __device__ __noinline__ bool other_length(u64 place, i64 bytes, u32 flag)
 {
-	pair64 v = load16(place);
+	pair64 v = load16_relaxed_sys(place);
 	return static_cast<u32>(v.b >> 32) == flag && v.a != static_cast<u64>(bytes);
 }
 
@@ -143,7 +143,7 @@ static __device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 plac
 				all &= q.get(wire, k, flag);
 		if (all)
 			break;
-		if (!w.slow(a) || ((w.polls & 255) == 0 && other_length(place, bytes, flag)))
+		if (!w.slow(a.world) || ((w.polls & 255) == 0 && other_length(place, bytes, flag)))
 			return false;
 	}
 	q.store_odd(dst, left);
@@ -167,7 +167,7 @@ __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place,
 				all &= q.get(t.wire, k, flag);
 		if (all)
 			break;
-		if (!w.slow(a) || ((w.polls & 255) == 0 && other_length(place, bytes, flag)))
+		if (!w.slow(a.world) || ((w.polls & 255) == 0 && other_length(place, bytes, flag)))
 			return false;
 	}
 	q.store(dst + t.at, t.left);
@@ -179,20 +179,20 @@ __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place
 {
 #pragma unroll 1
 	for (;;) {
-		pair64 v = load16(place);
+		pair64 v = load16_relaxed_sys(place);
 		if (static_cast<u32>(v.b >> 32) == flag) {
 			if (v.a == static_cast<u64>(bytes))
 				return true;
-			give_up(a, SW_FAULT_MISMATCH, peer, epoch, false, v.a, static_cast<u64>(bytes));
+			give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, false, v.a, static_cast<u64>(bytes));
 			if (v.a > static_cast<u64>(a.packet_bytes)) { // its sender waits for a credit: tell it what is wrong
-				u64 credit = segment(a, peer) + a.credits + a.rank * SW_LINE_BYTES;
-				store16(credit, seq(epoch, 0), SW_NOWHERE);
-				store16(credit + 16, seq(epoch, 0), static_cast<u64>(bytes));
+				u64 credit = segment(a.world, peer) + a.block.credits + a.world.rank * SW_LINE_BYTES;
+				store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
+				store16_relaxed_sys(credit + 16, seq(epoch, 0), static_cast<u64>(bytes));
 			}
 			return false;
 		}
-		if (!w.slow(a)) {
-			give_up(a, w.kind, peer, epoch, false);
+		if (!w.slow(a.world)) {
+			give_up(a.world, w.kind, peer, epoch, false);
 			return false;
 		}
 	}
@@ -202,12 +202,12 @@ __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place
 // place of every peer that the call did not use, so none stays that long.
 __device__ __forceinline__ void wipe_one(const sw_exchange_args &a, u64 place, i64 bytes, u64 epoch)
 {
-	u32 groups = static_cast<u32>((a.packet_stride - SW_PACKET_HEADER_BYTES) / SW_PACKET_GROUP_BYTES);
+	u32 groups = static_cast<u32>((a.block.packet_stride - SW_PACKET_HEADER_BYTES) / SW_PACKET_GROUP_BYTES);
 	if (groups == 0)
 		return;
 	u32 at = static_cast<u32>(epoch / 2) % (groups * (SW_PACKET_GROUP_BYTES / 16));
 	if (at / (SW_PACKET_GROUP_BYTES / 16) >= packet_groups(bytes))
-		store16(place + SW_PACKET_HEADER_BYTES + 16 * static_cast<u64>(at), 0, 0);
+		store16_relaxed_sys(place + SW_PACKET_HEADER_BYTES + 16 * static_cast<u64>(at), 0, 0);
 }
 
 // The warps of a grid share the groups of all packets: task t is group t/peers for the peer of step t%peers, so that
@@ -230,7 +230,7 @@ template <typename Steps> struct packets {
 	{
 		u32 groups = 0;
 #pragma unroll 1
-		for (u32 i = lane; i < a.size - 1; i += 32) {
+		for (u32 i = lane; i < a.world.size - 1; i += 32) {
 			i64 n = sending ? r[i].send_bytes : r[i].recv_bytes;
 			if (n <= a.packet_bytes)
 				groups = max(groups, packet_groups(n));
@@ -266,13 +266,13 @@ template <typename Steps> struct packets {
 	{
 		u32 flag = packet_flag(epoch);
 #pragma unroll 1
-		for (u32 i = first; i < a.size - 1; i += step)
-			store16(packet_place(a, epoch, r[i].to, a.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32);
+		for (u32 i = first; i < a.world.size - 1; i += step)
+			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32);
 	}
 
 	__device__ __forceinline__ void send(u64 epoch)
 	{
-		u32 flag = packet_flag(epoch), peers = a.size - 1;
+		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
 		u32 tasks = peers * most(true);
 #pragma unroll 1
 		for (u32 t = warp; t < tasks; t += warps) {
@@ -281,7 +281,7 @@ template <typename Steps> struct packets {
 			if (m.send_bytes > a.packet_bytes)
 				continue;
 			u64 src = a.src + m.send_offset;
-			part x(packet_place(a, epoch, m.to, a.rank), src, m.send_bytes, d.quotient, lane);
+			part x(packet_place(a, epoch, m.to, a.world.rank), src, m.send_bytes, d.quotient, lane);
 			if (x.left <= 0)
 				continue;
 			if (!x.whole) {
@@ -300,7 +300,7 @@ template <typename Steps> struct packets {
 
 	__device__ __forceinline__ void receive(u64 epoch)
 	{
-		u32 flag = packet_flag(epoch), peers = a.size - 1;
+		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
 		u32 tasks = peers * most(false);
 		wait w;
 #pragma unroll 1
@@ -308,8 +308,8 @@ template <typename Steps> struct packets {
 			share d(a, t);
 			sw_step m = r[d.rest];
 			if (m.recv_bytes <= a.packet_bytes &&
-			    !recv_group(a, packet_place(a, epoch, a.rank, m.from), a.dst + m.recv_offset, m.recv_bytes, d.quotient, flag, lane, w)) {
-				give_up(a, w.kind, m.from, epoch, false);
+			    !recv_group(a, packet_place(a, epoch, a.world.rank, m.from), a.dst + m.recv_offset, m.recv_bytes, d.quotient, flag, lane, w)) {
+				give_up(a.world, w.kind, m.from, epoch, false);
 				break;
 			}
 		}
@@ -319,7 +319,7 @@ template <typename Steps> struct packets {
 			sw_step m = r[i];
 			if (lane != 0 || m.recv_bytes > a.packet_bytes)
 				continue;
-			u64 place = packet_place(a, epoch, a.rank, m.from);
+			u64 place = packet_place(a, epoch, a.world.rank, m.from);
 			wait h;
 			recv_header(a, place, m.recv_bytes, flag, m.from, epoch, h);
 			wipe_one(a, place, m.recv_bytes, epoch);

@@ -20,14 +20,14 @@ struct receiver {
 	{
 		bool in_place = !through_staging(a);
 #pragma unroll 1
-		for (u32 i = tid; i < a.size - 1; i += threads) {
+		for (u32 i = tid; i < a.world.size - 1; i += threads) {
 			u32 p = r[i].from;
 			i64 n = r[i].recv_bytes;
 			if (n <= a.packet_bytes)
 				continue;
-			u64 line = segment(a, p) + a.credits + a.rank * SW_LINE_BYTES;
-			store16(line, seq(epoch, 0), in_place ? static_cast<u64>(a.dst_offset + r[i].recv_offset) : SW_NOWHERE);
-			store16(line + 16, seq(epoch, 0), static_cast<u64>(n));
+			u64 line = segment(a.world, p) + a.block.credits + a.world.rank * SW_LINE_BYTES;
+			store16_relaxed_sys(line, seq(epoch, 0), in_place ? static_cast<u64>(a.dst_offset + r[i].recv_offset) : SW_NOWHERE);
+			store16_relaxed_sys(line + 16, seq(epoch, 0), static_cast<u64>(n));
 		}
 	}
 
@@ -36,17 +36,17 @@ struct receiver {
 	{
 		if (total == static_cast<u64>(n))
 			return true;
-		give_up(a, SW_FAULT_MISMATCH, p, epoch, false, total, static_cast<u64>(n));
+		give_up(a.world, SW_FAULT_MISMATCH, p, epoch, false, total, static_cast<u64>(n));
 		return false;
 	}
 
 	// True when the sender of a large message has another size in mind.
 	__device__ __forceinline__ bool other_size(u32 p, i64 n)
 	{
-		pair64 v = load16(packet_place(a, epoch, a.rank, p));
+		pair64 v = load16_relaxed_sys(packet_place(a, epoch, a.world.rank, p));
 		if (static_cast<u32>(v.b >> 32) != packet_flag(epoch) || v.a == static_cast<u64>(n))
 			return false;
-		give_up(a, SW_FAULT_MISMATCH, p, epoch, false, v.a, static_cast<u64>(n));
+		give_up(a.world, SW_FAULT_MISMATCH, p, epoch, false, v.a, static_cast<u64>(n));
 		return true;
 	}
 
@@ -55,7 +55,7 @@ struct receiver {
 	{
 		float sends = 0;
 #pragma unroll 1
-		for (u32 i = 0; i < a.size - 1; i++)
+		for (u32 i = 0; i < a.world.size - 1; i++)
 			sends += static_cast<float>(r[i].send_bytes);
 		return static_cast<u32>(min(0.75f * static_cast<float>(a.interval) * sends / static_cast<float>(r.own_bytes()), 1e6f));
 	}
@@ -86,7 +86,7 @@ struct receiver {
 		u32 count = items(a).count;
 #pragma unroll 1
 		for (u32 i = tid; i < count; i += threads) {
-			const lane_in &o = b.in[i];
+			const stripe_in &o = b.in[i];
 			if (o.chunks == 0)
 				continue;
 			u32 p = r[o.step].from;
@@ -102,9 +102,9 @@ struct receiver {
 		wait w;
 		pair64 v;
 #pragma unroll 1
-		while ((v = load16(line)).a < last_seq(epoch)) { // nobody reads the bytes before the kernel ends
-			if (!w.slow(a)) {
-				give_up(a, w.kind, p, epoch, false);
+		while ((v = load16_relaxed_sys(line)).a < last_seq(epoch)) { // nobody reads the bytes before the kernel ends
+			if (!w.slow(a.world)) {
+				give_up(a.world, w.kind, p, epoch, false);
 				return;
 			}
 			if ((w.polls & 255) == 0 && other_size(p, n))
@@ -116,7 +116,7 @@ struct receiver {
 	// Copies a warp's tiles of chunk k of an item out of staging. True when it was the last.
 	__device__ __forceinline__ bool take_chunk(board &b, u32 i, u32 k, u32 warp, u32 lane)
 	{
-		const lane_in &o = b.in[i];
+		const stripe_in &o = b.in[i];
 		u32 slot = k % a.slot_count, warps = takers(a);
 		i64 at = (k - 1) * a.slot_bytes, left = o.bytes - at;
 		u32 slot_tiles = static_cast<u32>(a.slot_bytes / tile_bytes);
@@ -147,7 +147,7 @@ struct receiver {
 			bool any = false;
 #pragma unroll 1
 			for (u32 first = 0; first < all.count; first += 32) {
-				u32 i = first + lane, k = i < all.count ? next[i] : 0, come = k != 0 ? read_shared(&b.arrived[i]) : 0;
+				u32 i = first + lane, k = i < all.count ? next[i] : 0, come = k != 0 ? atom_acquire_cta(&b.arrived[i]) : 0;
 #pragma unroll 1
 				for (u32 ready = __ballot_sync(~0u, k != 0 && come >= k); ready != 0; ready &= ready - 1) {
 					u32 from = __ffs(ready) - 1, chunk = __shfl_sync(~0u, k, from), end = __shfl_sync(~0u, come, from);

@@ -12,18 +12,18 @@ namespace sw {
 // send_warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it through staging is passed
 // over. With an interval each tile has its time, counted from when the first receiver was ready: ranks that begin together stay in
 // step. False when the block gives up.
-static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 lanes, u32 start, u32 warp, u32 lane, u32 interval)
+static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 start, u32 warp, u32 lane, u32 interval)
 {
-	walk order(peers, lanes, start);
+	walk order(peers, each, start);
 	u32 mine = warp, before = 0, begin = 0; // the warp's next tile; the tiles of the items that have been looked at; when tile 0 is due
 #pragma unroll 1
-	for (u32 first = 0; first < peers * lanes; first += 32) {
+	for (u32 first = 0; first < peers * each; first += 32) {
 		u32 count = 0, item = 0;
-		if (first + lane < peers * lanes) {
+		if (first + lane < peers * each) {
 			item = order[first + lane];
-			const lane_out &o = b.out[item];
+			const stripe_out &o = b.out[item];
 			u32 whole = tiles{o.src, o.all}.count();
-			count = o.chunks != 0 && o.lane < whole ? (whole - o.lane + o.lanes - 1) / o.lanes : 0;
+			count = o.chunks != 0 && o.stripe < whole ? (whole - o.stripe + o.stripes - 1) / o.stripes : 0;
 		}
 		u32 end = before + running_sum(count, lane), last = before, step = 0;
 		before = __shfl_sync(~0u, end, 31);
@@ -34,10 +34,10 @@ static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 lane
 			if (mine >= last) {
 				u32 who = __popc(__ballot_sync(~0u, end <= mine));
 				last = __shfl_sync(~0u, end, who);
-				const lane_out &o = b.out[__shfl_sync(~0u, item, who)];
+				const stripe_out &o = b.out[__shfl_sync(~0u, item, who)];
 				step = o.step, low = o.src, high = low + o.all, to = o.to - low;
-				stride = o.lanes * tile_bytes;
-				cur = (low & ~127ull) + o.lane * tile_bytes + (mine - last + __shfl_sync(~0u, count, who)) * stride;
+				stride = o.stripes * tile_bytes;
+				cur = (low & ~127ull) + o.stripe * tile_bytes + (mine - last + __shfl_sync(~0u, count, who)) * stride;
 				stride *= send_warps;
 				place = b.seen(step);
 				if (place >= skip_message) {
@@ -91,8 +91,8 @@ static __device__ __noinline__ bool write_staged(board &b, walk order, u32 items
 #pragma unroll 1
 	for (u32 i = 0; i < items; i++) {
 		u32 item = order[i];
-		const lane_out &o = b.out[item];
-		if (o.chunks == 0 || look_shared(&b.place[o.step]) != SW_NOWHERE)
+		const stripe_out &o = b.out[item];
+		if (o.chunks == 0 || load_acquire_cta(&b.place[o.step]) != SW_NOWHERE)
 			continue;
 		u64 src = o.src + o.at, dst = o.slots + (1 % slots) * slot_bytes; // of chunk c
 		i64 left = o.bytes;						   // from its beginning on
@@ -166,7 +166,7 @@ struct sender {
 	{
 		items all(a);
 		if (!write(all) && lane == 0)
-			write_shared(&b.failed, 1u);
+			store_release_cta(&b.failed, 1u);
 		part_sync(send_part, SW_SEND_THREADS);
 		if (warp == 0 && b.failed == 0)
 			finish(all);
@@ -176,24 +176,24 @@ struct sender {
 	__device__ __forceinline__ void finish(const items &all)
 	{
 		if (lane == 0)
-			publish(&b.written_all, 1u);
+			store_relaxed_cta(&b.written_all, 1u);
 #pragma unroll 1
 		for (u32 first = 0; first < all.count; first += 32) {
 			u64 line = 0, bytes = 0;
 			bool staged = false;
 			if (first + lane < all.count) {
-				const lane_out &o = b.out[first + lane];
-				u64 place = look_shared(&b.place[o.step]);
+				const stripe_out &o = b.out[first + lane];
+				u64 place = load_acquire_cta(&b.place[o.step]);
 				staged = place == SW_NOWHERE;
 				if (o.chunks != 0 && place != skip_message)
 					line = o.line + parity_bytes(a, epoch), bytes = static_cast<u64>(r[o.step].send_bytes);
 			}
 			if (first == 0)
-				fence_system();
+				fence_acq_rel_sys();
 			if (line != 0 && staged)
-				store_relaxed(line + end_of_staged, last_seq(epoch));
+				store_relaxed_sys(line + end_of_staged, last_seq(epoch));
 			else if (line != 0)
-				store16(line, last_seq(epoch), bytes);
+				store16_relaxed_sys(line, last_seq(epoch), bytes);
 		}
 	}
 };

@@ -35,20 +35,20 @@ struct gathered {
 			await_stream(); // somebody may be writing it
 		bool outside = false;
 #pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.size; i += blockDim.x) {
-			if (i == a.size - 1) {
-				s.own[0] = table == nullptr ? a.own_bytes : table[a.rank];
-				s.own[1] = table == nullptr ? a.own_src : table[a.size + a.rank];
-				s.own[2] = table == nullptr ? a.own_dst : table[3 * a.size + a.rank];
+		for (u32 i = threadIdx.x; i < a.world.size; i += blockDim.x) {
+			if (i == a.world.size - 1) {
+				s.own[0] = table == nullptr ? a.own_bytes : table[a.world.rank];
+				s.own[1] = table == nullptr ? a.own_src : table[a.world.size + a.world.rank];
+				s.own[2] = table == nullptr ? a.own_dst : table[3 * a.world.size + a.world.rank];
 				outside |= table != nullptr && (past(s.own[0], s.own[1], a.src_bytes) || past(s.own[0], s.own[2], a.dst_bytes));
 				continue;
 			}
 			sw_step x = a.steps[i];
 			if (table != nullptr) {
 				x.send_bytes = table[x.to];
-				x.send_offset = table[a.size + x.to];
-				x.recv_bytes = table[2 * a.size + x.from];
-				x.recv_offset = table[3 * a.size + x.from];
+				x.send_offset = table[a.world.size + x.to];
+				x.recv_bytes = table[2 * a.world.size + x.from];
+				x.recv_offset = table[3 * a.world.size + x.from];
 				outside |= past(x.send_bytes, x.send_offset, a.src_bytes) || past(x.recv_bytes, x.recv_offset, a.dst_bytes);
 			}
 			s.steps[i] = x;
@@ -63,13 +63,13 @@ struct gathered {
 	{
 		auto say = [&](u32 peer, bool sending, i64 bytes, i64 offset, i64 limit) {
 			if (past(bytes, offset, limit))
-				give_up(a, SW_FAULT_SPLITS, peer, epoch, sending, static_cast<u64>(bytes), static_cast<u64>(offset), static_cast<u64>(limit));
+				give_up(a.world, SW_FAULT_SPLITS, peer, epoch, sending, static_cast<u64>(bytes), static_cast<u64>(offset), static_cast<u64>(limit));
 		};
 #pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.size; i += blockDim.x) {
-			if (i == a.size - 1) {
-				say(a.rank, true, s.own[0], s.own[1], a.src_bytes);
-				say(a.rank, false, s.own[0], s.own[2], a.dst_bytes);
+		for (u32 i = threadIdx.x; i < a.world.size; i += blockDim.x) {
+			if (i == a.world.size - 1) {
+				say(a.world.rank, true, s.own[0], s.own[1], a.src_bytes);
+				say(a.world.rank, false, s.own[0], s.own[2], a.dst_bytes);
 				continue;
 			}
 			const sw_step &x = s.steps[i];
@@ -91,7 +91,7 @@ struct share {
 	__device__ __forceinline__ share(const sw_exchange_args &a, u32 t)
 	{
 		quotient = a.inverse == 0 ? t : __umulhi(t, a.inverse);
-		rest = t - quotient * (a.size - 1);
+		rest = t - quotient * (a.world.size - 1);
 	}
 };
 

@@ -37,9 +37,9 @@ struct watch {
 			w = wait();
 			return true;
 		}
-		if (lane == 0 && (read_shared(&b.over) != 0 || !w.slow(a))) {
-			give_up(a, w.kind, whom == 0 ? a.rank : (whom >> 1) - 1, epoch, (whom & 1) != 0);
-			write_shared(&b.over, 1u);
+		if (lane == 0 && (atom_acquire_cta(&b.over) != 0 || !w.slow(a.world))) {
+			give_up(a.world, w.kind, whom == 0 ? a.world.rank : (whom >> 1) - 1, epoch, (whom & 1) != 0);
+			store_release_cta(&b.over, 1u);
 			go = 0;
 		}
 		return __shfl_sync(~0u, go, 0) != 0;
@@ -70,30 +70,30 @@ struct teller {
 		u32 end = from + (ready == ~0u ? 32 : __ffs(~ready) - 1); // in order
 		if (end == from || (!alone && __shfl_sync(~0u, lane == 0 ? atomicCAS(&b.told, from, end) : 0, 0) != from))
 			return false;
-		fence_system(); // X4: what the warps wrote comes before the signal, also what was written before these chunks
+		fence_acq_rel_sys(); // X4: what the warps wrote comes before the signal, also what was written before these chunks
 		if (alone && lane == 0)
-			publish(&b.told, end);
+			store_relaxed_cta(&b.told, end);
 		mine = end;
 		walk order(a, all);
 #pragma unroll 1
 		for (;; at++) {
-			const lane_out &o = b.out[order[at]];
+			const stripe_out &o = b.out[order[at]];
 			u32 chunks = b.place[o.step] == SW_NOWHERE ? o.chunks : 0;
 			if (chunks != 0 && before + chunks > from && lane == 0)
-				signal(o, min(chunks, end - before)); // of a lane's chunks the last one is told of
+				signal(o, min(chunks, end - before)); // of a stripe's chunks the last one is told of
 			if (before + chunks >= end)
 				return true;
 			before += chunks;
 		}
 	}
 
-	__device__ __forceinline__ void signal(const lane_out &o, u32 chunk)
+	__device__ __forceinline__ void signal(const stripe_out &o, u32 chunk)
 	{
 		u64 line = o.line + parity_bytes(a, epoch), s = chunk == o.chunks ? last_seq(epoch) : seq(epoch, chunk);
 		if (word == 0)
-			store16(line, s, static_cast<u64>(r[o.step].send_bytes));
+			store16_relaxed_sys(line, s, static_cast<u64>(r[o.step].send_bytes));
 		else
-			store_relaxed(line + other_teller, s);
+			store_relaxed_sys(line + other_teller, s);
 	}
 
 	// True when the sending warps have signalled everything, or are about to.
@@ -117,22 +117,22 @@ struct teller {
 struct send_watch : watch {
 	using watch::watch;
 
-	// True while the credit of a step has not come. Of a message on whose lanes the block sends nothing it is not awaited: its
+	// True while the credit of a step has not come. Of a message of whose stripes the block sends nothing it is not awaited: its
 	// receiver can be through before the block has looked, and grant the next call's.
 	__device__ __forceinline__ bool await_credit(u32 s)
 	{
 		if (b.place[s] != 0 || b.out[s].chunks == 0)
 			return false;
-		u64 line = own_segment(a) + a.credits + r[s].to * SW_LINE_BYTES, n = static_cast<u64>(r[s].send_bytes);
-		pair64 x = load16(line), y = load16(line + 16);
+		u64 line = own_segment(a.world) + a.block.credits + r[s].to * SW_LINE_BYTES, n = static_cast<u64>(r[s].send_bytes);
+		pair64 x = load16_relaxed_sys(line), y = load16_relaxed_sys(line + 16);
 		if (x.a != seq(epoch, 0) || y.a != seq(epoch, 0)) {
 			wait_for(r[s].to, true);
 			return true;
 		}
 		atomicCAS(&b.begin, 0u, static_cast<u32>(clock()) | 1u);
-		publish(&b.place[s], y.b == n ? resolve(a, r[s].to, x.b) : skip_message);
+		store_relaxed_cta(&b.place[s], y.b == n ? resolve(a.world, r[s].to, x.b) : skip_message);
 		if (y.b != n)
-			give_up(a, SW_FAULT_MISMATCH, r[s].to, epoch, true, n, y.b);
+			give_up(a.world, SW_FAULT_MISMATCH, r[s].to, epoch, true, n, y.b);
 		fresh = true;
 		return false;
 	}
@@ -140,12 +140,12 @@ struct send_watch : watch {
 	// What the receiver of a staged message has made room for.
 	__device__ __forceinline__ void look_for_room(u32 i)
 	{
-		const lane_out &o = b.out[i];
+		const stripe_out &o = b.out[i];
 		if (o.chunks <= b.room[i] + a.slot_count)
 			return;
-		u32 c = chunks(load_relaxed(o.room));
+		u32 c = chunks(load_relaxed_sys(o.room));
 		if (c > b.room[i]) {
-			publish(&b.room[i], c);
+			store_relaxed_cta(&b.room[i], c);
 			fresh = true;
 		}
 		wait_for(r[o.step].to, true);
@@ -189,23 +189,23 @@ struct recv_watch : watch {
 	// True while an item has not arrived as a whole.
 	__device__ __forceinline__ bool await_item(receiver &in, u32 i, bool doubt)
 	{
-		const lane_in &o = b.in[i];
+		const stripe_in &o = b.in[i];
 		if (o.chunks == 0 || b.arrived[i] >= all_chunks)
 			return false;
 		u32 p = r[o.step].from;
 		i64 n = r[o.step].recv_bytes;
 		u64 line = o.line + parity_bytes(a, epoch);
-		pair64 v = load16(line), w = load16(line + end_of_staged);
+		pair64 v = load16_relaxed_sys(line), w = load16_relaxed_sys(line + end_of_staged);
 		u64 last = max(v.a, max(w.a, w.b));
 		u32 c = chunks(last);
 		if (c > b.arrived[i]) {
-			load_acquire(line + (last == v.a ? 0 : last == w.a ? end_of_staged : other_teller)); // no older than that: what it tells of is seen behind it
+			load_acquire_sys(line + (last == v.a ? 0 : last == w.a ? end_of_staged : other_teller)); // no older than that: what it tells of is seen behind it
 			if (last == v.a && !in.right_size(v.b, p, n))
 				c = no_chunks;
-			publish(&b.arrived[i], c);
+			store_relaxed_cta(&b.arrived[i], c);
 			fresh = true;
 		} else if (doubt && in.other_size(p, n)) {
-			publish(&b.arrived[i], c = no_chunks);
+			store_relaxed_cta(&b.arrived[i], c = no_chunks);
 		}
 		if (c < all_chunks)
 			wait_for(p, false);
@@ -224,7 +224,7 @@ struct recv_watch : watch {
 				empty = k + a.slot_count <= b.in[i].chunks && b.taken[i * a.slot_count + k % a.slot_count].all((k - 1) / a.slot_count);
 			}
 			if (empty) { // X3: what the warps have read they have stored, so no fence need see to it
-				store16(b.in[i].room, seq(epoch, k), 0);
+				store16_relaxed_sys(b.in[i].room, seq(epoch, k), 0);
 				b.given[i] = k;
 				fresh = true;
 			}
