@@ -83,7 +83,7 @@ struct wait {
 };
 
 // give_up records the first fault of this rank. A mismatch is a fault of one call only and gives way to others.
-static __device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0)
+__device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0)
 {
 	if (kind == SW_FAULT_NONE)
 		return;
@@ -176,7 +176,7 @@ template <int w> __device__ __forceinline__ void copy_shifted(u64 dst, u64 src, 
 }
 
 // copy_odd is copy for ends that are aligned differently, and for a few bytes.
-static __device__ __noinline__ void copy_odd(u64 dst, u64 src, i64 n, u32 tid, u32 threads)
+__device__ __noinline__ void copy_odd(u64 dst, u64 src, i64 n, u32 tid, u32 threads)
 {
 	if (n < 64) {
 		for (i64 i = tid; i < n; i += threads)

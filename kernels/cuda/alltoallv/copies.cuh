@@ -8,7 +8,7 @@
 #include "receiving.cuh"
 
 // Both kernels begin so.
-static __device__ __forceinline__ sw::call_number begin_copies(sw::gathered::store &steps, const sw_exchange_args &a)
+__device__ __forceinline__ sw::call_number begin_copies(sw::gathered::store &steps, const sw_exchange_args &a)
 {
 	sw::gathered::fill(steps, a);
 	sw::await_stream();

@@ -113,7 +113,7 @@ struct part {
 	}
 };
 
-static __device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 flag)
+__device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 flag)
 {
 	quad q;
 	q.load_odd(src, left);
@@ -124,14 +124,14 @@ static __device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 fl
 }
 
 // True when the message's header is there and tells another length: no use in waiting for the rest.
-static __device__ __noinline__ bool other_length(u64 place, i64 bytes, u32 flag)
+__device__ __noinline__ bool other_length(u64 place, i64 bytes, u32 flag)
 {
 	pair64 v = load16_relaxed_sys(place);
 	return static_cast<u32>(v.b >> 32) == flag && v.a != static_cast<u64>(bytes);
 }
 
 // The next two return false when the wait was given up.
-static __device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 wire, u64 dst, i64 left, i64 bytes, u32 flag, wait &w)
+__device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 wire, u64 dst, i64 left, i64 bytes, u32 flag, wait &w)
 {
 	quad q;
 #pragma unroll 1

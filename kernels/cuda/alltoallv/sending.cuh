@@ -12,7 +12,7 @@ namespace sw {
 // send_warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it through staging is passed
 // over. With an interval each tile has its time, counted from when the first receiver was ready: ranks that begin together stay in
 // step. False when the block gives up.
-static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 start, u32 warp, u32 lane, u32 interval)
+__device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 start, u32 warp, u32 lane, u32 interval)
 {
 	walk order(peers, each, start);
 	u32 mine = warp, before = 0, begin = 0; // the warp's next tile; the tiles of the items that have been looked at; when tile 0 is due
@@ -72,7 +72,7 @@ static __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each
 // A warp sends its part of the messages that go through staging: of the tiles of all of a block's items in a row it takes every
 // send_warps-th, and each has its time, counted from when the first warp came here. The warps report chunk by chunk. False when the block
 // gives up.
-static __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 slot_bytes, u32 slots, u32 warp, u32 lane, u32 interval)
+__device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 slot_bytes, u32 slots, u32 warp, u32 lane, u32 interval)
 {
 	u32 each = static_cast<u32>((slot_bytes + tile_bytes - 1) / tile_bytes); // tiles of a chunk, but for the last one of an item
 	u32 mine = warp, before = 0, begin = 0;

@@ -73,7 +73,7 @@ struct tile {
 };
 
 // A warp moves tiles first, first+step, ... of a stretch of memory.
-static __device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 step, u32 lane)
+__device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 step, u32 lane)
 {
 	tile t;
 	t.lane = lane;
