@@ -1,6 +1,10 @@
 package layout
 
-import "github.com/switchyard-moe/switchyard/kernels"
+import (
+	"math/bits"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
 
 // Shared is the description.
 func Shared() *Layout {
@@ -13,7 +17,7 @@ func constants() []Group {
 			{"maxRanks", 64, ""},
 			{"lineBytes", 32, "a line: what one rank writes for another with one or two 16-byte stores"},
 			{"abortOffset", kernels.AbortOffset, "the word that makes every wait of a rank return"},
-			{"chunkBits", chunkBits, "of a sequence number count chunks within one call"},
+			{"chunkBits", uint64(bits.TrailingZeros64(kernels.Seq(1, 0))), "of a sequence number count chunks within one call"},
 			{"aliasOffset", kernels.AliasOffset, "the alias table in a rank's segment"},
 			{"aliasShift", kernels.AliasShift, "how a place names a row of it"},
 			{"controlAlign", kernels.LineBytes, "parts of a control block that peers write begin at a multiple"},
@@ -49,8 +53,6 @@ func constants() []Group {
 		}},
 	}
 }
-
-const chunkBits = 20 // kernels.Seq
 
 func structs() []Struct {
 	return []Struct{
