@@ -3,7 +3,6 @@
 //
 //	steps      what is moved
 //	packets    small messages, whose words carry their flag
-//	tiles      bulk data through a warp's registers
 //	stripes    how a large message is cut, and where its words lie
 //	board      what the warps of a block tell one another
 //	sending    the sending half of a block
@@ -11,7 +10,6 @@
 //	watching   the warps between peers and the two halves
 //	copies     the kernels around copy engines
 #include "alltoallv/packets.cuh"
-#include "alltoallv/tiles.cuh"
 #include "alltoallv/sending.cuh"
 #include "alltoallv/receiving.cuh"
 #include "alltoallv/watching.cuh"

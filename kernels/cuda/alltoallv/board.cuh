@@ -5,7 +5,6 @@
 #pragma once
 
 #include "stripes.cuh"
-#include "tiles.cuh"
 
 namespace sw {
 

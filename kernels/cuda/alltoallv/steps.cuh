@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../device.cuh"
+#include "../tiles.cuh"
 
 namespace sw {
 
@@ -83,6 +84,14 @@ struct gathered {
 	__device__ __forceinline__ i64 own_src() const { return s.own[1]; }
 	__device__ __forceinline__ i64 own_dst() const { return s.own[2]; }
 };
+
+// A warp copies its tiles of what stays on this rank.
+template <typename Steps> __device__ __forceinline__ void copy_own(const sw_exchange_args &a, Steps r, u32 first, u32 step, u32 lane)
+{
+	u64 from = a.src + r.own_src(), to = a.dst + r.own_dst();
+	if (from != to)
+		move(to, from, r.own_bytes(), first, step, lane);
+}
 
 // t/(size-1) and the rest, for t below 2^26.
 struct share {

@@ -1,9 +1,10 @@
 // Bulk data: a warp moves 4 KiB tiles of a message through its registers.
 //
-// Senders and receivers call this. Reads and writes only what its caller names, with plain vector accesses: order comes from the caller.
+// Whoever sends or copies calls this. Reads and writes only what its caller names, with plain vector accesses: order comes from the
+// caller.
 #pragma once
 
-#include "steps.cuh"
+#include "device.cuh"
 
 namespace sw {
 
@@ -83,14 +84,6 @@ __device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 st
 		t.load(src + from, static_cast<u32>(to - from));
 		t.store(dst + from);
 	}
-}
-
-// A warp copies its tiles of what stays on this rank.
-template <typename Steps> __device__ __forceinline__ void copy_own(const sw_exchange_args &a, Steps r, u32 first, u32 step, u32 lane)
-{
-	u64 from = a.src + r.own_src(), to = a.dst + r.own_dst();
-	if (from != to)
-		move(to, from, r.own_bytes(), first, step, lane);
 }
 
 } // namespace sw
