@@ -14,6 +14,29 @@ struct pair64 {
 	u64 a, b;
 };
 
+// A number as float8 e4m3 in software: nearest even, 448 where it is too large, NaN where it is none.
+__device__ __forceinline__ u32 e4m3_of_float(float f)
+{
+	u32 bits;
+	memcpy(&bits, &f, 4);
+	u32 sign = bits >> 24 & 0x80, mag = bits & 0x7fffffff;
+	if (mag > 0x7f800000)
+		return 0x7f | sign;
+	if (mag >= 0x43e80000) // 464 and above: past the middle between 448 and what would come next
+		return 0x7e | sign;
+	if (mag < 0x3c800000) { // below 2^-6 in steps of 2^-9
+		float a;
+		memcpy(&a, &mag, 4);
+		float scaled = a * 512;
+		u32 n = static_cast<u32>(scaled);
+		float rest = scaled - static_cast<float>(n);
+		n += rest > 0.5f || (rest == 0.5f && (n & 1) != 0) ? 1 : 0;
+		return n | sign;
+	}
+	u32 r = mag + 0x7ffff + (mag >> 20 & 1); // 3 bits of mantissa are left
+	return min(r - 0x3c000000 >> 20, 0x7eu) | sign;
+}
+
 } // namespace sw
 
 #ifdef SW_EMULATED
@@ -50,6 +73,9 @@ __device__ __forceinline__ u64 resolve(const sw_world &w, u32 peer, u64 place)
 	return load_relaxed_sys(own_segment(w) + SW_ALIAS_OFFSET + (row * w.size + peer) * 8) + offset - segment(w, peer);
 }
 
+// Whether a fault is one of a single call: the ranks disagree, or their data is refused.
+__device__ __forceinline__ bool of_one_call(u32 kind) { return kind == SW_FAULT_MISMATCH || kind >= SW_FAULT_ORDER; }
+
 // A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at
 // once in a while.
 struct wait {
@@ -63,7 +89,7 @@ struct wait {
 			return true;
 		u64 own = own_segment(w);
 		u32 fault = load32_relaxed_gpu(own + w.control + offsetof(sw_control, fault));
-		if (fault != SW_FAULT_NONE && fault != SW_FAULT_MISMATCH) {
+		if (fault != SW_FAULT_NONE && !of_one_call(fault)) {
 			kind = SW_FAULT_NONE; // somebody of this rank has given up and said why
 			return false;
 		}
@@ -82,7 +108,7 @@ struct wait {
 	}
 };
 
-// give_up records the first fault of this rank. A mismatch is a fault of one call only and gives way to others.
+// give_up records the first fault of this rank. A fault of one call gives way to others.
 __device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0)
 {
 	if (kind == SW_FAULT_NONE)
@@ -90,8 +116,8 @@ __device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 
 	u64 own = own_segment(w);
 	u32 *first = reinterpret_cast<u32 *>(own + w.control + offsetof(sw_control, fault));
 	u32 before = atomicCAS(first, SW_FAULT_NONE, kind);
-	if (before == SW_FAULT_MISMATCH && kind != SW_FAULT_MISMATCH)
-		before = atomicCAS(first, SW_FAULT_MISMATCH, kind) == SW_FAULT_MISMATCH ? SW_FAULT_NONE : kind;
+	if (of_one_call(before) && !of_one_call(kind))
+		before = atomicCAS(first, before, kind) == before ? SW_FAULT_NONE : kind;
 	if (before != SW_FAULT_NONE)
 		return;
 	volatile sw_fault *f = reinterpret_cast<sw_fault *>(w.fault);
@@ -122,7 +148,7 @@ struct call_number {
 	__device__ __forceinline__ u64 epoch() const
 	{
 		u32 fault = static_cast<u32>(v.b >> 32);
-		return fault == SW_FAULT_NONE || fault == SW_FAULT_MISMATCH ? v.a + 1 : 0;
+		return fault == SW_FAULT_NONE || of_one_call(fault) ? v.a + 1 : 0;
 	}
 
 	// One thread of a block, after a barrier behind every load of the block.
@@ -137,6 +163,17 @@ struct call_number {
 		c->epoch = v.a + 1;
 	}
 };
+
+// The sum of what this lane and those below it bring.
+__device__ __forceinline__ u32 running_sum(u32 mine, u32 lane)
+{
+#pragma unroll
+	for (u32 by = 1; by < 32; by *= 2) {
+		u32 below = __shfl_sync(~0u, mine, (lane - by) & 31);
+		mine += lane >= by ? below : 0;
+	}
+	return mine;
+}
 
 // ---- copies --------------------------------------------------------------------------------------------------------
 

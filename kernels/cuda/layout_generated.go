@@ -42,6 +42,36 @@ const (
 	flagMesh   = 2 // every block begins with another peer
 )
 
+// MoE dispatch.
+const (
+	moeThreads     = 1024 // of a block of dispatch_rows
+	moeFewThreads  = 512  // of a block of the kernels for few tokens
+	moeSumThreads  = 512  // of a block of combine_rows
+	moePassThreads = 512  // of a block of the passes over this rank's memory
+	moeMaxBlocks   = 160  // of a kernel that peers wait for
+	moeFewTokens   = 256  // the most tokens of the kernels for few
+	moeFewSlots    = 1024 // and the most slots
+	moeTable       = 1024 // experts whose places a block keeps in shared memory
+	moeFirst       = 65   // entries of moe_args.first
+	moeScales      = 512  // bytes of shared memory for the scales that a warp makes
+	moeSlots       = 128  // places for rows under way that the warps of a block have together, at most
+)
+
+// What a launch for MoE does.
+const (
+	moeSend      = 1    // the first half of a call
+	moeReceive   = 2    // the second half
+	moeCached    = 4    // the routing is there already
+	moeFree      = 8    // peers may write this rank's output when they see the begin of this call
+	moeKeep      = 16   // the rows of a combine stay as they are until the handle's next dispatch is complete
+	moeCompact   = 32   // rows of one rank follow those of the one before
+	moeByExpert  = 64   // rows arrive in staging and are spread over the experts' rows
+	moeColumns   = 128  // scales in column-major order
+	moeExponents = 256  // scales are exponents, four in a word
+	moeZero      = 512  // padding is zero
+	moeWeigh     = 1024 // rows are multiplied by weights
+)
+
 // Kinds of a fault.
 const (
 	faultNone     = 0
@@ -50,7 +80,101 @@ const (
 	faultMismatch = 3 // the two ends disagree on the size: sent and expected
 	faultPlace    = 4 // the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's
 	faultSplits   = 5 // splits in device memory reach past a buffer: sent holds the bytes, expected the offset
+	faultOrder    = 6 // peer makes another call: sent holds its word, expected this rank's
+	faultIndex    = 7 // peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert
+	faultOverflow = 8 // peer would get more rows than it has room for: sent rows, limit; expected holds the slot, or all bits where it is the output as a whole
 )
+
+const moeStateBytes = 128
+
+// moeState is struct sw_moe_state. Where the words of a handle lie. All but the last part must be zero before the first call.
+type moeState struct {
+	control     int64 // struct sw_control
+	tallied     int64 // how many blocks have counted their choices; 0 between calls
+	begins      int64 // [size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
+	dones       int64 // [size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there
+	slotCounts  int64 // [size][slots]: rows of each rank for each slot, behind the low half of the epoch
+	rankTotals  int64 // [size][size]: rows of each rank for each rank, likewise
+	blockCounts int64 // [blocks][size]: rows of this rank's blocks for each rank, likewise
+	blockSlots  int64 // [blocks][local]: rows that this rank's blocks spread to each slot, likewise
+	tally       int64 // [slots]: this rank's choices in the running call; 0 between calls
+	places      int64 // [max_tokens][size]: the row of each token among those of this rank on each rank, or -1
+	who         int64 // [max_tokens][top_k]: the rank of each choice, or -1
+	spread      int64 // [staged][top_k]: the expert's row of each choice of a row in staging, or -1
+	indices     int64 // [staged][top_k] int64, beside rows in staging
+	weights     int64 // [staged][top_k] float32, likewise
+	sources     int64 // [staged][2], likewise
+	end         int64 // the offset behind the block
+}
+
+// put encodes s into b.
+func (s *moeState) put(b []byte) {
+	_ = b[127]
+	binary.LittleEndian.PutUint64(b[0:], uint64(s.control))
+	binary.LittleEndian.PutUint64(b[8:], uint64(s.tallied))
+	binary.LittleEndian.PutUint64(b[16:], uint64(s.begins))
+	binary.LittleEndian.PutUint64(b[24:], uint64(s.dones))
+	binary.LittleEndian.PutUint64(b[32:], uint64(s.slotCounts))
+	binary.LittleEndian.PutUint64(b[40:], uint64(s.rankTotals))
+	binary.LittleEndian.PutUint64(b[48:], uint64(s.blockCounts))
+	binary.LittleEndian.PutUint64(b[56:], uint64(s.blockSlots))
+	binary.LittleEndian.PutUint64(b[64:], uint64(s.tally))
+	binary.LittleEndian.PutUint64(b[72:], uint64(s.places))
+	binary.LittleEndian.PutUint64(b[80:], uint64(s.who))
+	binary.LittleEndian.PutUint64(b[88:], uint64(s.spread))
+	binary.LittleEndian.PutUint64(b[96:], uint64(s.indices))
+	binary.LittleEndian.PutUint64(b[104:], uint64(s.weights))
+	binary.LittleEndian.PutUint64(b[112:], uint64(s.sources))
+	binary.LittleEndian.PutUint64(b[120:], uint64(s.end))
+}
+
+// layMoeState lays the block out from offset on.
+func layMoeState(offset, size, slots, local, maxTokens, topK, staged int64) (b moeState) {
+	at := offset
+	b.control = at
+	at += controlAlign
+	b.tallied = at
+	at += controlAlign
+	b.begins = at
+	at += size * lineBytes
+	b.dones = at
+	at += size * moeMaxBlocks * 16
+	at = (at + 127) / 128 * 128
+	b.slotCounts = at
+	at += size * slots * 8
+	at = (at + 127) / 128 * 128
+	b.rankTotals = at
+	at += size * size * 8
+	at = (at + 127) / 128 * 128
+	b.blockCounts = at
+	at += moeMaxBlocks * size * 8
+	at = (at + 127) / 128 * 128
+	b.blockSlots = at
+	at += moeMaxBlocks * local * 8
+	at = (at + 127) / 128 * 128
+	b.tally = at
+	at += slots * 4
+	at = (at + 127) / 128 * 128
+	b.places = at
+	at += maxTokens * size * 4
+	at = (at + 127) / 128 * 128
+	b.who = at
+	at += maxTokens * topK * 4
+	at = (at + 127) / 128 * 128
+	b.spread = at
+	at += staged * topK * 4
+	at = (at + 127) / 128 * 128
+	b.indices = at
+	at += staged * topK * 8
+	at = (at + 127) / 128 * 128
+	b.weights = at
+	at += staged * topK * 4
+	at = (at + 127) / 128 * 128
+	b.sources = at
+	at += staged * 8
+	b.end = at
+	return b
+}
 
 const exchangeBlockBytes = 64
 
@@ -264,4 +388,131 @@ func (s *copyArgs) put(b []byte) {
 func putCopyArgsPlaces(b []byte, i int, v int64) {
 	at := 2792 + 8*i
 	binary.LittleEndian.PutUint64(b[at:], uint64(v))
+}
+
+const (
+	moeArgsBytes = 784
+)
+
+// moeArgs is struct sw_moe_args. One launch for MoE dispatch. Places are the same on every rank.
+type moeArgs struct {
+	world        worldWords
+	state        moeStateWords // of the handle
+	x            uint64        // address of the tokens, or of their gradients
+	scales       uint64        // address of the scales beside them
+	choices      uint64        // address of [tokens][top_k] experts
+	weights      uint64        // address of [tokens][top_k] float32; 0: all are 1
+	table        uint64        // address of kernels.MoE.Placement
+	counters     uint64        // address of kernels.MoE.Counters
+	mapped       uint64        // address of kernels.MoEHandle.Mapped; 0: none
+	ticket       uint64
+	toRows       uint64 // place to which rows are sent
+	toScales     uint64
+	toIndices    uint64
+	toWeights    uint64
+	toSources    uint64
+	rows         uint64 // address of this rank's rows
+	rowScales    uint64
+	rowWeights   uint64
+	rowSources   uint64
+	ready        uint64 // address of the words by which the caller marks rows done; 0: all are
+	counts       uint64 // address of kernels.MoEHandle.Counts, and so on
+	offsets      uint64
+	rankCounts   uint64
+	landed       uint64
+	fromRows     uint64 // place of the rows that peers read
+	fromWeights  uint64 // place of [rows][top_k] float32 that they read; 0: none
+	y            uint64 // address of the sums, or of the rows' gradients
+	sumWeights   uint64 // address of float32 [tokens][top_k]; 0: none
+	bias0        uint64
+	bias1        uint64
+	mostRows     int64 // rows of an output
+	align        int64
+	capacity     int64 // 0: an expert's rows follow those of the one before
+	offsetBase   int64 // rows from one rank's first row to the next one's; 0: they follow one another
+	op           uint32
+	mode         uint32
+	tokens       uint32
+	topK         uint32
+	maxTokens    uint32
+	experts      uint32
+	slots        uint32
+	local        uint32
+	indexBytes   uint32
+	slotsInverse uint32 // 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each
+	rowBytes     uint32 // of a token here
+	wireBytes    uint32 // of a row that crosses
+	scaleWords   uint32 // 32-bit words of scales beside a row
+	scaleBlock   uint32 // elements with one scale
+	part         uint32 // bytes of a row that a warp moves at a time
+	parts        uint32 // of a row
+	movers       uint32 // warps that move
+	depth        uint32 // parts that a warp has under way
+	interval     uint32 // cycles from one part of a warp to its next; 0: as they come
+	share        uint32 // tokens that a block's shared memory has room for
+}
+
+// put encodes s into b, which has moeArgsBytes bytes. The elements of first are encoded one by one.
+func (s *moeArgs) put(b []byte) {
+	_ = b[783]
+	s.world.put(b[0:])
+	s.state.put(b[56:])
+	binary.LittleEndian.PutUint64(b[184:], s.x)
+	binary.LittleEndian.PutUint64(b[192:], s.scales)
+	binary.LittleEndian.PutUint64(b[200:], s.choices)
+	binary.LittleEndian.PutUint64(b[208:], s.weights)
+	binary.LittleEndian.PutUint64(b[216:], s.table)
+	binary.LittleEndian.PutUint64(b[224:], s.counters)
+	binary.LittleEndian.PutUint64(b[232:], s.mapped)
+	binary.LittleEndian.PutUint64(b[240:], s.ticket)
+	binary.LittleEndian.PutUint64(b[248:], s.toRows)
+	binary.LittleEndian.PutUint64(b[256:], s.toScales)
+	binary.LittleEndian.PutUint64(b[264:], s.toIndices)
+	binary.LittleEndian.PutUint64(b[272:], s.toWeights)
+	binary.LittleEndian.PutUint64(b[280:], s.toSources)
+	binary.LittleEndian.PutUint64(b[288:], s.rows)
+	binary.LittleEndian.PutUint64(b[296:], s.rowScales)
+	binary.LittleEndian.PutUint64(b[304:], s.rowWeights)
+	binary.LittleEndian.PutUint64(b[312:], s.rowSources)
+	binary.LittleEndian.PutUint64(b[320:], s.ready)
+	binary.LittleEndian.PutUint64(b[328:], s.counts)
+	binary.LittleEndian.PutUint64(b[336:], s.offsets)
+	binary.LittleEndian.PutUint64(b[344:], s.rankCounts)
+	binary.LittleEndian.PutUint64(b[352:], s.landed)
+	binary.LittleEndian.PutUint64(b[360:], s.fromRows)
+	binary.LittleEndian.PutUint64(b[368:], s.fromWeights)
+	binary.LittleEndian.PutUint64(b[376:], s.y)
+	binary.LittleEndian.PutUint64(b[384:], s.sumWeights)
+	binary.LittleEndian.PutUint64(b[392:], s.bias0)
+	binary.LittleEndian.PutUint64(b[400:], s.bias1)
+	binary.LittleEndian.PutUint64(b[408:], uint64(s.mostRows))
+	binary.LittleEndian.PutUint64(b[416:], uint64(s.align))
+	binary.LittleEndian.PutUint64(b[424:], uint64(s.capacity))
+	binary.LittleEndian.PutUint64(b[432:], uint64(s.offsetBase))
+	binary.LittleEndian.PutUint32(b[440:], s.op)
+	binary.LittleEndian.PutUint32(b[444:], s.mode)
+	binary.LittleEndian.PutUint32(b[448:], s.tokens)
+	binary.LittleEndian.PutUint32(b[452:], s.topK)
+	binary.LittleEndian.PutUint32(b[456:], s.maxTokens)
+	binary.LittleEndian.PutUint32(b[460:], s.experts)
+	binary.LittleEndian.PutUint32(b[464:], s.slots)
+	binary.LittleEndian.PutUint32(b[468:], s.local)
+	binary.LittleEndian.PutUint32(b[472:], s.indexBytes)
+	binary.LittleEndian.PutUint32(b[476:], s.slotsInverse)
+	binary.LittleEndian.PutUint32(b[480:], s.rowBytes)
+	binary.LittleEndian.PutUint32(b[484:], s.wireBytes)
+	binary.LittleEndian.PutUint32(b[488:], s.scaleWords)
+	binary.LittleEndian.PutUint32(b[492:], s.scaleBlock)
+	binary.LittleEndian.PutUint32(b[496:], s.part)
+	binary.LittleEndian.PutUint32(b[500:], s.parts)
+	binary.LittleEndian.PutUint32(b[504:], s.movers)
+	binary.LittleEndian.PutUint32(b[508:], s.depth)
+	binary.LittleEndian.PutUint32(b[512:], s.interval)
+	binary.LittleEndian.PutUint32(b[516:], s.share)
+}
+
+// putMoeArgsFirst encodes element i of first.
+func putMoeArgsFirst(b []byte, i int, v uint32) {
+	at := 520 + 4*i
+	binary.LittleEndian.PutUint32(b[at:], v)
 }

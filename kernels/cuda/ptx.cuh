@@ -42,6 +42,13 @@ __device__ __forceinline__ u32 load32_relaxed_gpu(u64 p)
 	return v;
 }
 
+__device__ __forceinline__ u32 load32_acquire_sys(u64 p)
+{
+	u32 v;
+	asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+	return v;
+}
+
 __device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ u64 now_ns()
@@ -179,6 +186,154 @@ __device__ __forceinline__ u32 add_acq_rel_gpu(u32 *p, u32 n)
 	u32 before;
 	asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(n) : "memory");
 	return before;
+}
+
+// What arrives in shared memory by bulk copies: a barrier object that counts bytes. One thread expects, any thread awaits.
+struct arrivals {
+	u64 state;
+
+	__device__ __forceinline__ void init() { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory"); }
+
+	// Begins a phase that ends when so many bytes have come.
+	__device__ __forceinline__ void expect([[maybe_unused]] u32 bytes)
+	{
+#if __CUDA_ARCH__ >= 900
+		asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes) : "memory");
+#else
+		[[maybe_unused]] u64 ignored;
+		asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(ignored) : "r"(shared_address(&state)) : "memory");
+#endif
+	}
+
+	// Returns when phase n has ended; to be asked before phase n+1 has.
+	__device__ __forceinline__ void await(u32 n)
+	{
+		u32 yes = 0;
+#pragma unroll 1
+		while (yes == 0)
+			asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+				     : "=r"(yes)
+				     : "r"(shared_address(&state)), "r"(n & 1)
+				     : "memory");
+	}
+};
+
+// Bulk copies between global and shared memory, of multiples of 16 bytes at multiples of 16. Before Hopper, where there are none, the thread copies
+// by itself. A load is awaited at its barrier object, which expects it before; stores are awaited by the thread that has issued them.
+__device__ __forceinline__ void bulk_load(void *to, u64 from, u32 bytes, [[maybe_unused]] arrivals *at)
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+		     "r"(shared_address(&at->state))
+		     : "memory");
+#else
+	for (u32 i = 0; i < bytes; i += 16)
+		*reinterpret_cast<uint4 *>(static_cast<u8 *>(to) + i) = *reinterpret_cast<const volatile uint4 *>(from + i);
+#endif
+}
+
+// The same for data that is read once.
+__device__ __forceinline__ void bulk_load_once(void *to, u64 from, u32 bytes, [[maybe_unused]] arrivals *at)
+{
+#if __CUDA_ARCH__ >= 900
+	u64 policy;
+	asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from),
+		     "r"(bytes), "r"(shared_address(&at->state)), "l"(policy)
+		     : "memory");
+#else
+	bulk_load(to, from, bytes, at);
+#endif
+}
+
+__device__ __forceinline__ void bulk_store(u64 to, const void *from, u32 bytes)
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+#else
+	for (u32 i = 0; i < bytes; i += 16)
+		*reinterpret_cast<volatile uint4 *>(to + i) = *reinterpret_cast<const uint4 *>(static_cast<const u8 *>(from) + i);
+#endif
+}
+
+// Ends a group of the thread's stores.
+__device__ __forceinline__ void bulk_commit()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+// Returns when all of the thread's groups but the last `but` have read shared memory.
+template <int but> __device__ __forceinline__ void bulk_await_read()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(but) : "memory");
+#endif
+}
+
+// Returns when everything that the thread has stored so is written.
+__device__ __forceinline__ void bulk_await()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
+// Orders the thread's ordinary accesses and bulk copies with each other.
+__device__ __forceinline__ void fence_bulk()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void store_vector2(u64 p, uint2 v) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory"); }
+
+// Numbers of 16 and 8 bits. Rounding is to nearest even.
+__device__ __forceinline__ float float_of_f16(u32 low16)
+{
+	float f;
+	asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(f) : "r"(low16 & 0xffff));
+	return f;
+}
+
+__device__ __forceinline__ u32 bf16x2_of(float low, float high)
+{
+	u32 v;
+	asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+	return v;
+}
+
+__device__ __forceinline__ u32 f16x2_of(float low, float high)
+{
+	u32 v;
+	asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+	return v;
+}
+
+// Two numbers as float8 e4m3 in the low 16 bits; what is too large becomes 448.
+__device__ __forceinline__ u32 e4m3x2_of(float low, float high)
+{
+#if __CUDA_ARCH__ >= 890
+	unsigned short v;
+	asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
+	return v;
+#else
+	return e4m3_of_float(low) | e4m3_of_float(high) << 8;
+#endif
+}
+
+// The larger 16-bit numbers of two pairs.
+__device__ __forceinline__ u32 max_u16x2(u32 a, u32 b)
+{
+#if __CUDA_ARCH__ >= 900
+	u32 v;
+	asm("max.u16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+	return v;
+#else
+	return __vmaxu2(a, b);
+#endif
 }
 
 } // namespace sw

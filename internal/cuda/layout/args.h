@@ -45,6 +45,36 @@ enum {
 	SW_FLAG_MESH = 2, /* every block begins with another peer */
 };
 
+/* MoE dispatch. */
+enum {
+	SW_MOE_THREADS = 1024, /* of a block of dispatch_rows */
+	SW_MOE_FEW_THREADS = 512, /* of a block of the kernels for few tokens */
+	SW_MOE_SUM_THREADS = 512, /* of a block of combine_rows */
+	SW_MOE_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */
+	SW_MOE_MAX_BLOCKS = 160, /* of a kernel that peers wait for */
+	SW_MOE_FEW_TOKENS = 256, /* the most tokens of the kernels for few */
+	SW_MOE_FEW_SLOTS = 1024, /* and the most slots */
+	SW_MOE_TABLE = 1024, /* experts whose places a block keeps in shared memory */
+	SW_MOE_FIRST = 65, /* entries of moe_args.first */
+	SW_MOE_SCALES = 512, /* bytes of shared memory for the scales that a warp makes */
+	SW_MOE_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
+};
+
+/* What a launch for MoE does. */
+enum {
+	SW_MOE_SEND = 1, /* the first half of a call */
+	SW_MOE_RECEIVE = 2, /* the second half */
+	SW_MOE_CACHED = 4, /* the routing is there already */
+	SW_MOE_FREE = 8, /* peers may write this rank's output when they see the begin of this call */
+	SW_MOE_KEEP = 16, /* the rows of a combine stay as they are until the handle's next dispatch is complete */
+	SW_MOE_COMPACT = 32, /* rows of one rank follow those of the one before */
+	SW_MOE_BY_EXPERT = 64, /* rows arrive in staging and are spread over the experts' rows */
+	SW_MOE_COLUMNS = 128, /* scales in column-major order */
+	SW_MOE_EXPONENTS = 256, /* scales are exponents, four in a word */
+	SW_MOE_ZERO = 512, /* padding is zero */
+	SW_MOE_WEIGH = 1024, /* rows are multiplied by weights */
+};
+
 /* Kinds of a fault. */
 enum {
 	SW_FAULT_NONE = 0,
@@ -53,7 +83,79 @@ enum {
 	SW_FAULT_MISMATCH = 3, /* the two ends disagree on the size: sent and expected */
 	SW_FAULT_PLACE = 4, /* the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's */
 	SW_FAULT_SPLITS = 5, /* splits in device memory reach past a buffer: sent holds the bytes, expected the offset */
+	SW_FAULT_ORDER = 6, /* peer makes another call: sent holds its word, expected this rank's */
+	SW_FAULT_INDEX = 7, /* peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert */
+	SW_FAULT_OVERFLOW = 8, /* peer would get more rows than it has room for: sent rows, limit; expected holds the slot, or all bits where it is the output as a whole */
 };
+
+/* Where the words of a handle lie. All but the last part must be zero before the first call. */
+struct sw_moe_state {
+	uint64_t control; /* struct sw_control */
+	uint64_t tallied; /* how many blocks have counted their choices; 0 between calls */
+	uint64_t begins; /* [size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
+	uint64_t dones; /* [size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there */
+	uint64_t slot_counts; /* [size][slots]: rows of each rank for each slot, behind the low half of the epoch */
+	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, likewise */
+	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, likewise */
+	uint64_t block_slots; /* [blocks][local]: rows that this rank's blocks spread to each slot, likewise */
+	uint64_t tally; /* [slots]: this rank's choices in the running call; 0 between calls */
+	uint64_t places; /* [max_tokens][size]: the row of each token among those of this rank on each rank, or -1 */
+	uint64_t who; /* [max_tokens][top_k]: the rank of each choice, or -1 */
+	uint64_t spread; /* [staged][top_k]: the expert's row of each choice of a row in staging, or -1 */
+	uint64_t indices; /* [staged][top_k] int64, beside rows in staging */
+	uint64_t weights; /* [staged][top_k] float32, likewise */
+	uint64_t sources; /* [staged][2], likewise */
+	uint64_t end; /* the offset behind the block */
+};
+
+static inline struct sw_moe_state sw_lay_moe_state(int64_t offset, int64_t size, int64_t slots, int64_t local, int64_t max_tokens, int64_t top_k, int64_t staged)
+{
+	struct sw_moe_state b;
+	uint64_t at = offset;
+	b.control = at;
+	at += (int64_t)SW_CONTROL_ALIGN;
+	b.tallied = at;
+	at += (int64_t)SW_CONTROL_ALIGN;
+	b.begins = at;
+	at += size * (int64_t)SW_LINE_BYTES;
+	b.dones = at;
+	at += size * (int64_t)SW_MOE_MAX_BLOCKS * 16;
+	at = (at + 127) / 128 * 128;
+	b.slot_counts = at;
+	at += size * slots * 8;
+	at = (at + 127) / 128 * 128;
+	b.rank_totals = at;
+	at += size * size * 8;
+	at = (at + 127) / 128 * 128;
+	b.block_counts = at;
+	at += (int64_t)SW_MOE_MAX_BLOCKS * size * 8;
+	at = (at + 127) / 128 * 128;
+	b.block_slots = at;
+	at += (int64_t)SW_MOE_MAX_BLOCKS * local * 8;
+	at = (at + 127) / 128 * 128;
+	b.tally = at;
+	at += slots * 4;
+	at = (at + 127) / 128 * 128;
+	b.places = at;
+	at += max_tokens * size * 4;
+	at = (at + 127) / 128 * 128;
+	b.who = at;
+	at += max_tokens * top_k * 4;
+	at = (at + 127) / 128 * 128;
+	b.spread = at;
+	at += staged * top_k * 4;
+	at = (at + 127) / 128 * 128;
+	b.indices = at;
+	at += staged * top_k * 8;
+	at = (at + 127) / 128 * 128;
+	b.weights = at;
+	at += staged * top_k * 4;
+	at = (at + 127) / 128 * 128;
+	b.sources = at;
+	at += staged * 8;
+	b.end = at;
+	return b;
+}
 
 /* Where the words of an all-to-all's control block lie. All but the slots must be zero before the first call. */
 struct sw_exchange_block {
@@ -159,6 +261,66 @@ struct sw_exchange_args {
 struct sw_copy_args {
 	struct sw_exchange_args exchange;
 	int64_t places[SW_MAX_RANKS]; /* where in each peer's segment this rank's message goes, as the host knows it */
+};
+
+/* One launch for MoE dispatch. Places are the same on every rank. */
+struct sw_moe_args {
+	struct sw_world world;
+	struct sw_moe_state state; /* of the handle */
+	uint64_t x; /* address of the tokens, or of their gradients */
+	uint64_t scales; /* address of the scales beside them */
+	uint64_t choices; /* address of [tokens][top_k] experts */
+	uint64_t weights; /* address of [tokens][top_k] float32; 0: all are 1 */
+	uint64_t table; /* address of kernels.MoE.Placement */
+	uint64_t counters; /* address of kernels.MoE.Counters */
+	uint64_t mapped; /* address of kernels.MoEHandle.Mapped; 0: none */
+	uint64_t ticket;
+	uint64_t to_rows; /* place to which rows are sent */
+	uint64_t to_scales;
+	uint64_t to_indices;
+	uint64_t to_weights;
+	uint64_t to_sources;
+	uint64_t rows; /* address of this rank's rows */
+	uint64_t row_scales;
+	uint64_t row_weights;
+	uint64_t row_sources;
+	uint64_t ready; /* address of the words by which the caller marks rows done; 0: all are */
+	uint64_t counts; /* address of kernels.MoEHandle.Counts, and so on */
+	uint64_t offsets;
+	uint64_t rank_counts;
+	uint64_t landed;
+	uint64_t from_rows; /* place of the rows that peers read */
+	uint64_t from_weights; /* place of [rows][top_k] float32 that they read; 0: none */
+	uint64_t y; /* address of the sums, or of the rows' gradients */
+	uint64_t sum_weights; /* address of float32 [tokens][top_k]; 0: none */
+	uint64_t bias0;
+	uint64_t bias1;
+	int64_t most_rows; /* rows of an output */
+	int64_t align;
+	int64_t capacity; /* 0: an expert's rows follow those of the one before */
+	int64_t offset_base; /* rows from one rank's first row to the next one's; 0: they follow one another */
+	uint32_t op;
+	uint32_t mode;
+	uint32_t tokens;
+	uint32_t top_k;
+	uint32_t max_tokens;
+	uint32_t experts;
+	uint32_t slots;
+	uint32_t local;
+	uint32_t index_bytes;
+	uint32_t slots_inverse; /* 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each */
+	uint32_t row_bytes; /* of a token here */
+	uint32_t wire_bytes; /* of a row that crosses */
+	uint32_t scale_words; /* 32-bit words of scales beside a row */
+	uint32_t scale_block; /* elements with one scale */
+	uint32_t part; /* bytes of a row that a warp moves at a time */
+	uint32_t parts; /* of a row */
+	uint32_t movers; /* warps that move */
+	uint32_t depth; /* parts that a warp has under way */
+	uint32_t interval; /* cycles from one part of a warp to its next; 0: as they come */
+	uint32_t share; /* tokens that a block's shared memory has room for */
+	uint32_t first[SW_MOE_FIRST]; /* slots before each rank's */
+	uint32_t pad;
 };
 
 #endif

@@ -104,15 +104,4 @@ struct share {
 	}
 };
 
-// The sum of what this lane and those below it bring.
-__device__ __forceinline__ u32 running_sum(u32 mine, u32 lane)
-{
-#pragma unroll
-	for (u32 by = 1; by < 32; by *= 2) {
-		u32 below = __shfl_sync(~0u, mine, (lane - by) & 31);
-		mine += lane >= by ? below : 0;
-	}
-	return mine;
-}
-
 } // namespace sw

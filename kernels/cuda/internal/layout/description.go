@@ -43,6 +43,32 @@ func constants() []Group {
 			{"flagStaged", 1, "take messages in through staging even where peers could write dst"},
 			{"flagMesh", 2, "every block begins with another peer"},
 		}},
+		{"MoE dispatch.", []Constant{
+			{"moeThreads", 1024, "of a block of dispatch_rows"},
+			{"moeFewThreads", 512, "of a block of the kernels for few tokens"},
+			{"moeSumThreads", 512, "of a block of combine_rows"},
+			{"moePassThreads", 512, "of a block of the passes over this rank's memory"},
+			{"moeMaxBlocks", 160, "of a kernel that peers wait for"},
+			{"moeFewTokens", 256, "the most tokens of the kernels for few"},
+			{"moeFewSlots", 1024, "and the most slots"},
+			{"moeTable", 1024, "experts whose places a block keeps in shared memory"},
+			{"moeFirst", 65, "entries of moe_args.first"},
+			{"moeScales", 512, "bytes of shared memory for the scales that a warp makes"},
+			{"moeSlots", 128, "places for rows under way that the warps of a block have together, at most"},
+		}},
+		{"What a launch for MoE does.", []Constant{
+			{"moeSend", 1, "the first half of a call"},
+			{"moeReceive", 2, "the second half"},
+			{"moeCached", 4, "the routing is there already"},
+			{"moeFree", 8, "peers may write this rank's output when they see the begin of this call"},
+			{"moeKeep", 16, "the rows of a combine stay as they are until the handle's next dispatch is complete"},
+			{"moeCompact", 32, "rows of one rank follow those of the one before"},
+			{"moeByExpert", 64, "rows arrive in staging and are spread over the experts' rows"},
+			{"moeColumns", 128, "scales in column-major order"},
+			{"moeExponents", 256, "scales are exponents, four in a word"},
+			{"moeZero", 512, "padding is zero"},
+			{"moeWeigh", 1024, "rows are multiplied by weights"},
+		}},
 		{"Kinds of a fault.", []Constant{
 			{"faultNone", 0, ""},
 			{"faultTimeout", 1, "waited for peer for too long"},
@@ -50,6 +76,9 @@ func constants() []Group {
 			{"faultMismatch", 3, "the two ends disagree on the size: sent and expected"},
 			{"faultPlace", 4, "the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's"},
 			{"faultSplits", 5, "splits in device memory reach past a buffer: sent holds the bytes, expected the offset"},
+			{"faultOrder", 6, "peer makes another call: sent holds its word, expected this rank's"},
+			{"faultIndex", 7, "peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert"},
+			{"faultOverflow", 8, "peer would get more rows than it has room for: sent rows, limit; expected holds the slot, or all bits where it is the output as a whole"},
 		}},
 	}
 }
@@ -140,11 +169,63 @@ func structs() []Struct {
 				{Name: "places", Type: "i64", Count: "maxRanks", Doc: "where in each peer's segment this rank's message goes, as the host knows it"},
 			},
 		},
+		moeArgs(),
 	}
+}
+
+// moeArgs is what the kernels of MoE dispatch share. Places are from the start of a segment and the same on every rank.
+func moeArgs() Struct {
+	f := func(typ string, names ...string) (fields []Field) {
+		for _, n := range names {
+			fields = append(fields, Field{Name: n, Type: typ})
+		}
+		return fields
+	}
+	s := Struct{Name: "moe_args", Go: "put", Doc: "One launch for MoE dispatch. Places are the same on every rank."}
+	s.Fields = append(s.Fields, Field{Name: "world", Type: "world"}, Field{Name: "state", Type: "moe_state", Doc: "of the handle"})
+	s.Fields = append(s.Fields, Field{Name: "x", Type: "u64", Doc: "address of the tokens, or of their gradients"}, Field{Name: "scales", Type: "u64", Doc: "address of the scales beside them"})
+	s.Fields = append(s.Fields, Field{Name: "choices", Type: "u64", Doc: "address of [tokens][top_k] experts"}, Field{Name: "weights", Type: "u64", Doc: "address of [tokens][top_k] float32; 0: all are 1"})
+	s.Fields = append(s.Fields, Field{Name: "table", Type: "u64", Doc: "address of kernels.MoE.Placement"}, Field{Name: "counters", Type: "u64", Doc: "address of kernels.MoE.Counters"})
+	s.Fields = append(s.Fields, Field{Name: "mapped", Type: "u64", Doc: "address of kernels.MoEHandle.Mapped; 0: none"}, Field{Name: "ticket", Type: "u64"})
+	s.Fields = append(s.Fields, Field{Name: "to_rows", Type: "u64", Doc: "place to which rows are sent"}, Field{Name: "to_scales", Type: "u64"}, Field{Name: "to_indices", Type: "u64"}, Field{Name: "to_weights", Type: "u64"}, Field{Name: "to_sources", Type: "u64"})
+	s.Fields = append(s.Fields, Field{Name: "rows", Type: "u64", Doc: "address of this rank's rows"}, Field{Name: "row_scales", Type: "u64"}, Field{Name: "row_weights", Type: "u64"}, Field{Name: "row_sources", Type: "u64"}, Field{Name: "ready", Type: "u64", Doc: "address of the words by which the caller marks rows done; 0: all are"})
+	s.Fields = append(s.Fields, Field{Name: "counts", Type: "u64", Doc: "address of kernels.MoEHandle.Counts, and so on"}, Field{Name: "offsets", Type: "u64"}, Field{Name: "rank_counts", Type: "u64"}, Field{Name: "landed", Type: "u64"})
+	s.Fields = append(s.Fields, Field{Name: "from_rows", Type: "u64", Doc: "place of the rows that peers read"}, Field{Name: "from_weights", Type: "u64", Doc: "place of [rows][top_k] float32 that they read; 0: none"})
+	s.Fields = append(s.Fields, Field{Name: "y", Type: "u64", Doc: "address of the sums, or of the rows' gradients"}, Field{Name: "sum_weights", Type: "u64", Doc: "address of float32 [tokens][top_k]; 0: none"}, Field{Name: "bias0", Type: "u64"}, Field{Name: "bias1", Type: "u64"})
+	s.Fields = append(s.Fields, Field{Name: "most_rows", Type: "i64", Doc: "rows of an output"}, Field{Name: "align", Type: "i64"}, Field{Name: "capacity", Type: "i64", Doc: "0: an expert's rows follow those of the one before"}, Field{Name: "offset_base", Type: "i64", Doc: "rows from one rank's first row to the next one's; 0: they follow one another"})
+	s.Fields = append(s.Fields, f("u32", "op", "mode", "tokens", "top_k", "max_tokens", "experts", "slots", "local", "index_bytes")...)
+	s.Fields = append(s.Fields, Field{Name: "slots_inverse", Type: "u32", Doc: "2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each"})
+	s.Fields = append(s.Fields, Field{Name: "row_bytes", Type: "u32", Doc: "of a token here"}, Field{Name: "wire_bytes", Type: "u32", Doc: "of a row that crosses"}, Field{Name: "scale_words", Type: "u32", Doc: "32-bit words of scales beside a row"}, Field{Name: "scale_block", Type: "u32", Doc: "elements with one scale"})
+	s.Fields = append(s.Fields, Field{Name: "part", Type: "u32", Doc: "bytes of a row that a warp moves at a time"}, Field{Name: "parts", Type: "u32", Doc: "of a row"}, Field{Name: "movers", Type: "u32", Doc: "warps that move"}, Field{Name: "depth", Type: "u32", Doc: "parts that a warp has under way"}, Field{Name: "interval", Type: "u32", Doc: "cycles from one part of a warp to its next; 0: as they come"})
+	s.Fields = append(s.Fields, Field{Name: "share", Type: "u32", Doc: "tokens that a block's shared memory has room for"})
+	s.Fields = append(s.Fields, Field{Name: "first", Type: "u32", Count: "moeFirst", Doc: "slots before each rank's"}, Field{Name: "pad", Type: "u32"})
+	return s
 }
 
 func blocks() []Block {
 	return []Block{
+		{
+			Name:   "moe_state",
+			Doc:    "Where the words of a handle lie. All but the last part must be zero before the first call.",
+			Params: []string{"size", "slots", "local", "max_tokens", "top_k", "staged"},
+			Parts: []Part{
+				{Name: "control", Size: "controlAlign", Doc: "struct sw_control"},
+				{Name: "tallied", Size: "controlAlign", Doc: "how many blocks have counted their choices; 0 between calls"},
+				{Name: "begins", Size: "size * lineBytes", Doc: "[size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call"},
+				{Name: "dones", Size: "size * moeMaxBlocks * 16", Doc: "[size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there"},
+				{Name: "slot_counts", Size: "size * slots * 8", Align: kernels.LineBytes, Doc: "[size][slots]: rows of each rank for each slot, behind the low half of the epoch"},
+				{Name: "rank_totals", Size: "size * size * 8", Align: kernels.LineBytes, Doc: "[size][size]: rows of each rank for each rank, likewise"},
+				{Name: "block_counts", Size: "moeMaxBlocks * size * 8", Align: kernels.LineBytes, Doc: "[blocks][size]: rows of this rank's blocks for each rank, likewise"},
+				{Name: "block_slots", Size: "moeMaxBlocks * local * 8", Align: kernels.LineBytes, Doc: "[blocks][local]: rows that this rank's blocks spread to each slot, likewise"},
+				{Name: "tally", Size: "slots * 4", Align: kernels.LineBytes, Doc: "[slots]: this rank's choices in the running call; 0 between calls"},
+				{Name: "places", Size: "max_tokens * size * 4", Align: kernels.LineBytes, Doc: "[max_tokens][size]: the row of each token among those of this rank on each rank, or -1"},
+				{Name: "who", Size: "max_tokens * top_k * 4", Align: kernels.LineBytes, Doc: "[max_tokens][top_k]: the rank of each choice, or -1"},
+				{Name: "spread", Size: "staged * top_k * 4", Align: kernels.LineBytes, Doc: "[staged][top_k]: the expert's row of each choice of a row in staging, or -1"},
+				{Name: "indices", Size: "staged * top_k * 8", Align: kernels.LineBytes, Doc: "[staged][top_k] int64, beside rows in staging"},
+				{Name: "weights", Size: "staged * top_k * 4", Align: kernels.LineBytes, Doc: "[staged][top_k] float32, likewise"},
+				{Name: "sources", Size: "staged * 8", Align: kernels.LineBytes, Doc: "[staged][2], likewise"},
+			},
+		},
 		{
 			Name:   "exchange_block",
 			Doc:    "Where the words of an all-to-all's control block lie. All but the slots must be zero before the first call.",

@@ -1,0 +1,458 @@
+// Tokens on their way to ranks, many at a time. Each block takes a stretch of this rank's tokens. Its threads find out together where they go; then some
+// warps move rows, by bulk copies through places in shared memory of their own, and the others write what lies beside rows. A warp that moves keeps to a rate, so that
+// all blocks together offer what a link carries: more than that is slower.
+//
+// dispatch_rows calls this. It reads the caller's tokens and writes rows of peers' outputs (or staging) and what lies beside them, this rank's places and who of the
+// handle's state, and the words of signals.cuh.
+#pragma once
+
+#include "numbers.cuh"
+#include "routing.cuh"
+#include "signals.cuh"
+
+namespace sw {
+
+// The tokens of a block: t/blocks each, and one more for the first blocks.
+struct stretch {
+	u32 first, count;
+
+	__device__ __forceinline__ stretch(u32 tokens, u32 block, u32 blocks)
+	{
+		u32 each = tokens / blocks, more = tokens - each * blocks;
+		first = block * each + min(block, more), count = each + (block < more ? 1 : 0);
+	}
+};
+
+// What the threads of a block know of its tokens, in dynamic shared memory behind the ring.
+struct stretch_board {
+	int *place;    // [tokens][ranks]: the row there, or -1
+	u32 *groups;   // [groups of 32 tokens][ranks]: how many go there
+
+	__device__ __forceinline__ stretch_board(const sw_moe_args &a, u8 *memory)
+	    : place(reinterpret_cast<int *>(memory)), groups(reinterpret_cast<u32 *>(memory) + a.share * a.world.size)
+	{
+	}
+};
+
+struct rows_board {
+	u32 near[SW_MOE_TABLE];
+	arrivals full[SW_MOE_SLOTS];
+	u32 sent[SW_MAX_RANKS];   // rows of this block for each rank
+	u32 before[SW_MAX_RANKS]; // the first row of this block there
+	u64 bad;
+	u32 last; // this block's threads are the last to have counted choices
+	u32 sum[SW_MAX_RANKS]; // of receiving
+	u32 blocks[SW_MAX_RANKS];
+	u64 complaint;
+};
+
+constexpr u32 beside_part = 1; // named barrier of the threads that do not move
+
+struct rows_sender {
+	const sw_moe_args &a;
+	rows_board &b;
+	stretch_board s;
+	stretch mine;
+	u64 epoch;
+	u32 warp, warps, lane, n;
+
+	__device__ __forceinline__ rows_sender(const sw_moe_args &a, rows_board &b, u8 *memory, u64 epoch)
+	    : a(a), b(b), s(a, memory), mine(a.tokens, blockIdx.x, gridDim.x), epoch(epoch), warp(threadIdx.x / 32), warps(blockDim.x / 32), lane(threadIdx.x & 31), n(a.world.size)
+	{
+	}
+
+	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
+
+	// Counts where the block's tokens go, and tells the blocks behind it. place gets the rank's bit for now.
+	__device__ __forceinline__ void count()
+	{
+		placement p{a, b.near};
+		u64 bad = 0;
+#pragma unroll 1
+		for (u32 g = warp; g * 32 < mine.count; g += warps) {
+			u32 i = g * 32 + lane, t = mine.first + i;
+			bool here = i < mine.count;
+			u64 mask = here ? ranks_of(a, p, t, bad) : 0;
+#pragma unroll 1
+			for (u32 d = 0; d < n; d++) {
+				u32 go = __ballot_sync(~0u, (mask >> d & 1) != 0);
+				if (here)
+					s.place[i * n + d] = (mask >> d & 1) != 0 ? static_cast<int>(__popc(go & ((1u << lane) - 1))) : -1;
+				if (lane == 0) {
+					s.groups[g * n + d] = __popc(go);
+					atomicAdd(&b.sent[d], static_cast<u32>(__popc(go)));
+				}
+			}
+		}
+		if (bad != 0)
+			atomicExch(reinterpret_cast<unsigned long long *>(&b.bad), static_cast<unsigned long long>(bad));
+		__syncthreads();
+		if (threadIdx.x < n)
+			store_relaxed_sys(own(a.state.block_counts) + (static_cast<u64>(blockIdx.x) * n + threadIdx.x) * 8, numbered(epoch, b.sent[threadIdx.x]));
+	}
+
+	// Adds up what the blocks before this one have, by rank. False when one of them does not come.
+	__device__ __forceinline__ bool look_back()
+	{
+		bool good = true;
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < blockIdx.x * n; i += blockDim.x) {
+			u32 rows;
+			if (await_number(a, own(a.state.block_counts) + static_cast<u64>(i) * 8, epoch, a.world.rank, rows))
+				atomicAdd(&b.before[i % n], rows);
+			else
+				good = false;
+		}
+		return good;
+	}
+
+	// The last block tells all ranks how many rows go to each of them from this one.
+	__device__ __forceinline__ void tell_totals()
+	{
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
+			u32 p = i / n, d = i - p * n;
+			store_relaxed_sys(segment(a.world, p) + a.state.rank_totals + (static_cast<u64>(a.world.rank) * n + d) * 8, numbered(epoch, b.before[d] + b.sent[d]));
+		}
+	}
+
+	// Counts the choices of the block's tokens by slot, by the threads that do not move. The block that comes last tells all ranks.
+	__device__ __forceinline__ void tally(u32 thread, u32 threads)
+	{
+		placement p{a, b.near};
+		u32 *slots = reinterpret_cast<u32 *>(own(a.state.tally));
+#pragma unroll 1
+		for (u32 i = thread; i < mine.count * a.top_k; i += threads) {
+			u32 t = mine.first + i / a.top_k, k = i % a.top_k;
+			i64 e = choice(a, t, k);
+			bool some = is_expert(a, e);
+			u32 slot = some ? p.slot(static_cast<u32>(e), t) : 0;
+			reinterpret_cast<int *>(own(a.state.who))[static_cast<u64>(t) * a.top_k + k] = some ? static_cast<int>(p.rank(slot)) : -1;
+			if (some)
+				atomicAdd(slots + slot, 1u);
+		}
+		part_sync(beside_part, threads);
+		if (thread == 0) {
+			u32 *tallied = reinterpret_cast<u32 *>(own(a.state.tallied));
+			b.last = add_acq_rel_gpu(tallied, 1) == gridDim.x - 1;
+			if (b.last)
+				*tallied = 0;
+		}
+		part_sync(beside_part, threads);
+		if (!b.last)
+			return;
+		const u32 *expert = reinterpret_cast<const u32 *>(a.table) + a.experts + 1 + a.slots;
+#pragma unroll 1
+		for (u32 i = thread; i < a.slots; i += threads) {
+			u32 rows = atomicExch(slots + i, 0u);
+#pragma unroll 1
+			for (u32 d = 0; d < n; d++)
+				store_relaxed_sys(segment(a.world, d) + a.state.slot_counts + (static_cast<u64>(a.world.rank) * a.slots + i) * 8, numbered(epoch, rows));
+			if (a.counters != 0 && rows != 0)
+				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + i), static_cast<unsigned long long>(rows));
+		}
+	}
+
+	// The first row of this rank in each rank's output: those of lower ranks come first, or every rank has its own part. False when a wait was given up or an
+	// output is too small, which all ranks find alike.
+	__device__ __forceinline__ bool find_bases()
+	{
+		if ((a.mode & SW_MOE_COMPACT) == 0) {
+			if (threadIdx.x < n)
+				atomicAdd(&b.before[threadIdx.x], a.world.rank * a.max_tokens);
+			return true;
+		}
+		bool good = true;
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
+			u32 src = i / n, d = i - src * n, rows;
+			if (!await_number(a, own(a.state.rank_totals) + static_cast<u64>(i) * 8, epoch, src, rows)) {
+				good = false;
+				continue;
+			}
+			atomicAdd(&b.sum[d], rows);
+			if (src < a.world.rank)
+				atomicAdd(&b.before[d], rows);
+		}
+		if (__syncthreads_or(!good))
+			return false;
+		if (threadIdx.x < n && b.sum[threadIdx.x] > a.most_rows) {
+			give_up(a.world, SW_FAULT_OVERFLOW, threadIdx.x, epoch, false, b.sum[threadIdx.x], ~0ull, static_cast<u64>(a.most_rows));
+			good = false;
+		}
+		return good;
+	}
+
+	// Turns places within groups into rows.
+	__device__ __forceinline__ void place()
+	{
+		int *places = reinterpret_cast<int *>(own(a.state.places));
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < mine.count * n; i += blockDim.x) {
+			u32 t = i / n, d = i - t * n, g = t / 32;
+			int at = s.place[i];
+			if (at >= 0) {
+				at += static_cast<int>(b.before[d]);
+#pragma unroll 1
+				for (u32 h = 0; h < g; h++)
+					at += static_cast<int>(s.groups[h * n + d]);
+			}
+			s.place[i] = at;
+			places[static_cast<u64>(mine.first) * n + i] = at;
+		}
+	}
+
+	// The places of an earlier dispatch.
+	__device__ __forceinline__ void recall()
+	{
+		const int *places = reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(mine.first) * n;
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < mine.count * n; i += blockDim.x) {
+			s.place[i] = places[i];
+			if (places[i] >= 0)
+				atomicAdd(&b.sent[i % n], 1u);
+		}
+	}
+
+	// What lies beside the rows, by the threads that do not move: a warp for each token and rank in turn.
+	__device__ __forceinline__ void write_beside(u32 first, u32 step, bool scales)
+	{
+		placement p{a, b.near};
+#pragma unroll 1
+		for (u32 i = first; i < mine.count * n; i += step) {
+			int row = s.place[i];
+			if (row < 0)
+				continue;
+			u32 d = i % n, t = mine.first + i / n;
+			u64 there = segment(a.world, d);
+			if ((a.mode & SW_MOE_CACHED) == 0) {
+#pragma unroll 1
+				for (u32 k = lane; k < a.top_k; k += 32) {
+					i64 e = choice(a, t, k), at = static_cast<i64>(row) * a.top_k + k;
+					u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : 0;
+					bool goes = is_expert(a, e) && p.rank(slot) == d;
+					store_relaxed_sys(there + a.to_indices + 8 * at, goes ? static_cast<u64>(slot - a.first[d]) : ~0ull);
+					float w = !goes ? 0 : a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
+					*reinterpret_cast<volatile float *>(there + a.to_weights + 4 * at) = w;
+				}
+				if (lane == 0)
+					store_relaxed_sys(there + a.to_sources + 8 * static_cast<u64>(row), static_cast<u64>(t) << 32 | a.world.rank);
+			}
+			if (scales)
+#pragma unroll 1
+				for (u32 k = lane; k < a.scale_words; k += 32)
+					*reinterpret_cast<volatile u32 *>(scale_place(there, row, k)) = __ldg(reinterpret_cast<const u32 *>(a.scales) + static_cast<u64>(t) * a.scale_words + k);
+		}
+	}
+
+	__device__ __forceinline__ u64 scale_place(u64 there, int row, u32 word) const
+	{
+		u64 at = (a.mode & SW_MOE_COLUMNS) != 0 ? static_cast<u64>(word) * a.most_rows + row : static_cast<u64>(row) * a.scale_words + word;
+		return there + a.to_scales + 4 * at;
+	}
+
+	// What a block says at its end.
+	__device__ __forceinline__ void tell_done()
+	{
+		if (threadIdx.x >= n || threadIdx.x == a.world.rank)
+			return;
+		fence_acq_rel_sys(); // X4
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x), epoch, b.bad != 0 ? b.bad : b.sent[threadIdx.x]);
+		if (a.counters != 0)
+			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
+				  static_cast<unsigned long long>(b.sent[threadIdx.x]) * (a.wire_bytes + 4 * a.scale_words));
+	}
+};
+
+// A warp that moves. Part k of it is part k*movers+warp of the block's tokens; each of its places in shared memory carries every depth-th of them.
+template <typename Quantiser> struct mover {
+	const sw_moe_args &a;
+	rows_sender &r;
+	u8 *ring; // of this warp
+	u32 *scales;
+	arrivals *full;
+
+	__device__ __forceinline__ mover(const sw_moe_args &a, rows_sender &r, u8 *memory)
+	    : a(a), r(r), ring(memory + static_cast<u64>(r.warp) * a.depth * a.part),
+	      scales(reinterpret_cast<u32 *>(memory + static_cast<u64>(a.movers) * a.depth * a.part) + r.warp * (SW_MOE_SCALES / 4)), full(r.b.full + r.warp * a.depth)
+	{
+	}
+
+	__device__ __forceinline__ u32 tasks() const { return r.mine.count * a.parts; }
+
+	__device__ __forceinline__ void load(u32 k)
+	{
+		u32 task = r.warp + k * a.movers;
+		if (task >= tasks())
+			return;
+		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
+		full[place].expect(bytes);
+		bulk_load_once(ring + place * a.part, a.x + static_cast<u64>(r.mine.first + t) * a.row_bytes + at, bytes, full + place);
+	}
+
+	__device__ __forceinline__ void begin()
+	{
+		if (r.lane == 0)
+#pragma unroll 1
+			for (u32 k = 0; k < a.depth; k++)
+				load(k);
+	}
+
+	// With good false what has been loaded is awaited only.
+	__device__ __forceinline__ void run(bool good)
+	{
+		u32 n = a.world.size, due = static_cast<u32>(clock()) + (r.warp * gridDim.x + blockIdx.x) * (a.interval / (a.movers * gridDim.x));
+		u64 there = r.lane < n ? segment(a.world, r.lane) + a.to_rows : 0;
+		u32 k = 0;
+#pragma unroll 1
+		for (u32 task = r.warp; task < tasks(); task += a.movers, k++) {
+			u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
+			u8 *row = ring + place * a.part;
+			full[place].await(k / a.depth);
+			if (!good) {
+				if (k + 1 >= a.depth)
+					return;
+				continue;
+			}
+			int to = r.lane < n ? r.s.place[t * n + r.lane] : -1;
+			Quantiser::apply(a, r, row, bytes, at, t, scales);
+			if (a.interval != 0) {
+#pragma unroll 1
+				while (static_cast<int>(due - static_cast<u32>(clock())) > 0)
+					;
+				due += a.interval;
+			}
+#pragma unroll 1
+			for (u32 d = r.lane; d < n; d += 32) {
+				int p = d == r.lane ? to : r.s.place[t * n + d];
+				if (p >= 0)
+					bulk_store((d == r.lane ? there : segment(a.world, d) + a.to_rows) + static_cast<u64>(p) * a.wire_bytes + Quantiser::out(at), row, Quantiser::out(bytes));
+			}
+			bulk_commit();
+			// the place before this one is free when its stores have read it
+			if (a.depth == 1)
+				bulk_await_read<0>();
+			else
+				bulk_await_read<1>();
+			__syncwarp();
+			if (r.lane == 0 && (a.depth == 1 || k > 0))
+				load(a.depth == 1 ? k + 1 : k - 1 + a.depth);
+		}
+		bulk_await();
+		fence_bulk();
+	}
+};
+
+struct as_they_are {
+	static constexpr bool makes_scales = false;
+	static __device__ __forceinline__ u32 out(u32 bytes) { return bytes; }
+	static __device__ __forceinline__ void apply(const sw_moe_args &, rows_sender &, u8 *, u32, u32, u32, u32 *) {}
+};
+
+template <kind type> struct to_float8 {
+	static constexpr bool makes_scales = true;
+	static __device__ __forceinline__ u32 out(u32 bytes) { return bytes / numbers<type>::size; }
+	static __device__ __forceinline__ void apply(const sw_moe_args &a, rows_sender &r, u8 *row, u32 bytes, u32 at, u32 t, u32 *scales)
+	{
+		bool exponents = (a.mode & SW_MOE_EXPONENTS) != 0;
+		quantise<type>(row, bytes, scales, a.scale_block == 128 ? 128 : 0, exponents, r.lane);
+		u32 blocks = (out(bytes) + a.scale_block - 1) / a.scale_block, words = exponents ? (blocks + 3) / 4 : blocks, first = out(at) / a.scale_block;
+#pragma unroll 1
+		for (u32 d = 0; d < a.world.size; d++) {
+			int p = r.s.place[t * a.world.size + d];
+			if (p < 0)
+				continue;
+			u64 there = segment(a.world, d);
+#pragma unroll 1
+			for (u32 i = r.lane; i < words; i += 32)
+				*reinterpret_cast<volatile u32 *>(r.scale_place(there, p, first + i)) = scale_word(scales, i, blocks, exponents);
+		}
+		fence_bulk();
+		__syncwarp();
+	}
+};
+
+// The second half of a dispatch, by the threads of one block: waits for all blocks of all peers, and leaves what the caller and later calls want to know. Token-major
+// outputs are whole then.
+struct rows_receiver {
+	const sw_moe_args &a;
+	rows_board &b;
+	u64 epoch;
+
+	// True when everything is there. b.sum are the rows from each rank, own those from this one.
+	__device__ __forceinline__ bool await(u32 own)
+	{
+		u32 n = a.world.size;
+		bool good = true;
+		__syncthreads();
+		if (threadIdx.x == 0)
+			b.complaint = 0;
+		if (threadIdx.x < n) {
+			u64 word = 0, place;
+			b.sum[threadIdx.x] = threadIdx.x == a.world.rank ? own : 0;
+			b.blocks[threadIdx.x] = 0;
+			if (threadIdx.x != a.world.rank && (good = await_begin(a, threadIdx.x, epoch, word, place)))
+				b.blocks[threadIdx.x] = blocks_of(word);
+		}
+		if (__syncthreads_or(!good))
+			return false;
+#pragma unroll 1
+		for (u32 src = 0; src < n; src++)
+#pragma unroll 1
+			for (u32 i = threadIdx.x; i < b.blocks[src]; i += blockDim.x) {
+				u64 rows;
+				if (!await_done(a, src, i, epoch, rows))
+					good = false;
+				else if (rows >> 63 != 0)
+					complain(a, src, rows, epoch), good = false;
+				else
+					atomicAdd(&b.sum[src], static_cast<u32>(rows));
+			}
+		return !__syncthreads_or(!good);
+	}
+
+	// The counts of a token-major output.
+	__device__ __forceinline__ void tell_counts()
+	{
+		u32 n = a.world.size, me = a.world.rank;
+		u32 *counts = reinterpret_cast<u32 *>(a.counts), *offsets = reinterpret_cast<u32 *>(a.offsets), *ranks = reinterpret_cast<u32 *>(a.rank_counts);
+		u32 *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < a.local; i += blockDim.x) {
+			u32 sum = 0;
+#pragma unroll 1
+			for (u32 src = 0; src < n; src++) {
+				u32 rows = 0;
+				await_number(a, own_segment(a.world) + a.state.slot_counts + (static_cast<u64>(src) * a.slots + a.first[me] + i) * 8, epoch, src, rows);
+				sum += rows;
+			}
+			counts[i] = sum;
+			if (mapped != nullptr)
+				mapped[i] = sum;
+		}
+		if (threadIdx.x <= n) {
+			u32 at = 0;
+#pragma unroll 1
+			for (u32 src = 0; src < threadIdx.x; src++)
+				at += a.offset_base != 0 ? static_cast<u32>(a.offset_base) : b.sum[src];
+			offsets[threadIdx.x] = at;
+			if (mapped != nullptr)
+				mapped[a.local + threadIdx.x] = at;
+		}
+		if (threadIdx.x < n) {
+			ranks[threadIdx.x] = b.sum[threadIdx.x];
+			if (mapped != nullptr)
+				mapped[a.local + n + 1 + threadIdx.x] = b.sum[threadIdx.x];
+		}
+		if (mapped == nullptr)
+			return;
+		__threadfence_system();
+		__syncthreads();
+		if (threadIdx.x == 0) {
+			fence_acq_rel_sys();
+			store_relaxed_sys(a.mapped, a.ticket);
+		}
+	}
+};
+
+} // namespace sw

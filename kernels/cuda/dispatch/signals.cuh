@@ -1,0 +1,122 @@
+// What ranks tell each other about a call with a handle. A rank says in one line that it begins, what it does and where its rows may be read; and each
+// of its blocks says in a word when its rows are there. Numbers that are wanted early carry the low half of the call's number with them.
+//
+// All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_state that are named so: begins and dones by peers, and words that carry
+// the call's number. A line has one writer, and is written for the next call only when its reader has begun that.
+#pragma once
+
+#include "../device.cuh"
+
+namespace sw {
+
+// What a rank says in its line: what the call is, how many blocks it has, and whether its output may be written from now on.
+__device__ __forceinline__ u64 begin_word(const sw_moe_args &a) { return a.op | static_cast<u64>(a.mode & SW_MOE_FREE) << 8 | static_cast<u64>(gridDim.x) << 16; }
+__device__ __forceinline__ u32 op_of(u64 word) { return word & 0xff; }
+__device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_MOE_FREE) != 0; }
+__device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
+
+__device__ __forceinline__ u64 begin_line(const sw_moe_args &a, u32 dst, u32 src) { return segment(a.world, dst) + a.state.begins + src * SW_LINE_BYTES; }
+__device__ __forceinline__ u64 done_word(const sw_moe_args &a, u32 dst, u32 src, u32 block) { return segment(a.world, dst) + a.state.dones + (static_cast<u64>(src) * SW_MOE_MAX_BLOCKS + block) * 16; }
+
+// A number behind the low half of a call's. Each is in a word of its own and written once a call.
+__device__ __forceinline__ u64 numbered(u64 epoch, u32 n) { return epoch << 32 | n; }
+__device__ __forceinline__ bool is_of(u64 word, u64 epoch) { return static_cast<u32>(word >> 32) == static_cast<u32>(epoch); }
+
+// Tells one peer.
+__device__ __forceinline__ void tell_begin(const sw_moe_args &a, u32 peer, u64 epoch)
+{
+	u64 line = begin_line(a, peer, a.world.rank);
+	store16_relaxed_sys(line + 16, epoch, a.from_rows);
+	store16_relaxed_sys(line, epoch, begin_word(a));
+}
+
+// Waits that a thread makes for a peer, with what it has cost.
+struct patience {
+	const sw_moe_args &a;
+	u32 peer;
+	wait w;
+	u64 since;
+
+	__device__ __forceinline__ patience(const sw_moe_args &a, u32 peer) : a(a), peer(peer), since(0) {}
+
+	// After a failed poll. False when the wait is given up, which is recorded.
+	__device__ __forceinline__ bool more(u64 epoch, bool sending)
+	{
+		if (since == 0)
+			since = now_ns();
+		if (w.slow(a.world))
+			return true;
+		give_up(a.world, w.kind, peer, epoch, sending);
+		return false;
+	}
+
+	// Counts the time that has been waited.
+	__device__ __forceinline__ void count() const
+	{
+		if (since != 0 && a.counters != 0 && peer != a.world.rank)
+			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + a.world.size + peer, static_cast<unsigned long long>(now_ns() - since));
+	}
+};
+
+// A word that carries the call's number: its number, when it has come. False when the wait was given up.
+__device__ __forceinline__ bool await_number(const sw_moe_args &a, u64 place, u64 epoch, u32 peer, u32 &n)
+{
+	patience p(a, peer);
+	u64 v;
+#pragma unroll 1
+	while (!is_of(v = load_relaxed_sys(place), epoch))
+		if (!p.more(epoch, false))
+			return false;
+	n = static_cast<u32>(v);
+	return true;
+}
+
+// Waits until a peer has begun the call, and reads where its rows are. What it wrote before is visible then. False when the wait was given up, or the peer makes
+// another call.
+__device__ __forceinline__ bool await_begin(const sw_moe_args &a, u32 peer, u64 epoch, u64 &word, u64 &place)
+{
+	u64 line = begin_line(a, a.world.rank, peer);
+	patience p(a, peer);
+#pragma unroll 1
+	while (load_acquire_sys(line) < epoch)
+		if (!p.more(epoch, false))
+			return false;
+	p.count();
+	word = load16_relaxed_sys(line).b;
+	place = load16_relaxed_sys(line + 16).b;
+	if (op_of(word) == a.op)
+		return true;
+	give_up(a.world, SW_FAULT_ORDER, peer, epoch, false, op_of(word), a.op);
+	return false;
+}
+
+// Waits until a peer's output may be written: it has begun this call, or said at the one before that it is through with it. seen is its line, read earlier.
+__device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 epoch, pair64 seen)
+{
+	patience p(a, peer);
+#pragma unroll 1
+	while (seen.a < epoch && !(seen.a + 1 == epoch && frees(seen.b))) {
+		if (!p.more(epoch, true))
+			return false;
+		seen = load16_relaxed_sys(begin_line(a, a.world.rank, peer));
+	}
+	p.count();
+	return true;
+}
+
+// Waits for a block of a peer, which says how many rows it has sent, or, with the highest bit, which choice is no expert. False when the wait was given up.
+__device__ __forceinline__ bool await_done(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u64 &rows)
+{
+	u64 place = done_word(a, a.world.rank, peer, block);
+	patience p(a, peer);
+	pair64 v;
+#pragma unroll 1
+	while ((v = load16_relaxed_sys(place)).a < epoch)
+		if (!p.more(epoch, false))
+			return false;
+	load_acquire_sys(place);
+	rows = v.b;
+	return true;
+}
+
+} // namespace sw

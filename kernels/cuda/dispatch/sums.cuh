@@ -1,0 +1,107 @@
+// Rows on their way back to their tokens: the token's rank reads the rows of all ranks that have one, sums them by rank and adds biases. A rank's row is its partial sum; it lies
+// where the rank has said in the line of its begin.
+//
+// combine_rows and combine_few call this. It reads rows of peers' segments, and places and who of the handle's state; it writes the caller's sums.
+#pragma once
+
+#include "numbers.cuh"
+#include "signals.cuh"
+
+namespace sw {
+
+struct combine_board {
+	u64 base[SW_MAX_RANKS]; // where each rank's rows are
+	arrivals full[SW_MOE_SLOTS];
+};
+
+// Where the ranks' rows are. The threads of a block wait for the peers together. False when one does not come, or makes another call.
+__device__ __forceinline__ bool await_rows(const sw_moe_args &a, u64 *base, u64 epoch)
+{
+	bool good = true;
+	if (threadIdx.x < a.world.size) {
+		u64 word, place = a.from_rows;
+		if (threadIdx.x != a.world.rank)
+			good = await_begin(a, threadIdx.x, epoch, word, place);
+		if (good)
+			base[threadIdx.x] = segment(a.world, threadIdx.x) + resolve(a.world, threadIdx.x, place);
+	}
+	return !__syncthreads_or(!good);
+}
+
+// 16 bytes of a sum: 0 and then the rows in the order of their ranks, and the biases.
+template <kind type> struct sum {
+	float f[numbers<type>::count];
+
+	__device__ __forceinline__ sum()
+	{
+#pragma unroll
+		for (u32 i = 0; i < numbers<type>::count; i++)
+			f[i] = 0;
+	}
+	__device__ __forceinline__ void add(uint4 v)
+	{
+		float g[numbers<type>::count];
+		numbers<type>::unpack(v, g);
+#pragma unroll
+		for (u32 i = 0; i < numbers<type>::count; i++)
+			f[i] = __fadd_rn(f[i], g[i]);
+	}
+	__device__ __forceinline__ void add_weighted(uint4 v, float w)
+	{
+		float g[numbers<type>::count];
+		numbers<type>::unpack(v, g);
+#pragma unroll
+		for (u32 i = 0; i < numbers<type>::count; i++)
+			f[i] = __fadd_rn(f[i], __fmul_rn(g[i], w));
+	}
+	__device__ __forceinline__ void add_biases(const sw_moe_args &a, u64 at)
+	{
+		if (a.bias0 != 0)
+			add(load_vector(a.bias0 + at));
+		if (a.bias1 != 0)
+			add(load_vector(a.bias1 + at));
+	}
+	__device__ __forceinline__ uint4 value() const { return numbers<type>::pack(f); }
+};
+
+// The weights beside the rows of token t, by a warp.
+__device__ __forceinline__ void sum_weights(const sw_moe_args &a, u32 t, u32 lane)
+{
+	const int *who = reinterpret_cast<const int *>(own_segment(a.world) + a.state.who), *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
+#pragma unroll 1
+	for (u32 k = lane; k < a.top_k; k += 32) {
+		u64 i = static_cast<u64>(t) * a.top_k + k;
+		int d = who[i];
+		float w = 0;
+		if (d >= 0)
+			w = *reinterpret_cast<const volatile float *>(segment(a.world, d) + a.from_weights + (static_cast<u64>(places[static_cast<u64>(t) * a.world.size + d]) * a.top_k + k) * 4);
+		reinterpret_cast<float *>(a.sum_weights)[i] = w;
+	}
+}
+
+// Tells the peers that this block has read what it wanted of their rows. A rank's rows are its own again when all blocks of all peers have said so.
+__device__ __forceinline__ void tell_read(const sw_moe_args &a, u64 epoch)
+{
+	__syncthreads();
+	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x), epoch, 0);
+}
+
+// The first block waits for that.
+__device__ __forceinline__ void await_read(const sw_moe_args &a, u64 epoch)
+{
+	if (blockIdx.x != 0)
+		return;
+#pragma unroll 1
+	for (u32 p = 0; p < a.world.size; p++) {
+		if (p == a.world.rank)
+			continue;
+		u32 blocks = blocks_of(load16_relaxed_sys(begin_line(a, a.world.rank, p)).b);
+		u64 rows;
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < blocks; i += blockDim.x)
+			await_done(a, p, i, epoch, rows);
+	}
+}
+
+} // namespace sw
