@@ -10,6 +10,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/host"
@@ -128,29 +129,15 @@ func (d *Dispatcher) findSlots() (most int) {
 // allocate takes n bytes of the heap, after growing it if it has no room. The first zero bytes are zero on all ranks when
 // it returns. What fails on one rank is an error on all.
 func allocate(ctx context.Context, h *memory.Heap, n, zero int64) (*memory.Buffer, error) {
-	b, err := h.Alloc(n)
-	full := errors.Is(err, memory.ErrOutOfMemory)
-	if full {
-		err = nil
+	b, err := communicator.Allocate(ctx, h, n)
+	if err != nil {
+		return nil, err
 	}
-	_, err = agree.On(ctx, h.Group(), agree.Claim{Must: []string{fmt.Sprintf("room for %d bytes: %v", n, !full)}}, err)
-	if err == nil {
-		if full {
-			if err = h.Grow(ctx, n); err == nil {
-				b, err = h.Alloc(n)
-			}
-		}
-		var claim agree.Claim
-		if err == nil {
-			clear(b.Bytes()[:zero])
-			claim.Must = []string{fmt.Sprintf("its channels at offset %d", b.Offset())}
-		}
-		_, err = agree.On(ctx, h.Group(), claim, err)
+	clear(b.Bytes()[:zero])
+	if _, err = agree.On(ctx, h.Group(), agree.Claim{Must: []string{fmt.Sprintf("its channels at offset %d", b.Offset())}}, nil); err != nil {
+		return nil, errors.Join(err, b.Free())
 	}
-	if err != nil && b != nil {
-		err = errors.Join(err, b.Free())
-	}
-	return b, err
+	return b, nil
 }
 
 // output is the i-th output; the last two are staging.

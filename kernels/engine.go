@@ -81,13 +81,24 @@ type Traits struct {
 	Slow error
 }
 
-// Buffer is memory of the engine's device, as an operation reads or writes it.
+// Buffer is memory of the engine's device, as an operation reads or writes it. The zero Buffer is none.
 type Buffer struct {
-	Mem  []byte  // the bytes, where this process reads them; nil elsewhere
-	Addr uintptr // on the device
-	Len  int64   // in bytes
-	// Place is where peers reach it: what Space.Addr resolves, of this rank's segment; or -1 when they do not.
+	// Mem is the memory where this process reads it, nil elsewhere.
+	Mem []byte
+	// Ptr is its address on the device that it belongs to, Bytes its length.
+	Ptr   uintptr
+	Bytes int64
+	// Place is where peers reach it in this rank's segment, as Space.Addr takes it. Reach says that they can.
 	Place int64
+	Reach bool
+}
+
+// PlaceOr is the place, or other where peers cannot reach the buffer.
+func (b *Buffer) PlaceOr(other int64) int64 {
+	if b.Reach {
+		return b.Place
+	}
+	return other
 }
 
 // Schedule is how a rank does its part of an exchange. It is local: peers need not agree on any of it. The zero value works,

@@ -50,7 +50,7 @@ func TestArgumentsAgreeWithTheHeader(t *testing.T) {
 func TestArgumentsAreEncodedInPlace(t *testing.T) {
 	c := &channels{kernels.Channels{Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}, 4096}
 	x := &kernels.AllToAllV{
-		Src: kernels.Buffer{Addr: 11}, Dst: kernels.Buffer{Addr: 12, Place: -1}, Launched: kernels.Launched{Timeout: time.Second},
+		Src: kernels.Buffer{Ptr: 11}, Dst: kernels.Buffer{Ptr: 12}, Launched: kernels.Launched{Timeout: time.Second},
 		Routes: &kernels.Routes{
 			SendBytes: []int64{1, 2}, SendOffsets: []int64{3, 4}, RecvBytes: []int64{5, 6}, RecvOffsets: []int64{7, 8},
 			Order: []int32{0}, ReverseOrder: []int32{0},

@@ -118,7 +118,7 @@ func (x *exchanges) validate(a *kernels.AllToAllV) error {
 	switch {
 	case len(r.Order) != size-1 || len(r.ReverseOrder) != size-1:
 		return fmt.Errorf("kernels: alltoallv: orders of %d and %d peers for %d ranks", len(r.Order), len(r.ReverseOrder), size)
-	case s.Copies && (len(r.PeerOffsets) != size || a.Splits.Len > 0 || a.Dst.Place < 0):
+	case s.Copies && (len(r.PeerOffsets) != size || a.Splits.Bytes > 0 || !a.Dst.Reach):
 		return errors.New("kernels: alltoallv: copies need a place on every rank, splits known to the host and an output that peers can write")
 	case a.Timeout <= 0:
 		return fmt.Errorf("kernels: alltoallv: timeout %v", a.Timeout)
@@ -138,7 +138,7 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 		flags |= flagMesh
 	}
 	l := cuda.Launch{Flags: e.flags}
-	groups, large, interval, senders := int64(0), a.Splits.Len > 0, uint32(0), 0
+	groups, large, interval, senders := int64(0), a.Splits.Bytes > 0, uint32(0), 0
 	for q := range c.Size {
 		if q == e.space.Rank {
 			continue
@@ -158,7 +158,7 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 			blocks++ // fewer would have more stripes each than they have room for
 		}
 		grid, takers := blocks, recvThreads
-		if staged := s.Staged || a.Dst.Place < 0; s.CopyBlocks >= blocks && staged && c.Size > 1 && 2*blocks <= k.limit && sharedBytes(c, blocks, apartThreads) <= k.shared {
+		if staged := s.Staged || !a.Dst.Reach; s.CopyBlocks >= blocks && staged && c.Size > 1 && 2*blocks <= k.limit && sharedBytes(c, blocks, apartThreads) <= k.shared {
 			senders, grid, takers = blocks, 2*blocks, apartThreads
 		}
 		l.Grid = [3]uint32{uint32(grid), 1, 1}
@@ -198,7 +198,7 @@ func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 		binary.LittleEndian.PutUint64(x.args[argsBytes+8*q:], uint64(a.Dst.Place+at))
 	}
 	me := e.space.Rank
-	own, from, to := r.SendBytes[me], a.Src.Addr+uintptr(r.SendOffsets[me]), a.Dst.Addr+uintptr(r.RecvOffsets[me])
+	own, from, to := r.SendBytes[me], a.Src.Ptr+uintptr(r.SendOffsets[me]), a.Dst.Ptr+uintptr(r.RecvOffsets[me])
 	aside := own > 0 && from != to
 	if aside {
 		b.Record(0, p.fork)
@@ -213,7 +213,7 @@ func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 	b.Launch(0, l)
 	for _, q := range r.Order {
 		if n := r.SendBytes[q]; n > c.PacketBytes {
-			b.Copy(0, e.space.Addr(int(q), x.places[q]), a.Src.Addr+uintptr(r.SendOffsets[q]), n)
+			b.Copy(0, e.space.Addr(int(q), x.places[q]), a.Src.Ptr+uintptr(r.SendOffsets[q]), n)
 		}
 	}
 	if aside {

@@ -72,10 +72,10 @@ func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval
 	}
 	word(uint64(space.Base))
 	word(uint64(space.Stride))
-	word(uint64(x.Src.Addr))
-	word(uint64(x.Dst.Addr))
-	word(uint64(x.Dst.Place))
-	word(uint64(x.Splits.Addr))
+	word(uint64(x.Src.Ptr))
+	word(uint64(x.Dst.Ptr))
+	word(uint64(x.Dst.PlaceOr(-1)))
+	word(uint64(x.Splits.Ptr))
 	word(uint64(fault))
 	word(uint64(x.Timeout.Nanoseconds()))
 	word(uint64(c.offset))
@@ -95,8 +95,8 @@ func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval
 		binary.LittleEndian.PutUint32(b[at:], v)
 		at += 4
 	}
-	word(uint64(x.Src.Len))
-	word(uint64(x.Dst.Len))
+	word(uint64(x.Src.Bytes))
+	word(uint64(x.Dst.Bytes))
 	word(uint64(space.SegmentTable()))
 	me := space.Rank
 	word(uint64(r.SendBytes[me]))
