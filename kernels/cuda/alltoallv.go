@@ -1,7 +1,6 @@
 package cuda
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 
@@ -175,8 +174,8 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 		}
 		l.Grid = [3]uint32{uint32(max(1, min(blocks, k.small))), 1, 1}
 	}
-	l.Args = x.args[:argsBytes]
-	exchangeArgs(l.Args, &e.space, p.fault.Addr(), flags, interval, senders, c, a)
+	l.Args = x.args[:exchangeArgsBytes]
+	encodeExchange(l.Args, &e.space, p.fault.Addr(), flags, interval, senders, c, a)
 	p.batch.Launch(0, l)
 }
 
@@ -191,11 +190,11 @@ func sharedBytes(c *channels, blocks, takers int) int {
 // rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 	e, c, r, b := p.e, &x.c, a.Routes, &p.batch
-	exchangeArgs(x.args[:argsBytes], &e.space, p.fault.Addr(), 0, 0, 0, c, a)
+	encodeExchange(x.args[:exchangeArgsBytes], &e.space, p.fault.Addr(), 0, 0, 0, c, a)
 	x.places = x.places[:0]
 	for q, at := range r.PeerOffsets {
 		x.places = append(x.places, a.Dst.Place+at)
-		binary.LittleEndian.PutUint64(x.args[argsBytes+8*q:], uint64(a.Dst.Place+at))
+		putCopyArgsPlaces(x.args, q, a.Dst.Place+at)
 	}
 	me := e.space.Rank
 	own, from, to := r.SendBytes[me], a.Src.Ptr+uintptr(r.SendOffsets[me]), a.Dst.Ptr+uintptr(r.RecvOffsets[me])
@@ -204,7 +203,7 @@ func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 		b.Record(0, p.fork)
 		b.WaitEvent(1, p.fork)
 		if n := min(a.Schedule.Blocks, x.k.limit); n > 0 {
-			b.Launch(1, cuda.Launch{Function: x.k.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: x.args[:argsBytes]})
+			b.Launch(1, cuda.Launch{Function: x.k.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: x.args[:exchangeArgsBytes]})
 		} else {
 			b.Copy(1, to, from, own)
 		}
