@@ -47,7 +47,7 @@ type Port interface {
 }
 
 // Family is the operations that share a control block, and the bounds within which they are launched: a *Channels, a
-// *ReduceChannels or a *Lanes. All ranks have the same.
+// *ReduceChannels or a *MoE. All ranks have the same.
 type Family interface {
 	// Family is the name in messages.
 	Family() string
@@ -150,26 +150,15 @@ func Recoverable(err error) bool {
 }
 
 // Family is "dispatch".
-func (l *Lanes) Family() string { return "dispatch" }
+func (m *MoE) Family() string { return "dispatch" }
 
-// Operation is "dispatch".
-func (a *Dispatch) Operation() string { return DispatchOp.String() }
-
-// Operation is "combine" or "dispatch backward".
-func (a *Combine) Operation() string { return a.Op.String() }
-
-// Operation is "combine backward".
-func (a *CombineBackward) Operation() string { return CombineBackwardOp.String() }
+// Operation is the name of the call.
+func (c *MoECall) Operation() string { return c.Op.String() }
 
 // Finish calls Done, if it is set.
-func (a *Dispatch) Finish(err error) { (&Launched{Done: a.Done}).Finish(err) }
+func (c *MoECall) Finish(err error) { (&Launched{Done: c.Done}).Finish(err) }
 
-// Finish calls Done, if it is set.
-func (a *Combine) Finish(err error) { (&Launched{Done: a.Done}).Finish(err) }
-
-// Finish calls Done, if it is set.
-func (a *CombineBackward) Finish(err error) { (&Launched{Done: a.Done}).Finish(err) }
-
+func (*IndexError) recoverable()    {}
 func (*OverflowError) recoverable() {}
 func (*OrderError) recoverable()    {}
 func (*ShortError) recoverable()    {}
