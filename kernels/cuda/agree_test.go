@@ -56,9 +56,10 @@ func TestTheCompilerLaysStructsOutAsDescribed(t *testing.T) {
 
 func TestArgumentsAreEncodedInPlace(t *testing.T) {
 	at := shared.Shared().Offsets()
-	c := &Channels{Offset: 4096, Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}
-	x := &Exchange{
-		Channels: c, Src: 11, Dst: 12, DstOffset: -1, Splits: 17, SrcBytes: 18, DstBytes: 20, Timeout: time.Second,
+	c := &channels{kernels.Channels{Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}, 4096}
+	x := &kernels.AllToAllV{
+		Src: kernels.Buffer{Ptr: 11, Bytes: 18}, Dst: kernels.Buffer{Ptr: 12, Bytes: 20}, Splits: kernels.Buffer{Ptr: 17},
+		Launched: kernels.Launched{Timeout: time.Second},
 		Routes: &kernels.Routes{
 			SendBytes: []int64{1, 2}, SendOffsets: []int64{3, 4}, RecvBytes: []int64{5, 6}, RecvOffsets: []int64{7, 8},
 			Order: []int32{0}, ReverseOrder: []int32{0},
@@ -66,7 +67,7 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 	}
 	b := make([]byte, exchangeArgsBytes)
 	space := &kernels.Space{Base: 9, Stride: 10, Rank: 1, Size: 2, Segments: []uintptr{14, 19}}
-	encodeExchange(b, space, 13, flagMesh, 15, 16, x)
+	encodeExchange(b, space, 13, flagMesh, 15, 16, c, x)
 	block := c.block()
 	for field, want := range map[string]uint64{
 		"world.base": 9, "world.stride": 10, "world.segments": 19 + kernels.SegmentsOffset, "world.control": 4096, "world.fault": 13, "world.timeout_ns": 1e9,
@@ -92,22 +93,22 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 	for i, want := range []uint64{1, 3, 5, 7} {
 		require.Equal(t, want, binary.LittleEndian.Uint64(steps[at["step.send_bytes"]+8*i:]))
 	}
-	require.Zero(t, testing.AllocsPerRun(10, func() { encodeExchange(b, space, 13, flagMesh, 15, 16, x) }))
+	require.Zero(t, testing.AllocsPerRun(10, func() { encodeExchange(b, space, 13, flagMesh, 15, 16, c, x) }))
 }
 
 func TestChannelsDoNotOverlap(t *testing.T) {
-	c := &Channels{Offset: 1 << 16, Size: 8, Stripes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}
+	c := &channels{kernels.Channels{Size: 8, Stripes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}, 1 << 16}
 	b := c.block()
 	at := []int64{b.control, b.signals, b.credits, b.stripeCredits, b.packets, b.slots, b.end}
 	require.IsIncreasing(t, at)
 	for _, v := range at {
 		require.Zero(t, v%lineBytes)
 	}
-	require.Equal(t, c.Offset, b.control)
+	require.Equal(t, c.offset, b.control)
 	require.Zero(t, b.packets%128)
 	require.Zero(t, b.slots%128)
 	require.Equal(t, b.signals+2*8*16*lineBytes, b.credits)
 	require.Equal(t, b.packets+2*8*b.packetStride, b.slots)
-	require.Equal(t, c.ControlBytes(), b.slots-c.Offset)
-	require.Equal(t, c.Bytes(), b.end-c.Offset)
+	require.Equal(t, c.controlBytes(), b.slots-c.offset)
+	require.Equal(t, c.bytes(), b.end-c.offset)
 }

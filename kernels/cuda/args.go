@@ -15,14 +15,14 @@ func worldOf(space *kernels.Space, control int64, fault uintptr, timeoutNs int64
 }
 
 // encodeExchange writes the arguments of an exchange into b, which has exchangeArgsBytes bytes.
-func encodeExchange(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, x *Exchange) {
-	c, r, me := x.Channels, x.Routes, space.Rank
+func encodeExchange(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *channels, x *kernels.AllToAllV) {
+	r, me := x.Routes, space.Rank
 	a := exchangeArgs{
-		world: worldOf(space, c.Offset, fault, x.Timeout.Nanoseconds()),
-		src:   uint64(x.Src), dst: uint64(x.Dst), dstOffset: x.DstOffset, splits: uint64(x.Splits),
+		world: worldOf(space, c.offset, fault, x.Timeout.Nanoseconds()),
+		src:   uint64(x.Src.Ptr), dst: uint64(x.Dst.Ptr), dstOffset: x.Dst.PlaceOr(-1), splits: uint64(x.Splits.Ptr),
 		block: c.block(), packetBytes: c.PacketBytes, slotBytes: c.SlotBytes, stripes: uint32(c.Stripes), slotCount: uint32(c.Slots),
 		flags: flags, interval: interval, senders: uint32(senders),
-		srcBytes: x.SrcBytes, dstBytes: x.DstBytes,
+		srcBytes: x.Src.Bytes, dstBytes: x.Dst.Bytes,
 		ownBytes: r.SendBytes[me], ownSrc: r.SendOffsets[me], ownDst: r.RecvOffsets[me],
 	}
 	if peers := uint64(c.Size - 1); peers > 1 {
