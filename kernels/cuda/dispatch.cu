@@ -110,16 +110,18 @@ template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args 
 		u32 task = blockIdx.x + gridDim.x * warp + k * step;
 		if (task >= tasks)
 			return;
-		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth, rows = 0;
+		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth, rows = 0, far = 0;
 #pragma unroll 1
-		for (u32 d = lane; d < n; d += 32)
-			rows += places[static_cast<u64>(t) * n + d] >= 0 ? 1 : 0;
+		for (u32 d = lane; d < n; d += 32) {
+			u32 one = places[static_cast<u64>(t) * n + d] >= 0 ? 1 : 0;
+			rows += one, far += d != a.world.rank ? one : 0;
+		}
 		rows = __reduce_add_sync(~0u, rows);
 		if (a.interval != 0) {
 #pragma unroll 1
 			while (static_cast<int>(due - static_cast<u32>(clock())) > 0)
 				;
-			due += a.interval;
+			due += a.interval * __reduce_add_sync(~0u, far);
 		}
 		if (lane == 0)
 			full[place].expect(bytes * rows);
@@ -197,7 +199,7 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 	call_number number;
 	number.load(a.world);
 	u64 epoch = number.epoch(); // of the call that comes
-	if (__syncthreads_or(epoch == 0))
+	if (__syncthreads_or(epoch == 0 || !await_free_staging(a, epoch - 1)))
 		return;
 	u32 lane = threadIdx.x & 31, warps = blockDim.x / 32, chunks = (a.row_bytes + 2047) / 2048, all = staged.first[a.world.size];
 	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0, weigh = (a.mode & SW_MOE_WEIGH) != 0;

@@ -52,6 +52,7 @@ const (
 	moeFewTokens   = 256  // the most tokens of the kernels for few
 	moeFewSlots    = 1024 // and the most slots
 	moeTable       = 1024 // experts whose places a block keeps in shared memory
+	moeSums        = 3    // the least operation that reads peers' rows
 	moeFirst       = 65   // entries of moe_args.first
 	moeScales      = 512  // bytes of shared memory for the scales that a warp makes
 	moeSlots       = 128  // places for rows under way that the warps of a block have together, at most
@@ -85,10 +86,10 @@ const (
 	faultOverflow = 8 // peer would get more rows than it has room for: sent rows, limit; expected holds the slot, or all bits where it is the output as a whole
 )
 
-const moeStateBytes = 128
+const moeBlockBytes = 128
 
-// moeState is struct sw_moe_state. Where the words of a handle lie. All but the last part must be zero before the first call.
-type moeState struct {
+// moeBlock is struct sw_moe_block. Where the words of a handle lie. All but the last part must be zero before the first call.
+type moeBlock struct {
 	control     int64 // struct sw_control
 	tallied     int64 // how many blocks have counted their choices; 0 between calls
 	begins      int64 // [size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
@@ -108,7 +109,7 @@ type moeState struct {
 }
 
 // put encodes s into b.
-func (s *moeState) put(b []byte) {
+func (s *moeBlock) put(b []byte) {
 	_ = b[127]
 	binary.LittleEndian.PutUint64(b[0:], uint64(s.control))
 	binary.LittleEndian.PutUint64(b[8:], uint64(s.tallied))
@@ -128,8 +129,8 @@ func (s *moeState) put(b []byte) {
 	binary.LittleEndian.PutUint64(b[120:], uint64(s.end))
 }
 
-// layMoeState lays the block out from offset on.
-func layMoeState(offset, size, slots, local, maxTokens, topK, staged int64) (b moeState) {
+// layMoeBlock lays the block out from offset on.
+func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b moeBlock) {
 	at := offset
 	b.control = at
 	at += controlAlign
@@ -397,14 +398,14 @@ const (
 // moeArgs is struct sw_moe_args. One launch for MoE dispatch. Places are the same on every rank.
 type moeArgs struct {
 	world        worldWords
-	state        moeStateWords // of the handle
-	x            uint64        // address of the tokens, or of their gradients
-	scales       uint64        // address of the scales beside them
-	choices      uint64        // address of [tokens][top_k] experts
-	weights      uint64        // address of [tokens][top_k] float32; 0: all are 1
-	table        uint64        // address of kernels.MoE.Placement
-	counters     uint64        // address of kernels.MoE.Counters
-	mapped       uint64        // address of kernels.MoEHandle.Mapped; 0: none
+	state        moeBlock // of the handle
+	x            uint64   // address of the tokens, or of their gradients
+	scales       uint64   // address of the scales beside them
+	choices      uint64   // address of [tokens][top_k] experts
+	weights      uint64   // address of [tokens][top_k] float32; 0: all are 1
+	table        uint64   // address of kernels.MoE.Placement
+	counters     uint64   // address of kernels.MoE.Counters
+	mapped       uint64   // address of kernels.MoEHandle.Mapped; 0: none
 	ticket       uint64
 	toRows       uint64 // place to which rows are sent
 	toScales     uint64

@@ -55,6 +55,7 @@ enum {
 	SW_MOE_FEW_TOKENS = 256, /* the most tokens of the kernels for few */
 	SW_MOE_FEW_SLOTS = 1024, /* and the most slots */
 	SW_MOE_TABLE = 1024, /* experts whose places a block keeps in shared memory */
+	SW_MOE_SUMS = 3, /* the least operation that reads peers' rows */
 	SW_MOE_FIRST = 65, /* entries of moe_args.first */
 	SW_MOE_SCALES = 512, /* bytes of shared memory for the scales that a warp makes */
 	SW_MOE_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
@@ -89,7 +90,7 @@ enum {
 };
 
 /* Where the words of a handle lie. All but the last part must be zero before the first call. */
-struct sw_moe_state {
+struct sw_moe_block {
 	uint64_t control; /* struct sw_control */
 	uint64_t tallied; /* how many blocks have counted their choices; 0 between calls */
 	uint64_t begins; /* [size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
@@ -108,9 +109,9 @@ struct sw_moe_state {
 	uint64_t end; /* the offset behind the block */
 };
 
-static inline struct sw_moe_state sw_lay_moe_state(int64_t offset, int64_t size, int64_t slots, int64_t local, int64_t max_tokens, int64_t top_k, int64_t staged)
+static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size, int64_t slots, int64_t local, int64_t max_tokens, int64_t top_k, int64_t staged)
 {
-	struct sw_moe_state b;
+	struct sw_moe_block b;
 	uint64_t at = offset;
 	b.control = at;
 	at += (int64_t)SW_CONTROL_ALIGN;
@@ -266,7 +267,7 @@ struct sw_copy_args {
 /* One launch for MoE dispatch. Places are the same on every rank. */
 struct sw_moe_args {
 	struct sw_world world;
-	struct sw_moe_state state; /* of the handle */
+	struct sw_moe_block state; /* of the handle */
 	uint64_t x; /* address of the tokens, or of their gradients */
 	uint64_t scales; /* address of the scales beside them */
 	uint64_t choices; /* address of [tokens][top_k] experts */

@@ -13,24 +13,24 @@ import "unsafe"
 func Of() map[string]int {
 	m := make(map[string]int)
 	{
-		var s C.struct_sw_moe_state
-		m["moe_state"] = int(unsafe.Sizeof(s))
-		m["moe_state.control"] = int(unsafe.Offsetof(s.control))
-		m["moe_state.tallied"] = int(unsafe.Offsetof(s.tallied))
-		m["moe_state.begins"] = int(unsafe.Offsetof(s.begins))
-		m["moe_state.dones"] = int(unsafe.Offsetof(s.dones))
-		m["moe_state.slot_counts"] = int(unsafe.Offsetof(s.slot_counts))
-		m["moe_state.rank_totals"] = int(unsafe.Offsetof(s.rank_totals))
-		m["moe_state.block_counts"] = int(unsafe.Offsetof(s.block_counts))
-		m["moe_state.block_slots"] = int(unsafe.Offsetof(s.block_slots))
-		m["moe_state.tally"] = int(unsafe.Offsetof(s.tally))
-		m["moe_state.places"] = int(unsafe.Offsetof(s.places))
-		m["moe_state.who"] = int(unsafe.Offsetof(s.who))
-		m["moe_state.spread"] = int(unsafe.Offsetof(s.spread))
-		m["moe_state.indices"] = int(unsafe.Offsetof(s.indices))
-		m["moe_state.weights"] = int(unsafe.Offsetof(s.weights))
-		m["moe_state.sources"] = int(unsafe.Offsetof(s.sources))
-		m["moe_state.end"] = int(unsafe.Offsetof(s.end))
+		var s C.struct_sw_moe_block
+		m["moe_block"] = int(unsafe.Sizeof(s))
+		m["moe_block.control"] = int(unsafe.Offsetof(s.control))
+		m["moe_block.tallied"] = int(unsafe.Offsetof(s.tallied))
+		m["moe_block.begins"] = int(unsafe.Offsetof(s.begins))
+		m["moe_block.dones"] = int(unsafe.Offsetof(s.dones))
+		m["moe_block.slot_counts"] = int(unsafe.Offsetof(s.slot_counts))
+		m["moe_block.rank_totals"] = int(unsafe.Offsetof(s.rank_totals))
+		m["moe_block.block_counts"] = int(unsafe.Offsetof(s.block_counts))
+		m["moe_block.block_slots"] = int(unsafe.Offsetof(s.block_slots))
+		m["moe_block.tally"] = int(unsafe.Offsetof(s.tally))
+		m["moe_block.places"] = int(unsafe.Offsetof(s.places))
+		m["moe_block.who"] = int(unsafe.Offsetof(s.who))
+		m["moe_block.spread"] = int(unsafe.Offsetof(s.spread))
+		m["moe_block.indices"] = int(unsafe.Offsetof(s.indices))
+		m["moe_block.weights"] = int(unsafe.Offsetof(s.weights))
+		m["moe_block.sources"] = int(unsafe.Offsetof(s.sources))
+		m["moe_block.end"] = int(unsafe.Offsetof(s.end))
 	}
 	{
 		var s C.struct_sw_exchange_block

@@ -320,7 +320,7 @@ template <typename Quantiser> struct mover {
 #pragma unroll 1
 				while (static_cast<int>(due - static_cast<u32>(clock())) > 0)
 					;
-				due += a.interval;
+				due += a.interval * __popc(__ballot_sync(~0u, to >= 0 && r.lane != a.world.rank));
 			}
 #pragma unroll 1
 			for (u32 d = r.lane; d < n; d += 32) {

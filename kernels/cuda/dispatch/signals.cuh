@@ -1,7 +1,7 @@
 // What ranks tell each other about a call with a handle. A rank says in one line that it begins, what it does and where its rows may be read; and each
 // of its blocks says in a word when its rows are there. Numbers that are wanted early carry the low half of the call's number with them.
 //
-// All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_state that are named so: begins and dones by peers, and words that carry
+// All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_block that are named so: begins and dones by peers, and words that carry
 // the call's number. A line has one writer, and is written for the next call only when its reader has begun that.
 #pragma once
 

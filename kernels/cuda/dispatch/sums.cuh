@@ -87,6 +87,22 @@ __device__ __forceinline__ void tell_read(const sw_moe_args &a, u64 epoch)
 		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x), epoch, 0);
 }
 
+// Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows were kept. One thread of a block a peer.
+__device__ __forceinline__ bool await_free_staging(const sw_moe_args &a, u64 last)
+{
+	u32 p = threadIdx.x;
+	if (p >= a.world.size || p == a.world.rank)
+		return true;
+	pair64 line = load16_relaxed_sys(begin_line(a, a.world.rank, p));
+	u64 rows;
+	bool good = true;
+	if (line.a == last && last != 0 && op_of(line.b) >= SW_MOE_SUMS)
+#pragma unroll 1
+		for (u32 i = 0; good && i < blocks_of(line.b); i++)
+			good = await_done(a, p, i, last, rows);
+	return good;
+}
+
 // The first block waits for that.
 __device__ __forceinline__ void await_read(const sw_moe_args &a, u64 epoch)
 {

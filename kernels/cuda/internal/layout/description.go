@@ -52,6 +52,7 @@ func constants() []Group {
 			{"moeFewTokens", 256, "the most tokens of the kernels for few"},
 			{"moeFewSlots", 1024, "and the most slots"},
 			{"moeTable", 1024, "experts whose places a block keeps in shared memory"},
+			{"moeSums", uint64(kernels.CombineOp), "the least operation that reads peers' rows"},
 			{"moeFirst", 65, "entries of moe_args.first"},
 			{"moeScales", 512, "bytes of shared memory for the scales that a warp makes"},
 			{"moeSlots", 128, "places for rows under way that the warps of a block have together, at most"},
@@ -182,7 +183,7 @@ func moeArgs() Struct {
 		return fields
 	}
 	s := Struct{Name: "moe_args", Go: "put", Doc: "One launch for MoE dispatch. Places are the same on every rank."}
-	s.Fields = append(s.Fields, Field{Name: "world", Type: "world"}, Field{Name: "state", Type: "moe_state", Doc: "of the handle"})
+	s.Fields = append(s.Fields, Field{Name: "world", Type: "world"}, Field{Name: "state", Type: "moe_block", Doc: "of the handle"})
 	s.Fields = append(s.Fields, Field{Name: "x", Type: "u64", Doc: "address of the tokens, or of their gradients"}, Field{Name: "scales", Type: "u64", Doc: "address of the scales beside them"})
 	s.Fields = append(s.Fields, Field{Name: "choices", Type: "u64", Doc: "address of [tokens][top_k] experts"}, Field{Name: "weights", Type: "u64", Doc: "address of [tokens][top_k] float32; 0: all are 1"})
 	s.Fields = append(s.Fields, Field{Name: "table", Type: "u64", Doc: "address of kernels.MoE.Placement"}, Field{Name: "counters", Type: "u64", Doc: "address of kernels.MoE.Counters"})
@@ -205,7 +206,7 @@ func moeArgs() Struct {
 func blocks() []Block {
 	return []Block{
 		{
-			Name:   "moe_state",
+			Name:   "moe_block",
 			Doc:    "Where the words of a handle lie. All but the last part must be zero before the first call.",
 			Params: []string{"size", "slots", "local", "max_tokens", "top_k", "staged"},
 			Parts: []Part{

@@ -1,0 +1,467 @@
+package cuda
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// dispatchKernels are the kernels of MoE dispatch. Those by number type are indexed by it.
+type dispatchKernels struct {
+	rows, few, receive, begin, take, zero cuda.Function
+	rowsFloat8, fewFloat8                 [3]cuda.Function
+	sumRows, sumFew, partials, spread     [3]cuda.Function
+	blocks                                int // of any of them that run at once
+	shared                                int // dynamic shared memory that a block can have
+}
+
+// dispatches are the launches of one dispatcher. It is a family.
+type dispatches struct {
+	m    *kernels.MoE
+	size int
+	k    *dispatchKernels
+	args []byte
+}
+
+const (
+	moeFixedShared = 28 << 10 // more than the kernels have beside what is asked for at launch
+
+	// How many multiprocessors calls for many tokens take where nothing is said, and those for few.
+	moeBlocks    = 24
+	moeFewBlocks = 64
+
+	// What all blocks together offer to one peer, in bytes a nanosecond, and ask of one. On 2 H200 with 24 blocks, 360 to 370 and 340 were fastest.
+	moeSendRate, moeReadRate = 365, 340
+
+	moePart = 16 << 10 // the most of a row that is moved at a time
+)
+
+func numberKind(d kernels.DType) int {
+	switch d {
+	case kernels.BFloat16:
+		return 1
+	case kernels.Float16:
+		return 2
+	}
+	return 0
+}
+
+func newDispatches(m *kernels.MoE, size int) (*dispatches, error) {
+	switch {
+	case m.Ranks != size:
+		return nil, fmt.Errorf("kernels: dispatch: %d ranks on a heap of %d", m.Ranks, size)
+	case m.Float8Partials:
+		return nil, fmt.Errorf("kernels: the CUDA engine combines in the rows' own type, not in float8")
+	case m.RowBytes()%16 != 0 || m.TokenBytes()%16 != 0 || m.SumBytes()%16 != 0:
+		return nil, fmt.Errorf("kernels: dispatch: %d elements of %v, %v and %v: rows of GPUs are multiples of 16 bytes", m.Hidden, m.TokenType, m.RowType, m.SumType)
+	case m.Quantises() && m.Scales.Block != 128 && m.TokenBytes() > 128<<10:
+		return nil, fmt.Errorf("kernels: dispatch: tokens of %d bytes with one scale: at most %d on a GPU", m.TokenBytes(), 128<<10)
+	}
+	return &dispatches{m: m, size: size, args: make([]byte, moeArgsBytes)}, nil
+}
+
+// staged is how many rows staging has: a part for each source rank.
+func (x *dispatches) staged() int64 { return int64(x.m.Ranks) * int64(x.m.MaxTokens) }
+
+func (x *dispatches) block(offset int64) moeBlock {
+	m := x.m
+	return layMoeBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MostLocal()), int64(m.MaxTokens), int64(m.TopK), x.staged())
+}
+
+// The parts of a handle's staging, from its start: rows and scales that arrive, rows that peers read, and weights beside them.
+func (x *dispatches) scalesAt() int64 { return kernels.AlignUp(x.staged()*max(x.m.RowBytes(), x.m.SumBytes()), kernels.LineBytes) }
+func (x *dispatches) sumsAt() int64 {
+	return kernels.AlignUp(x.scalesAt()+4*x.staged()*int64(x.m.ScaleWords()), kernels.LineBytes)
+}
+func (x *dispatches) weightsAt() int64 { return kernels.AlignUp(x.sumsAt()+x.staged()*x.m.SumBytes(), kernels.LineBytes) }
+
+func (x *dispatches) layout() kernels.Layout {
+	return kernels.Layout{
+		Bytes: controlAlign, Zero: controlAlign,
+		State: x.block(0).end, Staging: x.weightsAt() + 4*x.staged()*int64(x.m.TopK),
+	}
+}
+
+// controls are the places of what a fault leaves behind: each handle counts its calls by itself.
+func (x *dispatches) controls(int64) (places []int64) {
+	for i := range x.m.Handles {
+		places = append(places, x.m.Handles[i].State.Place)
+	}
+	return places
+}
+
+func (x *dispatches) load(e *Engine) error {
+	if e.dispatches == nil {
+		k := new(dispatchKernels)
+		if err := k.load(e); err != nil {
+			return err
+		}
+		e.dispatches = k
+	}
+	x.k = e.dispatches
+	return nil
+}
+
+func (k *dispatchKernels) load(e *Engine) error {
+	entries := []entry{
+		{"dispatch_rows", &k.rows}, {"dispatch_few", &k.few}, {"dispatch_receive", &k.receive}, {"combine_begin", &k.begin},
+		{"experts_take", &k.take}, {"experts_zero", &k.zero},
+	}
+	for i, t := range [...]string{"f32", "bf16", "f16"} {
+		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"dispatch_few_" + t, &k.fewFloat8[i]},
+			entry{"combine_rows_" + t, &k.sumRows[i]}, entry{"combine_few_" + t, &k.sumFew[i]},
+			entry{"experts_sum_" + t, &k.partials[i]}, entry{"experts_spread_" + t, &k.spread[i]})
+	}
+	if err := e.loadModule(dispatchImage, entries...); err != nil {
+		return err
+	}
+	k.shared = e.maxShared - moeFixedShared
+	for _, f := range append([]cuda.Function{k.rows, k.take}, append(k.rowsFloat8[:], k.sumRows[:]...)...) {
+		if err := e.ctx.SetFunctionAttribute(f, cuda.FunctionMaxDynamicShared, k.shared); err != nil {
+			return err
+		}
+	}
+	// Each takes a multiprocessor; ranks that share a GPU have theirs.
+	k.blocks = min(e.multiprocessors/e.sharers, moeMaxBlocks)
+	if k.blocks == 0 {
+		return fmt.Errorf("%d ranks do not fit on %v", e.sharers, e.ctx.Device())
+	}
+	return nil
+}
+
+// add appends the launches of an operation. Their arguments are copied into the batch.
+func (x *dispatches) add(p *port, op kernels.Operation) error {
+	switch a := op.(type) {
+	case *kernels.Dispatch:
+		return x.addDispatch(p, a)
+	case *kernels.Combine:
+		return x.addCombine(p, a)
+	case *kernels.CombineBackward:
+		return x.addBackward(p, a)
+	}
+	return fmt.Errorf("kernels: %s on a dispatcher", op.Operation())
+}
+
+// call is one operation on its way into a batch.
+type moeCall struct {
+	*dispatches
+	p *port
+	c *kernels.MoECall
+	h *kernels.MoEHandle
+	a moeArgs
+}
+
+func (x *dispatches) call(p *port, c *kernels.MoECall) (*moeCall, error) {
+	switch {
+	case c.Handle < 0 || c.Handle >= len(x.m.Handles):
+		return nil, fmt.Errorf("kernels: %v: handle %d of %d", c.Op, c.Handle, len(x.m.Handles))
+	case c.Tokens < 0 || c.Tokens > x.m.MaxTokens:
+		return nil, fmt.Errorf("kernels: %v: %d tokens of at most %d", c.Op, c.Tokens, x.m.MaxTokens)
+	case c.Timeout <= 0:
+		return nil, fmt.Errorf("kernels: %v: timeout %v", c.Op, c.Timeout)
+	}
+	m, h := x.m, &x.m.Handles[c.Handle]
+	b := x.block(h.State.Place)
+	l := &moeCall{dispatches: x, p: p, c: c, h: h}
+	l.a = moeArgs{
+		world: worldOf(&p.e.space, b.control, p.fault.Addr(), c.Timeout.Nanoseconds()), state: b,
+		table: uint64(m.Placement.Ptr), counters: uint64(m.Counters.Ptr),
+		rows: uint64(h.Rows.Ptr), rowScales: uint64(h.Scales.Ptr), rowWeights: uint64(h.Weights.Ptr), rowSources: uint64(h.Sources.Ptr),
+		counts: uint64(h.Counts.Ptr), offsets: uint64(h.Offsets.Ptr), rankCounts: uint64(h.RankCounts.Ptr), landed: uint64(h.Landed.Ptr),
+		mostRows: m.Rows, align: max(m.Align, 1), capacity: m.Capacity,
+		op: uint32(c.Op), tokens: uint32(c.Tokens), topK: uint32(m.TopK), maxTokens: uint32(m.MaxTokens), experts: uint32(m.Experts),
+		slots: uint32(m.Slots()), local: uint32(m.Local(m.Rank)), indexBytes: uint32(m.IndexBytes),
+	}
+	if m.Layout == kernels.RankRows {
+		l.a.offsetBase = int64(m.MaxTokens)
+	}
+	if each := m.Local(0); each > 1 && m.Slots() == each*m.Ranks && m.MostLocal() == each {
+		l.a.slotsInverse = uint32((1<<32 + uint64(each) - 1) / uint64(each))
+	}
+	if c.Phase&kernels.Send != 0 {
+		l.a.mode |= moeSend
+	}
+	if c.Phase&kernels.Receive != 0 {
+		l.a.mode |= moeReceive
+	}
+	return l, nil
+}
+
+// compact reports whether rows of one rank follow those of the one before without gaps.
+func (l *moeCall) compact() bool { return l.m.Layout == kernels.TokenRows }
+
+// blocks is how many a launch takes: what the caller allows, or a default, of those that there are.
+func (l *moeCall) blocks(byDefault int) int {
+	if l.c.Blocks > 0 {
+		byDefault = l.c.Blocks
+	}
+	return max(1, min(byDefault, l.k.blocks))
+}
+
+// launch appends a kernel with the call's arguments as they are now.
+func (l *moeCall) launch(f cuda.Function, blocks, threads, shared int) {
+	l.a.put(l.args)
+	for i, n := range l.m.First {
+		putMoeArgsFirst(l.args, i, uint32(n))
+	}
+	l.p.batch.Launch(0, cuda.Launch{
+		Function: f, Grid: [3]uint32{uint32(blocks), 1, 1}, Block: [3]uint32{uint32(threads), 1, 1}, SharedBytes: uint32(shared),
+		Flags: l.p.e.flags, Args: l.args,
+	})
+}
+
+// few reports whether a call is one for few tokens, with the kernels for those.
+func (l *moeCall) few() bool {
+	m := l.m
+	return m.LowLatency && m.MaxTokens <= moeFewTokens && m.Slots() <= moeFewSlots && !l.compact() &&
+		(!m.Quantises() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales)
+}
+
+// send appends the kernel that sends tokens, or their gradients, which have rowBytes, to the ranks.
+func (l *moeCall) send(rowBytes int64, quantises bool) error {
+	m, a := l.m, &l.a
+	a.rowBytes, a.wireBytes = uint32(rowBytes), uint32(rowBytes)
+	if quantises {
+		a.wireBytes = uint32(m.RowBytes())
+	}
+	if l.few() {
+		f := l.k.few
+		if quantises {
+			f = l.k.fewFloat8[numberKind(m.TokenType)]
+		}
+		l.launch(f, l.blocks(moeFewBlocks), moeFewThreads, 0)
+		return nil
+	}
+	f, blocks, part, movers := l.k.rows, l.blocks(moeBlocks), rowBytes, int64(4)
+	if quantises {
+		f, movers = l.k.rowsFloat8[numberKind(m.TokenType)], 14
+	}
+	if part > moePart && (!quantises || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) {
+		n := (part + moePart - 1) / moePart
+		part = kernels.AlignUp((part+n-1)/n, 2048)
+	}
+	a.share = uint32((l.c.Tokens + blocks - 1) / blocks)
+	board := 4 * int64(m.Ranks) * (int64(a.share) + (int64(a.share)+31)/32)
+	scales := int64(0)
+	if quantises {
+		scales = moeScales
+	}
+	room := int64(l.k.shared) - board
+	for movers > 1 && movers*(part+scales) > room {
+		movers--
+	}
+	depth := min(7, moeSlots/movers, (room/movers-scales)/part)
+	if depth < 1 {
+		return fmt.Errorf("kernels: %v: %d tokens a block and rows of %d bytes do not fit a multiprocessor's shared memory: raise MaxSMs", l.c.Op, a.share, rowBytes)
+	}
+	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((rowBytes+part-1)/part), uint32(movers), uint32(depth)
+	wire := part * int64(a.wireBytes) / rowBytes
+	a.interval = l.interval(wire, movers*int64(blocks), moeSendRate)
+	l.launch(f, blocks, moeThreads, int(movers*(depth*part+scales)+board))
+	return nil
+}
+
+// interval is how many cycles a warp has for a part that crosses, where so many warps share what a link carries.
+func (l *moeCall) interval(bytes, warps int64, rate float64) uint32 {
+	if l.size == 1 || l.p.e.sharers > 1 {
+		return 0
+	}
+	return uint32(min(float64(bytes*warps)/rate*l.p.e.cycles, 1<<24))
+}
+
+// place is where a part of the handle's staging is in every rank's segment.
+func (l *moeCall) place(part int64) uint64 { return uint64(l.h.Staging.Place + part) }
+
+// toStaging has rows arrive in staging.
+func (l *moeCall) toStaging() {
+	l.a.mode |= moeByExpert
+	l.a.toRows, l.a.toScales = l.place(0), l.place(l.scalesAt())
+	l.a.toIndices, l.a.toWeights, l.a.toSources = l.a.state.indices, l.a.state.weights, l.a.state.sources
+}
+
+func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
+	l, err := x.call(p, &d.MoECall)
+	if err != nil {
+		return err
+	}
+	m, a, h := x.m, &l.a, l.h
+	a.x, a.scales, a.choices, a.weights = uint64(d.X.Ptr), uint64(d.Scales.Ptr), uint64(d.Experts.Ptr), uint64(d.Weights.Ptr)
+	a.mapped, a.ticket = uint64(h.Mapped.Ptr), d.Ticket
+	if d.Ticket == 0 {
+		a.mapped = 0
+	}
+	if d.Op == kernels.RedispatchOp {
+		a.mode |= moeCached
+	}
+	a.scaleWords, a.scaleBlock = uint32(m.ScaleWords()), uint32(m.Scales.Block)
+	if m.Scales.Format == kernels.UE8M0Scales {
+		a.mode |= moeExponents
+	}
+	a.wireBytes = uint32(m.RowBytes())
+	if m.Layout.ByToken() {
+		if l.compact() {
+			a.mode |= moeCompact
+		}
+		if m.Scales.Columns {
+			a.mode |= moeColumns
+		}
+		a.toRows, a.toScales, a.toIndices, a.toWeights, a.toSources = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place), uint64(h.Weights.Place), uint64(h.Sources.Place)
+		if d.Phase&kernels.Send != 0 {
+			return l.send(m.TokenBytes(), m.Quantises())
+		}
+		l.launch(x.k.receive, 1, moeThreads, 0)
+		return nil
+	}
+	l.toStaging()
+	mode := a.mode
+	if d.Phase&kernels.Send != 0 {
+		a.mode = mode &^ moeReceive
+		if err := l.send(m.TokenBytes(), m.Quantises()); err != nil {
+			return err
+		}
+	}
+	if d.Phase&kernels.Receive == 0 {
+		return nil
+	}
+	a.mode = mode
+	if m.Scales.Columns {
+		a.mode |= moeColumns
+	}
+	l.launch(x.k.take, l.blocks(moeMaxBlocks), moePassThreads, 12*m.Local(m.Rank))
+	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
+		a.mode |= moeZero
+		l.launch(x.k.zero, l.blocks(moeMaxBlocks), moePassThreads, 0)
+	}
+	return nil
+}
+
+// partials appends the pass that puts the rows of this rank where peers read them.
+func (l *moeCall) partials() {
+	m, a := l.m, &l.a
+	a.fromRows = l.place(l.sumsAt())
+	mode := a.mode
+	if l.compact() {
+		a.mode |= moeCompact
+	}
+	if !m.Layout.ByToken() {
+		a.mode |= moeByExpert
+	}
+	l.launch(l.k.partials[numberKind(m.SumType)], l.blocks(2*l.p.e.multiprocessors/l.p.e.sharers), moePassThreads, 0)
+	a.mode = mode
+}
+
+func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
+	l, err := x.call(p, &c.MoECall)
+	if err != nil {
+		return err
+	}
+	m, a := x.m, &l.a
+	a.rowBytes, a.y, a.sumWeights = uint32(m.SumBytes()), uint64(c.Y.Ptr), uint64(c.SumWeights.Ptr)
+	a.bias0, a.bias1 = uint64(c.Bias[0].Ptr), uint64(c.Bias[1].Ptr)
+	staged := !m.Layout.ByToken() || !c.Rows.Reach || c.Ready.Bytes > 0 || c.SumWeights.Bytes > 0
+	if staged {
+		a.mode |= moeKeep
+		a.fromRows = l.place(l.sumsAt())
+	} else {
+		a.fromRows = uint64(c.Rows.Place)
+	}
+	if c.SumWeights.Bytes > 0 {
+		a.fromWeights = l.place(l.weightsAt())
+	}
+	if c.Phase&kernels.Send != 0 {
+		if staged {
+			a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), uint64(c.Ready.Ptr), uint64(c.RowWeights.Ptr)
+			if c.Weighting != kernels.Unweighted && !m.Layout.ByToken() {
+				a.mode |= moeWeigh
+				if c.Weighting == kernels.DispatchedWeights {
+					a.rowWeights = 0
+				}
+			}
+			l.partials()
+		}
+		if c.Phase&kernels.Receive == 0 {
+			l.launch(x.k.begin, 1, maxRanks, 0)
+			return nil
+		}
+	}
+	l.sum()
+	return nil
+}
+
+// sum appends the kernel that reads and sums the rows of a rank's tokens.
+func (l *moeCall) sum() {
+	m, a := l.m, &l.a
+	kind := numberKind(m.SumType)
+	if l.few() {
+		l.launch(l.k.sumFew[kind], l.blocks(moeFewBlocks), moeFewThreads, 0)
+		return
+	}
+	blocks, row, n := l.blocks(moeBlocks), int64(a.rowBytes), int64(m.Ranks)
+	movers, depth := int64(moeSumThreads/32), int64(3)
+	if n > 4 {
+		movers, depth = 12, 2
+	}
+	room := int64(l.k.shared) / (movers * depth * n) / 16 * 16
+	parts := (row + room - 1) / room
+	part := kernels.AlignUp((row+parts-1)/parts, 16)
+	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((row+part-1)/part), uint32(movers), uint32(depth)
+	a.interval = l.interval(part, movers*int64(blocks), moeReadRate)
+	l.launch(l.k.sumRows[kind], blocks, moeSumThreads, int(movers*depth*n*part))
+}
+
+func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
+	l, err := x.call(p, &b.MoECall)
+	if err != nil {
+		return err
+	}
+	m, a := x.m, &l.a
+	if b.Phase != kernels.Both {
+		return fmt.Errorf("kernels: %v in halves", b.Op)
+	}
+	// The gradients of tokens travel as tokens do.
+	a.x = uint64(b.DY.Ptr)
+	l.toStaging()
+	a.mode |= moeCached
+	if err := l.send(m.SumBytes(), false); err != nil {
+		return err
+	}
+	a.rowBytes, a.wireBytes = uint32(m.SumBytes()), uint32(m.SumBytes())
+	if m.Layout.ByToken() {
+		// out of staging into the caller's rows
+		return l.copyOut(b)
+	}
+	a.rows, a.y, a.rowWeights, a.sumWeights, a.fromWeights = uint64(b.Rows.Ptr), uint64(b.DRows.Ptr), uint64(b.RowWeights.Ptr), 0, 0
+	back := b.DWeights.Bytes > 0 && b.Weighting != kernels.GivenWeights
+	if b.DWeights.Bytes > 0 && !back {
+		a.sumWeights = uint64(b.DWeights.Ptr)
+	}
+	if back {
+		a.fromWeights = l.place(l.weightsAt())
+	}
+	if b.Weighting != kernels.Unweighted {
+		a.mode |= moeWeigh
+		if b.Weighting == kernels.DispatchedWeights {
+			a.rowWeights = 0
+		}
+	}
+	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows {
+		a.mode |= moeZero
+	}
+	l.launch(x.k.spread[numberKind(m.SumType)], l.blocks(2*p.e.multiprocessors/p.e.sharers), moePassThreads, 0)
+	if back { // a sum of nothing but what lies beside rows
+		a.mode = moeSend | moeReceive | moeKeep
+		a.sumWeights, a.tokens, a.rowBytes = uint64(b.DWeights.Ptr), uint32(b.Tokens), 0
+		l.launch(x.k.sumFew[0], l.blocks(moeFewBlocks), moeFewThreads, 0)
+	}
+	return nil
+}
+
+// copyOut appends the pass from staging to the rows of a token-major output.
+func (l *moeCall) copyOut(b *kernels.CombineBackward) error {
+	if int64(l.m.Ranks)*int64(l.m.MaxTokens) > math.MaxInt32 {
+		return fmt.Errorf("kernels: %v: too many rows", b.Op)
+	}
+	return fmt.Errorf("kernels: the CUDA engine has no %v in token-major layouts", b.Op)
+}
