@@ -95,8 +95,8 @@ type MoE struct {
 	TopK, MaxTokens, Hidden int
 	// IndexBytes is the size of an expert index, 4 or 8; -1 masks a choice.
 	IndexBytes int
-	// Tokens is the type of the tokens that are dispatched. Rows is what arrives: the same, or Float8E4M3 where the engine quantises.
-	// Sums is the type of the rows and tokens of Combine and both backward calls.
+	// TokenType is the type of the tokens that are dispatched. RowType is what arrives: the same, or Float8E4M3 where the engine quantises.
+	// SumType is the type of the rows and tokens of Combine and both backward calls.
 	TokenType, RowType, SumType DType
 	// Scales of the rows that are dispatched; they are given beside the tokens when TokenType is Float8E4M3 and made by the engine
 	// when only RowType is.
@@ -123,12 +123,14 @@ type MoE struct {
 	// Control is the engine's block: MoELayout.Control bytes, at the same place of every rank's segment, of which the first
 	// MoELayout.Zero are zero before the first call.
 	Control Buffer
+	// Handles is the memory of all handles, at the same places of every rank's segment.
+	Handles []MoEHandle
 }
 
 // MoELayout is the memory that an engine wants for one dispatcher.
 type MoELayout struct {
-	Control, Zero int64 // bytes of the control block with its staging, and how many at its start must be zero
-	State         int64 // bytes of each handle's State, which are zero at first
+	Control, Zero  int64 // bytes of the control block, and how many at its start must be zero
+	State, Staging int64 // bytes of each handle's memory of these names
 }
 
 // Slots is how many slots all ranks have together, Local how many rank r has.
@@ -195,14 +197,14 @@ func (m *MoE) CounterWords() int { return m.Experts + 2*m.Ranks }
 
 // MoEHandle is the memory of one dispatch: where its tokens went, and what this rank's experts got. It lies in the
 // dispatcher's memory and is used again after a release. For one dispatch different ranks may use handles of different
-// Index. All of it has fixed sizes, so that launches can be captured and replayed with other routing; what is beyond the
+// numbers. All of it has fixed sizes, so that launches can be captured and replayed with other routing; what is beyond the
 // rows that a dispatch made is undefined.
 //
 // A handle is in one call at a time. Different handles of a dispatcher may be between Send and Receive at the same time.
 type MoEHandle struct {
-	Index int
-	// State is the engine's, MoELayout.State bytes: the routing as Combine and the backward calls need it.
-	State Buffer
+	// State and Staging are the engine's: the routing as Combine and the backward calls need it, signals, rows on their way. State is zero at
+	// first, Staging is not.
+	State, Staging Buffer
 	// Rows is [MoE.Rows, Hidden]; Scales beside it are [MoE.Rows, ScaleWords] of 4 bytes, or as Scales.Columns says.
 	Rows, Scales Buffer
 	// Counts are 32-bit: for each slot of this rank how many choices came. Offsets are 32-bit: the first row of each group, and one more, behind the
@@ -211,7 +213,7 @@ type MoEHandle struct {
 	// Indices is for token-major layouts: [MoE.Rows, TopK] of 64-bit integers, the local number of each choice's expert, -1 for choices that are
 	// masked or went to other ranks.
 	Indices Buffer
-	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 0 where Indices is -1; 1 where none was given.
+	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1.
 	Weights Buffer
 	// Sources are pairs of 32-bit integers for each row: the rank it came from and the number of the token there; -1, -1 in padding that is zero.
 	Sources Buffer
@@ -261,8 +263,7 @@ func (o MoEOp) String() string {
 
 // MoECall is what every launch has. The engine uses it until it calls Done.
 type MoECall struct {
-	MoE    *MoE
-	Handle *MoEHandle
+	Handle int // of MoE.Handles
 	Op     MoEOp
 	Phase  Phase
 	// Tokens is the number of this rank's tokens in the dispatch that the call belongs to.
@@ -291,10 +292,22 @@ type Weighting uint8
 
 // The weightings. In token-major layouts rows are never multiplied: the caller's row is its rank's partial sum.
 const (
-	Unweighted        Weighting = iota
-	DispatchedWeights           // those of the dispatch, 1 where it had none
-	GivenWeights                // RowWeights
+	DispatchedWeights Weighting = iota // those of the dispatch, 1 where it had none
+	GivenWeights                       // RowWeights
+	Unweighted
+	weightings
 )
+
+// Valid reports whether w is one of the constants.
+func (w Weighting) Valid() bool { return w < weightings }
+
+// String is like "dispatched weights".
+func (w Weighting) String() string {
+	if !w.Valid() {
+		return fmt.Sprintf("Weighting(%d)", uint8(w))
+	}
+	return [...]string{"dispatched weights", "given weights", "no weights"}[w]
+}
 
 // Combine is one launch of the kernel that brings rows back to their tokens, for CombineOp and DispatchBackwardOp.
 //
@@ -330,7 +343,7 @@ type CombineBackward struct {
 	DY          Buffer // [tokens, Hidden] of SumType
 	Rows, DRows Buffer // laid out like MoEHandle.Rows, of SumType: what Combine had, and the gradients. They may be the same memory
 	RowWeights  Buffer // with GivenWeights
-	// DWeights is float32, or none: [tokens, TopK], 0 for masked choices; with GivenWeights [rows], like RowWeights.
+	// DWeights is float32, or none: [tokens, TopK], 0 for masked choices; with GivenWeights [rows], like RowWeights, undefined in padding.
 	DWeights Buffer
 }
 
@@ -381,13 +394,25 @@ type OrderError struct {
 	First, Here uint64 // CallWord of rank 0 and of Rank
 }
 
-// CallWord says in one word what a call is: its kind and the epoch of the dispatch whose routing it uses.
-func CallWord(o MoEOp, dispatch uint64) uint64 { return dispatch<<8 | uint64(o) }
+// CallWord says in one word what a call is: its kind, what a combine or its backward weighs with, and the epoch of the dispatch whose routing it uses.
+func CallWord(o MoEOp, w Weighting, dispatch uint64) uint64 {
+	return dispatch<<8 | uint64(w)<<4 | uint64(o)
+}
+
+// CalledOp is the kind of call in a call word.
+func CalledOp(word uint64) MoEOp { return MoEOp(word & 0xf) }
 
 // Error states both calls.
 func (e *OrderError) Error() string {
-	return fmt.Sprintf("kernels: call %d: rank 0 is in %v of dispatch %d, rank %d in %v of dispatch %d",
-		e.Call, MoEOp(e.First&0xff), e.First>>8, e.Rank, MoEOp(e.Here&0xff), e.Here>>8)
+	return fmt.Sprintf("kernels: call %d: rank 0 is in %s, rank %d in %s", e.Call, callText(e.First), e.Rank, callText(e.Here))
+}
+
+func callText(word uint64) string {
+	op, w := CalledOp(word), Weighting(word>>4&0xf)
+	if op == CombineOp || op == CombineBackwardOp {
+		return fmt.Sprintf("%v with %v of dispatch %d", op, w, word>>8)
+	}
+	return fmt.Sprintf("%v of dispatch %d", op, word>>8)
 }
 
 // Unwrap is comm.ErrMismatch.
