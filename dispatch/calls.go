@@ -13,10 +13,11 @@ import (
 type Tokens struct {
 	// X is [T, Hidden] of Options.DType.
 	X memory.View
-	// Scales lie beside tokens of Float8E4M3: [T, Hidden/128 rounded up] (or [T, 1]) of float32, or of bytes in int32 words, the last of which is
-	// filled with zeros. Empty for other types.
+	// Scales lie beside tokens of Float8E4M3: [T, Hidden/128 rounded up] (or [T, 1]) of float32, or of bytes in int32 words,
+	// the last of which is filled with zeros. Empty for other types.
 	Scales memory.View
-	// Experts is [T, TopK] of Options.IndexType: the choices of each token, -1 for none. Its length says what T is. A token may have an expert twice.
+	// Experts is [T, TopK] of Options.IndexType: the choices of each token, -1 for none. Its length says what T is. A token may
+	// have an expert twice.
 	Experts memory.View
 	// Weights is [T, TopK] of float32: what a combine multiplies the rows by. Empty: by 1.
 	Weights memory.View
@@ -28,8 +29,8 @@ func (d *Dispatcher) Dispatch(s device.Stream, t Tokens) (*Handle, error) {
 	return d.dispatch(s, t, kernels.Both)
 }
 
-// DispatchSend is the first half of Dispatch. Rows may be used after DispatchReceive, or as Handle.Landed allows; other handles may be used in
-// between. t may be used again when the stream has got to the end of this half.
+// DispatchSend is the first half of Dispatch. Rows may be used after DispatchReceive, or as Handle.Landed allows; other handles
+// may be used in between. t may be used again when the stream has got to the end of this half.
 func (d *Dispatcher) DispatchSend(s device.Stream, t Tokens) (*Handle, error) {
 	return d.dispatch(s, t, kernels.Send)
 }
@@ -73,7 +74,8 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 	}
 	l := d.op(kernels.DispatchOp, h)
 	l.dispatch = kernels.Dispatch{
-		MoECall: d.moeCall(l.kind, h), X: d.buffer(t.X), Scales: d.buffer(t.Scales), Experts: d.buffer(t.Experts), Weights: d.buffer(t.Weights), Ticket: h.ticket,
+		MoECall: d.moeCall(l.kind, h), X: d.buffer(t.X), Scales: d.buffer(t.Scales), Experts: d.buffer(t.Experts), Weights: d.buffer(t.Weights),
+		Ticket: h.ticket,
 	}
 	if err := d.launch(s, l, phase); err != nil {
 		h.Release()
@@ -96,8 +98,8 @@ func (d *Dispatcher) checkX(x, scales memory.View, tokens int) error {
 	return nil
 }
 
-// Redispatch sends other rows the same ways: x and scales are like those of Tokens, for the tokens that h was made of. The rows take the place of
-// those that were in the handle before; all else in it stays.
+// Redispatch sends other rows the same ways: x and scales are like those of Tokens, for the tokens that h was made of. The rows
+// take the place of those that were in the handle before; all else in it stays.
 func (d *Dispatcher) Redispatch(s device.Stream, h *Handle, x, scales memory.View) error {
 	return d.redispatch(s, h, x, scales, kernels.Both)
 }
@@ -126,25 +128,28 @@ func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.Vie
 
 // CombineOptions says how rows are combined. The zero value multiplies each by the weight that it was dispatched with.
 type CombineOptions struct {
-	// Weighting is the same on all ranks. In token-major layouts rows are never weighted, whatever it says: a row is what its rank makes of the token.
+	// Weighting is the same on all ranks. In token-major layouts rows are never weighted, whatever it says: a row is what its
+	// rank makes of the token.
 	Weighting Weighting
-	// Weights are float32 beside the rows: [rows] in an expert-major layout, [rows, TopK] in a token-major one. They are for GivenWeights
-	// and SumWeights.
+	// Weights are float32 beside the rows: [rows] in an expert-major layout, [rows, TopK] in a token-major one. They are for
+	// GivenWeights and SumWeights.
 	Weights memory.View
-	// SumWeights, which only some ranks may set, gets the Weights of each token's choices, [T, TopK] of float32, 0 for masked ones: their gradient, when Weights is that of Handle.Weights.
+	// SumWeights, which only some ranks may set, gets the Weights of each token's choices, [T, TopK] of float32, 0 for masked
+	// ones: their gradient, when Weights is that of Handle.Weights.
 	SumWeights memory.View
 	// Bias are added to the sums, [T, Hidden] of Options.CombineDType each. Empty: none.
 	Bias [2]memory.View
-	// Ready are 32-bit words, one for each local expert (in token-major layouts for each rank, for the rows that came from there). Rows are
-	// sent back as soon as their word says so. The caller sets the words to zero before the call, and its kernel adds to one, with
-	// release semantics at system scope, after it has written so many of the rows. They count as done when the word is not below their number.
-	// Empty: all rows are there.
+	// Ready are 32-bit words, one for each local expert (in token-major layouts for each rank, for the rows that came from
+	// there). Rows are sent back as soon as their word says so. The caller sets the words to zero before the call, and its
+	// kernel adds to one, with release semantics at system scope, after it has written so many of the rows. They count as done
+	// when the word is not below their number. Empty: all rows are there.
 	Ready memory.View
 }
 
-// Combine brings the rows back: y[t] is the sum of weight times row over the choices of token t, plus the biases; 0 where there is none. y
-// is [T, Hidden] of Options.CombineDType, with the T of this rank's dispatch. rows is laid out like Handle.Rows and of CombineDType; it may be Handle.Rows, and may end
-// with the last row of the dispatch. What is not in the symmetric heap is copied to staging first. Padding is not read.
+// Combine brings the rows back: y[t] is the sum of weight times row over the choices of token t, plus the biases; 0 where there
+// is none. y is [T, Hidden] of Options.CombineDType, with the T of this rank's dispatch. rows is laid out like Handle.Rows and
+// of CombineDType; it may be Handle.Rows, and may end with the last row of the dispatch. What is not in the symmetric heap is
+// copied to staging first. Padding is not read.
 //
 // The package's documentation says how sums are made. The result has the same bits in every run and on every device.
 func (d *Dispatcher) Combine(s device.Stream, y, rows memory.View, h *Handle, o CombineOptions) error {
@@ -163,11 +168,12 @@ func (d *Dispatcher) CombineReceive(s device.Stream, h *Handle) error {
 	return d.second(s, h, kernels.CombineOp)
 }
 
-// DispatchBackward computes the gradient of Dispatch: dx[t] is the sum of dRows over the rows of token t, made as Combine makes it without weights.
-// dx and dRows are of CombineDType. dWeights, [T, TopK], gets the entries of dRowWeights, which is laid out like Handle.Weights, where that was used;
-// both are empty where not.
+// DispatchBackward computes the gradient of Dispatch: dx[t] is the sum of dRows over the rows of token t, made as Combine makes
+// it without weights. dx and dRows are of CombineDType. dWeights, [T, TopK], gets the entries of dRowWeights, which is laid out
+// like Handle.Weights, where that was used; both are empty where not.
 func (d *Dispatcher) DispatchBackward(s device.Stream, dx, dWeights, dRows, dRowWeights memory.View, h *Handle) error {
-	return d.combine(s, kernels.DispatchBackwardOp, dx, dRows, h, CombineOptions{Weighting: Unweighted, Weights: dRowWeights, SumWeights: dWeights}, kernels.Both)
+	o := CombineOptions{Weighting: Unweighted, Weights: dRowWeights, SumWeights: dWeights}
+	return d.combine(s, kernels.DispatchBackwardOp, dx, dRows, h, o, kernels.Both)
 }
 
 // weighting finds out what rows are multiplied by.
@@ -181,7 +187,9 @@ func (d *Dispatcher) weighting(o CombineOptions) (Weighting, error) {
 	return o.Weighting, nil
 }
 
-func (d *Dispatcher) combine(s device.Stream, kind kernels.MoEOp, y, rows memory.View, h *Handle, o CombineOptions, phase kernels.Phase) error {
+func (d *Dispatcher) combine(
+	s device.Stream, kind kernels.MoEOp, y, rows memory.View, h *Handle, o CombineOptions, phase kernels.Phase,
+) error {
 	d.calls.Lock()
 	defer d.calls.Unlock()
 	if err := d.ready(h, false); err != nil {
@@ -236,10 +244,11 @@ func (d *Dispatcher) combine(s device.Stream, kind kernels.MoEOp, y, rows memory
 	return d.launch(s, l, phase)
 }
 
-// CombineBackward computes the gradients of Combine from dy, [T, Hidden], and the rows that Combine had: dRows is weight
-// times dy[t] in each row of token t and zero in padding that the layout has zero. dWeights is the inner product of
-// dy[t] and the row of the token's choice: [T, TopK] of float32, 0 for masked choices; or, with GivenWeights, beside the rows like those; it may be empty, and is where
-// rows were not weighted. All but dWeights is of CombineDType. Of o only Weighting and Weights may be set; the gradient of a bias is dy.
+// CombineBackward computes the gradients of Combine from dy, [T, Hidden], and the rows that Combine had: dRows is weight times
+// dy[t] in each row of token t and zero in padding that the layout has zero. dWeights is the inner product of dy[t] and the row
+// of the token's choice: [T, TopK] of float32, 0 for masked choices; or, with GivenWeights, beside the rows like those; it may
+// be empty, and is where rows were not weighted. All but dWeights is of CombineDType. Of o only Weighting and Weights may be
+// set; the gradient of a bias is dy.
 //
 // rows and dRows are laid out like Handle.Rows. They may be the same memory and must not overlap otherwise, nor overlap
 // dy. What is not in the symmetric heap goes through staging.

@@ -25,8 +25,8 @@ import (
 //
 //   - Bad arguments (ErrInvalid, ErrReleased, ErrNoHandle, ErrHalf, memory.ErrFreed, ErrClosed) are refused before anything is
 //     enqueued. The call has not happened and may be repeated, which the other ranks wait for.
-//   - What shows only when the ranks meet is the same error on every rank, with nothing moved, and the Dispatcher can be
-//     used further: *OverflowError, *IndexError, *kernels.OrderError (ranks in different calls), *kernels.ShortError (a buffer too
+//   - What shows only when the ranks meet is the same error on every rank, with nothing moved, and the Dispatcher can be used
+//     further: *OverflowError, *IndexError, *kernels.OrderError (ranks in different calls), *kernels.ShortError (a buffer too
 //     small for the rows of its dispatch).
 //   - A lost peer is comm.ErrPeerLost, one that does not come within Options.Timeout comm.ErrTimeout; both name it. The
 //     Dispatcher can then only be closed.
@@ -224,8 +224,9 @@ func (d *Dispatcher) Placement() *Placement {
 	return d.placement
 }
 
-// SetPlacement moves the experts, for the dispatches that follow; the caller moves their weights. Handles stay what they are. Every rank has as many
-// slots as before. It is collective, waits for the calls that were made before, and no rank returns before all have got there.
+// SetPlacement moves the experts, for the dispatches that follow; the caller moves their weights. Handles stay what they are.
+// Every rank has as many slots as before. It is collective, waits for the calls that were made before, and no rank returns
+// before all have got there.
 func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 	d.calls.Lock()
 	defer d.calls.Unlock()
@@ -260,8 +261,8 @@ func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 type Counters struct {
 	// Choices is how many choices of this rank's tokens each expert got: the load that Balance wants, once summed over ranks.
 	Choices []int64
-	// Bytes of rows and scales that were sent to each rank, or that it was let read. A token that goes to a rank in several rows crosses
-	// once in a dispatch. The own entry is what stayed.
+	// Bytes of rows and scales that were sent to each rank, or that it was let read. A token that goes to a rank in several
+	// rows crosses once in a dispatch. The own entry is what stayed.
 	Bytes []int64
 	// Waited is how long the rank had nothing to do but wait for each rank.
 	Waited []time.Duration
@@ -314,7 +315,8 @@ func (d *Dispatcher) ready(h *Handle, half bool) error {
 	return nil
 }
 
-// check refuses a view that is not memory of the device, does not have so many bytes (a negative number: any) or is not aligned for its elements.
+// check refuses a view that is not memory of the device, does not have so many bytes (a negative number: any) or is not aligned
+// for its elements.
 func (d *Dispatcher) check(name string, v memory.View, want, element int64) error {
 	if err := v.Valid(); err != nil {
 		return fmt.Errorf("dispatch: %s: %w", name, err)

@@ -14,9 +14,10 @@ import (
 // Handle is one dispatch: where its tokens went, and the rows that this rank's experts got. Combine and the backward
 // calls use it again, in any number and order.
 //
-// Its views are memory of the heap's device, in the symmetric heap. They have the same place and length for every dispatch that has the handle's memory, so
-// that nothing on the device depends on the host; what is beyond the rows that came is undefined. Their content is there when
-// the dispatch is complete, in stream order; Counts, Offsets and RankCounts already after DispatchSend. They are dead after Release.
+// Its views are memory of the heap's device, in the symmetric heap. They have the same place and length for every dispatch that
+// has the handle's memory, so that nothing on the device depends on the host; what is beyond the rows that came is undefined.
+// Their content is there when the dispatch is complete, in stream order; Counts, Offsets and RankCounts already after
+// DispatchSend. They are dead after Release.
 type Handle struct {
 	d      *Dispatcher
 	memory int // which of the dispatcher's
@@ -34,33 +35,35 @@ type Handle struct {
 // work in place; it is the caller's until Release.
 func (h *Handle) Rows() memory.View { return h.views().rows }
 
-// Scales lie beside rows of Float8E4M3: [Dispatcher.MaxRows, Hidden/128 rounded up] (or one) of float32, or of bytes in int32 words, in the order that Options say.
+// Scales lie beside rows of Float8E4M3: [Dispatcher.MaxRows, Hidden/128 rounded up] (or one) of float32, or of bytes in int32
+// words, in the order that Options say.
 func (h *Handle) Scales() memory.View { return h.views().scales }
 
 // Counts is how many choices each of LocalExperts got, in int32: its rows, where the layout is expert-major.
 func (h *Handle) Counts() memory.View { return h.views().counts }
 
-// Offsets is the first row of each of LocalExperts (in token-major layouts, from each rank), and one more number, the length of the output with its padding. In
-// int32.
+// Offsets is the first row of each of LocalExperts (in token-major layouts, from each rank), and one more number, the length of
+// the output with its padding. In int32.
 func (h *Handle) Offsets() memory.View { return h.views().offsets }
 
 // RankCounts is how many rows came from each rank, in int32.
 func (h *Handle) RankCounts() memory.View { return h.views().rankCounts }
 
-// Indices lie beside rows in token-major layouts: [Dispatcher.MaxRows, TopK] in int64. Entry k is the place in LocalExperts of the row's choice k, -1
-// where that is masked or on another rank. Empty in other layouts.
+// Indices lie beside rows in token-major layouts: [Dispatcher.MaxRows, TopK] in int64. Entry k is the place in LocalExperts of
+// the row's choice k, -1 where that is masked or on another rank. Empty in other layouts.
 func (h *Handle) Indices() memory.View { return h.views().indices }
 
-// Weights are those of the dispatch beside the rows, in float32: [Dispatcher.MaxRows], or in token-major layouts [Dispatcher.MaxRows, TopK] with 0 where Indices
-// has -1. They are 1 where none were given.
+// Weights are those of the dispatch beside the rows, in float32: [Dispatcher.MaxRows], or in token-major layouts
+// [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 where none were given.
 func (h *Handle) Weights() memory.View { return h.views().weights }
 
-// Sources says where each row comes from: [Dispatcher.MaxRows, 2] in int32, the rank and the token's number there. It is -1, -1 in padding that is zero.
+// Sources says where each row comes from: [Dispatcher.MaxRows, 2] in int32, the rank and the token's number there. It is -1, -1
+// in padding that is zero.
 func (h *Handle) Sources() memory.View { return h.views().sources }
 
-// Landed are 32-bit words, if Options.Landed is set: how many rows of each of LocalExperts have arrived so far. Work that runs beside DispatchReceive may read all rows
-// of an expert when it has read the expert's word with acquire semantics (system scope on a GPU) and found it equal to Counts. A dispatch sets them to zero
-// in its first half.
+// Landed are 32-bit words, if Options.Landed is set: how many rows of each of LocalExperts have arrived so far. Work that runs
+// beside DispatchReceive may read all rows of an expert when it has read the expert's word with acquire semantics (system scope
+// on a GPU) and found it equal to Counts. A dispatch sets them to zero in its first half.
 func (h *Handle) Landed() memory.View { return h.views().landed }
 
 func (h *Handle) views() *handleViews { return &h.d.views[h.memory] }
@@ -79,8 +82,9 @@ type HostCounts struct {
 	Counts, Offsets, RankCounts []int32
 }
 
-// HostCounts waits until the ranks have told each other how many rows come, and returns that. It needs Options.HostCounts and does not wait for the
-// rows, nor synchronize a stream. A dispatch that failed is an error. A dispatch that is being captured into a graph has no counts yet.
+// HostCounts waits until the ranks have told each other how many rows come, and returns that. It needs Options.HostCounts and
+// does not wait for the rows, nor synchronize a stream. A dispatch that failed is an error. A dispatch that is being captured
+// into a graph has no counts yet.
 func (h *Handle) HostCounts(ctx context.Context) (HostCounts, error) {
 	c, err := h.hostCounts(ctx)
 	if err != nil {

@@ -39,9 +39,10 @@ type (
 // Layout is how the rows of a rank's experts lie in memory. A row that belongs to no token is called padding.
 type Layout = kernels.RowLayout
 
-// The layouts. In the expert-major ones (Flat, Padded, Slab) each choice of a token is a row of its own; the rows of an expert are
-// ordered by the rank they come from, then by token, then by choice. In the token-major ones (TokenMajor, RankPadded) a token has one row on a
-// rank however many of its experts are there, ordered by the rank they come from and then by token; Handle.Indices and Handle.Weights lie beside.
+// The layouts. In the expert-major ones (Flat, Padded, Slab) each choice of a token is a row of its own; the rows of an expert
+// are ordered by the rank they come from, then by token, then by choice. In the token-major ones (TokenMajor, RankPadded) a
+// token has one row on a rank however many of its experts are there, ordered by the rank they come from and then by token;
+// Handle.Indices and Handle.Weights lie beside.
 const (
 	// Flat puts each expert's rows after those of the expert before, beginning at a multiple of Options.Align. Padding is zero.
 	Flat = kernels.FlatRows
@@ -99,11 +100,11 @@ type Options struct {
 	ScalePerToken bool
 	// ScaleFormat of the scales of rows, and of those given beside tokens.
 	ScaleFormat ScaleFormat
-	// ScaleColumns has the scales of rows in column-major order: the first scale of all rows, then the second of all rows. In Padded and Slab that
-	// is within each expert. Those given beside tokens are row-major always.
+	// ScaleColumns has the scales of rows in column-major order: the first scale of all rows, then the second of all rows. In
+	// Padded and Slab that is within each expert. Those given beside tokens are row-major always.
 	ScaleColumns bool
-	// CombineDType is the type of the rows and results of Combine and both backward calls: Float32, BFloat16 or Float16. Zero means DType, or BFloat16
-	// where that is Float8E4M3.
+	// CombineDType is the type of the rows and results of Combine and both backward calls: Float32, BFloat16 or Float16. Zero
+	// means DType, or BFloat16 where that is Float8E4M3.
 	CombineDType kernels.DType
 	// Float8Combine lets partial sums cross as Float8E4M3 with a float32 scale for each 128 elements.
 	Float8Combine bool
@@ -115,8 +116,8 @@ type Options struct {
 	// Capacity is how many rows each expert has in a Padded output. By default it is MaxTokens of every rank, which cannot
 	// overflow unless a token has an expert twice, and all of which has to be zeroed where no token is: set it.
 	Capacity int
-	// MaxRows bounds a Flat output of one rank, padding included, or a TokenMajor one. By default it is what cannot overflow. Memory is taken
-	// as it is used on the host, so the default costs addresses; other devices pay for all of it.
+	// MaxRows bounds a Flat output of one rank, padding included, or a TokenMajor one. By default it is what cannot overflow.
+	// Memory is taken as it is used on the host, so the default costs addresses; other devices pay for all of it.
 	MaxRows int
 
 	// Placement of the experts; default Contiguous.
@@ -271,7 +272,8 @@ func (o *Options) rows(m *kernels.MoE) error {
 		m.Rows = min(int64(o.MaxRows), worst)
 	}
 	if m.Rows > math.MaxInt32 {
-		return invalid("a rank could get %d rows in one call, at most %d can be counted: lower MaxTokens, MaxRows or Capacity", m.Rows, math.MaxInt32)
+		return invalid("a rank could get %d rows in one call, at most %d can be counted: lower MaxTokens, MaxRows or Capacity",
+			m.Rows, math.MaxInt32)
 	}
 	return nil
 }
@@ -282,8 +284,9 @@ func (o *Options) fields() []string {
 		fmt.Sprintf("Experts %d", o.Experts), fmt.Sprintf("TopK %d", o.TopK), fmt.Sprintf("Hidden %d", o.Hidden),
 		fmt.Sprintf("MaxTokens %d", o.MaxTokens), fmt.Sprintf("IndexType %v", o.IndexType), fmt.Sprintf("DType %v", o.DType),
 		fmt.Sprintf("Quantize %v", o.Quantize), fmt.Sprintf("ScalePerToken %v", o.ScalePerToken), fmt.Sprintf("ScaleFormat %d", o.ScaleFormat),
-		fmt.Sprintf("ScaleColumns %v", o.ScaleColumns), fmt.Sprintf("CombineDType %v", o.CombineDType), fmt.Sprintf("Float8Combine %v", o.Float8Combine),
-		fmt.Sprintf("Layout %v", o.Layout), fmt.Sprintf("Align %d", o.Align), fmt.Sprintf("Capacity %d", o.Capacity), fmt.Sprintf("MaxRows %d", o.MaxRows),
+		fmt.Sprintf("ScaleColumns %v", o.ScaleColumns), fmt.Sprintf("CombineDType %v", o.CombineDType),
+		fmt.Sprintf("Float8Combine %v", o.Float8Combine), fmt.Sprintf("Layout %v", o.Layout), fmt.Sprintf("Align %d", o.Align),
+		fmt.Sprintf("Capacity %d", o.Capacity), fmt.Sprintf("MaxRows %d", o.MaxRows),
 		fmt.Sprintf("Placement %v", o.Placement), fmt.Sprintf("Handles %d", o.Handles), fmt.Sprintf("LowLatency %v", o.LowLatency),
 		fmt.Sprintf("Landed %v", o.Landed), fmt.Sprintf("HostCounts %v", o.HostCounts),
 	}

@@ -202,8 +202,8 @@ func (m *meeting) begin() {
 	count.Store(m.r.epoch)
 }
 
-// meet sends a notice to all ranks and takes in theirs. arrived, when set, is told of each as it comes. failed is an error that every rank has;
-// nothing moves then.
+// meet sends a notice to all ranks and takes in theirs. arrived, when set, is told of each as it comes. failed is an error that
+// every rank has; nothing moves then.
 func (m *meeting) meet(n notice, arrived func(src int)) (failed, err error) {
 	e, me, size := m.e, m.e.space.Rank, m.e.space.Size
 	n.handle = uint64(m.call.Handle)
@@ -226,8 +226,9 @@ func (m *meeting) meet(n notice, arrived func(src int)) (failed, err error) {
 	err = m.await(m.lanes.notice(m.r.epoch, 0), func(src int) {
 		at := m.lanes.notice(m.r.epoch, src)
 		m.r.notices[src] = notice{
-			e.word(me, at+noticeCall).Load(), e.word(me, at+noticeRead).Load(), e.word(me, at+noticeWrite).Load(), e.word(me, at+noticeReadWeights).Load(),
-			e.word(me, at+noticeWriteWeights).Load(), e.word(me, at+noticeHandle).Load(), e.word(me, at+noticeFlags).Load(),
+			call: e.word(me, at+noticeCall).Load(), read: e.word(me, at+noticeRead).Load(), write: e.word(me, at+noticeWrite).Load(),
+			readWeights: e.word(me, at+noticeReadWeights).Load(), writeWeights: e.word(me, at+noticeWriteWeights).Load(),
+			handle: e.word(me, at+noticeHandle).Load(), flags: e.word(me, at+noticeFlags).Load(),
 		}
 		if arrived != nil {
 			arrived(src)
@@ -247,7 +248,9 @@ func (m *meeting) verdict() error {
 			continue
 		}
 		if n.call>>8 == refusedIndex {
-			return &kernels.IndexError{Call: m.r.epoch, Rank: r, Token: int(n.read), Choice: int(n.readWeights), Expert: int64(n.write), Experts: m.m.Experts}
+			return &kernels.IndexError{
+				Call: m.r.epoch, Rank: r, Token: int(n.read), Choice: int(n.readWeights), Expert: int64(n.write), Experts: m.m.Experts,
+			}
 		}
 		return &kernels.ShortError{Call: m.r.epoch, Rank: r, Have: int64(n.read), Need: int64(n.write)}
 	}

@@ -8,7 +8,8 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// shortest is the length of the first buffer of rows that is too small for the dispatch, and how many bytes it would need; ok says that none is.
+// shortest is the length of the first buffer of rows that is too small for the dispatch, and how many bytes it would need; ok
+// says that none is.
 func (m *meeting) shortest(rowBytes int64, bufs ...[]byte) (have, need int64, ok bool) {
 	need = m.r.rowsUsed() * rowBytes
 	for _, b := range bufs {
@@ -146,7 +147,8 @@ func (m *meeting) gradients(a *kernels.CombineBackward) error {
 			dWeights, stageDWeights = staged(a.DWeights, m.lanes.weights(m.h, 1))
 		}
 		word = notice{
-			call: kernels.CallWord(a.Op, a.Weighting, r.call), read: uint64(rows), write: uint64(dRows), readWeights: uint64(weights), writeWeights: uint64(dWeights),
+			call: kernels.CallWord(a.Op, a.Weighting, r.call), read: uint64(rows), write: uint64(dRows),
+			readWeights: uint64(weights), writeWeights: uint64(dWeights),
 		}
 	}
 	failed, err := m.meet(word, nil)
@@ -356,8 +358,8 @@ func (m *meeting) anyReady() bool {
 	return false
 }
 
-// whenReady calls do for every token in m.idle once the rows of all its choices may be read. Meanwhile it passes on what this rank's caller
-// marks as done.
+// whenReady calls do for every token in m.idle once the rows of all its choices may be read. Meanwhile it passes on what this
+// rank's caller marks as done.
 func (m *meeting) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t int) []routedRow) error {
 	x, r, me := m.m, m.r, m.m.Rank
 	groups := max(x.MostLocal(), x.Ranks)

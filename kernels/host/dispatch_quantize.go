@@ -19,8 +19,8 @@ const (
 	leastMax  = 1e-4 // the largest magnitude of a block is taken for no less
 )
 
-// scaleOf is the scale of a block, what its elements are multiplied by, and the biased exponent that stands for the scale where it is a power of two. It
-// is the rule of kernels.Scales.
+// scaleOf is the scale of a block, what its elements are multiplied by, and the biased exponent that stands for the scale where
+// it is a power of two. It is the rule of kernels.Scales.
 func scaleOf(x []float32, format kernels.ScaleFormat) (scale, factor float32, exponent uint32) {
 	most := math.Float32bits(leastMax)
 	for _, v := range x {

@@ -27,8 +27,8 @@ type routing struct {
 	call   uint64 // epoch of the dispatch
 	err    error  // why it failed
 
-	// Of this rank's output: the first row of each group, and one more behind its last; the rows of each, without padding; and how many came from
-	// each rank.
+	// Of this rank's output: the first row of each group, and one more behind its last; the rows of each, without padding; and
+	// how many came from each rank.
 	offsets, groups, from []int64
 
 	epoch   uint64

@@ -114,7 +114,8 @@ func (m *meeting) openPorts() {
 func (m *meeting) portOf(p int, h *kernels.MoEHandle) port {
 	at := func(b kernels.Buffer) []byte { return m.e.space.Range(p, b.Place, b.Bytes) }
 	return port{
-		rows: at(h.Rows), scales: at(h.Scales), sources: shm.View[int32](at(h.Sources)), weights: shm.View[float32](at(h.Weights)), indices: shm.View[int64](at(h.Indices)),
+		rows: at(h.Rows), scales: at(h.Scales), sources: shm.View[int32](at(h.Sources)), weights: shm.View[float32](at(h.Weights)),
+		indices:  shm.View[int64](at(h.Indices)),
 		twinList: shm.View[int32](m.e.space.Range(p, m.lanes.twinList(h, m.m.Rank), 8*m.lanes.twins)),
 	}
 }
@@ -182,7 +183,7 @@ func (m *meeting) scatter(a *kernels.Dispatch) {
 
 // tokenRow is the row of token t as it is sent, with its scales.
 func (m *meeting) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, scales []byte) {
-	if m.m.Quantises() {
+	if m.m.Quantizes() {
 		n := m.m.TokenBytes()
 		return m.token.quantize(m.m, a.X.Mem[int64(t)*n:][:n])
 	}

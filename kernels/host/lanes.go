@@ -2,18 +2,19 @@ package host
 
 import "github.com/switchyard-moe/switchyard/kernels"
 
-// lanes is how this engine uses the control block and the handles' State and Staging of one dispatcher. Methods return offsets from the start of a
-// segment.
+// lanes is how this engine uses the control block and the handles' State and Staging of one dispatcher. Methods return offsets
+// from the start of a segment.
 //
-// The Send half of every call is a meeting: each rank writes a notice to every other, which says what call it is in and where in its own
-// segment rows may be written or read, and waits for the notices of all. A dispatch adds how many rows its writer has for
-// every slot and every rank. So each rank then knows every displacement of every rank, and whether an output would overflow; what follows from the notices is the same on
-// all ranks. Rows are written in the Send half of a dispatch and read in the Receive half of a combine. Whoever is through with a
-// peer's memory writes a done line into the peer's handle, and Receive ends when all have come.
+// The Send half of every call is a meeting: each rank writes a notice to every other, which says what call it is in and where
+// in its own segment rows may be written or read, and waits for the notices of all. A dispatch adds how many rows its writer
+// has for every slot and every rank. So each rank then knows every displacement of every rank, and whether an output would
+// overflow; what follows from the notices is the same on all ranks. Rows are written in the Send half of a dispatch and read in
+// the Receive half of a combine. Whoever is through with a peer's memory writes a done line into the peer's handle, and Receive
+// ends when all have come.
 //
-// Two parities of notices are enough: a rank writes that of call e+2 when it has all notices of call e+1, which their writers wrote after they had
-// read all of call e. A done line exists once for each handle: whoever writes that of the handle's next call has the receiver's notice
-// of it, which the receiver writes after it has seen the line of this one.
+// Two parities of notices are enough: a rank writes that of call e+2 when it has all notices of call e+1, which their writers
+// wrote after they had read all of call e. A done line exists once for each handle: whoever writes that of the handle's next
+// call has the receiver's notice of it, which the receiver writes after it has seen the line of this one.
 type lanes struct {
 	control   int64
 	n, slots  int
@@ -51,7 +52,8 @@ func (l *lanes) notice(epoch uint64, src int) int64 {
 	return l.control + kernels.LineBytes + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.LineBytes
 }
 
-// counts is where src says how many rows it has for each slot and, in a token-major layout, for each rank: 32-bit numbers, valid with its notice.
+// counts is where src says how many rows it has for each slot and, in a token-major layout, for each rank: 32-bit numbers,
+// valid with its notice.
 func (l *lanes) counts(epoch uint64, src int) int64 {
 	return l.notice(0, 2*l.n) + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.AlignUp(4*int64(l.slots+l.n), kernels.LineBytes)
 }
@@ -80,7 +82,8 @@ const (
 	refusedIndex        // token, expert, choice
 )
 
-// done is the line of a handle's State that src writes when it is through with the handle's rows, or with those that a combine shows.
+// done is the line of a handle's State that src writes when it is through with the handle's rows, or with those that a combine
+// shows.
 func (l *lanes) done(h *kernels.MoEHandle, src int) int64 {
 	return h.State.Place + int64(src)*kernels.LineBytes
 }
