@@ -64,6 +64,25 @@ func (x *exchanges) layout() kernels.Layout {
 	return kernels.Layout{Bytes: x.c.bytes(), Zero: x.c.controlBytes()}
 }
 
+func (*exchanges) controls(offset int64) []int64 { return []int64{offset} }
+
+func (*exchanges) fault(f *faultWords, me int) error {
+	peer, sending := int(f.peer), f.sending != 0
+	switch f.kind {
+	case faultMismatch:
+		m := &kernels.CountMismatchError{Src: peer, Dst: me, Epoch: f.epoch, Sent: f.sent, Expected: f.expected}
+		if sending {
+			m.Src, m.Dst = me, peer
+		}
+		return m
+	case faultPlace:
+		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", f.epoch, peer, f.sent, f.expected)
+	case faultSplits:
+		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: f.epoch, Bytes: int64(f.sent), Offset: int64(f.expected), Limit: int64(f.limit)}
+	}
+	return nil
+}
+
 func (x *exchanges) load(e *Engine) error {
 	if e.exchanges == nil {
 		k := new(exchangeKernels)

@@ -190,7 +190,7 @@ template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_a
 	await_read(a, epoch);
 }
 
-// Makes the partial sums of the rows in staging, or copies a caller's rows there. A warp has 2 KiB of a row at a time.
+// Makes the partial sums of rows by expert in staging, or copies rows by token there or, with y, out of it. A warp has 2 KiB of a row at a time.
 template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_args &a, staged_rows &staged)
 {
 	await_stream();
@@ -225,7 +225,7 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 			if (__any_sync(~0u, !good))
 				return;
 		}
-		u64 to = own + a.from_rows + static_cast<u64>(by_expert ? at : row) * a.row_bytes + c * 2048 + lane * 16;
+		u64 to = (a.y != 0 ? a.y : own + a.from_rows) + static_cast<u64>(by_expert ? at : row) * a.row_bytes + c * 2048 + lane * 16;
 		u32 left = a.row_bytes - c * 2048;
 		if (!by_expert) {
 			u64 from = a.rows + static_cast<u64>(row) * a.row_bytes + c * 2048 + lane * 16;

@@ -56,7 +56,7 @@ func newDispatches(m *kernels.MoE, size int) (*dispatches, error) {
 		return nil, fmt.Errorf("kernels: the CUDA engine combines in the rows' own type, not in float8")
 	case m.RowBytes()%16 != 0 || m.TokenBytes()%16 != 0 || m.SumBytes()%16 != 0:
 		return nil, fmt.Errorf("kernels: dispatch: %d elements of %v, %v and %v: rows of GPUs are multiples of 16 bytes", m.Hidden, m.TokenType, m.RowType, m.SumType)
-	case m.Quantises() && m.Scales.Block != 128 && m.TokenBytes() > 128<<10:
+	case m.Quantizes() && m.Scales.Block != 128 && m.TokenBytes() > 128<<10:
 		return nil, fmt.Errorf("kernels: dispatch: tokens of %d bytes with one scale: at most %d on a GPU", m.TokenBytes(), 128<<10)
 	}
 	return &dispatches{m: m, size: size, args: make([]byte, moeArgsBytes)}, nil
@@ -71,11 +71,15 @@ func (x *dispatches) block(offset int64) moeBlock {
 }
 
 // The parts of a handle's staging, from its start: rows and scales that arrive, rows that peers read, and weights beside them.
-func (x *dispatches) scalesAt() int64 { return kernels.AlignUp(x.staged()*max(x.m.RowBytes(), x.m.SumBytes()), kernels.LineBytes) }
+func (x *dispatches) scalesAt() int64 {
+	return kernels.AlignUp(x.staged()*max(x.m.RowBytes(), x.m.SumBytes()), kernels.LineBytes)
+}
 func (x *dispatches) sumsAt() int64 {
 	return kernels.AlignUp(x.scalesAt()+4*x.staged()*int64(x.m.ScaleWords()), kernels.LineBytes)
 }
-func (x *dispatches) weightsAt() int64 { return kernels.AlignUp(x.sumsAt()+x.staged()*x.m.SumBytes(), kernels.LineBytes) }
+func (x *dispatches) weightsAt() int64 {
+	return kernels.AlignUp(x.sumsAt()+x.staged()*x.m.SumBytes(), kernels.LineBytes)
+}
 
 func (x *dispatches) layout() kernels.Layout {
 	return kernels.Layout{
@@ -90,6 +94,27 @@ func (x *dispatches) controls(int64) (places []int64) {
 		places = append(places, x.m.Handles[i].State.Place)
 	}
 	return places
+}
+
+func (x *dispatches) fault(f *faultWords, me int) error {
+	m, peer := x.m, int(f.peer)
+	switch f.kind {
+	case faultOrder:
+		first, here, other := f.expected, f.sent, peer
+		if me != 0 {
+			first, here, other = f.sent, f.expected, me // as seen from rank 0, if peer is it
+		}
+		return &kernels.OrderError{Call: f.epoch, Rank: other, First: kernels.CallWord(kernels.MoEOp(first), kernels.Unweighted, f.epoch), Here: kernels.CallWord(kernels.MoEOp(here), kernels.Unweighted, f.epoch)}
+	case faultIndex:
+		return &kernels.IndexError{Call: f.epoch, Rank: peer, Token: int(f.sent), Choice: int(f.expected), Expert: int64(f.limit), Experts: m.Experts}
+	case faultOverflow:
+		o := &kernels.OverflowError{Call: f.epoch, Rank: peer, Expert: -1, Rows: int64(f.sent), Limit: int64(f.limit)}
+		if f.expected != math.MaxUint64 {
+			o.Expert = int(f.expected)
+		}
+		return o
+	}
+	return nil
 }
 
 func (x *dispatches) load(e *Engine) error {
@@ -216,7 +241,7 @@ func (l *moeCall) launch(f cuda.Function, blocks, threads, shared int) {
 func (l *moeCall) few() bool {
 	m := l.m
 	return m.LowLatency && m.MaxTokens <= moeFewTokens && m.Slots() <= moeFewSlots && !l.compact() &&
-		(!m.Quantises() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales)
+		(!m.Quantizes() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales)
 }
 
 // send appends the kernel that sends tokens, or their gradients, which have rowBytes, to the ranks.
@@ -278,7 +303,7 @@ func (l *moeCall) place(part int64) uint64 { return uint64(l.h.Staging.Place + p
 func (l *moeCall) toStaging() {
 	l.a.mode |= moeByExpert
 	l.a.toRows, l.a.toScales = l.place(0), l.place(l.scalesAt())
-	l.a.toIndices, l.a.toWeights, l.a.toSources = l.a.state.indices, l.a.state.weights, l.a.state.sources
+	l.a.toIndices, l.a.toWeights, l.a.toSources = uint64(l.a.state.indices), uint64(l.a.state.weights), uint64(l.a.state.sources)
 }
 
 func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
@@ -309,7 +334,7 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		}
 		a.toRows, a.toScales, a.toIndices, a.toWeights, a.toSources = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place), uint64(h.Weights.Place), uint64(h.Sources.Place)
 		if d.Phase&kernels.Send != 0 {
-			return l.send(m.TokenBytes(), m.Quantises())
+			return l.send(m.TokenBytes(), m.Quantizes())
 		}
 		l.launch(x.k.receive, 1, moeThreads, 0)
 		return nil
@@ -318,7 +343,7 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	mode := a.mode
 	if d.Phase&kernels.Send != 0 {
 		a.mode = mode &^ moeReceive
-		if err := l.send(m.TokenBytes(), m.Quantises()); err != nil {
+		if err := l.send(m.TokenBytes(), m.Quantizes()); err != nil {
 			return err
 		}
 	}
@@ -337,11 +362,11 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	return nil
 }
 
-// partials appends the pass that puts the rows of this rank where peers read them.
+// partials appends the pass over this rank's rows: copies to y where that is set, else to where peers read them, and sums there.
 func (l *moeCall) partials() {
 	m, a := l.m, &l.a
-	a.fromRows = l.place(l.sumsAt())
-	mode := a.mode
+	mode := a.mode &^ moeByExpert
+	a.mode = mode
 	if l.compact() {
 		a.mode |= moeCompact
 	}
@@ -379,7 +404,9 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 					a.rowWeights = 0
 				}
 			}
+			a.y = 0
 			l.partials()
+			a.y = uint64(c.Y.Ptr)
 		}
 		if c.Phase&kernels.Receive == 0 {
 			l.launch(x.k.begin, 1, maxRanks, 0)
@@ -427,10 +454,11 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	if err := l.send(m.SumBytes(), false); err != nil {
 		return err
 	}
-	a.rowBytes, a.wireBytes = uint32(m.SumBytes()), uint32(m.SumBytes())
-	if m.Layout.ByToken() {
-		// out of staging into the caller's rows
-		return l.copyOut(b)
+	l.launch(x.k.receive, 1, moeThreads, 0)
+	if m.Layout.ByToken() { // out of staging into the caller's rows
+		a.rows, a.y = uint64(p.e.space.Addr(m.Rank, int64(a.toRows))), uint64(b.DRows.Ptr)
+		l.partials()
+		return nil
 	}
 	a.rows, a.y, a.rowWeights, a.sumWeights, a.fromWeights = uint64(b.Rows.Ptr), uint64(b.DRows.Ptr), uint64(b.RowWeights.Ptr), 0, 0
 	back := b.DWeights.Bytes > 0 && b.Weighting != kernels.GivenWeights
@@ -456,12 +484,4 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 		l.launch(x.k.sumFew[0], l.blocks(moeFewBlocks), moeFewThreads, 0)
 	}
 	return nil
-}
-
-// copyOut appends the pass from staging to the rows of a token-major output.
-func (l *moeCall) copyOut(b *kernels.CombineBackward) error {
-	if int64(l.m.Ranks)*int64(l.m.MaxTokens) > math.MaxInt32 {
-		return fmt.Errorf("kernels: %v: too many rows", b.Op)
-	}
-	return fmt.Errorf("kernels: the CUDA engine has no %v in token-major layouts", b.Op)
 }

@@ -24,7 +24,8 @@ type Engine struct {
 	mu      sync.Mutex
 	modules []cuda.Module
 	// The kernels of each family, once they are loaded.
-	exchanges *exchangeKernels
+	exchanges  *exchangeKernels
+	dispatches *dispatchKernels
 }
 
 // New makes the engine of space.Rank on ctx's device. sharers is how many ranks of the heap run on the device, this one
@@ -57,6 +58,10 @@ func New(ctx *cuda.Context, space kernels.Space, sharers int, why func() error) 
 // together.
 type family interface {
 	layout() kernels.Layout
+	// controls are the places of the struct sw_controls that launches leave faults in; offset is that of the control block.
+	controls(offset int64) []int64
+	// fault is what a record that is the family's own says; me is this rank. nil where it is none.
+	fault(f *faultWords, me int) error
 	// add appends op to p's batch: stream 0 is the caller's, stream 1 the port's. p.mu is held.
 	add(p *port, op kernels.Operation) error
 	// load makes sure that the engine has the family's kernels. e.mu is held.
@@ -71,6 +76,8 @@ func (e *Engine) familyOf(f kernels.Family, offset int64) (family, error) {
 	switch f := f.(type) {
 	case *kernels.Channels:
 		return newExchanges(f, offset, e.space.Size)
+	case *kernels.MoE:
+		return newDispatches(f, e.space.Size)
 	}
 	return nil, fmt.Errorf("kernels: the CUDA engine has no %s", f.Family())
 }
@@ -118,7 +125,7 @@ func (e *Engine) Close() error {
 	for _, m := range e.modules {
 		err = errors.Join(err, e.ctx.UnloadModule(m))
 	}
-	e.modules, e.exchanges = nil, nil
+	e.modules, e.exchanges, e.dispatches = nil, nil, nil
 	return err
 }
 

@@ -120,30 +120,24 @@ func (p *port) err() error {
 	}
 	var f faultWords
 	f.get(b)
-	me, peer, sending := p.e.space.Rank, int(f.peer), f.sending != 0
-	switch f.kind {
-	case faultMismatch:
-		m := &kernels.CountMismatchError{Src: peer, Dst: me, Epoch: f.epoch, Sent: f.sent, Expected: f.expected}
-		if sending {
-			m.Src, m.Dst = me, peer
-		}
-		return m
-	case faultPlace:
-		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", f.epoch, peer, f.sent, f.expected)
-	case faultSplits:
-		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: f.epoch, Bytes: int64(f.sent), Offset: int64(f.expected), Limit: int64(f.limit)}
-	case faultAborted:
-		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: comm.ErrAborted}
-	default:
-		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: comm.ErrTimeout}
+	if err := p.fam.fault(&f, p.e.space.Rank); err != nil {
+		return err
 	}
+	why := comm.ErrTimeout
+	if f.kind == faultAborted {
+		why = comm.ErrAborted
+	}
+	return &comm.PeerError{Rank: int(f.peer), Op: p.name, Epoch: f.epoch, Err: why}
 }
 
 // clear forgets the fault, here and in the control block.
 func (p *port) clear() error {
 	shm.Word32(p.fault.Bytes(), faultKind).Store(0)
 	e := p.e
-	err := e.ctx.Set(p.own, e.space.Addr(e.space.Rank, p.offset)+controlFault, 0, 4)
+	var err error
+	for _, at := range p.fam.controls(p.offset) {
+		err = errors.Join(err, e.ctx.Set(p.own, e.space.Addr(e.space.Rank, at)+controlFault, 0, 4))
+	}
 	if err = errors.Join(err, e.ctx.SynchronizeStream(p.own)); err != nil {
 		return fmt.Errorf("kernels: clear a fault: %w", err)
 	}

@@ -228,7 +228,7 @@ __device__ __forceinline__ void bulk_load(void *to, u64 from, u32 bytes, [[maybe
 		     : "memory");
 #else
 	for (u32 i = 0; i < bytes; i += 16)
-		*reinterpret_cast<uint4 *>(static_cast<u8 *>(to) + i) = *reinterpret_cast<const volatile uint4 *>(from + i);
+		*reinterpret_cast<uint4 *>(static_cast<u8 *>(to) + i) = load_vector(from + i);
 #endif
 }
 
@@ -252,7 +252,7 @@ __device__ __forceinline__ void bulk_store(u64 to, const void *from, u32 bytes)
 	asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
 #else
 	for (u32 i = 0; i < bytes; i += 16)
-		*reinterpret_cast<volatile uint4 *>(to + i) = *reinterpret_cast<const uint4 *>(static_cast<const u8 *>(from) + i);
+		store_vector(to + i, *reinterpret_cast<const uint4 *>(static_cast<const u8 *>(from) + i));
 #endif
 }
 

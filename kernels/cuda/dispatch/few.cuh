@@ -27,7 +27,7 @@ struct few_tasks {
 
 	// Neighbouring warps of the grid lie in different blocks.
 	__device__ __forceinline__ few_tasks(u32 tokens, u32 row_bytes)
-	    : parts((row_bytes + 512 * few_vectors - 1) / (512 * few_vectors)), count(tokens * parts), warp(threadIdx.x / 32 * gridDim.x + blockIdx.x),
+	    : parts(max((row_bytes + 512 * few_vectors - 1) / (512 * few_vectors), 1u)), count(tokens * parts), warp(threadIdx.x / 32 * gridDim.x + blockIdx.x),
 	      warps(gridDim.x * (blockDim.x / 32)), lane(threadIdx.x & 31)
 	{
 	}
