@@ -45,7 +45,7 @@ func (d *Dispatcher) DispatchReceive(s device.Stream, h *Handle) error {
 func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*Handle, error) {
 	d.c.Lock()
 	defer d.c.Unlock()
-	if err := d.c.Usable(); err != nil {
+	if err := d.usable(); err != nil {
 		return nil, err
 	}
 	o := &d.options
@@ -203,7 +203,7 @@ func (d *Dispatcher) combine(
 	if err := d.checkTokens(names[0], y, h.tokens, sum); err != nil {
 		return err
 	}
-	if err := d.check(names[1], rows, -1, sum.Size()); err != nil {
+	if err := d.checkRows(names[1], rows, sum); err != nil {
 		return err
 	}
 	if overlap(y, rows) {
@@ -283,10 +283,10 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 	if err := d.checkTokens("dy", dy, h.tokens, sum); err != nil {
 		return err
 	}
-	if err := d.check("rows", rows, -1, sum.Size()); err != nil {
+	if err := d.checkRows("rows", rows, sum); err != nil {
 		return err
 	}
-	if err := d.check("dRows", dRows, -1, sum.Size()); err != nil {
+	if err := d.checkRows("dRows", dRows, sum); err != nil {
 		return err
 	}
 	if overlap(dy, dRows) || overlap(rows, dRows) && rows.Ptr() != dRows.Ptr() {

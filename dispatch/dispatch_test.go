@@ -48,27 +48,33 @@ func small(o dispatch.Options) dispatch.Options {
 // rowsFor is a buffer of n rows of a small world.
 func rowsFor(n int) memory.View { return memory.Host(make([]byte, 16*n)) }
 
+// empty is memory of the rank's device for n rows of a small world.
+func (r *rank) empty(n int) memory.View { return r.up(make([]byte, 16*n)) }
+
 // roundTrip dispatches tokens to experts 0 and 3 and combines them: a token with weights 1 comes back twice itself.
 func roundTrip(r *rank, d *dispatch.Dispatcher, st device.Stream, n int) {
 	h, x, idx, weights := dispatchSmall(r, d, st, n)
-	y := rowsFor(n)
+	y := r.empty(n)
 	require.NoError(r, d.Combine(st, y, h.Rows(), h, plain))
 	h.Release()
 	if st != nil {
 		require.NoError(r, st.Synchronize())
+		require.NoError(r, d.Fault())
 	}
 	require.Len(r, weights, len(idx))
-	for i, v := range wide(kernels.Float32, x.Bytes()) {
-		require.Equal(r, 2*v, wide(kernels.Float32, y.Bytes())[i])
+	got := wide(kernels.Float32, r.down(y))
+	for i, v := range wide(kernels.Float32, r.down(x)) {
+		require.Equal(r, 2*v, got[i])
 	}
 }
 
 func dispatchSmall(r *rank, d *dispatch.Dispatcher, st device.Stream, n int) (*dispatch.Handle, memory.View, []int32, []float32) {
 	x, idx, weights := smallBatch(r, n)
-	h, err := d.Dispatch(st, tokens(x, idx, weights))
+	h, err := d.Dispatch(st, r.tokens(x, idx, weights))
 	require.NoError(r, err)
 	if st != nil {
 		require.NoError(r, st.Synchronize())
+		require.NoError(r, d.Fault())
 	}
 	return h, x, idx, weights
 }
@@ -83,7 +89,7 @@ func smallBatch(r *rank, n int) (memory.View, []int32, []float32) {
 	for range n {
 		idx, weights = append(idx, 0, 3), append(weights, 1, 1)
 	}
-	return memory.Host(narrow(kernels.Float32, values)), idx, weights
+	return r.up(narrow(kernels.Float32, values)), idx, weights
 }
 
 // X1: a call ends only when all ranks have made it, also where nothing is sent.
@@ -162,7 +168,9 @@ func TestTokensCrossOncePerRank(t *testing.T) {
 		}
 		h, err := d.Dispatch(nil, tokens(rowsFor(len(idx)/3), idx, make([]float32, len(idx))))
 		require.NoError(r, err)
-		require.Equal(r, [][]int64{{16, 32}, {0, 0}}[r.Group.Rank()], d.Counters().Bytes)
+		c, err := d.Counters()
+		require.NoError(r, err)
+		require.Equal(r, [][]int64{{16, 32}, {0, 0}}[r.Group.Rank()], c.Bytes)
 		require.Equal(r, [][]int32{{1, 0, 0}, {1, 1, 2}}[r.Group.Rank()], r.counts(h).Counts)
 		h.Release()
 		require.NoError(r, d.Close(r.Ctx))

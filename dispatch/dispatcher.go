@@ -2,6 +2,7 @@ package dispatch
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -35,16 +36,19 @@ type Dispatcher struct {
 	options Options
 	moe     *kernels.MoE
 	table   memory.View // the placement, as the engine reads it
+	counted memory.View // the counters
 	views   []handleViews
 	ops     communicator.Pool[op]
 
 	// mu guards what launches on streams change too, the placement, and the lives of handles. Nobody waits for a stream with it.
 	mu        sync.Mutex
 	placement *Placement
-	local     []int     // this rank's experts
-	free      []int     // memory of handles
-	idle      []*Handle // released, longest ago first
-	ticket    uint64    // of the last dispatch
+	local     []int          // this rank's experts
+	mapped    *memory.Pinned // where handles tell the host what came; nil unless asked for, and after Close
+	free      []int          // memory of handles
+	holders   []*Handle      // who has that memory, or had it last
+	idle      []*Handle      // released, longest ago first
+	ticket    uint64         // of the last dispatch
 }
 
 // op is one launch and what must live until it has run.
@@ -70,8 +74,9 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 		err = d.plan(h, &own)
 	}
 	if d.c, err = communicator.Open(ctx, h, own, err); err != nil {
-		return nil, err
+		return nil, errors.Join(err, d.mapped.Close())
 	}
+	d.holders = make([]*Handle, o.Handles)
 	for i := range o.Handles {
 		d.free = append(d.free, i)
 		d.idle = append(d.idle, &Handle{d: d})
@@ -90,6 +95,11 @@ func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
 	own.ZeroExtra = d.layOut(&sizes, layout)
 	own.ExtraBytes = sizes.used
 	own.Settle = func(extra memory.View) error {
+		if d.options.HostCounts {
+			if d.mapped, err = h.Pin(d.mappedBytes() * int64(d.options.Handles)); err != nil {
+				return err
+			}
+		}
 		d.layOut(&cutter{heap: h, block: extra}, layout)
 		return h.Put(d.table, shm.Bytes(d.placement.table(d.moe.First)))
 	}
@@ -116,14 +126,18 @@ func (c *cutter) cut(n int64) (memory.View, kernels.Buffer) {
 // handleViews is the memory of one handle as its user sees it.
 type handleViews struct {
 	rows, scales, counts, offsets, rankCounts, indices, weights, sources, landed memory.View
-	mapped                                                                       []byte
+}
+
+// mappedBytes is what a handle has of Dispatcher.mapped: whole lines.
+func (d *Dispatcher) mappedBytes() int64 {
+	return kernels.AlignUp(4*int64(d.moe.MappedWords()), kernels.LineBytes)
 }
 
 // layOut gives the dispatcher's memory its places. It returns how much of it is zero at first.
 func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 	m := d.moe
 	d.table, m.Placement = c.cut(4 * int64(m.Experts+1+2*m.Slots()))
-	_, m.Counters = c.cut(8 * int64(m.CounterWords()))
+	d.counted, m.Counters = c.cut(8 * int64(m.CounterWords()))
 	m.Handles, d.views = make([]kernels.MoEHandle, d.options.Handles), make([]handleViews, d.options.Handles)
 	for i := range m.Handles {
 		_, m.Handles[i].State = c.cut(l.State)
@@ -157,6 +171,9 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 		if c.heap != nil {
 			d.trim(h, v)
 		}
+		if d.mapped != nil {
+			h.Mapped = d.mapped.Operand(int64(i)*d.mappedBytes(), 4*int64(m.MappedWords()))
+		}
 	}
 	return zero
 }
@@ -173,10 +190,6 @@ func (d *Dispatcher) trim(h *kernels.MoEHandle, v *handleViews) {
 			*b.v = b.v.Slice(0, 4*int64(b.n))
 			b.b.Mem, b.b.Bytes = b.v.Bytes(), b.v.Len()
 		}
-	}
-	if d.options.HostCounts {
-		v.mapped = make([]byte, 4*m.MappedWords())
-		h.Mapped = kernels.Buffer{Mem: v.mapped, Ptr: shm.Addr(v.mapped), Bytes: int64(len(v.mapped))}
 	}
 }
 
@@ -199,7 +212,7 @@ func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 	if err := d.c.Alive(); err != nil {
 		return err
 	}
-	err := d.c.Usable()
+	err := d.usable()
 	if err == nil {
 		err = p.validate(d.options.Experts, d.moe.Ranks)
 	}
@@ -240,21 +253,28 @@ type Counters struct {
 }
 
 // Counters reads the counters, without waiting for any stream: what has run is counted.
-func (d *Dispatcher) Counters() Counters {
+func (d *Dispatcher) Counters() (Counters, error) {
 	c := Counters{Choices: make([]int64, d.moe.Experts), Bytes: make([]int64, d.moe.Ranks), Waited: make([]time.Duration, d.moe.Ranks)}
-	word := func(i int) int64 { return int64(shm.Word(d.moe.Counters.Mem, 8*int64(i)).Load()) }
-	for i := range c.Choices {
-		c.Choices[i] = word(i)
+	d.c.Lock()
+	defer d.c.Unlock()
+	if err := d.c.Alive(); err != nil {
+		return c, err
 	}
-	for p := range c.Bytes {
-		c.Bytes[p], c.Waited[p] = word(d.moe.Experts+p), time.Duration(word(d.moe.Experts+d.moe.Ranks+p))
+	words := make([]int64, d.moe.CounterWords())
+	if err := d.c.Heap.Get(shm.Bytes(words), d.counted); err != nil {
+		return c, fmt.Errorf("dispatch: counters: %w", err)
 	}
-	return c
+	copy(c.Choices, words)
+	copy(c.Bytes, words[d.moe.Experts:])
+	for p := range c.Waited {
+		c.Waited[p] = time.Duration(words[d.moe.Experts+d.moe.Ranks+p])
+	}
+	return c, nil
 }
 
 // ready returns why no call can be made with h. half says that it is the second half of a call.
 func (d *Dispatcher) ready(h *Handle, half bool) error {
-	if err := d.c.Usable(); err != nil {
+	if err := d.usable(); err != nil {
 		return err
 	}
 	d.mu.Lock()
@@ -262,6 +282,8 @@ func (d *Dispatcher) ready(h *Handle, half bool) error {
 	switch {
 	case h == nil || h.d != d || !h.alive:
 		return fmt.Errorf("dispatch: %w", ErrReleased)
+	case h.lost:
+		return fmt.Errorf("dispatch: the handle holds no dispatch: %w", h.err)
 	case half && h.half == nil:
 		return fmt.Errorf("dispatch: %w: the handle has had no first half", ErrHalf)
 	case !half && h.half != nil:
@@ -297,7 +319,18 @@ func (d *Dispatcher) checkTokens(name string, v memory.View, tokens int, t kerne
 	if v.Len() < need {
 		return invalid("%s has %d bytes, %d tokens of %d x %v need %d", name, v.Len(), tokens, d.moe.Hidden, t, need)
 	}
-	return d.check(name, v, -1, t.Size())
+	return d.checkRows(name, v, t)
+}
+
+// checkRows is check for a buffer of rows of any number. A GPU moves them by 16 bytes.
+func (d *Dispatcher) checkRows(name string, v memory.View, t kernels.DType) error {
+	if err := d.check(name, v, -1, t.Size()); err != nil {
+		return err
+	}
+	if d.c.Heap.Device().Kind() != device.HostKind && v.Ptr()%16 != 0 {
+		return invalid("%s is not aligned to 16 bytes", name)
+	}
+	return nil
 }
 
 // buffer is v for an engine. Peers that reach it do so in place.
@@ -338,7 +371,7 @@ func (d *Dispatcher) launch(s device.Stream, o *op, phase kernels.Phase) error {
 		second = d.op(o.kind, h)
 		second.dispatch, second.combine, second.backward = o.dispatch, o.combine, o.backward
 	}
-	err := d.c.Launch(s, o.operation(phase, s != nil))
+	err := d.late(d.c.Launch(s, o.operation(phase, s != nil)))
 	switch {
 	case s == nil:
 		d.retire(o, err)
@@ -411,10 +444,49 @@ func (d *Dispatcher) recycle(o *op) {
 }
 
 // Fault is what calls that have run by now have come to, on a device whose streams do not tell: nil, or an error as Dispatcher
-// describes it. The host's streams do.
-func (d *Dispatcher) Fault() error { return d.c.Fault() }
+// describes it. The host's streams do. What ranks have merely disagreed on is told once, here or by the next call; the handle that the
+// failed call had is then good for Release only.
+func (d *Dispatcher) Fault() error {
+	d.c.Lock()
+	defer d.c.Unlock()
+	if err := d.c.Alive(); err != nil {
+		return err
+	}
+	return d.late(d.c.LockedFault())
+}
+
+// usable returns why no call can be made. The communicator is locked.
+func (d *Dispatcher) usable() error { return d.late(d.c.Usable()) }
+
+// late marks the handles of calls that an error comes from after they were made, and returns it.
+func (d *Dispatcher) late(err error) error {
+	if err == nil {
+		return nil
+	}
+	var hit *kernels.HandlesError
+	if errors.As(err, &hit) {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		for _, i := range hit.Handles {
+			if h := d.holders[i]; h != nil {
+				h.lost, h.err = true, hit.Err
+			}
+		}
+	}
+	return err
+}
 
 // Close waits for the launches on streams and gives the memory back; handles are dead. It is collective and idempotent:
 // no rank frees memory that a peer may still write. After a failure of the group it releases what is this rank's and
 // returns.
-func (d *Dispatcher) Close(ctx context.Context) error { return d.c.Close(ctx) }
+func (d *Dispatcher) Close(ctx context.Context) error {
+	err := d.c.Close(ctx)
+	d.mu.Lock()
+	mapped := d.mapped
+	d.mapped = nil
+	d.mu.Unlock()
+	if cerr := mapped.Close(); cerr != nil {
+		err = errors.Join(err, fmt.Errorf("dispatch: close: %w", cerr))
+	}
+	return err
+}

@@ -7,7 +7,9 @@ import (
 	"slices"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -28,6 +30,7 @@ type Handle struct {
 	users  int   // launches that have not run yet
 	half   *op   // the second half of a call that has had its first
 	err    error // why the dispatch failed
+	lost   bool  // no call can be made with it
 	counts HostCounts
 }
 
@@ -74,7 +77,8 @@ func (h *Handle) LocalExperts() []int { return h.local }
 // Tokens is the number of this rank's tokens in the dispatch.
 func (h *Handle) Tokens() int { return h.tokens }
 
-// HostCounts is how many rows came, for the host. The slices belong to the handle and are dead after Release.
+// HostCounts is how many rows came, for the host. The slices belong to the handle: they are written again where a later HostCounts of the
+// handle finds other numbers, as after a replay of a graph, and are dead after Release.
 type HostCounts struct {
 	// Rows is the length of the output with its padding.
 	Rows int
@@ -84,7 +88,7 @@ type HostCounts struct {
 
 // HostCounts waits until the ranks have told each other how many rows come, and returns that. It needs Options.HostCounts and
 // does not wait for the rows, nor synchronize a stream. A dispatch that failed is an error. A dispatch that is being captured
-// into a graph has no counts yet.
+// into a graph has no counts before the graph has run; then they are those of the latest run that has come so far.
 func (h *Handle) HostCounts(ctx context.Context) (HostCounts, error) {
 	c, err := h.hostCounts(ctx)
 	if err != nil {
@@ -95,35 +99,61 @@ func (h *Handle) HostCounts(ctx context.Context) (HostCounts, error) {
 
 func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 	d := h.d
-	mapped := h.views().mapped
-	if mapped == nil {
+	if !d.options.HostCounts {
 		return HostCounts{}, fmt.Errorf("%w: Options.HostCounts is not set", ErrInvalid)
 	}
-	there := shm.Word(mapped, 0)
+	tells := d.c.Heap.Device().Kind() == device.HostKind // streams tell of errors, so nobody has to ask
 	for start := time.Now(); ; {
-		d.mu.Lock()
-		alive, ticket, err := h.alive, h.ticket, h.err
-		d.mu.Unlock()
+		c, ok, err := h.look()
 		switch {
-		case !alive:
-			return HostCounts{}, ErrReleased
-		case there.Load() == ticket:
-			c := h.counts
-			c.Rows = int(c.Offsets[len(c.Offsets)-1])
-			return c, nil
-		case err != nil:
-			return HostCounts{}, err
+		case ok || err != nil:
+			return c, err
 		case d.c.Group.Err() != nil:
 			return HostCounts{}, d.c.Group.Err()
 		case ctx.Err() != nil:
 			return HostCounts{}, ctx.Err()
 		}
-		if wait := time.Since(start); wait > time.Millisecond {
-			time.Sleep(min(wait/8, time.Millisecond))
-		} else {
+		wait := time.Since(start)
+		if wait <= time.Millisecond {
 			runtime.Gosched()
+			continue
 		}
+		if !tells {
+			if err := d.Fault(); err != nil && !kernels.Recoverable(err) {
+				return HostCounts{}, err
+			}
+		}
+		time.Sleep(min(wait/8, time.Millisecond))
 	}
+}
+
+// look returns the counts once they are there.
+func (h *Handle) look() (c HostCounts, ok bool, err error) {
+	d := h.d
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case !h.alive:
+		return c, false, ErrReleased
+	case d.mapped == nil:
+		return c, false, ErrClosed
+	case h.err != nil:
+		return c, false, h.err
+	}
+	words := d.moe.Handles[h.memory].Mapped.Mem
+	if shm.Word(words, 0).Load() != h.ticket {
+		return c, false, nil
+	}
+	c = h.counts
+	from := shm.View[int32](words)[2:]
+	for _, to := range [...][]int32{c.Counts, c.Offsets, c.RankCounts} {
+		if !slices.Equal(to, from[:len(to)]) { // who reads them knows of no lock
+			copy(to, from)
+		}
+		from = from[len(to):]
+	}
+	c.Rows = int(c.Offsets[len(c.Offsets)-1])
+	return c, true, nil
 }
 
 // Release gives the output back, for a later dispatch to write. Launches that use the handle may still be on their way
@@ -166,11 +196,10 @@ func (d *Dispatcher) take(tokens int) (*Handle, error) {
 	d.ticket++
 	h.memory, h.tokens, h.local, h.ticket, h.err, h.alive = d.free[0], tokens, d.local, d.ticket, nil, true
 	d.free = slices.Delete(d.free, 0, 1)
-	if mapped := d.views[h.memory].mapped; mapped != nil {
-		words := shm.View[int32](mapped)[2:]
+	h.lost, d.holders[h.memory] = false, h
+	if d.options.HostCounts && h.counts.Offsets == nil {
 		local, groups := d.moe.Local(d.moe.Rank), d.moe.Groups(d.moe.Rank)
-		h.counts.Counts, words = words[:local:local], words[local:]
-		h.counts.Offsets, h.counts.RankCounts = words[:groups+1:groups+1], words[groups+1:]
+		h.counts = HostCounts{Counts: make([]int32, local), Offsets: make([]int32, groups+1), RankCounts: make([]int32, d.moe.Ranks)}
 	}
 	return h, nil
 }

@@ -5,6 +5,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -186,13 +187,19 @@ func quantize(x []float32, block int, format dispatch.ScaleFormat) (q []float32,
 
 // randomBatch makes an input. skew sends everything to few experts.
 func randomBatch(rng *rand.Rand, o dispatch.Options, n int, skew bool) *batch {
-	b := &batch{o: o, n: n}
-	weighted := rng.IntN(4) > 0
-	for range n {
-		tokens := rng.IntN(o.MaxTokens + 1)
-		if rng.IntN(4) == 0 {
-			tokens = 0
+	tokens := make([]int, n)
+	for r := range tokens {
+		if rng.IntN(4) > 0 {
+			tokens[r] = rng.IntN(o.MaxTokens + 1)
 		}
+	}
+	return batchOf(rng, o, tokens, skew, rng.IntN(4) > 0)
+}
+
+// batchOf makes an input of so many tokens on each rank.
+func batchOf(rng *rand.Rand, o dispatch.Options, counts []int, skew, weighted bool) *batch {
+	b := &batch{o: o, n: len(counts)}
+	for _, tokens := range counts {
 		var idx []int64
 		for range tokens {
 			choices := make([]int, o.TopK)
@@ -434,11 +441,12 @@ type side struct {
 
 func (s *side) me() int { return s.r.Group.Rank() }
 
-func (s *side) view(v []float32) memory.View { return memory.Host(narrow(s.b.sumType(), v)) }
+func (s *side) view(v []float32) memory.View { return s.r.up(narrow(s.b.sumType(), v)) }
 
 func (s *side) sync(st device.Stream) {
 	if st != nil {
 		require.NoError(s.r, st.Synchronize())
+		require.NoError(s.r, s.d.Fault())
 	}
 }
 
@@ -451,16 +459,21 @@ func (s *side) half() {
 // tokens is this rank's input.
 func (s *side) tokens() dispatch.Tokens {
 	b, me := s.b, s.me()
-	t := dispatch.Tokens{X: memory.Host(narrow(b.dtype(), b.x[me])), Experts: numbers(b.idx[me]), Weights: numbers(b.weights[me])}
+	x, experts, weights, scales := b.bytes(me)
+	return dispatch.Tokens{X: s.r.up(x), Experts: s.r.up(experts), Weights: s.r.up(weights), Scales: s.r.up(scales)}
+}
+
+// bytes is the input of a rank as memory holds it.
+func (b *batch) bytes(me int) (x, experts, weights, scales []byte) {
+	experts = shm.Bytes(b.idx[me])
 	if b.o.IndexType != kernels.Int64 {
 		idx := make([]int32, len(b.idx[me]))
 		for i, e := range b.idx[me] {
 			idx[i] = int32(e)
 		}
-		t.Experts = numbers(idx)
+		experts = shm.Bytes(idx)
 	}
-	t.Scales = numbers(b.scales[me])
-	return t
+	return narrow(b.dtype(), b.x[me]), experts, shm.Bytes(b.weights[me]), shm.Bytes(b.scales[me])
 }
 
 func (s *side) dispatch(st device.Stream) {
@@ -534,9 +547,9 @@ func (s *side) eachRow(f func(at int, q routed), padding func(at int)) {
 	}
 }
 
-// scalesOf reads the scales of a row of the output.
-func (s *side) scalesOf(at int) []uint32 {
-	words, all := s.b.scaleWords(), shm.View[uint32](s.h.Scales().Bytes())
+// scalesOf reads the scales of a row of the output in all of them.
+func (s *side) scalesOf(all []uint32, at int) []uint32 {
+	words := s.b.scaleWords()
 	if words == 0 {
 		return nil
 	}
@@ -583,7 +596,7 @@ func (s *side) checkRows() {
 			}
 		}
 	}
-	int32s := func(v memory.View) []int32 { return shm.View[int32](v.Bytes()) }
+	int32s := func(v memory.View) []int32 { return shm.View[int32](s.r.down(v)) }
 	require.Equal(s.r, counts, append([]int32{}, int32s(s.h.Counts())...), "counts")
 	require.Equal(s.r, offsets, int32s(s.h.Offsets()), "offsets")
 	require.Equal(s.r, from, int32s(s.h.RankCounts()), "rank counts")
@@ -598,12 +611,12 @@ func (s *side) checkRows() {
 		require.Equal(s.r, counts, append([]int32{}, int32s(s.h.Landed())...), "landed")
 	}
 	size := o.Hidden * int(b.rowType().Size())
-	rows, sources, weights := s.h.Rows().Bytes(), int32s(s.h.Sources()), shm.View[float32](s.h.Weights().Bytes())
-	indices := shm.View[int64](s.h.Indices().Bytes())
+	rows, sources, weights := s.r.down(s.h.Rows()), int32s(s.h.Sources()), shm.View[float32](s.r.down(s.h.Weights()))
+	indices, allScales := shm.View[int64](s.r.down(s.h.Indices())), shm.View[uint32](s.r.down(s.h.Scales()))
 	s.eachRow(func(at int, q routed) {
 		row, scales := b.sent(q)
 		require.Equal(s.r, row, rows[at*size:][:size], "row %d is %+v", at, q)
-		require.Equal(s.r, scales, s.scalesOf(at), "scales of row %d, %+v", at, q)
+		require.Equal(s.r, scales, s.scalesOf(allScales, at), "scales of row %d, %+v", at, q)
 		require.Equal(s.r, []int32{int32(q.src), int32(q.token)}, sources[2*at:2*at+2], "source of row %d", at)
 		if !b.byToken() {
 			require.Equal(s.r, b.weight(q), weights[at], "weight of row %d", at)
@@ -623,7 +636,7 @@ func (s *side) checkRows() {
 	}, func(at int) {
 		require.Equal(s.r, make([]byte, size), rows[at*size:][:size], "padding row %d", at)
 		require.Equal(s.r, []int32{-1, -1}, sources[2*at:2*at+2], "source of padding row %d", at)
-		for _, v := range s.scalesOf(at) {
+		for _, v := range s.scalesOf(allScales, at) {
 			require.Zero(s.r, v, "scale of padding row %d", at)
 		}
 	})
@@ -684,21 +697,18 @@ func (b *batch) weighting(c combineWith) func(routed) float32 {
 func (s *side) combine(st device.Stream, rows memory.View, c combineWith) {
 	b, me, hidden := s.b, s.me(), s.b.o.Hidden
 	o := dispatch.CombineOptions{Weighting: c.weighting}
-	sums := nans(len(b.idx[me]))
 	if c.weighting == dispatch.GivenWeights || c.sums {
-		o.Weights = numbers(s.beside(b.givenWeight))
+		o.Weights = s.floats(s.beside(b.givenWeight))
 	}
 	if c.sums {
-		o.SumWeights = numbers(sums)
+		o.SumWeights = s.floats(nans(len(b.idx[me])))
 	}
 	for i := range c.biases {
 		o.Bias[i] = s.view(b.bias[i][me])
 	}
-	marked := make(chan struct{})
-	close(marked)
+	marked := func() {}
 	if c.ready {
-		marked = make(chan struct{})
-		o.Ready = s.mark(marked)
+		o.Ready, marked = s.mark()
 	}
 	y := s.view(nans(len(b.dy[me])))
 	if s.halves {
@@ -709,8 +719,8 @@ func (s *side) combine(st device.Stream, rows memory.View, c combineWith) {
 		require.NoError(s.r, s.d.Combine(st, y, rows, s.h, o))
 	}
 	s.sync(st)
-	<-marked
-	got := wide(b.sumType(), y.Bytes())
+	marked()
+	got := wide(b.sumType(), s.r.down(y))
 	for t := range b.tokens(me) {
 		var bias [][]float32
 		for i := range c.biases {
@@ -719,7 +729,7 @@ func (s *side) combine(st device.Stream, rows memory.View, c combineWith) {
 		require.Equal(s.r, b.combined(me, t, b.weighting(c), b.made, bias...), got[t*hidden:][:hidden], "%+v of token %d of rank %d", c, t, me)
 	}
 	if c.sums {
-		for i, w := range sums {
+		for i, w := range s.floatsOf(o.SumWeights) {
 			want := b.given[me][i]
 			if b.idx[me][i] < 0 {
 				want = 0
@@ -729,38 +739,47 @@ func (s *side) combine(st device.Stream, rows memory.View, c combineWith) {
 	}
 }
 
-// mark marks the groups of this rank as done one by one.
-func (s *side) mark(done chan struct{}) memory.View {
+// mark marks the groups of this rank as done one by one, beside the call. done waits until that is over.
+func (s *side) mark() (words memory.View, done func()) {
 	groups := s.b.groups(s.me())
-	words := make([]uint32, len(groups))
-	go func() {
-		defer close(done)
+	counts := make([]uint32, len(groups))
+	words = s.r.up(shm.Bytes(counts))
+	var wg sync.WaitGroup
+	wg.Go(func() {
 		for i := len(groups) - 1; i >= 0; i-- {
+			if s.r.gpu != nil {
+				s.r.gpu.mark(words.Slice(4*int64(i), 4), uint32(len(groups[i])))
+				continue
+			}
 			for range groups[i] {
-				atomic.AddUint32(&words[i], 1)
+				atomic.AddUint32(&counts[i], 1)
 			}
 		}
-	}()
-	return numbers(words)
+	})
+	return words, wg.Wait
 }
+
+// floats is memory with numbers, floatsOf are those of a memory.
+func (s *side) floats(v []float32) memory.View   { return s.r.up(shm.Bytes(v)) }
+func (s *side) floatsOf(v memory.View) []float32 { return shm.View[float32](s.r.down(v)) }
 
 // combineBackward checks both gradients.
 func (s *side) combineBackward(st device.Stream, dRows, rows memory.View, c combineWith) {
 	b, o, hidden, me := s.b, &s.b.o, s.b.o.Hidden, s.me()
 	co := dispatch.CombineOptions{Weighting: c.weighting}
 	given := c.weighting == dispatch.GivenWeights
-	var dw []float32
+	var dWeights memory.View
 	switch {
 	case c.weighting == dispatch.Unweighted || b.byToken():
 	case given:
-		co.Weights = numbers(s.beside(b.givenWeight))
-		dw = nans(int(co.Weights.Len() / 4))
+		co.Weights = s.floats(s.beside(b.givenWeight))
+		dWeights = s.floats(nans(int(co.Weights.Len() / 4)))
 	default:
-		dw = nans(len(b.idx[me]))
+		dWeights = s.floats(nans(len(b.idx[me])))
 	}
-	require.NoError(s.r, s.d.CombineBackward(st, dRows, numbers(dw), s.view(b.dy[me]), rows, s.h, co))
+	require.NoError(s.r, s.d.CombineBackward(st, dRows, dWeights, s.view(b.dy[me]), rows, s.h, co))
 	s.sync(st)
-	got := wide(b.sumType(), dRows.Bytes())
+	got, dw := wide(b.sumType(), s.r.down(dRows)), s.floatsOf(dWeights)
 	s.eachRow(func(at int, q routed) {
 		require.Equal(s.r, b.dRow(q, b.weighting(c)), got[at*hidden:][:hidden], "gradient of row %d, %+v", at, q)
 		if given && len(dw) > 0 {
@@ -793,19 +812,19 @@ func (b *batch) dMade(rank int, q routed) []float32 {
 // dispatchBackward checks the gradients of x and of the weights.
 func (s *side) dispatchBackward(st device.Stream, dRows memory.View, weights bool) {
 	b, hidden, me := s.b, s.b.o.Hidden, s.me()
-	dx, dw := s.view(nans(len(b.dy[me]))), nans(len(b.idx[me]))
+	dx := s.view(nans(len(b.dy[me])))
 	var dWeights, dRowWeights memory.View
 	if weights {
-		dWeights, dRowWeights = numbers(dw), numbers(s.beside(b.givenWeight))
+		dWeights, dRowWeights = s.floats(nans(len(b.idx[me]))), s.floats(s.beside(b.givenWeight))
 	}
 	require.NoError(s.r, s.d.DispatchBackward(st, dx, dWeights, dRows, dRowWeights, s.h))
 	s.sync(st)
-	got := wide(b.sumType(), dx.Bytes())
+	got := wide(b.sumType(), s.r.down(dx))
 	for t := range b.tokens(me) {
 		require.Equal(s.r, b.combined(me, t, one, b.dMade), got[t*hidden:][:hidden], "gradient of token %d of rank %d", t, me)
 	}
 	if weights {
-		for i, w := range dw {
+		for i, w := range s.floatsOf(dWeights) {
 			want := b.given[me][i]
 			if b.idx[me][i] < 0 {
 				want = 0
@@ -817,8 +836,16 @@ func (s *side) dispatchBackward(st device.Stream, dRows memory.View, weights boo
 
 var layouts = []dispatch.Layout{dispatch.Flat, dispatch.Padded, dispatch.Slab, dispatch.TokenMajor, dispatch.RankPadded}
 
-// randomOptions draws a dispatcher for n ranks.
-func randomOptions(rng *rand.Rand, n int) dispatch.Options {
+// randomOptions draws a dispatcher for n ranks of a device.
+func randomOptions(rng *rand.Rand, n int, kind device.Kind) dispatch.Options {
+	for {
+		if o := anyOptions(rng, n); kind == device.HostKind || forGPUs(rng, &o) {
+			return o
+		}
+	}
+}
+
+func anyOptions(rng *rand.Rand, n int) dispatch.Options {
 	wideTypes := []kernels.DType{kernels.Float32, kernels.BFloat16, kernels.Float16}
 	o := dispatch.Options{
 		Experts: 1 + rng.IntN(12), TopK: 1 + rng.IntN(5), Hidden: []int{1, 3, 8, 33, 64, 130, 300}[rng.IntN(7)], MaxTokens: 1 + rng.IntN(24),
@@ -867,11 +894,11 @@ func randomOptions(rng *rand.Rand, n int) dispatch.Options {
 
 // randomWorlds runs dispatchers drawn from the seeds [seed, seed+count) on the ranks of r's group.
 func randomWorlds(r *rank, seed uint64, count int) {
-	stream, err := device.Host().NewStream()
+	stream, err := r.Device.NewStream()
 	require.NoError(r, err)
 	for i := range uint64(count) {
 		rng := rand.New(rand.NewPCG(seed+i, 0))
-		o := randomOptions(rng, r.Group.Size())
+		o := randomOptions(rng, r.Group.Size(), r.Device.Kind())
 		require.NoError(r, r.Group.Barrier(r.Ctx))
 		randomWorld(r, o, rng, rand.New(rand.NewPCG(seed+i, uint64(r.Group.Rank())+100)), stream)
 	}
@@ -898,17 +925,29 @@ func randomWorld(r *rank, o dispatch.Options, rng, own *rand.Rand, stream device
 		v := symmetric[which].View()
 		switch own.IntN(3) {
 		case 0:
-			return memory.Host(b)
+			return s.r.up(b)
 		case 1:
 			if which == 0 && s.h.Rows().Len() >= int64(len(b)) {
 				v = s.h.Rows()
 			}
 		}
 		v = v.Slice(0, int64(len(b)))
-		copy(v.Bytes(), b)
+		s.r.write(v, b)
 		return v
 	}
+	releases := own // ranks may release in different orders,
+	if r.gpu != nil {
+		releases = rng // where the device does not mind
+	}
 	for round := range 3 {
+		if r.gpu != nil {
+			r.gpu.reuse()
+		}
+		if round == 2 { // as many experts on each rank, but others
+			o.Placement = &dispatch.Placement{Ranks: slices.Clone(o.Placement.Ranks)}
+			slices.Reverse(o.Placement.Ranks)
+			require.NoError(r, d.SetPlacement(r.Ctx, o.Placement))
+		}
 		var st device.Stream
 		if own.IntN(2) == 0 {
 			st = stream
@@ -948,8 +987,8 @@ func randomWorld(r *rank, o dispatch.Options, rng, own *rand.Rand, stream device
 			s.combineBackward(st, dRows, view, c)
 			s.dispatchBackward(st, place(s, 0, s.made(func(q routed) []float32 { return s.b.dMade(s.me(), q) })), rng.IntN(2) == 0)
 		}
-		if own.IntN(2) == 0 {
-			slices.Reverse(sides) // ranks may release in different orders
+		if releases.IntN(2) == 0 {
+			slices.Reverse(sides)
 		}
 		for _, s := range sides {
 			s.h.Release()

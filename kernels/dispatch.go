@@ -341,6 +341,18 @@ type CombineBackward struct {
 // first.
 const DotChains = 256
 
+// HandlesError says which handles the calls had that an engine tells of late, by Port.Fault: none of them holds a dispatch any more.
+type HandlesError struct {
+	Handles []int // of MoE.Handles
+	Err     error
+}
+
+// Error is that of Err.
+func (e *HandlesError) Error() string { return e.Err.Error() }
+
+// Unwrap is Err.
+func (e *HandlesError) Unwrap() error { return e.Err }
+
 // OverflowError says that a dispatch does not fit. It is the same on every rank, nothing has been written, and the
 // dispatcher can be used further.
 type OverflowError struct {

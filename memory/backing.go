@@ -43,12 +43,23 @@ type backing interface {
 	// clear makes n bytes at at of the range zero, of this rank's segment, before it returns; put writes b there.
 	clear(at, n int64) error
 	put(at int64, b []byte) error
+	// get reads what lies at at into b, whatever kernels are running, by words of 8 bytes. at is a multiple of that.
+	get(at int64, b []byte) error
+	// pin makes n zero bytes of memory of the host that kernels on the device reach.
+	pin(n int64) (pinned, error)
 	// mem is the range where the host can read it, else nil; base is its address on the device.
 	mem() []byte
 	base() uintptr
 	// close takes away everything in the range that has not been displaced, and the range. It is
 	// idempotent.
 	close() error
+}
+
+// pinned is what pin makes. Close is idempotent.
+type pinned interface {
+	Bytes() []byte
+	Addr() uintptr
+	Close() error
 }
 
 // source is a part of a foreign piece of memory: span bytes from off on, which a registration maps, and
@@ -169,6 +180,29 @@ func (b *hostBacking) clear(at, n int64) error {
 
 func (b *hostBacking) put(at int64, p []byte) error {
 	copy(b.shared.Bytes()[at:], p)
+	return nil
+}
+
+func (b *hostBacking) get(at int64, p []byte) error {
+	from, words := b.shared.Bytes(), shm.View[uint64](p)
+	for i := range words {
+		words[i] = shm.Word(from, at+8*int64(i)).Load()
+	}
+	done := 8 * len(words)
+	copy(p[done:], from[at+int64(done):])
+	return nil
+}
+
+func (*hostBacking) pin(n int64) (pinned, error) { return &hostPinned{make([]byte, n)}, nil }
+
+// hostPinned is Go memory: kernels of the host read and write that.
+type hostPinned struct{ b []byte }
+
+func (p *hostPinned) Bytes() []byte { return p.b }
+func (p *hostPinned) Addr() uintptr { return shm.Addr(p.b) }
+
+func (p *hostPinned) Close() error {
+	p.b = nil
 	return nil
 }
 

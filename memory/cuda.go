@@ -309,6 +309,18 @@ func (b *cudaBacking) put(at int64, p []byte) error {
 	return b.ctx.Write(b.alarm, b.origin+uintptr(at), p)
 }
 
+func (b *cudaBacking) get(at int64, p []byte) error {
+	return b.ctx.Read(b.alarm, p, b.origin+uintptr(at))
+}
+
+func (b *cudaBacking) pin(n int64) (pinned, error) {
+	p, err := b.ctx.NewHostBuffer(n)
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
 func (*cudaBacking) mem() []byte     { return nil }
 func (b *cudaBacking) base() uintptr { return b.origin }
 

@@ -352,6 +352,57 @@ func (h *Heap) Put(v View, b []byte) error {
 	return nil
 }
 
+// Get reads v, memory of this heap, into b before it returns. It waits for no stream: what kernels write meanwhile is read as
+// it is by then, in words of 8 bytes.
+func (h *Heap) Get(b []byte, v View) error {
+	off, ok := v.Symmetric(h)
+	if !ok || int64(len(b)) > v.n {
+		return fmt.Errorf("memory: get %d bytes of %d, of the heap: %v: %w", len(b), v.n, ok, ErrInvalid)
+	}
+	if err := h.back.get(h.at(h.space.Rank, off), b); err != nil {
+		return fmt.Errorf("memory: get %d bytes: %w", len(b), err)
+	}
+	return nil
+}
+
+// Pinned is memory of the host that kernels of this rank read and write too: words by which they tell the host how far they are.
+// It is no part of the heap, and peers do not reach it.
+type Pinned struct {
+	p pinned
+	n int64
+}
+
+// Pin makes n zero bytes of such memory, a multiple of 8. It can wait for running kernels. The caller closes it, before the heap.
+func (h *Heap) Pin(n int64) (*Pinned, error) {
+	if n <= 0 || n%8 != 0 {
+		return nil, fmt.Errorf("memory: pin %d bytes, want a multiple of 8: %w", n, ErrInvalid)
+	}
+	p, err := h.back.pin(n)
+	if err != nil {
+		return nil, fmt.Errorf("memory: pin %d bytes: %w", n, err)
+	}
+	return &Pinned{p: p, n: n}, nil
+}
+
+// Bytes is the memory, nil after Close.
+func (p *Pinned) Bytes() []byte { return p.p.Bytes() }
+
+// Operand is n bytes from off on, as an operation of the heap's engine gets them.
+func (p *Pinned) Operand(off, n int64) kernels.Buffer {
+	return kernels.Buffer{Mem: p.p.Bytes()[off : off+n : off+n], Ptr: p.p.Addr() + uintptr(off), Bytes: n}
+}
+
+// Close gives the memory back; no kernel uses it any more. It is idempotent, and works on a nil Pinned.
+func (p *Pinned) Close() error {
+	if p == nil {
+		return nil
+	}
+	if err := p.p.Close(); err != nil {
+		return fmt.Errorf("memory: unpin %d bytes: %w", p.n, err)
+	}
+	return nil
+}
+
 // Stats is the state of a rank's pool. All sizes are bytes.
 type Stats struct {
 	Committed     int64 // memory of the pool

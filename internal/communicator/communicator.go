@@ -164,7 +164,7 @@ func (c *Communicator) Usable() error {
 		return fmt.Errorf("%s: %w", c.name, c.Group.Err())
 	default:
 	}
-	return c.fault()
+	return c.LockedFault()
 }
 
 // Fault is what launches that have run by now have come to. What ranks have merely disagreed on is told once.
@@ -174,10 +174,11 @@ func (c *Communicator) Fault() error {
 	if err := c.Alive(); err != nil {
 		return err
 	}
-	return c.fault()
+	return c.LockedFault()
 }
 
-func (c *Communicator) fault() error {
+// LockedFault is Fault where c is locked and not closed.
+func (c *Communicator) LockedFault() error {
 	err := c.port.Fault()
 	if err == nil {
 		return nil

@@ -66,6 +66,8 @@ func (x *exchanges) layout() kernels.Layout {
 
 func (*exchanges) controls(offset int64) []int64 { return []int64{offset} }
 
+func (*exchanges) hit(err error, _ []int) error { return err }
+
 func (*exchanges) fault(f *faultWords, me int) error {
 	peer, sending := int(f.peer), f.sending != 0
 	switch f.kind {

@@ -117,6 +117,11 @@ func (x *dispatches) fault(f *faultWords, me int) error {
 	return nil
 }
 
+// hit names the handles.
+func (*dispatches) hit(err error, handles []int) error {
+	return &kernels.HandlesError{Handles: handles, Err: err}
+}
+
 func (x *dispatches) load(e *Engine) error {
 	if e.dispatches == nil {
 		k := new(dispatchKernels)

@@ -62,6 +62,8 @@ type family interface {
 	controls(offset int64) []int64
 	// fault is what a record that is the family's own says; me is this rank. nil where it is none.
 	fault(f *faultWords, me int) error
+	// hit is a fault that was found in the structs sw_control of these numbers.
+	hit(err error, controls []int) error
 	// add appends op to p's batch: stream 0 is the caller's, stream 1 the port's. p.mu is held.
 	add(p *port, op kernels.Operation) error
 	// load makes sure that the engine has the family's kernels. e.mu is held.

@@ -104,7 +104,8 @@ func (p *port) Fault() error {
 		return nil
 	case kernels.Recoverable(err):
 		// The next launch may be on any stream, so what clears the record must be over by then.
-		return errors.Join(err, p.clear())
+		hit, cerr := p.clear()
+		return errors.Join(p.fam.hit(err, hit), cerr)
 	}
 	if why := p.e.why(); why != nil {
 		return fmt.Errorf("%w: %w", err, why)
@@ -130,18 +131,24 @@ func (p *port) err() error {
 	return &comm.PeerError{Rank: int(f.peer), Op: p.name, Epoch: f.epoch, Err: why}
 }
 
-// clear forgets the fault, here and in the control block.
-func (p *port) clear() error {
+// clear forgets the fault, here and in the structs sw_control, and returns the numbers of those that had one.
+func (p *port) clear() (hit []int, err error) {
 	shm.Word32(p.fault.Bytes(), faultKind).Store(0)
 	e := p.e
-	var err error
-	for _, at := range p.fam.controls(p.offset) {
-		err = errors.Join(err, e.ctx.Set(p.own, e.space.Addr(e.space.Rank, at)+controlFault, 0, 4))
+	var kind [4]byte
+	for i, at := range p.fam.controls(p.offset) {
+		place := e.space.Addr(e.space.Rank, at) + controlFault
+		err = errors.Join(err, e.ctx.Read(p.own, kind[:], place))
+		if kind == [4]byte{} {
+			continue
+		}
+		hit = append(hit, i)
+		err = errors.Join(err, e.ctx.Set(p.own, place, 0, 4))
 	}
 	if err = errors.Join(err, e.ctx.SynchronizeStream(p.own)); err != nil {
-		return fmt.Errorf("kernels: clear a fault: %w", err)
+		return hit, fmt.Errorf("kernels: clear a fault: %w", err)
 	}
-	return nil
+	return hit, nil
 }
 
 // Drain waits for the device: calls that were captured have no last stream.

@@ -1,0 +1,141 @@
+package dispatch_test
+
+import (
+	"errors"
+	"math/rand/v2"
+	"os"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/internal/worldtest"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Ranks that share a GPU have streams of their own in one process. Those that share one of the driver's queues can hold each other up for
+// ever: a call's second kernel waits at the head of the queue for its first, which waits for a peer's behind it.
+func TestMain(m *testing.M) {
+	if os.Getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "" {
+		os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+	}
+	os.Exit(m.Run())
+}
+
+// gpuMemory is one rank's memory for tests, taken before anything runs: a driver that allocates can wait for kernels, which wait for
+// ranks. Half of it is of the heap, half is not. Views of it are good until reuse.
+type gpuMemory struct {
+	r      *rank
+	c      *cuda.Context
+	copies device.Stream // of what the test puts there and looks at
+	marks  device.Stream // of words that are written while a call runs
+	parts  [2]memory.View
+	used   [2]int64
+	turn   int
+}
+
+const gpuPart = 96 << 20
+
+// gpuTest is how a world on GPUs begins and ends.
+func gpuTest(w *worldtest.Rank, f func(r *rank)) {
+	d := w.Device.(*device.CUDADevice)
+	r := &rank{Rank: w}
+	g := &gpuMemory{r: r, c: d.Context()}
+	p, err := g.c.MemAlloc(gpuPart)
+	w.Must(err)
+	b, err := w.Heap.Alloc(gpuPart)
+	w.Must(err)
+	g.parts = [2]memory.View{memory.Device(p, gpuPart), b.View()}
+	for _, s := range []*device.Stream{&g.copies, &g.marks} {
+		*s, err = d.NewStream()
+		w.Must(err)
+	}
+	r.gpu = g
+	w.Barrier()
+	f(r)
+	err = errors.Join(g.copies.Close(), g.marks.Close(), g.c.MemFree(p))
+	if w.Group.Err() == nil {
+		err = errors.Join(err, b.Free())
+		w.Barrier()
+	}
+	w.Must(err)
+}
+
+// gpus runs f on n ranks of this process, which share GPUs where there are fewer.
+func gpus(t testing.TB, n int, f func(r *rank)) {
+	t.Helper()
+	worldtest.GPUs(t, n, gpuPart+160<<20, func(w *worldtest.Rank) { gpuTest(w, f) })
+}
+
+// reuse ends the life of all views.
+func (g *gpuMemory) reuse() { g.used = [2]int64{} }
+
+// take is n bytes, which begin at a multiple of 256.
+func (g *gpuMemory) take(n int64) memory.View {
+	g.turn = 1 - g.turn
+	at := g.used[g.turn]
+	if at+n > g.parts[g.turn].Len() {
+		g.r.Errorf("the test wants more than %d bytes", g.parts[g.turn].Len())
+		g.r.FailNow()
+	}
+	g.used[g.turn] = kernels.AlignUp(at+n, 256)
+	return g.parts[g.turn].Slice(at, n)
+}
+
+func (g *gpuMemory) up(b []byte) memory.View {
+	if len(b) == 0 {
+		return memory.View{}
+	}
+	v := g.take(int64(len(b)))
+	g.write(v, b)
+	return v
+}
+
+func (g *gpuMemory) write(v memory.View, b []byte) {
+	if len(b) > 0 {
+		require.NoError(g.r, memory.Copy(g.copies, v.Slice(0, int64(len(b))), memory.Host(b)))
+		require.NoError(g.r, g.copies.Synchronize())
+	}
+}
+
+func (g *gpuMemory) down(v memory.View) []byte {
+	if v.Len() == 0 {
+		return nil
+	}
+	b := make([]byte, v.Len())
+	require.NoError(g.r, memory.Copy(g.copies, memory.Host(b), v))
+	require.NoError(g.r, g.copies.Synchronize())
+	return b
+}
+
+// mark writes a word while calls run. It is not for the test's goroutine, so it does not end it.
+func (g *gpuMemory) mark(v memory.View, n uint32) {
+	if err := memory.Copy(g.marks, v, memory.Host(shm.Bytes([]uint32{n}))); err != nil {
+		g.r.Errorf("mark %d: %v", n, err)
+	}
+}
+
+// forGPUs makes options of what the host serves such as GPUs do, where that can be.
+func forGPUs(rng *rand.Rand, o *dispatch.Options) bool {
+	o.Float8Combine = false
+	o.Hidden = []int{8, 16, 32, 48, 64, 144, 304, 1040}[rng.IntN(8)]
+	o.MaxSMs = []int{0, 0, 1, 3, 16}[rng.IntN(5)]
+	if o.Hidden <= 64 && rng.IntN(3) == 0 {
+		tokens := 100 + rng.IntN(300)
+		if o.Layout == dispatch.Padded {
+			o.Capacity = o.Capacity / o.MaxTokens * tokens
+		}
+		o.MaxTokens = tokens
+	}
+	b := &batch{o: *o}
+	for _, t := range []kernels.DType{b.dtype(), b.rowType(), b.sumType()} {
+		if int64(o.Hidden)*t.Size()%16 != 0 {
+			return false
+		}
+	}
+	return true
+}
