@@ -122,7 +122,7 @@ func (r *cudaRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 		defer graph.Close()
 		one = func() error { return graph.Launch(r.s) }
 	}
-	t, err := r.samples(ctx, samples, calls, one)
+	t, err := timeOnGPU(ctx, g, r.dev, r.s, samples, calls, one)
 	if err != nil {
 		return nil, err
 	}
@@ -139,10 +139,12 @@ func (r *cudaRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 	return t.merge(ctx, g)
 }
 
-// samples times so many runs of one, which makes calls.
-func (r *cudaRig) samples(ctx context.Context, samples, calls int, one func() error) (t timer, err error) {
+// timeOnGPU times so many runs of one, which makes calls, on a stream of this rank.
+func timeOnGPU(
+	ctx context.Context, g *comm.Group, dev *device.CUDADevice, stream *device.CUDAStream, samples, calls int, one func() error,
+) (t timer, err error) {
 	const warm = 2
-	c, s := r.dev.Context(), cuda.Stream(r.s.Handle())
+	c, s := dev.Context(), cuda.Stream(stream.Handle())
 	events := make([]cuda.Event, samples+1)
 	defer func() {
 		for _, e := range events {
@@ -156,7 +158,7 @@ func (r *cudaRig) samples(ctx context.Context, samples, calls int, one func() er
 			return t, err
 		}
 	}
-	if err := r.h.Group().Barrier(ctx); err != nil {
+	if err := g.Barrier(ctx); err != nil {
 		return t, err
 	}
 	for i := -warm; i <= samples; i++ {
@@ -171,7 +173,7 @@ func (r *cudaRig) samples(ctx context.Context, samples, calls int, one func() er
 			}
 		}
 	}
-	if err := r.s.Synchronize(); err != nil {
+	if err := stream.Synchronize(); err != nil {
 		return t, err
 	}
 	for i := range samples {

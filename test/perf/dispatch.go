@@ -14,10 +14,18 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// benchDispatch times Dispatch followed by Combine, with experts that do nothing, so that every token comes back as its
+// benchDispatch times dispatch and combine on the device that the flags say.
+func benchDispatch(ctx context.Context, g *comm.Group, c config) ([]row, error) {
+	if c.Device == "cuda" {
+		return benchMoE(ctx, g, c)
+	}
+	return benchHostDispatch(ctx, g, c)
+}
+
+// benchHostDispatch times Dispatch followed by Combine, with experts that do nothing, so that every token comes back as its
 // own multiple. Beside it stands the time of copying the bytes that had to move, once, with copy, by the same ranks at
 // the same time.
-func benchDispatch(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
+func benchHostDispatch(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
 	n, me := g.Size(), g.Rank()
 	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: 1 << 30})
 	if err != nil {

@@ -3,6 +3,7 @@
 //	go run ./test/perf alltoallv -ranks 2,4 -procs -splits uniform,zipf
 //	go run ./test/perf allreduce -json
 //	go run ./test/perf dispatch -tokens 4096 -hidden 1024
+//	go run ./test/perf dispatch -device cuda -ranks 2
 //	go run ./test/perf tune -device cuda -ranks 2,4,8 -o table.json
 //
 // Time is the slowest rank's, from a barrier before each call to the call's end; the median over the iterations is
@@ -54,6 +55,9 @@ type config struct {
 	Hidden      int
 	Experts     int
 	TopK        int
+	All         bool
+	Only        string
+	JSON        bool
 }
 
 // row is one line of the result.
@@ -76,6 +80,8 @@ type row struct {
 	Staged       bool     `json:"staged,omitempty"` // of tune
 	SMs          int      `json:"sms,omitempty"`
 	Rate         float64  `json:"rate,omitempty"` // of tune
+
+	MoE *moeFigures `json:"moe,omitempty"` // of dispatch on cuda
 }
 
 // bench runs one operation on one rank; rank 0 returns the rows.
@@ -133,7 +139,6 @@ func run(ctx context.Context, args []string) error {
 		fs                        = flag.NewFlagSet("perf "+c.Op, flag.ContinueOnError)
 		ranks, splits, sizes, cmd string
 		out, origin, sms, rates   string
-		asJSON                    bool
 		rounds                    int
 		staged                    = stagings{false}
 	)
@@ -144,7 +149,7 @@ func run(ctx context.Context, args []string) error {
 	fs.StringVar(&ranks, "ranks", defRanks, "numbers of ranks, comma separated")
 	fs.BoolVar(&c.Procs, "procs", false, "one process a rank instead of one goroutine")
 	fs.IntVar(&c.Iters, "iters", 0, "timed calls a size (default 300 up to 1 MiB, 30 above); on cuda samples of many calls each (default 25 and 8)")
-	fs.BoolVar(&asJSON, "json", false, "print one JSON object a line")
+	fs.BoolVar(&c.JSON, "json", false, "print one JSON object a line")
 	fs.StringVar(&sizes, "sizes", defSizes, "bytes a rank, own part included")
 	if c.Op == "alltoallv" || c.Op == "tune" {
 		fs.StringVar(&c.Device, "device", "host", "host or cuda")
@@ -173,10 +178,13 @@ func run(ctx context.Context, args []string) error {
 		fs.StringVar(&c.Reduce, "op", "sum", "reduction")
 		fs.BoolVar(&c.Staged, "staged", false, "buffers outside the symmetric heap")
 	case "dispatch":
-		fs.IntVar(&c.Tokens, "tokens", 4096, "tokens a rank")
-		fs.IntVar(&c.Hidden, "hidden", 1024, "float32 elements a token")
-		fs.IntVar(&c.Experts, "experts", 8, "experts in all")
-		fs.IntVar(&c.TopK, "topk", 2, "experts a token")
+		fs.StringVar(&c.Device, "device", "host", "host, or cuda, which has a table of cases of its own")
+		fs.IntVar(&c.Tokens, "tokens", 4096, "on the host: tokens a rank")
+		fs.IntVar(&c.Hidden, "hidden", 1024, "on the host: float32 elements a token")
+		fs.IntVar(&c.Experts, "experts", 8, "on the host: experts in all")
+		fs.IntVar(&c.TopK, "topk", 2, "on the host: experts a token")
+		fs.BoolVar(&c.All, "all", false, "on cuda: other lengths of rows, numbers of experts and tokens, skew, and multiprocessors, too")
+		fs.StringVar(&c.Only, "only", "", "on cuda: a regular expression that picks cases by their names, such as 'low latency, .* 128 tokens'")
 	}
 	if err := fs.Parse(args[1:]); err != nil {
 		return err
@@ -223,7 +231,7 @@ func run(ctx context.Context, args []string) error {
 		c.TuneRates = append(c.TuneRates, v)
 	}
 	fmt.Fprintf(os.Stderr, "# %s, %d cores, %s\n", c.Op, runtime.NumCPU(), runtime.Version())
-	p := printer{json: asJSON}
+	p := printer{json: c.JSON}
 	var all []row
 	for rs := range strings.SplitSeq(ranks, ",") {
 		n, err := strconv.Atoi(rs)

@@ -26,6 +26,10 @@ func (p printer) print(rows []row) {
 		printCurves(rows)
 		return
 	}
+	if rows[0].MoE != nil {
+		printMoE(rows)
+		return
+	}
 	first := rows[0]
 	how := "goroutines"
 	if first.Procs {
@@ -56,5 +60,17 @@ func (p printer) print(rows []row) {
 			fmt.Print("  NOT CHECKED")
 		}
 		fmt.Println()
+	}
+}
+
+// printMoE prints one case of dispatch on GPUs.
+func printMoE(rows []row) {
+	f := rows[0].MoE
+	fmt.Printf("\n%d ranks, %s, %s, %d tokens, hidden %d, %s, %s\n", rows[0].Ranks, f.Types, f.Layout, f.Tokens, f.Hidden, f.Routing, f.MaxSMs)
+	fmt.Printf("%-9s %-6s %10s %10s %10s %10s %8s %8s %9s %6s\n", "call", "mode", "us", "p10", "p90", "link MB", "GB/s", "DeepEP's", "floor us", "share")
+	for _, r := range rows {
+		f := r.MoE
+		fmt.Printf("%-9s %-6s %10.1f %10.1f %10.1f %10.2f %8.1f %8.1f %9.1f %5.0f%%\n",
+			f.Call, f.Mode, r.US, r.P10, r.P90, float64(f.LinkBytes)/1e6, r.GBpsLink, f.GBpsEP, f.FloorUS, 100*f.Share)
 	}
 }

@@ -1,0 +1,504 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"regexp"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// wireGBps is what one link of the GPUs that were measured carries, in GB/s: the floor of a call is its bytes at this rate.
+const wireGBps = 390
+
+// moeFigures are what a row has besides for dispatch and combine on GPUs.
+type moeFigures struct {
+	Call      string  `json:"call"`  // dispatch, combine or pair
+	Types     string  `json:"types"` // of the rows that are dispatched; they are combined in bfloat16
+	Layout    string  `json:"layout"`
+	Mode      string  `json:"mode"` // graph or eager
+	Tokens    int     `json:"tokens"`
+	Hidden    int     `json:"hidden"`
+	Routing   string  `json:"routing"`
+	MaxSMs    string  `json:"max_sms"`
+	LinkBytes int64   `json:"link_bytes"` // of the busiest rank, one direction
+	GBpsEP    float64 `json:"gbps_deepep"`
+	FloorUS   float64 `json:"floor_us"`
+	Share     float64 `json:"share_of_floor"` // 1 is the floor
+}
+
+// moeCase is one dispatcher with what is timed on it.
+type moeCase struct {
+	moeShape
+	o     dispatch.Options
+	types string
+	calls []string // of dispatch, combine, pair
+	modes []string // of graph, eager
+	sms   int      // Options.MaxSMs; all of them where it is allSMs
+}
+
+const allSMs = -1
+
+var (
+	everyCall = []string{"dispatch", "combine", "pair"}
+	rowTypes  = []struct {
+		name string
+		o    dispatch.Options
+	}{
+		{"fp8 given", dispatch.Options{DType: kernels.Float8E4M3}},
+		{"fp8 quantised", dispatch.Options{DType: kernels.BFloat16, Quantize: true}},
+		{"bf16", dispatch.Options{DType: kernels.BFloat16}},
+	}
+)
+
+// moeCases are the rows of the table; all adds those that vary shapes, skew and multiprocessors.
+func moeCases(all bool) (cases []moeCase) {
+	many, few := moeShape{Tokens: 4096, Hidden: 7168, Experts: 256, TopK: 8}, moeShape{Tokens: 128, Hidden: 7168, Experts: 256, TopK: 8}
+	graph, both := []string{"graph"}, []string{"graph", "eager"}
+	add := func(s moeShape, layout dispatch.Layout, sms int, calls, modes []string, low bool, types ...int) {
+		for _, i := range types {
+			o := rowTypes[i].o
+			o.Experts, o.TopK, o.Hidden, o.MaxTokens = s.Experts, s.TopK, s.Hidden, s.Tokens
+			o.Layout, o.LowLatency, o.CombineDType, o.Handles = layout, low, kernels.BFloat16, 2
+			if layout == dispatch.Flat {
+				o.Align = 1
+			}
+			cases = append(cases, moeCase{moeShape: s, o: o, types: rowTypes[i].name, calls: calls, modes: modes, sms: sms})
+		}
+	}
+	for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.TokenMajor} {
+		for _, sms := range []int{24, allSMs} {
+			add(many, layout, sms, everyCall, graph, false, 0, 1, 2)
+		}
+	}
+	for _, sms := range []int{0, allSMs} {
+		add(many, dispatch.Flat, sms, everyCall, graph, false, 0, 1, 2)
+	}
+	for _, tokens := range []int{128, 16} {
+		few.Tokens = tokens
+		for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.Slab} {
+			add(few, layout, 0, everyCall, both, true, 1)
+		}
+		add(few, dispatch.RankPadded, 0, everyCall, graph, true, 0, 2)
+	}
+	if !all {
+		return cases
+	}
+	for _, hidden := range []int{2880, 4096, 5120} {
+		s := many
+		s.Hidden = hidden
+		add(s, dispatch.RankPadded, 24, everyCall, graph, false, 1, 2)
+		add(s, dispatch.Flat, 0, []string{"pair"}, graph, false, 1, 2)
+	}
+	for _, top := range [][2]int{{4, 128}, {2, 8}} {
+		s := many
+		s.TopK, s.Experts = top[0], top[1]
+		add(s, dispatch.RankPadded, 24, everyCall, graph, false, 1, 2)
+		add(s, dispatch.Flat, 0, []string{"pair"}, graph, false, 1, 2)
+	}
+	skewed := many
+	skewed.Zipf = true
+	for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.TokenMajor, dispatch.Flat} {
+		add(skewed, layout, 0, everyCall, graph, false, 1, 2)
+	}
+	for _, sms := range []int{8, 16, 32, 48, 64, 96} {
+		add(many, dispatch.RankPadded, sms, everyCall, graph, false, 0, 1, 2)
+		add(many, dispatch.Flat, sms, []string{"pair"}, graph, false, 1, 2)
+	}
+	for _, tokens := range []int{1024, 2048, 8192} {
+		s := many
+		s.Tokens = tokens
+		add(s, dispatch.RankPadded, 24, everyCall, graph, false, 1, 2)
+	}
+	for _, tokens := range []int{1, 8, 32, 64, 256} {
+		few.Tokens = tokens
+		add(few, dispatch.RankPadded, 0, everyCall, graph, true, 1)
+		add(few, dispatch.Slab, 0, everyCall, graph, true, 1)
+	}
+	return cases
+}
+
+// name is what -only looks at.
+func (c *moeCase) name() string {
+	how := "throughput"
+	if c.o.LowLatency {
+		how = "low latency"
+	}
+	return fmt.Sprintf("%s, %s, %v, %d tokens, hidden %d, %s, %s", how, c.types, c.o.Layout, c.Tokens, c.Hidden, c.routing(), c.multiprocessors())
+}
+
+func (c *moeCase) routing() string {
+	kind := "uniform"
+	if c.Zipf {
+		kind = "zipf"
+	}
+	return fmt.Sprintf("top-%d of %d %s", c.TopK, c.Experts, kind)
+}
+
+func (c *moeCase) multiprocessors() string {
+	switch c.sms {
+	case 0:
+		return "default SMs"
+	case allSMs:
+		return "all SMs"
+	}
+	return fmt.Sprintf("%d SMs", c.sms)
+}
+
+// moeRig is one rank's heap and stream for all cases.
+type moeRig struct {
+	g   *comm.Group
+	dev *device.CUDADevice // nil on the host, for tests of what is checked
+	h   *memory.Heap
+	s   *device.CUDAStream
+	all int // multiprocessors
+}
+
+// benchMoE times dispatch and combine on GPUs, case by case, in one run. Every element is checked.
+func benchMoE(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
+	only, err := regexp.Compile(c.Only)
+	if err != nil {
+		return nil, fmt.Errorf("-only: %w", err)
+	}
+	gpus, err := device.CUDACount()
+	if err != nil {
+		return nil, err
+	}
+	r := &moeRig{g: g}
+	if r.dev, err = device.CUDA(g.Rank() % gpus); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, r.dev.Close()) }()
+	if r.all, err = r.dev.Context().Device().Attribute(cuda.Multiprocessors); err != nil {
+		return nil, err
+	}
+	if r.h, err = memory.NewHeap(ctx, g, r.dev, memory.Options{SegmentBytes: int64(2+3*g.Size()) << 30}); err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, r.h.Close(ctx)) }()
+	s, err := r.dev.NewStream()
+	if err != nil {
+		return nil, err
+	}
+	r.s = s.(*device.CUDAStream)
+	defer func() { err = errors.Join(err, r.s.Close()) }()
+	for _, k := range moeCases(c.All) {
+		if !only.MatchString(k.name()) {
+			continue
+		}
+		got, err := r.run(ctx, c, &k)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", k.name(), err)
+		}
+		switch {
+		case g.Rank() > 0:
+		case c.Procs:
+			rows = append(rows, got...)
+		default:
+			printer{json: c.JSON}.print(got) // a later case may run out of time
+		}
+	}
+	return rows, nil
+}
+
+// moeRun is one case on one rank.
+type moeRun struct {
+	*moeRig
+	k      *moeCase
+	m      *moeModel
+	d      *dispatch.Dispatcher
+	block  *memory.Buffer
+	inputs []dispatch.Tokens // in turn, so that no cache holds them
+	turn   int
+	outs   []memory.View // the outputs of all handles
+	made   memory.View   // rows of experts
+	y      memory.View
+}
+
+func (r *moeRig) open(ctx context.Context, k *moeCase) (_ *moeRun, err error) {
+	o := k.o
+	if o.MaxSMs = k.sms; k.sms == allSMs {
+		o.MaxSMs = r.all
+	}
+	x := &moeRun{moeRig: r, k: k, m: newMoEModel(k.moeShape, r.g.Size(), o)}
+	if o.Layout == dispatch.Flat { // some room, and not for all tokens of all ranks
+		o.MaxRows = x.m.mostRows() + 1024
+	}
+	if x.d, err = dispatch.New(ctx, r.h, o); err != nil {
+		return nil, err
+	}
+	me, m := r.g.Rank(), x.m
+	// As many tokens as an L2 of 64 MiB cannot hold.
+	token := int64(k.Hidden) * m.tokenType().Size()
+	copies := 1
+	if !o.LowLatency {
+		copies = min(int(128<<20/(int64(k.Tokens)*token))+1, 10)
+	}
+	var tokens, scales []byte
+	for t := range k.Tokens {
+		tokens = append(tokens, m.token(me, t)...)
+		if m.tokenType() == kernels.Float8E4M3 {
+			for i := range m.scaleWords() {
+				scales = append(scales, shm.Bytes([]float32{m.scale(me, t, i)})...)
+			}
+		}
+	}
+	made := make([]byte, 0, 2*k.Hidden*x.d.MaxRows())
+	for i := range x.d.MaxRows() {
+		made = append(made, m.row(me, i)...)
+	}
+	parts := [][]byte{shm.Bytes(m.idx[me]), shm.Bytes(m.weights[me]), made, make([]byte, 2*k.Hidden*k.Tokens)}
+	for range copies {
+		parts = append(parts, tokens, scales)
+	}
+	var need int64
+	for _, p := range parts {
+		need += kernels.AlignUp(int64(len(p)), 256)
+	}
+	if x.block, err = r.h.Alloc(need); err != nil {
+		return nil, errors.Join(err, x.close(ctx))
+	}
+	views, at := make([]memory.View, len(parts)), int64(0)
+	for i, p := range parts {
+		views[i] = x.block.View().Slice(at, int64(len(p)))
+		at += kernels.AlignUp(int64(len(p)), 256)
+		if err := r.copy(views[i], memory.Host(p)); err != nil {
+			return nil, errors.Join(err, x.close(ctx))
+		}
+	}
+	x.made, x.y = views[2], views[3]
+	for i := range copies {
+		x.inputs = append(x.inputs, dispatch.Tokens{X: views[4+2*i], Scales: views[5+2*i], Experts: views[0], Weights: views[1]})
+	}
+	return x, nil
+}
+
+func (r *moeRig) stream() device.Stream {
+	if r.dev == nil {
+		return nil
+	}
+	return r.s
+}
+
+func (r *moeRig) copy(dst, src memory.View) error {
+	if src.Len() == 0 {
+		return nil
+	}
+	return errors.Join(memory.Copy(r.stream(), dst, src), r.synchronize())
+}
+
+func (r *moeRig) synchronize() error {
+	if r.dev == nil {
+		return nil
+	}
+	return r.s.Synchronize()
+}
+
+func (r *moeRig) down(v memory.View) ([]byte, error) {
+	b := make([]byte, v.Len())
+	return b, r.copy(memory.Host(b), v)
+}
+
+func (x *moeRun) close(ctx context.Context) error {
+	err := x.d.Close(ctx)
+	if x.block != nil {
+		err = errors.Join(err, x.block.Free())
+	}
+	return err
+}
+
+func (x *moeRun) dispatch() (*dispatch.Handle, error) {
+	x.turn++
+	return x.d.Dispatch(x.stream(), x.inputs[x.turn%len(x.inputs)])
+}
+
+func (x *moeRun) combine(h *dispatch.Handle) error {
+	return x.d.Combine(x.stream(), x.y, x.made, h, dispatch.CombineOptions{})
+}
+
+// calls makes n calls of a kind. A dispatch leaves the last handle alive; a combine works with that of x.
+func (x *moeRun) calls(call string, n int, h *dispatch.Handle) (last *dispatch.Handle, err error) {
+	if call == "combine" {
+		for range n {
+			if err := x.combine(h); err != nil {
+				return nil, err
+			}
+		}
+		return h, nil
+	}
+	for i := range n {
+		h, err := x.dispatch()
+		if err != nil {
+			return nil, err
+		}
+		if call == "pair" {
+			if err := x.combine(h); err != nil {
+				return nil, err
+			}
+		}
+		if last = h; i < n-1 {
+			h.Release()
+		}
+	}
+	return last, nil
+}
+
+// check looks at every element of what a call has left, and spoils it for the next.
+func (x *moeRun) check(call string, h *dispatch.Handle) error {
+	me := x.g.Rank()
+	if err := errors.Join(x.synchronize(), x.d.Fault()); err != nil {
+		return err
+	}
+	if call != "combine" {
+		rows, err := x.down(h.Rows())
+		if err != nil {
+			return err
+		}
+		scales, err := x.down(h.Scales())
+		if err != nil {
+			return err
+		}
+		counts, err := x.down(h.Counts())
+		if err != nil {
+			return err
+		}
+		if err := x.m.checkDispatch(me, rows, scales, shm.View[int32](counts)); err != nil {
+			return err
+		}
+	}
+	if call != "dispatch" {
+		y, err := x.down(x.y)
+		if err != nil {
+			return err
+		}
+		return x.m.checkCombine(me, y)
+	}
+	return nil
+}
+
+// poison makes sure that what is checked was written by what was timed. No peer writes before all ranks have come to its end.
+func (x *moeRun) poison(ctx context.Context) error {
+	for _, v := range append([]memory.View{x.y}, x.outs...) {
+		if v.Len() > 0 {
+			if err := x.dev.Context().Set(cuda.Stream(x.s.Handle()), v.Ptr(), 0xff, v.Len()); err != nil {
+				return err
+			}
+		}
+	}
+	return errors.Join(x.synchronize(), x.g.Barrier(ctx))
+}
+
+// warm makes a pair with each handle, so that what a first call loads is there, and finds the handles' outputs.
+func (x *moeRun) warm() error {
+	handles := make([]*dispatch.Handle, x.k.o.Handles)
+	for i := range handles {
+		var err error
+		if handles[i], err = x.calls("pair", 1, nil); err != nil {
+			return err
+		}
+		x.outs = append(x.outs, handles[i].Rows(), handles[i].Scales())
+		if err := x.check("pair", handles[i]); err != nil {
+			return err
+		}
+	}
+	for _, h := range handles {
+		h.Release()
+	}
+	return nil
+}
+
+func (r *moeRig) run(ctx context.Context, c config, k *moeCase) (rows []row, err error) {
+	x, err := r.open(ctx, k)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, x.close(ctx)) }()
+	if err := x.warm(); err != nil {
+		return nil, err
+	}
+	for _, call := range k.calls {
+		for _, mode := range k.modes {
+			us, err := x.time(ctx, c, call, mode)
+			if err != nil {
+				return nil, fmt.Errorf("%s, %s: %w", call, mode, err)
+			}
+			rows = append(rows, x.row(c, call, mode, us))
+		}
+	}
+	return rows, nil
+}
+
+// time is the slowest rank's microseconds a call.
+func (x *moeRun) time(ctx context.Context, c config, call, mode string) (_ []float64, err error) {
+	samples, calls := 10, 10
+	if x.k.o.LowLatency {
+		samples, calls = 25, callsPerGraph
+	}
+	if c.Iters > 0 {
+		samples = c.Iters
+	}
+	if err := errors.Join(x.g.Barrier(ctx), x.poison(ctx)); err != nil {
+		return nil, err
+	}
+	var h *dispatch.Handle
+	if call == "combine" {
+		if h, err = x.dispatch(); err != nil {
+			return nil, err
+		}
+	}
+	one := func() error {
+		if call != "combine" && h != nil {
+			h.Release()
+		}
+		h, err = x.calls(call, calls, h)
+		return err
+	}
+	if mode == "graph" {
+		graph, err := x.s.Capture(one)
+		if err != nil {
+			return nil, err
+		}
+		defer graph.Close()
+		one = func() error { return graph.Launch(x.s) }
+	}
+	t, err := timeOnGPU(ctx, x.g, x.dev, x.s, samples, calls, one)
+	if err != nil {
+		return nil, err
+	}
+	if err := x.check(call, h); err != nil {
+		return nil, err
+	}
+	h.Release()
+	return t.merge(ctx, x.g)
+}
+
+// bytesOf is what a token's row is on its way there and back, scales included.
+func (x *moeRun) bytesOf() (there, back int64) {
+	return int64(x.k.Hidden)*x.m.rowType().Size() + 4*int64(x.m.scaleWords()), 2 * int64(x.k.Hidden)
+}
+
+func (x *moeRun) row(c config, call, mode string, us []float64) row {
+	there, back := x.bytesOf()
+	each := map[string]int64{"dispatch": there, "combine": back, "pair": there + back}[call]
+	link, all := x.m.busiest()
+	if x.k.o.LowLatency { // DeepEP counts every choice there
+		all = int64(x.k.Tokens * x.k.TopK)
+	}
+	floor := float64(link*each) / wireGBps / 1e3
+	mid := median(us)
+	return row{
+		Op: c.Op, Ranks: x.g.Size(), Procs: c.Procs, Device: c.Device, Splits: x.k.routing(), Algorithm: call, BytesPerRank: int64(x.k.Tokens) * each,
+		US: mid, P10: quantile(us, .1), P90: quantile(us, .9), GBpsLink: float64(link*each) / mid / 1e3, Checked: true,
+		MoE: &moeFigures{
+			Call: call, Types: x.k.types, Layout: x.k.o.Layout.String(), Mode: mode, Tokens: x.k.Tokens, Hidden: x.k.Hidden, Routing: x.k.routing(),
+			MaxSMs: x.k.multiprocessors(), LinkBytes: link * each, GBpsEP: float64(all*each) / mid / 1e3, FloorUS: floor, Share: floor / mid,
+		},
+	}
+}
