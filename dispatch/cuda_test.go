@@ -524,13 +524,17 @@ func TestCUDA_F2_AbortEndsWaits(t *testing.T) {
 		if r.Group.Rank() == 1 {
 			time.Sleep(100 * time.Millisecond)
 			r.Group.Abort(errors.New("pulled the plug"))
+			require.NoError(r, errors.Join(d.Close(r.Ctx), s.Close()))
 			return
 		}
 		start := time.Now()
 		require.NoError(r, d.Combine(s, r.empty(2), h.Rows(), h, plain))
 		require.NoError(r, s.Synchronize())
-		require.Error(r, d.Fault())
+		var peer *comm.PeerError
+		require.ErrorAs(r, d.Fault(), &peer)
+		require.Equal(r, 1, peer.Rank)
 		require.Less(r, time.Since(start), 10*time.Second)
+		require.NoError(r, errors.Join(d.Close(r.Ctx), s.Close()))
 	})
 }
 
