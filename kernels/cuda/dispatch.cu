@@ -31,9 +31,9 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	await_stream();
 	call_number number;
 	number.load(a.world);
-	pair64 seen{0, 0};
+	begun seen;
 	if (threadIdx.x < n)
-		seen = load16_relaxed_sys(begin_line(a, a.world.rank, threadIdx.x));
+		seen.load(a, threadIdx.x);
 	u64 epoch = number.epoch();
 	if (__syncthreads_or(epoch == 0))
 		return;
@@ -52,8 +52,11 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 		r.count();
 		good = r.look_back() && good;
 		good = !__syncthreads_or(!good);
-		if (good && blockIdx.x == gridDim.x - 1)
-			r.tell_totals();
+		if (good && (a.mode & SW_MOE_COMPACT) != 0) {
+			if (blockIdx.x == gridDim.x - 1)
+				r.tell_totals();
+			__syncthreads(); // what has been told changes now
+		}
 		good = good && r.find_bases();
 	}
 	good = !__syncthreads_or(!good);
@@ -362,9 +365,9 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 	call_number number;
 	number.load(a.world);
 	u32 peer = blockDim.x - 1 - threadIdx.x; // the last threads look after peers
-	pair64 seen{0, 0};
+	begun seen;
 	if (peer < n)
-		seen = load16_relaxed_sys(begin_line(a, a.world.rank, peer));
+		seen.load(a, peer);
 	few_row row;
 	if (tasks.warp < tasks.count)
 		row.load(a.x + static_cast<u64>(tasks.warp / tasks.parts) * a.row_bytes, a.row_bytes, tasks.warp % tasks.parts, lane);
@@ -413,7 +416,7 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 	if (threadIdx.x < n && threadIdx.x != a.world.rank) {
 		u64 rows = b.bad != 0 ? b.bad : blockIdx.x == 0 ? f.before(a.tokens, threadIdx.x) : 0;
 		fence_acq_rel_sys();
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x), epoch, rows);
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, rows);
 		if (blockIdx.x == 0 && a.counters != 0)
 			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
 				  static_cast<unsigned long long>(f.before(a.tokens, threadIdx.x)) * (a.wire_bytes + 4 * a.scale_words));
@@ -614,13 +617,13 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 	for (u32 i = threadIdx.x; i < a.tokens; i += blockDim.x) // of this rank, whose stores came before
 		own += places[static_cast<u64>(i) * a.world.size + a.world.rank] >= 0 ? 1 : 0;
 	if (threadIdx.x == 0)
-		b.over = 0;
+		b.own = 0;
 	__syncthreads();
 	if (own != 0)
-		atomicAdd(&b.over, own);
+		atomicAdd(&b.own, own);
 	__syncthreads();
 	rows_receiver in{a, b.rows, epoch};
-	if (!in.await(b.over))
+	if (!in.await(b.own))
 		return;
 	if (threadIdx.x == 0)
 		b.staged.make(a, cached ? kept : b.rows.sum);

@@ -92,8 +92,8 @@ const moeBlockBytes = 128
 type moeBlock struct {
 	control     int64 // struct sw_control
 	tallied     int64 // how many blocks have counted their choices; 0 between calls
-	begins      int64 // [size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
-	dones       int64 // [size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there
+	begins      int64 // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
+	dones       int64 // [2][size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there
 	slotCounts  int64 // [size][slots]: rows of each rank for each slot, behind the low half of the epoch
 	rankTotals  int64 // [size][size]: rows of each rank for each rank, likewise
 	blockCounts int64 // [blocks][size]: rows of this rank's blocks for each rank, likewise
@@ -137,9 +137,9 @@ func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b m
 	b.tallied = at
 	at += controlAlign
 	b.begins = at
-	at += size * lineBytes
+	at += 2 * size * lineBytes
 	b.dones = at
-	at += size * moeMaxBlocks * 16
+	at += 2 * size * moeMaxBlocks * 16
 	at = (at + 127) / 128 * 128
 	b.slotCounts = at
 	at += size * slots * 8

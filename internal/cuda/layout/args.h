@@ -93,8 +93,8 @@ enum {
 struct sw_moe_block {
 	uint64_t control; /* struct sw_control */
 	uint64_t tallied; /* how many blocks have counted their choices; 0 between calls */
-	uint64_t begins; /* [size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
-	uint64_t dones; /* [size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there */
+	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
+	uint64_t dones; /* [2][size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there */
 	uint64_t slot_counts; /* [size][slots]: rows of each rank for each slot, behind the low half of the epoch */
 	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, likewise */
 	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, likewise */
@@ -118,9 +118,9 @@ static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size,
 	b.tallied = at;
 	at += (int64_t)SW_CONTROL_ALIGN;
 	b.begins = at;
-	at += size * (int64_t)SW_LINE_BYTES;
+	at += 2 * size * (int64_t)SW_LINE_BYTES;
 	b.dones = at;
-	at += size * (int64_t)SW_MOE_MAX_BLOCKS * 16;
+	at += 2 * size * (int64_t)SW_MOE_MAX_BLOCKS * 16;
 	at = (at + 127) / 128 * 128;
 	b.slot_counts = at;
 	at += size * slots * 8;

@@ -39,7 +39,8 @@ struct take_board {
 	rows_board rows;
 	staged_rows staged;
 	u32 total[SW_MAX_RANKS]; // rows of each rank's output
-	u32 over;
+	u32 over; // the first slot that overflows
+	u32 own;  // rows from this rank
 };
 
 // How many rows a slot takes in an output.

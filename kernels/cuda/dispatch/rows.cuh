@@ -257,7 +257,7 @@ struct rows_sender {
 		if (threadIdx.x >= n || threadIdx.x == a.world.rank)
 			return;
 		fence_acq_rel_sys(); // X4
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x), epoch, b.bad != 0 ? b.bad : b.sent[threadIdx.x]);
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, b.bad != 0 ? b.bad : b.sent[threadIdx.x]);
 		if (a.counters != 0)
 			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
 				  static_cast<unsigned long long>(b.sent[threadIdx.x]) * (a.wire_bytes + 4 * a.scale_words));

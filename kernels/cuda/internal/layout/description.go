@@ -212,8 +212,8 @@ func blocks() []Block {
 			Parts: []Part{
 				{Name: "control", Size: "controlAlign", Doc: "struct sw_control"},
 				{Name: "tallied", Size: "controlAlign", Doc: "how many blocks have counted their choices; 0 between calls"},
-				{Name: "begins", Size: "size * lineBytes", Doc: "[size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call"},
-				{Name: "dones", Size: "size * moeMaxBlocks * 16", Doc: "[size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there"},
+				{Name: "begins", Size: "2 * size * lineBytes", Doc: "[2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call"},
+				{Name: "dones", Size: "2 * size * moeMaxBlocks * 16", Doc: "[2][size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there"},
 				{Name: "slot_counts", Size: "size * slots * 8", Align: kernels.LineBytes, Doc: "[size][slots]: rows of each rank for each slot, behind the low half of the epoch"},
 				{Name: "rank_totals", Size: "size * size * 8", Align: kernels.LineBytes, Doc: "[size][size]: rows of each rank for each rank, likewise"},
 				{Name: "block_counts", Size: "moeMaxBlocks * size * 8", Align: kernels.LineBytes, Doc: "[blocks][size]: rows of this rank's blocks for each rank, likewise"},
