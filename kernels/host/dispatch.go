@@ -31,8 +31,14 @@ func (e *Engine) MoELayout(m *kernels.MoE) kernels.MoELayout {
 // OpenMoE prepares for the launches of a dispatcher, whose memory is there and zero where it has to be. m stays as it is.
 func (e *Engine) OpenMoE(m *kernels.MoE) *MoE {
 	p := &MoE{e: e, m: m, lanes: newLanes(m), handles: make([]routing, len(m.Handles))}
+	rankOf := make([]int32, 0, m.Slots())
+	for r := range m.Ranks {
+		for range m.Local(r) {
+			rankOf = append(rankOf, int32(r))
+		}
+	}
 	for i := range p.handles {
-		p.handles[i].init(m)
+		p.handles[i].init(m, rankOf)
 	}
 	return p
 }
