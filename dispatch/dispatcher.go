@@ -39,8 +39,9 @@ type Dispatcher struct {
 	options Options
 	moe     *kernels.MoE
 	block   *memory.Buffer // control block, tables and the memory of handles
-	table   memory.View    // the placement, as the engine reads it
-	views   []handleViews
+	// The placement, as the engine reads it, and what it counts.
+	table, counters memory.View
+	views           []handleViews
 
 	// calls is held throughout a call, so that launches have one order.
 	calls sync.Mutex
@@ -93,7 +94,9 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 		return nil, fmt.Errorf("dispatch: memory for channels, outputs and staging: %w", err)
 	}
 	d.layOut(&cutter{block: d.block}, engine.MoELayout(m))
-	copy(d.table.Bytes(), shm.Bytes(d.placement.table(m.First)))
+	if err := d.transfer(d.table, memory.Host(shm.Bytes(d.placement.table(m.First)))); err != nil {
+		return nil, errors.Join(fmt.Errorf("dispatch: placement table: %w", err), d.block.Free())
+	}
 	d.engine = engine.OpenMoE(m)
 	for i := range o.Handles {
 		d.free = append(d.free, i)
@@ -157,7 +160,7 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.MoELayout) (zero int64) {
 	m := d.moe
 	_, m.Control = c.cut(l.Control)
 	d.table, m.Placement = c.cut(4 * int64(m.Experts+1+2*m.Slots()))
-	_, m.Counters = c.cut(8 * int64(m.CounterWords()))
+	d.counters, m.Counters = c.cut(8 * int64(m.CounterWords()))
 	m.Handles, d.views = make([]kernels.MoEHandle, d.options.Handles), make([]handleViews, d.options.Handles)
 	for i := range m.Handles {
 		_, m.Handles[i].State = c.cut(l.State)
@@ -250,11 +253,31 @@ func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 		return fmt.Errorf("dispatch: set placement: %w", err)
 	}
 	p = p.clone()
-	copy(d.table.Bytes(), shm.Bytes(p.table(d.moe.First)))
+	if err := d.transfer(d.table, memory.Host(shm.Bytes(p.table(d.moe.First)))); err != nil {
+		d.mu.Lock()
+		d.broken = fmt.Errorf("set placement: %w", err)
+		d.mu.Unlock()
+		return fmt.Errorf("dispatch: set placement: %w", err)
+	}
 	d.mu.Lock()
 	d.placement, d.local = p, p.Local(d.group.Rank())
 	d.mu.Unlock()
 	return nil
+}
+
+// transfer copies between the host and the dispatcher's memory, beside whatever streams do.
+func (d *Dispatcher) transfer(dst, src memory.View) error {
+	if dst.OnHost() && src.OnHost() {
+		return memory.Copy(nil, dst, src)
+	}
+	s, err := d.heap.Device().NewStream()
+	if err != nil {
+		return err
+	}
+	if err = memory.Copy(s, dst, src); err == nil {
+		err = s.Synchronize()
+	}
+	return errors.Join(err, s.Close())
 }
 
 // Counters is what a rank has done so far.
@@ -269,16 +292,25 @@ type Counters struct {
 }
 
 // Counters reads the counters, without waiting for any stream: what has run is counted.
-func (d *Dispatcher) Counters() Counters {
-	c := Counters{Choices: make([]int64, d.moe.Experts), Bytes: make([]int64, d.moe.Ranks), Waited: make([]time.Duration, d.moe.Ranks)}
-	word := func(i int) int64 { return int64(shm.Word(d.moe.Counters.Mem, 8*int64(i)).Load()) }
-	for i := range c.Choices {
-		c.Choices[i] = word(i)
+func (d *Dispatcher) Counters() (Counters, error) {
+	if err := d.counters.Valid(); err != nil {
+		return Counters{}, fmt.Errorf("dispatch: counters: %w", err)
 	}
-	for p := range c.Bytes {
-		c.Bytes[p], c.Waited[p] = word(d.moe.Experts+p), time.Duration(word(d.moe.Experts+d.moe.Ranks+p))
+	words := make([]int64, d.moe.CounterWords())
+	if mem := d.counters.Bytes(); mem != nil {
+		for i := range words {
+			words[i] = int64(shm.Word(mem, 8*int64(i)).Load())
+		}
+	} else if err := d.transfer(memory.Host(shm.Bytes(words)), d.counters); err != nil {
+		return Counters{}, fmt.Errorf("dispatch: counters: %w", err)
 	}
-	return c
+	c := Counters{Choices: words[:d.moe.Experts:d.moe.Experts], Waited: make([]time.Duration, d.moe.Ranks)}
+	words = words[d.moe.Experts:]
+	c.Bytes = words[:d.moe.Ranks:d.moe.Ranks]
+	for p, ns := range words[d.moe.Ranks:] {
+		c.Waited[p] = time.Duration(ns)
+	}
+	return c, nil
 }
 
 // usable returns why no call can be made. d.calls is held, here and below.
