@@ -12,15 +12,16 @@ type BalanceOptions struct {
 	Ranks, Slots int
 	// Nodes is how many hosts the ranks are on, the same number on each, in order; default 1.
 	Nodes int
-	// Groups is how many groups of as many experts there are, in order; default 1. Experts of a group stay on one node, which is good for
-	// routers that choose groups first. It is a multiple of Nodes.
+	// Groups is how many groups of as many experts there are, in order; default 1. Experts of a group stay on one node, which
+	// is good for routers that choose groups first. It is a multiple of Nodes.
 	Groups int
 }
 
-// Balance proposes a placement for experts of which load[e] is how much work they were, for example the sum of Counters.Choices over the
-// ranks. It works from the large to the small: groups are dealt to nodes; on each node the spare slots go to copies of the experts that have most
-// load for each of their copies; and the copies are dealt to the node's ranks, which get the same number each and no expert twice. Each deal gives the heaviest piece that is
-// left to whoever has least. The same arguments give the same placement.
+// Balance proposes a placement for experts of which load[e] is how much work they were, for example the sum of Counters.Choices
+// over the ranks. It works from the large to the small: groups are dealt to nodes; on each node the spare slots go to copies of
+// the experts that have most load for each of their copies; and the copies are dealt to the node's ranks, which get the same
+// number each and no expert twice. Each deal gives the heaviest piece that is left to whoever has least. The same arguments
+// give the same placement.
 func Balance(load []float64, o BalanceOptions) (*Placement, error) {
 	setDefault(&o.Nodes, 1)
 	setDefault(&o.Groups, 1)
@@ -37,7 +38,8 @@ func Balance(load []float64, o BalanceOptions) (*Placement, error) {
 	}
 	each, ranks := experts/o.Nodes, o.Ranks/o.Nodes // of a node
 	if slots := ranks * o.Slots; slots < each || o.Slots > each {
-		return nil, invalid("balance: a node has %d experts for %d ranks of %d slots: every expert needs a slot, and no rank has one twice", each, ranks, o.Slots)
+		return nil, invalid("balance: a node has %d experts for %d ranks of %d slots: every expert needs a slot, and no rank has one twice",
+			each, ranks, o.Slots)
 	}
 	for e, l := range load {
 		if !(l >= 0) || math.IsInf(l, 0) {
