@@ -65,7 +65,7 @@ type op struct {
 func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	g := h.Group()
 	d := &Dispatcher{}
-	m, err := o.validate(g.Rank(), g.Size(), h.Device().Kind())
+	m, err := o.validate(g.Rank(), g.Size())
 	own := communicator.Config{Name: "dispatch", Timeout: o.Timeout}
 	if err == nil {
 		d.options, d.moe, d.placement, d.local = o, m, o.Placement, o.Placement.Local(g.Rank())
