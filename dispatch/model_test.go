@@ -186,6 +186,10 @@ func quantize(x []float32, block int, format dispatch.ScaleFormat) (q []float32,
 
 // randomBatch makes an input. skew sends everything to few experts.
 func randomBatch(rng *rand.Rand, o dispatch.Options, n int, skew bool) *batch {
+	o.Align = max(o.Align, 1)
+	if o.Layout == dispatch.Padded && o.Capacity == 0 {
+		o.Capacity = n * o.MaxTokens
+	}
 	b := &batch{o: o, n: n}
 	weighted := rng.IntN(4) > 0
 	for range n {

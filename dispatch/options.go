@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -142,7 +141,7 @@ type Options struct {
 const scaleBlock = 128
 
 // validate fills in the defaults and describes the dispatcher to an engine, all but its memory.
-func (o *Options) validate(rank, ranks int, kind device.Kind) (*kernels.MoE, error) {
+func (o *Options) validate(rank, ranks int) (*kernels.MoE, error) {
 	setDefault(&o.MaxTokens, 4096)
 	setDefault(&o.Align, 1)
 	setDefault(&o.Handles, 4)
@@ -170,9 +169,6 @@ func (o *Options) validate(rank, ranks int, kind device.Kind) (*kernels.MoE, err
 	}
 	if err := o.types(m); err != nil {
 		return nil, err
-	}
-	if n := int64(o.Hidden) * m.RowType.Size(); kind != device.HostKind && n%16 != 0 {
-		return nil, invalid("Options.Hidden is %d: rows of %d bytes, want a multiple of 16", o.Hidden, n)
 	}
 	if o.Placement == nil {
 		o.Placement = Contiguous(o.Experts, ranks)

@@ -19,8 +19,14 @@ type moe struct {
 
 func newMoE(m *kernels.MoE, offset int64) *moe {
 	x := &moe{m: m, lanes: newLanes(m, offset), handles: make([]routing, len(m.Handles))}
+	rankOf := make([]int32, 0, m.Slots())
+	for r := range m.Ranks {
+		for range m.Local(r) {
+			rankOf = append(rankOf, int32(r))
+		}
+	}
 	for i := range x.handles {
-		x.handles[i].init(m)
+		x.handles[i].init(m, rankOf)
 	}
 	return x
 }

@@ -271,6 +271,7 @@ func (g *gatherer[T]) token(a *kernels.Combine, t int) {
 	byToken, float8 := m.m.Layout.ByToken(), m.m.Float8Partials
 	g.rows, g.weights = g.rows[:0], g.weights[:0]
 	g.wide, g.ones = g.wide[:0], g.ones[:0]
+	notices := r.notices
 	_, exact := any(g.out).([]float32) // a partial sum of one row need not be made
 	made := 0
 	for i := 0; i < len(rows); {
@@ -285,9 +286,9 @@ func (g *gatherer[T]) token(a *kernels.Combine, t int) {
 			case kernels.DispatchedWeights:
 				w = row.weight
 			case kernels.GivenWeights:
-				w = *g.beside(row.rank, r.notices[row.rank].readWeights, int64(row.row))
+				w = *g.beside(row.rank, notices[row.rank].readWeights, int64(row.row))
 			}
-			g.some = append(g.some, shm.View[T](g.bytes(row.rank, r.notices[row.rank].read, row.row)))
+			g.some = append(g.some, shm.View[T](g.bytes(row.rank, notices[row.rank].read, row.row)))
 			g.someWeights = append(g.someWeights, w)
 			if byToken {
 				break
