@@ -172,7 +172,13 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.MoELayout) (zero int64) {
 	if m.Layout.ByToken() {
 		groups = int64(m.Ranks)
 	}
-	var landed, indices int64
+	var landed, indices, weights, sources int64
+	if m.Layout.ByToken() || d.options.RowWeights {
+		weights = 4 * m.Rows * int64(m.WeightsPerRow())
+	}
+	if d.options.Sources {
+		sources = 8 * m.Rows
+	}
 	if m.Landed {
 		landed = 4 * local
 	}
@@ -186,8 +192,8 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.MoELayout) (zero int64) {
 		v.rankCounts, h.RankCounts = c.cut(4 * int64(m.Ranks))
 		v.landed, h.Landed = c.cut(landed)
 		v.indices, h.Indices = c.cut(indices)
-		v.weights, h.Weights = c.cut(4 * m.Rows * int64(m.WeightsPerRow()))
-		v.sources, h.Sources = c.cut(8 * m.Rows)
+		v.weights, h.Weights = c.cut(weights)
+		v.sources, h.Sources = c.cut(sources)
 		v.scales, h.Scales = c.cut(4 * m.Rows * int64(m.ScaleWords()))
 		v.rows, h.Rows = c.cut(m.Rows * m.RowBytes())
 		_, h.Staging = c.cut(l.Staging)
@@ -317,6 +323,11 @@ func (d *Dispatcher) Counters() (Counters, error) {
 func (d *Dispatcher) usable() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	return d.usableLocked()
+}
+
+// usableLocked is usable with d.mu held.
+func (d *Dispatcher) usableLocked() error {
 	switch {
 	case d.closed:
 		return ErrClosed
@@ -331,11 +342,11 @@ func (d *Dispatcher) usable() error {
 
 // ready returns why no call can be made with h. half says that it is the second half of a call.
 func (d *Dispatcher) ready(h *Handle, half bool) error {
-	if err := d.usable(); err != nil {
-		return err
-	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if err := d.usableLocked(); err != nil {
+		return err
+	}
 	switch {
 	case h == nil || h.d != d || !h.alive:
 		return fmt.Errorf("dispatch: %w", ErrReleased)
@@ -377,9 +388,14 @@ func (d *Dispatcher) checkTokens(name string, v memory.View, tokens int, t kerne
 	return d.check(name, v, -1, t.Size())
 }
 
-// buffer is v for an engine. Peers that reach it do so in place.
-func (d *Dispatcher) buffer(v memory.View) kernels.Buffer {
-	b := kernels.Buffer{Mem: v.Bytes(), Ptr: v.Ptr(), Bytes: v.Len()}
+// own is v for an engine, whose peers have no business there.
+func own(v memory.View) kernels.Buffer {
+	return kernels.Buffer{Mem: v.Bytes(), Ptr: v.Ptr(), Bytes: v.Len()}
+}
+
+// shown is v for an engine. Peers that reach it do so in place.
+func (d *Dispatcher) shown(v memory.View) kernels.Buffer {
+	b := own(v)
 	b.Place, b.Reach = v.Symmetric(d.heap)
 	return b
 }
@@ -492,6 +508,7 @@ func (d *Dispatcher) second(s device.Stream, h *Handle, kinds ...kernels.MoEOp) 
 // retire takes back a launch that has run.
 func (d *Dispatcher) retire(o *op, err error) {
 	d.mu.Lock()
+	defer d.mu.Unlock()
 	if err != nil {
 		if o.kind == kernels.DispatchOp {
 			o.handle.err = err
@@ -500,16 +517,28 @@ func (d *Dispatcher) retire(o *op, err error) {
 			d.broken = err
 		}
 	}
-	d.mu.Unlock()
-	d.recycle(o)
+	d.recycleLocked(o)
 }
 
 // recycle makes a launch idle.
 func (d *Dispatcher) recycle(o *op) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	d.recycleLocked(o)
+}
+
+// recycleLocked is recycle with d.mu held.
+func (d *Dispatcher) recycleLocked(o *op) {
+	switch o.kind {
+	case kernels.DispatchOp, kernels.RedispatchOp:
+		o.dispatch = kernels.Dispatch{}
+	case kernels.CombineBackwardOp:
+		o.backward = kernels.CombineBackward{}
+	default:
+		o.combine = kernels.Combine{}
+	}
 	o.handle.users--
-	o.handle, o.dispatch, o.combine, o.backward = nil, kernels.Dispatch{}, kernels.Combine{}, kernels.CombineBackward{}
+	o.handle = nil
 	d.ops = append(d.ops, o)
 }
 
