@@ -18,6 +18,11 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 			return err
 		}
 	}
+	if m.r.unreceived { // its second half was dropped: peers may still be writing
+		if err := m.received(nil); err != nil {
+			return err
+		}
+	}
 	m.begin()
 	for i := range len(m.h.Landed.Mem) / 4 {
 		m.landedWord(m.m.Rank, m.h, i).Store(0)
@@ -46,6 +51,7 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 		m.e.word(p, line+doneTwins).Store(uint64(m.outlets[p].twins))
 		m.post(p, line)
 	}
+	m.r.unreceived = true
 	return nil
 }
 
@@ -91,9 +97,16 @@ func (m *meeting) receive(a *kernels.Dispatch) error {
 	}
 	m.clearPadding(a.Op == kernels.DispatchOp)
 	me := m.m.Rank
-	return m.await(m.lanes.done(m.h, 0), func(src int) {
+	return m.received(func(src int) {
 		m.makeTwins(src, int64(m.e.word(me, m.lanes.done(m.h, src)+doneTwins).Load()))
 	})
+}
+
+// received waits for the rows of all peers.
+func (m *meeting) received(arrived func(src int)) error {
+	err := m.await(m.lanes.done(m.h, 0), arrived)
+	m.r.unreceived = err != nil
+	return err
 }
 
 // outlet is the output of one rank as this rank writes it.
@@ -191,6 +204,7 @@ func (m *meeting) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, 
 // number gives every row its place, and writes there what lies beside the row.
 func (m *meeting) number() {
 	me, byToken := int32(m.m.Rank), m.m.Layout.ByToken()
+	weights, sources := m.h.Weights.Bytes > 0, m.h.Sources.Bytes > 0
 	rows, first := m.r.rows, m.r.first
 	for t := range m.r.tokens() {
 		rank := int32(-1)
@@ -202,9 +216,11 @@ func (m *meeting) number() {
 				m.beside(to, row, row.rank != rank)
 			} else {
 				row.row += int32(m.base[row.slot])
-				to.weights[row.row] = row.weight
+				if weights {
+					to.weights[row.row] = row.weight
+				}
 			}
-			if !byToken || row.rank != rank {
+			if sources && (!byToken || row.rank != rank) {
 				to.sources[2*row.row], to.sources[2*row.row+1] = me, int32(t)
 			}
 			rank = row.rank
@@ -324,10 +340,12 @@ func (m *meeting) clearPadding(beside bool) {
 				m.putScales(m.h.Scales.Mem, row, zero)
 			}
 		}
-		if beside {
+		if beside && len(sources) > 0 {
 			for i := 2 * from; i < 2*to; i++ {
 				sources[i] = -1
 			}
+		}
+		if beside && len(weights) > 0 {
 			clear(weights[from:to])
 		}
 	})
