@@ -12,6 +12,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/host"
@@ -127,6 +128,7 @@ func (x *Reducer) AllGatherV(s device.Stream, dst, src memory.View, counts []int
 
 // call checks and launches one call. counts is nil for equal slices.
 func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCall, counts []int64) error {
+	defer cuda.StartRange(c.Collective.String()).End()
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	o := x.take()

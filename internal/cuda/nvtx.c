@@ -67,11 +67,9 @@ int sw_nvtx_open(const char *path)
 
 uint64_t sw_nvtx_start(const char *name, size_t n)
 {
-	char text[128];
-	if (n > sizeof text - 1)
-		n = sizeof text - 1;
-	memcpy(text, name, n);
-	text[n] = 0;
+	char text[128] = "switchyard: ";
+	const size_t at = strlen(text), room = sizeof text - 1 - at;
+	memcpy(text + at, name, n < room ? n : room);
 	return ((range_start)functions[RANGE_START])(text);
 }
 

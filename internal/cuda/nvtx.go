@@ -15,8 +15,8 @@ var profiled = sync.OnceValue(func() bool {
 // Range is a stretch of time that a profiler shows by name, beside those of others that use NVTX. The zero Range is none.
 type Range struct{ id uint64 }
 
-// StartRange begins a range. Where SWITCHYARD_NVTX is not 1, no profiler runs, or the build has no cgo, it does nothing and
-// costs two nanoseconds. Names of more than 127 bytes are cut.
+// StartRange begins a range, "switchyard: " and then the name; names of more than 115 bytes are cut. Where SWITCHYARD_NVTX is
+// not 1, no profiler runs, or the build has no cgo, it does nothing, in 3 ns (BenchmarkRangeOff).
 func StartRange(name string) Range {
 	if !profiled() {
 		return Range{}

@@ -78,7 +78,7 @@ func TestRanges(t *testing.T) {
 		require.NoError(t, err)
 		return string(got)
 	}
-	require.Equal(t, "start 1 outer\nstart 2 "+strings.Repeat("x", 127)+"\nend 1\nend 2\n", run("SWITCHYARD_NVTX=1", "NVTX_INJECTION64_PATH="+lib))
+	require.Equal(t, "start 1 switchyard: outer\nstart 2 switchyard: "+strings.Repeat("x", 115)+"\nend 1\nend 2\n", run("SWITCHYARD_NVTX=1", "NVTX_INJECTION64_PATH="+lib))
 	require.Empty(t, run("SWITCHYARD_NVTX=", "NVTX_INJECTION64_PATH="+lib), "nobody asked")
 	require.Empty(t, run("SWITCHYARD_NVTX=1", "NVTX_INJECTION64_PATH="), "no profiler")
 	require.Empty(t, run("SWITCHYARD_NVTX=1", "NVTX_INJECTION64_PATH=/nowhere.so"), "a profiler that is not there")
