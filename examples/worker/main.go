@@ -1,0 +1,206 @@
+// Command worker is an expert-parallel worker in one page: ranks meet, send tokens to their experts and back, average the
+// gradient of what they share, and go on when one of them is lost. docs/go-workers.md goes through it.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"log"
+	"math/rand/v2"
+	"os"
+
+	"github.com/switchyard-moe/switchyard/allreduce"
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+const (
+	experts = 8
+	topK    = 2
+	hidden  = 16
+	tokens  = 64 // of a rank, in a step
+	steps   = 20
+)
+
+func main() {
+	lose := flag.Int("lose", -1, "the `rank` that leaves without a word half-way, to show what the others do")
+	flag.Parse()
+	ctx := context.Background()
+
+	conf, err := comm.FromEnv()
+	check(err)
+	group, err := comm.Join(ctx, conf)
+	check(err)
+
+	m := &model{bias: make([]float32, hidden)}
+	for {
+		err := train(ctx, group, m, *lose)
+		if !errors.Is(err, comm.ErrPeerLost) {
+			check(err)
+			break
+		}
+		fmt.Printf("rank %d: step %d: %v\n", group.Rank(), m.step, err)
+		survivors, err := group.Shrink(ctx)
+		check(err)
+		check(group.Close())
+		group, *lose = survivors, -1
+	}
+	fmt.Printf("rank %d of %d: bias %.2f after %d steps\n", group.Rank(), group.Size(), m.bias[0], m.step)
+	check(group.Close())
+}
+
+// model is what a rank keeps when its group changes.
+type model struct {
+	step int
+	bias []float32 // added to every token; the same on every rank
+}
+
+// worker is what a rank has with one group.
+type worker struct {
+	heap       *memory.Heap
+	dispatcher *dispatch.Dispatcher
+	gradients  *allreduce.Buckets
+	reducer    *allreduce.Reducer
+}
+
+func train(ctx context.Context, group *comm.Group, m *model, lose int) (err error) {
+	w := new(worker)
+	defer func() { err = errors.Join(err, w.close(ctx)) }()
+	if w.heap, err = memory.NewHeap(ctx, group, device.Host(), memory.Options{}); err != nil {
+		return err
+	}
+	if w.dispatcher, err = dispatch.New(ctx, w.heap, dispatch.Options{Experts: experts, TopK: topK, Hidden: hidden, MaxTokens: tokens}); err != nil {
+		return err
+	}
+	if w.gradients, err = allreduce.NewBuckets(ctx, w.heap, []allreduce.Gradient{{Len: hidden}}, allreduce.BucketOptions{Op: kernels.Avg}); err != nil {
+		return err
+	}
+	if w.reducer, err = allreduce.New(ctx, w.heap, allreduce.Options{}); err != nil {
+		return err
+	}
+
+	if err := w.catchUp(group, m); err != nil {
+		return err
+	}
+	for ; m.step < steps; m.step++ {
+		if group.Rank() == lose && m.step == steps/2 {
+			os.Exit(0) // as if somebody had taken the machine away
+		}
+		if err := w.step(m, rand.New(rand.NewPCG(uint64(group.Rank()), uint64(m.step)))); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// catchUp gives every rank the model of one that got furthest.
+func (w *worker) catchUp(group *comm.Group, m *model) error {
+	all := make([]int64, group.Size())
+	if err := w.reducer.AllGather(nil, memory.Wrap(all), memory.Wrap([]int64{int64(m.step)}), kernels.Int64); err != nil {
+		return err
+	}
+	ahead := 0
+	for rank, step := range all {
+		if step > all[ahead] {
+			ahead = rank
+		}
+	}
+	m.step = int(all[ahead])
+	return w.reducer.Broadcast(nil, memory.Wrap(m.bias), ahead)
+}
+
+// step trains on tokens of its own: the bias learns to make the result of the layer as small as it can be.
+func (w *worker) step(m *model, random *rand.Rand) error {
+	x := memory.NewMatrix[float32](tokens, hidden)
+	chosen, weights := make([]int32, tokens*topK), make([]float32, tokens*topK)
+	for t := range tokens {
+		for i := range x.Row(t) {
+			x.Row(t)[i] = 1 + m.bias[i]
+		}
+		first := random.IntN(experts) // your router
+		chosen[topK*t], chosen[topK*t+1] = int32(first), int32((first+1+random.IntN(experts-1))%experts)
+		weights[topK*t], weights[topK*t+1] = 0.5, 0.5
+	}
+
+	h, err := w.dispatcher.Dispatch(nil, x.View(), chosen, weights)
+	if err != nil {
+		return err
+	}
+	defer h.Release()
+	rows, err := memory.MatrixOf[float32](h.Rows(), hidden)
+	if err != nil {
+		return err
+	}
+	w.experts(h, rows)
+	y := memory.NewMatrix[float32](tokens, hidden)
+	if err := w.dispatcher.Combine(nil, y.View(), rows.View(), h); err != nil {
+		return err
+	}
+
+	dy, dRows := y, memory.NewMatrix[float32](rows.Rows(), hidden) // the loss is half the sum of squares
+	dWeights, dx := make([]float32, len(weights)), memory.NewMatrix[float32](tokens, hidden)
+	if err := w.dispatcher.CombineBackward(nil, dRows.View(), dWeights, dy.View(), rows.View(), h); err != nil {
+		return err
+	}
+	w.experts(h, dRows) // they are linear, so backward is the same
+	if err := w.dispatcher.DispatchBackward(nil, dx.View(), dRows.View(), h); err != nil {
+		return err
+	}
+
+	gradient := w.gradients.Float32(0)
+	clear(gradient)
+	for t := range tokens {
+		for i, v := range dx.Row(t) {
+			gradient[i] += v / tokens
+		}
+	}
+	if err := w.gradients.Ready(nil, 0); err != nil { // its all-reduce begins
+		return err
+	}
+	if err := w.gradients.Wait(nil); err != nil {
+		return err
+	}
+	for i := range m.bias {
+		m.bias[i] -= 0.3 * gradient[i]
+	}
+	return nil
+}
+
+// experts applies the experts of this rank to their rows, in place. Expert e multiplies by 1 + e/10; yours do more.
+func (w *worker) experts(h *dispatch.Handle, rows memory.Matrix[float32]) {
+	for i, expert := range h.LocalExperts() {
+		first, n := int(h.Offsets()[i]), int(h.Counts()[i])
+		of := rows.Slice(first, first+n).Data()
+		for k := range of {
+			of[k] *= 1 + float32(expert)/10
+		}
+	}
+}
+
+func (w *worker) close(ctx context.Context) error {
+	var errs []error
+	if w.reducer != nil {
+		errs = append(errs, w.reducer.Close(ctx))
+	}
+	if w.gradients != nil {
+		errs = append(errs, w.gradients.Close(ctx))
+	}
+	if w.dispatcher != nil {
+		errs = append(errs, w.dispatcher.Close(ctx))
+	}
+	if w.heap != nil {
+		errs = append(errs, w.heap.Close(ctx))
+	}
+	return errors.Join(errs...)
+}
+
+func check(err error) {
+	if err != nil {
+		log.Fatal(err)
+	}
+}
