@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strconv"
 	"sync"
@@ -108,6 +109,9 @@ func (g *Group) Size() int { return len(g.members) }
 // Name is for logs and error messages: "world" or the name given at the start,
 // and for subgroups their parent's name and how they were made of it.
 func (g *Group) Name() string { return g.name }
+
+// Logger is where what is worth knowing about the group goes, and what stands on it and was given no logger of its own.
+func (g *Group) Logger() *slog.Logger { return g.n.log }
 
 // String returns the name with the rank and the size.
 func (g *Group) String() string {

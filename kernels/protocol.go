@@ -1,6 +1,9 @@
 package kernels
 
-import "sync/atomic"
+import (
+	"log/slog"
+	"sync/atomic"
+)
 
 // Every segment of a symmetric heap begins with a header of HeaderBytes, zero when the heap is made. Its words:
 const (
@@ -74,6 +77,8 @@ type Space struct {
 	Rank, Size int
 	// Bells wake the ranks' waiting goroutines, indexed by rank, where every rank lives in this process; nil otherwise.
 	Bells []*Bell
+	// Log hears who waits for whom, at level info. nil is silent.
+	Log *slog.Logger
 }
 
 // Addr is the address of a place of rank p, in this process. The place of a registration that is gone has none.

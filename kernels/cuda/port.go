@@ -136,7 +136,7 @@ func (p *port) err() error {
 	case faultAborted:
 		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: epoch, Err: comm.ErrAborted}
 	default:
-		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: epoch, Err: comm.ErrTimeout}
+		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: epoch, Err: kernels.TimedOut(0, "")}
 	}
 }
 

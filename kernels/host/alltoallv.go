@@ -1,6 +1,7 @@
 package host
 
 import (
+	"fmt"
 	"sync"
 	"sync/atomic"
 
@@ -71,6 +72,12 @@ func (x *exchange) reset() {
 	x.sHead, x.rHead, x.rOpen = 0, 0, 0
 }
 
+func (x *exchange) name() (string, uint64) { return x.a.Operation(), x.epoch }
+
+func (x *exchange) sizes(peer int) string {
+	return fmt.Sprintf("%d bytes from it and %d to it", x.a.Routes.RecvBytes[peer], x.a.Routes.SendBytes[peer])
+}
+
 func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 	e, c := p.e, &p.channels
 	x.e, x.p, x.c, x.a = e, p, c, a
@@ -88,7 +95,7 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 		x.window = c.Size
 	}
 	count.Store(x.epoch)
-	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
+	x.w.begin(e, x, a.Timeout)
 	var all int64
 	for _, n := range r.SendBytes {
 		all += n

@@ -68,10 +68,14 @@ func sized[T any](v []T, n int) []T {
 	return v[:n]
 }
 
+func (m *meeting) name() (string, uint64) { return m.op.String(), m.epoch }
+
+func (m *meeting) sizes(int) string { return "" }
+
 // begin counts the call.
 func (m *meeting) begin(e *Engine, l *kernels.Lanes, op kernels.MoEOp, timeout time.Duration) {
 	m.e, m.lanes, m.op = e, l, op
-	m.w.e, m.w.timeout, m.w.polls = e, timeout, 0
+	m.w.begin(e, m, timeout)
 	count := e.word(e.space.Rank, l.Epoch())
 	m.epoch = count.Load() + 1
 	count.Store(m.epoch)

@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
@@ -30,6 +31,7 @@ type Engine struct {
 	step       func(p point, peer int) error // nil but in tests
 	pullFrom   int64                         // the least message that is read in its sender's memory,
 	pullBytes  int64                         // and how much of it at once
+	tellEvery  time.Duration                 // between words about a wait
 	bare       port                          // of dispatch, until it has ports
 
 	mu    sync.Mutex
@@ -47,7 +49,7 @@ type peer struct {
 // New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
 func New(space kernels.Space, why func() error) *Engine {
 	cores := runtime.GOMAXPROCS(0)
-	e := &Engine{space: space, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes}
+	e := &Engine{space: space, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes, tellEvery: tellEvery}
 	if e.crowded {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
 	}

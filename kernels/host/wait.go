@@ -19,6 +19,8 @@ const (
 	// sleepFor bounds one sleep. Peers and the abort word wake a sleeper, this only bounds a wake-up that got lost with
 	// the process that owed it.
 	sleepFor = 5 * time.Millisecond
+	// tellEvery is the time between two words about one wait, for people who look on.
+	tellEvery = 5 * time.Second
 	// spinsPerLook is how many polls pass between two looks at the clock.
 	spinsPerLook = 8
 )
@@ -27,13 +29,28 @@ const (
 // that did.
 type waiter struct {
 	e        *Engine
+	call     waiting
 	timeout  time.Duration
-	since    time.Time // of the first idle pass after work
+	since    time.Time     // of the first idle pass after work
+	told     time.Duration // how long it had waited when it last told
 	polls    int
 	near     bool // the peer waited for needs our core
 	sleeper  kernels.Sleeper
 	entered  bool
 	doorbell uint32
+}
+
+// waiting is the call that a kernel makes.
+type waiting interface {
+	// name is the operation and the call's number.
+	name() (op string, epoch uint64)
+	// sizes is what the call exchanges with a peer, in words.
+	sizes(peer int) string
+}
+
+// begin is called before the first pass.
+func (w *waiter) begin(e *Engine, call waiting, timeout time.Duration) {
+	w.e, w.call, w.timeout, w.polls = e, call, timeout, 0
 }
 
 func (w *waiter) busy() {
@@ -56,7 +73,7 @@ func (w *waiter) idle(peer int) error {
 		return w.e.step(idlePass, peer)
 	}
 	if w.polls == 1 {
-		w.since = time.Now()
+		w.since, w.told = time.Now(), 0
 		w.near = w.e.near(peer)
 		if w.e.abort.Load() != 0 {
 			return comm.ErrAborted
@@ -80,7 +97,10 @@ func (w *waiter) idle(peer int) error {
 		return comm.ErrAborted
 	}
 	if waited > w.timeout {
-		return comm.ErrTimeout
+		return kernels.TimedOut(w.timeout, w.call.sizes(peer))
+	}
+	if waited >= w.told+w.e.tellEvery {
+		w.tell(peer, waited)
 	}
 	if !w.entered {
 		w.entered = true
@@ -90,6 +110,16 @@ func (w *waiter) idle(peer int) error {
 	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-waited+time.Microsecond))
 	w.doorbell = w.e.doorbell.Load()
 	return nil
+}
+
+// tell logs for whom this rank waits, and in which call.
+func (w *waiter) tell(peer int, waited time.Duration) {
+	w.told = waited
+	if log := w.e.space.Log; log != nil {
+		op, epoch := w.call.name()
+		log.Info("waiting for a rank", "rank", w.e.space.Rank, "for", peer, "op", op, "call", epoch, "sizes", w.call.sizes(peer),
+			"waited", waited.Round(time.Second), "timeout", w.timeout)
+	}
 }
 
 func (e *Engine) yield() {
