@@ -110,7 +110,7 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 	a.Routes, a.Schedule, a.Timeout = &p.routes[at], p.schedule[at], x.options.Timeout
 	h := x.c.Heap
 	a.Dst, a.Src, a.Splits = h.Operand(dst), h.Operand(src), h.Operand(sp.Live)
-	if a.Dst.Place = place; x.c.Traits.Pulls {
+	if a.Dst.Place, a.Dst.Reach = place, place >= 0; x.c.Traits.Pulls {
 		a.Src = h.SymmetricOperand(src)
 	}
 	p.users.Add(1)

@@ -440,8 +440,8 @@ func TestF3_OneRanksLackOfMemoryIsEveryRanksError(t *testing.T) {
 			return err
 		}
 		err := odd(r.Heap.Stats().LargestFree)
-		require.ErrorIs(r, err, comm.ErrMismatch)
-		require.ErrorContains(r, err, "rank 1 has room for")
+		require.ErrorIs(r, err, memory.ErrOutOfMemory)
+		require.ErrorContains(r, err, "rank 1")
 		err = odd(1000)
 		require.ErrorIs(r, err, comm.ErrMismatch)
 		require.ErrorContains(r, err, "offset")

@@ -10,6 +10,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/host"
@@ -36,11 +37,11 @@ type Dispatcher struct {
 	heap    *memory.Heap
 	engine  *host.Engine
 	options Options
-	experts *kernels.Experts
+	experts *host.Experts
 	local   []int     // this rank's experts
 	copies  [][]int32 // slots of each expert, as its placement lists them
 	rankOf  []int32   // of each slot
-	lanes   kernels.Lanes
+	lanes   host.Lanes
 	// block holds the lanes, then the outputs of handles, then staging for the rows that peers read and write.
 	block   *memory.Buffer
 	outputs int64 // where the first begins in the block
@@ -65,9 +66,9 @@ type Dispatcher struct {
 
 // op is one launch and what must live until it has run.
 type op struct {
-	dispatch kernels.Dispatch
-	combine  kernels.Combine
-	backward kernels.CombineBackward
+	dispatch host.Dispatch
+	combine  host.Combine
+	backward host.CombineBackward
 	kind     kernels.MoEOp
 	handle   *Handle
 	done     func(error) // for launches on a stream
@@ -92,7 +93,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	d := &Dispatcher{group: g, heap: h, options: o, experts: x, sent: make([]int64, g.Size()), seen: make([]uint64, o.Experts)}
 	d.local = o.Placement.Local(g.Rank())
 	most := d.findSlots()
-	d.lanes = kernels.Lanes{Size: g.Size(), Slots: len(x.Expert), Twins: o.MaxTokens * max(min(o.TopK, most)-1, 0)}
+	d.lanes = host.Lanes{Size: g.Size(), Slots: len(x.Expert), Twins: o.MaxTokens * max(min(o.TopK, most)-1, 0)}
 	d.outputs, d.stride = kernels.AlignUp(d.lanes.Bytes(), kernels.LineBytes), kernels.AlignUp(x.Rows*x.RowBytes(), kernels.LineBytes)
 	if d.block, err = allocate(ctx, h, d.outputs+d.stride*int64(o.Handles+2), d.lanes.ControlBytes()); err != nil {
 		return nil, fmt.Errorf("dispatch: memory for channels, outputs and staging: %w", err)
@@ -128,29 +129,15 @@ func (d *Dispatcher) findSlots() (most int) {
 // allocate takes n bytes of the heap, after growing it if it has no room. The first zero bytes are zero on all ranks when
 // it returns. What fails on one rank is an error on all.
 func allocate(ctx context.Context, h *memory.Heap, n, zero int64) (*memory.Buffer, error) {
-	b, err := h.Alloc(n)
-	full := errors.Is(err, memory.ErrOutOfMemory)
-	if full {
-		err = nil
+	b, err := communicator.Allocate(ctx, h, n)
+	if err != nil {
+		return nil, err
 	}
-	_, err = agree.On(ctx, h.Group(), agree.Claim{Must: []string{fmt.Sprintf("room for %d bytes: %v", n, !full)}}, err)
-	if err == nil {
-		if full {
-			if err = h.Grow(ctx, n); err == nil {
-				b, err = h.Alloc(n)
-			}
-		}
-		var claim agree.Claim
-		if err == nil {
-			clear(b.Bytes()[:zero])
-			claim.Must = []string{fmt.Sprintf("its channels at offset %d", b.Offset())}
-		}
-		_, err = agree.On(ctx, h.Group(), claim, err)
+	clear(b.Bytes()[:zero])
+	if _, err = agree.On(ctx, h.Group(), agree.Claim{Must: []string{fmt.Sprintf("its channels at offset %d", b.Offset())}}, nil); err != nil {
+		return nil, errors.Join(err, b.Free())
 	}
-	if err != nil && b != nil {
-		err = errors.Join(err, b.Free())
-	}
-	return b, err
+	return b, nil
 }
 
 // output is the i-th output; the last two are staging.
@@ -212,7 +199,7 @@ func (d *Dispatcher) Dispatch(s device.Stream, x memory.View, idx []int32, weigh
 		return nil, err
 	}
 	o := d.op(kernels.DispatchOp, h)
-	o.dispatch = kernels.Dispatch{
+	o.dispatch = host.Dispatch{
 		Lanes: &d.lanes, Experts: d.experts, Routing: &h.routing, X: x.Bytes(),
 		Out: d.block.Offset() + d.outputs + int64(h.buffer)*d.stride, Timeout: d.options.Timeout,
 	}
@@ -262,7 +249,7 @@ func (d *Dispatcher) gather(s device.Stream, kind kernels.MoEOp, name string, y,
 		return err
 	}
 	o := d.op(kind, h)
-	o.combine = kernels.Combine{
+	o.combine = host.Combine{
 		Lanes: &d.lanes, Experts: d.experts, Routing: &h.routing, Op: kind,
 		Y: y.Bytes(), Rows: rows.Bytes(), RowsAt: at, Staged: staged, Timeout: d.options.Timeout,
 	}
@@ -305,7 +292,7 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows memory.View, dWeight
 		return err
 	}
 	o := d.op(kernels.CombineBackwardOp, h)
-	o.backward = kernels.CombineBackward{
+	o.backward = host.CombineBackward{
 		Lanes: &d.lanes, Experts: d.experts, Routing: &h.routing, DY: dy.Bytes(), DWeights: dWeights,
 		Rows: rows.Bytes(), RowsAt: rowsAt, RowsStaged: rowsStaged,
 		DRows: dRows.Bytes(), DRowsAt: dRowsAt, DRowsStaged: dRowsStaged, Timeout: d.options.Timeout,
@@ -429,7 +416,7 @@ func (d *Dispatcher) recycle(o *op) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	o.handle.users--
-	o.handle, o.dispatch, o.combine, o.backward = nil, kernels.Dispatch{}, kernels.Combine{}, kernels.CombineBackward{}
+	o.handle, o.dispatch, o.combine, o.backward = nil, host.Dispatch{}, host.Combine{}, host.CombineBackward{}
 	d.ops = append(d.ops, o)
 }
 
@@ -442,7 +429,7 @@ func shared(err error) bool {
 }
 
 // count adds what a call sent. d.mu is held.
-func (d *Dispatcher) count(kind kernels.MoEOp, r *kernels.Routing) {
+func (d *Dispatcher) count(kind kernels.MoEOp, r *host.Routing) {
 	for p := range d.sent {
 		var rows int64
 		switch kind {

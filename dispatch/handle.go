@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -15,7 +15,7 @@ import (
 // the stream has been synchronized or in work enqueued behind it. It belongs to the handle and is dead after Release.
 type Handle struct {
 	d       *Dispatcher
-	routing kernels.Routing
+	routing host.Routing
 	buffer  int // which of the dispatcher's outputs
 	alive   bool
 	users   int // launches that have not run yet
@@ -79,7 +79,7 @@ func (h *Handle) route(idx []int32, weights []float32) error {
 			d.seen[e] = d.token
 			copies := d.copies[e]
 			slot := copies[(me+t)%len(copies)]
-			row := kernels.RoutedRow{Rank: d.rankOf[slot], Slot: slot, Row: r.Counts[slot], Choice: int32(k), Weight: weights[t*topK+k]}
+			row := host.RoutedRow{Rank: d.rankOf[slot], Slot: slot, Row: r.Counts[slot], Choice: int32(k), Weight: weights[t*topK+k]}
 			r.Counts[slot]++
 			i := len(r.Rows)
 			r.Rows = append(r.Rows, row)
@@ -103,9 +103,9 @@ func (h *Handle) route(idx []int32, weights []float32) error {
 // newHandle makes a handle with room for the largest routing.
 func (d *Dispatcher) newHandle() *Handle {
 	x, o, local, ranks := d.experts, &d.options, len(d.local), d.group.Size()
-	return &Handle{d: d, routing: kernels.Routing{
+	return &Handle{d: d, routing: host.Routing{
 		First:      make([]int32, 1, o.MaxTokens+1),
-		Rows:       make([]kernels.RoutedRow, 0, o.MaxTokens*o.TopK),
+		Rows:       make([]host.RoutedRow, 0, o.MaxTokens*o.TopK),
 		Counts:     make([]int32, len(x.Expert)),
 		SendTokens: make([]int64, ranks),
 		SendRows:   make([]int64, ranks),

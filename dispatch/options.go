@@ -8,6 +8,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
 // Errors that callers tell apart with errors.Is.
@@ -74,7 +75,7 @@ type Options struct {
 }
 
 // validate fills in the defaults and lays the experts out.
-func (o *Options) validate(ranks int) (*kernels.Experts, error) {
+func (o *Options) validate(ranks int) (*host.Experts, error) {
 	setDefault(&o.MaxTokens, 4096)
 	setDefault(&o.Align, 1)
 	setDefault(&o.Handles, 4)
@@ -131,8 +132,8 @@ func setDefault(v *int, d int) {
 	}
 }
 
-func (o *Options) layout(ranks int) (*kernels.Experts, error) {
-	x := &kernels.Experts{First: make([]int32, 1, ranks+1), Align: int64(o.Align), Hidden: o.Hidden, DType: o.DType}
+func (o *Options) layout(ranks int) (*host.Experts, error) {
+	x := &host.Experts{First: make([]int32, 1, ranks+1), Align: int64(o.Align), Hidden: o.Hidden, DType: o.DType}
 	most := 0 // slots of one rank
 	for r := range ranks {
 		local := o.Placement.Local(r)

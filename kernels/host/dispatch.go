@@ -12,15 +12,15 @@ import (
 
 // Dispatch launches the kernel that sends tokens to their experts on s, or runs it at once when s is nil. Every rank of
 // the heap must launch its part. On a stream the error is the stream's.
-func (e *Engine) Dispatch(s device.Stream, a *kernels.Dispatch) error {
+func (e *Engine) Dispatch(s device.Stream, a *Dispatch) error {
 	return e.bare.launch(s, (*dispatch)(a))
 }
 
-type dispatch kernels.Dispatch
+type dispatch Dispatch
 
 func (a *dispatch) run(p *port) error {
 	e, m := p.e, meetings.Get().(*meeting)
-	err := m.dispatch(e, (*kernels.Dispatch)(a))
+	err := m.dispatch(e, (*Dispatch)(a))
 	m.put()
 	a.Routing.Err = err
 	if a.Done != nil {
@@ -32,10 +32,10 @@ func (a *dispatch) run(p *port) error {
 // meetings keeps the scratch of kernels between launches.
 var meetings = sync.Pool{New: func() any { return new(meeting) }}
 
-// meeting is a call in two phases (see kernels.Lanes) as one rank goes through it.
+// meeting is a call in two phases (see Lanes) as one rank goes through it.
 type meeting struct {
 	e       *Engine
-	lanes   *kernels.Lanes
+	lanes   *Lanes
 	op      kernels.MoEOp
 	epoch   uint64
 	w       waiter
@@ -73,7 +73,7 @@ func (m *meeting) name() (string, uint64) { return m.op.String(), m.epoch }
 func (m *meeting) sizes(int) string { return "" }
 
 // begin counts the call.
-func (m *meeting) begin(e *Engine, l *kernels.Lanes, op kernels.MoEOp, timeout time.Duration) {
+func (m *meeting) begin(e *Engine, l *Lanes, op kernels.MoEOp, timeout time.Duration) {
 	m.e, m.lanes, m.op = e, l, op
 	m.w.begin(e, m, timeout)
 	count := e.word(e.space.Rank, l.Epoch())
@@ -90,9 +90,9 @@ func (m *meeting) notify(call uint64, read, write int64) {
 	line := m.lanes.Notice(me)
 	for i := 1; i < e.space.Size; i++ {
 		p := (me + i) % e.space.Size
-		e.word(p, line+kernels.NoticeCall).Store(call)
-		e.word(p, line+kernels.NoticeRead).Store(uint64(read))
-		e.word(p, line+kernels.NoticeWrite).Store(uint64(write))
+		e.word(p, line+NoticeCall).Store(call)
+		e.word(p, line+NoticeRead).Store(uint64(read))
+		e.word(p, line+NoticeWrite).Store(uint64(write))
 		m.post(p, line)
 	}
 }
@@ -100,9 +100,9 @@ func (m *meeting) notify(call uint64, read, write int64) {
 // noticed takes in the notice of src.
 func (m *meeting) noticed(src int) {
 	e, me, line := m.e, m.e.space.Rank, m.lanes.Notice(src)
-	m.calls[src] = e.word(me, line+kernels.NoticeCall).Load()
-	m.read[src] = e.word(me, line+kernels.NoticeRead).Load()
-	m.write[src] = e.word(me, line+kernels.NoticeWrite).Load()
+	m.calls[src] = e.word(me, line+NoticeCall).Load()
+	m.read[src] = e.word(me, line+NoticeRead).Load()
+	m.write[src] = e.word(me, line+NoticeWrite).Load()
 }
 
 // finish tells all ranks that this one is through with their segments, and waits until all are through with its own.
@@ -163,7 +163,7 @@ func (m *meeting) verdict() error {
 	return nil
 }
 
-func (m *meeting) dispatch(e *Engine, a *kernels.Dispatch) error {
+func (m *meeting) dispatch(e *Engine, a *Dispatch) error {
 	m.begin(e, a.Lanes, kernels.DispatchOp, a.Timeout)
 	me, n, r, slots := e.space.Rank, e.space.Size, a.Routing, a.Lanes.Slots
 	r.Call = m.epoch
@@ -198,7 +198,7 @@ func (m *meeting) dispatch(e *Engine, a *kernels.Dispatch) error {
 	}
 	for p := range n {
 		if p != me {
-			e.word(p, a.Lanes.Done(me)+kernels.DoneTwins).Store(uint64(m.twins[p]))
+			e.word(p, a.Lanes.Done(me)+DoneTwins).Store(uint64(m.twins[p]))
 			m.post(p, a.Lanes.Done(me))
 		}
 	}
@@ -218,7 +218,7 @@ func (m *meeting) countsFrom(p, src int) []int32 {
 }
 
 // place computes from the counts of all ranks where every row goes. The error is the same on all of them.
-func (m *meeting) place(a *kernels.Dispatch) error {
+func (m *meeting) place(a *Dispatch) error {
 	me, n, x, r := m.e.space.Rank, m.e.space.Size, a.Experts, a.Routing
 	slots := a.Lanes.Slots
 	m.base = sized(m.base, slots)
@@ -259,7 +259,7 @@ func (m *meeting) place(a *kernels.Dispatch) error {
 }
 
 // scatter writes every token to its first row on each of its ranks, and lists or makes the others.
-func (m *meeting) scatter(a *kernels.Dispatch) {
+func (m *meeting) scatter(a *Dispatch) {
 	e, r, size := m.e, a.Routing, a.Experts.RowBytes()
 	me := int32(e.space.Rank)
 	stream := e.streams(len(r.Rows), size)
@@ -294,9 +294,9 @@ func (m *meeting) twinList(p, src int, n int64) []int32 {
 }
 
 // makeTwins copies rows that src has sent to where else it wants them.
-func (m *meeting) makeTwins(a *kernels.Dispatch, src int) {
+func (m *meeting) makeTwins(a *Dispatch, src int) {
 	me, size := m.e.space.Rank, a.Experts.RowBytes()
-	list := m.twinList(me, src, int64(m.e.word(me, a.Lanes.Done(src)+kernels.DoneTwins).Load()))
+	list := m.twinList(me, src, int64(m.e.word(me, a.Lanes.Done(src)+DoneTwins).Load()))
 	for i := 0; i < len(list); i += 2 {
 		from := m.e.space.Range(me, a.Out+int64(list[i])*size, size)
 		copy(m.e.space.Range(me, a.Out+int64(list[i+1])*size, size), from)
@@ -304,7 +304,7 @@ func (m *meeting) makeTwins(a *kernels.Dispatch, src int) {
 }
 
 // clearPadding zeroes the rows of out that belong to no token.
-func clearPadding(x *kernels.Experts, r *kernels.Routing, out []byte) {
+func clearPadding(x *Experts, r *Routing, out []byte) {
 	size := x.RowBytes()
 	for i, first := range r.SlotFirst {
 		clear(out[(first+r.SlotRows[i])*size : (first+x.Span(r.SlotRows[i]))*size])

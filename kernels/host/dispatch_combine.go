@@ -11,15 +11,15 @@ import (
 
 // Combine launches the kernel that brings rows back to their tokens on s, or runs it at once when s is nil. Every rank
 // of the heap must launch its part. On a stream the error is the stream's.
-func (e *Engine) Combine(s device.Stream, a *kernels.Combine) error {
+func (e *Engine) Combine(s device.Stream, a *Combine) error {
 	return e.bare.launch(s, (*combine)(a))
 }
 
-type combine kernels.Combine
+type combine Combine
 
 func (a *combine) run(p *port) error {
 	e, m := p.e, meetings.Get().(*meeting)
-	err := m.combine(e, (*kernels.Combine)(a))
+	err := m.combine(e, (*Combine)(a))
 	m.put()
 	if a.Done != nil {
 		a.Done(err)
@@ -29,15 +29,15 @@ func (a *combine) run(p *port) error {
 
 // CombineBackward launches the kernel for the gradients of Combine on s, or runs it at once when s is nil. Every rank of
 // the heap must launch its part. On a stream the error is the stream's.
-func (e *Engine) CombineBackward(s device.Stream, a *kernels.CombineBackward) error {
+func (e *Engine) CombineBackward(s device.Stream, a *CombineBackward) error {
 	return e.bare.launch(s, (*combineBackward)(a))
 }
 
-type combineBackward kernels.CombineBackward
+type combineBackward CombineBackward
 
 func (a *combineBackward) run(p *port) error {
 	e, m := p.e, meetings.Get().(*meeting)
-	err := m.combineBackward(e, (*kernels.CombineBackward)(a))
+	err := m.combineBackward(e, (*CombineBackward)(a))
 	m.put()
 	if a.Done != nil {
 		a.Done(err)
@@ -46,7 +46,7 @@ func (a *combineBackward) run(p *port) error {
 }
 
 // undone is the error of a call on a dispatch that failed. Every rank has it, so none begins the call.
-func undone(op kernels.MoEOp, r *kernels.Routing) error {
+func undone(op kernels.MoEOp, r *Routing) error {
 	if r.Err == nil {
 		return nil
 	}
@@ -56,7 +56,7 @@ func undone(op kernels.MoEOp, r *kernels.Routing) error {
 // open sends the notices of a call that uses the routing r, and waits for those of the others. short is the length of a
 // buffer that is too small for the rows, or negative. failed is an error that every rank has; the call then moves
 // nothing but has to be finished.
-func (m *meeting) open(x *kernels.Experts, r *kernels.Routing, short, read, write int64) (failed, err error) {
+func (m *meeting) open(x *Experts, r *Routing, short, read, write int64) (failed, err error) {
 	call := kernels.CallWord(m.op, r.Call)
 	if short >= 0 {
 		call, read, write = kernels.CallWord(kernels.RefusedOp, r.Call), short, r.OutRows*x.RowBytes()
@@ -69,7 +69,7 @@ func (m *meeting) open(x *kernels.Experts, r *kernels.Routing, short, read, writ
 }
 
 // shortest is the length of the first buffer that is too small for the rows, -1 when none is.
-func shortest(x *kernels.Experts, r *kernels.Routing, bufs ...[]byte) int64 {
+func shortest(x *Experts, r *Routing, bufs ...[]byte) int64 {
 	for _, b := range bufs {
 		if int64(len(b)) < r.OutRows*x.RowBytes() {
 			return int64(len(b))
@@ -79,14 +79,14 @@ func shortest(x *kernels.Experts, r *kernels.Routing, bufs ...[]byte) int64 {
 }
 
 // copyRows copies the rows of all experts, without their padding.
-func copyRows(x *kernels.Experts, r *kernels.Routing, dst, src []byte) {
+func copyRows(x *Experts, r *Routing, dst, src []byte) {
 	size := x.RowBytes()
 	for i, first := range r.SlotFirst {
 		copy(dst[first*size:][:r.SlotRows[i]*size], src[first*size:][:r.SlotRows[i]*size])
 	}
 }
 
-func (m *meeting) combine(e *Engine, a *kernels.Combine) error {
+func (m *meeting) combine(e *Engine, a *Combine) error {
 	x, r := a.Experts, a.Routing
 	if err := undone(a.Op, r); err != nil {
 		return err
@@ -116,7 +116,7 @@ func (m *meeting) combine(e *Engine, a *kernels.Combine) error {
 	return failed
 }
 
-func (m *meeting) combineBackward(e *Engine, a *kernels.CombineBackward) error {
+func (m *meeting) combineBackward(e *Engine, a *CombineBackward) error {
 	x, r := a.Experts, a.Routing
 	if err := undone(kernels.CombineBackwardOp, r); err != nil {
 		return err
@@ -168,7 +168,7 @@ type gatherer[T float32 | vec.Float16 | vec.BFloat16] struct {
 }
 
 // begin prepares for writing n rows.
-func (g *gatherer[T]) begin(m *meeting, x *kernels.Experts, n int) {
+func (g *gatherer[T]) begin(m *meeting, x *Experts, n int) {
 	g.m, g.size = m, x.RowBytes()
 	g.out = sized(g.out, x.Hidden)
 	g.backing = sized(g.backing, 2*x.Hidden)
@@ -200,7 +200,7 @@ func write[T, S float32 | vec.Float16 | vec.BFloat16](g *gatherer[T], dst []byte
 }
 
 // combine sums the rows of every token.
-func (g *gatherer[T]) combine(m *meeting, a *kernels.Combine) {
+func (g *gatherer[T]) combine(m *meeting, a *Combine) {
 	r := a.Routing
 	g.begin(m, a.Experts, r.Tokens())
 	for t := range r.Tokens() {
@@ -229,7 +229,7 @@ func (g *gatherer[T]) combine(m *meeting, a *kernels.Combine) {
 
 // sumRanks sums the rows of each rank. Where only the first rank has several rows the sum of all rows has the same bits
 // as the sum of these sums.
-func (g *gatherer[T]) sumRanks(rows []kernels.RoutedRow) {
+func (g *gatherer[T]) sumRanks(rows []RoutedRow) {
 	hidden := len(g.out)
 	g.sums, g.ones = g.sums[:0], g.ones[:0]
 	g.backing = sized(g.backing, len(rows)*hidden)
@@ -246,7 +246,7 @@ func (g *gatherer[T]) sumRanks(rows []kernels.RoutedRow) {
 }
 
 // spread writes the gradient of every row to its rank, and computes those of the weights.
-func (g *gatherer[T]) spread(m *meeting, a *kernels.CombineBackward) {
+func (g *gatherer[T]) spread(m *meeting, a *CombineBackward) {
 	r := a.Routing
 	g.begin(m, a.Experts, len(r.Rows))
 	choices := len(a.DWeights) / max(r.Tokens(), 1)
