@@ -162,7 +162,7 @@ func (l *sockLink) writeMessage(m *message) error {
 	data := m.data
 	switch {
 	case m.poison != "":
-		h.flags, data = flagPoison, []byte(clip(m.poison))
+		h.flags, data = flagPoison, []byte(clip(m.poison, maxText))
 	case len(m.fds) > 0:
 		return l.writeFDs(h, m.fds)
 	case m.fail != nil:
@@ -182,6 +182,9 @@ func (l *sockLink) writeMessage(m *message) error {
 		var b [frameHeader]byte
 		h.encode(&b)
 		bufs := net.Buffers{b[:], part}
+		if l.n != nil && l.n.delay != nil {
+			l.n.delay()
+		}
 		if _, err := bufs.WriteTo(l.conn); err != nil {
 			return err
 		}

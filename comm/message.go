@@ -80,7 +80,8 @@ const (
 	failLeft     failCode = 2 // culprit closed its end while it was needed
 	failAborted  failCode = 3 // culprit called Abort
 	failMismatch failCode = 4 // culprit called something else
-	failLast              = failMismatch
+	failAbsent   failCode = 5 // culprit did not come in time, to a join
+	failLast              = failAbsent
 )
 
 // failure is why a group failed: the same news on every rank, in terms of

@@ -26,6 +26,10 @@ func TestMain(m *testing.M) {
 	if part := os.Getenv(helperEnv); part != "" {
 		os.Exit(playPart(part))
 	}
+	if flood := strings.Fields(os.Getenv(floodEnv)); len(flood) == 3 {
+		n, _ := strconv.Atoi(flood[2])
+		os.Exit(playFlood(flood[0], flood[1], n))
+	}
 	if addr := os.Getenv(strangerEnv); addr != "" {
 		os.Exit(playStranger(addr))
 	}

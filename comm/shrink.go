@@ -3,6 +3,7 @@ package comm
 import (
 	"context"
 	"fmt"
+	"time"
 )
 
 // shrinking is the state of the agreement on who survives. It outlives a call
@@ -146,6 +147,7 @@ func (g *Group) shrinkable() error {
 
 // agree runs rounds until there is a decision: the set of ranks that are gone.
 func (g *Group) agree(ctx context.Context) (rankSet, error) {
+	began := time.Now()
 	n := g.n
 	s := &g.shrink
 	for {
@@ -183,7 +185,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		select {
 		case <-s.wake:
 		case <-ctx.Done():
-			return nil, fmt.Errorf("comm: shrink: %s, waiting for ranks %v: %w", g, g.shrinkAbsent(), ctxErr(ctx))
+			return nil, g.waitError(ctx, "shrink", s.round, g.shrinkAbsent(), time.Since(began))
 		}
 	}
 }
