@@ -647,8 +647,13 @@ func (g *Group) handle(from int, m message) (then func()) {
 		}
 		return func() { g.failed(f, true) }
 	case kindShrink:
-		g.shrink.take(len(g.members), r, m)
+		out := g.shrink.take(len(g.members), r, m)
 		g.signalShrink()
+		if out.has(g.rank) && !g.out[g.n.id] {
+			return func() {
+				g.failed(&failure{code: failLost, culprit: g.n.id, detail: fmt.Sprintf("rank %d goes on without this rank", r)}, false)
+			}
+		}
 	default:
 		m.drop()
 	}
