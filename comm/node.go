@@ -27,8 +27,8 @@ type node struct {
 	log    *slog.Logger
 	wg     sync.WaitGroup // goroutines of the links
 	pulse  pulse
-	onStop func()         // called once, after the last group was closed
-	delay  func()         // before every frame, in tests
+	onStop func() // called once, after the last group was closed
+	delay  func() // before every frame, in tests
 
 	mu     sync.Mutex
 	links  []link // by world rank; nil for this rank and for peers not met yet
