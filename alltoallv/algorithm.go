@@ -30,6 +30,8 @@ type Traffic struct {
 	Placed bool
 	// Live says that the splits are read when the exchange runs: the bytes here are an estimate.
 	Live bool
+	// Multiprocessors says that the device has as many as a Schedule wants, CopyEngines that it can move whole messages without them.
+	Multiprocessors, CopyEngines bool
 	// Shared says that other ranks run on this rank's GPU.
 	Shared bool
 	// PacketBytes and SlotBytes are the Exchanger's, MaxSMs bounds the multiprocessors: 0 with Options.NoSMs.
@@ -52,6 +54,8 @@ type Schedule struct {
 	SMs int
 	// Rate holds the rank's senders on a GPU to so many GB/s together; 0 lets them send as fast as they can.
 	Rate float64
+	// Copies has a GPU's copy engines move the messages, where Traffic.InPlace and Placed.
+	Copies bool
 	// Reorder lets a rank of a GPU send in another order than Order, so that the receiver of most is never idle and the last to be through.
 	Reorder bool
 }
@@ -131,7 +135,7 @@ func (a packet) Cost(t *Traffic) (float64, string) {
 	switch {
 	case t.Largest > t.PacketBytes:
 		return math.Inf(1), fmt.Sprintf("the largest message, %d bytes, exceeds a packet's %d", t.Largest, t.PacketBytes)
-	case t.Live && t.Device == device.CUDAKind:
+	case t.Live && t.Multiprocessors:
 		return math.Inf(1), "messages of splits in device memory may exceed a packet"
 	}
 	return t.cost(a.Name(), "every message fits a packet: no signal after the data, no credit", func(t *Traffic) float64 { return messages(t) / 2 })
@@ -218,11 +222,11 @@ type copyEngine struct{}
 func (copyEngine) Name() string               { return "copy" }
 func (copyEngine) Order(rank, size int) []int { return Rotation(rank, size) }
 func (copyEngine) Schedule(t *Traffic) Schedule {
-	return Schedule{Window: 1, SMs: ownSMs, Reorder: t.skewed()}
+	return Schedule{Window: 1, SMs: ownSMs, Copies: true, Reorder: t.skewed()}
 }
 func (a copyEngine) Cost(t *Traffic) (float64, string) {
 	switch {
-	case t.Device != device.CUDAKind:
+	case !t.CopyEngines:
 		return math.Inf(1), "only a GPU has copy engines"
 	case t.Shared:
 		return math.Inf(1), "other ranks run on this GPU, whose queues would hold up each other's copies"
@@ -249,16 +253,16 @@ type registry struct {
 	reverse map[string][]int32
 	forced  Algorithm
 	device  device.Kind
+	traits  kernels.Traits
 	maxSMs  int
-	apart   bool // Options.apart, on GPUs
-	shared  bool // Traffic.Shared
-	pulls   bool // Traffic.Pulled, where it matters
+	copySMs int
 	table   *estimates
 }
 
+// newRegistry is for options that are complete. The traits are set when they are known.
 func newRegistry(o *Options, rank, size int, kind device.Kind) (*registry, error) {
 	r := &registry{all: append(builtin(), o.Algorithms...), order: map[string][]int32{}, reverse: map[string][]int32{}, device: kind,
-		maxSMs: o.MaxSMs, apart: o.apart && kind == device.CUDAKind, table: o.Table.forWorld(size, o.MaxSMs)}
+		maxSMs: o.MaxSMs, copySMs: o.CopySMs, table: o.Table.forWorld(size, o.MaxSMs)}
 	if o.NoSMs {
 		r.maxSMs = 0
 	}
@@ -406,7 +410,7 @@ func skew(bytes []int64, all int64, rank int) float64 {
 	return float64(largest) * float64(len(bytes)-1) / float64(all)
 }
 
-// choose fills one of the plan's routes and says why.
+// choose fills one of the plan's routes, with its schedule, and says why.
 func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) {
 	at := 0
 	if inPlace {
@@ -414,8 +418,9 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 	}
 	routes, d := &p.routes[at], &p.chosen[at]
 	t := Traffic{Rank: rank, Size: c.Size, Device: r.device, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
-		RecvTotal: p.recvAll, InPlace: inPlace, Pulled: r.pulls && !inPlace, Placed: p.places != nil, Live: p.splits.live(), Shared: r.shared, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes,
-		MaxSMs: r.maxSMs, table: r.table}
+		RecvTotal: p.recvAll, InPlace: inPlace, Pulled: r.traits.Pulls && !inPlace, Placed: routes.PeerOffsets != nil, Live: p.splits.live(),
+		Multiprocessors: r.traits.Multiprocessors, CopyEngines: r.traits.CopyEngines, Shared: r.traits.Shared,
+		PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes, MaxSMs: r.maxSMs, table: r.table}
 	*d = Decision{InPlace: inPlace, Forced: r.forced != nil, Candidates: d.Candidates[:0]}
 	for k := range c.Size {
 		if k == rank {
@@ -440,25 +445,40 @@ func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) 
 		p.order[at] = t.sendOrder(p.order[at])
 		routes.Order = p.order[at]
 	}
-	routes.Window, routes.ChunkBytes, routes.Staged = s.Window, s.ChunkBytes, s.Staged
-	d.Pulled = t.Pulled && !s.Staged
-	if t.Largest > c.PacketBytes || t.Live {
-		d.SMs = max(0, min(s.SMs, r.maxSMs))
-		d.Rate = max(0, s.Rate)
-		switch {
-		case inPlace && !s.Staged:
-		case !r.apart:
-			d.Rate = min(d.Rate, aloneRate)
-		case d.SMs == 0:
-			d.CopySMs = r.maxSMs
-		default:
-			d.CopySMs = d.SMs
+	p.schedule[at] = r.schedule(&t, s)
+	d.tell(&t, &p.schedule[at])
+}
+
+// schedule is what the engine gets of an algorithm's wishes.
+func (r *registry) schedule(t *Traffic, s Schedule) kernels.Schedule {
+	k := kernels.Schedule{Staged: s.Staged, Copies: s.Copies && t.CopyEngines && t.InPlace && t.Placed}
+	if s.Window > 0 && s.Window <= t.Size {
+		k.Window = s.Window
+	}
+	if s.ChunkBytes > 0 {
+		k.ChunkBytes = max(s.ChunkBytes, chunkFor(t.Largest))
+	}
+	if t.Largest <= t.PacketBytes && !t.Live {
+		return k
+	}
+	k.Blocks, k.Rate = max(0, min(s.SMs, r.maxSMs)), max(0, s.Rate)
+	switch {
+	case t.InPlace && !s.Staged:
+	case r.copySMs == 0 || !t.Multiprocessors:
+		k.Rate = min(k.Rate, aloneRate)
+	default:
+		if k.CopyBlocks = k.Blocks; k.Blocks == 0 {
+			k.CopyBlocks = r.maxSMs
+		}
+		if k.CopyBlocks > r.copySMs { // as many send
+			k.Blocks, k.CopyBlocks = r.copySMs, r.copySMs
 		}
 	}
-	if routes.Window <= 0 || routes.Window > c.Size {
-		routes.Window = c.Size
-	}
-	if routes.ChunkBytes > 0 {
-		routes.ChunkBytes = max(routes.ChunkBytes, chunkFor(t.Largest))
-	}
+	return k
+}
+
+// tell fills in what a schedule says.
+func (d *Decision) tell(t *Traffic, k *kernels.Schedule) {
+	d.SMs, d.CopySMs, d.Rate = k.Blocks, k.CopyBlocks, k.Rate
+	d.Pulled = t.Pulled && !k.Staged
 }

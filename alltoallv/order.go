@@ -3,8 +3,6 @@ package alltoallv
 import (
 	"math"
 	"slices"
-
-	"github.com/switchyard-moe/switchyard/device"
 )
 
 // The order of sends where splits are skewed. With the rotation as it is, all ranks reach the receiver that gets most at about
@@ -114,7 +112,7 @@ func (s sends) finish(to []float64) float64 {
 
 // ordered says that an order of this rank's sends is worth working out, where its algorithm leaves it one.
 func (t *Traffic) ordered() bool {
-	return t.Device == device.CUDAKind && !t.Live && t.Size > 2 && t.Size <= orderedRanks && t.link() >= orderedBytes
+	return t.Multiprocessors && !t.Live && t.Size > 2 && t.Size <= orderedRanks && t.link() >= orderedBytes
 }
 
 // sendOrder is the order in which this rank sends skewed splits. It takes its own splits for those of all others, as they are

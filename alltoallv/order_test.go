@@ -8,6 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/kernels/cuda"
 )
 
 // popular is what goes to each rank where rank k is the (perm[k]+1)th most popular by a Zipf law.
@@ -80,10 +81,11 @@ func TestSkewedCallsAreReordered(t *testing.T) {
 	to := popular([]int{3, 0, 6, 1, 5, 7, 2, 4}, 32<<20)
 	o := Options{}
 	for rank := range 8 {
-		c, err := o.channels(8, device.CUDAKind)
+		c, err := o.channels(8, new(cuda.Engine), device.CUDAKind)
 		require.NoError(t, err)
 		r, err := newRegistry(&o, rank, 8, device.CUDAKind)
 		require.NoError(t, err)
+		r.traits = gpu
 		sp := &Splits{}
 		for k := range to {
 			sp.Send, sp.Recv = append(sp.Send, int64(to[k])), append(sp.Recv, int64(to[rank]))

@@ -12,15 +12,15 @@ type plan struct {
 	splits           Splits // a copy, to compare with
 	srcBytes         int64  // how long the buffers must be
 	dstBytes         int64
-	sendAll, recvAll int64   // bytes that leave and reach this rank, own part left out
-	largestSend      int64   // to another rank
-	largestRecv      int64   // from another rank
-	places           []int64 // where this rank's parts go in the peers' destinations, nil when unknown
+	sendAll, recvAll int64 // bytes that leave and reach this rank, own part left out
+	largestSend      int64 // to another rank
+	largestRecv      int64 // from another rank
 
 	// routes as the selected algorithms order them: index 0 for outputs that peers cannot write, 1 for those they can.
-	routes [2]kernels.Routes
-	chosen [2]Decision
-	order  [2][]int32 // the routes' own orders, where they have any
+	routes   [2]kernels.Routes
+	schedule [2]kernels.Schedule
+	chosen   [2]Decision
+	order    [2][]int32 // the routes' own orders, where they have any
 
 	hash       uint64
 	prev, next *plan        // least recently used list
@@ -63,9 +63,9 @@ func (p *plan) build(s *Splits, rank, size int) error {
 	if s.live() && s.PeerDispls != nil {
 		return invalid("PeerDispls with splits in device memory")
 	}
-	if p.places = nil; s.PeerDispls != nil {
-		p.places = make([]int64, size)
-		if _, err := layout("send", s.Send, s.PeerDispls, elem, size, make([]int64, size), p.places); err != nil {
+	if r.PeerOffsets = nil; s.PeerDispls != nil {
+		r.PeerOffsets = make([]int64, size)
+		if _, err := layout("send", s.Send, s.PeerDispls, elem, size, make([]int64, size), r.PeerOffsets); err != nil {
 			return fmt.Errorf("%w, as PeerDispls", err)
 		}
 	}

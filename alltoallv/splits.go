@@ -2,23 +2,28 @@ package alltoallv
 
 import (
 	"encoding/binary"
-	"errors"
-	"fmt"
 	"math"
 	"math/bits"
 	"slices"
 
 	"github.com/cespare/xxhash/v2"
 
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
-var ErrInvalid = errors.New("invalid argument")
+// Conditions that callers tell apart with errors.Is. They are those of package comm.
+var (
+	// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
+	ErrInvalid = comm.ErrInvalid
+	// ErrClosed is returned by calls on a closed Exchanger.
+	ErrClosed = comm.ErrClosed
+)
 
 func invalid(format string, args ...any) error {
-	return fmt.Errorf("alltoallv: %w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+	return communicator.Invalid("alltoallv", format, args...)
 }
 
 // Splits says how the rows of the two buffers are divided among the ranks. All slices have one entry a rank and count

@@ -47,6 +47,9 @@ type Curve struct {
 //go:embed table.json
 var defaultTable []byte
 
+// defaultTableDevice is what defaultTable is for.
+const defaultTableDevice = "cuda"
+
 // ReadTable reads a table that Write or the tuner has written.
 func ReadTable(r io.Reader) (*Table, error) {
 	t := new(Table)

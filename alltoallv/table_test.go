@@ -13,16 +13,22 @@ import (
 
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/cuda"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
+
+// gpu is what plans know of a GPU that a rank has for itself.
+var gpu = kernels.Traits{Multiprocessors: true, CopyEngines: true}
 
 // pick is what rank 0 of n GPUs chooses for splits.
 func pick(t *testing.T, o Options, sp *Splits, inPlace bool) Decision {
 	t.Helper()
 	n := len(sp.Send)
-	c, err := o.channels(n, device.CUDAKind)
+	c, err := o.channels(n, new(cuda.Engine), device.CUDAKind)
 	require.NoError(t, err)
 	r, err := newRegistry(&o, 0, n, device.CUDAKind)
 	require.NoError(t, err)
+	r.traits = gpu
 	var p plan
 	require.NoError(t, p.build(sp, 0, n))
 	r.choose(&p, inPlace, &c, 0)
@@ -259,7 +265,7 @@ func TestF3_BadTablesAreRefused(t *testing.T) {
 	table, err := ReadTable(strings.NewReader(wrap(good)))
 	require.NoError(t, err)
 	o := Options{Table: table}
-	_, err = o.channels(2, device.HostKind)
+	_, err = o.channels(2, new(host.Engine), device.HostKind)
 	require.ErrorIs(t, err, ErrInvalid)
 	require.ErrorContains(t, err, `is for device "cuda"`)
 }
@@ -272,7 +278,7 @@ func TestHostTakesATable(t *testing.T) {
 		{"algorithm":"pipelined","ranks":2,"staged":true,"sms":0,"bytes":[1],"us":[2]}]}`))
 	require.NoError(t, err)
 	o := Options{Table: table}
-	c, err := o.channels(2, device.HostKind)
+	c, err := o.channels(2, new(host.Engine), device.HostKind)
 	require.NoError(t, err)
 	r, err := newRegistry(&o, 0, 2, device.HostKind)
 	require.NoError(t, err)

@@ -322,7 +322,7 @@ func (d *Dispatcher) usable() error {
 	defer d.mu.Unlock()
 	switch {
 	case d.closed:
-		return ErrClosed
+		return fmt.Errorf("dispatch: %w", ErrClosed)
 	case d.broken != nil:
 		return fmt.Errorf("dispatch: an earlier call failed: %w", d.broken)
 	}

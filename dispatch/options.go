@@ -6,15 +6,16 @@ import (
 	"math"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // Errors that callers tell apart with errors.Is.
 var (
 	// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
-	ErrInvalid = errors.New("invalid argument")
+	ErrInvalid = comm.ErrInvalid
 	// ErrClosed is returned by calls on a closed Dispatcher.
-	ErrClosed = errors.New("dispatch: dispatcher is closed")
+	ErrClosed = comm.ErrClosed
 	// ErrReleased is returned for a Handle that was released or that never belonged to the Dispatcher.
 	ErrReleased = errors.New("handle is not alive on this dispatcher")
 	// ErrNoHandle is returned when Options.Handles handles are alive.

@@ -48,9 +48,9 @@ func TestArgumentsAgreeWithTheHeader(t *testing.T) {
 }
 
 func TestArgumentsAreEncodedInPlace(t *testing.T) {
-	c := &Channels{Offset: 4096, Size: 2, Lanes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}
-	x := &Exchange{
-		Channels: c, Src: 11, Dst: 12, DstOffset: -1, Timeout: time.Second,
+	c := &channels{kernels.Channels{Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}, 4096}
+	x := &kernels.AllToAllV{
+		Src: kernels.Buffer{Addr: 11}, Dst: kernels.Buffer{Addr: 12, Place: -1}, Launched: kernels.Launched{Timeout: time.Second},
 		Routes: &kernels.Routes{
 			SendBytes: []int64{1, 2}, SendOffsets: []int64{3, 4}, RecvBytes: []int64{5, 6}, RecvOffsets: []int64{7, 8},
 			Order: []int32{0}, ReverseOrder: []int32{0},
@@ -58,7 +58,7 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 	}
 	b := make([]byte, argsBytes)
 	space := &kernels.Space{Base: 9, Stride: 10, Rank: 1, Size: 2, Segments: []uintptr{14, 19}}
-	exchangeArgs(b, space, 13, flagMesh, 15, 16, x)
+	exchangeArgs(b, space, 13, flagMesh, 15, 16, c, x)
 	require.EqualValues(t, 0xff, b[argsDstOffset+7])
 	require.EqualValues(t, 13, b[argsFault])
 	require.EqualValues(t, 0x10, b[argsControl+1])
@@ -70,17 +70,17 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 	require.EqualValues(t, []byte{0, 0}, []byte{b[argsSteps], b[argsSteps+4]})
 	require.EqualValues(t, []byte{1, 3}, []byte{b[argsSteps+stepSend], b[argsSteps+stepSend+8]})
 	require.EqualValues(t, []byte{5, 7}, []byte{b[argsSteps+stepRecv], b[argsSteps+stepRecv+8]})
-	require.Zero(t, testing.AllocsPerRun(10, func() { exchangeArgs(b, space, 13, flagMesh, 15, 16, x) }))
+	require.Zero(t, testing.AllocsPerRun(10, func() { exchangeArgs(b, space, 13, flagMesh, 15, 16, c, x) }))
 }
 
 func TestChannelsDoNotOverlap(t *testing.T) {
-	c := &Channels{Offset: 1 << 16, Size: 8, Lanes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}
-	at := []int64{c.Offset, c.signals(), c.credits(), c.laneCredits(), c.packets(), c.slots(), c.Offset + c.Bytes()}
+	c := &channels{kernels.Channels{Size: 8, Stripes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}, 1 << 16}
+	at := []int64{c.offset, c.signals(), c.credits(), c.laneCredits(), c.packets(), c.slots(), c.offset + c.bytes()}
 	require.IsIncreasing(t, at)
 	for _, v := range at {
 		require.Zero(t, v%lineBytes)
 	}
 	require.Zero(t, c.packets()%128)
 	require.Zero(t, c.slots()%128)
-	require.Equal(t, c.ControlBytes(), c.slots()-c.Offset)
+	require.Equal(t, c.controlBytes(), c.slots()-c.offset)
 }

@@ -63,8 +63,8 @@ const (
 )
 
 // exchangeArgs encodes struct sw_exchange_args into b, which has argsBytes bytes.
-func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, x *Exchange) {
-	c, r := x.Channels, x.Routes
+func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *channels, x *kernels.AllToAllV) {
+	r := x.Routes
 	at := 0
 	word := func(v uint64) {
 		binary.LittleEndian.PutUint64(b[at:], v)
@@ -72,13 +72,13 @@ func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval
 	}
 	word(uint64(space.Base))
 	word(uint64(space.Stride))
-	word(uint64(x.Src))
-	word(uint64(x.Dst))
-	word(uint64(x.DstOffset))
-	word(uint64(x.Splits))
+	word(uint64(x.Src.Addr))
+	word(uint64(x.Dst.Addr))
+	word(uint64(x.Dst.Place))
+	word(uint64(x.Splits.Addr))
 	word(uint64(fault))
 	word(uint64(x.Timeout.Nanoseconds()))
-	word(uint64(c.Offset))
+	word(uint64(c.offset))
 	word(uint64(c.signals()))
 	word(uint64(c.credits()))
 	word(uint64(c.laneCredits()))
@@ -91,12 +91,12 @@ func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval
 	if peers := uint64(c.Size - 1); peers > 1 {
 		inverse = uint32((1<<32 + peers - 1) / peers)
 	}
-	for _, v := range [8]uint32{uint32(space.Rank), uint32(c.Size), uint32(c.Lanes), uint32(c.Slots), flags, interval, inverse, uint32(senders)} {
+	for _, v := range [8]uint32{uint32(space.Rank), uint32(c.Size), uint32(c.Stripes), uint32(c.Slots), flags, interval, inverse, uint32(senders)} {
 		binary.LittleEndian.PutUint32(b[at:], v)
 		at += 4
 	}
-	word(uint64(x.SrcBytes))
-	word(uint64(x.DstBytes))
+	word(uint64(x.Src.Len))
+	word(uint64(x.Dst.Len))
 	word(uint64(space.SegmentTable()))
 	me := space.Rank
 	word(uint64(r.SendBytes[me]))

@@ -13,13 +13,13 @@ import (
 // Dispatch launches the kernel that sends tokens to their experts on s, or runs it at once when s is nil. Every rank of
 // the heap must launch its part. On a stream the error is the stream's.
 func (e *Engine) Dispatch(s device.Stream, a *kernels.Dispatch) error {
-	return e.launch(s, (*dispatch)(a))
+	return e.bare.launch(s, (*dispatch)(a))
 }
 
 type dispatch kernels.Dispatch
 
-func (a *dispatch) run(e *Engine) error {
-	m := meetings.Get().(*meeting)
+func (a *dispatch) run(p *port) error {
+	e, m := p.e, meetings.Get().(*meeting)
 	err := m.dispatch(e, (*kernels.Dispatch)(a))
 	m.put()
 	a.Routing.Err = err

@@ -12,13 +12,13 @@ import (
 // Combine launches the kernel that brings rows back to their tokens on s, or runs it at once when s is nil. Every rank
 // of the heap must launch its part. On a stream the error is the stream's.
 func (e *Engine) Combine(s device.Stream, a *kernels.Combine) error {
-	return e.launch(s, (*combine)(a))
+	return e.bare.launch(s, (*combine)(a))
 }
 
 type combine kernels.Combine
 
-func (a *combine) run(e *Engine) error {
-	m := meetings.Get().(*meeting)
+func (a *combine) run(p *port) error {
+	e, m := p.e, meetings.Get().(*meeting)
 	err := m.combine(e, (*kernels.Combine)(a))
 	m.put()
 	if a.Done != nil {
@@ -30,13 +30,13 @@ func (a *combine) run(e *Engine) error {
 // CombineBackward launches the kernel for the gradients of Combine on s, or runs it at once when s is nil. Every rank of
 // the heap must launch its part. On a stream the error is the stream's.
 func (e *Engine) CombineBackward(s device.Stream, a *kernels.CombineBackward) error {
-	return e.launch(s, (*combineBackward)(a))
+	return e.bare.launch(s, (*combineBackward)(a))
 }
 
 type combineBackward kernels.CombineBackward
 
-func (a *combineBackward) run(e *Engine) error {
-	m := meetings.Get().(*meeting)
+func (a *combineBackward) run(p *port) error {
+	e, m := p.e, meetings.Get().(*meeting)
 	err := m.combineBackward(e, (*kernels.CombineBackward)(a))
 	m.put()
 	if a.Done != nil {
