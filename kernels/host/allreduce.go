@@ -79,7 +79,7 @@ func (x *reducing) run(p *port, a *kernels.Reduction) error {
 	count := e.word(x.me, c.Epoch())
 	x.epoch = count.Load() + 1
 	count.Store(x.epoch)
-	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
+	x.w.begin(e, call{opReduceFirst + opcode(a.Call.Collective) - 1, c.Epoch(), x.epoch}, a.Timeout)
 	if c.Size == 1 {
 		move(a.Dst.Mem, a.Src.Mem)
 		return nil

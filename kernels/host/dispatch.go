@@ -71,10 +71,10 @@ func sized[T any](v []T, n int) []T {
 // begin counts the call.
 func (m *meeting) begin(e *Engine, l *kernels.Lanes, op kernels.MoEOp, timeout time.Duration) {
 	m.e, m.lanes, m.op = e, l, op
-	m.w.e, m.w.timeout, m.w.polls = e, timeout, 0
 	count := e.word(e.space.Rank, l.Epoch())
 	m.epoch = count.Load() + 1
 	count.Store(m.epoch)
+	m.w.begin(e, call{opMoEFirst + opcode(op), l.Epoch(), m.epoch}, timeout)
 	n := e.space.Size
 	m.calls, m.read, m.write = sized(m.calls, n), sized(m.read, n), sized(m.write, n)
 }

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"fmt"
 	"runtime"
 	"time"
 
@@ -27,13 +28,21 @@ const (
 // that did.
 type waiter struct {
 	e        *Engine
+	call     call
 	timeout  time.Duration
 	since    time.Time // of the first idle pass after work
 	polls    int
-	near     bool // the peer waited for needs our core
+	other    uint64    // the call in which the peer waited for is instead,
+	seen     time.Time // and since when
+	near     bool      // the peer waited for needs our core
 	sleeper  kernels.Sleeper
 	entered  bool
 	doorbell uint32
+}
+
+// begin is the beginning of a call.
+func (w *waiter) begin(e *Engine, c call, timeout time.Duration) {
+	w.e, w.call, w.timeout, w.polls, w.other = e, c, timeout, 0, 0
 }
 
 func (w *waiter) busy() {
@@ -45,11 +54,12 @@ func (w *waiter) leave() {
 	if w.entered {
 		w.entered = false
 		w.e.leave(&w.sleeper)
+		w.e.peers[w.e.space.Rank].waiting.CompareAndSwap(w.call.word(), 0)
 	}
 }
 
-// idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted or comm.ErrTimeout
-// when the wait is over without success.
+// idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted, comm.ErrTimeout or
+// comm.ErrMismatch when the wait is over without success.
 func (w *waiter) idle(peer int) error {
 	w.polls++
 	if w.e.step != nil {
@@ -80,12 +90,16 @@ func (w *waiter) idle(peer int) error {
 		return comm.ErrAborted
 	}
 	if waited > w.timeout {
-		return comm.ErrTimeout
+		return fmt.Errorf("%w after %v: %s", comm.ErrTimeout, w.timeout, w.doing(peer))
 	}
 	if !w.entered {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)
+		w.e.peers[w.e.space.Rank].waiting.Store(w.call.word())
 		return nil // the caller looks once more, now that peers know
+	}
+	if err := w.elsewhere(peer); err != nil {
+		return err
 	}
 	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-waited+time.Microsecond))
 	w.doorbell = w.e.doorbell.Load()
