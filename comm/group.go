@@ -17,7 +17,7 @@ import (
 // Group is one rank's end of a group of ranks that have met. Its methods may
 // be called from several goroutines.
 //
-// AllGather, Barrier, Share, ExchangeFDs, Split and Shrink are collective:
+// AllGather, Barrier, Share, ExchangeFDs, Split, Admit and Shrink are collective:
 // every rank of the group calls them, in the same order. Ranks that call
 // different things at the same place get [ErrMismatch]; ranks are matched by
 // call number, so calls from several goroutines of one rank need an order of

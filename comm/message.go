@@ -24,7 +24,8 @@ const (
 	opExchangeFDs opcode = 4
 	opSplit       opcode = 5
 	opJoin        opcode = 6
-	opLast               = opJoin
+	opAdmit       opcode = 7
+	opLast               = opAdmit
 )
 
 func (o opcode) String() string {
@@ -41,6 +42,8 @@ func (o opcode) String() string {
 		return "split"
 	case opJoin:
 		return "join"
+	case opAdmit:
+		return "admit"
 	default:
 		return "unknown call"
 	}
