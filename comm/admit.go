@@ -55,6 +55,14 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
+	// How it ended is agreed on apart. Others may begin with that before this rank does.
+	verdict, err := g.n.register(groupID(g.id, "admitted", c.seq, 0), g.name, 0)
+	if err != nil {
+		g.giveUp(c)
+		return nil, err
+	}
+	defer verdict.Close()
+	g.n.activate(verdict, g.members)
 	parts, err := g.finish(ctx, c, m)
 	switch {
 	case refused != nil:
@@ -68,17 +76,52 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 		}
 	}
 	cfg.gid = groupID(g.id, "admit", c.seq, 0)
-	ctx, cancel := context.WithCancelCause(ctx)
+	whole, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer g.OnFailure(func(err error) { cancel(err) })()
-	next, err := join(ctx, cfg)
-	if err == nil {
-		return next, nil
+	next, err := join(whole, cfg)
+	if err == nil && ctx.Err() == nil {
+		cfg.Logger.Info("newcomers admitted", "group", g.name, "rank", g.rank, "size", next.Size())
 	}
-	if gerr := g.Err(); gerr != nil {
-		return nil, gerr
+	failed, verr := verdict.settle(ctx, err != nil)
+	if verr == nil && !failed {
+		return next, nil // which may have lost ranks by now, as all will find
 	}
-	return nil, joinError(err)
+	if next != nil {
+		next.Close()
+	}
+	switch {
+	case g.Err() != nil:
+		return nil, g.Err()
+	case err != nil:
+		return nil, joinError(err)
+	case verr != nil:
+		return nil, verr
+	}
+	return nil, fmt.Errorf("%w: a rank could not connect to all others", ErrAborted)
+}
+
+// settleGrace is how long ranks may take to agree when their context has ended.
+const settleGrace = time.Second
+
+// settle has the ranks that are left agree on whether a joint action has failed:
+// it has if one of them says so. All get the same answer, also when ranks are
+// lost meanwhile.
+func (g *Group) settle(ctx context.Context, failed bool) (bool, error) {
+	if ctx.Err() != nil {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(context.WithoutCancel(ctx), settleGrace)
+		defer cancel()
+	}
+	g.n.mu.Lock()
+	g.shrink.extra = failed
+	g.n.mu.Unlock()
+	dec, err := g.agree(ctx)
+	if err != nil {
+		return true, err
+	}
+	g.tell(message{kind: kindShrink, gid: g.id, decided: true, data: dec.encode()}, nil)
+	return dec.has(len(g.members)), nil
 }
 
 // admission is what a rank has called Admit with, in words.

@@ -16,12 +16,16 @@ import (
 // and the next round begins. A rank that decides says so to all before it
 // returns, and a rank that hears of a decision adopts it and says so as well.
 // So a rank can decide something else only when all who had decided are gone.
+//
+// One bit more is united in the same way, for what else ranks have to agree on
+// though some of them are lost: Admit has each say there whether it failed.
 type shrinking struct {
 	busy  bool
 	next  *Group // registered in the first call
 	round uint64 // 0 before the first
 	said  rankSet
 	heard map[uint64]map[int]rankSet
+	extra bool    // this rank is for what the bit after the ranks' says
 	dec   rankSet // nil until decided
 	made  bool
 	wake  chan struct{}
@@ -31,7 +35,7 @@ type shrinking struct {
 // malformed set is ignored: its sender is authenticated, and the deadline of the
 // call covers the rest.
 func (s *shrinking) take(size, rank int, m message) rankSet {
-	set, err := decodeRankSet(m.data, size)
+	set, err := decodeRankSet(m.data, size+1)
 	if err != nil {
 		return nil
 	}
@@ -262,9 +266,12 @@ func (g *Group) shrinkAbsent() []int {
 	return out
 }
 
-// goneRanks is whom this rank believes gone. The caller holds n.mu.
+// goneRanks is whom this rank believes gone, and the extra bit. The caller holds n.mu.
 func (g *Group) goneRanks() rankSet {
-	set := newRankSet(len(g.members))
+	set := newRankSet(len(g.members) + 1)
+	if g.shrink.extra {
+		set.set(len(g.members))
+	}
 	for r, w := range g.members {
 		if g.left[w] || g.out[w] || g.n.gone[w] != nil {
 			set.set(r)

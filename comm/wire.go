@@ -102,7 +102,7 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 		}
 	case kindShrink:
 		allowed = flagDecided
-		if h.length > MaxSize/8 {
+		if h.length > MaxSize/8+1 {
 			return bad("a set of %d bytes", h.length)
 		}
 	case kindFail:
