@@ -18,7 +18,7 @@ import (
 // Group is one rank's end of a group of ranks that have met. Its methods may
 // be called from several goroutines.
 //
-// AllGather, Barrier, Share, ExchangeFDs, Split and Shrink are collective:
+// AllGather, Barrier, Share, ExchangeFDs, Split, Admit and Shrink are collective:
 // every rank of the group calls them, in the same order. Ranks that call
 // different things at the same place get [ErrMismatch]; ranks are matched by
 // call number, so calls from several goroutines of one rank need an order of
@@ -434,6 +434,7 @@ func (g *Group) begin(op opcode) (*call, error) {
 
 // finish sends this rank's part and waits for the others'.
 func (g *Group) finish(ctx context.Context, c *call, m message) ([]message, error) {
+	began := time.Now()
 	m.kind, m.op, m.gid, m.seq = kindData, c.op, g.id, c.seq
 	fds := m.fds
 	m.fds = nil
@@ -495,8 +496,21 @@ func (g *Group) finish(ctx context.Context, c *call, m message) ([]message, erro
 		return nil, g.opError(c.op, c.seq)
 	case <-ctx.Done():
 		missing := g.giveUp(c)
-		return nil, fmt.Errorf("comm: %s: call %d of %s, waiting for ranks %v: %w", c.op, c.seq, g, missing, ctxErr(ctx))
+		return nil, g.waitError(ctx, c.op.String(), c.seq, missing, time.Since(began))
 	}
+}
+
+// waitError is the error of a call that waited for ranks when its context ended.
+func (g *Group) waitError(ctx context.Context, op string, seq uint64, missing []int, waited time.Duration) error {
+	err := ctxErr(ctx)
+	if errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, ErrTimeout) {
+		err = fmt.Errorf("%w: %w", ErrTimeout, err)
+	}
+	text := fmt.Sprintf("call %d of %s, after %v, waiting for ranks %v", seq, g, waited.Round(time.Millisecond), missing)
+	if len(missing) == 0 {
+		return fmt.Errorf("comm: %s: %s: %w", op, text, err)
+	}
+	return &PeerError{Rank: missing[0], Op: op, Epoch: seq, Err: fmt.Errorf("%w: %s (stopped, busy with something else, or not in this call)", err, text)}
 }
 
 // dup duplicates fds for one receiver. If it cannot, the message is poisoned.
@@ -637,8 +651,13 @@ func (g *Group) handle(from int, m message) (then func()) {
 		}
 		return func() { g.failed(f, true) }
 	case kindShrink:
-		g.shrink.take(len(g.members), r, m)
+		out := g.shrink.take(len(g.members), r, m)
 		g.signalShrink()
+		if out.has(g.rank) && !g.out[g.n.id] {
+			return func() {
+				g.failed(&failure{code: failLost, culprit: g.n.id, detail: fmt.Sprintf("rank %d goes on without this rank", r)}, false)
+			}
+		}
 	default:
 		m.drop()
 	}
@@ -752,6 +771,8 @@ func (g *Group) errorOf(f *failure) error {
 		err = wrapDetail(ErrPeerLost, cmp.Or(detail, "it has closed its end of "+g.name))
 	case failMismatch:
 		err = wrapDetail(ErrMismatch, detail)
+	case failAbsent:
+		err = fmt.Errorf("%w %s", ErrTimeout, detail)
 	default:
 		err = fmt.Errorf("%w: %w", ErrAborted, f.cause)
 	}

@@ -135,7 +135,7 @@ func (p *port) err() error {
 	case faultAborted:
 		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: comm.ErrAborted}
 	default:
-		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: kernels.TimedOut(0, "")}
+		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: fmt.Errorf("%w: most often that rank makes another call here, comes later, or hangs", comm.ErrTimeout)}
 	}
 }
 

@@ -69,8 +69,6 @@ func (x *reducing) reset() {
 	x.met, x.mine, x.reduced = 0, 0, 0
 }
 
-func (x *reducing) name() (string, uint64) { return x.a.Operation(), x.epoch }
-
 func (x *reducing) sizes(int) string { return x.a.Call.String() }
 
 func (x *reducing) run(p *port, a *kernels.Reduction) error {
@@ -83,7 +81,7 @@ func (x *reducing) run(p *port, a *kernels.Reduction) error {
 	count := e.word(x.me, c.Epoch())
 	x.epoch = count.Load() + 1
 	count.Store(x.epoch)
-	x.w.begin(e, x, a.Timeout)
+	x.w.begin(e, x, call{opReduceFirst + opcode(a.Call.Collective) - 1, c.Epoch(), x.epoch}, a.Timeout)
 	if c.Size == 1 {
 		move(a.Dst.Mem, a.Src.Mem)
 		return nil

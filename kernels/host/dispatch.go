@@ -68,17 +68,15 @@ func sized[T any](v []T, n int) []T {
 	return v[:n]
 }
 
-func (m *meeting) name() (string, uint64) { return m.op.String(), m.epoch }
-
 func (m *meeting) sizes(int) string { return "" }
 
 // begin counts the call.
 func (m *meeting) begin(e *Engine, l *Lanes, op kernels.MoEOp, timeout time.Duration) {
 	m.e, m.lanes, m.op = e, l, op
-	m.w.begin(e, m, timeout)
 	count := e.word(e.space.Rank, l.Epoch())
 	m.epoch = count.Load() + 1
 	count.Store(m.epoch)
+	m.w.begin(e, m, call{opMoEFirst + opcode(op), l.Epoch(), m.epoch}, timeout)
 	n := e.space.Size
 	m.calls, m.read, m.write = sized(m.calls, n), sized(m.read, n), sized(m.write, n)
 }

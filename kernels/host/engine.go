@@ -44,6 +44,7 @@ const coreCacheBytes = 3 << 20
 
 type peer struct {
 	doorbell, sleepers, core *atomic.Uint32
+	waiting                  *atomic.Uint64
 }
 
 // New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
@@ -63,6 +64,7 @@ func New(space kernels.Space, why func() error) *Engine {
 		seg := space.Segment(p)
 		w := &e.peers[p]
 		w.doorbell, w.sleepers, w.core = shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset), shm.Word32(seg, kernels.CoreOffset)
+		w.waiting = shm.Word(seg, kernels.WaitingOffset)
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
 	e.bare.e = e

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"fmt"
 	"runtime"
 	"time"
 
@@ -29,28 +30,26 @@ const (
 // that did.
 type waiter struct {
 	e        *Engine
-	call     waiting
+	call     call
+	with     sizer
 	timeout  time.Duration
 	since    time.Time     // of the first idle pass after work
 	told     time.Duration // how long it had waited when it last told
 	polls    int
-	near     bool // the peer waited for needs our core
+	other    uint64    // the call in which the peer waited for is instead,
+	seen     time.Time // and since when
+	near     bool      // the peer waited for needs our core
 	sleeper  kernels.Sleeper
 	entered  bool
 	doorbell uint32
 }
 
-// waiting is the call that a kernel makes.
-type waiting interface {
-	// name is the operation and the call's number.
-	name() (op string, epoch uint64)
-	// sizes is what the call exchanges with a peer, in words.
-	sizes(peer int) string
-}
+// sizer says what a call exchanges with a peer, in words; nothing where that is not known.
+type sizer interface{ sizes(peer int) string }
 
-// begin is called before the first pass.
-func (w *waiter) begin(e *Engine, call waiting, timeout time.Duration) {
-	w.e, w.call, w.timeout, w.polls = e, call, timeout, 0
+// begin is the beginning of a call.
+func (w *waiter) begin(e *Engine, with sizer, c call, timeout time.Duration) {
+	w.e, w.with, w.call, w.timeout, w.polls, w.other = e, with, c, timeout, 0, 0
 }
 
 func (w *waiter) busy() {
@@ -62,11 +61,12 @@ func (w *waiter) leave() {
 	if w.entered {
 		w.entered = false
 		w.e.leave(&w.sleeper)
+		w.e.peers[w.e.space.Rank].waiting.CompareAndSwap(w.call.word(), 0)
 	}
 }
 
-// idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted or comm.ErrTimeout
-// when the wait is over without success.
+// idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted, comm.ErrTimeout or
+// comm.ErrMismatch when the wait is over without success.
 func (w *waiter) idle(peer int) error {
 	w.polls++
 	if w.e.step != nil {
@@ -97,7 +97,7 @@ func (w *waiter) idle(peer int) error {
 		return comm.ErrAborted
 	}
 	if waited > w.timeout {
-		return kernels.TimedOut(w.timeout, w.call.sizes(peer))
+		return fmt.Errorf("%w after %v%s: %s", comm.ErrTimeout, w.timeout, w.sizes(peer), w.doing(peer))
 	}
 	if waited >= w.told+w.e.tellEvery {
 		w.tell(peer, waited)
@@ -105,20 +105,31 @@ func (w *waiter) idle(peer int) error {
 	if !w.entered {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)
+		w.e.peers[w.e.space.Rank].waiting.Store(w.call.word())
 		return nil // the caller looks once more, now that peers know
+	}
+	if err := w.elsewhere(peer); err != nil {
+		return err
 	}
 	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-waited+time.Microsecond))
 	w.doorbell = w.e.doorbell.Load()
 	return nil
 }
 
-// tell logs for whom this rank waits, and in which call.
+// sizes is what this call exchanges with peer, in parentheses.
+func (w *waiter) sizes(peer int) string {
+	if s := w.with.sizes(peer); s != "" {
+		return " (" + s + ")"
+	}
+	return ""
+}
+
+// tell logs for whom this rank waits, and what can be seen of that rank.
 func (w *waiter) tell(peer int, waited time.Duration) {
 	w.told = waited
 	if log := w.e.space.Log; log != nil {
-		op, epoch := w.call.name()
-		log.Info("waiting for a rank", "rank", w.e.space.Rank, "for", peer, "op", op, "call", epoch, "sizes", w.call.sizes(peer),
-			"waited", waited.Round(time.Second), "timeout", w.timeout)
+		log.Info("waiting", "rank", w.e.space.Rank, "for", peer, "call", fmt.Sprintf("%d, %v%s", w.call.epoch, w.call.op, w.sizes(peer)),
+			"waited", waited.Round(time.Second), "timeout", w.timeout, "seen", w.doing(peer))
 	}
 }
 
