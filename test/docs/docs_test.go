@@ -126,14 +126,7 @@ func excerpt(t *testing.T, file, source string, names []string) string {
 		switch d := d.(type) {
 		case *ast.FuncDecl:
 			doc = d.Doc
-			called = append(called, d.Name.Name)
-			if d.Recv != nil {
-				kind := d.Recv.List[0].Type
-				if p, ok := kind.(*ast.StarExpr); ok {
-					kind = p.X
-				}
-				called[0] = kind.(*ast.Ident).Name + "." + d.Name.Name
-			}
+			called = append(called, receiver(d)+d.Name.Name)
 		case *ast.GenDecl:
 			doc = d.Doc
 			for _, s := range d.Specs {
@@ -338,5 +331,82 @@ func TestPictures(t *testing.T) {
 		name := "docs/images/" + filepath.Base(f)
 		require.Equal(t, string(b), read(t, name), "%s: go run ./test/docs/pictures", name)
 		require.Contains(t, read(t, "README.md"), "("+name+")")
+	}
+}
+
+// What pages mention of this module's packages is there: names like comm.Join, and fields and methods like memory.Options.SegmentBytes.
+func TestNamesExist(t *testing.T) {
+	exported := map[string]map[string]bool{}
+	for _, p := range []string{"comm", "memory", "device", "dispatch", "alltoallv", "allreduce", "kernels"} {
+		exported[p] = names(t, filepath.Join(root, p))
+	}
+	mention := regexp.MustCompile(`\b(comm|memory|device|dispatch|alltoallv|allreduce|kernels)\.([A-Z]\w*)((?:\.|\{)([A-Z]\w*))?`)
+	for _, page := range pages(t) {
+		for _, m := range mention.FindAllStringSubmatch(fence.ReplaceAllString(read(t, page), ""), -1) {
+			require.True(t, exported[m[1]][m[2]], "%s: there is no %s.%s", page, m[1], m[2])
+			if m[4] != "" {
+				require.True(t, exported[m[1]][m[2]+"."+m[4]], "%s: there is no %s.%s.%s", page, m[1], m[2], m[4])
+			}
+		}
+	}
+}
+
+// names are the exported names of a package: Name, and Type.Field or Type.Method.
+func names(t *testing.T, dir string) map[string]bool {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(dir, "*.go"))
+	require.NoError(t, err)
+	all := map[string]bool{}
+	for _, f := range files {
+		if strings.HasSuffix(f, "_test.go") {
+			continue
+		}
+		parsed, err := parser.ParseFile(token.NewFileSet(), f, nil, parser.SkipObjectResolution)
+		require.NoError(t, err)
+		for _, d := range parsed.Decls {
+			switch d := d.(type) {
+			case *ast.FuncDecl:
+				all[receiver(d)+d.Name.Name] = true
+			case *ast.GenDecl:
+				for _, s := range d.Specs {
+					switch s := s.(type) {
+					case *ast.TypeSpec:
+						all[s.Name.Name] = true
+						if st, ok := s.Type.(*ast.StructType); ok {
+							for _, field := range st.Fields.List {
+								for _, n := range field.Names {
+									all[s.Name.Name+"."+n.Name] = true
+								}
+							}
+						}
+					case *ast.ValueSpec:
+						for _, n := range s.Names {
+							all[n.Name] = true
+						}
+					}
+				}
+			}
+		}
+	}
+	return all
+}
+
+// receiver is the type of a method and a dot, nothing for a function.
+func receiver(d *ast.FuncDecl) string {
+	if d.Recv == nil {
+		return ""
+	}
+	kind := d.Recv.List[0].Type
+	for {
+		switch k := kind.(type) {
+		case *ast.StarExpr:
+			kind = k.X
+		case *ast.IndexExpr:
+			kind = k.X
+		case *ast.Ident:
+			return k.Name + "."
+		default:
+			return ""
+		}
 	}
 }
