@@ -2,7 +2,6 @@ package kernels
 
 import (
 	"fmt"
-	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 )
@@ -14,7 +13,8 @@ type RowLayout uint8
 // source rank, then token, then choice. The others are token-major: a token has one row on a rank however many of its
 // experts are there, and rows are ordered by source rank, then token.
 const (
-	// FlatRows: an expert's rows follow those of the expert before, from a multiple of MoE.Align on. Padding inside an expert's last multiple is zero.
+	// FlatRows: an expert's rows follow those of the expert before, from a multiple of MoE.Align on. Padding inside an expert's
+	// last multiple is zero.
 	FlatRows RowLayout = iota
 	// PaddedRows: [local experts, MoE.Capacity]. Padding is zero.
 	PaddedRows
@@ -51,40 +51,42 @@ type ScaleFormat uint8
 const (
 	// Float32Scales: a float32, by which the value is multiplied.
 	Float32Scales ScaleFormat = iota
-	// UE8M0Scales: the biased exponent of a power of two (2^(e-127), 255 is NaN), four of them in an int32, the first in the low byte.
-	// Those after the row's last are 0.
+	// UE8M0Scales: the biased exponent of a power of two (2^(e-127), 255 is NaN), four of them in an int32, the first in the
+	// low byte. Those after the row's last are 0.
 	UE8M0Scales
 )
 
-// Scales says how the scales beside rows of a quantised type lie, and how an engine makes them. For a block of elements x of a token:
+// Scales says how the scales beside rows of a quantized type lie, and how an engine makes them. For a block of elements x of a
+// token:
 //
 //   - a is the largest |x|, at least 1e-4 (as float32); with a NaN in the block it is NaN;
-//   - the scale is s = a/448, rounded to float32; with UE8M0Scales it is the least power of two that is not below that (NaN above the largest);
-//   - an element is x*(448/a), the quotient and the product each rounded to float32, with UE8M0Scales x/s; then rounded to nearest even to
-//     Float8E4M3. With a NaN or infinity in a block its elements times its scale are NaN.
+//   - the scale is s = a/448, rounded to float32; with UE8M0Scales it is the least power of two that is not below that (NaN
+//     above the largest);
+//   - an element is x*(448/a), the quotient and the product each rounded to float32, with UE8M0Scales x/s; then rounded to
+//     nearest even to Float8E4M3. With a NaN or infinity in a block its elements times its scale are NaN.
 type Scales struct {
 	// Block is how many elements of a row have one scale; the row's last block may be shorter. 0: there are no scales.
 	Block  int
 	Format ScaleFormat
 	// Columns puts the scales of the output in column-major order: all rows' first scale word, then all rows' second. For
-	// PaddedRows and SlabRows that is within each expert, [local experts, words, capacity], else [words, MoE.Rows]. What the caller gives
-	// beside tokens is row-major always.
+	// PaddedRows and SlabRows that is within each expert, [local experts, words, capacity], else [words, MoE.Rows]. What the
+	// caller gives beside tokens is row-major always.
 	Columns bool
 }
 
 // MoE describes one dispatcher. It is equal on all ranks but for Rank and places, and does not change while it lives.
 type MoE struct {
 	Rank, Ranks int
-	// Experts is how many experts there are; First[r] to First[r+1] are the slots of rank r, each of which holds one expert at a time. An
-	// expert may have slots on several ranks.
+	// Experts is how many experts there are; First[r] to First[r+1] are the slots of rank r, each of which holds one expert at
+	// a time. An expert may have slots on several ranks.
 	Experts int
 	First   []int32
 	// TopK is how many choices a token has, MaxTokens how many tokens one rank in a call, Hidden how many elements a row.
 	TopK, MaxTokens, Hidden int
 	// IndexBytes is the size of an expert index, 4 or 8; -1 masks a choice.
 	IndexBytes int
-	// Tokens is the type of the tokens that are dispatched. Rows is what arrives: the same, or Float8E4M3 where the engine quantises.
-	// Sums is the type of the rows and tokens of Combine and both backward calls.
+	// TokenType is the type of the tokens that are dispatched. RowType is what arrives: the same, or Float8E4M3 where the
+	// engine quantizes. SumType is the type of the rows and tokens of Combine and both backward calls.
 	TokenType, RowType, SumType DType
 	// Scales of the rows that are dispatched; they are given beside the tokens when TokenType is Float8E4M3 and made by the engine
 	// when only RowType is.
@@ -108,18 +110,11 @@ type MoE struct {
 	Placement Buffer
 	// Counters are 64-bit words that only grow, see CounterWords. They are zero at first.
 	Counters Buffer
-	// Control is the engine's block: MoELayout.Control bytes, at the same place of every rank's segment, of which the first
-	// MoELayout.Zero are zero before the first call.
-	Control Buffer
+	// Handles is the memory of all handles, at the same places of every rank's segment.
+	Handles []MoEHandle
 }
 
-// MoELayout is the memory that an engine wants for one dispatcher.
-type MoELayout struct {
-	Control, Zero int64 // bytes of the control block with its staging, and how many at its start must be zero
-	State         int64 // bytes of each handle's State, which are zero at first
-}
-
-// Slots is how many slots all ranks have together, Local how many rank r has.
+// Slots is how many slots all ranks have together.
 func (m *MoE) Slots() int { return int(m.First[m.Ranks]) }
 
 // Local is how many slots rank r has.
@@ -133,7 +128,7 @@ func (m *MoE) MostLocal() (most int) {
 	return most
 }
 
-// TokenBytes, RowBytes and SumBytes are the sizes of one token, one row of a dispatch and one of a combine.
+// TokenBytes is the size of a token.
 func (m *MoE) TokenBytes() int64 { return int64(m.Hidden) * m.TokenType.Size() }
 
 // RowBytes is the size of a row of a dispatch's output.
@@ -142,8 +137,8 @@ func (m *MoE) RowBytes() int64 { return int64(m.Hidden) * m.RowType.Size() }
 // SumBytes is the size of a row or token of Combine and the backward calls.
 func (m *MoE) SumBytes() int64 { return int64(m.Hidden) * m.SumType.Size() }
 
-// Quantises reports whether the engine makes float8 of what it is given.
-func (m *MoE) Quantises() bool { return m.RowType != m.TokenType }
+// Quantizes reports whether the engine makes float8 of what it is given.
+func (m *MoE) Quantizes() bool { return m.RowType != m.TokenType }
 
 // ScaleBlocks is how many scales a row has.
 func (m *MoE) ScaleBlocks() int {
@@ -177,43 +172,47 @@ func (m *MoE) WeightsPerRow() int {
 	return 1
 }
 
-// Counter words: first Experts of them count the choices of this rank's tokens for each expert, the next Ranks the bytes of rows and scales that
-// this rank has sent to each rank or let it read, the last Ranks the nanoseconds that it has waited for each.
+// Counter words: first Experts of them count the choices of this rank's tokens for each expert, the next Ranks the bytes of
+// rows and scales that this rank has sent to each rank or let it read, the last Ranks the nanoseconds that it has waited for
+// each.
 func (m *MoE) CounterWords() int { return m.Experts + 2*m.Ranks }
 
 // MoEHandle is the memory of one dispatch: where its tokens went, and what this rank's experts got. It lies in the
 // dispatcher's memory and is used again after a release. For one dispatch different ranks may use handles of different
-// Index. All of it has fixed sizes, so that launches can be captured and replayed with other routing; what is beyond the
+// numbers. All of it has fixed sizes, so that launches can be captured and replayed with other routing; what is beyond the
 // rows that a dispatch made is undefined.
 //
 // A handle is in one call at a time. Different handles of a dispatcher may be between Send and Receive at the same time.
 type MoEHandle struct {
-	Index int
-	// State is the engine's, MoELayout.State bytes: the routing as Combine and the backward calls need it.
-	State Buffer
+	// State and Staging are the engine's: the routing as Combine and the backward calls need it, signals, rows on their way.
+	// State is zero at first, Staging is not.
+	State, Staging Buffer
 	// Rows is [MoE.Rows, Hidden]; Scales beside it are [MoE.Rows, ScaleWords] of 4 bytes, or as Scales.Columns says.
 	Rows, Scales Buffer
-	// Counts are 32-bit: for each slot of this rank how many choices came. Offsets are 32-bit: the first row of each group, and one more, behind the
-	// last group's last row, padding inside groups included. RankCounts are 32-bit: how many rows came from each rank.
+	// Counts are 32-bit: for each slot of this rank how many choices came. Offsets are 32-bit: the first row of each group, and
+	// one more, behind the last group's last row, padding inside groups included. RankCounts are 32-bit: how many rows came
+	// from each rank.
 	Counts, Offsets, RankCounts Buffer
-	// Indices is for token-major layouts: [MoE.Rows, TopK] of 64-bit integers, the local number of each choice's expert, -1 for choices that are
-	// masked or went to other ranks.
+	// Indices is for token-major layouts: [MoE.Rows, TopK] of 64-bit integers, the local number of each choice's expert, -1 for
+	// choices that are masked or went to other ranks.
 	Indices Buffer
-	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 0 where Indices is -1; 1 where none was given.
+	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1.
 	Weights Buffer
-	// Sources are pairs of 32-bit integers for each row: the rank it came from and the number of the token there; -1, -1 in padding that is zero.
+	// Sources are pairs of 32-bit integers for each row: the rank it came from and the number of the token there; -1, -1 in
+	// padding that is zero.
 	Sources Buffer
-	// Landed are 32-bit words, one for each slot: how many of its rows have landed. A dispatch sets them to zero before it lets any peer write, and
-	// each is added to (with release at system scope) after the rows it counts, so a reader that finds (with acquire) a word equal to
-	// Counts may read all rows of the slot. Counts are written before Send ends. Empty unless MoE.Landed is set; expert-major only.
+	// Landed are 32-bit words, one for each slot: how many of its rows have landed. A dispatch sets them to zero before it lets
+	// any peer write, and each is added to (with release at system scope) after the rows it counts, so a reader that finds
+	// (with acquire) a word equal to Counts may read all rows of the slot. Counts are written before Send ends. Empty unless
+	// MoE.Landed is set; expert-major only.
 	Landed Buffer
-	// Mapped is memory that host and device share, for callers who want counts on the host: MappedWords 32-bit words. It is empty unless
-	// asked for.
+	// Mapped is memory that host and device share, for callers who want counts on the host: MappedWords 32-bit words. It is
+	// empty unless asked for.
 	Mapped Buffer
 }
 
-// MappedWords is the length of MoEHandle.Mapped: a 64-bit word that takes the value of Dispatch.Ticket when the rest is there (release at system scope),
-// then copies of Counts, Offsets and RankCounts.
+// MappedWords is the length of MoEHandle.Mapped: a 64-bit word that takes the value of Dispatch.Ticket when the rest is there
+// (release at system scope), then copies of Counts, Offsets and RankCounts.
 func (m *MoE) MappedWords() int {
 	return 2 + m.Local(m.Rank) + m.Groups(m.Rank) + 1 + m.Ranks
 }
@@ -221,8 +220,8 @@ func (m *MoE) MappedWords() int {
 // Phase says which halves of a call a launch is.
 type Phase uint8
 
-// The halves. After Send the caller's inputs may be used again once the stream has got there, for all but the rows of a combine, which peers may read
-// until Receive; results are there after Receive.
+// The halves. After Send the caller's inputs may be used again once the stream has got there, for all but the rows of a
+// combine, which peers may read until Receive; results are there after Receive.
 const (
 	Send Phase = 1 << iota
 	Receive
@@ -249,17 +248,15 @@ func (o MoEOp) String() string {
 
 // MoECall is what every launch has. The engine uses it until it calls Done.
 type MoECall struct {
-	MoE    *MoE
-	Handle *MoEHandle
+	Handle int // of MoE.Handles
 	Op     MoEOp
 	Phase  Phase
 	// Tokens is the number of this rank's tokens in the dispatch that the call belongs to.
 	Tokens int
-	// Blocks bounds the multiprocessors that the launch takes; 0 is the engine's choice. The host engine runs on its caller or stream.
-	Blocks  int
-	Timeout time.Duration
-	// Done, when set, is called once, after the last use of this struct, with the kernel's error. A launch that could not be enqueued is not done.
-	Done func(error)
+	// Blocks bounds the multiprocessors that the launch takes; 0 is the engine's choice. The host engine runs on its caller or
+	// stream.
+	Blocks int
+	Launched
 }
 
 // Dispatch is one launch of the kernel that sends tokens to their experts. A token crosses to a rank once.
@@ -267,8 +264,8 @@ type Dispatch struct {
 	MoECall
 	// X is [tokens, Hidden] of TokenType, Scales beside it [tokens, ScaleWords] of 4 bytes where TokenType is Float8E4M3.
 	X, Scales Buffer
-	// Experts is [tokens, TopK] of IndexBytes, Weights [tokens, TopK] in float32 or none. A RedispatchOp has neither: it sends other tokens
-	// the same ways.
+	// Experts is [tokens, TopK] of IndexBytes, Weights [tokens, TopK] in float32 or none. A RedispatchOp has neither: it sends
+	// other tokens the same ways.
 	Experts, Weights Buffer
 	// Ticket is not 0 and what the engine leaves in the handle's Mapped when the counts are there.
 	Ticket uint64
@@ -279,18 +276,31 @@ type Weighting uint8
 
 // The weightings. In token-major layouts rows are never multiplied: the caller's row is its rank's partial sum.
 const (
-	Unweighted        Weighting = iota
-	DispatchedWeights           // those of the dispatch, 1 where it had none
-	GivenWeights                // RowWeights
+	DispatchedWeights Weighting = iota // those of the dispatch, 1 where it had none
+	GivenWeights                       // RowWeights
+	Unweighted
+	weightings
 )
+
+// Valid reports whether w is one of the constants.
+func (w Weighting) Valid() bool { return w < weightings }
+
+// String is like "dispatched weights".
+func (w Weighting) String() string {
+	if !w.Valid() {
+		return fmt.Sprintf("Weighting(%d)", uint8(w))
+	}
+	return [...]string{"dispatched weights", "given weights", "no weights"}[w]
+}
 
 // Combine is one launch of the kernel that brings rows back to their tokens, for CombineOp and DispatchBackwardOp.
 //
-// Every rank makes, for every token with rows there, a partial sum p = 0 + w1*row1 + w2*row2 + ... in ascending order of choices, in float32;
-// each product and each sum is rounded to nearest even on its own (no fused multiply-add; unweighted rows are multiplied by 1, which changes nothing).
-// The partial sum is rounded to SumType. That crosses, also to the rank itself. With Float8Partials it is instead quantised, from float32, by Quantise's rule with
-// blocks of 128 and float32 scales, and the value of an element is float32(q)*scale, rounded to float32. In token-major layouts the caller's row is that partial sum: it
-// crosses as it is, or quantised.
+// Every rank makes, for every token with rows there, a partial sum p = 0 + w1*row1 + w2*row2 + ... in ascending order of
+// choices, in float32; each product and each sum is rounded to nearest even on its own (no fused multiply-add; unweighted rows
+// are multiplied by 1, which changes nothing). The partial sum is rounded to SumType. That crosses, also to the rank itself.
+// With Float8Partials it is instead quantized, from float32, by the rule of Scales with blocks of 128 and float32 scales, and the
+// value of an element is float32(q)*scale, rounded to float32. In token-major layouts the caller's row is that partial sum: it
+// crosses as it is, or quantized.
 //
 // The token's rank sums y = 0 + p0 + p1 + ... over the ranks that have rows of the token, ascending, in float32, then adds Bias[0]
 // and Bias[1], and rounds to SumType once. A token with no row gets its biases, or 0.
@@ -301,30 +311,34 @@ type Combine struct {
 	Rows      Buffer // laid out like MoEHandle.Rows, of SumType; it may end with the last row of the dispatch
 	// RowWeights, beside Rows, are float32 [rows, WeightsPerRow]. They weigh rows with GivenWeights, and go to SumWeights.
 	RowWeights Buffer
-	// SumWeights, when set, is float32 [tokens, TopK] and gets for each choice the entry of RowWeights that lies beside it, 0 for masked ones.
+	// SumWeights, when set, is float32 [tokens, TopK] and gets for each choice the entry of RowWeights that lies beside it, 0
+	// for masked ones.
 	SumWeights Buffer
 	Bias       [2]Buffer // [tokens, Hidden] of SumType, or none
-	// Ready, when set, are 32-bit words, one for each group of the handle: the caller's kernel adds to them (release at system scope) after it has written
-	// so many rows. The rows of a group may be read when its word is not below their number (for expert-major layouts Counts, else RankCounts).
+	// Ready, when set, are 32-bit words, one for each group of the handle: the caller's kernel adds to them (release at system
+	// scope) after it has written so many rows. The rows of a group may be read when its word is not below their number (for
+	// expert-major layouts Counts, else RankCounts).
 	Ready Buffer
 }
 
-// CombineBackward is one launch of the kernel for the gradients of Combine: a row's gradient is w*dy[t] rounded to SumType, zero in padding that is zero in the
-// layout, and a weight's gradient is the inner product of its row and dy[t] in float32, see Dot. In token-major layouts a row's gradient is dy[t],
-// and there are no weights.
+// CombineBackward is one launch of the kernel for the gradients of Combine: a row's gradient is w*dy[t] rounded to SumType,
+// zero in padding that is zero in the layout, and a weight's gradient is the inner product of its row and dy[t] in float32, see
+// DotChains. In token-major layouts a row's gradient is dy[t], and there are no weights.
 type CombineBackward struct {
 	MoECall
 	Weighting   Weighting
 	DY          Buffer // [tokens, Hidden] of SumType
 	Rows, DRows Buffer // laid out like MoEHandle.Rows, of SumType: what Combine had, and the gradients. They may be the same memory
 	RowWeights  Buffer // with GivenWeights
-	// DWeights is float32, or none: [tokens, TopK], 0 for masked choices; with GivenWeights [rows], like RowWeights.
+	// DWeights is float32, or none: [tokens, TopK], 0 for masked choices; with GivenWeights [rows], like RowWeights, undefined
+	// in padding.
 	DWeights Buffer
 }
 
-// The inner product that CombineBackward makes: products are rounded to float32, and that of element i is added to chain i mod 256, in ascending
-// order of i, from 0. Then chain j takes, in this order, chains j+4, j+2, j+1 (within its eight), j+128, j+64, j+32, j+16 and j+8; the result is chain 0.
-// A thread of a warp that holds 8 neighbouring elements so sums by itself first.
+// The inner product that CombineBackward makes: products are rounded to float32, and that of element i is added to chain i mod
+// 256, in ascending order of i, from 0. Then chain j takes, in this order, chains j+4, j+2, j+1 (within its eight), j+128,
+// j+64, j+32, j+16 and j+8; the result is chain 0. A thread of a warp that holds 8 neighbouring elements so sums by itself
+// first.
 const DotChains = 256
 
 // OverflowError says that a dispatch does not fit. It is the same on every rank, nothing has been written, and the
@@ -342,7 +356,8 @@ func (e *OverflowError) Error() string {
 	if e.Expert < 0 {
 		return fmt.Sprintf("kernels: dispatch call %d: rank %d would get %d rows, its output holds %d", e.Call, e.Rank, e.Rows, e.Limit)
 	}
-	return fmt.Sprintf("kernels: dispatch call %d: expert %d on rank %d would get %d rows, its capacity is %d", e.Call, e.Expert, e.Rank, e.Rows, e.Limit)
+	return fmt.Sprintf("kernels: dispatch call %d: expert %d on rank %d would get %d rows, its capacity is %d",
+		e.Call, e.Expert, e.Rank, e.Rows, e.Limit)
 }
 
 // IndexError says that a rank's token has a choice that is no expert. It is the same on every rank, nothing has been moved, and the
@@ -369,13 +384,26 @@ type OrderError struct {
 	First, Here uint64 // CallWord of rank 0 and of Rank
 }
 
-// CallWord says in one word what a call is: its kind and the epoch of the dispatch whose routing it uses.
-func CallWord(o MoEOp, dispatch uint64) uint64 { return dispatch<<8 | uint64(o) }
+// CallWord says in one word what a call is: its kind, what a combine or its backward weighs with, and the epoch of the dispatch
+// whose routing it uses.
+func CallWord(o MoEOp, w Weighting, dispatch uint64) uint64 {
+	return dispatch<<8 | uint64(w)<<4 | uint64(o)
+}
+
+// CalledOp is the kind of call in a call word.
+func CalledOp(word uint64) MoEOp { return MoEOp(word & 0xf) }
 
 // Error states both calls.
 func (e *OrderError) Error() string {
-	return fmt.Sprintf("kernels: call %d: rank 0 is in %v of dispatch %d, rank %d in %v of dispatch %d",
-		e.Call, MoEOp(e.First&0xff), e.First>>8, e.Rank, MoEOp(e.Here&0xff), e.Here>>8)
+	return fmt.Sprintf("kernels: call %d: rank 0 is in %s, rank %d in %s", e.Call, callText(e.First), e.Rank, callText(e.Here))
+}
+
+func callText(word uint64) string {
+	op, w := CalledOp(word), Weighting(word>>4&0xf)
+	if op == CombineOp || op == CombineBackwardOp {
+		return fmt.Sprintf("%v with %v of dispatch %d", op, w, word>>8)
+	}
+	return fmt.Sprintf("%v of dispatch %d", op, word>>8)
 }
 
 // Unwrap is comm.ErrMismatch.

@@ -65,6 +65,8 @@ type Operation interface {
 type Layout struct {
 	// Bytes is the whole of it, and Zero how many at its start must be zero before the first launch.
 	Bytes, Zero int64
+	// State and Staging are the bytes of the buffers of these names in each of a dispatcher's handles.
+	State, Staging int64
 }
 
 // Traits is what plans may want to know of how a port moves bytes. It is this rank's: peers may have others.
@@ -154,9 +156,6 @@ func (m *MoE) Family() string { return "dispatch" }
 
 // Operation is the name of the call.
 func (c *MoECall) Operation() string { return c.Op.String() }
-
-// Finish calls Done, if it is set.
-func (c *MoECall) Finish(err error) { (&Launched{Done: c.Done}).Finish(err) }
 
 func (*IndexError) recoverable()    {}
 func (*OverflowError) recoverable() {}

@@ -66,6 +66,7 @@ type worker struct {
 	dispatcher *dispatch.Dispatcher
 	gradients  *allreduce.Buckets
 	reducer    *allreduce.Reducer
+	rowGrads   memory.Matrix[float32] // of the rows that the experts of this rank get
 }
 
 func train(ctx context.Context, group *comm.Group, m *model, lose int) (err error) {
@@ -84,6 +85,9 @@ func train(ctx context.Context, group *comm.Group, m *model, lose int) (err erro
 		return err
 	}
 
+	if w.rowGrads, err = memory.AllocMatrix[float32](w.heap, w.dispatcher.MaxRows(), hidden); err != nil {
+		return err
+	}
 	if err := w.catchUp(group, m); err != nil {
 		return err
 	}
@@ -117,17 +121,17 @@ func (w *worker) catchUp(group *comm.Group, m *model) error {
 // step trains on tokens of its own: the bias learns to make the result of the layer as small as it can be.
 func (w *worker) step(m *model, random *rand.Rand) error {
 	x := memory.NewMatrix[float32](tokens, hidden)
-	chosen, weights := make([]int32, tokens*topK), make([]float32, tokens*topK)
+	chosen, weights := memory.NewMatrix[int32](tokens, topK), memory.NewMatrix[float32](tokens, topK)
 	for t := range tokens {
 		for i := range x.Row(t) {
 			x.Row(t)[i] = 1 + m.bias[i]
 		}
-		first := random.IntN(experts) // your router
-		chosen[topK*t], chosen[topK*t+1] = int32(first), int32((first+1+random.IntN(experts-1))%experts)
-		weights[topK*t], weights[topK*t+1] = 0.5, 0.5
+		for k := range topK { // your router
+			chosen.Row(t)[k], weights.Row(t)[k] = int32(random.IntN(experts)), 1.0/topK
+		}
 	}
 
-	h, err := w.dispatcher.Dispatch(nil, x.View(), chosen, weights)
+	h, err := w.dispatcher.Dispatch(nil, dispatch.Tokens{X: x.View(), Experts: chosen.View(), Weights: weights.View()})
 	if err != nil {
 		return err
 	}
@@ -138,17 +142,18 @@ func (w *worker) step(m *model, random *rand.Rand) error {
 	}
 	w.experts(h, rows)
 	y := memory.NewMatrix[float32](tokens, hidden)
-	if err := w.dispatcher.Combine(nil, y.View(), rows.View(), h); err != nil {
+	if err := w.dispatcher.Combine(nil, y.View(), rows.View(), h, dispatch.CombineOptions{}); err != nil {
 		return err
 	}
 
-	dy, dRows := y, memory.NewMatrix[float32](rows.Rows(), hidden) // the loss is half the sum of squares
-	dWeights, dx := make([]float32, len(weights)), memory.NewMatrix[float32](tokens, hidden)
-	if err := w.dispatcher.CombineBackward(nil, dRows.View(), dWeights, dy.View(), rows.View(), h); err != nil {
+	dy := y // the loss is half the sum of squares
+	dWeights, dx := memory.NewMatrix[float32](tokens, topK), memory.NewMatrix[float32](tokens, hidden)
+	err = w.dispatcher.CombineBackward(nil, w.rowGrads.View(), dWeights.View(), dy.View(), rows.View(), h, dispatch.CombineOptions{})
+	if err != nil {
 		return err
 	}
-	w.experts(h, dRows) // they are linear, so backward is the same
-	if err := w.dispatcher.DispatchBackward(nil, dx.View(), dRows.View(), h); err != nil {
+	w.experts(h, w.rowGrads) // they are linear, so backward is the same
+	if err := w.dispatcher.DispatchBackward(nil, dx.View(), memory.View{}, w.rowGrads.View(), memory.View{}, h); err != nil {
 		return err
 	}
 
@@ -173,9 +178,9 @@ func (w *worker) step(m *model, random *rand.Rand) error {
 
 // experts applies the experts of this rank to their rows, in place. Expert e multiplies by 1 + e/10; yours do more.
 func (w *worker) experts(h *dispatch.Handle, rows memory.Matrix[float32]) {
+	first, n := memory.Of[int32](h.Offsets()), memory.Of[int32](h.Counts())
 	for i, expert := range h.LocalExperts() {
-		first, n := int(h.Offsets()[i]), int(h.Counts()[i])
-		of := rows.Slice(first, first+n).Data()
+		of := rows.Slice(int(first[i]), int(first[i]+n[i])).Data()
 		for k := range of {
 			of[k] *= 1 + float32(expert)/10
 		}

@@ -182,7 +182,7 @@ func TestACallThatWasRefusedCanBeRepeated(t *testing.T) {
 // dispatchCall sends one token to expert 0.
 func dispatchCall(d *dispatch.Dispatcher) func(device.Stream, bool) error {
 	return func(s device.Stream, bad bool) error {
-		h, err := d.Dispatch(s, memory.Host(make([]byte, 64)), []int32{int32(or(bad, 99, 0))}, []float32{1})
+		h, err := d.Dispatch(s, dispatch.Tokens{X: memory.Host(make([]byte, or(bad, 60, 64))), Experts: memory.Host(make([]byte, 4))})
 		if err == nil {
 			h.Release()
 		}

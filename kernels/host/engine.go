@@ -32,7 +32,6 @@ type Engine struct {
 	pullFrom   int64                         // the least message that is read in its sender's memory,
 	pullBytes  int64                         // and how much of it at once
 	tellEvery  time.Duration                 // between words about a wait
-	bare       port                          // of dispatch, until it has ports
 
 	mu    sync.Mutex
 	tasks []*task
@@ -67,7 +66,6 @@ func New(space kernels.Space, why func() error) *Engine {
 		w.waiting = shm.Word(seg, kernels.WaitingOffset)
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
-	e.bare.e = e
 	return e
 }
 

@@ -88,7 +88,7 @@ var floors = [][]string{
 
 // importers bounds who imports a package beyond what the floors say.
 var importers = map[string][]string{
-	"kernels/host":       {"memory", "dispatch", "test/explore"}, // plans know of no engine
+	"kernels/host":       {"memory", "test/explore"}, // plans know of no engine
 	"kernels/cuda":       {"memory"},
 	"internal/cuda":      {"device", "kernels/cuda", "memory", "internal/communicator", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
 	"internal/worldtest": {},                                                                         // only files of tests
