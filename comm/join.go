@@ -835,7 +835,8 @@ func (g *guest) fail(err error) error {
 	}
 	mine := failureOf(err, g.cfg.Rank)
 	g.s.conn.SetWriteDeadline(time.Now().Add(time.Second))
-	if g.s.send(noteFail, encodeFail(mine)) != nil || mine.code != failAbsent && mine.code != failLost {
+	_ = g.s.send(noteFail, encodeFail(mine)) // rank 0 may have said why, and left
+	if mine.code != failAbsent && mine.code != failLost {
 		return err
 	}
 	g.s.conn.SetReadDeadline(time.Now().Add(verdictGrace))
