@@ -767,10 +767,17 @@ func (m *meeting) visit(ctx context.Context) (_ *session, err error) {
 }
 
 func (g *guest) addrs(ctx context.Context) ([]string, error) {
-	stop := context.AfterFunc(ctx, func() { g.s.conn.SetReadDeadline(time.Unix(1, 0)) })
+	cut := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		g.s.conn.SetReadDeadline(time.Unix(1, 0))
+		close(cut)
+	})
 	kind, body, err := g.s.recv()
 	if !stop() {
-		return nil, g.absent(ctx, nil, "waiting for the other ranks")
+		<-cut // the connection is still to be read
+		if err != nil {
+			return nil, g.absent(ctx, nil, "waiting for the other ranks")
+		}
 	}
 	switch {
 	case err != nil:
