@@ -20,6 +20,9 @@ const (
 	// sleepFor bounds one sleep. Peers and the abort word wake a sleeper, this only bounds a wake-up that got lost with
 	// the process that owed it.
 	sleepFor = 5 * time.Millisecond
+	// A wait that ends so much later than its timeout was asleep; it goes on a little.
+	lateWake  = 100 * time.Millisecond
+	newsGrace = 200 * time.Millisecond
 	// spinsPerLook is how many polls pass between two looks at the clock.
 	spinsPerLook = 8
 )
@@ -32,6 +35,7 @@ type waiter struct {
 	timeout  time.Duration
 	since    time.Time // of the first idle pass after work
 	polls    int
+	woken    bool      // the wait has been prolonged
 	other    uint64    // the call in which the peer waited for is instead,
 	seen     time.Time // and since when
 	near     bool      // the peer waited for needs our core
@@ -42,7 +46,7 @@ type waiter struct {
 
 // begin is the beginning of a call.
 func (w *waiter) begin(e *Engine, c call, timeout time.Duration) {
-	w.e, w.call, w.timeout, w.polls, w.other = e, c, timeout, 0, 0
+	w.e, w.call, w.timeout, w.polls, w.other, w.woken = e, c, timeout, 0, 0, false
 }
 
 func (w *waiter) busy() {
@@ -88,6 +92,12 @@ func (w *waiter) idle(peer int) error {
 	}
 	if w.e.abort.Load() != 0 {
 		return comm.ErrAborted
+	}
+	if waited > w.timeout+lateWake && !w.woken {
+		// This process was stopped, perhaps, and why the group has failed is on its way.
+		w.woken = true
+		w.since = w.since.Add(waited - w.timeout + newsGrace)
+		return nil
 	}
 	if waited > w.timeout {
 		return fmt.Errorf("%w after %v: %s", comm.ErrTimeout, w.timeout, w.doing(peer))
