@@ -252,9 +252,10 @@ func FuzzNote(f *testing.F) {
 	f.Add([]byte("A\x00\x00\x00\x00"))
 	f.Add([]byte("R\x02\x00\x00\x00no"))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		n, err := readNote(bytes.NewReader(b), maxHost)
-		if err == nil {
-			require.True(t, bytes.HasPrefix(b, n))
+		s := &session{conn: &wire{in: bytes.NewReader(b)}, limit: maxHost}
+		if kind, body, err := s.recv(); err == nil {
+			require.Equal(t, b[0], byte(kind))
+			require.True(t, bytes.HasPrefix(b[sealedHead:], body))
 		}
 	})
 }

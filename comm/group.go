@@ -485,19 +485,41 @@ func (g *Group) finish(ctx context.Context, c *call, m message) ([]message, erro
 	}
 	select {
 	case <-c.p.ready:
-		return g.collect(c)
 	case <-g.done:
-		select {
-		case <-c.p.ready: // it was complete before the group ended
-			return g.collect(c)
-		default:
-		}
-		g.giveUp(c)
-		return nil, g.opError(c.op, c.seq)
 	case <-ctx.Done():
-		missing := g.giveUp(c)
-		return nil, g.waitError(ctx, c.op.String(), c.seq, missing, time.Since(began))
+		if overslept(ctx) {
+			select { // what has happened meanwhile is on its way
+			case <-c.p.ready:
+			case <-g.done:
+			case <-time.After(newsGrace):
+			}
+		}
 	}
+	select {
+	case <-c.p.ready: // perhaps before the group ended
+		return g.collect(c)
+	default:
+	}
+	missing := g.giveUp(c)
+	select {
+	case <-g.done:
+		return nil, g.opError(c.op, c.seq)
+	default:
+	}
+	return nil, g.waitError(ctx, c.op.String(), c.seq, missing, time.Since(began))
+}
+
+// A process that was stopped finds its deadlines passed when it wakes up, and
+// what others have sent it unread.
+const (
+	lateWake  = 50 * time.Millisecond
+	newsGrace = 200 * time.Millisecond
+)
+
+// overslept reports whether ctx ended when this process did not run.
+func overslept(ctx context.Context) bool {
+	d, ok := ctx.Deadline()
+	return ok && time.Since(d) > lateWake
 }
 
 // waitError is the error of a call that waited for ranks when its context ended.

@@ -199,7 +199,8 @@ type session struct {
 	hellos []byte
 	server bool
 	peer   hello
-	limit  int // of a note that is received
+	limit  int    // of a note that is received
+	in     []byte // of the note that is being received
 
 	sendMu sync.Mutex
 	sent   uint64
@@ -373,42 +374,51 @@ func (s *session) seal(fromServer bool, count uint64, b []byte) []byte {
 	return s.mac(s.secret, label, n[:], b)
 }
 
-// recv receives a note.
+// recv receives a note. After a deadline in the middle of one, the next call
+// goes on with it.
 func (s *session) recv() (note, []byte, error) {
-	b, err := readNote(s.conn, s.limit)
-	if err != nil {
+	if err := s.fill(sealedHead); err != nil {
 		return 0, nil, err
 	}
-	if s.secret != nil {
-		var sum [macSize]byte
-		if _, err := io.ReadFull(s.conn, sum[:]); err != nil {
-			return 0, nil, noEOF(err)
-		}
-		if !hmac.Equal(sum[:], s.seal(!s.server, s.got, b)) {
-			return 0, nil, fmt.Errorf("%w note: its signature is wrong", errMalformed)
-		}
-	}
-	s.got++
-	return note(b[0]), b[sealedHead:], nil
-}
-
-// readNote reads a note with its head, without its signature. Its body has at most limit bytes.
-func readNote(r io.Reader, limit int) ([]byte, error) {
-	b := make([]byte, sealedHead)
-	if _, err := io.ReadFull(r, b); err != nil {
-		return nil, err
-	}
-	switch note(b[0]) {
+	switch note(s.in[0]) {
 	case noteProof, noteAccept, noteReject, noteTable, noteFail, noteDone:
 	default:
-		return nil, fmt.Errorf("%w note: type %q", errMalformed, b[0])
+		return 0, nil, fmt.Errorf("%w note: type %q", errMalformed, s.in[0])
 	}
-	n := binary.LittleEndian.Uint32(b[1:])
-	if n > uint32(limit) {
-		return nil, fmt.Errorf("%w note: %d bytes, at most %d", errMalformed, n, limit)
+	n := binary.LittleEndian.Uint32(s.in[1:])
+	if n > uint32(s.limit) {
+		return 0, nil, fmt.Errorf("%w note: %d bytes, at most %d", errMalformed, n, s.limit)
 	}
-	b, err := readAppend(r, b, int(n))
-	return b, noEOF(err)
+	end := sealedHead + int(n)
+	sealed := end
+	if s.secret != nil {
+		sealed += macSize
+	}
+	if err := s.fill(sealed); err != nil {
+		return 0, nil, noEOF(err)
+	}
+	b := s.in
+	s.in = nil
+	if s.secret != nil && !hmac.Equal(b[end:], s.seal(!s.server, s.got, b[:end])) {
+		return 0, nil, fmt.Errorf("%w note: its signature is wrong", errMalformed)
+	}
+	s.got++
+	return note(b[0]), b[sealedHead:end], nil
+}
+
+// fill reads until so many bytes of a note are there, and never more.
+func (s *session) fill(n int) error {
+	have := len(s.in)
+	if have >= n {
+		return nil
+	}
+	s.in = append(s.in, make([]byte, n-have)...)
+	got, err := io.ReadFull(s.conn, s.in[have:])
+	s.in = s.in[:have+got]
+	if err == io.ErrUnexpectedEOF && have+got == 0 {
+		err = io.EOF
+	}
+	return err
 }
 
 // verdict is the client's last step: what the server thinks of it. It returns

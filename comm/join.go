@@ -767,10 +767,17 @@ func (m *meeting) visit(ctx context.Context) (_ *session, err error) {
 }
 
 func (g *guest) addrs(ctx context.Context) ([]string, error) {
-	stop := context.AfterFunc(ctx, func() { g.s.conn.SetReadDeadline(time.Unix(1, 0)) })
+	cut := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		g.s.conn.SetReadDeadline(time.Unix(1, 0))
+		close(cut)
+	})
 	kind, body, err := g.s.recv()
 	if !stop() {
-		return nil, g.absent(ctx, nil, "waiting for the other ranks")
+		<-cut // the connection is still to be read
+		if err != nil {
+			return nil, g.absent(ctx, nil, "waiting for the other ranks")
+		}
 	}
 	switch {
 	case err != nil:
@@ -835,7 +842,8 @@ func (g *guest) fail(err error) error {
 	}
 	mine := failureOf(err, g.cfg.Rank)
 	g.s.conn.SetWriteDeadline(time.Now().Add(time.Second))
-	if g.s.send(noteFail, encodeFail(mine)) != nil || mine.code != failAbsent && mine.code != failLost {
+	_ = g.s.send(noteFail, encodeFail(mine)) // rank 0 may have said why, and left
+	if mine.code != failAbsent && mine.code != failLost {
 		return err
 	}
 	g.s.conn.SetReadDeadline(time.Now().Add(verdictGrace))

@@ -22,6 +22,9 @@ const (
 	sleepFor = 5 * time.Millisecond
 	// tellEvery is the time between two words about one wait, for people who look on.
 	tellEvery = 5 * time.Second
+	// A wait that ends so much later than its timeout was asleep; it goes on a little.
+	lateWake  = 100 * time.Millisecond
+	newsGrace = 200 * time.Millisecond
 	// spinsPerLook is how many polls pass between two looks at the clock.
 	spinsPerLook = 8
 )
@@ -36,6 +39,7 @@ type waiter struct {
 	since    time.Time     // of the first idle pass after work
 	told     time.Duration // how long it had waited when it last told
 	polls    int
+	woken    bool      // the wait has been prolonged
 	other    uint64    // the call in which the peer waited for is instead,
 	seen     time.Time // and since when
 	near     bool      // the peer waited for needs our core
@@ -49,7 +53,7 @@ type sizer interface{ sizes(peer int) string }
 
 // begin is the beginning of a call.
 func (w *waiter) begin(e *Engine, with sizer, c call, timeout time.Duration) {
-	w.e, w.with, w.call, w.timeout, w.polls, w.other = e, with, c, timeout, 0, 0
+	w.e, w.with, w.call, w.timeout, w.polls, w.other, w.woken = e, with, c, timeout, 0, 0, false
 }
 
 func (w *waiter) busy() {
@@ -95,6 +99,12 @@ func (w *waiter) idle(peer int) error {
 	}
 	if w.e.abort.Load() != 0 {
 		return comm.ErrAborted
+	}
+	if waited > w.timeout+lateWake && !w.woken {
+		// This process was stopped, perhaps, and why the group has failed is on its way.
+		w.woken = true
+		w.since = w.since.Add(waited - w.timeout + newsGrace)
+		return nil
 	}
 	if waited > w.timeout {
 		return fmt.Errorf("%w after %v%s: %s", comm.ErrTimeout, w.timeout, w.sizes(peer), w.doing(peer))
