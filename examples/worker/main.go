@@ -17,6 +17,7 @@ import (
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/stack"
 )
 
 const (
@@ -36,10 +37,15 @@ func main() {
 	check(err)
 	group, err := comm.Join(ctx, conf)
 	check(err)
+	s, err := stack.Open(ctx, group, device.Host(), stack.Options{
+		Reducer:    &allreduce.Options{},
+		Dispatcher: &dispatch.Options{Experts: experts, TopK: topK, Hidden: hidden, MaxTokens: tokens},
+	})
+	check(err)
 
 	m := &model{bias: make([]float32, hidden)}
 	for {
-		err := train(ctx, group, m, *lose)
+		err := train(ctx, s, m, *lose)
 		if !errors.Is(err, comm.ErrPeerLost) {
 			check(err)
 			break
@@ -47,10 +53,18 @@ func main() {
 		fmt.Printf("rank %d: step %d: %v\n", group.Rank(), m.step, err)
 		survivors, err := group.Shrink(ctx)
 		check(err)
+		s, err = s.Reopen(ctx, survivors) // closes what there was
+		check(err)
 		check(group.Close())
 		group, *lose = survivors, -1
+		for _, move := range s.Moves {
+			if move.To == group.Rank() {
+				fmt.Printf("rank %d: has expert %d now, from rank %d\n", group.Rank(), move.Expert, move.From) // -1: load it
+			}
+		}
 	}
 	fmt.Printf("rank %d of %d: bias %.2f after %d steps\n", group.Rank(), group.Size(), m.bias[0], m.step)
+	check(s.Close(ctx))
 	check(group.Close())
 }
 
@@ -60,42 +74,31 @@ type model struct {
 	bias []float32 // added to every token; the same on every rank
 }
 
-// worker is what a rank has with one group.
+// worker is what a rank has on one group.
 type worker struct {
-	heap       *memory.Heap
-	dispatcher *dispatch.Dispatcher
-	gradients  *allreduce.Buckets
-	reducer    *allreduce.Reducer
-	rowGrads   memory.Matrix[float32] // of the rows that the experts of this rank get
+	*stack.Stack
+	gradients *allreduce.Buckets
+	rowGrads  memory.Matrix[float32] // of the rows that the experts of this rank get
 }
 
-func train(ctx context.Context, group *comm.Group, m *model, lose int) (err error) {
-	w := new(worker)
-	defer func() { err = errors.Join(err, w.close(ctx)) }()
-	if w.heap, err = memory.NewHeap(ctx, group, device.Host(), memory.Options{}); err != nil {
+func train(ctx context.Context, s *stack.Stack, m *model, lose int) (err error) {
+	w := &worker{Stack: s}
+	w.gradients, err = allreduce.NewBuckets(ctx, s.Heap, []allreduce.Gradient{{Len: hidden}}, allreduce.BucketOptions{Op: kernels.Avg})
+	if err != nil {
 		return err
 	}
-	if w.dispatcher, err = dispatch.New(ctx, w.heap, dispatch.Options{Experts: experts, TopK: topK, Hidden: hidden, MaxTokens: tokens}); err != nil {
+	defer func() { err = errors.Join(err, w.gradients.Close(ctx)) }()
+	if w.rowGrads, err = memory.AllocMatrix[float32](s.Heap, s.Dispatcher.MaxRows(), hidden); err != nil {
 		return err
 	}
-	if w.gradients, err = allreduce.NewBuckets(ctx, w.heap, []allreduce.Gradient{{Len: hidden}}, allreduce.BucketOptions{Op: kernels.Avg}); err != nil {
-		return err
-	}
-	if w.reducer, err = allreduce.New(ctx, w.heap, allreduce.Options{}); err != nil {
-		return err
-	}
-
-	if w.rowGrads, err = memory.AllocMatrix[float32](w.heap, w.dispatcher.MaxRows(), hidden); err != nil {
-		return err
-	}
-	if err := w.catchUp(group, m); err != nil {
+	if err := w.catchUp(m); err != nil {
 		return err
 	}
 	for ; m.step < steps; m.step++ {
-		if group.Rank() == lose && m.step == steps/2 {
+		if s.Group.Rank() == lose && m.step == steps/2 {
 			os.Exit(0) // as if somebody had taken the machine away
 		}
-		if err := w.step(m, rand.New(rand.NewPCG(uint64(group.Rank()), uint64(m.step)))); err != nil {
+		if err := w.step(m, rand.New(rand.NewPCG(uint64(s.Group.Rank()), uint64(m.step)))); err != nil {
 			return err
 		}
 	}
@@ -103,9 +106,9 @@ func train(ctx context.Context, group *comm.Group, m *model, lose int) (err erro
 }
 
 // catchUp gives every rank the model of one that got furthest.
-func (w *worker) catchUp(group *comm.Group, m *model) error {
-	all := make([]int64, group.Size())
-	if err := w.reducer.AllGather(nil, memory.Wrap(all), memory.Wrap([]int64{int64(m.step)}), kernels.Int64); err != nil {
+func (w *worker) catchUp(m *model) error {
+	all := make([]int64, w.Group.Size())
+	if err := w.Reducer.AllGather(nil, memory.Wrap(all), memory.Wrap([]int64{int64(m.step)}), kernels.Int64); err != nil {
 		return err
 	}
 	ahead := 0
@@ -115,7 +118,7 @@ func (w *worker) catchUp(group *comm.Group, m *model) error {
 		}
 	}
 	m.step = int(all[ahead])
-	return w.reducer.Broadcast(nil, memory.Wrap(m.bias), ahead)
+	return w.Reducer.Broadcast(nil, memory.Wrap(m.bias), ahead)
 }
 
 // step trains on tokens of its own: the bias learns to make the result of the layer as small as it can be.
@@ -131,7 +134,7 @@ func (w *worker) step(m *model, random *rand.Rand) error {
 		}
 	}
 
-	h, err := w.dispatcher.Dispatch(nil, dispatch.Tokens{X: x.View(), Experts: chosen.View(), Weights: weights.View()})
+	h, err := w.Dispatcher.Dispatch(nil, dispatch.Tokens{X: x.View(), Experts: chosen.View(), Weights: weights.View()})
 	if err != nil {
 		return err
 	}
@@ -142,18 +145,18 @@ func (w *worker) step(m *model, random *rand.Rand) error {
 	}
 	w.experts(h, rows)
 	y := memory.NewMatrix[float32](tokens, hidden)
-	if err := w.dispatcher.Combine(nil, y.View(), rows.View(), h, dispatch.CombineOptions{}); err != nil {
+	if err := w.Dispatcher.Combine(nil, y.View(), rows.View(), h, dispatch.CombineOptions{}); err != nil {
 		return err
 	}
 
 	dy := y // the loss is half the sum of squares
 	dWeights, dx := memory.NewMatrix[float32](tokens, topK), memory.NewMatrix[float32](tokens, hidden)
-	err = w.dispatcher.CombineBackward(nil, w.rowGrads.View(), dWeights.View(), dy.View(), rows.View(), h, dispatch.CombineOptions{})
+	err = w.Dispatcher.CombineBackward(nil, w.rowGrads.View(), dWeights.View(), dy.View(), rows.View(), h, dispatch.CombineOptions{})
 	if err != nil {
 		return err
 	}
 	w.experts(h, w.rowGrads) // they are linear, so backward is the same
-	if err := w.dispatcher.DispatchBackward(nil, dx.View(), memory.View{}, w.rowGrads.View(), memory.View{}, h); err != nil {
+	if err := w.Dispatcher.DispatchBackward(nil, dx.View(), memory.View{}, w.rowGrads.View(), memory.View{}, h); err != nil {
 		return err
 	}
 
@@ -185,23 +188,6 @@ func (w *worker) experts(h *dispatch.Handle, rows memory.Matrix[float32]) {
 			of[k] *= 1 + float32(expert)/10
 		}
 	}
-}
-
-func (w *worker) close(ctx context.Context) error {
-	var errs []error
-	if w.reducer != nil {
-		errs = append(errs, w.reducer.Close(ctx))
-	}
-	if w.gradients != nil {
-		errs = append(errs, w.gradients.Close(ctx))
-	}
-	if w.dispatcher != nil {
-		errs = append(errs, w.dispatcher.Close(ctx))
-	}
-	if w.heap != nil {
-		errs = append(errs, w.heap.Close(ctx))
-	}
-	return errors.Join(errs...)
 }
 
 func check(err error) {

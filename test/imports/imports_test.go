@@ -74,15 +74,16 @@ func TestNothingDependsOnNVML(t *testing.T) {
 var floors = [][]string{
 	{"internal/env", "internal/loopback", "internal/platform", "internal/version"}, // what surrounds a process, and what this module is
 	{"internal/shm", "internal/vec", "internal/cuda"},                              // memory, arithmetic and the driver, without a word of ranks
-	{"comm", "device"},                             // how ranks meet, and where bytes live
-	{"kernels"},                                    // what operations are: the language that plans and engines have in common
-	{"kernels/host", "kernels/cuda"},               // how a device does them
-	{"memory"},                                     // the symmetric heap, which chooses the engine
-	{"internal/agree"},                             // ranks compare what they want
-	{"internal/communicator"},                      // the life that communicators share
-	{"alltoallv", "allreduce"},                     // what to move, and in which order
-	{"dispatch"},                                   // tokens and experts
-	{"internal/worldtest", "test"},                 // what tests share
+	{"comm", "device"},               // how ranks meet, and where bytes live
+	{"kernels"},                      // what operations are: the language that plans and engines have in common
+	{"kernels/host", "kernels/cuda"}, // how a device does them
+	{"memory"},                       // the symmetric heap, which chooses the engine
+	{"internal/agree"},               // ranks compare what they want
+	{"internal/communicator"},        // the life that communicators share
+	{"alltoallv", "allreduce"},       // what to move, and in which order
+	{"dispatch"},                     // tokens and experts
+	{"stack"},                        // what a worker has on a group
+	{"internal/worldtest", "test"},   // what tests share
 	{"bindings", "cmd", "examples", "device/nvml"}, // programs, and what only programs import
 }
 
