@@ -258,7 +258,7 @@ def test_errors_belong_to_their_thread():
     def fail(k: int) -> None:
         for _ in range(50):
             barrier.wait()
-            code = lib.verify(10_000 + k, _native.c_uint64())
+            code = lib.verify(10_000 + k, 0, _native.c_uint64())
             barrier.wait()
             texts.setdefault(k, set()).add(str(lib.error(code)))
 
