@@ -267,7 +267,7 @@ def test_errors_belong_to_their_thread():
         t.start()
     for t in threads:
         t.join()
-    assert texts == {k: {f"core: invalid argument: handle {10_000 + k} is not in use"} for k in range(8)}
+    assert texts == {k: {f"switchyard: invalid argument: handle {10_000 + k} is not in use"} for k in range(8)}
 
 
 def test_handles_and_memory_are_given_back():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -30,7 +31,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         self._wrapped = dist.ProcessGroup(store, rank, size)
         self._group = _groups.remember(self, _groups.Group(self, store, rank, size, timeout, ""))
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
-        gloo._set_sequence_number_for_group()
+        _number(gloo)
         self._backends: list[Any] = [gloo]
         for pg in (self, self._wrapped):
             pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -39,7 +40,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             settings = options if isinstance(options, dist.ProcessGroupNCCL.Options) else dist.ProcessGroupNCCL.Options()
             settings._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, settings)
-            nccl._set_sequence_number_for_group()
+            _number(nccl)
             self._backends.append(nccl)
             for pg in (self, self._wrapped):
                 pg._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
@@ -208,6 +209,12 @@ def _bytes(x: Tensor) -> Tensor:
     """The bytes of a contiguous tensor."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.detach().reshape(-1).view(torch.uint8)
+
+
+def _number(backend: Any) -> None:
+    """Have a backend number its calls, which those of torch 2.15 do unasked."""
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 15):
+        backend._set_sequence_number_for_group()
 
 
 def _ours(*tensors: Tensor) -> bool:

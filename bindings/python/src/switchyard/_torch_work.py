@@ -20,7 +20,7 @@ class Work(_work.Work, _base):
     _future: Any = None
 
     def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of the outputs. Waiting for that of an operation on a GPU makes the current stream wait."""
+        """A ``torch.futures.Future`` of the outputs. Waiting for that of work on a GPU makes the current stream wait."""
         with self._once:
             if self._future is None:
                 if hasattr(self._done, "future"):
