@@ -224,7 +224,7 @@ func TestVersion(t *testing.T) {
 
 // One version for Go and Python.
 func TestPythonHasTheSameVersion(t *testing.T) {
-	source, err := os.ReadFile("../../bindings/python/src/switchyard/__init__.py")
+	source, err := os.ReadFile("../../bindings/python/src/switchyard/_version.py")
 	require.NoError(t, err)
 	m := regexp.MustCompile(`(?m)^__version__ = "(.*)"$`).FindSubmatch(source)
 	require.NotNil(t, m)
