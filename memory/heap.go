@@ -80,7 +80,7 @@ func newHeap(
 	}
 	h := &Heap{group: g, dev: d, log: o.Logger}
 	if h.log == nil {
-		h.log = slog.New(slog.DiscardHandler)
+		h.log = g.Logger()
 	}
 	if err := h.open(ctx, o, back); err != nil {
 		h.release()
@@ -129,7 +129,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		lay.limit = min(lay.limit, l[0])
 	}
 	h.limit = lay.limit
-	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size()}
+	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size(), Log: h.log}
 	if g.InProcess() {
 		if err := h.adopt(ctx); err != nil {
 			return err

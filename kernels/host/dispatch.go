@@ -112,8 +112,11 @@ func (m *meeting) enter(p *port, c *kernels.MoECall) {
 	x := p.moe
 	m.e, m.m, m.lanes, m.call = p.e, x.m, &x.lanes, c
 	m.r, m.h = &x.handles[c.Handle], &x.m.Handles[c.Handle]
-	m.w.e, m.w.timeout, m.w.polls = p.e, c.Timeout, 0
+	m.w.begin(p.e, m, call{opMoEFirst + opcode(c.Op), m.lanes.epoch(), m.r.epoch}, c.Timeout)
 }
+
+// sizes is not known in words: what a rank gets of a peer is what they tell each other.
+func (m *meeting) sizes(int) string { return "" }
 
 func (m *meeting) put() {
 	m.w.leave()
@@ -142,6 +145,7 @@ func (m *meeting) begin() {
 	count := m.e.word(m.e.space.Rank, m.lanes.epoch())
 	m.r.epoch = count.Load() + 1
 	count.Store(m.r.epoch)
+	m.w.call.epoch = m.r.epoch
 }
 
 // meet sends a notice to all ranks and takes in theirs. arrived, when set, is told of each as it comes. failed is an error that

@@ -16,6 +16,9 @@ type port struct {
 	moe      *moe           // of a dispatcher
 	nonce    *shm.Nonce     // by which peers know this rank's memory
 	sources  []source       // by rank
+
+	complaints uint64 // how many this rank has heard
+	mismatched uint64 // the last call of which it is known that sizes differed, or at whose end that was told
 }
 
 // source is where a port finds a peer's memory outside its segment.
