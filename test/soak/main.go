@@ -17,6 +17,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/signal"
+	"slices"
 	"syscall"
 	"time"
 )
@@ -30,9 +31,13 @@ func main() {
 	flag.IntVar(&o.Ranks, "ranks", 4, "how many ranks, 3 at least")
 	flag.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "what everything is drawn from")
 	flag.DurationVar(&o.Pause, "pause", time.Second, "how long the ranks are left in peace at most")
-	flag.BoolVar(&o.KillsOnly, "kills", false, "kill, and nothing else")
+	flag.StringVar(&o.Harm, "harm", "", "only this: kill, stop (for long), blink (stop for a moment), hang or abort")
 	flag.BoolVar(&o.Verbose, "v", false, "show what the ranks say")
 	flag.Parse()
+	if !slices.Contains([]string{"", "kill", "stop", "blink", "hang", "abort"}, o.Harm) {
+		fmt.Fprintf(os.Stderr, "soak: -harm is %q\n", o.Harm)
+		os.Exit(2)
+	}
 	if o.Ranks < 3 || o.Ranks > 64 || o.Minutes <= 0 {
 		fmt.Fprintf(os.Stderr, "soak: %d ranks for %v minutes, want 3 to 64 for more than 0\n", o.Ranks, o.Minutes)
 		os.Exit(2)

@@ -19,12 +19,12 @@ import (
 )
 
 type options struct {
-	Minutes   float64
-	Ranks     int
-	Seed      uint64
-	Pause     time.Duration
-	KillsOnly bool
-	Verbose   bool
+	Minutes float64
+	Ranks   int
+	Seed    uint64
+	Pause   time.Duration
+	Harm    string
+	Verbose bool
 }
 
 // The times of the ranks' group. A stop is longer or much shorter than peerTimeout, a hang longer than what a call waits.
@@ -313,27 +313,31 @@ func (s *soak) look() error {
 
 // hurt does something to a process.
 func (s *soak) hurt(w *worker) {
-	what := s.rng.IntN(100)
-	if s.KillsOnly {
-		what = 0
+	what := s.Harm
+	if what == "" {
+		n := s.rng.IntN(100)
+		what = []string{"kill", "stop", "blink", "hang", "abort"}[min(n/60+n/80+n/90+n/95, 4)]
 	}
-	switch {
-	case what < 60 || !w.whole:
+	if !w.whole {
+		what = "kill" // it is not in a group that could be told
+	}
+	switch what {
+	case "kill":
 		if s.done.Kills++; !w.whole {
 			s.done.KillsInJoin++
 		}
 		w.harm, w.harmed = killed, time.Now()
 		w.cmd.Process.Kill()
-	case what < 80:
+	case "stop":
 		s.done.Stops++
 		w.harm, w.harmed = stopped, time.Now()
 		w.cmd.Process.Signal(syscall.SIGSTOP)
-	case what < 90:
+	case "blink":
 		s.done.ShortStops++
 		w.cmd.Process.Signal(syscall.SIGSTOP)
 		time.Sleep(shortStop)
 		w.cmd.Process.Signal(syscall.SIGCONT)
-	case what < 95:
+	case "hang":
 		s.done.Hangs++
 		w.harm, w.harmed, w.woken = hung, time.Now(), true
 		io.WriteString(w.stdin, "hang\n")

@@ -40,7 +40,8 @@ type rank struct {
 	bytes  int64
 	stats  time.Time
 	held   []*memory.Buffer
-	misfit uint64 // the exchange in which this rank's message is not what its receiver expects
+	misfit bool // in the last exchange ranks disagreed,
+	unsure bool // and this one may not know yet
 
 	order atomic.Int32 // of the supervisor
 }
@@ -293,7 +294,7 @@ func (r *rank) recover(err error) error {
 			return fmt.Errorf("%w: %w", errOut, err)
 		}
 	}
-	r.held, r.misfit = nil, 0
+	r.held, r.misfit, r.unsure = nil, false, false
 	for {
 		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 		start := time.Now()
@@ -325,7 +326,7 @@ func (r *rank) grow() error {
 		}
 		return nil // nobody has come, or it was lost again: the next step tries once more
 	}
-	r.held, r.misfit = nil, 0
+	r.held, r.misfit, r.unsure = nil, false, false
 	if ok, err := r.move(next); ok || err != nil {
 		return err
 	}
