@@ -13,7 +13,6 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -166,9 +165,9 @@ func (w *worker) step(n int) error {
 	}
 
 	m.clock.enter(updating)
-	adam := vec.NewAdamStep(n, c.rateAt(n), 0.9, 0.95, 1e-8, 0)
+	step := newAdam(n, c.rateAt(n))
 	for _, s := range m.slabs {
-		adam.Apply(s.w, s.m, s.v, s.g)
+		step.apply(s)
 	}
 	for i, l := range m.layers {
 		load := w.stats[1+i*c.Experts:][:c.Experts]
