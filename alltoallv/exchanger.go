@@ -12,6 +12,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -125,6 +126,7 @@ func identity(d device.Device) string {
 // then only be closed, as after a *kernels.SplitsError. A *kernels.CountMismatchError is an error of this call alone. On a
 // host stream these are errors of the stream; on a CUDA stream the next call returns them, and Fault does.
 func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) error {
+	defer cuda.StartRange("all-to-all").End()
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if sp != nil && sp.Live.Len() > 0 && sp.Send == nil && sp.Recv == nil {

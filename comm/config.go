@@ -72,6 +72,9 @@ func FromEnv() (Config, error) {
 	if err != nil {
 		return Config{}, fmt.Errorf("comm: environment: %w", err)
 	}
+	if _, err := env.Profiler(); err != nil {
+		return Config{}, fmt.Errorf("comm: environment: %w", err)
+	}
 	return Config{
 		Rank:        w.Rank,
 		Size:        w.Size,

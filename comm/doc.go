@@ -61,3 +61,5 @@
 // Messages are of bounded length, and what is malformed closes its connection
 // and nothing else. Once all have joined, nothing listens any more.
 package comm
+
+import _ "github.com/switchyard-moe/switchyard/internal/platform" // a clear word on other systems

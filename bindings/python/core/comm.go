@@ -40,13 +40,6 @@ type Options struct {
 	Environ map[string]string
 }
 
-// variables are those of the environment that package env reads.
-var variables = []string{
-	"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-	"SWITCHYARD_PORT", "SWITCHYARD_SECRET", "SWITCHYARD_JOIN_TIMEOUT", "SWITCHYARD_PEER_TIMEOUT", "SWITCHYARD_DEBUG",
-	"SWITCHYARD_CUDA_HEAP",
-}
-
 // environment is held while the process's environment is being brought up to date and read.
 var environment sync.Mutex
 
@@ -55,7 +48,8 @@ func refresh(environ map[string]string) error {
 	if environ == nil {
 		return nil
 	}
-	for _, name := range variables {
+	for _, v := range env.Variables() {
+		name := v.Name
 		value, set := environ[name]
 		old, was := os.LookupEnv(name)
 		var err error
