@@ -6,7 +6,6 @@ import (
 	"math/rand/v2"
 
 	"github.com/switchyard-moe/switchyard/dispatch"
-	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -227,5 +226,5 @@ func (e *expert) backward(dy, x []float32, rows int) {
 	matMulTB(x, e.d, e.w1.w, rows, e.hidden, e.inner, false)
 }
 
-func view(f []float32) memory.View   { return memory.Host(shm.Bytes(f)) }
-func floats(v memory.View) []float32 { return shm.View[float32](v.Bytes()) }
+func view(f []float32) memory.View   { return memory.Wrap(f) }
+func floats(v memory.View) []float32 { return memory.Of[float32](v) }

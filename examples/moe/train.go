@@ -12,7 +12,6 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
-	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -202,13 +201,13 @@ func (w *worker) heldoutLoss(ctx context.Context, at []int) (float64, error) {
 		sum += w.model.loss(w.text.heldout, batch[lo:hi])
 	}
 	w.model.clock.stop()
-	all, err := w.group.AllGather(ctx, shm.Bytes([]float64{sum}))
+	all, err := w.group.AllGather(ctx, memory.Wrap([]float64{sum}).Bytes())
 	if err != nil {
 		return 0, err
 	}
 	sum = 0
 	for _, part := range all {
-		sum += shm.View[float64](part)[0]
+		sum += memory.Of[float64](memory.Host(part))[0]
 	}
 	return sum / float64(len(at)), nil
 }
