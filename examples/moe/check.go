@@ -17,17 +17,18 @@ const tolerance = 1e-4
 var errCheck = errors.New("check failed")
 
 // alone trains with the same flags on one rank and returns the loss of every step.
-func alone(ctx context.Context, c config, text *corpus) ([]float64, error) {
+func alone(ctx context.Context, c config, text *corpus, bar *progress) ([]float64, error) {
 	c.Ranks = 1
 	g, err := comm.Local(1)
 	if err != nil {
 		return nil, err
 	}
-	r, err := trainAll(ctx, g, c, text, nil)
+	r, err := trainAll(ctx, g, c, text, bar.step)
+	bar.done(r)
 	if err != nil {
 		return nil, err
 	}
-	return r.losses, nil
+	return r.Losses, nil
 }
 
 // compare prints both losses of some steps and the verdict on all.

@@ -34,7 +34,9 @@ func TestACopyBuildsInAnotherModule(t *testing.T) {
 	mod += "\nrequire " + name + " v0.0.0\n\nreplace " + name + " => " + root + "\n"
 
 	dir := t.TempDir()
-	write := func(name, text string) { require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644)) }
+	write := func(name, text string) {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644))
+	}
 	write("go.mod", mod)
 	write("go.sum", read(filepath.Join(root, "go.sum")))
 	files, err := filepath.Glob("*")

@@ -126,7 +126,7 @@ func TestExitCodeForWrongFlags(t *testing.T) {
 		"-frobnicate":           "not defined",
 		"go":                    `unexpected argument "go"`,
 		"-check -json x":        "-check makes no report",
-		"-json /no/such/folder": "json: open /no/such/folder",
+		"-json /no/such/folder": "report: open /no/such/folder",
 	} {
 		code, _, errs := start(t, strings.Fields(args)...).wait(t, 20*time.Second)
 		require.Equal(t, 2, code, args)
@@ -156,10 +156,10 @@ func TestExitCodeForBadText(t *testing.T) {
 		filepath.Join(dir, "missing"):                        "no such file",
 		write("empty", ""):                                   "is empty",
 		filepath.Join(dir, "nothing"):                        "is empty",
-		filepath.Join(dir, "pictures"):                       "is empty",
+		filepath.Join(dir, "pictures"):                       "holds no text: 1 binary file",
 		write("short", "a short text"):                       "is too short: 12 bytes, want at least",
 		write("binary", "\x00"+strings.Repeat("x", minText)): "not text",
-		socket: "not a regular file",
+		socket: "it is a FIFO, not a file or a directory",
 	}
 	if os.Getuid() != 0 {
 		cases[locked] = "permission denied"
@@ -195,24 +195,32 @@ func TestReportAndJSON(t *testing.T) {
 		for name := range fields {
 			names = append(names, name)
 		}
-		require.ElementsMatch(t, []string{"ranks", "steps", "train_loss", "heldout_loss", "bigram_loss", "tokens_per_second",
-			"comm_fraction", "expert_tokens", "traffic_bytes", "phases_ms"}, names)
+		require.ElementsMatch(t, []string{"version", "go", "config", "ranks", "steps", "elapsed_seconds", "stopped", "events", "losses",
+			"train_loss", "heldout_loss", "bigram_loss", "sample", "tokens_per_second", "comm_fraction", "expert_tokens", "expert_ranks",
+			"traffic_bytes", "traffic_since_step", "phases_ms", "reduced_bytes"}, names)
 
 		var r report
 		require.NoError(t, json.Unmarshal(b, &r))
 		require.Equal(t, 3, r.Ranks)
 		require.Equal(t, 400, r.Steps)
+		require.Len(t, r.Losses, 400)
+		require.Equal(t, 61, r.Config.Batch)
+		require.Positive(t, r.ElapsedSeconds)
 		require.Less(t, r.HeldoutLoss, 0.5*r.BigramLoss)
-		require.InDelta(t, r.TrainLoss, r.HeldoutLoss, 0.1)
+		require.InDelta(t, float64(r.TrainLoss), float64(r.HeldoutLoss), 0.1)
 		require.Greater(t, r.TokensPerSecond, 0.0)
 		require.True(t, r.CommFraction > 0 && r.CommFraction < 1, r.CommFraction)
-		require.Len(t, r.ExpertTokens, 7)
-		sum := int64(0)
-		for _, n := range r.ExpertTokens {
-			require.Positive(t, n)
-			sum += n
+		require.Len(t, r.ExpertTokens, 2)
+		for _, layer := range r.ExpertTokens {
+			require.Len(t, layer, 7)
+			sum := int64(0)
+			for _, n := range layer {
+				require.Positive(t, n)
+				sum += n
+			}
+			require.EqualValues(t, 400*61*2, sum, "every token visits 2 experts in a layer")
 		}
-		require.EqualValues(t, 400*61*2*2, sum, "every token visits 2 experts in 2 layers")
+		require.Len(t, r.ExpertRanks, 7)
 		require.Len(t, r.TrafficBytes, 3)
 		for _, row := range r.TrafficBytes {
 			require.Len(t, row, 3)
@@ -221,6 +229,11 @@ func TestReportAndJSON(t *testing.T) {
 			}
 		}
 		require.Len(t, r.PhasesMS, int(phases))
+		require.Contains(t, "a rose is a rose is a rose, and the train on the rails is never the train of the rail\n", strings.SplitAfter(r.Sample.Prompt, "\n")[0])
+		require.Contains(t, r.Sample.Model, "a rose is a rose", "the model has learned the poem")
+
+		shares := regexp.MustCompile(`(\d+)% (communication|of the time in communication)`).FindAllStringSubmatch(out, -1)
+		require.Equal(t, shares[len(shares)-2][1], shares[len(shares)-1][1], "the last of the progress and the report agree")
 	}
 }
 
@@ -252,15 +265,17 @@ func TestDisagreementIsAnError(t *testing.T) {
 	require.Contains(t, out.String(), "FAILED")
 }
 
-func TestCtrlCEndsAllRanks(t *testing.T) {
+func TestCtrlCEndsAllRanksWithTheReport(t *testing.T) {
 	for _, more := range [][]string{nil, {"-procs"}} {
 		p := start(t, append(small("-text", poem(t), "-steps", "100000000"), more...)...)
 		p.seen(t, `step \d+/`)
 		ranks := p.ranks(t)
 		require.NoError(t, p.Process.Signal(os.Interrupt))
-		code, out, errs := p.wait(t, 5*time.Second)
+		code, out, errs := p.wait(t, 10*time.Second)
 		require.Equal(t, 130, code, "%s%s", out, errs)
-		require.Regexp(t, `rank \d.*step \d+.*(interrupt|terminated)`, errs)
+		require.Regexp(t, `^moe: stopped after step \d+ of 100000000: the report is of the steps until then\n$`, errs)
+		require.Regexp(t, `\n\d+ of 100000000 steps of 61 tokens on 4 ranks`, out)
+		require.Contains(t, out, "held-out")
 		gone(t, ranks)
 	}
 }
@@ -314,7 +329,7 @@ func TestLostRankInOneProcessIsNamed(t *testing.T) {
 	require.NoError(t, err)
 	begin := time.Now()
 	_, err = trainAll(t.Context(), groups, c, babble(minText), func(w *worker) {
-		if len(w.losses) == 5 {
+		if w.done() == 5 {
 			groups[2].Kill()
 		}
 	})

@@ -12,7 +12,7 @@ import (
 )
 
 func TestDefaultTextIsGoSource(t *testing.T) {
-	c, err := loadCorpus("", 8)
+	c, err := loadCorpus(t.Context(), "", 8)
 	require.NoError(t, err)
 	require.Greater(t, c.files, 1000)
 	require.True(t, bytes.Contains(c.train, []byte("package fmt\n")) || bytes.Contains(c.heldout, []byte("package fmt\n")))
@@ -28,9 +28,9 @@ func TestDirectoryIsReadInOrder(t *testing.T) {
 		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
 		require.NoError(t, os.WriteFile(path, []byte(text), 0o644))
 	}
-	text, files, err := readDir(dir, everything)
+	text, seen, err := readDir(t.Context(), dir, everything)
 	require.NoError(t, err)
-	require.Equal(t, 3, files)
+	require.Equal(t, finding{files: 3, binary: 1}, seen)
 	require.Equal(t, strings.Repeat("one ", minText/4)+"twothree", string(text))
 }
 

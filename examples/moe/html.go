@@ -1,0 +1,3 @@
+package main
+
+func (r *report) writeHTML(path string) error { return nil }
