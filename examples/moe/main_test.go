@@ -103,6 +103,16 @@ func (p *program) seen(t *testing.T, pattern string) {
 	}, 20*time.Second, 5*time.Millisecond, "%s", pattern)
 }
 
+// wrote is seen for the other stream.
+func (p *program) wrote(t *testing.T, pattern string) {
+	t.Helper()
+	re := regexp.MustCompile(pattern)
+	require.Eventually(t, func() bool {
+		_, errs := p.text()
+		return re.MatchString(errs)
+	}, 20*time.Second, 5*time.Millisecond, "%s", pattern)
+}
+
 // poem writes a text to a file that a bigram model cannot know well: what follows depends on more than one byte.
 func poem(t *testing.T) string {
 	path := filepath.Join(t.TempDir(), "poem.txt")
@@ -135,6 +145,19 @@ func TestExitCodeForWrongFlags(t *testing.T) {
 	code, out, _ := start(t, "-help").wait(t, 20*time.Second)
 	require.Equal(t, 0, code)
 	require.Contains(t, out, "-experts")
+}
+
+func TestManyRanksSayWhatTheyCost(t *testing.T) {
+	p := start(t, "-ranks", "300", "-steps", "2000", "-text", poem(t))
+	begin := time.Now()
+	p.seen(t, `That many ranks on \d+ processors? cost about .* a step and .* of memory: .* in all\n`)
+	require.Less(t, time.Since(begin), 5*time.Second, "it takes a fraction of a second where there is nothing else to do")
+	require.NoError(t, p.Process.Kill())
+
+	p = start(t, "-ranks", "1000000", "-batch", "1000000", "-text", poem(t))
+	code, _, errs := p.wait(t, 5*time.Second)
+	require.Equal(t, 2, code)
+	require.Regexp(t, `^moe: -ranks 1000000 need about .* of memory and .* are free: use fewer ranks\n$`, errs)
 }
 
 func TestExitCodeForBadText(t *testing.T) {
@@ -196,7 +219,7 @@ func TestReportAndJSON(t *testing.T) {
 			names = append(names, name)
 		}
 		require.ElementsMatch(t, []string{"version", "go", "config", "ranks", "steps", "elapsed_seconds", "stopped", "events", "losses",
-			"train_loss", "heldout_loss", "bigram_loss", "sample", "tokens_per_second", "comm_fraction", "expert_tokens", "expert_ranks",
+			"text", "train_loss", "heldout_loss", "bigram_loss", "sample", "tokens_per_second", "comm_fraction", "expert_tokens", "expert_ranks",
 			"traffic_bytes", "traffic_since_step", "phases_ms", "reduced_bytes"}, names)
 
 		var r report

@@ -54,7 +54,9 @@ type report struct {
 	// ReducedBytes is what the allreduce sums over the ranks in a step.
 	ReducedBytes int64 `json:"reduced_bytes"`
 
-	corpus   string
+	// Corpus is the name of the text.
+	Corpus string `json:"text"`
+
 	timeline [][]span // of the median of the last steps, by rank
 }
 
@@ -111,7 +113,7 @@ func (w *worker) soFar() *report {
 	c, r := w.cfg, newReport(w.cfg)
 	r.Ranks, r.Steps, r.ElapsedSeconds = w.ranks, w.done(), w.Elapsed.Seconds()
 	r.Events = append(r.Events, w.Events...)
-	r.Losses, r.corpus = w.Losses, w.text.name
+	r.Losses, r.Corpus = w.Losses, w.text.name
 	r.ReducedBytes, r.TrafficSince = w.summed, w.Since
 	if n := w.done(); n > 0 {
 		r.TrainLoss = number(mean(w.Losses[n*9/10:]))
