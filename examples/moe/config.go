@@ -170,22 +170,29 @@ func (c config) tryFiles() error {
 	return nil
 }
 
-// describe says what is going to be trained.
-func (c config) describe(out io.Writer, text *corpus, where string) {
+// describe says what is going to be trained, in lines of at most so many columns.
+func (c config) describe(out io.Writer, text *corpus, where string, columns int) {
 	dense := 0
 	for _, n := range stageSizes(c) {
 		dense += n
 	}
 	experts := c.Layers * c.Experts * expertSize(c)
-	fmt.Fprintf(out, "text   %s: %s\n       %.1f MB to learn from, %.1f MB held out\n", text.name, text.found, float64(len(text.train))/1e6, float64(len(text.heldout))/1e6)
-	fmt.Fprintf(out, "model  %s of %s, top-%d, hidden %d\n       %.2f million parameters in experts, %.2f in the dense part\n",
-		count(c.Layers, "layer"), count(c.Experts, "expert"), c.TopK, c.Hidden, float64(experts)/1e6, float64(dense)/1e6)
-	fmt.Fprintf(out, "ranks  %d, %s\n", c.Ranks, where)
-	if t := c.cost(); c.Ranks > wide {
-		fmt.Fprintf(out, "       That many ranks on %s cost about %s a step and %s of memory: %s in all\n",
-			count(runtime.NumCPU(), "processor"), rounded(t.step), size(t.memory), rounded(t.all))
+	lines := func(format string, args ...any) {
+		for _, line := range fold(fmt.Sprintf(format, args...), columns) {
+			fmt.Fprintln(out, line)
+		}
 	}
-	fmt.Fprintln(out)
+	lines("text   %s: %s", text.name, text.found)
+	lines("       %.1f MB to learn from, %.1f MB held out", float64(len(text.train))/1e6, float64(len(text.heldout))/1e6)
+	lines("model  %s of %s, top-%d, hidden %d", count(c.Layers, "layer"), count(c.Experts, "expert"), c.TopK, c.Hidden)
+	lines("       %.2f million parameters in experts, %.2f in the dense part", float64(experts)/1e6, float64(dense)/1e6)
+	lines("ranks  %d, %s", c.Ranks, where)
+	if c.Ranks > wide {
+		t := c.cost()
+		lines("       That many ranks on %s cost about %s a step", count(runtime.NumCPU(), "processor"), rounded(t.step))
+		lines("       and %s of memory: %s in all", size(t.memory), rounded(t.all))
+	}
+	lines("")
 }
 
 // count is like "1 rank" or "4 ranks".

@@ -85,7 +85,22 @@ func run(ctx context.Context, args []string) (err error) {
 	// From here on there is a report, of whatever there is to report.
 	r := newReport(c)
 	speaks := !c.Procs || c.Join // and is rank 0
+	var env comm.Config
+	if c.Join {
+		if env, err = comm.FromEnv(); err != nil {
+			return err
+		}
+		speaks = env.Rank == 0
+	}
 	defer func() {
+		if err != nil && ctx.Err() != nil {
+			switch {
+			case !speaks && c.Join:
+				err = fmt.Errorf("%w: %w", errTold, err)
+			case r.Steps == 0 && !errors.Is(err, errTold):
+				err = fmt.Errorf("stopped before the first step: %w", context.Cause(ctx))
+			}
+		}
 		if c.JSON == "" || !speaks {
 			return
 		}
@@ -113,7 +128,7 @@ func run(ctx context.Context, args []string) (err error) {
 	var groups []*comm.Group // this process's ranks
 	where := "in one process"
 	if c.Join {
-		g, err := join(ctx, &c)
+		g, err := join(ctx, env, &c)
 		if err != nil {
 			return err
 		}
@@ -121,9 +136,8 @@ func run(ctx context.Context, args []string) (err error) {
 	} else if groups, err = comm.Local(c.Ranks); err != nil {
 		return err
 	}
-	speaks = groups[0].Rank() == 0
 	if speaks {
-		c.describe(out, text, where)
+		c.describe(out, text, where, columns(out))
 	}
 	bar := newProgress(out)
 	result, err := trainAll(ctx, groups, c, text, bar.step)
@@ -131,29 +145,28 @@ func run(ctx context.Context, args []string) (err error) {
 		r, speaks = result, true
 	}
 	if !speaks {
-		if errors.Is(err, errStopped) || errors.Is(err, errDiverged) {
+		if errors.Is(err, errDiverged) { // which rank 0 tells
 			err = fmt.Errorf("%w: %w", errTold, err)
 		}
 		return err
 	}
+	bar.done(result)
 	if c.Check {
-		bar.done(result)
 		if err != nil {
-			return err
+			return stoppedAfter(err, r)
 		}
 		fmt.Fprintln(out, "\nthe same on 1 rank")
 		one, err := alone(ctx, c, text, newProgress(out))
-		if err != nil {
+		if err != nil && !errors.Is(err, errStopped) {
 			return err
 		}
-		return compare(out, one, r.Losses, c.Ranks)
+		return errors.Join(compare(out, one.Losses, r.Losses[:one.Steps], c.Ranks), stoppedAfter(err, one))
 	}
-	bar.done(result)
 	if err == nil || errors.Is(err, errStopped) || ctx.Err() != nil && r.Steps > 0 {
 		r.write(out, columns(out))
 	}
-	if errors.Is(err, errStopped) {
-		err = fmt.Errorf("%w after step %d of %d: the report is of the steps until then", err, r.Steps, c.Steps)
+	if err = stoppedAfter(err, r); err != nil && ctx.Err() != nil && r.Steps > 0 && !errors.Is(err, errStopped) {
+		err = fmt.Errorf("gave up in step %d of %d, which did not end: %w", r.Steps+1, c.Steps, context.Cause(ctx))
 	}
 	if c.HTML != "" && r.Steps > 0 {
 		err = errors.Join(err, r.writeHTML(c.HTML))
@@ -161,12 +174,16 @@ func run(ctx context.Context, args []string) (err error) {
 	return err
 }
 
-// join meets the other processes.
-func join(ctx context.Context, c *config) (*comm.Group, error) {
-	env, err := comm.FromEnv()
-	if err != nil {
-		return nil, err
+// stoppedAfter adds to errStopped where it was.
+func stoppedAfter(err error, r *report) error {
+	if errors.Is(err, errStopped) {
+		return fmt.Errorf("%w after step %d of %d: the report is of the steps until then", err, r.Steps, r.Config.Steps)
 	}
+	return err
+}
+
+// join meets the other processes.
+func join(ctx context.Context, env comm.Config, c *config) (*comm.Group, error) {
 	if c.Ranks = env.Size; c.Ranks == 0 {
 		c.Ranks = 1
 	}

@@ -150,7 +150,7 @@ func TestExitCodeForWrongFlags(t *testing.T) {
 func TestManyRanksSayWhatTheyCost(t *testing.T) {
 	p := start(t, "-ranks", "300", "-steps", "2000", "-text", poem(t))
 	begin := time.Now()
-	p.seen(t, `That many ranks on \d+ processors? cost about .* a step and .* of memory: .* in all\n`)
+	p.seen(t, `That many ranks on \d+ processors? cost about .* a step\n +and .* of memory: .* in all\n`)
 	require.Less(t, time.Since(begin), 5*time.Second, "it takes a fraction of a second where there is nothing else to do")
 	require.NoError(t, p.Process.Kill())
 

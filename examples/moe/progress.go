@@ -42,12 +42,12 @@ func columns(out *os.File) int {
 // step is called after each step of training.
 func (p *progress) step(w *worker) {
 	n := w.done()
-	if n == 1 {
-		p.loss = w.Losses[0]
-	}
-	p.loss += 0.05 * (w.Losses[n-1] - p.loss)
+	p.loss += max(0.05, 2/float64(n+1)) * (w.Losses[n-1] - p.loss)
 	for ; p.events < len(w.Events); p.events++ {
-		p.end()
+		if p.terminal { // a bar may be there, of this process or of the one that was rank 0
+			fmt.Fprint(p.out, "\r\x1b[K")
+			p.open = false
+		}
 		for _, line := range fold(w.Events[p.events], columns(p.out)) {
 			fmt.Fprintln(p.out, line)
 		}
