@@ -33,7 +33,7 @@ const (
 	maxRows  = 12  // of a tile
 	maxCols  = 32
 	goCols   = 4   // of a panel, where Go does the work
-	manyRows = 240 // of A that stay in the second-level cache while the panels of B pass by; a multiple of every tile's rows
+	manyRows = 504 // of A that stay in the second-level cache while the panels of B pass by; a multiple of every tile's rows
 )
 
 func (g product) run(c, a, b []float32) {
@@ -49,19 +49,33 @@ func (g product) run(c, a, b []float32) {
 		cols = goCols
 	}
 	var buf [depth * maxCols]float32
+	var last [maxRows * depth]float32
 	for i := 0; i < g.m; i += manyRows {
 		m := min(manyRows, g.m-i)
 		for p := 0; p < g.k; p += depth {
 			kb := min(depth, g.k-p)
 			panel := buf[:kb*cols]
+			if rows > 0 {
+				g.lastRows(last[:], a, i+m-m%rows, m%rows, p, kb)
+			}
 			for j := 0; j < g.n; j += cols {
 				g.pack(panel, b, p, j, cols)
 				if rows == 0 {
 					g.plain(c, a, panel, i, m, p, j)
 				} else {
-					g.tiles(c, a, panel, i, m, p, j, rows, cols)
+					g.tiles(c, a, last[:], panel, i, m, p, j, rows, cols)
 				}
 			}
+		}
+	}
+}
+
+// lastRows copies h rows of A from row i and column p, for a tile that has fewer rows than others.
+func (g product) lastRows(last, a []float32, i, h, p, kb int) {
+	for r := range h {
+		row := last[r*kb:][:kb]
+		for q := range row {
+			row[q] = a[(i+r)*g.rsa+(p+q)*g.csa]
 		}
 	}
 }
@@ -96,35 +110,34 @@ func (g product) pack(panel, b []float32, p, j, cols int) {
 }
 
 // tiles computes rows i to i+m of the panel's columns, tile by tile. A tile that is larger than what is left works on copies.
-func (g product) tiles(c, a, panel []float32, i, m, p, j, rows, cols int) {
+func (g product) tiles(c, a, last, panel []float32, i, m, p, j, rows, cols int) {
 	kb, w := len(panel)/cols, min(cols, g.n-j)
 	add := g.add || p > 0
 	for end := i + m; i < end; i += rows {
 		h := min(rows, end-i)
-		ta, rsa, csa := a[i*g.rsa+p*g.csa:], g.rsa, g.csa
-		if h == rows && w == cols {
-			tile(cols, &c[i*g.n+j], &ta[0], &panel[0], kb, g.n, rsa, csa, add)
-			continue
-		}
-		var edgeA [maxRows * depth]float32
-		var edgeC [maxRows * maxCols]float32
-		if h < rows {
-			for r := range h {
-				for q := range kb {
-					edgeA[r*kb+q] = ta[r*rsa+q*csa]
-				}
-			}
-			ta, rsa, csa = edgeA[:], kb, 1
-		}
-		if add {
-			for r := range h {
-				copy(edgeC[r*cols:][:w], c[(i+r)*g.n+j:])
+		from, rsa, csa := &last[0], kb, 1
+		if h == rows {
+			from, rsa, csa = &a[i*g.rsa+p*g.csa], g.rsa, g.csa
+			if w == cols {
+				tile(cols, &c[i*g.n+j], from, &panel[0], kb, g.n, rsa, csa, add)
+				continue
 			}
 		}
-		tile(cols, &edgeC[0], &ta[0], &panel[0], kb, cols, rsa, csa, add)
+		g.edge(c, from, panel, i, h, w, j, kb, rsa, csa, cols, add)
+	}
+}
+
+// edge computes h rows and w columns of a tile.
+func (g product) edge(c []float32, from *float32, panel []float32, i, h, w, j, kb, rsa, csa, cols int, add bool) {
+	var part [maxRows * maxCols]float32
+	if add {
 		for r := range h {
-			copy(c[(i+r)*g.n+j:][:w], edgeC[r*cols:])
+			copy(part[r*cols:][:w], c[(i+r)*g.n+j:])
 		}
+	}
+	tile(cols, &part[0], from, &panel[0], kb, cols, rsa, csa, add)
+	for r := range h {
+		copy(c[(i+r)*g.n+j:][:w], part[r*cols:])
 	}
 }
 
