@@ -160,7 +160,11 @@ func (w *worker) finish(ctx context.Context, r *report) error {
 	if err != nil {
 		return err
 	}
-	mine.Traffic = w.moving.Traffic()
+	counters, err := w.moving.Counters()
+	if err != nil {
+		return err
+	}
+	mine.Traffic = counters.Bytes
 	text, err := w.sample()
 	if err != nil {
 		return err

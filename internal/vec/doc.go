@@ -6,7 +6,7 @@
 //     operation. [Load], [Accumulate] and [Store] are its three steps for an algorithm that folds one peer at a time:
 //     types of at most 32 bits stay in a float32 accumulator in between.
 //   - [WeightedSum] combines the rows of a token with their weights.
-//   - [Dot] is the gradient of such a weight.
+//   - [Scale], [Add], [Mul], [Dot] on float32.
 //
 // # Promises
 //
@@ -16,7 +16,7 @@
 // A destination may be exactly the memory of a source of the same type. Slices that overlap in any other way give an
 // undefined result.
 //
-// Elementwise functions (ReduceRows and its steps, WeightedSum) do not fuse or reorder: they give the same bits with
+// Elementwise functions (ReduceRows and its steps, WeightedSum, Scale, Add, Mul) do not fuse or reorder: they give the same bits with
 // assembly and without, on every architecture. Only which NaN a sum or product makes is not fixed. Dot gives the same
 // bits each time on one machine, and agrees to rounding between machines.
 //

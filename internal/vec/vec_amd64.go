@@ -6,6 +6,21 @@ package vec
 
 import "unsafe"
 
+// scaleAVX2 is dst = w*x.
+//
+//go:noescape
+func scaleAVX2(dst unsafe.Pointer, x unsafe.Pointer, n int, w float32)
+
+// addAVX2 is dst = a add b.
+//
+//go:noescape
+func addAVX2(dst unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
+
+// mulAVX2 is dst = a mul b.
+//
+//go:noescape
+func mulAVX2(dst unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
+
 // dotAVX2 leaves the sum of a*b in *out.
 //
 //go:noescape

@@ -4,6 +4,125 @@
 
 #include "textflag.h"
 
+// func scaleAVX2(dst unsafe.Pointer, x unsafe.Pointer, n int, w float32)
+TEXT ·scaleAVX2(SB), NOSPLIT, $0-28
+	MOVQ dst+0(FP), DI
+	MOVQ x+8(FP), SI
+	MOVQ n+16(FP), CX
+	VBROADCASTSS w+24(FP), Y15
+	CMPQ CX, $32
+	JLT one
+many:
+	VMULPS 0(SI), Y15, Y0
+	VMOVUPS Y0, 0(DI)
+	VMULPS 32(SI), Y15, Y1
+	VMOVUPS Y1, 32(DI)
+	VMULPS 64(SI), Y15, Y2
+	VMOVUPS Y2, 64(DI)
+	VMULPS 96(SI), Y15, Y3
+	VMOVUPS Y3, 96(DI)
+	ADDQ $128, DI
+	ADDQ $128, SI
+	SUBQ $32, CX
+	CMPQ CX, $32
+	JGE many
+one:
+	CMPQ CX, $8
+	JLT done
+	VMULPS 0(SI), Y15, Y0
+	VMOVUPS Y0, 0(DI)
+	ADDQ $32, DI
+	ADDQ $32, SI
+	SUBQ $8, CX
+	JMP one
+done:
+	VZEROUPPER
+	RET
+
+// func addAVX2(dst unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
+TEXT ·addAVX2(SB), NOSPLIT, $0-32
+	MOVQ dst+0(FP), DI
+	MOVQ a+8(FP), SI
+	MOVQ b+16(FP), DX
+	MOVQ n+24(FP), CX
+	CMPQ CX, $32
+	JLT one
+many:
+	VMOVUPS 0(SI), Y0
+	VADDPS 0(DX), Y0, Y0
+	VMOVUPS Y0, 0(DI)
+	VMOVUPS 32(SI), Y1
+	VADDPS 32(DX), Y1, Y1
+	VMOVUPS Y1, 32(DI)
+	VMOVUPS 64(SI), Y2
+	VADDPS 64(DX), Y2, Y2
+	VMOVUPS Y2, 64(DI)
+	VMOVUPS 96(SI), Y3
+	VADDPS 96(DX), Y3, Y3
+	VMOVUPS Y3, 96(DI)
+	ADDQ $128, DI
+	ADDQ $128, SI
+	ADDQ $128, DX
+	SUBQ $32, CX
+	CMPQ CX, $32
+	JGE many
+one:
+	CMPQ CX, $8
+	JLT done
+	VMOVUPS 0(SI), Y0
+	VADDPS 0(DX), Y0, Y0
+	VMOVUPS Y0, 0(DI)
+	ADDQ $32, DI
+	ADDQ $32, SI
+	ADDQ $32, DX
+	SUBQ $8, CX
+	JMP one
+done:
+	VZEROUPPER
+	RET
+
+// func mulAVX2(dst unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
+TEXT ·mulAVX2(SB), NOSPLIT, $0-32
+	MOVQ dst+0(FP), DI
+	MOVQ a+8(FP), SI
+	MOVQ b+16(FP), DX
+	MOVQ n+24(FP), CX
+	CMPQ CX, $32
+	JLT one
+many:
+	VMOVUPS 0(SI), Y0
+	VMULPS 0(DX), Y0, Y0
+	VMOVUPS Y0, 0(DI)
+	VMOVUPS 32(SI), Y1
+	VMULPS 32(DX), Y1, Y1
+	VMOVUPS Y1, 32(DI)
+	VMOVUPS 64(SI), Y2
+	VMULPS 64(DX), Y2, Y2
+	VMOVUPS Y2, 64(DI)
+	VMOVUPS 96(SI), Y3
+	VMULPS 96(DX), Y3, Y3
+	VMOVUPS Y3, 96(DI)
+	ADDQ $128, DI
+	ADDQ $128, SI
+	ADDQ $128, DX
+	SUBQ $32, CX
+	CMPQ CX, $32
+	JGE many
+one:
+	CMPQ CX, $8
+	JLT done
+	VMOVUPS 0(SI), Y0
+	VMULPS 0(DX), Y0, Y0
+	VMOVUPS Y0, 0(DI)
+	ADDQ $32, DI
+	ADDQ $32, SI
+	ADDQ $32, DX
+	SUBQ $8, CX
+	JMP one
+done:
+	VZEROUPPER
+	RET
+
 // func dotAVX2(out unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
 TEXT ·dotAVX2(SB), NOSPLIT, $0-32
 	MOVQ out+0(FP), DI

@@ -100,6 +100,24 @@ func levels() []level {
 	return ls
 }
 
+func TestVectorLoopsGiveTheBitsOfThePlainOnes(t *testing.T) {
+	r := rand.New(rand.NewPCG(7, 8))
+	for _, n := range append(lengths, chunk+13) {
+		a, b := odd(mixed(r, n), 4), odd(mixed(r, n), 1)
+		w := float32(r.NormFloat64())
+		for name, f := range map[string]func() []float32{
+			"Scale": func() []float32 { d := odd(a, 3); Scale(d, b, w); return d },
+			"Add":   func() []float32 { d := odd(a, 3); Add(d, d, b); return d },
+			"Mul":   func() []float32 { d := odd(a, 3); Mul(d, b, d); return d },
+		} {
+			var want, got []float32
+			at(plain, func() { want = f() })
+			at(avx2, func() { got = f() })
+			same(t, want, got, fmt.Sprint(name, " ", n))
+		}
+	}
+}
+
 func TestDotIsClose(t *testing.T) {
 	r := rand.New(rand.NewPCG(9, 10))
 	for _, n := range append(lengths, chunk+13) {
@@ -443,6 +461,9 @@ func TestNothingAllocates(t *testing.T) {
 	rows, hrows, w := [][]float32{a, b, c}, [][]BFloat16{h, h}, []float32{1, 2, 3}
 	ints := [][]int64{convert[int64](r, n), convert[int64](r, n)}
 	require.Zero(t, testing.AllocsPerRun(10, func() {
+		Add(c, a, b)
+		Mul(c, a, b)
+		Scale(c, a, 2)
 		Dot(a, b)
 		Load(a, h)
 		Accumulate(a, e, Max)
