@@ -41,6 +41,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"slices"
 	"syscall"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -48,7 +49,12 @@ import (
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C needs no patience
+	context.AfterFunc(ctx, func() {
+		stop() // a second Ctrl-C needs no patience
+		if newProgress(os.Stderr).terminal && !slices.Contains(os.Args, "-join") {
+			fmt.Fprint(os.Stderr, "\r\x1b[Kstopping with a report; Ctrl-C again stops at once\n")
+		}
+	})
 	err := run(ctx, os.Args[1:])
 	var wrong *usageError
 	switch {

@@ -81,7 +81,11 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 			}
 			silent = silent || e.rank == 0 && signaled(e.err)
 			if late == nil {
-				late = time.After(grace)
+				wait := grace
+				if ctx.Err() != nil {
+					wait = graceStop // rank 0 may still be writing
+				}
+				late = time.After(wait)
 			}
 			if s := signaled(e.err); first == nil || s && !killed {
 				first = fmt.Errorf("rank %d, process %d: %w", e.rank, cmds[e.rank].Process.Pid, e.err)

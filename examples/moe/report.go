@@ -98,8 +98,13 @@ func version() string {
 	return "unknown"
 }
 
-// heldoutPlaces is how many places of the held-out text are judged.
-const heldoutPlaces = 32 << 10
+// How many places of the held-out text are judged: so many, and not more than so many batches.
+const (
+	heldoutPlaces  = 32 << 10
+	heldoutBatches = 32
+)
+
+func (c config) heldoutPlaces() int { return min(heldoutPlaces, heldoutBatches*c.Batch) }
 
 // newReport is the report of a run that has not begun.
 func newReport(c config) *report {
@@ -154,7 +159,7 @@ func (w *worker) finish(ctx context.Context, r *report) error {
 	}
 	mine := share{Spent: w.model.clock.spent, Trace: w.model.clock.trace()} // of training only
 
-	at := make([]int, heldoutPlaces)
+	at := make([]int, w.cfg.heldoutPlaces())
 	spread(at, w.text.heldout, w.cfg.Context)
 	heldout, err := w.heldoutLoss(ctx, at)
 	if err != nil {

@@ -13,8 +13,18 @@ import (
 const (
 	promptBytes = 160 // at most, of the held-out text
 	sampleBytes = 240
+	sampleLeast = 16
+	sampleTime  = 10  // seconds, about, that the rest may take
 	temperature = 0.6 // below 1 the likely bytes become likelier
 )
+
+// sampled is how many bytes a model writes of which a step takes so many seconds.
+func sampled(pace float64) int {
+	if pace <= 0 {
+		return sampleBytes
+	}
+	return int(min(max(sampleTime/pace, sampleLeast), sampleBytes))
+}
 
 // sample is a piece of held-out text and what models write after it.
 type sample struct {
@@ -45,7 +55,7 @@ func (w *worker) sample() (sample, error) {
 	text := append([]byte(nil), begin...)
 	r := rand.New(rand.NewPCG(c.Seed, 1<<40))
 	p := make([]float32, 256)
-	for len(text) < len(begin)+sampleBytes {
+	for len(text) < len(begin)+sampled(w.Pace) {
 		text = append(text, 0) // the byte to be found
 		if err := w.model.forward(text, []int{len(text) - 1}); err != nil {
 			return sample{}, fmt.Errorf("sample: %w", err)

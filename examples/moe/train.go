@@ -51,6 +51,7 @@ type history struct {
 	Losses  []float64 // of every step
 	Tokens  []int64   // by layer and expert, of all steps
 	Share   float64   // of communication in the ranks' time, up to the last step's forward
+	Pace    float64   // seconds that a step takes, the same
 	Elapsed time.Duration
 	Events  []string // ranks that were lost
 	Since   int      // the first step of the ranks that are there now
@@ -216,6 +217,7 @@ func (w *worker) step(n int, stop bool) (stopped bool, err error) {
 	w.Losses = append(w.Losses, loss)
 	if w.stats[statTime] > 0 {
 		w.Share = float64(w.stats[statComm] / w.stats[statTime])
+		w.Pace = float64(w.stats[statTime]) / float64(w.ranks*n)
 	}
 	if math.IsNaN(loss) || math.IsInf(loss, 0) {
 		return false, fmt.Errorf("%w: the loss is %v; try a lower -rate than %g", errDiverged, loss, c.Rate)
@@ -267,8 +269,13 @@ func (w *worker) heldoutLoss(ctx context.Context, at []int) (float64, error) {
 	return sum / float64(len(at)), nil
 }
 
-// grace is how long ranks have to end by themselves when one has failed, or when they were asked to.
-const grace = 5 * time.Second
+// How long ranks have to end by themselves: when one has failed, and when they were asked to, which takes a step and a report. The
+// latter is in seconds and, for slow steps, in steps.
+const (
+	grace      = 5 * time.Second
+	graceStop  = 15 * time.Second
+	graceSteps = 64
+)
 
 // trainRank is what a rank does from beginning to end. The report is of all ranks together, if this rank is 0 at the end.
 //
@@ -281,7 +288,7 @@ func trainRank(ctx context.Context, g *comm.Group, c config, text *corpus, watch
 	defer context.AfterFunc(ctx, func() {
 		wait := time.Duration(0)
 		if s := step.Load(); s > 0 {
-			wait = grace + 8*time.Duration(s)
+			wait = graceStop + graceSteps*time.Duration(s)
 		}
 		t := time.AfterFunc(wait, func() { giveUp(context.Cause(ctx)) })
 		context.AfterFunc(inner, func() { t.Stop() })
