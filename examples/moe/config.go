@@ -183,7 +183,11 @@ func (c config) describe(out io.Writer, text *corpus, where string, columns int)
 		}
 	}
 	lines("text   %s: %s", text.name, text.found)
-	lines("       %.1f MB to learn from, %.1f MB held out", float64(len(text.train))/1e6, float64(len(text.heldout))/1e6)
+	name, bytes := "MB", 1e6
+	if len(text.train) < 1e6 {
+		name, bytes = "kB", 1e3
+	}
+	lines("       %.1f %s to learn from, %.1f %s held out", float64(len(text.train))/bytes, name, float64(len(text.heldout))/bytes, name)
 	lines("model  %s of %s, top-%d, hidden %d", count(c.Layers, "layer"), count(c.Experts, "expert"), c.TopK, c.Hidden)
 	lines("       %.2f million parameters in experts, %.2f in the dense part", float64(experts)/1e6, float64(dense)/1e6)
 	lines("ranks  %d, %s", c.Ranks, where)

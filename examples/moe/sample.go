@@ -14,7 +14,7 @@ const (
 	promptBytes = 160 // at most, of the held-out text
 	sampleBytes = 240
 	sampleLeast = 16
-	sampleTime  = 10  // seconds, about, that the rest may take
+	sampleTime  = 30  // seconds of steps; a byte takes a tenth of a step
 	temperature = 0.6 // below 1 the likely bytes become likelier
 )
 
