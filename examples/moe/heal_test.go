@@ -9,7 +9,6 @@ import (
 	"strings"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -29,7 +28,7 @@ func TestOthersGoOnWithoutAKilledRank(t *testing.T) {
 	train := func(more ...string) report {
 		path := filepath.Join(t.TempDir(), "report.json")
 		args := append(small("-text", text, "-json", path, "-ranks", "4", "-experts", "7", "-steps", "300"), more...)
-		code, out, errs := start(t, args...).wait(t, 60*time.Second)
+		code, out, errs := start(t, args...).wait(t, patience)
 		require.Zero(t, code, "%v: %s%s", more, out, errs)
 		b, err := os.ReadFile(path)
 		require.NoError(t, err)
@@ -103,7 +102,7 @@ func TestExpertsAreWhatTheyWere(t *testing.T) {
 }
 
 func TestLastRankGoesOnAlone(t *testing.T) {
-	code, out, errs := start(t, small("-text", poem(t), "-ranks", "2", "-steps", "40", "-kill-rank", "0")...).wait(t, 60*time.Second)
+	code, out, errs := start(t, small("-text", poem(t), "-ranks", "2", "-steps", "40", "-kill-rank", "0")...).wait(t, patience)
 	require.Zero(t, code, errs)
 	require.Contains(t, out, "40 steps of 61 tokens on 1 rank")
 }

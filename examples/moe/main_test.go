@@ -32,6 +32,9 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
+// patience is for a machine that has much else to do.
+const patience = 2 * time.Minute
+
 // program is the program in a process of its own.
 type program struct {
 	*exec.Cmd
@@ -100,7 +103,7 @@ func (p *program) seen(t *testing.T, pattern string) {
 	require.Eventually(t, func() bool {
 		out, _ := p.text()
 		return re.MatchString(out)
-	}, 20*time.Second, 5*time.Millisecond, "%s", pattern)
+	}, 60*time.Second, 5*time.Millisecond, "%s", pattern)
 }
 
 // wrote is seen for the other stream.
@@ -110,7 +113,7 @@ func (p *program) wrote(t *testing.T, pattern string) {
 	require.Eventually(t, func() bool {
 		_, errs := p.text()
 		return re.MatchString(errs)
-	}, 20*time.Second, 5*time.Millisecond, "%s", pattern)
+	}, 60*time.Second, 5*time.Millisecond, "%s", pattern)
 }
 
 // poem writes a text to a file that a bigram model cannot know well: what follows depends on more than one byte.
@@ -138,11 +141,11 @@ func TestExitCodeForWrongFlags(t *testing.T) {
 		"-check -json x":        "-check makes no report",
 		"-json /no/such/folder": "report: open /no/such/folder",
 	} {
-		code, _, errs := start(t, strings.Fields(args)...).wait(t, 20*time.Second)
+		code, _, errs := start(t, strings.Fields(args)...).wait(t, patience)
 		require.Equal(t, 2, code, args)
 		require.Contains(t, errs, want, args)
 	}
-	code, out, _ := start(t, "-help").wait(t, 20*time.Second)
+	code, out, _ := start(t, "-help").wait(t, patience)
 	require.Equal(t, 0, code)
 	require.Contains(t, out, "-experts")
 }
@@ -151,11 +154,11 @@ func TestManyRanksSayWhatTheyCost(t *testing.T) {
 	p := start(t, "-ranks", "300", "-steps", "2000", "-text", poem(t))
 	begin := time.Now()
 	p.seen(t, `That many ranks on \d+ processors? cost about .* a step\n +and .* of memory: .* in all\n`)
-	require.Less(t, time.Since(begin), 5*time.Second, "it takes a fraction of a second where there is nothing else to do")
+	require.Less(t, time.Since(begin), 20*time.Second, "a fraction of a second where nothing else runs")
 	require.NoError(t, p.Process.Kill())
 
 	p = start(t, "-ranks", "1000000", "-batch", "1000000", "-text", poem(t))
-	code, _, errs := p.wait(t, 5*time.Second)
+	code, _, errs := p.wait(t, patience)
 	require.Equal(t, 2, code)
 	require.Regexp(t, `^moe: -ranks 1000000 need about .* of memory and .* are free: use fewer ranks\n$`, errs)
 }
@@ -189,7 +192,7 @@ func TestExitCodeForBadText(t *testing.T) {
 	}
 	for path, want := range cases {
 		for _, more := range []string{"-check", "-procs"} {
-			code, _, errs := start(t, "-text", path, more).wait(t, 20*time.Second)
+			code, _, errs := start(t, "-text", path, more).wait(t, patience)
 			require.Equal(t, 2, code, path)
 			require.Contains(t, errs, want, path)
 			require.Contains(t, errs, path)
@@ -203,7 +206,7 @@ func TestReportAndJSON(t *testing.T) {
 		path := filepath.Join(t.TempDir(), "report.json")
 		// 7 experts on 3 ranks, 61 tokens a step: nothing divides by anything.
 		args := small("-text", poem(t), "-json", path, "-ranks", "3", "-experts", "7", "-steps", "400")
-		code, out, errs := start(t, append(args, more...)...).wait(t, 60*time.Second)
+		code, out, errs := start(t, append(args, more...)...).wait(t, patience)
 		require.Zero(t, code, errs)
 		require.NotContains(t, out, "\r", "no bar without a terminal")
 		require.Regexp(t, `step 400/400  loss [\d.]+  \d+ tokens/s  \d+% communication`, out)
@@ -269,7 +272,7 @@ func TestOneAndManyRanksAgree(t *testing.T) {
 		"-ranks 2 -experts 5 -topk 5",
 		"-ranks 2 -procs",
 	} {
-		code, out, errs := start(t, append(small("-check", "-text", text), strings.Fields(args)...)...).wait(t, 60*time.Second)
+		code, out, errs := start(t, append(small("-check", "-text", text), strings.Fields(args)...)...).wait(t, patience)
 		require.Zero(t, code, "%s: %s%s", args, out, errs)
 		require.Contains(t, out, "check: ok", args)
 		require.Contains(t, out, "in all 50 steps")
@@ -294,7 +297,7 @@ func TestCtrlCEndsAllRanksWithTheReport(t *testing.T) {
 		p.seen(t, `step \d+/`)
 		ranks := p.ranks(t)
 		require.NoError(t, p.Process.Signal(os.Interrupt))
-		code, out, errs := p.wait(t, 10*time.Second)
+		code, out, errs := p.wait(t, patience)
 		require.Equal(t, 130, code, "%s%s", out, errs)
 		require.Regexp(t, `^moe: stopped after step \d+ of 100000000: the report is of the steps until then\n$`, errs)
 		require.Regexp(t, `\n\d+ of 100000000 steps of 61 tokens on 4 ranks`, out)
@@ -309,7 +312,7 @@ func TestKilledRankEndsAllAndIsNamed(t *testing.T) {
 	ranks := p.ranks(t)
 	require.Len(t, ranks, 3)
 	require.NoError(t, syscall.Kill(ranks[1], syscall.SIGKILL))
-	code, _, errs := p.wait(t, 4*time.Second)
+	code, _, errs := p.wait(t, patience)
 	require.Equal(t, 1, code)
 	require.Regexp(t, `moe: rank 1, process \d+: signal: killed`, errs)
 	require.Regexp(t, `moe: rank 0: step \d+: .*rank 1.*peer lost`, errs)
@@ -341,7 +344,7 @@ func gone(t *testing.T, pids []int) {
 		require.Eventually(t, func() bool {
 			stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 			return err != nil || bytes.Contains(stat, []byte(") Z ")) // dead, if not buried
-		}, 4*time.Second, 5*time.Millisecond, "process %d", pid)
+		}, 20*time.Second, 5*time.Millisecond, "process %d", pid)
 	}
 }
 
@@ -358,7 +361,7 @@ func TestLostRankInOneProcessIsNamed(t *testing.T) {
 	})
 	require.ErrorIs(t, err, comm.ErrPeerLost)
 	require.ErrorContains(t, err, "rank 2")
-	require.Less(t, time.Since(begin), 5*time.Second)
+	require.Less(t, time.Since(begin), 20*time.Second)
 }
 
 func TestRanksWithDifferentFlagsLearnIt(t *testing.T) {

@@ -12,7 +12,6 @@ import (
 	"regexp"
 	"strings"
 	"testing"
-	"time"
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
@@ -138,13 +137,13 @@ func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 		args := func(a ...string) []string {
 			return append(append(small("-json", "-"), strings.Fields(more)...), a...)
 		}
-		code, out, errs := start(t, args("-text", text, "-steps", "20")...).wait(t, 60*time.Second)
+		code, out, errs := start(t, args("-text", text, "-steps", "20")...).wait(t, patience)
 		require.Zero(t, code, errs)
 		r := parse(out)
 		require.Len(t, r.Losses, 20)
 		require.Contains(t, errs, "expert load", "people read the other stream")
 
-		code, out, errs = start(t, args("-text", text, "-rate", "1e30", "-steps", "100")...).wait(t, 60*time.Second)
+		code, out, errs = start(t, args("-text", text, "-rate", "1e30", "-steps", "100")...).wait(t, patience)
 		require.Equal(t, 1, code)
 		r = parse(out)
 		require.Contains(t, r.Error, "diverged")
@@ -152,14 +151,14 @@ func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 		require.Regexp(t, `(?m)^moe: step \d+: training has diverged: the loss is .*; try a lower -rate than 1e\+30$`, errs)
 		require.Equal(t, 1, strings.Count(errs, "moe:"), errs)
 
-		code, out, _ = start(t, args("-text", "/no/such/file")...).wait(t, 20*time.Second)
+		code, out, _ = start(t, args("-text", "/no/such/file")...).wait(t, patience)
 		require.Equal(t, 2, code)
 		require.Contains(t, parse(out).Error, "no such file")
 
 		p := start(t, args("-text", text, "-steps", "100000000")...)
 		p.wrote(t, `step \d+/`)
 		require.NoError(t, p.Process.Signal(os.Interrupt))
-		code, out, errs = p.wait(t, 20*time.Second)
+		code, out, errs = p.wait(t, patience)
 		require.Equal(t, 130, code)
 		r = parse(out)
 		require.True(t, r.Stopped)
@@ -171,7 +170,7 @@ func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 	p.wrote(t, `step \d+/`)
 	_, errs := p.text()
 	require.NoError(t, kill(regexp.MustCompile(`rank 0 is process (\d+)`).FindStringSubmatch(errs)[1]))
-	code, out, _ := p.wait(t, 20*time.Second)
+	code, out, _ := p.wait(t, patience)
 	require.Equal(t, 1, code)
 	require.Contains(t, parse(out).Error, "rank 0, process")
 }

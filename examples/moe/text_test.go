@@ -60,7 +60,7 @@ func TestOddTexts(t *testing.T) {
 	require.NoError(t, os.Truncate(zeros, 1<<40))
 	_, err = loadCorpus(t.Context(), zeros, 8)
 	require.ErrorContains(t, err, "not text: it contains a zero byte")
-	require.Less(t, time.Since(begin), 10*time.Second, "not all of two files of 1 TiB")
+	require.Less(t, time.Since(begin), time.Minute, "not all of two files of 1 TiB")
 
 	folder := filepath.Join(dir, "folder")
 	require.NoError(t, os.Mkdir(folder, 0o755))
