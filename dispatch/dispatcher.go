@@ -137,7 +137,13 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 	if m.Layout.ByToken() {
 		groups = int64(m.Ranks)
 	}
-	var landed, indices int64
+	var landed, indices, weights, sources int64
+	if m.Layout.ByToken() || d.options.RowWeights {
+		weights = 4 * m.Rows * int64(m.WeightsPerRow())
+	}
+	if d.options.Sources {
+		sources = 8 * m.Rows
+	}
 	if m.Landed {
 		landed = 4 * local
 	}
@@ -151,8 +157,8 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 		v.rankCounts, h.RankCounts = c.cut(4 * int64(m.Ranks))
 		v.landed, h.Landed = c.cut(landed)
 		v.indices, h.Indices = c.cut(indices)
-		v.weights, h.Weights = c.cut(4 * m.Rows * int64(m.WeightsPerRow()))
-		v.sources, h.Sources = c.cut(8 * m.Rows)
+		v.weights, h.Weights = c.cut(weights)
+		v.sources, h.Sources = c.cut(sources)
 		v.scales, h.Scales = c.cut(4 * m.Rows * int64(m.ScaleWords()))
 		v.rows, h.Rows = c.cut(m.Rows * m.RowBytes())
 		_, h.Staging = c.cut(l.Staging)
@@ -327,8 +333,11 @@ func (d *Dispatcher) checkTokens(name string, v memory.View, tokens int, t kerne
 	return d.check(name, v, -1, t.Size())
 }
 
-// buffer is v for an engine. Peers that reach it do so in place.
-func (d *Dispatcher) buffer(v memory.View) kernels.Buffer { return d.c.Heap.SymmetricOperand(v) }
+// own is v for an engine, whose peers have no business there.
+func (d *Dispatcher) own(v memory.View) kernels.Buffer { return d.c.Heap.Operand(v) }
+
+// shown is v for an engine. Peers that reach it do so in place.
+func (d *Dispatcher) shown(v memory.View) kernels.Buffer { return d.c.Heap.SymmetricOperand(v) }
 
 // overlap reports whether two views, both of the heap's device, share a byte.
 func overlap(a, b memory.View) bool {
@@ -433,7 +442,14 @@ func (d *Dispatcher) recycle(o *op) {
 	d.mu.Lock()
 	o.handle.users--
 	d.mu.Unlock()
-	o.handle, o.dispatch, o.combine, o.backward = nil, kernels.Dispatch{}, kernels.Combine{}, kernels.CombineBackward{}
+	switch o.handle = nil; o.kind {
+	case kernels.DispatchOp, kernels.RedispatchOp:
+		o.dispatch = kernels.Dispatch{}
+	case kernels.CombineBackwardOp:
+		o.backward = kernels.CombineBackward{}
+	default:
+		o.combine = kernels.Combine{}
+	}
 	d.ops.Give(o)
 }
 

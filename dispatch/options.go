@@ -128,6 +128,8 @@ type Options struct {
 	Handles int
 	// LowLatency asks for the protocol for 1 to 256 tokens a rank.
 	LowLatency bool
+	// Sources gives handles Sources. RowWeights gives them Weights, which token-major layouts always have.
+	Sources, RowWeights bool
 	// Landed gives handles the words of that name. Only for expert-major layouts.
 	Landed bool
 	// HostCounts lets Handle.HostCounts tell the host how many rows came.
@@ -286,6 +288,7 @@ func (o *Options) fields() []string {
 		fmt.Sprintf("Float8Combine %v", o.Float8Combine), fmt.Sprintf("Layout %v", o.Layout), fmt.Sprintf("Align %d", o.Align),
 		fmt.Sprintf("Capacity %d", o.Capacity), fmt.Sprintf("MaxRows %d", o.MaxRows),
 		fmt.Sprintf("Placement %v", o.Placement), fmt.Sprintf("Handles %d", o.Handles), fmt.Sprintf("LowLatency %v", o.LowLatency),
-		fmt.Sprintf("Landed %v", o.Landed), fmt.Sprintf("HostCounts %v", o.HostCounts),
+		fmt.Sprintf("Sources %v", o.Sources), fmt.Sprintf("RowWeights %v", o.RowWeights), fmt.Sprintf("Landed %v", o.Landed),
+		fmt.Sprintf("HostCounts %v", o.HostCounts),
 	}
 }

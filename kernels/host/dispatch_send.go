@@ -191,6 +191,7 @@ func (m *meeting) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, 
 // number gives every row its place, and writes there what lies beside the row.
 func (m *meeting) number() {
 	me, byToken := int32(m.m.Rank), m.m.Layout.ByToken()
+	weights, sources := m.h.Weights.Bytes > 0, m.h.Sources.Bytes > 0
 	rows, first := m.r.rows, m.r.first
 	for t := range m.r.tokens() {
 		rank := int32(-1)
@@ -202,9 +203,11 @@ func (m *meeting) number() {
 				m.beside(to, row, row.rank != rank)
 			} else {
 				row.row += int32(m.base[row.slot])
-				to.weights[row.row] = row.weight
+				if weights {
+					to.weights[row.row] = row.weight
+				}
 			}
-			if !byToken || row.rank != rank {
+			if sources && (!byToken || row.rank != rank) {
 				to.sources[2*row.row], to.sources[2*row.row+1] = me, int32(t)
 			}
 			rank = row.rank
@@ -324,10 +327,12 @@ func (m *meeting) clearPadding(beside bool) {
 				m.putScales(m.h.Scales.Mem, row, zero)
 			}
 		}
-		if beside {
+		if beside && len(sources) > 0 {
 			for i := 2 * from; i < 2*to; i++ {
 				sources[i] = -1
 			}
+		}
+		if beside && len(weights) > 0 {
 			clear(weights[from:to])
 		}
 	})
