@@ -442,7 +442,14 @@ func (d *Dispatcher) recycle(o *op) {
 	d.mu.Lock()
 	o.handle.users--
 	d.mu.Unlock()
-	o.handle, o.dispatch, o.combine, o.backward = nil, kernels.Dispatch{}, kernels.Combine{}, kernels.CombineBackward{}
+	switch o.handle = nil; o.kind {
+	case kernels.DispatchOp, kernels.RedispatchOp:
+		o.dispatch = kernels.Dispatch{}
+	case kernels.CombineBackwardOp:
+		o.backward = kernels.CombineBackward{}
+	default:
+		o.combine = kernels.Combine{}
+	}
 	d.ops.Give(o)
 }
 
