@@ -20,7 +20,7 @@ var (
 	measure  = flag.String("measure", "", "what TestMeasure runs: comma-separated of packet, large, huge, zipf, eager, launch")
 	ranks    = flag.Int("ranks", 8, "ranks of TestMeasure")
 	stripes  = flag.Int("stripes", 16, "stripes of TestMeasure")
-	slots    = flag.Int("slots", 4, "slots of a lane of TestMeasure")
+	slots    = flag.Int("slots", 4, "slots of a stripe of TestMeasure")
 	slotKiB  = flag.Int64("slot-kib", 128, "slot bytes of TestMeasure")
 	only     = flag.String("only", "", "measure only variants whose name contains this")
 	maxMiB   = flag.Int64("max-mib", 512, "largest bytes a rank of TestMeasure")

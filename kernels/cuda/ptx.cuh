@@ -181,4 +181,26 @@ __device__ __forceinline__ u32 add_acq_rel_gpu(u32 *p, u32 n)
 	return before;
 }
 
+// Rounded to nearest, ties to even; a in the low half.
+__device__ __forceinline__ u32 two_bfloat16(float a, float b)
+{
+	u32 v;
+	asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
+	return v;
+}
+
+__device__ __forceinline__ u32 two_float16(float a, float b)
+{
+	u32 v;
+	asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(b), "f"(a));
+	return v;
+}
+
+__device__ __forceinline__ float float_of_float16(u32 bits)
+{
+	float f;
+	asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(static_cast<unsigned short>(bits)));
+	return f;
+}
+
 } // namespace sw

@@ -2,6 +2,7 @@
 // take turns at each access to memory that others write, at barriers and at warp operations. main.cpp draws the order.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -190,6 +191,10 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by)
 {
 	return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (by & 31));
 }
+inline uint32_t __float_as_uint(float f) { return __builtin_bit_cast(uint32_t, f); }
+inline float __uint_as_float(uint32_t u) { return __builtin_bit_cast(float, u); }
+inline long long __double_as_longlong(double d) { return __builtin_bit_cast(long long, d); }
+inline double __longlong_as_double(long long i) { return __builtin_bit_cast(double, i); }
 template <typename T> T __ldg(const T *p) { return *p; }
 template <typename T, typename U> T atomicAdd(T *p, U v)
 {
@@ -303,5 +308,36 @@ inline void store_vector_if(bool on, u64 p, uint4 v)
 }
 inline u32 lane_id() { return emu::current->thread & 31; }
 inline u32 add_acq_rel_gpu(u32 *p, u32 n) { return atomicAdd(p, n); }
+
+// Conversions by their definition: the nearest of all values, of two that are equally near the even one.
+inline float float_of_float16(u32 bits)
+{
+	int exponent = static_cast<int>(bits >> 10 & 31);
+	float size = exponent == 31 ? ((bits & 0x3ff) != 0 ? NAN : INFINITY)
+				    : exponent == 0 ? ldexpf(static_cast<float>(bits & 0x3ff), -24)
+						    : ldexpf(static_cast<float>(1024 + (bits & 0x3ff)), exponent - 25);
+	return (bits & 0x8000) != 0 ? -size : size;
+}
+inline u32 float16_of(float f)
+{
+	u32 sign = __float_as_uint(f) >> 16 & 0x8000;
+	if (f != f)
+		return sign | 0x7fff;
+	double size = fabs(static_cast<double>(f));
+	if (size >= 65520)
+		return sign | 0x7c00;
+	int exponent = -14;
+	if (size >= ldexp(1, -14))
+		exponent = ilogb(size);
+	double place = ldexp(1, exponent - 10), mantissa = nearbyint(size / place); // ties to even
+	return sign | static_cast<u32>((exponent + 14) * 1024 + mantissa);
+}
+inline u32 bfloat16_of(float f)
+{
+	u32 b = __float_as_uint(f);
+	return f != f ? 0x7fff : (b + 0x7fff + (b >> 16 & 1)) >> 16;
+}
+inline u32 two_bfloat16(float a, float b) { return bfloat16_of(a) | bfloat16_of(b) << 16; }
+inline u32 two_float16(float a, float b) { return float16_of(a) | float16_of(b) << 16; }
 
 } // namespace sw
