@@ -24,20 +24,20 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1) allred
 	using namespace sw;
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
 	bool meets = warp == packet_warps;
+	// neighbouring warps of the grid lie in different blocks, so that few groups use many multiprocessors
+	packet_warp p(a, 0, warp * gridDim.x + blockIdx.x, packet_warps * gridDim.x, lane);
 	await_stream();
 	call_number number;
 	number.load(a.world);
-	u64 epoch = number.epoch();
+	if (!meets)
+		p.preload();
+	u64 epoch = p.epoch = number.epoch();
 	if (__syncthreads_or(epoch == 0)) // for all or none: warps of a block wait for one another
 		return;
-	// neighbouring warps of the grid lie in different blocks, so that few groups use many multiprocessors
-	packet_warp p(a, epoch, warp * gridDim.x + blockIdx.x, packet_warps * gridDim.x, lane);
-	if (meets && blockIdx.x == 0)
+	if (!meets)
+		p.send();
+	else if (blockIdx.x == 0)
 		enter(a, epoch, lane);
-	else if (!meets && reduces(a))
-		p.send_inputs();
-	else if (!meets)
-		p.send_all(a.block.results, a.src, span(a, a.world.rank).bytes, packet_flag(epoch));
 	if (threadIdx.x == blockDim.x - 1)
 		number.advance(a.world);
 	release_stream();
@@ -50,7 +50,8 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1) allred
 		return;
 	}
 	if (!reduces(a)) {
-		p.take_results() && p.keep();
+		if (p.take_results())
+			p.keep();
 	} else if (reduce_any(p) && p.agree() && gathers(a) && !one_shot(a)) {
 		p.take_results();
 	}

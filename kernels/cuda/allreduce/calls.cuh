@@ -130,7 +130,7 @@ __device__ __forceinline__ void wipe_one(const sw_reduce_args &a, u64 epoch, u64
 	u32 words = static_cast<u32>(a.block.packet_stride / 16);
 	if (words == 0 || peer == a.world.rank)
 		return;
-	u32 at = static_cast<u32>(epoch / 2 % words);
+	u32 at = static_cast<u32>(epoch / 2) % words;
 	if (at / (SW_PACKET_GROUP_BYTES / 16) >= groups)
 		store16_relaxed_sys(own_segment(a.world) + region + ((epoch & 1) * a.world.size + peer) * a.block.packet_stride + 16 * static_cast<u64>(at), 0, 0);
 }

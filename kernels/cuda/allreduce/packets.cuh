@@ -72,7 +72,8 @@ struct packet_warp {
 	const sw_reduce_args &a;
 	u64 epoch;
 	u32 warp, warps, lane; // of the grid's
-	bool agreed = false;
+	bool agreed = false, loaded = false;
+	quad first; // what the warp sends first
 
 	__device__ __forceinline__ packet_warp(const sw_reduce_args &a, u64 epoch, u32 warp, u32 warps, u32 lane) : a(a), epoch(epoch), warp(warp), warps(warps), lane(lane) {}
 
@@ -95,41 +96,54 @@ struct packet_warp {
 		return p < a.world.size ? p : p - a.world.size;
 	}
 
-	// This rank's input to everybody that reduces it.
-	__device__ __forceinline__ void send_inputs()
+	// What this rank sends at first: its input to everybody that reduces it, or its slice to all. The same bytes to all peers are one task.
+	struct task {
+		u32 peer;
+		u64 src;
+		part x;
+	};
+
+	__device__ __forceinline__ bool same_to_all() const { return one_shot(a) || !reduces(a); }
+
+	__device__ __forceinline__ task input(u32 t) const
 	{
-		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
-		if (one_shot(a)) {
-			span all(a, a.world.rank);
-			send_all(a.block.inputs, a.src, all.bytes, flag);
-			return;
-		}
-		u32 most = 0;
-#pragma unroll 1
-		for (u32 p = 0; p < a.world.size; p++)
-			most = max(most, packet_groups(span(a, p).bytes));
-#pragma unroll 1
-		for (u32 t = warp; t < most * peers; t += warps) {
-			u32 p = peer(t % peers);
-			span s(a, p);
-			u64 src = a.src + static_cast<u64>(s.at);
-			part x(packet_place(a, epoch, a.block.inputs, p, a.world.rank), src, s.bytes, t / peers, lane);
-			quad q;
-			load_part(q, x, src);
-			put_part(q, x.left, x.wire, flag);
-		}
+		u32 peers = a.world.size - 1, p = same_to_all() ? a.world.rank : peer(t % peers);
+		span s(a, p);
+		u64 src = a.src + (reduces(a) ? static_cast<u64>(s.at) : 0);
+		return {p, src, part(0, src, s.bytes, same_to_all() ? t : t / peers, lane)};
 	}
 
-	// The same bytes to all peers.
-	__device__ __forceinline__ void send_all(u64 region, u64 src, i64 bytes, u32 flag)
+	// Loads what is sent first, before the number of the call is known.
+	__device__ __forceinline__ void preload()
 	{
-		u32 groups = packet_groups(bytes);
+		task k = input(warp);
+		loaded = k.x.whole && k.x.left > 0;
+		if (loaded)
+			first.load(k.src + k.x.at, k.x.left);
+	}
+
+	__device__ __forceinline__ void send()
+	{
+		u32 flag = packet_flag(epoch), tasks = 0;
+		u64 region = reduces(a) ? a.block.inputs : a.block.results;
+		if (same_to_all()) {
+			tasks = packet_groups(span(a, a.world.rank).bytes);
+		} else {
 #pragma unroll 1
-		for (u32 g = warp; g < groups; g += warps) {
-			part x(0, src, bytes, g, lane);
-			quad q;
-			load_part(q, x, src);
-			hand_out(q, x, region, flag);
+			for (u32 p = 0; p < a.world.size; p++)
+				tasks = max(tasks, packet_groups(span(a, p).bytes));
+			tasks *= a.world.size - 1;
+		}
+#pragma unroll 1
+		for (u32 t = warp; t < tasks; t += warps) {
+			task k = input(t);
+			if (!loaded)
+				load_part(first, k.x, k.src);
+			loaded = false;
+			if (same_to_all())
+				hand_out(first, k.x, region, flag);
+			else
+				put_part(first, k.x.left, packet_place(a, epoch, region, k.peer, a.world.rank) + k.x.wire, flag);
 		}
 	}
 

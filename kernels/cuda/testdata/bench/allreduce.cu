@@ -1,6 +1,6 @@
 // Times the reductions' own source on the GPUs of one process, a thread each, and checks every element.
 //
-//	nvcc -std=c++20 -O3 -arch=sm_90a -o allreduce_bench kernels/cuda/testdata/bench/allreduce.cu -lcuda
+//	nvcc -std=c++20 -O3 -arch=sm_90a -o allreduce_bench kernels/cuda/testdata/bench/allreduce.cu
 //	./allreduce_bench [-ranks 2] [-max-mib 512] [-only words of a row's name] [-blocks 8,16,32] [-chunk-kib 64] [-slots 4] [-eager] [-list]
 //
 // A row is a collective, the bytes of its larger buffer, an algorithm and a number of blocks. us is the median over 15 samples of the slowest
@@ -8,6 +8,7 @@
 // every byte crosses once. At the end comes the fastest row of each size.
 #include "../../allreduce.cu"
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -75,7 +76,6 @@ struct options {
 struct rank_state {
 	int device;
 	char *segment;
-	u64 *table; // of all segments
 	sw_fault *fault;
 	unsigned long long *wrong;
 	cudaStream_t s;
@@ -119,6 +119,7 @@ struct bench {
 	std::vector<rank_state> ranks;
 	sw_reduce_block block;
 	u64 src, dst; // places
+	u64 base, stride;
 	std::barrier<> meet;
 
 	bench(const options &o) : o(o), meet(o.ranks)
@@ -141,22 +142,62 @@ struct bench {
 					else
 						CHECK(e);
 				}
-			CHECK(cudaMalloc(&k.segment, dst + o.most));
-			CHECK(cudaMalloc(&k.table, o.ranks * sizeof(u64)));
 			CHECK(cudaMalloc(&k.wrong, sizeof(*k.wrong)));
 			CHECK(cudaHostAlloc(&k.fault, sizeof(sw_fault), cudaHostAllocMapped));
 			CHECK(cudaStreamCreateWithFlags(&k.s, cudaStreamNonBlocking));
 			CHECK(cudaEventCreate(&k.begin));
 			CHECK(cudaEventCreate(&k.end));
 		}
-		for (rank_state &k : ranks) {
-			CHECK(cudaSetDevice(k.device));
-			std::vector<u64> all;
-			for (rank_state &p : ranks)
-				all.push_back(reinterpret_cast<u64>(p.segment));
-			CHECK(cudaMemcpy(k.table, all.data(), all.size() * sizeof(u64), cudaMemcpyHostToDevice));
-		}
+		map_segments();
 		clear();
+	}
+
+	template <typename F> static F driver(const char *name)
+	{
+		void *f = nullptr;
+		cudaDriverEntryPointQueryResult found;
+		CHECK(cudaGetDriverEntryPointByVersion(name, &f, 12000, cudaEnableDefault, &found));
+		if (f == nullptr) {
+			fprintf(stderr, "the driver has no %s\n", name);
+			exit(1);
+		}
+		return reinterpret_cast<F>(f);
+	}
+
+	static void must(CUresult r, const char *what)
+	{
+		if (r != CUDA_SUCCESS) {
+			fprintf(stderr, "%s: error %d\n", what, static_cast<int>(r));
+			exit(1);
+		}
+	}
+
+	// One range of addresses, a segment a rank, as memory.Heap makes it.
+	void map_segments()
+	{
+		auto reserve = driver<CUresult (*)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)>("cuMemAddressReserve");
+		auto create = driver<CUresult (*)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long)>("cuMemCreate");
+		auto map = driver<CUresult (*)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long)>("cuMemMap");
+		auto access = driver<CUresult (*)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t)>("cuMemSetAccess");
+		constexpr u64 page = 2 << 20;
+		stride = (dst + o.most + page - 1) / page * page;
+		CUdeviceptr all;
+		must(reserve(&all, stride * o.ranks, page, 0, 0), "cuMemAddressReserve");
+		base = all;
+		std::vector<CUmemAccessDesc> who;
+		for (rank_state &k : ranks)
+			if (std::none_of(who.begin(), who.end(), [&](auto &d) { return d.location.id == k.device; }))
+				who.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, k.device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+		for (u32 r = 0; r < o.ranks; r++) {
+			CUmemAllocationProp p{};
+			p.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+			p.location = {CU_MEM_LOCATION_TYPE_DEVICE, ranks[r].device};
+			CUmemGenericAllocationHandle h;
+			must(create(&h, stride, &p, 0), "cuMemCreate");
+			must(map(all + r * stride, stride, 0, h, 0), "cuMemMap");
+			must(access(all + r * stride, stride, who.data(), who.size()), "cuMemSetAccess");
+			ranks[r].segment = reinterpret_cast<char *>(all + r * stride);
+		}
 	}
 
 	void clear()
@@ -170,22 +211,21 @@ struct bench {
 		}
 	}
 
-	std::vector<i64> bounds(const row &w, i64 bytes) const
+	std::vector<i64> bounds(i64 bytes) const
 	{
 		std::vector<i64> b{0};
 		for (u32 p = 1; p <= o.ranks; p++)
 			b.push_back(p == o.ranks ? bytes : std::min(bytes, (bytes + o.ranks - 1) / o.ranks * p / 128 * 128));
-		(void)w;
 		return b;
 	}
 
 	sw_reduce_args arguments(const row &w, i64 bytes, u32 r) const
 	{
 		sw_reduce_args a{};
-		std::vector<i64> b = bounds(w, bytes);
+		std::vector<i64> b = bounds(bytes);
 		const rank_state &k = ranks[r];
-		u64 segment = reinterpret_cast<u64>(k.segment), slice = b[r];
-		a.world = {segment, 0, reinterpret_cast<u64>(k.table), static_cast<u64>(block.control), reinterpret_cast<u64>(k.fault), 2'000'000'000, r, o.ranks};
+		u64 segment = reinterpret_cast<u64>(k.segment);
+		a.world = {base, stride, 0, static_cast<u64>(block.control), reinterpret_cast<u64>(k.fault), 2'000'000'000, r, o.ranks};
 		u64 to = dst;
 		u64 from = src;
 		if (w.in_place)
@@ -197,7 +237,6 @@ struct bench {
 		a.call = SW_OP_SUM | SW_TYPE_BFLOAT16 << 8 | w.collective << 16 | w.flags << 24;
 		a.lines = lines, a.slots = o.slots, a.chunk_bytes = o.chunk, a.packet_bytes = o.packet_bytes;
 		std::copy(b.begin(), b.end(), a.bounds);
-		(void)slice;
 		return a;
 	}
 
@@ -235,7 +274,7 @@ struct bench {
 	void prepare(const row &w, i64 bytes, u32 r)
 	{
 		rank_state &k = ranks[r];
-		std::vector<i64> b = bounds(w, bytes);
+		std::vector<i64> b = bounds(bytes);
 		bool whole = (w.collective & RS) != 0;
 		u64 first = whole ? 0 : b[r] / 2, n = (whole ? bytes : b[r + 1] - b[r]) / 2;
 		CHECK(cudaMemsetAsync(k.segment + dst, 0xA7, bytes, k.s));
@@ -247,7 +286,7 @@ struct bench {
 	u64 verify(const row &w, i64 bytes, u32 r)
 	{
 		rank_state &k = ranks[r];
-		std::vector<i64> b = bounds(w, bytes);
+		std::vector<i64> b = bounds(bytes);
 		auto *out = reinterpret_cast<unsigned short *>(k.segment + dst);
 		CHECK(cudaMemsetAsync(k.wrong, 0, sizeof(*k.wrong), k.s));
 		if (w.collective == AG) {
