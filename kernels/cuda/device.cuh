@@ -59,6 +59,7 @@ struct wait {
 	u64 since = 0;
 	u32 polls = 0;
 	u32 kind = SW_FAULT_NONE;
+	u64 epoch = 0; // of a reduction: its waits also end when the ranks' calls turn out to differ
 
 	__device__ __noinline__ bool slow(const sw_world &w)
 	{
@@ -68,6 +69,10 @@ struct wait {
 		u32 fault = load32_relaxed_gpu(own + w.control + offsetof(sw_control, fault));
 		if (fault != SW_FAULT_NONE && !of_one_call(fault)) {
 			kind = SW_FAULT_NONE; // somebody of this rank has given up and said why
+			return false;
+		}
+		if (epoch != 0 && load_relaxed_sys(own + w.control + offsetof(sw_control, mismatched)) == epoch) {
+			kind = SW_FAULT_NONE;
 			return false;
 		}
 		if (load_relaxed_sys(own + SW_ABORT_OFFSET) != 0) {

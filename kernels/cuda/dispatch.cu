@@ -187,10 +187,9 @@ template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_a
 	if (threadIdx.x / 32 < a.movers)
 		sum_rows<type>(a, base, full, ring, epoch);
 	release_stream();
-	if ((a.mode & SW_MOE_KEEP) != 0)
-		return;
 	tell_read(a, epoch);
-	await_read(a, epoch);
+	if ((a.mode & SW_MOE_KEEP) == 0)
+		await_read(a, epoch);
 }
 
 // Makes the partial sums of rows by expert in staging, or copies rows by token there or, with y, out of it. A warp has 2 KiB of a row at a time.
@@ -198,7 +197,7 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 {
 	await_stream();
 	if (threadIdx.x == 0)
-		staged.make(a, reinterpret_cast<const u32 *>(a.rank_counts));
+		staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
 	call_number number;
 	number.load(a.world);
 	u64 epoch = number.epoch(); // of the call that comes
@@ -275,13 +274,13 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 	using number = numbers<type>;
 	await_stream();
 	if (threadIdx.x == 0)
-		staged.make(a, reinterpret_cast<const u32 *>(a.rank_counts));
+		staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
 	call_number counter;
 	counter.load(a.world);
 	if (__syncthreads_or(counter.epoch() == 0))
 		return;
 	u32 lane = threadIdx.x & 31, all = staged.first[a.world.size];
-	bool weigh = (a.mode & SW_MOE_WEIGH) != 0;
+	bool weigh = (a.mode & SW_MOE_WEIGH) != 0, dots = a.from_weights != 0 || a.sum_weights != 0;
 	u64 own = own_segment(a.world);
 	const int *spread = reinterpret_cast<const int *>(own + a.state.spread);
 #pragma unroll 1
@@ -307,10 +306,12 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 					continue;
 				float g[number::count], x[number::count], p[number::count];
 				number::unpack(load_vector(dy + o), g);
-				number::unpack(load_vector(row + o), x);
+				if (dots)
+					number::unpack(load_vector(row + o), x);
 #pragma unroll
 				for (u32 c = 0; c < number::count; c++) {
-					chain[v * number::count + c] = __fadd_rn(chain[v * number::count + c], __fmul_rn(x[c], g[c]));
+					if (dots)
+						chain[v * number::count + c] = __fadd_rn(chain[v * number::count + c], __fmul_rn(x[c], g[c]));
 					p[c] = __fmul_rn(g[c], w);
 				}
 				store_vector(out + o, number::pack(p));
@@ -490,10 +491,9 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 			sum_weights(a, t, lane);
 	}
 	release_stream();
-	if ((a.mode & SW_MOE_KEEP) != 0)
-		return;
 	tell_read(a, epoch);
-	await_read(a, epoch);
+	if ((a.mode & SW_MOE_KEEP) == 0)
+		await_read(a, epoch);
 }
 
 } // namespace sw
@@ -607,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 		return;
 	bool cached = (a.mode & SW_MOE_CACHED) != 0;
 	taker t(a, b, reinterpret_cast<u32 *>(memory), epoch);
-	const u32 *kept = reinterpret_cast<const u32 *>(a.rank_counts);
+	const u32 *kept = reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived);
 	for (u32 i = threadIdx.x; i < a.local; i += blockDim.x)
 		t.hist[i] = 0;
 	if (!cached && !t.look_at_counts())
@@ -629,11 +629,8 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 		b.staged.make(a, cached ? kept : b.rows.sum);
 	if (!cached && t.warp == 0)
 		t.lay_out();
-	if (!cached && blockIdx.x == 0 && threadIdx.x < t.n) {
-		reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = b.rows.sum[threadIdx.x];
-		if (a.mapped != 0)
-			reinterpret_cast<u32 *>(a.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = b.rows.sum[threadIdx.x];
-	}
+	if (!cached && blockIdx.x == 0)
+		t.tell_rank_counts();
 	__syncthreads();
 	if (!cached && blockIdx.x == 0 && a.mapped != 0 && threadIdx.x == 0) {
 		fence_acq_rel_sys();

@@ -162,9 +162,9 @@ std::vector<row> expected(const world &w, const batch &b, u32 rank, std::vector<
 			for (u32 k = 0; k < w.top_k; k++) {
 				int e = b.choice[s][t * w.top_k + k];
 				if (e >= 0 && rank_of(w, slot_of(w, s, t, e)) == rank)
-					any = true, counts[slot_of(w, s, t, e) - w.first[rank]]++;
+					any = true, counts[slot_of(w, s, t, e) - w.first[rank]]++, from[s] += !w.by_token();
 			}
-			from[s] += any;
+			from[s] += any && w.by_token();
 		}
 	u32 at = 0;
 	if (w.by_token()) {

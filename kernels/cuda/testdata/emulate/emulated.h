@@ -219,6 +219,8 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by)
 {
 	return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (by & 31));
 }
+inline long long __double_as_longlong(double d) { return __builtin_bit_cast(long long, d); }
+inline double __longlong_as_double(long long i) { return __builtin_bit_cast(double, i); }
 template <typename T> T __ldg(const T *p) { return *p; }
 template <typename T, typename U> T atomicAdd(T *p, U v)
 {
