@@ -1,5 +1,5 @@
-// Package allreduce combines what all ranks of a group have: all-reduce, reduce-scatter and all-gather, and the buckets
-// that reduce a model's gradients while backward still runs.
+// Package allreduce combines what all ranks of a group have: all-reduce, reduce-scatter, all-gather and broadcast, and
+// the buckets that reduce a model's gradients while backward still runs.
 //
 // A [Reducer] owns its channels in a symmetric heap and is made once, by all ranks together. Every call is then made by
 // all ranks in the same order. It does no host communication and, once warm, allocates nothing.

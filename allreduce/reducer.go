@@ -107,6 +107,16 @@ func (x *Reducer) AllGatherV(s device.Stream, dst, src memory.View, counts []int
 	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllGather, DType: dt}, counts)
 }
 
+// Broadcast brings buf of rank root to buf of every rank. It has the same length everywhere; what it holds is nobody's
+// business, so there is no data type.
+func (x *Reducer) Broadcast(s device.Stream, buf memory.View, root int) error {
+	src := buf
+	if root != x.c.Group.Rank() {
+		src = memory.View{}
+	}
+	return x.call(s, buf, src, kernels.ReduceCall{Collective: kernels.Broadcast, Shape: uint64(root) + 1}, nil)
+}
+
 // call checks and launches one call. counts is nil for equal slices.
 func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCall, counts []int64) error {
 	x.c.Lock()
@@ -212,6 +222,18 @@ func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part 
 			b[p+1] = min(b[p]+each, a.Call.Count)
 		}
 		return nil
+	case c.Collective == kernels.Broadcast:
+		root := int64(c.Shape) - 1
+		if root < 0 || root >= size {
+			return invalid("broadcast from rank %d, want 0 to %d", root, size-1)
+		}
+		for p := range size {
+			b[p+1] = b[p]
+			if p == root {
+				b[p+1] += whole
+			}
+		}
+		return nil
 	case counts == nil:
 		if whole != part*size || part%es != 0 {
 			return invalid("the %s has %d bytes, want %d times the %d of the %s, in whole %v", large, whole, size, part, small, c.DType)
@@ -265,7 +287,7 @@ func (x *Reducer) give(o *op) {
 }
 
 // Explain says which algorithm a call would use, and why: a call that reduces count elements of every rank, or that
-// gathers count elements in all. Nothing is exchanged.
+// gathers count elements in all, or that broadcasts count elements, from whatever rank. Nothing is exchanged.
 func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (Decision, error) {
 	x.c.Lock()
 	defer x.c.Unlock()
@@ -273,6 +295,9 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 		return Decision{}, err
 	}
 	call := kernels.ReduceCall{Collective: c, DType: dt}
+	if c == kernels.Broadcast {
+		call.Shape = 1
+	}
 	if err := supported(call); err != nil {
 		return Decision{}, err
 	}

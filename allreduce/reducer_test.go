@@ -219,6 +219,7 @@ func TestX1_NothingSignalsAndWaitsOnce(t *testing.T) {
 					func() error { return x.AllReduce(nil, memory.View{}, memory.View{}, f32, kernels.Sum) },
 					func() error { return x.ReduceScatter(nil, memory.View{}, memory.View{}, f32, kernels.Sum) },
 					func() error { return x.AllGather(nil, memory.View{}, memory.View{}, f32) },
+					func() error { return x.Broadcast(nil, memory.View{}, calls%4) },
 				} {
 					calls++
 					counter.Add(1)
@@ -615,6 +616,9 @@ func TestF3_DifferentCallsAreNamedOnEveryRank(t *testing.T) {
 			}, func(x *allreduce.Reducer, b, c memory.View) error {
 				return x.AllGatherV(nil, b.Slice(0, 12), c.Slice(0, 4), []int64{0, 1, 2}, f32)
 			}, []string{"digest"}},
+			"root": {func(x *allreduce.Reducer, b, _ memory.View) error { return x.Broadcast(nil, b.Slice(0, 100), 0) },
+				func(x *allreduce.Reducer, b, _ memory.View) error { return x.Broadcast(nil, b.Slice(0, 100), 2) },
+				[]string{"broadcast of 100 uint8 from rank 0", "broadcast of 100 uint8 from rank 2"}},
 		} {
 			t.Run(name+"/"+algorithm, func(t *testing.T) {
 				worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {

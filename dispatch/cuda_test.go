@@ -88,7 +88,7 @@ func (f *fixedBuffers) load(r *rank, b *batch) {
 	r.write(f.t.Scales, scales)
 }
 
-func (r *rank) stream() *device.CUDAStream {
+func (r *rank) gpuStream() *device.CUDAStream {
 	s, err := r.Device.NewStream()
 	require.NoError(r, err)
 	return s.(*device.CUDAStream)
@@ -112,7 +112,7 @@ func (r *rank) replay(s *device.CUDAStream, d *dispatch.Dispatcher, graphs ...*d
 
 // graphOptions are dispatchers whose calls are captured.
 func graphOptions(n int) map[string]dispatch.Options {
-	o := dispatch.Options{Experts: 3*n + 1, TopK: 3, Hidden: 272, MaxTokens: 40, DType: kernels.BFloat16, Handles: 2, HostCounts: true, IndexType: kernels.Int64, Timeout: 20 * time.Second}
+	o := dispatch.Options{Experts: 3*n + 1, TopK: 3, Hidden: 272, MaxTokens: 40, DType: kernels.BFloat16, Handles: 2, HostCounts: true, Sources: true, RowWeights: true, IndexType: kernels.Int64, Timeout: 20 * time.Second}
 	all := map[string]dispatch.Options{}
 	for _, l := range layouts {
 		o := o
@@ -135,7 +135,7 @@ func TestCUDA_GraphsReplayWithOtherRouting(t *testing.T) {
 		for name, o := range graphOptions(n) {
 			t.Run(fmt.Sprintf("ranks=%d/%s", n, name), func(t *testing.T) {
 				gpus(t, n, func(r *rank) {
-					d, s := r.dispatcher(o), r.stream()
+					d, s := r.dispatcher(o), r.gpuStream()
 					rng := rand.New(rand.NewPCG(21, 21))
 					tokens := make([]int, n)
 					for i := range tokens {
@@ -187,7 +187,7 @@ func TestCUDA_GraphsReplayWithOtherRouting(t *testing.T) {
 func TestCUDA_OverflowInAGraph(t *testing.T) {
 	gpus(t, 2, func(r *rank) {
 		o := small(dispatch.Options{Align: 2, MaxRows: 15, Timeout: 5 * time.Second})
-		d, s := r.dispatcher(o), r.stream()
+		d, s := r.dispatcher(o), r.gpuStream()
 		x, idx, weights := smallBatch(r, 8)
 		in := r.tokens(x, idx, weights)
 		var h *dispatch.Handle
@@ -278,7 +278,7 @@ func TestCUDA_TwoMicroBatchesInFlight(t *testing.T) {
 					Experts: 8, TopK: 3, Hidden: 64, MaxTokens: 12, DType: kernels.BFloat16, Layout: layout, Handles: 2, LowLatency: true,
 					MaxSMs: 8, Timeout: 20 * time.Second,
 				}
-				d, s := r.dispatcher(o), r.stream()
+				d, s := r.dispatcher(o), r.gpuStream()
 				rng := rand.New(rand.NewPCG(77, 7))
 				var all []*inFlight
 				for range 16 {
@@ -394,7 +394,7 @@ func TestCUDA_RefusedDispatchesAreErrorsOnEveryRank(t *testing.T) {
 				gpus(t, 2, func(r *rank) {
 					c := c
 					c.o.Timeout = 10 * time.Second
-					d, s := r.dispatcher(small(c.o)), r.stream()
+					d, s := r.dispatcher(small(c.o)), r.gpuStream()
 					for range 3 {
 						works(r, d, s, c.o.Layout)
 						x, idx, weights := smallBatch(r, 8)
@@ -451,7 +451,7 @@ func TestCUDA_DifferentCallsAreAnErrorOnEveryRank(t *testing.T) {
 			gpus(t, 2, func(r *rank) {
 				o := o
 				o.Timeout = 10 * time.Second
-				d, s := r.dispatcher(small(o)), r.stream()
+				d, s := r.dispatcher(small(o)), r.gpuStream()
 				for range 3 {
 					h, _, _, _ := dispatchSmall(r, d, s, 3)
 					err := tell(r, d, s, func(s device.Stream) error {
@@ -492,7 +492,7 @@ func TestCUDA_F1_AHungRankIsNamed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			o.Timeout = timeout
 			gpus(t, 3, func(r *rank) {
-				d, s := r.dispatcher(small(o)), r.stream()
+				d, s := r.dispatcher(small(o)), r.gpuStream()
 				h, _, _, _ := dispatchSmall(r, d, s, 3)
 				require.NoError(r, r.Group.Barrier(r.Ctx))
 				if r.Group.Rank() != 1 {
@@ -518,7 +518,7 @@ func TestCUDA_F1_AHungRankIsNamed(t *testing.T) {
 // F2: the group's abort ends waits on GPUs, in calls on a stream too.
 func TestCUDA_F2_AbortEndsWaits(t *testing.T) {
 	gpus(t, 2, func(r *rank) {
-		d, s := r.dispatcher(small(dispatch.Options{Timeout: time.Minute})), r.stream()
+		d, s := r.dispatcher(small(dispatch.Options{Timeout: time.Minute})), r.gpuStream()
 		h, _, _, _ := dispatchSmall(r, d, s, 2)
 		require.NoError(r, r.Group.Barrier(r.Ctx))
 		if r.Group.Rank() == 1 {
@@ -579,7 +579,7 @@ func TestCUDA_HostCountsDoNotSynchronize(t *testing.T) {
 		t.Run(layout.String(), func(t *testing.T) {
 			gpus(t, 2, func(r *rank) {
 				o := dispatch.Options{Experts: 5, TopK: 3, Hidden: 64, MaxTokens: 30, DType: kernels.BFloat16, Layout: layout, HostCounts: true, Handles: 1, Timeout: 20 * time.Second}
-				d, s, other := r.dispatcher(o), r.stream(), r.stream()
+				d, s, other := r.dispatcher(o), r.gpuStream(), r.gpuStream()
 				word := r.up(make([]byte, 8))
 				rng := rand.New(rand.NewPCG(3, 3))
 				c := r.gpu.c
@@ -615,7 +615,7 @@ func TestCUDA_HostCountsDoNotSynchronize(t *testing.T) {
 // Counters are read beside a stream that is held up.
 func TestCUDA_Counters(t *testing.T) {
 	gpus(t, 2, func(r *rank) {
-		d, s, other := r.dispatcher(dispatch.Options{Experts: 6, TopK: 3, Hidden: 4, MaxTokens: 8, Timeout: 10 * time.Second}), r.stream(), r.stream()
+		d, s, other := r.dispatcher(dispatch.Options{Experts: 6, TopK: 3, Hidden: 4, MaxTokens: 8, Timeout: 10 * time.Second}), r.gpuStream(), r.gpuStream()
 		var idx []int32
 		if r.Group.Rank() == 0 {
 			idx = []int32{3, 4, 5, 5, 0, -1} // three experts on rank 1; one there and one here

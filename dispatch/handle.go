@@ -57,11 +57,12 @@ func (h *Handle) RankCounts() memory.View { return h.views().rankCounts }
 func (h *Handle) Indices() memory.View { return h.views().indices }
 
 // Weights are those of the dispatch beside the rows, in float32: [Dispatcher.MaxRows], or in token-major layouts
-// [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 where none were given.
+// [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 where none were given. Expert-major layouts have them with
+// Options.RowWeights only.
 func (h *Handle) Weights() memory.View { return h.views().weights }
 
-// Sources says where each row comes from: [Dispatcher.MaxRows, 2] in int32, the rank and the token's number there. It is -1, -1
-// in padding that is zero.
+// Sources says where each row comes from, if Options.Sources is set: [Dispatcher.MaxRows, 2] in int32, the rank and the token's
+// number there. It is -1, -1 in padding that is zero.
 func (h *Handle) Sources() memory.View { return h.views().sources }
 
 // Landed are 32-bit words, if Options.Landed is set: how many rows of each of LocalExperts have arrived so far. Work that runs
@@ -156,10 +157,11 @@ func (h *Handle) look() (c HostCounts, ok bool, err error) {
 	return c, true, nil
 }
 
-// Release gives the output back, for a later dispatch to write. Launches that use the handle may still be on their way
-// on a stream: the dispatcher's next call is ordered behind them. Other work that reads the output has to be finished, or
-// ordered before that call, by the caller. Ranks may release at different times and in different orders. A second
-// Release does nothing, as long as the dispatcher has not handed the same Handle out again.
+// Release gives the output back, for a later dispatch to write. Between the halves of a call it gives the call up, which all
+// ranks do then. Launches that use the handle may still be on their way on a stream: the dispatcher's next call is ordered
+// behind them. Other work that reads the output has to be finished, or ordered before that call, by the caller. Ranks may
+// release at different times and in different orders. A second Release does nothing, as long as the dispatcher has not handed
+// the same Handle out again.
 func (h *Handle) Release() {
 	h.d.mu.Lock()
 	half := h.half

@@ -15,6 +15,7 @@ const (
 	ReduceScatter Collective                  = 1 << iota // every rank reduces its slice of all ranks' input
 	AllGather                                             // every rank's slice goes to all ranks
 	AllReduce     = ReduceScatter | AllGather             // both
+	Broadcast     = AllGather | 1<<2                      // an all-gather where one rank's slice is everything
 )
 
 // Reduces reports whether the call combines elements of several ranks.
@@ -32,6 +33,8 @@ func (c Collective) String() string {
 		return "all-gather"
 	case AllReduce:
 		return "all-reduce"
+	case Broadcast:
+		return "broadcast"
 	}
 	return fmt.Sprintf("Collective(%d)", uint8(c))
 }
@@ -101,7 +104,7 @@ type ReduceCall struct {
 	Op         ReduceOp // Sum where nothing is reduced
 	// Count is the number of elements of all slices together.
 	Count int64
-	// Shape tells slices of different lengths apart; 0 for equal ones.
+	// Shape tells slices of different lengths apart; 0 for equal ones. Of a broadcast it is 1 + the rank that has the data.
 	Shape uint64
 }
 
@@ -122,7 +125,10 @@ func (c ReduceCall) String() string {
 		how = fmt.Sprintf(" (%v)", c.Op)
 	}
 	shape := ""
-	if c.Shape != 0 {
+	switch {
+	case c.Collective == Broadcast:
+		shape = fmt.Sprintf(" from rank %d", int64(c.Shape)-1)
+	case c.Shape != 0:
 		shape = fmt.Sprintf(" in slices of digest %016x", c.Shape)
 	}
 	return fmt.Sprintf("%v%s of %d %v%s", c.Collective, how, c.Count, c.DType, shape)

@@ -40,11 +40,8 @@ type backing interface {
 	raise(at int64) error
 	// engine runs kernels on the heap, which space describes. why says for which reason the abort word was set.
 	engine(space kernels.Space, why func() error) (kernels.Engine, error)
-	// clear makes n bytes at at of the range zero, of this rank's segment, before it returns; put writes b there.
+	// clear makes n bytes at at of the range zero, of this rank's segment, before it returns.
 	clear(at, n int64) error
-	put(at int64, b []byte) error
-	// get reads what lies at at into b, whatever kernels are running, by words of 8 bytes. at is a multiple of that.
-	get(at int64, b []byte) error
 	// pin makes n zero bytes of memory of the host that kernels on the device reach.
 	pin(n int64) (pinned, error)
 	// mem is the range where the host can read it, else nil; base is its address on the device.
@@ -175,21 +172,6 @@ func (*hostBacking) engine(space kernels.Space, why func() error) (kernels.Engin
 
 func (b *hostBacking) clear(at, n int64) error {
 	clear(b.shared.Bytes()[at : at+n])
-	return nil
-}
-
-func (b *hostBacking) put(at int64, p []byte) error {
-	copy(b.shared.Bytes()[at:], p)
-	return nil
-}
-
-func (b *hostBacking) get(at int64, p []byte) error {
-	from, words := b.shared.Bytes(), shm.View[uint64](p)
-	for i := range words {
-		words[i] = shm.Word(from, at+8*int64(i)).Load()
-	}
-	done := 8 * len(words)
-	copy(p[done:], from[at+int64(done):])
 	return nil
 }
 

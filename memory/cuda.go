@@ -305,14 +305,6 @@ func (b *cudaBacking) engine(space kernels.Space, why func() error) (kernels.Eng
 
 func (b *cudaBacking) clear(at, n int64) error { return b.zero(b.origin+uintptr(at), n) }
 
-func (b *cudaBacking) put(at int64, p []byte) error {
-	return b.ctx.Write(b.alarm, b.origin+uintptr(at), p)
-}
-
-func (b *cudaBacking) get(at int64, p []byte) error {
-	return b.ctx.Read(b.alarm, p, b.origin+uintptr(at))
-}
-
 func (b *cudaBacking) pin(n int64) (pinned, error) {
 	p, err := b.ctx.NewHostBuffer(n)
 	if err != nil {

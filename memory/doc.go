@@ -24,7 +24,8 @@
 // Work on streams fits in because a free counts where it is called. The next user of the memory waits,
 // on its own stream, for the stream that freed it ([Heap.AllocOn], [Buffer.FreeOn]).
 //
-// A heap only grows when all ranks call [Heap.Grow]. No allocation ever maps memory or waits for a peer.
+// A heap only grows when all ranks call [Heap.Grow], or make a communicator together that it has no room for. No allocation
+// ever maps memory or waits for a peer.
 //
 // # Views
 //
@@ -34,6 +35,16 @@
 // cudaMalloc, by CUDA IPC, or what can leave its process as a descriptor. Registered memory of GPUs need not lie in
 // the range. Its place names a row of a table in device memory, in which every rank has its own addresses of all
 // ranks' parts (kernels.Space.Addr). [Copy] moves bytes between views.
+//
+// # Typed memory
+//
+// [Wrap] is a view of a Go slice of numbers, [Of] the numbers of a view, and [Matrix] rows of either: in Go memory
+// ([NewMatrix]), in the heap ([AllocMatrix]) or of any view ([MatrixOf]). Go's missing types are here too, [BFloat16] for one.
+//
+//	x := memory.NewMatrix[float32](tokens, hidden)
+//	y, err := memory.AllocMatrix[float32](heap, rows, hidden)
+//	err = exchanger.Exchange(nil, y.View(), x.View(), splits)
+//	first := y.Row(0)
 //
 // # Lifetime
 //

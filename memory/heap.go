@@ -80,7 +80,7 @@ func newHeap(
 	}
 	h := &Heap{group: g, dev: d, log: o.Logger}
 	if h.log == nil {
-		h.log = slog.New(slog.DiscardHandler)
+		h.log = g.Logger()
 	}
 	if err := h.open(ctx, o, back); err != nil {
 		h.release()
@@ -129,7 +129,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		lay.limit = min(lay.limit, l[0])
 	}
 	h.limit = lay.limit
-	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size()}
+	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size(), Log: h.log}
 	if g.InProcess() {
 		if err := h.adopt(ctx); err != nil {
 			return err
@@ -338,31 +338,6 @@ func (h *Heap) SymmetricOperand(v View) kernels.Buffer {
 	b := h.Operand(v)
 	b.Place, b.Reach = v.Symmetric(h)
 	return b
-}
-
-// Put writes b to v, memory of this heap, before it returns. Nothing else uses that memory.
-func (h *Heap) Put(v View, b []byte) error {
-	off, ok := v.Symmetric(h)
-	if !ok || int64(len(b)) > v.n {
-		return fmt.Errorf("memory: put %d bytes into %d, of the heap: %v: %w", len(b), v.n, ok, ErrInvalid)
-	}
-	if err := h.back.put(h.at(h.space.Rank, off), b); err != nil {
-		return fmt.Errorf("memory: put %d bytes: %w", len(b), err)
-	}
-	return nil
-}
-
-// Get reads v, memory of this heap, into b before it returns. It waits for no stream: what kernels write meanwhile is read as
-// it is by then, in words of 8 bytes.
-func (h *Heap) Get(b []byte, v View) error {
-	off, ok := v.Symmetric(h)
-	if !ok || int64(len(b)) > v.n {
-		return fmt.Errorf("memory: get %d bytes of %d, of the heap: %v: %w", len(b), v.n, ok, ErrInvalid)
-	}
-	if err := h.back.get(h.at(h.space.Rank, off), b); err != nil {
-		return fmt.Errorf("memory: get %d bytes: %w", len(b), err)
-	}
-	return nil
 }
 
 // Pinned is memory of the host that kernels of this rank read and write too: words by which they tell the host how far they are.

@@ -21,28 +21,6 @@ func onlyRank(t *testing.T, d device.Device) *Heap {
 	return h
 }
 
-// What is put is got, wherever it begins and ends in a word, and nothing beside it is touched.
-func putAndGet(t *testing.T, h *Heap) {
-	b, err := h.Alloc(4096)
-	require.NoError(t, err)
-	require.NoError(t, b.Clear(0, 4096))
-	for _, c := range []struct{ at, n int64 }{{0, 8}, {256, 1}, {512, 100}, {1024, 3072}} {
-		want := make([]byte, c.n)
-		for i := range want {
-			want[i] = byte(i*7 + 1)
-		}
-		require.NoError(t, h.Put(b.View().Slice(c.at, c.n), want))
-		got := make([]byte, c.n+1)
-		got[c.n] = 0xa5
-		require.NoError(t, h.Get(got[:c.n], b.View().Slice(c.at, c.n)))
-		require.Equal(t, append(want, 0xa5), got)
-	}
-	require.ErrorIs(t, h.Get(make([]byte, 9), b.View().Slice(0, 8)), ErrInvalid)
-	require.ErrorIs(t, h.Get(make([]byte, 8), Host(make([]byte, 8))), ErrInvalid)
-	require.NoError(t, b.Free())
-	require.ErrorIs(t, h.Get(make([]byte, 8), b.View().Slice(0, 8)), ErrInvalid)
-}
-
 func pins(t *testing.T, h *Heap) *Pinned {
 	for _, n := range []int64{0, -8, 12} {
 		_, err := h.Pin(n)
@@ -59,8 +37,6 @@ func pins(t *testing.T, h *Heap) *Pinned {
 	return p
 }
 
-func TestPutAndGet(t *testing.T) { putAndGet(t, onlyRank(t, device.Host())) }
-
 func TestPin(t *testing.T) {
 	p := pins(t, onlyRank(t, device.Host()))
 	require.NoError(t, p.Close())
@@ -68,8 +44,6 @@ func TestPin(t *testing.T) {
 	require.Nil(t, p.Bytes())
 	require.NoError(t, (*Pinned)(nil).Close())
 }
-
-func TestCUDAPutAndGet(t *testing.T) { putAndGet(t, onlyRank(t, onlyGPU(t))) }
 
 // onlyGPU is the first GPU, for as long as the test runs.
 func onlyGPU(t *testing.T) *device.CUDADevice {
@@ -88,7 +62,7 @@ func TestCUDAPin(t *testing.T) {
 	require.NoError(t, err)
 	b, err := h.Alloc(8)
 	require.NoError(t, err)
-	require.NoError(t, h.Put(b.View(), []byte{1, 2, 3, 4, 5, 6, 7, 8}))
+	require.NoError(t, Copy(s, b.View(), Host([]byte{1, 2, 3, 4, 5, 6, 7, 8})))
 	require.NoError(t, Copy(s, Device(p.Operand(256, 8).Ptr, 8), b.View().Slice(0, 8)))
 	require.NoError(t, s.Synchronize())
 	require.Equal(t, []byte{1, 2, 3, 4, 5, 6, 7, 8}, p.Bytes()[256:264])

@@ -16,18 +16,16 @@ const tolerance = 1e-4
 
 var errCheck = errors.New("check failed")
 
-// alone trains with the same flags on one rank and returns the loss of every step.
-func alone(ctx context.Context, c config, text *corpus) ([]float64, error) {
+// alone trains with the same flags on one rank. There is a report of its losses also when it was stopped.
+func alone(ctx context.Context, c config, text *corpus, bar *progress) (*report, error) {
 	c.Ranks = 1
 	g, err := comm.Local(1)
 	if err != nil {
 		return nil, err
 	}
-	r, err := trainAll(ctx, g, c, text, nil)
-	if err != nil {
-		return nil, err
-	}
-	return r.losses, nil
+	r, err := trainAll(ctx, g, c, text, bar.step)
+	bar.done(r)
+	return r, err
 }
 
 // compare prints both losses of some steps and the verdict on all.

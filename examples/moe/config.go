@@ -5,32 +5,38 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"math"
 	"os"
+	"runtime"
 )
 
 // config is what the flags say. Everything that changes the numbers is in here, so two ranks with equal configs and
 // equal text compute the same.
 type config struct {
-	Ranks int
-	Procs bool
-	Join  bool
+	Ranks int  `json:"ranks"`
+	Procs bool `json:"procs"`
+	Join  bool `json:"join"`
 
-	Experts int
-	TopK    int
-	Layers  int
-	Hidden  int // width of a token
-	Inner   int // width inside an expert
-	Context int // bytes that the model sees
-	Embed   int // width of one byte's embedding
+	Experts int `json:"experts"`
+	TopK    int `json:"topk"`
+	Layers  int `json:"layers"`
+	Hidden  int `json:"hidden"`  // width of a token
+	Inner   int `json:"inner"`   // width inside an expert
+	Context int `json:"context"` // bytes that the model sees
+	Embed   int `json:"embed"`   // width of one byte's embedding
 
-	Batch int // tokens a step, all ranks together
-	Steps int
-	Rate  float64 // learning rate
-	Seed  uint64
+	Batch int     `json:"batch"` // tokens a step, all ranks together
+	Steps int     `json:"steps"`
+	Rate  float64 `json:"rate"` // learning rate
+	Seed  uint64  `json:"seed"`
 
-	Text  string
-	JSON  string
-	Check bool
+	KillRank int `json:"kill_rank"` // in step AtStep, -1 for nobody
+	AtStep   int `json:"at_step"`
+
+	Text  string `json:"text"`
+	JSON  string `json:"-"`
+	HTML  string `json:"-"`
+	Check bool   `json:"check"`
 }
 
 // usageError is a mistake of the person at the keyboard: exit code 2.
@@ -63,7 +69,10 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 	f.Float64Var(&c.Rate, "rate", 8e-3, "peak learning rate")
 	f.Uint64Var(&c.Seed, "seed", 1, "seed of weights and data order")
 	f.StringVar(&c.Text, "text", "", "train on this file, or the files of this directory; default the Go sources of GOROOT")
-	f.StringVar(&c.JSON, "json", "", "write the report as JSON to this file")
+	f.StringVar(&c.JSON, "json", "", "write the report as JSON to this file, - for standard output")
+	f.StringVar(&c.HTML, "html", "", "write the report with pictures to this file, to look at in a browser")
+	f.IntVar(&c.KillRank, "kill-rank", -1, "kill this rank in the middle of a step; the others go on without it")
+	f.IntVar(&c.AtStep, "at-step", 0, "the step of -kill-rank (default half of -steps)")
 	f.BoolVar(&c.Check, "check", false, "train on 1 rank and on -ranks ranks and compare the losses step by step")
 	switch err := f.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):
@@ -77,10 +86,19 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 	if f.NArg() > 0 {
 		return c, usagef("unexpected argument %q", f.Arg(0))
 	}
-	stepsGiven := false
-	f.Visit(func(g *flag.Flag) { stepsGiven = stepsGiven || g.Name == "steps" })
-	if c.Check && !stepsGiven {
+	given := map[string]bool{}
+	f.Visit(func(g *flag.Flag) { given[g.Name] = true })
+	if c.Check && !given["steps"] {
 		c.Steps = checkSteps
+	}
+	switch {
+	case given["at-step"] && !given["kill-rank"]:
+		return c, usagef("-at-step needs -kill-rank")
+	case given["kill-rank"] && !given["at-step"]:
+		c.AtStep = (c.Steps + 1) / 2
+	}
+	if given["kill-rank"] && c.KillRank < 0 {
+		return c, usagef("-kill-rank is %d, want a rank", c.KillRank)
 	}
 	return c, c.validate()
 }
@@ -104,7 +122,19 @@ func (c *config) validate() error {
 		return usagef("-batch %d is less than -ranks %d: some ranks would have no token", c.Batch, c.Ranks)
 	case c.Check && c.JSON != "":
 		return usagef("-check makes no report: -json %s would stay empty", c.JSON)
-	case !(c.Rate > 0):
+	case c.Check && c.HTML != "":
+		return usagef("-check makes no report: -html %s would stay empty", c.HTML)
+	case c.HTML == "-":
+		return usagef("-html wants the name of a file")
+	case c.Check && c.KillRank >= 0:
+		return usagef("-check compares runs that lose nobody: leave out -kill-rank")
+	case c.KillRank >= 0 && c.Ranks == 1:
+		return usagef("-kill-rank needs a rank that goes on: use at least -ranks 2")
+	case c.KillRank >= c.Ranks:
+		return usagef("-kill-rank is %d, the ranks are 0 to %d", c.KillRank, c.Ranks-1)
+	case c.KillRank >= 0 && (c.AtStep < 1 || c.AtStep > c.Steps):
+		return usagef("-at-step is %d, the steps are 1 to %d", c.AtStep, c.Steps)
+	case !(c.Rate > 0) || math.IsInf(c.Rate, 0):
 		return usagef("-rate is %v, want more than 0", c.Rate)
 	}
 	return nil
@@ -112,33 +142,61 @@ func (c *config) validate() error {
 
 // shared is the part of the config that all ranks must have in common.
 func (c config) shared() config {
-	c.Join, c.JSON = false, ""
+	c.Join, c.JSON, c.HTML = false, "", ""
 	return c
 }
 
-// tryJSON finds out now whether the report can be written later.
-func (c config) tryJSON() error {
-	if c.JSON == "" || c.Join {
+// tryFiles finds out now whether the reports can be written later.
+func (c config) tryFiles() error {
+	if c.Join {
 		return nil
 	}
-	f, err := os.OpenFile(c.JSON, os.O_CREATE|os.O_WRONLY, 0o644)
-	if err != nil {
-		return usagef("json: %w", err)
+	for _, name := range []string{c.JSON, c.HTML} {
+		if name == "" || name == "-" {
+			continue
+		}
+		_, missing := os.Stat(name)
+		f, err := os.OpenFile(name, os.O_CREATE|os.O_WRONLY, 0o644)
+		if err != nil {
+			return usagef("report: %w", err)
+		}
+		if err := f.Close(); err != nil {
+			return usagef("report: %w", err)
+		}
+		if missing != nil {
+			_ = os.Remove(name) // no empty report if there will be none
+		}
 	}
-	return f.Close()
+	return nil
 }
 
-// describe says what is going to be trained.
-func (c config) describe(out io.Writer, text *corpus, where string) {
+// describe says what is going to be trained, in lines of at most so many columns.
+func (c config) describe(out io.Writer, text *corpus, where string, columns int) {
 	dense := 0
 	for _, n := range stageSizes(c) {
 		dense += n
 	}
 	experts := c.Layers * c.Experts * expertSize(c)
-	fmt.Fprintf(out, "text   %s: %s, %.1f MB to learn from, %.1f MB held out\n", text.name, count(text.files, "file"), float64(len(text.train))/1e6, float64(len(text.heldout))/1e6)
-	fmt.Fprintf(out, "model  %s of %s, top-%d, hidden %d: %.2f million parameters in experts, %.2f in the dense part\n",
-		count(c.Layers, "layer"), count(c.Experts, "expert"), c.TopK, c.Hidden, float64(experts)/1e6, float64(dense)/1e6)
-	fmt.Fprintf(out, "ranks  %d, %s\n\n", c.Ranks, where)
+	lines := func(format string, args ...any) {
+		for _, line := range fold(fmt.Sprintf(format, args...), columns) {
+			fmt.Fprintln(out, line)
+		}
+	}
+	lines("text   %s: %s", text.name, text.found)
+	name, bytes := "MB", 1e6
+	if len(text.train) < 1e6 {
+		name, bytes = "kB", 1e3
+	}
+	lines("       %.1f %s to learn from, %.1f %s held out", float64(len(text.train))/bytes, name, float64(len(text.heldout))/bytes, name)
+	lines("model  %s of %s, top-%d, hidden %d", count(c.Layers, "layer"), count(c.Experts, "expert"), c.TopK, c.Hidden)
+	lines("       %.2f million parameters in experts, %.2f in the dense part", float64(experts)/1e6, float64(dense)/1e6)
+	lines("ranks  %d, %s", c.Ranks, where)
+	if c.Ranks > wide {
+		t := c.cost()
+		lines("       That many ranks on %s cost about %s a step", count(runtime.NumCPU(), "processor"), rounded(t.step))
+		lines("       and %s of memory: %s in all", size(t.memory), rounded(t.all))
+	}
+	lines("")
 }
 
 // count is like "1 rank" or "4 ranks".

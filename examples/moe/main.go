@@ -5,6 +5,8 @@
 //	go run ./examples/moe -procs     the same with a process for every rank, over shared memory
 //	go run ./examples/moe -check     1 rank and 4 ranks compute the same losses
 //	go run ./examples/moe -text DIR  another text
+//	go run ./examples/moe -html F    a report with pictures
+//	go run ./examples/moe -kill-rank 1 -at-step 500    the others go on
 //
 // # What it does
 //
@@ -14,15 +16,19 @@
 // each lives on one rank, dispatch.Dispatcher carries every token to its two experts and the results back, and in backward
 // the gradients go the same ways through the same handle.
 //
-// At the end it compares the model with a bigram model of the same text, on text that neither has seen, and says where
-// the tokens went and where the time.
+// At the end it compares the model with a bigram model of the same text, on text that neither has seen, shows what both write, and
+// says where the tokens went and where the time. Ctrl-C ends training early, with the report.
+//
+// It uses public packages of Switchyard only: a copy of this folder builds in another module.
 //
 // # Where to read
 //
 //   - train.go: what a rank makes of comm, memory, dispatch and allreduce, and one step of training
 //   - moe.go: a mixture-of-experts layer, forward and backward, around four calls of the dispatcher
-//   - model.go, nn.go: the rest of the model, in plain Go
+//   - heal.go: how ranks go on without one that is lost
+//   - model.go, nn.go: the rest of the model, in plain Go; matmul.go: matrix products
 //   - procs.go: a process for every rank
+//   - report.go, html.go: the report
 //
 // It exits with 0 when all is well, 2 for wrong flags or a text that cannot be used, 130 when interrupted, and 1 for
 // everything else.
@@ -35,6 +41,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"slices"
 	"syscall"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -42,13 +49,18 @@ import (
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop) // a second Ctrl-C needs no patience
+	context.AfterFunc(ctx, func() {
+		stop() // a second Ctrl-C needs no patience
+		if newProgress(os.Stderr).terminal && !slices.Contains(os.Args, "-join") {
+			fmt.Fprint(os.Stderr, "\r\x1b[Kstopping with a report; Ctrl-C again stops at once\n")
+		}
+	})
 	err := run(ctx, os.Args[1:])
 	var wrong *usageError
 	switch {
 	case err == nil, errors.Is(err, flag.ErrHelp):
 		return
-	default:
+	case !errors.Is(err, errTold):
 		fmt.Fprintln(os.Stderr, "moe:", err)
 	}
 	switch {
@@ -60,26 +72,69 @@ func main() {
 	os.Exit(1)
 }
 
-func run(ctx context.Context, args []string) error {
+// errTold is an error that another process has told.
+var errTold = errors.New("told elsewhere")
+
+func run(ctx context.Context, args []string) (err error) {
 	c, err := parseFlags(args, os.Stdout)
 	if err != nil {
 		return err
 	}
-	text, err := loadCorpus(c.Text, c.Context)
-	if err != nil {
+	out := os.Stdout // for people
+	if c.JSON == "-" {
+		out = os.Stderr
+	}
+	if err := c.tryFiles(); err != nil {
 		return err
 	}
-	if err := c.tryJSON(); err != nil {
+
+	// From here on there is a report, of whatever there is to report.
+	r := newReport(c)
+	speaks := !c.Procs || c.Join // and is rank 0
+	var env comm.Config
+	if c.Join {
+		if env, err = comm.FromEnv(); err != nil {
+			return err
+		}
+		speaks = env.Rank == 0
+	}
+	defer func() {
+		if err != nil && ctx.Err() != nil {
+			switch {
+			case !speaks && c.Join:
+				err = fmt.Errorf("%w: %w", errTold, err)
+			case r.Steps == 0 && !errors.Is(err, errTold):
+				err = fmt.Errorf("stopped before the first step: %w", context.Cause(ctx))
+			}
+		}
+		if c.JSON == "" || !speaks {
+			return
+		}
+		if err != nil && !errors.Is(err, errStopped) {
+			r.Error = err.Error()
+		}
+		err = errors.Join(err, r.writeJSON(c.JSON))
+	}()
+	if !c.Join {
+		if err := c.affordable(); err != nil {
+			speaks = true
+			return err
+		}
+	}
+	text, err := loadCorpus(ctx, c.Text, c.Context)
+	if err != nil {
+		speaks = speaks || !c.Join
 		return err
 	}
 	if c.Procs && !c.Join {
-		return launch(ctx, c, args)
+		speaks, err = launch(ctx, c, args, out)
+		return err
 	}
 
 	var groups []*comm.Group // this process's ranks
 	where := "in one process"
 	if c.Join {
-		g, err := join(ctx, &c)
+		g, err := join(ctx, env, &c)
 		if err != nil {
 			return err
 		}
@@ -87,38 +142,54 @@ func run(ctx context.Context, args []string) error {
 	} else if groups, err = comm.Local(c.Ranks); err != nil {
 		return err
 	}
-	speaks := groups[0].Rank() == 0
 	if speaks {
-		c.describe(os.Stdout, text, where)
+		c.describe(out, text, where, columns(out))
 	}
-	bar := newProgress(os.Stdout)
-	r, err := trainAll(ctx, groups, c, text, bar.step)
-	bar.close()
-	switch {
-	case err != nil:
+	bar := newProgress(out)
+	result, err := trainAll(ctx, groups, c, text, bar.step)
+	if result != nil {
+		r, speaks = result, true
+	}
+	if !speaks {
+		if errors.Is(err, errDiverged) { // which rank 0 tells
+			err = fmt.Errorf("%w: %w", errTold, err)
+		}
 		return err
-	case !speaks:
-		return nil
-	case c.Check:
-		one, err := alone(ctx, c, text)
+	}
+	bar.done(result)
+	if c.Check {
 		if err != nil {
+			return stoppedAfter(err, r)
+		}
+		fmt.Fprintln(out, "\nthe same on 1 rank")
+		one, err := alone(ctx, c, text, newProgress(out))
+		if err != nil && !errors.Is(err, errStopped) {
 			return err
 		}
-		return compare(os.Stdout, one, r.losses, c.Ranks)
+		return errors.Join(compare(out, one.Losses, r.Losses[:one.Steps], c.Ranks), stoppedAfter(err, one))
 	}
-	r.write(os.Stdout)
-	if c.JSON != "" {
-		return r.writeJSON(c.JSON)
+	if err == nil || errors.Is(err, errStopped) || ctx.Err() != nil && r.Steps > 0 {
+		r.write(out, columns(out))
 	}
-	return nil
+	if err = stoppedAfter(err, r); err != nil && ctx.Err() != nil && r.Steps > 0 && !errors.Is(err, errStopped) {
+		err = fmt.Errorf("gave up in step %d of %d, which did not end: %w", r.Steps+1, c.Steps, context.Cause(ctx))
+	}
+	if c.HTML != "" && r.Steps > 0 {
+		err = errors.Join(err, r.writeHTML(c.HTML))
+	}
+	return err
+}
+
+// stoppedAfter adds to errStopped where it was.
+func stoppedAfter(err error, r *report) error {
+	if errors.Is(err, errStopped) {
+		return fmt.Errorf("%w after step %d of %d: the report is of the steps until then", err, r.Steps, r.Config.Steps)
+	}
+	return err
 }
 
 // join meets the other processes.
-func join(ctx context.Context, c *config) (*comm.Group, error) {
-	env, err := comm.FromEnv()
-	if err != nil {
-		return nil, err
-	}
+func join(ctx context.Context, env comm.Config, c *config) (*comm.Group, error) {
 	if c.Ranks = env.Size; c.Ranks == 0 {
 		c.Ranks = 1
 	}
@@ -128,7 +199,8 @@ func join(ctx context.Context, c *config) (*comm.Group, error) {
 	return comm.Join(ctx, env)
 }
 
-// trainAll runs this process's ranks and returns when all have ended. The error is the first that happened.
+// trainAll runs this process's ranks and returns when all have ended. The error is the first that happened. The report is that of
+// rank 0, if it is here.
 func trainAll(ctx context.Context, groups []*comm.Group, c config, text *corpus, watch func(*worker)) (*report, error) {
 	type end struct {
 		rank   int
@@ -136,15 +208,11 @@ func trainAll(ctx context.Context, groups []*comm.Group, c config, text *corpus,
 		err    error
 	}
 	ends := make(chan end)
-	for i, g := range groups {
-		var w func(*worker)
-		if g.Rank() == 0 {
-			w = watch
-		}
+	for _, g := range groups {
+		rank := g.Rank()
 		go func() {
-			r, err := trainRank(ctx, groups[i], c, text, w)
-			g.Close()
-			ends <- end{g.Rank(), r, err}
+			r, err := trainRank(ctx, g, c, text, watch)
+			ends <- end{rank, r, err}
 		}()
 	}
 	var r *report
@@ -152,7 +220,10 @@ func trainAll(ctx context.Context, groups []*comm.Group, c config, text *corpus,
 	for range groups {
 		e := <-ends
 		if e.err != nil && first == nil {
-			first = fmt.Errorf("rank %d: %w", e.rank, e.err)
+			first = e.err
+			if !errors.Is(e.err, errStopped) && !errors.Is(e.err, errDiverged) { // which all ranks have
+				first = fmt.Errorf("rank %d: %w", e.rank, e.err)
+			}
 		}
 		if e.report != nil {
 			r = e.report

@@ -5,7 +5,6 @@ import (
 	"math/rand/v2"
 
 	"github.com/switchyard-moe/switchyard/dispatch"
-	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -132,9 +131,11 @@ func (m *model) loss(text []byte, at []int) float64 {
 	for r, i := range at {
 		row, right := m.logits[r*256:(r+1)*256], text[i]
 		logit := row[right]
-		sum += float64(vec.Softmax(row, row) - logit)
+		sum += float64(softmax(row) - logit)
 		row[right]--
-		vec.Scale(row, row, scale)
+		for i := range row {
+			row[i] *= scale
+		}
 	}
 	return sum
 }
@@ -163,7 +164,7 @@ func (m *model) backward(ready func(stage int) error) error {
 	clear(m.embed.g)
 	for i, b := range m.context {
 		g := m.embed.g[int(b)*c.Embed : (int(b)+1)*c.Embed]
-		vec.Add(g, g, m.dembedded[i*c.Embed:(i+1)*c.Embed])
+		addTo(g, m.dembedded[i*c.Embed:(i+1)*c.Embed])
 	}
 	return ready(c.Layers + 1)
 }

@@ -38,7 +38,7 @@ func babble(n int) *corpus {
 func oneRank(t *testing.T, c config, text *corpus) *worker {
 	g, err := comm.Local(1)
 	require.NoError(t, err)
-	w, err := newWorker(t.Context(), g[0], c, text)
+	w, err := newWorker(t.Context(), g[0], c, text, nil)
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		require.NoError(t, w.close(t.Context()))

@@ -7,8 +7,6 @@ import (
 	"math/rand/v2"
 
 	"github.com/switchyard-moe/switchyard/dispatch"
-	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -76,7 +74,7 @@ func (l *moeLayer) forward(x []float32, rows int) error {
 
 	l.clock.enter(dispatching)
 	h, err := l.moving.Dispatch(nil, dispatch.Tokens{
-		X: view(l.normed), Experts: memory.Host(shm.Bytes(l.idx)), Weights: view(l.weights),
+		X: view(l.normed), Experts: memory.Wrap(l.idx), Weights: view(l.weights),
 	})
 	if err != nil {
 		return fmt.Errorf("dispatch: %w", err)
@@ -98,7 +96,7 @@ func (l *moeLayer) forward(x []float32, rows int) error {
 	}
 
 	l.clock.enter(computingDense)
-	vec.Add(x[:len(l.y)], x[:len(l.y)], l.y)
+	addTo(x, l.y)
 	return nil
 }
 
@@ -117,7 +115,7 @@ func (l *moeLayer) route(rows int) {
 		p := l.probs[r*c.Experts : (r+1)*c.Experts]
 		top := l.idx[r*c.TopK : (r+1)*c.TopK]
 		l.choose(top, p)
-		vec.Softmax(p, p)
+		softmax(p)
 		for k, e := range top {
 			l.weights[r*c.TopK+k] = p[e]
 			l.load[e]++
@@ -193,7 +191,7 @@ func (l *moeLayer) backward(dx []float32, rows int) error {
 		for k, e := range l.idx[r*c.TopK : (r+1)*c.TopK] {
 			dp[e] = l.dweights[r*c.TopK+k]
 		}
-		vec.SoftmaxGrad(dp, p, dp)
+		softmaxBackward(dp, p)
 	}
 	l.router.backward(l.dnormed, l.dlogits, rows, true)
 	l.norm.backward(dx, l.dnormed, rows)
@@ -208,7 +206,7 @@ func (l *moeLayer) rebalance(load []float32, tokens int) {
 	}
 }
 
-// expert is a small network for the tokens that are sent to it: silu(x w1) w2.
+// expert is a small network for the tokens that are sent to it: relu(x w1)² w2.
 type expert struct {
 	hidden, inner int
 	w1, w2        tensor
@@ -220,20 +218,20 @@ func expertSize(c config) int { return 2 * c.Hidden * c.Inner }
 
 func (e *expert) forward(y, x []float32, rows int) {
 	e.pre, e.act = grow(e.pre, rows*e.inner), grow(e.act, rows*e.inner)
-	vec.MatMul(e.pre, x, e.w1.w, rows, e.inner, e.hidden, false)
-	vec.SiLU(e.act, e.pre)
-	vec.MatMul(y, e.act, e.w2.w, rows, e.hidden, e.inner, false)
+	matMul(e.pre, x, e.w1.w, rows, e.inner, e.hidden)
+	relu2(e.act, e.pre)
+	matMul(y, e.act, e.w2.w, rows, e.hidden, e.inner)
 }
 
 // backward takes dy and the x of forward, and leaves dx in the place of x.
 func (e *expert) backward(dy, x []float32, rows int) {
 	e.d = grow(e.d, rows*e.inner)
-	vec.MatMulTA(e.w2.g, e.act, dy, e.inner, e.hidden, rows, false)
-	vec.MatMulTB(e.d, dy, e.w2.w, rows, e.inner, e.hidden, false)
-	vec.SiLUGrad(e.d, e.pre, e.d)
-	vec.MatMulTA(e.w1.g, x, e.d, e.hidden, e.inner, rows, false)
-	vec.MatMulTB(x, e.d, e.w1.w, rows, e.hidden, e.inner, false)
+	matMulTA(e.w2.g, e.act, dy, e.inner, e.hidden, rows)
+	matMulTB(e.d, dy, e.w2.w, rows, e.inner, e.hidden, false)
+	relu2Backward(e.d, e.pre)
+	matMulTA(e.w1.g, x, e.d, e.hidden, e.inner, rows)
+	matMulTB(x, e.d, e.w1.w, rows, e.hidden, e.inner, false)
 }
 
-func view(f []float32) memory.View   { return memory.Host(shm.Bytes(f)) }
-func floats(v memory.View) []float32 { return shm.View[float32](v.Bytes()) }
+func view(f []float32) memory.View   { return memory.Wrap(f) }
+func floats(v memory.View) []float32 { return memory.Of[float32](v) }

@@ -3,8 +3,6 @@ package main
 import (
 	"math"
 	"math/rand/v2"
-
-	"github.com/switchyard-moe/switchyard/internal/vec"
 )
 
 // Matrices are row-major slices of float32. Every layer keeps what its backward needs from its last forward; backward
@@ -73,24 +71,24 @@ func takeLinear(s *slab, in, out int, bias bool) linear {
 
 func (l *linear) forward(y, x []float32, rows int) {
 	l.x = x
-	vec.MatMul(y, x, l.w.w, rows, l.out, l.in, false)
+	matMul(y, x, l.w.w, rows, l.out, l.in)
 	for r := range rows {
-		if row := y[r*l.out : (r+1)*l.out]; len(l.b.w) > 0 {
-			vec.Add(row, row, l.b.w)
+		if len(l.b.w) > 0 {
+			addTo(y[r*l.out:(r+1)*l.out], l.b.w)
 		}
 	}
 }
 
 // backward turns dy into dx, which it overwrites or, if add is set, adds to.
 func (l *linear) backward(dx, dy []float32, rows int, add bool) {
-	vec.MatMulTA(l.w.g, l.x, dy, l.in, l.out, rows, false)
+	matMulTA(l.w.g, l.x, dy, l.in, l.out, rows)
 	clear(l.b.g)
 	for r := range rows {
 		if len(l.b.g) > 0 {
-			vec.Add(l.b.g, l.b.g, dy[r*l.out:(r+1)*l.out])
+			addTo(l.b.g, dy[r*l.out:(r+1)*l.out])
 		}
 	}
-	vec.MatMulTB(dx, dy, l.w.w, rows, l.in, l.out, add)
+	matMulTB(dx, dy, l.w.w, rows, l.in, l.out, add)
 }
 
 // norm is RMS normalization: y = gain * u with u = x / rms(x), row by row.
@@ -110,27 +108,157 @@ const normEps = 1e-5
 
 func (l *norm) forward(y, x []float32, rows int) {
 	l.u, l.scale = grow(l.u, rows*l.width), grow(l.scale, rows)
+	gain := l.gain.w[:l.width]
 	for r := range rows {
 		lo, hi := r*l.width, (r+1)*l.width
-		s := float32(1 / math.Sqrt(float64(vec.SumSquares(x[lo:hi]))/float64(l.width)+normEps))
+		x, u, y := x[lo:hi], l.u[lo:hi], y[lo:hi]
+		s := float32(1 / math.Sqrt(float64(dot(x, x))/float64(l.width)+normEps))
 		l.scale[r] = s
-		vec.Scale(l.u[lo:hi], x[lo:hi], s)
-		vec.Mul(y[lo:hi], l.u[lo:hi], l.gain.w)
+		for i, g := range gain {
+			u[i] = s * x[i]
+			y[i] = g * u[i]
+		}
 	}
 }
 
 // backward adds the gradient of x to dx.
 func (l *norm) backward(dx, dy []float32, rows int) {
 	clear(l.gain.g)
+	gain, dgain := l.gain.w[:l.width], l.gain.g[:l.width]
 	for r := range rows {
 		lo, hi := r*l.width, (r+1)*l.width
-		u, s := l.u[lo:hi], l.scale[r]
-		vec.Mul(l.du, dy[lo:hi], u)
-		vec.Add(l.gain.g, l.gain.g, l.du)
+		dx, dy, u, s := dx[lo:hi], dy[lo:hi], l.u[lo:hi], l.scale[r]
 		// dx = scale * (du - u * mean(u * du)), where du = gain * dy.
-		vec.Mul(l.du, dy[lo:hi], l.gain.w)
-		mean := vec.Dot(l.du, u) / float32(l.width)
-		vec.Axpy(dx[lo:hi], l.du, s)
-		vec.Axpy(dx[lo:hi], u, -s*mean)
+		var sum float32
+		for i, g := range gain {
+			d := dy[i] * u[i]
+			dgain[i] += d
+			sum += g * d
+		}
+		mean := sum / float32(l.width)
+		for i, g := range gain {
+			dx[i] += s * (g*dy[i] - u[i]*mean)
+		}
+	}
+}
+
+// relu2 computes y = max(x, 0)², an activation that needs no exponential, and leaves max(x, 0) in x for backward.
+func relu2(y, x []float32) {
+	y = y[:len(x)]
+	for i, v := range x {
+		v = max(v, 0)
+		x[i], y[i] = v, v*v
+	}
+}
+
+// relu2Backward turns d, the gradient of relu2's y, into that of its x, of which relu2 has left the positive part.
+func relu2Backward(d, x []float32) {
+	d = d[:len(x)]
+	for i, v := range x {
+		d[i] *= 2 * v
+	}
+}
+
+// softmax turns logits into probabilities and returns ln(sum(exp(x))): the cross-entropy of class i is that less its logit.
+func softmax(x []float32) float32 {
+	top := x[0]
+	for _, v := range x {
+		top = max(top, v)
+	}
+	var sum float32
+	for i, v := range x {
+		v = exp(v - top)
+		x[i] = v
+		sum += v
+	}
+	scale := 1 / sum
+	for i := range x {
+		x[i] *= scale
+	}
+	return top + float32(math.Log(float64(sum)))
+}
+
+// softmaxBackward turns d, the gradient of probabilities p, into that of the logits: p * (d - sum(p * d)).
+func softmaxBackward(d, p []float32) {
+	sum := dot(p, d)
+	for i, v := range p {
+		d[i] = v * (d[i] - sum)
+	}
+}
+
+// exp is the exponential of a number that is not positive, right to about 2 units in the last place.
+func exp(x float32) float32 {
+	if x < -87 {
+		return 0 // less than a float32 holds well
+	}
+	// x = n ln 2 + r, with the logarithm in two parts so that r is exact, and a polynomial for exp(r).
+	n := int32(x*(1/math.Ln2) - 0.5)
+	r := x - float32(n)*0.693359375 + float32(n)*2.12194440e-4
+	p := float32(1.0 / 5040)
+	p = p*r + 1.0/720
+	p = p*r + 1.0/120
+	p = p*r + 1.0/24
+	p = p*r + 1.0/6
+	p = p*r + 1.0/2
+	p = p*r + 1
+	p = p*r + 1
+	return p * math.Float32frombits(uint32(n+127)<<23)
+}
+
+// dot is the sum of a*b, in four chains for speed.
+func dot(a, b []float32) float32 {
+	b = b[:len(a)]
+	var s0, s1, s2, s3 float32
+	i := 0
+	for ; i+4 <= len(a); i += 4 {
+		x, y := a[i:i+4:i+4], b[i:i+4:i+4]
+		s0 += x[0] * y[0]
+		s1 += x[1] * y[1]
+		s2 += x[2] * y[2]
+		s3 += x[3] * y[3]
+	}
+	for ; i < len(a); i++ {
+		s0 += a[i] * b[i]
+	}
+	return (s0 + s1) + (s2 + s3)
+}
+
+// addTo computes dst += x.
+func addTo(dst, x []float32) {
+	dst = dst[:len(x)]
+	for i, v := range x {
+		dst[i] += v
+	}
+}
+
+// adam is the numbers of one step of the optimizer. The assembly reads them in this order.
+type adam struct {
+	keep1, new1, keep2, new2 float32 // how the two moments are mixed
+	rate, scale, eps         float32 // with the correction of young moments in them
+}
+
+// newAdam is step t, counted from 1.
+func newAdam(t int, rate float64) *adam {
+	const beta1, beta2, eps = 0.9, 0.95, 1e-8
+	return &adam{
+		keep1: beta1, new1: 1 - beta1, keep2: beta2, new2: 1 - beta2,
+		rate: float32(rate / (1 - math.Pow(beta1, float64(t)))), scale: float32(1 / (1 - math.Pow(beta2, float64(t)))), eps: eps,
+	}
+}
+
+// apply updates weights by their gradients.
+func (k *adam) apply(s *slab) {
+	w, m, v, g := s.w, s.m, s.v, s.g
+	for len(w) > 0 {
+		n := adamVector(w, m, v, g, k)
+		if n == 0 {
+			n = len(w)
+			for i, d := range g {
+				m[i] = float32(k.keep1*m[i]) + float32(k.new1*d)
+				v[i] = float32(k.keep2*v[i]) + float32(k.new2*float32(d*d))
+				w[i] -= float32(k.rate*m[i]) / (float32(math.Sqrt(float64(float32(k.scale*v[i])))) + k.eps)
+			}
+		}
+		w, m, v, g = w[n:], m[n:], v[n:], g[n:]
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -14,20 +15,19 @@ import (
 	"time"
 )
 
-// grace is how long ranks have to end by themselves when one has failed.
-const grace = 5 * time.Second
-
 // launch starts this program once for every rank and waits for all of them. The ranks find one another by the
 // environment, the way torchrun would set it. If one fails the others learn it from the group and end too; what is left
 // of them after a while is killed.
-func launch(ctx context.Context, c config, args []string) error {
+//
+// Ranks tell their own errors, which are wrapped in errTold here. Silent says that rank 0 came to no report.
+func launch(ctx context.Context, c config, args []string, out io.Writer) (silent bool, err error) {
 	self, err := os.Executable()
 	if err != nil {
-		return err
+		return true, err
 	}
 	port, err := freePort()
 	if err != nil {
-		return err
+		return true, err
 	}
 	// Ranks get a signal when the thread that started them ends, so that they do not outlive this process. This goroutine
 	// keeps its thread to the end.
@@ -52,12 +52,13 @@ func launch(ctx context.Context, c config, args []string) error {
 			"LOCAL_RANK="+strconv.Itoa(r), "LOCAL_WORLD_SIZE="+strconv.Itoa(c.Ranks),
 			"MASTER_ADDR=127.0.0.1", "MASTER_PORT="+port, "SWITCHYARD_PORT="+port, "SWITCHYARD_SECRET="+secret)
 		cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
-		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
+		// A process group of its own: Ctrl-C in a terminal comes here, and from here to the ranks.
+		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM, Setpgid: true}
 		if err := cmd.Start(); err != nil {
 			kill(os.Kill)
-			return fmt.Errorf("start rank %d: %w", r, err)
+			return true, fmt.Errorf("start rank %d: %w", r, err)
 		}
-		fmt.Printf("rank %d is process %d\n", r, cmd.Process.Pid)
+		fmt.Fprintf(out, "rank %d is process %d\n", r, cmd.Process.Pid)
 		cmds = append(cmds, cmd)
 		go func() { ends <- end{r, cmd.Wait()} }()
 	}
@@ -68,17 +69,23 @@ func launch(ctx context.Context, c config, args []string) error {
 	for left := c.Ranks; left > 0; {
 		select {
 		case <-stop:
+			// The ranks end in good order, which takes as long as it takes. A second Ctrl-C ends this process and so them.
 			kill(syscall.SIGTERM)
-			stop, late = nil, time.After(grace)
+			stop = nil
 		case <-late:
 			kill(os.Kill)
 		case e := <-ends:
 			left--
-			if e.err == nil {
+			if e.err == nil || c.heals() && e.rank == c.KillRank && signaled(e.err) {
 				continue
 			}
+			silent = silent || e.rank == 0 && signaled(e.err)
 			if late == nil {
-				late = time.After(grace)
+				wait := grace
+				if ctx.Err() != nil {
+					wait = graceStop // rank 0 may still be writing
+				}
+				late = time.After(wait)
 			}
 			if s := signaled(e.err); first == nil || s && !killed {
 				first = fmt.Errorf("rank %d, process %d: %w", e.rank, cmds[e.rank].Process.Pid, e.err)
@@ -86,10 +93,10 @@ func launch(ctx context.Context, c config, args []string) error {
 			}
 		}
 	}
-	if ctx.Err() != nil {
-		return fmt.Errorf("all ranks have ended: %w", context.Cause(ctx))
+	if first != nil && !killed {
+		return silent, fmt.Errorf("%w: %w", errTold, first) // by the ranks
 	}
-	return first
+	return silent, first
 }
 
 // signaled says whether a process was ended by a signal.

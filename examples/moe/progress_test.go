@@ -1,34 +1,77 @@
 package main
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
-func TestProgressIsABarOnATerminalAndLinesElsewhere(t *testing.T) {
-	shown := func(terminal bool) string {
-		f, err := os.Create(filepath.Join(t.TempDir(), "out"))
-		require.NoError(t, err)
-		p := newProgress(f)
-		require.False(t, p.terminal, "a file is no terminal")
-		p.terminal = terminal
-		w := &worker{cfg: config{Steps: 4, Batch: 10}, model: blankModel(config{})}
-		for range 4 {
-			w.losses, w.elapsed = append(w.losses, 2), w.elapsed+time.Second
-			p.step(w)
-			p.next = time.Time{}
-		}
-		p.close()
-		require.NoError(t, f.Close())
-		b, err := os.ReadFile(f.Name())
-		require.NoError(t, err)
-		return string(b)
+func TestProgressOfAPipeIsLines(t *testing.T) {
+	f, err := os.Create(filepath.Join(t.TempDir(), "out"))
+	require.NoError(t, err)
+	p := newProgress(f)
+	require.False(t, p.terminal, "a file is no terminal")
+	w := &worker{cfg: config{Steps: 4, Batch: 10}, model: blankModel(config{})}
+	for range 3 {
+		w.Losses, w.Elapsed, w.Share = append(w.Losses, 2), w.Elapsed+time.Second, 0.25
+		p.step(w)
+		p.next = time.Time{}
 	}
-	const middle = "step 2/4  loss 2.000  10 tokens/s  0% communication  2s left"
-	require.Contains(t, shown(true), "\r[############            ] "+middle+"\x1b[K\r[")
-	require.Contains(t, shown(false), "\n"+middle+"\nstep 3/4")
+	p.done(&report{Config: w.cfg, Losses: w.Losses, TokensPerSecond: 12, CommFraction: 0.26})
+	require.NoError(t, f.Close())
+	b, err := os.ReadFile(f.Name())
+	require.NoError(t, err)
+	require.Contains(t, string(b), "\nstep 2/4  loss 2.000  10 tokens/s  25% communication  2s left\nstep 3/4")
+	require.Contains(t, string(b), "\nstep 3/4  loss 2.000  12 tokens/s  26% communication  done\n")
+}
+
+// On a terminal of any width the progress stays on one line.
+func TestProgressFitsAnyTerminal(t *testing.T) {
+	main, side := terminal(t)
+	for cols := 1; cols <= 200; cols++ {
+		require.NoError(t, unix.IoctlSetWinsize(int(side.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: 24, Col: uint16(cols)}))
+		p := newProgress(side)
+		require.True(t, p.terminal)
+		p.draw(1234567, 100000000, 12.345, 123456, 0.99, "123h45m6s left")
+		p.next = time.Time{}
+		shown := make([]byte, 4096)
+		n, err := main.Read(shown)
+		require.NoError(t, err)
+		line := strings.TrimSuffix(strings.TrimPrefix(string(shown[:n]), "\r"), "\x1b[K")
+		require.NotContains(t, line, "\n")
+		require.Less(t, len(line), max(cols, 1)+0, "%d columns: %q", cols, line)
+		if cols >= 24 {
+			require.Contains(t, line, "step 1234567/100000000")
+		}
+		if cols == 80 {
+			require.Contains(t, line, "loss 12.345")
+			require.Contains(t, line, "123h45m6s left")
+		}
+		if cols >= 120 {
+			require.Contains(t, line, "[")
+			require.Contains(t, line, "99% communication")
+		}
+	}
+}
+
+// terminal opens a pseudo terminal.
+func terminal(t *testing.T) (main, side *os.File) {
+	main, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Skip("no pseudo terminals: ", err)
+	}
+	t.Cleanup(func() { main.Close() })
+	n, err := unix.IoctlGetInt(int(main.Fd()), unix.TIOCGPTN)
+	require.NoError(t, err)
+	require.NoError(t, unix.IoctlSetPointerInt(int(main.Fd()), unix.TIOCSPTLCK, 0))
+	side, err = os.OpenFile(fmt.Sprintf("/dev/pts/%d", n), os.O_RDWR|unix.O_NOCTTY, 0)
+	require.NoError(t, err)
+	t.Cleanup(func() { side.Close() })
+	return main, side
 }

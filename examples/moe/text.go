@@ -2,8 +2,10 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"math/rand/v2"
 	"os"
@@ -18,6 +20,7 @@ import (
 const (
 	minText  = 10 << 10 // bytes; less is not worth a model
 	maxText  = 64 << 20 // bytes; more is left unread
+	maxFiles = 50_000   // in a directory; more are not looked at
 	maxTable = 256 << 10
 	chunk    = 16 << 10
 	every    = 10 // one chunk of so many is held out
@@ -26,6 +29,7 @@ const (
 // corpus is a text in two parts: train is what the models learn from, heldout what they are judged by.
 type corpus struct {
 	name           string
+	found          string // what was read, and what was not
 	files          int
 	train, heldout []byte
 
@@ -44,7 +48,7 @@ func (c *corpus) digest() uint64 { return xxhash.Sum64(c.train) ^ xxhash.Sum64(c
 
 // loadCorpus reads the file or directory called path, or the Go standard library if path is empty. Its errors are the
 // user's to mend.
-func loadCorpus(path string, context int) (*corpus, error) {
+func loadCorpus(ctx context.Context, path string, contextBytes int) (*corpus, error) {
 	c := &corpus{name: path}
 	keep := everything
 	if path == "" {
@@ -57,31 +61,80 @@ func loadCorpus(path string, context int) (*corpus, error) {
 	}
 	var text []byte
 	info, err := os.Stat(path)
-	switch {
-	case err != nil:
-		return nil, usagef("text: %w", err)
-	case info.IsDir():
-		text, c.files, err = readDir(path, keep)
-	case !info.Mode().IsRegular():
-		err = errors.New("not a regular file or directory")
-	default:
-		c.files = 1
-		text, err = readFile(path)
-	}
 	if err != nil {
-		return nil, usagef("text %s: %w", path, err)
+		return nil, usagef("text: %w", err)
+	}
+	var seen finding
+	switch {
+	case info.IsDir():
+		text, seen, err = readDir(ctx, path, keep)
+	case !info.Mode().IsRegular():
+		err = fmt.Errorf("it is %s, not a file or a directory", kindOf(info.Mode()))
+	default:
+		seen.files = 1
+		text, err = readFile(path, maxText)
+		seen.more = err == nil && info.Size() > maxText
 	}
 	switch {
+	case ctx.Err() != nil:
+		return nil, context.Cause(ctx)
+	case err != nil:
+		return nil, usagef("text %s: %w", path, err)
+	case len(text) == 0 && seen.leftOut() != "":
+		return nil, usagef("text %s holds no text: %s", path, seen.leftOut())
 	case len(text) == 0:
 		return nil, usagef("text %s is empty", path)
 	case len(text) < minText:
 		return nil, usagef("text %s is too short: %d bytes, want at least %d", path, len(text), minText)
 	}
+	c.files, c.found = seen.files, seen.String()
 	c.train, c.heldout = split(text)
-	if len(c.heldout) <= context {
-		return nil, usagef("text %s is too short: %d bytes are held out, -context is %d", path, len(c.heldout), context)
+	if len(c.heldout) <= contextBytes {
+		return nil, usagef("text %s is too short: %d bytes are held out, -context is %d", path, len(c.heldout), contextBytes)
 	}
 	return c, nil
+}
+
+// kindOf names what is neither a file nor a directory.
+func kindOf(m fs.FileMode) string {
+	switch {
+	case m&fs.ModeNamedPipe != 0:
+		return "a FIFO"
+	case m&fs.ModeSocket != 0:
+		return "a socket"
+	case m&fs.ModeDevice != 0:
+		return "a device"
+	}
+	return "something else"
+}
+
+// finding is what was found where a text was looked for.
+type finding struct {
+	files              int
+	binary, unreadable int
+	more               bool // there was more than is used
+}
+
+func (f finding) leftOut() string {
+	var parts []string
+	if f.binary > 0 {
+		parts = append(parts, count(f.binary, "binary file"))
+	}
+	if f.unreadable > 0 {
+		parts = append(parts, fmt.Sprintf("%d unreadable", f.unreadable))
+	}
+	return strings.Join(parts, ", ")
+}
+
+func (f finding) String() string {
+	s := count(f.files, "file")
+	if f.more {
+		s = fmt.Sprintf("the first %d MiB of %s", maxText>>20, s)
+	}
+	if out := f.leftOut(); out != "" {
+		s += ", left out: " + out
+	}
+	return s
 }
 
 // goroot asks the go command, which ran this program or is at least likely to be there.
@@ -111,18 +164,24 @@ func goSource(name string, e fs.DirEntry) bool {
 	return err == nil && info.Size() <= maxTable
 }
 
-// readDir joins the text files below root in the order of their names. Binary and hidden files are left out.
-func readDir(root string, keep func(name string, e fs.DirEntry) bool) (text []byte, files int, err error) {
+// readDir joins the text files below root in the order of their names. Hidden files are left out, and what is not text, not
+// readable or not a regular file.
+func readDir(ctx context.Context, root string, keep func(name string, e fs.DirEntry) bool) (text []byte, seen finding, err error) {
+	if root, err = filepath.EvalSymlinks(root); err != nil {
+		return nil, seen, err
+	}
+	looked := 0
 	err = filepath.WalkDir(root, func(path string, e fs.DirEntry, err error) error {
-		if err != nil {
-			return err
+		if ctx.Err() != nil {
+			return ctx.Err()
 		}
-		name, err := filepath.Rel(root, path)
+		name, relErr := filepath.Rel(root, path)
 		switch {
-		case err != nil:
-			return err
-		case name == ".":
-			return nil
+		case name == "." || relErr != nil:
+			return errors.Join(err, relErr)
+		case err != nil: // a directory that cannot be listed
+			seen.unreadable++
+			return fs.SkipDir
 		case strings.HasPrefix(e.Name(), ".") || !keep(name, e):
 			if e.IsDir() {
 				return fs.SkipDir
@@ -131,36 +190,64 @@ func readDir(root string, keep func(name string, e fs.DirEntry) bool) (text []by
 		case !e.Type().IsRegular():
 			return nil
 		}
-		b, err := readFile(path)
-		if errors.Is(err, errBinary) {
+		if looked++; looked > maxFiles {
+			seen.more = true
+			return fs.SkipAll
+		}
+		// Files of size 0 are empty or, in /proc, not what they seem.
+		if info, err := e.Info(); err != nil || info.Size() == 0 {
 			return nil
 		}
-		if err != nil {
-			return err
+		b, err := readFile(path, maxText+1-len(text))
+		switch {
+		case errors.Is(err, errBinary):
+			seen.binary++
+			return nil
+		case err != nil:
+			seen.unreadable++
+			return nil
 		}
-		files++
-		if text = append(text, b...); len(text) >= maxText {
+		seen.files++
+		if text = append(text, b...); len(text) > maxText {
 			text = text[:maxText]
+			seen.more = true
 			return fs.SkipAll
 		}
 		return nil
 	})
-	return text, files, err
+	return text, seen, err
 }
 
 var errBinary = errors.New("not text: it contains a zero byte")
 
-// readFile reads the first maxText bytes of a file.
-func readFile(path string) ([]byte, error) {
-	b, err := os.ReadFile(path)
+// readFile reads a file, or so many bytes of it.
+func readFile(path string, most int) ([]byte, error) {
+	f, err := os.Open(path)
 	if err != nil {
 		return nil, err
 	}
-	b = b[:min(len(b), maxText)]
-	if bytes.IndexByte(b, 0) >= 0 {
+	defer f.Close()
+	// Most of what is not text shows it at the beginning.
+	var head [8 << 10]byte
+	n, err := io.ReadFull(f, head[:min(len(head), most)])
+	if bytes.IndexByte(head[:n], 0) >= 0 {
 		return nil, errBinary
 	}
-	return b, nil
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return append([]byte(nil), head[:n]...), nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var b bytes.Buffer
+	b.Write(head[:n])
+	if _, err := io.Copy(&b, io.LimitReader(f, int64(most-n))); err != nil {
+		return nil, err
+	}
+	if bytes.IndexByte(b.Bytes()[n:], 0) >= 0 {
+		return nil, errBinary
+	}
+	return b.Bytes(), nil
 }
 
 // split cuts the text into chunks, of which one in ten is held out. So both parts are alike, however the text is

@@ -2,17 +2,20 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"math"
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
 
 func TestDefaultTextIsGoSource(t *testing.T) {
-	c, err := loadCorpus("", 8)
+	c, err := loadCorpus(t.Context(), "", 8)
 	require.NoError(t, err)
 	require.Greater(t, c.files, 1000)
 	require.True(t, bytes.Contains(c.train, []byte("package fmt\n")) || bytes.Contains(c.heldout, []byte("package fmt\n")))
@@ -28,10 +31,54 @@ func TestDirectoryIsReadInOrder(t *testing.T) {
 		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
 		require.NoError(t, os.WriteFile(path, []byte(text), 0o644))
 	}
-	text, files, err := readDir(dir, everything)
+	text, seen, err := readDir(t.Context(), dir, everything)
 	require.NoError(t, err)
-	require.Equal(t, 3, files)
+	require.Equal(t, finding{files: 3, binary: 1}, seen)
 	require.Equal(t, strings.Repeat("one ", minText/4)+"twothree", string(text))
+}
+
+// A text that is huge is read as far as it is used; what is no text, cannot be read or would block is left out.
+func TestOddTexts(t *testing.T) {
+	dir := t.TempDir()
+	line := []byte("some text that is worth a model\n")
+	huge, err := os.Create(filepath.Join(dir, "huge"))
+	require.NoError(t, err)
+	for n := 0; n <= maxText; n += 1 << 20 {
+		_, err = huge.Write(bytes.Repeat(line, 1<<20/len(line)))
+		require.NoError(t, err)
+	}
+	require.NoError(t, huge.Truncate(1<<40))
+	require.NoError(t, huge.Close())
+	begin := time.Now()
+	c, err := loadCorpus(t.Context(), huge.Name(), 8)
+	require.NoError(t, err)
+	require.Equal(t, maxText, len(c.train)+len(c.heldout))
+	require.Equal(t, "the first 64 MiB of 1 file", c.found)
+
+	zeros := filepath.Join(dir, "zeros")
+	require.NoError(t, os.WriteFile(zeros, nil, 0o644))
+	require.NoError(t, os.Truncate(zeros, 1<<40))
+	_, err = loadCorpus(t.Context(), zeros, 8)
+	require.ErrorContains(t, err, "not text: it contains a zero byte")
+	require.Less(t, time.Since(begin), time.Minute, "not all of two files of 1 TiB")
+
+	folder := filepath.Join(dir, "folder")
+	require.NoError(t, os.Mkdir(folder, 0o755))
+	require.NoError(t, syscall.Mkfifo(filepath.Join(folder, "fifo"), 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(folder, "a"), bytes.Repeat(line, 1000), 0o644))
+	require.NoError(t, os.WriteFile(filepath.Join(folder, "picture"), []byte("\x89PNG\x00"), 0o644))
+	require.NoError(t, os.Symlink(filepath.Join(folder, "a"), filepath.Join(folder, "link")))
+	require.NoError(t, os.Symlink(folder, filepath.Join(dir, "elsewhere")))
+	for _, path := range []string{folder, filepath.Join(dir, "elsewhere")} {
+		c, err = loadCorpus(t.Context(), path, 8)
+		require.NoError(t, err)
+		require.Equal(t, "1 file, left out: 1 binary file", c.found)
+	}
+
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err = loadCorpus(gone, folder, 8)
+	require.ErrorIs(t, err, context.Canceled)
 }
 
 func TestSplitHoldsOutATenth(t *testing.T) {

@@ -6,14 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
-	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -29,32 +29,61 @@ type worker struct {
 	buckets *allreduce.Buckets
 
 	model *model
-	stats []float32 // of a step, summed over the ranks: the loss, then the tokens of every expert of every layer
+	stats []float32 // of a step, summed over the ranks: see statLoss
 
 	at      []int // the batch
-	losses  []float64
-	tokens  []int64 // by layer and expert, of all steps
-	summed  int64   // bytes that the ranks sum in a step
-	elapsed time.Duration
+	final   int   // the step whose gradients of this rank's experts are whole
+	summed  int64 // bytes that the ranks sum in a step
+	history       // what the ranks know in common
 }
 
+// What the ranks sum of every step beside gradients. After these come the tokens of every expert of every layer.
+const (
+	statLoss = iota
+	statStop // ranks that were asked to stop
+	statComm // seconds in communication so far
+	statTime // seconds so far
+	statLoad
+)
+
+// history is what a run has come to, the same on every rank.
+type history struct {
+	Losses  []float64 // of every step
+	Tokens  []int64   // by layer and expert, of all steps
+	Share   float64   // of communication in the ranks' time, up to the last step's forward
+	Pace    float64   // seconds that a step takes, the same
+	Elapsed time.Duration
+	Events  []string // ranks that were lost
+	Since   int      // the first step of the ranks that are there now
+}
+
+// done is the number of steps that are done.
+func (h *history) done() int { return len(h.Losses) }
+
+var (
+	// errStopped says that somebody asked for an end before the last step.
+	errStopped = errors.New("stopped")
+	// errDiverged says that the loss is no number any more. All ranks find that out in the same step.
+	errDiverged = errors.New("training has diverged")
+)
+
 // newWorker is collective: every rank of the group calls it.
-func newWorker(ctx context.Context, g *comm.Group, c config, text *corpus) (*worker, error) {
-	w := &worker{cfg: c, rank: g.Rank(), ranks: g.Size(), group: g, text: text}
-	if err := w.open(ctx); err != nil {
+func newWorker(ctx context.Context, g *comm.Group, c config, text *corpus, p *dispatch.Placement) (*worker, error) {
+	w := &worker{cfg: c, rank: g.Rank(), ranks: g.Size(), group: g, text: text, history: history{Since: 1}}
+	if err := w.open(ctx, p); err != nil {
 		g.Abort(err) // the others need not wait for this rank
 		return nil, errors.Join(err, w.close(ctx))
 	}
 	return w, nil
 }
 
-func (w *worker) open(ctx context.Context) (err error) {
+func (w *worker) open(ctx context.Context, p *dispatch.Placement) (err error) {
 	c := w.cfg
 	if w.heap, err = memory.NewHeap(ctx, w.group, device.Host(), memory.Options{}); err != nil {
 		return err
 	}
 	// What a step sums over the ranks: statistics, and the gradients of the dense part by stage of backward.
-	sizes := append([]int{1 + c.Layers*c.Experts}, stageSizes(c)...)
+	sizes := append([]int{statLoad + c.Layers*c.Experts}, stageSizes(c)...)
 	var sums []allreduce.Gradient
 	for _, n := range sizes {
 		sums = append(sums, allreduce.Gradient{Len: n})
@@ -67,7 +96,8 @@ func (w *worker) open(ctx context.Context) (err error) {
 	w.moving, err = dispatch.New(ctx, w.heap, dispatch.Options{
 		Experts: c.Experts, TopK: c.TopK, Hidden: c.Hidden,
 		MaxTokens: (c.Batch + w.ranks - 1) / w.ranks,
-		Handles:   c.Layers, HostCounts: true,
+		Handles:   c.Layers,
+		Placement: p, HostCounts: true,
 	})
 	if err != nil {
 		return err
@@ -85,7 +115,7 @@ func (w *worker) open(ctx context.Context) (err error) {
 	}
 	w.model = newModel(c, w.rank, w.moving, grads, made)
 	w.at = make([]int, c.Batch)
-	w.tokens = make([]int64, c.Layers*c.Experts)
+	w.Tokens = make([]int64, c.Layers*c.Experts)
 	return nil
 }
 
@@ -118,67 +148,92 @@ func (w *worker) close(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// train runs all steps. watch, which may be nil, is called after each.
-func (w *worker) train(watch func(*worker)) error {
-	start := time.Now()
-	for n := 1; n <= w.cfg.Steps; n++ {
-		if err := w.step(n); err != nil {
+// train runs the steps that are not done yet. It ends before the last, with errStopped, when ctx ends on any rank: all ranks do so
+// after the same step. watch, which may be nil, is called after each.
+func (w *worker) train(ctx context.Context, watch func(*worker)) error {
+	start := time.Now().Add(-w.Elapsed)
+	for n := w.done() + 1; n <= w.cfg.Steps; n++ {
+		stop, err := w.step(n, ctx.Err() != nil)
+		w.Elapsed = time.Since(start)
+		if err != nil {
 			return fmt.Errorf("step %d: %w", n, err)
 		}
-		w.elapsed = time.Since(start)
 		if watch != nil {
 			watch(w)
+		}
+		if stop && n < w.cfg.Steps {
+			return errStopped
 		}
 	}
 	return nil
 }
 
-// step trains on one batch, of which every rank takes its part.
-func (w *worker) step(n int) error {
+// step trains on one batch, of which every rank takes its part. It reports whether any rank wanted to stop.
+func (w *worker) step(n int, stop bool) (stopped bool, err error) {
 	c, m := w.cfg, w.model
-	m.clock.enter(computingDense)
+	m.clock.begin(computingDense)
 	defer m.clock.stop()
 	batchOf(w.at, w.text.train, c.Context, c.Seed, n)
 	lo, hi := slice(c.Batch, w.rank, w.ranks)
 	mine := w.at[lo:hi]
 	if err := m.forward(w.text.train, mine); err != nil {
-		return err
+		return false, err
 	}
 	clear(w.stats)
-	w.stats[0] = float32(m.loss(w.text.train, mine))
-	for i, l := range m.layers {
-		copy(w.stats[1+i*c.Experts:], l.load)
+	w.stats[statLoss] = float32(m.loss(w.text.train, mine))
+	if stop {
+		w.stats[statStop] = 1
 	}
-
+	if n == c.AtStep && w.rank == c.KillRank && len(w.Events) == 0 {
+		return false, w.kill()
+	}
+	communication, all := m.clock.total()
+	w.stats[statComm], w.stats[statTime] = float32(communication.Seconds()), float32(all.Seconds())
+	for i, l := range m.layers {
+		copy(w.stats[statLoad+i*c.Experts:], l.load)
+	}
 	if err := w.buckets.Ready(nil, 0); err != nil {
-		return err
+		return false, err
 	}
 
 	// Gradients leave for the other ranks as soon as they are final, while backward goes on. Those of the experts are
 	// whole already: backward brought them the gradients of all tokens of all ranks.
-	err := m.backward(func(stage int) error { return w.buckets.Ready(nil, 1+stage) })
+	err = m.backward(func(stage int) error {
+		if stage == c.Layers+1 {
+			w.final = n
+		}
+		return w.buckets.Ready(nil, 1+stage)
+	})
 	if err != nil {
-		return err
+		return false, err
 	}
 	m.clock.enter(reducing)
 	if err := w.buckets.Wait(nil); err != nil {
-		return err
+		return false, err
 	}
 
 	m.clock.enter(updating)
-	adam := vec.NewAdamStep(n, c.rateAt(n), 0.9, 0.95, 1e-8, 0)
+	loss := float64(w.stats[statLoss]) / float64(c.Batch)
+	w.Losses = append(w.Losses, loss)
+	if w.stats[statTime] > 0 {
+		w.Share = float64(w.stats[statComm] / w.stats[statTime])
+		w.Pace = float64(w.stats[statTime]) / float64(w.ranks*n)
+	}
+	if math.IsNaN(loss) || math.IsInf(loss, 0) {
+		return false, fmt.Errorf("%w: the loss is %v; try a lower -rate than %g", errDiverged, loss, c.Rate)
+	}
+	k := newAdam(n, c.rateAt(n))
 	for _, s := range m.slabs {
-		adam.Apply(s.w, s.m, s.v, s.g)
+		k.apply(s)
 	}
 	for i, l := range m.layers {
-		load := w.stats[1+i*c.Experts:][:c.Experts]
+		load := w.stats[statLoad+i*c.Experts:][:c.Experts]
 		l.rebalance(load, c.Batch)
 		for e, n := range load {
-			w.tokens[i*c.Experts+e] += int64(n)
+			w.Tokens[i*c.Experts+e] += int64(n)
 		}
 	}
-	w.losses = append(w.losses, float64(w.stats[0])/float64(c.Batch))
-	return nil
+	return w.stats[statStop] > 0, nil
 }
 
 // rateAt is the learning rate of a step: up in a straight line for the first twentieth, then down half a cosine to a twentieth
@@ -203,43 +258,94 @@ func (w *worker) heldoutLoss(ctx context.Context, at []int) (float64, error) {
 		sum += w.model.loss(w.text.heldout, batch[lo:hi])
 	}
 	w.model.clock.stop()
-	all, err := w.group.AllGather(ctx, shm.Bytes([]float64{sum}))
+	all, err := w.group.AllGather(ctx, memory.Wrap([]float64{sum}).Bytes())
 	if err != nil {
 		return 0, err
 	}
 	sum = 0
 	for _, part := range all {
-		sum += shm.View[float64](part)[0]
+		sum += memory.Of[float64](memory.Host(part))[0]
 	}
 	return sum / float64(len(at)), nil
 }
 
-// trainRank is what a rank does from beginning to end. The report is of all ranks together.
-func trainRank(ctx context.Context, g *comm.Group, c config, text *corpus, watch func(*worker)) (*report, error) {
-	stop := context.AfterFunc(ctx, func() { g.Abort(context.Cause(ctx)) })
-	defer stop()
-	if err := agree(ctx, g, c, text); err != nil {
+// How long ranks have to end by themselves: when one has failed, and when they were asked to, which takes a step and a report. The
+// latter is in seconds and, for slow steps, in steps.
+const (
+	grace      = 5 * time.Second
+	graceStop  = 15 * time.Second
+	graceSteps = 64
+)
+
+// trainRank is what a rank does from beginning to end. The report is of all ranks together, if this rank is 0 at the end.
+//
+// When ctx ends the rank stops in good order, with a report of what is done. It gives up when that takes too long.
+func trainRank(ctx context.Context, g *comm.Group, c config, text *corpus, watch func(*worker)) (r *report, err error) {
+	defer func() { g.Close() }()
+	inner, giveUp := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer giveUp(nil)
+	var step atomic.Int64 // what a step takes, once there are any
+	defer context.AfterFunc(ctx, func() {
+		wait := time.Duration(0)
+		if s := step.Load(); s > 0 {
+			wait = graceStop + graceSteps*time.Duration(s)
+		}
+		t := time.AfterFunc(wait, func() { giveUp(context.Cause(ctx)) })
+		context.AfterFunc(inner, func() { t.Stop() })
+	})()
+	// The group must not change under the one who aborts it.
+	var mu sync.Mutex
+	defer context.AfterFunc(inner, func() {
+		mu.Lock()
+		defer mu.Unlock()
+		g.Abort(context.Cause(inner))
+	})()
+
+	if err := agree(inner, g, c, text); err != nil {
 		return nil, err
 	}
-	w, err := newWorker(ctx, g, c, text)
-	if err != nil {
-		return nil, err
+	w, err := newWorker(inner, g, c, text, nil)
+	for err == nil {
+		r, err = w.run(ctx, inner, func(w *worker) {
+			step.Store(int64(w.Elapsed) / int64(w.done()))
+			if w.rank == 0 && watch != nil {
+				watch(w)
+			}
+		})
+		if !c.heals() || !errors.Is(err, comm.ErrPeerLost) || ctx.Err() != nil {
+			break
+		}
+		old := w
+		if w, err = old.heal(inner); err == nil {
+			mu.Lock()
+			g.Close()
+			g = w.group
+			mu.Unlock()
+		}
 	}
-	r, err := w.run(ctx, watch)
-	if err != nil {
+	if errors.Is(err, errKilled) {
+		return nil, w.close(inner)
+	}
+	if err != nil && !errors.Is(err, errStopped) && !errors.Is(err, errDiverged) {
 		g.Abort(err) // a rank that gives up takes the others along; if another was first, this does nothing
 	}
-	return r, errors.Join(err, w.close(ctx))
+	if w != nil {
+		err = errors.Join(err, w.close(inner))
+	}
+	return r, err
 }
 
-func (w *worker) run(ctx context.Context, watch func(*worker)) (*report, error) {
-	if err := w.train(watch); err != nil {
-		return nil, err
+// run trains and makes the report, also of what was done when there is an error.
+func (w *worker) run(ctx, inner context.Context, watch func(*worker)) (*report, error) {
+	err := w.train(ctx, watch)
+	var r *report
+	if w.rank == 0 {
+		r = w.soFar()
 	}
-	if w.cfg.Check {
-		return &report{losses: w.losses}, nil
+	if w.cfg.Check || err != nil && !errors.Is(err, errStopped) {
+		return r, err
 	}
-	return w.report(ctx)
+	return r, errors.Join(err, w.finish(inner, r))
 }
 
 // agree makes sure that all ranks were given the same flags and the same text.

@@ -11,6 +11,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -205,6 +206,7 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 // Launch enqueues op on s behind the last launch, or runs it when s is nil. After an error op was not enqueued, or, without a
 // stream, has failed. The owner's Done hears of its end on a stream, and calls c.Done. c is locked.
 func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
+	defer cuda.StartRange(op.Operation()).End()
 	err := c.order(s)
 	if err == nil {
 		if err = c.port.Launch(s, op); err != nil && s == nil {

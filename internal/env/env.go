@@ -1,22 +1,5 @@
-// Package env reads the environment. No other package of Switchyard does.
-//
-// Who runs the ranks, in torchrun's words:
-//
-//	RANK              this rank's number
-//	WORLD_SIZE        the number of ranks
-//	LOCAL_RANK        this rank's number on its host; default RANK
-//	LOCAL_WORLD_SIZE  the number of ranks on the host; default WORLD_SIZE
-//	MASTER_ADDR       the host of rank 0; default 127.0.0.1
-//	MASTER_PORT       a port there, used by torchrun's own store; default 29500
-//
-// Switchyard's own:
-//
-//	SWITCHYARD_PORT          the port on which ranks meet; default MASTER_PORT + 1
-//	SWITCHYARD_SECRET        what ranks that join must prove to know
-//	SWITCHYARD_JOIN_TIMEOUT  how long a join may take, such as 90s
-//	SWITCHYARD_PEER_TIMEOUT  how long a rank may be silent before it counts as lost, such as 10s
-//	SWITCHYARD_DEBUG         warn, info or trace: logs of that level and above go to standard error
-//	SWITCHYARD_CUDA_HEAP     what the Python package's heap on a GPU has at first, such as 256M or 1G
+// Package env reads the environment, and says which variables there are. No other package of Switchyard reads it while a
+// program runs.
 //
 // A variable that is set but empty counts as not set.
 package env
@@ -45,8 +28,39 @@ const (
 	joinTimeout = "SWITCHYARD_JOIN_TIMEOUT"
 	peerTimeout = "SWITCHYARD_PEER_TIMEOUT"
 	debug       = "SWITCHYARD_DEBUG"
+	nvtx        = "SWITCHYARD_NVTX"
 	cudaHeap    = "SWITCHYARD_CUDA_HEAP"
+
+	injection = "NVTX_INJECTION64_PATH"
 )
+
+// Variable describes one environment variable.
+type Variable struct {
+	Name    string
+	Default string // what holds where it is not set
+	Meaning string // one sentence
+}
+
+// Variables lists all variables that this package reads: first those in torchrun's words, which say who runs the ranks,
+// then Switchyard's own.
+func Variables() []Variable {
+	return []Variable{
+		{rank, "0, in a group of one", "This rank's number. It needs WORLD_SIZE beside it."},
+		{worldSize, "1", "The number of ranks. It needs RANK beside it."},
+		{localRank, "RANK", "This rank's number on its host. Programs choose their GPU by it."},
+		{localWorldSize, "WORLD_SIZE", "The number of ranks on this host."},
+		{masterAddr, "127.0.0.1", "The host of rank 0."},
+		{masterPort, "29500", "A port on that host. torchrun's own store listens there, so Switchyard meets on another one."},
+		{port, "MASTER_PORT + 1", "The port on which rank 0 listens while ranks join."},
+		{secret, "none", "What ranks must prove to know when they join. Without it everybody who reaches the port counts as a rank."},
+		{joinTimeout, "2m", "How long a join may take, such as 90s."},
+		{peerTimeout, "10s", "How long a rank may be silent before it counts as lost, at least 100ms."},
+		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits says every 5 seconds for whom."},
+		{nvtx, "0", "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
+		{injection, "no profiler", "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
+		{cudaHeap, "32M and 20M a rank", "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
+	}
+}
 
 // World is who runs the ranks and where they meet. Zero durations and a nil
 // secret mean that the variable is not set.
@@ -138,6 +152,19 @@ func CUDAHeap() (int64, error) {
 		return 0, fmt.Errorf("%s is %q, not a size such as 256M", cudaHeap, s)
 	}
 	return v << shift, nil
+}
+
+// Profiler is the library of the profiler that runs this process, to which SWITCHYARD_NVTX=1 has ranges told; empty where it
+// is not asked for or no profiler runs.
+func Profiler() (string, error) {
+	switch v := strings.TrimSpace(os.Getenv(nvtx)); v {
+	case "", "0":
+		return "", nil
+	case "1":
+		return os.Getenv(injection), nil
+	default:
+		return "", fmt.Errorf("%s is %q, want 0 or 1", nvtx, v)
+	}
 }
 
 // LevelTrace is the level of what SWITCHYARD_DEBUG=trace adds: a line an

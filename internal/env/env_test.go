@@ -12,33 +12,42 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var all = []string{
-	rank, worldSize, localRank, localWorldSize, masterAddr, masterPort,
-	port, secret, joinTimeout, peerTimeout, debug, cudaHeap,
-}
-
 func set(t *testing.T, env map[string]string) {
-	for _, name := range all {
-		t.Setenv(name, "")
+	for _, v := range Variables() {
+		t.Setenv(v.Name, "")
 	}
 	for name, v := range env {
 		t.Setenv(name, v)
 	}
 }
 
-// The package comment is where users find the variables.
-func TestEveryVariableIsDocumented(t *testing.T) {
+func TestEveryVariableIsListed(t *testing.T) {
 	src, err := os.ReadFile("env.go")
 	require.NoError(t, err)
-	comment, code, _ := bytes.Cut(src, []byte("\npackage env\n"))
-	for _, name := range all {
-		require.Regexp(t, `\n//\t`+name+`\b`, string(comment))
+	listed := map[string]bool{}
+	for _, v := range Variables() {
+		require.False(t, listed[v.Name], v.Name)
+		listed[v.Name] = true
+		require.NotEmpty(t, v.Default, v.Name)
+		require.Regexp(t, `^[^|\n]+\.$`, v.Meaning, "a sentence that fits a table")
 	}
-	for _, m := range regexp.MustCompile(`"([A-Z][A-Z_]{3,})"`).FindAllSubmatch(code, -1) {
-		if name := string(m[1]); name != "TRACE" {
-			require.Contains(t, all, name, "the list of this test is not complete")
-		}
+	for _, m := range regexp.MustCompile(`= +"([A-Z][A-Z0-9_]{3,})"`).FindAllSubmatch(src, -1) {
+		require.True(t, listed[string(m[1])], "%s is read and not listed", m[1])
+		delete(listed, string(m[1]))
 	}
+	require.Empty(t, listed, "listed, but not read")
+}
+
+func TestProfiler(t *testing.T) {
+	for text, want := range map[string]string{"": "", "0": "", "1": "/lib/nsys.so", " 1 ": "/lib/nsys.so"} {
+		set(t, map[string]string{"SWITCHYARD_NVTX": text, "NVTX_INJECTION64_PATH": "/lib/nsys.so"})
+		path, err := Profiler()
+		require.NoError(t, err)
+		require.Equal(t, want, path, text)
+	}
+	set(t, map[string]string{"SWITCHYARD_NVTX": "yes"})
+	_, err := Profiler()
+	require.EqualError(t, err, `SWITCHYARD_NVTX is "yes", want 0 or 1`)
 }
 
 func TestCUDAHeap(t *testing.T) {

@@ -25,6 +25,9 @@ type Number interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~uint32 | ~int32 | ~uint64 | ~int64 | ~float32 | ~float64
 }
 
+// SizeOf is how many bytes a T has.
+func SizeOf[T Number]() int { return int(unsafe.Sizeof(*new(T))) }
+
 // View reads b as numbers of type T in the machine's byte order; a tail shorter than one number is left out.
 func View[T Number](b []byte) []T {
 	var z T

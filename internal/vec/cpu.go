@@ -8,11 +8,3 @@ const (
 	avx2
 	avx512
 )
-
-// columns is the width of a matrix tile.
-func (lv level) columns() int {
-	if lv >= avx512 {
-		return 32
-	}
-	return 16
-}

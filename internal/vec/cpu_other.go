@@ -3,5 +3,3 @@
 package vec
 
 const cpu = plain
-
-func (product) asm(level, []float32, []float32, []float32) bool { return false }

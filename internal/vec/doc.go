@@ -1,5 +1,4 @@
-// Package vec is the arithmetic of the host: the loops that reduce and combine what the host engine moves, and the
-// matrix products and activations of a small model on one core.
+// Package vec is the arithmetic of the host: the loops that reduce and combine what the host engine moves.
 //
 // # What there is
 //
@@ -7,22 +6,19 @@
 //     operation. [Load], [Accumulate] and [Store] are its three steps for an algorithm that folds one peer at a time:
 //     types of at most 32 bits stay in a float32 accumulator in between.
 //   - [WeightedSum] combines the rows of a token with their weights.
-//   - [Axpy], [Scale], [Add], [Mul], [Dot], [SumSquares] on float32.
-//   - [MatMul], [MatMulTA], [MatMulTB]: a product and the two that its gradients need.
-//   - [Softmax], [SiLU], their gradients, and [AdamStep].
+//   - [Scale], [Add], [Mul], [Dot] on float32.
 //
 // # Promises
 //
 // Nothing allocates, and everything runs on the caller's goroutine. Slices are of equal length unless a function says
 // otherwise; a wrong length is a mistake of the caller and panics with the lengths. No alignment is asked for.
 //
-// A destination may be exactly the memory of a source of the same type, for all but the matrix products. Slices that
-// overlap in any other way give an undefined result.
+// A destination may be exactly the memory of a source of the same type. Slices that overlap in any other way give an
+// undefined result.
 //
-// Elementwise functions (ReduceRows and its steps, WeightedSum, Axpy, Scale, Add, Mul, AdamStep) do not fuse or reorder:
-// they give the same bits with assembly and without, on every architecture. Only which NaN a sum or product makes is
-// not fixed. Dot, SumSquares, Softmax, SiLU and the matrix products give the same bits each time on one machine, and
-// agree to rounding between machines.
+// Elementwise functions (ReduceRows and its steps, WeightedSum, Scale, Add, Mul) do not fuse or reorder: they give the same bits with
+// assembly and without, on every architecture. Only which NaN a sum or product makes is not fixed. Dot gives the same
+// bits each time on one machine, and agrees to rounding between machines.
 //
 // # Assembly
 //

@@ -1,9 +1,6 @@
 package vec
 
-import (
-	"fmt"
-	"math"
-)
+import "fmt"
 
 // Chunk is how many elements one assembly call takes at most: a goroutine inside one cannot be stopped for garbage
 // collection, so it comes back now and then.
@@ -14,19 +11,6 @@ func sameLen(name string, n int, others ...int) {
 		if m != n {
 			panic(fmt.Sprintf("vec: %s with slices of %d and %d", name, n, m))
 		}
-	}
-}
-
-// Axpy computes dst += w*x, the product rounded before the sum.
-func Axpy(dst, x []float32, w float32) {
-	sameLen("Axpy", len(dst), len(x))
-	for len(dst) > 0 {
-		n := min(len(dst), chunk)
-		i := axpyAsm(dst[:n], x[:n], w)
-		for ; i < n; i++ {
-			dst[i] += float32(w * x[i])
-		}
-		dst, x = dst[n:], x[n:]
 	}
 }
 
@@ -100,103 +84,4 @@ func dotGo(a, b []float32) (float32, int) {
 		s[3] += x[3] * y[3]
 	}
 	return (s[0] + s[1]) + (s[2] + s[3]), i
-}
-
-// SumSquares returns the sum of x*x, as Dot does.
-func SumSquares(x []float32) float32 { return Dot(x, x) }
-
-// Softmax computes dst = exp(x)/sum(exp(x)) and returns ln(sum(exp(x))), so that the cross-entropy of class i is the
-// result less x[i]. An element of minus infinity becomes 0; a NaN anywhere, or nothing above minus infinity, makes all
-// of dst NaN. The result for an empty row is minus infinity.
-func Softmax(dst, x []float32) float32 {
-	sameLen("Softmax", len(dst), len(x))
-	if len(x) == 0 {
-		return float32(math.Inf(-1))
-	}
-	top, i := maxAsm(x)
-	if i == 0 {
-		top = x[0]
-	}
-	for ; i < len(x); i++ {
-		if x[i] > top {
-			top = x[i]
-		}
-	}
-	sum, i := expSumAsm(dst, x, top)
-	for ; i < len(x); i++ {
-		dst[i] = float32(math.Exp(float64(x[i] - top)))
-		sum += dst[i]
-	}
-	Scale(dst, dst, 1/sum)
-	return top + float32(math.Log(float64(sum)))
-}
-
-// SoftmaxGrad computes dx = y*(dy - sum(y*dy)), the gradient of y = Softmax(x).
-func SoftmaxGrad(dx, y, dy []float32) {
-	sameLen("SoftmaxGrad", len(dx), len(y), len(dy))
-	d := Dot(y, dy)
-	for i, v := range y {
-		dx[i] = v * (dy[i] - d)
-	}
-}
-
-// SiLU computes dst = x*sigmoid(x).
-func SiLU(dst, x []float32) {
-	sameLen("SiLU", len(dst), len(x))
-	for len(dst) > 0 {
-		n := min(len(dst), chunk)
-		i := siluAsm(dst[:n], x[:n])
-		for ; i < n; i++ {
-			dst[i] = x[i] * sigmoid(x[i])
-		}
-		dst, x = dst[n:], x[n:]
-	}
-}
-
-// SiLUGrad computes dx = dy times the derivative of SiLU at x.
-func SiLUGrad(dx, x, dy []float32) {
-	sameLen("SiLUGrad", len(dx), len(x), len(dy))
-	for len(dx) > 0 {
-		n := min(len(dx), chunk)
-		i := siluGradAsm(dx[:n], x[:n], dy[:n])
-		for ; i < n; i++ {
-			s := sigmoid(x[i])
-			dx[i] = dy[i] * s * (1 + x[i]*(1-s))
-		}
-		dx, x, dy = dx[n:], x[n:], dy[n:]
-	}
-}
-
-func sigmoid(x float32) float32 { return float32(1 / (1 + math.Exp(-float64(x)))) }
-
-// AdamStep is the numbers of one step of Adam with decoupled weight decay.
-type AdamStep struct {
-	beta1, rest1, beta2, rest2, correct1, correct2, eps, rate, decay float32
-}
-
-// NewAdamStep returns step t, counted from 1. Typical values: rate 1e-3, beta1 0.9, beta2 0.95, eps 1e-8, decay 0 to 0.1.
-func NewAdamStep(t int, rate, beta1, beta2, eps, decay float64) AdamStep {
-	return AdamStep{
-		beta1: float32(beta1), rest1: float32(1 - beta1), beta2: float32(beta2), rest2: float32(1 - beta2),
-		correct1: float32(1 - math.Pow(beta1, float64(t))), correct2: float32(1 - math.Pow(beta2, float64(t))),
-		eps: float32(eps), rate: float32(rate), decay: float32(decay),
-	}
-}
-
-// Apply updates the parameters p and their moments m and v, both zero before the first step, by the gradient grad. The
-// four slices must not overlap.
-func (k AdamStep) Apply(p, m, v, grad []float32) {
-	sameLen("AdamStep.Apply", len(p), len(m), len(v), len(grad))
-	for len(p) > 0 {
-		n := min(len(p), chunk)
-		i := adamAsm(p[:n], m[:n], v[:n], grad[:n], &k)
-		for ; i < n; i++ {
-			d := grad[i]
-			m[i] = float32(k.beta1*m[i]) + float32(k.rest1*d)
-			v[i] = float32(k.beta2*v[i]) + float32(k.rest2*float32(d*d))
-			step := m[i]/k.correct1/(float32(math.Sqrt(float64(v[i]/k.correct2)))+k.eps) + float32(k.decay*p[i])
-			p[i] -= float32(k.rate * step)
-		}
-		p, m, v, grad = p[n:], m[n:], v[n:], grad[n:]
-	}
 }

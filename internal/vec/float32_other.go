@@ -4,16 +4,10 @@ package vec
 
 import "unsafe"
 
-func axpyAsm([]float32, []float32, float32) int                         { return 0 }
-func scaleAsm([]float32, []float32, float32) int                        { return 0 }
-func addAsm([]float32, []float32, []float32) int                        { return 0 }
-func mulAsm([]float32, []float32, []float32) int                        { return 0 }
-func dotAsm([]float32, []float32) (float32, int)                        { return 0, 0 }
-func maxAsm([]float32) (float32, int)                                   { return 0, 0 }
-func expSumAsm([]float32, []float32, float32) (float32, int)            { return 0, 0 }
-func siluAsm([]float32, []float32) int                                  { return 0 }
-func siluGradAsm([]float32, []float32, []float32) int                   { return 0 }
-func adamAsm([]float32, []float32, []float32, []float32, *AdamStep) int { return 0 }
+func scaleAsm([]float32, []float32, float32) int { return 0 }
+func addAsm([]float32, []float32, []float32) int { return 0 }
+func mulAsm([]float32, []float32, []float32) int { return 0 }
+func dotAsm([]float32, []float32) (float32, int) { return 0, 0 }
 
 // Nobody calls these: they do whole vectors only, and there are none.
 

@@ -6,11 +6,6 @@ package vec
 
 import "unsafe"
 
-// axpyAVX2 is dst += w*x, product and sum rounded apart.
-//
-//go:noescape
-func axpyAVX2(dst unsafe.Pointer, x unsafe.Pointer, n int, w float32)
-
 // scaleAVX2 is dst = w*x.
 //
 //go:noescape
@@ -335,86 +330,6 @@ func reduceMaxUint8AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 //
 //go:noescape
 func reduceProdUint8AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
-
-// maxAVX2 leaves the greatest of x in *out; n is not 0.
-//
-//go:noescape
-func maxAVX2(out unsafe.Pointer, x unsafe.Pointer, n int)
-
-// expSumAVX2 is dst = exp(x - *shift) and leaves the sums of the eight lanes in out[0:8].
-//
-//go:noescape
-func expSumAVX2(dst unsafe.Pointer, x unsafe.Pointer, n int, shift unsafe.Pointer, out unsafe.Pointer)
-
-// siluAVX2 is dst = x * sigmoid(x).
-//
-//go:noescape
-func siluAVX2(dst unsafe.Pointer, x unsafe.Pointer, n int)
-
-// siluGradAVX2 is dst = dy * s * (1 + x*(1-s)) with s = sigmoid(x).
-//
-//go:noescape
-func siluGradAVX2(dst unsafe.Pointer, x unsafe.Pointer, dy unsafe.Pointer, n int)
-
-// adamAVX2 is one step of Adam with decoupled decay; k points to AdamStep.
-//
-//go:noescape
-func adamAVX2(p unsafe.Pointer, m unsafe.Pointer, v unsafe.Pointer, grad unsafe.Pointer, n int, k unsafe.Pointer)
-
-// tileAVX512x12 is a tile of 12 rows and as many columns as mask has bits set from the lowest: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX512x12(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int, mask uint32)
-
-// tileAVX512x8 is a tile of 8 rows and as many columns as mask has bits set from the lowest: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX512x8(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int, mask uint32)
-
-// tileAVX512x4 is a tile of 4 rows and as many columns as mask has bits set from the lowest: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX512x4(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int, mask uint32)
-
-// tileAVX512x2 is a tile of 2 rows and as many columns as mask has bits set from the lowest: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX512x2(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int, mask uint32)
-
-// tileAVX512x1 is a tile of 1 rows and as many columns as mask has bits set from the lowest: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX512x1(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int, mask uint32)
-
-// tileAVX2x6 is a tile of 6 rows and 16 columns: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX2x6(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int)
-
-// tileAVX2x4 is a tile of 4 rows and 16 columns: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX2x4(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int)
-
-// tileAVX2x2 is a tile of 2 rows and 16 columns: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX2x2(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int)
-
-// tileAVX2x1 is a tile of 1 rows and 16 columns: c += a b, or c = a b if zero is not 0. Strides are bytes.
-//
-//go:noescape
-func tileAVX2x1(c unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, k int, ldc int, rsa int, csa int, ldb int, zero int)
-
-// packAVX2 copies k rows of width floats, a multiple of 16, from src (ld bytes apart) to dst (dense).
-//
-//go:noescape
-func packAVX2(dst unsafe.Pointer, src unsafe.Pointer, k int, width int, ld int)
-
-// transposeAVX2 transposes 8 rows of k floats, a multiple of 8, from src (ld bytes apart) to k rows of 8 floats at dst (ldd bytes apart).
-//
-//go:noescape
-func transposeAVX2(dst unsafe.Pointer, src unsafe.Pointer, k int, ldd int, ld int)
 
 func rowsAsm(op Op, dst, rows unsafe.Pointer, nrows, off, n int, div float32) {
 	switch op {

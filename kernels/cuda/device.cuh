@@ -14,29 +14,6 @@ struct pair64 {
 	u64 a, b;
 };
 
-// A number as float8 e4m3 in software: nearest even, 448 where it is too large, NaN where it is none.
-__device__ __forceinline__ u32 e4m3_of_float(float f)
-{
-	u32 bits;
-	memcpy(&bits, &f, 4);
-	u32 sign = bits >> 24 & 0x80, mag = bits & 0x7fffffff;
-	if (mag > 0x7f800000)
-		return 0x7f | sign;
-	if (mag >= 0x43e80000) // 464 and above: past the middle between 448 and what would come next
-		return 0x7e | sign;
-	if (mag < 0x3c800000) { // below 2^-6 in steps of 2^-9
-		float a;
-		memcpy(&a, &mag, 4);
-		float scaled = a * 512;
-		u32 n = static_cast<u32>(scaled);
-		float rest = scaled - static_cast<float>(n);
-		n += rest > 0.5f || (rest == 0.5f && (n & 1) != 0) ? 1 : 0;
-		return n | sign;
-	}
-	u32 r = mag + 0x7ffff + (mag >> 20 & 1); // 3 bits of mantissa are left
-	return min(r - 0x3c000000 >> 20, 0x7eu) | sign;
-}
-
 } // namespace sw
 
 #ifdef SW_EMULATED
@@ -82,6 +59,7 @@ struct wait {
 	u64 since = 0;
 	u32 polls = 0;
 	u32 kind = SW_FAULT_NONE;
+	u64 epoch = 0; // of a reduction: its waits also end when the ranks' calls turn out to differ
 
 	__device__ __noinline__ bool slow(const sw_world &w)
 	{
@@ -91,6 +69,10 @@ struct wait {
 		u32 fault = load32_relaxed_gpu(own + w.control + offsetof(sw_control, fault));
 		if (fault != SW_FAULT_NONE && !of_one_call(fault)) {
 			kind = SW_FAULT_NONE; // somebody of this rank has given up and said why
+			return false;
+		}
+		if (epoch != 0 && load_relaxed_sys(own + w.control + offsetof(sw_control, mismatched)) == epoch) {
+			kind = SW_FAULT_NONE;
 			return false;
 		}
 		if (load_relaxed_sys(own + SW_ABORT_OFFSET) != 0) {

@@ -31,9 +31,9 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	await_stream();
 	call_number number;
 	number.load(a.world);
-	pair64 seen{0, 0};
+	begun seen;
 	if (threadIdx.x < n)
-		seen = load16_relaxed_sys(begin_line(a, a.world.rank, threadIdx.x));
+		seen.load(a, threadIdx.x);
 	u64 epoch = number.epoch();
 	if (__syncthreads_or(epoch == 0))
 		return;
@@ -52,8 +52,11 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 		r.count();
 		good = r.look_back() && good;
 		good = !__syncthreads_or(!good);
-		if (good && blockIdx.x == gridDim.x - 1)
-			r.tell_totals();
+		if (good && (a.mode & SW_MOE_COMPACT) != 0) {
+			if (blockIdx.x == gridDim.x - 1)
+				r.tell_totals();
+			__syncthreads(); // what has been told changes now
+		}
 		good = good && r.find_bases();
 	}
 	good = !__syncthreads_or(!good);
@@ -184,10 +187,9 @@ template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_a
 	if (threadIdx.x / 32 < a.movers)
 		sum_rows<type>(a, base, full, ring, epoch);
 	release_stream();
-	if ((a.mode & SW_MOE_KEEP) != 0)
-		return;
 	tell_read(a, epoch);
-	await_read(a, epoch);
+	if ((a.mode & SW_MOE_KEEP) == 0)
+		await_read(a, epoch);
 }
 
 // Makes the partial sums of rows by expert in staging, or copies rows by token there or, with y, out of it. A warp has 2 KiB of a row at a time.
@@ -195,7 +197,7 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 {
 	await_stream();
 	if (threadIdx.x == 0)
-		staged.make(a, reinterpret_cast<const u32 *>(a.rank_counts));
+		staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
 	call_number number;
 	number.load(a.world);
 	u64 epoch = number.epoch(); // of the call that comes
@@ -272,13 +274,13 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 	using number = numbers<type>;
 	await_stream();
 	if (threadIdx.x == 0)
-		staged.make(a, reinterpret_cast<const u32 *>(a.rank_counts));
+		staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
 	call_number counter;
 	counter.load(a.world);
 	if (__syncthreads_or(counter.epoch() == 0))
 		return;
 	u32 lane = threadIdx.x & 31, all = staged.first[a.world.size];
-	bool weigh = (a.mode & SW_MOE_WEIGH) != 0;
+	bool weigh = (a.mode & SW_MOE_WEIGH) != 0, dots = a.from_weights != 0 || a.sum_weights != 0;
 	u64 own = own_segment(a.world);
 	const int *spread = reinterpret_cast<const int *>(own + a.state.spread);
 #pragma unroll 1
@@ -304,10 +306,12 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 					continue;
 				float g[number::count], x[number::count], p[number::count];
 				number::unpack(load_vector(dy + o), g);
-				number::unpack(load_vector(row + o), x);
+				if (dots)
+					number::unpack(load_vector(row + o), x);
 #pragma unroll
 				for (u32 c = 0; c < number::count; c++) {
-					chain[v * number::count + c] = __fadd_rn(chain[v * number::count + c], __fmul_rn(x[c], g[c]));
+					if (dots)
+						chain[v * number::count + c] = __fadd_rn(chain[v * number::count + c], __fmul_rn(x[c], g[c]));
 					p[c] = __fmul_rn(g[c], w);
 				}
 				store_vector(out + o, number::pack(p));
@@ -362,9 +366,9 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 	call_number number;
 	number.load(a.world);
 	u32 peer = blockDim.x - 1 - threadIdx.x; // the last threads look after peers
-	pair64 seen{0, 0};
+	begun seen;
 	if (peer < n)
-		seen = load16_relaxed_sys(begin_line(a, a.world.rank, peer));
+		seen.load(a, peer);
 	few_row row;
 	if (tasks.warp < tasks.count)
 		row.load(a.x + static_cast<u64>(tasks.warp / tasks.parts) * a.row_bytes, a.row_bytes, tasks.warp % tasks.parts, lane);
@@ -413,7 +417,7 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 	if (threadIdx.x < n && threadIdx.x != a.world.rank) {
 		u64 rows = b.bad != 0 ? b.bad : blockIdx.x == 0 ? f.before(a.tokens, threadIdx.x) : 0;
 		fence_acq_rel_sys();
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x), epoch, rows);
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, rows);
 		if (blockIdx.x == 0 && a.counters != 0)
 			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
 				  static_cast<unsigned long long>(f.before(a.tokens, threadIdx.x)) * (a.wire_bytes + 4 * a.scale_words));
@@ -487,10 +491,9 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 			sum_weights(a, t, lane);
 	}
 	release_stream();
-	if ((a.mode & SW_MOE_KEEP) != 0)
-		return;
 	tell_read(a, epoch);
-	await_read(a, epoch);
+	if ((a.mode & SW_MOE_KEEP) == 0)
+		await_read(a, epoch);
 }
 
 } // namespace sw
@@ -604,7 +607,7 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 		return;
 	bool cached = (a.mode & SW_MOE_CACHED) != 0;
 	taker t(a, b, reinterpret_cast<u32 *>(memory), epoch);
-	const u32 *kept = reinterpret_cast<const u32 *>(a.rank_counts);
+	const u32 *kept = reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived);
 	for (u32 i = threadIdx.x; i < a.local; i += blockDim.x)
 		t.hist[i] = 0;
 	if (!cached && !t.look_at_counts())
@@ -614,23 +617,20 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 	for (u32 i = threadIdx.x; i < a.tokens; i += blockDim.x) // of this rank, whose stores came before
 		own += places[static_cast<u64>(i) * a.world.size + a.world.rank] >= 0 ? 1 : 0;
 	if (threadIdx.x == 0)
-		b.over = 0;
+		b.own = 0;
 	__syncthreads();
 	if (own != 0)
-		atomicAdd(&b.over, own);
+		atomicAdd(&b.own, own);
 	__syncthreads();
 	rows_receiver in{a, b.rows, epoch};
-	if (!in.await(b.over))
+	if (!in.await(b.own))
 		return;
 	if (threadIdx.x == 0)
 		b.staged.make(a, cached ? kept : b.rows.sum);
 	if (!cached && t.warp == 0)
 		t.lay_out();
-	if (!cached && blockIdx.x == 0 && threadIdx.x < t.n) {
-		reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = b.rows.sum[threadIdx.x];
-		if (a.mapped != 0)
-			reinterpret_cast<u32 *>(a.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = b.rows.sum[threadIdx.x];
-	}
+	if (!cached && blockIdx.x == 0)
+		t.tell_rank_counts();
 	__syncthreads();
 	if (!cached && blockIdx.x == 0 && a.mapped != 0 && threadIdx.x == 0) {
 		fence_acq_rel_sys();

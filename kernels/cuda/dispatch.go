@@ -198,8 +198,8 @@ func (x *dispatches) call(p *port, c *kernels.MoECall) (*moeCall, error) {
 	l.a = moeArgs{
 		world: worldOf(&p.e.space, b.control, p.fault.Addr(), c.Timeout.Nanoseconds()), state: b,
 		table: uint64(m.Placement.Ptr), counters: uint64(m.Counters.Ptr),
-		rows: uint64(h.Rows.Ptr), rowScales: uint64(h.Scales.Ptr), rowWeights: uint64(h.Weights.Ptr), rowSources: uint64(h.Sources.Ptr),
-		counts: uint64(h.Counts.Ptr), offsets: uint64(h.Offsets.Ptr), rankCounts: uint64(h.RankCounts.Ptr), landed: uint64(h.Landed.Ptr),
+		rows: uint64(h.Rows.Ptr), rowScales: uint64(h.Scales.Ptr), rowWeights: addressOf(&h.Weights), rowSources: addressOf(&h.Sources),
+		counts: uint64(h.Counts.Ptr), offsets: uint64(h.Offsets.Ptr), rankCounts: uint64(h.RankCounts.Ptr), landed: addressOf(&h.Landed),
 		mostRows: m.Rows, align: max(m.Align, 1), capacity: m.Capacity,
 		op: uint32(c.Op), tokens: uint32(c.Tokens), topK: uint32(m.TopK), maxTokens: uint32(m.MaxTokens), experts: uint32(m.Experts),
 		slots: uint32(m.Slots()), local: uint32(m.Local(m.Rank)), indexBytes: uint32(m.IndexBytes),
@@ -217,6 +217,21 @@ func (x *dispatches) call(p *port, c *kernels.MoECall) (*moeCall, error) {
 		l.a.mode |= moeReceive
 	}
 	return l, nil
+}
+
+// addressOf is a buffer's address, 0 where there is none; placeOf its place.
+func addressOf(b *kernels.Buffer) uint64 {
+	if b.Bytes == 0 {
+		return 0
+	}
+	return uint64(b.Ptr)
+}
+
+func placeOf(b *kernels.Buffer) uint64 {
+	if b.Bytes == 0 {
+		return 0
+	}
+	return uint64(b.Place)
 }
 
 // compact reports whether rows of one rank follow those of the one before without gaps.
@@ -311,14 +326,27 @@ func (l *moeCall) toStaging() {
 	l.a.toIndices, l.a.toWeights, l.a.toSources = uint64(l.a.state.indices), uint64(l.a.state.weights), uint64(l.a.state.sources)
 }
 
+// aligned refuses memory that vectors of 16 bytes cannot be moved to and from.
+func aligned(op kernels.MoEOp, buffers ...*kernels.Buffer) error {
+	for _, b := range buffers {
+		if b.Bytes > 0 && b.Ptr%16 != 0 {
+			return fmt.Errorf("kernels: %v: rows at %#x: on a GPU they begin at a multiple of 16", op, b.Ptr)
+		}
+	}
+	return nil
+}
+
 func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	l, err := x.call(p, &d.MoECall)
+	if err == nil {
+		err = aligned(d.Op, &d.X)
+	}
 	if err != nil {
 		return err
 	}
 	m, a, h := x.m, &l.a, l.h
-	a.x, a.scales, a.choices, a.weights = uint64(d.X.Ptr), uint64(d.Scales.Ptr), uint64(d.Experts.Ptr), uint64(d.Weights.Ptr)
-	a.mapped, a.ticket = uint64(h.Mapped.Ptr), d.Ticket
+	a.x, a.scales, a.choices, a.weights = uint64(d.X.Ptr), uint64(d.Scales.Ptr), uint64(d.Experts.Ptr), addressOf(&d.Weights)
+	a.mapped, a.ticket = addressOf(&h.Mapped), d.Ticket
 	if d.Ticket == 0 {
 		a.mapped = 0
 	}
@@ -337,7 +365,8 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		if m.Scales.Columns {
 			a.mode |= moeColumns
 		}
-		a.toRows, a.toScales, a.toIndices, a.toWeights, a.toSources = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place), uint64(h.Weights.Place), uint64(h.Sources.Place)
+		a.toRows, a.toScales, a.toIndices = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place)
+		a.toWeights, a.toSources = placeOf(&h.Weights), placeOf(&h.Sources)
 		if d.Phase&kernels.Send != 0 {
 			return l.send(m.TokenBytes(), m.Quantizes())
 		}
@@ -384,34 +413,40 @@ func (l *moeCall) partials() {
 
 func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	l, err := x.call(p, &c.MoECall)
+	if err == nil {
+		err = aligned(c.Op, &c.Rows, &c.Y, &c.Bias[0], &c.Bias[1])
+	}
 	if err != nil {
 		return err
 	}
 	m, a := x.m, &l.a
-	a.rowBytes, a.y, a.sumWeights = uint32(m.SumBytes()), uint64(c.Y.Ptr), uint64(c.SumWeights.Ptr)
-	a.bias0, a.bias1 = uint64(c.Bias[0].Ptr), uint64(c.Bias[1].Ptr)
-	staged := !m.Layout.ByToken() || !c.Rows.Reach || c.Ready.Bytes > 0 || c.SumWeights.Bytes > 0
+	a.rowBytes, a.y, a.sumWeights = uint32(m.SumBytes()), uint64(c.Y.Ptr), addressOf(&c.SumWeights)
+	a.bias0, a.bias1 = addressOf(&c.Bias[0]), addressOf(&c.Bias[1])
+	staged := !m.Layout.ByToken() || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
 	if staged {
 		a.mode |= moeKeep
 		a.fromRows = l.place(l.sumsAt())
 	} else {
 		a.fromRows = uint64(c.Rows.Place)
 	}
-	if c.SumWeights.Bytes > 0 {
+	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
 		a.fromWeights = l.place(l.weightsAt())
 	}
 	if c.Phase&kernels.Send != 0 {
 		if staged {
-			a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), uint64(c.Ready.Ptr), uint64(c.RowWeights.Ptr)
+			a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
 			if c.Weighting != kernels.Unweighted && !m.Layout.ByToken() {
 				a.mode |= moeWeigh
 				if c.Weighting == kernels.DispatchedWeights {
 					a.rowWeights = 0
 				}
 			}
-			a.y = 0
+			y, weights := a.y, a.fromWeights
+			if a.y = 0; c.RowWeights.Bytes == 0 {
+				a.fromWeights = 0
+			}
 			l.partials()
-			a.y = uint64(c.Y.Ptr)
+			a.y, a.fromWeights = y, weights
 		}
 		if c.Phase&kernels.Receive == 0 {
 			l.launch(x.k.begin, 1, maxRanks, 0)
@@ -445,6 +480,9 @@ func (l *moeCall) sum() {
 
 func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	l, err := x.call(p, &b.MoECall)
+	if err == nil {
+		err = aligned(b.Op, &b.DY, &b.Rows, &b.DRows)
+	}
 	if err != nil {
 		return err
 	}
@@ -465,10 +503,10 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 		l.partials()
 		return nil
 	}
-	a.rows, a.y, a.rowWeights, a.sumWeights, a.fromWeights = uint64(b.Rows.Ptr), uint64(b.DRows.Ptr), uint64(b.RowWeights.Ptr), 0, 0
-	back := b.DWeights.Bytes > 0 && b.Weighting != kernels.GivenWeights
-	if b.DWeights.Bytes > 0 && !back {
-		a.sumWeights = uint64(b.DWeights.Ptr)
+	a.rows, a.y, a.rowWeights, a.sumWeights, a.fromWeights = uint64(b.Rows.Ptr), uint64(b.DRows.Ptr), addressOf(&b.RowWeights), 0, 0
+	back := b.Weighting == kernels.DispatchedWeights // on every rank, also on one without tokens
+	if b.DWeights.Bytes > 0 && b.Weighting == kernels.GivenWeights {
+		a.sumWeights = addressOf(&b.DWeights)
 	}
 	if back {
 		a.fromWeights = l.place(l.weightsAt())
@@ -485,7 +523,7 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	l.launch(x.k.spread[numberKind(m.SumType)], l.blocks(2*p.e.multiprocessors/p.e.sharers), moePassThreads, 0)
 	if back { // a sum of nothing but what lies beside rows
 		a.mode = moeSend | moeReceive | moeKeep
-		a.sumWeights, a.tokens, a.rowBytes = uint64(b.DWeights.Ptr), uint32(b.Tokens), 0
+		a.sumWeights, a.tokens, a.rowBytes = addressOf(&b.DWeights), uint32(b.Tokens), 0
 		l.launch(x.k.sumFew[0], l.blocks(moeFewBlocks), moeFewThreads, 0)
 	}
 	return nil

@@ -16,14 +16,14 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels/cuda/internal/fatbin"
 )
 
-// emulation compiles the kernels for this processor, with testdata/emulate in place of a GPU, and returns the program. Blocks
+// emulation compiles the kernels of a family for this processor, with testdata/emulate in place of a GPU, and returns the program. Blocks
 // have fewer warps than on a GPU, so that a run is short; bugs are changes of the sources, each of an old text to a new one.
-func emulation(t *testing.T, bugs ...string) string {
+func emulation(t *testing.T, family string, bugs ...string) string {
 	t.Helper()
 	if runtime.GOARCH != "amd64" {
 		t.Skip("the emulation switches stacks in the instructions of amd64")
 	}
-	if _, err := os.Stat("alltoallv.cu"); err != nil {
+	if _, err := os.Stat(family + ".cu"); err != nil {
 		t.Skip("the sources are not beside the test binary")
 	}
 	compiler := os.Getenv("CXX")
@@ -39,7 +39,10 @@ func emulation(t *testing.T, bugs ...string) string {
 	sources, err := fatbin.Sources(os.DirFS("../.."))
 	require.NoError(t, err)
 	edits := append([]string{"SW_SEND_THREADS = 384", "SW_SEND_THREADS = 96", "SW_RECV_THREADS = 320", "SW_RECV_THREADS = 64",
-		"SW_PACKET_THREADS = 1024", "SW_PACKET_THREADS = 128", "SW_COPY_THREADS = 256", "SW_COPY_THREADS = 64"}, bugs...)
+		"\tSW_PACKET_THREADS = 1024", "\tSW_PACKET_THREADS = 128", "SW_COPY_THREADS = 256", "SW_COPY_THREADS = 64",
+		"SW_REDUCE_PACKET_THREADS = 512", "SW_REDUCE_PACKET_THREADS = 128", "SW_REDUCE_THREADS = 512", "SW_REDUCE_THREADS = 288",
+		"SW_MOE_THREADS = 1024", "SW_MOE_THREADS = 128", "SW_MOE_FEW_THREADS = 512", "SW_MOE_FEW_THREADS = 96",
+		"SW_MOE_SUM_THREADS = 512", "SW_MOE_SUM_THREADS = 64", "SW_MOE_PASS_THREADS = 512", "SW_MOE_PASS_THREADS = 64"}, bugs...)
 	found := make([]int, len(edits))
 	for name := range sources {
 		b, err := os.ReadFile(filepath.Join("../..", name))
@@ -58,7 +61,7 @@ func emulation(t *testing.T, bugs ...string) string {
 	}
 	program := filepath.Join(dir, "emulate")
 	out, err := exec.Command(compiler, "-O1", "-std=c++20", "-Wno-unknown-pragmas", `-DSW_EMULATED="emulated.h"`, "-Itestdata/emulate",
-		`-DSW_KERNELS="`+filepath.Join(dir, "kernels/cuda/alltoallv.cu")+`"`, "-o", program, "testdata/emulate/main.cpp").CombinedOutput()
+		`-DSW_KERNELS="`+filepath.Join(dir, "kernels/cuda", family+".cu")+`"`, "-o", program, "testdata/emulate/"+family+".cpp").CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	return program
 }
@@ -69,21 +72,34 @@ func emulate(program string, seed, rounds int) (string, error) {
 }
 
 // Exchanges of any counts and alignments, calls in a row, disagreements on sizes, missing ranks, aborts and splits that reach
-// outside, each in a random order of all threads.
+// outside; reductions of any counts, alignments, types and operators, the ranks' buffers in reach of peers or not, with the same
+// disturbances. Each in a random order of all threads.
 func TestKernelsKeepTheirPromisesInAnyOrderOfThreads(t *testing.T) {
-	program := emulation(t)
-	rounds := 120
-	if testing.Short() {
-		rounds = 16
+	for _, family := range []string{"alltoallv", "allreduce", "dispatch"} {
+		t.Run(family, func(t *testing.T) {
+			program := emulation(t, family)
+			rounds := 120
+			if testing.Short() {
+				rounds = 16
+			}
+			out, err := emulate(program, 1, rounds)
+			require.NoError(t, err, out)
+		})
 	}
-	out, err := emulate(program, 1, rounds)
-	require.NoError(t, err, out)
 }
 
 // Bugs that the kernels have had, put back.
 func TestTheEmulationFindsBugs(t *testing.T) {
 	if testing.Short() || worldtest.Race { // which sees nothing of it
 		t.Skip("compiles the kernels several times")
+	}
+	find := func(family, what string, bug []string) {
+		t.Run(what, func(t *testing.T) {
+			t.Parallel()
+			out, err := emulate(emulation(t, family, bug...), 1, 600)
+			var exit *exec.ExitError
+			require.True(t, errors.As(err, &exit), "not found: %s", out)
+		})
 	}
 	for what, bug := range map[string][]string{
 		"a block waits for a credit that it does not need": {
@@ -111,11 +127,52 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"c > slots + room && ", "false && ",
 		},
 	} {
-		t.Run(what, func(t *testing.T) {
-			t.Parallel()
-			out, err := emulate(emulation(t, bug...), 1, 600)
-			var exit *exec.ExitError
-			require.True(t, errors.As(err, &exit), "not found: %s", out)
-		})
+		find("alltoallv", what, bug)
+	}
+	for what, bug := range map[string][]string{
+		"staged input is reduced before it is there": {
+			"ready = b.pushing != 0 ? 0 : no_limit", "ready = no_limit",
+		},
+		"input is pushed into a slot that is not empty": {
+			"if (room < j + 1 && (room = b.await(&b.push_room,", "if (false && (room = b.await(&b.push_room,",
+		},
+		"a result is handed out into a slot that is not empty": {
+			"if (room < j + 1 && (room = b.await(&b.room,", "if (false && (room = b.await(&b.room,",
+		},
+		"a slot is given back before it has been read": {
+			"r[given % a.slots].all(given / a.slots)", "1",
+		},
+		"staged results are taken before they are there": {
+			"if (!pulled && b.await", "if (false && b.await",
+		},
+		"peers are told of the end before all warps are there": {
+			"part_sync(end_of_work,", "emu::draw(",
+		},
+		"a rank ends before its peers are done with its memory": {
+			"if ((b.touched >> p & 1) &&", "if (false &&",
+		},
+		"warps without a share of the work wait for results before they agree": {
+			"p.agree() && gathers", "gathers",
+		},
+		"packets of two calls share a place": {
+			"segment(a.world, dst) + region + ((epoch & 1)", "segment(a.world, dst) + region + ((epoch & 0)",
+		},
+		"the entries of two calls share a place": {
+			"a.block.entries + ((epoch & 1)", "a.block.entries + ((epoch & 0)",
+		},
+		"operators are not compared": {
+			"e.call != a.call || ", "",
+		},
+		"waits go on after a disagreement": {
+			"if (epoch != 0 && load_relaxed_sys(own + w.control", "if (false && load_relaxed_sys(own + w.control",
+		},
+		"rows are combined from the last": {
+			"E::widen(a, load_piece(t.row(0, f.at", "E::widen(a, load_piece(t.row(t.rows - 1, f.at",
+		},
+		"warps that take without waiting overrun those that report": {
+			"staged = most_chunks(a, b.taking);", "staged = most;", "most = most_chunks(a, b.taking);", "most = most_chunks(a, all_peers(a));",
+		},
+	} {
+		find("allreduce", what, bug)
 	}
 }

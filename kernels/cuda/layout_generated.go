@@ -36,6 +36,52 @@ const (
 	stripeMinBytes = 16384 // messages below this take fewer stripes; both ends must agree
 )
 
+// Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it
+// watches what peers write and the two before it signal.
+const (
+	reducePacketThreads = 512
+	reduceThreads       = 512
+	reduceLineBytes     = 64 // what one block of a rank writes for the same block of a peer: five sequence numbers
+	reduceEntryBytes    = 64 // what a rank tells a peer of its call: four words of 12 bytes and a flag
+	reduceMaxSlots      = 8
+	reduceBounds        = 65
+)
+
+// Collectives: kernels.Collective.
+const (
+	reduceScatter = 1
+	allGather     = 2
+)
+
+// Operators: kernels.ReduceOp.
+const (
+	opSum  = 0
+	opAvg  = 1
+	opMin  = 2
+	opMax  = 3
+	opProd = 4
+)
+
+// Data types: kernels.DType.
+const (
+	typeUint8      = 0
+	typeInt32      = 1
+	typeInt64      = 2
+	typeFloat16    = 3
+	typeBfloat16   = 4
+	typeFloat32    = 5
+	typeFloat64    = 6
+	typeFloat8e4m3 = 7
+	typeFloat8e5m2 = 8
+)
+
+// Flags of a reduction. All ranks of a call have the same.
+const (
+	reduceOneShot = 1 // every rank reduces everything for itself
+	reducePull    = 2 // an all-gather reads the peers' slices where it can, instead of having them written
+	reduceCopies  = 4 // the slices of the result are handed out by copy engines, between allreduce and allreduce_close
+)
+
 // Flags of an exchange.
 const (
 	flagStaged = 1 // take messages in through staging even where peers could write dst
@@ -86,18 +132,19 @@ const (
 	faultOverflow = 8 // peer would get more rows than it has room for: sent rows, limit; expected holds the slot, or all bits where it is the output as a whole
 )
 
-const moeBlockBytes = 128
+const moeBlockBytes = 136
 
 // moeBlock is struct sw_moe_block. Where the words of a handle lie. All but the last part must be zero before the first call.
 type moeBlock struct {
 	control     int64 // struct sw_control
 	tallied     int64 // how many blocks have counted their choices; 0 between calls
-	begins      int64 // [size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
-	dones       int64 // [size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there
+	begins      int64 // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
+	dones       int64 // [2][size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there
 	slotCounts  int64 // [size][slots]: rows of each rank for each slot, behind the low half of the epoch
 	rankTotals  int64 // [size][size]: rows of each rank for each rank, likewise
 	blockCounts int64 // [blocks][size]: rows of this rank's blocks for each rank, likewise
 	blockSlots  int64 // [blocks][local]: rows that this rank's blocks spread to each slot, likewise
+	arrived     int64 // [size]: rows in staging from each rank
 	tally       int64 // [slots]: this rank's choices in the running call; 0 between calls
 	places      int64 // [max_tokens][size]: the row of each token among those of this rank on each rank, or -1
 	who         int64 // [max_tokens][top_k]: the rank of each choice, or -1
@@ -110,7 +157,7 @@ type moeBlock struct {
 
 // put encodes s into b.
 func (s *moeBlock) put(b []byte) {
-	_ = b[127]
+	_ = b[135]
 	binary.LittleEndian.PutUint64(b[0:], uint64(s.control))
 	binary.LittleEndian.PutUint64(b[8:], uint64(s.tallied))
 	binary.LittleEndian.PutUint64(b[16:], uint64(s.begins))
@@ -119,14 +166,15 @@ func (s *moeBlock) put(b []byte) {
 	binary.LittleEndian.PutUint64(b[40:], uint64(s.rankTotals))
 	binary.LittleEndian.PutUint64(b[48:], uint64(s.blockCounts))
 	binary.LittleEndian.PutUint64(b[56:], uint64(s.blockSlots))
-	binary.LittleEndian.PutUint64(b[64:], uint64(s.tally))
-	binary.LittleEndian.PutUint64(b[72:], uint64(s.places))
-	binary.LittleEndian.PutUint64(b[80:], uint64(s.who))
-	binary.LittleEndian.PutUint64(b[88:], uint64(s.spread))
-	binary.LittleEndian.PutUint64(b[96:], uint64(s.indices))
-	binary.LittleEndian.PutUint64(b[104:], uint64(s.weights))
-	binary.LittleEndian.PutUint64(b[112:], uint64(s.sources))
-	binary.LittleEndian.PutUint64(b[120:], uint64(s.end))
+	binary.LittleEndian.PutUint64(b[64:], uint64(s.arrived))
+	binary.LittleEndian.PutUint64(b[72:], uint64(s.tally))
+	binary.LittleEndian.PutUint64(b[80:], uint64(s.places))
+	binary.LittleEndian.PutUint64(b[88:], uint64(s.who))
+	binary.LittleEndian.PutUint64(b[96:], uint64(s.spread))
+	binary.LittleEndian.PutUint64(b[104:], uint64(s.indices))
+	binary.LittleEndian.PutUint64(b[112:], uint64(s.weights))
+	binary.LittleEndian.PutUint64(b[120:], uint64(s.sources))
+	binary.LittleEndian.PutUint64(b[128:], uint64(s.end))
 }
 
 // layMoeBlock lays the block out from offset on.
@@ -137,9 +185,9 @@ func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b m
 	b.tallied = at
 	at += controlAlign
 	b.begins = at
-	at += size * lineBytes
+	at += 2 * size * lineBytes
 	b.dones = at
-	at += size * moeMaxBlocks * 16
+	at += 2 * size * moeMaxBlocks * 16
 	at = (at + 127) / 128 * 128
 	b.slotCounts = at
 	at += size * slots * 8
@@ -152,6 +200,9 @@ func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b m
 	at = (at + 127) / 128 * 128
 	b.blockSlots = at
 	at += moeMaxBlocks * local * 8
+	at = (at + 127) / 128 * 128
+	b.arrived = at
+	at += size * 4
 	at = (at + 127) / 128 * 128
 	b.tally = at
 	at += slots * 4
@@ -225,36 +276,96 @@ func layExchangeBlock(offset, size, stripes, slotCount, slotBytes, packetBytes i
 	return b
 }
 
+const reduceBlockBytes = 72
+
+// reduceBlock is struct sw_reduce_block. Where the words of a reduction's control block lie. All but the slots must be zero before the first call.
+type reduceBlock struct {
+	packetStride int64
+	control      int64 // struct sw_control
+	entries      int64 // [2][size]: what each peer calls, by the call's parity
+	lines        int64 // [size][lines]: how far each block of each peer is
+	inputs       int64 // [2][size][packet_stride]: packets to be reduced
+	results      int64 // [2][size][packet_stride]: packets of slices that are reduced
+	inputSlots   int64 // [size][lines][slot_count][chunk_bytes]: staging of input
+	resultSlots  int64 // the same of results
+	end          int64 // the offset behind the block
+}
+
+// put encodes s into b.
+func (s *reduceBlock) put(b []byte) {
+	_ = b[71]
+	binary.LittleEndian.PutUint64(b[0:], uint64(s.packetStride))
+	binary.LittleEndian.PutUint64(b[8:], uint64(s.control))
+	binary.LittleEndian.PutUint64(b[16:], uint64(s.entries))
+	binary.LittleEndian.PutUint64(b[24:], uint64(s.lines))
+	binary.LittleEndian.PutUint64(b[32:], uint64(s.inputs))
+	binary.LittleEndian.PutUint64(b[40:], uint64(s.results))
+	binary.LittleEndian.PutUint64(b[48:], uint64(s.inputSlots))
+	binary.LittleEndian.PutUint64(b[56:], uint64(s.resultSlots))
+	binary.LittleEndian.PutUint64(b[64:], uint64(s.end))
+}
+
+// layReduceBlock lays the block out from offset on.
+func layReduceBlock(offset, size, lines, slotCount, chunkBytes, packetBytes int64) (b reduceBlock) {
+	at := offset
+	b.packetStride = (packetBytes + packetGroupPayload - 1) / packetGroupPayload * packetGroupBytes
+	b.control = at
+	at += controlAlign
+	b.entries = at
+	at += 2 * size * reduceEntryBytes
+	b.lines = at
+	at += size * lines * reduceLineBytes
+	at = (at + 127) / 128 * 128
+	b.inputs = at
+	at += 2 * size * b.packetStride
+	b.results = at
+	at += 2 * size * b.packetStride
+	b.inputSlots = at
+	at += size * lines * slotCount * chunkBytes
+	b.resultSlots = at
+	at += size * lines * slotCount * chunkBytes
+	b.end = at
+	return b
+}
+
 const (
-	faultBytes = 48
+	faultBytes = 80
 	faultKind  = 0
 )
 
 // faultWords is struct sw_fault. What a kernel that gave up left behind, in pinned host memory. kind is written last.
 type faultWords struct {
-	kind     uint32
-	peer     uint32
-	epoch    uint64
-	sent     uint64
-	expected uint64
-	limit    uint64
-	sending  uint32 // 1: this rank was sending to peer, 0: receiving
+	kind       uint32
+	peer       uint32
+	epoch      uint64
+	sent       uint64
+	expected   uint64
+	limit      uint64
+	mine       uint64 // of ranks that call different reductions: kernels.ReduceCall.Word of this rank's and of peer's, and their digests
+	theirs     uint64
+	myShape    uint64
+	theirShape uint64
+	sending    uint32 // 1: this rank was sending to peer, 0: receiving
 }
 
 // get decodes s from b.
 func (s *faultWords) get(b []byte) {
-	_ = b[47]
+	_ = b[79]
 	s.kind = binary.LittleEndian.Uint32(b[0:])
 	s.peer = binary.LittleEndian.Uint32(b[4:])
 	s.epoch = binary.LittleEndian.Uint64(b[8:])
 	s.sent = binary.LittleEndian.Uint64(b[16:])
 	s.expected = binary.LittleEndian.Uint64(b[24:])
 	s.limit = binary.LittleEndian.Uint64(b[32:])
-	s.sending = binary.LittleEndian.Uint32(b[40:])
+	s.mine = binary.LittleEndian.Uint64(b[40:])
+	s.theirs = binary.LittleEndian.Uint64(b[48:])
+	s.myShape = binary.LittleEndian.Uint64(b[56:])
+	s.theirShape = binary.LittleEndian.Uint64(b[64:])
+	s.sending = binary.LittleEndian.Uint32(b[72:])
 }
 
 const (
-	controlBytes = 16
+	controlBytes = 24
 	controlFault = 12
 )
 
@@ -392,7 +503,7 @@ func putCopyArgsPlaces(b []byte, i int, v int64) {
 }
 
 const (
-	moeArgsBytes = 784
+	moeArgsBytes = 792
 )
 
 // moeArgs is struct sw_moe_args. One launch for MoE dispatch. Places are the same on every rank.
@@ -455,65 +566,110 @@ type moeArgs struct {
 
 // put encodes s into b, which has moeArgsBytes bytes. The elements of first are encoded one by one.
 func (s *moeArgs) put(b []byte) {
-	_ = b[783]
+	_ = b[791]
 	s.world.put(b[0:])
 	s.state.put(b[56:])
-	binary.LittleEndian.PutUint64(b[184:], s.x)
-	binary.LittleEndian.PutUint64(b[192:], s.scales)
-	binary.LittleEndian.PutUint64(b[200:], s.choices)
-	binary.LittleEndian.PutUint64(b[208:], s.weights)
-	binary.LittleEndian.PutUint64(b[216:], s.table)
-	binary.LittleEndian.PutUint64(b[224:], s.counters)
-	binary.LittleEndian.PutUint64(b[232:], s.mapped)
-	binary.LittleEndian.PutUint64(b[240:], s.ticket)
-	binary.LittleEndian.PutUint64(b[248:], s.toRows)
-	binary.LittleEndian.PutUint64(b[256:], s.toScales)
-	binary.LittleEndian.PutUint64(b[264:], s.toIndices)
-	binary.LittleEndian.PutUint64(b[272:], s.toWeights)
-	binary.LittleEndian.PutUint64(b[280:], s.toSources)
-	binary.LittleEndian.PutUint64(b[288:], s.rows)
-	binary.LittleEndian.PutUint64(b[296:], s.rowScales)
-	binary.LittleEndian.PutUint64(b[304:], s.rowWeights)
-	binary.LittleEndian.PutUint64(b[312:], s.rowSources)
-	binary.LittleEndian.PutUint64(b[320:], s.ready)
-	binary.LittleEndian.PutUint64(b[328:], s.counts)
-	binary.LittleEndian.PutUint64(b[336:], s.offsets)
-	binary.LittleEndian.PutUint64(b[344:], s.rankCounts)
-	binary.LittleEndian.PutUint64(b[352:], s.landed)
-	binary.LittleEndian.PutUint64(b[360:], s.fromRows)
-	binary.LittleEndian.PutUint64(b[368:], s.fromWeights)
-	binary.LittleEndian.PutUint64(b[376:], s.y)
-	binary.LittleEndian.PutUint64(b[384:], s.sumWeights)
-	binary.LittleEndian.PutUint64(b[392:], s.bias0)
-	binary.LittleEndian.PutUint64(b[400:], s.bias1)
-	binary.LittleEndian.PutUint64(b[408:], uint64(s.mostRows))
-	binary.LittleEndian.PutUint64(b[416:], uint64(s.align))
-	binary.LittleEndian.PutUint64(b[424:], uint64(s.capacity))
-	binary.LittleEndian.PutUint64(b[432:], uint64(s.offsetBase))
-	binary.LittleEndian.PutUint32(b[440:], s.op)
-	binary.LittleEndian.PutUint32(b[444:], s.mode)
-	binary.LittleEndian.PutUint32(b[448:], s.tokens)
-	binary.LittleEndian.PutUint32(b[452:], s.topK)
-	binary.LittleEndian.PutUint32(b[456:], s.maxTokens)
-	binary.LittleEndian.PutUint32(b[460:], s.experts)
-	binary.LittleEndian.PutUint32(b[464:], s.slots)
-	binary.LittleEndian.PutUint32(b[468:], s.local)
-	binary.LittleEndian.PutUint32(b[472:], s.indexBytes)
-	binary.LittleEndian.PutUint32(b[476:], s.slotsInverse)
-	binary.LittleEndian.PutUint32(b[480:], s.rowBytes)
-	binary.LittleEndian.PutUint32(b[484:], s.wireBytes)
-	binary.LittleEndian.PutUint32(b[488:], s.scaleWords)
-	binary.LittleEndian.PutUint32(b[492:], s.scaleBlock)
-	binary.LittleEndian.PutUint32(b[496:], s.part)
-	binary.LittleEndian.PutUint32(b[500:], s.parts)
-	binary.LittleEndian.PutUint32(b[504:], s.movers)
-	binary.LittleEndian.PutUint32(b[508:], s.depth)
-	binary.LittleEndian.PutUint32(b[512:], s.interval)
-	binary.LittleEndian.PutUint32(b[516:], s.share)
+	binary.LittleEndian.PutUint64(b[192:], s.x)
+	binary.LittleEndian.PutUint64(b[200:], s.scales)
+	binary.LittleEndian.PutUint64(b[208:], s.choices)
+	binary.LittleEndian.PutUint64(b[216:], s.weights)
+	binary.LittleEndian.PutUint64(b[224:], s.table)
+	binary.LittleEndian.PutUint64(b[232:], s.counters)
+	binary.LittleEndian.PutUint64(b[240:], s.mapped)
+	binary.LittleEndian.PutUint64(b[248:], s.ticket)
+	binary.LittleEndian.PutUint64(b[256:], s.toRows)
+	binary.LittleEndian.PutUint64(b[264:], s.toScales)
+	binary.LittleEndian.PutUint64(b[272:], s.toIndices)
+	binary.LittleEndian.PutUint64(b[280:], s.toWeights)
+	binary.LittleEndian.PutUint64(b[288:], s.toSources)
+	binary.LittleEndian.PutUint64(b[296:], s.rows)
+	binary.LittleEndian.PutUint64(b[304:], s.rowScales)
+	binary.LittleEndian.PutUint64(b[312:], s.rowWeights)
+	binary.LittleEndian.PutUint64(b[320:], s.rowSources)
+	binary.LittleEndian.PutUint64(b[328:], s.ready)
+	binary.LittleEndian.PutUint64(b[336:], s.counts)
+	binary.LittleEndian.PutUint64(b[344:], s.offsets)
+	binary.LittleEndian.PutUint64(b[352:], s.rankCounts)
+	binary.LittleEndian.PutUint64(b[360:], s.landed)
+	binary.LittleEndian.PutUint64(b[368:], s.fromRows)
+	binary.LittleEndian.PutUint64(b[376:], s.fromWeights)
+	binary.LittleEndian.PutUint64(b[384:], s.y)
+	binary.LittleEndian.PutUint64(b[392:], s.sumWeights)
+	binary.LittleEndian.PutUint64(b[400:], s.bias0)
+	binary.LittleEndian.PutUint64(b[408:], s.bias1)
+	binary.LittleEndian.PutUint64(b[416:], uint64(s.mostRows))
+	binary.LittleEndian.PutUint64(b[424:], uint64(s.align))
+	binary.LittleEndian.PutUint64(b[432:], uint64(s.capacity))
+	binary.LittleEndian.PutUint64(b[440:], uint64(s.offsetBase))
+	binary.LittleEndian.PutUint32(b[448:], s.op)
+	binary.LittleEndian.PutUint32(b[452:], s.mode)
+	binary.LittleEndian.PutUint32(b[456:], s.tokens)
+	binary.LittleEndian.PutUint32(b[460:], s.topK)
+	binary.LittleEndian.PutUint32(b[464:], s.maxTokens)
+	binary.LittleEndian.PutUint32(b[468:], s.experts)
+	binary.LittleEndian.PutUint32(b[472:], s.slots)
+	binary.LittleEndian.PutUint32(b[476:], s.local)
+	binary.LittleEndian.PutUint32(b[480:], s.indexBytes)
+	binary.LittleEndian.PutUint32(b[484:], s.slotsInverse)
+	binary.LittleEndian.PutUint32(b[488:], s.rowBytes)
+	binary.LittleEndian.PutUint32(b[492:], s.wireBytes)
+	binary.LittleEndian.PutUint32(b[496:], s.scaleWords)
+	binary.LittleEndian.PutUint32(b[500:], s.scaleBlock)
+	binary.LittleEndian.PutUint32(b[504:], s.part)
+	binary.LittleEndian.PutUint32(b[508:], s.parts)
+	binary.LittleEndian.PutUint32(b[512:], s.movers)
+	binary.LittleEndian.PutUint32(b[516:], s.depth)
+	binary.LittleEndian.PutUint32(b[520:], s.interval)
+	binary.LittleEndian.PutUint32(b[524:], s.share)
 }
 
 // putMoeArgsFirst encodes element i of first.
 func putMoeArgsFirst(b []byte, i int, v uint32) {
-	at := 520 + 4*i
+	at := 528 + 4*i
 	binary.LittleEndian.PutUint32(b[at:], v)
+}
+
+const (
+	reduceArgsBytes = 720
+)
+
+// reduceArgs is struct sw_reduce_args. One launch of an all-reduce, reduce-scatter or all-gather. Every rank owns one slice of the elements.
+type reduceArgs struct {
+	world       worldWords
+	src         uint64 // all slices if the call reduces, else this rank's
+	dst         uint64 // all slices if the call gathers, else this rank's
+	srcPlace    uint64 // where src lies in this rank's segment, or SW_NOWHERE: peers cannot read it
+	dstPlace    uint64 // the same of dst and writing
+	block       reduceBlock
+	count       uint64 // elements of all slices
+	shape       uint64 // digest of slices that count does not imply
+	call        uint32 // kernels.ReduceCall.Word and, from bit 24 on, the flags
+	lines       uint32 // the most blocks that a launch can have
+	slots       uint32 // chunks of a block under way through staging
+	chunkBytes  uint32 // of one block; a multiple of the tile
+	packetBytes int64  // the longest message of packets
+}
+
+// put encodes s into b, which has reduceArgsBytes bytes. The elements of bounds are encoded one by one.
+func (s *reduceArgs) put(b []byte) {
+	_ = b[719]
+	s.world.put(b[0:])
+	binary.LittleEndian.PutUint64(b[56:], s.src)
+	binary.LittleEndian.PutUint64(b[64:], s.dst)
+	binary.LittleEndian.PutUint64(b[72:], s.srcPlace)
+	binary.LittleEndian.PutUint64(b[80:], s.dstPlace)
+	s.block.put(b[88:])
+	binary.LittleEndian.PutUint64(b[160:], s.count)
+	binary.LittleEndian.PutUint64(b[168:], s.shape)
+	binary.LittleEndian.PutUint32(b[176:], s.call)
+	binary.LittleEndian.PutUint32(b[180:], s.lines)
+	binary.LittleEndian.PutUint32(b[184:], s.slots)
+	binary.LittleEndian.PutUint32(b[188:], s.chunkBytes)
+	binary.LittleEndian.PutUint64(b[192:], uint64(s.packetBytes))
+}
+
+// putReduceArgsBounds encodes element i of bounds.
+func putReduceArgsBounds(b []byte, i int, v int64) {
+	at := 200 + 8*i
+	binary.LittleEndian.PutUint64(b[at:], uint64(v))
 }

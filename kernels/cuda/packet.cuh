@@ -91,7 +91,7 @@ struct quad {
 	}
 };
 
-// A thread's part of one group: where it is in the message and on the wire.
+// A thread's part of one group: where it is in the message and on the wire, whose first group lies at place.
 struct part {
 	i64 at, left;
 	u64 wire;
@@ -101,7 +101,7 @@ struct part {
 	{
 		at = static_cast<i64>(group) * SW_PACKET_GROUP_PAYLOAD + 48 * lane;
 		left = bytes - at;
-		wire = place + SW_PACKET_HEADER_BYTES + static_cast<u64>(group) * SW_PACKET_GROUP_BYTES + 16 * lane;
+		wire = place + static_cast<u64>(group) * SW_PACKET_GROUP_BYTES + 16 * lane;
 		whole = ((user + at) & 15) == 0 && (left >= 48 || (left & 15) == 0);
 	}
 };

@@ -124,7 +124,7 @@ func (p *port) err() error {
 	if err := p.fam.fault(&f, p.e.space.Rank); err != nil {
 		return err
 	}
-	why := comm.ErrTimeout
+	why := fmt.Errorf("%w: most often that rank makes another call here, comes later, or hangs", comm.ErrTimeout)
 	if f.kind == faultAborted {
 		why = comm.ErrAborted
 	}

@@ -1,6 +1,8 @@
 // The instructions that CUDA C++ has no words for. A test runs the kernels on a processor, with words of its own in place of these.
 #pragma once
 
+#include "float8.cuh"
+
 #define SW_SHARED(type, name) __shared__ type name
 #define SW_DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint64_t name[]
 

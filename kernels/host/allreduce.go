@@ -69,6 +69,8 @@ func (x *reducing) reset() {
 	x.met, x.mine, x.reduced = 0, 0, 0
 }
 
+func (x *reducing) sizes(int) string { return x.a.Call.String() }
+
 func (x *reducing) run(p *port, a *kernels.Reduction) error {
 	e, c := p.e, &p.reduce
 	x.e, x.c, x.a, x.me = e, c, a, e.space.Rank
@@ -79,7 +81,7 @@ func (x *reducing) run(p *port, a *kernels.Reduction) error {
 	count := e.word(x.me, c.Epoch())
 	x.epoch = count.Load() + 1
 	count.Store(x.epoch)
-	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
+	x.w.begin(e, x, call{opReduceFirst + opcode(a.Call.Collective) - 1, c.Epoch(), x.epoch}, a.Timeout)
 	if c.Size == 1 {
 		move(a.Dst.Mem, a.Src.Mem)
 		return nil

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"fmt"
 	"sync"
 	"sync/atomic"
 
@@ -71,6 +72,10 @@ func (x *exchange) reset() {
 	x.sHead, x.rHead, x.rOpen = 0, 0, 0
 }
 
+func (x *exchange) sizes(peer int) string {
+	return fmt.Sprintf("%d bytes from it and %d to it", x.a.Routes.RecvBytes[peer], x.a.Routes.SendBytes[peer])
+}
+
 func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 	e, c := p.e, &p.channels
 	x.e, x.p, x.c, x.a = e, p, c, a
@@ -88,7 +93,7 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 		x.window = c.Size
 	}
 	count.Store(x.epoch)
-	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
+	x.w.begin(e, x, call{opAllToAllV, c.Epoch(), x.epoch}, a.Timeout)
 	var all int64
 	for _, n := range r.SendBytes {
 		all += n
@@ -119,7 +124,7 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 			moved = true
 		}
 		if x.sHead == len(x.sends) && x.rHead == len(x.recvs) {
-			return x.failed
+			return x.outcome()
 		}
 		if moved {
 			x.w.busy()
@@ -437,6 +442,55 @@ func (x *exchange) mismatch(h *half, sent uint64) {
 		return
 	}
 	h.chunk = 0
+	line := x.c.Complaint(x.e.space.Rank)
+	x.e.word(h.peer, line+complaintSent).Store(sent)
+	x.e.word(h.peer, line+complaintExpected).Store(uint64(h.total))
+	x.e.word(h.peer, line).Store(x.epoch)
+	x.e.word(h.peer, x.c.Complaints()).Add(1)
+	x.e.ring(h.peer)
+}
+
+// outcome is what this rank and its receivers make of the call. A sender that needed no credit is through before its receiver
+// has looked, and learns of a complaint at the end of the next call at the latest: the receiver has signalled in that after it
+// complained. One call tells of one; there is an error for each call, and not more.
+func (x *exchange) outcome() error {
+	p, me := x.p, x.e.space.Rank
+	if x.failed != nil {
+		p.mismatched = x.epoch
+		return x.failed
+	}
+	n := x.e.word(me, x.c.Complaints()).Load()
+	if n == p.complaints {
+		return nil
+	}
+	if p.heard == nil {
+		p.heard = make([]uint64, x.c.Size)
+	}
+	var first *kernels.CountMismatchError
+	more := false
+	for d := range x.c.Size {
+		line := x.c.Complaint(d)
+		epoch := x.e.word(me, line).Load()
+		switch {
+		case epoch <= p.heard[d]:
+		case epoch == p.mismatched:
+			p.heard[d] = epoch
+		case first != nil && first.Epoch <= epoch:
+			more = true
+		default:
+			more = more || first != nil
+			first = &kernels.CountMismatchError{Src: me, Dst: d, Sent: x.e.word(me, line+complaintSent).Load(),
+				Expected: x.e.word(me, line+complaintExpected).Load(), Epoch: epoch}
+		}
+	}
+	if !more {
+		p.complaints = n
+	}
+	if first == nil {
+		return nil
+	}
+	p.heard[first.Dst], p.mismatched = first.Epoch, first.Epoch
+	return first
 }
 
 // lookForMismatch finds messages that arrived in another mode than their receiver waits for.

@@ -17,6 +17,19 @@ func (c *Channels) packetStride() int64 {
 // Epoch is the word that counts this rank's calls, in its own segment.
 func (c *Channels) Epoch() int64 { return c.Offset }
 
+// Complaints is the word that receivers of this rank's messages count up when one had another size than they expected, and
+// no credit to refuse. It is in the sender's segment.
+func (c *Channels) Complaints() int64 { return c.Offset + 8 }
+
+// Complaint is where dst tells its sender of such a message: the call, which comes last, and both sizes.
+func (c *Channels) Complaint(dst int) int64 { return c.Credit(dst, 1) + kernels.LineBytes/2 }
+
+// Byte offsets of the words of a complaint, after the call.
+const (
+	complaintSent     = 8
+	complaintExpected = 16
+)
+
 // Card is where a rank leaves word of how its memory is found, in its own segment: 4 words.
 func (c *Channels) Card() int64 { return c.Offset + kernels.LineBytes/2 }
 

@@ -19,8 +19,14 @@ type moe struct {
 
 func newMoE(m *kernels.MoE, offset int64) *moe {
 	x := &moe{m: m, lanes: newLanes(m, offset), handles: make([]routing, len(m.Handles))}
+	rankOf := make([]int32, 0, m.Slots())
+	for r := range m.Ranks {
+		for range m.Local(r) {
+			rankOf = append(rankOf, int32(r))
+		}
+	}
 	for i := range x.handles {
-		x.handles[i].init(m)
+		x.handles[i].init(m, rankOf)
 	}
 	return x
 }
@@ -106,8 +112,11 @@ func (m *meeting) enter(p *port, c *kernels.MoECall) {
 	x := p.moe
 	m.e, m.m, m.lanes, m.call = p.e, x.m, &x.lanes, c
 	m.r, m.h = &x.handles[c.Handle], &x.m.Handles[c.Handle]
-	m.w.e, m.w.timeout, m.w.polls = p.e, c.Timeout, 0
+	m.w.begin(p.e, m, call{opMoEFirst + opcode(c.Op), m.lanes.epoch(), m.r.epoch}, c.Timeout)
 }
+
+// sizes is not known in words: what a rank gets of a peer is what they tell each other.
+func (m *meeting) sizes(int) string { return "" }
 
 func (m *meeting) put() {
 	m.w.leave()
@@ -136,6 +145,7 @@ func (m *meeting) begin() {
 	count := m.e.word(m.e.space.Rank, m.lanes.epoch())
 	m.r.epoch = count.Load() + 1
 	count.Store(m.r.epoch)
+	m.w.call.epoch = m.r.epoch
 }
 
 // meet sends a notice to all ranks and takes in theirs. arrived, when set, is told of each as it comes. failed is an error that
@@ -234,7 +244,6 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 	for i := 1; i < n; i++ {
 		m.waiting = append(m.waiting, int32((e.space.Rank+i)%n))
 	}
-	var since time.Time // this rank has nothing to do
 	for len(m.waiting) > 0 {
 		left := m.waiting[:0]
 		for _, p := range m.waiting {
@@ -242,8 +251,8 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 				left = append(left, p)
 				continue
 			}
-			if !since.IsZero() {
-				m.waited(int(p), time.Since(since))
+			if m.w.polls > 0 {
+				m.waited(int(p), time.Since(m.w.since))
 			}
 			if arrived != nil {
 				arrived(int(p))
@@ -254,9 +263,6 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 		if moved {
 			m.w.busy()
 			continue
-		}
-		if since.IsZero() {
-			since = time.Now()
 		}
 		if err := m.w.idle(int(m.waiting[0])); err != nil {
 			return m.gaveUp(int(m.waiting[0]), err)

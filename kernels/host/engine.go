@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
@@ -30,6 +31,7 @@ type Engine struct {
 	step       func(p point, peer int) error // nil but in tests
 	pullFrom   int64                         // the least message that is read in its sender's memory,
 	pullBytes  int64                         // and how much of it at once
+	tellEvery  time.Duration                 // between words about a wait
 
 	mu    sync.Mutex
 	tasks []*task
@@ -41,12 +43,13 @@ const coreCacheBytes = 3 << 20
 
 type peer struct {
 	doorbell, sleepers, core *atomic.Uint32
+	waiting                  *atomic.Uint64
 }
 
 // New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
 func New(space kernels.Space, why func() error) *Engine {
 	cores := runtime.GOMAXPROCS(0)
-	e := &Engine{space: space, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes}
+	e := &Engine{space: space, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes, tellEvery: tellEvery}
 	if e.crowded {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
 	}
@@ -60,6 +63,7 @@ func New(space kernels.Space, why func() error) *Engine {
 		seg := space.Segment(p)
 		w := &e.peers[p]
 		w.doorbell, w.sleepers, w.core = shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset), shm.Word32(seg, kernels.CoreOffset)
+		w.waiting = shm.Word(seg, kernels.WaitingOffset)
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
 	return e

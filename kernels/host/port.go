@@ -16,6 +16,10 @@ type port struct {
 	moe      *moe           // of a dispatcher
 	nonce    *shm.Nonce     // by which peers know this rank's memory
 	sources  []source       // by rank
+
+	complaints uint64   // how many of this rank's receivers' it has taken in
+	heard      []uint64 // by rank: the call of the last
+	mismatched uint64   // the last call for which this rank has returned that sizes differ
 }
 
 // source is where a port finds a peer's memory outside its segment.

@@ -72,25 +72,27 @@ func TestNothingDependsOnNVML(t *testing.T) {
 // floors is the house from the ground up. A package imports only packages of floors below its own, and of its own unit: what a
 // line names is a unit with all packages below it, unless they have a line themselves. The floors are explained in ARCHITECTURE.md.
 var floors = [][]string{
-	{"internal/shm", "internal/vec", "internal/env", "internal/cuda"}, // memory, arithmetic, the environment and the driver, without a word of ranks
-	{"comm", "device"},                      // how ranks meet, and where bytes live
-	{"kernels"},                             // what operations are: the language that plans and engines have in common
-	{"kernels/host", "kernels/cuda"},        // how a device does them
-	{"memory"},                              // the symmetric heap, which chooses the engine
-	{"internal/agree"},                      // ranks compare what they want
-	{"internal/communicator"},               // the life that communicators share
-	{"alltoallv", "allreduce"},              // what to move, and in which order
-	{"dispatch"},                            // tokens and experts
-	{"internal/worldtest", "test"},          // what tests share
-	{"bindings", "examples", "device/nvml"}, // programs, and what only programs import
+	{"internal/env", "internal/loopback", "internal/platform", "internal/version"}, // what surrounds a process, and what this module is
+	{"internal/shm", "internal/vec", "internal/cuda"},                              // memory, arithmetic and the driver, without a word of ranks
+	{"comm", "device"},               // how ranks meet, and where bytes live
+	{"kernels"},                      // what operations are: the language that plans and engines have in common
+	{"kernels/host", "kernels/cuda"}, // how a device does them
+	{"memory"},                       // the symmetric heap, which chooses the engine
+	{"internal/agree"},               // ranks compare what they want
+	{"internal/communicator"},        // the life that communicators share
+	{"alltoallv", "allreduce"},       // what to move, and in which order
+	{"dispatch"},                     // tokens and experts
+	{"stack"},                        // what a worker has on a group
+	{"internal/worldtest", "test"},   // what tests share
+	{"bindings", "cmd", "examples", "device/nvml"}, // programs, and what only programs import
 }
 
 // importers bounds who imports a package beyond what the floors say.
 var importers = map[string][]string{
 	"kernels/host":       {"memory", "test/explore"}, // plans know of no engine
 	"kernels/cuda":       {"memory"},
-	"internal/cuda":      {"device", "kernels/cuda", "memory", "test/perf"}, // devices are device's, but for their engine and their memory
-	"internal/worldtest": {},                                                // only files of tests
+	"internal/cuda":      {"device", "kernels/cuda", "memory", "internal/communicator", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
+	"internal/worldtest": {},                                                                         // only files of tests
 }
 
 // uses says what packages import besides floors. internal/cuda and bindings/python/abi are C on the other side; unsafe is for mapped memory, for the

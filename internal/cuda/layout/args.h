@@ -39,6 +39,52 @@ enum {
 	SW_STRIPE_MIN_BYTES = 16384, /* messages below this take fewer stripes; both ends must agree */
 };
 
+/* Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it
+ * watches what peers write and the two before it signal. */
+enum {
+	SW_REDUCE_PACKET_THREADS = 512,
+	SW_REDUCE_THREADS = 512,
+	SW_REDUCE_LINE_BYTES = 64, /* what one block of a rank writes for the same block of a peer: five sequence numbers */
+	SW_REDUCE_ENTRY_BYTES = 64, /* what a rank tells a peer of its call: four words of 12 bytes and a flag */
+	SW_REDUCE_MAX_SLOTS = 8,
+	SW_REDUCE_BOUNDS = 65,
+};
+
+/* Collectives: kernels.Collective. */
+enum {
+	SW_REDUCE_SCATTER = 1,
+	SW_ALL_GATHER = 2,
+};
+
+/* Operators: kernels.ReduceOp. */
+enum {
+	SW_OP_SUM = 0,
+	SW_OP_AVG = 1,
+	SW_OP_MIN = 2,
+	SW_OP_MAX = 3,
+	SW_OP_PROD = 4,
+};
+
+/* Data types: kernels.DType. */
+enum {
+	SW_TYPE_UINT8 = 0,
+	SW_TYPE_INT32 = 1,
+	SW_TYPE_INT64 = 2,
+	SW_TYPE_FLOAT16 = 3,
+	SW_TYPE_BFLOAT16 = 4,
+	SW_TYPE_FLOAT32 = 5,
+	SW_TYPE_FLOAT64 = 6,
+	SW_TYPE_FLOAT8E4M3 = 7,
+	SW_TYPE_FLOAT8E5M2 = 8,
+};
+
+/* Flags of a reduction. All ranks of a call have the same. */
+enum {
+	SW_REDUCE_ONE_SHOT = 1, /* every rank reduces everything for itself */
+	SW_REDUCE_PULL = 2, /* an all-gather reads the peers' slices where it can, instead of having them written */
+	SW_REDUCE_COPIES = 4, /* the slices of the result are handed out by copy engines, between allreduce and allreduce_close */
+};
+
 /* Flags of an exchange. */
 enum {
 	SW_FLAG_STAGED = 1, /* take messages in through staging even where peers could write dst */
@@ -93,12 +139,13 @@ enum {
 struct sw_moe_block {
 	uint64_t control; /* struct sw_control */
 	uint64_t tallied; /* how many blocks have counted their choices; 0 between calls */
-	uint64_t begins; /* [size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
-	uint64_t dones; /* [size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there */
+	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
+	uint64_t dones; /* [2][size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there */
 	uint64_t slot_counts; /* [size][slots]: rows of each rank for each slot, behind the low half of the epoch */
 	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, likewise */
 	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, likewise */
 	uint64_t block_slots; /* [blocks][local]: rows that this rank's blocks spread to each slot, likewise */
+	uint64_t arrived; /* [size]: rows in staging from each rank */
 	uint64_t tally; /* [slots]: this rank's choices in the running call; 0 between calls */
 	uint64_t places; /* [max_tokens][size]: the row of each token among those of this rank on each rank, or -1 */
 	uint64_t who; /* [max_tokens][top_k]: the rank of each choice, or -1 */
@@ -118,9 +165,9 @@ static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size,
 	b.tallied = at;
 	at += (int64_t)SW_CONTROL_ALIGN;
 	b.begins = at;
-	at += size * (int64_t)SW_LINE_BYTES;
+	at += 2 * size * (int64_t)SW_LINE_BYTES;
 	b.dones = at;
-	at += size * (int64_t)SW_MOE_MAX_BLOCKS * 16;
+	at += 2 * size * (int64_t)SW_MOE_MAX_BLOCKS * 16;
 	at = (at + 127) / 128 * 128;
 	b.slot_counts = at;
 	at += size * slots * 8;
@@ -133,6 +180,9 @@ static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size,
 	at = (at + 127) / 128 * 128;
 	b.block_slots = at;
 	at += (int64_t)SW_MOE_MAX_BLOCKS * local * 8;
+	at = (at + 127) / 128 * 128;
+	b.arrived = at;
+	at += size * 4;
 	at = (at + 127) / 128 * 128;
 	b.tally = at;
 	at += slots * 4;
@@ -192,6 +242,43 @@ static inline struct sw_exchange_block sw_lay_exchange_block(int64_t offset, int
 	return b;
 }
 
+/* Where the words of a reduction's control block lie. All but the slots must be zero before the first call. */
+struct sw_reduce_block {
+	uint64_t packet_stride;
+	uint64_t control; /* struct sw_control */
+	uint64_t entries; /* [2][size]: what each peer calls, by the call's parity */
+	uint64_t lines; /* [size][lines]: how far each block of each peer is */
+	uint64_t inputs; /* [2][size][packet_stride]: packets to be reduced */
+	uint64_t results; /* [2][size][packet_stride]: packets of slices that are reduced */
+	uint64_t input_slots; /* [size][lines][slot_count][chunk_bytes]: staging of input */
+	uint64_t result_slots; /* the same of results */
+	uint64_t end; /* the offset behind the block */
+};
+
+static inline struct sw_reduce_block sw_lay_reduce_block(int64_t offset, int64_t size, int64_t lines, int64_t slot_count, int64_t chunk_bytes, int64_t packet_bytes)
+{
+	struct sw_reduce_block b;
+	uint64_t at = offset;
+	b.packet_stride = (packet_bytes + (int64_t)SW_PACKET_GROUP_PAYLOAD - 1) / (int64_t)SW_PACKET_GROUP_PAYLOAD * (int64_t)SW_PACKET_GROUP_BYTES;
+	b.control = at;
+	at += (int64_t)SW_CONTROL_ALIGN;
+	b.entries = at;
+	at += 2 * size * (int64_t)SW_REDUCE_ENTRY_BYTES;
+	b.lines = at;
+	at += size * lines * (int64_t)SW_REDUCE_LINE_BYTES;
+	at = (at + 127) / 128 * 128;
+	b.inputs = at;
+	at += 2 * size * b.packet_stride;
+	b.results = at;
+	at += 2 * size * b.packet_stride;
+	b.input_slots = at;
+	at += size * lines * slot_count * chunk_bytes;
+	b.result_slots = at;
+	at += size * lines * slot_count * chunk_bytes;
+	b.end = at;
+	return b;
+}
+
 /* What a kernel that gave up left behind, in pinned host memory. kind is written last. */
 struct sw_fault {
 	uint32_t kind;
@@ -200,6 +287,10 @@ struct sw_fault {
 	uint64_t sent;
 	uint64_t expected;
 	uint64_t limit;
+	uint64_t mine; /* of ranks that call different reductions: kernels.ReduceCall.Word of this rank's and of peer's, and their digests */
+	uint64_t theirs;
+	uint64_t my_shape;
+	uint64_t their_shape;
 	uint32_t sending; /* 1: this rank was sending to peer, 0: receiving */
 	uint32_t pad;
 };
@@ -209,6 +300,7 @@ struct sw_control {
 	uint64_t epoch; /* calls so far */
 	uint32_t readers; /* blocks of the running kernel that have read epoch */
 	uint32_t fault; /* kind of the first fault; later kernels return at once, except after a mismatch */
+	uint64_t mismatched; /* the call of the last mismatch of a reduction */
 };
 
 /* What every kernel knows of the heap and its rank. It comes first in every family's arguments. */
@@ -322,6 +414,24 @@ struct sw_moe_args {
 	uint32_t share; /* tokens that a block's shared memory has room for */
 	uint32_t first[SW_MOE_FIRST]; /* slots before each rank's */
 	uint32_t pad;
+};
+
+/* One launch of an all-reduce, reduce-scatter or all-gather. Every rank owns one slice of the elements. */
+struct sw_reduce_args {
+	struct sw_world world;
+	uint64_t src; /* all slices if the call reduces, else this rank's */
+	uint64_t dst; /* all slices if the call gathers, else this rank's */
+	uint64_t src_place; /* where src lies in this rank's segment, or SW_NOWHERE: peers cannot read it */
+	uint64_t dst_place; /* the same of dst and writing */
+	struct sw_reduce_block block;
+	uint64_t count; /* elements of all slices */
+	uint64_t shape; /* digest of slices that count does not imply */
+	uint32_t call; /* kernels.ReduceCall.Word and, from bit 24 on, the flags */
+	uint32_t lines; /* the most blocks that a launch can have */
+	uint32_t slots; /* chunks of a block under way through staging */
+	uint32_t chunk_bytes; /* of one block; a multiple of the tile */
+	int64_t packet_bytes; /* the longest message of packets */
+	int64_t bounds[SW_REDUCE_BOUNDS]; /* slice p is bytes bounds[p] to bounds[p+1] */
 };
 
 #endif

@@ -23,6 +23,7 @@ func Of() map[string]int {
 		m["moe_block.rank_totals"] = int(unsafe.Offsetof(s.rank_totals))
 		m["moe_block.block_counts"] = int(unsafe.Offsetof(s.block_counts))
 		m["moe_block.block_slots"] = int(unsafe.Offsetof(s.block_slots))
+		m["moe_block.arrived"] = int(unsafe.Offsetof(s.arrived))
 		m["moe_block.tally"] = int(unsafe.Offsetof(s.tally))
 		m["moe_block.places"] = int(unsafe.Offsetof(s.places))
 		m["moe_block.who"] = int(unsafe.Offsetof(s.who))
@@ -45,6 +46,19 @@ func Of() map[string]int {
 		m["exchange_block.end"] = int(unsafe.Offsetof(s.end))
 	}
 	{
+		var s C.struct_sw_reduce_block
+		m["reduce_block"] = int(unsafe.Sizeof(s))
+		m["reduce_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
+		m["reduce_block.control"] = int(unsafe.Offsetof(s.control))
+		m["reduce_block.entries"] = int(unsafe.Offsetof(s.entries))
+		m["reduce_block.lines"] = int(unsafe.Offsetof(s.lines))
+		m["reduce_block.inputs"] = int(unsafe.Offsetof(s.inputs))
+		m["reduce_block.results"] = int(unsafe.Offsetof(s.results))
+		m["reduce_block.input_slots"] = int(unsafe.Offsetof(s.input_slots))
+		m["reduce_block.result_slots"] = int(unsafe.Offsetof(s.result_slots))
+		m["reduce_block.end"] = int(unsafe.Offsetof(s.end))
+	}
+	{
 		var s C.struct_sw_fault
 		m["fault"] = int(unsafe.Sizeof(s))
 		m["fault.kind"] = int(unsafe.Offsetof(s.kind))
@@ -53,6 +67,10 @@ func Of() map[string]int {
 		m["fault.sent"] = int(unsafe.Offsetof(s.sent))
 		m["fault.expected"] = int(unsafe.Offsetof(s.expected))
 		m["fault.limit"] = int(unsafe.Offsetof(s.limit))
+		m["fault.mine"] = int(unsafe.Offsetof(s.mine))
+		m["fault.theirs"] = int(unsafe.Offsetof(s.theirs))
+		m["fault.my_shape"] = int(unsafe.Offsetof(s.my_shape))
+		m["fault.their_shape"] = int(unsafe.Offsetof(s.their_shape))
 		m["fault.sending"] = int(unsafe.Offsetof(s.sending))
 		m["fault.pad"] = int(unsafe.Offsetof(s.pad))
 	}
@@ -62,6 +80,7 @@ func Of() map[string]int {
 		m["control.epoch"] = int(unsafe.Offsetof(s.epoch))
 		m["control.readers"] = int(unsafe.Offsetof(s.readers))
 		m["control.fault"] = int(unsafe.Offsetof(s.fault))
+		m["control.mismatched"] = int(unsafe.Offsetof(s.mismatched))
 	}
 	{
 		var s C.struct_sw_world
@@ -174,6 +193,24 @@ func Of() map[string]int {
 		m["moe_args.share"] = int(unsafe.Offsetof(s.share))
 		m["moe_args.first"] = int(unsafe.Offsetof(s.first))
 		m["moe_args.pad"] = int(unsafe.Offsetof(s.pad))
+	}
+	{
+		var s C.struct_sw_reduce_args
+		m["reduce_args"] = int(unsafe.Sizeof(s))
+		m["reduce_args.world"] = int(unsafe.Offsetof(s.world))
+		m["reduce_args.src"] = int(unsafe.Offsetof(s.src))
+		m["reduce_args.dst"] = int(unsafe.Offsetof(s.dst))
+		m["reduce_args.src_place"] = int(unsafe.Offsetof(s.src_place))
+		m["reduce_args.dst_place"] = int(unsafe.Offsetof(s.dst_place))
+		m["reduce_args.block"] = int(unsafe.Offsetof(s.block))
+		m["reduce_args.count"] = int(unsafe.Offsetof(s.count))
+		m["reduce_args.shape"] = int(unsafe.Offsetof(s.shape))
+		m["reduce_args.call"] = int(unsafe.Offsetof(s.call))
+		m["reduce_args.lines"] = int(unsafe.Offsetof(s.lines))
+		m["reduce_args.slots"] = int(unsafe.Offsetof(s.slots))
+		m["reduce_args.chunk_bytes"] = int(unsafe.Offsetof(s.chunk_bytes))
+		m["reduce_args.packet_bytes"] = int(unsafe.Offsetof(s.packet_bytes))
+		m["reduce_args.bounds"] = int(unsafe.Offsetof(s.bounds))
 	}
 	return m
 }

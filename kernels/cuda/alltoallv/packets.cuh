@@ -54,7 +54,7 @@ __device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 
 
 __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place, u64 dst, i64 bytes, u32 group, u32 flag, u32 lane, wait &w)
 {
-	part t(place, dst, bytes, group, lane);
+	part t(place + SW_PACKET_HEADER_BYTES, dst, bytes, group, lane);
 	if (t.left <= 0)
 		return true;
 	if (!t.whole)
@@ -183,7 +183,7 @@ template <typename Steps> struct packets {
 			if (m.send_bytes > a.packet_bytes)
 				continue;
 			u64 src = a.src + m.send_offset;
-			part x(packet_place(a, epoch, m.to, a.world.rank), src, m.send_bytes, d.quotient, lane);
+			part x(packet_place(a, epoch, m.to, a.world.rank) + SW_PACKET_HEADER_BYTES, src, m.send_bytes, d.quotient, lane);
 			if (x.left <= 0)
 				continue;
 			if (!x.whole) {

@@ -39,7 +39,8 @@ struct take_board {
 	rows_board rows;
 	staged_rows staged;
 	u32 total[SW_MAX_RANKS]; // rows of each rank's output
-	u32 over;
+	u32 over; // the first slot that overflows
+	u32 own;  // rows from this rank
 };
 
 // How many rows a slot takes in an output.
@@ -118,6 +119,21 @@ struct taker {
 	}
 
 	__device__ __forceinline__ void overflow(u32 rank, u64 slot, u64 rows, i64 limit) { give_up(a.world, SW_FAULT_OVERFLOW, rank, epoch, false, rows, slot, static_cast<u64>(limit)); }
+
+	// Rows by expert from each rank, by the first block. A thread a rank.
+	__device__ __forceinline__ void tell_rank_counts()
+	{
+		if (threadIdx.x >= n)
+			return;
+		u32 rows = 0;
+#pragma unroll 1
+		for (u32 i = a.first[a.world.rank]; i < a.first[a.world.rank + 1]; i++)
+			rows += static_cast<u32>(load_relaxed_sys(own(a.state.slot_counts) + (static_cast<u64>(threadIdx.x) * a.slots + i) * 8));
+		reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = rows;
+		if (a.mapped != 0)
+			reinterpret_cast<u32 *>(a.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = rows;
+		reinterpret_cast<u32 *>(own(a.state.arrived))[threadIdx.x] = b.rows.sum[threadIdx.x];
+	}
 
 	// The first row of each local slot; what callers want to know, by the first block. One warp.
 	__device__ __forceinline__ void lay_out()
@@ -248,10 +264,10 @@ struct taker {
 				int to = spread[i];
 				if (to < 0)
 					continue;
-				if (lane == 0) {
+				if (lane == 0 && a.row_weights != 0)
 					reinterpret_cast<float *>(a.row_weights)[to] = reinterpret_cast<const float *>(own(a.state.weights))[i];
+				if (lane == 0 && a.row_sources != 0)
 					reinterpret_cast<u64 *>(a.row_sources)[to] = reinterpret_cast<const u64 *>(own(a.state.sources))[staged];
-				}
 				u32 slot = static_cast<u32>(index(staged, k));
 #pragma unroll 1
 				for (u32 w = lane; w < a.scale_words; w += 32)

@@ -113,8 +113,9 @@ struct few_sender {
 			u64 there = segment(a.world, d), i = static_cast<u64>(r) * a.top_k + k;
 			store_relaxed_sys(there + a.to_indices + 8 * i, goes ? static_cast<u64>(slot - a.first[d]) : ~0ull);
 			float w = !goes ? 0 : a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
-			*reinterpret_cast<volatile float *>(there + a.to_weights + 4 * i) = w;
-			if (k == 0)
+			if (a.to_weights != 0)
+				*reinterpret_cast<volatile float *>(there + a.to_weights + 4 * i) = w;
+			if (k == 0 && a.to_sources != 0)
 				store_relaxed_sys(there + a.to_sources + 8 * static_cast<u64>(r), static_cast<u64>(t) << 32 | a.world.rank);
 		}
 #pragma unroll 1

@@ -233,9 +233,10 @@ struct rows_sender {
 					bool goes = is_expert(a, e) && p.rank(slot) == d;
 					store_relaxed_sys(there + a.to_indices + 8 * at, goes ? static_cast<u64>(slot - a.first[d]) : ~0ull);
 					float w = !goes ? 0 : a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
-					*reinterpret_cast<volatile float *>(there + a.to_weights + 4 * at) = w;
+					if (a.to_weights != 0)
+						*reinterpret_cast<volatile float *>(there + a.to_weights + 4 * at) = w;
 				}
-				if (lane == 0)
+				if (lane == 0 && a.to_sources != 0)
 					store_relaxed_sys(there + a.to_sources + 8 * static_cast<u64>(row), static_cast<u64>(t) << 32 | a.world.rank);
 			}
 			if (scales)
@@ -257,7 +258,7 @@ struct rows_sender {
 		if (threadIdx.x >= n || threadIdx.x == a.world.rank)
 			return;
 		fence_acq_rel_sys(); // X4
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x), epoch, b.bad != 0 ? b.bad : b.sent[threadIdx.x]);
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, b.bad != 0 ? b.bad : b.sent[threadIdx.x]);
 		if (a.counters != 0)
 			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
 				  static_cast<unsigned long long>(b.sent[threadIdx.x]) * (a.wire_bytes + 4 * a.scale_words));
@@ -441,6 +442,7 @@ struct rows_receiver {
 		}
 		if (threadIdx.x < n) {
 			ranks[threadIdx.x] = b.sum[threadIdx.x];
+			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.sum[threadIdx.x];
 			if (mapped != nullptr)
 				mapped[a.local + n + 1 + threadIdx.x] = b.sum[threadIdx.x];
 		}

@@ -2,7 +2,8 @@
 // of its blocks says in a word when its rows are there. Numbers that are wanted early carry the low half of the call's number with them.
 //
 // All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_block that are named so: begins and dones by peers, and words that carry
-// the call's number. A line has one writer, and is written for the next call only when its reader has begun that.
+// the call's number. A line has one writer. Lines and words of begins and dones exist for even and odd calls: a rank may begin the next call while a peer still reads
+// those of this one, but not the call after, since it waits for every peer in every call.
 #pragma once
 
 #include "../device.cuh"
@@ -15,8 +16,14 @@ __device__ __forceinline__ u32 op_of(u64 word) { return word & 0xff; }
 __device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_MOE_FREE) != 0; }
 __device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
 
-__device__ __forceinline__ u64 begin_line(const sw_moe_args &a, u32 dst, u32 src) { return segment(a.world, dst) + a.state.begins + src * SW_LINE_BYTES; }
-__device__ __forceinline__ u64 done_word(const sw_moe_args &a, u32 dst, u32 src, u32 block) { return segment(a.world, dst) + a.state.dones + (static_cast<u64>(src) * SW_MOE_MAX_BLOCKS + block) * 16; }
+__device__ __forceinline__ u64 begin_line(const sw_moe_args &a, u32 dst, u32 src, u64 epoch)
+{
+	return segment(a.world, dst) + a.state.begins + ((epoch & 1) * a.world.size + src) * SW_LINE_BYTES;
+}
+__device__ __forceinline__ u64 done_word(const sw_moe_args &a, u32 dst, u32 src, u32 block, u64 epoch)
+{
+	return segment(a.world, dst) + a.state.dones + (((epoch & 1) * a.world.size + src) * SW_MOE_MAX_BLOCKS + block) * 16;
+}
 
 // A number behind the low half of a call's. Each is in a word of its own and written once a call.
 __device__ __forceinline__ u64 numbered(u64 epoch, u32 n) { return epoch << 32 | n; }
@@ -25,7 +32,7 @@ __device__ __forceinline__ bool is_of(u64 word, u64 epoch) { return static_cast<
 // Tells one peer.
 __device__ __forceinline__ void tell_begin(const sw_moe_args &a, u32 peer, u64 epoch)
 {
-	u64 line = begin_line(a, peer, a.world.rank);
+	u64 line = begin_line(a, peer, a.world.rank, epoch);
 	store16_relaxed_sys(line + 16, epoch, a.from_rows);
 	store16_relaxed_sys(line, epoch, begin_word(a));
 }
@@ -75,7 +82,7 @@ __device__ __forceinline__ bool await_number(const sw_moe_args &a, u64 place, u6
 // another call.
 __device__ __forceinline__ bool await_begin(const sw_moe_args &a, u32 peer, u64 epoch, u64 &word, u64 &place)
 {
-	u64 line = begin_line(a, a.world.rank, peer);
+	u64 line = begin_line(a, a.world.rank, peer, epoch);
 	patience p(a, peer);
 #pragma unroll 1
 	while (load_acquire_sys(line) < epoch)
@@ -90,15 +97,26 @@ __device__ __forceinline__ bool await_begin(const sw_moe_args &a, u32 peer, u64 
 	return false;
 }
 
-// Waits until a peer's output may be written: it has begun this call, or said at the one before that it is through with it. seen is its line, read earlier.
-__device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 epoch, pair64 seen)
+// A peer's lines, read before it is known which call this is.
+struct begun {
+	pair64 even, odd;
+
+	__device__ __forceinline__ void load(const sw_moe_args &a, u32 peer) { even = load16_relaxed_sys(begin_line(a, a.world.rank, peer, 0)), odd = load16_relaxed_sys(begin_line(a, a.world.rank, peer, 1)); }
+	__device__ __forceinline__ pair64 of(u64 epoch) const { return (epoch & 1) == 0 ? even : odd; }
+};
+
+// Waits until a peer's output may be written: it has begun this call, or said at the one before that it is through with it.
+__device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 epoch, const begun &seen)
 {
 	patience p(a, peer);
+	pair64 line = seen.of(epoch), before = seen.of(epoch - 1);
+	if (before.a + 1 == epoch && frees(before.b))
+		return true;
 #pragma unroll 1
-	while (seen.a < epoch && !(seen.a + 1 == epoch && frees(seen.b))) {
+	while (line.a < epoch) {
 		if (!p.more(epoch, true))
 			return false;
-		seen = load16_relaxed_sys(begin_line(a, a.world.rank, peer));
+		line = load16_relaxed_sys(begin_line(a, a.world.rank, peer, epoch));
 	}
 	p.count();
 	return true;
@@ -107,7 +125,7 @@ __device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 e
 // Waits for a block of a peer, which says how many rows it has sent, or, with the highest bit, which choice is no expert. False when the wait was given up.
 __device__ __forceinline__ bool await_done(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u64 &rows)
 {
-	u64 place = done_word(a, a.world.rank, peer, block);
+	u64 place = done_word(a, a.world.rank, peer, block, epoch);
 	patience p(a, peer);
 	pair64 v;
 #pragma unroll 1

@@ -84,7 +84,7 @@ __device__ __forceinline__ void tell_read(const sw_moe_args &a, u64 epoch)
 {
 	__syncthreads();
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x), epoch, 0);
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, 0);
 }
 
 // Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows were kept. One thread of a block a peer.
@@ -93,7 +93,7 @@ __device__ __forceinline__ bool await_free_staging(const sw_moe_args &a, u64 las
 	u32 p = threadIdx.x;
 	if (p >= a.world.size || p == a.world.rank)
 		return true;
-	pair64 line = load16_relaxed_sys(begin_line(a, a.world.rank, p));
+	pair64 line = load16_relaxed_sys(begin_line(a, a.world.rank, p, last));
 	u64 rows;
 	bool good = true;
 	if (line.a == last && last != 0 && op_of(line.b) >= SW_MOE_SUMS)
@@ -112,7 +112,7 @@ __device__ __forceinline__ void await_read(const sw_moe_args &a, u64 epoch)
 	for (u32 p = 0; p < a.world.size; p++) {
 		if (p == a.world.rank)
 			continue;
-		u32 blocks = blocks_of(load16_relaxed_sys(begin_line(a, a.world.rank, p)).b);
+		u32 blocks = blocks_of(load16_relaxed_sys(begin_line(a, a.world.rank, p, epoch)).b);
 		u64 rows;
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < blocks; i += blockDim.x)

@@ -2,6 +2,7 @@
 // take turns at each access to memory that others write, at barriers and at warp operations. main.cpp draws the order.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -29,6 +30,7 @@
 
 namespace emu {
 
+using u8 = uint8_t;
 using u32 = uint32_t;
 using u64 = uint64_t;
 
@@ -81,8 +83,35 @@ inline u32 draw(u32 n) { return static_cast<u32>(dice() % n); }
 
 extern "C" void emu_switch(void **from, void *to);
 
+// Bulk copies that are under way. They happen at any time, in any order.
+struct bulk {
+	const fiber *by; // of a store
+	u64 group;
+	u64 *arrived; // of a load: where its bytes are counted
+	u8 *to;
+	const u8 *from;
+	u32 bytes;
+};
+inline std::vector<bulk> under_way;
+inline std::map<const fiber *, u64> groups; // that a thread has committed
+
+inline void finish_bulk(size_t i)
+{
+	bulk b = under_way[i];
+	under_way[i] = under_way.back();
+	under_way.pop_back();
+	memcpy(b.to, b.from, b.bytes);
+	if (b.arrived != nullptr)
+		*b.arrived += b.bytes;
+}
+
 // Lets others go on.
-inline void yield() { emu_switch(&current->stack_pointer, scheduler); }
+inline void yield()
+{
+	if (!under_way.empty() && draw(16) == 0)
+		finish_bulk(draw(static_cast<u32>(under_way.size())));
+	emu_switch(&current->stack_pointer, scheduler);
+}
 inline void yield_seldom()
 {
 	if (draw(64) == 0)
@@ -190,6 +219,8 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by)
 {
 	return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) >> (by & 31));
 }
+inline long long __double_as_longlong(double d) { return __builtin_bit_cast(long long, d); }
+inline double __longlong_as_double(long long i) { return __builtin_bit_cast(double, i); }
 template <typename T> T __ldg(const T *p) { return *p; }
 template <typename T, typename U> T atomicAdd(T *p, U v)
 {
@@ -216,8 +247,42 @@ template <typename T, typename U> T atomicOr(T *p, U v)
 	*p |= static_cast<T>(v);
 	return before;
 }
+inline int __ffsll(uint64_t v) { return __builtin_ffsll(static_cast<long long>(v)); }
+inline uint32_t __float_as_uint(float f) { return __builtin_bit_cast(uint32_t, f); }
+inline float __uint_as_float(uint32_t u) { return __builtin_bit_cast(float, u); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+template <typename T> T __shfl_xor_sync(uint32_t mask, T v, uint32_t by) { return __shfl_sync(mask, v, (emu::current->thread & 31) ^ by); }
+template <typename T> T __shfl_down_sync(uint32_t mask, T v, uint32_t by)
+{
+	uint32_t from = (emu::current->thread & 31) + by;
+	return __shfl_sync(mask, v, from < 32 ? from : emu::current->thread & 31);
+}
+inline uint32_t __match_any_sync(uint32_t, int v)
+{
+	const uint64_t *all = emu::gather<int64_t>(v);
+	uint32_t bits = 0;
+	for (uint32_t i = 0; i < 32; i++)
+		bits |= (static_cast<int64_t>(all[i]) == v ? 1u : 0u) << i;
+	return bits;
+}
+inline void __threadfence() {}
+template <typename T, typename U> T atomicMin(T *p, U v)
+{
+	T before = *p;
+	*p = before < static_cast<T>(v) ? before : static_cast<T>(v);
+	return before;
+}
+template <typename T, typename U> T atomicAdd_system(T *p, U v) { return atomicAdd(p, v); }
+struct uint2 {
+	uint32_t x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 template <typename A, typename B> auto min(A a, B b) { return a < b ? a : b; }
 template <typename A, typename B> auto max(A a, B b) { return a > b ? a : b; }
+
+#include "float8.cuh"
 
 namespace sw {
 
@@ -303,5 +368,98 @@ inline void store_vector_if(bool on, u64 p, uint4 v)
 }
 inline u32 lane_id() { return emu::current->thread & 31; }
 inline u32 add_acq_rel_gpu(u32 *p, u32 n) { return atomicAdd(p, n); }
+
+inline u32 load32_acquire_sys(u64 p) { return read<u32>(p); }
+inline void store_vector2(u64 p, uint2 v)
+{
+	at<uint2>(p) = v;
+	emu::yield_seldom();
+}
+
+struct arrivals {
+	u32 phases; // that have been expected
+	u32 bytes;  // of the last
+	u64 came;   // bytes in all
+
+	u64 before;
+	void init() { phases = bytes = 0, came = before = 0; }
+	void expect(u32 n)
+	{
+		before += bytes;
+		phases++, bytes = n;
+	}
+	void await(u32 n)
+	{
+		while (phases != n + 1 || came < before + bytes) {
+			if (phases > n + 1) {
+				printf("a bulk copy's phase %u is awaited in phase %u\n", n, phases - 1);
+				exit(1);
+			}
+			emu::yield();
+		}
+	}
+};
+
+inline void bulk_load(void *to, u64 from, u32 bytes, arrivals *a)
+{
+	if (bytes % 16 != 0 || from % 16 != 0 || reinterpret_cast<u64>(to) % 16 != 0) {
+		printf("a bulk load of %u bytes from %#llx to %p\n", bytes, static_cast<unsigned long long>(from), to);
+		exit(1);
+	}
+	emu::under_way.push_back({nullptr, 0, &a->came, static_cast<u8 *>(to), reinterpret_cast<const u8 *>(from), bytes});
+}
+inline void bulk_load_once(void *to, u64 from, u32 bytes, arrivals *a) { bulk_load(to, from, bytes, a); }
+inline void bulk_store(u64 to, const void *from, u32 bytes)
+{
+	if (bytes % 16 != 0 || to % 16 != 0 || reinterpret_cast<u64>(from) % 16 != 0) {
+		printf("a bulk store of %u bytes to %#llx from %p\n", bytes, static_cast<unsigned long long>(to), from);
+		exit(1);
+	}
+	emu::under_way.push_back({emu::current, emu::groups[emu::current], nullptr, reinterpret_cast<u8 *>(to), static_cast<const u8 *>(from), bytes});
+}
+inline void bulk_commit() { emu::groups[emu::current]++; }
+template <int but> void bulk_await_read()
+{
+	for (size_t i = 0; i < emu::under_way.size();)
+		if (emu::under_way[i].by == emu::current && emu::under_way[i].group + but < emu::groups[emu::current])
+			emu::finish_bulk(i);
+		else
+			i++;
+}
+inline void bulk_await() { bulk_await_read<0>(); }
+inline void fence_bulk() {}
+
+// Conversions by their definition: the nearest of all values, of two that are equally near the even one.
+inline float float_of_f16(u32 bits)
+{
+	int exponent = static_cast<int>(bits >> 10 & 31);
+	float size = exponent == 31 ? ((bits & 0x3ff) != 0 ? NAN : INFINITY)
+				    : exponent == 0 ? ldexpf(static_cast<float>(bits & 0x3ff), -24)
+						    : ldexpf(static_cast<float>(1024 + (bits & 0x3ff)), exponent - 25);
+	return (bits & 0x8000) != 0 ? -size : size;
+}
+inline u32 f16_of(float f)
+{
+	u32 sign = __float_as_uint(f) >> 16 & 0x8000;
+	if (f != f)
+		return sign | 0x7fff;
+	double size = fabs(static_cast<double>(f));
+	if (size >= 65520)
+		return sign | 0x7c00;
+	int exponent = -14;
+	if (size >= ldexp(1, -14))
+		exponent = ilogb(size);
+	double place = ldexp(1, exponent - 10), mantissa = nearbyint(size / place);
+	return sign | static_cast<u32>((exponent + 14) * 1024 + mantissa);
+}
+inline u32 bf16_of(float f)
+{
+	u32 b = __float_as_uint(f);
+	return f != f ? 0x7fff : (b + 0x7fff + (b >> 16 & 1)) >> 16;
+}
+inline u32 bf16x2_of(float low, float high) { return bf16_of(low) | bf16_of(high) << 16; }
+inline u32 f16x2_of(float low, float high) { return f16_of(low) | f16_of(high) << 16; }
+inline u32 e4m3x2_of(float low, float high) { return e4m3_of_float(low) | e4m3_of_float(high) << 8; }
+inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
 
 } // namespace sw

@@ -1,99 +1,11 @@
-// Runs the CUDA kernels' own source on a processor, in random worlds and random orders of its threads, and checks every byte.
+// Runs the all-to-all's own source on a processor, in random worlds and random orders of its threads, and checks every byte.
 //
 //	emulate SEED ROUNDS
 #include SW_KERNELS
 
-#include <algorithm>
-#include <string>
-#include <sys/mman.h>
-
-#undef clock
-
-asm(R"(
-.text
-.globl emu_switch
-emu_switch:
-	pushq %rbp
-	pushq %rbx
-	pushq %r12
-	pushq %r13
-	pushq %r14
-	pushq %r15
-	movq %rsp, (%rdi)
-	movq %rsi, %rsp
-	popq %r15
-	popq %r14
-	popq %r13
-	popq %r12
-	popq %rbx
-	popq %rbp
-	ret
-)");
+#include "fibers.h"
 
 namespace {
-
-using namespace sw;
-using emu::draw;
-
-// ---- fibers
-
-constexpr size_t stack_bytes = 64 << 10;
-std::vector<char *> free_stacks;
-std::vector<emu::block *> running;
-
-void fiber_main()
-{
-	emu::fiber &f = *emu::current;
-	emu::block &b = *f.block;
-	b.kernel();
-	f.done = true;
-	emu::warp &w = b.warps[f.thread / 32];
-	auto leave = [](emu::meeting &m, u32 &alive) { // the others need not wait for this thread
-		if (--alive > 0 && m.here == alive) {
-			m.here = 0;
-			m.rounds++;
-		}
-	};
-	leave(w.met, w.alive);
-	leave(b.met, b.alive);
-	emu::emu_switch(&f.stack_pointer, emu::scheduler);
-	abort();
-}
-
-emu::block *launch(u32 rank, u32 id, u32 grid, u32 threads, size_t shared_bytes, std::function<void()> kernel)
-{
-	auto *b = new emu::block;
-	b->rank = rank, b->id = id, b->grid = grid, b->threads = b->alive = threads;
-	b->warps.resize(threads / 32);
-	b->dynamic.assign(shared_bytes / 8 + 1, 0xEEEEEEEEEEEEEEEE);
-	b->kernel = std::move(kernel);
-	b->fibers.resize(threads);
-	for (u32 t = 0; t < threads; t++) {
-		if (free_stacks.empty()) {
-			char *p = static_cast<char *>(mmap(nullptr, 256 * stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-			for (int i = 0; i < 256; i++)
-				free_stacks.push_back(p + i * stack_bytes);
-		}
-		char *stack = free_stacks.back();
-		free_stacks.pop_back();
-		void **top = reinterpret_cast<void **>(stack + stack_bytes) - 8; // six registers, where to go, and alignment
-		std::fill(top, top + 6, nullptr);
-		top[6] = reinterpret_cast<void *>(fiber_main);
-		b->fibers[t] = {top, stack, t, b, false};
-	}
-	running.push_back(b);
-	return b;
-}
-
-void retire(emu::block *b)
-{
-	running.erase(std::find(running.begin(), running.end(), b));
-	for (emu::fiber &f : b->fibers)
-		free_stacks.push_back(f.stack);
-	for (auto &s : b->statics)
-		free(s.second);
-	delete b;
-}
 
 // ---- a world and its calls
 
@@ -290,9 +202,7 @@ bool run(world &w, std::vector<stream> &streams, const std::function<void(u64)> 
 		bool busy = false;
 		for (u32 r = 0; r < w.size; r++) {
 			stream &s = streams[r];
-			if (std::all_of(s.blocks.begin(), s.blocks.end(), [](emu::block *b) { return b->alive == 0; })) {
-				std::for_each(s.blocks.begin(), s.blocks.end(), retire);
-				s.blocks.clear();
+			if (ended(s.blocks)) {
 				if (s.copying != nullptr) {
 					copy_messages(w, r, *s.copying);
 					start_copies(w, r, *s.copying, false, s.blocks);
@@ -309,32 +219,11 @@ bool run(world &w, std::vector<stream> &streams, const std::function<void(u64)> 
 		}
 		if (!busy)
 			return true;
-		if (sweep > 500'000) {
-			for (emu::block *b : running)
-				printf("rank %u, block %u: %u threads are still there\n", b->rank, b->id, b->alive);
+		if (hangs(sweep))
 			return false;
-		}
-		emu::time_ns += 50;
 		if (each_sweep)
 			each_sweep(sweep);
-		for (emu::block *b : running) {
-			if (b->asleep > 0) {
-				b->asleep--;
-				continue;
-			}
-			if (draw(300) == 0)
-				b->asleep = draw(400);
-			if (draw(4) == 0 || draw(streams[b->rank].pace) != 0)
-				continue;
-			u32 first = draw(b->threads);
-			for (u32 i = 0; i < b->threads; i++) {
-				emu::fiber &f = b->fibers[(first + i) % b->threads];
-				if (f.done)
-					continue;
-				emu::current = &f;
-				emu::emu_switch(&emu::scheduler, f.stack_pointer);
-			}
-		}
+		sweep_once([&](u32 rank) { return streams[rank].pace; });
 	}
 }
 
@@ -505,23 +394,13 @@ bool outside()
 
 int main(int count, char **words)
 {
-	u64 seed = count > 1 ? strtoull(words[1], nullptr, 10) : 1, rounds = count > 2 ? strtoull(words[2], nullptr, 10) : 100;
-	struct {
-		const char *name;
-		std::function<bool()> run;
-	} scenarios[] = {
-	    {"exchanges", exchanges},
-	    {"disagreement", disagreement},
-	    {"deadline", [] { return end_of_waits(false); }},
-	    {"abort", [] { return end_of_waits(true); }},
-	    {"splits outside", outside},
-	};
-	for (u64 i = 0; i < rounds; i++) {
-		emu::dice.seed(seed + i);
-		auto &s = scenarios[i % 8 < 4 ? 0 : i % 8 - 3];
-		if (!s.run()) {
-			printf("%s, seed %llu\n", s.name, static_cast<unsigned long long>(seed + i));
-			return 1;
-		}
-	}
+	return run_all(count, words,
+		       {
+			   {"exchanges", exchanges},
+			   {"disagreement", disagreement},
+			   {"deadline", [] { return end_of_waits(false); }},
+			   {"abort", [] { return end_of_waits(true); }},
+			   {"splits outside", outside},
+		       },
+		       [](u64 i) { return i % 8 < 4 ? 0 : i % 8 - 3; });
 }

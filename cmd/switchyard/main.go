@@ -1,0 +1,134 @@
+// Command switchyard starts the ranks of a program, and says what this version of Switchyard is and reads.
+//
+//	switchyard run -n 4 ./worker -its -own -flags
+//	switchyard version
+//	switchyard env
+//
+// Install it with
+//
+//	go install github.com/switchyard-moe/switchyard/cmd/switchyard@latest
+//
+// # Run
+//
+// Run starts n copies of a program, the ranks, on this host. Each has the variables that torchrun sets (RANK, WORLD_SIZE,
+// LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), a SWITCHYARD_PORT on which they meet, and a random
+// SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. What ranks print appears line by line behind a prefix with the rank's number.
+//
+// The first rank that fails ends all: the others get SIGTERM, and SIGKILL when the time of -grace is over. The exit code is
+// that of the first rank that failed, 128 and the signal's number if a signal ended it. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and
+// SIGUSR2 are passed on to all ranks; the third SIGINT or SIGTERM kills them. Should switchyard itself be killed, the ranks are too. The ranks' standard input is
+// empty.
+package main
+
+import (
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/switchyard-moe/switchyard/internal/env"
+	"github.com/switchyard-moe/switchyard/internal/version"
+)
+
+const usage = `usage: switchyard COMMAND
+
+  run -n RANKS PROGRAM [ARGUMENT...]   start a program's ranks on this host; run -h lists the flags
+  version                              print the version
+  env                                  list the environment variables that Switchyard reads, and what they are set to
+`
+
+func main() { os.Exit(command(os.Args[1:], os.Stdout, os.Stderr)) }
+
+// command runs one command and returns its exit code: 2 for a command line that is not understood.
+func command(args []string, stdout, stderr io.Writer) int {
+	if len(args) == 0 {
+		fmt.Fprint(stderr, usage)
+		return 2
+	}
+	switch name, rest := args[0], args[1:]; name {
+	case "run":
+		return run(rest, stdout, stderr)
+	case "version", "-version", "--version":
+		fmt.Fprintf(stdout, "switchyard %s (%s, %s/%s%s)\n", version.Version, runtime.Version(), runtime.GOOS, runtime.GOARCH, revision())
+		return 0
+	case "env":
+		return environment(rest, stdout, stderr)
+	case "help", "-h", "-help", "--help":
+		fmt.Fprint(stdout, usage)
+		return 0
+	default:
+		fmt.Fprintf(stderr, "switchyard: there is no command %q\n%s", name, usage)
+		return 2
+	}
+}
+
+// revision is the commit that the program was built from, where the build knows it.
+func revision() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return ""
+	}
+	for _, s := range info.Settings {
+		if s.Key == "vcs.revision" && len(s.Value) >= 12 {
+			return ", commit " + s.Value[:12]
+		}
+	}
+	return ""
+}
+
+// environment lists the variables for a person, or as the page of the documentation.
+func environment(args []string, stdout, stderr io.Writer) int {
+	flags := flag.NewFlagSet("switchyard env", flag.ContinueOnError)
+	flags.SetOutput(stderr)
+	page := flags.Bool("markdown", false, "print docs/environment.md")
+	if err := flags.Parse(args); err != nil || flags.NArg() > 0 {
+		if err == nil {
+			fmt.Fprintf(stderr, "switchyard env: %q is too much\n", flags.Args())
+		}
+		return 2
+	}
+	if *page {
+		fmt.Fprint(stdout, markdown())
+		return 0
+	}
+	w := tabwriter.NewWriter(stdout, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "VARIABLE\tIS SET TO\tDEFAULT\tMEANING")
+	for _, v := range env.Variables() {
+		value, set := os.LookupEnv(v.Name)
+		switch {
+		case !set || value == "":
+			value = "-"
+		case strings.Contains(v.Name, "SECRET"):
+			value = "(set)"
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", v.Name, value, v.Default, v.Meaning)
+	}
+	w.Flush()
+	return 0
+}
+
+func markdown() string {
+	var b strings.Builder
+	b.WriteString(`# Environment variables
+
+<!-- Made by "go run ./cmd/switchyard env -markdown" from internal/env. Do not edit. -->
+
+Everything that Switchyard reads from the environment, in Go and in Python. A variable that is set but empty counts as not set.
+` + "`switchyard env`" + ` prints this list with the values that are set. Options in code win over variables.
+
+| variable | default | meaning |
+|---|---|---|
+`)
+	for _, v := range env.Variables() {
+		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", v.Name, v.Default, v.Meaning)
+	}
+	b.WriteString(`
+Two more are read when Switchyard is built: ` + "`GO`" + ` names the go command for ` + "`pip install`" + `, and ` + "`NVCC`" + ` the CUDA compiler for
+` + "`make kernels`" + `, which only those need who change the kernels.
+`)
+	return b.String()
+}

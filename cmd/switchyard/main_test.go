@@ -1,0 +1,254 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/version"
+)
+
+const (
+	asCommand = "SWITCHYARD_TEST_AS_COMMAND"
+	asWorker  = "SWITCHYARD_TEST_AS_WORKER"
+)
+
+// The test binary is also the command, and a program that the command runs.
+func TestMain(m *testing.M) {
+	switch {
+	case os.Getenv(asWorker) != "":
+		os.Exit(worker())
+	case os.Getenv(asCommand) != "":
+		main()
+	}
+	os.Exit(m.Run())
+}
+
+// worker is a rank that meets the others.
+func worker() int {
+	conf, err := comm.FromEnv()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	g, err := comm.Join(context.Background(), conf)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer g.Close()
+	all, err := g.AllGather(context.Background(), []byte{byte('a' + g.Rank())})
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	fmt.Printf("rank %d of %d met %s, secret %d\n", g.Rank(), g.Size(), bytes.Join(all, nil), len(conf.Secret))
+	return 0
+}
+
+// switchyard is the command with these arguments, not yet started.
+func switchyard(args ...string) (*exec.Cmd, *bytes.Buffer, *bytes.Buffer) {
+	cmd := exec.Command(os.Args[0], args...)
+	cmd.Env = append(os.Environ(), asCommand+"=1", "SWITCHYARD_SECRET=")
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	return cmd, &stdout, &stderr
+}
+
+// sh runs a shell script as every rank.
+func sh(t *testing.T, n int, script string) (code int, stdout, stderr string) {
+	t.Helper()
+	cmd, out, errs := switchyard("run", "-n", strconv.Itoa(n), "sh", "-c", script)
+	begin := time.Now()
+	_ = cmd.Run()
+	require.Less(t, time.Since(begin), 20*time.Second)
+	return cmd.ProcessState.ExitCode(), out.String(), errs.String()
+}
+
+func sorted(s string) []string {
+	l := strings.Split(strings.TrimSuffix(s, "\n"), "\n")
+	slices.Sort(l)
+	return l
+}
+
+func TestRanksMeet(t *testing.T) {
+	cmd, out, errs := switchyard("run", "-n", "3", os.Args[0])
+	cmd.Env = append(cmd.Env, asWorker+"=") // for the command itself
+	cmd.Args = []string{os.Args[0], "run", "-n", "3", "env", asWorker + "=1", os.Args[0]}
+	require.NoError(t, cmd.Run(), errs.String())
+	require.Equal(t, []string{"[0] rank 0 of 3 met abc, secret 26", "[1] rank 1 of 3 met abc, secret 26", "[2] rank 2 of 3 met abc, secret 26"}, sorted(out.String()))
+}
+
+func TestVariables(t *testing.T) {
+	code, out, errs := sh(t, 2, `echo $RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $((SWITCHYARD_PORT - MASTER_PORT)) $MASTER_ADDR`)
+	require.Zero(t, code, errs)
+	require.Regexp(t, `^\[0\] 0 2 0 2 1 127\.(.*)\n\[1\] 1 2 1 2 1 127\.(.*)$`, strings.Join(sorted(out), "\n"))
+	m := regexp.MustCompile(`127\.\S+`).FindAllString(out, -1)
+	require.Equal(t, m[0], m[1], "one place to meet, and one of their own")
+
+	cmd, stdout, _ := switchyard("run", "-n", "1", "-port", "4000", "-prefix=false", "sh", "-c", "echo $MASTER_PORT $SWITCHYARD_PORT $SWITCHYARD_SECRET")
+	cmd.Env = append(cmd.Env, "SWITCHYARD_SECRET=mine", "RANK=9")
+	require.NoError(t, cmd.Run())
+	require.Equal(t, "4000 4001 mine\n", stdout.String())
+}
+
+func TestOutput(t *testing.T) {
+	code, out, errs := sh(t, 11, `if [ $RANK = 3 ]; then printf 'one\n\ntwo'; printf problem >&2; fi`)
+	require.Zero(t, code)
+	require.Equal(t, "[ 3] one\n[ 3] \n[ 3] two\n", out, "standard output, and an end for the last line")
+	require.Equal(t, "[ 3] problem\n", errs, "standard error")
+
+	code, out, _ = sh(t, 1, `head -c 200000 /dev/zero | tr '\0' x; echo; echo end`)
+	require.Zero(t, code)
+	require.Equal(t, 200_000, strings.Count(out, "x"), "nothing of a long line is lost")
+	require.True(t, strings.HasSuffix(out, "x\n[0] end\n"))
+
+	// Lines of many ranks do not mix.
+	code, out, _ = sh(t, 8, `for i in $(seq 200); do echo $RANK$RANK$RANK$RANK; done`)
+	require.Zero(t, code)
+	require.Len(t, regexp.MustCompile(`(?m)^\[(0] 0000|1] 1111|2] 2222|3] 3333|4] 4444|5] 5555|6] 6666|7] 7777)$`).FindAllString(out, -1), 1600)
+}
+
+func TestFirstFailureEndsAll(t *testing.T) {
+	code, _, errs := sh(t, 3, `if [ $RANK = 1 ]; then exit 7; fi; sleep 100`)
+	require.Equal(t, 7, code)
+	require.Equal(t, "switchyard: rank 1 exited with code 7; ending the others\n", errs)
+
+	code, _, errs = sh(t, 2, `if [ $RANK = 1 ]; then kill -SEGV $$; fi; sleep 100`)
+	require.Equal(t, 128+11, code)
+	require.Contains(t, errs, "switchyard: rank 1 was ended by signal 11 (segmentation fault); ending the others\n")
+
+	// A rank that does not want to end.
+	cmd, _, stderr := switchyard("run", "-n", "2", "-grace", "300ms", "sh", "-c", `trap '' TERM; if [ $RANK = 0 ]; then sleep 0.3; exit 9; fi; sleep 100 & wait; wait`)
+	begin := time.Now()
+	_ = cmd.Run()
+	require.Equal(t, 9, cmd.ProcessState.ExitCode())
+	require.Contains(t, stderr.String(), "1 of 2 ranks are still there after 300ms; killing them")
+	require.Less(t, time.Since(begin), 20*time.Second)
+
+	// What a rank leaves behind keeps nobody.
+	code, out, _ := sh(t, 2, `sleep 30 & echo done`)
+	require.Zero(t, code)
+	require.Equal(t, []string{"[0] done", "[1] done"}, sorted(out))
+}
+
+func TestSignalsArePassedOn(t *testing.T) {
+	ready := t.TempDir()
+	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGUSR1} {
+		cmd, out, errs := switchyard("run", "-n", "2", "sh", "-c", `trap 'echo got; exit 0' INT TERM USR1; : >`+ready+`/$RANK; while :; do sleep 0.05; done`)
+		require.NoError(t, cmd.Start())
+		for _, r := range []string{"0", "1"} {
+			require.Eventually(t, func() bool { return os.Remove(filepath.Join(ready, r)) == nil }, 10*time.Second, time.Millisecond)
+		}
+		require.NoError(t, cmd.Process.Signal(s))
+		require.NoError(t, cmd.Wait(), errs.String())
+		require.Equal(t, []string{"[0] got", "[1] got"}, sorted(out.String()))
+	}
+}
+
+func TestRanksEndWithTheLauncher(t *testing.T) {
+	dir := t.TempDir()
+	cmd, _, _ := switchyard("run", "-n", "2", "sh", "-c", `echo $$ >`+dir+`/$RANK.new; mv `+dir+`/$RANK.new `+dir+`/$RANK; while :; do sleep 0.05; done`)
+	require.NoError(t, cmd.Start())
+	var pids []int
+	for _, r := range []string{"0", "1"} {
+		var text []byte
+		require.Eventually(t, func() (ok bool) {
+			var err error
+			text, err = os.ReadFile(filepath.Join(dir, r))
+			return err == nil
+		}, 10*time.Second, time.Millisecond)
+		pid, err := strconv.Atoi(strings.TrimSpace(string(text)))
+		require.NoError(t, err)
+		pids = append(pids, pid)
+	}
+	require.NoError(t, cmd.Process.Kill())
+	_ = cmd.Wait()
+	for _, pid := range pids {
+		require.Eventually(t, func() bool { return !runs(pid) }, 10*time.Second, 10*time.Millisecond)
+	}
+}
+
+// runs reports whether a process is there and not just waiting to be reaped.
+func runs(pid int) bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	return err == nil && !bytes.Contains(stat, []byte(") Z "))
+}
+
+func TestCommandLines(t *testing.T) {
+	plain := filepath.Join(t.TempDir(), "plain")
+	require.NoError(t, os.WriteFile(plain, []byte("text"), 0o600))
+	for _, c := range []struct {
+		args string
+		code int
+		says string
+	}{
+		{"", 2, "usage: switchyard COMMAND"},
+		{"fly", 2, `there is no command "fly"`},
+		{"run", 2, "-n 0: how many ranks? At least 1"},
+		{"run -n 2", 2, "which program?"},
+		{"run -n x sh", 2, "invalid value"},
+		{"run -n 2 -port 65535 sh", 2, "-port 65535, want 1 to 65534"},
+		{"run -n 2 ./not-there", exitNotFound, "not-there"},
+		{"run -n 2 " + plain, exitNotRunnable, "permission denied"},
+		{"run -h", 0, "-grace"},
+		{"env -x", 2, "flag provided but not defined"},
+		{"env more", 2, "is too much"},
+	} {
+		var out, errs bytes.Buffer
+		require.Equal(t, c.code, command(strings.Fields(c.args), &out, &errs), c.args)
+		require.Contains(t, errs.String(), c.says, c.args)
+		require.Empty(t, out.String(), c.args)
+	}
+}
+
+func TestVersion(t *testing.T) {
+	var out bytes.Buffer
+	require.Zero(t, command([]string{"version"}, &out, nil))
+	require.Regexp(t, `^switchyard `+regexp.QuoteMeta(version.Version)+` \(go1\.`, out.String())
+	changes, err := os.ReadFile("../../CHANGELOG.md")
+	require.NoError(t, err)
+	require.Contains(t, string(changes), "\n## "+version.Version+" ", "the changelog knows the version")
+}
+
+// One version for Go and Python.
+func TestPythonHasTheSameVersion(t *testing.T) {
+	source, err := os.ReadFile("../../bindings/python/src/switchyard/_version.py")
+	require.NoError(t, err)
+	m := regexp.MustCompile(`(?m)^__version__ = "(.*)"$`).FindSubmatch(source)
+	require.NotNil(t, m)
+	require.Equal(t, version.Version, string(m[1]))
+}
+
+func TestEnv(t *testing.T) {
+	t.Setenv("SWITCHYARD_SECRET", "do not print this")
+	t.Setenv("SWITCHYARD_PORT", "1234")
+	var out bytes.Buffer
+	require.Zero(t, command([]string{"env"}, &out, nil))
+	require.NotContains(t, out.String(), "do not print")
+	require.Regexp(t, `SWITCHYARD_SECRET +\(set\) `, out.String())
+	require.Regexp(t, `SWITCHYARD_PORT +1234 `, out.String())
+	require.Regexp(t, `RANK +- `, out.String())
+}
+
+// The page is what the command prints.
+func TestEnvironmentPage(t *testing.T) {
+	page, err := os.ReadFile("../../docs/environment.md")
+	require.NoError(t, err)
+	var out bytes.Buffer
+	require.Zero(t, command([]string{"env", "-markdown"}, &out, nil))
+	require.Equal(t, out.String(), string(page), "run: go run ./cmd/switchyard env -markdown >docs/environment.md")
+}

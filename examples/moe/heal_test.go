@@ -1,0 +1,135 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func kill(pid string) error {
+	n, err := strconv.Atoi(pid)
+	if err != nil {
+		return err
+	}
+	return syscall.Kill(n, syscall.SIGKILL)
+}
+
+// The others go on from the step in which a rank was killed: what they did before stays, no step is left out or done twice, and
+// the model that comes out is as good.
+func TestOthersGoOnWithoutAKilledRank(t *testing.T) {
+	text := poem(t)
+	train := func(more ...string) report {
+		path := filepath.Join(t.TempDir(), "report.json")
+		args := append(small("-text", text, "-json", path, "-ranks", "4", "-experts", "7", "-steps", "300"), more...)
+		code, out, errs := start(t, args...).wait(t, patience)
+		require.Zero(t, code, "%v: %s%s", more, out, errs)
+		b, err := os.ReadFile(path)
+		require.NoError(t, err)
+		var r report
+		require.NoError(t, json.Unmarshal(b, &r))
+		if len(more) > 0 {
+			require.Len(t, r.Events, 1)
+			require.Contains(t, out, "lost in step")
+		}
+		return r
+	}
+	whole := train()
+	ranks := []int{0, 1, 3}
+	if testing.Short() {
+		ranks = ranks[1:2]
+	}
+	for _, procs := range []bool{false, true} {
+		for _, rank := range ranks {
+			for _, step := range []int{1, 120} {
+				more := []string{"-kill-rank", strconv.Itoa(rank), "-at-step", strconv.Itoa(step)}
+				if procs {
+					more = append(more, "-procs")
+				}
+				r := train(more...)
+				require.Equal(t, 3, r.Ranks, more)
+				require.Len(t, r.Losses, 300, more)
+				require.InDeltaSlice(t, whole.Losses[:step-1], r.Losses[:step-1], 1e-3, more)
+				require.Less(t, float64(r.HeldoutLoss), float64(r.BigramLoss)/2, more)
+				require.InDelta(t, float64(whole.HeldoutLoss), float64(r.HeldoutLoss), 0.1, more)
+				require.Contains(t, r.Events[0], fmt.Sprintf("Rank %d was lost in step %d. The others went on from there as ranks 0 to 2", rank, step))
+				require.Equal(t, step, r.TrafficSince)
+				require.Len(t, r.TrafficBytes, 3)
+				for _, layer := range r.ExpertTokens {
+					sum := int64(0)
+					for _, n := range layer {
+						sum += n
+					}
+					require.EqualValues(t, 300*61*2, sum, "every step counts once")
+				}
+			}
+		}
+	}
+}
+
+// A survivor that had not finished the step that another has finished does so.
+func TestExpertsAreWhatTheyWere(t *testing.T) {
+	c := tiny()
+	text := babble(minText)
+	w := oneRank(t, c, text)
+	for n := 1; n <= 3; n++ {
+		_, err := w.step(n, false)
+		require.NoError(t, err)
+	}
+	other := oneRank(t, c, text)
+	other.model.setDense(w.model.dense())
+	for i, l := range w.model.layers {
+		for slot := range l.experts {
+			other.model.setExpert(i, slot, w.model, slot, true)
+		}
+	}
+	for i, s := range w.model.slabs {
+		o := other.model.slabs[i]
+		require.Equal(t, s.w, o.w)
+		require.Equal(t, s.m, o.m)
+		require.Equal(t, s.v, o.v)
+	}
+	other.model.setExpert(1, 2, w.model, 0, false)
+	n := expertSize(c)
+	from, to := w.model.slabs[len(w.model.slabs)-1], other.model.slabs[len(w.model.slabs)-1]
+	require.Equal(t, from.w[4*n:5*n], to.w[6*n:7*n], "expert 2 of layer 1 is expert 0 of layer 1")
+}
+
+func TestLastRankGoesOnAlone(t *testing.T) {
+	code, out, errs := start(t, small("-text", poem(t), "-ranks", "2", "-steps", "40", "-kill-rank", "0")...).wait(t, patience)
+	require.Zero(t, code, errs)
+	require.Contains(t, out, "40 steps of 61 tokens on 1 rank")
+}
+
+func TestKillRankFlags(t *testing.T) {
+	for args, want := range map[string]string{
+		"-kill-rank 4":                         "-kill-rank is 4, the ranks are 0 to 3",
+		"-kill-rank -2":                        "-kill-rank is -2, want a rank",
+		"-at-step 4":                           "-at-step needs -kill-rank",
+		"-kill-rank 1 -at-step 0":              "-at-step is 0",
+		"-kill-rank 1 -at-step 11 -steps 10":   "-at-step is 11, the steps are 1 to 10",
+		"-kill-rank 0 -ranks 1":                "use at least -ranks 2",
+		"-kill-rank 0 -check":                  "leave out -kill-rank",
+		"-html -":                              "-html wants the name of a file",
+		"-check -html x":                       "-check makes no report",
+		"-rate Inf":                            "-rate is +Inf",
+		"-html /no/such/folder/x":              "report: open /no/such/folder/x",
+		"-ranks 100000 -batch 100000 -steps 3": "use fewer ranks",
+	} {
+		c, err := parseFlags(strings.Fields(args), nil)
+		if err == nil {
+			if err = c.tryFiles(); err == nil {
+				err = c.affordable()
+			}
+		}
+		var wrong *usageError
+		require.ErrorAs(t, err, &wrong, args)
+		require.ErrorContains(t, err, want, args)
+	}
+}

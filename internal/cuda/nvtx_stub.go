@@ -1,0 +1,9 @@
+//go:build !cgo || !linux
+
+package cuda
+
+func openProfiler(string) bool { return false }
+
+func rangeStart(string) uint64 { return 0 }
+
+func rangeEnd(uint64) {}

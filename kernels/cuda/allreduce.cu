@@ -1,0 +1,125 @@
+// All-reduce, reduce-scatter and all-gather. Every rank owns one slice of the elements: it combines its slice of all ranks' inputs, always
+// in the order of ranks, so that all ranks and all runs get the same bits (R2), and hands the result to all. In one shot every rank does
+// that with all elements, for itself.
+//
+// Two kernels: `allreduce_packet` for small calls, `allreduce` for all others, which reads and writes the peers' buffers where it can and
+// goes through staging where it cannot; each rank says in its entry what may be done with its buffers. All ranks of a call take the same
+// kernel and as many blocks. Their parts are in allreduce/, one idea a file:
+//
+//	calls      what ranks tell one another of a call
+//	elements   types and operators
+//	packets    small calls, whose words carry their flag
+//	folds      a warp combines rows into targets
+//	board      what the warps of a block tell one another
+//	working    the warps that push, reduce and take
+//	watching   the warps between them and the peers
+//
+// A rank ends call e only when it has all entries of call e, and a peer writes its entry of call e when it has ended call e-1. So what is
+// indexed by the epoch's parity is never overwritten before it has been read (X3), and whoever has a peer's entry may write its staging.
+#include "allreduce/packets.cuh"
+#include "allreduce/watching.cuh"
+
+extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1) allreduce_packet(const __grid_constant__ sw_reduce_args a)
+{
+	using namespace sw;
+	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+	bool meets = warp == packet_warps;
+	// neighbouring warps of the grid lie in different blocks, so that few groups use many multiprocessors
+	packet_warp p(a, 0, warp * gridDim.x + blockIdx.x, packet_warps * gridDim.x, lane);
+	await_stream();
+	call_number number;
+	number.load(a.world);
+	if (!meets)
+		p.preload();
+	u64 epoch = p.epoch = number.epoch();
+	if (__syncthreads_or(epoch == 0)) // for all or none: warps of a block wait for one another
+		return;
+	if (!meets)
+		p.send();
+	else if (blockIdx.x == 0)
+		enter(a, epoch, lane);
+	if (threadIdx.x == blockDim.x - 1)
+		number.advance(a.world);
+	release_stream();
+	if (meets) {
+		disagree(!meet(a, epoch, lane, [](u32, const entry &) {}));
+		for (u32 q = lane; blockIdx.x == 0 && q < a.world.size; q += 32) {
+			wipe_one(a, epoch, a.block.inputs, q, reduces(a) ? packet_groups(span(a, a.world.rank).bytes) : 0);
+			wipe_one(a, epoch, a.block.results, q, gathers(a) && !one_shot(a) ? packet_groups(span(a, q).bytes) : 0);
+		}
+		return;
+	}
+	if (!reduces(a)) {
+		if (p.take_results())
+			p.keep();
+	} else if (reduce_any(p) && p.agree() && gathers(a) && !one_shot(a)) {
+		p.take_results();
+	}
+}
+
+extern "C" __global__ void __launch_bounds__(SW_REDUCE_THREADS, 1) allreduce(const __grid_constant__ sw_reduce_args a)
+{
+	using namespace sw;
+	SW_SHARED(reduce_board, b);
+	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+	await_stream();
+	call_number number;
+	number.load(a.world);
+	u64 epoch = number.epoch();
+	if (__syncthreads_or(epoch == 0))
+		return;
+	if (threadIdx.x == blockDim.x - 1)
+		number.advance(a.world);
+	release_stream();
+	if (a.world.size == 1) {
+		if (a.dst != a.src && warp < work_warps)
+			move(a.dst, a.src, a.bounds[1], warp * gridDim.x + blockIdx.x, work_warps * gridDim.x, lane);
+		return;
+	}
+	bool watches = warp == work_warps + 2, good = true;
+	if (watches) {
+		if (blockIdx.x == 0)
+			enter(a, epoch, lane);
+		good = make_board(a, epoch, b, lane);
+	}
+	if (__syncthreads_or(!good))
+		return;
+	if (watches) {
+		reduce_watch(a, epoch, b, lane).run();
+		for (u32 p = lane; blockIdx.x == 0 && p < a.world.size; p += 32) {
+			wipe_one(a, epoch, a.block.inputs, p, 0);
+			wipe_one(a, epoch, a.block.results, p, 0);
+		}
+	} else if (warp == work_warps) {
+		reduce_signaller{a, epoch, b, lane}.run_inputs();
+	} else if (warp == work_warps + 1) {
+		reduce_signaller{a, epoch, b, lane}.run_results();
+	} else {
+		reduce_worker{a, b, warp, lane}.run();
+	}
+}
+
+// After copies by the copy engines, which have handed out what `allreduce` has reduced: all ranks have done so. One warp.
+extern "C" __global__ void __launch_bounds__(32, 1) allreduce_close(const __grid_constant__ sw_reduce_args a)
+{
+	using namespace sw;
+	await_stream();
+	call_number number;
+	number.load(a.world);
+	if (__any_sync(~0u, number.epoch() == 0))
+		return;
+	u64 epoch = number.epoch() - 1; // `allreduce` has advanced it
+	fence_acq_rel_sys();		// X4: the copies come before their signals
+	for (u32 p = threadIdx.x; p < a.world.size; p += 32)
+		if (p != a.world.rank)
+			store_relaxed_sys(line_of(a, p, a.world.rank) + all_done, last_seq(epoch));
+	for (u32 p = threadIdx.x; p < a.world.size; p += 32) {
+		wait w;
+		w.epoch = epoch;
+		while (p != a.world.rank && load_acquire_sys(line_of(a, a.world.rank, p) + all_done) < last_seq(epoch))
+			if (!w.slow(a.world)) {
+				give_up(a.world, w.kind, p, epoch, false);
+				break;
+			}
+	}
+}

@@ -1,0 +1,138 @@
+// What a rank tells its peers of a call, and what it makes of what they tell: the ranks agree on it before a peer's memory is touched.
+//
+// The kernels of reductions begin here. Writes this rank's entries in the peers' segments, reads those in its own, and records it when
+// calls differ.
+#pragma once
+
+#include "../packet.cuh"
+
+namespace sw {
+
+__device__ __forceinline__ u32 call_op(const sw_reduce_args &a) { return a.call & 0xff; }
+__device__ __forceinline__ u32 call_type(const sw_reduce_args &a) { return a.call >> 8 & 0xff; }
+__device__ __forceinline__ bool reduces(const sw_reduce_args &a) { return (a.call >> 16 & SW_REDUCE_SCATTER) != 0; }
+__device__ __forceinline__ bool gathers(const sw_reduce_args &a) { return (a.call >> 16 & SW_ALL_GATHER) != 0; }
+__device__ __forceinline__ bool has(const sw_reduce_args &a, u32 flag) { return (a.call >> 24 & flag) != 0; }
+__device__ __forceinline__ bool one_shot(const sw_reduce_args &a) { return has(a, SW_REDUCE_ONE_SHOT); }
+
+// What a rank reduces, or hands out: all of it in one shot, else its slice.
+struct span {
+	i64 at, bytes;
+
+	__device__ __forceinline__ span(const sw_reduce_args &a, u32 rank)
+	{
+		bool all = one_shot(a);
+		at = all ? 0 : a.bounds[rank];
+		bytes = a.bounds[all ? a.world.size : rank + 1] - at;
+	}
+};
+
+__device__ __forceinline__ u64 entry_place(const sw_reduce_args &a, u64 epoch, u32 dst, u32 src)
+{
+	return segment(a.world, dst) + a.block.entries + ((epoch & 1) * a.world.size + src) * SW_REDUCE_ENTRY_BYTES;
+}
+
+__device__ __forceinline__ void put_entry_word(u64 to, u64 v, u32 more, u32 flag)
+{
+	store16_relaxed_sys(to, v, static_cast<u64>(flag) << 32 | more);
+}
+
+// Tells every peer of the call. A warp.
+__device__ __forceinline__ void enter(const sw_reduce_args &a, u64 epoch, u32 lane)
+{
+	u32 flag = packet_flag(epoch);
+#pragma unroll 1
+	for (u32 p = lane; p < a.world.size; p += 32) {
+		if (p == a.world.rank)
+			continue;
+		u64 to = entry_place(a, epoch, p, a.world.rank);
+		put_entry_word(to, a.count, a.call, flag);
+		put_entry_word(to + 16, a.shape, gridDim.x, flag);
+		put_entry_word(to + 32, a.src_place, 0, flag);
+		put_entry_word(to + 48, a.dst_place, 0, flag);
+	}
+}
+
+// An entry. Its words come one by one.
+struct entry {
+	u64 count, shape, src, dst;
+	u32 call, blocks;
+
+	__device__ __forceinline__ bool get(u64 from, u32 flag)
+	{
+		pair64 x = load16_relaxed_sys(from), y = load16_relaxed_sys(from + 16), z = load16_relaxed_sys(from + 32), w = load16_relaxed_sys(from + 48);
+		count = x.a, shape = y.a, src = z.a, dst = w.a;
+		call = static_cast<u32>(x.b), blocks = static_cast<u32>(y.b);
+		auto there = [flag](u64 b) { return static_cast<u32>(b >> 32) == flag; };
+		return there(x.b) && there(y.b) && there(z.b) && there(w.b);
+	}
+};
+
+__device__ __forceinline__ u64 call_word(u32 call, u32 blocks) { return static_cast<u64>(blocks) << 32 | call; }
+
+// The ranks call different things: a fault of this call alone.
+__device__ __noinline__ void give_up_call(const sw_reduce_args &a, u32 peer, u64 epoch, const entry &e)
+{
+	u64 own = own_segment(a.world);
+	store_relaxed_sys(own + a.world.control + offsetof(sw_control, mismatched), epoch);
+	volatile sw_fault *f = reinterpret_cast<sw_fault *>(a.world.fault);
+	u32 *kind = reinterpret_cast<u32 *>(own + a.world.control + offsetof(sw_control, fault));
+	if (atomicCAS(kind, SW_FAULT_NONE, SW_FAULT_MISMATCH) != SW_FAULT_NONE)
+		return;
+	f->peer = peer;
+	f->epoch = epoch;
+	f->expected = a.count;
+	f->sent = e.count;
+	f->mine = call_word(a.call, gridDim.x);
+	f->theirs = call_word(e.call, e.blocks);
+	f->my_shape = a.shape;
+	f->their_shape = e.shape;
+	f->sending = 0;
+	__threadfence_system();
+	f->kind = SW_FAULT_MISMATCH;
+	__threadfence_system();
+}
+
+// Waits for the peers' entries and gives each to `each`. False when a call differs, or the wait was given up. A warp.
+template <typename Each> __device__ __forceinline__ bool meet(const sw_reduce_args &a, u64 epoch, u32 lane, Each each)
+{
+	u32 flag = packet_flag(epoch);
+	bool good = true;
+#pragma unroll 1
+	for (u32 p = lane; p < a.world.size; p += 32) {
+		if (p == a.world.rank)
+			continue;
+		entry e;
+		wait w;
+		w.epoch = epoch;
+		bool there;
+#pragma unroll 1
+		while (!(there = e.get(entry_place(a, epoch, a.world.rank, p), flag)) && w.slow(a.world))
+			;
+		if (!there) {
+			give_up(a.world, w.kind, p, epoch, false);
+			good = false;
+		} else if (e.count != a.count || e.shape != a.shape || e.call != a.call || e.blocks != gridDim.x) {
+			give_up_call(a, p, epoch, e);
+			good = false;
+		} else {
+			each(p, e);
+		}
+	}
+	__syncwarp();
+	return __any_sync(~0u, !good) == 0;
+}
+
+// A packet of 2^31 calls ago could be taken for a new one, if its place had not been written since. Each call wipes one place of every
+// peer that no packet of the call lands in. groups is how many of them the call uses. A warp.
+__device__ __forceinline__ void wipe_one(const sw_reduce_args &a, u64 epoch, u64 region, u32 peer, u32 groups)
+{
+	u32 words = static_cast<u32>(a.block.packet_stride / 16);
+	if (words == 0 || peer == a.world.rank)
+		return;
+	u32 at = static_cast<u32>(epoch / 2) % words;
+	if (at / (SW_PACKET_GROUP_BYTES / 16) >= groups)
+		store16_relaxed_sys(own_segment(a.world) + region + ((epoch & 1) * a.world.size + peer) * a.block.packet_stride + 16 * static_cast<u64>(at), 0, 0);
+}
+
+} // namespace sw

@@ -1,0 +1,313 @@
+// Reductions by packets: what is to be reduced, and what has been, travels in words that carry their flag, so there is no fence and no
+// signal. In one shot every rank sends all to all; in two shots it sends each rank its slice, and then its own result to all.
+//
+// All warps of the packet kernel but the last run it. Writes this rank's packet places in the peers' segments (double buffered by the
+// call's parity) and its own output; reads its input and the places in its own segment.
+#pragma once
+
+#include "calls.cuh"
+#include "elements.cuh"
+
+namespace sw {
+
+constexpr u32 packet_warps = (SW_REDUCE_PACKET_THREADS - 32) / 32;
+
+__device__ __forceinline__ u64 packet_place(const sw_reduce_args &a, u64 epoch, u64 region, u32 dst, u32 src)
+{
+	return segment(a.world, dst) + region + ((epoch & 1) * a.world.size + src) * a.block.packet_stride;
+}
+
+__device__ __noinline__ quad load_odd(u64 p, i64 n)
+{
+	quad q;
+	q.load_odd(p, n);
+	return q;
+}
+
+__device__ __noinline__ void store_odd(quad q, u64 p, i64 n) { q.store_odd(p, n); }
+
+__device__ __forceinline__ void load_part(quad &q, const part &t, u64 user)
+{
+	if (t.left <= 0)
+		return;
+	if (t.whole)
+		q.load(user + t.at, t.left);
+	else
+		q = load_odd(user + t.at, t.left);
+}
+
+__device__ __forceinline__ void store_part(const quad &q, const part &t, u64 user)
+{
+	if (t.left <= 0)
+		return;
+	if (t.whole)
+		q.store(user + t.at, t.left);
+	else
+		store_odd(q, user + t.at, t.left);
+}
+
+__device__ __forceinline__ void put_part(const quad &q, i64 left, u64 wire, u32 flag)
+{
+#pragma unroll
+	for (int k = 0; k < 4; k++)
+		if (12 * k < left)
+			q.put(wire, k, flag);
+}
+
+__device__ __forceinline__ bool get_part(quad &q, i64 left, u64 wire, u32 flag)
+{
+	bool all = true;
+#pragma unroll
+	for (int k = 0; k < 4; k++)
+		if (12 * k < left)
+			all &= q.get(wire, k, flag);
+	return all;
+}
+
+// The last warp of a block compares the ranks' calls; the others ask it before they first write the user's memory. To be called once by
+// every thread of the block, with whether it has given up; tells whether any has.
+__device__ __forceinline__ bool disagree(bool gave_up) { return __syncthreads_or(gave_up) != 0; }
+
+struct packet_warp {
+	const sw_reduce_args &a;
+	u64 epoch;
+	u32 warp, warps, lane; // of the grid's
+	bool agreed = false, loaded = false;
+	quad first; // what the warp sends first
+
+	__device__ __forceinline__ packet_warp(const sw_reduce_args &a, u64 epoch, u32 warp, u32 warps, u32 lane) : a(a), epoch(epoch), warp(warp), warps(warps), lane(lane) {}
+
+	// False when the call cannot go on. The same for all lanes.
+	__device__ __forceinline__ bool go_on(bool good)
+	{
+		good = __any_sync(~0u, !good) == 0;
+		if (agreed)
+			return good;
+		agreed = true;
+		return !disagree(!good);
+	}
+
+	// Before results are awaited, which peers hand out when their warps have agreed, and after everything else.
+	__device__ __forceinline__ bool agree() { return agreed || go_on(true); }
+
+	__device__ __forceinline__ u32 peer(u32 i) const
+	{
+		u32 p = a.world.rank + 1 + i;
+		return p < a.world.size ? p : p - a.world.size;
+	}
+
+	// What this rank sends at first: its input to everybody that reduces it, or its slice to all. The same bytes to all peers are one task.
+	struct task {
+		u32 peer;
+		u64 src;
+		part x;
+	};
+
+	__device__ __forceinline__ bool same_to_all() const { return one_shot(a) || !reduces(a); }
+
+	__device__ __forceinline__ task input(u32 t) const
+	{
+		u32 peers = a.world.size - 1, p = same_to_all() ? a.world.rank : peer(t % peers);
+		span s(a, p);
+		u64 src = a.src + (reduces(a) ? static_cast<u64>(s.at) : 0);
+		return {p, src, part(0, src, s.bytes, same_to_all() ? t : t / peers, lane)};
+	}
+
+	// Loads what is sent first, before the number of the call is known.
+	__device__ __forceinline__ void preload()
+	{
+		task k = input(warp);
+		loaded = k.x.whole && k.x.left > 0;
+		if (loaded)
+			first.load(k.src + k.x.at, k.x.left);
+	}
+
+	__device__ __forceinline__ void send()
+	{
+		u32 flag = packet_flag(epoch), tasks = 0;
+		u64 region = reduces(a) ? a.block.inputs : a.block.results;
+		if (same_to_all()) {
+			tasks = packet_groups(span(a, a.world.rank).bytes);
+		} else {
+#pragma unroll 1
+			for (u32 p = 0; p < a.world.size; p++)
+				tasks = max(tasks, packet_groups(span(a, p).bytes));
+			tasks *= a.world.size - 1;
+		}
+#pragma unroll 1
+		for (u32 t = warp; t < tasks; t += warps) {
+			task k = input(t);
+			if (!loaded)
+				load_part(first, k.x, k.src);
+			loaded = false;
+			if (same_to_all())
+				hand_out(first, k.x, region, flag);
+			else
+				put_part(first, k.x.left, packet_place(a, epoch, region, k.peer, a.world.rank) + k.x.wire, flag);
+		}
+	}
+
+	__device__ __forceinline__ void hand_out(const quad &q, const part &x, u64 region, u32 flag)
+	{
+#pragma unroll 1
+		for (u32 i = 0; i < a.world.size - 1; i++)
+			put_part(q, x.left, packet_place(a, epoch, region, peer(i), a.world.rank) + x.wire, flag);
+	}
+
+	// Reduces this rank's groups, `wide` ranks' packets in flight at a time, more than one of sums only, and hands the results out in two shots. False when the call
+	// cannot go on.
+	template <typename E, int wide> __device__ __forceinline__ bool reduce()
+	{
+		span s(a, a.world.rank);
+		u32 flag = packet_flag(epoch), op = call_op(a), groups = packet_groups(s.bytes);
+		ending end(op, a.world.size);
+		u64 src = a.src + static_cast<u64>(s.at), dst = a.dst + (gathers(a) ? static_cast<u64>(s.at) : 0);
+		bool hands = gathers(a) && !one_shot(a);
+		wait w;
+		w.epoch = epoch;
+#pragma unroll 1
+		for (u32 g = warp; g < groups; g += warps) {
+			part in(0, src, s.bytes, g, lane), out(0, dst, s.bytes, g, lane);
+			typename E::value v[3][E::per];
+			bool good = true;
+#pragma unroll 1
+			for (u32 first = 0; first < a.world.size && good; first += wide) {
+				quad q[wide];
+				u32 late = 0;
+				auto there = [&] {
+					bool all = true;
+#pragma unroll
+					for (int r = 0; r < wide; r++)
+						if (first + r < a.world.size && first + r != a.world.rank) {
+							bool one = get_part(q[r], in.left, packet_place(a, epoch, a.block.inputs, a.world.rank, first + r) + in.wire, flag);
+							late = one ? late : first + r;
+							all &= one;
+						}
+					return all;
+				};
+#pragma unroll
+				for (int r = 0; r < wide; r++)
+					if (first + r == a.world.rank)
+						load_part(q[r], in, src);
+#pragma unroll 1
+				while (!there())
+					if (!w.slow(a.world)) {
+						give_up(a.world, w.kind, late, epoch, false);
+						good = false;
+						break;
+					}
+#pragma unroll
+				for (int r = 0; r < wide; r++)
+#pragma unroll
+					for (int i = 0; i < 3; i++) {
+						uint4 x = make_uint4(q[r].w[4 * i], q[r].w[4 * i + 1], q[r].w[4 * i + 2], q[r].w[4 * i + 3]);
+						if (first == 0 && r == 0)
+							E::widen(v[i], x);
+						else if (first + r < a.world.size)
+							combine<E, wide != 1>(v[i], x, op);
+					}
+			}
+			if (!go_on(good))
+				return false;
+			quad q;
+#pragma unroll
+			for (int i = 0; i < 3; i++) {
+				uint4 x = result<E>(v[i], end);
+				q.w[4 * i] = x.x, q.w[4 * i + 1] = x.y, q.w[4 * i + 2] = x.z, q.w[4 * i + 3] = x.w;
+			}
+			if (hands)
+				hand_out(q, out, a.block.results, flag);
+			store_part(q, out, dst);
+		}
+		return true;
+	}
+
+	// This rank's slice of an all-gather, which stays where it is or goes to the output.
+	__device__ __forceinline__ bool keep()
+	{
+		span s(a, a.world.rank);
+		u64 dst = a.dst + static_cast<u64>(s.at);
+		if (!agree())
+			return false;
+		u32 groups = dst == a.src ? 0 : packet_groups(s.bytes);
+#pragma unroll 1
+		for (u32 g = warp; g < groups; g += warps) {
+			part in(0, a.src, s.bytes, g, lane), out(0, dst, s.bytes, g, lane);
+			quad q;
+			load_part(q, in, a.src);
+			store_part(q, out, dst);
+		}
+		return true;
+	}
+
+	// The peers' slices of the result.
+	__device__ __forceinline__ bool take_results()
+	{
+		u32 flag = packet_flag(epoch), peers = a.world.size - 1, most = 0;
+#pragma unroll 1
+		for (u32 p = 0; p < a.world.size; p++)
+			most = max(most, packet_groups(span(a, p).bytes));
+		wait w;
+		w.epoch = epoch;
+#pragma unroll 1
+		for (u32 t = warp; t < most * peers; t += warps) {
+			u32 p = peer(t % peers);
+			span s(a, p);
+			u64 dst = a.dst + static_cast<u64>(s.at);
+			part x(packet_place(a, epoch, a.block.results, a.world.rank, p), dst, s.bytes, t / peers, lane);
+			quad q;
+			bool good = true;
+#pragma unroll 1
+			while (!get_part(q, x.left, x.wire, flag))
+				if (!w.slow(a.world)) {
+					give_up(a.world, w.kind, p, epoch, false);
+					good = false;
+					break;
+				}
+			if (!go_on(good))
+				return false;
+			store_part(q, x, dst);
+		}
+		return true;
+	}
+};
+
+// False when the call cannot go on.
+template <u32 type, int wide> __device__ __noinline__ bool reduce_packets(packet_warp &p)
+{
+	return p.reduce<element<type>, wide>();
+}
+
+// Sums of the types of gradients have code of their own, for 2 and for more ranks.
+template <u32 type> __device__ __forceinline__ bool reduce_fast(packet_warp &p)
+{
+	if (call_op(p.a) > SW_OP_AVG)
+		return reduce_packets<type, 1>(p);
+	return p.a.world.size == 2 ? reduce_packets<type, 2>(p) : reduce_packets<type, 4>(p);
+}
+
+__device__ __forceinline__ bool reduce_any(packet_warp &p)
+{
+	switch (call_type(p.a)) {
+	case SW_TYPE_FLOAT16:
+		return reduce_fast<SW_TYPE_FLOAT16>(p);
+	case SW_TYPE_BFLOAT16:
+		return reduce_fast<SW_TYPE_BFLOAT16>(p);
+	case SW_TYPE_FLOAT32:
+		return reduce_fast<SW_TYPE_FLOAT32>(p);
+	case SW_TYPE_UINT8:
+		return reduce_packets<SW_TYPE_UINT8, 1>(p);
+	case SW_TYPE_INT32:
+		return reduce_packets<SW_TYPE_INT32, 1>(p);
+	case SW_TYPE_INT64:
+		return reduce_packets<SW_TYPE_INT64, 1>(p);
+	case SW_TYPE_FLOAT64:
+		return reduce_packets<SW_TYPE_FLOAT64, 1>(p);
+	case SW_TYPE_FLOAT8E4M3:
+		return reduce_packets<SW_TYPE_FLOAT8E4M3, 1>(p);
+	default:
+		return reduce_packets<SW_TYPE_FLOAT8E5M2, 1>(p);
+	}
+}
+
+} // namespace sw

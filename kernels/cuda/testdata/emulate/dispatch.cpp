@@ -1,0 +1,605 @@
+// Runs the kernels of MoE dispatch on a processor, in random worlds and random orders of their threads, and checks every number.
+//
+//	emulate SEED ROUNDS
+#include SW_KERNELS
+
+#include "fibers.h"
+
+namespace {
+
+using u16 = uint16_t;
+
+constexpr u32 op_dispatch = 1, op_redispatch = 2, op_combine = 3, op_backward = 4;
+enum layout { flat, padded, compact, by_rank };
+
+struct world {
+	u32 size, experts, top_k, max_tokens, hidden, slots;
+	layout rows_by;
+	bool float8;
+	i64 align = 1, capacity = 0, most_rows;
+	std::vector<u32> first, table; // slots before each rank; the placement
+	sw_moe_block state;
+	u64 staging, sums, weights, scales, rows, row_scales, row_weights, row_indices, row_sources, counts, heap, stride, base;
+	std::vector<u8> memory;
+	std::vector<sw_fault> faults;
+
+	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
+	u64 segment(u32 r) const { return base + r * stride; }
+	u32 local(u32 r) const { return first[r + 1] - first[r]; }
+	u32 wire() const { return float8 ? hidden : 2 * hidden; }
+	u32 scale_words() const { return float8 ? (hidden + 127) / 128 : 0; }
+	u32 staged() const { return size * max_tokens; }
+};
+
+world random_world()
+{
+	world w;
+	w.size = 1 + draw(4), w.experts = 1 + draw(9), w.top_k = 1 + draw(4), w.max_tokens = 1 + draw(70), w.hidden = 8 * (1 + draw(40));
+	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0;
+	if (w.float8)
+		w.hidden = (w.hidden + 15) / 16 * 16;
+	// some experts have copies
+	std::vector<std::vector<u32>> at(w.size), copies(w.experts);
+	for (u32 e = 0; e < w.experts; e++)
+		for (u32 n = 1 + draw(2), r = draw(w.size); n > 0 && (copies[e].empty() || w.size > 1); n--, r = (r + 1) % w.size) {
+			at[r].push_back(e);
+			copies[e].push_back(r);
+		}
+	w.first.push_back(0);
+	std::vector<u32> expert;
+	for (u32 r = 0; r < w.size; r++) {
+		expert.insert(expert.end(), at[r].begin(), at[r].end());
+		w.first.push_back(static_cast<u32>(expert.size()));
+	}
+	w.slots = static_cast<u32>(expert.size());
+	std::vector<u32> order;
+	for (u32 e = 0; e < w.experts; e++) {
+		w.table.push_back(static_cast<u32>(order.size()));
+		for (u32 s = 0; s < w.slots; s++)
+			if (expert[s] == e)
+				order.push_back(s);
+	}
+	w.table.push_back(static_cast<u32>(order.size()));
+	w.table.insert(w.table.end(), order.begin(), order.end());
+	w.table.insert(w.table.end(), expert.begin(), expert.end());
+	u32 most_local = 0;
+	for (u32 r = 0; r < w.size; r++)
+		most_local = max(most_local, w.local(r));
+	i64 all = w.staged();
+	if (w.rows_by == flat)
+		w.align = 1 + draw(4), w.most_rows = all * w.top_k + most_local * w.align;
+	else if (w.rows_by == padded)
+		w.capacity = all * w.top_k, w.most_rows = w.capacity * most_local;
+	else
+		w.most_rows = all;
+	w.state = sw_lay_moe_block(65536, w.size, w.slots, most_local, w.max_tokens, w.top_k, all);
+	u64 place = w.state.end;
+	auto take = [&](u64 n) {
+		place = (place + 255) / 256 * 256;
+		u64 p = place;
+		place += n;
+		return p;
+	};
+	w.staging = take(all * 2 * w.hidden), w.scales = take(4 * all * w.scale_words()), w.sums = take(all * 2 * w.hidden), w.weights = take(4 * all * w.top_k);
+	w.rows = take(w.most_rows * 2 * w.hidden), w.row_scales = take(4 * w.most_rows * w.scale_words()), w.row_weights = take(4 * w.most_rows * w.top_k);
+	w.row_indices = take(8 * w.most_rows * w.top_k), w.row_sources = take(8 * w.most_rows), w.counts = take(4096);
+	w.heap = take(0);
+	w.stride = (w.heap + 4 * static_cast<u64>(w.most_rows + w.max_tokens) * 2 * w.hidden + 8191) / 4096 * 4096;
+	w.memory.assign(w.stride * w.size + 4096, 0);
+	w.base = (reinterpret_cast<u64>(w.memory.data()) + 4095) / 4096 * 4096;
+	w.faults.resize(w.size);
+	return w;
+}
+
+using rows_t = std::vector<float>;
+
+// The input of all ranks.
+struct batch {
+	std::vector<u32> tokens;
+	std::vector<std::vector<int>> choice;
+	std::vector<rows_t> weight, x, dy;
+	std::vector<std::vector<u16>> narrow_x, narrow_dy;
+};
+
+float bf16(float f) { return __uint_as_float(bf16_of(f) << 16); }
+float some_float() { return bf16((static_cast<float>(draw(2001)) - 1000) / 64); }
+
+batch random_batch(const world &w)
+{
+	batch b;
+	for (u32 r = 0; r < w.size; r++) {
+		u32 t = draw(4) == 0 ? 0 : draw(w.max_tokens + 1);
+		b.tokens.push_back(t);
+		std::vector<int> c(t * w.top_k);
+		for (int &e : c)
+			e = draw(5) == 0 ? -1 : static_cast<int>(draw(w.experts));
+		b.choice.push_back(c);
+		auto fill = [&](u32 n) {
+			rows_t v(n);
+			for (float &f : v)
+				f = some_float();
+			return v;
+		};
+		b.weight.push_back(fill(t * w.top_k)), b.x.push_back(fill(t * w.hidden)), b.dy.push_back(fill(t * w.hidden));
+		auto narrow = [](const rows_t &v) {
+			std::vector<u16> n;
+			for (float f : v)
+				n.push_back(static_cast<u16>(bf16_of(f)));
+			return n;
+		};
+		b.narrow_x.push_back(narrow(b.x.back())), b.narrow_dy.push_back(narrow(b.dy.back()));
+	}
+	return b;
+}
+
+u32 slot_of(const world &w, u32 rank, u32 token, int e)
+{
+	u32 first = w.table[e], n = w.table[e + 1] - first;
+	return w.table[w.experts + 1 + first + (rank + token) % n];
+}
+u32 rank_of(const world &w, u32 slot)
+{
+	u32 r = 0;
+	while (slot >= w.first[r + 1])
+		r++;
+	return r;
+}
+
+struct row {
+	u32 src, token;
+	int choice; // -1 where a token has one row
+	u32 at;     // in the output
+};
+
+// The rows that a rank should get.
+std::vector<row> expected(const world &w, const batch &b, u32 rank, std::vector<u32> &counts, std::vector<u32> &offsets, std::vector<u32> &from)
+{
+	std::vector<row> rows;
+	counts.assign(w.local(rank), 0), from.assign(w.size, 0), offsets.clear();
+	for (u32 s = 0; s < w.size; s++)
+		for (u32 t = 0; t < b.tokens[s]; t++) {
+			bool any = false;
+			for (u32 k = 0; k < w.top_k; k++) {
+				int e = b.choice[s][t * w.top_k + k];
+				if (e >= 0 && rank_of(w, slot_of(w, s, t, e)) == rank)
+					any = true, counts[slot_of(w, s, t, e) - w.first[rank]]++, from[s] += !w.by_token();
+			}
+			from[s] += any && w.by_token();
+		}
+	u32 at = 0;
+	if (w.by_token()) {
+		for (u32 s = 0; s < w.size; s++) {
+			offsets.push_back(at);
+			u32 i = at;
+			for (u32 t = 0; t < b.tokens[s]; t++) {
+				bool any = false;
+				for (u32 k = 0; k < w.top_k; k++) {
+					int e = b.choice[s][t * w.top_k + k];
+					any |= e >= 0 && rank_of(w, slot_of(w, s, t, e)) == rank;
+				}
+				if (any)
+					rows.push_back({s, t, -1, i++});
+			}
+			at += w.rows_by == by_rank ? w.max_tokens : from[s];
+		}
+		offsets.push_back(at);
+		return rows;
+	}
+	for (u32 i = 0; i < w.local(rank); i++) {
+		offsets.push_back(at);
+		u32 n = at;
+		for (u32 s = 0; s < w.size; s++)
+			for (u32 t = 0; t < b.tokens[s]; t++)
+				for (u32 k = 0; k < w.top_k; k++) {
+					int e = b.choice[s][t * w.top_k + k];
+					if (e >= 0 && slot_of(w, s, t, e) == w.first[rank] + i)
+						rows.push_back({s, t, static_cast<int>(k), n++});
+				}
+		at += w.capacity != 0 ? static_cast<u32>(w.capacity) : static_cast<u32>((counts[i] + w.align - 1) / w.align * w.align);
+	}
+	// by source: from counts rows that crossed
+	offsets.push_back(at);
+	return rows;
+}
+
+sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
+{
+	sw_moe_args a{};
+	u64 own = w.segment(rank);
+	a.world = {w.base, w.stride, 0, w.state.control, reinterpret_cast<u64>(&w.faults[rank]), u64{1} << 50, rank, w.size};
+	a.state = w.state;
+	a.choices = reinterpret_cast<u64>(b.choice[rank].data()), a.weights = reinterpret_cast<u64>(b.weight[rank].data());
+	a.table = reinterpret_cast<u64>(w.table.data());
+	a.rows = own + w.rows, a.row_scales = own + w.row_scales, a.row_weights = own + w.row_weights, a.row_sources = own + w.row_sources;
+	a.counts = own + w.counts, a.offsets = own + w.counts + 1024, a.rank_counts = own + w.counts + 2048;
+	a.most_rows = w.most_rows, a.align = w.align, a.capacity = w.capacity, a.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
+	a.op = op, a.mode = SW_MOE_SEND | SW_MOE_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k, a.max_tokens = w.max_tokens, a.experts = w.experts;
+	a.slots = w.slots, a.local = w.local(rank), a.index_bytes = 4;
+	for (u32 r = 0; r <= w.size; r++)
+		a.first[r] = w.first[r];
+	return a;
+}
+
+struct launch_of {
+	std::function<void()> kernel;
+	u32 blocks, threads;
+	size_t shared;
+};
+using program = std::vector<launch_of>; // of one rank, in order
+
+template <typename F> launch_of with(F f, const sw_moe_args &a, u32 blocks, u32 threads, size_t shared = 0)
+{
+	return {[f, a] { f(a); }, blocks, threads, shared};
+}
+
+bool use_few; // the kernels for few tokens
+
+void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
+{
+	a.row_bytes = row_bytes, a.wire_bytes = float8 ? row_bytes / 2 : row_bytes;
+	if (use_few && w.rows_by != compact) {
+		p.push_back(float8 ? with(dispatch_few_bf16, a, 1 + draw(3), SW_MOE_FEW_THREADS) : with(dispatch_few, a, 1 + draw(3), SW_MOE_FEW_THREADS));
+		return;
+	}
+	u32 blocks = 1 + draw(3);
+	a.share = (a.tokens + blocks - 1) / blocks, a.movers = 1 + draw(2), a.depth = 1 + draw(3);
+	a.part = float8 || draw(2) == 0 ? row_bytes : (row_bytes / 2 + 15) / 16 * 16, a.parts = (row_bytes + a.part - 1) / a.part;
+	a.interval = draw(2) * 100;
+	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_MOE_SCALES : 0)) + 4 * w.size * (a.share + (a.share + 31) / 32);
+	p.push_back(float8 ? with(dispatch_rows_bf16, a, blocks, SW_MOE_THREADS, shared) : with(dispatch_rows, a, blocks, SW_MOE_THREADS, shared));
+}
+
+void to_staging(world &w, sw_moe_args &a)
+{
+	a.mode |= SW_MOE_BY_EXPERT;
+	a.to_rows = w.staging, a.to_scales = w.scales, a.to_indices = w.state.indices, a.to_weights = w.state.weights, a.to_sources = w.state.sources;
+}
+
+void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
+{
+	sw_moe_args a = arguments(w, b, rank, again ? op_redispatch : op_dispatch);
+	a.x = reinterpret_cast<u64>(b.narrow_x[rank].data());
+	a.mode |= again ? SW_MOE_CACHED : 0;
+	a.scale_words = w.scale_words(), a.scale_block = 128;
+	if (w.by_token()) {
+		a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
+		a.to_rows = w.rows, a.to_scales = w.row_scales, a.to_indices = w.row_indices, a.to_weights = w.row_weights, a.to_sources = w.row_sources;
+		if (halves)
+			a.mode &= ~SW_MOE_RECEIVE;
+		send(w, a, 2 * w.hidden, w.float8, p);
+		if (halves)
+			p.push_back(with(dispatch_receive, a, 1, SW_MOE_THREADS));
+		return;
+	}
+	to_staging(w, a);
+	a.mode &= ~SW_MOE_RECEIVE;
+	send(w, a, 2 * w.hidden, w.float8, p);
+	p.push_back(with(experts_take, a, 1 + draw(3), SW_MOE_PASS_THREADS, 12 * w.local(rank) + 8));
+	a.mode |= SW_MOE_ZERO;
+	p.push_back(with(experts_zero, a, 1 + draw(2), SW_MOE_PASS_THREADS));
+}
+
+void sum(world &w, sw_moe_args &a, program &p)
+{
+	if (use_few) {
+		p.push_back(with(combine_few_bf16, a, 1 + draw(3), SW_MOE_FEW_THREADS));
+		return;
+	}
+	a.movers = SW_MOE_SUM_THREADS / 32, a.depth = 1 + draw(3), a.part = draw(2) == 0 ? a.row_bytes : (a.row_bytes / 2 + 15) / 16 * 16, a.parts = (a.row_bytes + a.part - 1) / a.part;
+	a.interval = draw(2) * 100;
+	p.push_back(with(combine_rows_bf16, a, 1 + draw(3), SW_MOE_SUM_THREADS, a.movers * a.depth * w.size * a.part));
+}
+
+// Where a rank has the rows that its experts made, and the sums.
+u64 made_at(const world &w) { return w.heap; }
+u64 sums_at(const world &w) { return (w.heap + w.most_rows * 2 * w.hidden + 255) / 256 * 256; }
+u64 grads_at(const world &w) { return (sums_at(w) + w.max_tokens * 2 * w.hidden + 255) / 256 * 256; }
+
+void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<float> &weights, program &p)
+{
+	sw_moe_args a = arguments(w, b, rank, op_combine);
+	a.row_bytes = 2 * w.hidden, a.y = w.segment(rank) + sums_at(w);
+	bool staged = !w.by_token() || !in_place;
+	a.from_rows = staged ? w.sums : made_at(w);
+	if (staged) {
+		a.mode |= SW_MOE_KEEP;
+		a.sum_weights = reinterpret_cast<u64>(weights.data());
+		a.from_weights = w.weights;
+		sw_moe_args s = a;
+		s.y = 0, s.rows = w.segment(rank) + made_at(w), s.row_weights = a.row_weights;
+		s.mode |= (w.rows_by == compact ? SW_MOE_COMPACT : 0) | (w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH);
+		p.push_back(with(experts_sum_bf16, s, 1 + draw(3), SW_MOE_PASS_THREADS));
+	}
+	if (draw(2) == 0) {
+		p.push_back(with(combine_begin, a, 1, SW_MAX_RANKS));
+		a.mode &= ~SW_MOE_SEND;
+	}
+	sum(w, a, p);
+}
+
+void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weights, program &p)
+{
+	sw_moe_args a = arguments(w, b, rank, op_backward);
+	a.x = reinterpret_cast<u64>(b.narrow_dy[rank].data());
+	to_staging(w, a);
+	a.mode |= SW_MOE_CACHED;
+	send(w, a, 2 * w.hidden, false, p);
+	p.push_back(with(dispatch_receive, a, 1, SW_MOE_THREADS));
+	u64 own = w.segment(rank);
+	if (w.by_token()) {
+		a.rows = own + w.staging, a.y = own + grads_at(w), a.mode = (a.mode & ~SW_MOE_BY_EXPERT) | (w.rows_by == compact ? SW_MOE_COMPACT : 0);
+		p.push_back(with(experts_sum_bf16, a, 1 + draw(2), SW_MOE_PASS_THREADS));
+		return;
+	}
+	a.rows = own + made_at(w), a.y = own + grads_at(w), a.row_weights = 0, a.from_weights = w.weights, a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
+	p.push_back(with(experts_spread_bf16, a, 1 + draw(2), SW_MOE_PASS_THREADS));
+	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum_weights = reinterpret_cast<u64>(weights.data()), a.row_bytes = 0;
+	p.push_back(with(combine_few_f32, a, 1 + draw(2), SW_MOE_FEW_THREADS));
+}
+
+// Runs the ranks' programs, each a stream.
+bool run(world &w, std::vector<program> &programs, const std::function<void(u64)> &each_sweep = {})
+{
+	std::vector<size_t> next(w.size, 0);
+	std::vector<std::vector<emu::block *>> blocks(w.size);
+	std::vector<u32> pace(w.size, 1);
+	if (draw(3) == 0)
+		pace[draw(w.size)] = 1 + draw(20);
+	for (u64 sweep = 0;; sweep++) {
+		bool busy = false;
+		for (u32 r = 0; r < w.size; r++) {
+			if (ended(blocks[r]) && next[r] < programs[r].size()) {
+				const launch_of &l = programs[r][next[r]++];
+				for (u32 i = 0; i < l.blocks; i++)
+					blocks[r].push_back(launch(r, i, l.blocks, l.threads, l.shared + 128, l.kernel));
+			}
+			busy = busy || !blocks[r].empty();
+		}
+		if (!busy)
+			return true;
+		if (hangs(sweep))
+			return false;
+		if (each_sweep)
+			each_sweep(sweep);
+		sweep_once([&](u32 r) { return pace[r]; });
+	}
+}
+
+bool no_faults(const world &w)
+{
+	for (u32 r = 0; r < w.size; r++)
+		if (w.faults[r].kind != 0) {
+			printf("rank %u has fault %u: peer %u, %llu, %llu, %llu\n", r, w.faults[r].kind, w.faults[r].peer, static_cast<unsigned long long>(w.faults[r].sent),
+			       static_cast<unsigned long long>(w.faults[r].expected), static_cast<unsigned long long>(w.faults[r].limit));
+			return false;
+		}
+	return true;
+}
+
+#define CHECK(what, got, want)                                                                                                                                                     \
+	do {                                                                                                                                                                       \
+		auto got_ = (got);                                                                                                                                                 \
+		decltype(got_) want_ = (want);                                                                                                                                     \
+		if (!(got_ == want_)) {                                                                                                                                            \
+			printf("%s: %.9g instead of %.9g (layout %d, rank %u)\n", what, static_cast<double>(got_), static_cast<double>(want_), w.rows_by, rank);                      \
+			return false;                                                                                                                                              \
+		}                                                                                                                                                                  \
+	} while (0)
+
+// A token as it crosses: bytes and scales.
+void crossed(const world &w, const batch &b, u32 src, u32 token, std::vector<u8> &bytes, std::vector<u32> &scales)
+{
+	const float *x = &b.x[src][token * w.hidden];
+	bytes.clear(), scales.clear();
+	for (u32 h = 0; h < w.hidden; h += 128) {
+		float most = 1e-4f;
+		u32 n = min(128u, w.hidden - h);
+		for (u32 i = 0; i < n; i++)
+			most = fmaxf(most, fabsf(x[h + i]));
+		for (u32 i = 0; i < n; i++) {
+			if (w.float8) {
+				bytes.push_back(static_cast<u8>(e4m3_of_float(x[h + i] * (448 / most))));
+				continue;
+			}
+			u32 v = bf16_of(x[h + i]);
+			bytes.push_back(static_cast<u8>(v)), bytes.push_back(static_cast<u8>(v >> 8));
+		}
+		if (w.float8)
+			scales.push_back(__float_as_uint(most / 448));
+	}
+}
+
+bool right_rows(world &w, const batch &b)
+{
+	for (u32 rank = 0; rank < w.size; rank++) {
+		std::vector<u32> counts, offsets, from, scales;
+		std::vector<u8> bytes;
+		std::vector<row> rows = expected(w, b, rank, counts, offsets, from);
+		u64 own = w.segment(rank);
+		const u32 *c = &at<u32>(own + w.counts), *o = &at<u32>(own + w.counts + 1024), *f = &at<u32>(own + w.counts + 2048);
+		for (size_t i = 0; i < counts.size(); i++)
+			CHECK("count", c[i], counts[i]);
+		for (size_t i = 0; i < offsets.size(); i++)
+			CHECK("offset", o[i], offsets[i]);
+		for (u32 s = 0; s < w.size; s++)
+			CHECK("rows from a rank", f[s], from[s]);
+		for (const row &q : rows) {
+			crossed(w, b, q.src, q.token, bytes, scales);
+			const u8 *got = &at<u8>(own + w.rows + static_cast<u64>(q.at) * w.wire());
+			for (size_t i = 0; i < bytes.size(); i++)
+				CHECK("byte of a row", got[i], bytes[i]);
+			for (size_t i = 0; i < scales.size(); i++)
+				CHECK("scale", at<u32>(own + w.row_scales + 4 * (static_cast<u64>(q.at) * w.scale_words() + i)), scales[i]);
+			CHECK("source", at<u64>(own + w.row_sources + 8 * static_cast<u64>(q.at)), static_cast<u64>(q.token) << 32 | q.src);
+			for (u32 k = 0; k < w.top_k; k++) {
+				u32 i = q.token * w.top_k + k;
+				int e = b.choice[q.src][i];
+				bool here = e >= 0 && rank_of(w, slot_of(w, q.src, q.token, e)) == rank;
+				if (q.choice == static_cast<int>(k))
+					CHECK("weight", at<float>(own + w.row_weights + 4 * static_cast<u64>(q.at)), b.weight[q.src][i]);
+				if (q.choice >= 0)
+					continue;
+				u64 at_k = static_cast<u64>(q.at) * w.top_k + k;
+				CHECK("weight", at<float>(own + w.row_weights + 4 * at_k), here ? b.weight[q.src][i] : 0);
+				CHECK("index", at<i64>(own + w.row_indices + 8 * at_k), here ? static_cast<i64>(slot_of(w, q.src, q.token, e) - w.first[rank]) : -1);
+			}
+		}
+	}
+	return true;
+}
+
+// What the experts of a rank make of a row.
+float made(const batch &b, const world &w, u32 rank, const row &q, u32 h)
+{
+	return bf16(b.x[q.src][q.token * w.hidden + h] * (1 + static_cast<float>(rank + q.choice + 1) / 4));
+}
+
+void make_rows(world &w, const batch &b)
+{
+	std::vector<u32> counts, offsets, from;
+	for (u32 rank = 0; rank < w.size; rank++) {
+		memset(reinterpret_cast<void *>(w.segment(rank) + made_at(w)), 0xFF, w.most_rows * 2 * w.hidden); // NaN
+		for (const row &q : expected(w, b, rank, counts, offsets, from))
+			for (u32 h = 0; h < w.hidden; h++)
+				at<u16>(w.segment(rank) + made_at(w) + 2 * (static_cast<u64>(q.at) * w.hidden + h)) = static_cast<u16>(bf16_of(made(b, w, rank, q, h)));
+	}
+}
+
+bool right_sums(world &w, const batch &b, bool staged, const std::vector<std::vector<float>> &weights)
+{
+	for (u32 rank = 0; rank < w.size; rank++)
+		for (u32 t = 0; t < b.tokens[rank]; t++)
+			for (u32 h = 0; h < w.hidden; h++) {
+				float y = 0;
+				for (u32 r = 0; r < w.size; r++) {
+					float part = 0;
+					bool any = false;
+					for (u32 k = 0; k < w.top_k; k++) {
+						int e = b.choice[rank][t * w.top_k + k];
+						if (e < 0 || rank_of(w, slot_of(w, rank, t, e)) != r)
+							continue;
+						if (w.by_token() && any)
+							continue;
+						any = true;
+						row q{rank, t, w.by_token() ? -1 : static_cast<int>(k), 0};
+						part = w.by_token() ? made(b, w, r, q, h) : part + b.weight[rank][t * w.top_k + k] * made(b, w, r, q, h);
+					}
+					if (any)
+						y += bf16(part);
+				}
+				CHECK("sum", at<u16>(w.segment(rank) + sums_at(w) + 2 * (static_cast<u64>(t) * w.hidden + h)), static_cast<u16>(bf16_of(y)));
+				for (u32 k = 0; staged && h == 0 && k < w.top_k; k++)
+					CHECK("weight that came back", weights[rank][t * w.top_k + k], b.choice[rank][t * w.top_k + k] < 0 ? 0 : b.weight[rank][t * w.top_k + k]);
+			}
+	return true;
+}
+
+bool right_gradients(world &w, const batch &b, const std::vector<std::vector<float>> &weights)
+{
+	std::vector<u32> counts, offsets, from;
+	for (u32 rank = 0; rank < w.size; rank++)
+		for (const row &q : expected(w, b, rank, counts, offsets, from)) {
+			float chain[256] = {}, factor = q.choice < 0 ? 1 : b.weight[q.src][q.token * w.top_k + q.choice];
+			for (u32 h = 0; h < w.hidden; h++) {
+				float dy = b.dy[q.src][q.token * w.hidden + h];
+				CHECK("gradient of a row", at<u16>(w.segment(rank) + grads_at(w) + 2 * (static_cast<u64>(q.at) * w.hidden + h)), static_cast<u16>(bf16_of(factor * dy)));
+				chain[h % 256] += made(b, w, rank, q, h) * dy;
+			}
+			for (u32 by : {4, 2, 1, 128, 64, 32, 16, 8})
+				for (u32 i = 0; i + by < 256; i++)
+					chain[i] += chain[i + by];
+			if (q.choice >= 0)
+				CHECK("gradient of a weight", weights[q.src][q.token * w.top_k + q.choice], chain[0]);
+		}
+	return true;
+}
+
+// Dispatches, their combines and gradients in a row, on one handle.
+bool calls()
+{
+	world w = random_world();
+	for (u32 round = 0; round < 2; round++) {
+		batch b = random_batch(w);
+		use_few = draw(2) == 0;
+		bool again = draw(3) == 0, halves = draw(2) == 0, in_place = draw(2) == 0;
+		std::vector<program> programs(w.size);
+		std::vector<std::vector<float>> weights(w.size), gradients(w.size);
+		for (u32 r = 0; r < w.size; r++) {
+			weights[r].assign(b.tokens[r] * w.top_k, NAN), gradients[r] = weights[r];
+			add_dispatch(w, b, r, false, halves, programs[r]);
+			if (again)
+				add_dispatch(w, b, r, true, halves, programs[r]);
+		}
+		if (!run(w, programs) || !no_faults(w) || !right_rows(w, b))
+			return false;
+		make_rows(w, b);
+		for (u32 r = 0; r < w.size; r++) {
+			programs[r].clear();
+			add_combine(w, b, r, in_place, weights[r], programs[r]);
+			add_backward(w, b, r, gradients[r], programs[r]);
+		}
+		if (!run(w, programs) || !no_faults(w) || !right_sums(w, b, !w.by_token() || !in_place, weights) || !right_gradients(w, b, gradients))
+			return false;
+	}
+	return true;
+}
+
+// A rank stays away, or the abort word is set: every wait ends, and says why.
+bool end_of_waits(bool aborted)
+{
+	world w = random_world();
+	while (w.size == 1)
+		w = random_world();
+	batch b = random_batch(w);
+	u32 away = draw(w.size);
+	use_few = draw(2) == 0;
+	std::vector<program> programs(w.size);
+	for (u32 r = 0; r < w.size; r++)
+		if (r != away)
+			add_dispatch(w, b, r, false, draw(2) == 0, programs[r]);
+	for (program &p : programs)
+		for (launch_of &l : p)
+			(void)l;
+	u64 when = draw(3000);
+	if (!aborted)
+		for (u32 r = 0; r < w.size; r++) { // with a deadline
+			programs[r].clear();
+			if (r == away)
+				continue;
+			sw_moe_args a = arguments(w, b, r, op_dispatch);
+			a.world.timeout_ns = 300'000;
+			a.x = reinterpret_cast<u64>(b.narrow_x[r].data()), a.to_rows = w.rows, a.to_indices = w.row_indices, a.to_weights = w.row_weights, a.to_sources = w.row_sources;
+			if (!w.by_token())
+				to_staging(w, a);
+			a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
+			a.mode &= w.by_token() ? ~0u : ~SW_MOE_RECEIVE;
+			send(w, a, 2 * w.hidden, false, programs[r]);
+			if (!w.by_token())
+				programs[r].push_back(with(experts_take, a, 2, SW_MOE_PASS_THREADS, 12 * w.local(r) + 8));
+		}
+	if (!run(w, programs, [&](u64 sweep) {
+		    if (aborted && sweep == when)
+			    for (u32 r = 0; r < w.size; r++)
+				    at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
+	    }))
+		return false;
+	for (u32 r = 0; r < w.size; r++)
+		if (r != away && w.faults[r].kind != (aborted ? SW_FAULT_ABORTED : SW_FAULT_TIMEOUT)) {
+			printf("rank %u was away: rank %u has fault %u\n", away, r, w.faults[r].kind);
+			return false;
+		}
+	return true;
+}
+
+} // namespace
+
+int main(int count, char **words)
+{
+	return run_all(count, words,
+		       {
+			   {"calls", calls},
+			   {"deadline", [] { return end_of_waits(false); }},
+			   {"abort", [] { return end_of_waits(true); }},
+		       },
+		       [](u64 i) { return i % 6 < 4 ? 0 : i % 6 - 3; });
+}

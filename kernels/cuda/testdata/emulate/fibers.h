@@ -1,0 +1,158 @@
+// Blocks of fibers, and the random order in which they run.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <sys/mman.h>
+
+#undef clock
+
+asm(R"(
+.text
+.globl emu_switch
+emu_switch:
+	pushq %rbp
+	pushq %rbx
+	pushq %r12
+	pushq %r13
+	pushq %r14
+	pushq %r15
+	movq %rsp, (%rdi)
+	movq %rsi, %rsp
+	popq %r15
+	popq %r14
+	popq %r13
+	popq %r12
+	popq %rbx
+	popq %rbp
+	ret
+)");
+
+namespace {
+
+using namespace sw;
+using emu::draw;
+
+constexpr size_t stack_bytes = 64 << 10;
+std::vector<char *> free_stacks;
+std::vector<emu::block *> running;
+
+void fiber_main()
+{
+	emu::fiber &f = *emu::current;
+	emu::block &b = *f.block;
+	b.kernel();
+	f.done = true;
+	emu::warp &w = b.warps[f.thread / 32];
+	auto leave = [](emu::meeting &m, u32 &alive) { // the others need not wait for this thread
+		if (--alive > 0 && m.here == alive) {
+			m.here = 0;
+			m.rounds++;
+		}
+	};
+	leave(w.met, w.alive);
+	leave(b.met, b.alive);
+	emu::emu_switch(&f.stack_pointer, emu::scheduler);
+	abort();
+}
+
+emu::block *launch(u32 rank, u32 id, u32 grid, u32 threads, size_t shared_bytes, std::function<void()> kernel)
+{
+	auto *b = new emu::block;
+	b->rank = rank, b->id = id, b->grid = grid, b->threads = b->alive = threads;
+	b->warps.resize(threads / 32);
+	b->dynamic.assign(shared_bytes / 8 + 1, 0xEEEEEEEEEEEEEEEE);
+	b->kernel = std::move(kernel);
+	b->fibers.resize(threads);
+	for (u32 t = 0; t < threads; t++) {
+		if (free_stacks.empty()) {
+			char *p = static_cast<char *>(mmap(nullptr, 256 * stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+			for (int i = 0; i < 256; i++)
+				free_stacks.push_back(p + i * stack_bytes);
+		}
+		char *stack = free_stacks.back();
+		free_stacks.pop_back();
+		void **top = reinterpret_cast<void **>(stack + stack_bytes) - 8; // six registers, where to go, and alignment
+		std::fill(top, top + 6, nullptr);
+		top[6] = reinterpret_cast<void *>(fiber_main);
+		b->fibers[t] = {top, stack, t, b, false};
+	}
+	running.push_back(b);
+	return b;
+}
+
+void retire(emu::block *b)
+{
+	running.erase(std::find(running.begin(), running.end(), b));
+	for (emu::fiber &f : b->fibers)
+		free_stacks.push_back(f.stack);
+	for (auto &s : b->statics)
+		free(s.second);
+	delete b;
+}
+
+// One sweep: every block that is awake lets each of its threads go on once. pace is how often a rank's blocks run.
+template <typename Pace> void sweep_once(Pace pace)
+{
+	emu::time_ns += 50;
+	for (emu::block *b : running) {
+		if (b->asleep > 0) {
+			b->asleep--;
+			continue;
+		}
+		if (draw(300) == 0)
+			b->asleep = draw(400);
+		if (draw(4) == 0 || draw(pace(b->rank)) != 0)
+			continue;
+		u32 first = draw(b->threads);
+		for (u32 i = 0; i < b->threads; i++) {
+			emu::fiber &f = b->fibers[(first + i) % b->threads];
+			if (f.done)
+				continue;
+			emu::current = &f;
+			emu::emu_switch(&emu::scheduler, f.stack_pointer);
+		}
+	}
+}
+
+// True when all blocks of a list have ended, which are then gone.
+inline bool ended(std::vector<emu::block *> &blocks)
+{
+	if (!std::all_of(blocks.begin(), blocks.end(), [](emu::block *b) { return b->alive == 0; }))
+		return false;
+	std::for_each(blocks.begin(), blocks.end(), retire);
+	blocks.clear();
+	return true;
+}
+
+// Tells who is still running after so many sweeps that it cannot be right.
+inline bool hangs(u64 sweep)
+{
+	if (sweep <= 500'000)
+		return false;
+	for (emu::block *b : running)
+		printf("rank %u, block %u: %u threads are still there\n", b->rank, b->id, b->alive);
+	return true;
+}
+
+struct scenario {
+	const char *name;
+	std::function<bool()> run;
+};
+
+// Runs rounds of scenarios, which `which` picks by the round's number.
+inline int run_all(int count, char **words, const std::vector<scenario> &scenarios, const std::function<size_t(u64)> &which)
+{
+	u64 seed = count > 1 ? strtoull(words[1], nullptr, 10) : 1, rounds = count > 2 ? strtoull(words[2], nullptr, 10) : 100;
+	for (u64 i = 0; i < rounds; i++) {
+		emu::dice.seed(seed + i);
+		auto &s = scenarios[which(i)];
+		if (!s.run()) {
+			printf("%s, seed %llu\n", s.name, static_cast<unsigned long long>(seed + i));
+			return 1;
+		}
+	}
+	return 0;
+}
+
+} // namespace

@@ -1,0 +1,125 @@
+package memory
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/internal/vec"
+)
+
+// The floating-point types that Go lacks, by their bits. Their method Float32 is the number.
+type (
+	// Float16 is IEEE 754 binary16.
+	Float16 = vec.Float16
+	// BFloat16 is the upper half of a float32.
+	BFloat16 = vec.BFloat16
+	// Float8E4M3 has four bits of exponent, three of mantissa and no infinity; its greatest value is 448.
+	Float8E4M3 = vec.Float8E4M3
+	// Float8E5M2 has five bits of exponent and two of mantissa.
+	Float8E5M2 = vec.Float8E5M2
+)
+
+// ToFloat16 rounds to the nearest Float16, ties to even; what is too large becomes infinity.
+func ToFloat16(f float32) Float16 { return vec.ToFloat16(f) }
+
+// ToBFloat16 rounds to the nearest BFloat16, ties to even.
+func ToBFloat16(f float32) BFloat16 { return vec.ToBFloat16(f) }
+
+// Element is what typed memory consists of.
+type Element interface {
+	~uint8 | ~int8 | ~uint16 | ~int16 | ~uint32 | ~int32 | ~uint64 | ~int64 | ~float32 | ~float64
+}
+
+// Of is the memory of v as a slice of T, in the machine's byte order; it shares v's bytes and ends where v ends. Of memory
+// of a GPU it is nil, like Bytes. It panics when the bytes are not a whole number of T, or do not begin at a multiple of its
+// size, as a slice expression does that is out of range.
+func Of[T Element](v View) []T {
+	b := v.Bytes()
+	size := shm.SizeOf[T]()
+	if len(b)%size != 0 || shm.Addr(b)%uintptr(size) != 0 {
+		panic(fmt.Sprintf("memory: a view of %d bytes at address %#x is not made of %T, which have %d bytes", len(b), shm.Addr(b), *new(T), size))
+	}
+	return shm.View[T](b)[: len(b)/size : len(b)/size]
+}
+
+// Wrap is a view of the elements of s, which is Go memory and stays alive with the view. See Host.
+func Wrap[T Element](s []T) View { return Host(shm.Bytes(s)) }
+
+// Matrix is rows of equal length, one after the other: tokens by their hidden size, for one. It is a small value; copies
+// share the elements. The zero Matrix has no rows.
+type Matrix[T Element] struct {
+	rows, cols int
+	data       []T // nil on a GPU
+	view       View
+	buffer     *Buffer // of AllocMatrix
+}
+
+// NewMatrix is a matrix of zeros in Go memory. It panics when a size is negative.
+func NewMatrix[T Element](rows, cols int) Matrix[T] {
+	data := make([]T, rows*cols)
+	return Matrix[T]{rows: rows, cols: cols, data: data, view: Wrap(data)}
+}
+
+// AllocMatrix is a matrix in the heap's pool, where peers write in place. It is Heap.Alloc: every rank makes the same calls
+// with the same sizes in the same order, the content is whatever was there before, and Free gives it back.
+func AllocMatrix[T Element](h *Heap, rows, cols int) (Matrix[T], error) {
+	size := int64(shm.SizeOf[T]())
+	if rows < 0 || cols < 0 || cols > 0 && int64(rows) > math.MaxInt64/size/int64(cols) {
+		return Matrix[T]{}, fmt.Errorf("memory: allocate a matrix of %d rows of %d: %w", rows, cols, ErrInvalid)
+	}
+	b, err := h.Alloc(int64(rows) * int64(cols) * size)
+	if err != nil {
+		return Matrix[T]{}, err
+	}
+	return Matrix[T]{rows: rows, cols: cols, data: Of[T](b.View()), view: b.View(), buffer: b}, nil
+}
+
+// MatrixOf is v as rows of cols elements each, sharing v's memory. A length that is not a whole number of rows, and an address
+// that is not a multiple of T's size, are an ErrInvalid.
+func MatrixOf[T Element](v View, cols int) (Matrix[T], error) {
+	size := int64(shm.SizeOf[T]())
+	if cols < 1 || v.Len()%(int64(cols)*size) != 0 || v.Ptr()%uintptr(size) != 0 {
+		return Matrix[T]{}, fmt.Errorf("memory: %d bytes at address %#x are not rows of %d %T: %w", v.Len(), v.Ptr(), cols, *new(T), ErrInvalid)
+	}
+	return Matrix[T]{rows: int(v.Len() / (int64(cols) * size)), cols: cols, data: Of[T](v), view: v}, nil
+}
+
+// Rows is the number of rows.
+func (m Matrix[T]) Rows() int { return m.rows }
+
+// Cols is the number of elements of a row.
+func (m Matrix[T]) Cols() int { return m.cols }
+
+// View is the memory, for the calls that move it.
+func (m Matrix[T]) View() View { return m.view }
+
+// Data is all elements, row after row; nil for memory of a GPU.
+func (m Matrix[T]) Data() []T { return m.data }
+
+// Row is row i, which shares the matrix's memory. It panics when i is out of range, and for memory of a GPU.
+func (m Matrix[T]) Row(i int) []T {
+	return m.data[i*m.cols : (i+1)*m.cols : (i+1)*m.cols]
+}
+
+// Slice is rows lo up to hi, which share the matrix's memory. Like a slice expression it panics when they are not in m.
+func (m Matrix[T]) Slice(lo, hi int) Matrix[T] {
+	if lo < 0 || hi < lo || hi > m.rows {
+		panic(fmt.Sprintf("memory: rows %d to %d of a matrix of %d rows", lo, hi, m.rows))
+	}
+	row := int64(m.cols) * int64(shm.SizeOf[T]())
+	s := Matrix[T]{rows: hi - lo, cols: m.cols, view: m.view.Slice(int64(lo)*row, int64(hi-lo)*row)}
+	if m.data != nil {
+		s.data = m.data[lo*m.cols : hi*m.cols : hi*m.cols]
+	}
+	return s
+}
+
+// Free gives a matrix of AllocMatrix back to the pool, by the rules of Buffer.Free. Other matrices, slices of it among them,
+// have nothing to give back: an ErrInvalid.
+func (m Matrix[T]) Free() error {
+	if m.buffer == nil {
+		return fmt.Errorf("memory: free a matrix that AllocMatrix did not make: %w", ErrInvalid)
+	}
+	return m.buffer.Free()
+}

@@ -1,0 +1,130 @@
+package memory
+
+import (
+	"math"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestOfAndWrap(t *testing.T) {
+	numbers := []float32{1, 2, 3, 4}
+	v := Wrap(numbers)
+	require.Equal(t, int64(16), v.Len())
+	require.True(t, v.OnHost())
+	got := Of[float32](v.Slice(4, 8))
+	require.Equal(t, []float32{2, 3}, got)
+	require.Equal(t, 2, cap(got), "it ends where the view ends")
+	got[0] = 9
+	require.Equal(t, float32(9), numbers[1], "the memory is shared")
+	require.Equal(t, []uint32{math.Float32bits(1)}, Of[uint32](v.Slice(0, 4)))
+
+	require.Empty(t, Of[float64](View{}))
+	require.Empty(t, Of[float64](Wrap([]float64(nil))))
+	require.Nil(t, Of[float32](Device(4096, 64)), "memory of a GPU")
+
+	require.PanicsWithValue(t, `memory: a view of 6 bytes at address `+hex(v.Ptr())+` is not made of float32, which have 4 bytes`,
+		func() { Of[float32](v.Slice(0, 6)) })
+	require.Panics(t, func() { Of[float32](v.Slice(1, 4)) }, "misaligned")
+	require.Panics(t, func() { Of[int64](v.Slice(4, 8)) }, "misaligned for longer numbers")
+	require.NotPanics(t, func() { Of[int8](v.Slice(1, 3)) })
+}
+
+func hex(p uintptr) string {
+	const digits = "0123456789abcdef"
+	s := ""
+	for ; p > 0; p /= 16 {
+		s = string(digits[p%16]) + s
+	}
+	return "0x" + s
+}
+
+func TestTypesOfSixteenBits(t *testing.T) {
+	require.Equal(t, BFloat16(0x3f80), ToBFloat16(1))
+	require.Equal(t, float32(-2), ToBFloat16(-2).Float32())
+	require.Equal(t, Float16(0x3c00), ToFloat16(1))
+	require.Equal(t, int64(6), Wrap([]BFloat16{1, 2, 3}).Len())
+	require.Equal(t, int64(2), Wrap([]Float8E4M3{1, 2}).Len())
+}
+
+func TestMatrix(t *testing.T) {
+	m := NewMatrix[BFloat16](3, 4)
+	require.Equal(t, [2]int{3, 4}, [2]int{m.Rows(), m.Cols()})
+	require.Equal(t, int64(24), m.View().Len())
+	for i := range m.Rows() {
+		for j := range m.Row(i) {
+			m.Row(i)[j] = ToBFloat16(float32(10*i + j))
+		}
+	}
+	require.Equal(t, float32(23), m.Data()[11].Float32())
+	require.Equal(t, 4, cap(m.Row(1)), "a row does not reach into the next")
+	s := m.Slice(1, 3)
+	require.Equal(t, 2, s.Rows())
+	require.Equal(t, float32(20), s.Row(1)[0].Float32())
+	require.Equal(t, m.View().Ptr()+8, s.View().Ptr())
+	require.Equal(t, int64(16), s.View().Len())
+	require.Zero(t, m.Slice(3, 3).Rows())
+	for _, r := range [][2]int{{-1, 1}, {2, 1}, {0, 4}} {
+		require.Panics(t, func() { m.Slice(r[0], r[1]) })
+	}
+	require.Panics(t, func() { m.Row(3) })
+	require.ErrorIs(t, m.Free(), ErrInvalid)
+	require.Panics(t, func() { NewMatrix[float32](-1, 2) })
+	require.Zero(t, Matrix[float32]{}.Rows())
+
+	same, err := MatrixOf[BFloat16](m.View(), 6)
+	require.NoError(t, err)
+	require.Equal(t, 2, same.Rows())
+	same.Row(1)[5] = 7
+	require.Equal(t, BFloat16(7), m.Row(2)[3])
+	gpu, err := MatrixOf[float32](Device(4096, 240), 6)
+	require.NoError(t, err)
+	require.Equal(t, 10, gpu.Rows())
+	require.Nil(t, gpu.Data())
+	require.Equal(t, uintptr(4096+24), gpu.Slice(1, 4).View().Ptr())
+	for _, v := range []View{m.View().Slice(0, 10), m.View().Slice(1, 12), Device(4097, 12)} {
+		_, err = MatrixOf[BFloat16](v, 6)
+		require.ErrorIs(t, err, ErrInvalid)
+	}
+	_, err = MatrixOf[float32](m.View(), 0)
+	require.ErrorIs(t, err, ErrInvalid)
+}
+
+func TestAllocMatrix(t *testing.T) {
+	h := oneRank(t, Options{SegmentBytes: 1 << 20})
+	m, err := AllocMatrix[float32](h, 5, 7)
+	require.NoError(t, err)
+	_, ok := m.View().Symmetric(h)
+	require.True(t, ok, "peers write it in place")
+	_, ok = m.Slice(1, 3).View().Symmetric(h)
+	require.True(t, ok)
+	m.Row(4)[6] = 1
+	require.Len(t, m.Data(), 35)
+	require.ErrorIs(t, m.Slice(0, 2).Free(), ErrInvalid, "a part is not what was allocated")
+	require.NoError(t, m.Free())
+	require.ErrorIs(t, m.Free(), ErrFreed)
+
+	calls := h.Stats().Calls
+	for _, shape := range [][2]int{{-1, 2}, {2, -1}, {math.MaxInt, 2}, {1 << 40, 1 << 30}} {
+		_, err := AllocMatrix[float32](h, shape[0], shape[1])
+		require.ErrorIs(t, err, ErrInvalid)
+	}
+	require.Equal(t, calls, h.Stats().Calls, "what is refused is not a call")
+	empty, err := AllocMatrix[float64](h, 0, 7)
+	require.NoError(t, err)
+	require.NoError(t, empty.Free())
+}
+
+// What is made of a buffer on every call of a layer costs no allocation.
+func TestTypedMemoryAllocatesNothing(t *testing.T) {
+	numbers := make([]float32, 64)
+	var sum float32
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		m, err := MatrixOf[float32](Wrap(numbers), 8)
+		if err != nil {
+			panic(err)
+		}
+		sum += m.Row(3)[1] + Of[float32](m.Slice(1, 2).View())[0]
+	}))
+	require.Zero(t, sum)
+}
