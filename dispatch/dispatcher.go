@@ -276,8 +276,8 @@ type Counters struct {
 
 // Counters reads the counters, without waiting for any stream: what has run is counted.
 func (d *Dispatcher) Counters() (Counters, error) {
-	if err := d.counters.Valid(); err != nil {
-		return Counters{}, fmt.Errorf("dispatch: counters: %w", err)
+	if d.counters.Valid() != nil {
+		return Counters{}, fmt.Errorf("dispatch: counters: %w", ErrClosed)
 	}
 	words := make([]int64, d.moe.CounterWords())
 	if mem := d.counters.Bytes(); mem != nil {

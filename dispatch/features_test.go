@@ -100,6 +100,8 @@ func TestCounters(t *testing.T) {
 		}
 		require.Zero(r, c.Waited[r.Group.Rank()])
 		require.NoError(r, d.Close(r.Ctx))
+		_, err := d.Counters()
+		require.ErrorIs(r, err, dispatch.ErrClosed)
 	})
 }
 

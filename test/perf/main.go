@@ -55,12 +55,12 @@ type config struct {
 	Hidden      int
 	Experts     int
 	TopK        int
-	All         bool
-	Only        string
-	JSON        bool
 	Layout      string
 	DType       string
 	Quantize    bool
+	All         bool
+	Only        string
+	JSON        bool
 }
 
 // row is one line of the result.
@@ -181,14 +181,14 @@ func run(ctx context.Context, args []string) error {
 		fs.StringVar(&c.Reduce, "op", "sum", "reduction")
 		fs.BoolVar(&c.Staged, "staged", false, "buffers outside the symmetric heap")
 	case "dispatch":
+		fs.StringVar(&c.Layout, "layout", "flat", "on the host: flat, padded, slab, token-major or rank-padded")
+		fs.StringVar(&c.DType, "dtype", "float32", "on the host: type of tokens: float32, bfloat16 or float16")
+		fs.BoolVar(&c.Quantize, "quantize", false, "on the host: rows are made float8 on their way to the experts")
 		fs.StringVar(&c.Device, "device", "host", "host, or cuda, which has a table of cases of its own")
-		fs.IntVar(&c.Tokens, "tokens", 4096, "tokens a rank")
-		fs.IntVar(&c.Hidden, "hidden", 1024, "elements a token")
-		fs.IntVar(&c.Experts, "experts", 8, "experts in all")
-		fs.IntVar(&c.TopK, "topk", 2, "experts a token")
-		fs.StringVar(&c.Layout, "layout", "flat", "flat, padded, slab, token-major or rank-padded")
-		fs.StringVar(&c.DType, "dtype", "float32", "type of tokens: float32, bfloat16 or float16")
-		fs.BoolVar(&c.Quantize, "quantize", false, "rows are made float8 on their way to the experts")
+		fs.IntVar(&c.Tokens, "tokens", 4096, "on the host: tokens a rank")
+		fs.IntVar(&c.Hidden, "hidden", 1024, "on the host: elements a token")
+		fs.IntVar(&c.Experts, "experts", 8, "on the host: experts in all")
+		fs.IntVar(&c.TopK, "topk", 2, "on the host: experts a token")
 		fs.BoolVar(&c.All, "all", false, "on cuda: other lengths of rows, numbers of experts and tokens, skew, and multiprocessors, too")
 		fs.StringVar(&c.Only, "only", "", "on cuda: a regular expression that picks cases by their names, such as 'low latency, .* 128 tokens'")
 	}
