@@ -74,7 +74,7 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 	}
 	l := d.op(kernels.DispatchOp, h)
 	l.dispatch = kernels.Dispatch{
-		MoECall: d.moeCall(l.kind, h), X: d.buffer(t.X), Scales: d.buffer(t.Scales), Experts: d.buffer(t.Experts), Weights: d.buffer(t.Weights),
+		MoECall: d.moeCall(l.kind, h), X: d.own(t.X), Scales: d.own(t.Scales), Experts: d.own(t.Experts), Weights: d.own(t.Weights),
 		Ticket: h.ticket,
 	}
 	if err := d.launch(s, l, phase); err != nil {
@@ -122,7 +122,7 @@ func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.Vie
 		return invalid("x and the rows of the handle overlap")
 	}
 	l := d.op(kernels.RedispatchOp, h)
-	l.dispatch = kernels.Dispatch{MoECall: d.moeCall(l.kind, h), X: d.buffer(x), Scales: d.buffer(scales)}
+	l.dispatch = kernels.Dispatch{MoECall: d.moeCall(l.kind, h), X: d.own(x), Scales: d.own(scales)}
 	return d.launch(s, l, phase)
 }
 
@@ -238,8 +238,8 @@ func (d *Dispatcher) combine(
 	}
 	l := d.op(kind, h)
 	l.combine = kernels.Combine{
-		MoECall: d.moeCall(kind, h), Weighting: w, Y: d.buffer(y), Rows: d.buffer(rows), RowWeights: d.buffer(o.Weights),
-		SumWeights: d.buffer(o.SumWeights), Bias: [2]kernels.Buffer{d.buffer(o.Bias[0]), d.buffer(o.Bias[1])}, Ready: d.buffer(o.Ready),
+		MoECall: d.moeCall(kind, h), Weighting: w, Y: d.own(y), Rows: d.shown(rows), RowWeights: d.shown(o.Weights),
+		SumWeights: d.own(o.SumWeights), Bias: [2]kernels.Buffer{d.own(o.Bias[0]), d.own(o.Bias[1])}, Ready: d.own(o.Ready),
 	}
 	return d.launch(s, l, phase)
 }
@@ -294,8 +294,8 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 	}
 	l := d.op(kernels.CombineBackwardOp, h)
 	l.backward = kernels.CombineBackward{
-		MoECall: d.moeCall(l.kind, h), Weighting: w, DY: d.buffer(dy), Rows: d.buffer(rows), DRows: d.buffer(dRows),
-		RowWeights: d.buffer(o.Weights), DWeights: d.buffer(dWeights),
+		MoECall: d.moeCall(l.kind, h), Weighting: w, DY: d.own(dy), Rows: d.shown(rows), DRows: d.shown(dRows),
+		RowWeights: d.shown(o.Weights), DWeights: d.shown(dWeights),
 	}
 	return d.launch(s, l, kernels.Both)
 }

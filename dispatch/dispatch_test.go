@@ -162,7 +162,7 @@ func TestTokensCrossOncePerRank(t *testing.T) {
 		}
 		h, err := d.Dispatch(nil, tokens(rowsFor(len(idx)/3), idx, make([]float32, len(idx))))
 		require.NoError(r, err)
-		require.Equal(r, [][]int64{{16, 32}, {0, 0}}[r.Group.Rank()], d.Counters().Bytes)
+		require.Equal(r, [][]int64{{16, 32}, {0, 0}}[r.Group.Rank()], r.counters(d).Bytes)
 		require.Equal(r, [][]int32{{1, 0, 0}, {1, 1, 2}}[r.Group.Rank()], r.counts(h).Counts)
 		h.Release()
 		require.NoError(r, d.Close(r.Ctx))
@@ -177,6 +177,7 @@ func TestOverflowIsAnErrorOnEveryRank(t *testing.T) {
 	}{
 		"padded": {small(dispatch.Options{Layout: dispatch.Padded, Capacity: 15}), dispatch.OverflowError{Rank: 1, Expert: 3, Rows: 16, Limit: 15}},
 		"flat":   {small(dispatch.Options{Align: 2, MaxRows: 15}), dispatch.OverflowError{Rank: 0, Expert: -1, Rows: 16, Limit: 15}},
+		"tokens": {small(dispatch.Options{Layout: dispatch.TokenMajor, MaxRows: 15}), dispatch.OverflowError{Rank: 0, Expert: -1, Rows: 16, Limit: 15}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if name == "padded" { // put expert 0 where it does not overflow first

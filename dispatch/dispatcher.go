@@ -2,6 +2,7 @@ package dispatch
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"sync"
@@ -34,9 +35,10 @@ type Dispatcher struct {
 	c       *communicator.Communicator // its lock is held throughout a call, so that launches have one order
 	options Options
 	moe     *kernels.MoE
-	table   memory.View // the placement, as the engine reads it
-	views   []handleViews
-	ops     communicator.Pool[op]
+	// The placement, as the engine reads it, and what it counts.
+	table, counters memory.View
+	views           []handleViews
+	ops             communicator.Pool[op]
 
 	// mu guards what launches on streams change too, the placement, and the lives of handles. Nobody waits for a stream with it.
 	mu        sync.Mutex
@@ -63,7 +65,7 @@ type op struct {
 func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	g := h.Group()
 	d := &Dispatcher{}
-	m, err := o.validate(g.Rank(), g.Size(), h.Device().Kind())
+	m, err := o.validate(g.Rank(), g.Size())
 	own := communicator.Config{Name: "dispatch", Timeout: o.Timeout}
 	if err == nil {
 		d.options, d.moe, d.placement, d.local = o, m, o.Placement, o.Placement.Local(g.Rank())
@@ -91,7 +93,7 @@ func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
 	own.ExtraBytes = sizes.used
 	own.Settle = func(extra memory.View) error {
 		d.layOut(&cutter{heap: h, block: extra}, layout)
-		return h.Put(d.table, shm.Bytes(d.placement.table(d.moe.First)))
+		return transfer(h, d.table, memory.Host(shm.Bytes(d.placement.table(d.moe.First))))
 	}
 	return nil
 }
@@ -123,7 +125,7 @@ type handleViews struct {
 func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 	m := d.moe
 	d.table, m.Placement = c.cut(4 * int64(m.Experts+1+2*m.Slots()))
-	_, m.Counters = c.cut(8 * int64(m.CounterWords()))
+	d.counters, m.Counters = c.cut(8 * int64(m.CounterWords()))
 	m.Handles, d.views = make([]kernels.MoEHandle, d.options.Handles), make([]handleViews, d.options.Handles)
 	for i := range m.Handles {
 		_, m.Handles[i].State = c.cut(l.State)
@@ -135,7 +137,13 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 	if m.Layout.ByToken() {
 		groups = int64(m.Ranks)
 	}
-	var landed, indices int64
+	var landed, indices, weights, sources int64
+	if m.Layout.ByToken() || d.options.RowWeights {
+		weights = 4 * m.Rows * int64(m.WeightsPerRow())
+	}
+	if d.options.Sources {
+		sources = 8 * m.Rows
+	}
 	if m.Landed {
 		landed = 4 * local
 	}
@@ -149,8 +157,8 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 		v.rankCounts, h.RankCounts = c.cut(4 * int64(m.Ranks))
 		v.landed, h.Landed = c.cut(landed)
 		v.indices, h.Indices = c.cut(indices)
-		v.weights, h.Weights = c.cut(4 * m.Rows * int64(m.WeightsPerRow()))
-		v.sources, h.Sources = c.cut(8 * m.Rows)
+		v.weights, h.Weights = c.cut(weights)
+		v.sources, h.Sources = c.cut(sources)
 		v.scales, h.Scales = c.cut(4 * m.Rows * int64(m.ScaleWords()))
 		v.rows, h.Rows = c.cut(m.Rows * m.RowBytes())
 		_, h.Staging = c.cut(l.Staging)
@@ -219,13 +227,29 @@ func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 		return fmt.Errorf("dispatch: set placement: %w", err)
 	}
 	p = p.clone()
-	if err := d.c.Heap.Put(d.table, shm.Bytes(p.table(d.moe.First))); err != nil {
+	if err := transfer(d.c.Heap, d.table, memory.Host(shm.Bytes(p.table(d.moe.First)))); err != nil {
+		d.c.Done(fmt.Errorf("set placement: %w", err)) // ranks may have different tables
 		return fmt.Errorf("dispatch: set placement: %w", err)
 	}
 	d.mu.Lock()
 	d.placement, d.local = p, p.Local(d.moe.Rank)
 	d.mu.Unlock()
 	return nil
+}
+
+// transfer copies between the host and a dispatcher's memory, beside whatever streams do.
+func transfer(h *memory.Heap, dst, src memory.View) error {
+	if dst.OnHost() && src.OnHost() {
+		return memory.Copy(nil, dst, src)
+	}
+	s, err := h.Device().NewStream()
+	if err != nil {
+		return err
+	}
+	if err = memory.Copy(s, dst, src); err == nil {
+		err = s.Synchronize()
+	}
+	return errors.Join(err, s.Close())
 }
 
 // Counters is what a rank has done so far.
@@ -240,16 +264,25 @@ type Counters struct {
 }
 
 // Counters reads the counters, without waiting for any stream: what has run is counted.
-func (d *Dispatcher) Counters() Counters {
-	c := Counters{Choices: make([]int64, d.moe.Experts), Bytes: make([]int64, d.moe.Ranks), Waited: make([]time.Duration, d.moe.Ranks)}
-	word := func(i int) int64 { return int64(shm.Word(d.moe.Counters.Mem, 8*int64(i)).Load()) }
-	for i := range c.Choices {
-		c.Choices[i] = word(i)
+func (d *Dispatcher) Counters() (Counters, error) {
+	if err := d.counters.Valid(); err != nil {
+		return Counters{}, fmt.Errorf("dispatch: counters: %w", err)
 	}
-	for p := range c.Bytes {
-		c.Bytes[p], c.Waited[p] = word(d.moe.Experts+p), time.Duration(word(d.moe.Experts+d.moe.Ranks+p))
+	words := make([]int64, d.moe.CounterWords())
+	if mem := d.counters.Bytes(); mem != nil {
+		for i := range words {
+			words[i] = int64(shm.Word(mem, 8*int64(i)).Load())
+		}
+	} else if err := transfer(d.c.Heap, memory.Host(shm.Bytes(words)), d.counters); err != nil {
+		return Counters{}, fmt.Errorf("dispatch: counters: %w", err)
 	}
-	return c
+	c := Counters{Choices: words[:d.moe.Experts:d.moe.Experts], Waited: make([]time.Duration, d.moe.Ranks)}
+	words = words[d.moe.Experts:]
+	c.Bytes = words[:d.moe.Ranks:d.moe.Ranks]
+	for p, ns := range words[d.moe.Ranks:] {
+		c.Waited[p] = time.Duration(ns)
+	}
+	return c, nil
 }
 
 // ready returns why no call can be made with h. half says that it is the second half of a call.
@@ -300,8 +333,11 @@ func (d *Dispatcher) checkTokens(name string, v memory.View, tokens int, t kerne
 	return d.check(name, v, -1, t.Size())
 }
 
-// buffer is v for an engine. Peers that reach it do so in place.
-func (d *Dispatcher) buffer(v memory.View) kernels.Buffer { return d.c.Heap.SymmetricOperand(v) }
+// own is v for an engine, whose peers have no business there.
+func (d *Dispatcher) own(v memory.View) kernels.Buffer { return d.c.Heap.Operand(v) }
+
+// shown is v for an engine. Peers that reach it do so in place.
+func (d *Dispatcher) shown(v memory.View) kernels.Buffer { return d.c.Heap.SymmetricOperand(v) }
 
 // overlap reports whether two views, both of the heap's device, share a byte.
 func overlap(a, b memory.View) bool {
@@ -406,7 +442,14 @@ func (d *Dispatcher) recycle(o *op) {
 	d.mu.Lock()
 	o.handle.users--
 	d.mu.Unlock()
-	o.handle, o.dispatch, o.combine, o.backward = nil, kernels.Dispatch{}, kernels.Combine{}, kernels.CombineBackward{}
+	switch o.handle = nil; o.kind {
+	case kernels.DispatchOp, kernels.RedispatchOp:
+		o.dispatch = kernels.Dispatch{}
+	case kernels.CombineBackwardOp:
+		o.backward = kernels.CombineBackward{}
+	default:
+		o.combine = kernels.Combine{}
+	}
 	d.ops.Give(o)
 }
 

@@ -60,6 +60,12 @@ func (r *rank) counts(h *dispatch.Handle) dispatch.HostCounts {
 	return c
 }
 
+func (r *rank) counters(d *dispatch.Dispatcher) dispatch.Counters {
+	c, err := d.Counters()
+	require.NoError(r, err)
+	return c
+}
+
 // rows are those of a handle that its dispatch has made, of so many bytes each.
 func (r *rank) rows(h *dispatch.Handle, size int) memory.View {
 	return h.Rows().Slice(0, int64(r.counts(h).Rows*size))

@@ -196,10 +196,11 @@ type MoEHandle struct {
 	// Indices is for token-major layouts: [MoE.Rows, TopK] of 64-bit integers, the local number of each choice's expert, -1 for
 	// choices that are masked or went to other ranks.
 	Indices Buffer
-	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1.
+	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1. In
+	// expert-major layouts they are empty unless asked for.
 	Weights Buffer
 	// Sources are pairs of 32-bit integers for each row: the rank it came from and the number of the token there; -1, -1 in
-	// padding that is zero.
+	// padding that is zero. They are empty unless asked for.
 	Sources Buffer
 	// Landed are 32-bit words, one for each slot: how many of its rows have landed. A dispatch sets them to zero before it lets
 	// any peer write, and each is added to (with release at system scope) after the rows it counts, so a reader that finds

@@ -40,9 +40,8 @@ type backing interface {
 	raise(at int64) error
 	// engine runs kernels on the heap, which space describes. why says for which reason the abort word was set.
 	engine(space kernels.Space, why func() error) (kernels.Engine, error)
-	// clear makes n bytes at at of the range zero, of this rank's segment, before it returns; put writes b there.
+	// clear makes n bytes at at of the range zero, of this rank's segment, before it returns.
 	clear(at, n int64) error
-	put(at int64, b []byte) error
 	// mem is the range where the host can read it, else nil; base is its address on the device.
 	mem() []byte
 	base() uintptr
@@ -164,11 +163,6 @@ func (*hostBacking) engine(space kernels.Space, why func() error) (kernels.Engin
 
 func (b *hostBacking) clear(at, n int64) error {
 	clear(b.shared.Bytes()[at : at+n])
-	return nil
-}
-
-func (b *hostBacking) put(at int64, p []byte) error {
-	copy(b.shared.Bytes()[at:], p)
 	return nil
 }
 

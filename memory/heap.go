@@ -340,18 +340,6 @@ func (h *Heap) SymmetricOperand(v View) kernels.Buffer {
 	return b
 }
 
-// Put writes b to v, memory of this heap, before it returns. Nothing else uses that memory.
-func (h *Heap) Put(v View, b []byte) error {
-	off, ok := v.Symmetric(h)
-	if !ok || int64(len(b)) > v.n {
-		return fmt.Errorf("memory: put %d bytes into %d, of the heap: %v: %w", len(b), v.n, ok, ErrInvalid)
-	}
-	if err := h.back.put(h.at(h.space.Rank, off), b); err != nil {
-		return fmt.Errorf("memory: put %d bytes: %w", len(b), err)
-	}
-	return nil
-}
-
 // Stats is the state of a rank's pool. All sizes are bytes.
 type Stats struct {
 	Committed     int64 // memory of the pool

@@ -19,8 +19,14 @@ type moe struct {
 
 func newMoE(m *kernels.MoE, offset int64) *moe {
 	x := &moe{m: m, lanes: newLanes(m, offset), handles: make([]routing, len(m.Handles))}
+	rankOf := make([]int32, 0, m.Slots())
+	for r := range m.Ranks {
+		for range m.Local(r) {
+			rankOf = append(rankOf, int32(r))
+		}
+	}
 	for i := range x.handles {
-		x.handles[i].init(m)
+		x.handles[i].init(m, rankOf)
 	}
 	return x
 }
@@ -238,7 +244,6 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 	for i := 1; i < n; i++ {
 		m.waiting = append(m.waiting, int32((e.space.Rank+i)%n))
 	}
-	var since time.Time // this rank has nothing to do
 	for len(m.waiting) > 0 {
 		left := m.waiting[:0]
 		for _, p := range m.waiting {
@@ -246,8 +251,8 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 				left = append(left, p)
 				continue
 			}
-			if !since.IsZero() {
-				m.waited(int(p), time.Since(since))
+			if m.w.polls > 0 {
+				m.waited(int(p), time.Since(m.w.since))
 			}
 			if arrived != nil {
 				arrived(int(p))
@@ -258,9 +263,6 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 		if moved {
 			m.w.busy()
 			continue
-		}
-		if since.IsZero() {
-			since = time.Now()
 		}
 		if err := m.w.idle(int(m.waiting[0])); err != nil {
 			return m.gaveUp(int(m.waiting[0]), err)

@@ -24,8 +24,9 @@ type routing struct {
 	rows  []routedRow
 	// counts are the rows for each slot; behind those, in a token-major layout, for each rank.
 	counts []int32
-	call   uint64 // epoch of the dispatch
-	err    error  // why it failed
+	rankOf []int32 // of slots
+	call   uint64  // epoch of the dispatch
+	err    error   // why it failed
 
 	// Of this rank's output: the first row of each group, and one more behind its last; the rows of each, without padding; and
 	// how many came from each rank.
@@ -36,7 +37,8 @@ type routing struct {
 	notices []notice // by rank
 }
 
-func (r *routing) init(m *kernels.MoE) {
+func (r *routing) init(m *kernels.MoE, rankOf []int32) {
+	r.rankOf = rankOf
 	groups := m.Groups(m.Rank)
 	r.first = make([]int32, 1, m.MaxTokens+1)
 	r.rows = make([]routedRow, 0, m.MaxTokens*m.TopK)
@@ -78,7 +80,7 @@ func route[I int32 | int64](m *kernels.MoE, r *routing, idx []I, weights []float
 	r.first, r.rows = append(r.first[:0], 0), r.rows[:0]
 	clear(r.counts)
 	topK, byToken, perRank := m.TopK, m.Layout.ByToken(), r.counts[m.Slots():]
-	rank := rankOfSlots(m)
+	rankOf := r.rankOf
 	for t := range len(idx) / topK {
 		begin := len(r.rows)
 		for k, e := range idx[t*topK : (t+1)*topK] {
@@ -92,7 +94,7 @@ func route[I int32 | int64](m *kernels.MoE, r *routing, idx []I, weights []float
 			if n := copies[e+1] - copies[e]; n > 1 {
 				slot = at[copies[e]+int32(m.Rank+t)%n]
 			}
-			row := routedRow{rank: rank(slot), slot: slot, row: r.counts[slot], choice: int32(k), weight: 1}
+			row := routedRow{rank: rankOf[slot], slot: slot, row: r.counts[slot], choice: int32(k), weight: 1}
 			if len(weights) > 0 {
 				row.weight = weights[t*topK+k]
 			}
@@ -118,27 +120,6 @@ func route[I int32 | int64](m *kernels.MoE, r *routing, idx []I, weights []float
 		r.first = append(r.first, int32(len(r.rows)))
 	}
 	return badIndex{}, false
-}
-
-// rankOfSlots finds the rank of a slot: by division where all ranks have as many.
-func rankOfSlots(m *kernels.MoE) func(slot int32) int32 {
-	each := m.First[1]
-	for r := range m.Ranks {
-		if m.First[r+1] != int32(r+1)*each {
-			return func(slot int32) int32 {
-				lo, hi := 0, m.Ranks
-				for hi-lo > 1 {
-					if mid := (lo + hi) / 2; m.First[mid] <= slot {
-						lo = mid
-					} else {
-						hi = mid
-					}
-				}
-				return int32(lo)
-			}
-		}
-	}
-	return func(slot int32) int32 { return slot / each }
 }
 
 // countsOf is where src tells rank p its counts.

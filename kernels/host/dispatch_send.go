@@ -35,6 +35,9 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 		return failed
 	}
 	m.openOutlets()
+	if a.Op == kernels.DispatchOp {
+		m.number()
+	}
 	m.scatter(a)
 	me := m.m.Rank
 	for i := 1; i < m.m.Ranks; i++ {
@@ -123,7 +126,7 @@ func (m *meeting) outletOf(p int, h *kernels.MoEHandle) outlet {
 // scatter writes every token to its first row on each of its ranks, and lists or makes the others.
 func (m *meeting) scatter(a *kernels.Dispatch) {
 	x, r, size := m.m, m.r, m.m.RowBytes()
-	me, fresh, byToken := int32(x.Rank), a.Op == kernels.DispatchOp, x.Layout.ByToken()
+	me, byToken := int32(x.Rank), x.Layout.ByToken()
 	stream := m.e.streams(len(r.rows), size)
 	m.landed = sized(m.landed, x.Slots())
 	clear(m.landed)
@@ -141,14 +144,6 @@ func (m *meeting) scatter(a *kernels.Dispatch) {
 			row := &r.rows[i]
 			to := &m.outlets[row.rank]
 			again := row.rank == rank // it has the token already
-			if fresh {
-				if byToken {
-					row.row += int32(m.base[row.rank])
-				} else {
-					row.row += int32(m.base[row.slot])
-				}
-				m.beside(to, row, t, !again)
-			}
 			if again && (byToken || rank != me) {
 				if !byToken {
 					to.twinList[2*to.twins], to.twinList[2*to.twins+1] = from, row.row
@@ -193,17 +188,37 @@ func (m *meeting) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, 
 	return a.X.Mem[int64(t)*size:][:size], scales
 }
 
-// beside writes what lies beside a row of token t. first says that it is the token's first on its rank.
-func (m *meeting) beside(to *outlet, row *routedRow, t int, first bool) {
+// number gives every row its place, and writes there what lies beside the row.
+func (m *meeting) number() {
+	me, byToken := int32(m.m.Rank), m.m.Layout.ByToken()
+	weights, sources := m.h.Weights.Bytes > 0, m.h.Sources.Bytes > 0
+	rows, first := m.r.rows, m.r.first
+	for t := range m.r.tokens() {
+		rank := int32(-1)
+		for i := first[t]; i < first[t+1]; i++ {
+			row := &rows[i]
+			to := &m.outlets[row.rank]
+			if byToken {
+				row.row += int32(m.base[row.rank])
+				m.beside(to, row, row.rank != rank)
+			} else {
+				row.row += int32(m.base[row.slot])
+				if weights {
+					to.weights[row.row] = row.weight
+				}
+			}
+			if sources && (!byToken || row.rank != rank) {
+				to.sources[2*row.row], to.sources[2*row.row+1] = me, int32(t)
+			}
+			rank = row.rank
+		}
+	}
+}
+
+// beside writes the index and weight of a choice in a token-major layout. first says that it is the token's first on its rank.
+func (m *meeting) beside(to *outlet, row *routedRow, first bool) {
 	x := m.m
 	at := int(row.row)
-	if first || !x.Layout.ByToken() {
-		to.sources[2*at], to.sources[2*at+1] = int32(x.Rank), int32(t)
-	}
-	if !x.Layout.ByToken() {
-		to.weights[at] = row.weight
-		return
-	}
 	indices, weights := to.indices[at*x.TopK:][:x.TopK], to.weights[at*x.TopK:][:x.TopK]
 	if first {
 		for k := range indices {
@@ -312,10 +327,12 @@ func (m *meeting) clearPadding(beside bool) {
 				m.putScales(m.h.Scales.Mem, row, zero)
 			}
 		}
-		if beside {
+		if beside && len(sources) > 0 {
 			for i := 2 * from; i < 2*to; i++ {
 				sources[i] = -1
 			}
+		}
+		if beside && len(weights) > 0 {
 			clear(weights[from:to])
 		}
 	})

@@ -59,15 +59,23 @@ func benchDispatch(ctx context.Context, g *comm.Group, c config) (rows []row, er
 		defer hd.Release()
 		return d.Combine(nil, memory.Host(shm.Bytes(y)), hd.Rows(), hd, dispatch.CombineOptions{})
 	}
-	before := d.Counters().Bytes
+	before, err := d.Counters()
+	if err != nil {
+		return nil, err
+	}
 	if err := one(); err != nil {
 		return nil, err
 	}
+	after, err := d.Counters()
+	if err != nil {
+		return nil, err
+	}
 	var moved, link int64
-	for p, after := range d.Counters().Bytes {
-		moved += after - before[p]
+	for p := range after.Bytes {
+		sent := after.Bytes[p] - before.Bytes[p]
+		moved += sent
 		if p != me {
-			link += after - before[p]
+			link += sent
 		}
 	}
 	from, to := make([]byte, moved), make([]byte, moved)

@@ -540,10 +540,12 @@ func switchyard_dispatcher(communicator C.uint64_t, opts *C.char, ticket *C.uint
 func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows *C.int64_t, traffic *C.int64_t, n C.int64_t) C.int32_t {
 	return guard(func() error {
 		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
-		if err == nil {
-			*maxRows = C.int64_t(d.MaxRows())
-			copy(numbers(traffic, n), d.Traffic())
+		if err != nil {
+			return err
 		}
+		sent, err := d.Traffic()
+		*maxRows = C.int64_t(d.MaxRows())
+		copy(numbers(traffic, n), sent)
 		return err
 	})
 }

@@ -58,7 +58,10 @@ func (c *Comm) NewDispatcher(o DispatcherOptions, put func(*Dispatcher) uint64) 
 func (d *Dispatcher) MaxRows() int { return d.inner.MaxRows() }
 
 // Traffic is the bytes of rows sent to each rank so far.
-func (d *Dispatcher) Traffic() []int64 { return d.inner.Counters().Bytes }
+func (d *Dispatcher) Traffic() ([]int64, error) {
+	c, err := d.inner.Counters()
+	return c.Bytes, err
+}
 
 // close is Close on the worker.
 func (d *Dispatcher) close() error { return d.inner.Close(context.WithoutCancel(d.comm.ctx)) }
