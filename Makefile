@@ -3,12 +3,16 @@ GO ?= go
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: build test race bench kernels python lint fmt
+# The oldest torch that the Python package supports. The newest is what the index has.
+OLDEST_TORCH := 2.8.0
+
+.PHONY: build test race bench kernels python python-torch package docs lint fmt
 
 build:
 	$(GO) build ./...
 	CGO_ENABLED=0 $(GO) build ./...
 
+# Some minutes; with -short less than two.
 test:
 	$(GO) test ./...
 
@@ -20,19 +24,40 @@ bench:
 	$(GO) run ./test/perf allreduce
 	$(GO) run ./test/perf dispatch
 
-# Rebuilds the committed fatbins from kernels/cuda/*.cu. Needs nvcc, or PyPI to fetch it from.
+# Rebuilds what is generated and committed: the layouts that kernels and Go share, and the fatbins. Needs nvcc, or PyPI to fetch it from.
 kernels:
+	$(GO) run ./kernels/cuda/internal/genlayout
 	$(GO) run ./kernels/cuda/internal/genfatbin
 
 # Builds and installs the Python package into .venv and runs its tests. Those that need torch are skipped without it.
 python: $(VENV)/ready
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check ./bindings/python
+	CC=$$(command -v cc || true) $(VENV)/bin/pip install --quiet --disable-pip-version-check ./bindings/python
 	cd bindings/python && ../../$(VENV)/bin/python -m pytest -q
+
+# The package's tests with the oldest torch that it supports and with the newest, in .venv-torch-*. Some 6 GB to fetch.
+python-torch: $(VENV)/ready
+	for torch in torch==$(OLDEST_TORCH) torch; do \
+		venv=$(VENV)-$$(echo $$torch | tr -d =) && $(PYTHON) -m venv $$venv && \
+		$$venv/bin/pip install --quiet --disable-pip-version-check --upgrade $$torch -r bindings/python/requirements-dev.txt && \
+		CC=$$(command -v cc || true) $$venv/bin/pip install --quiet --disable-pip-version-check ./bindings/python && \
+		$$venv/bin/python -c 'import torch; print("torch", torch.__version__)' && \
+		(cd bindings/python && ../../$$venv/bin/python -m pytest -q) || exit 1; \
+	done
+
+# Builds the sdist and the wheel into bindings/python/dist, checks them and installs each into a clean environment.
+package: $(VENV)/ready
+	$(VENV)/bin/python bindings/python/check_package.py bindings/python/dist
 
 $(VENV)/ready: bindings/python/requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r bindings/python/requirements-dev.txt
 	touch $@
+
+# Writes into the pages what is made: code, pictures, the environment variables.
+docs:
+	$(GO) run ./cmd/switchyard env -markdown >docs/environment.md
+	$(GO) run ./test/docs/pictures
+	$(GO) test ./test/docs -run Code -update
 
 lint: $(VENV)/ready
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "gofmt: $$out"; exit 1; fi

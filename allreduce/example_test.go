@@ -45,9 +45,9 @@ func ExampleReducer_AllReduce() {
 		if err != nil {
 			return err
 		}
-		votes := []byte{1, byte(rank), byte(rank * rank)}
-		v := memory.Host(votes)
-		if err := r.AllReduce(nil, v, v, kernels.Uint8, kernels.Sum); err != nil {
+		votes := []float32{1, float32(rank) / 2, float32(rank * rank)}
+		v := memory.Wrap(votes)
+		if err := r.AllReduce(nil, v, v, kernels.Float32, kernels.Sum); err != nil {
 			return err
 		}
 		if rank == 2 {
@@ -55,7 +55,25 @@ func ExampleReducer_AllReduce() {
 		}
 		return r.Close(ctx)
 	})
-	// Output: every rank has [4 6 14]
+	// Output: every rank has [4 3 14]
+}
+
+func ExampleReducer_Broadcast() {
+	onFourRanks(func(ctx context.Context, rank int, h *memory.Heap) error {
+		r, err := allreduce.New(ctx, h, allreduce.Options{})
+		if err != nil {
+			return err
+		}
+		seed := []int64{int64(100 * rank)}
+		if err := r.Broadcast(nil, memory.Wrap(seed), 3); err != nil {
+			return err
+		}
+		if rank == 0 {
+			fmt.Println("rank 0 has", seed)
+		}
+		return r.Close(ctx)
+	})
+	// Output: rank 0 has [300]
 }
 
 func ExampleBuckets() {

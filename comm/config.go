@@ -17,6 +17,9 @@ const (
 	DefaultPeerTimeout = 10 * time.Second
 )
 
+// maxName keeps a hello small.
+const maxName = 255
+
 // Config says who this rank is and where the ranks meet. The zero value is a
 // group of one. Size, PeerTimeout and Secret must be the same on every rank.
 type Config struct {
@@ -50,8 +53,16 @@ type Config struct {
 	// Logger gets what is worth knowing. Default: nothing is logged.
 	Logger *slog.Logger
 
+	// Late has Join find a group that runs already, and whose ranks admit it
+	// by [Group.Admit]. Rank and Size are left out: they are given. Addr, Secret,
+	// PeerTimeout and Name are those of the Admit.
+	Late bool
+
+	members          int           // Admit: ranks that are there already
+	gid              uint64        // Admit: what tells its ranks from others
 	handshakeTimeout time.Duration // for those who connect; shorter in tests
 	version          uint16        // of the protocol; others in tests
+	delay            func()        // before everything that is sent, in tests
 }
 
 // FromEnv returns the configuration that the environment describes: the
@@ -94,12 +105,14 @@ func (c *Config) validate() error {
 	c.JoinTimeout = cmp.Or(c.JoinTimeout, DefaultJoinTimeout)
 	c.PeerTimeout = cmp.Or(c.PeerTimeout, DefaultPeerTimeout)
 	c.Name = cmp.Or(c.Name, "world")
-	c.handshakeTimeout = cmp.Or(c.handshakeTimeout, 20*time.Second)
+	c.handshakeTimeout = cmp.Or(c.handshakeTimeout, 10*time.Second)
 	c.version = cmp.Or(c.version, protocolVersion)
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}
 	switch {
+	case c.Late && (c.Rank != 0 || c.Size != 1):
+		return fmt.Errorf("rank %d of %d with Late, which gives both", c.Rank, c.Size)
 	case c.Size < 1 || c.Size > MaxSize:
 		return fmt.Errorf("size %d, want 1 to %d", c.Size, MaxSize)
 	case c.Rank < 0 || c.Rank >= c.Size:
@@ -110,14 +123,34 @@ func (c *Config) validate() error {
 		return fmt.Errorf("local rank %d of %d, want 0 to %d", c.LocalRank, c.LocalSize, c.LocalSize-1)
 	case c.JoinTimeout < 0:
 		return fmt.Errorf("join timeout %v is negative", c.JoinTimeout)
+	case len(c.Name) > maxName:
+		return fmt.Errorf("a name of %d bytes, at most %d", len(c.Name), maxName)
 	case c.PeerTimeout < 100*time.Millisecond:
 		return fmt.Errorf("peer timeout %v, want at least 100ms", c.PeerTimeout)
 	}
 	return nil
 }
 
+// slow is conn, with the delay of tests before whatever is written.
+func (c *Config) slow(conn net.Conn) net.Conn {
+	if c.delay == nil {
+		return conn
+	}
+	return &slowConn{conn, c.delay}
+}
+
+type slowConn struct {
+	net.Conn
+	delay func()
+}
+
+func (c *slowConn) Write(b []byte) (int, error) {
+	c.delay()
+	return c.Conn.Write(b)
+}
+
 func (c *Config) validateAddr() error {
-	if c.Size == 1 {
+	if c.Size == 1 && !c.Late {
 		return nil
 	}
 	host, port, err := net.SplitHostPort(c.Addr)

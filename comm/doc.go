@@ -28,6 +28,9 @@
 // [Group.Split] makes subgroups of any group, of any kind. They share the
 // connections of the group they come from.
 //
+// [Group.Admit] makes a larger group of one that runs and of newcomers, who call
+// Join with [Config.Late].
+//
 // # When a rank fails
 //
 // A group fails as a whole and for good, and every rank knows who is to blame:
@@ -45,7 +48,9 @@
 // return, so that nobody blames them for leaving. [Group.OnFailure] and
 // [Group.Done] let other parts of a program know, those that wait for memory to
 // change for example. The survivors may call [Group.Shrink] and go on without
-// the ranks that were lost.
+// the ranks that were lost. That a rank is late is no failure of the group: a
+// call that waits for it ends with its context, with [ErrTimeout] and its rank,
+// and Shrink leaves it out if it is told to.
 //
 // Ranks that close their groups one after the other, in good order, are no
 // failure. This package catches no signals.

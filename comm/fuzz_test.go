@@ -252,9 +252,10 @@ func FuzzNote(f *testing.F) {
 	f.Add([]byte("A\x00\x00\x00\x00"))
 	f.Add([]byte("R\x02\x00\x00\x00no"))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		n, err := readNote(bytes.NewReader(b))
-		if err == nil {
-			require.True(t, bytes.HasPrefix(b, n))
+		s := &session{conn: &wire{in: bytes.NewReader(b)}, limit: maxHost}
+		if kind, body, err := s.recv(); err == nil {
+			require.Equal(t, b[0], byte(kind))
+			require.True(t, bytes.HasPrefix(b[sealedHead:], body))
 		}
 	})
 }
@@ -281,7 +282,7 @@ func FuzzHandshake(f *testing.F) {
 		s, err := greet(&wire{in: bytes.NewReader(b)}, server, 1, nil, card{purpose: toMesh, size: 2})
 		if err == nil {
 			_, _ = s.examine(1, card{purpose: toMesh, size: 2})
-			_ = s.verdict()
+			_, _ = s.verdict()
 		}
 	})
 }

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strconv"
 	"sync"
@@ -17,7 +18,7 @@ import (
 // Group is one rank's end of a group of ranks that have met. Its methods may
 // be called from several goroutines.
 //
-// AllGather, Barrier, Share, ExchangeFDs, Split and Shrink are collective:
+// AllGather, Barrier, Share, ExchangeFDs, Split, Admit and Shrink are collective:
 // every rank of the group calls them, in the same order. Ranks that call
 // different things at the same place get [ErrMismatch]; ranks are matched by
 // call number, so calls from several goroutines of one rank need an order of
@@ -108,6 +109,9 @@ func (g *Group) Size() int { return len(g.members) }
 // Name is for logs and error messages: "world" or the name given at the start,
 // and for subgroups their parent's name and how they were made of it.
 func (g *Group) Name() string { return g.name }
+
+// Logger is where what is worth knowing about the group goes, and what stands on it and was given no logger of its own.
+func (g *Group) Logger() *slog.Logger { return g.n.log }
 
 // String returns the name with the rank and the size.
 func (g *Group) String() string {
@@ -430,6 +434,7 @@ func (g *Group) begin(op opcode) (*call, error) {
 
 // finish sends this rank's part and waits for the others'.
 func (g *Group) finish(ctx context.Context, c *call, m message) ([]message, error) {
+	began := time.Now()
 	m.kind, m.op, m.gid, m.seq = kindData, c.op, g.id, c.seq
 	fds := m.fds
 	m.fds = nil
@@ -480,19 +485,54 @@ func (g *Group) finish(ctx context.Context, c *call, m message) ([]message, erro
 	}
 	select {
 	case <-c.p.ready:
-		return g.collect(c)
 	case <-g.done:
-		select {
-		case <-c.p.ready: // it was complete before the group ended
-			return g.collect(c)
-		default:
-		}
-		g.giveUp(c)
-		return nil, g.opError(c.op, c.seq)
 	case <-ctx.Done():
-		missing := g.giveUp(c)
-		return nil, fmt.Errorf("comm: %s: call %d of %s, waiting for ranks %v: %w", c.op, c.seq, g, missing, ctxErr(ctx))
+		if overslept(ctx) {
+			select { // what has happened meanwhile is on its way
+			case <-c.p.ready:
+			case <-g.done:
+			case <-time.After(newsGrace):
+			}
+		}
 	}
+	select {
+	case <-c.p.ready: // perhaps before the group ended
+		return g.collect(c)
+	default:
+	}
+	missing := g.giveUp(c)
+	select {
+	case <-g.done:
+		return nil, g.opError(c.op, c.seq)
+	default:
+	}
+	return nil, g.waitError(ctx, c.op.String(), c.seq, missing, time.Since(began))
+}
+
+// A process that was stopped finds its deadlines passed when it wakes up, and
+// what others have sent it unread.
+const (
+	lateWake  = 50 * time.Millisecond
+	newsGrace = 200 * time.Millisecond
+)
+
+// overslept reports whether ctx ended when this process did not run.
+func overslept(ctx context.Context) bool {
+	d, ok := ctx.Deadline()
+	return ok && time.Since(d) > lateWake
+}
+
+// waitError is the error of a call that waited for ranks when its context ended.
+func (g *Group) waitError(ctx context.Context, op string, seq uint64, missing []int, waited time.Duration) error {
+	err := ctxErr(ctx)
+	if errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, ErrTimeout) {
+		err = fmt.Errorf("%w: %w", ErrTimeout, err)
+	}
+	text := fmt.Sprintf("call %d of %s, after %v, waiting for ranks %v", seq, g, waited.Round(time.Millisecond), missing)
+	if len(missing) == 0 {
+		return fmt.Errorf("comm: %s: %s: %w", op, text, err)
+	}
+	return &PeerError{Rank: missing[0], Op: op, Epoch: seq, Err: fmt.Errorf("%w: %s (stopped, busy with something else, or not in this call)", err, text)}
 }
 
 // dup duplicates fds for one receiver. If it cannot, the message is poisoned.
@@ -633,8 +673,13 @@ func (g *Group) handle(from int, m message) (then func()) {
 		}
 		return func() { g.failed(f, true) }
 	case kindShrink:
-		g.shrink.take(len(g.members), r, m)
+		out := g.shrink.take(len(g.members), r, m)
 		g.signalShrink()
+		if out.has(g.rank) && !g.out[g.n.id] {
+			return func() {
+				g.failed(&failure{code: failLost, culprit: g.n.id, detail: fmt.Sprintf("rank %d goes on without this rank", r)}, false)
+			}
+		}
 	default:
 		m.drop()
 	}
@@ -748,6 +793,8 @@ func (g *Group) errorOf(f *failure) error {
 		err = wrapDetail(ErrPeerLost, cmp.Or(detail, "it has closed its end of "+g.name))
 	case failMismatch:
 		err = wrapDetail(ErrMismatch, detail)
+	case failAbsent:
+		err = fmt.Errorf("%w %s", ErrTimeout, detail)
 	default:
 		err = fmt.Errorf("%w: %w", ErrAborted, f.cause)
 	}

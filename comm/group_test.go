@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"sync"
 	"sync/atomic"
@@ -12,6 +11,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/loopback"
 )
 
 // eachWorld runs a test on ranks in one process and on ranks that meet over
@@ -93,11 +94,8 @@ func startJoin(t testing.TB, n int, configure func(rank int) Config) ([]*Group, 
 	return gs, errs
 }
 
-func freeAddr(t testing.TB) string {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer ln.Close()
-	return ln.Addr().String()
+func freeAddr(testing.TB) string {
+	return loopback.Addr()
 }
 
 func testContext(t testing.TB) context.Context {

@@ -30,15 +30,18 @@ import (
 // The layout of the hello's head and of the proofs is the same in every version
 // of the protocol, so that ranks of different versions can tell each other.
 const (
-	protocolVersion = 1
+	protocolVersion = 2
 
 	helloHead = 8 + 2 + 1 + 1 + 2 + nonceSize
 	nonceSize = 32
 	macSize   = sha256.Size
-	maxHello  = 4 << 10 // of the body
+	maxHello  = 1 << 10 // of the body
 
 	sealedHead = 5
-	maxSealed  = 1 << 20
+	// What a side may say at once: before it has proven anything, as a rank that connects, and as the one it connects to.
+	maxUnproven = 1 << 10
+	maxGuest    = failHeader + 2*maxText
+	maxHost     = 1 << 20
 )
 
 var helloMagic = [8]byte{'S', 'W', 'Y', 'A', 'R', 'D', '\r', '\n'}
@@ -100,6 +103,7 @@ type purpose uint8
 const (
 	toRendezvous purpose = 1
 	toMesh       purpose = 2
+	toRetire     purpose = 3 // to take the port of a rendezvous that has failed
 )
 
 // card is the body of a hello: who the sender is and how it was configured.
@@ -108,23 +112,31 @@ type card struct {
 	rank        int
 	size        int
 	to          int    // the rank it takes the other side for
+	late        bool   // it does not know rank and size yet
 	peerTimeout int64  // ns
-	gid         uint64 // toMesh: of the group to be
+	gid         uint64 // toMesh: of the group to be; toRendezvous: of Admit, 0 for a group that starts
 	host        string // of the sender, as far as known
 	addr        string // toRendezvous: its socket
+	name        string // toRendezvous: of the group
 }
 
-const cardFixed = 1 + 4 + 4 + 4 + 8 + 8
+const cardFixed = 1 + 4 + 4 + 4 + 1 + 8 + 8
 
 func (c *card) encode() []byte {
 	b := []byte{byte(c.purpose)}
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.rank))
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.size))
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.to))
+	late := byte(0)
+	if c.late {
+		late = 1
+	}
+	b = append(b, late)
 	b = binary.LittleEndian.AppendUint64(b, uint64(c.peerTimeout))
 	b = binary.LittleEndian.AppendUint64(b, c.gid)
 	b = appendString(b, c.host)
-	return appendString(b, c.addr)
+	b = appendString(b, c.addr)
+	return appendString(b, c.name)
 }
 
 func decodeCard(b []byte) (card, error) {
@@ -136,14 +148,17 @@ func decodeCard(b []byte) (card, error) {
 		rank:        int(int32(binary.LittleEndian.Uint32(b[1:]))),
 		size:        int(int32(binary.LittleEndian.Uint32(b[5:]))),
 		to:          int(int32(binary.LittleEndian.Uint32(b[9:]))),
-		peerTimeout: int64(binary.LittleEndian.Uint64(b[13:])),
-		gid:         binary.LittleEndian.Uint64(b[21:]),
+		late:        b[13] == 1,
+		peerTimeout: int64(binary.LittleEndian.Uint64(b[14:])),
+		gid:         binary.LittleEndian.Uint64(b[22:]),
 	}
-	var ok1, ok2 bool
+	var ok1, ok2, ok3 bool
+	flag := b[13]
 	b = b[cardFixed:]
 	c.host, b, ok1 = takeString(b)
 	c.addr, b, ok2 = takeString(b)
-	if !ok1 || !ok2 || len(b) != 0 || c.purpose != toRendezvous && c.purpose != toMesh {
+	c.name, b, ok3 = takeString(b)
+	if !ok1 || !ok2 || !ok3 || len(b) != 0 || flag > 1 || c.purpose < toRendezvous || c.purpose > toRetire {
 		return card{}, fmt.Errorf("%w card: purpose %d, %d bytes left", errMalformed, c.purpose, len(b))
 	}
 	return c, nil
@@ -184,6 +199,8 @@ type session struct {
 	hellos []byte
 	server bool
 	peer   hello
+	limit  int    // of a note that is received
+	in     []byte // of the note that is being received
 
 	sendMu sync.Mutex
 	sent   uint64
@@ -217,7 +234,7 @@ func (e *finalError) Unwrap() error { return e.err }
 func greet(conn net.Conn, server bool, version uint16, secret []byte, me card) (*session, error) {
 	mine := hello{version: version, secret: len(secret) > 0, body: me.encode()}
 	rand.Read(mine.nonce[:])
-	s := &session{conn: conn, server: server}
+	s := &session{conn: conn, server: server, limit: maxUnproven}
 	raw := mine.encode()
 	if !server {
 		if _, err := conn.Write(raw); err != nil {
@@ -249,6 +266,7 @@ func greet(conn net.Conn, server bool, version uint16, secret []byte, me card) (
 		return nil, &errRefused{text: text, proven: len(secret) == 0}
 	}
 	if len(secret) == 0 {
+		s.trust()
 		return s, nil
 	}
 	if peer.nonce == mine.nonce {
@@ -278,7 +296,16 @@ func greet(conn net.Conn, server bool, version uint16, secret []byte, me card) (
 	// From here on every note is signed.
 	s.secret = secret
 	s.sent, s.got = 0, 0
+	s.trust()
 	return s, nil
+}
+
+// trust lets the other side say what a rank may have to say.
+func (s *session) trust() {
+	s.limit = maxHost
+	if s.server {
+		s.limit = maxGuest
+	}
 }
 
 func secretText(server, mine bool) string {
@@ -315,10 +342,13 @@ func (s *session) checkProof(secret []byte, role string) error {
 
 // reject tells the other side why it is refused. That it may not be there any
 // more to hear it changes nothing.
-func (s *session) reject(text string) { _ = s.send(noteReject, []byte(clip(text))) }
+func (s *session) reject(text string) { _ = s.send(noteReject, []byte(clip(text, maxUnproven))) }
 
 // send sends a note.
 func (s *session) send(kind note, body []byte) error {
+	if slow, ok := s.conn.(*slowConn); ok {
+		slow.delay() // before the note has its place among others
+	}
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
 	b := make([]byte, 0, sealedHead+len(body)+macSize)
@@ -344,62 +374,80 @@ func (s *session) seal(fromServer bool, count uint64, b []byte) []byte {
 	return s.mac(s.secret, label, n[:], b)
 }
 
-// recv receives a note.
+// recv receives a note. After a deadline in the middle of one, the next call
+// goes on with it.
 func (s *session) recv() (note, []byte, error) {
-	b, err := readNote(s.conn)
-	if err != nil {
+	if err := s.fill(sealedHead); err != nil {
 		return 0, nil, err
 	}
-	if s.secret != nil {
-		var sum [macSize]byte
-		if _, err := io.ReadFull(s.conn, sum[:]); err != nil {
-			return 0, nil, noEOF(err)
-		}
-		if !hmac.Equal(sum[:], s.seal(!s.server, s.got, b)) {
-			return 0, nil, fmt.Errorf("%w note: its signature is wrong", errMalformed)
-		}
-	}
-	s.got++
-	return note(b[0]), b[sealedHead:], nil
-}
-
-// readNote reads a note with its head, without its signature.
-func readNote(r io.Reader) ([]byte, error) {
-	b := make([]byte, sealedHead)
-	if _, err := io.ReadFull(r, b); err != nil {
-		return nil, err
-	}
-	switch note(b[0]) {
+	switch note(s.in[0]) {
 	case noteProof, noteAccept, noteReject, noteTable, noteFail, noteDone:
 	default:
-		return nil, fmt.Errorf("%w note: type %q", errMalformed, b[0])
+		return 0, nil, fmt.Errorf("%w note: type %q", errMalformed, s.in[0])
 	}
-	n := binary.LittleEndian.Uint32(b[1:])
-	if n > maxSealed {
-		return nil, fmt.Errorf("%w note: %d bytes, at most %d", errMalformed, n, maxSealed)
+	n := binary.LittleEndian.Uint32(s.in[1:])
+	if n > uint32(s.limit) {
+		return 0, nil, fmt.Errorf("%w note: %d bytes, at most %d", errMalformed, n, s.limit)
 	}
-	b, err := readAppend(r, b, int(n))
-	return b, noEOF(err)
+	end := sealedHead + int(n)
+	sealed := end
+	if s.secret != nil {
+		sealed += macSize
+	}
+	if err := s.fill(sealed); err != nil {
+		return 0, nil, noEOF(err)
+	}
+	b := s.in
+	s.in = nil
+	if s.secret != nil && !hmac.Equal(b[end:], s.seal(!s.server, s.got, b[:end])) {
+		return 0, nil, fmt.Errorf("%w note: its signature is wrong", errMalformed)
+	}
+	s.got++
+	return note(b[0]), b[sealedHead:end], nil
 }
 
-// verdict is the client's last step: what the server thinks of it.
-func (s *session) verdict() error {
+// fill reads until so many bytes of a note are there, and never more.
+func (s *session) fill(n int) error {
+	have := len(s.in)
+	if have >= n {
+		return nil
+	}
+	s.in = append(s.in, make([]byte, n-have)...)
+	got, err := io.ReadFull(s.conn, s.in[have:])
+	s.in = s.in[:have+got]
+	if err == io.ErrUnexpectedEOF && have+got == 0 {
+		err = io.EOF
+	}
+	return err
+}
+
+// verdict is the client's last step: what the server thinks of it. It returns
+// what comes with an accept.
+func (s *session) verdict() ([]byte, error) {
 	kind, body, err := s.recv()
 	switch {
 	case err != nil:
-		return err
+		return nil, err
 	case kind == noteReject:
-		return &errRejected{string(body)}
+		return nil, &errRejected{string(body)}
 	case kind == noteFail:
 		f, err := decodeFail(body)
 		if err != nil {
-			return err
+			return nil, err
 		}
-		return &finalError{failureError(f)}
+		return nil, &finalError{failureError(f)}
 	case kind != noteAccept:
-		return fmt.Errorf("%w handshake: %q instead of a verdict", errMalformed, byte(kind))
+		return nil, fmt.Errorf("%w handshake: %q instead of a verdict", errMalformed, byte(kind))
 	}
-	return nil
+	return body, nil
+}
+
+// ofHost is this side's card on the server, the other's on the client.
+func (s *session) ofHost(mine, theirs card) card {
+	if s.server {
+		return mine
+	}
+	return theirs
 }
 
 // examine compares the two sides' cards after the greeting. The text is the
@@ -424,18 +472,25 @@ func (s *session) examine(version uint16, me card) (card, error) {
 	if err != nil {
 		return card{}, err
 	}
+	late := c.late || me.late // then rank and size are yet to be given
 	switch {
+	case c.purpose == toRetire && me.purpose == toRendezvous && s.server && c.host == me.host:
+		return c, nil
 	case c.purpose != me.purpose:
 		return c, fmt.Errorf("%w handshake: purpose %d on a connection for %d", errMalformed, c.purpose, me.purpose)
-	case c.size != me.size:
+	case late && c.name != me.name:
+		return c, &errRefused{text: fmt.Sprintf("name: the group is %q, a newcomer asks for %q", s.ofHost(me, c).name, s.ofHost(c, me).name)}
+	case !late && c.gid != me.gid && me.purpose == toRendezvous:
+		return c, &errRefused{text: "group: it is not a rank of the group that meets here"}
+	case !late && c.size != me.size:
 		return c, refuse(c, "size", "%d", me.size, c.size)
-	case c.rank < 0 || c.rank >= c.size:
+	case !late && (c.rank < 0 || c.rank >= c.size):
 		return c, &errRefused{proven: true, text: fmt.Sprintf("rank: a rank that connects says it is %d, want 0 to %d", c.rank, c.size-1)}
 	case c.peerTimeout != me.peerTimeout:
 		return c, refuse(c, "peer timeout", "%v", time.Duration(me.peerTimeout), time.Duration(c.peerTimeout))
 	case c.host != me.host && c.host != "" && me.host != "":
 		return c, refuse(c, "host", "%q (groups span one host and one network namespace)", me.host, c.host)
-	case c.gid != me.gid:
+	case !late && c.gid != me.gid:
 		return c, refuse(c, "addresses", "the list %016x", me.gid, c.gid)
 	}
 	return c, nil

@@ -17,11 +17,18 @@ import (
 // in whatever order they start, learn each other's unix sockets, and connect
 // all to all.
 //
-// Config.JoinTimeout and ctx bound the whole; the error then names the ranks
-// that are missing. Ranks that were configured differently make the join fail
-// for all with [ErrMismatch] and both values. So does, with [ErrPeerLost], a
-// rank that dies once all have met; before, it may come back. Strangers that
-// connect are turned away and change nothing.
+// Config.JoinTimeout and ctx bound the whole; the error is then [ErrTimeout] and
+// names the ranks that are missing. Ranks that were configured differently make
+// the join fail for all with [ErrMismatch] and both values. So does, with
+// [ErrPeerLost], a rank that dies once all have met; before, it may come back.
+// Strangers that connect are turned away and change nothing.
+//
+// A join that has failed can be repeated. Rank 0 keeps its port until every
+// rank has been told once why, in the background and for JoinTimeout or 10
+// seconds at most: so ranks that start late learn it at once. A repeated Join
+// takes the port over, and the end of ctx gives it back.
+//
+// With Config.Late the process joins a group that runs already, see [Group.Admit].
 func Join(ctx context.Context, cfg Config) (*Group, error) {
 	g, err := join(ctx, cfg)
 	if err != nil {
@@ -30,7 +37,7 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 	return g, nil
 }
 
-func join(whole context.Context, cfg Config) (*Group, error) {
+func join(caller context.Context, cfg Config) (*Group, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
 	}
@@ -42,65 +49,58 @@ func join(whole context.Context, cfg Config) (*Group, error) {
 		return nil, err
 	}
 	defer l.Close()
-	if cfg.Size == 1 {
-		return l.join(whole, []string{l.addr})
+	if cfg.Size == 1 && !cfg.Late {
+		return l.join(caller, []string{l.addr}, nil)
 	}
-	whole, stop := withJoinTimeout(whole, &cfg)
+	whole, stop := withJoinTimeout(caller, &cfg)
 	defer stop()
 	ctx, cancel := context.WithCancelCause(whole) // ends when the join fails elsewhere
 	defer cancel(nil)
 
 	m := meeting{
-		cfg:    &cfg,
-		me:     card{purpose: toRendezvous, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), host: hostID(), addr: l.addr},
+		cfg: &cfg,
+		me: card{purpose: toRendezvous, rank: cfg.Rank, size: cfg.Size, late: cfg.Late, peerTimeout: int64(cfg.PeerTimeout),
+			gid: cfg.gid, host: hostID(), addr: l.addr, name: cfg.Name},
+		began:  time.Now(),
 		cancel: cancel,
 	}
 	var meet interface {
 		addrs(ctx context.Context) ([]string, error)
-		fail(f *failure)
-		linger(ctx context.Context)
-		done()
+		fail(err error) error
+		done(caller context.Context)
 	}
-	if cfg.Rank == 0 {
-		var h *host
-		h, err = newHost(ctx, whole, &m)
-		meet = h
+	if cfg.Rank == 0 && !cfg.Late {
+		meet, err = newHost(ctx, caller, &m)
 	} else {
 		meet, err = newGuest(ctx, &m)
 	}
 	if err != nil {
 		return nil, err
 	}
+	l.cfg = cfg // one that is late knows its rank now
 	addrs, err := meet.addrs(ctx)
 	var g *Group
-	if err == nil {
-		g, err = l.join(ctx, addrs)
-	}
-	if err == nil {
-		meet.done()
-		return g, nil
-	}
-	if why := m.failure(); why != nil {
-		err = why // the reason, not what followed from it
+	if err != nil {
+		err = meet.fail(err)
 	} else {
-		meet.fail(failureOf(err, cfg.Rank))
+		g, err = l.join(ctx, addrs, meet.fail)
 	}
-	meet.linger(whole)
-	meet.done()
-	return nil, err
+	meet.done(caller)
+	return g, err
 }
 
 // meeting is what the two sides of a rendezvous have in common.
 type meeting struct {
 	cfg    *Config
 	me     card
+	began  time.Time
 	cancel context.CancelCauseFunc
 
 	mu  sync.Mutex
-	why error // the join has failed, as others say
+	why *failure // the join has failed
 }
 
-func (m *meeting) failure() error {
+func (m *meeting) failure() *failure {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	return m.why
@@ -111,18 +111,59 @@ func (m *meeting) failed(f *failure) bool {
 	m.mu.Lock()
 	first := m.why == nil
 	if first {
-		m.why = failureError(f)
+		m.why = f
 	}
 	m.mu.Unlock()
-	m.cancel(m.why)
+	if first {
+		m.cancel(failureError(f))
+	}
 	return first
+}
+
+// absent is the error of this rank when ctx ended while it waited for ranks.
+func (m *meeting) absent(ctx context.Context, ranks []int, what string) error {
+	return newAbsent(ctx, m.cfg, m.began, ranks, what)
+}
+
+// absentError means that ranks did not come in time. Other ends of a context
+// are no news of anybody.
+type absentError struct {
+	ranks []int // may be empty: not known
+	text  string
+	cause error
+}
+
+func (e *absentError) Error() string   { return ErrTimeout.Error() + " " + e.text }
+func (e *absentError) Unwrap() []error { return []error{ErrTimeout, e.cause} }
+
+func newAbsent(ctx context.Context, cfg *Config, began time.Time, ranks []int, what string) error {
+	err := ctxErr(ctx)
+	if !errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	waited := cfg.JoinTimeout
+	if !errors.Is(err, ErrTimeout) { // the caller's deadline was earlier
+		waited = time.Since(began).Round(time.Millisecond)
+	}
+	return &absentError{ranks: ranks, text: fmt.Sprintf("after %v: %s", waited, what), cause: err}
 }
 
 // failureOf puts an error of a join into words for the others.
 func failureOf(err error, rank int) *failure {
+	var absent *absentError
+	if errors.As(err, &absent) {
+		f := &failure{code: failAbsent, culprit: rank, detail: absent.text}
+		if len(absent.ranks) > 0 {
+			f.culprit = absent.ranks[0]
+		}
+		return f
+	}
 	var pe *PeerError
 	if errors.As(err, &pe) && pe.Rank >= 0 && errors.Is(err, ErrPeerLost) {
 		return &failure{code: failLost, culprit: pe.Rank, detail: detailOf(pe.Err, ErrPeerLost)}
+	}
+	if errors.As(err, &pe) && pe.Rank >= 0 && errors.Is(err, ErrTimeout) {
+		return &failure{code: failAbsent, culprit: pe.Rank, detail: strings.TrimPrefix(pe.Err.Error(), ErrTimeout.Error()+" ")}
 	}
 	if errors.Is(err, ErrMismatch) {
 		return &failure{code: failMismatch, culprit: rank, detail: detailOf(err, ErrMismatch)}
@@ -142,6 +183,8 @@ func failureError(f *failure) error {
 		return wrapDetail(ErrMismatch, f.detail) // it names the ranks
 	case failAborted:
 		err = fmt.Errorf("%w: %w", ErrAborted, f.cause)
+	case failAbsent:
+		err = fmt.Errorf("%w %s", ErrTimeout, f.detail)
 	default:
 		err = wrapDetail(ErrPeerLost, f.detail)
 	}
@@ -152,13 +195,16 @@ func failureError(f *failure) error {
 type host struct {
 	*meeting
 	ln      net.Listener
+	door    door
 	wg      sync.WaitGroup
 	changed chan struct{}
+	retired chan struct{} // another rank 0 wants the port
 
 	spreading sync.Mutex // held from when a failure is visible here until the others have been told
 
 	// Guarded by meeting.mu.
-	told    int // ranks that came and know how it ended, after a failure
+	told    []bool // ranks that have been told of a failure
+	odd     int    // others that have: whose rank is not known, or not theirs
 	seats   []*seat
 	met     bool // all have come, and know of each other
 	over    bool
@@ -166,51 +212,64 @@ type host struct {
 	refused []string // why, of those who were turned away
 }
 
-// seat is a rank that has come.
+// seat is a rank that has come. Nothing is said to it before it has been
+// accepted, nor does it count as one that has come.
 type seat struct {
-	s    *session
-	addr string
+	s        *session
+	addr     string
+	accepted bool
 }
 
-// errLate means that a rank came when the join had failed already.
-var errLate = errors.New("the join has failed")
-
-// lingerFor is how long rank 0 stays after ranks were found to differ, to tell
-// those that are still to come.
-const lingerFor = 2 * time.Second
+var (
+	// errKnows means that a rank came that knows already why there is no join.
+	errKnows = errors.New("the join has failed, as it knows")
+	// errNoSeat means that one that is late came when none is admitted.
+	errNoSeat = errors.New("no newcomer is admitted now")
+)
 
 // maxRefused is how many of those turned away are named in an error.
 const maxRefused = 3
 
-func newHost(ctx, whole context.Context, m *meeting) (*host, error) {
-	ln, err := listenRendezvous(ctx, m.cfg.Addr)
+func newHost(ctx, caller context.Context, m *meeting) (*host, error) {
+	ln, err := m.listen(ctx)
 	if err != nil {
 		return nil, err
 	}
 	h := &host{
 		meeting: m,
 		ln:      ln,
+		door:    newDoor(),
 		changed: make(chan struct{}, 1),
+		retired: make(chan struct{}, 1),
+		told:    make([]bool, m.cfg.Size),
 		seats:   make([]*seat, m.cfg.Size),
 		conns:   make(map[net.Conn]struct{}),
 	}
-	h.seats[0] = &seat{addr: m.me.addr}
-	h.wg.Go(func() { h.accept(whole) })
+	h.told[0] = true
+	h.seats[0] = &seat{addr: m.me.addr, accepted: true}
+	h.wg.Go(func() { h.accept(caller) })
 	return h, nil
 }
 
-// listenRendezvous waits a little for the port: a rank 0 that is being started
-// again may find it still held by its former self.
-func listenRendezvous(ctx context.Context, addr string) (net.Listener, error) {
+// listen waits a little for the port: a rank 0 that joins again may find it
+// still held by its former self, whom it asks to let go.
+func (m *meeting) listen(ctx context.Context) (net.Listener, error) {
 	var lc net.ListenConfig
 	for deadline := time.Now().Add(3 * time.Second); ; {
-		ln, err := lc.Listen(ctx, "tcp", addr)
+		ln, err := lc.Listen(ctx, "tcp", m.cfg.Addr)
 		if err == nil {
 			return ln, nil
 		}
-		if !errors.Is(err, syscall.EADDRINUSE) || time.Now().After(deadline) || !sleep(ctx, 50*time.Millisecond) {
+		if !errors.Is(err, syscall.EADDRINUSE) || time.Now().After(deadline) || !sleep(ctx, 20*time.Millisecond) {
 			return nil, fmt.Errorf("rank 0 cannot listen: %w", err)
 		}
+		successor := m.me
+		successor.purpose = toRetire
+		short, stop := context.WithTimeout(ctx, time.Second)
+		if s, err := m.greetHost(short, successor); err == nil {
+			s.conn.Close()
+		}
+		stop()
 	}
 }
 
@@ -220,13 +279,15 @@ func (h *host) accept(ctx context.Context) {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil {
+		if err != nil { // out of descriptors, say
 			h.cfg.Logger.Warn("accept", "err", err)
-			if !sleep(ctx, 10*time.Millisecond) {
+			h.door.dropOldest()
+			if !sleep(ctx, time.Millisecond) {
 				return
 			}
 			continue
 		}
+		conn = h.cfg.slow(conn)
 		h.mu.Lock()
 		over := h.over
 		if !over {
@@ -237,8 +298,10 @@ func (h *host) accept(ctx context.Context) {
 			conn.Close()
 			return
 		}
+		h.door.enter(conn)
 		h.wg.Go(func() {
 			h.serve(ctx, conn)
+			h.door.leave(conn)
 			h.mu.Lock()
 			delete(h.conns, conn)
 			h.mu.Unlock()
@@ -250,74 +313,128 @@ func (h *host) accept(ctx context.Context) {
 // serve deals with one connection, from hello to end.
 func (h *host) serve(ctx context.Context, conn net.Conn) {
 	conn.SetDeadline(time.Now().Add(h.cfg.handshakeTimeout))
-	s, c, err := h.admit(ctx, conn)
+	s, rank, err := h.admit(ctx, conn)
 	if err != nil {
-		h.turnedAway(conn, err)
+		h.turnedAway(conn, rank, err)
 		return
 	}
 	conn.SetDeadline(time.Time{})
 	h.signal()
-	h.attend(s, c.rank)
+	h.attend(s, rank)
 }
 
 // admit gives a rank its seat.
-func (h *host) admit(ctx context.Context, conn net.Conn) (*session, card, error) {
+func (h *host) admit(ctx context.Context, conn net.Conn) (*session, int, error) {
 	s, err := greet(conn, true, h.cfg.version, h.cfg.Secret, h.me)
 	if err != nil {
-		return nil, card{}, err
+		return nil, 0, err
+	}
+	if len(h.cfg.Secret) > 0 {
+		h.door.leave(conn)
 	}
 	c, err := s.examine(h.cfg.version, h.me)
-	if err == nil {
-		err = h.sit(ctx, s, c)
+	if err == nil && c.purpose == toRetire {
+		h.retire()
+		return nil, 0, errKnows
 	}
-	if why := h.failure(); why != nil && err != nil {
-		_ = s.send(noteFail, encodeFail(failureOf(why, 0))) // it is late, but shall know
-		h.mu.Lock()
-		h.told++
-		h.mu.Unlock()
-		return nil, c, errLate
+	rank := c.rank
+	if err == nil {
+		rank, err = h.sit(ctx, s, c)
 	}
 	if err != nil {
+		if rank < len(h.told) && h.tellLate(s, rank) {
+			return nil, rank, errKnows
+		}
 		var refused *errRefused
 		if errors.As(err, &refused) {
 			s.reject(refused.text)
 		}
-		return nil, c, err
+		return nil, rank, err
 	}
-	if err := s.send(noteAccept, nil); err != nil {
-		h.leave(c.rank)
-		return nil, c, err
+	h.door.leave(conn)
+	if err := s.send(noteAccept, encodePlace(rank, h.me.size)); err != nil {
+		h.mu.Lock()
+		h.seats[rank] = nil
+		h.mu.Unlock()
+		return nil, rank, err
 	}
-	return s, c, nil
+	h.mu.Lock()
+	h.seats[rank].accepted = true
+	h.mu.Unlock()
+	h.tellLate(s, rank) // of what happened before it could be told
+	return s, rank, nil
 }
 
-func (h *host) sit(ctx context.Context, s *session, c card) error {
+// tellLate tells a rank why there will be no group, if that is so and it has
+// not been told before. One that knows and comes again hopes for the next join:
+// it gets no answer, and tries until that begins.
+func (h *host) tellLate(s *session, rank int) bool {
+	h.mu.Lock()
+	why := h.why
+	tell := why != nil && rank >= 0 && !h.told[rank]
+	if tell {
+		h.told[rank] = true
+	}
+	h.mu.Unlock()
+	if tell {
+		_ = s.send(noteFail, encodeFail(why))
+		h.signal()
+	}
+	return why != nil
+}
+
+// retire gives the port up to another rank 0, if the join has failed.
+func (h *host) retire() {
+	if h.failure() == nil {
+		return
+	}
+	select {
+	case h.retired <- struct{}{}:
+	default:
+	}
+}
+
+func (h *host) sit(ctx context.Context, s *session, c card) (int, error) {
 	// A rank that was started again may be here before its end was noticed.
 	for deadline := time.Now().Add(200 * time.Millisecond); ; {
 		h.mu.Lock()
 		if h.why != nil {
 			h.mu.Unlock()
-			return errLate
+			return c.rank, errKnows
 		}
-		other := h.seats[c.rank]
+		rank := c.rank
+		if c.late {
+			if rank = h.place(); rank < 0 {
+				h.mu.Unlock()
+				return rank, errNoSeat
+			}
+		}
+		other := h.seats[rank]
 		if other == nil {
-			h.seats[c.rank] = &seat{s: s, addr: c.addr}
+			h.seats[rank] = &seat{s: s, addr: c.addr}
 			h.mu.Unlock()
-			return nil
+			return rank, nil
 		}
 		met := h.met
 		h.mu.Unlock()
 		if c.rank == 0 || met || time.Now().After(deadline) || !sleep(ctx, 10*time.Millisecond) {
-			return &errRefused{proven: !met, text: fmt.Sprintf(
+			return c.rank, &errRefused{proven: !met, text: fmt.Sprintf(
 				"rank: two processes say they are rank %d, at %s and %s", c.rank, other.addr, c.addr)}
 		}
 	}
 }
 
-func (h *host) leave(rank int) {
-	h.mu.Lock()
-	h.seats[rank] = nil
-	h.mu.Unlock()
+// place is the first free seat for one that is late, or -1. The caller holds mu.
+func (h *host) place() int {
+	if h.cfg.members == 0 || h.met {
+		return -1
+	}
+	for r := h.cfg.members; r < len(h.seats); r++ {
+		if h.seats[r] == nil {
+			return r
+		}
+	}
+	return -1
 }
 
 func (h *host) signal() {
@@ -329,18 +446,22 @@ func (h *host) signal() {
 
 // turnedAway notes a connection that came to nothing. Only one that is known
 // to be a rank ends the join.
-func (h *host) turnedAway(conn net.Conn, err error) {
+func (h *host) turnedAway(conn net.Conn, rank int, err error) {
 	var r *errRefused
 	if errors.As(err, &r) && r.proven {
 		h.mu.Lock()
-		h.told++
+		if rank > 0 && rank < len(h.told) && h.seats[rank] == nil && !h.told[rank] {
+			h.told[rank] = true
+		} else {
+			h.odd++
+		}
 		h.mu.Unlock()
 		h.spread(&failure{code: failMismatch, culprit: 0, detail: r.text})
 		return
 	}
 	h.mu.Lock()
-	over := h.over || errors.Is(err, errLate)
-	if !over && len(h.refused) < maxRefused {
+	over := h.over || errors.Is(err, errKnows) || errors.Is(err, errNoSeat)
+	if !over && errors.As(err, &r) && len(h.refused) < maxRefused {
 		h.refused = append(h.refused, fmt.Sprintf("%s (%v)", conn.RemoteAddr(), err))
 	}
 	h.mu.Unlock()
@@ -355,7 +476,7 @@ func (h *host) attend(s *session, rank int) {
 	kind, body, err := s.recv()
 	if err == nil && kind == noteFail {
 		if f, ferr := decodeFail(body); ferr == nil {
-			h.spread(f)
+			h.spread(h.judge(rank, f))
 			return
 		}
 	}
@@ -378,25 +499,76 @@ func (h *host) attend(s *session, rank int) {
 
 const brokeOff = "its connection broke off during the join: "
 
-// spread fails the join for everybody.
-func (h *host) spread(f *failure) {
+// hearsayGrace is how long rank 0 waits for the word of a rank that another
+// one says is lost, and that may have had a reason to leave.
+const hearsayGrace = 300 * time.Millisecond
+
+// judge makes of what a rank says who is to blame: it may have given up
+// because of others.
+func (h *host) judge(rank int, f *failure) *failure {
+	switch {
+	case f.code == failLost && f.culprit != rank:
+		for deadline := time.Now().Add(hearsayGrace); h.failure() == nil && time.Now().Before(deadline); {
+			time.Sleep(5 * time.Millisecond)
+		}
+	case f.code == failAbsent:
+		h.mu.Lock()
+		missing, met := h.missing(), h.met
+		h.mu.Unlock()
+		if !met && len(missing) > 0 {
+			waited, _, _ := strings.Cut(f.detail, ":")
+			return &failure{code: failAbsent, culprit: missing[0], detail: fmt.Sprintf("%s on rank %d: %s", waited, rank, notCome(missing))}
+		}
+	}
+	return f
+}
+
+func notCome(ranks []int) string {
+	return fmt.Sprintf("ranks %v have not come (not started, ended early, or given another address)", ranks)
+}
+
+// missing is which ranks have not come. The caller holds mu.
+func (h *host) missing() []int {
+	var out []int
+	for r, st := range h.seats {
+		if st == nil || !st.accepted {
+			out = append(out, r)
+		}
+	}
+	return out
+}
+
+// spread fails the join for everybody. It reports whether it had not failed before.
+func (h *host) spread(f *failure) bool {
 	h.spreading.Lock()
-	if h.failed(f) {
-		h.fail(f)
+	first := h.failed(f)
+	if first {
+		h.tell(noteFail, encodeFail(f))
 	}
 	h.spreading.Unlock()
 	h.signal()
+	return first
 }
 
-func (h *host) fail(f *failure) { h.tell(noteFail, encodeFail(f)) }
+// fail tells the others that this rank cannot go on. It returns why there will
+// be no group, which may be something else.
+func (h *host) fail(err error) error {
+	if h.spread(failureOf(err, 0)) {
+		return err
+	}
+	return failureError(h.failure())
+}
 
+// tell says something to all ranks that have been accepted.
 func (h *host) tell(kind note, body []byte) {
 	h.mu.Lock()
 	var to []*session
-	for _, st := range h.seats {
-		if st != nil && st.s != nil {
-			to = append(to, st.s)
+	for r, st := range h.seats {
+		if st == nil || st.s == nil || !st.accepted || kind == noteFail && h.told[r] {
+			continue
 		}
+		h.told[r] = h.told[r] || kind == noteFail
+		to = append(to, st.s)
 	}
 	h.mu.Unlock()
 	for _, s := range to {
@@ -408,21 +580,19 @@ func (h *host) tell(kind note, body []byte) {
 func (h *host) addrs(ctx context.Context) ([]string, error) {
 	for {
 		h.mu.Lock()
-		var missing []int
-		addrs := make([]string, len(h.seats))
-		for r, st := range h.seats {
-			if st == nil {
-				missing = append(missing, r)
-			} else {
-				addrs[r] = st.addr
-			}
-		}
+		missing := h.missing()
 		why := h.why
 		h.met = why == nil && len(missing) == 0
 		met := h.met
+		addrs := make([]string, len(h.seats))
+		for r, st := range h.seats {
+			if st != nil {
+				addrs[r] = st.addr
+			}
+		}
 		h.mu.Unlock()
 		if why != nil {
-			return nil, why
+			return nil, failureError(why)
 		}
 		if met {
 			h.tell(noteTable, encodeTable(addrs))
@@ -431,42 +601,72 @@ func (h *host) addrs(ctx context.Context) ([]string, error) {
 		select {
 		case <-h.changed:
 		case <-ctx.Done():
+			if why := h.failure(); why != nil {
+				return nil, failureError(why)
+			}
 			h.mu.Lock()
-			why := h.why
 			refused := strings.Join(h.refused, "; ")
 			h.mu.Unlock()
-			if why != nil {
-				return nil, why
-			}
 			if refused != "" {
 				refused = "; turned away: " + refused
 			}
-			return nil, fmt.Errorf("ranks %v have not come: %w%s", missing, ctxErr(ctx), refused)
+			return nil, h.absent(ctx, missing, notCome(missing)+refused)
 		}
 	}
 }
 
-// linger waits for ranks that have not heard yet why there will be no group.
-func (h *host) linger(ctx context.Context) {
-	ctx, cancel := context.WithTimeout(ctx, lingerFor)
-	defer cancel()
-	for {
-		h.mu.Lock()
-		told := h.told
-		for _, st := range h.seats[1:] {
-			if st != nil {
-				told++
-			}
+// mismatchGrace is how long the join of rank 0 lasts after ranks were found to
+// differ, for those that are still to come: its process may end with the join.
+const mismatchGrace = 2 * time.Second
+
+// lingerLeast is how long rank 0 keeps the port for those that are still to
+// come, where JoinTimeout is shorter.
+const lingerLeast = 10 * time.Second
+
+// done ends the rendezvous. After a failure its port stays open, see Join.
+func (h *host) done(caller context.Context) {
+	why := h.failure()
+	if why != nil && why.code == failMismatch {
+		h.linger(caller, mismatchGrace)
+	}
+	if why == nil || h.allTold() {
+		h.close()
+		return
+	}
+	go func() {
+		h.linger(caller, max(h.cfg.JoinTimeout, lingerLeast))
+		h.close()
+	}()
+}
+
+func (h *host) allTold() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	told := h.odd
+	for _, knows := range h.told {
+		if knows {
+			told++
 		}
-		wait := errors.Is(h.why, ErrMismatch) && told < len(h.seats)-1
-		h.mu.Unlock()
-		if !wait || !sleep(ctx, 5*time.Millisecond) {
+	}
+	return told >= len(h.told)
+}
+
+// linger waits for ranks that have not heard yet why there is no group.
+func (h *host) linger(ctx context.Context, most time.Duration) {
+	ctx, cancel := context.WithTimeout(ctx, most)
+	defer cancel()
+	for !h.allTold() {
+		select {
+		case <-h.changed:
+		case <-h.retired:
+			return
+		case <-ctx.Done():
 			return
 		}
 	}
 }
 
-func (h *host) done() {
+func (h *host) close() {
 	h.mu.Lock()
 	h.over = true
 	h.mu.Unlock()
@@ -485,9 +685,9 @@ func (h *host) done() {
 // guest is the other ranks' side of the rendezvous.
 type guest struct {
 	*meeting
-	s    *session
-	over chan struct{}
-	wg   sync.WaitGroup
+	s     *session
+	over  chan struct{}
+	heard chan struct{} // closed when attend has ended; nil before it begins
 }
 
 func newGuest(ctx context.Context, m *meeting) (*guest, error) {
@@ -511,60 +711,86 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 			if last == nil {
 				last = err
 			}
-			return nil, fmt.Errorf("rank 0 was not found at %s: %w (last try: %v)", m.cfg.Addr, ctxErr(ctx), last)
+			return nil, m.absent(ctx, []int{0}, fmt.Sprintf("rank 0 was not found at %s (last try: %v)", m.cfg.Addr, last))
 		}
 	}
 }
 
-// visit tries once to get a seat.
-func (m *meeting) visit(ctx context.Context) (s *session, err error) {
+// greetHost connects to rank 0 and greets it with a card.
+func (m *meeting) greetHost(ctx context.Context, me card) (s *session, err error) {
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "tcp", m.cfg.Addr)
 	if err != nil {
 		return nil, err
 	}
-	defer func() {
-		if err != nil {
-			conn.Close()
-		}
-	}()
+	conn = m.cfg.slow(conn)
 	conn.SetDeadline(time.Now().Add(m.cfg.handshakeTimeout))
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	if s, err = greet(conn, false, m.cfg.version, m.cfg.Secret, m.me); err != nil {
+	if s, err = greet(conn, false, m.cfg.version, m.cfg.Secret, me); err != nil {
+		conn.Close()
+	}
+	return s, err
+}
+
+// visit tries once to get a seat.
+func (m *meeting) visit(ctx context.Context) (_ *session, err error) {
+	s, err := m.greetHost(ctx, m.me)
+	if err != nil {
 		return nil, err
 	}
+	defer func() {
+		if err != nil {
+			s.conn.Close()
+		}
+	}()
+	stop := context.AfterFunc(ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
 	if _, err = s.examine(m.cfg.version, m.me); err != nil {
 		return nil, err
 	}
-	if err = s.verdict(); err != nil {
+	place, err := s.verdict()
+	if err != nil {
 		return nil, err
+	}
+	if m.cfg.Late {
+		if m.me.rank, m.me.size, err = decodePlace(place); err != nil {
+			return nil, err
+		}
+		m.cfg.Rank, m.cfg.Size = m.me.rank, m.me.size
 	}
 	if !stop() {
 		return nil, ctxErr(ctx)
 	}
-	conn.SetDeadline(time.Time{})
+	s.conn.SetDeadline(time.Time{})
 	return s, nil
 }
 
 func (g *guest) addrs(ctx context.Context) ([]string, error) {
-	stop := context.AfterFunc(ctx, func() { g.s.conn.SetReadDeadline(time.Unix(1, 0)) })
+	cut := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		g.s.conn.SetReadDeadline(time.Unix(1, 0))
+		close(cut)
+	})
 	kind, body, err := g.s.recv()
 	if !stop() {
-		return nil, fmt.Errorf("waiting for the other ranks: %w", ctxErr(ctx))
+		<-cut // the connection is still to be read
+		if err != nil {
+			return nil, g.absent(ctx, nil, "waiting for the other ranks")
+		}
 	}
 	switch {
 	case err != nil:
 		f := &failure{code: failLost, culprit: 0, detail: brokeOff + err.Error()}
 		g.failed(f)
-		return nil, g.failure()
+		return nil, failureError(g.failure())
 	case kind == noteFail:
 		f, err := decodeFail(body)
 		if err != nil {
 			return nil, err
 		}
 		g.failed(f)
-		return nil, g.failure()
+		return nil, failureError(g.failure())
 	case kind != noteTable:
 		return nil, fmt.Errorf("%w note: %q instead of the table", errMalformed, byte(kind))
 	}
@@ -572,12 +798,14 @@ func (g *guest) addrs(ctx context.Context) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	g.wg.Go(g.attend)
+	g.heard = make(chan struct{})
+	go g.attend()
 	return addrs, nil
 }
 
 // attend listens to rank 0 while the mesh is built.
 func (g *guest) attend() {
+	defer close(g.heard)
 	kind, body, err := g.s.recv()
 	select {
 	case <-g.over:
@@ -602,19 +830,63 @@ func (g *guest) attend() {
 	g.failed(f)
 }
 
-func (g *guest) linger(context.Context) {}
+// verdictGrace is how long a rank that has given up waits to hear from rank 0
+// who is to blame.
+const verdictGrace = time.Second
 
-func (g *guest) fail(f *failure) {
+// fail tells rank 0 that this rank cannot go on. It returns why there will be
+// no group: rank 0 may know better.
+func (g *guest) fail(err error) error {
+	if why := g.failure(); why != nil {
+		return failureError(why)
+	}
+	mine := failureOf(err, g.cfg.Rank)
 	g.s.conn.SetWriteDeadline(time.Now().Add(time.Second))
-	_ = g.s.send(noteFail, encodeFail(f)) // if rank 0 is gone, the others notice
+	_ = g.s.send(noteFail, encodeFail(mine)) // rank 0 may have said why, and left
+	if mine.code != failAbsent && mine.code != failLost {
+		return err
+	}
+	g.s.conn.SetReadDeadline(time.Now().Add(verdictGrace))
+	why := mine
+	if g.heard != nil {
+		<-g.heard
+		why = g.failure()
+	} else if kind, body, rerr := g.s.recv(); rerr == nil && kind == noteFail {
+		if f, ferr := decodeFail(body); ferr == nil {
+			why = f
+		}
+	}
+	if why == nil || why.culprit == mine.culprit && why.code == mine.code || why.culprit == 0 && strings.HasPrefix(why.detail, brokeOff) {
+		return err
+	}
+	return failureError(why)
 }
 
-func (g *guest) done() {
+func (g *guest) done(context.Context) {
 	close(g.over)
 	g.s.conn.SetWriteDeadline(time.Now().Add(time.Second))
 	_ = g.s.send(noteDone, nil)
 	g.s.conn.Close()
-	g.wg.Wait()
+	if g.heard != nil {
+		<-g.heard
+	}
+}
+
+// A place is the rank (u32) that is given to one who is accepted, and the size
+// (u32) of the group to be.
+func encodePlace(rank, size int) []byte {
+	b := binary.LittleEndian.AppendUint32(nil, uint32(rank))
+	return binary.LittleEndian.AppendUint32(b, uint32(size))
+}
+
+func decodePlace(b []byte) (rank, size int, err error) {
+	if len(b) == 8 {
+		rank, size = int(binary.LittleEndian.Uint32(b)), int(binary.LittleEndian.Uint32(b[4:]))
+	}
+	if size < 1 || size > MaxSize || rank >= size {
+		return 0, 0, fmt.Errorf("%w place: %x", errMalformed, b)
+	}
+	return rank, size, nil
 }
 
 // A table is the number of ranks (u32) and their addresses.

@@ -104,18 +104,21 @@ func TestJoinNamesMissingRanks(t *testing.T) {
 	addr := freeAddr(t)
 	var wg sync.WaitGroup
 	errs := make([]error, 2)
+	ctx, cancel := context.WithCancel(testContext(t))
 	for r := range 2 {
 		wg.Go(func() {
-			_, errs[r] = Join(testContext(t), Config{Rank: r, Size: 4, Addr: addr, JoinTimeout: time.Duration(200+300*r) * time.Millisecond})
+			_, errs[r] = Join(ctx, Config{Rank: r, Size: 4, Addr: addr, JoinTimeout: time.Duration(200+300*r) * time.Millisecond})
 		})
 	}
 	wg.Wait()
+	cancel()
 	for _, err := range errs { // rank 1 is told by rank 0
-		require.ErrorIs(t, err, ErrTimeout)
+		requirePeer(t, err, 2, ErrTimeout)
 		require.ErrorContains(t, err, "ranks [2 3] have not come")
 		require.ErrorContains(t, err, "timed out after 200ms")
 	}
 	// Without rank 0.
+	addr = freeAddr(t)
 	_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: 50 * time.Millisecond})
 	require.ErrorIs(t, err, ErrTimeout)
 	require.ErrorContains(t, err, "rank 0 was not found at "+addr)
@@ -152,10 +155,11 @@ func TestJoinCancelled(t *testing.T) {
 	requireNoGoroutines(t)
 	addr := freeAddr(t)
 	ctx, cancel := context.WithCancel(context.Background())
+	others, stop := context.WithCancel(testContext(t))
 	var wg sync.WaitGroup
 	errs := make([]error, 3)
 	for r := range 3 {
-		c := testContext(t)
+		c := others
 		if r == 1 {
 			c = ctx
 		}
@@ -164,6 +168,7 @@ func TestJoinCancelled(t *testing.T) {
 	time.Sleep(100 * time.Millisecond)
 	cancel()
 	wg.Wait()
+	stop()
 	for _, err := range errs { // one gives up, all know
 		require.ErrorIs(t, err, context.Canceled)
 	}
@@ -208,7 +213,7 @@ func TestF3_ConfigurationsDiffer(t *testing.T) {
 		{"size", Config{Rank: 1, Size: 4}, []string{"size: rank 0 has 3, rank 1 has 4"}},
 		{"duplicate", Config{Rank: 2, Size: 3}, []string{"rank: two processes say they are rank 2, at @switchyard-"}},
 		{"peer timeout", Config{Rank: 1, Size: 3, PeerTimeout: time.Second}, []string{"peer timeout: rank 0 has 10s, rank 1 has 1s"}},
-		{"version", Config{Rank: 1, Size: 3, version: 7}, []string{"version: the rank that connects speaks protocol 7, the rank it connects to 1"}},
+		{"version", Config{Rank: 1, Size: 3, version: 7}, []string{"version: the rank that connects speaks protocol 7, the rank it connects to 2"}},
 		{"secret", Config{Rank: 1, Size: 3, Secret: []byte("sesame")}, []string{"secret: the rank that connects has one, the rank it connects to has none"}},
 	} {
 		for _, secret := range []string{"", "a secret of all ranks"} {
@@ -467,7 +472,7 @@ func TestF3_MeshConfigurationsDiffer(t *testing.T) {
 	same := func(a []string) [2][]string { return [2][]string{a, a} }
 	for _, err := range start([2]Config{{version: 3}, {}}, same) {
 		require.ErrorIs(t, err, ErrMismatch)
-		require.ErrorContains(t, err, "the rank that connects speaks protocol 1, the rank it connects to 3")
+		require.ErrorContains(t, err, "the rank that connects speaks protocol 2, the rank it connects to 3")
 	}
 	for _, err := range start([2]Config{{PeerTimeout: time.Second}, {}}, same) {
 		require.ErrorIs(t, err, ErrMismatch)

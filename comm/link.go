@@ -28,6 +28,7 @@ type sockLink struct {
 
 	mu      sync.Mutex
 	queue   []outgoing
+	ended   bool // the reader has come to the end of the stream
 	closing bool
 	stopped bool // the writer has ended
 }
@@ -150,6 +151,7 @@ func (l *sockLink) write() {
 		select {
 		case <-l.wake:
 		case <-beat.C:
+			l.n.pulse.beat(l.timeout)
 			if !broken {
 				broken = l.writeMessage(&message{kind: kindBeat}) != nil
 			}
@@ -162,7 +164,7 @@ func (l *sockLink) writeMessage(m *message) error {
 	data := m.data
 	switch {
 	case m.poison != "":
-		h.flags, data = flagPoison, []byte(clip(m.poison))
+		h.flags, data = flagPoison, []byte(clip(m.poison, maxText))
 	case len(m.fds) > 0:
 		return l.writeFDs(h, m.fds)
 	case m.fail != nil:
@@ -182,6 +184,9 @@ func (l *sockLink) writeMessage(m *message) error {
 		var b [frameHeader]byte
 		h.encode(&b)
 		bufs := net.Buffers{b[:], part}
+		if l.n != nil && l.n.delay != nil {
+			l.n.delay()
+		}
 		if _, err := bufs.WriteTo(l.conn); err != nil {
 			return err
 		}
@@ -242,8 +247,11 @@ func (l *sockLink) read() {
 	for {
 		m, err := readMessage(r, in.take)
 		if err != nil {
+			l.mu.Lock()
+			l.ended = true
+			l.mu.Unlock()
 			if !l.isClosing() {
-				l.n.lose(l.peer, &failure{code: failLost, culprit: l.peer, detail: l.why(err)})
+				l.n.lose(l.peer, l.blame(err))
 			}
 			return
 		}
@@ -253,6 +261,52 @@ func (l *sockLink) read() {
 			return
 		}
 	}
+}
+
+// blame says who is lost when the stream ends: the peer, unless this process has
+// not run for so long that the peer may have given it up. Others then say so as
+// well, or what else has happened, and are heard first. Where nobody is left
+// that could say anything, it is this rank that was given up.
+func (l *sockLink) blame(err error) *failure {
+	slept := l.n.pulse.slept(l.timeout)
+	for end := time.Now().Add(l.timeout / 4); slept > 0 && time.Now().Before(end) && !l.isClosing(); {
+		time.Sleep(5 * time.Millisecond)
+	}
+	if slept >= l.timeout && l.n.alone() {
+		return &failure{code: failLost, culprit: l.n.id, detail: fmt.Sprintf(
+			"this process did not run for %v, and rank %d has gone on without it", slept.Round(time.Millisecond), l.peer)}
+	}
+	return &failure{code: failLost, culprit: l.peer, detail: l.why(err)}
+}
+
+// pulse tells whether this process has been running.
+type pulse struct {
+	mu   sync.Mutex
+	last time.Time     // of the last beat
+	gap  time.Duration // the last that was too long, which ended at woke
+	woke time.Time
+}
+
+// beat is called several times in the time that a peer may be silent.
+func (p *pulse) beat(timeout time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	now := time.Now()
+	if gap := now.Sub(p.last); gap > timeout/2 {
+		p.gap, p.woke = gap, now
+	}
+	p.last = now
+}
+
+// slept is for how long this process has not run lately, 0 if that is not worth mentioning.
+func (p *pulse) slept(timeout time.Duration) time.Duration {
+	p.beat(timeout)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.woke.IsZero() || time.Since(p.woke) > timeout {
+		return 0
+	}
+	return p.gap
 }
 
 func (l *sockLink) why(err error) string {

@@ -53,7 +53,7 @@ func (l *Listener) Close() error {
 func (l *Listener) Join(ctx context.Context, addrs []string) (*Group, error) {
 	ctx, cancel := withJoinTimeout(ctx, &l.cfg)
 	defer cancel()
-	g, err := l.join(ctx, addrs)
+	g, err := l.join(ctx, addrs, nil)
 	if err != nil {
 		return nil, joinError(err)
 	}
@@ -66,7 +66,11 @@ func withJoinTimeout(ctx context.Context, cfg *Config) (context.Context, context
 
 func joinError(err error) error {
 	if pe, ok := err.(*PeerError); ok {
-		return withOp(pe, opJoin.String(), pe.Epoch)
+		return withOp(pe, opJoin.String(), 0)
+	}
+	var absent *absentError
+	if errors.As(err, &absent) && len(absent.ranks) > 0 {
+		return &PeerError{Rank: absent.ranks[0], Op: opJoin.String(), Err: absent}
 	}
 	return fmt.Errorf("comm: join: %w", err)
 }
@@ -80,11 +84,15 @@ type meshing struct {
 	ctx    context.Context
 	linked chan struct{} // one for every link
 	fatal  chan error
+	door   door
 	wg     sync.WaitGroup
 }
 
-func (l *Listener) join(ctx context.Context, addrs []string) (*Group, error) {
+// join builds the mesh. report, which may be nil, tells others why it cannot be
+// and knows better perhaps; it is called before this rank is out of reach.
+func (l *Listener) join(ctx context.Context, addrs []string, report func(error) error) (*Group, error) {
 	defer l.Close()
+	began := time.Now()
 	cfg := &l.cfg
 	if len(addrs) != cfg.Size {
 		return nil, fmt.Errorf("%w: %d addresses for %d ranks", ErrMismatch, len(addrs), cfg.Size)
@@ -94,6 +102,7 @@ func (l *Listener) join(ctx context.Context, addrs []string) (*Group, error) {
 	}
 	gid := meshID(addrs)
 	n := newNode(cfg.Rank, cfg.Size, cfg.Logger)
+	n.delay = cfg.delay
 	g, err := n.register(gid, cfg.Name, 0)
 	if err != nil {
 		return nil, err
@@ -111,20 +120,27 @@ func (l *Listener) join(ctx context.Context, addrs []string) (*Group, error) {
 		me:     card{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: hostID()},
 		linked: make(chan struct{}, cfg.Size),
 		fatal:  make(chan error, 1),
+		door:   newDoor(),
 	}
 	m.wg.Go(m.accept)
 	for r := range cfg.Rank {
 		m.wg.Go(func() { m.dial(r) })
 	}
-	err = m.wait(g)
-	l.Close()
+	err = m.wait(g, began)
 	if err == nil {
+		l.Close()
 		_, err = g.exchange(ctx, opJoin, message{})
 	}
+	if err != nil {
+		g.failed(failureOf(err, cfg.Rank), true)
+		if report != nil {
+			err = report(err)
+		}
+	}
+	l.Close()
 	cancel()
 	m.wg.Wait()
 	if err != nil {
-		g.Abort(err)
 		g.Close()
 		return nil, err
 	}
@@ -132,17 +148,32 @@ func (l *Listener) join(ctx context.Context, addrs []string) (*Group, error) {
 	return g, nil
 }
 
+// fatalGrace is how long a rank that is refused a connection waits to hear why:
+// the other may have been told that there will be no group.
+const fatalGrace = 500 * time.Millisecond
+
 // wait returns when every peer is linked, or none of them will be.
-func (m *meshing) wait(g *Group) error {
-	for range len(m.addrs) - 1 {
+func (m *meshing) wait(g *Group, began time.Time) error {
+	fatal := m.fatal
+	var refused error
+	var grace <-chan time.Time
+	for links := 0; links < len(m.addrs)-1; {
 		select {
 		case <-m.linked:
-		case err := <-m.fatal:
-			return err
+			links++
+		case refused = <-fatal:
+			if !errors.Is(refused, ErrPeerLost) {
+				return refused
+			}
+			fatal, grace = nil, time.After(fatalGrace)
+		case <-grace:
+			return refused
 		case <-g.Done():
 			return g.Err()
 		case <-m.ctx.Done():
-			return fmt.Errorf("waiting for ranks %v: %w", m.missing(), ctxErr(m.ctx))
+			missing := m.missing()
+			return newAbsent(m.ctx, &m.l.cfg, began, missing,
+				fmt.Sprintf("ranks %v have not connected (not started, stopped, or ended early)", missing))
 		}
 	}
 	return nil
@@ -178,13 +209,17 @@ func (m *meshing) accept() {
 		}
 		if err != nil { // out of descriptors, say
 			m.n.log.Warn("accept", "rank", m.me.rank, "err", err)
-			if !sleep(m.ctx, 10*time.Millisecond) {
+			m.door.dropOldest()
+			if !sleep(m.ctx, time.Millisecond) {
 				return
 			}
 			continue
 		}
+		m.door.enter(conn)
 		m.wg.Go(func() {
-			if err := m.admit(conn); err != nil {
+			err := m.admit(conn)
+			m.door.leave(conn)
+			if err != nil {
 				conn.Close()
 				m.n.log.Warn("connection refused", "rank", m.me.rank, "err", err)
 			}
@@ -224,7 +259,7 @@ func (m *meshing) admit(conn *net.UnixConn) error {
 // examine greets the other side and compares the cards.
 func (m *meshing) examine(conn net.Conn, server bool, me card) (*session, card, error) {
 	cfg := &m.l.cfg
-	s, err := greet(conn, server, cfg.version, cfg.Secret, me)
+	s, err := greet(cfg.slow(conn), server, cfg.version, cfg.Secret, me)
 	if err != nil {
 		return nil, card{}, err
 	}
@@ -297,7 +332,7 @@ func (m *meshing) dialOnce(rank int) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := s.verdict(); err != nil {
+	if _, err := s.verdict(); err != nil {
 		return err
 	}
 	return m.start(rank, conn, stop)

@@ -24,7 +24,8 @@ const (
 	opExchangeFDs opcode = 4
 	opSplit       opcode = 5
 	opJoin        opcode = 6
-	opLast               = opJoin
+	opAdmit       opcode = 7
+	opLast               = opAdmit
 )
 
 func (o opcode) String() string {
@@ -41,6 +42,8 @@ func (o opcode) String() string {
 		return "split"
 	case opJoin:
 		return "join"
+	case opAdmit:
+		return "admit"
 	default:
 		return "unknown call"
 	}
@@ -80,7 +83,8 @@ const (
 	failLeft     failCode = 2 // culprit closed its end while it was needed
 	failAborted  failCode = 3 // culprit called Abort
 	failMismatch failCode = 4 // culprit called something else
-	failLast              = failMismatch
+	failAbsent   failCode = 5 // culprit did not come in time, to a join
+	failLast              = failAbsent
 )
 
 // failure is why a group failed: the same news on every rank, in terms of

@@ -26,7 +26,9 @@ type node struct {
 	id     int
 	log    *slog.Logger
 	wg     sync.WaitGroup // goroutines of the links
-	onStop func()         // called once, after the last group was closed
+	pulse  pulse
+	onStop func() // called once, after the last group was closed
+	delay  func() // before every frame, in tests
 
 	mu     sync.Mutex
 	links  []link // by world rank; nil for this rank and for peers not met yet
@@ -45,6 +47,7 @@ func newNode(id, size int, log *slog.Logger) *node {
 		links:  make([]link, size),
 		groups: make(map[uint64]*Group),
 		gone:   make(map[int]*failure),
+		pulse:  pulse{last: time.Now()},
 	}
 }
 
@@ -72,6 +75,23 @@ func (n *node) linksTo(members []int, last int) []link {
 		}
 	}
 	return out
+}
+
+// alone reports whether every connection has ended.
+func (n *node) alone() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for _, l := range n.links {
+		if s, ok := l.(*sockLink); ok {
+			s.mu.Lock()
+			ended := s.ended
+			s.mu.Unlock()
+			if !ended {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 // deliver takes a message from a peer.
@@ -134,7 +154,7 @@ func (n *node) lose(peer int, f *failure) {
 		if f.code != failLeft {
 			// The peer may only be stopped. The failed groups have left it a word
 			// of that, for when it wakes up and believes that all others are gone.
-			grace = flushGrace
+			grace = closeGrace
 		}
 		l.close(grace)
 	}
@@ -295,6 +315,6 @@ const (
 	// for the news to leave the process first. The news is a few bytes; only a
 	// peer whose socket is full, a stopped one, takes this long.
 	flushGrace = 20 * time.Millisecond
-	// closeGrace bounds how long Close waits for the goodbye to leave.
+	// closeGrace bounds how long a link that is closed waits for the last words to leave.
 	closeGrace = time.Second
 )

@@ -26,6 +26,10 @@ func TestMain(m *testing.M) {
 	if part := os.Getenv(helperEnv); part != "" {
 		os.Exit(playPart(part))
 	}
+	if flood := strings.Fields(os.Getenv(floodEnv)); len(flood) == 3 {
+		n, _ := strconv.Atoi(flood[2])
+		os.Exit(playFlood(flood[0], flood[1], n))
+	}
 	if addr := os.Getenv(strangerEnv); addr != "" {
 		os.Exit(playStranger(addr))
 	}
@@ -58,6 +62,44 @@ func playPart(part string) int {
 	case "survive":
 		if err := barriers(ctx, g); err != nil {
 			return report(ctx, g, err)
+		}
+	case "leave out":
+		for {
+			short, stop := context.WithTimeout(ctx, 300*time.Millisecond)
+			err := g.Barrier(short)
+			stop()
+			if err == nil {
+				time.Sleep(time.Millisecond)
+				continue
+			}
+			var pe *PeerError
+			if !errors.As(err, &pe) {
+				say("error %v", err)
+				return 1
+			}
+			say("late %d %v %v", pe.Rank, errors.Is(err, ErrTimeout), err)
+			start := time.Now()
+			short, stop = context.WithTimeout(ctx, 300*time.Millisecond)
+			s, err := g.Shrink(short) // waits for one that lives, and no longer than its context
+			stop()
+			say("waited %v %v %v", errors.Is(err, ErrTimeout), time.Since(start) < 3*time.Second, err)
+			var leaveOut []int
+			if pe.Rank != g.Rank() {
+				leaveOut = []int{pe.Rank}
+			}
+			if err != nil { // nobody has said so before
+				s, err = g.Shrink(ctx, leaveOut...)
+			}
+			if err != nil {
+				say("outcast %v %v", errors.Is(err, ErrPeerLost), err)
+				return 1
+			}
+			say("survivors %d %v", s.Size(), s.Barrier(ctx))
+			start = time.Now()
+			g.Close()
+			s.Close()
+			say("closed %v", time.Since(start) < 3*time.Second)
+			return 0
 		}
 	case "crash":
 		if g.Rank() == 1 {
@@ -321,6 +363,53 @@ func TestF2_StoppedProcessIsNamed(t *testing.T) {
 	require.Equal(t, "1", words[0], words)
 	require.Equal(t, "true", ps[1].expect("outcast")[0])
 	ps[1].exit(1)
+}
+
+// A rank that hangs but lives is left out when the others say so, long before PeerTimeout, and learns it when it wakes up.
+func TestF2_StoppedProcessIsLeftOut(t *testing.T) {
+	ps := startProcs(t, 4, "leave out", "SWITCHYARD_PEER_TIMEOUT=1m")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	time.Sleep(20 * time.Millisecond)
+	ps[2].signal(syscall.SIGSTOP)
+	for _, r := range []int{0, 1, 3} {
+		require.Equal(t, []string{"2", "true"}, ps[r].expect("late")[:2])
+	}
+	waited := 0
+	for _, r := range []int{0, 1, 3} {
+		words := ps[r].expect("waited")
+		require.Equal(t, "true", words[1], words)
+		if words[0] == "true" {
+			waited++
+		}
+		require.Equal(t, []string{"3", "<nil>"}, ps[r].expect("survivors"))
+		require.Equal(t, []string{"true"}, ps[r].expect("closed"))
+		ps[r].exit(0)
+	}
+	require.Positive(t, waited)
+	ps[2].signal(syscall.SIGCONT)
+	words := ps[2].expect("late")
+	require.Equal(t, "2", words[0], words)
+	ps[2].expect("waited")
+	require.Equal(t, "true", ps[2].expect("outcast")[0])
+	ps[2].exit(1)
+}
+
+// A rank that was stopped for longer than PeerTimeout blames nobody but itself, though who could tell it is dead by then.
+func TestF2_WokenProcessBlamesItself(t *testing.T) {
+	const timeout = 400 * time.Millisecond
+	ps := startProcs(t, 2, "survive", "SWITCHYARD_PEER_TIMEOUT="+timeout.String())
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	ps[1].signal(syscall.SIGSTOP)
+	time.Sleep(timeout / 2)
+	ps[0].signal(syscall.SIGKILL)
+	time.Sleep(2 * timeout)
+	ps[1].signal(syscall.SIGCONT)
+	words := ps[1].expect("lost")
+	require.Equal(t, "1", words[0], words)
 }
 
 // A stop that is shorter than PeerTimeout harms nobody.

@@ -3,6 +3,7 @@ package comm
 import (
 	"context"
 	"fmt"
+	"time"
 )
 
 // shrinking is the state of the agreement on who survives. It outlives a call
@@ -15,32 +16,37 @@ import (
 // and the next round begins. A rank that decides says so to all before it
 // returns, and a rank that hears of a decision adopts it and says so as well.
 // So a rank can decide something else only when all who had decided are gone.
+//
+// One bit more is united in the same way, for what else ranks have to agree on
+// though some of them are lost: Admit has each say there whether it failed.
 type shrinking struct {
 	busy  bool
 	next  *Group // registered in the first call
 	round uint64 // 0 before the first
 	said  rankSet
 	heard map[uint64]map[int]rankSet
+	extra bool    // this rank is for what the bit after the ranks' says
 	dec   rankSet // nil until decided
 	made  bool
 	wake  chan struct{}
 }
 
-// take notes what a rank said. A malformed set is ignored: its sender is
-// authenticated, and the deadline of the call covers the rest.
-func (s *shrinking) take(size, rank int, m message) {
-	set, err := decodeRankSet(m.data, size)
+// take notes what a rank said, and returns the ranks that it does without. A
+// malformed set is ignored: its sender is authenticated, and the deadline of the
+// call covers the rest.
+func (s *shrinking) take(size, rank int, m message) rankSet {
+	set, err := decodeRankSet(m.data, size+1)
 	if err != nil {
-		return
+		return nil
 	}
 	if m.decided {
 		if s.dec == nil {
 			s.dec = set
 		}
-		return
+		return set
 	}
 	if m.seq < s.round {
-		return
+		return nil
 	}
 	if s.heard == nil {
 		s.heard = make(map[uint64]map[int]rankSet)
@@ -49,6 +55,7 @@ func (s *shrinking) take(size, rank int, m message) {
 		s.heard[m.seq] = make(map[int]rankSet)
 	}
 	s.heard[m.seq][rank] = set
+	return set
 }
 
 func (g *Group) signalShrink() {
@@ -65,13 +72,26 @@ func (g *Group) signalShrink() {
 // one of them is gone by then, the new group has failed and can be shrunk in
 // its turn.
 //
-// A rank that the others gave up, because it was stopped for too long, gets
-// an error that says so. The old group stays as it is, and is still to be
-// closed. A call that was cancelled can be repeated. Shrinking a group that has
-// not failed makes a second one of the same ranks. A group shrinks once.
-func (g *Group) Shrink(ctx context.Context) (*Group, error) {
+// A rank that lives and is only late is a survivor: Shrink waits for it until
+// ctx ends, with a [*PeerError] that names it. Ranks of leaveOut, as numbered in
+// this group, are left out whether they live or not, and not waited for. It is
+// enough that one survivor says so. This group has then failed, and the one left
+// out learns it as soon as it runs: from this group, and from its own Shrink.
+// Ranks that leave each other out both go on, each without the other.
+//
+// A rank that the others gave up, because it was stopped for too long or left
+// out, gets an error that says so, [ErrPeerLost] with its own number. The old
+// group stays as it is, and is still to be closed. A call that was cancelled can
+// be repeated. Shrinking a group that has not failed makes a second one of the
+// same ranks. A group shrinks once.
+func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (*Group, error) {
 	n := g.n
 	s := &g.shrink
+	for _, r := range leaveOut {
+		if r < 0 || r >= len(g.members) || r == g.rank {
+			return nil, fmt.Errorf("comm: shrink: rank %d of %s cannot leave out rank %d of %d", g.rank, g.name, r, len(g.members))
+		}
+	}
 	n.mu.Lock()
 	if err := g.shrinkable(); err != nil {
 		n.mu.Unlock()
@@ -79,7 +99,13 @@ func (g *Group) Shrink(ctx context.Context) (*Group, error) {
 	}
 	s.busy = true
 	next := s.next
+	for _, r := range leaveOut {
+		g.out[g.members[r]] = true
+	}
 	n.mu.Unlock()
+	for _, r := range leaveOut {
+		g.failed(&failure{code: failLost, culprit: g.members[r], detail: fmt.Sprintf("rank %d has left it out", g.rank)}, true)
+	}
 	defer func() {
 		n.mu.Lock()
 		s.busy = false
@@ -146,6 +172,7 @@ func (g *Group) shrinkable() error {
 
 // agree runs rounds until there is a decision: the set of ranks that are gone.
 func (g *Group) agree(ctx context.Context) (rankSet, error) {
+	began := time.Now()
 	n := g.n
 	s := &g.shrink
 	for {
@@ -183,7 +210,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		select {
 		case <-s.wake:
 		case <-ctx.Done():
-			return nil, fmt.Errorf("comm: shrink: %s, waiting for ranks %v: %w", g, g.shrinkAbsent(), ctxErr(ctx))
+			return nil, g.waitError(ctx, "shrink", s.round, g.shrinkAbsent(), time.Since(began))
 		}
 	}
 }
@@ -239,9 +266,12 @@ func (g *Group) shrinkAbsent() []int {
 	return out
 }
 
-// goneRanks is whom this rank believes gone. The caller holds n.mu.
+// goneRanks is whom this rank believes gone, and the extra bit. The caller holds n.mu.
 func (g *Group) goneRanks() rankSet {
-	set := newRankSet(len(g.members))
+	set := newRankSet(len(g.members) + 1)
+	if g.shrink.extra {
+		set.set(len(g.members))
+	}
 	for r, w := range g.members {
 		if g.left[w] || g.out[w] || g.n.gone[w] != nil {
 			set.set(r)

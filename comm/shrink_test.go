@@ -154,3 +154,58 @@ func TestF2_ShrinkWhileRanksDie(t *testing.T) {
 		})
 	}
 }
+
+// One survivor says who is left out, though that rank lives.
+func TestF2_ShrinkLeavesOut(t *testing.T) {
+	eachWorld(t, 4, func(t *testing.T, gs []*Group) {
+		_, err := gs[1].Shrink(testContext(t), 1)
+		require.ErrorContains(t, err, "cannot leave out rank 1")
+		_, err = gs[1].Shrink(testContext(t), 4)
+		require.ErrorContains(t, err, "cannot leave out rank 4")
+		rest := []*Group{gs[0], gs[1], gs[3]}
+		next := make([]*Group, 3)
+		requireAll(t, onEach(rest, func(g *Group) (err error) {
+			var leaveOut []int
+			if g.Rank() == 1 {
+				leaveOut = []int{2}
+			}
+			s, err := g.Shrink(testContext(t), leaveOut...)
+			if err != nil {
+				return err
+			}
+			next[s.Rank()] = s
+			return s.Barrier(testContext(t))
+		}))
+		for _, g := range next {
+			require.Equal(t, 3, g.Size())
+			defer g.Close()
+		}
+		waitDone(t, gs[2])
+		requirePeer(t, gs[2].Err(), 2, ErrPeerLost)
+		_, err = gs[2].Shrink(testContext(t))
+		require.ErrorIs(t, err, ErrPeerLost)
+		for _, g := range rest {
+			requirePeer(t, g.Err(), 2, ErrPeerLost)
+		}
+	})
+}
+
+// A rank that is late is waited for: nobody has said that it is to be left out.
+func TestF2_ShrinkWaitsForTheLate(t *testing.T) {
+	eachWorld(t, 3, func(t *testing.T, gs []*Group) {
+		gs[0].Kill()
+		go func() {
+			time.Sleep(200 * time.Millisecond)
+			s, err := gs[2].Shrink(testContext(t))
+			if err == nil {
+				_ = s.Barrier(testContext(t))
+				s.Close()
+			}
+		}()
+		s, err := gs[1].Shrink(testContext(t))
+		require.NoError(t, err)
+		defer s.Close()
+		require.Equal(t, 2, s.Size())
+		require.NoError(t, s.Barrier(testContext(t)))
+	})
+}

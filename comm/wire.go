@@ -102,7 +102,7 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 		}
 	case kindShrink:
 		allowed = flagDecided
-		if h.length > MaxSize/8 {
+		if h.length > MaxSize/8+1 {
 			return bad("a set of %d bytes", h.length)
 		}
 	case kindFail:
@@ -194,9 +194,9 @@ func noEOF(err error) error {
 const failHeader = 11
 
 func encodeFail(f *failure) []byte {
-	detail, cause, bits := clip(f.detail), "", uint32(0)
+	detail, cause, bits := clip(f.detail, maxText), "", uint32(0)
 	if f.cause != nil {
-		cause, bits = clip(f.cause.Error()), conditionBits(f.cause)
+		cause, bits = clip(f.cause.Error(), maxText), conditionBits(f.cause)
 	}
 	b := binary.LittleEndian.AppendUint32(nil, uint32(f.culprit))
 	b = append(b, byte(f.code))
@@ -229,11 +229,11 @@ func decodeFail(b []byte) (*failure, error) {
 	return f, nil
 }
 
-// clip shortens a text to what fits in a message.
-func clip(s string) string {
+// clip shortens a text to limit bytes.
+func clip(s string, limit int) string {
 	const dots = "..."
-	if len(s) <= maxText {
+	if len(s) <= limit {
 		return s
 	}
-	return strings.ToValidUTF8(s[:maxText-len(dots)], "") + dots
+	return strings.ToValidUTF8(s[:limit-len(dots)], "") + dots
 }

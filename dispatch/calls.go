@@ -37,15 +37,15 @@ func (d *Dispatcher) DispatchSend(s device.Stream, t Tokens) (*Handle, error) {
 
 // DispatchReceive is the second half of DispatchSend or RedispatchSend.
 func (d *Dispatcher) DispatchReceive(s device.Stream, h *Handle) error {
-	d.calls.Lock()
-	defer d.calls.Unlock()
+	d.c.Lock()
+	defer d.c.Unlock()
 	return d.second(s, h, kernels.DispatchOp, kernels.RedispatchOp)
 }
 
 func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*Handle, error) {
-	d.calls.Lock()
-	defer d.calls.Unlock()
-	if err := d.usable(); err != nil {
+	d.c.Lock()
+	defer d.c.Unlock()
+	if err := d.c.Usable(); err != nil {
 		return nil, err
 	}
 	o := &d.options
@@ -74,7 +74,7 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 	}
 	l := d.op(kernels.DispatchOp, h)
 	l.dispatch = kernels.Dispatch{
-		MoECall: d.moeCall(l.kind, h), X: d.buffer(t.X), Scales: d.buffer(t.Scales), Experts: d.buffer(t.Experts), Weights: d.buffer(t.Weights),
+		MoECall: d.moeCall(l.kind, h), X: d.own(t.X), Scales: d.own(t.Scales), Experts: d.own(t.Experts), Weights: d.own(t.Weights),
 		Ticket: h.ticket,
 	}
 	if err := d.launch(s, l, phase); err != nil {
@@ -110,8 +110,8 @@ func (d *Dispatcher) RedispatchSend(s device.Stream, h *Handle, x, scales memory
 }
 
 func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.View, phase kernels.Phase) error {
-	d.calls.Lock()
-	defer d.calls.Unlock()
+	d.c.Lock()
+	defer d.c.Unlock()
 	if err := d.ready(h, false); err != nil {
 		return err
 	}
@@ -122,7 +122,7 @@ func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.Vie
 		return invalid("x and the rows of the handle overlap")
 	}
 	l := d.op(kernels.RedispatchOp, h)
-	l.dispatch = kernels.Dispatch{MoECall: d.moeCall(l.kind, h), X: d.buffer(x), Scales: d.buffer(scales)}
+	l.dispatch = kernels.Dispatch{MoECall: d.moeCall(l.kind, h), X: d.own(x), Scales: d.own(scales)}
 	return d.launch(s, l, phase)
 }
 
@@ -163,8 +163,8 @@ func (d *Dispatcher) CombineSend(s device.Stream, y, rows memory.View, h *Handle
 
 // CombineReceive is the second half of CombineSend.
 func (d *Dispatcher) CombineReceive(s device.Stream, h *Handle) error {
-	d.calls.Lock()
-	defer d.calls.Unlock()
+	d.c.Lock()
+	defer d.c.Unlock()
 	return d.second(s, h, kernels.CombineOp)
 }
 
@@ -190,8 +190,8 @@ func (d *Dispatcher) weighting(o CombineOptions) (Weighting, error) {
 func (d *Dispatcher) combine(
 	s device.Stream, kind kernels.MoEOp, y, rows memory.View, h *Handle, o CombineOptions, phase kernels.Phase,
 ) error {
-	d.calls.Lock()
-	defer d.calls.Unlock()
+	d.c.Lock()
+	defer d.c.Unlock()
 	if err := d.ready(h, false); err != nil {
 		return err
 	}
@@ -238,8 +238,8 @@ func (d *Dispatcher) combine(
 	}
 	l := d.op(kind, h)
 	l.combine = kernels.Combine{
-		MoECall: d.moeCall(kind, h), Weighting: w, Y: d.buffer(y), Rows: d.buffer(rows), RowWeights: d.buffer(o.Weights),
-		SumWeights: d.buffer(o.SumWeights), Bias: [2]kernels.Buffer{d.buffer(o.Bias[0]), d.buffer(o.Bias[1])}, Ready: d.buffer(o.Ready),
+		MoECall: d.moeCall(kind, h), Weighting: w, Y: d.own(y), Rows: d.shown(rows), RowWeights: d.shown(o.Weights),
+		SumWeights: d.own(o.SumWeights), Bias: [2]kernels.Buffer{d.own(o.Bias[0]), d.own(o.Bias[1])}, Ready: d.own(o.Ready),
 	}
 	return d.launch(s, l, phase)
 }
@@ -253,8 +253,8 @@ func (d *Dispatcher) combine(
 // rows and dRows are laid out like Handle.Rows. They may be the same memory and must not overlap otherwise, nor overlap
 // dy. What is not in the symmetric heap goes through staging.
 func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows memory.View, h *Handle, o CombineOptions) error {
-	d.calls.Lock()
-	defer d.calls.Unlock()
+	d.c.Lock()
+	defer d.c.Unlock()
 	if err := d.ready(h, false); err != nil {
 		return err
 	}
@@ -294,8 +294,8 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 	}
 	l := d.op(kernels.CombineBackwardOp, h)
 	l.backward = kernels.CombineBackward{
-		MoECall: d.moeCall(l.kind, h), Weighting: w, DY: d.buffer(dy), Rows: d.buffer(rows), DRows: d.buffer(dRows),
-		RowWeights: d.buffer(o.Weights), DWeights: d.buffer(dWeights),
+		MoECall: d.moeCall(l.kind, h), Weighting: w, DY: d.own(dy), Rows: d.shown(rows), DRows: d.shown(dRows),
+		RowWeights: d.shown(o.Weights), DWeights: d.shown(dWeights),
 	}
 	return d.launch(s, l, kernels.Both)
 }

@@ -8,12 +8,11 @@ import (
 	"sync"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
-	"github.com/switchyard-moe/switchyard/kernels/host"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -33,29 +32,20 @@ import (
 //
 // On a stream the errors of the last two kinds are errors of the stream.
 type Dispatcher struct {
-	group   *comm.Group
-	heap    *memory.Heap
-	engine  *host.MoE
+	c       *communicator.Communicator // its lock is held throughout a call, so that launches have one order
 	options Options
 	moe     *kernels.MoE
-	block   *memory.Buffer // control block, tables and the memory of handles
 	// The placement, as the engine reads it, and what it counts.
 	table, counters memory.View
 	views           []handleViews
-
-	// calls is held throughout a call, so that launches have one order.
-	calls sync.Mutex
-	last  device.Stream // of the last launch
+	ops             communicator.Pool[op]
 
 	// mu guards what launches on streams change too, the placement, and the lives of handles. Nobody waits for a stream with it.
 	mu        sync.Mutex
 	placement *Placement
-	local     []int // this rank's experts
-	closed    bool
-	broken    error     // a call failed half-way: the control block is in no known state
+	local     []int     // this rank's experts
 	free      []int     // memory of handles
 	idle      []*Handle // released, longest ago first
-	ops       []*op     // idle launches
 	ticket    uint64    // of the last dispatch
 }
 
@@ -74,30 +64,16 @@ type op struct {
 // no room. What fails on one rank is an error on all. The caller closes the Dispatcher before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	g := h.Group()
-	m, err := o.validate(g.Rank(), g.Size(), h.Device().Kind())
-	if k := h.Device().Kind(); err == nil && k != device.HostKind {
-		err = invalid("no engine for %v devices", k)
-	}
-	var claim agree.Claim
+	d := &Dispatcher{}
+	m, err := o.validate(g.Rank(), g.Size())
+	own := communicator.Config{Name: "dispatch", Timeout: o.Timeout}
 	if err == nil {
-		claim.Must = o.fields()
+		d.options, d.moe, d.placement, d.local = o, m, o.Placement, o.Placement.Local(g.Rank())
+		err = d.plan(h, &own)
 	}
-	if _, err := agree.On(ctx, g, claim, err); err != nil {
-		return nil, fmt.Errorf("dispatch: compare options: %w", err)
+	if d.c, err = communicator.Open(ctx, h, own, err); err != nil {
+		return nil, err
 	}
-	engine := host.New(h.Space(), g.Err)
-	d := &Dispatcher{group: g, heap: h, options: o, moe: m, placement: o.Placement}
-	d.local = d.placement.Local(g.Rank())
-	var sizes cutter
-	zero := d.layOut(&sizes, engine.MoELayout(m))
-	if d.block, err = allocate(ctx, h, sizes.used, zero); err != nil {
-		return nil, fmt.Errorf("dispatch: memory for channels, outputs and staging: %w", err)
-	}
-	d.layOut(&cutter{block: d.block}, engine.MoELayout(m))
-	if err := d.transfer(d.table, memory.Host(shm.Bytes(d.placement.table(m.First)))); err != nil {
-		return nil, errors.Join(fmt.Errorf("dispatch: placement table: %w", err), d.block.Free())
-	}
-	d.engine = engine.OpenMoE(m)
 	for i := range o.Handles {
 		d.free = append(d.free, i)
 		d.idle = append(d.idle, &Handle{d: d})
@@ -105,48 +81,38 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	return d, nil
 }
 
-// allocate takes n bytes of the heap, after growing it if it has no room. The first zero bytes are zero on all ranks when
-// it returns. What fails on one rank is an error on all.
-func allocate(ctx context.Context, h *memory.Heap, n, zero int64) (*memory.Buffer, error) {
-	b, err := h.Alloc(n)
-	full := errors.Is(err, memory.ErrOutOfMemory)
-	if full {
-		err = nil
+// plan says what memory the dispatcher wants, and what becomes of it.
+func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
+	layout, err := h.Engine().Layout(d.moe)
+	if err != nil {
+		return invalid("%v", err)
 	}
-	_, err = agree.On(ctx, h.Group(), agree.Claim{Must: []string{fmt.Sprintf("room for %d bytes: %v", n, !full)}}, err)
-	if err == nil {
-		if full {
-			if err = h.Grow(ctx, n); err == nil {
-				b, err = h.Alloc(n)
-			}
-		}
-		var claim agree.Claim
-		if err == nil {
-			clear(b.Bytes()[:zero])
-			claim.Must = []string{fmt.Sprintf("its channels at offset %d", b.Offset())}
-		}
-		_, err = agree.On(ctx, h.Group(), claim, err)
+	var sizes cutter
+	own.Must, own.Family = d.options.fields(), d.moe
+	own.ZeroExtra = d.layOut(&sizes, layout)
+	own.ExtraBytes = sizes.used
+	own.Settle = func(extra memory.View) error {
+		d.layOut(&cutter{heap: h, block: extra}, layout)
+		return transfer(h, d.table, memory.Host(shm.Bytes(d.placement.table(d.moe.First))))
 	}
-	if err != nil && b != nil {
-		err = errors.Join(err, b.Free())
-	}
-	return b, err
+	return nil
 }
 
-// cutter hands out a block piece by piece. Without a block it only adds up.
+// cutter hands out memory of a heap piece by piece. Without a heap it only adds up.
 type cutter struct {
-	block *memory.Buffer
+	heap  *memory.Heap
+	block memory.View
 	used  int64
 }
 
 func (c *cutter) cut(n int64) (memory.View, kernels.Buffer) {
 	at := c.used
 	c.used = kernels.AlignUp(at+n, kernels.LineBytes)
-	if c.block == nil {
+	if c.heap == nil {
 		return memory.View{}, kernels.Buffer{}
 	}
-	v := c.block.View().Slice(at, n)
-	return v, kernels.Buffer{Mem: v.Bytes(), Ptr: v.Ptr(), Bytes: n, Place: c.block.Offset() + at, Reach: true}
+	v := c.block.Slice(at, n)
+	return v, c.heap.SymmetricOperand(v)
 }
 
 // handleViews is the memory of one handle as its user sees it.
@@ -156,9 +122,8 @@ type handleViews struct {
 }
 
 // layOut gives the dispatcher's memory its places. It returns how much of it is zero at first.
-func (d *Dispatcher) layOut(c *cutter, l kernels.MoELayout) (zero int64) {
+func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 	m := d.moe
-	_, m.Control = c.cut(l.Control)
 	d.table, m.Placement = c.cut(4 * int64(m.Experts+1+2*m.Slots()))
 	d.counters, m.Counters = c.cut(8 * int64(m.CounterWords()))
 	m.Handles, d.views = make([]kernels.MoEHandle, d.options.Handles), make([]handleViews, d.options.Handles)
@@ -172,7 +137,13 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.MoELayout) (zero int64) {
 	if m.Layout.ByToken() {
 		groups = int64(m.Ranks)
 	}
-	var landed, indices int64
+	var landed, indices, weights, sources int64
+	if m.Layout.ByToken() || d.options.RowWeights {
+		weights = 4 * m.Rows * int64(m.WeightsPerRow())
+	}
+	if d.options.Sources {
+		sources = 8 * m.Rows
+	}
 	if m.Landed {
 		landed = 4 * local
 	}
@@ -186,12 +157,12 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.MoELayout) (zero int64) {
 		v.rankCounts, h.RankCounts = c.cut(4 * int64(m.Ranks))
 		v.landed, h.Landed = c.cut(landed)
 		v.indices, h.Indices = c.cut(indices)
-		v.weights, h.Weights = c.cut(4 * m.Rows * int64(m.WeightsPerRow()))
-		v.sources, h.Sources = c.cut(8 * m.Rows)
+		v.weights, h.Weights = c.cut(weights)
+		v.sources, h.Sources = c.cut(sources)
 		v.scales, h.Scales = c.cut(4 * m.Rows * int64(m.ScaleWords()))
 		v.rows, h.Rows = c.cut(m.Rows * m.RowBytes())
 		_, h.Staging = c.cut(l.Staging)
-		if c.block != nil {
+		if c.heap != nil {
 			d.trim(h, v)
 		}
 	}
@@ -231,46 +202,47 @@ func (d *Dispatcher) Placement() *Placement {
 // Every rank has as many slots as before. It is collective, waits for the calls that were made before, and no rank returns
 // before all have got there.
 func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
-	d.calls.Lock()
-	defer d.calls.Unlock()
-	err := d.usable()
+	d.c.Lock()
+	defer d.c.Unlock()
+	if err := d.c.Alive(); err != nil {
+		return err
+	}
+	err := d.c.Usable()
 	if err == nil {
-		err = p.validate(d.options.Experts, d.group.Size())
+		err = p.validate(d.options.Experts, d.moe.Ranks)
 	}
 	if err == nil {
-		if first := p.slots(d.group.Size()); !slices.Equal(first, d.moe.First) {
+		if first := p.slots(d.moe.Ranks); !slices.Equal(first, d.moe.First) {
 			err = invalid("the placement has slots %v, the dispatcher was made with %v: every rank keeps its number", first, d.moe.First)
 		}
 	}
 	if err == nil {
-		err = device.Follow(nil, d.last)
+		err = d.c.Wait()
 	}
 	var claim agree.Claim
 	if err == nil {
 		claim.Must = []string{"Placement " + p.String()}
 	}
-	if _, err := agree.On(ctx, d.group, claim, err); err != nil {
+	if _, err := agree.On(ctx, d.c.Group, claim, err); err != nil {
 		return fmt.Errorf("dispatch: set placement: %w", err)
 	}
 	p = p.clone()
-	if err := d.transfer(d.table, memory.Host(shm.Bytes(p.table(d.moe.First)))); err != nil {
-		d.mu.Lock()
-		d.broken = fmt.Errorf("set placement: %w", err)
-		d.mu.Unlock()
+	if err := transfer(d.c.Heap, d.table, memory.Host(shm.Bytes(p.table(d.moe.First)))); err != nil {
+		d.c.Done(fmt.Errorf("set placement: %w", err)) // ranks may have different tables
 		return fmt.Errorf("dispatch: set placement: %w", err)
 	}
 	d.mu.Lock()
-	d.placement, d.local = p, p.Local(d.group.Rank())
+	d.placement, d.local = p, p.Local(d.moe.Rank)
 	d.mu.Unlock()
 	return nil
 }
 
-// transfer copies between the host and the dispatcher's memory, beside whatever streams do.
-func (d *Dispatcher) transfer(dst, src memory.View) error {
+// transfer copies between the host and a dispatcher's memory, beside whatever streams do.
+func transfer(h *memory.Heap, dst, src memory.View) error {
 	if dst.OnHost() && src.OnHost() {
 		return memory.Copy(nil, dst, src)
 	}
-	s, err := d.heap.Device().NewStream()
+	s, err := h.Device().NewStream()
 	if err != nil {
 		return err
 	}
@@ -301,7 +273,7 @@ func (d *Dispatcher) Counters() (Counters, error) {
 		for i := range words {
 			words[i] = int64(shm.Word(mem, 8*int64(i)).Load())
 		}
-	} else if err := d.transfer(memory.Host(shm.Bytes(words)), d.counters); err != nil {
+	} else if err := transfer(d.c.Heap, memory.Host(shm.Bytes(words)), d.counters); err != nil {
 		return Counters{}, fmt.Errorf("dispatch: counters: %w", err)
 	}
 	c := Counters{Choices: words[:d.moe.Experts:d.moe.Experts], Waited: make([]time.Duration, d.moe.Ranks)}
@@ -313,25 +285,9 @@ func (d *Dispatcher) Counters() (Counters, error) {
 	return c, nil
 }
 
-// usable returns why no call can be made. d.calls is held, here and below.
-func (d *Dispatcher) usable() error {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	switch {
-	case d.closed:
-		return ErrClosed
-	case d.broken != nil:
-		return fmt.Errorf("dispatch: an earlier call failed: %w", d.broken)
-	}
-	if err := d.group.Err(); err != nil {
-		return fmt.Errorf("dispatch: %w", err)
-	}
-	return nil
-}
-
 // ready returns why no call can be made with h. half says that it is the second half of a call.
 func (d *Dispatcher) ready(h *Handle, half bool) error {
-	if err := d.usable(); err != nil {
+	if err := d.c.Usable(); err != nil {
 		return err
 	}
 	d.mu.Lock()
@@ -356,8 +312,8 @@ func (d *Dispatcher) check(name string, v memory.View, want, element int64) erro
 	if v.Len() == 0 && want <= 0 {
 		return nil
 	}
-	if kind := d.heap.Device().Kind(); v.OnHost() != (kind == device.HostKind) {
-		return invalid("%s is not %v memory", name, kind)
+	if !d.c.Heap.Serves(v) {
+		return invalid("%s is not %v memory", name, d.c.Heap.Device().Kind())
 	}
 	if want >= 0 && v.Len() != want {
 		return invalid("%s has %d bytes, want %d", name, v.Len(), want)
@@ -377,38 +333,29 @@ func (d *Dispatcher) checkTokens(name string, v memory.View, tokens int, t kerne
 	return d.check(name, v, -1, t.Size())
 }
 
-// buffer is v for an engine. Peers that reach it do so in place.
-func (d *Dispatcher) buffer(v memory.View) kernels.Buffer {
-	b := kernels.Buffer{Mem: v.Bytes(), Ptr: v.Ptr(), Bytes: v.Len()}
-	b.Place, b.Reach = v.Symmetric(d.heap)
-	return b
-}
+// own is v for an engine, whose peers have no business there.
+func (d *Dispatcher) own(v memory.View) kernels.Buffer { return d.c.Heap.Operand(v) }
+
+// shown is v for an engine. Peers that reach it do so in place.
+func (d *Dispatcher) shown(v memory.View) kernels.Buffer { return d.c.Heap.SymmetricOperand(v) }
 
 // overlap reports whether two views, both of the heap's device, share a byte.
 func overlap(a, b memory.View) bool {
 	return a.Len() > 0 && b.Len() > 0 && a.Ptr() < b.Ptr()+uintptr(b.Len()) && b.Ptr() < a.Ptr()+uintptr(a.Len())
 }
 
-// order makes s wait for the launch before, when that was on another stream.
-func (d *Dispatcher) order(s device.Stream) error {
-	if err := device.Follow(s, d.last); err != nil {
-		return fmt.Errorf("dispatch: %w", err)
-	}
-	d.last = s
-	return nil
-}
-
 // op returns an idle launch.
 func (d *Dispatcher) op(kind kernels.MoEOp, h *Handle) *op {
+	o := d.ops.Take()
+	if o == nil {
+		o = new(op)
+		o.done = func(err error) {
+			d.c.Done(err)
+			d.retire(o, err)
+		}
+	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	var o *op
-	if n := len(d.ops); n > 0 {
-		o, d.ops = d.ops[n-1], d.ops[:n-1]
-	} else {
-		o = new(op)
-		o.done = func(err error) { d.retire(o, err) }
-	}
 	o.kind, o.handle = kind, h
 	h.users++
 	return o
@@ -416,7 +363,7 @@ func (d *Dispatcher) op(kind kernels.MoEOp, h *Handle) *op {
 
 // moeCall is what all launches have.
 func (d *Dispatcher) moeCall(kind kernels.MoEOp, h *Handle) kernels.MoECall {
-	return kernels.MoECall{Handle: h.memory, Op: kind, Tokens: h.tokens, Blocks: d.options.MaxSMs, Timeout: d.options.Timeout}
+	return kernels.MoECall{Handle: h.memory, Op: kind, Tokens: h.tokens, Blocks: d.options.MaxSMs, Launched: kernels.Launched{Timeout: d.options.Timeout}}
 }
 
 // launch puts a call, or the half of it that phase says, on s. After the first half the handle keeps what the second needs.
@@ -427,11 +374,12 @@ func (d *Dispatcher) launch(s device.Stream, o *op, phase kernels.Phase) error {
 		second = d.op(o.kind, h)
 		second.dispatch, second.combine, second.backward = o.dispatch, o.combine, o.backward
 	}
-	err := d.order(s)
-	if err == nil {
-		err = d.enqueue(s, o, phase)
-	} else {
-		d.recycle(o)
+	err := d.c.Launch(s, o.operation(phase, s != nil))
+	switch {
+	case s == nil:
+		d.retire(o, err)
+	case err != nil:
+		d.recycle(o) // not enqueued
 	}
 	switch {
 	case second == nil:
@@ -445,32 +393,22 @@ func (d *Dispatcher) launch(s device.Stream, o *op, phase kernels.Phase) error {
 	return err
 }
 
-func (d *Dispatcher) enqueue(s device.Stream, o *op, phase kernels.Phase) (err error) {
-	var done func(error)
-	if s != nil {
-		done = o.done
-	}
+// operation is what the engine gets. streamed says that it will call Done.
+func (o *op) operation(phase kernels.Phase, streamed bool) kernels.Operation {
+	var call *kernels.MoECall
+	var operation kernels.Operation
 	switch o.kind {
 	case kernels.DispatchOp, kernels.RedispatchOp:
-		o.dispatch.Phase, o.dispatch.Done = phase, done
-		err = d.engine.Dispatch(s, &o.dispatch)
+		call, operation = &o.dispatch.MoECall, &o.dispatch
 	case kernels.CombineBackwardOp:
-		o.backward.Phase, o.backward.Done = phase, done
-		err = d.engine.CombineBackward(s, &o.backward)
+		call, operation = &o.backward.MoECall, &o.backward
 	default:
-		o.combine.Phase, o.combine.Done = phase, done
-		err = d.engine.Combine(s, &o.combine)
+		call, operation = &o.combine.MoECall, &o.combine
 	}
-	switch {
-	case s == nil:
-		d.retire(o, err)
-	case err != nil:
-		d.recycle(o) // not enqueued
+	if call.Phase, call.Done = phase, nil; streamed {
+		call.Done = o.done
 	}
-	if err != nil {
-		return fmt.Errorf("dispatch: %w", err)
-	}
-	return nil
+	return operation
 }
 
 // second is the launch of the second half of a call of h.
@@ -491,55 +429,35 @@ func (d *Dispatcher) second(s device.Stream, h *Handle, kinds ...kernels.MoEOp) 
 
 // retire takes back a launch that has run.
 func (d *Dispatcher) retire(o *op, err error) {
-	d.mu.Lock()
-	if err != nil {
-		if o.kind == kernels.DispatchOp {
-			o.handle.err = err
-		}
-		if d.broken == nil && !shared(err) {
-			d.broken = err
-		}
+	if err != nil && o.kind == kernels.DispatchOp {
+		d.mu.Lock()
+		o.handle.err = err
+		d.mu.Unlock()
 	}
-	d.mu.Unlock()
 	d.recycle(o)
 }
 
 // recycle makes a launch idle.
 func (d *Dispatcher) recycle(o *op) {
 	d.mu.Lock()
-	defer d.mu.Unlock()
 	o.handle.users--
-	o.handle, o.dispatch, o.combine, o.backward = nil, kernels.Dispatch{}, kernels.Combine{}, kernels.CombineBackward{}
-	d.ops = append(d.ops, o)
+	d.mu.Unlock()
+	switch o.handle = nil; o.kind {
+	case kernels.DispatchOp, kernels.RedispatchOp:
+		o.dispatch = kernels.Dispatch{}
+	case kernels.CombineBackwardOp:
+		o.backward = kernels.CombineBackward{}
+	default:
+		o.combine = kernels.Combine{}
+	}
+	d.ops.Give(o)
 }
 
-// shared reports whether every rank has this error, so that the control block is as it should be.
-func shared(err error) bool {
-	var overflow *kernels.OverflowError
-	var index *kernels.IndexError
-	var order *kernels.OrderError
-	var short *kernels.ShortError
-	return errors.As(err, &overflow) || errors.As(err, &index) || errors.As(err, &order) || errors.As(err, &short)
-}
+// Fault is what calls that have run by now have come to, on a device whose streams do not tell: nil, or an error as Dispatcher
+// describes it. The host's streams do.
+func (d *Dispatcher) Fault() error { return d.c.Fault() }
 
 // Close waits for the launches on streams and gives the memory back; handles are dead. It is collective and idempotent:
 // no rank frees memory that a peer may still write. After a failure of the group it releases what is this rank's and
 // returns.
-func (d *Dispatcher) Close(ctx context.Context) error {
-	d.calls.Lock()
-	defer d.calls.Unlock()
-	d.mu.Lock()
-	was := d.closed
-	d.closed = true
-	d.mu.Unlock()
-	if was {
-		return nil
-	}
-	err := device.Follow(nil, d.last)
-	if d.group.Err() == nil {
-		if berr := d.group.Barrier(ctx); berr != nil {
-			err = errors.Join(err, fmt.Errorf("dispatch: close: %w", berr))
-		}
-	}
-	return errors.Join(err, d.block.Free())
-}
+func (d *Dispatcher) Close(ctx context.Context) error { return d.c.Close(ctx) }

@@ -2,7 +2,6 @@ package dispatch_test
 
 import (
 	"context"
-	"encoding/binary"
 	"fmt"
 	"log"
 	"sync"
@@ -59,7 +58,7 @@ func layer(g *comm.Group) ([]float32, error) {
 	for i := range weights {
 		weights[i] = 0.5
 	}
-	h, err := d.Dispatch(nil, dispatch.Tokens{X: encode(x), Experts: encode(idx), Weights: encode(weights)})
+	h, err := d.Dispatch(nil, dispatch.Tokens{X: memory.Wrap(x), Experts: memory.Wrap(idx), Weights: memory.Wrap(weights)})
 	if err != nil {
 		return nil, err
 	}
@@ -67,19 +66,16 @@ func layer(g *comm.Group) ([]float32, error) {
 	if err != nil {
 		return nil, err
 	}
-	rows := make([]float32, 3*counts.Rows)
-	decode(rows, h.Rows())
+	rows := memory.Of[float32](h.Rows()) // where the experts work in place
 	for i, expert := range h.LocalExperts() {
 		for j := 3 * counts.Offsets[i]; j < 3*(counts.Offsets[i]+counts.Counts[i]); j++ {
 			rows[j] *= float32(expert)
 		}
 	}
-	result := memory.Host(make([]byte, 4*len(x)))
-	if err := d.Combine(nil, result, encode(rows), h, dispatch.CombineOptions{}); err != nil {
+	y := make([]float32, len(x))
+	if err := d.Combine(nil, memory.Wrap(y), h.Rows(), h, dispatch.CombineOptions{}); err != nil {
 		return nil, err
 	}
-	y := make([]float32, len(x))
-	decode(y, result)
 	h.Release()
 
 	if err := d.Close(ctx); err != nil {
@@ -89,20 +85,4 @@ func layer(g *comm.Group) ([]float32, error) {
 		return nil, err
 	}
 	return y, g.Close()
-}
-
-// encode is memory with these numbers.
-func encode(v any) memory.View {
-	b, err := binary.Append(nil, binary.NativeEndian, v)
-	if err != nil {
-		panic(err)
-	}
-	return memory.Host(b)
-}
-
-// decode reads numbers from memory.
-func decode(v []float32, from memory.View) {
-	if _, err := binary.Decode(from.Bytes(), binary.NativeEndian, v); err != nil {
-		panic(err)
-	}
 }

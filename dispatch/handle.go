@@ -54,11 +54,12 @@ func (h *Handle) RankCounts() memory.View { return h.views().rankCounts }
 func (h *Handle) Indices() memory.View { return h.views().indices }
 
 // Weights are those of the dispatch beside the rows, in float32: [Dispatcher.MaxRows], or in token-major layouts
-// [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 where none were given.
+// [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 where none were given. Expert-major layouts have them with
+// Options.RowWeights only.
 func (h *Handle) Weights() memory.View { return h.views().weights }
 
-// Sources says where each row comes from: [Dispatcher.MaxRows, 2] in int32, the rank and the token's number there. It is -1, -1
-// in padding that is zero.
+// Sources says where each row comes from, if Options.Sources is set: [Dispatcher.MaxRows, 2] in int32, the rank and the token's
+// number there. It is -1, -1 in padding that is zero.
 func (h *Handle) Sources() memory.View { return h.views().sources }
 
 // Landed are 32-bit words, if Options.Landed is set: how many rows of each of LocalExperts have arrived so far. Work that runs
@@ -113,8 +114,8 @@ func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 			return c, nil
 		case err != nil:
 			return HostCounts{}, err
-		case d.group.Err() != nil:
-			return HostCounts{}, d.group.Err()
+		case d.c.Group.Err() != nil:
+			return HostCounts{}, d.c.Group.Err()
 		case ctx.Err() != nil:
 			return HostCounts{}, ctx.Err()
 		}

@@ -601,6 +601,8 @@ func (s *side) checkRows() {
 	if o.Landed {
 		require.Equal(s.r, counts, append([]int32{}, int32s(s.h.Landed())...), "landed")
 	}
+	require.Equal(s.r, o.Sources, s.h.Sources().Len() > 0)
+	require.Equal(s.r, o.RowWeights || b.byToken(), s.h.Weights().Len() > 0)
 	size := o.Hidden * int(b.rowType().Size())
 	rows, sources, weights := s.h.Rows().Bytes(), int32s(s.h.Sources()), shm.View[float32](s.h.Weights().Bytes())
 	indices := shm.View[int64](s.h.Indices().Bytes())
@@ -608,9 +610,13 @@ func (s *side) checkRows() {
 		row, scales := b.sent(q)
 		require.Equal(s.r, row, rows[at*size:][:size], "row %d is %+v", at, q)
 		require.Equal(s.r, scales, s.scalesOf(at), "scales of row %d, %+v", at, q)
-		require.Equal(s.r, []int32{int32(q.src), int32(q.token)}, sources[2*at:2*at+2], "source of row %d", at)
+		if o.Sources {
+			require.Equal(s.r, []int32{int32(q.src), int32(q.token)}, sources[2*at:2*at+2], "source of row %d", at)
+		}
 		if !b.byToken() {
-			require.Equal(s.r, b.weight(q), weights[at], "weight of row %d", at)
+			if o.RowWeights {
+				require.Equal(s.r, b.weight(q), weights[at], "weight of row %d", at)
+			}
 			return
 		}
 		wantIndices, wantWeights := make([]int64, o.TopK), make([]float32, o.TopK)
@@ -626,7 +632,12 @@ func (s *side) checkRows() {
 		require.Equal(s.r, wantWeights, weights[at*o.TopK:][:o.TopK], "weights of row %d", at)
 	}, func(at int) {
 		require.Equal(s.r, make([]byte, size), rows[at*size:][:size], "padding row %d", at)
-		require.Equal(s.r, []int32{-1, -1}, sources[2*at:2*at+2], "source of padding row %d", at)
+		if o.Sources {
+			require.Equal(s.r, []int32{-1, -1}, sources[2*at:2*at+2], "source of padding row %d", at)
+		}
+		if o.RowWeights {
+			require.Zero(s.r, weights[at], "weight of padding row %d", at)
+		}
 		for _, v := range s.scalesOf(at) {
 			require.Zero(s.r, v, "scale of padding row %d", at)
 		}
@@ -844,7 +855,7 @@ func randomOptions(rng *rand.Rand, n int) dispatch.Options {
 	} else if rng.IntN(4) == 0 {
 		o.CombineDType = wideTypes[rng.IntN(3)]
 	}
-	o.Float8Combine = rng.IntN(4) == 0
+	o.Float8Combine, o.Sources, o.RowWeights = rng.IntN(4) == 0, rng.IntN(2) == 0, rng.IntN(2) == 0
 	switch o.Layout {
 	case dispatch.Flat:
 		o.Align = []int{1, 2, 8, 16}[rng.IntN(4)]

@@ -6,16 +6,17 @@ import (
 	"math"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // Errors that callers tell apart with errors.Is.
 var (
 	// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
-	ErrInvalid = errors.New("invalid argument")
+	ErrInvalid = comm.ErrInvalid
 	// ErrClosed is returned by calls on a closed Dispatcher.
-	ErrClosed = errors.New("dispatch: dispatcher is closed")
+	ErrClosed = comm.ErrClosed
 	// ErrReleased is returned for a Handle that was released or that never belonged to the Dispatcher.
 	ErrReleased = errors.New("handle is not alive on this dispatcher")
 	// ErrNoHandle is returned when Options.Handles handles are alive.
@@ -25,7 +26,7 @@ var (
 )
 
 func invalid(format string, args ...any) error {
-	return fmt.Errorf("dispatch: %w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+	return communicator.Invalid("dispatch", format, args...)
 }
 
 // Errors that every rank gets alike. No row has been moved then, and the Dispatcher can be used further.
@@ -127,6 +128,8 @@ type Options struct {
 	Handles int
 	// LowLatency asks for the protocol for 1 to 256 tokens a rank.
 	LowLatency bool
+	// Sources gives handles Sources. RowWeights gives them Weights, which token-major layouts always have.
+	Sources, RowWeights bool
 	// Landed gives handles the words of that name. Only for expert-major layouts.
 	Landed bool
 	// HostCounts lets Handle.HostCounts tell the host how many rows came.
@@ -140,7 +143,7 @@ type Options struct {
 const scaleBlock = 128
 
 // validate fills in the defaults and describes the dispatcher to an engine, all but its memory.
-func (o *Options) validate(rank, ranks int, kind device.Kind) (*kernels.MoE, error) {
+func (o *Options) validate(rank, ranks int) (*kernels.MoE, error) {
 	setDefault(&o.MaxTokens, 4096)
 	setDefault(&o.Align, 1)
 	setDefault(&o.Handles, 4)
@@ -168,9 +171,6 @@ func (o *Options) validate(rank, ranks int, kind device.Kind) (*kernels.MoE, err
 	}
 	if err := o.types(m); err != nil {
 		return nil, err
-	}
-	if n := int64(o.Hidden) * m.RowType.Size(); kind != device.HostKind && n%16 != 0 {
-		return nil, invalid("Options.Hidden is %d: rows of %d bytes, want a multiple of 16", o.Hidden, n)
 	}
 	if o.Placement == nil {
 		o.Placement = Contiguous(o.Experts, ranks)
@@ -288,6 +288,7 @@ func (o *Options) fields() []string {
 		fmt.Sprintf("Float8Combine %v", o.Float8Combine), fmt.Sprintf("Layout %v", o.Layout), fmt.Sprintf("Align %d", o.Align),
 		fmt.Sprintf("Capacity %d", o.Capacity), fmt.Sprintf("MaxRows %d", o.MaxRows),
 		fmt.Sprintf("Placement %v", o.Placement), fmt.Sprintf("Handles %d", o.Handles), fmt.Sprintf("LowLatency %v", o.LowLatency),
-		fmt.Sprintf("Landed %v", o.Landed), fmt.Sprintf("HostCounts %v", o.HostCounts),
+		fmt.Sprintf("Sources %v", o.Sources), fmt.Sprintf("RowWeights %v", o.RowWeights), fmt.Sprintf("Landed %v", o.Landed),
+		fmt.Sprintf("HostCounts %v", o.HostCounts),
 	}
 }

@@ -2,22 +2,9 @@ package kernels
 
 import (
 	"fmt"
-	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 )
-
-// Buffer is memory as a plan hands it to an engine. The zero Buffer is none.
-type Buffer struct {
-	// Mem is the memory on the host device, nil on others.
-	Mem []byte
-	// Ptr is its address on the device that it belongs to, Bytes its length.
-	Ptr   uintptr
-	Bytes int64
-	// Place is where peers reach it in this rank's segment, as Space.Addr takes it. Reach says that they can.
-	Place int64
-	Reach bool
-}
 
 // RowLayout is how the rows of a dispatch lie in its output. A row that belongs to no token is called padding.
 type RowLayout uint8
@@ -123,17 +110,8 @@ type MoE struct {
 	Placement Buffer
 	// Counters are 64-bit words that only grow, see CounterWords. They are zero at first.
 	Counters Buffer
-	// Control is the engine's block: MoELayout.Control bytes, at the same place of every rank's segment, of which the first
-	// MoELayout.Zero are zero before the first call.
-	Control Buffer
 	// Handles is the memory of all handles, at the same places of every rank's segment.
 	Handles []MoEHandle
-}
-
-// MoELayout is the memory that an engine wants for one dispatcher.
-type MoELayout struct {
-	Control, Zero  int64 // bytes of the control block, and how many at its start must be zero
-	State, Staging int64 // bytes of each handle's memory of these names
 }
 
 // Slots is how many slots all ranks have together.
@@ -218,10 +196,11 @@ type MoEHandle struct {
 	// Indices is for token-major layouts: [MoE.Rows, TopK] of 64-bit integers, the local number of each choice's expert, -1 for
 	// choices that are masked or went to other ranks.
 	Indices Buffer
-	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1.
+	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1. In
+	// expert-major layouts they are empty unless asked for.
 	Weights Buffer
 	// Sources are pairs of 32-bit integers for each row: the rank it came from and the number of the token there; -1, -1 in
-	// padding that is zero.
+	// padding that is zero. They are empty unless asked for.
 	Sources Buffer
 	// Landed are 32-bit words, one for each slot: how many of its rows have landed. A dispatch sets them to zero before it lets
 	// any peer write, and each is added to (with release at system scope) after the rows it counts, so a reader that finds
@@ -277,11 +256,8 @@ type MoECall struct {
 	Tokens int
 	// Blocks bounds the multiprocessors that the launch takes; 0 is the engine's choice. The host engine runs on its caller or
 	// stream.
-	Blocks  int
-	Timeout time.Duration
-	// Done, when set, is called once, after the last use of this struct, with the kernel's error. A launch that could not be
-	// enqueued is not done.
-	Done func(error)
+	Blocks int
+	Launched
 }
 
 // Dispatch is one launch of the kernel that sends tokens to their experts. A token crosses to a rank once.

@@ -1,6 +1,9 @@
 package kernels
 
-import "sync/atomic"
+import (
+	"log/slog"
+	"sync/atomic"
+)
 
 // Every segment of a symmetric heap begins with a header of HeaderBytes, zero when the heap is made. Its words:
 const (
@@ -10,6 +13,7 @@ const (
 	SleepersOffset = 64  // 32-bit: threads of this rank that sleep on the doorbell (host engine)
 	DoorbellOffset = 128 // 32-bit: grows when a peer has signalled a sleeping rank (host engine)
 	CoreOffset     = 192 // 32-bit: the processor on which this rank last began to wait, plus 1 (host engine)
+	WaitingOffset  = 256 // 64-bit: the call in which this rank waits, 0 when it does not (host engine)
 
 	SegmentsOffset = 4096 // on GPUs, where segments lie anywhere: Size 64-bit addresses of the ranks' segments
 	AliasOffset    = 8192 // on GPUs, AliasRows rows of Size 64-bit addresses: registered memory by rank
@@ -74,6 +78,8 @@ type Space struct {
 	Rank, Size int
 	// Bells wake the ranks' waiting goroutines, indexed by rank, where every rank lives in this process; nil otherwise.
 	Bells []*Bell
+	// Log hears who waits for whom, at level info. nil is silent.
+	Log *slog.Logger
 }
 
 // Addr is the address of a place of rank p, in this process. The place of a registration that is gone has none.

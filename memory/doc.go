@@ -35,6 +35,16 @@
 // the range. Its place names a row of a table in device memory, in which every rank has its own addresses of all
 // ranks' parts (kernels.Space.Addr). [Copy] moves bytes between views.
 //
+// # Typed memory
+//
+// [Wrap] is a view of a Go slice of numbers, [Of] the numbers of a view, and [Matrix] rows of either: in Go memory
+// ([NewMatrix]), in the heap ([AllocMatrix]) or of any view ([MatrixOf]). Go's missing types are here too, [BFloat16] for one.
+//
+//	x := memory.NewMatrix[float32](tokens, hidden)
+//	y, err := memory.AllocMatrix[float32](heap, rows, hidden)
+//	err = exchanger.Exchange(nil, y.View(), x.View(), splits)
+//	first := y.Row(0)
+//
 // # Lifetime
 //
 // Whatever one rank maps of another outlives the map: Close and Deregister first let go of the peers'

@@ -94,3 +94,37 @@ func ExampleHeap_Verify() {
 	// Output:
 	// memory: ranks diverged at call 2 (rank 1 unlike the others): rank 0: alloc of 1000 bytes at segment 0 offset 66560; rank 1: alloc of 3000 bytes at segment 0 offset 66560
 }
+
+// Rows of numbers in the heap, without a look at their bytes.
+func ExampleMatrix() {
+	ctx := context.Background()
+	groups, err := comm.Local(1)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer groups[0].Close()
+	h, err := memory.NewHeap(ctx, groups[0], device.Host(), memory.Options{})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	defer h.Close(ctx)
+	m, err := memory.AllocMatrix[memory.BFloat16](h, 2, 3)
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	for i := range m.Rows() {
+		for j := range m.Row(i) {
+			m.Row(i)[j] = memory.ToBFloat16(float32(i) + float32(j)/2)
+		}
+	}
+	fmt.Println(m.Row(1)[2].Float32(), m.View().Len(), "bytes")
+	fmt.Println(memory.Of[uint16](m.Slice(1, 2).View()))
+	fmt.Println(m.Free())
+	// Output:
+	// 2 12 bytes
+	// [16256 16320 16384]
+	// <nil>
+}

@@ -33,6 +33,7 @@ type Heap struct {
 	back    backing
 	gpu     *cudaBacking // back on a GPU, nil on the host
 	space   kernels.Space
+	engine  kernels.Engine
 	limit   int64 // of the pool, and where the window for registrations begins
 	granule int64
 
@@ -79,7 +80,7 @@ func newHeap(
 	}
 	h := &Heap{group: g, dev: d, log: o.Logger}
 	if h.log == nil {
-		h.log = slog.New(slog.DiscardHandler)
+		h.log = g.Logger()
 	}
 	if err := h.open(ctx, o, back); err != nil {
 		h.release()
@@ -128,7 +129,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		lay.limit = min(lay.limit, l[0])
 	}
 	h.limit = lay.limit
-	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size()}
+	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size(), Log: h.log}
 	if g.InProcess() {
 		if err := h.adopt(ctx); err != nil {
 			return err
@@ -152,6 +153,10 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	h.extents = append(h.extents, e)
 	h.pool.add(kernels.HeaderBytes, lay.first-kernels.HeaderBytes)
 	h.mapped = true
+	h.engine, err = h.back.engine(h.space, g.Err)
+	if _, err = meet(ctx, g, round{Op: "make the engine"}, err); err != nil {
+		return err
+	}
 	h.unhook = g.OnFailure(func(error) { h.abort() })
 	return nil
 }
@@ -317,6 +322,24 @@ func (h *Heap) Device() device.Device { return h.dev }
 // allocated may be touched, and nothing after Close.
 func (h *Heap) Space() kernels.Space { return h.space }
 
+// Engine runs kernels on the heap's memory, on its device. It belongs to the heap, which closes it.
+func (h *Heap) Engine() kernels.Engine { return h.engine }
+
+// Serves reports whether kernels of this rank can read and write v: whether it is memory of the heap's device.
+func (h *Heap) Serves(v View) bool { return v.n == 0 || v.OnHost() == (h.space.Mem != nil) }
+
+// Operand is v as an operation of the heap's engine gets it, without a place.
+func (h *Heap) Operand(v View) kernels.Buffer {
+	return kernels.Buffer{Mem: v.mem, Ptr: v.Ptr(), Bytes: v.n}
+}
+
+// SymmetricOperand is v as an operation gets it, at the place where peers reach it, if they do.
+func (h *Heap) SymmetricOperand(v View) kernels.Buffer {
+	b := h.Operand(v)
+	b.Place, b.Reach = v.Symmetric(h)
+	return b
+}
+
 // Stats is the state of a rank's pool. All sizes are bytes.
 type Stats struct {
 	Committed     int64 // memory of the pool
@@ -350,7 +373,7 @@ func (h *Heap) Stats() Stats {
 // usable returns why the heap cannot be used. The caller holds mu.
 func (h *Heap) usable() error {
 	if h.closed.Load() {
-		return ErrClosed
+		return errClosed
 	}
 	return h.broken
 }
@@ -372,7 +395,7 @@ func (h *Heap) settle(err error) {
 func (h *Heap) begin() (closed, broken error) {
 	h.together.Lock()
 	if h.closed.Load() {
-		return ErrClosed, nil
+		return errClosed, nil
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -548,7 +571,11 @@ func (h *Heap) release() error {
 	if h.back == nil {
 		return nil
 	}
-	if err := h.back.close(); err != nil {
+	var err error
+	if h.engine != nil {
+		err = h.engine.Close()
+	}
+	if err = errors.Join(err, h.back.close()); err != nil {
 		return fmt.Errorf("memory: close heap: %w", err)
 	}
 	return nil

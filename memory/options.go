@@ -34,7 +34,7 @@ type Options struct {
 	// by themselves. Peers' segments then lie anywhere, so kernels look their addresses up, and such a heap cannot Grow:
 	// SegmentBytes is all it has. On the host it is an ErrInvalid.
 	LegacyIPC bool
-	// Logger gets what happens to the heap as a whole; nil is silent.
+	// Logger gets what happens to the heap as a whole, and who waits for whom in calls on it. nil is the group's.
 	Logger *slog.Logger
 }
 

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"runtime"
@@ -20,6 +19,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/loopback"
 )
 
 // A scenario is what one rank of a test does. The same scenario runs with all ranks in one process,
@@ -165,19 +165,11 @@ func localRanks(t testing.TB, n int) []*comm.Group {
 	return gs
 }
 
-func freeAddr(t testing.TB) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	defer l.Close()
-	return l.Addr().String()
-}
-
 // socketRanks are ranks of this process that do not know they share it.
 func socketRanks(t testing.TB, n int) []*comm.Group {
 	t.Helper()
 	gs, errs := make([]*comm.Group, n), make([]error, n)
-	addr := freeAddr(t)
+	addr := loopback.Addr()
 	var wg sync.WaitGroup
 	for r := range n {
 		wg.Go(func() {
@@ -202,7 +194,7 @@ func everywhere(t *testing.T, n int, name string) {
 // processes runs a scenario with a process for every rank and returns how each ended.
 func processes(t testing.TB, n int, name string) []error {
 	t.Helper()
-	addr := freeAddr(t)
+	addr := loopback.Addr()
 	outs, errs := make([]bytes.Buffer, n), make([]error, n)
 	var wg sync.WaitGroup
 	for r := range n {

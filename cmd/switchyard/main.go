@@ -12,7 +12,7 @@
 //
 // Run starts n copies of a program, the ranks, on this host. Each has the variables that torchrun sets (RANK, WORLD_SIZE,
 // LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), a SWITCHYARD_PORT on which they meet, and a random
-// SWITCHYARD_SECRET where none is set. What ranks print appears line by line behind a prefix with the rank's number.
+// SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. What ranks print appears line by line behind a prefix with the rank's number.
 //
 // The first rank that fails ends all: the others get SIGTERM, and SIGKILL when the time of -grace is over. The exit code is
 // that of the first rank that failed, 128 and the signal's number if a signal ended it. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and

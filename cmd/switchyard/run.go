@@ -17,6 +17,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/switchyard-moe/switchyard/internal/loopback"
 )
 
 // forwarded are the signals that go on to the ranks.
@@ -38,7 +40,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 		flags.PrintDefaults()
 	}
 	n := flags.Int("n", 0, "how many `ranks` to start")
-	port := flags.Int("port", 0, "MASTER_PORT of the ranks, which meet on the `port` behind it; 0: two ports that are free")
+	port := flags.Int("port", 0, "MASTER_PORT of the ranks, which meet on the `port` behind it; 0: one that is free")
 	prefix := flags.Bool("prefix", true, "begin every line that a rank prints with its number")
 	grace := flags.Duration("grace", 5*time.Second, "how long ranks may take to end once one has failed")
 	if err := flags.Parse(args); err != nil {
@@ -51,8 +53,8 @@ func run(args []string, stdout, stderr io.Writer) int {
 	case *n < 1:
 		fmt.Fprintf(stderr, "switchyard run: -n %d: how many ranks? At least 1\n", *n)
 		return 2
-	case *port < 0 || *port > 65534:
-		fmt.Fprintf(stderr, "switchyard run: -port %d, want 1 to 65534\n", *port)
+	case *port < 0 || *port > maxPort:
+		fmt.Fprintf(stderr, "switchyard run: -port %d, want 1 to %d\n", *port, maxPort)
 		return 2
 	case flags.NArg() == 0:
 		fmt.Fprintln(stderr, "switchyard run: which program? It comes behind the flags: switchyard run -n 4 ./worker")
@@ -67,12 +69,12 @@ func run(args []string, stdout, stderr io.Writer) int {
 		return exitNotFound
 	}
 	if *port == 0 {
-		if *port, err = freePorts(); err != nil {
-			fmt.Fprintf(stderr, "switchyard run: two free ports: %v\n", err)
+		if *port, err = freePort(); err != nil {
+			fmt.Fprintf(stderr, "switchyard run: a free port: %v\n", err)
 			return 1
 		}
 	}
-	w := &world{n: *n, port: *port, prefix: *prefix, grace: *grace, path: path, args: flags.Args(), secret: os.Getenv("SWITCHYARD_SECRET"),
+	w := &world{n: *n, host: loopback.Host(), port: *port, prefix: *prefix, grace: *grace, path: path, args: flags.Args(), secret: os.Getenv("SWITCHYARD_SECRET"),
 		stdout: &lines{to: stdout}, stderr: &lines{to: stderr}}
 	if w.secret == "" {
 		w.secret = rand.Text()
@@ -80,29 +82,24 @@ func run(args []string, stdout, stderr io.Writer) int {
 	return w.run()
 }
 
-// freePorts finds a port that is free, as is the one behind it.
-func freePorts() (int, error) {
-	for try := 0; ; try++ {
-		first, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return 0, err
-		}
-		port := first.Addr().(*net.TCPAddr).Port
-		second, err := net.Listen("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(port+1)))
-		first.Close()
-		if err == nil {
-			second.Close()
-			return port, nil
-		}
-		if try == 50 {
-			return 0, err
-		}
+// freePort finds a port for a store that a program may have beside Switchyard, torch's for one. It may be taken again before the
+// ranks get to it. Switchyard's own needs no such luck: the ranks meet at an address of their own.
+func freePort() (int, error) {
+	l, err := net.Listen("tcp", ":0")
+	if err != nil {
+		return 0, err
 	}
+	defer l.Close()
+	return min(l.Addr().(*net.TCPAddr).Port, maxPort), nil
 }
+
+// maxPort leaves room for the port behind it.
+const maxPort = 65534
 
 // world is the ranks of one program.
 type world struct {
 	n, port        int
+	host           string
 	prefix         bool
 	grace          time.Duration
 	path, secret   string
@@ -182,7 +179,7 @@ func (w *world) start(rank int, ends chan<- ended) error {
 	c := &exec.Cmd{Path: w.path, Args: w.args, SysProcAttr: &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}}
 	local, size := strconv.Itoa(rank), strconv.Itoa(w.n)
 	c.Env = append(os.Environ(), "RANK="+local, "WORLD_SIZE="+size, "LOCAL_RANK="+local, "LOCAL_WORLD_SIZE="+size,
-		"MASTER_ADDR=127.0.0.1", "MASTER_PORT="+strconv.Itoa(w.port), "SWITCHYARD_PORT="+strconv.Itoa(w.port+1), "SWITCHYARD_SECRET="+w.secret)
+		"MASTER_ADDR="+w.host, "MASTER_PORT="+strconv.Itoa(w.port), "SWITCHYARD_PORT="+strconv.Itoa(w.port+1), "SWITCHYARD_SECRET="+w.secret)
 	prefix := ""
 	if w.prefix {
 		prefix = fmt.Sprintf("[%*d] ", len(strconv.Itoa(w.n-1)), rank)

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"strconv"
@@ -19,6 +18,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/loopback"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -158,10 +158,7 @@ func procs(t *testing.T, n int, run func(ctx context.Context, g *comm.Group)) {
 		run(ctx, g)
 		return
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	port := l.Addr().(*net.TCPAddr).Port
-	require.NoError(t, l.Close())
+	host := loopback.Host()
 	var wg sync.WaitGroup
 	for r := range n {
 		var parts []string
@@ -170,7 +167,7 @@ func procs(t *testing.T, n int, run func(ctx context.Context, g *comm.Group)) {
 		}
 		cmd := exec.Command(os.Args[0], "-test.run", strings.Join(parts, "/"), "-test.count=1")
 		cmd.Env = append(os.Environ(), env+"=1", "RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(n), "LOCAL_RANK="+strconv.Itoa(r),
-			"MASTER_ADDR=127.0.0.1", "MASTER_PORT="+strconv.Itoa(port))
+			"MASTER_ADDR="+host, "SWITCHYARD_PORT="+strconv.Itoa(loopback.Port))
 		wg.Go(func() {
 			if out, err := cmd.CombinedOutput(); err != nil {
 				t.Errorf("process of rank %d: %v\n%s", r, err, out)

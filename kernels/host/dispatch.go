@@ -5,140 +5,76 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// MoE is the end of an Engine that one dispatcher launches its kernels on. The dispatcher orders its launches.
-type MoE struct {
-	e       *Engine
+// moe is what a port has for a dispatcher.
+type moe struct {
 	m       *kernels.MoE
 	lanes   lanes
 	handles []routing
-
-	mu       sync.Mutex
-	launches []*launch // idle
 }
 
-// MoELayout is the memory that a dispatcher needs.
-func (e *Engine) MoELayout(m *kernels.MoE) kernels.MoELayout {
-	l := newLanes(m)
-	return l.layout()
-}
-
-// OpenMoE prepares for the launches of a dispatcher, whose memory is there and zero where it has to be. m stays as it is.
-func (e *Engine) OpenMoE(m *kernels.MoE) *MoE {
-	p := &MoE{e: e, m: m, lanes: newLanes(m), handles: make([]routing, len(m.Handles))}
+func newMoE(m *kernels.MoE, offset int64) *moe {
+	x := &moe{m: m, lanes: newLanes(m, offset), handles: make([]routing, len(m.Handles))}
 	rankOf := make([]int32, 0, m.Slots())
 	for r := range m.Ranks {
 		for range m.Local(r) {
 			rankOf = append(rankOf, int32(r))
 		}
 	}
-	for i := range p.handles {
-		p.handles[i].init(m, rankOf)
+	for i := range x.handles {
+		x.handles[i].init(m, rankOf)
 	}
-	return p
+	return x
 }
 
-// Dispatch launches the kernel that sends tokens to their experts on s, or runs it at once when s is nil. Every rank of
-// the heap must launch its part. On a stream the error is the stream's.
-func (p *MoE) Dispatch(s device.Stream, a *kernels.Dispatch) error {
-	return p.launch(s, launch{dispatch: a})
-}
+type (
+	dispatch        kernels.Dispatch
+	combine         kernels.Combine
+	combineBackward kernels.CombineBackward
+)
 
-// Combine launches the kernel that brings rows back to their tokens, as Dispatch does.
-func (p *MoE) Combine(s device.Stream, a *kernels.Combine) error {
-	return p.launch(s, launch{combine: a})
-}
-
-// CombineBackward launches the kernel for the gradients of Combine, as Dispatch does.
-func (p *MoE) CombineBackward(s device.Stream, a *kernels.CombineBackward) error {
-	return p.launch(s, launch{backward: a})
-}
-
-// launch is one of the three.
-type launch struct {
-	p        *MoE
-	dispatch *kernels.Dispatch
-	combine  *kernels.Combine
-	backward *kernels.CombineBackward
-}
-
-func (p *MoE) launch(s device.Stream, l launch) error {
-	l.p = p
-	if s == nil {
-		return l.do()
-	}
-	p.mu.Lock()
-	var q *launch
-	if n := len(p.launches); n > 0 {
-		q, p.launches = p.launches[n-1], p.launches[:n-1]
-	} else {
-		q = new(launch)
-	}
-	p.mu.Unlock()
-	*q = l
-	err := p.e.launch(s, q)
-	if err != nil {
-		p.recycle(q)
-	}
-	return err
-}
-
-func (p *MoE) recycle(q *launch) {
-	*q = launch{}
-	p.mu.Lock()
-	p.launches = append(p.launches, q)
-	p.mu.Unlock()
-}
-
-// run implements runner.
-func (l *launch) run(*Engine) error {
-	copied := *l
-	l.p.recycle(l)
-	return copied.do()
-}
-
-func (l *launch) do() (err error) {
-	m := meetings.Get().(*meeting)
-	var done func(error)
-	switch {
-	case l.dispatch != nil:
-		a := l.dispatch
-		done = a.Done
-		m.enter(l.p, &a.MoECall)
+func (a *dispatch) run(p *port) error {
+	return p.meet(&a.MoECall, func(m *meeting) (err error) {
 		if a.Phase&kernels.Send != 0 {
-			err = m.send(a)
+			err = m.send((*kernels.Dispatch)(a))
 		}
 		if err == nil && a.Phase&kernels.Receive != 0 {
-			err = m.receive(a)
+			err = m.receive((*kernels.Dispatch)(a))
 		}
 		if err != nil && a.Op == kernels.DispatchOp {
 			m.r.err = err
 		}
-	case l.combine != nil:
-		a := l.combine
-		done = a.Done
-		m.enter(l.p, &a.MoECall)
+		return err
+	})
+}
+
+func (a *combine) run(p *port) error {
+	return p.meet(&a.MoECall, func(m *meeting) (err error) {
 		if a.Phase&kernels.Send != 0 {
-			err = m.show(a)
+			err = m.show((*kernels.Combine)(a))
 		}
 		if err == nil && a.Phase&kernels.Receive != 0 {
-			err = m.gather(a)
+			err = m.gather((*kernels.Combine)(a))
 		}
-	default:
-		a := l.backward
-		done = a.Done
-		m.enter(l.p, &a.MoECall)
-		err = m.gradients(a)
-	}
+		return err
+	})
+}
+
+func (a *combineBackward) run(p *port) error {
+	return p.meet(&a.MoECall, func(m *meeting) error { return m.gradients((*kernels.CombineBackward)(a)) })
+}
+
+// meet runs a call, or a half of it, and finishes it.
+func (p *port) meet(c *kernels.MoECall, f func(m *meeting) error) error {
+	m := meetings.Get().(*meeting)
+	m.enter(p, c)
+	err := f(m)
 	m.put()
-	if done != nil {
-		done(err)
-	}
+	c.Finish(err)
 	return err
 }
 
@@ -148,7 +84,6 @@ var meetings = sync.Pool{New: func() any { return new(meeting) }}
 // meeting is a launch (see lanes) as one rank goes through it.
 type meeting struct {
 	e       *Engine
-	p       *MoE
 	m       *kernels.MoE
 	lanes   *lanes
 	call    *kernels.MoECall
@@ -157,15 +92,15 @@ type meeting struct {
 	w       waiter
 	waiting []int32 // peers whose line is not there yet
 
-	counts []int32 // [ranks, slots + ranks], of a dispatch
-	base   []int64 // the first row of this rank in every slot, or on every rank
-	ports  []port  // by rank
-	token  quantized
-	idle   []int32 // tokens whose rows are not ready yet
-	open   []bool  // [ranks, groups] whose rows are ready
-	landed []int32 // by slot, not told yet
-	wrote  []int64 // bytes by rank
-	sums   sums
+	counts  []int32  // [ranks, slots + ranks], of a dispatch
+	base    []int64  // the first row of this rank in every slot, or on every rank
+	outlets []outlet // by rank
+	token   quantized
+	idle    []int32 // tokens whose rows are not ready yet
+	open    []bool  // [ranks, groups] whose rows are ready
+	landed  []int32 // by slot, not told yet
+	wrote   []int64 // bytes by rank
+	sums    sums
 
 	f32  gatherer[float32]
 	f16  gatherer[vec.Float16]
@@ -173,16 +108,20 @@ type meeting struct {
 }
 
 // enter begins a launch.
-func (m *meeting) enter(p *MoE, c *kernels.MoECall) {
-	m.e, m.p, m.m, m.lanes, m.call = p.e, p, p.m, &p.lanes, c
-	m.r, m.h = &p.handles[c.Handle], &p.m.Handles[c.Handle]
-	m.w.e, m.w.timeout, m.w.polls = p.e, c.Timeout, 0
+func (m *meeting) enter(p *port, c *kernels.MoECall) {
+	x := p.moe
+	m.e, m.m, m.lanes, m.call = p.e, x.m, &x.lanes, c
+	m.r, m.h = &x.handles[c.Handle], &x.m.Handles[c.Handle]
+	m.w.begin(p.e, m, call{opMoEFirst + opcode(c.Op), m.lanes.epoch(), m.r.epoch}, c.Timeout)
 }
+
+// sizes is not known in words: what a rank gets of a peer is what they tell each other.
+func (m *meeting) sizes(int) string { return "" }
 
 func (m *meeting) put() {
 	m.w.leave()
-	m.e, m.p, m.m, m.lanes, m.call, m.r, m.h = nil, nil, nil, nil, nil, nil, nil
-	clear(m.ports)
+	m.e, m.m, m.lanes, m.call, m.r, m.h = nil, nil, nil, nil, nil, nil
+	clear(m.outlets)
 	meetings.Put(m)
 }
 
@@ -206,6 +145,7 @@ func (m *meeting) begin() {
 	count := m.e.word(m.e.space.Rank, m.lanes.epoch())
 	m.r.epoch = count.Load() + 1
 	count.Store(m.r.epoch)
+	m.w.call.epoch = m.r.epoch
 }
 
 // meet sends a notice to all ranks and takes in theirs. arrived, when set, is told of each as it comes. failed is an error that
@@ -304,7 +244,6 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 	for i := 1; i < n; i++ {
 		m.waiting = append(m.waiting, int32((e.space.Rank+i)%n))
 	}
-	var since time.Time // this rank has nothing to do
 	for len(m.waiting) > 0 {
 		left := m.waiting[:0]
 		for _, p := range m.waiting {
@@ -312,8 +251,8 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 				left = append(left, p)
 				continue
 			}
-			if !since.IsZero() {
-				m.waited(int(p), time.Since(since))
+			if m.w.polls > 0 {
+				m.waited(int(p), time.Since(m.w.since))
 			}
 			if arrived != nil {
 				arrived(int(p))
@@ -324,9 +263,6 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 		if moved {
 			m.w.busy()
 			continue
-		}
-		if since.IsZero() {
-			since = time.Now()
 		}
 		if err := m.w.idle(int(m.waiting[0])); err != nil {
 			return m.gaveUp(int(m.waiting[0]), err)

@@ -268,48 +268,10 @@ func (g *gatherer[T]) combine(m *meeting, a *kernels.Combine) error {
 func (g *gatherer[T]) token(a *kernels.Combine, t int) {
 	m, r := g.m, g.m.r
 	rows := r.rows[r.first[t]:r.first[t+1]]
-	byToken, float8 := m.m.Layout.ByToken(), m.m.Float8Partials
-	g.rows, g.weights = g.rows[:0], g.weights[:0]
+	float8 := m.m.Float8Partials
 	g.wide, g.ones = g.wide[:0], g.ones[:0]
-	notices := r.notices
-	_, exact := any(g.out).([]float32) // a partial sum of one row need not be made
-	made := 0
-	for i := 0; i < len(rows); {
-		end := i + 1
-		for end < len(rows) && rows[end].rank == rows[i].rank {
-			end++
-		}
-		g.some, g.someWeights = g.some[:0], g.someWeights[:0]
-		for _, row := range rows[i:end] {
-			w := float32(1)
-			switch a.Weighting {
-			case kernels.DispatchedWeights:
-				w = row.weight
-			case kernels.GivenWeights:
-				w = *g.beside(row.rank, notices[row.rank].readWeights, int64(row.row))
-			}
-			g.some = append(g.some, shm.View[T](g.bytes(row.rank, notices[row.rank].read, row.row)))
-			g.someWeights = append(g.someWeights, w)
-			if byToken {
-				break
-			}
-		}
-		switch n := len(g.some); {
-		case float8:
-			sum := g.widths[len(g.wide)*m.m.Hidden:][:m.m.Hidden]
-			vec.WeightedSum(sum, g.some, g.someWeights)
-			m.token.roundTrip(sum)
-			g.wide, g.ones = append(g.wide, sum), append(g.ones, 1)
-		case n == 1 && (exact || g.someWeights[0] == 1), exact && i == 0:
-			// The sum of all has the same bits as that of the partial sums.
-			g.rows, g.weights = append(g.rows, g.some...), append(g.weights, g.someWeights...)
-		default:
-			sum := g.partials[made*m.m.Hidden:][:m.m.Hidden]
-			made++
-			vec.WeightedSum(sum, g.some, g.someWeights)
-			g.rows, g.weights = append(g.rows, sum), append(g.weights, 1)
-		}
-		i = end
+	if _, exact := any(g.out).([]float32); float8 || !exact || !g.direct(a, rows) {
+		g.sumRanks(a, rows)
 	}
 	if a.SumWeights.Bytes > 0 {
 		g.sumWeights(a, t, rows)
@@ -332,6 +294,74 @@ func (g *gatherer[T]) token(a *kernels.Combine, t int) {
 		write(g, y, g.wide, g.ones)
 	} else {
 		write(g, y, g.rows, g.weights)
+	}
+}
+
+// weight is what a row is multiplied by.
+func (g *gatherer[T]) weight(w kernels.Weighting, row *routedRow) float32 {
+	switch w {
+	case kernels.DispatchedWeights:
+		return row.weight
+	case kernels.GivenWeights:
+		return *g.beside(row.rank, g.m.r.notices[row.rank].readWeights, int64(row.row))
+	}
+	return 1
+}
+
+// direct lists a token's rows of float32 to be summed at once, and reports whether that has the same bits as the sum of the ranks'
+// partial sums: no rank but the first has several of them.
+func (g *gatherer[T]) direct(a *kernels.Combine, rows []routedRow) bool {
+	g.rows, g.weights = g.rows[:0], g.weights[:0]
+	byToken, notices := g.m.m.Layout.ByToken(), g.m.r.notices
+	for i := range rows {
+		row := &rows[i]
+		if i > 0 && row.rank == rows[i-1].rank {
+			if byToken {
+				continue
+			}
+			if row.rank != rows[0].rank {
+				return false
+			}
+		}
+		g.rows = append(g.rows, shm.View[T](g.bytes(row.rank, notices[row.rank].read, row.row)))
+		g.weights = append(g.weights, g.weight(a.Weighting, row))
+	}
+	return true
+}
+
+// sumRanks makes the partial sums of a token, and lists them as rows of weight 1.
+func (g *gatherer[T]) sumRanks(a *kernels.Combine, rows []routedRow) {
+	m := g.m
+	byToken, notices := m.m.Layout.ByToken(), m.r.notices
+	g.rows, g.weights = g.rows[:0], g.weights[:0]
+	for i := 0; i < len(rows); {
+		end := i + 1
+		for end < len(rows) && rows[end].rank == rows[i].rank {
+			end++
+		}
+		g.some, g.someWeights = g.some[:0], g.someWeights[:0]
+		for j := i; j < end; j++ {
+			row := &rows[j]
+			g.some = append(g.some, shm.View[T](g.bytes(row.rank, notices[row.rank].read, row.row)))
+			g.someWeights = append(g.someWeights, g.weight(a.Weighting, row))
+			if byToken {
+				break
+			}
+		}
+		switch {
+		case m.m.Float8Partials:
+			sum := g.widths[len(g.wide)*m.m.Hidden:][:m.m.Hidden]
+			vec.WeightedSum(sum, g.some, g.someWeights)
+			m.token.roundTrip(sum)
+			g.wide, g.ones = append(g.wide, sum), append(g.ones, 1)
+		case len(g.some) == 1 && g.someWeights[0] == 1:
+			g.rows, g.weights = append(g.rows, g.some[0]), append(g.weights, 1)
+		default:
+			sum := g.partials[len(g.rows)*m.m.Hidden:][:m.m.Hidden]
+			vec.WeightedSum(sum, g.some, g.someWeights)
+			g.rows, g.weights = append(g.rows, sum), append(g.weights, 1)
+		}
+		i = end
 	}
 }
 
@@ -385,8 +415,7 @@ func (m *meeting) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t in
 		}
 		return *open
 	}
-	var since time.Time // this rank has nothing to do but wait for
-	var sinceFor int
+	var idleFor int
 	for len(m.idle) > 0 || shown < len(r.groups) {
 		moved := false
 		if n := m.showReady(a); n > 0 {
@@ -408,16 +437,13 @@ func (m *meeting) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t in
 		moved = moved || len(left) < len(m.idle)
 		m.idle = left
 		if moved {
-			if !since.IsZero() {
-				m.waited(sinceFor, time.Since(since))
-				since = time.Time{}
+			if m.w.polls > 0 {
+				m.waited(idleFor, time.Since(m.w.since))
 			}
 			m.w.busy()
 			continue
 		}
-		if since.IsZero() {
-			since, sinceFor = time.Now(), waitFor
-		}
+		idleFor = waitFor
 		if err := m.w.idle(waitFor); err != nil {
 			return m.gaveUp(waitFor, err)
 		}
@@ -489,14 +515,7 @@ func (g *gatherer[T]) spread(m *meeting, a *kernels.CombineBackward) {
 					dWeights[t*x.TopK+int(row.choice)] = dw
 				}
 			}
-			switch a.Weighting {
-			case kernels.DispatchedWeights:
-				g.weights[0] = row.weight
-			case kernels.GivenWeights:
-				g.weights[0] = *g.beside(row.rank, n.readWeights, int64(row.row))
-			default:
-				g.weights[0] = 1
-			}
+			g.weights[0] = g.weight(a.Weighting, row)
 			write(g, g.bytes(row.rank, n.write, row.row), g.rows, g.weights)
 			m.wrote[row.rank] += g.size
 		}

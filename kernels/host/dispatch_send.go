@@ -34,7 +34,7 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 	case failed != nil:
 		return failed
 	}
-	m.openPorts()
+	m.openOutlets()
 	if a.Op == kernels.DispatchOp {
 		m.number()
 	}
@@ -43,7 +43,7 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 	for i := 1; i < m.m.Ranks; i++ {
 		p := (me + i) % m.m.Ranks
 		line := m.lanes.done(m.peer(p), me)
-		m.e.word(p, line+doneTwins).Store(uint64(m.ports[p].twins))
+		m.e.word(p, line+doneTwins).Store(uint64(m.outlets[p].twins))
 		m.post(p, line)
 	}
 	return nil
@@ -96,8 +96,8 @@ func (m *meeting) receive(a *kernels.Dispatch) error {
 	})
 }
 
-// port is the output of one rank as this rank writes it.
-type port struct {
+// outlet is the output of one rank as this rank writes it.
+type outlet struct {
 	rows, scales []byte
 	sources      []int32
 	weights      []float32
@@ -107,16 +107,16 @@ type port struct {
 	tokens       int64 // that have been sent there
 }
 
-func (m *meeting) openPorts() {
-	m.ports = sized(m.ports, m.m.Ranks)
-	for p := range m.ports {
-		m.ports[p] = m.portOf(p, m.peer(p))
+func (m *meeting) openOutlets() {
+	m.outlets = sized(m.outlets, m.m.Ranks)
+	for p := range m.outlets {
+		m.outlets[p] = m.outletOf(p, m.peer(p))
 	}
 }
 
-func (m *meeting) portOf(p int, h *kernels.MoEHandle) port {
+func (m *meeting) outletOf(p int, h *kernels.MoEHandle) outlet {
 	at := func(b kernels.Buffer) []byte { return m.e.space.Range(p, b.Place, b.Bytes) }
-	return port{
+	return outlet{
 		rows: at(h.Rows), scales: at(h.Scales), sources: shm.View[int32](at(h.Sources)), weights: shm.View[float32](at(h.Weights)),
 		indices:  shm.View[int64](at(h.Indices)),
 		twinList: shm.View[int32](m.e.space.Range(p, m.lanes.twinList(h, m.m.Rank), 8*m.lanes.twins)),
@@ -142,7 +142,7 @@ func (m *meeting) scatter(a *kernels.Dispatch) {
 		rank, from := int32(-1), int32(0)
 		for i := r.first[t]; i < r.first[t+1]; i++ {
 			row := &r.rows[i]
-			to := &m.ports[row.rank]
+			to := &m.outlets[row.rank]
 			again := row.rank == rank // it has the token already
 			if again && (byToken || rank != me) {
 				if !byToken {
@@ -171,8 +171,8 @@ func (m *meeting) scatter(a *kernels.Dispatch) {
 	} else if stream {
 		shm.Fence()
 	}
-	for p := range m.ports {
-		m.sent(p, m.ports[p].tokens*(size+words))
+	for p := range m.outlets {
+		m.sent(p, m.outlets[p].tokens*(size+words))
 	}
 }
 
@@ -191,20 +191,23 @@ func (m *meeting) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, 
 // number gives every row its place, and writes there what lies beside the row.
 func (m *meeting) number() {
 	me, byToken := int32(m.m.Rank), m.m.Layout.ByToken()
+	weights, sources := m.h.Weights.Bytes > 0, m.h.Sources.Bytes > 0
 	rows, first := m.r.rows, m.r.first
 	for t := range m.r.tokens() {
 		rank := int32(-1)
 		for i := first[t]; i < first[t+1]; i++ {
 			row := &rows[i]
-			to := &m.ports[row.rank]
+			to := &m.outlets[row.rank]
 			if byToken {
 				row.row += int32(m.base[row.rank])
 				m.beside(to, row, row.rank != rank)
 			} else {
 				row.row += int32(m.base[row.slot])
-				to.weights[row.row] = row.weight
+				if weights {
+					to.weights[row.row] = row.weight
+				}
 			}
-			if !byToken || row.rank != rank {
+			if sources && (!byToken || row.rank != rank) {
 				to.sources[2*row.row], to.sources[2*row.row+1] = me, int32(t)
 			}
 			rank = row.rank
@@ -213,7 +216,7 @@ func (m *meeting) number() {
 }
 
 // beside writes the index and weight of a choice in a token-major layout. first says that it is the token's first on its rank.
-func (m *meeting) beside(to *port, row *routedRow, first bool) {
+func (m *meeting) beside(to *outlet, row *routedRow, first bool) {
 	x := m.m
 	at := int(row.row)
 	indices, weights := to.indices[at*x.TopK:][:x.TopK], to.weights[at*x.TopK:][:x.TopK]
@@ -324,10 +327,12 @@ func (m *meeting) clearPadding(beside bool) {
 				m.putScales(m.h.Scales.Mem, row, zero)
 			}
 		}
-		if beside {
+		if beside && len(sources) > 0 {
 			for i := 2 * from; i < 2*to; i++ {
 				sources[i] = -1
 			}
+		}
+		if beside && len(weights) > 0 {
 			clear(weights[from:to])
 		}
 	})

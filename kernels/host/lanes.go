@@ -25,8 +25,8 @@ type lanes struct {
 	stateSize int64
 }
 
-func newLanes(m *kernels.MoE) lanes {
-	l := lanes{control: m.Control.Place, n: m.Ranks, slots: m.Slots()}
+func newLanes(m *kernels.MoE, offset int64) lanes {
+	l := lanes{control: offset, n: m.Ranks, slots: m.Slots()}
 	if !m.Layout.ByToken() {
 		l.twins = int64(m.MaxTokens) * int64(m.TopK-1)
 	}
@@ -37,9 +37,9 @@ func newLanes(m *kernels.MoE) lanes {
 	return l
 }
 
-func (l *lanes) layout() kernels.MoELayout {
-	return kernels.MoELayout{
-		Control: l.counts(0, 2*l.n) - l.control, Zero: l.counts(0, 0) - l.control,
+func (l *lanes) layout() kernels.Layout {
+	return kernels.Layout{
+		Bytes: l.counts(0, 2*l.n) - l.control, Zero: l.counts(0, 0) - l.control,
 		State: l.stateSize, Staging: l.twinBytes()*int64(l.n) + 2*l.rowBytes + 2*l.weight,
 	}
 }

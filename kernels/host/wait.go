@@ -1,6 +1,7 @@
 package host
 
 import (
+	"fmt"
 	"runtime"
 	"time"
 
@@ -19,6 +20,11 @@ const (
 	// sleepFor bounds one sleep. Peers and the abort word wake a sleeper, this only bounds a wake-up that got lost with
 	// the process that owed it.
 	sleepFor = 5 * time.Millisecond
+	// tellEvery is the time between two words about one wait, for people who look on.
+	tellEvery = 5 * time.Second
+	// A wait that ends so much later than its timeout was asleep; it goes on a little.
+	lateWake  = 100 * time.Millisecond
+	newsGrace = 200 * time.Millisecond
 	// spinsPerLook is how many polls pass between two looks at the clock.
 	spinsPerLook = 8
 )
@@ -27,13 +33,27 @@ const (
 // that did.
 type waiter struct {
 	e        *Engine
+	call     call
+	with     sizer
 	timeout  time.Duration
-	since    time.Time // of the first idle pass after work
+	since    time.Time     // of the first idle pass after work
+	told     time.Duration // how long it had waited when it last told
 	polls    int
-	near     bool // the peer waited for needs our core
+	woken    bool      // the wait has been prolonged
+	other    uint64    // the call in which the peer waited for is instead,
+	seen     time.Time // and since when
+	near     bool      // the peer waited for needs our core
 	sleeper  kernels.Sleeper
 	entered  bool
 	doorbell uint32
+}
+
+// sizer says what a call exchanges with a peer, in words; nothing where that is not known.
+type sizer interface{ sizes(peer int) string }
+
+// begin is the beginning of a call.
+func (w *waiter) begin(e *Engine, with sizer, c call, timeout time.Duration) {
+	w.e, w.with, w.call, w.timeout, w.polls, w.other, w.woken = e, with, c, timeout, 0, 0, false
 }
 
 func (w *waiter) busy() {
@@ -45,18 +65,19 @@ func (w *waiter) leave() {
 	if w.entered {
 		w.entered = false
 		w.e.leave(&w.sleeper)
+		w.e.peers[w.e.space.Rank].waiting.CompareAndSwap(w.call.word(), 0)
 	}
 }
 
-// idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted or comm.ErrTimeout
-// when the wait is over without success.
+// idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted, comm.ErrTimeout or
+// comm.ErrMismatch when the wait is over without success.
 func (w *waiter) idle(peer int) error {
 	w.polls++
 	if w.e.step != nil {
 		return w.e.step(idlePass, peer)
 	}
 	if w.polls == 1 {
-		w.since = time.Now()
+		w.since, w.told = time.Now(), 0
 		w.near = w.e.near(peer)
 		if w.e.abort.Load() != 0 {
 			return comm.ErrAborted
@@ -79,17 +100,47 @@ func (w *waiter) idle(peer int) error {
 	if w.e.abort.Load() != 0 {
 		return comm.ErrAborted
 	}
+	if waited > w.timeout+lateWake && !w.woken {
+		// This process was stopped, perhaps, and why the group has failed is on its way.
+		w.woken = true
+		w.since = w.since.Add(waited - w.timeout + newsGrace)
+		return nil
+	}
 	if waited > w.timeout {
-		return comm.ErrTimeout
+		return fmt.Errorf("%w after %v%s: %s", comm.ErrTimeout, w.timeout, w.sizes(peer), w.doing(peer))
+	}
+	if waited >= w.told+w.e.tellEvery {
+		w.tell(peer, waited)
 	}
 	if !w.entered {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)
+		w.e.peers[w.e.space.Rank].waiting.Store(w.call.word())
 		return nil // the caller looks once more, now that peers know
+	}
+	if err := w.elsewhere(peer); err != nil {
+		return err
 	}
 	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-waited+time.Microsecond))
 	w.doorbell = w.e.doorbell.Load()
 	return nil
+}
+
+// sizes is what this call exchanges with peer, in parentheses.
+func (w *waiter) sizes(peer int) string {
+	if s := w.with.sizes(peer); s != "" {
+		return " (" + s + ")"
+	}
+	return ""
+}
+
+// tell logs for whom this rank waits, and what can be seen of that rank.
+func (w *waiter) tell(peer int, waited time.Duration) {
+	w.told = waited
+	if log := w.e.space.Log; log != nil {
+		log.Info("waiting", "rank", w.e.space.Rank, "for", peer, "call", fmt.Sprintf("%d, %v%s", w.call.epoch, w.call.op, w.sizes(peer)),
+			"waited", waited.Round(time.Second), "timeout", w.timeout, "seen", w.doing(peer))
+	}
 }
 
 func (e *Engine) yield() {

@@ -7,7 +7,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"strconv"
@@ -16,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/loopback"
 )
 
 // workerEnv carries the config to a worker process.
@@ -55,12 +55,7 @@ func runProcs(ctx context.Context, c config) ([]row, error) {
 	if err != nil {
 		return nil, err
 	}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return nil, err
-	}
-	port := l.Addr().(*net.TCPAddr).Port
-	l.Close()
+	host := loopback.Host()
 	spec, err := json.Marshal(c)
 	if err != nil {
 		return nil, err
@@ -70,7 +65,7 @@ func runProcs(ctx context.Context, c config) ([]row, error) {
 	for r := range c.Ranks {
 		cmd := exec.CommandContext(ctx, self)
 		cmd.Env = append(os.Environ(), workerEnv+"="+string(spec), "RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(c.Ranks),
-			"LOCAL_RANK="+strconv.Itoa(r), "MASTER_ADDR=127.0.0.1", "MASTER_PORT="+strconv.Itoa(port))
+			"LOCAL_RANK="+strconv.Itoa(r), "MASTER_ADDR="+host, "SWITCHYARD_PORT="+strconv.Itoa(loopback.Port))
 		cmd.Stderr = os.Stderr
 		if r == 0 {
 			cmd.Stdout = &out

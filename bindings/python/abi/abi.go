@@ -22,7 +22,7 @@ import (
 var handles = core.NewHandles()
 
 // abiVersion changes when a function does. The Python package refuses another than its own.
-const abiVersion = 3
+const abiVersion = 4
 
 // guard runs the body of an export: it turns errors and panics into a code and keeps the text for the thread. An export
 // runs on the thread of its caller, so that is whose text it is.
@@ -73,12 +73,21 @@ func numbers(p *C.int64_t, n C.int64_t) []int64 {
 	return unsafe.Slice((*int64)(unsafe.Pointer(p)), int(n))
 }
 
-// hostStream refuses streams of GPUs. 0 is the communicator's own.
+// hostStream refuses streams of GPUs where only the host does the work. 0 is the communicator's own.
 func hostStream(stream C.uint64_t) error {
 	if stream != 0 {
 		return fmt.Errorf("switchyard: %w: stream %#x on the host, which has none", core.ErrInvalid, uint64(stream))
 	}
 	return nil
+}
+
+// placeOf is a communicator, which stands for the host, or one of its GPUs.
+func placeOf(place C.uint64_t) (core.Place, error) {
+	return core.Get[core.Place](handles, uint64(place))
+}
+
+func shapeOf(p core.Place, shape *C.int64_t) core.Shape {
+	return numbers(shape, C.int64_t(core.ShapeLen(p.Size())))
 }
 
 // guarded is guard for what may also have to be asked again.
@@ -102,13 +111,18 @@ func on(id C.uint64_t, ticket *C.uint64_t, wait C.int64_t, submit func(*core.Com
 		if err != nil {
 			return 0, err
 		}
-		*ticket = C.uint64_t(t)
-		done, _, err := c.Wait(t, time.Duration(wait)*time.Microsecond)
-		if err == nil && !done {
-			return core.Again, nil
-		}
-		return core.OK, err
+		return await(c, t, ticket, wait)
 	})
+}
+
+// await hands out a ticket and waits for it for wait microseconds.
+func await(c *core.Comm, t core.Ticket, ticket *C.uint64_t, wait C.int64_t) (core.Code, error) {
+	*ticket = C.uint64_t(t)
+	done, _, err := c.Wait(t, time.Duration(wait)*time.Microsecond)
+	if err == nil && !done {
+		return core.Again, nil
+	}
+	return core.OK, err
 }
 
 // switchyard_abi_version is the version of this ABI.
@@ -226,22 +240,62 @@ func switchyard_wait(communicator, ticket C.uint64_t, wait C.int64_t, value *C.i
 	})
 }
 
-// switchyard_all_to_all sends send[k] rows of elem bytes to rank k and receives recv[k] from it. NULL divides a buffer
-// equally. This call and those below submit an operation on a stream, 0 for the communicator's own, and wait for it for
-// wait microseconds; Again says that it is still under way, and its buffers are in use until the ticket is complete.
+// switchyard_all_to_all exchanges memory of a place: a communicator, which stands for the host, or one of its GPUs. shape is
+// a core.Shape, which the caller may change afterwards. On a GPU the exchange is enqueued on a stream, a CUstream, and waits
+// for nothing; what becomes of it a later call or switchyard_fault tells. On the host, where the stream is 0, it is
+// submitted as the calls below are.
 //
 //export switchyard_all_to_all
-func switchyard_all_to_all(communicator, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
-	send, recv *C.int64_t, n, elem, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
-		if err := hostStream(stream); err != nil {
+func switchyard_all_to_all(place, stream C.uint64_t, dst, src unsafe.Pointer, shape *C.int64_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return guarded(func() (core.Code, error) {
+		p, err := placeOf(place)
+		if err != nil {
 			return 0, err
 		}
-		return c.AllToAll(buffer(dst, dstBytes), buffer(src, srcBytes), numbers(send, n), numbers(recv, n), int64(elem))
+		t, err := p.AllToAll(uintptr(stream), uintptr(dst), uintptr(src), shapeOf(p, shape))
+		c, host := p.(*core.Comm)
+		if err != nil || !host {
+			return core.OK, err
+		}
+		return await(c, t, ticket, wait)
 	})
 }
 
-// switchyard_all_reduce combines src of all ranks into every rank's dst, which may be src.
+// switchyard_explain says how an exchange into dst would be carried. text holds room bytes and gets as much of the answer as
+// fits, 0-terminated.
+//
+//export switchyard_explain
+func switchyard_explain(place C.uint64_t, dst unsafe.Pointer, shape *C.int64_t, text *C.char, room C.int64_t) C.int32_t {
+	return guard(func() error {
+		p, err := placeOf(place)
+		if err != nil {
+			return err
+		}
+		why, err := p.Explain(uintptr(dst), shapeOf(p, shape))
+		if err == nil && room > 0 {
+			out := unsafe.Slice((*byte)(unsafe.Pointer(text)), int(room))
+			out[copy(out[:room-1], why)] = 0
+		}
+		return err
+	})
+}
+
+// switchyard_fault is the error that exchanges of a place which have run by now have come to and that no ticket tells.
+//
+//export switchyard_fault
+func switchyard_fault(place C.uint64_t) C.int32_t {
+	return guard(func() error {
+		p, err := placeOf(place)
+		if err != nil {
+			return err
+		}
+		return p.Fault()
+	})
+}
+
+// switchyard_all_reduce combines src of all ranks into every rank's dst, which may be src. This call and those below submit an
+// operation on a stream, 0 for the communicator's own, and wait for it for wait microseconds; Again says that it is still
+// under way, and its buffers are in use until the ticket is complete.
 //
 //export switchyard_all_reduce
 func switchyard_all_reduce(communicator, stream C.uint64_t, dst, src unsafe.Pointer, bytes C.int64_t, dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
@@ -291,11 +345,17 @@ func switchyard_barrier(communicator, stream C.uint64_t, wait C.int64_t, ticket 
 	})
 }
 
-// switchyard_alloc takes symmetric memory. The ticket's value is a block.
+// switchyard_alloc takes symmetric memory of a place for work on stream. The ticket's value is a block.
 //
 //export switchyard_alloc
-func switchyard_alloc(communicator C.uint64_t, bytes C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) { return c.Alloc(int64(bytes), put[*core.Block]) })
+func switchyard_alloc(communicator, place, stream C.uint64_t, bytes C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		p, err := placeOf(place)
+		if err != nil {
+			return 0, err
+		}
+		return p.Alloc(uintptr(stream), int64(bytes), put[*core.Block])
+	})
 }
 
 // switchyard_block is where a block is: its address here, on the host or a GPU, and its offset in every rank's segment.
@@ -326,11 +386,17 @@ func switchyard_free(communicator, block, stream C.uint64_t, ticket *C.uint64_t)
 	})
 }
 
-// switchyard_verify compares the ranks' allocations.
+// switchyard_verify compares the ranks' allocations in a place.
 //
 //export switchyard_verify
-func switchyard_verify(communicator C.uint64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, 0, (*core.Comm).Verify)
+func switchyard_verify(communicator, place C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		p, err := placeOf(place)
+		if err != nil {
+			return 0, err
+		}
+		return p.Verify()
+	})
 }
 
 // switchyard_gpu_open makes a communicator's end on a GPU, together with all its ranks. The ticket's value is its handle.
@@ -343,83 +409,6 @@ func switchyard_gpu_open(communicator C.uint64_t, opts *C.char, ticket *C.uint64
 			return 0, err
 		}
 		return c.OpenGPU(o, put[*core.GPU])
-	})
-}
-
-// switchyard_gpu_all_to_all enqueues an exchange of device memory on a stream, a CUstream. shape is a core.Shape, which
-// the caller may change afterwards. What becomes of the exchange later, a later call or switchyard_gpu_fault tells. It
-// waits for nothing.
-//
-//export switchyard_gpu_all_to_all
-func switchyard_gpu_all_to_all(gpu, stream C.uint64_t, dst, src unsafe.Pointer, shape *C.int64_t) C.int32_t {
-	return guard(func() error {
-		g, err := core.Get[*core.GPU](handles, uint64(gpu))
-		if err != nil {
-			return err
-		}
-		return g.Exchange(uintptr(stream), uintptr(dst), uintptr(src), shapeOf(g, shape))
-	})
-}
-
-func shapeOf(g *core.GPU, shape *C.int64_t) core.Shape {
-	return numbers(shape, C.int64_t(core.ShapeLen(g.Size())))
-}
-
-// switchyard_gpu_explain says how an exchange into dst would be carried. text holds room bytes and gets as much of the
-// answer as fits, 0-terminated.
-//
-//export switchyard_gpu_explain
-func switchyard_gpu_explain(gpu C.uint64_t, dst unsafe.Pointer, shape *C.int64_t, text *C.char, room C.int64_t) C.int32_t {
-	return guard(func() error {
-		g, err := core.Get[*core.GPU](handles, uint64(gpu))
-		if err != nil {
-			return err
-		}
-		why, err := g.Explain(uintptr(dst), shapeOf(g, shape))
-		if err == nil && room > 0 {
-			out := unsafe.Slice((*byte)(unsafe.Pointer(text)), int(room))
-			out[copy(out[:room-1], why)] = 0
-		}
-		return err
-	})
-}
-
-// switchyard_gpu_fault is the error that exchanges which have run by now have come to.
-//
-//export switchyard_gpu_fault
-func switchyard_gpu_fault(gpu C.uint64_t) C.int32_t {
-	return guard(func() error {
-		g, err := core.Get[*core.GPU](handles, uint64(gpu))
-		if err != nil {
-			return err
-		}
-		return g.Fault()
-	})
-}
-
-// switchyard_gpu_alloc takes symmetric memory of a GPU for work on stream. The ticket's value is a block.
-//
-//export switchyard_gpu_alloc
-func switchyard_gpu_alloc(communicator, gpu, stream C.uint64_t, bytes C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
-		g, err := core.Get[*core.GPU](handles, uint64(gpu))
-		if err != nil {
-			return 0, err
-		}
-		return g.Alloc(uintptr(stream), int64(bytes), put[*core.Block])
-	})
-}
-
-// switchyard_gpu_verify compares the ranks' allocations on GPUs.
-//
-//export switchyard_gpu_verify
-func switchyard_gpu_verify(communicator, gpu C.uint64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
-		g, err := core.Get[*core.GPU](handles, uint64(gpu))
-		if err != nil {
-			return 0, err
-		}
-		return g.Verify()
 	})
 }
 

@@ -33,6 +33,8 @@ type Options struct {
 	JoinSeconds, PeerSeconds, TimeoutSeconds float64
 	// SegmentBytes is what each rank's heap has at first.
 	SegmentBytes int64
+	// Validate has the ranks compare every call before they make it; see alltoallv.Options and allreduce.Options.
+	Validate bool
 	// Listener and Addrs, by rank, join ranks that have a store of their own to meet in.
 	Listener uint64
 	Addrs    []string
@@ -131,7 +133,7 @@ type Comm struct {
 	exchanger   *alltoallv.Exchanger
 	reducer     *allreduce.Reducer
 	dispatchers []*Dispatcher
-	equal, none []int64
+	none        []int64
 
 	blocks blocks // on the host
 }
@@ -187,13 +189,13 @@ func (c *Comm) build(g *comm.Group) error {
 		return err
 	}
 	timeout := seconds(c.options.TimeoutSeconds)
-	if c.exchanger, err = alltoallv.New(c.ctx, h, alltoallv.Options{Timeout: timeout}); err != nil {
+	if c.exchanger, err = alltoallv.New(c.ctx, h, alltoallv.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
 		return err
 	}
-	if c.reducer, err = allreduce.New(c.ctx, h, allreduce.Options{Timeout: timeout}); err != nil {
+	if c.reducer, err = allreduce.New(c.ctx, h, allreduce.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
 		return err
 	}
-	c.equal, c.none = make([]int64, g.Size()), make([]int64, g.Size())
+	c.none = make([]int64, g.Size())
 	return nil
 }
 
@@ -306,7 +308,7 @@ func (c *Comm) execute(o *op) (int64, error) {
 	}
 	switch o.kind {
 	case opAllToAll:
-		return 0, c.exchange(o)
+		return 0, c.exchanger.Exchange(nil, o.dst, o.src, &o.splits)
 	case opAllReduce:
 		return 0, c.reducer.AllReduce(nil, o.dst, o.src, o.dtype, o.reduce)
 	case opReduceScatter:
@@ -314,27 +316,6 @@ func (c *Comm) execute(o *op) (int64, error) {
 	default:
 		return 0, c.reducer.AllGather(nil, o.dst, o.src, kernels.Uint8)
 	}
-}
-
-// exchange fills in equal splits and exchanges.
-func (c *Comm) exchange(o *op) error {
-	size := int64(c.group.Size())
-	for _, side := range []struct {
-		splits *[]int64
-		bytes  int64
-	}{{&o.splits.Send, o.src.Len()}, {&o.splits.Recv, o.dst.Len()}} {
-		if len(*side.splits) > 0 {
-			continue
-		}
-		each := size * max(o.splits.ElemSize, 1)
-		if side.bytes%each != 0 {
-			return fmt.Errorf("core: %w: %d bytes do not divide equally into %d-byte rows for %d ranks", ErrInvalid, side.bytes, o.splits.ElemSize, size)
-		}
-		for range size {
-			*side.splits = append(*side.splits, side.bytes/each)
-		}
-	}
-	return c.exchanger.Exchange(nil, o.dst, o.src, &o.splits)
 }
 
 // Buffer is memory of a caller: an address and a length.
@@ -369,21 +350,70 @@ func (c *Comm) do(f func() (int64, error)) (Ticket, error) {
 	return c.put(func(o *op) { o.kind, o.do = opDo, f })
 }
 
-// AllToAll submits an exchange: send[k] rows of elem bytes of src go to rank k, recv[k] come from it. Empty splits divide
-// a buffer equally. The splits are copied; the buffers are the operation's until it is complete.
-func (c *Comm) AllToAll(dst, src Buffer, send, recv []int64, elem int64) (Ticket, error) {
-	d, s, err := c.views(dst, src)
+// AllToAll submits an exchange, as Place describes. The shape is copied; the buffers are the operation's until it is
+// complete.
+func (c *Comm) AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error) {
+	if err := onHost(stream, shape); err != nil {
+		return 0, err
+	}
+	d, s, err := c.views(Buffer{dst, shape.dstBytes()}, Buffer{src, shape.srcBytes()})
 	if err != nil {
 		return 0, err
 	}
-	if elem < 0 {
-		return 0, fmt.Errorf("core: %w: rows of %d bytes", ErrInvalid, elem)
-	}
+	ranks := c.Size()
 	return c.put(func(o *op) {
 		o.kind, o.dst, o.src = opAllToAll, d, s
-		o.splits.Send, o.splits.Recv, o.splits.ElemSize = append(o.splits.Send[:0], send...), append(o.splits.Recv[:0], recv...), elem
+		o.splits.Send, o.splits.Recv = append(o.splits.Send[:0], shape.send(ranks)...), append(o.splits.Recv[:0], shape.recv(ranks)...)
+		o.splits.ElemSize = shape[0]
 	})
 }
+
+// onHost refuses what only GPUs have.
+func onHost(stream uintptr, shape Shape) error {
+	switch {
+	case stream != 0:
+		return fmt.Errorf("core: %w: stream %#x on the host, which has none", ErrInvalid, stream)
+	case shape[3] != 0 || shape[4] != 0:
+		return fmt.Errorf("core: %w: splits in device memory and displacements at the peers are for GPUs", ErrInvalid)
+	}
+	return nil
+}
+
+// Size is the number of ranks, 0 before the join is complete.
+func (c *Comm) Size() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.heap == nil {
+		return 0
+	}
+	return c.group.Size()
+}
+
+// Explain says how an exchange into dst would be carried.
+func (c *Comm) Explain(dst uintptr, shape Shape) (string, error) {
+	h, _, err := c.ready()
+	if err != nil {
+		return "", err
+	}
+	if err := onHost(0, shape); err != nil {
+		return "", err
+	}
+	d, err := c.view(Buffer{dst, shape.dstBytes()})
+	if err != nil {
+		return "", err
+	}
+	_, inPlace := d.Symmetric(h)
+	var sp alltoallv.Splits
+	shape.assign(c.Size(), &sp)
+	decision, err := c.exchanger.Explain(&sp, inPlace)
+	if err != nil {
+		return "", err
+	}
+	return decision.String(), nil
+}
+
+// Fault is nil: tickets tell the errors of the host's exchanges.
+func (c *Comm) Fault() error { return nil }
 
 // Barrier submits an exchange of nothing, which no rank leaves before all have come.
 func (c *Comm) Barrier() (Ticket, error) {
@@ -416,11 +446,10 @@ func (c *Comm) reduction(kind opKind, dst, src Buffer, dt kernels.DType, r kerne
 	return c.put(func(o *op) { o.kind, o.dst, o.src, o.dtype, o.reduce = kind, d, s, dt, r })
 }
 
-// Alloc submits an allocation of symmetric memory. Every rank submits the same ones. The pool grows where it has to. put
-// names the block; the name is the ticket's value.
-func (c *Comm) Alloc(n int64, put func(*Block) uint64) (Ticket, error) {
-	if n < 0 {
-		return 0, fmt.Errorf("core: %w: %d bytes", ErrInvalid, n)
+// Alloc submits an allocation of symmetric memory, as Place describes.
+func (c *Comm) Alloc(stream uintptr, n int64, put func(*Block) uint64) (Ticket, error) {
+	if stream != 0 || n < 0 {
+		return 0, fmt.Errorf("core: %w: %d bytes for stream %#x of the host", ErrInvalid, n, stream)
 	}
 	return c.do(func() (int64, error) {
 		h, _, err := c.ready()

@@ -83,7 +83,11 @@ func TestOperationsRunInOrderAndHaveTheirOwnErrors(t *testing.T) {
 			if k == 7 {
 				d.Bytes -= 3
 			}
-			ticket, err := c.AllToAll(d, buf(src[k]), nil, nil, 8)
+			shape := Shape{8, d.Bytes, int64(8 * size), 0, 0}
+			for range 2 * size { // splits of both sides
+				shape = append(shape, 1)
+			}
+			ticket, err := c.AllToAll(0, d.Addr, shm.Addr(shm.Bytes(src[k])), append(shape, make([]int64, size)...))
 			if err != nil {
 				return err
 			}
@@ -112,12 +116,33 @@ func TestOperationsRunInOrderAndHaveTheirOwnErrors(t *testing.T) {
 	})
 }
 
+func TestF3_WhatOnlyGPUsHaveIsRefusedOnTheHost(t *testing.T) {
+	each(t, 1, func(c *Comm) error {
+		for name, call := range map[string]func() error{
+			"a stream":      func() error { _, err := c.AllToAll(7, 0, 0, Shape{1, 0, 0, 0, 0, 0, 0, 0}); return err },
+			"live splits":   func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 8, 0, 0, 0, 0}); return err },
+			"displacements": func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 0, 1, 0, 0, 0}); return err },
+			"alloc":         func() error { _, err := c.Alloc(7, 1, func(*Block) uint64 { return 1 }); return err },
+		} {
+			if err := call(); !errors.Is(err, ErrInvalid) {
+				return fmt.Errorf("%s: %w", name, err)
+			}
+		}
+		why, err := c.Explain(0, Shape{1, 0, 0, 0, 0, 0, 0, 0})
+		if err != nil || why == "" {
+			return fmt.Errorf("explain: %q, %w", why, err)
+		}
+		c.Abandon(time.Second, false)
+		return nil
+	})
+}
+
 func TestSymmetricBuffersAreFoundByAddress(t *testing.T) {
 	handles := NewHandles()
 	each(t, 2, func(c *Comm) error {
 		var blocks []*Block
 		for _, n := range []int64{1 << 20, 0, 512, 100 << 20} { // the last one makes the heap grow
-			ticket, err := c.Alloc(n, func(b *Block) uint64 { return handles.Put(b) })
+			ticket, err := c.Alloc(0, n, func(b *Block) uint64 { return handles.Put(b) })
 			id, err := await(c, ticket, err)
 			if err != nil {
 				return err

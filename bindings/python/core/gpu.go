@@ -21,6 +21,10 @@ type GPUOptions struct {
 	// HeapBytes is what the heap there has at first, for channels and staging of the exchanges and for symmetric memory. 0 is
 	// SWITCHYARD_CUDA_HEAP, and defaultGPUHeap without that.
 	HeapBytes int64
+	// MaxSMs bounds the multiprocessors that a call above packets takes, NoSMs has the copy engines do those calls; see
+	// alltoallv.Options.
+	MaxSMs int
+	NoSMs  bool
 	// Environ is as in Options.
 	Environ map[string]string
 }
@@ -101,7 +105,9 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 	s := g.heap.Space()
 	g.base = s.Base + uintptr(int64(s.Rank)*s.Stride)
 	g.end = g.base + uintptr(s.Stride)
-	x := alltoallv.Options{Timeout: seconds(c.options.TimeoutSeconds)}
+	x := alltoallv.Options{
+		Timeout: seconds(c.options.TimeoutSeconds), Validate: c.options.Validate, MaxSMs: o.MaxSMs, NoSMs: o.NoSMs,
+	}
 	if s.Size > 4 { // most tensors are not symmetric, and then 2 MiB a rank of 8 take half as long in packets as through staging
 		x.PacketBytes = 256 << 10
 	}
@@ -182,50 +188,36 @@ func (g *GPU) view(b Buffer) (memory.View, error) {
 	return memory.Device(b.Addr, b.Bytes), nil
 }
 
-// Shape is everything about an exchange that calls have in common, in an array that C callers keep: the bytes of a row, of
-// the destination and of the source, and then for each rank the rows to send and for each the rows to receive.
-type Shape []int64
-
-// ShapeHead is how many numbers a Shape has before those of the ranks.
-const ShapeHead = 3
-
-// ShapeLen is the length of a Shape for so many ranks.
-func ShapeLen(ranks int) int { return ShapeHead + 2*ranks }
-
 // Size is the number of ranks.
 func (g *GPU) Size() int { return g.comm.group.Size() }
 
-// Exchange enqueues an exchange on a CUstream, as alltoallv.Exchanger.Exchange describes. shape is read before it returns.
-func (g *GPU) Exchange(stream, dst, src uintptr, shape Shape) error {
+// AllToAll enqueues an exchange on a CUstream, as alltoallv.Exchanger.Exchange describes. It waits for nothing and has no
+// ticket: it is complete once the stream has run it.
+func (g *GPU) AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
-		return ErrClosed
+		return 0, ErrClosed
 	}
 	s, err := g.wrap(stream)
 	if err != nil {
-		return err
+		return 0, err
 	}
-	d, err := g.view(Buffer{dst, shape[1]})
+	d, err := g.view(Buffer{dst, shape.dstBytes()})
 	if err != nil {
-		return err
+		return 0, err
 	}
-	v, err := g.view(Buffer{src, shape[2]})
+	v, err := g.view(Buffer{src, shape.srcBytes()})
 	if err != nil {
-		return err
+		return 0, err
 	}
-	g.assign(shape)
+	shape.assign(g.Size(), &g.splits)
 	err = g.exchanger.Exchange(s, d, v, &g.splits)
-	g.splits.Send, g.splits.Recv = nil, nil // the caller's memory
+	g.splits = alltoallv.Splits{} // it pointed to the caller's memory
 	if err != nil {
-		return g.comm.blame(err)
+		return 0, g.comm.blame(err)
 	}
-	return nil
-}
-
-func (g *GPU) assign(shape Shape) {
-	n := g.Size()
-	g.splits.ElemSize, g.splits.Send, g.splits.Recv = shape[0], shape[ShapeHead:ShapeHead+n], shape[ShapeHead+n:ShapeLen(n)]
+	return 0, nil
 }
 
 // Explain says how an exchange into dst would be carried.
@@ -235,14 +227,14 @@ func (g *GPU) Explain(dst uintptr, shape Shape) (string, error) {
 	if g.closed {
 		return "", ErrClosed
 	}
-	d, err := g.view(Buffer{dst, shape[1]})
+	d, err := g.view(Buffer{dst, shape.dstBytes()})
 	if err != nil {
 		return "", err
 	}
 	_, inPlace := d.Symmetric(g.heap)
-	g.assign(shape)
-	decision, err := g.exchanger.Explain(&g.splits, inPlace)
-	g.splits.Send, g.splits.Recv = nil, nil
+	var sp alltoallv.Splits
+	shape.assign(g.Size(), &sp)
+	decision, err := g.exchanger.Explain(&sp, inPlace)
 	if err != nil {
 		return "", err
 	}

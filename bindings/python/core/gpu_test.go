@@ -94,7 +94,7 @@ func TestExchangesOnAGPU(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		shape := Shape{8, 2 * rows * 8, 2 * rows * 8, rows, rows, rows, rows}
+		shape := Shape{8, 2 * rows * 8, 2 * rows * 8, 0, 0, rows, rows, rows, rows, 0, 0}
 		in, out := make([]int64, 2*rows), make([]int64, 2*rows)
 		for k, dst := range []uintptr{blocks[1].Addr(), arena.Alloc(2 * rows * 8), foreign} {
 			for i := range in {
@@ -107,7 +107,7 @@ func TestExchangesOnAGPU(t *testing.T) {
 			if err := memory.Copy(own, src, memory.Host(shm.Bytes(in))); err != nil {
 				return err
 			}
-			if err := g.Exchange(s, dst, blocks[0].Addr(), shape); err != nil {
+			if _, err := g.AllToAll(s, dst, blocks[0].Addr(), shape); err != nil {
 				return err
 			}
 			if err := memory.Copy(own, memory.Host(shm.Bytes(out)), memory.Device(dst, 2*rows*8)); err != nil {
@@ -131,7 +131,7 @@ func TestExchangesOnAGPU(t *testing.T) {
 		if _, err = await(c, ticket, err); err != nil {
 			return err
 		}
-		if err := g.Exchange(s, blocks[1].Addr(), blocks[0].Addr(), shape); !errors.Is(err, memory.ErrFreed) {
+		if _, err := g.AllToAll(s, blocks[1].Addr(), blocks[0].Addr(), shape); !errors.Is(err, memory.ErrFreed) {
 			return fmt.Errorf("into freed memory: %w", err)
 		}
 		ticket, err = g.Verify()
@@ -140,9 +140,9 @@ func TestExchangesOnAGPU(t *testing.T) {
 		}
 		// Sizes that do not agree.
 		if rank == 0 {
-			shape = Shape{8, 2 * rows * 8, 2 * rows * 8, rows, rows - 1, rows, rows}
+			shape = Shape{8, 2 * rows * 8, 2 * rows * 8, 0, 0, rows, rows - 1, rows, rows, 0, 0}
 		}
-		if err := g.Exchange(s, foreign, blocks[0].Addr(), shape); err != nil {
+		if _, err := g.AllToAll(s, foreign, blocks[0].Addr(), shape); err != nil {
 			return err
 		}
 		if err := own.Synchronize(); err != nil {
@@ -159,7 +159,7 @@ func TestExchangesOnAGPU(t *testing.T) {
 		if _, err = await(c, ticket, err); err != nil {
 			return err
 		}
-		if err := g.Exchange(s, 1, 1, shape); !errors.Is(err, ErrClosed) {
+		if _, err := g.AllToAll(s, 1, 1, shape); !errors.Is(err, ErrClosed) {
 			return fmt.Errorf("after the end: %w", err)
 		}
 		return nil

@@ -233,7 +233,8 @@ def wrong(rank, size):
         with pytest.raises(ValueError, match=text) as caught:
             sw.all_to_all_single(output, input, recv, send)
         assert isinstance(caught.value, RuntimeError)
-    for output, input, recv in ((y, 3, None), (y, x, [2.0] * size), (y, x, "22"), (y, x, np.array(each))):
+    objects, floats = np.empty(size, object), np.array(each, float)
+    for output, input, recv in ((y, 3, None), (y, x, [2.0] * size), (y, x, "22"), (y, x, floats), (objects, x, None)):
         with pytest.raises(TypeError):
             sw.all_to_all_single(output, input, recv, each)
     with pytest.raises(ValueError, match=r"world.size"):

@@ -258,7 +258,7 @@ def test_errors_belong_to_their_thread():
     def fail(k: int) -> None:
         for _ in range(50):
             barrier.wait()
-            code = lib.verify(10_000 + k, _native.c_uint64())
+            code = lib.verify(10_000 + k, 0, _native.c_uint64())
             barrier.wait()
             texts.setdefault(k, set()).add(str(lib.error(code)))
 
@@ -267,7 +267,7 @@ def test_errors_belong_to_their_thread():
         t.start()
     for t in threads:
         t.join()
-    assert texts == {k: {f"core: invalid argument: handle {10_000 + k} is not in use"} for k in range(8)}
+    assert texts == {k: {f"switchyard: invalid argument: handle {10_000 + k} is not in use"} for k in range(8)}
 
 
 def test_handles_and_memory_are_given_back():

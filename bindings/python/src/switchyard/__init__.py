@@ -15,13 +15,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from ._version import __version__ as __version__
 from .errors import Error
 
 if TYPE_CHECKING:
-    from ._comm import Communicator, Work
+    from ._comm import Communicator
+    from ._work import Work
     from .moe import Dispatched, Dispatcher
-
-__version__ = "0.2.0"
 
 __all__ = [
     "Communicator",
@@ -47,7 +47,8 @@ __all__ = [
     "verify",
 ]
 
-_LAZY = {"Communicator": "_comm", "Work": "_comm", "Dispatcher": "moe", "Dispatched": "moe"}
+# What is loaded when it is asked for.
+_LAZY = {"Communicator": "_comm", "Work": "_work", "Dispatcher": "moe", "Dispatched": "moe"}
 
 
 def __getattr__(name: str) -> Any:
@@ -57,6 +58,10 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module("." + module, __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def _is_tensor(x: Any) -> bool:
@@ -89,13 +94,15 @@ def all_to_all_single(
     input_split_sizes: Any = None,
     group: Any = None,
     async_op: bool = False,
+    *,
+    peer_displs: Any = None,
 ) -> Any:
     """Send ``input_split_sizes[k]`` rows of input to rank k and receive ``output_split_sizes[k]`` from it into output.
 
-    ``None`` or an empty list divides the rows equally. Both tensors are contiguous, of one data type and on one device,
-    and do not overlap; what a row is, is each tensor's own business as long as the bytes agree. What rank i sends to rank
-    j has the size that j expects from i; otherwise j, and i too if the message is large, gets an error
-    (:class:`switchyard.errors.Mismatch`), and later calls work.
+    ``None`` or an empty list divides the rows equally; split sizes are a list, a tuple or an array of integers. Both tensors
+    are of one data type and on one device, and do not overlap; what a row is, is each tensor's own business as long as the
+    bytes agree. What rank i sends to rank j has the size that j expects from i; otherwise j, and i too if the message is
+    large, gets an error (:class:`switchyard.errors.Mismatch`), and later calls work.
 
     Returns ``None``, or with ``async_op`` a work object: output is complete after its ``wait()``, and neither tensor may
     be changed before. The meaning, the results and the errors are those of ``torch.distributed.all_to_all_single``.
@@ -104,15 +111,27 @@ def all_to_all_single(
     current stream is now, and ``wait()`` makes the then current stream wait. CUDA graphs can capture it, after one call
     outside. What goes wrong while it runs, the next call raises, and :func:`check` and :func:`synchronize` do. The first call
     of a group with tensors of a GPU is collective, like making a group, and takes up to some seconds.
+
+    Split sizes of CUDA tensors may lie on the GPU themselves, both as int64 tensors. They are read there when the call runs,
+    and not by the host. The rows of the tensors are then the most that there is room for, and what is left of output stays as
+    it was. Splits that do not fit are an error as of a lost rank.
+
+    ``peer_displs[k]`` is the row of rank k's output from which on this rank's rows lie there. Copy engines need it, for CUDA
+    tensors with an output in symmetric memory at the same place on every rank: see ``no_sms`` of :func:`communicator`. It must
+    be right.
     """
     if _calls is not None and isinstance(input, _calls.Tensor) and not _calls.compiling():  # what is asked most, soonest
-        return _calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        return _calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op, peer_displs)
     if _compiling():
         from . import torch as ours
 
         return ours._compiled_all_to_all(output, input, output_split_sizes, input_split_sizes, group, async_op)
     if _is_tensor(input) or _is_tensor(output):
-        return _torch_calls().all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        return _torch_calls().all_to_all_single(
+            output, input, output_split_sizes, input_split_sizes, group, async_op, peer_displs
+        )
+    if peer_displs is not None:
+        raise errors.InvalidArgument("switchyard: peer_displs is for CUDA tensors")
     from . import _array_calls
 
     return _array_calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
@@ -180,6 +199,7 @@ def init(
     join_timeout: float | None = None,
     peer_timeout: float | None = None,
     heap: int | None = None,
+    validate: bool = False,
     default: bool = True,
 ) -> Communicator:
     """Meet the other ranks without torch and return the communicator, the default one of later calls.
@@ -188,7 +208,8 @@ def init(
     ``MASTER_PORT``. Otherwise rank 0 listens at ``addr``, a "host:port", until all ranks have come. ``secret`` keeps
     strangers out. ``timeout`` bounds every wait of an operation for a peer (30 s by default), ``join_timeout`` the
     meeting and ``peer_timeout`` the silence of a process, all in seconds. ``heap`` is the size in bytes of the first part
-    of the symmetric heap.
+    of the symmetric heap. With ``validate`` the ranks compare every call before they make it, so that a disagreement is an
+    error on every rank and nothing has moved; that costs a round of socket messages a call.
     """
     from . import _comm
 
@@ -207,6 +228,7 @@ def init(
         ("JoinSeconds", join_timeout),
         ("PeerSeconds", peer_timeout),
         ("SegmentBytes", heap),
+        ("Validate", validate or None),
     ):
         if value is not None:
             options[name] = value
@@ -216,17 +238,40 @@ def init(
     return comm
 
 
-def communicator(group: Any = None, device: Any = None) -> Communicator:
+def communicator(
+    group: Any = None,
+    device: Any = None,
+    *,
+    validate: bool | None = None,
+    max_sms: int | None = None,
+    no_sms: bool | None = None,
+) -> Communicator:
     """The communicator behind a torch process group, or the default one. The first call for a group is collective.
 
     With a CUDA device it is made ready for tensors there, which is collective too: what the first ``all_to_all_single``
     would do otherwise. Ranks may share a GPU. :class:`switchyard.errors.Unsupported` says, on every rank, that these GPUs
     cannot exchange.
+
+    Options are for the first call of all for a group or a GPU, and the same on all ranks:
+
+    - ``validate``: the ranks of the group compare every call before they make it, so that a disagreement is an error on every
+      rank and nothing has moved. That costs a round of socket messages a call, and graphs cannot capture it.
+    - ``max_sms``: how many multiprocessors of the GPU a call takes at most to send, where its messages are larger than packets;
+      16 by default, and then as many again copy out of staging.
+    - ``no_sms``: none at all: such calls go by the GPU's copy engines, or are refused. They need an output in symmetric memory
+      and the ``peer_displs`` of :func:`all_to_all_single`.
     """
     from . import _array_calls
 
+    if max_sms is not None and (not isinstance(max_sms, int) or max_sms < 1):
+        raise errors.InvalidArgument(f"switchyard: max_sms is {max_sms!r}, want a positive number")
+    options = {name: value for name, value in (("MaxSMs", max_sms), ("NoSMs", no_sms)) if value is not None}
+    if options and device is None:
+        raise errors.InvalidArgument("switchyard: max_sms and no_sms are for a CUDA device")
+    if validate is not None:
+        _array_calls.configure(group, Validate=validate)
     if device is not None:
-        return _torch_calls().gpu(group, device).comm
+        return _torch_calls().gpu(group, device, **options).comm
     return _array_calls.communicator(group)
 
 
@@ -247,11 +292,13 @@ def synchronize(group: Any = None) -> None:
 def explain(
     output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None
 ) -> str:
-    """Say how ``all_to_all_single`` of these CUDA tensors would be carried: by which algorithm, why, and whether peers would
-    write output in place. Nothing is sent, and other ranks need not call it."""
-    calls = _torch_calls()
-    gpu = calls.gpu(group, input.device)
-    return calls._cuda.explain(gpu, output, input, output_split_sizes, input_split_sizes)
+    """Say how ``all_to_all_single`` of these tensors would be carried: by which algorithm, why, and whether peers would write
+    output in place. Nothing is sent, and other ranks need not call it once the group is in use."""
+    if _is_tensor(input) or _is_tensor(output):
+        return _torch_calls().explain(output, input, output_split_sizes, input_split_sizes, group)
+    from . import _array_calls
+
+    return _array_calls.explain(output, input, output_split_sizes, input_split_sizes, group)
 
 
 def shutdown() -> None:

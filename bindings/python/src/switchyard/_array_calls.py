@@ -6,8 +6,8 @@ from typing import Any
 
 from . import errors
 from ._arrays import Array, array_of
-from ._comm import Communicator, Ticket, Work, default, reduction
-from ._splits import common, splits
+from ._comm import OPS, Communicator, default, reduction
+from ._work import Ticket, Work
 
 
 def communicator(group: Any) -> Communicator:
@@ -17,15 +17,26 @@ def communicator(group: Any) -> Communicator:
     import sys
 
     if "torch" in sys.modules:
-        from . import _torch
+        from . import _groups
 
-        comm = _torch.communicator(group)
+        comm = _groups.communicator(group)
         if comm is None:
             raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
         return comm
     if group is not None:
         raise errors.InvalidType(f"switchyard: group is a {type(group).__name__}, want a switchyard.Communicator")
     return default()
+
+
+def configure(group: Any, **options: Any) -> None:
+    """Options of a group's communicator, before its ranks meet."""
+    import sys
+
+    if isinstance(group, Communicator) or "torch" not in sys.modules:
+        raise errors.InvalidArgument("switchyard: validate is an option of switchyard.init for groups that it makes")
+    from . import _groups
+
+    _groups.configure(group, options)
 
 
 def _work(ticket: Ticket | None, output: Any) -> Work | None:
@@ -35,20 +46,24 @@ def _work(ticket: Ticket | None, output: Any) -> Work | None:
 def _pair(output: Any, input: Any) -> tuple[Array, Array]:
     out, inp = array_of(output, "output", write=True), array_of(input, "input")
     if out.dtype != inp.dtype:
-        raise errors.InvalidArgument(f"Invalid usage of tensors with different dtypes: found {out.dtype} and {inp.dtype}")
+        raise errors.InvalidArgument(
+            f"switchyard: output is {out.dtype}, input {inp.dtype}: Invalid usage of tensors with different dtypes"
+        )
     return out, inp
 
 
 def all_to_all_single(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
     out, inp = _pair(output, input)
-    for name, a in (("output", out), ("input", inp)):
-        if not a.shape:
-            raise errors.InvalidArgument(f"switchyard: {name} has no dimension to split")
-    send, recv = splits(input_splits, inp.shape[0], comm.size), splits(output_splits, out.shape[0], comm.size)
-    send, recv, elem = common(send, inp.row_bytes, recv, out.row_bytes)
-    keep = (out.keep, inp.keep, send, recv)
-    return _work(comm.all_to_all(out.address, out.nbytes, inp.address, inp.nbytes, send, recv, elem, keep, async_op), output)
+    shape = comm.shapes.find(out.shape, inp.shape, inp.item, output_splits, input_splits)
+    keep = (out.keep, inp.keep, shape)
+    return _work(comm.all_to_all(out.address, inp.address, shape[0], keep, async_op), output)
+
+
+def explain(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any) -> str:
+    comm = communicator(group)
+    out, inp = _pair(output, input)
+    return comm.explain(out.address, comm.shapes.find(out.shape, inp.shape, inp.item, output_splits, input_splits)[0])
 
 
 def _kind(dtype: str, op: str) -> tuple[int, int]:
@@ -59,7 +74,12 @@ def _kind(dtype: str, op: str) -> tuple[int, int]:
 
 
 def _op(op: Any) -> str:
-    return op.lower() if isinstance(op, str) else str(op).rsplit(".", 1)[-1].lower().replace("product", "prod")
+    name = op.lower() if isinstance(op, str) else str(op).rsplit(".", 1)[-1].lower().replace("product", "prod")
+    if name in OPS or name in ("band", "bor", "bxor", "premul_sum"):  # these are torch's
+        return name
+    if not isinstance(op, str):
+        raise errors.InvalidType(f"switchyard: op is a {type(op).__name__}, want one of {', '.join(OPS)}")
+    raise errors.InvalidArgument(f"switchyard: op is {op!r}, want one of {', '.join(OPS)}")
 
 
 def all_reduce(tensor: Any, op: Any, group: Any, async_op: bool) -> Any:
@@ -73,7 +93,10 @@ def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any, async_op
     comm = communicator(group)
     out, inp = _pair(output, input)
     if out.nbytes * comm.size != inp.nbytes:
-        raise errors.InvalidArgument("input tensor must be the same size as output size times world size")
+        raise errors.InvalidArgument(
+            f"switchyard: input has {inp.nbytes} bytes, output {out.nbytes} for each of {comm.size} ranks: input tensor must "
+            "be the same size as output size times world size"
+        )
     dtype, how = _kind(out.dtype, _op(op))
     keep = (out.keep, inp.keep)
     return _work(comm.reduce_scatter(out.address, out.nbytes, inp.address, inp.nbytes, dtype, how, keep, async_op), output)
@@ -83,7 +106,10 @@ def all_gather_into_tensor(output: Any, input: Any, group: Any, async_op: bool) 
     comm = communicator(group)
     out, inp = _pair(output, input)
     if inp.nbytes * comm.size != out.nbytes:
-        raise errors.InvalidArgument("output tensor size must be equal to world_size times input tensor size")
+        raise errors.InvalidArgument(
+            f"switchyard: output_tensor has {out.nbytes} bytes, input_tensor {inp.nbytes} on each of {comm.size} ranks: output "
+            "tensor size must be equal to world_size times input tensor size"
+        )
     keep = (out.keep, inp.keep)
     return _work(comm.all_gather(out.address, out.nbytes, inp.address, inp.nbytes, keep, async_op), output)
 

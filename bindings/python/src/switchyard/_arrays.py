@@ -19,10 +19,7 @@ class Array(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # numpy's name; empty for what has none
     keep: object  # what keeps the memory alive
-
-    @property
-    def row_bytes(self) -> int:
-        return self.nbytes // self.shape[0] if self.shape and self.shape[0] else 0
+    item: int  # bytes of an element
 
 
 def array_of(x: Any, name: str, write: bool = False) -> Array:
@@ -53,20 +50,20 @@ def _interface(x: Any, name: str, write: bool) -> Array | None:
     if write and readonly:
         raise _refuse(name, "is read-only")
     shape, typestr = tuple(about["shape"]), about["typestr"]
+    if typestr[1] == "O":
+        raise errors.InvalidType(f"switchyard: {name} holds Python objects, which cannot be sent")
     itemsize = int(typestr[2:])
     strides = about.get("strides")
     if strides is not None and not _packed(shape, strides, itemsize):
         raise _refuse(name, "is not contiguous: Tensors must be contiguous")
     if typestr[0] not in "<|=" and sys.byteorder == "little":
         raise _refuse(name, f"has the foreign byte order {typestr!r}")
-    if typestr[1] == "O":
-        raise _refuse(name, "holds Python objects, which cannot be sent")
     dtype = _KINDS.get(typestr[1], "")
     if dtype and dtype != "bool":
         dtype += str(8 * itemsize)
     if not dtype:  # types that numpy does not know itself, such as ml_dtypes' bfloat16
         dtype = str(getattr(x, "dtype", ""))
-    return Array(address, math.prod(shape) * itemsize, shape, dtype, x)
+    return Array(address, math.prod(shape) * itemsize, shape, dtype, x, itemsize)
 
 
 def _packed(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
@@ -158,7 +155,7 @@ def _dlpack(x: Any, name: str, write: bool) -> Array | None:
     if dtype and dtype != "bool":
         dtype += str(t.dtype.bits)
     # The capsule is not consumed: it releases the memory when it goes.
-    return Array((t.data or 0) + t.byte_offset, math.prod(shape) * bits // 8, shape, dtype, (x, capsule))
+    return Array((t.data or 0) + t.byte_offset, math.prod(shape) * bits // 8, shape, dtype, (x, capsule), bits // 8)
 
 
 # The buffer protocol
@@ -214,7 +211,8 @@ def _buffer(x: Any, name: str, write: bool) -> Array | None:
     elif form in tuple("BHILQN"):
         dtype = f"uint{8 * view.itemsize}"
     held = _Held(view)
-    return Array(held.raw.buf or 0, view.nbytes, tuple(view.shape or (view.nbytes // view.itemsize,)), dtype, held)
+    shape = tuple(view.shape or (view.nbytes // view.itemsize,))
+    return Array(held.raw.buf or 0, view.nbytes, shape, dtype, held, view.itemsize)
 
 
 __all__ = ["DL_CUDA", "Array", "array_of"]

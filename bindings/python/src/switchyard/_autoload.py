@@ -11,8 +11,8 @@ def register() -> None:
         return
 
     def create(options: object, backend_options: object) -> object:
-        from . import torch as ours
+        from . import _backend
 
-        return ours.process_group(options, backend_options)
+        return _backend.process_group(options, backend_options)
 
     dist.Backend.register_backend("switchyard", create, extended_api=True, devices=["cpu", "cuda"])

@@ -7,16 +7,16 @@ import ctypes
 import json
 import os
 import threading
-import time
 import weakref
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
 from ctypes import byref, c_int32, c_int64, c_uint64
 from typing import Any
 
 from . import errors
+from ._meet import Store, end_all, gather, place
 from ._native import AGAIN, SLICE, Library, library, usable
+from ._splits import Shapes
+from ._work import Ticket
 
 # The data types of reductions, by number in the ABI.
 DTYPES = {
@@ -53,74 +53,6 @@ def reduction(dtype: str, op: str) -> tuple[int, int] | None:
 _DRAIN = 2000
 
 
-class Ticket:
-    """An operation that was submitted: what to wait for and what it keeps alive."""
-
-    __slots__ = ("comm", "done", "error", "keep", "number")
-
-    def __init__(self, comm: Communicator, number: int, keep: object, error: errors.Error | None = None) -> None:
-        self.comm, self.number, self.keep, self.error = comm, number, keep, error
-        self.done = error is not None
-
-    def poll(self) -> bool:
-        """Whether the operation has run."""
-        if not self.done and self.comm._ran.value >= self.number:
-            self._finish(self.comm._lib.wait(self.comm._handle, self.number, 0, byref(c_int64())))
-        return self.done
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the operation and raise its error. False means that timeout seconds have passed without it."""
-        if not self.done:
-            deadline = None if timeout is None else time.monotonic() + timeout
-            comm, value, code = self.comm, c_int64(), AGAIN
-            while code == AGAIN:
-                us = SLICE
-                if deadline is not None:
-                    us = min(SLICE, int((deadline - time.monotonic()) * 1e6))
-                    if us <= 0:
-                        if not self.poll():
-                            return False
-                        break
-                code = comm._lib.wait(comm._handle, self.number, us, byref(value))
-            if not self.done:
-                self._finish(code)
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def _finish(self, code: int) -> None:
-        if code == AGAIN:
-            return
-        if code:
-            self.error = self.comm._lib.error(code)
-        self.done, self.keep = True, None
-
-
-class Work:
-    """An operation that runs behind the caller's back; the counterpart of ``torch.distributed.Work``."""
-
-    def __init__(self, ticket: Ticket, outputs: Sequence[Any] = ()) -> None:
-        self._ticket, self._outputs = ticket, outputs
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until the operation is complete and raise its error. It may be called again, from any thread."""
-        if not self._ticket.wait(timeout):
-            raise errors.TimedOut(f"switchyard: the operation was not complete after {timeout} s; it goes on")
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether the operation has run, well or not."""
-        return self._ticket.poll()
-
-    def exception(self) -> BaseException | None:
-        """The operation's error once it has run."""
-        return self._ticket.error if self._ticket.poll() else None
-
-    def result(self) -> list[Any]:
-        """The outputs."""
-        return list(self._outputs)
-
-
 class Block:
     """Symmetric memory of the host or a GPU: the same offset in every rank's segment. Views of it hold it; :meth:`free` gives
     it back."""
@@ -146,41 +78,66 @@ class Block:
         comm._control(comm._lib.free(comm._handle, self.handle, stream, byref(ticket)), ticket)
 
 
-class Gpu:
-    """A communicator's end on one GPU: a symmetric heap there, and exchanges of device memory. Memory and CUstreams are
-    integers here. Exchanges are enqueued by their caller; the rest runs in the queue of the communicator."""
+class Place:
+    """Where operations of a communicator work: on the host, which is the communicator itself, or on one of its GPUs. Memory and
+    CUstreams are integers here."""
 
-    def __init__(self, comm: Communicator, device: int, handle: int) -> None:
-        self.comm, self.device, self.handle, self.lib = comm, device, handle, comm._lib
-        #: What calls have in common, for those who make them.
-        self.shapes: dict[Any, tuple[int, array[int]]] = {}
-        self.side: Any = None
-        weakref.finalize(self, _drop, comm._lib, handle).atexit = False
+    comm: Communicator
+    _lib: Library
+    _handle: int
+    #: What exchanges of the same shape have in common.
+    shapes: Shapes
 
-    def alloc(self, size: int, stream: int) -> Block:
-        """Take symmetric memory for work on a stream. Every rank makes the same calls, in the same order."""
+    def alloc(self, size: int, stream: int = 0) -> Block:
+        """Take symmetric memory for work on a stream. Every rank makes the same calls of alloc and free, in the same order."""
         comm, ticket = self.comm, c_uint64()
-        handle = comm._control(self.lib.gpu_alloc(comm._handle, self.handle, stream, size, byref(ticket)), ticket)
-        block = Block(comm, handle, size)
+        block = Block(
+            comm, comm._control(self._lib.alloc(comm._handle, self._handle, stream, size, byref(ticket)), ticket), size
+        )
         if size:
             comm._blocks[block.address] = block
         return block
 
+    def verify(self) -> None:
+        """Compare what the ranks have allocated and freed so far; every rank calls it and gets the same answer."""
+        comm, ticket = self.comm, c_uint64()
+        comm._control(self._lib.verify(comm._handle, self._handle, byref(ticket)), ticket)
+
+    def check(self) -> None:
+        """Raise what exchanges that have run by now have come to and that no ticket tells. It waits for nothing."""
+        self._lib.check(self._lib.fault(self._handle))
+
+    def explain(self, dst: int, shape: int) -> str:
+        """How an exchange into dst would be carried, in words."""
+        text = ctypes.create_string_buffer(4096)
+        self._lib.check(self._lib.explain(self._handle, dst, shape, text, len(text)))
+        return text.value.decode(errors="replace")
+
+
+class Gpu(Place):
+    """A communicator's end on one GPU: a symmetric heap there, and exchanges of device memory. Exchanges are enqueued by their
+    caller; the rest runs in the queue of the communicator."""
+
+    def __init__(self, comm: Communicator, device: int, handle: int) -> None:
+        self.comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
+        self.shapes = Shapes(comm.size)
+        self.side: Any = None
+        # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
+        self._all_to_all = self._lib.all_to_all if comm.validate else self._lib.enqueue
+        weakref.finalize(self, _drop, comm._lib, handle).atexit = False
+
+    def all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
+        """Enqueue an exchange on a CUstream."""
+        code = self._all_to_all(self._handle, stream, dst, src, shape, 0, None)
+        if code:
+            raise self._lib.error(code)
+
     def pool(self, size: int, stream: int) -> int:
         """Take symmetric memory for an allocator of torch and return the number of its functions. It stays taken."""
         comm, ticket = self.comm, c_uint64()
-        number = comm._control(self.lib.gpu_pool(comm._handle, self.handle, stream, size, byref(ticket)), ticket)
+        number = comm._control(self._lib.gpu_pool(comm._handle, self._handle, stream, size, byref(ticket)), ticket)
         comm._pools += 1
         return number
-
-    def verify(self) -> None:
-        """Compare what the ranks have allocated and freed so far."""
-        comm, ticket = self.comm, c_uint64()
-        comm._control(self.lib.gpu_verify(comm._handle, self.handle, byref(ticket)), ticket)
-
-    def check(self) -> None:
-        """Raise what exchanges that have run by now have come to."""
-        self.lib.check(self.lib.gpu_fault(self.handle))
 
 
 class _Memory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
@@ -194,7 +151,7 @@ def memory(address: int, size: int, owner: object) -> memoryview:
     return memoryview(everything)[:size]
 
 
-class Communicator:
+class Communicator(Place):
     """One rank's end of a group of ranks: its operations run in the order of the calls, which is the same on all ranks.
 
     ``switchyard.init`` makes one, or torch's process groups have one each. Memory is passed as addresses here.
@@ -203,8 +160,8 @@ class Communicator:
     rank: int
     size: int
 
-    def __init__(self, lib: Library, handle: int, words: int, name: str) -> None:
-        self._lib, self._handle, self.name = lib, handle, name
+    def __init__(self, lib: Library, handle: int, words: int, name: str, validate: bool = False) -> None:
+        self._lib, self._handle, self.name, self.validate = lib, handle, name, validate
         self._ran = c_uint64.from_address(words)
         self._in_flight: deque[tuple[int, object]] = deque()
         self._blocks: dict[int, Block] = {}
@@ -217,6 +174,11 @@ class Communicator:
         weakref.finalize(self, _drop, lib, handle).atexit = False
         _alive.add(self)
 
+    @property
+    def comm(self) -> Communicator:  # type: ignore[override]
+        """Itself, as a place."""
+        return self
+
     # Making one
 
     @classmethod
@@ -226,7 +188,7 @@ class Communicator:
         handle, words = c_uint64(), c_uint64()
         options = {"Name": name, "Environ": _environ(), **options}
         lib.check(lib.open(json.dumps(options).encode(), byref(handle), byref(words)))
-        comm = cls(lib, handle.value, words.value, name)
+        comm = cls(lib, handle.value, words.value, name, bool(options.get("Validate")))
         comm._join()
         return comm
 
@@ -239,40 +201,36 @@ class Communicator:
             self.abandon(drain=0)
             raise
         self.rank, self.size = rank.value, size.value
+        self.shapes = Shapes(self.size)
 
     @classmethod
     def meet(
         cls,
         rank: int,
         size: int,
-        put: Callable[[int, bytes], None],
-        get: Callable[[int], bytes | None],
+        store: Store,
         options: dict[str, Any],
         name: str,
+        stop: threading.Event | None = None,
     ) -> Communicator | None:
-        """Join ranks that have a store: put publishes a rank's card and get looks for one. None means that the ranks
-        are not all in one place, which every rank finds out alike."""
+        """Join ranks that have a store. None means that the ranks are not all in one place, which every rank finds out
+        alike."""
         lib = library()
         options = {**options, "Rank": rank, "Size": size, "Name": name, "Environ": _environ()}
         listener, room = c_uint64(), ctypes.create_string_buffer(256)
+        seconds = options.get("JoinSeconds") or 120.0
         code = lib.listen(json.dumps(options).encode(), byref(listener), room, len(room))
         if code:
             error = lib.error(code)
-            put(rank, json.dumps({"error": str(error)}).encode())
+            gather(rank, size, store, {"error": str(error)}, seconds)
             raise error
-        put(rank, json.dumps({"place": _place(), "addr": room.value.decode(), "abi": _version()}).encode())
         try:
-            cards = _collect(size, get, options.get("JoinSeconds") or 120.0)
+            cards = gather(rank, size, store, {"place": place(), "addr": room.value.decode()}, seconds, stop)
+            here = all(card["place"] == cards[0]["place"] for card in cards)
         except BaseException:
             lib.unlisten(listener)
             raise
-        for other, card in enumerate(cards):
-            if "error" in card or card["abi"] != _version():
-                lib.unlisten(listener)
-                if "error" in card:
-                    raise errors.Mismatch(f"switchyard: rank {other} cannot join: {card['error']}")
-                raise errors.Mismatch(f"switchyard: rank {rank} has version {_version()}, rank {other} has {card['abi']}")
-        if any(card["place"] != cards[0]["place"] for card in cards):
+        if not here:
             lib.unlisten(listener)
             return None
         return cls.open({**options, "Listener": listener.value, "Addrs": [card["addr"] for card in cards]}, name)
@@ -325,34 +283,10 @@ class Communicator:
         self._lib.check(code)
         return value.value
 
-    def all_to_all(
-        self,
-        dst: int,
-        dst_bytes: int,
-        src: int,
-        src_bytes: int,
-        send: array[int] | None,
-        recv: array[int] | None,
-        elem: int,
-        keep: object,
-        async_op: bool,
-    ) -> Ticket | None:
-        """send[k] rows of elem bytes go to rank k, recv[k] come from it; None divides a buffer equally."""
+    def all_to_all(self, dst: int, src: int, shape: int, keep: object, async_op: bool) -> Ticket | None:
+        """Exchange what a core.Shape at this address says."""
         ticket = c_uint64()
-        code = self._lib.all_to_all(
-            self._handle,
-            0,
-            dst,
-            dst_bytes,
-            src,
-            src_bytes,
-            send.buffer_info()[0] if send is not None else None,
-            recv.buffer_info()[0] if recv is not None else None,
-            self.size,
-            elem,
-            0 if async_op else SLICE,
-            ticket,
-        )
+        code = self._lib.all_to_all(self._handle, 0, dst, src, shape, 0 if async_op else SLICE, ticket)
         if async_op:
             return self._ticket(code, ticket.value, keep)
         if code:
@@ -403,41 +337,33 @@ class Communicator:
             self._run(code, ticket.value, None)
         return None
 
-    # Symmetric memory
-
-    def alloc(self, size: int) -> Block:
-        """Take symmetric memory. Every rank makes the same calls of alloc and free, in the same order."""
-        ticket = c_uint64()
-        handle = self._control(self._lib.alloc(self._handle, size, byref(ticket)), ticket)
-        block = Block(self, handle, size)
-        if size:
-            self._blocks[block.address] = block
-        return block
-
     def verify(self) -> None:
         """Compare what the ranks have allocated and freed so far; every rank calls it and gets the same answer."""
-        ticket = c_uint64()
-        self._control(self._lib.verify(self._handle, byref(ticket)), ticket)
+        super().verify()
         for gpu in self._gpus.values():
             gpu.verify()
 
     # GPUs
 
-    def gpu(self, device: int) -> Gpu:
+    def gpu(self, device: int, **options: Any) -> Gpu:
         """This rank's end on a GPU, by its ordinal. The first call for a GPU is collective and takes up to some seconds;
-        ranks may share one. Unsupported says, on every rank, that they cannot exchange there."""
+        ranks may share one. Unsupported says, on every rank, that they cannot exchange there. The options are those of the
+        library, and only for a GPU that is not ready yet."""
         found = self._gpus.get(device)
         if found is None:
             with self._opening:
                 found = self._gpus.get(device)
                 if found is None:
-                    found = self._gpus[device] = self._open_gpu(device)
+                    found = self._gpus[device] = self._open_gpu(device, options)
+                    return found
+        if options:
+            raise errors.InvalidArgument(f"switchyard: cuda:{device} is in use: its options were those of the first call")
         return found
 
-    def _open_gpu(self, device: int) -> Gpu:
+    def _open_gpu(self, device: int, options: dict[str, Any]) -> Gpu:
         if device in self._no_gpus:
             raise self._no_gpus[device]
-        ticket, options = c_uint64(), {"Device": device, "Environ": _environ()}
+        ticket, options = c_uint64(), {"Device": device, "Environ": _environ(), **options}
         try:
             code = self._lib.gpu_open(self._handle, json.dumps(options).encode(), byref(ticket))
             return Gpu(self, device, self._control(code, ticket))
@@ -447,6 +373,7 @@ class Communicator:
 
     def check(self) -> None:
         """Raise what exchanges on GPUs that have run by now have come to. It waits for nothing."""
+        super().check()
         for gpu in self._gpus.values():
             gpu.check()
 
@@ -459,7 +386,7 @@ class Communicator:
         handle = self._control(code, ticket)
         if handle == 0:
             return None
-        comm = Communicator(self._lib, handle, words.value, f"{self.name}/{color}")
+        comm = Communicator(self._lib, handle, words.value, f"{self.name}/{color}", self.validate)
         comm._join()
         return comm
 
@@ -537,49 +464,13 @@ def _end() -> None:
     if usable():
         for comm in list(_alive):
             comm.abandon(keep=True)
-
-
-def _version() -> str:
-    from . import __version__
-
-    return __version__
+        end_all()
 
 
 def _environ() -> dict[str, str]:
     """What the library may want to know of the environment, which it cannot see itself."""
     known = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SWITCHYARD_", "NCCL_NVLS_", "TORCH_SYMM_", "NVSHMEM_")
     return {name: value for name, value in os.environ.items() if name.startswith(known)}
-
-
-def _place() -> str:
-    """Where this process is: ranks of one place reach each other's memory and sockets."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as f:
-            boot = f.read().strip()
-    except OSError:
-        boot = os.uname().nodename
-    try:
-        net = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        net = 0
-    return f"{boot}/{net}/{os.getuid()}"
-
-
-def _collect(size: int, get: Callable[[int], bytes | None], seconds: float) -> list[dict[str, Any]]:
-    """Everybody's card."""
-    cards: list[dict[str, Any] | None] = [None] * size
-    deadline, pause = time.monotonic() + seconds, 0.0005
-    while True:
-        for rank, card in enumerate(cards):
-            if card is None and (text := get(rank)) is not None:
-                cards[rank] = json.loads(text)
-        missing = [rank for rank, card in enumerate(cards) if card is None]
-        if not missing:
-            return [card for card in cards if card is not None]
-        if time.monotonic() > deadline:
-            raise errors.TimedOut(f"switchyard: ranks {missing} have not come within {seconds:g} s")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
 
 
 _default: Communicator | None = None

@@ -12,17 +12,16 @@ import time
 import warnings
 from array import array
 from ctypes import c_char_p, c_void_p, py_object
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import _arrays, _native, errors
 from ._comm import Block, Communicator, Gpu
-from ._splits import common, splits
+from ._splits import integers
 from ._tensors import PLAIN, contiguous, real, same_dtype
+from ._torch_work import Work
 
 # Absent where torch has no CUDA, and then there are no CUDA tensors either.
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -66,81 +65,107 @@ def _has_backend(pg: Any) -> bool:
 
 # Exchanges
 
-# How many shapes of calls a communicator remembers.
-_MOST_SHAPES = 1024
-
-
-def exchange(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, stream: int | None = None) -> None:
+def exchange(
+    gpu: Gpu,
+    output: Tensor,
+    input: Tensor,
+    output_splits: Any,
+    input_splits: Any,
+    peer_displs: Any = None,
+    stream: int | None = None,
+    shape: tuple[int, Any] | None = None,
+) -> None:
     """Enqueue all_to_all_single of tensors that are ours, input on this GPU, on a CUstream or on the current one."""
     if output.dtype is not input.dtype:
         same_dtype(output, input)
     if input.is_complex() or input.is_neg() or output.is_neg():
-        output, input = real(output), real(input)
+        output, input = _plain(output, "output"), _plain(input, "input")
     if not (input.is_contiguous() and output.is_contiguous()):
         contiguous(input, "input")
         contiguous(output, "output")
-    device = gpu.device
-    if output.get_device() != device:
+    if output.get_device() != gpu.device:
         raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
-    code = gpu.lib.gpu_all_to_all(
-        gpu.handle,
-        _raw_stream(device) if stream is None else stream,
-        output.data_ptr(),
-        input.data_ptr(),
-        _shape(gpu, output, input, output_splits, input_splits)[0],
+    if shape is None:
+        shape = shape_of(gpu, output, input, output_splits, input_splits, peer_displs)
+    gpu.all_to_all(
+        _raw_stream(gpu.device) if stream is None else stream, output.data_ptr(), input.data_ptr(), shape[0]
     )
-    if code:
-        raise gpu.lib.error(code)
 
 
-def _shape(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any) -> tuple[int, array[int]]:
-    """The address of what the library wants to know of such a call, and what holds it."""
-    try:
-        key = output.shape, input.shape, input.dtype, _key(output_splits), _key(input_splits)
-    except (TypeError, OverflowError):  # wrong or unusual; told apart below
-        return _new_shape(gpu, output, input, output_splits, input_splits)
-    known = gpu.shapes.get(key)
-    if known is None:
-        known = _new_shape(gpu, output, input, output_splits, input_splits)
-        if len(gpu.shapes) >= _MOST_SHAPES:
-            gpu.shapes.clear()
-        gpu.shapes[key] = known
-    return known
+def _plain(x: Tensor, name: str) -> Tensor:
+    """The numbers as they lie in memory."""
+    if x.is_neg():
+        raise errors.InvalidArgument(
+            f"switchyard: {name} has a pending negation, and other numbers in memory: resolve_neg() it"
+        )
+    return real(x)
 
 
-def _key(sizes: Any) -> bytes | None:
-    if sizes is None:
-        return None
-    if type(sizes) is not list and type(sizes) is not tuple:
-        raise TypeError
-    return array("q", sizes).tobytes()
+def shape_of(
+    gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, peer_displs: Any
+) -> tuple[int, Any]:
+    """What the library wants to know of such a call: its address, and what holds it."""
+    if _on_gpu(output_splits) or _on_gpu(input_splits):
+        return _live(gpu, output, input, output_splits, input_splits, peer_displs)
+    shape = gpu.shapes.find(output.shape, input.shape, input.element_size(), output_splits, input_splits)
+    if peer_displs is None:
+        return shape
+    n = gpu.shapes.ranks
+    row, out_bytes, in_bytes = shape[1][:3]
+    displs = integers(peer_displs, "peer_displs", n)
+    unit = _row(output) // row if row else 1
+    at, send, recv = array("q", [d * unit for d in displs]), shape[1][5 : 5 + n], shape[1][5 + n : 5 + 2 * n]
+    return gpu.shapes.of_bytes(row, out_bytes, in_bytes, send, recv, displs=at)
 
 
-def _new_shape(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any) -> tuple[int, array[int]]:
-    out_shape, in_shape = output.shape, input.shape
-    if not out_shape or not in_shape:
-        raise errors.InvalidArgument("switchyard: a tensor without dimensions cannot be split")
-    size, item = gpu.comm.size, input.element_size()
-    out_bytes, in_bytes = output.numel() * item, input.numel() * item
-    send = splits(input_splits, in_shape[0], size) or _equal(in_shape[0], size)
-    recv = splits(output_splits, out_shape[0], size) or _equal(out_shape[0], size)
-    send_row, recv_row = in_bytes // in_shape[0] if in_bytes else 0, out_bytes // out_shape[0] if out_bytes else 0
-    sent, received, row = common(send, send_row, recv, recv_row)
-    nothing = array("q", bytes(8 * size))
-    numbers = array("q", (row, out_bytes, in_bytes)) + (sent or nothing) + (received or nothing)
-    return numbers.buffer_info()[0], numbers
+def _row(x: Tensor) -> int:
+    """The bytes of a row."""
+    n = x.element_size()
+    for d in x.shape[1:]:
+        n *= d
+    return n
 
 
-def _equal(rows: int, ranks: int) -> array[int]:
-    return array("q", [rows // ranks]) * ranks
+def _on_gpu(sizes: Any) -> bool:
+    return isinstance(sizes, Tensor) and sizes.is_cuda
+
+
+def _live(
+    gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, peer_displs: Any
+) -> tuple[int, Any]:
+    """The shape of an exchange whose splits lie on the GPU. They are read there when the exchange runs, so they need not add up
+    to the rows of the tensors, which are the most that there is room for."""
+    n = gpu.shapes.ranks
+    for name, sizes in (("output_split_sizes", output_splits), ("input_split_sizes", input_splits)):
+        if not _on_gpu(sizes):
+            raise errors.InvalidType(f"switchyard: {name} is not on the GPU, and the other split sizes are: want both there")
+        if sizes.dtype is not torch.int64 or sizes.shape != (n,) or sizes.get_device() != gpu.device:
+            raise errors.InvalidArgument(
+                f"switchyard: {name} is {sizes.dtype} of shape {tuple(sizes.shape)} on {sizes.device}, want torch.int64 of "
+                f"shape ({n},) on cuda:{gpu.device}"
+            )
+    if peer_displs is not None:
+        raise errors.InvalidArgument("switchyard: peer_displs with split sizes on the GPU, which copy engines cannot read")
+    for name, x in (("output", output), ("input", input)):
+        if not x.dim():
+            raise errors.InvalidArgument(f"switchyard: {name} has no dimension to split")
+    out_bytes, in_bytes = output.numel() * output.element_size(), input.numel() * input.element_size()
+    # Sizes and displacements in bytes, of what is sent and of what is received.
+    live = torch.empty(2, 2, n, dtype=torch.int64, device=output.device)
+    torch.mul(input_splits, _row(input), out=live[0, 0])
+    torch.mul(output_splits, _row(output), out=live[1, 0])
+    torch.cumsum(live[:, 0], 1, out=live[:, 1])
+    live[:, 1] -= live[:, 0]
+    shapes = gpu.shapes
+    guess = array("q", [min(out_bytes, in_bytes) // n]) * n  # by which the algorithm is chosen
+    address, numbers = shapes.of_bytes(1, out_bytes, in_bytes, guess, guess, live.data_ptr())
+    return address, (numbers, live)
 
 
 def explain(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any) -> str:
     """How such an exchange would be carried, in words."""
-    text = ctypes.create_string_buffer(4096)
-    shape = _shape(gpu, real(output), real(input), output_splits, input_splits)
-    gpu.lib.check(gpu.lib.gpu_explain(gpu.handle, output.data_ptr(), shape[0], text, len(text)))
-    return text.value.decode(errors="replace")
+    output, input = _plain(output, "output"), _plain(input, "input")
+    return gpu.explain(output.data_ptr(), shape_of(gpu, output, input, output_splits, input_splits, None)[0])
 
 
 # Work
@@ -170,11 +195,15 @@ def _side(gpu: Gpu) -> _Side:
     return side
 
 
-def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any) -> Work:
+def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, peer_displs: Any = None) -> Work:
     """Enqueue an exchange behind what the current stream has, and beside what it gets next."""
     if torch.cuda.current_device() != gpu.device:
         with torch.cuda.device(gpu.device):
-            return start(gpu, output, input, output_splits, input_splits)
+            return start(gpu, output, input, output_splits, input_splits, peer_displs)
+    # Splits on the GPU are read in the order of the current stream.
+    shape = None
+    if _on_gpu(output_splits) or _on_gpu(input_splits):
+        shape = shape_of(gpu, real(output), real(input), output_splits, input_splits, peer_displs)
     side, stream = _side(gpu), torch.cuda.current_stream()
     event = side.event()
     # In a graph, exchanges of one communicator are ordered only by the stream that they are on.
@@ -182,57 +211,29 @@ def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_spl
         event.record(stream)
         stream = side.stream
         event.wait(stream)
-    exchange(gpu, output, input, output_splits, input_splits, stream.cuda_stream)
+    exchange(gpu, output, input, output_splits, input_splits, peer_displs, stream.cuda_stream, shape)
     if stream is side.stream:
         output.record_stream(stream)
         input.record_stream(stream)
+        if shape is not None:
+            shape[1][1].record_stream(stream)
     event.record(stream)
-    return Work(gpu, side, stream, event, [output])
+    return Work(Recorded(gpu, side, stream, event), [output])
 
 
-_base: Any = dist.Work if dist.is_available() else object
+class Recorded:
+    """An exchange of CUDA tensors, complete when an event is."""
 
-
-class Work(_base):
-    """An exchange of CUDA tensors. It is a ``torch.distributed.Work``."""
-
-    def __init__(self, gpu: Gpu, side: _Side, stream: Any, event: Any, outputs: list[Tensor]) -> None:
-        super().__init__()
-        self._gpu, self._side, self._stream, self._event, self._outputs = gpu, side, stream, event, outputs
-        self._future: Any = None
+    def __init__(self, gpu: Gpu, side: _Side, stream: Any, event: Any) -> None:
+        self._gpu, self._side, self._stream, self._event = gpu, side, stream, event
 
     def __del__(self) -> None:
         # What waits for the event has been told which of its records it waits for. One of a graph stays the graph's.
         if self._stream is self._side.stream:
             self._side.events.append(self._event)
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Make the current stream wait for the exchange; the host goes on. It may be called on several streams, any
-        number of times. With a timeout the host waits too, and gets the exchange's error."""
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        if seconds is not None and seconds > 0:
-            deadline = time.monotonic() + seconds
-            while not self._event.query():
-                if time.monotonic() > deadline:
-                    raise errors.TimedOut(f"switchyard: Operation timed out: not complete after {seconds} s; it goes on")
-                time.sleep(1e-4)
-            self._gpu.check()
-        torch.cuda.current_stream(self._gpu.device).wait_event(self._event)
-        return True
-
-    def synchronize(self) -> None:
-        """What ``wait`` does."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether the exchange has run, well or not."""
-        return bool(self._event.query())
-
-    def is_success(self) -> bool:
-        """Whether it has run, and no exchange of the group has failed so far."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
+    @property
+    def error(self) -> BaseException | None:
         """What an exchange of the group has come to so far."""
         try:
             self._gpu.check()
@@ -240,41 +241,45 @@ class Work(_base):
             return err
         return None
 
-    def result(self) -> list[Tensor]:
-        """The outputs."""
-        return self._outputs
+    def poll(self) -> bool:
+        return bool(self._event.query())
 
-    def source_rank(self) -> int:
-        """Collectives have no source."""
-        raise errors.Unsupported("switchyard: sourceRank() may only be called on work objects of a receive from any source")
+    def wait(self, timeout: float | None = None) -> bool:
+        """Make the current stream wait for the exchange; the host goes on. It may be called on several streams. With a timeout
+        the host waits too, and gets the exchange's error."""
+        if timeout is not None:
+            deadline = time.monotonic() + timeout
+            while not self._event.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(1e-4)
+            self._gpu.check()
+        torch.cuda.current_stream(self._gpu.device).wait_event(self._event)
+        return True
 
-    def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of the outputs. Who waits for it has the current stream wait."""
-        with _making:
-            if self._future is None:
-                future: Any = torch.futures.Future(devices=[torch.device("cuda", self._gpu.device)])
-                with torch.cuda.stream(self._stream):
-                    torch.cuda.current_stream().wait_event(self._event)
-                    future.set_result(self._outputs)
-                self._future = future
-        return self._future
+    def future(self, outputs: list[Tensor]) -> Any:
+        future: Any = torch.futures.Future(devices=[torch.device("cuda", self._gpu.device)])
+        with torch.cuda.stream(self._stream):
+            torch.cuda.current_stream().wait_event(self._event)
+            future.set_result(outputs)
+        return future
 
 
-class Enqueued(_base):
+class Enqueued:
     """An exchange on the stream of its caller, who has nothing to wait for."""
 
-    def __init__(self, outputs: list[Tensor]) -> None:
-        super().__init__()
-        self._outputs = outputs
+    error = None
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: float | None = None) -> bool:
         return True
 
-    def is_completed(self) -> bool:
+    def poll(self) -> bool:
         return True
 
-    def result(self) -> list[Tensor]:
-        return self._outputs
+    def future(self, outputs: list[Tensor]) -> Any:
+        future: Any = torch.futures.Future(devices=[x.device for x in outputs[:1]])
+        future.set_result(outputs)
+        return future
 
 
 # Symmetric memory

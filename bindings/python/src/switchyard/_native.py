@@ -12,7 +12,7 @@ from typing import Any
 from . import errors
 
 AGAIN = 1
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 # How long one call into the library may wait, in microseconds. Signals end a wait early when they reach the waiting
 # thread, so this only bounds the delay of one that did not.
@@ -27,23 +27,18 @@ _PROTOTYPES: dict[str, list[Any]] = {
     "open": [c_char_p, _u64p, _u64p],
     "rank": [c_uint64, _i32p, _i32p],
     "wait": [c_uint64, c_uint64, c_int64, _i64p],
-    "all_to_all": [
-        c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64, _u64p,
-    ],
+    "all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p, c_int64, _u64p],
+    "explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
+    "fault": [c_uint64],
     "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
     "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
     "all_gather": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int64, _u64p],
     "barrier": [c_uint64, c_uint64, c_int64, _u64p],
-    "alloc": [c_uint64, c_int64, _u64p],
+    "alloc": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
     "block": [c_uint64, _u64p, _i64p],
     "free": [c_uint64, c_uint64, c_uint64, _u64p],
-    "verify": [c_uint64, _u64p],
+    "verify": [c_uint64, c_uint64, _u64p],
     "gpu_open": [c_uint64, c_char_p, _u64p],
-    "gpu_all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p],
-    "gpu_explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
-    "gpu_fault": [c_uint64],
-    "gpu_alloc": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
-    "gpu_verify": [c_uint64, c_uint64, _u64p],
     "gpu_pool": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
     "split": [c_uint64, c_int64, c_int64, _u64p, _u64p],
     "close": [c_uint64, c_int32, _u64p],
@@ -67,8 +62,8 @@ _PROTOTYPES: dict[str, list[Any]] = {
 
 
 # What only enqueues keeps the interpreter's lock, as torch's operators do: to let it go and wait for another thread to give
-# it back can take milliseconds.
-_QUICK = ("gpu_all_to_all",)
+# it back can take milliseconds. These functions have a second name for that.
+_QUICK = {"enqueue": "all_to_all"}
 
 
 class Library:
@@ -79,7 +74,7 @@ class Library:
     reduce_scatter: Callable[..., int]
     all_gather: Callable[..., int]
     barrier: Callable[..., int]
-    gpu_all_to_all: Callable[..., int]
+    enqueue: Callable[..., int]
     wait: Callable[..., int]
 
     def __init__(self, path: str) -> None:
@@ -103,9 +98,9 @@ class Library:
             lib.switchyard_live,
         )
         quick = ctypes.PyDLL(path)
-        for name, arguments in _PROTOTYPES.items():
-            function = getattr(quick if name in _QUICK else lib, "switchyard_" + name)
-            function.argtypes, function.restype = arguments, c_int32
+        for name, of in [*((name, name) for name in _PROTOTYPES), *_QUICK.items()]:
+            function = getattr(lib if name == of else quick, "switchyard_" + of)
+            function.argtypes, function.restype = _PROTOTYPES[of], c_int32
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -121,7 +116,7 @@ class Library:
 
     def forbid(self) -> None:
         """Make every function raise: in a forked child the library's threads do not exist, and calls would hang."""
-        for name in _PROTOTYPES:
+        for name in (*_PROTOTYPES, *_QUICK):
             setattr(self, name, _after_fork)
 
 

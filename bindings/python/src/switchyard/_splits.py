@@ -1,53 +1,150 @@
-"""How rows are divided among ranks: the checks of torch, with its words."""
+"""How rows are divided among ranks: the checks of torch, with its words, and what the library wants to know of them."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import errors
 
+# How many shapes of calls a place remembers.
+_MOST = 1024
 
-def splits(sizes: Any, rows: int, ranks: int) -> array[int] | None:
-    """The split sizes of a buffer with so many rows, None for equal ones."""
-    if sizes is None or (isinstance(sizes, (list, tuple)) and not sizes):
-        if rows % ranks:
-            raise errors.InvalidArgument(
-                f"Tensor's dim 0 does not divide equally across group size ({rows} rows, {ranks} ranks)"
-            )
-        return None
-    if not isinstance(sizes, (list, tuple)):
-        if hasattr(sizes, "shape") or isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
-            raise errors.InvalidType(f"switchyard: split sizes are a {type(sizes).__name__}, want a list of integers")
-        sizes = list(sizes)
+
+class Shapes:
+    """What exchanges of the same shape have in common, worked out once. It knows nothing of tensors."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._known: dict[Any, tuple[int, array[int]]] = {}
+        self._nowhere = array("q", bytes(8 * ranks))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(
+        self,
+        out_shape: Sequence[int],
+        in_shape: Sequence[int],
+        item: int,
+        output_split_sizes: Any,
+        input_split_sizes: Any,
+    ) -> tuple[int, array[int]]:
+        """The address of a core.Shape, and the array that holds it. Elements have item bytes. The shapes can
+        be hashed."""
+        # Splits are compared as 64-bit integers: 2.0 is equal to 2, and yet refused.
+        try:
+            if output_split_sizes is None and input_split_sizes is None:
+                counts, key = None, (out_shape, in_shape, item)
+            else:
+                counts = array("q", input_split_sizes)
+                sent = len(counts)
+                counts.extend(output_split_sizes)
+                key = (out_shape, in_shape, item, sent, counts.tobytes())  # type: ignore[assignment]
+            known = self._known.get(key)
+        except (TypeError, OverflowError):  # one of them is None, or wrong, or unusual; told apart below
+            return self._make(out_shape, in_shape, item, output_split_sizes, input_split_sizes)
+        if known is None:
+            known = self._of_rows(out_shape, in_shape, item, counts, sent) if counts else None
+            if known is None:
+                known = self._make(out_shape, in_shape, item, output_split_sizes, input_split_sizes)
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[key] = known
+        return known
+
+    def _of_rows(
+        self, out_shape: Sequence[int], in_shape: Sequence[int], item: int, counts: array[int], sent: int
+    ) -> tuple[int, array[int]] | None:
+        """The shape of an exchange of rows of equal size, where nothing is wrong with it: the usual case, made soon, because
+        tokens go elsewhere in every call. counts are the rows to send and then those to receive."""
+        ranks = self.ranks
+        if sent != ranks or len(counts) != 2 * ranks or not out_shape or out_shape[1:] != in_shape[1:] or min(counts) < 0:
+            return None
+        rows, got = in_shape[0], out_shape[0]
+        row = item
+        for n in in_shape[1:]:
+            row *= n
+        if row == 0 or sum(counts) != rows + got or sum(counts[:ranks]) != rows:
+            return None
+        numbers = array("q", (row, got * row, rows * row, 0, 0))
+        numbers += counts
+        numbers += self._nowhere
+        return numbers.buffer_info()[0], numbers
+
+    def _make(
+        self, out_shape: Sequence[int], in_shape: Sequence[int], item: int, output_splits: Any, input_splits: Any
+    ) -> tuple[int, array[int]]:
+        for name, shape in (("output", out_shape), ("input", in_shape)):
+            if not shape:
+                raise errors.InvalidArgument(f"switchyard: {name} has no dimension to split")
+        out_bytes, in_bytes = _product(out_shape) * item, _product(in_shape) * item
+        send = splits(input_splits, in_shape[0], self.ranks, "input")
+        recv = splits(output_splits, out_shape[0], self.ranks, "output")
+        send_row, recv_row = in_bytes // in_shape[0] if in_bytes else 0, out_bytes // out_shape[0] if out_bytes else 0
+        send, recv, row = common(send, send_row, recv, recv_row)
+        return self.of_bytes(row, out_bytes, in_bytes, send, recv)
+
+    def of_bytes(
+        self, row: int, out_bytes: int, in_bytes: int, send: array[int], recv: array[int], live: int = 0, displs: Any = None
+    ) -> tuple[int, array[int]]:
+        """A shape that is not remembered: splits in rows, the address of splits in memory of a GPU, and where this rank's
+        rows begin at the peers, in rows too."""
+        numbers = array("q", (row, out_bytes, in_bytes, live, displs is not None)) + send + recv
+        numbers += self._nowhere if displs is None else displs
+        return numbers.buffer_info()[0], numbers
+
+
+def _product(shape: Iterable[int]) -> int:
+    n = 1
+    for d in shape:
+        n *= d
+    return n
+
+
+def integers(sizes: Any, name: str, ranks: int) -> array[int]:
+    """A list of integers, one a rank, in whatever guise."""
+    if isinstance(sizes, (str, bytes)) or not (hasattr(sizes, "tolist") or isinstance(sizes, Iterable)):
+        raise errors.InvalidType(f"switchyard: {name} is a {type(sizes).__name__}, want a list of integers")
+    if hasattr(sizes, "ndim") and sizes.ndim != 1:
+        raise errors.InvalidArgument(f"switchyard: {name} has {sizes.ndim} dimensions, want one")
     try:
-        counts = array("q", sizes)
+        counts = array("q", sizes.tolist() if hasattr(sizes, "tolist") else list(sizes))
     except (TypeError, OverflowError) as err:
-        raise errors.InvalidType(f"switchyard: split sizes {sizes!r}, want a list of integers") from err
+        kind = f"{sizes.dtype} values" if hasattr(sizes, "dtype") else repr(sizes)
+        raise errors.InvalidType(f"switchyard: {name} is {kind}, want a list of integers") from err
     if len(counts) != ranks:
-        raise errors.InvalidArgument(f"Number of tensor splits not equal to group size ({len(counts)} splits, {ranks} ranks)")
-    if sum(counts) != rows:
         raise errors.InvalidArgument(
-            f"Split sizes doesn't match total dim 0 size ({list(counts)} are {sum(counts)} rows, the tensor has {rows})"
+            f"switchyard: {name} has {len(counts)} entries, the group {ranks} ranks: Number of tensor splits not equal to "
+            "group size"
         )
-    if min(counts) < 0:
-        raise errors.InvalidArgument(f"switchyard: split sizes {list(counts)}: one is negative")
     return counts
 
 
-def common(
-    send: array[int] | None, send_row: int, recv: array[int] | None, recv_row: int
-) -> tuple[array[int] | None, array[int] | None, int]:
+def splits(sizes: Any, rows: int, ranks: int, side: str) -> array[int]:
+    """The split sizes of a buffer with so many rows, which is the output or the input."""
+    if sizes is None or (isinstance(sizes, (list, tuple)) and not sizes):
+        if rows % ranks:
+            raise errors.InvalidArgument(
+                f"switchyard: {side} has {rows} rows for {ranks} ranks: Tensor's dim 0 does not divide equally across group "
+                "size"
+            )
+        return array("q", [rows // ranks]) * ranks
+    name = f"{side}_split_sizes"
+    counts = integers(sizes, name, ranks)
+    if min(counts) < 0:
+        raise errors.InvalidArgument(f"switchyard: {name} is {list(counts)}: one is negative")
+    if sum(counts) != rows:
+        raise errors.InvalidArgument(
+            f"switchyard: {name} sums to {sum(counts)} rows, {side} has {rows}: Split sizes doesn't match total dim 0 size"
+        )
+    return counts
+
+
+def common(send: array[int], send_row: int, recv: array[int], recv_row: int) -> tuple[array[int], array[int], int]:
     """Both splits in one unit of bytes. A row of 0 bytes stands for a buffer without any."""
-    if send_row == 0:
-        send = None
-    if recv_row == 0:
-        recv = None
+    nothing = array("q", bytes(8 * len(send)))
     if send_row == recv_row or send_row == 0 or recv_row == 0:
-        return send, recv, max(send_row, recv_row, 1)
-    if send is not None:
-        send = array("q", [n * send_row for n in send])
-    if recv is not None:
-        recv = array("q", [n * recv_row for n in recv])
-    return send, recv, 1
+        return send if send_row else nothing, recv if recv_row else nothing, max(send_row, recv_row, 1)
+    return array("q", [n * send_row for n in send]), array("q", [n * recv_row for n in recv]), 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,22 +22,72 @@ def is_tensor(x: Any, name: str) -> None:
         )
 
 
-def contiguous(x: Tensor, name: str) -> None:
-    if not x.is_contiguous():
-        raise errors.InvalidArgument(f"Tensors must be contiguous ({name} of {tuple(x.shape)} has strides {x.stride()})")
-
-
 def same_dtype(output: Tensor, input: Tensor) -> None:
     if output.dtype is not input.dtype:
-        raise errors.InvalidArgument(f"Invalid usage of tensors with different dtypes: found {output.dtype} and {input.dtype}")
+        raise errors.InvalidArgument(
+            f"switchyard: output is {output.dtype}, input {input.dtype}: Invalid usage of tensors with different dtypes"
+        )
+
+
+def contiguous(x: Tensor, name: str) -> None:
+    if not x.is_contiguous():
+        raise errors.InvalidArgument(
+            f"switchyard: {name} of shape {tuple(x.shape)} has strides {x.stride()}: Tensors must be contiguous"
+        )
 
 
 def real(x: Tensor) -> Tensor:
-    """The numbers as they lie in memory."""
-    if x.is_complex():
-        return torch.view_as_real(x)
-    if x.is_neg():
+    """The numbers of which a tensor consists: two for each complex one."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def readable(x: Tensor) -> Tensor:
+    """A tensor with the numbers of x one after the other in memory: x where it is so, else a copy."""
+    x = real(x)
+    return x.resolve_neg().contiguous() if x.is_neg() or not x.is_contiguous() else x
+
+
+def writable(x: Tensor, name: str) -> tuple[Tensor, Callable[[], None] | None]:
+    """A tensor to write what x is to hold, and what brings it into x where they are not the same."""
+    x = real(x)
+    if x.is_contiguous() and not x.is_neg():
+        return x, None
+    fresh = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return fresh, into(x, fresh, name)
+
+
+def into(x: Tensor, fresh: Tensor, name: str) -> Callable[[], None]:
+    """What copies fresh into x. It refuses an x whose elements share memory."""
+    if torch._debug_has_internal_overlap(x) == 1:
         raise errors.InvalidArgument(
-            "switchyard: a tensor with a pending negation has other numbers in memory: resolve_neg() it"
+            f"switchyard: {name} of shape {tuple(x.shape)} has strides {x.stride()}: elements share memory, so it cannot be "
+            "written"
         )
-    return x
+
+    def back() -> None:
+        x.detach().copy_(fresh)
+
+    return back
+
+
+def dense(x: Tensor) -> bool:
+    """Whether the tensor's elements fill one stretch of memory, in whatever order."""
+    if x.is_contiguous() or x.numel() == 0:
+        return True
+    step = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape) if n != 1):
+        if stride != step:
+            return False
+        step *= n
+    return True
+
+
+#: What peers take apart by dimensions of images, and yet is without gaps.
+_IMAGES = (torch.channels_last, torch.channels_last_3d)
+
+
+def splittable(x: Tensor, name: str) -> Tensor:
+    """``readable`` for tensors that are split by rows, of which torch wants that they are contiguous in some format."""
+    if not x.is_contiguous() and not any(x.dim() == 4 + i and x.is_contiguous(memory_format=f) for i, f in enumerate(_IMAGES)):
+        contiguous(x, name)
+    return readable(x)

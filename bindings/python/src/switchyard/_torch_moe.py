@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import errors
 from ._torch import tensor_at
-from .moe import Dispatched, Dispatcher, check_choices, check_rows
+
+if TYPE_CHECKING:
+    from .moe import Dispatched, Dispatcher
 
 
 def _tensor(d: Dispatcher, name: str, x: Any) -> Tensor:
@@ -18,7 +20,7 @@ def _tensor(d: Dispatcher, name: str, x: Any) -> Tensor:
     _on_host(name, x)
     if x.dtype is not getattr(torch, d.dtype):
         raise errors.InvalidArgument(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {d.dtype}")
-    check_rows(d, name, x.shape)
+    d._check_rows(name, x.shape)
     return x.contiguous()
 
 
@@ -36,7 +38,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, idx: Tensor, weights: Tensor, d: Dispatcher, out: list[Dispatched]) -> Tensor:
         output = d._dispatch(x.data_ptr(), _nbytes(x), idx.data_ptr(), weights.data_ptr(), idx.numel(), (x, idx, weights))
         ctx.dispatcher, ctx.output, ctx.shape = d, output, x.shape
-        out.append(Dispatched(d, output, x.shape[0], weights))
+        out.append(d._dispatched(output, x.shape[0], weights))
         if output.nbytes == 0:
             return x.new_empty((0, d.hidden))
         return tensor_at(output.memory(), (-1, d.hidden), x.dtype)
@@ -88,7 +90,7 @@ def dispatch(d: Dispatcher, x: Tensor, idx: Any, weights: Any) -> Dispatched:
     weights = torch.as_tensor(weights)
     _on_host("idx", idx)
     _on_host("weights", weights)
-    check_choices(d, x.shape[0], idx.shape, weights.shape)
+    d._check_choices(x.shape[0], idx.shape, weights.shape)
     out: list[Dispatched] = []
     plain = weights.detach().to(torch.float32).contiguous()
     rows = _Dispatch.apply(x, idx, plain, d, out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "Aborted",
     "BuildError",
@@ -103,8 +105,41 @@ _OF_CODE: dict[int, type[Error]] = {
 }
 
 
+# The library says where an error comes from, and names its options and arguments, in the words of its own language.
+_FLOORS = re.compile(r"\b(?:agree|alltoallv|allreduce|comm|core|dispatch|kernels|memory|shm|switchyard): ")
+_NAMES = {
+    "Options.NoSMs": "no_sms",
+    "Options.MaxSMs": "max_sms",
+    "Options.Validate": "validate",
+    "Options.Timeout": "timeout",
+    "Splits.PeerDispls": "peer_displs",
+    "Options.Experts": "experts",
+    "Options.TopK": "top_k",
+    "Options.Hidden": "hidden",
+    "Options.MaxTokens": "max_tokens",
+    "Options.MaxRows": "max_rows",
+    "Options.DType": "dtype",
+    "Options.Capacity": "capacity",
+    "Options.Align": "align",
+    "Options.Layout": "layout",
+    "Options.Handles": "handles",
+    "Options.Placement": "placement",
+    "Release one": "let go of one",
+    "MaxRows": "max_rows",
+    "MaxSMs": "max_sms",
+    "Align": "align",
+    "Timeout": "timeout",
+}
+_NAME = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in sorted(_NAMES, key=len, reverse=True)))
+_TORCHS_TIMEOUTS = re.compile("Timed out|closed|timeout")
+
+
 def of(code: int, text: str, rank: int = -1) -> Error:
     """The exception for an error code of the shared library."""
-    error = _OF_CODE.get(code, Error)(text)
+    text = _NAME.sub(lambda found: _NAMES[found[0]], _FLOORS.sub("", text))
+    kind = _OF_CODE.get(code, Error)
+    if kind is TimedOut and not _TORCHS_TIMEOUTS.search(text):  # which is what those look for who know torch's errors
+        text = f"Timed out: {text}"
+    error = kind(f"switchyard: {text}")
     error.rank = rank if rank >= 0 else None
     return error

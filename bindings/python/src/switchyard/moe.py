@@ -162,6 +162,21 @@ class Dispatcher:
     def _combine(self, y: int, y_bytes: int, rows: int, rows_bytes: int, output: _Output, backward: bool, keep: object) -> None:
         self._call(self.comm._lib.combine, keep, y, y_bytes, rows, rows_bytes, output.handle, int(backward))
 
+    def _check_rows(self, name: str, shape: Sequence[int]) -> None:
+        """Refuse what is not rows of the dispatcher's."""
+        if len(shape) != 2 or shape[1] != self.hidden:
+            raise errors.InvalidArgument(f"switchyard: {name} has shape {tuple(shape)}, want rows of {self.hidden}")
+
+    def _check_choices(self, tokens: int, idx: Sequence[int], weights: Sequence[int]) -> None:
+        want = (tokens, self.top_k)
+        if tuple(idx) != want or tuple(weights) != want:
+            raise errors.InvalidArgument(
+                f"switchyard: idx is {tuple(idx)} and weights {tuple(weights)}, want {want} for both"
+            )
+
+    def _dispatched(self, output: _Output, tokens: int, weights: Any) -> Dispatched:
+        return Dispatched(self, output, tokens, weights)
+
     # The calls
 
     def dispatch(self, x: Any, idx: Any, weights: Any) -> Dispatched:
@@ -180,9 +195,9 @@ class Dispatcher:
 
         x = _rows(self, "x", x)
         idx, weights = np.ascontiguousarray(idx, np.int32), np.ascontiguousarray(weights, np.float32)
-        _same_shape(self, x.shape[0], idx.shape, weights.shape)
+        self._check_choices(x.shape[0], idx.shape, weights.shape)
         output = self._dispatch(x.ctypes.data, x.nbytes, idx.ctypes.data, weights.ctypes.data, idx.size, (x, idx, weights))
-        d = Dispatched(self, output, x.shape[0], weights)
+        d = self._dispatched(output, x.shape[0], weights)
         empty = np.empty((0, self.hidden), x.dtype)
         d.rows = np.frombuffer(output.memory(), x.dtype).reshape(-1, self.hidden) if output.nbytes else empty
         return d
@@ -241,20 +256,5 @@ def _rows(d: Dispatcher, name: str, x: Any) -> Any:
     x = np.ascontiguousarray(x)
     if str(x.dtype) != d.dtype:
         raise errors.InvalidArgument(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {d.dtype}")
-    check_rows(d, name, x.shape)
+    d._check_rows(name, x.shape)
     return x
-
-
-def check_rows(d: Dispatcher, name: str, shape: Sequence[int]) -> None:
-    """Refuse what is not rows of the dispatcher's."""
-    if len(shape) != 2 or shape[1] != d.hidden:
-        raise errors.InvalidArgument(f"switchyard: {name} has shape {tuple(shape)}, want rows of {d.hidden}")
-
-
-def _same_shape(d: Dispatcher, tokens: int, idx: Sequence[int], weights: Sequence[int]) -> None:
-    want = (tokens, d.top_k)
-    if tuple(idx) != want or tuple(weights) != want:
-        raise errors.InvalidArgument(f"switchyard: idx is {tuple(idx)} and weights {tuple(weights)}, want {want} for both")
-
-
-check_choices = _same_shape

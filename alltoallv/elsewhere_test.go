@@ -1,0 +1,76 @@
+package alltoallv_test
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/worldtest"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Ranks that call two Exchangers in different orders wait for each other. Both learn it long before their timeout.
+func TestF3_CallsInDifferentOrdersAreNamed(t *testing.T) {
+	worldtest.Local(t, 2, 32<<20, func(r *worldtest.Rank) {
+		var xs [2]*alltoallv.Exchanger
+		for i := range xs {
+			var err error
+			xs[i], err = alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
+			r.Must(err)
+		}
+		src, dst := memory.Host(make([]byte, 2<<20)), memory.Host(make([]byte, 2<<20))
+		sp := &alltoallv.Splits{Send: []int64{1 << 20, 1 << 20}, Recv: []int64{1 << 20, 1 << 20}}
+		r.Must(xs[0].Exchange(nil, dst, src, sp))
+		start := time.Now()
+		err := xs[r.Rank()].Exchange(nil, dst, src, sp)
+		require.Less(r.T, time.Since(start), 20*time.Second)
+		var pe *comm.PeerError
+		if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &pe) || pe.Rank != 1-r.Rank() {
+			r.Must(fmt.Errorf("got %v", err))
+		}
+		require.ErrorContains(r.T, err, "which this rank has not made")
+		for _, x := range xs {
+			r.Must(x.Close(r.Ctx))
+		}
+	})
+}
+
+// Two threads of each rank may call two Exchangers side by side, in whatever order they get to it.
+func TestCallsSideBySideAreNoMistake(t *testing.T) {
+	worldtest.Local(t, 2, 32<<20, func(r *worldtest.Rank) {
+		errs := make(chan error, 2)
+		var xs [2]*alltoallv.Exchanger
+		for i := range xs {
+			var err error
+			xs[i], err = alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 10 * time.Second})
+			r.Must(err)
+		}
+		for i, x := range xs {
+			go func() {
+				src, dst := memory.Host(make([]byte, 2<<10)), memory.Host(make([]byte, 2<<10))
+				sp := &alltoallv.Splits{Send: []int64{1 << 10, 1 << 10}, Recv: []int64{1 << 10, 1 << 10}}
+				for call := range 3 {
+					if i == r.Rank() && call == 1 {
+						time.Sleep(700 * time.Millisecond)
+					}
+					if err := x.Exchange(nil, dst, src, sp); err != nil {
+						errs <- err
+						return
+					}
+				}
+				errs <- nil
+			}()
+		}
+		for range xs {
+			r.Must(<-errs)
+		}
+		for _, x := range xs {
+			r.Must(x.Close(r.Ctx))
+		}
+	})
+}

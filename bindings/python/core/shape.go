@@ -1,0 +1,54 @@
+package core
+
+import (
+	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Place is where operations of a Comm work: on the host, which is the Comm itself, or on one of its GPUs.
+type Place interface {
+	// Size is the number of ranks.
+	Size() int
+	// AllToAll submits an exchange. On the host the stream is 0 and the ticket says when it is complete; on a GPU it is enqueued
+	// on the stream and the ticket is 0.
+	AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error)
+	// Explain says how an exchange into dst would be carried.
+	Explain(dst uintptr, shape Shape) (string, error)
+	// Fault is the error that exchanges which have run by now have come to and that no ticket tells.
+	Fault() error
+	// Alloc submits an allocation of symmetric memory for work on a stream. Every rank submits the same ones. The heap grows
+	// where it has to. put names the block; the name is the ticket's value.
+	Alloc(stream uintptr, n int64, put func(*Block) uint64) (Ticket, error)
+	// Verify submits a comparison of what the ranks have allocated and freed.
+	Verify() (Ticket, error)
+}
+
+var _, _ Place = (*Comm)(nil), (*GPU)(nil)
+
+// Shape is everything about an exchange that calls have in common, in an array that C callers keep: the bytes of a row, of
+// the destination and of the source; the address of splits in memory of the GPU (alltoallv.Splits.Live), or 0; 1 where
+// displacements at the peers are given (alltoallv.Splits.PeerDispls), or 0; and then for each rank the rows to send, for
+// each the rows to receive, and for each the displacement there.
+type Shape []int64
+
+const shapeHead = 5
+
+// ShapeLen is the length of a Shape for so many ranks.
+func ShapeLen(ranks int) int { return shapeHead + 3*ranks }
+
+func (s Shape) dstBytes() int64 { return s[1] }
+func (s Shape) srcBytes() int64 { return s[2] }
+
+func (s Shape) send(ranks int) []int64 { return s[shapeHead : shapeHead+ranks] }
+func (s Shape) recv(ranks int) []int64 { return s[shapeHead+ranks : shapeHead+2*ranks] }
+
+// assign makes splits of the shape, whose memory they refer to.
+func (s Shape) assign(ranks int, sp *alltoallv.Splits) {
+	*sp = alltoallv.Splits{ElemSize: s[0], Send: s.send(ranks), Recv: s.recv(ranks)}
+	if live := s[3]; live != 0 {
+		sp.Live = memory.Device(uintptr(live), alltoallv.LiveBytes(ranks))
+	}
+	if s[4] != 0 {
+		sp.PeerDispls = s[shapeHead+2*ranks : ShapeLen(ranks)]
+	}
+}

@@ -1,0 +1,248 @@
+"""Switchyard as a backend of torch.distributed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from . import _cuda, _groups, _torch, errors
+from ._groups import Submission
+from ._tensors import dense
+from ._torch_work import Work
+from ._work import Several
+
+
+class SwitchyardProcessGroup(dist.ProcessGroup):
+    """A process group whose collectives are Switchyard's where it has them: all_to_all_single, and on host tensors more.
+
+    Everything else goes to the groups it wraps: gloo for host tensors and, where torch can use GPUs, NCCL for CUDA
+    tensors. The ranks of Switchyard meet at the first collective that needs it.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Any = None) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._wrapped = dist.ProcessGroup(store, rank, size)
+        self._group = _groups.remember(self, _groups.Group(self, store, rank, size, timeout, ""))
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        _number(gloo)
+        self._backends: list[Any] = [gloo]
+        for pg in (self, self._wrapped):
+            pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            pg._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            settings = options if isinstance(options, dist.ProcessGroupNCCL.Options) else dist.ProcessGroupNCCL.Options()
+            settings._timeout = timeout
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, settings)
+            _number(nccl)
+            self._backends.append(nccl)
+            for pg in (self, self._wrapped):
+                pg._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+
+    def getBackendName(self) -> str:
+        return "switchyard"
+
+    def _submit(self, prepare: Callable[[], Submission], torchs: Callable[[Any], Any], outputs: list[Tensor]) -> Any:
+        """Submit an operation on tensors that are ours. Nobody waits for the ranks to meet."""
+        return self._group.submit(prepare(), torchs, outputs)
+
+    def alltoall_base(  # type: ignore[no-untyped-def]
+        self, output, input, output_split_sizes, input_split_sizes, opts=None
+    ):
+        opts = opts or dist.AllToAllOptions()
+        if _cuda.ours(output, input):
+            return self._alltoall_cuda(output, input, output_split_sizes or None, input_split_sizes or None, opts)
+        if output.dtype is not input.dtype or not _ours(output, input):
+            return self._wrapped.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
+        return self._submit(
+            lambda: _torch.exchange(self._group.shapes, output, input, output_split_sizes or None, input_split_sizes or None),
+            lambda pg: pg.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
+            [output],
+        )
+
+    def _alltoall_cuda(self, output, input, output_splits, input_splits, opts):  # type: ignore[no-untyped-def]
+        comm = self._group.wait()
+        gpu = None if comm is None else _cuda.gpu_of(comm, self._wrapped, input.get_device())
+        if gpu is None:
+            return self._wrapped.alltoall_base(output, input, output_splits or [], input_splits or [], opts)
+        if getattr(opts, "asyncOp", True):
+            return _cuda.start(gpu, output, input, output_splits, input_splits)
+        _cuda.exchange(gpu, output, input, output_splits, input_splits)
+        return Work(_cuda.Enqueued(), [output])
+
+    def alltoall(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
+        """all_to_all of lists, which gloo does not have: through two tensors."""
+        opts = opts or dist.AllToAllOptions()
+        if not _ours(*outputs, *inputs) or not all(x.is_contiguous() for x in (*outputs, *inputs)):
+            return self._wrapped.alltoall(outputs, inputs, opts)
+        size = self._group.size
+        if len(outputs) != size or len(inputs) != size:
+            raise errors.InvalidArgument(f"switchyard: {len(outputs)} and {len(inputs)} tensors for {size} ranks")
+        source = torch.cat([_bytes(x) for x in inputs])
+        target = source.new_empty(sum(map(_nbytes, outputs)))
+
+        def back() -> None:
+            at = 0
+            for x in outputs:
+                _bytes(x).copy_(target[at : at + _nbytes(x)])
+                at += _nbytes(x)
+
+        out_sizes, in_sizes = [*map(_nbytes, outputs)], [*map(_nbytes, inputs)]
+
+        def prepare() -> Submission:
+            function, arguments, _ = _torch.exchange(self._group.shapes, target, source, out_sizes, in_sizes)
+            return function, arguments, back
+
+        return self._submit(prepare, lambda pg: pg.alltoall_base(target, source, out_sizes, in_sizes), outputs)
+
+    def allreduce(self, tensors, opts=None):  # type: ignore[no-untyped-def]
+        opts = opts or dist.AllreduceOptions()
+        if len(tensors) != 1 or not _reducible(tensors[0], opts):
+            return self._wrapped.allreduce(tensors, opts)
+        return self._reduce(tensors, opts)
+
+    def allreduce_coalesced(self, tensors, opts=None):  # type: ignore[no-untyped-def]
+        opts = opts or dist.AllreduceCoalescedOptions()
+        if all(_reducible(t, opts) for t in tensors):
+            return _all([self._reduce([t], opts) for t in tensors], tensors)
+        return self._wrapped.allreduce_coalesced(tensors, opts)
+
+    def _reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        (x,) = tensors
+        kind = _torch._KINDS[x.dtype, _torch.op_name(opts.reduceOp)]
+        assert kind is not None
+
+        def torchs(pg: Any) -> Any:
+            options = dist.AllreduceOptions()
+            options.reduceOp = opts.reduceOp
+            return pg.allreduce(tensors, options)
+
+        return self._submit(lambda: _torch.reduce(x, kind), torchs, tensors)
+
+    def _allgather_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
+        opts = opts or c10d.AllgatherOptions()
+        if not _ours(output, input):
+            return self._wrapped._allgather_base(output, input, opts)
+        return self._submit(
+            lambda: _torch.gather(self._group.size, output, input), lambda pg: pg._allgather_base(output, input, opts), [output]
+        )
+
+    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
+        if not _ours(*outputs, *inputs):
+            return self._wrapped.allgather_into_tensor_coalesced(outputs, inputs, opts or c10d.AllgatherOptions())
+        return _all([self._allgather_base(o, i) for o, i in zip(outputs, inputs)], outputs)
+
+    def _reduce_scatter_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
+        opts = opts or dist.ReduceScatterOptions()
+        kind = _torch.kind_of(input, _torch.op_name(opts.reduceOp))
+        if kind is None or not _ours(output, input):
+            return self._wrapped._reduce_scatter_base(output, input, opts)
+        return self._submit(
+            lambda: _torch.scatter(self._group.size, output, input, kind),
+            lambda pg: pg._reduce_scatter_base(output, input, opts),
+            [output],
+        )
+
+    def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
+        opts = opts or dist.ReduceScatterOptions()
+        known = all(_torch.kind_of(x, _torch.op_name(opts.reduceOp)) is not None for x in inputs)
+        if not known or not _ours(*outputs, *inputs):
+            return self._wrapped.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return _all([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs)], outputs)
+
+    # What torch calls them from 2.15 on.
+    all_to_all_single = alltoall_base
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def barrier(self, opts=None):  # type: ignore[no-untyped-def]
+        opts = opts or dist.BarrierOptions()
+        if opts.device_ids:
+            return self._wrapped.barrier(opts)
+        _torch.settle()
+        return self._submit(lambda: _torch.BARRIER, lambda pg: pg.barrier(opts), [])
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        _groups.forget(self)
+        for backend in self._backends:
+            backend.shutdown()
+
+    def abort(self) -> None:
+        """Fail the group on all ranks."""
+        if self._group.comm is not None:
+            self._group.comm.abort("the process group was aborted")
+        for backend in self._backends:
+            backend.abort()
+
+    # What Switchyard does not have. torch calls these from C++ too, where a group of Python's has to name them.
+
+    def broadcast(self, tensors, opts=None):  # type: ignore[no-untyped-def]
+        return self._wrapped.broadcast(tensors, opts or dist.BroadcastOptions())
+
+    def allgather(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
+        return self._wrapped.allgather(outputs, inputs, opts or c10d.AllgatherOptions())
+
+    def reduce_scatter(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
+        return self._wrapped.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
+
+    def send(self, tensors, dst, tag=0):  # type: ignore[no-untyped-def]
+        return self._wrapped.send(tensors, dst, tag)
+
+    def recv(self, tensors, src, tag=0):  # type: ignore[no-untyped-def]
+        return self._wrapped.recv(tensors, src, tag)
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.detach().reshape(-1).view(torch.uint8)
+
+
+def _number(backend: Any) -> None:
+    """Have a backend number its calls, which those of torch 2.15 do unasked."""
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 15):
+        backend._set_sequence_number_for_group()
+
+
+def _ours(*tensors: Tensor) -> bool:
+    return all(map(_torch._ours, tensors))
+
+
+def _reducible(x: Tensor, opts: Any) -> bool:
+    if not _ours(x) or x.is_complex() or x.is_neg() or not dense(x):
+        return False
+    return _torch.kind_of(x, _torch.op_name(opts.reduceOp)) is not None
+
+
+def _all(parts: list[Any], outputs: list[Tensor]) -> Any:
+    """Several pieces of work as one."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def back() -> None:
+        for part in parts:
+            part.wait()
+
+    return Work(Several([part._done for part in parts]), outputs, back)
+
+
+def process_group(options: Any, backend_options: Any = None) -> SwitchyardProcessGroup:
+    """What torch calls to make a process group of the backend "switchyard"."""
+    pg = SwitchyardProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, backend_options)
+    pg._set_group_name(options.group_id)
+    return pg
+
+

@@ -1,0 +1,240 @@
+package comm
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// The rank that does not come is named, whoever gives up first and in whatever order the others start.
+func TestF2_JoinNamesTheAbsentNotTheMessenger(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		order  []int
+		absent int
+	}{{"rank 0 last", []int{2, 3, 0}, 1}, {"rank 0 first", []int{0, 3, 2}, 1}, {"without rank 0", []int{3, 1, 2}, 0}} {
+		t.Run(c.name, func(t *testing.T) {
+			addr := freeAddr(t)
+			ctx, cancel := context.WithCancel(testContext(t))
+			defer cancel()
+			errs := make([]error, 4)
+			var wg sync.WaitGroup
+			for _, r := range c.order {
+				wg.Go(func() {
+					_, errs[r] = Join(ctx, Config{Rank: r, Size: 4, Addr: addr, JoinTimeout: 600 * time.Millisecond})
+				})
+				time.Sleep(100 * time.Millisecond)
+			}
+			wg.Wait()
+			for _, r := range c.order {
+				requirePeer(t, errs[r], c.absent, ErrTimeout)
+				require.NotContains(t, errs[r].Error(), "aborted")
+			}
+		})
+	}
+}
+
+// A store that was reached by all ranks, of which one then does not join.
+func TestF2_MeshNamesTheAbsentNotTheMessenger(t *testing.T) {
+	const n = 4
+	var ls []*Listener
+	var addrs []string
+	for r := range n {
+		l, err := Listen(Config{Rank: r, Size: n, JoinTimeout: 500 * time.Millisecond})
+		require.NoError(t, err)
+		defer l.Close()
+		ls, addrs = append(ls, l), append(addrs, l.Addr())
+	}
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	for _, r := range []int{3, 0, 2} {
+		wg.Go(func() { _, errs[r] = ls[r].Join(context.Background(), addrs) })
+		time.Sleep(50 * time.Millisecond)
+	}
+	wg.Wait()
+	for _, r := range []int{3, 0, 2} {
+		requirePeer(t, errs[r], 1, ErrTimeout)
+	}
+}
+
+// A rank that starts when the join has failed already learns it at once, and may then join again with the others.
+func TestF2_LateRanksLearnThatAJoinFailed(t *testing.T) {
+	addr := freeAddr(t)
+	ctx, cancel := context.WithCancel(testContext(t))
+	_, err := Join(ctx, Config{Size: 3, Addr: addr, JoinTimeout: 100 * time.Millisecond})
+	require.ErrorIs(t, err, ErrTimeout)
+	time.Sleep(50 * time.Millisecond)
+	start := time.Now()
+	_, err = Join(ctx, Config{Rank: 2, Size: 3, Addr: addr, JoinTimeout: 10 * time.Second})
+	require.ErrorContains(t, err, "ranks [1 2] have not come")
+	require.Less(t, time.Since(start), 5*time.Second)
+
+	// The next time all come, rank 2 first: it waits for rank 0's next join instead of hearing of the last one again.
+	var wg sync.WaitGroup
+	gs := make([]*Group, 3)
+	for _, r := range []int{2, 0, 1} {
+		wg.Go(func() {
+			var err error
+			gs[r], err = Join(ctx, Config{Rank: r, Size: 3, Addr: addr})
+			require.NoError(t, err)
+		})
+		time.Sleep(100 * time.Millisecond)
+	}
+	wg.Wait()
+	requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+	for _, g := range gs {
+		g.Close()
+	}
+	cancel()
+	requireNoGoroutines(t)
+}
+
+// Who has proven nothing can pin no more than 4 KiB, whatever it announces.
+func TestF4_MemoryBeforeTrust(t *testing.T) {
+	secret := []byte("what only ranks know")
+	h := (&hello{version: protocolVersion, secret: true, body: (&card{purpose: toRendezvous, rank: 1, size: 2}).encode()}).encode()
+	proof := append([]byte{byte(noteProof)}, 0, 0, 0x10, 0) // of 1 MiB
+	const conns = 200
+	before, after := new(runtime.MemStats), new(runtime.MemStats)
+	addr := freeAddr(t)
+	ctx, cancel := context.WithCancel(testContext(t))
+	done := make(chan error)
+	go func() {
+		_, err := Join(ctx, Config{Size: 2, Addr: addr, Secret: secret})
+		done <- err
+	}()
+	dial := func() net.Conn {
+		for {
+			if c, err := net.Dial("tcp", addr); err == nil {
+				return c
+			}
+			time.Sleep(time.Millisecond)
+		}
+	}
+	dial().Close()
+	runtime.GC()
+	runtime.ReadMemStats(before)
+	for range conns {
+		c := dial()
+		defer c.Close()
+		c.Write(append(append([]byte(nil), h...), proof...))
+		// It is answered with a hello, and let go: no proof is that long.
+		c.SetReadDeadline(time.Now().Add(10 * time.Second))
+		_, err := io.Copy(io.Discard, c)
+		require.NoError(t, err)
+	}
+	runtime.ReadMemStats(after)
+	require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(conns*32<<10), "bytes allocated for %d connections", conns)
+	cancel()
+	require.ErrorIs(t, <-done, context.Canceled)
+}
+
+const floodEnv = "COMM_TEST_FLOOD"
+
+// playFlood opens silent connections until it is killed.
+func playFlood(network, addr string, n int) int {
+	var conns []net.Conn
+	for len(conns) < n {
+		c, err := net.Dial(network, addr)
+		if err != nil {
+			time.Sleep(time.Millisecond)
+			continue
+		}
+		conns = append(conns, c)
+	}
+	fmt.Println("flooded", len(conns))
+	io.Copy(io.Discard, os.Stdin)
+	return 0
+}
+
+// 5,000 silent connections do not keep a group from forming in processes with 1,024 descriptors.
+func TestF4_SilentConnectionsLeaveRoomForRanks(t *testing.T) {
+	const silent = 5000
+	var old syscall.Rlimit
+	require.NoError(t, syscall.Getrlimit(syscall.RLIMIT_NOFILE, &old))
+	if old.Max < silent+500 {
+		t.Skipf("a process may have %d descriptors, the flood needs more", old.Max)
+	}
+	flood := func(t *testing.T, network, addr string) {
+		cmd := exec.Command(os.Args[0])
+		cmd.Env = append(os.Environ(), floodEnv+"="+strings.Join([]string{network, addr, strconv.Itoa(silent)}, " "), "GORACE=atexit_sleep_ms=0")
+		in, err := cmd.StdinPipe()
+		require.NoError(t, err)
+		out, err := cmd.StdoutPipe()
+		require.NoError(t, err)
+		require.NoError(t, cmd.Start())
+		t.Cleanup(func() { in.Close(); cmd.Wait() })
+		line := make([]byte, 100)
+		n, err := out.Read(line)
+		require.NoError(t, err)
+		require.Contains(t, string(line[:n]), "flooded")
+	}
+	limit := func(t *testing.T) {
+		tight := old
+		tight.Cur = 1024
+		require.NoError(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &tight))
+		t.Cleanup(func() { require.NoError(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &old)) })
+	}
+	t.Run("rendezvous", func(t *testing.T) {
+		limit(t)
+		addr := freeAddr(t)
+		gs := make([]*Group, 3)
+		var wg sync.WaitGroup
+		join := func(r int) {
+			wg.Go(func() {
+				var err error
+				gs[r], err = Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr, Secret: []byte("sesame")})
+				require.NoError(t, err)
+			})
+		}
+		join(0)
+		flood(t, "tcp", addr)
+		join(1)
+		join(2)
+		wg.Wait()
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		for _, g := range gs {
+			g.Close()
+		}
+	})
+	t.Run("mesh", func(t *testing.T) {
+		limit(t)
+		var ls []*Listener
+		var addrs []string
+		for r := range 3 {
+			l, err := Listen(Config{Rank: r, Size: 3})
+			require.NoError(t, err)
+			ls, addrs = append(ls, l), append(addrs, l.Addr())
+		}
+		gs := make([]*Group, 3)
+		var wg sync.WaitGroup
+		join := func(r int) {
+			wg.Go(func() {
+				var err error
+				gs[r], err = ls[r].Join(testContext(t), addrs)
+				require.NoError(t, err)
+			})
+		}
+		join(0)
+		flood(t, "unix", addrs[0])
+		join(1)
+		join(2)
+		wg.Wait()
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		for _, g := range gs {
+			g.Close()
+		}
+	})
+}

@@ -1,0 +1,412 @@
+// Package docs tests the pages that users read: their code is code of this repository, their commands run, their links
+// lead somewhere, and their figures were measured.
+//
+// Code in a page names where it comes from, in the line that begins it:
+//
+//	```go examples/worker/main.go#step     the declaration step of that file (#model.step for a method, several by commas)
+//	```go examples/quickstart/main.go      the whole file; the same for python
+//
+// go test ./test/docs -update writes the code into the pages anew.
+//
+// Commands are blocks of sh. They run in a copy of the repository, the blocks of a page one after the other. A word behind sh
+// says why one does not: gpu needs GPUs, ci is what continuous integration runs by itself, released needs a published release.
+package docs
+
+import (
+	"bytes"
+	"context"
+	"flag"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/stretchr/testify/require"
+)
+
+var update = flag.Bool("update", false, "write the code that pages show into them anew")
+
+const root = "../.."
+
+// pages are the pages for users, with the README first.
+func pages(t *testing.T) []string {
+	t.Helper()
+	found, err := filepath.Glob(filepath.Join(root, "docs", "*.md"))
+	require.NoError(t, err)
+	names := []string{"README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"}
+	for _, f := range found {
+		names = append(names, "docs/"+filepath.Base(f))
+	}
+	return names
+}
+
+func read(t *testing.T, name string) string {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join(root, name))
+	require.NoError(t, err)
+	return string(b)
+}
+
+var fence = regexp.MustCompile("(?ms)^```([^\n]*)\n(.*?)^```$")
+
+// block is one piece of code in a page.
+type block struct{ language, rest, text string }
+
+func blocks(t *testing.T, name string) []block {
+	t.Helper()
+	var all []block
+	for _, m := range fence.FindAllStringSubmatch(read(t, name), -1) {
+		language, rest, _ := strings.Cut(m[1], " ")
+		all = append(all, block{language, rest, m[2]})
+	}
+	return all
+}
+
+func TestBlocksAreOfKnownKinds(t *testing.T) {
+	for _, name := range pages(t) {
+		for _, b := range blocks(t, name) {
+			switch b.language {
+			case "sh":
+				require.Contains(t, []string{"", "gpu", "ci", "released"}, b.rest, name)
+			case "go", "python":
+				require.NotEmpty(t, b.rest, "%s: code without the file that it is from:\n%s", name, b.text)
+			case "text":
+			default:
+				t.Errorf("%s: a block of %q", name, b.language)
+			}
+		}
+		require.NotRegexp(t, `(?m)\n\n    \S`, fence.ReplaceAllString(read(t, name), ""), "%s: an indented block, of which nobody knows what it is", name)
+	}
+}
+
+// Code in the pages is code of the repository, which the compiler and the other tests see.
+func TestCodeIsTheRepositorys(t *testing.T) {
+	for _, name := range pages(t) {
+		page := read(t, name)
+		fresh := fence.ReplaceAllStringFunc(page, func(whole string) string {
+			m := fence.FindStringSubmatch(whole)
+			language, from, _ := strings.Cut(m[1], " ")
+			if language != "go" && language != "python" {
+				return whole
+			}
+			file, declarations, part := strings.Cut(from, "#")
+			text := read(t, file)
+			if part {
+				text = excerpt(t, file, text, strings.Split(declarations, ","))
+			}
+			return "```" + m[1] + "\n" + text + "```"
+		})
+		if *update {
+			require.NoError(t, os.WriteFile(filepath.Join(root, name), []byte(fresh), 0o644))
+			continue
+		}
+		require.Equal(t, fresh, page, "%s: go test ./test/docs -update writes the code anew", name)
+	}
+}
+
+// excerpt is some top-level declarations of a Go file, with their comments, as they stand there.
+func excerpt(t *testing.T, file, source string, names []string) string {
+	t.Helper()
+	set := token.NewFileSet()
+	parsed, err := parser.ParseFile(set, file, source, parser.ParseComments)
+	require.NoError(t, err)
+	at := map[string]string{}
+	for _, d := range parsed.Decls {
+		from, to := d.Pos(), d.End()
+		var doc *ast.CommentGroup
+		var called []string
+		switch d := d.(type) {
+		case *ast.FuncDecl:
+			doc = d.Doc
+			called = append(called, receiver(d)+d.Name.Name)
+		case *ast.GenDecl:
+			doc = d.Doc
+			for _, s := range d.Specs {
+				switch s := s.(type) {
+				case *ast.TypeSpec:
+					called = append(called, s.Name.Name)
+				case *ast.ValueSpec:
+					called = append(called, s.Names[0].Name)
+				}
+			}
+		}
+		if doc != nil {
+			from = doc.Pos()
+		}
+		for _, c := range called {
+			at[c] = source[set.Position(from).Offset:set.Position(to).Offset]
+		}
+	}
+	var parts []string
+	for _, n := range names {
+		require.Contains(t, at, n, file)
+		parts = append(parts, at[n])
+	}
+	return strings.Join(parts, "\n\n") + "\n"
+}
+
+// Every command of every page runs, or says why it does not.
+func TestCommands(t *testing.T) {
+	ci := read(t, ".ci/run") + read(t, "Makefile")
+	tree := ""
+	for _, name := range pages(t) {
+		var script strings.Builder
+		for _, b := range blocks(t, name) {
+			switch {
+			case b.language == "sh" && b.rest == "":
+				script.WriteString(b.text)
+			case b.language == "sh" && b.rest == "ci":
+				for line := range strings.Lines(b.text) {
+					line, _, _ = strings.Cut(line, "  #")
+					require.Contains(t, ci, strings.TrimSpace(line), "%s says that continuous integration runs it", name)
+				}
+			}
+		}
+		if script.Len() == 0 {
+			continue
+		}
+		t.Run(name, func(t *testing.T) {
+			if testing.Short() {
+				t.Skip("builds and runs programs")
+			}
+			if tree == "" {
+				tree = copyOfRepository(t)
+			}
+			ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+			defer cancel()
+			cmd := exec.CommandContext(ctx, "bash", "-euxo", "pipefail", "-c", script.String())
+			cmd.Dir, cmd.WaitDelay = tree, 5*time.Second
+			out, err := cmd.CombinedOutput()
+			require.NoError(t, err, string(out))
+		})
+	}
+}
+
+// copyOfRepository is what a commit of everything here would hold, in a folder of its own.
+func copyOfRepository(t *testing.T) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "switchyard-docs-")
+	require.NoError(t, err)
+	copies = append(copies, dir)
+	list := exec.Command("git", "ls-files", "-co", "--exclude-standard", "-z")
+	list.Dir = root
+	out, err := list.Output()
+	if err != nil {
+		t.Skipf("not a git repository: %v", err)
+	}
+	for name := range bytes.SplitSeq(bytes.TrimRight(out, "\x00"), []byte{0}) {
+		from, to := filepath.Join(root, string(name)), filepath.Join(dir, string(name))
+		info, err := os.Lstat(from)
+		if err != nil || !info.Mode().IsRegular() {
+			continue // deleted, or a link
+		}
+		require.NoError(t, os.MkdirAll(filepath.Dir(to), 0o755))
+		b, err := os.ReadFile(from)
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(to, b, info.Mode().Perm()))
+	}
+	return dir
+}
+
+var copies []string
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	for _, dir := range copies {
+		_ = os.RemoveAll(dir)
+	}
+	os.Exit(code)
+}
+
+var link = regexp.MustCompile(`\]\(([^)\s]+)\)`)
+
+// Links lead to files and headings that are there.
+func TestLinks(t *testing.T) {
+	for _, name := range pages(t) {
+		for _, m := range link.FindAllStringSubmatch(fence.ReplaceAllString(read(t, name), ""), -1) {
+			if strings.Contains(m[1], "://") {
+				continue
+			}
+			path, heading, _ := strings.Cut(m[1], "#")
+			target := name
+			if path != "" {
+				target = filepath.Join(filepath.Dir(name), path)
+			}
+			info, err := os.Stat(filepath.Join(root, target))
+			require.NoError(t, err, "%s: %s", name, m[1])
+			if heading != "" && !info.IsDir() {
+				require.Contains(t, headings(read(t, target)), heading, "%s: %s", name, m[1])
+			}
+		}
+	}
+}
+
+// headings are the anchors of a page, made as GitHub makes them.
+func headings(page string) []string {
+	var all []string
+	for _, m := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllStringSubmatch(page, -1) {
+		text := regexp.MustCompile(`[^\p{L}\p{N} _-]`).ReplaceAllString(strings.ToLower(m[1]), "")
+		all = append(all, strings.ReplaceAll(text, " ", "-"))
+	}
+	return all
+}
+
+// Lines are of a length that people and diffs can read. Tables and code are as wide as they must be.
+func TestLinesAreShort(t *testing.T) {
+	for _, name := range pages(t) {
+		for line := range strings.Lines(fence.ReplaceAllString(read(t, name), "")) {
+			if !strings.HasPrefix(line, "|") && !strings.HasPrefix(line, "<!--") {
+				require.LessOrEqual(t, utf8.RuneCountInString(line), 141, "%s: %s", name, line)
+			}
+		}
+	}
+}
+
+// The glossary defines the words that it is there for, and pages link to it.
+func TestGlossary(t *testing.T) {
+	page := read(t, "docs/glossary.md")
+	for _, word := range []string{"credit", "staging", "packet", "in place", "epoch", "stripe"} {
+		require.Regexp(t, `(?mi)^\*\*`+word+`\b`, page)
+	}
+	for _, name := range []string{"README.md", "docs/go-workers.md", "docs/inference-servers.md", "docs/measuring.md", "docs/recipes.md"} {
+		require.Contains(t, read(t, name), "glossary.md", name)
+	}
+	var words []string
+	for _, m := range regexp.MustCompile(`(?m)^\*\*(.+?)\*\*`).FindAllStringSubmatch(page, -1) {
+		words = append(words, strings.ToLower(m[1]))
+	}
+	require.True(t, slices.IsSorted(words), "in the order of the alphabet: %q", words)
+}
+
+// Figures of the README's tables stand on the pages of measurements that it links above them.
+func TestFiguresWereMeasured(t *testing.T) {
+	page := read(t, "README.md")
+	_, section, ok := strings.Cut(page, "\n## How fast\n")
+	require.True(t, ok)
+	section, _, _ = strings.Cut(section, "\n## ")
+	checked := 0
+	for _, part := range strings.Split(section, "\n### ") {
+		var measured strings.Builder
+		for _, m := range link.FindAllStringSubmatch(part, -1) {
+			if strings.HasPrefix(m[1], "docs/measured/") {
+				measured.WriteString(read(t, m[1]))
+			}
+		}
+		for line := range strings.Lines(part) {
+			for _, m := range regexp.MustCompile(`\| ([\d.]+) us `).FindAllStringSubmatch(line, -1) {
+				require.Regexp(t, `\b`+regexp.QuoteMeta(m[1])+`\b`, measured.String(), "%s us is on no page of measurements that is linked beside it", m[1])
+				checked++
+			}
+		}
+	}
+	require.Greater(t, checked, 20)
+}
+
+// The committed pictures are what the program draws.
+func TestPictures(t *testing.T) {
+	dir := t.TempDir()
+	require.NoError(t, os.MkdirAll(filepath.Join(dir, "docs", "images"), 0o755))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "README.md"), []byte(read(t, "README.md")), 0o644))
+	program := filepath.Join(dir, "pictures")
+	out, err := exec.Command("go", "build", "-o", program, "./pictures").CombinedOutput()
+	require.NoError(t, err, string(out))
+	cmd := exec.Command(program)
+	cmd.Dir = dir
+	out, err = cmd.CombinedOutput()
+	require.NoError(t, err, string(out))
+	drawn, err := filepath.Glob(filepath.Join(dir, "docs", "images", "*.svg"))
+	require.NoError(t, err)
+	require.NotEmpty(t, drawn)
+	for _, f := range drawn {
+		b, err := os.ReadFile(f)
+		require.NoError(t, err)
+		name := "docs/images/" + filepath.Base(f)
+		require.Equal(t, string(b), read(t, name), "%s: go run ./test/docs/pictures", name)
+		require.Contains(t, read(t, "README.md"), "("+name+")")
+	}
+}
+
+// What pages mention of this module's packages is there: names like comm.Join, and fields and methods like memory.Options.SegmentBytes.
+func TestNamesExist(t *testing.T) {
+	exported := map[string]map[string]bool{}
+	for _, p := range []string{"comm", "memory", "device", "dispatch", "alltoallv", "allreduce", "kernels"} {
+		exported[p] = names(t, filepath.Join(root, p))
+	}
+	mention := regexp.MustCompile(`\b(comm|memory|device|dispatch|alltoallv|allreduce|kernels)\.([A-Z]\w*)((?:\.|\{)([A-Z]\w*))?`)
+	for _, page := range pages(t) {
+		for _, m := range mention.FindAllStringSubmatch(fence.ReplaceAllString(read(t, page), ""), -1) {
+			require.True(t, exported[m[1]][m[2]], "%s: there is no %s.%s", page, m[1], m[2])
+			if m[4] != "" {
+				require.True(t, exported[m[1]][m[2]+"."+m[4]], "%s: there is no %s.%s.%s", page, m[1], m[2], m[4])
+			}
+		}
+	}
+}
+
+// names are the exported names of a package: Name, and Type.Field or Type.Method.
+func names(t *testing.T, dir string) map[string]bool {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(dir, "*.go"))
+	require.NoError(t, err)
+	all := map[string]bool{}
+	for _, f := range files {
+		if strings.HasSuffix(f, "_test.go") {
+			continue
+		}
+		parsed, err := parser.ParseFile(token.NewFileSet(), f, nil, parser.SkipObjectResolution)
+		require.NoError(t, err)
+		for _, d := range parsed.Decls {
+			switch d := d.(type) {
+			case *ast.FuncDecl:
+				all[receiver(d)+d.Name.Name] = true
+			case *ast.GenDecl:
+				for _, s := range d.Specs {
+					switch s := s.(type) {
+					case *ast.TypeSpec:
+						all[s.Name.Name] = true
+						if st, ok := s.Type.(*ast.StructType); ok {
+							for _, field := range st.Fields.List {
+								for _, n := range field.Names {
+									all[s.Name.Name+"."+n.Name] = true
+								}
+							}
+						}
+					case *ast.ValueSpec:
+						for _, n := range s.Names {
+							all[n.Name] = true
+						}
+					}
+				}
+			}
+		}
+	}
+	return all
+}
+
+// receiver is the type of a method and a dot, nothing for a function.
+func receiver(d *ast.FuncDecl) string {
+	if d.Recv == nil {
+		return ""
+	}
+	kind := d.Recv.List[0].Type
+	for {
+		switch k := kind.(type) {
+		case *ast.StarExpr:
+			kind = k.X
+		case *ast.IndexExpr:
+			kind = k.X
+		case *ast.Ident:
+			return k.Name + "."
+		default:
+			return ""
+		}
+	}
+}
