@@ -204,8 +204,9 @@ func TestExitCodeForBadText(t *testing.T) {
 func TestReportAndJSON(t *testing.T) {
 	for _, more := range [][]string{nil, {"-procs"}} {
 		path := filepath.Join(t.TempDir(), "report.json")
+		page := filepath.Join(t.TempDir(), "report.html")
 		// 7 experts on 3 ranks, 61 tokens a step: nothing divides by anything.
-		args := small("-text", poem(t), "-json", path, "-ranks", "3", "-experts", "7", "-steps", "400")
+		args := small("-text", poem(t), "-json", path, "-html", page, "-ranks", "3", "-experts", "7", "-steps", "400")
 		code, out, errs := start(t, append(args, more...)...).wait(t, patience)
 		require.Zero(t, code, errs)
 		require.NotContains(t, out, "\r", "no bar without a terminal")
@@ -257,6 +258,12 @@ func TestReportAndJSON(t *testing.T) {
 		require.Len(t, r.PhasesMS, int(phases))
 		require.Contains(t, "a rose is a rose is a rose, and the train on the rails is never the train of the rail\n", strings.SplitAfter(r.Sample.Prompt, "\n")[0])
 		require.Contains(t, r.Sample.Model, "a rose is a rose", "the model has learned the poem")
+
+		html, err := os.ReadFile(page)
+		require.NoError(t, err)
+		for _, picture := range []string{"loss by step", "expert 6, rank 2, layer 1", "from rank 2 to 1", "rank 2, combine"} {
+			require.Contains(t, string(html), picture)
+		}
 
 		shares := regexp.MustCompile(`(\d+)% (communication|of the time in communication)`).FindAllStringSubmatch(out, -1)
 		require.Equal(t, shares[len(shares)-2][1], shares[len(shares)-1][1], "the last of the progress and the report agree")

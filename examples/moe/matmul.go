@@ -37,6 +37,12 @@ const (
 )
 
 func (g product) run(c, a, b []float32) {
+	rows, cols := tileShape()
+	g.tiled(c, a, b, rows, cols)
+}
+
+// tiled is run with tiles of a shape that this processor has, or with Go alone for 0 x 0.
+func (g product) tiled(c, a, b []float32, rows, cols int) {
 	if g.m == 0 || g.n == 0 {
 		return
 	}
@@ -44,7 +50,6 @@ func (g product) run(c, a, b []float32) {
 		clear(c[:g.m*g.n])
 	}
 	c, a, b = c[:g.m*g.n], a[:g.m*g.k], b[:g.k*g.n]
-	rows, cols := tileShape()
 	if rows == 0 {
 		cols = goCols
 	}

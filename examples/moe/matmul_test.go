@@ -1,8 +1,10 @@
 package main
 
 import (
+	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -17,8 +19,7 @@ func noise(r *rand.Rand, n int) []float32 {
 // Every shape around the edges of tiles and panels, against the definition in float64.
 func TestMatMul(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
-	rows, cols := tileShape()
-	t.Logf("tile %d x %d", rows, cols)
+	rows, _ := tileShape()
 	for _, m := range []int{0, 1, 2, 11, 12, 13, 37, manyRows + 1} {
 		for _, n := range []int{1, 3, 8, 31, 32, 33, 70} {
 			for _, k := range []int{0, 1, 7, depth, depth + 3} {
@@ -51,19 +52,18 @@ func TestMatMul(t *testing.T) {
 				check("matMulTA", nil, func(c []float32) { matMulTA(c, at, b, m, n, k) })
 				check("matMulTB", nil, func(c []float32) { matMulTB(c, a, bt, m, n, k, false) })
 				check("matMulTB, add", before, func(c []float32) { matMulTB(c, a, bt, m, n, k, true) })
-				// What Go does where there is no assembly.
-				check("plain", nil, func(c []float32) {
-					g := product{m: m, n: n, k: k, rsa: k, csa: 1, rsb: n, csb: 1}
-					clear(c)
-					panel := make([]float32, goCols*depth)
-					for p := 0; p < k; p += depth {
-						for j := 0; j < n; j += goCols {
-							part := panel[:goCols*min(depth, k-p)]
-							g.pack(part, b, p, j, goCols)
-							g.plain(c, a, part, 0, m, p, j)
-						}
+				// What other processors do, and those without assembly.
+				for _, shape := range [][2]int{{0, 0}, {6, 16}} {
+					if shape[0] > rows {
+						continue
 					}
-				})
+					check(fmt.Sprint("tiles of ", shape), nil, func(c []float32) {
+						product{m: m, n: n, k: k, rsa: k, csa: 1, rsb: n, csb: 1}.tiled(c, a, b, shape[0], shape[1])
+					})
+					check(fmt.Sprint("tiles, add ", shape), before, func(c []float32) {
+						product{m: m, n: n, k: k, rsa: k, csa: 1, rsb: 1, csb: k, add: true}.tiled(c, a, bt, shape[0], shape[1])
+					})
+				}
 			}
 		}
 	}
@@ -80,6 +80,40 @@ func TestRowsOfAProductDoNotDependOnEachOther(t *testing.T) {
 		matMul(one, a[i*k:], b, 1, n, k)
 		require.Equal(t, all[i*n:(i+1)*n], one)
 	}
+}
+
+// The optimizer in assembly and in Go agree, and the step is the one of the definition.
+func TestAdam(t *testing.T) {
+	r := rand.New(rand.NewPCG(7, 8))
+	const n = 1<<16 + 21
+	s := slab{w: noise(r, n), g: noise(r, n), m: noise(r, n), v: noise(r, n)}
+	for i, v := range s.v {
+		s.v[i] = v * v
+	}
+	before := slab{w: slices.Clone(s.w), m: slices.Clone(s.m), v: slices.Clone(s.v)}
+	newAdam(3, 1e-2).apply(&s)
+	for i, g := range s.g {
+		m := 0.9*float64(before.m[i]) + 0.1*float64(g)
+		v := 0.95*float64(before.v[i]) + 0.05*float64(g)*float64(g)
+		w := float64(before.w[i]) - 1e-2*m/(1-math.Pow(0.9, 3))/(math.Sqrt(v/(1-math.Pow(0.95, 3)))+1e-8)
+		require.InDelta(t, m, float64(s.m[i]), 1e-6)
+		require.InDelta(t, v, float64(s.v[i]), 1e-5)
+		require.InDelta(t, w, float64(s.w[i]), 1e-6+1e-5*math.Abs(w-float64(before.w[i])))
+	}
+}
+
+func TestExpAndSoftmax(t *testing.T) {
+	for x := float32(0); x > -87; x -= 0.01 {
+		require.InEpsilon(t, math.Exp(float64(x)), float64(exp(x)), 4e-7, x)
+	}
+	require.Zero(t, exp(-1000))
+	nan := float32(math.NaN())
+	require.True(t, exp(nan) != exp(nan))
+	p := []float32{1000, 1001, -1000}
+	require.InDelta(t, 1001.3132617, float64(softmax(p)), 1e-3)
+	require.InDeltaSlice(t, []float32{0.26894142, 0.73105858, 0}, p, 1e-6)
+	p[1] = nan
+	require.True(t, math.IsNaN(float64(softmax(p))))
 }
 
 func BenchmarkMatMul(b *testing.B) {
