@@ -205,14 +205,15 @@ func (s *soak) hear(l line) error {
 		delete(s.workers, w.id)
 		return nil
 	}
-	if s.Verbose {
-		fmt.Printf("%8.3f  %d  %s %d %s\n", time.Since(s.began).Seconds(), w.id, m.Say, m.Who, m.Text)
-	}
+	s.show(w, m)
 	switch m.Say {
 	case "bad":
 		return fmt.Errorf("process %d: %s", w.id, m.Text)
 	case "whole":
 		w.whole = true
+		if w.harm == stopped && w.woken {
+			return fmt.Errorf("process %d was stopped for %v and is in a group as if nothing had happened", w.id, longStop)
+		}
 	case "lost":
 		w.whole = false
 		if m.Who < 0 {
@@ -245,6 +246,12 @@ func (s *soak) hear(l line) error {
 		return w.first.grown(w.id, m.Usage)
 	}
 	return nil
+}
+
+func (s *soak) show(w *worker, m *word) {
+	if s.Verbose && m.Say != "stats" {
+		fmt.Printf("%8.3f  %d  %s %d %s\n", time.Since(s.began).Seconds(), w.id, m.Say, m.Who, m.Text)
+	}
 }
 
 // warmSteps is how many calls a process makes before what it holds is compared.
@@ -321,6 +328,7 @@ func (s *soak) hurt(w *worker) {
 	if !w.whole {
 		what = "kill" // it is not in a group that could be told
 	}
+	s.show(w, &word{Say: "HARM", Text: what})
 	switch what {
 	case "kill":
 		if s.done.Kills++; !w.whole {
