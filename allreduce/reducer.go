@@ -62,7 +62,7 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 	}
 	x := &Reducer{channels: c, options: o}
 	x.c, err = communicator.Open(ctx, h, communicator.Config{
-		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.channels, ExtraBytes: own.bytes, ClearExtra: true, Timeout: o.Timeout,
+		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.channels, ExtraBytes: own.bytes, ZeroExtra: own.bytes, Timeout: o.Timeout,
 	}, err)
 	if err != nil {
 		return nil, err

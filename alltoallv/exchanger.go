@@ -21,10 +21,9 @@ type Exchanger struct {
 	c        *communicator.Communicator // its lock guards what follows
 	channels kernels.Channels
 	options  Options
-	registry *registry
+	plans    planner
 	counters bool // Counts goes through memory of the heap, because kernels cannot read Go memory
 
-	cache    *cache
 	counting Splits // of Counts
 	guess    Splits // of calls with splits in device memory and no estimate
 	inline   op     // the launch of calls without a stream
@@ -52,7 +51,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 	if x.c, err = communicator.Open(ctx, h, own, err); err != nil {
 		return nil, err
 	}
-	x.registry.traits = x.c.Traits
+	x.plans.traits = x.c.Traits
 	if why := x.c.Traits.Slow; why != nil {
 		x.options.Logger.Info("alltoallv: large messages into memory outside the heap take two copies", "rank", h.Group().Rank(), "why", why)
 	}
@@ -65,11 +64,12 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 	if x.channels, err = o.channels(size, h.Engine(), kind); err != nil {
 		return "", err
 	}
-	if x.registry, err = newRegistry(&o, rank, size, kind); err != nil {
+	r, err := newRegistry(&o, rank, size, kind)
+	if err != nil {
 		return "", err
 	}
-	x.options, x.cache = o, newCache(o.CacheEntries)
-	return o.fingerprint(&x.channels, x.registry.names()), nil
+	x.options, x.plans = o, planner{registry: r, cache: newCache(o.CacheEntries), channels: &x.channels, rank: rank}
+	return o.fingerprint(&x.channels, r.names()), nil
 }
 
 // Exchange sends Send[k] elements of src to every rank k and receives Recv[k] elements from it into dst.
@@ -93,7 +93,7 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 		sp = x.equalParts(sp, min(dst.Len(), src.Len()))
 		defer func() { x.guess.Live = memory.View{} }()
 	}
-	p, place, err := x.prepare(dst, src, sp)
+	p, at, place, err := x.prepare(dst, src, sp)
 	if x.options.Validate {
 		err = x.validate(sp, err)
 	}
@@ -105,14 +105,11 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 		o = x.op()
 	}
 	o.plan, o.dst, o.src, o.live = p, dst, src, sp.Live
-	a, at := &o.args, 0
-	if place >= 0 {
-		at = 1
-	}
+	a := &o.args
 	a.Routes, a.Schedule, a.Timeout = &p.routes[at], p.schedule[at], x.options.Timeout
 	h := x.c.Heap
 	a.Dst, a.Src, a.Splits = h.Operand(dst), h.Operand(src), h.Operand(sp.Live)
-	if a.Dst.Place = place; x.c.Traits.Pulls {
+	if a.Dst.Place, a.Dst.Reach = place, at == 1; x.c.Traits.Pulls {
 		a.Src = h.SymmetricOperand(src)
 	}
 	p.users.Add(1)
@@ -129,7 +126,7 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 // equalParts is what splits in device memory are taken for when nothing is said about them.
 func (x *Exchanger) equalParts(sp *Splits, bytes int64) *Splits {
 	size := x.channels.Size
-	x.guess.Live, x.guess.PeerDispls = sp.Live, sp.PeerDispls
+	x.guess.Live, x.guess.PeerDispls, x.guess.Limits = sp.Live, sp.PeerDispls, sp.Limits
 	x.guess.Send = x.guess.Send[:0]
 	for range size {
 		x.guess.Send = append(x.guess.Send, bytes/int64(size))
@@ -138,61 +135,62 @@ func (x *Exchanger) equalParts(sp *Splits, bytes int64) *Splits {
 	return &x.guess
 }
 
-// prepare checks the arguments and finds or makes the plan. place is where peers write dst, -1 where they do not.
-func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, place int64, err error) {
+// prepare checks the arguments and finds or makes the plan. at is which of its routes to take, place where peers write dst, if
+// they do.
+func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, at int, place int64, err error) {
 	if err := x.c.Usable(); err != nil {
-		return nil, -1, err
+		return nil, 0, 0, err
 	}
 	if sp == nil {
-		return nil, -1, invalid("nil splits")
+		return nil, 0, 0, invalid("nil splits")
 	}
-	if p, err = x.plan(sp); err != nil {
-		return nil, -1, err
+	if p, err = x.plans.of(sp); err != nil {
+		return nil, 0, 0, err
 	}
 	if err := src.Valid(); err != nil {
-		return nil, -1, fmt.Errorf("alltoallv: source: %w", err)
+		return nil, 0, 0, fmt.Errorf("alltoallv: source: %w", err)
 	}
 	if err := dst.Valid(); err != nil {
-		return nil, -1, fmt.Errorf("alltoallv: destination: %w", err)
+		return nil, 0, 0, fmt.Errorf("alltoallv: destination: %w", err)
 	}
 	srcBytes, dstBytes, largestRecv := p.srcBytes, p.dstBytes, p.largestRecv
 	live := sp.live()
 	if live {
 		if err := x.checkLive(sp.Live); err != nil {
-			return nil, -1, err
+			return nil, 0, 0, err
 		}
 		srcBytes, dstBytes, largestRecv = src.Len(), dst.Len(), dst.Len()
 	}
 	if src.Len() < srcBytes {
-		return nil, -1, invalid("the source has %d bytes, the send splits %v of %d-byte elements need %d", src.Len(), sp.Send, sp.elem(), srcBytes)
+		return nil, 0, 0, invalid("the source has %d bytes, the send splits %v of %d-byte elements need %d", src.Len(), sp.Send, sp.elem(), srcBytes)
 	}
 	if dst.Len() < dstBytes {
-		return nil, -1, invalid("the destination has %d bytes, the receive splits %v of %d-byte elements need %d", dst.Len(), sp.Recv, sp.elem(), dstBytes)
+		return nil, 0, 0, invalid("the destination has %d bytes, the receive splits %v of %d-byte elements need %d", dst.Len(), sp.Recv, sp.elem(), dstBytes)
 	}
 	for _, v := range [2]memory.View{src, dst} {
 		if !x.c.Heap.Serves(v) {
-			return nil, -1, invalid("a buffer at %#x is not memory of %v", v.Ptr(), x.c.Heap.Device())
+			return nil, 0, 0, invalid("a buffer at %#x is not memory of %v", v.Ptr(), x.c.Heap.Device())
 		}
 	}
 	if a, b := src.Ptr(), dst.Ptr(); srcBytes > 0 && dstBytes > 0 && a < b+uintptr(dstBytes) && b < a+uintptr(srcBytes) {
-		return nil, -1, invalid("source and destination overlap")
+		return nil, 0, 0, invalid("source and destination overlap")
 	}
 	place, inPlace := dst.Symmetric(x.c.Heap)
-	if !inPlace {
-		place = -1
-	}
-	if x.registry.forced == (copyEngine{}) {
-		switch placed := p.routes[1].PeerOffsets != nil; {
+	at = x.plans.ready(p, inPlace)
+	k := &p.schedule[at]
+	if p.chosen[at].Forced && p.chosen[at].Algorithm == (copyEngine{}).Name() {
+		switch {
 		case live:
-			return nil, -1, invalid("copy engines cannot read splits from device memory")
-		case x.c.Traits.CopyEngines && max(p.largestSend, p.largestRecv) > x.channels.PacketBytes && (!inPlace || !placed):
-			return nil, -1, invalid("copy engines need a symmetric destination (it is: %v) and Splits.PeerDispls (given: %v)", inPlace, placed)
+			return nil, 0, 0, invalid("copy engines cannot read splits from device memory")
+		case x.c.Traits.CopyEngines && !k.Copies && max(p.largestSend, p.largestRecv) > x.channels.PacketBytes:
+			return nil, 0, 0, invalid("copy engines need a symmetric destination (it is: %v) and Splits.PeerDispls (given: %v)",
+				inPlace, p.routes[at].PeerOffsets != nil)
 		}
 	}
-	if staged := !inPlace || p.schedule[1].Staged; staged && chunkFor(largestRecv) > x.channels.SlotBytes {
-		return nil, -1, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", largestRecv, kernels.MaxChunks, x.channels.SlotBytes)
+	if staged := !inPlace || k.Staged; staged && chunkFor(largestRecv) > x.channels.SlotBytes {
+		return nil, 0, 0, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", largestRecv, kernels.MaxChunks, x.channels.SlotBytes)
 	}
-	return p, place, nil
+	return p, at, place, nil
 }
 
 // checkLive checks a view of splits on the device.
@@ -216,23 +214,6 @@ func (x *Exchanger) checkLive(v memory.View) error {
 // load, and says nothing of work that still runs. A disagreement on counts is told once: Fault clears it, and waits until
 // that is done, so that the next call on any stream finds a clean record.
 func (x *Exchanger) Fault() error { return x.c.Fault() }
-
-func (x *Exchanger) plan(sp *Splits) (*plan, error) {
-	p, h := x.cache.get(sp)
-	if p != nil {
-		p.chosen[0].Cached, p.chosen[1].Cached = true, true
-		return p, nil
-	}
-	rank := x.c.Group.Rank()
-	p = x.cache.blank()
-	if err := p.build(sp, rank, x.channels.Size); err != nil {
-		return nil, err
-	}
-	x.registry.choose(p, false, &x.channels, rank)
-	x.registry.choose(p, true, &x.channels, rank)
-	x.cache.put(h, p)
-	return p, nil
-}
 
 // op is a launch for a stream.
 func (x *Exchanger) op() *op {
@@ -359,16 +340,11 @@ func (x *Exchanger) Explain(sp *Splits, inPlace bool) (Decision, error) {
 	if sp == nil {
 		return Decision{}, invalid("nil splits")
 	}
-	p, err := x.plan(sp)
+	p, err := x.plans.of(sp)
 	if err != nil {
 		return Decision{}, err
 	}
-	d := p.chosen[0]
-	if inPlace {
-		d = p.chosen[1]
-	}
-	d.Candidates = append([]Candidate(nil), d.Candidates...)
-	return d, nil
+	return x.plans.explain(p, inPlace), nil
 }
 
 // CacheStats says how often the splits of a call were remembered.
@@ -381,7 +357,7 @@ type CacheStats struct {
 func (x *Exchanger) CacheStats() CacheStats {
 	x.c.Lock()
 	defer x.c.Unlock()
-	return CacheStats{x.cache.hits, x.cache.misses, len(x.cache.plans)}
+	return CacheStats{x.plans.hits, x.plans.misses, len(x.plans.plans)}
 }
 
 // Close waits for the exchanges on streams and gives the channels back. It is collective and idempotent: no rank frees

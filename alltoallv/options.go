@@ -55,15 +55,17 @@ type Options struct {
 // DefaultMaxSMs is how many multiprocessors of a GPU send where Options.MaxSMs is 0.
 const DefaultMaxSMs = 16
 
+// limits are those of all calls.
+func (o *Options) limits() Limits {
+	return Limits{Algorithm: o.Algorithm, MaxSMs: o.MaxSMs, CopySMs: o.CopySMs, NoSMs: o.NoSMs}
+}
+
 // channels validates the options and completes them by the defaults of an engine.
 func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels.Channels, error) {
 	if o.CacheEntries < 0 || o.Timeout < 0 || o.MaxSMs < 0 {
 		return kernels.Channels{}, invalid("Options.CacheEntries is %d, Timeout %v, MaxSMs %d", o.CacheEntries, o.Timeout, o.MaxSMs)
 	}
-	switch {
-	case o.CopySMs < 0:
-		o.CopySMs = 0
-	case o.CopySMs == 0 && o.MaxSMs == 0:
+	if o.CopySMs == 0 && o.MaxSMs == 0 {
 		o.CopySMs = DefaultMaxSMs
 	}
 	if o.MaxSMs == 0 {
@@ -83,11 +85,6 @@ func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels
 	}
 	if c.PacketBytes > 1<<20 || c.EagerBytes > 1<<30 {
 		return c, invalid("Options.PacketBytes %d or EagerBytes %d is too large", c.PacketBytes, c.EagerBytes)
-	}
-	if copies := (copyEngine{}).Name(); o.NoSMs && o.Algorithm == "" {
-		o.Algorithm = copies
-	} else if o.NoSMs && o.Algorithm != copies {
-		return c, invalid("Options.NoSMs with Algorithm %q", o.Algorithm)
 	}
 	if o.Table == nil && dev.String() == defaultTableDevice {
 		var err error
@@ -116,6 +113,6 @@ func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels
 
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.Channels, names []string) string {
-	return fmt.Sprintf("algorithm %q of %v, packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors and %d, table %s, validate %v",
-		o.Algorithm, names, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.CopySMs, o.Table.digest(), o.Validate)
+	return fmt.Sprintf("algorithm %q of %v (no multiprocessors: %v), packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors and %d, table %s, validate %v",
+		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.CopySMs, o.Table.digest(), o.Validate)
 }

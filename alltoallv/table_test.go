@@ -31,11 +31,8 @@ func pick(t *testing.T, o Options, sp *Splits, inPlace bool) Decision {
 	r.traits = gpu
 	var p plan
 	require.NoError(t, p.build(sp, 0, n))
-	r.choose(&p, inPlace, &c, 0)
-	if inPlace {
-		return p.chosen[1]
-	}
-	return p.chosen[0]
+	k := planner{registry: r, channels: &c}
+	return k.explain(&p, inPlace)
 }
 
 func equal(n int, bytes int64, placed bool) *Splits {
@@ -143,7 +140,7 @@ func TestTableInterpolates(t *testing.T) {
 	table := &Table{Device: "cuda", Curves: []Curve{staged, curve(8, []int64{1000, 4000, 16000}, 10, 20, 80), curve(16, []int64{1000, 4000, 16000}, 11, 19.9, 40)}}
 	require.NoError(t, table.validate())
 	ask := func(maxSMs int, link int64) (float64, int) {
-		us, sms, ok := (&Traffic{SendTotal: link / 2, RecvTotal: link, InPlace: true, table: table.forWorld(2, maxSMs)}).Estimate("ring")
+		us, sms, ok := (&Traffic{SendTotal: link / 2, RecvTotal: link, InPlace: true, table: table.forWorld(2, maxSMs), log: math.Log2(float64(link))}).Estimate("ring")
 		require.True(t, ok)
 		return us, sms
 	}
@@ -248,7 +245,7 @@ func TestF3_BadTablesAreRefused(t *testing.T) {
 	for text, says := range map[string]string{
 		`{`: "EOF",
 		`{"device":"cuda","curves":[],"colour":1}`:                       "colour",
-		`{"device":"tpu","curves":[` + good + `]}`:                       `"tpu"`,
+		`{"curves":[` + good + `]}`:                                      `no device`,
 		`{"device":"cuda","curves":[]}`:                                  "no curves",
 		`{"device":"cuda","curves":[` + good + "," + good + `]}`:         "two curves",
 		strings.Replace(wrap(good), `"ranks":2`, `"ranks":1`, 1):         "1 ranks",
@@ -284,8 +281,8 @@ func TestHostTakesATable(t *testing.T) {
 	require.NoError(t, err)
 	p := plan{routes: [2]kernels.Routes{}}
 	require.NoError(t, p.build(equal(2, 1<<20, false), 0, 2))
-	r.choose(&p, true, &c, 0)
+	r.choose(&p, 1, &c, 0)
 	require.Equal(t, "ring", p.chosen[1].Algorithm)
-	r.choose(&p, false, &c, 0)
+	r.choose(&p, 0, &c, 0)
 	require.Equal(t, "pipelined", p.chosen[0].Algorithm)
 }

@@ -1,13 +1,13 @@
-// Package kernels is what plans and engines agree on: how a symmetric heap looks from a kernel, the words that ranks
-// signal with, data types, reductions, and the arguments of every kernel.
+// Package kernels is what plans and engines agree on: what operations are ([Operation], by [Family]), who runs them ([Engine]
+// and [Port]), data types, errors, how a symmetric heap looks from a kernel ([Space]), and the words that ranks signal with.
 //
-// A kernel exists twice, with the same name, arguments and protocol: in Go (package kernels/host) and in CUDA C++
-// (package kernels/cuda). What to move is decided before, in packages alltoallv, allreduce and dispatch.
+// There are two engines, in Go (package kernels/host) and in CUDA C++ (package kernels/cuda). A heap makes its own,
+// memory.Heap.Engine. What to move is decided before, in packages alltoallv, allreduce and dispatch, which know of no engine.
 //
 // # Protocol
 //
-// Every communicator owns a control block at the same offset of each rank's segment. An ordered pair of ranks, src to
-// dst, has two kinds of lines in it, each 64 bytes and with one writer:
+// Every communicator owns a control block at the same offset of each rank's segment, laid out as its engine likes. An ordered
+// pair of ranks, src to dst, has two kinds of lines in it, each with one writer:
 //
 //   - the signal line, in dst's segment, written by src: "chunk k of call e is there, of a message of b bytes";
 //   - credit lines, in src's segment, written by dst: "chunk k of call e may be written to this place, this long".

@@ -47,7 +47,7 @@ type Port interface {
 }
 
 // Family is the operations that share a control block, and the bounds within which they are launched: a *Channels, a
-// *ReduceChannels or a *Lanes. All ranks have the same.
+// *ReduceChannels or a *MoE. All ranks have the same.
 type Family interface {
 	// Family is the name in messages.
 	Family() string
@@ -65,6 +65,8 @@ type Operation interface {
 type Layout struct {
 	// Bytes is the whole of it, and Zero how many at its start must be zero before the first launch.
 	Bytes, Zero int64
+	// State and Staging are the bytes of the buffers of these names in each of a dispatcher's handles.
+	State, Staging int64
 }
 
 // Traits is what plans may want to know of how a port moves bytes. It is this rank's: peers may have others.
@@ -81,13 +83,24 @@ type Traits struct {
 	Slow error
 }
 
-// Buffer is memory of the engine's device, as an operation reads or writes it.
+// Buffer is memory of the engine's device, as an operation reads or writes it. The zero Buffer is none.
 type Buffer struct {
-	Mem  []byte  // the bytes, where this process reads them; nil elsewhere
-	Addr uintptr // on the device
-	Len  int64   // in bytes
-	// Place is where peers reach it: what Space.Addr resolves, of this rank's segment; or -1 when they do not.
+	// Mem is the memory where this process reads it, nil elsewhere.
+	Mem []byte
+	// Ptr is its address on the device that it belongs to, Bytes its length.
+	Ptr   uintptr
+	Bytes int64
+	// Place is where peers reach it in this rank's segment, as Space.Addr takes it. Reach says that they can.
 	Place int64
+	Reach bool
+}
+
+// PlaceOr is the place, or other where peers cannot reach the buffer.
+func (b *Buffer) PlaceOr(other int64) int64 {
+	if b.Reach {
+		return b.Place
+	}
+	return other
 }
 
 // Schedule is how a rank does its part of an exchange. It is local: peers need not agree on any of it. The zero value works,
@@ -139,26 +152,12 @@ func Recoverable(err error) bool {
 }
 
 // Family is "dispatch".
-func (l *Lanes) Family() string { return "dispatch" }
+func (m *MoE) Family() string { return "dispatch" }
 
-// Operation is "dispatch".
-func (a *Dispatch) Operation() string { return DispatchOp.String() }
+// Operation is the name of the call.
+func (c *MoECall) Operation() string { return c.Op.String() }
 
-// Operation is "combine" or "dispatch backward".
-func (a *Combine) Operation() string { return a.Op.String() }
-
-// Operation is "combine backward".
-func (a *CombineBackward) Operation() string { return CombineBackwardOp.String() }
-
-// Finish calls Done, if it is set.
-func (a *Dispatch) Finish(err error) { (&Launched{Done: a.Done}).Finish(err) }
-
-// Finish calls Done, if it is set.
-func (a *Combine) Finish(err error) { (&Launched{Done: a.Done}).Finish(err) }
-
-// Finish calls Done, if it is set.
-func (a *CombineBackward) Finish(err error) { (&Launched{Done: a.Done}).Finish(err) }
-
+func (*IndexError) recoverable()    {}
 func (*OverflowError) recoverable() {}
 func (*OrderError) recoverable()    {}
 func (*ShortError) recoverable()    {}

@@ -330,15 +330,13 @@ func (h *Heap) Serves(v View) bool { return v.n == 0 || v.OnHost() == (h.space.M
 
 // Operand is v as an operation of the heap's engine gets it, without a place.
 func (h *Heap) Operand(v View) kernels.Buffer {
-	return kernels.Buffer{Mem: v.mem, Addr: v.Ptr(), Len: v.n, Place: -1}
+	return kernels.Buffer{Mem: v.mem, Ptr: v.Ptr(), Bytes: v.n}
 }
 
 // SymmetricOperand is v as an operation gets it, at the place where peers reach it, if they do.
 func (h *Heap) SymmetricOperand(v View) kernels.Buffer {
 	b := h.Operand(v)
-	if off, ok := v.Symmetric(h); ok {
-		b.Place = off
-	}
+	b.Place, b.Reach = v.Symmetric(h)
 	return b
 }
 

@@ -59,7 +59,11 @@ func (w *worker) report(ctx context.Context) (*report, error) {
 	if err != nil {
 		return nil, err
 	}
-	mine.Traffic = w.moving.Traffic()
+	counters, err := w.moving.Counters()
+	if err != nil {
+		return nil, err
+	}
+	mine.Traffic = counters.Bytes
 
 	text, err := json.Marshal(mine)
 	if err != nil {

@@ -23,9 +23,10 @@ type Config struct {
 	Must []string
 	// Family is the bounds of launches, complete.
 	Family kernels.Family
-	// ExtraBytes of symmetric memory are the owner's, behind the control block, and zero at first with ClearExtra.
-	ExtraBytes int64
-	ClearExtra bool
+	// ExtraBytes of symmetric memory are the owner's, behind the control block, of which the first ZeroExtra are zero at first.
+	ExtraBytes, ZeroExtra int64
+	// Settle, when set, gets that memory before the port is opened, to write into it and to finish the family.
+	Settle func(extra memory.View) error
 	// Timeout bounds Agree.
 	Timeout time.Duration
 }
@@ -71,7 +72,6 @@ func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Commun
 	if err := c.open(ctx, &o, layout.Zero, control); err != nil {
 		return nil, errors.Join(fmt.Errorf("%s: memory for channels and staging: %w", o.Name, err), c.release())
 	}
-	c.extra = c.block.View().Slice(control, o.ExtraBytes)
 	c.Traits = c.port.Ready()
 	return c, nil
 }
@@ -83,8 +83,11 @@ func (c *Communicator) open(ctx context.Context, o *Config, zero, control int64)
 	}
 	var claim agree.Claim
 	err = c.block.Clear(0, zero)
-	if err == nil && o.ClearExtra {
-		err = c.block.Clear(control, o.ExtraBytes)
+	if err == nil {
+		err = c.block.Clear(control, o.ZeroExtra)
+	}
+	if c.extra = c.block.View().Slice(control, o.ExtraBytes); err == nil && o.Settle != nil {
+		err = o.Settle(c.extra)
 	}
 	if err == nil {
 		claim.Must = []string{fmt.Sprintf("its channels at offset %d", c.block.Offset())}
@@ -227,6 +230,9 @@ func (c *Communicator) order(s device.Stream) error {
 	c.last = s
 	return nil
 }
+
+// Wait returns when the launches so far have run, but for captured ones. c is locked.
+func (c *Communicator) Wait() error { return device.Follow(nil, c.last) }
 
 // Done hears how a launch has ended. Unless ranks have merely disagreed, an error leaves c broken.
 func (c *Communicator) Done(err error) {

@@ -1,7 +1,6 @@
 package cuda
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 
@@ -118,7 +117,7 @@ func (x *exchanges) validate(a *kernels.AllToAllV) error {
 	switch {
 	case len(r.Order) != size-1 || len(r.ReverseOrder) != size-1:
 		return fmt.Errorf("kernels: alltoallv: orders of %d and %d peers for %d ranks", len(r.Order), len(r.ReverseOrder), size)
-	case s.Copies && (len(r.PeerOffsets) != size || a.Splits.Len > 0 || a.Dst.Place < 0):
+	case s.Copies && (len(r.PeerOffsets) != size || a.Splits.Bytes > 0 || !a.Dst.Reach):
 		return errors.New("kernels: alltoallv: copies need a place on every rank, splits known to the host and an output that peers can write")
 	case a.Timeout <= 0:
 		return fmt.Errorf("kernels: alltoallv: timeout %v", a.Timeout)
@@ -138,7 +137,7 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 		flags |= flagMesh
 	}
 	l := cuda.Launch{Flags: e.flags}
-	groups, large, interval, senders := int64(0), a.Splits.Len > 0, uint32(0), 0
+	groups, large, interval, senders := int64(0), a.Splits.Bytes > 0, uint32(0), 0
 	for q := range c.Size {
 		if q == e.space.Rank {
 			continue
@@ -158,7 +157,7 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 			blocks++ // fewer would have more stripes each than they have room for
 		}
 		grid, takers := blocks, recvThreads
-		if staged := s.Staged || a.Dst.Place < 0; s.CopyBlocks >= blocks && staged && c.Size > 1 && 2*blocks <= k.limit && sharedBytes(c, blocks, apartThreads) <= k.shared {
+		if staged := s.Staged || !a.Dst.Reach; s.CopyBlocks >= blocks && staged && c.Size > 1 && 2*blocks <= k.limit && sharedBytes(c, blocks, apartThreads) <= k.shared {
 			senders, grid, takers = blocks, 2*blocks, apartThreads
 		}
 		l.Grid = [3]uint32{uint32(grid), 1, 1}
@@ -175,8 +174,8 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 		}
 		l.Grid = [3]uint32{uint32(max(1, min(blocks, k.small))), 1, 1}
 	}
-	l.Args = x.args[:argsBytes]
-	exchangeArgs(l.Args, &e.space, p.fault.Addr(), flags, interval, senders, c, a)
+	l.Args = x.args[:exchangeArgsBytes]
+	encodeExchange(l.Args, &e.space, p.fault.Addr(), flags, interval, senders, c, a)
 	p.batch.Launch(0, l)
 }
 
@@ -191,20 +190,20 @@ func sharedBytes(c *channels, blocks, takers int) int {
 // rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 	e, c, r, b := p.e, &x.c, a.Routes, &p.batch
-	exchangeArgs(x.args[:argsBytes], &e.space, p.fault.Addr(), 0, 0, 0, c, a)
+	encodeExchange(x.args[:exchangeArgsBytes], &e.space, p.fault.Addr(), 0, 0, 0, c, a)
 	x.places = x.places[:0]
 	for q, at := range r.PeerOffsets {
 		x.places = append(x.places, a.Dst.Place+at)
-		binary.LittleEndian.PutUint64(x.args[argsBytes+8*q:], uint64(a.Dst.Place+at))
+		putCopyArgsPlaces(x.args, q, a.Dst.Place+at)
 	}
 	me := e.space.Rank
-	own, from, to := r.SendBytes[me], a.Src.Addr+uintptr(r.SendOffsets[me]), a.Dst.Addr+uintptr(r.RecvOffsets[me])
+	own, from, to := r.SendBytes[me], a.Src.Ptr+uintptr(r.SendOffsets[me]), a.Dst.Ptr+uintptr(r.RecvOffsets[me])
 	aside := own > 0 && from != to
 	if aside {
 		b.Record(0, p.fork)
 		b.WaitEvent(1, p.fork)
 		if n := min(a.Schedule.Blocks, x.k.limit); n > 0 {
-			b.Launch(1, cuda.Launch{Function: x.k.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: x.args[:argsBytes]})
+			b.Launch(1, cuda.Launch{Function: x.k.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: x.args[:exchangeArgsBytes]})
 		} else {
 			b.Copy(1, to, from, own)
 		}
@@ -213,7 +212,7 @@ func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 	b.Launch(0, l)
 	for _, q := range r.Order {
 		if n := r.SendBytes[q]; n > c.PacketBytes {
-			b.Copy(0, e.space.Addr(int(q), x.places[q]), a.Src.Addr+uintptr(r.SendOffsets[q]), n)
+			b.Copy(0, e.space.Addr(int(q), x.places[q]), a.Src.Ptr+uintptr(r.SendOffsets[q]), n)
 		}
 	}
 	if aside {

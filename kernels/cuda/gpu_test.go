@@ -243,11 +243,11 @@ func (w *world) prepare(c *call) {
 func (w *world) exchange(c *call, r int) *kernels.AllToAllV {
 	x := &kernels.AllToAllV{
 		Routes: c.routes[r], Schedule: c.schedule, Launched: kernels.Launched{Timeout: c.timeout},
-		Src: kernels.Buffer{Addr: w.segment(r) + uintptr(c.src), Len: w.stride - c.src, Place: c.src},
-		Dst: kernels.Buffer{Addr: w.segment(r) + uintptr(c.dst), Len: w.stride - c.dst, Place: -1},
+		Src: kernels.Buffer{Ptr: w.segment(r) + uintptr(c.src), Bytes: w.stride - c.src},
+		Dst: kernels.Buffer{Ptr: w.segment(r) + uintptr(c.dst), Bytes: w.stride - c.dst},
 	}
 	if c.inPlace {
-		x.Dst.Place = c.dst
+		x.Dst.Place, x.Dst.Reach = c.dst, true
 	}
 	if x.Schedule.Copies = c.copies; c.copies {
 		routes := *x.Routes
@@ -571,8 +571,8 @@ func TestSplitsAreReadFromDeviceMemory(t *testing.T) {
 		}
 		for r, k := range w.ranks {
 			x := w.exchange(c, r)
-			x.Splits = kernels.Buffer{Addr: tables[r], Len: 4 * 3 * 8}
-			x.Src.Len, x.Dst.Len = extent(c.routes[r].SendBytes, c.routes[r].SendOffsets), extent(c.routes[r].RecvBytes, c.routes[r].RecvOffsets)
+			x.Splits = kernels.Buffer{Ptr: tables[r], Bytes: 4 * 3 * 8}
+			x.Src.Bytes, x.Dst.Bytes = extent(c.routes[r].SendBytes, c.routes[r].SendOffsets), extent(c.routes[r].RecvBytes, c.routes[r].RecvOffsets)
 			require.NoError(t, k.p.submit(uintptr(k.s), x))
 		}
 		w.sync()
@@ -608,9 +608,9 @@ func TestSplitsInDeviceMemoryThatReachPastABufferMoveNothing(t *testing.T) {
 				table = binary.LittleEndian.AppendUint64(table, uint64(n))
 			}
 			x := w.exchange(c, r)
-			x.Splits = kernels.Buffer{Addr: w.segment(r) + uintptr(w.stride) - 4096, Len: 4 * 2 * 8}
-			x.Src.Len, x.Dst.Len = 2000, 2000
-			require.NoError(t, k.ctx.Write(k.s, x.Splits.Addr, table))
+			x.Splits = kernels.Buffer{Ptr: w.segment(r) + uintptr(w.stride) - 4096, Bytes: 4 * 2 * 8}
+			x.Src.Bytes, x.Dst.Bytes = 2000, 2000
+			require.NoError(t, k.ctx.Write(k.s, x.Splits.Ptr, table))
 			require.NoError(t, k.p.submit(uintptr(k.s), x))
 		}
 		for _, k := range w.ranks {

@@ -1,7 +1,6 @@
 package cuda
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"sync"
@@ -119,24 +118,24 @@ func (p *port) err() error {
 	if b == nil || shm.Word32(b, faultKind).Load() == 0 {
 		return nil
 	}
-	word := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
-	me, peer, epoch := p.e.space.Rank, int(binary.LittleEndian.Uint32(b[faultPeer:])), word(faultEpoch)
-	sending := b[faultSending] != 0
-	switch shm.Word32(b, faultKind).Load() {
+	var f faultWords
+	f.get(b)
+	me, peer, sending := p.e.space.Rank, int(f.peer), f.sending != 0
+	switch f.kind {
 	case faultMismatch:
-		m := &kernels.CountMismatchError{Src: peer, Dst: me, Epoch: epoch, Sent: word(faultSent), Expected: word(faultExpect)}
+		m := &kernels.CountMismatchError{Src: peer, Dst: me, Epoch: f.epoch, Sent: f.sent, Expected: f.expected}
 		if sending {
 			m.Src, m.Dst = me, peer
 		}
 		return m
 	case faultPlace:
-		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", epoch, peer, word(faultSent), word(faultExpect))
+		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", f.epoch, peer, f.sent, f.expected)
 	case faultSplits:
-		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: epoch, Bytes: int64(word(faultSent)), Offset: int64(word(faultExpect)), Limit: int64(word(faultLimit))}
+		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: f.epoch, Bytes: int64(f.sent), Offset: int64(f.expected), Limit: int64(f.limit)}
 	case faultAborted:
-		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: epoch, Err: comm.ErrAborted}
+		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: comm.ErrAborted}
 	default:
-		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: epoch, Err: comm.ErrTimeout}
+		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: comm.ErrTimeout}
 	}
 }
 

@@ -152,8 +152,8 @@ func (g *reduceRig) run(rank int, turn explore.Turn) error {
 			a.Dst = a.Src
 			if c.coll != kernels.AllReduce {
 				part := buffer(a.Src.Mem[at:at+mine], -1)
-				if a.Src.Place >= 0 {
-					part.Place = a.Src.Place + at
+				if a.Src.Reach {
+					part = buffer(part.Mem, a.Src.Place+at)
 				}
 				if c.coll == kernels.AllGather {
 					a.Src = part

@@ -13,14 +13,14 @@ const foldBytes = 32 << 10
 // k + Slots may be offered in its place. Chunks of our own slice are reduced when all peers have offered them.
 func (x *reducing) twoShot() error {
 	a := x.a
-	pushes := a.Call.Collective.Reduces() && a.Src.Place < 0
-	fetches := a.Call.Collective.Gathers() && a.Dst.Place < 0
+	pushes := a.Call.Collective.Reduces() && !a.Src.Reach
+	fetches := a.Call.Collective.Gathers() && !a.Dst.Reach
 	src, dst := int64(-1), int64(-1)
 	if a.Call.Collective.Reduces() {
-		src = a.Src.Place
+		src = a.Src.PlaceOr(-1)
 	}
 	if a.Call.Collective.Gathers() {
-		dst = a.Dst.Place
+		dst = a.Dst.PlaceOr(-1)
 	}
 	for i := range x.links {
 		l := &x.links[i]

@@ -77,7 +77,7 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 	me := e.space.Rank
 	count := e.word(me, c.Epoch())
 	x.epoch = count.Load() + 1
-	if a.Splits.Len > 0 {
+	if a.Splits.Bytes > 0 {
 		if err := x.readSplits(); err != nil {
 			return err
 		}
@@ -152,7 +152,7 @@ func (x *exchange) readSplits() error {
 		send           bool
 		bytes, offsets []int64
 		limit          int64
-	}{{true, r.SendBytes, r.SendOffsets, a.Src.Len}, {false, r.RecvBytes, r.RecvOffsets, a.Dst.Len}} {
+	}{{true, r.SendBytes, r.SendOffsets, a.Src.Bytes}, {false, r.RecvBytes, r.RecvOffsets, a.Dst.Bytes}} {
 		for p, bytes := range d.bytes {
 			if off := d.offsets[p]; bytes < 0 || off < 0 || off > d.limit-bytes {
 				return &kernels.SplitsError{Peer: p, Send: d.send, Bytes: bytes, Offset: off, Limit: d.limit, Epoch: x.epoch}
@@ -218,7 +218,7 @@ func (x *exchange) grant(h *half) bool {
 	return true
 }
 
-func (x *exchange) inPlace() bool { return x.a.Dst.Place >= 0 && !x.a.Schedule.Staged }
+func (x *exchange) inPlace() bool { return x.a.Dst.Reach && !x.a.Schedule.Staged }
 
 func (x *exchange) postCredit(h *half, k int, at, n uint64) {
 	x.e.at(postingCredit, h.peer)

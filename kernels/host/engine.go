@@ -30,7 +30,6 @@ type Engine struct {
 	step       func(p point, peer int) error // nil but in tests
 	pullFrom   int64                         // the least message that is read in its sender's memory,
 	pullBytes  int64                         // and how much of it at once
-	bare       port                          // of dispatch, until it has ports
 
 	mu    sync.Mutex
 	tasks []*task
@@ -65,7 +64,6 @@ func New(space kernels.Space, why func() error) *Engine {
 		w.waiting = shm.Word(seg, kernels.WaitingOffset)
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
-	e.bare.e = e
 	return e
 }
 

@@ -100,7 +100,7 @@ func open(e *host.Engine, f kernels.Family, offset int64) kernels.Port {
 
 // buffer is b as an operation gets it, at a place of its rank's segment or at -1.
 func buffer(b []byte, place int64) kernels.Buffer {
-	return kernels.Buffer{Mem: b, Len: int64(len(b)), Place: place}
+	return kernels.Buffer{Mem: b, Bytes: int64(len(b)), Place: place, Reach: place >= 0}
 }
 
 func (g *rig) space(rank int) kernels.Space {
@@ -147,7 +147,7 @@ func (g *rig) untouched(rank int) error {
 func (g *rig) exchange(rank int, r *kernels.Routes, c *explore.Call, src, dst []byte) error {
 	a := kernels.AllToAllV{Routes: r, Schedule: c.Schedules[rank], Src: buffer(src, -1), Dst: buffer(dst, -1), Launched: kernels.Launched{Timeout: g.timeout}}
 	if c.InPlace[rank] {
-		a.Dst.Place = c.Output[rank]
+		a.Dst = buffer(dst, c.Output[rank])
 	}
 	return g.ports[rank].Launch(nil, &a)
 }

@@ -13,6 +13,7 @@ type port struct {
 	e        *Engine
 	channels Channels       // of exchanges
 	reduce   ReduceChannels // of reductions
+	moe      *moe           // of a dispatcher
 	nonce    *shm.Nonce     // by which peers know this rank's memory
 	sources  []source       // by rank
 
@@ -53,6 +54,9 @@ func (e *Engine) Layout(f kernels.Family) (kernels.Layout, error) {
 	case *kernels.ReduceChannels:
 		c := ReduceChannels{ReduceChannels: *f}
 		return kernels.Layout{Bytes: c.Bytes(), Zero: c.ControlBytes()}, nil
+	case *kernels.MoE:
+		l := newLanes(f, 0)
+		return l.layout(), nil
 	}
 	return kernels.Layout{}, fmt.Errorf("kernels: the host engine has no %s", f.Family())
 }
@@ -66,6 +70,8 @@ func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
 		p.show()
 	case *kernels.ReduceChannels:
 		p.reduce = ReduceChannels{*f, offset}
+	case *kernels.MoE:
+		p.moe = newMoE(f, offset)
 	default:
 		return nil, fmt.Errorf("kernels: the host engine has no %s", f.Family())
 	}
@@ -91,6 +97,12 @@ func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 		return p.launch(s, (*allToAllV)(op))
 	case *kernels.Reduction:
 		return p.launch(s, (*reduction)(op))
+	case *kernels.Dispatch:
+		return p.launch(s, (*dispatch)(op))
+	case *kernels.Combine:
+		return p.launch(s, (*combine)(op))
+	case *kernels.CombineBackward:
+		return p.launch(s, (*combineBackward)(op))
 	}
 	return fmt.Errorf("kernels: the host engine has no %s", op.Operation())
 }

@@ -67,14 +67,14 @@ func (p *port) look() error {
 
 // pulls reports whether this rank will read the message of h in its sender's memory.
 func (x *exchange) pulls(h *half) bool {
-	return x.a.Dst.Place < 0 && !x.a.Schedule.Staged && h.total >= x.e.pullFrom && x.p.sources[h.peer].readable
+	return !x.a.Dst.Reach && !x.a.Schedule.Staged && h.total >= x.e.pullFrom && x.p.sources[h.peer].readable
 }
 
 // offer announces the message of h and says where it lies.
 func (x *exchange) offer(h *half) {
 	x.e.order(x.e.space.Rank)
 	source := uint64(shm.Addr(h.buf))
-	if x.a.Src.Place > 0 && x.e.space.Bells == nil {
+	if x.a.Src.Reach && x.e.space.Bells == nil {
 		source = inSegment | uint64(x.a.Src.Place+x.a.Routes.SendOffsets[h.peer])
 	}
 	x.e.word(h.peer, x.c.Signal(x.epoch, x.e.space.Rank)+kernels.LineSource).Store(source)

@@ -50,23 +50,32 @@ func benchDispatch(ctx context.Context, g *comm.Group, c config) (rows []row, er
 	for k := range c.TopK {
 		weight += weights[k]
 	}
+	tokens := dispatch.Tokens{X: memory.Host(shm.Bytes(x)), Experts: memory.Host(shm.Bytes(idx)), Weights: memory.Host(shm.Bytes(weights))}
 	one := func() error {
-		hd, err := d.Dispatch(nil, memory.Host(shm.Bytes(x)), idx, weights)
+		hd, err := d.Dispatch(nil, tokens)
 		if err != nil {
 			return err
 		}
 		defer hd.Release()
-		return d.Combine(nil, memory.Host(shm.Bytes(y)), hd.Rows(), hd)
+		return d.Combine(nil, memory.Host(shm.Bytes(y)), hd.Rows(), hd, dispatch.CombineOptions{})
 	}
-	before := d.Traffic()
+	before, err := d.Counters()
+	if err != nil {
+		return nil, err
+	}
 	if err := one(); err != nil {
 		return nil, err
 	}
+	after, err := d.Counters()
+	if err != nil {
+		return nil, err
+	}
 	var moved, link int64
-	for p, after := range d.Traffic() {
-		moved += after - before[p]
+	for p := range after.Bytes {
+		sent := after.Bytes[p] - before.Bytes[p]
+		moved += sent
 		if p != me {
-			link += after - before[p]
+			link += sent
 		}
 	}
 	from, to := make([]byte, moved), make([]byte, moved)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -196,29 +197,32 @@ func (r *rank) route(rng *rand.Rand, seed uint64) error {
 	own := rand.New(rand.NewPCG(seed, uint64(100+r.g.Rank())))
 	tokens := own.IntN(maxTokens + 1)
 	x, y := make([]byte, 4*hidden*tokens), make([]byte, 4*hidden*tokens)
-	idx, weights := make([]int32, 2*tokens), make([]float32, 2*tokens)
+	idx, choices, weights := make([]int32, 2*tokens), make([]byte, 8*tokens), make([]byte, 8*tokens)
 	for t := range tokens {
 		idx[2*t] = int32(own.IntN(12))
 		idx[2*t+1] = (idx[2*t] + 1 + int32(own.IntN(11))) % 12
-		weights[2*t], weights[2*t+1] = 0.5, 0.25
+		for k, w := range []float32{0.5, 0.25} {
+			binary.LittleEndian.PutUint32(choices[8*t+4*k:], uint32(idx[2*t+k]))
+			binary.LittleEndian.PutUint32(weights[8*t+4*k:], math.Float32bits(w))
+		}
 	}
 	for i := range hidden * tokens {
 		binary.LittleEndian.PutUint32(x[4*i:], math.Float32bits(float32(own.IntN(1000))))
 	}
-	h, err := r.s.Dispatcher.Dispatch(nil, memory.Host(x), idx, weights)
+	h, err := r.s.Dispatcher.Dispatch(nil, dispatch.Tokens{X: memory.Host(x), Experts: memory.Host(choices), Weights: memory.Host(weights)})
 	if err != nil {
 		return err
 	}
 	defer h.Release()
-	rows := h.Rows().Bytes()
+	rows, offsets, counts := h.Rows().Bytes(), h.Offsets().Bytes(), h.Counts().Bytes()
 	for i, e := range h.LocalExperts() {
-		first := int(h.Offsets()[i])
-		for at := first * hidden; at < (first+int(h.Counts()[i]))*hidden; at++ {
+		first, n := int(binary.LittleEndian.Uint32(offsets[4*i:])), int(binary.LittleEndian.Uint32(counts[4*i:]))
+		for at := first * hidden; at < (first+n)*hidden; at++ {
 			v := math.Float32frombits(binary.LittleEndian.Uint32(rows[4*at:]))
 			binary.LittleEndian.PutUint32(rows[4*at:], math.Float32bits(v*float32(e+1)))
 		}
 	}
-	if err := r.s.Dispatcher.Combine(nil, memory.Host(y), h.Rows(), h); err != nil {
+	if err := r.s.Dispatcher.Combine(nil, memory.Host(y), h.Rows(), h, dispatch.CombineOptions{}); err != nil {
 		return err
 	}
 	for t := range tokens {

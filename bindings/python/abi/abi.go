@@ -551,10 +551,12 @@ func switchyard_dispatcher(communicator C.uint64_t, opts *C.char, ticket *C.uint
 func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows *C.int64_t, traffic *C.int64_t, n C.int64_t) C.int32_t {
 	return guard(func() error {
 		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
-		if err == nil {
-			*maxRows = C.int64_t(d.MaxRows())
-			copy(numbers(traffic, n), d.Traffic())
+		if err != nil {
+			return err
 		}
+		sent, err := d.Traffic()
+		*maxRows = C.int64_t(d.MaxRows())
+		copy(numbers(traffic, n), sent)
 		return err
 	})
 }
@@ -605,10 +607,8 @@ func switchyard_rows(handle C.uint64_t, addr *C.uint64_t, bytes, rows, experts, 
 		*addr, *bytes, *rows = C.uint64_t(b.Addr), C.int64_t(b.Bytes), C.int64_t(n)
 		counts, offsets, which := h.Counts()
 		*experts = C.int64_t(len(which))
-		copy(numbers(count, room), counts)
-		copy(numbers(first, room), offsets)
 		for i, e := range which[:min(len(which), int(room))] {
-			numbers(expert, room)[i] = int64(e)
+			numbers(expert, room)[i], numbers(count, room)[i], numbers(first, room)[i] = int64(e), int64(counts[i]), int64(offsets[i])
 		}
 		return nil
 	})

@@ -167,7 +167,7 @@ class Dispatcher:
     def dispatch(self, x: Any, idx: Any, weights: Any) -> Dispatched:
         """Send each token's row of ``x`` to its experts.
 
-        ``x`` is [tokens, hidden]; ``idx`` [tokens, top_k] are the experts of each token, each at most once, -1 for none;
+        ``x`` is [tokens, hidden]; ``idx`` [tokens, top_k] are the experts of each token, -1 for none;
         ``weights``, of that shape too, are what :meth:`combine` multiplies their rows by. Tokens may be none and differ
         from rank to rank. The gradient of ``x`` is the sum of those of its rows; that of ``weights`` comes with
         :meth:`combine`.
