@@ -2,8 +2,8 @@
 // rank k, whatever its length.
 //
 // An [Exchanger] owns its channels in a symmetric heap and is made once, by all ranks together. Every call of
-// [Exchanger.Exchange] is then made by all ranks in the same order. It does no host communication, and once its split
-// sizes are in the cache it allocates nothing.
+// [Exchanger.Exchange] is then made by all ranks in the same order. It does no host communication, and once warm it
+// allocates nothing, whether it has had these splits before or not.
 //
 //	x, err := alltoallv.New(ctx, heap, alltoallv.Options{})
 //	err = x.Exchange(nil, dst, src, &alltoallv.Splits{Send: send, Recv: recv, ElemSize: 4})

@@ -725,12 +725,21 @@ func (g *Group) failed(f *failure, tell bool) {
 		return
 	}
 	own := f.culprit == n.id // an Abort after the fact does not count
+	told := g.out[f.culprit]
 	if f.code == failLost || f.code == failAborted && (!own || g.err == nil) {
 		g.out[f.culprit] = true
 		g.signalShrink()
 	}
 	if g.err != nil {
+		// Who is lost beside the first may only be stopped, and learns it later.
+		var late link
+		if f.code == failLost && tell && !own && !told {
+			late = n.links[f.culprit]
+		}
 		n.mu.Unlock()
+		if late != nil {
+			late.send(message{kind: kindFail, gid: g.id, fail: f})
+		}
 		return
 	}
 	g.err = g.errorOf(f)

@@ -29,6 +29,7 @@ type sockLink struct {
 	mu      sync.Mutex
 	queue   []outgoing
 	ended   bool // the reader has come to the end of the stream
+	heard   time.Time
 	closing bool
 	stopped bool // the writer has ended
 }
@@ -255,6 +256,9 @@ func (l *sockLink) read() {
 			}
 			return
 		}
+		l.mu.Lock()
+		l.heard = time.Now()
+		l.mu.Unlock()
 		bye := m.kind == kindBye
 		l.n.deliver(l.peer, m)
 		if bye {
@@ -266,13 +270,14 @@ func (l *sockLink) read() {
 // blame says who is lost when the stream ends: the peer, unless this process has
 // not run for so long that the peer may have given it up. Others then say so as
 // well, or what else has happened, and are heard first. Where nobody is left
-// that could say anything, it is this rank that was given up.
+// that says anything, it is this rank that was given up: whoever ran meanwhile
+// has found it silent.
 func (l *sockLink) blame(err error) *failure {
 	slept := l.n.pulse.slept(l.timeout)
 	for end := time.Now().Add(l.timeout / 4); slept > 0 && time.Now().Before(end) && !l.isClosing(); {
 		time.Sleep(5 * time.Millisecond)
 	}
-	if slept >= l.timeout && l.n.alone() {
+	if slept >= l.timeout && l.n.alone(l.timeout) {
 		return &failure{code: failLost, culprit: l.n.id, detail: fmt.Sprintf(
 			"this process did not run for %v, and rank %d has gone on without it", slept.Round(time.Millisecond), l.peer)}
 	}

@@ -77,16 +77,16 @@ func (n *node) linksTo(members []int, last int) []link {
 	return out
 }
 
-// alone reports whether every connection has ended.
-func (n *node) alone() bool {
+// alone reports whether no peer has given a sign of life in the time of a few.
+func (n *node) alone(timeout time.Duration) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	for _, l := range n.links {
 		if s, ok := l.(*sockLink); ok {
 			s.mu.Lock()
-			ended := s.ended
+			alive := !s.ended && time.Since(s.heard) < timeout*3/(2*beatsPerTimeout)
 			s.mu.Unlock()
-			if !ended {
+			if alive {
 				return false
 			}
 		}

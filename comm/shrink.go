@@ -99,9 +99,6 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (*Group, error) {
 	}
 	s.busy = true
 	next := s.next
-	for _, r := range leaveOut {
-		g.out[g.members[r]] = true
-	}
 	n.mu.Unlock()
 	for _, r := range leaveOut {
 		g.failed(&failure{code: failLost, culprit: g.members[r], detail: fmt.Sprintf("rank %d has left it out", g.rank)}, true)
@@ -162,10 +159,11 @@ func (g *Group) shrinkable() error {
 	case g.shrink.busy:
 		return fmt.Errorf("%s is being shrunk by another goroutine", g.name)
 	case g.out[g.n.id]:
-		if g.err != nil {
-			return fmt.Errorf("this rank is not among the survivors: %w", g.err)
+		why := fmt.Errorf("%w: the others have given this rank up", ErrPeerLost)
+		if pe, ok := g.err.(*PeerError); ok && pe.Rank == g.rank {
+			why = pe.Err
 		}
-		return fmt.Errorf("this rank is not among the survivors: %w", ErrPeerLost)
+		return &PeerError{Rank: g.rank, Err: fmt.Errorf("this rank is not among the survivors: %w", why)}
 	}
 	return nil
 }

@@ -190,6 +190,32 @@ func TestF2_ShrinkLeavesOut(t *testing.T) {
 	})
 }
 
+// One that is left out of a group that has failed already learns that too.
+func TestF2_ShrinkLeavesOutAfterALoss(t *testing.T) {
+	eachWorld(t, 4, func(t *testing.T, gs []*Group) {
+		gs[0].Kill()
+		for _, g := range gs[1:] {
+			waitDone(t, g)
+		}
+		next := make([]*Group, 2)
+		requireAll(t, onEach(gs[1:3], func(g *Group) (err error) {
+			s, err := g.Shrink(testContext(t), 3)
+			if err != nil {
+				return err
+			}
+			next[s.Rank()] = s
+			return s.Barrier(testContext(t))
+		}))
+		for _, g := range next {
+			require.Equal(t, 2, g.Size())
+			defer g.Close()
+		}
+		_, err := gs[3].Shrink(testContext(t))
+		require.ErrorIs(t, err, ErrPeerLost)
+		require.ErrorContains(t, err, "not among the survivors")
+	})
+}
+
 // A rank that is late is waited for: nobody has said that it is to be left out.
 func TestF2_ShrinkWaitsForTheLate(t *testing.T) {
 	eachWorld(t, 3, func(t *testing.T, gs []*Group) {

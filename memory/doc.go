@@ -24,7 +24,8 @@
 // Work on streams fits in because a free counts where it is called. The next user of the memory waits,
 // on its own stream, for the stream that freed it ([Heap.AllocOn], [Buffer.FreeOn]).
 //
-// A heap only grows when all ranks call [Heap.Grow]. No allocation ever maps memory or waits for a peer.
+// A heap only grows when all ranks call [Heap.Grow], or make a communicator together that it has no room for. No allocation
+// ever maps memory or waits for a peer.
 //
 // # Views
 //

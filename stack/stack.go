@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
@@ -38,6 +39,9 @@ type Stack struct {
 	Moves []dispatch.Move
 
 	options Options
+	id      uint64     // of this rank, as long as it has a stack
+	age     int        // how many stacks there were before
+	experts [][]uint64 // which ranks have them, by their ids
 }
 
 // Open makes a stack on g. It is collective: every rank of g calls Open or, if it has a stack on the group before, Reopen. What
@@ -46,41 +50,42 @@ type Stack struct {
 // A rank that is admitted to a group that has stacks calls Open with the options of the others; the experts that it gets are those
 // of Moves.
 func Open(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Stack, error) {
-	return open(ctx, g, d, o, past{Rank: -1})
+	s := &Stack{Group: g, Device: d, options: o, id: rand.Uint64()}
+	return s.open(ctx)
 }
 
 // Reopen closes s and makes a stack with the same options on g, a group that has come of that of s by Shrink or Admit. It is
 // collective on g, and needs no rank that is not in g, if the group of s has failed. Views, buffers, registrations and handles of s are
 // dead; what they held is to be copied out before.
 //
-// Experts stay where they are as far as their ranks are in g: see [dispatch.Placement.Follow], and Moves for the rest.
+// Experts stay where they are as far as their ranks are in g: see [dispatch.Placement.Follow], and Moves for the rest. Parameters
+// that a rank gives away are to be kept until a call on the new stack has come to its end: when another rank is lost in Reopen,
+// some ranks have a new stack and others have not. Then s can be reopened again by the latter, the new one by the former, on the
+// group that follows, and Moves tell what is missing since the last stack that all had.
 func (s *Stack) Reopen(ctx context.Context, g *comm.Group) (*Stack, error) {
-	was := past{Rank: s.Group.Rank()}
-	if s.Dispatcher != nil {
-		was.Experts = s.Dispatcher.Placement().Ranks
-	}
 	if err := s.Close(ctx); err != nil {
 		return nil, fmt.Errorf("stack: reopen: %w", err)
 	}
-	return open(ctx, g, s.Device, s.options, was)
+	next := &Stack{Group: g, Device: s.Device, options: s.options, id: s.id, age: s.age, experts: s.experts}
+	return next.open(ctx)
 }
 
-// past is what a rank brings from the stack before: its number there, -1 for none, and where the experts were.
+// past is what a rank brings from the stack before. Without experts it had none.
 type past struct {
-	Rank    int
-	Experts [][]int
+	ID      uint64
+	Age     int
+	Experts [][]uint64
 }
 
-func open(ctx context.Context, g *comm.Group, d device.Device, o Options, was past) (*Stack, error) {
-	s := &Stack{Group: g, Device: d, options: o}
-	if err := s.open(ctx, was); err != nil {
+func (s *Stack) open(ctx context.Context) (*Stack, error) {
+	if err := s.openAll(ctx); err != nil {
 		return nil, fmt.Errorf("stack: open: %w", errors.Join(err, s.abandon()))
 	}
 	return s, nil
 }
 
-func (s *Stack) open(ctx context.Context, was past) error {
-	placement, err := s.follow(ctx, was)
+func (s *Stack) openAll(ctx context.Context) error {
+	placement, ids, err := s.follow(ctx)
 	if err != nil {
 		return err
 	}
@@ -105,37 +110,74 @@ func (s *Stack) open(ctx context.Context, was past) error {
 		if s.Dispatcher, err = dispatch.New(ctx, s.Heap, with); err != nil {
 			return err
 		}
+		s.experts = nil
+		for _, at := range s.Dispatcher.Placement().Ranks {
+			var on []uint64
+			for _, r := range at {
+				on = append(on, ids[r])
+			}
+			s.experts = append(s.experts, on)
+		}
 	}
 	return nil
 }
 
-// follow finds out where experts are now: nil where there was no stack before.
-func (s *Stack) follow(ctx context.Context, mine past) (*dispatch.Placement, error) {
-	msg, err := json.Marshal(mine)
+// follow finds out where experts are now, nil where no rank had a stack before, and the ranks' ids. Ranks may come from
+// different stacks, when one was lost while others were being opened: what counts is the oldest, which all have had.
+func (s *Stack) follow(ctx context.Context) (*dispatch.Placement, []uint64, error) {
+	msg, err := json.Marshal(past{s.id, s.age, s.experts})
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	all, err := s.Group.AllGather(ctx, msg)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	was := make([]int, len(all))
-	var before *dispatch.Placement
+	ids, fresh := make([]uint64, len(all)), make([]bool, len(all))
+	var oldest *past
 	for r, b := range all {
 		var p past
 		if err := json.Unmarshal(b, &p); err != nil {
-			return nil, fmt.Errorf("rank %d: malformed: %w", r, err)
+			return nil, nil, fmt.Errorf("rank %d: malformed: %w", r, err)
 		}
-		if was[r] = p.Rank; p.Rank >= 0 && p.Experts != nil && before == nil {
-			before = &dispatch.Placement{Ranks: p.Experts}
+		ids[r], fresh[r] = p.ID, p.Experts == nil
+		s.age = max(s.age, p.Age)
+		if p.Experts != nil && (oldest == nil || p.Age < oldest.Age) {
+			oldest = &p
 		}
 	}
-	if before == nil || s.options.Dispatcher == nil {
-		return nil, nil
+	s.age++
+	if oldest == nil || s.options.Dispatcher == nil {
+		return nil, ids, nil
+	}
+	// The ranks that had experts get numbers, in any order.
+	number := make(map[uint64]int)
+	before := &dispatch.Placement{Ranks: make([][]int, len(oldest.Experts))}
+	for e, at := range oldest.Experts {
+		for _, id := range at {
+			if _, ok := number[id]; !ok {
+				number[id] = len(number)
+			}
+			before.Ranks[e] = append(before.Ranks[e], number[id])
+		}
+	}
+	was := make([]int, len(ids))
+	unknown := len(number)
+	for r, id := range ids {
+		n, ok := number[id]
+		switch {
+		case ok:
+			was[r] = n
+		case fresh[r]:
+			was[r] = -1
+		default: // it was there, without experts
+			was[r] = unknown
+			unknown++
+		}
 	}
 	now, moves := before.Follow(was)
 	s.Moves = moves
-	return now, nil
+	return now, ids, nil
 }
 
 // Close closes the parts, last opened first. It is collective and idempotent. After a failure of the group it waits for nobody;

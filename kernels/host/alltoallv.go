@@ -452,7 +452,7 @@ func (x *exchange) mismatch(h *half, sent uint64) {
 
 // outcome is what this rank and its receivers make of the call. A sender that needed no credit is through before its receiver
 // has looked, and learns of a complaint at the end of the next call at the latest: the receiver has signalled in that after it
-// complained. What ranks have been told of a call in one way they are not told in another.
+// complained. One call tells of one; there is an error for each call, and not more.
 func (x *exchange) outcome() error {
 	p, me := x.p, x.e.space.Rank
 	if x.failed != nil {
@@ -463,20 +463,33 @@ func (x *exchange) outcome() error {
 	if n == p.complaints {
 		return nil
 	}
-	p.complaints = n
+	if p.heard == nil {
+		p.heard = make([]uint64, x.c.Size)
+	}
 	var first *kernels.CountMismatchError
+	more := false
 	for d := range x.c.Size {
 		line := x.c.Complaint(d)
 		epoch := x.e.word(me, line).Load()
-		if epoch > p.mismatched && (first == nil || epoch < first.Epoch) {
+		switch {
+		case epoch <= p.heard[d]:
+		case epoch == p.mismatched:
+			p.heard[d] = epoch
+		case first != nil && first.Epoch <= epoch:
+			more = true
+		default:
+			more = more || first != nil
 			first = &kernels.CountMismatchError{Src: me, Dst: d, Sent: x.e.word(me, line+complaintSent).Load(),
 				Expected: x.e.word(me, line+complaintExpected).Load(), Epoch: epoch}
 		}
 	}
+	if !more {
+		p.complaints = n
+	}
 	if first == nil {
 		return nil
 	}
-	p.mismatched = x.epoch
+	p.heard[first.Dst], p.mismatched = first.Epoch, first.Epoch
 	return first
 }
 

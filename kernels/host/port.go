@@ -17,8 +17,9 @@ type port struct {
 	nonce    *shm.Nonce     // by which peers know this rank's memory
 	sources  []source       // by rank
 
-	complaints uint64 // how many this rank has heard
-	mismatched uint64 // the last call of which it is known that sizes differed, or at whose end that was told
+	complaints uint64   // how many of this rank's receivers' it has taken in
+	heard      []uint64 // by rank: the call of the last
+	mismatched uint64   // the last call for which this rank has returned that sizes differ
 }
 
 // source is where a port finds a peer's memory outside its segment.

@@ -1,0 +1,128 @@
+package stack_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strconv"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/stack"
+)
+
+const workerEnv = "STACK_TEST_RANK"
+
+func TestMain(m *testing.M) {
+	if r := os.Getenv(workerEnv); r != "" {
+		rank, _ := strconv.Atoi(r)
+		if err := besideAStoppedRank(rank); err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		return
+	}
+	os.Exit(m.Run())
+}
+
+// After a call that timed out, closing, shrinking and reopening take no longer than their contexts, though a rank is stopped: it
+// is left out, and learns it when it wakes up.
+func TestF2_StoppedRankHoldsUpNobody(t *testing.T) {
+	addr := loopback.Addr()
+	var wg sync.WaitGroup
+	for r := range 3 {
+		wg.Go(func() {
+			cmd := exec.Command(os.Args[0])
+			cmd.Env = append(os.Environ(), workerEnv+"="+strconv.Itoa(r), "STACK_TEST_ADDR="+addr)
+			out, err := cmd.CombinedOutput()
+			if err != nil {
+				t.Errorf("rank %d: %v\n%s", r, err, out)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func besideAStoppedRank(rank int) error {
+	const stopped = 2
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	g, err := comm.Join(ctx, comm.Config{Rank: rank, Size: 3, Addr: os.Getenv("STACK_TEST_ADDR"), PeerTimeout: time.Minute})
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	o := options()
+	o.Exchanger.Timeout = 500 * time.Millisecond
+	s, err := stack.Open(ctx, g, device.Host(), o)
+	if err != nil {
+		return err
+	}
+	pids, err := g.AllGather(ctx, []byte(strconv.Itoa(os.Getpid())))
+	if err != nil {
+		return err
+	}
+	if err := use(s); err != nil {
+		return err
+	}
+	parts := []int64{1 << 20, 1 << 20, 1 << 20}
+	exchange := func() error {
+		src, dst := memory.Host(make([]byte, 3<<20)), memory.Host(make([]byte, 3<<20))
+		return s.Exchanger.Exchange(nil, dst, src, &alltoallv.Splits{Send: parts, Recv: parts})
+	}
+	if rank == stopped {
+		syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+		err := exchange()
+		var pe *comm.PeerError
+		if !errors.Is(err, comm.ErrPeerLost) || !errors.As(err, &pe) || pe.Rank != rank {
+			return fmt.Errorf("the stopped rank got %v", err)
+		}
+		if _, err := g.Shrink(ctx); !errors.Is(err, comm.ErrPeerLost) {
+			return fmt.Errorf("the stopped rank's Shrink: %v", err)
+		}
+		return s.Close(ctx)
+	}
+	if err := exchange(); !errors.Is(err, comm.ErrTimeout) {
+		return fmt.Errorf("the exchange ended with %v", err)
+	}
+	start := time.Now()
+	short, stop := context.WithTimeout(ctx, 300*time.Millisecond)
+	defer stop()
+	if err := s.Close(short); rank == 0 && !errors.Is(err, comm.ErrTimeout) { // the stopped rank may use the memory yet
+		return fmt.Errorf("close: %w", err)
+	}
+	next, err := g.Shrink(ctx, stopped)
+	if err != nil {
+		return err
+	}
+	defer next.Close()
+	if s, err = s.Reopen(ctx, next); err != nil {
+		return err
+	}
+	if took := time.Since(start); took > 10*time.Second {
+		return fmt.Errorf("that took %v", took)
+	}
+	if err := use(s); err != nil {
+		return err
+	}
+	if err := s.Close(ctx); err != nil {
+		return err
+	}
+	if rank == 0 {
+		pid, err := strconv.Atoi(string(pids[stopped]))
+		if err != nil {
+			return err
+		}
+		return syscall.Kill(pid, syscall.SIGCONT)
+	}
+	return nil
+}

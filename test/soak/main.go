@@ -1,0 +1,54 @@
+// Soak has 4 ranks, a process each, work for as long as one likes while their processes are killed, stopped, hung and replaced.
+//
+//	go run ./test/soak -minutes 30
+//
+// The ranks make calls that they draw together: exchanges, reductions, dispatches and combines of random sizes, by changing
+// algorithms, into memory in and outside the heap; allocations, growth, subgroups, verification, calls that some refuse or give
+// up. Every byte is checked. When a rank is lost the others have to name it, shrink, reopen and go on, and let the process in
+// that is started in its place. What the survivors hold, memory, descriptors, goroutines and mappings, has to stay where it was.
+//
+// It ends with an error at the first wrong byte, wrong name, hang or leak, and prints what has been done.
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"slices"
+	"syscall"
+	"time"
+)
+
+func main() {
+	if spec := os.Getenv(workerEnv); spec != "" {
+		os.Exit(work(spec))
+	}
+	var o options
+	flag.Float64Var(&o.Minutes, "minutes", 1, "how long")
+	flag.IntVar(&o.Ranks, "ranks", 4, "how many ranks, 3 at least")
+	flag.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "what everything is drawn from")
+	flag.DurationVar(&o.Pause, "pause", time.Second, "how long the ranks are left in peace at most")
+	flag.StringVar(&o.Harm, "harm", "", "only this: kill, stop (for long), blink (stop for a moment), hang or abort")
+	flag.BoolVar(&o.Verbose, "v", false, "show what the ranks say")
+	flag.Parse()
+	if !slices.Contains([]string{"", "kill", "stop", "blink", "hang", "abort"}, o.Harm) {
+		fmt.Fprintf(os.Stderr, "soak: -harm is %q\n", o.Harm)
+		os.Exit(2)
+	}
+	if o.Ranks < 3 || o.Ranks > 64 || o.Minutes <= 0 {
+		fmt.Fprintf(os.Stderr, "soak: %d ranks for %v minutes, want 3 to 64 for more than 0\n", o.Ranks, o.Minutes)
+		os.Exit(2)
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	s := &soak{options: o, rng: rand.New(rand.NewPCG(o.Seed, 1)), began: time.Now()}
+	err := s.run(ctx)
+	fmt.Println(s.report())
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "soak: seed %d: %v\n", o.Seed, err)
+		os.Exit(1)
+	}
+}

@@ -1,0 +1,433 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/internal/loopback"
+)
+
+type options struct {
+	Minutes float64
+	Ranks   int
+	Seed    uint64
+	Pause   time.Duration
+	Harm    string
+	Verbose bool
+}
+
+// The times of the ranks' group. A stop is longer or much shorter than peerTimeout, a hang longer than what a call waits.
+const (
+	peerTimeout = 1500 * time.Millisecond
+	callTimeout = 4 * time.Second
+	shortStop   = 200 * time.Millisecond
+	longStop    = 3 * peerTimeout
+	hangFor     = 4 * callTimeout
+	// patience is how long nothing may be heard of a process that is not meant to be silent.
+	patience = 60 * time.Second
+)
+
+// soak starts the processes and does them harm.
+type soak struct {
+	options
+	rng   *rand.Rand
+	began time.Time
+
+	addr    string
+	said    chan line
+	workers map[int]*worker
+	next    int // id of the next process
+	quiet   time.Time
+
+	done    tally
+	slowest time.Duration // from a kill to the last survivor that has named it
+	steps   map[int]int
+	bytes   map[int]int64
+}
+
+// tally counts what was done.
+type tally struct {
+	Kills, Stops, ShortStops, Hangs, Aborts, KillsInJoin int
+	Named, Replaced                                      int
+}
+
+// worker is one process.
+type worker struct {
+	id     int
+	cmd    *exec.Cmd
+	stdin  io.WriteCloser
+	heard  time.Time
+	whole  bool // it is in a group of full size
+	harm   harm // what was done to it
+	harmed time.Time
+	woken  bool
+	over   bool   // it has said its last word
+	first  *usage // when it was in a group of full size for the first time, and warm
+}
+
+// harm is why a process is lost, or to be.
+type harm string
+
+const (
+	none    harm = ""
+	killed  harm = "killed"
+	stopped harm = "stopped"
+	hung    harm = "hung"
+	aborted harm = "aborted"
+)
+
+// line is what a process says, nil at its end.
+type line struct {
+	from *worker
+	word *word
+}
+
+// word is a line of a process.
+type word struct {
+	Say   string // ready, whole, lost, out, stats, bye, bad
+	Who   int    // lost: the process that is named, -1 for one that is not known yet
+	Text  string
+	Usage *usage
+}
+
+// usage is what a process holds, and has done.
+type usage struct {
+	Goroutines, FDs, Maps int
+	HeapKB                int64
+	Steps                 int
+	Bytes                 int64
+}
+
+func (s *soak) run(ctx context.Context) error {
+	s.addr, s.said, s.workers = loopback.Addr(), make(chan line, 1000), make(map[int]*worker)
+	s.steps, s.bytes = make(map[int]int), make(map[int]int64)
+	defer s.end()
+	for r := range s.Ranks {
+		if err := s.start(task{Rank: r, Size: s.Ranks}); err != nil {
+			return err
+		}
+	}
+	deadline := s.began.Add(time.Duration(s.Minutes * float64(time.Minute)))
+	s.quiet = time.Now().Add(s.pause())
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for time.Now().Before(deadline) {
+		select {
+		case <-ctx.Done():
+			return nil
+		case l := <-s.said:
+			if err := s.hear(l); err != nil {
+				return err
+			}
+		case <-tick.C:
+			if err := s.look(); err != nil {
+				return err
+			}
+		}
+	}
+	return s.finish()
+}
+
+// task is what a process is started for.
+type task struct {
+	ID, Rank, Size int // of the start; Late has neither
+	Full           int // ranks of a group of full size
+	Late           bool
+	Addr           string
+	Seed           uint64
+}
+
+func (s *soak) start(t task) error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	t.ID, t.Addr, t.Seed, t.Full = s.next, s.addr, s.rng.Uint64(), s.Ranks
+	s.next++
+	spec, err := json.Marshal(t)
+	if err != nil {
+		return err
+	}
+	w := &worker{id: t.ID, cmd: exec.Command(self), heard: time.Now()}
+	w.cmd.Env = append(os.Environ(), workerEnv+"="+string(spec))
+	w.cmd.Stderr = os.Stderr
+	if w.stdin, err = w.cmd.StdinPipe(); err != nil {
+		return err
+	}
+	out, err := w.cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	if err := w.cmd.Start(); err != nil {
+		return err
+	}
+	s.workers[w.id] = w
+	go func() {
+		for in := bufio.NewScanner(out); in.Scan(); {
+			m := new(word)
+			if err := json.Unmarshal(in.Bytes(), m); err != nil {
+				m = &word{Say: "bad", Text: fmt.Sprintf("malformed: %q", in.Text())}
+			}
+			s.said <- line{w, m}
+		}
+		w.cmd.Wait()
+		s.said <- line{w, nil}
+	}()
+	return nil
+}
+
+func (s *soak) pause() time.Duration {
+	if s.rng.IntN(4) == 0 {
+		return 0 // while the ranks still deal with the last one
+	}
+	return time.Duration(s.rng.Int64N(int64(s.Pause) + 1))
+}
+
+// hear takes in what a process says.
+func (s *soak) hear(l line) error {
+	w, m := l.from, l.word
+	w.heard = time.Now()
+	if m == nil {
+		if w.harm == none && !w.over {
+			return fmt.Errorf("process %d has ended: %v", w.id, w.cmd.ProcessState)
+		}
+		delete(s.workers, w.id)
+		return nil
+	}
+	s.show(w, m)
+	switch m.Say {
+	case "bad":
+		return fmt.Errorf("process %d: %s", w.id, m.Text)
+	case "whole":
+		w.whole = true
+		if w.harm == stopped && w.woken && time.Since(w.harmed) > longStop+2*peerTimeout {
+			w.harm, w.woken = none, false // nobody was left to notice
+		}
+	case "lost":
+		w.whole = false
+		if m.Who < 0 {
+			return nil
+		}
+		v := s.workers[m.Who]
+		if v != nil && v.harm == none {
+			return fmt.Errorf("process %d names %d, which nobody has harmed: %s", w.id, m.Who, m.Text)
+		}
+		s.done.Named++
+		if v != nil && v.harm == killed && w.harm == none {
+			s.slowest = max(s.slowest, time.Since(v.harmed))
+		}
+	case "out":
+		if w.harm == none {
+			return fmt.Errorf("process %d was left out, and nobody has harmed it: %s", w.id, m.Text)
+		}
+		w.over = true
+	case "bye":
+		w.over = true
+	case "stats":
+		s.steps[w.id], s.bytes[w.id] = m.Usage.Steps, m.Usage.Bytes
+		if !w.whole || m.Usage.Steps < warmSteps {
+			return nil
+		}
+		if w.first == nil {
+			w.first = m.Usage
+			return nil
+		}
+		return w.first.grown(w.id, m.Usage)
+	}
+	return nil
+}
+
+func (s *soak) show(w *worker, m *word) {
+	if s.Verbose && m.Say != "stats" {
+		fmt.Printf("%8.3f  %d  %s %d %s\n", time.Since(s.began).Seconds(), w.id, m.Say, m.Who, m.Text)
+	}
+}
+
+// warmSteps is how many calls a process makes before what it holds is compared.
+const warmSteps = 200
+
+// grown is an error if u holds more than a process may come to hold by chance.
+func (f *usage) grown(id int, u *usage) error {
+	for _, v := range []struct {
+		what       string
+		was, is    int64
+		difference int64
+	}{
+		{"goroutines", int64(f.Goroutines), int64(u.Goroutines), 20}, {"descriptors", int64(f.FDs), int64(u.FDs), 20},
+		{"mappings", int64(f.Maps), int64(u.Maps), 200}, {"KiB of heap", f.HeapKB, u.HeapKB, 16 << 10},
+	} {
+		if v.is > v.was+v.difference {
+			return fmt.Errorf("process %d has %d %s after %d calls, and had %d after %d", id, v.is, v.what, u.Steps, v.was, f.Steps)
+		}
+	}
+	return nil
+}
+
+// look wakes who was stopped, watches for hangs, and does harm when it is time.
+func (s *soak) look() error {
+	now := time.Now()
+	sound, whole := 0, 0
+	for _, w := range s.workers {
+		if w.harm == none && w.whole {
+			whole++
+		}
+	}
+	for _, w := range s.workers {
+		switch {
+		case w.harm == stopped && !w.woken && now.Sub(w.harmed) > longStop:
+			w.woken, w.heard = true, now
+			w.cmd.Process.Signal(syscall.SIGCONT)
+		case !w.whole && whole >= s.Ranks:
+			w.heard = now // there is no room for it yet
+		case (w.harm == none || w.woken) && now.Sub(w.heard) > patience:
+			w.cmd.Process.Signal(syscall.SIGQUIT)
+			time.Sleep(time.Second)
+			return fmt.Errorf("process %d has said nothing for %v, harm: %q", w.id, patience, w.harm)
+		}
+		if w.harm == none {
+			sound++
+		}
+	}
+	for ; sound < s.Ranks; sound++ {
+		if err := s.start(task{Late: true}); err != nil {
+			return err
+		}
+		s.done.Replaced++
+	}
+	var alive []*worker
+	for _, w := range s.workers {
+		if w.harm == none {
+			alive = append(alive, w)
+		}
+	}
+	// One at a time is not enough, but two must be left that know each other.
+	if now.Before(s.quiet) || whole < s.Ranks && (s.quiet.IsZero() || whole < 3) {
+		return nil
+	}
+	slices.SortFunc(alive, func(a, b *worker) int { return a.id - b.id })
+	s.quiet = now.Add(s.pause())
+	s.hurt(alive[s.rng.IntN(len(alive))])
+	return nil
+}
+
+// hurt does something to a process.
+func (s *soak) hurt(w *worker) {
+	what := s.Harm
+	if what == "" {
+		n := s.rng.IntN(100)
+		what = []string{"kill", "stop", "blink", "hang", "abort"}[min(n/60+n/80+n/90+n/95, 4)]
+	}
+	if !w.whole {
+		what = "kill" // it is not in a group that could be told
+	}
+	s.show(w, &word{Say: "HARM", Text: what})
+	switch what {
+	case "kill":
+		if s.done.Kills++; !w.whole {
+			s.done.KillsInJoin++
+		}
+		w.harm, w.harmed = killed, time.Now()
+		w.cmd.Process.Kill()
+	case "stop":
+		s.done.Stops++
+		w.harm, w.harmed = stopped, time.Now()
+		w.cmd.Process.Signal(syscall.SIGSTOP)
+	case "blink":
+		s.done.ShortStops++
+		w.cmd.Process.Signal(syscall.SIGSTOP)
+		time.Sleep(shortStop)
+		w.cmd.Process.Signal(syscall.SIGCONT)
+	case "hang":
+		s.done.Hangs++
+		w.harm, w.harmed, w.woken = hung, time.Now(), true
+		io.WriteString(w.stdin, "hang\n")
+	default:
+		s.done.Aborts++
+		w.harm, w.harmed = aborted, time.Now()
+		io.WriteString(w.stdin, "abort\n")
+	}
+}
+
+// finish has all ranks end in good order.
+func (s *soak) finish() error {
+	asked := make(map[int]bool)
+	for until := time.Now().Add(patience); time.Now().Before(until); {
+		left := 0
+		for id, w := range s.workers {
+			if w.harm == stopped && !w.woken {
+				w.woken = true
+				w.cmd.Process.Signal(syscall.SIGCONT)
+			}
+			if w.harm == none {
+				left++
+				if !asked[id] {
+					asked[id] = true
+					io.WriteString(w.stdin, "quit\n")
+				}
+			}
+		}
+		if left == 0 {
+			return nil
+		}
+		select {
+		case l := <-s.said:
+			if err := s.hear(l); err != nil {
+				return err
+			}
+			if l.word == nil {
+				continue
+			}
+		case <-time.After(100 * time.Millisecond):
+		}
+		// A newcomer that nobody will admit any more.
+		whole := 0
+		for _, w := range s.workers {
+			if w.harm == none && w.whole {
+				whole++
+			}
+		}
+		if whole == 0 {
+			for _, w := range s.workers {
+				if w.harm == none && !w.whole {
+					w.harm = killed
+					w.cmd.Process.Kill()
+				}
+			}
+		}
+	}
+	return errors.New("not all processes have come to an end")
+}
+
+func (s *soak) end() {
+	for _, w := range s.workers {
+		w.cmd.Process.Signal(syscall.SIGCONT)
+		w.cmd.Process.Kill()
+	}
+}
+
+func (s *soak) report() string {
+	var b strings.Builder
+	var steps int
+	var bytes int64
+	for id := range s.steps {
+		steps = max(steps, s.steps[id])
+		bytes += s.bytes[id]
+	}
+	fmt.Fprintf(&b, "%v, seed %d: %d kills (%d of them while joining), %d long stops, %d short stops, %d hangs, %d aborts\n",
+		time.Since(s.began).Round(time.Second), s.Seed, s.done.Kills, s.done.KillsInJoin, s.done.Stops, s.done.ShortStops, s.done.Hangs, s.done.Aborts)
+	fmt.Fprintf(&b, "losses were named %d times, the last survivor of a kill knew after %v at most; %d processes were started in the place of others\n",
+		s.done.Named, s.slowest.Round(time.Millisecond), s.done.Replaced)
+	fmt.Fprintf(&b, "%.1f GB checked, byte by byte; the longest life was %d calls", float64(bytes)/1e9, steps)
+	return b.String()
+}
