@@ -31,6 +31,7 @@ import (
 	"text/tabwriter"
 
 	"github.com/switchyard-moe/switchyard/internal/env"
+	_ "github.com/switchyard-moe/switchyard/internal/platform" // a clear word on other systems
 	"github.com/switchyard-moe/switchyard/internal/version"
 )
 

@@ -205,14 +205,15 @@ func (s *soak) hear(l line) error {
 		delete(s.workers, w.id)
 		return nil
 	}
-	if s.Verbose {
-		fmt.Printf("%8.3f  %d  %s %d %s\n", time.Since(s.began).Seconds(), w.id, m.Say, m.Who, m.Text)
-	}
+	s.show(w, m)
 	switch m.Say {
 	case "bad":
 		return fmt.Errorf("process %d: %s", w.id, m.Text)
 	case "whole":
 		w.whole = true
+		if w.harm == stopped && w.woken && time.Since(w.harmed) > longStop+2*peerTimeout {
+			w.harm, w.woken = none, false // nobody was left to notice
+		}
 	case "lost":
 		w.whole = false
 		if m.Who < 0 {
@@ -247,6 +248,12 @@ func (s *soak) hear(l line) error {
 	return nil
 }
 
+func (s *soak) show(w *worker, m *word) {
+	if s.Verbose && m.Say != "stats" {
+		fmt.Printf("%8.3f  %d  %s %d %s\n", time.Since(s.began).Seconds(), w.id, m.Say, m.Who, m.Text)
+	}
+}
+
 // warmSteps is how many calls a process makes before what it holds is compared.
 const warmSteps = 200
 
@@ -270,12 +277,19 @@ func (f *usage) grown(id int, u *usage) error {
 // look wakes who was stopped, watches for hangs, and does harm when it is time.
 func (s *soak) look() error {
 	now := time.Now()
-	sound := 0
+	sound, whole := 0, 0
+	for _, w := range s.workers {
+		if w.harm == none && w.whole {
+			whole++
+		}
+	}
 	for _, w := range s.workers {
 		switch {
 		case w.harm == stopped && !w.woken && now.Sub(w.harmed) > longStop:
 			w.woken, w.heard = true, now
 			w.cmd.Process.Signal(syscall.SIGCONT)
+		case !w.whole && whole >= s.Ranks:
+			w.heard = now // there is no room for it yet
 		case (w.harm == none || w.woken) && now.Sub(w.heard) > patience:
 			w.cmd.Process.Signal(syscall.SIGQUIT)
 			time.Sleep(time.Second)
@@ -291,14 +305,10 @@ func (s *soak) look() error {
 		}
 		s.done.Replaced++
 	}
-	whole := 0
 	var alive []*worker
 	for _, w := range s.workers {
 		if w.harm == none {
 			alive = append(alive, w)
-			if w.whole {
-				whole++
-			}
 		}
 	}
 	// One at a time is not enough, but two must be left that know each other.
@@ -321,6 +331,7 @@ func (s *soak) hurt(w *worker) {
 	if !w.whole {
 		what = "kill" // it is not in a group that could be told
 	}
+	s.show(w, &word{Say: "HARM", Text: what})
 	switch what {
 	case "kill":
 		if s.done.Kills++; !w.whole {
