@@ -18,7 +18,6 @@ class Shapes:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._known: dict[Any, tuple[int, array[int]]] = {}
-        self._nowhere = array("q", bytes(8 * ranks))
 
     def __len__(self) -> int:
         return len(self._known)
@@ -60,17 +59,22 @@ class Shapes:
         """The shape of an exchange of rows of equal size, where nothing is wrong with it: the usual case, made soon, because
         tokens go elsewhere in every call. counts are the rows to send and then those to receive."""
         ranks = self.ranks
-        if sent != ranks or len(counts) != 2 * ranks or not out_shape or out_shape[1:] != in_shape[1:] or min(counts) < 0:
+        if sent != ranks or len(counts) != 2 * ranks or min(counts) < 0:
             return None
-        rows, got = in_shape[0], out_shape[0]
-        row = item
-        for n in in_shape[1:]:
-            row *= n
+        try:
+            (got, width), (rows, other) = out_shape, in_shape
+        except ValueError:  # other than two dimensions
+            if not out_shape or out_shape[1:] != in_shape[1:]:
+                return None
+            got, rows, width = out_shape[0], in_shape[0], _product(in_shape[1:])
+        else:
+            if width != other:
+                return None
+        row = width * item
         if row == 0 or sum(counts) != rows + got or sum(counts[:ranks]) != rows:
             return None
         numbers = array("q", (row, got * row, rows * row, 0, 0))
         numbers += counts
-        numbers += self._nowhere
         return numbers.buffer_info()[0], numbers
 
     def _make(
@@ -92,7 +96,8 @@ class Shapes:
         """A shape that is not remembered: splits in rows, the address of splits in memory of a GPU, and where this rank's
         rows begin at the peers, in rows too."""
         numbers = array("q", (row, out_bytes, in_bytes, live, displs is not None)) + send + recv
-        numbers += self._nowhere if displs is None else displs
+        if displs is not None:
+            numbers += displs
         return numbers.buffer_info()[0], numbers
 
 
