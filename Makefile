@@ -23,8 +23,9 @@ bench:
 	$(GO) run ./test/perf allreduce
 	$(GO) run ./test/perf dispatch
 
-# Rebuilds the committed fatbins from kernels/cuda/*.cu. Needs nvcc, or PyPI to fetch it from.
+# Rebuilds what is generated and committed: the layouts that kernels and Go share, and the fatbins. Needs nvcc, or PyPI to fetch it from.
 kernels:
+	$(GO) run ./kernels/cuda/internal/genlayout
 	$(GO) run ./kernels/cuda/internal/genfatbin
 
 # Builds and installs the Python package into .venv and runs its tests. Those that need torch are skipped without it.

@@ -77,7 +77,7 @@ type bucket struct {
 	members int
 	last    int // the last gradient listed
 	missing int // gradients that are not ready in this step
-	buffer  *memory.Buffer
+	view    memory.View
 }
 
 // NewBuckets makes buckets for the gradients. It is collective: every rank of the heap's group calls it, in the same order
@@ -89,14 +89,19 @@ func NewBuckets(ctx context.Context, h *memory.Heap, gradients []Gradient, o Buc
 	if o.Reducer.StagingBytes == 0 {
 		o.Reducer.StagingBytes = bucketStaging
 	}
-	owner := fmt.Sprintf("%d gradients (digest %016x) in buckets of %d bytes, %v; ", len(gradients), digest(gradients), o.BucketBytes, o.Op)
-	r, err := newReducer(ctx, h, o.Reducer, owner, complaint)
+	own := owner{err: complaint}
+	own.must = fmt.Sprintf("%d gradients (digest %016x) in buckets of %d bytes, %v; ", len(gradients), digest(gradients), o.BucketBytes, o.Op)
+	for k := range b.buckets {
+		own.bytes += kernels.AlignUp(b.buckets[k].bytes, kernels.LineBytes)
+	}
+	r, err := newReducer(ctx, h, o.Reducer, own)
 	if err != nil {
 		return nil, err
 	}
 	b.reducer = r
-	if err := b.allocate(h); err != nil {
-		return nil, errors.Join(err, b.Close(ctx))
+	b.divide(r.c.Extra())
+	if b.stream, err = h.Device().NewStream(); err != nil {
+		return nil, errors.Join(fmt.Errorf("allreduce: stream of the buckets: %w", err), b.Close(ctx))
 	}
 	return b, nil
 }
@@ -167,26 +172,18 @@ func (b *Buckets) pack(gradients []Gradient, o *BucketOptions) error {
 	return nil
 }
 
-// allocate gives the buckets memory and a stream.
-func (b *Buckets) allocate(h *memory.Heap) error {
+// divide gives the buckets their memory, which is zero.
+func (b *Buckets) divide(all memory.View) {
+	var at int64
 	for k := range b.buckets {
 		p := &b.buckets[k]
-		buffer, err := h.Alloc(p.bytes)
-		if err != nil {
-			return fmt.Errorf("allreduce: bucket %d of %d: %w", k, len(b.buckets), err)
-		}
-		p.buffer = buffer
-		clear(buffer.Bytes())
+		p.view = all.Slice(at, p.bytes)
+		at += kernels.AlignUp(p.bytes, kernels.LineBytes)
 	}
 	for i := range b.gradients {
 		g := &b.gradients[i]
-		g.view = b.buckets[g.bucket].buffer.View().Slice(g.off, g.n)
+		g.view = b.buckets[g.bucket].view.Slice(g.off, g.n)
 	}
-	var err error
-	if b.stream, err = h.Device().NewStream(); err != nil {
-		return fmt.Errorf("allreduce: stream of the buckets: %w", err)
-	}
-	return nil
 }
 
 // Len is the number of gradients.
@@ -236,8 +233,7 @@ func (b *Buckets) Ready(s device.Stream, i int) error {
 	b.buckets[g.bucket].missing--
 	for b.launched < len(b.buckets) && b.buckets[b.launched].missing == 0 {
 		p := &b.buckets[b.launched]
-		v := p.buffer.View()
-		if err := b.reducer.AllReduce(b.stream, v, v, p.dtype, b.op); err != nil {
+		if err := b.reducer.AllReduce(b.stream, p.view, p.view, p.dtype, b.op); err != nil {
 			b.failed = fmt.Errorf("bucket %d: %w", b.launched, err)
 			return b.usable()
 		}
@@ -309,11 +305,5 @@ func (b *Buckets) Close(ctx context.Context) error {
 	if b.stream != nil {
 		errs = append(errs, b.stream.Close())
 	}
-	errs = append(errs, b.reducer.Close(ctx))
-	for k := range b.buckets {
-		if p := b.buckets[k].buffer; p != nil {
-			errs = append(errs, p.Free())
-		}
-	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, b.reducer.Close(ctx))...)
 }

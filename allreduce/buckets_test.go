@@ -15,6 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // fill writes what rank has in gradient i of a step; the values are small enough for bfloat16 to sum exactly.
@@ -192,13 +193,11 @@ func TestF3_BucketsRefuse(t *testing.T) {
 			{nil, BucketOptions{BucketBytes: -1}, ErrInvalid, "-1"},
 			{[]Gradient{{Len: 4 + r.Rank()}}, BucketOptions{}, comm.ErrMismatch, "digest"},
 			{[]Gradient{{Len: 4}}, BucketOptions{BucketBytes: int64(5 + r.Rank())}, comm.ErrMismatch, "buckets of 6 bytes"},
-			{[]Gradient{{Len: 64 << 20}}, BucketOptions{}, nil, "bucket 0 of 1"},
+			{[]Gradient{{Len: 1 << 50}}, BucketOptions{}, memory.ErrOutOfMemory, "out of memory"},
 		} {
 			_, err := NewBuckets(r.Ctx, r.Heap, bad.g, bad.o)
 			require.ErrorContains(r.T, err, bad.says)
-			if bad.is != nil {
-				require.ErrorIs(r.T, err, bad.is)
-			}
+			require.ErrorIs(r.T, err, bad.is)
 		}
 		b, err := NewBuckets(r.Ctx, r.Heap, []Gradient{{Len: 4}, {Len: 4}}, BucketOptions{})
 		r.Must(err)

@@ -1,26 +1,27 @@
 package allreduce
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// Conditions that callers tell apart with errors.Is.
+// Conditions that callers tell apart with errors.Is. They are those of package comm.
 var (
 	// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
-	ErrInvalid = errors.New("invalid argument")
+	ErrInvalid = comm.ErrInvalid
 	// ErrUnsupported means that the operator does not exist for the data type. Nothing has been enqueued then.
-	ErrUnsupported = errors.New("not supported")
+	ErrUnsupported = comm.ErrUnsupported
 	// ErrClosed is returned by calls on a closed Reducer or closed Buckets.
-	ErrClosed = errors.New("closed")
+	ErrClosed = comm.ErrClosed
 )
 
 func invalid(format string, args ...any) error {
-	return fmt.Errorf("allreduce: %w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+	return communicator.Invalid("allreduce", format, args...)
 }
 
 // Options of a Reducer. The zero value works. All ranks pass the same; New compares them and names both values where they
@@ -50,7 +51,7 @@ const (
 	maxSlotBytes = 64 << 10
 )
 
-// validate fills in the defaults for a group of size ranks and lays the control block out.
+// validate fills in the defaults for a group of size ranks and says the bounds of launches.
 func (o *Options) validate(size int) (kernels.ReduceChannels, error) {
 	c := kernels.ReduceChannels{Size: size}
 	if o.Algorithm != "" && !slices.ContainsFunc(kernels.ReduceAlgorithms(), func(a kernels.ReduceAlgorithm) bool { return a.String() == o.Algorithm }) {

@@ -2,19 +2,16 @@ package allreduce
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math"
-	"sync"
 
 	"github.com/cespare/xxhash/v2"
 
-	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
-	"github.com/switchyard-moe/switchyard/kernels/host"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -31,20 +28,10 @@ import (
 // Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Reducer can then only be closed. On a stream,
 // all but bad arguments are errors of the stream.
 type Reducer struct {
-	heap     *memory.Heap
-	group    *comm.Group
-	engine   *host.Engine
+	c        *communicator.Communicator // its lock is held during calls
 	channels kernels.ReduceChannels
-	block    *memory.Buffer
 	options  Options
-
-	mu     sync.Mutex // held during calls
-	closed bool
-	last   device.Stream // of the last launch; nil before the first, and for the caller itself
-
-	pool   sync.Mutex // also taken when launches end
-	broken error      // a call failed half-way: the channels are in no known state
-	ops    []*op      // idle launches
+	idle     communicator.Pool[op]
 }
 
 // op is one launch and what must live until it has run.
@@ -55,37 +42,32 @@ type op struct {
 }
 
 // New makes a Reducer. It is collective: every rank of the heap's group calls it, in the same order as its other
-// allocations, with equal options. What fails on one rank is an error on all. The caller closes it before the heap.
+// allocations, with equal options. The heap grows where it has no room. What fails on one rank is an error on all. The
+// caller closes the Reducer before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Reducer, error) {
-	return newReducer(ctx, h, o, "", nil)
+	return newReducer(ctx, h, o, owner{})
 }
 
-// newReducer is New for an owner with a configuration of its own to compare, or a complaint about it.
-func newReducer(ctx context.Context, h *memory.Heap, o Options, owner string, complaint error) (*Reducer, error) {
-	g := h.Group()
-	c, err := o.validate(g.Size())
-	if complaint != nil {
-		err = complaint
+// owner is who has a Reducer for itself: what it has to compare, memory that it wants beside, and its complaint.
+type owner struct {
+	must  string
+	bytes int64
+	err   error
+}
+
+func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Reducer, error) {
+	c, err := o.validate(h.Group().Size())
+	if own.err != nil {
+		err = own.err
 	}
-	if _, err := agree.On(ctx, g, agree.Claim{Must: []string{owner + o.fingerprint(&c)}}, err); err != nil {
-		return nil, fmt.Errorf("allreduce: compare options: %w", err)
-	}
-	block, err := h.Alloc(c.Bytes())
-	var claim agree.Claim
-	if err == nil {
-		c.Offset = block.Offset()
-		clear(block.Bytes()[:c.ControlBytes()])
-		claim.Must = []string{fmt.Sprintf("its channels at offset %d", c.Offset)}
-	}
-	// No peer may write before our block is zero, so all ranks meet again once it is.
-	if _, err = agree.On(ctx, g, claim, err); err != nil {
-		err = fmt.Errorf("allreduce: %d bytes for channels and staging: %w", c.Bytes(), err)
-		if block != nil {
-			err = errors.Join(err, block.Free())
-		}
+	x := &Reducer{channels: c, options: o}
+	x.c, err = communicator.Open(ctx, h, communicator.Config{
+		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.channels, ExtraBytes: own.bytes, ZeroExtra: own.bytes, Timeout: o.Timeout,
+	}, err)
+	if err != nil {
 		return nil, err
 	}
-	return &Reducer{heap: h, group: g, engine: host.New(h.Space(), g.Err), channels: c, block: block, options: o}, nil
+	return x, nil
 }
 
 // AllReduce combines the ranks' src element by element and leaves the result in every rank's dst, the same bits
@@ -127,52 +109,32 @@ func (x *Reducer) AllGatherV(s device.Stream, dst, src memory.View, counts []int
 
 // call checks and launches one call. counts is nil for equal slices.
 func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCall, counts []int64) error {
-	x.mu.Lock()
-	defer x.mu.Unlock()
+	x.c.Lock()
+	defer x.c.Unlock()
 	o := x.take()
 	err := x.prepare(&o.args, dst, src, c, counts)
-	if x.options.Validate && !x.closed {
-		err = x.validate(&o.args.Call, err)
-	}
-	if err == nil {
-		err = device.Follow(s, x.last)
+	if x.options.Validate {
+		_, err = x.c.Agree(agree.Claim{Must: []string{o.args.Call.String()}}, err)
 	}
 	if err != nil {
-		x.give(o, nil)
+		x.give(o)
 		return err
 	}
-	o.dst, o.src = dst, src
-	if s == nil {
-		o.args.Done = nil
-		err = x.engine.Reduce(nil, &o.args)
-		x.give(o, err)
-	} else {
+	o.dst, o.src, o.args.Done = dst, src, nil
+	if s != nil {
 		o.args.Done = o.done
-		if err = x.engine.Reduce(s, &o.args); err != nil { // not enqueued
-			x.give(o, nil)
-		}
 	}
-	if err != nil {
-		return fmt.Errorf("allreduce: %w", err)
+	if err = x.c.Launch(s, &o.args); s == nil || err != nil {
+		x.give(o)
 	}
-	x.last = s
-	return nil
+	return err
 }
 
 // prepare checks the arguments of a call and turns them into a launch.
 func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.ReduceCall, counts []int64) error {
 	a.Call = c
-	if x.closed {
-		return fmt.Errorf("allreduce: reducer is %w", ErrClosed)
-	}
-	x.pool.Lock()
-	broken := x.broken
-	x.pool.Unlock()
-	if broken != nil {
-		return fmt.Errorf("allreduce: an earlier call failed: %w", broken)
-	}
-	if err := x.group.Err(); err != nil {
-		return fmt.Errorf("allreduce: %w", err)
+	if err := x.c.Usable(); err != nil {
+		return err
 	}
 	if err := src.Valid(); err != nil {
 		return fmt.Errorf("allreduce: source: %w", err)
@@ -180,8 +142,10 @@ func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.
 	if err := dst.Valid(); err != nil {
 		return fmt.Errorf("allreduce: destination: %w", err)
 	}
-	if !src.OnHost() || !dst.OnHost() {
-		return invalid("%v of device memory on a heap of %v", c.Collective, x.heap.Device())
+	for _, v := range [2]memory.View{src, dst} {
+		if !x.c.Heap.Serves(v) {
+			return invalid("%v: a buffer at %#x is not memory of %v", c.Collective, v.Ptr(), x.c.Heap.Device())
+		}
 	}
 	if err := supported(c); err != nil {
 		return err
@@ -194,29 +158,20 @@ func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.
 		return err
 	}
 	// The part of the larger buffer that may be the other one.
-	mine := whole.Bytes()
+	mine, all, p := whole.Ptr(), whole.Ptr(), part.Ptr()
 	if c.Collective != kernels.AllReduce {
-		at, n := a.Slice(x.group.Rank())
-		mine = mine[at*c.DType.Size():][:n*c.DType.Size()]
+		at, _ := a.Slice(x.c.Group.Rank())
+		mine += uintptr(at * c.DType.Size())
 	}
-	if p := part.Bytes(); shm.Addr(p) != shm.Addr(mine) && shm.Overlap(p, whole.Bytes()) {
+	if p != mine && part.Len() > 0 && p < all+uintptr(whole.Len()) && all < p+uintptr(part.Len()) {
 		return invalid("source and destination of the %v overlap and are not the same memory", c.Collective)
 	}
 	if err := choose(a, x.options.Algorithm); err != nil {
 		return err
 	}
 	a.Timeout = x.options.Timeout
-	a.Src, a.Dst = src.Bytes(), dst.Bytes()
-	a.SrcOffset, a.DstOffset = x.reach(src), x.reach(dst)
+	a.Src, a.Dst = x.c.Heap.SymmetricOperand(src), x.c.Heap.SymmetricOperand(dst)
 	return nil
-}
-
-// reach is where peers find v in this rank's segment, or -1.
-func (x *Reducer) reach(v memory.View) int64 {
-	if off, ok := v.Symmetric(x.heap); ok {
-		return off
-	}
-	return -1
 }
 
 // supported refuses what the engines cannot do. It never swaps an operator for another.
@@ -235,7 +190,7 @@ func supported(c kernels.ReduceCall) error {
 // slice divides the elements among the ranks. whole is the length in bytes of the buffer with all slices, part of the
 // other one.
 func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part int64, counts []int64) error {
-	size, es := int64(x.group.Size()), c.DType.Size()
+	size, es := int64(x.channels.Size), c.DType.Size()
 	large, small := "source", "destination"
 	if !c.Collective.Reduces() {
 		large, small = small, large
@@ -277,7 +232,7 @@ func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part 
 		b[p+1] = b[p] + n
 		equal = equal && n == counts[0]
 	}
-	mine := counts[x.group.Rank()] * es
+	mine := counts[x.c.Group.Rank()] * es
 	if whole != b[size]*es || part != mine {
 		return invalid("the %s has %d bytes and the %s %d, the counts %v of %v need %d and %d", large, whole, small, part, counts, c.DType, b[size]*es, mine)
 	}
@@ -289,67 +244,39 @@ func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part 
 
 // take is an idle op or a new one.
 func (x *Reducer) take() *op {
-	x.pool.Lock()
-	defer x.pool.Unlock()
-	if n := len(x.ops); n > 0 {
-		o := x.ops[n-1]
-		x.ops = x.ops[:n-1]
-		return o
+	o := x.idle.Take()
+	if o == nil {
+		o = new(op)
+		o.args.Channels = &x.channels
+		o.args.Bounds = make([]int64, x.channels.Size+1)
+		o.done = func(err error) {
+			x.c.Done(err)
+			x.give(o)
+		}
 	}
-	o := new(op)
-	o.args.Channels = &x.channels
-	o.args.Bounds = make([]int64, x.group.Size()+1)
-	o.done = func(err error) { x.give(o, err) }
 	return o
 }
 
-// give takes an op back after its launch ended with err.
-func (x *Reducer) give(o *op, err error) {
-	x.pool.Lock()
-	defer x.pool.Unlock()
-	if err != nil && x.broken == nil && !isMismatch(err) {
-		x.broken = err
-	}
+// give takes an op back.
+func (x *Reducer) give(o *op) {
 	o.dst, o.src = memory.View{}, memory.View{}
-	o.args.Src, o.args.Dst = nil, nil
-	x.ops = append(x.ops, o)
-}
-
-// isMismatch tells the error that leaves the channels as they were.
-func isMismatch(err error) bool {
-	var m *kernels.CallMismatchError
-	return errors.As(err, &m)
-}
-
-// validate compares the ranks' calls on the control plane. mine is this rank's own complaint, which every rank hears of.
-func (x *Reducer) validate(c *kernels.ReduceCall, mine error) error {
-	ctx, cancel := context.WithTimeout(context.Background(), x.options.Timeout)
-	defer cancel()
-	_, err := agree.On(ctx, x.group, agree.Claim{Must: []string{c.String()}}, mine)
-	var refused *agree.RefusedError
-	switch {
-	case err == nil, mine != nil:
-		return mine
-	case errors.As(err, &refused):
-		return invalid("rank %d refused the call: %s", refused.Rank, refused.Why)
-	default:
-		return fmt.Errorf("allreduce: validate: %w", err)
-	}
+	o.args.Src, o.args.Dst = kernels.Buffer{}, kernels.Buffer{}
+	x.idle.Give(o)
 }
 
 // Explain says which algorithm a call would use, and why: a call that reduces count elements of every rank, or that
 // gathers count elements in all. Nothing is exchanged.
 func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (Decision, error) {
-	x.mu.Lock()
-	defer x.mu.Unlock()
-	if x.closed {
-		return Decision{}, fmt.Errorf("allreduce: reducer is %w", ErrClosed)
+	x.c.Lock()
+	defer x.c.Unlock()
+	if err := x.c.Alive(); err != nil {
+		return Decision{}, err
 	}
 	call := kernels.ReduceCall{Collective: c, DType: dt}
 	if err := supported(call); err != nil {
 		return Decision{}, err
 	}
-	size := int64(x.group.Size())
+	size := int64(x.channels.Size)
 	if count < 0 || count > math.MaxInt64/dt.Size() {
 		return Decision{}, invalid("%d elements of %v", count, dt)
 	}
@@ -358,7 +285,7 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 		part /= size
 	}
 	o := x.take()
-	defer x.give(o, nil)
+	defer x.give(o)
 	o.args.Call = call
 	if err := x.slice(&o.args, call, count*dt.Size(), part, nil); err != nil {
 		return Decision{}, err
@@ -369,23 +296,10 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 	return explain(&o.args, x.options.Algorithm), nil
 }
 
+// Fault is what calls that have run by now have come to, on a device whose streams do not tell: nil, or an error as the methods
+// describe it. The host's streams do.
+func (x *Reducer) Fault() error { return x.c.Fault() }
+
 // Close waits for the calls on streams and gives the channels back. It is collective and idempotent: no rank frees
 // channels that a peer may still signal. After a failure of the group it releases what is this rank's and returns.
-func (x *Reducer) Close(ctx context.Context) error {
-	x.mu.Lock()
-	if x.closed {
-		x.mu.Unlock()
-		return nil
-	}
-	x.closed = true
-	last := x.last
-	x.mu.Unlock()
-	err := device.Follow(nil, last)
-	if x.group.Err() == nil {
-		err = errors.Join(err, x.group.Barrier(ctx))
-	}
-	if err != nil {
-		err = fmt.Errorf("allreduce: close: %w", err)
-	}
-	return errors.Join(err, x.block.Free())
-}
+func (x *Reducer) Close(ctx context.Context) error { return x.c.Close(ctx) }

@@ -3,6 +3,7 @@ package alltoallv
 import (
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 
 	"github.com/switchyard-moe/switchyard/device"
@@ -30,13 +31,25 @@ type Traffic struct {
 	Placed bool
 	// Live says that the splits are read when the exchange runs: the bytes here are an estimate.
 	Live bool
+	// Multiprocessors says that the device has as many as a Schedule wants, CopyEngines that it can move whole messages without them.
+	Multiprocessors, CopyEngines bool
 	// Shared says that other ranks run on this rank's GPU.
 	Shared bool
 	// PacketBytes and SlotBytes are the Exchanger's, MaxSMs bounds the multiprocessors: 0 with Options.NoSMs.
 	PacketBytes, SlotBytes int64
 	MaxSMs                 int
 
-	table *estimates
+	table   *estimates
+	log     float64 // of link(), for the table
+	explain bool    // somebody reads why
+}
+
+// why is a reason with two numbers in it, for those who read it.
+func (t *Traffic) why(format string, a, b int64) string {
+	if !t.explain {
+		return ""
+	}
+	return fmt.Sprintf(format, a, b)
 }
 
 // Schedule is how an algorithm serves the peers.
@@ -52,6 +65,8 @@ type Schedule struct {
 	SMs int
 	// Rate holds the rank's senders on a GPU to so many GB/s together; 0 lets them send as fast as they can.
 	Rate float64
+	// Copies has a GPU's copy engines move the messages, where Traffic.InPlace and Placed.
+	Copies bool
 	// Reorder lets a rank of a GPU send in another order than Order, so that the receiver of most is never idle and the last to be through.
 	Reorder bool
 }
@@ -130,8 +145,8 @@ func (packet) Schedule(*Traffic) Schedule { return Schedule{} }
 func (a packet) Cost(t *Traffic) (float64, string) {
 	switch {
 	case t.Largest > t.PacketBytes:
-		return math.Inf(1), fmt.Sprintf("the largest message, %d bytes, exceeds a packet's %d", t.Largest, t.PacketBytes)
-	case t.Live && t.Device == device.CUDAKind:
+		return math.Inf(1), t.why("the largest message, %d bytes, exceeds a packet's %d", t.Largest, t.PacketBytes)
+	case t.Live && t.Multiprocessors:
 		return math.Inf(1), "messages of splits in device memory may exceed a packet"
 	}
 	return t.cost(a.Name(), "every message fits a packet: no signal after the data, no credit", func(t *Traffic) float64 { return messages(t) / 2 })
@@ -158,7 +173,7 @@ func (a direct) Cost(t *Traffic) (float64, string) {
 			return messages(t) + float64(t.SendTotal+t.RecvTotal)/hostRate
 		})
 	}
-	return math.Inf(1), fmt.Sprintf("the output is not symmetric and the largest message, %d bytes, exceeds a staging slot's %d", t.Largest, t.SlotBytes)
+	return math.Inf(1), t.why("the output is not symmetric and the largest message, %d bytes, exceeds a staging slot's %d", t.Largest, t.SlotBytes)
 }
 
 type pipelined struct{}
@@ -218,11 +233,11 @@ type copyEngine struct{}
 func (copyEngine) Name() string               { return "copy" }
 func (copyEngine) Order(rank, size int) []int { return Rotation(rank, size) }
 func (copyEngine) Schedule(t *Traffic) Schedule {
-	return Schedule{Window: 1, SMs: ownSMs, Reorder: t.skewed()}
+	return Schedule{Window: 1, SMs: ownSMs, Copies: true, Reorder: t.skewed()}
 }
 func (a copyEngine) Cost(t *Traffic) (float64, string) {
 	switch {
-	case t.Device != device.CUDAKind:
+	case !t.CopyEngines:
 		return math.Inf(1), "only a GPU has copy engines"
 	case t.Shared:
 		return math.Inf(1), "other ranks run on this GPU, whose queues would hold up each other's copies"
@@ -244,48 +259,76 @@ func builtin() []Algorithm {
 
 // registry holds the algorithms of one Exchanger with their orders.
 type registry struct {
-	all     []Algorithm
-	order   map[string][]int32
-	reverse map[string][]int32
-	forced  Algorithm
-	device  device.Kind
-	maxSMs  int
-	apart   bool // Options.apart, on GPUs
-	shared  bool // Traffic.Shared
-	pulls   bool // Traffic.Pulled, where it matters
-	table   *estimates
+	all    []ordered
+	device device.Kind
+	traits kernels.Traits
+	limits Limits             // of the Exchanger, complete
+	tables map[int]*estimates // by Limits.MaxSMs
+	table  *Table
+	fluid  fluid
+	room   Traffic // of the plan that is being made
 }
 
+// ordered is an algorithm with its order on this rank.
+type ordered struct {
+	Algorithm
+	name           string
+	order, reverse []int32
+}
+
+// newRegistry is for options that are complete. The traits are set when they are known.
 func newRegistry(o *Options, rank, size int, kind device.Kind) (*registry, error) {
-	r := &registry{all: append(builtin(), o.Algorithms...), order: map[string][]int32{}, reverse: map[string][]int32{}, device: kind,
-		maxSMs: o.MaxSMs, apart: o.apart && kind == device.CUDAKind, table: o.Table.forWorld(size, o.MaxSMs)}
-	if o.NoSMs {
-		r.maxSMs = 0
-	}
-	for _, a := range r.all {
+	r := &registry{device: kind, limits: o.limits(), tables: map[int]*estimates{}, table: o.Table}
+	for _, a := range append(builtin(), o.Algorithms...) {
 		name := a.Name()
-		if _, twice := r.order[name]; twice || name == "" {
+		if r.find(name) >= 0 || name == "" {
 			return nil, invalid("two algorithms are called %q", name)
 		}
 		order, reverse, err := orders(a, rank, size)
 		if err != nil {
 			return nil, err
 		}
-		r.order[name], r.reverse[name] = order, reverse
-		if name == o.Algorithm {
-			r.forced = a
-		}
+		r.all = append(r.all, ordered{a, name, order, reverse})
 	}
-	if o.Algorithm != "" && r.forced == nil {
-		return nil, invalid("no algorithm is called %q; there are %s", o.Algorithm, strings.Join(r.names(), ", "))
+	if err := r.check(r.limits); err != nil {
+		return nil, err
 	}
+	r.estimates(size, r.limits.MaxSMs)
 	return r, nil
+}
+
+// find is the place of an algorithm, or -1.
+func (r *registry) find(name string) int {
+	return slices.IndexFunc(r.all, func(a ordered) bool { return a.name == name })
+}
+
+// check refuses limits that name nothing.
+func (r *registry) check(l Limits) error {
+	switch {
+	case l.MaxSMs < 0:
+		return invalid("MaxSMs is %d", l.MaxSMs)
+	case l.NoSMs && l.Algorithm != "" && l.Algorithm != (copyEngine{}).Name():
+		return invalid("NoSMs with algorithm %q", l.Algorithm)
+	case l.Algorithm != "" && r.find(l.Algorithm) < 0:
+		return invalid("no algorithm is called %q; there are %s", l.Algorithm, strings.Join(r.names(), ", "))
+	}
+	return nil
+}
+
+// estimates is what the table says where so many multiprocessors are allowed.
+func (r *registry) estimates(size, maxSMs int) *estimates {
+	e, ok := r.tables[maxSMs]
+	if !ok {
+		e = r.table.forWorld(size, maxSMs)
+		r.tables[maxSMs] = e
+	}
+	return e
 }
 
 func (r *registry) names() []string {
 	names := make([]string, len(r.all))
 	for i, a := range r.all {
-		names[i] = a.Name()
+		names[i] = a.name
 	}
 	return names
 }
@@ -330,7 +373,7 @@ func orders(a Algorithm, rank, size int) (order, reverse []int32, err error) {
 type Decision struct {
 	// Algorithm is the chosen one.
 	Algorithm string
-	// Forced says that Options.Algorithm left no choice.
+	// Forced says that Options or Splits.Limits left no choice.
 	Forced bool
 	// InPlace says that peers write the output directly.
 	InPlace bool
@@ -393,72 +436,108 @@ func (d Decision) String() string {
 func chunkFor(n int64) int64 { return (n + kernels.MaxChunks - 1) / kernels.MaxChunks }
 
 // skew is the largest message over the mean, own part left out.
-func skew(bytes []int64, all int64, rank int) float64 {
+func skew(largest, all int64, size int) float64 {
 	if all == 0 {
 		return 1
 	}
-	var largest int64
-	for k, n := range bytes {
-		if k != rank {
-			largest = max(largest, n)
-		}
-	}
-	return float64(largest) * float64(len(bytes)-1) / float64(all)
+	return float64(largest) * float64(size-1) / float64(all)
 }
 
-// choose fills one of the plan's routes and says why.
-func (r *registry) choose(p *plan, inPlace bool, c *kernels.Channels, rank int) {
-	at := 0
-	if inPlace {
-		at = 1
-	}
-	routes, d := &p.routes[at], &p.chosen[at]
+// traffic is a call as algorithms see it. The plan is of a known place: at 1 peers can write the output.
+func (r *registry) traffic(p *plan, at int, c *kernels.Channels, rank int) Traffic {
+	routes := &p.routes[at]
 	t := Traffic{Rank: rank, Size: c.Size, Device: r.device, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
-		RecvTotal: p.recvAll, InPlace: inPlace, Pulled: r.pulls && !inPlace, Placed: p.places != nil, Live: p.splits.live(), Shared: r.shared, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes,
-		MaxSMs: r.maxSMs, table: r.table}
-	*d = Decision{InPlace: inPlace, Forced: r.forced != nil, Candidates: d.Candidates[:0]}
+		RecvTotal: p.recvAll, Largest: max(p.largestSend, p.largestRecv), InPlace: at == 1, Pulled: r.traits.Pulls && at == 0,
+		Placed: routes.PeerOffsets != nil, Live: p.splits.live(), Multiprocessors: r.traits.Multiprocessors, CopyEngines: r.traits.CopyEngines,
+		Shared: r.traits.Shared, PacketBytes: c.PacketBytes, SlotBytes: c.SlotBytes}
+	l := r.limits.with(p.splits.Limits)
+	if !l.NoSMs {
+		t.MaxSMs = l.MaxSMs
+	}
+	t.Skew = max(1, skew(p.largestSend, p.sendAll, c.Size), skew(p.largestRecv, p.recvAll, c.Size))
+	if t.table = r.estimates(c.Size, l.MaxSMs); t.table != nil {
+		t.log = math.Log2(float64(max(t.link(), 1)))
+	}
+	return t
+}
+
+// choose fills in the order and the schedule of one of the plan's routes.
+func (r *registry) choose(p *plan, at int, c *kernels.Channels, rank int) {
+	t, l := &r.room, r.limits.with(p.splits.Limits)
+	*t = r.traffic(p, at, c, rank)
+	routes, d := &p.routes[at], &p.chosen[at]
+	*d = Decision{InPlace: t.InPlace, Forced: l.Algorithm != "" || l.NoSMs}
 	for k := range c.Size {
-		if k == rank {
-			continue
-		}
-		t.Largest = max(t.Largest, routes.SendBytes[k], routes.RecvBytes[k])
-		d.Modes[c.Mode(routes.SendBytes[k])]++
-	}
-	t.Skew = max(1, skew(routes.SendBytes, p.sendAll, rank), skew(routes.RecvBytes, p.recvAll, rank))
-	best, lowest := r.forced, math.Inf(1)
-	for _, a := range r.all {
-		us, why := a.Cost(&t)
-		d.Candidates = append(d.Candidates, Candidate{a.Name(), us, why})
-		if r.forced == nil && (best == nil || us < lowest) {
-			best, lowest = a, us
+		if k != rank {
+			d.Modes[c.Mode(routes.SendBytes[k])]++
 		}
 	}
-	d.Algorithm = best.Name()
-	s := best.Schedule(&t)
-	routes.Order, routes.ReverseOrder = r.order[d.Algorithm], r.reverse[d.Algorithm]
+	best := -1
+	switch {
+	case l.NoSMs:
+		best = r.find(copyEngine{}.Name())
+	case l.Algorithm != "":
+		best = r.find(l.Algorithm)
+	default:
+		lowest := math.Inf(1)
+		for i := range r.all {
+			if us, _ := r.all[i].Cost(t); best < 0 || us < lowest {
+				best, lowest = i, us
+			}
+		}
+	}
+	a := &r.all[best]
+	s := a.Schedule(t)
+	d.Algorithm, routes.Order, routes.ReverseOrder = a.name, a.order, a.reverse
 	if s.Reorder && t.ordered() {
-		p.order[at] = t.sendOrder(p.order[at])
+		p.order[at] = t.sendOrder(&r.fluid, p.order[at])
 		routes.Order = p.order[at]
 	}
-	routes.Window, routes.ChunkBytes, routes.Staged = s.Window, s.ChunkBytes, s.Staged
-	d.Pulled = t.Pulled && !s.Staged
-	if t.Largest > c.PacketBytes || t.Live {
-		d.SMs = max(0, min(s.SMs, r.maxSMs))
-		d.Rate = max(0, s.Rate)
-		switch {
-		case inPlace && !s.Staged:
-		case !r.apart:
-			d.Rate = min(d.Rate, aloneRate)
-		case d.SMs == 0:
-			d.CopySMs = r.maxSMs
-		default:
-			d.CopySMs = d.SMs
+	p.schedule[at] = l.schedule(t, s)
+	d.tell(t, &p.schedule[at])
+}
+
+// candidates are all algorithms' estimates, in the order in which they are tried.
+func (r *registry) candidates(t Traffic) []Candidate {
+	t.explain = true
+	var all []Candidate
+	for _, a := range r.all {
+		us, why := a.Cost(&t)
+		all = append(all, Candidate{a.name, us, why})
+	}
+	return all
+}
+
+// schedule is what the engine gets of an algorithm's wishes.
+func (l Limits) schedule(t *Traffic, s Schedule) kernels.Schedule {
+	k := kernels.Schedule{Staged: s.Staged, Copies: s.Copies && t.CopyEngines && t.InPlace && t.Placed}
+	if s.Window > 0 && s.Window <= t.Size {
+		k.Window = s.Window
+	}
+	if s.ChunkBytes > 0 {
+		k.ChunkBytes = max(s.ChunkBytes, chunkFor(t.Largest))
+	}
+	if t.Largest <= t.PacketBytes && !t.Live {
+		return k
+	}
+	k.Blocks, k.Rate = max(0, min(s.SMs, t.MaxSMs)), max(0, s.Rate)
+	switch {
+	case t.InPlace && !s.Staged:
+	case l.CopySMs <= 0 || !t.Multiprocessors:
+		k.Rate = min(k.Rate, aloneRate)
+	default:
+		if k.CopyBlocks = k.Blocks; k.Blocks == 0 {
+			k.CopyBlocks = t.MaxSMs
+		}
+		if k.CopyBlocks > l.CopySMs { // as many send
+			k.Blocks, k.CopyBlocks = l.CopySMs, l.CopySMs
 		}
 	}
-	if routes.Window <= 0 || routes.Window > c.Size {
-		routes.Window = c.Size
-	}
-	if routes.ChunkBytes > 0 {
-		routes.ChunkBytes = max(routes.ChunkBytes, chunkFor(t.Largest))
-	}
+	return k
+}
+
+// tell fills in what a schedule says.
+func (d *Decision) tell(t *Traffic, k *kernels.Schedule) {
+	d.SMs, d.CopySMs, d.Rate = k.Blocks, k.CopyBlocks, k.Rate
+	d.Pulled = t.Pulled && !k.Staged
 }

@@ -33,9 +33,12 @@ type Options struct {
 	CacheEntries int
 	// Table is what algorithms are selected by. nil is a table measured on H200s for GPUs, and rules of thumb for the host.
 	Table *Table
-	// MaxSMs bounds how many multiprocessors of a GPU a call above PacketBytes takes. By default DefaultMaxSMs send, and where peers
-	// cannot write the output as many more copy it out of staging. The host device has none.
+	// MaxSMs bounds how many multiprocessors of a GPU send in a call above PacketBytes; default DefaultMaxSMs. The host device has
+	// none.
 	MaxSMs int
+	// CopySMs bounds how many more of them copy the output out of staging where peers cannot write it. No more send then than copy.
+	// The default is DefaultMaxSMs where MaxSMs is left to default, otherwise none: those that send do it. Negative is none.
+	CopySMs int
 	// NoSMs leaves a GPU's multiprocessors alone: calls above PacketBytes go by its copy engines or are refused. It is
 	// Algorithm "copy", which is for ranks that have a GPU each: others can hold up each other's copies until Timeout.
 	NoSMs bool
@@ -47,56 +50,35 @@ type Options struct {
 	Validate bool
 	// Logger gets decisions at debug level. nil logs nothing.
 	Logger *slog.Logger
-
-	apart bool // more multiprocessors than MaxSMs copy out of staging
 }
 
 // DefaultMaxSMs is how many multiprocessors of a GPU send where Options.MaxSMs is 0.
 const DefaultMaxSMs = 16
 
-const minSlotBytes = 4 << 10
+// limits are those of all calls.
+func (o *Options) limits() Limits {
+	return Limits{Algorithm: o.Algorithm, MaxSMs: o.MaxSMs, CopySMs: o.CopySMs, NoSMs: o.NoSMs}
+}
 
-// channels validates the options and lays the control block out.
-func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error) {
-	or := func(v, def int64) int64 {
-		switch {
-		case v < 0:
-			return 0
-		case v == 0:
-			return def
-		}
-		return v
-	}
+// channels validates the options and completes them by the defaults of an engine.
+func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels.Channels, error) {
 	if o.CacheEntries < 0 || o.Timeout < 0 || o.MaxSMs < 0 {
 		return kernels.Channels{}, invalid("Options.CacheEntries is %d, Timeout %v, MaxSMs %d", o.CacheEntries, o.Timeout, o.MaxSMs)
 	}
+	if o.CopySMs == 0 && o.MaxSMs == 0 {
+		o.CopySMs = DefaultMaxSMs
+	}
 	if o.MaxSMs == 0 {
-		o.MaxSMs, o.apart = DefaultMaxSMs, true
+		o.MaxSMs = DefaultMaxSMs
 	}
-	c := kernels.Channels{Size: size}
-	// sharers have slots of their own
-	slots, staging, sharers, maxSlotBytes := int64(4), int64(32<<20), size, int64(256<<10)
-	if kind == device.CUDAKind { // packets take the place of eager messages
-		slots, staging, sharers, maxSlotBytes = 8, 128<<20, size*o.MaxSMs, 128<<10
-		packets := int64(512 << 10)
-		if size > 4 {
-			packets = 255 << 10 // 2 MiB in equal parts of 256 KiB are faster by a ring
-		}
-		c.PacketBytes = or(o.PacketBytes, packets)
-	} else {
-		c.PacketBytes, c.EagerBytes = or(o.PacketBytes, 128), or(o.EagerBytes, 1<<10)
-		if o.Algorithm == "packet" && o.PacketBytes == 0 {
-			c.PacketBytes = 4 << 10
-		}
+	c := kernels.Channels{Size: size, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes,
+		EagerBytes: o.EagerBytes, PacketBytes: o.PacketBytes, Stripes: o.MaxSMs}
+	e.Defaults(&c)
+	if o.Algorithm == (packet{}).Name() && o.PacketBytes == 0 {
+		c.PacketBytes = max(c.PacketBytes, 4<<10)
 	}
-	c.Slots = int(or(int64(o.Slots), slots))
 	if c.Slots < 1 {
 		return c, invalid("Options.Slots is %d", o.Slots)
-	}
-	c.SlotBytes = o.SlotBytes
-	if o.SlotBytes == 0 {
-		fit := or(o.StagingBytes, staging) / int64(sharers*c.Slots) / minSlotBytes * minSlotBytes
-		c.SlotBytes = min(max(fit, minSlotBytes), maxSlotBytes)
 	}
 	if c.SlotBytes < 0 || c.SlotBytes%kernels.LineBytes != 0 {
 		return c, invalid("Options.SlotBytes is %d, want a multiple of %d", o.SlotBytes, kernels.LineBytes)
@@ -104,12 +86,7 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 	if c.PacketBytes > 1<<20 || c.EagerBytes > 1<<30 {
 		return c, invalid("Options.PacketBytes %d or EagerBytes %d is too large", c.PacketBytes, c.EagerBytes)
 	}
-	if copies := (copyEngine{}).Name(); o.NoSMs && o.Algorithm == "" {
-		o.Algorithm = copies
-	} else if o.NoSMs && o.Algorithm != copies {
-		return c, invalid("Options.NoSMs with Algorithm %q", o.Algorithm)
-	}
-	if o.Table == nil && kind == device.CUDAKind {
+	if o.Table == nil && dev.String() == defaultTableDevice {
 		var err error
 		if o.Table, err = ReadTable(bytes.NewReader(defaultTable)); err != nil {
 			return c, err
@@ -118,8 +95,8 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 		if err := o.Table.validate(); err != nil {
 			return c, err
 		}
-		if o.Table.Device != kind.String() {
-			return c, invalid("Options.Table is for device %q, the heap is of %q", o.Table.Device, kind)
+		if o.Table.Device != dev.String() {
+			return c, invalid("Options.Table is for device %q, the heap is of %q", o.Table.Device, dev)
 		}
 	}
 	if o.CacheEntries == 0 {
@@ -136,6 +113,6 @@ func (o *Options) channels(size int, kind device.Kind) (kernels.Channels, error)
 
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.Channels, names []string) string {
-	return fmt.Sprintf("algorithm %q of %v, packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors, table %s, validate %v",
-		o.Algorithm, names, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.Table.digest(), o.Validate)
+	return fmt.Sprintf("algorithm %q of %v (no multiprocessors: %v), packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors and %d, table %s, validate %v",
+		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.CopySMs, o.Table.digest(), o.Validate)
 }

@@ -6,6 +6,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/cuda"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
 func TestStagingStaysWithinItsBound(t *testing.T) {
@@ -27,11 +30,15 @@ func TestStagingStaysWithinItsBound(t *testing.T) {
 		{device.CUDAKind, 8, Options{StagingBytes: 32 << 20, MaxSMs: 4}, 4, 8, 128 << 10, 32 << 20},
 	} {
 		o := c.asked
-		ch, err := o.channels(c.size, c.kind)
+		engine := kernels.Engine(new(host.Engine))
+		if c.kind == device.CUDAKind {
+			engine = new(cuda.Engine)
+		}
+		ch, err := o.channels(c.size, engine, c.kind)
 		require.NoError(t, err)
 		require.Equal(t, c.slots, ch.Slots, "%+v", c)
 		require.Equal(t, c.slotBytes, ch.SlotBytes, "%+v", c)
 		require.LessOrEqual(t, int64(c.size*c.each*ch.Slots)*ch.SlotBytes, c.bound, "%+v", c)
-		require.Equal(t, c.asked.MaxSMs == 0, o.apart, "multiprocessors beside MaxSMs only where it is left to default")
+		require.Equal(t, c.asked.MaxSMs == 0, o.CopySMs > 0, "multiprocessors beside MaxSMs only where it is left to default")
 	}
 }

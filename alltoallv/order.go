@@ -1,11 +1,6 @@
 package alltoallv
 
-import (
-	"math"
-	"slices"
-
-	"github.com/switchyard-moe/switchyard/device"
-)
+import "math"
 
 // The order of sends where splits are skewed. With the rotation as it is, all ranks reach the receiver that gets most at about
 // the same time, share its port until it is done, and only then send the rest of what they have: their other messages come on
@@ -27,113 +22,187 @@ type sends struct{ last, early int }
 
 // of writes the order of a rank. to is what goes to each rank, from whichever rank.
 func (s sends) of(order []int32, to []float64, rank int) []int32 {
-	n := len(to)
-	order = order[:0]
-	for i := 1; i < n; i++ {
-		order = append(order, int32((rank+i)%n))
-	}
-	var late [2]int32
-	for i := range s.last {
-		late[i] = -1
-		for p := range int32(n) { // of equal ones all ranks take the same
-			if int(p) != rank && !slices.Contains(late[:i], p) && (late[i] < 0 || to[p] > to[late[i]]) {
-				late[i] = p
-			}
+	return s.from(order, largest(to), rank, len(to))
+}
+
+// largest are the ranks that get most, the first of them most; of equal ones the lower comes first, so all ranks find the same.
+func largest(to []float64) (top [3]int32) {
+	top = [3]int32{-1, -1, -1}
+	for p, n := range to {
+		i := len(top)
+		for i > 0 && (top[i-1] < 0 || n > to[top[i-1]]) {
+			i--
+		}
+		if i < len(top) {
+			copy(top[i+1:], top[i:])
+			top[i] = int32(p)
 		}
 	}
-	for i := s.last - 1; i >= 0; i-- {
-		if (int(late[i])-rank-1+n)%n >= s.early {
-			at := slices.Index(order, late[i])
-			order = append(slices.Delete(order, at, at+1), late[i])
+	return top
+}
+
+// from is of, for the ranks that get most.
+func (s sends) from(order []int32, top [3]int32, rank, size int) []int32 {
+	late := [2]int32{-1, -1}
+	for i, k := 0, 0; k < s.last && i < len(top); i++ {
+		if int(top[i]) != rank {
+			late[k] = top[i]
+			k++
+		}
+	}
+	order = order[:0]
+	for i, p := 1, rank; i < size; i++ {
+		if p++; p == size {
+			p = 0
+		}
+		if i <= s.early || int32(p) != late[0] && int32(p) != late[1] {
+			order = append(order, int32(p))
+		}
+	}
+	for k := s.last - 1; k >= 0; k-- {
+		if p := late[k]; p >= 0 && (int(p)-rank-1+size)%size >= s.early {
+			order = append(order, p)
 		}
 	}
 	return order
 }
 
+// fluid is room for trying orders out, kept between calls. Senders and receivers are the same ranks.
+type fluid struct {
+	to     []float64
+	orders [orderedRanks * orderedRanks]int32
+	left   [orderedRanks][]int32 // what each sender has yet to send, the message that it is in first
+	wake   [orderedRanks]float64 // when a sender has turned to its next receiver; never while it sends
+	end    [orderedRanks]float64 // how far its receiver's port has got for each sender there when the message is through
+	done   [orderedRanks]float64 // how far a port had got for each sender there,
+	at     [orderedRanks]float64 // and when that was
+	due    [orderedRanks]float64 // when the first of the messages there is through, if no other comes
+	active [orderedRanks]float64 // how many there are
+}
+
 // finish is when all messages have arrived, in bytes that a port carries meanwhile, where every rank sends one message after the
-// other and a receiver's port is shared by those that send to it.
-func (s sends) finish(to []float64) float64 {
+// other and a receiver's port is shared by those that send to it. Beyond limit it stops. There are at most orderedRanks.
+func (f *fluid) finish(s sends, to []float64, limit float64) float64 {
 	n := len(to)
-	orders := make([]int32, n*(n-1))
-	type sender struct {
-		order      []int32
-		left, turn float64 // of the message, and of the time before it
-	}
-	all := make([]sender, n)
-	next := func(x *sender) {
-		for len(x.order) > 0 && to[x.order[0]] == 0 {
-			x.order = x.order[1:]
-		}
-		if len(x.order) > 0 {
-			x.left, x.turn = to[x.order[0]], turnBytes
-		}
-	}
-	for r := range all {
+	never, top := math.Inf(1), largest(to)
+	for r := range n {
 		at := r * (n - 1)
-		all[r].order = s.of(orders[at:at:at+n-1], to, r)
-		next(&all[r])
+		f.left[r] = s.from(f.orders[at:at:at+n-1], top, r, n)
+		f.done[r], f.at[r], f.due[r], f.active[r] = 0, 0, never, 0
+		f.turn(r, to, 0)
 	}
-	shared := make([]float64, n)
-	var now float64
-	for {
-		clear(shared)
-		for r := range all {
-			if x := &all[r]; len(x.order) > 0 && x.turn <= 0 {
-				shared[x.order[0]]++
+	for now := 0.0; ; {
+		next, who, sends := never, 0, false
+		for r := range n {
+			if f.wake[r] < next {
+				next, who, sends = f.wake[r], r, true
+			}
+			if f.due[r] < next {
+				next, who, sends = f.due[r], r, false
 			}
 		}
-		step := math.Inf(1) // until the next of them comes to something else
-		for r := range all {
-			switch x := &all[r]; {
-			case len(x.order) == 0:
-			case x.turn > 0:
-				step = min(step, x.turn)
-			default:
-				step = min(step, x.left*shared[x.order[0]])
-			}
-		}
-		if math.IsInf(step, 1) {
+		if next == never {
 			return now
 		}
-		now += step
-		for r := range all {
-			x := &all[r]
-			switch {
-			case len(x.order) == 0:
-			case x.turn > 0:
-				x.turn -= step
-			default:
-				if x.left -= step / shared[x.order[0]]; x.left <= 1 {
-					x.order = x.order[1:]
-					next(x)
-				}
+		if now = next; now > limit {
+			return now
+		}
+		if sends {
+			port := f.left[who][0]
+			f.reach(port, now)
+			f.active[port]++
+			f.wake[who], f.end[who] = never, f.done[port]+to[port]
+			f.settle(port, now, n)
+			continue
+		}
+		port := int32(who)
+		f.reach(port, now)
+		for x := range n {
+			if f.wake[x] == never && len(f.left[x]) > 0 && f.left[x][0] == port && f.end[x] <= f.done[port]+1 {
+				f.active[port]--
+				f.left[x] = f.left[x][1:]
+				f.turn(x, to, now)
 			}
 		}
+		f.settle(port, now, n)
 	}
 }
 
-// ordered says that an order of this rank's sends is worth working out, where its algorithm leaves it one.
-func (t *Traffic) ordered() bool {
-	return t.Device == device.CUDAKind && !t.Live && t.Size > 2 && t.Size <= orderedRanks && t.link() >= orderedBytes
+// turn has a sender turn to its next receiver.
+func (f *fluid) turn(x int, to []float64, now float64) {
+	for len(f.left[x]) > 0 && to[f.left[x][0]] == 0 {
+		f.left[x] = f.left[x][1:]
+	}
+	if f.wake[x] = math.Inf(1); len(f.left[x]) > 0 {
+		f.wake[x] = now + turnBytes
+	}
 }
+
+// reach moves a port on to now.
+func (f *fluid) reach(port int32, now float64) {
+	if f.active[port] > 0 {
+		f.done[port] += (now - f.at[port]) / f.active[port]
+	}
+	f.at[port] = now
+}
+
+// settle finds out when the next message at a port is through.
+func (f *fluid) settle(port int32, now float64, n int) {
+	first, never := math.Inf(1), math.Inf(1)
+	for x := range n {
+		if f.wake[x] == never && len(f.left[x]) > 0 && f.left[x][0] == port {
+			first = min(first, f.end[x])
+		}
+	}
+	f.due[port] = never
+	if f.active[port] > 0 {
+		f.due[port] = now + max(0, first-f.done[port])*f.active[port]
+	}
+}
+
+// ordered says that an order of this rank's sends is worth working out, where its algorithm leaves it one. Of three ranks the rotation is
+// as good as any.
+func (t *Traffic) ordered() bool {
+	return t.Multiprocessors && !t.Live && t.Size > 3 && t.Size <= orderedRanks && t.link() >= orderedBytes
+}
+
+const (
+	// close is how much longer than the most popular rank's port is busy an order may take: nothing better is looked for then.
+	close = 1.02
+	// tries is how many orders are tried: a try among 8 ranks takes 3 us, and the best is most often among the first six.
+	tries = 6
+)
 
 // sendOrder is the order in which this rank sends skewed splits. It takes its own splits for those of all others, as they are
 // where some ranks are popular; where they are not, it is an order like any other.
-func (t *Traffic) sendOrder(order []int32) []int32 {
-	to := make([]float64, t.Size)
+func (t *Traffic) sendOrder(f *fluid, order []int32) []int32 {
+	f.to = sized(f.to, t.Size)
+	var all, most float64
 	for p, n := range t.SendBytes {
-		to[p] = float64(n)
+		if f.to[p] = float64(n); p == t.Rank {
+			f.to[p] = float64(t.RecvTotal) / float64(t.Size-1)
+		}
+		all += f.to[p]
+		most = max(most, f.to[p])
 	}
-	to[t.Rank] = float64(t.RecvTotal) / float64(t.Size-1)
 	var best sends
-	least := best.finish(to) * fewer // another order has to be worth it
-	for last := 1; last <= min(2, t.Size-2); last++ {
-		for early := 1; early < t.Size-1; early++ {
+	ideal := float64(t.Size-1)*most + turnBytes
+	least := fewer * f.finish(best, f.to, math.Inf(1)) // another order has to be worth it
+	// The popular port has no pause where those that send to it early are at it for as long as the others need for all else. So
+	// that many are tried first, then more and fewer.
+	first, tried := int(math.Round(1.2*(all-most)/most)), 0
+	for i := 0; i < 2*t.Size && tried < tries; i++ {
+		early := first + (i+1)/2*(1-i%2*2)
+		if early < 1 || early >= t.Size-1 {
+			continue
+		}
+		for last := min(2, t.Size-2); last >= 1 && least > close*ideal; last-- {
+			tried++
 			s := sends{last, early}
-			if at := s.finish(to); at < least {
+			if at := f.finish(s, f.to, least); at < least {
 				best, least = s, at
 			}
 		}
 	}
-	return best.of(order, to, t.Rank)
+	return best.of(order, f.to, t.Rank)
 }

@@ -12,19 +12,70 @@ type plan struct {
 	splits           Splits // a copy, to compare with
 	srcBytes         int64  // how long the buffers must be
 	dstBytes         int64
-	sendAll, recvAll int64   // bytes that leave and reach this rank, own part left out
-	largestSend      int64   // to another rank
-	largestRecv      int64   // from another rank
-	places           []int64 // where this rank's parts go in the peers' destinations, nil when unknown
+	sendAll, recvAll int64 // bytes that leave and reach this rank, own part left out
+	largestSend      int64 // to another rank
+	largestRecv      int64 // from another rank
 
 	// routes as the selected algorithms order them: index 0 for outputs that peers cannot write, 1 for those they can.
-	routes [2]kernels.Routes
-	chosen [2]Decision
-	order  [2][]int32 // the routes' own orders, where they have any
+	routes   [2]kernels.Routes
+	schedule [2]kernels.Schedule
+	chosen   [2]Decision
+	order    [2][]int32 // the routes' own orders, where they have any
+	ready    [2]bool    // these have been chosen
+	peers    []int64    // of routes' PeerOffsets, where there are any
+	spare    []int64    // sizes that nobody reads
 
 	hash       uint64
 	prev, next *plan        // least recently used list
 	users      atomic.Int32 // launches that still read it
+}
+
+// planner finds plans by their splits, or makes them.
+type planner struct {
+	*registry
+	*cache
+	channels *kernels.Channels
+	rank     int
+}
+
+// of is the plan of these splits. What depends on the output is not chosen yet.
+func (k *planner) of(sp *Splits) (*plan, error) {
+	p, h := k.get(sp)
+	if p != nil {
+		return p, nil
+	}
+	if err := k.check(sp.Limits); err != nil {
+		return nil, err
+	}
+	p = k.blank()
+	if err := p.build(sp, k.rank, k.channels.Size); err != nil {
+		return nil, err
+	}
+	k.put(h, p)
+	return p, nil
+}
+
+// ready makes sure that the plan has an order and a schedule, for an output that peers can write or cannot. It returns which of the
+// plan's two that is.
+func (k *planner) ready(p *plan, inPlace bool) (at int) {
+	if inPlace {
+		at = 1
+	}
+	if p.ready[at] {
+		p.chosen[at].Cached = true
+		return at
+	}
+	k.choose(p, at, k.channels, k.rank)
+	p.ready[at] = true
+	return at
+}
+
+// explain is the decision about the plan, with all that was to choose from.
+func (k *planner) explain(p *plan, inPlace bool) Decision {
+	at := k.ready(p, inPlace)
+	d := p.chosen[at]
+	d.Candidates = k.candidates(k.traffic(p, at, k.channels, k.rank))
+	return d
 }
 
 // build fills p for the splits. It keeps p's slices where they are large enough.
@@ -63,20 +114,22 @@ func (p *plan) build(s *Splits, rank, size int) error {
 	if s.live() && s.PeerDispls != nil {
 		return invalid("PeerDispls with splits in device memory")
 	}
-	if p.places = nil; s.PeerDispls != nil {
-		p.places = make([]int64, size)
-		if _, err := layout("send", s.Send, s.PeerDispls, elem, size, make([]int64, size), p.places); err != nil {
+	if r.PeerOffsets = nil; s.PeerDispls != nil {
+		p.peers, p.spare = sized(p.peers, size), sized(p.spare, size)
+		r.PeerOffsets = p.peers
+		if _, err := layout("send", s.Send, s.PeerDispls, elem, size, p.spare, r.PeerOffsets); err != nil {
 			return fmt.Errorf("%w, as PeerDispls", err)
 		}
 	}
 	p.splits.assign(s)
-	p.routes[1] = *r
+	p.routes[1], p.ready = *r, [2]bool{}
 	return nil
 }
 
-func sized(v []int64, n int) []int64 {
+// sized is v with length n and undefined content.
+func sized[T any](v []T, n int) []T {
 	if cap(v) < n {
-		return make([]int64, n)
+		return make([]T, n)
 	}
 	return v[:n]
 }

@@ -2,23 +2,28 @@ package alltoallv
 
 import (
 	"encoding/binary"
-	"errors"
-	"fmt"
 	"math"
 	"math/bits"
 	"slices"
 
 	"github.com/cespare/xxhash/v2"
 
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
-var ErrInvalid = errors.New("invalid argument")
+// Conditions that callers tell apart with errors.Is. They are those of package comm.
+var (
+	// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
+	ErrInvalid = comm.ErrInvalid
+	// ErrClosed is returned by calls on a closed Exchanger.
+	ErrClosed = comm.ErrClosed
+)
 
 func invalid(format string, args ...any) error {
-	return fmt.Errorf("alltoallv: %w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+	return communicator.Invalid("alltoallv", format, args...)
 }
 
 // Splits says how the rows of the two buffers are divided among the ranks. All slices have one entry a rank and count
@@ -47,8 +52,43 @@ type Splits struct {
 	// this rank: the error, as from a lost peer, is a *kernels.SplitsError, and the Exchanger can then only be closed. The
 	// other ranks wait for this one until Options.Timeout.
 	Live memory.View
+	// Limits are for this call alone.
+	Limits Limits
 
 	wasLive bool // of a copy that does without the view
+}
+
+// Limits say how calls are done. Fields of Options have them for all calls of an Exchanger; in Splits, where a field is not zero, it takes
+// the place of that. They are this rank's own: ranks need not agree.
+type Limits struct {
+	// Algorithm forces one by name.
+	Algorithm string
+	// MaxSMs bounds how many multiprocessors of a GPU send in a call above PacketBytes. In a call it cannot be more than
+	// Options.MaxSMs.
+	MaxSMs int
+	// CopySMs bounds how many more of them copy the output out of staging where peers cannot write it; negative for none. No more
+	// send then than copy.
+	CopySMs int
+	// NoSMs leaves a GPU's multiprocessors alone: calls above PacketBytes go by its copy engines or are refused. What they need,
+	// and what stays on the rank, is as with Algorithm "copy".
+	NoSMs bool
+}
+
+// with is l where c says nothing else.
+func (l Limits) with(c Limits) Limits {
+	if c == (Limits{}) {
+		return l
+	}
+	if c.Algorithm != "" || c.NoSMs {
+		l.Algorithm, l.NoSMs = c.Algorithm, c.NoSMs
+	}
+	if c.MaxSMs > 0 {
+		l.MaxSMs = min(l.MaxSMs, c.MaxSMs)
+	}
+	if c.CopySMs != 0 {
+		l.CopySMs = c.CopySMs
+	}
+	return l
 }
 
 // LiveBytes is how long Splits.Live of a group is.
@@ -90,6 +130,9 @@ func (s *Splits) hash() uint64 {
 	if s.live() {
 		h = ^h
 	}
+	if l := &s.Limits; *l != (Limits{}) {
+		h = bits.RotateLeft64(h^xxhash.Sum64String(l.Algorithm), 7)*prime + uint64(l.MaxSMs)<<32 + uint64(l.CopySMs)
+	}
 	for _, v := range [...][]int64{s.Send, s.Recv, s.SendDispls, s.RecvDispls, s.PeerDispls} {
 		h = bits.RotateLeft64(h*prime, 31) ^ xxhash.Sum64(shm.Bytes(v))
 	}
@@ -97,7 +140,7 @@ func (s *Splits) hash() uint64 {
 }
 
 func (s *Splits) equal(t *Splits) bool {
-	return s.elem() == t.elem() && s.live() == t.live() && slices.Equal(s.Send, t.Send) && slices.Equal(s.Recv, t.Recv) &&
+	return s.elem() == t.elem() && s.live() == t.live() && s.Limits == t.Limits && slices.Equal(s.Send, t.Send) && slices.Equal(s.Recv, t.Recv) &&
 		sameDispls(s.SendDispls, t.SendDispls) && sameDispls(s.RecvDispls, t.RecvDispls) &&
 		sameDispls(s.PeerDispls, t.PeerDispls)
 }
@@ -106,7 +149,7 @@ func sameDispls(a, b []int64) bool { return (a == nil) == (b == nil) && slices.E
 
 // assign makes s a copy of t, but for the view, that shares nothing with it and reuses what s has.
 func (s *Splits) assign(t *Splits) {
-	s.ElemSize, s.wasLive = t.ElemSize, t.live()
+	s.ElemSize, s.wasLive, s.Limits = t.ElemSize, t.live(), t.Limits
 	s.Send, s.Recv = append(s.Send[:0], t.Send...), append(s.Recv[:0], t.Recv...)
 	s.SendDispls, s.RecvDispls = assignDispls(s.SendDispls, t.SendDispls), assignDispls(s.RecvDispls, t.RecvDispls)
 	s.PeerDispls = assignDispls(s.PeerDispls, t.PeerDispls)

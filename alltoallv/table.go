@@ -47,6 +47,9 @@ type Curve struct {
 //go:embed table.json
 var defaultTable []byte
 
+// defaultTableDevice is what defaultTable is for.
+const defaultTableDevice = "cuda"
+
 // ReadTable reads a table that Write or the tuner has written.
 func ReadTable(r io.Reader) (*Table, error) {
 	t := new(Table)
@@ -263,11 +266,11 @@ func (t *Table) best(algorithm string, ranks int, staged bool, maxSMs int) []poi
 	return points
 }
 
-// at is the time in microseconds with so many bytes leaving or reaching a rank, and the setting for it. Between two
+// at is the time in microseconds with 2^x bytes leaving or reaching a rank, and the setting for it. Between two
 // measurements it follows the straight line in logarithms, below the first it stays, above the last the rate stays.
-func (e *estimate) at(link int64) (us float64, s setting) {
+func (e *estimate) at(x float64) (us float64, s setting) {
 	p := e.points
-	if x, first := math.Log2(float64(max(link, 1))), p[0]; x > first.bytes {
+	if first := p[0]; x > first.bytes {
 		last := p[len(p)-1]
 		if x >= last.bytes {
 			return math.Exp2(last.us + x - last.bytes), last.setting
@@ -310,7 +313,7 @@ func (t *Traffic) estimate(algorithm string) (us float64, s setting, ok bool) {
 	}
 	for i := range t.table.curves {
 		if c := &t.table.curves[i]; c.algorithm == algorithm && c.staged == staged {
-			us, s = c.at(t.link())
+			us, s = c.at(t.log)
 			return us, s, true
 		}
 	}

@@ -13,23 +13,26 @@ import (
 
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/cuda"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
+
+// gpu is what plans know of a GPU that a rank has for itself.
+var gpu = kernels.Traits{Multiprocessors: true, CopyEngines: true}
 
 // pick is what rank 0 of n GPUs chooses for splits.
 func pick(t *testing.T, o Options, sp *Splits, inPlace bool) Decision {
 	t.Helper()
 	n := len(sp.Send)
-	c, err := o.channels(n, device.CUDAKind)
+	c, err := o.channels(n, new(cuda.Engine), device.CUDAKind)
 	require.NoError(t, err)
 	r, err := newRegistry(&o, 0, n, device.CUDAKind)
 	require.NoError(t, err)
+	r.traits = gpu
 	var p plan
 	require.NoError(t, p.build(sp, 0, n))
-	r.choose(&p, inPlace, &c, 0)
-	if inPlace {
-		return p.chosen[1]
-	}
-	return p.chosen[0]
+	k := planner{registry: r, channels: &c}
+	return k.explain(&p, inPlace)
 }
 
 func equal(n int, bytes int64, placed bool) *Splits {
@@ -137,7 +140,7 @@ func TestTableInterpolates(t *testing.T) {
 	table := &Table{Device: "cuda", Curves: []Curve{staged, curve(8, []int64{1000, 4000, 16000}, 10, 20, 80), curve(16, []int64{1000, 4000, 16000}, 11, 19.9, 40)}}
 	require.NoError(t, table.validate())
 	ask := func(maxSMs int, link int64) (float64, int) {
-		us, sms, ok := (&Traffic{SendTotal: link / 2, RecvTotal: link, InPlace: true, table: table.forWorld(2, maxSMs)}).Estimate("ring")
+		us, sms, ok := (&Traffic{SendTotal: link / 2, RecvTotal: link, InPlace: true, table: table.forWorld(2, maxSMs), log: math.Log2(float64(link))}).Estimate("ring")
 		require.True(t, ok)
 		return us, sms
 	}
@@ -259,7 +262,7 @@ func TestF3_BadTablesAreRefused(t *testing.T) {
 	table, err := ReadTable(strings.NewReader(wrap(good)))
 	require.NoError(t, err)
 	o := Options{Table: table}
-	_, err = o.channels(2, device.HostKind)
+	_, err = o.channels(2, new(host.Engine), device.HostKind)
 	require.ErrorIs(t, err, ErrInvalid)
 	require.ErrorContains(t, err, `is for device "cuda"`)
 }
@@ -272,14 +275,14 @@ func TestHostTakesATable(t *testing.T) {
 		{"algorithm":"pipelined","ranks":2,"staged":true,"sms":0,"bytes":[1],"us":[2]}]}`))
 	require.NoError(t, err)
 	o := Options{Table: table}
-	c, err := o.channels(2, device.HostKind)
+	c, err := o.channels(2, new(host.Engine), device.HostKind)
 	require.NoError(t, err)
 	r, err := newRegistry(&o, 0, 2, device.HostKind)
 	require.NoError(t, err)
 	p := plan{routes: [2]kernels.Routes{}}
 	require.NoError(t, p.build(equal(2, 1<<20, false), 0, 2))
-	r.choose(&p, true, &c, 0)
+	r.choose(&p, 1, &c, 0)
 	require.Equal(t, "ring", p.chosen[1].Algorithm)
-	r.choose(&p, false, &c, 0)
+	r.choose(&p, 0, &c, 0)
 	require.Equal(t, "pipelined", p.chosen[0].Algorithm)
 }

@@ -20,7 +20,8 @@ var (
 	// conditions of this list, not its type.
 	ErrAborted = errors.New("aborted")
 
-	// ErrClosed means that this rank has closed the group itself.
+	// ErrClosed means that this rank has closed the group itself, or whatever
+	// else was called: packages above use the same value.
 	ErrClosed = errors.New("closed")
 
 	// ErrTimeout means that something did not happen within its deadline.
@@ -29,6 +30,14 @@ var (
 	// ErrMismatch means that ranks were configured differently or made
 	// different calls. The message holds both values.
 	ErrMismatch = errors.New("mismatch")
+
+	// ErrInvalid means that an argument is out of its range; the message holds
+	// the value. Nothing has been done then. Packages above use the same value.
+	ErrInvalid = errors.New("invalid argument")
+
+	// ErrUnsupported means that the device or the kind of memory cannot do
+	// what was asked; the message says why. Packages above use the same value.
+	ErrUnsupported = errors.New("not supported")
 )
 
 // PeerError says which rank an error is about. Conditions and causes are

@@ -167,8 +167,18 @@ func (s *CUDAStream) Device() Device { return s.dev }
 // Handle is the CUstream.
 func (s *CUDAStream) Handle() uintptr { return uintptr(s.h) }
 
-// Capturing reports whether the stream's work is being captured into a graph.
-func (s *CUDAStream) Capturing() (bool, error) { return s.dev.ctx.Capturing(s.h) }
+// Capturing reports whether the stream's work is being captured into a graph. Nothing is on a closed stream.
+func (s *CUDAStream) Capturing() (bool, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return false, nil
+	}
+	return s.capturing()
+}
+
+// capturing is Capturing of a stream that is not closed.
+func (s *CUDAStream) capturing() (bool, error) { return s.dev.ctx.Capturing(s.h) }
 
 // Record marks the end of what has been enqueued. While the stream is captured the mark is one of the graph: it may be
 // waited for by streams, which joins them to the capture, and until the capture ends.
@@ -186,7 +196,7 @@ func (s *CUDAStream) record() (*cudaMark, error) {
 	if s.closed {
 		return nil, ErrClosed
 	}
-	capturing, err := s.Capturing()
+	capturing, err := s.capturing()
 	if err != nil {
 		return nil, err
 	}
@@ -295,7 +305,7 @@ func (m *cudaMark) hold(t *CUDAStream) error {
 	case m.s.closed:
 		return ErrClosed
 	default:
-		capturing, err := t.Capturing()
+		capturing, err := t.capturing()
 		if err != nil {
 			return err
 		}
@@ -313,7 +323,7 @@ func (m *cudaMark) hold(t *CUDAStream) error {
 // live returns an error when the capture that m belongs to has ended.
 func (m *cudaMark) live() error {
 	if m.capture == m.s.captures+1 && !m.s.closed {
-		capturing, err := m.s.Capturing()
+		capturing, err := m.s.capturing()
 		if err != nil || capturing {
 			return err
 		}
@@ -383,7 +393,7 @@ func (s *CUDAStream) synchronize() error {
 	if closed {
 		return ErrClosed
 	}
-	capturing, err := s.Capturing()
+	capturing, err := s.capturing()
 	switch {
 	case err != nil:
 		return err
@@ -412,7 +422,7 @@ func (s *CUDAStream) Close() error {
 	var errs []error
 	switch {
 	case s.owned:
-		capturing, err := s.Capturing()
+		capturing, err := s.capturing()
 		if capturing {
 			return fmt.Errorf("device: close a stream of %v: %w", s.dev, ErrCapturing)
 		}

@@ -28,21 +28,16 @@ func Follow(s, before Stream) error {
 	return nil
 }
 
-// Capturing reports whether what is enqueued on s is being captured into a graph instead of running. Nothing is on a
-// closed stream.
+// Capturing reports whether what is enqueued on s, which may be nil, is being captured into a graph instead of running. Streams that
+// can be captured have a method Capturing.
 func Capturing(s Stream) (bool, error) {
-	c, ok := s.(*CUDAStream)
+	c, ok := s.(interface{ Capturing() (bool, error) })
 	if !ok {
-		return false, nil
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.closed {
 		return false, nil
 	}
 	capturing, err := c.Capturing()
 	if err != nil {
-		return false, fmt.Errorf("device: is a stream of %v being captured: %w", c.dev, err)
+		return false, fmt.Errorf("device: is a stream of %v being captured: %w", s.Device(), err)
 	}
 	return capturing, nil
 }

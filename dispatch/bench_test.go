@@ -18,31 +18,31 @@ import (
 // one Dispatch and one Combine on every rank, alternating with the copying of the same bytes, rows there and rows back,
 // by as many goroutines with copy. It reports the medians and their ratio.
 func BenchmarkDispatchCombine(b *testing.B) {
-	const ranks, tokens, hidden, topK, experts = 4, 4096, 1024, 2, 8
+	const ranks, each, hidden, topK, experts = 4, 4096, 1024, 2, 8
 	var meet barrier
 	meet.init(ranks)
 	var moved, copied []time.Duration
 	local(b, ranks, func(r *rank) {
-		d, err := dispatch.New(r.Ctx, r.Heap, dispatch.Options{Experts: experts, TopK: topK, Hidden: hidden, MaxTokens: tokens, Handles: 1})
+		d, err := dispatch.New(r.Ctx, r.Heap, dispatch.Options{Experts: experts, TopK: topK, Hidden: hidden, MaxTokens: each, Handles: 1})
 		require.NoError(r, err)
 		rng := rand.New(rand.NewPCG(1, uint64(r.Group.Rank())))
 		var idx []int32
-		for range tokens {
+		for range each {
 			for _, e := range rng.Perm(experts)[:topK] {
 				idx = append(idx, int32(e))
 			}
 		}
 		weights := randomFloats(rng, len(idx))
-		x := memory.Host(shm.Bytes(randomFloats(rng, tokens*hidden)))
-		y := memory.Host(make([]byte, tokens*hidden*4))
+		x := memory.Host(shm.Bytes(randomFloats(rng, each*hidden)))
+		y := memory.Host(make([]byte, each*hidden*4))
 		// What the copy moves: as many rows as this rank has, to and fro.
 		there, back := make([]byte, 4*hidden*len(idx)), make([]byte, 4*hidden*len(idx))
 		copy(there, shm.Bytes(randomFloats(rng, len(there)/4)))
 
 		step := func() {
-			h, err := d.Dispatch(nil, x, idx, weights)
+			h, err := d.Dispatch(nil, tokens(x, idx, weights))
 			require.NoError(r, err)
-			require.NoError(r, d.Combine(nil, y, h.Rows(), h))
+			require.NoError(r, d.Combine(nil, y, h.Rows(), h, plain))
 			h.Release()
 		}
 		timed := func(to *[]time.Duration, f func()) {

@@ -1,7 +1,6 @@
 package dispatch_test
 
 import (
-	"fmt"
 	"math"
 	"math/rand/v2"
 	"testing"
@@ -17,18 +16,6 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-func TestRandomWorlds(t *testing.T) {
-	for n := 1; n <= 9; n++ {
-		t.Run(fmt.Sprint(n), func(t *testing.T) {
-			local(t, n, func(r *rank) { randomWorlds(r, uint64(1000*n), 8) })
-		})
-	}
-}
-
-func TestRandomWorldsAcrossProcesses(t *testing.T) {
-	processes(t, 3, func(r *rank) { randomWorlds(r, 1, 6) })
-}
-
 // So many rows of such a length are written around the caches.
 func TestLongRows(t *testing.T) {
 	o := dispatch.Options{Experts: 5, TopK: 3, Hidden: 1031, MaxTokens: 400, DType: kernels.Float32, Align: 4, Placement: dispatch.Contiguous(5, 2)}
@@ -37,9 +24,9 @@ func TestLongRows(t *testing.T) {
 		s := &side{r: r, d: d, b: randomBatch(rand.New(rand.NewPCG(8, 7)), o, 2, false)}
 		s.dispatch(nil)
 		s.checkRows()
-		rows := s.view(s.experts(s.b.expert, wide(o.DType, s.h.Rows().Bytes())))
-		s.combine(nil, rows)
-		s.combineBackward(nil, s.view(make([]float32, s.h.NumRows()*o.Hidden)), rows)
+		rows := s.ownMade()
+		s.combine(nil, s.view(rows), combineWith{})
+		s.combineBackward(nil, s.view(rows), s.view(rows), combineWith{})
 		s.h.Release()
 		require.NoError(r, d.Close(r.Ctx))
 	})
@@ -54,7 +41,7 @@ func (r *rank) dispatcher(o dispatch.Options) *dispatch.Dispatcher {
 
 // small is a world for tests of other things than rows: 4 experts, top-2, 4 elements.
 func small(o dispatch.Options) dispatch.Options {
-	o.Experts, o.TopK, o.Hidden, o.MaxTokens = 4, 2, 4, 8
+	o.Experts, o.TopK, o.Hidden, o.MaxTokens, o.HostCounts = 4, 2, 4, 8, true
 	return o
 }
 
@@ -62,10 +49,10 @@ func small(o dispatch.Options) dispatch.Options {
 func rowsFor(n int) memory.View { return memory.Host(make([]byte, 16*n)) }
 
 // roundTrip dispatches tokens to experts 0 and 3 and combines them: a token with weights 1 comes back twice itself.
-func roundTrip(r *rank, d *dispatch.Dispatcher, st device.Stream, tokens int) {
-	h, x, idx, weights := dispatchSmall(r, d, st, tokens)
-	y := rowsFor(tokens)
-	require.NoError(r, d.Combine(st, y, h.Rows(), h))
+func roundTrip(r *rank, d *dispatch.Dispatcher, st device.Stream, n int) {
+	h, x, idx, weights := dispatchSmall(r, d, st, n)
+	y := rowsFor(n)
+	require.NoError(r, d.Combine(st, y, h.Rows(), h, plain))
 	h.Release()
 	if st != nil {
 		require.NoError(r, st.Synchronize())
@@ -76,9 +63,9 @@ func roundTrip(r *rank, d *dispatch.Dispatcher, st device.Stream, tokens int) {
 	}
 }
 
-func dispatchSmall(r *rank, d *dispatch.Dispatcher, st device.Stream, tokens int) (*dispatch.Handle, memory.View, []int32, []float32) {
-	x, idx, weights := smallBatch(r, tokens)
-	h, err := d.Dispatch(st, x, idx, weights)
+func dispatchSmall(r *rank, d *dispatch.Dispatcher, st device.Stream, n int) (*dispatch.Handle, memory.View, []int32, []float32) {
+	x, idx, weights := smallBatch(r, n)
+	h, err := d.Dispatch(st, tokens(x, idx, weights))
 	require.NoError(r, err)
 	if st != nil {
 		require.NoError(r, st.Synchronize())
@@ -86,14 +73,14 @@ func dispatchSmall(r *rank, d *dispatch.Dispatcher, st device.Stream, tokens int
 	return h, x, idx, weights
 }
 
-func smallBatch(r *rank, tokens int) (memory.View, []int32, []float32) {
-	values := make([]float32, 4*tokens)
+func smallBatch(r *rank, n int) (memory.View, []int32, []float32) {
+	values := make([]float32, 4*n)
 	for i := range values {
 		values[i] = float32(100*r.Group.Rank() + i)
 	}
 	var idx []int32
 	var weights []float32
-	for range tokens {
+	for range n {
 		idx, weights = append(idx, 0, 3), append(weights, 1, 1)
 	}
 	return memory.Host(narrow(kernels.Float32, values)), idx, weights
@@ -108,11 +95,11 @@ func TestX1_EveryPairMeetsForNoTokens(t *testing.T) {
 			roundTrip(r, d, nil, 0)
 		}
 		calls := []func(h *dispatch.Handle) error{
-			func(h *dispatch.Handle) error { return d.Combine(nil, rowsFor(0), h.Rows(), h) },
+			func(h *dispatch.Handle) error { return d.Combine(nil, rowsFor(0), h.Rows(), h, plain) },
 			func(h *dispatch.Handle) error {
-				return d.CombineBackward(nil, rowsFor(0), nil, rowsFor(0), h.Rows(), h)
+				return d.CombineBackward(nil, rowsFor(0), none, rowsFor(0), h.Rows(), h, plain)
 			},
-			func(h *dispatch.Handle) error { return d.DispatchBackward(nil, rowsFor(0), h.Rows(), h) },
+			func(h *dispatch.Handle) error { return d.DispatchBackward(nil, rowsFor(0), none, h.Rows(), none, h) },
 		}
 		for _, call := range calls {
 			h, _, _, _ := dispatchSmall(r, d, nil, 0)
@@ -145,16 +132,16 @@ func TestX3_SlowExpertsKeepTheirRows(t *testing.T) {
 			for i := range idx {
 				idx[i], weights[i] = int32(i%2*3), 1
 			}
-			h, err := d.Dispatch(nil, memory.Host(narrow(kernels.Float32, x)), idx, weights)
+			h, err := d.Dispatch(nil, tokens(memory.Host(narrow(kernels.Float32, x)), idx, weights))
 			require.NoError(r, err)
 			if rng.IntN(3) == 0 {
 				time.Sleep(time.Duration(rng.IntN(500)) * time.Microsecond)
 			}
-			for _, v := range wide(kernels.Float32, h.Rows().Bytes()) {
+			for _, v := range wide(kernels.Float32, r.rows(h, 16).Bytes()) {
 				require.Equal(r, call, int(v)/1000)
 			}
 			y := rowsFor(8)
-			require.NoError(r, d.Combine(nil, y, h.Rows(), h))
+			require.NoError(r, d.Combine(nil, y, h.Rows(), h, plain))
 			clear(h.Rows().Bytes()) // all ranks have read them
 			h.Release()
 			for i, v := range wide(kernels.Float32, y.Bytes()) {
@@ -168,15 +155,15 @@ func TestX3_SlowExpertsKeepTheirRows(t *testing.T) {
 // Each token crosses once to a rank, whatever the number of its experts there.
 func TestTokensCrossOncePerRank(t *testing.T) {
 	local(t, 2, func(r *rank) {
-		d := r.dispatcher(dispatch.Options{Experts: 6, TopK: 3, Hidden: 4, MaxTokens: 8})
+		d := r.dispatcher(dispatch.Options{Experts: 6, TopK: 3, Hidden: 4, MaxTokens: 8, HostCounts: true})
 		var idx []int32
 		if r.Group.Rank() == 0 {
 			idx = []int32{3, 4, 5, 5, 0, -1} // three experts on rank 1; one there and one here
 		}
-		h, err := d.Dispatch(nil, rowsFor(len(idx)/3), idx, make([]float32, len(idx)))
+		h, err := d.Dispatch(nil, tokens(rowsFor(len(idx)/3), idx, make([]float32, len(idx))))
 		require.NoError(r, err)
-		require.Equal(r, [][]int64{{16, 32}, {0, 0}}[r.Group.Rank()], d.Traffic())
-		require.Equal(r, [][]int64{{1, 0, 0}, {1, 1, 2}}[r.Group.Rank()], h.Counts())
+		require.Equal(r, [][]int64{{16, 32}, {0, 0}}[r.Group.Rank()], d.Counters().Bytes)
+		require.Equal(r, [][]int32{{1, 0, 0}, {1, 1, 2}}[r.Group.Rank()], r.counts(h).Counts)
 		h.Release()
 		require.NoError(r, d.Close(r.Ctx))
 	})
@@ -206,13 +193,14 @@ func TestOverflowIsAnErrorOnEveryRank(t *testing.T) {
 					if i == 2 {
 						s = st
 					}
-					h, err := d.Dispatch(s, x, idx, weights)
+					h, err := d.Dispatch(s, tokens(x, idx, weights))
 					if s != nil {
 						require.NoError(r, err)
 						err = s.Synchronize()
 						var overflow *dispatch.OverflowError
-						require.ErrorAs(r, d.Combine(nil, rowsFor(8), h.Rows(), h), &overflow, "the handle has failed")
-						require.Zero(r, h.NumRows())
+						require.ErrorAs(r, d.Combine(nil, rowsFor(8), h.Rows(), h, plain), &overflow, "the handle has failed")
+						_, cerr := h.HostCounts(r.Ctx)
+						require.ErrorAs(r, cerr, &overflow)
 						h.Release()
 					}
 					var overflow *dispatch.OverflowError
@@ -242,26 +230,26 @@ func TestDifferentCallsAreAnErrorOnEveryRank(t *testing.T) {
 
 		err := func() error {
 			if odd {
-				return d.DispatchBackward(nil, rowsFor(3), h1.Rows(), h1)
+				return d.DispatchBackward(nil, rowsFor(3), none, h1.Rows(), none, h1)
 			}
-			return d.Combine(nil, rowsFor(3), h1.Rows(), h1)
+			return d.Combine(nil, rowsFor(3), h1.Rows(), h1, plain)
 		}()
 		require.ErrorAs(r, err, &order)
 		require.Equal(r, 2, order.Rank)
-		require.ErrorContains(r, err, "rank 0 is in combine of dispatch 1, rank 2 in dispatch backward of dispatch 1")
+		require.ErrorContains(r, err, "rank 0 is in combine with dispatched weights of dispatch 1, rank 2 in dispatch backward of dispatch 1")
 
 		h := h1
 		if odd {
 			h = h2
 		}
-		err = d.Combine(nil, rowsFor(3), h.Rows(), h)
+		err = d.Combine(nil, rowsFor(3), h.Rows(), h, plain)
 		require.ErrorAs(r, err, &order)
-		require.ErrorContains(r, err, "rank 2 in combine of dispatch 2")
+		require.ErrorContains(r, err, "rank 2 in combine with dispatched weights of dispatch 2")
 
 		if odd {
-			_, err = d.Dispatch(nil, x, nil, nil)
+			_, err = d.Dispatch(nil, tokens(x, nil, nil))
 		} else {
-			err = d.CombineBackward(nil, h1.Rows(), make([]float32, 6), rowsFor(3), h1.Rows(), h1)
+			err = d.CombineBackward(nil, h1.Rows(), numbers(make([]float32, 6)), rowsFor(3), h1.Rows(), h1, plain)
 		}
 		require.ErrorAs(r, err, &order)
 
@@ -277,17 +265,21 @@ func TestShortRowsAreAnErrorOnEveryRank(t *testing.T) {
 	local(t, 3, func(r *rank) {
 		d := r.dispatcher(small(dispatch.Options{}))
 		h, _, _, _ := dispatchSmall(r, d, nil, 3)
-		rows, dRows := h.Rows(), rowsFor(h.NumRows())
+		rows, dRows := r.rows(h, 16), rowsFor(r.counts(h).Rows)
 		if r.Group.Rank() == 0 {
 			rows = rows.Slice(0, rows.Len()-1)
 		}
 		var short *kernels.ShortError
 		want := kernels.ShortError{Rank: 0, Have: 9*16 - 1, Need: 9 * 16}
 		for i, call := range []func() error{
-			func() error { return d.Combine(nil, rowsFor(3), rows, h) },
-			func() error { return d.DispatchBackward(nil, rowsFor(3), rows, h) },
-			func() error { return d.CombineBackward(nil, dRows, make([]float32, 6), rowsFor(3), rows, h) },
-			func() error { return d.CombineBackward(nil, rows, make([]float32, 6), rowsFor(3), dRows, h) },
+			func() error { return d.Combine(nil, rowsFor(3), rows, h, plain) },
+			func() error { return d.DispatchBackward(nil, rowsFor(3), none, rows, none, h) },
+			func() error {
+				return d.CombineBackward(nil, dRows, numbers(make([]float32, 6)), rowsFor(3), rows, h, plain)
+			},
+			func() error {
+				return d.CombineBackward(nil, rows, numbers(make([]float32, 6)), rowsFor(3), dRows, h, plain)
+			},
 		} {
 			err := call()
 			require.ErrorAs(r, err, &short)
@@ -312,54 +304,76 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 
 		x := rowsFor(8)
 		two := []float32{1, 1}
+		odd := memory.Host(make([]byte, 64)[1:])
 		for _, c := range []struct {
-			x       memory.View
-			idx     []int32
-			weights []float32
-			is      error
-			text    string
+			dispatch.Tokens
+			is   error
+			text string
 		}{
-			{x, []int32{0, 1, 2}, []float32{1, 1, 1}, dispatch.ErrInvalid, "3 expert indices and 3 weights with top-2"},
-			{x, []int32{0, 1}, []float32{1}, dispatch.ErrInvalid, "2 expert indices and 1 weights"},
-			{x, []int32{0, 4}, two, dispatch.ErrInvalid, "token 0 has expert 4 as choice 1, there are 4 experts"},
-			{x, []int32{-2, 0}, two, dispatch.ErrInvalid, "token 0 has expert -2"},
-			{x, []int32{3, 3}, two, dispatch.ErrInvalid, "token 0 has expert 3 twice"},
-			{x, make([]int32, 18), make([]float32, 18), dispatch.ErrInvalid, "9 tokens, Options.MaxTokens is 8"},
-			{rowsFor(1), []int32{0, 1, 0, 1}, []float32{1, 1, 1, 1}, dispatch.ErrInvalid, "x has 16 bytes, 2 tokens of 4 x float32 need 32"},
-			{memory.Device(1<<20, 1<<10), []int32{0, 1}, two, dispatch.ErrInvalid, "x is not host memory"},
-			{freed.View(), []int32{0, 1}, two, memory.ErrFreed, "x"},
+			{tokens(x, []int32{0, 1, 2}, []float32{1, 1, 1}), dispatch.ErrInvalid, "experts has 12 bytes, which is no number of tokens with top-2 of int32"},
+			{tokens(x, []int32{0, 1}, []float32{1}), dispatch.ErrInvalid, "weights has 4 bytes, want 8"},
+			{tokens(x, make([]int32, 18), make([]float32, 18)), dispatch.ErrInvalid, "9 tokens, Options.MaxTokens is 8"},
+			{tokens(rowsFor(1), []int32{0, 1, 0, 1}, []float32{1, 1, 1, 1}), dispatch.ErrInvalid, "x has 16 bytes, 2 tokens of 4 x float32 need 32"},
+			{tokens(memory.Device(1<<20, 1<<10), []int32{0, 1}, two), dispatch.ErrInvalid, "x is not host memory"},
+			{tokens(freed.View(), []int32{0, 1}, two), memory.ErrFreed, "x"},
+			{dispatch.Tokens{X: x, Experts: memory.Device(1<<20, 8)}, dispatch.ErrInvalid, "experts is not host memory"},
+			{dispatch.Tokens{X: x, Experts: odd.Slice(0, 8)}, dispatch.ErrInvalid, "experts is not aligned to its elements of 4 bytes"},
+			{dispatch.Tokens{X: odd, Experts: numbers([]int32{0, 1})}, dispatch.ErrInvalid, "x is not aligned to its elements of 4 bytes"},
+			{dispatch.Tokens{X: x, Experts: numbers([]int32{0, 1}), Scales: rowsFor(1)}, dispatch.ErrInvalid, "there are scales beside tokens of float32"},
 		} {
-			_, err := d.Dispatch(nil, c.x, c.idx, c.weights)
+			_, err := d.Dispatch(nil, c.Tokens)
 			require.ErrorIs(r, err, c.is)
 			require.ErrorContains(r, err, c.text)
 		}
 
 		h, _, _, _ := dispatchSmall(r, d, nil, 2)
-		_, err = d.Dispatch(nil, x, nil, nil)
+		_, err = d.Dispatch(nil, tokens(x, nil, nil))
 		require.ErrorIs(r, err, dispatch.ErrNoHandle)
 		require.ErrorContains(r, err, "all 1 are alive")
 
-		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), nil), dispatch.ErrReleased)
-		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), foreign), dispatch.ErrReleased)
-		require.ErrorContains(r, d.Combine(nil, rowsFor(1), h.Rows(), h), "y has 16 bytes, 2 tokens of 4 x float32 need 32")
-		require.ErrorContains(r, d.Combine(nil, h.Rows(), h.Rows(), h), "overlap")
-		require.ErrorIs(r, d.Combine(nil, x, freed.View(), h), memory.ErrFreed)
-		require.ErrorContains(r, d.DispatchBackward(nil, rowsFor(1), h.Rows(), h), "dx has 16 bytes")
-		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), two, x, h.Rows(), h), "2 gradients of weights, the dispatch of 2 tokens had 4 weights")
-		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), make([]float32, 4), rowsFor(1), h.Rows(), h), "dy has 16 bytes")
+		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), nil, plain), dispatch.ErrReleased)
+		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), foreign, plain), dispatch.ErrReleased)
+		require.ErrorContains(r, d.Combine(nil, rowsFor(1), h.Rows(), h, plain), "y has 16 bytes, 2 tokens of 4 x float32 need 32")
+		require.ErrorContains(r, d.Combine(nil, h.Rows(), h.Rows(), h, plain), "overlap")
+		require.ErrorIs(r, d.Combine(nil, x, freed.View(), h, plain), memory.ErrFreed)
+		require.ErrorContains(r, d.DispatchBackward(nil, rowsFor(1), none, h.Rows(), none, h), "dx has 16 bytes")
+		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), numbers(two), x, h.Rows(), h, plain), "dWeights has 8 bytes, 2 tokens with top-2 have 4 weights")
+		for _, c := range []struct {
+			o    dispatch.CombineOptions
+			text string
+		}{
+			{dispatch.CombineOptions{SumWeights: numbers(two), Weights: numbers(two)}, "sum weights has 8 bytes, want 16"},
+			{dispatch.CombineOptions{Weights: numbers(two)}, "there are weights, but CombineOptions.Weighting is dispatched weights"},
+			{dispatch.CombineOptions{Weighting: 7}, "CombineOptions.Weighting is 7"},
+			{dispatch.CombineOptions{Bias: [2]memory.View{none, rowsFor(1)}}, "bias 1 has 16 bytes, 2 tokens of 4 x float32 need 32"},
+			{dispatch.CombineOptions{Ready: numbers(two[:1])}, "ready has 4 bytes, want 8"},
+			{dispatch.CombineOptions{Weighting: dispatch.GivenWeights, Weights: odd}, "weights is not aligned"},
+			{dispatch.CombineOptions{Weighting: dispatch.GivenWeights, Weights: freed.View()}, "weights"},
+		} {
+			require.ErrorContains(r, d.Combine(nil, x, h.Rows(), h, c.o), c.text)
+		}
+		unweighted := dispatch.CombineOptions{Weighting: dispatch.Unweighted}
+		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), numbers(make([]float32, 4)), x, h.Rows(), h, unweighted), "the rows are not weighted")
+		ready := dispatch.CombineOptions{Ready: numbers(two)}
+		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), none, x, h.Rows(), h, ready), "takes no options but")
+		require.ErrorContains(r, d.Redispatch(nil, h, rowsFor(1), none), "x has 16 bytes")
+		require.ErrorContains(r, d.Redispatch(nil, h, h.Rows(), none), "overlap")
+		require.ErrorIs(r, d.DispatchReceive(nil, h), dispatch.ErrHalf)
+		require.ErrorIs(r, d.CombineReceive(nil, h), dispatch.ErrHalf)
+		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), numbers(make([]float32, 4)), rowsFor(1), h.Rows(), h, plain), "dy has 16 bytes")
 		big := rowsFor(20)
-		require.ErrorContains(r, d.CombineBackward(nil, big.Slice(16, 160), make([]float32, 4), x, big.Slice(0, 160), h), "overlaps")
+		require.ErrorContains(r, d.CombineBackward(nil, big.Slice(16, 160), numbers(make([]float32, 4)), x, big.Slice(0, 160), h, plain), "overlaps")
 
-		require.NoError(r, d.Combine(nil, x, h.Rows(), h))
+		require.NoError(r, d.Combine(nil, x, h.Rows(), h, plain))
 		h.Release()
 		h.Release()
-		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), h), dispatch.ErrReleased)
+		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), h, plain), dispatch.ErrReleased)
 		roundTrip(r, d, nil, 8)
 		foreign.Release()
 		require.NoError(r, other.Close(r.Ctx))
 		require.NoError(r, d.Close(r.Ctx))
 		require.NoError(r, d.Close(r.Ctx))
-		_, err = d.Dispatch(nil, x, nil, nil)
+		_, err = d.Dispatch(nil, tokens(x, nil, nil))
 		require.ErrorIs(r, err, dispatch.ErrClosed)
 	})
 }
@@ -393,11 +407,7 @@ func TestF3_OptionsAreCompared(t *testing.T) {
 			o.Align = -1
 		}
 		err = try(o)
-		if odd {
-			require.ErrorIs(r, err, dispatch.ErrInvalid)
-		} else {
-			require.ErrorIs(r, err, comm.ErrMismatch)
-		}
+		require.ErrorIs(r, err, dispatch.ErrInvalid)
 		require.ErrorContains(r, err, "Options.Align is -1")
 		require.NoError(r, r.Heap.Verify(r.Ctx))
 	})
@@ -410,10 +420,19 @@ func TestBadOptions(t *testing.T) {
 			text string
 		}{
 			{dispatch.Options{}, "Options.Experts is 0"},
-			{dispatch.Options{Experts: 2, TopK: 3, Hidden: 1}, "Options.TopK is 3, want 1 to 2"},
+			{dispatch.Options{Experts: 2, TopK: 65, Hidden: 1}, "Options.TopK is 65, want 1 to 64"},
 			{dispatch.Options{Experts: 2, TopK: 1}, "Options.Hidden is 0"},
 			{small(dispatch.Options{DType: kernels.Int32}), "Options.DType is int32"},
-			{small(dispatch.Options{Layout: 2}), "Options.Layout is 2"},
+			{small(dispatch.Options{Layout: 9}), "Options.Layout is 9"},
+			{small(dispatch.Options{Layout: dispatch.Slab, Capacity: 3}), "Options.Capacity is 3, but the layout is slab"},
+			{small(dispatch.Options{Layout: dispatch.RankPadded, MaxRows: 3}), "MaxRows is 3 and Align 1, but the layout is rank-padded"},
+			{small(dispatch.Options{Layout: dispatch.TokenMajor, Landed: true}), "Options.Landed is set, but the layout is token-major"},
+			{small(dispatch.Options{IndexType: kernels.Float32}), "Options.IndexType is float32"},
+			{small(dispatch.Options{CombineDType: kernels.Float8E4M3}), "Options.CombineDType is float8_e4m3"},
+			{small(dispatch.Options{DType: kernels.Float8E4M3, Quantize: true}), "DType is float8_e4m3 already"},
+			{small(dispatch.Options{ScalePerToken: true}), "options for scales, but rows are float32"},
+			{small(dispatch.Options{Quantize: true, ScaleFormat: 7}), "Options.ScaleFormat is 7"},
+			{small(dispatch.Options{MaxSMs: -1}), "MaxSMs -1"},
 			{small(dispatch.Options{Capacity: 3}), "Options.Capacity is 3, but the layout is flat"},
 			{small(dispatch.Options{Layout: dispatch.Padded, Align: 2}), "Align 2, but the layout is padded"},
 			{small(dispatch.Options{Handles: -1}), "Options.Handles is -1"},
@@ -444,8 +463,8 @@ func TestF3_OneRanksLackOfMemoryIsEveryRanksError(t *testing.T) {
 			return err
 		}
 		err := odd(r.Heap.Stats().LargestFree)
-		require.ErrorIs(r, err, comm.ErrMismatch)
-		require.ErrorContains(r, err, "rank 1 has room for")
+		require.ErrorIs(r, err, memory.ErrOutOfMemory)
+		require.ErrorContains(r, err, "rank 1")
 		err = odd(1000)
 		require.ErrorIs(r, err, comm.ErrMismatch)
 		require.ErrorContains(r, err, "offset")
@@ -462,7 +481,7 @@ func TestF1_AHungRankIsNamed(t *testing.T) {
 		if r.Group.Rank() != 1 {
 			start := time.Now()
 			x, idx, weights := smallBatch(r, 2)
-			_, err := d.Dispatch(nil, x, idx, weights)
+			_, err := d.Dispatch(nil, tokens(x, idx, weights))
 			require.ErrorIs(r, err, comm.ErrTimeout)
 			var peer *comm.PeerError
 			require.ErrorAs(r, err, &peer)
@@ -471,7 +490,7 @@ func TestF1_AHungRankIsNamed(t *testing.T) {
 			require.EqualValues(r, 3, peer.Epoch)
 			require.Greater(r, time.Since(start), timeout*9/10)
 			require.Less(r, time.Since(start), 10*timeout)
-			_, err = d.Dispatch(nil, x, idx, weights)
+			_, err = d.Dispatch(nil, tokens(x, idx, weights))
 			require.ErrorIs(r, err, comm.ErrTimeout)
 			require.ErrorContains(r, err, "an earlier call failed")
 		}
@@ -490,13 +509,13 @@ func TestF2_ALostRankIsNamed(t *testing.T) {
 			time.Sleep(20 * time.Millisecond)
 			r.Group.Kill()
 		} else {
-			require.NoError(r, d.Combine(st, rowsFor(2), h.Rows(), h))
+			require.NoError(r, d.Combine(st, rowsFor(2), h.Rows(), h, plain))
 			start := time.Now()
 			err = st.Synchronize()
 			require.ErrorIs(r, err, comm.ErrPeerLost)
 			require.ErrorContains(r, err, "rank 1")
 			require.Less(r, time.Since(start), 5*time.Second)
-			require.ErrorIs(r, d.Combine(nil, rowsFor(2), h.Rows(), h), comm.ErrPeerLost)
+			require.ErrorIs(r, d.Combine(nil, rowsFor(2), h.Rows(), h, plain), comm.ErrPeerLost)
 		}
 		require.NoError(r, st.Close())
 		require.NoError(r, d.Close(r.Ctx))
@@ -540,13 +559,13 @@ func TestStreamsAreOrdered(t *testing.T) {
 		x, idx, weights := smallBatch(r, 8)
 		for i := range 30 {
 			// Nothing is waited for between the calls.
-			h, err := d.Dispatch(streams[i%3], x, idx, weights)
+			h, err := d.Dispatch(streams[i%3], tokens(x, idx, weights))
 			require.NoError(r, err)
 			y, rows := rowsFor(8), memory.Host(make([]byte, 16*d.MaxRows()))
 			for j := range rows.Bytes() {
 				rows.Bytes()[j] = byte(i) // the same number in all elements
 			}
-			require.NoError(r, d.Combine(streams[(i+i/3)%3], y, rows, h))
+			require.NoError(r, d.Combine(streams[(i+i/3)%3], y, rows, h, plain))
 			h.Release()
 			if i%5 == 4 {
 				for _, s := range streams[:2] {
@@ -590,31 +609,40 @@ func TestPlacement(t *testing.T) {
 // rounding; token t of a rank matters for row t of y alone, so all tokens are moved at once.
 func TestGradientsNumerically(t *testing.T) {
 	const eps = 1e-2
-	o := dispatch.Options{Experts: 5, TopK: 3, Hidden: 6, MaxTokens: 9, DType: kernels.Float32, Align: 4, Placement: dispatch.Contiguous(5, 3)}
+	o := dispatch.Options{Experts: 5, TopK: 3, Hidden: 6, MaxTokens: 9, DType: kernels.Float32, Align: 4, HostCounts: true}
 	local(t, 3, func(r *rank) {
 		d, n := r.dispatcher(o), 3
 		b := randomBatch(rand.New(rand.NewPCG(11, 11)), o, n, false)
 		me := r.Group.Rank()
-		idx, weights, x, c := b.idx[me], b.weights[me], b.x[me], b.dy[me]
-		tokens := len(x) / o.Hidden
+		rng := rand.New(rand.NewPCG(1, uint64(me)))
+		idx, weights, x, c := make([]int32, len(b.idx[me])), randomFloats(rng, len(b.idx[me])), randomFloats(rng, len(b.x[me])), b.dy[me]
+		for i, e := range b.idx[me] {
+			idx[i] = int32(e)
+		}
+		count := len(x) / o.Hidden
 		s := &side{r: r, b: b, d: d}
-		square := func(e int, x []float32) []float32 {
-			y := make([]float32, len(x))
-			for i, v := range x {
-				y[i] = v * v * float32(1+e) / 4
+		// eachElement calls f with every element of every row and its expert.
+		eachElement := func(f func(e, i int)) {
+			counts := r.counts(s.h)
+			for slot, e := range s.h.LocalExperts() {
+				first := int(counts.Offsets[slot]) * o.Hidden
+				for i := range int(counts.Counts[slot]) * o.Hidden {
+					f(e, first+i)
+				}
 			}
-			return y
 		}
 		// losses is the inner product of y and c, token by token.
 		losses := func(x, weights []float32) ([]float64, memory.View, []float32) {
 			var err error
-			s.h, err = d.Dispatch(nil, s.view(x), idx, weights)
+			s.h, err = d.Dispatch(nil, tokens(s.view(x), idx, weights))
 			require.NoError(r, err)
-			in := wide(o.DType, s.h.Rows().Bytes())
-			rows := s.view(s.experts(square, in))
+			in := wide(o.DType, r.rows(s.h, 4*o.Hidden).Bytes())
+			made := nans(len(in))
+			eachElement(func(e, i int) { made[i] = in[i] * in[i] * float32(1+e) / 4 })
+			rows := s.view(made)
 			y := s.view(x)
-			require.NoError(r, d.Combine(nil, y, rows, s.h))
-			sums := make([]float64, tokens)
+			require.NoError(r, d.Combine(nil, y, rows, s.h, plain))
+			sums := make([]float64, count)
 			for i, v := range wide(o.DType, y.Bytes()) {
 				sums[i/o.Hidden] += float64(v) * float64(c[i])
 			}
@@ -630,15 +658,11 @@ func TestGradientsNumerically(t *testing.T) {
 
 		_, rows, in := losses(x, weights)
 		dRows, dWeights := s.view(make([]float32, len(in))), make([]float32, len(weights))
-		require.NoError(r, d.CombineBackward(nil, dRows, dWeights, s.view(c), rows, s.h))
+		require.NoError(r, d.CombineBackward(nil, dRows, numbers(dWeights), s.view(c), rows, s.h, plain))
 		grads := wide(o.DType, dRows.Bytes())
-		for i, e := range s.h.LocalExperts() {
-			for j := int(s.h.Offsets()[i]) * o.Hidden; j < int(s.h.Offsets()[i]+s.h.Counts()[i])*o.Hidden; j++ {
-				grads[j] *= 2 * in[j] * float32(1+e) / 4
-			}
-		}
+		eachElement(func(e, i int) { grads[i] *= 2 * in[i] * float32(1+e) / 4 })
 		dx := s.view(x)
-		require.NoError(r, d.DispatchBackward(nil, dx, s.view(grads), s.h))
+		require.NoError(r, d.DispatchBackward(nil, dx, none, s.view(grads), none, s.h))
 		s.h.Release()
 
 		check := func(name string, grad []float32, stride int, move func(at int, by float32) ([]float32, []float32)) {
@@ -647,7 +671,7 @@ func TestGradientsNumerically(t *testing.T) {
 				s.h.Release()
 				down, _, _ := losses(move(at, -eps))
 				s.h.Release()
-				for t := range tokens {
+				for t := range count {
 					want := (up[t] - down[t]) / (2 * eps)
 					require.InDelta(r, want, float64(grad[t*stride+at]), 1e-2*math.Max(1, math.Abs(want)), "%s, token %d, %d", name, t, at)
 				}
@@ -673,18 +697,29 @@ func TestNoAllocationOnceWarm(t *testing.T) {
 			b := randomBatch(rand.New(rand.NewPCG(5, 5)), o, 2, false)
 			me := r.Group.Rank()
 			x, dy := memory.Host(narrow(dtype, b.x[me])), memory.Host(narrow(dtype, b.dy[me]))
-			y, dw := memory.Host(make([]byte, x.Len())), make([]float32, len(b.idx[me]))
+			idx := make([]int32, len(b.idx[me]))
+			for i, e := range b.idx[me] {
+				idx[i] = int32(e)
+			}
+			y, dw := memory.Host(make([]byte, x.Len())), numbers(make([]float32, len(idx)))
 			rows := memory.Host(make([]byte, int64(d.MaxRows())*int64(o.Hidden)*dtype.Size()))
+			in := tokens(x, idx, b.weights[me])
 			step := func() {
-				h, err := d.Dispatch(nil, x, b.idx[me], b.weights[me])
+				h, err := d.DispatchSend(nil, in)
 				if err == nil {
-					err = d.Combine(nil, y, rows, h)
+					err = d.DispatchReceive(nil, h)
 				}
 				if err == nil {
-					err = d.CombineBackward(nil, rows, dw, dy, rows, h)
+					_, err = h.HostCounts(r.Ctx)
 				}
 				if err == nil {
-					err = d.DispatchBackward(nil, y, h.Rows(), h)
+					err = d.Combine(nil, y, rows, h, plain)
+				}
+				if err == nil {
+					err = d.CombineBackward(nil, rows, dw, dy, rows, h, plain)
+				}
+				if err == nil {
+					err = d.DispatchBackward(nil, y, none, rows, none, h)
 				}
 				if err != nil {
 					panic(err)

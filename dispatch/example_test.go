@@ -46,7 +46,7 @@ func layer(g *comm.Group) ([]float32, error) {
 	if err != nil {
 		return nil, err
 	}
-	d, err := dispatch.New(ctx, heap, dispatch.Options{Experts: 4, TopK: 2, Hidden: 3, MaxTokens: 16})
+	d, err := dispatch.New(ctx, heap, dispatch.Options{Experts: 4, TopK: 2, Hidden: 3, MaxTokens: 16, HostCounts: true})
 	if err != nil {
 		return nil, err
 	}
@@ -59,19 +59,23 @@ func layer(g *comm.Group) ([]float32, error) {
 	for i := range weights {
 		weights[i] = 0.5
 	}
-	h, err := d.Dispatch(nil, encode(x), idx, weights)
+	h, err := d.Dispatch(nil, dispatch.Tokens{X: encode(x), Experts: encode(idx), Weights: encode(weights)})
 	if err != nil {
 		return nil, err
 	}
-	rows := make([]float32, 3*h.NumRows())
+	counts, err := h.HostCounts(ctx)
+	if err != nil {
+		return nil, err
+	}
+	rows := make([]float32, 3*counts.Rows)
 	decode(rows, h.Rows())
 	for i, expert := range h.LocalExperts() {
-		for j := 3 * h.Offsets()[i]; j < 3*(h.Offsets()[i]+h.Counts()[i]); j++ {
+		for j := 3 * counts.Offsets[i]; j < 3*(counts.Offsets[i]+counts.Counts[i]); j++ {
 			rows[j] *= float32(expert)
 		}
 	}
 	result := memory.Host(make([]byte, 4*len(x)))
-	if err := d.Combine(nil, result, encode(rows), h); err != nil {
+	if err := d.Combine(nil, result, encode(rows), h, dispatch.CombineOptions{}); err != nil {
 		return nil, err
 	}
 	y := make([]float32, len(x))
@@ -88,7 +92,7 @@ func layer(g *comm.Group) ([]float32, error) {
 }
 
 // encode is memory with these numbers.
-func encode(v []float32) memory.View {
+func encode(v any) memory.View {
 	b, err := binary.Append(nil, binary.NativeEndian, v)
 	if err != nil {
 		panic(err)

@@ -1,46 +1,130 @@
 package dispatch
 
 import (
+	"context"
 	"fmt"
+	"runtime"
 	"slices"
+	"time"
 
-	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // Handle is one dispatch: where its tokens went, and the rows that this rank's experts got. Combine and the backward
 // calls use it again, in any number and order.
 //
-// What its methods return is known when the dispatch is complete: on return of a call without a stream, otherwise once
-// the stream has been synchronized or in work enqueued behind it. It belongs to the handle and is dead after Release.
+// Its views are memory of the heap's device, in the symmetric heap. They have the same place and length for every dispatch that
+// has the handle's memory, so that nothing on the device depends on the host; what is beyond the rows that came is undefined.
+// Their content is there when the dispatch is complete, in stream order; Counts, Offsets and RankCounts already after
+// DispatchSend. They are dead after Release.
 type Handle struct {
-	d       *Dispatcher
-	routing kernels.Routing
-	buffer  int // which of the dispatcher's outputs
-	alive   bool
-	users   int // launches that have not run yet
+	d      *Dispatcher
+	memory int // which of the dispatcher's
+	tokens int
+	local  []int
+	ticket uint64
+	alive  bool
+	users  int   // launches that have not run yet
+	half   *op   // the second half of a call that has had its first
+	err    error // why the dispatch failed
+	counts HostCounts
 }
 
-// Rows is the output, in the symmetric heap: NumRows rows of Options.Hidden elements, expert by expert. Experts may
+// Rows is the output: [Dispatcher.MaxRows, Options.Hidden] as Options.Layout says. Experts may
 // work in place; it is the caller's until Release.
-func (h *Handle) Rows() memory.View {
-	return h.d.output(h.buffer).Slice(0, h.routing.OutRows*h.d.experts.RowBytes())
-}
+func (h *Handle) Rows() memory.View { return h.views().rows }
 
-// NumRows is the number of rows in the output, padding included.
-func (h *Handle) NumRows() int { return int(h.routing.OutRows) }
+// Scales lie beside rows of Float8E4M3: [Dispatcher.MaxRows, Hidden/128 rounded up] (or one) of float32, or of bytes in int32
+// words, in the order that Options say.
+func (h *Handle) Scales() memory.View { return h.views().scales }
 
-// Counts is how many rows each of LocalExperts got, padding not included.
-func (h *Handle) Counts() []int64 { return h.routing.SlotRows }
+// Counts is how many choices each of LocalExperts got, in int32: its rows, where the layout is expert-major.
+func (h *Handle) Counts() memory.View { return h.views().counts }
 
-// Offsets is the first row of each of LocalExperts.
-func (h *Handle) Offsets() []int64 { return h.routing.SlotFirst }
+// Offsets is the first row of each of LocalExperts (in token-major layouts, from each rank), and one more number, the length of
+// the output with its padding. In int32.
+func (h *Handle) Offsets() memory.View { return h.views().offsets }
 
-// LocalExperts lists the experts on this rank in ascending order.
-func (h *Handle) LocalExperts() []int { return h.d.local }
+// RankCounts is how many rows came from each rank, in int32.
+func (h *Handle) RankCounts() memory.View { return h.views().rankCounts }
+
+// Indices lie beside rows in token-major layouts: [Dispatcher.MaxRows, TopK] in int64. Entry k is the place in LocalExperts of
+// the row's choice k, -1 where that is masked or on another rank. Empty in other layouts.
+func (h *Handle) Indices() memory.View { return h.views().indices }
+
+// Weights are those of the dispatch beside the rows, in float32: [Dispatcher.MaxRows], or in token-major layouts
+// [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 where none were given.
+func (h *Handle) Weights() memory.View { return h.views().weights }
+
+// Sources says where each row comes from: [Dispatcher.MaxRows, 2] in int32, the rank and the token's number there. It is -1, -1
+// in padding that is zero.
+func (h *Handle) Sources() memory.View { return h.views().sources }
+
+// Landed are 32-bit words, if Options.Landed is set: how many rows of each of LocalExperts have arrived so far. Work that runs
+// beside DispatchReceive may read all rows of an expert when it has read the expert's word with acquire semantics (system scope
+// on a GPU) and found it equal to Counts. A dispatch sets them to zero in its first half.
+func (h *Handle) Landed() memory.View { return h.views().landed }
+
+func (h *Handle) views() *handleViews { return &h.d.views[h.memory] }
+
+// LocalExperts lists the experts that were on this rank at the dispatch, in ascending order.
+func (h *Handle) LocalExperts() []int { return h.local }
 
 // Tokens is the number of this rank's tokens in the dispatch.
-func (h *Handle) Tokens() int { return h.routing.Tokens() }
+func (h *Handle) Tokens() int { return h.tokens }
+
+// HostCounts is how many rows came, for the host. The slices belong to the handle and are dead after Release.
+type HostCounts struct {
+	// Rows is the length of the output with its padding.
+	Rows int
+	// Counts, Offsets and RankCounts are copies of what the handle's methods of that name show.
+	Counts, Offsets, RankCounts []int32
+}
+
+// HostCounts waits until the ranks have told each other how many rows come, and returns that. It needs Options.HostCounts and
+// does not wait for the rows, nor synchronize a stream. A dispatch that failed is an error. A dispatch that is being captured
+// into a graph has no counts yet.
+func (h *Handle) HostCounts(ctx context.Context) (HostCounts, error) {
+	c, err := h.hostCounts(ctx)
+	if err != nil {
+		return HostCounts{}, fmt.Errorf("dispatch: counts: %w", err)
+	}
+	return c, nil
+}
+
+func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
+	d := h.d
+	mapped := h.views().mapped
+	if mapped == nil {
+		return HostCounts{}, fmt.Errorf("%w: Options.HostCounts is not set", ErrInvalid)
+	}
+	there := shm.Word(mapped, 0)
+	for start := time.Now(); ; {
+		d.mu.Lock()
+		alive, ticket, err := h.alive, h.ticket, h.err
+		d.mu.Unlock()
+		switch {
+		case !alive:
+			return HostCounts{}, ErrReleased
+		case there.Load() == ticket:
+			c := h.counts
+			c.Rows = int(c.Offsets[len(c.Offsets)-1])
+			return c, nil
+		case err != nil:
+			return HostCounts{}, err
+		case d.c.Group.Err() != nil:
+			return HostCounts{}, d.c.Group.Err()
+		case ctx.Err() != nil:
+			return HostCounts{}, ctx.Err()
+		}
+		if wait := time.Since(start); wait > time.Millisecond {
+			time.Sleep(min(wait/8, time.Millisecond))
+		} else {
+			runtime.Gosched()
+		}
+	}
+}
 
 // Release gives the output back, for a later dispatch to write. Launches that use the handle may still be on their way
 // on a stream: the dispatcher's next call is ordered behind them. Other work that reads the output has to be finished, or
@@ -48,75 +132,20 @@ func (h *Handle) Tokens() int { return h.routing.Tokens() }
 // Release does nothing, as long as the dispatcher has not handed the same Handle out again.
 func (h *Handle) Release() {
 	h.d.mu.Lock()
-	defer h.d.mu.Unlock()
+	half := h.half
 	if h.alive {
-		h.alive = false
-		h.d.free = append(h.d.free, h.buffer)
+		h.alive, h.half = false, nil
+		h.d.free = append(h.d.free, h.memory)
 		h.d.idle = append(h.d.idle, h)
 	}
-}
-
-// route fills in the handle's routing for these choices. It refuses bad ones. d.calls is held.
-func (h *Handle) route(idx []int32, weights []float32) error {
-	d, r := h.d, &h.routing
-	me, topK := d.group.Rank(), d.options.TopK
-	r.First, r.Rows = append(r.First[:0], 0), r.Rows[:0]
-	clear(r.Counts)
-	clear(r.SendTokens)
-	clear(r.SendRows)
-	for t := range len(idx) / topK {
-		d.token++
-		for k, e := range idx[t*topK : (t+1)*topK] {
-			if e == -1 {
-				continue
-			}
-			if e < 0 || int(e) >= d.options.Experts {
-				return invalid("token %d has expert %d as choice %d, there are %d experts (-1 masks a choice)", t, e, k, d.options.Experts)
-			}
-			if d.seen[e] == d.token {
-				return invalid("token %d has expert %d twice in %v", t, e, idx[t*topK:(t+1)*topK])
-			}
-			d.seen[e] = d.token
-			copies := d.copies[e]
-			slot := copies[(me+t)%len(copies)]
-			row := kernels.RoutedRow{Rank: d.rankOf[slot], Slot: slot, Row: r.Counts[slot], Choice: int32(k), Weight: weights[t*topK+k]}
-			r.Counts[slot]++
-			i := len(r.Rows)
-			r.Rows = append(r.Rows, row)
-			for ; i > int(r.First[t]) && r.Rows[i-1].Rank > row.Rank; i-- {
-				r.Rows[i] = r.Rows[i-1]
-			}
-			r.Rows[i] = row
-		}
-		for i := int(r.First[t]); i < len(r.Rows); i++ {
-			rank := r.Rows[i].Rank
-			r.SendRows[rank]++
-			if i == int(r.First[t]) || r.Rows[i-1].Rank != rank {
-				r.SendTokens[rank]++
-			}
-		}
-		r.First = append(r.First, int32(len(r.Rows)))
+	h.d.mu.Unlock()
+	if half != nil {
+		h.d.recycle(half)
 	}
-	return nil
 }
 
-// newHandle makes a handle with room for the largest routing.
-func (d *Dispatcher) newHandle() *Handle {
-	x, o, local, ranks := d.experts, &d.options, len(d.local), d.group.Size()
-	return &Handle{d: d, routing: kernels.Routing{
-		First:      make([]int32, 1, o.MaxTokens+1),
-		Rows:       make([]kernels.RoutedRow, 0, o.MaxTokens*o.TopK),
-		Counts:     make([]int32, len(x.Expert)),
-		SendTokens: make([]int64, ranks),
-		SendRows:   make([]int64, ranks),
-		SlotRows:   make([]int64, local),
-		SlotFirst:  make([]int64, local),
-		RecvRows:   make([]int64, ranks),
-	}}
-}
-
-// take returns a handle that nobody uses, with an output.
-func (d *Dispatcher) take() (*Handle, error) {
+// take returns a handle that nobody uses, for so many tokens.
+func (d *Dispatcher) take(tokens int) (*Handle, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if len(d.free) == 0 {
@@ -132,10 +161,16 @@ func (d *Dispatcher) take() (*Handle, error) {
 		}
 	}
 	if h == nil {
-		h = d.newHandle()
+		h = &Handle{d: d}
 	}
-	h.buffer = d.free[0]
+	d.ticket++
+	h.memory, h.tokens, h.local, h.ticket, h.err, h.alive = d.free[0], tokens, d.local, d.ticket, nil, true
 	d.free = slices.Delete(d.free, 0, 1)
-	h.alive = true
+	if mapped := d.views[h.memory].mapped; mapped != nil {
+		words := shm.View[int32](mapped)[2:]
+		local, groups := d.moe.Local(d.moe.Rank), d.moe.Groups(d.moe.Rank)
+		h.counts.Counts, words = words[:local:local], words[local:]
+		h.counts.Offsets, h.counts.RankCounts = words[:groups+1:groups+1], words[groups+1:]
+	}
 	return h, nil
 }

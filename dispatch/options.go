@@ -6,80 +6,146 @@ import (
 	"math"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // Errors that callers tell apart with errors.Is.
 var (
 	// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
-	ErrInvalid = errors.New("invalid argument")
+	ErrInvalid = comm.ErrInvalid
 	// ErrClosed is returned by calls on a closed Dispatcher.
-	ErrClosed = errors.New("dispatch: dispatcher is closed")
+	ErrClosed = comm.ErrClosed
 	// ErrReleased is returned for a Handle that was released or that never belonged to the Dispatcher.
 	ErrReleased = errors.New("handle is not alive on this dispatcher")
 	// ErrNoHandle is returned when Options.Handles handles are alive.
 	ErrNoHandle = errors.New("no handle is free")
+	// ErrHalf is returned when a handle is between the halves of a call, or a second half has no first.
+	ErrHalf = errors.New("halves of calls do not pair up")
 )
 
 func invalid(format string, args ...any) error {
-	return fmt.Errorf("dispatch: %w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+	return communicator.Invalid("dispatch", format, args...)
 }
 
-// OverflowError says that a dispatch does not fit Options.Capacity or Options.MaxRows, and by how much. Every rank gets
-// the same, no row has been moved, and the Dispatcher can be used further.
-type OverflowError = kernels.OverflowError
-
-// Layout is how the rows of a rank's experts lie in memory.
-type Layout uint8
-
-const (
-	// Flat puts each expert's rows after those of the one before, beginning at a multiple of Options.Align.
-	Flat Layout = iota
-	// Padded gives each expert Options.Capacity rows: [local experts, capacity, hidden].
-	Padded
+// Errors that every rank gets alike. No row has been moved then, and the Dispatcher can be used further.
+type (
+	// OverflowError says that a dispatch does not fit Options.Capacity or Options.MaxRows, and by how much.
+	OverflowError = kernels.OverflowError
+	// IndexError says that a rank's token has a choice that is no expert.
+	IndexError = kernels.IndexError
 )
 
-// String is "flat" or "padded".
-func (l Layout) String() string { return [...]string{"flat", "padded"}[l&1] }
+// Layout is how the rows of a rank's experts lie in memory. A row that belongs to no token is called padding.
+type Layout = kernels.RowLayout
+
+// The layouts. In the expert-major ones (Flat, Padded, Slab) each choice of a token is a row of its own; the rows of an expert
+// are ordered by the rank they come from, then by token, then by choice. In the token-major ones (TokenMajor, RankPadded) a
+// token has one row on a rank however many of its experts are there, ordered by the rank they come from and then by token;
+// Handle.Indices and Handle.Weights lie beside.
+const (
+	// Flat puts each expert's rows after those of the expert before, beginning at a multiple of Options.Align. Padding is zero.
+	Flat = kernels.FlatRows
+	// Padded gives each expert Options.Capacity rows: [local experts, capacity, hidden]. Padding is zero.
+	Padded = kernels.PaddedRows
+	// Slab is [local experts, ranks x MaxTokens, hidden], for few tokens. Padding is undefined.
+	Slab = kernels.SlabRows
+	// TokenMajor puts the rows from each rank after those from the rank before. There is no padding.
+	TokenMajor = kernels.TokenRows
+	// RankPadded is [ranks, MaxTokens, hidden]. Padding is undefined.
+	RankPadded = kernels.RankRows
+)
+
+// ScaleFormat is what one scale is.
+type ScaleFormat = kernels.ScaleFormat
+
+// The formats of scales.
+const (
+	// Float32Scales are float32 numbers.
+	Float32Scales = kernels.Float32Scales
+	// UE8M0Scales are powers of two, by their exponents: four bytes in an int32.
+	UE8M0Scales = kernels.UE8M0Scales
+)
+
+// Weighting says what a combine multiplies rows by.
+type Weighting = kernels.Weighting
+
+// The weightings.
+const (
+	// DispatchedWeights are Tokens.Weights of the dispatch, 1 where it had none.
+	DispatchedWeights = kernels.DispatchedWeights
+	// GivenWeights are CombineOptions.Weights.
+	GivenWeights = kernels.GivenWeights
+	// Unweighted sums rows as they are.
+	Unweighted = kernels.Unweighted
+)
 
 // Options of a Dispatcher. Experts, TopK and Hidden have to be set. All ranks pass the same; New compares them and
 // names both values where they differ.
 type Options struct {
-	// Experts is how many there are on all ranks together, not counting copies; TopK is how many a token can have.
+	// Experts is how many there are on all ranks together, not counting copies; TopK is how many choices a token has, at most 64.
 	Experts, TopK int
-	// Hidden is the number of elements of a row.
+	// Hidden is the number of elements of a row. On a GPU rows are a multiple of 16 bytes.
 	Hidden int
 	// MaxTokens is the most tokens one rank has in a call; default 4096.
 	MaxTokens int
-	// DType of rows: Float32 (what zero means here), BFloat16 or Float16. Sums are always made in float32.
+	// IndexType of Tokens.Experts: Int32 (what zero means here) or Int64.
+	IndexType kernels.DType
+
+	// DType of tokens: Float32 (what zero means here), BFloat16, Float16 or Float8E4M3, which comes with scales.
 	DType kernels.DType
-	// Layout of the output. Rows that belong to no token are zero in either.
+	// Quantize makes rows of Float8E4M3 with scales from tokens of another type. See the package's documentation for the rule.
+	Quantize bool
+	// ScalePerToken has one scale for a whole row; by default there is one for each 128 elements.
+	ScalePerToken bool
+	// ScaleFormat of the scales of rows, and of those given beside tokens.
+	ScaleFormat ScaleFormat
+	// ScaleColumns has the scales of rows in column-major order: the first scale of all rows, then the second of all rows. In
+	// Padded and Slab that is within each expert. Those given beside tokens are row-major always.
+	ScaleColumns bool
+	// CombineDType is the type of the rows and results of Combine and both backward calls: Float32, BFloat16 or Float16. Zero
+	// means DType, or BFloat16 where that is Float8E4M3.
+	CombineDType kernels.DType
+	// Float8Combine lets partial sums cross as Float8E4M3 with a float32 scale for each 128 elements.
+	Float8Combine bool
+
+	// Layout of the output.
 	Layout Layout
 	// Align is the multiple of rows at which each expert begins in a Flat output; default 1.
 	Align int
-	// Capacity is how many rows each expert has in a Padded output. By default it is what cannot overflow, MaxTokens of
-	// every rank, all of which have to be zeroed where no token is: set it.
+	// Capacity is how many rows each expert has in a Padded output. By default it is MaxTokens of every rank, which cannot
+	// overflow unless a token has an expert twice, and all of which has to be zeroed where no token is: set it.
 	Capacity int
-	// MaxRows bounds a Flat output of one rank, padding included. By default it is what cannot overflow. Memory is taken
-	// as it is used on the host, so the default costs addresses; other devices pay for all of it.
+	// MaxRows bounds a Flat output of one rank, padding included, or a TokenMajor one. By default it is what cannot overflow.
+	// Memory is taken as it is used on the host, so the default costs addresses; other devices pay for all of it.
 	MaxRows int
+
 	// Placement of the experts; default Contiguous.
 	Placement *Placement
 	// Handles is how many can be alive at a time, each with an output of its own; default 4. Training needs as many as
 	// it has MoE layers, inference one or two.
 	Handles int
+	// LowLatency asks for the protocol for 1 to 256 tokens a rank.
+	LowLatency bool
+	// Landed gives handles the words of that name. Only for expert-major layouts.
+	Landed bool
+	// HostCounts lets Handle.HostCounts tell the host how many rows came.
+	HostCounts bool
+	// MaxSMs bounds the multiprocessors of a GPU that a call takes; by default the engine chooses. The host device ignores it.
+	MaxSMs int
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
 	Timeout time.Duration
 }
 
-// validate fills in the defaults and lays the experts out.
-func (o *Options) validate(ranks int) (*kernels.Experts, error) {
+const scaleBlock = 128
+
+// validate fills in the defaults and describes the dispatcher to an engine, all but its memory.
+func (o *Options) validate(rank, ranks int, kind device.Kind) (*kernels.MoE, error) {
 	setDefault(&o.MaxTokens, 4096)
 	setDefault(&o.Align, 1)
 	setDefault(&o.Handles, 4)
-	if o.DType == 0 {
-		o.DType = kernels.Float32
-	}
 	if o.Timeout == 0 {
 		o.Timeout = 30 * time.Second
 	}
@@ -88,30 +154,25 @@ func (o *Options) validate(ranks int) (*kernels.Experts, error) {
 		value int
 		most  int
 	}{
-		{"Experts", o.Experts, math.MaxInt32}, {"TopK", o.TopK, o.Experts}, {"Hidden", o.Hidden, math.MaxInt32},
+		{"Experts", o.Experts, math.MaxInt32}, {"TopK", o.TopK, 64}, {"Hidden", o.Hidden, math.MaxInt32},
 		{"MaxTokens", o.MaxTokens, math.MaxInt32}, {"Align", o.Align, math.MaxInt32}, {"Handles", o.Handles, 1 << 20},
 	} {
 		if v.value < 1 || v.value > v.most {
 			return nil, invalid("Options.%s is %d, want 1 to %d", v.name, v.value, v.most)
 		}
 	}
-	if o.DType != kernels.Float32 && o.DType != kernels.BFloat16 && o.DType != kernels.Float16 {
-		return nil, invalid("Options.DType is %v, rows can be float32, bfloat16 or float16", o.DType)
+	if o.Capacity < 0 || o.MaxRows < 0 || o.MaxSMs < 0 || o.Timeout < 0 {
+		return nil, invalid("Options.Capacity is %d, MaxRows %d, MaxSMs %d, Timeout %v", o.Capacity, o.MaxRows, o.MaxSMs, o.Timeout)
 	}
-	if o.Capacity < 0 || o.MaxRows < 0 || o.Timeout < 0 {
-		return nil, invalid("Options.Capacity is %d, MaxRows %d, Timeout %v", o.Capacity, o.MaxRows, o.Timeout)
+	m := &kernels.MoE{
+		Rank: rank, Ranks: ranks, Experts: o.Experts, TopK: o.TopK, MaxTokens: o.MaxTokens, Hidden: o.Hidden,
+		Layout: o.Layout, Align: int64(o.Align), LowLatency: o.LowLatency, Landed: o.Landed, Float8Partials: o.Float8Combine,
 	}
-	switch o.Layout {
-	case Flat:
-		if o.Capacity > 0 {
-			return nil, invalid("Options.Capacity is %d, but the layout is flat", o.Capacity)
-		}
-	case Padded:
-		if o.MaxRows > 0 || o.Align > 1 {
-			return nil, invalid("Options.MaxRows is %d and Align %d, but the layout is padded", o.MaxRows, o.Align)
-		}
-	default:
-		return nil, invalid("Options.Layout is %d", uint8(o.Layout))
+	if err := o.types(m); err != nil {
+		return nil, err
+	}
+	if n := int64(o.Hidden) * m.RowType.Size(); kind != device.HostKind && n%16 != 0 {
+		return nil, invalid("Options.Hidden is %d: rows of %d bytes, want a multiple of 16", o.Hidden, n)
 	}
 	if o.Placement == nil {
 		o.Placement = Contiguous(o.Experts, ranks)
@@ -121,7 +182,8 @@ func (o *Options) validate(ranks int) (*kernels.Experts, error) {
 		}
 		o.Placement = o.Placement.clone()
 	}
-	return o.layout(ranks)
+	m.First = o.Placement.slots(ranks)
+	return m, o.rows(m)
 }
 
 func setDefault(v *int, d int) {
@@ -130,40 +192,104 @@ func setDefault(v *int, d int) {
 	}
 }
 
-func (o *Options) layout(ranks int) (*kernels.Experts, error) {
-	x := &kernels.Experts{First: make([]int32, 1, ranks+1), Align: int64(o.Align), Hidden: o.Hidden, DType: o.DType}
-	most := 0 // slots of one rank
-	for r := range ranks {
-		local := o.Placement.Local(r)
-		for _, e := range local {
-			x.Expert = append(x.Expert, int32(e))
+// types fills in the types of m.
+func (o *Options) types(m *kernels.MoE) error {
+	if o.DType == 0 {
+		o.DType = kernels.Float32
+	}
+	if o.IndexType == 0 {
+		o.IndexType = kernels.Int32
+	}
+	if o.CombineDType == 0 {
+		o.CombineDType = o.DType
+		if o.DType == kernels.Float8E4M3 {
+			o.CombineDType = kernels.BFloat16
 		}
-		x.First = append(x.First, int32(len(x.Expert)))
-		most = max(most, len(local))
 	}
-	all := int64(ranks) * int64(o.MaxTokens)
-	if o.Layout == Padded {
-		setDefault(&o.Capacity, int(all))
-		x.Capacity = int64(o.Capacity)
-		x.Rows = x.Capacity * int64(most)
-	} else {
-		// Every expert with rows wastes less than an alignment.
-		worst := all*int64(min(o.TopK, most)) + int64(most)*(x.Align-1)
+	wide := func(d kernels.DType) bool {
+		return d == kernels.Float32 || d == kernels.BFloat16 || d == kernels.Float16
+	}
+	switch {
+	case !wide(o.DType) && o.DType != kernels.Float8E4M3:
+		return invalid("Options.DType is %v, tokens can be float32, bfloat16, float16 or float8_e4m3", o.DType)
+	case !wide(o.CombineDType):
+		return invalid("Options.CombineDType is %v, want float32, bfloat16 or float16", o.CombineDType)
+	case o.IndexType != kernels.Int32 && o.IndexType != kernels.Int64:
+		return invalid("Options.IndexType is %v, want int32 or int64", o.IndexType)
+	case o.Quantize && o.DType == kernels.Float8E4M3:
+		return invalid("Options.Quantize is set, but DType is float8_e4m3 already")
+	case o.ScaleFormat > UE8M0Scales:
+		return invalid("Options.ScaleFormat is %d", o.ScaleFormat)
+	}
+	m.TokenType, m.RowType, m.SumType, m.IndexBytes = o.DType, o.DType, o.CombineDType, int(o.IndexType.Size())
+	if o.Quantize {
+		m.RowType = kernels.Float8E4M3
+	}
+	if m.RowType != kernels.Float8E4M3 {
+		if o.ScalePerToken || o.ScaleFormat != 0 || o.ScaleColumns {
+			return invalid("there are options for scales, but rows are %v", o.DType)
+		}
+		return nil
+	}
+	m.Scales = kernels.Scales{Block: scaleBlock, Format: o.ScaleFormat, Columns: o.ScaleColumns}
+	if o.ScalePerToken {
+		m.Scales.Block = o.Hidden
+	}
+	return nil
+}
+
+// rows finds out how many rows an output has.
+func (o *Options) rows(m *kernels.MoE) error {
+	all := int64(m.Ranks) * int64(o.MaxTokens)
+	flat, tokens := o.Layout == Flat, o.Layout == TokenMajor
+	switch {
+	case !o.Layout.Valid():
+		return invalid("Options.Layout is %d", uint8(o.Layout))
+	case o.Capacity > 0 && o.Layout != Padded:
+		return invalid("Options.Capacity is %d, but the layout is %v", o.Capacity, o.Layout)
+	case o.MaxRows > 0 && !flat && !tokens || o.Align > 1 && !flat:
+		return invalid("Options.MaxRows is %d and Align %d, but the layout is %v", o.MaxRows, o.Align, o.Layout)
+	case o.Landed && o.Layout.ByToken():
+		return invalid("Options.Landed is set, but the layout is %v", o.Layout)
+	}
+	most := int64(m.MostLocal())
+	switch o.Layout {
+	case Padded, Slab:
+		if o.Layout == Padded {
+			setDefault(&o.Capacity, int(all))
+			m.Capacity = int64(o.Capacity)
+		} else {
+			m.Capacity = all
+		}
+		m.Rows = m.Capacity * most
+	case RankPadded:
+		m.Rows = all
+	default:
+		worst := all
+		if flat {
+			// Every expert with rows wastes less than an alignment.
+			worst = all*int64(o.TopK) + most*(m.Align-1)
+		}
 		setDefault(&o.MaxRows, int(worst))
-		x.Rows = min(int64(o.MaxRows), worst)
+		m.Rows = min(int64(o.MaxRows), worst)
 	}
-	if x.Rows > math.MaxInt32 {
-		return nil, invalid("a rank could get %d rows in one call, at most %d can be counted: lower MaxTokens, MaxRows or Capacity", x.Rows, math.MaxInt32)
+	if m.Rows > math.MaxInt32 {
+		return invalid("a rank could get %d rows in one call, at most %d can be counted: lower MaxTokens, MaxRows or Capacity",
+			m.Rows, math.MaxInt32)
 	}
-	return x, nil
+	return nil
 }
 
 // fields is what has to be equal on all ranks, with its names.
 func (o *Options) fields() []string {
 	return []string{
 		fmt.Sprintf("Experts %d", o.Experts), fmt.Sprintf("TopK %d", o.TopK), fmt.Sprintf("Hidden %d", o.Hidden),
-		fmt.Sprintf("MaxTokens %d", o.MaxTokens), fmt.Sprintf("DType %v", o.DType), fmt.Sprintf("Layout %v", o.Layout),
-		fmt.Sprintf("Align %d", o.Align), fmt.Sprintf("Capacity %d", o.Capacity), fmt.Sprintf("MaxRows %d", o.MaxRows),
-		fmt.Sprintf("Placement %v", o.Placement), fmt.Sprintf("Handles %d", o.Handles),
+		fmt.Sprintf("MaxTokens %d", o.MaxTokens), fmt.Sprintf("IndexType %v", o.IndexType), fmt.Sprintf("DType %v", o.DType),
+		fmt.Sprintf("Quantize %v", o.Quantize), fmt.Sprintf("ScalePerToken %v", o.ScalePerToken), fmt.Sprintf("ScaleFormat %d", o.ScaleFormat),
+		fmt.Sprintf("ScaleColumns %v", o.ScaleColumns), fmt.Sprintf("CombineDType %v", o.CombineDType),
+		fmt.Sprintf("Float8Combine %v", o.Float8Combine), fmt.Sprintf("Layout %v", o.Layout), fmt.Sprintf("Align %d", o.Align),
+		fmt.Sprintf("Capacity %d", o.Capacity), fmt.Sprintf("MaxRows %d", o.MaxRows),
+		fmt.Sprintf("Placement %v", o.Placement), fmt.Sprintf("Handles %d", o.Handles), fmt.Sprintf("LowLatency %v", o.LowLatency),
+		fmt.Sprintf("Landed %v", o.Landed), fmt.Sprintf("HostCounts %v", o.HostCounts),
 	}
 }

@@ -48,6 +48,40 @@ func (p *Placement) Local(rank int) []int {
 	return local
 }
 
+// slots is where the slots of each rank begin, and one more number.
+func (p *Placement) slots(ranks int) []int32 {
+	first := make([]int32, ranks+1)
+	for _, at := range p.Ranks {
+		for _, r := range at {
+			first[r+1]++
+		}
+	}
+	for r := range ranks {
+		first[r+1] += first[r]
+	}
+	return first
+}
+
+// table is the placement as kernels.MoE has it, for slots that begin at first.
+func (p *Placement) table(first []int32) []int32 {
+	experts, slots := len(p.Ranks), int(first[len(first)-1])
+	t := make([]int32, experts+1+2*slots)
+	copies, at, expert := t[:experts+1], t[experts+1:][:slots], t[experts+1+slots:]
+	next := slices.Clone(first) // free slot of each rank
+	n := int32(0)
+	for e, ranks := range p.Ranks {
+		copies[e] = n
+		for _, r := range ranks {
+			at[n] = next[r]
+			expert[next[r]] = int32(e)
+			next[r]++
+			n++
+		}
+	}
+	copies[experts] = n
+	return t
+}
+
 // String is like "0:[0] 1:[0 2] 2:[1]", expert by expert.
 func (p *Placement) String() string {
 	var b strings.Builder
@@ -61,6 +95,9 @@ func (p *Placement) String() string {
 }
 
 func (p *Placement) validate(experts, ranks int) error {
+	if p == nil {
+		return invalid("there is no placement")
+	}
 	if len(p.Ranks) != experts {
 		return invalid("the placement has %d experts, Options.Experts is %d", len(p.Ranks), experts)
 	}

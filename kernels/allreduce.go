@@ -3,7 +3,6 @@ package kernels
 import (
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 )
@@ -82,11 +81,9 @@ func (o ReduceOp) Reducible(d DType) bool {
 	return o.Valid() && d.Valid()
 }
 
-// ReduceChannels is the control block of one communicator for reductions: the same layout at the same Offset of every
-// rank's segment. Methods return offsets from the start of a segment.
+// ReduceChannels is the family of reductions, and the bounds of one communicator for them.
 type ReduceChannels struct {
-	Offset int64
-	Size   int // ranks
+	Size int // ranks
 	// OneShotBytes bounds what one rank pushes to another in the one-shot algorithm.
 	OneShotBytes int64
 	// Slots is how many chunks from one rank to another may be under way through staging; SlotBytes is a chunk's size.
@@ -94,57 +91,8 @@ type ReduceChannels struct {
 	SlotBytes int64
 }
 
-// Byte offsets of the words of an entry line, beside LineSeq. They are written before the line's first sequence number of
-// a call and stay for the whole call.
-const (
-	EntryCount = 8  // elements of the whole call
-	EntryCall  = 16 // collective, data type and operator
-	EntryShape = 24 // digest of slices that Count does not imply
-	EntrySrc   = 32 // 1 + offset of the writer's input in its segment, 0 when it pushes the input into staging
-	EntryDst   = 40 // 1 + offset of the writer's output in its segment, 0 when it fetches results itself
-)
-
-// Epoch is the word that counts this rank's calls, in its own segment.
-func (c *ReduceChannels) Epoch() int64 { return c.Offset }
-
-// Failed is a word in this rank's own segment: 1 once a call has failed half-way. Later launches return at once.
-func (c *ReduceChannels) Failed() int64 { return c.Offset + 8 }
-
-// Entry is the line that src writes in a peer's segment for calls of the parity: what it calls, where its buffers are, and
-// how far the peer may go. Two parities, because after a one-shot call src may begin call e+1 while the peer still reads
-// the line of call e; it cannot begin e+2.
-func (c *ReduceChannels) Entry(parity uint64, src int) int64 {
-	return c.Offset + LineBytes + (int64(parity&1)*int64(c.Size)+int64(src))*LineBytes
-}
-
-// Progress is the line that src writes in a peer's segment when it has consumed what the peer offered: in two-shot, when
-// the result of a chunk is there as well. src can write it for call e+1 only after the peer has begun e+1.
-func (c *ReduceChannels) Progress(src int) int64 {
-	return c.Entry(0, 2*c.Size) + int64(src)*LineBytes
-}
-
-// Push is where the data of src lands in one-shot calls of the parity.
-func (c *ReduceChannels) Push(parity uint64, src int) int64 {
-	return c.Progress(c.Size) + (int64(parity&1)*int64(c.Size)+int64(src))*AlignUp(c.OneShotBytes, LineBytes)
-}
-
-// Slot is where chunk k from src lands.
-func (c *ReduceChannels) Slot(src, k int) int64 {
-	return c.Push(0, 2*c.Size) + (int64(src)*int64(c.Slots)+int64(k%c.Slots))*c.SlotBytes
-}
-
-// Result is where this rank leaves chunk k of its reduced slice for peers that fetch it.
-func (c *ReduceChannels) Result(k int) int64 {
-	return c.Slot(c.Size, 0) + int64(k%c.Slots)*c.SlotBytes
-}
-
-// Bytes is the size of the block.
-func (c *ReduceChannels) Bytes() int64 {
-	return c.Slot(c.Size+1, 0) - c.Offset
-}
-
-// ControlBytes is the size of the part at the block's start that must be zero before the first call.
-func (c *ReduceChannels) ControlBytes() int64 { return c.Push(0, 0) - c.Offset }
+// Family is "allreduce".
+func (c *ReduceChannels) Family() string { return "allreduce" }
 
 // ReduceCall is what all ranks of a reduction must agree on. It travels in the entry lines.
 type ReduceCall struct {
@@ -182,23 +130,21 @@ func (c ReduceCall) String() string {
 
 // Reduction is one launch of the kernel. The engine uses it until it calls Done.
 type Reduction struct {
+	// Channels is what the port was opened with.
 	Channels  *ReduceChannels
 	Call      ReduceCall
 	Algorithm ReduceAlgorithm
 	// Bounds has one entry more than there are ranks: the slice of rank p is elements Bounds[p] up to Bounds[p+1].
 	Bounds []int64
-	// Src and Dst are the user's buffers on the host device, SrcPtr and DstPtr their addresses on others. All slices lie in
-	// Src if the call reduces and in Dst if it gathers; otherwise the buffer is this rank's slice. They are the same
-	// memory or do not overlap; for a call that does only one half, the smaller one may be this rank's slice of the other.
-	Src, Dst       []byte
-	SrcPtr, DstPtr uintptr
-	// SrcOffset and DstOffset are the places of Src and Dst in this rank's segment, or -1 when peers cannot reach them.
-	SrcOffset, DstOffset int64
-	// Timeout bounds every wait for a peer.
-	Timeout time.Duration
-	// Done, when set, is called once, after the last use of this struct, with the kernel's error.
-	Done func(error)
+	// Src and Dst are the user's buffers. All slices lie in Src if the call reduces and in Dst if it gathers; otherwise the
+	// buffer is this rank's slice. They are the same memory or do not overlap; for a call that does only one half, the smaller
+	// one may be this rank's slice of the other.
+	Src, Dst Buffer
+	Launched
 }
+
+// Operation is the collective's name.
+func (r *Reduction) Operation() string { return r.Call.Collective.String() }
 
 // Slice is where the elements of rank p's slice begin and how many there are.
 func (r *Reduction) Slice(p int) (at, n int64) { return r.Bounds[p], r.Bounds[p+1] - r.Bounds[p] }
@@ -265,3 +211,5 @@ func (e *CallMismatchError) Error() string {
 
 // Unwrap returns comm.ErrMismatch.
 func (e *CallMismatchError) Unwrap() error { return comm.ErrMismatch }
+
+func (*CallMismatchError) recoverable() {}

@@ -2,67 +2,231 @@ package kernels
 
 import (
 	"fmt"
-	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 )
 
-// Lanes is the control block of one dispatcher: the same layout at the same Offset of every rank's segment. Methods
-// return offsets from the start of a segment.
-//
-// Every kernel of a dispatcher is a call in two phases. In the first each rank writes a notice to every other rank: which
-// call it is in, and where in its own segment rows may be written or read during this call. A notice is the credit, so
-// buffers may be anywhere and move from call to call. A dispatch adds the number of rows that its writer has for every
-// expert slot. Once a rank has all notices it knows every displacement of every rank, and whether any output would
-// overflow: what follows from the notices is the same on all ranks. In the second phase each rank writes one done line to
-// every other rank, after its last access to that rank's segment.
-//
-// Both phases happen between all pairs in every call, whatever it moves, also when the notices say that it cannot take
-// place. So no rank can be more than one phase ahead of another, and each line needs to exist once: a rank that writes
-// its notice of call e+1 has the done line of call e from everybody, which everybody wrote after reading its notice of
-// call e.
-type Lanes struct {
-	Offset int64
-	Size   int // ranks
-	Slots  int // expert slots of all ranks together
-	Twins  int // the most rows that one rank can have another make from rows it has sent
-}
+// RowLayout is how the rows of a dispatch lie in its output. A row that belongs to no token is called padding.
+type RowLayout uint8
 
-// Epoch is the word that counts this rank's calls, in its own segment.
-func (l *Lanes) Epoch() int64 { return l.Offset }
-
-// Notice is the line that src writes when it begins a call.
-func (l *Lanes) Notice(src int) int64 { return l.Offset + LineBytes + int64(src)*LineBytes }
-
-// Done is the line that src writes when it is through with its receiver's segment.
-func (l *Lanes) Done(src int) int64 { return l.Notice(l.Size + src) }
-
-// Counts is where src says how many rows it has for each slot: Slots 32-bit numbers, valid with its notice.
-func (l *Lanes) Counts(src int) int64 {
-	return l.Done(l.Size) + int64(src)*AlignUp(4*int64(l.Slots), LineBytes)
-}
-
-// TwinList is where src lists rows to be made from rows it has sent: pairs of 32-bit row numbers, from and to, valid
-// with its done line.
-func (l *Lanes) TwinList(src int) int64 {
-	return l.Counts(l.Size) + int64(src)*AlignUp(8*int64(l.Twins), LineBytes)
-}
-
-// Bytes is the size of the block.
-func (l *Lanes) Bytes() int64 { return l.TwinList(l.Size) - l.Offset }
-
-// ControlBytes is the size of the part at the block's start that must be zero before the first call.
-func (l *Lanes) ControlBytes() int64 { return l.Counts(0) - l.Offset }
-
-// Byte offsets of the words of a notice, after LineSeq.
+// The layouts. The first three are expert-major: each (token, choice) is a row of its own, and the rows of an expert are ordered by
+// source rank, then token, then choice. The others are token-major: a token has one row on a rank however many of its
+// experts are there, and rows are ordered by source rank, then token.
 const (
-	NoticeCall  = 8  // CallWord of the call
-	NoticeRead  = 16 // where rows may be read, from the start of the writer's segment
-	NoticeWrite = 24 // where rows may be written
+	// FlatRows: an expert's rows follow those of the expert before, from a multiple of MoE.Align on. Padding inside an expert's
+	// last multiple is zero.
+	FlatRows RowLayout = iota
+	// PaddedRows: [local experts, MoE.Capacity]. Padding is zero.
+	PaddedRows
+	// SlabRows is PaddedRows with undefined padding.
+	SlabRows
+	// TokenRows: the rows of a source rank follow those of the rank before. There is no padding.
+	TokenRows
+	// RankRows: [ranks, MoE.MaxTokens]. Padding is undefined.
+	RankRows
+	rowLayouts
 )
 
-// Byte offset of the word of a done line, after LineSeq.
-const DoneTwins = 8 // entries of the twin list
+// Valid reports whether l is one of the constants.
+func (l RowLayout) Valid() bool { return l < rowLayouts }
+
+// ByToken reports whether a token has one row on a rank, rather than one for each of its choices there.
+func (l RowLayout) ByToken() bool { return l >= TokenRows }
+
+// Fixed reports whether every group begins at a row that does not depend on the routing.
+func (l RowLayout) Fixed() bool { return l == PaddedRows || l == SlabRows || l == RankRows }
+
+// String is the layout's name in options and messages.
+func (l RowLayout) String() string {
+	if !l.Valid() {
+		return fmt.Sprintf("RowLayout(%d)", uint8(l))
+	}
+	return [...]string{"flat", "padded", "slab", "token-major", "rank-padded"}[l]
+}
+
+// ScaleFormat is what one scale is.
+type ScaleFormat uint8
+
+// The formats.
+const (
+	// Float32Scales: a float32, by which the value is multiplied.
+	Float32Scales ScaleFormat = iota
+	// UE8M0Scales: the biased exponent of a power of two (2^(e-127), 255 is NaN), four of them in an int32, the first in the
+	// low byte. Those after the row's last are 0.
+	UE8M0Scales
+)
+
+// Scales says how the scales beside rows of a quantized type lie, and how an engine makes them. For a block of elements x of a
+// token:
+//
+//   - a is the largest |x|, at least 1e-4 (as float32); with a NaN in the block it is NaN;
+//   - the scale is s = a/448, rounded to float32; with UE8M0Scales it is the least power of two that is not below that (NaN
+//     above the largest);
+//   - an element is x*(448/a), the quotient and the product each rounded to float32, with UE8M0Scales x/s; then rounded to
+//     nearest even to Float8E4M3. With a NaN or infinity in a block its elements times its scale are NaN.
+type Scales struct {
+	// Block is how many elements of a row have one scale; the row's last block may be shorter. 0: there are no scales.
+	Block  int
+	Format ScaleFormat
+	// Columns puts the scales of the output in column-major order: all rows' first scale word, then all rows' second. For
+	// PaddedRows and SlabRows that is within each expert, [local experts, words, capacity], else [words, MoE.Rows]. What the
+	// caller gives beside tokens is row-major always.
+	Columns bool
+}
+
+// MoE describes one dispatcher. It is equal on all ranks but for Rank and places, and does not change while it lives.
+type MoE struct {
+	Rank, Ranks int
+	// Experts is how many experts there are; First[r] to First[r+1] are the slots of rank r, each of which holds one expert at
+	// a time. An expert may have slots on several ranks.
+	Experts int
+	First   []int32
+	// TopK is how many choices a token has, MaxTokens how many tokens one rank in a call, Hidden how many elements a row.
+	TopK, MaxTokens, Hidden int
+	// IndexBytes is the size of an expert index, 4 or 8; -1 masks a choice.
+	IndexBytes int
+	// TokenType is the type of the tokens that are dispatched. RowType is what arrives: the same, or Float8E4M3 where the
+	// engine quantizes. SumType is the type of the rows and tokens of Combine and both backward calls.
+	TokenType, RowType, SumType DType
+	// Scales of the rows that are dispatched; they are given beside the tokens when TokenType is Float8E4M3 and made by the engine
+	// when only RowType is.
+	Scales Scales
+	// Float8Partials: what crosses in a combine is Float8E4M3 with a scale for each 128 elements, see Combine.
+	Float8Partials bool
+
+	Layout RowLayout
+	// Rows is how many rows the output of one rank holds. Align and Capacity belong to FlatRows, and to PaddedRows and SlabRows.
+	Rows, Align, Capacity int64
+
+	// LowLatency asks for the protocol for few tokens.
+	LowLatency bool
+	// Landed says that handles have the words of that name.
+	Landed bool
+
+	// Placement is a table of 32-bit integers in device memory that says which expert is in which slot: Experts+1 numbers, of which
+	// C[e] to C[e+1] are the indices in what follows, the slots of all experts, expert by expert, of expert e; then for each
+	// slot its expert. It changes between calls, never during one. Choice k of token t of rank r for expert e goes to the slot with
+	// index C[e] + (r+t) mod (C[e+1]-C[e]).
+	Placement Buffer
+	// Counters are 64-bit words that only grow, see CounterWords. They are zero at first.
+	Counters Buffer
+	// Handles is the memory of all handles, at the same places of every rank's segment.
+	Handles []MoEHandle
+}
+
+// Slots is how many slots all ranks have together.
+func (m *MoE) Slots() int { return int(m.First[m.Ranks]) }
+
+// Local is how many slots rank r has.
+func (m *MoE) Local(r int) int { return int(m.First[r+1] - m.First[r]) }
+
+// MostLocal is the most slots that a rank has.
+func (m *MoE) MostLocal() (most int) {
+	for r := range m.Ranks {
+		most = max(most, m.Local(r))
+	}
+	return most
+}
+
+// TokenBytes is the size of a token.
+func (m *MoE) TokenBytes() int64 { return int64(m.Hidden) * m.TokenType.Size() }
+
+// RowBytes is the size of a row of a dispatch's output.
+func (m *MoE) RowBytes() int64 { return int64(m.Hidden) * m.RowType.Size() }
+
+// SumBytes is the size of a row or token of Combine and the backward calls.
+func (m *MoE) SumBytes() int64 { return int64(m.Hidden) * m.SumType.Size() }
+
+// Quantizes reports whether the engine makes float8 of what it is given.
+func (m *MoE) Quantizes() bool { return m.RowType != m.TokenType }
+
+// ScaleBlocks is how many scales a row has.
+func (m *MoE) ScaleBlocks() int {
+	if m.Scales.Block == 0 {
+		return 0
+	}
+	return (m.Hidden + m.Scales.Block - 1) / m.Scales.Block
+}
+
+// ScaleWords is how many 32-bit words the scales of one row take.
+func (m *MoE) ScaleWords() int {
+	if m.Scales.Format == UE8M0Scales {
+		return (m.ScaleBlocks() + 3) / 4
+	}
+	return m.ScaleBlocks()
+}
+
+// Groups is how many groups the output of rank r has: its slots in an expert-major layout, the ranks in a token-major one.
+func (m *MoE) Groups(r int) int {
+	if m.Layout.ByToken() {
+		return m.Ranks
+	}
+	return m.Local(r)
+}
+
+// WeightsPerRow is how many weights lie beside a row: one where each choice is a row, otherwise one for each choice.
+func (m *MoE) WeightsPerRow() int {
+	if m.Layout.ByToken() {
+		return m.TopK
+	}
+	return 1
+}
+
+// Counter words: first Experts of them count the choices of this rank's tokens for each expert, the next Ranks the bytes of
+// rows and scales that this rank has sent to each rank or let it read, the last Ranks the nanoseconds that it has waited for
+// each.
+func (m *MoE) CounterWords() int { return m.Experts + 2*m.Ranks }
+
+// MoEHandle is the memory of one dispatch: where its tokens went, and what this rank's experts got. It lies in the
+// dispatcher's memory and is used again after a release. For one dispatch different ranks may use handles of different
+// numbers. All of it has fixed sizes, so that launches can be captured and replayed with other routing; what is beyond the
+// rows that a dispatch made is undefined.
+//
+// A handle is in one call at a time. Different handles of a dispatcher may be between Send and Receive at the same time.
+type MoEHandle struct {
+	// State and Staging are the engine's: the routing as Combine and the backward calls need it, signals, rows on their way.
+	// State is zero at first, Staging is not.
+	State, Staging Buffer
+	// Rows is [MoE.Rows, Hidden]; Scales beside it are [MoE.Rows, ScaleWords] of 4 bytes, or as Scales.Columns says.
+	Rows, Scales Buffer
+	// Counts are 32-bit: for each slot of this rank how many choices came. Offsets are 32-bit: the first row of each group, and
+	// one more, behind the last group's last row, padding inside groups included. RankCounts are 32-bit: how many rows came
+	// from each rank.
+	Counts, Offsets, RankCounts Buffer
+	// Indices is for token-major layouts: [MoE.Rows, TopK] of 64-bit integers, the local number of each choice's expert, -1 for
+	// choices that are masked or went to other ranks.
+	Indices Buffer
+	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1.
+	Weights Buffer
+	// Sources are pairs of 32-bit integers for each row: the rank it came from and the number of the token there; -1, -1 in
+	// padding that is zero.
+	Sources Buffer
+	// Landed are 32-bit words, one for each slot: how many of its rows have landed. A dispatch sets them to zero before it lets
+	// any peer write, and each is added to (with release at system scope) after the rows it counts, so a reader that finds
+	// (with acquire) a word equal to Counts may read all rows of the slot. Counts are written before Send ends. Empty unless
+	// MoE.Landed is set; expert-major only.
+	Landed Buffer
+	// Mapped is memory that host and device share, for callers who want counts on the host: MappedWords 32-bit words. It is
+	// empty unless asked for.
+	Mapped Buffer
+}
+
+// MappedWords is the length of MoEHandle.Mapped: a 64-bit word that takes the value of Dispatch.Ticket when the rest is there
+// (release at system scope), then copies of Counts, Offsets and RankCounts.
+func (m *MoE) MappedWords() int {
+	return 2 + m.Local(m.Rank) + m.Groups(m.Rank) + 1 + m.Ranks
+}
+
+// Phase says which halves of a call a launch is.
+type Phase uint8
+
+// The halves. After Send the caller's inputs may be used again once the stream has got there, for all but the rows of a
+// combine, which peers may read until Receive; results are there after Receive.
+const (
+	Send Phase = 1 << iota
+	Receive
+	Both = Send | Receive
+)
 
 // MoEOp is the kind of a call on a dispatcher.
 type MoEOp uint8
@@ -71,6 +235,7 @@ type MoEOp uint8
 const (
 	RefusedOp MoEOp = iota
 	DispatchOp
+	RedispatchOp
 	CombineOp
 	CombineBackwardOp
 	DispatchBackwardOp
@@ -78,120 +243,103 @@ const (
 
 // String is the call's name in reports.
 func (o MoEOp) String() string {
-	return [...]string{"refused", "dispatch", "combine", "combine backward", "dispatch backward"}[o]
+	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward"}[o]
 }
 
-// CallWord says in one word what a call is: its kind and the epoch of the dispatch whose routing it uses.
-func CallWord(o MoEOp, dispatch uint64) uint64 { return dispatch<<8 | uint64(o) }
-
-// Experts says how the output of a dispatch is laid out on every rank.
-type Experts struct {
-	// First[r] to First[r+1] are the slots of rank r; Expert[s] is the expert in slot s.
-	First, Expert []int32
-	// Rows is how many rows the output of one rank holds.
-	Rows int64
-	// Align is the multiple of rows at which each expert begins. Capacity, when it is not 0, is how many rows every
-	// expert has instead.
-	Align, Capacity int64
-	Hidden          int
-	DType           DType
+// MoECall is what every launch has. The engine uses it until it calls Done.
+type MoECall struct {
+	Handle int // of MoE.Handles
+	Op     MoEOp
+	Phase  Phase
+	// Tokens is the number of this rank's tokens in the dispatch that the call belongs to.
+	Tokens int
+	// Blocks bounds the multiprocessors that the launch takes; 0 is the engine's choice. The host engine runs on its caller or
+	// stream.
+	Blocks int
+	Launched
 }
 
-// RowBytes is the size of a row.
-func (x *Experts) RowBytes() int64 { return int64(x.Hidden) * x.DType.Size() }
-
-// Span is how many rows an expert that gets n rows takes in the output.
-func (x *Experts) Span(n int64) int64 {
-	if x.Capacity > 0 {
-		return x.Capacity
-	}
-	return AlignUp(n, x.Align)
-}
-
-// RoutedRow is one token's row at one of its experts.
-type RoutedRow struct {
-	Rank   int32 // whose output it is in
-	Slot   int32 // of all ranks together
-	Row    int32 // the Dispatch kernel turns its number among this rank's rows for the slot into its row in the output
-	Choice int32 // which of the token's experts
-	Weight float32
-}
-
-// Routing is where the tokens of one dispatch go. Combine and the backward kernels use it again.
-type Routing struct {
-	// Rows[First[t]:First[t+1]] are those of token t, ordered by rank and then by choice. There is one more First than
-	// tokens.
-	First []int32
-	Rows  []RoutedRow
-	// Counts is the number of rows for each slot. SendRows and SendTokens are those for each rank, and how many tokens
-	// they belong to.
-	Counts               []int32
-	SendRows, SendTokens []int64
-
-	// The Dispatch kernel sets the rest.
-
-	// Call is the epoch of the dispatch; Err is why it failed.
-	Call uint64
-	Err  error
-	// SlotRows and SlotFirst are the rows of each of this rank's slots and the first of them; OutRows is the length of
-	// the output with padding.
-	SlotRows, SlotFirst []int64
-	OutRows             int64
-	// RecvRows is how many of the rows came from each rank.
-	RecvRows []int64
-}
-
-// Tokens is the number of tokens.
-func (r *Routing) Tokens() int { return len(r.First) - 1 }
-
-// Dispatch is one launch of the kernel that sends tokens to their experts. A token crosses to a rank once, into its
-// first row there; the receiver makes its other rows from that one. The engine uses the struct until it calls Done.
+// Dispatch is one launch of the kernel that sends tokens to their experts. A token crosses to a rank once.
 type Dispatch struct {
-	Lanes   *Lanes
-	Experts *Experts
-	Routing *Routing
-	X       []byte // [tokens, hidden]
-	Out     int64  // this rank's output, from the start of its segment
-	Timeout time.Duration
-	// Done, when set, is called once, after the last use of this struct, with the kernel's error.
-	Done func(error)
+	MoECall
+	// X is [tokens, Hidden] of TokenType, Scales beside it [tokens, ScaleWords] of 4 bytes where TokenType is Float8E4M3.
+	X, Scales Buffer
+	// Experts is [tokens, TopK] of IndexBytes, Weights [tokens, TopK] in float32 or none. A RedispatchOp has neither: it sends
+	// other tokens the same ways.
+	Experts, Weights Buffer
+	// Ticket is not 0 and what the engine leaves in the handle's Mapped when the counts are there.
+	Ticket uint64
 }
 
-// Combine is one launch of the kernel that brings rows back to their tokens: y[t] is the sum over ranks, ascending, of
-// the sum over the token's choices on that rank, ascending, of weight times row, in float32 and rounded once. The
-// backward of a dispatch is the same with all weights 1.
+// Weighting says what a combine multiplies rows by.
+type Weighting uint8
+
+// The weightings. In token-major layouts rows are never multiplied: the caller's row is its rank's partial sum.
+const (
+	DispatchedWeights Weighting = iota // those of the dispatch, 1 where it had none
+	GivenWeights                       // RowWeights
+	Unweighted
+	weightings
+)
+
+// Valid reports whether w is one of the constants.
+func (w Weighting) Valid() bool { return w < weightings }
+
+// String is like "dispatched weights".
+func (w Weighting) String() string {
+	if !w.Valid() {
+		return fmt.Sprintf("Weighting(%d)", uint8(w))
+	}
+	return [...]string{"dispatched weights", "given weights", "no weights"}[w]
+}
+
+// Combine is one launch of the kernel that brings rows back to their tokens, for CombineOp and DispatchBackwardOp.
+//
+// Every rank makes, for every token with rows there, a partial sum p = 0 + w1*row1 + w2*row2 + ... in ascending order of
+// choices, in float32; each product and each sum is rounded to nearest even on its own (no fused multiply-add; unweighted rows
+// are multiplied by 1, which changes nothing). The partial sum is rounded to SumType. That crosses, also to the rank itself.
+// With Float8Partials it is instead quantized, from float32, by the rule of Scales with blocks of 128 and float32 scales, and the
+// value of an element is float32(q)*scale, rounded to float32. In token-major layouts the caller's row is that partial sum: it
+// crosses as it is, or quantized.
+//
+// The token's rank sums y = 0 + p0 + p1 + ... over the ranks that have rows of the token, ascending, in float32, then adds Bias[0]
+// and Bias[1], and rounds to SumType once. A token with no row gets its biases, or 0.
 type Combine struct {
-	Lanes   *Lanes
-	Experts *Experts
-	Routing *Routing
-	Op      MoEOp  // CombineOp or DispatchBackwardOp
-	Y       []byte // [tokens, hidden]
-	Rows    []byte // this rank's rows, laid out like the output of the dispatch
-	// RowsAt is where peers read them, from the start of this rank's segment. Staged says that Rows is elsewhere and is
-	// copied there first.
-	RowsAt  int64
-	Staged  bool
-	Timeout time.Duration
-	Done    func(error)
+	MoECall
+	Weighting Weighting
+	Y         Buffer // [tokens, Hidden] of SumType
+	Rows      Buffer // laid out like MoEHandle.Rows, of SumType; it may end with the last row of the dispatch
+	// RowWeights, beside Rows, are float32 [rows, WeightsPerRow]. They weigh rows with GivenWeights, and go to SumWeights.
+	RowWeights Buffer
+	// SumWeights, when set, is float32 [tokens, TopK] and gets for each choice the entry of RowWeights that lies beside it, 0
+	// for masked ones.
+	SumWeights Buffer
+	Bias       [2]Buffer // [tokens, Hidden] of SumType, or none
+	// Ready, when set, are 32-bit words, one for each group of the handle: the caller's kernel adds to them (release at system
+	// scope) after it has written so many rows. The rows of a group may be read when its word is not below their number (for
+	// expert-major layouts Counts, else RankCounts).
+	Ready Buffer
 }
 
-// CombineBackward is one launch of the kernel for the gradients of Combine: row gradients are weight times dy[t],
-// padding is zero, and a weight's gradient is the inner product of its row and dy[t].
+// CombineBackward is one launch of the kernel for the gradients of Combine: a row's gradient is w*dy[t] rounded to SumType,
+// zero in padding that is zero in the layout, and a weight's gradient is the inner product of its row and dy[t] in float32, see
+// DotChains. In token-major layouts a row's gradient is dy[t], and there are no weights.
 type CombineBackward struct {
-	Lanes    *Lanes
-	Experts  *Experts
-	Routing  *Routing
-	DY       []byte    // [tokens, hidden]
-	DWeights []float32 // [tokens, choices]
-	Rows     []byte    // this rank's rows, as Combine had them
-	DRows    []byte    // their gradients
-	// RowsAt and DRowsAt are where peers read and write them. The staged ones are elsewhere and are copied there first,
-	// or from there last.
-	RowsAt, DRowsAt         int64
-	RowsStaged, DRowsStaged bool
-	Timeout                 time.Duration
-	Done                    func(error)
+	MoECall
+	Weighting   Weighting
+	DY          Buffer // [tokens, Hidden] of SumType
+	Rows, DRows Buffer // laid out like MoEHandle.Rows, of SumType: what Combine had, and the gradients. They may be the same memory
+	RowWeights  Buffer // with GivenWeights
+	// DWeights is float32, or none: [tokens, TopK], 0 for masked choices; with GivenWeights [rows], like RowWeights, undefined
+	// in padding.
+	DWeights Buffer
 }
+
+// The inner product that CombineBackward makes: products are rounded to float32, and that of element i is added to chain i mod
+// 256, in ascending order of i, from 0. Then chain j takes, in this order, chains j+4, j+2, j+1 (within its eight), j+128,
+// j+64, j+32, j+16 and j+8; the result is chain 0. A thread of a warp that holds 8 neighbouring elements so sums by itself
+// first.
+const DotChains = 256
 
 // OverflowError says that a dispatch does not fit. It is the same on every rank, nothing has been written, and the
 // dispatcher can be used further.
@@ -208,7 +356,24 @@ func (e *OverflowError) Error() string {
 	if e.Expert < 0 {
 		return fmt.Sprintf("kernels: dispatch call %d: rank %d would get %d rows, its output holds %d", e.Call, e.Rank, e.Rows, e.Limit)
 	}
-	return fmt.Sprintf("kernels: dispatch call %d: expert %d on rank %d would get %d rows, its capacity is %d", e.Call, e.Expert, e.Rank, e.Rows, e.Limit)
+	return fmt.Sprintf("kernels: dispatch call %d: expert %d on rank %d would get %d rows, its capacity is %d",
+		e.Call, e.Expert, e.Rank, e.Rows, e.Limit)
+}
+
+// IndexError says that a rank's token has a choice that is no expert. It is the same on every rank, nothing has been moved, and the
+// dispatcher can be used further.
+type IndexError struct {
+	Call          uint64
+	Rank          int
+	Token, Choice int
+	Expert        int64
+	Experts       int
+}
+
+// Error states the entry.
+func (e *IndexError) Error() string {
+	return fmt.Sprintf("kernels: dispatch call %d: token %d of rank %d has expert %d as choice %d, there are %d experts (-1 masks a choice)",
+		e.Call, e.Token, e.Rank, e.Expert, e.Choice, e.Experts)
 }
 
 // OrderError says that ranks made different calls in the same place. It is the same on every rank, and nothing has been
@@ -219,10 +384,26 @@ type OrderError struct {
 	First, Here uint64 // CallWord of rank 0 and of Rank
 }
 
+// CallWord says in one word what a call is: its kind, what a combine or its backward weighs with, and the epoch of the dispatch
+// whose routing it uses.
+func CallWord(o MoEOp, w Weighting, dispatch uint64) uint64 {
+	return dispatch<<8 | uint64(w)<<4 | uint64(o)
+}
+
+// CalledOp is the kind of call in a call word.
+func CalledOp(word uint64) MoEOp { return MoEOp(word & 0xf) }
+
 // Error states both calls.
 func (e *OrderError) Error() string {
-	return fmt.Sprintf("kernels: call %d: rank 0 is in %v of dispatch %d, rank %d in %v of dispatch %d",
-		e.Call, MoEOp(e.First&0xff), e.First>>8, e.Rank, MoEOp(e.Here&0xff), e.Here>>8)
+	return fmt.Sprintf("kernels: call %d: rank 0 is in %s, rank %d in %s", e.Call, callText(e.First), e.Rank, callText(e.Here))
+}
+
+func callText(word uint64) string {
+	op, w := CalledOp(word), Weighting(word>>4&0xf)
+	if op == CombineOp || op == CombineBackwardOp {
+		return fmt.Sprintf("%v with %v of dispatch %d", op, w, word>>8)
+	}
+	return fmt.Sprintf("%v of dispatch %d", op, word>>8)
 }
 
 // Unwrap is comm.ErrMismatch.

@@ -7,6 +7,8 @@ import (
 
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
 // backing is what a device gives a heap: a range of addresses that holds every rank's segment, and
@@ -36,6 +38,11 @@ type backing interface {
 	reach(all [][]int64) error
 	// raise sets the 64-bit word at at of the range to 1, at once, whatever kernels are running.
 	raise(at int64) error
+	// engine runs kernels on the heap, which space describes. why says for which reason the abort word was set.
+	engine(space kernels.Space, why func() error) (kernels.Engine, error)
+	// clear makes n bytes at at of the range zero, of this rank's segment, before it returns; put writes b there.
+	clear(at, n int64) error
+	put(at int64, b []byte) error
 	// mem is the range where the host can read it, else nil; base is its address on the device.
 	mem() []byte
 	base() uintptr
@@ -100,7 +107,7 @@ func (b *hostBacking) adopt(owner backing) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.users == 0 {
-		return ErrClosed
+		return errClosed
 	}
 	s.users++
 	b.shared = s
@@ -148,6 +155,20 @@ func (*hostBacking) reach([][]int64) error { return nil }
 
 func (b *hostBacking) raise(at int64) error {
 	shm.Word(b.shared.Bytes(), at).Store(1)
+	return nil
+}
+
+func (*hostBacking) engine(space kernels.Space, why func() error) (kernels.Engine, error) {
+	return host.New(space, why), nil
+}
+
+func (b *hostBacking) clear(at, n int64) error {
+	clear(b.shared.Bytes()[at : at+n])
+	return nil
+}
+
+func (b *hostBacking) put(at int64, p []byte) error {
+	copy(b.shared.Bytes()[at:], p)
 	return nil
 }
 

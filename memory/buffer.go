@@ -19,6 +19,20 @@ type Buffer struct {
 	view   View
 }
 
+// Clear makes n bytes from off on of this rank's buffer zero before it returns. Nothing else uses them.
+func (b *Buffer) Clear(off, n int64) error {
+	if off < 0 || n < 0 || off > b.n-n {
+		return fmt.Errorf("memory: clear [%d, %d+%d) of a buffer of %d bytes: %w", off, off, n, b.n, ErrInvalid)
+	}
+	if n == 0 {
+		return nil
+	}
+	if err := b.heap.back.clear(b.heap.at(b.heap.space.Rank, b.own.off+off), n); err != nil {
+		return fmt.Errorf("memory: clear %d bytes: %w", n, err)
+	}
+	return nil
+}
+
 // maxAlloc keeps sums of sizes and offsets away from overflow. No address space is as large.
 const maxAlloc = 1 << 56
 
@@ -130,7 +144,7 @@ func (b *Buffer) free(s device.Stream) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.closed.Load() {
-		return ErrClosed
+		return errClosed
 	}
 	if b.own.freed.Swap(true) {
 		return ErrFreed

@@ -9,6 +9,8 @@ import (
 
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/kernels"
+	kernelscuda "github.com/switchyard-moe/switchyard/kernels/cuda"
 )
 
 // cudaBacking is made of allocations of the driver's virtual memory management, which leave the process
@@ -19,6 +21,7 @@ type cudaBacking struct {
 	unit      int64
 	alarm     cuda.Stream // nothing but raise and write use it, so nothing holds it up
 	scattered bool
+	sharers   int     // ranks on this rank's GPU
 	segment   uintptr // of a scattered heap
 	origin    uintptr // of the range
 	shared    *cudaRange
@@ -78,8 +81,12 @@ func uuidWords(id [16]byte) []int64 {
 // reach checks the GPUs that this process sees. One that it does not see, because of CUDA_VISIBLE_DEVICES,
 // is found out about when its memory is mapped. Where one rank has to do with CUDA IPC all do.
 func (b *cudaBacking) reach(all [][]int64) error {
+	me := b.who()
 	for _, w := range all {
 		b.scattered = b.scattered || w[2] != 0
+		if slices.Equal(w[:2], me[:2]) {
+			b.sharers++
+		}
 	}
 	d := b.ctx.Device().Driver()
 	n, err := d.DeviceCount()
@@ -128,7 +135,7 @@ func (b *cudaBacking) adopt(owner backing) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.users == 0 {
-		return ErrClosed
+		return errClosed
 	}
 	s.users++
 	mine := b.ctx.Device()
@@ -153,7 +160,7 @@ func (b *cudaBacking) create(n int64) (fd int, err error) {
 			fd, err = -1, errors.Join(err, rerr)
 		}
 	}()
-	if err := b.clear(h, n); err != nil {
+	if err := b.clearHandle(h, n); err != nil {
 		return -1, fmt.Errorf("clear %d bytes: %w", n, err)
 	}
 	return b.ctx.ExportFD(h)
@@ -166,7 +173,7 @@ func outOfMemory(err error) error {
 	return err
 }
 
-func (b *cudaBacking) clear(h cuda.MemHandle, n int64) (err error) {
+func (b *cudaBacking) clearHandle(h cuda.MemHandle, n int64) (err error) {
 	addr, err := b.ctx.Reserve(n, b.unit, 0)
 	if err != nil {
 		return err
@@ -290,6 +297,16 @@ func (b *cudaBacking) locate(v View) (identity, int64, bool) {
 // raise writes by the stream: kernels that fill the GPU do not hold it up.
 func (b *cudaBacking) raise(at int64) error {
 	return b.ctx.WriteValue(b.alarm, b.origin+uintptr(at), 1)
+}
+
+func (b *cudaBacking) engine(space kernels.Space, why func() error) (kernels.Engine, error) {
+	return kernelscuda.New(b.ctx, space, b.sharers, why)
+}
+
+func (b *cudaBacking) clear(at, n int64) error { return b.zero(b.origin+uintptr(at), n) }
+
+func (b *cudaBacking) put(at int64, p []byte) error {
+	return b.ctx.Write(b.alarm, b.origin+uintptr(at), p)
 }
 
 func (*cudaBacking) mem() []byte     { return nil }

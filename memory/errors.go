@@ -4,7 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+
+	"github.com/switchyard-moe/switchyard/comm"
 )
+
+// errClosed is ErrClosed in words.
+var errClosed = fmt.Errorf("heap is %w", ErrClosed)
 
 // Conditions that callers tell apart with errors.Is. Two more come from package comm: ErrMismatch
 // when the ranks of a collective call bring different values, with both in the message, and
@@ -18,11 +23,11 @@ var (
 	// ErrDiverged: the ranks made different calls. The error is a *DivergenceError.
 	ErrDiverged = errors.New("ranks diverged")
 	// ErrClosed: the heap is closed.
-	ErrClosed = errors.New("heap is closed")
+	ErrClosed = comm.ErrClosed
 	// ErrUnsupported: the device or the kind of memory cannot do that. The error says why.
-	ErrUnsupported = errors.New("not supported")
+	ErrUnsupported = comm.ErrUnsupported
 	// ErrInvalid: an argument is out of its range. The error has the value.
-	ErrInvalid = errors.New("invalid argument")
+	ErrInvalid = comm.ErrInvalid
 )
 
 // DivergenceError says where the ranks of a heap stopped making the same calls. It is an

@@ -33,6 +33,7 @@ type Heap struct {
 	back    backing
 	gpu     *cudaBacking // back on a GPU, nil on the host
 	space   kernels.Space
+	engine  kernels.Engine
 	limit   int64 // of the pool, and where the window for registrations begins
 	granule int64
 
@@ -152,6 +153,10 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	h.extents = append(h.extents, e)
 	h.pool.add(kernels.HeaderBytes, lay.first-kernels.HeaderBytes)
 	h.mapped = true
+	h.engine, err = h.back.engine(h.space, g.Err)
+	if _, err = meet(ctx, g, round{Op: "make the engine"}, err); err != nil {
+		return err
+	}
 	h.unhook = g.OnFailure(func(error) { h.abort() })
 	return nil
 }
@@ -317,6 +322,36 @@ func (h *Heap) Device() device.Device { return h.dev }
 // allocated may be touched, and nothing after Close.
 func (h *Heap) Space() kernels.Space { return h.space }
 
+// Engine runs kernels on the heap's memory, on its device. It belongs to the heap, which closes it.
+func (h *Heap) Engine() kernels.Engine { return h.engine }
+
+// Serves reports whether kernels of this rank can read and write v: whether it is memory of the heap's device.
+func (h *Heap) Serves(v View) bool { return v.n == 0 || v.OnHost() == (h.space.Mem != nil) }
+
+// Operand is v as an operation of the heap's engine gets it, without a place.
+func (h *Heap) Operand(v View) kernels.Buffer {
+	return kernels.Buffer{Mem: v.mem, Ptr: v.Ptr(), Bytes: v.n}
+}
+
+// SymmetricOperand is v as an operation gets it, at the place where peers reach it, if they do.
+func (h *Heap) SymmetricOperand(v View) kernels.Buffer {
+	b := h.Operand(v)
+	b.Place, b.Reach = v.Symmetric(h)
+	return b
+}
+
+// Put writes b to v, memory of this heap, before it returns. Nothing else uses that memory.
+func (h *Heap) Put(v View, b []byte) error {
+	off, ok := v.Symmetric(h)
+	if !ok || int64(len(b)) > v.n {
+		return fmt.Errorf("memory: put %d bytes into %d, of the heap: %v: %w", len(b), v.n, ok, ErrInvalid)
+	}
+	if err := h.back.put(h.at(h.space.Rank, off), b); err != nil {
+		return fmt.Errorf("memory: put %d bytes: %w", len(b), err)
+	}
+	return nil
+}
+
 // Stats is the state of a rank's pool. All sizes are bytes.
 type Stats struct {
 	Committed     int64 // memory of the pool
@@ -350,7 +385,7 @@ func (h *Heap) Stats() Stats {
 // usable returns why the heap cannot be used. The caller holds mu.
 func (h *Heap) usable() error {
 	if h.closed.Load() {
-		return ErrClosed
+		return errClosed
 	}
 	return h.broken
 }
@@ -372,7 +407,7 @@ func (h *Heap) settle(err error) {
 func (h *Heap) begin() (closed, broken error) {
 	h.together.Lock()
 	if h.closed.Load() {
-		return ErrClosed, nil
+		return errClosed, nil
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -548,7 +583,11 @@ func (h *Heap) release() error {
 	if h.back == nil {
 		return nil
 	}
-	if err := h.back.close(); err != nil {
+	var err error
+	if h.engine != nil {
+		err = h.engine.Close()
+	}
+	if err = errors.Join(err, h.back.close()); err != nil {
 		return fmt.Errorf("memory: close heap: %w", err)
 	}
 	return nil

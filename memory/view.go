@@ -119,7 +119,7 @@ func (v View) Valid() error {
 	case r.freed.Load():
 		return fmt.Errorf("memory: %s of %d bytes at offset %d: %w", r.what, v.n, r.off+v.off, ErrFreed)
 	case r.heap != nil && r.heap.closed.Load():
-		return fmt.Errorf("memory: %s of %d bytes at offset %d: %w", r.what, v.n, r.off+v.off, ErrClosed)
+		return fmt.Errorf("memory: %s of %d bytes at offset %d: %w", r.what, v.n, r.off+v.off, errClosed)
 	}
 	return nil
 }

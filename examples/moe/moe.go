@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -31,9 +32,10 @@ type moeLayer struct {
 	balance []float32
 
 	h       *dispatch.Handle // of the last forward, until its backward
-	idx     []int32          // [rows, TopK] chosen experts
-	weights []float32        // [rows, TopK] their p
-	load    []float32        // tokens of this rank that chose each expert
+	rows    dispatch.HostCounts
+	idx     []int32   // [rows, TopK] chosen experts
+	weights []float32 // [rows, TopK] their p
+	load    []float32 // tokens of this rank that chose each expert
 
 	normed, dnormed []float32 // [rows, Hidden]
 	y               []float32
@@ -73,20 +75,25 @@ func (l *moeLayer) forward(x []float32, rows int) error {
 	l.route(rows)
 
 	l.clock.enter(dispatching)
-	h, err := l.moving.Dispatch(nil, view(l.normed), l.idx, l.weights)
+	h, err := l.moving.Dispatch(nil, dispatch.Tokens{
+		X: view(l.normed), Experts: memory.Host(shm.Bytes(l.idx)), Weights: view(l.weights),
+	})
 	if err != nil {
 		return fmt.Errorf("dispatch: %w", err)
 	}
 	l.h = h
+	if l.rows, err = h.HostCounts(context.Background()); err != nil {
+		return fmt.Errorf("dispatch: %w", err)
+	}
 
 	l.clock.enter(computingExperts)
 	for slot := range l.experts {
-		l.experts[slot].forward(l.part(l.made, slot), l.part(h.Rows(), slot), int(h.Counts()[slot]))
+		l.experts[slot].forward(l.part(l.made, slot), l.part(h.Rows(), slot), int(l.rows.Counts[slot]))
 	}
 
 	l.clock.enter(combining)
 	l.y = grow(l.y, rows*c.Hidden)
-	if err := l.moving.Combine(nil, view(l.y), l.made, h); err != nil {
+	if err := l.moving.Combine(nil, view(l.y), l.made, h, dispatch.CombineOptions{}); err != nil {
 		return fmt.Errorf("combine: %w", err)
 	}
 
@@ -145,8 +152,8 @@ func contains(s []int32, v int32) bool {
 
 // part is the rows of a buffer laid out like Handle.Rows that belong to one expert.
 func (l *moeLayer) part(rows memory.View, slot int) []float32 {
-	lo, n := l.h.Offsets()[slot], l.h.Counts()[slot]
-	return floats(rows)[lo*int64(l.cfg.Hidden) : (lo+n)*int64(l.cfg.Hidden)]
+	lo, n := int(l.rows.Offsets[slot]), int(l.rows.Counts[slot])
+	return floats(rows)[lo*l.cfg.Hidden : (lo+n)*l.cfg.Hidden]
 }
 
 // release gives the handle of a forward back that has no backward.
@@ -163,18 +170,18 @@ func (l *moeLayer) backward(dx []float32, rows int) error {
 	// Gradients take the place of what they are the gradient of: first of what the experts made, then of what they got.
 	l.clock.enter(combining)
 	l.dweights = grow(l.dweights, rows*c.TopK)
-	if err := l.moving.CombineBackward(nil, l.made, l.dweights, view(dx), l.made, h); err != nil {
+	if err := l.moving.CombineBackward(nil, l.made, view(l.dweights), view(dx), l.made, h, dispatch.CombineOptions{}); err != nil {
 		return fmt.Errorf("combine backward: %w", err)
 	}
 
 	l.clock.enter(computingExperts)
 	for slot := range l.experts {
-		l.experts[slot].backward(l.part(l.made, slot), l.part(h.Rows(), slot), int(h.Counts()[slot]))
+		l.experts[slot].backward(l.part(l.made, slot), l.part(h.Rows(), slot), int(l.rows.Counts[slot]))
 	}
 
 	l.clock.enter(dispatching)
 	l.dnormed = grow(l.dnormed, rows*c.Hidden)
-	if err := l.moving.DispatchBackward(nil, view(l.dnormed), h.Rows(), h); err != nil {
+	if err := l.moving.DispatchBackward(nil, view(l.dnormed), memory.View{}, h.Rows(), memory.View{}, h); err != nil {
 		return fmt.Errorf("dispatch backward: %w", err)
 	}
 

@@ -59,7 +59,7 @@ func (w *worker) report(ctx context.Context) (*report, error) {
 	if err != nil {
 		return nil, err
 	}
-	mine.Traffic = w.moving.Traffic()
+	mine.Traffic = w.moving.Counters().Bytes
 
 	text, err := json.Marshal(mine)
 	if err != nil {

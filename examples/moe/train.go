@@ -67,7 +67,7 @@ func (w *worker) open(ctx context.Context) (err error) {
 	w.moving, err = dispatch.New(ctx, w.heap, dispatch.Options{
 		Experts: c.Experts, TopK: c.TopK, Hidden: c.Hidden,
 		MaxTokens: (c.Batch + w.ranks - 1) / w.ranks,
-		Handles:   c.Layers,
+		Handles:   c.Layers, HostCounts: true,
 	})
 	if err != nil {
 		return err

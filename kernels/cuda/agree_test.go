@@ -1,7 +1,12 @@
 package cuda
 
 import (
+	"encoding/binary"
+	"errors"
+	"io/fs"
+	"math"
 	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -10,6 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/cuda/layout"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/cuda/internal/fatbin"
+	shared "github.com/switchyard-moe/switchyard/kernels/cuda/internal/layout"
 )
 
 func TestFatbinsAreBuiltFromTheseSources(t *testing.T) {
@@ -27,60 +33,82 @@ func TestFatbinsAreBuiltFromTheseSources(t *testing.T) {
 	require.Len(t, m.Families, len(fatbin.Families()))
 }
 
-func TestArgumentsAgreeWithTheHeader(t *testing.T) {
+func TestGeneratedLayoutsAreThoseOfTheDescription(t *testing.T) {
+	files, err := shared.Shared().Files()
+	require.NoError(t, err)
+	for name, text := range files {
+		b, err := os.ReadFile(filepath.Join("../..", name))
+		if errors.Is(err, fs.ErrNotExist) {
+			t.Skip("the sources are not beside the test binary")
+		}
+		require.NoError(t, err)
+		require.Equal(t, text, string(b), "%s: run `make kernels` and commit what it writes", name)
+	}
+}
+
+func TestTheCompilerLaysStructsOutAsDescribed(t *testing.T) {
 	header := layout.Of()
 	if header == nil {
 		t.Skip("built without cgo")
 	}
-	require.Equal(t, map[string]int{
-		"maxRanks": maxRanks, "lineBytes": lineBytes, "packetGroupPayload": packetGroupPayload, "packetGroupBytes": packetGroupBytes,
-		"packetHeaderBytes": packetHeaderBytes, "sendThreads": sendThreads, "recvThreads": recvThreads, "packetThreads": packetThreads,
-		"watchThreads": watchThreads, "itemBytes": itemBytes, "tileBytes": tileBytes, "copyThreads": copyThreads, "ownThreads": ownThreads, "laneMinBytes": laneMinBytes,
-		"aliasOffset": kernels.AliasOffset, "aliasShift": kernels.AliasShift,
-		"flagStaged": flagStaged, "flagMesh": flagMesh,
-		"faultTimeout": faultTimeout, "faultAborted": faultAborted, "faultMismatch": faultMismatch, "faultPlace": faultPlace, "faultSplits": faultSplits, "faultLimit": faultLimit, "copyArgsBytes": copyArgsBytes,
-		"faultBytes": faultBytes, "faultKind": faultKind, "faultPeer": faultPeer, "faultEpoch": faultEpoch, "faultSent": faultSent,
-		"faultExpect": faultExpect, "faultSending": faultSending, "controlFault": controlFault,
-		"argsBytes": argsBytes, "argsSegments": argsSegments, "argsDstOffset": argsDstOffset, "argsSplits": argsSplits, "argsFault": argsFault,
-		"argsControl": argsControl, "argsPackets": argsPackets, "argsSlotBytes": argsSlotBytes, "argsRank": argsRank,
-		"argsFlags": argsFlags, "argsSenders": argsSenders, "argsOwn": argsOwn, "argsSteps": argsSteps, "stepBytes": stepBytes, "stepSend": stepSend, "stepRecv": stepRecv,
-	}, header)
+	require.Equal(t, shared.Shared().Offsets(), header)
 }
 
 func TestArgumentsAreEncodedInPlace(t *testing.T) {
-	c := &Channels{Offset: 4096, Size: 2, Lanes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}
-	x := &Exchange{
-		Channels: c, Src: 11, Dst: 12, DstOffset: -1, Timeout: time.Second,
+	at := shared.Shared().Offsets()
+	c := &channels{kernels.Channels{Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}, 4096}
+	x := &kernels.AllToAllV{
+		Src: kernels.Buffer{Ptr: 11, Bytes: 18}, Dst: kernels.Buffer{Ptr: 12, Bytes: 20}, Splits: kernels.Buffer{Ptr: 17},
+		Launched: kernels.Launched{Timeout: time.Second},
 		Routes: &kernels.Routes{
 			SendBytes: []int64{1, 2}, SendOffsets: []int64{3, 4}, RecvBytes: []int64{5, 6}, RecvOffsets: []int64{7, 8},
 			Order: []int32{0}, ReverseOrder: []int32{0},
 		},
 	}
-	b := make([]byte, argsBytes)
+	b := make([]byte, exchangeArgsBytes)
 	space := &kernels.Space{Base: 9, Stride: 10, Rank: 1, Size: 2, Segments: []uintptr{14, 19}}
-	exchangeArgs(b, space, 13, flagMesh, 15, 16, x)
-	require.EqualValues(t, 0xff, b[argsDstOffset+7])
-	require.EqualValues(t, 13, b[argsFault])
-	require.EqualValues(t, 0x10, b[argsControl+1])
-	require.EqualValues(t, 1, b[argsSlotBytes+1])
-	require.EqualValues(t, 1, b[argsRank])
-	require.EqualValues(t, []byte{flagMesh, 15, 16}, []byte{b[argsFlags], b[argsFlags+4], b[argsSenders]})
-	require.EqualValues(t, []byte{19, kernels.SegmentsOffset >> 8}, b[argsSegments:argsSegments+2])
-	require.EqualValues(t, []byte{2, 4, 8}, []byte{b[argsOwn], b[argsOwn+8], b[argsOwn+16]})
-	require.EqualValues(t, []byte{0, 0}, []byte{b[argsSteps], b[argsSteps+4]})
-	require.EqualValues(t, []byte{1, 3}, []byte{b[argsSteps+stepSend], b[argsSteps+stepSend+8]})
-	require.EqualValues(t, []byte{5, 7}, []byte{b[argsSteps+stepRecv], b[argsSteps+stepRecv+8]})
-	require.Zero(t, testing.AllocsPerRun(10, func() { exchangeArgs(b, space, 13, flagMesh, 15, 16, x) }))
+	encodeExchange(b, space, 13, flagMesh, 15, 16, c, x)
+	block := c.block()
+	for field, want := range map[string]uint64{
+		"world.base": 9, "world.stride": 10, "world.segments": 19 + kernels.SegmentsOffset, "world.control": 4096, "world.fault": 13, "world.timeout_ns": 1e9,
+		"exchange_args.src": 11, "exchange_args.dst": 12, "exchange_args.dst_offset": math.MaxUint64, "exchange_args.splits": 17,
+		"exchange_args.packet_bytes": 100, "exchange_args.slot_bytes": 256, "exchange_args.src_bytes": 18, "exchange_args.dst_bytes": 20,
+		"exchange_args.own_bytes": 2, "exchange_args.own_src": 4, "exchange_args.own_dst": 8,
+	} {
+		require.Contains(t, at, field)
+		require.Equal(t, want, binary.LittleEndian.Uint64(b[at[field]:]), field)
+	}
+	for field, want := range map[string]uint32{
+		"world.rank": 1, "world.size": 2, "exchange_args.stripes": 4, "exchange_args.slot_count": 2, "exchange_args.flags": flagMesh,
+		"exchange_args.interval": 15, "exchange_args.inverse": 0, "exchange_args.senders": 16,
+	} {
+		require.Contains(t, at, field)
+		require.Equal(t, want, binary.LittleEndian.Uint32(b[at[field]:]), field)
+	}
+	for i, want := range []int64{block.packetStride, block.control, block.signals, block.credits, block.stripeCredits, block.packets, block.slots, block.end} {
+		require.EqualValues(t, want, binary.LittleEndian.Uint64(b[at["exchange_args.block"]+8*i:]))
+	}
+	steps := b[at["exchange_args.steps"]:]
+	require.Zero(t, binary.LittleEndian.Uint64(steps))
+	for i, want := range []uint64{1, 3, 5, 7} {
+		require.Equal(t, want, binary.LittleEndian.Uint64(steps[at["step.send_bytes"]+8*i:]))
+	}
+	require.Zero(t, testing.AllocsPerRun(10, func() { encodeExchange(b, space, 13, flagMesh, 15, 16, c, x) }))
 }
 
 func TestChannelsDoNotOverlap(t *testing.T) {
-	c := &Channels{Offset: 1 << 16, Size: 8, Lanes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}
-	at := []int64{c.Offset, c.signals(), c.credits(), c.laneCredits(), c.packets(), c.slots(), c.Offset + c.Bytes()}
+	c := &channels{kernels.Channels{Size: 8, Stripes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}, 1 << 16}
+	b := c.block()
+	at := []int64{b.control, b.signals, b.credits, b.stripeCredits, b.packets, b.slots, b.end}
 	require.IsIncreasing(t, at)
 	for _, v := range at {
 		require.Zero(t, v%lineBytes)
 	}
-	require.Zero(t, c.packets()%128)
-	require.Zero(t, c.slots()%128)
-	require.Equal(t, c.ControlBytes(), c.slots()-c.Offset)
+	require.Equal(t, c.offset, b.control)
+	require.Zero(t, b.packets%128)
+	require.Zero(t, b.slots%128)
+	require.Equal(t, b.signals+2*8*16*lineBytes, b.credits)
+	require.Equal(t, b.packets+2*8*b.packetStride, b.slots)
+	require.Equal(t, c.controlBytes(), b.slots-c.offset)
+	require.Equal(t, c.bytes(), b.end-c.offset)
 }

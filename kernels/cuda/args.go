@@ -1,113 +1,39 @@
 package cuda
 
-import (
-	"encoding/binary"
+import "github.com/switchyard-moe/switchyard/kernels"
 
-	"github.com/switchyard-moe/switchyard/kernels"
-)
+//go:generate go run ./internal/genlayout -root ../..
 
-// What args.h declares. A test compares every number with the header.
-const (
-	maxRanks           = 64
-	lineBytes          = 32
-	packetGroupPayload = 1536
-	packetGroupBytes   = 2048
-	packetHeaderBytes  = 128
-	sendThreads        = 384
-	watchThreads       = 64
-	recvThreads        = 320
-	tileBytes          = 4096
-	itemBytes          = 128
-	packetThreads      = 1024
-	copyThreads        = 256
-	ownThreads         = 512
-	laneMinBytes       = 16384
-
-	flagStaged = 1
-	flagMesh   = 2
-
-	faultTimeout  = 1
-	faultAborted  = 2
-	faultMismatch = 3
-	faultPlace    = 4
-	faultSplits   = 5
-
-	faultBytes   = 48
-	faultKind    = 0
-	faultPeer    = 4
-	faultEpoch   = 8
-	faultSent    = 16
-	faultExpect  = 24
-	faultLimit   = 32
-	faultSending = 40
-
-	controlFault = 12 // of struct sw_control
-
-	argsBytes     = 2776
-	copyArgsBytes = argsBytes + 8*maxRanks
-	argsDstOffset = 32
-	argsSplits    = 40
-	argsFault     = 48
-	argsControl   = 64
-	argsPackets   = 96
-	argsSlotBytes = 128
-	argsRank      = 136
-	argsFlags     = 152
-	argsSenders   = 164
-	argsSegments  = 184
-	argsOwn       = 192
-	argsSteps     = 216
-	stepBytes     = 40
-	stepSend      = 8
-	stepRecv      = 24
-)
-
-// exchangeArgs encodes struct sw_exchange_args into b, which has argsBytes bytes.
-func exchangeArgs(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, x *Exchange) {
-	c, r := x.Channels, x.Routes
-	at := 0
-	word := func(v uint64) {
-		binary.LittleEndian.PutUint64(b[at:], v)
-		at += 8
+// worldOf is the part of the arguments that all families share. control is the place of the communicator's struct sw_control, fault
+// the address of its fault record.
+func worldOf(space *kernels.Space, control int64, fault uintptr, timeoutNs int64) worldWords {
+	return worldWords{
+		base: uint64(space.Base), stride: uint64(space.Stride), segments: uint64(space.SegmentTable()),
+		control: uint64(control), fault: uint64(fault), timeoutNs: uint64(timeoutNs),
+		rank: uint32(space.Rank), size: uint32(space.Size),
 	}
-	word(uint64(space.Base))
-	word(uint64(space.Stride))
-	word(uint64(x.Src))
-	word(uint64(x.Dst))
-	word(uint64(x.DstOffset))
-	word(uint64(x.Splits))
-	word(uint64(fault))
-	word(uint64(x.Timeout.Nanoseconds()))
-	word(uint64(c.Offset))
-	word(uint64(c.signals()))
-	word(uint64(c.credits()))
-	word(uint64(c.laneCredits()))
-	word(uint64(c.packets()))
-	word(uint64(c.packetStride()))
-	word(uint64(c.PacketBytes))
-	word(uint64(c.slots()))
-	word(uint64(c.SlotBytes))
-	var inverse uint32
+}
+
+// encodeExchange writes the arguments of an exchange into b, which has exchangeArgsBytes bytes.
+func encodeExchange(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *channels, x *kernels.AllToAllV) {
+	r, me := x.Routes, space.Rank
+	a := exchangeArgs{
+		world: worldOf(space, c.offset, fault, x.Timeout.Nanoseconds()),
+		src:   uint64(x.Src.Ptr), dst: uint64(x.Dst.Ptr), dstOffset: x.Dst.PlaceOr(-1), splits: uint64(x.Splits.Ptr),
+		block: c.block(), packetBytes: c.PacketBytes, slotBytes: c.SlotBytes, stripes: uint32(c.Stripes), slotCount: uint32(c.Slots),
+		flags: flags, interval: interval, senders: uint32(senders),
+		srcBytes: x.Src.Bytes, dstBytes: x.Dst.Bytes,
+		ownBytes: r.SendBytes[me], ownSrc: r.SendOffsets[me], ownDst: r.RecvOffsets[me],
+	}
 	if peers := uint64(c.Size - 1); peers > 1 {
-		inverse = uint32((1<<32 + peers - 1) / peers)
+		a.inverse = uint32((1<<32 + peers - 1) / peers)
 	}
-	for _, v := range [8]uint32{uint32(space.Rank), uint32(c.Size), uint32(c.Lanes), uint32(c.Slots), flags, interval, inverse, uint32(senders)} {
-		binary.LittleEndian.PutUint32(b[at:], v)
-		at += 4
-	}
-	word(uint64(x.SrcBytes))
-	word(uint64(x.DstBytes))
-	word(uint64(space.SegmentTable()))
-	me := space.Rank
-	word(uint64(r.SendBytes[me]))
-	word(uint64(r.SendOffsets[me]))
-	word(uint64(r.RecvOffsets[me]))
+	a.put(b)
 	for i, to := range r.Order {
 		from := r.ReverseOrder[i]
-		word(uint64(from)<<32 | uint64(to))
-		word(uint64(r.SendBytes[to]))
-		word(uint64(r.SendOffsets[to]))
-		word(uint64(r.RecvBytes[from]))
-		word(uint64(r.RecvOffsets[from]))
+		putExchangeArgsSteps(b, i, stepWords{
+			to: uint32(to), from: uint32(from),
+			sendBytes: r.SendBytes[to], sendOffset: r.SendOffsets[to], recvBytes: r.RecvBytes[from], recvOffset: r.RecvOffsets[from],
+		})
 	}
 }

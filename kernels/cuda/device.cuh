@@ -24,31 +24,30 @@ struct pair64 {
 
 namespace sw {
 
-constexpr u32 abort_offset = 0; // kernels.AbortOffset
-constexpr u32 chunk_bits = 20;  // kernels.Seq
+constexpr u32 chunk_bits = SW_CHUNK_BITS;
 
 __device__ __forceinline__ u64 seq(u64 epoch, u64 chunk) { return epoch << chunk_bits | chunk; }
 __device__ __forceinline__ u64 last_seq(u64 epoch) { return epoch << chunk_bits | ((1u << chunk_bits) - 1); }
 
 // This rank's segment, and any rank's. Where the heap's segments do not lie at equal distances, base is set so that this
 // rank's lies right, and the others are in a table, which does not change.
-__device__ __forceinline__ u64 own_segment(const sw_exchange_args &a) { return a.base + a.rank * a.stride; }
+__device__ __forceinline__ u64 own_segment(const sw_world &w) { return w.base + w.rank * w.stride; }
 
-__device__ __forceinline__ u64 segment(const sw_exchange_args &a, u32 rank)
+__device__ __forceinline__ u64 segment(const sw_world &w, u32 rank)
 {
-	if (a.segments != 0)
-		return __ldg(reinterpret_cast<const unsigned long long *>(a.segments) + rank);
-	return a.base + rank * a.stride;
+	if (w.segments != 0)
+		return __ldg(reinterpret_cast<const unsigned long long *>(w.segments) + rank);
+	return w.base + rank * w.stride;
 }
 
-// What to add to segment(a, peer) to get to a place that peer has told. Mostly it is the place itself. A place of memory that is
+// What to add to segment(w, peer) to get to a place that peer has told. Mostly it is the place itself. A place of memory that is
 // registered but not mapped in the segment names a row of the alias table instead: its address, here, by rank.
-__device__ __forceinline__ u64 resolve(const sw_exchange_args &a, u32 peer, u64 place)
+__device__ __forceinline__ u64 resolve(const sw_world &w, u32 peer, u64 place)
 {
 	if (place >> 62 != 1) // also SW_NOWHERE
 		return place;
 	u64 row = (place & ~(1ull << 62)) >> SW_ALIAS_SHIFT, offset = place & ((1ull << SW_ALIAS_SHIFT) - 1);
-	return load_relaxed(own_segment(a) + SW_ALIAS_OFFSET + (row * a.size + peer) * 8) + offset - segment(a, peer);
+	return load_relaxed_sys(own_segment(w) + SW_ALIAS_OFFSET + (row * w.size + peer) * 8) + offset - segment(w, peer);
 }
 
 // A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at
@@ -58,24 +57,24 @@ struct wait {
 	u32 polls = 0;
 	u32 kind = SW_FAULT_NONE;
 
-	__device__ __noinline__ bool slow(const sw_exchange_args &a)
+	__device__ __noinline__ bool slow(const sw_world &w)
 	{
 		if ((++polls & 255) != 0)
 			return true;
-		u64 own = own_segment(a);
-		u32 fault = load_relaxed32(own + a.control + offsetof(sw_control, fault));
+		u64 own = own_segment(w);
+		u32 fault = load32_relaxed_gpu(own + w.control + offsetof(sw_control, fault));
 		if (fault != SW_FAULT_NONE && fault != SW_FAULT_MISMATCH) {
 			kind = SW_FAULT_NONE; // somebody of this rank has given up and said why
 			return false;
 		}
-		if (load_relaxed(own + abort_offset) != 0) {
+		if (load_relaxed_sys(own + SW_ABORT_OFFSET) != 0) {
 			kind = SW_FAULT_ABORTED;
 			return false;
 		}
 		u64 t = now_ns();
 		if (since == 0)
 			since = t;
-		if (t - since > a.timeout_ns) {
+		if (t - since > w.timeout_ns) {
 			kind = SW_FAULT_TIMEOUT;
 			return false;
 		}
@@ -84,18 +83,18 @@ struct wait {
 };
 
 // give_up records the first fault of this rank. A mismatch is a fault of one call only and gives way to others.
-static __device__ __noinline__ void give_up(const sw_exchange_args &a, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0)
+__device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0)
 {
 	if (kind == SW_FAULT_NONE)
 		return;
-	u64 own = own_segment(a);
-	u32 *first = reinterpret_cast<u32 *>(own + a.control + offsetof(sw_control, fault));
+	u64 own = own_segment(w);
+	u32 *first = reinterpret_cast<u32 *>(own + w.control + offsetof(sw_control, fault));
 	u32 before = atomicCAS(first, SW_FAULT_NONE, kind);
 	if (before == SW_FAULT_MISMATCH && kind != SW_FAULT_MISMATCH)
 		before = atomicCAS(first, SW_FAULT_MISMATCH, kind) == SW_FAULT_MISMATCH ? SW_FAULT_NONE : kind;
 	if (before != SW_FAULT_NONE)
 		return;
-	volatile sw_fault *f = reinterpret_cast<sw_fault *>(a.fault);
+	volatile sw_fault *f = reinterpret_cast<sw_fault *>(w.fault);
 	f->peer = peer;
 	f->epoch = epoch;
 	f->sent = sent;
@@ -112,11 +111,11 @@ static __device__ __noinline__ void give_up(const sw_exchange_args &a, u32 kind,
 struct call_number {
 	pair64 v;
 
-	__device__ __forceinline__ void load(const sw_exchange_args &a)
+	__device__ __forceinline__ void load(const sw_world &w)
 	{
 		// An address that looks different in every lane: the compiler would move a value that is the same in all of them to a
 		// uniform register at once, and so wait for it here.
-		v = load16(own_segment(a) + a.control + (lane_id() >> 5));
+		v = load16_relaxed_sys(own_segment(w) + w.control + (lane_id() >> 5));
 	}
 
 	// 0 after an earlier fault: the kernel must do nothing.
@@ -127,11 +126,11 @@ struct call_number {
 	}
 
 	// One thread of a block, after a barrier behind every load of the block.
-	__device__ __forceinline__ void advance(const sw_exchange_args &a) const
+	__device__ __forceinline__ void advance(const sw_world &w) const
 	{
-		sw_control *c = reinterpret_cast<sw_control *>(own_segment(a) + a.control);
+		sw_control *c = reinterpret_cast<sw_control *>(own_segment(w) + w.control);
 		if (gridDim.x > 1) {
-			if (add_acq_rel(&c->readers, 1) != gridDim.x - 1)
+			if (add_acq_rel_gpu(&c->readers, 1) != gridDim.x - 1)
 				return;
 			c->readers = 0;
 		}
@@ -177,7 +176,7 @@ template <int w> __device__ __forceinline__ void copy_shifted(u64 dst, u64 src, 
 }
 
 // copy_odd is copy for ends that are aligned differently, and for a few bytes.
-static __device__ __noinline__ void copy_odd(u64 dst, u64 src, i64 n, u32 tid, u32 threads)
+__device__ __noinline__ void copy_odd(u64 dst, u64 src, i64 n, u32 tid, u32 threads)
 {
 	if (n < 64) {
 		for (i64 i = tid; i < n; i += threads)

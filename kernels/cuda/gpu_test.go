@@ -40,7 +40,7 @@ type world struct {
 	base   uintptr
 	driver *cuda.Driver
 	ranks  []*rank
-	ch     *Channels
+	ch     *channels
 	heap   int64 // first offset behind the channels
 	calls  uint64
 }
@@ -50,13 +50,14 @@ type rank struct {
 	ctx         *cuda.Context
 	s           cuda.Stream
 	e           *Engine
+	p           *port
 	handle      cuda.MemHandle
 	verify      cuda.Module
 	fill, check cuda.Function
 	wrong       uintptr
 }
 
-func newWorld(t testing.TB, size int, segment int64, c Channels) *world {
+func newWorld(t testing.TB, size int, segment int64, family kernels.Channels) *world {
 	t.Helper()
 	d, err := cuda.Open()
 	if errors.Is(err, cuda.ErrUnavailable) {
@@ -91,9 +92,10 @@ func newWorld(t testing.TB, size int, segment int64, c Channels) *world {
 	if err := cuda.CheckDevices(all, cuda.Requirements{VirtualMemory: true, CooperativeLaunch: true}); err != nil {
 		t.Skip(err)
 	}
-	c.Offset, c.Size = kernels.HeaderBytes, size
+	family.Size = size
+	c := channels{family, kernels.HeaderBytes}
 	w.ch = &c
-	w.heap = kernels.AlignUp(c.Offset+c.Bytes(), 1<<21)
+	w.heap = kernels.AlignUp(c.offset+c.bytes(), 1<<21)
 	w.stride = kernels.AlignUp(w.heap+segment, 1<<21)
 	for r := range size {
 		ctx, err := all[r%len(all)].Primary()
@@ -112,11 +114,13 @@ func newWorld(t testing.TB, size int, segment int64, c Channels) *world {
 	for r, k := range w.ranks {
 		k.s, err = k.ctx.NewStream(0)
 		require.NoError(t, err)
-		require.NoError(t, k.ctx.Set(k.s, w.segment(r), 0, c.Offset+c.ControlBytes()))
+		require.NoError(t, k.ctx.Set(k.s, w.segment(r), 0, c.offset+c.controlBytes()))
 		require.NoError(t, k.ctx.SynchronizeStream(k.s))
-		k.e, err = New(k.ctx, kernels.Space{Base: w.base, Stride: w.stride, Rank: r, Size: size})
+		k.e, err = New(k.ctx, kernels.Space{Base: w.base, Stride: w.stride, Rank: r, Size: size}, (size+len(all)-1)/len(all), func() error { return nil })
 		require.NoError(t, err)
-		require.NoError(t, k.e.ShareDevice((size+len(all)-1)/len(all)))
+		p, err := k.e.Open(&c.Channels, c.offset)
+		require.NoError(t, err)
+		k.p = p.(*port)
 		if *cooperative {
 			k.e.flags |= cuda.Cooperative
 		}
@@ -143,6 +147,7 @@ func (w *world) close() {
 		require.NoError(w.t, k.ctx.SynchronizeStream(k.s))
 	}
 	for r, k := range w.ranks {
+		require.NoError(w.t, k.p.Close())
 		require.NoError(w.t, k.e.Close())
 		require.NoError(w.t, k.ctx.UnloadModule(k.verify))
 		require.NoError(w.t, k.ctx.MemFree(k.wrong))
@@ -211,7 +216,7 @@ type call struct {
 	m        [][]int64
 	routes   []*kernels.Routes
 	inPlace  bool
-	tuning   Tuning
+	schedule kernels.Schedule
 	timeout  time.Duration
 	src, dst int64 // offsets in the segments
 	copies   bool  // by the copy engines
@@ -235,25 +240,28 @@ func (w *world) prepare(c *call) {
 	}
 }
 
-func (w *world) exchange(c *call, r int) *Exchange {
-	x := &Exchange{
-		Channels: w.ch, Routes: c.routes[r], DstOffset: -1, Timeout: c.timeout, Tuning: c.tuning,
-		Src: w.segment(r) + uintptr(c.src), Dst: w.segment(r) + uintptr(c.dst),
+func (w *world) exchange(c *call, r int) *kernels.AllToAllV {
+	x := &kernels.AllToAllV{
+		Routes: c.routes[r], Schedule: c.schedule, Launched: kernels.Launched{Timeout: c.timeout},
+		Src: kernels.Buffer{Ptr: w.segment(r) + uintptr(c.src), Bytes: w.stride - c.src},
+		Dst: kernels.Buffer{Ptr: w.segment(r) + uintptr(c.dst), Bytes: w.stride - c.dst},
 	}
 	if c.inPlace {
-		x.DstOffset = c.dst
+		x.Dst.Place, x.Dst.Reach = c.dst, true
 	}
-	if c.copies {
+	if x.Schedule.Copies = c.copies; c.copies {
+		routes := *x.Routes
 		for _, o := range c.routes {
-			x.Places = append(x.Places, c.dst+o.RecvOffsets[r])
+			routes.PeerOffsets = append(routes.PeerOffsets, o.RecvOffsets[r])
 		}
+		x.Routes = &routes
 	}
 	return x
 }
 
 func (w *world) launch(c *call) {
 	for r, k := range w.ranks {
-		require.NoError(w.t, k.e.AllToAllV(uintptr(k.s), w.exchange(c, r)))
+		require.NoError(w.t, k.p.submit(uintptr(k.s), w.exchange(c, r)))
 	}
 }
 
@@ -263,7 +271,7 @@ func (w *world) sync() {
 		require.NoError(w.t, k.ctx.SynchronizeStream(k.s))
 	}
 	for r, k := range w.ranks {
-		require.NoError(w.t, k.e.Err(), "rank %d", r)
+		require.NoError(w.t, k.p.err(), "rank %d", r)
 	}
 }
 
@@ -369,22 +377,22 @@ func random(rng *rand.Rand, n int, pick func() int64) [][]int64 {
 	return m
 }
 
-var testChannels = Channels{Lanes: 4, Slots: 2, SlotBytes: 8192, PacketBytes: 4096}
+var testChannels = kernels.Channels{Stripes: 4, Slots: 2, SlotBytes: 8192, PacketBytes: 4096}
 
-var tunings = []struct {
+var schedules = []struct {
 	name    string
 	inPlace bool
-	t       Tuning
+	s       kernels.Schedule
 }{
-	{"ring", true, Tuning{}},
-	{"ring at a rate", true, Tuning{Rate: 50}},
-	{"mesh", true, Tuning{Mesh: true}},
-	{"mesh, few blocks", true, Tuning{Mesh: true, Blocks: 3}},
-	{"staged mesh", false, Tuning{Mesh: true}},
-	{"staged ring at a rate", false, Tuning{Rate: 50}},
-	{"staged by choice", true, Tuning{Staged: true}},
-	{"staged, one block", false, Tuning{Blocks: 1}},
-	{"staged, copied out by other blocks", false, Tuning{Blocks: 2, Rate: 50, Apart: true}},
+	{"ring", true, kernels.Schedule{Window: 1}},
+	{"ring at a rate", true, kernels.Schedule{Window: 1, Rate: 50}},
+	{"mesh", true, kernels.Schedule{}},
+	{"mesh, few blocks", true, kernels.Schedule{Blocks: 3}},
+	{"staged mesh", false, kernels.Schedule{}},
+	{"staged ring at a rate", false, kernels.Schedule{Window: 1, Rate: 50}},
+	{"staged by choice", true, kernels.Schedule{Window: 1, Staged: true}},
+	{"staged, one block", false, kernels.Schedule{Window: 1, Blocks: 1}},
+	{"staged, copied out by other blocks", false, kernels.Schedule{Window: 1, Blocks: 2, CopyBlocks: 2, Rate: 50}},
 }
 
 func TestX5_AnyCountsAnyAlignment(t *testing.T) {
@@ -396,7 +404,7 @@ func TestX5_AnyCountsAnyAlignment(t *testing.T) {
 	}
 	for _, size := range sizes {
 		w := newWorld(t, size, 8<<20, testChannels)
-		for _, k := range tunings {
+		for _, k := range schedules {
 			for trial := range 4 {
 				limit := len(odd)
 				if trial == 0 {
@@ -407,7 +415,7 @@ func TestX5_AnyCountsAnyAlignment(t *testing.T) {
 					pad = func() int64 { return 16 * rng.Int64N(3) }
 				}
 				c := w.newCall(random(rng, size, func() int64 { return odd[rng.IntN(limit)] }), pad)
-				c.inPlace, c.tuning = k.inPlace, k.t
+				c.inPlace, c.schedule = k.inPlace, k.s
 				what := fmt.Sprintf("%d ranks, %s, trial %d", size, k.name, trial)
 				w.prepare(c)
 				w.launch(c)
@@ -421,9 +429,9 @@ func TestX5_AnyCountsAnyAlignment(t *testing.T) {
 
 func TestX5_LargeMessages(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
-	w := newWorld(t, 4, 256<<20, Channels{Lanes: 16, Slots: 2, SlotBytes: 128 << 10, PacketBytes: 64 << 10})
+	w := newWorld(t, 4, 256<<20, kernels.Channels{Stripes: 16, Slots: 2, SlotBytes: 128 << 10, PacketBytes: 64 << 10})
 	defer w.close()
-	for _, k := range tunings {
+	for _, k := range schedules {
 		for _, skew := range []bool{false, true} {
 			c := w.newCall(random(rng, 4, func() int64 {
 				if skew {
@@ -436,7 +444,7 @@ func TestX5_LargeMessages(t *testing.T) {
 				}
 				return 0
 			})
-			c.inPlace, c.tuning = k.inPlace, k.t
+			c.inPlace, c.schedule = k.inPlace, k.s
 			w.prepare(c)
 			w.launch(c)
 			w.sync()
@@ -468,13 +476,13 @@ func TestCopyEnginesNoticeAWrongPlace(t *testing.T) {
 	c := w.newCall(uniform(2, 100_000), func() int64 { return 256 })
 	c.copies, c.timeout = true, time.Second
 	x := w.exchange(c, 0)
-	x.Places[1] += 16
-	require.NoError(t, w.ranks[0].e.AllToAllV(uintptr(w.ranks[0].s), x))
-	require.NoError(t, w.ranks[1].e.AllToAllV(uintptr(w.ranks[1].s), w.exchange(c, 1)))
+	x.Routes.PeerOffsets[1] += 16
+	require.NoError(t, w.ranks[0].p.submit(uintptr(w.ranks[0].s), x))
+	require.NoError(t, w.ranks[1].p.submit(uintptr(w.ranks[1].s), w.exchange(c, 1)))
 	for _, k := range w.ranks {
 		require.NoError(t, k.ctx.SynchronizeStream(k.s))
 	}
-	require.ErrorContains(t, w.ranks[0].e.Err(), "granted")
+	require.ErrorContains(t, w.ranks[0].p.err(), "granted")
 }
 
 func TestX3_CallsFollowEachOtherWithoutWaiting(t *testing.T) {
@@ -483,8 +491,8 @@ func TestX3_CallsFollowEachOtherWithoutWaiting(t *testing.T) {
 	defer w.close()
 	for round := range 60 {
 		c := w.newCall(random(rng, 4, func() int64 { return rng.Int64N(1 << (4 + round%16)) }), func() int64 { return rng.Int64N(20) })
-		k := tunings[round%len(tunings)]
-		c.inPlace, c.tuning = k.inPlace, k.t
+		k := schedules[round%len(schedules)]
+		c.inPlace, c.schedule = k.inPlace, k.s
 		w.prepare(c)
 		for range 1 + round%5 {
 			w.launch(c) // several times in a row, each rank on its own
@@ -503,15 +511,15 @@ func TestGraphsReplay(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	w := newWorld(t, 3, 8<<20, testChannels)
 	defer w.close()
-	for _, k := range tunings {
+	for _, k := range schedules {
 		c := w.newCall(random(rng, 3, func() int64 { return rng.Int64N(60000) }), func() int64 { return rng.Int64N(20) })
-		c.inPlace, c.tuning = k.inPlace, k.t
+		c.inPlace, c.schedule = k.inPlace, k.s
 		graphs := make([]cuda.Graph, 3)
 		execs := make([]cuda.GraphExec, 3)
 		for r, k := range w.ranks {
 			require.NoError(t, k.ctx.BeginCapture(k.s, cuda.RelaxedCapture))
 			for range 3 {
-				require.NoError(t, k.e.AllToAllV(uintptr(k.s), w.exchange(c, r)))
+				require.NoError(t, k.p.submit(uintptr(k.s), w.exchange(c, r)))
 			}
 			var err error
 			graphs[r], err = k.ctx.EndCapture(k.s)
@@ -563,8 +571,9 @@ func TestSplitsAreReadFromDeviceMemory(t *testing.T) {
 		}
 		for r, k := range w.ranks {
 			x := w.exchange(c, r)
-			x.Splits, x.SrcBytes, x.DstBytes = tables[r], extent(c.routes[r].SendBytes, c.routes[r].SendOffsets), extent(c.routes[r].RecvBytes, c.routes[r].RecvOffsets)
-			require.NoError(t, k.e.AllToAllV(uintptr(k.s), x))
+			x.Splits = kernels.Buffer{Ptr: tables[r], Bytes: 4 * 3 * 8}
+			x.Src.Bytes, x.Dst.Bytes = extent(c.routes[r].SendBytes, c.routes[r].SendOffsets), extent(c.routes[r].RecvBytes, c.routes[r].RecvOffsets)
+			require.NoError(t, k.p.submit(uintptr(k.s), x))
 		}
 		w.sync()
 		w.verifyHost(c, fmt.Sprintf("trial %d", trial))
@@ -599,18 +608,19 @@ func TestSplitsInDeviceMemoryThatReachPastABufferMoveNothing(t *testing.T) {
 				table = binary.LittleEndian.AppendUint64(table, uint64(n))
 			}
 			x := w.exchange(c, r)
-			x.Splits, x.SrcBytes, x.DstBytes = w.segment(r)+uintptr(w.stride)-4096, 2000, 2000
-			require.NoError(t, k.ctx.Write(k.s, x.Splits, table))
-			require.NoError(t, k.e.AllToAllV(uintptr(k.s), x))
+			x.Splits = kernels.Buffer{Ptr: w.segment(r) + uintptr(w.stride) - 4096, Bytes: 4 * 2 * 8}
+			x.Src.Bytes, x.Dst.Bytes = 2000, 2000
+			require.NoError(t, k.ctx.Write(k.s, x.Splits.Ptr, table))
+			require.NoError(t, k.p.submit(uintptr(k.s), x))
 		}
 		for _, k := range w.ranks {
 			require.NoError(t, k.ctx.SynchronizeStream(k.s))
 		}
 		p.want.Epoch = 1
 		var got *kernels.SplitsError
-		require.ErrorAs(t, w.ranks[0].e.Err(), &got)
+		require.ErrorAs(t, w.ranks[0].p.err(), &got)
 		require.Equal(t, p.want, *got)
-		require.ErrorIs(t, w.ranks[1].e.Err(), comm.ErrTimeout)
+		require.ErrorIs(t, w.ranks[1].p.err(), comm.ErrTimeout)
 		out := make([]byte, 2000)
 		require.NoError(t, w.ranks[0].ctx.Read(w.ranks[0].s, out, w.segment(0)+uintptr(c.dst)))
 		for i, v := range out {
@@ -631,14 +641,14 @@ func TestF1_AMissingRankIsNamedWithinTheDeadline(t *testing.T) {
 			w.sync()
 			start := time.Now()
 			for r, k := range w.ranks[:2] { // rank 2 stays away
-				require.NoError(t, k.e.AllToAllV(uintptr(k.s), w.exchange(c, r)))
+				require.NoError(t, k.p.submit(uintptr(k.s), w.exchange(c, r)))
 			}
 			for _, k := range w.ranks[:2] {
 				require.NoError(t, k.ctx.SynchronizeStream(k.s))
 			}
 			require.Less(t, time.Since(start), 2*time.Second)
 			for _, k := range w.ranks[:2] {
-				err := k.e.Err()
+				err := k.p.err()
 				require.ErrorIs(t, err, comm.ErrTimeout)
 				var p *comm.PeerError
 				require.ErrorAs(t, err, &p)
@@ -646,7 +656,7 @@ func TestF1_AMissingRankIsNamedWithinTheDeadline(t *testing.T) {
 			}
 			// later launches return at once
 			start = time.Now()
-			require.NoError(t, w.ranks[0].e.AllToAllV(uintptr(w.ranks[0].s), w.exchange(c, 0)))
+			require.NoError(t, w.ranks[0].p.submit(uintptr(w.ranks[0].s), w.exchange(c, 0)))
 			require.NoError(t, w.ranks[0].ctx.SynchronizeStream(w.ranks[0].s))
 			require.Less(t, time.Since(start), 100*time.Millisecond)
 			w.close()
@@ -660,7 +670,7 @@ func TestF1_TheAbortWordEndsEveryWait(t *testing.T) {
 		c := w.newCall(uniform(2, bytes), none)
 		c.timeout = time.Minute
 		k := w.ranks[0]
-		require.NoError(t, k.e.AllToAllV(uintptr(k.s), w.exchange(c, 0)))
+		require.NoError(t, k.p.submit(uintptr(k.s), w.exchange(c, 0)))
 		time.Sleep(20 * time.Millisecond)
 		other, err := k.ctx.NewStream(0)
 		require.NoError(t, err)
@@ -668,7 +678,7 @@ func TestF1_TheAbortWordEndsEveryWait(t *testing.T) {
 		start := time.Now()
 		require.NoError(t, k.ctx.SynchronizeStream(k.s))
 		require.Less(t, time.Since(start), time.Second)
-		require.ErrorIs(t, k.e.Err(), comm.ErrAborted)
+		require.ErrorIs(t, k.p.err(), comm.ErrAborted)
 		require.NoError(t, k.ctx.DestroyStream(other))
 		w.close()
 	}
@@ -686,14 +696,17 @@ func TestF3_RanksThatDisagreeOnASizeLearnBothValues(t *testing.T) {
 			for _, k := range w.ranks {
 				require.NoError(t, k.ctx.SynchronizeStream(k.s))
 			}
-			err := w.ranks[1].e.Err()
+			err := w.ranks[1].p.err()
 			var m *kernels.CountMismatchError
 			require.ErrorAs(t, err, &m, "%+v", p)
 			require.Equal(t, kernels.CountMismatchError{Src: 0, Dst: 1, Sent: uint64(p.sent), Expected: uint64(p.expected), Epoch: 1}, *m)
 			// the next call works
 			c.routes[0].SendBytes[1], c.routes[1].RecvBytes[0] = ok, ok
 			for _, k := range w.ranks {
-				require.NoError(t, k.e.ClearMismatch(uintptr(k.s), w.ch))
+				if k.p.err() != nil {
+					require.ErrorIs(t, k.p.Fault(), comm.ErrMismatch)
+				}
+				require.NoError(t, k.p.Fault(), "it is told once")
 			}
 			w.prepare(c)
 			w.launch(c)
@@ -724,8 +737,8 @@ func TestX9_ManyChangingSplits(t *testing.T) {
 			require.NoError(t, err)
 		}
 		c := w.newCall(random(rng, 4, func() int64 { return rng.Int64N(1 << (i % 18)) }), none)
-		k := tunings[i%len(tunings)]
-		c.inPlace, c.tuning = k.inPlace, k.t
+		k := schedules[i%len(schedules)]
+		c.inPlace, c.schedule = k.inPlace, k.s
 		if i%500 == 0 {
 			w.prepare(c)
 			w.launch(c)

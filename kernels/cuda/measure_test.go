@@ -14,13 +14,14 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 var (
 	measure  = flag.String("measure", "", "what TestMeasure runs: comma-separated of packet, large, huge, zipf, eager, launch")
 	ranks    = flag.Int("ranks", 8, "ranks of TestMeasure")
-	lanes    = flag.Int("lanes", 16, "lanes of TestMeasure")
-	slots    = flag.Int("slots", 4, "slots of a lane of TestMeasure")
+	stripes  = flag.Int("stripes", 16, "stripes of TestMeasure")
+	slots    = flag.Int("slots", 4, "slots of a stripe of TestMeasure")
 	slotKiB  = flag.Int64("slot-kib", 128, "slot bytes of TestMeasure")
 	only     = flag.String("only", "", "measure only variants whose name contains this")
 	maxMiB   = flag.Int64("max-mib", 512, "largest bytes a rank of TestMeasure")
@@ -54,7 +55,7 @@ func (w *world) timeGraph(c *call, calls, replays int) timing {
 		must(k.ctx.BeginCapture(k.s, cuda.RelaxedCapture))
 		x := w.exchange(c, k.id)
 		for range calls {
-			must(k.e.AllToAllV(uintptr(k.s), x))
+			must(k.p.submit(uintptr(k.s), x))
 		}
 		st.g, err = k.ctx.EndCapture(k.s)
 		must(err)
@@ -117,11 +118,11 @@ func (w *world) timeEager(c *call, calls int) timing {
 		armed.Done()
 		<-ready
 		for range 10 {
-			must(k.e.AllToAllV(uintptr(k.s), x))
+			must(k.p.submit(uintptr(k.s), x))
 		}
 		must(k.ctx.Record(from, k.s))
 		for range calls {
-			must(k.e.AllToAllV(uintptr(k.s), x))
+			must(k.p.submit(uintptr(k.s), x))
 		}
 		must(k.ctx.Record(to, k.s))
 		must(k.ctx.SynchronizeStream(k.s))
@@ -185,7 +186,7 @@ func TestMeasure(t *testing.T) {
 		t.Skip("needs -measure")
 	}
 	n := *ranks
-	w := newWorld(t, n, 2*(*maxMiB)<<20+64<<20, Channels{Lanes: *lanes, Slots: *slots, SlotBytes: *slotKiB << 10, PacketBytes: *packetKB << 10})
+	w := newWorld(t, n, 2*(*maxMiB)<<20+64<<20, kernels.Channels{Stripes: *stripes, Slots: *slots, SlotBytes: *slotKiB << 10, PacketBytes: *packetKB << 10})
 	defer w.close()
 	run := func(name string, c *call, graph bool, calls, replays int) {
 		if *only != "" && !strings.Contains(name, *only) {
@@ -202,7 +203,7 @@ func TestMeasure(t *testing.T) {
 			x = w.timeEager(c, calls)
 		}
 		for r, k := range w.ranks {
-			require.NoError(t, k.e.Err(), "%s: rank %d", name, r)
+			require.NoError(t, k.p.err(), "%s: rank %d", name, r)
 		}
 		w.prepare(c)
 		w.launch(c)
@@ -258,7 +259,7 @@ func TestMeasure(t *testing.T) {
 			for _, b := range []int64{8 << 10, 64 << 10, 128 << 10, 512 << 10, 2 << 20} {
 				for _, blocks := range []int{0, 16, 32, 48} {
 					c := w.newCall(uniform(n, b/int64(n)), none)
-					c.tuning.Blocks = blocks
+					c.schedule.Blocks = blocks
 					run(fmt.Sprintf("packet %s blocks %d", size(b), blocks), c, true, 20, 30)
 				}
 			}
@@ -283,27 +284,27 @@ func TestMeasure(t *testing.T) {
 				type variant struct {
 					name    string
 					inPlace bool
-					t       Tuning
+					s       kernels.Schedule
 				}
 				variants := []variant{
-					{"copies", true, Tuning{}},
-					{"mesh", true, Tuning{Mesh: true}},
-					{"ring", true, Tuning{}},
-					{"ring, 8 blocks", true, Tuning{Blocks: 8}},
-					{"ring at 335", true, Tuning{Rate: 335}},
-					{"ring at 345", true, Tuning{Rate: 345}},
-					{"ring at 355", true, Tuning{Rate: 355}},
-					{"ring at 365", true, Tuning{Rate: 365}},
-					{"staged mesh", false, Tuning{Mesh: true}},
-					{"staged ring", false, Tuning{}},
-					{"staged ring at 345", false, Tuning{Rate: 345}},
-					{"staged ring at 355", false, Tuning{Rate: 355}},
-					{"staged ring at 355, apart", false, Tuning{Rate: 355, Apart: true}},
-					{"staged ring at 365, apart", false, Tuning{Rate: 365, Apart: true}},
+					{"copies", true, kernels.Schedule{Window: 1}},
+					{"mesh", true, kernels.Schedule{}},
+					{"ring", true, kernels.Schedule{Window: 1}},
+					{"ring, 8 blocks", true, kernels.Schedule{Window: 1, Blocks: 8}},
+					{"ring at 335", true, kernels.Schedule{Window: 1, Rate: 335}},
+					{"ring at 345", true, kernels.Schedule{Window: 1, Rate: 345}},
+					{"ring at 355", true, kernels.Schedule{Window: 1, Rate: 355}},
+					{"ring at 365", true, kernels.Schedule{Window: 1, Rate: 365}},
+					{"staged mesh", false, kernels.Schedule{}},
+					{"staged ring", false, kernels.Schedule{Window: 1}},
+					{"staged ring at 345", false, kernels.Schedule{Window: 1, Rate: 345}},
+					{"staged ring at 355", false, kernels.Schedule{Window: 1, Rate: 355}},
+					{"staged ring at 355, apart", false, kernels.Schedule{Window: 1, Rate: 355, CopyBlocks: *stripes}},
+					{"staged ring at 365, apart", false, kernels.Schedule{Window: 1, Rate: 365, CopyBlocks: *stripes}},
 				}
 				for _, v := range variants {
 					c := w.newCall(m, none)
-					c.inPlace, c.tuning, c.copies = v.inPlace, v.t, strings.HasPrefix(v.name, "copies")
+					c.inPlace, c.schedule, c.copies = v.inPlace, v.s, strings.HasPrefix(v.name, "copies")
 					calls := int(max(1, min(10, (256<<20)/b)))
 					run(fmt.Sprintf("%s %s %s", what, size(b), v.name), c, true, calls, 20)
 				}

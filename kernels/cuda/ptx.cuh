@@ -7,42 +7,42 @@
 namespace sw {
 
 // 16 bytes that arrive as a whole: PTX makes .b128 accesses with a scope single-copy atomic (PTX ISA 8.3, sm_70 on).
-__device__ __forceinline__ pair64 load16(u64 p)
+__device__ __forceinline__ pair64 load16_relaxed_sys(u64 p)
 {
 	pair64 v;
 	asm volatile("{ .reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
 	return v;
 }
 
-__device__ __forceinline__ void store16(u64 p, u64 a, u64 b)
+__device__ __forceinline__ void store16_relaxed_sys(u64 p, u64 a, u64 b)
 {
 	asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }" ::"l"(p), "l"(a), "l"(b) : "memory");
 }
 
-__device__ __forceinline__ u64 load_relaxed(u64 p)
+__device__ __forceinline__ u64 load_relaxed_sys(u64 p)
 {
 	u64 v;
 	asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
 	return v;
 }
 
-__device__ __forceinline__ void store_relaxed(u64 p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+__device__ __forceinline__ void store_relaxed_sys(u64 p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
-__device__ __forceinline__ u64 load_acquire(u64 p)
+__device__ __forceinline__ u64 load_acquire_sys(u64 p)
 {
 	u64 v;
 	asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
 	return v;
 }
 
-__device__ __forceinline__ u32 load_relaxed32(u64 p)
+__device__ __forceinline__ u32 load32_relaxed_gpu(u64 p)
 {
 	u32 v;
 	asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
 	return v;
 }
 
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ u64 now_ns()
 {
@@ -68,11 +68,11 @@ __device__ __forceinline__ void release_stream()
 }
 
 // Words in shared memory between the warps of a block, as atomics, so that racecheck knows that they are meant to be shared. What a
-// thread has written before write_shared is seen by one that has read the new value. write_shared costs a fence, which waits for
-// the thread's own stores, also those to peers; read_shared does not.
+// thread has written before store_release_cta is seen by one that has read the new value. The release is a fence, which waits for the
+// thread's own stores, also those to peers; the acquire waits for nothing.
 __device__ __forceinline__ u32 shared_address(const void *p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
-template <typename T> __device__ __forceinline__ T read_shared(T *p)
+template <typename T> __device__ __forceinline__ T atom_acquire_cta(T *p)
 {
 	T v;
 	if constexpr (sizeof(T) == 4)
@@ -82,17 +82,17 @@ template <typename T> __device__ __forceinline__ T read_shared(T *p)
 	return v;
 }
 
-// look_shared is read_shared for a word on the way of the data: it costs less, and racecheck takes it for a hazard.
-__device__ __forceinline__ u64 look_shared(const u64 *p)
+// load_acquire_cta is the same for a word on the way of the data: it costs less, and racecheck takes it for a hazard.
+__device__ __forceinline__ u64 load_acquire_cta(const u64 *p)
 {
 	u64 v;
 	asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(v) : "r"(shared_address(p)) : "memory");
 	return v;
 }
 
-// publish is for a word that only tells what the thread has seen: loads come before it by themselves, and it waits for nothing that
+// store_relaxed_cta is for a word that only tells what the thread has seen: loads come before it by themselves, and it waits for nothing that
 // the thread has stored.
-template <typename T> __device__ __forceinline__ void publish(T *p, T v)
+template <typename T> __device__ __forceinline__ void store_relaxed_cta(T *p, T v)
 {
 	asm volatile("" ::: "memory");
 	if constexpr (sizeof(T) == 4)
@@ -101,10 +101,10 @@ template <typename T> __device__ __forceinline__ void publish(T *p, T v)
 		atomicExch(reinterpret_cast<unsigned long long *>(p), static_cast<unsigned long long>(v));
 }
 
-template <typename T> __device__ __forceinline__ void write_shared(T *p, T v)
+template <typename T> __device__ __forceinline__ void store_release_cta(T *p, T v)
 {
 	asm volatile("fence.acq_rel.cta;" ::: "memory");
-	publish(p, v);
+	store_relaxed_cta(p, v);
 }
 
 // Never known to be the same in all lanes.
@@ -174,7 +174,7 @@ __device__ __forceinline__ void store_vector_if(bool on, u64 p, uint4 v)
 		     : "memory");
 }
 
-__device__ __forceinline__ u32 add_acq_rel(u32 *p, u32 n)
+__device__ __forceinline__ u32 add_acq_rel_gpu(u32 *p, u32 n)
 {
 	u32 before;
 	asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(n) : "memory");

@@ -1,7 +1,7 @@
 // Kernels for tests and benchmarks: fill a message with values that nobody else has, and count the bytes that differ.
 #include <stdint.h>
 
-static __device__ __forceinline__ uint8_t value(uint64_t seed, uint64_t i)
+__device__ __forceinline__ uint8_t value(uint64_t seed, uint64_t i)
 {
 	uint64_t z = (seed + (i >> 3)) * 0x9e3779b97f4a7c15ull;
 	z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;

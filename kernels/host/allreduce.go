@@ -4,26 +4,17 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// Reduce launches an all-reduce, reduce-scatter or all-gather on s, or runs it at once when s is nil. Every rank of the
-// heap must launch its part. On a stream the error is the stream's.
-func (e *Engine) Reduce(s device.Stream, r *kernels.Reduction) error {
-	return e.launch(s, (*reduction)(r))
-}
-
 type reduction kernels.Reduction
 
-func (r *reduction) run(e *Engine) error {
+func (r *reduction) run(p *port) error {
 	x := reductions.Get().(*reducing)
-	err := x.run(e, (*kernels.Reduction)(r))
+	err := x.run(p, (*kernels.Reduction)(r))
 	x.reset()
 	reductions.Put(x)
-	if r.Done != nil {
-		r.Done(err)
-	}
+	r.Finish(err)
 	return err
 }
 
@@ -50,6 +41,7 @@ type link struct {
 // reducing is one call of the kernel on one rank.
 type reducing struct {
 	e        *Engine
+	c        *ReduceChannels
 	a        *kernels.Reduction
 	me       int
 	epoch    uint64
@@ -73,13 +65,13 @@ func (x *reducing) reset() {
 	clear(x.rows)
 	clear(x.targets[:cap(x.targets)])
 	x.links, x.rows, x.targets = x.links[:0], x.rows[:0], x.targets[:0]
-	x.e, x.a, x.fold, x.mismatch = nil, nil, nil, nil
+	x.e, x.c, x.a, x.fold, x.mismatch = nil, nil, nil, nil, nil
 	x.met, x.mine, x.reduced = 0, 0, 0
 }
 
-func (x *reducing) run(e *Engine, a *kernels.Reduction) error {
-	x.e, x.a, x.me = e, a, e.space.Rank
-	c := a.Channels
+func (x *reducing) run(p *port, a *kernels.Reduction) error {
+	e, c := p.e, &p.reduce
+	x.e, x.c, x.a, x.me = e, c, a, e.space.Rank
 	failed := e.word(x.me, c.Failed())
 	if failed.Load() != 0 {
 		return kernels.ErrFailed
@@ -89,7 +81,7 @@ func (x *reducing) run(e *Engine, a *kernels.Reduction) error {
 	count.Store(x.epoch)
 	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
 	if c.Size == 1 {
-		move(a.Dst, a.Src)
+		move(a.Dst.Mem, a.Src.Mem)
 		return nil
 	}
 	if a.Call.Collective.Reduces() {
@@ -139,11 +131,11 @@ func (x *reducing) part(b []byte, all bool, p int, lo, hi int64) []byte {
 }
 
 func (x *reducing) input(p int, lo, hi int64) []byte {
-	return x.part(x.a.Src, x.a.Call.Collective.Reduces(), p, lo, hi)
+	return x.part(x.a.Src.Mem, x.a.Call.Collective.Reduces(), p, lo, hi)
 }
 
 func (x *reducing) output(p int, lo, hi int64) []byte {
-	return x.part(x.a.Dst, x.a.Call.Collective.Gathers(), p, lo, hi)
+	return x.part(x.a.Dst.Mem, x.a.Call.Collective.Gathers(), p, lo, hi)
 }
 
 // theirs is elements lo to hi of this rank's slice in a peer's buffer at off of its segment, which has all slices.
@@ -155,13 +147,13 @@ func (x *reducing) theirs(peer int, off, lo, hi int64) []byte {
 // enter tells a peer what this rank calls, where it can reach src and dst (offsets or -1), and how far it may go.
 func (x *reducing) enter(l *link, src, dst int64, seq uint64) {
 	x.e.at(postingCredit, l.peer)
-	line := x.a.Channels.Entry(x.epoch, x.me)
+	line := x.c.Entry(x.epoch, x.me)
 	c := &x.a.Call
-	x.e.word(l.peer, line+kernels.EntryCount).Store(uint64(c.Count))
-	x.e.word(l.peer, line+kernels.EntryCall).Store(c.Word())
-	x.e.word(l.peer, line+kernels.EntryShape).Store(c.Shape)
-	x.e.word(l.peer, line+kernels.EntrySrc).Store(uint64(src + 1))
-	x.e.word(l.peer, line+kernels.EntryDst).Store(uint64(dst + 1))
+	x.e.word(l.peer, line+entryCount).Store(uint64(c.Count))
+	x.e.word(l.peer, line+entryCall).Store(c.Word())
+	x.e.word(l.peer, line+entryShape).Store(c.Shape)
+	x.e.word(l.peer, line+entrySrc).Store(uint64(src + 1))
+	x.e.word(l.peer, line+entryDst).Store(uint64(dst + 1))
 	x.post(l, l.myEntry, seq)
 }
 
@@ -183,14 +175,14 @@ func (x *reducing) meet() bool {
 		if l.open = l.entry.Load(); l.open < kernels.Seq(x.epoch, 0) {
 			continue
 		}
-		line := x.a.Channels.Entry(x.epoch, l.peer)
-		theirs := kernels.ReduceCall{Count: int64(x.e.word(x.me, line+kernels.EntryCount).Load()), Shape: x.e.word(x.me, line+kernels.EntryShape).Load()}
-		theirs.SetWord(x.e.word(x.me, line+kernels.EntryCall).Load())
+		line := x.c.Entry(x.epoch, l.peer)
+		theirs := kernels.ReduceCall{Count: int64(x.e.word(x.me, line+entryCount).Load()), Shape: x.e.word(x.me, line+entryShape).Load()}
+		theirs.SetWord(x.e.word(x.me, line+entryCall).Load())
 		if theirs != x.a.Call && x.mismatch == nil {
 			x.mismatch = &kernels.CallMismatchError{Rank: x.me, Peer: l.peer, Mine: x.a.Call, Theirs: theirs, Epoch: x.epoch}
 		}
-		l.src = int64(x.e.word(x.me, line+kernels.EntrySrc).Load()) - 1
-		l.dst = int64(x.e.word(x.me, line+kernels.EntryDst).Load()) - 1
+		l.src = int64(x.e.word(x.me, line+entrySrc).Load()) - 1
+		l.dst = int64(x.e.word(x.me, line+entryDst).Load()) - 1
 		l.met, moved = true, true
 		x.met++
 	}
@@ -254,10 +246,10 @@ func (x *reducing) late() int {
 // oneShot pushes what each peer needs into its staging and combines what the peers have pushed. No peer's memory is
 // needed after that, so the call ends without a second look at anybody.
 func (x *reducing) oneShot() error {
-	a, c := x.a, x.a.Channels
+	a, c := x.a, x.c
 	for i := range x.links {
 		l := &x.links[i]
-		data := a.Src
+		data := a.Src.Mem
 		if a.Call.Collective == kernels.ReduceScatter {
 			_, n := a.Slice(l.peer)
 			data = x.input(l.peer, 0, n)
@@ -274,7 +266,7 @@ func (x *reducing) oneShot() error {
 		for p := range c.Size {
 			_, n := a.Slice(p)
 			if to := x.output(p, 0, n); p == x.me {
-				move(to, a.Src)
+				move(to, a.Src.Mem)
 			} else {
 				copy(to, x.e.space.Range(x.me, c.Push(x.epoch, p), int64(len(to))))
 			}
@@ -282,13 +274,13 @@ func (x *reducing) oneShot() error {
 		return nil
 	}
 	for p := range x.rows {
-		x.rows[p] = x.e.space.Range(x.me, c.Push(x.epoch, p), int64(len(a.Dst)))
+		x.rows[p] = x.e.space.Range(x.me, c.Push(x.epoch, p), int64(len(a.Dst.Mem)))
 	}
-	x.rows[x.me] = a.Src
+	x.rows[x.me] = a.Src.Mem
 	if a.Call.Collective == kernels.ReduceScatter {
 		_, n := a.Slice(x.me)
 		x.rows[x.me] = x.input(x.me, 0, n)
 	}
-	x.fold.rows(a.Dst, x.rows, 0, int64(len(a.Dst)), a.Call.Op, c.Size)
+	x.fold.rows(a.Dst.Mem, x.rows, 0, int64(len(a.Dst.Mem)), a.Call.Op, c.Size)
 	return nil
 }

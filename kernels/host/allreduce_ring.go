@@ -10,7 +10,7 @@ import "github.com/switchyard-moe/switchyard/kernels"
 // previous rank, which has filled the slot that is read here, and for the step of the next rank, Slots-1 back, that has
 // emptied the slot that is filled here.
 func (x *reducing) ring() error {
-	a, c, n := x.a, x.a.Channels, x.a.Channels.Size
+	a, c, n := x.a, x.c, x.c.Size
 	for i := range x.links {
 		x.enter(&x.links[i], -1, -1, kernels.Seq(x.epoch, 0))
 	}
@@ -60,7 +60,7 @@ func (x *reducing) ring() error {
 // step handles chunk k of one slice. in is what came from the previous rank, nil in the first step; out is the next
 // rank's slot, nil in the last. Slice me-gather is the one that rank me-1 handled a step before.
 func (x *reducing) step(gather, k int, in, out []byte) {
-	a, n := x.a, x.a.Channels.Size
+	a, n := x.a, x.c.Size
 	slice := (x.me - gather + n) % n
 	_, length := a.Slice(slice)
 	lo, hi := x.span(k, length)

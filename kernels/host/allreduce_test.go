@@ -29,12 +29,13 @@ type reduceCall struct {
 
 // reduceRig runs the reduction kernel under schedules of its own choice, on a heap that is a piece of Go memory.
 type reduceRig struct {
-	c       kernels.ReduceChannels
+	c       host.ReduceChannels
 	calls   []reduceCall
 	mem     []byte
 	stride  int64
 	bells   []*kernels.Bell
 	engines []*host.Engine
+	ports   []kernels.Port
 	foreign [][]byte // of each rank, two areas as in the segment
 	// point, when set, runs at every point of a rank. It is where tests put bugs in.
 	point func(rank int, what string)
@@ -43,7 +44,8 @@ type reduceRig struct {
 const area = 64 // bytes of a rank's source, and of its destination
 
 func newReduceRig(n int, calls ...reduceCall) *reduceRig {
-	g := &reduceRig{calls: calls, c: kernels.ReduceChannels{Offset: kernels.HeaderBytes, Size: n, OneShotBytes: area, Slots: 2, SlotBytes: 4}}
+	g := &reduceRig{calls: calls, c: host.ReduceChannels{Offset: kernels.HeaderBytes,
+		ReduceChannels: kernels.ReduceChannels{Size: n, OneShotBytes: area, Slots: 2, SlotBytes: 4}}}
 	g.stride = g.area(2)
 	raw := make([]byte, int64(n)*g.stride+kernels.LineBytes)
 	g.mem = raw[-int64(shm.Addr(raw))&(kernels.LineBytes-1):][:int64(n)*g.stride]
@@ -52,6 +54,7 @@ func newReduceRig(n int, calls ...reduceCall) *reduceRig {
 	}
 	for r := range n {
 		g.engines = append(g.engines, host.New(g.space(r), func() error { return nil }))
+		g.ports = append(g.ports, open(g.engines[r], &g.c.ReduceChannels, g.c.Offset))
 		g.foreign = append(g.foreign, make([]byte, 2*area))
 	}
 	return g
@@ -67,12 +70,12 @@ func (g *reduceRig) space(rank int) kernels.Space {
 }
 
 // buffer is n bytes of an area of a rank, and its place in the segment or -1.
-func (g *reduceRig) buffer(rank int, k int64, symmetric bool, n int64) ([]byte, int64) {
+func (g *reduceRig) buffer(rank int, k int64, symmetric bool, n int64) kernels.Buffer {
 	if !symmetric {
-		return g.foreign[rank][k*area:][:n], -1
+		return buffer(g.foreign[rank][k*area:][:n], -1)
 	}
 	s := g.space(rank)
-	return s.Range(rank, g.area(k), n), g.area(k)
+	return buffer(s.Range(rank, g.area(k), n), g.area(k))
 }
 
 // poison fills the buffers of a rank outside of its calls.
@@ -106,8 +109,8 @@ func (g *reduceRig) run(rank int, turn explore.Turn) error {
 		if err := g.untouched(rank); err != nil {
 			return fmt.Errorf("before call %d: %w", number+1, err)
 		}
-		a := kernels.Reduction{Channels: &g.c, Call: kernels.ReduceCall{Collective: c.coll, DType: kernels.Uint8}, Algorithm: c.alg,
-			Bounds: []int64{0}, Timeout: 20 * time.Second}
+		a := kernels.Reduction{Channels: &g.c.ReduceChannels, Call: kernels.ReduceCall{Collective: c.coll, DType: kernels.Uint8}, Algorithm: c.alg,
+			Bounds: []int64{0}, Launched: kernels.Launched{Timeout: 20 * time.Second}}
 		for p, k := range c.counts {
 			if p == rank && c.odd == rank {
 				k++
@@ -145,31 +148,31 @@ func (g *reduceRig) run(rank int, turn explore.Turn) error {
 		}
 		switch place := c.places[rank]; place {
 		case "in", "fn":
-			b, off := g.buffer(rank, 0, place == "in", whole)
-			a.Src, a.Dst, a.SrcOffset, a.DstOffset = b, b, off, off
+			a.Src = g.buffer(rank, 0, place == "in", whole)
+			a.Dst = a.Src
 			if c.coll != kernels.AllReduce {
-				part := b[at : at+mine]
-				if c.coll == kernels.AllGather {
-					a.Src, a.SrcOffset = part, off+at
-				} else {
-					a.Dst, a.DstOffset = part, off+at
+				part := buffer(a.Src.Mem[at:at+mine], -1)
+				if a.Src.Reach {
+					part = buffer(part.Mem, a.Src.Place+at)
 				}
-				if off < 0 {
-					a.SrcOffset, a.DstOffset = -1, -1
+				if c.coll == kernels.AllGather {
+					a.Src = part
+				} else {
+					a.Dst = part
 				}
 			}
 		default:
-			a.Src, a.SrcOffset = g.buffer(rank, 0, place[0] == 's', in)
-			a.Dst, a.DstOffset = g.buffer(rank, 1, place[1] == 's', out)
+			a.Src = g.buffer(rank, 0, place[0] == 's', in)
+			a.Dst = g.buffer(rank, 1, place[1] == 's', out)
 		}
 		first := int64(0)
 		if c.coll == kernels.AllGather {
 			first = at
 		}
 		for i := range in {
-			a.Src[i] = input(number, rank, first+i)
+			a.Src.Mem[i] = input(number, rank, first+i)
 		}
-		err := g.engines[rank].Reduce(nil, &a)
+		err := g.ports[rank].Launch(nil, &a)
 		if c.odd >= 0 {
 			var m *kernels.CallMismatchError
 			if !errors.As(err, &m) || (m.Peer == c.odd) == (rank == c.odd) {
@@ -182,13 +185,13 @@ func (g *reduceRig) run(rank int, turn explore.Turn) error {
 			return fmt.Errorf("call %d: %w", number+1, err)
 		}
 		if places := c.places[rank]; places != "in" && places != "fn" {
-			fill(a.Src, spoiled)
+			fill(a.Src.Mem, spoiled)
 		}
 		if err := turn(fmt.Sprintf("looks at the output of call %d", number+1), false); err != nil {
 			return err
 		}
-		if !slices.Equal(a.Dst, want) {
-			return fmt.Errorf("call %d: %w: %d, want %d", number+1, explore.ErrData, a.Dst, want)
+		if !slices.Equal(a.Dst.Mem, want) {
+			return fmt.Errorf("call %d: %w: %d, want %d", number+1, explore.ErrData, a.Dst.Mem, want)
 		}
 		g.poison(rank)
 	}

@@ -13,14 +13,14 @@ const foldBytes = 32 << 10
 // k + Slots may be offered in its place. Chunks of our own slice are reduced when all peers have offered them.
 func (x *reducing) twoShot() error {
 	a := x.a
-	pushes := a.Call.Collective.Reduces() && a.SrcOffset < 0
-	fetches := a.Call.Collective.Gathers() && a.DstOffset < 0
+	pushes := a.Call.Collective.Reduces() && !a.Src.Reach
+	fetches := a.Call.Collective.Gathers() && !a.Dst.Reach
 	src, dst := int64(-1), int64(-1)
 	if a.Call.Collective.Reduces() {
-		src = a.SrcOffset
+		src = a.Src.PlaceOr(-1)
 	}
 	if a.Call.Collective.Gathers() {
-		dst = a.DstOffset
+		dst = a.Dst.PlaceOr(-1)
 	}
 	for i := range x.links {
 		l := &x.links[i]
@@ -35,7 +35,7 @@ func (x *reducing) twoShot() error {
 			x.push(l)
 			x.enter(l, src, dst, kernels.Seq(x.epoch, l.sent))
 		default:
-			l.sent = min(l.chunks, a.Channels.Slots)
+			l.sent = min(l.chunks, x.c.Slots)
 			x.enter(l, src, dst, kernels.Seq(x.epoch, l.sent))
 		}
 	}
@@ -60,7 +60,7 @@ func (x *reducing) twoShot() error {
 			if x.met == len(x.links) && x.take(l, fetches) {
 				moved = true
 			}
-			if l.sent < min(l.chunks, l.taken+a.Channels.Slots) {
+			if l.sent < min(l.chunks, l.taken+x.c.Slots) {
 				l.sent++
 				if pushes {
 					x.push(l)
@@ -94,7 +94,7 @@ func (x *reducing) push(l *link) {
 	lo, hi := x.span(l.sent, n)
 	data := x.input(l.peer, lo, hi)
 	x.e.at(puttingData, l.peer)
-	copy(x.e.space.Range(l.peer, x.a.Channels.Slot(x.me, l.sent), int64(len(data))), data)
+	copy(x.e.space.Range(l.peer, x.c.Slot(x.me, l.sent), int64(len(data))), data)
 }
 
 // offered reports whether all peers have offered chunk k of this rank's slice.
@@ -112,7 +112,7 @@ func (x *reducing) offered(k int) bool {
 
 // reduceChunk reduces chunk k of this rank's slice and hands the result on.
 func (x *reducing) reduceChunk(k int) {
-	a, c := x.a, x.a.Channels
+	a, c := x.a, x.c
 	_, n := a.Slice(x.me)
 	lo, hi := x.span(k, n)
 	es := a.Call.DType.Size()
@@ -181,7 +181,7 @@ func (x *reducing) take(l *link, fetch bool) bool {
 			lo, hi := x.span(l.taken, n)
 			to := x.output(l.peer, lo, hi)
 			x.e.at(takingData, l.peer)
-			copy(to, x.e.space.Range(l.peer, x.a.Channels.Result(l.taken), int64(len(to))))
+			copy(to, x.e.space.Range(l.peer, x.c.Result(l.taken), int64(len(to))))
 		}
 	}
 	return moved

@@ -4,27 +4,18 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// AllToAllV launches the variable-size all-to-all on s, or runs it at once when s is nil. Every rank of the heap must
-// launch its part. On a stream the error is the stream's.
-func (e *Engine) AllToAllV(s device.Stream, a *kernels.AllToAllV) error {
-	return e.launch(s, (*allToAllV)(a))
-}
-
 type allToAllV kernels.AllToAllV
 
-func (a *allToAllV) run(e *Engine) error {
+func (a *allToAllV) run(p *port) error {
 	x := exchanges.Get().(*exchange)
-	err := x.run(e, (*kernels.AllToAllV)(a))
+	err := x.run(p, (*kernels.AllToAllV)(a))
 	x.reset()
 	exchanges.Put(x)
-	if a.Done != nil {
-		a.Done(err)
-	}
+	a.Finish(err)
 	return err
 }
 
@@ -53,7 +44,10 @@ type half struct {
 // exchange is one call of the kernel on one rank: two lists of halves, served window by window until both are done.
 type exchange struct {
 	e      *Engine
+	p      *port
+	c      *Channels
 	a      *kernels.AllToAllV
+	window int
 	epoch  uint64
 	w      waiter
 	sends  []half
@@ -72,23 +66,27 @@ func (x *exchange) reset() {
 	clear(x.sends)
 	clear(x.recvs)
 	x.sends, x.recvs = x.sends[:0], x.recvs[:0]
-	x.e, x.a, x.failed = nil, nil, nil
+	x.e, x.p, x.c, x.a, x.failed = nil, nil, nil, nil, nil
 	x.own = kernels.AllToAllV{}
 	x.sHead, x.rHead, x.rOpen = 0, 0, 0
 }
 
-func (x *exchange) run(e *Engine, a *kernels.AllToAllV) error {
-	x.e, x.a = e, a
-	me, c := e.space.Rank, a.Channels
+func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
+	e, c := p.e, &p.channels
+	x.e, x.p, x.c, x.a = e, p, c, a
+	me := e.space.Rank
 	count := e.word(me, c.Epoch())
 	x.epoch = count.Load() + 1
-	if a.Splits != nil {
+	if a.Splits.Bytes > 0 {
 		if err := x.readSplits(); err != nil {
 			return err
 		}
 		a = x.a
 	}
 	r := a.Routes
+	if x.window = a.Schedule.Window; x.window <= 0 {
+		x.window = c.Size
+	}
 	count.Store(x.epoch)
 	x.w.e, x.w.timeout, x.w.polls = e, a.Timeout, 0
 	var all int64
@@ -100,17 +98,17 @@ func (x *exchange) run(e *Engine, a *kernels.AllToAllV) error {
 	for _, p := range r.ReverseOrder {
 		n := r.RecvBytes[p]
 		x.recvs = append(x.recvs, half{peer: int(p), mode: c.Mode(n), total: n, chunk: 1, grants: 1,
-			buf: a.Dst[r.RecvOffsets[p] : r.RecvOffsets[p]+n], seq: e.word(me, c.Signal(x.epoch, int(p)))})
+			buf: a.Dst.Mem[r.RecvOffsets[p] : r.RecvOffsets[p]+n], seq: e.word(me, c.Signal(x.epoch, int(p)))})
 	}
 	x.open()
 	for _, p := range r.Order {
 		n := r.SendBytes[p]
 		x.sends = append(x.sends, half{peer: int(p), mode: c.Mode(n), total: n, chunk: 1,
-			buf: a.Src[r.SendOffsets[p] : r.SendOffsets[p]+n], seq: e.word(int(p), c.Signal(x.epoch, me))})
+			buf: a.Src.Mem[r.SendOffsets[p] : r.SendOffsets[p]+n], seq: e.word(int(p), c.Signal(x.epoch, me))})
 		x.begin(&x.sends[len(x.sends)-1])
 	}
 	if n := r.SendBytes[me]; n > 0 {
-		src, dst := a.Src[r.SendOffsets[me]:][:n], a.Dst[r.RecvOffsets[me]:][:n]
+		src, dst := a.Src.Mem[r.SendOffsets[me]:][:n], a.Dst.Mem[r.RecvOffsets[me]:][:n]
 		if shm.Addr(src) != shm.Addr(dst) {
 			x.copy(dst, src)
 		}
@@ -140,9 +138,9 @@ func (x *exchange) run(e *Engine, a *kernels.AllToAllV) error {
 
 // readSplits puts the splits in memory in the place of the launch's.
 func (x *exchange) readSplits() error {
-	a, r, n := x.a, &x.routes, x.a.Channels.Size
+	a, r, n := x.a, &x.routes, x.c.Size
 	order := *a.Routes
-	table := shm.View[int64](a.Splits)
+	table := shm.View[int64](a.Splits.Mem)
 	for i, v := range [...]*[]int64{&r.SendBytes, &r.SendOffsets, &r.RecvBytes, &r.RecvOffsets} {
 		*v = append((*v)[:0], table[i*n:][:n]...)
 	}
@@ -154,7 +152,7 @@ func (x *exchange) readSplits() error {
 		send           bool
 		bytes, offsets []int64
 		limit          int64
-	}{{true, r.SendBytes, r.SendOffsets, int64(len(a.Src))}, {false, r.RecvBytes, r.RecvOffsets, int64(len(a.Dst))}} {
+	}{{true, r.SendBytes, r.SendOffsets, a.Src.Bytes}, {false, r.RecvBytes, r.RecvOffsets, a.Dst.Bytes}} {
 		for p, bytes := range d.bytes {
 			if off := d.offsets[p]; bytes < 0 || off < 0 || off > d.limit-bytes {
 				return &kernels.SplitsError{Peer: p, Send: d.send, Bytes: bytes, Offset: off, Limit: d.limit, Epoch: x.epoch}
@@ -182,7 +180,7 @@ func (x *exchange) copy(dst, src []byte) {
 
 // open posts the credits of the receives that have come into the window.
 func (x *exchange) open() {
-	for x.rOpen < len(x.recvs) && x.rOpen-x.rHead < x.a.Routes.Window {
+	for x.rOpen < len(x.recvs) && x.rOpen-x.rHead < x.window {
 		h := &x.recvs[x.rOpen]
 		x.rOpen++
 		if h.mode != kernels.CreditMode {
@@ -199,17 +197,17 @@ func (x *exchange) open() {
 // grant posts the next credit of a receive. It reports whether another may follow at once.
 func (x *exchange) grant(h *half) bool {
 	left := h.total - h.asked
-	if left == 0 || h.grants-h.chunk >= x.a.Channels.Slots {
+	if left == 0 || h.grants-h.chunk >= x.c.Slots {
 		return false
 	}
-	c, r := x.a.Channels, x.a.Routes
+	c, r, chunk := x.c, x.a.Routes, x.a.Schedule.ChunkBytes
 	var at, n int64
 	if x.inPlace() {
 		n = left
-		if r.ChunkBytes > 0 {
-			n = min(n, r.ChunkBytes)
+		if chunk > 0 {
+			n = min(n, chunk)
 		}
-		at = x.a.DstOffset + r.RecvOffsets[h.peer] + h.asked
+		at = x.a.Dst.Place + r.RecvOffsets[h.peer] + h.asked
 	} else {
 		n = min(left, c.SlotBytes)
 		at = c.Slot(h.peer, h.grants)
@@ -220,11 +218,11 @@ func (x *exchange) grant(h *half) bool {
 	return true
 }
 
-func (x *exchange) inPlace() bool { return x.a.DstOffset >= 0 && !x.a.Routes.Staged }
+func (x *exchange) inPlace() bool { return x.a.Dst.Reach && !x.a.Schedule.Staged }
 
 func (x *exchange) postCredit(h *half, k int, at, n uint64) {
 	x.e.at(postingCredit, h.peer)
-	line := x.a.Channels.Credit(x.e.space.Rank, k)
+	line := x.c.Credit(x.e.space.Rank, k)
 	x.e.word(h.peer, line+kernels.LineOffset).Store(at)
 	x.e.word(h.peer, line+kernels.LineLen).Store(n)
 	x.e.word(h.peer, line+kernels.LineTotal).Store(uint64(h.total))
@@ -235,7 +233,7 @@ func (x *exchange) postCredit(h *half, k int, at, n uint64) {
 // signal tells the receiver of h how far the message is.
 func (x *exchange) signal(h *half, seq uint64) {
 	x.e.at(signalling, h.peer)
-	line := x.a.Channels.Signal(x.epoch, x.e.space.Rank)
+	line := x.c.Signal(x.epoch, x.e.space.Rank)
 	x.e.word(h.peer, line+kernels.LineTotal).Store(uint64(h.total))
 	h.seq.Store(seq)
 	x.e.ring(h.peer)
@@ -244,7 +242,7 @@ func (x *exchange) signal(h *half, seq uint64) {
 // begin does what a send can do without its receiver: whole messages of the modes without credit, an announcement of
 // the others.
 func (x *exchange) begin(h *half) {
-	c := x.a.Channels
+	c := x.c
 	switch h.mode {
 	case kernels.PacketMode:
 		x.sendPacket(h)
@@ -263,7 +261,7 @@ func (x *exchange) begin(h *half) {
 // sendPacket writes a header word with the length and then 4 bytes a word, each with the flag of the epoch.
 func (x *exchange) sendPacket(h *half) {
 	n := (h.total + 3) / 4
-	at := x.a.Channels.Packet(x.epoch, x.e.space.Rank)
+	at := x.c.Packet(x.epoch, x.e.space.Rank)
 	flag := kernels.PacketFlag(x.epoch) << 32
 	x.e.at(puttingData, h.peer)
 	for i := range n {
@@ -280,7 +278,7 @@ func (x *exchange) sendPacket(h *half) {
 
 // recvPacket reports whether the whole packet is there, and stores it.
 func (x *exchange) recvPacket(h *half) bool {
-	at := x.a.Channels.Packet(x.epoch, h.peer)
+	at := x.c.Packet(x.epoch, h.peer)
 	me, flag := x.e.space.Rank, kernels.PacketFlag(x.epoch)
 	head := x.e.word(me, at).Load()
 	if head>>32 != flag {
@@ -325,7 +323,7 @@ func (x *exchange) pushSends() bool {
 // sendChunk sends the next chunk if its credit is there. It reports whether the message has got further.
 func (x *exchange) sendChunk(h *half) bool {
 	me := x.e.space.Rank
-	line := x.a.Channels.Credit(h.peer, h.chunk)
+	line := x.c.Credit(h.peer, h.chunk)
 	if x.e.word(me, line+kernels.LineSeq).Load() != kernels.Seq(x.epoch, h.chunk) {
 		return x.taken(h)
 	}
@@ -339,7 +337,7 @@ func (x *exchange) sendChunk(h *half) bool {
 	at := int64(x.e.word(me, line+kernels.LineOffset).Load())
 	x.e.at(puttingData, h.peer)
 	dst, src := x.e.space.Range(h.peer, at, int64(n)), h.buf[h.done:h.done+int64(n)]
-	if x.a.Channels.Staging(at) {
+	if x.c.Staging(at) {
 		copy(dst, src) // its reader is next, and finds it in a cache
 	} else {
 		x.copy(dst, src)
@@ -392,7 +390,7 @@ func (x *exchange) recv(h *half) bool {
 	if seq < kernels.Seq(x.epoch, first) {
 		return false
 	}
-	c, me := x.a.Channels, x.e.space.Rank
+	c, me := x.c, x.e.space.Rank
 	if total := x.e.word(me, c.Signal(x.epoch, h.peer)+kernels.LineTotal).Load(); int64(total) != h.total {
 		x.mismatch(h, total)
 		return true
@@ -412,8 +410,8 @@ func (x *exchange) recv(h *half) bool {
 		n := min(h.total-h.done, c.SlotBytes)
 		if x.inPlace() {
 			n = h.total - h.done
-			if x.a.Routes.ChunkBytes > 0 {
-				n = min(n, x.a.Routes.ChunkBytes)
+			if chunk := x.a.Schedule.ChunkBytes; chunk > 0 {
+				n = min(n, chunk)
 			}
 		} else {
 			x.copy(h.buf[h.done:h.done+n], x.e.space.Range(me, c.Slot(h.peer, h.chunk), n))
@@ -433,7 +431,7 @@ func (x *exchange) recv(h *half) bool {
 // say that it knows before this rank may go on to a call whose credits would overwrite the refusal.
 func (x *exchange) mismatch(h *half, sent uint64) {
 	x.failed = &kernels.CountMismatchError{Src: h.peer, Dst: x.e.space.Rank, Sent: sent, Expected: uint64(h.total), Epoch: x.epoch}
-	if x.a.Channels.Mode(int64(sent)) == kernels.CreditMode {
+	if x.c.Mode(int64(sent)) == kernels.CreditMode {
 		h.refuse = true
 		x.postCredit(h, 1, 0, kernels.Refused)
 		return
@@ -443,7 +441,7 @@ func (x *exchange) mismatch(h *half, sent uint64) {
 
 // lookForMismatch finds messages that arrived in another mode than their receiver waits for.
 func (x *exchange) lookForMismatch() {
-	me, c := x.e.space.Rank, x.a.Channels
+	me, c := x.e.space.Rank, x.c
 	for i := x.rHead; i < x.rOpen; i++ {
 		h := &x.recvs[i]
 		if h.chunk == 0 || h.refuse {

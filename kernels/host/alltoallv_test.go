@@ -16,12 +16,14 @@ import (
 // world is a heap and one engine a rank, without the packages above.
 type world struct {
 	engines []*Engine
-	c       kernels.Channels
+	ports   []kernels.Port
+	c       Channels
 	data    int64 // offset of the part of each segment that tests use as user memory
 }
 
-func newWorld(t testing.TB, n int, c kernels.Channels, data int64) *world {
-	c.Size, c.Offset = n, kernels.HeaderBytes
+func newWorld(t testing.TB, n int, family kernels.Channels, data int64) *world {
+	c := Channels{family, kernels.HeaderBytes}
+	c.Size = n
 	stride := (c.Offset + c.Bytes() + data + 1<<12) &^ (1<<12 - 1)
 	stride += 1 << 12
 	rng, err := shm.Reserve(stride * int64(n))
@@ -38,7 +40,21 @@ func newWorld(t testing.TB, n int, c kernels.Channels, data int64) *world {
 	for r := range n {
 		w.engines = append(w.engines, New(kernels.Space{Mem: rng.Bytes(), Base: rng.Addr(), Stride: stride, Rank: r, Size: n, Bells: bells}, func() error { return nil }))
 	}
+	w.open(t)
 	return w
+}
+
+func (w *world) open(t testing.TB) {
+	w.ports = nil
+	for _, e := range w.engines {
+		p, err := e.Open(&w.c.Channels, w.c.Offset)
+		require.NoError(t, err)
+		w.ports = append(w.ports, p)
+	}
+}
+
+func buffer(b []byte, place int64) kernels.Buffer {
+	return kernels.Buffer{Mem: b, Bytes: int64(len(b)), Place: place, Reach: place >= 0}
 }
 
 // rotation is the order of the built-in algorithms.
@@ -53,7 +69,7 @@ func rotation(rank, n int) (order, reverse []int32) {
 // routes packs the rows of the split matrix m.
 func routes(m [][]int64, rank int) *kernels.Routes {
 	n := len(m)
-	r := &kernels.Routes{Window: n}
+	r := &kernels.Routes{}
 	var so, ro int64
 	for p := range n {
 		r.SendBytes, r.SendOffsets = append(r.SendBytes, m[rank][p]), append(r.SendOffsets, so)
@@ -92,30 +108,29 @@ func TestAllToAllVModesAndSchedules(t *testing.T) {
 						for r := range n {
 							wg.Go(func() {
 								ro := routes(m, r)
-								ro.Window = window
-								ro.ChunkBytes = int64(call%3) * 128
-								a := &kernels.AllToAllV{Channels: &w.c, Routes: ro, DstOffset: -1, Timeout: 10 * time.Second}
+								var src []byte
 								for p := range n {
 									for i := range m[r][p] {
-										a.Src = append(a.Src, element(call, r, p, i))
+										src = append(src, element(call, r, p, i))
 									}
 								}
 								total := ro.RecvOffsets[n-1] + ro.RecvBytes[n-1]
-								a.Dst = make([]byte, total)
+								dst, place := make([]byte, total), int64(-1)
 								if inPlace {
-									a.DstOffset = w.data
-									a.Dst = w.engines[r].space.Range(r, w.data, total)
+									dst, place = w.engines[r].space.Range(r, w.data, total), w.data
 								}
-								for i := range a.Dst {
-									a.Dst[i] = 0xee
+								for i := range dst {
+									dst[i] = 0xee
 								}
-								if err := w.engines[r].AllToAllV(nil, a); err != nil {
+								a := &kernels.AllToAllV{Routes: ro, Schedule: kernels.Schedule{Window: window, ChunkBytes: int64(call%3) * 128},
+									Src: buffer(src, -1), Dst: buffer(dst, place), Launched: kernels.Launched{Timeout: 10 * time.Second}}
+								if err := w.ports[r].Launch(nil, a); err != nil {
 									t.Errorf("rank %d call %d: %v", r, call, err)
 									return
 								}
 								for p := range n {
 									for i := range m[p][r] {
-										if got, want := a.Dst[ro.RecvOffsets[p]+i], element(call, p, r, i); got != want {
+										if got, want := dst[ro.RecvOffsets[p]+i], element(call, p, r, i); got != want {
 											t.Errorf("call %d: rank %d has %#x from rank %d at %d of %d, want %#x", call, r, got, p, i, m[p][r], want)
 											return
 										}

@@ -2,61 +2,117 @@ package host
 
 import (
 	"sync"
+	"sync/atomic"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// Dispatch launches the kernel that sends tokens to their experts on s, or runs it at once when s is nil. Every rank of
-// the heap must launch its part. On a stream the error is the stream's.
-func (e *Engine) Dispatch(s device.Stream, a *kernels.Dispatch) error {
-	return e.launch(s, (*dispatch)(a))
+// moe is what a port has for a dispatcher.
+type moe struct {
+	m       *kernels.MoE
+	lanes   lanes
+	handles []routing
 }
 
-type dispatch kernels.Dispatch
-
-func (a *dispatch) run(e *Engine) error {
-	m := meetings.Get().(*meeting)
-	err := m.dispatch(e, (*kernels.Dispatch)(a))
-	m.put()
-	a.Routing.Err = err
-	if a.Done != nil {
-		a.Done(err)
+func newMoE(m *kernels.MoE, offset int64) *moe {
+	x := &moe{m: m, lanes: newLanes(m, offset), handles: make([]routing, len(m.Handles))}
+	for i := range x.handles {
+		x.handles[i].init(m)
 	}
+	return x
+}
+
+type (
+	dispatch        kernels.Dispatch
+	combine         kernels.Combine
+	combineBackward kernels.CombineBackward
+)
+
+func (a *dispatch) run(p *port) error {
+	return p.meet(&a.MoECall, func(m *meeting) (err error) {
+		if a.Phase&kernels.Send != 0 {
+			err = m.send((*kernels.Dispatch)(a))
+		}
+		if err == nil && a.Phase&kernels.Receive != 0 {
+			err = m.receive((*kernels.Dispatch)(a))
+		}
+		if err != nil && a.Op == kernels.DispatchOp {
+			m.r.err = err
+		}
+		return err
+	})
+}
+
+func (a *combine) run(p *port) error {
+	return p.meet(&a.MoECall, func(m *meeting) (err error) {
+		if a.Phase&kernels.Send != 0 {
+			err = m.show((*kernels.Combine)(a))
+		}
+		if err == nil && a.Phase&kernels.Receive != 0 {
+			err = m.gather((*kernels.Combine)(a))
+		}
+		return err
+	})
+}
+
+func (a *combineBackward) run(p *port) error {
+	return p.meet(&a.MoECall, func(m *meeting) error { return m.gradients((*kernels.CombineBackward)(a)) })
+}
+
+// meet runs a call, or a half of it, and finishes it.
+func (p *port) meet(c *kernels.MoECall, f func(m *meeting) error) error {
+	m := meetings.Get().(*meeting)
+	m.enter(p, c)
+	err := f(m)
+	m.put()
+	c.Finish(err)
 	return err
 }
 
 // meetings keeps the scratch of kernels between launches.
 var meetings = sync.Pool{New: func() any { return new(meeting) }}
 
-// meeting is a call in two phases (see kernels.Lanes) as one rank goes through it.
+// meeting is a launch (see lanes) as one rank goes through it.
 type meeting struct {
 	e       *Engine
-	lanes   *kernels.Lanes
-	op      kernels.MoEOp
-	epoch   uint64
+	m       *kernels.MoE
+	lanes   *lanes
+	call    *kernels.MoECall
+	r       *routing
+	h       *kernels.MoEHandle
 	w       waiter
 	waiting []int32 // peers whose line is not there yet
 
-	// What the notices say, by rank.
-	calls, read, write []uint64
-	counts             []int32 // [ranks, slots], of a dispatch
-
-	// Scratch of dispatch: the first row of this rank in every slot, and twins listed for each rank.
-	base  []int64
-	twins []int32
+	counts  []int32  // [ranks, slots + ranks], of a dispatch
+	base    []int64  // the first row of this rank in every slot, or on every rank
+	outlets []outlet // by rank
+	token   quantized
+	idle    []int32 // tokens whose rows are not ready yet
+	open    []bool  // [ranks, groups] whose rows are ready
+	landed  []int32 // by slot, not told yet
+	wrote   []int64 // bytes by rank
+	sums    sums
 
 	f32  gatherer[float32]
 	f16  gatherer[vec.Float16]
 	bf16 gatherer[vec.BFloat16]
 }
 
+// enter begins a launch.
+func (m *meeting) enter(p *port, c *kernels.MoECall) {
+	x := p.moe
+	m.e, m.m, m.lanes, m.call = p.e, x.m, &x.lanes, c
+	m.r, m.h = &x.handles[c.Handle], &x.m.Handles[c.Handle]
+	m.w.e, m.w.timeout, m.w.polls = p.e, c.Timeout, 0
+}
+
 func (m *meeting) put() {
 	m.w.leave()
-	m.e, m.lanes = nil, nil
+	m.e, m.m, m.lanes, m.call, m.r, m.h = nil, nil, nil, nil, nil, nil
+	clear(m.outlets)
 	meetings.Put(m)
 }
 
@@ -68,52 +124,106 @@ func sized[T any](v []T, n int) []T {
 	return v[:n]
 }
 
-// begin counts the call.
-func (m *meeting) begin(e *Engine, l *kernels.Lanes, op kernels.MoEOp, timeout time.Duration) {
-	m.e, m.lanes, m.op = e, l, op
-	m.w.e, m.w.timeout, m.w.polls = e, timeout, 0
-	count := e.word(e.space.Rank, l.Epoch())
-	m.epoch = count.Load() + 1
-	count.Store(m.epoch)
-	n := e.space.Size
-	m.calls, m.read, m.write = sized(m.calls, n), sized(m.read, n), sized(m.write, n)
+// notice is what a rank tells the others of a call.
+type notice struct {
+	call, read, write         uint64
+	readWeights, writeWeights uint64
+	handle, flags             uint64
 }
 
-// notify writes this rank's notice to all ranks.
-func (m *meeting) notify(call uint64, read, write int64) {
-	e, me := m.e, m.e.space.Rank
-	m.calls[me], m.read[me], m.write[me] = call, uint64(read), uint64(write)
-	line := m.lanes.Notice(me)
-	for i := 1; i < e.space.Size; i++ {
-		p := (me + i) % e.space.Size
-		e.word(p, line+kernels.NoticeCall).Store(call)
-		e.word(p, line+kernels.NoticeRead).Store(uint64(read))
-		e.word(p, line+kernels.NoticeWrite).Store(uint64(write))
+// begin counts the call.
+func (m *meeting) begin() {
+	count := m.e.word(m.e.space.Rank, m.lanes.epoch())
+	m.r.epoch = count.Load() + 1
+	count.Store(m.r.epoch)
+}
+
+// meet sends a notice to all ranks and takes in theirs. arrived, when set, is told of each as it comes. failed is an error that
+// every rank has; nothing moves then.
+func (m *meeting) meet(n notice, arrived func(src int)) (failed, err error) {
+	e, me, size := m.e, m.e.space.Rank, m.e.space.Size
+	n.handle = uint64(m.call.Handle)
+	m.r.notices = sized(m.r.notices, size)
+	m.r.notices[me] = n
+	line := m.lanes.notice(m.r.epoch, me)
+	for i := 1; i < size; i++ {
+		p := (me + i) % size
+		for _, w := range [...]struct {
+			at    int64
+			value uint64
+		}{
+			{noticeCall, n.call}, {noticeRead, n.read}, {noticeWrite, n.write}, {noticeReadWeights, n.readWeights},
+			{noticeWriteWeights, n.writeWeights}, {noticeHandle, n.handle}, {noticeFlags, n.flags},
+		} {
+			e.word(p, line+w.at).Store(w.value)
+		}
 		m.post(p, line)
 	}
-}
-
-// noticed takes in the notice of src.
-func (m *meeting) noticed(src int) {
-	e, me, line := m.e, m.e.space.Rank, m.lanes.Notice(src)
-	m.calls[src] = e.word(me, line+kernels.NoticeCall).Load()
-	m.read[src] = e.word(me, line+kernels.NoticeRead).Load()
-	m.write[src] = e.word(me, line+kernels.NoticeWrite).Load()
-}
-
-// finish tells all ranks that this one is through with their segments, and waits until all are through with its own.
-func (m *meeting) finish() error {
-	e, me := m.e, m.e.space.Rank
-	for i := 1; i < e.space.Size; i++ {
-		m.post((me+i)%e.space.Size, m.lanes.Done(me))
+	err = m.await(m.lanes.notice(m.r.epoch, 0), func(src int) {
+		at := m.lanes.notice(m.r.epoch, src)
+		m.r.notices[src] = notice{
+			call: e.word(me, at+noticeCall).Load(), read: e.word(me, at+noticeRead).Load(), write: e.word(me, at+noticeWrite).Load(),
+			readWeights: e.word(me, at+noticeReadWeights).Load(), writeWeights: e.word(me, at+noticeWriteWeights).Load(),
+			handle: e.word(me, at+noticeHandle).Load(), flags: e.word(me, at+noticeFlags).Load(),
+		}
+		if arrived != nil {
+			arrived(src)
+		}
+	})
+	if err != nil {
+		return nil, err
 	}
-	return m.await(m.lanes.Done(0), nil)
+	return m.verdict(), nil
+}
+
+// verdict is an error when the notices do not fit together. All ranks come to the same.
+func (m *meeting) verdict() error {
+	first := m.r.notices[0].call
+	for r, n := range m.r.notices {
+		if kernels.CalledOp(n.call) != kernels.RefusedOp {
+			continue
+		}
+		if n.call>>8 == refusedIndex {
+			return &kernels.IndexError{
+				Call: m.r.epoch, Rank: r, Token: int(n.read), Choice: int(n.readWeights), Expert: int64(n.write), Experts: m.m.Experts,
+			}
+		}
+		return &kernels.ShortError{Call: m.r.epoch, Rank: r, Have: int64(n.read), Need: int64(n.write)}
+	}
+	for r, n := range m.r.notices {
+		if n.call != first {
+			return &kernels.OrderError{Call: m.r.epoch, Rank: r, First: first, Here: n.call}
+		}
+	}
+	asked := uint64(0)
+	for _, n := range m.r.notices {
+		asked |= n.flags & flagAsks
+	}
+	for r, n := range m.r.notices {
+		if asked != 0 && n.flags&flagHasNone != 0 {
+			return &kernels.ShortError{Call: m.r.epoch, Rank: r, Need: int64(n.writeWeights)}
+		}
+	}
+	return nil
 }
 
 // post publishes a line that this rank has written to p.
 func (m *meeting) post(p int, line int64) {
-	m.e.word(p, line+kernels.LineSeq).Store(kernels.LastSeq(m.epoch))
+	m.e.word(p, line+kernels.LineSeq).Store(kernels.LastSeq(m.r.epoch))
 	m.e.ring(p)
+}
+
+// peer is the handle that rank p uses in this call.
+func (m *meeting) peer(p int) *kernels.MoEHandle { return &m.m.Handles[m.r.notices[p].handle] }
+
+// finish tells all ranks that this one is through with their segments, and waits until all are through with its own.
+func (m *meeting) finish() error {
+	me := m.e.space.Rank
+	for i := 1; i < m.e.space.Size; i++ {
+		p := (me + i) % m.e.space.Size
+		m.post(p, m.lanes.done(m.peer(p), me))
+	}
+	return m.await(m.lanes.done(m.h, 0), nil)
 }
 
 // await returns when every peer has written its line of this call, the first of which is given. arrived, when set, is
@@ -124,12 +234,18 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 	for i := 1; i < n; i++ {
 		m.waiting = append(m.waiting, int32((e.space.Rank+i)%n))
 	}
+	var since time.Time // this rank has nothing to do
 	for len(m.waiting) > 0 {
 		left := m.waiting[:0]
 		for _, p := range m.waiting {
-			if e.word(e.space.Rank, first+int64(p)*kernels.LineBytes+kernels.LineSeq).Load() < kernels.LastSeq(m.epoch) {
+			if e.word(e.space.Rank, first+int64(p)*kernels.LineBytes+kernels.LineSeq).Load() < kernels.LastSeq(m.r.epoch) {
 				left = append(left, p)
-			} else if arrived != nil {
+				continue
+			}
+			if !since.IsZero() {
+				m.waited(int(p), time.Since(since))
+			}
+			if arrived != nil {
 				arrived(int(p))
 			}
 		}
@@ -137,172 +253,28 @@ func (m *meeting) await(first int64, arrived func(src int)) error {
 		m.waiting = left
 		if moved {
 			m.w.busy()
-		} else if err := m.w.idle(int(m.waiting[0])); err != nil {
-			return e.fail(int(m.waiting[0]), m.op.String(), m.epoch, err)
+			continue
+		}
+		if since.IsZero() {
+			since = time.Now()
+		}
+		if err := m.w.idle(int(m.waiting[0])); err != nil {
+			return m.gaveUp(int(m.waiting[0]), err)
 		}
 	}
 	return nil
 }
 
-// verdict is an error when the notices do not fit together. All ranks come to the same.
-func (m *meeting) verdict() error {
-	for r, c := range m.calls {
-		if kernels.MoEOp(c&0xff) == kernels.RefusedOp {
-			return &kernels.ShortError{Call: m.epoch, Rank: r, Have: int64(m.read[r]), Need: int64(m.write[r])}
-		}
-	}
-	for r, c := range m.calls {
-		if c != m.calls[0] {
-			return &kernels.OrderError{Call: m.epoch, Rank: r, First: m.calls[0], Here: c}
-		}
-	}
-	return nil
+func (m *meeting) gaveUp(peer int, err error) error {
+	return m.e.fail(peer, m.call.Op.String(), m.r.epoch, err)
 }
 
-func (m *meeting) dispatch(e *Engine, a *kernels.Dispatch) error {
-	m.begin(e, a.Lanes, kernels.DispatchOp, a.Timeout)
-	me, n, r, slots := e.space.Rank, e.space.Size, a.Routing, a.Lanes.Slots
-	r.Call = m.epoch
+// The counters, see kernels.MoE.CounterWords.
 
-	m.twins = sized(m.twins, n)
-	clear(m.twins)
-	m.counts = sized(m.counts, n*slots)
-	copy(m.counts[me*slots:], r.Counts)
-	for p := range n {
-		if p != me {
-			copy(m.countsFrom(p, me), r.Counts)
-		}
-	}
-	m.notify(kernels.CallWord(kernels.DispatchOp, m.epoch), 0, a.Out)
-	err := m.await(a.Lanes.Notice(0), func(src int) {
-		m.noticed(src)
-		copy(m.counts[src*slots:(src+1)*slots], m.countsFrom(me, src))
-	})
-	if err != nil {
-		return err
-	}
-	failed := m.verdict()
-	if failed == nil {
-		failed = m.place(a)
-	}
-	if failed == nil {
-		m.scatter(a)
-	} else {
-		clear(r.SlotRows)
-		clear(r.SlotFirst)
-		r.OutRows = 0
-	}
-	for p := range n {
-		if p != me {
-			e.word(p, a.Lanes.Done(me)+kernels.DoneTwins).Store(uint64(m.twins[p]))
-			m.post(p, a.Lanes.Done(me))
-		}
-	}
-	if failed == nil {
-		clearPadding(a.Experts, r, e.space.Range(me, a.Out, r.OutRows*a.Experts.RowBytes()))
-	}
-	err = m.await(a.Lanes.Done(0), func(src int) { m.makeTwins(a, src) })
-	if failed != nil && err == nil {
-		err = failed
-	}
-	return err
-}
+func (m *meeting) counter(i int) *atomic.Uint64 { return shm.Word(m.m.Counters.Mem, 8*int64(i)) }
 
-// countsFrom is where src tells rank p its counts.
-func (m *meeting) countsFrom(p, src int) []int32 {
-	return shm.View[int32](m.e.space.Range(p, m.lanes.Counts(src), 4*int64(m.lanes.Slots)))
-}
+func (m *meeting) sent(p int, bytes int64) { m.counter(m.m.Experts + p).Add(uint64(bytes)) }
 
-// place computes from the counts of all ranks where every row goes. The error is the same on all of them.
-func (m *meeting) place(a *kernels.Dispatch) error {
-	me, n, x, r := m.e.space.Rank, m.e.space.Size, a.Experts, a.Routing
-	slots := a.Lanes.Slots
-	m.base = sized(m.base, slots)
-	for p := range n {
-		at := int64(0)
-		for s := int(x.First[p]); s < int(x.First[p+1]); s++ {
-			first := at
-			for src := range n {
-				if src == me {
-					m.base[s] = at
-				}
-				at += int64(m.counts[src*slots+s])
-			}
-			rows := at - first
-			if x.Capacity > 0 && rows > x.Capacity {
-				return &kernels.OverflowError{Call: m.epoch, Rank: p, Expert: int(x.Expert[s]), Rows: rows, Limit: x.Capacity}
-			}
-			if p == me {
-				i := s - int(x.First[me])
-				r.SlotFirst[i], r.SlotRows[i] = first, rows
-			}
-			at = first + x.Span(rows)
-		}
-		if at > x.Rows {
-			return &kernels.OverflowError{Call: m.epoch, Rank: p, Expert: -1, Rows: at, Limit: x.Rows}
-		}
-		if p == me {
-			r.OutRows = at
-		}
-	}
-	for src := range n {
-		r.RecvRows[src] = 0
-		for s := x.First[me]; s < x.First[me+1]; s++ {
-			r.RecvRows[src] += int64(m.counts[src*slots+int(s)])
-		}
-	}
-	return nil
-}
-
-// scatter writes every token to its first row on each of its ranks, and lists or makes the others.
-func (m *meeting) scatter(a *kernels.Dispatch) {
-	e, r, size := m.e, a.Routing, a.Experts.RowBytes()
-	me := int32(e.space.Rank)
-	stream := e.streams(len(r.Rows), size)
-	for t := range r.Tokens() {
-		x := a.X[int64(t)*size:][:size]
-		rank, from := int32(-1), int32(0)
-		for i := r.First[t]; i < r.First[t+1]; i++ {
-			row := &r.Rows[i]
-			row.Row += int32(m.base[row.Slot])
-			if row.Rank == rank && rank != me {
-				list := m.twinList(int(rank), int(me), int64(m.twins[rank])+1)
-				list[2*m.twins[rank]], list[2*m.twins[rank]+1] = from, row.Row
-				m.twins[rank]++
-				continue
-			}
-			rank, from = row.Rank, row.Row
-			if to := e.space.Range(int(rank), int64(m.write[rank])+int64(from)*size, size); stream {
-				shm.CopyStream(to, x)
-			} else {
-				copy(to, x)
-			}
-		}
-	}
-	if stream {
-		shm.Fence()
-	}
-}
-
-// twinList is the first n entries of src's list on rank p.
-func (m *meeting) twinList(p, src int, n int64) []int32 {
-	return shm.View[int32](m.e.space.Range(p, m.lanes.TwinList(src), 8*n))
-}
-
-// makeTwins copies rows that src has sent to where else it wants them.
-func (m *meeting) makeTwins(a *kernels.Dispatch, src int) {
-	me, size := m.e.space.Rank, a.Experts.RowBytes()
-	list := m.twinList(me, src, int64(m.e.word(me, a.Lanes.Done(src)+kernels.DoneTwins).Load()))
-	for i := 0; i < len(list); i += 2 {
-		from := m.e.space.Range(me, a.Out+int64(list[i])*size, size)
-		copy(m.e.space.Range(me, a.Out+int64(list[i+1])*size, size), from)
-	}
-}
-
-// clearPadding zeroes the rows of out that belong to no token.
-func clearPadding(x *kernels.Experts, r *kernels.Routing, out []byte) {
-	size := x.RowBytes()
-	for i, first := range r.SlotFirst {
-		clear(out[(first+r.SlotRows[i])*size : (first+x.Span(r.SlotRows[i]))*size])
-	}
+func (m *meeting) waited(p int, d time.Duration) {
+	m.counter(m.m.Experts + m.m.Ranks + p).Add(uint64(d.Nanoseconds()))
 }

@@ -1,155 +1,190 @@
 package host
 
 import (
-	"fmt"
+	"time"
 
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// Combine launches the kernel that brings rows back to their tokens on s, or runs it at once when s is nil. Every rank
-// of the heap must launch its part. On a stream the error is the stream's.
-func (e *Engine) Combine(s device.Stream, a *kernels.Combine) error {
-	return e.launch(s, (*combine)(a))
-}
-
-type combine kernels.Combine
-
-func (a *combine) run(e *Engine) error {
-	m := meetings.Get().(*meeting)
-	err := m.combine(e, (*kernels.Combine)(a))
-	m.put()
-	if a.Done != nil {
-		a.Done(err)
-	}
-	return err
-}
-
-// CombineBackward launches the kernel for the gradients of Combine on s, or runs it at once when s is nil. Every rank of
-// the heap must launch its part. On a stream the error is the stream's.
-func (e *Engine) CombineBackward(s device.Stream, a *kernels.CombineBackward) error {
-	return e.launch(s, (*combineBackward)(a))
-}
-
-type combineBackward kernels.CombineBackward
-
-func (a *combineBackward) run(e *Engine) error {
-	m := meetings.Get().(*meeting)
-	err := m.combineBackward(e, (*kernels.CombineBackward)(a))
-	m.put()
-	if a.Done != nil {
-		a.Done(err)
-	}
-	return err
-}
-
-// undone is the error of a call on a dispatch that failed. Every rank has it, so none begins the call.
-func undone(op kernels.MoEOp, r *kernels.Routing) error {
-	if r.Err == nil {
-		return nil
-	}
-	return fmt.Errorf("kernels: %v: its dispatch failed: %w", op, r.Err)
-}
-
-// open sends the notices of a call that uses the routing r, and waits for those of the others. short is the length of a
-// buffer that is too small for the rows, or negative. failed is an error that every rank has; the call then moves
-// nothing but has to be finished.
-func (m *meeting) open(x *kernels.Experts, r *kernels.Routing, short, read, write int64) (failed, err error) {
-	call := kernels.CallWord(m.op, r.Call)
-	if short >= 0 {
-		call, read, write = kernels.CallWord(kernels.RefusedOp, r.Call), short, r.OutRows*x.RowBytes()
-	}
-	m.notify(call, read, write)
-	if err := m.await(m.lanes.Notice(0), m.noticed); err != nil {
-		return nil, err
-	}
-	return m.verdict(), nil
-}
-
-// shortest is the length of the first buffer that is too small for the rows, -1 when none is.
-func shortest(x *kernels.Experts, r *kernels.Routing, bufs ...[]byte) int64 {
+// shortest is the length of the first buffer of rows that is too small for the dispatch, and how many bytes it would need; ok
+// says that none is.
+func (m *meeting) shortest(rowBytes int64, bufs ...[]byte) (have, need int64, ok bool) {
+	need = m.r.rowsUsed() * rowBytes
 	for _, b := range bufs {
-		if int64(len(b)) < r.OutRows*x.RowBytes() {
-			return int64(len(b))
+		if int64(len(b)) < need {
+			return int64(len(b)), need, false
 		}
 	}
-	return -1
+	return 0, 0, true
 }
 
-// copyRows copies the rows of all experts, without their padding.
-func copyRows(x *kernels.Experts, r *kernels.Routing, dst, src []byte) {
-	size := x.RowBytes()
-	for i, first := range r.SlotFirst {
-		copy(dst[first*size:][:r.SlotRows[i]*size], src[first*size:][:r.SlotRows[i]*size])
+func refuse(have, need int64) notice {
+	return notice{call: kernels.CallWord(kernels.RefusedOp, 0, refusedShort), read: uint64(have), write: uint64(need)}
+}
+
+// copyGroup copies the rows of one group, without padding, between buffers of rows of the size.
+func (m *meeting) copyGroup(g int, size int64, dst, src []byte) {
+	first, n := m.r.offsets[g]*size, m.r.groups[g]*size
+	copy(dst[first:first+n], src[first:])
+}
+
+// copyRows copies the rows of all groups.
+func (m *meeting) copyRows(size int64, dst, src []byte) {
+	for g := range m.r.groups {
+		m.copyGroup(g, size, dst, src)
 	}
 }
 
-func (m *meeting) combine(e *Engine, a *kernels.Combine) error {
-	x, r := a.Experts, a.Routing
+// staged is where peers reach b: in place, or at the place in staging.
+func staged(b kernels.Buffer, at int64) (place int64, stage bool) {
+	if b.Reach || b.Bytes == 0 {
+		return b.Place, false
+	}
+	return at, true
+}
+
+// stage is n bytes of staging.
+func (m *meeting) stage(at, n int64) []byte { return m.e.space.Range(m.m.Rank, at, n) }
+
+// show is the first half of a combine: it tells the peers where this rank's rows are.
+func (m *meeting) show(a *kernels.Combine) (err error) {
+	defer func() { m.r.half = err }()
+	if err := undone(a.Op, m.r); err != nil {
+		return err
+	}
+	m.begin()
+	size, beside := m.m.SumBytes(), 4*int64(m.m.WeightsPerRow())
+	have, need, ok := m.shortest(size, a.Rows.Mem)
+	none := a.RowWeights.Bytes == 0
+	if ok && (!none || a.Weighting == kernels.GivenWeights) {
+		have, need, ok = m.shortest(beside, a.RowWeights.Mem)
+	}
+	word := refuse(have, need)
+	if ok {
+		rows, stageRows := staged(a.Rows, m.lanes.rows(m.h, 0))
+		weights, stageWeights := staged(a.RowWeights, m.lanes.weights(m.h, 0))
+		if a.Ready.Bytes == 0 {
+			if stageRows {
+				m.copyRows(size, m.stage(rows, m.m.Rows*size), a.Rows.Mem)
+			}
+			if stageWeights {
+				m.copyRows(beside, m.stage(weights, m.m.Rows*beside), a.RowWeights.Mem)
+			}
+		}
+		word = notice{call: kernels.CallWord(a.Op, a.Weighting, m.r.call), read: uint64(rows), readWeights: uint64(weights)}
+		if a.Ready.Bytes > 0 {
+			word.flags |= flagReady
+		}
+		if a.SumWeights.Bytes > 0 {
+			word.flags |= flagAsks
+		}
+		if used := m.r.rowsUsed(); none && used > 0 {
+			word.flags |= flagHasNone
+			word.writeWeights = uint64(used * beside)
+		}
+	}
+	failed, err := m.meet(word, nil)
+	if err == nil {
+		err = failed
+	}
+	return err
+}
+
+// gather is the second half of a combine: it reads the rows of this rank's tokens and sums them.
+func (m *meeting) gather(a *kernels.Combine) error {
+	if m.r.half != nil {
+		return m.r.half
+	}
+	var err error
+	switch m.m.SumType {
+	case kernels.Float16:
+		err = m.f16.combine(m, a)
+	case kernels.BFloat16:
+		err = m.bf16.combine(m, a)
+	default:
+		err = m.f32.combine(m, a)
+	}
+	if err != nil {
+		return err
+	}
+	for p, rows := range m.r.from {
+		m.sent(p, rows*m.m.SumBytes())
+	}
+	return m.finish()
+}
+
+func (m *meeting) gradients(a *kernels.CombineBackward) error {
+	r := m.r
 	if err := undone(a.Op, r); err != nil {
 		return err
 	}
-	m.begin(e, a.Lanes, a.Op, a.Timeout)
-	short := shortest(x, r, a.Rows)
-	if short < 0 && a.Staged {
-		copyRows(x, r, e.space.Range(e.space.Rank, a.RowsAt, r.OutRows*x.RowBytes()), a.Rows)
+	m.begin()
+	size := m.m.SumBytes()
+	given := a.Weighting == kernels.GivenWeights
+	have, need, ok := m.shortest(size, a.Rows.Mem, a.DRows.Mem)
+	if ok && given {
+		have, need, ok = m.shortest(4, a.RowWeights.Mem)
+		if ok && a.DWeights.Bytes > 0 {
+			have, need, ok = m.shortest(4, a.DWeights.Mem)
+		}
 	}
-	failed, err := m.open(x, r, short, a.RowsAt, 0)
-	if err != nil {
+	word := refuse(have, need)
+	var stageDRows, stageDWeights bool
+	var dRows, dWeights int64
+	if ok {
+		rows, stageRows := staged(a.Rows, m.lanes.rows(m.h, 0))
+		weights, stageWeights := staged(a.RowWeights, m.lanes.weights(m.h, 0))
+		dRows, stageDRows = staged(a.DRows, m.lanes.rows(m.h, 1))
+		if stageRows {
+			m.copyRows(size, m.stage(rows, m.m.Rows*size), a.Rows.Mem)
+		}
+		if stageWeights {
+			m.copyRows(4, m.stage(weights, m.m.Rows*4), a.RowWeights.Mem)
+		}
+		if given {
+			dWeights, stageDWeights = staged(a.DWeights, m.lanes.weights(m.h, 1))
+		}
+		word = notice{
+			call: kernels.CallWord(a.Op, a.Weighting, r.call), read: uint64(rows), write: uint64(dRows),
+			readWeights: uint64(weights), writeWeights: uint64(dWeights),
+		}
+	}
+	failed, err := m.meet(word, nil)
+	switch {
+	case err != nil:
 		return err
+	case failed != nil:
+		return failed
 	}
-	if failed == nil {
-		switch x.DType {
-		case kernels.Float16:
-			m.f16.combine(m, a)
-		case kernels.BFloat16:
-			m.bf16.combine(m, a)
-		default:
-			m.f32.combine(m, a)
+	if !given {
+		clear(a.DWeights.Mem) // of masked choices
+	}
+	switch m.m.SumType {
+	case kernels.Float16:
+		m.f16.spread(m, a)
+	case kernels.BFloat16:
+		m.bf16.spread(m, a)
+	default:
+		m.f32.spread(m, a)
+	}
+	m.eachPadding(func(from, to int64) { clear(a.DRows.Mem[from*size : to*size]) })
+	if a.Weighting != kernels.Unweighted {
+		for p, rows := range r.from {
+			m.sent(p, rows*size)
 		}
 	}
 	if err := m.finish(); err != nil {
 		return err
 	}
-	return failed
-}
-
-func (m *meeting) combineBackward(e *Engine, a *kernels.CombineBackward) error {
-	x, r := a.Experts, a.Routing
-	if err := undone(kernels.CombineBackwardOp, r); err != nil {
-		return err
+	if stageDRows {
+		m.copyRows(size, a.DRows.Mem, m.stage(dRows, m.m.Rows*size))
 	}
-	m.begin(e, a.Lanes, kernels.CombineBackwardOp, a.Timeout)
-	bytes := r.OutRows * x.RowBytes()
-	short := shortest(x, r, a.Rows, a.DRows)
-	if short < 0 && a.RowsStaged {
-		copyRows(x, r, e.space.Range(e.space.Rank, a.RowsAt, bytes), a.Rows)
+	if stageDWeights {
+		m.copyRows(4, a.DWeights.Mem, m.stage(dWeights, m.m.Rows*4))
 	}
-	failed, err := m.open(x, r, short, a.RowsAt, a.DRowsAt)
-	if err != nil {
-		return err
-	}
-	if failed == nil {
-		clear(a.DWeights) // of masked choices
-		switch x.DType {
-		case kernels.Float16:
-			m.f16.spread(m, a)
-		case kernels.BFloat16:
-			m.bf16.spread(m, a)
-		default:
-			m.f32.spread(m, a)
-		}
-		clearPadding(x, r, a.DRows)
-	}
-	if err := m.finish(); err != nil {
-		return err
-	}
-	if failed == nil && a.DRowsStaged {
-		copyRows(x, r, a.DRows, e.space.Range(e.space.Rank, a.DRowsAt, bytes))
-	}
-	return failed
+	return nil
 }
 
 // gatherer works on rows of one type. Its fields are scratch.
@@ -158,20 +193,26 @@ type gatherer[T float32 | vec.Float16 | vec.BFloat16] struct {
 	size    int64 // bytes of a row
 	rows    [][]T
 	weights []float32
-	// For tokens that have several rows on a rank: that rank's sum, as a row of weight 1.
-	sums    [][]float32
-	ones    []float32
-	backing []float32
+	// The rows of one rank, and the partial sums of ranks.
+	some        [][]T
+	someWeights []float32
+	partials    []T
+	// Partial sums as they are after crossing as float8, and the biases behind them.
+	wide   [][]float32
+	ones   []float32
+	widths []float32
 	// stream says that results are made in out and then written around the caches.
 	stream bool
 	out    []T
 }
 
 // begin prepares for writing n rows.
-func (g *gatherer[T]) begin(m *meeting, x *kernels.Experts, n int) {
-	g.m, g.size = m, x.RowBytes()
+func (g *gatherer[T]) begin(m *meeting, n int) {
+	x := m.m
+	g.m, g.size = m, x.SumBytes()
 	g.out = sized(g.out, x.Hidden)
-	g.backing = sized(g.backing, 2*x.Hidden)
+	g.partials = sized(g.partials, x.Hidden*min(x.TopK, x.Ranks))
+	g.widths = sized(g.widths, x.Hidden*(min(x.TopK, x.Ranks)+2))
 	g.stream = m.e.streams(n, g.size)
 }
 
@@ -180,13 +221,19 @@ func (g *gatherer[T]) end() {
 	if g.stream {
 		shm.Fence()
 	}
-	clear(g.rows)
+	clear(g.rows[:cap(g.rows)])
+	clear(g.some[:cap(g.some)])
 	g.m = nil
 }
 
 // bytes are those of row i of the rows that rank p shows at off.
 func (g *gatherer[T]) bytes(p int32, off uint64, i int32) []byte {
 	return g.m.e.space.Range(int(p), int64(off)+int64(i)*g.size, g.size)
+}
+
+// beside is entry i of the weights that rank p shows at off.
+func (g *gatherer[T]) beside(p int32, off uint64, i int64) *float32 {
+	return &shm.View[float32](g.m.e.space.Range(int(p), int64(off)+4*i, 4))[0]
 }
 
 // write stores the weighted sum of rows in dst.
@@ -200,70 +247,262 @@ func write[T, S float32 | vec.Float16 | vec.BFloat16](g *gatherer[T], dst []byte
 }
 
 // combine sums the rows of every token.
-func (g *gatherer[T]) combine(m *meeting, a *kernels.Combine) {
-	r := a.Routing
-	g.begin(m, a.Experts, r.Tokens())
-	for t := range r.Tokens() {
-		g.rows, g.weights = g.rows[:0], g.weights[:0]
-		rows := r.Rows[r.First[t]:r.First[t+1]]
-		nested := false // a rank after the first has several rows
-		for i := range rows {
-			row := &rows[i]
-			w := row.Weight
-			if a.Op == kernels.DispatchBackwardOp {
-				w = 1
-			}
-			g.rows, g.weights = append(g.rows, shm.View[T](g.bytes(row.Rank, m.read[row.Rank], row.Row))), append(g.weights, w)
-			nested = nested || i > 0 && row.Rank == rows[i-1].Rank && row.Rank != rows[0].Rank
+func (g *gatherer[T]) combine(m *meeting, a *kernels.Combine) error {
+	r := m.r
+	g.begin(m, a.Tokens)
+	defer g.end()
+	if !m.anyReady() {
+		for t := range a.Tokens {
+			g.token(a, t)
 		}
-		y := a.Y[int64(t)*g.size:][:g.size]
-		if nested {
-			g.sumRanks(rows)
-			write(g, y, g.sums, g.ones)
-		} else {
-			write(g, y, g.rows, g.weights)
-		}
+		return nil
 	}
-	g.end()
+	m.idle = m.idle[:0]
+	for t := range a.Tokens {
+		m.idle = append(m.idle, int32(t))
+	}
+	return m.whenReady(a, func(t int) { g.token(a, t) }, func(t int) []routedRow { return r.rows[r.first[t]:r.first[t+1]] })
 }
 
-// sumRanks sums the rows of each rank. Where only the first rank has several rows the sum of all rows has the same bits
-// as the sum of these sums.
-func (g *gatherer[T]) sumRanks(rows []kernels.RoutedRow) {
-	hidden := len(g.out)
-	g.sums, g.ones = g.sums[:0], g.ones[:0]
-	g.backing = sized(g.backing, len(rows)*hidden)
+// token sums the rows of one token.
+func (g *gatherer[T]) token(a *kernels.Combine, t int) {
+	m, r := g.m, g.m.r
+	rows := r.rows[r.first[t]:r.first[t+1]]
+	byToken, float8 := m.m.Layout.ByToken(), m.m.Float8Partials
+	g.rows, g.weights = g.rows[:0], g.weights[:0]
+	g.wide, g.ones = g.wide[:0], g.ones[:0]
+	_, exact := any(g.out).([]float32) // a partial sum of one row need not be made
+	made := 0
 	for i := 0; i < len(rows); {
 		end := i + 1
-		for end < len(rows) && rows[end].Rank == rows[i].Rank {
+		for end < len(rows) && rows[end].rank == rows[i].rank {
 			end++
 		}
-		sum := g.backing[len(g.sums)*hidden:][:hidden]
-		vec.WeightedSum(sum, g.rows[i:end], g.weights[i:end])
-		g.sums, g.ones = append(g.sums, sum), append(g.ones, 1)
+		g.some, g.someWeights = g.some[:0], g.someWeights[:0]
+		for _, row := range rows[i:end] {
+			w := float32(1)
+			switch a.Weighting {
+			case kernels.DispatchedWeights:
+				w = row.weight
+			case kernels.GivenWeights:
+				w = *g.beside(row.rank, r.notices[row.rank].readWeights, int64(row.row))
+			}
+			g.some = append(g.some, shm.View[T](g.bytes(row.rank, r.notices[row.rank].read, row.row)))
+			g.someWeights = append(g.someWeights, w)
+			if byToken {
+				break
+			}
+		}
+		switch n := len(g.some); {
+		case float8:
+			sum := g.widths[len(g.wide)*m.m.Hidden:][:m.m.Hidden]
+			vec.WeightedSum(sum, g.some, g.someWeights)
+			m.token.roundTrip(sum)
+			g.wide, g.ones = append(g.wide, sum), append(g.ones, 1)
+		case n == 1 && (exact || g.someWeights[0] == 1), exact && i == 0:
+			// The sum of all has the same bits as that of the partial sums.
+			g.rows, g.weights = append(g.rows, g.some...), append(g.weights, g.someWeights...)
+		default:
+			sum := g.partials[made*m.m.Hidden:][:m.m.Hidden]
+			made++
+			vec.WeightedSum(sum, g.some, g.someWeights)
+			g.rows, g.weights = append(g.rows, sum), append(g.weights, 1)
+		}
 		i = end
 	}
+	if a.SumWeights.Bytes > 0 {
+		g.sumWeights(a, t, rows)
+	}
+	for _, bias := range a.Bias {
+		if bias.Bytes == 0 {
+			continue
+		}
+		b := shm.View[T](bias.Mem[int64(t)*g.size:][:g.size])
+		if float8 {
+			wide := g.widths[len(g.wide)*m.m.Hidden:][:m.m.Hidden]
+			vec.Load(wide, b)
+			g.wide, g.ones = append(g.wide, wide), append(g.ones, 1)
+		} else {
+			g.rows, g.weights = append(g.rows, b), append(g.weights, 1)
+		}
+	}
+	y := a.Y.Mem[int64(t)*g.size:][:g.size]
+	if float8 {
+		write(g, y, g.wide, g.ones)
+	} else {
+		write(g, y, g.rows, g.weights)
+	}
+}
+
+// sumWeights fetches what lies beside the rows of a token.
+func (g *gatherer[T]) sumWeights(a *kernels.Combine, t int, rows []routedRow) {
+	x := g.m.m
+	sums := shm.View[float32](a.SumWeights.Mem)[t*x.TopK : (t+1)*x.TopK]
+	clear(sums)
+	for _, row := range rows {
+		at := int64(row.row)
+		if x.Layout.ByToken() {
+			at = at*int64(x.TopK) + int64(row.choice)
+		}
+		sums[row.choice] = *g.beside(row.rank, g.m.r.notices[row.rank].readWeights, at)
+	}
+}
+
+// anyReady reports whether a rank shows its rows by and by.
+func (m *meeting) anyReady() bool {
+	for _, n := range m.r.notices {
+		if n.flags&flagReady != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// whenReady calls do for every token in m.idle once the rows of all its choices may be read. Meanwhile it passes on what this
+// rank's caller marks as done.
+func (m *meeting) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t int) []routedRow) error {
+	x, r, me := m.m, m.r, m.m.Rank
+	groups := max(x.MostLocal(), x.Ranks)
+	m.open = sized(m.open, x.Ranks*groups)
+	for p, n := range r.notices {
+		for g := range groups {
+			m.open[p*groups+g] = n.flags&flagReady == 0
+		}
+	}
+	shown := 0 // own groups
+	if a.Ready.Bytes == 0 {
+		shown = len(r.groups)
+	}
+	isOpen := func(row *routedRow) bool {
+		p, group := int(row.rank), int(row.slot-x.First[row.rank])
+		if x.Layout.ByToken() {
+			group = me
+		}
+		open := &m.open[p*groups+group]
+		if !*open {
+			*open = m.e.word(p, m.lanes.ready(m.peer(p), group)).Load() >= kernels.LastSeq(r.epoch)
+		}
+		return *open
+	}
+	var since time.Time // this rank has nothing to do but wait for
+	var sinceFor int
+	for len(m.idle) > 0 || shown < len(r.groups) {
+		moved := false
+		if n := m.showReady(a); n > 0 {
+			shown, moved = shown+n, true
+		}
+		left, waitFor := m.idle[:0], me
+	tokens:
+		for _, t := range m.idle {
+			rows := rowsOf(int(t))
+			for i := range rows {
+				if !isOpen(&rows[i]) {
+					left = append(left, t)
+					waitFor = int(rows[i].rank)
+					continue tokens
+				}
+			}
+			do(int(t))
+		}
+		moved = moved || len(left) < len(m.idle)
+		m.idle = left
+		if moved {
+			if !since.IsZero() {
+				m.waited(sinceFor, time.Since(since))
+				since = time.Time{}
+			}
+			m.w.busy()
+			continue
+		}
+		if since.IsZero() {
+			since, sinceFor = time.Now(), waitFor
+		}
+		if err := m.w.idle(waitFor); err != nil {
+			return m.gaveUp(waitFor, err)
+		}
+	}
+	return nil
+}
+
+// showReady lets peers read the groups that the caller has marked as done since it was called last. It returns how many those are.
+func (m *meeting) showReady(a *kernels.Combine) (n int) {
+	if a.Ready.Bytes == 0 {
+		return 0
+	}
+	size, beside := m.m.SumBytes(), 4*int64(m.m.WeightsPerRow())
+	for g, rows := range m.r.groups {
+		word := m.e.word(m.m.Rank, m.lanes.ready(m.h, g))
+		if word.Load() >= kernels.LastSeq(m.r.epoch) || int64(shm.Word32(a.Ready.Mem, 4*int64(g)).Load()) < rows {
+			continue
+		}
+		if at, stage := staged(a.Rows, m.lanes.rows(m.h, 0)); stage {
+			m.copyGroup(g, size, m.stage(at, m.m.Rows*size), a.Rows.Mem)
+		}
+		if at, stage := staged(a.RowWeights, m.lanes.weights(m.h, 0)); stage {
+			m.copyGroup(g, beside, m.stage(at, m.m.Rows*beside), a.RowWeights.Mem)
+		}
+		word.Store(kernels.LastSeq(m.r.epoch))
+		n++
+	}
+	if n > 0 {
+		for p := range m.m.Ranks {
+			if p != m.m.Rank {
+				m.e.ring(p)
+			}
+		}
+	}
+	return n
 }
 
 // spread writes the gradient of every row to its rank, and computes those of the weights.
 func (g *gatherer[T]) spread(m *meeting, a *kernels.CombineBackward) {
-	r := a.Routing
-	g.begin(m, a.Experts, len(r.Rows))
-	choices := len(a.DWeights) / max(r.Tokens(), 1)
+	r, x := m.r, m.m
+	g.begin(m, len(r.rows))
+	defer g.end()
+	byToken, given, hidden := x.Layout.ByToken(), a.Weighting == kernels.GivenWeights, x.Hidden
+	dWeights := shm.View[float32](a.DWeights.Mem)
 	g.rows, g.weights = append(g.rows[:0], nil), append(g.weights[:0], 0)
-	for t := range r.Tokens() {
-		dy := shm.View[T](a.DY[int64(t)*g.size:][:g.size])
-		wide := widen(dy, g.backing[:len(dy)])
+	m.wrote = sized(m.wrote, x.Ranks)
+	clear(m.wrote)
+	for t := range a.Tokens {
+		dy := shm.View[T](a.DY.Mem[int64(t)*g.size:][:g.size])
+		var wide []float32
+		if given || len(dWeights) > 0 {
+			wide = widen(dy, g.widths[:hidden])
+		}
 		g.rows[0] = dy
-		for i := r.First[t]; i < r.First[t+1]; i++ {
-			row := &r.Rows[i]
-			y := shm.View[T](g.bytes(row.Rank, m.read[row.Rank], row.Row))
-			a.DWeights[t*choices+int(row.Choice)] = vec.Dot(widen(y, g.backing[len(dy):][:len(dy)]), wide)
-			g.weights[0] = row.Weight
-			write(g, g.bytes(row.Rank, m.write[row.Rank], row.Row), g.rows, g.weights)
+		last := int32(-1)
+		for i := r.first[t]; i < r.first[t+1]; i++ {
+			row := &r.rows[i]
+			if byToken && row.rank == last {
+				continue
+			}
+			last = row.rank
+			n := &r.notices[row.rank]
+			if given && n.writeWeights != 0 || !given && len(dWeights) > 0 {
+				y := shm.View[T](g.bytes(row.rank, n.read, row.row))
+				dw := m.sums.dot(widen(y, g.widths[hidden:2*hidden]), wide)
+				if given {
+					*g.beside(row.rank, n.writeWeights, int64(row.row)) = dw
+				} else {
+					dWeights[t*x.TopK+int(row.choice)] = dw
+				}
+			}
+			switch a.Weighting {
+			case kernels.DispatchedWeights:
+				g.weights[0] = row.weight
+			case kernels.GivenWeights:
+				g.weights[0] = *g.beside(row.rank, n.readWeights, int64(row.row))
+			default:
+				g.weights[0] = 1
+			}
+			write(g, g.bytes(row.rank, n.write, row.row), g.rows, g.weights)
+			m.wrote[row.rank] += g.size
 		}
 	}
-	g.end()
+	for p, bytes := range m.wrote {
+		m.sent(p, bytes)
+	}
 }
 
 // widen is row in float32: itself, or in buf.
@@ -273,4 +512,33 @@ func widen[T float32 | vec.Float16 | vec.BFloat16](row []T, buf []float32) []flo
 	}
 	vec.Load(buf, row)
 	return buf
+}
+
+// sums is scratch of dot.
+type sums struct {
+	chains, products [kernels.DotChains]float32
+}
+
+// dot is the inner product as kernels.DotChains says.
+func (s *sums) dot(a, b []float32) float32 {
+	c := &s.chains
+	clear(c[:])
+	for len(a) > 0 {
+		n := min(len(a), len(c))
+		vec.Mul(s.products[:n], a[:n], b[:n])
+		vec.Add(c[:n], c[:n], s.products[:n])
+		a, b = a[n:], b[n:]
+	}
+	for j := 0; j < len(c); j += 8 {
+		e := c[j : j+8 : j+8]
+		e[0], e[1], e[2], e[3] = e[0]+e[4], e[1]+e[5], e[2]+e[6], e[3]+e[7]
+		e[0], e[1] = e[0]+e[2], e[1]+e[3]
+		e[0] += e[1]
+	}
+	for stride := 128; stride >= 8; stride /= 2 {
+		for j := 0; j < stride; j += 8 {
+			c[j] += c[j+stride]
+		}
+	}
+	return c[0]
 }

@@ -13,8 +13,8 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// Engine runs the kernels of one rank on one symmetric heap. Launches on different streams run side by side; a
-// communicator orders its own.
+// Engine runs the kernels of one rank on one symmetric heap, in Go. Launches on different streams run side by side; a
+// communicator orders its own. It is a kernels.Engine.
 type Engine struct {
 	space    kernels.Space
 	abort    *atomic.Uint64
@@ -30,7 +30,6 @@ type Engine struct {
 	step       func(p point, peer int) error // nil but in tests
 	pullFrom   int64                         // the least message that is read in its sender's memory,
 	pullBytes  int64                         // and how much of it at once
-	nonce      *shm.Nonce                    // by which peers know this rank's memory
 
 	mu    sync.Mutex
 	tasks []*task
@@ -42,8 +41,6 @@ const coreCacheBytes = 3 << 20
 
 type peer struct {
 	doorbell, sleepers, core *atomic.Uint32
-	readable                 bool        // this rank may read its memory
-	memory                   shm.Process // which is there, in another process
 }
 
 // New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
@@ -63,7 +60,6 @@ func New(space kernels.Space, why func() error) *Engine {
 		seg := space.Segment(p)
 		w := &e.peers[p]
 		w.doorbell, w.sleepers, w.core = shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset), shm.Word32(seg, kernels.CoreOffset)
-		w.readable = space.Bells != nil
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
 	return e
@@ -87,40 +83,41 @@ func (e *Engine) fail(peer int, op string, epoch uint64, err error) error {
 
 // task carries a launch through a stream.
 type task struct {
-	e      *Engine
+	p      *port
 	kernel runner
 }
 
 // runner is the arguments of one kernel.
-type runner interface{ run(e *Engine) error }
+type runner interface{ run(p *port) error }
 
 // Run implements device.Task.
 func (t *task) Run() error {
-	k := t.kernel
-	t.kernel = nil
-	t.e.mu.Lock()
-	t.e.tasks = append(t.e.tasks, t)
-	t.e.mu.Unlock()
-	return k.run(t.e)
+	k, p := t.kernel, t.p
+	t.kernel, t.p = nil, nil
+	p.e.mu.Lock()
+	p.e.tasks = append(p.e.tasks, t)
+	p.e.mu.Unlock()
+	return k.run(p)
 }
 
 // launch enqueues the kernel on s, or runs it at once when s is nil.
-func (e *Engine) launch(s device.Stream, k runner) error {
+func (p *port) launch(s device.Stream, k runner) error {
 	if s == nil {
-		return k.run(e)
+		return k.run(p)
 	}
 	hs, ok := s.(*device.HostStream)
 	if !ok {
 		return fmt.Errorf("kernels: the host engine needs a host stream, not one of %v", s.Device())
 	}
+	e := p.e
 	e.mu.Lock()
 	var t *task
 	if n := len(e.tasks); n > 0 {
 		t, e.tasks = e.tasks[n-1], e.tasks[:n-1]
 	} else {
-		t = &task{e: e}
+		t = new(task)
 	}
 	e.mu.Unlock()
-	t.kernel = k
+	t.p, t.kernel = p, k
 	return hs.Enqueue(t)
 }

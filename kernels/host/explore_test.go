@@ -45,6 +45,7 @@ type rig struct {
 	stride  int64
 	bells   []*kernels.Bell
 	engines []*host.Engine
+	ports   []kernels.Port
 	sources [][]byte // by rank
 	epoch   uint64   // calls that have been made before
 	timeout time.Duration
@@ -78,6 +79,7 @@ func newRig(w *explore.Workload) *rig {
 	for r := range n {
 		g.engines = append(g.engines, host.New(g.space(r), func() error { return nil }))
 		g.engines[r].SetPull(0, 16)
+		g.ports = append(g.ports, open(g.engines[r], &w.Channels.Channels, w.Channels.Offset))
 		var longest int64
 		for _, c := range w.Calls {
 			longest = max(longest, c.SourceBytes(r))
@@ -86,6 +88,19 @@ func newRig(w *explore.Workload) *rig {
 	}
 	g.fresh = g.clear
 	return g
+}
+
+func open(e *host.Engine, f kernels.Family, offset int64) kernels.Port {
+	p, err := e.Open(f, offset)
+	if err != nil {
+		panic(err)
+	}
+	return p
+}
+
+// buffer is b as an operation gets it, at a place of its rank's segment or at -1.
+func buffer(b []byte, place int64) kernels.Buffer {
+	return kernels.Buffer{Mem: b, Bytes: int64(len(b)), Place: place, Reach: place >= 0}
 }
 
 func (g *rig) space(rank int) kernels.Space {
@@ -130,11 +145,11 @@ func (g *rig) untouched(rank int) error {
 }
 
 func (g *rig) exchange(rank int, r *kernels.Routes, c *explore.Call, src, dst []byte) error {
-	a := kernels.AllToAllV{Channels: &g.w.Channels, Routes: r, Src: src, Dst: dst, DstOffset: -1, Timeout: g.timeout}
+	a := kernels.AllToAllV{Routes: r, Schedule: c.Schedules[rank], Src: buffer(src, -1), Dst: buffer(dst, -1), Launched: kernels.Launched{Timeout: g.timeout}}
 	if c.InPlace[rank] {
-		a.DstOffset = c.Output[rank]
+		a.Dst = buffer(dst, c.Output[rank])
 	}
-	return g.engines[rank].AllToAllV(nil, &a)
+	return g.ports[rank].Launch(nil, &a)
 }
 
 // run is what one rank does: all calls, with turns before, within and after each.
@@ -502,7 +517,7 @@ func TestF1_WhoGivesUpHasItsBuffersBack(t *testing.T) {
 			t.Run(fmt.Sprintf("%s, look %d", name, look), func(t *testing.T) {
 				g := newRig(w)
 				g.giveUp(look)
-				if w.Calls[0].Routes[0].Staged {
+				if w.Calls[0].Schedules[0].Staged {
 					g.resumed = nil // what is taken is a slot
 				}
 				holds(t, g, budget(3, 500))

@@ -32,32 +32,34 @@ const (
 	inSegment = 1 << 63
 )
 
-// Show leaves word of where this rank's memory is in the control block. The ranks meet before they Look, and before
-// anything is launched.
-func (e *Engine) Show(c *kernels.Channels) {
-	e.nonce = shm.NewNonce()
-	card := shm.View[uint64](e.space.Range(e.space.Rank, c.Card(), 32))
-	self := shm.Self(e.nonce)
+// show leaves word of where this rank's memory is in the control block.
+func (p *port) show() {
+	space := &p.e.space
+	p.sources = make([]source, space.Size)
+	for r := range p.sources {
+		p.sources[r].readable = space.Bells != nil
+	}
+	p.nonce = shm.NewNonce()
+	card := shm.View[uint64](space.Range(space.Rank, p.channels.Card(), 32))
+	self := shm.Self(p.nonce)
 	card[0], card[1] = uint64(self.PID), uint64(self.At)
 	copy(shm.Bytes(card[2:]), self.Nonce[:])
 }
 
-// Look tries to read the memory of every peer. The error says of which it cannot; their messages go through staging.
-func (e *Engine) Look(c *kernels.Channels) error {
-	if e.space.Bells != nil {
-		return nil
-	}
+// look tries to read the memory of every peer. The error says of which it cannot; their messages go through staging.
+func (p *port) look() error {
+	space := &p.e.space
 	var errs []error
-	for p := range e.peers {
-		if p == e.space.Rank {
+	for r := range p.sources {
+		w := &p.sources[r]
+		if w.readable || r == space.Rank {
 			continue
 		}
-		w := &e.peers[p]
-		card := shm.View[uint64](e.space.Range(p, c.Card(), 32))
+		card := shm.View[uint64](space.Range(r, p.channels.Card(), 32))
 		w.memory = shm.Process{PID: int(card[0]), At: uintptr(card[1]), Nonce: shm.Nonce(shm.Bytes(card[2:]))}
 		err := w.memory.Probe()
 		if w.readable = err == nil; err != nil {
-			errs = append(errs, fmt.Errorf("rank %d: %w", p, err))
+			errs = append(errs, fmt.Errorf("rank %d: %w", r, err))
 		}
 	}
 	return errors.Join(errs...)
@@ -65,23 +67,23 @@ func (e *Engine) Look(c *kernels.Channels) error {
 
 // pulls reports whether this rank will read the message of h in its sender's memory.
 func (x *exchange) pulls(h *half) bool {
-	return x.a.DstOffset < 0 && !x.a.Routes.Staged && h.total >= x.e.pullFrom && x.e.peers[h.peer].readable
+	return !x.a.Dst.Reach && !x.a.Schedule.Staged && h.total >= x.e.pullFrom && x.p.sources[h.peer].readable
 }
 
 // offer announces the message of h and says where it lies.
 func (x *exchange) offer(h *half) {
 	x.e.order(x.e.space.Rank)
 	source := uint64(shm.Addr(h.buf))
-	if x.a.SrcOffset > 0 && x.e.space.Bells == nil {
-		source = inSegment | uint64(x.a.SrcOffset+x.a.Routes.SendOffsets[h.peer])
+	if x.a.Src.Reach && x.e.space.Bells == nil {
+		source = inSegment | uint64(x.a.Src.Place+x.a.Routes.SendOffsets[h.peer])
 	}
-	x.e.word(h.peer, x.a.Channels.Signal(x.epoch, x.e.space.Rank)+kernels.LineSource).Store(source)
+	x.e.word(h.peer, x.c.Signal(x.epoch, x.e.space.Rank)+kernels.LineSource).Store(source)
 	x.signal(h, kernels.Seq(x.epoch, 0))
 }
 
 // taken reports whether the receiver of h has read more of the message; chunk is 0 when it has read all of it.
 func (x *exchange) taken(h *half) bool {
-	seq := x.e.word(x.e.space.Rank, x.a.Channels.Taken(h.peer)).Load()
+	seq := x.e.word(x.e.space.Rank, x.c.Taken(h.peer)).Load()
 	if seq <= h.taken || seq < kernels.Seq(x.epoch, 1) {
 		return false
 	}
@@ -95,7 +97,7 @@ func (x *exchange) taken(h *half) bool {
 
 // withdraw takes back what this rank has offered and nobody has taken. Its user may have the source then.
 func (x *exchange) withdraw() {
-	c, me := x.a.Channels, x.e.space.Rank
+	c, me := x.c, x.e.space.Rank
 	for i := x.sHead; i < len(x.sends); i++ {
 		h := &x.sends[i]
 		if h.mode != kernels.CreditMode || h.chunk == 0 {
@@ -114,7 +116,7 @@ func (x *exchange) withdraw() {
 
 // pull reads the next piece of a message. It reports whether it has done anything.
 func (x *exchange) pull(h *half) bool {
-	c, me := x.a.Channels, x.e.space.Rank
+	c, me := x.c, x.e.space.Rank
 	offer := x.e.word(me, c.Signal(x.epoch, h.peer)+kernels.LineSource)
 	at := offer.Load()
 	if at == 0 {
@@ -139,7 +141,7 @@ func (x *exchange) pull(h *half) bool {
 		x.copy(dst, x.e.space.Range(h.peer, int64(from&^inSegment), int64(len(dst))))
 	default:
 		x.e.at(takingData, h.peer)
-		if x.e.peers[h.peer].memory.Read(dst, uintptr(from)) != nil {
+		if x.p.sources[h.peer].memory.Read(dst, uintptr(from)) != nil {
 			h.pull, h.done = false, 0
 			for x.grant(h) {
 			}

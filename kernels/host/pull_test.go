@@ -18,17 +18,17 @@ import (
 )
 
 // apart makes the ranks of w read each other's memory as processes do.
-func (w *world) apart() {
+func (w *world) apart(t *testing.T) {
 	for _, e := range w.engines {
 		e.space.Bells = nil
 		e.SetPull(0, 256)
-		e.Show(&w.c)
 	}
+	w.open(t)
 }
 
 func (w *world) look(t *testing.T) {
-	for _, e := range w.engines {
-		require.NoError(t, e.Look(&w.c))
+	for _, p := range w.ports {
+		require.NoError(t, p.Ready().Slow)
 	}
 }
 
@@ -42,19 +42,23 @@ func (w *world) swap(call int, n int64, src [2][]byte, timeout time.Duration) (d
 		}
 		dst[r] = bytes.Repeat([]byte{0xee}, int(n))
 		wg.Go(func() {
-			errs[r] = w.engines[r].AllToAllV(nil, &kernels.AllToAllV{Channels: &w.c, Routes: routes(m, r), Src: src[r][:n], SrcOffset: w.place(r, src[r]), Dst: dst[r], DstOffset: -1, Timeout: timeout})
+			errs[r] = w.launch(r, m, src[r][:n], w.place(r, src[r]), dst[r], timeout)
 		})
 	}
 	wg.Wait()
 	return dst, errs
 }
 
-// place is where b lies in the segment of a rank, 0 when it is elsewhere.
+func (w *world) launch(rank int, m [][]int64, src []byte, place int64, dst []byte, timeout time.Duration) error {
+	return w.ports[rank].Launch(nil, &kernels.AllToAllV{Routes: routes(m, rank), Src: buffer(src, place), Dst: buffer(dst, -1), Launched: kernels.Launched{Timeout: timeout}})
+}
+
+// place is where b lies in the segment of a rank, -1 when it is elsewhere.
 func (w *world) place(rank int, b []byte) int64 {
 	if own := w.engines[rank].space.Range(rank, w.data, 4096); shm.Overlap(own, b) {
 		return w.data
 	}
-	return 0
+	return -1
 }
 
 func (w *world) swaps(t *testing.T, src [2][]byte) {
@@ -74,7 +78,7 @@ func (w *world) swaps(t *testing.T, src [2][]byte) {
 
 func twoRanks(t *testing.T) *world {
 	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 4096)
-	w.apart()
+	w.apart(t)
 	return w
 }
 
@@ -97,9 +101,9 @@ func TestMessagesAreReadInTheirSendersMemory(t *testing.T) {
 func TestMessagesAreReadInTheHeap(t *testing.T) {
 	w := twoRanks(t)
 	w.look(t)
-	for _, e := range w.engines {
-		for p := range e.peers {
-			e.peers[p].memory = shm.Process{}
+	for _, p := range w.ports {
+		for r := range p.(*port).sources {
+			p.(*port).sources[r].memory = shm.Process{}
 		}
 	}
 	src := heapSources()
@@ -119,8 +123,8 @@ func TestWhoCannotBeReadIsNamedAndSendsThroughStaging(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := twoRanks(t)
 			spoil(shm.View[uint64](w.engines[0].space.Range(0, w.c.Card(), 32)))
-			require.ErrorContains(t, w.engines[1].Look(&w.c), "rank 0: ")
-			require.NoError(t, w.engines[0].Look(&w.c))
+			require.ErrorContains(t, w.ports[1].Ready().Slow, "rank 0: ")
+			require.NoError(t, w.ports[0].Ready().Slow)
 			w.swaps(t, heapSources())
 			require.Zero(t, w.taken(0, 1))
 			require.Equal(t, kernels.LastSeq(20), w.taken(1, 0), "the other direction does not mind")
@@ -155,14 +159,14 @@ func TestF1_NobodyWritesToWhoHasGivenUp(t *testing.T) {
 		t.Run(fmt.Sprintf("shared=%v", shared), func(t *testing.T) {
 			w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256}, 0)
 			if !shared {
-				w.apart()
+				w.apart(t)
 				w.look(t)
 			}
 			const n = 1 << 20
 			m := [][]int64{{0, n}, {n, 0}}
 			out, late := make([]byte, n), make([]byte, n)
 			call := func(rank int, dst []byte, timeout time.Duration) error {
-				return w.engines[rank].AllToAllV(nil, &kernels.AllToAllV{Channels: &w.c, Routes: routes(m, rank), Src: make([]byte, n), Dst: dst, DstOffset: -1, Timeout: timeout})
+				return w.launch(rank, m, make([]byte, n), -1, dst, timeout)
 			}
 			var peer *comm.PeerError
 			err := call(0, out, 10*time.Millisecond)
@@ -185,7 +189,7 @@ func TestF1_NobodyTakesWhatItsSenderHasTakenBack(t *testing.T) {
 	outcomes := [2]int{}
 	for try := range 200 {
 		w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256}, 0)
-		w.apart()
+		w.apart(t)
 		w.look(t)
 		for _, e := range w.engines {
 			e.SetPull(0, 4096)
@@ -203,11 +207,11 @@ func TestF1_NobodyTakesWhatItsSenderHasTakenBack(t *testing.T) {
 			w.engines[0].abort.Store(1)
 		})
 		wg.Go(func() {
-			if w.engines[0].AllToAllV(nil, &kernels.AllToAllV{Channels: &w.c, Routes: routes(m, 0), Src: src, DstOffset: -1, Timeout: 10 * time.Second}) != nil {
+			if w.launch(0, m, src, -1, nil, 10*time.Second) != nil {
 				fill(src, 0xee)
 			}
 		})
-		err := w.engines[1].AllToAllV(nil, &kernels.AllToAllV{Channels: &w.c, Routes: routes(m, 1), Dst: dst, DstOffset: -1, Timeout: 5 * time.Millisecond})
+		err := w.launch(1, m, nil, -1, dst, 5*time.Millisecond)
 		wg.Wait()
 		if err != nil {
 			require.ErrorIs(t, err, comm.ErrTimeout)

@@ -211,14 +211,17 @@ func (b *builder) parity(single Bug) uint64 {
 func (b *builder) build(met *int) program {
 	c := &b.p.w.Calls[b.call]
 	r := c.Routes[b.me]
-	pr := program{window: r.Window, want: map[int32]uint64{}}
+	pr := program{window: c.Schedules[b.me].Window, want: map[int32]uint64{}}
+	if pr.window == 0 {
+		pr.window = b.p.ranks
+	}
 	var pre []op
 	b.add(op{kind: opBegin}, "begins")
 	b.meet(met)
 	pre = b.done()
 	for i, src := range r.ReverseOrder {
 		credits, body := b.recv(int(src))
-		if i < r.Window && !b.p.o.Concurrent {
+		if i < pr.window && !b.p.o.Concurrent {
 			pre = append(pre, credits...)
 			credits = nil
 		}
@@ -280,8 +283,8 @@ func (b *builder) chunks(call, src, dst int) (places, lens []int64) {
 		n, at := min(r.RecvBytes[src]-asked, w.Channels.SlotBytes), w.Channels.Slot(src, k)
 		if c.inPlace(dst) {
 			n, at = r.RecvBytes[src]-asked, c.Output[dst]+r.RecvOffsets[src]+asked
-			if r.ChunkBytes > 0 {
-				n = min(n, r.ChunkBytes)
+			if chunk := c.Schedules[dst].ChunkBytes; chunk > 0 {
+				n = min(n, chunk)
 			}
 		}
 		places, lens = append(places, at), append(lens, n)
@@ -293,7 +296,7 @@ func (b *builder) chunks(call, src, dst int) (places, lens []int64) {
 // pulled reports whether dst reads a message of n bytes where its sender has it.
 func (b *builder) pulled(dst int, n int64) bool {
 	w, c := b.p.w, &b.p.w.Calls[b.call]
-	return b.p.o.Pull && w.Channels.Mode(n) == kernels.CreditMode && !c.InPlace[dst] && !c.Routes[dst].Staged
+	return b.p.o.Pull && w.Channels.Mode(n) == kernels.CreditMode && !c.InPlace[dst] && !c.Schedules[dst].Staged
 }
 
 // source is the word in which src offers its message to dst.

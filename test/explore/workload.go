@@ -4,18 +4,20 @@ import (
 	"fmt"
 
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
 // Workload is a few consecutive exchanges as the kernels of all ranks get them. The model and the real kernel run the
 // same ones.
 type Workload struct {
-	Channels kernels.Channels
+	Channels host.Channels
 	Calls    []Call
 }
 
 // Call is one exchange. The slices are indexed by rank.
 type Call struct {
-	Routes []*kernels.Routes
+	Routes    []*kernels.Routes
+	Schedules []kernels.Schedule
 	// Output is where the output buffer lies in the rank's segment, InPlace whether peers may write there.
 	Output  []int64
 	InPlace []bool
@@ -36,8 +38,8 @@ type Style struct {
 
 // NewWorkload is a workload without calls on channels of the given shape.
 func NewWorkload(size int, c kernels.Channels) *Workload {
-	c.Size, c.Offset = size, kernels.HeaderBytes
-	return &Workload{Channels: c}
+	c.Size = size
+	return &Workload{Channels: host.Channels{Channels: c, Offset: kernels.HeaderBytes}}
 }
 
 // Outputs is where the output buffers begin in every segment.
@@ -55,10 +57,7 @@ func (w *Workload) Add(bytes [][]int64, styles ...Style) *Workload {
 		if len(styles) > 1 {
 			style = styles[rank]
 		}
-		r := &kernels.Routes{Window: style.Window, ChunkBytes: style.ChunkBytes, Staged: style.Staged}
-		if r.Window == 0 {
-			r.Window = n
-		}
+		r := &kernels.Routes{}
 		var sent, received int64
 		for p := range n {
 			r.SendBytes, r.SendOffsets = append(r.SendBytes, bytes[rank][p]), append(r.SendOffsets, sent)
@@ -79,6 +78,7 @@ func (w *Workload) Add(bytes [][]int64, styles ...Style) *Workload {
 			panic(fmt.Sprintf("explore: the order of rank %d has no mirror", rank))
 		}
 		c.Routes = append(c.Routes, r)
+		c.Schedules = append(c.Schedules, kernels.Schedule{Window: style.Window, ChunkBytes: style.ChunkBytes, Staged: style.Staged})
 		c.Output = append(c.Output, w.Outputs())
 		c.InPlace = append(c.InPlace, style.InPlace)
 	}
@@ -87,7 +87,7 @@ func (w *Workload) Add(bytes [][]int64, styles ...Style) *Workload {
 }
 
 // inPlace reports whether the messages to a rank are written into its output.
-func (c *Call) inPlace(rank int) bool { return c.InPlace[rank] && !c.Routes[rank].Staged }
+func (c *Call) inPlace(rank int) bool { return c.InPlace[rank] && !c.Schedules[rank].Staged }
 
 // OutputBytes is how much room the outputs of a rank need.
 func (w *Workload) OutputBytes(rank int) int64 {

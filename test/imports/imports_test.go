@@ -69,13 +69,95 @@ func TestNothingDependsOnNVML(t *testing.T) {
 	}
 }
 
-// cgo lives in the driver bindings, the C ABI and the report.
-func TestCgoIsInFewPackages(t *testing.T) {
-	allowed := []string{module + "/internal/cuda", module + "/internal/cuda/layout", module + "/device/nvml"}
-	for _, line := range goList(t, "-e", "-f", "{{if .CgoFiles}}{{.ImportPath}}{{end}}", "./...") {
-		if line == "" || strings.HasPrefix(line, module+"/bindings/") {
-			continue
+// floors is the house from the ground up. A package imports only packages of floors below its own, and of its own unit: what a
+// line names is a unit with all packages below it, unless they have a line themselves. The floors are explained in ARCHITECTURE.md.
+var floors = [][]string{
+	{"internal/shm", "internal/vec", "internal/env", "internal/cuda"}, // memory, arithmetic, the environment and the driver, without a word of ranks
+	{"comm", "device"},                      // how ranks meet, and where bytes live
+	{"kernels"},                             // what operations are: the language that plans and engines have in common
+	{"kernels/host", "kernels/cuda"},        // how a device does them
+	{"memory"},                              // the symmetric heap, which chooses the engine
+	{"internal/agree"},                      // ranks compare what they want
+	{"internal/communicator"},               // the life that communicators share
+	{"alltoallv", "allreduce"},              // what to move, and in which order
+	{"dispatch"},                            // tokens and experts
+	{"internal/worldtest", "test"},          // what tests share
+	{"bindings", "examples", "device/nvml"}, // programs, and what only programs import
+}
+
+// importers bounds who imports a package beyond what the floors say.
+var importers = map[string][]string{
+	"kernels/host":       {"memory", "test/explore"}, // plans know of no engine
+	"kernels/cuda":       {"memory"},
+	"internal/cuda":      {"device", "kernels/cuda", "memory", "test/perf"}, // devices are device's, but for their engine and their memory
+	"internal/worldtest": {},                                                // only files of tests
+}
+
+// uses says what packages import besides floors. internal/cuda and bindings/python/abi are C on the other side; unsafe is for mapped memory, for the
+// processor's vectors, and at those two borders.
+var uses = map[string][]string{
+	"C":      {"internal/cuda", "internal/cuda/layout", "bindings/python/abi", "device/nvml"},
+	"unsafe": {"internal/cuda", "internal/cuda/layout", "bindings/python/abi", "device/nvml", "internal/shm", "internal/vec"},
+}
+
+// unit is the floor of a package and which line of the table it belongs to.
+func unit(path string) (floor int, name string) {
+	floor = -1
+	for i, units := range floors {
+		for _, u := range units {
+			if (path == u || strings.HasPrefix(path, u+"/")) && len(u) > len(name) {
+				floor, name = i, u
+			}
 		}
-		require.True(t, slices.Contains(allowed, line), "%s uses cgo", line)
+	}
+	return floor, name
+}
+
+func TestPackagesImportOnlyFloorsBelow(t *testing.T) {
+	for _, line := range goList(t, "-e", "-f", "{{.ImportPath}} {{join .Imports \" \"}}", "./...") {
+		words := strings.Fields(line)
+		from := strings.TrimPrefix(words[0], module+"/")
+		floor, home := unit(from)
+		require.GreaterOrEqual(t, floor, 0, "%s is on no floor: give it one in the table", from)
+		for _, w := range words[1:] {
+			if allowed, bounded := uses[w]; bounded {
+				require.Contains(t, allowed, from, "%s imports %q", from, w)
+			}
+			to, ours := strings.CutPrefix(w, module+"/")
+			if !ours {
+				continue
+			}
+			if allowed, bounded := importers[to]; bounded {
+				require.Contains(t, allowed, from, "%s imports %s", from, to)
+			}
+			below, there := unit(to)
+			require.True(t, there == home || below < floor, "%s (floor %d) imports %s (floor %d)", from, floor, to, below)
+		}
+	}
+}
+
+// The table is about packages that are there.
+func TestTheTablesNamePackages(t *testing.T) {
+	all := goList(t, "-e", "./...")
+	there := func(p string) bool {
+		return slices.ContainsFunc(all, func(q string) bool {
+			q = strings.TrimPrefix(q, module+"/")
+			return q == p || strings.HasPrefix(q, p+"/")
+		})
+	}
+	var names []string
+	for _, units := range floors {
+		names = append(names, units...)
+	}
+	for _, m := range []map[string][]string{importers, uses} {
+		for to, from := range m {
+			if to != "C" && to != "unsafe" {
+				names = append(names, to)
+			}
+			names = append(names, from...)
+		}
+	}
+	for _, p := range names {
+		require.True(t, there(p), "there is no %s", p)
 	}
 }

@@ -50,20 +50,21 @@ func benchDispatch(ctx context.Context, g *comm.Group, c config) (rows []row, er
 	for k := range c.TopK {
 		weight += weights[k]
 	}
+	tokens := dispatch.Tokens{X: memory.Host(shm.Bytes(x)), Experts: memory.Host(shm.Bytes(idx)), Weights: memory.Host(shm.Bytes(weights))}
 	one := func() error {
-		hd, err := d.Dispatch(nil, memory.Host(shm.Bytes(x)), idx, weights)
+		hd, err := d.Dispatch(nil, tokens)
 		if err != nil {
 			return err
 		}
 		defer hd.Release()
-		return d.Combine(nil, memory.Host(shm.Bytes(y)), hd.Rows(), hd)
+		return d.Combine(nil, memory.Host(shm.Bytes(y)), hd.Rows(), hd, dispatch.CombineOptions{})
 	}
-	before := d.Traffic()
+	before := d.Counters().Bytes
 	if err := one(); err != nil {
 		return nil, err
 	}
 	var moved, link int64
-	for p, after := range d.Traffic() {
+	for p, after := range d.Counters().Bytes {
 		moved += after - before[p]
 		if p != me {
 			link += after - before[p]

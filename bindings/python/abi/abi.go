@@ -595,10 +595,8 @@ func switchyard_rows(handle C.uint64_t, addr *C.uint64_t, bytes, rows, experts, 
 		*addr, *bytes, *rows = C.uint64_t(b.Addr), C.int64_t(b.Bytes), C.int64_t(n)
 		counts, offsets, which := h.Counts()
 		*experts = C.int64_t(len(which))
-		copy(numbers(count, room), counts)
-		copy(numbers(first, room), offsets)
 		for i, e := range which[:min(len(which), int(room))] {
-			numbers(expert, room)[i] = int64(e)
+			numbers(expert, room)[i], numbers(count, room)[i], numbers(first, room)[i] = int64(e), int64(counts[i]), int64(offsets[i])
 		}
 		return nil
 	})

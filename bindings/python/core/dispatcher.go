@@ -38,7 +38,7 @@ func (c *Comm) NewDispatcher(o DispatcherOptions, put func(*Dispatcher) uint64) 
 		d := &Dispatcher{comm: c, options: o}
 		opts := dispatch.Options{
 			Experts: o.Experts, TopK: o.TopK, Hidden: o.Hidden, MaxTokens: o.MaxTokens, DType: o.DType, Align: o.Align,
-			Capacity: o.Capacity, MaxRows: o.MaxRows, Handles: o.Handles, Timeout: seconds(c.options.TimeoutSeconds),
+			Capacity: o.Capacity, MaxRows: o.MaxRows, Handles: o.Handles, HostCounts: true, Timeout: seconds(c.options.TimeoutSeconds),
 		}
 		if o.Padded {
 			opts.Layout = dispatch.Padded
@@ -58,7 +58,7 @@ func (c *Comm) NewDispatcher(o DispatcherOptions, put func(*Dispatcher) uint64) 
 func (d *Dispatcher) MaxRows() int { return d.inner.MaxRows() }
 
 // Traffic is the bytes of rows sent to each rank so far.
-func (d *Dispatcher) Traffic() []int64 { return d.inner.Traffic() }
+func (d *Dispatcher) Traffic() []int64 { return d.inner.Counters().Bytes }
 
 // close is Close on the worker.
 func (d *Dispatcher) close() error { return d.inner.Close(context.WithoutCancel(d.comm.ctx)) }
@@ -75,6 +75,7 @@ func (d *Dispatcher) Close() (Ticket, error) {
 type Handle struct {
 	d     *Dispatcher
 	inner *dispatch.Handle
+	rows  dispatch.HostCounts
 	once  sync.Once
 }
 
@@ -88,13 +89,18 @@ func (d *Dispatcher) Dispatch(x Buffer, idx, weights uintptr, n int64, put func(
 	if n < 0 {
 		return 0, fmt.Errorf("core: %w: %d choices", ErrInvalid, n)
 	}
-	i, w := shm.View[int32](shm.At(idx, 4*n)), shm.View[float32](shm.At(weights, 4*n))
+	t := dispatch.Tokens{X: v, Experts: memory.Host(shm.At(idx, 4*n)), Weights: memory.Host(shm.At(weights, 4*n))}
 	return d.comm.do(func() (int64, error) {
-		h, err := d.inner.Dispatch(nil, v, i, w)
+		h, err := d.inner.Dispatch(nil, t)
 		if err != nil {
 			return 0, err
 		}
-		return int64(put(&Handle{d: d, inner: h})), nil
+		rows, err := h.HostCounts(d.comm.ctx)
+		if err != nil {
+			h.Release()
+			return 0, err
+		}
+		return int64(put(&Handle{d: d, inner: h, rows: rows})), nil
 	})
 }
 
@@ -111,9 +117,9 @@ func (d *Dispatcher) Combine(y, rows Buffer, h *Handle, backward bool) (Ticket, 
 	}
 	return d.comm.do(func() (int64, error) {
 		if backward {
-			return 0, d.inner.DispatchBackward(nil, yv, rv, h.inner)
+			return 0, d.inner.DispatchBackward(nil, yv, memory.View{}, rv, memory.View{}, h.inner)
 		}
-		return 0, d.inner.Combine(nil, yv, rv, h.inner)
+		return 0, d.inner.Combine(nil, yv, rv, h.inner, dispatch.CombineOptions{})
 	})
 }
 
@@ -134,9 +140,9 @@ func (d *Dispatcher) CombineBackward(dRows Buffer, dWeights uintptr, n int64, dy
 	if err != nil {
 		return 0, err
 	}
-	w := shm.View[float32](shm.At(dWeights, 4*n))
+	w := memory.Host(shm.At(dWeights, 4*n))
 	return d.comm.do(func() (int64, error) {
-		return 0, d.inner.CombineBackward(nil, drv, w, dyv, rv, h.inner)
+		return 0, d.inner.CombineBackward(nil, drv, w, dyv, rv, h.inner, dispatch.CombineOptions{})
 	})
 }
 
@@ -153,13 +159,14 @@ func (h *Handle) view(b Buffer) (memory.View, error) {
 
 // Rows is the output and how many rows it has, padding included.
 func (h *Handle) Rows() (Buffer, int) {
-	b := h.inner.Rows().Bytes()
-	return Buffer{shm.Addr(b), int64(len(b))}, h.inner.NumRows()
+	o := h.d.options
+	b := h.inner.Rows().Slice(0, int64(h.rows.Rows)*int64(o.Hidden)*o.DType.Size()).Bytes()
+	return Buffer{shm.Addr(b), int64(len(b))}, h.rows.Rows
 }
 
 // Counts and Offsets are those of the dispatch, Experts which experts they are about.
-func (h *Handle) Counts() (counts, offsets []int64, experts []int) {
-	return h.inner.Counts(), h.inner.Offsets(), h.inner.LocalExperts()
+func (h *Handle) Counts() (counts, offsets []int32, experts []int) {
+	return h.rows.Counts, h.rows.Offsets, h.inner.LocalExperts()
 }
 
 // Release gives the handle's output back, behind the operations submitted before. On a closed Comm there is nothing left

@@ -66,6 +66,7 @@ var conditions = []struct {
 	{memory.ErrUnsupported, Unsupported},
 	{memory.ErrInvalid, Invalid},
 	{dispatch.ErrInvalid, Invalid},
+	{dispatch.ErrHalf, Invalid},
 	{dispatch.ErrClosed, Closed},
 	{dispatch.ErrReleased, Freed},
 	{dispatch.ErrNoHandle, NoHandle},
@@ -91,7 +92,8 @@ func Classify(err error) (code Code, rank int) {
 		return Overflow, rank
 	}
 	var short *kernels.ShortError
-	if errors.As(err, &short) {
+	var index *dispatch.IndexError
+	if errors.As(err, &short) || errors.As(err, &index) {
 		return Invalid, rank
 	}
 	for _, c := range conditions {

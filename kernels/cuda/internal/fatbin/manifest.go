@@ -39,27 +39,31 @@ type Family struct {
 	Bytes  int    `json:"bytes"`
 }
 
-// folders hold the sources, from the module's root.
+// folders hold the sources, from the module's root, and so do folders in them, except testdata.
 func folders() []string { return []string{"kernels/cuda", "internal/cuda/layout"} }
 
 // Sources hashes the kernel sources of the module at root.
 func Sources(root fs.FS) (map[string]string, error) {
 	m := make(map[string]string)
 	for _, dir := range folders() {
-		list, err := fs.ReadDir(root, dir)
-		if err != nil {
-			return nil, fmt.Errorf("fatbin: sources: %w", err)
-		}
-		for _, f := range list {
-			name := path.Join(dir, f.Name())
-			if !slices.Contains([]string{".cu", ".cuh", ".h"}, path.Ext(name)) {
-				continue
+		err := fs.WalkDir(root, dir, func(name string, d fs.DirEntry, err error) error {
+			switch {
+			case err != nil:
+				return err
+			case d.IsDir() && d.Name() == "testdata":
+				return fs.SkipDir
+			case d.IsDir() || !slices.Contains([]string{".cu", ".cuh", ".h"}, path.Ext(name)):
+				return nil
 			}
 			b, err := fs.ReadFile(root, name)
 			if err != nil {
-				return nil, fmt.Errorf("fatbin: sources: %w", err)
+				return err
 			}
 			m[name] = Sum(b)
+			return nil
+		})
+		if err != nil {
+			return nil, fmt.Errorf("fatbin: sources: %w", err)
 		}
 	}
 	return m, nil

@@ -229,42 +229,42 @@ template <typename T> T read(u64 p)
 	return at<T>(p);
 }
 
-inline pair64 load16(u64 p) { return read<pair64>(p); }
-inline u64 load_relaxed(u64 p) { return read<u64>(p); }
-inline u64 load_acquire(u64 p) { return read<u64>(p); }
-inline u32 load_relaxed32(u64 p) { return read<u32>(p); }
-inline void store16(u64 p, u64 a, u64 b)
+inline pair64 load16_relaxed_sys(u64 p) { return read<pair64>(p); }
+inline u64 load_relaxed_sys(u64 p) { return read<u64>(p); }
+inline u64 load_acquire_sys(u64 p) { return read<u64>(p); }
+inline u32 load32_relaxed_gpu(u64 p) { return read<u32>(p); }
+inline void store16_relaxed_sys(u64 p, u64 a, u64 b)
 {
 	at<pair64>(p) = {a, b};
 	emu::yield_seldom();
 }
-inline void store_relaxed(u64 p, u64 v)
+inline void store_relaxed_sys(u64 p, u64 v)
 {
 	at<u64>(p) = v;
 	emu::yield_seldom();
 }
-inline void fence_system() { emu::yield(); }
+inline void fence_acq_rel_sys() { emu::yield(); }
 inline u64 now_ns() { return emu::time_ns; }
 inline void await_stream() {}
 inline void release_stream() {}
 
-template <typename T> T read_shared(T *p)
+template <typename T> T atom_acquire_cta(T *p)
 {
 	emu::yield();
 	return *p;
 }
-inline u64 look_shared(const u64 *p)
+inline u64 load_acquire_cta(const u64 *p)
 {
 	emu::yield();
 	return *p;
 }
-template <typename T> void write_shared(T *p, T v)
+template <typename T> void store_release_cta(T *p, T v)
 {
 	emu::yield();
 	*p = v;
 }
 
-template <typename T> void publish(T *p, T v) { write_shared(p, v); }
+template <typename T> void store_relaxed_cta(T *p, T v) { store_release_cta(p, v); }
 
 struct reports {
 	u32 warps, count; // in the place of the device's 64 bits
@@ -302,6 +302,6 @@ inline void store_vector_if(bool on, u64 p, uint4 v)
 		store_vector(p, v);
 }
 inline u32 lane_id() { return emu::current->thread & 31; }
-inline u32 add_acq_rel(u32 *p, u32 n) { return atomicAdd(p, n); }
+inline u32 add_acq_rel_gpu(u32 *p, u32 n) { return atomicAdd(p, n); }
 
 } // namespace sw

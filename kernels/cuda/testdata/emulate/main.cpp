@@ -98,22 +98,18 @@ void retire(emu::block *b)
 // ---- a world and its calls
 
 struct world {
-	u32 size, lanes, slots;
+	u32 size, stripes, slots;
 	i64 slot_bytes, packet_bytes;
-	u64 control = 65536, signals, credits, lane_credits, packets, packet_stride, staging, heap, stride, base;
+	sw_exchange_block block;
+	u64 heap, stride, base;
 	std::vector<u8> memory;
 	std::vector<sw_fault> faults;
 
-	world(u32 size, u32 lanes, u32 slots, i64 slot_bytes, i64 packet_bytes, u64 room)
-	    : size(size), lanes(lanes), slots(slots), slot_bytes(slot_bytes), packet_bytes(packet_bytes), faults(size)
+	world(u32 size, u32 stripes, u32 slots, i64 slot_bytes, i64 packet_bytes, u64 room)
+	    : size(size), stripes(stripes), slots(slots), slot_bytes(slot_bytes), packet_bytes(packet_bytes),
+	      block(sw_lay_exchange_block(65536, size, stripes, slots, slot_bytes, packet_bytes)), faults(size)
 	{
-		signals = control + 128;
-		credits = signals + 2ull * size * lanes * SW_LINE_BYTES;
-		lane_credits = credits + size * SW_LINE_BYTES;
-		packets = (lane_credits + u64{size} * lanes * SW_LINE_BYTES + 127) / 128 * 128;
-		packet_stride = SW_PACKET_HEADER_BYTES + (packet_bytes + SW_PACKET_GROUP_PAYLOAD - 1) / SW_PACKET_GROUP_PAYLOAD * SW_PACKET_GROUP_BYTES;
-		staging = packets + 2 * size * packet_stride;
-		heap = (staging + u64{size} * lanes * slots * slot_bytes + 4095) / 4096 * 4096;
+		heap = (block.end + 4095) / 4096 * 4096;
 		stride = heap + room;
 		memory.assign(stride * size + 4096, 0);
 		base = (reinterpret_cast<u64>(memory.data()) + 4095) / 4096 * 4096;
@@ -172,16 +168,13 @@ sw_exchange_args arguments(world &w, const call &c, u32 rank, std::vector<i64> &
 {
 	const part &k = c.ranks[rank];
 	sw_exchange_args a{};
-	a.base = w.base, a.stride = w.stride;
+	a.world = {w.base, w.stride, 0, w.block.control, reinterpret_cast<u64>(&w.faults[rank]), k.timeout_ns, rank, w.size};
 	a.src = w.segment(rank) + c.src, a.dst = w.segment(rank) + c.dst;
 	a.dst_offset = k.staged ? -1 : c.dst;
-	a.fault = reinterpret_cast<u64>(&w.faults[rank]);
-	a.timeout_ns = k.timeout_ns;
-	a.control = w.control, a.signals = w.signals, a.credits = w.credits, a.lane_credits = w.lane_credits;
-	a.packets = w.packets, a.packet_stride = w.packet_stride, a.packet_bytes = w.packet_bytes;
-	a.slots = w.staging, a.slot_bytes = w.slot_bytes;
-	a.rank = rank, a.size = w.size, a.lanes = w.lanes, a.slot_count = w.slots;
-	a.flags = k.mesh ? SW_MESH : 0;
+	a.block = w.block;
+	a.packet_bytes = w.packet_bytes, a.slot_bytes = w.slot_bytes;
+	a.stripes = w.stripes, a.slot_count = w.slots;
+	a.flags = k.mesh ? SW_FLAG_MESH : 0;
 	a.interval = k.interval;
 	a.senders = k.apart && k.staged ? k.blocks : 0;
 	if (w.size > 2)
@@ -283,7 +276,7 @@ void start(world &w, u32 rank, const call &c, std::vector<emu::block *> &blocks)
 	auto table = std::make_shared<std::vector<i64>>();
 	auto a = std::make_shared<sw_exchange_args>(arguments(w, c, rank, *table));
 	u32 grid = large ? k.blocks : 2, threads = large ? SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS : SW_PACKET_THREADS;
-	u32 items = (w.size - 1) * ((w.lanes + grid - 1) / grid), takers = SW_RECV_THREADS / 32;
+	u32 items = (w.size - 1) * ((w.stripes + grid - 1) / grid), takers = SW_RECV_THREADS / 32;
 	if (large && a->senders != 0)
 		grid *= 2, takers += SW_SEND_THREADS / 32;
 	size_t bytes = items * (SW_ITEM_BYTES + 8 * w.slots + 4 * (3 + takers));
@@ -349,14 +342,14 @@ u32 fault(const world &w, u32 rank) { return w.faults[rank].kind; }
 
 world random_world(u64 room)
 {
-	u32 size = 2 + draw(3), lanes = 1 + draw(3), slots = 1 + draw(3);
-	return world(size, lanes, slots, 128 * (1 + draw(64)), draw(3) == 0 ? 0 : 1000 + draw(3000), room);
+	u32 size = 2 + draw(3), stripes = 1 + draw(3), slots = 1 + draw(3);
+	return world(size, stripes, slots, 128 * (1 + draw(64)), draw(3) == 0 ? 0 : 1000 + draw(3000), room);
 }
 
 void vary(const world &w, part &k)
 {
 	k.staged = draw(2), k.mesh = draw(2), k.table = draw(4) == 0;
-	k.blocks = 1 + draw(w.lanes);
+	k.blocks = 1 + draw(w.stripes);
 	k.interval = draw(3) == 0 ? draw(300) : 0;
 	k.apart = draw(2);
 }
@@ -443,7 +436,7 @@ bool disagreement()
 			return false;
 		}
 		w.faults[r] = {};
-		at<sw_control>(w.segment(r) + w.control).fault = SW_FAULT_NONE;
+		at<sw_control>(w.segment(r) + w.block.control).fault = SW_FAULT_NONE;
 	}
 	call good = random_call(w);
 	prepare(w, good, 2);
@@ -469,7 +462,7 @@ bool end_of_waits(bool aborted)
 	if (!run(w, streams, [&](u64 sweep) {
 		    if (aborted && sweep == when)
 			    for (u32 r = 0; r < w.size; r++)
-				    at<u64>(w.segment(r) + abort_offset) = 1;
+				    at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
 	    }))
 		return false;
 	for (u32 r = 0; r < w.size; r++)

@@ -1,0 +1,301 @@
+package dispatch
+
+import (
+	"fmt"
+
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Tokens is what one rank dispatches. Matrices are row by row, without gaps. T is the number of tokens; it may be 0 and differ from
+// rank to rank.
+type Tokens struct {
+	// X is [T, Hidden] of Options.DType.
+	X memory.View
+	// Scales lie beside tokens of Float8E4M3: [T, Hidden/128 rounded up] (or [T, 1]) of float32, or of bytes in int32 words,
+	// the last of which is filled with zeros. Empty for other types.
+	Scales memory.View
+	// Experts is [T, TopK] of Options.IndexType: the choices of each token, -1 for none. Its length says what T is. A token may
+	// have an expert twice.
+	Experts memory.View
+	// Weights is [T, TopK] of float32: what a combine multiplies the rows by. Empty: by 1.
+	Weights memory.View
+}
+
+// Dispatch sends every token's row to each of its experts. What is wrong with lengths is refused; an index that is no expert is an
+// *IndexError on every rank. The caller releases the handle.
+func (d *Dispatcher) Dispatch(s device.Stream, t Tokens) (*Handle, error) {
+	return d.dispatch(s, t, kernels.Both)
+}
+
+// DispatchSend is the first half of Dispatch. Rows may be used after DispatchReceive, or as Handle.Landed allows; other handles
+// may be used in between. t may be used again when the stream has got to the end of this half.
+func (d *Dispatcher) DispatchSend(s device.Stream, t Tokens) (*Handle, error) {
+	return d.dispatch(s, t, kernels.Send)
+}
+
+// DispatchReceive is the second half of DispatchSend or RedispatchSend.
+func (d *Dispatcher) DispatchReceive(s device.Stream, h *Handle) error {
+	d.c.Lock()
+	defer d.c.Unlock()
+	return d.second(s, h, kernels.DispatchOp, kernels.RedispatchOp)
+}
+
+func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*Handle, error) {
+	d.c.Lock()
+	defer d.c.Unlock()
+	if err := d.c.Usable(); err != nil {
+		return nil, err
+	}
+	o := &d.options
+	index := o.IndexType.Size()
+	tokens := int(t.Experts.Len() / (index * int64(o.TopK)))
+	if t.Experts.Len()%(index*int64(o.TopK)) != 0 {
+		return nil, invalid("experts has %d bytes, which is no number of tokens with top-%d of %v", t.Experts.Len(), o.TopK, o.IndexType)
+	}
+	if tokens > o.MaxTokens {
+		return nil, invalid("%d tokens, Options.MaxTokens is %d", tokens, o.MaxTokens)
+	}
+	if err := d.check("experts", t.Experts, -1, index); err != nil {
+		return nil, err
+	}
+	if t.Weights.Len() > 0 {
+		if err := d.check("weights", t.Weights, 4*int64(tokens)*int64(o.TopK), 4); err != nil {
+			return nil, err
+		}
+	}
+	if err := d.checkX(t.X, t.Scales, tokens); err != nil {
+		return nil, err
+	}
+	h, err := d.take(tokens)
+	if err != nil {
+		return nil, err
+	}
+	l := d.op(kernels.DispatchOp, h)
+	l.dispatch = kernels.Dispatch{
+		MoECall: d.moeCall(l.kind, h), X: d.buffer(t.X), Scales: d.buffer(t.Scales), Experts: d.buffer(t.Experts), Weights: d.buffer(t.Weights),
+		Ticket: h.ticket,
+	}
+	if err := d.launch(s, l, phase); err != nil {
+		h.Release()
+		return nil, err
+	}
+	return h, nil
+}
+
+// checkX refuses rows and scales of tokens that are not what they should be.
+func (d *Dispatcher) checkX(x, scales memory.View, tokens int) error {
+	if err := d.checkTokens("x", x, tokens, d.options.DType); err != nil {
+		return err
+	}
+	if d.options.DType == kernels.Float8E4M3 {
+		return d.check("scales", scales, 4*int64(tokens)*int64(d.moe.ScaleWords()), 4)
+	}
+	if scales.Len() > 0 {
+		return invalid("there are scales beside tokens of %v", d.options.DType)
+	}
+	return nil
+}
+
+// Redispatch sends other rows the same ways: x and scales are like those of Tokens, for the tokens that h was made of. The rows
+// take the place of those that were in the handle before; all else in it stays.
+func (d *Dispatcher) Redispatch(s device.Stream, h *Handle, x, scales memory.View) error {
+	return d.redispatch(s, h, x, scales, kernels.Both)
+}
+
+// RedispatchSend is the first half of Redispatch; DispatchReceive is the second.
+func (d *Dispatcher) RedispatchSend(s device.Stream, h *Handle, x, scales memory.View) error {
+	return d.redispatch(s, h, x, scales, kernels.Send)
+}
+
+func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.View, phase kernels.Phase) error {
+	d.c.Lock()
+	defer d.c.Unlock()
+	if err := d.ready(h, false); err != nil {
+		return err
+	}
+	if err := d.checkX(x, scales, h.tokens); err != nil {
+		return err
+	}
+	if overlap(x, h.Rows()) {
+		return invalid("x and the rows of the handle overlap")
+	}
+	l := d.op(kernels.RedispatchOp, h)
+	l.dispatch = kernels.Dispatch{MoECall: d.moeCall(l.kind, h), X: d.buffer(x), Scales: d.buffer(scales)}
+	return d.launch(s, l, phase)
+}
+
+// CombineOptions says how rows are combined. The zero value multiplies each by the weight that it was dispatched with.
+type CombineOptions struct {
+	// Weighting is the same on all ranks. In token-major layouts rows are never weighted, whatever it says: a row is what its
+	// rank makes of the token.
+	Weighting Weighting
+	// Weights are float32 beside the rows: [rows] in an expert-major layout, [rows, TopK] in a token-major one. They are for
+	// GivenWeights and SumWeights.
+	Weights memory.View
+	// SumWeights, which only some ranks may set, gets the Weights of each token's choices, [T, TopK] of float32, 0 for masked
+	// ones: their gradient, when Weights is that of Handle.Weights.
+	SumWeights memory.View
+	// Bias are added to the sums, [T, Hidden] of Options.CombineDType each. Empty: none.
+	Bias [2]memory.View
+	// Ready are 32-bit words, one for each local expert (in token-major layouts for each rank, for the rows that came from
+	// there). Rows are sent back as soon as their word says so. The caller sets the words to zero before the call, and its
+	// kernel adds to one, with release semantics at system scope, after it has written so many of the rows. They count as done
+	// when the word is not below their number. Empty: all rows are there.
+	Ready memory.View
+}
+
+// Combine brings the rows back: y[t] is the sum of weight times row over the choices of token t, plus the biases; 0 where there
+// is none. y is [T, Hidden] of Options.CombineDType, with the T of this rank's dispatch. rows is laid out like Handle.Rows and
+// of CombineDType; it may be Handle.Rows, and may end with the last row of the dispatch. What is not in the symmetric heap is
+// copied to staging first. Padding is not read.
+//
+// The package's documentation says how sums are made. The result has the same bits in every run and on every device.
+func (d *Dispatcher) Combine(s device.Stream, y, rows memory.View, h *Handle, o CombineOptions) error {
+	return d.combine(s, kernels.CombineOp, y, rows, h, o, kernels.Both)
+}
+
+// CombineSend is the first half of Combine. Until the second, peers may read rows, and y is not written.
+func (d *Dispatcher) CombineSend(s device.Stream, y, rows memory.View, h *Handle, o CombineOptions) error {
+	return d.combine(s, kernels.CombineOp, y, rows, h, o, kernels.Send)
+}
+
+// CombineReceive is the second half of CombineSend.
+func (d *Dispatcher) CombineReceive(s device.Stream, h *Handle) error {
+	d.c.Lock()
+	defer d.c.Unlock()
+	return d.second(s, h, kernels.CombineOp)
+}
+
+// DispatchBackward computes the gradient of Dispatch: dx[t] is the sum of dRows over the rows of token t, made as Combine makes
+// it without weights. dx and dRows are of CombineDType. dWeights, [T, TopK], gets the entries of dRowWeights, which is laid out
+// like Handle.Weights, where that was used; both are empty where not.
+func (d *Dispatcher) DispatchBackward(s device.Stream, dx, dWeights, dRows, dRowWeights memory.View, h *Handle) error {
+	o := CombineOptions{Weighting: Unweighted, Weights: dRowWeights, SumWeights: dWeights}
+	return d.combine(s, kernels.DispatchBackwardOp, dx, dRows, h, o, kernels.Both)
+}
+
+// weighting finds out what rows are multiplied by.
+func (d *Dispatcher) weighting(o CombineOptions) (Weighting, error) {
+	if !o.Weighting.Valid() {
+		return 0, invalid("CombineOptions.Weighting is %d", o.Weighting)
+	}
+	if d.moe.Layout.ByToken() {
+		return Unweighted, nil
+	}
+	return o.Weighting, nil
+}
+
+func (d *Dispatcher) combine(
+	s device.Stream, kind kernels.MoEOp, y, rows memory.View, h *Handle, o CombineOptions, phase kernels.Phase,
+) error {
+	d.c.Lock()
+	defer d.c.Unlock()
+	if err := d.ready(h, false); err != nil {
+		return err
+	}
+	names := [4]string{"y", "rows", "weights", "sum weights"}
+	if kind == kernels.DispatchBackwardOp {
+		names = [4]string{"dx", "dRows", "dRowWeights", "dWeights"}
+	}
+	sum := d.options.CombineDType
+	if err := d.checkTokens(names[0], y, h.tokens, sum); err != nil {
+		return err
+	}
+	if err := d.check(names[1], rows, -1, sum.Size()); err != nil {
+		return err
+	}
+	if overlap(y, rows) {
+		return invalid("%s and the rows overlap", names[0])
+	}
+	w, err := d.weighting(o)
+	if err != nil {
+		return err
+	}
+	if err := d.check(names[2], o.Weights, -1, 4); err != nil {
+		return err
+	}
+	if w != GivenWeights && o.Weights.Len() > 0 && kind == kernels.CombineOp && o.SumWeights.Len() == 0 && h.tokens > 0 {
+		return invalid("there are weights, but CombineOptions.Weighting is %v and there are no SumWeights", w)
+	}
+	if o.SumWeights.Len() > 0 {
+		if err := d.check(names[3], o.SumWeights, 4*int64(h.tokens)*int64(d.options.TopK), 4); err != nil {
+			return err
+		}
+	}
+	for i, b := range o.Bias {
+		if b.Len() > 0 {
+			if err := d.checkTokens(fmt.Sprintf("bias %d", i), b, h.tokens, sum); err != nil {
+				return err
+			}
+		}
+	}
+	if n := d.moe.Groups(d.moe.Rank); o.Ready.Len() > 0 {
+		if err := d.check("ready", o.Ready, 4*int64(n), 4); err != nil {
+			return err
+		}
+	}
+	l := d.op(kind, h)
+	l.combine = kernels.Combine{
+		MoECall: d.moeCall(kind, h), Weighting: w, Y: d.buffer(y), Rows: d.buffer(rows), RowWeights: d.buffer(o.Weights),
+		SumWeights: d.buffer(o.SumWeights), Bias: [2]kernels.Buffer{d.buffer(o.Bias[0]), d.buffer(o.Bias[1])}, Ready: d.buffer(o.Ready),
+	}
+	return d.launch(s, l, phase)
+}
+
+// CombineBackward computes the gradients of Combine from dy, [T, Hidden], and the rows that Combine had: dRows is weight times
+// dy[t] in each row of token t and zero in padding that the layout has zero. dWeights is the inner product of dy[t] and the row
+// of the token's choice: [T, TopK] of float32, 0 for masked choices; or, with GivenWeights, beside the rows like those; it may
+// be empty, and is where rows were not weighted. All but dWeights is of CombineDType. Of o only Weighting and Weights may be
+// set; the gradient of a bias is dy.
+//
+// rows and dRows are laid out like Handle.Rows. They may be the same memory and must not overlap otherwise, nor overlap
+// dy. What is not in the symmetric heap goes through staging.
+func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows memory.View, h *Handle, o CombineOptions) error {
+	d.c.Lock()
+	defer d.c.Unlock()
+	if err := d.ready(h, false); err != nil {
+		return err
+	}
+	w, err := d.weighting(o)
+	if err != nil {
+		return err
+	}
+	switch {
+	case o.SumWeights.Len() > 0 || o.Bias[0].Len() > 0 || o.Bias[1].Len() > 0 || o.Ready.Len() > 0:
+		return invalid("combine backward takes no options but Weighting and Weights")
+	case w == Unweighted && dWeights.Len() > 0:
+		return invalid("gradients of weights are asked for, but the rows are not weighted")
+	case w != GivenWeights && o.Weights.Len() > 0:
+		return invalid("there are weights, but CombineOptions.Weighting is %v", w)
+	}
+	if err := d.check("weights", o.Weights, -1, 4); err != nil {
+		return err
+	}
+	if n := int64(h.tokens) * int64(d.options.TopK); dWeights.Len() > 0 && w == DispatchedWeights && dWeights.Len() != 4*n {
+		return invalid("dWeights has %d bytes, %d tokens with top-%d have %d weights", dWeights.Len(), h.tokens, d.options.TopK, n)
+	}
+	if err := d.check("dWeights", dWeights, -1, 4); err != nil {
+		return err
+	}
+	sum := d.options.CombineDType
+	if err := d.checkTokens("dy", dy, h.tokens, sum); err != nil {
+		return err
+	}
+	if err := d.check("rows", rows, -1, sum.Size()); err != nil {
+		return err
+	}
+	if err := d.check("dRows", dRows, -1, sum.Size()); err != nil {
+		return err
+	}
+	if overlap(dy, dRows) || overlap(rows, dRows) && rows.Ptr() != dRows.Ptr() {
+		return invalid("dRows overlaps dy or lies across rows")
+	}
+	l := d.op(kernels.CombineBackwardOp, h)
+	l.backward = kernels.CombineBackward{
+		MoECall: d.moeCall(l.kind, h), Weighting: w, DY: d.buffer(dy), Rows: d.buffer(rows), DRows: d.buffer(dRows),
+		RowWeights: d.buffer(o.Weights), DWeights: d.buffer(dWeights),
+	}
+	return d.launch(s, l, kernels.Both)
+}

@@ -1,0 +1,275 @@
+package communicator
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Config says what an owner needs.
+type Config struct {
+	// Name begins errors: the owner's package.
+	Name string
+	// Must is what has to be equal on all ranks, with its names.
+	Must []string
+	// Family is the bounds of launches, complete.
+	Family kernels.Family
+	// ExtraBytes of symmetric memory are the owner's, behind the control block, of which the first ZeroExtra are zero at first.
+	ExtraBytes, ZeroExtra int64
+	// Settle, when set, gets that memory before the port is opened, to write into it and to finish the family.
+	Settle func(extra memory.View) error
+	// Timeout bounds Agree.
+	Timeout time.Duration
+}
+
+// Communicator is one rank's end. Its owner holds Lock throughout a call.
+type Communicator struct {
+	Heap   *memory.Heap
+	Group  *comm.Group
+	Traits kernels.Traits
+	name   string
+	block  *memory.Buffer
+	extra  memory.View
+	port   kernels.Port
+	within time.Duration
+
+	calls  sync.Mutex
+	closed bool
+	last   device.Stream // of the last launch that was not captured; nil before the first, and for the caller itself
+
+	broken atomic.Pointer[error] // a launch failed half-way: the control block is in no known state
+}
+
+// Invalid is an error about an argument, of the package that name is.
+func Invalid(name, format string, args ...any) error {
+	return fmt.Errorf("%s: %w: %s", name, comm.ErrInvalid, fmt.Sprintf(format, args...))
+}
+
+// Open makes a communicator together with all ranks. refused is why this rank cannot take part. What fails on one rank is an
+// error on all, with its cause and at once, and nothing is left.
+func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Communicator, error) {
+	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, within: o.Timeout}
+	var layout kernels.Layout
+	if refused == nil {
+		var err error
+		if layout, err = h.Engine().Layout(o.Family); err != nil {
+			refused = Invalid(o.Name, "%v", err)
+		}
+	}
+	if _, err := agree.On(ctx, c.Group, agree.Claim{Must: o.Must}, refused); err != nil {
+		return nil, fmt.Errorf("%s: compare options: %w", o.Name, err)
+	}
+	control := kernels.AlignUp(layout.Bytes, kernels.LineBytes)
+	if err := c.open(ctx, &o, layout.Zero, control); err != nil {
+		return nil, errors.Join(fmt.Errorf("%s: memory for channels and staging: %w", o.Name, err), c.release())
+	}
+	c.Traits = c.port.Ready()
+	return c, nil
+}
+
+// open takes the memory and opens the port, when the first zero bytes are so.
+func (c *Communicator) open(ctx context.Context, o *Config, zero, control int64) (err error) {
+	if c.block, err = Allocate(ctx, c.Heap, control+o.ExtraBytes); err != nil {
+		return err
+	}
+	var claim agree.Claim
+	err = c.block.Clear(0, zero)
+	if err == nil {
+		err = c.block.Clear(control, o.ZeroExtra)
+	}
+	if c.extra = c.block.View().Slice(control, o.ExtraBytes); err == nil && o.Settle != nil {
+		err = o.Settle(c.extra)
+	}
+	if err == nil {
+		claim.Must = []string{fmt.Sprintf("its channels at offset %d", c.block.Offset())}
+		c.port, err = c.Heap.Engine().Open(o.Family, c.block.Offset())
+	}
+	// No peer may write before our block is zero, so all ranks meet again once it is.
+	_, err = agree.On(ctx, c.Group, claim, err)
+	return err
+}
+
+// Allocate takes n bytes of the heap together with all ranks, after growing it where none of them has room. What fails on one
+// rank is an error on all.
+func Allocate(ctx context.Context, h *memory.Heap, n int64) (*memory.Buffer, error) {
+	b, err := h.Alloc(n)
+	claim := agree.Claim{Must: []string{fmt.Sprintf("%d bytes", n)}}
+	var full error
+	if errors.Is(err, memory.ErrOutOfMemory) {
+		full, err = err, nil
+		claim.Own = full.Error()
+	}
+	rooms, err := agree.On(ctx, h.Group(), claim, err)
+	if err == nil {
+		var lacking int
+		for r, why := range rooms {
+			if why != "" {
+				if lacking++; err == nil {
+					err = fmt.Errorf("rank %d: %w", r, full)
+					if full == nil {
+						err = &agree.RefusedError{Rank: r, Why: why, Cause: memory.ErrOutOfMemory}
+					}
+				}
+			}
+		}
+		if lacking == len(rooms) {
+			if err = h.Grow(ctx, n); err != nil {
+				return nil, errors.Join(full, err)
+			}
+			return h.Alloc(n)
+		}
+	}
+	if err != nil && b != nil {
+		return nil, errors.Join(err, b.Free())
+	}
+	return b, err
+}
+
+// Extra is the owner's memory behind the control block.
+func (c *Communicator) Extra() memory.View { return c.extra }
+
+// Lock begins a call, or another look at what calls change; Unlock ends it.
+func (c *Communicator) Lock() { c.calls.Lock() }
+
+// Unlock ends what Lock began.
+func (c *Communicator) Unlock() { c.calls.Unlock() }
+
+// Alive returns comm.ErrClosed once c is closed. c is locked.
+func (c *Communicator) Alive() error {
+	if c.closed {
+		return fmt.Errorf("%s: %w", c.name, comm.ErrClosed)
+	}
+	return nil
+}
+
+// Usable returns why no call can be made. c is locked.
+func (c *Communicator) Usable() error {
+	if err := c.Alive(); err != nil {
+		return err
+	}
+	if broken := c.broken.Load(); broken != nil {
+		return fmt.Errorf("%s: an earlier call failed: %w", c.name, *broken)
+	}
+	select {
+	case <-c.Group.Done():
+		return fmt.Errorf("%s: %w", c.name, c.Group.Err())
+	default:
+	}
+	return c.fault()
+}
+
+// Fault is what launches that have run by now have come to. What ranks have merely disagreed on is told once.
+func (c *Communicator) Fault() error {
+	c.Lock()
+	defer c.Unlock()
+	if err := c.Alive(); err != nil {
+		return err
+	}
+	return c.fault()
+}
+
+func (c *Communicator) fault() error {
+	err := c.port.Fault()
+	if err == nil {
+		return nil
+	}
+	c.Done(err)
+	return fmt.Errorf("%s: an earlier call failed: %w", c.name, err)
+}
+
+// Agree compares what the ranks bring to a call on the control plane, with all of them, and returns everybody's Own. refused is
+// this rank's own complaint, which every rank hears of and it gets back. A rank that is closed meets nobody. c is locked.
+func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error) {
+	if c.closed {
+		return nil, refused
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), c.within)
+	defer cancel()
+	owns, err := agree.On(ctx, c.Group, claim, refused)
+	if err != nil && refused == nil {
+		err = fmt.Errorf("%s: validate: %w", c.name, err)
+	}
+	return owns, err
+}
+
+// Launch enqueues op on s behind the last launch, or runs it when s is nil. After an error op was not enqueued, or, without a
+// stream, has failed. The owner's Done hears of its end on a stream, and calls c.Done. c is locked.
+func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
+	err := c.order(s)
+	if err == nil {
+		if err = c.port.Launch(s, op); err != nil && s == nil {
+			c.Done(err)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", c.name, err)
+	}
+	return nil
+}
+
+// order has s wait for the last launch. A captured launch has no place in that order: whoever replays it has.
+func (c *Communicator) order(s device.Stream) error {
+	if s == c.last {
+		return nil
+	}
+	if captured, err := device.Capturing(s); err != nil || captured {
+		return err
+	}
+	if err := device.Follow(s, c.last); err != nil {
+		return err
+	}
+	c.last = s
+	return nil
+}
+
+// Wait returns when the launches so far have run, but for captured ones. c is locked.
+func (c *Communicator) Wait() error { return device.Follow(nil, c.last) }
+
+// Done hears how a launch has ended. Unless ranks have merely disagreed, an error leaves c broken.
+func (c *Communicator) Done(err error) {
+	if err != nil && !kernels.Recoverable(err) {
+		why := err
+		c.broken.CompareAndSwap(nil, &why)
+	}
+}
+
+// Close waits for the launches on streams and gives the memory back. It is collective and idempotent: no rank frees a control
+// block that a peer may still write. After a failure of the group it releases what is this rank's and returns.
+func (c *Communicator) Close(ctx context.Context) error {
+	c.Lock()
+	was, last := c.closed, c.last
+	c.closed = true
+	c.Unlock()
+	if was {
+		return nil
+	}
+	err := c.port.Drain(last)
+	if c.Group.Err() == nil {
+		err = errors.Join(err, c.Group.Barrier(ctx))
+	}
+	if err = errors.Join(err, c.release()); err != nil {
+		return fmt.Errorf("%s: close: %w", c.name, err)
+	}
+	return nil
+}
+
+// release gives back what Open took.
+func (c *Communicator) release() error {
+	var err error
+	if c.port != nil {
+		err = c.port.Close()
+	}
+	if c.block != nil {
+		err = errors.Join(err, c.block.Free())
+	}
+	return err
+}

@@ -1,0 +1,77 @@
+package communicator
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// port notes what is launched.
+type port struct {
+	kernels.Port
+	streams []device.Stream
+	err     error
+}
+
+func (p *port) Launch(s device.Stream, _ kernels.Operation) error {
+	p.streams = append(p.streams, s)
+	return p.err
+}
+
+// stream is one that may be captured, and notes what it waits for.
+type stream struct {
+	device.Stream
+	captured bool
+	waits    int
+}
+
+func (s *stream) Capturing() (bool, error)    { return s.captured, nil }
+func (s *stream) Wait(device.Event) error     { s.waits++; return nil }
+func (s *stream) Device() device.Device       { return device.Host() }
+func (*stream) Record() (device.Event, error) { return device.Event{}, nil }
+
+func TestALaunchWaitsForTheOneBefore(t *testing.T) {
+	c, a, b := &Communicator{port: &port{}}, &stream{}, &stream{}
+	for _, s := range []*stream{a, a, b, b, a} {
+		require.NoError(t, c.Launch(s, nil))
+	}
+	require.Equal(t, [2]int{1, 1}, [2]int{a.waits, b.waits})
+}
+
+// A graph has no past: what is captured waits for nobody, and nobody waits for it.
+func TestACapturedLaunchHasNoPlaceInTheOrder(t *testing.T) {
+	p := &port{}
+	c, a, b, graph := &Communicator{port: p}, &stream{}, &stream{}, &stream{captured: true}
+	for _, s := range []*stream{a, graph, graph, a} {
+		require.NoError(t, c.Launch(s, nil))
+	}
+	require.Zero(t, a.waits+graph.waits)
+	require.Len(t, p.streams, 4)
+	require.NoError(t, c.Launch(b, nil))
+	require.Equal(t, 1, b.waits, "for a, which was not captured")
+	graph.captured = false
+	require.NoError(t, c.Launch(graph, nil))
+	require.Equal(t, 1, graph.waits, "for b")
+}
+
+func TestOnlyWhatFailsHalfWayBreaks(t *testing.T) {
+	p := &port{err: errors.New("no room in the stream")}
+	c, s := &Communicator{port: p}, &stream{}
+	require.Error(t, c.Launch(s, nil))
+	require.Nil(t, c.broken.Load(), "it was not enqueued")
+	c.Done(nil)
+	c.Done(&kernels.CountMismatchError{})
+	require.Nil(t, c.broken.Load(), "ranks have merely disagreed")
+	p.err = &kernels.CallMismatchError{}
+	require.Error(t, c.Launch(nil, nil))
+	require.Nil(t, c.broken.Load())
+	p.err = &kernels.SplitsError{}
+	require.Error(t, c.Launch(nil, nil))
+	require.ErrorIs(t, *c.broken.Load(), p.err)
+	c.Done(errors.New("later"))
+	require.ErrorIs(t, *c.broken.Load(), p.err, "the first stays")
+}

@@ -1,0 +1,224 @@
+package cuda
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// exchangeKernels are the kernels of the variable-size all-to-all.
+type exchangeKernels struct {
+	packet, exchange, opens, closes, own cuda.Function
+	small                                int // blocks of the packet kernel that run at once
+	limit                                int // blocks of the exchange kernel that run at once
+	shared                               int // dynamic shared memory that a block of the exchange kernel can have
+}
+
+// exchanges are the launches of one communicator. It is a family.
+type exchanges struct {
+	c      channels
+	k      *exchangeKernels
+	args   []byte
+	places []int64
+}
+
+const (
+	exchangeThreads  = sendThreads + watchThreads + recvThreads
+	apartThreads     = sendThreads + recvThreads
+	maxSharedBytes   = 96 << 10 // of a block, asked for at launch
+	fixedSharedBytes = 8 << 10  // more than the kernel has beside that
+)
+
+// How many blocks the packet kernel takes by default: one for every packetWarps groups of packets, within limits. On 8
+// GPUs, 16 blocks were fastest for 8 KiB a rank and 48 for 2 MiB.
+const (
+	minPacketBlocks = 16
+	maxPacketBlocks = 48
+	packetWarps     = 4
+)
+
+// exchangeDefaults are for Stripes that are set. Packets take the place of eager messages.
+func exchangeDefaults(c *kernels.Channels) {
+	packets := int64(512 << 10)
+	if c.Size > 4 {
+		packets = 255 << 10 // 2 MiB in equal parts of 256 KiB are faster by a ring
+	}
+	c.PacketBytes, c.EagerBytes = kernels.Default(c.PacketBytes, packets), 0
+	c.DefaultSlots(8, 128<<20, 128<<10, c.Size*max(c.Stripes, 1))
+}
+
+func newExchanges(f *kernels.Channels, offset int64, size int) (*exchanges, error) {
+	x := &exchanges{c: channels{*f, offset}, args: make([]byte, copyArgsBytes)}
+	switch c := &x.c; {
+	case c.Size != size:
+		return nil, fmt.Errorf("kernels: alltoallv: channels of %d ranks on a heap of %d", c.Size, size)
+	case c.Stripes < 1 || c.Slots < 1 || c.SlotBytes < 128 || c.SlotBytes%128 != 0 || c.PacketBytes < 0:
+		return nil, fmt.Errorf("kernels: alltoallv: channels %+v", c.Channels)
+	}
+	return x, nil
+}
+
+func (x *exchanges) layout() kernels.Layout {
+	return kernels.Layout{Bytes: x.c.bytes(), Zero: x.c.controlBytes()}
+}
+
+func (x *exchanges) load(e *Engine) error {
+	if e.exchanges == nil {
+		k := new(exchangeKernels)
+		if err := k.load(e); err != nil {
+			return err
+		}
+		e.exchanges = k
+	}
+	x.k = e.exchanges
+	if n := sharedBytes(&x.c, min(x.c.Stripes, x.k.limit), recvThreads); n > x.k.shared {
+		return fmt.Errorf("%d stripes of %d ranks on at most %d blocks need %d bytes of shared memory", x.c.Stripes, x.c.Size, x.k.limit, n)
+	}
+	return nil
+}
+
+func (k *exchangeKernels) load(e *Engine) (err error) {
+	if err = e.loadModule(alltoallvImage, entry{"alltoallv_packet", &k.packet}, entry{"alltoallv", &k.exchange},
+		entry{"alltoallv_open", &k.opens}, entry{"alltoallv_close", &k.closes}, entry{"alltoallv_own", &k.own}); err != nil {
+		return err
+	}
+	k.shared = min(maxSharedBytes, e.maxShared-fixedSharedBytes)
+	if err = e.ctx.SetFunctionAttribute(k.exchange, cuda.FunctionMaxDynamicShared, k.shared); err != nil {
+		return err
+	}
+	if k.limit, err = e.blocks(k.exchange, exchangeThreads, k.shared); err != nil {
+		return err
+	}
+	k.small, err = e.blocks(k.packet, packetThreads, 0)
+	return err
+}
+
+// add appends an exchange. Its arguments are copied into the batch.
+func (x *exchanges) add(p *port, op kernels.Operation) error {
+	a, ok := op.(*kernels.AllToAllV)
+	if !ok {
+		return fmt.Errorf("kernels: %s on channels of exchanges", op.Operation())
+	}
+	if err := x.validate(a); err != nil {
+		return err
+	}
+	if a.Schedule.Copies {
+		x.addCopies(p, a)
+	} else {
+		x.addKernel(p, a)
+	}
+	return nil
+}
+
+func (x *exchanges) validate(a *kernels.AllToAllV) error {
+	s, r, size := &a.Schedule, a.Routes, x.c.Size
+	switch {
+	case len(r.Order) != size-1 || len(r.ReverseOrder) != size-1:
+		return fmt.Errorf("kernels: alltoallv: orders of %d and %d peers for %d ranks", len(r.Order), len(r.ReverseOrder), size)
+	case s.Copies && (len(r.PeerOffsets) != size || a.Splits.Bytes > 0 || !a.Dst.Reach):
+		return errors.New("kernels: alltoallv: copies need a place on every rank, splits known to the host and an output that peers can write")
+	case a.Timeout <= 0:
+		return fmt.Errorf("kernels: alltoallv: timeout %v", a.Timeout)
+	case s.Rate < 0:
+		return fmt.Errorf("kernels: alltoallv: rate %v", s.Rate)
+	}
+	return nil
+}
+
+func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
+	e, c, k, s, r := p.e, &x.c, x.k, &a.Schedule, a.Routes
+	var flags uint32
+	if s.Staged {
+		flags |= flagStaged
+	}
+	if s.Window != 1 {
+		flags |= flagMesh
+	}
+	l := cuda.Launch{Flags: e.flags}
+	groups, large, interval, senders := int64(0), a.Splits.Bytes > 0, uint32(0), 0
+	for q := range c.Size {
+		if q == e.space.Rank {
+			continue
+		}
+		n := max(r.SendBytes[q], r.RecvBytes[q])
+		large = large || n > c.PacketBytes
+		groups = max(groups, (n+packetGroupPayload-1)/packetGroupPayload)
+	}
+	if large {
+		l.Function, l.Block = k.exchange, [3]uint32{exchangeThreads, 1, 1}
+		blocks := s.Blocks
+		if blocks == 0 {
+			blocks = c.Stripes
+		}
+		most := min(c.Stripes, k.limit)
+		for blocks = max(1, min(blocks, most)); blocks < most && sharedBytes(c, blocks, recvThreads) > k.shared; {
+			blocks++ // fewer would have more stripes each than they have room for
+		}
+		grid, takers := blocks, recvThreads
+		if staged := s.Staged || !a.Dst.Reach; s.CopyBlocks >= blocks && staged && c.Size > 1 && 2*blocks <= k.limit && sharedBytes(c, blocks, apartThreads) <= k.shared {
+			senders, grid, takers = blocks, 2*blocks, apartThreads
+		}
+		l.Grid = [3]uint32{uint32(grid), 1, 1}
+		l.SharedBytes = uint32(sharedBytes(c, blocks, takers))
+		if s.Rate > 0 {
+			interval = uint32(min(tileBytes*float64(blocks)/s.Rate*e.cycles, 1<<24))
+		}
+	} else {
+		l.Function, l.Block = k.packet, [3]uint32{packetThreads, 1, 1}
+		blocks := s.Blocks
+		if blocks == 0 {
+			warps := max(1, groups) * int64(max(1, c.Size-1))
+			blocks = int(min(maxPacketBlocks, max(minPacketBlocks, (warps+packetWarps-1)/packetWarps)))
+		}
+		l.Grid = [3]uint32{uint32(max(1, min(blocks, k.small))), 1, 1}
+	}
+	l.Args = x.args[:exchangeArgsBytes]
+	encodeExchange(l.Args, &e.space, p.fault.Addr(), flags, interval, senders, c, a)
+	p.batch.Launch(0, l)
+}
+
+// sharedBytes is the dynamic shared memory of a block of the exchange kernel: what its warps tell one another of every stripe
+// of a message that the block looks after. takers is how many of its threads copy messages out of staging.
+func sharedBytes(c *channels, blocks, takers int) int {
+	items := (c.Size - 1) * ((c.Stripes + blocks - 1) / blocks)
+	return items * (itemBytes + 8*c.Slots + 4*(3+takers/32))
+}
+
+// addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast. What stays on the
+// rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
+func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
+	e, c, r, b := p.e, &x.c, a.Routes, &p.batch
+	encodeExchange(x.args[:exchangeArgsBytes], &e.space, p.fault.Addr(), 0, 0, 0, c, a)
+	x.places = x.places[:0]
+	for q, at := range r.PeerOffsets {
+		x.places = append(x.places, a.Dst.Place+at)
+		putCopyArgsPlaces(x.args, q, a.Dst.Place+at)
+	}
+	me := e.space.Rank
+	own, from, to := r.SendBytes[me], a.Src.Ptr+uintptr(r.SendOffsets[me]), a.Dst.Ptr+uintptr(r.RecvOffsets[me])
+	aside := own > 0 && from != to
+	if aside {
+		b.Record(0, p.fork)
+		b.WaitEvent(1, p.fork)
+		if n := min(a.Schedule.Blocks, x.k.limit); n > 0 {
+			b.Launch(1, cuda.Launch{Function: x.k.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: x.args[:exchangeArgsBytes]})
+		} else {
+			b.Copy(1, to, from, own)
+		}
+	}
+	l := cuda.Launch{Function: x.k.opens, Grid: [3]uint32{1, 1, 1}, Block: [3]uint32{copyThreads, 1, 1}, Flags: e.flags, Args: x.args}
+	b.Launch(0, l)
+	for _, q := range r.Order {
+		if n := r.SendBytes[q]; n > c.PacketBytes {
+			b.Copy(0, e.space.Addr(int(q), x.places[q]), a.Src.Ptr+uintptr(r.SendOffsets[q]), n)
+		}
+	}
+	if aside {
+		b.Record(1, p.join)
+		b.WaitEvent(0, p.join)
+	}
+	l.Function, l.Flags = x.k.closes, e.flags&^cuda.Programmatic
+	b.Launch(0, l)
+}

@@ -1,0 +1,89 @@
+// The kernels around copies by the copy engines. The first grants and waits for credits, the copies follow in the stream, the second
+// signals and waits for signals. Both have one block.
+//
+// Write this rank's credit and signal lines in the peers' segments and its packets; read those in its own.
+#pragma once
+
+#include "packets.cuh"
+#include "receiving.cuh"
+
+// Both kernels begin so.
+__device__ __forceinline__ sw::call_number begin_copies(sw::gathered::store &steps, const sw_exchange_args &a)
+{
+	sw::gathered::fill(steps, a);
+	sw::await_stream();
+	sw::call_number number;
+	number.load(a.world);
+	__syncthreads();
+	return number;
+}
+
+extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(const __grid_constant__ sw_copy_args c)
+{
+	using namespace sw;
+	const sw_exchange_args &a = c.exchange;
+	SW_SHARED(gathered::store, steps);
+	call_number number = begin_copies(steps, a);
+	gathered r{steps};
+	u64 epoch = number.epoch();
+	if (__any_sync(~0u, epoch == 0))
+		return;
+	if (threadIdx.x == 0)
+		number.advance(a.world);
+	if (a.world.size == 1)
+		return;
+	receiver in{a, r, epoch};
+	in.grant(threadIdx.x, SW_COPY_THREADS);
+	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
+	x.announce(epoch, threadIdx.x, SW_COPY_THREADS);
+	x.send(epoch);
+#pragma unroll 1
+	for (u32 i = threadIdx.x; i < a.world.size - 1; i += SW_COPY_THREADS) {
+		u32 p = r[i].to;
+		i64 n = r[i].send_bytes;
+		if (n <= a.packet_bytes)
+			continue;
+		u64 line = own_segment(a.world) + a.block.credits + p * SW_LINE_BYTES;
+		wait w;
+#pragma unroll 1
+		while (load_acquire_sys(line) < seq(epoch, 0) || load_acquire_sys(line + 16) < seq(epoch, 0))
+			if (!w.slow(a.world)) {
+				give_up(a.world, w.kind, p, epoch, true);
+				return;
+			}
+		u64 place = load16_relaxed_sys(line).b, expected = load16_relaxed_sys(line + 16).b;
+		if (expected != static_cast<u64>(n))
+			give_up(a.world, SW_FAULT_MISMATCH, p, epoch, true, static_cast<u64>(n), expected);
+		else if (place != static_cast<u64>(c.places[p]))
+			give_up(a.world, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), place);
+	}
+}
+
+extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close(const __grid_constant__ sw_copy_args c)
+{
+	using namespace sw;
+	const sw_exchange_args &a = c.exchange;
+	SW_SHARED(gathered::store, steps);
+	call_number number = begin_copies(steps, a);
+	gathered r{steps};
+	if (__any_sync(~0u, number.epoch() == 0) || a.world.size == 1)
+		return;
+	u64 epoch = number.epoch() - 1; // alltoallv_open has advanced it
+	fence_acq_rel_sys();			// X4: the copies come before their signals
+#pragma unroll 1
+	for (u32 i = threadIdx.x; i < (a.world.size - 1) * a.stripes; i += SW_COPY_THREADS) {
+		u32 p = r[i / a.stripes].to, stripe = i % a.stripes;
+		i64 n = r[i / a.stripes].send_bytes;
+		if (n > a.packet_bytes && stripe < stripes(a, n).count)
+			store16_relaxed_sys(signal_line(a, p, a.world.rank, stripe) + parity_bytes(a, epoch), last_seq(epoch), static_cast<u64>(n));
+	}
+	receiver in{a, r, epoch};
+	for (u32 i = threadIdx.x; i < (a.world.size - 1) * a.stripes; i += SW_COPY_THREADS) {
+		const sw_step &m = r[i / a.stripes];
+		u32 stripe = i % a.stripes;
+		if (m.recv_bytes > a.packet_bytes && stripe < stripes(a, m.recv_bytes).count)
+			in.await_line(signal_line(a, a.world.rank, m.from, stripe) + parity_bytes(a, epoch), m.from, m.recv_bytes);
+	}
+	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
+	x.receive(epoch);
+}

@@ -1,0 +1,232 @@
+// Messages as packets: words of 16 bytes, 12 of data and a flag that tells the call, so that data and signal arrive as one. A small
+// message needs no credit, no fence and no signal beside it.
+//
+// All warps of a kernel may send and receive packets. Writes this rank's packet places in the peers' segments (double buffered by the
+// call's parity) and, after a disagreement, its credit line there; reads and wipes the places in its own segment.
+#pragma once
+
+#include "../packet.cuh"
+#include "steps.cuh"
+
+namespace sw {
+
+__device__ __forceinline__ u64 packet_place(const sw_exchange_args &a, u64 epoch, u32 dst, u32 src)
+{
+	return segment(a.world, dst) + a.block.packets + ((epoch & 1) * a.world.size + src) * a.block.packet_stride;
+}
+
+__device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 flag)
+{
+	quad q;
+	q.load_odd(src, left);
+#pragma unroll
+	for (int k = 0; k < 4; k++)
+		if (12 * k < left)
+			q.put(wire, k, flag);
+}
+
+// True when the message's header is there and tells another length: no use in waiting for the rest.
+__device__ __noinline__ bool other_length(u64 place, i64 bytes, u32 flag)
+{
+	pair64 v = load16_relaxed_sys(place);
+	return static_cast<u32>(v.b >> 32) == flag && v.a != static_cast<u64>(bytes);
+}
+
+// The next two return false when the wait was given up.
+__device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 wire, u64 dst, i64 left, i64 bytes, u32 flag, wait &w)
+{
+	quad q;
+#pragma unroll 1
+	for (;;) {
+		bool all = true;
+#pragma unroll
+		for (int k = 0; k < 4; k++)
+			if (12 * k < left)
+				all &= q.get(wire, k, flag);
+		if (all)
+			break;
+		if (!w.slow(a.world) || ((w.polls & 255) == 0 && other_length(place, bytes, flag)))
+			return false;
+	}
+	q.store_odd(dst, left);
+	return true;
+}
+
+__device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place, u64 dst, i64 bytes, u32 group, u32 flag, u32 lane, wait &w)
+{
+	part t(place, dst, bytes, group, lane);
+	if (t.left <= 0)
+		return true;
+	if (!t.whole)
+		return recv_odd(a, place, t.wire, dst + t.at, t.left, bytes, flag, w);
+	quad q;
+#pragma unroll 1
+	for (;;) {
+		bool all = true;
+#pragma unroll
+		for (int k = 0; k < 4; k++)
+			if (12 * k < t.left)
+				all &= q.get(t.wire, k, flag);
+		if (all)
+			break;
+		if (!w.slow(a.world) || ((w.polls & 255) == 0 && other_length(place, bytes, flag)))
+			return false;
+	}
+	q.store(dst + t.at, t.left);
+	return true;
+}
+
+// The sender of a packet as its receiver knows it: waits for the header and compares the length. One thread.
+__device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place, i64 bytes, u32 flag, u32 peer, u64 epoch, wait &w)
+{
+#pragma unroll 1
+	for (;;) {
+		pair64 v = load16_relaxed_sys(place);
+		if (static_cast<u32>(v.b >> 32) == flag) {
+			if (v.a == static_cast<u64>(bytes))
+				return true;
+			give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, false, v.a, static_cast<u64>(bytes));
+			if (v.a > static_cast<u64>(a.packet_bytes)) { // its sender waits for a credit: tell it what is wrong
+				u64 credit = segment(a.world, peer) + a.block.credits + a.world.rank * SW_LINE_BYTES;
+				store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
+				store16_relaxed_sys(credit + 16, seq(epoch, 0), static_cast<u64>(bytes));
+			}
+			return false;
+		}
+		if (!w.slow(a.world)) {
+			give_up(a.world, w.kind, peer, epoch, false);
+			return false;
+		}
+	}
+}
+
+// A packet from 2^31 calls ago could be taken for a new one, if its place had not been written since. Each call wipes one
+// place of every peer that the call did not use, so none stays that long.
+__device__ __forceinline__ void wipe_one(const sw_exchange_args &a, u64 place, i64 bytes, u64 epoch)
+{
+	u32 groups = static_cast<u32>((a.block.packet_stride - SW_PACKET_HEADER_BYTES) / SW_PACKET_GROUP_BYTES);
+	if (groups == 0)
+		return;
+	u32 at = static_cast<u32>(epoch / 2) % (groups * (SW_PACKET_GROUP_BYTES / 16));
+	if (at / (SW_PACKET_GROUP_BYTES / 16) >= packet_groups(bytes))
+		store16_relaxed_sys(place + SW_PACKET_HEADER_BYTES + 16 * static_cast<u64>(at), 0, 0);
+}
+
+// The warps of a grid share the groups of all packets: task t is group t/peers for the peer of step t%peers, so that
+// neighbouring warps serve different peers. The header goes out for every message, also one that will travel with credit, so
+// that a receiver with another size in mind learns of it.
+template <typename Steps> struct packets {
+	const sw_exchange_args &a;
+	Steps r;
+	u32 warp, warps, lane;
+	quad first; // what the warp sends first
+	bool loaded;
+
+	__device__ __forceinline__ packets(const sw_exchange_args &a, Steps r, u32 warp, u32 warps, u32 lane)
+	    : a(a), r(r), warp(warp), warps(warps), lane(lane), loaded(false)
+	{
+	}
+
+	// The most groups of a packet of this rank.
+	__device__ __forceinline__ u32 most(bool sending)
+	{
+		u32 groups = 0;
+#pragma unroll 1
+		for (u32 i = lane; i < a.world.size - 1; i += 32) {
+			i64 n = sending ? r[i].send_bytes : r[i].recv_bytes;
+			if (n <= a.packet_bytes)
+				groups = max(groups, packet_groups(n));
+		}
+		return __reduce_max_sync(~0u, groups);
+	}
+
+	// Loads what the warp sends first, before the number of the call is known. place is where that is, known from the
+	// arguments alone.
+	struct ahead {
+		u64 src;
+		i64 left;
+		bool whole;
+	};
+
+	__device__ __forceinline__ ahead look_ahead()
+	{
+		share s(a, warp);
+		sw_step x = r[s.rest];
+		part t(0, a.src + x.send_offset, x.send_bytes, s.quotient, lane);
+		return {a.src + x.send_offset + t.at, t.left, x.send_bytes <= a.packet_bytes && t.left > 0 && t.whole};
+	}
+
+	__device__ __forceinline__ void preload(const ahead &x)
+	{
+		loaded = x.whole;
+		if (loaded)
+			first.load(x.src, x.left);
+	}
+
+	// The headers of the steps first, first+step, ...
+	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step)
+	{
+		u32 flag = packet_flag(epoch);
+#pragma unroll 1
+		for (u32 i = first; i < a.world.size - 1; i += step)
+			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32);
+	}
+
+	__device__ __forceinline__ void send(u64 epoch)
+	{
+		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
+		u32 tasks = peers * most(true);
+#pragma unroll 1
+		for (u32 t = warp; t < tasks; t += warps) {
+			share d(a, t);
+			sw_step m = r[d.rest];
+			if (m.send_bytes > a.packet_bytes)
+				continue;
+			u64 src = a.src + m.send_offset;
+			part x(packet_place(a, epoch, m.to, a.world.rank), src, m.send_bytes, d.quotient, lane);
+			if (x.left <= 0)
+				continue;
+			if (!x.whole) {
+				send_odd(x.wire, src + x.at, x.left, flag);
+				continue;
+			}
+			if (!loaded)
+				first.load(src + x.at, x.left);
+			loaded = false;
+#pragma unroll
+			for (int k = 0; k < 4; k++)
+				if (12 * k < x.left)
+					first.put(x.wire, k, flag);
+		}
+	}
+
+	__device__ __forceinline__ void receive(u64 epoch)
+	{
+		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
+		u32 tasks = peers * most(false);
+		wait w;
+#pragma unroll 1
+		for (u32 t = warp; t < tasks; t += warps) {
+			share d(a, t);
+			sw_step m = r[d.rest];
+			if (m.recv_bytes <= a.packet_bytes &&
+			    !recv_group(a, packet_place(a, epoch, a.world.rank, m.from), a.dst + m.recv_offset, m.recv_bytes, d.quotient, flag, lane, w)) {
+				give_up(a.world, w.kind, m.from, epoch, false);
+				break;
+			}
+		}
+		// headers last and by the warps with the least to do
+#pragma unroll 1
+		for (u32 i = warps - 1 - warp; i < peers; i += warps) {
+			sw_step m = r[i];
+			if (lane != 0 || m.recv_bytes > a.packet_bytes)
+				continue;
+			u64 place = packet_place(a, epoch, a.world.rank, m.from);
+			wait h;
+			recv_header(a, place, m.recv_bytes, flag, m.from, epoch, h);
+			wipe_one(a, place, m.recv_bytes, epoch);
+		}
+	}
+};
+
+} // namespace sw

@@ -1,0 +1,109 @@
+// Packets: words of 16 bytes, 12 of data and a flag that tells the call, so that data and signal arrive as one.
+//
+// Kernels of small messages call this. Reads and writes only what its caller names.
+#pragma once
+
+#include "device.cuh"
+
+namespace sw {
+
+// Never 0, which memory begins with. Equal flags are 2^31 calls apart or more; wipe_one sees to it that none lies so long.
+__device__ __forceinline__ u32 packet_flag(u64 epoch)
+{
+	u32 low = static_cast<u32>(epoch);
+	return low != 0 ? low : 0x80000000u;
+}
+
+__device__ __forceinline__ u32 packet_groups(i64 bytes) { return static_cast<u32>((bytes + SW_PACKET_GROUP_PAYLOAD - 1) / SW_PACKET_GROUP_PAYLOAD); }
+
+// The 48 bytes of one thread.
+struct quad {
+	u32 w[12];
+
+	// From an aligned address, n bytes in units of 16.
+	__device__ __forceinline__ void load(u64 p, i64 n)
+	{
+#pragma unroll
+		for (int i = 0; i < 3; i++) {
+			uint4 v = make_uint4(0, 0, 0, 0);
+			if (16 * i < n)
+				v = load_vector(p + 16 * i);
+			w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+		}
+	}
+
+	// From any address, n bytes.
+	__device__ __forceinline__ void load_odd(u64 p, i64 n)
+	{
+		if (n >= 48 && (p & 3) == 0) {
+#pragma unroll
+			for (int i = 0; i < 12; i++)
+				w[i] = *reinterpret_cast<const volatile u32 *>(p + 4 * i);
+			return;
+		}
+#pragma unroll
+		for (int i = 0; i < 12; i++) {
+			w[i] = 0;
+#pragma unroll
+			for (int k = 0; k < 4; k++)
+				if (4 * i + k < n)
+					w[i] |= static_cast<u32>(load_byte(p + 4 * i + k)) << (8 * k);
+		}
+	}
+
+	__device__ __forceinline__ void store(u64 p, i64 n) const
+	{
+#pragma unroll
+		for (int i = 0; i < 3; i++)
+			if (16 * i < n)
+				store_vector(p + 16 * i, make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]));
+	}
+
+	__device__ __forceinline__ void store_odd(u64 p, i64 n) const
+	{
+		if (n >= 48 && (p & 3) == 0) {
+#pragma unroll
+			for (int i = 0; i < 12; i++)
+				*reinterpret_cast<volatile u32 *>(p + 4 * i) = w[i];
+			return;
+		}
+#pragma unroll
+		for (int i = 0; i < 12; i++)
+#pragma unroll
+			for (int k = 0; k < 4; k++)
+				if (4 * i + k < n)
+					store_byte(p + 4 * i + k, static_cast<u8>(w[i] >> (8 * k)));
+	}
+
+	// Packet k as its two words.
+	__device__ __forceinline__ void put(u64 to, int k, u32 flag) const
+	{
+		store16_relaxed_sys(to + 512 * k, static_cast<u64>(w[3 * k + 1]) << 32 | w[3 * k], static_cast<u64>(flag) << 32 | w[3 * k + 2]);
+	}
+
+	__device__ __forceinline__ bool get(u64 from, int k, u32 flag)
+	{
+		pair64 v = load16_relaxed_sys(from + 512 * k);
+		w[3 * k] = static_cast<u32>(v.a);
+		w[3 * k + 1] = static_cast<u32>(v.a >> 32);
+		w[3 * k + 2] = static_cast<u32>(v.b);
+		return static_cast<u32>(v.b >> 32) == flag;
+	}
+};
+
+// A thread's part of one group: where it is in the message and on the wire.
+struct part {
+	i64 at, left;
+	u64 wire;
+	bool whole; // the user's side can be moved in vectors
+
+	__device__ __forceinline__ part(u64 place, u64 user, i64 bytes, u32 group, u32 lane)
+	{
+		at = static_cast<i64>(group) * SW_PACKET_GROUP_PAYLOAD + 48 * lane;
+		left = bytes - at;
+		wire = place + SW_PACKET_HEADER_BYTES + static_cast<u64>(group) * SW_PACKET_GROUP_BYTES + 16 * lane;
+		whole = ((user + at) & 15) == 0 && (left >= 48 || (left & 15) == 0);
+	}
+};
+
+} // namespace sw

@@ -1,0 +1,174 @@
+package cuda
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// port is one communicator's end of an Engine.
+type port struct {
+	e      *Engine
+	fam    family
+	name   string
+	offset int64 // of the control block, which begins with a struct sw_control
+
+	fault *cuda.HostBuffer // a struct sw_fault
+	own   cuda.Stream      // of launches without one, and of what clears a fault
+	side  cuda.Stream      // of copies that stay on the device, beside a launch
+	fork  cuda.Event       // orders side behind a launch's stream,
+	join  cuda.Event       // and the other way round
+
+	mu    sync.Mutex // held while a launch is put together and submitted
+	batch cuda.Batch
+}
+
+func newPort(e *Engine, fam family, name string, offset int64) (_ *port, err error) {
+	p := &port{e: e, fam: fam, name: name, offset: offset}
+	defer func() {
+		if err != nil {
+			err = errors.Join(fmt.Errorf("kernels: open %s: %w", name, err), p.Close())
+		}
+	}()
+	if p.fault, err = e.ctx.NewHostBuffer(4096); err != nil {
+		return nil, err
+	}
+	for _, s := range []*cuda.Stream{&p.own, &p.side} {
+		if *s, err = e.ctx.NewStream(0); err != nil {
+			return nil, err
+		}
+	}
+	for _, ev := range []*cuda.Event{&p.fork, &p.join} {
+		if *ev, err = e.ctx.NewEvent(false); err != nil {
+			return nil, err
+		}
+	}
+	return p, nil
+}
+
+// Ready tells what GPUs do.
+func (p *port) Ready() kernels.Traits {
+	return kernels.Traits{Multiprocessors: true, CopyEngines: true, Shared: p.e.sharers > 1}
+}
+
+// Launch enqueues op on a CUDA stream. The arguments are copied, so op is done when Launch returns; what the kernels come
+// to is told by Fault. With a nil stream Launch waits for them.
+func (p *port) Launch(s device.Stream, op kernels.Operation) error {
+	if s == nil {
+		if err := p.submit(uintptr(p.own), op); err != nil {
+			return err
+		}
+		if err := p.e.ctx.SynchronizeStream(p.own); err != nil {
+			return fmt.Errorf("kernels: %s: %w", op.Operation(), err)
+		}
+		return p.Fault()
+	}
+	cs, ok := s.(*device.CUDAStream)
+	if !ok {
+		return fmt.Errorf("kernels: the CUDA engine needs a CUDA stream, not one of %v", s.Device())
+	}
+	if err := p.submit(cs.Handle(), op); err != nil {
+		return err
+	}
+	op.Finish(nil)
+	return nil
+}
+
+// submit enqueues op on a CUstream.
+func (p *port) submit(stream uintptr, op kernels.Operation) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.batch.Reset()
+	if err := p.fam.add(p, op); err != nil {
+		return err
+	}
+	if err := p.e.ctx.Submit(&p.batch, stream, uintptr(p.side)); err != nil {
+		return fmt.Errorf("kernels: %s: %w", op.Operation(), err)
+	}
+	return nil
+}
+
+// Fault is what a kernel of this rank could not finish: a *comm.PeerError with the group's reason where it was told to give up, an
+// error of the operation, or one that is Recoverable, which Fault clears. Kernels that still run may yet fail. After
+// another error than a recoverable one later launches return at once without doing anything.
+func (p *port) Fault() error {
+	err := p.err()
+	switch {
+	case err == nil:
+		return nil
+	case kernels.Recoverable(err):
+		// The next launch may be on any stream, so what clears the record must be over by then.
+		return errors.Join(err, p.clear())
+	}
+	if why := p.e.why(); why != nil {
+		return fmt.Errorf("%w: %w", err, why)
+	}
+	return err
+}
+
+// err reads the fault record.
+func (p *port) err() error {
+	b := p.fault.Bytes()
+	if b == nil || shm.Word32(b, faultKind).Load() == 0 {
+		return nil
+	}
+	var f faultWords
+	f.get(b)
+	me, peer, sending := p.e.space.Rank, int(f.peer), f.sending != 0
+	switch f.kind {
+	case faultMismatch:
+		m := &kernels.CountMismatchError{Src: peer, Dst: me, Epoch: f.epoch, Sent: f.sent, Expected: f.expected}
+		if sending {
+			m.Src, m.Dst = me, peer
+		}
+		return m
+	case faultPlace:
+		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", f.epoch, peer, f.sent, f.expected)
+	case faultSplits:
+		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: f.epoch, Bytes: int64(f.sent), Offset: int64(f.expected), Limit: int64(f.limit)}
+	case faultAborted:
+		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: comm.ErrAborted}
+	default:
+		return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: comm.ErrTimeout}
+	}
+}
+
+// clear forgets the fault, here and in the control block.
+func (p *port) clear() error {
+	shm.Word32(p.fault.Bytes(), faultKind).Store(0)
+	e := p.e
+	err := e.ctx.Set(p.own, e.space.Addr(e.space.Rank, p.offset)+controlFault, 0, 4)
+	if err = errors.Join(err, e.ctx.SynchronizeStream(p.own)); err != nil {
+		return fmt.Errorf("kernels: clear a fault: %w", err)
+	}
+	return nil
+}
+
+// Drain waits for the device: calls that were captured have no last stream.
+func (p *port) Drain(device.Stream) error { return p.e.ctx.Synchronize() }
+
+// Close releases the record, the streams and the events.
+func (p *port) Close() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	err := p.fault.Close()
+	for _, ev := range []*cuda.Event{&p.fork, &p.join} {
+		if *ev != 0 {
+			err = errors.Join(err, p.e.ctx.DestroyEvent(*ev))
+			*ev = 0
+		}
+	}
+	for _, s := range []*cuda.Stream{&p.side, &p.own} {
+		if *s != 0 {
+			err = errors.Join(err, p.e.ctx.DestroyStream(*s))
+			*s = 0
+		}
+	}
+	return err
+}

@@ -1,0 +1,89 @@
+// Bulk data: a warp moves 4 KiB tiles of a message through its registers.
+//
+// Whoever sends or copies calls this. Reads and writes only what its caller names, with plain vector accesses: order comes from the
+// caller.
+#pragma once
+
+#include "device.cuh"
+
+namespace sw {
+
+constexpr i64 tile_bytes = SW_TILE_BYTES;
+static_assert(tile_bytes == 16 * 32 * 8);
+
+// The tiles of a stretch of memory: they begin at multiples of 128 of its address, except the first.
+struct tiles {
+	u64 src;
+	i64 bytes;
+
+	__device__ __forceinline__ i64 begin(i64 k) const { return k == 0 ? 0 : k * tile_bytes - static_cast<i64>(src & 127); }
+	__device__ __forceinline__ u32 length(i64 k) const
+	{
+		i64 end = begin(k + 1);
+		return static_cast<u32>((end < bytes ? end : bytes) - begin(k));
+	}
+	__device__ __forceinline__ bool has(i64 k) const { return begin(k) < bytes; }
+	__device__ __forceinline__ u32 count() const { return static_cast<u32>((bytes + static_cast<i64>(src & 127) + tile_bytes - 1) / tile_bytes); }
+};
+
+// Up to tile_bytes of a message on their way through a warp's registers.
+struct tile {
+	uint4 v[8];
+	u64 src;
+	u32 bytes, lane;
+
+	__device__ __forceinline__ u32 vectors() const { return (src & 15) == 0 ? bytes / 16 : 0; }
+
+	__device__ __forceinline__ void load(u64 from, u32 n)
+	{
+		src = from, bytes = n;
+		u32 count = vectors();
+		from += 16 * lane;
+		if (count == 256) {
+#pragma unroll
+			for (int k = 0; k < 8; k++)
+				v[k] = load_vector(from + 512 * k);
+			return;
+		}
+#pragma unroll
+		for (int k = 0; k < 8; k++)
+			v[k] = load_vector_if(32 * k + lane < count, from + 512 * k);
+	}
+
+	__device__ __forceinline__ void store(u64 dst) const
+	{
+		u32 count = vectors();
+		if (count == 0 || (dst & 15) != 0) {
+			copy_odd(dst, src, bytes, lane, 32);
+			return;
+		}
+		u64 to = dst + 16 * lane;
+		if (count == 256) {
+#pragma unroll
+			for (int k = 0; k < 8; k++)
+				store_vector(to + 512 * k, v[k]);
+			return;
+		}
+#pragma unroll
+		for (int k = 0; k < 8; k++)
+			store_vector_if(32 * k + lane < count, to + 512 * k, v[k]);
+		u32 at = 16 * count + lane;
+		if (at < bytes)
+			store_byte(dst + at, load_byte(src + at));
+	}
+};
+
+// A warp moves tiles first, first+step, ... of a stretch of memory.
+__device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 step, u32 lane)
+{
+	tile t;
+	t.lane = lane;
+#pragma unroll 1
+	for (i64 at = first * tile_bytes - static_cast<i64>(src & 127); at < bytes; at += step * tile_bytes) {
+		i64 from = at < 0 ? 0 : at, to = at + tile_bytes < bytes ? at + tile_bytes : bytes;
+		t.load(src + from, static_cast<u32>(to - from));
+		t.store(dst + from);
+	}
+}
+
+} // namespace sw

@@ -1,0 +1,89 @@
+package host
+
+import (
+	"math"
+
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/internal/vec"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// quantized is a row of float8 with its scales. Its fields are scratch.
+type quantized struct {
+	wide, scaled []float32
+	row, scales  []byte
+}
+
+const (
+	maxFloat8 = 448  // of Float8E4M3
+	leastMax  = 1e-4 // the largest magnitude of a block is taken for no less
+)
+
+// scaleOf is the scale of a block, what its elements are multiplied by, and the biased exponent that stands for the scale where
+// it is a power of two. It is the rule of kernels.Scales.
+func scaleOf(x []float32, format kernels.ScaleFormat) (scale, factor float32, exponent uint32) {
+	most := math.Float32bits(leastMax)
+	for _, v := range x {
+		// As integers, so that a NaN is above all.
+		most = max(most, math.Float32bits(v)&^(1<<31))
+	}
+	scale = math.Float32frombits(most) / maxFloat8
+	if format == kernels.Float32Scales {
+		return scale, maxFloat8 / math.Float32frombits(most), 0
+	}
+	b := math.Float32bits(scale)
+	exponent = b >> 23
+	if b&(1<<23-1) != 0 {
+		exponent++
+	}
+	if exponent >= 255 {
+		return float32(math.NaN()), 0, 255
+	}
+	return math.Float32frombits(exponent << 23), math.Float32frombits((254 - exponent) << 23), exponent
+}
+
+// quantize makes a row of a token. The result is good until the next call.
+func (q *quantized) quantize(m *kernels.MoE, token []byte) (row, scales []byte) {
+	q.wide, q.scaled = sized(q.wide, m.Hidden), sized(q.scaled, m.Hidden)
+	switch m.TokenType {
+	case kernels.Float16:
+		vec.Load(q.wide, shm.View[vec.Float16](token))
+	case kernels.BFloat16:
+		vec.Load(q.wide, shm.View[vec.BFloat16](token))
+	default:
+		vec.Load(q.wide, shm.View[float32](token))
+	}
+	q.row, q.scales = sized(q.row, m.Hidden), sized(q.scales, 4*m.ScaleWords())
+	clear(q.scales)
+	words := shm.View[uint32](q.scales)
+	for i := 0; i*m.Scales.Block < m.Hidden; i++ {
+		lo, hi := i*m.Scales.Block, min((i+1)*m.Scales.Block, m.Hidden)
+		scale, factor, exponent := scaleOf(q.wide[lo:hi], m.Scales.Format)
+		if m.Scales.Format == kernels.UE8M0Scales {
+			words[i/4] |= exponent << (8 * (i % 4))
+		} else {
+			words[i] = math.Float32bits(scale)
+		}
+		vec.Scale(q.scaled[lo:hi], q.wide[lo:hi], factor)
+	}
+	vec.Store(shm.View[vec.Float8E4M3](q.row), q.scaled, 1)
+	return q.row, q.scales
+}
+
+// partialBlock is how many elements of a partial sum have one scale.
+const partialBlock = 128
+
+// roundTrip turns a partial sum into what is left of it after it has crossed as float8.
+func (q *quantized) roundTrip(sum []float32) {
+	q.row = sized(q.row, partialBlock)
+	for len(sum) > 0 {
+		block := sum[:min(partialBlock, len(sum))]
+		scale, factor, _ := scaleOf(block, kernels.Float32Scales)
+		narrow := shm.View[vec.Float8E4M3](q.row[:len(block)])
+		vec.Scale(block, block, factor)
+		vec.Store(narrow, block, 1)
+		vec.Load(block, narrow)
+		vec.Scale(block, block, scale)
+		sum = sum[len(block):]
+	}
+}

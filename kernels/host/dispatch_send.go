@@ -1,0 +1,322 @@
+package host
+
+import (
+	"sort"
+
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// landEvery is how many tokens are sent between two notes of what has landed.
+const landEvery = 256
+
+// send is the first half of a dispatch: it sends this rank's tokens.
+func (m *meeting) send(a *kernels.Dispatch) (err error) {
+	defer func() { m.r.half = err }()
+	if a.Op == kernels.RedispatchOp {
+		if err := undone(a.Op, m.r); err != nil {
+			return err
+		}
+	}
+	m.begin()
+	for i := range len(m.h.Landed.Mem) / 4 {
+		m.landedWord(m.m.Rank, m.h, i).Store(0)
+	}
+	var failed error
+	if a.Op == kernels.DispatchOp {
+		failed, err = m.agree(a)
+	} else {
+		failed, err = m.meet(notice{call: kernels.CallWord(a.Op, 0, m.r.call)}, nil)
+	}
+	switch {
+	case err != nil:
+		return err
+	case failed != nil:
+		return failed
+	}
+	m.openOutlets()
+	m.scatter(a)
+	me := m.m.Rank
+	for i := 1; i < m.m.Ranks; i++ {
+		p := (me + i) % m.m.Ranks
+		line := m.lanes.done(m.peer(p), me)
+		m.e.word(p, line+doneTwins).Store(uint64(m.outlets[p].twins))
+		m.post(p, line)
+	}
+	return nil
+}
+
+// agree makes the routing and tells it to all ranks, which then know whether it fits.
+func (m *meeting) agree(a *kernels.Dispatch) (failed, err error) {
+	r, me, n := m.r, m.m.Rank, m.m.Ranks
+	r.call, r.err = r.epoch, nil
+	bad, refused := m.route(a)
+	each := len(r.counts)
+	m.counts = sized(m.counts, n*each)
+	copy(m.counts[me*each:], r.counts)
+	for p := range n {
+		if p != me {
+			copy(m.countsOf(p, me), r.counts)
+		}
+	}
+	word := notice{call: kernels.CallWord(kernels.DispatchOp, 0, r.call)}
+	if refused {
+		word = notice{
+			call: kernels.CallWord(kernels.RefusedOp, 0, refusedIndex),
+			read: uint64(bad.token), write: uint64(bad.expert), readWeights: uint64(bad.choice),
+		}
+	}
+	failed, err = m.meet(word, func(src int) { copy(m.counts[src*each:(src+1)*each], m.countsOf(me, src)) })
+	if err == nil && failed == nil {
+		failed = m.place()
+	}
+	if err != nil || failed != nil {
+		clear(r.offsets)
+		clear(r.groups)
+		clear(r.from)
+		clear(m.counts)
+		clear(r.counts)
+	}
+	m.publish(a, err == nil && failed == nil)
+	return failed, err
+}
+
+// receive is the second half of a dispatch: it makes what peers have sent complete.
+func (m *meeting) receive(a *kernels.Dispatch) error {
+	if m.r.half != nil {
+		return m.r.half
+	}
+	m.clearPadding(a.Op == kernels.DispatchOp)
+	me := m.m.Rank
+	return m.await(m.lanes.done(m.h, 0), func(src int) {
+		m.makeTwins(src, int64(m.e.word(me, m.lanes.done(m.h, src)+doneTwins).Load()))
+	})
+}
+
+// outlet is the output of one rank as this rank writes it.
+type outlet struct {
+	rows, scales []byte
+	sources      []int32
+	weights      []float32
+	indices      []int64
+	twinList     []int32
+	twins        int
+	tokens       int64 // that have been sent there
+}
+
+func (m *meeting) openOutlets() {
+	m.outlets = sized(m.outlets, m.m.Ranks)
+	for p := range m.outlets {
+		m.outlets[p] = m.outletOf(p, m.peer(p))
+	}
+}
+
+func (m *meeting) outletOf(p int, h *kernels.MoEHandle) outlet {
+	at := func(b kernels.Buffer) []byte { return m.e.space.Range(p, b.Place, b.Bytes) }
+	return outlet{
+		rows: at(h.Rows), scales: at(h.Scales), sources: shm.View[int32](at(h.Sources)), weights: shm.View[float32](at(h.Weights)),
+		indices:  shm.View[int64](at(h.Indices)),
+		twinList: shm.View[int32](m.e.space.Range(p, m.lanes.twinList(h, m.m.Rank), 8*m.lanes.twins)),
+	}
+}
+
+// scatter writes every token to its first row on each of its ranks, and lists or makes the others.
+func (m *meeting) scatter(a *kernels.Dispatch) {
+	x, r, size := m.m, m.r, m.m.RowBytes()
+	me, fresh, byToken := int32(x.Rank), a.Op == kernels.DispatchOp, x.Layout.ByToken()
+	stream := m.e.streams(len(r.rows), size)
+	m.landed = sized(m.landed, x.Slots())
+	clear(m.landed)
+	words := 4 * int64(x.ScaleWords())
+	for t := range r.tokens() {
+		if m.m.Landed && t%landEvery == landEvery-1 {
+			m.tellLanded(stream)
+		}
+		if r.first[t] == r.first[t+1] {
+			continue
+		}
+		token, scales := m.tokenRow(a, t, size, words)
+		rank, from := int32(-1), int32(0)
+		for i := r.first[t]; i < r.first[t+1]; i++ {
+			row := &r.rows[i]
+			to := &m.outlets[row.rank]
+			again := row.rank == rank // it has the token already
+			if fresh {
+				if byToken {
+					row.row += int32(m.base[row.rank])
+				} else {
+					row.row += int32(m.base[row.slot])
+				}
+				m.beside(to, row, t, !again)
+			}
+			if again && (byToken || rank != me) {
+				if !byToken {
+					to.twinList[2*to.twins], to.twinList[2*to.twins+1] = from, row.row
+					to.twins++
+				}
+				continue
+			}
+			if !again {
+				to.tokens++
+			}
+			rank, from = row.rank, row.row
+			if dst := to.rows[int64(row.row)*size:][:size]; stream {
+				shm.CopyStream(dst, token)
+			} else {
+				copy(dst, token)
+			}
+			if len(scales) > 0 {
+				m.putScales(to.scales, int64(row.row), scales)
+			}
+			m.landed[row.slot]++
+		}
+	}
+	if m.m.Landed {
+		m.tellLanded(stream)
+	} else if stream {
+		shm.Fence()
+	}
+	for p := range m.outlets {
+		m.sent(p, m.outlets[p].tokens*(size+words))
+	}
+}
+
+// tokenRow is the row of token t as it is sent, with its scales.
+func (m *meeting) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, scales []byte) {
+	if m.m.Quantizes() {
+		n := m.m.TokenBytes()
+		return m.token.quantize(m.m, a.X.Mem[int64(t)*n:][:n])
+	}
+	if words > 0 {
+		scales = a.Scales.Mem[int64(t)*words:][:words]
+	}
+	return a.X.Mem[int64(t)*size:][:size], scales
+}
+
+// beside writes what lies beside a row of token t. first says that it is the token's first on its rank.
+func (m *meeting) beside(to *outlet, row *routedRow, t int, first bool) {
+	x := m.m
+	at := int(row.row)
+	if first || !x.Layout.ByToken() {
+		to.sources[2*at], to.sources[2*at+1] = int32(x.Rank), int32(t)
+	}
+	if !x.Layout.ByToken() {
+		to.weights[at] = row.weight
+		return
+	}
+	indices, weights := to.indices[at*x.TopK:][:x.TopK], to.weights[at*x.TopK:][:x.TopK]
+	if first {
+		for k := range indices {
+			indices[k] = -1
+		}
+		clear(weights)
+	}
+	indices[row.choice] = int64(row.slot - x.First[row.rank])
+	weights[row.choice] = row.weight
+}
+
+// putScales writes the scales of a row into those of an output.
+func (m *meeting) putScales(to []byte, row int64, scales []byte) {
+	if !m.m.Scales.Columns {
+		copy(to[row*int64(len(scales)):], scales)
+		return
+	}
+	words, columns := shm.View[uint32](scales), shm.View[uint32](to)
+	at, stride := m.column(row)
+	for i, w := range words {
+		columns[at+int64(i)*stride] = w
+	}
+}
+
+// column is where the first scale of a row lies in column-major order, in words, and how far it is to the next.
+func (m *meeting) column(row int64) (at, stride int64) {
+	x := m.m
+	if x.Layout == kernels.PaddedRows || x.Layout == kernels.SlabRows {
+		return row/x.Capacity*x.Capacity*int64(x.ScaleWords()) + row%x.Capacity, x.Capacity
+	}
+	return row, x.Rows
+}
+
+// getScales is the inverse of putScales.
+func (m *meeting) getScales(scales, from []byte, row int64) {
+	if !m.m.Scales.Columns {
+		copy(scales, from[row*int64(len(scales)):])
+		return
+	}
+	words, columns := shm.View[uint32](scales), shm.View[uint32](from)
+	at, stride := m.column(row)
+	for i := range words {
+		words[i] = columns[at+int64(i)*stride]
+	}
+}
+
+// tellLanded adds what has been written since it did so last to the words of the receivers.
+func (m *meeting) tellLanded(stream bool) {
+	if stream {
+		shm.Fence()
+	}
+	for p := range m.m.Ranks {
+		first := m.m.First[p]
+		for s := first; s < m.m.First[p+1]; s++ {
+			if n := m.landed[s]; n > 0 {
+				m.landed[s] = 0
+				m.landedWord(p, m.peer(p), int(s-first)).Add(uint32(n))
+			}
+		}
+	}
+}
+
+// makeTwins copies rows that src has sent to where else it wants them.
+func (m *meeting) makeTwins(src int, n int64) {
+	if n == 0 {
+		return
+	}
+	me, size := m.m.Rank, m.m.RowBytes()
+	list := shm.View[int32](m.e.space.Range(me, m.lanes.twinList(m.h, src), 8*n))
+	m.token.scales = sized(m.token.scales, 4*m.m.ScaleWords())
+	for i := 0; i < len(list); i += 2 {
+		from, to := int64(list[i]), int64(list[i+1])
+		copy(m.h.Rows.Mem[to*size:][:size], m.h.Rows.Mem[from*size:])
+		if scales := m.token.scales; len(scales) > 0 {
+			m.getScales(scales, m.h.Scales.Mem, from)
+			m.putScales(m.h.Scales.Mem, to, scales)
+		}
+		if m.m.Landed {
+			slot := sort.Search(len(m.r.groups), func(g int) bool { return m.r.offsets[g+1] > to })
+			m.landedWord(me, m.h, slot).Add(1)
+		}
+	}
+}
+
+// eachPadding calls f with stretches of rows that belong to no token and have to be zero.
+func (m *meeting) eachPadding(f func(from, to int64)) {
+	if m.m.Layout != kernels.FlatRows && m.m.Layout != kernels.PaddedRows {
+		return
+	}
+	for g, rows := range m.r.groups {
+		if from, to := m.r.offsets[g]+rows, m.r.offsets[g+1]; from < to {
+			f(from, to)
+		}
+	}
+}
+
+// clearPadding zeroes padding rows and their scales; beside them, where asked, their weights, and they have no source.
+func (m *meeting) clearPadding(beside bool) {
+	size, sources, weights := m.m.RowBytes(), shm.View[int32](m.h.Sources.Mem), shm.View[float32](m.h.Weights.Mem)
+	m.token.scales = sized(m.token.scales, 4*m.m.ScaleWords())
+	m.eachPadding(func(from, to int64) {
+		clear(m.h.Rows.Mem[from*size : to*size])
+		if zero := m.token.scales; len(zero) > 0 {
+			clear(zero)
+			for row := from; row < to; row++ {
+				m.putScales(m.h.Scales.Mem, row, zero)
+			}
+		}
+		if beside {
+			for i := 2 * from; i < 2*to; i++ {
+				sources[i] = -1
+			}
+			clear(weights[from:to])
+		}
+	})
+}

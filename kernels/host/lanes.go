@@ -1,0 +1,115 @@
+package host
+
+import "github.com/switchyard-moe/switchyard/kernels"
+
+// lanes is how this engine uses the control block and the handles' State and Staging of one dispatcher. Methods return offsets
+// from the start of a segment.
+//
+// The Send half of every call is a meeting: each rank writes a notice to every other, which says what call it is in and where
+// in its own segment rows may be written or read, and waits for the notices of all. A dispatch adds how many rows its writer
+// has for every slot and every rank. So each rank then knows every displacement of every rank, and whether an output would
+// overflow; what follows from the notices is the same on all ranks. Rows are written in the Send half of a dispatch and read in
+// the Receive half of a combine. Whoever is through with a peer's memory writes a done line into the peer's handle, and Receive
+// ends when all have come.
+//
+// Two parities of notices are enough: a rank writes that of call e+2 when it has all notices of call e+1, which their writers
+// wrote after they had read all of call e. A done line exists once for each handle: whoever writes that of the handle's next
+// call has the receiver's notice of it, which the receiver writes after it has seen the line of this one.
+type lanes struct {
+	control   int64
+	n, slots  int
+	twins     int64 // the most rows that one rank can have another make from rows it has sent
+	rowBytes  int64 // of all rows of a combine,
+	weight    int64 // and of all their weights
+	readyAt   int64 // in State
+	stateSize int64
+}
+
+func newLanes(m *kernels.MoE, offset int64) lanes {
+	l := lanes{control: offset, n: m.Ranks, slots: m.Slots()}
+	if !m.Layout.ByToken() {
+		l.twins = int64(m.MaxTokens) * int64(m.TopK-1)
+	}
+	l.rowBytes = kernels.AlignUp(m.Rows*m.SumBytes(), kernels.LineBytes)
+	l.weight = kernels.AlignUp(m.Rows*int64(m.WeightsPerRow())*4, kernels.LineBytes)
+	l.readyAt = int64(l.n) * kernels.LineBytes
+	l.stateSize = kernels.AlignUp(l.readyAt+8*int64(max(m.MostLocal(), m.Ranks)), kernels.LineBytes)
+	return l
+}
+
+func (l *lanes) layout() kernels.Layout {
+	return kernels.Layout{
+		Bytes: l.counts(0, 2*l.n) - l.control, Zero: l.counts(0, 0) - l.control,
+		State: l.stateSize, Staging: l.twinBytes()*int64(l.n) + 2*l.rowBytes + 2*l.weight,
+	}
+}
+
+// epoch is the word that counts this rank's calls, in its own segment.
+func (l *lanes) epoch() int64 { return l.control }
+
+// notice is the line that src writes when it begins a call.
+func (l *lanes) notice(epoch uint64, src int) int64 {
+	return l.control + kernels.LineBytes + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.LineBytes
+}
+
+// counts is where src says how many rows it has for each slot and, in a token-major layout, for each rank: 32-bit numbers,
+// valid with its notice.
+func (l *lanes) counts(epoch uint64, src int) int64 {
+	return l.notice(0, 2*l.n) + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.AlignUp(4*int64(l.slots+l.n), kernels.LineBytes)
+}
+
+// Byte offsets of the words of a notice, after kernels.LineSeq. The places are the writer's.
+const (
+	noticeCall         = 8  // kernels.CallWord of the call
+	noticeRead         = 16 // where rows may be read
+	noticeWrite        = 24 // and written
+	noticeReadWeights  = 32
+	noticeWriteWeights = 40
+	noticeHandle       = 48
+	noticeFlags        = 56
+)
+
+// The flags of a notice.
+const (
+	flagReady   = 1 << iota // rows may be read only when the writer's ready words say so
+	flagAsks                // for the weights beside its tokens' rows
+	flagHasNone             // there are no weights beside its rows, which would take noticeWriteWeights bytes
+)
+
+// Why a rank refuses, in place of the dispatch in its call word, and what the next words are then.
+const (
+	refusedShort = iota // bytes that are there, bytes that are needed
+	refusedIndex        // token, expert, choice
+)
+
+// done is the line of a handle's State that src writes when it is through with the handle's rows, or with those that a combine
+// shows.
+func (l *lanes) done(h *kernels.MoEHandle, src int) int64 {
+	return h.State.Place + int64(src)*kernels.LineBytes
+}
+
+// doneTwins is the byte offset, in a done line, of the number of entries of the twin list.
+const doneTwins = 8
+
+// ready is the word of a handle's State that reaches the sequence number of a combine when the rows of a group may be read.
+func (l *lanes) ready(h *kernels.MoEHandle, group int) int64 {
+	return h.State.Place + l.readyAt + 8*int64(group)
+}
+
+func (l *lanes) twinBytes() int64 { return kernels.AlignUp(8*l.twins, kernels.LineBytes) }
+
+// twinList is where src lists rows to be made from rows it has sent: pairs of 32-bit row numbers, from and to, valid
+// with its done line.
+func (l *lanes) twinList(h *kernels.MoEHandle, src int) int64 {
+	return h.Staging.Place + int64(src)*l.twinBytes()
+}
+
+// rows is staging for rows that peers read (0) or write (1).
+func (l *lanes) rows(h *kernels.MoEHandle, which int) int64 {
+	return l.twinList(h, l.n) + int64(which)*l.rowBytes
+}
+
+// weights is staging for the weights beside them.
+func (l *lanes) weights(h *kernels.MoEHandle, which int) int64 {
+	return l.rows(h, 2) + int64(which)*l.weight
+}
