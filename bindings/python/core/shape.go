@@ -27,12 +27,13 @@ var _, _ Place = (*Comm)(nil), (*GPU)(nil)
 
 // Shape is everything about an exchange that calls have in common, in an array that C callers keep: the bytes of a row, of
 // the destination and of the source; the address of splits in memory of the GPU (alltoallv.Splits.Live), or 0; 1 where
-// displacements at the peers are given (alltoallv.Splits.PeerDispls), or 0; and then for each rank the rows to send, for
-// each the rows to receive and, where they are given, for each the displacement there.
+// displacements at the peers are given (alltoallv.Splits.PeerDispls), or 0; the multiprocessors that send and those that
+// copy out of staging and 1 for none of either (alltoallv.Limits), or 0 for what the GPU was opened with; and then for each
+// rank the rows to send, for each the rows to receive and, where they are given, for each the displacement there.
 type Shape []int64
 
 // ShapeHead is how many numbers a Shape has before those of the ranks.
-const ShapeHead = 5
+const ShapeHead = 8
 
 // Len is how long the Shape with this head is, for so many ranks.
 func (s Shape) Len(ranks int) int { return ShapeHead + (2+int(min(s[4], 1)))*ranks }
@@ -46,6 +47,7 @@ func (s Shape) recv(ranks int) []int64 { return s[ShapeHead+ranks : ShapeHead+2*
 // assign makes splits of the shape, whose memory they refer to.
 func (s Shape) assign(ranks int, sp *alltoallv.Splits) {
 	*sp = alltoallv.Splits{ElemSize: s[0], Send: s.send(ranks), Recv: s.recv(ranks)}
+	sp.Limits = alltoallv.Limits{MaxSMs: int(s[5]), CopySMs: int(s[6]), NoSMs: s[7] != 0}
 	if live := s[3]; live != 0 {
 		sp.Live = memory.Device(uintptr(live), alltoallv.LiveBytes(ranks))
 	}

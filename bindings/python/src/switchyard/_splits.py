@@ -8,6 +8,9 @@ from typing import Any
 
 from . import errors
 
+# How many numbers of a core.Shape come before the splits, and which of them say what.
+HEAD = 8
+LIVE, PLACED, MAX_SMS, COPY_SMS, NO_SMS = 3, 4, 5, 6, 7
 # How many shapes of calls a place remembers.
 _MOST = 1024
 
@@ -73,7 +76,7 @@ class Shapes:
         row = width * item
         if row == 0 or sum(counts) != rows + got or sum(counts[:ranks]) != rows:
             return None
-        numbers = array("q", (row, got * row, rows * row, 0, 0))
+        numbers = array("q", (row, got * row, rows * row, 0, 0, 0, 0, 0))
         numbers += counts
         return numbers.buffer_info()[0], numbers
 
@@ -90,14 +93,10 @@ class Shapes:
         send, recv, row = common(send, send_row, recv, recv_row)
         return self.of_bytes(row, out_bytes, in_bytes, send, recv)
 
-    def of_bytes(
-        self, row: int, out_bytes: int, in_bytes: int, send: array[int], recv: array[int], live: int = 0, displs: Any = None
-    ) -> tuple[int, array[int]]:
-        """A shape that is not remembered: splits in rows, the address of splits in memory of a GPU, and where this rank's
-        rows begin at the peers, in rows too."""
-        numbers = array("q", (row, out_bytes, in_bytes, live, displs is not None)) + send + recv
-        if displs is not None:
-            numbers += displs
+    @staticmethod
+    def of_bytes(row: int, out_bytes: int, in_bytes: int, send: array[int], recv: array[int]) -> tuple[int, array[int]]:
+        """A shape that is not remembered, with splits in rows."""
+        numbers = array("q", (row, out_bytes, in_bytes, 0, 0, 0, 0, 0)) + send + recv
         return numbers.buffer_info()[0], numbers
 
 

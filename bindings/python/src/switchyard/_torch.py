@@ -135,7 +135,7 @@ def all_to_all_single(
     input_split_sizes: Any,
     group: Any,
     async_op: bool,
-    peer_displs: Any = None,
+    extra: _cuda.Extra | None = None,
 ) -> Any:
     if group is not None and _outside(group, "all_to_all_single"):
         return None
@@ -148,15 +148,15 @@ def all_to_all_single(
                 output, input, output_split_sizes, input_split_sizes, process_group(group), async_op
             )
         if async_op:
-            return _cuda.start(gpu, output, input, output_split_sizes, input_split_sizes, peer_displs)
-        _cuda.exchange(gpu, output, input, output_split_sizes, input_split_sizes, peer_displs)
+            return _cuda.start(gpu, output, input, output_split_sizes, input_split_sizes, extra)
+        _cuda.exchange(gpu, output, input, output_split_sizes, input_split_sizes, extra)
         return None
     is_tensor(output, "output")
     is_tensor(input, "input")
     if input.is_cuda is not output.is_cuda:
         raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
-    if peer_displs is not None:
-        raise errors.InvalidArgument("switchyard: peer_displs is for CUDA tensors")
+    if extra is not None:
+        raise errors.InvalidArgument("switchyard: peer_displs, max_sms, copy_sms and no_sms are for CUDA tensors")
     same_dtype(output, input)
 
     def torchs(pg: Any) -> Any:
