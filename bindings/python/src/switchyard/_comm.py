@@ -13,7 +13,7 @@ from ctypes import byref, c_int32, c_int64, c_uint64
 from typing import Any
 
 from . import errors
-from ._meet import Store, end_all, gather, place
+from ._meet import Store, gather, join_all, place, stop_all
 from ._native import AGAIN, SLICE, Library, library, usable
 from ._splits import Shapes
 from ._work import Ticket
@@ -227,6 +227,8 @@ class Communicator(Place):
         try:
             cards = gather(rank, size, store, {"place": place(), "addr": room.value.decode()}, seconds, stop)
             here = all(card["place"] == cards[0]["place"] for card in cards)
+            if stop is not None and stop.is_set():
+                raise errors.Closed("switchyard: the group was closed while its ranks met")
         except BaseException:
             lib.unlisten(listener)
             raise
@@ -461,10 +463,11 @@ def blocks() -> list[Block]:
 @atexit.register
 def _end() -> None:
     """Stop everything before the interpreter takes the memory away that operations work on."""
+    stop_all()
     if usable():
         for comm in list(_alive):
             comm.abandon(keep=True)
-        end_all()
+    join_all()
 
 
 def _environ() -> dict[str, str]:
