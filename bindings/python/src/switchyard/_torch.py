@@ -119,7 +119,12 @@ def _run(
         assert known is not None
         call = prepare(known.shapes)
         return known.submit(call, torchs, [output]) if async_op else torchs(known.elsewhere)
-    function, arguments, back = prepare(comm.shapes)
+    return _now(comm, prepare(comm.shapes), output, async_op)
+
+
+def _now(comm: Communicator, call: Submission, output: Tensor, async_op: bool) -> Work | None:
+    """Submit an operation, and wait for it where that is asked for."""
+    function, arguments, back = call
     ticket = function(comm, *arguments, async_op)
     if async_op:
         return Work(ticket, [output], back)
@@ -158,11 +163,14 @@ def all_to_all_single(
     if extra is not None:
         raise errors.InvalidArgument("switchyard: peer_displs, max_sms, copy_sms and no_sms are for CUDA tensors")
     same_dtype(output, input)
+    mine = _ours(output) and _ours(input)
+    if mine and (comm := find(group)[0]) is not None:  # what is asked most, soonest
+        return _now(comm, exchange(comm.shapes, output, input, output_split_sizes, input_split_sizes), output, async_op)
 
     def torchs(pg: Any) -> Any:
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, pg, async_op)
 
-    if not (_ours(output) and _ours(input)):
+    if not mine:
         return torchs(_torchs(group, f"all_to_all_single of {input.layout} {input.device.type} tensors"))
     return _run(
         group, lambda shapes: exchange(shapes, output, input, output_split_sizes, input_split_sizes), torchs, output, async_op
