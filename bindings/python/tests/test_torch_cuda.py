@@ -217,6 +217,24 @@ def test_splits_on_the_gpu(cuda):
     cuda.run(live)
 
 
+def too_much(rank, size):
+    # Splits on the GPU that do not fit: the rank that has them is told so, and nobody waits for ever.
+    g = dist.new_group(timeout=timedelta(seconds=4))
+    x, out = torch.zeros(4 * size, device=CUDA), torch.zeros(4 * size, device=CUDA)
+    splits = torch.full((size,), 4, device=CUDA)
+    sw.all_to_all_single(out, x, splits, splits, group=g)
+    sw.synchronize(g)
+    bad = splits + 1 if rank == 0 else splits
+    sw.all_to_all_single(out, x, splits, bad, group=g)
+    with pytest.raises(errors.InvalidArgument if rank == 0 else errors.Error, match="memory" if rank == 0 else "."):
+        sw.synchronize(g)
+    dist.barrier()
+
+
+def test_splits_on_the_gpu_that_do_not_fit(cuda):
+    cuda.run(too_much)
+
+
 def limited(rank, size):
     # Limits of a call, and a communicator that leaves the multiprocessors alone.
     n = 200_000  # more than packets carry

@@ -122,13 +122,13 @@ class Gpu(Place):
         self.comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
         self.shapes = Shapes(comm.size)
         self.side: Any = None
-        # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
-        self._all_to_all = self._lib.all_to_all if comm.validate else self._lib.enqueue
         weakref.finalize(self, _drop, comm._lib, handle).atexit = False
 
     def all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
         """Enqueue an exchange on a CUstream."""
-        code = self._all_to_all(self._handle, stream, dst, src, shape, 0, None)
+        # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
+        call = self._lib.all_to_all if self.comm.validate else self._lib.enqueue
+        code = call(self._handle, stream, dst, src, shape, 0, None)
         if code:
             raise self._lib.error(code)
 

@@ -68,6 +68,7 @@ def _has_backend(pg: Any) -> bool:
 # What only calls on GPUs can say: peer_displs, max_sms, copy_sms and no_sms.
 Extra = tuple[Any, Optional[int], Optional[int], Optional[bool]]
 
+
 def exchange(
     gpu: Gpu,
     output: Tensor,
@@ -182,6 +183,7 @@ def explain(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_s
 
 
 # Work
+
 
 class _Side:
     """The stream of a communicator's exchanges that run beside what the caller enqueues next, and events to use again:
