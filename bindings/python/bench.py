@@ -2,6 +2,7 @@
 
     python bench.py [--op ...] [--ranks 2,4] [--sizes 8K,...] [--seconds 3] [--symmetric [both]]  on the CPU, beside gloo
     python bench.py --device cuda [--ranks 8] [--sizes 8K,...] [--symmetric [both]]               on GPUs, beside NCCL
+    python bench.py --beside [--ranks 2] [--sizes 8M,...] [--product 8192] [--max-sms 8]          on GPUs, beside compute
 
 Both move the same tensors, in blocks of calls that alternate; a block's time is the slowest rank's. The ratio is the
 median over the pairs of blocks, with the quartiles beside it. Every size is checked: on the CPU against gloo's result, on
@@ -11,6 +12,10 @@ On GPUs it is all_to_all_single with equal splits, one process a GPU: eager, whi
 back, and replayed in a CUDA graph of 20 calls. "host" is the time until a call returns. Buffers alternate so that a set of
 them is larger than a cache. With more ranks than GPUs ranks share them; NCCL refuses that and is left out, and such times
 say only that it works. --ranks 1 measures the call itself.
+
+--beside says what exchanges cost the compute that runs at the same time: matrix products on one stream, exchanges on
+another, both busy from the beginning of a block to its end. A product alone, beside NCCL's exchanges and beside ours; and the
+exchanges alone and beside products. Blocks alternate, every rank does the same, and the exchanges are checked.
 """
 
 from __future__ import annotations
@@ -257,10 +262,123 @@ def on_gpus(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool) ->
             print(f"{name_of(size_of(size)):>12}   {line}", flush=True)
 
 
+# Beside compute
+
+
+class Beside:
+    """Matrix products and exchanges that keep a stream busy each."""
+
+    def __init__(self, n: int) -> None:
+        self.a = torch.randn(n, n, device="cuda", dtype=torch.bfloat16)
+        self.b, self.c = torch.randn_like(self.a), torch.empty_like(self.a)
+        self.products, self.exchanges = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def product(self) -> None:
+        torch.mm(self.a, self.b, out=self.c)
+
+    def block(self, products: int, exchange, exchanges: int) -> tuple[float, float]:
+        """Seconds that one of so many products takes, and one of so many exchanges; the slowest rank's. 0 for none."""
+        torch.cuda.synchronize()
+        switchyard.barrier()
+        took = []
+        pairs = [(self.products, self.product, products), (self.exchanges, exchange, exchanges)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in pairs]
+        for (stream, _, _), (first, _) in zip(pairs, events):
+            first.record(stream)
+        # Enqueued in turns, so that neither waits for the host.
+        most = max(products, exchanges)
+        done = [0, 0]
+        for k in range(1, most + 1):
+            for side, (stream, call, n) in enumerate(pairs):
+                with torch.cuda.stream(stream):
+                    while done[side] < n * k // most:
+                        call()
+                        done[side] += 1
+        for (stream, _, n), (first, last) in zip(pairs, events):
+            last.record(stream)
+            last.synchronize()
+            took.append(slowest(first.elapsed_time(last) / 1e3 / n if n else 0.0))
+        return took[0], took[1]
+
+
+class Exchanges:
+    """One library's exchanges, of buffers that take turns."""
+
+    def __init__(self, module, buffers: Buffers) -> None:
+        self.module, self.buffers, self.at = module, buffers, 0
+        self.check()
+
+    def __call__(self) -> None:
+        self.at = (self.at + 1) % self.buffers.sets
+        self.module.all_to_all_single(self.buffers.y[self.at], self.buffers.x[self.at])
+
+    def check(self) -> None:
+        for y in self.buffers.y:
+            y.fill_(-1)
+        torch.cuda.synchronize()
+        switchyard.barrier()  # a peer may write a symmetric output as soon as it can
+        for _ in self.buffers.y:
+            self()
+        torch.cuda.synchronize()
+        for k, (y, want) in enumerate(zip(self.buffers.y, self.buffers.want)):
+            if wrong := int((y != want).sum()):
+                raise SystemExit(f"{self.module.__name__}: {wrong} of {y.numel()} elements of buffer {k} are wrong")
+
+
+def beside_compute(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool) -> None:
+    modules = [dist, switchyard] if dist.get_backend() == "nccl" else [switchyard]
+    options = {"max_sms": args.max_sms} if args.max_sms else {}
+    switchyard.communicator(device="cuda", **options)
+    compute = Beside(args.product)
+    for _ in range(5):
+        compute.product()
+    if rank == 0:
+        print(
+            f"\nproducts of {args.product} x {args.product} bfloat16 beside all_to_all_single, {ranks} ranks on "
+            f"{torch.cuda.get_device_name()}{', symmetric outputs' if symmetric else ''}"
+            f"{f', at most {args.max_sms} multiprocessors' if args.max_sms else ''}; microseconds, medians and quartiles",
+            flush=True,
+        )
+        columns = " | ".join(f"{name:>38}" for name in ("a product", "an exchange alone", "an exchange beside products"))
+        print(f"{'bytes a rank':>12} {'':>8} | {columns}", flush=True)
+    for size in map(size_of, args.sizes.split(",")):
+        buffers = Buffers(size, rank, ranks, symmetric)
+        sides = [Exchanges(module, buffers) for module in modules]
+        alone: list[float] = []
+        times = {side: ([], [], []) for side in sides}
+        # So many exchanges that they last as long as the products.
+        one = compute.block(10, None, 0)[0]
+        counts = {side: max(int(args.products * one / compute.block(0, side, 20)[1]), 1) for side in sides}
+        for i in range(args.rounds):
+            alone.append(compute.block(args.products, None, 0)[0])
+            for side in sides if i % 2 == 0 else reversed(sides):
+                product, exchange, beside = times[side]
+                exchange.append(compute.block(0, side, counts[side])[1])
+                both = compute.block(args.products, side, counts[side])
+                product.append(both[0])
+                beside.append(both[1])
+        for side in sides:
+            side.check()
+        if rank == 0:
+            print(f"{name_of(size):>12} {'':>8} | {spread(alone)} | {spread([])} | {spread([])}", flush=True)
+            for side in sides:
+                name = "ours" if side.module is switchyard else "NCCL"
+                print(f"{name_of(size):>12} {name:>8} | " + " | ".join(map(spread, times[side])), flush=True)
+        del sides, side, times, counts
+        buffers.free()
+
+
+def spread(times: list[float]) -> str:
+    if len(times) < 2:
+        return f"{'-':>38}"
+    low, middle, high = (q * 1e6 for q in statistics.quantiles(times, n=4))
+    return f"{middle:12.1f}   ({low:9.1f} to {high:9.1f})"
+
+
 def worker(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     backend, where = "gloo", on_cpu
     if args.device == "cuda":
-        where = on_gpus
+        where = beside_compute if args.beside else on_gpus
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if ranks <= torch.cuda.device_count():
             backend = "nccl"
@@ -282,7 +400,13 @@ def main() -> None:
     parser.add_argument(
         "--symmetric", nargs="?", choices=("no", "yes", "both"), const="yes", default="no", help="outputs in the symmetric heap"
     )
+    parser.add_argument("--beside", action="store_true", help="exchanges beside matrix products, on GPUs")
+    parser.add_argument("--product", type=int, default=8192, help="rows and columns of those matrices")
+    parser.add_argument("--products", type=int, default=20, help="products in a block")
+    parser.add_argument("--max-sms", type=int, help="the most multiprocessors that an exchange beside products may take")
     args = parser.parse_args()
+    if args.beside:
+        args.device, args.sizes = "cuda", args.sizes or "8M,32M,128M"
     if args.device == "cuda":
         if args.op != "all_to_all_single":
             parser.error(f"{args.op} of CUDA tensors is torch's own")

@@ -87,7 +87,8 @@ func placeOf(place C.uint64_t) (core.Place, error) {
 }
 
 func shapeOf(p core.Place, shape *C.int64_t) core.Shape {
-	return numbers(shape, C.int64_t(core.ShapeLen(p.Size())))
+	head := core.Shape(numbers(shape, core.ShapeHead))
+	return numbers(shape, C.int64_t(head.Len(p.Size())))
 }
 
 // guarded is guard for what may also have to be asked again.

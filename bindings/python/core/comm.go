@@ -373,8 +373,8 @@ func onHost(stream uintptr, shape Shape) error {
 	switch {
 	case stream != 0:
 		return fmt.Errorf("core: %w: stream %#x on the host, which has none", ErrInvalid, stream)
-	case shape[3] != 0 || shape[4] != 0:
-		return fmt.Errorf("core: %w: splits in device memory and displacements at the peers are for GPUs", ErrInvalid)
+	case slices.ContainsFunc(shape[3:ShapeHead], func(v int64) bool { return v != 0 }):
+		return fmt.Errorf("core: %w: splits in device memory, displacements at the peers and limits are for GPUs", ErrInvalid)
 	}
 	return nil
 }

@@ -83,11 +83,11 @@ func TestOperationsRunInOrderAndHaveTheirOwnErrors(t *testing.T) {
 			if k == 7 {
 				d.Bytes -= 3
 			}
-			shape := Shape{8, d.Bytes, int64(8 * size), 0, 0}
+			shape := Shape{8, d.Bytes, int64(8 * size), 0, 0, 0, 0, 0}
 			for range 2 * size { // splits of both sides
 				shape = append(shape, 1)
 			}
-			ticket, err := c.AllToAll(0, d.Addr, shm.Addr(shm.Bytes(src[k])), append(shape, make([]int64, size)...))
+			ticket, err := c.AllToAll(0, d.Addr, shm.Addr(shm.Bytes(src[k])), shape)
 			if err != nil {
 				return err
 			}
@@ -119,16 +119,17 @@ func TestOperationsRunInOrderAndHaveTheirOwnErrors(t *testing.T) {
 func TestF3_WhatOnlyGPUsHaveIsRefusedOnTheHost(t *testing.T) {
 	each(t, 1, func(c *Comm) error {
 		for name, call := range map[string]func() error{
-			"a stream":      func() error { _, err := c.AllToAll(7, 0, 0, Shape{1, 0, 0, 0, 0, 0, 0, 0}); return err },
-			"live splits":   func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 8, 0, 0, 0, 0}); return err },
-			"displacements": func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 0, 1, 0, 0, 0}); return err },
+			"a stream":      func() error { _, err := c.AllToAll(7, 0, 0, Shape{1, 0, 0, 0, 0, 0, 0, 0, 0, 0}); return err },
+			"live splits":   func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 8, 0, 0, 0, 0, 0, 0}); return err },
+			"displacements": func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0}); return err },
+			"limits":        func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 0, 0, 4, 0, 0, 0, 0}); return err },
 			"alloc":         func() error { _, err := c.Alloc(7, 1, func(*Block) uint64 { return 1 }); return err },
 		} {
 			if err := call(); !errors.Is(err, ErrInvalid) {
 				return fmt.Errorf("%s: %w", name, err)
 			}
 		}
-		why, err := c.Explain(0, Shape{1, 0, 0, 0, 0, 0, 0, 0})
+		why, err := c.Explain(0, Shape{1, 0, 0, 0, 0, 0, 0, 0, 0, 0})
 		if err != nil || why == "" {
 			return fmt.Errorf("explain: %q, %w", why, err)
 		}
@@ -247,6 +248,7 @@ func TestErrorsAreClassified(t *testing.T) {
 		{fmt.Errorf("wrapped: %w", &comm.PeerError{Rank: 2, Err: comm.ErrTimeout}), Timeout, 2},
 		{&kernels.CountMismatchError{}, Mismatch, -1},
 		{&kernels.CallMismatchError{}, Mismatch, -1},
+		{fmt.Errorf("wrapped: %w", &kernels.SplitsError{}), Invalid, -1},
 		{&dispatch.OverflowError{}, Overflow, -1},
 		{dispatch.ErrNoHandle, NoHandle, -1},
 		{memory.ErrOutOfMemory, OutOfMemory, -1},

@@ -93,7 +93,8 @@ func Classify(err error) (code Code, rank int) {
 	}
 	var short *kernels.ShortError
 	var index *dispatch.IndexError
-	if errors.As(err, &short) || errors.As(err, &index) {
+	var splits *kernels.SplitsError
+	if errors.As(err, &short) || errors.As(err, &index) || errors.As(err, &splits) {
 		return Invalid, rank
 	}
 	for _, c := range conditions {

@@ -21,10 +21,10 @@ type GPUOptions struct {
 	// HeapBytes is what the heap there has at first, for channels and staging of the exchanges and for symmetric memory. 0 is
 	// SWITCHYARD_CUDA_HEAP, and defaultGPUHeap without that.
 	HeapBytes int64
-	// MaxSMs bounds the multiprocessors that a call above packets takes, NoSMs has the copy engines do those calls; see
-	// alltoallv.Options.
-	MaxSMs int
-	NoSMs  bool
+	// MaxSMs and CopySMs bound the multiprocessors that a call above packets takes, NoSMs has the copy engines do those calls;
+	// see alltoallv.Options.
+	MaxSMs, CopySMs int
+	NoSMs           bool
 	// Environ is as in Options.
 	Environ map[string]string
 }
@@ -106,7 +106,8 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 	g.base = s.Base + uintptr(int64(s.Rank)*s.Stride)
 	g.end = g.base + uintptr(s.Stride)
 	x := alltoallv.Options{
-		Timeout: seconds(c.options.TimeoutSeconds), Validate: c.options.Validate, MaxSMs: o.MaxSMs, NoSMs: o.NoSMs,
+		Timeout: seconds(c.options.TimeoutSeconds), Validate: c.options.Validate, MaxSMs: o.MaxSMs, CopySMs: o.CopySMs,
+		NoSMs: o.NoSMs,
 	}
 	if s.Size > 4 { // most tensors are not symmetric, and then 2 MiB a rank of 8 take half as long in packets as through staging
 		x.PacketBytes = 256 << 10

@@ -27,28 +27,31 @@ var _, _ Place = (*Comm)(nil), (*GPU)(nil)
 
 // Shape is everything about an exchange that calls have in common, in an array that C callers keep: the bytes of a row, of
 // the destination and of the source; the address of splits in memory of the GPU (alltoallv.Splits.Live), or 0; 1 where
-// displacements at the peers are given (alltoallv.Splits.PeerDispls), or 0; and then for each rank the rows to send, for
-// each the rows to receive, and for each the displacement there.
+// displacements at the peers are given (alltoallv.Splits.PeerDispls), or 0; the multiprocessors that send and those that
+// copy out of staging and 1 for none of either (alltoallv.Limits), or 0 for what the GPU was opened with; and then for each
+// rank the rows to send, for each the rows to receive and, where they are given, for each the displacement there.
 type Shape []int64
 
-const shapeHead = 5
+// ShapeHead is how many numbers a Shape has before those of the ranks.
+const ShapeHead = 8
 
-// ShapeLen is the length of a Shape for so many ranks.
-func ShapeLen(ranks int) int { return shapeHead + 3*ranks }
+// Len is how long the Shape with this head is, for so many ranks.
+func (s Shape) Len(ranks int) int { return ShapeHead + (2+int(min(s[4], 1)))*ranks }
 
 func (s Shape) dstBytes() int64 { return s[1] }
 func (s Shape) srcBytes() int64 { return s[2] }
 
-func (s Shape) send(ranks int) []int64 { return s[shapeHead : shapeHead+ranks] }
-func (s Shape) recv(ranks int) []int64 { return s[shapeHead+ranks : shapeHead+2*ranks] }
+func (s Shape) send(ranks int) []int64 { return s[ShapeHead : ShapeHead+ranks] }
+func (s Shape) recv(ranks int) []int64 { return s[ShapeHead+ranks : ShapeHead+2*ranks] }
 
 // assign makes splits of the shape, whose memory they refer to.
 func (s Shape) assign(ranks int, sp *alltoallv.Splits) {
 	*sp = alltoallv.Splits{ElemSize: s[0], Send: s.send(ranks), Recv: s.recv(ranks)}
+	sp.Limits = alltoallv.Limits{MaxSMs: int(s[5]), CopySMs: int(s[6]), NoSMs: s[7] != 0}
 	if live := s[3]; live != 0 {
 		sp.Live = memory.Device(uintptr(live), alltoallv.LiveBytes(ranks))
 	}
 	if s[4] != 0 {
-		sp.PeerDispls = s[shapeHead+2*ranks : ShapeLen(ranks)]
+		sp.PeerDispls = s[ShapeHead+2*ranks : s.Len(ranks)]
 	}
 }

@@ -91,7 +91,7 @@ def test_wrong_arguments_are_named():
             (TypeError, "op is a int, want one of sum", lambda: sw.all_reduce(x, 3, group=comm)),
             (ValueError, "output_tensor has 64 bytes, input_tensor 96 on each of 1", lambda: gather(y, x, comm)),
             (TypeError, "group is a int, want a", lambda: sw.barrier(group=3)),
-            (ValueError, "peer_displs is for CUDA tensors", lambda: call(y, x, peer_displs=[0], group=comm)),
+            (ValueError, "max_sms, copy_sms and no_sms are for CUDA", lambda: call(y, x, peer_displs=[0], group=comm)),
         ):
             with pytest.raises(kind, match=re.escape(text)) as caught:
                 run()

@@ -174,6 +174,99 @@ def test_zero_splits(cuda):
     cuda.run(zero_rows)
 
 
+def live(rank, size):
+    # Splits on the GPU: in calls of every kind, and in a graph that is replayed with others.
+    g = torch.Generator().manual_seed(11)
+    room = 8 * size
+    x, out = torch.empty(room, 3, device=CUDA, dtype=torch.int64), torch.empty(room, 3, device=CUDA, dtype=torch.int64)
+    send, recv = (torch.ones(size, device=CUDA, dtype=torch.int64) for _ in range(2))
+
+    def fill() -> list[int]:
+        counts = torch.randint(0, 9, (size, size), generator=g)
+        send.copy_(counts[rank])
+        recv.copy_(counts[:, rank])
+        out.fill_(-1)
+        x.copy_((torch.arange(room)[:, None] + 1000 * rank).expand(room, 3))
+        first = [1000 * p + int(counts[p, :rank].sum()) for p in range(size)]
+        want = [first[p] + i for p in range(size) for i in range(int(counts[p, rank]))]
+        ready()
+        return want
+
+    def check(want: list[int]) -> None:
+        assert out[: len(want), 0].tolist() == want
+        assert (out[len(want) :] == -1).all()  # what is left of the output is as it was
+
+    for async_op in (False, True, False):
+        want = fill()
+        work = sw.all_to_all_single(out, x, recv, send, async_op=async_op)
+        if work is not None:
+            work.wait()
+        check(want)
+    want = fill()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sw.all_to_all_single(out, x, recv, send)
+    for _ in range(3):
+        want = fill()
+        graph.replay()
+        check(want)
+    sw.synchronize()
+
+
+def test_splits_on_the_gpu(cuda):
+    cuda.run(live)
+
+
+def too_much(rank, size):
+    # Splits on the GPU that do not fit: the rank that has them is told so, and nobody waits for ever.
+    g = dist.new_group(timeout=timedelta(seconds=4))
+    x, out = torch.zeros(4 * size, device=CUDA), torch.zeros(4 * size, device=CUDA)
+    splits = torch.full((size,), 4, device=CUDA)
+    sw.all_to_all_single(out, x, splits, splits, group=g)
+    sw.synchronize(g)
+    bad = splits + 1 if rank == 0 else splits
+    sw.all_to_all_single(out, x, splits, bad, group=g)
+    with pytest.raises(errors.InvalidArgument if rank == 0 else errors.Error, match="memory" if rank == 0 else "."):
+        sw.synchronize(g)
+    dist.barrier()
+
+
+def test_splits_on_the_gpu_that_do_not_fit(cuda):
+    cuda.run(too_much)
+
+
+def limited(rank, size):
+    # Limits of a call, and a communicator that leaves the multiprocessors alone.
+    n = 200_000  # more than packets carry
+    x = torch.arange(n * size, device=CUDA).view(size, n) + (rank << 40)
+    want = (torch.arange(size, device=CUDA) << 40)[:, None] + torch.arange(rank * n, (rank + 1) * n, device=CUDA)
+    for limits in ({}, {"max_sms": 2}, {"max_sms": 4, "copy_sms": 4}, {"copy_sms": 0}):
+        out = torch.full_like(x, -1)
+        ready()
+        sw.all_to_all_single(out, x, **limits)
+        assert torch.equal(out, want)
+    if torch.cuda.device_count() < size:
+        return  # ranks that share a GPU hold up each other's copies
+    g = dist.new_group()
+    sw.communicator(g, device=CUDA, no_sms=True)
+    with pytest.raises(errors.InvalidArgument, match="in use"):
+        sw.communicator(g, device=CUDA, no_sms=True)
+    with pytest.raises(errors.InvalidArgument, match="peer_displs"):
+        sw.all_to_all_single(torch.empty_like(x), x, group=g)
+    place = sw.empty(size, n, dtype=x.dtype, device=CUDA, group=g)
+    for _ in range(2):
+        place.fill_(-1)
+        ready()
+        sw.all_to_all_single(place, x, group=g, peer_displs=[rank] * size)
+        assert torch.equal(place, want)
+    sw.synchronize(g)
+    sw.free(place)
+
+
+def test_limits_of_a_call(cuda):
+    cuda.run(limited)
+
+
 def wrong(rank, size):
     n = 2 * size
     x, y = torch.zeros(n, device=CUDA), torch.zeros(n, device=CUDA)
@@ -191,8 +284,9 @@ def wrong(rank, size):
         ("Expected parameter `output` of type torch.Tensor", [1], x),
         ("Expected parameter `input` of type torch.Tensor", y, None),
         ("want a list of integers", y, x, [2.0] * size, each),
-        ("want a list of integers", y, x, torch.tensor(each), each),
-        ("want a list of integers", y, x, torch.tensor(each, device=CUDA), each),
+        ("want a list of integers", y, x, torch.tensor(each).double(), each),
+        ("input_split_sizes is not on the GPU", y, x, torch.tensor(each, device=CUDA), each),
+        ("want torch.int64", y, x, *[torch.tensor(each, device=CUDA, dtype=torch.int32)] * 2),
         ("dim 0 does not divide equally across group size", torch.zeros(n + 1, device=CUDA), torch.zeros(n + 1, device=CUDA)),
         ("dimension", torch.zeros((), device=CUDA), torch.zeros((), device=CUDA)),
         ("overlap", x, x),

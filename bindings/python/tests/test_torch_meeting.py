@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from datetime import timedelta
@@ -216,6 +219,36 @@ def apart(rank, size):
 
 def test_ranks_of_several_hosts(gloo):
     gloo.run(apart, timeout=60)
+
+
+LEAVES = """
+    import sys, time
+    import torch, torch.distributed as dist
+    import switchyard as sw
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        work = sw.all_reduce(torch.ones(1), async_op=True)
+        time.sleep(float(sys.argv[1]))
+        assert not work.is_completed()
+    print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize("pause", [0, 0.02, 0.3])
+def test_a_process_that_ends_while_its_ranks_meet(tmp_path, pause):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(LEAVES))
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(pause)],
+            env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [p.communicate(timeout=100)[0] for p in processes]
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
+    assert all("end" in text for text in said)
 
 
 def validated(rank, size):

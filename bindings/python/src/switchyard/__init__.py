@@ -96,6 +96,9 @@ def all_to_all_single(
     async_op: bool = False,
     *,
     peer_displs: Any = None,
+    max_sms: int | None = None,
+    copy_sms: int | None = None,
+    no_sms: bool | None = None,
 ) -> Any:
     """Send ``input_split_sizes[k]`` rows of input to rank k and receive ``output_split_sizes[k]`` from it into output.
 
@@ -116,25 +119,38 @@ def all_to_all_single(
     and not by the host. The rows of the tensors are then the most that there is room for, and what is left of output stays as
     it was. Splits that do not fit are an error as of a lost rank.
 
-    ``peer_displs[k]`` is the row of rank k's output from which on this rank's rows lie there. Copy engines need it, for CUDA
-    tensors with an output in symmetric memory at the same place on every rank: see ``no_sms`` of :func:`communicator`. It must
-    be right.
+    ``max_sms``, ``copy_sms`` and ``no_sms`` say for this call what :func:`communicator` says for all; ranks need not agree.
+    ``peer_displs[k]`` is the row of rank k's output from which on this rank's rows lie there. Copy engines need it, and an
+    output in symmetric memory at the same place on every rank. It must be right.
     """
+    extra = None
+    if peer_displs is not None or max_sms is not None or copy_sms is not None or no_sms is not None:
+        _limits(max_sms, copy_sms)
+        extra = peer_displs, max_sms, copy_sms, no_sms
     if _calls is not None and isinstance(input, _calls.Tensor) and not _calls.compiling():  # what is asked most, soonest
-        return _calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op, peer_displs)
+        return _calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op, extra)
     if _compiling():
         from . import torch as ours
 
+        if extra is not None:
+            raise errors.Unsupported("switchyard: peer_displs, max_sms, copy_sms and no_sms in a compiled graph")
         return ours._compiled_all_to_all(output, input, output_split_sizes, input_split_sizes, group, async_op)
     if _is_tensor(input) or _is_tensor(output):
         return _torch_calls().all_to_all_single(
-            output, input, output_split_sizes, input_split_sizes, group, async_op, peer_displs
+            output, input, output_split_sizes, input_split_sizes, group, async_op, extra
         )
-    if peer_displs is not None:
-        raise errors.InvalidArgument("switchyard: peer_displs is for CUDA tensors")
+    if extra is not None:
+        raise errors.InvalidArgument("switchyard: peer_displs, max_sms, copy_sms and no_sms are for CUDA tensors")
     from . import _array_calls
 
     return _array_calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+
+
+def _limits(max_sms: Any, copy_sms: Any) -> None:
+    if max_sms is not None and (not isinstance(max_sms, int) or max_sms < 1):
+        raise errors.InvalidArgument(f"switchyard: max_sms is {max_sms!r}, want a positive number")
+    if copy_sms is not None and (not isinstance(copy_sms, int) or copy_sms < 0):
+        raise errors.InvalidArgument(f"switchyard: copy_sms is {copy_sms!r}, want a number that is not negative")
 
 
 def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> Any:
@@ -244,6 +260,7 @@ def communicator(
     *,
     validate: bool | None = None,
     max_sms: int | None = None,
+    copy_sms: int | None = None,
     no_sms: bool | None = None,
 ) -> Communicator:
     """The communicator behind a torch process group, or the default one. The first call for a group is collective.
@@ -257,17 +274,19 @@ def communicator(
     - ``validate``: the ranks of the group compare every call before they make it, so that a disagreement is an error on every
       rank and nothing has moved. That costs a round of socket messages a call, and graphs cannot capture it.
     - ``max_sms``: how many multiprocessors of the GPU a call takes at most to send, where its messages are larger than packets;
-      16 by default, and then as many again copy out of staging.
+      16 by default.
+    - ``copy_sms``: how many more copy out of staging, where peers cannot write the output; with ``max_sms`` none by default,
+      then those that send do it.
     - ``no_sms``: none at all: such calls go by the GPU's copy engines, or are refused. They need an output in symmetric memory
       and the ``peer_displs`` of :func:`all_to_all_single`.
     """
     from . import _array_calls
 
-    if max_sms is not None and (not isinstance(max_sms, int) or max_sms < 1):
-        raise errors.InvalidArgument(f"switchyard: max_sms is {max_sms!r}, want a positive number")
-    options = {name: value for name, value in (("MaxSMs", max_sms), ("NoSMs", no_sms)) if value is not None}
+    _limits(max_sms, copy_sms)
+    given = {"MaxSMs": max_sms, "CopySMs": -1 if copy_sms == 0 else copy_sms, "NoSMs": no_sms}
+    options = {name: value for name, value in given.items() if value is not None}
     if options and device is None:
-        raise errors.InvalidArgument("switchyard: max_sms and no_sms are for a CUDA device")
+        raise errors.InvalidArgument("switchyard: max_sms, copy_sms and no_sms are for a CUDA device")
     if validate is not None:
         _array_calls.configure(group, Validate=validate)
     if device is not None:

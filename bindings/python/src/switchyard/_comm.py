@@ -13,7 +13,7 @@ from ctypes import byref, c_int32, c_int64, c_uint64
 from typing import Any
 
 from . import errors
-from ._meet import Store, end_all, gather, place
+from ._meet import Store, gather, join_all, place, stop_all
 from ._native import AGAIN, SLICE, Library, library, usable
 from ._splits import Shapes
 from ._work import Ticket
@@ -122,13 +122,13 @@ class Gpu(Place):
         self.comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
         self.shapes = Shapes(comm.size)
         self.side: Any = None
-        # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
-        self._all_to_all = self._lib.all_to_all if comm.validate else self._lib.enqueue
         weakref.finalize(self, _drop, comm._lib, handle).atexit = False
 
     def all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
         """Enqueue an exchange on a CUstream."""
-        code = self._all_to_all(self._handle, stream, dst, src, shape, 0, None)
+        # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
+        call = self._lib.all_to_all if self.comm.validate else self._lib.enqueue
+        code = call(self._handle, stream, dst, src, shape, 0, None)
         if code:
             raise self._lib.error(code)
 
@@ -227,6 +227,8 @@ class Communicator(Place):
         try:
             cards = gather(rank, size, store, {"place": place(), "addr": room.value.decode()}, seconds, stop)
             here = all(card["place"] == cards[0]["place"] for card in cards)
+            if stop is not None and stop.is_set():
+                raise errors.Closed("switchyard: the group was closed while its ranks met")
         except BaseException:
             lib.unlisten(listener)
             raise
@@ -461,10 +463,11 @@ def blocks() -> list[Block]:
 @atexit.register
 def _end() -> None:
     """Stop everything before the interpreter takes the memory away that operations work on."""
+    stop_all()
     if usable():
         for comm in list(_alive):
             comm.abandon(keep=True)
-        end_all()
+    join_all()
 
 
 def _environ() -> dict[str, str]:

@@ -12,14 +12,14 @@ import time
 import warnings
 from array import array
 from ctypes import c_char_p, c_void_p, py_object
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from . import _arrays, _native, errors
 from ._comm import Block, Communicator, Gpu
-from ._splits import integers
+from ._splits import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED, integers
 from ._tensors import PLAIN, contiguous, real, same_dtype
 from ._torch_work import Work
 
@@ -65,13 +65,17 @@ def _has_backend(pg: Any) -> bool:
 
 # Exchanges
 
+# What only calls on GPUs can say: peer_displs, max_sms, copy_sms and no_sms.
+Extra = tuple[Any, Optional[int], Optional[int], Optional[bool]]
+
+
 def exchange(
     gpu: Gpu,
     output: Tensor,
     input: Tensor,
     output_splits: Any,
     input_splits: Any,
-    peer_displs: Any = None,
+    extra: Extra | None = None,
     stream: int | None = None,
     shape: tuple[int, Any] | None = None,
 ) -> None:
@@ -86,7 +90,7 @@ def exchange(
     if output.get_device() != gpu.device:
         raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
     if shape is None:
-        shape = shape_of(gpu, output, input, output_splits, input_splits, peer_displs)
+        shape = shape_of(gpu, output, input, output_splits, input_splits, extra)
     gpu.all_to_all(
         _raw_stream(gpu.device) if stream is None else stream, output.data_ptr(), input.data_ptr(), shape[0]
     )
@@ -102,20 +106,34 @@ def _plain(x: Tensor, name: str) -> Tensor:
 
 
 def shape_of(
-    gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, peer_displs: Any
+    gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, extra: Extra | None
 ) -> tuple[int, Any]:
     """What the library wants to know of such a call: its address, and what holds it."""
+    live = None
     if _on_gpu(output_splits) or _on_gpu(input_splits):
-        return _live(gpu, output, input, output_splits, input_splits, peer_displs)
-    shape = gpu.shapes.find(output.shape, input.shape, input.element_size(), output_splits, input_splits)
-    if peer_displs is None:
+        shape, live = _live(gpu, output, input, output_splits, input_splits)
+    else:
+        shape = gpu.shapes.find(output.shape, input.shape, input.element_size(), output_splits, input_splits)
+    if live is None and extra is None:
         return shape
-    n = gpu.shapes.ranks
-    row, out_bytes, in_bytes = shape[1][:3]
-    displs = integers(peer_displs, "peer_displs", n)
-    unit = _row(output) // row if row else 1
-    at, send, recv = array("q", [d * unit for d in displs]), shape[1][5 : 5 + n], shape[1][5 + n : 5 + 2 * n]
-    return gpu.shapes.of_bytes(row, out_bytes, in_bytes, send, recv, displs=at)
+    numbers = shape[1][:]
+    if live is not None:
+        numbers[LIVE] = live.data_ptr()
+    if extra is not None:
+        peer_displs, max_sms, copy_sms, no_sms = extra
+        if peer_displs is not None:
+            if live is not None:
+                raise errors.InvalidArgument("switchyard: peer_displs with split sizes on the GPU, unread by copy engines")
+            unit = _row(output) // numbers[0]
+            numbers[PLACED] = 1
+            numbers.extend([d * unit for d in integers(peer_displs, "peer_displs", gpu.shapes.ranks)])
+        numbers[MAX_SMS], numbers[COPY_SMS], numbers[NO_SMS] = max_sms or 0, _none(copy_sms), bool(no_sms)
+    return numbers.buffer_info()[0], (numbers, live)
+
+
+def _none(copy_sms: int | None) -> int:
+    """The library has 0 for its own choice."""
+    return 0 if copy_sms is None else copy_sms or -1
 
 
 def _row(x: Tensor) -> int:
@@ -131,9 +149,9 @@ def _on_gpu(sizes: Any) -> bool:
 
 
 def _live(
-    gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, peer_displs: Any
-) -> tuple[int, Any]:
-    """The shape of an exchange whose splits lie on the GPU. They are read there when the exchange runs, so they need not add up
+    gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any
+) -> tuple[tuple[int, array[int]], Tensor]:
+    """The shape of an exchange whose splits lie on the GPU, and what the kernel reads there when it runs. They need not add up
     to the rows of the tensors, which are the most that there is room for."""
     n = gpu.shapes.ranks
     for name, sizes in (("output_split_sizes", output_splits), ("input_split_sizes", input_splits)):
@@ -144,8 +162,6 @@ def _live(
                 f"switchyard: {name} is {sizes.dtype} of shape {tuple(sizes.shape)} on {sizes.device}, want torch.int64 of "
                 f"shape ({n},) on cuda:{gpu.device}"
             )
-    if peer_displs is not None:
-        raise errors.InvalidArgument("switchyard: peer_displs with split sizes on the GPU, which copy engines cannot read")
     for name, x in (("output", output), ("input", input)):
         if not x.dim():
             raise errors.InvalidArgument(f"switchyard: {name} has no dimension to split")
@@ -156,10 +172,8 @@ def _live(
     torch.mul(output_splits, _row(output), out=live[1, 0])
     torch.cumsum(live[:, 0], 1, out=live[:, 1])
     live[:, 1] -= live[:, 0]
-    shapes = gpu.shapes
     guess = array("q", [min(out_bytes, in_bytes) // n]) * n  # by which the algorithm is chosen
-    address, numbers = shapes.of_bytes(1, out_bytes, in_bytes, guess, guess, live.data_ptr())
-    return address, (numbers, live)
+    return gpu.shapes.of_bytes(1, out_bytes, in_bytes, guess, guess), live
 
 
 def explain(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any) -> str:
@@ -169,6 +183,7 @@ def explain(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_s
 
 
 # Work
+
 
 class _Side:
     """The stream of a communicator's exchanges that run beside what the caller enqueues next, and events to use again:
@@ -195,15 +210,15 @@ def _side(gpu: Gpu) -> _Side:
     return side
 
 
-def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, peer_displs: Any = None) -> Work:
+def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, extra: Extra | None = None) -> Work:
     """Enqueue an exchange behind what the current stream has, and beside what it gets next."""
     if torch.cuda.current_device() != gpu.device:
         with torch.cuda.device(gpu.device):
-            return start(gpu, output, input, output_splits, input_splits, peer_displs)
+            return start(gpu, output, input, output_splits, input_splits, extra)
     # Splits on the GPU are read in the order of the current stream.
     shape = None
     if _on_gpu(output_splits) or _on_gpu(input_splits):
-        shape = shape_of(gpu, real(output), real(input), output_splits, input_splits, peer_displs)
+        shape = shape_of(gpu, real(output), real(input), output_splits, input_splits, extra)
     side, stream = _side(gpu), torch.cuda.current_stream()
     event = side.event()
     # In a graph, exchanges of one communicator are ordered only by the stream that they are on.
@@ -211,7 +226,7 @@ def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_spl
         event.record(stream)
         stream = side.stream
         event.wait(stream)
-    exchange(gpu, output, input, output_splits, input_splits, peer_displs, stream.cuda_stream, shape)
+    exchange(gpu, output, input, output_splits, input_splits, extra, stream.cuda_stream, shape)
     if stream is side.stream:
         output.record_stream(stream)
         input.record_stream(stream)

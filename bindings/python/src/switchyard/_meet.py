@@ -161,10 +161,13 @@ class Meeting(Generic[Found]):
 _under_way: set[Meeting[Any]] = set()
 
 
-def end_all() -> None:
+def stop_all() -> None:
     """End the meetings that are under way, at the end of the process."""
-    some = list(_under_way)
-    for meeting in some:
+    for meeting in list(_under_way):
         meeting.end()
-    for meeting in some:
-        meeting.join(2)
+
+
+def join_all() -> None:
+    """Wait for their threads: what they are in the middle of does not outlive the interpreter."""
+    for meeting in list(_under_way):
+        meeting.join(5)

@@ -8,6 +8,9 @@ from typing import Any
 
 from . import errors
 
+# How many numbers of a core.Shape come before the splits, and which of them say what.
+HEAD = 8
+LIVE, PLACED, MAX_SMS, COPY_SMS, NO_SMS = 3, 4, 5, 6, 7
 # How many shapes of calls a place remembers.
 _MOST = 1024
 
@@ -18,7 +21,6 @@ class Shapes:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._known: dict[Any, tuple[int, array[int]]] = {}
-        self._nowhere = array("q", bytes(8 * ranks))
 
     def __len__(self) -> int:
         return len(self._known)
@@ -60,17 +62,22 @@ class Shapes:
         """The shape of an exchange of rows of equal size, where nothing is wrong with it: the usual case, made soon, because
         tokens go elsewhere in every call. counts are the rows to send and then those to receive."""
         ranks = self.ranks
-        if sent != ranks or len(counts) != 2 * ranks or not out_shape or out_shape[1:] != in_shape[1:] or min(counts) < 0:
+        if sent != ranks or len(counts) != 2 * ranks or min(counts) < 0:
             return None
-        rows, got = in_shape[0], out_shape[0]
-        row = item
-        for n in in_shape[1:]:
-            row *= n
+        try:
+            (got, width), (rows, other) = out_shape, in_shape
+        except ValueError:  # other than two dimensions
+            if not out_shape or out_shape[1:] != in_shape[1:]:
+                return None
+            got, rows, width = out_shape[0], in_shape[0], _product(in_shape[1:])
+        else:
+            if width != other:
+                return None
+        row = width * item
         if row == 0 or sum(counts) != rows + got or sum(counts[:ranks]) != rows:
             return None
-        numbers = array("q", (row, got * row, rows * row, 0, 0))
+        numbers = array("q", (row, got * row, rows * row, 0, 0, 0, 0, 0))
         numbers += counts
-        numbers += self._nowhere
         return numbers.buffer_info()[0], numbers
 
     def _make(
@@ -86,13 +93,10 @@ class Shapes:
         send, recv, row = common(send, send_row, recv, recv_row)
         return self.of_bytes(row, out_bytes, in_bytes, send, recv)
 
-    def of_bytes(
-        self, row: int, out_bytes: int, in_bytes: int, send: array[int], recv: array[int], live: int = 0, displs: Any = None
-    ) -> tuple[int, array[int]]:
-        """A shape that is not remembered: splits in rows, the address of splits in memory of a GPU, and where this rank's
-        rows begin at the peers, in rows too."""
-        numbers = array("q", (row, out_bytes, in_bytes, live, displs is not None)) + send + recv
-        numbers += self._nowhere if displs is None else displs
+    @staticmethod
+    def of_bytes(row: int, out_bytes: int, in_bytes: int, send: array[int], recv: array[int]) -> tuple[int, array[int]]:
+        """A shape that is not remembered, with splits in rows."""
+        numbers = array("q", (row, out_bytes, in_bytes, 0, 0, 0, 0, 0)) + send + recv
         return numbers.buffer_info()[0], numbers
 
 

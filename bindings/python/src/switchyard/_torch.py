@@ -119,7 +119,12 @@ def _run(
         assert known is not None
         call = prepare(known.shapes)
         return known.submit(call, torchs, [output]) if async_op else torchs(known.elsewhere)
-    function, arguments, back = prepare(comm.shapes)
+    return _now(comm, prepare(comm.shapes), output, async_op)
+
+
+def _now(comm: Communicator, call: Submission, output: Tensor, async_op: bool) -> Work | None:
+    """Submit an operation, and wait for it where that is asked for."""
+    function, arguments, back = call
     ticket = function(comm, *arguments, async_op)
     if async_op:
         return Work(ticket, [output], back)
@@ -135,7 +140,7 @@ def all_to_all_single(
     input_split_sizes: Any,
     group: Any,
     async_op: bool,
-    peer_displs: Any = None,
+    extra: _cuda.Extra | None = None,
 ) -> Any:
     if group is not None and _outside(group, "all_to_all_single"):
         return None
@@ -148,21 +153,24 @@ def all_to_all_single(
                 output, input, output_split_sizes, input_split_sizes, process_group(group), async_op
             )
         if async_op:
-            return _cuda.start(gpu, output, input, output_split_sizes, input_split_sizes, peer_displs)
-        _cuda.exchange(gpu, output, input, output_split_sizes, input_split_sizes, peer_displs)
+            return _cuda.start(gpu, output, input, output_split_sizes, input_split_sizes, extra)
+        _cuda.exchange(gpu, output, input, output_split_sizes, input_split_sizes, extra)
         return None
     is_tensor(output, "output")
     is_tensor(input, "input")
     if input.is_cuda is not output.is_cuda:
         raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
-    if peer_displs is not None:
-        raise errors.InvalidArgument("switchyard: peer_displs is for CUDA tensors")
+    if extra is not None:
+        raise errors.InvalidArgument("switchyard: peer_displs, max_sms, copy_sms and no_sms are for CUDA tensors")
     same_dtype(output, input)
+    mine = _ours(output) and _ours(input)
+    if mine and (comm := find(group)[0]) is not None:  # what is asked most, soonest
+        return _now(comm, exchange(comm.shapes, output, input, output_split_sizes, input_split_sizes), output, async_op)
 
     def torchs(pg: Any) -> Any:
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, pg, async_op)
 
-    if not (_ours(output) and _ours(input)):
+    if not mine:
         return torchs(_torchs(group, f"all_to_all_single of {input.layout} {input.device.type} tensors"))
     return _run(
         group, lambda shapes: exchange(shapes, output, input, output_split_sizes, input_split_sizes), torchs, output, async_op

@@ -110,6 +110,12 @@ _FLOORS = re.compile(r"\b(?:agree|alltoallv|allreduce|comm|core|dispatch|kernels
 _NAMES = {
     "Options.NoSMs": "no_sms",
     "Options.MaxSMs": "max_sms",
+    "Options.CopySMs": "copy_sms",
+    "Limits.NoSMs": "no_sms",
+    "Limits.MaxSMs": "max_sms",
+    "Limits.CopySMs": "copy_sms",
+    "CopySMs": "copy_sms",
+    "NoSMs": "no_sms",
     "Options.Validate": "validate",
     "Options.Timeout": "timeout",
     "Splits.PeerDispls": "peer_displs",
