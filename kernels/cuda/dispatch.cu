@@ -418,10 +418,10 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 		u64 rows = b.bad != 0 ? b.bad : blockIdx.x == 0 ? f.before(a.tokens, threadIdx.x) : 0;
 		fence_acq_rel_sys();
 		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, rows);
-		if (blockIdx.x == 0 && a.counters != 0)
-			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
-				  static_cast<unsigned long long>(f.before(a.tokens, threadIdx.x)) * (a.wire_bytes + 4 * a.scale_words));
 	}
+	if (threadIdx.x < n && blockIdx.x == 0 && a.counters != 0)
+		atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
+			  static_cast<unsigned long long>(f.before(a.tokens, threadIdx.x)) * (a.wire_bytes + 4 * a.scale_words));
 	release_stream();
 	if ((a.mode & SW_MOE_RECEIVE) != 0)
 		receive_few(a, in, epoch, f.before(a.tokens, a.world.rank));
@@ -451,10 +451,11 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 		if (good)
 			base[threadIdx.x] = segment(a.world, threadIdx.x) + resolve(a.world, threadIdx.x, place);
 	}
-	if (__syncthreads_or(!good))
+	bool stop = __syncthreads_or(!good);
+	if (begins && epoch != 0 && threadIdx.x == blockDim.x - 1)
+		number.advance(a.world); // also where peers make another call
+	if (stop)
 		return;
-	if (begins && threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
 #pragma unroll 1
 	for (u32 task = tasks.warp; task < tasks.count; task += tasks.warps) {
 		u32 t = task / tasks.parts, part = task - t * tasks.parts;

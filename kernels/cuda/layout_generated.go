@@ -129,7 +129,7 @@ const (
 	faultSplits   = 5 // splits in device memory reach past a buffer: sent holds the bytes, expected the offset
 	faultOrder    = 6 // peer makes another call: sent holds its word, expected this rank's
 	faultIndex    = 7 // peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert
-	faultOverflow = 8 // peer would get more rows than it has room for: sent rows, limit; expected holds the slot, or all bits where it is the output as a whole
+	faultOverflow = 8 // peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole
 )
 
 const moeBlockBytes = 136

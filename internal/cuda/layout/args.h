@@ -132,7 +132,7 @@ enum {
 	SW_FAULT_SPLITS = 5, /* splits in device memory reach past a buffer: sent holds the bytes, expected the offset */
 	SW_FAULT_ORDER = 6, /* peer makes another call: sent holds its word, expected this rank's */
 	SW_FAULT_INDEX = 7, /* peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert */
-	SW_FAULT_OVERFLOW = 8, /* peer would get more rows than it has room for: sent rows, limit; expected holds the slot, or all bits where it is the output as a whole */
+	SW_FAULT_OVERFLOW = 8, /* peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole */
 };
 
 /* Where the words of a handle lie. All but the last part must be zero before the first call. */

@@ -118,7 +118,12 @@ struct taker {
 		return false;
 	}
 
-	__device__ __forceinline__ void overflow(u32 rank, u64 slot, u64 rows, i64 limit) { give_up(a.world, SW_FAULT_OVERFLOW, rank, epoch, false, rows, slot, static_cast<u64>(limit)); }
+	// slot is ~0 where the output as a whole is too small.
+	__device__ __forceinline__ void overflow(u32 rank, u64 slot, u64 rows, i64 limit)
+	{
+		const u32 *expert = reinterpret_cast<const u32 *>(a.table) + a.experts + 1 + a.slots;
+		give_up(a.world, SW_FAULT_OVERFLOW, rank, epoch, false, rows, slot == ~0ull ? slot : __ldg(expert + slot), static_cast<u64>(limit));
+	}
 
 	// Rows by expert from each rank, by the first block. A thread a rank.
 	__device__ __forceinline__ void tell_rank_counts()

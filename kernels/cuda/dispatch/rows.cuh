@@ -176,10 +176,13 @@ struct rows_sender {
 		}
 		if (__syncthreads_or(!good))
 			return false;
-		if (threadIdx.x < n && b.sum[threadIdx.x] > a.most_rows) {
-			give_up(a.world, SW_FAULT_OVERFLOW, threadIdx.x, epoch, false, b.sum[threadIdx.x], ~0ull, static_cast<u64>(a.most_rows));
-			good = false;
-		}
+		if (threadIdx.x == 0) // the first such rank
+#pragma unroll 1
+			for (u32 d = 0; d < n && good; d++)
+				if (b.sum[d] > a.most_rows) {
+					give_up(a.world, SW_FAULT_OVERFLOW, d, epoch, false, b.sum[d], ~0ull, static_cast<u64>(a.most_rows));
+					good = false;
+				}
 		return good;
 	}
 
@@ -255,10 +258,12 @@ struct rows_sender {
 	// What a block says at its end.
 	__device__ __forceinline__ void tell_done()
 	{
-		if (threadIdx.x >= n || threadIdx.x == a.world.rank)
+		if (threadIdx.x >= n)
 			return;
-		fence_acq_rel_sys(); // X4
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, b.bad != 0 ? b.bad : b.sent[threadIdx.x]);
+		if (threadIdx.x != a.world.rank) {
+			fence_acq_rel_sys(); // X4
+			store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, b.bad != 0 ? b.bad : b.sent[threadIdx.x]);
+		}
 		if (a.counters != 0)
 			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
 				  static_cast<unsigned long long>(b.sent[threadIdx.x]) * (a.wire_bytes + 4 * a.scale_words));
