@@ -46,6 +46,16 @@ struct take_board {
 // How many rows a slot takes in an output.
 __device__ __forceinline__ u32 span_of(const sw_moe_args &a, u32 rows) { return a.capacity != 0 ? static_cast<u32>(a.capacity) : static_cast<u32>((rows + a.align - 1) / a.align * a.align); }
 
+// Where a word of the scales of a row by expert lies.
+__device__ __forceinline__ u64 row_scale(const sw_moe_args &a, u32 row, u32 word, u32 slot)
+{
+	if ((a.mode & SW_MOE_COLUMNS) == 0)
+		return a.row_scales + 4 * (static_cast<u64>(row) * a.scale_words + word);
+	if (a.capacity != 0)
+		return a.row_scales + 4 * ((static_cast<u64>(slot) * a.scale_words + word) * a.capacity + row - slot * a.capacity);
+	return a.row_scales + 4 * (static_cast<u64>(word) * a.most_rows + row);
+}
+
 struct taker {
 	const sw_moe_args &a;
 	take_board &b;
@@ -226,15 +236,6 @@ struct taker {
 		}
 	}
 
-	__device__ __forceinline__ u64 scale_place(int row, u32 word, u32 slot) const
-	{
-		if ((a.mode & SW_MOE_COLUMNS) == 0)
-			return a.row_scales + 4 * (static_cast<u64>(row) * a.scale_words + word);
-		if (a.capacity != 0)
-			return a.row_scales + 4 * ((static_cast<u64>(slot) * a.scale_words + word) * a.capacity + row - slot * a.capacity);
-		return a.row_scales + 4 * (static_cast<u64>(word) * a.most_rows + row);
-	}
-
 	// Copies the block's rows to those of their experts, and what lies beside. The whole block.
 	__device__ __forceinline__ void copy(const stretch &mine)
 	{
@@ -276,13 +277,13 @@ struct taker {
 				u32 slot = static_cast<u32>(index(staged, k));
 #pragma unroll 1
 				for (u32 w = lane; w < a.scale_words; w += 32)
-					*reinterpret_cast<volatile u32 *>(scale_place(to, w, slot)) = reinterpret_cast<const u32 *>(own(a.to_scales))[static_cast<u64>(staged) * a.scale_words + w];
+					*reinterpret_cast<volatile u32 *>(row_scale(a, to, w, slot)) = reinterpret_cast<const u32 *>(own(a.to_scales))[static_cast<u64>(staged) * a.scale_words + w];
 			}
 		}
 	}
 };
 
-// Zeroes the rows of width bytes at rows that belong to no token, with what lies beside them in sources (an address, or 0). Blocks share the slots.
+// Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources (an address, or 0). Blocks share the slots.
 __device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 sources)
 {
 	if ((a.mode & SW_MOE_ZERO) == 0)
@@ -298,6 +299,9 @@ __device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32
 				store_vector(rows + static_cast<u64>(r) * width + at, make_uint4(0, 0, 0, 0));
 			if (sources != 0 && lane == 0)
 				reinterpret_cast<u64 *>(sources)[r] = ~0ull;
+#pragma unroll 1
+			for (u32 w = lane; w < a.scale_words; w += 32)
+				*reinterpret_cast<volatile u32 *>(row_scale(a, r, w, slot)) = 0;
 		}
 }
 
