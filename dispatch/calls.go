@@ -250,8 +250,8 @@ func (d *Dispatcher) combine(
 // be empty, and is where rows were not weighted. All but dWeights is of CombineDType. Of o only Weighting and Weights may be
 // set; the gradient of a bias is dy.
 //
-// rows and dRows are laid out like Handle.Rows. They may be the same memory and must not overlap otherwise, nor overlap
-// dy. What is not in the symmetric heap goes through staging.
+// rows and dRows are laid out like Handle.Rows; where rows were not weighted, rows is not read and may be empty. They may be
+// the same memory and must not overlap otherwise, nor overlap dy. What is not in the symmetric heap goes through staging.
 func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows memory.View, h *Handle, o CombineOptions) error {
 	d.c.Lock()
 	defer d.c.Unlock()

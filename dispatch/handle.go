@@ -127,10 +127,11 @@ func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 	}
 }
 
-// Release gives the output back, for a later dispatch to write. Launches that use the handle may still be on their way
-// on a stream: the dispatcher's next call is ordered behind them. Other work that reads the output has to be finished, or
-// ordered before that call, by the caller. Ranks may release at different times and in different orders. A second
-// Release does nothing, as long as the dispatcher has not handed the same Handle out again.
+// Release gives the output back, for a later dispatch to write. Between the halves of a call it gives the call up, which all
+// ranks do then. Launches that use the handle may still be on their way on a stream: the dispatcher's next call is ordered
+// behind them. Other work that reads the output has to be finished, or ordered before that call, by the caller. Ranks may
+// release at different times and in different orders. A second Release does nothing, as long as the dispatcher has not handed
+// the same Handle out again.
 func (h *Handle) Release() {
 	h.d.mu.Lock()
 	half := h.half

@@ -327,9 +327,11 @@ type Combine struct {
 // DotChains. In token-major layouts a row's gradient is dy[t], and there are no weights.
 type CombineBackward struct {
 	MoECall
-	Weighting   Weighting
-	DY          Buffer // [tokens, Hidden] of SumType
-	Rows, DRows Buffer // laid out like MoEHandle.Rows, of SumType: what Combine had, and the gradients. They may be the same memory
+	Weighting Weighting
+	DY        Buffer // [tokens, Hidden] of SumType
+	// Rows and DRows are laid out like MoEHandle.Rows, of SumType: what Combine had, and the gradients. They may be the same
+	// memory. Nobody reads Rows where rows are unweighted.
+	Rows, DRows Buffer
 	RowWeights  Buffer // with GivenWeights
 	// DWeights is float32, or none: [tokens, TopK], 0 for masked choices; with GivenWeights [rows], like RowWeights, undefined
 	// in padding.

@@ -305,10 +305,6 @@ func (b *cudaBacking) engine(space kernels.Space, why func() error) (kernels.Eng
 
 func (b *cudaBacking) clear(at, n int64) error { return b.zero(b.origin+uintptr(at), n) }
 
-func (b *cudaBacking) put(at int64, p []byte) error {
-	return b.ctx.Write(b.alarm, b.origin+uintptr(at), p)
-}
-
 func (*cudaBacking) mem() []byte     { return nil }
 func (b *cudaBacking) base() uintptr { return b.origin }
 

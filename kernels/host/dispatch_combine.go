@@ -123,7 +123,11 @@ func (m *meeting) gradients(a *kernels.CombineBackward) error {
 	m.begin()
 	size := m.m.SumBytes()
 	given := a.Weighting == kernels.GivenWeights
-	have, need, ok := m.shortest(size, a.Rows.Mem, a.DRows.Mem)
+	weighted := a.Weighting != kernels.Unweighted // so somebody may read the rows
+	have, need, ok := m.shortest(size, a.DRows.Mem)
+	if ok && weighted {
+		have, need, ok = m.shortest(size, a.Rows.Mem)
+	}
 	if ok && given {
 		have, need, ok = m.shortest(4, a.RowWeights.Mem)
 		if ok && a.DWeights.Bytes > 0 {
@@ -137,7 +141,7 @@ func (m *meeting) gradients(a *kernels.CombineBackward) error {
 		rows, stageRows := staged(a.Rows, m.lanes.rows(m.h, 0))
 		weights, stageWeights := staged(a.RowWeights, m.lanes.weights(m.h, 0))
 		dRows, stageDRows = staged(a.DRows, m.lanes.rows(m.h, 1))
-		if stageRows {
+		if stageRows && weighted {
 			m.copyRows(size, m.stage(rows, m.m.Rows*size), a.Rows.Mem)
 		}
 		if stageWeights {
@@ -170,7 +174,7 @@ func (m *meeting) gradients(a *kernels.CombineBackward) error {
 		m.f32.spread(m, a)
 	}
 	m.eachPadding(func(from, to int64) { clear(a.DRows.Mem[from*size : to*size]) })
-	if a.Weighting != kernels.Unweighted {
+	if weighted {
 		for p, rows := range r.from {
 			m.sent(p, rows*size)
 		}

@@ -32,9 +32,10 @@ type routing struct {
 	// how many came from each rank.
 	offsets, groups, from []int64
 
-	epoch   uint64
-	half    error    // of the call's Send
-	notices []notice // by rank
+	epoch      uint64
+	half       error    // of the call's Send
+	unreceived bool     // a dispatch had its Send, and no Receive yet
+	notices    []notice // by rank
 }
 
 func (r *routing) init(m *kernels.MoE, rankOf []int32) {

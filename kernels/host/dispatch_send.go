@@ -18,6 +18,11 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 			return err
 		}
 	}
+	if m.r.unreceived { // its second half was dropped: peers may still be writing
+		if err := m.received(nil); err != nil {
+			return err
+		}
+	}
 	m.begin()
 	for i := range len(m.h.Landed.Mem) / 4 {
 		m.landedWord(m.m.Rank, m.h, i).Store(0)
@@ -46,6 +51,7 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 		m.e.word(p, line+doneTwins).Store(uint64(m.outlets[p].twins))
 		m.post(p, line)
 	}
+	m.r.unreceived = true
 	return nil
 }
 
@@ -91,9 +97,16 @@ func (m *meeting) receive(a *kernels.Dispatch) error {
 	}
 	m.clearPadding(a.Op == kernels.DispatchOp)
 	me := m.m.Rank
-	return m.await(m.lanes.done(m.h, 0), func(src int) {
+	return m.received(func(src int) {
 		m.makeTwins(src, int64(m.e.word(me, m.lanes.done(m.h, src)+doneTwins).Load()))
 	})
+}
+
+// received waits for the rows of all peers.
+func (m *meeting) received(arrived func(src int)) error {
+	err := m.await(m.lanes.done(m.h, 0), arrived)
+	m.r.unreceived = err != nil
+	return err
 }
 
 // outlet is the output of one rank as this rank writes it.

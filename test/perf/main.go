@@ -54,6 +54,9 @@ type config struct {
 	Hidden      int
 	Experts     int
 	TopK        int
+	Layout      string
+	DType       string
+	Quantize    bool
 }
 
 // row is one line of the result.
@@ -174,9 +177,12 @@ func run(ctx context.Context, args []string) error {
 		fs.BoolVar(&c.Staged, "staged", false, "buffers outside the symmetric heap")
 	case "dispatch":
 		fs.IntVar(&c.Tokens, "tokens", 4096, "tokens a rank")
-		fs.IntVar(&c.Hidden, "hidden", 1024, "float32 elements a token")
+		fs.IntVar(&c.Hidden, "hidden", 1024, "elements a token")
 		fs.IntVar(&c.Experts, "experts", 8, "experts in all")
 		fs.IntVar(&c.TopK, "topk", 2, "experts a token")
+		fs.StringVar(&c.Layout, "layout", "flat", "flat, padded, slab, token-major or rank-padded")
+		fs.StringVar(&c.DType, "dtype", "float32", "type of tokens: float32, bfloat16 or float16")
+		fs.BoolVar(&c.Quantize, "quantize", false, "rows are made float8 on their way to the experts")
 	}
 	if err := fs.Parse(args[1:]); err != nil {
 		return err

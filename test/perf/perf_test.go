@@ -48,6 +48,7 @@ func TestEveryOperationPrintsItsFields(t *testing.T) {
 		{"alltoallv", "-sizes", "100KiB", "-splits", "zipf", "-staged", "-algorithm", "ring", "-procs"},
 		{"allreduce", "-sizes", "8KiB,100KiB", "-op", "max"},
 		{"dispatch", "-tokens", "64", "-hidden", "32"},
+		{"dispatch", "-tokens", "64", "-hidden", "160", "-layout", "token-major", "-dtype", "bfloat16", "-quantize"},
 	} {
 		out := output(t, append(args, "-ranks", "2", "-iters", "3", "-json")...)
 		lines := bytes.Split(bytes.TrimSpace(out), []byte("\n"))
