@@ -37,11 +37,13 @@ func TestMain(m *testing.M) {
 // After a call that timed out, closing, shrinking and reopening take no longer than their contexts, though a rank is stopped: it
 // is left out, and learns it when it wakes up.
 func TestF2_StoppedRankHoldsUpNobody(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
 	addr := loopback.Addr()
 	var wg sync.WaitGroup
 	for r := range 3 {
 		wg.Go(func() {
-			cmd := exec.Command(os.Args[0])
+			cmd := exec.CommandContext(ctx, os.Args[0]) // which also ends one that nobody has woken
 			cmd.Env = append(os.Environ(), workerEnv+"="+strconv.Itoa(r), "STACK_TEST_ADDR="+addr)
 			out, err := cmd.CombinedOutput()
 			if err != nil {
@@ -62,7 +64,7 @@ func besideAStoppedRank(rank int) error {
 	}
 	defer g.Close()
 	o := options()
-	o.Exchanger.Timeout = 500 * time.Millisecond
+	o.Exchanger.Timeout = 3 * time.Second
 	s, err := stack.Open(ctx, g, device.Host(), o)
 	if err != nil {
 		return err
