@@ -144,6 +144,10 @@ type CombineOptions struct {
 	// kernel adds to one, with release semantics at system scope, after it has written so many of the rows. They count as done
 	// when the word is not below their number. Empty: all rows are there.
 	Ready memory.View
+	// Release gives the handle back with the call, as Handle.Release behind it would, and promises that rows stay as they are
+	// until a later dispatch of this Dispatcher is complete. Ranks then wait for one another less. It is the same on all ranks, and
+	// only for Combine as a whole.
+	Release bool
 }
 
 // Combine brings the rows back: y[t] is the sum of weight times row over the choices of token t, plus the biases; 0 where there
@@ -236,12 +240,19 @@ func (d *Dispatcher) combine(
 			return err
 		}
 	}
+	if o.Release && phase != kernels.Both {
+		return invalid("CombineOptions.Release in halves")
+	}
 	l := d.op(kind, h)
 	l.combine = kernels.Combine{
-		MoECall: d.moeCall(kind, h), Weighting: w, Y: d.own(y), Rows: d.shown(rows), RowWeights: d.shown(o.Weights),
+		MoECall: d.moeCall(kind, h), Release: o.Release, Weighting: w, Y: d.own(y), Rows: d.shown(rows), RowWeights: d.shown(o.Weights),
 		SumWeights: d.own(o.SumWeights), Bias: [2]kernels.Buffer{d.own(o.Bias[0]), d.own(o.Bias[1])}, Ready: d.own(o.Ready),
 	}
-	return d.launch(s, l, phase)
+	if err := d.launch(s, l, phase); err != nil || !o.Release {
+		return err
+	}
+	h.Release()
+	return nil
 }
 
 // CombineBackward computes the gradients of Combine from dy, [T, Hidden], and the rows that Combine had: dRows is weight times

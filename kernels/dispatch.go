@@ -307,6 +307,9 @@ func (w Weighting) String() string {
 // and Bias[1], and rounds to SumType once. A token with no row gets its biases, or 0.
 type Combine struct {
 	MoECall
+	// Release says that the handle is given back: what the dispatch left is not read any more when the call begins. Rows stay as
+	// they are until a later dispatch is complete.
+	Release   bool
 	Weighting Weighting
 	Y         Buffer // [tokens, Hidden] of SumType
 	Rows      Buffer // laid out like MoEHandle.Rows, of SumType; it may end with the last row of the dispatch

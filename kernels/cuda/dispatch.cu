@@ -81,16 +81,20 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	if ((a.mode & SW_MOE_RECEIVE) == 0 || blockIdx.x != 0)
 		return;
 	rows_receiver in{a, b, epoch};
-	u32 own = 0;
-	if (threadIdx.x == a.world.rank && !cached) // all blocks of this rank
+	if (threadIdx.x == 0)
+		b.own = 0;
+	__syncthreads();
 #pragma unroll 1
-		for (u32 i = 0; i < gridDim.x; i++) {
-			u32 rows = 0;
-			await_number(a, own_segment(a.world) + a.state.block_counts + (static_cast<u64>(i) * n + a.world.rank) * 8, epoch, a.world.rank, rows);
-			own += rows;
-		}
-	if (in.await(own) && !cached)
+	for (u32 i = threadIdx.x; i < gridDim.x && !cached; i += blockDim.x) { // all blocks of this rank
+		u32 rows = 0;
+		await_number(a, own_segment(a.world) + a.state.block_counts + (static_cast<u64>(i) * n + a.world.rank) * 8, epoch, a.world.rank, rows);
+		atomicAdd(&b.own, rows);
+	}
+	__syncthreads();
+	if (!cached)
 		in.tell_counts();
+	if (in.await(b.own) && !cached)
+		in.tell_ranks();
 }
 
 // The number of the call that this rank is in, after its first half.
@@ -101,41 +105,47 @@ __device__ __forceinline__ u64 running_call(const sw_moe_args &a)
 	return number.epoch() == 0 ? 0 : number.v.a;
 }
 
-template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args &a, u64 *base, arrivals *full, u8 *ring, u64 epoch)
+template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args &a, u64 *base, arrivals *full, u64 *has, u8 *ring)
 {
 	u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32, n = a.world.size, tasks = a.tokens * a.parts, step = gridDim.x * a.movers;
 	u32 due = static_cast<u32>(clock()) + warp * (a.interval / a.movers);
 	const int *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
 	u8 *mine = ring + static_cast<u64>(warp) * a.depth * n * a.part;
-	full += warp * a.depth;
-	// Begins to load part k of this warp; which ranks have a row is known by the lanes.
+	full += warp * a.depth, has += warp * a.depth;
+	int near = -1, far = -1; // the rows of the token that is loaded next, of ranks lane and lane+32
+	auto look = [&](u32 k) {
+		u32 task = blockIdx.x + gridDim.x * warp + k * step;
+		u64 first = static_cast<u64>(task / a.parts) * n;
+		near = task < tasks && lane < n ? places[first + lane] : -1;
+		far = task < tasks && lane + 32 < n ? places[first + lane + 32] : -1;
+	};
+	// Begins to load part k of this warp.
 	auto load = [&](u32 k) {
 		u32 task = blockIdx.x + gridDim.x * warp + k * step;
 		if (task >= tasks)
 			return;
-		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth, rows = 0, far = 0;
-#pragma unroll 1
-		for (u32 d = lane; d < n; d += 32) {
-			u32 one = places[static_cast<u64>(t) * n + d] >= 0 ? 1 : 0;
-			rows += one, far += d != a.world.rank ? one : 0;
-		}
-		rows = __reduce_add_sync(~0u, rows);
+		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
+		int rows[2] = {near, far};
+		look(k + 1);
+		u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
+		u32 count = __popc(static_cast<u32>(there)) + __popc(static_cast<u32>(there >> 32));
 		if (a.interval != 0) {
 #pragma unroll 1
 			while (static_cast<int>(due - static_cast<u32>(clock())) > 0)
 				;
-			due += a.interval * __reduce_add_sync(~0u, far);
+			due += a.interval * (count - static_cast<u32>(there >> a.world.rank & 1));
 		}
-		if (lane == 0)
-			full[place].expect(bytes * rows);
+		if (lane == 0) {
+			has[place] = there;
+			full[place].expect(bytes * count);
+		}
 		__syncwarp();
-#pragma unroll 1
-		for (u32 d = lane; d < n; d += 32) {
-			int row = places[static_cast<u64>(t) * n + d];
-			if (row >= 0)
-				bulk_load(mine + (place * n + d) * a.part, base[d] + static_cast<u64>(row) * a.row_bytes + at, bytes, full + place);
-		}
+#pragma unroll
+		for (u32 i = 0; i < 2; i++)
+			if (rows[i] >= 0)
+				bulk_load(mine + (place * n + lane + 32 * i) * a.part, base[lane + 32 * i] + static_cast<u64>(rows[i]) * a.row_bytes + at, bytes, full + place);
 	};
+	look(0);
 #pragma unroll 1
 	for (u32 k = 0; k < a.depth; k++)
 		load(k);
@@ -143,11 +153,8 @@ template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args 
 #pragma unroll 1
 	for (u32 task = blockIdx.x + gridDim.x * warp; task < tasks; task += step, k++) {
 		u32 t = task / a.parts, part = task - t * a.parts, at = part * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
-		u64 there = 0;
-#pragma unroll 1
-		for (u32 first = 0; first < n; first += 32)
-			there |= static_cast<u64>(__ballot_sync(~0u, first + lane < n && places[static_cast<u64>(t) * n + first + lane] >= 0)) << first;
 		full[place].await(k / a.depth);
+		u64 there = has[place];
 #pragma unroll 1
 		for (u32 i = lane * 16; i < bytes; i += 512) {
 			sum<type> s;
@@ -164,7 +171,7 @@ template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args 
 	}
 }
 
-template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_args &a, u64 *base, arrivals *full, u8 *ring)
+template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_args &a, u64 *base, arrivals *full, u64 *has, u8 *ring)
 {
 	if (threadIdx.x < a.movers * a.depth)
 		full[threadIdx.x].init();
@@ -185,7 +192,7 @@ template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_a
 		return;
 	fence_bulk();
 	if (threadIdx.x / 32 < a.movers)
-		sum_rows<type>(a, base, full, ring, epoch);
+		sum_rows<type>(a, base, full, has, ring);
 	release_stream();
 	tell_read(a, epoch);
 	if ((a.mode & SW_MOE_KEEP) == 0)
@@ -204,7 +211,7 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 	if (__syncthreads_or(epoch == 0 || !await_free_staging(a, epoch - 1)))
 		return;
 	u32 lane = threadIdx.x & 31, warps = blockDim.x / 32, chunks = (a.row_bytes + 2047) / 2048, all = staged.first[a.world.size];
-	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0, weigh = (a.mode & SW_MOE_WEIGH) != 0;
+	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0;
 	u64 own = own_segment(a.world);
 	const int *spread = reinterpret_cast<const int *>(own + a.state.spread);
 	const i64 *index = reinterpret_cast<const i64 *>(own + a.state.indices);
@@ -241,9 +248,7 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 				int r = spread[static_cast<u64>(at) * a.top_k + k];
 				if (r < 0)
 					continue;
-				float w = 1;
-				if (weigh)
-					w = a.row_weights != 0 ? reinterpret_cast<const float *>(a.row_weights)[r] : reinterpret_cast<const float *>(own + a.state.weights)[static_cast<u64>(at) * a.top_k + k];
+				float w = weight_of(a, static_cast<u64>(at) * a.top_k + k, r);
 				u64 from = a.rows + static_cast<u64>(r) * a.row_bytes + c * 2048 + lane * 16;
 				uint4 v[4];
 #pragma unroll
@@ -280,7 +285,7 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 	if (__syncthreads_or(counter.epoch() == 0))
 		return;
 	u32 lane = threadIdx.x & 31, all = staged.first[a.world.size];
-	bool weigh = (a.mode & SW_MOE_WEIGH) != 0, dots = a.from_weights != 0 || a.sum_weights != 0;
+	bool dots = a.from_weights != 0 || a.sum_weights != 0;
 	u64 own = own_segment(a.world);
 	const int *spread = reinterpret_cast<const int *>(own + a.state.spread);
 #pragma unroll 1
@@ -288,9 +293,7 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 		u32 i = task / a.top_k, k = task - i * a.top_k, src, at = staged.at(a, i, src);
 		u64 j = static_cast<u64>(at) * a.top_k + k;
 		int r = spread[j];
-		float w = 1;
-		if (r >= 0 && weigh)
-			w = a.row_weights != 0 ? reinterpret_cast<const float *>(a.row_weights)[r] : reinterpret_cast<const float *>(own + a.state.weights)[j];
+		float w = r < 0 ? 1 : weight_of(a, j, r);
 		float chain[8];
 #pragma unroll
 		for (u32 c = 0; c < 8; c++)
@@ -333,7 +336,7 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 				reinterpret_cast<float *>(a.sum_weights)[r] = dot;
 		}
 	}
-	zero_padding(a, a.y, a.row_bytes, 0);
+	zero_padding(a, a.y, a.row_bytes, 0, 0);
 	release_stream();
 }
 
@@ -343,8 +346,11 @@ __device__ __forceinline__ void receive_few(const sw_moe_args &a, rows_board &b,
 	if (blockIdx.x != 0)
 		return;
 	rows_receiver in{a, b, epoch};
-	if (in.await(own) && (a.mode & SW_MOE_CACHED) == 0)
+	bool cached = (a.mode & SW_MOE_CACHED) != 0;
+	if (!cached)
 		in.tell_counts();
+	if (in.await(own) && !cached)
+		in.tell_ranks();
 }
 
 template <typename Float8, bool quantises> __device__ __forceinline__ void send_few(const sw_moe_args &a, few_board &b, rows_board &in)
@@ -533,7 +539,7 @@ SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, true)
 		using namespace sw;                                                                                                                                                \
 		SW_DYNAMIC_SHARED(memory);                                                                                                                                         \
 		SW_SHARED(combine_board, b);                                                                                                                                       \
-		combine_rows<type>(a, b.base, b.full, reinterpret_cast<u8 *>(memory));                                                                                             \
+		combine_rows<type>(a, b.base, b.full, b.has, reinterpret_cast<u8 *>(memory));                                                                                             \
 	}                                                                                                                                                                          \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) combine_few_##suffix(const __grid_constant__ sw_moe_args a)                                             \
 	{                                                                                                                                                                          \
@@ -586,14 +592,19 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) dispatch_receive
 		return;
 	bool cached = (a.mode & SW_MOE_CACHED) != 0;
 	const int *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
-	u32 own = 0;
-	if (threadIdx.x == a.world.rank && !cached)
+	if (threadIdx.x == 0)
+		b.own = 0;
+	__syncthreads();
 #pragma unroll 1
-		for (u32 t = 0; t < a.tokens; t++)
-			own += places[static_cast<u64>(t) * a.world.size + a.world.rank] >= 0 ? 1 : 0;
+	for (u32 t = threadIdx.x; t < a.tokens && !cached; t += blockDim.x)
+		if (places[static_cast<u64>(t) * a.world.size + a.world.rank] >= 0)
+			atomicAdd(&b.own, 1u);
+	__syncthreads();
 	rows_receiver in{a, b, epoch};
-	if (in.await(own) && !cached)
+	if (!cached)
 		in.tell_counts();
+	if (in.await(b.own) && !cached)
+		in.tell_ranks();
 }
 
 // Rows from staging to their experts: the second half of an expert-major dispatch, or of the part of a backward that needs no sums.
@@ -630,8 +641,10 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 		b.staged.make(a, cached ? kept : b.rows.sum);
 	if (!cached && t.warp == 0)
 		t.lay_out();
-	if (!cached && blockIdx.x == 0)
+	if (!cached && blockIdx.x == 0) {
+		t.count_ranks();
 		t.tell_rank_counts();
+	}
 	__syncthreads();
 	if (!cached && blockIdx.x == 0 && a.mapped != 0 && threadIdx.x == 0) {
 		fence_acq_rel_sys();
@@ -664,6 +677,6 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_zer
 {
 	using namespace sw;
 	await_stream();
-	zero_padding(a, a.rows, a.wire_bytes, a.row_sources);
+	zero_padding(a, a.rows, a.wire_bytes, a.row_sources, a.row_weights);
 	release_stream();
 }

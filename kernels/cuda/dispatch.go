@@ -411,6 +411,11 @@ func (l *moeCall) partials() {
 	a.mode = mode
 }
 
+// weighs is what rows are multiplied by, as a launch's mode says it.
+func weighs(w kernels.Weighting) uint32 {
+	return [...]uint32{kernels.Unweighted: 0, kernels.DispatchedWeights: moeWeigh, kernels.GivenWeights: moeGiven}[w]
+}
+
 func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	l, err := x.call(p, &c.MoECall)
 	if err == nil {
@@ -429,17 +434,22 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	} else {
 		a.fromRows = uint64(c.Rows.Place)
 	}
+	// Rows by expert are this rank's business, and so is what peers write by the end of a dispatch. In an output by rank each
+	// peer has a part of its own.
+	if !m.Layout.ByToken() || c.Release && m.Layout == kernels.RankRows {
+		a.mode |= moeFree
+	}
+	if c.Release {
+		a.mode |= moeKeep
+	}
 	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
 		a.fromWeights = l.place(l.weightsAt())
 	}
 	if c.Phase&kernels.Send != 0 {
 		if staged {
 			a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
-			if c.Weighting != kernels.Unweighted && !m.Layout.ByToken() {
-				a.mode |= moeWeigh
-				if c.Weighting == kernels.DispatchedWeights {
-					a.rowWeights = 0
-				}
+			if !m.Layout.ByToken() {
+				a.mode |= weighs(c.Weighting)
 			}
 			y, weights := a.y, a.fromWeights
 			if a.y = 0; c.RowWeights.Bytes == 0 {
@@ -511,12 +521,7 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	if back {
 		a.fromWeights = l.place(l.weightsAt())
 	}
-	if b.Weighting != kernels.Unweighted {
-		a.mode |= moeWeigh
-		if b.Weighting == kernels.DispatchedWeights {
-			a.rowWeights = 0
-		}
-	}
+	a.mode |= weighs(b.Weighting)
 	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows {
 		a.mode |= moeZero
 	}

@@ -116,7 +116,8 @@ const (
 	moeColumns   = 128  // scales in column-major order
 	moeExponents = 256  // scales are exponents, four in a word
 	moeZero      = 512  // padding is zero
-	moeWeigh     = 1024 // rows are multiplied by weights
+	moeWeigh     = 1024 // rows are multiplied by the weights of the dispatch
+	moeGiven     = 2048 // or by those beside the rows
 )
 
 // Kinds of a fault.

@@ -319,15 +319,15 @@ func (x *moeRun) dispatch() (*dispatch.Handle, error) {
 	return x.d.Dispatch(x.stream(), x.inputs[x.turn%len(x.inputs)])
 }
 
-func (x *moeRun) combine(h *dispatch.Handle) error {
-	return x.d.Combine(x.stream(), x.y, x.made, h, dispatch.CombineOptions{})
+func (x *moeRun) combine(h *dispatch.Handle, release bool) error {
+	return x.d.Combine(x.stream(), x.y, x.made, h, dispatch.CombineOptions{Release: release})
 }
 
 // calls makes n calls of a kind. A dispatch leaves the last handle alive; a combine works with that of x.
 func (x *moeRun) calls(call string, n int, h *dispatch.Handle) (last *dispatch.Handle, err error) {
 	if call == "combine" {
 		for range n {
-			if err := x.combine(h); err != nil {
+			if err := x.combine(h, false); err != nil {
 				return nil, err
 			}
 		}
@@ -338,12 +338,12 @@ func (x *moeRun) calls(call string, n int, h *dispatch.Handle) (last *dispatch.H
 		if err != nil {
 			return nil, err
 		}
+		last = h
 		if call == "pair" {
-			if err := x.combine(h); err != nil {
+			if err := x.combine(h, i < n-1); err != nil {
 				return nil, err
 			}
-		}
-		if last = h; i < n-1 {
+		} else if i < n-1 {
 			h.Release()
 		}
 	}

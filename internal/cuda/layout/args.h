@@ -119,7 +119,8 @@ enum {
 	SW_MOE_COLUMNS = 128, /* scales in column-major order */
 	SW_MOE_EXPONENTS = 256, /* scales are exponents, four in a word */
 	SW_MOE_ZERO = 512, /* padding is zero */
-	SW_MOE_WEIGH = 1024, /* rows are multiplied by weights */
+	SW_MOE_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
+	SW_MOE_GIVEN = 2048, /* or by those beside the rows */
 };
 
 /* Kinds of a fault. */

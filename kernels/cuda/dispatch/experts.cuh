@@ -135,15 +135,28 @@ struct taker {
 		give_up(a.world, SW_FAULT_OVERFLOW, rank, epoch, false, rows, slot == ~0ull ? slot : __ldg(expert + slot), static_cast<u64>(limit));
 	}
 
-	// Rows by expert from each rank, by the first block. A thread a rank.
+	// Adds up rows by expert from each rank. All threads of a block.
+	__device__ __forceinline__ void count_ranks()
+	{
+		if (threadIdx.x < n)
+			b.total[threadIdx.x] = 0;
+		__syncthreads();
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < n * a.local; i += blockDim.x) {
+			u32 src = i / a.local, slot = a.first[a.world.rank] + i - src * a.local;
+			u32 rows = static_cast<u32>(load_relaxed_sys(own(a.state.slot_counts) + (static_cast<u64>(src) * a.slots + slot) * 8));
+			if (rows != 0)
+				atomicAdd(&b.total[src], rows);
+		}
+		__syncthreads();
+	}
+
+	// And tells them. A thread a rank.
 	__device__ __forceinline__ void tell_rank_counts()
 	{
 		if (threadIdx.x >= n)
 			return;
-		u32 rows = 0;
-#pragma unroll 1
-		for (u32 i = a.first[a.world.rank]; i < a.first[a.world.rank + 1]; i++)
-			rows += static_cast<u32>(load_relaxed_sys(own(a.state.slot_counts) + (static_cast<u64>(threadIdx.x) * a.slots + i) * 8));
+		u32 rows = b.total[threadIdx.x];
 		reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = rows;
 		if (a.mapped != 0)
 			reinterpret_cast<u32 *>(a.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = rows;
@@ -283,8 +296,8 @@ struct taker {
 	}
 };
 
-// Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources (an address, or 0). Blocks share the slots.
-__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 sources)
+// Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and weights (addresses, or 0). Blocks share the slots.
+__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 sources, u64 weights)
 {
 	if ((a.mode & SW_MOE_ZERO) == 0)
 		return;
@@ -299,10 +312,20 @@ __device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32
 				store_vector(rows + static_cast<u64>(r) * width + at, make_uint4(0, 0, 0, 0));
 			if (sources != 0 && lane == 0)
 				reinterpret_cast<u64 *>(sources)[r] = ~0ull;
+			if (weights != 0 && lane == 0)
+				reinterpret_cast<float *>(weights)[r] = 0;
 #pragma unroll 1
 			for (u32 w = lane; w < a.scale_words; w += 32)
 				*reinterpret_cast<volatile u32 *>(row_scale(a, r, w, slot)) = 0;
 		}
+}
+
+// The weight of an expert's row, which is that of entry i of what lies beside rows in staging.
+__device__ __forceinline__ float weight_of(const sw_moe_args &a, u64 i, int row)
+{
+	if ((a.mode & SW_MOE_GIVEN) != 0)
+		return reinterpret_cast<const float *>(a.row_weights)[row];
+	return (a.mode & SW_MOE_WEIGH) != 0 ? reinterpret_cast<const float *>(own_segment(a.world) + a.state.weights)[i] : 1;
 }
 
 // Waits until the caller has marked `rows` rows of a group as done. False when the wait was given up.

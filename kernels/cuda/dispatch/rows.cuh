@@ -43,7 +43,7 @@ struct rows_board {
 	u32 last; // this block's threads are the last to have counted choices
 	u32 sum[SW_MAX_RANKS]; // of receiving
 	u32 blocks[SW_MAX_RANKS];
-	u64 complaint;
+	u32 own; // rows from this rank
 };
 
 constexpr u32 beside_part = 1; // named barrier of the threads that do not move
@@ -391,8 +391,6 @@ struct rows_receiver {
 		u32 n = a.world.size;
 		bool good = true;
 		__syncthreads();
-		if (threadIdx.x == 0)
-			b.complaint = 0;
 		if (threadIdx.x < n) {
 			u64 word = 0, place;
 			b.sum[threadIdx.x] = threadIdx.x == a.world.rank ? own : 0;
@@ -417,39 +415,44 @@ struct rows_receiver {
 		return !__syncthreads_or(!good);
 	}
 
-	// The counts of a token-major output.
+	// How many choices each slot of this rank got, which the ranks say early. A thread a slot.
 	__device__ __forceinline__ void tell_counts()
 	{
-		u32 n = a.world.size, me = a.world.rank;
-		u32 *counts = reinterpret_cast<u32 *>(a.counts), *offsets = reinterpret_cast<u32 *>(a.offsets), *ranks = reinterpret_cast<u32 *>(a.rank_counts);
-		u32 *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
+		u32 *counts = reinterpret_cast<u32 *>(a.counts), *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < a.local; i += blockDim.x) {
 			u32 sum = 0;
 #pragma unroll 1
-			for (u32 src = 0; src < n; src++) {
+			for (u32 src = 0; src < a.world.size; src++) {
 				u32 rows = 0;
-				await_number(a, own_segment(a.world) + a.state.slot_counts + (static_cast<u64>(src) * a.slots + a.first[me] + i) * 8, epoch, src, rows);
+				await_number(a, own_segment(a.world) + a.state.slot_counts + (static_cast<u64>(src) * a.slots + a.first[a.world.rank] + i) * 8, epoch, src, rows);
 				sum += rows;
 			}
 			counts[i] = sum;
 			if (mapped != nullptr)
 				mapped[i] = sum;
 		}
+	}
+
+	// Where the rows of each rank are in a token-major output.
+	__device__ __forceinline__ void tell_ranks()
+	{
+		u32 n = a.world.size;
+		u32 *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2 + a.local;
 		if (threadIdx.x <= n) {
 			u32 at = 0;
 #pragma unroll 1
 			for (u32 src = 0; src < threadIdx.x; src++)
 				at += a.offset_base != 0 ? static_cast<u32>(a.offset_base) : b.sum[src];
-			offsets[threadIdx.x] = at;
+			reinterpret_cast<u32 *>(a.offsets)[threadIdx.x] = at;
 			if (mapped != nullptr)
-				mapped[a.local + threadIdx.x] = at;
+				mapped[threadIdx.x] = at;
 		}
 		if (threadIdx.x < n) {
-			ranks[threadIdx.x] = b.sum[threadIdx.x];
+			reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = b.sum[threadIdx.x];
 			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.sum[threadIdx.x];
 			if (mapped != nullptr)
-				mapped[a.local + n + 1 + threadIdx.x] = b.sum[threadIdx.x];
+				mapped[n + 1 + threadIdx.x] = b.sum[threadIdx.x];
 		}
 		if (mapped == nullptr)
 			return;

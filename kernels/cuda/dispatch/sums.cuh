@@ -12,6 +12,7 @@ namespace sw {
 struct combine_board {
 	u64 base[SW_MAX_RANKS]; // where each rank's rows are
 	arrivals full[SW_MOE_SLOTS];
+	u64 has[SW_MOE_SLOTS]; // whose rows a place has, by rank
 };
 
 // Where the ranks' rows are. The threads of a block wait for the peers together. False when one does not come, or makes another call.
