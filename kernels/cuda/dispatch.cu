@@ -244,19 +244,42 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 		} else {
 			sum<type> s[4];
 #pragma unroll 1
-			for (u32 k = 0; k < a.top_k; k++) {
-				int r = spread[static_cast<u64>(at) * a.top_k + k];
-				if (r < 0)
-					continue;
-				float w = weight_of(a, static_cast<u64>(at) * a.top_k + k, r);
-				u64 from = a.rows + static_cast<u64>(r) * a.row_bytes + c * 2048 + lane * 16;
-				uint4 v[4];
+			for (u32 first = 0; first < a.top_k; first += 32) {
+				u32 k = first + lane;
+				int r = k < a.top_k ? spread[static_cast<u64>(at) * a.top_k + k] : -1;
+				float w = r < 0 ? 0 : weight_of(a, static_cast<u64>(at) * a.top_k + k, r);
+				u64 from = a.rows + c * 2048 + lane * 16;
+				uint4 v[4], next[4];
+				u32 here = __ballot_sync(~0u, r >= 0);
+				auto load = [&](uint4 *to) {
+					int row = __shfl_sync(~0u, r, __ffs(here) - 1);
 #pragma unroll
-				for (u32 j = 0; j < 4; j++)
-					v[j] = load_vector_if(j * 512 + lane * 16 < left, from + j * 512);
+					for (u32 j = 0; j < 4; j++)
+						to[j] = load_vector_if(j * 512 + lane * 16 < left, from + static_cast<u64>(row) * a.row_bytes + j * 512);
+				};
+				auto add = [&](const uint4 *row, u32 which) {
+					float weight = __shfl_sync(~0u, w, which);
 #pragma unroll
-				for (u32 j = 0; j < 4; j++)
-					s[j].add_weighted(v[j], w);
+					for (u32 j = 0; j < 4; j++)
+						s[j].add_weighted(row[j], weight);
+				};
+				if (here != 0)
+					load(v);
+#pragma unroll 1
+				while (here != 0) { // the next row is on its way while one is added
+					u32 which = __ffs(here) - 1;
+					here &= here - 1;
+					if (here != 0)
+						load(next);
+					add(v, which);
+					if (here == 0)
+						break;
+					which = __ffs(here) - 1;
+					here &= here - 1;
+					if (here != 0)
+						load(v);
+					add(next, which);
+				}
 			}
 #pragma unroll
 			for (u32 j = 0; j < 4; j++)
@@ -509,7 +532,7 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 	extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) name(const __grid_constant__ sw_moe_args a)                                                                 \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
-		SW_DYNAMIC_SHARED(memory);                                                                                                                                         \
+		SW_DYNAMIC_LINES(memory);                                                                                                                                         \
 		SW_SHARED(rows_board, b);                                                                                                                                          \
 		send_rows<quantiser>(a, b, reinterpret_cast<u8 *>(memory));                                                                                                        \
 	}
@@ -537,7 +560,7 @@ SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, true)
 	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_THREADS, 1) combine_rows_##suffix(const __grid_constant__ sw_moe_args a)                                            \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
-		SW_DYNAMIC_SHARED(memory);                                                                                                                                         \
+		SW_DYNAMIC_LINES(memory);                                                                                                                                         \
 		SW_SHARED(combine_board, b);                                                                                                                                       \
 		combine_rows<type>(a, b.base, b.full, b.has, reinterpret_cast<u8 *>(memory));                                                                                             \
 	}                                                                                                                                                                          \
@@ -611,7 +634,7 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) dispatch_receive
 extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_take(const __grid_constant__ sw_moe_args a)
 {
 	using namespace sw;
-	SW_DYNAMIC_SHARED(memory);
+	SW_DYNAMIC_LINES(memory);
 	SW_SHARED(take_board, b);
 	await_stream();
 	u64 epoch = running_call(a);

@@ -5,6 +5,8 @@
 
 #define SW_SHARED(type, name) __shared__ type name
 #define SW_DYNAMIC_SHARED(name) extern __shared__ __align__(16) uint64_t name[]
+// The same for bulk copies: what does not begin at a line of shared memory crosses in more pieces.
+#define SW_DYNAMIC_LINES(name) extern __shared__ __align__(128) uint64_t name[]
 
 namespace sw {
 

@@ -263,11 +263,15 @@ struct taker {
 #pragma unroll
 			for (u32 i = 0; i < 4; i++)
 				v[i] = load_vector_if(c * 2048 + i * 512 + lane * 16 < a.wire_bytes, row + c * 2048 + i * 512 + lane * 16);
+			int rows[2]; // of choices lane and lane+32
+#pragma unroll
+			for (u32 i = 0; i < 2; i++)
+				rows[i] = lane + 32 * i < a.top_k ? spread[static_cast<u64>(staged) * a.top_k + lane + 32 * i] : -1;
+			u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
 #pragma unroll 1
-			for (u32 k = 0; k < a.top_k; k++) {
-				int to = spread[static_cast<u64>(staged) * a.top_k + k];
-				if (to < 0)
-					continue;
+			for (; there != 0; there &= there - 1) {
+				u32 k = __ffsll(there) - 1;
+				int to = __shfl_sync(~0u, k < 32 ? rows[0] : rows[1], k & 31);
 				u64 out = a.rows + static_cast<u64>(to) * a.wire_bytes;
 #pragma unroll
 				for (u32 i = 0; i < 4; i++)

@@ -22,6 +22,7 @@
 #define __launch_bounds__(...)
 #define SW_SHARED(type, name) type &name = *emu::shared<type, __LINE__>()
 #define SW_DYNAMIC_SHARED(name) uint64_t *name = emu::current->block->dynamic.data()
+#define SW_DYNAMIC_LINES(name) SW_DYNAMIC_SHARED(name)
 #define threadIdx (emu::index{emu::current->thread})
 #define blockIdx (emu::index{emu::current->block->id})
 #define blockDim (emu::index{emu::current->block->threads})
