@@ -380,7 +380,8 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 {
 	u32 n = a.world.size, lane = threadIdx.x & 31;
 	bool cached = (a.mode & SW_MOE_CACHED) != 0;
-	few_tasks tasks(a.tokens, a.row_bytes);
+	u32 workers = gridDim.x > 1 && !cached ? gridDim.x - 1 : gridDim.x; // the last block counts choices, beside the others
+	few_tasks tasks(a.tokens, a.row_bytes, workers);
 	few_sender f{a, b, lane, n};
 	if (!cached)
 		placement::fill(a, b.near);
@@ -418,7 +419,7 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 	}
 	Float8 q;
 #pragma unroll 1
-	for (u32 task = tasks.warp; task < tasks.count + a.tokens; task += tasks.warps) {
+	for (u32 task = tasks.warp; task != ~0u && task < tasks.count + a.tokens; task += tasks.warps) {
 		if (task >= tasks.count) {
 			f.write_beside(task - tasks.count, cached, !quantises && a.scale_words != 0);
 			continue;
@@ -459,7 +460,7 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_args &a, u64 *base)
 {
 	u32 lane = threadIdx.x & 31, n = a.world.size;
-	few_tasks tasks(a.tokens, a.row_bytes);
+	few_tasks tasks(a.tokens, a.row_bytes, gridDim.x);
 	await_stream();
 	bool begins = (a.mode & SW_MOE_SEND) != 0;
 	call_number number;

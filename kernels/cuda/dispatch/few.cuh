@@ -25,10 +25,10 @@ struct few_board {
 struct few_tasks {
 	u32 parts, count, warp, warps, lane;
 
-	// Neighbouring warps of the grid lie in different blocks.
-	__device__ __forceinline__ few_tasks(u32 tokens, u32 row_bytes)
-	    : parts(max((row_bytes + 512 * few_vectors - 1) / (512 * few_vectors), 1u)), count(tokens * parts), warp(threadIdx.x / 32 * gridDim.x + blockIdx.x),
-	      warps(gridDim.x * (blockDim.x / 32)), lane(threadIdx.x & 31)
+	// Neighbouring warps of the grid lie in different blocks, of which so many have tasks; the others' first is past the last.
+	__device__ __forceinline__ few_tasks(u32 tokens, u32 row_bytes, u32 blocks)
+	    : parts(max((row_bytes + 512 * few_vectors - 1) / (512 * few_vectors), 1u)), count(tokens * parts),
+	      warp(blockIdx.x < blocks ? threadIdx.x / 32 * blocks + blockIdx.x : ~0u), warps(blocks * (blockDim.x / 32)), lane(threadIdx.x & 31)
 	{
 	}
 };
@@ -111,12 +111,12 @@ struct few_sender {
 			if (r < 0)
 				continue;
 			u64 there = segment(a.world, d), i = static_cast<u64>(r) * a.top_k + k;
-			store_relaxed_sys(there + a.to_indices + 8 * i, goes ? static_cast<u64>(slot - a.first[d]) : ~0ull);
+			*reinterpret_cast<i64 *>(there + a.to_indices + 8 * i) = goes ? static_cast<i64>(slot - a.first[d]) : -1;
 			float w = !goes ? 0 : a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
 			if (a.to_weights != 0)
-				*reinterpret_cast<volatile float *>(there + a.to_weights + 4 * i) = w;
+				*reinterpret_cast<float *>(there + a.to_weights + 4 * i) = w;
 			if (k == 0 && a.to_sources != 0)
-				store_relaxed_sys(there + a.to_sources + 8 * static_cast<u64>(r), static_cast<u64>(t) << 32 | a.world.rank);
+				*reinterpret_cast<u64 *>(there + a.to_sources + 8 * static_cast<u64>(r)) = static_cast<u64>(t) << 32 | a.world.rank;
 		}
 #pragma unroll 1
 		for (u32 d = 0; scales && d < n; d++) {
@@ -126,7 +126,7 @@ struct few_sender {
 			u64 there = segment(a.world, d);
 #pragma unroll 1
 			for (u32 k = lane; k < a.scale_words; k += 32)
-				*reinterpret_cast<volatile u32 *>(scale_place(there, r, k)) = __ldg(reinterpret_cast<const u32 *>(a.scales) + static_cast<u64>(t) * a.scale_words + k);
+				*reinterpret_cast<u32 *>(scale_place(there, r, k)) = __ldg(reinterpret_cast<const u32 *>(a.scales) + static_cast<u64>(t) * a.scale_words + k);
 		}
 	}
 
@@ -211,9 +211,9 @@ template <kind type> struct few_float8 {
 			if constexpr (numbers<type>::count == 8)
 				store_vector2(to + at / 2, make_uint2(low[i], high[i]));
 			else
-				*reinterpret_cast<volatile u32 *>(to + at / 4) = low[i];
+				*reinterpret_cast<u32 *>(to + at / 4) = low[i];
 			if (lane % span == 0)
-				*reinterpret_cast<volatile u32 *>(f.scale_place(there, row, at / (16 * span))) = word[i];
+				*reinterpret_cast<u32 *>(f.scale_place(there, row, at / (16 * span))) = word[i];
 		}
 	}
 };

@@ -217,7 +217,8 @@ struct rows_sender {
 		}
 	}
 
-	// What lies beside the rows, by the threads that do not move: a warp for each token and rank in turn.
+	// What lies beside the rows, by the threads that do not move: a warp for each token and rank in turn. By weak stores, which a warp's lanes
+	// make together: strong ones cross one by one.
 	__device__ __forceinline__ void write_beside(u32 first, u32 step, bool scales)
 	{
 		placement p{a, b.near};
@@ -234,18 +235,18 @@ struct rows_sender {
 					i64 e = choice(a, t, k), at = static_cast<i64>(row) * a.top_k + k;
 					u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : 0;
 					bool goes = is_expert(a, e) && p.rank(slot) == d;
-					store_relaxed_sys(there + a.to_indices + 8 * at, goes ? static_cast<u64>(slot - a.first[d]) : ~0ull);
+					*reinterpret_cast<i64 *>(there + a.to_indices + 8 * at) = goes ? static_cast<i64>(slot - a.first[d]) : -1;
 					float w = !goes ? 0 : a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
 					if (a.to_weights != 0)
-						*reinterpret_cast<volatile float *>(there + a.to_weights + 4 * at) = w;
+						*reinterpret_cast<float *>(there + a.to_weights + 4 * at) = w;
 				}
 				if (lane == 0 && a.to_sources != 0)
-					store_relaxed_sys(there + a.to_sources + 8 * static_cast<u64>(row), static_cast<u64>(t) << 32 | a.world.rank);
+					*reinterpret_cast<u64 *>(there + a.to_sources + 8 * static_cast<u64>(row)) = static_cast<u64>(t) << 32 | a.world.rank;
 			}
 			if (scales)
 #pragma unroll 1
 				for (u32 k = lane; k < a.scale_words; k += 32)
-					*reinterpret_cast<volatile u32 *>(scale_place(there, row, k)) = __ldg(reinterpret_cast<const u32 *>(a.scales) + static_cast<u64>(t) * a.scale_words + k);
+					*reinterpret_cast<u32 *>(scale_place(there, row, k)) = __ldg(reinterpret_cast<const u32 *>(a.scales) + static_cast<u64>(t) * a.scale_words + k);
 		}
 	}
 
@@ -371,7 +372,7 @@ template <kind type> struct to_float8 {
 			u64 there = segment(a.world, d);
 #pragma unroll 1
 			for (u32 i = r.lane; i < words; i += 32)
-				*reinterpret_cast<volatile u32 *>(r.scale_place(there, p, first + i)) = scale_word(scales, i, blocks, exponents);
+				*reinterpret_cast<u32 *>(r.scale_place(there, p, first + i)) = scale_word(scales, i, blocks, exponents);
 		}
 		fence_bulk();
 		__syncwarp();
