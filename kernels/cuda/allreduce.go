@@ -124,13 +124,14 @@ func (x *reductions) add(p *port, op kernels.Operation) error {
 
 func (x *reductions) validate(a *kernels.Reduction) error {
 	c := &x.c
+	if len(a.Bounds) != c.Size+1 {
+		return fmt.Errorf("kernels: allreduce: %d bounds for %d ranks", len(a.Bounds), c.Size)
+	}
 	message := a.Longest() * a.Call.DType.Size()
 	if a.Algorithm == kernels.OneShot {
 		message = a.PushBytes()
 	}
 	switch {
-	case len(a.Bounds) != c.Size+1:
-		return fmt.Errorf("kernels: allreduce: %d bounds for %d ranks", len(a.Bounds), c.Size)
 	case a.Algorithm == kernels.Ring || a.Algorithm == kernels.OneShot && !a.Packets && c.Size > 1:
 		return fmt.Errorf("kernels: allreduce: the CUDA engine has no %v without packets", a.Algorithm)
 	case a.Packets && message > c.OneShotBytes:
