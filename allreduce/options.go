@@ -39,7 +39,7 @@ type Options struct {
 	Slots     int
 	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 16 MiB, on GPUs 64 MiB.
 	StagingBytes int64
-	// MaxSMs bounds how many multiprocessors of a GPU a call takes; default 128, or what the ranks' GPUs have. Ranks that share
+	// MaxSMs bounds how many multiprocessors of a GPU a call takes; default 96, or what the ranks' GPUs have. Ranks that share
 	// a GPU have a share of it each. All ranks take equally many. The host device has none.
 	MaxSMs int
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.

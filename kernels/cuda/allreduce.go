@@ -27,7 +27,7 @@ type reductions struct {
 const (
 	reducePacketRoom = 2 << 20
 	minReducePackets = 4 << 10
-	maxReduceBlocks  = 128
+	maxReduceBlocks  = 96
 	reduceSlots      = 4
 	reduceStaging    = 64 << 20
 	maxReduceChunk   = 64 << 10
