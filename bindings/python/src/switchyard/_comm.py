@@ -115,8 +115,8 @@ class Place:
 
 
 class Gpu(Place):
-    """A communicator's end on one GPU: a symmetric heap there, and exchanges and reductions of device memory. These are enqueued by
-    their caller; the rest runs in the queue of the communicator."""
+    """A communicator's end on one GPU: a symmetric heap there, and exchanges and reductions of device memory. These are
+    enqueued by their caller; the rest runs in the queue of the communicator."""
 
     def __init__(self, comm: Communicator, device: int, handle: int) -> None:
         self.comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib

@@ -212,9 +212,11 @@ def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_spl
     if _on_gpu(output_splits) or _on_gpu(input_splits):
         shape = shape_of(gpu, real(output), real(input), output_splits, input_splits, peer_displs)
         tensors.append(shape[1][1])
-    return _beside(
-        gpu, lambda stream: exchange(gpu, output, input, output_splits, input_splits, peer_displs, stream, shape), tensors, [output]
-    )
+
+    def enqueue(stream: int) -> None:
+        exchange(gpu, output, input, output_splits, input_splits, peer_displs, stream, shape)
+
+    return _beside(gpu, enqueue, tensors, [output])
 
 
 def _beside(

@@ -252,7 +252,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
         return dist.reduce_scatter_tensor(output, input, _torch_op(op), pg, async_op)
 
     on_gpu = _cuda.ours(output, input)
-    if kind is None or not (on_gpu or _ours(output) and _ours(input)) or _coalescing(process_group(group)):
+    if kind is None or not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"reduce_scatter_tensor ({op}) of {input.dtype} {input.device.type} tensors"))
     if on_gpu:
         gpu = gpu_for(group, output, input)
@@ -290,7 +290,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
         return dist.all_gather_into_tensor(output, input, pg, async_op)
 
     on_gpu = _cuda.ours(output, input)
-    if not (on_gpu or _ours(output) and _ours(input)) or _coalescing(process_group(group)):
+    if not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"all_gather_into_tensor of {input.layout} {input.device.type} tensors"))
     if on_gpu:
         gpu = gpu_for(group, output, input)
