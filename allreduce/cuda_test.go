@@ -47,10 +47,13 @@ func newYard(r *worldtest.Rank, n int64) *yard {
 			v[1] = memory.Device(p, n)
 		}
 	}
+	// To allocate and to free can wait for running kernels, so no rank calls before all have what they need, or frees before all are through.
+	r.Barrier()
 	return y
 }
 
 func (y *yard) close() {
+	y.r.Barrier()
 	for _, f := range y.release {
 		y.r.Must(f())
 	}
