@@ -599,6 +599,32 @@ def test_reductions_otherwise(cuda):
     cuda.run(reduced_otherwise)
 
 
+def replicas(rank, size):
+    import switchyard.torch as st
+
+    def train(hook):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 3000), torch.nn.Tanh(), torch.nn.Linear(3000, 1)).cuda()
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01)
+        if hook:
+            model.register_comm_hook(None, st.average_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(4):
+            g = torch.Generator().manual_seed(10 * step + rank)
+            optimizer.zero_grad()
+            model(torch.randn(16, 8, generator=g).cuda()).square().mean().backward()
+            optimizer.step()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    if dist.get_backend() == "nccl":
+        for a, b in zip(train(True), train(False)):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_hook_of_distributed_data_parallel(cuda):
+    cuda.run(replicas)
+
+
 def elsewhere(rank, size):
     # What the project has no kernels for goes to torch's backend.
     x = torch.full((5,), rank + 1.0, device=CUDA)

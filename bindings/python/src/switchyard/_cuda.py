@@ -226,7 +226,7 @@ def _beside(
     outputs: list[Tensor],
     back: Callable[[], None] | None = None,
 ) -> Work:
-    """Enqueue a call that uses tensors behind what the current stream has, and beside what it gets next."""
+    """Enqueue a call that uses tensors, and back after it, behind what the current stream has, and beside what it gets next."""
     side, stream = _side(gpu), torch.cuda.current_stream()
     event = side.event()
     # In a graph, calls of one communicator are ordered only by the stream that they are on.
@@ -235,11 +235,14 @@ def _beside(
         stream = side.stream
         event.wait(stream)
     enqueue(stream.cuda_stream)
+    if back is not None:
+        with torch.cuda.stream(stream):
+            back()
     if stream is side.stream:
         for x in tensors:
             x.record_stream(stream)
     event.record(stream)
-    return Work(Recorded(gpu, side, stream, event), outputs, back)
+    return Work(Recorded(gpu, side, stream, event), outputs)
 
 
 def reduction(gpu: Gpu, call: Submission, output: Tensor, async_op: bool) -> Work | None:
@@ -250,7 +253,7 @@ def reduction(gpu: Gpu, call: Submission, output: Tensor, async_op: bool) -> Wor
     function, (*arguments, keep), back = call
     enqueue = getattr(gpu, function.__name__)
     if async_op:
-        tensors = [*keep] if isinstance(keep, tuple) else [keep]
+        tensors = [output, *(keep if isinstance(keep, tuple) else (keep,))]
         return _beside(gpu, lambda stream: enqueue(stream, *arguments), tensors, [output], back)
     enqueue(_raw_stream(gpu.device), *arguments)
     if back is not None:
