@@ -31,12 +31,17 @@ type BucketOptions struct {
 	BucketBytes int64
 	// Op is how the ranks' gradients are combined: the default kernels.Sum, or kernels.Avg.
 	Op kernels.ReduceOp
-	// Reducer is for the reducer that the buckets have for themselves.
+	// Reducer is for the reducer that the buckets have for themselves. On GPUs its MaxSMs is 16 by default, so that the computation keeps
+	// the others.
 	Reducer Options
 }
 
-// bucketStaging is the default of BucketOptions.Reducer.StagingBytes. Buckets are symmetric, so only a ring needs any.
-const bucketStaging = 1 << 20
+// The defaults of BucketOptions.Reducer. Buckets are symmetric, so only a ring needs staging. What computes beside them on a GPU needs its
+// multiprocessors; so few fill the better part of a link.
+const (
+	bucketStaging = 1 << 20
+	bucketSMs     = 16
+)
 
 // Buckets hold the gradients of a model and all-reduce them while backward still computes.
 //
@@ -88,6 +93,9 @@ func NewBuckets(ctx context.Context, h *memory.Heap, gradients []Gradient, o Buc
 	complaint := b.pack(gradients, &o)
 	if o.Reducer.StagingBytes == 0 {
 		o.Reducer.StagingBytes = bucketStaging
+	}
+	if o.Reducer.MaxSMs == 0 {
+		o.Reducer.MaxSMs = bucketSMs
 	}
 	own := owner{err: complaint}
 	own.must = fmt.Sprintf("%d gradients (digest %016x) in buckets of %d bytes, %v; ", len(gradients), digest(gradients), o.BucketBytes, o.Op)
@@ -195,7 +203,7 @@ func (b *Buckets) NumBuckets() int { return len(b.buckets) }
 // View is the memory of gradient i, the same until Close.
 func (b *Buckets) View(i int) memory.View { return b.gradients[i].view }
 
-// Float32 is gradient i on the host, for gradients of that type. It is dead after Close.
+// Float32 is gradient i, for gradients of that type on the host; nil on a GPU. It is dead after Close.
 func (b *Buckets) Float32(i int) []float32 {
 	g := &b.gradients[i]
 	if dt := b.buckets[g.bucket].dtype; dt != kernels.Float32 {
@@ -262,7 +270,9 @@ func (b *Buckets) Wait(s device.Stream) error {
 	}
 	var err error
 	if s == nil {
-		err = b.stream.Synchronize()
+		if err = b.stream.Synchronize(); err == nil {
+			err = b.reducer.Fault()
+		}
 	} else {
 		var e device.Event
 		if e, err = b.stream.Record(); err == nil {

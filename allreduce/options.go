@@ -29,15 +29,19 @@ func invalid(format string, args ...any) error {
 type Options struct {
 	// Algorithm forces "one-shot", "two-shot" or "ring". Empty selects by the size of each call.
 	Algorithm string
-	// OneShotBytes bounds what a rank pushes to a peer in the one-shot algorithm; default 16 KiB, negative for nothing.
-	// Every rank holds two such buffers for every peer.
+	// OneShotBytes bounds what a rank pushes to a peer in the one-shot algorithm, and on GPUs in packets; negative for nothing. The
+	// default is 16 KiB, on GPUs 2 MiB divided by the number of ranks. Every rank holds two such buffers for every peer, on GPUs four.
 	OneShotBytes int64
 	// SlotBytes is the size of a chunk, Slots how many of them can be under way between two ranks (default 4, at least
-	// 2). The default size is 64 KiB, and less where StagingBytes would be exceeded.
+	// 2, on GPUs at most 8 for each multiprocessor). The default size is 64 KiB, and less where StagingBytes would be exceeded. On GPUs it is
+	// a multiple of 4096.
 	SlotBytes int64
 	Slots     int
-	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 16 MiB.
+	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 16 MiB, on GPUs 64 MiB.
 	StagingBytes int64
+	// MaxSMs bounds how many multiprocessors of a GPU a call takes; default 96, or what the ranks' GPUs have. Ranks that share
+	// a GPU have a share of it each. All ranks take equally many. The host device has none.
+	MaxSMs int
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
 	Timeout time.Duration
 	// Validate has the ranks compare every call on the control plane first, so that a rank that refuses its arguments is
@@ -46,43 +50,24 @@ type Options struct {
 	Validate bool
 }
 
-const (
-	minSlotBytes = 4 << 10
-	maxSlotBytes = 64 << 10
-)
-
-// validate fills in the defaults for a group of size ranks and says the bounds of launches.
-func (o *Options) validate(size int) (kernels.ReduceChannels, error) {
-	c := kernels.ReduceChannels{Size: size}
-	if o.Algorithm != "" && !slices.ContainsFunc(kernels.ReduceAlgorithms(), func(a kernels.ReduceAlgorithm) bool { return a.String() == o.Algorithm }) {
+// validate checks the options and completes them by the defaults of an engine.
+func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.ReduceChannels, error) {
+	c := kernels.ReduceChannels{Size: size, OneShotBytes: o.OneShotBytes, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes, Blocks: o.MaxSMs}
+	switch {
+	case o.Algorithm != "" && !slices.ContainsFunc(kernels.ReduceAlgorithms(), func(a kernels.ReduceAlgorithm) bool { return a.String() == o.Algorithm }):
 		return c, invalid("no algorithm is called %q; there are %v", o.Algorithm, kernels.ReduceAlgorithms())
-	}
-	if o.OneShotBytes > 64<<20 {
+	case gpu && o.Algorithm == kernels.Ring.String():
+		return c, fmt.Errorf("allreduce: algorithm %q on GPUs: %w", o.Algorithm, ErrUnsupported)
+	case o.OneShotBytes > 64<<20:
 		return c, invalid("Options.OneShotBytes is %d, more than %d", o.OneShotBytes, 64<<20)
-	}
-	if o.OneShotBytes == 0 {
-		o.OneShotBytes = 16 << 10
-	}
-	c.OneShotBytes = max(o.OneShotBytes, 0)
-	if o.Slots == 0 {
-		o.Slots = 4
-	}
-	if c.Slots = o.Slots; c.Slots < 2 || c.Slots > 1<<10 {
+	case o.StagingBytes < 0 || o.Timeout < 0 || o.MaxSMs < 0:
+		return c, invalid("Options.StagingBytes is %d, Timeout %v, MaxSMs %d", o.StagingBytes, o.Timeout, o.MaxSMs)
+	case o.Slots != 0 && o.Slots < 2 || o.Slots > 1<<10:
 		return c, invalid("Options.Slots is %d, want 2 to %d", o.Slots, 1<<10)
-	}
-	if o.StagingBytes == 0 {
-		o.StagingBytes = 16 << 20
-	}
-	if o.SlotBytes == 0 {
-		fit := o.StagingBytes / int64((size+1)*c.Slots) / minSlotBytes * minSlotBytes
-		o.SlotBytes = min(max(fit, minSlotBytes), maxSlotBytes)
-	}
-	if c.SlotBytes = o.SlotBytes; c.SlotBytes <= 0 || c.SlotBytes > 1<<30 || c.SlotBytes%kernels.LineBytes != 0 {
+	case o.SlotBytes < 0 || o.SlotBytes > 1<<30 || o.SlotBytes%kernels.LineBytes != 0:
 		return c, invalid("Options.SlotBytes is %d, want a multiple of %d, at most %d", o.SlotBytes, kernels.LineBytes, 1<<30)
 	}
-	if o.StagingBytes < 0 || o.Timeout < 0 {
-		return c, invalid("Options.StagingBytes is %d, Timeout %v", o.StagingBytes, o.Timeout)
-	}
+	e.Defaults(&c)
 	if o.Timeout == 0 {
 		o.Timeout = 30 * time.Second
 	}
@@ -91,5 +76,5 @@ func (o *Options) validate(size int) (kernels.ReduceChannels, error) {
 
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.ReduceChannels) string {
-	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, validate %v", o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, o.Validate)
+	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, validate %v", o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, o.Validate)
 }

@@ -4,9 +4,11 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"strconv"
 
 	"github.com/cespare/xxhash/v2"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
@@ -25,12 +27,14 @@ import (
 // call has not happened and may be repeated, which the other ranks wait for. When the ranks' calls differ in collective,
 // data type, operator or length, every rank gets a *kernels.CallMismatchError (comm.ErrMismatch), no buffer has been
 // written, and later calls work. A lost peer is an error that is comm.ErrPeerLost, a peer that does not come within
-// Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Reducer can then only be closed. On a stream,
-// all but bad arguments are errors of the stream.
+// Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Reducer can then only be closed. On a host stream
+// all but bad arguments are errors of the stream; on a CUDA stream the next call returns them, and Fault does. Calls can be captured into
+// a CUDA graph, and are then ordered by whoever replays it.
 type Reducer struct {
 	c        *communicator.Communicator // its lock is held during calls
 	channels kernels.ReduceChannels
 	options  Options
+	selector selector
 	idle     communicator.Pool[op]
 }
 
@@ -56,11 +60,21 @@ type owner struct {
 }
 
 func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Reducer, error) {
-	c, err := o.validate(h.Group().Size())
+	x := &Reducer{}
+	gpu := !h.Serves(memory.Host(make([]byte, 1)))
+	c, err := o.validate(h.Group().Size(), h.Engine(), gpu)
 	if own.err != nil {
 		err = own.err
 	}
-	x := &Reducer{channels: c, options: o}
+	blocks, err := fewest(ctx, h.Group(), o.MaxSMs, c.Blocks, err)
+	if err != nil {
+		return nil, err
+	}
+	if o.MaxSMs = blocks; blocks > 0 {
+		c, err = o.validate(h.Group().Size(), h.Engine(), gpu)
+	}
+	x.channels, x.options = c, o
+	x.selector = selector{forced: o.Algorithm, gpu: gpu, channels: &x.channels}
 	x.c, err = communicator.Open(ctx, h, communicator.Config{
 		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.channels, ExtraBytes: own.bytes, ZeroExtra: own.bytes, Timeout: o.Timeout,
 	}, err)
@@ -68,6 +82,21 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 		return nil, err
 	}
 	return x, nil
+}
+
+// fewest is how many blocks all ranks can have, of which this one can have so many: ranks that share a GPU have fewer. limit is their
+// Options.MaxSMs. refused is why this rank cannot take part.
+func fewest(ctx context.Context, g *comm.Group, limit, blocks int, refused error) (int, error) {
+	owns, err := agree.On(ctx, g, agree.Claim{Must: []string{fmt.Sprintf("MaxSMs %d", limit)}, Own: strconv.Itoa(blocks)}, refused)
+	for i := 0; i < len(owns) && err == nil; i++ {
+		var n int
+		n, err = strconv.Atoi(owns[i])
+		blocks = min(blocks, n)
+	}
+	if err != nil && refused == nil {
+		err = fmt.Errorf("allreduce: compare options: %w", err)
+	}
+	return blocks, err
 }
 
 // AllReduce combines the ranks' src element by element and leaves the result in every rank's dst, the same bits
@@ -176,7 +205,7 @@ func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.
 	if p != mine && part.Len() > 0 && p < all+uintptr(whole.Len()) && all < p+uintptr(part.Len()) {
 		return invalid("source and destination of the %v overlap and are not the same memory", c.Collective)
 	}
-	if err := choose(a, x.options.Algorithm); err != nil {
+	if err := x.selector.choose(a); err != nil {
 		return err
 	}
 	a.Timeout = x.options.Timeout
@@ -315,10 +344,10 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 	if err := x.slice(&o.args, call, count*dt.Size(), part, nil); err != nil {
 		return Decision{}, err
 	}
-	if err := choose(&o.args, x.options.Algorithm); err != nil {
+	if err := x.selector.choose(&o.args); err != nil {
 		return Decision{}, err
 	}
-	return explain(&o.args, x.options.Algorithm), nil
+	return x.selector.explain(&o.args), nil
 }
 
 // Fault is what calls that have run by now have come to, on a device whose streams do not tell: nil, or an error as the methods

@@ -87,15 +87,28 @@ func (o ReduceOp) Reducible(d DType) bool {
 // ReduceChannels is the family of reductions, and the bounds of one communicator for them.
 type ReduceChannels struct {
 	Size int // ranks
-	// OneShotBytes bounds what one rank pushes to another in the one-shot algorithm.
+	// OneShotBytes bounds what one rank pushes to another in the one-shot algorithm, and in a message of packets.
 	OneShotBytes int64
-	// Slots is how many chunks from one rank to another may be under way through staging; SlotBytes is a chunk's size.
+	// Slots is how many chunks from one rank to another may be under way through staging; SlotBytes is a chunk's size. On GPUs
+	// every block has slots of its own.
 	Slots     int
 	SlotBytes int64
+	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default.
+	StagingBytes int64
+	// Blocks bounds how many blocks a launch has on GPUs. Every rank of a call takes equally many, so all ranks have the same
+	// bound. The host device has none.
+	Blocks int
 }
 
 // Family is "allreduce".
 func (c *ReduceChannels) Family() string { return "allreduce" }
+
+// DefaultSlots fills in Slots, StagingBytes and SlotBytes where they are 0, as those of Channels.
+func (c *ReduceChannels) DefaultSlots(slots int, staging, largest int64, sharers int) {
+	x := Channels{Slots: c.Slots, SlotBytes: c.SlotBytes, StagingBytes: c.StagingBytes}
+	x.DefaultSlots(slots, staging, largest, sharers)
+	c.Slots, c.SlotBytes, c.StagingBytes = x.Slots, x.SlotBytes, x.StagingBytes
+}
 
 // ReduceCall is what all ranks of a reduction must agree on. It travels in the entry lines.
 type ReduceCall struct {
@@ -140,6 +153,11 @@ type Reduction struct {
 	Channels  *ReduceChannels
 	Call      ReduceCall
 	Algorithm ReduceAlgorithm
+	// Packets has every word of the call carry its flag with it, and Pull has the ranks of an all-gather read the others' slices
+	// where they can, instead of having them written. Blocks is how many blocks of a GPU run the call, a multiprocessor each. All
+	// ranks of a call have the same. The host device looks at none of it.
+	Packets, Pull bool
+	Blocks        int
 	// Bounds has one entry more than there are ranks: the slice of rank p is elements Bounds[p] up to Bounds[p+1].
 	Bounds []int64
 	// Src and Dst are the user's buffers. All slices lie in Src if the call reduces and in Dst if it gathers; otherwise the

@@ -1,7 +1,6 @@
 package cuda
 
 import (
-	_ "embed"
 	"encoding/binary"
 	"errors"
 	"io/fs"
@@ -19,9 +18,6 @@ import (
 	shared "github.com/switchyard-moe/switchyard/kernels/cuda/internal/layout"
 )
 
-//go:embed allreduce.fatbin
-var allreduceImage []byte
-
 func TestFatbinsAreBuiltFromTheseSources(t *testing.T) {
 	m, err := fatbin.Parse(manifestText)
 	require.NoError(t, err)
@@ -34,6 +30,7 @@ func TestFatbinsAreBuiltFromTheseSources(t *testing.T) {
 	require.Equal(t, fatbin.Flags(), m.Flags, run)
 	require.Equal(t, fatbin.Sum(alltoallvImage), m.Families["alltoallv"].SHA256, run)
 	require.Equal(t, fatbin.Sum(allreduceImage), m.Families["allreduce"].SHA256, run)
+	require.Equal(t, fatbin.Sum(dispatchImage), m.Families["dispatch"].SHA256, run)
 	require.Equal(t, fatbin.Sum(verifyImage), m.Families["verify"].SHA256, run)
 	require.Len(t, m.Families, len(fatbin.Families()))
 }

@@ -2,6 +2,9 @@ package cuda
 
 import _ "embed"
 
+//go:embed allreduce.fatbin
+var allreduceImage []byte
+
 //go:embed alltoallv.fatbin
 var alltoallvImage []byte
 

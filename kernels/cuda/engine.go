@@ -26,6 +26,7 @@ type Engine struct {
 	// The kernels of each family, once they are loaded.
 	exchanges  *exchangeKernels
 	dispatches *dispatchKernels
+	reductions *reductionKernels
 }
 
 // New makes the engine of space.Rank on ctx's device. sharers is how many ranks of the heap run on the device, this one
@@ -80,14 +81,19 @@ func (e *Engine) familyOf(f kernels.Family, offset int64) (family, error) {
 		return newExchanges(f, offset, e.space.Size)
 	case *kernels.MoE:
 		return newDispatches(f, e.space.Size)
+	case *kernels.ReduceChannels:
+		return newReductions(f, offset, e.space.Size)
 	}
 	return nil, fmt.Errorf("kernels: the CUDA engine has no %s", f.Family())
 }
 
 // Defaults are those of GPUs.
 func (e *Engine) Defaults(f kernels.Family) {
-	if c, ok := f.(*kernels.Channels); ok {
+	switch c := f.(type) {
+	case *kernels.Channels:
 		exchangeDefaults(c)
+	case *kernels.ReduceChannels:
+		reductionDefaults(c, e.multiprocessors/e.sharers)
 	}
 }
 
@@ -127,7 +133,7 @@ func (e *Engine) Close() error {
 	for _, m := range e.modules {
 		err = errors.Join(err, e.ctx.UnloadModule(m))
 	}
-	e.modules, e.exchanges, e.dispatches = nil, nil, nil
+	e.modules, e.exchanges, e.dispatches, e.reductions = nil, nil, nil, nil
 	return err
 }
 

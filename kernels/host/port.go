@@ -37,11 +37,23 @@ const (
 	maxSlotBytes        = 256 << 10
 )
 
+// The defaults of reductions, likewise.
+const (
+	defaultOneShotBytes  = 16 << 10
+	defaultReduceSlots   = 4
+	defaultReduceStaging = 16 << 20
+	maxReduceSlotBytes   = 64 << 10
+)
+
 // Defaults are those of the host device.
 func (e *Engine) Defaults(f kernels.Family) {
-	if c, ok := f.(*kernels.Channels); ok {
+	switch c := f.(type) {
+	case *kernels.Channels:
 		c.PacketBytes, c.EagerBytes = kernels.Default(c.PacketBytes, defaultPacketBytes), kernels.Default(c.EagerBytes, defaultEagerBytes)
 		c.DefaultSlots(defaultSlots, defaultStagingBytes, maxSlotBytes, c.Size)
+	case *kernels.ReduceChannels:
+		c.OneShotBytes, c.Blocks = kernels.Default(c.OneShotBytes, defaultOneShotBytes), 0
+		c.DefaultSlots(defaultReduceSlots, defaultReduceStaging, maxReduceSlotBytes, c.Size+1)
 	}
 }
 

@@ -243,7 +243,7 @@ type hostRig struct {
 	splits   *alltoallv.Splits
 }
 
-func newHostRig(ctx context.Context, g *comm.Group, c config, send, recv, channels int64) (rig, error) {
+func newHostRig(ctx context.Context, g *comm.Group, c config, send, recv, channels int64) (*hostRig, error) {
 	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: send + recv + channels + 256<<20})
 	if err != nil {
 		return nil, err

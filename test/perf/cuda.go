@@ -28,7 +28,7 @@ type cudaRig struct {
 	splits   *alltoallv.Splits
 }
 
-func newCUDARig(ctx context.Context, g *comm.Group, c config, send, recv, channels int64) (_ rig, err error) {
+func newCUDARig(ctx context.Context, g *comm.Group, c config, send, recv, channels int64) (_ *cudaRig, err error) {
 	gpus, err := device.CUDACount()
 	if err != nil {
 		return nil, err
@@ -86,6 +86,22 @@ func (r *cudaRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 	if err := r.dev.Context().Set(cuda.Stream(r.s.Handle()), dst.Ptr(), 0xff, dst.Len()); err != nil {
 		return nil, err
 	}
+	t, err := r.calls(ctx, size, x.Fault, func() error { return x.Exchange(r.s, dst, src, r.splits) })
+	if err != nil {
+		return nil, err
+	}
+	got := r.host[:dst.Len()]
+	if err := memory.Copy(r.s, memory.Host(got), dst); err != nil {
+		return nil, err
+	}
+	if err := checkOutput(got, r.splits, g.Rank()); err != nil {
+		return nil, err
+	}
+	return t.merge(ctx, g)
+}
+
+// calls times a call of about size bytes a rank. fault is what calls that have run have come to.
+func (r *cudaRig) calls(ctx context.Context, size int64, fault, call func() error) (t timer, err error) {
 	samples, calls := 25, callsPerGraph
 	if size > 16<<20 {
 		samples = 8
@@ -101,42 +117,31 @@ func (r *cudaRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 	}
 	one := func() error {
 		for range calls {
-			if err := x.Exchange(r.s, dst, src, r.splits); err != nil {
+			if err := call(); err != nil {
 				return err
 			}
 		}
 		return nil
 	}
 	// Allocation and what a first call loads may wait for running kernels: all ranks are past it before any goes on.
-	if err := errors.Join(r.s.Synchronize(), g.Barrier(ctx)); err != nil {
-		return nil, err
+	if err := errors.Join(r.s.Synchronize(), r.h.Group().Barrier(ctx)); err != nil {
+		return t, err
 	}
-	if err := errors.Join(x.Exchange(r.s, dst, src, r.splits), r.s.Synchronize(), x.Fault()); err != nil {
-		return nil, err
+	if err := errors.Join(call(), r.s.Synchronize(), fault()); err != nil {
+		return t, err
 	}
 	if !r.c.EagerLaunch {
 		graph, err := r.s.Capture(one)
 		if err != nil {
-			return nil, err
+			return t, err
 		}
 		defer graph.Close()
 		one = func() error { return graph.Launch(r.s) }
 	}
-	t, err := timeOnGPU(ctx, g, r.dev, r.s, samples, calls, one)
-	if err != nil {
-		return nil, err
+	if t, err = timeOnGPU(ctx, r.h.Group(), r.dev, r.s, samples, calls, one); err != nil {
+		return t, err
 	}
-	if err := x.Fault(); err != nil {
-		return nil, err
-	}
-	got := r.host[:dst.Len()]
-	if err := memory.Copy(r.s, memory.Host(got), dst); err != nil {
-		return nil, err
-	}
-	if err := checkOutput(got, r.splits, g.Rank()); err != nil {
-		return nil, err
-	}
-	return t.merge(ctx, g)
+	return t, fault()
 }
 
 // timeOnGPU times so many runs of one, which makes calls, on a stream of this rank.

@@ -2,6 +2,7 @@
 //
 //	go run ./test/perf alltoallv -ranks 2,4 -procs -splits uniform,zipf
 //	go run ./test/perf allreduce -json
+//	go run ./test/perf allreduce -device cuda -ranks 2 -dtype bfloat16 -collective all-gather
 //	go run ./test/perf dispatch -tokens 4096 -hidden 1024
 //	go run ./test/perf dispatch -device cuda -ranks 2
 //	go run ./test/perf tune -device cuda -ranks 2,4,8 -o table.json
@@ -51,6 +52,7 @@ type config struct {
 	Sizes       []int64
 	Iters       int
 	Reduce      string
+	Collective  string
 	Tokens      int
 	Hidden      int
 	Experts     int
@@ -153,7 +155,7 @@ func run(ctx context.Context, args []string) error {
 	fs.BoolVar(&c.Procs, "procs", false, "one process a rank instead of one goroutine")
 	fs.IntVar(&c.Iters, "iters", 0, "timed calls a size (default 300 up to 1 MiB, 30 above); on cuda samples of many calls each (default 25 and 8)")
 	fs.BoolVar(&c.JSON, "json", false, "print one JSON object a line")
-	fs.StringVar(&sizes, "sizes", defSizes, "bytes a rank, own part included")
+	fs.StringVar(&sizes, "sizes", defSizes, "bytes a rank, own part included; of reductions those of all slices")
 	if c.Op == "alltoallv" || c.Op == "tune" {
 		fs.StringVar(&c.Device, "device", "host", "host or cuda")
 		fs.Int64Var(&c.Eager, "eager", 0, "Options.EagerBytes: messages up to this need no credit (0: the default, -1: none)")
@@ -178,8 +180,13 @@ func run(ctx context.Context, args []string) error {
 		fs.BoolVar(&c.EagerLaunch, "eager-launch", false, "on cuda: call from Go instead of replaying a graph")
 		fs.Var(&staged, "staged", "output outside the symmetric heap; -staged=both measures both")
 	case "allreduce":
+		fs.StringVar(&c.Device, "device", "host", "host or cuda")
+		fs.StringVar(&c.Collective, "collective", "all-reduce", "all-reduce, reduce-scatter or all-gather")
+		fs.StringVar(&c.DType, "dtype", "float32", "type of elements: float32 or bfloat16")
 		fs.StringVar(&c.Reduce, "op", "sum", "reduction")
-		fs.BoolVar(&c.Staged, "staged", false, "buffers outside the symmetric heap")
+		fs.IntVar(&c.SMs, "sms", 0, "on cuda: Options.MaxSMs")
+		fs.BoolVar(&c.EagerLaunch, "eager-launch", false, "on cuda: call from Go instead of replaying a graph")
+		fs.Var(&staged, "staged", "buffers outside the symmetric heap; -staged=both measures both")
 	case "dispatch":
 		fs.StringVar(&c.Layout, "layout", "flat", "on the host: flat, padded, slab, token-major or rank-padded")
 		fs.StringVar(&c.DType, "dtype", "float32", "on the host: type of tokens: float32, bfloat16 or float16")

@@ -47,6 +47,8 @@ func TestEveryOperationPrintsItsFields(t *testing.T) {
 		{"alltoallv", "-sizes", "8KiB,100KiB", "-splits", "uniform,zipf"},
 		{"alltoallv", "-sizes", "100KiB", "-splits", "zipf", "-staged", "-algorithm", "ring", "-procs"},
 		{"allreduce", "-sizes", "8KiB,100KiB", "-op", "max"},
+		{"allreduce", "-sizes", "0,6,100KiB", "-collective", "reduce-scatter", "-op", "avg", "-dtype", "bfloat16"},
+		{"allreduce", "-sizes", "8KiB,100KiB", "-collective", "all-gather", "-staged"},
 		{"dispatch", "-tokens", "64", "-hidden", "32"},
 		{"dispatch", "-tokens", "64", "-hidden", "160", "-layout", "token-major", "-dtype", "bfloat16", "-quantize"},
 	} {
@@ -78,8 +80,33 @@ func TestPeerStandsBesideOurs(t *testing.T) {
 func TestBadArgumentsAreErrors(t *testing.T) {
 	for _, args := range [][]string{nil, {"nothing"}, {"alltoallv", "-sizes", "8QiB"}, {"alltoallv", "-ranks", "0"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-splits", "odd"},
 		{"alltoallv", "-ranks", "2", "-sizes", "8", "-staged=twice"}, {"alltoallv", "-ranks", "2", "-device", "tpu"}, {"tune", "-sms", "0"}, {"tune", "-rates", "-1"}, {"tune", "-ranks", "1"},
-		{"allreduce", "-ranks", "2", "-sizes", "8", "-op", "median"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-peer", "echo x y"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-peer", "true"}} {
+		{"allreduce", "-ranks", "2", "-sizes", "8", "-op", "median"}, {"allreduce", "-sizes", "8", "-collective", "gossip"}, {"allreduce", "-sizes", "8", "-dtype", "int8"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-peer", "echo x y"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-peer", "true"}} {
 		require.Error(t, run(t.Context(), args), "%v", args)
+	}
+}
+
+func TestAWrongElementOfAReductionIsFound(t *testing.T) {
+	for _, coll := range []string{"all-reduce", "reduce-scatter", "all-gather"} {
+		d, err := parseReduction(config{Collective: coll, DType: "bfloat16", Reduce: "prod"}, 3)
+		require.NoError(t, err)
+		_, out := d.lengths(3 * 7000 * 2)
+		b := make([]byte, out)
+		switch {
+		case !d.coll.Reduces():
+			for p := range int64(3) {
+				d.load(b[p*14000:][:14000], int(p))
+			}
+		case d.coll.Gathers():
+			d.fill(b, 0, d.combined)
+		default:
+			d.fill(b, 2*7000, d.combined)
+		}
+		require.NoError(t, d.check(b, 2))
+		for _, at := range []int{0, 10001, len(b) - 1} {
+			b[at] ^= 1
+			require.Error(t, d.check(b, 2), "%s, byte %d", coll, at)
+			b[at] ^= 1
+		}
 	}
 }
 

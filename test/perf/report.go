@@ -40,7 +40,7 @@ func (p printer) print(rows []row) {
 	if first.Peer != "" {
 		fmt.Printf("\npeer: %s", first.Peer)
 	}
-	fmt.Printf("\n%12s  %-10s %12s %12s %12s %10s", "bytes/rank", "algorithm", "us", "p10", "p90", "GB/s link")
+	fmt.Printf("\n%12s  %-15s %12s %12s %12s %10s", "bytes/rank", "algorithm", "us", "p10", "p90", "GB/s link")
 	if first.Peer != "" {
 		fmt.Printf(" %12s %8s", "peer us", "times")
 	}
@@ -49,7 +49,7 @@ func (p printer) print(rows []row) {
 	}
 	fmt.Println()
 	for _, r := range rows {
-		fmt.Printf("%12s  %-10s %12.1f %12.1f %12.1f %10.2f", human(r.BytesPerRank), r.Algorithm, r.US, r.P10, r.P90, r.GBpsLink)
+		fmt.Printf("%12s  %-15s %12.1f %12.1f %12.1f %10.2f", human(r.BytesPerRank), r.Algorithm, r.US, r.P10, r.P90, r.GBpsLink)
 		if r.PeerUS != nil {
 			fmt.Printf(" %12.1f %7.2fx", *r.PeerUS, *r.PeerUS/r.US)
 		}

@@ -116,6 +116,22 @@ func on(id C.uint64_t, ticket *C.uint64_t, wait C.int64_t, submit func(*core.Com
 	})
 }
 
+// at submits an operation at a place, as switchyard_all_to_all describes.
+func at(place C.uint64_t, ticket *C.uint64_t, wait C.int64_t, submit func(core.Place) (core.Ticket, error)) C.int32_t {
+	return guarded(func() (core.Code, error) {
+		p, err := placeOf(place)
+		if err != nil {
+			return 0, err
+		}
+		t, err := submit(p)
+		c, host := p.(*core.Comm)
+		if err != nil || !host {
+			return core.OK, err
+		}
+		return await(c, t, ticket, wait)
+	})
+}
+
 // await hands out a ticket and waits for it for wait microseconds.
 func await(c *core.Comm, t core.Ticket, ticket *C.uint64_t, wait C.int64_t) (core.Code, error) {
 	*ticket = C.uint64_t(t)
@@ -248,17 +264,8 @@ func switchyard_wait(communicator, ticket C.uint64_t, wait C.int64_t, value *C.i
 //
 //export switchyard_all_to_all
 func switchyard_all_to_all(place, stream C.uint64_t, dst, src unsafe.Pointer, shape *C.int64_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return guarded(func() (core.Code, error) {
-		p, err := placeOf(place)
-		if err != nil {
-			return 0, err
-		}
-		t, err := p.AllToAll(uintptr(stream), uintptr(dst), uintptr(src), shapeOf(p, shape))
-		c, host := p.(*core.Comm)
-		if err != nil || !host {
-			return core.OK, err
-		}
-		return await(c, t, ticket, wait)
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.AllToAll(uintptr(stream), uintptr(dst), uintptr(src), shapeOf(p, shape))
 	})
 }
 
@@ -294,47 +301,39 @@ func switchyard_fault(place C.uint64_t) C.int32_t {
 	})
 }
 
-// switchyard_all_reduce combines src of all ranks into every rank's dst, which may be src. This call and those below submit an
-// operation on a stream, 0 for the communicator's own, and wait for it for wait microseconds; Again says that it is still
-// under way, and its buffers are in use until the ticket is complete.
+// switchyard_all_reduce combines src of all ranks into every rank's dst, which may be src. The place, the stream and the ticket are as
+// in switchyard_all_to_all.
 //
 //export switchyard_all_reduce
-func switchyard_all_reduce(communicator, stream C.uint64_t, dst, src unsafe.Pointer, bytes C.int64_t, dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
-		if err := hostStream(stream); err != nil {
-			return 0, err
-		}
-		return c.AllReduce(buffer(dst, bytes), buffer(src, bytes), kernels.DType(dtype), kernels.ReduceOp(op))
+func switchyard_all_reduce(place, stream C.uint64_t, dst, src unsafe.Pointer, bytes C.int64_t, dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.AllReduce(uintptr(stream), buffer(dst, bytes), buffer(src, bytes), kernels.DType(dtype), kernels.ReduceOp(op))
 	})
 }
 
-// switchyard_reduce_scatter combines src of all ranks and leaves this rank's slice in dst.
+// switchyard_reduce_scatter combines src of all ranks and leaves this rank's slice in dst, likewise.
 //
 //export switchyard_reduce_scatter
-func switchyard_reduce_scatter(communicator, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
+func switchyard_reduce_scatter(place, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
 	dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
-		if err := hostStream(stream); err != nil {
-			return 0, err
-		}
-		return c.ReduceScatter(buffer(dst, dstBytes), buffer(src, srcBytes), kernels.DType(dtype), kernels.ReduceOp(op))
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.ReduceScatter(uintptr(stream), buffer(dst, dstBytes), buffer(src, srcBytes), kernels.DType(dtype), kernels.ReduceOp(op))
 	})
 }
 
-// switchyard_all_gather puts src of rank k into slice k of every rank's dst.
+// switchyard_all_gather puts src of rank k into slice k of every rank's dst, likewise.
 //
 //export switchyard_all_gather
-func switchyard_all_gather(communicator, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
+func switchyard_all_gather(place, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
 	wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
-		if err := hostStream(stream); err != nil {
-			return 0, err
-		}
-		return c.AllGather(buffer(dst, dstBytes), buffer(src, srcBytes))
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.AllGather(uintptr(stream), buffer(dst, dstBytes), buffer(src, srcBytes))
 	})
 }
 
-// switchyard_barrier completes once all ranks have submitted it.
+// switchyard_barrier completes once all ranks have submitted it. This call and those below submit an operation on a stream, 0 for the
+// communicator's own, and wait for it for wait microseconds; Again says that it is still under way, and its buffers are in use until the
+// ticket is complete.
 //
 //export switchyard_barrier
 func switchyard_barrier(communicator, stream C.uint64_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {

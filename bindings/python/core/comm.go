@@ -423,22 +423,25 @@ func (c *Comm) Barrier() (Ticket, error) {
 	})
 }
 
-// AllReduce submits an all-reduce; dst may be src.
-func (c *Comm) AllReduce(dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
-	return c.reduction(opAllReduce, dst, src, dt, o)
+// AllReduce submits an all-reduce, as Place describes.
+func (c *Comm) AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
+	return c.reduction(opAllReduce, stream, dst, src, dt, o)
 }
 
-// ReduceScatter submits a reduce-scatter: src has one slice of dst's size for every rank.
-func (c *Comm) ReduceScatter(dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
-	return c.reduction(opReduceScatter, dst, src, dt, o)
+// ReduceScatter submits a reduce-scatter, as Place describes.
+func (c *Comm) ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
+	return c.reduction(opReduceScatter, stream, dst, src, dt, o)
 }
 
-// AllGather submits an all-gather: dst has one slice of src's size for every rank.
-func (c *Comm) AllGather(dst, src Buffer) (Ticket, error) {
-	return c.reduction(opAllGather, dst, src, kernels.Uint8, kernels.Sum)
+// AllGather submits an all-gather, as Place describes.
+func (c *Comm) AllGather(stream uintptr, dst, src Buffer) (Ticket, error) {
+	return c.reduction(opAllGather, stream, dst, src, kernels.Uint8, kernels.Sum)
 }
 
-func (c *Comm) reduction(kind opKind, dst, src Buffer, dt kernels.DType, r kernels.ReduceOp) (Ticket, error) {
+func (c *Comm) reduction(kind opKind, stream uintptr, dst, src Buffer, dt kernels.DType, r kernels.ReduceOp) (Ticket, error) {
+	if stream != 0 {
+		return 0, fmt.Errorf("core: %w: stream %#x on the host, which has none", ErrInvalid, stream)
+	}
 	d, s, err := c.views(dst, src)
 	if err != nil {
 		return 0, err

@@ -7,10 +7,12 @@ import (
 	"sync"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/env"
+	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -21,29 +23,30 @@ type GPUOptions struct {
 	// HeapBytes is what the heap there has at first, for channels and staging of the exchanges and for symmetric memory. 0 is
 	// SWITCHYARD_CUDA_HEAP, and defaultGPUHeap without that.
 	HeapBytes int64
-	// MaxSMs and CopySMs bound the multiprocessors that a call above packets takes, NoSMs has the copy engines do those calls;
-	// see alltoallv.Options.
+	// MaxSMs bounds the multiprocessors that an exchange above packets takes, and a reduction. CopySMs is for exchanges only, and so is
+	// NoSMs, which has the copy engines do them. See alltoallv.Options and allreduce.Options.
 	MaxSMs, CopySMs int
 	NoSMs           bool
 	// Environ is as in Options.
 	Environ map[string]string
 }
 
-// defaultGPUHeap has room for channels and staging, 17 MiB for each rank of the group, and some for tensors. A heap on a GPU
+// defaultGPUHeap has room for channels and staging, 17 MiB for each rank of the group and 76 MiB, and some for tensors. A heap on a GPU
 // takes its memory at once.
-func defaultGPUHeap(ranks int) int64 { return (32 + 20*int64(ranks)) << 20 }
+func defaultGPUHeap(ranks int) int64 { return (112 + 20*int64(ranks)) << 20 }
 
-// GPU is a Comm's end on one GPU: a heap in its memory and an exchanger. Exchanges are enqueued on the caller's stream by
+// GPU is a Comm's end on one GPU: a heap in its memory, an exchanger and a reducer. Their calls are enqueued on the caller's stream by
 // the caller's thread; everything else runs in the queue of the Comm.
 type GPU struct {
 	comm      *Comm
 	dev       *device.CUDADevice
 	heap      *memory.Heap
 	exchanger *alltoallv.Exchanger
+	reducer   *allreduce.Reducer
 	blocks    blocks
 	base, end uintptr // of this rank's segment
 
-	mu      sync.Mutex // orders exchanges, and guards what is below
+	mu      sync.Mutex // orders calls, and guards what is below
 	closed  bool
 	streams map[uintptr]*device.CUDAStream
 	last    *device.CUDAStream // of the streams, the one that was asked for last
@@ -119,6 +122,10 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 		}
 		g.exchanger, err = alltoallv.New(ctx, g.heap, x)
 	}
+	if err != nil {
+		return nil, err
+	}
+	g.reducer, err = allreduce.New(ctx, g.heap, allreduce.Options{Timeout: x.Timeout, Validate: x.Validate, MaxSMs: o.MaxSMs})
 	return g, err
 }
 
@@ -221,6 +228,42 @@ func (g *GPU) AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error) {
 	return 0, nil
 }
 
+// AllReduce enqueues an all-reduce on a CUstream, as allreduce.Reducer.AllReduce describes; it has no ticket.
+func (g *GPU) AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
+	return g.reduction(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllReduce(s, d, v, dt, o) })
+}
+
+// ReduceScatter enqueues a reduce-scatter, likewise.
+func (g *GPU) ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
+	return g.reduction(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.ReduceScatter(s, d, v, dt, o) })
+}
+
+// AllGather enqueues an all-gather, likewise.
+func (g *GPU) AllGather(stream uintptr, dst, src Buffer) (Ticket, error) {
+	return g.reduction(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllGather(s, d, v, kernels.Uint8) })
+}
+
+func (g *GPU) reduction(stream uintptr, dst, src Buffer, call func(s device.Stream, d, v memory.View) error) (Ticket, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return 0, ErrClosed
+	}
+	s, err := g.wrap(stream)
+	if err != nil {
+		return 0, err
+	}
+	d, err := g.view(dst)
+	if err != nil {
+		return 0, err
+	}
+	v, err := g.view(src)
+	if err != nil {
+		return 0, err
+	}
+	return 0, g.comm.blame(call(s, d, v))
+}
+
 // Explain says how an exchange into dst would be carried.
 func (g *GPU) Explain(dst uintptr, shape Shape) (string, error) {
 	g.mu.Lock()
@@ -242,14 +285,14 @@ func (g *GPU) Explain(dst uintptr, shape Shape) (string, error) {
 	return decision.String(), nil
 }
 
-// Fault is what exchanges that have run by now have come to; see alltoallv.Exchanger.Fault.
+// Fault is what exchanges and reductions that have run by now have come to; see alltoallv.Exchanger.Fault.
 func (g *GPU) Fault() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
 		return ErrClosed
 	}
-	return g.comm.blame(g.exchanger.Fault())
+	return g.comm.blame(errors.Join(g.exchanger.Fault(), g.reducer.Fault()))
 }
 
 // Alloc submits an allocation of symmetric memory for work on a CUstream. Every rank submits the same ones. The heap grows
@@ -282,12 +325,15 @@ func (g *GPU) Verify() (Ticket, error) {
 	return g.comm.do(func() (int64, error) { return 0, g.heap.Verify(g.comm.ctx) })
 }
 
-// stop ends the exchanges together with all ranks.
+// stop ends the exchanges and reductions together with all ranks.
 func (g *GPU) stop(ctx context.Context) error {
 	g.mu.Lock()
 	g.closed = true
 	g.mu.Unlock()
 	var errs []error
+	if g.reducer != nil {
+		errs = append(errs, g.reducer.Close(ctx))
+	}
 	if g.exchanger != nil {
 		errs = append(errs, g.exchanger.Close(ctx))
 	}

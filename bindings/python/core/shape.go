@@ -2,6 +2,7 @@ package core
 
 import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -12,6 +13,12 @@ type Place interface {
 	// AllToAll submits an exchange. On the host the stream is 0 and the ticket says when it is complete; on a GPU it is enqueued
 	// on the stream and the ticket is 0.
 	AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error)
+	// AllReduce submits an all-reduce, ReduceScatter a reduce-scatter (src has one slice of dst's size for every rank) and AllGather an
+	// all-gather (dst has one slice of src's size for every rank), likewise. dst may be src, or where one of them is a slice of the other,
+	// this rank's slice.
+	AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
+	ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
+	AllGather(stream uintptr, dst, src Buffer) (Ticket, error)
 	// Explain says how an exchange into dst would be carried.
 	Explain(dst uintptr, shape Shape) (string, error)
 	// Fault is the error that exchanges which have run by now have come to and that no ticket tells.

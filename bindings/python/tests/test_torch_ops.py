@@ -167,3 +167,36 @@ def test_torch_without_a_process_group(worlds):
     import world
 
     worlds.get(2, world.plain).run(without_process_group)
+
+
+def replicas(rank, size):
+    import switchyard.torch as st
+
+    def train(hook, dtype):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1)).to(dtype)
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
+        if hook:
+            model.register_comm_hook(None, st.average_hook)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(4):
+            g = torch.Generator().manual_seed(10 * step + rank)
+            optimizer.zero_grad()
+            model(torch.randn(16, 8, generator=g).to(dtype)).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = train(True, dtype)
+        for p in ours:  # the same bits on every rank
+            highest, lowest = p.clone(), p.clone()
+            sw.all_reduce(highest, "max")
+            sw.all_reduce(lowest, "min")
+            assert torch.equal(highest, lowest)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}
+        for a, b in zip(ours, train(False, dtype)):
+            torch.testing.assert_close(a, b, **tolerance)
+
+
+def test_hook_of_distributed_data_parallel(gloo):
+    gloo.run(replicas)

@@ -20,7 +20,7 @@ from ._work import Several
 
 
 class SwitchyardProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are Switchyard's where it has them: all_to_all_single, and on host tensors more.
+    """A process group whose collectives are Switchyard's where it has them.
 
     Everything else goes to the groups it wraps: gloo for host tensors and, where torch can use GPUs, NCCL for CUDA
     tensors. The ranks of Switchyard meet at the first collective that needs it.
@@ -76,6 +76,15 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         _cuda.exchange(gpu, output, input, output_splits, input_splits)
         return Work(_cuda.Enqueued(), [output])
 
+    def _on_gpu(self, opts: Any, output: Tensor, input: Tensor, prepare: Callable[[], Submission]) -> Any:
+        """A reduction or gather of CUDA tensors that are ours; None where these GPUs cannot."""
+        comm = self._group.wait()
+        _cuda.one_device(output, input)
+        gpu = None if comm is None else _cuda.gpu_of(comm, self._wrapped, input.get_device())
+        if gpu is None:
+            return None
+        return _cuda.reduction(gpu, prepare(), output, getattr(opts, "asyncOp", True)) or Work(_cuda.Enqueued(), [output])
+
     def alltoall(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         """all_to_all of lists, which gloo does not have: through two tensors."""
         opts = opts or dist.AllToAllOptions()
@@ -103,6 +112,13 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceOptions()
+        if len(tensors) == 1 and _cuda.ours(tensors[0], tensors[0]) and _known(tensors[0], opts):
+            x = tensors[0]
+            kind = _torch._KINDS[x.dtype, _torch.op_name(opts.reduceOp)]
+            assert kind is not None
+            work = self._on_gpu(opts, x, x, lambda: _torch.reduce(x, kind))
+            if work is not None:
+                return work
         if len(tensors) != 1 or not _reducible(tensors[0], opts):
             return self._wrapped.allreduce(tensors, opts)
         return self._reduce(tensors, opts)
@@ -127,6 +143,10 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or c10d.AllgatherOptions()
+        if _cuda.ours(output, input):
+            work = self._on_gpu(opts, output, input, lambda: _torch.gather(self._group.size, output, input))
+            if work is not None:
+                return work
         if not _ours(output, input):
             return self._wrapped._allgather_base(output, input, opts)
         return self._submit(
@@ -141,6 +161,10 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
         kind = _torch.kind_of(input, _torch.op_name(opts.reduceOp))
+        if kind is not None and _cuda.ours(output, input):
+            work = self._on_gpu(opts, output, input, lambda: _torch.scatter(self._group.size, output, input, kind))
+            if work is not None:
+                return work
         if kind is None or not _ours(output, input):
             return self._wrapped._reduce_scatter_base(output, input, opts)
         return self._submit(
@@ -222,7 +246,12 @@ def _ours(*tensors: Tensor) -> bool:
 
 
 def _reducible(x: Tensor, opts: Any) -> bool:
-    if not _ours(x) or x.is_complex() or x.is_neg() or not dense(x):
+    return _ours(x) and _known(x, opts)
+
+
+def _known(x: Tensor, opts: Any) -> bool:
+    """Whether the library reduces the numbers of a tensor where they lie."""
+    if x.is_complex() or x.is_neg() or not dense(x):
         return False
     return _torch.kind_of(x, _torch.op_name(opts.reduceOp)) is not None
 

@@ -115,13 +115,18 @@ class Place:
 
 
 class Gpu(Place):
-    """A communicator's end on one GPU: a symmetric heap there, and exchanges of device memory. Exchanges are enqueued by their
-    caller; the rest runs in the queue of the communicator."""
+    """A communicator's end on one GPU: a symmetric heap there, and exchanges and reductions of device memory. These are
+    enqueued by their caller; the rest runs in the queue of the communicator."""
 
     def __init__(self, comm: Communicator, device: int, handle: int) -> None:
         self.comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
         self.shapes = Shapes(comm.size)
         self.side: Any = None
+        # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
+        prefix = "" if comm.validate else "enqueue_"
+        self._all_to_all, self._all_reduce, self._reduce_scatter, self._all_gather = (
+            getattr(self._lib, prefix + name) for name in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
+        )
         weakref.finalize(self, _drop, comm._lib, handle).atexit = False
 
     def all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
@@ -129,6 +134,24 @@ class Gpu(Place):
         # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
         call = self._lib.all_to_all if self.comm.validate else self._lib.enqueue
         code = call(self._handle, stream, dst, src, shape, 0, None)
+        if code:
+            raise self._lib.error(code)
+
+    def all_reduce(self, stream: int, dst: int, src: int, size: int, dtype: int, op: int) -> None:
+        """Enqueue an all-reduce of size bytes on a CUstream."""
+        code = self._all_reduce(self._handle, stream, dst, src, size, dtype, op, 0, None)
+        if code:
+            raise self._lib.error(code)
+
+    def reduce_scatter(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int, dtype: int, op: int) -> None:
+        """Enqueue a reduce-scatter on a CUstream."""
+        code = self._reduce_scatter(self._handle, stream, dst, dst_bytes, src, src_bytes, dtype, op, 0, None)
+        if code:
+            raise self._lib.error(code)
+
+    def all_gather(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int) -> None:
+        """Enqueue an all-gather on a CUstream."""
+        code = self._all_gather(self._handle, stream, dst, dst_bytes, src, src_bytes, 0, None)
         if code:
             raise self._lib.error(code)
 

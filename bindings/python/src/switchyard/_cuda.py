@@ -1,6 +1,6 @@
-"""Exchanges of CUDA tensors, and symmetric tensors and pools on GPUs. Imported only where torch is.
+"""Exchanges and reductions of CUDA tensors, and symmetric tensors and pools on GPUs. Imported only where torch is.
 
-An exchange is enqueued on torch's current stream by one call into the library, which waits for nothing, so that CUDA
+A call is enqueued on torch's current stream by one call into the library, which waits for nothing, so that CUDA
 graphs capture it. What a call has in common with others of the same shape is worked out once.
 """
 
@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from array import array
+from collections.abc import Callable
 from ctypes import c_char_p, c_void_p, py_object
 from typing import Any, Optional
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from . import _arrays, _native, errors
 from ._comm import Block, Communicator, Gpu
+from ._groups import Submission
 from ._splits import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED, integers
 from ._tensors import PLAIN, contiguous, real, same_dtype
 from ._torch_work import Work
@@ -37,6 +39,12 @@ def ours(output: Tensor, input: Tensor) -> bool:
         and input.layout is torch.strided
         and output.layout is torch.strided
     )
+
+
+def one_device(output: Tensor, input: Tensor) -> None:
+    """Refuse tensors of two GPUs."""
+    if output.get_device() != input.get_device():
+        raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
 
 
 def gpu_of(comm: Communicator, pg: Any, device: int) -> Gpu | None:
@@ -87,8 +95,7 @@ def exchange(
     if not (input.is_contiguous() and output.is_contiguous()):
         contiguous(input, "input")
         contiguous(output, "output")
-    if output.get_device() != gpu.device:
-        raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
+    one_device(output, input)
     if shape is None:
         shape = shape_of(gpu, output, input, output_splits, input_splits, extra)
     gpu.all_to_all(
@@ -216,24 +223,57 @@ def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_spl
         with torch.cuda.device(gpu.device):
             return start(gpu, output, input, output_splits, input_splits, extra)
     # Splits on the GPU are read in the order of the current stream.
-    shape = None
+    shape, tensors = None, [output, input]
     if _on_gpu(output_splits) or _on_gpu(input_splits):
         shape = shape_of(gpu, real(output), real(input), output_splits, input_splits, extra)
+        tensors.append(shape[1][1])
+
+    def enqueue(stream: int) -> None:
+        exchange(gpu, output, input, output_splits, input_splits, extra, stream, shape)
+
+    return _beside(gpu, enqueue, tensors, [output])
+
+
+def _beside(
+    gpu: Gpu,
+    enqueue: Callable[[int], None],
+    tensors: list[Tensor],
+    outputs: list[Tensor],
+    back: Callable[[], None] | None = None,
+) -> Work:
+    """Enqueue a call that uses tensors, and back after it, behind what the current stream has, and beside what it gets next."""
     side, stream = _side(gpu), torch.cuda.current_stream()
     event = side.event()
-    # In a graph, exchanges of one communicator are ordered only by the stream that they are on.
+    # In a graph, calls of one communicator are ordered only by the stream that they are on.
     if not torch.cuda.is_current_stream_capturing():
         event.record(stream)
         stream = side.stream
         event.wait(stream)
-    exchange(gpu, output, input, output_splits, input_splits, extra, stream.cuda_stream, shape)
+    enqueue(stream.cuda_stream)
+    if back is not None:
+        with torch.cuda.stream(stream):
+            back()
     if stream is side.stream:
-        output.record_stream(stream)
-        input.record_stream(stream)
-        if shape is not None:
-            shape[1][1].record_stream(stream)
+        for x in tensors:
+            x.record_stream(stream)
     event.record(stream)
-    return Work(Recorded(gpu, side, stream, event), [output])
+    return Work(Recorded(gpu, side, stream, event), outputs)
+
+
+def reduction(gpu: Gpu, call: Submission, output: Tensor, async_op: bool) -> Work | None:
+    """Enqueue a reduction or a gather that a submission to the host's communicator describes, with the tensors last."""
+    if torch.cuda.current_device() != gpu.device:
+        with torch.cuda.device(gpu.device):
+            return reduction(gpu, call, output, async_op)
+    function, (*arguments, keep), back = call
+    enqueue = getattr(gpu, function.__name__)
+    if async_op:
+        tensors = [output, *(keep if isinstance(keep, tuple) else (keep,))]
+        return _beside(gpu, lambda stream: enqueue(stream, *arguments), tensors, [output], back)
+    enqueue(_raw_stream(gpu.device), *arguments)
+    if back is not None:
+        back()
+    return None
 
 
 class Recorded:

@@ -63,7 +63,7 @@ _PROTOTYPES: dict[str, list[Any]] = {
 
 # What only enqueues keeps the interpreter's lock, as torch's operators do: to let it go and wait for another thread to give
 # it back can take milliseconds. These functions have a second name for that.
-_QUICK = {"enqueue": "all_to_all"}
+_QUICK = {f"enqueue_{name}": name for name in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")}
 
 
 class Library:
@@ -74,7 +74,6 @@ class Library:
     reduce_scatter: Callable[..., int]
     all_gather: Callable[..., int]
     barrier: Callable[..., int]
-    enqueue: Callable[..., int]
     wait: Callable[..., int]
 
     def __init__(self, path: str) -> None:

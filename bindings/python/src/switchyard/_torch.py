@@ -98,6 +98,16 @@ def _coalescing(pg: Any) -> bool:
     return pg is not None and bool(c10d._world.pg_coalesce_state)
 
 
+def gpu_for(group: Any, output: Tensor, input: Tensor) -> _comm.Gpu | None:
+    """The end of the group's communicator on the GPU of tensors that are on one; None where torch has to do the work."""
+    comm = communicator(group)
+    if comm is None:
+        return None
+    _cuda.one_device(output, input)
+    device = input.get_device()
+    return comm._gpus.get(device) or _cuda.gpu_of(comm, process_group(group), device)
+
+
 def _torchs(group: Any, what: str) -> Any:
     """The process group that has to do what Switchyard does not."""
     pg = process_group(group)
@@ -145,9 +155,7 @@ def all_to_all_single(
     if group is not None and _outside(group, "all_to_all_single"):
         return None
     if _cuda.ours(output, input):
-        comm = communicator(group)
-        device = input.get_device()
-        gpu = None if comm is None else comm._gpus.get(device) or _cuda.gpu_of(comm, process_group(group), device)
+        gpu = gpu_for(group, output, input)
         if gpu is None:
             return dist.all_to_all_single(
                 output, input, output_split_sizes, input_split_sizes, process_group(group), async_op
@@ -210,13 +218,17 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
     def torchs(pg: Any) -> Any:
         return dist.all_reduce(tensor, _torch_op(op), pg, async_op)
 
-    if not _ours(tensor) or _coalescing(process_group(group)):
+    on_gpu = _cuda.ours(tensor, tensor)
+    if not (on_gpu or _ours(tensor)) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"all_reduce of {tensor.layout} {tensor.device.type} tensors"))
     if tensor.is_complex() and how not in ("sum", "avg"):
         raise ValueError(f"all_reduce does not support {op} on complex tensors")
     kind = kind_of(tensor, how)
     if kind is None:
         return torchs(_torchs(group, f"all_reduce ({op}) of {tensor.dtype}"))
+    if on_gpu:
+        gpu = gpu_for(group, tensor, tensor)
+        return torchs(process_group(group)) if gpu is None else _cuda.reduction(gpu, reduce(tensor, kind), tensor, async_op)
     return _run(group, lambda _: reduce(tensor, kind), torchs, tensor, async_op)
 
 
@@ -247,8 +259,14 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
     def torchs(pg: Any) -> Any:
         return dist.reduce_scatter_tensor(output, input, _torch_op(op), pg, async_op)
 
-    if kind is None or not (_ours(output) and _ours(input)) or _coalescing(process_group(group)):
+    on_gpu = _cuda.ours(output, input)
+    if kind is None or not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"reduce_scatter_tensor ({op}) of {input.dtype} {input.device.type} tensors"))
+    if on_gpu:
+        gpu = gpu_for(group, output, input)
+        if gpu is None:
+            return torchs(process_group(group))
+        return _cuda.reduction(gpu, scatter(gpu.shapes.ranks, output, input, kind), output, async_op)
     return _run(group, lambda shapes: scatter(shapes.ranks, output, input, kind), torchs, output, async_op)
 
 
@@ -279,8 +297,14 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
     def torchs(pg: Any) -> Any:
         return dist.all_gather_into_tensor(output, input, pg, async_op)
 
-    if not (_ours(output) and _ours(input)) or _coalescing(process_group(group)):
+    on_gpu = _cuda.ours(output, input)
+    if not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"all_gather_into_tensor of {input.layout} {input.device.type} tensors"))
+    if on_gpu:
+        gpu = gpu_for(group, output, input)
+        if gpu is None:
+            return torchs(process_group(group))
+        return _cuda.reduction(gpu, gather(gpu.shapes.ranks, output, input), output, async_op)
     return _run(group, lambda shapes: gather(shapes.ranks, output, input), torchs, output, async_op)
 
 

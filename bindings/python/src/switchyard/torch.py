@@ -3,6 +3,7 @@
 - ``all_to_all_single``, ``all_reduce``, ``reduce_scatter_tensor`` and ``all_gather_into_tensor`` of this module return
   their result and have gradients. They are operators ``torch.ops.switchyard.*``, so ``torch.compile`` keeps them in the
   graph.
+- ``average_hook`` averages the gradients of ``DistributedDataParallel``.
 - ``dist.init_process_group("switchyard")`` makes process groups whose collectives are Switchyard's where it has them, and
   those of gloo (host) and NCCL (CUDA) where not. This module need not be imported for that: torch finds the name.
 - ``install()``, or ``python -m switchyard.torch script.py``, puts that backend in the place of gloo and NCCL, for scripts
@@ -29,6 +30,7 @@ __all__ = [
     "all_gather_into_tensor",
     "all_reduce",
     "all_to_all_single",
+    "average_hook",
     "install",
     "reduce_scatter_tensor",
 ]
@@ -258,6 +260,15 @@ def reduce_scatter_tensor(input: Tensor, op: Any = "sum", group: Any = None) -> 
 def all_gather_into_tensor(input: Tensor, group: Any = None) -> Tensor:
     """Return the ranks' tensors one after the other. Its gradient is summed over the ranks."""
     return _gather_op(input, _name_of(group))
+
+
+def average_hook(group, bucket):  # type: ignore[no-untyped-def]  # torch wants classes here or nothing, not their names
+    """Average the gradients of ``torch.nn.parallel.DistributedDataParallel``: ``model.register_comm_hook(None, average_hook)``,
+    where None is the default process group. The reductions of a backward run in its order, beside what it computes next. Floats
+    of 16 bits are added in float32."""
+    gradients = bucket.buffer()
+    work = _torch.all_reduce(gradients, "avg", group, True)
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def _op(op: Any) -> str:

@@ -1,0 +1,171 @@
+package cuda
+
+import (
+	"fmt"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// reductionKernels are the kernels of all-reduce, reduce-scatter and all-gather.
+type reductionKernels struct {
+	packet, reduce cuda.Function
+	small          int // blocks of the packet kernel that run at once
+	limit          int // blocks of the other one that run at once
+}
+
+// reductions are the launches of one communicator. It is a family.
+type reductions struct {
+	c      kernels.ReduceChannels
+	offset int64
+	k      *reductionKernels
+	args   []byte
+}
+
+// The defaults of reductions on GPUs. Packets of all ranks together take the same room however many ranks there are; on 2 H200 one shot of
+// them is fastest up to 1 MiB, and two shots up to 2 MiB.
+const (
+	reducePacketRoom = 2 << 20
+	minReducePackets = 4 << 10
+	maxReduceBlocks  = 96
+	reduceSlots      = 4
+	reduceStaging    = 64 << 20
+	maxReduceChunk   = 64 << 10
+)
+
+// reductionDefaults are for a rank that can have so many blocks. Where Blocks says more, it is as many.
+func reductionDefaults(c *kernels.ReduceChannels, blocks int) {
+	c.OneShotBytes = kernels.Default(c.OneShotBytes, max(reducePacketRoom/int64(max(c.Size, 2)), minReducePackets))
+	c.Blocks = max(1, min(int(kernels.Default(int64(c.Blocks), maxReduceBlocks)), blocks))
+	c.DefaultSlots(reduceSlots, reduceStaging, maxReduceChunk, 2*c.Size*c.Blocks)
+}
+
+func newReductions(f *kernels.ReduceChannels, offset int64, size int) (*reductions, error) {
+	x := &reductions{c: *f, offset: offset, args: make([]byte, reduceArgsBytes)}
+	switch c := &x.c; {
+	case c.Size != size:
+		return nil, fmt.Errorf("kernels: allreduce: channels of %d ranks on a heap of %d", c.Size, size)
+	case c.Blocks < 1 || c.OneShotBytes < 0:
+		return nil, fmt.Errorf("kernels: allreduce: channels %+v", *c)
+	case c.Slots < 2 || c.Slots > reduceMaxSlots:
+		return nil, fmt.Errorf("kernels: allreduce: %d slots: the CUDA engine has 2 to %d", c.Slots, reduceMaxSlots)
+	case c.SlotBytes < tileBytes || c.SlotBytes%tileBytes != 0 || c.SlotBytes > 1<<30:
+		return nil, fmt.Errorf("kernels: allreduce: slots of %d bytes: those of the CUDA engine have a multiple of %d, at most %d", c.SlotBytes, tileBytes, 1<<30)
+	}
+	return x, nil
+}
+
+func (x *reductions) block() reduceBlock {
+	c := &x.c
+	return layReduceBlock(x.offset, int64(c.Size), int64(c.Blocks), int64(c.Slots), c.SlotBytes, c.OneShotBytes)
+}
+
+func (x *reductions) layout() kernels.Layout {
+	b := x.block()
+	return kernels.Layout{Bytes: b.end - x.offset, Zero: b.inputSlots - x.offset}
+}
+
+func (*reductions) controls(offset int64) []int64 { return []int64{offset} }
+
+func (*reductions) hit(err error, _ []int) error { return err }
+
+// fault decodes a record. Ranks that disagree record what both call; the upper half of these words is the number of blocks.
+func (*reductions) fault(f *faultWords, me int) error {
+	if f.kind != faultMismatch {
+		return nil
+	}
+	mine, theirs := kernels.ReduceCall{Count: int64(f.expected), Shape: f.myShape}, kernels.ReduceCall{Count: int64(f.sent), Shape: f.theirShape}
+	mine.SetWord(f.mine)
+	theirs.SetWord(f.theirs)
+	return &kernels.CallMismatchError{Rank: me, Peer: int(f.peer), Mine: mine, Theirs: theirs, Epoch: f.epoch}
+}
+
+func (x *reductions) load(e *Engine) error {
+	if e.reductions == nil {
+		k := new(reductionKernels)
+		if err := k.load(e); err != nil {
+			return err
+		}
+		e.reductions = k
+	}
+	x.k = e.reductions
+	if n := min(x.k.small, x.k.limit); x.c.Blocks > n {
+		return fmt.Errorf("%d blocks, of which %d run at once", x.c.Blocks, n)
+	}
+	return nil
+}
+
+func (k *reductionKernels) load(e *Engine) (err error) {
+	if err = e.loadModule(allreduceImage, entry{"allreduce_packet", &k.packet}, entry{"allreduce", &k.reduce}); err != nil {
+		return err
+	}
+	if k.limit, err = e.blocks(k.reduce, reduceThreads, 0); err != nil {
+		return err
+	}
+	k.small, err = e.blocks(k.packet, reducePacketThreads, 0)
+	return err
+}
+
+// add appends a reduction. Its arguments are copied into the batch.
+func (x *reductions) add(p *port, op kernels.Operation) error {
+	a, ok := op.(*kernels.Reduction)
+	if !ok {
+		return fmt.Errorf("kernels: %s on channels of reductions", op.Operation())
+	}
+	if err := x.validate(a); err != nil {
+		return err
+	}
+	l := cuda.Launch{Function: x.k.reduce, Grid: [3]uint32{uint32(a.Blocks), 1, 1}, Block: [3]uint32{reduceThreads, 1, 1}, Flags: p.e.flags, Args: x.args}
+	if a.Packets {
+		l.Function, l.Block = x.k.packet, [3]uint32{reducePacketThreads, 1, 1}
+	}
+	x.encode(p, a)
+	p.batch.Launch(0, l)
+	return nil
+}
+
+func (x *reductions) validate(a *kernels.Reduction) error {
+	c := &x.c
+	if len(a.Bounds) != c.Size+1 {
+		return fmt.Errorf("kernels: allreduce: %d bounds for %d ranks", len(a.Bounds), c.Size)
+	}
+	message := a.Longest() * a.Call.DType.Size()
+	if a.Algorithm == kernels.OneShot {
+		message = a.PushBytes()
+	}
+	switch {
+	case a.Algorithm == kernels.Ring || a.Algorithm == kernels.OneShot && !a.Packets && c.Size > 1:
+		return fmt.Errorf("kernels: allreduce: the CUDA engine has no %v without packets", a.Algorithm)
+	case a.Packets && message > c.OneShotBytes:
+		return fmt.Errorf("kernels: allreduce: packets of %d bytes, at most %d", message, c.OneShotBytes)
+	case a.Blocks < 1 || a.Blocks > c.Blocks:
+		return fmt.Errorf("kernels: allreduce: %d blocks, want 1 to %d", a.Blocks, c.Blocks)
+	case !a.Packets && (message+c.SlotBytes-1)/c.SlotBytes > int64(a.Blocks)*kernels.MaxChunks:
+		return fmt.Errorf("kernels: allreduce: %d bytes for one peer are too many chunks of %d", message, c.SlotBytes)
+	case a.Timeout <= 0:
+		return fmt.Errorf("kernels: allreduce: timeout %v", a.Timeout)
+	}
+	return nil
+}
+
+// encode writes a launch's arguments.
+func (x *reductions) encode(p *port, a *kernels.Reduction) {
+	c, space, es := &x.c, &p.e.space, a.Call.DType.Size()
+	call := uint32(a.Call.Word())
+	if a.Algorithm == kernels.OneShot && a.Call.Collective == kernels.AllReduce {
+		call |= reduceOneShot << 24
+	}
+	if a.Pull {
+		call |= reducePull << 24
+	}
+	w := reduceArgs{
+		world: worldOf(space, x.offset, p.fault.Addr(), a.Timeout.Nanoseconds()),
+		src:   uint64(a.Src.Ptr), dst: uint64(a.Dst.Ptr), srcPlace: uint64(a.Src.PlaceOr(-1)), dstPlace: uint64(a.Dst.PlaceOr(-1)),
+		block: x.block(), count: uint64(a.Call.Count), shape: a.Call.Shape, call: call,
+		lines: uint32(c.Blocks), slots: uint32(c.Slots), chunkBytes: uint32(c.SlotBytes), packetBytes: c.OneShotBytes,
+	}
+	w.put(x.args)
+	for i, at := range a.Bounds {
+		putReduceArgsBounds(x.args, i, at*es)
+	}
+}

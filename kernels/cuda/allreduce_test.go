@@ -1,0 +1,91 @@
+package cuda
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+func TestReductionDefaultsFitTheirBounds(t *testing.T) {
+	for size := 1; size <= maxRanks; size++ {
+		for _, blocks := range []int{1, 3, 66, 132} {
+			c := kernels.ReduceChannels{Size: size}
+			reductionDefaults(&c, blocks)
+			require.Equal(t, min(blocks, maxReduceBlocks), c.Blocks)
+			x, err := newReductions(&c, 4096, size)
+			require.NoError(t, err)
+			l := x.layout()
+			staging := 2 * int64(size*c.Blocks*c.Slots) * c.SlotBytes
+			require.Equal(t, staging, l.Bytes-l.Zero)
+			if c.SlotBytes > tileBytes {
+				require.LessOrEqual(t, staging, int64(reduceStaging))
+			}
+			d := c
+			reductionDefaults(&d, blocks) // what is set stays
+			require.Equal(t, c, d)
+		}
+	}
+	c := kernels.ReduceChannels{Size: 2, OneShotBytes: -1, Blocks: 500}
+	reductionDefaults(&c, 132)
+	require.Zero(t, c.OneShotBytes)
+	require.Equal(t, 132, c.Blocks)
+}
+
+func TestReductionChannelsThatGPUsCannotHaveAreRefused(t *testing.T) {
+	good := kernels.ReduceChannels{Size: 2}
+	reductionDefaults(&good, 132)
+	for says, change := range map[string]func(c *kernels.ReduceChannels){
+		"heap of 2":     func(c *kernels.ReduceChannels) { c.Size = 3 },
+		"channels {":    func(c *kernels.ReduceChannels) { c.Blocks = 0 },
+		"9 slots":       func(c *kernels.ReduceChannels) { c.Slots = 9 },
+		"of 5000 bytes": func(c *kernels.ReduceChannels) { c.SlotBytes = 5000 },
+	} {
+		c := good
+		change(&c)
+		_, err := newReductions(&c, 0, 2)
+		require.ErrorContains(t, err, says)
+	}
+}
+
+func TestReductionsThatCannotRunAreRefused(t *testing.T) {
+	c := kernels.ReduceChannels{Size: 2, OneShotBytes: 1000, Slots: 2, SlotBytes: 4096, Blocks: 8}
+	x, err := newReductions(&c, 0, 2)
+	require.NoError(t, err)
+	good := kernels.Reduction{Channels: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.Float32, Count: 250},
+		Algorithm: kernels.OneShot, Packets: true, Bounds: []int64{0, 125, 250}, Blocks: 8, Launched: kernels.Launched{Timeout: time.Second}}
+	require.NoError(t, x.validate(&good))
+	for says, change := range map[string]func(a *kernels.Reduction){
+		"2 bounds":              func(a *kernels.Reduction) { a.Bounds = a.Bounds[:2] },
+		"no ring":               func(a *kernels.Reduction) { a.Algorithm = kernels.Ring },
+		"no one-shot":           func(a *kernels.Reduction) { a.Packets = false },
+		"packets of 1004 bytes": func(a *kernels.Reduction) { a.Call.Count++ },
+		"0 blocks":              func(a *kernels.Reduction) { a.Blocks = 0 },
+		"9 blocks":              func(a *kernels.Reduction) { a.Blocks = 9 },
+		"timeout":               func(a *kernels.Reduction) { a.Timeout = 0 },
+		"too many chunks": func(a *kernels.Reduction) {
+			a.Algorithm, a.Packets, a.Bounds = kernels.TwoShot, false, []int64{0, 1 << 50, 1 << 51}
+		},
+	} {
+		a := good
+		change(&a)
+		require.ErrorContains(t, x.validate(&a), says)
+	}
+}
+
+// The kernels' record holds the flags of a call and the number of blocks beside the call itself.
+func TestAReductionsMismatchIsDecoded(t *testing.T) {
+	mine := kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.BFloat16, Op: kernels.Max, Count: 1000}
+	theirs := kernels.ReduceCall{Collective: kernels.Broadcast, DType: kernels.Uint8, Count: 77, Shape: 2}
+	f := faultWords{kind: faultMismatch, peer: 1, epoch: 5, expected: 1000, sent: 77, theirShape: 2,
+		mine: 12<<32 | reduceOneShot<<24 | mine.Word(), theirs: 96<<32 | reducePull<<24 | theirs.Word()}
+	err := (*reductions)(nil).fault(&f, 3)
+	require.Equal(t, &kernels.CallMismatchError{Rank: 3, Peer: 1, Mine: mine, Theirs: theirs, Epoch: 5}, err)
+	require.ErrorIs(t, err, comm.ErrMismatch)
+	require.True(t, kernels.Recoverable(err))
+	f.kind = faultTimeout
+	require.NoError(t, (*reductions)(nil).fault(&f, 3))
+}
