@@ -24,6 +24,10 @@
 // by its writers directly, results for others are fetched. So with buffers from the heap nothing is copied that is not
 // reduced, and with any other buffers a fixed amount of staging serves any length.
 //
+// On GPUs small calls travel in packets, whose words carry their signal with them: in one shot or in two. Larger ones go in two shots through
+// the buffers themselves where peers can reach them, and through staging where not. There is no ring. All ranks take equally many
+// multiprocessors, which Options.MaxSMs bounds. Calls can be captured into a CUDA graph.
+//
 // # What the result is
 //
 // One-shot and two-shot combine elements in the order of the ranks; a ring begins with the rank after the slice's owner
