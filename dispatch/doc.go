@@ -70,6 +70,18 @@
 // receiver makes the token's other rows. On the way back, expert ranks say where their rows are, and token ranks read and sum
 // them. Package kernels has the description that all engines read.
 //
+// # How a token travels on a GPU
+//
+// Each call is a few kernels on the caller's stream. The host waits for nothing, so calls can be captured in a CUDA graph; the routing is
+// read when the graph runs. Nothing is compared on the host either: a choice that is no expert, or rows that do not fit, is found by
+// the kernels, which then move nothing. The error comes from the next call, or from [Dispatcher.Fault] once the stream has run.
+// [Handle.HostCounts] gives the counts without a wait for the stream's later work.
+//
+// A token crosses once to a rank. In token-major layouts it lands in the output; by expert it lands in staging, and a
+// pass over the rank's own memory makes its rows. Options.LowLatency takes kernels for few tokens.
+//
+// [New] refuses [Options].Float8Combine on GPUs, and rows that are no multiple of 16 bytes. All ranks release handles in the same order.
+//
 // # Memory
 //
 // A handle's output has room for the worst case unless Options say otherwise, and comes from the heap when the Dispatcher
