@@ -11,25 +11,18 @@ namespace {
 
 constexpr u32 element_bytes[] = {1, 4, 8, 2, 2, 4, 8, 1, 1}; // by data type
 
-struct world {
-	u32 size, lines, slots, chunk_bytes;
+struct world : segments {
+	u32 lines, slots, chunk_bytes;
 	i64 packet_bytes;
 	sw_reduce_block block;
-	u64 heap, stride, base;
-	std::vector<u8> memory;
-	std::vector<sw_fault> faults;
 
 	world(u32 size, u32 lines, u32 slots, u32 chunk_bytes, i64 packet_bytes, u64 room)
-	    : size(size), lines(lines), slots(slots), chunk_bytes(chunk_bytes), packet_bytes(packet_bytes),
-	      block(sw_lay_reduce_block(65536, size, lines, slots, chunk_bytes, packet_bytes)), faults(size)
+	    : lines(lines), slots(slots), chunk_bytes(chunk_bytes), packet_bytes(packet_bytes),
+	      block(sw_lay_reduce_block(65536, size, lines, slots, chunk_bytes, packet_bytes))
 	{
 		heap = (block.end + 4095) / 4096 * 4096;
-		stride = heap + room;
-		memory.assign(stride * size + 4096, 0);
-		base = (reinterpret_cast<u64>(memory.data()) + 4095) / 4096 * 4096;
+		take(size, heap + room);
 	}
-
-	u64 segment(u32 rank) const { return base + rank * stride; }
 };
 
 // What all ranks of a call do.
@@ -58,7 +51,7 @@ struct part {
 sw_reduce_args arguments(const world &w, const call &c, const part &k, u32 rank)
 {
 	sw_reduce_args a{};
-	a.world = {w.base, w.stride, 0, w.block.control, reinterpret_cast<u64>(&w.faults[rank]), k.timeout_ns, rank, w.size};
+	a.world = w.seen_by(rank, w.block.control, k.timeout_ns);
 	a.src = w.segment(rank) + k.src, a.dst = w.segment(rank) + k.dst;
 	a.src_place = k.src_far ? SW_NOWHERE : k.src, a.dst_place = k.dst_far ? SW_NOWHERE : k.dst;
 	a.block = w.block;
@@ -388,8 +381,8 @@ job random_job(const world &w)
 bool no_faults(const world &w)
 {
 	for (u32 r = 0; r < w.size; r++)
-		if (w.faults[r].kind != SW_FAULT_NONE) {
-			printf("rank %u: fault %u with rank %u\n", r, w.faults[r].kind, w.faults[r].peer);
+		if (w.fault(r) != SW_FAULT_NONE) {
+			printf("rank %u: fault %u with rank %u\n", r, w.fault(r), w.faults[r].peer);
 			return false;
 		}
 	return true;
@@ -456,8 +449,8 @@ bool disagreement()
 	if (!run(w, streams))
 		return false;
 	for (u32 r = 0; r < w.size; r++) {
-		if (w.faults[r].kind != SW_FAULT_MISMATCH) {
-			printf("rank %u has fault %u with rank %u\n", r, w.faults[r].kind, w.faults[r].peer);
+		if (w.fault(r) != SW_FAULT_MISMATCH) {
+			printf("rank %u has fault %u with rank %u\n", r, w.fault(r), w.faults[r].peer);
 			return false;
 		}
 		if (j.c.reduces() && j.ranks[r].src != j.ranks[r].dst) {
@@ -493,19 +486,7 @@ bool end_of_waits(bool aborted)
 	for (u32 r = 0; r < w.size; r++)
 		if (r != away)
 			streams[r].jobs.push_back(&j);
-	u64 when = draw(3000);
-	if (!run(w, streams, {}, [&](u64 sweep) {
-		    if (aborted && sweep == when)
-			    for (u32 r = 0; r < w.size; r++)
-				    at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
-	    }))
-		return false;
-	for (u32 r = 0; r < w.size; r++)
-		if (r != away && w.faults[r].kind != (aborted ? SW_FAULT_ABORTED : SW_FAULT_TIMEOUT)) {
-			printf("rank %u was away: rank %u has fault %u\n", away, r, w.faults[r].kind);
-			return false;
-		}
-	return true;
+	return run(w, streams, {}, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }
 
 } // namespace

@@ -9,25 +9,18 @@ namespace {
 
 // ---- a world and its calls
 
-struct world {
-	u32 size, stripes, slots;
+struct world : segments {
+	u32 stripes, slots;
 	i64 slot_bytes, packet_bytes;
 	sw_exchange_block block;
-	u64 heap, stride, base;
-	std::vector<u8> memory;
-	std::vector<sw_fault> faults;
 
 	world(u32 size, u32 stripes, u32 slots, i64 slot_bytes, i64 packet_bytes, u64 room)
-	    : size(size), stripes(stripes), slots(slots), slot_bytes(slot_bytes), packet_bytes(packet_bytes),
-	      block(sw_lay_exchange_block(65536, size, stripes, slots, slot_bytes, packet_bytes)), faults(size)
+	    : stripes(stripes), slots(slots), slot_bytes(slot_bytes), packet_bytes(packet_bytes),
+	      block(sw_lay_exchange_block(65536, size, stripes, slots, slot_bytes, packet_bytes))
 	{
 		heap = (block.end + 4095) / 4096 * 4096;
-		stride = heap + room;
-		memory.assign(stride * size + 4096, 0);
-		base = (reinterpret_cast<u64>(memory.data()) + 4095) / 4096 * 4096;
+		take(size, heap + room);
 	}
-
-	u64 segment(u32 rank) const { return base + rank * stride; }
 };
 
 // What one rank does in a call; only sizes have to agree.
@@ -80,7 +73,7 @@ sw_exchange_args arguments(world &w, const call &c, u32 rank, std::vector<i64> &
 {
 	const part &k = c.ranks[rank];
 	sw_exchange_args a{};
-	a.world = {w.base, w.stride, 0, w.block.control, reinterpret_cast<u64>(&w.faults[rank]), k.timeout_ns, rank, w.size};
+	a.world = w.seen_by(rank, w.block.control, k.timeout_ns);
 	a.src = w.segment(rank) + c.src, a.dst = w.segment(rank) + c.dst;
 	a.dst_offset = k.staged ? -1 : c.dst;
 	a.block = w.block;
@@ -227,8 +220,6 @@ bool run(world &w, std::vector<stream> &streams, const std::function<void(u64)> 
 	}
 }
 
-u32 fault(const world &w, u32 rank) { return w.faults[rank].kind; }
-
 world random_world(u64 room)
 {
 	u32 size = 2 + draw(3), stripes = 1 + draw(3), slots = 1 + draw(3);
@@ -292,8 +283,8 @@ bool exchanges()
 	if (!run(w, streams))
 		return false;
 	for (u32 r = 0; r < w.size; r++)
-		if (fault(w, r) != SW_FAULT_NONE) {
-			printf("rank %u: fault %u with rank %u\n", r, fault(w, r), w.faults[r].peer);
+		if (w.fault(r) != SW_FAULT_NONE) {
+			printf("rank %u: fault %u with rank %u\n", r, w.fault(r), w.faults[r].peer);
 			return false;
 		}
 	return right(w, first, 1);
@@ -318,7 +309,7 @@ bool disagreement()
 	if (!run(w, streams))
 		return false;
 	for (u32 r = 0; r < w.size; r++) {
-		u32 kind = fault(w, r);
+		u32 kind = w.fault(r);
 		if (r == to ? kind != SW_FAULT_MISMATCH : kind != SW_FAULT_NONE && (r != from || kind != SW_FAULT_MISMATCH)) {
 			printf("%u sent %lld to %u, which expected %lld: rank %u has fault %u with rank %u\n", from, static_cast<long long>(bad.ranks[from].send[to]), to,
 			       static_cast<long long>(bad.ranks[to].recv[from]), r, kind, w.faults[r].peer);
@@ -347,19 +338,7 @@ bool end_of_waits(bool aborted)
 	for (u32 r = 0; r < w.size; r++)
 		if (r != away)
 			streams[r].calls.push_back(&c);
-	u64 when = draw(3000);
-	if (!run(w, streams, [&](u64 sweep) {
-		    if (aborted && sweep == when)
-			    for (u32 r = 0; r < w.size; r++)
-				    at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
-	    }))
-		return false;
-	for (u32 r = 0; r < w.size; r++)
-		if (r != away && fault(w, r) != (aborted ? SW_FAULT_ABORTED : SW_FAULT_TIMEOUT)) {
-			printf("rank %u was away: rank %u has fault %u\n", away, r, fault(w, r));
-			return false;
-		}
-	return true;
+	return run(w, streams, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }
 
 // Splits in device memory that reach past a buffer.
@@ -383,8 +362,8 @@ bool outside()
 		s.calls.push_back(&c);
 	if (!run(w, streams))
 		return false;
-	if (fault(w, bad) != SW_FAULT_SPLITS) {
-		printf("rank %u: fault %u\n", bad, fault(w, bad));
+	if (w.fault(bad) != SW_FAULT_SPLITS) {
+		printf("rank %u: fault %u\n", bad, w.fault(bad));
 		return false;
 	}
 	return true;

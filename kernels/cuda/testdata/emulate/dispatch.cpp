@@ -12,19 +12,16 @@ using u16 = uint16_t;
 constexpr u32 op_dispatch = 1, op_redispatch = 2, op_combine = 3, op_backward = 4;
 enum layout { flat, padded, compact, by_rank };
 
-struct world {
-	u32 size, experts, top_k, max_tokens, hidden, slots;
+struct world : segments {
+	u32 experts, top_k, max_tokens, hidden, slots;
 	layout rows_by;
 	bool float8;
 	i64 align = 1, capacity = 0, most_rows;
 	std::vector<u32> first, table; // slots before each rank; the placement
 	sw_moe_block state;
-	u64 staging, sums, weights, scales, rows, row_scales, row_weights, row_indices, row_sources, counts, heap, stride, base;
-	std::vector<u8> memory;
-	std::vector<sw_fault> faults;
+	u64 staging, sums, weights, scales, rows, row_scales, row_weights, row_indices, row_sources, counts;
 
 	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
-	u64 segment(u32 r) const { return base + r * stride; }
 	u32 local(u32 r) const { return first[r + 1] - first[r]; }
 	u32 wire() const { return float8 ? hidden : 2 * hidden; }
 	u32 scale_words() const { return float8 ? (hidden + 127) / 128 : 0; }
@@ -84,10 +81,7 @@ world random_world()
 	w.rows = take(w.most_rows * 2 * w.hidden), w.row_scales = take(4 * w.most_rows * w.scale_words()), w.row_weights = take(4 * w.most_rows * w.top_k);
 	w.row_indices = take(8 * w.most_rows * w.top_k), w.row_sources = take(8 * w.most_rows), w.counts = take(4096);
 	w.heap = take(0);
-	w.stride = (w.heap + 4 * static_cast<u64>(w.most_rows + w.max_tokens) * 2 * w.hidden + 8191) / 4096 * 4096;
-	w.memory.assign(w.stride * w.size + 4096, 0);
-	w.base = (reinterpret_cast<u64>(w.memory.data()) + 4095) / 4096 * 4096;
-	w.faults.resize(w.size);
+	w.take(w.size, (w.heap + 4 * static_cast<u64>(w.most_rows + w.max_tokens) * 2 * w.hidden + 8191) / 4096 * 4096);
 	return w;
 }
 
@@ -206,7 +200,7 @@ sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
 {
 	sw_moe_args a{};
 	u64 own = w.segment(rank);
-	a.world = {w.base, w.stride, 0, w.state.control, reinterpret_cast<u64>(&w.faults[rank]), u64{1} << 50, rank, w.size};
+	a.world = w.seen_by(rank, w.state.control, u64{1} << 50);
 	a.state = w.state;
 	a.choices = reinterpret_cast<u64>(b.choice[rank].data()), a.weights = reinterpret_cast<u64>(b.weight[rank].data());
 	a.table = reinterpret_cast<u64>(w.table.data());
@@ -368,8 +362,8 @@ bool run(world &w, std::vector<program> &programs, const std::function<void(u64)
 bool no_faults(const world &w)
 {
 	for (u32 r = 0; r < w.size; r++)
-		if (w.faults[r].kind != 0) {
-			printf("rank %u has fault %u: peer %u, %llu, %llu, %llu\n", r, w.faults[r].kind, w.faults[r].peer, static_cast<unsigned long long>(w.faults[r].sent),
+		if (w.fault(r) != 0) {
+			printf("rank %u has fault %u: peer %u, %llu, %llu, %llu\n", r, w.fault(r), w.faults[r].peer, static_cast<unsigned long long>(w.faults[r].sent),
 			       static_cast<unsigned long long>(w.faults[r].expected), static_cast<unsigned long long>(w.faults[r].limit));
 			return false;
 		}
@@ -555,17 +549,11 @@ bool end_of_waits(bool aborted)
 	use_few = draw(2) == 0;
 	std::vector<program> programs(w.size);
 	for (u32 r = 0; r < w.size; r++)
-		if (r != away)
+		if (r == away) {
+			continue;
+		} else if (aborted) {
 			add_dispatch(w, b, r, false, draw(2) == 0, programs[r]);
-	for (program &p : programs)
-		for (launch_of &l : p)
-			(void)l;
-	u64 when = draw(3000);
-	if (!aborted)
-		for (u32 r = 0; r < w.size; r++) { // with a deadline
-			programs[r].clear();
-			if (r == away)
-				continue;
+		} else { // with a deadline
 			sw_moe_args a = arguments(w, b, r, op_dispatch);
 			a.world.timeout_ns = 300'000;
 			a.x = reinterpret_cast<u64>(b.narrow_x[r].data()), a.to_rows = w.rows, a.to_indices = w.row_indices, a.to_weights = w.row_weights, a.to_sources = w.row_sources;
@@ -577,18 +565,7 @@ bool end_of_waits(bool aborted)
 			if (!w.by_token())
 				programs[r].push_back(with(experts_take, a, 2, SW_MOE_PASS_THREADS, 12 * w.local(r) + 8));
 		}
-	if (!run(w, programs, [&](u64 sweep) {
-		    if (aborted && sweep == when)
-			    for (u32 r = 0; r < w.size; r++)
-				    at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
-	    }))
-		return false;
-	for (u32 r = 0; r < w.size; r++)
-		if (r != away && w.faults[r].kind != (aborted ? SW_FAULT_ABORTED : SW_FAULT_TIMEOUT)) {
-			printf("rank %u was away: rank %u has fault %u\n", away, r, w.faults[r].kind);
-			return false;
-		}
-	return true;
+	return run(w, programs, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }
 
 } // namespace

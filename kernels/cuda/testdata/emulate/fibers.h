@@ -135,6 +135,51 @@ inline bool hangs(u64 sweep)
 	return true;
 }
 
+// The segments of all ranks, and the records of their faults.
+struct segments {
+	u32 size;
+	u64 heap, stride, base;
+	std::vector<u8> memory;
+	std::vector<sw_fault> faults;
+
+	// Gives so many ranks so many bytes each.
+	void take(u32 ranks, u64 bytes)
+	{
+		size = ranks, stride = bytes;
+		memory.assign(stride * size + 4096, 0);
+		base = (reinterpret_cast<u64>(memory.data()) + 4095) / 4096 * 4096;
+		faults.resize(size);
+	}
+
+	u64 segment(u32 rank) const { return base + rank * stride; }
+	u32 fault(u32 rank) const { return faults[rank].kind; }
+	sw_world seen_by(u32 rank, u64 control, u64 timeout_ns) const
+	{
+		return {base, stride, 0, control, reinterpret_cast<u64>(&faults[rank]), timeout_ns, rank, size};
+	}
+};
+
+// For every sweep of a run: in one of the first, the abort words are set.
+inline std::function<void(u64)> abort_in(const segments &w)
+{
+	return [&w, when = draw(3000)](u64 sweep) {
+		if (sweep == when)
+			for (u32 r = 0; r < w.size; r++)
+				at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
+	};
+}
+
+// True when every rank but the one that was away has given up and says why.
+inline bool gave_up(const segments &w, u32 away, bool aborted)
+{
+	for (u32 r = 0; r < w.size; r++)
+		if (r != away && w.fault(r) != (aborted ? SW_FAULT_ABORTED : SW_FAULT_TIMEOUT)) {
+			printf("rank %u was away: rank %u has fault %u\n", away, r, w.fault(r));
+			return false;
+		}
+	return true;
+}
+
 struct scenario {
 	const char *name;
 	std::function<bool()> run;
