@@ -80,15 +80,10 @@ func (*reductions) fault(f *faultWords, me int) error {
 	return &kernels.CallMismatchError{Rank: me, Peer: int(f.peer), Mine: mine, Theirs: theirs, Epoch: f.epoch}
 }
 
-func (x *reductions) load(e *Engine) error {
-	if e.reductions == nil {
-		k := new(reductionKernels)
-		if err := k.load(e); err != nil {
-			return err
-		}
-		e.reductions = k
+func (x *reductions) load(e *Engine) (err error) {
+	if x.k, err = loadOnce(e, &e.reductions); err != nil {
+		return err
 	}
-	x.k = e.reductions
 	if n := min(x.k.small, x.k.limit); x.c.Blocks > n {
 		return fmt.Errorf("%d blocks, of which %d run at once", x.c.Blocks, n)
 	}

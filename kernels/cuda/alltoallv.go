@@ -85,15 +85,10 @@ func (*exchanges) fault(f *faultWords, me int) error {
 	return nil
 }
 
-func (x *exchanges) load(e *Engine) error {
-	if e.exchanges == nil {
-		k := new(exchangeKernels)
-		if err := k.load(e); err != nil {
-			return err
-		}
-		e.exchanges = k
+func (x *exchanges) load(e *Engine) (err error) {
+	if x.k, err = loadOnce(e, &e.exchanges); err != nil {
+		return err
 	}
-	x.k = e.exchanges
 	if n := sharedBytes(&x.c, min(x.c.Stripes, x.k.limit), recvThreads); n > x.k.shared {
 		return fmt.Errorf("%d stripes of %d ranks on at most %d blocks need %d bytes of shared memory", x.c.Stripes, x.c.Size, x.k.limit, n)
 	}

@@ -122,16 +122,9 @@ func (*dispatches) hit(err error, handles []int) error {
 	return &kernels.HandlesError{Handles: handles, Err: err}
 }
 
-func (x *dispatches) load(e *Engine) error {
-	if e.dispatches == nil {
-		k := new(dispatchKernels)
-		if err := k.load(e); err != nil {
-			return err
-		}
-		e.dispatches = k
-	}
-	x.k = e.dispatches
-	return nil
+func (x *dispatches) load(e *Engine) (err error) {
+	x.k, err = loadOnce(e, &e.dispatches)
+	return err
 }
 
 func (k *dispatchKernels) load(e *Engine) error {

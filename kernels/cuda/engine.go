@@ -137,6 +137,21 @@ func (e *Engine) Close() error {
 	return err
 }
 
+// loadOnce is a family's kernels, which the engine holds in held once they are loaded. e.mu is held.
+func loadOnce[K any, P interface {
+	*K
+	load(e *Engine) error
+}](e *Engine, held *P) (P, error) {
+	if *held == nil {
+		k := P(new(K))
+		if err := k.load(e); err != nil {
+			return nil, err
+		}
+		*held = k
+	}
+	return *held, nil
+}
+
 // entry is a kernel of a fatbin, by its name.
 type entry struct {
 	name string
