@@ -202,48 +202,31 @@ func (g *GPU) Size() int { return g.comm.group.Size() }
 // AllToAll enqueues an exchange on a CUstream, as alltoallv.Exchanger.Exchange describes. It waits for nothing and has no
 // ticket: it is complete once the stream has run it.
 func (g *GPU) AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.closed {
-		return 0, ErrClosed
-	}
-	s, err := g.wrap(stream)
-	if err != nil {
-		return 0, err
-	}
-	d, err := g.view(Buffer{dst, shape.dstBytes()})
-	if err != nil {
-		return 0, err
-	}
-	v, err := g.view(Buffer{src, shape.srcBytes()})
-	if err != nil {
-		return 0, err
-	}
-	shape.assign(g.Size(), &g.splits)
-	err = g.exchanger.Exchange(s, d, v, &g.splits)
-	g.splits = alltoallv.Splits{} // it pointed to the caller's memory
-	if err != nil {
-		return 0, g.comm.blame(err)
-	}
-	return 0, nil
+	return g.enqueue(stream, Buffer{dst, shape.dstBytes()}, Buffer{src, shape.srcBytes()}, func(s device.Stream, d, v memory.View) error {
+		shape.assign(g.Size(), &g.splits)
+		err := g.exchanger.Exchange(s, d, v, &g.splits)
+		g.splits = alltoallv.Splits{} // it pointed to the caller's memory
+		return err
+	})
 }
 
 // AllReduce enqueues an all-reduce on a CUstream, as allreduce.Reducer.AllReduce describes; it has no ticket.
 func (g *GPU) AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
-	return g.reduction(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllReduce(s, d, v, dt, o) })
+	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllReduce(s, d, v, dt, o) })
 }
 
 // ReduceScatter enqueues a reduce-scatter, likewise.
 func (g *GPU) ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
-	return g.reduction(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.ReduceScatter(s, d, v, dt, o) })
+	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.ReduceScatter(s, d, v, dt, o) })
 }
 
 // AllGather enqueues an all-gather, likewise.
 func (g *GPU) AllGather(stream uintptr, dst, src Buffer) (Ticket, error) {
-	return g.reduction(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllGather(s, d, v, kernels.Uint8) })
+	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllGather(s, d, v, kernels.Uint8) })
 }
 
-func (g *GPU) reduction(stream uintptr, dst, src Buffer, call func(s device.Stream, d, v memory.View) error) (Ticket, error) {
+// enqueue makes a call with the stream and the buffers as views.
+func (g *GPU) enqueue(stream uintptr, dst, src Buffer, call func(s device.Stream, d, v memory.View) error) (Ticket, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
