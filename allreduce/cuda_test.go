@@ -52,6 +52,22 @@ func newYard(r *worldtest.Rank, n int64) *yard {
 	return y
 }
 
+// onGPUs runs test for each number of ranks, with a reducer of the defaults and a yard of 1 MiB.
+func onGPUs(t *testing.T, ranks []int, room int64, test func(r *worldtest.Rank, n int, x *allreduce.Reducer, y *yard)) {
+	for _, n := range ranks {
+		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
+			worldtest.GPUs(t, n, room, func(r *worldtest.Rank) {
+				x, err := allreduce.New(r.Ctx, r.Heap, gpuOptions(""))
+				r.Must(err)
+				y := newYard(r, 1<<20)
+				test(r, n, x, y)
+				r.Must(x.Close(r.Ctx))
+				y.close()
+			})
+		})
+	}
+}
+
 func (y *yard) close() {
 	y.r.Barrier()
 	for _, f := range y.release {
@@ -87,14 +103,8 @@ func (p place) String() string {
 
 // buffers are the source and the destination of a job, and the number of the source's first element.
 func (y *yard) buffers(j job, p place) (dst, src memory.View, first int64) {
-	es, me := j.dt.Size(), y.r.Rank()
-	at, mine := int64(0), j.count
-	if j.coll != kernels.AllReduce {
-		for _, c := range j.counts[:me] {
-			at += c
-		}
-		mine = j.counts[me]
-	}
+	es := j.dt.Size()
+	at, mine := j.slice(y.r.Rank())
 	in, out := j.count, mine
 	if !j.coll.Reduces() {
 		in, out, first = mine, j.count, at
@@ -269,44 +279,35 @@ func TestCUDA_R2_RoundedSumsAreTheHostsBitForBit(t *testing.T) {
 
 // Every placement of the buffers, through every kernel, with many chunks of staging.
 func TestCUDA_EveryPlacementOfLargeBuffers(t *testing.T) {
-	for _, n := range []int{2, 4} {
-		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
-			worldtest.GPUs(t, n, 192<<20, func(r *worldtest.Rank) {
-				x, err := allreduce.New(r.Ctx, r.Heap, gpuOptions(""))
-				r.Must(err)
-				y := newYard(r, 1<<20)
-				number := 0
-				for _, coll := range []kernels.Collective{kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather} {
-					for mixed := range 2 {
-						for where := range 8 {
-							for _, shift := range []int64{0, 2, 34} {
-								each := int64(200<<10+6)/int64(n) + int64(where)
-								j := job{coll: coll, dt: kernels.BFloat16, op: kernels.Sum, count: each * int64(n), plain: true, number: number}
-								for range n {
-									j.counts = append(j.counts, each)
-								}
-								number++
-								w := where
-								if mixed == 1 { // ranks have their buffers in other places
-									w = (where + 3*r.Rank()) % 8
-								}
-								p := place{w&1 != 0, w >> 1 & 1, w >> 2 & 1, shift * int64(r.Rank()%2), shift}
-								at := int64(0)
-								if coll == kernels.ReduceScatter {
-									at = each * int64(r.Rank())
-								}
-								if err := j.check(y.perform(x, j, p), r.Rank(), n, at); err != nil {
-									r.Must(fmt.Errorf("%v: %w", p, err))
-								}
-							}
+	onGPUs(t, []int{2, 4}, 192<<20, func(r *worldtest.Rank, n int, x *allreduce.Reducer, y *yard) {
+		number := 0
+		for _, coll := range []kernels.Collective{kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather} {
+			for mixed := range 2 {
+				for where := range 8 {
+					for _, shift := range []int64{0, 2, 34} {
+						each := int64(200<<10+6)/int64(n) + int64(where)
+						j := job{coll: coll, dt: kernels.BFloat16, op: kernels.Sum, count: each * int64(n), plain: true, number: number}
+						for range n {
+							j.counts = append(j.counts, each)
+						}
+						number++
+						w := where
+						if mixed == 1 { // ranks have their buffers in other places
+							w = (where + 3*r.Rank()) % 8
+						}
+						p := place{w&1 != 0, w >> 1 & 1, w >> 2 & 1, shift * int64(r.Rank()%2), shift}
+						at := int64(0)
+						if coll == kernels.ReduceScatter {
+							at = each * int64(r.Rank())
+						}
+						if err := j.check(y.perform(x, j, p), r.Rank(), n, at); err != nil {
+							r.Must(fmt.Errorf("%v: %w", p, err))
 						}
 					}
 				}
-				r.Must(x.Close(r.Ctx))
-				y.close()
-			})
-		})
-	}
+			}
+		}
+	})
 }
 
 // The defaults of a GPU, at the sizes where the kernels change.
@@ -334,139 +335,112 @@ func TestCUDA_DefaultsAtEverySize(t *testing.T) {
 }
 
 func TestCUDA_Broadcast(t *testing.T) {
-	for _, n := range []int{1, 2, 4} {
-		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
-			worldtest.GPUs(t, n, 64<<20, func(r *worldtest.Rank) {
-				x, err := allreduce.New(r.Ctx, r.Heap, gpuOptions(""))
-				r.Must(err)
-				y := newYard(r, 1<<20)
-				for i, size := range []int64{0, 1, 5000, 23 << 10, 100_001, 900_000} {
-					for root := range n {
-						b := y.out[i%2].Slice(int64(i), size)
-						want := make([]byte, size)
-						for k := range want {
-							want[k] = worldtest.Element(i, root, 0, int64(k))
-						}
-						y.write(b, bytes.Repeat([]byte{0xa5}, int(size)))
-						if r.Rank() == root {
-							y.write(b, want)
-						}
-						r.Must(y.s.Synchronize())
-						r.Must(x.Broadcast(y.s, b, root))
-						r.Must(y.s.Synchronize())
-						r.Must(x.Fault())
-						if got := y.read(b); !bytes.Equal(got, want) {
-							r.Must(fmt.Errorf("%d bytes from rank %d differ", size, root))
-						}
-					}
+	onGPUs(t, []int{1, 2, 4}, 64<<20, func(r *worldtest.Rank, n int, x *allreduce.Reducer, y *yard) {
+		for i, size := range []int64{0, 1, 5000, 23 << 10, 100_001, 900_000} {
+			for root := range n {
+				b := y.out[i%2].Slice(int64(i), size)
+				want := make([]byte, size)
+				for k := range want {
+					want[k] = worldtest.Element(i, root, 0, int64(k))
 				}
-				r.Must(x.Close(r.Ctx))
-				y.close()
-			})
-		})
-	}
+				y.write(b, bytes.Repeat([]byte{0xa5}, int(size)))
+				if r.Rank() == root {
+					y.write(b, want)
+				}
+				r.Must(y.s.Synchronize())
+				r.Must(x.Broadcast(y.s, b, root))
+				r.Must(y.s.Synchronize())
+				r.Must(x.Fault())
+				if got := y.read(b); !bytes.Equal(got, want) {
+					r.Must(fmt.Errorf("%d bytes from rank %d differ", size, root))
+				}
+			}
+		}
+	})
 }
 
 func TestCUDA_GraphsReplay(t *testing.T) {
-	for _, n := range []int{2, 4} {
-		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
-			worldtest.GPUs(t, n, 64<<20, func(r *worldtest.Rank) {
-				x, err := allreduce.New(r.Ctx, r.Heap, gpuOptions(""))
-				r.Must(err)
-				y := newYard(r, 1<<20)
-				number := 0
-				for _, each := range []int64{701, 30011} {
-					for _, coll := range []kernels.Collective{kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather} {
-						for where := range 2 {
-							j := job{coll: coll, dt: kernels.Float16, op: kernels.Sum, count: each * int64(n), plain: true, number: number}
-							for range n {
-								j.counts = append(j.counts, each)
-							}
-							number++
-							dst, src, first := y.buffers(j, place{in: where, out: where})
-							y.load(j, dst, src, first)
-							g, err := y.s.(*device.CUDAStream).Capture(func() error {
-								return errors.Join(j.call(x, y.s, dst, src), j.call(x, y.s, dst, src), j.call(x, y.s, dst, src))
-							})
-							r.Must(err)
-							at := int64(0)
-							if coll == kernels.ReduceScatter {
-								at = each * int64(r.Rank())
-							}
-							for replay := range 50 {
-								j.number = 1000*number + replay // other data every time
-								y.load(j, dst, src, first)
-								r.Must(g.Launch(y.s))
-								r.Must(y.s.Synchronize())
-								r.Must(x.Fault())
-								r.Must(j.check(y.read(dst), r.Rank(), n, at))
-							}
-							r.Must(g.Close())
-						}
+	onGPUs(t, []int{2, 4}, 64<<20, func(r *worldtest.Rank, n int, x *allreduce.Reducer, y *yard) {
+		number := 0
+		for _, each := range []int64{701, 30011} {
+			for _, coll := range []kernels.Collective{kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather} {
+				for where := range 2 {
+					j := job{coll: coll, dt: kernels.Float16, op: kernels.Sum, count: each * int64(n), plain: true, number: number}
+					for range n {
+						j.counts = append(j.counts, each)
 					}
+					number++
+					dst, src, first := y.buffers(j, place{in: where, out: where})
+					y.load(j, dst, src, first)
+					g, err := y.s.(*device.CUDAStream).Capture(func() error {
+						return errors.Join(j.call(x, y.s, dst, src), j.call(x, y.s, dst, src), j.call(x, y.s, dst, src))
+					})
+					r.Must(err)
+					at := int64(0)
+					if coll == kernels.ReduceScatter {
+						at = each * int64(r.Rank())
+					}
+					for replay := range 50 {
+						j.number = 1000*number + replay // other data every time
+						y.load(j, dst, src, first)
+						r.Must(g.Launch(y.s))
+						r.Must(y.s.Synchronize())
+						r.Must(x.Fault())
+						r.Must(j.check(y.read(dst), r.Rank(), n, at))
+					}
+					r.Must(g.Close())
 				}
-				r.Must(x.Close(r.Ctx))
-				y.close()
-			})
-		})
-	}
+			}
+		}
+	})
 }
 
 func TestCUDA_F3_DifferentCallsAreNamedOnEveryRank(t *testing.T) {
-	for _, n := range []int{2, 4} {
-		t.Run(fmt.Sprintf("ranks=%d", n), func(t *testing.T) {
-			worldtest.GPUs(t, n, 64<<20, func(r *worldtest.Rank) {
-				x, err := allreduce.New(r.Ctx, r.Heap, gpuOptions(""))
-				r.Must(err)
-				y := newYard(r, 1<<20)
-				for i, bytes := range []int64{1 << 10, 512 << 10} { // by packets, and through memory
-					for _, what := range []string{"type", "operator", "length", "collective"} {
-						c, dt, op, length := kernels.AllReduce, kernels.Int32, kernels.Sum, bytes
-						if r.Rank() == n-1 {
-							switch what {
-							case "type":
-								dt = kernels.Float32
-							case "operator":
-								op = kernels.Max
-							case "length":
-								length -= 8
-							case "collective":
-								c = kernels.ReduceScatter
-							}
-						}
-						src, dst := y.in[i].Slice(0, length), y.out[i].Slice(0, length)
-						y.write(dst, make([]byte, length))
-						if c == kernels.AllReduce {
-							r.Must(x.AllReduce(y.s, dst, src, dt, op))
-						} else {
-							r.Must(x.ReduceScatter(y.s, dst.Slice(0, length/int64(n)), src, dt, op))
-						}
-						r.Must(y.s.Synchronize())
-						err := x.Fault()
-						var mismatch *kernels.CallMismatchError
-						if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &mismatch) || mismatch.Rank != r.Rank() {
-							r.Must(fmt.Errorf("%s, %d bytes: got %v", what, bytes, err))
-						}
-						mine := kernels.ReduceCall{Collective: c, DType: dt, Op: op, Count: length / 4}
-						if mismatch.Mine != mine || mismatch.Theirs == mine {
-							r.Must(fmt.Errorf("%s, %d bytes: this rank called %v, the error says %v", what, bytes, mine, mismatch))
-						}
-						for at, b := range y.read(dst) {
-							if b != 0 {
-								r.Must(fmt.Errorf("%s, %d bytes: byte %d has been written", what, bytes, at))
-							}
-						}
-						r.Must(x.Fault()) // told once
-						r.Barrier()       // and everywhere, before the next call
-						j := job{coll: kernels.AllReduce, dt: kernels.Int32, op: kernels.Sum, count: bytes / 4, number: i}
-						r.Must(j.check(y.perform(x, j, place{}), r.Rank(), n, 0))
+	onGPUs(t, []int{2, 4}, 64<<20, func(r *worldtest.Rank, n int, x *allreduce.Reducer, y *yard) {
+		for i, bytes := range []int64{1 << 10, 512 << 10} { // by packets, and through memory
+			for _, what := range []string{"type", "operator", "length", "collective"} {
+				c, dt, op, length := kernels.AllReduce, kernels.Int32, kernels.Sum, bytes
+				if r.Rank() == n-1 {
+					switch what {
+					case "type":
+						dt = kernels.Float32
+					case "operator":
+						op = kernels.Max
+					case "length":
+						length -= 8
+					case "collective":
+						c = kernels.ReduceScatter
 					}
 				}
-				r.Must(x.Close(r.Ctx))
-				y.close()
-			})
-		})
-	}
+				src, dst := y.in[i].Slice(0, length), y.out[i].Slice(0, length)
+				y.write(dst, make([]byte, length))
+				if c == kernels.AllReduce {
+					r.Must(x.AllReduce(y.s, dst, src, dt, op))
+				} else {
+					r.Must(x.ReduceScatter(y.s, dst.Slice(0, length/int64(n)), src, dt, op))
+				}
+				r.Must(y.s.Synchronize())
+				err := x.Fault()
+				var mismatch *kernels.CallMismatchError
+				if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &mismatch) || mismatch.Rank != r.Rank() {
+					r.Must(fmt.Errorf("%s, %d bytes: got %v", what, bytes, err))
+				}
+				mine := kernels.ReduceCall{Collective: c, DType: dt, Op: op, Count: length / 4}
+				if mismatch.Mine != mine || mismatch.Theirs == mine {
+					r.Must(fmt.Errorf("%s, %d bytes: this rank called %v, the error says %v", what, bytes, mine, mismatch))
+				}
+				for at, b := range y.read(dst) {
+					if b != 0 {
+						r.Must(fmt.Errorf("%s, %d bytes: byte %d has been written", what, bytes, at))
+					}
+				}
+				r.Must(x.Fault()) // told once
+				r.Barrier()       // and everywhere, before the next call
+				j := job{coll: kernels.AllReduce, dt: kernels.Int32, op: kernels.Sum, count: bytes / 4, number: i}
+				r.Must(j.check(y.perform(x, j, place{}), r.Rank(), n, 0))
+			}
+		}
+	})
 }
 
 func TestCUDA_F1_AMissingRankIsNamed(t *testing.T) {

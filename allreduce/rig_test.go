@@ -194,16 +194,21 @@ func (a *arena) pick(dst bool, n int64) memory.View {
 	return memory.Host(a.foreign[shift : shift+n])
 }
 
+// slice is where the part of a rank begins among all elements, and how long it is; in an all-reduce it is everything.
+func (j job) slice(rank int) (at, count int64) {
+	if j.coll == kernels.AllReduce {
+		return 0, j.count
+	}
+	for _, c := range j.counts[:rank] {
+		at += c
+	}
+	return at, j.counts[rank]
+}
+
 // run makes the call on s with buffers placed at random and checks every element.
 func (j job) run(r *worldtest.Rank, x *allreduce.Reducer, s device.Stream, a *arena) error {
 	es, me := j.dt.Size(), r.Rank()
-	at, mine := int64(0), j.count
-	if j.coll != kernels.AllReduce {
-		for _, c := range j.counts[:me] {
-			at += c
-		}
-		mine = j.counts[me]
-	}
+	at, mine := j.slice(me)
 	in, out := j.count, mine
 	if !j.coll.Reduces() {
 		in, out = mine, j.count

@@ -187,27 +187,32 @@ func TestF4_SilentConnectionsLeaveRoomForRanks(t *testing.T) {
 		require.NoError(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &tight))
 		t.Cleanup(func() { require.NoError(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &old)) })
 	}
-	t.Run("rendezvous", func(t *testing.T) {
-		limit(t)
-		addr := freeAddr(t)
+	// Rank 0 is there when the flood begins, the others come then.
+	meet := func(t *testing.T, network, addr string, join func(r int) (*Group, error)) {
 		gs := make([]*Group, 3)
 		var wg sync.WaitGroup
-		join := func(r int) {
+		for r := range gs {
 			wg.Go(func() {
 				var err error
-				gs[r], err = Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr, Secret: []byte("sesame")})
+				gs[r], err = join(r)
 				require.NoError(t, err)
 			})
+			if r == 0 {
+				flood(t, network, addr)
+			}
 		}
-		join(0)
-		flood(t, "tcp", addr)
-		join(1)
-		join(2)
 		wg.Wait()
 		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
 		for _, g := range gs {
 			g.Close()
 		}
+	}
+	t.Run("rendezvous", func(t *testing.T) {
+		limit(t)
+		addr := freeAddr(t)
+		meet(t, "tcp", addr, func(r int) (*Group, error) {
+			return Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr, Secret: []byte("sesame")})
+		})
 	})
 	t.Run("mesh", func(t *testing.T) {
 		limit(t)
@@ -218,23 +223,6 @@ func TestF4_SilentConnectionsLeaveRoomForRanks(t *testing.T) {
 			require.NoError(t, err)
 			ls, addrs = append(ls, l), append(addrs, l.Addr())
 		}
-		gs := make([]*Group, 3)
-		var wg sync.WaitGroup
-		join := func(r int) {
-			wg.Go(func() {
-				var err error
-				gs[r], err = ls[r].Join(testContext(t), addrs)
-				require.NoError(t, err)
-			})
-		}
-		join(0)
-		flood(t, "unix", addrs[0])
-		join(1)
-		join(2)
-		wg.Wait()
-		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
-		for _, g := range gs {
-			g.Close()
-		}
+		meet(t, "unix", addrs[0], func(r int) (*Group, error) { return ls[r].Join(testContext(t), addrs) })
 	})
 }
