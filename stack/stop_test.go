@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strconv"
 	"sync"
 	"syscall"
@@ -39,12 +40,12 @@ func TestMain(m *testing.M) {
 func TestF2_StoppedRankHoldsUpNobody(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	addr := loopback.Addr()
+	addr, dir := loopback.Addr(), t.TempDir()
 	var wg sync.WaitGroup
 	for r := range 3 {
 		wg.Go(func() {
 			cmd := exec.CommandContext(ctx, os.Args[0]) // which also ends one that nobody has woken
-			cmd.Env = append(os.Environ(), workerEnv+"="+strconv.Itoa(r), "STACK_TEST_ADDR="+addr)
+			cmd.Env = append(os.Environ(), workerEnv+"="+strconv.Itoa(r), "STACK_TEST_ADDR="+addr, "STACK_TEST_DIR="+dir)
 			out, err := cmd.CombinedOutput()
 			if err != nil {
 				t.Errorf("rank %d: %v\n%s", r, err, out)
@@ -52,6 +53,23 @@ func TestF2_StoppedRankHoldsUpNobody(t *testing.T) {
 		})
 	}
 	wg.Wait()
+}
+
+// bothClosed waits until ranks 0 and 1 have closed: who shrinks tells the other that rank 2 is left out, and that ends a wait for it.
+func bothClosed(ctx context.Context, rank int) error {
+	name := func(r int) string { return filepath.Join(os.Getenv("STACK_TEST_DIR"), strconv.Itoa(r)) }
+	if err := os.WriteFile(name(rank), nil, 0o600); err != nil {
+		return err
+	}
+	for {
+		if _, err := os.Stat(name(1 - rank)); err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return fmt.Errorf("rank %d has not closed: %w", 1-rank, ctx.Err())
+		}
+		time.Sleep(time.Millisecond)
+	}
 }
 
 func besideAStoppedRank(rank int) error {
@@ -102,6 +120,11 @@ func besideAStoppedRank(rank int) error {
 	if err := s.Close(short); rank == 0 && !errors.Is(err, comm.ErrTimeout) { // the stopped rank may use the memory yet
 		return fmt.Errorf("close: %w", err)
 	}
+	closing := time.Since(start)
+	if err := bothClosed(ctx, rank); err != nil {
+		return err
+	}
+	start = time.Now()
 	next, err := g.Shrink(ctx, stopped)
 	if err != nil {
 		return err
@@ -110,7 +133,7 @@ func besideAStoppedRank(rank int) error {
 	if s, err = s.Reopen(ctx, next); err != nil {
 		return err
 	}
-	if took := time.Since(start); took > 10*time.Second {
+	if took := closing + time.Since(start); took > 10*time.Second {
 		return fmt.Errorf("that took %v", took)
 	}
 	if err := use(s); err != nil {
