@@ -101,6 +101,37 @@ func TestF2_LateRanksLearnThatAJoinFailed(t *testing.T) {
 	requireNoGoroutines(t)
 }
 
+// A rank that waits itself is not blamed by those that wait for it in a later call: rank 2 has reached only rank 1 with its last word.
+func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
+	barrier := func(g *Group, timeout time.Duration) error {
+		ctx, cancel := context.WithTimeout(context.Background(), timeout)
+		defer cancel()
+		return g.Barrier(ctx)
+	}
+	for _, c := range []struct {
+		name         string
+		first, after time.Duration // how long rank 0 waits in the first call, rank 1 in the one after
+	}{{"it waits", 2 * time.Second, 300 * time.Millisecond}, {"it has given up", 100 * time.Millisecond, 400 * time.Millisecond}} {
+		t.Run(c.name, func(t *testing.T) {
+			gs, err := Local(3)
+			require.NoError(t, err)
+			gs[2].n.links[1].send(message{kind: kindData, op: opBarrier, gid: gs[2].id, seq: 1})
+			var wg sync.WaitGroup
+			wg.Go(func() {
+				err := barrier(gs[0], c.first)
+				requirePeer(t, err, 2, ErrTimeout)
+				require.ErrorContains(t, err, "rank 2 runs and is in no call")
+			})
+			require.NoError(t, barrier(gs[1], 10*time.Second))
+			err = barrier(gs[1], c.after)
+			requirePeer(t, err, 2, ErrTimeout)
+			require.ErrorContains(t, err, "waiting for ranks [0 2]")
+			require.ErrorContains(t, err, "rank 0 waits for ranks [2] itself")
+			wg.Wait()
+		})
+	}
+}
+
 // Who has proven nothing can pin no more than 4 KiB, whatever it announces.
 func TestF4_MemoryBeforeTrust(t *testing.T) {
 	secret := []byte("what only ranks know")

@@ -44,6 +44,8 @@ func sampleMessages() []message {
 		{kind: kindBeat},
 		{kind: kindBye},
 		{kind: kindLeave, gid: 7},
+		{kind: kindAsk, gid: 7, seq: 1},
+		{kind: kindAnswer, gid: 7, seq: 1, data: []byte{2}},
 		{kind: kindData, op: opBarrier, gid: 7, seq: 1},
 		{kind: kindData, op: opAllGather, gid: 7, seq: 2, data: []byte("data")},
 		{kind: kindData, op: opAllGather, gid: 7, seq: 2, poison: "too many"},

@@ -60,6 +60,13 @@ type Group struct {
 	ended   bool // done is closed
 	cbs     map[*callback]struct{}
 	shrink  shrinking
+
+	inquiries   map[uint64]*inquiry // that wait for answers
+	lastInquiry uint64
+	gaveUp      struct { // the last call that timed out
+		seq     uint64
+		missing []int
+	}
 }
 
 type inbound struct {
@@ -483,6 +490,15 @@ func (g *Group) finish(ctx context.Context, c *call, m message) ([]message, erro
 		return g.collect(c)
 	default:
 	}
+	q := g.newInquiry(ctx)
+	defer q.end()
+	select {
+	case <-c.p.ready:
+	case <-g.done:
+	case <-ctx.Done():
+	case <-q.due:
+		q.ask()
+	}
 	select {
 	case <-c.p.ready:
 	case <-g.done:
@@ -506,7 +522,7 @@ func (g *Group) finish(ctx context.Context, c *call, m message) ([]message, erro
 		return nil, g.opError(c.op, c.seq)
 	default:
 	}
-	return nil, g.waitError(ctx, c.op.String(), c.seq, missing, time.Since(began))
+	return nil, q.waitError(ctx, c.op.String(), c.seq, missing, time.Since(began))
 }
 
 // A process that was stopped finds its deadlines passed when it wakes up, and
@@ -520,19 +536,6 @@ const (
 func overslept(ctx context.Context) bool {
 	d, ok := ctx.Deadline()
 	return ok && time.Since(d) > lateWake
-}
-
-// waitError is the error of a call that waited for ranks when its context ended.
-func (g *Group) waitError(ctx context.Context, op string, seq uint64, missing []int, waited time.Duration) error {
-	err := ctxErr(ctx)
-	if errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, ErrTimeout) {
-		err = fmt.Errorf("%w: %w", ErrTimeout, err)
-	}
-	text := fmt.Sprintf("call %d of %s, after %v, waiting for ranks %v", seq, g, waited.Round(time.Millisecond), missing)
-	if len(missing) == 0 {
-		return fmt.Errorf("comm: %s: %s: %w", op, text, err)
-	}
-	return &PeerError{Rank: missing[0], Op: op, Epoch: seq, Err: fmt.Errorf("%w: %s (stopped, busy with something else, or not in this call)", err, text)}
 }
 
 // dup duplicates fds for one receiver. If it cannot, the message is poisoned.
@@ -574,6 +577,7 @@ func (g *Group) giveUp(c *call) []int {
 	g.n.mu.Lock()
 	delete(g.pending, c.seq)
 	missing := c.p.absent()
+	g.gaveUp.seq, g.gaveUp.missing = c.seq, missing
 	parts := c.p.take()
 	g.n.mu.Unlock()
 	for i := range parts {
@@ -680,6 +684,10 @@ func (g *Group) handle(from int, m message) (then func()) {
 				g.failed(&failure{code: failLost, culprit: g.n.id, detail: fmt.Sprintf("rank %d goes on without this rank", r)}, false)
 			}
 		}
+	case kindAsk:
+		return g.answer(from, m.seq)
+	case kindAnswer:
+		g.answered(r, m)
 	default:
 		m.drop()
 	}

@@ -30,7 +30,7 @@ import (
 // The layout of the hello's head and of the proofs is the same in every version
 // of the protocol, so that ranks of different versions can tell each other.
 const (
-	protocolVersion = 2
+	protocolVersion = 3
 
 	helloHead = 8 + 2 + 1 + 1 + 2 + nonceSize
 	nonceSize = 32
@@ -187,6 +187,7 @@ const (
 	noteProof  note = 'P'
 	noteAccept note = 'A'
 	noteReject note = 'R' // a text
+	noteHere   note = 'H' // are you still there, and yes
 	noteTable  note = 'T' // the socket addresses of all ranks
 	noteFail   note = 'F' // the join has failed: a failure
 	noteDone   note = 'D' // the sender has joined
@@ -381,7 +382,7 @@ func (s *session) recv() (note, []byte, error) {
 		return 0, nil, err
 	}
 	switch note(s.in[0]) {
-	case noteProof, noteAccept, noteReject, noteTable, noteFail, noteDone:
+	case noteProof, noteAccept, noteReject, noteHere, noteTable, noteFail, noteDone:
 	default:
 		return 0, nil, fmt.Errorf("%w note: type %q", errMalformed, s.in[0])
 	}

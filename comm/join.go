@@ -213,11 +213,15 @@ type host struct {
 }
 
 // seat is a rank that has come. Nothing is said to it before it has been
-// accepted, nor does it count as one that has come.
+// accepted, nor does it count as one that has come. When all seats are taken,
+// those who sit there are asked whether they still are: one may have died, and
+// been started again, which is seen only later.
 type seat struct {
 	s        *session
 	addr     string
 	accepted bool
+	asked    bool
+	here     bool // it has said so
 }
 
 var (
@@ -246,7 +250,7 @@ func newHost(ctx, caller context.Context, m *meeting) (*host, error) {
 		conns:   make(map[net.Conn]struct{}),
 	}
 	h.told[0] = true
-	h.seats[0] = &seat{addr: m.me.addr, accepted: true}
+	h.seats[0] = &seat{addr: m.me.addr, accepted: true, asked: true, here: true}
 	h.wg.Go(func() { h.accept(caller) })
 	return h, nil
 }
@@ -474,6 +478,13 @@ func (h *host) turnedAway(conn net.Conn, rank int, err error) {
 // and come back.
 func (h *host) attend(s *session, rank int) {
 	kind, body, err := s.recv()
+	for err == nil && kind == noteHere {
+		h.mu.Lock()
+		h.seats[rank].here = true
+		h.mu.Unlock()
+		h.signal()
+		kind, body, err = s.recv()
+	}
 	if err == nil && kind == noteFail {
 		if f, ferr := decodeFail(body); ferr == nil {
 			h.spread(h.judge(rank, f))
@@ -513,27 +524,48 @@ func (h *host) judge(rank int, f *failure) *failure {
 		}
 	case f.code == failAbsent:
 		h.mu.Lock()
-		missing, met := h.missing(), h.met
+		missing, what := h.missing()
+		met := h.met
 		h.mu.Unlock()
 		if !met && len(missing) > 0 {
 			waited, _, _ := strings.Cut(f.detail, ":")
-			return &failure{code: failAbsent, culprit: missing[0], detail: fmt.Sprintf("%s on rank %d: %s", waited, rank, notCome(missing))}
+			return &failure{code: failAbsent, culprit: missing[0], detail: fmt.Sprintf("%s on rank %d: %s", waited, rank, what)}
 		}
 	}
 	return f
 }
 
-func notCome(ranks []int) string {
-	return fmt.Sprintf("ranks %v have not come (not started, ended early, or given another address)", ranks)
-}
-
-// missing is which ranks have not come. The caller holds mu.
-func (h *host) missing() []int {
-	var out []int
+// missing is which ranks have not come or, if all have, do not answer any more,
+// and that in words. The caller holds mu.
+func (h *host) missing() (ranks []int, what string) {
+	var silent []int
 	for r, st := range h.seats {
 		if st == nil || !st.accepted {
-			out = append(out, r)
+			ranks = append(ranks, r)
+		} else if !st.here {
+			silent = append(silent, r)
 		}
+	}
+	if len(ranks) == 0 {
+		return silent, fmt.Sprintf("ranks %v have come and do not answer (stopped?)", silent)
+	}
+	return ranks, fmt.Sprintf("ranks %v have not come (not started, ended early, or given another address)", ranks)
+}
+
+// toAsk returns whom to ask whether they are still there: nobody before all
+// seats are taken. The caller holds mu.
+func (h *host) toAsk() []*session {
+	var out []*session
+	for _, st := range h.seats {
+		if st == nil || !st.accepted {
+			return nil
+		}
+		if !st.asked {
+			out = append(out, st.s)
+		}
+	}
+	for _, st := range h.seats {
+		st.asked = true
 	}
 	return out
 }
@@ -571,6 +603,10 @@ func (h *host) tell(kind note, body []byte) {
 		to = append(to, st.s)
 	}
 	h.mu.Unlock()
+	sendAll(to, kind, body)
+}
+
+func sendAll(to []*session, kind note, body []byte) {
 	for _, s := range to {
 		s.conn.SetWriteDeadline(time.Now().Add(time.Second))
 		_ = s.send(kind, body) // a rank that is gone is noticed by attend
@@ -580,7 +616,8 @@ func (h *host) tell(kind note, body []byte) {
 func (h *host) addrs(ctx context.Context) ([]string, error) {
 	for {
 		h.mu.Lock()
-		missing := h.missing()
+		missing, what := h.missing()
+		ask := h.toAsk()
 		why := h.why
 		h.met = why == nil && len(missing) == 0
 		met := h.met
@@ -598,6 +635,7 @@ func (h *host) addrs(ctx context.Context) ([]string, error) {
 			h.tell(noteTable, encodeTable(addrs))
 			return addrs, nil
 		}
+		sendAll(ask, noteHere, nil)
 		select {
 		case <-h.changed:
 		case <-ctx.Done():
@@ -610,7 +648,7 @@ func (h *host) addrs(ctx context.Context) ([]string, error) {
 			if refused != "" {
 				refused = "; turned away: " + refused
 			}
-			return nil, h.absent(ctx, missing, notCome(missing)+refused)
+			return nil, h.absent(ctx, missing, what+refused)
 		}
 	}
 }
@@ -773,6 +811,11 @@ func (g *guest) addrs(ctx context.Context) ([]string, error) {
 		close(cut)
 	})
 	kind, body, err := g.s.recv()
+	for err == nil && kind == noteHere {
+		if err = g.s.send(noteHere, nil); err == nil {
+			kind, body, err = g.s.recv()
+		}
+	}
 	if !stop() {
 		<-cut // the connection is still to be read
 		if err != nil {
@@ -851,8 +894,12 @@ func (g *guest) fail(err error) error {
 	if g.heard != nil {
 		<-g.heard
 		why = g.failure()
-	} else if kind, body, rerr := g.s.recv(); rerr == nil && kind == noteFail {
-		if f, ferr := decodeFail(body); ferr == nil {
+	} else {
+		kind, body, rerr := g.s.recv()
+		for rerr == nil && kind == noteHere { // this rank is not any more
+			kind, body, rerr = g.s.recv()
+		}
+		if f, ferr := decodeFail(body); rerr == nil && kind == noteFail && ferr == nil {
 			why = f
 		}
 	}

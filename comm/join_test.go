@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -176,31 +177,69 @@ func TestJoinCancelled(t *testing.T) {
 	requireNoGoroutines(t)
 }
 
-// A rank that leaves before all have come, because it crashed, may come back.
+// A rank that leaves before all have come, because it crashed, may come back; also when its end is seen only after all have come.
 func TestJoinAgainBeforeAllHaveCome(t *testing.T) {
-	addr := freeAddr(t)
-	var wg sync.WaitGroup
-	gs := make([]*Group, 3)
-	join := func(r int) {
-		wg.Go(func() {
-			var err error
-			gs[r], err = Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr})
+	for _, seenLate := range []bool{false, true} {
+		t.Run(fmt.Sprintf("seen late=%v", seenLate), func(t *testing.T) {
+			addr := freeAddr(t)
+			var wg sync.WaitGroup
+			gs := make([]*Group, 3)
+			join := func(r int) {
+				wg.Go(func() {
+					var err error
+					gs[r], err = Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr})
+					assert.NoError(t, err)
+				})
+			}
+			join(0)
+			cfg := Config{Rank: 1, Size: 3, Addr: addr}
+			require.NoError(t, cfg.validate())
+			m := meeting{cfg: &cfg, me: card{purpose: toRendezvous, rank: 1, size: 3, peerTimeout: int64(cfg.PeerTimeout), addr: "@crashed"}, cancel: func(error) {}}
+			crashed, err := newGuest(testContext(t), &m)
 			require.NoError(t, err)
+			if seenLate {
+				join(2)
+				kind, _, err := crashed.s.recv()
+				require.NoError(t, err)
+				require.Equal(t, noteHere, kind)
+			}
+			crashed.s.conn.Close()
+			join(1)
+			if !seenLate {
+				join(2)
+			}
+			wg.Wait()
+			if t.Failed() {
+				return
+			}
+			requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+			for _, g := range gs {
+				g.Close()
+			}
 		})
 	}
-	join(0)
+}
+
+// A rank that is stopped while it waits for the others is named, by all.
+func TestF2_JoinNamesWhoDoesNotAnswer(t *testing.T) {
+	addr := freeAddr(t)
 	cfg := Config{Rank: 1, Size: 3, Addr: addr}
 	require.NoError(t, cfg.validate())
-	m := meeting{cfg: &cfg, me: card{purpose: toRendezvous, rank: 1, size: 3, peerTimeout: int64(cfg.PeerTimeout), addr: "@crashed"}, cancel: func(error) {}}
-	guest, err := newGuest(testContext(t), &m)
+	errs := make([]error, 3)
+	var wg sync.WaitGroup
+	for _, r := range []int{0, 2} {
+		wg.Go(func() {
+			_, errs[r] = Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr, JoinTimeout: time.Second})
+		})
+	}
+	m := meeting{cfg: &cfg, me: card{purpose: toRendezvous, rank: 1, size: 3, peerTimeout: int64(cfg.PeerTimeout), addr: "@stopped"}, cancel: func(error) {}}
+	stopped, err := newGuest(testContext(t), &m)
 	require.NoError(t, err)
-	guest.s.conn.Close()
-	join(1)
-	join(2)
+	defer stopped.s.conn.Close()
 	wg.Wait()
-	requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
-	for _, g := range gs {
-		g.Close()
+	for _, r := range []int{0, 2} {
+		requirePeer(t, errs[r], 1, ErrTimeout)
+		require.ErrorContains(t, errs[r], "ranks [1] have come and do not answer")
 	}
 }
 
@@ -213,7 +252,7 @@ func TestF3_ConfigurationsDiffer(t *testing.T) {
 		{"size", Config{Rank: 1, Size: 4}, []string{"size: rank 0 has 3, rank 1 has 4"}},
 		{"duplicate", Config{Rank: 2, Size: 3}, []string{"rank: two processes say they are rank 2, at @switchyard-"}},
 		{"peer timeout", Config{Rank: 1, Size: 3, PeerTimeout: time.Second}, []string{"peer timeout: rank 0 has 10s, rank 1 has 1s"}},
-		{"version", Config{Rank: 1, Size: 3, version: 7}, []string{"version: the rank that connects speaks protocol 7, the rank it connects to 2"}},
+		{"version", Config{Rank: 1, Size: 3, version: 7}, []string{fmt.Sprintf("version: the rank that connects speaks protocol 7, the rank it connects to %d", protocolVersion)}},
 		{"secret", Config{Rank: 1, Size: 3, Secret: []byte("sesame")}, []string{"secret: the rank that connects has one, the rank it connects to has none"}},
 	} {
 		for _, secret := range []string{"", "a secret of all ranks"} {
@@ -470,9 +509,9 @@ func TestF3_MeshConfigurationsDiffer(t *testing.T) {
 		return errs
 	}
 	same := func(a []string) [2][]string { return [2][]string{a, a} }
-	for _, err := range start([2]Config{{version: 3}, {}}, same) {
+	for _, err := range start([2]Config{{version: protocolVersion + 1}, {}}, same) {
 		require.ErrorIs(t, err, ErrMismatch)
-		require.ErrorContains(t, err, "the rank that connects speaks protocol 2, the rank it connects to 3")
+		require.ErrorContains(t, err, fmt.Sprintf("the rank that connects speaks protocol %d, the rank it connects to %d", protocolVersion, protocolVersion+1))
 	}
 	for _, err := range start([2]Config{{PeerTimeout: time.Second}, {}}, same) {
 		require.ErrorIs(t, err, ErrMismatch)

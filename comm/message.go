@@ -10,6 +10,8 @@ const (
 	kindShrink kind = 4 // a round of the agreement on who survives
 	kindBeat   kind = 5 // the sender is alive
 	kindBye    kind = 6 // the sender has closed all its groups; end of stream follows
+	kindAsk    kind = 7 // whom does the receiver wait for?
+	kindAnswer kind = 8 // whom the sender waits for
 )
 
 // opcode names a collective call, so that ranks which call different things
@@ -55,8 +57,8 @@ type message struct {
 	kind kind
 	op   opcode
 	gid  uint64
-	seq  uint64 // kindData: the call; kindShrink: the round
-	data []byte // kindData: the part; kindShrink: the gone ranks
+	seq  uint64 // kindData: the call; kindShrink: the round; kindAsk, kindAnswer: the asker's number of it
+	data []byte // kindData: the part; kindShrink: the gone ranks; kindAnswer: the awaited ranks
 	fds  []int  // kindData: owned by the message
 	val  any    // kindData, within a process only
 

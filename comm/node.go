@@ -174,6 +174,8 @@ func (n *node) register(id uint64, name string, parent uint64) (*Group, error) {
 		out:     make(map[int]bool),
 		done:    make(chan struct{}),
 		cbs:     make(map[*callback]struct{}),
+
+		inquiries: make(map[uint64]*inquiry),
 	}
 	g.shrink.wake = make(chan struct{}, 1)
 	n.mu.Lock()

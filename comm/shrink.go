@@ -173,6 +173,8 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 	began := time.Now()
 	n := g.n
 	s := &g.shrink
+	q := g.newInquiry(ctx)
+	defer q.end()
 	for {
 		n.mu.Lock()
 		var say *message
@@ -207,8 +209,13 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		}
 		select {
 		case <-s.wake:
+		case <-q.due:
+			q.ask()
 		case <-ctx.Done():
-			return nil, g.waitError(ctx, "shrink", s.round, g.shrinkAbsent(), time.Since(began))
+			n.mu.Lock()
+			round, missing := s.round, g.shrinkAbsent()
+			n.mu.Unlock()
+			return nil, q.waitError(ctx, "shrink", round, missing, time.Since(began))
 		}
 	}
 }
@@ -248,9 +255,8 @@ func (g *Group) roundState() (union rankSet, same, complete bool) {
 	return union, same && union.equal(s.said), true
 }
 
+// shrinkAbsent returns the ranks that have not spoken in this round. The caller holds n.mu.
 func (g *Group) shrinkAbsent() []int {
-	g.n.mu.Lock()
-	defer g.n.mu.Unlock()
 	var out []int
 	gone := g.goneRanks()
 	for r := range g.members {

@@ -19,7 +19,7 @@ import (
 //	10  u16  0
 //	12  u32  frameMagic
 //	16  u64  group
-//	24  u64  call or round
+//	24  u64  call, round or number of an inquiry
 //	32       payload
 //
 // A message longer than a frame is sent as several in a row, all but the last
@@ -100,8 +100,10 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 		if h.flags&flagPoison != 0 && h.length == 0 {
 			return bad("an error without a text")
 		}
-	case kindShrink:
-		allowed = flagDecided
+	case kindShrink, kindAnswer:
+		if h.kind == kindShrink {
+			allowed = flagDecided
+		}
 		if h.length > MaxSize/8+1 {
 			return bad("a set of %d bytes", h.length)
 		}
@@ -109,7 +111,7 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 		if h.length > failHeader+2*maxText {
 			return bad("a failure of %d bytes", h.length)
 		}
-	case kindLeave, kindBeat, kindBye:
+	case kindLeave, kindBeat, kindBye, kindAsk:
 		if h.length != 0 {
 			return bad("kind %d with %d bytes", h.kind, h.length)
 		}
