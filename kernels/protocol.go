@@ -14,6 +14,7 @@ const (
 	DoorbellOffset = 128 // 32-bit: grows when a peer has signalled a sleeping rank (host engine)
 	CoreOffset     = 192 // 32-bit: the processor on which this rank last began to wait, plus 1 (host engine)
 	WaitingOffset  = 256 // 64-bit: the call in which this rank waits, 0 when it does not (host engine)
+	AwaitedOffset  = 320 // 32-bit: the rank for which this rank waits, or has waited in vain, plus 1 (host engine)
 
 	SegmentsOffset = 4096 // on GPUs, where segments lie anywhere: Size 64-bit addresses of the ranks' segments
 	AliasOffset    = 8192 // on GPUs, AliasRows rows of Size 64-bit addresses: registered memory by rank

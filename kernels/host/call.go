@@ -95,3 +95,70 @@ func (w *waiter) doing(peer int) string {
 	}
 	return fmt.Sprintf("rank %d has begun call %d, %v, and not come further (it waits for another rank, or is stopped)", peer, w.call.epoch, w.call.op)
 }
+
+// await tells the others for whom this rank waits. What it says stays when the wait is in vain.
+func (w *waiter) await(peer int) {
+	if word := uint32(peer) + 1; word != w.awaits {
+		w.awaits = word
+		w.e.peers[w.e.space.Rank].awaited.Store(word)
+	}
+}
+
+// lateError is a wait that was in vain, for a rank that may not be the one that was waited for.
+type lateError struct {
+	rank int
+	error
+}
+
+func (e *lateError) Unwrap() error { return e.error }
+
+// gaveUp is the error of a wait for peer. Who waits itself is not to blame.
+func (w *waiter) gaveUp(peer int) error {
+	culprit := w.e.culprit(peer, w.call.at)
+	waits := ""
+	if culprit != peer {
+		waits = fmt.Sprintf("rank %d waits for rank %d itself; ", peer, culprit)
+	}
+	return &lateError{culprit, fmt.Errorf("%w after %v%s: %s%s", comm.ErrTimeout, w.timeout, w.sizes(peer), waits, w.doing(culprit))}
+}
+
+// culprit follows from a peer who waits for whom. A rank that was stopped in a wait of its own says that it waits, though
+// it could go on, so the way may lead in a circle: then the one that has made the fewest calls of the communicator whose
+// counter lies at an offset is to blame, among those the one that most ranks wait for, among those the first on the way.
+func (e *Engine) culprit(peer int, at int64) int {
+	me := e.space.Rank
+	waitFor := make([]int, len(e.peers)) // by rank, -1: for nobody
+	count := make([]int, len(e.peers))   // how many wait for a rank
+	for p := range e.peers {
+		waitFor[p] = int(e.peers[p].awaited.Load()) - 1
+		if p == me {
+			waitFor[p] = peer
+		}
+		if q := waitFor[p]; q >= len(e.peers) || q == p {
+			waitFor[p] = -1
+		} else if q >= 0 {
+			count[q]++
+		}
+	}
+	var way []int
+	on := make([]int, len(e.peers)) // place on the way, from 1
+	for p := peer; ; p = waitFor[p] {
+		way = append(way, p)
+		on[p] = len(way)
+		next := waitFor[p]
+		switch {
+		case next < 0 || next == me: // this rank runs
+			return p
+		case on[next] == 0:
+			continue
+		}
+		worst := next
+		for _, q := range way[on[next]-1:] {
+			begun, least := e.word(q, at).Load(), e.word(worst, at).Load()
+			if begun < least || begun == least && count[q] > count[worst] {
+				worst = q
+			}
+		}
+		return worst
+	}
+}

@@ -42,8 +42,8 @@ type Engine struct {
 const coreCacheBytes = 3 << 20
 
 type peer struct {
-	doorbell, sleepers, core *atomic.Uint32
-	waiting                  *atomic.Uint64
+	doorbell, sleepers, core, awaited *atomic.Uint32
+	waiting                           *atomic.Uint64
 }
 
 // New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
@@ -63,7 +63,7 @@ func New(space kernels.Space, why func() error) *Engine {
 		seg := space.Segment(p)
 		w := &e.peers[p]
 		w.doorbell, w.sleepers, w.core = shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset), shm.Word32(seg, kernels.CoreOffset)
-		w.waiting = shm.Word(seg, kernels.WaitingOffset)
+		w.waiting, w.awaited = shm.Word(seg, kernels.WaitingOffset), shm.Word32(seg, kernels.AwaitedOffset)
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
 	return e
@@ -74,13 +74,16 @@ func (e *Engine) word(p int, off int64) *atomic.Uint64 {
 	return shm.Word(e.space.Mem, int64(p)*e.space.Stride+off)
 }
 
-// fail names the peer that a wait was for, or the reason for which the group gave up.
+// fail names the peer that a wait was for, or the one that this peer waits for itself, or the reason for which the group gave up.
 func (e *Engine) fail(peer int, op string, epoch uint64, err error) error {
 	if errors.Is(err, comm.ErrAborted) {
 		if why := e.why(); why != nil {
 			err = why
 		}
 		return fmt.Errorf("kernels: %s call %d: %w", op, epoch, err)
+	}
+	if l, ok := err.(*lateError); ok {
+		peer = l.rank
 	}
 	return &comm.PeerError{Rank: peer, Op: op, Epoch: epoch, Err: err}
 }

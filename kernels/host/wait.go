@@ -46,6 +46,7 @@ type waiter struct {
 	sleeper  kernels.Sleeper
 	entered  bool
 	doorbell uint32
+	awaits   uint32 // what this rank's word of whom it waits for says, as far as this wait knows
 }
 
 // sizer says what a call exchanges with a peer, in words; nothing where that is not known.
@@ -53,11 +54,15 @@ type sizer interface{ sizes(peer int) string }
 
 // begin is the beginning of a call.
 func (w *waiter) begin(e *Engine, with sizer, c call, timeout time.Duration) {
-	w.e, w.with, w.call, w.timeout, w.polls, w.other, w.woken = e, with, c, timeout, 0, 0, false
+	w.e, w.with, w.call, w.timeout, w.polls, w.other, w.woken, w.awaits = e, with, c, timeout, 0, 0, false, 0
 }
 
 func (w *waiter) busy() {
 	w.polls = 0
+	if w.awaits != 0 {
+		w.e.peers[w.e.space.Rank].awaited.CompareAndSwap(w.awaits, 0)
+		w.awaits = 0
+	}
 	w.leave()
 }
 
@@ -107,7 +112,7 @@ func (w *waiter) idle(peer int) error {
 		return nil
 	}
 	if waited > w.timeout {
-		return fmt.Errorf("%w after %v%s: %s", comm.ErrTimeout, w.timeout, w.sizes(peer), w.doing(peer))
+		return w.gaveUp(peer)
 	}
 	if waited >= w.told+w.e.tellEvery {
 		w.tell(peer, waited)
@@ -116,8 +121,10 @@ func (w *waiter) idle(peer int) error {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)
 		w.e.peers[w.e.space.Rank].waiting.Store(w.call.word())
+		w.await(peer)
 		return nil // the caller looks once more, now that peers know
 	}
+	w.await(peer)
 	if err := w.elsewhere(peer); err != nil {
 		return err
 	}

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -46,4 +47,75 @@ func TestWaitsSayForWhom(t *testing.T) {
 	err := call(0, 30*time.Millisecond)
 	require.ErrorIs(t, err, comm.ErrTimeout)
 	require.ErrorContains(t, err, "alltoallv: rank 1, epoch 2: timed out after 30ms (7 bytes from it and 5 to it): rank 1 has made 1 calls; this is call 2, alltoallv")
+}
+
+// A rank that waits itself is not blamed by those that wait for it in a later call: rank 1 has reached only rank 0 with its last messages.
+func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
+	for _, c := range []struct {
+		name         string
+		first, after time.Duration // how long rank 2 waits in the first call, rank 0 in the one after
+	}{{"it waits", 10 * time.Second, 300 * time.Millisecond}, {"it has given up", 100 * time.Millisecond, 400 * time.Millisecond}} {
+		t.Run(c.name, func(t *testing.T) {
+			w := newWorld(t, 3, kernels.Channels{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 0)
+			m := [][]int64{{0, 5, 5}, {5, 0, 5}, {5, 5, 0}}
+			call := func(rank int, timeout time.Duration) error {
+				ro := routes(m, rank)
+				if rank == 1 {
+					ro.Order = []int32{0, 2}
+				}
+				return w.ports[rank].Launch(nil, &kernels.AllToAllV{Routes: ro, Src: buffer(make([]byte, 10), -1), Dst: buffer(make([]byte, 10), -1),
+					Launched: kernels.Launched{Timeout: timeout}})
+			}
+			stopped := make(chan struct{})
+			w.engines[1].step = func(_ point, peer int) error {
+				if peer == 2 {
+					<-stopped
+				}
+				return nil
+			}
+			var ranks sync.WaitGroup
+			ranks.Go(func() { _ = call(1, 10*time.Second) })
+			ranks.Go(func() {
+				if err := call(2, c.first); c.first < c.after {
+					var peer *comm.PeerError
+					if assert.ErrorAs(t, err, &peer) {
+						assert.Equal(t, 1, peer.Rank, err)
+					}
+				}
+			})
+			require.NoError(t, call(0, 10*time.Second))
+			err := call(0, c.after)
+			var peer *comm.PeerError
+			require.ErrorAs(t, err, &peer)
+			require.ErrorIs(t, err, comm.ErrTimeout)
+			require.Equal(t, 1, peer.Rank, err)
+			require.ErrorContains(t, err, "rank 2 waits for rank 1 itself; rank 1 has made 1 calls; this is call 2")
+			close(stopped)
+			ranks.Wait()
+		})
+	}
+}
+
+// A rank that was stopped in a wait still says for whom it waited. Rows: who waits for whom, -1 for nobody, and how many calls each has made.
+func TestF2_TheCulpritOfACircle(t *testing.T) {
+	const at = kernels.HeaderBytes
+	for _, c := range []struct {
+		waitFor, calls []int
+		from, culprit  int
+	}{
+		{[]int{-1, -1, -1, -1}, []int{1, 1, 1, 1}, 2, 2},
+		{[]int{1, 2, 3, -1}, []int{1, 1, 1, 1}, 1, 3},
+		{[]int{1, 2, 0, -1}, []int{1, 1, 1, 1}, 1, 2}, // rank 0 asks, so it is not 0
+		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 1}, 1, 3},  // rank 3 is behind
+		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 2}, 1, 2},  // ranks 1 and 3 wait for rank 2
+		{[]int{1, 1, 9, 9}, []int{1, 1, 1, 1}, 1, 1},  // words that make no sense
+	} {
+		w := newWorld(t, 4, kernels.Channels{Slots: 2, SlotBytes: 256}, 0)
+		e := w.engines[0]
+		for p := range 4 {
+			e.peers[p].awaited.Store(uint32(c.waitFor[p] + 1))
+			e.word(p, at).Store(uint64(c.calls[p]))
+		}
+		require.Equal(t, c.culprit, e.culprit(c.from, at), c)
+	}
 }
