@@ -16,6 +16,7 @@ type config struct {
 	Ranks int  `json:"ranks"`
 	Procs bool `json:"procs"`
 	Join  bool `json:"join"`
+	Late  bool `json:"late"`
 
 	Experts int `json:"experts"`
 	TopK    int `json:"topk"`
@@ -32,6 +33,10 @@ type config struct {
 
 	KillRank int `json:"kill_rank"` // in step AtStep, -1 for nobody
 	AtStep   int `json:"at_step"`
+	// Before step ReplaceAt a fresh rank takes its place, 0 for never. The ranks meet at MeetAt, with Secret.
+	ReplaceAt int    `json:"replace_at_step"`
+	MeetAt    string `json:"-"`
+	Secret    []byte `json:"-"`
 
 	Text  string `json:"text"`
 	JSON  string `json:"-"`
@@ -57,6 +62,7 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 	f.IntVar(&c.Ranks, "ranks", 4, "ranks that share the work")
 	f.BoolVar(&c.Procs, "procs", false, "run every rank in a process of its own, over shared memory")
 	f.BoolVar(&c.Join, "join", false, "be one rank of the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (what -procs starts)")
+	f.BoolVar(&c.Late, "late", false, "with -join: take the place of a rank that was lost (what -procs starts for -replace-at-step)")
 	f.IntVar(&c.Experts, "experts", 8, "experts of a layer")
 	f.IntVar(&c.TopK, "topk", 2, "experts that a token visits")
 	f.IntVar(&c.Layers, "layers", 2, "mixture-of-experts layers")
@@ -73,6 +79,7 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 	f.StringVar(&c.HTML, "html", "", "write the report with pictures to this file, to look at in a browser")
 	f.IntVar(&c.KillRank, "kill-rank", -1, "kill this rank in the middle of a step; the others go on without it")
 	f.IntVar(&c.AtStep, "at-step", 0, "the step of -kill-rank (default half of -steps)")
+	f.IntVar(&c.ReplaceAt, "replace-at-step", 0, "before this step a fresh rank takes the place of the one that was killed (default never)")
 	f.BoolVar(&c.Check, "check", false, "train on 1 rank and on -ranks ranks and compare the losses step by step")
 	switch err := f.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):
@@ -96,6 +103,14 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 		return c, usagef("-at-step needs -kill-rank")
 	case given["kill-rank"] && !given["at-step"]:
 		c.AtStep = (c.Steps + 1) / 2
+	}
+	switch {
+	case given["replace-at-step"] && !given["kill-rank"]:
+		return c, usagef("-replace-at-step needs -kill-rank")
+	case given["replace-at-step"] && (c.ReplaceAt <= c.AtStep || c.ReplaceAt > c.Steps):
+		return c, usagef("-replace-at-step is %d, want a step after the %d of -at-step, at most the %d of -steps", c.ReplaceAt, c.AtStep, c.Steps)
+	case c.Late && !c.Join:
+		return c, usagef("-late needs -join")
 	}
 	if given["kill-rank"] && c.KillRank < 0 {
 		return c, usagef("-kill-rank is %d, want a rank", c.KillRank)
@@ -142,7 +157,7 @@ func (c *config) validate() error {
 
 // shared is the part of the config that all ranks must have in common.
 func (c config) shared() config {
-	c.Join, c.JSON, c.HTML = false, "", ""
+	c.Join, c.Late, c.JSON, c.HTML = false, false, "", ""
 	return c
 }
 

@@ -9,7 +9,10 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 
+	"github.com/switchyard-moe/switchyard/allreduce"
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -29,45 +32,99 @@ func (w *worker) kill() error {
 	return errKilled
 }
 
-// testament is what a rank knows when others are lost.
+// testament is what a rank knows when the ranks change.
 type testament struct {
-	Rank  int // in the old group
+	Rank  int // in the old group, -1 for one that is new
 	Done  int // steps
 	Final int // see worker.final
 	// Of one of the ranks that have done the most steps.
 	History *history
 	Balance [][]float32 // by layer
-	Dense   []byte      // weights and moments of the dense part
+	Experts [][]int     // where they were
+	Ranks   int         // how many there were
 }
 
 // heal makes a worker of a smaller group out of a worker whose group has lost a rank. It is collective: all ranks that are left
 // call it. The old worker is closed, whatever comes of it.
-//
-// The dense part of the model is on every rank, so it goes on where it was. So do experts of ranks that are left. Those of lost
-// ranks are lost: other ranks begin with copies of experts of their own, which the router can tell apart by its own weights.
 func (w *worker) heal(ctx context.Context) (*worker, error) {
-	placement := w.moving.Placement()
 	_ = w.close(ctx) // its errors are about the ranks that are lost
 	g, err := w.group.Shrink(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("go on without the ranks that are lost: %w", err)
 	}
+	n, err := carryOn(ctx, g, w.cfg, w.text, w)
+	if err != nil {
+		return nil, fmt.Errorf("go on without the ranks that are lost: %w", err)
+	}
+	return n, nil
+}
+
+// admitFor is how long ranks wait for a fresh one. Tests have less patience.
+var admitFor = 30 * time.Second
+
+// meeting says where a fresh rank meets the others.
+func (c config) meeting() comm.Config {
+	return comm.Config{Addr: c.MeetAt, Secret: c.Secret, JoinTimeout: admitFor, Name: "moe"}
+}
+
+// grow makes a worker of a larger group, with a fresh rank, between two steps. It is collective: the fresh rank calls carryOn. When
+// none comes, the worker stays what it is.
+func (w *worker) grow(ctx context.Context) (*worker, error) {
+	w.Asked = true
+	g, err := w.group.Admit(ctx, 1, w.cfg.meeting())
+	if errors.Is(err, comm.ErrTimeout) && w.group.Err() == nil {
+		w.Events = append(w.Events, fmt.Sprintf("No fresh rank came within %v before step %d.", admitFor, w.done()+1))
+		return w, nil
+	}
+	if err == nil {
+		err = w.close(ctx)
+	}
+	if err == nil {
+		err = agree(ctx, g, w.cfg, w.text)
+	}
+	var n *worker
+	if err == nil {
+		n, err = carryOn(ctx, g, w.cfg, w.text, w)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("let a fresh rank in: %w", err), w.close(ctx))
+	}
+	return n, nil
+}
+
+// carryOn makes a worker of a group that has come of another one by loss or admission. It is collective. Ranks that were in the
+// other group pass their worker of there, closed; a fresh one passes nil.
+//
+// The dense part of the model is on every rank; a fresh one gets it. Experts stay where they are. Those of lost ranks are lost: other
+// ranks begin with copies of experts of their own, which the router can tell apart by its own weights. A fresh rank gets experts
+// from those that have most.
+func carryOn(ctx context.Context, g *comm.Group, c config, text *corpus, old *worker) (*worker, error) {
 	fail := func(err error) (*worker, error) {
 		g.Abort(err)
 		g.Close()
-		return nil, fmt.Errorf("go on without the ranks that are lost: %w", err)
+		return nil, err
 	}
-
 	// Some ranks may have done one step more than others: the last one's sums can be complete on some when a rank is lost.
-	all, err := gather(ctx, g.AllGather, testament{Rank: w.rank, Done: w.done(), Final: w.final})
+	mine := testament{Rank: -1}
+	if old != nil {
+		mine = testament{Rank: old.rank, Done: old.done(), Final: old.final}
+	}
+	all, err := gather(ctx, g.AllGather, mine)
 	if err != nil {
 		return fail(err)
 	}
-	best := slices.MaxFunc(all, func(a, b testament) int { return a.Done - b.Done })
-	mine := testament{}
-	if w.rank == best.Rank {
-		mine.History, mine.Dense = &w.history, w.model.dense()
-		for _, l := range w.model.layers {
+	best := 0 // in the new group
+	var was []int
+	for r, t := range all {
+		was = append(was, t.Rank)
+		if t.Rank >= 0 && (all[best].Rank < 0 || t.Done > all[best].Done) {
+			best = r
+		}
+	}
+	mine = testament{}
+	if g.Rank() == best {
+		mine.History, mine.Experts, mine.Ranks = &old.history, old.moving.Placement().Ranks, old.ranks
+		for _, l := range old.model.layers {
 			mine.Balance = append(mine.Balance, l.balance)
 		}
 	}
@@ -75,63 +132,95 @@ func (w *worker) heal(ctx context.Context) (*worker, error) {
 	if err != nil {
 		return fail(err)
 	}
-	common := parts[slices.IndexFunc(parts, func(t testament) bool { return t.History != nil })]
-	if w.done() < best.Done {
-		if w.done() != best.Done-1 || w.final != best.Done {
-			return fail(fmt.Errorf("rank %d has done %d steps, rank %d %d", w.rank, w.done(), best.Rank, best.Done))
+	common, before := parts[best], &dispatch.Placement{Ranks: parts[best].Experts}
+	if done := all[best].Done; old != nil && old.done() < done {
+		if old.done() != done-1 || old.final != done {
+			return fail(fmt.Errorf("rank %d has done %d steps, rank %d %d", old.rank, old.done(), was[best], done))
 		}
-		newAdam(best.Done, w.cfg.rateAt(best.Done)).apply(w.model.slabs[len(w.model.slabs)-1])
+		newAdam(done, c.rateAt(done)).apply(old.model.slabs[len(old.model.slabs)-1])
 	}
 
-	// Experts stay where they are; the ranks with the fewest take those that are lost.
-	var left []int
-	for _, t := range all {
-		left = append(left, t.Rank)
-	}
-	p, had := &dispatch.Placement{}, make([]int, g.Size())
-	copies := map[int]int{} // lost expert to the one it is a copy of, -1 for a new one
-	for _, at := range placement.Ranks {
-		r := slices.Index(left, at[0])
-		if r >= 0 {
-			had[r]++
-		}
-		p.Ranks = append(p.Ranks, []int{r})
-	}
-	for e, at := range p.Ranks {
-		if at[0] >= 0 {
-			continue
-		}
-		r := slices.Index(had, slices.Min(had))
-		at[0], copies[e] = r, -1
-		if own := placement.Local(left[r]); len(own) > 0 {
-			copies[e] = own[len(copies)%len(own)]
-		}
-		had[r]++
-	}
-
-	n, err := newWorker(ctx, g, w.cfg, w.text, p)
+	p, moves := before.Follow(was)
+	w, err := newWorker(ctx, g, c, text, p)
 	if err != nil {
 		g.Close()
 		return nil, err
 	}
-	n.history = *common.History
-	n.Since = n.done() + 1
-	n.Events = append(n.Events, event(w.ranks, left, n.Since, copies))
-	n.model.setDense(common.Dense)
-	n.model.clock.spent = w.model.clock.spent
-	for i, l := range n.model.layers {
+	w.history = *common.History
+	w.Since = w.done() + 1
+	w.Events = append(w.Events, event(common.Ranks, was, before, w.Since, moves))
+	for i, l := range w.model.layers {
 		copy(l.balance, common.Balance[i])
-		for slot, e := range p.Local(n.rank) {
-			from, whole := e, true
-			if c, lost := copies[e]; lost {
-				from, whole = c, false
-			}
-			if s := slices.Index(placement.Local(w.rank), from); s >= 0 {
-				n.model.setExpert(i, slot, w.model, s, whole)
+	}
+	if old != nil {
+		w.model.clock.spent = old.model.clock.spent
+		kept := before.Local(old.rank)
+		for slot, e := range p.Local(w.rank) {
+			if s := slices.Index(kept, e); s >= 0 {
+				copyAll(w.model.expert(slot), old.model.expert(s))
 			}
 		}
 	}
-	return n, nil
+	if err := w.inherit(ctx, best, old, before, p, moves); err != nil {
+		g.Abort(err)
+		return nil, errors.Join(err, w.close(ctx))
+	}
+	return w, nil
+}
+
+// inherit brings what is new on a rank there: the dense part from rank best, and the experts that have moved.
+func (w *worker) inherit(ctx context.Context, best int, old *worker, before, now *dispatch.Placement, moves []dispatch.Move) error {
+	x, err := allreduce.New(ctx, w.heap, allreduce.Options{})
+	if err != nil {
+		return err
+	}
+	if w.rank == best {
+		copyAll(w.model.dense(), old.model.dense())
+	}
+	err = broadcast(x, w.model.dense(), best)
+	for _, m := range moves {
+		var mine [][]float32 // where the expert lies here
+		switch w.rank {
+		case m.To:
+			mine = w.model.expert(slices.Index(now.Local(w.rank), m.Expert))
+		case m.From:
+			mine = old.model.expert(slices.Index(before.Local(old.rank), m.Expert))
+		default: // this rank only takes part
+			mine = make([][]float32, 3*w.cfg.Layers)
+			for i := range mine {
+				mine[i] = make([]float32, expertSize(w.cfg))
+			}
+		}
+		if m.From >= 0 {
+			err = errors.Join(err, broadcast(x, mine, m.From))
+		} else if m.To == w.rank && old != nil {
+			if like := copyOf(before, old.rank, m.Expert); like >= 0 {
+				copyWeights(mine, old.model.expert(slices.Index(before.Local(old.rank), like)))
+			}
+		}
+	}
+	return errors.Join(err, x.Close(ctx))
+}
+
+// broadcast brings what lies in the parts on rank root to the parts on all.
+func broadcast(x *allreduce.Reducer, parts [][]float32, root int) error {
+	all := slices.Concat(parts...)
+	if err := x.Broadcast(nil, memory.Wrap(all), root); err != nil {
+		return err
+	}
+	for _, v := range parts {
+		all = all[copy(v, all):]
+	}
+	return nil
+}
+
+// copyOf is the expert of which a rank makes a copy in the place of one that is lost, -1 if it has none.
+func copyOf(before *dispatch.Placement, rank, lost int) int {
+	own := before.Local(rank)
+	if len(own) == 0 {
+		return -1
+	}
+	return own[lost%len(own)]
 }
 
 // gather hands every rank's testament to every rank.
@@ -153,35 +242,44 @@ func gather(ctx context.Context, all func(context.Context, []byte) ([][]byte, er
 	return ts, nil
 }
 
-// event says what happened.
-func event(ranks int, left []int, step int, copies map[int]int) string {
-	var lost, experts, fresh []int
+// event says what happened before a step. was is the numbers that the ranks had, among so many.
+func event(ranks int, was []int, before *dispatch.Placement, step int, moves []dispatch.Move) string {
+	var lost, moved, experts, anew []int
 	var from []string
 	for r := range ranks {
-		if !slices.Contains(left, r) {
+		if !slices.Contains(was, r) {
 			lost = append(lost, r)
 		}
 	}
-	for e := range copies {
-		experts = append(experts, e)
-	}
-	slices.Sort(experts)
-	for _, e := range experts {
-		if c := copies[e]; c >= 0 {
-			from = append(from, fmt.Sprintf("%d went on as a copy of %d", e, c))
+	for _, m := range moves {
+		if m.From >= 0 {
+			moved = append(moved, m.Expert)
+			continue
+		}
+		experts = append(experts, m.Expert)
+		if c := copyOf(before, was[m.To], m.Expert); c >= 0 {
+			from = append(from, fmt.Sprintf("%d went on as a copy of %d", m.Expert, c))
 		} else {
-			fresh = append(fresh, e)
+			anew = append(anew, m.Expert)
 		}
 	}
-	s := fmt.Sprintf("%s lost in step %d. The others went on from there as ranks 0 to %d", were("Rank", lost), step, len(left)-1)
+	if fresh := slices.Index(was, -1); fresh >= 0 {
+		s := fmt.Sprintf("A fresh rank came before step %d, as rank %d", step, fresh)
+		if len(moved) > 0 {
+			slices.Sort(moved)
+			s += ", and took over " + list("expert", moved)
+		}
+		return s + "."
+	}
+	s := fmt.Sprintf("%s lost in step %d. The others went on from there as ranks 0 to %d", were("Rank", lost), step, len(was)-1)
 	if len(experts) > 0 {
 		s += fmt.Sprintf(". %s lost too", were("Expert", experts))
 	}
 	if len(from) > 0 {
 		s += ": " + strings.Join(from, ", ")
 	}
-	if len(fresh) > 0 {
-		s += fmt.Sprintf(". %s began anew", list("Expert", fresh))
+	if len(anew) > 0 {
+		s += fmt.Sprintf(". %s began anew", list("Expert", anew))
 	}
 	return s + "."
 }
@@ -201,34 +299,34 @@ func list(what string, of []int) string {
 	return what + " " + strings.Trim(strings.ReplaceAll(fmt.Sprint(of), " ", ", "), "[]")
 }
 
-// dense is the weights of the dense part and their moments, one after the other.
-func (m *model) dense() []byte {
-	var b []byte
+// dense is the weights of the dense part and their moments.
+func (m *model) dense() (parts [][]float32) {
 	for _, s := range m.slabs[:len(m.slabs)-1] {
-		for _, v := range [][]float32{s.w, s.m, s.v} {
-			b = append(b, memory.Wrap(v).Bytes()...)
-		}
+		parts = append(parts, s.w, s.m, s.v)
 	}
-	return b
+	return parts
 }
 
-func (m *model) setDense(b []byte) {
-	for _, s := range m.slabs[:len(m.slabs)-1] {
-		for _, v := range [][]float32{s.w, s.m, s.v} {
-			b = b[copy(memory.Wrap(v).Bytes(), b):]
-		}
+// expert is the weights of the expert in a slot and their moments, layer by layer.
+func (m *model) expert(slot int) (parts [][]float32) {
+	n, s := expertSize(m.cfg), m.slabs[len(m.slabs)-1]
+	for i, l := range m.layers {
+		at := (i*len(l.experts) + slot) * n
+		parts = append(parts, s.w[at:at+n], s.m[at:at+n], s.v[at:at+n])
+	}
+	return parts
+}
+
+// copyAll makes an expert, or the dense part, the same as another.
+func copyAll(to, from [][]float32) {
+	for i := range to {
+		copy(to[i], from[i])
 	}
 }
 
-// setExpert makes an expert of a layer the same as one of another model: with the moments of its weights if it is to go on as the
-// same one.
-func (m *model) setExpert(layer, slot int, from *model, fromSlot int, moments bool) {
-	n := expertSize(m.cfg)
-	to, s := m.slabs[len(m.slabs)-1], from.slabs[len(from.slabs)-1]
-	at, fromAt := (layer*len(m.layers[layer].experts)+slot)*n, (layer*len(from.layers[layer].experts)+fromSlot)*n
-	copy(to.w[at:at+n], s.w[fromAt:])
-	if moments {
-		copy(to.m[at:at+n], s.m[fromAt:])
-		copy(to.v[at:at+n], s.v[fromAt:])
+// copyWeights makes the weights of an expert the same as those of another.
+func copyWeights(to, from [][]float32) {
+	for i := 0; i < len(to); i += 3 {
+		copy(to[i], from[i])
 	}
 }

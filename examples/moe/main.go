@@ -7,6 +7,7 @@
 //	go run ./examples/moe -text DIR  another text
 //	go run ./examples/moe -html F    a report with pictures
 //	go run ./examples/moe -kill-rank 1 -at-step 500    the others go on
+//	go run ./examples/moe -procs -kill-rank 1 -at-step 500 -replace-at-step 1000    and then a fresh rank comes
 //
 // # What it does
 //
@@ -25,7 +26,7 @@
 //
 //   - train.go: what a rank makes of comm, memory, dispatch and allreduce, and one step of training
 //   - moe.go: a mixture-of-experts layer, forward and backward, around four calls of the dispatcher
-//   - heal.go: how ranks go on without one that is lost
+//   - heal.go: how ranks go on without one that is lost, and let a fresh one in
 //   - model.go, nn.go: the rest of the model, in plain Go; matmul.go: matrix products
 //   - procs.go: a process for every rank
 //   - report.go, html.go: the report
@@ -43,6 +44,7 @@ import (
 	"os/signal"
 	"slices"
 	"syscall"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 )
@@ -96,7 +98,8 @@ func run(ctx context.Context, args []string) (err error) {
 		if env, err = comm.FromEnv(); err != nil {
 			return err
 		}
-		speaks = env.Rank == 0
+		speaks = env.Rank == 0 && !c.Late
+		c.MeetAt, c.Secret = env.Addr, env.Secret
 	}
 	defer func() {
 		if err != nil && ctx.Err() != nil {
@@ -133,14 +136,26 @@ func run(ctx context.Context, args []string) (err error) {
 
 	var groups []*comm.Group // this process's ranks
 	where := "in one process"
-	if c.Join {
+	switch {
+	case c.Late:
+		c.Ranks = env.Size
+	case c.Join:
 		g, err := join(ctx, env, &c)
 		if err != nil {
 			return err
 		}
 		groups, where = []*comm.Group{g}, "in a process each"
-	} else if groups, err = comm.Local(c.Ranks); err != nil {
-		return err
+	default:
+		if groups, err = comm.Local(c.Ranks); err != nil {
+			return err
+		}
+	}
+	if c.ReplaceAt > 0 && !c.Join {
+		port, err := freePort()
+		if err != nil {
+			return err
+		}
+		c.MeetAt = "127.0.0.1:" + port
 	}
 	if speaks {
 		c.describe(out, text, where, columns(out))
@@ -215,9 +230,22 @@ func trainAll(ctx context.Context, groups []*comm.Group, c config, text *corpus,
 			ends <- end{rank, r, err}
 		}()
 	}
+	left := len(groups)
+	alone, stop := context.WithCancel(ctx) // ends when only the one that is late is left, of those that are here
+	defer stop()
+	if c.Late || c.ReplaceAt > 0 && !c.Join {
+		left++
+		go func() {
+			rank, r, err := trainLate(ctx, alone, c, text, watch)
+			ends <- end{rank, r, err}
+		}()
+	}
 	var r *report
 	var first error
-	for range groups {
+	for ; left > 0; left-- {
+		if left == 1 && !c.Late {
+			stop()
+		}
 		e := <-ends
 		if e.err != nil && first == nil {
 			first = e.err
@@ -230,4 +258,23 @@ func trainAll(ctx context.Context, groups []*comm.Group, c config, text *corpus,
 		}
 	}
 	return r, first
+}
+
+// lateFor is how long a fresh rank waits until it is admitted: longer than anybody trains.
+const lateFor = 1000 * time.Hour
+
+// trainLate is what a fresh rank does: it waits until the others admit it. When waiting ends before, nobody needs it.
+func trainLate(ctx, waiting context.Context, c config, text *corpus, watch func(*worker)) (rank int, r *report, err error) {
+	meet := c.meeting()
+	meet.Late, meet.JoinTimeout = true, lateFor
+	g, err := comm.Join(waiting, meet)
+	if err != nil {
+		if waiting.Err() != nil {
+			err = nil
+		}
+		return -1, nil, err
+	}
+	rank, c.Late = g.Rank(), true
+	r, err = trainRank(ctx, g, c, text, watch)
+	return rank, r, err
 }

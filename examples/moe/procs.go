@@ -37,16 +37,16 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 		rank int
 		err  error
 	}
-	ends := make(chan end, c.Ranks)
-	cmds := make([]*exec.Cmd, 0, c.Ranks)
+	ends := make(chan end, c.Ranks+1)
+	cmds := make([]*exec.Cmd, 0, c.Ranks+1)
 	kill := func(s os.Signal) {
 		for _, cmd := range cmds {
 			_ = cmd.Process.Signal(s) // an error means that it has ended already
 		}
 	}
 	secret := rand.Text()
-	for r := range c.Ranks {
-		cmd := exec.Command(self, append(args[:len(args):len(args)], "-join")...)
+	start := func(r int, more ...string) error {
+		cmd := exec.Command(self, append(args[:len(args):len(args)], append(more, "-join")...)...)
 		cmd.Env = append(os.Environ(),
 			"RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(c.Ranks),
 			"LOCAL_RANK="+strconv.Itoa(r), "LOCAL_WORLD_SIZE="+strconv.Itoa(c.Ranks),
@@ -56,16 +56,24 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM, Setpgid: true}
 		if err := cmd.Start(); err != nil {
 			kill(os.Kill)
-			return true, fmt.Errorf("start rank %d: %w", r, err)
+			return fmt.Errorf("start rank %d: %w", r, err)
 		}
-		fmt.Fprintf(out, "rank %d is process %d\n", r, cmd.Process.Pid)
+		n := len(cmds)
 		cmds = append(cmds, cmd)
-		go func() { ends <- end{r, cmd.Wait()} }()
+		go func() { ends <- end{n, cmd.Wait()} }()
+		return nil
+	}
+	for r := range c.Ranks {
+		if err := start(r); err != nil {
+			return true, err
+		}
+		fmt.Fprintf(out, "rank %d is process %d\n", r, cmds[r].Process.Pid)
 	}
 
 	var first error // or the first of a rank that was killed, which explains those of the others
 	var killed bool
 	stop, late := ctx.Done(), (<-chan time.Time)(nil)
+	fresh := -1 // the process that takes the place of the one that is killed, while it runs
 	for left := c.Ranks; left > 0; {
 		select {
 		case <-stop:
@@ -76,7 +84,24 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 			kill(os.Kill)
 		case e := <-ends:
 			left--
-			if e.err == nil || c.heals() && e.rank == c.KillRank && signaled(e.err) {
+			if c.heals() && e.rank == c.KillRank && signaled(e.err) {
+				if c.ReplaceAt > 0 && ctx.Err() == nil {
+					if err := start(c.KillRank, "-late"); err != nil {
+						return true, err
+					}
+					fresh = len(cmds) - 1
+					left++
+				}
+				continue
+			}
+			unneeded := e.rank == fresh && left == 0
+			if e.rank == fresh {
+				fresh = -1
+			}
+			if left == 1 && fresh >= 0 && late == nil { // it may wait for ranks that have ended without it
+				late = time.After(grace)
+			}
+			if e.err == nil || unneeded {
 				continue
 			}
 			silent = silent || e.rank == 0 && signaled(e.err)

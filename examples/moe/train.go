@@ -53,8 +53,9 @@ type history struct {
 	Share   float64   // of communication in the ranks' time, up to the last step's forward
 	Pace    float64   // seconds that a step takes, the same
 	Elapsed time.Duration
-	Events  []string // ranks that were lost
+	Events  []string // ranks that were lost, and that came
 	Since   int      // the first step of the ranks that are there now
+	Asked   bool     // a fresh rank has been asked for
 }
 
 // done is the number of steps that are done.
@@ -65,6 +66,8 @@ var (
 	errStopped = errors.New("stopped")
 	// errDiverged says that the loss is no number any more. All ranks find that out in the same step.
 	errDiverged = errors.New("training has diverged")
+	// errAdmit says that it is time for a fresh rank to come.
+	errAdmit = errors.New("a fresh rank is to be admitted")
 )
 
 // newWorker is collective: every rank of the group calls it.
@@ -153,6 +156,9 @@ func (w *worker) close(ctx context.Context) error {
 func (w *worker) train(ctx context.Context, watch func(*worker)) error {
 	start := time.Now().Add(-w.Elapsed)
 	for n := w.done() + 1; n <= w.cfg.Steps; n++ {
+		if n == w.cfg.ReplaceAt && !w.Asked {
+			return errAdmit
+		}
 		stop, err := w.step(n, ctx.Err() != nil)
 		w.Elapsed = time.Since(start)
 		if err != nil {
@@ -304,7 +310,12 @@ func trainRank(ctx context.Context, g *comm.Group, c config, text *corpus, watch
 	if err := agree(inner, g, c, text); err != nil {
 		return nil, err
 	}
-	w, err := newWorker(inner, g, c, text, nil)
+	var w *worker
+	if c.Late {
+		w, err = carryOn(inner, g, c, text, nil)
+	} else {
+		w, err = newWorker(inner, g, c, text, nil)
+	}
 	for err == nil {
 		r, err = w.run(ctx, inner, func(w *worker) {
 			step.Store(int64(w.Elapsed) / int64(w.done()))
@@ -312,11 +323,17 @@ func trainRank(ctx context.Context, g *comm.Group, c config, text *corpus, watch
 				watch(w)
 			}
 		})
-		if !c.heals() || !errors.Is(err, comm.ErrPeerLost) || ctx.Err() != nil {
+		change := w.heal
+		switch {
+		case errors.Is(err, errAdmit):
+			change = w.grow
+		case !c.heals() || !errors.Is(err, comm.ErrPeerLost) || ctx.Err() != nil:
+			change = nil
+		}
+		if change == nil {
 			break
 		}
-		old := w
-		if w, err = old.heal(inner); err == nil {
+		if w, err = change(inner); err == nil && w.group != g {
 			mu.Lock()
 			g.Close()
 			g = w.group
@@ -338,6 +355,9 @@ func trainRank(ctx context.Context, g *comm.Group, c config, text *corpus, watch
 // run trains and makes the report, also of what was done when there is an error.
 func (w *worker) run(ctx, inner context.Context, watch func(*worker)) (*report, error) {
 	err := w.train(ctx, watch)
+	if errors.Is(err, errAdmit) {
+		return nil, err
+	}
 	var r *report
 	if w.rank == 0 {
 		r = w.soFar()
