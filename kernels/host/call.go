@@ -21,11 +21,13 @@ type opcode uint8
 const (
 	opAllToAllV   opcode = 1
 	opReduceFirst opcode = 2 // less one, plus the kernels.Collective
-	opMoEFirst    opcode = 5 // plus the kernels.MoEOp
+	opMoEFirst    opcode = 8 // plus the kernels.MoEOp
 )
 
 func (o opcode) String() string {
 	switch {
+	case o > opMoEFirst+opcode(kernels.DispatchBackwardOp):
+		return fmt.Sprintf("call of kind %d", o)
 	case o >= opMoEFirst:
 		return kernels.MoEOp(o - opMoEFirst).String()
 	case o >= opReduceFirst:

@@ -119,3 +119,27 @@ func TestF2_TheCulpritOfACircle(t *testing.T) {
 		require.Equal(t, c.culprit, e.culprit(c.from, at), c)
 	}
 }
+
+// Every call has a word of its own, from which its name can be read.
+func TestCallsHaveNamesOfTheirOwn(t *testing.T) {
+	ops := map[opcode]string{opAllToAllV: "alltoallv"}
+	for _, c := range []kernels.Collective{kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast} {
+		op := opReduceFirst + opcode(c) - 1
+		require.NotContains(t, ops, op, c)
+		ops[op] = c.String()
+	}
+	for m := kernels.RefusedOp; m <= kernels.DispatchBackwardOp; m++ {
+		op := opMoEFirst + opcode(m)
+		require.NotContains(t, ops, op, m)
+		ops[op] = m.String()
+	}
+	for op := opcode(1); op < 1<<epochShift; op++ {
+		c := call{op, 5 * kernels.LineBytes, 77}
+		require.Equal(t, c, callOf(c.word()))
+		if name, ok := ops[op]; ok {
+			require.Equal(t, name, op.String())
+		} else {
+			require.NotEmpty(t, op.String())
+		}
+	}
+}
