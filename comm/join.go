@@ -222,11 +222,14 @@ type seat struct {
 	accepted bool
 	asked    bool
 	here     bool // it has said so
+	over     bool // its connection has ended, after all had met
 }
 
 var (
 	// errKnows means that a rank came that knows already why there is no join.
 	errKnows = errors.New("the join has failed, as it knows")
+	// errAgain means that a rank came that has been part of this meeting: it hopes for the next.
+	errAgain = errors.New("this meeting is over for it")
 	// errNoSeat means that one that is late came when none is admitted.
 	errNoSeat = errors.New("no newcomer is admitted now")
 )
@@ -419,9 +422,12 @@ func (h *host) sit(ctx context.Context, s *session, c card) (int, error) {
 			h.mu.Unlock()
 			return rank, nil
 		}
-		met := h.met
+		met, over := h.met, other.over
 		h.mu.Unlock()
-		if c.rank == 0 || met || time.Now().After(deadline) || !sleep(ctx, 10*time.Millisecond) {
+		if over {
+			return c.rank, errAgain
+		}
+		if c.rank == 0 || time.Now().After(deadline) || !sleep(ctx, 10*time.Millisecond) {
 			return c.rank, &errRefused{proven: !met, text: fmt.Sprintf(
 				"rank: two processes say they are rank %d, at %s and %s", c.rank, other.addr, c.addr)}
 		}
@@ -464,7 +470,7 @@ func (h *host) turnedAway(conn net.Conn, rank int, err error) {
 		return
 	}
 	h.mu.Lock()
-	over := h.over || errors.Is(err, errKnows) || errors.Is(err, errNoSeat)
+	over := h.over || errors.Is(err, errKnows) || errors.Is(err, errAgain) || errors.Is(err, errNoSeat)
 	if !over && errors.As(err, &r) && len(h.refused) < maxRefused {
 		h.refused = append(h.refused, fmt.Sprintf("%s (%v)", conn.RemoteAddr(), err))
 	}
@@ -494,6 +500,7 @@ func (h *host) attend(s *session, rank int) {
 	done := err == nil && kind == noteDone
 	h.mu.Lock()
 	quiet := done || h.over || h.why != nil
+	h.seats[rank].over = h.met
 	if !quiet && !h.met {
 		h.seats[rank] = nil
 		quiet = true

@@ -130,6 +130,10 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	if err == nil {
 		l.Close()
 		_, err = g.exchange(ctx, opJoin, message{})
+		var why *PeerError
+		if err != nil && errors.As(context.Cause(ctx), &why) {
+			err = why // the join has failed elsewhere; who was waited for just then is not to blame
+		}
 	}
 	if err != nil {
 		g.failed(failureOf(err, cfg.Rank), true)

@@ -4,8 +4,10 @@ import (
 	"bufio"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -51,6 +53,9 @@ func playPart(part string) int {
 	}
 	start := time.Now()
 	g, err := Join(ctx, cfg)
+	if part == "join again" {
+		return joinAgain(ctx, cfg, g, err)
+	}
 	if err != nil {
 		say("error %v", err)
 		return 1
@@ -163,6 +168,37 @@ func playPart(part string) int {
 	return 0
 }
 
+// joinAgain joins until it is told to end, again whenever a join or a group fails.
+func joinAgain(ctx context.Context, cfg Config, g *Group, err error) int {
+	end := make(chan struct{})
+	go func() {
+		bufio.NewReader(os.Stdin).ReadString('\n')
+		close(end)
+	}()
+	for ; ctx.Err() == nil; g, err = Join(ctx, cfg) {
+		if err == nil {
+			if err = g.Barrier(ctx); err == nil {
+				say("joined %x", g.id)
+				select {
+				case <-end:
+					g.Close()
+					return 0
+				case <-g.Done():
+					err = g.Err()
+				}
+			}
+			g.Close()
+		}
+		var pe *PeerError
+		if !errors.As(err, &pe) {
+			break
+		}
+		say("failed %d %v %v", pe.Rank, errors.Is(err, ErrPeerLost), err)
+	}
+	say("error %v", err)
+	return 1
+}
+
 func barriers(ctx context.Context, g *Group) error {
 	for {
 		if err := g.Barrier(ctx); err != nil {
@@ -217,30 +253,34 @@ func startProcs(t *testing.T, n int, part string, env ...string) []*proc {
 	require.NoError(t, err)
 	ps := make([]*proc, n)
 	for r := range ps {
-		cmd := exec.Command(os.Args[0])
-		cmd.Env = append(os.Environ(), helperEnv+"="+part, "RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(n),
-			"MASTER_ADDR="+host, "SWITCHYARD_PORT="+port, "GORACE=atexit_sleep_ms=0")
-		cmd.Env = append(cmd.Env, env...)
-		cmd.Stderr = os.Stderr
-		stdin, err := cmd.StdinPipe()
-		require.NoError(t, err)
-		stdout, err := cmd.StdoutPipe()
-		require.NoError(t, err)
-		require.NoError(t, cmd.Start())
-		p := &proc{t: t, rank: r, cmd: cmd, stdin: stdin, lines: make(chan string, 100)}
-		go func() {
-			defer close(p.lines)
-			for s := bufio.NewScanner(stdout); s.Scan(); {
-				p.lines <- s.Text()
-			}
-		}()
-		t.Cleanup(func() {
-			cmd.Process.Kill()
-			cmd.Wait()
-		})
-		ps[r] = p
+		ps[r] = startProc(t, r, n, host, port, part, env...)
 	}
 	return ps
+}
+
+func startProc(t *testing.T, r, n int, host, port, part string, env ...string) *proc {
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), helperEnv+"="+part, "RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(n),
+		"MASTER_ADDR="+host, "SWITCHYARD_PORT="+port, "GORACE=atexit_sleep_ms=0")
+	cmd.Env = append(cmd.Env, env...)
+	cmd.Stderr = os.Stderr
+	stdin, err := cmd.StdinPipe()
+	require.NoError(t, err)
+	stdout, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	p := &proc{t: t, rank: r, cmd: cmd, stdin: stdin, lines: make(chan string, 100)}
+	go func() {
+		defer close(p.lines)
+		for s := bufio.NewScanner(stdout); s.Scan(); {
+			p.lines <- s.Text()
+		}
+	}()
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		cmd.Wait()
+	})
+	return p
 }
 
 // expect returns the fields of the next line, whose first must be word.
@@ -475,4 +515,81 @@ func TestF2_ShrinkAfterSeveralProcessesDie(t *testing.T) {
 		line := <-ps[r].lines
 		require.Regexp(t, `^(survivors 0,2,3|error .*peer lost.*)$`, line)
 	}
+}
+
+var kills = flag.Int("comm.kills", 12, "how many ranks TestF2_KilledInTheJoin kills")
+
+// A rank that is killed at any moment of a join, and started again, holds up nobody: either it was not missed, or the others have an
+// error that names it and no other, and join again.
+func TestF2_KilledInTheJoin(t *testing.T) {
+	n := *kills
+	if testing.Short() {
+		n = min(n, 4)
+	}
+	missed := 0
+	for i := range n {
+		t.Run(strconv.Itoa(i), func(t *testing.T) {
+			host, port, err := net.SplitHostPort(freeAddr(t))
+			require.NoError(t, err)
+			rng := rand.New(rand.NewPCG(uint64(i), 5))
+			const size = 4
+			ps := make([]*proc, size)
+			for r := range ps {
+				ps[r] = startProc(t, r, size, host, port, "join again")
+			}
+			victim := rng.IntN(size)
+			time.Sleep(time.Duration(rng.IntN(40000)) * time.Microsecond)
+			ps[victim].signal(syscall.SIGKILL)
+			ps[victim].cmd.Wait()
+			ps[victim] = startProc(t, victim, size, host, port, "join again")
+			type word struct {
+				rank int
+				line string
+			}
+			words := make(chan word)
+			over := make(chan struct{})
+			defer close(over)
+			for _, p := range ps {
+				go func() {
+					for line := range p.lines {
+						select {
+						case words <- word{p.rank, line}:
+						case <-over:
+						}
+					}
+				}()
+			}
+			in := map[int]string{} // rank to the group that it is in
+			for same := false; !same; {
+				select {
+				case w := <-words:
+					f := strings.Fields(w.line)
+					switch f[0] {
+					case "joined":
+						in[w.rank] = f[1]
+					case "failed":
+						delete(in, w.rank)
+						missed++
+						require.Equal(t, []string{strconv.Itoa(victim), "true"}, f[1:3], "rank %d, victim %d: %s", w.rank, victim, w.line)
+					default:
+						t.Fatalf("rank %d, victim %d: %s", w.rank, victim, w.line)
+					}
+				case <-time.After(20 * time.Second):
+					t.Fatalf("victim %d: the ranks that have joined are %v", victim, in)
+				}
+				same = len(in) == size
+				for _, id := range in {
+					same = same && id == in[0]
+				}
+			}
+			for _, p := range ps {
+				io.WriteString(p.stdin, "\n")
+			}
+			for _, p := range ps {
+				p.cmd.Wait()
+				require.Zero(t, p.cmd.ProcessState.ExitCode(), "rank %d", p.rank)
+			}
+		})
+	}
+	t.Logf("%d kills, missed by %d ranks", n, missed)
 }
