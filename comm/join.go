@@ -517,8 +517,8 @@ func (h *host) attend(s *session, rank int) {
 
 const brokeOff = "its connection broke off during the join: "
 
-// hearsayGrace is how long rank 0 waits for the word of a rank that another
-// one says is lost, and that may have had a reason to leave.
+// hearsayGrace is how long a rank waits, before it blames one that is gone in a
+// join, for what else there is to hear: that one may have had a reason to leave.
 const hearsayGrace = 300 * time.Millisecond
 
 // judge makes of what a rank says who is to blame: it may have given up
@@ -891,6 +891,16 @@ func (g *guest) fail(err error) error {
 		return failureError(why)
 	}
 	mine := failureOf(err, g.cfg.Rank)
+	if mine.code == failLost && g.heard != nil {
+		// Who is gone may have left because rank 0 is.
+		select {
+		case <-g.heard:
+		case <-time.After(hearsayGrace):
+		}
+		if why := g.failure(); why != nil {
+			return failureError(why)
+		}
+	}
 	g.s.conn.SetWriteDeadline(time.Now().Add(time.Second))
 	_ = g.s.send(noteFail, encodeFail(mine)) // rank 0 may have said why, and left
 	if mine.code != failAbsent && mine.code != failLost {
