@@ -490,11 +490,22 @@ func (r *registry) choose(p *plan, at int, c *kernels.Channels, rank int) {
 	s := a.Schedule(t)
 	d.Algorithm, routes.Order, routes.ReverseOrder = a.name, a.order, a.reverse
 	if s.Reorder && t.ordered() {
-		p.order[at] = t.sendOrder(&r.fluid, p.order[at])
-		routes.Order = p.order[at]
+		p.order[at] = t.guess(&r.fluid).of(p.order[at], r.fluid.to, t.Rank)
+		routes.Order, p.rough[at] = p.order[at], reorderAfter
 	}
 	p.schedule[at] = l.schedule(t, s)
 	d.tell(t, &p.schedule[at])
+}
+
+// reorderAfter is how many more calls with the same splits it takes until their order is worked out. Where every call has new splits,
+// as in MoE, it never is.
+const reorderAfter = 2
+
+// reorder works out the order of one of the plan's routes. Launches may still read the one before.
+func (r *registry) reorder(p *plan, at int, c *kernels.Channels, rank int) {
+	r.room = r.traffic(p, at, c, rank)
+	p.order[at] = r.room.sendOrder(&r.fluid, nil)
+	p.routes[at].Order = p.order[at]
 }
 
 // candidates are all algorithms' estimates, in the order in which they are tried.

@@ -173,11 +173,10 @@ const (
 	tries = 6
 )
 
-// sendOrder is the order in which this rank sends skewed splits. It takes its own splits for those of all others, as they are
-// where some ranks are popular; where they are not, it is an order like any other.
-func (t *Traffic) sendOrder(f *fluid, order []int32) []int32 {
+// parts fills in what goes to each rank, and returns the sum and the most. It takes this rank's splits for those of all others, as
+// they are where some ranks are popular; where they are not, what comes of it is an order like any other.
+func (t *Traffic) parts(f *fluid) (all, most float64) {
 	f.to = sized(f.to, t.Size)
-	var all, most float64
 	for p, n := range t.SendBytes {
 		if f.to[p] = float64(n); p == t.Rank {
 			f.to[p] = float64(t.RecvTotal) / float64(t.Size-1)
@@ -185,6 +184,26 @@ func (t *Traffic) sendOrder(f *fluid, order []int32) []int32 {
 		all += f.to[p]
 		most = max(most, f.to[p])
 	}
+	return all, most
+}
+
+// popularShare is the part of all bytes that the most popular rank gets from where on a guess is better than the rotation.
+const popularShare = 1 / 4.5
+
+// guess is an order that takes less than a microsecond to find. Among 8 ranks, by the model of finish, skewed calls take 1 to 4%
+// longer with it than with the best order, and 6 to 9% longer with the rotation.
+func (t *Traffic) guess(f *fluid) sends {
+	all, most := t.parts(f)
+	early := int(math.Round(1.4 * (all - most) / most))
+	if most < popularShare*all || early >= t.Size-1 {
+		return sends{}
+	}
+	return sends{min(2, t.Size-2), max(1, early)}
+}
+
+// sendOrder is the order in which this rank sends skewed splits.
+func (t *Traffic) sendOrder(f *fluid, order []int32) []int32 {
+	all, most := t.parts(f)
 	var best sends
 	ideal := float64(t.Size-1)*most + turnBytes
 	least := fewer * f.finish(best, f.to, math.Inf(1)) // another order has to be worth it

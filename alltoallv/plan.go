@@ -22,6 +22,7 @@ type plan struct {
 	chosen   [2]Decision
 	order    [2][]int32 // the routes' own orders, where they have any
 	ready    [2]bool    // these have been chosen
+	rough    [2]int     // calls until the order is worked out, where it is a guess
 	peers    []int64    // of routes' PeerOffsets, where there are any
 	spare    []int64    // sizes that nobody reads
 
@@ -63,6 +64,11 @@ func (k *planner) ready(p *plan, inPlace bool) (at int) {
 	}
 	if p.ready[at] {
 		p.chosen[at].Cached = true
+		if p.rough[at] > 0 {
+			if p.rough[at]--; p.rough[at] == 0 {
+				k.reorder(p, at, k.channels, k.rank)
+			}
+		}
 		return at
 	}
 	k.choose(p, at, k.channels, k.rank)
@@ -122,7 +128,7 @@ func (p *plan) build(s *Splits, rank, size int) error {
 		}
 	}
 	p.splits.assign(s)
-	p.routes[1], p.ready = *r, [2]bool{}
+	p.routes[1], p.ready, p.rough = *r, [2]bool{}, [2]int{}
 	return nil
 }
 
