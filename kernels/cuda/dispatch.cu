@@ -44,7 +44,7 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	if (moves)
 		m.begin();
 	if (blockIdx.x == 0 && threadIdx.x < n && threadIdx.x != a.world.rank)
-		tell_begin(a, threadIdx.x, epoch);
+		tell_begin(a, threadIdx.x, epoch, gridDim.x);
 	bool good = threadIdx.x >= n || threadIdx.x == a.world.rank || await_room(a, threadIdx.x, epoch, seen);
 	if (cached)
 		r.recall();
@@ -187,7 +187,7 @@ template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_a
 		number.advance(a.world);
 	epoch -= begins ? 0 : 1;
 	if (begins && blockIdx.x == 0 && threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		tell_begin(a, threadIdx.x, epoch);
+		tell_begin(a, threadIdx.x, epoch, gridDim.x);
 	if (!await_rows(a, base, epoch))
 		return;
 	fence_bulk();
@@ -407,7 +407,7 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 	bool good = epoch != 0;
 	if (good && peer < n && peer != a.world.rank) {
 		if (blockIdx.x == 0)
-			tell_begin(a, peer, epoch);
+			tell_begin(a, peer, epoch, gridDim.x);
 		good = await_room(a, peer, epoch, seen);
 	}
 	if (__syncthreads_or(!good))
@@ -472,7 +472,7 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 		epoch = 0;
 	epoch -= epoch != 0 && !begins ? 1 : 0;
 	if (epoch != 0 && begins && blockIdx.x == 0 && threadIdx.x < n && threadIdx.x != a.world.rank)
-		tell_begin(a, threadIdx.x, epoch);
+		tell_begin(a, threadIdx.x, epoch, gridDim.x);
 	bool good = epoch != 0;
 	if (threadIdx.x < n && good) {
 		u64 word, place = a.from_rows;
@@ -599,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(cons
 	if (epoch == 0)
 		return;
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		tell_begin(a, threadIdx.x, epoch);
+		tell_begin(a, threadIdx.x, epoch, 0);
 	__syncthreads();
 	if (threadIdx.x == 0)
 		number.advance(a.world);

@@ -175,4 +175,50 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 	} {
 		find("allreduce", what, bug)
 	}
+	for what, bug := range map[string][]string{
+		"the beginnings of two calls share a place": {
+			"a.state.begins + ((epoch & 1)", "a.state.begins + ((epoch & 0)",
+		},
+		"the ends of two calls share a place": {
+			"a.state.dones + (((epoch & 1)", "a.state.dones + (((epoch & 0)",
+		},
+		"numbers of an earlier call are taken for this one's": {
+			"return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);", "return word != 0;",
+		},
+		"rows are written before the peer has begun the call": {
+			"while (line.a < epoch) {", "while (false) {",
+		},
+		"rows are taken before all blocks of a peer have sent theirs": {
+			"while ((v = load16_relaxed_sys(place)).a < epoch)", "while ((v = load16_relaxed_sys(place)).a + 2 < epoch)",
+		},
+		"a block does not count the rows of those before it": {
+			"i < blockIdx.x * n; i += blockDim.x) {", "i < 0 * n; i += blockDim.x) {",
+		},
+		"counts are told before all blocks have counted": {
+			"add_acq_rel_gpu(tallied, 1) == gridDim.x - 1", "add_acq_rel_gpu(tallied, 1) == 0",
+		},
+		"a place is loaded again before its row has been sent": {
+			"bulk_await_read<1>();", "",
+		},
+		"choices of one expert get their rows in another order": {
+			"static_cast<int>(base[slot] + before);", "static_cast<int>(base[slot] + __popc(alike) - 1 - before);",
+		},
+		"a thread counts its choices before others have ranked theirs": {
+			"static_cast<int>(base[slot] + before);\n\t\t\t__syncwarp();", "static_cast<int>(base[slot] + before);",
+		},
+		"rows are summed before their rank has made them": {
+			"while (load_acquire_sys(line) < epoch)", "while (load_acquire_sys(line) + 2 < epoch)",
+		},
+		"rows in staging are made anew before peers have read them": {
+			"op_of(line.b) < SW_MOE_SUMS)", "true)",
+		},
+		"a rank's rows are its own again before peers have read them": {
+			"i = threadIdx.x; i < blocks; i += blockDim.x)", "i = blocks; i < blocks; i += blockDim.x)",
+		},
+		"the second half of a combine is taken for one block": {
+			"tell_begin(a, threadIdx.x, epoch, 0);", "tell_begin(a, threadIdx.x, epoch, 1);",
+		},
+	} {
+		find("dispatch", what, bug)
+	}
 }

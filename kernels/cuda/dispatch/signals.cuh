@@ -10,8 +10,9 @@
 
 namespace sw {
 
-// What a rank says in its line: what the call is, how many blocks it has, and whether its output may be written from now on.
-__device__ __forceinline__ u64 begin_word(const sw_moe_args &a) { return a.op | static_cast<u64>(a.mode & SW_MOE_FREE) << 8 | static_cast<u64>(gridDim.x) << 16; }
+// What a rank says in its line: what the call is, how many blocks it has, and whether its output may be written from now on. A call whose second half is a launch of its
+// own says 0 blocks; the first of them says how many there are.
+__device__ __forceinline__ u64 begin_word(const sw_moe_args &a, u32 blocks) { return a.op | static_cast<u64>(a.mode & SW_MOE_FREE) << 8 | static_cast<u64>(blocks) << 16; }
 __device__ __forceinline__ u32 op_of(u64 word) { return word & 0xff; }
 __device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_MOE_FREE) != 0; }
 __device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
@@ -30,11 +31,11 @@ __device__ __forceinline__ u64 numbered(u64 epoch, u32 n) { return epoch << 32 |
 __device__ __forceinline__ bool is_of(u64 word, u64 epoch) { return static_cast<u32>(word >> 32) == static_cast<u32>(epoch); }
 
 // Tells one peer.
-__device__ __forceinline__ void tell_begin(const sw_moe_args &a, u32 peer, u64 epoch)
+__device__ __forceinline__ void tell_begin(const sw_moe_args &a, u32 peer, u64 epoch, u32 blocks)
 {
 	u64 line = begin_line(a, peer, a.world.rank, epoch);
 	store16_relaxed_sys(line + 16, epoch, a.from_rows);
-	store16_relaxed_sys(line, epoch, begin_word(a));
+	store16_relaxed_sys(line, epoch, begin_word(a, blocks));
 }
 
 // Waits that a thread makes for a peer, with what it has cost.

@@ -80,12 +80,24 @@ __device__ __forceinline__ void sum_weights(const sw_moe_args &a, u32 t, u32 lan
 	}
 }
 
-// Tells the peers that this block has read what it wanted of their rows. A rank's rows are its own again when all blocks of all peers have said so.
+// Tells the peers that this block has read what it wanted of their rows, and how many blocks there are. A rank's rows are its own again when all blocks of all peers
+// have said so.
 __device__ __forceinline__ void tell_read(const sw_moe_args &a, u64 epoch)
 {
 	__syncthreads();
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, 0);
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, gridDim.x);
+}
+
+// How many blocks of a peer read this rank's rows. False when the wait for its first was given up.
+__device__ __forceinline__ bool await_readers(const sw_moe_args &a, u32 peer, u64 epoch, u64 begin, u32 &blocks)
+{
+	u64 told;
+	if ((blocks = blocks_of(begin)) != 0)
+		return true;
+	bool good = await_done(a, peer, 0, epoch, told);
+	blocks = good ? static_cast<u32>(told) : 0;
+	return good;
 }
 
 // Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows were kept. One thread of a block a peer.
@@ -96,11 +108,13 @@ __device__ __forceinline__ bool await_free_staging(const sw_moe_args &a, u64 las
 		return true;
 	pair64 line = load16_relaxed_sys(begin_line(a, a.world.rank, p, last));
 	u64 rows;
-	bool good = true;
-	if (line.a == last && last != 0 && op_of(line.b) >= SW_MOE_SUMS)
+	u32 blocks;
+	if (line.a != last || last == 0 || op_of(line.b) < SW_MOE_SUMS)
+		return true;
+	bool good = await_readers(a, p, last, line.b, blocks);
 #pragma unroll 1
-		for (u32 i = 0; good && i < blocks_of(line.b); i++)
-			good = await_done(a, p, i, last, rows);
+	for (u32 i = 0; good && i < blocks; i++)
+		good = await_done(a, p, i, last, rows);
 	return good;
 }
 
@@ -113,8 +127,10 @@ __device__ __forceinline__ void await_read(const sw_moe_args &a, u64 epoch)
 	for (u32 p = 0; p < a.world.size; p++) {
 		if (p == a.world.rank)
 			continue;
-		u32 blocks = blocks_of(load16_relaxed_sys(begin_line(a, a.world.rank, p, epoch)).b);
+		u32 blocks;
 		u64 rows;
+		if (!await_readers(a, p, epoch, load16_relaxed_sys(begin_line(a, a.world.rank, p, epoch)).b, blocks))
+			return;
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < blocks; i += blockDim.x)
 			await_done(a, p, i, epoch, rows);

@@ -448,15 +448,13 @@ float made(const batch &b, const world &w, u32 rank, const row &q, u32 h)
 	return bf16(b.x[q.src][q.token * w.hidden + h] * (1 + static_cast<float>(rank + q.choice + 1) / 4));
 }
 
-void make_rows(world &w, const batch &b)
+void make_rows(world &w, const batch &b, u32 rank)
 {
 	std::vector<u32> counts, offsets, from;
-	for (u32 rank = 0; rank < w.size; rank++) {
-		memset(reinterpret_cast<void *>(w.segment(rank) + made_at(w)), 0xFF, w.most_rows * 2 * w.hidden); // NaN
-		for (const row &q : expected(w, b, rank, counts, offsets, from))
-			for (u32 h = 0; h < w.hidden; h++)
-				at<u16>(w.segment(rank) + made_at(w) + 2 * (static_cast<u64>(q.at) * w.hidden + h)) = static_cast<u16>(bf16_of(made(b, w, rank, q, h)));
-	}
+	memset(reinterpret_cast<void *>(w.segment(rank) + made_at(w)), 0xFF, w.most_rows * 2 * w.hidden); // NaN
+	for (const row &q : expected(w, b, rank, counts, offsets, from))
+		for (u32 h = 0; h < w.hidden; h++)
+			at<u16>(w.segment(rank) + made_at(w) + 2 * (static_cast<u64>(q.at) * w.hidden + h)) = static_cast<u16>(bf16_of(made(b, w, rank, q, h)));
 }
 
 bool right_sums(world &w, const batch &b, bool staged, const std::vector<std::vector<float>> &weights)
@@ -508,31 +506,95 @@ bool right_gradients(world &w, const batch &b, const std::vector<std::vector<flo
 	return true;
 }
 
-// Dispatches, their combines and gradients in a row, on one handle.
+// What the ranks' memory had at some place of their streams, behind the handle's state.
+struct memories {
+	std::vector<std::vector<u8>> of;
+
+	// Keeps a rank's, on its stream.
+	launch_of keep(const world &w, u32 rank)
+	{
+		of.resize(w.size);
+		return by_caller([this, &w, rank] {
+			const u8 *from = &at<u8>(w.segment(rank));
+			of[rank].assign(from + w.state.end, from + w.stride);
+		});
+	}
+
+	void restore(world &w) const
+	{
+		for (u32 r = 0; r < w.size; r++)
+			memcpy(&at<u8>(w.segment(r) + w.state.end), of[r].data(), of[r].size());
+	}
+
+	static launch_of by_caller(std::function<void()> f)
+	{
+		return {[f] {
+				if (threadIdx.x == 0)
+					f();
+			},
+			1, 32, 0};
+	}
+};
+
+// The same tokens with the same experts, but other rows.
+batch other_rows(const batch &b)
+{
+	batch o = b;
+	std::swap(o.x, o.dy), std::swap(o.narrow_x, o.narrow_dy);
+	return o;
+}
+
+// Layers in a row on one handle, each with its own tokens: dispatch, what experts make of it, combine and gradients; some dispatch or combine once more, other rows on the
+// same ways. Nobody waits between them, and what a call has done with is overwritten at once.
 bool calls()
 {
+	struct layer {
+		batch b, other;
+		bool again, twice, halves, in_place;
+		std::vector<std::vector<float>> weights, gradients;
+		memories rows, other_rows, sums, other_sums, grads;
+	};
 	world w = random_world();
-	for (u32 round = 0; round < 2; round++) {
-		batch b = random_batch(w);
+	std::vector<layer> layers(2);
+	std::vector<program> programs(w.size);
+	for (layer &l : layers) {
+		l.b = random_batch(w), l.other = other_rows(l.b), l.again = draw(2) == 0, l.twice = draw(2) == 0, l.halves = draw(2) == 0, l.in_place = draw(2) == 0;
 		use_few = draw(2) == 0;
-		bool again = draw(3) == 0, halves = draw(2) == 0, in_place = draw(2) == 0;
-		std::vector<program> programs(w.size);
-		std::vector<std::vector<float>> weights(w.size), gradients(w.size);
+		l.weights.resize(w.size), l.gradients.resize(w.size);
 		for (u32 r = 0; r < w.size; r++) {
-			weights[r].assign(b.tokens[r] * w.top_k, NAN), gradients[r] = weights[r];
-			add_dispatch(w, b, r, false, halves, programs[r]);
-			if (again)
-				add_dispatch(w, b, r, true, halves, programs[r]);
+			program &p = programs[r];
+			l.weights[r].assign(l.b.tokens[r] * w.top_k, NAN), l.gradients[r] = l.weights[r];
+			auto make = [&](const batch &b) { p.push_back(memories::by_caller([&w, &b, r] { make_rows(w, b, r); })); };
+			add_dispatch(w, l.b, r, false, l.halves, p);
+			p.push_back(l.rows.keep(w, r));
+			if (l.again) {
+				add_dispatch(w, l.other, r, true, l.halves, p);
+				p.push_back(l.other_rows.keep(w, r));
+			}
+			make(l.b);
+			add_combine(w, l.b, r, l.in_place, l.weights[r], p);
+			make(l.other); // the rows are the caller's again
+			p.push_back(l.sums.keep(w, r));
+			if (l.twice) {
+				add_combine(w, l.b, r, l.in_place, l.weights[r], p);
+				p.push_back(l.other_sums.keep(w, r));
+			}
+			make(l.b);
+			add_backward(w, l.b, r, l.gradients[r], p);
+			p.push_back(l.grads.keep(w, r));
 		}
-		if (!run(w, programs) || !no_faults(w) || !right_rows(w, b))
+	}
+	if (!run(w, programs) || !no_faults(w))
+		return false;
+	for (const layer &l : layers) {
+		bool staged = !w.by_token() || !l.in_place;
+		auto right = [&](const memories &m, auto check) { return m.restore(w), check(); };
+		if (!right(l.rows, [&] { return right_rows(w, l.b); }) || !right(l.sums, [&] { return right_sums(w, l.b, staged, l.weights); }) ||
+		    !right(l.grads, [&] { return right_gradients(w, l.b, l.gradients); }))
 			return false;
-		make_rows(w, b);
-		for (u32 r = 0; r < w.size; r++) {
-			programs[r].clear();
-			add_combine(w, b, r, in_place, weights[r], programs[r]);
-			add_backward(w, b, r, gradients[r], programs[r]);
-		}
-		if (!run(w, programs) || !no_faults(w) || !right_sums(w, b, !w.by_token() || !in_place, weights) || !right_gradients(w, b, gradients))
+		if (l.again && !right(l.other_rows, [&] { return right_rows(w, l.other); }))
+			return false;
+		if (l.twice && !right(l.other_sums, [&] { return right_sums(w, l.other, staged, l.weights); }))
 			return false;
 	}
 	return true;
