@@ -207,10 +207,21 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         for backend in self._backends:
             backend.abort()
 
-    # What Switchyard does not have. torch calls these from C++ too, where a group of Python's has to name them.
+    # What Switchyard does not have. torch calls these from C++ too, where a group of Python's has to name them. Those that it
+    # does not name run with the interpreter's lock held in torch 2.15. They wait for a lock of gloo's, whose threads may hold
+    # that one and wait for the interpreter to free a tensor.
 
     def broadcast(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         return self._wrapped.broadcast(tensors, opts or dist.BroadcastOptions())
+
+    def reduce(self, *arguments, **named):  # type: ignore[no-untyped-def]
+        return self._wrapped.reduce(*arguments, **named)
+
+    def gather(self, *arguments, **named):  # type: ignore[no-untyped-def]
+        return self._wrapped.gather(*arguments, **named)
+
+    def scatter(self, *arguments, **named):  # type: ignore[no-untyped-def]
+        return self._wrapped.scatter(*arguments, **named)
 
     def allgather(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         return self._wrapped.allgather(outputs, inputs, opts or c10d.AllgatherOptions())
@@ -223,6 +234,9 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def recv(self, tensors, src, tag=0):  # type: ignore[no-untyped-def]
         return self._wrapped.recv(tensors, src, tag)
+
+    def recv_anysource(self, tensors, tag=0):  # type: ignore[no-untyped-def]
+        return self._wrapped.recv_anysource(tensors, tag)
 
 
 def _nbytes(x: Tensor) -> int:
