@@ -244,7 +244,7 @@ func (x *Exchanger) validate(sp *Splits, mine error) error {
 		if err != nil {
 			mine = fmt.Errorf("alltoallv: validate: %w", err)
 		}
-		claim.Own = string(text)
+		claim.Must, claim.Own = []string{"an exchange"}, string(text)
 	}
 	all, err := x.c.Agree(claim, mine)
 	if err != nil {

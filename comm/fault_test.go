@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"os/exec"
@@ -131,6 +132,44 @@ func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
 		})
 	}
 }
+
+// With a logger a rank that waits says so, again and again: in a join on either side, in a call, in Shrink.
+func TestWaitsAreTold(t *testing.T) {
+	defer func(d time.Duration) { sayEvery = d }(sayEvery)
+	sayEvery = 20 * time.Millisecond
+	var mu sync.Mutex
+	var said strings.Builder
+	log := slog.New(slog.NewTextHandler(writerFunc(func(b []byte) (int, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		return said.Write(b)
+	}), nil))
+	for _, rank := range []int{0, 1} {
+		_, err := Join(testContext(t), Config{Rank: rank, Size: 2, Addr: freeAddr(t), Logger: log, JoinTimeout: 100 * time.Millisecond})
+		require.ErrorIs(t, err, ErrTimeout)
+	}
+	gs, err := Local(2, LocalOptions{Logger: log})
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	requirePeer(t, gs[0].Barrier(ctx), 1, ErrTimeout)
+	ctx, cancel = context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	_, err = gs[0].Shrink(ctx)
+	requirePeer(t, err, 1, ErrTimeout)
+	mu.Lock()
+	defer mu.Unlock()
+	for _, want := range []string{
+		`msg=waiting rank=0 "to join"="ranks [1] have not come`, `msg=waiting rank=1 "to join"="rank 0 is not at `,
+		`msg=waiting group=world rank=0 call="1, barrier" for=[1] waited=`, `msg=waiting group=world rank=0 call="1, shrink" for=[1] waited=`,
+	} {
+		require.Contains(t, said.String(), want)
+	}
+}
+
+type writerFunc func([]byte) (int, error)
+
+func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
 
 // Who has proven nothing can pin no more than 4 KiB, whatever it announces.
 func TestF4_MemoryBeforeTrust(t *testing.T) {

@@ -492,22 +492,27 @@ func (g *Group) finish(ctx context.Context, c *call, m message) ([]message, erro
 	}
 	q := g.newInquiry(ctx)
 	defer q.end()
-	select {
-	case <-c.p.ready:
-	case <-g.done:
-	case <-ctx.Done():
-	case <-q.due:
-		q.ask()
-	}
-	select {
-	case <-c.p.ready:
-	case <-g.done:
-	case <-ctx.Done():
-		if overslept(ctx) {
-			select { // what has happened meanwhile is on its way
-			case <-c.p.ready:
-			case <-g.done:
-			case <-time.After(newsGrace):
+	for waiting := true; waiting; {
+		waiting = false
+		select {
+		case <-c.p.ready:
+		case <-g.done:
+		case <-q.due:
+			q.ask()
+			waiting = true
+		case <-q.say.C:
+			g.n.mu.Lock()
+			missing := c.p.absent()
+			g.n.mu.Unlock()
+			q.tell(c.op.String(), c.seq, missing, time.Since(began))
+			waiting = true
+		case <-ctx.Done():
+			if overslept(ctx) {
+				select { // what has happened meanwhile is on its way
+				case <-c.p.ready:
+				case <-g.done:
+				case <-time.After(newsGrace):
+				}
 			}
 		}
 	}

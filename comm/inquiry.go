@@ -15,6 +15,7 @@ import (
 type inquiry struct {
 	g   *Group
 	due <-chan time.Time // when to ask; nil if ctx has no deadline
+	say *time.Ticker     // when to tell people who look on for whom this rank waits
 	id  uint64           // 0: nothing has been asked yet
 
 	// Guarded by n.mu.
@@ -27,7 +28,7 @@ type inquiry struct {
 const inquiryLead = 2 * time.Second
 
 func (g *Group) newInquiry(ctx context.Context) *inquiry {
-	q := &inquiry{g: g}
+	q := &inquiry{g: g, say: time.NewTicker(sayEvery)}
 	if deadline, ok := ctx.Deadline(); ok {
 		left := time.Until(deadline)
 		q.due = time.After(left - min(left/2, inquiryLead))
@@ -48,8 +49,17 @@ func (q *inquiry) ask() {
 	g.tell(message{kind: kindAsk, gid: g.id, seq: q.id}, nil)
 }
 
+// sayEvery is the time between two words about one wait. Tests have less patience.
+var sayEvery = 5 * time.Second
+
+// tell logs for whom this rank waits.
+func (q *inquiry) tell(op string, seq uint64, missing []int, waited time.Duration) {
+	q.g.n.log.Info("waiting", "group", q.g.name, "rank", q.g.rank, "call", fmt.Sprintf("%d, %s", seq, op), "for", missing, "waited", waited.Round(time.Second))
+}
+
 // end forgets the answers.
 func (q *inquiry) end() {
+	q.say.Stop()
 	if q.id == 0 {
 		return
 	}

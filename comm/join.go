@@ -621,6 +621,8 @@ func sendAll(to []*session, kind note, body []byte) {
 }
 
 func (h *host) addrs(ctx context.Context) ([]string, error) {
+	say := time.NewTicker(sayEvery)
+	defer say.Stop()
 	for {
 		h.mu.Lock()
 		missing, what := h.missing()
@@ -645,6 +647,8 @@ func (h *host) addrs(ctx context.Context) ([]string, error) {
 		sendAll(ask, noteHere, nil)
 		select {
 		case <-h.changed:
+		case <-say.C:
+			h.cfg.Logger.Info("waiting", "rank", 0, "to join", what, "waited", time.Since(h.began).Round(time.Second))
 		case <-ctx.Done():
 			if why := h.failure(); why != nil {
 				return nil, failureError(why)
@@ -737,6 +741,7 @@ type guest struct {
 
 func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 	var last error
+	said := time.Now()
 	for wait := 2 * time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
 		s, err := m.visit(ctx)
 		if err == nil {
@@ -751,6 +756,10 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 		}
 		if ctx.Err() == nil {
 			last = err
+		}
+		if time.Since(said) >= sayEvery {
+			said = time.Now()
+			m.cfg.Logger.Info("waiting", "rank", m.me.rank, "to join", fmt.Sprintf("rank 0 is not at %s: %v", m.cfg.Addr, err), "waited", time.Since(m.began).Round(time.Second))
 		}
 		if !sleep(ctx, wait) {
 			if last == nil {

@@ -211,6 +211,11 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		case <-s.wake:
 		case <-q.due:
 			q.ask()
+		case <-q.say.C:
+			n.mu.Lock()
+			round, missing := s.round, g.shrinkAbsent()
+			n.mu.Unlock()
+			q.tell("shrink", round, missing, time.Since(began))
 		case <-ctx.Done():
 			n.mu.Lock()
 			round, missing := s.round, g.shrinkAbsent()

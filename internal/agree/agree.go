@@ -85,7 +85,8 @@ func compare(all [][]byte) ([]string, error) {
 	for r := range claims {
 		theirs := claims[r].Must
 		if len(theirs) != len(first) {
-			return nil, fmt.Errorf("%w: ranks 0 and %d run different versions", comm.ErrMismatch, r)
+			return nil, fmt.Errorf("%w: rank 0 has %s; rank %d has %s: they call different things, or run different versions",
+				comm.ErrMismatch, first, r, theirs)
 		}
 		for i := range theirs {
 			if theirs[i] != first[i] {

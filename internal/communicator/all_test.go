@@ -166,6 +166,25 @@ func TestF3_WithValidateAnInvalidArgumentIsInvalidOnAll(t *testing.T) {
 	})
 }
 
+// With Validate ranks that make different calls have an error with both, and nothing has happened.
+func TestF3_WithValidateDifferentCallsAreNamed(t *testing.T) {
+	worldtest.Local(t, 2, 16<<20, func(r *worldtest.Rank) {
+		var ms []*member
+		for _, name := range []string{"exchanger", "reducer"} {
+			m, err := kinds[name].open(r, false, true)
+			r.Must(err)
+			ms = append(ms, m)
+		}
+		err := ms[r.Rank()].call(nil, false)
+		require.ErrorIs(r.T, err, comm.ErrMismatch)
+		require.ErrorContains(r.T, err, "rank 0 has an exchange; rank 1 has all-reduce (sum) of 2 float32")
+		for _, m := range ms {
+			r.Must(m.call(nil, false))
+			r.Must(m.close(r.Ctx))
+		}
+	})
+}
+
 // Without, a rank that refuses may repeat the call, for which the others wait.
 func TestACallThatWasRefusedCanBeRepeated(t *testing.T) {
 	each(t, 2, 16<<20, func(r *worldtest.Rank, k kind) {
