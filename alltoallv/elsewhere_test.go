@@ -14,30 +14,39 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// Ranks that call two Exchangers in different orders wait for each other. Both learn it long before their timeout.
+// Ranks that call two Exchangers in different orders wait for each other. Both learn it long before their timeout, also where one of
+// them at once makes the call in which the other waits.
 func TestF3_CallsInDifferentOrdersAreNamed(t *testing.T) {
-	worldtest.Local(t, 2, 32<<20, func(r *worldtest.Rank) {
-		var xs [2]*alltoallv.Exchanger
-		for i := range xs {
-			var err error
-			xs[i], err = alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
-			r.Must(err)
-		}
-		src, dst := memory.Host(make([]byte, 2<<20)), memory.Host(make([]byte, 2<<20))
-		sp := &alltoallv.Splits{Send: []int64{1 << 20, 1 << 20}, Recv: []int64{1 << 20, 1 << 20}}
-		r.Must(xs[0].Exchange(nil, dst, src, sp))
-		start := time.Now()
-		err := xs[r.Rank()].Exchange(nil, dst, src, sp)
-		require.Less(r.T, time.Since(start), 20*time.Second)
-		var pe *comm.PeerError
-		if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &pe) || pe.Rank != 1-r.Rank() {
-			r.Must(fmt.Errorf("got %v", err))
-		}
-		require.ErrorContains(r.T, err, "which this rank has not made")
-		for _, x := range xs {
-			r.Must(x.Close(r.Ctx))
-		}
-	})
+	for _, n := range []int64{8, 1 << 20} {
+		t.Run(fmt.Sprintf("bytes=%d", n), func(t *testing.T) {
+			worldtest.Local(t, 2, 32<<20, func(r *worldtest.Rank) {
+				var xs [2]*alltoallv.Exchanger
+				for i := range xs {
+					var err error
+					xs[i], err = alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
+					r.Must(err)
+				}
+				src, dst := memory.Host(make([]byte, 2*n)), memory.Host(make([]byte, 2*n))
+				sp := &alltoallv.Splits{Send: []int64{n, n}, Recv: []int64{n, n}}
+				r.Must(xs[0].Exchange(nil, dst, src, sp))
+				time.Sleep(time.Duration(r.Rank()) * 20 * time.Millisecond)
+				start := time.Now()
+				err := xs[r.Rank()].Exchange(nil, dst, src, sp)
+				require.Less(r.T, time.Since(start), 20*time.Second)
+				var pe *comm.PeerError
+				if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &pe) || pe.Rank != 1-r.Rank() {
+					r.Must(fmt.Errorf("got %v", err))
+				}
+				require.ErrorContains(r.T, err, "which this rank has not made")
+				if n == 8 {
+					_ = xs[1-r.Rank()].Exchange(nil, dst, src, sp) // what the peer sent is there
+				}
+				for _, x := range xs {
+					r.Must(x.Close(r.Ctx))
+				}
+			})
+		})
+	}
 }
 
 // Two threads of each rank may call two Exchangers side by side, in whatever order they get to it.

@@ -54,7 +54,11 @@ func callOf(word uint64) call {
 
 // elsewhereFor is how long a peer waits in another call before that is held for a mistake: threads that make calls of
 // several communicators side by side may be that far apart.
-const elsewhereFor = 2 * time.Second
+const (
+	elsewhereFor = 2 * time.Second
+	// elsewhereGrace is how long a rank that has found that stays in its call: the peer finds it too, before it is served by the next.
+	elsewhereGrace = 200 * time.Millisecond
+)
 
 // elsewhere looks whether peer, which has not begun this call, waits in one that this rank has not begun: then each waits
 // for the other. The word of where this rank waits stays, for the peer to see.
@@ -79,6 +83,7 @@ func (w *waiter) elsewhere(peer int) error {
 	}
 	w.entered = false
 	e.leave(&w.sleeper)
+	time.Sleep(elsewhereGrace)
 	return fmt.Errorf("%w: rank %d waits in call %d of another communicator, %v, which this rank has not made; this is call %d, %v",
 		comm.ErrMismatch, peer, c.epoch, c.op, w.call.epoch, w.call.op)
 }
