@@ -30,9 +30,9 @@ import (
 	"strings"
 	"text/tabwriter"
 
+	"github.com/switchyard-moe/switchyard"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	_ "github.com/switchyard-moe/switchyard/internal/platform" // a clear word on other systems
-	"github.com/switchyard-moe/switchyard/internal/version"
 )
 
 const usage = `usage: switchyard COMMAND
@@ -54,7 +54,7 @@ func command(args []string, stdout, stderr io.Writer) int {
 	case "run":
 		return run(rest, stdout, stderr)
 	case "version", "-version", "--version":
-		fmt.Fprintf(stdout, "switchyard %s (%s, %s/%s%s)\n", version.Version, runtime.Version(), runtime.GOOS, runtime.GOARCH, revision())
+		fmt.Fprintf(stdout, "switchyard %s (%s, %s/%s%s)\n", switchyard.Version, runtime.Version(), runtime.GOOS, runtime.GOARCH, revision())
 		return 0
 	case "env":
 		return environment(rest, stdout, stderr)

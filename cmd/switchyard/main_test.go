@@ -17,8 +17,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard"
 	"github.com/switchyard-moe/switchyard/comm"
-	"github.com/switchyard-moe/switchyard/internal/version"
 )
 
 const (
@@ -59,8 +59,8 @@ func worker() int {
 	return 0
 }
 
-// switchyard is the command with these arguments, not yet started.
-func switchyard(args ...string) (*exec.Cmd, *bytes.Buffer, *bytes.Buffer) {
+// theCommand is the command with these arguments, not yet started.
+func theCommand(args ...string) (*exec.Cmd, *bytes.Buffer, *bytes.Buffer) {
 	cmd := exec.Command(os.Args[0], args...)
 	cmd.Env = append(os.Environ(), asCommand+"=1", "SWITCHYARD_SECRET=")
 	var stdout, stderr bytes.Buffer
@@ -71,7 +71,7 @@ func switchyard(args ...string) (*exec.Cmd, *bytes.Buffer, *bytes.Buffer) {
 // sh runs a shell script as every rank.
 func sh(t *testing.T, n int, script string) (code int, stdout, stderr string) {
 	t.Helper()
-	cmd, out, errs := switchyard("run", "-n", strconv.Itoa(n), "sh", "-c", script)
+	cmd, out, errs := theCommand("run", "-n", strconv.Itoa(n), "sh", "-c", script)
 	begin := time.Now()
 	_ = cmd.Run()
 	require.Less(t, time.Since(begin), 20*time.Second)
@@ -85,7 +85,7 @@ func sorted(s string) []string {
 }
 
 func TestRanksMeet(t *testing.T) {
-	cmd, out, errs := switchyard("run", "-n", "3", os.Args[0])
+	cmd, out, errs := theCommand("run", "-n", "3", os.Args[0])
 	cmd.Env = append(cmd.Env, asWorker+"=") // for the command itself
 	cmd.Args = []string{os.Args[0], "run", "-n", "3", "env", asWorker + "=1", os.Args[0]}
 	require.NoError(t, cmd.Run(), errs.String())
@@ -99,7 +99,7 @@ func TestVariables(t *testing.T) {
 	m := regexp.MustCompile(`127\.\S+`).FindAllString(out, -1)
 	require.Equal(t, m[0], m[1], "one place to meet, and one of their own")
 
-	cmd, stdout, _ := switchyard("run", "-n", "1", "-port", "4000", "-prefix=false", "sh", "-c", "echo $MASTER_PORT $SWITCHYARD_PORT $SWITCHYARD_SECRET")
+	cmd, stdout, _ := theCommand("run", "-n", "1", "-port", "4000", "-prefix=false", "sh", "-c", "echo $MASTER_PORT $SWITCHYARD_PORT $SWITCHYARD_SECRET")
 	cmd.Env = append(cmd.Env, "SWITCHYARD_SECRET=mine", "RANK=9")
 	require.NoError(t, cmd.Run())
 	require.Equal(t, "4000 4001 mine\n", stdout.String())
@@ -132,7 +132,7 @@ func TestFirstFailureEndsAll(t *testing.T) {
 	require.Contains(t, errs, "switchyard: rank 1 was ended by signal 11 (segmentation fault); ending the others\n")
 
 	// A rank that does not want to end.
-	cmd, _, stderr := switchyard("run", "-n", "2", "-grace", "300ms", "sh", "-c", `trap '' TERM; if [ $RANK = 0 ]; then sleep 0.3; exit 9; fi; sleep 100 & wait; wait`)
+	cmd, _, stderr := theCommand("run", "-n", "2", "-grace", "300ms", "sh", "-c", `trap '' TERM; if [ $RANK = 0 ]; then sleep 0.3; exit 9; fi; sleep 100 & wait; wait`)
 	begin := time.Now()
 	_ = cmd.Run()
 	require.Equal(t, 9, cmd.ProcessState.ExitCode())
@@ -148,7 +148,7 @@ func TestFirstFailureEndsAll(t *testing.T) {
 func TestSignalsArePassedOn(t *testing.T) {
 	ready := t.TempDir()
 	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGUSR1} {
-		cmd, out, errs := switchyard("run", "-n", "2", "sh", "-c", `trap 'echo got; exit 0' INT TERM USR1; : >`+ready+`/$RANK; while :; do sleep 0.05; done`)
+		cmd, out, errs := theCommand("run", "-n", "2", "sh", "-c", `trap 'echo got; exit 0' INT TERM USR1; : >`+ready+`/$RANK; while :; do sleep 0.05; done`)
 		require.NoError(t, cmd.Start())
 		for _, r := range []string{"0", "1"} {
 			require.Eventually(t, func() bool { return os.Remove(filepath.Join(ready, r)) == nil }, 10*time.Second, time.Millisecond)
@@ -161,7 +161,7 @@ func TestSignalsArePassedOn(t *testing.T) {
 
 func TestRanksEndWithTheLauncher(t *testing.T) {
 	dir := t.TempDir()
-	cmd, _, _ := switchyard("run", "-n", "2", "sh", "-c", `echo $$ >`+dir+`/$RANK.new; mv `+dir+`/$RANK.new `+dir+`/$RANK; while :; do sleep 0.05; done`)
+	cmd, _, _ := theCommand("run", "-n", "2", "sh", "-c", `echo $$ >`+dir+`/$RANK.new; mv `+dir+`/$RANK.new `+dir+`/$RANK; while :; do sleep 0.05; done`)
 	require.NoError(t, cmd.Start())
 	var pids []int
 	for _, r := range []string{"0", "1"} {
@@ -218,10 +218,10 @@ func TestCommandLines(t *testing.T) {
 func TestVersion(t *testing.T) {
 	var out bytes.Buffer
 	require.Zero(t, command([]string{"version"}, &out, nil))
-	require.Regexp(t, `^switchyard `+regexp.QuoteMeta(version.Version)+` \(go1\.`, out.String())
+	require.Regexp(t, `^switchyard `+regexp.QuoteMeta(switchyard.Version)+` \(go1\.`, out.String())
 	changes, err := os.ReadFile("../../CHANGELOG.md")
 	require.NoError(t, err)
-	require.Contains(t, string(changes), "\n## "+version.Version+" ", "the changelog knows the version")
+	require.Contains(t, string(changes), "\n## "+switchyard.Version+" ", "the changelog knows the version")
 }
 
 // One version for Go and Python.
@@ -230,7 +230,7 @@ func TestPythonHasTheSameVersion(t *testing.T) {
 	require.NoError(t, err)
 	m := regexp.MustCompile(`(?m)^__version__ = "(.*)"$`).FindSubmatch(source)
 	require.NotNil(t, m)
-	require.Equal(t, version.Version, string(m[1]))
+	require.Equal(t, switchyard.Version, string(m[1]))
 }
 
 func TestEnv(t *testing.T) {

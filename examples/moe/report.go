@@ -8,14 +8,16 @@ import (
 	"math"
 	"os"
 	"runtime"
-	"runtime/debug"
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/switchyard-moe/switchyard"
 )
 
 // report is what a run has to say, of all ranks together. What a run that ended early has not found out is empty.
 type report struct {
+	// Version is that of Switchyard.
 	Version string `json:"version"`
 	Go      string `json:"go"`
 	Config  config `json:"config"`
@@ -83,21 +85,6 @@ func (n numbers) MarshalJSON() ([]byte, error) {
 	return json.Marshal(v)
 }
 
-// version is that of the module of package dispatch: this one's or, for a copy in another module, one it requires.
-func version() string {
-	const module = "github.com/switchyard-moe/switchyard"
-	info, ok := debug.ReadBuildInfo()
-	if !ok {
-		return "unknown"
-	}
-	for _, m := range append([]*debug.Module{&info.Main}, info.Deps...) {
-		if m.Path == module {
-			return m.Version
-		}
-	}
-	return "unknown"
-}
-
 // How many places of the held-out text are judged: so many, and not more than so many batches.
 const (
 	heldoutPlaces  = 32 << 10
@@ -108,7 +95,7 @@ func (c config) heldoutPlaces() int { return min(heldoutPlaces, heldoutBatches*c
 
 // newReport is the report of a run that has not begun.
 func newReport(c config) *report {
-	return &report{Version: version(), Go: runtime.Version(), Config: c, Ranks: c.Ranks, Events: []string{}, Losses: numbers{},
+	return &report{Version: switchyard.Version, Go: runtime.Version(), Config: c, Ranks: c.Ranks, Events: []string{}, Losses: numbers{},
 		ExpertTokens: [][]int64{}, ExpertRanks: []int{}, TrafficBytes: [][]int64{}, PhasesMS: map[string]float64{},
 		TrainLoss: number(math.NaN()), HeldoutLoss: number(math.NaN()), BigramLoss: number(math.NaN())}
 }

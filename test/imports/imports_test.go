@@ -72,8 +72,8 @@ func TestNothingDependsOnNVML(t *testing.T) {
 // floors is the house from the ground up. A package imports only packages of floors below its own, and of its own unit: what a
 // line names is a unit with all packages below it, unless they have a line themselves. The floors are explained in ARCHITECTURE.md.
 var floors = [][]string{
-	{"internal/env", "internal/loopback", "internal/platform", "internal/version"}, // what surrounds a process, and what this module is
-	{"internal/shm", "internal/vec", "internal/cuda"},                              // memory, arithmetic and the driver, without a word of ranks
+	{"internal/env", "internal/loopback", "internal/platform", "."}, // what surrounds a process, and what this module is
+	{"internal/shm", "internal/vec", "internal/cuda"},               // memory, arithmetic and the driver, without a word of ranks
 	{"comm", "device"},               // how ranks meet, and where bytes live
 	{"kernels"},                      // what operations are: the language that plans and engines have in common
 	{"kernels/host", "kernels/cuda"}, // how a device does them
@@ -102,6 +102,14 @@ var uses = map[string][]string{
 	"unsafe": {"internal/cuda", "internal/cuda/layout", "bindings/python/abi", "device/nvml", "internal/shm", "internal/vec"},
 }
 
+// inside is the path of a package in this module, "." for the root.
+func inside(path string) (rest string, ours bool) {
+	if path == module {
+		return ".", true
+	}
+	return strings.CutPrefix(path, module+"/")
+}
+
 // unit is the floor of a package and which line of the table it belongs to.
 func unit(path string) (floor int, name string) {
 	floor = -1
@@ -118,14 +126,14 @@ func unit(path string) (floor int, name string) {
 func TestPackagesImportOnlyFloorsBelow(t *testing.T) {
 	for _, line := range goList(t, "-e", "-f", "{{.ImportPath}} {{join .Imports \" \"}}", "./...") {
 		words := strings.Fields(line)
-		from := strings.TrimPrefix(words[0], module+"/")
+		from, _ := inside(words[0])
 		floor, home := unit(from)
 		require.GreaterOrEqual(t, floor, 0, "%s is on no floor: give it one in the table", from)
 		for _, w := range words[1:] {
 			if allowed, bounded := uses[w]; bounded {
 				require.Contains(t, allowed, from, "%s imports %q", from, w)
 			}
-			to, ours := strings.CutPrefix(w, module+"/")
+			to, ours := inside(w)
 			if !ours {
 				continue
 			}
@@ -143,7 +151,7 @@ func TestTheTablesNamePackages(t *testing.T) {
 	all := goList(t, "-e", "./...")
 	there := func(p string) bool {
 		return slices.ContainsFunc(all, func(q string) bool {
-			q = strings.TrimPrefix(q, module+"/")
+			q, _ = inside(q)
 			return q == p || strings.HasPrefix(q, p+"/")
 		})
 	}
