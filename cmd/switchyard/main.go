@@ -99,9 +99,9 @@ func environment(args []string, stdout, stderr io.Writer) int {
 	w := tabwriter.NewWriter(stdout, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "VARIABLE\tIS SET TO\tDEFAULT\tMEANING")
 	for _, v := range env.Variables() {
-		value, set := os.LookupEnv(v.Name)
+		value := v.Value()
 		switch {
-		case !set || value == "":
+		case value == "":
 			value = "-"
 		case strings.Contains(v.Name, "SECRET"):
 			value = "(set)"
@@ -119,7 +119,8 @@ func markdown() string {
 <!-- Made by "go run ./cmd/switchyard env -markdown" from internal/env. Do not edit. -->
 
 Everything that Switchyard reads from the environment, in Go and in Python. A variable that is set but empty counts as not set.
-` + "`switchyard env`" + ` prints this list with the values that are set. Options in code win over variables.
+` + "`switchyard env`" + ` prints this list with the values that are set. Options in code win over variables. Words in this page are in the
+[glossary](glossary.md).
 
 | variable | default | meaning |
 |---|---|---|
@@ -128,8 +129,8 @@ Everything that Switchyard reads from the environment, in Go and in Python. A va
 		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", v.Name, v.Default, v.Meaning)
 	}
 	b.WriteString(`
-Two more are read when Switchyard is built: ` + "`GO`" + ` names the go command for ` + "`pip install`" + `, and ` + "`NVCC`" + ` the CUDA compiler for
-` + "`make kernels`" + `, which only those need who change the kernels.
+Three more are read when Switchyard is built: ` + "`GO`" + ` names the go command for ` + "`pip install`" + `, ` + "`CC`" + ` its C compiler, which is fetched
+from PyPI where that is not set, and ` + "`NVCC`" + ` the CUDA compiler for ` + "`make kernels`" + `, which only those need who change the kernels.
 `)
 	return b.String()
 }

@@ -18,6 +18,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
 )
 
@@ -74,7 +75,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 			return 1
 		}
 	}
-	w := &world{n: *n, host: loopback.Host(), port: *port, prefix: *prefix, grace: *grace, path: path, args: flags.Args(), secret: os.Getenv("SWITCHYARD_SECRET"),
+	w := &world{n: *n, host: loopback.Host(), port: *port, prefix: *prefix, grace: *grace, path: path, args: flags.Args(), secret: env.Secret(),
 		stdout: &lines{to: stdout}, stderr: &lines{to: stderr}}
 	if w.secret == "" {
 		w.secret = rand.Text()

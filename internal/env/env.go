@@ -1,5 +1,5 @@
 // Package env reads the environment, and says which variables there are. No other package of Switchyard reads it while a
-// program runs.
+// program runs: test/imports sees to that. Python's core only brings the environment up to date, which Go keeps a copy of.
 //
 // A variable that is set but empty counts as not set.
 package env
@@ -55,12 +55,18 @@ func Variables() []Variable {
 		{secret, "none", "What ranks must prove to know when they join. Without it everybody who reaches the port counts as a rank."},
 		{joinTimeout, "2m", "How long a join may take, such as 90s."},
 		{peerTimeout, "10s", "How long a rank may be silent before it counts as lost, at least 100ms."},
-		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits says every 5 seconds for whom."},
+		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom."},
 		{nvtx, "0", "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
 		{injection, "no profiler", "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
-		{cudaHeap, "32M and 20M a rank", "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
+		{cudaHeap, "112M and 20M a rank", "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
 	}
 }
+
+// Value is what the variable is set to, empty where it is not.
+func (v Variable) Value() string { return os.Getenv(v.Name) }
+
+// Secret is what ranks must prove to know when they join, empty where nobody has said.
+func Secret() string { return os.Getenv(secret) }
 
 // World is who runs the ranks and where they meet. Zero durations and a nil
 // secret mean that the variable is not set.
@@ -84,7 +90,7 @@ func ReadWorld() (World, error) {
 	if w.PeerTimeout, err = duration(peerTimeout); err != nil {
 		return World{}, err
 	}
-	if s := os.Getenv(secret); s != "" {
+	if s := Secret(); s != "" {
 		w.Secret = []byte(s)
 	}
 	hasRank, hasSize := os.Getenv(rank) != "", os.Getenv(worldSize) != ""

@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -170,4 +171,39 @@ func TestTheTablesNamePackages(t *testing.T) {
 	for _, p := range names {
 		require.True(t, there(p), "there is no %s", p)
 	}
+}
+
+// Only internal/env reads the environment: what it does not list, users cannot know of. Tests, examples and what builds the kernels are
+// programs of their own; Python's core sets in Go's copy of the environment what has changed in the process's.
+func TestOnlyEnvReadsTheEnvironment(t *testing.T) {
+	allowed := []string{"internal/env", "internal/worldtest", "test", "examples", "kernels/cuda/internal/genfatbin", "bindings/python/core"}
+	reads := regexp.MustCompile(`\bos\.(Getenv|LookupEnv|ExpandEnv)\b|\b(syscall|unix)\.Getenv\b|[^\w.]getenv\(`)
+	root := filepath.Join("..", "..")
+	seen := 0
+	require.NoError(t, filepath.WalkDir(root, func(path string, d os.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			if err == nil && path != root && strings.HasPrefix(d.Name(), ".") {
+				return filepath.SkipDir
+			}
+			return err
+		}
+		from, err := filepath.Rel(root, path)
+		if err != nil || strings.HasSuffix(path, "_test.go") || !slices.Contains([]string{".go", ".c", ".h", ".cu", ".cuh"}, filepath.Ext(path)) {
+			return err
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		at := reads.Find(text)
+		if at == nil {
+			return nil
+		}
+		seen++
+		if !slices.ContainsFunc(allowed, func(p string) bool { return strings.HasPrefix(from, p+"/") }) {
+			t.Errorf("%s: %s: internal/env reads the environment", from, at)
+		}
+		return nil
+	}))
+	require.Positive(t, seen)
 }

@@ -3,16 +3,30 @@ package core
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
+
+// What the list of variables says of the heap is what there is.
+func TestTheDefaultHeapIsTheOneInTheList(t *testing.T) {
+	list := env.Variables()
+	i := slices.IndexFunc(list, func(v env.Variable) bool { return v.Name == "SWITCHYARD_CUDA_HEAP" })
+	require.GreaterOrEqual(t, i, 0)
+	const mib = 1 << 20
+	base := defaultGPUHeap(0)
+	more := defaultGPUHeap(1) - base
+	require.Equal(t, fmt.Sprintf("%dM and %dM a rank", base/mib, more/mib), list[i].Default)
+	require.Equal(t, base+8*more, defaultGPUHeap(8))
+}
 
 // openGPU has c open the first GPU.
 func openGPU(c *Comm, o GPUOptions) (*GPU, error) {
