@@ -8,6 +8,7 @@ import (
 	"math"
 	"os"
 	"runtime"
+	"strings"
 )
 
 // config is what the flags say. Everything that changes the numbers is in here, so two ranks with equal configs and
@@ -26,10 +27,10 @@ type config struct {
 	Context int `json:"context"` // bytes that the model sees
 	Embed   int `json:"embed"`   // width of one byte's embedding
 
-	Batch int     `json:"batch"` // tokens a step, all ranks together
-	Steps int     `json:"steps"`
-	Rate  float64 `json:"rate"` // learning rate
-	Seed  uint64  `json:"seed"`
+	Batch int    `json:"batch"` // tokens a step, all ranks together
+	Steps int    `json:"steps"`
+	Rate  number `json:"rate"` // learning rate
+	Seed  uint64 `json:"seed"`
 
 	KillRank int `json:"kill_rank"` // in step AtStep, -1 for nobody
 	AtStep   int `json:"at_step"`
@@ -72,7 +73,7 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 	f.IntVar(&c.Embed, "embed", 64, "width of a byte's embedding")
 	f.IntVar(&c.Batch, "batch", 1024, "tokens a step, all ranks together")
 	f.IntVar(&c.Steps, "steps", 2500, "training steps (with -check 50)")
-	f.Float64Var(&c.Rate, "rate", 8e-3, "peak learning rate")
+	f.Float64Var((*float64)(&c.Rate), "rate", 8e-3, "peak learning rate")
 	f.Uint64Var(&c.Seed, "seed", 1, "seed of weights and data order")
 	f.StringVar(&c.Text, "text", "", "train on this file, or the files of this directory; default the Go sources of GOROOT")
 	f.StringVar(&c.JSON, "json", "", "write the report as JSON to this file, - for standard output")
@@ -118,6 +119,20 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 	return c, c.validate()
 }
 
+// jsonOnStdout says whether flags that may be wrong ask for a report on standard output.
+func jsonOnStdout(args []string) bool {
+	for i, a := range args {
+		name, value, whole := strings.Cut(a, "=")
+		if !whole && i+1 < len(args) {
+			value = args[i+1]
+		}
+		if (name == "-json" || name == "--json") && value == "-" {
+			return true
+		}
+	}
+	return false
+}
+
 func (c *config) validate() error {
 	for _, p := range []struct {
 		flag string
@@ -149,7 +164,7 @@ func (c *config) validate() error {
 		return usagef("-kill-rank is %d, the ranks are 0 to %d", c.KillRank, c.Ranks-1)
 	case c.KillRank >= 0 && (c.AtStep < 1 || c.AtStep > c.Steps):
 		return usagef("-at-step is %d, the steps are 1 to %d", c.AtStep, c.Steps)
-	case !(c.Rate > 0) || math.IsInf(c.Rate, 0):
+	case !(c.Rate > 0) || math.IsInf(float64(c.Rate), 0):
 		return usagef("-rate is %v, want more than 0", c.Rate)
 	}
 	return nil

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -153,15 +154,26 @@ func TestAFreshRankReplacesAKilledOne(t *testing.T) {
 	}
 }
 
+// Ranks meet at an address of their own, so that nobody else takes their port.
+func TestPlace(t *testing.T) {
+	seen := map[string]bool{}
+	for range 100 {
+		host, _ := place()
+		ip := net.ParseIP(host)
+		require.True(t, ip.IsLoopback(), host)
+		require.False(t, strings.HasPrefix(host, "127.0.") || strings.HasPrefix(host, "127.255."), host)
+		seen[host] = true
+	}
+	require.Greater(t, len(seen), 90)
+}
+
 // Where no fresh rank comes, the others go on as they are.
 func TestNoFreshRankComes(t *testing.T) {
 	defer func(d time.Duration) { admitFor = d }(admitFor)
 	admitFor = 200 * time.Millisecond
 	c := tiny()
 	c.Ranks, c.Steps, c.ReplaceAt = 2, 5, 3
-	port, err := freePort()
-	require.NoError(t, err)
-	c.MeetAt = "127.0.0.1:" + port
+	c.MeetAt = net.JoinHostPort(place())
 	gs, err := comm.Local(2)
 	require.NoError(t, err)
 	text := babble(minText)

@@ -40,9 +40,11 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"net"
 	"os"
 	"os/signal"
 	"slices"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -79,27 +81,35 @@ var errTold = errors.New("told elsewhere")
 
 func run(ctx context.Context, args []string) (err error) {
 	c, err := parseFlags(args, os.Stdout)
-	if err != nil {
+	if err == nil {
+		err = c.tryFiles()
+	}
+	switch {
+	case errors.Is(err, flag.ErrHelp), err != nil && !jsonOnStdout(args):
 		return err
+	case err != nil:
+		c.JSON = "-" // who reads that wants to read why
 	}
 	out := os.Stdout // for people
 	if c.JSON == "-" {
 		out = os.Stderr
 	}
-	if err := c.tryFiles(); err != nil {
-		return err
-	}
 
 	// From here on there is a report, of whatever there is to report.
 	r := newReport(c)
-	speaks := !c.Procs || c.Join // and is rank 0
+	speaks := !c.Procs || c.Join || err != nil // and is rank 0
 	var env comm.Config
 	if c.Join {
-		if env, err = comm.FromEnv(); err != nil {
-			return err
-		}
+		var wrong error
+		env, wrong = comm.FromEnv()
 		speaks = env.Rank == 0 && !c.Late
+		if wrong != nil { // nobody knows the ranks' numbers; this is what the first one's should be
+			speaks = slices.Contains([]string{"", "0"}, os.Getenv("RANK"))
+		}
 		c.MeetAt, c.Secret = env.Addr, env.Secret
+		if err == nil {
+			err = wrong
+		}
 	}
 	defer func() {
 		if err != nil && ctx.Err() != nil {
@@ -107,6 +117,7 @@ func run(ctx context.Context, args []string) (err error) {
 			case !speaks && c.Join:
 				err = fmt.Errorf("%w: %w", errTold, err)
 			case r.Steps == 0 && !errors.Is(err, errTold):
+				r.Stopped = true
 				err = fmt.Errorf("stopped before the first step: %w", context.Cause(ctx))
 			}
 		}
@@ -118,6 +129,9 @@ func run(ctx context.Context, args []string) (err error) {
 		}
 		err = errors.Join(err, r.writeJSON(c.JSON))
 	}()
+	if err != nil {
+		return err
+	}
 	if !c.Join {
 		if err := c.affordable(); err != nil {
 			speaks = true
@@ -146,16 +160,12 @@ func run(ctx context.Context, args []string) (err error) {
 		}
 		groups, where = []*comm.Group{g}, "in a process each"
 	default:
-		if groups, err = comm.Local(c.Ranks); err != nil {
+		if groups, err = until(ctx, func() ([]*comm.Group, error) { return comm.Local(c.Ranks) }); err != nil {
 			return err
 		}
 	}
 	if c.ReplaceAt > 0 && !c.Join {
-		port, err := freePort()
-		if err != nil {
-			return err
-		}
-		c.MeetAt = "127.0.0.1:" + port
+		c.MeetAt = net.JoinHostPort(place())
 	}
 	if speaks {
 		c.describe(out, text, where, columns(out))
@@ -214,19 +224,47 @@ func join(ctx context.Context, env comm.Config, c *config) (*comm.Group, error) 
 	return comm.Join(ctx, env)
 }
 
+// until returns what f makes. When ctx ends before, it returns at once and leaves f to the end of the process.
+func until[T any](ctx context.Context, f func() (T, error)) (v T, err error) {
+	made := make(chan struct{})
+	var late T
+	var lateErr error
+	go func() {
+		defer close(made)
+		late, lateErr = f()
+	}()
+	select {
+	case <-made:
+		return late, lateErr
+	case <-ctx.Done():
+		return v, context.Cause(ctx)
+	}
+}
+
 // trainAll runs this process's ranks and returns when all have ended. The error is the first that happened. The report is that of
 // rank 0, if it is here.
+//
+// Making many ranks takes long. When ctx ends before the first step, and nobody waits for these ranks elsewhere, trainAll leaves them to
+// the end of the process.
 func trainAll(ctx context.Context, groups []*comm.Group, c config, text *corpus, watch func(*worker)) (*report, error) {
 	type end struct {
 		rank   int
 		report *report
 		err    error
 	}
-	ends := make(chan end)
+	ends := make(chan end, len(groups)+1)
+	const making, training, abandoned = 0, 1, 2
+	var now atomic.Int32
+	seen := func(w *worker) {
+		now.CompareAndSwap(making, training)
+		if watch != nil && now.Load() == training {
+			watch(w)
+		}
+	}
 	for _, g := range groups {
 		rank := g.Rank()
 		go func() {
-			r, err := trainRank(ctx, g, c, text, watch)
+			r, err := trainRank(ctx, g, c, text, seen)
 			ends <- end{rank, r, err}
 		}()
 	}
@@ -236,17 +274,30 @@ func trainAll(ctx context.Context, groups []*comm.Group, c config, text *corpus,
 	if c.Late || c.ReplaceAt > 0 && !c.Join {
 		left++
 		go func() {
-			rank, r, err := trainLate(ctx, alone, c, text, watch)
+			rank, r, err := trainLate(ctx, alone, c, text, seen)
 			ends <- end{rank, r, err}
 		}()
 	}
 	var r *report
 	var first error
-	for ; left > 0; left-- {
+	asked := ctx.Done()
+	if c.Join {
+		asked = nil
+	}
+	for left > 0 {
 		if left == 1 && !c.Late {
 			stop()
 		}
-		e := <-ends
+		var e end
+		select {
+		case e = <-ends:
+			left--
+		case <-asked:
+			if asked = nil; now.CompareAndSwap(making, abandoned) {
+				return nil, context.Cause(ctx)
+			}
+			continue
+		}
 		if e.err != nil && first == nil {
 			first = e.err
 			if !errors.Is(e.err, errStopped) && !errors.Is(e.err, errDiverged) { // which all ranks have

@@ -155,10 +155,16 @@ func TestManyRanksSayWhatTheyCost(t *testing.T) {
 	begin := time.Now()
 	p.seen(t, `That many ranks on \d+ processors? cost about .* a step\n +and .* of memory: .* in all\n`)
 	require.Less(t, time.Since(begin), 20*time.Second, "a fraction of a second where nothing else runs")
-	require.NoError(t, p.Process.Kill())
+	// Who does not want that need not wait until they are made.
+	begin = time.Now()
+	require.NoError(t, p.Process.Signal(syscall.SIGTERM))
+	code, _, errs := p.wait(t, patience)
+	require.Equal(t, 130, code)
+	require.Equal(t, "moe: stopped before the first step: terminated signal received\n", errs)
+	require.Less(t, time.Since(begin), 10*time.Second, "no time at all where nothing else runs")
 
 	p = start(t, "-ranks", "1000000", "-batch", "1000000", "-text", poem(t))
-	code, _, errs := p.wait(t, patience)
+	code, _, errs = p.wait(t, patience)
 	require.Equal(t, 2, code)
 	require.Regexp(t, `^moe: -ranks 1000000 need about .* of memory and .* are free: use fewer ranks\n$`, errs)
 }

@@ -25,10 +25,7 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 	if err != nil {
 		return true, err
 	}
-	port, err := freePort()
-	if err != nil {
-		return true, err
-	}
+	host, port := place()
 	// Ranks get a signal when the thread that started them ends, so that they do not outlive this process. This goroutine
 	// keeps its thread to the end.
 	runtime.LockOSThread()
@@ -50,7 +47,7 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 		cmd.Env = append(os.Environ(),
 			"RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(c.Ranks),
 			"LOCAL_RANK="+strconv.Itoa(r), "LOCAL_WORLD_SIZE="+strconv.Itoa(c.Ranks),
-			"MASTER_ADDR=127.0.0.1", "MASTER_PORT="+port, "SWITCHYARD_PORT="+port, "SWITCHYARD_SECRET="+secret)
+			"MASTER_ADDR="+host, "MASTER_PORT="+port, "SWITCHYARD_PORT="+port, "SWITCHYARD_SECRET="+secret)
 		cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 		// A process group of its own: Ctrl-C in a terminal comes here, and from here to the ranks.
 		cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM, Setpgid: true}
@@ -64,17 +61,23 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 		return nil
 	}
 	for r := range c.Ranks {
+		if ctx.Err() != nil {
+			break
+		}
 		if err := start(r); err != nil {
 			return true, err
 		}
 		fmt.Fprintf(out, "rank %d is process %d\n", r, cmds[r].Process.Pid)
 	}
 
+	if len(cmds) == 0 {
+		return true, context.Cause(ctx)
+	}
 	var first error // or the first of a rank that was killed, which explains those of the others
 	var killed bool
 	stop, late := ctx.Done(), (<-chan time.Time)(nil)
 	fresh := -1 // the process that takes the place of the one that is killed, while it runs
-	for left := c.Ranks; left > 0; {
+	for left := len(cmds); left > 0; {
 		select {
 		case <-stop:
 			// The ranks end in good order, which takes as long as it takes. A second Ctrl-C ends this process and so them.
@@ -134,13 +137,10 @@ func signaled(err error) bool {
 	return ok && status.Signaled()
 }
 
-// freePort finds a port that nobody listens on.
-func freePort() (string, error) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return "", err
-	}
-	defer l.Close()
-	_, port, err := net.SplitHostPort(l.Addr().String())
-	return port, err
+// place is where the ranks meet: a loopback address that nobody else is likely to use, one of 16 million, drawn at random. So no port
+// need be probed for, which somebody else could take before it is used.
+func place() (host, port string) {
+	var b [3]byte
+	_, _ = rand.Read(b[:]) // it does not fail
+	return net.IPv4(127, 1+b[0]%254, b[1], b[2]).String(), "29552"
 }

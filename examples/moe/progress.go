@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"math"
 	"os"
 	"strings"
 	"time"
@@ -62,10 +63,19 @@ func (p *progress) step(w *worker) {
 	}
 }
 
-// done shows the last step as the report has it.
+// done shows the last step as the report has it. A loss that is no number any more is shown as it is.
 func (p *progress) done(r *report) {
 	if r != nil && len(r.Losses) > 0 {
-		p.draw(len(r.Losses), r.Config.Steps, p.loss, r.TokensPerSecond, r.CommFraction, "done")
+		n, loss, end := len(r.Losses), p.loss, "done"
+		last := r.Losses[n-1]
+		diverged := math.IsNaN(last) || math.IsInf(last, 0)
+		if diverged {
+			loss = last
+		}
+		if diverged || n < r.Config.Steps {
+			end = "stopped"
+		}
+		p.draw(n, r.Config.Steps, loss, r.TokensPerSecond, r.CommFraction, end)
 	}
 	p.end()
 }

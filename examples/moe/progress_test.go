@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -28,7 +29,32 @@ func TestProgressOfAPipeIsLines(t *testing.T) {
 	b, err := os.ReadFile(f.Name())
 	require.NoError(t, err)
 	require.Contains(t, string(b), "\nstep 2/4  loss 2.000  10 tokens/s  25% communication  2s left\nstep 3/4")
-	require.Contains(t, string(b), "\nstep 3/4  loss 2.000  12 tokens/s  26% communication  done\n")
+	require.Contains(t, string(b), "\nstep 3/4  loss 2.000  12 tokens/s  26% communication  stopped\n")
+}
+
+// The last line says whether all steps were done, and what the loss came to.
+func TestTheLastLineSaysHowItEnded(t *testing.T) {
+	for end, losses := range map[string]numbers{
+		"step 3/3  loss 2.000  12 tokens/s  26% communication  done\n":    {2, 2, 2},
+		"step 2/3  loss 2.000  12 tokens/s  26% communication  stopped\n": {2, 2},
+		"step 2/3  loss NaN  12 tokens/s  26% communication  stopped\n":   {2, math.NaN()},
+		"step 3/3  loss +Inf  12 tokens/s  26% communication  stopped\n":  {2, 2, math.Inf(1)},
+	} {
+		f, err := os.Create(filepath.Join(t.TempDir(), "out"))
+		require.NoError(t, err)
+		p := newProgress(f)
+		w := &worker{cfg: config{Steps: 3, Batch: 10}, model: blankModel(config{})}
+		for _, l := range losses {
+			if w.Losses = append(w.Losses, l); l == 2 { // a step whose loss is no number is an error, and not told
+				p.step(w)
+			}
+		}
+		p.done(&report{Config: w.cfg, Losses: losses, TokensPerSecond: 12, CommFraction: 0.26})
+		require.NoError(t, f.Close())
+		b, err := os.ReadFile(f.Name())
+		require.NoError(t, err)
+		require.True(t, strings.HasSuffix(string(b), "\n"+end), "%q", b)
+	}
 }
 
 // On a terminal of any width the progress stays on one line.

@@ -111,7 +111,6 @@ func (w *worker) soFar() *report {
 		r.TrainLoss = number(mean(w.Losses[n*9/10:]))
 		r.TokensPerSecond = float64(c.Batch*n) / w.Elapsed.Seconds()
 	}
-	r.Stopped = w.done() < c.Steps
 	r.times([]*clock{w.model.clock})
 	for i := range c.Layers {
 		r.ExpertTokens = append(r.ExpertTokens, w.Tokens[i*c.Experts:(i+1)*c.Experts])

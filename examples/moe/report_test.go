@@ -149,6 +149,8 @@ func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 		require.Equal(t, 1, code)
 		r = parse(out)
 		require.Contains(t, r.Error, "diverged")
+		require.False(t, r.Stopped, "nobody asked for it")
+		require.Regexp(t, `(?m)^step \d+/100  loss (NaN|[+-]Inf)  .*  stopped$`, errs)
 		require.Contains(t, out, "null")
 		require.Regexp(t, `(?m)^moe: step \d+: training has diverged: the loss is .*; try a lower -rate than 1e\+30$`, errs)
 		require.Equal(t, 1, strings.Count(errs, "moe:"), errs)
@@ -175,6 +177,41 @@ func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 	code, out, _ := p.wait(t, patience)
 	require.Equal(t, 1, code)
 	require.Contains(t, parse(out).Error, "rank 0, process")
+}
+
+// Flags that are refused are no exception.
+func TestJSONOfRefusedFlagsParses(t *testing.T) {
+	t.Setenv("RANK", "0") // for -join, to which that is not enough
+	t.Setenv("WORLD_SIZE", "")
+	folder := t.TempDir()
+	for args, want := range map[string]string{
+		"-ranks 0 -json -":                      "-ranks is 0, want at least 1",
+		"-json=- -ranks 0 -procs":               "-ranks is 0, want at least 1",
+		"-frobnicate --json -":                  "not defined",
+		"go -json -":                            `unexpected argument "go"`,
+		"-rate NaN -json -":                     "-rate is NaN",
+		"-rate 1e999 -json -":                   "invalid value",
+		"-check -json -":                        "-check makes no report",
+		"-json - -html " + folder:               "is a directory",
+		"-json - -ranks 1000000 -batch 1000000": "use fewer ranks",
+		"-json - -join -text " + poem(t):        "RANK is 0 but WORLD_SIZE is not set",
+		"-json " + filepath.Join(folder, "report.json") + " -ranks 0": "",
+	} {
+		p := start(t, strings.Fields(args)...)
+		code, out, errs := p.wait(t, patience)
+		require.NotZero(t, code, args)
+		require.Regexp(t, `^moe: `, errs, args)
+		if want == "" {
+			require.Empty(t, out)
+			require.NoFileExists(t, filepath.Join(folder, "report.json"))
+			continue
+		}
+		var r report
+		require.NoError(t, json.Unmarshal([]byte(out), &r), "%s: %q", args, out)
+		require.Contains(t, r.Error, want, args)
+		require.Equal(t, switchyard.Version, r.Version)
+		require.Contains(t, errs, want, args)
+	}
 }
 
 func TestNumbersThatAreNone(t *testing.T) {

@@ -248,7 +248,7 @@ func (c config) rateAt(step int) float64 {
 	const floor = 0.05
 	at := float64(step) / float64(c.Steps)
 	rise := min(1, 20*at)
-	return c.Rate * rise * (floor + (1-floor)*(1+math.Cos(math.Pi*at))/2)
+	return float64(c.Rate) * rise * (floor + (1-floor)*(1+math.Cos(math.Pi*at))/2)
 }
 
 // heldoutLoss is the mean loss at the given places of the held-out text, in nats per byte. The ranks share the work.
@@ -275,10 +275,11 @@ func (w *worker) heldoutLoss(ctx context.Context, at []int) (float64, error) {
 	return sum / float64(len(at)), nil
 }
 
-// How long ranks have to end by themselves: when one has failed, and when they were asked to, which takes a step and a report. The
-// latter is in seconds and, for slow steps, in steps.
+// How long ranks have to end by themselves: when one has failed; when they were asked to before the first step; and when they were
+// asked to later, which takes a step and a report. The latter is in seconds and, for slow steps, in steps.
 const (
 	grace      = 5 * time.Second
+	graceFirst = time.Second
 	graceStop  = 15 * time.Second
 	graceSteps = 64
 )
@@ -292,6 +293,11 @@ func trainRank(ctx context.Context, g *comm.Group, c config, text *corpus, watch
 	defer giveUp(nil)
 	var step atomic.Int64 // what a step takes, once there are any
 	defer context.AfterFunc(ctx, func() {
+		select { // another rank may have told of the first step just before this one has done it
+		case <-inner.Done():
+			return
+		case <-time.After(graceFirst):
+		}
 		wait := time.Duration(0)
 		if s := step.Load(); s > 0 {
 			wait = graceStop + graceSteps*time.Duration(s)
@@ -361,6 +367,7 @@ func (w *worker) run(ctx, inner context.Context, watch func(*worker)) (*report, 
 	var r *report
 	if w.rank == 0 {
 		r = w.soFar()
+		r.Stopped = errors.Is(err, errStopped) || err != nil && ctx.Err() != nil
 	}
 	if w.cfg.Check || err != nil && !errors.Is(err, errStopped) {
 		return r, err
