@@ -71,12 +71,15 @@ def main(out: Path) -> None:
         newest = needed(z.read("switchyard/libswitchyard.so"))
         assert newest <= NEWEST, f"the library asks for symbols of glibc {newest}"
         print(f"the library asks for symbols of glibc {newest[0]}.{newest[1]} at the newest")
+        for name in ("LICENSE", "NOTICE"):
+            inside = next(n for n in z.namelist() if n.endswith(f".dist-info/licenses/{name}"))
+            assert z.read(inside) == (HERE / name).read_bytes(), f"the wheel's {inside} is not the repository's"
         page = next(z.read(name) for name in z.namelist() if name.endswith("METADATA")).decode()
         links = re.findall(r"\]\((?!https://|#)([^)]*)\)", page)
         assert not links, f"links of the README that lead nowhere on an index: {links}"
     with tarfile.open(sdist) as t:
         names = t.getnames()
-        for name in ("go/go.mod", "go/bindings/python/abi/abi.go", "go/vendor/modules.txt", "LICENSE", "setup.py"):
+        for name in ("go/go.mod", "go/bindings/python/abi/abi.go", "go/vendor/modules.txt", "LICENSE", "NOTICE", "setup.py"):
             assert f"switchyard_moe-{version}/{name}" in names, f"the sdist lacks {name}"
     install(wheel, version, "/nowhere")
     install(sdist, version, os.environ["PATH"])

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -270,4 +271,37 @@ func TestTheLibraryDoesNotImportNVML(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, string(out), "bindings/python/core")
 	require.NotContains(t, strings.ToLower(string(out)), "nvml")
+}
+
+// TestTheNoticeNamesWhatTheLibraryIsLinkedWith looks at every module in the shared library, and at Go itself: NOTICE, which the wheel
+// carries, has the name and the licence of each.
+func TestTheNoticeNamesWhatTheLibraryIsLinkedWith(t *testing.T) {
+	notice, err := os.ReadFile("../../../NOTICE")
+	require.NoError(t, err)
+	words := func(text []byte) string { return strings.Join(strings.Fields(string(text)), " ") }
+	list := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{if not .Main}}{{.Path}} {{.Dir}}{{end}}{{end}}", "../abi")
+	list.Env = append(os.Environ(), "CGO_ENABLED=1")
+	out, err := list.Output()
+	require.NoError(t, err)
+	root, err := exec.Command("go", "env", "GOROOT").Output()
+	require.NoError(t, err)
+	modules := map[string]string{"The Go programming language": strings.TrimSpace(string(root))}
+	for line := range strings.Lines(string(out)) {
+		if path, dir, ok := strings.Cut(strings.TrimSpace(line), " "); ok {
+			modules[path] = dir
+		}
+	}
+	require.Greater(t, len(modules), 1)
+	for name, dir := range modules {
+		require.Contains(t, string(notice), "\n"+name)
+		files, err := filepath.Glob(filepath.Join(dir, "LICENSE*"))
+		require.NoError(t, err)
+		if len(files) == 0 && name == "The Go programming language" {
+			continue // a distribution that keeps it elsewhere
+		}
+		require.NotEmpty(t, files, dir)
+		text, err := os.ReadFile(files[0])
+		require.NoError(t, err)
+		require.Contains(t, words(notice), words(text), "the licence of %s", name)
+	}
 }
