@@ -50,12 +50,11 @@ func TestF2_ProcessThatDiesWhileItIsReadIsNamed(t *testing.T) {
 		const n = 4 << 20
 		all := []int64{n, n, n}
 		src, dst := memory.Host(make([]byte, 3*n)), memory.Host(make([]byte, 3*n))
-		r.Barrier()
-		if r.Rank() == 2 {
-			time.AfterFunc(50*time.Millisecond, func() { os.Exit(0) })
-		}
-		for err == nil {
+		for call := 0; err == nil; call++ {
 			err = x.Exchange(nil, dst, src, &alltoallv.Splits{Send: all, Recv: all})
+			if call == 0 && r.Rank() == 2 { // all have begun
+				time.AfterFunc(50*time.Millisecond, func() { os.Exit(0) })
+			}
 		}
 		var peer *comm.PeerError
 		if !errors.Is(err, comm.ErrPeerLost) || !errors.As(err, &peer) || peer.Rank != 2 {
