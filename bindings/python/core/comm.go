@@ -81,6 +81,9 @@ func (o *Options) config() (comm.Config, error) {
 	if err != nil {
 		return comm.Config{}, fmt.Errorf("core: environment: %w", err)
 	}
+	if _, err := env.Profiler(); err != nil {
+		return comm.Config{}, fmt.Errorf("core: environment: %w", err)
+	}
 	c := comm.Config{Rank: o.Rank, Size: o.Size, LocalRank: o.LocalRank, LocalSize: o.LocalSize, Addr: o.Addr, Logger: log}
 	world, err := env.ReadWorld()
 	if err != nil && o.Env {

@@ -300,6 +300,62 @@ def test_symmetric_arrays_outlive_their_group():
     comm.close()  # again
 
 
+# A library as a profiler injects it: it writes down the names of the ranges that it is told of.
+PROFILER = """
+    #include <stddef.h>
+    #include <stdint.h>
+    #include <stdio.h>
+    #include <stdlib.h>
+
+    typedef void (*function)(void);
+    typedef struct { size_t bytes; int (*table)(int, function ***, unsigned int *); } callbacks;
+
+    static FILE *out;
+    static uint64_t start(const char *name) { fprintf(out, "%s\\n", name); fflush(out); return 1; }
+    static void end(uint64_t range) { }
+
+    int InitializeInjectionNvtx2(const void *(*export)(uint32_t))
+    {
+        function **table;
+        unsigned int size;
+        const callbacks *c = export(1);
+        if (!c->table(1, &table, &size) || !(out = fopen(getenv("RANGES"), "w")))
+            return 0;
+        *table[5] = (function)start;
+        *table[7] = (function)end;
+        return 1;
+    }
+"""
+
+
+def test_a_profiler_is_told_of_calls(tmp_path, monkeypatch):
+    cc = shutil.which("cc")
+    if cc is None:
+        pytest.skip("no C compiler to make a profiler with")
+    source, lib, said = tmp_path / "profiler.c", tmp_path / "profiler.so", tmp_path / "ranges"
+    source.write_text(PROFILER)
+    subprocess.run([cc, "-shared", "-fPIC", "-o", lib, source], check=True)
+    code = """
+        import os, sys
+        import numpy as np
+        import switchyard as sw
+        os.environ["SWITCHYARD_NVTX"] = sys.stdin.read()  # later than Go's own environment
+        try:
+            sw.init(0, 1)
+        except sw.errors.Error as err:
+            print(err)
+            sys.exit()
+        sw.all_reduce(np.ones(3))
+    """
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", str(lib))
+    monkeypatch.setenv("RANGES", str(said))
+    assert 'SWITCHYARD_NVTX is "yes", want 0 or 1' in end(start(code), "yes")
+    assert end(start(code), "0") == ""
+    assert not said.exists()
+    assert end(start(code), "1") == ""
+    assert "all-reduce" in said.read_text()
+
+
 def test_ranks_that_do_not_come_are_named():
     with pytest.raises(errors.TimedOut, match="1"):
         sw.init(0, 2, f"127.0.0.1:{free_port()}", join_timeout=0.5)
