@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import switchyard as sw
-from switchyard import errors
+from switchyard import _comm, errors
 
 SOURCE = Path(sw.__file__).resolve().parent
 
@@ -53,7 +53,8 @@ def test_no_module_imports_one_that_imports_it():
 
 
 def test_every_name_is_listed_and_explained():
-    assert set(sw.__all__) <= set(dir(sw))
+    assert set(dir(sw)) == {*sw.__all__, "__version__"}
+    assert set(errors.__all__) == {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
     assert sw.__version__ == "0.2.0"
     page = pydoc.render_doc(sw, renderer=pydoc.plaintext)
     for name in sw.__all__:
@@ -82,7 +83,9 @@ def test_wrong_arguments_are_named():
             (ValueError, "output_split_sizes sums to 12 rows, output has 8", lambda: call(y, x, [12], [12], group=comm)),
             (ValueError, "input_split_sizes sums to 11 rows, input has 12", lambda: call(y, x, [8], [11], group=comm)),
             (ValueError, "input_split_sizes has 2 entries, the group 1 ranks", lambda: call(y, x, [8], [6, 6], group=comm)),
-            (ValueError, "output is float32, input float64", lambda: call(y, x.astype("f8"), group=comm)),
+            (TypeError, "output is float32, input float64", lambda: call(y, x.astype("f8"), group=comm)),
+            (TypeError, "output_tensor is float32, input_tensor float64", lambda: gather(y, x.astype("f8"), comm)),
+            (TypeError, "output is float64, input float32", lambda: sw.reduce_scatter_tensor(y.astype("f8"), x, group=comm)),
             (TypeError, "input_split_sizes is float64 values, want a list", lambda: call(y, x, [8], floats, group=comm)),
             (TypeError, "output_split_sizes is a str, want a list", lambda: call(y, x, "8", [12], group=comm)),
             (TypeError, "output holds Python objects", lambda: call(np.empty(3, object), x, group=comm)),
@@ -92,11 +95,72 @@ def test_wrong_arguments_are_named():
             (ValueError, "output_tensor has 64 bytes, input_tensor 96 on each of 1", lambda: gather(y, x, comm)),
             (TypeError, "group is a int, want a", lambda: sw.barrier(group=3)),
             (ValueError, "max_sms, copy_sms and no_sms are for CUDA", lambda: call(y, x, peer_displs=[0], group=comm)),
+            (ValueError, "max_sms is 0, want at least 1", lambda: call(y, x, max_sms=0, group=comm)),
+            (TypeError, "no_sms is 1, want True or False", lambda: call(y, x, no_sms=1, group=comm)),
+            (TypeError, "rank is '0', want an integer", lambda: sw.init("0", 1)),
+            (TypeError, "world_size is 1.0, want an integer", lambda: sw.init(0, 1.0)),
+            (ValueError, "rank is 2, want less than world_size, 1", lambda: sw.init(2, 1, "127.0.0.1:1")),
+            (ValueError, "rank is -1, want at least 0", lambda: sw.init(-1, 1)),
+            (ValueError, "world_size is 0, want at least 1", lambda: sw.init(0, 0, "127.0.0.1:1")),
+            (ValueError, "addr is 'here', want \"host:port\"", lambda: sw.init(0, 2, "here")),
+            (ValueError, "addr is 'here:70000', want", lambda: sw.init(0, 2, "here:70000")),
+            (TypeError, "addr is a int, want a string", lambda: sw.init(0, 2, 29500)),
+            (TypeError, "timeout is 'x', want a number of seconds", lambda: sw.init(0, 1, timeout="x")),
+            (ValueError, "timeout is -1, want a positive number of seconds", lambda: sw.init(0, 1, timeout=-1)),
+            (ValueError, "join_timeout is inf, want a positive", lambda: sw.init(0, 1, join_timeout=float("inf"))),
+            (ValueError, "peer_timeout is 0.01, want at least 0.1", lambda: sw.init(0, 1, peer_timeout=0.01)),
+            (TypeError, "heap is '1G', want an integer", lambda: sw.init(0, 1, heap="1G")),
+            (ValueError, "heap is -5, want at least 1", lambda: sw.init(0, 1, heap=-5)),
+            (TypeError, "secret is a int, want a string", lambda: sw.init(0, 1, secret=5)),
+            (TypeError, "validate is 'no', want True or False", lambda: sw.init(0, 1, validate="no")),
+            (TypeError, "color is 'a', want an integer", lambda: comm.split(color="a")),
+            (TypeError, "key is 0.5, want an integer", lambda: comm.split(0, key=0.5)),
+            (TypeError, "size is 2.5, want an integer", lambda: sw.empty(2.5, dtype="f4", group=comm)),
+            (ValueError, "size is -1, want at least 0", lambda: sw.empty((3, -1), dtype="f4", group=comm)),
         ):
             with pytest.raises(kind, match=re.escape(text)) as caught:
                 run()
             assert isinstance(caught.value, errors.Error)
             assert not re.search(r"Options\.|Splits\.|(core|alltoallv|allreduce|dispatch): ", str(caught.value))
+
+
+def test_wrong_arguments_of_a_dispatcher_are_named():
+    with sw.init(0, 1, default=False) as comm:
+        d = sw.Dispatcher(4, 2, 8, group=comm)
+        x, idx, weights = np.ones((3, 8), "f4"), [[0, 1]] * 3, np.ones((3, 2))
+        got = d.dispatch(x, idx, weights)
+        for kind, text, run in (
+            (TypeError, "experts is 'a', want an integer", lambda: sw.Dispatcher("a", 2, 8, group=comm)),
+            (TypeError, "capacity is None, want an integer", lambda: sw.Dispatcher(4, 2, 8, capacity=None, group=comm)),
+            (ValueError, "experts", lambda: sw.Dispatcher(-4, 2, 8, group=comm)),
+            (TypeError, "dtype is int32, want float32", lambda: sw.Dispatcher(4, 2, 8, dtype="int32", group=comm)),
+            (TypeError, "placement is 3, want a list", lambda: sw.Dispatcher(4, 2, 8, placement=3, group=comm)),
+            (TypeError, "placement is 'a', want an integer", lambda: sw.Dispatcher(1, 1, 8, placement=["a"], group=comm)),
+            (TypeError, "idx is float64, want integers", lambda: d.dispatch(x, np.zeros((3, 2)), weights)),
+            (TypeError, "x is float64, the dispatcher was made for", lambda: d.dispatch(x.astype("f8"), idx, weights)),
+            (TypeError, "dispatched is a NoneType, want what dispatch", lambda: d.combine(x, None)),
+        ):
+            with pytest.raises(kind, match=re.escape(text)) as caught:
+                run()
+            assert isinstance(caught.value, errors.Error)
+            assert not re.search(r"Options\.|(core|dispatch): ", str(caught.value))
+        assert d.combine(got.rows, got).shape == (3, 8)
+        del got
+        assert d.dispatch(np.ones((0, 8), "f4"), np.empty((0, 2)), np.empty((0, 2))).num_rows == 0
+
+
+def test_the_library_knows_the_environment(monkeypatch):
+    page = SOURCE.joinpath("nowhere")
+    for root in Path(__file__).resolve().parents:
+        if root.joinpath("docs", "environment.md").exists():
+            page = root / "docs" / "environment.md"
+    if not page.exists():
+        pytest.skip("needs the sources")
+    names = re.findall(r"^\| `([A-Z0-9_]+)`", page.read_text(), re.MULTILINE)
+    assert "NVTX_INJECTION64_PATH" in names
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert set(names) <= set(_comm._environ())
 
 
 def test_arrays_and_tuples_are_split_sizes():

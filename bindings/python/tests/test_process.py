@@ -67,7 +67,7 @@ def test_a_call_after_fork_raises():
         comm = sw.init(0, 1)
         kept = sw.empty(4, dtype="f4")
         d = sw.Dispatcher(2, 1, 4)
-        rows = d.dispatch(np.ones((3, 4), "f4"), np.zeros((3, 1)), np.ones((3, 1)))
+        rows = d.dispatch(np.ones((3, 4), "f4"), np.zeros((3, 1), int), np.ones((3, 1)))
         pid = os.fork()
         if pid == 0:
             for call in (lambda: sw.all_reduce(np.ones(3)), sw.barrier, comm.close, lambda: sw.init(0, 1),

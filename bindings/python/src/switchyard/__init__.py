@@ -1,12 +1,12 @@
-"""Switchyard: faster calls with the meaning of ``torch.distributed``'s, for tensors that cross between ranks.
+"""Switchyard: calls with the meaning of ``torch.distributed``'s, for tensors that cross between ranks.
 
 ``all_to_all_single`` and its companions take the arguments of the functions of the same name in ``torch.distributed``.
 Importing this package loads nothing; the first call loads the shared library and lets the ranks meet, through the process
 group's own store where there is one.
 
 They take torch tensors, and without torch numpy arrays and everything with DLPack or the buffer protocol.
-``all_to_all_single`` is Switchyard's on the host and on NVIDIA GPUs, the others on the host. What Switchyard does not do
-itself goes to the process group's backend; the table in the package's README lists it.
+On the host and on NVIDIA GPUs the calls are Switchyard's. What it does not do itself goes to the process group's backend; the
+table in the package's README lists it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])
 
 
 def _is_tensor(x: Any) -> bool:
@@ -125,7 +125,7 @@ def all_to_all_single(
     """
     extra = None
     if peer_displs is not None or max_sms is not None or copy_sms is not None or no_sms is not None:
-        _limits(max_sms, copy_sms)
+        _limits(max_sms, copy_sms, no_sms)
         extra = peer_displs, max_sms, copy_sms, no_sms
     if _calls is not None and isinstance(input, _calls.Tensor) and not _calls.compiling():  # what is asked most, soonest
         return _calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op, extra)
@@ -146,11 +146,15 @@ def all_to_all_single(
     return _array_calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
 
 
-def _limits(max_sms: Any, copy_sms: Any) -> None:
-    if max_sms is not None and (not isinstance(max_sms, int) or max_sms < 1):
-        raise errors.InvalidArgument(f"switchyard: max_sms is {max_sms!r}, want a positive number")
-    if copy_sms is not None and (not isinstance(copy_sms, int) or copy_sms < 0):
-        raise errors.InvalidArgument(f"switchyard: copy_sms is {copy_sms!r}, want a number that is not negative")
+def _limits(max_sms: Any, copy_sms: Any, no_sms: Any) -> None:
+    from ._arguments import flag, integer
+
+    if max_sms is not None:
+        integer("max_sms", max_sms, 1)
+    if copy_sms is not None:
+        integer("copy_sms", copy_sms, 0)
+    if no_sms is not None:
+        flag("no_sms", no_sms)
 
 
 def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> Any:
@@ -228,6 +232,7 @@ def init(
     error on every rank and nothing has moved; that costs a round of socket messages a call.
     """
     from . import _comm
+    from ._arguments import address, flag, integer, seconds, text
 
     options: dict[str, Any] = {}
     if rank is None and world_size is None:
@@ -237,17 +242,24 @@ def init(
     elif rank is None or world_size is None or (addr is None and world_size > 1):
         raise errors.InvalidArgument("switchyard: init: rank, world_size and addr go together")
     else:
-        options.update(Rank=rank, Size=world_size, Addr=addr or "")
-    for name, value in (
-        ("Secret", secret),
-        ("TimeoutSeconds", timeout),
-        ("JoinSeconds", join_timeout),
-        ("PeerSeconds", peer_timeout),
-        ("SegmentBytes", heap),
-        ("Validate", validate or None),
+        size = integer("world_size", world_size, 1)
+        options.update(Rank=integer("rank", rank, 0), Size=size, Addr="" if addr is None else address("addr", addr))
+        if options["Rank"] >= size:
+            raise errors.InvalidArgument(f"switchyard: rank is {rank}, want less than world_size, {size}")
+    if secret is not None:
+        options["Secret"] = text("secret", secret)
+    for option, name, value in (
+        ("TimeoutSeconds", "timeout", timeout),
+        ("JoinSeconds", "join_timeout", join_timeout),
+        ("PeerSeconds", "peer_timeout", peer_timeout),
     ):
         if value is not None:
-            options[name] = value
+            options[option] = seconds(name, value)
+    if peer_timeout is not None and options["PeerSeconds"] < 0.1:
+        raise errors.InvalidArgument(f"switchyard: peer_timeout is {peer_timeout}, want at least 0.1")
+    if heap is not None:
+        options["SegmentBytes"] = integer("heap", heap, 1)
+    options["Validate"] = flag("validate", validate)
     comm = _comm.Communicator.open(options)
     if default:
         _comm.set_default(comm)
@@ -281,14 +293,15 @@ def communicator(
       and the ``peer_displs`` of :func:`all_to_all_single`.
     """
     from . import _array_calls
+    from ._arguments import flag
 
-    _limits(max_sms, copy_sms)
+    _limits(max_sms, copy_sms, no_sms)
     given = {"MaxSMs": max_sms, "CopySMs": -1 if copy_sms == 0 else copy_sms, "NoSMs": no_sms}
     options = {name: value for name, value in given.items() if value is not None}
     if options and device is None:
         raise errors.InvalidArgument("switchyard: max_sms, copy_sms and no_sms are for a CUDA device")
     if validate is not None:
-        _array_calls.configure(group, Validate=validate)
+        _array_calls.configure(group, Validate=flag("validate", validate))
     if device is not None:
         return _torch_calls().gpu(group, device, **options).comm
     return _array_calls.communicator(group)

@@ -43,11 +43,12 @@ def _work(ticket: Ticket | None, output: Any) -> Work | None:
     return None if ticket is None else Work(ticket, (output,))
 
 
-def _pair(output: Any, input: Any) -> tuple[Array, Array]:
-    out, inp = array_of(output, "output", write=True), array_of(input, "input")
+def _pair(output: Any, input: Any, suffix: str = "") -> tuple[Array, Array]:
+    out, inp = array_of(output, "output" + suffix, write=True), array_of(input, "input" + suffix)
     if out.dtype != inp.dtype:
-        raise errors.InvalidArgument(
-            f"switchyard: output is {out.dtype}, input {inp.dtype}: Invalid usage of tensors with different dtypes"
+        raise errors.InvalidType(
+            f"switchyard: output{suffix} is {out.dtype}, input{suffix} {inp.dtype}: Invalid usage of tensors with different "
+            "dtypes"
         )
     return out, inp
 

@@ -13,6 +13,7 @@ from ctypes import byref, c_int32, c_int64, c_uint64
 from typing import Any
 
 from . import errors
+from ._arguments import integer, seconds
 from ._meet import Store, gather, join_all, place, stop_all
 from ._native import AGAIN, SLICE, Library, library, usable
 from ._splits import Shapes
@@ -405,6 +406,7 @@ class Communicator(Place):
     def split(self, color: int, key: int = 0) -> Communicator | None:
         """Make communicators of the ranks that pass the same color, ordered by key. A negative color joins none."""
         ticket, words = c_uint64(), c_uint64()
+        color, key = integer("color", color), integer("key", key)
         code = self._lib.split(self._handle, color, key, byref(words), byref(ticket))
         handle = self._control(code, ticket)
         if handle == 0:

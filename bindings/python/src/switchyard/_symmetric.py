@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from . import _comm, errors
+from ._arguments import integer
 from ._comm import Communicator
 
 
@@ -17,10 +19,8 @@ def _communicator(group: Any) -> Communicator:
 
 
 def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) -> Any:
-    shape = tuple(size[0]) if len(size) == 1 and not hasattr(size[0], "__index__") else tuple(size)
-    shape = tuple(int(n) for n in shape)
-    if any(n < 0 for n in shape):
-        raise errors.InvalidArgument(f"switchyard: empty: shape {shape} has a negative dimension")
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Iterable) else tuple(size)
+    shape = tuple(integer("size", n, 0) for n in shape)
     torch: Any = sys.modules.get("torch")
     if torch is not None and (dtype is None or isinstance(dtype, torch.dtype)):
         from . import _cuda, _torch

@@ -16,15 +16,15 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def is_tensor(x: Any, name: str) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(
-            f"Invalid function argument. Expected parameter `{name}` of type torch.Tensor\n"
+        raise errors.InvalidType(
+            f"switchyard: Invalid function argument. Expected parameter `{name}` of type torch.Tensor\n"
             f"             but got {type(x)} instead."
         )
 
 
 def same_dtype(output: Tensor, input: Tensor) -> None:
     if output.dtype is not input.dtype:
-        raise errors.InvalidArgument(
+        raise errors.InvalidType(
             f"switchyard: output is {output.dtype}, input {input.dtype}: Invalid usage of tensors with different dtypes"
         )
 

@@ -19,7 +19,7 @@ def _tensor(d: Dispatcher, name: str, x: Any) -> Tensor:
         raise errors.InvalidType(f"switchyard: {name} is a {type(x).__name__}, want a tensor")
     _on_host(name, x)
     if x.dtype is not getattr(torch, d.dtype):
-        raise errors.InvalidArgument(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {d.dtype}")
+        raise errors.InvalidType(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {d.dtype}")
     d._check_rows(name, x.shape)
     return x.contiguous()
 
@@ -86,7 +86,10 @@ class _Combine(torch.autograd.Function):
 
 def dispatch(d: Dispatcher, x: Tensor, idx: Any, weights: Any) -> Dispatched:
     x = _tensor(d, "x", x)
-    idx = torch.as_tensor(idx).to(torch.int32).contiguous()
+    idx = torch.as_tensor(idx)
+    if idx.numel() and (idx.dtype.is_floating_point or idx.dtype.is_complex or idx.dtype is torch.bool):
+        raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
+    idx = idx.to(torch.int32).contiguous()
     weights = torch.as_tensor(weights)
     _on_host("idx", idx)
     _on_host("weights", weights)

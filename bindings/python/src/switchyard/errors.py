@@ -13,6 +13,7 @@ __all__ = [
     "Forked",
     "Freed",
     "InvalidArgument",
+    "InvalidType",
     "Mismatch",
     "NoHandle",
     "OutOfMemory",
@@ -37,8 +38,8 @@ class InvalidArgument(Error, ValueError):
     """An argument is wrong. Nothing has been sent. torch raises ``RuntimeError`` or ``ValueError``; this is both."""
 
 
-class InvalidType(Error, TypeError):
-    """An argument, or its data type, is of the wrong kind. Nothing has been sent."""
+class InvalidType(InvalidArgument, TypeError):
+    """An argument, or its data type, is of the wrong kind: a ``TypeError``, and all that :class:`InvalidArgument` is."""
 
 
 class Unsupported(Error, NotImplementedError):

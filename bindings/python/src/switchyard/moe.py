@@ -12,6 +12,7 @@ from ctypes import byref, c_int64, c_uint64
 from typing import Any
 
 from . import errors
+from ._arguments import integer
 from ._comm import DTYPES, SLICE, Communicator, memory
 
 __all__ = ["Dispatched", "Dispatcher"]
@@ -24,8 +25,16 @@ def _dtype_name(dtype: Any) -> str:
     if name.startswith("<class "):  # numpy.float32 and the like
         name = dtype.__name__
     if name not in _BYTES:
-        raise errors.InvalidArgument(f"switchyard: rows of {dtype}: they can be float32, bfloat16 or float16")
+        raise errors.InvalidType(f"switchyard: dtype is {dtype}, want float32, bfloat16 or float16")
     return name
+
+
+def _placement(placement: Any) -> list[list[int]]:
+    try:
+        lists = [list(ranks) for ranks in placement]
+    except TypeError:
+        raise errors.InvalidType(f"switchyard: placement is {placement!r}, want a list of ranks for every expert") from None
+    return [[integer("placement", rank) for rank in ranks] for ranks in lists]
 
 
 class Dispatched:
@@ -116,26 +125,27 @@ class Dispatcher:
 
         if layout not in ("flat", "padded"):
             raise errors.InvalidArgument(f'switchyard: layout {layout!r}, want "flat" or "padded"')
-        self.comm: Communicator = communicator(group)
         self.dtype = _dtype_name(dtype)
-        self.experts, self.top_k, self.hidden, self.max_tokens = experts, top_k, hidden, max_tokens
+        self.experts, self.top_k = integer("experts", experts), integer("top_k", top_k)
+        self.hidden, self.max_tokens = integer("hidden", hidden), integer("max_tokens", max_tokens)
         options: dict[str, Any] = {
-            "Experts": experts,
-            "TopK": top_k,
-            "Hidden": hidden,
-            "MaxTokens": max_tokens,
+            "Experts": self.experts,
+            "TopK": self.top_k,
+            "Hidden": self.hidden,
+            "MaxTokens": self.max_tokens,
             "DType": DTYPES[self.dtype],
             "Padded": layout == "padded",
-            "Align": align if layout == "flat" else 0,
-            "Capacity": capacity,
-            "MaxRows": max_rows,
-            "Handles": handles,
+            "Align": integer("align", align) if layout == "flat" else 0,
+            "Capacity": integer("capacity", capacity),
+            "MaxRows": integer("max_rows", max_rows),
+            "Handles": integer("handles", handles),
         }
         if placement is not None:
-            options["Placement"] = [list(ranks) for ranks in placement]
+            options["Placement"] = _placement(placement)
+        self.comm: Communicator = communicator(group)
         lib, ticket = self.comm._lib, c_uint64()
         self._outputs: weakref.WeakSet[_Output] = weakref.WeakSet()
-        self._most_experts = max(experts, 1)
+        self._most_experts = max(self.experts, 1)
         code = lib.dispatcher(self.comm._handle, json.dumps(options).encode(), ticket)
         self._handle = self.comm._control(code, ticket)
         self._closed = False
@@ -194,6 +204,9 @@ class Dispatcher:
         import numpy as np
 
         x = _rows(self, "x", x)
+        idx = np.asarray(idx)
+        if idx.dtype.kind not in "iu" and idx.size:
+            raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
         idx, weights = np.ascontiguousarray(idx, np.int32), np.ascontiguousarray(weights, np.float32)
         self._check_choices(x.shape[0], idx.shape, weights.shape)
         output = self._dispatch(x.ctypes.data, x.nbytes, idx.ctypes.data, weights.ctypes.data, idx.size, (x, idx, weights))
@@ -207,8 +220,10 @@ class Dispatcher:
 
         ``rows`` is laid out like ``dispatched.rows``, which it may be. Sums are made in float32.
         """
+        if not isinstance(dispatched, Dispatched):
+            raise errors.InvalidType(f"switchyard: dispatched is a {type(dispatched).__name__}, want what dispatch returned")
         if dispatched._dispatcher is not self:
-            raise errors.InvalidArgument("switchyard: combine: the rows are of another dispatcher")
+            raise errors.InvalidArgument("switchyard: dispatched is of another dispatcher")
         if _is_tensor(rows):
             from . import _torch_moe
 
@@ -255,6 +270,6 @@ def _rows(d: Dispatcher, name: str, x: Any) -> Any:
 
     x = np.ascontiguousarray(x)
     if str(x.dtype) != d.dtype:
-        raise errors.InvalidArgument(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {d.dtype}")
+        raise errors.InvalidType(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {d.dtype}")
     d._check_rows(name, x.shape)
     return x

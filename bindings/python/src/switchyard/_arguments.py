@@ -1,0 +1,52 @@
+"""What is asked of arguments that are no tensors, in Python's words."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from . import errors
+
+
+def integer(name: str, value: Any, least: int | None = None) -> int:
+    """An integer of any kind."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise errors.InvalidType(f"switchyard: {name} is {value!r}, want an integer") from None
+    if least is not None and number < least:
+        raise errors.InvalidArgument(f"switchyard: {name} is {number}, want at least {least}")
+    if not -(1 << 63) <= number < 1 << 63:
+        raise errors.InvalidArgument(f"switchyard: {name} is {number}, want an integer of 64 bits")
+    return number
+
+
+def seconds(name: str, value: Any) -> float:
+    """A duration that is neither nothing nor forever."""
+    try:
+        number = float(value + 0)
+    except (TypeError, ValueError):
+        raise errors.InvalidType(f"switchyard: {name} is {value!r}, want a number of seconds") from None
+    if not 0 < number < 1e9:
+        raise errors.InvalidArgument(f"switchyard: {name} is {value!r}, want a positive number of seconds")
+    return number
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise errors.InvalidType(f"switchyard: {name} is a {type(value).__name__}, want a string")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise errors.InvalidType(f"switchyard: {name} is {value!r}, want True or False")
+    return value
+
+
+def address(name: str, value: Any) -> str:
+    """Where ranks meet."""
+    host, colon, port = text(name, value).rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise errors.InvalidArgument(f'switchyard: {name} is {value!r}, want "host:port"')
+    return str(value)
