@@ -22,7 +22,7 @@ import (
 var handles = core.NewHandles()
 
 // abiVersion changes when a function does. The Python package refuses another than its own.
-const abiVersion = 4
+const abiVersion = 5
 
 // guard runs the body of an export: it turns errors and panics into a code and keeps the text for the thread. An export
 // runs on the thread of its caller, so that is whose text it is.
@@ -298,6 +298,16 @@ func switchyard_fault(place C.uint64_t) C.int32_t {
 			return err
 		}
 		return p.Fault()
+	})
+}
+
+// switchyard_refuse tells ranks that compare their calls that this one does not make the next one, because of an error with this code and
+// text. It always fails: with that error, or on the host, where it does not wait, with Again.
+//
+//export switchyard_refuse
+func switchyard_refuse(place C.uint64_t, code C.int32_t, text *C.char, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, 0, func(p core.Place) (core.Ticket, error) {
+		return p.Refuse(core.Refusal(core.Code(code), C.GoString(text)))
 	})
 }
 

@@ -1,6 +1,7 @@
 package core
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -450,6 +452,32 @@ func (c *Comm) reduction(kind opKind, stream uintptr, dst, src Buffer, dt kernel
 		return 0, err
 	}
 	return c.put(func(o *op) { o.kind, o.dst, o.src, o.dtype, o.reduce = kind, d, s, dt, r })
+}
+
+// Refuse submits that this rank does not make the call that the others make now, as Place describes.
+func (c *Comm) Refuse(why error) (Ticket, error) {
+	return c.do(func() (int64, error) { return 0, c.refuse(why) })
+}
+
+// refuse takes part in the comparison of a call, with why this rank does not make it. The error is never nil.
+func (c *Comm) refuse(why error) error {
+	why = fmt.Errorf("core: %w", why)
+	_, g, err := c.ready()
+	if err != nil || !c.options.Validate {
+		return errors.Join(why, err)
+	}
+	ctx, cancel := context.WithTimeout(c.ctx, c.timeout())
+	defer cancel()
+	_, err = agree.On(ctx, g, agree.Claim{}, why)
+	return err
+}
+
+// defaultTimeout is that of alltoallv.Options and allreduce.Options.
+const defaultTimeout = 30 * time.Second
+
+// timeout bounds the waits of an operation.
+func (c *Comm) timeout() time.Duration {
+	return cmp.Or(seconds(c.options.TimeoutSeconds), defaultTimeout)
 }
 
 // Alloc submits an allocation of symmetric memory, as Place describes.

@@ -2,12 +2,14 @@ package core
 
 import (
 	"errors"
+	"fmt"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -73,8 +75,17 @@ var conditions = []struct {
 	{device.ErrClosed, Closed},
 	{device.ErrUnavailable, Unsupported},
 	{ErrPanic, Panic},
+	{comm.ErrUnsupported, Unsupported},
 	{ErrInvalid, Invalid},
 	{ErrClosed, Closed},
+}
+
+// Refusal is an error of a kind, with a caller's text.
+func Refusal(code Code, text string) error {
+	if code == Unsupported {
+		return fmt.Errorf("%w: %s", comm.ErrUnsupported, text)
+	}
+	return fmt.Errorf("%w: %s", comm.ErrInvalid, text)
 }
 
 // Classify tells the kind of an error and which rank it is about, -1 for none.
@@ -86,6 +97,10 @@ func Classify(err error) (code Code, rank int) {
 	var peer *comm.PeerError
 	if errors.As(err, &peer) {
 		rank = peer.Rank
+	}
+	var refused *agree.RefusedError
+	if errors.As(err, &refused) && peer == nil {
+		rank = refused.Rank
 	}
 	var overflow *dispatch.OverflowError
 	if errors.As(err, &overflow) {

@@ -247,6 +247,13 @@ func (g *GPU) enqueue(stream uintptr, dst, src Buffer, call func(s device.Stream
 	return 0, g.comm.blame(call(s, d, v))
 }
 
+// Refuse waits until the other ranks have heard why this one does not make the call that they make now.
+func (g *GPU) Refuse(why error) (Ticket, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return 0, g.comm.refuse(why)
+}
+
 // Explain says how an exchange into dst would be carried.
 func (g *GPU) Explain(dst uintptr, shape Shape) (string, error) {
 	g.mu.Lock()

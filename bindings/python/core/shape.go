@@ -19,6 +19,9 @@ type Place interface {
 	AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
 	ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
 	AllGather(stream uintptr, dst, src Buffer) (Ticket, error)
+	// Refuse tells the ranks that compare their calls, with Options.Validate, that this one does not make the next one, and why. They get
+	// an error that says so, and this one why. On the host the ticket says when they have heard.
+	Refuse(why error) (Ticket, error)
 	// Explain says how an exchange into dst would be carried.
 	Explain(dst uintptr, shape Shape) (string, error)
 	// Fault is the error that exchanges which have run by now have come to and that no ticket tells.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from array import array
 
 import numpy as np
 import pytest
+import world
+from world import free_port
 
 import switchyard as sw
 from switchyard import errors
@@ -280,6 +283,39 @@ def disagree(rank, size, n):
 @pytest.mark.parametrize("n", [1, 1000, 100_000])
 def test_ranks_that_disagree_learn_it(plain, n):
     plain.run(disagree, n)
+
+
+def refuse(rank, size, port):
+    # Rank 1 refuses a call before the library sees it. The others hear of that at once, and why.
+    comm = sw.init(rank, size, f"127.0.0.1:{port}", timeout=20, validate=True, default=False)
+    n, bad = 2 * size, rank == 1
+    x, y, z = np.ones(n, "f4"), np.zeros(n, "f4"), np.zeros(n * size, "f4")
+    began = time.monotonic()
+    for text, kind, run in (
+        ("output_split_sizes sums to", ValueError, lambda: sw.all_to_all_single(y, x, [2 + bad] * size, [2] * size, comm)),
+        ("output is float64", TypeError, lambda: sw.all_to_all_single(y.astype("f8" if bad else "f4"), x, group=comm)),
+        ("input_split_sizes is", TypeError, lambda: sw.all_to_all_single(y, x, None, "x" if bad else None, comm, True).wait()),
+        ("want one of sum", ValueError, lambda: sw.all_reduce(x, "median" if bad else "sum", comm)),
+        ("sum of complex", NotImplementedError, lambda: sw.all_reduce(x.astype("c8") if bad else x, group=comm)),
+        ("must be the same size", ValueError, lambda: sw.reduce_scatter_tensor(y[: 2 - bad], x, group=comm)),
+        ("output tensor size must", ValueError, lambda: sw.all_gather_into_tensor(z[bad:], x, comm)),
+    ):
+        with pytest.raises(kind if bad else (errors.InvalidArgument, errors.Unsupported), match=text) as caught:
+            run()
+        if not bad:
+            assert "rank 1 refused: " in str(caught.value)
+            assert caught.value.rank == 1
+            assert isinstance(caught.value, errors.Unsupported) is (kind is NotImplementedError)
+        assert (x == 1).all()
+        assert (y == 0).all()
+    assert time.monotonic() - began < 10
+    sw.all_to_all_single(y, x, group=comm)
+    assert (y == 1).all()
+    comm.close()
+
+
+def test_with_validate_all_ranks_hear_what_one_refuses(worlds):
+    worlds.get(3, world.plain).run(refuse, free_port())
 
 
 def symmetric(rank, size):

@@ -265,6 +265,24 @@ def validated(rank, size):
     with pytest.raises((errors.Mismatch, errors.InvalidArgument)):
         sw.all_to_all_single(y, torch.zeros(sum(send)), recv, send, group=g)
     assert y.tolist() == [-1.0] * 2 * size
+    # Rank 1 refuses a call before the library sees it. The others hear of that at once.
+    began = time.monotonic()
+    x, z = torch.zeros(2 * size), torch.zeros(2 * size * size)
+    for run in (
+        lambda bad: sw.all_to_all_single(y, x, [2 + bad] * size, [2] * size, group=g),
+        lambda bad: sw.all_to_all_single(y, x, [2 + bad] * size, [2] * size, g, True).wait(),
+        lambda bad: sw.all_to_all_single(y.double() if bad else y, x, group=g),
+        lambda bad: sw.all_gather_into_tensor(z[bad:], x, g),
+        lambda bad: sw.reduce_scatter_tensor(y[: 2 + bad], x, group=g),
+    ):
+        with pytest.raises(errors.InvalidArgument, match=None if rank == 1 else "rank 1 refused"):
+            run(int(rank == 1))
+    # So do those of a group that has not met.
+    late = dist.new_group(timeout=timedelta(seconds=20))
+    sw._array_calls.configure(late, Validate=True)
+    with pytest.raises(errors.InvalidArgument, match=None if rank == 1 else "rank 1 refused"):
+        sw.all_to_all_single(y, x, [2 + (rank == 1)] * size, [2] * size, late, True).wait()
+    assert time.monotonic() - began < 15
     sw.all_to_all_single(y, torch.full((2 * size,), float(rank)), group=g)
     assert y[::2].tolist() == list(range(size))
     with pytest.raises(errors.InvalidArgument, match="CUDA"):

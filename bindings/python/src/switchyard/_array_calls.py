@@ -7,6 +7,7 @@ from typing import Any
 from . import errors
 from ._arrays import Array, array_of
 from ._comm import OPS, Communicator, default, reduction
+from ._splits import Shapes
 from ._work import Ticket, Work
 
 
@@ -53,18 +54,24 @@ def _pair(output: Any, input: Any, suffix: str = "") -> tuple[Array, Array]:
     return out, inp
 
 
+def _exchange(
+    shapes: Shapes, output: Any, input: Any, output_splits: Any, input_splits: Any
+) -> tuple[Array, Array, tuple[int, Any]]:
+    out, inp = _pair(output, input)
+    return out, inp, shapes.find(out.shape, inp.shape, inp.item, output_splits, input_splits)
+
+
 def all_to_all_single(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    out, inp = _pair(output, input)
-    shape = comm.shapes.find(out.shape, inp.shape, inp.item, output_splits, input_splits)
+    out, inp, shape = comm.prepare(_exchange, comm.shapes, output, input, output_splits, input_splits)
     keep = (out.keep, inp.keep, shape)
     return _work(comm.all_to_all(out.address, inp.address, shape[0], keep, async_op), output)
 
 
 def explain(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any) -> str:
     comm = communicator(group)
-    out, inp = _pair(output, input)
-    return comm.explain(out.address, comm.shapes.find(out.shape, inp.shape, inp.item, output_splits, input_splits)[0])
+    out, _, shape = _exchange(comm.shapes, output, input, output_splits, input_splits)
+    return comm.explain(out.address, shape[0])
 
 
 def _kind(dtype: str, op: str) -> tuple[int, int]:
@@ -83,34 +90,47 @@ def _op(op: Any) -> str:
     raise errors.InvalidArgument(f"switchyard: op is {op!r}, want one of {', '.join(OPS)}")
 
 
+def _reduction(tensor: Any, op: Any) -> tuple[Array, tuple[int, int]]:
+    a = array_of(tensor, "tensor", write=True)
+    return a, _kind(a.dtype, _op(op))
+
+
 def all_reduce(tensor: Any, op: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    a = array_of(tensor, "tensor", write=True)
-    dtype, how = _kind(a.dtype, _op(op))
+    a, (dtype, how) = comm.prepare(_reduction, tensor, op)
     return _work(comm.all_reduce(a.address, a.address, a.nbytes, dtype, how, a.keep, async_op), tensor)
+
+
+def _scatter(ranks: int, output: Any, input: Any, op: Any) -> tuple[Array, Array, tuple[int, int]]:
+    out, inp = _pair(output, input)
+    if out.nbytes * ranks != inp.nbytes:
+        raise errors.InvalidArgument(
+            f"switchyard: input has {inp.nbytes} bytes, output {out.nbytes} for each of {ranks} ranks: input tensor must be "
+            "the same size as output size times world size"
+        )
+    return out, inp, _kind(out.dtype, _op(op))
 
 
 def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    out, inp = _pair(output, input)
-    if out.nbytes * comm.size != inp.nbytes:
-        raise errors.InvalidArgument(
-            f"switchyard: input has {inp.nbytes} bytes, output {out.nbytes} for each of {comm.size} ranks: input tensor must "
-            "be the same size as output size times world size"
-        )
-    dtype, how = _kind(out.dtype, _op(op))
+    out, inp, (dtype, how) = comm.prepare(_scatter, comm.size, output, input, op)
     keep = (out.keep, inp.keep)
     return _work(comm.reduce_scatter(out.address, out.nbytes, inp.address, inp.nbytes, dtype, how, keep, async_op), output)
 
 
-def all_gather_into_tensor(output: Any, input: Any, group: Any, async_op: bool) -> Any:
-    comm = communicator(group)
-    out, inp = _pair(output, input)
-    if inp.nbytes * comm.size != out.nbytes:
+def _gather(ranks: int, output: Any, input: Any) -> tuple[Array, Array]:
+    out, inp = _pair(output, input, "_tensor")
+    if inp.nbytes * ranks != out.nbytes:
         raise errors.InvalidArgument(
-            f"switchyard: output_tensor has {out.nbytes} bytes, input_tensor {inp.nbytes} on each of {comm.size} ranks: output "
+            f"switchyard: output_tensor has {out.nbytes} bytes, input_tensor {inp.nbytes} on each of {ranks} ranks: output "
             "tensor size must be equal to world_size times input tensor size"
         )
+    return out, inp
+
+
+def all_gather_into_tensor(output: Any, input: Any, group: Any, async_op: bool) -> Any:
+    comm = communicator(group)
+    out, inp = comm.prepare(_gather, comm.size, output, input)
     keep = (out.keep, inp.keep)
     return _work(comm.all_gather(out.address, out.nbytes, inp.address, inp.nbytes, keep, async_op), output)
 

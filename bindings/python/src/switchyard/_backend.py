@@ -50,7 +50,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def _submit(self, prepare: Callable[[], Submission], torchs: Callable[[Any], Any], outputs: list[Tensor]) -> Any:
         """Submit an operation on tensors that are ours. Nobody waits for the ranks to meet."""
-        return self._group.submit(prepare(), torchs, outputs)
+        return self._group.submit(self._group.prepare(prepare), torchs, outputs)
 
     def alltoall_base(  # type: ignore[no-untyped-def]
         self, output, input, output_split_sizes, input_split_sizes, opts=None
@@ -83,7 +83,8 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         gpu = None if comm is None else _cuda.gpu_of(comm, self._wrapped, input.get_device())
         if gpu is None:
             return None
-        return _cuda.reduction(gpu, prepare(), output, getattr(opts, "asyncOp", True)) or Work(_cuda.Enqueued(), [output])
+        work = _cuda.reduction(gpu, gpu.prepare(prepare), output, getattr(opts, "asyncOp", True))
+        return work or Work(_cuda.Enqueued(), [output])
 
     def alltoall(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         """all_to_all of lists, which gloo does not have: through two tensors."""

@@ -9,8 +9,9 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable
 from ctypes import byref, c_int32, c_int64, c_uint64
-from typing import Any
+from typing import Any, TypeVar
 
 from . import errors
 from ._arguments import integer, seconds
@@ -49,6 +50,8 @@ def reduction(dtype: str, op: str) -> tuple[int, int] | None:
         return None
     return DTYPES[dtype], OPS[op]
 
+
+Made = TypeVar("Made")
 
 # How long operations that are under way get to become complete when the process ends, in milliseconds.
 _DRAIN = 2000
@@ -107,6 +110,21 @@ class Place:
     def check(self) -> None:
         """Raise what exchanges that have run by now have come to and that no ticket tells. It waits for nothing."""
         self._lib.check(self._lib.fault(self._handle))
+
+    def prepare(self, make: Callable[..., Made], *arguments: Any) -> Made:
+        """What make returns of a call's arguments. What it refuses, ranks that compare their calls hear of."""
+        try:
+            return make(*arguments)
+        except errors.Error as err:
+            self.refuse(err)
+            raise
+
+    def refuse(self, err: errors.Error) -> None:
+        """Tell ranks that compare their calls why this one does not make the next one. They get an error with it."""
+        if self.comm.validate:
+            text = str(err).removeprefix("switchyard: ")
+            # The answer is this error, or that it is under way.
+            self._lib.refuse(self._handle, errors.code_of(err), text.encode(), byref(c_uint64()))
 
     def explain(self, dst: int, shape: int) -> str:
         """How an exchange into dst would be carried, in words."""

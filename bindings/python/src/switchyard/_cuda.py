@@ -88,16 +88,20 @@ def exchange(
     shape: tuple[int, Any] | None = None,
 ) -> None:
     """Enqueue all_to_all_single of tensors that are ours, input on this GPU, on a CUstream or on the current one."""
-    if output.dtype is not input.dtype:
-        same_dtype(output, input)
-    if input.is_complex() or input.is_neg() or output.is_neg():
-        output, input = _plain(output, "output"), _plain(input, "input")
-    if not (input.is_contiguous() and output.is_contiguous()):
-        contiguous(input, "input")
-        contiguous(output, "output")
-    one_device(output, input)
-    if shape is None:
-        shape = shape_of(gpu, output, input, output_splits, input_splits, extra)
+    try:
+        if output.dtype is not input.dtype:
+            same_dtype(output, input)
+        if input.is_complex() or input.is_neg() or output.is_neg():
+            output, input = _plain(output, "output"), _plain(input, "input")
+        if not (input.is_contiguous() and output.is_contiguous()):
+            contiguous(input, "input")
+            contiguous(output, "output")
+        one_device(output, input)
+        if shape is None:
+            shape = shape_of(gpu, output, input, output_splits, input_splits, extra)
+    except errors.Error as err:
+        gpu.refuse(err)
+        raise
     gpu.all_to_all(
         _raw_stream(gpu.device) if stream is None else stream, output.data_ptr(), input.data_ptr(), shape[0]
     )
@@ -225,7 +229,7 @@ def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_spl
     # Splits on the GPU are read in the order of the current stream.
     shape, tensors = None, [output, input]
     if _on_gpu(output_splits) or _on_gpu(input_splits):
-        shape = shape_of(gpu, real(output), real(input), output_splits, input_splits, extra)
+        shape = gpu.prepare(shape_of, gpu, real(output), real(input), output_splits, input_splits, extra)
         tensors.append(shape[1][1])
 
     def enqueue(stream: int) -> None:

@@ -83,6 +83,23 @@ class Group:
             meeting.wait()
         return self.comm
 
+    def prepare(self, make: Callable[..., Submission], *arguments: Any) -> Submission:
+        """What make returns of a call's arguments. What it refuses, ranks that compare their calls hear of."""
+        try:
+            return make(*arguments)
+        except errors.Error as err:
+            error = err
+            if self._options.get("Validate"):
+                meeting = self._begin()
+
+                def refuse(_: None = None) -> None:
+                    if self.comm is not None:
+                        self.comm.refuse(error)
+
+                if meeting is None or meeting.defer(refuse) is None:
+                    refuse()
+            raise
+
     def submit(self, call: Submission, torchs: Callable[[Any], Any], outputs: list[Tensor]) -> Any:
         """Submit an operation without waiting for anybody, not even for the ranks to meet. torchs does it in a process
         group."""

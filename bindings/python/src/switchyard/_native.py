@@ -12,7 +12,7 @@ from typing import Any
 from . import errors
 
 AGAIN = 1
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 # How long one call into the library may wait, in microseconds. Signals end a wait early when they reach the waiting
 # thread, so this only bounds the delay of one that did not.
@@ -30,6 +30,7 @@ _PROTOTYPES: dict[str, list[Any]] = {
     "all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p, c_int64, _u64p],
     "explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
     "fault": [c_uint64],
+    "refuse": [c_uint64, c_int32, c_char_p, _u64p],
     "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
     "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
     "all_gather": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int64, _u64p],

@@ -127,9 +127,9 @@ def _run(
         comm = known.wait()  # type: ignore[union-attr]
     if comm is None:
         assert known is not None
-        call = prepare(known.shapes)
+        call = known.prepare(prepare, known.shapes)
         return known.submit(call, torchs, [output]) if async_op else torchs(known.elsewhere)
-    return _now(comm, prepare(comm.shapes), output, async_op)
+    return _now(comm, comm.prepare(prepare, comm.shapes), output, async_op)
 
 
 def _now(comm: Communicator, call: Submission, output: Tensor, async_op: bool) -> Work | None:
@@ -170,10 +170,14 @@ def all_to_all_single(
         raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
     if extra is not None:
         raise errors.InvalidArgument("switchyard: peer_displs, max_sms, copy_sms and no_sms are for CUDA tensors")
-    same_dtype(output, input)
     mine = _ours(output) and _ours(input)
     if mine and (comm := find(group)[0]) is not None:  # what is asked most, soonest
-        return _now(comm, exchange(comm.shapes, output, input, output_split_sizes, input_split_sizes), output, async_op)
+        try:
+            call = exchange(comm.shapes, output, input, output_split_sizes, input_split_sizes)
+        except errors.Error as err:
+            comm.refuse(err)
+            raise
+        return _now(comm, call, output, async_op)
 
     def torchs(pg: Any) -> Any:
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, pg, async_op)
@@ -188,6 +192,7 @@ def all_to_all_single(
 def exchange(shapes: Shapes, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any) -> Submission:
     """all_to_all_single of tensors that are ours."""
     back = None
+    same_dtype(output, input)
     if input.is_complex() or input.is_neg() or not input.is_contiguous():
         input = splittable(input, "input")
     if output.is_complex() or output.is_neg() or not output.is_contiguous():
@@ -201,7 +206,6 @@ def explain(output: Tensor, input: Tensor, output_split_sizes: Any, input_split_
         return _cuda.explain(gpu(group, input.device), output, input, output_split_sizes, input_split_sizes)
     is_tensor(output, "output")
     is_tensor(input, "input")
-    same_dtype(output, input)
     comm = communicator(group)
     if comm is None or not (_ours(output) and _ours(input)):
         return "torch: Switchyard does not exchange such tensors"
@@ -228,7 +232,9 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         return torchs(_torchs(group, f"all_reduce ({op}) of {tensor.dtype}"))
     if on_gpu:
         gpu = gpu_for(group, tensor, tensor)
-        return torchs(process_group(group)) if gpu is None else _cuda.reduction(gpu, reduce(tensor, kind), tensor, async_op)
+        if gpu is None:
+            return torchs(process_group(group))
+        return _cuda.reduction(gpu, gpu.prepare(reduce, tensor, kind), tensor, async_op)
     return _run(group, lambda _: reduce(tensor, kind), torchs, tensor, async_op)
 
 
@@ -266,7 +272,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reduction(gpu, scatter(gpu.shapes.ranks, output, input, kind), output, async_op)
+        return _cuda.reduction(gpu, gpu.prepare(scatter, gpu.shapes.ranks, output, input, kind), output, async_op)
     return _run(group, lambda shapes: scatter(shapes.ranks, output, input, kind), torchs, output, async_op)
 
 
@@ -304,7 +310,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reduction(gpu, gather(gpu.shapes.ranks, output, input), output, async_op)
+        return _cuda.reduction(gpu, gpu.prepare(gather, gpu.shapes.ranks, output, input), output, async_op)
     return _run(group, lambda shapes: gather(shapes.ranks, output, input), torchs, output, async_op)
 
 

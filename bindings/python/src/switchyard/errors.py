@@ -106,6 +106,11 @@ _OF_CODE: dict[int, type[Error]] = {
 }
 
 
+def code_of(error: Error) -> int:
+    """What the library calls errors of this kind."""
+    return 3 if isinstance(error, Unsupported) else 2
+
+
 # The library says where an error comes from, and names its options and arguments, in the words of its own language.
 _FLOORS = re.compile(r"\b(?:agree|alltoallv|allreduce|comm|core|dispatch|kernels|memory|shm|switchyard): ")
 _NAMES = {
