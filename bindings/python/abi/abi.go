@@ -488,6 +488,22 @@ func switchyard_split(communicator C.uint64_t, color, key C.int64_t, words *C.ui
 	})
 }
 
+// switchyard_shrink makes a communicator of the ranks that are left, without the n ranks of leave_out, and waits for them for within
+// microseconds, 0 for as long as operations do. The ticket's value is the communicator; words is as in switchyard_open.
+//
+//export switchyard_shrink
+func switchyard_shrink(communicator C.uint64_t, leaveOut *C.int64_t, n, within C.int64_t, words *C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
+		var out []int
+		for _, r := range numbers(leaveOut, n) {
+			out = append(out, int(r))
+		}
+		w := newWords()
+		*words = C.uint64_t(shm.Addr(w))
+		return c.Shrink(out, time.Duration(within)*time.Microsecond, w, put[*core.Comm])
+	})
+}
+
 // switchyard_close ends a communicator, together with all its ranks. keep leaves the symmetric memory mapped. The caller
 // drops the handle when the ticket is complete.
 //

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -127,11 +128,12 @@ type Comm struct {
 
 	// Set by the worker: by the first operation, which joins. Others read them once a ticket of it is complete.
 	mu      sync.Mutex
-	group   *comm.Group
+	root    *comm.Group   // what was joined; it makes the other groups, and survives what ends them
+	group   *comm.Group   // the same ranks; operations run in it
 	watched []*comm.Group // the same ranks; see watchPeers
 	heap    *memory.Heap
-	gpus    []*GPU          // in the order in which they were made
-	left    *comm.PeerError // a peer has left in good order, and this rank waited for it
+	gpus    []*GPU // in the order in which they were made
+	left    []int  // peers that have left in good order
 	leaving bool
 
 	// The worker's own.
@@ -179,7 +181,14 @@ func open(o Options, words []byte, join func(context.Context) (*comm.Group, erro
 }
 
 // build makes what stands on the group. The group is the Comm's from here on.
-func (c *Comm) build(g *comm.Group) error {
+func (c *Comm) build(root *comm.Group) error {
+	c.mu.Lock()
+	c.root = root
+	c.mu.Unlock()
+	g, err := root.Split(c.ctx, 0, 0)
+	if err != nil {
+		return err
+	}
 	c.mu.Lock()
 	c.group = g
 	c.mu.Unlock()
@@ -190,7 +199,7 @@ func (c *Comm) build(g *comm.Group) error {
 	c.mu.Lock()
 	c.heap = h
 	c.mu.Unlock()
-	if err := c.watchPeers(g); err != nil {
+	if err := c.watchPeers(root); err != nil {
 		return err
 	}
 	timeout := seconds(c.options.TimeoutSeconds)
@@ -204,7 +213,7 @@ func (c *Comm) build(g *comm.Group) error {
 	return nil
 }
 
-// ready is the heap once the join has succeeded.
+// ready is the heap and the group of operations once the join has succeeded.
 func (c *Comm) ready() (*memory.Heap, *comm.Group, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -256,6 +265,9 @@ func (c *Comm) watch(w *comm.Group) {
 	if !errors.As(err, &gone) || !errors.Is(err, comm.ErrPeerLost) {
 		return // this rank has left, or the group has failed
 	}
+	c.mu.Lock()
+	c.left = append(c.left, gone.Rank)
+	c.mu.Unlock()
 	var running Ticket
 	since := time.Now()
 	for {
@@ -274,25 +286,27 @@ func (c *Comm) watch(w *comm.Group) {
 		case time.Since(since) > grace:
 			c.mu.Lock()
 			leaving := c.leaving
-			if !leaving && c.left == nil {
-				c.left = &comm.PeerError{Rank: gone.Rank, Op: "wait", Err: fmt.Errorf("it has left the group: %w", comm.ErrPeerLost)}
-			}
 			c.mu.Unlock()
 			if !leaving {
-				c.group.Abort(fmt.Errorf("rank %d has left the group", gone.Rank))
+				c.group.Abort(errors.New(hasLeft(gone.Rank)))
 			}
 			return
 		}
 	}
 }
 
-// blame tells the failure of the group that followed from a peer's leaving by its reason.
+// hasLeft is the reason of a rank that waited for one that has left.
+func hasLeft(rank int) string { return fmt.Sprintf("rank %d has left the group", rank) }
+
+// blame tells the failure of the group that followed from a peer's leaving by its reason, whichever rank waited for it first.
 func (c *Comm) blame(err error) error {
 	if errors.Is(err, comm.ErrAborted) {
 		c.mu.Lock()
 		defer c.mu.Unlock()
-		if c.left != nil {
-			return fmt.Errorf("core: %w", c.left)
+		for _, rank := range c.left {
+			if strings.Contains(err.Error(), hasLeft(rank)) {
+				return fmt.Errorf("core: %w", &comm.PeerError{Rank: rank, Op: "wait", Err: fmt.Errorf("it has left the group: %w", comm.ErrPeerLost)})
+			}
 		}
 	}
 	return err
@@ -513,12 +527,30 @@ func (c *Comm) Verify() (Ticket, error) {
 // Split submits the making of a subgroup's Comm; see comm.Group.Split. words is memory for its queue and put names it.
 // The ticket's value is the name, 0 for a rank with a negative color.
 func (c *Comm) Split(color, key int, words []byte, put func(*Comm) uint64) (Ticket, error) {
+	return c.derive(words, put, func(root *comm.Group) (*comm.Group, error) { return root.Split(c.ctx, color, key) })
+}
+
+// Shrink submits the making of a Comm of the ranks that are left, after some were lost and without those of leaveOut; see
+// comm.Group.Shrink. It waits for the others as long as within, 0 for as long as operations do. words, put and the ticket's
+// value are as for Split. The Comm stays to be closed; with leaveOut it has failed on all ranks.
+func (c *Comm) Shrink(leaveOut []int, within time.Duration, words []byte, put func(*Comm) uint64) (Ticket, error) {
+	return c.derive(words, put, func(root *comm.Group) (*comm.Group, error) {
+		ctx, cancel := context.WithTimeout(c.ctx, cmp.Or(within, c.timeout()))
+		defer cancel()
+		if len(leaveOut) > 0 {
+			c.group.Abort(fmt.Errorf("the group goes on without ranks %v", leaveOut))
+		}
+		return root.Shrink(ctx, leaveOut...)
+	})
+}
+
+// derive submits the making of a Comm of a group that comes from this one's.
+func (c *Comm) derive(words []byte, put func(*Comm) uint64, from func(root *comm.Group) (*comm.Group, error)) (Ticket, error) {
 	return c.do(func() (int64, error) {
-		_, g, err := c.ready()
-		if err != nil {
+		if _, _, err := c.ready(); err != nil {
 			return 0, err
 		}
-		sub, err := g.Split(c.ctx, color, key)
+		sub, err := from(c.root)
 		if err != nil || sub == nil {
 			return 0, err
 		}
@@ -544,7 +576,7 @@ func (c *Comm) Close(keep bool) (Ticket, error) {
 
 func (c *Comm) release(keep bool) error {
 	c.mu.Lock()
-	g, h, watched, gpus := c.group, c.heap, c.watched, c.gpus
+	root, g, h, watched, gpus := c.root, c.group, c.heap, c.watched, c.gpus
 	c.leaving = true
 	c.mu.Unlock()
 	var errs []error
@@ -582,7 +614,7 @@ func (c *Comm) release(keep bool) error {
 			errs = append(errs, freed...)
 		}
 	}
-	for _, g := range append(watched, g) {
+	for _, g := range append(watched, g, root) {
 		if g != nil {
 			errs = append(errs, g.Close())
 		}
@@ -594,10 +626,10 @@ func (c *Comm) release(keep bool) error {
 // Abort fails the group on every rank, at once.
 func (c *Comm) Abort(reason string) {
 	c.mu.Lock()
-	g := c.group
+	root := c.root
 	c.mu.Unlock()
-	if g != nil {
-		g.Abort(errors.New(reason))
+	if root != nil {
+		root.Abort(errors.New(reason)) // and with it the groups that it made
 	}
 	c.cancel()
 }
@@ -617,7 +649,7 @@ func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 		stopped = c.settle(time.Minute)
 	}
 	c.mu.Lock()
-	g, h, watched := c.group, c.heap, c.watched
+	root, g, h, watched := c.root, c.group, c.heap, c.watched
 	c.leaving = true
 	c.mu.Unlock()
 	c.cancel()
@@ -635,7 +667,7 @@ func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 		// mappings of their own.
 		_ = h.Close(c.ctx)
 	}
-	for _, g := range append(watched, g) {
+	for _, g := range append(watched, g, root) {
 		if g != nil {
 			_ = g.Close() // it is always nil
 		}

@@ -47,13 +47,18 @@ func await(c *Comm, t Ticket, err error) (int64, error) {
 // each runs f on the Comms of n ranks in this process.
 func each(t *testing.T, n int, f func(c *Comm) error) {
 	t.Helper()
+	eachWith(t, n, Options{TimeoutSeconds: 10}, f)
+}
+
+func eachWith(t *testing.T, n int, o Options, f func(c *Comm) error) {
+	t.Helper()
 	groups, err := comm.Local(n)
 	require.NoError(t, err)
 	errs := make([]error, n)
 	var wg sync.WaitGroup
 	for r, g := range groups {
 		wg.Go(func() {
-			c, err := open(Options{TimeoutSeconds: 10}, words(), func(context.Context) (*comm.Group, error) { return g, nil })
+			c, err := open(o, words(), func(context.Context) (*comm.Group, error) { return g, nil })
 			if err == nil {
 				_, err = await(c, 1, nil)
 			}
@@ -303,5 +308,105 @@ func TestTheNoticeNamesWhatTheLibraryIsLinkedWith(t *testing.T) {
 		text, err := os.ReadFile(files[0])
 		require.NoError(t, err)
 		require.Contains(t, words(notice), words(text), "the licence of %s", name)
+	}
+}
+
+func TestTheEnvironmentIsThatOfTheProcess(t *testing.T) {
+	t.Setenv("SWITCHYARD_NVTX", "")
+	_, err := (&Options{Environ: map[string]string{"SWITCHYARD_NVTX": "1", "NVTX_INJECTION64_PATH": "/nowhere"}}).config()
+	require.NoError(t, err)
+	require.Equal(t, "/nowhere", os.Getenv("NVTX_INJECTION64_PATH"))
+	_, err = (&Options{Environ: map[string]string{"SWITCHYARD_NVTX": "yes"}}).config()
+	require.ErrorContains(t, err, `SWITCHYARD_NVTX is "yes", want 0 or 1`)
+	_, set := os.LookupEnv("NVTX_INJECTION64_PATH")
+	require.False(t, set)
+}
+
+func TestF3_WithValidateARefusalIsEveryRanksError(t *testing.T) {
+	eachWith(t, 3, Options{TimeoutSeconds: 10, Validate: true}, func(c *Comm) error {
+		rank, _, err := c.Rank()
+		if err != nil {
+			return err
+		}
+		for _, code := range []Code{Invalid, Unsupported} {
+			var ticket Ticket
+			if rank == 1 {
+				ticket, err = c.Refuse(Refusal(code, "no such splits"))
+			} else {
+				ticket, err = c.Barrier()
+			}
+			_, err = await(c, ticket, err)
+			got, of := Classify(err)
+			if got != code || !strings.Contains(err.Error(), "no such splits") || rank != 1 && of != 1 {
+				return fmt.Errorf("code %d, rank %d: %w", got, of, err)
+			}
+		}
+		ticket, err := c.Barrier() // which it has not broken
+		_, err = await(c, ticket, err)
+		return err
+	})
+}
+
+// What ends the operations of a group leaves those that wait for each other able to go on: a rank that is lost, one that leaves in good
+// order and one that is left out.
+func TestThoseThatAreLeftGoOn(t *testing.T) {
+	for name, end := range map[string]func(c *Comm){
+		"lost":     func(c *Comm) { c.root.Kill() },
+		"leaves":   func(c *Comm) { c.Abandon(time.Second, false) },
+		"left out": func(*Comm) {},
+	} {
+		t.Run(name, func(t *testing.T) {
+			each(t, 4, func(c *Comm) error {
+				rank, _, err := c.Rank()
+				if err != nil {
+					return err
+				}
+				var leaveOut []int
+				switch {
+				case rank == 1:
+					end(c)
+					if name != "left out" {
+						return nil
+					}
+				case name == "left out":
+					leaveOut = []int{1}
+				default:
+					ticket, err := c.Barrier()
+					_, err = await(c, ticket, err)
+					if code, of := Classify(err); code != PeerLost || of != 1 {
+						return fmt.Errorf("code %d, rank %d: %w", code, of, err)
+					}
+				}
+				var next *Comm
+				ticket, err := c.Shrink(leaveOut, 0, words(), func(made *Comm) uint64 { next = made; return 1 })
+				_, err = await(c, ticket, err)
+				if rank == 1 {
+					if code, of := Classify(err); code != PeerLost || of != 1 {
+						return fmt.Errorf("code %d, rank %d: %w", code, of, err)
+					}
+					c.Abandon(0, false)
+					return nil
+				}
+				if err != nil {
+					return err
+				}
+				if _, err := await(next, 1, nil); err != nil {
+					return err
+				}
+				x := make([]int64, 1000*next.Size()) // too large for a stack, which may move
+				x[0] = int64(rank)
+				ticket, err = next.AllReduce(0, buf(x), buf(x), kernels.Int64, kernels.Sum)
+				if _, err = await(next, ticket, err); err != nil || x[0] != 0+2+3 || next.Size() != 3 {
+					return fmt.Errorf("%d ranks have %d: %w", next.Size(), x[0], err)
+				}
+				ticket, err = c.Close(false)
+				if _, err = await(c, ticket, err); err != nil {
+					return err
+				}
+				ticket, err = next.Close(false)
+				_, err = await(next, ticket, err)
+				return err
+			})
+		})
 	}
 }

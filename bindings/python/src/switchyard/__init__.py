@@ -42,6 +42,7 @@ __all__ = [
     "init",
     "mem_pool",
     "reduce_scatter_tensor",
+    "shrink",
     "shutdown",
     "synchronize",
     "verify",
@@ -331,6 +332,29 @@ def explain(
     from . import _array_calls
 
     return _array_calls.explain(output, input, output_split_sizes, input_split_sizes, group)
+
+
+def shrink(group: Any = None, leave_out: Any = (), timeout: float | None = None) -> Communicator:
+    """Make a communicator of the ranks that are left of a group, after some were lost; all of them call it.
+
+    They keep their order, and agree on who they are, also when more are lost meanwhile. ``leave_out`` are ranks that the
+    others go on without, though they may live. It is enough that one rank says so. A rank that the others have given up gets
+    a :class:`switchyard.errors.PeerLost` with its own number.
+
+    A rank that lives and does not call it is waited for, ``timeout`` seconds or else as long as in an operation. Then
+    :class:`switchyard.errors.TimedOut` names it, and the call can be made again.
+
+    What is returned goes wherever a group does, for tensors and arrays. It takes the place of the default communicator where
+    that was the group. The one before is still to be closed. What was made on it is of no more use: symmetric memory,
+    dispatchers.
+    """
+    from . import _comm
+
+    comm = communicator(group)
+    smaller = comm.shrink(leave_out, timeout)
+    if comm is _comm._default:
+        _comm.set_default(smaller)
+    return smaller
 
 
 def shutdown() -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from ctypes import byref, c_int32, c_int64, c_uint64
@@ -429,7 +430,25 @@ class Communicator(Place):
         handle = self._control(code, ticket)
         if handle == 0:
             return None
-        comm = Communicator(self._lib, handle, words.value, f"{self.name}/{color}", self.validate)
+        return self._child(handle, words, str(color))
+
+    def shrink(self, leave_out: Iterable[int] = (), timeout: float | None = None) -> Communicator:
+        """Make a communicator of the ranks that are left after some were lost, as :func:`switchyard.shrink` describes."""
+        if isinstance(leave_out, (str, bytes)) or not isinstance(leave_out, Iterable):
+            raise errors.InvalidType(f"switchyard: leave_out is {leave_out!r}, want a list of ranks")
+        out = array("q", [integer("leave_out", rank) for rank in leave_out])
+        for rank in out:
+            if rank == self.rank or not 0 <= rank < self.size:
+                raise errors.InvalidArgument(
+                    f"switchyard: leave_out has rank {rank}, want other ranks of {self.size} than {self.rank}"
+                )
+        within = 0 if timeout is None else max(int(seconds("timeout", timeout) * 1e6), 1)
+        ticket, words = c_uint64(), c_uint64()
+        code = self._lib.shrink(self._handle, out.buffer_info()[0], len(out), within, byref(words), byref(ticket))
+        return self._child(self._control(code, ticket), words, "survivors")
+
+    def _child(self, handle: int, words: c_uint64, name: str) -> Communicator:
+        comm = Communicator(self._lib, handle, words.value, f"{self.name}/{name}", self.validate)
         comm._join()
         return comm
 

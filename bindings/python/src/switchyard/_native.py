@@ -42,6 +42,7 @@ _PROTOTYPES: dict[str, list[Any]] = {
     "gpu_open": [c_uint64, c_char_p, _u64p],
     "gpu_pool": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
     "split": [c_uint64, c_int64, c_int64, _u64p, _u64p],
+    "shrink": [c_uint64, c_void_p, c_int64, c_int64, _u64p, _u64p],
     "close": [c_uint64, c_int32, _u64p],
     "abort": [c_uint64, c_char_p],
     "abandon": [c_uint64, c_int64, c_int32],
