@@ -274,7 +274,6 @@ func headings(page string) []string {
 
 // Lines are of a length that people and diffs can read. Tables and code are as wide as they must be.
 func TestLinesAreShort(t *testing.T) {
-	tolerated := map[string]int{"bindings/python/README.md": 9} // lines that are still longer
 	for _, name := range everyPage(t) {
 		var long []string
 		for line := range strings.Lines(fence.ReplaceAllString(read(t, name), "")) {
@@ -282,7 +281,7 @@ func TestLinesAreShort(t *testing.T) {
 				long = append(long, line)
 			}
 		}
-		require.LessOrEqual(t, len(long), tolerated[name], "%s: %q", name, long)
+		require.Empty(t, long, name)
 	}
 }
 
