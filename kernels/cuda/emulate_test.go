@@ -179,9 +179,6 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"the beginnings of two calls share a place": {
 			"a.state.begins + ((epoch & 1)", "a.state.begins + ((epoch & 0)",
 		},
-		"the ends of two calls share a place": {
-			"a.state.dones + (((epoch & 1)", "a.state.dones + (((epoch & 0)",
-		},
 		"numbers of an earlier call are taken for this one's": {
 			"return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);", "return word != 0;",
 		},

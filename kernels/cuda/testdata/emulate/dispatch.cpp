@@ -294,6 +294,7 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	sw_moe_args a = arguments(w, b, rank, op_combine);
 	a.row_bytes = 2 * w.hidden, a.y = w.segment(rank) + sums_at(w);
 	bool staged = !w.by_token() || !in_place;
+	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch.go has it
 	a.from_rows = staged ? w.sums : made_at(w);
 	if (staged) {
 		a.mode |= SW_MOE_KEEP;
