@@ -26,8 +26,14 @@ def start(code: str, rank: int = 0, size: int = 1, port: int = 0, **kwargs) -> s
     env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "SWITCHYARD_PORT": str(port)}
     return subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
-        env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs,
+        env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=hears_ctrl_c, **kwargs,
     )  # fmt: skip
+
+
+def hears_ctrl_c() -> None:
+    """Jobs in the background ignore it, and so do their children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def ranks(code: str, size: int) -> list[subprocess.Popen]:
