@@ -55,6 +55,9 @@ type sizer interface{ sizes(peer int) string }
 // begin is the beginning of a call.
 func (w *waiter) begin(e *Engine, with sizer, c call, timeout time.Duration) {
 	w.e, w.with, w.call, w.timeout, w.polls, w.other, w.woken, w.awaits = e, with, c, timeout, 0, 0, false, 0
+	if own := &e.peers[e.space.Rank]; own.awaited.Load() != 0 && own.waiting.Load() == 0 {
+		own.awaited.Store(0) // it has waited in vain, and goes on
+	}
 }
 
 func (w *waiter) busy() {
@@ -117,14 +120,13 @@ func (w *waiter) idle(peer int) error {
 	if waited >= w.told+w.e.tellEvery {
 		w.tell(peer, waited)
 	}
+	w.await(peer)
 	if !w.entered {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)
 		w.e.peers[w.e.space.Rank].waiting.Store(w.call.word())
-		w.await(peer)
 		return nil // the caller looks once more, now that peers know
 	}
-	w.await(peer)
 	if err := w.elsewhere(peer); err != nil {
 		return err
 	}

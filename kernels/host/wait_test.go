@@ -145,3 +145,16 @@ func TestCallsHaveNamesOfTheirOwn(t *testing.T) {
 		}
 	}
 }
+
+// A rank that has waited in vain and makes another call does not wait any more for whom it waited then.
+func TestF2_WhoGoesOnDoesNotWait(t *testing.T) {
+	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
+	ro := routes([][]int64{{0, 5}, {5, 0}}, 0)
+	err := w.ports[0].Launch(nil, &kernels.AllToAllV{Routes: ro, Src: buffer(make([]byte, 5), -1), Dst: buffer(make([]byte, 5), -1),
+		Launched: kernels.Launched{Timeout: 20 * time.Millisecond}})
+	require.ErrorIs(t, err, comm.ErrTimeout)
+	own := &w.engines[0].peers[0]
+	require.EqualValues(t, 2, own.awaited.Load())
+	new(waiter).begin(w.engines[0], nil, call{op: opAllToAllV, at: kernels.HeaderBytes, epoch: 2}, time.Second)
+	require.Zero(t, own.awaited.Load())
+}
