@@ -560,20 +560,11 @@ func TestCUDA_BucketsOverlapWithAnotherStream(t *testing.T) {
 			put(twos, f32, i, 1.5)
 		}
 		y.write(y.out[0], ones)
-		step := func(reduce bool) time.Duration {
+		timed := func(f func()) time.Duration {
 			r.Must(y.s.Synchronize())
 			r.Barrier()
 			begin := stamp(r, y.s)
-			for i := range layers {
-				r.Must(memory.Copy(y.s, y.in[0], y.in[1])) // what computes: as long as a layer's reduction, or longer
-				r.Must(memory.Copy(y.s, b.View(i), y.out[0].Slice(0, 4*n)))
-				if reduce {
-					r.Must(b.Ready(y.s, i))
-				}
-			}
-			if reduce {
-				r.Must(b.Wait(y.s))
-			}
+			f()
 			end := stamp(r, y.s)
 			r.Must(y.s.Synchronize())
 			d, err := c.Elapsed(begin, end)
@@ -581,20 +572,27 @@ func TestCUDA_BucketsOverlapWithAnotherStream(t *testing.T) {
 			r.Must(errors.Join(c.DestroyEvent(begin), c.DestroyEvent(end)))
 			return d
 		}
+		step := func(reduce bool) time.Duration {
+			return timed(func() {
+				for i := range layers {
+					r.Must(memory.Copy(y.s, y.in[0], y.in[1])) // what computes: as long as a layer's reduction, or longer
+					r.Must(memory.Copy(y.s, b.View(i), y.out[0].Slice(0, 4*n)))
+					if reduce {
+						r.Must(b.Ready(y.s, i))
+					}
+				}
+				if reduce {
+					r.Must(b.Wait(y.s))
+				}
+			})
+		}
 		alone := func() time.Duration { // the reductions with nothing beside them
-			r.Must(y.s.Synchronize())
-			r.Barrier()
-			begin := stamp(r, y.s)
-			for i := range layers {
-				r.Must(b.Ready(y.s, i))
-			}
-			r.Must(b.Wait(y.s))
-			end := stamp(r, y.s)
-			r.Must(y.s.Synchronize())
-			d, err := c.Elapsed(begin, end)
-			r.Must(err)
-			r.Must(errors.Join(c.DestroyEvent(begin), c.DestroyEvent(end)))
-			return d
+			return timed(func() {
+				for i := range layers {
+					r.Must(b.Ready(y.s, i))
+				}
+				r.Must(b.Wait(y.s))
+			})
 		}
 		least := func(f func() time.Duration) (d time.Duration) {
 			d = f() // warm

@@ -63,7 +63,7 @@ type Group struct {
 
 	inquiries   map[uint64]*inquiry // that wait for answers
 	lastInquiry uint64
-	gaveUp      struct { // the last call that timed out
+	gaveUp      struct { // the last call that this rank gave up
 		seq     uint64
 		missing []int
 	}

@@ -175,6 +175,11 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 	s := &g.shrink
 	q := g.newInquiry(ctx)
 	defer q.end()
+	awaited := func() (round uint64, missing []int) {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		return s.round, g.shrinkAbsent()
+	}
 	for {
 		n.mu.Lock()
 		var say *message
@@ -212,14 +217,10 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		case <-q.due:
 			q.ask()
 		case <-q.say.C:
-			n.mu.Lock()
-			round, missing := s.round, g.shrinkAbsent()
-			n.mu.Unlock()
+			round, missing := awaited()
 			q.tell("shrink", round, missing, time.Since(began))
 		case <-ctx.Done():
-			n.mu.Lock()
-			round, missing := s.round, g.shrinkAbsent()
-			n.mu.Unlock()
+			round, missing := awaited()
 			return nil, q.waitError(ctx, "shrink", round, missing, time.Since(began))
 		}
 	}

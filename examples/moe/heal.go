@@ -76,18 +76,17 @@ func (w *worker) grow(ctx context.Context) (*worker, error) {
 		w.Events = append(w.Events, fmt.Sprintf("No fresh rank came within %v before step %d.", admitFor, w.done()+1))
 		return w, nil
 	}
-	if err == nil {
-		err = w.close(ctx)
-	}
-	if err == nil {
-		err = agree(ctx, g, w.cfg, w.text)
-	}
-	var n *worker
-	if err == nil {
-		n, err = carryOn(ctx, g, w.cfg, w.text, w)
-	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("let a fresh rank in: %w", err), w.close(ctx))
+	}
+	if err = errors.Join(w.close(ctx), agree(ctx, g, w.cfg, w.text)); err != nil {
+		g.Abort(err)
+		g.Close()
+		return nil, fmt.Errorf("let a fresh rank in: %w", err)
+	}
+	n, err := carryOn(ctx, g, w.cfg, w.text, w)
+	if err != nil {
+		return nil, fmt.Errorf("let a fresh rank in: %w", err)
 	}
 	return n, nil
 }
@@ -143,8 +142,7 @@ func carryOn(ctx context.Context, g *comm.Group, c config, text *corpus, old *wo
 	p, moves := before.Follow(was)
 	w, err := newWorker(ctx, g, c, text, p)
 	if err != nil {
-		g.Close()
-		return nil, err
+		return fail(err)
 	}
 	w.history = *common.History
 	w.Since = w.done() + 1
@@ -162,8 +160,8 @@ func carryOn(ctx context.Context, g *comm.Group, c config, text *corpus, old *wo
 		}
 	}
 	if err := w.inherit(ctx, best, old, before, p, moves); err != nil {
-		g.Abort(err)
-		return nil, errors.Join(err, w.close(ctx))
+		g.Abort(err) // the others need not wait for this rank
+		return fail(errors.Join(err, w.close(ctx)))
 	}
 	return w, nil
 }

@@ -28,19 +28,35 @@ func kill(pid string) error {
 	return syscall.Kill(n, syscall.SIGKILL)
 }
 
+// trained runs 300 steps with 7 experts and more flags, and returns the report and what was said.
+func trained(t *testing.T, text string, more ...string) (r report, out string) {
+	path := filepath.Join(t.TempDir(), "report.json")
+	args := append(small("-text", text, "-json", path, "-experts", "7", "-steps", "300"), more...)
+	code, out, errs := start(t, args...).wait(t, patience)
+	require.Zero(t, code, "%v: %s%s", more, out, errs)
+	b, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.NoError(t, json.Unmarshal(b, &r))
+	return r, out
+}
+
+// requireEveryStepOnce looks at where the tokens of 300 steps went.
+func requireEveryStepOnce(t *testing.T, r report) {
+	for _, layer := range r.ExpertTokens {
+		sum := int64(0)
+		for _, n := range layer {
+			sum += n
+		}
+		require.EqualValues(t, 300*61*2, sum, "every step counts once")
+	}
+}
+
 // The others go on from the step in which a rank was killed: what they did before stays, no step is left out or done twice, and
 // the model that comes out is as good.
 func TestOthersGoOnWithoutAKilledRank(t *testing.T) {
 	text := poem(t)
 	train := func(more ...string) report {
-		path := filepath.Join(t.TempDir(), "report.json")
-		args := append(small("-text", text, "-json", path, "-ranks", "4", "-experts", "7", "-steps", "300"), more...)
-		code, out, errs := start(t, args...).wait(t, patience)
-		require.Zero(t, code, "%v: %s%s", more, out, errs)
-		b, err := os.ReadFile(path)
-		require.NoError(t, err)
-		var r report
-		require.NoError(t, json.Unmarshal(b, &r))
+		r, out := trained(t, text, append([]string{"-ranks", "4"}, more...)...)
 		if len(more) > 0 {
 			require.Len(t, r.Events, 1)
 			require.Contains(t, out, "lost in step")
@@ -68,13 +84,7 @@ func TestOthersGoOnWithoutAKilledRank(t *testing.T) {
 				require.Contains(t, r.Events[0], fmt.Sprintf("Rank %d was lost in step %d. The others went on from there as ranks 0 to 2", rank, step))
 				require.Equal(t, step, r.TrafficSince)
 				require.Len(t, r.TrafficBytes, 3)
-				for _, layer := range r.ExpertTokens {
-					sum := int64(0)
-					for _, n := range layer {
-						sum += n
-					}
-					require.EqualValues(t, 300*61*2, sum, "every step counts once")
-				}
+				requireEveryStepOnce(t, r)
 			}
 		}
 	}
@@ -118,18 +128,12 @@ func TestAFreshRankReplacesAKilledOne(t *testing.T) {
 		if testing.Short() && c.ranks != 4 {
 			continue
 		}
-		path := filepath.Join(t.TempDir(), "report.json")
-		args := small("-text", text, "-json", path, "-ranks", strconv.Itoa(c.ranks), "-experts", "7", "-steps", "300", "-kill-rank", strconv.Itoa(c.kill),
-			"-at-step", strconv.Itoa(c.at), "-replace-at-step", strconv.Itoa(c.before))
+		args := []string{"-ranks", strconv.Itoa(c.ranks), "-kill-rank", strconv.Itoa(c.kill), "-at-step", strconv.Itoa(c.at),
+			"-replace-at-step", strconv.Itoa(c.before)}
 		if c.procs {
 			args = append(args, "-procs")
 		}
-		code, out, errs := start(t, args...).wait(t, patience)
-		require.Zero(t, code, "%v: %s%s", c, out, errs)
-		b, err := os.ReadFile(path)
-		require.NoError(t, err)
-		var r report
-		require.NoError(t, json.Unmarshal(b, &r))
+		r, out := trained(t, text, args...)
 		require.Equal(t, c.ranks, r.Ranks)
 		require.Len(t, r.Losses, 300)
 		require.Len(t, r.Events, 2)
@@ -144,13 +148,7 @@ func TestAFreshRankReplacesAKilledOne(t *testing.T) {
 		if c.before > 10 {
 			require.Less(t, mean(r.Losses[c.before-1:c.before+4]), mean(r.Losses[c.before-11:c.before-1])+0.3)
 		}
-		for _, layer := range r.ExpertTokens {
-			sum := int64(0)
-			for _, n := range layer {
-				sum += n
-			}
-			require.EqualValues(t, 300*61*2, sum, "every step counts once")
-		}
+		requireEveryStepOnce(t, r)
 	}
 }
 
