@@ -503,6 +503,7 @@ func TestF2_ShrinkAfterSeveralProcessesDie(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
+	ps[4].signal(syscall.SIGSTOP) // it must not go on with the others before it is killed
 	ps[1].signal(syscall.SIGKILL)
 	ps[4].signal(syscall.SIGKILL)
 	for _, r := range []int{0, 2, 3} {
