@@ -158,6 +158,9 @@ type Reduction struct {
 	// ranks of a call have the same. The host device looks at none of it.
 	Packets, Pull bool
 	Blocks        int
+	// Rate holds what a rank reads and writes of its peers' memory on a GPU to so many GB/s together; 0 lets it go as fast as it can. What
+	// goes through staging is not held.
+	Rate float64
 	// Bounds has one entry more than there are ranks: the slice of rank p is elements Bounds[p] up to Bounds[p+1].
 	Bounds []int64
 	// Src and Dst are the user's buffers. All slices lie in Src if the call reduces and in Dst if it gathers; otherwise the

@@ -22,38 +22,44 @@
 extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1) allreduce_packet(const __grid_constant__ sw_reduce_args a)
 {
 	using namespace sw;
+	SW_SHARED(u64, verdict);
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-	bool meets = warp == packet_warps;
+	bool moves = warp < packet_warps, meets = warp == packet_warps;
 	// neighbouring warps of the grid lie in different blocks, so that few groups use many multiprocessors
-	packet_warp p(a, 0, warp * gridDim.x + blockIdx.x, packet_warps * gridDim.x, lane);
-	await_stream();
+	packet_warp p(a, &verdict, warp * gridDim.x + blockIdx.x, packet_warps * gridDim.x, lane);
+	packet_warp::task task = p.input(moves ? p.warp : 0);
+	u32 tasks = p.tasks(), groups = packet_groups(span(a, a.world.rank).bytes), most = gathers(a) && !one_shot(a) ? p.most_groups() : 0;
+	await_stream(); // all that is above goes on while the kernel before runs
 	call_number number;
 	number.load(a.world);
-	if (!meets)
-		p.preload();
+	p.preload(task, moves);
 	u64 epoch = p.epoch = number.epoch();
-	if (__syncthreads_or(epoch == 0)) // for all or none: warps of a block wait for one another
+	if (__any_sync(~0u, epoch == 0) != 0) // a fault may be written just now
 		return;
-	if (!meets)
-		p.send();
-	else if (blockIdx.x == 0)
+	if (moves)
+		p.send(task, tasks);
+	else if (meets && blockIdx.x == 0)
 		enter(a, epoch, lane);
-	if (threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	if (meets && lane == 0)
+		verdict = 0;
+	__syncthreads(); // every warp has read the number
 	release_stream();
 	if (meets) {
-		disagree(!meet(a, epoch, lane, [](u32, const entry &) {}));
+		bool good = meet(a, epoch, lane, [](u32, const entry &) {});
+		if (lane == 0)
+			store_relaxed_cta(&verdict, good ? calls_agree : calls_differ);
 		for (u32 q = lane; blockIdx.x == 0 && q < a.world.size; q += 32) {
-			wipe_one(a, epoch, a.block.inputs, q, reduces(a) ? packet_groups(span(a, a.world.rank).bytes) : 0);
+			wipe_one(a, epoch, a.block.inputs, q, reduces(a) ? groups : 0);
 			wipe_one(a, epoch, a.block.results, q, gathers(a) && !one_shot(a) ? packet_groups(span(a, q).bytes) : 0);
 		}
-		return;
-	}
-	if (!reduces(a)) {
-		if (p.take_results())
+	} else if (!moves) { // takes long, and nobody waits for it
+		if (lane == 0)
+			number.advance(a.world);
+	} else if (!reduces(a)) {
+		if (p.take_results(most))
 			p.keep();
-	} else if (reduce_any(p) && p.agree() && gathers(a) && !one_shot(a)) {
-		p.take_results();
+	} else if (reduce_any(p, groups) && most != 0) {
+		p.take_results(most);
 	}
 }
 
@@ -62,28 +68,29 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_THREADS, 1) allreduce(con
 	using namespace sw;
 	SW_SHARED(reduce_board, b);
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-	await_stream();
+	bool watches = warp == work_warps + 2, good = true;
+	if (watches)
+		b.begin(a, lane);
+	await_stream(); // all that is above goes on while the kernel before runs
 	call_number number;
 	number.load(a.world);
 	u64 epoch = number.epoch();
-	if (__syncthreads_or(epoch == 0))
-		return;
-	if (threadIdx.x == blockDim.x - 1)
+	if (watches && epoch != 0) {
+		if (blockIdx.x == 0) // the sooner the better
+			enter(a, epoch, lane);
+		good = b.make(a, epoch, lane);
+	}
+	bool stops = __syncthreads_or(epoch == 0 || !good) != 0; // for all or none: warps of a block wait for one another
+	if (epoch != 0 && threadIdx.x == 32 * work_warps) // takes long, and nobody waits for this warp yet
 		number.advance(a.world);
 	release_stream();
+	if (stops)
+		return;
 	if (a.world.size == 1) {
 		if (a.dst != a.src && warp < work_warps)
 			move(a.dst, a.src, a.bounds[1], warp * gridDim.x + blockIdx.x, work_warps * gridDim.x, lane);
 		return;
 	}
-	bool watches = warp == work_warps + 2, good = true;
-	if (watches) {
-		if (blockIdx.x == 0)
-			enter(a, epoch, lane);
-		good = make_board(a, epoch, b, lane);
-	}
-	if (__syncthreads_or(!good))
-		return;
 	if (watches) {
 		reduce_watch(a, epoch, b, lane).run();
 		for (u32 p = lane; blockIdx.x == 0 && p < a.world.size; p += 32) {
@@ -96,30 +103,5 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_THREADS, 1) allreduce(con
 		reduce_signaller{a, epoch, b, lane}.run_results();
 	} else {
 		reduce_worker{a, b, warp, lane}.run();
-	}
-}
-
-// After copies by the copy engines, which have handed out what `allreduce` has reduced: all ranks have done so. One warp.
-extern "C" __global__ void __launch_bounds__(32, 1) allreduce_close(const __grid_constant__ sw_reduce_args a)
-{
-	using namespace sw;
-	await_stream();
-	call_number number;
-	number.load(a.world);
-	if (__any_sync(~0u, number.epoch() == 0))
-		return;
-	u64 epoch = number.epoch() - 1; // `allreduce` has advanced it
-	fence_acq_rel_sys();		// X4: the copies come before their signals
-	for (u32 p = threadIdx.x; p < a.world.size; p += 32)
-		if (p != a.world.rank)
-			store_relaxed_sys(line_of(a, p, a.world.rank) + all_done, last_seq(epoch));
-	for (u32 p = threadIdx.x; p < a.world.size; p += 32) {
-		wait w;
-		w.epoch = epoch;
-		while (p != a.world.rank && load_acquire_sys(line_of(a, a.world.rank, p) + all_done) < last_seq(epoch))
-			if (!w.slow(a.world)) {
-				give_up(a.world, w.kind, p, epoch, false);
-				break;
-			}
 	}
 }

@@ -123,7 +123,7 @@ struct call_number {
 	{
 		// An address that looks different in every lane: the compiler would move a value that is the same in all of them to a
 		// uniform register at once, and so wait for it here.
-		v = load16_relaxed_sys(own_segment(w) + w.control + (lane_id() >> 5));
+		v = load16_relaxed_sys(own_segment(w) + w.control + zero_of_lane());
 	}
 
 	// 0 after an earlier fault: the kernel must do nothing.

@@ -40,7 +40,7 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 	require.NoError(t, err)
 	edits := append([]string{"SW_SEND_THREADS = 384", "SW_SEND_THREADS = 96", "SW_RECV_THREADS = 320", "SW_RECV_THREADS = 64",
 		"\tSW_PACKET_THREADS = 1024", "\tSW_PACKET_THREADS = 128", "SW_COPY_THREADS = 256", "SW_COPY_THREADS = 64",
-		"SW_REDUCE_PACKET_THREADS = 512", "SW_REDUCE_PACKET_THREADS = 128", "SW_REDUCE_THREADS = 512", "SW_REDUCE_THREADS = 288",
+		"SW_REDUCE_PACKET_THREADS = 384", "SW_REDUCE_PACKET_THREADS = 128", "SW_REDUCE_THREADS = 512", "SW_REDUCE_THREADS = 288",
 		"SW_MOE_THREADS = 1024", "SW_MOE_THREADS = 128", "SW_MOE_FEW_THREADS = 512", "SW_MOE_FEW_THREADS = 96",
 		"SW_MOE_SUM_THREADS = 512", "SW_MOE_SUM_THREADS = 64", "SW_MOE_PASS_THREADS = 512", "SW_MOE_PASS_THREADS = 64"}, bugs...)
 	found := make([]int, len(edits))
@@ -149,10 +149,10 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"part_sync(end_of_work,", "emu::draw(",
 		},
 		"a rank ends before its peers are done with its memory": {
-			"if ((b.touched >> p & 1) &&", "if (false &&",
+			"while ((b.touched >> p & 1) &&", "while (false &&",
 		},
-		"warps without a share of the work wait for results before they agree": {
-			"p.agree() && gathers", "gathers",
+		"a result is stored before the ranks' calls have been compared": {
+			"while (!agreed) {", "while (false) {",
 		},
 		"packets of two calls share a place": {
 			"segment(a.world, dst) + region + ((epoch & 1)", "segment(a.world, dst) + region + ((epoch & 0)",

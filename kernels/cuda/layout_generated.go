@@ -39,7 +39,7 @@ const (
 // Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it
 // watches what peers write and the two before it signal.
 const (
-	reducePacketThreads = 512
+	reducePacketThreads = 384
 	reduceThreads       = 512
 	reduceLineBytes     = 64 // what one block of a rank writes for the same block of a peer: five sequence numbers
 	reduceEntryBytes    = 64 // what a rank tells a peer of its call: four words of 12 bytes and a flag
@@ -77,9 +77,8 @@ const (
 
 // Flags of a reduction. All ranks of a call have the same.
 const (
-	reduceOneShot = 1 // every rank reduces everything for itself
+	reduceOneShot = 1 // every rank reduces everything for itself; packets only
 	reducePull    = 2 // an all-gather reads the peers' slices where it can, instead of having them written
-	reduceCopies  = 4 // the slices of the result are handed out by copy engines, between allreduce and allreduce_close
 )
 
 // Flags of an exchange.
@@ -631,7 +630,7 @@ func putMoeArgsFirst(b []byte, i int, v uint32) {
 }
 
 const (
-	reduceArgsBytes = 720
+	reduceArgsBytes = 728
 )
 
 // reduceArgs is struct sw_reduce_args. One launch of an all-reduce, reduce-scatter or all-gather. Every rank owns one slice of the elements.
@@ -648,12 +647,13 @@ type reduceArgs struct {
 	lines       uint32 // the most blocks that a launch can have
 	slots       uint32 // chunks of a block under way through staging
 	chunkBytes  uint32 // of one block; a multiple of the tile
+	interval    uint32 // cycles from one tile of a block to the next, where nothing goes through staging; 0: as they come
 	packetBytes int64  // the longest message of packets
 }
 
 // put encodes s into b, which has reduceArgsBytes bytes. The elements of bounds are encoded one by one.
 func (s *reduceArgs) put(b []byte) {
-	_ = b[719]
+	_ = b[727]
 	s.world.put(b[0:])
 	binary.LittleEndian.PutUint64(b[56:], s.src)
 	binary.LittleEndian.PutUint64(b[64:], s.dst)
@@ -666,11 +666,12 @@ func (s *reduceArgs) put(b []byte) {
 	binary.LittleEndian.PutUint32(b[180:], s.lines)
 	binary.LittleEndian.PutUint32(b[184:], s.slots)
 	binary.LittleEndian.PutUint32(b[188:], s.chunkBytes)
-	binary.LittleEndian.PutUint64(b[192:], uint64(s.packetBytes))
+	binary.LittleEndian.PutUint32(b[192:], s.interval)
+	binary.LittleEndian.PutUint64(b[200:], uint64(s.packetBytes))
 }
 
 // putReduceArgsBounds encodes element i of bounds.
 func putReduceArgsBounds(b []byte, i int, v int64) {
-	at := 200 + 8*i
+	at := 208 + 8*i
 	binary.LittleEndian.PutUint64(b[at:], uint64(v))
 }

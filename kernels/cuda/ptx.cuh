@@ -118,12 +118,12 @@ template <typename T> __device__ __forceinline__ void store_release_cta(T *p, T 
 	store_relaxed_cta(p, v);
 }
 
-// Never known to be the same in all lanes.
-__device__ __forceinline__ u32 lane_id()
+// 0: blocks have no second dimension. Never known to be that, nor to be the same in all lanes.
+__device__ __forceinline__ u32 zero_of_lane()
 {
-	u32 lane;
-	asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-	return lane;
+	u32 y;
+	asm volatile("mov.u32 %0, %%tid.y;" : "=r"(y));
+	return y;
 }
 
 // A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for the stores that

@@ -73,14 +73,37 @@ struct tile {
 	}
 };
 
+constexpr u32 far_ahead = 1u << 30; // cycles: what is due then was due long ago
+
+// Returns when the clock has come to due, and at once where that was long ago.
+__device__ __forceinline__ void await_clock(u32 due)
+{
+#pragma unroll 1
+	while (due - static_cast<u32>(clock()) < far_ahead)
+		;
+}
+
+// When a warp's tiles are due: the next one at `due`, the others after `interval` cycles each. An interval of 0 holds nothing back.
+struct pace {
+	u32 due = 0, interval = 0;
+
+	__device__ __forceinline__ void next()
+	{
+		if (interval != 0)
+			await_clock(due);
+		due += interval;
+	}
+};
+
 // A warp moves tiles first, first+step, ... of a stretch of memory.
-__device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 step, u32 lane)
+__device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 step, u32 lane, pace when = pace())
 {
 	tile t;
 	t.lane = lane;
 #pragma unroll 1
 	for (i64 at = first * tile_bytes - static_cast<i64>(src & 127); at < bytes; at += step * tile_bytes) {
 		i64 from = at < 0 ? 0 : at, to = at + tile_bytes < bytes ? at + tile_bytes : bytes;
+		when.next();
 		t.load(src + from, static_cast<u32>(to - from));
 		t.store(dst + from);
 	}

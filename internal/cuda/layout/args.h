@@ -42,7 +42,7 @@ enum {
 /* Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it
  * watches what peers write and the two before it signal. */
 enum {
-	SW_REDUCE_PACKET_THREADS = 512,
+	SW_REDUCE_PACKET_THREADS = 384,
 	SW_REDUCE_THREADS = 512,
 	SW_REDUCE_LINE_BYTES = 64, /* what one block of a rank writes for the same block of a peer: five sequence numbers */
 	SW_REDUCE_ENTRY_BYTES = 64, /* what a rank tells a peer of its call: four words of 12 bytes and a flag */
@@ -80,9 +80,8 @@ enum {
 
 /* Flags of a reduction. All ranks of a call have the same. */
 enum {
-	SW_REDUCE_ONE_SHOT = 1, /* every rank reduces everything for itself */
+	SW_REDUCE_ONE_SHOT = 1, /* every rank reduces everything for itself; packets only */
 	SW_REDUCE_PULL = 2, /* an all-gather reads the peers' slices where it can, instead of having them written */
-	SW_REDUCE_COPIES = 4, /* the slices of the result are handed out by copy engines, between allreduce and allreduce_close */
 };
 
 /* Flags of an exchange. */
@@ -431,6 +430,8 @@ struct sw_reduce_args {
 	uint32_t lines; /* the most blocks that a launch can have */
 	uint32_t slots; /* chunks of a block under way through staging */
 	uint32_t chunk_bytes; /* of one block; a multiple of the tile */
+	uint32_t interval; /* cycles from one tile of a block to the next, where nothing goes through staging; 0: as they come */
+	uint32_t pad;
 	int64_t packet_bytes; /* the longest message of packets */
 	int64_t bounds[SW_REDUCE_BOUNDS]; /* slice p is bytes bounds[p] to bounds[p+1] */
 };

@@ -209,6 +209,8 @@ func Of() map[string]int {
 		m["reduce_args.lines"] = int(unsafe.Offsetof(s.lines))
 		m["reduce_args.slots"] = int(unsafe.Offsetof(s.slots))
 		m["reduce_args.chunk_bytes"] = int(unsafe.Offsetof(s.chunk_bytes))
+		m["reduce_args.interval"] = int(unsafe.Offsetof(s.interval))
+		m["reduce_args.pad"] = int(unsafe.Offsetof(s.pad))
 		m["reduce_args.packet_bytes"] = int(unsafe.Offsetof(s.packet_bytes))
 		m["reduce_args.bounds"] = int(unsafe.Offsetof(s.bounds))
 	}

@@ -36,6 +36,13 @@ struct reduce_board {
 	u32 push_room;		     // chunks of input that all peers have room for
 	u32 results[SW_MAX_RANKS];   // chunks of the peer's results that are in staging here
 	u32 over;		     // the block has given up
+	u32 met;		     // clock when the peers had come
+
+	__device__ __forceinline__ void begin(const sw_reduce_args &a, u32 lane);
+	__device__ __forceinline__ bool make(const sw_reduce_args &a, u64 epoch, u32 lane);
+
+	// Whether anything goes through staging.
+	__device__ __forceinline__ bool staged() const { return pushes != 0 || (pushing | handing | taking) != 0; }
 
 	// The warps that read or write peers' memory meet the one that tells peers of the end.
 	__device__ __forceinline__ void end_work() { part_sync(end_of_work, 32 * (1 + reduce_warps + (pulling != 0 ? take_warps : 0))); }
@@ -88,88 +95,98 @@ __device__ __forceinline__ u64 line_of(const sw_reduce_args &a, u32 dst, u32 src
 	return segment(a.world, dst) + a.block.lines + (static_cast<u64>(src) * a.lines + blockIdx.x) * SW_REDUCE_LINE_BYTES;
 }
 
-// Whether x reads or writes y's memory directly, as the places of both tell. hands: results are handed out by this kernel.
-__device__ __forceinline__ bool touches(const sw_reduce_args &a, bool hands, u64 x_src, u64 y_src, u64 y_dst)
+// Whether this rank writes its result to the peers.
+__device__ __forceinline__ bool hands_to_peers(const sw_reduce_args &a) { return gathers(a) && !(has(a, SW_REDUCE_PULL) && a.src_place != SW_NOWHERE); }
+
+// Whether x reads or writes y's memory directly, as the places of both tell.
+__device__ __forceinline__ bool touches(const sw_reduce_args &a, u64 x_src, u64 y_src, u64 y_dst)
 {
 	if (reduces(a) && y_src != SW_NOWHERE)
 		return true;
-	if (!hands)
+	if (!gathers(a))
 		return false;
 	bool pull = has(a, SW_REDUCE_PULL);
 	return pull && y_src != SW_NOWHERE ? true : !(pull && x_src != SW_NOWHERE) && y_dst != SW_NOWHERE;
 }
 
-// Makes the board. The watching warp, while the others wait. False when the ranks' calls differ or one did not come.
-__device__ __forceinline__ bool make_board(const sw_reduce_args &a, u64 epoch, reduce_board &b, u32 lane)
+// What is known before the peers are: the watching warp writes it while the kernel before still runs.
+__device__ __forceinline__ void reduce_board::begin(const sw_reduce_args &a, u32 lane)
 {
-	u32 me = a.world.rank, size = a.world.size;
-	bool hands = gathers(a) && !one_shot(a) && !has(a, SW_REDUCE_COPIES), pull = has(a, SW_REDUCE_PULL);
-	bool hands_peers = hands && !(pull && a.src_place != SW_NOWHERE);
-	span mine(a, me);
+	span mine(a, a.world.rank);
 	u64 own = a.dst + (gathers(a) ? static_cast<u64>(mine.at) : 0);
 	if (lane == 0) {
-		b.fold.from_staged = b.fold.to_staged = b.pushing = b.handing = b.taking = b.pulling = b.touching = b.touched = 0;
-		b.pushes = reduces(a) && a.src_place == SW_NOWHERE;
-		b.stores = 0;
-		b.fold.rows = reduces(a) ? size : 1;
-		b.fold.from[reduces(a) ? me : 0] = a.src + (reduces(a) ? static_cast<u64>(mine.at) : 0);
-		b.fold.targets = hands_peers ? size - 1 : 0;
+		fold.from_staged = fold.to_staged = pushing = handing = taking = pulling = touching = touched = 0;
+		pushes = reduces(a) && a.src_place == SW_NOWHERE;
+		stores = 0;
+		fold.rows = reduces(a) ? a.world.size : 1;
+		fold.from[reduces(a) ? a.world.rank : 0] = a.src + (reduces(a) ? static_cast<u64>(mine.at) : 0);
+		fold.targets = hands_to_peers(a) ? a.world.size - 1 : 0;
 		if (reduces(a) || own != a.src)
-			b.fold.to[b.fold.targets++] = own;
-		b.fold.type = call_type(a), b.fold.op = call_op(a), b.fold.end = ending(call_op(a), size);
-		b.ready = b.room = b.push_room = b.over = 0;
+			fold.to[fold.targets++] = own;
+		fold.type = call_type(a), fold.op = call_op(a), fold.end = ending(call_op(a), a.world.size);
+		ready = room = push_room = over = 0;
 	}
-	for (u32 p = lane; p < size; p += 32)
-		b.results[p] = 0;
+	for (u32 p = lane; p < a.world.size; p += 32)
+		results[p] = 0;
 	__syncwarp();
+}
+
+// Meets the peers and writes the rest. The watching warp, while the others wait. False when the ranks' calls differ or one did not come.
+__device__ __forceinline__ bool reduce_board::make(const sw_reduce_args &a, u64 epoch, u32 lane)
+{
+	u32 me = a.world.rank, size = a.world.size;
+	bool pull = has(a, SW_REDUCE_PULL), hands = hands_to_peers(a);
+	span mine(a, me);
 	auto set = [](u64 &mask, u32 p) { atomicOr(reinterpret_cast<unsigned long long *>(&mask), 1ull << p); };
 	bool good = meet(a, epoch, lane, [&](u32 p, const entry &e) {
 		u64 src = e.src == SW_NOWHERE ? SW_NOWHERE : segment(a.world, p) + resolve(a.world, p, e.src);
 		u64 dst = e.dst == SW_NOWHERE ? SW_NOWHERE : segment(a.world, p) + resolve(a.world, p, e.dst);
-		b.line[p] = line_of(a, p, me);
-		b.push_to[p] = slots_of(a, a.block.input_slots, p, me);
+		line[p] = line_of(a, p, me);
+		push_to[p] = slots_of(a, a.block.input_slots, p, me);
 		if (reduces(a)) {
-			b.fold.from[p] = src != SW_NOWHERE ? src + static_cast<u64>(mine.at) : slots_of(a, a.block.input_slots, me, p);
+			fold.from[p] = src != SW_NOWHERE ? src + static_cast<u64>(mine.at) : slots_of(a, a.block.input_slots, me, p);
 			if (src == SW_NOWHERE)
-				set(b.fold.from_staged, p), set(b.pushing, p);
+				set(fold.from_staged, p), set(pushing, p);
 		}
-		if (hands_peers) {
+		if (hands) {
 			u32 i = p > me ? p - me - 1 : p + size - me - 1; // ranks begin with different peers
-			b.fold.to[i] = dst != SW_NOWHERE ? dst + static_cast<u64>(mine.at) : slots_of(a, a.block.result_slots, p, me);
+			fold.to[i] = dst != SW_NOWHERE ? dst + static_cast<u64>(mine.at) : slots_of(a, a.block.result_slots, p, me);
 			if (dst == SW_NOWHERE)
-				set(b.fold.to_staged, i), set(b.handing, p);
+				set(fold.to_staged, i), set(handing, p);
 			else
-				b.stores = 1;
+				stores = 1;
 		}
-		if (hands && pull && src != SW_NOWHERE)
-			b.take_from[p] = src, set(b.pulling, p);
-		else if (hands && a.dst_place == SW_NOWHERE)
-			b.take_from[p] = slots_of(a, a.block.result_slots, me, p), set(b.taking, p);
-		if (touches(a, hands, a.src_place, e.src, e.dst))
-			set(b.touching, p);
-		if (touches(a, hands, e.src, a.src_place, a.dst_place))
-			set(b.touched, p);
+		if (gathers(a) && pull && src != SW_NOWHERE)
+			take_from[p] = src, set(pulling, p);
+		else if (gathers(a) && a.dst_place == SW_NOWHERE)
+			take_from[p] = slots_of(a, a.block.result_slots, me, p), set(taking, p);
+		if (touches(a, a.src_place, e.src, e.dst))
+			set(touching, p);
+		if (touches(a, e.src, a.src_place, a.dst_place))
+			set(touched, p);
 	});
 	__syncwarp();
+	if (!good)
+		return false;
+	u64 bits = 0;
+	for (u32 i = lane; i < size; i += 32)
+		bits |= (i < fold.rows ? fold.from[i] : 0) | (i < fold.targets ? fold.to[i] : 0);
+	bool aligned = __any_sync(~0u, (bits & 15) != 0) == 0;
 	if (lane == 0) {
-		if (has(a, SW_REDUCE_COPIES)) // allreduce_close sees to it
-			b.touching = b.touched = 0;
-		u64 bits = 0;
-		for (u32 i = 0; i < b.fold.rows && good; i++)
-			bits |= b.fold.from[i];
-		for (u32 i = 0; i < b.fold.targets && good; i++)
-			bits |= b.fold.to[i];
-		b.fold.aligned = (bits & 15) == 0;
-		b.push_warps = b.pushes != 0 ? work_warps / 3 : 0;
-		b.take_warps = b.pulling != 0 ? work_warps - work_warps / 4 : b.taking != 0 ? work_warps / 3 : 0;
-		b.reduce_warps = work_warps - b.push_warps - b.take_warps;
-		for (u32 i = 0; i < a.slots; i++) {
-			b.pushed[i].expect(max(b.push_warps, 1u));
-			b.reduced[i].expect(b.reduce_warps);
-			b.taken[i].expect(max(b.take_warps, 1u));
-		}
+		met = static_cast<u32>(clock());
+		fold.aligned = aligned;
+		push_warps = pushes != 0 ? work_warps / 3 : 0;
+		take_warps = pulling != 0 ? work_warps - work_warps / 4 : taking != 0 ? work_warps / 3 : 0;
+		reduce_warps = work_warps - push_warps - take_warps;
 	}
-	return good;
+	__syncwarp();
+	if (staged())
+		for (u32 i = lane; i < a.slots; i += 32) {
+			pushed[i].expect(max(push_warps, 1u));
+			reduced[i].expect(reduce_warps);
+			taken[i].expect(max(take_warps, 1u));
+		}
+	return true;
 }
 
 } // namespace sw

@@ -1,7 +1,7 @@
 // Reductions by packets: what is to be reduced, and what has been, travels in words that carry their flag, so there is no fence and no
 // signal. In one shot every rank sends all to all; in two shots it sends each rank its slice, and then its own result to all.
 //
-// All warps of the packet kernel but the last run it. Writes this rank's packet places in the peers' segments (double buffered by the
+// All warps of the packet kernel but the last two run it. Writes this rank's packet places in the peers' segments (double buffered by the
 // call's parity) and its own output; reads its input and the places in its own segment.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace sw {
 
-constexpr u32 packet_warps = (SW_REDUCE_PACKET_THREADS - 32) / 32;
+constexpr u32 packet_warps = (SW_REDUCE_PACKET_THREADS - 64) / 32;
 
 __device__ __forceinline__ u64 packet_place(const sw_reduce_args &a, u64 epoch, u64 region, u32 dst, u32 src)
 {
@@ -64,31 +64,36 @@ __device__ __forceinline__ bool get_part(quad &q, i64 left, u64 wire, u32 flag)
 	return all;
 }
 
-// The last warp of a block compares the ranks' calls; the others ask it before they first write the user's memory. To be called once by
-// every thread of the block, with whether it has given up; tells whether any has.
-__device__ __forceinline__ bool disagree(bool gave_up) { return __syncthreads_or(gave_up) != 0; }
+// What the warp that compares the ranks' calls tells the others of its block, which ask before they first write the user's memory.
+constexpr u64 calls_agree = 1, calls_differ = 2; // 0: not known yet; they differ also where it was given up
 
 struct packet_warp {
 	const sw_reduce_args &a;
-	u64 epoch;
+	u64 *verdict;
 	u32 warp, warps, lane; // of the grid's
+	u64 epoch = 0;
 	bool agreed = false, loaded = false;
 	quad first; // what the warp sends first
 
-	__device__ __forceinline__ packet_warp(const sw_reduce_args &a, u64 epoch, u32 warp, u32 warps, u32 lane) : a(a), epoch(epoch), warp(warp), warps(warps), lane(lane) {}
-
-	// False when the call cannot go on. The same for all lanes.
-	__device__ __forceinline__ bool go_on(bool good)
+	__device__ __forceinline__ packet_warp(const sw_reduce_args &a, u64 *verdict, u32 warp, u32 warps, u32 lane)
+	    : a(a), verdict(verdict), warp(warp), warps(warps), lane(lane)
 	{
-		good = __any_sync(~0u, !good) == 0;
-		if (agreed)
-			return good;
-		agreed = true;
-		return !disagree(!good);
 	}
 
-	// Before results are awaited, which peers hand out when their warps have agreed, and after everything else.
-	__device__ __forceinline__ bool agree() { return agreed || go_on(true); }
+	// False when the call cannot go on, or the warp has given up. The same for all lanes.
+	__device__ __forceinline__ bool go_on(bool good)
+	{
+		if (__any_sync(~0u, !good) != 0)
+			return false;
+#pragma unroll 1
+		while (!agreed) {
+			u64 v = load_acquire_cta(verdict);
+			if (__any_sync(~0u, v == calls_differ) != 0)
+				return false;
+			agreed = __any_sync(~0u, v == 0) == 0;
+		}
+		return true;
+	}
 
 	__device__ __forceinline__ u32 peer(u32 i) const
 	{
@@ -107,36 +112,43 @@ struct packet_warp {
 
 	__device__ __forceinline__ task input(u32 t) const
 	{
-		u32 peers = a.world.size - 1, p = same_to_all() ? a.world.rank : peer(t % peers);
+		u32 peers = a.world.size - 1, group = t, p = a.world.rank;
+		if (!same_to_all()) {
+			group = peers == 1 ? t : t / peers;
+			p = peer(t - group * peers);
+		}
 		span s(a, p);
 		u64 src = a.src + (reduces(a) ? static_cast<u64>(s.at) : 0);
-		return {p, src, part(0, src, s.bytes, same_to_all() ? t : t / peers, lane)};
+		return {p, src, part(0, src, s.bytes, group, lane)};
 	}
 
-	// Loads what is sent first, before the number of the call is known.
-	__device__ __forceinline__ void preload()
+	// Loads what is sent first, before the number of the call is known. The task is known from the arguments alone. Without a branch, before
+	// which the compiler would wait for the number.
+	__device__ __forceinline__ void preload(const task &k, bool moves)
 	{
-		task k = input(warp);
-		loaded = k.x.whole && k.x.left > 0;
-		if (loaded)
-			first.load(k.src + k.x.at, k.x.left);
+		loaded = moves && k.x.whole && k.x.left > 0;
+		first.load(k.src + k.x.at, loaded ? k.x.left : 0);
 	}
 
-	__device__ __forceinline__ void send()
+	// The most groups of a slice.
+	__device__ __forceinline__ u32 most_groups() const
 	{
-		u32 flag = packet_flag(epoch), tasks = 0;
+		u32 most = 0;
+#pragma unroll 1
+		for (u32 p = 0; p < a.world.size; p++)
+			most = max(most, packet_groups(span(a, p).bytes));
+		return most;
+	}
+
+	__device__ __forceinline__ u32 tasks() const { return same_to_all() ? packet_groups(span(a, a.world.rank).bytes) : most_groups() * (a.world.size - 1); }
+
+	// Task k is the warp's first one.
+	__device__ __forceinline__ void send(task k, u32 tasks)
+	{
+		u32 flag = packet_flag(epoch);
 		u64 region = reduces(a) ? a.block.inputs : a.block.results;
-		if (same_to_all()) {
-			tasks = packet_groups(span(a, a.world.rank).bytes);
-		} else {
 #pragma unroll 1
-			for (u32 p = 0; p < a.world.size; p++)
-				tasks = max(tasks, packet_groups(span(a, p).bytes));
-			tasks *= a.world.size - 1;
-		}
-#pragma unroll 1
-		for (u32 t = warp; t < tasks; t += warps) {
-			task k = input(t);
+		for (u32 t = warp; t < tasks;) {
 			if (!loaded)
 				load_part(first, k.x, k.src);
 			loaded = false;
@@ -144,6 +156,9 @@ struct packet_warp {
 				hand_out(first, k.x, region, flag);
 			else
 				put_part(first, k.x.left, packet_place(a, epoch, region, k.peer, a.world.rank) + k.x.wire, flag);
+			t += warps;
+			if (t < tasks)
+				k = input(t);
 		}
 	}
 
@@ -154,12 +169,12 @@ struct packet_warp {
 			put_part(q, x.left, packet_place(a, epoch, region, peer(i), a.world.rank) + x.wire, flag);
 	}
 
-	// Reduces this rank's groups, `wide` ranks' packets in flight at a time, more than one of sums only, and hands the results out in two shots. False when the call
-	// cannot go on.
-	template <typename E, int wide> __device__ __forceinline__ bool reduce()
+	// Reduces this rank's groups, `wide` ranks' packets in flight at a time, more than one of sums only, and hands the results out in two
+	// shots. False when the call cannot go on.
+	template <typename E, int wide> __device__ __forceinline__ bool reduce(u32 groups)
 	{
 		span s(a, a.world.rank);
-		u32 flag = packet_flag(epoch), op = call_op(a), groups = packet_groups(s.bytes);
+		u32 flag = packet_flag(epoch), op = call_op(a);
 		ending end(op, a.world.size);
 		u64 src = a.src + static_cast<u64>(s.at), dst = a.dst + (gathers(a) ? static_cast<u64>(s.at) : 0);
 		bool hands = gathers(a) && !one_shot(a);
@@ -222,39 +237,35 @@ struct packet_warp {
 		return true;
 	}
 
-	// This rank's slice of an all-gather, which stays where it is or goes to the output.
-	__device__ __forceinline__ bool keep()
+	// This rank's slice of an all-gather, which stays where it is or goes to the output, when the calls agree.
+	__device__ __forceinline__ void keep()
 	{
 		span s(a, a.world.rank);
 		u64 dst = a.dst + static_cast<u64>(s.at);
-		if (!agree())
-			return false;
 		u32 groups = dst == a.src ? 0 : packet_groups(s.bytes);
 #pragma unroll 1
 		for (u32 g = warp; g < groups; g += warps) {
 			part in(0, a.src, s.bytes, g, lane), out(0, dst, s.bytes, g, lane);
 			quad q;
 			load_part(q, in, a.src);
+			if (!go_on(true))
+				return;
 			store_part(q, out, dst);
 		}
-		return true;
 	}
 
 	// The peers' slices of the result.
-	__device__ __forceinline__ bool take_results()
+	__device__ __forceinline__ bool take_results(u32 most)
 	{
-		u32 flag = packet_flag(epoch), peers = a.world.size - 1, most = 0;
-#pragma unroll 1
-		for (u32 p = 0; p < a.world.size; p++)
-			most = max(most, packet_groups(span(a, p).bytes));
+		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
 		wait w;
 		w.epoch = epoch;
 #pragma unroll 1
 		for (u32 t = warp; t < most * peers; t += warps) {
-			u32 p = peer(t % peers);
+			u32 group = peers == 1 ? t : t / peers, p = peer(t - group * peers);
 			span s(a, p);
 			u64 dst = a.dst + static_cast<u64>(s.at);
-			part x(packet_place(a, epoch, a.block.results, a.world.rank, p), dst, s.bytes, t / peers, lane);
+			part x(packet_place(a, epoch, a.block.results, a.world.rank, p), dst, s.bytes, group, lane);
 			quad q;
 			bool good = true;
 #pragma unroll 1
@@ -272,41 +283,38 @@ struct packet_warp {
 	}
 };
 
-// False when the call cannot go on.
-template <u32 type, int wide> __device__ __noinline__ bool reduce_packets(packet_warp &p)
-{
-	return p.reduce<element<type>, wide>();
-}
+template <u32 type> __device__ __noinline__ bool reduce_packets(packet_warp p, u32 groups) { return p.reduce<element<type>, 1>(groups); }
 
-// Sums of the types of gradients have code of their own, for 2 and for more ranks.
-template <u32 type> __device__ __forceinline__ bool reduce_fast(packet_warp &p)
+// Sums of the types of gradients have code of their own, for 2 and for more ranks. It is in the kernel itself: a function would read the
+// arguments through memory, and the compiler would keep there what the function is given.
+template <u32 type> __device__ __forceinline__ bool reduce_fast(packet_warp &p, u32 groups)
 {
 	if (call_op(p.a) > SW_OP_AVG)
-		return reduce_packets<type, 1>(p);
-	return p.a.world.size == 2 ? reduce_packets<type, 2>(p) : reduce_packets<type, 4>(p);
+		return reduce_packets<type>(p, groups);
+	return p.a.world.size == 2 ? p.reduce<element<type>, 2>(groups) : p.reduce<element<type>, 4>(groups);
 }
 
-__device__ __forceinline__ bool reduce_any(packet_warp &p)
+__device__ __forceinline__ bool reduce_any(packet_warp &p, u32 groups)
 {
 	switch (call_type(p.a)) {
 	case SW_TYPE_FLOAT16:
-		return reduce_fast<SW_TYPE_FLOAT16>(p);
+		return reduce_fast<SW_TYPE_FLOAT16>(p, groups);
 	case SW_TYPE_BFLOAT16:
-		return reduce_fast<SW_TYPE_BFLOAT16>(p);
+		return reduce_fast<SW_TYPE_BFLOAT16>(p, groups);
 	case SW_TYPE_FLOAT32:
-		return reduce_fast<SW_TYPE_FLOAT32>(p);
+		return reduce_fast<SW_TYPE_FLOAT32>(p, groups);
 	case SW_TYPE_UINT8:
-		return reduce_packets<SW_TYPE_UINT8, 1>(p);
+		return reduce_packets<SW_TYPE_UINT8>(p, groups);
 	case SW_TYPE_INT32:
-		return reduce_packets<SW_TYPE_INT32, 1>(p);
+		return reduce_packets<SW_TYPE_INT32>(p, groups);
 	case SW_TYPE_INT64:
-		return reduce_packets<SW_TYPE_INT64, 1>(p);
+		return reduce_packets<SW_TYPE_INT64>(p, groups);
 	case SW_TYPE_FLOAT64:
-		return reduce_packets<SW_TYPE_FLOAT64, 1>(p);
+		return reduce_packets<SW_TYPE_FLOAT64>(p, groups);
 	case SW_TYPE_FLOAT8E4M3:
-		return reduce_packets<SW_TYPE_FLOAT8E4M3, 1>(p);
+		return reduce_packets<SW_TYPE_FLOAT8E4M3>(p, groups);
 	default:
-		return reduce_packets<SW_TYPE_FLOAT8E5M2, 1>(p);
+		return reduce_packets<SW_TYPE_FLOAT8E5M2>(p, groups);
 	}
 }
 

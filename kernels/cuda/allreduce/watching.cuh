@@ -116,8 +116,26 @@ struct reduce_watch {
 		return true;
 	}
 
-	// Runs until nothing more is to come from peers, or the block gives up.
+	// Runs until the peers are done with this rank's memory, and it has all that comes from them, or the block gives up.
 	__device__ __forceinline__ void run()
+	{
+		if (b.staged())
+			watch_staging();
+#pragma unroll 1
+		for (u32 p = lane; p < a.world.size; p += 32) {
+			wait w;
+#pragma unroll 1
+			while ((b.touched >> p & 1) && load_acquire_sys(line_of(a, a.world.rank, p) + all_done) < last_seq(epoch))
+				if (!w.slow(a.world)) {
+					give_up(a.world, w.kind, p, epoch, false);
+					store_release_cta(&b.over, 1u);
+					return;
+				}
+		}
+	}
+
+	// Runs until nothing more is to come through staging, or the block gives up.
+	__device__ __forceinline__ void watch_staging()
 	{
 		u32 mine = chunks_of(a, span(a, a.world.rank).bytes), most = most_chunks(a, b.taking);
 		u32 ready = 0, room = 0, push_room = 0;
@@ -166,8 +184,6 @@ struct reduce_watch {
 					if (c < theirs)
 						missing = p;
 				}
-				if ((b.touched >> p & 1) && load_relaxed_sys(line + all_done) < last_seq(epoch))
-					missing = p;
 			}
 			fresh = __any_sync(~0u, fresh) != 0;
 			fresh |= raise(&b.ready, ready, inputs);

@@ -64,7 +64,8 @@ struct reduce_worker {
 	{
 		span s(a, a.world.rank);
 		if ((b.pushing | b.handing) == 0) { // nothing to wait for: all tiles of the grid's warps in a row
-			fold(b.fold, {0, 0, s.bytes, warp * gridDim.x + blockIdx.x, b.reduce_warps * gridDim.x, lane});
+			u32 interval = reduces(a) || hands_to_peers(a) ? a.interval : 0; // what stays on the rank is held to no rate
+			fold(b.fold, {0, 0, s.bytes, warp * gridDim.x + blockIdx.x, b.reduce_warps * gridDim.x, lane, {b.met + warp * interval, b.reduce_warps * interval}});
 			return;
 		}
 		u32 mine = chunks_of(a, s.bytes), ready = b.pushing != 0 ? 0 : no_limit, room = b.handing != 0 ? 0 : no_limit;
@@ -75,13 +76,26 @@ struct reduce_worker {
 			if (room < j + 1 && (room = b.await(&b.room, j + 1, lane)) == 0)
 				return;
 			chunk c(a, s.bytes, j);
-			fold(b.fold, {c.at, c.slot_at, c.bytes, warp, b.reduce_warps, lane});
+			fold(b.fold, {c.at, c.slot_at, c.bytes, warp, b.reduce_warps, lane, pace()});
 			report(b.reduced, j);
 		}
 	}
 
 	__device__ __forceinline__ void take()
 	{
+		if (b.taking == 0) { // nothing to wait for
+			pace when{b.met + warp * a.interval, b.take_warps * a.interval};
+#pragma unroll 1
+			for (u32 i = 0; i < a.world.size - 1; i++) {
+				u32 p = peer_in_turn(a, i);
+				span s(a, p);
+				if ((b.pulling >> p & 1) == 0)
+					continue;
+				move(a.dst + static_cast<u64>(s.at), b.take_from[p], s.bytes, warp * gridDim.x + blockIdx.x, b.take_warps * gridDim.x, lane, when);
+				when.due += static_cast<u32>((s.bytes + tile_bytes - 1) / tile_bytes / gridDim.x) * a.interval;
+			}
+			return;
+		}
 		u32 most = most_chunks(a, b.taking | b.pulling), staged = most_chunks(a, b.taking);
 #pragma unroll 1
 		for (u32 j = 0; j < most; j++) {

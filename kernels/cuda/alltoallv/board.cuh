@@ -12,7 +12,6 @@ constexpr u32 send_warps = SW_SEND_THREADS / 32, recv_warps = SW_RECV_THREADS / 
 constexpr u32 send_part = 1; // named barrier
 constexpr u32 chunks_ahead = 32;
 constexpr u32 tellers = 2; // warps that signal chunks in a block that only sends; each has its word
-constexpr u32 far_ahead = 1u << 30; // cycles: what is due then was due long ago
 constexpr u64 skip_message = SW_NOWHERE - 1; // a place: the receiver expects another size, send nothing
 constexpr u32 all_chunks = (1u << chunk_bits) - 1; // of an item that has arrived: last_seq
 constexpr u32 no_chunks = ~0u;			   // of an item that will not: its sender has another size in mind
@@ -165,14 +164,6 @@ struct board {
 		return __shfl_sync(~0u, here, 0);
 	}
 };
-
-// Returns when the clock has come to due, and at once where that was long ago.
-__device__ __forceinline__ void await_clock(u32 due)
-{
-#pragma unroll 1
-	while (due - static_cast<u32>(clock()) < far_ahead)
-		;
-}
 
 // Waits until the receivers of the steps that the lanes name have said where they want their messages. False when the block gives up.
 __device__ __forceinline__ bool await_place(board &b, bool wanted, u32 step, u64 &place)

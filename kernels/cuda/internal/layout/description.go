@@ -40,7 +40,7 @@ func constants() []Group {
 			{"stripeMinBytes", 16384, "messages below this take fewer stripes; both ends must agree"},
 		}},
 		{"Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it\n * watches what peers write and the two before it signal.", []Constant{
-			{"reducePacketThreads", 512, ""},
+			{"reducePacketThreads", 384, ""},
 			{"reduceThreads", 512, ""},
 			{"reduceLineBytes", 64, "what one block of a rank writes for the same block of a peer: five sequence numbers"},
 			{"reduceEntryBytes", 64, "what a rank tells a peer of its call: four words of 12 bytes and a flag"},
@@ -70,9 +70,8 @@ func constants() []Group {
 			{"typeFloat8e5m2", uint64(kernels.Float8E5M2), ""},
 		}},
 		{"Flags of a reduction. All ranks of a call have the same.", []Constant{
-			{"reduceOneShot", 1, "every rank reduces everything for itself"},
+			{"reduceOneShot", 1, "every rank reduces everything for itself; packets only"},
 			{"reducePull", 2, "an all-gather reads the peers' slices where it can, instead of having them written"},
-			{"reduceCopies", 4, "the slices of the result are handed out by copy engines, between allreduce and allreduce_close"},
 		}},
 		{"Flags of an exchange.", []Constant{
 			{"flagStaged", 1, "take messages in through staging even where peers could write dst"},
@@ -228,6 +227,8 @@ func structs() []Struct {
 				{Name: "lines", Type: "u32", Doc: "the most blocks that a launch can have"},
 				{Name: "slots", Type: "u32", Doc: "chunks of a block under way through staging"},
 				{Name: "chunk_bytes", Type: "u32", Doc: "of one block; a multiple of the tile"},
+				{Name: "interval", Type: "u32", Doc: "cycles from one tile of a block to the next, where nothing goes through staging; 0: as they come"},
+				{Name: "pad", Type: "u32"},
 				{Name: "packet_bytes", Type: "i64", Doc: "the longest message of packets"},
 				{Name: "bounds", Type: "i64", Count: "reduceBounds", Doc: "slice p is bytes bounds[p] to bounds[p+1]"},
 			},

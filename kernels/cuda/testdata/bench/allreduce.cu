@@ -1,11 +1,13 @@
 // Times the reductions' own source on the GPUs of one process, a thread each, and checks every element.
 //
 //	nvcc -std=c++20 -O3 -arch=sm_90a -o allreduce_bench kernels/cuda/testdata/bench/allreduce.cu
-//	./allreduce_bench [-ranks 2] [-max-mib 512] [-only words of a row's name] [-blocks 8,16,32] [-chunk-kib 64] [-slots 4] [-eager] [-list]
+//	./allreduce_bench [-ranks 2] [-max-mib 512] [-sizes 8K,1M] [-only words of a row's name] [-blocks 8,16,32] [-rates 0,350] [-chunk-kib 64] [-slots 4]
+//	                  [-samples 15] [-eager] [-brief] [-list]
 //
-// A row is a collective, the bytes of its larger buffer, an algorithm and a number of blocks. us is the median over 15 samples of the slowest
-// rank's time for a call of bfloat16 sums in a CUDA graph of 20 calls (5 from 128 MiB on). GB/s is what a link carries in a direction, if
-// every byte crosses once. At the end comes the fastest row of each size.
+// A row is a collective, the bytes of its larger buffer, an algorithm, a number of blocks and the GB/s to which they are held together, 0 where they
+// are not. us is the median over the samples of the slowest rank's time for a call of bfloat16 sums in a CUDA graph of 20 calls (5 from 128 MiB on).
+// GB/s is what a link carries in a direction, if every byte crosses once. At the end comes the fastest row of each size and algorithm; -brief
+// leaves out the others.
 #include "../../allreduce.cu"
 
 #include <cuda.h>
@@ -20,6 +22,7 @@
 #include <map>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #define CHECK(x)                                                                                                                                      \
@@ -69,8 +72,10 @@ struct options {
 	u32 ranks = 2, slots = 4, chunk = 64 << 10;
 	i64 most = 512ll << 20, packet_bytes = 4 << 20;
 	std::string only;
-	std::vector<u32> blocks;
-	bool eager = false, list = false;
+	std::vector<u32> blocks, rates{0};
+	std::vector<i64> sizes;
+	int samples = 15;
+	bool eager = false, brief = false, list = false;
 };
 
 struct rank_state {
@@ -99,12 +104,9 @@ const row rows[] = {
     {"one-shot packet", AR, SW_REDUCE_ONE_SHOT, true, false, false, 0, 2 * MiB},
     {"one-shot packet, in place", AR, SW_REDUCE_ONE_SHOT, true, false, true, 0, 2 * MiB},
     {"two-shot packet", AR, 0, true, false, false, 0, 8 * MiB},
-    {"one-shot direct", AR, SW_REDUCE_ONE_SHOT, false, false, false, 128 * KiB, 1024 * MiB},
     {"two-shot direct", AR, 0, false, false, false, 128 * KiB, 1024 * MiB},
     {"two-shot direct, in place", AR, 0, false, false, true, 128 * KiB, 1024 * MiB},
-    {"two-shot with copies", AR, SW_REDUCE_COPIES, false, false, true, 8 * MiB, 1024 * MiB},
     {"two-shot staged", AR, 0, false, true, false, 128 * KiB, 1024 * MiB},
-    {"one-shot staged", AR, SW_REDUCE_ONE_SHOT, false, true, false, 128 * KiB, 1024 * MiB},
     {"reduce-scatter packet", RS, 0, true, false, false, 0, 4 * MiB},
     {"reduce-scatter direct", RS, 0, false, false, false, 128 * KiB, 1024 * MiB},
     {"reduce-scatter staged", RS, 0, false, true, false, 128 * KiB, 1024 * MiB},
@@ -120,6 +122,7 @@ struct bench {
 	sw_reduce_block block;
 	u64 src, dst; // places
 	u64 base, stride;
+	double cycles; // a nanosecond
 	std::barrier<> meet;
 
 	bench(const options &o) : o(o), meet(o.ranks)
@@ -148,6 +151,9 @@ struct bench {
 			CHECK(cudaEventCreate(&k.begin));
 			CHECK(cudaEventCreate(&k.end));
 		}
+		int khz;
+		CHECK(cudaDeviceGetAttribute(&khz, cudaDevAttrClockRate, 0));
+		cycles = khz / 1e6;
 		map_segments();
 		clear();
 	}
@@ -219,7 +225,7 @@ struct bench {
 		return b;
 	}
 
-	sw_reduce_args arguments(const row &w, i64 bytes, u32 r) const
+	sw_reduce_args arguments(const row &w, i64 bytes, u32 r, u32 blocks, u32 rate) const
 	{
 		sw_reduce_args a{};
 		std::vector<i64> b = bounds(bytes);
@@ -236,38 +242,25 @@ struct bench {
 		a.count = bytes / 2;
 		a.call = SW_OP_SUM | SW_TYPE_BFLOAT16 << 8 | w.collective << 16 | w.flags << 24;
 		a.lines = lines, a.slots = o.slots, a.chunk_bytes = o.chunk, a.packet_bytes = o.packet_bytes;
+		u32 crossings = (w.collective == AR ? 2 : 1) * ((w.flags & SW_REDUCE_PULL) != 0 ? 1 : o.ranks - 1); // of a tile
+		if (rate != 0)
+			a.interval = static_cast<u32>(SW_TILE_BYTES * static_cast<double>(crossings) * blocks / rate * cycles);
 		std::copy(b.begin(), b.end(), a.bounds);
 		return a;
 	}
 
-	void launch_one(void (*f)(sw_reduce_args), const sw_reduce_args &a, u32 r, u32 blocks, u32 threads, bool early)
+	void call(const row &w, i64 bytes, u32 r, u32 blocks, u32 rate)
 	{
+		sw_reduce_args a = arguments(w, bytes, r, blocks, rate);
 		cudaLaunchConfig_t c{};
 		cudaLaunchAttribute at[2];
-		c.gridDim = dim3(blocks), c.blockDim = dim3(threads), c.stream = ranks[r].s, c.attrs = at;
+		c.gridDim = dim3(blocks), c.blockDim = dim3(w.packets ? SW_REDUCE_PACKET_THREADS : SW_REDUCE_THREADS), c.stream = ranks[r].s, c.attrs = at;
 		at[0].id = cudaLaunchAttributeMemSyncDomain;
 		at[0].val.memSyncDomain = cudaLaunchMemSyncDomainRemote;
 		at[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
 		at[1].val.programmaticStreamSerializationAllowed = 1;
-		c.numAttrs = early ? 2 : 1;
-		CHECK(cudaLaunchKernelEx(&c, f, a));
-	}
-
-	void call(const row &w, i64 bytes, u32 r, u32 blocks)
-	{
-		sw_reduce_args a = arguments(w, bytes, r);
-		if (w.packets) {
-			launch_one(allreduce_packet, a, r, blocks, SW_REDUCE_PACKET_THREADS, true);
-			return;
-		}
-		bool copies = (w.flags & SW_REDUCE_COPIES) != 0;
-		launch_one(allreduce, a, r, blocks, SW_REDUCE_THREADS, !copies);
-		if (!copies)
-			return;
-		u64 at = a.bounds[r], n = a.bounds[r + 1] - at;
-		for (u32 i = 1; i < o.ranks; i++)
-			CHECK(cudaMemcpyAsync(ranks[(r + i) % o.ranks].segment + dst + at, ranks[r].segment + dst + at, n, cudaMemcpyDeviceToDevice, ranks[r].s));
-		launch_one(allreduce_close, a, r, 1, 32, false);
+		c.numAttrs = 2;
+		CHECK(cudaLaunchKernelEx(&c, w.packets ? allreduce_packet : allreduce, a));
 	}
 
 	// Prepares one rank's buffers; all ranks do it before any calls.
@@ -303,15 +296,18 @@ struct bench {
 		return wrong;
 	}
 
+	// Bytes that a link carries in a direction.
+	double carried(const row &w, i64 bytes) const { return static_cast<double>(bytes) * (o.ranks - 1) / o.ranks * (w.collective == AR ? 2 : 1); }
+
 	// One rank's part of a row. The time is in ranks[r].us, median of the slowest rank on rank 0.
-	void run(const row &w, i64 bytes, u32 blocks, u32 r, float &us, std::vector<u64> &wrong)
+	void run(const row &w, i64 bytes, u32 blocks, u32 rate, u32 r, float &us, std::vector<u64> &wrong)
 	{
 		rank_state &k = ranks[r];
 		CHECK(cudaSetDevice(k.device));
 		int calls = bytes >= 128 * MiB ? 5 : 20;
 		prepare(w, bytes, r);
 		meet.arrive_and_wait();
-		call(w, bytes, r, blocks);
+		call(w, bytes, r, blocks, rate);
 		CHECK(cudaStreamSynchronize(k.s));
 		meet.arrive_and_wait();
 		wrong[r] = verify(w, bytes, r);
@@ -321,21 +317,21 @@ struct bench {
 		if (!o.eager) {
 			CHECK(cudaStreamBeginCapture(k.s, cudaStreamCaptureModeRelaxed));
 			for (int i = 0; i < calls; i++)
-				call(w, bytes, r, blocks);
+				call(w, bytes, r, blocks, rate);
 			CHECK(cudaStreamEndCapture(k.s, &g));
 			CHECK(cudaGraphInstantiate(&x, g, 0));
 			CHECK(cudaGraphUpload(x, k.s));
 			CHECK(cudaStreamSynchronize(k.s));
 		}
 		std::vector<float> samples;
-		for (int sample = 0; sample < 18; sample++) {
+		for (int sample = 0; sample < o.samples + 3; sample++) {
 			meet.arrive_and_wait();
 			CHECK(cudaEventRecord(k.begin, k.s));
 			if (x != nullptr)
 				CHECK(cudaGraphLaunch(x, k.s));
 			else
 				for (int i = 0; i < calls; i++)
-					call(w, bytes, r, blocks);
+					call(w, bytes, r, blocks, rate);
 			CHECK(cudaEventRecord(k.end, k.s));
 			CHECK(cudaStreamSynchronize(k.s));
 			float ms;
@@ -383,6 +379,17 @@ int main(int count, char **words)
 			o.slots = atoi(next());
 		else if (w == "-eager")
 			o.eager = true;
+		else if (w == "-brief")
+			o.brief = true;
+		else if (w == "-samples")
+			o.samples = atoi(next());
+		else if (w == "-rates") {
+			o.rates.clear();
+			for (char *p = strtok(const_cast<char *>(next()), ","); p != nullptr; p = strtok(nullptr, ","))
+				o.rates.push_back(atoi(p));
+		} else if (w == "-sizes")
+			for (char *p = strtok(const_cast<char *>(next()), ","); p != nullptr; p = strtok(nullptr, ","))
+				o.sizes.push_back(atoll(p) * (strchr(p, 'M') != nullptr ? MiB : strchr(p, 'K') != nullptr ? KiB : 1));
 		else if (w == "-list")
 			o.list = true;
 		else if (w == "-blocks")
@@ -400,13 +407,16 @@ int main(int count, char **words)
 	}
 	bench b(o);
 	struct best {
-		float us;
+		float us, rate;
 		std::string what;
 	};
-	std::map<std::pair<u32, i64>, best> fastest;
+	std::map<std::tuple<u32, i64, std::string>, best> fastest;
 	int failures = 0;
-	printf("%-14s %10s  %-26s %6s %9s %7s\n", "collective", "bytes", "algorithm", "blocks", "us", "GB/s");
-	for (i64 bytes : {8 * KiB, 32 * KiB, 128 * KiB, 512 * KiB, 1 * MiB, 2 * MiB, 4 * MiB, 8 * MiB, 32 * MiB, 128 * MiB, 512 * MiB})
+	if (o.sizes.empty())
+		o.sizes = {8 * KiB, 32 * KiB, 128 * KiB, 512 * KiB, 1 * MiB, 2 * MiB, 4 * MiB, 8 * MiB, 32 * MiB, 128 * MiB, 512 * MiB};
+	if (!o.brief)
+		printf("%-14s %10s  %-26s %6s %5s %9s %7s\n", "collective", "bytes", "algorithm", "blocks", "rate", "us", "GB/s");
+	for (i64 bytes : o.sizes)
 		for (const row &w : rows) {
 			if (bytes > o.most || bytes < w.from || bytes > w.to || (!o.only.empty() && std::string(w.name).find(o.only) == std::string::npos))
 				continue;
@@ -416,38 +426,40 @@ int main(int count, char **words)
 			std::vector<u32> blocks = o.blocks;
 			if (blocks.empty())
 				blocks = w.packets ? (bytes <= 32 * KiB ? std::vector<u32>{2, 4, 8, 16} : std::vector<u32>{16, 32, 48, 64, 96, 128}) : std::vector<u32>{16, 24, 32, 48, 64, 96, 132};
-			for (u32 n : blocks) {
-				float us = 0;
-				std::vector<u64> wrong(o.ranks, 0);
-				std::vector<std::thread> threads;
-				for (u32 r = 0; r < o.ranks; r++)
-					threads.emplace_back([&, r] { b.run(w, bytes, n, r, us, wrong); });
-				for (auto &t : threads)
-					t.join();
-				u64 bad = 0;
-				std::string fault;
-				for (u32 r = 0; r < o.ranks; r++) {
-					bad += wrong[r];
-					const sw_fault &f = *b.ranks[r].fault;
-					if (f.kind != SW_FAULT_NONE)
-						fault += " rank " + std::to_string(r) + ": fault " + std::to_string(f.kind) + " with rank " + std::to_string(f.peer) + " in call " + std::to_string(f.epoch);
+			for (u32 n : blocks)
+				for (u32 rate : w.packets || w.staged ? std::vector<u32>{0} : o.rates) {
+					float us = 0;
+					std::vector<u64> wrong(o.ranks, 0);
+					std::vector<std::thread> threads;
+					for (u32 r = 0; r < o.ranks; r++)
+						threads.emplace_back([&, r] { b.run(w, bytes, n, rate, r, us, wrong); });
+					for (auto &t : threads)
+						t.join();
+					u64 bad = 0;
+					std::string fault;
+					for (u32 r = 0; r < o.ranks; r++) {
+						bad += wrong[r];
+						const sw_fault &f = *b.ranks[r].fault;
+						if (f.kind != SW_FAULT_NONE)
+							fault += " rank " + std::to_string(r) + ": fault " + std::to_string(f.kind) + " with rank " + std::to_string(f.peer) + " in call " + std::to_string(f.epoch);
+					}
+					if (!o.brief || bad != 0 || !fault.empty())
+						printf("%-14s %10lld  %-26s %6u %5u %9.2f %7.1f%s%s\n", collective_name(w.collective), static_cast<long long>(bytes), w.name, n, rate, us,
+						       b.carried(w, bytes) / us / 1e3, bad != 0 ? ("  WRONG: " + std::to_string(bad) + " elements").c_str() : "", fault.c_str());
+					fflush(stdout);
+					if (bad != 0 || !fault.empty()) {
+						failures++;
+						b.clear();
+						continue;
+					}
+					best &f = fastest[{w.collective, bytes, w.name}];
+					if (f.us == 0 || us < f.us)
+						f = {us, static_cast<float>(b.carried(w, bytes) / us / 1e3), std::to_string(n) + " blocks" + (rate != 0 ? " at " + std::to_string(rate) + " GB/s" : "")};
 				}
-				double share = static_cast<double>(o.ranks - 1) / o.ranks * (w.collective == AR ? 2 : 1);
-				printf("%-14s %10lld  %-26s %6u %9.2f %7.1f%s%s\n", collective_name(w.collective), static_cast<long long>(bytes), w.name, n, us,
-				       static_cast<double>(bytes) * share / us / 1e3, bad != 0 ? ("  WRONG: " + std::to_string(bad) + " elements").c_str() : "", fault.c_str());
-				fflush(stdout);
-				if (bad != 0 || !fault.empty()) {
-					failures++;
-					b.clear();
-					continue;
-				}
-				best &f = fastest[{w.collective, bytes}];
-				if (f.us == 0 || us < f.us)
-					f = {us, std::string(w.name) + ", " + std::to_string(n) + " blocks"};
-			}
 		}
 	printf("\nfastest\n");
 	for (auto &[key, f] : fastest)
-		printf("%-14s %10lld %9.2f us  %s\n", collective_name(key.first), static_cast<long long>(key.second), f.us, f.what.c_str());
+		printf("%-14s %10lld %9.2f us %7.1f GB/s  %s, %s\n", collective_name(std::get<0>(key)), static_cast<long long>(std::get<1>(key)), f.us, f.rate, std::get<2>(key).c_str(),
+		       f.what.c_str());
 	return failures != 0;
 }

@@ -27,7 +27,7 @@ struct world : segments {
 
 // What all ranks of a call do.
 struct call {
-	u32 collective, type, op, flags, blocks;
+	u32 collective, type, op, flags, blocks, interval;
 	bool packets;
 	std::vector<i64> bounds; // in bytes
 
@@ -57,7 +57,7 @@ sw_reduce_args arguments(const world &w, const call &c, const part &k, u32 rank)
 	a.block = w.block;
 	a.count = static_cast<u64>(c.bytes()) / element_bytes[c.type] - static_cast<u64>(k.short_by) / element_bytes[c.type];
 	a.call = (c.op | c.type << 8 | c.collective << 16 | c.flags << 24) ^ k.wrong;
-	a.lines = w.lines, a.slots = w.slots, a.chunk_bytes = w.chunk_bytes, a.packet_bytes = w.packet_bytes;
+	a.lines = w.lines, a.slots = w.slots, a.chunk_bytes = w.chunk_bytes, a.packet_bytes = w.packet_bytes, a.interval = c.interval;
 	std::copy(c.bounds.begin(), c.bounds.end(), a.bounds);
 	a.bounds[w.size] -= k.short_by;
 	return a;
@@ -269,26 +269,15 @@ struct stream {
 	std::vector<const job *> jobs;
 	size_t next = 0;
 	std::vector<emu::block *> blocks;
-	const job *copying = nullptr; // `allreduce` is running or has run
 	u32 pace = 1;
 };
 
-void start(const world &w, u32 rank, const job &j, std::vector<emu::block *> &blocks, bool close)
+void start(const world &w, u32 rank, const job &j, std::vector<emu::block *> &blocks)
 {
 	auto a = std::make_shared<sw_reduce_args>(arguments(w, j.c, j.ranks[rank], rank));
 	bool packets = j.c.packets;
-	u32 threads = close ? 32 : packets ? SW_REDUCE_PACKET_THREADS : SW_REDUCE_THREADS;
-	for (u32 i = 0; i < (close ? 1 : j.c.blocks); i++)
-		blocks.push_back(launch(rank, i, close ? 1 : j.c.blocks, threads, 0, [a, packets, close] { close ? allreduce_close(*a) : packets ? allreduce_packet(*a) : allreduce(*a); }));
-}
-
-// What copy engines do between the two kernels.
-void copy_slices(const world &w, u32 rank, const job &j)
-{
-	i64 at = j.c.bounds[rank], n = j.c.bounds[rank + 1] - at;
-	for (u32 p = 0; p < w.size; p++)
-		if (p != rank)
-			memcpy(reinterpret_cast<void *>(w.segment(p) + j.ranks[p].dst + at), reinterpret_cast<void *>(w.segment(rank) + j.ranks[rank].dst + at), n);
+	for (u32 i = 0; i < j.c.blocks; i++)
+		blocks.push_back(launch(rank, i, j.c.blocks, packets ? SW_REDUCE_PACKET_THREADS : SW_REDUCE_THREADS, 0, [a, packets] { packets ? allreduce_packet(*a) : allreduce(*a); }));
 }
 
 // last, when there is one, is called when a rank has ended its last call.
@@ -300,15 +289,8 @@ bool run(world &w, std::vector<stream> &streams, const std::function<bool(u32)> 
 		for (u32 r = 0; r < w.size; r++) {
 			stream &s = streams[r];
 			if (ended(s.blocks)) {
-				if (s.copying != nullptr) {
-					copy_slices(w, r, *s.copying);
-					start(w, r, *s.copying, s.blocks, true);
-					s.copying = nullptr;
-				} else if (s.next < s.jobs.size()) {
-					const job &j = *s.jobs[s.next++];
-					if (j.c.flags & SW_REDUCE_COPIES)
-						s.copying = &j;
-					start(w, r, j, s.blocks, false);
+				if (s.next < s.jobs.size()) {
+					start(w, r, *s.jobs[s.next++], s.blocks);
 				} else if (last && !checked[r]) {
 					if (!last(r))
 						return false;
@@ -346,6 +328,7 @@ job random_job(const world &w)
 	c.flags = 0;
 	c.packets = draw(3) == 0;
 	c.blocks = 1 + draw(w.lines);
+	c.interval = draw(2) ? 0 : 1 + draw(2000);
 	u32 es = element_bytes[c.type];
 	i64 most = c.packets ? w.packet_bytes / es / (c.collective == 3 ? w.size : 1) : 12000 / w.size * 8 / es;
 	c.bounds = {0};
@@ -357,18 +340,17 @@ job random_job(const world &w)
 			n = n / (16 / min(es, 16u)) * (16 / min(es, 16u));
 		c.bounds.push_back(c.bounds.back() + n * es);
 	}
-	bool once = c.collective == 3 && draw(3) == 0 && (!c.packets || c.bytes() <= w.packet_bytes);
-	bool copies = !once && c.collective == 3 && !c.packets && draw(5) == 0;
-	c.flags = once ? SW_REDUCE_ONE_SHOT : copies ? SW_REDUCE_COPIES : c.collective == SW_ALL_GATHER && draw(2) ? SW_REDUCE_PULL : 0;
+	bool once = c.packets && c.collective == 3 && draw(3) == 0 && c.bytes() <= w.packet_bytes;
+	c.flags = once ? SW_REDUCE_ONE_SHOT : c.collective == SW_ALL_GATHER && draw(2) ? SW_REDUCE_PULL : 0;
 	j.ranks.resize(w.size);
 	u32 shift = draw(2) ? 0 : es * draw(16);
 	for (u32 r = 0; r < w.size; r++) {
 		part &k = j.ranks[r];
-		k.src_far = draw(2), k.dst_far = !copies && draw(2);
+		k.src_far = draw(2), k.dst_far = draw(2);
 		u64 at = w.heap + 256 + shift + (draw(4) == 0 ? es * draw(16) : 0);
 		k.src = at;
 		k.dst = (at + c.bytes() + 511) / 256 * 256 + shift + (draw(4) == 0 ? es * draw(16) : 0);
-		if (draw(3) == 0 && !(once && !c.packets)) // in place
+		if (draw(3) == 0) // in place
 			c.collective == SW_ALL_GATHER ? k.src = k.dst + c.bounds[r] : c.collective == SW_REDUCE_SCATTER ? k.dst = k.src + c.bounds[r] : k.dst = k.src;
 		if (max(k.src, k.dst) + c.bytes() + 64 > w.stride) {
 			printf("the world is too small\n");
@@ -432,7 +414,6 @@ bool disagreement()
 {
 	world w = random_world(1 << 19);
 	job j = random_job(w);
-	j.c.flags &= ~SW_REDUCE_COPIES;
 	for (part &k : j.ranks)
 		k.timeout_ns = 200'000'000;
 	part &k = j.ranks[draw(w.size)];

@@ -367,7 +367,7 @@ inline void store_vector_if(bool on, u64 p, uint4 v)
 	if (on)
 		store_vector(p, v);
 }
-inline u32 lane_id() { return emu::current->thread & 31; }
+inline u32 zero_of_lane() { return 0; }
 inline u32 add_acq_rel_gpu(u32 *p, u32 n) { return atomicAdd(p, n); }
 
 inline u32 load32_acquire_sys(u64 p) { return read<u32>(p); }
