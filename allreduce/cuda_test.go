@@ -18,6 +18,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/test/reference"
 )
 
 // yard is memory of one rank on its device: sources and destinations, in the heap and outside it, each of n bytes.
@@ -127,7 +128,7 @@ func (y *yard) load(j job, dst, src memory.View, first int64) {
 	y.write(dst, bytes.Repeat([]byte{0xa5}, int(dst.Len())))
 	b := make([]byte, src.Len())
 	for i := range src.Len() / j.dt.Size() {
-		put(b, j.dt, i, value(j.number, y.r.Rank(), first+i, j.dt, j.op))
+		reference.Put(b, j.dt, i, value(j.number, y.r.Rank(), first+i, j.dt, j.op))
 	}
 	y.write(src, b)
 	y.r.Must(y.s.Synchronize())
@@ -248,7 +249,7 @@ func TestCUDA_R2_RoundedSumsAreTheHostsBitForBit(t *testing.T) {
 								rnd := rand.New(rand.NewPCG(uint64(100*i)+uint64(count), uint64(r.Rank())))
 								b := make([]byte, count*dt.Size())
 								for e := range count {
-									put(b, dt, e, (rnd.Float64()-0.5)*4)
+									reference.Put(b, dt, e, (rnd.Float64()-0.5)*4)
 								}
 								src, dst := y.in[0].Slice(0, int64(len(b))), y.out[i%2].Slice(0, int64(len(b)))
 								y.write(src, b)
@@ -556,8 +557,8 @@ func TestCUDA_BucketsOverlapWithAnotherStream(t *testing.T) {
 		c := r.Device.(*device.CUDADevice).Context()
 		ones, twos := make([]byte, 4*n), make([]byte, 4*n)
 		for i := range int64(n) {
-			put(ones, f32, i, float64(1+r.Rank()))
-			put(twos, f32, i, 1.5)
+			reference.Put(ones, f32, i, float64(1+r.Rank()))
+			reference.Put(twos, f32, i, 1.5)
 		}
 		y.write(y.out[0], ones)
 		timed := func(f func()) time.Duration {

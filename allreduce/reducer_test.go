@@ -21,6 +21,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/test/reference"
 )
 
 const (
@@ -111,7 +112,7 @@ func TestR2_SameBitsOnEveryRankAndEveryTime(t *testing.T) {
 						rnd := rand.New(rand.NewPCG(uint64(n), uint64(r.Rank())))
 						mine := make([]byte, count*dt.Size())
 						for i := range int64(count) {
-							put(mine, dt, i, rnd.NormFloat64())
+							reference.Put(mine, dt, i, rnd.NormFloat64())
 						}
 						a := newArena(r, int64(len(mine)), uint64(n))
 						for _, op := range []kernels.ReduceOp{kernels.Sum, kernels.Avg, kernels.Prod, kernels.Max} {
@@ -159,18 +160,18 @@ func TestR2_NarrowFloatsAccumulateInFloat32(t *testing.T) {
 					x := newReducer(r, allreduce.Options{Algorithm: algorithm})
 					buf := hostBuf(count * dt.Size())
 					var want [8]byte
-					put(want[:], dt, 0, big+n-1)
+					reference.Put(want[:], dt, 0, big+n-1)
 					for i := range int64(count) {
 						v := 1.0
 						if i%n == int64(r.Rank()) {
 							v = big
 						}
-						put(buf.Bytes(), dt, i, v)
+						reference.Put(buf.Bytes(), dt, i, v)
 					}
 					r.Must(x.AllReduce(nil, buf, buf, dt, kernels.Sum))
 					for i := range int64(count) {
 						if got := buf.Bytes()[i*dt.Size():][:dt.Size()]; !bytes.Equal(got, want[:dt.Size()]) {
-							r.Must(fmt.Errorf("%v at %d, want %v", get(buf.Bytes(), dt, i), i, get(want[:], dt, 0)))
+							r.Must(fmt.Errorf("%v at %d, want %v", reference.Get(buf.Bytes(), dt, i), i, reference.Get(want[:], dt, 0)))
 						}
 					}
 					r.Must(x.Close(r.Ctx))
@@ -276,7 +277,7 @@ func TestX3_QueuedCalls(t *testing.T) {
 					bufs[k] = b.View()
 				}
 				for i := range sizes[k] {
-					put(bufs[k].Bytes(), f32, i, value(k+100*round, r.Rank(), i, f32, kernels.Sum))
+					reference.Put(bufs[k].Bytes(), f32, i, value(k+100*round, r.Rank(), i, f32, kernels.Sum))
 				}
 				if (k+r.Rank())%7 == 0 {
 					time.Sleep(time.Millisecond)
@@ -286,7 +287,7 @@ func TestX3_QueuedCalls(t *testing.T) {
 			r.Must(s.Synchronize())
 			for k, b := range bufs {
 				for i := range sizes[k] {
-					if got, want := get(b.Bytes(), f32, i), expect(k+100*round, 4, i, f32, kernels.Sum); got != want {
+					if got, want := reference.Get(b.Bytes(), f32, i), expect(k+100*round, 4, i, f32, kernels.Sum); got != want {
 						r.Must(fmt.Errorf("call %d element %d of %d: %v, want %v", k, i, sizes[k], got, want))
 					}
 				}
@@ -352,7 +353,7 @@ func TestM1_PersistentBuffersGiveRightSums(t *testing.T) {
 			for k, b := range bufs {
 				v := float64((round+1)*1000 + r.Rank()*slots + k)
 				for i := range int64(count) {
-					put(b.Bytes(), f32, i, v+float64(i%16))
+					reference.Put(b.Bytes(), f32, i, v+float64(i%16))
 				}
 			}
 			for k, b := range bufs {
@@ -365,7 +366,7 @@ func TestM1_PersistentBuffersGiveRightSums(t *testing.T) {
 					want += float64((round+1)*1000 + p*slots + k)
 				}
 				for i := range int64(count) {
-					if got := get(b.Bytes(), f32, i); got != want+float64(n*(i%16)) {
+					if got := reference.Get(b.Bytes(), f32, i); got != want+float64(n*(i%16)) {
 						r.Must(fmt.Errorf("round %d slot %d element %d: %v, want %v", round, k, i, got, want+float64(n*(i%16))))
 					}
 				}
@@ -426,7 +427,7 @@ func TestStreamsOrderOneReducer(t *testing.T) {
 		b, err := r.Heap.Alloc(2000)
 		r.Must(err)
 		for i := range int64(500) {
-			put(b.Bytes(), f32, i, 1)
+			reference.Put(b.Bytes(), f32, i, 1)
 		}
 		for i := range 12 {
 			v := b.View()
@@ -439,7 +440,7 @@ func TestStreamsOrderOneReducer(t *testing.T) {
 		}
 		r.Must(x.AllReduce(nil, b.View(), b.View(), f32, kernels.Max))
 		for i := range int64(500) {
-			if got, want := get(b.Bytes(), f32, i), math.Pow(3, 12); got != want {
+			if got, want := reference.Get(b.Bytes(), f32, i), math.Pow(3, 12); got != want {
 				r.Must(fmt.Errorf("element %d is %v, want %v", i, got, want))
 			}
 		}

@@ -1,17 +1,15 @@
 package allreduce_test
 
 import (
-	"encoding/binary"
 	"fmt"
-	"math"
 	"math/rand/v2"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/device"
-	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/test/reference"
 )
 
 var dtypes = []kernels.DType{kernels.Uint8, kernels.Int32, kernels.Int64, kernels.Float16, kernels.BFloat16, kernels.Float32,
@@ -20,58 +18,6 @@ var dtypes = []kernels.DType{kernels.Uint8, kernels.Int32, kernels.Int64, kernel
 var ops = []kernels.ReduceOp{kernels.Sum, kernels.Avg, kernels.Min, kernels.Max, kernels.Prod}
 
 var algorithms = []string{"", "one-shot", "two-shot", "ring"}
-
-// put stores v as element i of type dt, rounded as the type does.
-func put(b []byte, dt kernels.DType, i int64, v float64) {
-	le := binary.LittleEndian
-	p := b[i*dt.Size():]
-	switch dt {
-	case kernels.Uint8:
-		p[0] = byte(int64(v))
-	case kernels.Int32:
-		le.PutUint32(p, uint32(int64(v)))
-	case kernels.Int64:
-		le.PutUint64(p, uint64(int64(v)))
-	case kernels.Float16:
-		le.PutUint16(p, uint16(vec.ToFloat16(float32(v))))
-	case kernels.BFloat16:
-		le.PutUint16(p, uint16(vec.ToBFloat16(float32(v))))
-	case kernels.Float32:
-		le.PutUint32(p, math.Float32bits(float32(v)))
-	case kernels.Float64:
-		le.PutUint64(p, math.Float64bits(v))
-	case kernels.Float8E4M3:
-		p[0] = byte(vec.ToFloat8E4M3(float32(v)))
-	case kernels.Float8E5M2:
-		p[0] = byte(vec.ToFloat8E5M2(float32(v)))
-	}
-}
-
-// get is element i as a float64, exactly.
-func get(b []byte, dt kernels.DType, i int64) float64 {
-	le := binary.LittleEndian
-	p := b[i*dt.Size():]
-	switch dt {
-	case kernels.Uint8:
-		return float64(p[0])
-	case kernels.Int32:
-		return float64(int32(le.Uint32(p)))
-	case kernels.Int64:
-		return float64(int64(le.Uint64(p)))
-	case kernels.Float16:
-		return float64(vec.Float16(le.Uint16(p)).Float32())
-	case kernels.BFloat16:
-		return float64(vec.BFloat16(le.Uint16(p)).Float32())
-	case kernels.Float32:
-		return float64(math.Float32frombits(le.Uint32(p)))
-	case kernels.Float64:
-		return math.Float64frombits(le.Uint64(p))
-	case kernels.Float8E4M3:
-		return float64(vec.Float8E4M3(p[0]).Float32())
-	default:
-		return float64(vec.Float8E5M2(p[0]).Float32())
-	}
-}
 
 // value is what a rank has at an element: numbers so small that float32 adds and multiplies them exactly, in any order,
 // and every type holds them.
@@ -87,26 +33,9 @@ func value(call, rank int, i int64, dt kernels.DType, op kernels.ReduceOp) float
 	return v
 }
 
-// expect is the plain reference: the ranks' values combined in float64.
+// expect is what the ranks' values make.
 func expect(call, ranks int, i int64, dt kernels.DType, op kernels.ReduceOp) float64 {
-	acc := value(call, 0, i, dt, op)
-	for p := 1; p < ranks; p++ {
-		v := value(call, p, i, dt, op)
-		switch op {
-		case kernels.Min:
-			acc = min(acc, v)
-		case kernels.Max:
-			acc = max(acc, v)
-		case kernels.Prod:
-			acc *= v
-		default:
-			acc += v
-		}
-	}
-	if op == kernels.Avg {
-		acc /= float64(ranks)
-	}
-	return acc
+	return reference.Reduced(op, ranks, func(rank int) float64 { return value(call, rank, i, dt, op) })
 }
 
 // job is one call, the same on every rank.
@@ -235,7 +164,7 @@ func (j job) run(r *worldtest.Rank, x *allreduce.Reducer, s device.Stream, a *ar
 		first = at
 	}
 	for i := range in {
-		put(src.Bytes(), j.dt, i, value(j.number, me, first+i, j.dt, j.op))
+		reference.Put(src.Bytes(), j.dt, i, value(j.number, me, first+i, j.dt, j.op))
 	}
 	if err := j.call(x, s, dst, src); err != nil {
 		return err
@@ -285,9 +214,9 @@ func (j job) check(dst []byte, me, ranks int, at int64) error {
 			want = value(j.number, owner, i, j.dt, j.op)
 		}
 		var w [8]byte
-		put(w[:], j.dt, 0, want)
+		reference.Put(w[:], j.dt, 0, want)
 		if got := dst[i*j.dt.Size():][:j.dt.Size()]; string(got) != string(w[:j.dt.Size()]) {
-			return fmt.Errorf("%v: rank %d has %x (%v) at %d, want %x (%v)", j, me, got, get(dst, j.dt, i), i, w[:j.dt.Size()], want)
+			return fmt.Errorf("%v: rank %d has %x (%v) at %d, want %x (%v)", j, me, got, reference.Get(dst, j.dt, i), i, w[:j.dt.Size()], want)
 		}
 	}
 	return nil

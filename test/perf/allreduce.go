@@ -5,17 +5,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
-	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/test/reference"
 )
 
 // reduction is what benchAllReduce measures: a collective, its elements and operator.
@@ -63,40 +61,19 @@ func (d reduction) String() string {
 const period = 5 << 10
 
 // value is a small integer, so that every result is exact.
-func (d reduction) value(rank int, i int64) float32 { return float32(1 + (int64(rank)*3+i)%5) }
+func (d reduction) value(rank int, i int64) float64 { return float64(1 + (int64(rank)*3+i)%5) }
 
 // combined is what the ranks' values make.
-func (d reduction) combined(i int64) float32 {
-	acc := d.value(0, i)
-	for p := 1; p < d.ranks; p++ {
-		switch v := d.value(p, i); d.op {
-		case kernels.Min:
-			acc = min(acc, v)
-		case kernels.Max:
-			acc = max(acc, v)
-		case kernels.Prod:
-			acc *= v
-		default:
-			acc += v
-		}
-	}
-	if d.op == kernels.Avg {
-		acc /= float32(d.ranks)
-	}
-	return acc
+func (d reduction) combined(i int64) float64 {
+	return reference.Reduced(d.op, d.ranks, func(rank int) float64 { return d.value(rank, i) })
 }
 
 // fill writes elements first, first+1, ... of a series into b.
-func (d reduction) fill(b []byte, first int64, of func(i int64) float32) {
+func (d reduction) fill(b []byte, first int64, of func(i int64) float64) {
 	es := d.dtype.Size()
 	n := min(int64(len(b)), period*es)
 	for i := range n / es {
-		v := of(first + i)
-		if d.dtype == kernels.BFloat16 {
-			shm.View[uint16](b)[i] = uint16(vec.ToBFloat16(v))
-		} else {
-			shm.View[uint32](b)[i] = math.Float32bits(v)
-		}
+		reference.Put(b, d.dtype, i, of(first+i))
 	}
 	for n > 0 && n < int64(len(b)) {
 		n += int64(copy(b[n:], b[:n]))
@@ -104,7 +81,7 @@ func (d reduction) fill(b []byte, first int64, of func(i int64) float32) {
 }
 
 // holds checks every element of b.
-func (d reduction) holds(b []byte, first int64, of func(i int64) float32) error {
+func (d reduction) holds(b []byte, first int64, of func(i int64) float64) error {
 	es := d.dtype.Size()
 	want := make([]byte, min(int64(len(b)), period*es))
 	d.fill(want, first, of)
@@ -139,7 +116,7 @@ func (d reduction) load(b []byte, me int) {
 	if !d.coll.Reduces() {
 		first = int64(me) * int64(len(b)) / d.dtype.Size()
 	}
-	d.fill(b, first, func(i int64) float32 { return d.value(me, i) })
+	d.fill(b, first, func(i int64) float64 { return d.value(me, i) })
 }
 
 func (d reduction) check(b []byte, me int) error {
@@ -154,7 +131,7 @@ func (d reduction) check(b []byte, me int) error {
 	part := int64(len(b) / d.ranks)
 	for p := range d.ranks {
 		slice := b[int64(p)*part:][:part]
-		if err := d.holds(slice, int64(p)*part/es, func(i int64) float32 { return d.value(p, i) }); err != nil {
+		if err := d.holds(slice, int64(p)*part/es, func(i int64) float64 { return d.value(p, i) }); err != nil {
 			return fmt.Errorf("slice %d: %w", p, err)
 		}
 	}
