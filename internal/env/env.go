@@ -58,7 +58,7 @@ func Variables() []Variable {
 		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom."},
 		{nvtx, "0", "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
 		{injection, "no profiler", "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
-		{cudaHeap, "112M and 20M a rank", "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
+		{cudaHeap, "36M and 20M a rank", "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
 	}
 }
 

@@ -22,7 +22,7 @@ import (
 var handles = core.NewHandles()
 
 // abiVersion changes when a function does. The Python package refuses another than its own.
-const abiVersion = 5
+const abiVersion = 6
 
 // guard runs the body of an export: it turns errors and panics into a code and keeps the text for the thread. An export
 // runs on the thread of its caller, so that is whose text it is.
@@ -419,6 +419,19 @@ func switchyard_gpu_open(communicator C.uint64_t, opts *C.char, ticket *C.uint64
 			return 0, err
 		}
 		return c.OpenGPU(o, put[*core.GPU])
+	})
+}
+
+// switchyard_gpu_reducer makes a GPU ready for reductions and gathers, together with all ranks. Once is enough.
+//
+//export switchyard_gpu_reducer
+func switchyard_gpu_reducer(communicator, gpu C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		g, err := core.Get[*core.GPU](handles, uint64(gpu))
+		if err != nil {
+			return 0, err
+		}
+		return g.OpenReducer()
 	})
 }
 

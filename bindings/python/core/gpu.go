@@ -31,23 +31,24 @@ type GPUOptions struct {
 	Environ map[string]string
 }
 
-// defaultGPUHeap has room for channels and staging, 17 MiB for each rank of the group and 76 MiB, and some for tensors. A heap on a GPU
-// takes its memory at once.
-func defaultGPUHeap(ranks int) int64 { return (112 + 20*int64(ranks)) << 20 }
+// defaultGPUHeap has room for the channels and staging of exchanges, 17 MiB for each rank of the group, and some for tensors. A heap on a
+// GPU takes its memory at once. It grows for a reducer, which takes 76 MiB.
+func defaultGPUHeap(ranks int) int64 { return (36 + 20*int64(ranks)) << 20 }
 
-// GPU is a Comm's end on one GPU: a heap in its memory, an exchanger and a reducer. Their calls are enqueued on the caller's stream by
-// the caller's thread; everything else runs in the queue of the Comm.
+// GPU is a Comm's end on one GPU: a heap in its memory, an exchanger and, once there have been reductions, a reducer. Their calls are
+// enqueued on the caller's stream by the caller's thread; everything else runs in the queue of the Comm.
 type GPU struct {
 	comm      *Comm
 	dev       *device.CUDADevice
 	heap      *memory.Heap
 	exchanger *alltoallv.Exchanger
-	reducer   *allreduce.Reducer
+	reduces   allreduce.Options // of the reducer
 	blocks    blocks
 	base, end uintptr // of this rank's segment
 
 	mu      sync.Mutex // orders calls, and guards what is below
 	closed  bool
+	reducer *allreduce.Reducer
 	streams map[uintptr]*device.CUDAStream
 	last    *device.CUDAStream // of the streams, the one that was asked for last
 	splits  alltoallv.Splits
@@ -74,12 +75,7 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 	if err != nil {
 		return nil, err
 	}
-	// A rank that does not come is one that makes another call.
-	limit := seconds(c.options.TimeoutSeconds)
-	if limit <= 0 {
-		limit = 2 * time.Minute
-	}
-	ctx, cancel := context.WithTimeout(c.ctx, limit)
+	ctx, cancel := c.meeting()
 	defer cancel()
 	g := &GPU{comm: c, streams: make(map[uintptr]*device.CUDAStream)}
 	defer func() {
@@ -122,11 +118,45 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 		}
 		g.exchanger, err = alltoallv.New(ctx, g.heap, x)
 	}
-	if err != nil {
-		return nil, err
-	}
-	g.reducer, err = allreduce.New(ctx, g.heap, allreduce.Options{Timeout: x.Timeout, Validate: x.Validate, MaxSMs: o.MaxSMs})
+	g.reduces = allreduce.Options{Timeout: x.Timeout, Validate: x.Validate, MaxSMs: o.MaxSMs}
 	return g, err
+}
+
+// meeting bounds how long ranks wait for one another to make something: who does not come makes another call.
+func (c *Comm) meeting() (context.Context, context.CancelFunc) {
+	limit := seconds(c.options.TimeoutSeconds)
+	if limit <= 0 {
+		limit = 2 * time.Minute
+	}
+	return context.WithTimeout(c.ctx, limit)
+}
+
+// OpenReducer submits the making of the GPU's reducer, which every rank does before its first reduction there. What fails on one rank is
+// an error on all. Once there is one nothing is done.
+func (g *GPU) OpenReducer() (Ticket, error) {
+	return g.comm.do(func() (int64, error) { return 0, g.openReducer() })
+}
+
+func (g *GPU) openReducer() error {
+	g.mu.Lock()
+	closed, found := g.closed, g.reducer != nil
+	g.mu.Unlock()
+	if closed {
+		return ErrClosed
+	}
+	if found {
+		return nil
+	}
+	ctx, cancel := g.comm.meeting()
+	defer cancel()
+	x, err := allreduce.New(ctx, g.heap, g.reduces)
+	if err != nil {
+		return err
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.reducer = x
+	return nil
 }
 
 func (o *GPUOptions) heapBytes(ranks int) (int64, error) {
@@ -210,19 +240,29 @@ func (g *GPU) AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error) {
 	})
 }
 
-// AllReduce enqueues an all-reduce on a CUstream, as allreduce.Reducer.AllReduce describes; it has no ticket.
+// AllReduce enqueues an all-reduce on a CUstream, as allreduce.Reducer.AllReduce describes; it has no ticket. There must be a reducer.
 func (g *GPU) AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
-	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllReduce(s, d, v, dt, o) })
+	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllReduce(s, d, v, dt, o) })
 }
 
 // ReduceScatter enqueues a reduce-scatter, likewise.
 func (g *GPU) ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
-	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.ReduceScatter(s, d, v, dt, o) })
+	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.ReduceScatter(s, d, v, dt, o) })
 }
 
 // AllGather enqueues an all-gather, likewise.
 func (g *GPU) AllGather(stream uintptr, dst, src Buffer) (Ticket, error) {
-	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllGather(s, d, v, kernels.Uint8) })
+	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllGather(s, d, v, kernels.Uint8) })
+}
+
+// reduce is enqueue of a call of the reducer.
+func (g *GPU) reduce(stream uintptr, dst, src Buffer, call func(s device.Stream, d, v memory.View) error) (Ticket, error) {
+	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error {
+		if g.reducer == nil {
+			return fmt.Errorf("core: %w: a reduction on a GPU without a reducer", ErrInvalid)
+		}
+		return call(s, d, v)
+	})
 }
 
 // enqueue makes a call with the stream and the buffers as views.
@@ -282,7 +322,11 @@ func (g *GPU) Fault() error {
 	if g.closed {
 		return ErrClosed
 	}
-	return g.comm.blame(errors.Join(g.exchanger.Fault(), g.reducer.Fault()))
+	err := g.exchanger.Fault()
+	if g.reducer != nil {
+		err = errors.Join(err, g.reducer.Fault())
+	}
+	return g.comm.blame(err)
 }
 
 // Alloc submits an allocation of symmetric memory for work on a CUstream. Every rank submits the same ones. The heap grows

@@ -181,7 +181,7 @@ func TestExchangesOnAGPU(t *testing.T) {
 }
 
 func TestHeapSizesComeFromTheEnvironment(t *testing.T) {
-	for text, want := range map[string]int64{"": (112 + 20*8) << 20, "3M": 3 << 20} {
+	for text, want := range map[string]int64{"": (36 + 20*8) << 20, "3M": 3 << 20} {
 		o := GPUOptions{Environ: map[string]string{"SWITCHYARD_CUDA_HEAP": text}}
 		n, err := o.heapBytes(8)
 		require.NoError(t, err)

@@ -261,6 +261,95 @@ def test_distributed_data_parallel(backend):
     backend.run(data_parallel)
 
 
+def sharded(device, rank, size):
+    """A model in shards against the same model whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def make():
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 6)).to(device)
+
+    whole, shards = make(), make()
+    mesh = init_device_mesh(device, (size,))
+    for layer in (shards[0], shards[2], shards):
+        fully_shard(layer, mesh=mesh)
+    for step in range(3):
+        x = torch.randn(size * 4, 8, generator=torch.Generator().manual_seed(step)).to(device)
+        for model, rows in ((whole, x), (shards, x[rank * 4 : rank * 4 + 4])):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer.zero_grad()
+            model(rows).square().mean().backward()
+            optimizer.step()
+    for mine, all_of_it in zip(shards.parameters(), whole.parameters()):
+        torch.testing.assert_close(mine.full_tensor(), all_of_it, rtol=1e-4, atol=1e-5)
+
+
+def sharded_on_the_host(rank, size):
+    comm = sw.communicator()
+    before = comm._ran.value
+    sharded("cpu", rank, size)
+    assert comm._ran.value - before >= 3 * (3 + 2)  # gathers before the layers, reduce-scatters behind them
+
+
+def test_fully_sharded_data_parallel(backend):
+    backend.run(sharded_on_the_host)
+
+
+def coalesced(device, rank, size):
+    """Several calls as one, by torch's own manager."""
+    manager = dist.distributed_c10d._coalescing_manager
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    for async_ops in (False, True):
+        sums = [torch.full((n,), rank + 1.0, device=device) for n in (3, 1000, 70_000)]
+        with manager(async_ops=async_ops) as cm:
+            for x in sums:
+                dist.all_reduce(x)
+        if async_ops:
+            cm.wait()
+        assert [x[-1].item() for x in sums] == [size * (size + 1) / 2] * 3
+        wholes = [torch.empty(n * size, device=device) for n in (2, 5000)]
+        with manager(async_ops=async_ops) as cm:
+            for x in wholes:
+                gather(x, torch.full((x.numel() // size,), float(rank), device=device))
+        if async_ops:
+            cm.wait()
+        assert [x.view(size, -1)[:, -1].tolist() for x in wholes] == [[*map(float, range(size))]] * 2
+        parts = [torch.empty(n, device=device) for n in (2, 5000)]
+        with manager(async_ops=async_ops) as cm:
+            for x in parts:
+                scatter(x, torch.full((x.numel() * size,), rank + 1.0, device=device))
+        if async_ops:
+            cm.wait()
+        assert [x[-1].item() for x in parts] == [size * (size + 1) / 2] * 2
+
+
+def lists(device, rank, size):
+    """all_to_all of lists, of other lengths for every pair of ranks and of types that the library knows nothing of."""
+    for dtype in (torch.float32, torch.int16, torch.complex64):
+        for async_op in (False, True):
+            given = [torch.full((1 + rank + 2 * p, 3), 10 * rank + p, dtype=dtype, device=device) for p in range(size)]
+            got = [torch.empty((1 + p + 2 * rank, 3), dtype=dtype, device=device) for p in range(size)]
+            work = dist.all_to_all(got, given, async_op=async_op)
+            if async_op:
+                work.wait()
+            for p, x in enumerate(got):
+                assert (x == 10 * p + rank).all().item(), (dtype, p)
+
+
+def several(rank, size):
+    comm = sw.communicator()
+    before = comm._ran.value
+    coalesced("cpu", rank, size)
+    lists("cpu", rank, size)
+    assert comm._ran.value - before == 2 * (3 + 2 + 2) + 6
+
+
+def test_coalesced_calls_and_lists(backend):
+    backend.run(several)
+
+
 def refused(rank, size):
     with pytest.raises(ValueError, match="contiguous"):
         dist.all_to_all_single(torch.empty(size, 2), torch.empty(2, size).t())

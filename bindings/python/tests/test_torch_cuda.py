@@ -15,6 +15,7 @@ import warnings
 from datetime import timedelta
 
 import pytest
+import test_torch_backend as backend
 import test_torch_calls as host
 import test_torch_moe as moe
 import world
@@ -857,6 +858,59 @@ def test_backend(worlds):
     worlds.get(2, world.cuda_backend).run(as_backend)
 
 
+def as_backend_several(rank, size):
+    pg = dist.group.WORLD
+    gpu = sw.communicator().gpu(torch.cuda.current_device())
+    wrapped, pg._wrapped = pg._wrapped, None  # all of it is ours
+    try:
+        backend.lists(CUDA, rank, size)
+        assert not gpu.reduces  # exchanges do without
+        with pytest.raises(errors.Error, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            dist.all_reduce(torch.ones(3, device=CUDA))
+        dist.barrier()
+        backend.coalesced(CUDA, rank, size)
+        assert gpu.reduces
+    finally:
+        pg._wrapped = wrapped
+    dist.barrier()
+    if torch.cuda.device_count() < size:
+        return  # NCCL refuses to share a GPU
+    # Calls between the old style's start and end: what is NCCL's is one batch, what is ours goes at once.
+    x, y = torch.arange(float(size), device=CUDA) + 10 * rank, torch.empty(size, device=CUDA)
+    manager = dist.distributed_c10d._coalescing_manager
+    with manager(device=torch.device(CUDA, torch.cuda.current_device()), async_ops=True) as cm:
+        dist.all_to_all_single(y, x)
+    cm.wait()
+    assert y.tolist() == [10 * p + rank for p in range(size)]
+    got, given = torch.zeros(5, device=CUDA), torch.full((5,), float(rank), device=CUDA)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, given, after), dist.P2POp(dist.irecv, got, before)])
+    for work in works:
+        work.wait()
+    assert got.tolist() == [before] * 5
+
+
+def test_backend_on_lists_and_coalesced_calls(worlds):
+    worlds.get(2, world.cuda_backend).run(as_backend_several)
+
+
+def as_backend_sharded(rank, size):
+    pg = dist.group.WORLD
+    dist.barrier()
+    wrapped, pg._wrapped = pg._wrapped, None
+    try:
+        backend.sharded(CUDA, rank, size)
+    finally:
+        pg._wrapped = wrapped
+    dist.barrier()
+
+
+def test_fully_sharded_data_parallel(worlds):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("ranks that share a GPU would wait for each other in the middle of a step")
+    worlds.get(2, world.cuda_backend).run(as_backend_sharded)
+
+
 def without_process_group(rank, size):
     assert not dist.is_initialized()
     out = torch.empty(size, device=CUDA)
@@ -864,7 +918,10 @@ def without_process_group(rank, size):
     assert out.tolist() == list(range(size))
     sw.synchronize()
     with pytest.raises(errors.Unsupported, match="no process group"):
-        sw.all_reduce(torch.ones(2, device=CUDA))
+        sw.all_reduce(torch.ones(2, device=CUDA, dtype=torch.int16))
+    ones = torch.ones(2, device=CUDA)
+    sw.all_reduce(ones)
+    assert ones.tolist() == [size] * 2
     with pytest.raises(errors.Unsupported, match="cuda:77"):
         sw.communicator().gpu(77)
     with pytest.raises(errors.Unsupported, match="cuda:77"):  # is not asked for again

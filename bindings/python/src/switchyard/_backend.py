@@ -13,8 +13,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from . import _cuda, _groups, _torch, errors
+from ._comm import Gpu
 from ._groups import Submission
-from ._tensors import dense
+from ._tensors import as_bytes, dense
 from ._torch_work import Work
 from ._work import Several
 
@@ -67,8 +68,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         )
 
     def _alltoall_cuda(self, output, input, output_splits, input_splits, opts):  # type: ignore[no-untyped-def]
-        comm = self._group.wait()
-        gpu = None if comm is None else _cuda.gpu_of(comm, self._wrapped, input.get_device())
+        gpu = self._gpu_of([input])
         if gpu is None:
             return self._wrapped.alltoall_base(output, input, output_splits or [], input_splits or [], opts)
         if getattr(opts, "asyncOp", True):
@@ -76,31 +76,44 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         _cuda.exchange(gpu, output, input, output_splits, input_splits)
         return Work(_cuda.Enqueued(), [output])
 
-    def _on_gpu(self, opts: Any, output: Tensor, input: Tensor, prepare: Callable[[], Submission]) -> Any:
-        """A reduction or gather of CUDA tensors that are ours; None where these GPUs cannot."""
+    def _gpu_of(self, tensors: list[Tensor]) -> Gpu | None:
+        """The communicator's end on the GPU of tensors that are ours; None where these GPUs cannot."""
         comm = self._group.wait()
-        _cuda.one_device(output, input)
-        gpu = None if comm is None else _cuda.gpu_of(comm, self._wrapped, input.get_device())
+        for x in tensors[1:]:
+            _cuda.one_device(tensors[0], x)
+        return None if comm is None else _cuda.gpu_of(comm, self._wrapped, tensors[0].get_device())
+
+    def _on_gpu(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor], prepare: Callable[[], list[Submission]]) -> Any:
+        """Reductions or gathers of CUDA tensors that are ours; None where these GPUs cannot."""
+        gpu = self._gpu_of([*inputs, *outputs])
         if gpu is None:
             return None
-        work = _cuda.reduction(gpu, gpu.prepare(prepare), output, getattr(opts, "asyncOp", True))
-        return work or Work(_cuda.Enqueued(), [output])
+        work = _cuda.reductions(gpu, gpu.prepare(prepare), outputs, getattr(opts, "asyncOp", True))
+        return work or Work(_cuda.Enqueued(), outputs)
 
     def alltoall(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         """all_to_all of lists, which gloo does not have: through two tensors."""
         opts = opts or dist.AllToAllOptions()
-        if not _ours(*outputs, *inputs) or not all(x.is_contiguous() for x in (*outputs, *inputs)):
+        tensors = [*outputs, *inputs]
+        on_gpu = all(_cuda.ours(x, x) for x in tensors)
+        if not (on_gpu or _ours(*tensors)) or not all(x.is_contiguous() and not x.is_neg() for x in tensors):
             return self._wrapped.alltoall(outputs, inputs, opts)
         size = self._group.size
         if len(outputs) != size or len(inputs) != size:
             raise errors.InvalidArgument(f"switchyard: {len(outputs)} and {len(inputs)} tensors for {size} ranks")
-        source = torch.cat([_bytes(x) for x in inputs])
+        if on_gpu:
+            gpu = self._gpu_of(tensors)
+            if gpu is None:
+                return self._wrapped.alltoall(outputs, inputs, opts)
+            work = _cuda.exchange_lists(gpu, outputs, inputs, getattr(opts, "asyncOp", True))
+            return work or Work(_cuda.Enqueued(), outputs)
+        source = torch.cat([as_bytes(x) for x in inputs])
         target = source.new_empty(sum(map(_nbytes, outputs)))
 
         def back() -> None:
             at = 0
             for x in outputs:
-                _bytes(x).copy_(target[at : at + _nbytes(x)])
+                as_bytes(x).copy_(target[at : at + _nbytes(x)])
                 at += _nbytes(x)
 
         out_sizes, in_sizes = [*map(_nbytes, outputs)], [*map(_nbytes, inputs)]
@@ -113,22 +126,32 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceOptions()
-        if len(tensors) == 1 and _cuda.ours(tensors[0], tensors[0]) and _known(tensors[0], opts):
-            x = tensors[0]
-            kind = _torch._KINDS[x.dtype, _torch.op_name(opts.reduceOp)]
-            assert kind is not None
-            work = self._on_gpu(opts, x, x, lambda: _torch.reduce(x, kind))
-            if work is not None:
-                return work
+        work = self._reduce_on_gpu(tensors, opts) if len(tensors) == 1 else None
+        if work is not None:
+            return work
         if len(tensors) != 1 or not _reducible(tensors[0], opts):
             return self._wrapped.allreduce(tensors, opts)
         return self._reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceCoalescedOptions()
+        work = self._reduce_on_gpu(tensors, opts)
+        if work is not None:
+            return work
         if all(_reducible(t, opts) for t in tensors):
             return _all([self._reduce([t], opts) for t in tensors], tensors)
         return self._wrapped.allreduce_coalesced(tensors, opts)
+
+    def _reduce_on_gpu(self, tensors: list[Tensor], opts: Any) -> Any:
+        """all_reduce of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
+        if not tensors or not all(_cuda.ours(x, x) and _known(x, opts) for x in tensors):
+            return None
+
+        def prepare() -> list[Submission]:
+            kinds = [_torch._KINDS[x.dtype, _torch.op_name(opts.reduceOp)] for x in tensors]
+            return [_torch.reduce(x, kind) for x, kind in zip(tensors, kinds) if kind is not None]
+
+        return self._on_gpu(opts, tensors, tensors, prepare)
 
     def _reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (x,) = tensors
@@ -144,17 +167,26 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or c10d.AllgatherOptions()
-        if _cuda.ours(output, input):
-            work = self._on_gpu(opts, output, input, lambda: _torch.gather(self._group.size, output, input))
-            if work is not None:
-                return work
+        work = self._gather_on_gpu([output], [input], opts)
+        if work is not None:
+            return work
         if not _ours(output, input):
             return self._wrapped._allgather_base(output, input, opts)
         return self._submit(
             lambda: _torch.gather(self._group.size, output, input), lambda pg: pg._allgather_base(output, input, opts), [output]
         )
 
+    def _gather_on_gpu(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
+        """all_gather into tensors that are all on a GPU; None where they are not, or these GPUs cannot."""
+        if not outputs or not all(map(_cuda.ours, outputs, inputs)):
+            return None
+        n = self._group.size
+        return self._on_gpu(opts, outputs, inputs, lambda: [_torch.gather(n, *each) for each in zip(outputs, inputs)])
+
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
+        work = self._gather_on_gpu(outputs, inputs, opts)
+        if work is not None:
+            return work
         if not _ours(*outputs, *inputs):
             return self._wrapped.allgather_into_tensor_coalesced(outputs, inputs, opts or c10d.AllgatherOptions())
         return _all([self._allgather_base(o, i) for o, i in zip(outputs, inputs)], outputs)
@@ -162,10 +194,9 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
         kind = _torch.kind_of(input, _torch.op_name(opts.reduceOp))
-        if kind is not None and _cuda.ours(output, input):
-            work = self._on_gpu(opts, output, input, lambda: _torch.scatter(self._group.size, output, input, kind))
-            if work is not None:
-                return work
+        work = self._scatter_on_gpu([output], [input], [kind], opts)
+        if work is not None:
+            return work
         if kind is None or not _ours(output, input):
             return self._wrapped._reduce_scatter_base(output, input, opts)
         return self._submit(
@@ -174,10 +205,20 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             [output],
         )
 
+    def _scatter_on_gpu(self, outputs: list[Tensor], inputs: list[Tensor], kinds: list[Any], opts: Any) -> Any:
+        """reduce_scatter of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
+        if not outputs or None in kinds or not all(map(_cuda.ours, outputs, inputs)):
+            return None
+        n = self._group.size
+        return self._on_gpu(opts, outputs, inputs, lambda: [_torch.scatter(n, *each) for each in zip(outputs, inputs, kinds)])
+
     def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
-        known = all(_torch.kind_of(x, _torch.op_name(opts.reduceOp)) is not None for x in inputs)
-        if not known or not _ours(*outputs, *inputs):
+        kinds = [_torch.kind_of(x, _torch.op_name(opts.reduceOp)) for x in inputs]
+        work = self._scatter_on_gpu(outputs, inputs, kinds, opts)
+        if work is not None:
+            return work
+        if None in kinds or not _ours(*outputs, *inputs):
             return self._wrapped.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return _all([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs)], outputs)
 
@@ -194,6 +235,13 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             return self._wrapped.barrier(opts)
         _torch.settle()
         return self._submit(lambda: _torch.BARRIER, lambda pg: pg.barrier(opts), [])
+
+    def _start_coalescing(self, device):  # type: ignore[no-untyped-def]
+        self._wrapped._start_coalescing(device)
+
+    def _end_coalescing(self, device):  # type: ignore[no-untyped-def]
+        """What torch's backend has coalesced, which is nothing where all calls were Switchyard's."""
+        return self._wrapped._end_coalescing(device) or Work(_cuda.Enqueued(), [])
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -242,12 +290,6 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
 def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    x = torch.view_as_real(x) if x.is_complex() else x
-    return x.detach().reshape(-1).view(torch.uint8)
 
 
 def _number(backend: Any) -> None:

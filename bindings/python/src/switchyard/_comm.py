@@ -142,6 +142,7 @@ class Gpu(Place):
         self.comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
         self.shapes = Shapes(comm.size)
         self.side: Any = None
+        self.reduces = False  # open_reducer has been called
         # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
         prefix = "" if comm.validate else "enqueue_"
         self._all_to_all, self._all_reduce, self._reduce_scatter, self._all_gather = (
@@ -154,6 +155,16 @@ class Gpu(Place):
         code = self._all_to_all(self._handle, stream, dst, src, shape, 0, None)
         if code:
             raise self._lib.error(code)
+
+    def open_reducer(self) -> None:
+        """Make the GPU ready for reductions and gathers, before the first of them. It is collective, and blocks until all ranks
+        have come."""
+        comm = self.comm
+        with comm._opening:
+            if not self.reduces:
+                ticket = c_uint64()
+                comm._control(self._lib.gpu_reducer(comm._handle, self._handle, byref(ticket)), ticket)
+                self.reduces = True
 
     def all_reduce(self, stream: int, dst: int, src: int, size: int, dtype: int, op: int) -> None:
         """Enqueue an all-reduce of size bytes on a CUstream."""

@@ -22,7 +22,7 @@ from . import _arrays, _native, errors
 from ._comm import Block, Communicator, Gpu
 from ._groups import Submission
 from ._splits import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED, integers
-from ._tensors import PLAIN, contiguous, real, same_dtype
+from ._tensors import PLAIN, as_bytes, contiguous, real, same_dtype
 from ._torch_work import Work
 
 # Absent where torch has no CUDA, and then there are no CUDA tensors either.
@@ -264,19 +264,60 @@ def _beside(
     return Work(Recorded(gpu, side, stream, event), outputs)
 
 
-def reduction(gpu: Gpu, call: Submission, output: Tensor, async_op: bool) -> Work | None:
-    """Enqueue a reduction or a gather that a submission to the host's communicator describes, with the tensors last."""
+def exchange_lists(gpu: Gpu, outputs: list[Tensor], inputs: list[Tensor], async_op: bool) -> Work | None:
+    """Enqueue all_to_all of contiguous tensors on this GPU, one for each rank: through two tensors of bytes."""
     if torch.cuda.current_device() != gpu.device:
         with torch.cuda.device(gpu.device):
-            return reduction(gpu, call, output, async_op)
-    function, (*arguments, keep), back = call
-    enqueue = getattr(gpu, function.__name__)
+            return exchange_lists(gpu, outputs, inputs, async_op)
+    pieces, sent = [as_bytes(x) for x in outputs], [as_bytes(x) for x in inputs]
+    sizes, in_sizes = [x.numel() for x in pieces], [x.numel() for x in sent]
+    source = torch.cat(sent)
+    target = source.new_empty(sum(sizes))
+
+    def enqueue(stream: int) -> None:
+        exchange(gpu, target, source, sizes, in_sizes, None, stream)
+
+    def back() -> None:
+        for piece, part in zip(pieces, target.split(sizes)):
+            piece.copy_(part)
+
     if async_op:
-        tensors = [output, *(keep if isinstance(keep, tuple) else (keep,))]
-        return _beside(gpu, lambda stream: enqueue(stream, *arguments), tensors, [output], back)
-    enqueue(_raw_stream(gpu.device), *arguments)
-    if back is not None:
-        back()
+        return _beside(gpu, enqueue, [source, target, *outputs], outputs, back)
+    enqueue(_raw_stream(gpu.device))
+    back()
+    return None
+
+
+def reductions(gpu: Gpu, calls: list[Submission], outputs: list[Tensor], async_op: bool) -> Work | None:
+    """Enqueue reductions and gathers that submissions to the host's communicator describe, with the tensors last."""
+    if torch.cuda.current_device() != gpu.device:
+        with torch.cuda.device(gpu.device):
+            return reductions(gpu, calls, outputs, async_op)
+    if not gpu.reduces:
+        if torch.cuda.is_current_stream_capturing():
+            raise errors.Error(
+                "switchyard: the first reduction or gather of a group on a GPU makes the GPU ready for them, which cannot be "
+                "captured: make one before the graph"
+            )
+        gpu.open_reducer()
+
+    def enqueue(stream: int) -> None:
+        for function, (*arguments, _), _ in calls:
+            getattr(gpu, function.__name__)(stream, *arguments)
+
+    backs = [back for _, _, back in calls if back is not None]
+
+    def back() -> None:
+        for each in backs:
+            each()
+
+    if async_op:
+        tensors = list(outputs)
+        for _, (*_, keep), _ in calls:
+            tensors.extend(keep if isinstance(keep, tuple) else (keep,))
+        return _beside(gpu, enqueue, tensors, outputs, back)
+    enqueue(_raw_stream(gpu.device))
+    back()
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from . import errors
 
 AGAIN = 1
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 # How long one call into the library may wait, in microseconds. Signals end a wait early when they reach the waiting
 # thread, so this only bounds the delay of one that did not.
@@ -40,6 +40,7 @@ _PROTOTYPES: dict[str, list[Any]] = {
     "free": [c_uint64, c_uint64, c_uint64, _u64p],
     "verify": [c_uint64, c_uint64, _u64p],
     "gpu_open": [c_uint64, c_char_p, _u64p],
+    "gpu_reducer": [c_uint64, c_uint64, _u64p],
     "gpu_pool": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
     "split": [c_uint64, c_int64, c_int64, _u64p, _u64p],
     "shrink": [c_uint64, c_void_p, c_int64, c_int64, _u64p, _u64p],

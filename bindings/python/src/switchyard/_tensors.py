@@ -41,6 +41,11 @@ def real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return real(x).detach().reshape(-1).view(torch.uint8)
+
+
 def readable(x: Tensor) -> Tensor:
     """A tensor with the numbers of x one after the other in memory: x where it is so, else a copy."""
     x = real(x)

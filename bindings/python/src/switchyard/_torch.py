@@ -234,7 +234,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         gpu = gpu_for(group, tensor, tensor)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reduction(gpu, gpu.prepare(reduce, tensor, kind), tensor, async_op)
+        return _cuda.reductions(gpu, [gpu.prepare(reduce, tensor, kind)], [tensor], async_op)
     return _run(group, lambda _: reduce(tensor, kind), torchs, tensor, async_op)
 
 
@@ -272,7 +272,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reduction(gpu, gpu.prepare(scatter, gpu.shapes.ranks, output, input, kind), output, async_op)
+        return _cuda.reductions(gpu, [gpu.prepare(scatter, gpu.shapes.ranks, output, input, kind)], [output], async_op)
     return _run(group, lambda shapes: scatter(shapes.ranks, output, input, kind), torchs, output, async_op)
 
 
@@ -310,7 +310,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reduction(gpu, gpu.prepare(gather, gpu.shapes.ranks, output, input), output, async_op)
+        return _cuda.reductions(gpu, [gpu.prepare(gather, gpu.shapes.ranks, output, input)], [output], async_op)
     return _run(group, lambda shapes: gather(shapes.ranks, output, input), torchs, output, async_op)
 
 
