@@ -199,9 +199,9 @@ func (ring) Order(rank, size int) []int { return Rotation(rank, size) }
 func (a ring) Schedule(t *Traffic) Schedule {
 	_, s, _ := t.estimate(a.Name())
 	if t.skewed() { // not all links are busy at the same time, and those that are have several senders
-		s.rate = 0
+		s.Rate = 0
 	}
-	return Schedule{Window: 1, SMs: s.sms, Rate: s.rate, Reorder: t.skewed()}
+	return Schedule{Window: 1, SMs: s.SMs, Rate: s.Rate, Reorder: t.skewed()}
 }
 func (a ring) Cost(t *Traffic) (float64, string) {
 	return t.cost(a.Name(), "one peer at a time, for receivers that many senders at once would overload", func(t *Traffic) float64 {

@@ -201,12 +201,15 @@ func (t *Traffic) guess(f *fluid) sends {
 	return sends{min(2, t.Size-2), max(1, early)}
 }
 
+// worthIt is by how much another order must be faster than the rotation to be taken.
+const worthIt = 0.98
+
 // sendOrder is the order in which this rank sends skewed splits.
 func (t *Traffic) sendOrder(f *fluid, order []int32) []int32 {
 	all, most := t.parts(f)
 	var best sends
 	ideal := float64(t.Size-1)*most + turnBytes
-	least := fewer * f.finish(best, f.to, math.Inf(1)) // another order has to be worth it
+	least := worthIt * f.finish(best, f.to, math.Inf(1))
 	// The popular port has no pause where those that send to it early are at it for as long as the others need for all else. So
 	// that many are tried first, then more and fewer.
 	first, tried := int(math.Round(1.2*(all-most)/most)), 0

@@ -58,10 +58,10 @@ func TestDefaultTableIsWellFormed(t *testing.T) {
 		points := table.best(want.algorithm, 8, want.staged, 16)
 		require.NotEmpty(t, points, "%+v", want)
 		for i := 1; i < len(points); i++ {
-			require.GreaterOrEqual(t, points[i].us, points[i-1].us, "%+v: more bytes take less time", want)
+			require.GreaterOrEqual(t, points[i].US, points[i-1].US, "%+v: more bytes take less time", want)
 		}
 		last := points[len(points)-1]
-		require.Less(t, math.Exp2(last.bytes-last.us)/1e3, 400.0, "%+v: GB/s above the link's", want)
+		require.Less(t, math.Exp2(last.Bytes-last.US)/1e3, 400.0, "%+v: GB/s above the link's", want)
 	}
 }
 

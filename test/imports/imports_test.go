@@ -73,8 +73,8 @@ func TestNothingDependsOnNVML(t *testing.T) {
 // floors is the house from the ground up. A package imports only packages of floors below its own, and of its own unit: what a
 // line names is a unit with all packages below it, unless they have a line themselves. The floors are explained in ARCHITECTURE.md.
 var floors = [][]string{
-	{"internal/env", "internal/loopback", "internal/platform", "."}, // what surrounds a process, and what this module is
-	{"internal/shm", "internal/vec", "internal/cuda"},               // memory, arithmetic and the driver, without a word of ranks
+	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "."}, // what surrounds a process, and what this module is
+	{"internal/shm", "internal/vec", "internal/cuda"},                                 // memory, arithmetic and the driver, without a word of ranks
 	{"comm", "device"},               // how ranks meet, and where bytes live
 	{"kernels"},                      // what operations are: the language that plans and engines have in common
 	{"kernels/host", "kernels/cuda"}, // how a device does them

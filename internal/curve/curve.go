@@ -1,0 +1,171 @@
+// Package curve is what tables of measured times have in common: how they are written, and what they say of sizes between those that
+// were measured.
+package curve
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"slices"
+
+	"github.com/cespare/xxhash/v2"
+)
+
+// Setting is what a way was given on a GPU: multiprocessors, 0 where it chooses for itself, and the GB/s to which it was held, 0 where
+// it went as fast as it could.
+type Setting struct {
+	SMs  int
+	Rate float64
+}
+
+// Measured are the times of a way in one setting.
+type Measured struct {
+	Setting
+	// Bytes are what a rank has for all ranks, its own part included, ascending. Microseconds are the time of each.
+	Bytes        []int64
+	Microseconds []float64
+}
+
+// Validate refuses figures that cannot be.
+func (m *Measured) Validate() error {
+	if m.SMs < 0 || !(m.Rate >= 0) || math.IsInf(m.Rate, 1) {
+		return fmt.Errorf("%d multiprocessors, rate %v", m.SMs, m.Rate)
+	}
+	if len(m.Bytes) == 0 || len(m.Bytes) != len(m.Microseconds) {
+		return fmt.Errorf("%d sizes and %d times", len(m.Bytes), len(m.Microseconds))
+	}
+	for i, n := range m.Bytes {
+		if us := m.Microseconds[i]; n <= 0 || i > 0 && n <= m.Bytes[i-1] || !(us > 0) || math.IsInf(us, 1) {
+			return fmt.Errorf("%v us for %d bytes at place %d", us, n, i)
+		}
+	}
+	return nil
+}
+
+// Nearest is the world whose measurements speak for one of so many ranks: the next larger one that has been measured, or else the
+// largest. It is 0 where none has.
+func Nearest(ranks int, measured []int) int {
+	nearest := 0
+	for _, n := range measured {
+		switch {
+		case nearest == 0, n >= ranks && (nearest < ranks || n < nearest), n < ranks && nearest < n:
+			nearest = n
+		}
+	}
+	return nearest
+}
+
+// Point is a measurement: log2 of the bytes that leave a rank, and log2 of the microseconds.
+type Point struct {
+	Bytes, US float64
+	Setting
+}
+
+// Points are the best measurements of a way, ascending by size.
+type Points []Point
+
+// fewer is by how much a larger number of multiprocessors must be faster to be taken.
+const fewer = 0.98
+
+// Best merges the curves of one way, measured on so many ranks, into that of the best allowed setting at each size. Where only larger
+// numbers of multiprocessors were measured, the time grows as the number shrinks. It sorts the curves.
+func Best(of []Measured, ranks, maxSMs int) Points {
+	slices.SortStableFunc(of, func(a, b Measured) int { return a.SMs - b.SMs })
+	var points Points
+	for i, c := range of {
+		if c.SMs > maxSMs && i > 0 && of[0].SMs <= maxSMs {
+			break
+		}
+		for k, n := range c.Bytes {
+			us, s := c.Microseconds[k], c.Setting
+			if s.SMs > maxSMs { // so few offer less than a link carries
+				us, s = us*float64(s.SMs)/float64(maxSMs), Setting{SMs: maxSMs}
+			}
+			points.add(Point{math.Log2(float64(n) * float64(ranks-1) / float64(ranks)), math.Log2(us), s})
+		}
+	}
+	slices.SortFunc(points, func(a, b Point) int {
+		if a.Bytes < b.Bytes {
+			return -1
+		}
+		return 1
+	})
+	return points
+}
+
+// add takes a point in where it is the best of its size.
+func (p *Points) add(n Point) {
+	for i, q := range *p {
+		if q.Bytes == n.Bytes {
+			us := math.Exp2(n.US)
+			if q.SMs == n.SMs && us < math.Exp2(q.US) || us < fewer*math.Exp2(q.US) {
+				(*p)[i] = n
+			}
+			return
+		}
+	}
+	*p = append(*p, n)
+}
+
+// At is the time in microseconds with 2^x bytes leaving or reaching a rank, and the setting for it. Between two measurements it follows
+// the straight line in logarithms, below the first it stays, above the last the rate stays.
+func (p Points) At(x float64) (us float64, s Setting) {
+	first, last := p[0], p[len(p)-1]
+	if x <= first.Bytes {
+		return math.Exp2(first.US), first.Setting
+	}
+	if x >= last.Bytes {
+		return math.Exp2(last.US + x - last.Bytes), last.Setting
+	}
+	i := 1
+	for p[i].Bytes < x {
+		i++
+	}
+	a, b := p[i-1], p[i]
+	f := (x - a.Bytes) / (b.Bytes - a.Bytes)
+	if s = a.Setting; f >= 0.5 {
+		s = b.Setting
+	}
+	return math.Exp2(a.US + f*(b.US-a.US)), s
+}
+
+// Write writes a table of curves as JSON, a line a curve.
+func Write[C any](w io.Writer, origin, device string, curves []C) error {
+	var b bytes.Buffer
+	from, err := json.Marshal(origin)
+	kind, err2 := json.Marshal(device)
+	if err := errors.Join(err, err2); err != nil {
+		return err
+	}
+	fmt.Fprintf(&b, "{\n\"origin\": %s,\n\"device\": %s,\n\"curves\": [\n", from, kind)
+	for i, c := range curves {
+		line, err := json.Marshal(c)
+		if err != nil {
+			return err
+		}
+		if i > 0 {
+			b.WriteString(",\n")
+		}
+		b.Write(line)
+	}
+	b.WriteString("\n]\n}\n")
+	_, err = w.Write(b.Bytes())
+	return err
+}
+
+// Read reads what Write has written into a table.
+func Read(r io.Reader, table any) error {
+	d := json.NewDecoder(r)
+	d.DisallowUnknownFields()
+	return d.Decode(table)
+}
+
+// Digest is a short name of the figures of a table.
+func Digest[C any](origin, device string, curves []C) string {
+	var b bytes.Buffer
+	_ = Write(&b, origin, device, curves) // to memory, of figures that can be written
+	return fmt.Sprintf("%016x", xxhash.Sum64(b.Bytes()))
+}
