@@ -5,26 +5,45 @@ import (
 	"math"
 	"strings"
 
+	"github.com/switchyard-moe/switchyard/internal/curve"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// way is how a call can travel: its algorithm and, on GPUs, whether by packets.
+// way is how a call can travel: its algorithm and, on GPUs, whether by packets, and whether ranks read the others' slices of a gather.
 type way struct {
-	algorithm kernels.ReduceAlgorithm
-	packets   bool
+	algorithm     kernels.ReduceAlgorithm
+	packets, pull bool
 }
 
 func (w way) String() string {
-	if w.packets {
-		return w.algorithm.String() + " packet"
+	switch name := w.algorithm.String(); {
+	case w.packets:
+		return name + " packet"
+	case w.pull:
+		return name + " pull"
+	default:
+		return name
 	}
-	return w.algorithm.String()
 }
+
+// serves reports whether a GPU can do a collective so. One step of packets is enough for half an all-reduce.
+func (w way) serves(c kernels.Collective) bool {
+	switch both := c == kernels.AllReduce; {
+	case w.pull:
+		return !c.Reduces()
+	case w.packets && w.algorithm == kernels.TwoShot:
+		return both
+	}
+	return true
+}
+
+// throughMemory is how GPUs can do any call.
+var throughMemory = way{algorithm: kernels.TwoShot}
 
 // The ways of the two engines. A GPU has no ring, because among GPUs every pair is linked alike.
 var (
 	hostWays = []way{{algorithm: kernels.OneShot}, {algorithm: kernels.TwoShot}, {algorithm: kernels.Ring}}
-	gpuWays  = []way{{kernels.OneShot, true}, {kernels.TwoShot, true}, {kernels.TwoShot, false}}
+	gpuWays  = []way{{algorithm: kernels.OneShot, packets: true}, {algorithm: kernels.TwoShot, packets: true}, throughMemory, {algorithm: kernels.TwoShot, pull: true}}
 )
 
 // selector chooses how calls travel. What it is made of, and what it looks at, is the same on all ranks, so all of them choose alike.
@@ -32,27 +51,44 @@ type selector struct {
 	forced   string // the name of an algorithm, or empty
 	gpu      bool
 	channels *kernels.ReduceChannels
+	table    estimates // on GPUs
 }
 
-func (s *selector) ways() []way {
-	if s.gpu {
-		return gpuWays
+// ways are those that a call can take.
+func (s *selector) ways(c kernels.Collective) (ways []way) {
+	if !s.gpu {
+		return hostWays
 	}
-	return hostWays
+	for _, w := range gpuWays {
+		if w.serves(c) {
+			ways = append(ways, w)
+		}
+	}
+	return ways
 }
 
 // choose sets how a call travels.
 func (s *selector) choose(r *kernels.Reduction) error {
-	best, lowest := way{}, math.Inf(1)
-	for _, w := range s.ways() {
-		if s.forced != "" && s.forced != w.algorithm.String() {
+	all := hostWays
+	if s.gpu {
+		all = gpuWays
+	}
+	best, at, lowest := way{}, curve.Setting{}, math.Inf(1)
+	for _, w := range all {
+		if s.gpu && !w.serves(r.Call.Collective) || s.forced != "" && s.forced != w.algorithm.String() {
 			continue
 		}
-		if us, _ := s.cost(r, w); us < lowest {
-			best, lowest = w, us
+		if us, setting, _ := s.cost(r, w); us < lowest {
+			best, at, lowest = w, setting, us
 		}
 	}
-	s.set(r, best)
+	r.Algorithm, r.Packets, r.Pull, r.Blocks, r.Rate = best.algorithm, best.packets, best.pull, 0, at.Rate
+	if s.gpu {
+		if r.Blocks = at.SMs; at.SMs == 0 {
+			r.Blocks = packetBlocks(r)
+		}
+		r.Blocks = max(1, min(r.Blocks, s.channels.Blocks))
+	}
 	if math.IsInf(lowest, 1) {
 		c := s.channels
 		return invalid("%v, %d bytes for one peer: algorithm %q with OneShotBytes %d and SlotBytes %d cannot do that",
@@ -61,41 +97,20 @@ func (s *selector) choose(r *kernels.Reduction) error {
 	return nil
 }
 
-func (s *selector) set(r *kernels.Reduction, w way) {
-	r.Algorithm, r.Packets = w.algorithm, w.packets
-	r.Pull = s.gpu && !w.packets && !r.Call.Collective.Reduces()
-	r.Blocks = 0
-	if s.gpu {
-		r.Blocks = max(1, min(blocks(r), s.channels.Blocks))
-	}
+// packetBlocks is how many blocks of a GPU are fastest for a call by packets: on 2 H200 their number grows as the root of the bytes.
+func packetBlocks(r *kernels.Reduction) int {
+	return max(8, int(math.Sqrt(float64(r.Call.Count*r.Call.DType.Size())))/8)
 }
 
-// The most blocks of a GPU that a call takes, where it reads and writes the buffers of peers. With more the link is no fuller.
-const (
-	mostReducing  = 96
-	mostElsewhere = 64
-)
-
-// blocks is how many blocks of a GPU are fastest, by measurements on 2 H200: their number grows as the root of the bytes.
-func blocks(r *kernels.Reduction) int {
-	root := int(math.Sqrt(float64(r.Call.Count * r.Call.DType.Size())))
-	if r.Packets {
-		return max(8, root/8)
-	}
-	most := mostElsewhere
-	if r.Call.Collective == kernels.AllReduce {
-		most = mostReducing
-	}
-	return min(max(8, root/20), most)
-}
-
-// cost estimates the time of a call in microseconds; +Inf means that it cannot travel this way. why is for people.
-func (s *selector) cost(r *kernels.Reduction, w way) (us float64, why string) {
-	r.Algorithm, r.Packets = w.algorithm, w.packets
+// cost estimates the time of a call in microseconds, and says with which setting; +Inf means that it cannot travel this way. why is for
+// people.
+func (s *selector) cost(r *kernels.Reduction, w way) (us float64, at curve.Setting, why string) {
+	r.Algorithm, r.Packets, r.Pull = w.algorithm, w.packets, w.pull
 	if s.gpu {
-		return gpuCost(r)
+		return s.gpuCost(r, w)
 	}
-	return hostCost(r)
+	us, why = hostCost(r)
+	return us, at, why
 }
 
 // Rough figures of the host device, measured on two cores with 2, 4 and 8 ranks: what it costs to signal a peer and hear
@@ -126,54 +141,54 @@ func hostCost(r *kernels.Reduction) (us float64, why string) {
 	}
 }
 
-// line is a time that grows with the bytes of a rank's port: us for none, and per microsecond so many more bytes.
-type line struct{ us, per float64 }
-
-func (l line) at(bytes int64) float64 { return l.us + float64(bytes)/l.per }
-
-// The lines of reductions on GPUs, by measurements on 2 H200 in graphs. A gather through memory is taken for as fast as a reduce-scatter.
-var (
-	oneShotPackets = line{4.6, 250e3}
-	twoShotPackets = line{6.1, 340e3}
-	reducePackets  = line{4.9, 250e3}
-	gatherPackets  = line{3.95, 240e3}
-	allReduceLine  = line{10.3, 340e3}
-	halfLine       = line{9.6, 330e3}
-)
-
-func gpuCost(r *kernels.Reduction) (us float64, why string) {
+func (s *selector) gpuCost(r *kernels.Reduction, w way) (us float64, at curve.Setting, why string) {
 	c, es := r.Channels, r.Call.DType.Size()
-	peers, slice, push := int64(c.Size-1), r.Longest()*es, r.PushBytes()
-	both := r.Call.Collective == kernels.AllReduce
-	switch {
-	case !r.Packets && both:
-		return allReduceLine.at(2 * peers * slice), "every rank reduces its slice where the others can reach it, then hands it to all"
-	case !r.Packets:
-		return halfLine.at(peers * slice), "slices are read where they can be reached"
-	case c.Size == 1:
-		return math.Inf(1), "nobody to send packets to"
-	case r.Algorithm == kernels.OneShot && push > c.OneShotBytes, r.Algorithm == kernels.TwoShot && slice > c.OneShotBytes:
-		return math.Inf(1), "more for one peer than OneShotBytes"
-	case r.Algorithm == kernels.TwoShot && !both:
-		return math.Inf(1), "one step is enough"
-	case r.Algorithm == kernels.TwoShot:
-		return twoShotPackets.at(2 * peers * slice), "data and signal in one word; every rank reduces its slice"
-	case both:
-		return oneShotPackets.at(peers * push), "data and signal in one word; every rank reduces everything"
-	case r.Call.Collective.Reduces():
-		return reducePackets.at(peers * push), "data and signal in one word"
+	message := r.Longest() * es
+	if r.Algorithm == kernels.OneShot {
+		message = r.PushBytes()
 	}
-	return gatherPackets.at(peers * push), "data and signal in one word"
+	switch {
+	case !w.packets:
+	case c.Size == 1:
+		return math.Inf(1), at, "nobody to send packets to"
+	case message > c.OneShotBytes:
+		return math.Inf(1), at, "more for one peer than OneShotBytes"
+	}
+	us, at, ok := s.table.of(r, w)
+	if !ok {
+		return math.Inf(1), at, "the table does not have it"
+	}
+	switch both := r.Call.Collective == kernels.AllReduce; {
+	case w.packets && both && r.Algorithm == kernels.OneShot:
+		why = "data and signal in one word; every rank reduces everything"
+	case w.packets && both:
+		why = "data and signal in one word; every rank reduces its slice"
+	case w.packets:
+		why = "data and signal in one word"
+	case both:
+		why = "every rank reduces its slice where the others can reach it, then hands it to all"
+	case r.Call.Collective.Reduces():
+		why = "every rank reads its slice where it can be reached"
+	case w.pull:
+		why = "slices are read where they can be reached"
+	default:
+		why = "slices are written where they can be reached"
+	}
+	return us, at, why
 }
 
 // Decision is the answer of Explain.
 type Decision struct {
 	// Algorithm is the chosen one: one-shot, two-shot or ring.
 	Algorithm string
+	// Way is the algorithm's name among the candidates, which says on GPUs how it travels.
+	Way string
 	// Packets says that data and signals travel in the same words. Only GPUs do that.
 	Packets bool
 	// Blocks is how many multiprocessors of a GPU the call takes; 0 on the host device.
 	Blocks int
+	// Rate is the GB/s to which a rank's reads and writes of the others' memory are held on a GPU, 0 when they are not.
+	Rate float64
 	// Forced says that Options.Algorithm left no choice.
 	Forced bool
 	// Chunks is the largest number of chunks that one rank hands to another; 0 in one-shot and in packets. Buffers that a GPU's peers can
@@ -183,7 +198,8 @@ type Decision struct {
 	Candidates []Candidate
 }
 
-// Candidate is the estimate of one algorithm. On GPUs those with "packet" in their name send data and signals in the same words.
+// Candidate is the estimate of one algorithm. On GPUs those with "packet" in their name send data and signals in the same words, and with
+// "pull" ranks read the others' slices.
 type Candidate struct {
 	Algorithm    string
 	Microseconds float64 // +Inf: cannot do it
@@ -197,13 +213,12 @@ func (d Decision) String() string {
 	if d.Forced {
 		how = "forced"
 	}
-	name := d.Algorithm
-	if d.Packets {
-		name += " packet"
-	}
-	fmt.Fprintf(&b, "%s (%s); %d chunks", name, how, d.Chunks)
+	fmt.Fprintf(&b, "%s (%s); %d chunks", d.Way, how, d.Chunks)
 	if d.Blocks > 0 {
 		fmt.Fprintf(&b, ", %d multiprocessors", d.Blocks)
+	}
+	if d.Rate > 0 {
+		fmt.Fprintf(&b, " at %g GB/s", d.Rate)
 	}
 	for _, c := range d.Candidates {
 		fmt.Fprintf(&b, "\n  %-15s %10.1f us  %s", c.Algorithm, c.Microseconds, c.Why)
@@ -213,12 +228,12 @@ func (d Decision) String() string {
 
 // explain describes the choice that has been made for r, and leaves r in no particular state.
 func (s *selector) explain(r *kernels.Reduction) Decision {
-	d := Decision{Algorithm: r.Algorithm.String(), Packets: r.Packets, Blocks: r.Blocks, Forced: s.forced != ""}
+	d := Decision{Algorithm: r.Algorithm.String(), Way: way{r.Algorithm, r.Packets, r.Pull}.String(), Packets: r.Packets, Blocks: r.Blocks, Rate: r.Rate, Forced: s.forced != ""}
 	if r.Algorithm != kernels.OneShot && !r.Packets {
 		d.Chunks = r.Messages()
 	}
-	for _, w := range s.ways() {
-		us, why := s.cost(r, w)
+	for _, w := range s.ways(r.Call.Collective) {
+		us, _, why := s.cost(r, w)
 		d.Candidates = append(d.Candidates, Candidate{w.String(), us, why})
 	}
 	return d

@@ -42,6 +42,8 @@ type Options struct {
 	// MaxSMs bounds how many multiprocessors of a GPU a call takes; default 96, or what the ranks' GPUs have. Ranks that share
 	// a GPU have a share of it each. All ranks take equally many. The host device has none.
 	MaxSMs int
+	// Table is what is selected by on GPUs. nil is a table measured on H200s. On the host device there is none.
+	Table *Table
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
 	Timeout time.Duration
 	// Validate has the ranks compare every call on the control plane first, so that a rank that refuses its arguments is
@@ -67,6 +69,19 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 	case o.SlotBytes < 0 || o.SlotBytes > 1<<30 || o.SlotBytes%kernels.LineBytes != 0:
 		return c, invalid("Options.SlotBytes is %d, want a multiple of %d, at most %d", o.SlotBytes, kernels.LineBytes, 1<<30)
 	}
+	switch {
+	case !gpu && o.Table != nil:
+		return c, invalid("Options.Table is for GPUs, the heap is of the host")
+	case gpu && o.Table == nil:
+		var err error
+		if o.Table, err = builtinTable(); err != nil {
+			return c, err
+		}
+	case gpu:
+		if err := o.Table.validate(); err != nil {
+			return c, err
+		}
+	}
 	e.Defaults(&c)
 	if o.Timeout == 0 {
 		o.Timeout = 30 * time.Second
@@ -76,5 +91,6 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.ReduceChannels) string {
-	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, validate %v", o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, o.Validate)
+	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, table %s, validate %v",
+		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, o.Table.digest(), o.Validate)
 }

@@ -74,7 +74,7 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 		c, err = o.validate(h.Group().Size(), h.Engine(), gpu)
 	}
 	x.channels, x.options = c, o
-	x.selector = selector{forced: o.Algorithm, gpu: gpu, channels: &x.channels}
+	x.selector = selector{forced: o.Algorithm, gpu: gpu, channels: &x.channels, table: o.Table.forWorld(c.Size, c.Blocks)}
 	x.c, err = communicator.Open(ctx, h, communicator.Config{
 		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.channels, ExtraBytes: own.bytes, ZeroExtra: own.bytes, Timeout: o.Timeout,
 	}, err)

@@ -176,7 +176,13 @@ func benchAllReduce(ctx context.Context, g *comm.Group, c config) (rows []row, e
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, r.close(ctx)) }()
-	x, err := allreduce.New(ctx, r.heap(), allreduce.Options{Algorithm: c.Algorithm, MaxSMs: c.SMs})
+	o := allreduce.Options{Algorithm: c.Algorithm, MaxSMs: c.SMs}
+	if c.Table != "" {
+		if o.Table, err = allreduce.LoadTable(c.Table); err != nil {
+			return nil, err
+		}
+	}
+	x, err := allreduce.New(ctx, r.heap(), o)
 	if err != nil {
 		return nil, err
 	}
@@ -197,11 +203,7 @@ func benchAllReduce(ctx context.Context, g *comm.Group, c config) (rows []row, e
 		if err != nil {
 			return nil, err
 		}
-		name := how.Algorithm
-		if how.Packets {
-			name += " packet"
-		}
-		rows = append(rows, row{Op: c.Op, Ranks: d.ranks, Procs: c.Procs, Device: c.Device, Splits: label, Algorithm: name, SMs: how.Blocks,
+		rows = append(rows, row{Op: c.Op, Ranks: d.ranks, Procs: c.Procs, Device: c.Device, Splits: label, Algorithm: how.Way, SMs: how.Blocks, Rate: how.Rate,
 			BytesPerRank: c.Sizes[i], US: median(us), P10: quantile(us, .1), P90: quantile(us, .9), GBpsLink: d.linkBytes(size) / median(us) / 1e3, Checked: true})
 	}
 	return rows, nil

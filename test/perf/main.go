@@ -6,11 +6,12 @@
 //	go run ./test/perf dispatch -tokens 4096 -hidden 1024
 //	go run ./test/perf dispatch -device cuda -ranks 2
 //	go run ./test/perf tune -device cuda -ranks 2,4,8 -o table.json
+//	go run ./test/perf tune -of allreduce -device cuda -ranks 2,4 -o table.json
 //
 // Time is the slowest rank's, from a barrier before each call to the call's end; the median over the iterations is
 // reported. Bandwidth counts the bytes that the busiest rank sends to other ranks, or receives from them. Every element that
 // was received is checked in the same run. tune measures all algorithms and writes the table by which alltoallv selects
-// (alltoallv.Options.Table). With -peer, another program's benchmark runs in alternation with ours, round by round, and the
+// (alltoallv.Options.Table), or allreduce on GPUs (allreduce.Options.Table). With -peer, another program's benchmark runs in alternation with ours, round by round, and the
 // medians stand side by side; -h says what it must print.
 package main
 
@@ -45,6 +46,7 @@ type config struct {
 	SMs         int
 	NoSMs       bool
 	Table       string
+	Of          string
 	TuneSMs     []int
 	TuneRates   []float64
 	Quick       bool
@@ -84,7 +86,8 @@ type row struct {
 	CopyUS       *float64 `json:"copy_us,omitempty"`
 	Staged       bool     `json:"staged,omitempty"` // of tune
 	SMs          int      `json:"sms,omitempty"`
-	Rate         float64  `json:"rate,omitempty"` // of tune
+	Rate         float64  `json:"rate,omitempty"`       // of tune
+	Collective   string   `json:"collective,omitempty"` // of tune -of allreduce
 
 	MoE *moeFigures `json:"moe,omitempty"` // of dispatch on cuda
 }
@@ -161,8 +164,9 @@ func run(ctx context.Context, args []string) error {
 		fs.Int64Var(&c.Eager, "eager", 0, "Options.EagerBytes: messages up to this need no credit (0: the default, -1: none)")
 	}
 	if c.Op == "tune" {
-		fs.StringVar(&sms, "sms", "8,16", "on cuda: numbers of multiprocessors, comma separated")
-		fs.StringVar(&rates, "rates", "0,335,345,355,365", "on cuda: GB/s to which a ring's senders are held; 0: as fast as they can")
+		fs.StringVar(&c.Of, "of", "alltoallv", "alltoallv, or allreduce on cuda: whose table")
+		fs.StringVar(&sms, "sms", "", "on cuda: numbers of multiprocessors, comma separated (default 8,16; of allreduce 16,32,64,96)")
+		fs.StringVar(&rates, "rates", "0,335,345,355,365", "on cuda: GB/s to which a ring's senders are held, or a reduction; 0: as fast as they can")
 		fs.StringVar(&out, "o", "table.json", "the file to write")
 		fs.StringVar(&origin, "origin", "", "what the file says of the machine, date and commit")
 	} else {
@@ -181,6 +185,7 @@ func run(ctx context.Context, args []string) error {
 		fs.Var(&staged, "staged", "output outside the symmetric heap; -staged=both measures both")
 	case "allreduce":
 		fs.StringVar(&c.Device, "device", "host", "host or cuda")
+		fs.StringVar(&c.Table, "table", "", "a file that tune -of allreduce has written, for Options.Table")
 		fs.StringVar(&c.Collective, "collective", "all-reduce", "all-reduce, reduce-scatter or all-gather")
 		fs.StringVar(&c.DType, "dtype", "float32", "type of elements: float32 or bfloat16")
 		fs.StringVar(&c.Reduce, "op", "sum", "reduction")
@@ -212,6 +217,17 @@ func run(ctx context.Context, args []string) error {
 	fs.Visit(func(f *flag.Flag) { given[f.Name] = true })
 	if c.Op == "tune" && c.Device == "cuda" && !given["sizes"] {
 		sizes += ",128MiB,512MiB"
+	}
+	switch {
+	case c.Op != "tune":
+	case c.Of == "allreduce" && c.Device != "cuda":
+		return errors.New("-of allreduce: only reductions on cuda have a table")
+	case c.Of != "allreduce" && c.Of != "alltoallv":
+		return fmt.Errorf("-of: %q is neither alltoallv nor allreduce", c.Of)
+	case sms == "" && c.Of == "allreduce":
+		sms = "16,32,64,96"
+	case sms == "":
+		sms = "8,16"
 	}
 	for s := range strings.SplitSeq(sizes, ",") {
 		if s == "" {

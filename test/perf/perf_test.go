@@ -2,15 +2,18 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
 )
 
@@ -167,6 +170,33 @@ func TestTuneWritesATable(t *testing.T) {
 	}
 	require.Contains(t, string(output(t, "alltoallv", "-ranks", "2", "-sizes", "8KiB", "-iters", "3", "-table", path)), "2 ranks")
 	require.ErrorIs(t, run(t.Context(), []string{"alltoallv", "-ranks", "2", "-sizes", "8KiB", "-table", path + ".none"}), os.ErrNotExist)
+}
+
+// What reductions on GPUs are tuned by, and what comes of it, without a GPU.
+func TestTuneOfReductions(t *testing.T) {
+	c := config{Op: "tune", Device: "cuda", TuneSMs: []int{16, 64}, TuneRates: []float64{0, 355}}
+	variants := reductionVariants(c, 4)
+	require.Len(t, variants, 4+4*4)
+	var rows []row
+	for i, v := range variants {
+		var b bytes.Buffer
+		require.NoError(t, v.table().Write(&b))
+		table, err := allreduce.ReadTable(&b)
+		require.NoError(t, err, "%v by %s", v.d, v.algorithm)
+		cheapest := slices.MinFunc(table.Curves, func(a, b allreduce.Curve) int { return cmp.Compare(a.Microseconds[0], b.Microseconds[0]) })
+		require.Equal(t, []any{v.d.coll.String(), v.algorithm, v.sms, v.rate}, []any{cheapest.Collective, cheapest.Algorithm, cheapest.SMs, cheapest.Rate})
+		for _, size := range []int64{8 << 10, 8 << 20} {
+			rows = append(rows, row{Device: "cuda", Ranks: 4, Collective: v.d.coll.String(), Algorithm: v.algorithm, SMs: v.sms, Rate: v.rate, BytesPerRank: size, US: float64(i + 1)})
+		}
+	}
+	path := filepath.Join(t.TempDir(), "table.json")
+	require.NoError(t, writeTable(path, rows, "a test"))
+	table, err := allreduce.LoadTable(path)
+	require.NoError(t, err)
+	require.Equal(t, "a test", table.Origin)
+	require.Len(t, table.Curves, len(variants))
+	require.ErrorContains(t, run(t.Context(), []string{"tune", "-of", "allreduce", "-ranks", "2"}), "on cuda")
+	require.ErrorContains(t, run(t.Context(), []string{"tune", "-of", "dispatch", "-ranks", "2"}), "neither")
 }
 
 func TestPatternIsCheckedToTheLastByte(t *testing.T) {

@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"slices"
 	"strings"
 
+	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 )
@@ -81,12 +83,21 @@ func only(n, sms int, rate float64) *alltoallv.Table {
 	return t
 }
 
-// benchTune times every variant at every size, one exchange of equal parts at a time.
-func benchTune(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
-	c.Quick, c.Splits = true, "uniform"
+// benchTune times every variant at every size.
+func benchTune(ctx context.Context, g *comm.Group, c config) ([]row, error) {
+	c.Quick = true
 	if g.Size() < 2 {
 		return nil, errors.New("one rank has nothing to tune")
 	}
+	if c.Of == "allreduce" {
+		return tuneReductions(ctx, g, c)
+	}
+	return tuneExchanges(ctx, g, c)
+}
+
+// tuneExchanges times one exchange of equal parts at a time.
+func tuneExchanges(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
+	c.Splits = "uniform"
 	matrices, err := matricesOf(c, g.Size())
 	if err != nil {
 		return nil, err
@@ -144,18 +155,30 @@ func tableOf(rows []row, origin string) *alltoallv.Table {
 			t.Curves = append(t.Curves, alltoallv.Curve{Algorithm: r.Algorithm, Ranks: r.Ranks, Staged: r.Staged, SMs: r.SMs, Rate: r.Rate})
 		}
 		t.Curves[i].Bytes = append(t.Curves[i].Bytes, r.BytesPerRank)
-		t.Curves[i].Microseconds = append(t.Curves[i].Microseconds, float64(int64(r.US*100+.5))/100)
+		t.Curves[i].Microseconds = append(t.Curves[i].Microseconds, hundredths(r.US))
 	}
 	return t
 }
 
-// writeTable writes the table that rows make, after reading it back as an exchanger would.
+func hundredths(us float64) float64 { return float64(int64(us*100+.5)) / 100 }
+
+// writeTable writes the table that rows make, after reading it back as its user would.
 func writeTable(path string, rows []row, origin string) error {
 	var b strings.Builder
-	if err := tableOf(rows, origin).Write(&b); err != nil {
+	write, read := tableOf(rows, origin).Write, func(r io.Reader) error {
+		_, err := alltoallv.ReadTable(r)
 		return err
 	}
-	if _, err := alltoallv.ReadTable(strings.NewReader(b.String())); err != nil {
+	if rows[0].Collective != "" {
+		write, read = reductionTable(rows, origin).Write, func(r io.Reader) error {
+			_, err := allreduce.ReadTable(r)
+			return err
+		}
+	}
+	if err := write(&b); err != nil {
+		return err
+	}
+	if err := read(strings.NewReader(b.String())); err != nil {
 		return err
 	}
 	return os.WriteFile(path, []byte(b.String()), 0o666)
@@ -163,24 +186,36 @@ func writeTable(path string, rows []row, origin string) error {
 
 // printCurves writes what was measured for people: a line a curve, microseconds by size.
 func printCurves(rows []row) {
-	for i, c := range tableOf(rows, "").Curves {
-		if i == 0 {
-			fmt.Printf("\ntune, %d ranks, device %s, microseconds\n", c.Ranks, rows[0].Device)
+	name := func(r row) string {
+		name := r.Algorithm
+		if r.Collective != "" {
+			name = r.Collective + ", " + name
 		}
-		name := c.Algorithm
-		if c.SMs > 0 {
-			name += fmt.Sprintf(" on %d", c.SMs)
+		if r.SMs > 0 {
+			name += fmt.Sprintf(" on %d", r.SMs)
 		}
-		if c.Rate > 0 {
-			name += fmt.Sprintf(" at %g", c.Rate)
+		if r.Rate > 0 {
+			name += fmt.Sprintf(" at %g", r.Rate)
 		}
-		if c.Staged {
+		if r.Staged {
 			name += ", staged"
 		}
-		fmt.Printf("%-26s", name)
-		for k, n := range c.Bytes {
-			fmt.Printf("  %s %.1f", strings.ReplaceAll(human(n), " ", ""), c.Microseconds[k])
-		}
-		fmt.Println()
+		return name
 	}
+	fmt.Printf("\ntune, %d ranks, device %s, microseconds", rows[0].Ranks, rows[0].Device)
+	var names []string
+	for _, r := range rows {
+		if !slices.Contains(names, name(r)) {
+			names = append(names, name(r))
+		}
+	}
+	for _, n := range names {
+		fmt.Printf("\n%-40s", n)
+		for _, r := range rows {
+			if name(r) == n {
+				fmt.Printf("  %s %.1f", strings.ReplaceAll(human(r.BytesPerRank), " ", ""), r.US)
+			}
+		}
+	}
+	fmt.Println()
 }

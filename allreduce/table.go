@@ -1,0 +1,203 @@
+package allreduce
+
+import (
+	"bytes"
+	_ "embed"
+	"fmt"
+	"io"
+	"math"
+	"os"
+
+	"github.com/switchyard-moe/switchyard/internal/curve"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// Table holds measured times of reductions on GPUs, by which a Reducer selects. `go run ./test/perf tune -of allreduce` writes one; the
+// package has one for H200-class machines, which is the default.
+type Table struct {
+	// Origin says where the figures come from.
+	Origin string `json:"origin"`
+	// Device is the kind of device: "cuda".
+	Device string `json:"device"`
+	// Curves are the measurements. Every number of ranks has a curve of two-shot for each collective.
+	Curves []Curve `json:"curves"`
+}
+
+// Curve is the time of one collective by one algorithm in one setting, by the amount of data.
+type Curve struct {
+	// Collective is all-reduce, reduce-scatter or all-gather. A broadcast is taken for an all-gather.
+	Collective string `json:"collective"`
+	// Algorithm is one-shot packet, two-shot packet, two-shot or, of all-gathers, two-shot pull: ranks read the others' slices.
+	Algorithm string `json:"algorithm"`
+	Ranks     int    `json:"ranks"`
+	// SMs is how many multiprocessors a call took, 0 where the number followed from the bytes.
+	SMs int `json:"sms"`
+	// Rate is the GB/s to which what a rank reads and writes of the others' memory was held, 0 where it went as fast as it could.
+	Rate float64 `json:"rate,omitempty"`
+	// Bytes are those of all slices together, ascending.
+	Bytes []int64 `json:"bytes"`
+	// Microseconds is the time of each.
+	Microseconds []float64 `json:"us"`
+}
+
+//go:embed table.json
+var defaultTable []byte
+
+// tableDevice is what tables are for.
+const tableDevice = "cuda"
+
+// ReadTable reads a table that Write or the tuner has written.
+func ReadTable(r io.Reader) (*Table, error) {
+	t := new(Table)
+	if err := curve.Read(r, t); err != nil {
+		return nil, fmt.Errorf("allreduce: read table: %w", err)
+	}
+	if err := t.validate(); err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// LoadTable reads a table from a file.
+func LoadTable(path string) (*Table, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("allreduce: load table: %w", err)
+	}
+	defer f.Close()
+	t, err := ReadTable(f)
+	if err != nil {
+		return nil, fmt.Errorf("%w (%s)", err, path)
+	}
+	return t, nil
+}
+
+// Write writes the table as JSON, a line a curve.
+func (t *Table) Write(w io.Writer) error {
+	if err := curve.Write(w, t.Origin, t.Device, t.Curves); err != nil {
+		return fmt.Errorf("allreduce: write table: %w", err)
+	}
+	return nil
+}
+
+// collectives are those that tables have curves of.
+var collectives = []kernels.Collective{kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather}
+
+func (t *Table) validate() error {
+	if t.Device != tableDevice {
+		return invalid("table: it is for device %q, want %q", t.Device, tableDevice)
+	}
+	type key struct {
+		course
+		ranks, sms int
+		rate       float64
+	}
+	type reach struct {
+		collective kernels.Collective
+		ranks      int
+	}
+	seen, whole, worlds := map[key]bool{}, map[reach]bool{}, map[int]bool{} // whole: has a curve of what can do any call
+	for _, c := range t.Curves {
+		of, known := c.course()
+		if !known || c.Ranks < 2 {
+			return invalid("table: a curve of %q by %q on %d ranks", c.Collective, c.Algorithm, c.Ranks)
+		}
+		k := key{of, c.Ranks, c.SMs, c.Rate}
+		if seen[k] {
+			return invalid("table: two curves of %s by %s on %d ranks with %d multiprocessors at %v GB/s", c.Collective, c.Algorithm, c.Ranks, c.SMs, c.Rate)
+		}
+		seen[k], worlds[c.Ranks] = true, true
+		if of.way == throughMemory {
+			whole[reach{of.collective, c.Ranks}] = true
+		}
+		m := c.measured()
+		if err := m.Validate(); err != nil {
+			return invalid("table: %s by %s on %d ranks: %v", c.Collective, c.Algorithm, c.Ranks, err)
+		}
+	}
+	if len(worlds) == 0 {
+		return invalid("table: no curves")
+	}
+	for ranks := range worlds {
+		for _, coll := range collectives {
+			if !whole[reach{coll, ranks}] {
+				return invalid("table: nothing that does any %v of %d ranks", coll, ranks)
+			}
+		}
+	}
+	return nil
+}
+
+func (c *Curve) measured() curve.Measured {
+	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Bytes: c.Bytes, Microseconds: c.Microseconds}
+}
+
+// digest is a short name of the figures.
+func (t *Table) digest() string {
+	if t == nil {
+		return "none"
+	}
+	return curve.Digest(t.Origin, t.Device, t.Curves)
+}
+
+// course is what a table has times for.
+type course struct {
+	collective kernels.Collective
+	way        way
+}
+
+// course is what the curve is of; known is false where its names are of nothing.
+func (c *Curve) course() (of course, known bool) {
+	for _, coll := range collectives {
+		for _, w := range gpuWays {
+			if w.serves(coll) && c.Collective == coll.String() && c.Algorithm == w.String() {
+				return course{coll, w}, true
+			}
+		}
+	}
+	return course{}, false
+}
+
+// estimates are what a table says about one world and one bound of multiprocessors.
+type estimates map[course]curve.Points
+
+// forWorld prepares the table for questions about a world.
+func (t *Table) forWorld(ranks, maxSMs int) estimates {
+	if t == nil {
+		return nil
+	}
+	var measured []int
+	for _, c := range t.Curves {
+		measured = append(measured, c.Ranks)
+	}
+	nearest := curve.Nearest(ranks, measured)
+	of := map[course][]curve.Measured{}
+	for _, c := range t.Curves {
+		if k, _ := c.course(); c.Ranks == nearest {
+			of[k] = append(of[k], c.measured())
+		}
+	}
+	e := estimates{}
+	for k, curves := range of {
+		e[k] = curve.Best(curves, nearest, maxSMs)
+	}
+	return e
+}
+
+// of is the time of a call and the setting for it; ok is false where the table has nothing about the way.
+func (e estimates) of(r *kernels.Reduction, w way) (us float64, s curve.Setting, ok bool) {
+	coll := r.Call.Collective
+	if coll == kernels.Broadcast {
+		coll = kernels.AllGather
+	}
+	p := e[course{coll, w}]
+	if p == nil {
+		return 0, s, false
+	}
+	link := int64(r.Channels.Size-1) * r.Longest() * r.Call.DType.Size() // of one half
+	us, s = p.At(math.Log2(float64(max(link, 1))))
+	return us, s, true
+}
+
+// builtinTable is the table of the package.
+func builtinTable() (*Table, error) { return ReadTable(bytes.NewReader(defaultTable)) }
