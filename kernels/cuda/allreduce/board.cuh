@@ -27,7 +27,7 @@ struct reduce_board {
 	u64 taking, pulling; // their slice of the result is copied by this rank: from staging here, from their memory there
 	u64 touching, touched; // this rank reads or writes their memory directly; they do so with this rank's
 	u32 pushes; // this rank's input goes through staging
-	u32 stores; // this rank writes peers' outputs directly
+	u32 stores; // this rank writes peers' memory
 	u32 push_warps, reduce_warps, take_warps;
 
 	reports pushed[SW_REDUCE_MAX_SLOTS], reduced[SW_REDUCE_MAX_SLOTS], taken[SW_REDUCE_MAX_SLOTS]; // by slot
@@ -42,7 +42,7 @@ struct reduce_board {
 	__device__ __forceinline__ bool make(const sw_reduce_args &a, u64 epoch, u32 lane);
 
 	// Whether anything goes through staging.
-	__device__ __forceinline__ bool staged() const { return pushes != 0 || (pushing | handing | taking) != 0; }
+	__device__ __forceinline__ bool any_staged() const { return pushes != 0 || (pushing | handing | taking) != 0; }
 
 	// The warps that read or write peers' memory meet the one that tells peers of the end.
 	__device__ __forceinline__ void end_work() { part_sync(end_of_work, 32 * (1 + reduce_warps + (pulling != 0 ? take_warps : 0))); }
@@ -115,9 +115,7 @@ __device__ __forceinline__ void reduce_board::begin(const sw_reduce_args &a, u32
 	span mine(a, a.world.rank);
 	u64 own = a.dst + (gathers(a) ? static_cast<u64>(mine.at) : 0);
 	if (lane == 0) {
-		fold.from_staged = fold.to_staged = pushing = handing = taking = pulling = touching = touched = 0;
 		pushes = reduces(a) && a.src_place == SW_NOWHERE;
-		stores = 0;
 		fold.rows = reduces(a) ? a.world.size : 1;
 		fold.from[reduces(a) ? a.world.rank : 0] = a.src + (reduces(a) ? static_cast<u64>(mine.at) : 0);
 		fold.targets = hands_to_peers(a) ? a.world.size - 1 : 0;
@@ -126,8 +124,11 @@ __device__ __forceinline__ void reduce_board::begin(const sw_reduce_args &a, u32
 		fold.type = call_type(a), fold.op = call_op(a), fold.end = ending(call_op(a), a.world.size);
 		ready = room = push_room = over = 0;
 	}
-	for (u32 p = lane; p < a.world.size; p += 32)
+	for (u32 p = lane; p < a.world.size; p += 32) {
 		results[p] = 0;
+		line[p] = line_of(a, p, a.world.rank);
+		push_to[p] = slots_of(a, a.block.input_slots, p, a.world.rank);
+	}
 	__syncwarp();
 }
 
@@ -137,50 +138,61 @@ __device__ __forceinline__ bool reduce_board::make(const sw_reduce_args &a, u64 
 	u32 me = a.world.rank, size = a.world.size;
 	bool pull = has(a, SW_REDUCE_PULL), hands = hands_to_peers(a);
 	span mine(a, me);
-	auto set = [](u64 &mask, u32 p) { atomicOr(reinterpret_cast<unsigned long long *>(&mask), 1ull << p); };
+	enum { pushes_here = 1, takes_staged = 2, staged_here = 4, pulled = 8, touches_it = 16, touches_me = 32 };
+	u32 found[2] = {0, 0};			    // of ranks lane and lane+32
+	u64 bits = fold.from[reduces(a) ? me : 0] | (a.dst + (gathers(a) ? static_cast<u64>(mine.at) : 0)); // of all addresses of rows and targets
 	bool good = meet(a, epoch, lane, [&](u32 p, const entry &e) {
 		u64 src = e.src == SW_NOWHERE ? SW_NOWHERE : segment(a.world, p) + resolve(a.world, p, e.src);
 		u64 dst = e.dst == SW_NOWHERE ? SW_NOWHERE : segment(a.world, p) + resolve(a.world, p, e.dst);
-		line[p] = line_of(a, p, me);
-		push_to[p] = slots_of(a, a.block.input_slots, p, me);
+		u32 &f = found[p / 32];
 		if (reduces(a)) {
-			fold.from[p] = src != SW_NOWHERE ? src + static_cast<u64>(mine.at) : slots_of(a, a.block.input_slots, me, p);
-			if (src == SW_NOWHERE)
-				set(fold.from_staged, p), set(pushing, p);
+			u64 from = src + static_cast<u64>(mine.at);
+			if (src == SW_NOWHERE) {
+				from = slots_of(a, a.block.input_slots, me, p);
+				f |= pushes_here;
+			}
+			fold.from[p] = from;
+			bits |= from;
 		}
 		if (hands) {
-			u32 i = p > me ? p - me - 1 : p + size - me - 1; // ranks begin with different peers
-			fold.to[i] = dst != SW_NOWHERE ? dst + static_cast<u64>(mine.at) : slots_of(a, a.block.result_slots, p, me);
-			if (dst == SW_NOWHERE)
-				set(fold.to_staged, i), set(handing, p);
-			else
-				stores = 1;
+			u64 to = dst + static_cast<u64>(mine.at);
+			if (dst == SW_NOWHERE) {
+				to = slots_of(a, a.block.result_slots, p, me);
+				f |= takes_staged;
+			}
+			fold.to[p > me ? p - me - 1 : p + size - me - 1] = to; // ranks begin with different peers
+			bits |= to;
 		}
-		if (gathers(a) && pull && src != SW_NOWHERE)
-			take_from[p] = src, set(pulling, p);
-		else if (gathers(a) && a.dst_place == SW_NOWHERE)
-			take_from[p] = slots_of(a, a.block.result_slots, me, p), set(taking, p);
+		if (gathers(a) && pull && src != SW_NOWHERE) {
+			take_from[p] = src;
+			f |= pulled;
+		} else if (gathers(a) && a.dst_place == SW_NOWHERE) {
+			take_from[p] = slots_of(a, a.block.result_slots, me, p);
+			f |= staged_here;
+		}
 		if (touches(a, a.src_place, e.src, e.dst))
-			set(touching, p);
+			f |= touches_it;
 		if (touches(a, e.src, a.src_place, a.dst_place))
-			set(touched, p);
+			f |= touches_me;
 	});
-	__syncwarp();
 	if (!good)
 		return false;
-	u64 bits = 0;
-	for (u32 i = lane; i < size; i += 32)
-		bits |= (i < fold.rows ? fold.from[i] : 0) | (i < fold.targets ? fold.to[i] : 0);
+	auto ranks = [&](u32 what) { return static_cast<u64>(size > 32 ? __ballot_sync(~0u, (found[1] & what) != 0) : 0) << 32 | __ballot_sync(~0u, (found[0] & what) != 0); };
+	u64 pushers = ranks(pushes_here), takers = ranks(takes_staged), staged = ranks(staged_here), far = ranks(pulled), its = ranks(touches_it), mines = ranks(touches_me);
 	bool aligned = __any_sync(~0u, (bits & 15) != 0) == 0;
 	if (lane == 0) {
-		met = static_cast<u32>(clock());
+		pushing = fold.from_staged = pushers;
+		handing = takers, taking = staged, pulling = far, touching = its, touched = mines;
+		fold.to_staged = (takers >> 1 >> me | takers << (size - me - 1)) & ((1ull << (size - 1)) - 1);
+		stores = hands;
 		fold.aligned = aligned;
 		push_warps = pushes != 0 ? work_warps / 3 : 0;
-		take_warps = pulling != 0 ? work_warps - work_warps / 4 : taking != 0 ? work_warps / 3 : 0;
+		take_warps = far != 0 ? work_warps - work_warps / 4 : staged != 0 ? work_warps / 3 : 0;
 		reduce_warps = work_warps - push_warps - take_warps;
+		met = static_cast<u32>(clock());
 	}
 	__syncwarp();
-	if (staged())
+	if (any_staged())
 		for (u32 i = lane; i < a.slots; i += 32) {
 			pushed[i].expect(max(push_warps, 1u));
 			reduced[i].expect(reduce_warps);

@@ -232,7 +232,8 @@ template <u32 type> __device__ __forceinline__ void fold_fast(const fold_table &
 		else
 			fold_sums<E, 8>(t, f);
 	}
-	fold_odd<E>(t, f);
+	if (t.aligned == 0 || f.bytes % tile_bytes != 0)
+		fold_odd<E>(t, f);
 }
 
 __device__ __forceinline__ void fold(const fold_table &t, const fold_run &f)

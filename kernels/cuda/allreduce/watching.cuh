@@ -119,7 +119,7 @@ struct reduce_watch {
 	// Runs until the peers are done with this rank's memory, and it has all that comes from them, or the block gives up.
 	__device__ __forceinline__ void run()
 	{
-		if (b.staged())
+		if (b.any_staged())
 			watch_staging();
 #pragma unroll 1
 		for (u32 p = lane; p < a.world.size; p += 32) {

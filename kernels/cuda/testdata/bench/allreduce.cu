@@ -92,7 +92,7 @@ struct rank_state {
 struct row {
 	const char *name;
 	u32 collective, flags;
-	bool packets, staged, in_place;
+	bool packets, far_src, far_dst, in_place; // far: only through staging
 	i64 from, to; // bytes
 };
 
@@ -101,19 +101,20 @@ constexpr u32 lines = 132;
 const u32 AR = SW_REDUCE_SCATTER | SW_ALL_GATHER, RS = SW_REDUCE_SCATTER, AG = SW_ALL_GATHER;
 
 const row rows[] = {
-    {"one-shot packet", AR, SW_REDUCE_ONE_SHOT, true, false, false, 0, 2 * MiB},
-    {"one-shot packet, in place", AR, SW_REDUCE_ONE_SHOT, true, false, true, 0, 2 * MiB},
-    {"two-shot packet", AR, 0, true, false, false, 0, 8 * MiB},
-    {"two-shot direct", AR, 0, false, false, false, 128 * KiB, 1024 * MiB},
-    {"two-shot direct, in place", AR, 0, false, false, true, 128 * KiB, 1024 * MiB},
-    {"two-shot staged", AR, 0, false, true, false, 128 * KiB, 1024 * MiB},
-    {"reduce-scatter packet", RS, 0, true, false, false, 0, 4 * MiB},
-    {"reduce-scatter direct", RS, 0, false, false, false, 128 * KiB, 1024 * MiB},
-    {"reduce-scatter staged", RS, 0, false, true, false, 128 * KiB, 1024 * MiB},
-    {"all-gather packet", AG, 0, true, false, false, 0, 4 * MiB},
-    {"all-gather push", AG, 0, false, false, false, 128 * KiB, 1024 * MiB},
-    {"all-gather pull", AG, SW_REDUCE_PULL, false, false, false, 128 * KiB, 1024 * MiB},
-    {"all-gather staged", AG, 0, false, true, false, 128 * KiB, 1024 * MiB},
+    {"one-shot packet", AR, SW_REDUCE_ONE_SHOT, true, false, false, false, 0, 2 * MiB},
+    {"one-shot packet, in place", AR, SW_REDUCE_ONE_SHOT, true, false, false, true, 0, 2 * MiB},
+    {"two-shot packet", AR, 0, true, false, false, false, 0, 8 * MiB},
+    {"two-shot direct", AR, 0, false, false, false, false, 128 * KiB, 1024 * MiB},
+    {"two-shot direct, in place", AR, 0, false, false, false, true, 128 * KiB, 1024 * MiB},
+    {"two-shot pushed", AR, 0, false, true, false, false, 128 * KiB, 1024 * MiB},
+    {"two-shot staged", AR, 0, false, true, true, false, 128 * KiB, 1024 * MiB},
+    {"reduce-scatter packet", RS, 0, true, false, false, false, 0, 4 * MiB},
+    {"reduce-scatter direct", RS, 0, false, false, false, false, 128 * KiB, 1024 * MiB},
+    {"reduce-scatter staged", RS, 0, false, true, true, false, 128 * KiB, 1024 * MiB},
+    {"all-gather packet", AG, 0, true, false, false, false, 0, 4 * MiB},
+    {"all-gather push", AG, 0, false, false, false, false, 128 * KiB, 1024 * MiB},
+    {"all-gather pull", AG, SW_REDUCE_PULL, false, false, false, false, 128 * KiB, 1024 * MiB},
+    {"all-gather staged", AG, 0, false, true, true, false, 128 * KiB, 1024 * MiB},
 };
 
 struct bench {
@@ -237,7 +238,7 @@ struct bench {
 		if (w.in_place)
 			from = dst;
 		a.src = segment + from, a.dst = segment + to;
-		a.src_place = w.staged ? SW_NOWHERE : from, a.dst_place = w.staged ? SW_NOWHERE : to;
+		a.src_place = w.far_src ? SW_NOWHERE : from, a.dst_place = w.far_dst ? SW_NOWHERE : to;
 		a.block = block;
 		a.count = bytes / 2;
 		a.call = SW_OP_SUM | SW_TYPE_BFLOAT16 << 8 | w.collective << 16 | w.flags << 24;
@@ -427,7 +428,7 @@ int main(int count, char **words)
 			if (blocks.empty())
 				blocks = w.packets ? (bytes <= 32 * KiB ? std::vector<u32>{2, 4, 8, 16} : std::vector<u32>{16, 32, 48, 64, 96, 128}) : std::vector<u32>{16, 24, 32, 48, 64, 96, 132};
 			for (u32 n : blocks)
-				for (u32 rate : w.packets || w.staged ? std::vector<u32>{0} : o.rates) {
+				for (u32 rate : w.packets || w.far_src ? std::vector<u32>{0} : o.rates) {
 					float us = 0;
 					std::vector<u64> wrong(o.ranks, 0);
 					std::vector<std::thread> threads;
