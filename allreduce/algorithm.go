@@ -9,10 +9,10 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// way is how a call can travel: its algorithm and, on GPUs, whether by packets, and whether ranks read the others' slices of a gather.
+// way is how a call can travel: its algorithm and, on GPUs, what kernels.Reduction has of the same names.
 type way struct {
-	algorithm     kernels.ReduceAlgorithm
-	packets, pull bool
+	algorithm           kernels.ReduceAlgorithm
+	packets, pull, push bool
 }
 
 func (w way) String() string {
@@ -21,6 +21,8 @@ func (w way) String() string {
 		return name + " packet"
 	case w.pull:
 		return name + " pull"
+	case w.push:
+		return name + " push"
 	default:
 		return name
 	}
@@ -31,6 +33,8 @@ func (w way) serves(c kernels.Collective) bool {
 	switch both := c == kernels.AllReduce; {
 	case w.pull:
 		return !c.Reduces()
+	case w.push:
+		return c.Reduces()
 	case w.packets && w.algorithm == kernels.TwoShot:
 		return both
 	}
@@ -43,7 +47,10 @@ var throughMemory = way{algorithm: kernels.TwoShot}
 // The ways of the two engines. A GPU has no ring, because among GPUs every pair is linked alike.
 var (
 	hostWays = []way{{algorithm: kernels.OneShot}, {algorithm: kernels.TwoShot}, {algorithm: kernels.Ring}}
-	gpuWays  = []way{{algorithm: kernels.OneShot, packets: true}, {algorithm: kernels.TwoShot, packets: true}, throughMemory, {algorithm: kernels.TwoShot, pull: true}}
+	gpuWays  = []way{
+		{algorithm: kernels.OneShot, packets: true}, {algorithm: kernels.TwoShot, packets: true},
+		throughMemory, {algorithm: kernels.TwoShot, pull: true}, {algorithm: kernels.TwoShot, push: true},
+	}
 )
 
 // selector chooses how calls travel. What it is made of, and what it looks at, is the same on all ranks, so all of them choose alike.
@@ -82,7 +89,8 @@ func (s *selector) choose(r *kernels.Reduction) error {
 			best, at, lowest = w, setting, us
 		}
 	}
-	r.Algorithm, r.Packets, r.Pull, r.Blocks, r.Rate = best.algorithm, best.packets, best.pull, 0, at.Rate
+	s.set(r, best)
+	r.Blocks, r.Rate = 0, at.Rate
 	if s.gpu {
 		if r.Blocks = at.SMs; at.SMs == 0 {
 			r.Blocks = packetBlocks(r)
@@ -97,6 +105,10 @@ func (s *selector) choose(r *kernels.Reduction) error {
 	return nil
 }
 
+func (*selector) set(r *kernels.Reduction, w way) {
+	r.Algorithm, r.Packets, r.Pull, r.Push = w.algorithm, w.packets, w.pull, w.push
+}
+
 // packetBlocks is how many blocks of a GPU are fastest for a call by packets: on 2 H200 their number grows as the root of the bytes.
 func packetBlocks(r *kernels.Reduction) int {
 	return max(8, int(math.Sqrt(float64(r.Call.Count*r.Call.DType.Size())))/8)
@@ -105,7 +117,7 @@ func packetBlocks(r *kernels.Reduction) int {
 // cost estimates the time of a call in microseconds, and says with which setting; +Inf means that it cannot travel this way. why is for
 // people.
 func (s *selector) cost(r *kernels.Reduction, w way) (us float64, at curve.Setting, why string) {
-	r.Algorithm, r.Packets, r.Pull = w.algorithm, w.packets, w.pull
+	s.set(r, w)
 	if s.gpu {
 		return s.gpuCost(r, w)
 	}
@@ -165,8 +177,10 @@ func (s *selector) gpuCost(r *kernels.Reduction, w way) (us float64, at curve.Se
 		why = "data and signal in one word; every rank reduces its slice"
 	case w.packets:
 		why = "data and signal in one word"
+	case w.push:
+		why = "every rank writes what the others reduce into their staging"
 	case both:
-		why = "every rank reduces its slice where the others can reach it, then hands it to all"
+		why = "every rank reads its slice where it can be reached, reduces it, then hands it to all"
 	case r.Call.Collective.Reduces():
 		why = "every rank reads its slice where it can be reached"
 	case w.pull:
@@ -198,8 +212,8 @@ type Decision struct {
 	Candidates []Candidate
 }
 
-// Candidate is the estimate of one algorithm. On GPUs those with "packet" in their name send data and signals in the same words, and with
-// "pull" ranks read the others' slices.
+// Candidate is the estimate of one algorithm. On GPUs those with "packet" in their name send data and signals in the same words. With "pull"
+// ranks read the others' slices of a gather, with "push" they write their input into the others' staging.
 type Candidate struct {
 	Algorithm    string
 	Microseconds float64 // +Inf: cannot do it
@@ -228,7 +242,7 @@ func (d Decision) String() string {
 
 // explain describes the choice that has been made for r, and leaves r in no particular state.
 func (s *selector) explain(r *kernels.Reduction) Decision {
-	d := Decision{Algorithm: r.Algorithm.String(), Way: way{r.Algorithm, r.Packets, r.Pull}.String(), Packets: r.Packets, Blocks: r.Blocks, Rate: r.Rate, Forced: s.forced != ""}
+	d := Decision{Algorithm: r.Algorithm.String(), Way: way{r.Algorithm, r.Packets, r.Pull, r.Push}.String(), Packets: r.Packets, Blocks: r.Blocks, Rate: r.Rate, Forced: s.forced != ""}
 	if r.Algorithm != kernels.OneShot && !r.Packets {
 		d.Chunks = r.Messages()
 	}

@@ -27,7 +27,8 @@ type Table struct {
 type Curve struct {
 	// Collective is all-reduce, reduce-scatter or all-gather. A broadcast is taken for an all-gather.
 	Collective string `json:"collective"`
-	// Algorithm is one-shot packet, two-shot packet, two-shot or, of all-gathers, two-shot pull: ranks read the others' slices.
+	// Algorithm is one-shot packet, two-shot packet, two-shot, of all-gathers two-shot pull (ranks read the others' slices), and of what
+	// reduces two-shot push (ranks write their input into the others' staging).
 	Algorithm string `json:"algorithm"`
 	Ranks     int    `json:"ranks"`
 	// SMs is how many multiprocessors a call took, 0 where the number followed from the bytes.

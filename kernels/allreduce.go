@@ -153,13 +153,13 @@ type Reduction struct {
 	Channels  *ReduceChannels
 	Call      ReduceCall
 	Algorithm ReduceAlgorithm
-	// Packets has every word of the call carry its flag with it, and Pull has the ranks of an all-gather read the others' slices
-	// where they can, instead of having them written. Blocks is how many blocks of a GPU run the call, a multiprocessor each. All
-	// ranks of a call have the same. The host device looks at none of it.
-	Packets, Pull bool
-	Blocks        int
-	// Rate holds what a rank reads and writes of its peers' memory on a GPU to so many GB/s together; 0 lets it go as fast as it can. What
-	// goes through staging is not held.
+	// Packets has every word of the call carry its flag with it. Pull has the ranks of an all-gather read the others' slices where they
+	// can, instead of having them written. Push has the input of a reduction written into the others' staging, also where they could
+	// read it. Blocks is how many blocks of a GPU run the call, a multiprocessor each. All ranks of a call have the same. The host
+	// device looks at none of it.
+	Packets, Pull, Push bool
+	Blocks              int
+	// Rate holds what a rank reads and writes of its peers' memory on a GPU to so many GB/s together; 0 lets it go as fast as it can.
 	Rate float64
 	// Bounds has one entry more than there are ranks: the slice of rank p is elements Bounds[p] up to Bounds[p+1].
 	Bounds []int64

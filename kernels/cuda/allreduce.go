@@ -145,20 +145,12 @@ func (x *reductions) validate(a *kernels.Reduction) error {
 	return nil
 }
 
-// interval is how many cycles a block has for a tile, of cycles a nanosecond: every peer's tile is read, the result is written to every peer,
-// or both. A gather that reads has one peer's tile at a time.
+// interval is how many cycles a block has for a tile that crosses a link, of cycles a nanosecond.
 func (x *reductions) interval(a *kernels.Reduction, cycles float64) uint32 {
 	if a.Rate == 0 || a.Packets {
 		return 0
 	}
-	crossings := x.c.Size - 1
-	if a.Call.Collective == kernels.AllReduce {
-		crossings *= 2
-	}
-	if a.Pull {
-		crossings = 1
-	}
-	return uint32(min(float64(tileBytes*crossings*a.Blocks)/a.Rate*cycles, 1<<24))
+	return uint32(min(tileBytes*float64(a.Blocks)/a.Rate*cycles, 1<<24))
 }
 
 // encode writes a launch's arguments.
@@ -171,9 +163,13 @@ func (x *reductions) encode(p *port, a *kernels.Reduction) {
 	if a.Pull {
 		call |= reducePull << 24
 	}
+	srcPlace := uint64(a.Src.PlaceOr(-1))
+	if a.Push && a.Call.Collective.Reduces() {
+		srcPlace = nowhere
+	}
 	w := reduceArgs{
 		world: worldOf(space, x.offset, p.fault.Addr(), a.Timeout.Nanoseconds()),
-		src:   uint64(a.Src.Ptr), dst: uint64(a.Dst.Ptr), srcPlace: uint64(a.Src.PlaceOr(-1)), dstPlace: uint64(a.Dst.PlaceOr(-1)),
+		src:   uint64(a.Src.Ptr), dst: uint64(a.Dst.Ptr), srcPlace: srcPlace, dstPlace: uint64(a.Dst.PlaceOr(-1)),
 		block: x.block(), count: uint64(a.Call.Count), shape: a.Call.Shape, call: call,
 		lines: uint32(c.Blocks), slots: uint32(c.Slots), chunkBytes: uint32(c.SlotBytes), interval: x.interval(a, p.e.cycles), packetBytes: c.OneShotBytes,
 	}

@@ -647,7 +647,7 @@ type reduceArgs struct {
 	lines       uint32 // the most blocks that a launch can have
 	slots       uint32 // chunks of a block under way through staging
 	chunkBytes  uint32 // of one block; a multiple of the tile
-	interval    uint32 // cycles from one tile of a block to the next, where nothing goes through staging; 0: as they come
+	interval    uint32 // cycles from one tile of a block that crosses a link to the next; 0: as they come
 	packetBytes int64  // the longest message of packets
 }
 

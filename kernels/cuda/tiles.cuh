@@ -83,15 +83,19 @@ __device__ __forceinline__ void await_clock(u32 due)
 		;
 }
 
-// When a warp's tiles are due: the next one at `due`, the others after `interval` cycles each. An interval of 0 holds nothing back.
+// Holds what the warps of a block send and read over links to a rate: each tile that crosses has its time, in the order in which they come.
+// An interval of 0 holds nothing back.
 struct pace {
-	u32 due = 0, interval = 0;
+	u32 *turn = nullptr; // tiles so far, in shared memory
+	u32 begin = 0, interval = 0; // the clock at the first, and cycles from one to the next
 
-	__device__ __forceinline__ void next()
+	// Returns when a tile that crosses so many links, or as many tiles, may begin. All lanes of a warp.
+	__device__ __forceinline__ void next(u32 crossings, u32 lane) const
 	{
-		if (interval != 0)
-			await_clock(due);
-		due += interval;
+		if (interval == 0 || crossings == 0)
+			return;
+		u32 before = lane == 0 ? atomicAdd(turn, crossings) : 0;
+		await_clock(begin + __shfl_sync(~0u, before, 0) * interval);
 	}
 };
 
@@ -103,7 +107,7 @@ __device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 st
 #pragma unroll 1
 	for (i64 at = first * tile_bytes - static_cast<i64>(src & 127); at < bytes; at += step * tile_bytes) {
 		i64 from = at < 0 ? 0 : at, to = at + tile_bytes < bytes ? at + tile_bytes : bytes;
-		when.next();
+		when.next(1, lane);
 		t.load(src + from, static_cast<u32>(to - from));
 		t.store(dst + from);
 	}

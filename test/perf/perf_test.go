@@ -176,7 +176,7 @@ func TestTuneWritesATable(t *testing.T) {
 func TestTuneOfReductions(t *testing.T) {
 	c := config{Op: "tune", Device: "cuda", TuneSMs: []int{16, 64}, TuneRates: []float64{0, 355}}
 	variants := reductionVariants(c, 4)
-	require.Len(t, variants, 4+4*4)
+	require.Len(t, variants, 4+3*2*4)
 	var rows []row
 	for i, v := range variants {
 		var b bytes.Buffer

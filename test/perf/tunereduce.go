@@ -28,21 +28,18 @@ func reductionVariants(c config, n int) (all []reductionVariant) {
 	for _, coll := range []kernels.Collective{kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather} {
 		d := reduction{coll: coll, dtype: kernels.BFloat16, op: kernels.Sum, ranks: n}
 		whole, parts := int64(tunedPackets), int64(tunedPackets)*int64(n)
-		memory := []string{"two-shot"}
+		once, other := parts, "two-shot push"
 		switch coll {
 		case kernels.AllReduce:
-			all = append(all, reductionVariant{d: d, algorithm: "one-shot packet", most: whole}, reductionVariant{d: d, algorithm: "two-shot packet", most: parts})
+			once = whole
+			all = append(all, reductionVariant{d: d, algorithm: "two-shot packet", most: parts})
 		case kernels.AllGather:
-			memory = append(memory, "two-shot pull")
-			fallthrough
-		default:
-			all = append(all, reductionVariant{d: d, algorithm: "one-shot packet", most: parts})
+			other = "two-shot pull"
 		}
-		for _, name := range memory {
-			for _, sms := range c.TuneSMs {
-				for _, rate := range c.TuneRates {
-					all = append(all, reductionVariant{d: d, algorithm: name, sms: sms, rate: rate})
-				}
+		all = append(all, reductionVariant{d: d, algorithm: "one-shot packet", most: once})
+		for _, sms := range c.TuneSMs {
+			for _, rate := range c.TuneRates {
+				all = append(all, reductionVariant{d: d, algorithm: "two-shot", sms: sms, rate: rate}, reductionVariant{d: d, algorithm: other, sms: sms, rate: rate})
 			}
 		}
 	}

@@ -430,7 +430,7 @@ struct sw_reduce_args {
 	uint32_t lines; /* the most blocks that a launch can have */
 	uint32_t slots; /* chunks of a block under way through staging */
 	uint32_t chunk_bytes; /* of one block; a multiple of the tile */
-	uint32_t interval; /* cycles from one tile of a block to the next, where nothing goes through staging; 0: as they come */
+	uint32_t interval; /* cycles from one tile of a block that crosses a link to the next; 0: as they come */
 	uint32_t pad;
 	int64_t packet_bytes; /* the longest message of packets */
 	int64_t bounds[SW_REDUCE_BOUNDS]; /* slice p is bytes bounds[p] to bounds[p+1] */

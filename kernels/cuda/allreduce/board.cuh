@@ -37,6 +37,8 @@ struct reduce_board {
 	u32 results[SW_MAX_RANKS];   // chunks of the peer's results that are in staging here
 	u32 over;		     // the block has given up
 	u32 met;		     // clock when the peers had come
+	u32 turn;		     // of the tiles that are held to a rate
+	u32 crossings;		     // of a tile that is folded: peers whose memory it is read from, and peers that it is written to
 
 	__device__ __forceinline__ void begin(const sw_reduce_args &a, u32 lane);
 	__device__ __forceinline__ bool make(const sw_reduce_args &a, u64 epoch, u32 lane);
@@ -46,6 +48,8 @@ struct reduce_board {
 
 	// The warps that read or write peers' memory meet the one that tells peers of the end.
 	__device__ __forceinline__ void end_work() { part_sync(end_of_work, 32 * (1 + reduce_warps + (pulling != 0 ? take_warps : 0))); }
+
+	__device__ __forceinline__ pace held(const sw_reduce_args &a) { return {&turn, met, a.interval}; }
 
 	// Waits until what the watching warp writes is at least want, and returns it. 0 when the block gives up.
 	__device__ __forceinline__ u32 await(u32 *word, u32 want, u32 lane)
@@ -122,7 +126,7 @@ __device__ __forceinline__ void reduce_board::begin(const sw_reduce_args &a, u32
 		if (reduces(a) || own != a.src)
 			fold.to[fold.targets++] = own;
 		fold.type = call_type(a), fold.op = call_op(a), fold.end = ending(call_op(a), a.world.size);
-		ready = room = push_room = over = 0;
+		ready = room = push_room = over = turn = 0;
 	}
 	for (u32 p = lane; p < a.world.size; p += 32) {
 		results[p] = 0;
@@ -185,6 +189,7 @@ __device__ __forceinline__ bool reduce_board::make(const sw_reduce_args &a, u64 
 		handing = takers, taking = staged, pulling = far, touching = its, touched = mines;
 		fold.to_staged = (takers >> 1 >> me | takers << (size - me - 1)) & ((1ull << (size - 1)) - 1);
 		stores = hands;
+		crossings = (reduces(a) ? size - 1 - __popcll(pushers) : 0) + (hands ? size - 1 : 0);
 		fold.aligned = aligned;
 		push_warps = pushes != 0 ? work_warps / 3 : 0;
 		take_warps = far != 0 ? work_warps - work_warps / 4 : staged != 0 ? work_warps / 3 : 0;

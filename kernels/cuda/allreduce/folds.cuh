@@ -27,6 +27,7 @@ struct fold_run {
 	i64 at, slot_at, bytes;
 	u32 first, step, lane;
 	pace when; // of whole tiles
+	u32 crossings; // of a tile
 };
 
 // Up to 16 bytes at any address.
@@ -71,10 +72,9 @@ __device__ __forceinline__ void store_piece(u64 p, u32 n, uint4 v)
 template <typename E, int wide> __device__ __noinline__ void fold_sums(const fold_table &t, const fold_run &f)
 {
 	constexpr int each = 16 / wide;
-	pace when = f.when;
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile + tile_bytes <= f.bytes; tile += f.step * tile_bytes) {
-		when.next();
+		f.when.next(f.crossings, f.lane);
 #pragma unroll 1
 		for (i64 o = tile + 16 * f.lane; o < tile + tile_bytes; o += 512 * each) {
 			typename E::value a[each][E::per];
@@ -180,10 +180,9 @@ template <typename E> __device__ __noinline__ void fold_odd(const fold_table &t,
 // One row: nothing is combined, so bits go as they are.
 __device__ __noinline__ void hand_out(const fold_table &t, const fold_run &f)
 {
-	pace when = f.when;
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile < f.bytes; tile += f.step * tile_bytes) {
-		when.next();
+		f.when.next(f.crossings, f.lane);
 		i64 end = min(tile + tile_bytes, f.bytes), o = tile + 16 * f.lane;
 		if (t.aligned == 0 || end != tile + tile_bytes) {
 #pragma unroll 1

@@ -54,7 +54,7 @@ struct reduce_worker {
 				span s(a, p);
 				chunk c(a, s.bytes, j);
 				if (c.bytes > 0)
-					move(b.push_to[p] + static_cast<u64>(c.slot_at), a.src + static_cast<u64>(s.at + c.at), c.bytes, warp, b.push_warps, lane);
+					move(b.push_to[p] + static_cast<u64>(c.slot_at), a.src + static_cast<u64>(s.at + c.at), c.bytes, warp, b.push_warps, lane, b.held(a));
 			}
 			report(b.pushed, j);
 		}
@@ -64,8 +64,7 @@ struct reduce_worker {
 	{
 		span s(a, a.world.rank);
 		if ((b.pushing | b.handing) == 0) { // nothing to wait for: all tiles of the grid's warps in a row
-			u32 interval = reduces(a) || hands_to_peers(a) ? a.interval : 0; // what stays on the rank is held to no rate
-			fold(b.fold, {0, 0, s.bytes, warp * gridDim.x + blockIdx.x, b.reduce_warps * gridDim.x, lane, {b.met + warp * interval, b.reduce_warps * interval}});
+			fold(b.fold, {0, 0, s.bytes, warp * gridDim.x + blockIdx.x, b.reduce_warps * gridDim.x, lane, b.held(a), b.crossings});
 			return;
 		}
 		u32 mine = chunks_of(a, s.bytes), ready = b.pushing != 0 ? 0 : no_limit, room = b.handing != 0 ? 0 : no_limit;
@@ -76,7 +75,7 @@ struct reduce_worker {
 			if (room < j + 1 && (room = b.await(&b.room, j + 1, lane)) == 0)
 				return;
 			chunk c(a, s.bytes, j);
-			fold(b.fold, {c.at, c.slot_at, c.bytes, warp, b.reduce_warps, lane, pace()});
+			fold(b.fold, {c.at, c.slot_at, c.bytes, warp, b.reduce_warps, lane, b.held(a), b.crossings});
 			report(b.reduced, j);
 		}
 	}
@@ -84,15 +83,13 @@ struct reduce_worker {
 	__device__ __forceinline__ void take()
 	{
 		if (b.taking == 0) { // nothing to wait for
-			pace when{b.met + warp * a.interval, b.take_warps * a.interval};
 #pragma unroll 1
 			for (u32 i = 0; i < a.world.size - 1; i++) {
 				u32 p = peer_in_turn(a, i);
 				span s(a, p);
 				if ((b.pulling >> p & 1) == 0)
 					continue;
-				move(a.dst + static_cast<u64>(s.at), b.take_from[p], s.bytes, warp * gridDim.x + blockIdx.x, b.take_warps * gridDim.x, lane, when);
-				when.due += static_cast<u32>((s.bytes + tile_bytes - 1) / tile_bytes / gridDim.x) * a.interval;
+				move(a.dst + static_cast<u64>(s.at), b.take_from[p], s.bytes, warp * gridDim.x + blockIdx.x, b.take_warps * gridDim.x, lane, b.held(a));
 			}
 			return;
 		}

@@ -227,7 +227,7 @@ func structs() []Struct {
 				{Name: "lines", Type: "u32", Doc: "the most blocks that a launch can have"},
 				{Name: "slots", Type: "u32", Doc: "chunks of a block under way through staging"},
 				{Name: "chunk_bytes", Type: "u32", Doc: "of one block; a multiple of the tile"},
-				{Name: "interval", Type: "u32", Doc: "cycles from one tile of a block to the next, where nothing goes through staging; 0: as they come"},
+				{Name: "interval", Type: "u32", Doc: "cycles from one tile of a block that crosses a link to the next; 0: as they come"},
 				{Name: "pad", Type: "u32"},
 				{Name: "packet_bytes", Type: "i64", Doc: "the longest message of packets"},
 				{Name: "bounds", Type: "i64", Count: "reduceBounds", Doc: "slice p is bytes bounds[p] to bounds[p+1]"},

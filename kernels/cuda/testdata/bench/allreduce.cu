@@ -243,9 +243,8 @@ struct bench {
 		a.count = bytes / 2;
 		a.call = SW_OP_SUM | SW_TYPE_BFLOAT16 << 8 | w.collective << 16 | w.flags << 24;
 		a.lines = lines, a.slots = o.slots, a.chunk_bytes = o.chunk, a.packet_bytes = o.packet_bytes;
-		u32 crossings = (w.collective == AR ? 2 : 1) * ((w.flags & SW_REDUCE_PULL) != 0 ? 1 : o.ranks - 1); // of a tile
 		if (rate != 0)
-			a.interval = static_cast<u32>(SW_TILE_BYTES * static_cast<double>(crossings) * blocks / rate * cycles);
+			a.interval = static_cast<u32>(static_cast<double>(SW_TILE_BYTES) * blocks / rate * cycles);
 		std::copy(b.begin(), b.end(), a.bounds);
 		return a;
 	}
@@ -428,7 +427,7 @@ int main(int count, char **words)
 			if (blocks.empty())
 				blocks = w.packets ? (bytes <= 32 * KiB ? std::vector<u32>{2, 4, 8, 16} : std::vector<u32>{16, 32, 48, 64, 96, 128}) : std::vector<u32>{16, 24, 32, 48, 64, 96, 132};
 			for (u32 n : blocks)
-				for (u32 rate : w.packets || w.far_src ? std::vector<u32>{0} : o.rates) {
+				for (u32 rate : w.packets ? std::vector<u32>{0} : o.rates) {
 					float us = 0;
 					std::vector<u64> wrong(o.ranks, 0);
 					std::vector<std::thread> threads;

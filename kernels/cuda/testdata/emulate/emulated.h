@@ -215,6 +215,7 @@ inline void __threadfence_system() {}
 inline void __nanosleep(uint32_t) { emu::yield(); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32); }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+inline int __popcll(uint64_t v) { return __builtin_popcountll(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(static_cast<int>(v)); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by)
 {
