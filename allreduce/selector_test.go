@@ -46,7 +46,7 @@ func TestSelectionOnGPUsFollowsTheMeasurements(t *testing.T) {
 		{kernels.AllReduce, 1 << 20, []string{"one-shot packet", "two-shot packet"}, 96, 128},
 		{kernels.AllReduce, 2 << 20, []string{"two-shot packet"}, 96, 128},
 		{kernels.AllReduce, 4 << 20, []string{"two-shot"}, 32, 128},
-		{kernels.AllReduce, 128 << 20, []string{"two-shot"}, 32, 128},
+		{kernels.AllReduce, 128 << 20, []string{"two-shot push"}, 32, 128},
 		{kernels.ReduceScatter, 8 << 10, []string{"one-shot packet"}, 2, 16},
 		{kernels.ReduceScatter, 2 << 20, []string{"one-shot packet"}, 96, 128},
 		{kernels.ReduceScatter, 128 << 20, []string{"two-shot"}, 16, 128},
