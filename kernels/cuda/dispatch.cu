@@ -19,14 +19,25 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 {
 	u32 n = a.world.size, warp = threadIdx.x / 32, ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_MOE_SCALES : 0));
 	bool cached = (a.mode & SW_MOE_CACHED) != 0, moves = warp < a.movers;
-	if (!cached)
+	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0, beside = (a.mode & SW_MOE_BESIDE) != 0;
+	if (!cached) {
 		placement::fill(a, b.near);
+		stretch_board s(a, memory + ring);
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < a.slots; i += blockDim.x)
+			s.count[i] = s.before[i] = 0;
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < a.share * n; i += blockDim.x)
+			s.place[i] = 0;
+	}
 	if (threadIdx.x < a.movers * a.depth)
 		b.full[threadIdx.x].init();
 	if (threadIdx.x < SW_MAX_RANKS)
 		b.sent[threadIdx.x] = b.before[threadIdx.x] = b.sum[threadIdx.x] = 0;
+	if (threadIdx.x < 32)
+		b.moved[threadIdx.x] = 0;
 	if (threadIdx.x == 0)
-		b.bad = 0;
+		b.bad = 0, b.failed = 0;
 	fence_bulk();
 	await_stream();
 	call_number number;
@@ -37,13 +48,15 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	u64 epoch = number.epoch();
 	if (__syncthreads_or(epoch == 0))
 		return;
-	if (threadIdx.x == blockDim.x - 1)
+	if (beside)
+		release_stream(); // for experts_take, which counts the call
+	else if (threadIdx.x == blockDim.x - 1)
 		number.advance(a.world);
 	rows_sender r(a, b, memory + ring, epoch);
 	mover<Quantiser> m(a, r, memory);
 	if (moves)
 		m.begin();
-	if (blockIdx.x == 0 && threadIdx.x < n && threadIdx.x != a.world.rank)
+	if (blockIdx.x == 0 && threadIdx.x < n)
 		tell_begin(a, threadIdx.x, epoch, gridDim.x);
 	bool good = threadIdx.x >= n || threadIdx.x == a.world.rank || await_room(a, threadIdx.x, epoch, seen);
 	if (cached)
@@ -67,34 +80,26 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	if (moves)
 		m.run(good);
 	else if (good) {
+		u32 thread = threadIdx.x - 32 * a.movers, threads = blockDim.x - 32 * a.movers, numbers = !cached && by_expert ? 1 : 0; // warps that number choices
 		if (!cached)
-			r.tally(threadIdx.x - 32 * a.movers, blockDim.x - 32 * a.movers);
-		r.write_beside(warp - a.movers, r.warps - a.movers, !Quantiser::makes_scales && a.scale_words != 0);
+			good = r.count_choices(thread, threads);
+		if (thread / 32 < numbers)
+			r.number_choices();
+		else
+			r.write_beside(thread / 32 - numbers, threads / 32 - numbers, !Quantiser::makes_scales && a.scale_words != 0);
+		part_sync(beside_part, threads);
+		if (good && by_expert && thread < 32)
+			r.tell_progress();
 	}
-	release_stream();
-	__syncthreads();
-	if (!good)
+	if (!beside)
+		release_stream();
+	if (__syncthreads_or(!good))
 		return;
 	if (threadIdx.x == 0 && b.bad != 0)
 		complain(a, a.world.rank, b.bad, epoch);
 	r.tell_done();
-	if ((a.mode & SW_MOE_RECEIVE) == 0 || blockIdx.x != 0)
-		return;
-	rows_receiver in{a, b, epoch};
-	if (threadIdx.x == 0)
-		b.own = 0;
-	__syncthreads();
-#pragma unroll 1
-	for (u32 i = threadIdx.x; i < gridDim.x && !cached; i += blockDim.x) { // all blocks of this rank
-		u32 rows = 0;
-		await_number(a, own_segment(a.world) + a.state.block_counts + (static_cast<u64>(i) * n + a.world.rank) * 8, epoch, a.world.rank, rows);
-		atomicAdd(&b.own, rows);
-	}
-	__syncthreads();
-	if (!cached)
-		in.tell_counts();
-	if (in.await(b.own) && !cached)
-		in.tell_ranks();
+	if ((a.mode & SW_MOE_RECEIVE) != 0 && blockIdx.x == 0)
+		rows_receiver{a, b.sum, epoch}.finish(cached);
 }
 
 // The number of the call that this rank is in, after its first half.
@@ -105,7 +110,7 @@ __device__ __forceinline__ u64 running_call(const sw_moe_args &a)
 	return number.epoch() == 0 ? 0 : number.v.a;
 }
 
-template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args &a, u64 *base, arrivals *full, u64 *has, u8 *ring)
+template <kind type, bool waits> __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_board &b, arrivals *full, u64 *has, u64 epoch, u8 *ring)
 {
 	u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32, n = a.world.size, tasks = a.tokens * a.parts, step = gridDim.x * a.movers;
 	u32 due = static_cast<u32>(clock()) + warp * (a.interval / a.movers);
@@ -113,6 +118,8 @@ template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args 
 	u8 *mine = ring + static_cast<u64>(warp) * a.depth * n * a.part;
 	full += warp * a.depth, has += warp * a.depth;
 	int near = -1, far = -1; // the rows of the token that is loaded next, of ranks lane and lane+32
+	[[maybe_unused]] int seen[2] = {-1, -1}; // windows of those ranks that are made
+	[[maybe_unused]] bool lost = false;	 // a wait was given up
 	auto look = [&](u32 k) {
 		u32 task = blockIdx.x + gridDim.x * warp + k * step;
 		u64 first = static_cast<u64>(task / a.parts) * n;
@@ -127,6 +134,17 @@ template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args 
 		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
 		int rows[2] = {near, far};
 		look(k + 1);
+		if constexpr (waits) {
+			bool good = !lost;
+#pragma unroll
+			for (u32 i = 0; i < 2; i++)
+				if (good && rows[i] >= 0 && (b.makes >> (lane + 32 * i) & 1) != 0)
+					good = await_made(a, lane + 32 * i, rows[i], epoch, seen[i]);
+			fence_bulk();
+			lost = __any_sync(~0u, !good);
+			if (lost)
+				rows[0] = rows[1] = -1;
+		}
 		u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
 		u32 count = __popc(static_cast<u32>(there)) + __popc(static_cast<u32>(there >> 32));
 		if (a.interval != 0) {
@@ -143,7 +161,7 @@ template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args 
 #pragma unroll
 		for (u32 i = 0; i < 2; i++)
 			if (rows[i] >= 0)
-				bulk_load(mine + (place * n + lane + 32 * i) * a.part, base[lane + 32 * i] + static_cast<u64>(rows[i]) * a.row_bytes + at, bytes, full + place);
+				bulk_load(mine + (place * n + lane + 32 * i) * a.part, b.base[lane + 32 * i] + static_cast<u64>(rows[i]) * a.row_bytes + at, bytes, full + place);
 	};
 	look(0);
 #pragma unroll 1
@@ -171,12 +189,16 @@ template <kind type> __device__ __forceinline__ void sum_rows(const sw_moe_args 
 	}
 }
 
-template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_args &a, u64 *base, arrivals *full, u64 *has, u8 *ring)
+template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board &b, u8 *ring)
 {
 	if (threadIdx.x < a.movers * a.depth)
-		full[threadIdx.x].init();
+		b.full[threadIdx.x].init();
+	if (threadIdx.x == 0)
+		b.makes = 0;
 	fence_bulk();
-	await_stream();
+	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
+	if (!beside)
+		await_stream();
 	bool begins = (a.mode & SW_MOE_SEND) != 0;
 	call_number number;
 	number.load(a.world);
@@ -188,112 +210,302 @@ template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_a
 	epoch -= begins ? 0 : 1;
 	if (begins && blockIdx.x == 0 && threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
 		tell_begin(a, threadIdx.x, epoch, gridDim.x);
-	if (!await_rows(a, base, epoch))
+	if (!await_ranks(a, b, epoch))
 		return;
 	fence_bulk();
-	if (threadIdx.x / 32 < a.movers)
-		sum_rows<type>(a, base, full, has, ring);
+	if (threadIdx.x / 32 < a.movers && b.makes != 0)
+		sum_rows<type, true>(a, b, b.full, b.has, epoch, ring);
+	else if (threadIdx.x / 32 < a.movers)
+		sum_rows<type, false>(a, b, b.full, b.has, epoch, ring);
 	release_stream();
+	if (beside)
+		await_stream(); // what comes behind this kernel comes behind that one
 	tell_read(a, epoch);
 	if ((a.mode & SW_MOE_KEEP) == 0)
 		await_read(a, epoch);
 }
 
-// Makes the partial sums of rows by expert in staging, or copies rows by token there or, with y, out of it. A warp has 2 KiB of a row at a time.
-template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_args &a, staged_rows &staged)
+// The rows of staging in the order in which a pass makes them: window by window, so that every rank gets rows from the start. A warp asks for its tasks, parts of rows, in order.
+struct pass_order {
+	const sw_moe_args &a;
+	const staged_rows &staged;
+	u32 span, window, first, last; // rows of a window; the first task of the window, and of the next
+
+	__device__ __forceinline__ pass_order(const sw_moe_args &a, const staged_rows &staged)
+	    : a(a), staged(staged), span((a.mode & SW_MOE_BESIDE) != 0 ? SW_MOE_WINDOW : a.max_tokens), window(0), first(0), last(0)
+	{
+		measure();
+	}
+
+	__device__ __forceinline__ u32 rows_in(u32 src, u32 window) const
+	{
+		return static_cast<u32>(min(max(static_cast<int>(staged.first[src + 1] - staged.first[src]) - static_cast<int>(window * span), 0), static_cast<int>(span)));
+	}
+
+	__device__ __forceinline__ void measure()
+	{
+		first = last;
+#pragma unroll 1
+		for (u32 src = 0; src < a.world.size; src++)
+			last += rows_in(src, window) * a.parts;
+	}
+
+	struct task {
+		u32 src, at, row, part, window; // at is the row in staging, row that of a token-major output
+		bool there;
+	};
+
+	// The task of a number, which is greater than the last one that was asked for.
+	__device__ __forceinline__ task find(u32 number)
+	{
+		task k;
+#pragma unroll 1
+		while (number >= last && (window + 1) * span < a.max_tokens)
+			window++, measure();
+		if (!(k.there = number < last))
+			return k;
+		u32 r = (number - first) / a.parts, some;
+		k.part = (number - first) - r * a.parts, k.window = window;
+#pragma unroll 1
+		for (k.src = 0; r >= (some = rows_in(k.src, window)); k.src++)
+			r -= some;
+		r += window * span;
+		k.at = k.src * a.max_tokens + r, k.row = (a.mode & SW_MOE_COMPACT) != 0 ? staged.first[k.src] + r : k.at;
+		return k;
+	}
+};
+
+struct pass_board {
+	static constexpr u32 rounds = 16; // under way
+
+	staged_rows staged;
+	reports made[rounds]; // of the warps, in each round of their tasks
+	u32 told;	      // rounds that have been told
+	u32 failed;	      // a warp has given up
+};
+
+// A pass over this rank's rows: makes the partial sums of rows by expert in staging, or copies rows by token there or, with y, out of it. In each round every warp has a part of a row.
+// With SW_MOE_BESIDE the kernel behind it, which reads and sums, runs beside it: the block's last warp tells ranks of each window of rows that is complete, so that no other
+// waits for what it has stored.
+template <kind type> struct partials {
+	static constexpr u32 vectors = SW_MOE_PASS_PART / 512, workers = SW_MOE_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
+
+	const sw_moe_args &a;
+	pass_board &b;
+	pass_order order;
+	u64 own, epoch;
+	u32 lane, warp, rounds;
+	bool beside, by_expert;
+
+	__device__ __forceinline__ partials(const sw_moe_args &a, pass_board &b, u64 epoch)
+	    : a(a), b(b), order(a, b.staged), own(own_segment(a.world)), epoch(epoch), lane(threadIdx.x & 31), warp(threadIdx.x / 32), beside((a.mode & SW_MOE_BESIDE) != 0),
+	      by_expert((a.mode & SW_MOE_BY_EXPERT) != 0)
+	{
+		u32 all = b.staged.first[a.world.size] * a.parts, each = workers * gridDim.x;
+		rounds = (max(all, blockIdx.x) - blockIdx.x + each - 1) / each;
+	}
+
+	// The number of a warp's task in a round: neighbours are in different blocks.
+	__device__ __forceinline__ u32 number(u32 warp, u32 round) const { return (round * workers + warp) * gridDim.x + blockIdx.x; }
+
+	// The experts' rows of a row's choices lane and lane+32, and their weights; -1 where there is none.
+	__device__ __forceinline__ void look(const pass_order::task &k, int *row, float *weight) const
+	{
+		bool given = (a.mode & SW_MOE_GIVEN) != 0;
+#pragma unroll
+		for (u32 j = 0; j < 2; j++) {
+			u64 i = static_cast<u64>(k.at) * a.top_k + lane + 32 * j;
+			bool some = k.there && by_expert && lane + 32 * j < a.top_k;
+			row[j] = some ? reinterpret_cast<const int *>(own + a.state.spread)[i] : -1;
+			weight[j] = some && !given ? weight_of(a, i, 0) : 0;
+			if (given && row[j] >= 0)
+				weight[j] = weight_of(a, i, row[j]);
+		}
+	}
+
+	// Waits until the caller has marked the rows of a task. False when the wait was given up.
+	__device__ __forceinline__ bool await_marks(const pass_order::task &k) const
+	{
+		const u32 *counts = reinterpret_cast<const u32 *>(by_expert ? a.counts : a.rank_counts);
+		bool good = true;
+		if (!by_expert)
+			good = await_ready(a, k.src, counts[k.src], epoch);
+		else
+#pragma unroll 1
+			for (u32 c = lane; c < a.top_k; c += 32) {
+				u64 i = static_cast<u64>(k.at) * a.top_k + c;
+				int slot = reinterpret_cast<const int *>(own + a.state.spread)[i] < 0 ? -1 : slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[i]);
+				if (slot >= 0)
+					good &= await_ready(a, static_cast<u32>(slot), counts[slot], epoch);
+			}
+		return !__any_sync(~0u, !good);
+	}
+
+	__device__ __forceinline__ void load(uint4 *v, u64 row, u32 part) const
+	{
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++) {
+			u32 at = part * SW_MOE_PASS_PART + i * 512 + lane * 16;
+			v[i] = load_vector_if(at < a.row_bytes, row + at);
+		}
+	}
+
+	// The part of a row's sum: the next row is on its way while one is added.
+	__device__ __forceinline__ void add_up(const pass_order::task &k, const int *row, const float *weight, uint4 *out) const
+	{
+		sum<type> s[vectors];
+		uint4 v[vectors], next[vectors];
+		u64 here = static_cast<u64>(__ballot_sync(~0u, row[1] >= 0)) << 32 | __ballot_sync(~0u, row[0] >= 0);
+		auto load_first = [&](uint4 *to) {
+			u32 c = __ffsll(here) - 1;
+			load(to, a.rows + static_cast<u64>(__shfl_sync(~0u, c < 32 ? row[0] : row[1], c & 31)) * a.row_bytes, k.part);
+		};
+		auto add = [&](const uint4 *from, u32 c) {
+			float w = __shfl_sync(~0u, c < 32 ? weight[0] : weight[1], c & 31);
+#pragma unroll
+			for (u32 i = 0; i < vectors; i++)
+				s[i].add_weighted(from[i], w);
+		};
+		if (here != 0)
+			load_first(v);
+#pragma unroll 1
+		while (here != 0) {
+			u32 c = __ffsll(here) - 1;
+			here &= here - 1;
+			if (here != 0)
+				load_first(next);
+			add(v, c);
+			if (here == 0)
+				break;
+			c = __ffsll(here) - 1;
+			here &= here - 1;
+			if (here != 0)
+				load_first(v);
+			add(next, c);
+		}
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++)
+			out[i] = s[i].value();
+	}
+
+	__device__ __forceinline__ void copy_weights(const pass_order::task &k, const int *row) const
+	{
+#pragma unroll
+		for (u32 j = 0; j < 2; j++) {
+			u32 c = lane + 32 * j;
+			int r = by_expert ? row[j] : static_cast<int>(k.row * a.top_k + c);
+			if (c < a.top_k)
+				reinterpret_cast<float *>(own + a.from_weights)[static_cast<u64>(by_expert ? k.at : k.row) * a.top_k + c] = r < 0 ? 0 : reinterpret_cast<const float *>(a.row_weights)[r];
+		}
+	}
+
+	// Makes a warp's part of a round. False when a wait was given up.
+	__device__ __forceinline__ bool make(const pass_order::task &k, const int *row, const float *weight) const
+	{
+		if (a.ready != 0 && !await_marks(k))
+			return false;
+		uint4 out[vectors];
+		if (by_expert)
+			add_up(k, row, weight, out);
+		else
+			load(out, a.rows + static_cast<u64>(k.row) * a.row_bytes, k.part);
+		u32 at = k.part * SW_MOE_PASS_PART + lane * 16;
+		u64 to = (a.y != 0 ? a.y : own + a.from_rows) + static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++)
+			store_vector_if(at + i * 512 < a.row_bytes, to + i * 512, out[i]);
+		if (k.part == 0 && a.from_weights != 0)
+			copy_weights(k, row);
+		return true;
+	}
+
+	__device__ __forceinline__ void work()
+	{
+		pass_order::task now = order.find(number(warp, 0));
+		int row[2], next_row[2];
+		float weight[2], next_weight[2];
+		look(now, row, weight);
+#pragma unroll 1
+		for (u32 round = 0; round < rounds; round++) {
+			pass_order::task next = order.find(number(warp, round + 1));
+			look(next, next_row, next_weight);
+			if (now.there && !make(now, row, weight)) {
+				if (lane == 0)
+					store_release_cta(&b.failed, 1u);
+				return;
+			}
+			if (beside) {
+				__syncwarp();
+				if (lane == 0) {
+#pragma unroll 1
+					while (round >= pass_board::rounds && atom_acquire_cta(&b.told) + pass_board::rounds <= round)
+						if (atom_acquire_cta(&b.failed) != 0)
+							break;
+					b.made[round % pass_board::rounds].report();
+				}
+			}
+			now = next;
+#pragma unroll
+			for (u32 j = 0; j < 2; j++)
+				row[j] = next_row[j], weight[j] = next_weight[j];
+		}
+	}
+
+	// Tells ranks of complete windows. One warp; each lane goes through the tasks of one that works.
+	__device__ __forceinline__ void tell()
+	{
+#pragma unroll 1
+		for (u32 round = 0; round < rounds; round++) {
+			bool good = true;
+			if (lane == 0)
+#pragma unroll 1
+				while (good && !b.made[round % pass_board::rounds].all(round / pass_board::rounds))
+					good = atom_acquire_cta(&b.failed) == 0;
+			if (__any_sync(~0u, !good))
+				return;
+			pass_order::task k;
+			k.there = false;
+			if (lane < workers)
+				k = order.find(number(lane, round));
+			if (k.there) {
+				u32 *making = reinterpret_cast<u32 *>(own + a.state.making) + k.src * windows(a) + k.window;
+				if (add_acq_rel_gpu(making, 1) + 1 == order.rows_in(k.src, k.window) * a.parts) {
+					*making = 0;
+					fence_acq_rel_sys(); // X4
+					store_relaxed_sys(made_word(a, k.src, a.world.rank, k.window), epoch);
+				}
+			}
+			__syncwarp();
+			if (lane == 0)
+				store_release_cta(&b.told, round + 1);
+		}
+	}
+};
+
+template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_args &a, pass_board &b)
 {
 	await_stream();
-	if (threadIdx.x == 0)
-		staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
+	if (threadIdx.x == 0) {
+		b.staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
+		b.told = b.failed = 0;
+	}
+	if (threadIdx.x < pass_board::rounds)
+		b.made[threadIdx.x].expect(partials<type>::workers);
 	call_number number;
 	number.load(a.world);
 	u64 epoch = number.epoch(); // of the call that comes
 	if (__syncthreads_or(epoch == 0 || !await_free_staging(a, epoch - 1)))
 		return;
-	u32 lane = threadIdx.x & 31, warps = blockDim.x / 32, chunks = (a.row_bytes + 2047) / 2048, all = staged.first[a.world.size];
-	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0;
-	u64 own = own_segment(a.world);
-	const int *spread = reinterpret_cast<const int *>(own + a.state.spread);
-	const i64 *index = reinterpret_cast<const i64 *>(own + a.state.indices);
-	const u32 *counts = reinterpret_cast<const u32 *>(by_expert ? a.counts : a.rank_counts);
-#pragma unroll 1
-	for (u32 task = threadIdx.x / 32 * gridDim.x + blockIdx.x; task < all * chunks; task += warps * gridDim.x) {
-		u32 i = task / chunks, c = task - i * chunks, src, at = staged.at(a, i, src);
-		u32 row = (a.mode & SW_MOE_COMPACT) != 0 ? i : at; // of a token-major output
-		if (a.ready != 0) {
-			bool good = true;
-			if (!by_expert)
-				good = await_ready(a, src, counts[src], epoch);
-			else
-#pragma unroll 1
-				for (u32 k = lane; k < a.top_k; k += 32) {
-					int slot = spread[static_cast<u64>(at) * a.top_k + k] < 0 ? -1 : static_cast<int>(index[static_cast<u64>(at) * a.top_k + k]);
-					if (slot >= 0)
-						good &= await_ready(a, static_cast<u32>(slot), counts[slot], epoch);
-				}
-			if (__any_sync(~0u, !good))
-				return;
-		}
-		u64 to = (a.y != 0 ? a.y : own + a.from_rows) + static_cast<u64>(by_expert ? at : row) * a.row_bytes + c * 2048 + lane * 16;
-		u32 left = a.row_bytes - c * 2048;
-		if (!by_expert) {
-			u64 from = a.rows + static_cast<u64>(row) * a.row_bytes + c * 2048 + lane * 16;
-#pragma unroll
-			for (u32 j = 0; j < 4; j++)
-				store_vector_if(j * 512 + lane * 16 < left, to + j * 512, load_vector_if(j * 512 + lane * 16 < left, from + j * 512));
-		} else {
-			sum<type> s[4];
-#pragma unroll 1
-			for (u32 first = 0; first < a.top_k; first += 32) {
-				u32 k = first + lane;
-				int r = k < a.top_k ? spread[static_cast<u64>(at) * a.top_k + k] : -1;
-				float w = r < 0 ? 0 : weight_of(a, static_cast<u64>(at) * a.top_k + k, r);
-				u64 from = a.rows + c * 2048 + lane * 16;
-				uint4 v[4], next[4];
-				u32 here = __ballot_sync(~0u, r >= 0);
-				auto load = [&](uint4 *to) {
-					int row = __shfl_sync(~0u, r, __ffs(here) - 1);
-#pragma unroll
-					for (u32 j = 0; j < 4; j++)
-						to[j] = load_vector_if(j * 512 + lane * 16 < left, from + static_cast<u64>(row) * a.row_bytes + j * 512);
-				};
-				auto add = [&](const uint4 *row, u32 which) {
-					float weight = __shfl_sync(~0u, w, which);
-#pragma unroll
-					for (u32 j = 0; j < 4; j++)
-						s[j].add_weighted(row[j], weight);
-				};
-				if (here != 0)
-					load(v);
-#pragma unroll 1
-				while (here != 0) { // the next row is on its way while one is added
-					u32 which = __ffs(here) - 1;
-					here &= here - 1;
-					if (here != 0)
-						load(next);
-					add(v, which);
-					if (here == 0)
-						break;
-					which = __ffs(here) - 1;
-					here &= here - 1;
-					if (here != 0)
-						load(v);
-					add(next, which);
-				}
-			}
-#pragma unroll
-			for (u32 j = 0; j < 4; j++)
-				store_vector_if(j * 512 + lane * 16 < left, to + j * 512, s[j].value());
-		}
-		if (c == 0 && a.from_weights != 0)
-#pragma unroll 1
-			for (u32 k = lane; k < a.top_k; k += 32) {
-				int r = by_expert ? spread[static_cast<u64>(at) * a.top_k + k] : static_cast<int>(row * a.top_k + k);
-				float w = r < 0 ? 0 : reinterpret_cast<const float *>(a.row_weights)[r];
-				reinterpret_cast<float *>(own + a.from_weights)[static_cast<u64>(by_expert ? at : row) * a.top_k + k] = w;
-			}
-	}
-	release_stream();
+	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
+	if (beside)
+		release_stream();
+	partials<type> p(a, b, epoch);
+	if (threadIdx.x / 32 < p.workers)
+		p.work();
+	else if (beside)
+		p.tell();
+	if (!beside)
+		release_stream();
 }
 
 // The gradients of rows by expert: from those of their tokens, which lie in staging. A warp has a whole row.
@@ -359,32 +571,20 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 				reinterpret_cast<float *>(a.sum_weights)[r] = dot;
 		}
 	}
-	zero_padding(a, a.y, a.row_bytes, 0, 0);
+	zero_padding(a, a.y, a.row_bytes, 0, 0, reinterpret_cast<const u32 *>(a.counts), reinterpret_cast<const u32 *>(a.offsets));
 	release_stream();
 }
 
-// The end of a dispatch of few tokens, by the first block.
-__device__ __forceinline__ void receive_few(const sw_moe_args &a, rows_board &b, u64 epoch, u32 own)
-{
-	if (blockIdx.x != 0)
-		return;
-	rows_receiver in{a, b, epoch};
-	bool cached = (a.mode & SW_MOE_CACHED) != 0;
-	if (!cached)
-		in.tell_counts();
-	if (in.await(own) && !cached)
-		in.tell_ranks();
-}
-
-template <typename Float8, bool quantises> __device__ __forceinline__ void send_few(const sw_moe_args &a, few_board &b, rows_board &in)
+template <typename Float8, bool quantises> __device__ __forceinline__ void send_few(const sw_moe_args &a, few_board &b, u32 *sum, unsigned short *slots)
 {
 	u32 n = a.world.size, lane = threadIdx.x & 31;
-	bool cached = (a.mode & SW_MOE_CACHED) != 0;
+	bool cached = (a.mode & SW_MOE_CACHED) != 0, beside = (a.mode & SW_MOE_BESIDE) != 0;
 	u32 workers = gridDim.x > 1 && !cached ? gridDim.x - 1 : gridDim.x; // the last block counts choices, beside the others
 	few_tasks tasks(a.tokens, a.row_bytes, workers);
-	few_sender f{a, b, lane, n};
+	few_sender f{a, b, slots, lane, n};
 	if (!cached)
 		placement::fill(a, b.near);
+	f.clear(cached);
 	if (threadIdx.x == 0)
 		b.bad = 0;
 	if (blockIdx.x == gridDim.x - 1)
@@ -405,18 +605,19 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 	f.look(cached);
 	u64 epoch = number.epoch();
 	bool good = epoch != 0;
-	if (good && peer < n && peer != a.world.rank) {
+	if (beside) { // for experts_take, which counts the call
+		__syncthreads();
+		release_stream();
+	}
+	if (good && peer < n) {
 		if (blockIdx.x == 0)
 			tell_begin(a, peer, epoch, gridDim.x);
-		good = await_room(a, peer, epoch, seen);
+		good = peer == a.world.rank || await_room(a, peer, epoch, seen);
 	}
 	if (__syncthreads_or(!good))
 		return;
-	if (threadIdx.x == 0) {
-		number.advance(a.world);
-		if (b.bad != 0 && blockIdx.x == 0)
-			complain(a, a.world.rank, b.bad, epoch);
-	}
+	if (threadIdx.x == 0 && b.bad != 0 && blockIdx.x == 0)
+		complain(a, a.world.rank, b.bad, epoch);
 	Float8 q;
 #pragma unroll 1
 	for (u32 task = tasks.warp; task != ~0u && task < tasks.count + a.tokens; task += tasks.warps) {
@@ -444,24 +645,32 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 	if (!cached && blockIdx.x == gridDim.x - 1)
 		f.tell_counts(epoch);
 	__syncthreads();
-	if (threadIdx.x < n && threadIdx.x != a.world.rank) {
-		u64 rows = b.bad != 0 ? b.bad : blockIdx.x == 0 ? f.before(a.tokens, threadIdx.x) : 0;
+	if (threadIdx.x < n) {
+		u64 word = b.bad != 0 ? b.bad : done(blockIdx.x == 0 ? f.before(a.tokens, threadIdx.x) : 0, 0, true);
 		fence_acq_rel_sys();
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, rows);
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, word);
 	}
+	if (!beside && threadIdx.x == blockDim.x - 1)
+		number.advance(a.world);
 	if (threadIdx.x < n && blockIdx.x == 0 && a.counters != 0)
 		atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
 			  static_cast<unsigned long long>(f.before(a.tokens, threadIdx.x)) * (a.wire_bytes + 4 * a.scale_words));
-	release_stream();
-	if ((a.mode & SW_MOE_RECEIVE) != 0)
-		receive_few(a, in, epoch, f.before(a.tokens, a.world.rank));
+	if (!beside)
+		release_stream();
+	if ((a.mode & SW_MOE_RECEIVE) != 0 && blockIdx.x == 0)
+		rows_receiver{a, sum, epoch}.finish(cached);
 }
 
-template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_args &a, u64 *base)
+template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_args &a, combine_board &b)
 {
 	u32 lane = threadIdx.x & 31, n = a.world.size;
 	few_tasks tasks(a.tokens, a.row_bytes, gridDim.x);
-	await_stream();
+	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
+	if (threadIdx.x == 0)
+		b.makes = 0;
+	__syncthreads();
+	if (!beside)
+		await_stream();
 	bool begins = (a.mode & SW_MOE_SEND) != 0;
 	call_number number;
 	number.load(a.world);
@@ -473,24 +682,26 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 	epoch -= epoch != 0 && !begins ? 1 : 0;
 	if (epoch != 0 && begins && blockIdx.x == 0 && threadIdx.x < n && threadIdx.x != a.world.rank)
 		tell_begin(a, threadIdx.x, epoch, gridDim.x);
-	bool good = epoch != 0;
-	if (threadIdx.x < n && good) {
-		u64 word, place = a.from_rows;
-		if (threadIdx.x != a.world.rank)
-			good = await_begin(a, threadIdx.x, epoch, word, place);
-		if (good)
-			base[threadIdx.x] = segment(a.world, threadIdx.x) + resolve(a.world, threadIdx.x, place);
-	}
-	bool stop = __syncthreads_or(!good);
+	bool stop = __syncthreads_or(epoch == 0) || !await_ranks(a, b, epoch);
 	if (begins && epoch != 0 && threadIdx.x == blockDim.x - 1)
 		number.advance(a.world); // also where peers make another call
 	if (stop)
 		return;
+	int seen = -1; // the window that is made
 #pragma unroll 1
 	for (u32 task = tasks.warp; task < tasks.count; task += tasks.warps) {
 		u32 t = task / tasks.parts, part = task - t * tasks.parts;
 		if (task != tasks.warp)
 			row = lane < n ? places[static_cast<u64>(t) * n + lane] : -1;
+		bool good = true;
+#pragma unroll 1
+		for (u32 d = lane; d < n && good; d += 32) {
+			int r = d == lane ? row : places[static_cast<u64>(t) * n + d];
+			if (r >= 0 && (b.makes >> d & 1) != 0)
+				good = await_made(a, d, r, epoch, seen);
+		}
+		if (__any_sync(~0u, !good))
+			break;
 		sum<type> s[few_vectors];
 		few_row one, other;
 #pragma unroll 1
@@ -498,9 +709,9 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 			int first = d < 32 ? __shfl_sync(~0u, row, d) : places[static_cast<u64>(t) * n + d];
 			int second = d + 1 == n ? -1 : d + 1 < 32 ? __shfl_sync(~0u, row, (d + 1) & 31) : places[static_cast<u64>(t) * n + d + 1];
 			if (first >= 0)
-				one.load(base[d] + static_cast<u64>(first) * a.row_bytes, a.row_bytes, part, lane);
+				one.load(b.base[d] + static_cast<u64>(first) * a.row_bytes, a.row_bytes, part, lane);
 			if (second >= 0)
-				other.load(base[d + 1] + static_cast<u64>(second) * a.row_bytes, a.row_bytes, part, lane);
+				other.load(b.base[d + 1] + static_cast<u64>(second) * a.row_bytes, a.row_bytes, part, lane);
 #pragma unroll
 			for (u32 i = 0; i < few_vectors; i++) {
 				if (first >= 0)
@@ -522,6 +733,8 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 			sum_weights(a, t, lane);
 	}
 	release_stream();
+	if (beside)
+		await_stream();
 	tell_read(a, epoch);
 	if ((a.mode & SW_MOE_KEEP) == 0)
 		await_read(a, epoch);
@@ -547,9 +760,9 @@ SW_DISPATCH_ROWS(dispatch_rows_f16, to_float8<kind::f16>)
 	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) name(const __grid_constant__ sw_moe_args a)                                                             \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
-		SW_SHARED(few_board, b);                                                                                                                                           \
-		SW_SHARED(rows_board, in);                                                                                                                                         \
-		send_few<float8, quantises>(a, b, in);                                                                                                                             \
+		SW_DYNAMIC_SHARED(slots);                                                                                                                                          \
+		SW_SHARED(few_sending, b);                                                                                                                                         \
+		send_few<float8, quantises>(a, b.board, b.in.sum, reinterpret_cast<unsigned short *>(slots));                                                                      \
 	}
 
 SW_DISPATCH_FEW(dispatch_few, few_float8<kind::f32>, false)
@@ -563,19 +776,19 @@ SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, true)
 		using namespace sw;                                                                                                                                                \
 		SW_DYNAMIC_LINES(memory);                                                                                                                                         \
 		SW_SHARED(combine_board, b);                                                                                                                                       \
-		combine_rows<type>(a, b.base, b.full, b.has, reinterpret_cast<u8 *>(memory));                                                                                             \
+		combine_rows<type>(a, b, reinterpret_cast<u8 *>(memory));                                                                                                                 \
 	}                                                                                                                                                                          \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) combine_few_##suffix(const __grid_constant__ sw_moe_args a)                                             \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
 		SW_SHARED(combine_board, b);                                                                                                                                       \
-		combine_few<type>(a, b.base);                                                                                                                                      \
+		combine_few<type>(a, b);                                                                                                                                           \
 	}                                                                                                                                                                          \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS) experts_sum_##suffix(const __grid_constant__ sw_moe_args a)                                               \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_PASS_THREADS, 1) experts_sum_##suffix(const __grid_constant__ sw_moe_args a)                                               \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
-		SW_SHARED(staged_rows, staged);                                                                                                                                    \
-		make_partials<type>(a, staged);                                                                                                                                    \
+		SW_SHARED(pass_board, b);                                                                                                                                          \
+		make_partials<type>(a, b);                                                                                                                                         \
 	}                                                                                                                                                                          \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS) experts_spread_##suffix(const __grid_constant__ sw_moe_args a)                                            \
 	{                                                                                                                                                                          \
@@ -609,98 +822,52 @@ extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(cons
 extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) dispatch_receive(const __grid_constant__ sw_moe_args a)
 {
 	using namespace sw;
-	SW_SHARED(rows_board, b);
+	SW_SHARED(receive_board, b);
 	await_stream();
 	u64 epoch = running_call(a);
 	if (__syncthreads_or(epoch == 0))
 		return;
-	bool cached = (a.mode & SW_MOE_CACHED) != 0;
-	const int *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
-	if (threadIdx.x == 0)
-		b.own = 0;
-	__syncthreads();
-#pragma unroll 1
-	for (u32 t = threadIdx.x; t < a.tokens && !cached; t += blockDim.x)
-		if (places[static_cast<u64>(t) * a.world.size + a.world.rank] >= 0)
-			atomicAdd(&b.own, 1u);
-	__syncthreads();
-	rows_receiver in{a, b, epoch};
-	if (!cached)
-		in.tell_counts();
-	if (in.await(b.own) && !cached)
-		in.tell_ranks();
+	rows_receiver{a, b.sum, epoch}.finish((a.mode & SW_MOE_CACHED) != 0);
 }
 
-// Rows from staging to their experts: the second half of an expert-major dispatch, or of the part of a backward that needs no sums.
+// Rows from staging to their experts: the second half of an expert-major dispatch. With SW_MOE_BESIDE it begins while the kernel before it runs, which sends.
 extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_take(const __grid_constant__ sw_moe_args a)
 {
 	using namespace sw;
 	SW_DYNAMIC_LINES(memory);
 	SW_SHARED(take_board, b);
-	await_stream();
-	u64 epoch = running_call(a);
-	if (__syncthreads_or(epoch == 0))
-		return;
-	bool cached = (a.mode & SW_MOE_CACHED) != 0;
-	taker t(a, b, reinterpret_cast<u32 *>(memory), epoch);
-	const u32 *kept = reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived);
-	for (u32 i = threadIdx.x; i < a.local; i += blockDim.x)
-		t.hist[i] = 0;
-	if (!cached && !t.look_at_counts())
-		return;
-	const int *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
-	u32 own = 0;
-	for (u32 i = threadIdx.x; i < a.tokens; i += blockDim.x) // of this rank, whose stores came before
-		own += places[static_cast<u64>(i) * a.world.size + a.world.rank] >= 0 ? 1 : 0;
-	if (threadIdx.x == 0)
-		b.own = 0;
-	__syncthreads();
-	if (own != 0)
-		atomicAdd(&b.own, own);
-	__syncthreads();
-	rows_receiver in{a, b.rows, epoch};
-	if (!in.await(b.own))
-		return;
-	if (threadIdx.x == 0)
-		b.staged.make(a, cached ? kept : b.rows.sum);
-	if (!cached && t.warp == 0)
-		t.lay_out();
-	if (!cached && blockIdx.x == 0) {
-		t.count_ranks();
-		t.tell_rank_counts();
+	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
+	if (!beside)
+		await_stream();
+	call_number number;
+	number.load(a.world);
+	u64 epoch = number.epoch() == 0 ? 0 : number.v.a + (beside ? 1 : 0);
+	if (threadIdx.x < SW_MAX_RANKS)
+		b.sum[threadIdx.x] = 0;
+	if (threadIdx.x < a.movers)
+		b.full[threadIdx.x].init();
+	fence_bulk();
+	bool good = !__syncthreads_or(epoch == 0);
+	if (good && beside && threadIdx.x == blockDim.x - 1)
+		number.advance(a.world);
+	taker t(a, b, reinterpret_cast<u8 *>(memory), epoch);
+	good = good && t.prepare();
+	bool parted = (a.mode & SW_MOE_PARTED) != 0;
+	if (good && !parted)
+		good = t.copy_as_they_come();
+	if (!__syncthreads_or(!good) && (parted || blockIdx.x == 0)) {
+		good = !__syncthreads_or(!rows_receiver{a, b.sum, epoch}.await(threadIdx.x, blockDim.x));
+		if (good && parted) {
+			if (threadIdx.x == 0)
+				b.staged.make(a, b.sum);
+			__syncthreads();
+			t.copy_all();
+		}
+		if (good && blockIdx.x == 0 && threadIdx.x < t.n && !t.cached)
+			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.sum[threadIdx.x];
 	}
-	__syncthreads();
-	if (!cached && blockIdx.x == 0 && a.mapped != 0 && threadIdx.x == 0) {
-		fence_acq_rel_sys();
-		store_relaxed_sys(a.mapped, a.ticket);
-	}
-	stretch mine(b.staged.first[t.n], blockIdx.x, gridDim.x);
-	if (!cached) {
-		if (blockIdx.x == 0 && threadIdx.x == 0)
-			__threadfence(); // what others add to comes before the word that lets them
-		if (!t.find_bases(mine))
-			return;
-		if (t.warp == 0)
-			t.rank_choices(mine);
-		__syncthreads();
-	}
-	t.copy(mine);
+	bulk_await();
 	release_stream();
-	if (a.landed != 0) {
-		__syncthreads();
-		fence_acq_rel_sys();
-#pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.local; i += blockDim.x)
-			if (t.hist[i] != 0)
-				atomicAdd_system(reinterpret_cast<u32 *>(a.landed) + i, t.hist[i]);
-	}
-}
-
-// Padding that callers find zero. Behind experts_take.
-extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_zero(const __grid_constant__ sw_moe_args a)
-{
-	using namespace sw;
-	await_stream();
-	zero_padding(a, a.rows, a.wire_bytes, a.row_sources, a.row_weights);
-	release_stream();
+	if (beside)
+		await_stream(); // what comes behind this kernel comes behind that one
 }

@@ -3,6 +3,7 @@ package cuda
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -10,11 +11,11 @@ import (
 
 // dispatchKernels are the kernels of MoE dispatch. Those by number type are indexed by it.
 type dispatchKernels struct {
-	rows, few, receive, begin, take, zero cuda.Function
-	rowsFloat8, fewFloat8                 [3]cuda.Function
-	sumRows, sumFew, partials, spread     [3]cuda.Function
-	blocks                                int // of any of them that run at once
-	shared                                int // dynamic shared memory that a block can have
+	rows, few, receive, begin, take   cuda.Function
+	rowsFloat8, fewFloat8             [3]cuda.Function
+	sumRows, sumFew, partials, spread [3]cuda.Function
+	blocks                            int // of any of them that run at once
+	shared                            int // dynamic shared memory that a block can have
 }
 
 // dispatches are the launches of one dispatcher. It is a family.
@@ -28,12 +29,17 @@ type dispatches struct {
 const (
 	moeFixedShared = 28 << 10 // more than the kernels have beside what is asked for at launch
 
-	// How many multiprocessors calls for many tokens take where nothing is said, and those for few.
-	moeBlocks    = 24
-	moeFewBlocks = 64
+	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Beside a pass over this rank's memory, which has the others, rows cross with
+	// more: on 2 H200, sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256.
+	moeBlocks           = 24
+	moeFewBlocks        = 64
+	moeSendBesideBlocks = 32
+	moeReadBesideBlocks = 40
 
-	// What all blocks together offer to one peer, in bytes a nanosecond, and ask of one. On 2 H200 with 24 blocks, 360 to 370 and 340 were fastest.
-	moeSendRate, moeReadRate = 365, 340
+	// What all blocks together offer to one peer, in bytes a nanosecond, and ask of one. On 2 H200 with 24 blocks 365 was fastest for rows of 14 KiB, 352 for rows of 7,
+	// and 340 for reading.
+	moeSendRate, moeSendRateShort, moeReadRate = 365, 352, 340
+	moeShort                                   = 8 << 10
 
 	moePart = 16 << 10 // the most of a row that is moved at a time
 )
@@ -130,7 +136,7 @@ func (x *dispatches) load(e *Engine) (err error) {
 func (k *dispatchKernels) load(e *Engine) error {
 	entries := []entry{
 		{"dispatch_rows", &k.rows}, {"dispatch_few", &k.few}, {"dispatch_receive", &k.receive}, {"combine_begin", &k.begin},
-		{"experts_take", &k.take}, {"experts_zero", &k.zero},
+		{"experts_take", &k.take},
 	}
 	for i, t := range [...]string{"f32", "bf16", "f16"} {
 		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"dispatch_few_" + t, &k.fewFloat8[i]},
@@ -141,7 +147,7 @@ func (k *dispatchKernels) load(e *Engine) error {
 		return err
 	}
 	k.shared = e.maxShared - moeFixedShared
-	for _, f := range append([]cuda.Function{k.rows, k.take}, append(k.rowsFloat8[:], k.sumRows[:]...)...) {
+	for _, f := range slices.Concat([]cuda.Function{k.rows, k.take}, k.rowsFloat8[:], k.sumRows[:]) {
 		if err := e.ctx.SetFunctionAttribute(f, cuda.FunctionMaxDynamicShared, k.shared); err != nil {
 			return err
 		}
@@ -227,6 +233,35 @@ func placeOf(b *kernels.Buffer) uint64 {
 	return uint64(b.Place)
 }
 
+// crossing is how many blocks the kernel has that sends rows, or reads and sums them.
+func (l *moeCall) crossing() int {
+	switch {
+	case l.few():
+		return l.blocks(moeFewBlocks)
+	case l.a.mode&moeBeside == 0:
+		return l.blocks(moeBlocks)
+	case l.c.Op == kernels.DispatchOp || l.c.Op == kernels.RedispatchOp:
+		return moeSendBesideBlocks
+	}
+	return moeReadBesideBlocks
+}
+
+// passing is how many blocks a pass over this rank's rows has. Where both is true the call's other kernel follows or goes before; they run beside each other if there are
+// multiprocessors for both and the caller sets no bound. With few tokens neither fills a multiprocessor, or not for long.
+func (l *moeCall) passing(both bool) int {
+	if both && l.c.Blocks == 0 {
+		l.a.mode |= moeBeside
+		if l.few() && l.p.e.sharers == 1 {
+			return l.k.blocks
+		}
+		if rest := l.k.blocks - l.crossing(); rest >= l.crossing() {
+			return rest
+		}
+		l.a.mode &^= moeBeside
+	}
+	return l.blocks(moeMaxBlocks)
+}
+
 // compact reports whether rows of one rank follow those of the one before without gaps.
 func (l *moeCall) compact() bool { return l.m.Layout == kernels.TokenRows }
 
@@ -265,14 +300,17 @@ func (l *moeCall) send(rowBytes int64, quantises bool) error {
 		a.wireBytes = uint32(m.RowBytes())
 	}
 	if l.few() {
-		f := l.k.few
+		f, shared := l.k.few, 0
 		if quantises {
 			f = l.k.fewFloat8[numberKind(m.TokenType)]
 		}
-		l.launch(f, l.blocks(moeFewBlocks), moeFewThreads, 0)
+		if a.mode&moeByExpert != 0 && a.mode&moeCached == 0 { // the slots of all choices
+			shared = 2 * l.c.Tokens * m.TopK
+		}
+		l.launch(f, l.crossing(), moeFewThreads, shared)
 		return nil
 	}
-	f, blocks, part, movers := l.k.rows, l.blocks(moeBlocks), rowBytes, int64(4)
+	f, blocks, part, movers := l.k.rows, l.crossing(), rowBytes, int64(4)
 	if quantises {
 		f, movers = l.k.rowsFloat8[numberKind(m.TokenType)], 14
 	}
@@ -281,7 +319,7 @@ func (l *moeCall) send(rowBytes int64, quantises bool) error {
 		part = kernels.AlignUp((part+n-1)/n, 2048)
 	}
 	a.share = uint32((l.c.Tokens + blocks - 1) / blocks)
-	board := 4 * int64(m.Ranks) * (int64(a.share) + (int64(a.share)+31)/32)
+	board := 4 * (int64(m.Ranks)*(int64(a.share)+(int64(a.share)+31)/32) + 2*int64(m.Slots()))
 	scales := int64(0)
 	if quantises {
 		scales = moeScales
@@ -296,7 +334,11 @@ func (l *moeCall) send(rowBytes int64, quantises bool) error {
 	}
 	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((rowBytes+part-1)/part), uint32(movers), uint32(depth)
 	wire := part * int64(a.wireBytes) / rowBytes
-	a.interval = l.interval(wire, movers*int64(blocks), moeSendRate)
+	rate := moeSendRate
+	if wire <= moeShort {
+		rate = moeSendRateShort
+	}
+	a.interval = l.interval(wire, movers*int64(blocks), float64(rate))
 	l.launch(f, blocks, moeThreads, int(movers*(depth*part+scales)+board))
 	return nil
 }
@@ -367,6 +409,7 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		return nil
 	}
 	l.toStaging()
+	blocks := l.passing(d.Phase == kernels.Both)
 	mode := a.mode
 	if d.Phase&kernels.Send != 0 {
 		a.mode = mode &^ moeReceive
@@ -381,16 +424,32 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	if m.Scales.Columns {
 		a.mode |= moeColumns
 	}
-	l.launch(x.k.take, l.blocks(moeMaxBlocks), moePassThreads, 12*m.Local(m.Rank))
+	if l.few() {
+		a.mode |= moeParted
+	}
 	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
 		a.mode |= moeZero
-		l.launch(x.k.zero, l.blocks(moeMaxBlocks), moePassThreads, 0)
 	}
+	l.take(blocks)
 	return nil
 }
 
+// take appends the pass that puts rows from staging where their experts' are.
+func (l *moeCall) take(blocks int) {
+	m, a := l.m, &l.a
+	local := int64(m.Local(m.Rank))
+	front := kernels.AlignUp(4*(2*local+1+int64(m.Ranks)*local), 128)
+	part := min(int64(a.wireBytes), moePart)
+	if l.few() {
+		part = min(part, moePassPart)
+	}
+	movers := max(1, min(moePassThreads/32, (int64(l.k.shared)-front)/part))
+	a.part, a.parts, a.movers = uint32(part), uint32((int64(a.wireBytes)+part-1)/part), uint32(movers)
+	l.launch(l.k.take, blocks, moePassThreads, int(front+movers*part))
+}
+
 // partials appends the pass over this rank's rows: copies to y where that is set, else to where peers read them, and sums there.
-func (l *moeCall) partials() {
+func (l *moeCall) partials(blocks int) {
 	m, a := l.m, &l.a
 	mode := a.mode &^ moeByExpert
 	a.mode = mode
@@ -400,7 +459,8 @@ func (l *moeCall) partials() {
 	if !m.Layout.ByToken() {
 		a.mode |= moeByExpert
 	}
-	l.launch(l.k.partials[numberKind(m.SumType)], l.blocks(2*l.p.e.multiprocessors/l.p.e.sharers), moePassThreads, 0)
+	a.parts = (a.rowBytes + moePassPart - 1) / moePassPart
+	l.launch(l.k.partials[numberKind(m.SumType)], blocks, moeSumPassThreads, 0)
 	a.mode = mode
 }
 
@@ -441,6 +501,7 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	if c.Phase&kernels.Send != 0 {
 		if staged {
 			a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
+			blocks := l.passing(!m.Layout.ByToken() && c.Phase == kernels.Both)
 			if !m.Layout.ByToken() {
 				a.mode |= weighs(c.Weighting)
 			}
@@ -448,7 +509,7 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 			if a.y = 0; c.RowWeights.Bytes == 0 {
 				a.fromWeights = 0
 			}
-			l.partials()
+			l.partials(blocks)
 			a.y, a.fromWeights = y, weights
 		}
 		if c.Phase&kernels.Receive == 0 {
@@ -465,10 +526,10 @@ func (l *moeCall) sum() {
 	m, a := l.m, &l.a
 	kind := numberKind(m.SumType)
 	if l.few() {
-		l.launch(l.k.sumFew[kind], l.blocks(moeFewBlocks), moeFewThreads, 0)
+		l.launch(l.k.sumFew[kind], l.crossing(), moeFewThreads, 0)
 		return
 	}
-	blocks, row, n := l.blocks(moeBlocks), int64(a.rowBytes), int64(m.Ranks)
+	blocks, row, n := l.crossing(), int64(a.rowBytes), int64(m.Ranks)
 	movers, depth := int64(moeSumThreads/32), int64(3)
 	if n > 4 {
 		movers, depth = 12, 2
@@ -503,7 +564,7 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	l.launch(x.k.receive, 1, moeThreads, 0)
 	if m.Layout.ByToken() { // out of staging into the caller's rows
 		a.rows, a.y = uint64(p.e.space.Addr(m.Rank, int64(a.toRows))), uint64(b.DRows.Ptr)
-		l.partials()
+		l.partials(l.passing(false))
 		return nil
 	}
 	a.rows, a.y, a.rowWeights, a.sumWeights, a.fromWeights = uint64(b.Rows.Ptr), uint64(b.DRows.Ptr), addressOf(&b.RowWeights), 0, 0

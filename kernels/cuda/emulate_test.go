@@ -42,7 +42,8 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 		"\tSW_PACKET_THREADS = 1024", "\tSW_PACKET_THREADS = 128", "SW_COPY_THREADS = 256", "SW_COPY_THREADS = 64",
 		"SW_REDUCE_PACKET_THREADS = 384", "SW_REDUCE_PACKET_THREADS = 128", "SW_REDUCE_THREADS = 512", "SW_REDUCE_THREADS = 288",
 		"SW_MOE_THREADS = 1024", "SW_MOE_THREADS = 128", "SW_MOE_FEW_THREADS = 512", "SW_MOE_FEW_THREADS = 96",
-		"SW_MOE_SUM_THREADS = 512", "SW_MOE_SUM_THREADS = 64", "SW_MOE_PASS_THREADS = 512", "SW_MOE_PASS_THREADS = 64"}, bugs...)
+		"SW_MOE_SUM_THREADS = 512", "SW_MOE_SUM_THREADS = 64", "SW_MOE_PASS_THREADS = 512", "SW_MOE_PASS_THREADS = 64",
+		"SW_MOE_SUM_PASS_THREADS = 512", "SW_MOE_SUM_PASS_THREADS = 96", "SW_MOE_PASS_PART = 2048", "SW_MOE_PASS_PART = 512"}, bugs...)
 	found := make([]int, len(edits))
 	for name := range sources {
 		b, err := os.ReadFile(filepath.Join("../..", name))
@@ -186,25 +187,40 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"while (line.a < epoch) {", "while (false) {",
 		},
 		"rows are taken before all blocks of a peer have sent theirs": {
-			"while ((v = load16_relaxed_sys(place)).a < epoch)", "while ((v = load16_relaxed_sys(place)).a + 2 < epoch)",
+			"v.a < epoch || (!is_all(v.b)", "v.a + 2 < epoch || (!is_all(v.b)",
 		},
 		"a block does not count the rows of those before it": {
 			"i < blockIdx.x * n; i += blockDim.x) {", "i < 0 * n; i += blockDim.x) {",
 		},
 		"counts are told before all blocks have counted": {
-			"add_acq_rel_gpu(tallied, 1) == gridDim.x - 1", "add_acq_rel_gpu(tallied, 1) == 0",
+			"i < blockIdx.x * a.slots; i += threads)", "i < 0 * a.slots; i += threads)",
 		},
 		"a place is loaded again before its row has been sent": {
 			"bulk_await_read<1>();", "",
 		},
 		"choices of one expert get their rows in another order": {
-			"static_cast<int>(base[slot] + before);", "static_cast<int>(base[slot] + __popc(alike) - 1 - before);",
+			"s.before[slot] + earlier;", "s.before[slot] + __popc(alike) - 1 - earlier;",
 		},
 		"a thread counts its choices before others have ranked theirs": {
-			"static_cast<int>(base[slot] + before);\n\t\t\t__syncwarp();", "static_cast<int>(base[slot] + before);",
+			"s.before[slot] + earlier;\n\t\t\t__syncwarp();", "s.before[slot] + earlier;",
 		},
 		"rows are summed before their rank has made them": {
-			"while (load_acquire_sys(line) < epoch)", "while (load_acquire_sys(line) + 2 < epoch)",
+			"first.a < epoch || second.a < epoch", "first.a + 2 < epoch || second.a + 2 < epoch",
+		},
+		"rows are spread before they are written": {
+			"bulk_await_written<behind>();", "",
+		},
+		"rows are spread before what lies beside them is written": {
+			"part_sync(beside_part, threads);\n\t\tif (good && by_expert", "if (good && by_expert",
+		},
+		"a window is told before all of it is made": {
+			"+ 1 == static_cast<u32>(rows_in(src)) * chunks", "== 0",
+		},
+		"rows are summed before their window is made": {
+			"while (load_acquire_sys(word) < epoch)", "while (load_acquire_sys(word) == 0)",
+		},
+		"a kernel counts the call before all threads of the one before have its number": {
+			"__syncthreads();\n\t\trelease_stream();", "release_stream();",
 		},
 		"rows in staging are made anew before peers have read them": {
 			"op_of(line.b) < SW_MOE_SUMS)", "true)",

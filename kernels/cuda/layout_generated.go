@@ -89,18 +89,21 @@ const (
 
 // MoE dispatch.
 const (
-	moeThreads     = 1024 // of a block of dispatch_rows
-	moeFewThreads  = 512  // of a block of the kernels for few tokens
-	moeSumThreads  = 512  // of a block of combine_rows
-	moePassThreads = 512  // of a block of the passes over this rank's memory
-	moeMaxBlocks   = 160  // of a kernel that peers wait for
-	moeFewTokens   = 256  // the most tokens of the kernels for few
-	moeFewSlots    = 1024 // and the most slots
-	moeTable       = 1024 // experts whose places a block keeps in shared memory
-	moeSums        = 3    // the least operation that reads peers' rows
-	moeFirst       = 65   // entries of moe_args.first
-	moeScales      = 512  // bytes of shared memory for the scales that a warp makes
-	moeSlots       = 128  // places for rows under way that the warps of a block have together, at most
+	moeThreads        = 1024 // of a block of dispatch_rows
+	moeFewThreads     = 512  // of a block of the kernels for few tokens
+	moeSumThreads     = 512  // of a block of combine_rows
+	moePassThreads    = 512  // of a block of the passes over this rank's memory
+	moeMaxBlocks      = 160  // of a kernel that peers wait for
+	moeFewTokens      = 256  // the most tokens of the kernels for few
+	moeFewSlots       = 1024 // and the most slots
+	moeTable          = 1024 // experts whose places a block keeps in shared memory
+	moeSums           = 3    // the least operation that reads peers' rows
+	moeFirst          = 65   // entries of moe_args.first
+	moeScales         = 512  // bytes of shared memory for the scales that a warp makes
+	moeSlots          = 128  // places for rows under way that the warps of a block have together, at most
+	moeSumPassThreads = 512  // of a block of the pass that makes sums: those that make, and a warp that tells
+	moePassPart       = 2048 // bytes of a row that a warp of a pass adds or copies at a time
+	moeWindow         = 64   // rows of one rank that are told together when they are made
 )
 
 // What a launch for MoE does.
@@ -117,6 +120,8 @@ const (
 	moeZero      = 512  // padding is zero
 	moeWeigh     = 1024 // rows are multiplied by the weights of the dispatch
 	moeGiven     = 2048 // or by those beside the rows
+	moeBeside    = 4096 // the two kernels of the call run beside each other
+	moeParted    = 8192 // the parts of a row come from several blocks
 )
 
 // Kinds of a fault.
@@ -132,24 +137,25 @@ const (
 	faultOverflow = 8 // peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole
 )
 
-const moeBlockBytes = 136
+const moeBlockBytes = 144
 
 // moeBlock is struct sw_moe_block. Where the words of a handle lie. All but the last part must be zero before the first call.
 type moeBlock struct {
 	control     int64 // struct sw_control
-	tallied     int64 // how many blocks have counted their choices; 0 between calls
+	landing     int64 // the epoch of the call for which kernels.MoEHandle.Landed counts
 	begins      int64 // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
-	dones       int64 // [2][size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there
+	dones       int64 // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
 	slotCounts  int64 // [size][slots]: rows of each rank for each slot, behind the low half of the epoch
 	rankTotals  int64 // [size][size]: rows of each rank for each rank, likewise
 	blockCounts int64 // [blocks][size]: rows of this rank's blocks for each rank, likewise
-	blockSlots  int64 // [blocks][local]: rows that this rank's blocks spread to each slot, likewise
+	blockSlots  int64 // [blocks][slots]: choices of this rank's blocks for each slot, likewise
+	made        int64 // [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows
+	making      int64 // [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls
 	arrived     int64 // [size]: rows in staging from each rank
-	tally       int64 // [slots]: this rank's choices in the running call; 0 between calls
 	places      int64 // [max_tokens][size]: the row of each token among those of this rank on each rank, or -1
 	who         int64 // [max_tokens][top_k]: the rank of each choice, or -1
 	spread      int64 // [staged][top_k]: the expert's row of each choice of a row in staging, or -1
-	indices     int64 // [staged][top_k] int64, beside rows in staging
+	indices     int64 // [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them
 	weights     int64 // [staged][top_k] float32, likewise
 	sources     int64 // [staged][2], likewise
 	end         int64 // the offset behind the block
@@ -157,24 +163,25 @@ type moeBlock struct {
 
 // put encodes s into b.
 func (s *moeBlock) put(b []byte) {
-	_ = b[135]
+	_ = b[143]
 	binary.LittleEndian.PutUint64(b[0:], uint64(s.control))
-	binary.LittleEndian.PutUint64(b[8:], uint64(s.tallied))
+	binary.LittleEndian.PutUint64(b[8:], uint64(s.landing))
 	binary.LittleEndian.PutUint64(b[16:], uint64(s.begins))
 	binary.LittleEndian.PutUint64(b[24:], uint64(s.dones))
 	binary.LittleEndian.PutUint64(b[32:], uint64(s.slotCounts))
 	binary.LittleEndian.PutUint64(b[40:], uint64(s.rankTotals))
 	binary.LittleEndian.PutUint64(b[48:], uint64(s.blockCounts))
 	binary.LittleEndian.PutUint64(b[56:], uint64(s.blockSlots))
-	binary.LittleEndian.PutUint64(b[64:], uint64(s.arrived))
-	binary.LittleEndian.PutUint64(b[72:], uint64(s.tally))
-	binary.LittleEndian.PutUint64(b[80:], uint64(s.places))
-	binary.LittleEndian.PutUint64(b[88:], uint64(s.who))
-	binary.LittleEndian.PutUint64(b[96:], uint64(s.spread))
-	binary.LittleEndian.PutUint64(b[104:], uint64(s.indices))
-	binary.LittleEndian.PutUint64(b[112:], uint64(s.weights))
-	binary.LittleEndian.PutUint64(b[120:], uint64(s.sources))
-	binary.LittleEndian.PutUint64(b[128:], uint64(s.end))
+	binary.LittleEndian.PutUint64(b[64:], uint64(s.made))
+	binary.LittleEndian.PutUint64(b[72:], uint64(s.making))
+	binary.LittleEndian.PutUint64(b[80:], uint64(s.arrived))
+	binary.LittleEndian.PutUint64(b[88:], uint64(s.places))
+	binary.LittleEndian.PutUint64(b[96:], uint64(s.who))
+	binary.LittleEndian.PutUint64(b[104:], uint64(s.spread))
+	binary.LittleEndian.PutUint64(b[112:], uint64(s.indices))
+	binary.LittleEndian.PutUint64(b[120:], uint64(s.weights))
+	binary.LittleEndian.PutUint64(b[128:], uint64(s.sources))
+	binary.LittleEndian.PutUint64(b[136:], uint64(s.end))
 }
 
 // layMoeBlock lays the block out from offset on.
@@ -182,7 +189,7 @@ func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b m
 	at := offset
 	b.control = at
 	at += controlAlign
-	b.tallied = at
+	b.landing = at
 	at += controlAlign
 	b.begins = at
 	at += 2 * size * lineBytes
@@ -199,13 +206,16 @@ func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b m
 	at += moeMaxBlocks * size * 8
 	at = (at + 127) / 128 * 128
 	b.blockSlots = at
-	at += moeMaxBlocks * local * 8
+	at += moeMaxBlocks * slots * 8
+	at = (at + 127) / 128 * 128
+	b.made = at
+	at += size * ((maxTokens + moeWindow - 1) / moeWindow) * 8
+	at = (at + 127) / 128 * 128
+	b.making = at
+	at += size * ((maxTokens + moeWindow - 1) / moeWindow) * 4
 	at = (at + 127) / 128 * 128
 	b.arrived = at
 	at += size * 4
-	at = (at + 127) / 128 * 128
-	b.tally = at
-	at += slots * 4
 	at = (at + 127) / 128 * 128
 	b.places = at
 	at += maxTokens * size * 4
@@ -503,7 +513,7 @@ func putCopyArgsPlaces(b []byte, i int, v int64) {
 }
 
 const (
-	moeArgsBytes = 792
+	moeArgsBytes = 800
 )
 
 // moeArgs is struct sw_moe_args. One launch for MoE dispatch. Places are the same on every rank.
@@ -566,66 +576,66 @@ type moeArgs struct {
 
 // put encodes s into b, which has moeArgsBytes bytes. The elements of first are encoded one by one.
 func (s *moeArgs) put(b []byte) {
-	_ = b[791]
+	_ = b[799]
 	s.world.put(b[0:])
 	s.state.put(b[56:])
-	binary.LittleEndian.PutUint64(b[192:], s.x)
-	binary.LittleEndian.PutUint64(b[200:], s.scales)
-	binary.LittleEndian.PutUint64(b[208:], s.choices)
-	binary.LittleEndian.PutUint64(b[216:], s.weights)
-	binary.LittleEndian.PutUint64(b[224:], s.table)
-	binary.LittleEndian.PutUint64(b[232:], s.counters)
-	binary.LittleEndian.PutUint64(b[240:], s.mapped)
-	binary.LittleEndian.PutUint64(b[248:], s.ticket)
-	binary.LittleEndian.PutUint64(b[256:], s.toRows)
-	binary.LittleEndian.PutUint64(b[264:], s.toScales)
-	binary.LittleEndian.PutUint64(b[272:], s.toIndices)
-	binary.LittleEndian.PutUint64(b[280:], s.toWeights)
-	binary.LittleEndian.PutUint64(b[288:], s.toSources)
-	binary.LittleEndian.PutUint64(b[296:], s.rows)
-	binary.LittleEndian.PutUint64(b[304:], s.rowScales)
-	binary.LittleEndian.PutUint64(b[312:], s.rowWeights)
-	binary.LittleEndian.PutUint64(b[320:], s.rowSources)
-	binary.LittleEndian.PutUint64(b[328:], s.ready)
-	binary.LittleEndian.PutUint64(b[336:], s.counts)
-	binary.LittleEndian.PutUint64(b[344:], s.offsets)
-	binary.LittleEndian.PutUint64(b[352:], s.rankCounts)
-	binary.LittleEndian.PutUint64(b[360:], s.landed)
-	binary.LittleEndian.PutUint64(b[368:], s.fromRows)
-	binary.LittleEndian.PutUint64(b[376:], s.fromWeights)
-	binary.LittleEndian.PutUint64(b[384:], s.y)
-	binary.LittleEndian.PutUint64(b[392:], s.sumWeights)
-	binary.LittleEndian.PutUint64(b[400:], s.bias0)
-	binary.LittleEndian.PutUint64(b[408:], s.bias1)
-	binary.LittleEndian.PutUint64(b[416:], uint64(s.mostRows))
-	binary.LittleEndian.PutUint64(b[424:], uint64(s.align))
-	binary.LittleEndian.PutUint64(b[432:], uint64(s.capacity))
-	binary.LittleEndian.PutUint64(b[440:], uint64(s.offsetBase))
-	binary.LittleEndian.PutUint32(b[448:], s.op)
-	binary.LittleEndian.PutUint32(b[452:], s.mode)
-	binary.LittleEndian.PutUint32(b[456:], s.tokens)
-	binary.LittleEndian.PutUint32(b[460:], s.topK)
-	binary.LittleEndian.PutUint32(b[464:], s.maxTokens)
-	binary.LittleEndian.PutUint32(b[468:], s.experts)
-	binary.LittleEndian.PutUint32(b[472:], s.slots)
-	binary.LittleEndian.PutUint32(b[476:], s.local)
-	binary.LittleEndian.PutUint32(b[480:], s.indexBytes)
-	binary.LittleEndian.PutUint32(b[484:], s.slotsInverse)
-	binary.LittleEndian.PutUint32(b[488:], s.rowBytes)
-	binary.LittleEndian.PutUint32(b[492:], s.wireBytes)
-	binary.LittleEndian.PutUint32(b[496:], s.scaleWords)
-	binary.LittleEndian.PutUint32(b[500:], s.scaleBlock)
-	binary.LittleEndian.PutUint32(b[504:], s.part)
-	binary.LittleEndian.PutUint32(b[508:], s.parts)
-	binary.LittleEndian.PutUint32(b[512:], s.movers)
-	binary.LittleEndian.PutUint32(b[516:], s.depth)
-	binary.LittleEndian.PutUint32(b[520:], s.interval)
-	binary.LittleEndian.PutUint32(b[524:], s.share)
+	binary.LittleEndian.PutUint64(b[200:], s.x)
+	binary.LittleEndian.PutUint64(b[208:], s.scales)
+	binary.LittleEndian.PutUint64(b[216:], s.choices)
+	binary.LittleEndian.PutUint64(b[224:], s.weights)
+	binary.LittleEndian.PutUint64(b[232:], s.table)
+	binary.LittleEndian.PutUint64(b[240:], s.counters)
+	binary.LittleEndian.PutUint64(b[248:], s.mapped)
+	binary.LittleEndian.PutUint64(b[256:], s.ticket)
+	binary.LittleEndian.PutUint64(b[264:], s.toRows)
+	binary.LittleEndian.PutUint64(b[272:], s.toScales)
+	binary.LittleEndian.PutUint64(b[280:], s.toIndices)
+	binary.LittleEndian.PutUint64(b[288:], s.toWeights)
+	binary.LittleEndian.PutUint64(b[296:], s.toSources)
+	binary.LittleEndian.PutUint64(b[304:], s.rows)
+	binary.LittleEndian.PutUint64(b[312:], s.rowScales)
+	binary.LittleEndian.PutUint64(b[320:], s.rowWeights)
+	binary.LittleEndian.PutUint64(b[328:], s.rowSources)
+	binary.LittleEndian.PutUint64(b[336:], s.ready)
+	binary.LittleEndian.PutUint64(b[344:], s.counts)
+	binary.LittleEndian.PutUint64(b[352:], s.offsets)
+	binary.LittleEndian.PutUint64(b[360:], s.rankCounts)
+	binary.LittleEndian.PutUint64(b[368:], s.landed)
+	binary.LittleEndian.PutUint64(b[376:], s.fromRows)
+	binary.LittleEndian.PutUint64(b[384:], s.fromWeights)
+	binary.LittleEndian.PutUint64(b[392:], s.y)
+	binary.LittleEndian.PutUint64(b[400:], s.sumWeights)
+	binary.LittleEndian.PutUint64(b[408:], s.bias0)
+	binary.LittleEndian.PutUint64(b[416:], s.bias1)
+	binary.LittleEndian.PutUint64(b[424:], uint64(s.mostRows))
+	binary.LittleEndian.PutUint64(b[432:], uint64(s.align))
+	binary.LittleEndian.PutUint64(b[440:], uint64(s.capacity))
+	binary.LittleEndian.PutUint64(b[448:], uint64(s.offsetBase))
+	binary.LittleEndian.PutUint32(b[456:], s.op)
+	binary.LittleEndian.PutUint32(b[460:], s.mode)
+	binary.LittleEndian.PutUint32(b[464:], s.tokens)
+	binary.LittleEndian.PutUint32(b[468:], s.topK)
+	binary.LittleEndian.PutUint32(b[472:], s.maxTokens)
+	binary.LittleEndian.PutUint32(b[476:], s.experts)
+	binary.LittleEndian.PutUint32(b[480:], s.slots)
+	binary.LittleEndian.PutUint32(b[484:], s.local)
+	binary.LittleEndian.PutUint32(b[488:], s.indexBytes)
+	binary.LittleEndian.PutUint32(b[492:], s.slotsInverse)
+	binary.LittleEndian.PutUint32(b[496:], s.rowBytes)
+	binary.LittleEndian.PutUint32(b[500:], s.wireBytes)
+	binary.LittleEndian.PutUint32(b[504:], s.scaleWords)
+	binary.LittleEndian.PutUint32(b[508:], s.scaleBlock)
+	binary.LittleEndian.PutUint32(b[512:], s.part)
+	binary.LittleEndian.PutUint32(b[516:], s.parts)
+	binary.LittleEndian.PutUint32(b[520:], s.movers)
+	binary.LittleEndian.PutUint32(b[524:], s.depth)
+	binary.LittleEndian.PutUint32(b[528:], s.interval)
+	binary.LittleEndian.PutUint32(b[532:], s.share)
 }
 
 // putMoeArgsFirst encodes element i of first.
 func putMoeArgsFirst(b []byte, i int, v uint32) {
-	at := 528 + 4*i
+	at := 536 + 4*i
 	binary.LittleEndian.PutUint32(b[at:], v)
 }
 

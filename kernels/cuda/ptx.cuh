@@ -18,6 +18,13 @@ __device__ __forceinline__ pair64 load16_relaxed_sys(u64 p)
 	return v;
 }
 
+__device__ __forceinline__ pair64 load16_acquire_sys(u64 p)
+{
+	pair64 v;
+	asm volatile("{ .reg .b128 t; ld.acquire.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
+	return v;
+}
+
 __device__ __forceinline__ void store16_relaxed_sys(u64 p, u64 a, u64 b)
 {
 	asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }" ::"l"(p), "l"(a), "l"(b) : "memory");
@@ -273,6 +280,14 @@ template <int but> __device__ __forceinline__ void bulk_await_read()
 {
 #if __CUDA_ARCH__ >= 900
 	asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(but) : "memory");
+#endif
+}
+
+// Returns when all of the thread's groups but the last `but` are written.
+template <int but> __device__ __forceinline__ void bulk_await_written()
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("cp.async.bulk.wait_group %0;" ::"n"(but) : "memory");
 #endif
 }
 

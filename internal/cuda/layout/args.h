@@ -104,6 +104,9 @@ enum {
 	SW_MOE_FIRST = 65, /* entries of moe_args.first */
 	SW_MOE_SCALES = 512, /* bytes of shared memory for the scales that a warp makes */
 	SW_MOE_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
+	SW_MOE_SUM_PASS_THREADS = 512, /* of a block of the pass that makes sums: those that make, and a warp that tells */
+	SW_MOE_PASS_PART = 2048, /* bytes of a row that a warp of a pass adds or copies at a time */
+	SW_MOE_WINDOW = 64, /* rows of one rank that are told together when they are made */
 };
 
 /* What a launch for MoE does. */
@@ -120,6 +123,8 @@ enum {
 	SW_MOE_ZERO = 512, /* padding is zero */
 	SW_MOE_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
 	SW_MOE_GIVEN = 2048, /* or by those beside the rows */
+	SW_MOE_BESIDE = 4096, /* the two kernels of the call run beside each other */
+	SW_MOE_PARTED = 8192, /* the parts of a row come from several blocks */
 };
 
 /* Kinds of a fault. */
@@ -138,19 +143,20 @@ enum {
 /* Where the words of a handle lie. All but the last part must be zero before the first call. */
 struct sw_moe_block {
 	uint64_t control; /* struct sw_control */
-	uint64_t tallied; /* how many blocks have counted their choices; 0 between calls */
+	uint64_t landing; /* the epoch of the call for which kernels.MoEHandle.Landed counts */
 	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
-	uint64_t dones; /* [2][size][blocks]: {epoch, rows}, what each block of each rank says when its rows are there */
+	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
 	uint64_t slot_counts; /* [size][slots]: rows of each rank for each slot, behind the low half of the epoch */
 	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, likewise */
 	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, likewise */
-	uint64_t block_slots; /* [blocks][local]: rows that this rank's blocks spread to each slot, likewise */
+	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, likewise */
+	uint64_t made; /* [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows */
+	uint64_t making; /* [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls */
 	uint64_t arrived; /* [size]: rows in staging from each rank */
-	uint64_t tally; /* [slots]: this rank's choices in the running call; 0 between calls */
 	uint64_t places; /* [max_tokens][size]: the row of each token among those of this rank on each rank, or -1 */
 	uint64_t who; /* [max_tokens][top_k]: the rank of each choice, or -1 */
 	uint64_t spread; /* [staged][top_k]: the expert's row of each choice of a row in staging, or -1 */
-	uint64_t indices; /* [staged][top_k] int64, beside rows in staging */
+	uint64_t indices; /* [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them */
 	uint64_t weights; /* [staged][top_k] float32, likewise */
 	uint64_t sources; /* [staged][2], likewise */
 	uint64_t end; /* the offset behind the block */
@@ -162,7 +168,7 @@ static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size,
 	uint64_t at = offset;
 	b.control = at;
 	at += (int64_t)SW_CONTROL_ALIGN;
-	b.tallied = at;
+	b.landing = at;
 	at += (int64_t)SW_CONTROL_ALIGN;
 	b.begins = at;
 	at += 2 * size * (int64_t)SW_LINE_BYTES;
@@ -179,13 +185,16 @@ static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size,
 	at += (int64_t)SW_MOE_MAX_BLOCKS * size * 8;
 	at = (at + 127) / 128 * 128;
 	b.block_slots = at;
-	at += (int64_t)SW_MOE_MAX_BLOCKS * local * 8;
+	at += (int64_t)SW_MOE_MAX_BLOCKS * slots * 8;
+	at = (at + 127) / 128 * 128;
+	b.made = at;
+	at += size * ((max_tokens + (int64_t)SW_MOE_WINDOW - 1) / (int64_t)SW_MOE_WINDOW) * 8;
+	at = (at + 127) / 128 * 128;
+	b.making = at;
+	at += size * ((max_tokens + (int64_t)SW_MOE_WINDOW - 1) / (int64_t)SW_MOE_WINDOW) * 4;
 	at = (at + 127) / 128 * 128;
 	b.arrived = at;
 	at += size * 4;
-	at = (at + 127) / 128 * 128;
-	b.tally = at;
-	at += slots * 4;
 	at = (at + 127) / 128 * 128;
 	b.places = at;
 	at += max_tokens * size * 4;

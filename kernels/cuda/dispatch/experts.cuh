@@ -1,9 +1,9 @@
 // Between rows by token, which cross, and rows by expert. Rows from all ranks land in staging, a part for each source rank. A pass over this rank's memory
-// puts each in the rows of its experts, in the order of source rank, token and choice; on the way back another makes the partial sum of each row's experts in staging,
-// where peers read it.
+// puts each in the rows of its experts, in the order of source rank, token and choice, while they come; on the way back another makes the partial sum of each row's experts in
+// staging, where peers read it while it is made.
 //
-// experts_take, experts_sum and experts_spread call this. It reads staging and what lies beside it in the handle's state, and writes the handle's outputs, spread
-// and block_slots; on the way back the other way round.
+// experts_take, experts_sum and experts_spread call this. It reads staging and what lies beside it in the handle's state, and writes the handle's outputs, spread, landing
+// and arrived; on the way back the other way round, and the words made.
 #pragma once
 
 #include "rows.cuh"
@@ -36,11 +36,12 @@ struct staged_rows {
 };
 
 struct take_board {
-	rows_board rows;
 	staged_rows staged;
-	u32 total[SW_MAX_RANKS]; // rows of each rank's output
-	u32 over; // the first slot that overflows
-	u32 own;  // rows from this rank
+	u32 sum[SW_MAX_RANKS];	     // rows in staging from each rank
+	u32 total[SW_MAX_RANKS];     // rows of each rank's output
+	u32 first[SW_MAX_RANKS + 1]; // of all ranks' blocks, counted one after the other
+	u32 over;		     // the first slot that overflows
+	arrivals full[SW_MOE_PASS_THREADS / 32];
 };
 
 // How many rows a slot takes in an output.
@@ -56,16 +57,46 @@ __device__ __forceinline__ u64 row_scale(const sw_moe_args &a, u32 row, u32 word
 	return a.row_scales + 4 * (static_cast<u64>(word) * a.most_rows + row);
 }
 
+// Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and weights (addresses, or 0). Blocks share the slots, of which
+// counts and offsets say where rows are.
+__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 sources, u64 weights, const u32 *counts, const u32 *offsets)
+{
+	if ((a.mode & SW_MOE_ZERO) == 0)
+		return;
+	u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
+#pragma unroll 1
+	for (u32 slot = blockIdx.x; slot < a.local; slot += gridDim.x)
+#pragma unroll 1
+		for (u32 r = offsets[slot] + counts[slot] + warp; r < offsets[slot + 1]; r += warps) {
+#pragma unroll 1
+			for (u32 at = lane * 16; at < width; at += 512)
+				store_vector(rows + static_cast<u64>(r) * width + at, make_uint4(0, 0, 0, 0));
+			if (sources != 0 && lane == 0)
+				reinterpret_cast<u64 *>(sources)[r] = ~0ull;
+			if (weights != 0 && lane == 0)
+				reinterpret_cast<float *>(weights)[r] = 0;
+#pragma unroll 1
+			for (u32 w = lane; w < a.scale_words; w += 32)
+				*reinterpret_cast<volatile u32 *>(row_scale(a, r, w, slot)) = 0;
+		}
+}
+
 struct taker {
 	const sw_moe_args &a;
 	take_board &b;
-	u32 *count, *base, *hist; // by local slot: rows, where this block's go, and how many those are
+	u32 *count, *first, *base; // by local slot: rows, the first of them, and by rank and slot the first from there
 	u64 epoch;
-	u32 warp, warps, lane, n;
+	u32 warp, lane, n;
+	u32 moved;  // parts of rows that this warp has loaded
+	u8 *place;  // where it has them
+	bool cached;
 
-	__device__ __forceinline__ taker(const sw_moe_args &a, take_board &b, u32 *memory, u64 epoch)
-	    : a(a), b(b), count(memory), base(memory + a.local), hist(memory + 2 * a.local), epoch(epoch), warp(threadIdx.x / 32), warps(blockDim.x / 32), lane(threadIdx.x & 31),
-	      n(a.world.size)
+	// The bytes of dynamic shared memory in front of the warps' places.
+	static __device__ __forceinline__ u32 front(const sw_moe_args &a) { return (4 * (2 * a.local + 1 + a.world.size * a.local) + 127) / 128 * 128; }
+
+	__device__ __forceinline__ taker(const sw_moe_args &a, take_board &b, u8 *memory, u64 epoch)
+	    : a(a), b(b), count(reinterpret_cast<u32 *>(memory)), first(count + a.local), base(count + 2 * a.local + 1), epoch(epoch), warp(threadIdx.x / 32), lane(threadIdx.x & 31),
+	      n(a.world.size), moved(0), place(memory + front(a) + warp * a.part), cached((a.mode & SW_MOE_CACHED) != 0)
 	{
 	}
 
@@ -88,6 +119,8 @@ struct taker {
 			for (u32 src = 0; src < n; src++) {
 				u32 some = 0;
 				good &= await_number(a, own(a.state.slot_counts) + (static_cast<u64>(src) * a.slots + slot) * 8, epoch, src, some);
+				if (slot >= a.first[me] && slot < a.first[me + 1])
+					base[src * a.local + slot - a.first[me]] = rows;
 				rows += some;
 			}
 #pragma unroll 1
@@ -160,7 +193,6 @@ struct taker {
 		reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = rows;
 		if (a.mapped != 0)
 			reinterpret_cast<u32 *>(a.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = rows;
-		reinterpret_cast<u32 *>(own(a.state.arrived))[threadIdx.x] = b.rows.sum[threadIdx.x];
 	}
 
 	// The first row of each local slot; what callers want to know, by the first block. One warp.
@@ -168,161 +200,216 @@ struct taker {
 	{
 		u32 at = 0;
 #pragma unroll 1
-		for (u32 first = 0; first < a.local; first += 32) {
-			u32 i = first + lane, rows = i < a.local ? span_of(a, count[i]) : 0, sum = running_sum(rows, lane);
+		for (u32 begin = 0; begin < a.local; begin += 32) {
+			u32 i = begin + lane, rows = i < a.local ? span_of(a, count[i]) : 0, sum = running_sum(rows, lane);
 			if (i < a.local)
-				base[i] = at + sum - rows;
+				first[i] = at + sum - rows;
 			at += __shfl_sync(~0u, sum, 31);
 		}
+		if (lane == 0)
+			first[a.local] = at;
+		__syncwarp();
 		if (blockIdx.x != 0)
 			return;
 		u32 *counts = reinterpret_cast<u32 *>(a.counts), *offsets = reinterpret_cast<u32 *>(a.offsets);
 		u32 *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
 #pragma unroll 1
 		for (u32 i = lane; i <= a.local; i += 32) {
-			u32 o = i < a.local ? base[i] : at;
-			offsets[i] = o;
+			offsets[i] = first[i];
 			if (mapped != nullptr)
-				mapped[a.local + i] = o;
+				mapped[a.local + i] = first[i];
 			if (i == a.local)
 				continue;
 			counts[i] = count[i];
 			if (mapped != nullptr)
 				mapped[i] = count[i];
-			if (a.landed != 0)
-				reinterpret_cast<volatile u32 *>(a.landed)[i] = 0;
 		}
 	}
 
-	__device__ __forceinline__ int index(u32 staged, u32 k) const
+	// Where everything goes: rows of slots and of ranks, what the caller wants to know, padding. False when a wait was given up, or an output would overflow.
+	__device__ __forceinline__ bool prepare()
 	{
-		return static_cast<int>(reinterpret_cast<const i64 *>(own(a.state.indices))[static_cast<u64>(staged) * a.top_k + k]);
-	}
-
-	// Counts this block's rows by slot and adds up those of the blocks before. False when a wait was given up.
-	__device__ __forceinline__ bool find_bases(const stretch &mine)
-	{
+		bool teller = blockIdx.x == 0;
+		if (teller && a.landed != 0) {
 #pragma unroll 1
-		for (u32 i = threadIdx.x; i < mine.count * a.top_k; i += blockDim.x) {
-			u32 src, t = i / a.top_k, staged = b.staged.at(a, mine.first + t, src);
-			int slot = index(staged, i - t * a.top_k);
-			if (slot >= 0)
-				atomicAdd(&hist[slot], 1u);
+			for (u32 i = threadIdx.x; i < a.local; i += blockDim.x)
+				reinterpret_cast<volatile u32 *>(a.landed)[i] = 0;
+			__syncthreads();
+			if (threadIdx.x == 0) {
+				fence_acq_rel_sys(); // what others add to comes before the word that lets them
+				store_relaxed_sys(own(a.state.landing), epoch);
+			}
+		}
+		if (cached) {
+#pragma unroll 1
+			for (u32 i = threadIdx.x; i <= a.local; i += blockDim.x) {
+				first[i] = reinterpret_cast<const u32 *>(a.offsets)[i];
+				if (i < a.local)
+					count[i] = reinterpret_cast<const u32 *>(a.counts)[i];
+			}
+		} else {
+			if (!look_at_counts())
+				return false;
+			if (warp == 0)
+				lay_out();
+			if (teller) {
+				count_ranks();
+				tell_rank_counts();
+			}
+			__syncthreads();
+			if (teller && a.mapped != 0 && threadIdx.x == 0) {
+				fence_acq_rel_sys();
+				store_relaxed_sys(a.mapped, a.ticket);
+			}
+#pragma unroll 1
+			for (u32 i = threadIdx.x; i < n * a.local; i += blockDim.x)
+				base[i] += first[i % a.local];
 		}
 		__syncthreads();
-		u64 words = own(a.state.block_slots);
-#pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.local; i += blockDim.x)
-			store_relaxed_sys(words + (static_cast<u64>(blockIdx.x) * a.local + i) * 8, numbered(epoch, hist[i]));
+		zero_padding(a, a.rows, a.wire_bytes, a.row_sources, a.row_weights, count, first);
+		if (a.landed == 0)
+			return true;
+		patience p(a, a.world.rank);
 		bool good = true;
-#pragma unroll 4
-		for (u32 i = threadIdx.x; i < blockIdx.x * a.local; i += blockDim.x) {
-			u32 rows = 0;
-			good &= await_number(a, words + static_cast<u64>(i) * 8, epoch, a.world.rank, rows);
-			if (rows != 0)
-				atomicAdd(&base[i % a.local], rows);
-		}
+		if (threadIdx.x == 0)
+#pragma unroll 1
+			while (good && load_acquire_sys(own(a.state.landing)) != epoch)
+				good = p.more(epoch, false);
 		return !__syncthreads_or(!good);
 	}
 
-	// Gives every choice of the block's rows its expert's row, in order. One warp.
-	__device__ __forceinline__ void rank_choices(const stretch &mine)
+	// Copies parts of a row in staging to those of its experts, and with the first part what lies beside. A warp that moves.
+	__device__ __forceinline__ void copy(u32 src, u32 staged, u32 part, u32 end)
 	{
-		int *spread = reinterpret_cast<int *>(own(a.state.spread));
-		u32 all = mine.count * a.top_k;
-#pragma unroll 1
-		for (u32 first = 0; first < all; first += 32) {
-			u32 i = first + lane, t = i / a.top_k, k = i - t * a.top_k, src, staged = 0;
-			int slot = -1;
-			if (i < all) {
-				staged = b.staged.at(a, mine.first + t, src);
-				slot = index(staged, k);
+		u64 row = own(a.to_rows) + static_cast<u64>(staged) * a.wire_bytes;
+		auto load = [&] {
+			u32 bytes = min(a.part, a.wire_bytes - part * a.part);
+			if (lane == 0) {
+				b.full[warp].expect(bytes);
+				bulk_load_once(place, row + part * a.part, bytes, &b.full[warp]);
 			}
-			u32 alike = __match_any_sync(~0u, slot), before = __popc(alike & ((1u << lane) - 1));
-			int row = slot < 0 ? -1 : static_cast<int>(base[slot] + before);
-			__syncwarp();
-			if (slot >= 0 && before == 0)
-				base[slot] += __popc(alike);
-			__syncwarp();
-			if (i < all)
-				spread[static_cast<u64>(staged) * a.top_k + k] = row;
-		}
-	}
-
-	// Copies the block's rows to those of their experts, and what lies beside. The whole block.
-	__device__ __forceinline__ void copy(const stretch &mine)
-	{
-		const int *spread = reinterpret_cast<const int *>(own(a.state.spread));
-		u32 chunks = (a.wire_bytes + 2047) / 2048;
-		u64 from = own(a.to_rows);
-#pragma unroll 1
-		for (u32 task = warp; task < mine.count * chunks; task += warps) {
-			u32 t = task / chunks, c = task - t * chunks, src, staged = b.staged.at(a, mine.first + t, src);
-			uint4 v[4];
-			u64 row = from + static_cast<u64>(staged) * a.wire_bytes;
+			return bytes;
+		};
+		u32 bytes = load();
+		const volatile u32 *from_scales = reinterpret_cast<const volatile u32 *>(own(a.to_scales)) + static_cast<u64>(staged) * a.scale_words;
+		u32 scale = part == 0 && lane < a.scale_words ? from_scales[lane] : 0; // the first 32
+		int *spread = reinterpret_cast<int *>(own(a.state.spread)) + static_cast<u64>(staged) * a.top_k;
+		const volatile u64 *choices = reinterpret_cast<const volatile u64 *>(own(a.state.indices)) + static_cast<u64>(staged) * a.top_k;
+		int rows[2], slots[2]; // of choices lane and lane+32
 #pragma unroll
-			for (u32 i = 0; i < 4; i++)
-				v[i] = load_vector_if(c * 2048 + i * 512 + lane * 16 < a.wire_bytes, row + c * 2048 + i * 512 + lane * 16);
-			int rows[2]; // of choices lane and lane+32
+		for (u32 i = 0; i < 2; i++) {
+			u32 k = lane + 32 * i;
+			u64 c = k < a.top_k ? choices[k] : ~0ull;
+			slots[i] = slot_in(c);
+			rows[i] = slots[i] < 0 ? -1 : cached ? spread[k] : static_cast<int>(base[src * a.local + slots[i]] + number_in(c));
+			if (k < a.top_k && part == 0 && !cached)
+				spread[k] = rows[i];
+		}
+		if (part == 0) {
+#pragma unroll
+			for (u32 i = 0; i < 2; i++) {
+				if (rows[i] < 0)
+					continue;
+				if (a.row_weights != 0)
+					reinterpret_cast<float *>(a.row_weights)[rows[i]] = reinterpret_cast<const volatile float *>(own(a.state.weights))[static_cast<u64>(staged) * a.top_k + lane + 32 * i];
+				if (a.row_sources != 0)
+					reinterpret_cast<u64 *>(a.row_sources)[rows[i]] = reinterpret_cast<const volatile u64 *>(own(a.state.sources))[staged];
+			}
+			u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
+			auto of = [&](const int *v, u32 k) { return __shfl_sync(~0u, k < 32 ? v[0] : v[1], k & 31); };
+#pragma unroll 1
+			for (u32 first = 0; first < a.scale_words; first += 32) {
+				u32 w = first + lane, next = w + 32 < a.scale_words ? from_scales[w + 32] : 0;
+#pragma unroll 1
+				for (u64 left = there; left != 0; left &= left - 1) {
+					u32 k = __ffsll(left) - 1;
+					int to = of(rows, k), slot = of(slots, k);
+					if (w < a.scale_words)
+						*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(to), w, static_cast<u32>(slot))) = scale;
+				}
+				scale = next;
+			}
+		}
+#pragma unroll 1
+		for (;;) {
+			b.full[warp].await(moved++);
 #pragma unroll
 			for (u32 i = 0; i < 2; i++)
-				rows[i] = lane + 32 * i < a.top_k ? spread[static_cast<u64>(staged) * a.top_k + lane + 32 * i] : -1;
-			u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
-#pragma unroll 1
-			for (; there != 0; there &= there - 1) {
-				u32 k = __ffsll(there) - 1;
-				int to = __shfl_sync(~0u, k < 32 ? rows[0] : rows[1], k & 31);
-				u64 out = a.rows + static_cast<u64>(to) * a.wire_bytes;
+				if (rows[i] >= 0)
+					bulk_store(a.rows + static_cast<u64>(rows[i]) * a.wire_bytes + part * a.part, place, bytes);
+			bulk_commit();
+			bulk_await_read<0>();
+			__syncwarp();
+			if (++part == end)
+				break;
+			bytes = load();
+		}
+		if (a.landed == 0)
+			return;
+		bulk_await();
+		fence_bulk();
 #pragma unroll
-				for (u32 i = 0; i < 4; i++)
-					store_vector_if(c * 2048 + i * 512 + lane * 16 < a.wire_bytes, out + c * 2048 + i * 512 + lane * 16, v[i]);
+		for (u32 i = 0; i < 2; i++)
+			if (rows[i] >= 0) {
+				fence_acq_rel_sys();
+				atomicAdd_system(reinterpret_cast<u32 *>(a.landed) + slots[i], 1u);
+			}
+	}
+
+	// Copies rows as their ranks' blocks say that they are there. Warps share the ranks' blocks. False when a wait was given up.
+	__device__ __forceinline__ bool copy_as_they_come()
+	{
+		bool good = true;
+		if (threadIdx.x == 0) {
+			b.first[0] = 0;
+#pragma unroll 1
+			for (u32 src = 0; src < n && good; src++) {
+				u64 word = 0, place;
+				good = await_begin(a, src, epoch, word, place);
+				b.first[src + 1] = b.first[src] + blocks_of(word);
 			}
 		}
+		if (__syncthreads_or(!good))
+			return false;
+		u32 blocks = b.first[n], all = a.movers * gridDim.x, each = max(all / blocks, 1u), groups = all / each, me = warp * gridDim.x + blockIdx.x;
 #pragma unroll 1
-		for (u32 t = warp; t < mine.count; t += warps) {
-			u32 src, staged = b.staged.at(a, mine.first + t, src);
+		for (u32 i = warp < a.movers && me / each < groups ? me / each : blocks; i < blocks; i += groups) {
+			u32 src = 0;
 #pragma unroll 1
-			for (u32 k = 0; k < a.top_k; k++) {
-				u64 i = static_cast<u64>(staged) * a.top_k + k;
-				int to = spread[i];
-				if (to < 0)
-					continue;
-				if (lane == 0 && a.row_weights != 0)
-					reinterpret_cast<float *>(a.row_weights)[to] = reinterpret_cast<const float *>(own(a.state.weights))[i];
-				if (lane == 0 && a.row_sources != 0)
-					reinterpret_cast<u64 *>(a.row_sources)[to] = reinterpret_cast<const u64 *>(own(a.state.sources))[staged];
-				u32 slot = static_cast<u32>(index(staged, k));
+			while (i >= b.first[src + 1])
+				src++;
+			u64 word = 0; // what the block has said
 #pragma unroll 1
-				for (u32 w = lane; w < a.scale_words; w += 32)
-					*reinterpret_cast<volatile u32 *>(row_scale(a, to, w, slot)) = reinterpret_cast<const u32 *>(own(a.to_scales))[static_cast<u64>(staged) * a.scale_words + w];
+			for (u32 r = me % each;; r += each) {
+				if (!is_all(word) && rows_of(word) <= r) {
+					if (lane == 0) {
+						good = await_rows_of(a, src, i - b.first[src], epoch, r, word);
+						fence_bulk();
+					}
+					word = __shfl_sync(~0u, static_cast<unsigned long long>(word), 0);
+					if (__any_sync(~0u, !good))
+						return false;
+				}
+				if (is_bad(word) || rows_of(word) <= r)
+					break;
+				copy(src, src * a.max_tokens + first_of(word) + r, 0, a.parts);
 			}
+		}
+		return true;
+	}
+
+	// Copies rows when all are there. Warps share the rows' parts, or whole rows where the caller counts them.
+	__device__ __forceinline__ void copy_all()
+	{
+		u32 rows = b.staged.first[n], tasks = a.landed != 0 ? 1 : a.parts;
+		fence_bulk();
+#pragma unroll 1
+		for (u32 task = warp * gridDim.x + blockIdx.x; warp < a.movers && task < rows * tasks; task += a.movers * gridDim.x) {
+			u32 i = task / tasks, c = task - i * tasks, src, staged = b.staged.at(a, i, src);
+			copy(src, staged, c, a.landed != 0 ? a.parts : c + 1);
 		}
 	}
 };
-
-// Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and weights (addresses, or 0). Blocks share the slots.
-__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 sources, u64 weights)
-{
-	if ((a.mode & SW_MOE_ZERO) == 0)
-		return;
-	const u32 *counts = reinterpret_cast<const u32 *>(a.counts), *offsets = reinterpret_cast<const u32 *>(a.offsets);
-	u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
-#pragma unroll 1
-	for (u32 slot = blockIdx.x; slot < a.local; slot += gridDim.x)
-#pragma unroll 1
-		for (u32 r = offsets[slot] + counts[slot] + warp; r < offsets[slot + 1]; r += warps) {
-#pragma unroll 1
-			for (u32 at = lane * 16; at < width; at += 512)
-				store_vector(rows + static_cast<u64>(r) * width + at, make_uint4(0, 0, 0, 0));
-			if (sources != 0 && lane == 0)
-				reinterpret_cast<u64 *>(sources)[r] = ~0ull;
-			if (weights != 0 && lane == 0)
-				reinterpret_cast<float *>(weights)[r] = 0;
-#pragma unroll 1
-			for (u32 w = lane; w < a.scale_words; w += 32)
-				*reinterpret_cast<volatile u32 *>(row_scale(a, r, w, slot)) = 0;
-		}
-}
 
 // The weight of an expert's row, which is that of entry i of what lies beside rows in staging.
 __device__ __forceinline__ float weight_of(const sw_moe_args &a, u64 i, int row)

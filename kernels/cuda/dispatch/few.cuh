@@ -16,9 +16,15 @@ constexpr u32 few_vectors = 4; // of a lane: a warp has 2 KiB of a row
 struct few_board {
 	u32 near[SW_MOE_TABLE];
 	u32 goes[SW_MOE_FEW_TOKENS / 32][SW_MAX_RANKS]; // by group of 32 tokens and rank: whose tokens go there
+	u32 wants[SW_MOE_FEW_TOKENS][SW_MAX_RANKS / 32]; // a token's ranks as bits
 	u64 base[SW_MAX_RANKS];				// of combine: where a rank's rows are
 	u32 tally[SW_MOE_FEW_SLOTS];
 	u64 bad;
+};
+
+struct few_sending {
+	few_board board;
+	receive_board in;
 };
 
 // Stretches of rows as tasks of warps.
@@ -36,34 +42,59 @@ struct few_tasks {
 struct few_sender {
 	const sw_moe_args &a;
 	few_board &b;
+	unsigned short *slots; // [tokens][top_k], for rows that are spread over experts: the slot of each choice, or no_slot
 	u32 lane, n;
+
+	static constexpr u32 no_slot = 0xffff;
+
+	__device__ __forceinline__ bool by_expert() const { return (a.mode & SW_MOE_BY_EXPERT) != 0; }
 
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
 
-	// The threads of the block look where all tokens go. seen[d] are bits of a warp's 32 tokens.
+	// Before look.
+	__device__ __forceinline__ void clear(bool cached)
+	{
+#pragma unroll 1
+		for (u32 t = threadIdx.x; t < a.tokens; t += blockDim.x)
+#pragma unroll
+			for (u32 i = 0; i < SW_MAX_RANKS / 32; i++)
+				b.wants[t][i] = 0;
+		if (by_expert() && !cached)
+#pragma unroll 1
+			for (u32 i = threadIdx.x; i < a.tokens * a.top_k; i += blockDim.x)
+				slots[i] = no_slot;
+	}
+
+	// The threads of the block look where all tokens go. They meet after it.
 	__device__ __forceinline__ void look(bool cached)
 	{
+		if (!cached) {
+			u64 bad = 0;
+			bool notes = by_expert();
+			each_choice(a, placement{a, b.near}, 0, a.tokens, bad, [&](u32 t, u32 k, u32 slot, u32 rank) {
+				atomicOr(&b.wants[t][rank / 32], 1u << (rank & 31));
+				if (notes)
+					slots[t * a.top_k + k] = static_cast<unsigned short>(slot);
+			});
+			if (bad != 0)
+				atomicExch(reinterpret_cast<unsigned long long *>(&b.bad), static_cast<unsigned long long>(bad));
+		} else {
+			const int *places = reinterpret_cast<const int *>(own(a.state.places));
+#pragma unroll 1
+			for (u32 i = threadIdx.x; i < a.tokens * n; i += blockDim.x)
+				if (places[i] >= 0)
+					atomicOr(&b.wants[i / n][i % n / 32], 1u << (i % n & 31));
+		}
+		__syncthreads();
 		u32 warp = threadIdx.x / 32, t = threadIdx.x;
 		if (warp * 32 >= a.tokens)
 			return;
-		u64 mask = 0, bad = 0;
-		if (!cached) {
-			placement p{a, b.near};
-			mask = t < a.tokens ? ranks_of(a, p, t, bad) : 0;
-		} else if (t < a.tokens) {
-			const int *places = reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(t) * n;
-#pragma unroll 1
-			for (u32 d = 0; d < n; d++)
-				mask |= static_cast<u64>(places[d] >= 0) << d;
-		}
 #pragma unroll 1
 		for (u32 d = 0; d < n; d++) {
-			u32 go = __ballot_sync(~0u, (mask >> d & 1) != 0);
+			u32 go = __ballot_sync(~0u, t < a.tokens && (b.wants[t][d / 32] >> (d & 31) & 1) != 0);
 			if (lane == (d & 31))
 				b.goes[warp][d] = go;
 		}
-		if (bad != 0)
-			atomicExch(reinterpret_cast<unsigned long long *>(&b.bad), static_cast<unsigned long long>(bad));
 	}
 
 	// How many of the first t tokens go to rank d.
@@ -90,6 +121,25 @@ struct few_sender {
 		return there + a.to_scales + 4 * at;
 	}
 
+	// How many of this rank's choices for the slot of choice first+lane of token t come before it. A warp.
+	__device__ __forceinline__ u32 numbered(u32 t, u32 first) const
+	{
+		u32 number = 0;
+#pragma unroll 1
+		for (u32 k = first; k < min(first + 32, a.top_k); k++) {
+			u32 before = t * a.top_k + k, slot = slots[before], alike = 0;
+			if (slot == no_slot)
+				continue;
+#pragma unroll 4
+			for (u32 i = lane; i < before; i += 32)
+				alike += slots[i] == slot ? 1 : 0;
+			alike = __reduce_add_sync(~0u, alike);
+			if (lane == k - first)
+				number = alike;
+		}
+		return number;
+	}
+
 	// What lies beside the rows of token t, by a warp.
 	__device__ __forceinline__ void write_beside(u32 t, bool cached, bool scales)
 	{
@@ -100,23 +150,27 @@ struct few_sender {
 			for (u32 d = lane; d < n; d += 32)
 				reinterpret_cast<int *>(own(a.state.places))[static_cast<u64>(t) * n + d] = d == lane ? at : row(t, d);
 #pragma unroll 1
-		for (u32 j = lane; !cached && j < n * a.top_k; j += 32) {
-			u32 d = j / a.top_k, k = j - d * a.top_k;
-			i64 e = choice(a, t, k);
-			u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : 0;
-			bool goes = is_expert(a, e) && p.rank(slot) == d;
-			if (d == 0)
-				reinterpret_cast<int *>(own(a.state.who))[static_cast<u64>(t) * a.top_k + k] = is_expert(a, e) ? static_cast<int>(p.rank(slot)) : -1;
-			int r = row(t, d);
-			if (r < 0)
+		for (u32 first = 0; !cached && first < a.top_k; first += 32) {
+			u32 number = by_expert() ? numbered(t, first) : 0, k = first + lane;
+			i64 e = k < a.top_k ? choice(a, t, k) : -1;
+			int slot = is_expert(a, e) ? static_cast<int>(p.slot(static_cast<u32>(e), t)) : -1, to = slot < 0 ? -1 : static_cast<int>(p.rank(static_cast<u32>(slot)));
+			if (k >= a.top_k)
 				continue;
-			u64 there = segment(a.world, d), i = static_cast<u64>(r) * a.top_k + k;
-			*reinterpret_cast<i64 *>(there + a.to_indices + 8 * i) = goes ? static_cast<i64>(slot - a.first[d]) : -1;
-			float w = !goes ? 0 : a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
-			if (a.to_weights != 0)
-				*reinterpret_cast<float *>(there + a.to_weights + 4 * i) = w;
-			if (k == 0 && a.to_sources != 0)
-				*reinterpret_cast<u64 *>(there + a.to_sources + 8 * static_cast<u64>(r)) = static_cast<u64>(t) << 32 | a.world.rank;
+			reinterpret_cast<int *>(own(a.state.who))[static_cast<u64>(t) * a.top_k + k] = to;
+			float weight = a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
+#pragma unroll 1
+			for (u32 d = 0; d < n; d++) {
+				int r = row(t, d);
+				if (r < 0)
+					continue;
+				u64 there = segment(a.world, d), i = static_cast<u64>(r) * a.top_k + k;
+				bool goes = to == static_cast<int>(d);
+				*reinterpret_cast<u64 *>(there + a.to_indices + 8 * i) = goes ? numbered_choice(number, static_cast<u32>(slot) - a.first[d]) : ~0ull;
+				if (a.to_weights != 0)
+					*reinterpret_cast<float *>(there + a.to_weights + 4 * i) = goes ? weight : 0;
+				if (k == 0 && a.to_sources != 0)
+					*reinterpret_cast<u64 *>(there + a.to_sources + 8 * static_cast<u64>(r)) = static_cast<u64>(t) << 32 | a.world.rank;
+			}
 		}
 #pragma unroll 1
 		for (u32 d = 0; scales && d < n; d++) {
@@ -146,7 +200,7 @@ struct few_sender {
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < a.slots * n; i += blockDim.x) {
 			u32 to = i / a.slots, slot = i - to * a.slots, rows = b.tally[slot];
-			store_relaxed_sys(segment(a.world, to) + a.state.slot_counts + (static_cast<u64>(a.world.rank) * a.slots + slot) * 8, numbered(epoch, rows));
+			store_relaxed_sys(segment(a.world, to) + a.state.slot_counts + (static_cast<u64>(a.world.rank) * a.slots + slot) * 8, sw::numbered(epoch, rows));
 			if (to == 0 && a.counters != 0 && rows != 0)
 				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + slot), static_cast<unsigned long long>(rows));
 		}

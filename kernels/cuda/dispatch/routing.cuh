@@ -50,30 +50,44 @@ __device__ __forceinline__ i64 choice(const sw_moe_args &a, u32 t, u32 k)
 	return a.index_bytes == 8 ? static_cast<i64>(__ldg(reinterpret_cast<const long long *>(a.choices) + i)) : static_cast<i64>(__ldg(reinterpret_cast<const int *>(a.choices) + i));
 }
 
+// A choice beside a row in staging: the local slot, and which of its rank's choices for that slot it is. All bits are set where a choice is not for the rank.
+__device__ __forceinline__ u64 numbered_choice(u32 number, u32 slot) { return static_cast<u64>(number) << 32 | slot; }
+__device__ __forceinline__ int slot_in(u64 v) { return static_cast<int>(static_cast<u32>(v)); }
+__device__ __forceinline__ u32 number_in(u64 v) { return static_cast<u32>(v >> 32); }
+
 __device__ __forceinline__ bool is_expert(const sw_moe_args &a, i64 e) { return e >= 0 && e < a.experts; }
 
-// The ranks of token t as bits. A choice that is no expert is noted, and taken as masked.
-__device__ __forceinline__ u64 ranks_of(const sw_moe_args &a, const placement &p, u32 t, u64 &bad)
+// Calls f with token, number, slot and rank of each choice of `tokens` tokens from the first on that has an expert, by all threads of a block. What is no expert is noted in bad.
+template <typename F> __device__ __forceinline__ void each_choice(const sw_moe_args &a, const placement &p, u32 first, u32 tokens, u64 &bad, F f)
 {
-	u64 mask = 0;
+	constexpr u32 batch = 4; // of a thread, that are loaded together
+	u32 all = tokens * a.top_k;
+	u64 from = a.choices + static_cast<u64>(first) * a.top_k * a.index_bytes;
+	bool wide = a.index_bytes == 8;
 #pragma unroll 1
-	for (u32 k = 0; k < a.top_k; k += 8) {
-		i64 e[8];
+	for (u32 begin = threadIdx.x; begin < all; begin += batch * blockDim.x) {
+		i64 e[batch];
+		if (wide)
 #pragma unroll
-		for (u32 i = 0; i < 8; i++)
-			e[i] = k + i < a.top_k ? choice(a, t, k + i) : -1;
+			for (u32 j = 0; j < batch; j++)
+				e[j] = begin + j * blockDim.x < all ? static_cast<i64>(__ldg(reinterpret_cast<const long long *>(from) + begin + j * blockDim.x)) : -1;
+		else
 #pragma unroll
-		for (u32 i = 0; i < 8; i++) {
-			if (is_expert(a, e[i]))
-				mask |= 1ull << p.rank(p.slot(static_cast<u32>(e[i]), t));
-			else if (e[i] != -1 && bad == 0)
-				bad = 1ull << 63 | static_cast<u64>(t & 0xffffff) << 38 | static_cast<u64>(k + i) << 32 | static_cast<u32>(e[i]);
+			for (u32 j = 0; j < batch; j++)
+				e[j] = begin + j * blockDim.x < all ? static_cast<i64>(__ldg(reinterpret_cast<const int *>(from) + begin + j * blockDim.x)) : -1;
+#pragma unroll
+		for (u32 j = 0; j < batch; j++) {
+			u32 i = begin + j * blockDim.x, t = i / a.top_k, k = i - t * a.top_k;
+			if (is_expert(a, e[j])) {
+				u32 slot = p.slot(static_cast<u32>(e[j]), first + t);
+				f(t, k, slot, p.rank(slot));
+			} else if (e[j] != -1 && bad == 0)
+				bad = 1ull << 63 | static_cast<u64>((first + t) & 0xffffff) << 38 | static_cast<u64>(k) << 32 | static_cast<u32>(e[j]);
 		}
 	}
-	return mask;
 }
 
-// Records that a rank's token has a choice that is no expert, as ranks_of packs it.
+// Records that a rank's token has a choice that is no expert, as each_choice packs it.
 __device__ __noinline__ void complain(const sw_moe_args &a, u32 rank, u64 bad, u64 epoch)
 {
 	give_up(a.world, SW_FAULT_INDEX, rank, epoch, false, bad >> 38 & 0xffffff, bad >> 32 & 0x3f, static_cast<u64>(static_cast<i64>(static_cast<int>(static_cast<u32>(bad)))));

@@ -27,9 +27,12 @@ struct stretch {
 struct stretch_board {
 	int *place;    // [tokens][ranks]: the row there, or -1
 	u32 *groups;   // [groups of 32 tokens][ranks]: how many go there
+	u32 *count;    // [slots]: the block's choices
+	u32 *before;   // [slots]: those of the blocks before it, and of its own that have their place
 
 	__device__ __forceinline__ stretch_board(const sw_moe_args &a, u8 *memory)
-	    : place(reinterpret_cast<int *>(memory)), groups(reinterpret_cast<u32 *>(memory) + a.share * a.world.size)
+	    : place(reinterpret_cast<int *>(memory)), groups(reinterpret_cast<u32 *>(memory) + a.share * a.world.size), count(groups + (a.share + 31) / 32 * a.world.size),
+	      before(count + a.slots)
 	{
 	}
 };
@@ -39,11 +42,10 @@ struct rows_board {
 	arrivals full[SW_MOE_SLOTS];
 	u32 sent[SW_MAX_RANKS];   // rows of this block for each rank
 	u32 before[SW_MAX_RANKS]; // the first row of this block there
+	u32 moved[32];		  // parts that each warp has moved, and that are written
 	u64 bad;
-	u32 last; // this block's threads are the last to have counted choices
-	u32 sum[SW_MAX_RANKS]; // of receiving
-	u32 blocks[SW_MAX_RANKS];
-	u32 own; // rows from this rank
+	u32 failed;	       // a thread has given up
+	u32 sum[SW_MAX_RANKS]; // rows of each rank, of receiving
 };
 
 constexpr u32 beside_part = 1; // named barrier of the threads that do not move
@@ -63,21 +65,22 @@ struct rows_sender {
 
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
 
-	// Counts where the block's tokens go, and tells the blocks behind it. place gets the rank's bit for now.
+	// Counts where the block's tokens go, and tells the blocks behind it. place is 0 before; afterwards it counts from the first of a group of 32 tokens.
 	__device__ __forceinline__ void count()
 	{
-		placement p{a, b.near};
 		u64 bad = 0;
+		each_choice(a, placement{a, b.near}, mine.first, mine.count, bad, [&](u32 t, u32, u32, u32 rank) { s.place[t * n + rank] = 1; });
+		__syncthreads();
 #pragma unroll 1
 		for (u32 g = warp; g * 32 < mine.count; g += warps) {
-			u32 i = g * 32 + lane, t = mine.first + i;
+			u32 i = g * 32 + lane;
 			bool here = i < mine.count;
-			u64 mask = here ? ranks_of(a, p, t, bad) : 0;
 #pragma unroll 1
 			for (u32 d = 0; d < n; d++) {
-				u32 go = __ballot_sync(~0u, (mask >> d & 1) != 0);
+				bool goes = here && s.place[i * n + d] != 0;
+				u32 go = __ballot_sync(~0u, goes);
 				if (here)
-					s.place[i * n + d] = (mask >> d & 1) != 0 ? static_cast<int>(__popc(go & ((1u << lane) - 1))) : -1;
+					s.place[i * n + d] = goes ? static_cast<int>(__popc(go & ((1u << lane) - 1))) : -1;
 				if (lane == 0) {
 					s.groups[g * n + d] = __popc(go);
 					atomicAdd(&b.sent[d], static_cast<u32>(__popc(go)));
@@ -116,11 +119,11 @@ struct rows_sender {
 		}
 	}
 
-	// Counts the choices of the block's tokens by slot, by the threads that do not move. The block that comes last tells all ranks.
-	__device__ __forceinline__ void tally(u32 thread, u32 threads)
+	// Counts the choices of the block's tokens by slot, by the threads that do not move, and tells the blocks behind it. The last block tells all ranks what they get.
+	// False when a wait was given up.
+	__device__ __forceinline__ bool count_choices(u32 thread, u32 threads)
 	{
 		placement p{a, b.near};
-		u32 *slots = reinterpret_cast<u32 *>(own(a.state.tally));
 #pragma unroll 1
 		for (u32 i = thread; i < mine.count * a.top_k; i += threads) {
 			u32 t = mine.first + i / a.top_k, k = i % a.top_k;
@@ -129,27 +132,66 @@ struct rows_sender {
 			u32 slot = some ? p.slot(static_cast<u32>(e), t) : 0;
 			reinterpret_cast<int *>(own(a.state.who))[static_cast<u64>(t) * a.top_k + k] = some ? static_cast<int>(p.rank(slot)) : -1;
 			if (some)
-				atomicAdd(slots + slot, 1u);
+				atomicAdd(s.count + slot, 1u);
 		}
 		part_sync(beside_part, threads);
-		if (thread == 0) {
-			u32 *tallied = reinterpret_cast<u32 *>(own(a.state.tallied));
-			b.last = add_acq_rel_gpu(tallied, 1) == gridDim.x - 1;
-			if (b.last)
-				*tallied = 0;
-		}
+		bool last = blockIdx.x == gridDim.x - 1, good = true;
+		u64 words = own(a.state.block_slots);
+#pragma unroll 1
+		for (u32 i = thread; i < a.slots; i += threads)
+			store_relaxed_sys(words + (static_cast<u64>(blockIdx.x) * a.slots + i) * 8, numbered(epoch, s.count[i]));
+		if (last || (a.mode & SW_MOE_BY_EXPERT) != 0)
+#pragma unroll 4
+			for (u32 i = thread; i < blockIdx.x * a.slots; i += threads) {
+				u32 rows = 0;
+				good &= await_number(a, words + static_cast<u64>(i) * 8, epoch, a.world.rank, rows);
+				if (rows != 0)
+					atomicAdd(s.before + i % a.slots, rows);
+			}
+		if (!good)
+			b.failed = 1;
 		part_sync(beside_part, threads);
-		if (!b.last)
-			return;
+		good = b.failed == 0;
 		const u32 *expert = reinterpret_cast<const u32 *>(a.table) + a.experts + 1 + a.slots;
 #pragma unroll 1
-		for (u32 i = thread; i < a.slots; i += threads) {
-			u32 rows = atomicExch(slots + i, 0u);
+		for (u32 i = thread; i < a.slots && last && good; i += threads) {
+			u32 rows = s.before[i] + s.count[i];
 #pragma unroll 1
 			for (u32 d = 0; d < n; d++)
 				store_relaxed_sys(segment(a.world, d) + a.state.slot_counts + (static_cast<u64>(a.world.rank) * a.slots + i) * 8, numbered(epoch, rows));
 			if (a.counters != 0 && rows != 0)
 				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + i), static_cast<unsigned long long>(rows));
+		}
+		part_sync(beside_part, threads);
+		return good;
+	}
+
+	// Tells ranks of each choice its local slot and how many of this rank's choices for that slot come before it, in order. One warp.
+	__device__ __forceinline__ void number_choices()
+	{
+		placement p{a, b.near};
+		u32 all = mine.count * a.top_k;
+		auto look = [&](u32 i) { return i < all ? choice(a, mine.first + i / a.top_k, i % a.top_k) : -1; };
+		i64 e = look(lane);
+#pragma unroll 1
+		for (u32 i = lane; i - lane < all; i += 32) {
+			i64 next = look(i + 32);
+			u32 t = i / a.top_k, k = i - t * a.top_k;
+			int slot = is_expert(a, e) ? static_cast<int>(p.slot(static_cast<u32>(e), mine.first + t)) : -1;
+			e = next;
+			u32 alike = __match_any_sync(~0u, slot), earlier = __popc(alike & ((1u << lane) - 1));
+			u32 at = slot < 0 ? 0 : s.before[slot] + earlier;
+			__syncwarp();
+			if (slot >= 0 && earlier == 0)
+				s.before[slot] += __popc(alike);
+			__syncwarp();
+#pragma unroll 1
+			for (u32 d = 0; i < all && d < n; d++) {
+				int row = s.place[t * n + d];
+				if (row >= 0)
+					*reinterpret_cast<u64 *>(segment(a.world, d) + a.to_indices + 8 * (static_cast<u64>(row) * a.top_k + k)) =
+					    slot >= 0 && p.rank(static_cast<u32>(slot)) == d ? numbered_choice(at, static_cast<u32>(slot) - a.first[d]) : ~0ull;
+			}
 		}
 	}
 
@@ -209,11 +251,16 @@ struct rows_sender {
 	__device__ __forceinline__ void recall()
 	{
 		const int *places = reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(mine.first) * n;
+		if (threadIdx.x < n)
+			b.before[threadIdx.x] = ~0u;
+		__syncthreads();
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < mine.count * n; i += blockDim.x) {
 			s.place[i] = places[i];
-			if (places[i] >= 0)
+			if (places[i] >= 0) {
 				atomicAdd(&b.sent[i % n], 1u);
+				atomicMin(&b.before[i % n], static_cast<u32>(places[i]));
+			}
 		}
 	}
 
@@ -235,7 +282,8 @@ struct rows_sender {
 					i64 e = choice(a, t, k), at = static_cast<i64>(row) * a.top_k + k;
 					u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : 0;
 					bool goes = is_expert(a, e) && p.rank(slot) == d;
-					*reinterpret_cast<i64 *>(there + a.to_indices + 8 * at) = goes ? static_cast<i64>(slot - a.first[d]) : -1;
+					if ((a.mode & SW_MOE_BY_EXPERT) == 0)
+						*reinterpret_cast<i64 *>(there + a.to_indices + 8 * at) = goes ? static_cast<i64>(slot - a.first[d]) : -1;
 					float w = !goes ? 0 : a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
 					if (a.to_weights != 0)
 						*reinterpret_cast<float *>(there + a.to_weights + 4 * at) = w;
@@ -256,15 +304,47 @@ struct rows_sender {
 		return there + a.to_scales + 4 * at;
 	}
 
+	// The place of the block's first row for a rank among this rank's there, where every rank has its own part.
+	__device__ __forceinline__ u32 first(u32 d) const { return b.sent[d] == 0 || (a.mode & SW_MOE_COMPACT) != 0 ? 0 : b.before[d] - a.world.rank * a.max_tokens; }
+
+	// How many of the block's first x tokens go to a rank.
+	__device__ __forceinline__ u32 rows_before(u32 x, u32 d) const
+	{
+#pragma unroll 1
+		while (x > 0 && s.place[(x - 1) * n + d] < 0)
+			x--;
+		return x == 0 ? 0 : static_cast<u32>(s.place[(x - 1) * n + d]) - b.before[d] + 1;
+	}
+
+	// Tells ranks how far the block's rows are while some warps move them, which report what is written. One warp of the others, when what lies beside rows is written.
+	__device__ __forceinline__ void tell_progress()
+	{
+		constexpr u32 steps = 8;
+		if (mine.count < 4 * steps || b.bad != 0)
+			return;
+#pragma unroll 1
+		for (u32 step = 1; step < steps; step++) {
+			u32 x = mine.count * step / steps;
+			bool there;
+			do {
+				u32 parts = lane < a.movers ? atom_acquire_cta(&b.moved[lane]) * a.movers + lane : ~0u; // all before this one
+				there = !__any_sync(~0u, parts < x * a.parts);
+			} while (!there);
+#pragma unroll 1
+			for (u32 d = lane; d < n; d += 32) {
+				fence_acq_rel_sys(); // X4
+				store16_relaxed_sys(done_word(a, d, a.world.rank, blockIdx.x, epoch), epoch, done(rows_before(x, d), first(d), false));
+			}
+		}
+	}
+
 	// What a block says at its end.
 	__device__ __forceinline__ void tell_done()
 	{
 		if (threadIdx.x >= n)
 			return;
-		if (threadIdx.x != a.world.rank) {
-			fence_acq_rel_sys(); // X4
-			store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, b.bad != 0 ? b.bad : b.sent[threadIdx.x]);
-		}
+		fence_acq_rel_sys(); // X4
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, b.bad != 0 ? b.bad : done(b.sent[threadIdx.x], first(threadIdx.x), true));
 		if (a.counters != 0)
 			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
 				  static_cast<unsigned long long>(b.sent[threadIdx.x]) * (a.wire_bytes + 4 * a.scale_words));
@@ -341,12 +421,23 @@ template <typename Quantiser> struct mover {
 				bulk_await_read<0>();
 			else
 				bulk_await_read<1>();
+			constexpr u32 behind = 4; // parts that may be on their way
+			bool reports = k >= behind && (a.mode & SW_MOE_BY_EXPERT) != 0;
+			if (reports) {
+				bulk_await_written<behind>();
+				fence_bulk();
+			}
 			__syncwarp();
+			if (reports && r.lane == 0)
+				store_release_cta(&r.b.moved[r.warp], k + 1 - behind);
 			if (r.lane == 0 && (a.depth == 1 || k > 0))
 				load(a.depth == 1 ? k + 1 : k - 1 + a.depth);
 		}
 		bulk_await();
 		fence_bulk();
+		__syncwarp();
+		if (r.lane == 0)
+			store_release_cta(&r.b.moved[r.warp], tasks());
 	}
 };
 
@@ -379,60 +470,69 @@ template <kind type> struct to_float8 {
 	}
 };
 
-// The second half of a dispatch, by the threads of one block: waits for all blocks of all peers, and leaves what the caller and later calls want to know. Token-major
+struct receive_board {
+	u32 sum[SW_MAX_RANKS];
+};
+
+// The second half of a dispatch, by the threads of one block: waits for all blocks of all ranks, and leaves what the caller and later calls want to know. Token-major
 // outputs are whole then.
 struct rows_receiver {
 	const sw_moe_args &a;
-	rows_board &b;
+	u32 *sum; // [ranks]: rows from each
 	u64 epoch;
 
-	// True when everything is there. b.sum are the rows from each rank, own those from this one.
-	__device__ __forceinline__ bool await(u32 own)
+	// True when everything is there. Some of the block's threads; sum was 0.
+	__device__ __forceinline__ bool await(u32 thread, u32 threads)
 	{
-		u32 n = a.world.size;
 		bool good = true;
-		__syncthreads();
-		if (threadIdx.x < n) {
-			u64 word = 0, place;
-			b.sum[threadIdx.x] = threadIdx.x == a.world.rank ? own : 0;
-			b.blocks[threadIdx.x] = 0;
-			if (threadIdx.x != a.world.rank && (good = await_begin(a, threadIdx.x, epoch, word, place)))
-				b.blocks[threadIdx.x] = blocks_of(word);
-		}
-		if (__syncthreads_or(!good))
-			return false;
 #pragma unroll 1
-		for (u32 src = 0; src < n; src++)
+		for (u32 src = 0; src < a.world.size && good; src++) {
+			u64 begin, place, word;
+			if (!await_begin(a, src, epoch, begin, place))
+				return false;
 #pragma unroll 1
-			for (u32 i = threadIdx.x; i < b.blocks[src]; i += blockDim.x) {
-				u64 rows;
-				if (!await_done(a, src, i, epoch, rows))
+			for (u32 i = thread; i < blocks_of(begin) && good; i += threads)
+				if (!await_done(a, src, i, epoch, word))
 					good = false;
-				else if (rows >> 63 != 0)
-					complain(a, src, rows, epoch), good = false;
-				else
-					atomicAdd(&b.sum[src], static_cast<u32>(rows));
-			}
-		return !__syncthreads_or(!good);
+				else if (is_bad(word))
+					complain(a, src, word, epoch), good = false;
+				else if (rows_of(word) != 0)
+					atomicAdd(&sum[src], rows_of(word));
+		}
+		return good;
 	}
 
-	// How many choices each slot of this rank got, which the ranks say early. A thread a slot.
-	__device__ __forceinline__ void tell_counts()
+	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads.
+	__device__ __forceinline__ bool tell_counts(u32 thread, u32 threads)
 	{
 		u32 *counts = reinterpret_cast<u32 *>(a.counts), *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
+		bool good = true;
 #pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.local; i += blockDim.x) {
-			u32 sum = 0;
+		for (u32 i = thread; i < a.local; i += threads) {
+			u32 total = 0;
 #pragma unroll 1
 			for (u32 src = 0; src < a.world.size; src++) {
 				u32 rows = 0;
-				await_number(a, own_segment(a.world) + a.state.slot_counts + (static_cast<u64>(src) * a.slots + a.first[a.world.rank] + i) * 8, epoch, src, rows);
-				sum += rows;
+				good &= await_number(a, own_segment(a.world) + a.state.slot_counts + (static_cast<u64>(src) * a.slots + a.first[a.world.rank] + i) * 8, epoch, src, rows);
+				total += rows;
 			}
-			counts[i] = sum;
+			counts[i] = total;
 			if (mapped != nullptr)
-				mapped[i] = sum;
+				mapped[i] = total;
 		}
+		return good;
+	}
+
+	// The end of a token-major dispatch. All threads of a block.
+	__device__ __forceinline__ void finish(bool cached)
+	{
+		if (threadIdx.x < a.world.size)
+			sum[threadIdx.x] = 0;
+		__syncthreads();
+		u32 half = blockDim.x / 2;
+		bool good = threadIdx.x < half ? await(threadIdx.x, half) : cached || tell_counts(threadIdx.x - half, blockDim.x - half);
+		if (!__syncthreads_or(!good) && !cached)
+			tell_ranks();
 	}
 
 	// Where the rows of each rank are in a token-major output.
@@ -444,16 +544,16 @@ struct rows_receiver {
 			u32 at = 0;
 #pragma unroll 1
 			for (u32 src = 0; src < threadIdx.x; src++)
-				at += a.offset_base != 0 ? static_cast<u32>(a.offset_base) : b.sum[src];
+				at += a.offset_base != 0 ? static_cast<u32>(a.offset_base) : sum[src];
 			reinterpret_cast<u32 *>(a.offsets)[threadIdx.x] = at;
 			if (mapped != nullptr)
 				mapped[threadIdx.x] = at;
 		}
 		if (threadIdx.x < n) {
-			reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = b.sum[threadIdx.x];
-			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.sum[threadIdx.x];
+			reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = sum[threadIdx.x];
+			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = sum[threadIdx.x];
 			if (mapped != nullptr)
-				mapped[n + 1 + threadIdx.x] = b.sum[threadIdx.x];
+				mapped[n + 1 + threadIdx.x] = sum[threadIdx.x];
 		}
 		if (mapped == nullptr)
 			return;

@@ -1,5 +1,5 @@
 // What ranks tell each other about a call with a handle. A rank says in one line that it begins, what it does and where its rows may be read; and each
-// of its blocks says in a word when its rows are there. Numbers that are wanted early carry the low half of the call's number with them.
+// of its blocks says in a word how many of its rows are there. Numbers that are wanted early carry the low half of the call's number with them.
 //
 // All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_block that are named so: begins and dones by peers, and words that carry
 // the call's number. A line has one writer. Lines and words of begins and dones exist for even and odd calls: a rank may begin the next call while a peer still reads
@@ -10,12 +10,25 @@
 
 namespace sw {
 
-// What a rank says in its line: what the call is, how many blocks it has, and whether its output may be written from now on. A call whose second half is a launch of its
-// own says 0 blocks; the first of them says how many there are.
-__device__ __forceinline__ u64 begin_word(const sw_moe_args &a, u32 blocks) { return a.op | static_cast<u64>(a.mode & SW_MOE_FREE) << 8 | static_cast<u64>(blocks) << 16; }
+// What a rank says in its line: what the call is, how many blocks it has, whether its output may be written from now on, and whether its rows are made while
+// peers read them. A call whose second half is a launch of its own says 0 blocks; the first of them says how many there are.
+__device__ __forceinline__ u64 begin_word(const sw_moe_args &a, u32 blocks)
+{
+	return a.op | static_cast<u64>(a.mode & SW_MOE_FREE) << 8 | static_cast<u64>(blocks) << 16 | static_cast<u64>((a.mode & SW_MOE_BESIDE) != 0) << 32;
+}
 __device__ __forceinline__ u32 op_of(u64 word) { return word & 0xff; }
 __device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_MOE_FREE) != 0; }
 __device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
+__device__ __forceinline__ bool makes(u64 word) { return (word >> 32 & 1) != 0; }
+
+// What a block says: how many of its rows are there, the place of the first among those of its rank, and whether that is all. The highest bit says in place of that which
+// choice is no expert (each_choice).
+constexpr u64 done_all = 1ull << 62;
+__device__ __forceinline__ u64 done(u32 rows, u32 first, bool all) { return rows | static_cast<u64>(first) << 24 | (all ? done_all : 0); }
+__device__ __forceinline__ u32 rows_of(u64 word) { return word & 0xffffff; }
+__device__ __forceinline__ u32 first_of(u64 word) { return word >> 24 & 0xffffff; }
+__device__ __forceinline__ bool is_all(u64 word) { return word >> 62 != 0; }
+__device__ __forceinline__ bool is_bad(u64 word) { return word >> 63 != 0; }
 
 __device__ __forceinline__ u64 begin_line(const sw_moe_args &a, u32 dst, u32 src, u64 epoch)
 {
@@ -85,13 +98,14 @@ __device__ __forceinline__ bool await_begin(const sw_moe_args &a, u32 peer, u64 
 {
 	u64 line = begin_line(a, a.world.rank, peer, epoch);
 	patience p(a, peer);
+	pair64 first, second;
 #pragma unroll 1
-	while (load_acquire_sys(line) < epoch)
+	while (second = load16_relaxed_sys(line + 16), first = load16_acquire_sys(line), first.a < epoch || second.a < epoch)
 		if (!p.more(epoch, false))
 			return false;
 	p.count();
-	word = load16_relaxed_sys(line).b;
-	place = load16_relaxed_sys(line + 16).b;
+	word = first.b;
+	place = second.b;
 	if (op_of(word) == a.op)
 		return true;
 	give_up(a.world, SW_FAULT_ORDER, peer, epoch, false, op_of(word), a.op);
@@ -123,19 +137,21 @@ __device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 e
 	return true;
 }
 
-// Waits for a block of a peer, which says how many rows it has sent, or, with the highest bit, which choice is no expert. False when the wait was given up.
-__device__ __forceinline__ bool await_done(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u64 &rows)
+// Waits until a block of a rank has more than so many rows there, or all. False when the wait was given up.
+__device__ __forceinline__ bool await_rows_of(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u32 rows, u64 &word)
 {
 	u64 place = done_word(a, a.world.rank, peer, block, epoch);
 	patience p(a, peer);
 	pair64 v;
 #pragma unroll 1
-	while ((v = load16_relaxed_sys(place)).a < epoch)
+	while (v = load16_acquire_sys(place), v.a < epoch || (!is_all(v.b) && rows_of(v.b) <= rows))
 		if (!p.more(epoch, false))
 			return false;
-	load_acquire_sys(place);
-	rows = v.b;
+	word = v.b;
 	return true;
 }
+
+// Waits for all of them.
+__device__ __forceinline__ bool await_done(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u64 &word) { return await_rows_of(a, peer, block, epoch, ~0u, word); }
 
 } // namespace sw

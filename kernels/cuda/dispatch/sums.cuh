@@ -11,22 +11,51 @@ namespace sw {
 
 struct combine_board {
 	u64 base[SW_MAX_RANKS]; // where each rank's rows are
+	u64 makes;		// the ranks that make theirs while they are read, as bits
 	arrivals full[SW_MOE_SLOTS];
 	u64 has[SW_MOE_SLOTS]; // whose rows a place has, by rank
 };
 
-// Where the ranks' rows are. The threads of a block wait for the peers together. False when one does not come, or makes another call.
-__device__ __forceinline__ bool await_rows(const sw_moe_args &a, u64 *base, u64 epoch)
+// Where the ranks' rows are. The threads of a block, which have zeroed makes, wait for the peers together. False when one does not come, or makes another call.
+__device__ __forceinline__ bool await_ranks(const sw_moe_args &a, combine_board &b, u64 epoch)
 {
 	bool good = true;
 	if (threadIdx.x < a.world.size) {
-		u64 word, place = a.from_rows;
+		u64 word = begin_word(a, 0), place = a.from_rows;
 		if (threadIdx.x != a.world.rank)
 			good = await_begin(a, threadIdx.x, epoch, word, place);
-		if (good)
-			base[threadIdx.x] = segment(a.world, threadIdx.x) + resolve(a.world, threadIdx.x, place);
+		if (good) {
+			b.base[threadIdx.x] = segment(a.world, threadIdx.x) + resolve(a.world, threadIdx.x, place);
+			if (makes(word))
+				atomicOr(reinterpret_cast<unsigned long long *>(&b.makes), 1ull << threadIdx.x);
+		}
 	}
 	return !__syncthreads_or(!good);
+}
+
+// Rows that a rank makes while others read them are told in windows of so many, each by a word of the readers.
+__device__ __forceinline__ u32 windows(const sw_moe_args &a) { return (a.max_tokens + SW_MOE_WINDOW - 1) / SW_MOE_WINDOW; }
+__device__ __forceinline__ u64 made_word(const sw_moe_args &a, u32 dst, u32 src, u32 window)
+{
+	return segment(a.world, dst) + a.state.made + (static_cast<u64>(src) * windows(a) + window) * 8;
+}
+
+// Waits until a rank has made the row of one of this rank's tokens, and the others of its window. `seen` is the window that this thread has waited for last. False when the
+// wait was given up.
+__device__ __forceinline__ bool await_made(const sw_moe_args &a, u32 src, int row, u64 epoch, int &seen)
+{
+	int window = (row - static_cast<int>(a.world.rank * a.max_tokens)) / SW_MOE_WINDOW;
+	if (window == seen)
+		return true;
+	patience p(a, src);
+	u64 word = made_word(a, a.world.rank, src, static_cast<u32>(window));
+#pragma unroll 1
+	while (load_acquire_sys(word) < epoch)
+		if (!p.more(epoch, false))
+			return false;
+	p.count();
+	seen = window;
+	return true;
 }
 
 // 16 bytes of a sum: 0 and then the rows in the order of their ranks, and the biases.
@@ -86,7 +115,7 @@ __device__ __forceinline__ void tell_read(const sw_moe_args &a, u64 epoch)
 {
 	__syncthreads();
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, gridDim.x);
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, done(gridDim.x, 0, true));
 }
 
 // How many blocks of a peer read this rank's rows. False when the wait for its first was given up.
@@ -96,25 +125,28 @@ __device__ __forceinline__ bool await_readers(const sw_moe_args &a, u32 peer, u6
 	if ((blocks = blocks_of(begin)) != 0)
 		return true;
 	bool good = await_done(a, peer, 0, epoch, told);
-	blocks = good ? static_cast<u32>(told) : 0;
+	blocks = good ? rows_of(told) : 0;
 	return good;
 }
 
-// Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows were kept. One thread of a block a peer.
+// Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows were kept. The threads of a block.
 __device__ __forceinline__ bool await_free_staging(const sw_moe_args &a, u64 last)
 {
-	u32 p = threadIdx.x;
-	if (p >= a.world.size || p == a.world.rank)
-		return true;
-	pair64 line = load16_relaxed_sys(begin_line(a, a.world.rank, p, last));
-	u64 rows;
-	u32 blocks;
-	if (line.a != last || last == 0 || op_of(line.b) < SW_MOE_SUMS)
-		return true;
-	bool good = await_readers(a, p, last, line.b, blocks);
+	bool good = true;
 #pragma unroll 1
-	for (u32 i = 0; good && i < blocks; i++)
-		good = await_done(a, p, i, last, rows);
+	for (u32 p = 0; p < a.world.size && good; p++) {
+		if (p == a.world.rank)
+			continue;
+		pair64 line = load16_relaxed_sys(begin_line(a, a.world.rank, p, last));
+		u64 rows;
+		u32 blocks = 0;
+		if (line.a != last || last == 0 || op_of(line.b) < SW_MOE_SUMS)
+			continue;
+		good = await_readers(a, p, last, line.b, blocks);
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < blocks && good; i += blockDim.x)
+			good = await_done(a, p, i, last, rows);
+	}
 	return good;
 }
 

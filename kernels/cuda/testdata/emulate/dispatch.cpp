@@ -5,6 +5,8 @@
 
 #include "fibers.h"
 
+#include <deque>
+
 namespace {
 
 using u16 = uint16_t;
@@ -218,6 +220,7 @@ struct launch_of {
 	std::function<void()> kernel;
 	u32 blocks, threads;
 	size_t shared;
+	bool waits = false; // for all that comes before it in its stream, as what comes behind waits for it
 };
 using program = std::vector<launch_of>; // of one rank, in order
 
@@ -232,14 +235,15 @@ void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
 {
 	a.row_bytes = row_bytes, a.wire_bytes = float8 ? row_bytes / 2 : row_bytes;
 	if (use_few && w.rows_by != compact) {
-		p.push_back(float8 ? with(dispatch_few_bf16, a, 1 + draw(3), SW_MOE_FEW_THREADS) : with(dispatch_few, a, 1 + draw(3), SW_MOE_FEW_THREADS));
+		size_t slots = 2 * a.tokens * a.top_k;
+		p.push_back(float8 ? with(dispatch_few_bf16, a, 1 + draw(3), SW_MOE_FEW_THREADS, slots) : with(dispatch_few, a, 1 + draw(3), SW_MOE_FEW_THREADS, slots));
 		return;
 	}
 	u32 blocks = 1 + draw(3);
 	a.share = (a.tokens + blocks - 1) / blocks, a.movers = 1 + draw(2), a.depth = 1 + draw(3);
 	a.part = float8 || draw(2) == 0 ? row_bytes : (row_bytes / 2 + 15) / 16 * 16, a.parts = (row_bytes + a.part - 1) / a.part;
 	a.interval = draw(2) * 100;
-	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_MOE_SCALES : 0)) + 4 * w.size * (a.share + (a.share + 31) / 32);
+	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_MOE_SCALES : 0)) + 4 * (w.size * (a.share + (a.share + 31) / 32) + 2 * w.slots);
 	p.push_back(float8 ? with(dispatch_rows_bf16, a, blocks, SW_MOE_THREADS, shared) : with(dispatch_rows, a, blocks, SW_MOE_THREADS, shared));
 }
 
@@ -247,6 +251,13 @@ void to_staging(world &w, sw_moe_args &a)
 {
 	a.mode |= SW_MOE_BY_EXPERT;
 	a.to_rows = w.staging, a.to_scales = w.scales, a.to_indices = w.state.indices, a.to_weights = w.state.weights, a.to_sources = w.state.sources;
+}
+
+void add_take(world &w, sw_moe_args &a, u32 rank, program &p)
+{
+	a.mode |= SW_MOE_ZERO | (use_few ? SW_MOE_PARTED : 0);
+	a.part = draw(2) == 0 ? a.wire_bytes : (a.wire_bytes / 2 + 15) / 16 * 16, a.parts = (a.wire_bytes + a.part - 1) / a.part, a.movers = 1 + draw(SW_MOE_PASS_THREADS / 32);
+	p.push_back(with(experts_take, a, 1 + draw(3), SW_MOE_PASS_THREADS, taker::front(a) + a.movers * a.part));
 }
 
 void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
@@ -266,11 +277,11 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 		return;
 	}
 	to_staging(w, a);
+	if (!halves && draw(2) == 0)
+		a.mode |= SW_MOE_BESIDE;
 	a.mode &= ~SW_MOE_RECEIVE;
 	send(w, a, 2 * w.hidden, w.float8, p);
-	p.push_back(with(experts_take, a, 1 + draw(3), SW_MOE_PASS_THREADS, 12 * w.local(rank) + 8));
-	a.mode |= SW_MOE_ZERO;
-	p.push_back(with(experts_zero, a, 1 + draw(2), SW_MOE_PASS_THREADS));
+	add_take(w, a, rank, p);
 }
 
 void sum(world &w, sw_moe_args &a, program &p)
@@ -284,6 +295,12 @@ void sum(world &w, sw_moe_args &a, program &p)
 	p.push_back(with(combine_rows_bf16, a, 1 + draw(3), SW_MOE_SUM_THREADS, a.movers * a.depth * w.size * a.part));
 }
 
+void pass(sw_moe_args &a, program &p)
+{
+	a.parts = (a.row_bytes + SW_MOE_PASS_PART - 1) / SW_MOE_PASS_PART;
+	p.push_back(with(experts_sum_bf16, a, 1 + draw(3), SW_MOE_SUM_PASS_THREADS));
+}
+
 // Where a rank has the rows that its experts made, and the sums.
 u64 made_at(const world &w) { return w.heap; }
 u64 sums_at(const world &w) { return (w.heap + w.most_rows * 2 * w.hidden + 255) / 256 * 256; }
@@ -291,6 +308,7 @@ u64 grads_at(const world &w) { return (sums_at(w) + w.max_tokens * 2 * w.hidden 
 
 void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<float> &weights, program &p)
 {
+	bool halves = draw(2) == 0;
 	sw_moe_args a = arguments(w, b, rank, op_combine);
 	a.row_bytes = 2 * w.hidden, a.y = w.segment(rank) + sums_at(w);
 	bool staged = !w.by_token() || !in_place;
@@ -300,12 +318,14 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 		a.mode |= SW_MOE_KEEP;
 		a.sum_weights = reinterpret_cast<u64>(weights.data());
 		a.from_weights = w.weights;
+		if (!w.by_token() && !halves && draw(2) == 0)
+			a.mode |= SW_MOE_BESIDE;
 		sw_moe_args s = a;
 		s.y = 0, s.rows = w.segment(rank) + made_at(w), s.row_weights = a.row_weights;
 		s.mode |= (w.rows_by == compact ? SW_MOE_COMPACT : 0) | (w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH);
-		p.push_back(with(experts_sum_bf16, s, 1 + draw(3), SW_MOE_PASS_THREADS));
+		pass(s, p);
 	}
-	if (draw(2) == 0) {
+	if (halves) {
 		p.push_back(with(combine_begin, a, 1, SW_MAX_RANKS));
 		a.mode &= ~SW_MOE_SEND;
 	}
@@ -323,7 +343,7 @@ void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weight
 	u64 own = w.segment(rank);
 	if (w.by_token()) {
 		a.rows = own + w.staging, a.y = own + grads_at(w), a.mode = (a.mode & ~SW_MOE_BY_EXPERT) | (w.rows_by == compact ? SW_MOE_COMPACT : 0);
-		p.push_back(with(experts_sum_bf16, a, 1 + draw(2), SW_MOE_PASS_THREADS));
+		pass(a, p);
 		return;
 	}
 	a.rows = own + made_at(w), a.y = own + grads_at(w), a.row_weights = 0, a.from_weights = w.weights, a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
@@ -332,23 +352,44 @@ void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weight
 	p.push_back(with(combine_few_f32, a, 1 + draw(2), SW_MOE_FEW_THREADS));
 }
 
-// Runs the ranks' programs, each a stream.
+// A launch of a rank's stream that is under way or over.
+struct launched {
+	std::vector<emu::block *> blocks;
+	bool over = false;
+};
+
+// Runs the ranks' programs, each a stream. A launch may begin when all blocks of the one before have let it.
 bool run(world &w, std::vector<program> &programs, const std::function<void(u64)> &each_sweep = {})
 {
-	std::vector<size_t> next(w.size, 0);
-	std::vector<std::vector<emu::block *>> blocks(w.size);
+	std::vector<std::deque<launched>> streams(w.size);
 	std::vector<u32> pace(w.size, 1);
 	if (draw(3) == 0)
 		pace[draw(w.size)] = 1 + draw(20);
 	for (u64 sweep = 0;; sweep++) {
 		bool busy = false;
 		for (u32 r = 0; r < w.size; r++) {
-			if (ended(blocks[r]) && next[r] < programs[r].size()) {
-				const launch_of &l = programs[r][next[r]++];
-				for (u32 i = 0; i < l.blocks; i++)
-					blocks[r].push_back(launch(r, i, l.blocks, l.threads, l.shared + 128, l.kernel));
+			std::deque<launched> &s = streams[r];
+			bool idle = true;
+			for (launched &l : s) {
+				l.over = l.over || ended(l.blocks);
+				idle = idle && l.over;
 			}
-			busy = busy || !blocks[r].empty();
+			size_t next = s.size();
+			auto may_begin = [&] {
+				if (idle || programs[r][next].waits || programs[r][next - 1].waits)
+					return idle;
+				return std::all_of(s.back().blocks.begin(), s.back().blocks.end(), [](emu::block *b) { return b->released || b->alive == 0; });
+			};
+			if (next < programs[r].size() && may_begin()) {
+				const launch_of &l = programs[r][next];
+				s.emplace_back();
+				for (u32 i = 0; i < l.blocks; i++) {
+					s.back().blocks.push_back(launch(r, i, l.blocks, l.threads, l.shared + 128, l.kernel));
+					s.back().blocks.back()->before = next == 0 ? nullptr : &s[next - 1].over;
+				}
+				idle = false;
+			}
+			busy = busy || !idle;
 		}
 		if (!busy)
 			return true;
@@ -533,7 +574,7 @@ struct memories {
 				if (threadIdx.x == 0)
 					f();
 			},
-			1, 32, 0};
+			1, 32, 0, true};
 	}
 };
 
@@ -620,13 +661,15 @@ bool end_of_waits(bool aborted)
 			sw_moe_args a = arguments(w, b, r, op_dispatch);
 			a.world.timeout_ns = 300'000;
 			a.x = reinterpret_cast<u64>(b.narrow_x[r].data()), a.to_rows = w.rows, a.to_indices = w.row_indices, a.to_weights = w.row_weights, a.to_sources = w.row_sources;
-			if (!w.by_token())
+			if (!w.by_token()) {
 				to_staging(w, a);
+				a.mode |= draw(2) == 0 ? SW_MOE_BESIDE : 0;
+			}
 			a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
 			a.mode &= w.by_token() ? ~0u : ~SW_MOE_RECEIVE;
 			send(w, a, 2 * w.hidden, false, programs[r]);
 			if (!w.by_token())
-				programs[r].push_back(with(experts_take, a, 2, SW_MOE_PASS_THREADS, 12 * w.local(r) + 8));
+				add_take(w, a, r, programs[r]);
 		}
 	return run(w, programs, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }

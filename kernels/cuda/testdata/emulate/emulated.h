@@ -73,6 +73,8 @@ struct block {
 	std::map<int, void *> statics;
 	std::function<void()> kernel;
 	u32 asleep = 0; // sweeps that it sits out
+	const bool *before = nullptr; // whether the launch before this one in its stream has ended
+	bool released = false;        // the launch behind this one may begin
 };
 
 inline fiber *current;
@@ -297,6 +299,7 @@ template <typename T> T read(u64 p)
 }
 
 inline pair64 load16_relaxed_sys(u64 p) { return read<pair64>(p); }
+inline pair64 load16_acquire_sys(u64 p) { return read<pair64>(p); }
 inline u64 load_relaxed_sys(u64 p) { return read<u64>(p); }
 inline u64 load_acquire_sys(u64 p) { return read<u64>(p); }
 inline u32 load32_relaxed_gpu(u64 p) { return read<u32>(p); }
@@ -312,8 +315,17 @@ inline void store_relaxed_sys(u64 p, u64 v)
 }
 inline void fence_acq_rel_sys() { emu::yield(); }
 inline u64 now_ns() { return emu::time_ns; }
-inline void await_stream() {}
-inline void release_stream() {}
+inline void await_stream()
+{
+	const bool *before = emu::current->block->before;
+	while (before != nullptr && !*before)
+		emu::yield();
+}
+inline void release_stream()
+{
+	emu::current->block->released = true;
+	emu::yield();
+}
 
 template <typename T> T atom_acquire_cta(T *p)
 {
@@ -437,6 +449,7 @@ template <int but> void bulk_await_read()
 		else
 			i++;
 }
+template <int but> void bulk_await_written() { bulk_await_read<but>(); }
 inline void bulk_await() { bulk_await_read<0>(); }
 inline void fence_bulk() {}
 
