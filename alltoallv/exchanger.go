@@ -82,8 +82,9 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 // Bad arguments return an error (ErrInvalid, memory.ErrFreed, ErrClosed) before anything is enqueued; the call then has
 // not happened and may be repeated, which the other ranks wait for. A lost peer is an error that is comm.ErrPeerLost, a
 // peer that does not come within Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Exchanger can
-// then only be closed, as after a *kernels.SplitsError. So can one whose peer waits in a call that this rank has not made,
-// which is comm.ErrMismatch after 2 seconds. A *kernels.CountMismatchError is an error of one call alone: of this one, or of the one
+// then only be closed. So can one whose peer waits in a call that this rank has not made,
+// which is comm.ErrMismatch after 2 seconds. A *kernels.SplitsError, about Splits.Live of any rank, is an error of this call alone. So is
+// a *kernels.CountMismatchError: of this one, or of the one
 // before, as its Epoch says, for a rank whose small message was not what its receiver expected; this call is then complete. On a
 // host stream these are errors of the stream; on a CUDA stream the next call returns them, and Fault does.
 func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) error {

@@ -48,9 +48,8 @@ type Splits struct {
 	//
 	// Send and Recv are then only an estimate, by which the algorithm is chosen; without both, equal parts of the buffers
 	// are. Copy engines cannot do such an exchange, and there are no PeerDispls. What a rank sends to itself is its send
-	// split; the receive split is not looked at. A split that does not fit the buffers makes the exchange do nothing on
-	// this rank: the error, as from a lost peer, is a *kernels.SplitsError, and the Exchanger can then only be closed. The
-	// other ranks wait for this one until Options.Timeout.
+	// split; the receive split is not looked at. A split that does not fit the buffers makes the exchange move nothing on
+	// this rank, and is an error of this call on every rank, a *kernels.SplitsError that says whose split it is. The next call works.
 	Live memory.View
 	// Limits are for this call alone.
 	Limits Limits

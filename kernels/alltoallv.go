@@ -27,7 +27,7 @@ type AllToAllV struct {
 	Src, Dst Buffer
 	// Splits, when it is not empty, takes the place of the bytes and offsets of Routes, which are then only an estimate: four
 	// arrays of Channels.Size 64-bit integers, send bytes, send offsets, receive bytes and receive offsets, read when the
-	// launch runs. They must keep inside Src and Dst, else the launch does nothing and its error is a *SplitsError.
+	// launch runs. They must keep inside Src and Dst, else the rank's launch moves nothing and all ranks' error is a *SplitsError.
 	Splits Buffer
 	Launched
 }
@@ -53,10 +53,11 @@ func (e *CountMismatchError) Unwrap() error { return comm.ErrMismatch }
 
 func (*CountMismatchError) recoverable() {}
 
-// SplitsError reports splits in device memory that do not fit the buffers of the call that read them. That rank has moved
-// nothing, and the communicator is of no more use.
+// SplitsError reports splits in device memory that do not fit the buffers of the call that read them. Their rank has sent and received
+// nothing and has told all others, so it is an error of that call on every rank, and of no other call.
 type SplitsError struct {
-	Peer   int    // rank
+	Rank   int    // whose splits they are
+	Peer   int    // the rank that it sends to or receives from
 	Send   bool   // the part for Peer, not the one from it
 	Bytes  int64  // its length
 	Offset int64  // where it begins in the buffer, in bytes
@@ -70,5 +71,7 @@ func (e *SplitsError) Error() string {
 	if e.Send {
 		what = "sends to"
 	}
-	return fmt.Sprintf("kernels: call %d: the splits in device memory say that this rank %s rank %d %d bytes at %d of a buffer of %d", e.Epoch, what, e.Peer, e.Bytes, e.Offset, e.Limit)
+	return fmt.Sprintf("kernels: call %d: rank %d refuses its splits in device memory: it %s rank %d %d bytes at %d of a buffer of %d", e.Epoch, e.Rank, what, e.Peer, e.Bytes, e.Offset, e.Limit)
 }
+
+func (*SplitsError) recoverable() {}

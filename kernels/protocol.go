@@ -42,6 +42,8 @@ const (
 	LineOffset = 16 // credits: where the chunk goes, from the start of the receiver's segment
 	LineLen    = 24 // credits: bytes that may be written there
 	LineSource = 16 // signals: where the message lies at its sender, 0 when it may not be read any more (host engine)
+
+	LineRefused = 32 // signals: of refused splits bytes, offset, limit, and the part's peer in the upper half behind whether it is sent (host engine)
 )
 
 // chunkBits is how many bits of a sequence number count chunks within one call.
@@ -50,7 +52,8 @@ const chunkBits = 20
 // MaxChunks is how many chunks one message can have in one call.
 const MaxChunks = 1<<chunkBits - 2
 
-// Refused is the LineLen of a credit that grants nothing because the two ranks disagree on the size of the message.
+// Refused is the LineLen of a credit that grants nothing because the two ranks disagree on the size of the message. As the LineTotal of a
+// credit or a signal it says that its writer has refused its own splits and takes no part in the call.
 const Refused = ^uint64(0)
 
 // Seq is the sequence number of chunk k of call e. Chunk 0 announces a message and carries no bytes.

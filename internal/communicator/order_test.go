@@ -66,10 +66,11 @@ func TestOnlyWhatFailsHalfWayBreaks(t *testing.T) {
 	c.Done(nil)
 	c.Done(&kernels.CountMismatchError{})
 	require.Nil(t, c.broken.Load(), "ranks have merely disagreed")
-	p.err = &kernels.CallMismatchError{}
-	require.Error(t, c.Launch(nil, &kernels.AllToAllV{}))
-	require.Nil(t, c.broken.Load())
-	p.err = &kernels.SplitsError{}
+	for _, p.err = range []error{&kernels.CallMismatchError{}, &kernels.SplitsError{}} {
+		require.Error(t, c.Launch(nil, &kernels.AllToAllV{}))
+		require.Nil(t, c.broken.Load())
+	}
+	p.err = errors.New("half-way")
 	require.Error(t, c.Launch(nil, &kernels.AllToAllV{}))
 	require.ErrorIs(t, *c.broken.Load(), p.err)
 	c.Done(errors.New("later"))

@@ -7,12 +7,14 @@
 //	board      what the warps of a block tell one another
 //	sending    the sending half of a block
 //	receiving  the receiving half
+//	refusal    splits in device memory that reach past a buffer
 //	watching   the warps between peers and the two halves
 //	copies     the kernels around copy engines
 #include "alltoallv/packets.cuh"
 #include "alltoallv/sending.cuh"
 #include "alltoallv/receiving.cuh"
 #include "alltoallv/watching.cuh"
+#include "alltoallv/refusal.cuh"
 
 extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_packet(const __grid_constant__ sw_exchange_args a)
 {
@@ -69,8 +71,12 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	if (grants && a.splits == 0 && epoch != 0) // the sooner the better; splits from device memory are to be looked at by all threads first
 		in.grant(lane, 32);
 	if (__syncthreads_or(outside || epoch == 0)) { // for all or none: warps of a block wait for one another
-		if (blockIdx.x == 0 && epoch != 0 && a.splits != 0)
-			gathered::complain(steps, a, epoch);
+		if (__syncthreads_or(epoch == 0))
+			return;
+		if (threadIdx.x == blockDim.x - 1)
+			number.advance(a.world);
+		if (blockIdx.x == 0)
+			refuse(steps, a, epoch);
 		return;
 	}
 	if (threadIdx.x == blockDim.x - 1)

@@ -80,7 +80,7 @@ func (*exchanges) fault(f *faultWords, me int) error {
 	case faultPlace:
 		return fmt.Errorf("kernels: call %d: rank %d was to receive at %d of its segment and granted %d", f.epoch, peer, f.sent, f.expected)
 	case faultSplits:
-		return &kernels.SplitsError{Peer: peer, Send: sending, Epoch: f.epoch, Bytes: int64(f.sent), Offset: int64(f.expected), Limit: int64(f.limit)}
+		return &kernels.SplitsError{Rank: peer, Peer: int(f.part), Send: sending, Epoch: f.epoch, Bytes: int64(f.sent), Offset: int64(f.expected), Limit: int64(f.limit)}
 	}
 	return nil
 }

@@ -91,7 +91,7 @@ struct wait {
 };
 
 // give_up records the first fault of this rank. A fault of one call gives way to others.
-__device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0)
+__device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0, u32 part = 0)
 {
 	if (kind == SW_FAULT_NONE)
 		return;
@@ -109,6 +109,7 @@ __device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 
 	f->expected = expected;
 	f->limit = limit;
 	f->sending = sending;
+	f->part = part;
 	__threadfence_system();
 	f->kind = kind;
 	__threadfence_system();

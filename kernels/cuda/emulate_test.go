@@ -127,6 +127,18 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"a slot is written before it has been read": {
 			"c > slots + room && ", "false && ",
 		},
+		"a sender waits for a credit that its receiver has given up and written over": {
+			"bool past = x.a > seq(epoch, 0);", "bool past = false;",
+		},
+		"a rank that refuses its splits goes on before its peers have come": {
+			"\tawait_peers(s, a, epoch);", "",
+		},
+		"a rank that refuses its splits goes on before copies to it have ended": {
+			"(!copied || load", "(true || load",
+		},
+		"who waits for a credit is not told of refused splits": {
+			"store16_relaxed_sys(credit + 16, seq(epoch, 0), refused);", "",
+		},
 	} {
 		find("alltoallv", what, bug)
 	}

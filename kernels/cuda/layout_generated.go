@@ -131,10 +131,10 @@ const (
 	faultAborted  = 2 // saw the abort word
 	faultMismatch = 3 // the two ends disagree on the size: sent and expected
 	faultPlace    = 4 // the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's
-	faultSplits   = 5 // splits in device memory reach past a buffer: sent holds the bytes, expected the offset
-	faultOrder    = 6 // peer makes another call: sent holds its word, expected this rank's
-	faultIndex    = 7 // peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert
-	faultOverflow = 8 // peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole
+	faultOrder    = 5 // peer makes another call: sent holds its word, expected this rank's
+	faultIndex    = 6 // peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert
+	faultOverflow = 7 // peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole
+	faultSplits   = 8 // peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length
 )
 
 const moeBlockBytes = 144
@@ -355,7 +355,8 @@ type faultWords struct {
 	theirs     uint64
 	myShape    uint64
 	theirShape uint64
-	sending    uint32 // 1: this rank was sending to peer, 0: receiving
+	sending    uint32 // 1: this rank was sending to peer, 0: receiving; of refused splits: whether they are of what peer sends
+	part       uint32 // of refused splits: the rank that peer sends to or receives from
 }
 
 // get decodes s from b.
@@ -372,6 +373,7 @@ func (s *faultWords) get(b []byte) {
 	s.myShape = binary.LittleEndian.Uint64(b[56:])
 	s.theirShape = binary.LittleEndian.Uint64(b[64:])
 	s.sending = binary.LittleEndian.Uint32(b[72:])
+	s.part = binary.LittleEndian.Uint32(b[76:])
 }
 
 const (

@@ -82,10 +82,9 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 	me := e.space.Rank
 	count := e.word(me, c.Epoch())
 	x.epoch = count.Load() + 1
+	var refused *kernels.SplitsError
 	if a.Splits.Bytes > 0 {
-		if err := x.readSplits(); err != nil {
-			return err
-		}
+		refused = x.readSplits()
 		a = x.a
 	}
 	r := a.Routes
@@ -94,6 +93,9 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 	}
 	count.Store(x.epoch)
 	x.w.begin(e, x, call{opAllToAllV, c.Epoch(), x.epoch}, a.Timeout)
+	if refused != nil {
+		return x.refuse(refused)
+	}
 	var all int64
 	for _, n := range r.SendBytes {
 		all += n
@@ -141,8 +143,8 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 	}
 }
 
-// readSplits puts the splits in memory in the place of the launch's.
-func (x *exchange) readSplits() error {
+// readSplits puts the splits in memory in the place of the launch's. It returns what does not fit.
+func (x *exchange) readSplits() *kernels.SplitsError {
 	a, r, n := x.a, &x.routes, x.c.Size
 	order := *a.Routes
 	table := shm.View[int64](a.Splits.Mem)
@@ -153,6 +155,9 @@ func (x *exchange) readSplits() error {
 	*r = order
 	me := x.e.space.Rank
 	r.RecvBytes[me] = r.SendBytes[me]
+	x.own = *a
+	x.own.Routes = r
+	x.a = &x.own
 	for _, d := range [...]struct {
 		send           bool
 		bytes, offsets []int64
@@ -160,14 +165,51 @@ func (x *exchange) readSplits() error {
 	}{{true, r.SendBytes, r.SendOffsets, a.Src.Bytes}, {false, r.RecvBytes, r.RecvOffsets, a.Dst.Bytes}} {
 		for p, bytes := range d.bytes {
 			if off := d.offsets[p]; bytes < 0 || off < 0 || off > d.limit-bytes {
-				return &kernels.SplitsError{Peer: p, Send: d.send, Bytes: bytes, Offset: off, Limit: d.limit, Epoch: x.epoch}
+				return &kernels.SplitsError{Rank: me, Peer: p, Send: d.send, Bytes: bytes, Offset: off, Limit: d.limit, Epoch: x.epoch}
 			}
 		}
 	}
-	x.own = *a
-	x.own.Routes = r
-	x.a = &x.own
 	return nil
+}
+
+// refuse tells all peers of splits that do not fit, in the place of a message and of a credit. It returns when each has sent its message
+// or, if it waited for a credit, answered: then what was written here may be written over by the next call.
+func (x *exchange) refuse(why *kernels.SplitsError) error {
+	me := x.e.space.Rank
+	part := uint64(why.Peer) << 32
+	if why.Send {
+		part |= 1
+	}
+	order := x.a.Routes.Order
+	for _, p := range order {
+		line := x.c.Signal(x.epoch, me) + kernels.LineRefused
+		for i, v := range [...]uint64{uint64(why.Bytes), uint64(why.Offset), uint64(why.Limit), part} {
+			x.e.word(int(p), line+8*int64(i)).Store(v)
+		}
+		h := half{peer: int(p), total: -1, seq: x.e.word(int(p), x.c.Signal(x.epoch, me))} // the total is kernels.Refused
+		x.signal(&h, kernels.LastSeq(x.epoch))
+		x.postCredit(&h, 1, 0, kernels.Refused)
+	}
+	for len(order) > 0 {
+		p := int(order[0])
+		if x.e.word(me, x.c.Signal(x.epoch, p)).Load() >= kernels.LastSeq(x.epoch) ||
+			x.c.PacketBytes > 0 && x.e.word(me, x.c.Packet(x.epoch, p)).Load()>>32 == kernels.PacketFlag(x.epoch) {
+			order = order[1:]
+			x.w.busy()
+		} else if err := x.w.idle(p); err != nil {
+			return x.e.fail(p, "alltoallv", x.epoch, err)
+		}
+	}
+	return why
+}
+
+// refusal is what a peer has said of splits that it refuses.
+func (x *exchange) refusal(peer int) *kernels.SplitsError {
+	word := func(i int64) uint64 {
+		return x.e.word(x.e.space.Rank, x.c.Signal(x.epoch, peer)+kernels.LineRefused+8*i).Load()
+	}
+	part := word(3)
+	return &kernels.SplitsError{Rank: peer, Peer: int(part >> 32), Send: part&1 != 0, Bytes: int64(word(0)), Offset: int64(word(1)), Limit: int64(word(2)), Epoch: x.epoch}
 }
 
 // streamFrom is the length from which a fence for one copy around the caches does not matter.
@@ -334,7 +376,11 @@ func (x *exchange) sendChunk(h *half) bool {
 	}
 	n := x.e.word(me, line+kernels.LineLen).Load()
 	if total := x.e.word(me, line+kernels.LineTotal).Load(); n == kernels.Refused || int64(total) != h.total {
-		x.failed = &kernels.CountMismatchError{Src: me, Dst: h.peer, Sent: uint64(h.total), Expected: total, Epoch: x.epoch}
+		if total == kernels.Refused {
+			x.failed = x.refusal(h.peer)
+		} else {
+			x.failed = &kernels.CountMismatchError{Src: me, Dst: h.peer, Sent: uint64(h.total), Expected: total, Epoch: x.epoch}
+		}
 		x.signal(h, kernels.LastSeq(x.epoch))
 		h.chunk = 0
 		return true
@@ -432,9 +478,13 @@ func (x *exchange) recv(h *half) bool {
 	return moved
 }
 
-// mismatch ends a receive whose sender has another size in mind. A sender that waits for a credit is refused, and has to
+// mismatch ends a receive whose sender has another size in mind, or has refused its splits. A sender that waits for a credit is refused, and has to
 // say that it knows before this rank may go on to a call whose credits would overwrite the refusal.
 func (x *exchange) mismatch(h *half, sent uint64) {
+	if sent == kernels.Refused {
+		x.failed, h.chunk = x.refusal(h.peer), 0
+		return
+	}
 	x.failed = &kernels.CountMismatchError{Src: h.peer, Dst: x.e.space.Rank, Sent: sent, Expected: uint64(h.total), Epoch: x.epoch}
 	if x.c.Mode(int64(sent)) == kernels.CreditMode {
 		h.refuse = true

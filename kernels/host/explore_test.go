@@ -61,6 +61,8 @@ type rig struct {
 	returned func(rank int)
 	// verdict, when set, judges what the kernel returns in a call; false means that the output has no meaning.
 	verdict func(rank, call int, err error) (good bool, _ error)
+	// splits are tables in memory for some routes.
+	splits map[*kernels.Routes][]int64
 }
 
 func newRig(w *explore.Workload) *rig {
@@ -148,6 +150,9 @@ func (g *rig) exchange(rank int, r *kernels.Routes, c *explore.Call, src, dst []
 	a := kernels.AllToAllV{Routes: r, Schedule: c.Schedules[rank], Src: buffer(src, -1), Dst: buffer(dst, -1), Launched: kernels.Launched{Timeout: g.timeout}}
 	if c.InPlace[rank] {
 		a.Dst = buffer(dst, c.Output[rank])
+	}
+	if table := g.splits[r]; table != nil {
+		a.Splits = buffer(shm.Bytes(table), -1)
 	}
 	return g.ports[rank].Launch(nil, &a)
 }
@@ -369,6 +374,38 @@ func TestExploreCountMismatch(t *testing.T) {
 							return true, err
 						case !errors.As(err, &m) || m.Src != 0 || m.Dst != 1 || int64(m.Sent) != sent || int64(m.Expected) != expected:
 							return false, fmt.Errorf("the disagreement became %w", err)
+						}
+						return false, nil
+					}
+					holds(t, g, budget(1, 200))
+				})
+			}
+		}
+	}
+}
+
+// TestF3_RefusedSplitsAreToldToAll has a rank refuse its splits between calls that are right: all have the same error, nobody waits in
+// vain, and the call after it works.
+func TestF3_RefusedSplitsAreToldToAll(t *testing.T) {
+	table := func(r *kernels.Routes) []int64 {
+		return slices.Concat(r.SendBytes, r.SendOffsets, r.RecvBytes, r.RecvOffsets)
+	}
+	for name, style := range map[string]explore.Style{"pulled": pulled, "staged": staged, "in place": inPlace, "ring": ring, "pulled ring": pullRing} {
+		for _, bytes := range []int64{0, 5, 12, 40} {
+			for _, c := range []kernels.Channels{small, oneSlot} {
+				t.Run(fmt.Sprintf("%s, %d bytes, %d slots", name, bytes, c.Slots), func(t *testing.T) {
+					g := newRig(workload(c, 3, three(bytes), style))
+					one, other := g.w.Calls[1].Routes[0], g.w.Calls[1].Routes[1]
+					bad := table(one)
+					bad[3+2] = -7
+					g.splits = map[*kernels.Routes][]int64{one: bad, other: table(other)}
+					g.verdict = func(rank, call int, err error) (bool, error) {
+						var s *kernels.SplitsError
+						switch {
+						case call != 1:
+							return true, err
+						case !errors.As(err, &s) || s.Rank != 0 || s.Peer != 2 || !s.Send || s.Bytes != bytes || s.Offset != -7 || s.Limit != int64(len(g.sources[0])) || s.Epoch != 2:
+							return false, fmt.Errorf("the refusal became %w", err)
 						}
 						return false, nil
 					}

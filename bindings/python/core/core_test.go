@@ -255,7 +255,7 @@ func TestErrorsAreClassified(t *testing.T) {
 		{fmt.Errorf("wrapped: %w", &comm.PeerError{Rank: 2, Err: comm.ErrTimeout}), Timeout, 2},
 		{&kernels.CountMismatchError{}, Mismatch, -1},
 		{&kernels.CallMismatchError{}, Mismatch, -1},
-		{fmt.Errorf("wrapped: %w", &kernels.SplitsError{}), Invalid, -1},
+		{fmt.Errorf("wrapped: %w", &kernels.SplitsError{Rank: 5}), Invalid, 5},
 		{&dispatch.OverflowError{}, Overflow, -1},
 		{dispatch.ErrNoHandle, NoHandle, -1},
 		{memory.ErrOutOfMemory, OutOfMemory, -1},

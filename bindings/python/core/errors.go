@@ -108,9 +108,12 @@ func Classify(err error) (code Code, rank int) {
 	}
 	var short *kernels.ShortError
 	var index *dispatch.IndexError
-	var splits *kernels.SplitsError
-	if errors.As(err, &short) || errors.As(err, &index) || errors.As(err, &splits) {
+	if errors.As(err, &short) || errors.As(err, &index) {
 		return Invalid, rank
+	}
+	var splits *kernels.SplitsError
+	if errors.As(err, &splits) {
+		return Invalid, splits.Rank
 	}
 	for _, c := range conditions {
 		if errors.Is(err, c.err) {

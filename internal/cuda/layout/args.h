@@ -134,10 +134,10 @@ enum {
 	SW_FAULT_ABORTED = 2, /* saw the abort word */
 	SW_FAULT_MISMATCH = 3, /* the two ends disagree on the size: sent and expected */
 	SW_FAULT_PLACE = 4, /* the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's */
-	SW_FAULT_SPLITS = 5, /* splits in device memory reach past a buffer: sent holds the bytes, expected the offset */
-	SW_FAULT_ORDER = 6, /* peer makes another call: sent holds its word, expected this rank's */
-	SW_FAULT_INDEX = 7, /* peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert */
-	SW_FAULT_OVERFLOW = 8, /* peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole */
+	SW_FAULT_ORDER = 5, /* peer makes another call: sent holds its word, expected this rank's */
+	SW_FAULT_INDEX = 6, /* peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert */
+	SW_FAULT_OVERFLOW = 7, /* peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole */
+	SW_FAULT_SPLITS = 8, /* peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length */
 };
 
 /* Where the words of a handle lie. All but the last part must be zero before the first call. */
@@ -300,8 +300,8 @@ struct sw_fault {
 	uint64_t theirs;
 	uint64_t my_shape;
 	uint64_t their_shape;
-	uint32_t sending; /* 1: this rank was sending to peer, 0: receiving */
-	uint32_t pad;
+	uint32_t sending; /* 1: this rank was sending to peer, 0: receiving; of refused splits: whether they are of what peer sends */
+	uint32_t part; /* of refused splits: the rank that peer sends to or receives from */
 };
 
 /* The words of a control block that only its own rank touches. */

@@ -73,7 +73,7 @@ func Of() map[string]int {
 		m["fault.my_shape"] = int(unsafe.Offsetof(s.my_shape))
 		m["fault.their_shape"] = int(unsafe.Offsetof(s.their_shape))
 		m["fault.sending"] = int(unsafe.Offsetof(s.sending))
-		m["fault.pad"] = int(unsafe.Offsetof(s.pad))
+		m["fault.part"] = int(unsafe.Offsetof(s.part))
 	}
 	{
 		var s C.struct_sw_control

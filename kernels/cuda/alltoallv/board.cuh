@@ -12,7 +12,7 @@ constexpr u32 send_warps = SW_SEND_THREADS / 32, recv_warps = SW_RECV_THREADS / 
 constexpr u32 send_part = 1; // named barrier
 constexpr u32 chunks_ahead = 32;
 constexpr u32 tellers = 2; // warps that signal chunks in a block that only sends; each has its word
-constexpr u64 skip_message = SW_NOWHERE - 1; // a place: the receiver expects another size, send nothing
+constexpr u64 skip_message = SW_NOWHERE - 1; // a place: the receiver expects another size or has refused its splits, send nothing
 constexpr u32 all_chunks = (1u << chunk_bits) - 1; // of an item that has arrived: last_seq
 constexpr u32 no_chunks = ~0u;			   // of an item that will not: its sender has another size in mind
 

@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	receiver in{a, r, epoch};
 	in.grant(threadIdx.x, SW_COPY_THREADS);
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
-	x.announce(epoch, threadIdx.x, SW_COPY_THREADS);
+	x.announce(epoch, threadIdx.x, SW_COPY_THREADS, true);
 	x.send(epoch);
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += SW_COPY_THREADS) {
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 			}
 		u64 place = load16_relaxed_sys(line).b, expected = load16_relaxed_sys(line + 16).b;
 		if (expected != static_cast<u64>(n))
-			give_up(a.world, SW_FAULT_MISMATCH, p, epoch, true, static_cast<u64>(n), expected);
+			disagree(a, p, epoch, true, static_cast<u64>(n), expected);
 		else if (place != static_cast<u64>(c.places[p]))
 			give_up(a.world, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), place);
 	}

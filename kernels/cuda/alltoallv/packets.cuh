@@ -2,7 +2,8 @@
 // message needs no credit, no fence and no signal beside it.
 //
 // All warps of a kernel may send and receive packets. Writes this rank's packet places in the peers' segments (double buffered by the
-// call's parity) and, after a disagreement, its credit line there; reads and wipes the places in its own segment.
+// call's parity) and, after a disagreement, its credit line there; reads and wipes the places in its own segment. Places lie behind a
+// header, whose first packet tells the message's length.
 #pragma once
 
 #include "../packet.cuh"
@@ -13,6 +14,47 @@ namespace sw {
 __device__ __forceinline__ u64 packet_place(const sw_exchange_args &a, u64 epoch, u32 dst, u32 src)
 {
 	return segment(a.world, dst) + a.block.packets + ((epoch & 1) * a.world.size + src) * a.block.packet_stride;
+}
+
+// The length, in the header and as what a credit expects, where a rank refuses the splits that it finds in device memory. The rest of the
+// header then says which: refusal.cuh.
+constexpr u64 refused = ~0ull;
+
+// What a rank has said of its refused splits in the header at place: two vectors behind the first packet.
+struct refused_part {
+	u64 bytes, offset, limit, whose; // the part's peer, and from bit 32 on whether it is sent
+
+	__device__ __forceinline__ void store(u64 place) const
+	{
+		store16_relaxed_sys(place + 16, bytes, offset);
+		store16_relaxed_sys(place + 32, limit, whose);
+	}
+
+	__device__ __forceinline__ void load(u64 place)
+	{
+		pair64 v = load16_relaxed_sys(place + 16), w = load16_relaxed_sys(place + 32);
+		bytes = v.a, offset = v.b, limit = w.a, whose = w.b;
+	}
+
+	// Records that rank has refused it.
+	__device__ __forceinline__ void record(const sw_world &w, u32 rank, u64 epoch) const
+	{
+		give_up(w, SW_FAULT_SPLITS, rank, epoch, whose >> 32 != 0, bytes, offset, limit, static_cast<u32>(whose));
+	}
+};
+
+// Records that a peer and this rank have different sizes in mind, or that the peer has refused its splits, which it has said in the header
+// of its message before it told anything else.
+__device__ __noinline__ void disagree(const sw_exchange_args &a, u32 peer, u64 epoch, bool sending, u64 sent, u64 expected)
+{
+	if ((sending ? expected : sent) != refused) {
+		give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, sending, sent, expected);
+		return;
+	}
+	fence_acq_rel_sys();
+	refused_part x;
+	x.load(packet_place(a, epoch, a.world.rank, peer));
+	x.record(a.world, peer, epoch);
 }
 
 __device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 flag)
@@ -85,8 +127,8 @@ __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place
 		if (static_cast<u32>(v.b >> 32) == flag) {
 			if (v.a == static_cast<u64>(bytes))
 				return true;
-			give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, false, v.a, static_cast<u64>(bytes));
-			if (v.a > static_cast<u64>(a.packet_bytes)) { // its sender waits for a credit: tell it what is wrong
+			disagree(a, peer, epoch, false, v.a, static_cast<u64>(bytes));
+			if (v.a > static_cast<u64>(a.packet_bytes) && v.a != refused) { // its sender waits for a credit: tell it what is wrong
 				u64 credit = segment(a.world, peer) + a.block.credits + a.world.rank * SW_LINE_BYTES;
 				store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
 				store16_relaxed_sys(credit + 16, seq(epoch, 0), static_cast<u64>(bytes));
@@ -163,13 +205,14 @@ template <typename Steps> struct packets {
 			first.load(x.src, x.left);
 	}
 
-	// The headers of the steps first, first+step, ...
-	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step)
+	// The headers of the steps first, first+step, ... by_copy says that copy engines write large messages, also to a rank that has refused
+	// its splits.
+	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step, bool by_copy = false)
 	{
 		u32 flag = packet_flag(epoch);
 #pragma unroll 1
 		for (u32 i = first; i < a.world.size - 1; i += step)
-			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32);
+			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32 | by_copy);
 	}
 
 	__device__ __forceinline__ void send(u64 epoch)

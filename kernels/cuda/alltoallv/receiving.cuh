@@ -40,13 +40,13 @@ struct receiver {
 		return false;
 	}
 
-	// True when the sender of a large message has another size in mind.
+	// True when the sender of a large message has another size in mind, or has refused its splits.
 	__device__ __forceinline__ bool other_size(u32 p, i64 n)
 	{
 		pair64 v = load16_relaxed_sys(packet_place(a, epoch, a.world.rank, p));
 		if (static_cast<u32>(v.b >> 32) != packet_flag(epoch) || v.a == static_cast<u64>(n))
 			return false;
-		give_up(a.world, SW_FAULT_MISMATCH, p, epoch, false, v.a, static_cast<u64>(n));
+		disagree(a, p, epoch, false, v.a, static_cast<u64>(n));
 		return true;
 	}
 

@@ -1,7 +1,6 @@
 // What an exchange moves, step by step: in each step this rank sends to one peer and receives from another.
 //
-// Every kernel begins here. Reads the arguments and, where splits are in device memory, those; writes shared memory, and the fault
-// record when such splits reach past a buffer.
+// Every kernel begins here. Reads the arguments and, where splits are in device memory, those; writes shared memory.
 #pragma once
 
 #include "../device.cuh"
@@ -58,26 +57,6 @@ struct gathered {
 	}
 
 	static __device__ __forceinline__ bool past(i64 bytes, i64 offset, i64 limit) { return bytes < 0 || offset < 0 || bytes > limit || offset > limit - bytes; }
-
-	// Records one of the splits that reach past.
-	static __device__ __noinline__ void complain(const store &s, const sw_exchange_args &a, u64 epoch)
-	{
-		auto say = [&](u32 peer, bool sending, i64 bytes, i64 offset, i64 limit) {
-			if (past(bytes, offset, limit))
-				give_up(a.world, SW_FAULT_SPLITS, peer, epoch, sending, static_cast<u64>(bytes), static_cast<u64>(offset), static_cast<u64>(limit));
-		};
-#pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.world.size; i += blockDim.x) {
-			if (i == a.world.size - 1) {
-				say(a.world.rank, true, s.own[0], s.own[1], a.src_bytes);
-				say(a.world.rank, false, s.own[0], s.own[2], a.dst_bytes);
-				continue;
-			}
-			const sw_step &x = s.steps[i];
-			say(x.to, true, x.send_bytes, x.send_offset, a.src_bytes);
-			say(x.from, false, x.recv_bytes, x.recv_offset, a.dst_bytes);
-		}
-	}
 
 	__device__ __forceinline__ const sw_step &operator[](u32 i) const { return s.steps[i]; }
 	__device__ __forceinline__ i64 own_bytes() const { return s.own[0]; }

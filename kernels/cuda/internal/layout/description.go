@@ -116,10 +116,10 @@ func constants() []Group {
 			{"faultAborted", 2, "saw the abort word"},
 			{"faultMismatch", 3, "the two ends disagree on the size: sent and expected"},
 			{"faultPlace", 4, "the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's"},
-			{"faultSplits", 5, "splits in device memory reach past a buffer: sent holds the bytes, expected the offset"},
-			{"faultOrder", 6, "peer makes another call: sent holds its word, expected this rank's"},
-			{"faultIndex", 7, "peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert"},
-			{"faultOverflow", 8, "peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole"},
+			{"faultOrder", 5, "peer makes another call: sent holds its word, expected this rank's"},
+			{"faultIndex", 6, "peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert"},
+			{"faultOverflow", 7, "peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole"},
+			{"faultSplits", 8, "peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length"},
 		}},
 	}
 }
@@ -140,8 +140,8 @@ func structs() []Struct {
 				{Name: "theirs", Type: "u64"},
 				{Name: "my_shape", Type: "u64"},
 				{Name: "their_shape", Type: "u64"},
-				{Name: "sending", Type: "u32", Doc: "1: this rank was sending to peer, 0: receiving"},
-				{Name: "pad", Type: "u32"},
+				{Name: "sending", Type: "u32", Doc: "1: this rank was sending to peer, 0: receiving; of refused splits: whether they are of what peer sends"},
+				{Name: "part", Type: "u32", Doc: "of refused splits: the rank that peer sends to or receives from"},
 			},
 		},
 		{

@@ -290,7 +290,8 @@ bool exchanges()
 	return right(w, first, 1);
 }
 
-// Two ranks disagree on a size: the receiver hears of it, nobody hangs, and the next call works.
+// Two ranks disagree on a size: the receiver hears of it, nobody hangs, and the next call works, which some begin while others are in this
+// one.
 bool disagreement()
 {
 	world w = random_world(2 << 20);
@@ -303,9 +304,12 @@ bool disagreement()
 		bad.ranks[to].recv[from] = 0;
 	if (bad.ranks[from].send[to] == bad.ranks[to].recv[from])
 		return true;
+	call good = random_call(w);
 	std::vector<stream> streams(w.size);
-	for (stream &s : streams)
-		s.calls.push_back(&bad);
+	for (stream &s : streams) {
+		s.calls = {&bad, &good};
+		s.pace = draw(2) ? 1 : 1 + draw(8);
+	}
 	if (!run(w, streams))
 		return false;
 	for (u32 r = 0; r < w.size; r++) {
@@ -318,7 +322,6 @@ bool disagreement()
 		w.faults[r] = {};
 		at<sw_control>(w.segment(r) + w.block.control).fault = SW_FAULT_NONE;
 	}
-	call good = random_call(w);
 	prepare(w, good, 2);
 	std::vector<stream> again(w.size);
 	for (stream &s : again)
@@ -341,32 +344,44 @@ bool end_of_waits(bool aborted)
 	return run(w, streams, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }
 
-// Splits in device memory that reach past a buffer.
+// Splits in device memory that reach past a buffer, between calls that are right: all ranks hear whose they are and which, nobody waits for
+// its deadline, nothing of the rank that has refused is written once its call is over, and the next call works.
 bool outside()
 {
 	world w = random_world(2 << 20);
-	call c = random_call(w);
-	prepare(w, c, 1);
-	u32 bad = draw(w.size);
-	for (part &k : c.ranks)
-		k.timeout_ns = 300'000;
-	part &k = c.ranks[bad];
-	k.table = true;
+	call good = random_call(w), bad = good;
+	prepare(w, good, 1);
+	u32 who = draw(w.size);
+	bool copies = draw(2);
+	for (call *c : {&good, &bad})
+		for (part &k : c->ranks) {
+			vary(w, k);
+			if (copies) // all outputs must be writable by peers
+				k.staged = false, k.copies = !k.table;
+		}
+	part &k = bad.ranks[who];
+	k.table = true, k.copies = false;
 	std::vector<i64> *words[] = {&k.send, &k.send_at, &k.recv, &k.recv_at};
-	u32 which = draw(4), peer = draw(w.size);
-	if (which == 2 && peer == bad)
+	u32 which = draw(copies ? 3 : 4), peer = draw(w.size); // where copy engines write, the caller knows
+	if (which == 2 && peer == who)
 		which = 0; // what stays on the rank is told by its send
-	(*words[which])[peer] = draw(2) ? -1 : i64{1} << 40;
+	i64 wrong = (*words[which])[peer] = draw(2) ? -1 : i64{1} << 40;
 	std::vector<stream> streams(w.size);
-	for (stream &s : streams)
-		s.calls.push_back(&c);
+	for (stream &s : streams) {
+		s.calls = {&good, &bad, &good, &good};
+		s.pace = draw(2) ? 1 : 1 + draw(8);
+	}
 	if (!run(w, streams))
 		return false;
-	if (w.fault(bad) != SW_FAULT_SPLITS) {
-		printf("rank %u: fault %u\n", bad, w.fault(bad));
-		return false;
+	for (u32 r = 0; r < w.size; r++) {
+		const sw_fault &f = w.faults[r];
+		if (f.kind != SW_FAULT_SPLITS || f.peer != who || f.epoch != 2 || f.part != peer || f.sending != (which < 2) || static_cast<i64>(which % 2 == 0 ? f.sent : f.expected) != wrong) {
+			printf("rank %u refused %lld for %u: rank %u has fault %u with rank %u, part %u, %llu at %llu, call %llu\n", who, static_cast<long long>(wrong), peer, r, f.kind, f.peer, f.part,
+			       static_cast<unsigned long long>(f.sent), static_cast<unsigned long long>(f.expected), static_cast<unsigned long long>(f.epoch));
+			return false;
+		}
 	}
-	return true;
+	return right(w, good, 1);
 }
 
 } // namespace
