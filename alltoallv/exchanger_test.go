@@ -1,6 +1,7 @@
 package alltoallv_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -646,4 +647,41 @@ func TestF3_ClosedGroupIsRefused(t *testing.T) {
 		err = x.Exchange(nil, memory.Host(make([]byte, 2)), memory.Host(make([]byte, 2)), &alltoallv.Splits{Send: one, Recv: one})
 		require.ErrorIs(r.T, err, comm.ErrClosed)
 	})
+}
+
+// Close ends with its context while an exchange on a stream, and one behind it, wait for a rank that does not call.
+func TestF1_CloseEndsWithItsContext(t *testing.T) {
+	run := func(t *testing.T, world func(testing.TB, int, int64, func(*worldtest.Rank))) {
+		for _, bytes := range []int64{8, 1 << 20} {
+			world(t, 2, 64<<20, func(r *worldtest.Rank) {
+				x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
+				r.Must(err)
+				b, err := r.Heap.Alloc(4 * bytes)
+				r.Must(err)
+				s, err := r.Device.NewStream()
+				r.Must(err)
+				r.Barrier()
+				if r.Rank() == 0 {
+					parts := []int64{bytes, bytes}
+					for range 2 {
+						r.Must(x.Exchange(s, b.View().Slice(0, 2*bytes), b.View().Slice(2*bytes, 2*bytes), &alltoallv.Splits{Send: parts, Recv: parts}))
+					}
+				}
+				ctx, cancel := context.WithTimeout(r.Ctx, 300*time.Millisecond)
+				defer cancel()
+				start := time.Now()
+				err = x.Close(ctx)
+				if took := time.Since(start); took > 5*time.Second || errors.Is(err, kernels.ErrRunning) {
+					r.Must(fmt.Errorf("close after %v: %w", took, err))
+				}
+				if r.Rank() == 0 {
+					require.ErrorIs(r.T, err, context.DeadlineExceeded)
+				}
+				s.Synchronize()
+				r.Must(s.Close())
+			})
+		}
+	}
+	t.Run("host", func(t *testing.T) { run(t, worldtest.Local) })
+	t.Run("cuda", func(t *testing.T) { run(t, worldtest.GPUs) })
 }

@@ -1,6 +1,7 @@
 package kernels
 
 import (
+	"context"
 	"errors"
 	"time"
 
@@ -40,8 +41,10 @@ type Port interface {
 	// says nothing of what still runs. What is Recoverable is told once: Fault then forgets it, and waits until later launches
 	// see that.
 	Fault() error
-	// Drain returns when everything that was launched has run; the last of it was on the stream last, nil if on none.
-	Drain(last device.Stream) error
+	// Drain returns when everything that was launched has run; the last of it was on the stream last, nil if on none. Nothing is launched
+	// after it. When ctx ends first, launches that wait for peers give up, and so do those behind them; the error is that of ctx, and
+	// ErrRunning where they cannot.
+	Drain(ctx context.Context, last device.Stream) error
 	// Close releases the port. Nothing of it runs any more. It is idempotent.
 	Close() error
 }

@@ -276,6 +276,40 @@ func cudaAbortScenario(t *rankT, g *comm.Group) {
 	r.close()
 }
 
+func TestF1_CUDAGrowEndsWithItsContext(t *testing.T) {
+	needGPU(t)
+	everywhere(t, 2, "cuda bounded")
+}
+
+// Kernels that fill the GPU wait, and so, perhaps, does the driver when the heap wants memory.
+func cudaBoundedScenario(t *rankT, g *comm.Group) {
+	r := newCUDARank(t, g, Options{SegmentBytes: 2 << 20})
+	k := newSpinner(r)
+	b, err := r.h.Alloc(4096)
+	require.NoError(t, err)
+	r.write(b.View(), make([]byte, 4096))
+	word := r.h.Space().Base + uintptr(int64(g.Rank())*r.h.Space().Stride)
+	r.barrier()
+	k.launch(r.s, word, b.View().Ptr(), 20*time.Second, 400, 1024)
+	began := time.Now()
+	ctx, cancel := context.WithTimeout(t.ctx, 500*time.Millisecond)
+	defer cancel()
+	err = r.h.Grow(ctx, 2<<20)
+	took := time.Since(began)
+	t.logf("rank %d: grow ended after %v: %v", g.Rank(), took, err)
+	require.Less(t, took, 3*time.Second)
+	r.h.abort()
+	require.NoError(t, r.s.Synchronize())
+	require.Less(t, time.Since(began), 5*time.Second)
+	k.close()
+	require.NoError(t, r.s.Close())
+	short, cancel := context.WithTimeout(t.ctx, 2*time.Second)
+	defer cancel()
+	r.h.Close(short) // after a cut call ranks may not meet any more
+	require.Less(t, time.Since(began), 9*time.Second)
+	require.NoError(t, r.d.Close())
+}
+
 func TestF2_ADeadRankEndsItsPeersKernels(t *testing.T) {
 	needGPU(t)
 	for _, name := range []string{"cuda killed", "legacy killed"} {

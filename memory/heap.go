@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
@@ -447,6 +448,9 @@ func (h *Heap) end() { h.together.Unlock() }
 // every rank is comm.ErrMismatch when the ranks pass different n, ErrInvalid when n is not positive,
 // ErrOutOfMemory when the heap would pass Options.ReserveBytes and ErrUnsupported on a heap of CUDA IPC memory
 // (Options.LegacyIPC).
+//
+// On a GPU it can wait for kernels. When ctx ends while it does, this rank's calls on the heap give up (comm.ErrAborted), and the heap can
+// only be closed. So it is with Register, Deregister and Close.
 func (h *Heap) Grow(ctx context.Context, n int64) error {
 	err, broken := h.begin()
 	defer h.end()
@@ -461,7 +465,8 @@ func (h *Heap) Grow(ctx context.Context, n int64) error {
 }
 
 func (h *Heap) grow(ctx context.Context, n int64, broken error) (err error) {
-	defer func() { h.settle(err) }()
+	end := h.bounded(ctx)
+	defer func() { err = end(err) }()
 	last := h.extents[len(h.extents)-1]
 	e := extent{off: last.off + last.n, n: roundUp(n, h.granule)}
 	switch {
@@ -536,6 +541,34 @@ func (h *Heap) verify(ctx context.Context) error {
 	return nil
 }
 
+// boundMoment is how long a collective call may go on when its context has ended.
+const boundMoment = 100 * time.Millisecond
+
+// bounded sees to it that a collective call ends with its context. One that goes on a moment later waits in the driver for a kernel, which
+// waits for a peer, perhaps: then this rank's kernels are told to give up, and the call is cut off. end notes how it has ended.
+func (h *Heap) bounded(ctx context.Context) (end func(error) error) {
+	done := make(chan struct{})
+	var cut atomic.Bool
+	stop := context.AfterFunc(ctx, func() {
+		select {
+		case <-done:
+		case <-time.After(boundMoment):
+			cut.Store(true)
+			h.log.Warn("memory: a call waits for kernels longer than its context, which ends them", "rank", h.group.Rank())
+			h.abort()
+		}
+	})
+	return func(err error) error {
+		stop()
+		close(done)
+		if err == nil && cut.Load() {
+			err = &cutError{context.Cause(ctx)}
+		}
+		h.settle(err)
+		return err
+	}
+}
+
 // abort ends every wait of this rank's kernels.
 func (h *Heap) abort() {
 	h.mu.Lock()
@@ -565,15 +598,15 @@ func (h *Heap) abort() {
 //
 // When the group has failed, or ctx ends before all ranks have come, Close still releases everything
 // that this rank holds; the latter is an error, because another rank may be using the memory yet.
-func (h *Heap) Close(ctx context.Context) error {
+func (h *Heap) Close(ctx context.Context) (err error) {
 	h.together.Lock()
 	defer h.together.Unlock()
 	if h.closed.Swap(true) {
 		return nil
 	}
-	h.unhook()
+	end := h.bounded(ctx)
+	defer func() { err = end(err) }()
 	h.mu.Lock()
-	h.mapped = false
 	extents := h.extents
 	h.mu.Unlock()
 
@@ -596,7 +629,6 @@ func (h *Heap) Close(ctx context.Context) error {
 			h.log.Warn("memory: close CUDA IPC", "rank", h.group.Rank(), "error", err)
 		}
 	}
-	var err error
 	h.registered.Store(nil)
 	if _, berr := meet(ctx, h.group, round{Op: "close heap"}, nil); berr != nil && h.group.Err() == nil {
 		err = fmt.Errorf("memory: close heap: others may still use it: %w", berr)
@@ -613,6 +645,12 @@ func (h *Heap) release() error {
 	if h.engine != nil {
 		err = h.engine.Close()
 	}
+	if h.unhook != nil {
+		h.unhook()
+	}
+	h.mu.Lock()
+	h.mapped = false
+	h.mu.Unlock()
 	if err = errors.Join(err, h.back.close()); err != nil {
 		return fmt.Errorf("memory: close heap: %w", err)
 	}

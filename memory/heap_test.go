@@ -595,6 +595,38 @@ func TestHeapFailsOnAllRanksOrNone(t *testing.T) {
 	}
 }
 
+// The driver waits for a kernel of this rank, which waits for its peer: both end once the context has.
+func TestF1_GrowEndsWithItsContext(t *testing.T) {
+	runRanks(t, localRanks(t, 2), func(t *rankT, g *comm.Group) {
+		var h *Heap
+		waited := errors.New("the kernel has waited for its peer")
+		deny := func(rank int, op string, _ int64) error {
+			if h == nil || op != "create" || rank != 0 {
+				return nil
+			}
+			for until := time.Now().Add(10 * time.Second); time.Now().Before(until); time.Sleep(time.Millisecond) {
+				if shm.Word(h.space.Segment(0), kernels.AbortOffset).Load() != 0 {
+					return nil
+				}
+			}
+			return waited
+		}
+		made, err := newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), nil, deny))
+		require.NoError(t, err)
+		h = made
+		ctx, cancel := context.WithTimeout(t.ctx, 200*time.Millisecond)
+		defer cancel()
+		began := time.Now()
+		err = h.Grow(ctx, 1<<20)
+		require.Less(t, time.Since(began), 5*time.Second)
+		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.NotErrorIs(t, err, waited)
+		short, stop := context.WithTimeout(t.ctx, 200*time.Millisecond)
+		defer stop()
+		h.Close(short)
+	})
+}
+
 func TestHeapTakesTheAddressesThereAre(t *testing.T) {
 	limits := make([]int64, 3)
 	runRanks(t, socketRanks(t, 3), func(t *rankT, g *comm.Group) {

@@ -137,7 +137,8 @@ func (h *Heap) Register(ctx context.Context, v View) (*Registration, error) {
 }
 
 func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registration, err error) {
-	defer func() { h.settle(err) }()
+	end := h.bounded(ctx)
+	defer func() { err = end(err) }()
 	src := source{fd: -1}
 	switch {
 	case broken != nil:
@@ -304,7 +305,8 @@ func (r *Registration) Deregister(ctx context.Context) error {
 
 func (r *Registration) deregister(ctx context.Context, broken error) (err error) {
 	h := r.heap
-	defer func() { h.settle(err) }()
+	end := h.bounded(ctx)
+	defer func() { err = end(err) }()
 	must := []value{{"offset", fmt.Sprint(r.place)}}
 	if _, err = meet(ctx, h.group, round{Op: "deregister", Must: must}, broken); err != nil {
 		return err

@@ -42,6 +42,7 @@ var scenarios = map[string]scenario{
 	"cuda bytes":    cudaBytesScenario,
 	"cuda register": cudaRegisterScenario,
 	"cuda abort":    cudaAbortScenario,
+	"cuda bounded":  cudaBoundedScenario,
 	"cuda mismatch": cudaMismatchScenario,
 	"cuda killed":   cudaKilledScenario,
 	"cuda malloc":   cudaMallocScenario,

@@ -246,7 +246,8 @@ func (c *Communicator) Done(err error) {
 }
 
 // Close waits for the launches on streams and gives the memory back. It is collective and idempotent: no rank frees a control
-// block that a peer may still write. After a failure of the group it releases what is this rank's and returns.
+// block that a peer may still write. After a failure of the group it releases what is this rank's and returns. When ctx ends, launches
+// that wait for peers give up; what others keep running beyond that is not released.
 func (c *Communicator) Close(ctx context.Context) error {
 	c.Lock()
 	was, last := c.closed, c.last
@@ -255,7 +256,10 @@ func (c *Communicator) Close(ctx context.Context) error {
 	if was {
 		return nil
 	}
-	err := c.port.Drain(last)
+	err := c.port.Drain(ctx, last)
+	if errors.Is(err, kernels.ErrRunning) {
+		return fmt.Errorf("%s: close: %w", c.name, err)
+	}
 	if c.Group.Err() == nil {
 		err = errors.Join(err, c.Group.Barrier(ctx))
 	}

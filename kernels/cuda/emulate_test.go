@@ -103,9 +103,6 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		})
 	}
 	for what, bug := range map[string][]string{
-		"a block waits for a credit that it does not need": {
-			"if (b.place[s] != 0 || b.out[s].chunks == 0)", "if (b.place[s] != 0 || r[s].send_bytes <= a.packet_bytes)",
-		},
 		"a chunk is signalled as another one": {
 			"if (chunks != 0 && before + chunks > from", "if (before + chunks > from",
 		},

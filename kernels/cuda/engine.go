@@ -19,7 +19,8 @@ type Engine struct {
 	flags           cuda.LaunchFlags // of every kernel
 	cycles          float64          // of a multiprocessor in a nanosecond
 	multiprocessors int
-	maxShared       int // dynamic shared memory that a block can ask for
+	maxShared       int         // dynamic shared memory that a block can ask for
+	alarm           cuda.Stream // nothing but port.stop uses it, so nothing holds it up
 
 	mu      sync.Mutex
 	modules []cuda.Module
@@ -51,6 +52,13 @@ func New(ctx *cuda.Context, space kernels.Space, sharers int, why func() error) 
 	e.cycles = float64(kilohertz) / 1e6
 	if major >= 9 && e.sharers == 1 {
 		e.flags |= cuda.Programmatic
+	}
+	_, urgent, err := ctx.StreamPriorities()
+	if err == nil {
+		e.alarm, err = ctx.NewStream(urgent)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("kernels: cuda engine: %w", err)
 	}
 	return e, nil
 }
@@ -134,6 +142,10 @@ func (e *Engine) Close() error {
 		err = errors.Join(err, e.ctx.UnloadModule(m))
 	}
 	e.modules, e.exchanges, e.dispatches, e.reductions = nil, nil, nil, nil
+	if e.alarm != 0 {
+		err = errors.Join(err, e.ctx.SynchronizeStream(e.alarm), e.ctx.DestroyStream(e.alarm))
+		e.alarm = 0
+	}
 	return err
 }
 

@@ -1,6 +1,7 @@
 package cuda
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"sync"
@@ -152,7 +153,23 @@ func (p *port) clear() (hit []int, err error) {
 }
 
 // Drain waits for the device: calls that were captured have no last stream.
-func (p *port) Drain(device.Stream) error { return p.e.ctx.Synchronize() }
+func (p *port) Drain(ctx context.Context, _ device.Stream) error {
+	return kernels.Drain(ctx, p.e.ctx.Synchronize, p.stop)
+}
+
+// stop makes kernels that wait return, and those that come after them do nothing, as after a fault. It is written by a stream, which
+// running kernels do not hold up.
+func (p *port) stop() error {
+	var err error
+	for _, at := range p.fam.controls(p.offset) {
+		place := p.e.space.Addr(p.e.space.Rank, at) + controlFault - 4 // with the word before, which nobody needs then
+		err = errors.Join(err, p.e.ctx.WriteValue(p.e.alarm, place, faultAborted<<32))
+	}
+	if err != nil {
+		return fmt.Errorf("kernels: stop %s: %w", p.name, err)
+	}
+	return nil
+}
 
 // Close releases the record, the streams and the events.
 func (p *port) Close() error {

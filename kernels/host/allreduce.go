@@ -81,7 +81,7 @@ func (x *reducing) run(p *port, a *kernels.Reduction) error {
 	count := e.word(x.me, c.Epoch())
 	x.epoch = count.Load() + 1
 	count.Store(x.epoch)
-	x.w.begin(e, x, call{opReduceFirst + opcode(a.Call.Collective) - 1, c.Epoch(), x.epoch}, a.Timeout)
+	x.w.begin(p, x, call{opReduceFirst + opcode(a.Call.Collective) - 1, c.Epoch(), x.epoch}, a.Timeout)
 	if c.Size == 1 {
 		move(a.Dst.Mem, a.Src.Mem)
 		return nil

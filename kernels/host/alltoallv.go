@@ -92,7 +92,7 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 		x.window = c.Size
 	}
 	count.Store(x.epoch)
-	x.w.begin(e, x, call{opAllToAllV, c.Epoch(), x.epoch}, a.Timeout)
+	x.w.begin(p, x, call{opAllToAllV, c.Epoch(), x.epoch}, a.Timeout)
 	if refused != nil {
 		return x.refuse(refused)
 	}

@@ -112,7 +112,7 @@ func (m *meeting) enter(p *port, c *kernels.MoECall) {
 	x := p.moe
 	m.e, m.m, m.lanes, m.call = p.e, x.m, &x.lanes, c
 	m.r, m.h = &x.handles[c.Handle], &x.m.Handles[c.Handle]
-	m.w.begin(p.e, m, call{opMoEFirst + opcode(c.Op), m.lanes.epoch(), m.r.epoch}, c.Timeout)
+	m.w.begin(p, m, call{opMoEFirst + opcode(c.Op), m.lanes.epoch(), m.r.epoch}, c.Timeout)
 }
 
 // sizes is not known in words: what a rank gets of a peer is what they tell each other.

@@ -1,7 +1,9 @@
 package host
 
 import (
+	"context"
 	"fmt"
+	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
@@ -16,6 +18,7 @@ type port struct {
 	moe      *moe           // of a dispatcher
 	nonce    *shm.Nonce     // by which peers know this rank's memory
 	sources  []source       // by rank
+	leaving  atomic.Bool    // its waits are over
 
 	complaints uint64   // how many of this rank's receivers' it has taken in
 	heard      []uint64 // by rank: the call of the last
@@ -123,7 +126,12 @@ func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 func (*port) Fault() error { return nil }
 
 // Drain waits for the last stream.
-func (*port) Drain(last device.Stream) error { return device.Follow(nil, last) }
+func (p *port) Drain(ctx context.Context, last device.Stream) error {
+	return kernels.Drain(ctx, func() error { return device.Follow(nil, last) }, func() error {
+		p.leaving.Store(true) // a wait looks at it once in sleepFor
+		return nil
+	})
+}
 
 // Close does nothing.
 func (*port) Close() error { return nil }

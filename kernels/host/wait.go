@@ -3,6 +3,7 @@ package host
 import (
 	"fmt"
 	"runtime"
+	"sync/atomic"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -33,6 +34,7 @@ const (
 // that did.
 type waiter struct {
 	e        *Engine
+	leaving  *atomic.Bool // the port's: not to wait any more
 	call     call
 	with     sizer
 	timeout  time.Duration
@@ -53,8 +55,9 @@ type waiter struct {
 type sizer interface{ sizes(peer int) string }
 
 // begin is the beginning of a call.
-func (w *waiter) begin(e *Engine, with sizer, c call, timeout time.Duration) {
-	w.e, w.with, w.call, w.timeout, w.polls, w.other, w.woken, w.awaits = e, with, c, timeout, 0, 0, false, 0
+func (w *waiter) begin(p *port, with sizer, c call, timeout time.Duration) {
+	e := p.e
+	w.e, w.leaving, w.with, w.call, w.timeout, w.polls, w.other, w.woken, w.awaits = e, &p.leaving, with, c, timeout, 0, 0, false, 0
 	if own := &e.peers[e.space.Rank]; own.awaited.Load() != 0 && own.waiting.Load() == 0 {
 		own.awaited.Store(0) // it has waited in vain, and goes on
 	}
@@ -87,7 +90,7 @@ func (w *waiter) idle(peer int) error {
 	if w.polls == 1 {
 		w.since, w.told = time.Now(), 0
 		w.near = w.e.near(peer)
-		if w.e.abort.Load() != 0 {
+		if w.over() {
 			return comm.ErrAborted
 		}
 		return nil // that took long enough for another look
@@ -105,7 +108,7 @@ func (w *waiter) idle(peer int) error {
 		w.e.yield()
 		return nil
 	}
-	if w.e.abort.Load() != 0 {
+	if w.over() {
 		return comm.ErrAborted
 	}
 	if waited > w.timeout+lateWake && !w.woken {
@@ -134,6 +137,9 @@ func (w *waiter) idle(peer int) error {
 	w.doorbell = w.e.doorbell.Load()
 	return nil
 }
+
+// over reports whether waiting has no sense any more, for the heap or for the port.
+func (w *waiter) over() bool { return w.e.abort.Load() != 0 || w.leaving.Load() }
 
 // sizes is what this call exchanges with peer, in parentheses.
 func (w *waiter) sizes(peer int) string {

@@ -155,6 +155,6 @@ func TestF2_WhoGoesOnDoesNotWait(t *testing.T) {
 	require.ErrorIs(t, err, comm.ErrTimeout)
 	own := &w.engines[0].peers[0]
 	require.EqualValues(t, 2, own.awaited.Load())
-	new(waiter).begin(w.engines[0], nil, call{op: opAllToAllV, at: kernels.HeaderBytes, epoch: 2}, time.Second)
+	new(waiter).begin(w.ports[0].(*port), nil, call{op: opAllToAllV, at: kernels.HeaderBytes, epoch: 2}, time.Second)
 	require.Zero(t, own.awaited.Load())
 }

@@ -117,8 +117,7 @@ struct teller {
 struct send_watch : watch {
 	using watch::watch;
 
-	// True while the credit of a step has not come. Of a message of whose stripes the block sends nothing it is not awaited: its
-	// receiver can be through before the block has looked, and grant the next call's.
+	// True while the credit of a step has not come. It is not awaited where the block sends nothing of the message.
 	__device__ __forceinline__ bool await_credit(u32 s)
 	{
 		if (b.place[s] != 0 || b.out[s].chunks == 0)
