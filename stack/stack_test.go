@@ -2,6 +2,7 @@ package stack_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"testing"
@@ -15,6 +16,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/stack"
@@ -31,30 +33,147 @@ func options() stack.Options {
 	}
 }
 
+// onDevices runs f with ranks on the host and, where there are any, on GPUs, which they share where there are fewer.
+func onDevices(t *testing.T, f func(t *testing.T, gpus int)) {
+	t.Run("host", func(t *testing.T) { f(t, 0) })
+	t.Run("cuda", func(t *testing.T) {
+		gpus, err := device.CUDACount()
+		if err != nil || gpus == 0 {
+			t.Skipf("no GPU: %v", err)
+		}
+		f(t, gpus)
+	})
+}
+
+// openDevice is the device of a rank. Those of GPUs stay open: their contexts are the process's.
+func openDevice(rank, gpus int) (device.Device, error) {
+	if gpus == 0 {
+		return device.Host(), nil
+	}
+	return device.CUDA(rank % gpus)
+}
+
+// data is memory of a stack's heap, and copies to and from it.
+type data struct {
+	*memory.Buffer
+	stream device.Stream // nil on the host
+}
+
+// hold takes memory of the heap that holds b, as all ranks do.
+func hold(s *stack.Stack, b []byte) (d data, err error) {
+	if d.Buffer, err = s.Heap.Alloc(int64(len(b))); err != nil {
+		return d, err
+	}
+	if s.Device.Kind() != device.HostKind {
+		if d.stream, err = s.Device.NewStream(); err != nil {
+			return d, err
+		}
+	}
+	return d, memory.Copy(d.stream, d.View(), memory.Host(b))
+}
+
+// end gives the memory back and returns what it holds.
+func (d data) end() ([]byte, error) {
+	b := make([]byte, d.View().Len())
+	err := memory.Copy(d.stream, memory.Host(b), d.View())
+	if d.stream != nil {
+		err = errors.Join(err, d.stream.Close())
+	}
+	return b, errors.Join(err, d.Free())
+}
+
 // use makes a call of each kind and checks what comes out.
 func use(s *stack.Stack) error {
 	n, me := int64(s.Group.Size()), s.Group.Rank()
 	ones := make([]int64, n)
-	src, dst := make([]byte, 8*n), make([]byte, 8*n)
+	in := make([]byte, 8*n)
 	for p := range n {
 		ones[p] = 8
-		src[8*p] = byte(16*me + int(p))
+		in[8*p] = byte(16*me + int(p))
 	}
-	if err := s.Exchanger.Exchange(nil, memory.Host(dst), memory.Host(src), &alltoallv.Splits{Send: ones, Recv: ones}); err != nil {
+	src, err := hold(s, in)
+	if err != nil {
+		return err
+	}
+	dst, err := hold(s, make([]byte, 8*n))
+	if err != nil {
+		return err
+	}
+	if err := s.Exchanger.Exchange(nil, dst.View(), src.View(), &alltoallv.Splits{Send: ones, Recv: ones}); err != nil {
+		return err
+	}
+	if _, err := src.end(); err != nil {
+		return err
+	}
+	out, err := dst.end()
+	if err != nil {
 		return err
 	}
 	for p := range n {
-		if int(dst[8*p]) != 16*int(p)+me {
-			return fmt.Errorf("rank %d has %d of rank %d", me, dst[8*p], p)
+		if int(out[8*p]) != 16*int(p)+me {
+			return fmt.Errorf("rank %d has %d of rank %d", me, out[8*p], p)
 		}
 	}
-	sum := make([]byte, 4)
-	sum[0] = byte(me + 1)
-	if err := s.Reducer.AllReduce(nil, memory.Host(sum), memory.Host(sum), kernels.Int32, kernels.Sum); err != nil {
+	one := make([]byte, 4)
+	one[0] = byte(me + 1)
+	sum, err := hold(s, one)
+	if err != nil {
 		return err
 	}
-	if want := byte(n * (n + 1) / 2); sum[0] != want {
-		return fmt.Errorf("the sum is %d, want %d", sum[0], want)
+	if err := s.Reducer.AllReduce(nil, sum.View(), sum.View(), kernels.Int32, kernels.Sum); err != nil {
+		return err
+	}
+	if one, err = sum.end(); err != nil {
+		return err
+	}
+	if want := byte(n * (n + 1) / 2); one[0] != want {
+		return fmt.Errorf("the sum is %d, want %d", one[0], want)
+	}
+	return route(s)
+}
+
+// route sends a token of every rank to two experts, which give it back as it is.
+func route(s *stack.Stack) error {
+	me := s.Group.Rank()
+	row := []float32{float32(me), 1, 2, float32(8 * me)}
+	var in dispatch.Tokens
+	var held []data
+	for _, v := range []struct {
+		to *memory.View
+		b  []byte
+	}{{&in.X, shm.Bytes(row)}, {&in.Experts, shm.Bytes([]int32{int32(me), int32(7 - me)})}, {&in.Weights, shm.Bytes([]float32{0.5, 0.25})}} {
+		d, err := hold(s, v.b)
+		if err != nil {
+			return err
+		}
+		*v.to = d.View()
+		held = append(held, d)
+	}
+	y, err := hold(s, make([]byte, 4*hidden))
+	if err != nil {
+		return err
+	}
+	h, err := s.Dispatcher.Dispatch(nil, in)
+	if err != nil {
+		return err
+	}
+	defer h.Release()
+	if err := s.Dispatcher.Combine(nil, y.View(), h.Rows(), h, dispatch.CombineOptions{}); err != nil {
+		return err
+	}
+	for _, d := range held {
+		if _, err := d.end(); err != nil {
+			return err
+		}
+	}
+	sums, err := y.end()
+	if err != nil {
+		return err
+	}
+	for i, got := range shm.View[float32](sums) {
+		if got != 0.75*row[i] {
+			return fmt.Errorf("element %d of rank %d's token became %v, want %v", i, me, got, 0.75*row[i])
+		}
 	}
 	return nil
 }
@@ -77,14 +196,20 @@ func requireAll(t *testing.T, errs []error) {
 }
 
 // A group loses a rank, goes on without it, lets another one in, and loses one that only hangs.
-func TestF2_StackReopens(t *testing.T) {
+func TestF2_StackReopens(t *testing.T) { onDevices(t, stackReopens) }
+
+func stackReopens(t *testing.T, gpus int) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	groups, err := comm.Local(4)
 	require.NoError(t, err)
 	ss := make([]*stack.Stack, 4)
-	requireAll(t, each(ss, func(i int, _ *stack.Stack) (err error) {
-		if ss[i], err = stack.Open(ctx, groups[i], device.Host(), options()); err != nil {
+	requireAll(t, each(ss, func(i int, _ *stack.Stack) error {
+		d, err := openDevice(i, gpus)
+		if err != nil {
+			return err
+		}
+		if ss[i], err = stack.Open(ctx, groups[i], d, options()); err != nil {
 			return err
 		}
 		return use(ss[i])
@@ -123,7 +248,11 @@ func TestF2_StackReopens(t *testing.T) {
 			if err != nil {
 				return err
 			}
-			if four[i], err = stack.Open(ctx, g, device.Host(), options()); err != nil {
+			d, err := openDevice(i, gpus)
+			if err != nil {
+				return err
+			}
+			if four[i], err = stack.Open(ctx, g, d, options()); err != nil {
 				return err
 			}
 		} else {
@@ -165,6 +294,7 @@ func TestF2_StackReopens(t *testing.T) {
 	require.ErrorIs(t, use(four[2]), comm.ErrPeerLost)
 	require.NoError(t, four[2].Close(ctx))
 	four[2].Group.Close()
+	require.NoError(t, ss[1].Close(ctx))
 	requireAll(t, each(three, func(_ int, s *stack.Stack) error {
 		err := s.Close(ctx)
 		s.Group.Close()

@@ -15,9 +15,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
-	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/stack"
 )
 
@@ -37,7 +35,9 @@ func TestMain(m *testing.M) {
 
 // After a call that timed out, closing, shrinking and reopening take no longer than their contexts, though a rank is stopped: it
 // is left out, and learns it when it wakes up.
-func TestF2_StoppedRankHoldsUpNobody(t *testing.T) {
+func TestF2_StoppedRankHoldsUpNobody(t *testing.T) { onDevices(t, stoppedRankHoldsUpNobody) }
+
+func stoppedRankHoldsUpNobody(t *testing.T, gpus int) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	addr, dir := loopback.Addr(), t.TempDir()
@@ -45,7 +45,7 @@ func TestF2_StoppedRankHoldsUpNobody(t *testing.T) {
 	for r := range 3 {
 		wg.Go(func() {
 			cmd := exec.CommandContext(ctx, os.Args[0]) // which also ends one that nobody has woken
-			cmd.Env = append(os.Environ(), workerEnv+"="+strconv.Itoa(r), "STACK_TEST_ADDR="+addr, "STACK_TEST_DIR="+dir)
+			cmd.Env = append(os.Environ(), workerEnv+"="+strconv.Itoa(r), "STACK_TEST_ADDR="+addr, "STACK_TEST_DIR="+dir, "STACK_TEST_GPUS="+strconv.Itoa(gpus))
 			out, err := cmd.CombinedOutput()
 			if err != nil {
 				t.Errorf("rank %d: %v\n%s", r, err, out)
@@ -83,7 +83,15 @@ func besideAStoppedRank(rank int) error {
 	defer g.Close()
 	o := options()
 	o.Exchanger.Timeout = 3 * time.Second
-	s, err := stack.Open(ctx, g, device.Host(), o)
+	gpus, err := strconv.Atoi(os.Getenv("STACK_TEST_GPUS"))
+	if err != nil {
+		return err
+	}
+	d, err := openDevice(rank, gpus)
+	if err != nil {
+		return err
+	}
+	s, err := stack.Open(ctx, g, d, o)
 	if err != nil {
 		return err
 	}
@@ -95,9 +103,19 @@ func besideAStoppedRank(rank int) error {
 		return err
 	}
 	parts := []int64{1 << 20, 1 << 20, 1 << 20}
+	if err := s.Heap.Grow(ctx, 8<<20); err != nil {
+		return err
+	}
+	src, err := s.Heap.Alloc(3 << 20)
+	if err != nil {
+		return err
+	}
+	dst, err := s.Heap.Alloc(3 << 20)
+	if err != nil {
+		return err
+	}
 	exchange := func() error {
-		src, dst := memory.Host(make([]byte, 3<<20)), memory.Host(make([]byte, 3<<20))
-		return s.Exchanger.Exchange(nil, dst, src, &alltoallv.Splits{Send: parts, Recv: parts})
+		return s.Exchanger.Exchange(nil, dst.View(), src.View(), &alltoallv.Splits{Send: parts, Recv: parts})
 	}
 	if rank == stopped {
 		syscall.Kill(os.Getpid(), syscall.SIGSTOP)

@@ -2,6 +2,7 @@ package cuda
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"sync"
@@ -109,7 +110,7 @@ func (p *port) Fault() error {
 		return errors.Join(p.fam.hit(err, hit), cerr)
 	}
 	if why := p.e.why(); why != nil {
-		return fmt.Errorf("%w: %w", err, why)
+		return fmt.Errorf("%w: %w", why, err) // who looks for a rank in it finds the lost one first
 	}
 	return err
 }
@@ -125,11 +126,36 @@ func (p *port) err() error {
 	if err := p.fam.fault(&f, p.e.space.Rank); err != nil {
 		return err
 	}
-	why := fmt.Errorf("%w: most often that rank makes another call here, comes later, or hangs", comm.ErrTimeout)
 	if f.kind == faultAborted {
-		why = comm.ErrAborted
+		return &comm.PeerError{Rank: int(f.peer), Op: p.name, Epoch: f.epoch, Err: comm.ErrAborted}
 	}
-	return &comm.PeerError{Rank: int(f.peer), Op: p.name, Epoch: f.epoch, Err: why}
+	peer, does := p.culprit(int(f.peer))
+	return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: fmt.Errorf("%w: %s", comm.ErrTimeout, does)}
+}
+
+// culprit is the rank to blame for a wait for peer, and what it does as far as can be seen: of all ranks the one that has begun the fewest
+// calls of the communicator, since who waits in this call has begun it.
+func (p *port) culprit(peer int) (rank int, does string) {
+	size := p.e.space.Size
+	begun := make([]uint64, size)
+	word := make([]byte, 8)
+	for r := range size {
+		for _, at := range p.fam.controls(p.offset) {
+			if err := p.e.ctx.Read(p.own, word, p.e.space.Addr(r, at)); err != nil {
+				return peer, fmt.Sprintf("what that rank does cannot be seen: %v", err)
+			}
+			begun[r] += binary.LittleEndian.Uint64(word)
+		}
+	}
+	for r := range size {
+		if begun[r] < begun[peer] {
+			peer = r
+		}
+	}
+	if own := begun[p.e.space.Rank]; begun[peer] < own {
+		return peer, fmt.Sprintf("that rank has made %d calls of %d: it comes later, makes another call here, or hangs", begun[peer], own)
+	}
+	return peer, "that rank has begun the call, and not come further"
 }
 
 // clear forgets the fault, here and in the structs sw_control, and returns the numbers of those that had one.

@@ -13,6 +13,7 @@ import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -25,9 +26,12 @@ const (
 // call makes the call that all ranks draw from the seed. Its error is that of the call; what must not be is r.wrong.
 func (r *rank) call(seed uint64) error {
 	rng := rand.New(rand.NewPCG(seed, 5)) // the same on every rank
+	r.desk.used = 0
 	switch n := rng.IntN(100); {
-	case n < 45:
+	case n < 42:
 		return r.exchange(rng, seed)
+	case n < 45:
+		return r.refuse(rng)
 	case n < 65:
 		return r.reduce(rng, seed)
 	case n < 80:
@@ -81,10 +85,11 @@ func (r *rank) view(inHeap bool, n, most int64) (memory.View, func()) {
 			return b.View().Slice(0, n), func() { b.Free() }
 		}
 	}
-	return memory.Host(make([]byte, n)), func() {}
+	return r.desk.take(n), func() {}
 }
 
-// exchange is an all-to-all. Sizes, and whether memory is in the heap, are drawn for all ranks by each.
+// exchange is an all-to-all. Sizes, and whether memory is in the heap, are drawn for all ranks by each. Some ranks have their splits in
+// memory of the device.
 func (r *rank) exchange(rng *rand.Rand, seed uint64) error {
 	n, me := r.g.Size(), r.g.Rank()
 	m := make([][]int64, n)
@@ -113,21 +118,35 @@ func (r *rank) exchange(rng *rand.Rand, seed uint64) error {
 	defer freeSrc()
 	dst, freeDst := r.view(inHeap[1], in, slices.Max(ins))
 	defer freeDst()
-	at := int64(0)
+	at, sent := int64(0), make([]byte, out)
 	for p, k := range send {
-		fill(src.Bytes()[at:at+k], mix(seed, me, p))
+		fill(sent[at:at+k], mix(seed, me, p))
 		at += k
 	}
-	fill(dst.Bytes(), 0xbad)
+	if err := r.desk.write(src, sent); err != nil {
+		return err
+	}
+	got := make([]byte, in)
+	fill(got, 0xbad)
+	if err := r.desk.write(dst, got); err != nil {
+		return err
+	}
 	sp := &alltoallv.Splits{Send: send, Recv: recv}
 	var err error
+	if rand.IntN(4) == 0 {
+		if sp.Live, err = r.table(sp); err != nil {
+			return err
+		}
+	}
 	if onStream {
 		var s device.Stream
-		if s, err = device.Host().NewStream(); err != nil {
+		if s, err = r.desk.dev.NewStream(); err != nil {
 			return err
 		}
 		if err = r.s.Exchanger.Exchange(s, dst, src, sp); err == nil {
-			err = s.Synchronize()
+			if err = s.Synchronize(); err == nil {
+				err = r.s.Exchanger.Fault()
+			}
 		}
 		s.Close()
 	} else {
@@ -136,15 +155,54 @@ func (r *rank) exchange(rng *rand.Rand, seed uint64) error {
 	if err = r.told(err); err != nil {
 		return err
 	}
+	if got, err = r.desk.read(dst); err != nil {
+		return err
+	}
 	at = 0
 	var want []byte
 	for p, k := range recv {
 		want = append(want[:0], make([]byte, k)...)
 		fill(want, mix(seed, p, me))
-		r.must(bytes.Equal(want, dst.Bytes()[at:at+k]), "%d bytes of rank %d are wrong", k, p)
+		r.must(bytes.Equal(want, got[at:at+k]), "%d bytes of rank %d are wrong", k, p)
 		at += k
 	}
 	r.bytes += in
+	return nil
+}
+
+// table is splits in memory of the device.
+func (r *rank) table(sp *alltoallv.Splits) (memory.View, error) {
+	table, err := sp.AppendLive(nil)
+	if err != nil {
+		return memory.View{}, err
+	}
+	return r.desk.with(table)
+}
+
+// refuse has one rank find splits in memory of the device that do not fit. It is an error of all, which names the rank.
+func (r *rank) refuse(rng *rand.Rand) error {
+	n, me := r.g.Size(), r.g.Rank()
+	one, k := rng.IntN(n), sizes(rng)
+	sp := &alltoallv.Splits{Send: slices.Repeat([]int64{k}, n), Recv: slices.Repeat([]int64{k}, n)}
+	src, dst := r.desk.take(int64(n)*k), r.desk.take(int64(n)*k)
+	if me == one {
+		wrong := *sp
+		wrong.Send = slices.Clone(sp.Send)
+		wrong.Send[rng.IntN(n)]++ // the last part does not fit any more
+		var err error
+		if sp.Live, err = r.table(&wrong); err != nil {
+			return err
+		}
+	}
+	err := r.s.Exchanger.Exchange(nil, dst, src, sp)
+	var refused *kernels.SplitsError
+	if !errors.As(err, &refused) {
+		if err == nil {
+			r.must(false, "no error of splits that rank %d refuses", one)
+		}
+		return err
+	}
+	r.must(refused.Rank == one && refused.Send && refused.Limit == int64(n)*k, "rank %d refuses its splits: %v", one, err)
 	return nil
 }
 
@@ -167,7 +225,7 @@ func (r *rank) reduce(rng *rand.Rand, seed uint64) error {
 	count := sizes(rng)/4 + 1
 	b, free := r.view(rng.IntN(2) == 0, 4*count, 4*count)
 	defer free()
-	mine := b.Bytes()
+	mine := make([]byte, 4*count)
 	want := make([]uint32, count)
 	part := make([]byte, 4*count)
 	for p := range r.g.Size() {
@@ -179,7 +237,14 @@ func (r *rank) reduce(rng *rand.Rand, seed uint64) error {
 			copy(mine, part)
 		}
 	}
+	if err := r.desk.write(b, mine); err != nil {
+		return err
+	}
 	if err := r.s.Reducer.AllReduce(nil, b, b, kernels.Int32, kernels.Sum); err != nil {
+		return err
+	}
+	mine, err := r.desk.read(b)
+	if err != nil {
 		return err
 	}
 	for i := range want {
@@ -206,13 +271,25 @@ func (r *rank) route(rng *rand.Rand, seed uint64) error {
 	for i := range hidden * tokens {
 		binary.LittleEndian.PutUint32(x[4*i:], math.Float32bits(float32(own.IntN(1000))))
 	}
-	h, err := r.s.Dispatcher.Dispatch(nil, dispatch.Tokens{X: memory.Host(x), Experts: memory.Wrap(idx), Weights: memory.Wrap(weights)})
+	var in dispatch.Tokens
+	var err error
+	for v, b := range map[*memory.View][]byte{&in.X: x, &in.Experts: shm.Bytes(idx), &in.Weights: shm.Bytes(weights)} {
+		if *v, err = r.desk.with(b); err != nil {
+			return err
+		}
+	}
+	h, err := r.s.Dispatcher.Dispatch(nil, in)
 	if err != nil {
 		return err
 	}
 	defer h.Release()
-	counts, offsets := memory.Of[int32](h.Counts()), memory.Of[int32](h.Offsets())
-	rows := h.Rows().Bytes()
+	var what [3][]byte
+	for i, v := range []memory.View{h.Counts(), h.Offsets(), h.Rows()} {
+		if what[i], err = r.desk.read(v); err != nil {
+			return err
+		}
+	}
+	counts, offsets, rows := shm.View[int32](what[0]), shm.View[int32](what[1]), what[2]
 	for i, e := range h.LocalExperts() {
 		first := int(offsets[i])
 		for at := first * hidden; at < (first+int(counts[i]))*hidden; at++ {
@@ -220,7 +297,14 @@ func (r *rank) route(rng *rand.Rand, seed uint64) error {
 			binary.LittleEndian.PutUint32(rows[4*at:], math.Float32bits(v*float32(e+1)))
 		}
 	}
-	if err := r.s.Dispatcher.Combine(nil, memory.Host(y), h.Rows(), h, dispatch.CombineOptions{}); err != nil {
+	if err := r.desk.write(h.Rows(), rows); err != nil {
+		return err
+	}
+	sums := r.desk.take(int64(len(y)))
+	if err := r.s.Dispatcher.Combine(nil, sums, h.Rows(), h, dispatch.CombineOptions{}); err != nil {
+		return err
+	}
+	if y, err = r.desk.read(sums); err != nil {
 		return err
 	}
 	for t := range tokens {
@@ -318,7 +402,7 @@ func (r *rank) disagree(rng *rand.Rand) error {
 	if me == to {
 		recv[from] = expected
 	}
-	err := r.s.Exchanger.Exchange(nil, memory.Host(make([]byte, expected)), memory.Host(make([]byte, sent)), &alltoallv.Splits{Send: send, Recv: recv})
+	err := r.s.Exchanger.Exchange(nil, r.desk.take(expected), r.desk.take(sent), &alltoallv.Splits{Send: send, Recv: recv})
 	var mismatch *kernels.CountMismatchError
 	found := errors.As(err, &mismatch)
 	if err != nil && !found {
@@ -329,7 +413,7 @@ func (r *rank) disagree(rng *rand.Rand) error {
 	case to:
 		r.must(found, "no error for %d bytes instead of %d", sent, expected)
 	case from:
-		r.unsure = !found
+		r.unsure = !found && !r.desk.onGPU() // where it may never know
 	default:
 		r.must(!found, "an error of two others: %v", err)
 	}

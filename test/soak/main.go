@@ -1,10 +1,11 @@
 // Soak has 4 ranks, a process each, work for as long as one likes while their processes are killed, stopped, hung and replaced.
 //
 //	go run ./test/soak -minutes 30
+//	go run ./test/soak -device cuda -kills 100
 //
 // The ranks make calls that they draw together: exchanges, reductions, dispatches and combines of random sizes, by changing
-// algorithms, into memory in and outside the heap; allocations, growth, subgroups, verification, calls that some refuse or give
-// up. Every byte is checked. When a rank is lost the others have to name it, shrink, reopen and go on, and let the process in
+// algorithms, into memory in and outside the heap, with splits that the host knows and splits in memory of the device; allocations,
+// growth, subgroups, verification, calls that some refuse or give up. Every byte is checked. When a rank is lost the others have to name it, shrink, reopen and go on, and let the process in
 // that is started in its place. What the survivors hold, memory, descriptors, goroutines and mappings, has to stay where it was.
 //
 // It ends with an error at the first wrong byte, wrong name, hang or leak, and prints what has been done.
@@ -28,6 +29,8 @@ func main() {
 	}
 	var o options
 	flag.Float64Var(&o.Minutes, "minutes", 1, "how long")
+	flag.IntVar(&o.Kills, "kills", 0, "end after so many kills, when all ranks are there again")
+	on := flag.String("device", "host", "where the ranks are: host or cuda, where they share GPUs if there are fewer than ranks")
 	flag.IntVar(&o.Ranks, "ranks", 4, "how many ranks, 3 at least")
 	flag.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "what everything is drawn from")
 	flag.DurationVar(&o.Pause, "pause", time.Second, "how long the ranks are left in peace at most")
@@ -40,6 +43,18 @@ func main() {
 	}
 	if o.Ranks < 3 || o.Ranks > 64 || o.Minutes <= 0 {
 		fmt.Fprintf(os.Stderr, "soak: %d ranks for %v minutes, want 3 to 64 for more than 0\n", o.Ranks, o.Minutes)
+		os.Exit(2)
+	}
+	switch *on {
+	case "host":
+	case "cuda":
+		var err error
+		if o.GPUs, err = gpus(); err != nil {
+			fmt.Fprintf(os.Stderr, "soak: %v\n", err)
+			os.Exit(2)
+		}
+	default:
+		fmt.Fprintf(os.Stderr, "soak: -device is %q\n", *on)
 		os.Exit(2)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)

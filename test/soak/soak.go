@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -20,7 +21,9 @@ import (
 
 type options struct {
 	Minutes float64
+	Kills   int // how many are enough; 0: never
 	Ranks   int
+	GPUs    int // 0: the ranks are on the host
 	Seed    uint64
 	Pause   time.Duration
 	Harm    string
@@ -47,7 +50,8 @@ type soak struct {
 	addr    string
 	said    chan line
 	workers map[int]*worker
-	next    int // id of the next process
+	spare   *worker // a process with nothing to do yet, on GPUs
+	next    int     // id of the next process
 	quiet   time.Time
 
 	done    tally
@@ -65,6 +69,7 @@ type tally struct {
 // worker is one process.
 type worker struct {
 	id     int
+	gpu    int // -1: none
 	cmd    *exec.Cmd
 	stdin  io.WriteCloser
 	heard  time.Time
@@ -104,7 +109,7 @@ type word struct {
 // usage is what a process holds, and has done.
 type usage struct {
 	Goroutines, FDs, Maps int
-	HeapKB                int64
+	HeapKB, DeviceKB      int64
 	Steps                 int
 	Bytes                 int64
 }
@@ -114,7 +119,16 @@ func (s *soak) run(ctx context.Context) error {
 	s.steps, s.bytes = make(map[int]int), make(map[int]int64)
 	defer s.end()
 	for r := range s.Ranks {
-		if err := s.start(task{Rank: r, Size: s.Ranks}); err != nil {
+		t := task{Rank: r, Size: s.Ranks, GPU: -1}
+		if s.GPUs > 0 {
+			t.GPU = r % s.GPUs
+		}
+		if _, err := s.start(t); err != nil {
+			return err
+		}
+	}
+	if s.GPUs > 0 {
+		if err := s.keepSpare(); err != nil {
 			return err
 		}
 	}
@@ -122,7 +136,7 @@ func (s *soak) run(ctx context.Context) error {
 	s.quiet = time.Now().Add(s.pause())
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
-	for time.Now().Before(deadline) {
+	for time.Now().Before(deadline) && !(s.killedEnough() && s.sound()) {
 		select {
 		case <-ctx.Done():
 			return nil
@@ -139,40 +153,83 @@ func (s *soak) run(ctx context.Context) error {
 	return s.finish()
 }
 
+func (s *soak) killedEnough() bool { return s.Kills > 0 && s.done.Kills >= s.Kills }
+
+// sound reports whether all ranks are there, in a group of full size.
+func (s *soak) sound() bool {
+	for _, w := range s.workers {
+		if w.harm != none || !w.whole {
+			return false
+		}
+	}
+	return len(s.workers) == s.Ranks
+}
+
 // task is what a process is started for.
 type task struct {
 	ID, Rank, Size int // of the start; Late has neither
 	Full           int // ranks of a group of full size
 	Late           bool
+	Spare          bool // it is told when to begin
+	GPU            int  // -1: none
 	Addr           string
 	Seed           uint64
 }
 
-func (s *soak) start(t task) error {
+// replace starts a process that takes the place of a lost one. On GPUs it is a spare one, which has begun to start before.
+func (s *soak) replace() error {
+	if s.GPUs == 0 {
+		_, err := s.start(task{Late: true, GPU: -1})
+		return err
+	}
+	w := s.spare
+	on := make([]int, s.GPUs)
+	for _, v := range s.workers {
+		if v.harm == none {
+			on[v.gpu]++
+		}
+	}
+	w.gpu, w.heard = slices.Index(on, slices.Min(on)), time.Now()
+	s.workers[w.id] = w
+	if _, err := fmt.Fprintf(w.stdin, "begin %d\n", w.gpu); err != nil {
+		return err
+	}
+	return s.keepSpare()
+}
+
+func (s *soak) keepSpare() (err error) {
+	s.spare, err = s.start(task{Late: true, Spare: true})
+	return err
+}
+
+// start starts a process.
+func (s *soak) start(t task) (*worker, error) {
 	self, err := os.Executable()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	t.ID, t.Addr, t.Seed, t.Full = s.next, s.addr, s.rng.Uint64(), s.Ranks
 	s.next++
 	spec, err := json.Marshal(t)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	w := &worker{id: t.ID, cmd: exec.Command(self), heard: time.Now()}
+	w := &worker{id: t.ID, gpu: t.GPU, cmd: exec.Command(self), heard: time.Now()}
 	w.cmd.Env = append(os.Environ(), workerEnv+"="+string(spec))
 	w.cmd.Stderr = os.Stderr
 	if w.stdin, err = w.cmd.StdinPipe(); err != nil {
-		return err
+		return nil, err
 	}
 	out, err := w.cmd.StdoutPipe()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if err := w.cmd.Start(); err != nil {
-		return err
+		return nil, err
 	}
-	s.workers[w.id] = w
+	if !t.Spare {
+		s.workers[w.id] = w
+	}
 	go func() {
 		for in := bufio.NewScanner(out); in.Scan(); {
 			m := new(word)
@@ -184,7 +241,7 @@ func (s *soak) start(t task) error {
 		w.cmd.Wait()
 		s.said <- line{w, nil}
 	}()
-	return nil
+	return w, nil
 }
 
 func (s *soak) pause() time.Duration {
@@ -266,6 +323,7 @@ func (f *usage) grown(id int, u *usage) error {
 	}{
 		{"goroutines", int64(f.Goroutines), int64(u.Goroutines), 20}, {"descriptors", int64(f.FDs), int64(u.FDs), 20},
 		{"mappings", int64(f.Maps), int64(u.Maps), 200}, {"KiB of heap", f.HeapKB, u.HeapKB, 16 << 10},
+		{"KiB of its GPU, with others", f.DeviceKB, u.DeviceKB, 1 << 20},
 	} {
 		if v.is > v.was+v.difference {
 			return fmt.Errorf("process %d has %d %s after %d calls, and had %d after %d", id, v.is, v.what, u.Steps, v.was, f.Steps)
@@ -300,7 +358,7 @@ func (s *soak) look() error {
 		}
 	}
 	for ; sound < s.Ranks; sound++ {
-		if err := s.start(task{Late: true}); err != nil {
+		if err := s.replace(); err != nil {
 			return err
 		}
 		s.done.Replaced++
@@ -312,7 +370,7 @@ func (s *soak) look() error {
 		}
 	}
 	// One at a time is not enough, but two must be left that know each other.
-	if now.Before(s.quiet) || whole < s.Ranks && (s.quiet.IsZero() || whole < 3) {
+	if s.killedEnough() || now.Before(s.quiet) || whole < s.Ranks && (s.quiet.IsZero() || whole < 3) {
 		return nil
 	}
 	slices.SortFunc(alive, func(a, b *worker) int { return a.id - b.id })
@@ -410,7 +468,11 @@ func (s *soak) finish() error {
 }
 
 func (s *soak) end() {
-	for _, w := range s.workers {
+	all := slices.Collect(maps.Values(s.workers))
+	if s.spare != nil {
+		all = append(all, s.spare)
+	}
+	for _, w := range all {
 		w.cmd.Process.Signal(syscall.SIGCONT)
 		w.cmd.Process.Kill()
 	}

@@ -17,7 +17,6 @@ import (
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -29,10 +28,11 @@ const workerEnv = "SOAK_WORKER"
 // rank is one process's part.
 type rank struct {
 	task
-	cfg comm.Config
-	g   *comm.Group
-	s   *stack.Stack
-	ids []int // of the processes, by rank; -1 for those that have not said
+	cfg  comm.Config
+	g    *comm.Group
+	s    *stack.Stack
+	desk *desk
+	ids  []int // of the processes, by rank; -1 for those that have not said
 
 	failed bool  // the last call did not come to its end here
 	wrong  error // what must not be
@@ -44,6 +44,7 @@ type rank struct {
 	unsure bool // and this one may not know yet
 
 	order atomic.Int32 // of the supervisor
+	begin chan int     // a spare: on which GPU
 }
 
 const (
@@ -61,7 +62,7 @@ func say(m word) {
 
 // work is the life of a process.
 func work(spec string) int {
-	var r rank
+	r := rank{begin: make(chan int, 1)}
 	if err := json.Unmarshal([]byte(spec), &r.task); err != nil {
 		say(word{Say: "bad", Text: err.Error()})
 		return 1
@@ -75,12 +76,28 @@ func work(spec string) int {
 				r.order.Store(orderAbort)
 			case "quit":
 				r.order.Store(orderQuit)
+			default:
+				var gpu int
+				if n, _ := fmt.Sscanf(in.Text(), "begin %d", &gpu); n == 1 {
+					r.begin <- gpu
+				}
 			}
 		}
 		os.Exit(0) // nobody is there any more
 	}()
 	log, err := env.Logger(os.Stderr)
 	if err != nil {
+		say(word{Say: "bad", Text: err.Error()})
+		return 1
+	}
+	if r.Spare {
+		if _, err := gpus(); err != nil { // which takes most of the time until a GPU can be used
+			say(word{Say: "bad", Text: err.Error()})
+			return 1
+		}
+		r.GPU = <-r.begin
+	}
+	if r.desk, err = openDesk(r.GPU); err != nil {
 		say(word{Say: "bad", Text: err.Error()})
 		return 1
 	}
@@ -121,7 +138,7 @@ func (r *rank) live() (again bool, err error) {
 	r.unknown()
 	open, cancel := context.WithTimeout(ctx, callTimeout*2)
 	defer cancel()
-	if r.s, err = stack.Open(open, r.g, device.Host(), stackOptions()); err != nil {
+	if r.s, err = stack.Open(open, r.g, r.desk.dev, r.options()); err != nil {
 		if r.g.Err() == nil && !errors.Is(err, comm.ErrTimeout) {
 			return false, fmt.Errorf("open: %w", err)
 		}
@@ -154,13 +171,18 @@ func (r *rank) live() (again bool, err error) {
 	}
 }
 
-func stackOptions() stack.Options {
-	return stack.Options{
+func (r *rank) options() stack.Options {
+	o := stack.Options{
 		Heap:       memory.Options{SegmentBytes: 16 << 20},
 		Exchanger:  &alltoallv.Options{Timeout: callTimeout},
 		Reducer:    &allreduce.Options{Timeout: callTimeout},
 		Dispatcher: &dispatch.Options{Experts: 12, TopK: 2, Hidden: hidden, MaxTokens: maxTokens, Timeout: callTimeout},
 	}
+	if r.desk.onGPU() { // where packets are long by default, and staging is deep
+		o.Heap.SegmentBytes = 96 << 20
+		o.Exchanger.PacketBytes, o.Exchanger.StagingBytes = 16<<10, 16<<20
+	}
+	return o
 }
 
 func (r *rank) unknown() {
@@ -248,6 +270,9 @@ func (r *rank) tell() {
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	u := &usage{Goroutines: runtime.NumGoroutine(), HeapKB: int64(m.HeapAlloc >> 10), Steps: r.steps, Bytes: r.bytes}
+	if kb, err := r.desk.usedKB(); err == nil {
+		u.DeviceKB = kb
+	}
 	if fds, err := os.ReadDir("/proc/self/fd"); err == nil {
 		u.FDs = len(fds)
 	}
