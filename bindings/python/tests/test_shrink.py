@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from conftest import needs_gpu
 from test_process import end, ranks
 
 import switchyard as sw
@@ -137,9 +138,11 @@ TORCH = """
     import torch.distributed as dist
     import switchyard as sw
 
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     dist.init_process_group(BACKEND, timeout=timedelta(seconds=30))
     rank = dist.get_rank()
-    x = torch.ones(8)
+    x = torch.ones(8, device=DEVICE)
     sw.all_reduce(x)
     assert (x == 3).all()
     if rank == 1:
@@ -151,8 +154,8 @@ TORCH = """
     except sw.errors.PeerLost as err:
         assert err.rank == 1, err
     group = sw.shrink(dist.group.WORLD)
-    y = torch.empty(2)
-    sw.all_to_all_single(y, torch.full((2,), float(rank)), group=group)
+    y = torch.empty(2, device=DEVICE)
+    sw.all_to_all_single(y, torch.full((2,), float(rank), device=DEVICE), group=group)
     assert y.tolist() == [0, 2], y
     work = sw.all_reduce(y, group=group, async_op=True)
     work.wait()
@@ -163,12 +166,13 @@ TORCH = """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 @pytest.mark.parametrize("backend", ["gloo", "switchyard"])
-def test_survivors_of_a_process_group_go_on(backend, monkeypatch):
+def test_survivors_of_a_process_group_go_on(backend, device, monkeypatch):
     from world import free_port
 
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    processes = ranks(TORCH.replace("BACKEND", repr(backend)), 3)
+    processes = ranks(TORCH.replace("BACKEND", repr(backend)).replace("DEVICE", repr(device)), 3)
     for process in processes[::2]:
         assert end(process, timeout=60).endswith("went on\n")  # gloo talks too
     processes[1].communicate()
