@@ -118,8 +118,8 @@ def all_to_all_single(
 
     Split sizes of CUDA tensors may lie on the GPU themselves, both as int64 tensors. They are read there when the call runs,
     and not by the host. The rows of the tensors are then the most that there is room for, and what is left of output stays as
-    it was. Splits that do not fit are an :class:`switchyard.errors.InvalidArgument` of this call on all ranks, whose ``rank`` says
-    where they are. The next call works.
+    it was. Splits that do not fit are an :class:`switchyard.errors.InvalidArgument` of this call on all ranks, whose ``rank``
+    says where they are. The next call works.
 
     ``max_sms``, ``copy_sms`` and ``no_sms`` say for this call what :func:`communicator` says for all; ranks need not agree.
     ``peer_displs[k]`` is the row of rank k's output from which on this rank's rows lie there. Copy engines need it, and an
