@@ -68,13 +68,24 @@ func TestCUDA_OneGraphReplaysWithOtherSplits(t *testing.T) {
 						fillSource(in, sp, call, r.Rank())
 						table, err := sp.AppendLive(nil)
 						r.Must(err)
+						if call%7 == 5 && call%n == r.Rank() { // this rank has to refuse it
+							table[8*n-1] = 0x40
+						}
 						write(r, s, src, in)
 						write(r, s, dst, slices.Repeat([]byte{0xa5}, int(dst.Len())))
 						write(r, s, live, table)
 						r.Must(g.Launch(s))
 						r.Must(s.Synchronize()) // before more work: see algorithms
 						got := read(r, s, dst)
-						r.Must(x.Fault())
+						err = x.Fault()
+						if call%7 == 5 {
+							var refused *kernels.SplitsError
+							if !errors.As(err, &refused) || refused.Rank != call%n || refused.Peer != n-1 || !refused.Send || refused.Epoch != uint64(call+1) {
+								r.Must(fmt.Errorf("replay %d, which rank %d refuses: %w", call, call%n, err))
+							}
+							continue
+						}
+						r.Must(err)
 						if err := differ(got, expected(sp, call, r.Rank(), dst.Len(), 0xa5)); err != nil {
 							r.Must(fmt.Errorf("replay %d: %w", call, err))
 						}
@@ -84,6 +95,92 @@ func TestCUDA_OneGraphReplaysWithOtherSplits(t *testing.T) {
 					r.Must(x.Close(r.Ctx))
 				})
 			})
+		}
+	}
+}
+
+// Ranks refuse their splits in device memory between calls that follow one another without waiting. All have the error of the first refusal,
+// nothing arrives at the rank that refuses but by copy engines, and the other calls are right.
+func TestCUDA_F3_RefusedSplitsBetweenCallsThatAreRight(t *testing.T) {
+	for _, n := range []int{2, 3, 4} {
+		for _, algorithm := range append(algorithms(n), "staged") {
+			for _, part := range []int64{200, 300 << 10} {
+				t.Run(fmt.Sprintf("ranks=%d/%s/%d", n, algorithm, part), func(t *testing.T) {
+					worldtest.GPUs(t, n, 128<<20, func(r *worldtest.Rank) {
+						o := alltoallv.Options{Algorithm: algorithm, MaxSMs: 2, PacketBytes: 4 << 10, SlotBytes: 2048, Timeout: 20 * time.Second}
+						if algorithm == "staged" {
+							o.Algorithm = ""
+						}
+						x, err := alltoallv.New(r.Ctx, r.Heap, o)
+						r.Must(err)
+						const calls = 7
+						refusals := map[int]int{2: 1, 3: 0, 5: n - 1} // by call: the rank
+						size := int64(n) * part
+						heap, err := r.Heap.Alloc((calls+1)*size + alltoallv.LiveBytes(n))
+						r.Must(err)
+						s, src, dst, live := gpuStream(r), heap.View().Slice(0, size), heap.View().Slice(size, calls*size), heap.View().Slice((calls+1)*size, alltoallv.LiveBytes(n))
+						if algorithm == "staged" {
+							foreign, free := gpuMemory(r, calls*size)
+							defer free()
+							dst = foreign
+						}
+						sp := alltoallv.Splits{Send: slices.Repeat([]int64{part}, n), Recv: slices.Repeat([]int64{part}, n)}
+						in := make([]byte, size)
+						fillSource(in, &sp, 1, r.Rank())
+						table, err := sp.AppendLive(nil)
+						r.Must(err)
+						table[8*n-1] = 0x40
+						write(r, s, src, in)
+						write(r, s, dst, slices.Repeat([]byte{0xa5}, int(dst.Len())))
+						write(r, s, live, table)
+						known := sp
+						if algorithm == "copy" {
+							known.PeerDispls = slices.Repeat([]int64{part * int64(r.Rank())}, n)
+						}
+						r.Must(s.Synchronize())
+						g, err := s.(*device.CUDAStream).Capture(func() error { // else a call could tell of the one before, instead of being made
+							for call := range calls {
+								how := &known
+								if who, ok := refusals[call]; ok && who == r.Rank() {
+									how = &alltoallv.Splits{Send: sp.Send, Recv: sp.Recv, Live: live}
+									if algorithm == "copy" {
+										how.Limits.Algorithm = "direct"
+									}
+								}
+								if err := x.Exchange(s, dst.Slice(int64(call)*size, size), src, how); err != nil {
+									return err
+								}
+							}
+							return nil
+						})
+						r.Must(err)
+						r.Barrier()
+						r.Must(g.Launch(s))
+						r.Must(s.Synchronize())
+						var refused *kernels.SplitsError
+						if err := x.Fault(); !errors.As(err, &refused) || refused.Rank != 1 || refused.Peer != n-1 || refused.Epoch != 3 {
+							r.Must(fmt.Errorf("got %w", err))
+						}
+						r.Must(x.Fault())
+						got := read(r, s, dst)
+						for call := range calls {
+							want, who := expected(&sp, 1, r.Rank(), size, 0xa5), -1
+							if w, ok := refusals[call]; ok {
+								who, want = w, slices.Repeat([]byte{0xa5}, int(size))
+							}
+							if who >= 0 && (who != r.Rank() || algorithm == "copy") {
+								continue
+							}
+							if err := differ(got[int64(call)*size:][:size], want); err != nil {
+								r.Must(fmt.Errorf("call %d: %w", call, err))
+							}
+						}
+						r.Must(g.Close())
+						r.Must(s.Close())
+						r.Must(x.Close(r.Ctx))
+					})
+				})
+			}
 		}
 	}
 }
