@@ -355,5 +355,6 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 func (x *Reducer) Fault() error { return x.c.Fault() }
 
 // Close waits for the calls on streams and gives the channels back. It is collective and idempotent: no rank frees
-// channels that a peer may still signal. After a failure of the group it releases what is this rank's and returns.
+// channels that a peer may still signal. After a failure of the group it releases what is this rank's and returns. When ctx
+// ends, calls that wait for peers give up.
 func (x *Reducer) Close(ctx context.Context) error { return x.c.Close(ctx) }

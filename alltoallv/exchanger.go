@@ -362,5 +362,6 @@ func (x *Exchanger) CacheStats() CacheStats {
 }
 
 // Close waits for the exchanges on streams and gives the channels back. It is collective and idempotent: no rank frees
-// channels that a peer may still signal. After a failure of the group it releases what is this rank's and returns.
+// channels that a peer may still signal. After a failure of the group it releases what is this rank's and returns. When ctx
+// ends, calls that wait for peers give up.
 func (x *Exchanger) Close(ctx context.Context) error { return x.c.Close(ctx) }

@@ -512,9 +512,12 @@ func (d *Dispatcher) late(err error) error {
 
 // Close waits for the launches on streams and gives the memory back; handles are dead. It is collective and idempotent:
 // no rank frees memory that a peer may still write. After a failure of the group it releases what is this rank's and
-// returns.
+// returns. When ctx ends, launches that wait for peers give up.
 func (d *Dispatcher) Close(ctx context.Context) error {
 	err := d.c.Close(ctx)
+	if errors.Is(err, kernels.ErrRunning) {
+		return err // and they write what is mapped
+	}
 	d.mu.Lock()
 	mapped := d.mapped
 	d.mapped = nil

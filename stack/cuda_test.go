@@ -37,7 +37,6 @@ func TestCUDA_F1_WhoOnlyWaitsIsNotBlamed(t *testing.T) {
 				groups, err := comm.Local(3)
 				require.NoError(t, err)
 				o := options()
-				o.Heap.SegmentBytes = 64 << 20
 				o.Exchanger.Timeout, o.Reducer.Timeout, o.Dispatcher.Timeout = 400*time.Millisecond, 400*time.Millisecond, 400*time.Millisecond
 				ss := make([]*stack.Stack, 3)
 				requireAll(t, each(ss, func(i int, _ *stack.Stack) error {
@@ -45,8 +44,10 @@ func TestCUDA_F1_WhoOnlyWaitsIsNotBlamed(t *testing.T) {
 					if err != nil {
 						return err
 					}
-					ss[i], err = stack.Open(ctx, groups[i], d, o)
-					return err
+					if ss[i], err = stack.Open(ctx, groups[i], d, o); err != nil {
+						return err
+					}
+					return ss[i].Heap.Grow(ctx, 16<<20)
 				}))
 				requireAll(t, each(ss, func(i int, s *stack.Stack) error {
 					if i == away {
@@ -113,6 +114,9 @@ func TestCUDA_F2_KernelsOfALostRanksPeersEnd(t *testing.T) {
 			return err
 		}
 		if ss[i], err = stack.Open(ctx, groups[i], d, options()); err != nil {
+			return err
+		}
+		if err := ss[i].Heap.Grow(ctx, 8<<20); err != nil {
 			return err
 		}
 		return use(ss[i])
