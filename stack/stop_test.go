@@ -16,6 +16,7 @@ import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/stack"
 )
 
@@ -95,6 +96,17 @@ func besideAStoppedRank(rank int) error {
 	if err != nil {
 		return err
 	}
+	src, dst := memory.Host(make([]byte, 3<<20)), memory.Host(make([]byte, 3<<20))
+	if gpus > 0 {
+		if err := s.Heap.Grow(ctx, 8<<20); err != nil {
+			return err
+		}
+		b, err := s.Heap.Alloc(6 << 20)
+		if err != nil {
+			return err
+		}
+		src, dst = b.View().Slice(0, 3<<20), b.View().Slice(3<<20, 3<<20)
+	}
 	pids, err := g.AllGather(ctx, []byte(strconv.Itoa(os.Getpid())))
 	if err != nil {
 		return err
@@ -103,22 +115,12 @@ func besideAStoppedRank(rank int) error {
 		return err
 	}
 	parts := []int64{1 << 20, 1 << 20, 1 << 20}
-	if err := s.Heap.Grow(ctx, 8<<20); err != nil {
-		return err
-	}
-	src, err := s.Heap.Alloc(3 << 20)
-	if err != nil {
-		return err
-	}
-	dst, err := s.Heap.Alloc(3 << 20)
-	if err != nil {
-		return err
-	}
 	exchange := func() error {
-		return s.Exchanger.Exchange(nil, dst.View(), src.View(), &alltoallv.Splits{Send: parts, Recv: parts})
+		return s.Exchanger.Exchange(nil, dst, src, &alltoallv.Splits{Send: parts, Recv: parts})
 	}
 	if rank == stopped {
 		syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+		time.Sleep(50 * time.Millisecond) // this thread may go on for a moment before all are stopped
 		err := exchange()
 		var pe *comm.PeerError
 		if !errors.Is(err, comm.ErrPeerLost) || !errors.As(err, &pe) || pe.Rank != rank {
