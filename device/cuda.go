@@ -98,8 +98,10 @@ func (d *CUDADevice) NewStream() (Stream, error) {
 }
 
 // WrapStream is a CUstream or cudaStream_t of somebody else, such as torch's current stream, which outlives the wrapper;
-// 0 is the legacy default stream. Close waits for the marks that Record made and leaves the stream alone. A caller who uses
-// a stream often keeps its wrapper. A stream of another GPU is an error, as is the per-thread default stream.
+// 0 is the legacy default stream. Close waits for the marks that Record made and leaves the stream alone. What is ordered
+// behind a closed wrapper later, such as a communicator's next call on another stream, waits for the stream: it has to be
+// there still. A caller who uses a stream often keeps its wrapper. A stream of another GPU is an error, as is the per-thread
+// default stream.
 func (d *CUDADevice) WrapStream(handle uintptr) (*CUDAStream, error) {
 	const perThread = 2 // CU_STREAM_PER_THREAD
 	c, err := d.ctx.StreamContext(cuda.Stream(handle))
@@ -167,38 +169,45 @@ func (s *CUDAStream) Device() Device { return s.dev }
 // Handle is the CUstream.
 func (s *CUDAStream) Handle() uintptr { return uintptr(s.h) }
 
-// Capturing reports whether the stream's work is being captured into a graph. Nothing is on a closed stream.
+// Capturing reports whether the stream's work is being captured into a graph. Nothing is on a closed stream, unless it was
+// a wrapper.
 func (s *CUDAStream) Capturing() (bool, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed {
+	if s.closed && s.owned {
 		return false, nil
 	}
 	return s.capturing()
 }
 
-// capturing is Capturing of a stream that is not closed.
+// capturing is Capturing of a stream that is there.
 func (s *CUDAStream) capturing() (bool, error) { return s.dev.ctx.Capturing(s.h) }
 
 // Record marks the end of what has been enqueued. While the stream is captured the mark is one of the graph: it may be
-// waited for by streams, which joins them to the capture, and until the capture ends.
+// waited for by streams, which joins them to the capture, and until the capture ends. The mark of a closed stream is
+// complete; Record of a closed wrapper waits for the stream.
 func (s *CUDAStream) Record() (Event, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	m, err := s.record()
+	e, err := s.record()
 	if err != nil {
 		return Event{}, fmt.Errorf("device: record on a stream of %v: %w", s.dev, err)
 	}
-	return NewEvent(m), nil
+	return e, nil
 }
 
-func (s *CUDAStream) record() (*cudaMark, error) {
-	if s.closed {
-		return nil, ErrClosed
+func (s *CUDAStream) record() (Event, error) {
+	if s.closed && s.owned {
+		return Event{}, nil
 	}
 	capturing, err := s.capturing()
-	if err != nil {
-		return nil, err
+	switch {
+	case err != nil:
+		return Event{}, err
+	case s.closed && capturing:
+		return Event{}, ErrCapturing
+	case s.closed:
+		return Event{}, s.dev.ctx.SynchronizeStream(s.h)
 	}
 	if !capturing && len(s.captured) > 0 {
 		s.captures++
@@ -207,20 +216,20 @@ func (s *CUDAStream) record() (*cudaMark, error) {
 	}
 	e, err := s.event(!capturing)
 	if err != nil {
-		return nil, err
+		return Event{}, err
 	}
 	if err := s.dev.ctx.Record(e.h, s.h); err != nil {
 		s.idle = append(s.idle, e)
-		return nil, err
+		return Event{}, err
 	}
 	if capturing {
 		s.captured = append(s.captured, e)
-		return &cudaMark{s: s, e: e, capture: s.captures + 1}, nil
+		return NewEvent(&cudaMark{s: s, e: e, capture: s.captures + 1}), nil
 	}
 	s.put++
 	e.at, e.out = s.put, false
 	s.pending = append(s.pending, e)
-	return &cudaMark{s: s, e: e, at: s.put}, nil
+	return NewEvent(&cudaMark{s: s, e: e, at: s.put}), nil
 }
 
 // manyPending is how many marks a stream has under way before Record asks whether some of them are complete.

@@ -202,14 +202,51 @@ func TestCUDAStreamsOfOthersAreWrapped(t *testing.T) {
 		require.NoError(t, s.Close())
 		require.True(t, e.Done())
 		require.NoError(t, e.Wait())
-		_, err = s.Record()
-		require.ErrorIs(t, err, ErrClosed)
 		require.ErrorIs(t, s.Synchronize(), ErrClosed)
 	}
 	_, err = d.WrapStream(2)
 	require.ErrorContains(t, err, "per-thread")
 	require.NoError(t, d.ctx.SynchronizeStream(h), "it is its owner's")
 	require.NoError(t, d.ctx.DestroyStream(h))
+}
+
+// What follows a closed stream finds its work done, also that which a closed wrapper has not marked.
+func TestCUDAClosedStreamsAreFollowed(t *testing.T) {
+	d := gpu(t)
+	const n = 256 << 20
+	p, q := cudaMemory(t, d, n), cudaMemory(t, d, n)
+	b := cudaStream(t, d)
+	h, err := d.ctx.NewStream(0)
+	require.NoError(t, err)
+	own, err := d.NewStream()
+	require.NoError(t, err)
+	wrapper, err := d.WrapStream(uintptr(h))
+	require.NoError(t, err)
+	for i, s := range []*CUDAStream{own.(*CUDAStream), wrapper} {
+		v := byte(0xa5 + i)
+		busy(t, s, p, n)
+		require.NoError(t, d.ctx.Set(s.h, p, v, n))
+		require.NoError(t, s.Close())
+		require.NoError(t, Follow(b, s))
+		require.NoError(t, d.ctx.Copy(b.h, q, p, n))
+		require.Equal(t, bytes.Repeat([]byte{v}, n), read(t, b, q, n))
+		require.NoError(t, Follow(nil, s))
+		require.ErrorIs(t, Follow(s, b), ErrClosed, "new work")
+	}
+	require.NoError(t, d.ctx.DestroyStream(h))
+}
+
+// The same where there is no GPU: a closed stream of its own is not asked anything.
+func TestCUDAClosedStreamsAreComplete(t *testing.T) {
+	s := &CUDAStream{owned: true, closed: true, put: 3, ran: 3}
+	e, err := s.Record()
+	require.NoError(t, err)
+	require.True(t, e.Done())
+	h := NewHostStream()
+	require.NoError(t, Follow(nil, s))
+	require.NoError(t, Follow(h, s))
+	require.NoError(t, h.Close())
+	require.NoError(t, Follow(nil, h))
 }
 
 func TestCUDAStreamsAreCaptured(t *testing.T) {

@@ -83,7 +83,10 @@ func (d data) end() ([]byte, error) {
 }
 
 // use makes a call of each kind and checks what comes out.
-func use(s *stack.Stack) error {
+func use(s *stack.Stack) error { return useOn(s, nil) }
+
+// useOn is use with the calls on a stream.
+func useOn(s *stack.Stack, q device.Stream) error {
 	n, me := int64(s.Group.Size()), s.Group.Rank()
 	ones := make([]int64, n)
 	in := make([]byte, 8*n)
@@ -99,7 +102,10 @@ func use(s *stack.Stack) error {
 	if err != nil {
 		return err
 	}
-	if err := s.Exchanger.Exchange(nil, dst.View(), src.View(), &alltoallv.Splits{Send: ones, Recv: ones}); err != nil {
+	if err := s.Exchanger.Exchange(q, dst.View(), src.View(), &alltoallv.Splits{Send: ones, Recv: ones}); err != nil {
+		return err
+	}
+	if err := device.Follow(nil, q); err != nil {
 		return err
 	}
 	if _, err := src.end(); err != nil {
@@ -120,7 +126,10 @@ func use(s *stack.Stack) error {
 	if err != nil {
 		return err
 	}
-	if err := s.Reducer.AllReduce(nil, sum.View(), sum.View(), kernels.Int32, kernels.Sum); err != nil {
+	if err := s.Reducer.AllReduce(q, sum.View(), sum.View(), kernels.Int32, kernels.Sum); err != nil {
+		return err
+	}
+	if err := device.Follow(nil, q); err != nil {
 		return err
 	}
 	if one, err = sum.end(); err != nil {
@@ -129,11 +138,14 @@ func use(s *stack.Stack) error {
 	if want := byte(n * (n + 1) / 2); one[0] != want {
 		return fmt.Errorf("the sum is %d, want %d", one[0], want)
 	}
-	return route(s)
+	return routeOn(s, q)
 }
 
 // route sends a token of every rank to two experts, which give it back as it is.
-func route(s *stack.Stack) error {
+func route(s *stack.Stack) error { return routeOn(s, nil) }
+
+// routeOn is route with the calls on a stream.
+func routeOn(s *stack.Stack, q device.Stream) error {
 	me := s.Group.Rank()
 	row := []float32{float32(me), 1, 2, float32(8 * me)}
 	var in dispatch.Tokens
@@ -153,12 +165,15 @@ func route(s *stack.Stack) error {
 	if err != nil {
 		return err
 	}
-	h, err := s.Dispatcher.Dispatch(nil, in)
+	h, err := s.Dispatcher.Dispatch(q, in)
 	if err != nil {
 		return err
 	}
 	defer h.Release()
-	if err := s.Dispatcher.Combine(nil, y.View(), h.Rows(), h, dispatch.CombineOptions{}); err != nil {
+	if err := s.Dispatcher.Combine(q, y.View(), h.Rows(), h, dispatch.CombineOptions{}); err != nil {
+		return err
+	}
+	if err := device.Follow(nil, q); err != nil {
 		return err
 	}
 	for _, d := range held {
@@ -193,6 +208,46 @@ func requireAll(t *testing.T, errs []error) {
 	for i, err := range errs {
 		require.NoError(t, err, "rank %d", i)
 	}
+}
+
+// Calls go on when the stream of those before has been closed, on a GPU also where it was another library's.
+func TestX3_ClosedStreamsHoldUpNobody(t *testing.T) { onDevices(t, closedStreamsHoldUpNobody) }
+
+func closedStreamsHoldUpNobody(t *testing.T, gpus int) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	groups, err := comm.Local(2)
+	require.NoError(t, err)
+	requireAll(t, each(make([]*stack.Stack, 2), func(i int, _ *stack.Stack) error {
+		d, err := openDevice(i, gpus)
+		if err != nil {
+			return err
+		}
+		s, err := stack.Open(ctx, groups[i], d, options())
+		if err != nil {
+			return err
+		}
+		another, err := d.NewStream()
+		if err != nil {
+			return err
+		}
+		for call := range 4 {
+			open := d.NewStream
+			if g, ok := d.(*device.CUDADevice); ok && call%2 == 1 {
+				open = func() (device.Stream, error) { return g.WrapStream(another.Handle()) }
+			}
+			q, err := open()
+			if err != nil {
+				return err
+			}
+			if err := errors.Join(useOn(s, q), q.Close()); err != nil {
+				return fmt.Errorf("call %d: %w", call, err)
+			}
+		}
+		err = errors.Join(use(s), s.Close(ctx), another.Close())
+		s.Group.Close()
+		return err
+	}))
 }
 
 // A group loses a rank, goes on without it, lets another one in, and loses one that only hangs.
