@@ -28,12 +28,13 @@ func main() {
 		os.Exit(work(spec))
 	}
 	var o options
-	flag.Float64Var(&o.Minutes, "minutes", 1, "how long")
+	flag.Float64Var(&o.Minutes, "minutes", 0, "how long; 0: 1, and 6 s more for each of -kills")
 	flag.IntVar(&o.Kills, "kills", 0, "end after so many kills, when all ranks are there again")
 	on := flag.String("device", "host", "where the ranks are: host or cuda, where they share GPUs if there are fewer than ranks")
 	flag.IntVar(&o.Ranks, "ranks", 4, "how many ranks, 3 at least")
 	flag.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "what everything is drawn from")
-	flag.DurationVar(&o.Pause, "pause", time.Second, "how long the ranks are left in peace at most")
+	flag.DurationVar(&o.Pause, "pause", time.Second, "how long the ranks are left in peace at most, unless they have not made -calls")
+	flag.IntVar(&o.Calls, "calls", 50, "how many calls all ranks have made since the last harm before most of those that follow; the others are done at once")
 	flag.StringVar(&o.Harm, "harm", "", "only this: kill, stop (for long), blink (stop for a moment), hang or abort")
 	flag.BoolVar(&o.Verbose, "v", false, "show what the ranks say")
 	flag.Parse()
@@ -41,8 +42,12 @@ func main() {
 		fmt.Fprintf(os.Stderr, "soak: -harm is %q\n", o.Harm)
 		os.Exit(2)
 	}
-	if o.Ranks < 3 || o.Ranks > 64 || o.Minutes <= 0 {
-		fmt.Fprintf(os.Stderr, "soak: %d ranks for %v minutes, want 3 to 64 for more than 0\n", o.Ranks, o.Minutes)
+	if o.Minutes == 0 {
+		o.Minutes = 1 + float64(o.Kills)/10
+	}
+	if o.Ranks < 3 || o.Ranks > 64 || o.Minutes < 0 || o.Kills < 0 || o.Pause < 0 || o.Calls < 0 {
+		fmt.Fprintf(os.Stderr, "soak: %d ranks for %v minutes, %d kills, pauses of %v, %d calls; want 3 to 64 ranks and nothing negative\n",
+			o.Ranks, o.Minutes, o.Kills, o.Pause, o.Calls)
 		os.Exit(2)
 	}
 	switch *on {

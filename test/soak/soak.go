@@ -26,6 +26,7 @@ type options struct {
 	GPUs    int // 0: the ranks are on the host
 	Seed    uint64
 	Pause   time.Duration
+	Calls   int // of every rank, before a rank is harmed in most cases
 	Harm    string
 	Verbose bool
 }
@@ -53,6 +54,7 @@ type soak struct {
 	spare   *worker // a process with nothing to do yet, on GPUs
 	next    int     // id of the next process
 	quiet   time.Time
+	rash    bool // the next harm does not wait for calls, nor for all ranks
 
 	done    tally
 	slowest time.Duration // from a kill to the last survivor that has named it
@@ -63,7 +65,7 @@ type soak struct {
 // tally counts what was done.
 type tally struct {
 	Kills, Stops, ShortStops, Hangs, Aborts, KillsInJoin int
-	Named, Replaced                                      int
+	Named, Replaced, Compared                            int
 }
 
 // worker is one process.
@@ -73,7 +75,8 @@ type worker struct {
 	cmd    *exec.Cmd
 	stdin  io.WriteCloser
 	heard  time.Time
-	whole  bool // it is in a group of full size
+	whole  bool // it is in a group of full size,
+	calls  int  // and has made so many calls there
 	harm   harm // what was done to it
 	harmed time.Time
 	woken  bool
@@ -110,7 +113,7 @@ type word struct {
 type usage struct {
 	Goroutines, FDs, Maps int
 	HeapKB, DeviceKB      int64
-	Steps                 int
+	Steps, Calls          int // all, and in this group
 	Bytes                 int64
 }
 
@@ -133,7 +136,7 @@ func (s *soak) run(ctx context.Context) error {
 		}
 	}
 	deadline := s.began.Add(time.Duration(s.Minutes * float64(time.Minute)))
-	s.quiet = time.Now().Add(s.pause())
+	s.draw(time.Now())
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()
 	for time.Now().Before(deadline) && !(s.killedEnough() && s.sound()) {
@@ -150,7 +153,13 @@ func (s *soak) run(ctx context.Context) error {
 			}
 		}
 	}
-	return s.finish()
+	if err := s.finish(); err != nil {
+		return err
+	}
+	if s.done.Kills < s.Kills {
+		return fmt.Errorf("%d kills in %v minutes, want %d", s.done.Kills, s.Minutes, s.Kills)
+	}
+	return nil
 }
 
 func (s *soak) killedEnough() bool { return s.Kills > 0 && s.done.Kills >= s.Kills }
@@ -169,6 +178,7 @@ func (s *soak) sound() bool {
 type task struct {
 	ID, Rank, Size int // of the start; Late has neither
 	Full           int // ranks of a group of full size
+	Calls          int // after so many in a group it says what it holds, as at the first
 	Late           bool
 	Spare          bool // it is told when to begin
 	GPU            int  // -1: none
@@ -208,7 +218,7 @@ func (s *soak) start(t task) (*worker, error) {
 	if err != nil {
 		return nil, err
 	}
-	t.ID, t.Addr, t.Seed, t.Full = s.next, s.addr, s.rng.Uint64(), s.Ranks
+	t.ID, t.Addr, t.Seed, t.Full, t.Calls = s.next, s.addr, s.rng.Uint64(), s.Ranks, s.Calls
 	s.next++
 	spec, err := json.Marshal(t)
 	if err != nil {
@@ -244,11 +254,12 @@ func (s *soak) start(t task) (*worker, error) {
 	return w, nil
 }
 
-func (s *soak) pause() time.Duration {
-	if s.rng.IntN(4) == 0 {
-		return 0 // while the ranks still deal with the last one
+// draw says when the next harm is done.
+func (s *soak) draw(now time.Time) {
+	s.quiet = now
+	if s.rash = s.rng.IntN(4) == 0; !s.rash {
+		s.quiet = now.Add(time.Duration(s.rng.Int64N(int64(s.Pause) + 1)))
 	}
-	return time.Duration(s.rng.Int64N(int64(s.Pause) + 1))
 }
 
 // hear takes in what a process says.
@@ -272,7 +283,7 @@ func (s *soak) hear(l line) error {
 			w.harm, w.woken = none, false // nobody was left to notice
 		}
 	case "lost":
-		w.whole = false
+		w.whole, w.calls = false, 0
 		if m.Who < 0 {
 			return nil
 		}
@@ -292,7 +303,7 @@ func (s *soak) hear(l line) error {
 	case "bye":
 		w.over = true
 	case "stats":
-		s.steps[w.id], s.bytes[w.id] = m.Usage.Steps, m.Usage.Bytes
+		s.steps[w.id], s.bytes[w.id], w.calls = m.Usage.Steps, m.Usage.Bytes, m.Usage.Calls
 		if !w.whole || m.Usage.Steps < warmSteps {
 			return nil
 		}
@@ -300,6 +311,7 @@ func (s *soak) hear(l line) error {
 			w.first = m.Usage
 			return nil
 		}
+		s.done.Compared++
 		return w.first.grown(w.id, m.Usage)
 	}
 	return nil
@@ -335,10 +347,13 @@ func (f *usage) grown(id int, u *usage) error {
 // look wakes who was stopped, watches for hangs, and does harm when it is time.
 func (s *soak) look() error {
 	now := time.Now()
-	sound, whole := 0, 0
+	sound, whole, busy := 0, 0, 0
 	for _, w := range s.workers {
 		if w.harm == none && w.whole {
 			whole++
+			if w.calls >= s.Calls {
+				busy++
+			}
 		}
 	}
 	for _, w := range s.workers {
@@ -370,11 +385,11 @@ func (s *soak) look() error {
 		}
 	}
 	// One at a time is not enough, but two must be left that know each other.
-	if s.killedEnough() || now.Before(s.quiet) || whole < s.Ranks && (s.quiet.IsZero() || whole < 3) {
+	if s.killedEnough() || now.Before(s.quiet) || busy < s.Ranks && (!s.rash || whole < 3) {
 		return nil
 	}
 	slices.SortFunc(alive, func(a, b *worker) int { return a.id - b.id })
-	s.quiet = now.Add(s.pause())
+	s.draw(now)
 	s.hurt(alive[s.rng.IntN(len(alive))])
 	return nil
 }
@@ -490,6 +505,7 @@ func (s *soak) report() string {
 		time.Since(s.began).Round(time.Second), s.Seed, s.done.Kills, s.done.KillsInJoin, s.done.Stops, s.done.ShortStops, s.done.Hangs, s.done.Aborts)
 	fmt.Fprintf(&b, "losses were named %d times, the last survivor of a kill knew after %v at most; %d processes were started in the place of others\n",
 		s.done.Named, s.slowest.Round(time.Millisecond), s.done.Replaced)
+	fmt.Fprintf(&b, "what a process holds was compared with what it held before %d times\n", s.done.Compared)
 	fmt.Fprintf(&b, "%.1f GB checked, byte by byte; the longest life was %d calls", float64(bytes)/1e9, steps)
 	return b.String()
 }

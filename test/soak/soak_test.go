@@ -20,7 +20,7 @@ func TestMain(m *testing.M) {
 // Processes are killed and replaced a few times: the others name them, go on without them with right results, and let others in.
 func TestF2_GroupsOfProcessesHeal(t *testing.T) {
 	heal := func(t *testing.T, gpus int) {
-		s := &soak{options: options{Minutes: 2, Kills: 6, Ranks: 3, GPUs: gpus, Seed: 1, Pause: time.Second, Harm: "kill"}, rng: rand.New(rand.NewPCG(1, 1)), began: time.Now()}
+		s := &soak{options: options{Minutes: 2, Kills: 6, Ranks: 3, GPUs: gpus, Seed: 1, Pause: time.Second, Calls: 20, Harm: "kill"}, rng: rand.New(rand.NewPCG(1, 1)), began: time.Now()}
 		err := s.run(context.Background())
 		t.Log(s.report())
 		require.NoError(t, err)

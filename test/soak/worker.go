@@ -37,6 +37,7 @@ type rank struct {
 	failed bool  // the last call did not come to its end here
 	wrong  error // what must not be
 	steps  int
+	calls  int // in this group
 	bytes  int64
 	stats  time.Time
 	held   []*memory.Buffer
@@ -244,10 +245,11 @@ func (r *rank) step() (quit bool, err error) {
 	if r.g.Size() < r.Full {
 		return false, r.grow()
 	}
-	if r.steps == 0 || time.Since(r.stats) > 2*time.Second {
+	if r.calls == 0 || r.calls == r.Calls || time.Since(r.stats) > 2*time.Second {
 		r.tell()
 	}
 	r.steps++
+	r.calls++
 	err = r.call(seed)
 	switch {
 	case r.wrong != nil:
@@ -269,7 +271,7 @@ func (r *rank) tell() {
 	runtime.GC()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	u := &usage{Goroutines: runtime.NumGoroutine(), HeapKB: int64(m.HeapAlloc >> 10), Steps: r.steps, Bytes: r.bytes}
+	u := &usage{Goroutines: runtime.NumGoroutine(), HeapKB: int64(m.HeapAlloc >> 10), Steps: r.steps, Calls: r.calls, Bytes: r.bytes}
 	if kb, err := r.desk.usedKB(); err == nil {
 		u.DeviceKB = kb
 	}
@@ -378,7 +380,7 @@ func (r *rank) move(next *comm.Group) (ok bool, err error) {
 		}
 		return false, nil
 	}
-	r.s, r.failed, r.stats = s, false, time.Time{}
+	r.s, r.failed, r.calls = s, false, 0
 	return true, nil
 }
 
