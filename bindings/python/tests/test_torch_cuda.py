@@ -926,11 +926,11 @@ def without_process_group(rank, size):
     sw.all_to_all_single(out, torch.full((size,), float(rank), device=CUDA))
     assert out.tolist() == list(range(size))
     sw.synchronize()
+    x = torch.full((2,), rank + 1.0, device=CUDA)
+    sw.all_reduce(x)
+    assert x.tolist() == [size * (size + 1) / 2] * 2
     with pytest.raises(errors.Unsupported, match="no process group"):
-        sw.all_reduce(torch.ones(2, device=CUDA, dtype=torch.int16))
-    ones = torch.ones(2, device=CUDA)
-    sw.all_reduce(ones)
-    assert ones.tolist() == [size] * 2
+        sw.all_reduce(torch.ones(2, dtype=torch.int16, device=CUDA))
     with pytest.raises(errors.Unsupported, match="cuda:77"):
         sw.communicator().gpu(77)
     with pytest.raises(errors.Unsupported, match="cuda:77"):  # is not asked for again
