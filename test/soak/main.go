@@ -5,8 +5,10 @@
 //
 // The ranks make calls that they draw together: exchanges, reductions, dispatches and combines of random sizes, by changing
 // algorithms, into memory in and outside the heap, with splits that the host knows and splits in memory of the device; allocations,
-// growth, subgroups, verification, calls that some refuse or give up. Every byte is checked. When a rank is lost the others have to name it, shrink, reopen and go on, and let the process in
-// that is started in its place. What the survivors hold, memory, descriptors, goroutines and mappings, has to stay where it was.
+// growth, subgroups, verification, calls that some refuse or give up. Every byte is checked. When a rank is lost the others have to
+// name it, shrink, reopen and go on, and let the process in that is started in its place. What the survivors hold, memory,
+// descriptors, goroutines and mappings, has to stay where it was. Between most losses all ranks make calls for a while; every fourth
+// comes at once.
 //
 // It ends with an error at the first wrong byte, wrong name, hang or leak, and prints what has been done.
 package main
@@ -34,7 +36,7 @@ func main() {
 	flag.IntVar(&o.Ranks, "ranks", 4, "how many ranks, 3 at least")
 	flag.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "what everything is drawn from")
 	flag.DurationVar(&o.Pause, "pause", time.Second, "how long the ranks are left in peace at most, unless they have not made -calls")
-	flag.IntVar(&o.Calls, "calls", 50, "how many calls all ranks have made since the last harm before most of those that follow; the others are done at once")
+	flag.IntVar(&o.Calls, "calls", 50, "how many calls all ranks make before the next harm, in most cases")
 	flag.StringVar(&o.Harm, "harm", "", "only this: kill, stop (for long), blink (stop for a moment), hang or abort")
 	flag.BoolVar(&o.Verbose, "v", false, "show what the ranks say")
 	flag.Parse()
