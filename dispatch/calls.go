@@ -79,6 +79,9 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 	}
 	if err := d.launch(s, l, phase); err != nil {
 		h.Release()
+		d.mu.Lock()
+		d.next = h.memory // for the call when it is made again
+		d.mu.Unlock()
 		return nil, err
 	}
 	return h, nil

@@ -45,8 +45,8 @@ type Dispatcher struct {
 	placement *Placement
 	local     []int          // this rank's experts
 	mapped    *memory.Pinned // where handles tell the host what came; nil unless asked for, and after Close
-	free      []int          // memory of handles
-	holders   []*Handle      // who has that memory, or had it last
+	holders   []*Handle      // who has the memory of handles, or had it last
+	next      int            // whose memory is the first to be looked at for a dispatch
 	idle      []*Handle      // released, longest ago first
 	ticket    uint64         // of the last dispatch
 }
@@ -77,8 +77,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 		return nil, errors.Join(err, d.mapped.Close())
 	}
 	d.holders = make([]*Handle, o.Handles)
-	for i := range o.Handles {
-		d.free = append(d.free, i)
+	for range o.Handles {
 		d.idle = append(d.idle, &Handle{d: d})
 	}
 	return d, nil
@@ -201,6 +200,9 @@ func (d *Dispatcher) trim(h *kernels.MoEHandle, v *handleViews) {
 
 // MaxRows is how many rows Handle.Rows has room for. Buffers of so many rows from the heap serve every call without staging.
 func (d *Dispatcher) MaxRows() int { return int(d.moe.Rows) }
+
+// Memory is all that the dispatcher has of the heap, in which the views of its handles lie: for who is given addresses, and passes views.
+func (d *Dispatcher) Memory() memory.View { return d.c.Extra() }
 
 // Placement is where the experts are now. It must not be changed.
 func (d *Dispatcher) Placement() *Placement {

@@ -167,7 +167,6 @@ func (h *Handle) Release() {
 	half := h.half
 	if h.alive {
 		h.alive, h.half = false, nil
-		h.d.free = append(h.d.free, h.memory)
 		h.d.idle = append(h.d.idle, h)
 	}
 	h.d.mu.Unlock()
@@ -180,9 +179,18 @@ func (h *Handle) Release() {
 func (d *Dispatcher) take(tokens int) (*Handle, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if len(d.free) == 0 {
-		return nil, fmt.Errorf("dispatch: %w: all %d are alive: Release one or raise Options.Handles", ErrNoHandle, d.options.Handles)
+	// Memory is taken in turn, so which it is does not depend on the order of releases.
+	free, n := d.next, d.options.Handles
+	for ; free < d.next+n; free++ {
+		if h := d.holders[free%n]; h == nil || !h.alive || h.memory != free%n {
+			break
+		}
 	}
+	if free == d.next+n {
+		return nil, fmt.Errorf("dispatch: %w: all %d are alive: Release one or raise Options.Handles", ErrNoHandle, n)
+	}
+	free %= n
+	d.next = (free + 1) % n
 	var h *Handle
 	// The handle that has been idle for longest, so that a use after Release is noticed for a while.
 	for i, idle := range d.idle {
@@ -196,8 +204,7 @@ func (d *Dispatcher) take(tokens int) (*Handle, error) {
 		h = &Handle{d: d}
 	}
 	d.ticket++
-	h.memory, h.tokens, h.local, h.ticket, h.err, h.alive = d.free[0], tokens, d.local, d.ticket, nil, true
-	d.free = slices.Delete(d.free, 0, 1)
+	h.memory, h.tokens, h.local, h.ticket, h.err, h.alive = free, tokens, d.local, d.ticket, nil, true
 	h.lost, d.holders[h.memory] = false, h
 	if d.options.HostCounts && h.counts.Offsets == nil {
 		local, groups := d.moe.Local(d.moe.Rank), d.moe.Groups(d.moe.Rank)
