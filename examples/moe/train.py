@@ -1,7 +1,7 @@
 """Trains a small MoE language model with torch, its experts divided among the ranks, on the CPU or on GPUs.
 
     python examples/moe/train.py                      # 2 ranks; torch's all_to_all_single and Switchyard's, side by side
-    python examples/moe/train.py --impl dispatcher    # switchyard.Dispatcher instead of exchanges by hand, on the CPU
+    python examples/moe/train.py --impl dispatcher    # switchyard.Dispatcher instead of exchanges by hand
     python examples/moe/train.py --device cuda        # a rank for each GPU, beside NCCL
     torchrun --nproc-per-node 4 examples/moe/train.py # ranks that torchrun starts
 
@@ -60,7 +60,7 @@ class Expert(nn.Module):
 class MoE(nn.Module):
     """A layer of experts, the first of them on rank 0, the next on rank 1 and so on."""
 
-    def __init__(self, hidden: int, experts: int, top_k: int, max_tokens: int, impl: str) -> None:
+    def __init__(self, hidden: int, experts: int, top_k: int, max_tokens: int, impl: str, device: str) -> None:
         super().__init__()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.count, self.top_k, self.local = experts, top_k, experts // self.size
@@ -70,7 +70,9 @@ class MoE(nn.Module):
         self.module = dist if impl == "torch" else switchyard
         self.dispatcher = None
         if impl == "dispatcher":
-            self.dispatcher = switchyard.Dispatcher(experts, top_k, hidden, max_tokens=max_tokens, handles=2)
+            self.dispatcher = switchyard.Dispatcher(
+                experts, top_k, hidden, max_tokens=max_tokens, handles=2, device=device, host_counts=True
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
@@ -127,7 +129,7 @@ class Model(nn.Module):
         self.place = nn.Parameter(torch.randn(args.length, args.hidden) * 0.02)
         self.blocks = nn.Sequential(
             *(
-                Block(args.hidden, 4, MoE(args.hidden, args.experts, args.top_k, args.batch * args.length, impl))
+                Block(args.hidden, 4, MoE(args.hidden, args.experts, args.top_k, args.batch * args.length, impl, args.device))
                 for _ in range(args.layers)
             )
         )
@@ -191,8 +193,6 @@ def train(args: argparse.Namespace, report: Callable[[str], None]) -> dict[str, 
         raise SystemExit(f"{args.experts} experts do not divide among {size} ranks")
     impls = ("torch", "switchyard") if args.impl == "both" else (args.impl,)
     if args.device == "cuda":
-        if args.impl == "dispatcher":
-            raise SystemExit("switchyard.Dispatcher works on host tensors")
         # So that the losses can be compared to the last bit. cuBLAS reads its variable when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

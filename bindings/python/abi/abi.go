@@ -5,7 +5,9 @@ package main
 import "C"
 
 import (
+	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"runtime"
 	"sync/atomic"
@@ -14,6 +16,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/bindings/python/core"
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -559,33 +562,64 @@ func switchyard_drop(handle C.uint64_t) C.int32_t {
 	return guard(func() error { handles.Drop(uint64(handle)); return nil })
 }
 
-// switchyard_dispatcher makes a dispatcher. The ticket's value is its handle.
+// switchyard_dispatcher makes a dispatcher of a place. opts is a dispatch.Options. The ticket's value is its handle.
 //
 //export switchyard_dispatcher
-func switchyard_dispatcher(communicator C.uint64_t, opts *C.char, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
-		var o core.DispatcherOptions
+func switchyard_dispatcher(communicator, place C.uint64_t, opts *C.char, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		var o dispatch.Options
 		if err := options(opts, &o); err != nil {
 			return 0, err
 		}
-		return c.NewDispatcher(o, put[*core.Dispatcher])
+		p, err := placeOf(place)
+		if err != nil {
+			return 0, err
+		}
+		return p.NewDispatcher(o, put[*core.Dispatcher])
 	})
 }
 
-// switchyard_dispatcher_info is the most rows that this rank can get, and the bytes of rows it has sent to each of n
-// ranks.
+// switchyard_dispatcher_info is the most rows that this rank can get, how many dispatches are alive, and this rank's experts, of which
+// there are experts and room for room in expert.
 //
 //export switchyard_dispatcher_info
-func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows *C.int64_t, traffic *C.int64_t, n C.int64_t) C.int32_t {
+func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows, alive, experts, expert *C.int64_t, room C.int64_t) C.int32_t {
 	return guard(func() error {
 		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
 		if err != nil {
 			return err
 		}
-		sent, err := d.Traffic()
-		*maxRows = C.int64_t(d.MaxRows())
-		copy(numbers(traffic, n), sent)
-		return err
+		local := d.Experts()
+		*maxRows, *alive, *experts = C.int64_t(d.MaxRows()), C.int64_t(d.Alive()), C.int64_t(len(local))
+		out := numbers(expert, room)
+		for i, e := range local[:min(len(local), len(out))] {
+			out[i] = int64(e)
+		}
+		return nil
+	})
+}
+
+// switchyard_dispatcher_counters is what this rank has done so far: for each of experts how many choices of its tokens that got, and for
+// each of ranks the bytes of rows sent there and the nanoseconds waited for it.
+//
+//export switchyard_dispatcher_counters
+func switchyard_dispatcher_counters(dispatcher C.uint64_t, choices *C.int64_t, experts C.int64_t, bytes, waited *C.int64_t, ranks C.int64_t) C.int32_t {
+	return guard(func() error {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return err
+		}
+		c, err := d.Counters()
+		if err != nil {
+			return err
+		}
+		copy(numbers(choices, experts), c.Choices)
+		copy(numbers(bytes, ranks), c.Bytes)
+		out := numbers(waited, ranks)
+		for i, w := range c.Waited[:min(len(c.Waited), len(out))] {
+			out[i] = w.Nanoseconds()
+		}
+		return nil
 	})
 }
 
@@ -603,83 +637,116 @@ func switchyard_dispatcher_close(communicator, dispatcher C.uint64_t, ticket *C.
 	})
 }
 
-// switchyard_dispatch sends rows of x to their experts: n choices idx with weights, [tokens, top k]. The ticket's value is
-// a handle of the dispatch.
-//
-//export switchyard_dispatch
-func switchyard_dispatch(communicator, stream, dispatcher C.uint64_t, x unsafe.Pointer, xBytes C.int64_t, idx *C.int32_t, weights *C.float, n C.int64_t,
-	wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, wait, func(*core.Comm) (core.Ticket, error) {
+// dispatching makes a call of a dispatcher, as switchyard_all_to_all describes for a place.
+func dispatching(dispatcher C.uint64_t, ticket *C.uint64_t, wait C.int64_t, handle uint64, call func(*core.Dispatcher, *core.Handle) (core.Ticket, error)) C.int32_t {
+	return guarded(func() (core.Code, error) {
 		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
-		if err == nil {
-			err = hostStream(stream)
-		}
 		if err != nil {
 			return 0, err
 		}
-		return d.Dispatch(buffer(x, xBytes), uintptr(unsafe.Pointer(idx)), uintptr(unsafe.Pointer(weights)), int64(n), put[*core.Handle])
+		var h *core.Handle
+		if handle != 0 {
+			if h, err = core.Get[*core.Handle](handles, handle); err != nil {
+				return 0, err
+			}
+		}
+		t, err := call(d, h)
+		if err != nil || d.OnGPU() {
+			return core.OK, err
+		}
+		return await(d.Comm(), t, ticket, wait)
 	})
 }
 
-// switchyard_rows is what a complete dispatch brought: rows bytes at addr, count[i] rows from row first[i] on for expert
-// expert[i]. room is how many experts there is room for; experts says how many there are.
+// switchyard_dispatch makes a core.DispatchCall. It is enqueued or submitted as switchyard_all_to_all describes. The ticket's value is a
+// handle of the dispatch, which is in the call where that was enqueued.
 //
-//export switchyard_rows
-func switchyard_rows(handle C.uint64_t, addr *C.uint64_t, bytes, rows, experts, count, first, expert *C.int64_t, room C.int64_t) C.int32_t {
+//export switchyard_dispatch
+func switchyard_dispatch(dispatcher, stream C.uint64_t, call unsafe.Pointer, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.DispatchCall)(call)
+	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.Dispatch(uintptr(stream), c, h, put[*core.Handle])
+	})
+}
+
+// switchyard_combine makes a core.CombineCall, likewise.
+//
+//export switchyard_combine
+func switchyard_combine(dispatcher, stream C.uint64_t, call unsafe.Pointer, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.CombineCall)(call)
+	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.Combine(uintptr(stream), c, h)
+	})
+}
+
+// switchyard_combine_backward makes a core.BackwardCall, likewise.
+//
+//export switchyard_combine_backward
+func switchyard_combine_backward(dispatcher, stream C.uint64_t, call unsafe.Pointer, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.BackwardCall)(call)
+	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.CombineBackward(uintptr(stream), c, h)
+	})
+}
+
+// switchyard_receive makes the second half of the dispatch, or of the combine, that a handle is in, likewise.
+//
+//export switchyard_receive
+func switchyard_receive(dispatcher, stream, handle C.uint64_t, combine C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return dispatching(dispatcher, ticket, wait, uint64(handle), func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.Receive(uintptr(stream), h, combine != 0)
+	})
+}
+
+// switchyard_output is where what a dispatch leaves lies, as core.Handle.Output has it: an address and bytes for each of 9 parts.
+//
+//export switchyard_output
+func switchyard_output(handle C.uint64_t, out *C.int64_t) C.int32_t {
 	return guard(func() error {
 		h, err := core.Get[*core.Handle](handles, uint64(handle))
 		if err != nil {
 			return err
 		}
-		b, n := h.Rows()
-		*addr, *bytes, *rows = C.uint64_t(b.Addr), C.int64_t(b.Bytes), C.int64_t(n)
-		counts, offsets, which := h.Counts()
-		*experts = C.int64_t(len(which))
-		for i, e := range which[:min(len(which), int(room))] {
-			numbers(expert, room)[i], numbers(count, room)[i], numbers(first, room)[i] = int64(e), int64(counts[i]), int64(offsets[i])
+		to := numbers(out, 18)
+		for i, b := range h.Output() {
+			to[2*i], to[2*i+1] = int64(b.Addr), b.Bytes
 		}
 		return nil
 	})
 }
 
-// switchyard_combine brings rows back to their tokens, y [tokens, hidden]; backward is the gradient of a dispatch.
+// switchyard_counts waits wait microseconds for how many rows a dispatch brought, and else returns Again: the length of the output, and
+// for each of local experts how many, for each of groups the first row and one behind the last, and for each of ranks how many came from
+// there.
 //
-//export switchyard_combine
-func switchyard_combine(communicator, stream, dispatcher C.uint64_t, y unsafe.Pointer, yBytes C.int64_t, rows unsafe.Pointer, rowsBytes C.int64_t, handle C.uint64_t,
-	backward C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, wait, func(*core.Comm) (core.Ticket, error) {
-		d, h, err := dispatched(stream, dispatcher, handle)
+//export switchyard_counts
+func switchyard_counts(handle C.uint64_t, wait C.int64_t, rows, counts *C.int64_t, local C.int64_t, offsets *C.int64_t, groups C.int64_t, rankCounts *C.int64_t, ranks C.int64_t) C.int32_t {
+	return guarded(func() (core.Code, error) {
+		h, err := core.Get[*core.Handle](handles, uint64(handle))
 		if err != nil {
 			return 0, err
 		}
-		return d.Combine(buffer(y, yBytes), buffer(rows, rowsBytes), h, backward != 0)
-	})
-}
-
-// switchyard_combine_backward computes the gradients of rows and of n weights.
-//
-//export switchyard_combine_backward
-func switchyard_combine_backward(communicator, stream, dispatcher C.uint64_t, dRows unsafe.Pointer, dRowsBytes C.int64_t, dWeights *C.float, n C.int64_t,
-	dy unsafe.Pointer, dyBytes C.int64_t, rows unsafe.Pointer, rowsBytes C.int64_t, handle C.uint64_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, wait, func(*core.Comm) (core.Ticket, error) {
-		d, h, err := dispatched(stream, dispatcher, handle)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Duration(wait)*time.Microsecond)
+		defer cancel()
+		c, err := h.HostCounts(ctx)
+		if errors.Is(err, context.DeadlineExceeded) {
+			return core.Again, nil
+		}
 		if err != nil {
 			return 0, err
 		}
-		return d.CombineBackward(buffer(dRows, dRowsBytes), uintptr(unsafe.Pointer(dWeights)), int64(n), buffer(dy, dyBytes), buffer(rows, rowsBytes), h)
+		*rows = C.int64_t(c.Rows)
+		widen(numbers(counts, local), c.Counts)
+		widen(numbers(offsets, groups+1), c.Offsets)
+		widen(numbers(rankCounts, ranks), c.RankCounts)
+		return core.OK, nil
 	})
 }
 
-func dispatched(stream, dispatcher, handle C.uint64_t) (*core.Dispatcher, *core.Handle, error) {
-	d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
-	if err != nil {
-		return nil, nil, err
+func widen(to []int64, from []int32) {
+	for i, v := range from[:min(len(from), len(to))] {
+		to[i] = int64(v)
 	}
-	if err := hostStream(stream); err != nil {
-		return nil, nil, err
-	}
-	h, err := core.Get[*core.Handle](handles, uint64(handle))
-	return d, h, err
 }
 
 // switchyard_release gives the output of a dispatch back.

@@ -1,8 +1,37 @@
-#include "switchyard.h"
+#include "_cgo_export.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
+#include <unistd.h>
 
-// DLPack's DLManagedTensor, version 0, of bytes in a row.
+struct hold {
+	uint64_t handle;
+	atomic_int users;
+	pid_t process;
+};
+
+void *switchyard_hold(uint64_t handle)
+{
+	struct hold *h = malloc(sizeof *h);
+	if (!h)
+		return NULL;
+	h->handle = handle;
+	atomic_init(&h->users, 1);
+	h->process = getpid();
+	return h;
+}
+
+void switchyard_unhold(void *hold)
+{
+	struct hold *h = hold;
+	if (atomic_fetch_sub(&h->users, 1) != 1)
+		return;
+	if (h->process == getpid()) // a forked child has no threads of the library's
+		switchyard_release(h->handle);
+	free(h);
+}
+
+// DLPack's DLManagedTensor, version 0.
 struct description {
 	void *data;
 	struct {
@@ -17,24 +46,34 @@ struct description {
 	uint64_t byte_offset;
 	void *context;
 	void (*deleter)(struct description *);
-	int64_t bytes;
+	int64_t extents[2];
 };
 
-static void forget(struct description *d) { free(d); }
+static void forget(struct description *d)
+{
+	if (d->context)
+		switchyard_unhold(d->context);
+	free(d);
+}
 
-void *switchyard_describe(uint64_t data, int64_t bytes, int32_t kind, int32_t device) {
+void *switchyard_describe(const struct switchyard_tensor *tensor, void *hold)
+{
 	struct description *d = calloc(1, sizeof *d);
 	if (!d)
 		return NULL;
-	d->data = (void *)(uintptr_t)data;
-	d->device.kind = kind;
-	d->device.number = device;
-	d->ndim = 1;
-	d->dtype.code = 1; // unsigned
-	d->dtype.bits = 8;
+	d->data = (void *)(uintptr_t)tensor->data;
+	d->device.kind = (int32_t)tensor->kind;
+	d->device.number = (int32_t)tensor->device;
+	d->ndim = (int32_t)tensor->ndim;
+	d->dtype.code = (uint8_t)tensor->code;
+	d->dtype.bits = (uint8_t)tensor->bits;
 	d->dtype.lanes = 1;
-	d->bytes = bytes;
-	d->shape = &d->bytes;
+	d->extents[0] = tensor->shape[0];
+	d->extents[1] = tensor->shape[1];
+	d->shape = d->extents;
 	d->deleter = forget;
+	if (hold)
+		atomic_fetch_add(&((struct hold *)hold)->users, 1);
+	d->context = hold;
 	return d;
 }

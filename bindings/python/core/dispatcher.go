@@ -4,49 +4,32 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"sync"
+	"sync/atomic"
 
+	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
-	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// DispatcherOptions are those of package dispatch, in types that JSON carries.
-type DispatcherOptions struct {
-	Experts, TopK, Hidden, MaxTokens  int
-	DType                             kernels.DType
-	Padded                            bool
-	Align, Capacity, MaxRows, Handles int
-	Placement                         [][]int
-}
-
-// Dispatcher is a dispatch.Dispatcher whose calls run in the queue of its Comm.
+// Dispatcher is a dispatch.Dispatcher of a Place. On the host its calls run in the queue of the Comm. On a GPU they are enqueued on a
+// CUstream by their caller, wait for nothing and have no ticket.
 type Dispatcher struct {
-	comm    *Comm
-	inner   *dispatch.Dispatcher
-	options DispatcherOptions
+	comm  *Comm
+	gpu   *GPU // nil on the host
+	inner *dispatch.Dispatcher
+	alive atomic.Int64 // handles
 }
 
-// NewDispatcher submits the making of a dispatcher. put names it; the name is the ticket's value.
-func (c *Comm) NewDispatcher(o DispatcherOptions, put func(*Dispatcher) uint64) (Ticket, error) {
+// NewDispatcher submits the making of a dispatcher, as Place describes.
+func (c *Comm) NewDispatcher(o dispatch.Options, put func(*Dispatcher) uint64) (Ticket, error) {
+	o.HostCounts = true // it costs nothing here
 	return c.do(func() (int64, error) {
 		h, _, err := c.ready()
 		if err != nil {
 			return 0, err
 		}
-		d := &Dispatcher{comm: c, options: o}
-		opts := dispatch.Options{
-			Experts: o.Experts, TopK: o.TopK, Hidden: o.Hidden, MaxTokens: o.MaxTokens, DType: o.DType, Align: o.Align,
-			Capacity: o.Capacity, MaxRows: o.MaxRows, Handles: o.Handles, HostCounts: true, Timeout: seconds(c.options.TimeoutSeconds),
-		}
-		if o.Padded {
-			opts.Layout = dispatch.Padded
-		}
-		if o.Placement != nil {
-			opts.Placement = &dispatch.Placement{Ranks: o.Placement}
-		}
-		if d.inner, err = dispatch.New(c.ctx, h, opts); err != nil {
+		d := &Dispatcher{comm: c}
+		if err := d.open(h, o); err != nil {
 			return 0, err
 		}
 		c.dispatchers = append(c.dispatchers, d)
@@ -54,131 +37,335 @@ func (c *Comm) NewDispatcher(o DispatcherOptions, put func(*Dispatcher) uint64) 
 	})
 }
 
+// NewDispatcher submits the making of a dispatcher, as Place describes.
+func (g *GPU) NewDispatcher(o dispatch.Options, put func(*Dispatcher) uint64) (Ticket, error) {
+	return g.comm.do(func() (int64, error) {
+		g.mu.Lock()
+		closed := g.closed
+		g.mu.Unlock()
+		if closed {
+			return 0, ErrClosed
+		}
+		d := &Dispatcher{comm: g.comm, gpu: g}
+		if err := d.open(g.heap, o); err != nil {
+			return 0, err
+		}
+		g.mu.Lock()
+		g.dispatchers = append(g.dispatchers, d)
+		g.mu.Unlock()
+		return int64(put(d)), nil
+	})
+}
+
+// open makes the dispatcher over a heap, on the worker.
+func (d *Dispatcher) open(h *memory.Heap, o dispatch.Options) (err error) {
+	o.Timeout = seconds(d.comm.options.TimeoutSeconds)
+	d.inner, err = dispatch.New(d.comm.ctx, h, o)
+	return err
+}
+
+// Comm is that of the dispatcher's place.
+func (d *Dispatcher) Comm() *Comm { return d.comm }
+
+// OnGPU reports whether calls are enqueued.
+func (d *Dispatcher) OnGPU() bool { return d.gpu != nil }
+
 // MaxRows is the most rows that this rank can get in one dispatch.
 func (d *Dispatcher) MaxRows() int { return d.inner.MaxRows() }
 
-// Traffic is the bytes of rows sent to each rank so far.
-func (d *Dispatcher) Traffic() ([]int64, error) {
-	c, err := d.inner.Counters()
-	return c.Bytes, err
+// Experts lists this rank's experts.
+func (d *Dispatcher) Experts() []int {
+	_, g, err := d.comm.ready()
+	if err != nil {
+		return nil
+	}
+	return d.inner.Placement().Local(g.Rank())
 }
+
+// Alive is how many dispatches of this dispatcher have not been released.
+func (d *Dispatcher) Alive() int { return int(d.alive.Load()) }
+
+// Counters are what this rank has done so far.
+func (d *Dispatcher) Counters() (dispatch.Counters, error) { return d.inner.Counters() }
 
 // close is Close on the worker.
 func (d *Dispatcher) close() error { return d.inner.Close(context.WithoutCancel(d.comm.ctx)) }
 
-// Close submits the end of the dispatcher. It is collective.
+// Close submits the end of the dispatcher. It is collective, and waits for what streams have been given.
 func (d *Dispatcher) Close() (Ticket, error) {
 	return d.comm.do(func() (int64, error) {
-		d.comm.dispatchers = slices.DeleteFunc(d.comm.dispatchers, func(o *Dispatcher) bool { return o == d })
+		gone := func(o *Dispatcher) bool { return o == d }
+		if g := d.gpu; g != nil {
+			g.mu.Lock()
+			g.dispatchers = slices.DeleteFunc(g.dispatchers, gone)
+			g.mu.Unlock()
+		} else {
+			d.comm.dispatchers = slices.DeleteFunc(d.comm.dispatchers, gone)
+		}
 		return 0, d.close()
 	})
 }
 
+// Half says which part of a call is made: all of it, or the first half, whose second is Receive.
+type Half int64
+
+// The parts.
+const (
+	Whole Half = iota
+	First
+)
+
+// DispatchCall is a dispatch as C callers describe it; see dispatch.Tokens. The memory belongs to the call until that is complete.
+type DispatchCall struct {
+	X, Scales, Experts, Weights Buffer
+	// Handle names the dispatch whose ways other rows are sent, without Experts and Weights. 0: this is a new dispatch.
+	Handle uint64
+	Half   Half
+	// Made and Rows are results on a GPU: the name of a new dispatch's handle, and where its rows lie.
+	Made uint64
+	Rows uintptr
+}
+
+// CombineCall is a combine as C callers describe it; see dispatch.CombineOptions.
+type CombineCall struct {
+	Y, Rows, Weights, SumWeights Buffer
+	Bias                         [2]Buffer
+	Ready                        Buffer
+	Handle                       uint64
+	// Backward is not 0 for the gradient of a dispatch: Y that of the tokens, Rows of the rows, Weights of those beside rows and
+	// SumWeights of those of the tokens.
+	Backward  int64
+	Weighting int64
+	Half      Half
+	Release   int64 // not 0: give the handle back with the call
+}
+
+// BackwardCall is the gradients of a combine as C callers describe it; see dispatch.Dispatcher.CombineBackward.
+type BackwardCall struct {
+	DRows, DWeights, DY, Rows, Weights Buffer
+	Handle                             uint64
+	Weighting                          int64
+}
+
 // Handle is a dispatch.Handle that may be released from anywhere, any number of times.
 type Handle struct {
-	d     *Dispatcher
-	inner *dispatch.Handle
-	rows  dispatch.HostCounts
-	once  sync.Once
+	d        *Dispatcher
+	inner    *dispatch.Handle
+	released atomic.Bool // no call can be made with it
+	back     atomic.Bool // its memory was given back
 }
 
-// Dispatch submits a dispatch of tokens x with expert choices idx and their weights, each [tokens, TopK] with n entries
-// in all. The memory belongs to the operation until it is complete. put names the handle; the name is the ticket's value.
-func (d *Dispatcher) Dispatch(x Buffer, idx, weights uintptr, n int64, put func(*Handle) uint64) (Ticket, error) {
-	v, err := d.comm.view(x)
-	if err != nil {
-		return 0, err
-	}
-	if n < 0 {
-		return 0, fmt.Errorf("core: %w: %d choices", ErrInvalid, n)
-	}
-	t := dispatch.Tokens{X: v, Experts: memory.Host(shm.At(idx, 4*n)), Weights: memory.Host(shm.At(weights, 4*n))}
-	return d.comm.do(func() (int64, error) {
-		h, err := d.inner.Dispatch(nil, t)
-		if err != nil {
-			return 0, err
+// run makes a call: on a GPU at once, on the host in the queue.
+func (d *Dispatcher) run(stream uintptr, call func(s device.Stream) (uint64, error)) (Ticket, error) {
+	g := d.gpu
+	if g == nil {
+		if stream != 0 {
+			return 0, fmt.Errorf("core: %w: stream %#x on the host, which has none", ErrInvalid, stream)
 		}
-		rows, err := h.HostCounts(d.comm.ctx)
-		if err != nil {
-			h.Release()
-			return 0, err
-		}
-		return int64(put(&Handle{d: d, inner: h, rows: rows})), nil
-	})
-}
-
-// Combine submits y = the rows of h, weighted, brought back to their tokens; with backward it is the gradient of
-// Dispatch, where weights are 1.
-func (d *Dispatcher) Combine(y, rows Buffer, h *Handle, backward bool) (Ticket, error) {
-	yv, err := d.comm.view(y)
-	if err != nil {
-		return 0, err
-	}
-	rv, err := h.view(rows)
-	if err != nil {
-		return 0, err
-	}
-	return d.comm.do(func() (int64, error) {
-		if backward {
-			return 0, d.inner.DispatchBackward(nil, yv, memory.View{}, rv, memory.View{}, h.inner)
-		}
-		return 0, d.inner.Combine(nil, yv, rv, h.inner, dispatch.CombineOptions{})
-	})
-}
-
-// CombineBackward submits the gradients of Combine. dWeights has n entries.
-func (d *Dispatcher) CombineBackward(dRows Buffer, dWeights uintptr, n int64, dy, rows Buffer, h *Handle) (Ticket, error) {
-	if n < 0 {
-		return 0, fmt.Errorf("core: %w: %d gradients of weights", ErrInvalid, n)
-	}
-	dyv, err := d.comm.view(dy)
-	if err != nil {
-		return 0, err
-	}
-	rv, err := h.view(rows)
-	if err != nil {
-		return 0, err
-	}
-	drv, err := h.view(dRows)
-	if err != nil {
-		return 0, err
-	}
-	w := memory.Host(shm.At(dWeights, 4*n))
-	return d.comm.do(func() (int64, error) {
-		return 0, d.inner.CombineBackward(nil, drv, w, dyv, rv, h.inner, dispatch.CombineOptions{})
-	})
-}
-
-// view is a buffer of rows, symmetric where it lies in the handle's output.
-func (h *Handle) view(b Buffer) (memory.View, error) {
-	rows := h.inner.Rows()
-	if addr := shm.Addr(rows.Bytes()); b.Bytes > 0 && b.Addr >= addr && b.Addr-addr < uintptr(rows.Len()) {
-		if off := int64(b.Addr - addr); b.Bytes <= rows.Len()-off {
-			return rows.Slice(off, b.Bytes), nil
-		}
-	}
-	return h.d.comm.view(b)
-}
-
-// Rows is the output and how many rows it has, padding included.
-func (h *Handle) Rows() (Buffer, int) {
-	o := h.d.options
-	b := h.inner.Rows().Slice(0, int64(h.rows.Rows)*int64(o.Hidden)*o.DType.Size()).Bytes()
-	return Buffer{shm.Addr(b), int64(len(b))}, h.rows.Rows
-}
-
-// Counts and Offsets are those of the dispatch, Experts which experts they are about.
-func (h *Handle) Counts() (counts, offsets []int32, experts []int) {
-	return h.rows.Counts, h.rows.Offsets, h.inner.LocalExperts()
-}
-
-// Release gives the handle's output back, behind the operations submitted before. On a closed Comm there is nothing left
-// to give back.
-func (h *Handle) Release() {
-	h.once.Do(func() {
-		_, _ = h.d.comm.do(func() (int64, error) {
-			h.inner.Release()
-			return 0, nil
+		return d.comm.do(func() (int64, error) {
+			value, err := call(nil)
+			return int64(value), err
 		})
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return 0, ErrClosed
+	}
+	s, err := g.wrap(stream)
+	if err != nil {
+		return 0, err
+	}
+	_, err = call(s)
+	return 0, d.comm.blame(err)
+}
+
+// handle refuses one that is not alive here.
+func (d *Dispatcher) handle(h *Handle) (*dispatch.Handle, error) {
+	if h.d != d || h.released.Load() {
+		return nil, fmt.Errorf("core: %w", dispatch.ErrReleased)
+	}
+	return h.inner, nil
+}
+
+// view is memory as calls take it: symmetric where it is.
+func (d *Dispatcher) view(b Buffer) (memory.View, error) {
+	if v, ok := d.own(b); ok {
+		return v, nil
+	}
+	if d.gpu != nil {
+		return d.gpu.view(b)
+	}
+	return d.comm.view(b)
+}
+
+// own is memory as a part of the dispatcher's.
+func (d *Dispatcher) own(b Buffer) (memory.View, bool) {
+	m := d.inner.Memory()
+	if at := m.Ptr(); b.Bytes > 0 && b.Addr >= at && b.Addr-at < uintptr(m.Len()) {
+		if off := int64(b.Addr - at); b.Bytes <= m.Len()-off {
+			return m.Slice(off, b.Bytes), true
+		}
+	}
+	return memory.View{}, false
+}
+
+// views are several of them.
+func (d *Dispatcher) views(of ...*Buffer) (v [7]memory.View, err error) {
+	for i, b := range of {
+		if v[i], err = d.view(*b); err != nil {
+			return v, err
+		}
+	}
+	return v, nil
+}
+
+// Dispatch makes a dispatch, or where there is an h one of other rows by the ways of that. put names the handle of a new one. The name
+// is the ticket's value, and on a GPU left in the call.
+func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, put func(*Handle) uint64) (Ticket, error) {
+	if h != nil && (c.Experts.Bytes != 0 || c.Weights.Bytes != 0) {
+		return 0, fmt.Errorf("core: %w: experts or weights for a dispatch that was routed before", ErrInvalid)
+	}
+	v, err := d.views(&c.X, &c.Scales, &c.Experts, &c.Weights)
+	if err != nil {
+		return 0, err
+	}
+	first := c.Half == First
+	if h != nil {
+		inner, err := d.handle(h)
+		if err != nil {
+			return 0, err
+		}
+		return d.run(stream, func(s device.Stream) (uint64, error) {
+			if first {
+				return 0, d.inner.RedispatchSend(s, inner, v[0], v[1])
+			}
+			return 0, d.inner.Redispatch(s, inner, v[0], v[1])
+		})
+	}
+	return d.run(stream, func(s device.Stream) (uint64, error) {
+		call := d.inner.Dispatch
+		if first {
+			call = d.inner.DispatchSend
+		}
+		inner, err := call(s, dispatch.Tokens{X: v[0], Scales: v[1], Experts: v[2], Weights: v[3]})
+		if err != nil {
+			return 0, err
+		}
+		d.alive.Add(1)
+		made := put(&Handle{d: d, inner: inner})
+		if d.gpu != nil { // the caller is still here
+			c.Made, c.Rows = made, inner.Rows().Ptr()
+		}
+		return made, nil
 	})
+}
+
+// Receive makes the second half of the call that the handle is in.
+func (d *Dispatcher) Receive(stream uintptr, h *Handle, combine bool) (Ticket, error) {
+	inner, err := d.handle(h)
+	if err != nil {
+		return 0, err
+	}
+	return d.run(stream, func(s device.Stream) (uint64, error) {
+		if combine {
+			return 0, d.inner.CombineReceive(s, inner)
+		}
+		return 0, d.inner.DispatchReceive(s, inner)
+	})
+}
+
+// Combine makes a combine, or the gradient of a dispatch.
+func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle) (Ticket, error) {
+	v, err := d.views(&c.Y, &c.Rows, &c.Weights, &c.SumWeights, &c.Bias[0], &c.Bias[1], &c.Ready)
+	if err != nil {
+		return 0, err
+	}
+	inner, err := d.handle(h)
+	if err != nil {
+		return 0, err
+	}
+	o := dispatch.CombineOptions{
+		Weighting: dispatch.Weighting(c.Weighting), Weights: v[2], SumWeights: v[3], Bias: [2]memory.View{v[4], v[5]}, Ready: v[6], Release: c.Release != 0,
+	}
+	backward, first := c.Backward != 0, c.Half == First
+	return d.run(stream, func(s device.Stream) (uint64, error) {
+		switch {
+		case backward:
+			return 0, d.inner.DispatchBackward(s, v[0], v[3], v[1], v[2], inner)
+		case first:
+			return 0, d.inner.CombineSend(s, v[0], v[1], inner, o)
+		}
+		err := d.inner.Combine(s, v[0], v[1], inner, o)
+		if err == nil && o.Release {
+			h.gone()
+			h.back.Store(true)
+		}
+		return 0, err
+	})
+}
+
+// CombineBackward makes the gradients of a combine.
+func (d *Dispatcher) CombineBackward(stream uintptr, c *BackwardCall, h *Handle) (Ticket, error) {
+	v, err := d.views(&c.DRows, &c.DWeights, &c.DY, &c.Rows, &c.Weights)
+	if err != nil {
+		return 0, err
+	}
+	inner, err := d.handle(h)
+	if err != nil {
+		return 0, err
+	}
+	o := dispatch.CombineOptions{Weighting: dispatch.Weighting(c.Weighting), Weights: v[4]}
+	return d.run(stream, func(s device.Stream) (uint64, error) {
+		return 0, d.inner.CombineBackward(s, v[0], v[1], v[2], v[3], inner, o)
+	})
+}
+
+// Output is where what a dispatch leaves lies: rows, scales, counts, offsets, rank counts, indices, weights, sources and landed, as
+// dispatch.Handle has them. It is the same for every dispatch whose rows lie in the same place.
+func (h *Handle) Output() (out [9]Buffer) {
+	in := h.inner
+	for i, v := range [...]memory.View{in.Rows(), in.Scales(), in.Counts(), in.Offsets(), in.RankCounts(), in.Indices(), in.Weights(), in.Sources(), in.Landed()} {
+		if out[i].Bytes = v.Len(); v.Len() > 0 {
+			out[i].Addr = v.Ptr()
+		}
+	}
+	return out
+}
+
+// HostCounts is how many rows came. It waits for that until ctx ends.
+func (h *Handle) HostCounts(ctx context.Context) (dispatch.HostCounts, error) {
+	inner, err := h.d.handle(h)
+	if err != nil {
+		return dispatch.HostCounts{}, err
+	}
+	return inner.HostCounts(ctx)
+}
+
+// gone marks the handle as released, and reports whether it was not before.
+func (h *Handle) gone() bool {
+	if h.released.Swap(true) {
+		return false
+	}
+	h.d.alive.Add(-1)
+	return true
+}
+
+// Release gives the handle's output back: on the host behind the operations submitted before, on a GPU behind what streams have been
+// given. On a closed Comm there is nothing left to give back.
+func (h *Handle) Release() {
+	if !h.gone() {
+		return
+	}
+	release := func() (int64, error) {
+		if !h.back.Swap(true) {
+			h.inner.Release()
+		}
+		return 0, nil
+	}
+	if h.d.gpu != nil {
+		_, _ = release()
+		return
+	}
+	_, _ = h.d.comm.do(release)
 }

@@ -35,8 +35,8 @@ type GPUOptions struct {
 // GPU takes its memory at once. It grows for a reducer, which takes 76 MiB.
 func defaultGPUHeap(ranks int) int64 { return (36 + 20*int64(ranks)) << 20 }
 
-// GPU is a Comm's end on one GPU: a heap in its memory, an exchanger and, once there have been reductions, a reducer. Their calls are
-// enqueued on the caller's stream by the caller's thread; everything else runs in the queue of the Comm.
+// GPU is a Comm's end on one GPU: a heap in its memory, an exchanger, dispatchers and, once there have been reductions, a reducer. Their
+// calls are enqueued on the caller's stream by the caller's thread; everything else runs in the queue of the Comm.
 type GPU struct {
 	comm      *Comm
 	dev       *device.CUDADevice
@@ -46,12 +46,13 @@ type GPU struct {
 	blocks    blocks
 	base, end uintptr // of this rank's segment
 
-	mu      sync.Mutex // orders calls, and guards what is below
-	closed  bool
-	reducer *allreduce.Reducer
-	streams map[uintptr]*device.CUDAStream
-	last    *device.CUDAStream // of the streams, the one that was asked for last
-	splits  alltoallv.Splits
+	mu          sync.Mutex // orders calls, and guards what is below
+	closed      bool
+	reducer     *allreduce.Reducer
+	dispatchers []*Dispatcher
+	streams     map[uintptr]*device.CUDAStream
+	last        *device.CUDAStream // of the streams, the one that was asked for last
+	splits      alltoallv.Splits
 }
 
 // OpenGPU submits the making of the Comm's end on a GPU, which every rank does with one of its own or a shared one. put
@@ -209,7 +210,7 @@ func (g *GPU) wrap(handle uintptr) (*device.CUDAStream, error) {
 	return s, nil
 }
 
-// view is device memory as exchanges take it: symmetric where it is.
+// view is device memory as calls take it: symmetric where it is. g.mu is held.
 func (g *GPU) view(b Buffer) (memory.View, error) {
 	switch {
 	case b.Bytes == 0:
@@ -221,6 +222,11 @@ func (g *GPU) view(b Buffer) (memory.View, error) {
 		return v, nil
 	}
 	if b.Addr >= g.base && b.Addr < g.end {
+		for _, d := range g.dispatchers {
+			if v, ok := d.own(b); ok {
+				return v, nil
+			}
+		}
 		return memory.View{}, fmt.Errorf("core: %d bytes at %#x of the symmetric heap: %w", b.Bytes, b.Addr, memory.ErrFreed)
 	}
 	return memory.Device(b.Addr, b.Bytes), nil
@@ -315,7 +321,7 @@ func (g *GPU) Explain(dst uintptr, shape Shape) (string, error) {
 	return decision.String(), nil
 }
 
-// Fault is what exchanges and reductions that have run by now have come to; see alltoallv.Exchanger.Fault.
+// Fault is what calls that have run by now have come to; see alltoallv.Exchanger.Fault.
 func (g *GPU) Fault() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -325,6 +331,9 @@ func (g *GPU) Fault() error {
 	err := g.exchanger.Fault()
 	if g.reducer != nil {
 		err = errors.Join(err, g.reducer.Fault())
+	}
+	for _, d := range g.dispatchers {
+		err = errors.Join(err, d.inner.Fault())
 	}
 	return g.comm.blame(err)
 }
@@ -359,12 +368,16 @@ func (g *GPU) Verify() (Ticket, error) {
 	return g.comm.do(func() (int64, error) { return 0, g.heap.Verify(g.comm.ctx) })
 }
 
-// stop ends the exchanges and reductions together with all ranks.
+// stop ends what is on the heap together with all ranks.
 func (g *GPU) stop(ctx context.Context) error {
 	g.mu.Lock()
 	g.closed = true
+	dispatchers := g.dispatchers
 	g.mu.Unlock()
 	var errs []error
+	for _, d := range dispatchers {
+		errs = append(errs, d.inner.Close(ctx))
+	}
 	if g.reducer != nil {
 		errs = append(errs, g.reducer.Close(ctx))
 	}

@@ -2,6 +2,7 @@ package core
 
 import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -29,6 +30,9 @@ type Place interface {
 	// Alloc submits an allocation of symmetric memory for work on a stream. Every rank submits the same ones. The heap grows
 	// where it has to. put names the block; the name is the ticket's value.
 	Alloc(stream uintptr, n int64, put func(*Block) uint64) (Ticket, error)
+	// NewDispatcher submits the making of a dispatcher over the place's heap, which every rank submits with equal options. Its timeout is
+	// that of all operations. put names it; the name is the ticket's value.
+	NewDispatcher(o dispatch.Options, put func(*Dispatcher) uint64) (Ticket, error)
 	// Verify submits a comparison of what the ranks have allocated and freed.
 	Verify() (Ticket, error)
 }

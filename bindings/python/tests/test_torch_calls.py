@@ -573,19 +573,20 @@ def test_what_calls_on_gpus_pass_on(monkeypatch):
 
 
 def test_a_tensor_over_memory_of_others_leaves_nothing_behind():
-    from switchyard import _cuda
+    from switchyard._tensors import description, tensor_on
 
     memory = bytearray(b"switchyard")
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert bytes(_cuda._bytes_at(address, len(memory), 1, 0).numpy()) == memory
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    about = description(at, torch.device("cpu"), torch.uint8, len(memory))
+    assert bytes(tensor_on(about.buffer_info()[0]).numpy()) == memory
 
     def resident():
         with open("/proc/self/statm") as f:
             return int(f.read().split()[1]) * resource.getpagesize()
 
     for _ in range(1000):
-        _cuda._bytes_at(address, 10, 1, 0)
+        tensor_on(about.buffer_info()[0])
     before = resident()
     for _ in range(100_000):
-        _cuda._bytes_at(address, 10, 1, 0)
+        tensor_on(about.buffer_info()[0])
     assert resident() - before < 4 << 20

@@ -772,23 +772,6 @@ def test_gpus_that_cannot_exchange(cuda):
     cuda.run(incapable)
 
 
-def no_experts_there(rank, size):
-    d = sw.Dispatcher(size, 1, 4, max_tokens=8)
-    x, idx, w = torch.ones(8, 4), torch.full((8, 1), rank), torch.ones(8, 1)
-    for bad in ((x.cuda(), idx, w), (x, idx.cuda(), w), (x, idx, w.cuda())):
-        with pytest.raises(NotImplementedError, match="dispatchers work on host tensors"):
-            d.dispatch(*bad)
-    got = d.dispatch(x, idx, w)
-    with pytest.raises(errors.Unsupported, match="host tensors"):
-        d.combine(got.rows.cuda(), got)
-    del got
-    d.close()
-
-
-def test_dispatchers_refuse_cuda_tensors(cuda):
-    cuda.run(no_experts_there)
-
-
 def operators(rank, size):
     import switchyard.torch as st
 

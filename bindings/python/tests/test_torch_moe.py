@@ -13,6 +13,8 @@ import switchyard as sw
 
 torch = pytest.importorskip("torch")
 
+import moe_layers as layers  # noqa: E402
+
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "moe" / "train.py"
 
 
@@ -88,6 +90,42 @@ def lifetimes(rank, size):
 
 def test_outputs_live_as_long_as_they_are_needed(gloo):
     gloo.run(lifetimes)
+
+
+SCALES = [{}, {"scale_per_token": True}, {"scale_format": "ue8m0"}, {"scale_columns": True}]
+WAYS = ["weighted", "halves", "given", "unweighted", "weighted"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", list(layers.LAYOUTS))
+def test_layers_in_every_layout(gloo, layout, dtype):
+    gloo.run(layers.gradients, "cpu", layout, dtype, WAYS, {})
+
+
+def test_layers_for_few_tokens(gloo):
+    for layout in ("slab", "rank_padded"):
+        gloo.run(layers.gradients, "cpu", layout, "float32", WAYS, {"low_latency": True, "index_dtype": torch.int32})
+
+
+@pytest.mark.parametrize("layout", ["flat", "token_major"])
+def test_layers_in_compiled_graphs(worlds, layout):
+    worlds.get(2, worlds_module.gloo).run(layers.gradients, "cpu", layout, "float32", WAYS, {}, True)
+
+
+@pytest.mark.parametrize("check", ["biased", "again", "lifetimes", "counted", "refused", "overflow"])
+def test_dispatches(gloo, check):
+    gloo.run(getattr(layers, check), "cpu")
+
+
+@pytest.mark.parametrize("layout", list(layers.LAYOUTS))
+@pytest.mark.parametrize("options", SCALES, ids=str)
+def test_float8(worlds, layout, options):
+    worlds.get(2, worlds_module.gloo).run(layers.float8, "cpu", layout, options)
+
+
+@pytest.mark.parametrize("layout", ["flat", "slab"])
+def test_two_at_a_time(worlds, layout):
+    worlds.get(2, worlds_module.gloo).run(layers.two_at_a_time, "cpu", layout, {"low_latency": layout == "slab"})
 
 
 def load():

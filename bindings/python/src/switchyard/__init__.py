@@ -21,9 +21,10 @@ from .errors import Error
 if TYPE_CHECKING:
     from ._comm import Communicator
     from ._work import Work
-    from .moe import Dispatched, Dispatcher
+    from .moe import Combining, Dispatched, Dispatcher
 
 __all__ = [
+    "Combining",
     "Communicator",
     "Dispatched",
     "Dispatcher",
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 # What is loaded when it is asked for.
-_LAZY = {"Communicator": "_comm", "Work": "_work", "Dispatcher": "moe", "Dispatched": "moe"}
+_LAZY = {"Communicator": "_comm", "Work": "_work", "Dispatcher": "moe", "Dispatched": "moe", "Combining": "moe"}
 
 
 def __getattr__(name: str) -> Any:

@@ -115,7 +115,6 @@ class _DLVersioned(ctypes.Structure):
 
 
 _DL_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}
-DL_CUDA = 2
 _HOST_DEVICES = (1, 3, 11)  # CPU, and host memory that CUDA or ROCm has pinned
 _READ_ONLY = 1
 
@@ -215,4 +214,4 @@ def _buffer(x: Any, name: str, write: bool) -> Array | None:
     return Array(held.raw.buf or 0, view.nbytes, shape, dtype, held, view.itemsize)
 
 
-__all__ = ["DL_CUDA", "Array", "array_of"]
+__all__ = ["Array", "array_of"]

@@ -317,13 +317,17 @@ class Communicator(Place):
 
     def _hold(self, number: int, keep: object) -> None:
         """Keep the memory of an operation alive until it has run, whatever becomes of its Work."""
+        self._let_go()
+        self._in_flight.append((number, keep))
+
+    def _let_go(self) -> None:
+        """Drop what operations held that have run."""
         held, ran = self._in_flight, self._ran.value
         try:
             while held and held[0][0] <= ran:
                 held.popleft()
         except IndexError:  # another thread was faster
             pass
-        held.append((number, keep))
 
     def _control(self, code: int, ticket: c_uint64) -> int:
         """Wait for an operation of the control plane and return its value."""
@@ -499,7 +503,7 @@ class Communicator(Place):
         return 1 if self._blocks or self._pools or self._dispatchers_in_use() else 0
 
     def _dispatchers_in_use(self) -> bool:
-        return any(d._outputs for d in self._dispatchers)
+        return any(d._alive() for d in self._dispatchers)
 
     def _forget(self) -> None:
         _alive.discard(self)

@@ -6,27 +6,25 @@ graphs capture it. What a call has in common with others of the same shape is wo
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 import warnings
 from array import array
 from collections.abc import Callable
-from ctypes import c_char_p, c_void_p, py_object
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from . import _arrays, _native, errors
+from . import _native, errors
 from ._comm import Block, Communicator, Gpu
 from ._groups import Submission
 from ._splits import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED, integers
-from ._tensors import PLAIN, as_bytes, contiguous, real, same_dtype
+from ._tensors import PLAIN, as_bytes, contiguous, description, real, same_dtype, tensor_on
 from ._torch_work import Work
 
 # Absent where torch has no CUDA, and then there are no CUDA tensors either.
-_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def ours(output: Tensor, input: Tensor) -> bool:
@@ -103,7 +101,7 @@ def exchange(
         gpu.refuse(err)
         raise
     gpu.all_to_all(
-        _raw_stream(gpu.device) if stream is None else stream, output.data_ptr(), input.data_ptr(), shape[0]
+        raw_stream(gpu.device) if stream is None else stream, output.data_ptr(), input.data_ptr(), shape[0]
     )
 
 
@@ -283,7 +281,7 @@ def exchange_lists(gpu: Gpu, outputs: list[Tensor], inputs: list[Tensor], async_
 
     if async_op:
         return _beside(gpu, enqueue, [source, target, *outputs], outputs, back)
-    enqueue(_raw_stream(gpu.device))
+    enqueue(raw_stream(gpu.device))
     back()
     return None
 
@@ -316,7 +314,7 @@ def reductions(gpu: Gpu, calls: list[Submission], outputs: list[Tensor], async_o
         for _, (*_, keep), _ in calls:
             tensors.extend(keep if isinstance(keep, tuple) else (keep,))
         return _beside(gpu, enqueue, tensors, outputs, back)
-    enqueue(_raw_stream(gpu.device))
+    enqueue(raw_stream(gpu.device))
     back()
     return None
 
@@ -384,32 +382,21 @@ class Enqueued:
 
 # Symmetric memory
 
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
-
-
-def _bytes_at(address: int, size: int, kind: int, device: int) -> Tensor:
-    """Memory of a device as a tensor of bytes, which does not own it."""
-    about = _native.library().describe(address, size, kind, device)
-    if not about:
-        raise MemoryError
-    return torch.from_dlpack(_new_capsule(about, b"dltensor", None))
-
-
 def empty(gpu: Gpu, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor in the symmetric heap, for work on the current stream."""
     size = dtype.itemsize
     for n in shape:
         size *= n
-    block: Block = gpu.alloc(size, _raw_stream(gpu.device))
+    block: Block = gpu.alloc(size, raw_stream(gpu.device))
     if size == 0:
         return torch.empty(shape, dtype=dtype, device=torch.device("cuda", gpu.device))
-    return _bytes_at(block.address, size, _arrays.DL_CUDA, gpu.device).view(dtype).view(shape)
+    about = description(block.address, torch.device("cuda", gpu.device), torch.uint8, size)
+    return tensor_on(about.buffer_info()[0]).view(dtype).view(shape)
 
 
 def stream_of(tensor: Tensor) -> int:
     """The CUstream that is current for a tensor."""
-    return int(_raw_stream(tensor.get_device()))
+    return int(raw_stream(tensor.get_device()))
 
 
 # Allocators are used by their pools as long as there are tensors of those.
@@ -418,7 +405,7 @@ _allocators: list[Any] = []
 
 def mem_pool(gpu: Gpu, size: int) -> Any:
     """A ``torch.cuda.MemPool`` of size bytes of the symmetric heap."""
-    number = gpu.pool(size, _raw_stream(gpu.device))
+    number = gpu.pool(size, raw_stream(gpu.device))
     allocator = torch.cuda.memory.CUDAPluggableAllocator(
         _native.path(), f"switchyard_pool_alloc_{number}", f"switchyard_pool_free_{number}"
     )

@@ -48,25 +48,28 @@ _PROTOTYPES: dict[str, list[Any]] = {
     "abort": [c_uint64, c_char_p],
     "abandon": [c_uint64, c_int64, c_int32],
     "drop": [c_uint64],
-    "dispatcher": [c_uint64, c_char_p, _u64p],
-    "dispatcher_info": [c_uint64, _i64p, c_void_p, c_int64],
+    "dispatcher": [c_uint64, c_uint64, c_char_p, _u64p],
+    "dispatcher_info": [c_uint64, _i64p, _i64p, _i64p, c_void_p, c_int64],
+    "dispatcher_counters": [c_uint64, c_void_p, c_int64, c_void_p, c_void_p, c_int64],
     "dispatcher_close": [c_uint64, c_uint64, _u64p],
-    "dispatch": [c_uint64, c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, _u64p],
-    "rows": [c_uint64, _u64p, _i64p, _i64p, _i64p, c_void_p, c_void_p, c_void_p, c_int64],
-    "combine": [
-        c_uint64, c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_uint64, c_int32, c_int64, _u64p,
-    ],
-    "combine_backward": [
-        c_uint64, c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64,
-        c_uint64, c_int64, _u64p,
-    ],
+    "dispatch": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "combine": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "combine_backward": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "receive": [c_uint64, c_uint64, c_uint64, c_int32, c_int64, _u64p],
+    "output": [c_uint64, c_void_p],
+    "counts": [c_uint64, c_int64, _i64p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
     "release": [c_uint64],
 }  # fmt: skip
 
 
 # What only enqueues keeps the interpreter's lock, as torch's operators do: to let it go and wait for another thread to give
 # it back can take milliseconds. These functions have a second name for that.
-_QUICK = {f"enqueue_{name}": name for name in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")}
+_QUICK = {
+    f"enqueue_{name}": name
+    for name in (
+        "all_to_all", "all_reduce", "reduce_scatter", "all_gather", "dispatch", "combine", "combine_backward", "receive",
+    )
+}  # fmt: skip
 
 
 class Library:
@@ -91,15 +94,17 @@ class Library:
         lib.switchyard_last_error.restype = c_char_p
         lib.switchyard_last_error_rank.restype = c_int32
         lib.switchyard_live.restype = c_int64
-        lib.switchyard_describe.argtypes = [c_uint64, c_int64, c_int32, c_int32]
-        lib.switchyard_describe.restype = c_void_p
-        self.describe = lib.switchyard_describe
         self._error, self._error_rank, self.live = (
             lib.switchyard_last_error,
             lib.switchyard_last_error_rank,
             lib.switchyard_live,
         )
         quick = ctypes.PyDLL(path)
+        # These wait for nothing, and look after forks themselves.
+        self.describe, self.hold, self.unhold = quick.switchyard_describe, quick.switchyard_hold, quick.switchyard_unhold
+        self.describe.argtypes, self.describe.restype = [c_void_p, c_void_p], c_void_p
+        self.hold.argtypes, self.hold.restype = [c_uint64], c_void_p
+        self.unhold.argtypes, self.unhold.restype = [c_void_p], None
         for name, of in [*((name, name) for name in _PROTOTYPES), *_QUICK.items()]:
             function = getattr(lib if name == of else quick, "switchyard_" + of)
             function.argtypes, function.restype = _PROTOTYPES[of], c_int32

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Callable
+from ctypes import c_char_p, c_void_p, py_object
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import errors
+from . import _native, errors
 
 #: Tensors whose memory is what it seems. Subclasses of others may have none.
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -96,3 +99,33 @@ def splittable(x: Tensor, name: str) -> Tensor:
     if not x.is_contiguous() and not any(x.dim() == 4 + i and x.is_contiguous(memory_format=f) for i, f in enumerate(_IMAGES)):
         contiguous(x, name)
     return readable(x)
+
+
+# Tensors on memory that is not torch's.
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
+
+#: DLPack's numbers for the types of what lies in the library's memory.
+_DLPACK = {
+    torch.uint8: (1, 8),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+}
+
+
+def description(address: int, device: torch.device, dtype: torch.dtype, *shape: int) -> array[int]:
+    """A tensor of one or two dimensions in memory, as the library wants it described."""
+    kind, number = (1, 0) if device.type == "cpu" else (2, device.index)
+    return array("q", (address, kind, number, *_DLPACK[dtype], len(shape), *shape, *(0,) * (2 - len(shape))))
+
+
+def tensor_on(about: int, hold: int | None = None) -> Tensor:
+    """The tensor that is described at an address. It does not own its memory; where there is a hold, it is a user of that."""
+    capsule = _native.library().describe(about, hold)
+    if not capsule:
+        raise MemoryError
+    return torch.from_dlpack(_new_capsule(capsule, b"dltensor", None))

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
+import itertools
 import json
 import sys
-import weakref
+from array import array
 from collections.abc import Sequence
 from ctypes import byref, c_int64, c_uint64
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import errors
-from ._arguments import integer
-from ._comm import DTYPES, SLICE, Communicator, memory
+from ._arguments import flag, integer
+from ._comm import DTYPES, Communicator, Place
+from ._dispatched import (
+    BESIDE_ROWS,
+    COUNTS,
+    DISPATCHED,
+    GIVEN,
+    UNWEIGHTED,
+    Combining,
+    Dispatched,
+    HostCounts,
+    Output,
+    Slot,
+    biases_of,
+    named,
+)
+from ._native import AGAIN, SLICE
 
-__all__ = ["Dispatched", "Dispatcher"]
+__all__ = ["Combining", "Counters", "Dispatched", "Dispatcher", "HostCounts"]
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+_INDEX_BYTES = {"int32": 4, "int64": 8}
+_LAYOUTS = ("flat", "padded", "slab", "token_major", "rank_padded")
+_SCALE_FORMATS = ("float32", "ue8m0")
 
 
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: Any, names: Sequence[str]) -> str:
     name = str(dtype).removeprefix("torch.")
     if name.startswith("<class "):  # numpy.float32 and the like
         name = dtype.__name__
-    if name not in _BYTES:
-        raise errors.InvalidType(f"switchyard: dtype is {dtype}, want float32, bfloat16 or float16")
+    if name not in names:
+        raise errors.InvalidType(f"switchyard: dtype is {dtype}, want {', '.join(names[:-1])} or {names[-1]}")
     return name
+
+
+def _one_of(name: str, value: Any, values: Sequence[str]) -> int:
+    if value not in values:
+        *most, last = (f'"{v}"' for v in values)
+        raise errors.InvalidArgument(f"switchyard: {name} {value!r}, want {', '.join(most)} or {last}")
+    return values.index(value)
 
 
 def _placement(placement: Any) -> list[list[int]]:
@@ -37,57 +62,15 @@ def _placement(placement: Any) -> list[list[int]]:
     return [[integer("placement", rank) for rank in ranks] for ranks in lists]
 
 
-class Dispatched:
-    """A dispatch: the rows that this rank's experts got, and the way back.
+class Counters(NamedTuple):
+    """What a rank has done so far."""
 
-    ``rows`` lie expert by expert: expert ``experts[i]`` has ``counts[i]`` rows from row ``offsets[i]`` on, ordered by the
-    rank they come from and then by token. The output they lie in is given back to the dispatcher when neither this object
-    nor a tensor on it nor a gradient that needs it is left.
-    """
-
-    rows: Any
-    counts: list[int]
-    offsets: list[int]
-    experts: list[int]
-    tokens: int
-
-    def __init__(self, dispatcher: Dispatcher, output: _Output, tokens: int, weights: Any) -> None:
-        self._dispatcher, self._output, self.tokens, self._weights = dispatcher, output, tokens, weights
-        self.counts, self.offsets, self.experts = output.counts, output.offsets, output.experts
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the output, padding included."""
-        return self._output.num_rows
-
-    def expert_rows(self) -> list[Any]:
-        """The rows of each local expert, as views of ``rows``."""
-        return [self.rows[first : first + n] for first, n in zip(self.offsets, self.counts)]
-
-
-class _Output:
-    """The output of a dispatch, given back with its last reference."""
-
-    def __init__(self, dispatcher: Dispatcher, handle: int) -> None:
-        lib, local = dispatcher.comm._lib, dispatcher._most_experts
-        address, nbytes, rows, experts = c_uint64(), c_int64(), c_int64(), c_int64()
-        counts, first, which = ((c_int64 * local)() for _ in range(3))
-        lib.check(lib.rows(handle, byref(address), byref(nbytes), byref(rows), byref(experts), counts, first, which, local))
-        self.handle, self.address, self.nbytes, self.num_rows = handle, address.value, nbytes.value, rows.value
-        n = experts.value
-        self.counts, self.offsets, self.experts = counts[:n], first[:n], which[:n]
-        weakref.finalize(self, _release, lib, handle).atexit = False
-        dispatcher._outputs.add(self)
-
-    def memory(self) -> memoryview:
-        return memory(self.address, self.nbytes, self)
-
-
-def _release(lib: Any, handle: int) -> None:
-    from ._native import usable
-
-    if usable():
-        lib.release(handle)
+    #: How many choices of this rank's tokens each expert got.
+    choices: list[int]
+    #: Bytes of rows and scales sent to each rank.
+    bytes: list[int]
+    #: Nanoseconds in which this rank had nothing to do but wait for each rank.
+    waited: list[int]
 
 
 class Dispatcher:
@@ -95,14 +78,28 @@ class Dispatcher:
 
     Making one is collective, and all ranks pass the same arguments:
 
-    - ``experts`` in all, of which a token can have ``top_k``; ``hidden`` elements a row, of ``dtype`` (float32, bfloat16
-      or float16, of torch or numpy or as a name);
+    - ``experts`` in all, of which a token can have ``top_k``; ``hidden`` elements a row, of ``dtype`` (float32, bfloat16,
+      float16 or float8_e4m3fn, of torch or numpy or as a name);
     - ``max_tokens``: the most tokens that one rank has in a call;
     - ``layout``: "flat" puts each expert's rows after those of the one before, at multiples of ``align`` rows, in at most
-      ``max_rows`` in all; "padded" gives each expert ``capacity`` rows. Rows that belong to no token are zero.
+      ``max_rows`` in all; "padded" gives each expert ``capacity`` rows. Padding is zero. "slab" gives each expert room for all
+      tokens of all ranks, with undefined padding. "token_major" has one row for a token and rank, at most ``max_rows``, those
+      from each rank after those from the rank before; "rank_padded" likewise with ``max_tokens`` rows for each rank. There the
+      caller applies the experts of ``indices`` with ``row_weights``, and hands back one row a token;
     - ``placement``: which ranks have each expert, a list of ranks for every expert; by default the first experts are on
       rank 0, the next on rank 1 and so on;
-    - ``handles``: how many dispatches can be alive at a time. Training needs one for every MoE layer.
+    - ``handles``: how many dispatches can be alive at a time. Training needs one for every MoE layer;
+    - ``device``: the host, or a CUDA device whose tensors are carried; ``None`` is torch's default device;
+    - ``index_dtype``: of expert indices, int64 or int32. Others are converted;
+    - ``combine_dtype``: of what is combined, and of gradients; by default ``dtype``, or bfloat16 where that is float8;
+    - ``quantize``: rows arrive as float8_e4m3fn with ``scales``, one for 128 elements, or for a row with ``scale_per_token``.
+      They are float32 or, with ``scale_format="ue8m0"``, exponents of powers of two, four in an int32; with ``scale_columns``
+      in column-major order. Tokens of float8 come with such scales, row-major;
+    - ``float8_combine``: sums cross as float8 with scales, on the host;
+    - ``low_latency``: the protocol for 1 to 256 tokens a rank;
+    - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;
+    - ``host_counts``: a GPU tells the host how many rows came, see :meth:`Dispatched.host_counts`;
+    - ``max_sms``: how many multiprocessors a call takes at most.
     """
 
     def __init__(
@@ -120,144 +117,400 @@ class Dispatcher:
         placement: Sequence[Sequence[int]] | None = None,
         handles: int = 4,
         group: Any = None,
+        device: Any = None,
+        index_dtype: Any = "int64",
+        combine_dtype: Any = None,
+        quantize: bool = False,
+        scale_per_token: bool = False,
+        scale_format: str = "float32",
+        scale_columns: bool = False,
+        float8_combine: bool = False,
+        low_latency: bool = False,
+        row_weights: bool = False,
+        sources: bool = False,
+        landed: bool = False,
+        host_counts: bool = False,
+        max_sms: int = 0,
     ) -> None:
-        from ._array_calls import communicator
-
-        if layout not in ("flat", "padded"):
-            raise errors.InvalidArgument(f'switchyard: layout {layout!r}, want "flat" or "padded"')
-        self.dtype = _dtype_name(dtype)
+        kind = _one_of("layout", layout, _LAYOUTS)
+        self.layout, self.by_token = layout, kind >= _LAYOUTS.index("token_major")
+        self.dtype = _dtype_name(dtype, tuple(_BYTES))
+        wide = tuple(_BYTES)[:3]
+        if combine_dtype is None:
+            combine_dtype = self.dtype if self.dtype in wide else "bfloat16"
+        self.combine_dtype, self.index_dtype = _dtype_name(combine_dtype, wide), _dtype_name(index_dtype, tuple(_INDEX_BYTES))
         self.experts, self.top_k = integer("experts", experts), integer("top_k", top_k)
         self.hidden, self.max_tokens = integer("hidden", hidden), integer("max_tokens", max_tokens)
+        self._format = _one_of("scale_format", scale_format, _SCALE_FORMATS)
+        self._columns = flag("scale_columns", scale_columns)
+        self._scale_per_token, self._capacity = flag("scale_per_token", scale_per_token), integer("capacity", capacity)
+        self._tells_sources, self._tells_landed = flag("sources", sources), flag("landed", landed)
+        self._quantizes = flag("quantize", quantize)
+        self._weighs_rows = self.by_token or flag("row_weights", row_weights)
+        #: The type of the rows that arrive.
+        self.row_dtype = "float8_e4m3fn" if quantize else self.dtype
+        self._float8 = _BYTES[self.row_dtype] == 1
         options: dict[str, Any] = {
             "Experts": self.experts,
             "TopK": self.top_k,
             "Hidden": self.hidden,
             "MaxTokens": self.max_tokens,
             "DType": DTYPES[self.dtype],
-            "Padded": layout == "padded",
+            "IndexType": DTYPES[self.index_dtype],
+            "CombineDType": DTYPES[self.combine_dtype],
+            "Quantize": quantize,
+            "ScalePerToken": self._scale_per_token,
+            "ScaleFormat": self._format,
+            "ScaleColumns": scale_columns,
+            "Float8Combine": flag("float8_combine", float8_combine),
+            "Layout": kind,
             "Align": integer("align", align) if layout == "flat" else 0,
-            "Capacity": integer("capacity", capacity),
+            "Capacity": self._capacity,
             "MaxRows": integer("max_rows", max_rows),
             "Handles": integer("handles", handles),
+            "LowLatency": flag("low_latency", low_latency),
+            "RowWeights": row_weights,
+            "Sources": sources,
+            "Landed": landed,
+            "HostCounts": flag("host_counts", host_counts),
+            "MaxSMs": integer("max_sms", max_sms),
         }
         if placement is not None:
-            options["Placement"] = _placement(placement)
-        self.comm: Communicator = communicator(group)
+            options["Placement"] = {"Ranks": _placement(placement)}
+        place = _place_of(group, device)
+        self.comm: Communicator = place.comm
         lib, ticket = self.comm._lib, c_uint64()
-        self._outputs: weakref.WeakSet[_Output] = weakref.WeakSet()
-        self._most_experts = max(self.experts, 1)
-        code = lib.dispatcher(self.comm._handle, json.dumps(options).encode(), ticket)
+        code = lib.dispatcher(self.comm._handle, place._handle, json.dumps(options).encode(), ticket)
         self._handle = self.comm._control(code, ticket)
         self._closed = False
+        self._slots: dict[int, Slot] = {}
+        #: The GPU's ordinal, -1 for the host.
+        self._index: int = getattr(place, "device", -1)
+        prefix = "enqueue_" if self._index >= 0 else ""
+        self._calls = [getattr(lib, prefix + name) for name in ("dispatch", "combine", "combine_backward", "receive")]
+        self._token_bytes = self.hidden * _BYTES[self.dtype]
+        self._sum_bytes = self.hidden * _BYTES[self.combine_dtype]
+        self._choice_bytes = self.top_k * _INDEX_BYTES[self.index_dtype]
+        self._counted = bool(host_counts) or self._index < 0
+        self.max_rows, _, self.local_experts = self._info()
+        self._groups = self.comm.size if self.by_token else len(self.local_experts)
+        self._torch: Any = None
+        if self._index >= 0:
+            self._load_torch()
+        self.name = f"switchyard:dispatcher:{next(_numbers)}"
+        named[self.name] = self
         self.comm._dispatchers.add(self)
 
     # What lies below: memory
 
-    def _call(self, function: Any, keep: object, *arguments: Any) -> int:
-        ticket = c_uint64()
-        comm = self.comm
-        code = function(comm._handle, 0, self._handle, *arguments, SLICE, ticket)
-        if code == 1:
-            comm._hold(ticket.value, keep)  # an interrupted wait leaves it under way
-        return comm._control(code, ticket)
+    def _load_torch(self) -> Any:
+        from . import _torch_moe
 
-    def _dispatch(self, x: int, nbytes: int, idx: int, weights: int, n: int, keep: object) -> _Output:
+        self._torch = _torch_moe.Kinds(self)
+        return self._torch
+
+    def _info(self) -> tuple[int, int, list[int]]:
+        """The most rows of a dispatch, how many dispatches are alive, and this rank's experts."""
+        rows, alive, n, lib = c_int64(), c_int64(), c_int64(), self.comm._lib
+        local = array("q", bytes(8 * max(self.experts, 1)))
+        lib.check(lib.dispatcher_info(self._handle, byref(rows), byref(alive), byref(n), local.buffer_info()[0], len(local)))
+        return rows.value, alive.value, local[: n.value].tolist()
+
+    def _alive(self) -> int:
+        return 0 if self._closed else self._info()[1]
+
+    def _run(self, which: int, keep: object, *arguments: Any) -> int:
+        """Make a call: on a GPU on the current stream, on the host wait for it and return its value."""
+        if self._index >= 0:
+            code = self._calls[which](self._handle, self._torch.stream(self._index), *arguments, 0, None)
+            if code:
+                raise self.comm._lib.error(code)
+            return 0
+        ticket, comm = c_uint64(), self.comm
+        code = self._calls[which](self._handle, 0, *arguments, SLICE, ticket)
+        if code != AGAIN:
+            return comm._control(code, ticket)
+        comm._hold(ticket.value, keep)  # an interrupted wait leaves it under way
+        value = comm._control(code, ticket)
+        comm._let_go()
+        return value
+
+    def _dispatch(
+        self, x: int, scales: tuple[int, int], idx: int, weights: int, tokens: int, first: bool, keep: object
+    ) -> Output:
+        """Make a dispatch of tokens at addresses."""
+        weighed = 4 * tokens * self.top_k if weights else 0
+        call = array(
+            "q",
+            (
+                x, tokens * self._token_bytes, *scales, idx, tokens * self._choice_bytes, weights, weighed, 0, first, 0, 0,
+            ),
+        )  # fmt: skip
+        address = call.buffer_info()[0]
         try:
-            handle = self._call(self.comm._lib.dispatch, keep, x, nbytes, idx, weights, n)
+            made = self._run(0, keep, address)
         except errors.NoHandle:
             gc.collect()  # outputs may hang in cycles
-            handle = self._call(self.comm._lib.dispatch, keep, x, nbytes, idx, weights, n)
-        return _Output(self, handle)
+            made = self._run(0, keep, address)
+        return Output(self, made, 0) if made else Output(self, call[10], call[11])
 
-    def _combine(self, y: int, y_bytes: int, rows: int, rows_bytes: int, output: _Output, backward: bool, keep: object) -> None:
-        self._call(self.comm._lib.combine, keep, y, y_bytes, rows, rows_bytes, output.handle, int(backward))
+    def _redispatch(self, x: int, scales: tuple[int, int], output: Output, tokens: int, first: bool, keep: object) -> None:
+        call = array("q", (x, tokens * self._token_bytes, *scales, 0, 0, 0, 0, output.alive(), first, 0, 0))
+        self._run(0, keep, call.buffer_info()[0])
+
+    def _combine(self, buffers: Sequence[int], handle: int, how: tuple[int, int, bool, bool], keep: object) -> None:
+        """Make a combine. buffers are addresses and bytes of y, rows, weights, summed weights, two biases and words that say
+        what is ready; how is whether it is the gradient of a dispatch, what rows are weighted with, whether it is the first
+        half, and whether the handle is given back."""
+        call = array("q", (*buffers, handle, *how))
+        self._run(1, keep, call.buffer_info()[0])
+
+    def _combine_backward(self, buffers: Sequence[int], handle: int, weighting: int, keep: object) -> None:
+        call = array("q", (*buffers, handle, weighting))
+        self._run(2, keep, call.buffer_info()[0])
+
+    def _receive(self, output: Output, combine: bool, keep: object) -> None:
+        self._run(3, keep, output.alive(), combine)
+
+    def _part(self, output: Output, name: str) -> Any:
+        """A part of an output, as a list, an array or a tensor."""
+        if not output.slot.parts[name][1]:
+            raise errors.InvalidArgument(f"switchyard: this dispatcher has no {name}")
+        if self._index < 0 and name in COUNTS:
+            output.counts = output.counts or output.host()
+            return getattr(output.counts, name)
+        return self._torch.part(output, name) if self._torch is not None else _array_of(self, output, name)
+
+    def _shape(self, name: str, size: int) -> tuple[str, tuple[int, ...]]:
+        """The type and the shape of a part that has so many bytes in all."""
+        if name == "rows":
+            return self.row_dtype, (self.max_rows, self.hidden)
+        if name == "scales":
+            return ("float32", "int32")[self._format], (size // 4,)
+        if name == "indices":
+            return "int64", (self.max_rows, self.top_k)
+        if name == "row_weights":
+            return "float32", (self.max_rows, self.top_k) if self.by_token else (self.max_rows,)
+        return "int32", (self.max_rows, 2) if name == "sources" else (size // 4,)
+
+    def _scales(self, words: Any, rows: int) -> Any:
+        """The scales of an output as [rows, words], in a layout by padded experts as [experts, capacity, words]."""
+        n = words.shape[0] // max(self.max_rows, 1)
+        if not self._columns:
+            return words.reshape(self.max_rows, n)[:rows]
+        if self.layout in ("padded", "slab"):
+            return words.reshape(-1, n, self._row_capacity()).swapaxes(1, 2)
+        return words.reshape(n, self.max_rows).swapaxes(0, 1)[:rows]
+
+    def _row_capacity(self) -> int:
+        """How many rows each expert has in a padded layout."""
+        return (self._capacity if self.layout == "padded" else 0) or self.comm.size * self.max_tokens
 
     def _check_rows(self, name: str, shape: Sequence[int]) -> None:
         """Refuse what is not rows of the dispatcher's."""
         if len(shape) != 2 or shape[1] != self.hidden:
             raise errors.InvalidArgument(f"switchyard: {name} has shape {tuple(shape)}, want rows of {self.hidden}")
 
-    def _check_choices(self, tokens: int, idx: Sequence[int], weights: Sequence[int]) -> None:
+    def _check_choices(self, tokens: int, idx: Sequence[int], weights: Sequence[int] | None) -> None:
         want = (tokens, self.top_k)
-        if tuple(idx) != want or tuple(weights) != want:
-            raise errors.InvalidArgument(
-                f"switchyard: idx is {tuple(idx)} and weights {tuple(weights)}, want {want} for both"
-            )
+        if tuple(idx) != want or (weights is not None and tuple(weights) != want):
+            beside, both = ("", "") if weights is None else (f" and weights {tuple(weights)}", " for both")
+            raise errors.InvalidArgument(f"switchyard: idx is {tuple(idx)}{beside}, want {want}{both}")
 
-    def _dispatched(self, output: _Output, tokens: int, weights: Any) -> Dispatched:
-        return Dispatched(self, output, tokens, weights)
-
-    # The calls
-
-    def dispatch(self, x: Any, idx: Any, weights: Any) -> Dispatched:
-        """Send each token's row of ``x`` to its experts.
-
-        ``x`` is [tokens, hidden]; ``idx`` [tokens, top_k] are the experts of each token, -1 for none;
-        ``weights``, of that shape too, are what :meth:`combine` multiplies their rows by. Tokens may be none and differ
-        from rank to rank. The gradient of ``x`` is the sum of those of its rows; that of ``weights`` comes with
-        :meth:`combine`.
-        """
-        if _is_tensor(x):
-            from . import _torch_moe
-
-            return _torch_moe.dispatch(self, x, idx, weights)
-        import numpy as np
-
-        x = _rows(self, "x", x)
-        idx = np.asarray(idx)
-        if idx.dtype.kind not in "iu" and idx.size:
-            raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
-        idx, weights = np.ascontiguousarray(idx, np.int32), np.ascontiguousarray(weights, np.float32)
-        self._check_choices(x.shape[0], idx.shape, weights.shape)
-        output = self._dispatch(x.ctypes.data, x.nbytes, idx.ctypes.data, weights.ctypes.data, idx.size, (x, idx, weights))
-        d = self._dispatched(output, x.shape[0], weights)
-        empty = np.empty((0, self.hidden), x.dtype)
-        d.rows = np.frombuffer(output.memory(), x.dtype).reshape(-1, self.hidden) if output.nbytes else empty
-        return d
-
-    def combine(self, rows: Any, dispatched: Dispatched) -> Any:
-        """Bring rows back: the result is [tokens, hidden], for each token the sum of weight times row over its experts.
-
-        ``rows`` is laid out like ``dispatched.rows``, which it may be. Sums are made in float32.
-        """
+    def _check_dispatched(self, dispatched: Any) -> None:
         if not isinstance(dispatched, Dispatched):
             raise errors.InvalidType(f"switchyard: dispatched is a {type(dispatched).__name__}, want what dispatch returned")
         if dispatched._dispatcher is not self:
             raise errors.InvalidArgument("switchyard: dispatched is of another dispatcher")
-        if _is_tensor(rows):
-            from . import _torch_moe
 
-            return _torch_moe.combine(self, rows, dispatched)
+    def _check_length(self, name: str, rows: int, output: Output) -> None:
+        """Refuse rows that are not those of a dispatch: all that there is room for, or as many as came."""
+        if rows == self.max_rows:
+            return
+        if not self._counted:
+            raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatcher {self.max_rows}")
+        output.counts = output.counts or output.host()
+        if rows != output.counts.rows:
+            raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatch had {output.counts.rows}")
+
+    def _weighting(self, weights: Any, weighted: bool) -> int:
+        if weights is not None and not weighted:
+            raise errors.InvalidArgument("switchyard: combine: weights, and weighted=False")
+        if self.by_token or not weighted:
+            return UNWEIGHTED
+        return DISPATCHED if weights is None else GIVEN
+
+    # The calls
+
+    def dispatch(self, x: Any, idx: Any, weights: Any = None, *, scales: Any = None, async_op: bool = False) -> Dispatched:
+        """Send each token's row of ``x`` to its experts.
+
+        ``x`` is [tokens, hidden]; ``idx`` [tokens, top_k] are the experts of each token, -1 for none; ``weights``, of that
+        shape too, are what :meth:`combine` multiplies their rows by, ``None`` for 1. Tokens may be none and differ from rank to
+        rank. ``scales`` lie beside tokens of float8. The gradient of ``x`` is the sum of those of its rows; that of ``weights``
+        comes with :meth:`combine`, and where ``row_weights`` is used with that.
+
+        CUDA tensors are sent on the current stream, and CUDA graphs can capture it. With ``async_op`` only the first half is
+        made, and :meth:`Dispatched.wait` is the second: what is enqueued between them runs while rows are on their way. Other
+        dispatches may be made between them too. On the host the first half waits until all ranks have begun it.
+        """
+        if _is_tensor(x):
+            return _tensor_calls().dispatch(self, x, idx, weights, scales, async_op)
+        self._host_only("x")
         import numpy as np
 
-        rows = _rows(self, "rows", rows)
-        y = np.empty((dispatched.tokens, self.hidden), rows.dtype)
-        self._combine(y.ctypes.data, y.nbytes, rows.ctypes.data, rows.nbytes, dispatched._output, False, (y, rows))
-        return y
+        x = _rows(self, "x", x, self.dtype)
+        idx = np.asarray(idx)
+        if idx.dtype.kind not in "iu" and idx.size:
+            raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
+        idx = np.ascontiguousarray(idx, self.index_dtype)
+        weights = None if weights is None else np.ascontiguousarray(weights, np.float32)
+        self._check_choices(x.shape[0], idx.shape, None if weights is None else weights.shape)
+        scales = None if scales is None else np.ascontiguousarray(scales, ("float32", "int32")[self._format])
+        at = 0 if weights is None else weights.ctypes.data
+        beside = (0, 0) if scales is None else (scales.ctypes.data, scales.nbytes)
+        output = self._dispatch(x.ctypes.data, beside, idx.ctypes.data, at, x.shape[0], async_op, (x, idx, weights, scales))
+        d = Dispatched(self, output, x.shape[0], weights, {})
+        d._half = async_op
+        d.rows = self._part(output, "rows").view(x.dtype if self.row_dtype == self.dtype else np.uint8)
+        return d
 
-    @property
-    def max_rows(self) -> int:
-        """The most rows that this rank can get in one dispatch."""
-        rows = c_int64()
-        self.comm._lib.check(self.comm._lib.dispatcher_info(self._handle, byref(rows), None, 0))
-        return rows.value
+    def redispatch(self, x: Any, dispatched: Dispatched, *, scales: Any = None, async_op: bool = False) -> Dispatched:
+        """Send other rows the ways of a dispatch: ``x``, and ``scales`` for float8, are for its tokens. They take the place of
+        the rows that came with it, and all else in it stays. The result has the new ``rows``."""
+        self._check_dispatched(dispatched)
+        if _is_tensor(x):
+            return _tensor_calls().redispatch(self, x, dispatched, scales, async_op)
+        self._host_only("x")
+        import numpy as np
+
+        x = _rows(self, "x", x, self.dtype)
+        if x.shape[0] != dispatched.tokens:
+            raise errors.InvalidArgument(f"switchyard: x has {x.shape[0]} tokens, the dispatch had {dispatched.tokens}")
+        scales = None if scales is None else np.ascontiguousarray(scales, ("float32", "int32")[self._format])
+        beside = (0, 0) if scales is None else (scales.ctypes.data, scales.nbytes)
+        self._redispatch(x.ctypes.data, beside, dispatched._output, x.shape[0], async_op, (x, scales))
+        d = Dispatched(self, dispatched._output, dispatched.tokens, dispatched._weights, dispatched._parts)
+        d.rows, d._half = dispatched.rows, async_op
+        return d
+
+    def combine(
+        self,
+        rows: Any,
+        dispatched: Dispatched,
+        *,
+        weights: Any = None,
+        weighted: bool = True,
+        bias: Any = None,
+        sum_weights: bool = False,
+        ready: Any = None,
+        release: bool = False,
+        async_op: bool = False,
+    ) -> Any:
+        """Bring rows back: the result is [tokens, hidden], for each token the sum of weight times row over its experts.
+
+        ``rows`` is laid out like ``dispatched.rows``, which it may be, and of ``combine_dtype``. Sums are made in float32. With
+        rows by token a row is what its rank made of the token, and nothing is weighted.
+
+        - ``weights``: float32 beside the rows, like ``row_weights``, instead of those of the dispatch; ``weighted=False``: none
+          at all;
+        - ``bias``: a tensor like the result, or two of them, added to the sums;
+        - ``sum_weights``: return also the entries of ``weights`` for each token's choices, [tokens, top_k], 0 where there is
+          none;
+        - ``ready``: int32 words on the device, one for each of this rank's experts (with rows by token for each rank), zero at
+          first. A kernel adds to one, with release semantics at system scope, when it has written so many of the rows. They are
+          sent back as their word says so;
+        - ``release``: give the output back with the call. Rows stay as they are until a later dispatch, and ranks wait for one
+          another less;
+        - ``async_op``: make the first half, and return a :class:`Combining`, whose ``wait`` is the second and returns the
+          result.
+
+        The gradient of ``rows`` is undefined where padding is, and behind the last row: mask it, or do not read it.
+        ``sum_weights``, ``ready`` and ``release`` have none.
+        """
+        self._check_dispatched(dispatched)
+        if _is_tensor(rows):
+            return _tensor_calls().combine(
+                self, rows, dispatched, weights, weighted, bias, sum_weights, ready, release, async_op
+            )
+        self._host_only("rows")
+        import numpy as np
+
+        rows = _rows(self, "rows", rows, self.combine_dtype)
+        output = dispatched._output
+        self._check_length("rows", rows.shape[0], output)
+        if ready is not None:
+            raise errors.Unsupported("switchyard: combine: ready of arrays")
+        weighting = self._weighting(weights, weighted)
+        given = None if weights is None else np.ascontiguousarray(weights, np.float32)
+        y = np.empty((dispatched.tokens, self.hidden), rows.dtype)
+        sums = np.zeros((dispatched.tokens, self.top_k), np.float32) if sum_weights else None
+        biases = [_rows(self, "bias", b, self.combine_dtype) for b in biases_of(bias)]
+        held = [y, rows, given, sums, *biases, *(None,) * (3 - len(biases))]
+        buffers = [n for a in held for n in ((0, 0) if a is None else (a.ctypes.data, a.nbytes))]
+        self._combine(buffers, output.alive(), (0, weighting, async_op, release), held)
+        output.released = output.released or release
+        result = (y, sums) if sum_weights else y
+        return Combining(dispatched, result, held) if async_op else result
+
+    def dispatch_backward(self, d_rows: Any, dispatched: Dispatched) -> Any:
+        """The gradient of the tokens of a dispatch from that of its rows, both tensors of ``combine_dtype``. Autograd does this
+        by itself, but for tokens that become float8, which have no gradients in torch."""
+        self._check_dispatched(dispatched)
+        from . import _torch_moe
+
+        return _torch_moe.tokens_gradient(self, d_rows, dispatched)
+
+    def _host_only(self, name: str) -> None:
+        if self._index >= 0:
+            raise errors.InvalidType(f"switchyard: {name} is not a tensor, and the dispatcher is on cuda:{self._index}")
+
+    def counters(self) -> Counters:
+        """What this rank has done so far. It waits for no stream: on a GPU what has run is counted."""
+        n, ranks, lib = self.experts, self.comm.size, self.comm._lib
+        choices, sent, waited = (array("q", bytes(8 * k)) for k in (n, ranks, ranks))
+        places = (choices.buffer_info()[0], n, sent.buffer_info()[0], waited.buffer_info()[0], ranks)
+        lib.check(lib.dispatcher_counters(self._handle, *places))
+        return Counters(choices.tolist(), sent.tolist(), waited.tolist())
 
     def traffic(self) -> list[int]:
         """Bytes of rows sent to each rank so far."""
-        rows, sent = c_int64(), (c_int64 * self.comm.size)()
-        self.comm._lib.check(self.comm._lib.dispatcher_info(self._handle, byref(rows), ctypes.addressof(sent), self.comm.size))
-        return list(sent)
+        return self.counters().bytes
 
     def close(self) -> None:
         """Give the memory back, together with all ranks. No output may be in use."""
         if self._closed:
             return
-        if self._outputs:
-            raise errors.InvalidArgument(f"switchyard: close: {len(self._outputs)} dispatches of this dispatcher are alive")
+        alive = self._alive()
+        if alive:
+            raise errors.InvalidArgument(f"switchyard: close: {alive} dispatches of this dispatcher are alive")
         self._closed = True
         ticket = c_uint64()
         comm = self.comm
         comm._control(comm._lib.dispatcher_close(comm._handle, self._handle, ticket), ticket)
+
+
+_numbers = itertools.count()
+
+
+def _place_of(group: Any, device: Any) -> Place:
+    """Where a dispatcher is to be."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        device = torch.get_default_device() if device is None else device
+        where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if where.type == "cuda":
+            from . import _torch
+
+            gpu: Place = _torch.gpu(group, where)
+            return gpu
+        if where.type != "cpu":
+            raise errors.Unsupported(f"switchyard: there are no dispatchers on {where}")
+    elif device not in (None, "cpu"):
+        raise errors.InvalidArgument(f"switchyard: a dispatcher on {device} without torch")
+    from ._array_calls import communicator
+
+    return communicator(group)
 
 
 def _is_tensor(x: Any) -> bool:
@@ -265,11 +518,40 @@ def _is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def _rows(d: Dispatcher, name: str, x: Any) -> Any:
+def _tensor_calls() -> Any:
+    """The module of the calls on tensors."""
+    if sys.modules["torch"].compiler.is_compiling():
+        from . import _torch_moe_ops
+
+        return _torch_moe_ops
+    from . import _torch_moe
+
+    return _torch_moe
+
+
+def _rows(d: Dispatcher, name: str, x: Any, dtype: str) -> Any:
     import numpy as np
 
     x = np.ascontiguousarray(x)
-    if str(x.dtype) != d.dtype:
-        raise errors.InvalidType(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {d.dtype}")
+    if str(x.dtype) != dtype:
+        raise errors.InvalidType(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {dtype}")
     d._check_rows(name, x.shape)
     return x
+
+
+def _array_of(d: Dispatcher, output: Output, name: str) -> Any:
+    """A part of an output as an array, as long as rows came."""
+    import numpy as np
+
+    _, size = output.slot.parts[name]
+    kind, shape = d._shape(name, size)
+    flat = np.frombuffer(output.memory(name), np.uint8)
+    if name == "rows":
+        items = flat.reshape(d.max_rows, -1)
+    else:
+        items = flat.view(kind).reshape(shape)
+    if name not in BESIDE_ROWS:
+        return items
+    output.counts = output.counts or output.host()
+    rows = output.counts.rows
+    return d._scales(items, rows) if name == "scales" else items[:rows]

@@ -1,0 +1,227 @@
+"""What dispatches leave behind, on the host and on GPUs."""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from ctypes import byref, c_int64
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import errors
+from ._comm import memory
+from ._native import AGAIN, SLICE
+
+if TYPE_CHECKING:
+    from .moe import Dispatcher
+
+#: What a dispatch leaves, in the order in which the library tells.
+PARTS = ("rows", "scales", "counts", "offsets", "rank_counts", "indices", "row_weights", "sources", "landed")
+#: Those that the host knows as lists.
+COUNTS = frozenset(("counts", "offsets", "rank_counts"))
+#: Those with an entry for each row.
+BESIDE_ROWS = frozenset(("rows", "scales", "indices", "row_weights", "sources"))
+
+# What combine multiplies rows by.
+DISPATCHED, GIVEN, UNWEIGHTED = range(3)
+
+#: Dispatchers by the names that compiled graphs know them by.
+named: weakref.WeakValueDictionary[str, Dispatcher] = weakref.WeakValueDictionary()
+
+
+class HostCounts(NamedTuple):
+    """How many rows a dispatch brought, for the host."""
+
+    #: The length of the output with its padding.
+    rows: int
+    #: How many choices each of this rank's experts got.
+    counts: list[int]
+    #: The first row of each of this rank's experts, or with rows by token of those from each rank; and one number more, where
+    #: the last end.
+    offsets: list[int]
+    #: How many rows came from each rank.
+    rank_counts: list[int]
+
+
+class Slot:
+    """Where the outputs of dispatches lie whose rows begin at one place."""
+
+    def __init__(self, dispatcher: Dispatcher, handle: int) -> None:
+        lib, words = dispatcher.comm._lib, array("q", bytes(8 * 2 * len(PARTS)))
+        lib.check(lib.output(handle, words.buffer_info()[0]))
+        self.parts = dict(zip(PARTS, zip(words[::2], words[1::2])))
+        #: For torch, by name: what the library reads to describe a tensor.
+        self.described: dict[str, array[int]] = {}
+
+
+class Output:
+    """The output of a dispatch, given back with the last reference to it and to what lies on it."""
+
+    __slots__ = ("_hold", "_unhold", "counts", "dispatcher", "handle", "released", "slot")
+
+    def __init__(self, dispatcher: Dispatcher, handle: int, rows: int) -> None:
+        lib = dispatcher.comm._lib
+        self._unhold, self._hold = lib.unhold, lib.hold(handle)
+        self.dispatcher, self.handle, self.released = dispatcher, handle, False
+        self.counts: HostCounts | None = None
+        slot = dispatcher._slots.get(rows)
+        if slot is None:
+            slot = Slot(dispatcher, handle)
+            dispatcher._slots[slot.parts["rows"][0]] = slot
+        self.slot = slot
+
+    def __del__(self) -> None:
+        self._unhold(self._hold)
+
+    def alive(self) -> int:
+        """The handle, for a call."""
+        if self.released:
+            raise errors.Freed("switchyard: this dispatch was given back before")
+        return self.handle
+
+    def host(self) -> HostCounts:
+        """The counts, waited for. Those of a graph are others after every replay."""
+        d, rows = self.dispatcher, c_int64()
+        lib, ranks = d.comm._lib, d.comm.size
+        parts = [array("q", bytes(8 * n)) for n in (len(d.local_experts), d._groups + 1, ranks)]
+        sizes = (len(d.local_experts), d._groups, ranks)
+        places = [x for part, n in zip(parts, sizes) for x in (part.buffer_info()[0], n)]
+        code, handle = AGAIN, self.alive()
+        while code == AGAIN:
+            code = lib.counts(handle, SLICE, byref(rows), *places)
+        lib.check(code)
+        return HostCounts(rows.value, *(part.tolist() for part in parts))
+
+    def memory(self, name: str) -> memoryview:
+        """Bytes of a part on the host, which hold the output."""
+        return memory(*self.slot.parts[name], self)
+
+
+class Dispatched:
+    """A dispatch: the rows that this rank's experts got, and the way back.
+
+    ``rows`` is [rows, hidden], laid out as the dispatcher was made for. Beside it there are, where the dispatcher has them:
+
+    - ``counts``: how many choices each of ``experts``, this rank's, got;
+    - ``offsets``: the first row of each expert, or with rows by token of those from each rank, and where the last ones end;
+    - ``rank_counts``: how many rows came from each rank;
+    - ``indices`` and ``row_weights``: [rows, top_k] with rows by token, the place in ``experts`` of each choice (-1: not here)
+      and its weight; with rows by expert ``row_weights`` is [rows], with ``row_weights=True``;
+    - ``scales`` of float8 rows; ``sources``, [rows, 2], the rank and the token that each row came from; ``landed``, how many
+      rows of each expert have arrived.
+
+    On the host ``counts``, ``offsets`` and ``rank_counts`` are lists, and ``rows`` has as many as came. On a GPU they are int32
+    tensors there, and ``rows`` has as many as could come: what lies behind the last one is undefined.
+
+    The output is given back to the dispatcher when neither this object nor a tensor on it nor a gradient that needs it is left,
+    or by :meth:`release`.
+    """
+
+    rows: Any
+
+    def __init__(self, dispatcher: Dispatcher, output: Any, tokens: int, weights: Any, parts: dict[str, Any]) -> None:
+        self._dispatcher, self._output, self._weights, self._parts = dispatcher, output, weights, parts
+        self.tokens, self.experts = tokens, dispatcher.local_experts
+        self._half = False
+        self._handle: Any = None  # in a compiled graph: a tensor that holds the output
+
+    def _part(self, name: str) -> Any:
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = self._dispatcher._part(self._output, name)
+        return part
+
+    @property
+    def counts(self) -> Any:
+        """How many choices each of this rank's experts got."""
+        return self._part("counts")
+
+    @property
+    def offsets(self) -> Any:
+        """The first row of each group, and where the last one ends."""
+        return self._part("offsets")
+
+    @property
+    def rank_counts(self) -> Any:
+        """How many rows came from each rank."""
+        return self._part("rank_counts")
+
+    @property
+    def scales(self) -> Any:
+        """The scales of float8 rows."""
+        return self._part("scales")
+
+    @property
+    def indices(self) -> Any:
+        """With rows by token, which of this rank's experts each row is for."""
+        return self._part("indices")
+
+    @property
+    def row_weights(self) -> Any:
+        """The weights of the dispatch beside the rows."""
+        return self._part("row_weights")
+
+    @property
+    def sources(self) -> Any:
+        """Which token of which rank each row is."""
+        return self._part("sources")
+
+    @property
+    def landed(self) -> Any:
+        """How many rows of each of this rank's experts have arrived."""
+        return self._part("landed")
+
+    def host_counts(self) -> HostCounts:
+        """How many rows came, for the host. On a GPU it waits until the ranks have told each other, not for the rows, and needs
+        a dispatcher with ``host_counts=True``; a dispatch in a graph has those of its latest replay."""
+        if self._output is None:
+            raise errors.Unsupported("switchyard: host_counts in a compiled graph")
+        return self._output.counts or self._output.host()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the output, padding included: :meth:`host_counts` says."""
+        return self.host_counts().rows
+
+    def expert_rows(self) -> list[Any]:
+        """The rows of each local expert, as views of ``rows``. On a GPU the host waits for :meth:`host_counts`."""
+        if self._dispatcher.by_token:
+            raise errors.InvalidArgument("switchyard: expert_rows: the rows lie by token")
+        host = self.host_counts()
+        return [self.rows[first : first + n] for first, n in zip(host.offsets, host.counts)]
+
+    def wait(self) -> Dispatched:
+        """The second half of a dispatch with ``async_op``: ``rows`` may be used after it, on a GPU on the then current stream.
+        It returns this object, and does nothing when there is no second half."""
+        if self._half:
+            self._half = False
+            self._dispatcher._receive(self._output, False, self)
+        return self
+
+    def release(self) -> None:
+        """Give the output back now. Nothing that lies on it may be used any more, nor a gradient be computed that needs it."""
+        if self._output is not None and not self._output.released:
+            self._output.released = True
+            lib = self._dispatcher.comm._lib
+            lib.check(lib.release(self._output.handle))
+
+
+class Combining:
+    """The first half of a combine. :meth:`wait` is the second."""
+
+    def __init__(self, dispatched: Dispatched | None, result: Any, keep: object) -> None:
+        self._dispatched, self._result, self._keep = dispatched, result, keep
+
+    def wait(self) -> Any:
+        """Complete the combine, on a GPU on the current stream, and return its result."""
+        if self._dispatched is not None:
+            self._dispatched._dispatcher._receive(self._dispatched._output, True, self._keep)
+            self._dispatched = self._keep = None
+        return self._result
+
+
+def biases_of(bias: Any) -> list[Any]:
+    """One bias, two or none."""
+    biases = [] if bias is None else list(bias) if isinstance(bias, (tuple, list)) else [bias]
+    if len(biases) > 2:
+        raise errors.InvalidArgument(f"switchyard: combine: {len(biases)} biases, want at most 2")
+    return biases
