@@ -3,6 +3,7 @@
     python bench.py [--op ...] [--ranks 2,4] [--sizes 8K,...] [--seconds 3] [--symmetric [both]]  on the CPU, beside gloo
     python bench.py --device cuda [--ranks 8] [--sizes 8K,...] [--symmetric [both]]               on GPUs, beside NCCL
     python bench.py --beside [--ranks 2] [--sizes 8M,...] [--product 8192] [--max-sms 8]          on GPUs, beside compute
+    python bench.py --op dispatch [--device cuda] [--ranks 2] [--tokens 128,4096] [--hidden 7168] [--experts 256] [--top-k 8]
 
 Both move the same tensors, in blocks of calls that alternate; a block's time is the slowest rank's. The ratio is the
 median over the pairs of blocks, with the quartiles beside it. Every size is checked: on the CPU against gloo's result, on
@@ -16,6 +17,11 @@ say only that it works. --ranks 1 measures the call itself.
 --beside says what exchanges cost the compute that runs at the same time: matrix products on one stream, exchanges on
 another, both busy from the beginning of a block to its end. A product alone, beside NCCL's exchanges and beside ours; and the
 exchanges alone and beside products. Blocks alternate, every rank does the same, and the exchanges are checked.
+
+--op dispatch sends tokens to experts and back: switchyard.Dispatcher beside the same by hand on torch's calls, with uniform
+random routing. The experts return what they get, so every element of the result is checked, before and after. A dispatch and a
+combine are measured alone and as a pair; by hand a dispatch is counts, permutation, exchange and the sort by experts. Bytes
+over the link are those of tokens that go to other ranks, once for each of these, as ours go.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import switchyard
+from switchyard.moe import Dispatched, Dispatcher
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 OPS = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -375,6 +382,240 @@ def spread(times: list[float]) -> str:
     return f"{middle:12.1f}   ({low:9.1f} to {high:9.1f})"
 
 
+# Tokens to experts
+
+
+class Batch:
+    """Tokens of one rank with their routing, in sets that take turns."""
+
+    def __init__(self, rank: int, ranks: int, tokens: int, args: argparse.Namespace) -> None:
+        self.rank, self.ranks, self.tokens, self.args = rank, ranks, tokens, args
+        self.hidden, self.experts, self.top_k, self.device = args.hidden, args.experts, args.top_k, args.device
+        self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        size = tokens * args.hidden * self.dtype.itemsize
+        self.sets = max(1, min(4, (1 << 27) // size)) if args.device == "cuda" else 1
+        g = torch.Generator().manual_seed(rank)
+        self.x = [torch.randn(tokens, args.hidden, generator=g).to(args.device, self.dtype) for _ in range(self.sets)]
+        self.idx = torch.rand(tokens, args.experts, generator=g).argsort(1)[:, : args.top_k].to(args.device)
+        self.weights = torch.full((tokens, args.top_k), 1 / args.top_k, device=args.device)
+        there = torch.zeros(tokens, ranks, dtype=torch.bool, device=args.device)
+        there.scatter_(1, self.idx * ranks // args.experts, True)
+        self.on_ranks = there.sum(1, keepdim=True)
+        self.crossing = int(self.on_ranks.sum()) - int(there[:, rank].sum())
+
+    def check(self, y: torch.Tensor, k: int, by_token: bool, float8: bool) -> None:
+        """y is what the experts' ranks together make of set k: its tokens, or with rows by token one for each rank."""
+        want = self.x[k].float() * (self.on_ranks if by_token else 1)
+        wrong = (y.float() - want).abs() > (0.08 if float8 else 0.02) * (want.abs() + 1)
+        if int(wrong.sum()) or y.isnan().any():
+            raise SystemExit(f"rank {self.rank}: {int(wrong.sum())} of {y.numel()} elements are wrong")
+
+
+class OurDispatch:
+    """switchyard.Dispatcher on a batch."""
+
+    name = "ours"
+
+    def __init__(self, batch: Batch, layout: str, float8: bool, low_latency: bool) -> None:
+        self.batch, self.float8 = batch, float8
+        self.d = Dispatcher(
+            batch.experts, batch.top_k, batch.hidden, max_tokens=batch.tokens, dtype=batch.dtype, layout=layout, handles=2,
+            quantize=float8, low_latency=low_latency, device=batch.device, max_sms=batch.args.max_sms or 0,
+        )  # fmt: skip
+        self.weights = None if self.d.by_token else batch.weights
+        self.at, self.got, self.y = 0, None, None
+        self.out = None  # what the experts made, where they could not work in place
+        if float8:
+            self.out = switchyard.empty(self.d.max_rows, batch.hidden, dtype=batch.dtype, device=batch.device)
+
+    def dispatch(self) -> None:
+        self.at = (self.at + 1) % self.batch.sets
+        self.got = None
+        self.got = self.d.dispatch(self.batch.x[self.at], self.batch.idx, self.weights)
+
+    def combine(self, release: bool = False) -> None:
+        self.y = self.d.combine(self.got.rows if self.out is None else self.out, self.got, release=release)
+
+    def pair(self) -> None:
+        self.dispatch()
+        self.combine(release=True)
+
+    def check(self) -> None:
+        for _ in range(self.batch.sets):
+            self.dispatch()
+            if self.out is not None:
+                self.out.copy_(wide(self.got))
+            self.combine()
+            self.batch.check(self.y, self.at, self.d.by_token, self.float8)
+        self.got = self.y = None
+
+    def close(self) -> None:
+        self.got = self.y = None
+        if self.out is not None:
+            torch.cuda.synchronize()
+            switchyard.free(self.out)
+        self.d.close()
+
+
+def wide(got: Dispatched) -> torch.Tensor:
+    """Rows of float8 with their scales."""
+    rows = got.rows.float().unflatten(1, (-1, 128)) * got.scales[..., None]
+    return rows.flatten(1).nan_to_num_()  # behind the last row anything may be
+
+
+class ByHand:
+    """The same on torch's calls, with rows by expert."""
+
+    name = "by hand"
+    float8 = False
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.at, self.y = batch, 0, None
+        self.local = batch.experts // batch.ranks
+        self.which = torch.arange(self.local, device=batch.device).repeat(batch.ranks)
+
+    def dispatch(self) -> None:
+        b = self.batch
+        self.at = (self.at + 1) % b.sets
+        flat = b.idx.flatten()
+        self.order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=b.experts)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        both = torch.stack([counts, theirs]).view(2, b.ranks, self.local).sum(2).tolist()  # the host waits
+        self.send, self.recv = both
+        self.rows = b.x[self.at].new_empty(sum(self.recv), b.hidden)
+        dist.all_to_all_single(self.rows, b.x[self.at][self.order // b.top_k], self.recv, self.send)
+        self.sorted = self.which.repeat_interleave(theirs).argsort(stable=True)
+        self.rows = self.rows[self.sorted]
+
+    def combine(self) -> None:
+        b = self.batch
+        back = torch.empty_like(self.rows).index_copy_(0, self.sorted, self.rows)
+        rows = self.rows.new_empty(len(self.order), b.hidden)
+        dist.all_to_all_single(rows, back, self.send, self.recv)
+        self.y = torch.zeros_like(b.x[0], dtype=torch.float32)
+        self.y.index_add_(0, self.order // b.top_k, rows * b.weights.flatten()[self.order, None])
+
+    def pair(self) -> None:
+        self.dispatch()
+        self.combine()
+
+    def check(self) -> None:
+        for _ in range(self.batch.sets):
+            self.pair()
+            self.batch.check(self.y, self.at, False, False)
+
+    def close(self) -> None:
+        self.rows = self.y = self.order = self.sorted = None
+
+
+PARTS = ("dispatch", "combine", "pair")
+
+
+def repeated(call, n: int) -> None:
+    for _ in range(n):
+        call()
+
+
+def graphs_of(side: OurDispatch) -> dict[str, torch.cuda.CUDAGraph]:
+    """A graph of GRAPH calls for each part."""
+    graphs = {}
+    for part in PARTS:
+        side.dispatch()
+        graphs[part] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[part], capture_error_mode="thread_local"):
+            repeated(getattr(side, part), GRAPH)
+    side.got = None
+    return graphs
+
+
+def parts_on_gpu(side, times: dict[str, list[float]], n: int, graphs) -> None:
+    """Adds microseconds of every part to times: eager, on the host, and in a graph."""
+    for part in PARTS:
+        call = getattr(side, part)
+        side.dispatch()
+        repeated(call, 3)
+        gpu, host = timed(lambda n, call=call: repeated(call, n), n)
+        times.setdefault(part, []).append(gpu * 1e6)
+        times.setdefault("host", []).append(host * 1e6)  # the last one, the pair's, is printed
+        if graphs:
+            graphs[part].replay()
+            replayed = timed(lambda n, graph=graphs[part]: repeated(graph.replay, n), max(n // GRAPH, 1))[0]
+            times.setdefault("graph " + part, []).append(replayed / GRAPH * 1e6)
+
+
+def parts_on_cpu(side, times: dict[str, list[float]], n: int, graphs) -> None:
+    for part in PARTS:
+        side.dispatch()
+        dist.barrier()
+        began = time.perf_counter()
+        repeated(getattr(side, part), n)
+        times.setdefault(part, []).append(slowest((time.perf_counter() - began) / n) * 1e6)
+
+
+def dispatching(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool) -> None:
+    cuda = args.device == "cuda"
+    by_hand = not cuda or dist.get_backend() == "nccl"
+    if not cuda:
+        torch.set_num_threads(1)
+    if rank == 0:
+        where = f"{min(ranks, torch.cuda.device_count())} x {torch.cuda.get_device_name()}" if cuda else "the CPU"
+        print(
+            f"\ndispatch and combine, {ranks} ranks on {where}, torch {torch.__version__}, hidden {args.hidden}, "
+            f"top-{args.top_k} of {args.experts} experts; microseconds, medians of {args.rounds} rounds",
+            flush=True,
+        )
+        graph = f" | {'in a graph':^26}" if cuda else ""
+        print(f"{'':>40} | {'eager':^35}{graph} | MB over the link", flush=True)
+        names = f"{'dispatch':>8} {'combine':>8} {'pair':>8}"
+        again = f" | {names}" if cuda else ""
+        print(f"{'':>40} | {names} {'host':>8}{again} | dispatch combine", flush=True)
+    for tokens in map(int, args.tokens.split(",")):
+        batch = Batch(rank, ranks, tokens, args)
+        few = tokens <= 256
+        kinds = [("flat", False, False), ("token_major", False, False)]
+        if cuda:
+            kinds = [("flat", True, False), ("token_major", True, False), *kinds]
+        if cuda and few:
+            kinds = [(layout, float8, True) for layout in ("slab", "rank_padded") for float8 in (True, False)]
+        for layout, float8, low_latency in kinds:
+            sides = [OurDispatch(batch, layout, float8, low_latency)]
+            if by_hand and layout in ("flat", "slab") and not float8:
+                sides.append(ByHand(batch))
+            times: dict[str, dict[str, list[float]]] = {side.name: {} for side in sides}
+            for side in sides:
+                side.check()
+            graphs = graphs_of(sides[0]) if cuda else None
+            measure_parts, n = (parts_on_gpu, 200 if few else 40) if cuda else (parts_on_cpu, max(1, 2000 // tokens))
+            if ranks > max(torch.cuda.device_count(), 1) and cuda:
+                n = 5
+            for i in range(args.rounds):
+                for side in sides if i % 2 == 0 else reversed(sides):
+                    measure_parts(side, times[side.name], n, graphs if side is sides[0] else None)
+            graphs = None
+            for side in sides:
+                side.check()
+                side.close()
+            moved = slowest(batch.crossing * batch.hidden / 1e6)
+            if rank == 0:
+                for side in sides:
+                    kind = f"{tokens} tokens, {layout}, {'float8' if float8 else str(batch.dtype)[6:]}"
+                    row = times[side.name]
+                    middle = {what: statistics.median(values) for what, values in row.items()}
+                    eager = " ".join(f"{middle[part]:8.1f}" for part in PARTS)
+                    host = f"{statistics.median(row['host'][2::3]):8.1f}" if "host" in row else f"{'-':>8}"
+                    graph = ""
+                    if cuda:
+                        graph = " | " + " ".join(f"{middle.get('graph ' + part, float('nan')):8.1f}" for part in PARTS)
+                    width = batch.dtype.itemsize
+                    sent = moved * (1 if float8 else width)
+                    print(f"{kind:>31} {side.name:>8} | {eager} {host}{graph} | {sent:8.1f} {moved * width:7.1f}", flush=True)
+        del batch
+    if rank == 0:
+        print("every element was checked, before and after", flush=True)
+
+
 def worker(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     backend, where = "gloo", on_cpu
     if args.device == "cuda":
@@ -383,6 +624,8 @@ def worker(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
         if ranks <= torch.cuda.device_count():
             backend = "nccl"
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    if args.op == "dispatch":
+        where = dispatching
     for symmetric in {"no": [False], "yes": [True], "both": [False, True]}[args.symmetric]:
         where(rank, ranks, args, symmetric)
     switchyard.barrier()
@@ -392,7 +635,7 @@ def worker(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--op", default="all_to_all_single", choices=OPS, help="on the CPU")
+    parser.add_argument("--op", default="all_to_all_single", choices=(*OPS, "dispatch"), help="on GPUs this one or dispatch")
     parser.add_argument("--ranks", help="2,4 on the CPU, the number of GPUs on those")
     parser.add_argument("--sizes", help="8K to 32M on the CPU, to 8M on GPUs")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each size, on the CPU")
@@ -403,13 +646,20 @@ def main() -> None:
     parser.add_argument("--beside", action="store_true", help="exchanges beside matrix products, on GPUs")
     parser.add_argument("--product", type=int, default=8192, help="rows and columns of those matrices")
     parser.add_argument("--products", type=int, default=20, help="products in a block")
-    parser.add_argument("--max-sms", type=int, help="the most multiprocessors that an exchange beside products may take")
+    parser.add_argument("--max-sms", type=int, help="the most multiprocessors for an exchange beside products, or a dispatch")
+    parser.add_argument("--tokens", help="of a rank, for dispatch: 4096,128 on GPUs, 16,128,1024 on the CPU")
+    parser.add_argument("--hidden", type=int, help="elements of a token: 7168 on GPUs, 1024 on the CPU")
+    parser.add_argument("--experts", type=int, help="of all ranks: 256 on GPUs, 64 on the CPU")
+    parser.add_argument("--top-k", type=int, default=8, help="experts of a token")
     args = parser.parse_args()
     if args.beside:
         args.device, args.sizes = "cuda", args.sizes or "8M,32M,128M"
-    if args.device == "cuda":
-        if args.op != "all_to_all_single":
-            parser.error(f"{args.op} of CUDA tensors is torch's own")
+    cuda = args.device == "cuda"
+    args.tokens = args.tokens or ("4096,128" if cuda else "16,128,1024")
+    args.hidden, args.experts = args.hidden or (7168 if cuda else 1024), args.experts or (256 if cuda else 64)
+    if cuda:
+        if args.op not in ("all_to_all_single", "dispatch"):
+            parser.error(f"--op {args.op} is for the CPU")
         args.ranks = args.ranks or str(torch.cuda.device_count())
         args.sizes = args.sizes or "8K,32K,128K,512K,1M,2M,8M"
     args.ranks, args.sizes = args.ranks or "2,4", args.sizes or "8K,32K,128K,512K,1M,2M,8M,32M"

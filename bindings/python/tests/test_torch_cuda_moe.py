@@ -19,36 +19,41 @@ import torch.distributed as dist  # noqa: E402
 CUDA = "cuda"
 
 
+def run(ranks: worlds_module.World, *arguments) -> list:
+    """What hangs does not hold GPUs for long."""
+    return ranks.run(*arguments, timeout=60)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", list(layers.LAYOUTS))
 def test_layers_in_every_layout(cuda, layout, dtype):
-    cuda.run(layers.gradients, CUDA, layout, dtype, host.WAYS, {})
+    run(cuda, layers.gradients, CUDA, layout, dtype, host.WAYS, {})
 
 
 @pytest.mark.parametrize("layout", ["slab", "rank_padded", "flat"])
 def test_layers_for_few_tokens(cuda, layout):
-    cuda.run(layers.gradients, CUDA, layout, "float16", host.WAYS, {"low_latency": True, "index_dtype": torch.int32})
+    run(cuda, layers.gradients, CUDA, layout, "float16", host.WAYS, {"low_latency": True, "index_dtype": torch.int32})
 
 
 @pytest.mark.parametrize("layout", ["flat", "slab", "token_major"])
 def test_layers_in_compiled_graphs(worlds, layout):
-    worlds.get(2, worlds_module.cuda).run(layers.gradients, CUDA, layout, "float32", host.WAYS, {}, True)
+    run(worlds.get(2, worlds_module.cuda), layers.gradients, CUDA, layout, "float32", host.WAYS, {}, True)
 
 
 @pytest.mark.parametrize("check", ["biased", "again", "lifetimes", "counted", "refused", "overflow"])
 def test_dispatches(cuda, check):
-    cuda.run(getattr(layers, check), CUDA)
+    run(cuda, getattr(layers, check), CUDA)
 
 
 @pytest.mark.parametrize("layout", list(layers.LAYOUTS))
 @pytest.mark.parametrize("options", host.SCALES, ids=str)
 def test_float8(worlds, layout, options):
-    worlds.get(2, worlds_module.cuda).run(layers.float8, CUDA, layout, options)
+    run(worlds.get(2, worlds_module.cuda), layers.float8, CUDA, layout, options)
 
 
 @pytest.mark.parametrize("layout", ["flat", "slab", "rank_padded"])
 def test_two_at_a_time(cuda, layout):
-    cuda.run(layers.two_at_a_time, CUDA, layout, {"low_latency": layout != "flat"})
+    run(cuda, layers.two_at_a_time, CUDA, layout, {"low_latency": layout != "flat"})
 
 
 def captured(rank, size, layout, options):
@@ -94,12 +99,12 @@ def captured(rank, size, layout, options):
 
 @pytest.mark.parametrize("layout", list(layers.LAYOUTS))
 def test_graphs(cuda, layout):
-    cuda.run(captured, layout, {})
+    run(cuda, captured, layout, {})
 
 
 @pytest.mark.parametrize("layout", ["slab", "rank_padded"])
 def test_graphs_for_few_tokens(cuda, layout):
-    cuda.run(captured, layout, {"low_latency": True})
+    run(cuda, captured, layout, {"low_latency": True})
 
 
 def places(rank, size):
@@ -148,7 +153,7 @@ def places(rank, size):
 
 
 def test_memory_and_streams(cuda):
-    cuda.run(places)
+    run(cuda, places)
 
 
 def many(rank, size):
@@ -175,7 +180,7 @@ def many(rank, size):
 
 
 def test_many_dispatches(cuda):
-    cuda.run(many)
+    run(cuda, many)
 
 
 def mixed(rank, size):
@@ -205,7 +210,7 @@ def mixed(rank, size):
 
 
 def test_tensors_elsewhere_are_refused(cuda):
-    cuda.run(mixed)
+    run(cuda, mixed)
 
 
 def late(rank, size):
@@ -230,7 +235,7 @@ def late(rank, size):
 
 
 def test_a_rank_that_does_not_come(cuda):
-    cuda.run(late)
+    run(cuda, late)
 
 
 def trained(rank, size, steps):

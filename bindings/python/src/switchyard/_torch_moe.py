@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import _cuda, errors
-from ._dispatched import BESIDE_ROWS, GIVEN, UNWEIGHTED, Combining, Dispatched, Output, biases_of
+from . import errors
+from ._cuda import raw_stream as raw_stream
+from ._dispatched import BESIDE_ROWS, DISPATCHED, GIVEN, UNWEIGHTED, Combining, Dispatched, Output, biases_of
 from ._tensors import description, tensor_on
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ class Kinds:
         self.token, self.row, self.sum, self.index = (
             getattr(torch, name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype)
         )
-        self.stream: Callable[[int], int] = _cuda.raw_stream
         self.dispatcher, self.trims = d, d._index < 0
 
     def part(self, output: Output, name: str) -> Tensor:
@@ -67,6 +67,8 @@ def kinds(d: Dispatcher) -> Kinds:
 
 def _plain(d: Dispatcher, name: str, x: Any, dtype: torch.dtype) -> Tensor:
     """A tensor of the dispatcher's device with its numbers one after the other."""
+    if type(x) is Tensor and x.dtype is dtype and x.get_device() == d._index and x.is_contiguous():
+        return x  # what is asked most, soonest
     if not isinstance(x, Tensor):
         raise errors.InvalidType(f"switchyard: {name} is a {type(x).__name__}, want a tensor")
     here = kinds(d).device
@@ -81,30 +83,32 @@ def _rows(d: Dispatcher, name: str, x: Any, dtype: torch.dtype) -> Tensor:
     x = _plain(d, name, x, dtype)
     if x.dim() != 2 or x.shape[1] != d.hidden:
         d._check_rows(name, x.shape)
-    if d._index >= 0 and x.data_ptr() % 16:
-        x = x.clone()
-    return x
+    return _aligned(x)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A tensor of rows as GPUs move them."""
+    if not x.is_contiguous():
+        return x.contiguous()
+    return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
 def _choices(d: Dispatcher, idx: Any, weights: Any, tokens: int) -> tuple[Tensor, Tensor | None]:
     """Expert indices and weights as the library takes them."""
-    k = kinds(d)
-    if not isinstance(idx, Tensor):
-        idx = torch.as_tensor(idx, device=k.device)
-    if idx.dtype is not k.index:
+    k, want = kinds(d), (tokens, d.top_k)
+    if type(idx) is not Tensor or idx.dtype is not k.index:
+        idx = torch.as_tensor(idx, device=None if isinstance(idx, Tensor) else k.device)
         if idx.numel() and (idx.dtype.is_floating_point or idx.dtype.is_complex or idx.dtype is torch.bool):
             raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
         idx = idx.to(k.index)
     idx = _plain(d, "idx", idx, k.index)
     if weights is not None:
-        if not isinstance(weights, Tensor):
-            weights = torch.as_tensor(weights, device=k.device)
-        if weights.dtype is not torch.float32:
-            weights = weights.to(torch.float32)
+        if type(weights) is not Tensor or weights.dtype is not torch.float32:
+            weights = torch.as_tensor(weights, device=None if isinstance(weights, Tensor) else k.device).to(torch.float32)
         weights = _plain(d, "weights", weights, torch.float32)
-        if weights.shape != (tokens, d.top_k):
+        if weights.shape != want:
             d._check_choices(tokens, idx.shape, weights.shape)
-    if idx.shape != (tokens, d.top_k):
+    if idx.shape != want:
         d._check_choices(tokens, idx.shape, None if weights is None else weights.shape)
     return idx, weights
 
@@ -115,13 +119,6 @@ def _scales_of(d: Dispatcher, scales: Any, x: Tensor) -> tuple[int, int]:
         return 0, 0
     scales = _plain(d, "scales", scales, (torch.float32, torch.int32)[d._format])
     return scales.data_ptr(), scales.numel() * 4
-
-
-def _differentiable(d: Dispatcher, x: Tensor) -> None:
-    if d._float8 and x.requires_grad:
-        raise errors.Unsupported(
-            "switchyard: tokens that become float8 have no gradient: detach() them, and use Dispatcher.dispatch_backward"
-        )
 
 
 # Dispatch
@@ -146,7 +143,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> Any:
         output = send()
         out.append(output)
-        ctx.dispatcher, ctx.handle, ctx.tokens = d, output.handle, x.shape[0]
+        ctx.dispatcher, ctx.tokens = d, x.shape[0]
         ctx.save_for_backward(_token(output))
         ctx.set_materialize_grads(False)
         rows = kinds(d).part(output, "rows")
@@ -169,12 +166,12 @@ def dispatch_backward(
     k = kinds(d)
     if d_rows is None:
         d_rows = torch.zeros((d.max_rows, d.hidden), dtype=k.sum, device=k.device)
-    d_rows = d_rows.to(k.sum).contiguous()
+    d_rows = _aligned(d_rows.to(k.sum))
     dx = torch.empty((tokens, d.hidden), dtype=k.sum, device=k.device)
     d_weights = None
     if d_row_weights is not None:
         d_row_weights = d_row_weights.contiguous()
-        d_weights = torch.zeros((tokens, d.top_k), dtype=torch.float32, device=k.device)
+        d_weights = torch.empty((tokens, d.top_k), dtype=torch.float32, device=k.device)
     buffers = [*_place(dx), *_place(d_rows), *_place(d_row_weights), *_place(d_weights), 0, 0, 0, 0, 0, 0]
     d._combine(buffers, handle, (1, UNWEIGHTED, False, False), (dx, d_rows, d_row_weights, d_weights))
     return dx, d_weights
@@ -186,30 +183,39 @@ def tokens_gradient(d: Dispatcher, d_rows: Tensor, dispatched: Dispatched) -> Te
     return dispatch_backward(d, d_rows, None, dispatched._output.alive(), dispatched.tokens)[0]
 
 
-def _dispatched(d: Dispatcher, x: Tensor, weights: Tensor | None, send: Callable[[], Output], async_op: bool) -> Dispatched:
-    """What a dispatch that send makes becomes to its caller."""
-    beside = weights if d._weighs_rows else None  # others come back with combine
-    if torch.is_grad_enabled() and (x.requires_grad or (beside is not None and beside.requires_grad)):
-        _differentiable(d, x)
-        out: list[Output] = []
-        made = _Dispatch.apply(x, beside, d, send, out)
-        got = Dispatched(d, out[0], x.shape[0], weights, {})
-        if isinstance(made, Tensor):
-            got.rows = made
-        else:
-            got.rows, got._parts["row_weights"] = made
+def _recorded(d: Dispatcher, x: Tensor, weights: Tensor | None, send: Callable[[], Output]) -> Dispatched:
+    """A dispatch with gradients, which send makes. Weights are those that come with the rows: others go back with combine."""
+    if d._float8 and x.requires_grad:
+        raise errors.Unsupported(
+            "switchyard: tokens that become float8 have no gradient: detach() them, and use Dispatcher.dispatch_backward"
+        )
+    out: list[Output] = []
+    made = _Dispatch.apply(x, weights, d, send, out)
+    got = Dispatched(d, out[0], x.shape[0], weights, {})
+    if isinstance(made, Tensor):
+        got.rows = made
     else:
-        output = send()
-        got = Dispatched(d, output, x.shape[0], weights, {})
-        got.rows = d._torch.part(output, "rows")
-    got._half = async_op
+        got.rows, got._parts["row_weights"] = made
+    return got
+
+
+def _plainly(d: Dispatcher, x: Tensor, output: Output) -> Dispatched:
+    """A dispatch that was made without gradients."""
+    got = Dispatched(d, output, x.shape[0], None, {})
+    got.rows = d._torch.part(output, "rows")
     return got
 
 
 def dispatch(d: Dispatcher, x: Tensor, idx: Any, weights: Any, scales: Any, async_op: bool) -> Dispatched:
     x = _rows(d, "x", x, kinds(d).token)
     idx, weights = _choices(d, idx, weights, x.shape[0])
-    return _dispatched(d, x, weights, lambda: _send(d, x, scales, idx, weights, async_op), async_op)
+    beside = weights if d._weighs_rows else None
+    if (x.requires_grad or (beside is not None and beside.requires_grad)) and torch.is_grad_enabled():
+        got = _recorded(d, x, beside, lambda: _send(d, x, scales, idx, weights, async_op))
+    else:
+        got = _plainly(d, x, _send(d, x, scales, idx, weights, async_op))
+    got._weights, got._half = weights, async_op
+    return got
 
 
 def redispatch(d: Dispatcher, x: Tensor, dispatched: Dispatched, scales: Any, async_op: bool) -> Dispatched:
@@ -223,9 +229,9 @@ def redispatch(d: Dispatcher, x: Tensor, dispatched: Dispatched, scales: Any, as
         return output
 
     torch.autograd.graph.increment_version(dispatched.rows)  # gradients that need what was there are refused
-    got = _dispatched(d, x, None, send, async_op)
-    got._weights = dispatched._weights
-    got._parts = dispatched._parts
+    gradients = x.requires_grad and torch.is_grad_enabled()
+    got = _recorded(d, x, None, send) if gradients else _plainly(d, x, send())
+    got._weights, got._parts, got._half = dispatched._weights, dispatched._parts, async_op
     return got
 
 
@@ -242,14 +248,14 @@ class _Combine(torch.autograd.Function):
         # Rows that are not weighted are not needed again, and those that are hold what they lie in.
         ctx.save_for_backward(_token(output), None if weighting == UNWEIGHTED else rows, given)
         ctx.dispatcher, ctx.weighting, ctx.shape = d, weighting, rows.shape
-        ctx.weighed = None if weights is None else weights.shape
+        ctx.weighed = weights is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         token, rows, given = ctx.saved_tensors
         d_rows, d_weights = combine_backward(ctx.dispatcher, dy, rows, given, int(token[0]), ctx.weighting, ctx.shape)
-        by_choice = d_weights if ctx.weighting not in (GIVEN, UNWEIGHTED) and ctx.weighed is not None else None
+        by_choice = d_weights if ctx.weighting == DISPATCHED and ctx.weighed else None
         by_row = d_weights if ctx.weighting == GIVEN else None
         biases = (dy if need else None for need in ctx.needs_input_grad[3:5])
         return d_rows, by_choice, by_row, *biases, None, None, None, None
@@ -259,7 +265,7 @@ def combine_backward(
     d: Dispatcher, dy: Tensor, rows: Tensor | None, given: Tensor | None, handle: int, weighting: int, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of rows, and of what weighted them."""
-    dy = dy.contiguous()
+    dy = _aligned(dy)
     d_rows = torch.empty(shape, dtype=dy.dtype, device=dy.device)
     d_weights = None
     if weighting == GIVEN:
@@ -276,14 +282,30 @@ def combine(
     release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
     weighting = d._weighting(weights, weighted)
-    biases: list[Any] = biases_of(bias)
     k = kinds(d)
     rows = _rows(d, "rows", rows, k.sum)
-    output, tokens = dispatched._output, dispatched.tokens
-    if rows.shape[0] != d.max_rows:
-        d._check_length("rows", rows.shape[0], output)
+    output, tokens, by_choice = dispatched._output, dispatched.tokens, dispatched._weights
+    n = rows.shape[0]
+    if n != d.max_rows:
+        d._check_length("rows", n, output)
+    if weighting != DISPATCHED:
+        by_choice = None
+    if weights is None and bias is None and ready is None and not sum_weights:  # what is asked most, soonest
+        gradients = rows.requires_grad or (by_choice is not None and by_choice.requires_grad)
+        if not gradients or not torch.is_grad_enabled():
+            y, size = rows.new_empty((tokens, d.hidden)), d._sum_bytes
+            buffers = (y.data_ptr(), tokens * size, rows.data_ptr(), n * size, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+            d._combine(buffers, output.alive(), (0, weighting, async_op, release), (y, rows))
+            output.released = output.released or release
+            return Combining(dispatched, y, (y, rows)) if async_op else y
+    biases: list[Any] = biases_of(bias)
     if weights is not None:
         weights = _plain(d, "weights", weights, torch.float32)
+        want = (rows.shape[0], d.top_k) if d.by_token else (rows.shape[0],)
+        if weights.shape != want:
+            raise errors.InvalidArgument(f"switchyard: combine: weights are {tuple(weights.shape)}, want {want}")
+    elif sum_weights:
+        raise errors.InvalidArgument("switchyard: combine: sum_weights without weights")
     if biases:
         biases = [_rows(d, "bias", b, k.sum) for b in biases]
         for b in biases:
@@ -292,24 +314,16 @@ def combine(
     first, second = (*biases, None, None)[:2]
     if ready is not None:
         ready = _plain(d, "ready", ready, torch.int32)
-    sums = torch.zeros((tokens, d.top_k), dtype=torch.float32, device=k.device) if sum_weights else None
+    sums = torch.empty((tokens, d.top_k), dtype=torch.float32, device=k.device) if sum_weights else None
 
     def make() -> Tensor:
         y = torch.empty((tokens, d.hidden), dtype=k.sum, device=k.device)
-        if weights is None and first is None and sums is None and ready is None:
-            size = d._sum_bytes
-            buffers: Sequence[int] = (
-                y.data_ptr(), tokens * size, rows.data_ptr(), rows.shape[0] * size, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-            )  # fmt: skip
-        else:
-            held = (y, rows, weights, sums, first, second, ready)
-            buffers = [n for x in held for n in _place(x)]
-        d._combine(buffers, output.alive(), (0, weighting, async_op, release), (y, rows, weights, sums, biases, ready))
-        if release:
-            output.released = True
+        held = (y, rows, weights, sums, first, second, ready)
+        buffers = [n for x in held for n in _place(x)]
+        d._combine(buffers, output.alive(), (0, weighting, async_op, release), held)
+        output.released = output.released or release
         return y
 
-    by_choice = dispatched._weights if weighting not in (GIVEN, UNWEIGHTED) else None
     inputs = (rows, by_choice, weights, first, second)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         if release:
@@ -318,4 +332,4 @@ def combine(
     else:
         y = make()
     result = y if sums is None else (y, sums)
-    return Combining(dispatched, result, (y, rows, weights, sums, biases, ready)) if async_op else result
+    return Combining(dispatched, result, (rows, weights, biases, ready)) if async_op else result

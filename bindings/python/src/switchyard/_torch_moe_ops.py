@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _torch_moe, errors
-from ._dispatched import GIVEN, PARTS, UNWEIGHTED, Combining, Dispatched, biases_of, named
+from ._dispatched import DISPATCHED, GIVEN, PARTS, UNWEIGHTED, Combining, Dispatched, biases_of, named
 from ._torch_moe import kinds
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def combine(
         raise errors.Unsupported("switchyard: combine: sum_weights, ready and release in a compiled graph")
     weighting = d._weighting(weights, weighted)
     first, second = (*biases_of(bias), None, None)[:2]
-    by_choice = dispatched._weights if weighting not in (GIVEN, UNWEIGHTED) else None
+    by_choice = dispatched._weights if weighting == DISPATCHED else None
     y = torch.ops.switchyard.combine(
         rows, dispatched._handle, by_choice, weights, first, second, weighting, dispatched.tokens, d.name
     )

@@ -195,6 +195,7 @@ class Dispatcher:
         self.max_rows, _, self.local_experts = self._info()
         self._groups = self.comm.size if self.by_token else len(self.local_experts)
         self._torch: Any = None
+        self._stream: Any = None
         if self._index >= 0:
             self._load_torch()
         self.name = f"switchyard:dispatcher:{next(_numbers)}"
@@ -206,7 +207,7 @@ class Dispatcher:
     def _load_torch(self) -> Any:
         from . import _torch_moe
 
-        self._torch = _torch_moe.Kinds(self)
+        self._torch, self._stream = _torch_moe.Kinds(self), _torch_moe.raw_stream
         return self._torch
 
     def _info(self) -> tuple[int, int, list[int]]:
@@ -222,7 +223,7 @@ class Dispatcher:
     def _run(self, which: int, keep: object, *arguments: Any) -> int:
         """Make a call: on a GPU on the current stream, on the host wait for it and return its value."""
         if self._index >= 0:
-            code = self._calls[which](self._handle, self._torch.stream(self._index), *arguments, 0, None)
+            code = self._calls[which](self._handle, self._stream(self._index), *arguments, 0, None)
             if code:
                 raise self.comm._lib.error(code)
             return 0
@@ -518,15 +519,26 @@ def _is_tensor(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+_eager: Any = None
+
+
 def _tensor_calls() -> Any:
     """The module of the calls on tensors."""
-    if sys.modules["torch"].compiler.is_compiling():
+    global _eager
+    if _compiling():
         from . import _torch_moe_ops
 
         return _torch_moe_ops
-    from . import _torch_moe
+    if _eager is None:
+        from . import _torch_moe
 
-    return _torch_moe
+        _eager = _torch_moe
+    return _eager
+
+
+def _compiling() -> bool:
+    compiling: bool = sys.modules["torch"].compiler.is_compiling()
+    return compiling
 
 
 def _rows(d: Dispatcher, name: str, x: Any, dtype: str) -> Any:
