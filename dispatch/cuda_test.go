@@ -477,6 +477,26 @@ func TestCUDA_DifferentCallsAreAnErrorOnEveryRank(t *testing.T) {
 	}
 }
 
+// Ranks release in different orders, and their next dispatches find each other.
+func TestCUDA_RanksReleaseInDifferentOrders(t *testing.T) {
+	gpus(t, 2, func(r *rank) {
+		d, s := r.dispatcher(small(dispatch.Options{Handles: 3, Timeout: 10 * time.Second})), r.gpuStream()
+		for i := range 9 {
+			var handles []*dispatch.Handle
+			for range 3 {
+				h, _, _, _ := dispatchSmall(r, d, s, 3)
+				handles = append(handles, h)
+			}
+			for k := range handles {
+				handles[(k*(1+r.Group.Rank())+i)%3].Release()
+			}
+			roundTrip(r, d, s, 5)
+		}
+		require.NoError(r, d.Close(r.Ctx))
+		require.NoError(r, s.Close())
+	})
+}
+
 // both runs a test with the options, and without.
 func both(t *testing.T, name string, o dispatch.Options, f func(t *testing.T, o dispatch.Options)) {
 	t.Run(name, func(t *testing.T) { f(t, dispatch.Options{}) })

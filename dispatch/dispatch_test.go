@@ -92,6 +92,44 @@ func smallBatch(r *rank, n int) (memory.View, []int32, []float32) {
 	return r.up(narrow(kernels.Float32, values)), idx, weights
 }
 
+// Which memory a dispatch gets does not depend on the order of releases, nor on a call that was refused where it was launched. GPUs need
+// that: there each handle counts its calls.
+func TestMemoryIsTakenInTurn(t *testing.T) {
+	local(t, 1, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{Handles: 3}))
+		place := map[uintptr]int{}
+		var handles []*dispatch.Handle
+		take := func() int {
+			h, _, _, _ := dispatchSmall(r, d, nil, 1)
+			handles = append(handles, h)
+			at := h.Rows().Ptr()
+			if _, known := place[at]; !known {
+				place[at] = len(place)
+			}
+			return place[at]
+		}
+		require.Equal(r, []int{0, 1, 2}, []int{take(), take(), take()})
+		for _, order := range [][]int{{0, 1, 2}, {2, 0, 1}, {1, 2, 0}} {
+			for _, i := range order {
+				handles[i].Release()
+			}
+			handles = nil
+			require.Equal(r, []int{0, 1, 2}, []int{take(), take(), take()})
+		}
+		handles[2].Release()
+		handles[0].Release()
+		require.Equal(r, []int{0, 2}, []int{take(), take()})
+		handles[1].Release()
+		handles[3].Release()
+		x, idx, weights := smallBatch(r, 1)
+		idx[0] = 99 // which the engine refuses
+		_, err := d.Dispatch(nil, r.tokens(x, idx, weights))
+		var index *dispatch.IndexError
+		require.ErrorAs(r, err, &index)
+		require.Equal(r, []int{0, 1}, []int{take(), take()})
+	})
+}
+
 // X1: a call ends only when all ranks have made it, also where nothing is sent.
 func TestX1_EveryPairMeetsForNoTokens(t *testing.T) {
 	const late = 60 * time.Millisecond
