@@ -242,7 +242,7 @@ void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
 	u32 blocks = 1 + draw(3);
 	a.share = (a.tokens + blocks - 1) / blocks, a.movers = 1 + draw(2), a.depth = 1 + draw(3);
 	a.part = float8 || draw(2) == 0 ? row_bytes : (row_bytes / 2 + 15) / 16 * 16, a.parts = (row_bytes + a.part - 1) / a.part;
-	a.interval = draw(2) * 100;
+	a.interval = draw(3) * 2000;
 	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_MOE_SCALES : 0)) + 4 * (w.size * (a.share + (a.share + 31) / 32) + 2 * w.slots);
 	p.push_back(float8 ? with(dispatch_rows_bf16, a, blocks, SW_MOE_THREADS, shared) : with(dispatch_rows, a, blocks, SW_MOE_THREADS, shared));
 }

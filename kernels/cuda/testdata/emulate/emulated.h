@@ -86,7 +86,7 @@ inline u32 draw(u32 n) { return static_cast<u32>(dice() % n); }
 
 extern "C" void emu_switch(void **from, void *to);
 
-// Bulk copies that are under way. They happen at any time, in any order.
+// Bulk copies that are under way. They happen at any time, in any order; some take long.
 struct bulk {
 	const fiber *by; // of a store
 	u64 group;
@@ -94,16 +94,19 @@ struct bulk {
 	u8 *to;
 	const u8 *from;
 	u32 bytes;
+	bool slow = draw(8) == 0;
+	std::vector<u8> read; // what a store has read, once it has
 };
 inline std::vector<bulk> under_way;
 inline std::map<const fiber *, u64> groups; // that a thread has committed
 
 inline void finish_bulk(size_t i)
 {
-	bulk b = under_way[i];
-	under_way[i] = under_way.back();
+	bulk b = std::move(under_way[i]);
+	if (i + 1 != under_way.size())
+		under_way[i] = std::move(under_way.back());
 	under_way.pop_back();
-	memcpy(b.to, b.from, b.bytes);
+	memcpy(b.to, b.read.empty() ? b.from : b.read.data(), b.bytes);
 	if (b.arrived != nullptr)
 		*b.arrived += b.bytes;
 }
@@ -112,7 +115,8 @@ inline void finish_bulk(size_t i)
 inline void yield()
 {
 	if (!under_way.empty() && draw(16) == 0)
-		finish_bulk(draw(static_cast<u32>(under_way.size())));
+		if (u32 i = draw(static_cast<u32>(under_way.size())); !under_way[i].slow || draw(200) == 0)
+			finish_bulk(i);
 	emu_switch(&current->stack_pointer, scheduler);
 }
 inline void yield_seldom()
@@ -443,14 +447,19 @@ inline void bulk_store(u64 to, const void *from, u32 bytes)
 inline void bulk_commit() { emu::groups[emu::current]++; }
 template <int but> void bulk_await_read()
 {
+	for (emu::bulk &b : emu::under_way)
+		if (b.by == emu::current && b.group + but < emu::groups[emu::current] && b.read.empty())
+			b.read.assign(b.from, b.from + b.bytes);
+}
+template <int but> void bulk_await_written()
+{
 	for (size_t i = 0; i < emu::under_way.size();)
 		if (emu::under_way[i].by == emu::current && emu::under_way[i].group + but < emu::groups[emu::current])
 			emu::finish_bulk(i);
 		else
 			i++;
 }
-template <int but> void bulk_await_written() { bulk_await_read<but>(); }
-inline void bulk_await() { bulk_await_read<0>(); }
+inline void bulk_await() { bulk_await_written<0>(); }
 inline void fence_bulk() {}
 
 // Conversions by their definition: the nearest of all values, of two that are equally near the even one.
