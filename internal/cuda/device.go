@@ -25,6 +25,7 @@ const (
 	PosixFileHandles         Attribute = 103
 	StreamMemOps64           Attribute = 122
 	FabricHandles            Attribute = 128
+	MulticastObjects         Attribute = 132
 )
 
 // PeerAttribute is a property of an ordered pair of devices (CUdevice_P2PAttribute).

@@ -10,5 +10,5 @@
 //
 // What an exchange enqueues is collected in a [Batch] and submitted in one cgo crossing.
 //
-// Multicast objects are not offered here.
+// Multicast objects have been used with a driver that package emulated emulates, and never on hardware.
 package cuda

@@ -67,6 +67,11 @@ const (
 	opMemImport
 	opMemGranularity
 	opMemRetainHandle
+	opMulticastCreate
+	opMulticastAddDevice
+	opMulticastBind
+	opMulticastUnbind
+	opMulticastGranularity
 	opIPCGet
 	opIPCOpen
 	opIPCClose
@@ -97,7 +102,8 @@ var opNames = [opCount]string{
 	"cuMemHostRegister", "cuMemHostUnregister", "cuMemcpyAsync", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async",
 	"cuPointerGetAttributes", "cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate", "cuMemRelease", "cuMemMap",
 	"cuMemUnmap", "cuMemSetAccess", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle",
-	"cuMemGetAllocationGranularity", "cuMemRetainAllocationHandle", "cuIpcGetMemHandle", "cuIpcOpenMemHandle",
+	"cuMemGetAllocationGranularity", "cuMemRetainAllocationHandle", "cuMulticastCreate", "cuMulticastAddDevice",
+	"cuMulticastBindMem", "cuMulticastUnbind", "cuMulticastGetGranularity", "cuIpcGetMemHandle", "cuIpcOpenMemHandle",
 	"cuIpcCloseMemHandle", "cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction", "cuModuleGetGlobal",
 	"cuFuncGetAttribute", "cuFuncSetAttribute", "cuOccupancyMaxActiveBlocksPerMultiprocessor",
 	"cuGraphInstantiate", "cuGraphLaunch", "cuGraphExecDestroy", "cuGraphDestroy",

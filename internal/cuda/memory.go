@@ -224,7 +224,7 @@ func (c *Context) SetAccess(addr uintptr, n int64, devices ...*Device) error {
 
 // ExportFD makes a file descriptor of a handle created with PosixFile. The caller closes it.
 func (c *Context) ExportFD(h MemHandle) (int, error) {
-	a := args{uint64(h)}
+	a := args{uint64(h), uint64(PosixFile)}
 	if err := c.call(opMemExport, &a, nil); err != nil {
 		return -1, err
 	}
@@ -233,9 +233,34 @@ func (c *Context) ExportFD(h MemHandle) (int, error) {
 
 // ImportFD makes a handle of a file descriptor that another process exported. The descriptor stays the caller's.
 func (c *Context) ImportFD(fd int) (MemHandle, error) {
-	a := args{uint64(fd)}
-	err := c.call(opMemImport, &a, nil)
-	return MemHandle(a[0]), err
+	a := args{uint64(fd), uint64(PosixFile)}
+	if err := c.call(opMemImport, &a, nil); err != nil {
+		return 0, err
+	}
+	return MemHandle(a[0]), nil
+}
+
+// FabricHandle names memory, or a multicast object, that was created with Fabric to other processes, also on other hosts of the same
+// NVLink fabric.
+type FabricHandle [64]byte
+
+// ExportFabric is the name of a handle created with Fabric. It holds no reference: the memory has to live until all have imported it.
+func (c *Context) ExportFabric(h MemHandle) (FabricHandle, error) {
+	f := new(FabricHandle)
+	a := args{uint64(h), uint64(Fabric)}
+	err := c.call(opMemExport, &a, unsafe.Pointer(f))
+	return *f, err
+}
+
+// ImportFabric makes a handle of a name.
+func (c *Context) ImportFabric(f FabricHandle) (MemHandle, error) {
+	p := new(FabricHandle)
+	*p = f
+	a := args{0, uint64(Fabric)}
+	if err := c.call(opMemImport, &a, unsafe.Pointer(p)); err != nil {
+		return 0, err
+	}
+	return MemHandle(a[0]), nil
 }
 
 // RetainHandle is a new handle of the memory mapped at addr.

@@ -13,6 +13,7 @@ type Features struct {
 	CooperativeLaunch bool // grids whose blocks all run at once
 	StreamMemOps      bool // 64-bit waits and writes by the stream itself
 	UnifiedAddressing bool
+	Multicast         bool // memory of several devices written, and reduced, by one instruction
 }
 
 // Features asks the device.
@@ -24,6 +25,7 @@ func (v *Device) Features() (Features, error) {
 	}{
 		{VirtualMemory, &f.VirtualMemory}, {PosixFileHandles, &f.PosixFiles}, {FabricHandles, &f.Fabric},
 		{CooperativeLaunch, &f.CooperativeLaunch}, {StreamMemOps64, &f.StreamMemOps}, {UnifiedAddressing, &f.UnifiedAddressing},
+		{MulticastObjects, &f.Multicast},
 	} {
 		n, err := v.Attribute(q.which)
 		switch {

@@ -150,6 +150,19 @@ static sw_mem_prop device_prop(int32_t device, int32_t handle_types)
 	return p;
 }
 
+/* devices, size, handle types */
+static sw_multicast_prop multicast_prop(const uint64_t *a)
+{
+	sw_multicast_prop p;
+	memset(&p, 0, sizeof p);
+	p.devices = (uint32_t)a[0];
+	p.size = a[1];
+	p.handle_types = a[2];
+	return p;
+}
+
+enum { SW_HANDLE_FILE = 1 };
+
 static sw_result pointer_attributes(sw_driver *d, uint64_t *a)
 {
 	/* memory type, device ordinal, buffer id, range start, range size, legacy IPC capable, allowed handle types, managed */
@@ -391,14 +404,16 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 		return set_access(d, a, p);
 	case SW_OP_cuMemExportToShareableHandle: {
 		NEED(cuMemExportToShareableHandle);
+		if (a[1] != SW_HANDLE_FILE)
+			return d->cuMemExportToShareableHandle(p, a[0], (int32_t)a[1], 0);
 		int fd = -1;
-		r = d->cuMemExportToShareableHandle(&fd, a[0], 1, 0);
+		r = d->cuMemExportToShareableHandle(&fd, a[0], (int32_t)a[1], 0);
 		a[0] = (uint64_t)(int64_t)fd;
 		return r;
 	}
 	case SW_OP_cuMemImportFromShareableHandle:
 		NEED(cuMemImportFromShareableHandle);
-		GIVE(uint64_t, 0, 0, d->cuMemImportFromShareableHandle(&v, HANDLE(a[0]), 1));
+		GIVE(uint64_t, 0, 0, d->cuMemImportFromShareableHandle(&v, a[1] == SW_HANDLE_FILE ? HANDLE(a[0]) : p, (int32_t)a[1]));
 	case SW_OP_cuMemGetAllocationGranularity: {
 		NEED(cuMemGetAllocationGranularity);
 		sw_mem_prop prop = device_prop((int32_t)a[0], (int32_t)a[1]);
@@ -407,6 +422,25 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 	case SW_OP_cuMemRetainAllocationHandle:
 		NEED(cuMemRetainAllocationHandle);
 		GIVE(uint64_t, 0, 0, d->cuMemRetainAllocationHandle(&v, HANDLE(a[0])));
+	case SW_OP_cuMulticastCreate: {
+		NEED(cuMulticastCreate);
+		sw_multicast_prop prop = multicast_prop(a);
+		GIVE(uint64_t, 0, 0, d->cuMulticastCreate(&v, &prop));
+	}
+	case SW_OP_cuMulticastAddDevice:
+		NEED(cuMulticastAddDevice);
+		return d->cuMulticastAddDevice(a[0], (int32_t)a[1]);
+	case SW_OP_cuMulticastBindMem:
+		NEED(cuMulticastBindMem);
+		return d->cuMulticastBindMem(a[0], a[1], a[2], a[3], a[4], 0);
+	case SW_OP_cuMulticastUnbind:
+		NEED(cuMulticastUnbind);
+		return d->cuMulticastUnbind(a[0], (int32_t)a[1], a[2], a[3]);
+	case SW_OP_cuMulticastGetGranularity: {
+		NEED(cuMulticastGetGranularity);
+		sw_multicast_prop prop = multicast_prop(a);
+		GIVE(size_t, 0, 0, d->cuMulticastGetGranularity(&v, &prop, (int32_t)a[3]));
+	}
 	case SW_OP_cuIpcGetMemHandle: {
 		NEED(cuIpcGetMemHandle);
 		sw_ipc_handle h;

@@ -63,6 +63,13 @@ typedef struct {
 	char bytes[64];
 } sw_ipc_handle;
 
+typedef struct {
+	uint32_t devices;
+	size_t size;
+	uint64_t handle_types;
+	uint64_t flags;
+} sw_multicast_prop;
+
 /* The entry points: name, version of its interface, parameters. A version selects between interfaces of one name. */
 #define SW_ENTRIES(X) \
 	X(cuInit, 2000, (uint32_t)) \
@@ -129,6 +136,11 @@ typedef struct {
 	X(cuMemImportFromShareableHandle, 10020, (uint64_t *, void *, int32_t)) \
 	X(cuMemGetAllocationGranularity, 10020, (size_t *, const sw_mem_prop *, int32_t)) \
 	X(cuMemRetainAllocationHandle, 11000, (uint64_t *, void *)) \
+	X(cuMulticastCreate, 12010, (uint64_t *, const sw_multicast_prop *)) \
+	X(cuMulticastAddDevice, 12010, (uint64_t, int32_t)) \
+	X(cuMulticastBindMem, 12010, (uint64_t, size_t, uint64_t, size_t, size_t, uint64_t)) \
+	X(cuMulticastUnbind, 12010, (uint64_t, int32_t, size_t, size_t)) \
+	X(cuMulticastGetGranularity, 12010, (size_t *, const sw_multicast_prop *, int32_t)) \
 	X(cuIpcGetMemHandle, 4010, (sw_ipc_handle *, sw_ptr)) \
 	X(cuIpcOpenMemHandle, 11000, (sw_ptr *, sw_ipc_handle, uint32_t)) \
 	X(cuIpcCloseMemHandle, 4010, (sw_ptr)) \
@@ -173,7 +185,8 @@ enum {
 	X(cuMemHostRegister) X(cuMemHostUnregister) X(cuMemcpyAsync) X(cuMemcpyHtoD) X(cuMemcpyDtoH) X(cuMemsetD8Async) \
 	X(cuPointerGetAttributes) X(cuMemAddressReserve) X(cuMemAddressFree) X(cuMemCreate) X(cuMemRelease) X(cuMemMap) \
 	X(cuMemUnmap) X(cuMemSetAccess) X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle) \
-	X(cuMemGetAllocationGranularity) X(cuMemRetainAllocationHandle) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle) \
+	X(cuMemGetAllocationGranularity) X(cuMemRetainAllocationHandle) X(cuMulticastCreate) X(cuMulticastAddDevice) \
+	X(cuMulticastBindMem) X(cuMulticastUnbind) X(cuMulticastGetGranularity) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle) \
 	X(cuIpcCloseMemHandle) X(cuModuleLoadData) X(cuModuleUnload) X(cuModuleGetFunction) X(cuModuleGetGlobal) \
 	X(cuFuncGetAttribute) X(cuFuncSetAttribute) X(cuOccupancyMaxActiveBlocksPerMultiprocessor) \
 	X(cuGraphInstantiate) X(cuGraphLaunch) X(cuGraphExecDestroy) X(cuGraphDestroy)

@@ -32,6 +32,10 @@ const (
 	cudaHeap    = "SWITCHYARD_CUDA_HEAP"
 
 	injection = "NVTX_INJECTION64_PATH"
+
+	ncclNVLS         = "NCCL_NVLS_ENABLE"
+	nvshmemMulticast = "NVSHMEM_DISABLE_NVLS"
+	torchMulticast   = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 )
 
 // Variable describes one environment variable.
@@ -59,6 +63,9 @@ func Variables() []Variable {
 		{nvtx, "0", "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
 		{injection, "no profiler", "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
 		{cudaHeap, "36M and 20M a rank", "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
+		{ncclNVLS, "1", "NCCL's variable. 0 keeps Switchyard from NVLink multicast too, also where an option asks for it."},
+		{nvshmemMulticast, "0", "NVSHMEM's variable. 1 does the same."},
+		{torchMulticast, "0", "torch's variable. 1 does the same."},
 	}
 }
 
@@ -171,6 +178,22 @@ func Profiler() (string, error) {
 	default:
 		return "", fmt.Errorf("%s is %q, want 0 or 1", nvtx, v)
 	}
+}
+
+// MulticastDisabledBy is the setting that forbids NVLink multicast, such as "NCCL_NVLS_ENABLE=0", empty where there is none. Who
+// switches it off for one library has a reason that holds for all.
+func MulticastDisabledBy() string {
+	if v := strings.TrimSpace(os.Getenv(ncclNVLS)); v == "0" {
+		return ncclNVLS + "=" + v
+	}
+	for _, name := range []string{nvshmemMulticast, torchMulticast} {
+		switch v := strings.ToLower(strings.TrimSpace(os.Getenv(name))); v {
+		case "", "0", "false", "no", "off", "n", "f":
+		default:
+			return name + "=" + v
+		}
+	}
+	return ""
 }
 
 // LevelTrace is the level of what SWITCHYARD_DEBUG=trace adds: a line an

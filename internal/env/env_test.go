@@ -50,6 +50,18 @@ func TestProfiler(t *testing.T) {
 	require.EqualError(t, err, `SWITCHYARD_NVTX is "yes", want 0 or 1`)
 }
 
+func TestMulticastDisabledBy(t *testing.T) {
+	for want, env := range map[string]map[string]string{
+		"":                                   {"NCCL_NVLS_ENABLE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "0", "NVSHMEM_DISABLE_NVLS": "false"},
+		"NCCL_NVLS_ENABLE=0":                 {"NCCL_NVLS_ENABLE": "0"},
+		"TORCH_SYMM_MEM_DISABLE_MULTICAST=1": {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"},
+		"NVSHMEM_DISABLE_NVLS=true":          {"NVSHMEM_DISABLE_NVLS": "True", "NCCL_NVLS_ENABLE": "2"},
+	} {
+		set(t, env)
+		require.Equal(t, want, MulticastDisabledBy())
+	}
+}
+
 func TestCUDAHeap(t *testing.T) {
 	for text, want := range map[string]int64{"": 0, "4096": 4096, "3K": 3 << 10, "256M": 256 << 20, " 2G": 2 << 30} {
 		set(t, map[string]string{"SWITCHYARD_CUDA_HEAP": text})

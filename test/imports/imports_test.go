@@ -90,10 +90,11 @@ var floors = [][]string{
 
 // importers bounds who imports a package beyond what the floors say.
 var importers = map[string][]string{
-	"kernels/host":       {"memory", "test/explore"}, // plans know of no engine
-	"kernels/cuda":       {"memory"},
-	"internal/cuda":      {"device", "kernels/cuda", "memory", "internal/communicator", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
-	"internal/worldtest": {},                                                                         // only files of tests
+	"kernels/host":           {"memory", "test/explore"}, // plans know of no engine
+	"kernels/cuda":           {"memory"},
+	"internal/cuda":          {"device", "kernels/cuda", "memory", "internal/communicator", "internal/cuda/emulated", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
+	"internal/cuda/emulated": {},                                                                                                   // only files of tests
+	"internal/worldtest":     {},
 }
 
 // uses says what packages import besides floors. internal/cuda and bindings/python/abi are C on the other side; unsafe is for mapped memory, for the
@@ -176,7 +177,7 @@ func TestTheTablesNamePackages(t *testing.T) {
 // Only internal/env reads the environment: what it does not list, users cannot know of. Tests, examples and what builds the kernels are
 // programs of their own; Python's core sets in Go's copy of the environment what has changed in the process's.
 func TestOnlyEnvReadsTheEnvironment(t *testing.T) {
-	allowed := []string{"internal/env", "internal/worldtest", "test", "examples", "kernels/cuda/internal/genfatbin", "bindings/python/core"}
+	allowed := []string{"internal/env", "internal/worldtest", "internal/cuda/emulated", "test", "examples", "kernels/cuda/internal/genfatbin", "bindings/python/core"}
 	reads := regexp.MustCompile(`\bos\.(Getenv|LookupEnv|ExpandEnv)\b|\b(syscall|unix)\.Getenv\b|[^\w.]getenv\(`)
 	root := filepath.Join("..", "..")
 	seen := 0

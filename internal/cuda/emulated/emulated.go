@@ -1,0 +1,179 @@
+// Package emulated runs tests on a CUDA driver that needs no GPU (testdata/driver.cpp): memory, its handles and mappings, multicast
+// objects, streams that run at once, and kernels that do nothing. It counts who refers to what, refuses what the driver's documentation
+// forbids, and fails on demand. Only files of tests import it.
+package emulated
+
+import (
+	_ "embed"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+)
+
+//go:embed testdata/driver.cpp
+var source []byte
+
+// Devices is how many GPUs the driver has. Each has DeviceBytes of memory; multicast objects together have MulticastBytes.
+const (
+	Devices        = 4
+	DeviceBytes    = 3 << 29
+	MulticastBytes = 3 << 29
+)
+
+// The granularities: of memory, and the smallest and the recommended of multicast objects.
+const (
+	Granule       = 2 << 20
+	LeastGranule  = 4 << 20
+	GoodMulticast = 16 << 20
+)
+
+// Count is something that the driver counts.
+type Count int32
+
+// The counts. Calls, Fired, Memory and Others are of one device, the others of the process.
+const (
+	Handles      Count = iota // of memory and multicast objects
+	Mappings                  // of both
+	Binds                     // of memory to multicast objects
+	Files                     // exported descriptors that are open
+	Memory                    // MiB that exist
+	Multicast                 // MiB of multicast objects that exist
+	Reservations              // of addresses
+	Others                    // streams, events, modules, pinned buffers and retained contexts
+	Mistakes                  // what the driver could not refuse and nobody should do
+	Calls                     // since Fail
+	Fired                     // 1: the call that Fail has named has failed
+	Launches                  // of kernels with multicast in their names
+)
+
+// Leaks are the counts that are as before when all has been given back.
+func Leaks() []Count {
+	return []Count{Handles, Mappings, Binds, Files, Memory, Multicast, Reservations, Others, Mistakes}
+}
+
+// String is the count's name.
+func (c Count) String() string {
+	return [...]string{"handles", "mappings", "binds", "files", "MiB of memory", "MiB of multicast objects", "reservations", "streams, events and the like",
+		"mistakes", "calls", "failures", "launches"}[c]
+}
+
+// The driver's ways of hearing a test.
+const (
+	counts   = 1 << 20 // attributes of a device from here on
+	settings = 0xE000  // a function whose attributes are set
+
+	failAttribute        = 0
+	noMulticastAttribute = 1
+)
+
+// Of is the count of a device.
+func (c Count) Of(t require.TestingT, d *cuda.Device) int {
+	n, err := d.Attribute(cuda.Attribute(counts + int32(c)))
+	require.NoError(t, err)
+	return n
+}
+
+// Fail has the n-th call from now on of the context's device fail, or none when n is 0. What gives something back does so all the same.
+func Fail(t require.TestingT, c *cuda.Context, n int) {
+	require.NoError(t, c.SetFunctionAttribute(settings, failAttribute, n))
+}
+
+// WithoutMulticast has devices say that they have no multicast objects, until the test ends.
+func WithoutMulticast(t *testing.T, c *cuda.Context) {
+	require.NoError(t, c.SetFunctionAttribute(settings, noMulticastAttribute, 1))
+	t.Cleanup(func() { require.NoError(t, c.SetFunctionAttribute(settings, noMulticastAttribute, 0)) })
+}
+
+// child names the variable that tells a test that it runs on the emulated driver.
+const child = "SWITCHYARD_TEST_EMULATED"
+
+// build compiles the driver, once a process.
+var build = sync.OnceValues(func() ([]byte, error) {
+	compiler := os.Getenv("CXX")
+	for _, name := range []string{"c++", "g++", "clang++"} {
+		if _, err := exec.LookPath(name); err == nil && compiler == "" {
+			compiler = name
+		}
+	}
+	if compiler == "" {
+		return nil, exec.ErrNotFound
+	}
+	dir, err := os.MkdirTemp("", "switchyard-driver-")
+	if err != nil {
+		return nil, err
+	}
+	defer os.RemoveAll(dir)
+	from, to := filepath.Join(dir, "driver.cpp"), filepath.Join(dir, "driver.so")
+	if err := os.WriteFile(from, source, 0o666); err != nil {
+		return nil, err
+	}
+	c := exec.Command(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", to, from)
+	if out, err := c.CombinedOutput(); err != nil {
+		return nil, fmt.Errorf("compile the driver: %w\n%s", err, out)
+	}
+	return os.ReadFile(to)
+})
+
+// Driver reports whether this process has the emulated driver. Where it has not, it builds one, runs the test again in a process that has,
+// and reports false when that has passed: the test then returns. In that process nothing forbids multicast; a real driver is never there.
+func Driver(t *testing.T) bool {
+	t.Helper()
+	if os.Getenv(child) != "" {
+		d, err := cuda.Open()
+		require.NoError(t, err)
+		defer func() { require.NoError(t, d.Close()) }()
+		v, err := d.Device(0)
+		require.NoError(t, err)
+		name, err := v.Name()
+		require.NoError(t, err)
+		require.Equal(t, "emulated", name)
+		for _, forbids := range []string{"NCCL_NVLS_ENABLE", "NVSHMEM_DISABLE_NVLS", "TORCH_SYMM_MEM_DISABLE_MULTICAST"} {
+			t.Setenv(forbids, "")
+		}
+		return true
+	}
+	if d, err := cuda.Open(); err == nil {
+		require.NoError(t, d.Close())
+	} else if strings.Contains(err.Error(), "built without cgo") {
+		t.Skip(err)
+	}
+	library, err := build()
+	if errors.Is(err, exec.ErrNotFound) {
+		t.Skip("needs a C++ compiler")
+	}
+	require.NoError(t, err)
+	dir := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "libcuda.so.1"), library, 0o777))
+	args := []string{"-test.run=^" + t.Name() + "$", "-test.count=1"}
+	if testing.Short() {
+		args = append(args, "-test.short")
+	}
+	c := exec.Command(os.Args[0], args...)
+	c.Env = append(os.Environ(), child+"=1", "LD_LIBRARY_PATH="+dir)
+	out, err := c.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	require.Contains(t, string(out), "PASS", "%s", out)
+	return false
+}
+
+// Device is the emulated GPU of that number and its context, for the test.
+func Device(t *testing.T, ordinal int) (*cuda.Device, *cuda.Context) {
+	d, err := cuda.Open()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, d.Close()) })
+	v, err := d.Device(ordinal)
+	require.NoError(t, err)
+	c, err := v.Primary()
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, c.Close()) })
+	return v, c
+}
