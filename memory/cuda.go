@@ -18,6 +18,7 @@ import (
 // is reserved or placed, and the range has only this rank's segment in it.
 type cudaBacking struct {
 	ctx       *cuda.Context
+	features  cuda.Features
 	unit      int64
 	alarm     cuda.Stream // nothing but raise and write use it, so nothing holds it up
 	scattered bool
@@ -42,11 +43,11 @@ type cudaRange struct {
 
 func newCUDABacking(d *device.CUDADevice) (*cudaBacking, error) {
 	b := &cudaBacking{ctx: d.Context(), unit: 2 << 20, opened: make(map[exporter]*opening)}
-	f, err := b.ctx.Device().Features()
-	if err != nil {
+	var err error
+	if b.features, err = b.ctx.Device().Features(); err != nil {
 		return nil, err
 	}
-	if b.scattered = !f.VirtualMemory || !f.PosixFiles; !b.scattered {
+	if b.scattered = !b.features.VirtualMemory || !b.features.PosixFiles; !b.scattered {
 		if b.unit, err = b.ctx.Granularity(cuda.PosixFile, true); err != nil {
 			return nil, err
 		}
@@ -300,7 +301,11 @@ func (b *cudaBacking) raise(at int64) error {
 }
 
 func (b *cudaBacking) engine(space kernels.Space, why func() error) (kernels.Engine, error) {
-	return kernelscuda.New(b.ctx, space, b.sharers, why)
+	e, err := kernelscuda.New(b.ctx, space, b.sharers, why)
+	if err != nil {
+		return nil, err
+	}
+	return e, nil
 }
 
 func (b *cudaBacking) clear(at, n int64) error { return b.zero(b.origin+uintptr(at), n) }

@@ -33,10 +33,13 @@ type Heap struct {
 	log     *slog.Logger
 	back    backing
 	gpu     *cudaBacking // back on a GPU, nil on the host
+	multi   *multicast   // nil where there is none
 	space   kernels.Space
 	engine  kernels.Engine
 	limit   int64 // of the pool, and where the window for registrations begins
 	granule int64
+	// noMulticast is why there is none though Options asked.
+	noMulticast string
 
 	// together serialises this rank's collective calls.
 	together sync.Mutex
@@ -101,19 +104,27 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		{"segment bytes", fmt.Sprint(o.SegmentBytes)},
 		{"reserve bytes", fmt.Sprint(o.ReserveBytes)},
 		{"legacy IPC", fmt.Sprint(o.LegacyIPC)},
+		{"multicast", o.Multicast.String()},
 		{"granule", fmt.Sprint(h.granule)},
 	}}
 	if err == nil {
 		what.Info = h.back.who()
+		if h.gpu != nil {
+			what.Info = append(what.Info, int64(h.hurdle(o.Multicast)))
+		}
 	}
 	devices, err := meet(ctx, g, what, err)
 	if err != nil {
 		return err
 	}
-	unreachable := h.back.reach(devices)
+	if err = h.back.reach(devices); err == nil {
+		if err = h.teamUp(o.Multicast, devices); err == nil {
+			lay, err = o.validate(g.Size(), h.granule)
+		}
+	}
 
 	// The range. Where it is left to us, take what the process with the least addresses can have.
-	if err = unreachable; err == nil && (!g.InProcess() || g.Rank() == 0) {
+	if err == nil && (!g.InProcess() || g.Rank() == 0) {
 		for {
 			err = h.back.reserve(lay.stride() * int64(g.Size()))
 			if err == nil || lay.limit/2 < lay.atLeast {
@@ -122,7 +133,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 			lay.limit = roundUp(lay.limit/2, h.granule)
 		}
 	}
-	limits, err := meet(ctx, g, round{Op: "reserve", Info: []int64{lay.limit}}, err)
+	limits, err := meet(ctx, g, round{Op: "reserve", Must: []value{{"granule with multicast", fmt.Sprint(h.granule)}}, Info: []int64{lay.limit}}, err)
 	if err != nil {
 		return err
 	}
@@ -140,6 +151,13 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	h.window.add(h.limit, h.limit)
 	if h.gpu != nil {
 		h.space.Aliases, h.rows = new(kernels.Aliases), make([]bool, kernels.AliasRows(g.Size()))
+	}
+
+	if h.multi != nil {
+		if _, err = meet(ctx, g, round{Op: "reserve multicast addresses"}, h.multi.reserve(h.limit)); err != nil {
+			return err
+		}
+		h.space.Multicast = h.multi.base
 	}
 
 	e := extent{0, lay.first}
@@ -177,6 +195,12 @@ func (h *Heap) choose(o Options, back func(device.Device) (backing, error)) (lay
 	} else if o.LegacyIPC {
 		return layout{}, fmt.Errorf("%w: CUDA IPC on a heap of the host", ErrInvalid)
 	}
+	switch {
+	case o.Multicast > MulticastByFabric:
+		return layout{}, fmt.Errorf("%w: %v", ErrInvalid, o.Multicast)
+	case o.Multicast != NoMulticast && (h.gpu == nil || o.LegacyIPC):
+		return layout{}, fmt.Errorf("%w: multicast on a heap of the host or of CUDA IPC memory", ErrInvalid)
+	}
 	return o.validate(h.group.Size(), h.granule)
 }
 
@@ -213,8 +237,8 @@ func (h *Heap) adopt(ctx context.Context) error {
 	return err
 }
 
-// commit gives every rank memory for e of its segment and maps it everywhere. On an error nothing
-// is left of it, here.
+// commit gives every rank memory for e of its segment, maps it everywhere and binds it to multicast objects where there are any. On an
+// error nothing is left of it, here.
 func (h *Heap) commit(ctx context.Context, op string, e extent) error {
 	fd, err := h.back.create(e.n)
 	if err != nil {
@@ -222,7 +246,17 @@ func (h *Heap) commit(ctx context.Context, op string, e extent) error {
 	} else {
 		defer closeFD(fd)
 	}
-	return h.placeAll(ctx, op, fd, h.everyone(e), err)
+	parts := h.everyone(e)
+	if err = h.placeAll(ctx, op, fd, parts, err); err != nil || h.multi == nil {
+		return err
+	}
+	if err = h.bindAll(ctx, op, fd, e); err != nil {
+		if !h.group.InProcess() {
+			h.displaceAll(h.peers(), parts)
+		}
+		h.displaceAll([]int{h.space.Rank}, parts)
+	}
+	return err
 }
 
 // everyone is e in every rank's segment.
@@ -629,9 +663,12 @@ func (h *Heap) Close(ctx context.Context) (err error) {
 			h.log.Warn("memory: close CUDA IPC", "rank", h.group.Rank(), "error", err)
 		}
 	}
+	if h.multi != nil { // peers may still use their own views: binds end when all have come
+		err = h.multi.unmap(h.multi.objects...)
+	}
 	h.registered.Store(nil)
 	if _, berr := meet(ctx, h.group, round{Op: "close heap"}, nil); berr != nil && h.group.Err() == nil {
-		err = fmt.Errorf("memory: close heap: others may still use it: %w", berr)
+		err = errors.Join(err, fmt.Errorf("memory: close heap: others may still use it: %w", berr))
 	}
 	return errors.Join(err, h.release())
 }
@@ -644,6 +681,9 @@ func (h *Heap) release() error {
 	var err error
 	if h.engine != nil {
 		err = h.engine.Close()
+	}
+	if h.multi != nil {
+		err = errors.Join(err, h.multi.close())
 	}
 	if h.unhook != nil {
 		h.unhook()

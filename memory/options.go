@@ -34,6 +34,11 @@ type Options struct {
 	// by themselves. Peers' segments then lie anywhere, so kernels look their addresses up, and such a heap cannot Grow:
 	// SegmentBytes is all it has. On the host it is an ErrInvalid.
 	LegacyIPC bool
+	// Multicast gives the segments of a heap on GPUs a multicast address beside their own, for reductions that ask for it
+	// (allreduce.Options.Multicast). It has never run on hardware, and is off by default. It stays off where NCCL_NVLS_ENABLE=0,
+	// NVSHMEM_DISABLE_NVLS=1 or TORCH_SYMM_MEM_DISABLE_MULTICAST=1 is set for any rank, where a GPU has none and where ranks share a GPU;
+	// Heap.Multicast then says why. What the driver refuses is an error. On the host and with LegacyIPC it is an ErrInvalid.
+	Multicast Multicast
 	// Logger gets what happens to the heap as a whole, and who waits for whom in calls on it. nil is the group's.
 	Logger *slog.Logger
 }
