@@ -64,6 +64,40 @@ func (a ReduceAlgorithm) String() string {
 	return [...]string{"one-shot", "two-shot", "ring"}[a]
 }
 
+// Pipeline is how an all-reduce by multicast shares its work out: its steps are to stage input, to reduce and to take results.
+type Pipeline uint8
+
+// The pipelines.
+const (
+	NoMulticast   Pipeline = iota // the call does not go by multicast
+	WarpPipeline                  // every block does all steps, each with some of its warps
+	BlockPipeline                 // every block does one step
+	pipelines
+)
+
+// String is the pipeline's name in messages.
+func (p Pipeline) String() string {
+	if p >= pipelines {
+		return fmt.Sprintf("Pipeline(%d)", uint8(p))
+	}
+	return [...]string{"no multicast", "warp pipeline", "block pipeline"}[p]
+}
+
+// Multicastable reports whether multicast can do the call: it adds, also what becomes an average, and cannot round once an average of
+// floats of 16 bits (R1, R2).
+func (c *ReduceCall) Multicastable() bool {
+	if c.Collective != AllReduce {
+		return false
+	}
+	switch c.DType {
+	case Float32, Float64:
+		return c.Op == Sum || c.Op == Avg
+	case Float16, BFloat16, Int32, Int64:
+		return c.Op == Sum
+	}
+	return false
+}
+
 // PartialSize is the size of one element of type d while it is being reduced: floats of 16 and 8 bits are widened to
 // float32.
 func (d DType) PartialSize() int64 {
@@ -98,6 +132,8 @@ type ReduceChannels struct {
 	// Blocks bounds how many blocks a launch has on GPUs. Every rank of a call takes equally many, so all ranks have the same
 	// bound. The host device has none.
 	Blocks int
+	// Multicast has the engine be ready for reductions by multicast.
+	Multicast bool
 }
 
 // Family is "allreduce".
@@ -161,6 +197,9 @@ type Reduction struct {
 	Blocks              int
 	// Rate holds what a rank reads and writes of its peers' memory on a GPU to so many GB/s together; 0 lets it go as fast as it can.
 	Rate float64
+	// Multicast has a call that is Multicastable go by multicast, in two shots. All ranks of a call have the same. Only GPUs do that, on a heap
+	// with Space.Multicast.
+	Multicast Pipeline
 	// Bounds has one entry more than there are ranks: the slice of rank p is elements Bounds[p] up to Bounds[p+1].
 	Bounds []int64
 	// Src and Dst are the user's buffers. All slices lie in Src if the call reduces and in Dst if it gathers; otherwise the

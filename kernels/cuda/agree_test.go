@@ -31,6 +31,7 @@ func TestFatbinsAreBuiltFromTheseSources(t *testing.T) {
 	require.Equal(t, fatbin.Sum(alltoallvImage), m.Families["alltoallv"].SHA256, run)
 	require.Equal(t, fatbin.Sum(allreduceImage), m.Families["allreduce"].SHA256, run)
 	require.Equal(t, fatbin.Sum(dispatchImage), m.Families["dispatch"].SHA256, run)
+	require.Equal(t, fatbin.Sum(multicastImage), m.Families["multicast"].SHA256, run)
 	require.Equal(t, fatbin.Sum(verifyImage), m.Families["verify"].SHA256, run)
 	require.Len(t, m.Families, len(fatbin.Families()))
 }

@@ -16,10 +16,11 @@ type reductionKernels struct {
 
 // reductions are the launches of one communicator. It is a family.
 type reductions struct {
-	c      kernels.ReduceChannels
-	offset int64
-	k      *reductionKernels
-	args   []byte
+	c         kernels.ReduceChannels
+	offset    int64
+	k         *reductionKernels
+	multicast *multicastKernels // nil without Multicast
+	args      []byte
 }
 
 // The defaults of reductions on GPUs. Packets of all ranks together take the same room however many ranks there are; on 2 H200 one shot of
@@ -41,7 +42,7 @@ func reductionDefaults(c *kernels.ReduceChannels, blocks int) {
 }
 
 func newReductions(f *kernels.ReduceChannels, offset int64, size int) (*reductions, error) {
-	x := &reductions{c: *f, offset: offset, args: make([]byte, reduceArgsBytes)}
+	x := &reductions{c: *f, offset: offset, args: make([]byte, multicastArgsBytes)}
 	switch c := &x.c; {
 	case c.Size != size:
 		return nil, fmt.Errorf("kernels: allreduce: channels of %d ranks on a heap of %d", c.Size, size)
@@ -84,7 +85,14 @@ func (x *reductions) load(e *Engine) (err error) {
 	if x.k, err = loadOnce(e, &e.reductions); err != nil {
 		return err
 	}
-	if n := min(x.k.small, x.k.limit); x.c.Blocks > n {
+	n := min(x.k.small, x.k.limit)
+	if x.c.Multicast {
+		if x.multicast, err = loadOnce(e, &e.multicast); err != nil {
+			return err
+		}
+		n = min(n, x.multicast.limit)
+	}
+	if x.c.Blocks > n {
 		return fmt.Errorf("%d blocks, of which %d run at once", x.c.Blocks, n)
 	}
 	return nil
@@ -110,9 +118,12 @@ func (x *reductions) add(p *port, op kernels.Operation) error {
 	if err := x.validate(a); err != nil {
 		return err
 	}
-	l := cuda.Launch{Function: x.k.reduce, Grid: [3]uint32{uint32(a.Blocks), 1, 1}, Block: [3]uint32{reduceThreads, 1, 1}, Flags: p.e.flags, Args: x.args}
+	l := cuda.Launch{Function: x.k.reduce, Grid: [3]uint32{uint32(a.Blocks), 1, 1}, Block: [3]uint32{reduceThreads, 1, 1}, Flags: p.e.flags, Args: x.args[:reduceArgsBytes]}
 	if a.Packets {
 		l.Function, l.Block = x.k.packet, [3]uint32{reducePacketThreads, 1, 1}
+	}
+	if a.Multicast != kernels.NoMulticast {
+		l.Function, l.Block[0], l.Args = x.multicast.kernel(a.Multicast), multicastThreads, x.args
 	}
 	x.encode(p, a)
 	p.batch.Launch(0, l)
@@ -142,7 +153,7 @@ func (x *reductions) validate(a *kernels.Reduction) error {
 	case !(a.Rate >= 0):
 		return fmt.Errorf("kernels: allreduce: rate %v", a.Rate)
 	}
-	return nil
+	return x.validateMulticast(a)
 }
 
 // interval is how many cycles a block has for a tile that crosses a link, of cycles a nanosecond.
@@ -153,7 +164,7 @@ func (x *reductions) interval(a *kernels.Reduction, cycles float64) uint32 {
 	return uint32(min(tileBytes*float64(a.Blocks)/a.Rate*cycles, 1<<24))
 }
 
-// encode writes a launch's arguments.
+// encode writes a launch's arguments, and behind them those that only multicast has.
 func (x *reductions) encode(p *port, a *kernels.Reduction) {
 	c, space, es := &x.c, &p.e.space, a.Call.DType.Size()
 	call := uint32(a.Call.Word())
@@ -163,16 +174,17 @@ func (x *reductions) encode(p *port, a *kernels.Reduction) {
 	if a.Pull {
 		call |= reducePull << 24
 	}
+	call |= multicastFlags(a.Multicast) << 24
 	srcPlace := uint64(a.Src.PlaceOr(-1))
 	if a.Push && a.Call.Collective.Reduces() {
 		srcPlace = nowhere
 	}
-	w := reduceArgs{
+	w := multicastArgs{multicast: uint64(space.Multicast), reduce: reduceArgs{
 		world: worldOf(space, x.offset, p.fault.Addr(), a.Timeout.Nanoseconds()),
 		src:   uint64(a.Src.Ptr), dst: uint64(a.Dst.Ptr), srcPlace: srcPlace, dstPlace: uint64(a.Dst.PlaceOr(-1)),
 		block: x.block(), count: uint64(a.Call.Count), shape: a.Call.Shape, call: call,
 		lines: uint32(c.Blocks), slots: uint32(c.Slots), chunkBytes: uint32(c.SlotBytes), interval: x.interval(a, p.e.cycles), packetBytes: c.OneShotBytes,
-	}
+	}}
 	w.put(x.args)
 	for i, at := range a.Bounds {
 		putReduceArgsBounds(x.args, i, at*es)

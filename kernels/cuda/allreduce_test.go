@@ -76,6 +76,34 @@ func TestReductionsThatCannotRunAreRefused(t *testing.T) {
 	}
 }
 
+func TestMulticastThatCannotRunIsRefused(t *testing.T) {
+	c := kernels.ReduceChannels{Size: 2, OneShotBytes: 1000, Slots: 2, SlotBytes: 4096, Blocks: 8, Multicast: true}
+	x, err := newReductions(&c, 0, 2)
+	require.NoError(t, err)
+	good := kernels.Reduction{Channels: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.BFloat16, Count: 500},
+		Algorithm: kernels.TwoShot, Multicast: kernels.BlockPipeline, Bounds: []int64{0, 250, 500}, Blocks: 3, Launched: kernels.Launched{Timeout: time.Second}}
+	require.NoError(t, x.validate(&good))
+	for says, change := range map[string]func(a *kernels.Reduction){
+		"a block pipeline of 2 blocks": func(a *kernels.Reduction) { a.Blocks = 2 },
+		"packets true":                 func(a *kernels.Reduction) { a.Packets = true },
+		"push true":                    func(a *kernels.Reduction) { a.Push = true },
+		"rate 100":                     func(a *kernels.Reduction) { a.Rate = 100 },
+		"(max) of 500 bfloat16":        func(a *kernels.Reduction) { a.Call.Op = kernels.Max },
+		"(avg) of 500 bfloat16":        func(a *kernels.Reduction) { a.Call.Op = kernels.Avg },
+		"of 500 uint8":                 func(a *kernels.Reduction) { a.Call.DType = kernels.Uint8 },
+		"reduce-scatter":               func(a *kernels.Reduction) { a.Call.Collective = kernels.ReduceScatter },
+		"too many chunks": func(a *kernels.Reduction) {
+			a.Bounds = []int64{0, 1 << 33, 1 << 34}
+		},
+	} {
+		a := good
+		change(&a)
+		require.ErrorContains(t, x.validate(&a), says)
+	}
+	x.c.Multicast = false
+	require.ErrorContains(t, x.validate(&good), "channels without it")
+}
+
 // The kernels' record holds the flags of a call and the number of blocks beside the call itself.
 func TestAReductionsMismatchIsDecoded(t *testing.T) {
 	mine := kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.BFloat16, Op: kernels.Max, Count: 1000}

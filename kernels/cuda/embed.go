@@ -11,5 +11,8 @@ var alltoallvImage []byte
 //go:embed dispatch.fatbin
 var dispatchImage []byte
 
+//go:embed multicast.fatbin
+var multicastImage []byte
+
 //go:embed manifest.json
 var manifestText []byte

@@ -41,6 +41,7 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 	edits := append([]string{"SW_SEND_THREADS = 384", "SW_SEND_THREADS = 96", "SW_RECV_THREADS = 320", "SW_RECV_THREADS = 64",
 		"\tSW_PACKET_THREADS = 1024", "\tSW_PACKET_THREADS = 128", "SW_COPY_THREADS = 256", "SW_COPY_THREADS = 64",
 		"SW_REDUCE_PACKET_THREADS = 384", "SW_REDUCE_PACKET_THREADS = 128", "SW_REDUCE_THREADS = 512", "SW_REDUCE_THREADS = 288",
+		"SW_MULTICAST_THREADS = 512", "SW_MULTICAST_THREADS = 224",
 		"SW_MOE_THREADS = 1024", "SW_MOE_THREADS = 128", "SW_MOE_FEW_THREADS = 512", "SW_MOE_FEW_THREADS = 96",
 		"SW_MOE_SUM_THREADS = 512", "SW_MOE_SUM_THREADS = 64", "SW_MOE_PASS_THREADS = 512", "SW_MOE_PASS_THREADS = 64",
 		"SW_MOE_SUM_PASS_THREADS = 512", "SW_MOE_SUM_PASS_THREADS = 96", "SW_MOE_PASS_PART = 2048", "SW_MOE_PASS_PART = 512", "constexpr u32 steps = 8;", "constexpr u32 steps = 2;"}, bugs...)
@@ -76,7 +77,7 @@ func emulate(program string, seed, rounds int) (string, error) {
 // outside; reductions of any counts, alignments, types and operators, the ranks' buffers in reach of peers or not, with the same
 // disturbances. Each in a random order of all threads.
 func TestKernelsKeepTheirPromisesInAnyOrderOfThreads(t *testing.T) {
-	for _, family := range []string{"alltoallv", "allreduce", "dispatch"} {
+	for _, family := range []string{"alltoallv", "allreduce", "multicast", "dispatch"} {
 		t.Run(family, func(t *testing.T) {
 			program := emulation(t, family)
 			rounds := 120
@@ -184,6 +185,43 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		},
 	} {
 		find("allreduce", what, bug)
+	}
+	for what, bug := range map[string][]string{
+		"a piece is reduced before all ranks have staged it": {
+			"if (!await(inputs_pushed, j + 1, true))", "if (!await(inputs_pushed, j + 1, false))",
+		},
+		"a slot is staged before what was in it has been taken": {
+			"takes ? await(results_taken, through, false)", "takes ? true",
+		},
+		"a slot is staged while ranks still reduce what is in it": {
+			": await(results_pushed, through, true)))", ": true))",
+		},
+		"a slot is taken before all ranks have reduced their pieces": {
+			"if (!await(results_pushed, j + 1, true))", "if (!await(results_pushed, j + 1, false))",
+		},
+		"results go to slots that ranks have not taken": {
+			"takes && through > 0 && !await(results_taken, through, true)", "takes && through > 0 && !await(results_taken, through, false)",
+		},
+		"a rank ends before its peers are done with its buffers": {
+			"if (role == reducer && !takes && groups > 0)", "if (false)",
+		},
+		"inputs at different places are taken for one": {
+			"from &= e.src == a.src_place;", "",
+		},
+		"outputs at different places are taken for one": {
+			"to &= e.dst == a.dst_place;", "",
+		},
+		"the end of buffers is taken for a whole vector": {
+			" && (a.bounds[a.world.size] & 15) == 0;", ";",
+		},
+		"a team tells of its work before all of its warps have done it": {
+			"sync();\n\t\tif (warp != 0)", "if (warp != 0)",
+		},
+		"averages are sums": {
+			"if (end.op != SW_OP_AVG)\n\t\t\treturn v;", "if (end.op != SW_OP_PROD)\n\t\t\treturn v;",
+		},
+	} {
+		find("multicast", what, bug)
 	}
 	for what, bug := range map[string][]string{
 		"the beginnings of two calls share a place": {

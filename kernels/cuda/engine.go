@@ -28,6 +28,7 @@ type Engine struct {
 	exchanges  *exchangeKernels
 	dispatches *dispatchKernels
 	reductions *reductionKernels
+	multicast  *multicastKernels
 }
 
 // New makes the engine of space.Rank on ctx's device. sharers is how many ranks of the heap run on the device, this one
@@ -141,7 +142,7 @@ func (e *Engine) Close() error {
 	for _, m := range e.modules {
 		err = errors.Join(err, e.ctx.UnloadModule(m))
 	}
-	e.modules, e.exchanges, e.dispatches, e.reductions = nil, nil, nil, nil
+	e.modules, e.exchanges, e.dispatches, e.reductions, e.multicast = nil, nil, nil, nil, nil
 	if e.alarm != 0 {
 		err = errors.Join(err, e.ctx.SynchronizeStream(e.alarm), e.ctx.DestroyStream(e.alarm))
 		e.alarm = 0

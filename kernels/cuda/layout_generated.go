@@ -44,6 +44,7 @@ const (
 	reduceLineBytes     = 64 // what one block of a rank writes for the same block of a peer: five sequence numbers
 	reduceEntryBytes    = 64 // what a rank tells a peer of its call: four words of 12 bytes and a flag
 	reduceMaxSlots      = 8
+	multicastThreads    = 512 // of a block of the kernels of multicast
 	reduceBounds        = 65
 )
 
@@ -79,6 +80,8 @@ const (
 const (
 	reduceOneShot = 1 // every rank reduces everything for itself; packets only
 	reducePull    = 2 // an all-gather reads the peers' slices where it can, instead of having them written
+	reduceWarps   = 4 // by multicast: the teams are warps of each block
+	reduceBlocks  = 8 // the same, and they are blocks
 )
 
 // Flags of an exchange.
@@ -686,4 +689,21 @@ func (s *reduceArgs) put(b []byte) {
 func putReduceArgsBounds(b []byte, i int, v int64) {
 	at := 208 + 8*i
 	binary.LittleEndian.PutUint64(b[at:], uint64(v))
+}
+
+const (
+	multicastArgsBytes = 736
+)
+
+// multicastArgs is struct sw_multicast_args. One launch of an all-reduce by multicast.
+type multicastArgs struct {
+	reduce    reduceArgs
+	multicast uint64 // address at which multicast reaches the beginning of all ranks' segments
+}
+
+// put encodes s into b, which has multicastArgsBytes bytes.
+func (s *multicastArgs) put(b []byte) {
+	_ = b[735]
+	s.reduce.put(b[0:])
+	binary.LittleEndian.PutUint64(b[728:], s.multicast)
 }

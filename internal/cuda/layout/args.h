@@ -47,6 +47,7 @@ enum {
 	SW_REDUCE_LINE_BYTES = 64, /* what one block of a rank writes for the same block of a peer: five sequence numbers */
 	SW_REDUCE_ENTRY_BYTES = 64, /* what a rank tells a peer of its call: four words of 12 bytes and a flag */
 	SW_REDUCE_MAX_SLOTS = 8,
+	SW_MULTICAST_THREADS = 512, /* of a block of the kernels of multicast */
 	SW_REDUCE_BOUNDS = 65,
 };
 
@@ -82,6 +83,8 @@ enum {
 enum {
 	SW_REDUCE_ONE_SHOT = 1, /* every rank reduces everything for itself; packets only */
 	SW_REDUCE_PULL = 2, /* an all-gather reads the peers' slices where it can, instead of having them written */
+	SW_REDUCE_WARPS = 4, /* by multicast: the teams are warps of each block */
+	SW_REDUCE_BLOCKS = 8, /* the same, and they are blocks */
 };
 
 /* Flags of an exchange. */
@@ -443,6 +446,12 @@ struct sw_reduce_args {
 	uint32_t pad;
 	int64_t packet_bytes; /* the longest message of packets */
 	int64_t bounds[SW_REDUCE_BOUNDS]; /* slice p is bytes bounds[p] to bounds[p+1] */
+};
+
+/* One launch of an all-reduce by multicast. */
+struct sw_multicast_args {
+	struct sw_reduce_args reduce;
+	uint64_t multicast; /* address at which multicast reaches the beginning of all ranks' segments */
 };
 
 #endif

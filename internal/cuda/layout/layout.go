@@ -215,5 +215,11 @@ func Of() map[string]int {
 		m["reduce_args.packet_bytes"] = int(unsafe.Offsetof(s.packet_bytes))
 		m["reduce_args.bounds"] = int(unsafe.Offsetof(s.bounds))
 	}
+	{
+		var s C.struct_sw_multicast_args
+		m["multicast_args"] = int(unsafe.Sizeof(s))
+		m["multicast_args.reduce"] = int(unsafe.Offsetof(s.reduce))
+		m["multicast_args.multicast"] = int(unsafe.Offsetof(s.multicast))
+	}
 	return m
 }

@@ -12,7 +12,9 @@ import (
 )
 
 // Families are the kernel families: <name>.cu is compiled to <name>.fatbin.
-func Families() []string { return []string{"allreduce", "alltoallv", "dispatch", "verify"} }
+func Families() []string {
+	return []string{"allreduce", "alltoallv", "dispatch", "multicast", "verify"}
+}
 
 // Flags are nvcc's, the same for all families: machine code for Ampere, Hopper and Blackwell, and PTX for what comes
 // later.

@@ -45,6 +45,7 @@ func constants() []Group {
 			{"reduceLineBytes", 64, "what one block of a rank writes for the same block of a peer: five sequence numbers"},
 			{"reduceEntryBytes", 64, "what a rank tells a peer of its call: four words of 12 bytes and a flag"},
 			{"reduceMaxSlots", 8, ""},
+			{"multicastThreads", 512, "of a block of the kernels of multicast"},
 			{"reduceBounds", 65, ""},
 		}},
 		{"Collectives: kernels.Collective.", []Constant{
@@ -72,6 +73,8 @@ func constants() []Group {
 		{"Flags of a reduction. All ranks of a call have the same.", []Constant{
 			{"reduceOneShot", 1, "every rank reduces everything for itself; packets only"},
 			{"reducePull", 2, "an all-gather reads the peers' slices where it can, instead of having them written"},
+			{"reduceWarps", 4, "by multicast: the teams are warps of each block"},
+			{"reduceBlocks", 8, "the same, and they are blocks"},
 		}},
 		{"Flags of an exchange.", []Constant{
 			{"flagStaged", 1, "take messages in through staging even where peers could write dst"},
@@ -236,6 +239,14 @@ func structs() []Struct {
 				{Name: "pad", Type: "u32"},
 				{Name: "packet_bytes", Type: "i64", Doc: "the longest message of packets"},
 				{Name: "bounds", Type: "i64", Count: "reduceBounds", Doc: "slice p is bytes bounds[p] to bounds[p+1]"},
+			},
+		},
+		{
+			Name: "multicast_args", Go: "put",
+			Doc: "One launch of an all-reduce by multicast.",
+			Fields: []Field{
+				{Name: "reduce", Type: "reduce_args"},
+				{Name: "multicast", Type: "u64", Doc: "address at which multicast reaches the beginning of all ranks' segments"},
 			},
 		},
 	}

@@ -1,0 +1,240 @@
+// All-reduce by multicast. Switches add what all ranks have at an address, and store a result on all of them, so every byte crosses each
+// rank's link once in and once out, however many ranks there are. Only sums, and averages of floats that are not widened, go this way (R1).
+// Each element is added once and handed to all, so all ranks have the same bits (R2).
+//
+// The call is cut into groups of one piece for each rank. Three teams of threads deal with a group, one behind the other: one stages this
+// rank's input in its own segment, one reduces this rank's piece of all ranks' staging and stores it in all ranks' staging, and one takes
+// what is then there. A team is some warps of a block, or whole blocks. Where all ranks have a buffer at the same place, nobody stages
+// input or takes results (zero copy).
+//
+// Reads the user's input and writes the user's output, staging in this rank's segment, the multicast addresses of both in all ranks'
+// segments, and the lines of blocks (board.cuh), here for the teams of this rank too.
+#pragma once
+
+#include "board.cuh"
+#include "../multimem.cuh"
+
+namespace sw {
+
+constexpr u32 multicast_warps = SW_MULTICAST_THREADS / 32;
+
+enum : u32 { stager, reducer, taker };
+
+// What the threads of a block know of a call.
+struct multicast_board {
+	u64 from, to; // multicast addresses of the input and the output, SW_NOWHERE: they go through staging
+	u32 go[3];    // what a team's first warp has found out
+};
+
+// Whether multicast reaches a buffer at that place: it lies in the heap's pool, and the call is whole vectors.
+__device__ __forceinline__ bool in_reach(const sw_reduce_args &a, u64 place)
+{
+	return place >> 62 == 0 && (place & 15) == 0 && (a.bounds[a.world.size] & 15) == 0;
+}
+
+// Meets the peers. One warp, while the block's others wait. False when the call cannot go on.
+__device__ __forceinline__ bool make_multicast_board(const sw_multicast_args &m, u64 epoch, multicast_board &b, u32 lane)
+{
+	const sw_reduce_args &a = m.reduce;
+	bool from = in_reach(a, a.src_place), to = in_reach(a, a.dst_place);
+	bool good = meet(a, epoch, lane, [&](u32, const entry &e) {
+		from &= e.src == a.src_place;
+		to &= e.dst == a.dst_place;
+	});
+	from = __any_sync(~0u, !from) == 0;
+	to = __any_sync(~0u, !to) == 0;
+	if (lane == 0) {
+		b.from = from ? m.multicast + a.src_place : SW_NOWHERE;
+		b.to = to ? m.multicast + a.dst_place : SW_NOWHERE;
+	}
+	return good;
+}
+
+template <u32 type> __device__ __noinline__ void reduce_piece(u64 from, u64 to, u32 bytes, u32 thread, u32 threads, ending end)
+{
+	using E = element<type>;
+	auto one = [&](uint4 v) {
+		if (end.op != SW_OP_AVG)
+			return v;
+		typename E::value x[E::per];
+		E::widen(x, v);
+		return result<E>(x, end);
+	};
+	u32 i = 16 * thread, step = 16 * threads;
+#pragma unroll 1
+	for (; i + 3 * step < bytes; i += 4 * step) {
+		uint4 v[4];
+#pragma unroll
+		for (int k = 0; k < 4; k++)
+			v[k] = multimem_sum<type>(from + i + k * step);
+#pragma unroll
+		for (int k = 0; k < 4; k++)
+			multimem_store(to + i + k * step, one(v[k]));
+	}
+#pragma unroll 1
+	for (; i < bytes; i += step)
+		multimem_store(to + i, one(multimem_sum<type>(from + i)));
+}
+
+// Threads with the same work: those of a block, or some of its warps.
+struct multicast_team {
+	const sw_multicast_args &m;
+	const sw_reduce_args &a;
+	u64 epoch;
+	multicast_board &b;
+	u32 role, line, lines; // of so many teams with this role on the rank
+	u32 warp, warps, lane; // of the team
+
+	__device__ __forceinline__ void sync() { part_sync(1 + role, 32 * warps); }
+
+	// What the same teams of a rank tell those of another, or of itself.
+	__device__ __forceinline__ u64 word(u32 dst, u32 src, u64 which) const
+	{
+		return segment(a.world, dst) + a.block.lines + (static_cast<u64>(src) * a.lines + line) * SW_REDUCE_LINE_BYTES + which;
+	}
+
+	// Tells all ranks, or only this one, how many groups the team is through with.
+	__device__ __forceinline__ void tell(u64 which, u32 groups, bool all)
+	{
+		sync();
+		if (warp != 0)
+			return;
+		fence_alias();
+		fence_acq_rel_sys(); // X4: what the team has written comes before the word
+#pragma unroll 1
+		for (u32 p = lane; p < a.world.size; p += 32)
+			if (all || p == a.world.rank)
+				store_relaxed_sys(word(p, a.world.rank, which), seq(epoch, groups));
+	}
+
+	// Waits until all ranks' teams, or only this rank's, have told so. False, for all threads, when the call cannot go on.
+	__device__ __forceinline__ bool await(u64 which, u32 groups, bool all)
+	{
+		if (warp == 0) {
+			bool good = true;
+#pragma unroll 1
+			for (u32 p = lane; p < a.world.size; p += 32) {
+				if (!all && p != a.world.rank)
+					continue;
+				wait w;
+				w.epoch = epoch;
+#pragma unroll 1
+				while (load_acquire_sys(word(a.world.rank, p, which)) < seq(epoch, groups))
+					if (!w.slow(a.world)) {
+						give_up(a.world, w.kind, p, epoch, false);
+						good = false;
+						break;
+					}
+			}
+			fence_alias();
+			good = __any_sync(~0u, !good) == 0;
+			if (lane == 0)
+				b.go[role] = good;
+		}
+		sync();
+		return b.go[role] != 0;
+	}
+
+	__device__ __forceinline__ void reduce(u64 from, u64 to, u32 bytes)
+	{
+		u32 thread = 32 * warp + lane, threads = 32 * warps;
+		ending end(call_op(a), a.world.size);
+		switch (call_type(a)) {
+		case SW_TYPE_FLOAT16:
+			return reduce_piece<SW_TYPE_FLOAT16>(from, to, bytes, thread, threads, end);
+		case SW_TYPE_BFLOAT16:
+			return reduce_piece<SW_TYPE_BFLOAT16>(from, to, bytes, thread, threads, end);
+		case SW_TYPE_FLOAT32:
+			return reduce_piece<SW_TYPE_FLOAT32>(from, to, bytes, thread, threads, end);
+		case SW_TYPE_INT32:
+			return reduce_piece<SW_TYPE_INT32>(from, to, bytes, thread, threads, end);
+		case SW_TYPE_INT64:
+			return reduce_piece<SW_TYPE_INT64>(from, to, bytes, thread, threads, end);
+		default:
+			return reduce_piece<SW_TYPE_FLOAT64>(from, to, bytes, thread, threads, end);
+		}
+	}
+
+	__device__ __forceinline__ void run()
+	{
+		bool stages = b.from == SW_NOWHERE, takes = b.to == SW_NOWHERE;
+		i64 bytes = a.bounds[a.world.size];
+		// A short call is cut finer, so that all lines have a share of it.
+		i64 shares = static_cast<i64>(a.world.size) * lines;
+		i64 piece = min(static_cast<i64>(a.chunk_bytes), ((bytes + shares - 1) / shares + 511) / 512 * 512);
+		i64 each = piece * a.world.size, stride = each * lines, first = each * line;
+		u32 groups = first < bytes ? static_cast<u32>((bytes - first + stride - 1) / stride) : 0;
+		u64 slots = a.block.input_slots + static_cast<u64>(line) * a.slots * a.world.size * a.chunk_bytes;
+		u64 own = own_segment(a.world), peers = m.multicast;
+#pragma unroll 1
+		for (u32 j = 0; j < groups; j++) {
+			i64 at = first + j * stride, n = min(each, bytes - at);
+			u64 slot = slots + static_cast<u64>(j % a.slots) * a.world.size * a.chunk_bytes;
+			// X3: how many groups must be through before the slot is free
+			u32 through = j < a.slots ? 0 : j + 1 - a.slots;
+			if (role == stager) {
+				// who takes results has seen all ranks reduce
+				if (through > 0 && !(takes ? await(results_taken, through, false) : await(results_pushed, through, true)))
+					return;
+				move(own + slot, a.src + static_cast<u64>(at), n, warp, warps, lane);
+				tell(inputs_pushed, j + 1, true);
+			} else if (role == reducer) {
+				if (stages) {
+					if (!await(inputs_pushed, j + 1, true))
+						return;
+				} else if (takes && through > 0 && !await(results_taken, through, true)) {
+					return;
+				}
+				i64 mine = piece * a.world.rank, left = n - mine;
+				if (left > 0) // staging has room for a whole last vector
+					reduce((stages ? peers + slot : b.from + static_cast<u64>(at)) + static_cast<u64>(mine), (takes ? peers + slot : b.to + static_cast<u64>(at)) + static_cast<u64>(mine),
+					       static_cast<u32>((min(piece, left) + 15) / 16 * 16));
+				tell(results_pushed, j + 1, true);
+			} else {
+				if (!await(results_pushed, j + 1, true))
+					return;
+				move(a.dst + static_cast<u64>(at), own + slot, n, warp, warps, lane);
+				tell(results_taken, j + 1, !stages);
+			}
+		}
+		if (role == reducer && !takes && groups > 0) // peers are done with this rank's memory
+			await(results_pushed, groups, true);
+	}
+};
+
+// The kernel. by_blocks: a team is a block, not some of its warps.
+template <bool by_blocks> __device__ __forceinline__ void run_multicast(const sw_multicast_args &m)
+{
+	const sw_reduce_args &a = m.reduce;
+	SW_SHARED(multicast_board, b);
+	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+	await_stream();
+	call_number number;
+	number.load(a.world);
+	u64 epoch = number.epoch();
+	if (__syncthreads_or(epoch == 0))
+		return;
+	if (threadIdx.x == blockDim.x - 1)
+		number.advance(a.world);
+	release_stream();
+	bool good = true;
+	if (warp == 0) {
+		if (blockIdx.x == 0)
+			enter(a, epoch, lane);
+		good = make_multicast_board(m, epoch, b, lane);
+		for (u32 p = lane; good && blockIdx.x == 0 && p < a.world.size; p += 32) {
+			wipe_one(a, epoch, a.block.inputs, p, 0);
+			wipe_one(a, epoch, a.block.results, p, 0);
+		}
+	}
+	if (__syncthreads_or(!good))
+		return;
+	// the roles that there are follow one another
+	u32 first = b.from == SW_NOWHERE ? stager : reducer, roles = 1 + (b.from == SW_NOWHERE) + (b.to == SW_NOWHERE);
+	u32 warps = by_blocks ? multicast_warps : multicast_warps / roles, lines = by_blocks ? gridDim.x / roles : gridDim.x;
+	u32 turn = by_blocks ? blockIdx.x % roles : warp / warps, line = by_blocks ? blockIdx.x / roles : blockIdx.x;
+	if (turn < roles && line < lines)
+		multicast_team{m, a, epoch, b, first + turn, line, lines, by_blocks ? warp : warp % warps, warps, lane}.run();
+}
+
+} // namespace sw

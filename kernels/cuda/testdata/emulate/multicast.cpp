@@ -1,0 +1,230 @@
+// Runs the reductions by multicast on a processor, between reductions of the other kernels, in random worlds and random orders of threads,
+// and checks every byte.
+//
+//	emulate SEED ROUNDS
+#include "allreduce.cu"
+#define main emulate_allreduce
+#include "allreduce.cpp"
+#undef main
+
+namespace {
+
+constexpr u64 nowhere_near = u64{1} << 45; // nothing is mapped there
+
+bool by_multicast(const call &c) { return (c.flags & (SW_REDUCE_WARPS | SW_REDUCE_BLOCKS)) != 0; }
+
+void start_any(const world &w, u32 rank, const job &j, std::vector<emu::block *> &blocks)
+{
+	if (!by_multicast(j.c)) {
+		start(w, rank, j, blocks);
+		return;
+	}
+	auto m = std::make_shared<sw_multicast_args>(sw_multicast_args{arguments(w, j.c, j.ranks[rank], rank), nowhere_near});
+	bool warps = (j.c.flags & SW_REDUCE_WARPS) != 0;
+	for (u32 i = 0; i < j.c.blocks; i++)
+		blocks.push_back(launch(rank, i, j.c.blocks, SW_MULTICAST_THREADS, 0, [m, warps] { warps ? allreduce_multicast_warps(*m) : allreduce_multicast_blocks(*m); }));
+}
+
+// Runs the ranks' calls, each at its own pace; done is called when a rank has ended one.
+bool run_calls(world &w, std::vector<stream> &streams, const std::function<bool(u32, size_t)> &done = {}, const std::function<void(u64)> &each_sweep = {})
+{
+	emu::multicast = {nowhere_near, w.base, w.stride, w.size};
+	std::vector<bool> running(w.size);
+	for (u64 sweep = 0;; sweep++) {
+		bool busy = false;
+		for (u32 r = 0; r < w.size; r++) {
+			stream &s = streams[r];
+			if (ended(s.blocks)) {
+				if (running[r] && done && !done(r, s.next - 1))
+					return false;
+				running[r] = s.next < s.jobs.size();
+				if (running[r])
+					start_any(w, r, *s.jobs[s.next++], s.blocks);
+			}
+			busy = busy || !s.blocks.empty();
+		}
+		if (!busy)
+			return true;
+		if (hangs(sweep))
+			return false;
+		if (each_sweep)
+			each_sweep(sweep);
+		sweep_once([&](u32 rank) { return streams[rank].pace; });
+	}
+}
+
+world multicast_world()
+{
+	u32 size = 2 + draw(draw(8) == 0 ? 6 : 3);
+	return world(size, 3 + draw(4), 2 + draw(2), SW_TILE_BYTES * (1 + draw(2)), draw(2) == 0 ? 3000 : 20000, 1 << 19);
+}
+
+// A call that multicast can do. Buffers are at the same place on all ranks, or not; aligned, or not; of whole vectors, or not.
+job multicast_job(const world &w)
+{
+	static const u32 types[] = {SW_TYPE_FLOAT32, SW_TYPE_FLOAT16, SW_TYPE_BFLOAT16, SW_TYPE_FLOAT64, SW_TYPE_INT32, SW_TYPE_INT64};
+	job j;
+	call &c = j.c;
+	c.collective = SW_REDUCE_SCATTER | SW_ALL_GATHER;
+	c.type = types[draw(6)];
+	c.op = (c.type == SW_TYPE_FLOAT32 || c.type == SW_TYPE_FLOAT64) && draw(3) == 0 ? SW_OP_AVG : SW_OP_SUM;
+	c.flags = draw(2) ? SW_REDUCE_WARPS : SW_REDUCE_BLOCKS;
+	c.packets = false;
+	c.interval = 0;
+	c.blocks = 3 + draw(w.lines - 2);
+	u32 es = element_bytes[c.type];
+	i64 count = draw(5) == 0 ? draw(40) : draw(90000 / es);
+	if (draw(2))
+		count = count / (16 / es) * (16 / es);
+	c.bounds.assign(1, 0);
+	for (u32 p = 0; p < w.size; p++)
+		c.bounds.push_back(p + 1 == w.size ? count * es : min(static_cast<i64>(p + 1) * 64, count * es));
+	j.ranks.resize(w.size);
+	u32 in_shift = draw(3) == 0 ? es * draw(16) : 0, out_shift = draw(3) == 0 ? es * draw(16) : 0;
+	bool in_same = draw(3) != 0, out_same = draw(3) != 0, in_place = draw(4) == 0, far = draw(3) == 0;
+	for (u32 r = 0; r < w.size; r++) {
+		part &k = j.ranks[r];
+		k.src_far = far && draw(2), k.dst_far = far && draw(2);
+		k.src = w.heap + 256 + in_shift + (in_same ? 0 : 16 * draw(8));
+		k.dst = (w.heap + 1024 + c.bytes()) / 256 * 256 + out_shift + (out_same ? 0 : 16 * draw(8));
+		if (in_place)
+			k.dst = k.src;
+		if (max(k.src, k.dst) + c.bytes() + 64 > w.stride) {
+			printf("the world is too small\n");
+			exit(1);
+		}
+	}
+	return j;
+}
+
+job any_job(const world &w)
+{
+	return draw(3) != 0 ? multicast_job(w) : random_job(w);
+}
+
+std::vector<stream> streams_of(const world &w, const job *j, u32 times)
+{
+	std::vector<stream> streams(w.size);
+	for (stream &s : streams) {
+		s.jobs.assign(times, j);
+		s.pace = draw(2) ? 1 : 1 + draw(8);
+	}
+	return streams;
+}
+
+// Several calls, by multicast and not, in the same control block.
+bool mixed()
+{
+	world w = multicast_world();
+	for (u32 n = 1 + draw(3), i = 1; i <= n; i++) {
+		job j = any_job(w);
+		fill(w, j, i);
+		std::vector<stream> streams = streams_of(w, &j, 1);
+		std::vector<u8> whole = outcome(w, j);
+		if (!run_calls(w, streams, [&](u32 r, size_t) { return no_faults(w) && right(w, j, whole, r); }))
+			return false;
+	}
+	return true;
+}
+
+// The same call many times: a rank may be a call ahead of another. A rank that has ended one clears its output, which the next one writes, and
+// changes its input, which no other rank may still read.
+bool multicast_in_a_row()
+{
+	world w = multicast_world();
+	job j = multicast_job(w);
+	for (u32 r = 0; r < w.size; r++) {
+		part &k = j.ranks[r];
+		if (k.dst == k.src)
+			k.dst += (j.c.bytes() + 511) / 256 * 256;
+	}
+	fill(w, j, 1);
+	std::vector<stream> streams = streams_of(w, &j, 2 + draw(4));
+	std::vector<u8> whole = outcome(w, j);
+	return run_calls(w, streams, [&](u32 r, size_t) {
+		if (!no_faults(w) || !right(w, j, whole, r))
+			return false;
+		memset(reinterpret_cast<void *>(w.segment(r) + j.ranks[r].dst), poison, j.c.dst_bytes(r));
+		memcpy(reinterpret_cast<void *>(w.segment(r) + j.ranks[r].src), j.inputs[r].data(), j.inputs[r].size());
+		return true;
+	});
+}
+
+// A rank calls something else, in length, operator or kernel: all hear of it, nothing is written, and the next call works.
+bool multicast_disagreement()
+{
+	world w = multicast_world();
+	job j = multicast_job(w), other = j;
+	for (job *x : {&j, &other})
+		for (part &k : x->ranks)
+			k.timeout_ns = 200'000'000;
+	u32 odd = draw(w.size), es = element_bytes[j.c.type];
+	switch (draw(3)) {
+	case 0:
+		other.c.flags ^= SW_REDUCE_WARPS | SW_REDUCE_BLOCKS;
+		break;
+	case 1:
+		other.c.flags = 0;
+		other.ranks[odd].wrong = 2; // of the operator
+		break;
+	default:
+		if (j.c.bytes() == 0)
+			other.ranks[odd].wrong = 2;
+		else
+			other.ranks[odd].short_by = min(j.c.bytes() - j.c.bounds[w.size - 1], static_cast<i64>(es));
+		if (other.ranks[odd].short_by == 0)
+			other.ranks[odd].wrong = 2;
+	}
+	fill(w, j, 1);
+	std::vector<stream> streams = streams_of(w, &j, 1);
+	streams[odd].jobs = {&other};
+	if (!run_calls(w, streams))
+		return false;
+	for (u32 r = 0; r < w.size; r++) {
+		if (w.fault(r) != SW_FAULT_MISMATCH) {
+			printf("rank %u has fault %u with rank %u\n", r, w.fault(r), w.faults[r].peer);
+			return false;
+		}
+		w.faults[r] = {};
+		at<sw_control>(w.segment(r) + w.block.control).fault = SW_FAULT_NONE;
+		const u8 *out = reinterpret_cast<const u8 *>(w.segment(r) + j.ranks[r].dst);
+		for (i64 i = 0; i < j.c.dst_bytes(r) && j.ranks[r].dst != j.ranks[r].src; i++)
+			if (out[i] != poison) {
+				printf("rank %u has an output\n", r);
+				return false;
+			}
+	}
+	job good = any_job(w);
+	fill(w, good, 2);
+	streams = streams_of(w, &good, 1);
+	std::vector<u8> whole = outcome(w, good);
+	return run_calls(w, streams, [&](u32 r, size_t) { return no_faults(w) && right(w, good, whole, r); });
+}
+
+bool multicast_end_of_waits(bool aborted)
+{
+	world w = multicast_world();
+	job j = multicast_job(w);
+	for (part &k : j.ranks)
+		k.timeout_ns = aborted ? u64{1} << 50 : 300'000;
+	fill(w, j, 1);
+	std::vector<stream> streams = streams_of(w, &j, 1);
+	u32 away = draw(w.size);
+	streams[away].jobs.clear();
+	return run_calls(w, streams, {}, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
+}
+
+} // namespace
+
+int main(int count, char **words)
+{
+	return run_all(count, words,
+		       {
+			   {"mixed", mixed},
+			   {"in a row", multicast_in_a_row},
+			   {"disagreement", multicast_disagreement},
+			   {"deadline", [] { return multicast_end_of_waits(false); }},
+			   {"abort", [] { return multicast_end_of_waits(true); }},
+		       },
+		       [](u64 i) { return i % 8 < 3 ? 0 : i % 8 < 5 ? 1 : i % 8 - 3; });
+}
