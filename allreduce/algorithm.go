@@ -59,6 +59,7 @@ type selector struct {
 	gpu      bool
 	channels *kernels.ReduceChannels
 	table    estimates // on GPUs
+	byMulticast
 }
 
 // ways are those that a call can take.
@@ -97,6 +98,7 @@ func (s *selector) choose(r *kernels.Reduction) error {
 		}
 		r.Blocks = max(1, min(r.Blocks, s.channels.Blocks))
 	}
+	s.overrule(r)
 	if math.IsInf(lowest, 1) {
 		c := s.channels
 		return invalid("%v, %d bytes for one peer: algorithm %q with OneShotBytes %d and SlotBytes %d cannot do that",
@@ -208,7 +210,9 @@ type Decision struct {
 	// Chunks is the largest number of chunks that one rank hands to another; 0 in one-shot and in packets. Buffers that a GPU's peers can
 	// reach need none.
 	Chunks int64
-	// Candidates holds every estimate.
+	// Multicast is the pipeline of a call that goes by multicast, which then has two shots.
+	Multicast kernels.Pipeline
+	// Candidates holds every estimate, and with Options.Multicast what became of that.
 	Candidates []Candidate
 }
 
@@ -216,7 +220,7 @@ type Decision struct {
 // ranks read the others' slices of a gather, with "push" they write their input into the others' staging.
 type Candidate struct {
 	Algorithm    string
-	Microseconds float64 // +Inf: cannot do it
+	Microseconds float64 // +Inf: cannot do it; NaN: has not been measured
 	Why          string
 }
 
@@ -227,7 +231,11 @@ func (d Decision) String() string {
 	if d.Forced {
 		how = "forced"
 	}
-	fmt.Fprintf(&b, "%s (%s); %d chunks", d.Way, how, d.Chunks)
+	name := d.Way
+	if d.Multicast != kernels.NoMulticast {
+		name, how = d.Way+" "+d.Multicast.String(), "asked for"
+	}
+	fmt.Fprintf(&b, "%s (%s); %d chunks", name, how, d.Chunks)
 	if d.Blocks > 0 {
 		fmt.Fprintf(&b, ", %d multiprocessors", d.Blocks)
 	}
@@ -235,6 +243,10 @@ func (d Decision) String() string {
 		fmt.Fprintf(&b, " at %g GB/s", d.Rate)
 	}
 	for _, c := range d.Candidates {
+		if math.IsNaN(c.Microseconds) {
+			fmt.Fprintf(&b, "\n  %-15s    no estimate  %s", c.Algorithm, c.Why)
+			continue
+		}
 		fmt.Fprintf(&b, "\n  %-15s %10.1f us  %s", c.Algorithm, c.Microseconds, c.Why)
 	}
 	return b.String()
@@ -242,7 +254,10 @@ func (d Decision) String() string {
 
 // explain describes the choice that has been made for r, and leaves r in no particular state.
 func (s *selector) explain(r *kernels.Reduction) Decision {
-	d := Decision{Algorithm: r.Algorithm.String(), Way: way{r.Algorithm, r.Packets, r.Pull, r.Push}.String(), Packets: r.Packets, Blocks: r.Blocks, Rate: r.Rate, Forced: s.forced != ""}
+	d := Decision{Algorithm: r.Algorithm.String(), Way: way{r.Algorithm, r.Packets, r.Pull, r.Push}.String(), Packets: r.Packets, Blocks: r.Blocks, Rate: r.Rate, Forced: s.forced != "", Multicast: r.Multicast}
+	if d.Multicast != kernels.NoMulticast {
+		d.Way = multicastWay
+	}
 	if r.Algorithm != kernels.OneShot && !r.Packets {
 		d.Chunks = r.Messages()
 	}
@@ -250,5 +265,6 @@ func (s *selector) explain(r *kernels.Reduction) Decision {
 		us, _, why := s.cost(r, w)
 		d.Candidates = append(d.Candidates, Candidate{w.String(), us, why})
 	}
+	d.Candidates = append(d.Candidates, s.about(&r.Call, d.Multicast)...)
 	return d
 }

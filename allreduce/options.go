@@ -44,6 +44,13 @@ type Options struct {
 	MaxSMs int
 	// Table is what is selected by on GPUs. nil is a table measured on H200s. On the host device there is none.
 	Table *Table
+	// Multicast has all-reduces on GPUs travel by NVLink multicast where it can do them (R1: sums, but of uint8 and float8, and averages of
+	// float32 and float64); other calls travel as without it. "warps" and "blocks" name the pipeline for such calls of every size, "auto" leaves
+	// small ones to packets and chooses by the size. Empty, the default, is never. The heap needs memory.Options.Multicast, else it is an
+	// ErrInvalid; where that is off all the same, so is this, and Explain says why. Multicast has never run on hardware: it has been tested on an
+	// emulated driver and with its kernels on a processor. In what order a switch adds is not known, so nor is whether results of floats are the
+	// same bits from run to run; they are on all ranks.
+	Multicast string
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
 	Timeout time.Duration
 	// Validate has the ranks compare every call on the control plane first, so that a rank that refuses its arguments is
@@ -54,7 +61,7 @@ type Options struct {
 
 // validate checks the options and completes them by the defaults of an engine.
 func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.ReduceChannels, error) {
-	c := kernels.ReduceChannels{Size: size, OneShotBytes: o.OneShotBytes, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes, Blocks: o.MaxSMs}
+	c := kernels.ReduceChannels{Size: size, OneShotBytes: o.OneShotBytes, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes, Blocks: o.MaxSMs, Multicast: o.Multicast != ""}
 	switch {
 	case o.Algorithm != "" && !slices.ContainsFunc(kernels.ReduceAlgorithms(), func(a kernels.ReduceAlgorithm) bool { return a.String() == o.Algorithm }):
 		return c, invalid("no algorithm is called %q; there are %v", o.Algorithm, kernels.ReduceAlgorithms())
@@ -68,6 +75,9 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 		return c, invalid("Options.Slots is %d, want 2 to %d", o.Slots, 1<<10)
 	case o.SlotBytes < 0 || o.SlotBytes > 1<<30 || o.SlotBytes%kernels.LineBytes != 0:
 		return c, invalid("Options.SlotBytes is %d, want a multiple of %d, at most %d", o.SlotBytes, kernels.LineBytes, 1<<30)
+	}
+	if err := o.validateMulticast(); err != nil {
+		return c, err
 	}
 	switch {
 	case !gpu && o.Table != nil:
@@ -83,6 +93,9 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 		}
 	}
 	e.Defaults(&c)
+	if o.Multicast == blockMulticast && c.Blocks < leastPipelineBlocks {
+		return c, invalid("Options.Multicast is %q with %d multiprocessors, want at least %d", o.Multicast, c.Blocks, leastPipelineBlocks)
+	}
 	if o.Timeout == 0 {
 		o.Timeout = 30 * time.Second
 	}
@@ -91,6 +104,6 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.ReduceChannels) string {
-	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, table %s, validate %v",
-		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, o.Table.digest(), o.Validate)
+	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, table %s, multicast %q, validate %v",
+		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, o.Table.digest(), o.Multicast, o.Validate)
 }

@@ -63,6 +63,10 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 	x := &Reducer{}
 	gpu := !h.Serves(memory.Host(make([]byte, 1)))
 	c, err := o.validate(h.Group().Size(), h.Engine(), gpu)
+	reaches, whyNot := h.Multicast()
+	if err == nil && o.Multicast != "" && !reaches && whyNot == "" {
+		err = invalid("Options.Multicast is %q on a heap without memory.Options.Multicast", o.Multicast)
+	}
 	if own.err != nil {
 		err = own.err
 	}
@@ -73,8 +77,9 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 	if o.MaxSMs = blocks; blocks > 0 {
 		c, err = o.validate(h.Group().Size(), h.Engine(), gpu)
 	}
+	c.Multicast = c.Multicast && reaches
 	x.channels, x.options = c, o
-	x.selector = selector{forced: o.Algorithm, gpu: gpu, channels: &x.channels, table: o.Table.forWorld(c.Size, c.Blocks)}
+	x.selector = selector{forced: o.Algorithm, gpu: gpu, channels: &x.channels, table: o.Table.forWorld(c.Size, c.Blocks), byMulticast: byMulticast{o.Multicast, whyNot}}
 	x.c, err = communicator.Open(ctx, h, communicator.Config{
 		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.channels, ExtraBytes: own.bytes, ZeroExtra: own.bytes, Timeout: o.Timeout,
 	}, err)

@@ -1,0 +1,82 @@
+package allreduce
+
+import (
+	"math"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// What Options.Multicast may be, besides empty.
+const (
+	autoMulticast  = "auto"
+	warpMulticast  = "warps"
+	blockMulticast = "blocks"
+)
+
+// multicastWay is its name among the ways of a call.
+const multicastWay = "multicast"
+
+// leastPipelineBlocks is what a block pipeline needs: a block for each step.
+const leastPipelineBlocks = 3
+
+func (o *Options) validateMulticast() error {
+	switch o.Multicast {
+	case "":
+		return nil
+	case autoMulticast, warpMulticast, blockMulticast:
+		if o.Algorithm == kernels.OneShot.String() {
+			return invalid("Options.Multicast is %q with algorithm %q: multicast takes two shots", o.Multicast, o.Algorithm)
+		}
+		return nil
+	}
+	return invalid("Options.Multicast is %q, want %q, %q, %q or nothing", o.Multicast, autoMulticast, warpMulticast, blockMulticast)
+}
+
+// byMulticast is what a selector knows of multicast: Options.Multicast, and why it is in vain, empty where it is not.
+type byMulticast struct{ asked, vain string }
+
+// overrule sends a call by multicast, for which another way has been chosen, if that is asked for and can be. It takes all the blocks that it
+// may have: how few would do has not been measured.
+func (s *selector) overrule(r *kernels.Reduction) {
+	if r.Multicast = s.pipeline(r); r.Multicast != kernels.NoMulticast {
+		s.set(r, throughMemory)
+		r.Blocks, r.Rate = s.channels.Blocks, 0
+	}
+}
+
+// pipeline is how a call goes by multicast. No time of these has been measured. By itself a call takes the pipeline of warps while staging
+// holds all of it at once, because then no step waits for one that has further to go.
+func (s *selector) pipeline(r *kernels.Reduction) kernels.Pipeline {
+	c := s.channels
+	switch {
+	case s.asked == "" || s.vain != "" || !r.Call.Multicastable():
+		return kernels.NoMulticast
+	case s.asked == autoMulticast && r.Packets:
+		return kernels.NoMulticast
+	case s.asked == blockMulticast:
+		return kernels.BlockPipeline
+	case s.asked == warpMulticast || c.Blocks < leastPipelineBlocks:
+		return kernels.WarpPipeline
+	case r.Call.Count*r.Call.DType.Size() <= int64(c.Blocks)*int64(c.Slots)*c.SlotBytes*int64(c.Size):
+		return kernels.WarpPipeline
+	}
+	return kernels.BlockPipeline
+}
+
+// about says why a call goes by multicast or does not, where that is asked for.
+func (m *byMulticast) about(c *kernels.ReduceCall, chosen kernels.Pipeline) []Candidate {
+	x := Candidate{Algorithm: multicastWay, Microseconds: math.NaN()}
+	switch {
+	case m.asked == "":
+		return nil
+	case m.vain != "":
+		x.Microseconds, x.Why = math.Inf(1), m.vain
+	case !c.Multicastable():
+		x.Microseconds, x.Why = math.Inf(1), "multicast only adds: all-reduces by sum, and by average of float32 and float64"
+	case chosen == kernels.NoMulticast:
+		x.Why = "packets are taken for small calls"
+	default:
+		x.Why = "switches add and hand the result to all; it has never run on hardware"
+	}
+	return []Candidate{x}
+}

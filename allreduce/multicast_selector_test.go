@@ -1,0 +1,88 @@
+package allreduce
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// asking selects on GPUs with Options.Multicast; vain is why that is in vain.
+func asking(t *testing.T, c *kernels.ReduceChannels, what, vain string) *selector {
+	s := onGPU(t, c, "")
+	s.byMulticast = byMulticast{what, vain}
+	return s
+}
+
+func TestMulticastIsChosenOnlyWhereItIsAskedForAndAdds(t *testing.T) {
+	c := &kernels.ReduceChannels{Size: 4, OneShotBytes: 512 << 10, Slots: 4, SlotBytes: 32 << 10, Blocks: 96, Multicast: true}
+	const staging = 96 * 4 * (32 << 10) * 4
+	choose := func(s *selector, coll kernels.Collective, bytes int64, dt kernels.DType, o kernels.ReduceOp) *kernels.Reduction {
+		r := gpuReduction(c, coll, bytes)
+		r.Call.Count, r.Call.DType, r.Call.Op = bytes/dt.Size(), dt, o
+		for p := range r.Bounds {
+			r.Bounds[p] = r.Call.Count * int64(p) / int64(c.Size)
+		}
+		require.NoError(t, s.choose(r))
+		x := *r
+		d := s.explain(&x)
+		require.Equal(t, r.Multicast, d.Multicast)
+		require.Equal(t, r.Multicast != kernels.NoMulticast, d.Way == multicastWay)
+		return r
+	}
+	for _, m := range []struct {
+		option string
+		bytes  int64
+		dt     kernels.DType
+		op     kernels.ReduceOp
+		want   kernels.Pipeline
+	}{
+		{"", 64 << 20, kernels.BFloat16, kernels.Sum, kernels.NoMulticast},
+		{"auto", 64 << 10, kernels.BFloat16, kernels.Sum, kernels.NoMulticast},
+		{"auto", staging, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
+		{"auto", staging + 2, kernels.BFloat16, kernels.Sum, kernels.BlockPipeline},
+		{"warps", 64, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
+		{"warps", 1 << 30, kernels.Float16, kernels.Sum, kernels.WarpPipeline},
+		{"blocks", 64, kernels.Int32, kernels.Sum, kernels.BlockPipeline},
+		{"blocks", 64 << 20, kernels.Float32, kernels.Avg, kernels.BlockPipeline},
+		{"blocks", 64 << 20, kernels.Float64, kernels.Avg, kernels.BlockPipeline},
+		{"blocks", 64 << 20, kernels.Int64, kernels.Sum, kernels.BlockPipeline},
+		{"blocks", 64 << 20, kernels.BFloat16, kernels.Avg, kernels.NoMulticast}, // rounds twice
+		{"blocks", 64 << 20, kernels.Float32, kernels.Max, kernels.NoMulticast},
+		{"blocks", 64 << 20, kernels.Float32, kernels.Prod, kernels.NoMulticast},
+		{"blocks", 64 << 20, kernels.Uint8, kernels.Sum, kernels.NoMulticast},
+		{"blocks", 64 << 20, kernels.Float8E4M3, kernels.Sum, kernels.NoMulticast},
+	} {
+		r := choose(asking(t, c, m.option, ""), kernels.AllReduce, m.bytes, m.dt, m.op)
+		require.Equal(t, m.want, r.Multicast, "%+v", m)
+		if m.want != kernels.NoMulticast {
+			require.Equal(t, []any{kernels.TwoShot, false, false, false, 0.0}, []any{r.Algorithm, r.Packets, r.Pull, r.Push, r.Rate})
+			require.GreaterOrEqual(t, r.Blocks, leastPipelineBlocks)
+		}
+		without := choose(asking(t, c, m.option, "rank 1: its GPU has none"), kernels.AllReduce, m.bytes, m.dt, m.op)
+		require.Equal(t, kernels.NoMulticast, without.Multicast)
+		plain := choose(asking(t, c, "", ""), kernels.AllReduce, m.bytes, m.dt, m.op)
+		require.Equal(t, plain.Packets, without.Packets, "as without the option")
+	}
+	for _, coll := range []kernels.Collective{kernels.ReduceScatter, kernels.AllGather} {
+		require.Equal(t, kernels.NoMulticast, choose(asking(t, c, "warps", ""), coll, 64<<20, kernels.BFloat16, kernels.Sum).Multicast)
+	}
+}
+
+func TestExplainSaysWhatBecameOfMulticast(t *testing.T) {
+	c := &kernels.ReduceChannels{Size: 4, OneShotBytes: 512 << 10, Slots: 4, SlotBytes: 32 << 10, Blocks: 96, Multicast: true}
+	say := func(s *selector, bytes int64, o kernels.ReduceOp) string {
+		r := gpuReduction(c, kernels.AllReduce, bytes)
+		r.Call.Op = o
+		require.NoError(t, s.choose(r))
+		return s.explain(r).String()
+	}
+	require.NotContains(t, say(asking(t, c, "", ""), 64<<20, kernels.Sum), "multicast")
+	s := asking(t, c, "auto", "")
+	require.Regexp(t, `^multicast block pipeline \(asked for\); (.|\n)*multicast +no estimate  .*never run on hardware`, say(s, 128<<20, kernels.Sum))
+	require.Regexp(t, `^one-shot packet \(lowest(.|\n)*multicast +no estimate  packets are taken`, say(s, 64<<10, kernels.Sum))
+	require.Regexp(t, `^two-shot( push)? \(lowest(.|\n)*multicast +\+Inf us  multicast only adds`, say(s, 64<<20, kernels.Max))
+	s.vain = "rank 0: its environment forbids it (NCCL_NVLS_ENABLE=0)"
+	require.Regexp(t, `^two-shot( push)? \(lowest(.|\n)*multicast +\+Inf us  rank 0: its environment`, say(s, 64<<20, kernels.Sum))
+}
