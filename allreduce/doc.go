@@ -28,11 +28,20 @@
 // the buffers themselves where peers can reach them, and through staging where not. There is no ring. All ranks take equally many
 // multiprocessors, which Options.MaxSMs bounds. Calls can be captured into a CUDA graph.
 //
+// # Multicast
+//
+// With Options.Multicast, on a heap with memory.Options.Multicast, all-reduces that only add go by NVLink multicast: every rank has the switches
+// add one part of the elements, and store the result on all ranks. Each byte then crosses a rank's link once in and once out, however many
+// ranks there are. Input is staged and results are taken from staging, by other warps or other blocks, except where all ranks have the
+// buffer at the same place of the heap, at a multiple of 16 bytes, and it is whole 16 bytes. These paths have never run on hardware. They are
+// off by default, and wherever NCCL_NVLS_ENABLE=0, NVSHMEM_DISABLE_NVLS=1 or TORCH_SYMM_MEM_DISABLE_MULTICAST=1 is set.
+//
 // # What the result is
 //
 // One-shot and two-shot combine elements in the order of the ranks; a ring begins with the rank after the slice's owner
 // and ends with the owner. Floats of 16 and 8 bits are combined in float32, also on their way around a ring, and rounded
 // once. Every element is combined by one rank, or by all in the same order: with one algorithm the result is the same bits
-// on every rank and every time, in place or not, whatever the alignment. Integers wrap around. Min and Max propagate NaN.
+// on every rank and every time, in place or not, whatever the alignment. By multicast it is the same bits on every rank; in what order a switch
+// adds floats is not known. Integers wrap around. Min and Max propagate NaN.
 // An average is the sum divided by the number of ranks, and is refused for integers.
 package allreduce

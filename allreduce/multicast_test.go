@@ -2,10 +2,12 @@ package allreduce_test
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
@@ -59,4 +61,99 @@ func TestReducersHaveNoMulticastWhereItIsForbidden(t *testing.T) {
 		require.Zero(r.T, emulated.Multicast.Of(r.T, gpuOf(r)))
 		r.Must(x.Close(r.Ctx))
 	})
+}
+
+// Reducers on the emulated driver, whose processor runs the kernels on the heap's own memory: every placement of the buffers, each type that
+// multicast adds, and calls that it cannot do between them.
+func TestMulticastReducesLikeTheHost(t *testing.T) {
+	if !emulated.Kernels(t, "../kernels/cuda") {
+		return
+	}
+	adds := []kernels.DType{kernels.Float32, kernels.BFloat16, kernels.Float16, kernels.Int32, kernels.Int64, kernels.Float64}
+	for i, by := range []memory.Multicast{memory.MulticastByFile, memory.MulticastByFabric} {
+		for k, pipeline := range []string{"warps", "blocks", "auto"} {
+			if testing.Short() && i != k {
+				continue
+			}
+			ranks := 2 + (i+k)%2
+			worldtest.GPUHeaps(t, ranks, memory.Options{SegmentBytes: 1 << 20, Multicast: by}, func(r *worldtest.Rank) {
+				x, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{Multicast: pipeline, MaxSMs: 3, OneShotBytes: 4 << 10, SlotBytes: 4096, Slots: 2})
+				r.Must(err)
+				y := newYard(r, 1<<20) // in what the heap has grown by
+				before, blocks := emulated.Launches.Of(r.T, gpuOf(r)), emulated.BlockLaunches.Of(r.T, gpuOf(r))
+				r.Barrier()
+				number := 0
+				call := func(dt kernels.DType, op kernels.ReduceOp, count int64, p place) {
+					j := job{coll: kernels.AllReduce, dt: dt, op: op, count: count, number: number}
+					number++
+					if err := j.check(y.perform(x, j, p), r.Rank(), ranks, 0); err != nil {
+						r.Must(err)
+					}
+				}
+				const count = 20_000
+				for n, dt := range adds {
+					call(dt, kernels.Sum, count+int64(n)%3, place{inPlace: n%2 == 0, in: n % 2, out: n / 2 % 2})
+				}
+				for where := range 8 {
+					mine := where
+					if where >= 4 { // ranks have their buffers in other places
+						mine = (where + r.Rank()) % 4
+					}
+					call(kernels.BFloat16, kernels.Sum, count, place{in: mine % 2, out: mine / 2, inAt: int64(where / 4 * 16 * r.Rank())})
+				}
+				call(kernels.Float32, kernels.Avg, count, place{inPlace: true})
+				r.Barrier()
+				launches := emulated.Launches.Of(r.T, gpuOf(r)) - before
+				require.Equal(r.T, ranks*number, launches)
+				blocks = emulated.BlockLaunches.Of(r.T, gpuOf(r)) - blocks
+				require.Equal(r.T, pipeline == "blocks", blocks == launches)
+				require.Equal(r.T, pipeline == "warps", blocks == 0)
+				r.Barrier()
+				call(kernels.Float32, kernels.Max, count, place{})
+				call(kernels.BFloat16, kernels.Avg, count, place{})
+				r.Barrier()
+				require.Equal(r.T, launches, emulated.Launches.Of(r.T, gpuOf(r))-before, "an average of bfloat16 and a maximum go another way")
+				d, err := x.Explain(kernels.AllReduce, 1<<20, kernels.BFloat16)
+				r.Must(err)
+				require.NotEqual(r.T, kernels.NoMulticast, d.Multicast)
+				r.Must(x.Close(r.Ctx))
+				y.close()
+			})
+		}
+	}
+	heap := memory.Options{SegmentBytes: 1 << 20, Multicast: memory.MulticastByFile}
+	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "warps") })
+	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "blocks") })
+}
+
+// multicastFaults has ranks that call different things hear of it and go on (F3), and one that waits in vain name the other (F1).
+func multicastFaults(r *worldtest.Rank, pipeline string) {
+	o := allreduce.Options{Multicast: pipeline, MaxSMs: 3, OneShotBytes: -1, SlotBytes: 4096, Slots: 2}
+	x, err := allreduce.New(r.Ctx, r.Heap, o)
+	r.Must(err)
+	o.Timeout = 500 * time.Microsecond // of a clock that goes 50 ns in every turn of the threads
+	impatient, err := allreduce.New(r.Ctx, r.Heap, o)
+	r.Must(err)
+	b, err := r.Heap.Alloc(64 << 10)
+	r.Must(err)
+	r.Barrier()
+	for range 2 {
+		var differ *kernels.CallMismatchError
+		err = x.AllReduce(nil, b.View().Slice(0, 40_000+int64(4*r.Rank())), b.View().Slice(0, 40_000+int64(4*r.Rank())), kernels.Float32, kernels.Sum)
+		require.ErrorAs(r.T, err, &differ)
+		require.Equal(r.T, []int64{10_000 + int64(r.Rank()), 10_001 - int64(r.Rank())}, []int64{differ.Mine.Count, differ.Theirs.Count})
+		r.Barrier()
+		r.Must(x.AllReduce(nil, b.View(), b.View(), kernels.Float32, kernels.Sum))
+		r.Barrier()
+	}
+	if r.Rank() == 0 {
+		var missing *comm.PeerError
+		err = impatient.AllReduce(nil, b.View(), b.View(), kernels.Float32, kernels.Sum)
+		require.ErrorIs(r.T, err, comm.ErrTimeout)
+		require.ErrorAs(r.T, err, &missing)
+		require.Equal(r.T, 1, missing.Rank)
+	}
+	r.Barrier()
+	r.Must(impatient.Close(r.Ctx))
+	r.Must(x.Close(r.Ctx))
 }

@@ -1,6 +1,6 @@
 // Package emulated runs tests on a CUDA driver that needs no GPU (testdata/driver.cpp): memory, its handles and mappings, multicast
-// objects, streams that run at once, and kernels that do nothing. It counts who refers to what, refuses what the driver's documentation
-// forbids, and fails on demand. Only files of tests import it.
+// objects, streams that run at once, and kernels, which do nothing or, those of reductions, run on the processor. It counts who refers to what,
+// refuses what the driver's documentation forbids, and fails on demand. Only files of tests import it.
 package emulated
 
 import (
@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -41,18 +42,19 @@ type Count int32
 
 // The counts. Calls, Fired, Memory and Others are of one device, the others of the process.
 const (
-	Handles      Count = iota // of memory and multicast objects
-	Mappings                  // of both
-	Binds                     // of memory to multicast objects
-	Files                     // exported descriptors that are open
-	Memory                    // MiB that exist
-	Multicast                 // MiB of multicast objects that exist
-	Reservations              // of addresses
-	Others                    // streams, events, modules, pinned buffers and retained contexts
-	Mistakes                  // what the driver could not refuse and nobody should do
-	Calls                     // since Fail
-	Fired                     // 1: the call that Fail has named has failed
-	Launches                  // of kernels with multicast in their names
+	Handles       Count = iota // of memory and multicast objects
+	Mappings                   // of both
+	Binds                      // of memory to multicast objects
+	Files                      // exported descriptors that are open
+	Memory                     // MiB that exist
+	Multicast                  // MiB of multicast objects that exist
+	Reservations               // of addresses
+	Others                     // streams, events, modules, pinned buffers and retained contexts
+	Mistakes                   // what the driver could not refuse and nobody should do
+	Calls                      // since Fail
+	Fired                      // 1: the call that Fail has named has failed
+	Launches                   // of kernels of multicast
+	BlockLaunches              // of those in which blocks work together
 )
 
 // Leaks are the counts that are as before when all has been given back.
@@ -63,7 +65,7 @@ func Leaks() []Count {
 // String is the count's name.
 func (c Count) String() string {
 	return [...]string{"handles", "mappings", "binds", "files", "MiB of memory", "MiB of multicast objects", "reservations", "streams, events and the like",
-		"mistakes", "calls", "failures", "launches"}[c]
+		"mistakes", "calls", "failures", "launches", "launches of blocks"}[c]
 }
 
 // The driver's ways of hearing a test.
@@ -96,8 +98,8 @@ func WithoutMulticast(t *testing.T, c *cuda.Context) {
 // child names the variable that tells a test that it runs on the emulated driver.
 const child = "SWITCHYARD_TEST_EMULATED"
 
-// build compiles the driver, once a process.
-var build = sync.OnceValues(func() ([]byte, error) {
+// build compiles the driver, and more sources.
+func build(flags ...string) ([]byte, error) {
 	compiler := os.Getenv("CXX")
 	for _, name := range []string{"c++", "g++", "clang++"} {
 		if _, err := exec.LookPath(name); err == nil && compiler == "" {
@@ -116,16 +118,49 @@ var build = sync.OnceValues(func() ([]byte, error) {
 	if err := os.WriteFile(from, source, 0o666); err != nil {
 		return nil, err
 	}
-	c := exec.Command(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", to, from)
-	if out, err := c.CombinedOutput(); err != nil {
+	args := append([]string{"-std=c++20", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", to, from}, flags...)
+	if out, err := exec.Command(compiler, args...).CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("compile the driver: %w\n%s", err, out)
 	}
 	return os.ReadFile(to)
-})
+}
+
+// idle builds the driver whose kernels do nothing, once a process.
+var idle = sync.OnceValues(func() ([]byte, error) { return build() })
 
 // Driver reports whether this process has the emulated driver. Where it has not, it builds one, runs the test again in a process that has,
 // and reports false when that has passed: the test then returns. In that process nothing forbids multicast; a real driver is never there.
 func Driver(t *testing.T) bool {
+	t.Helper()
+	return run(t, idle)
+}
+
+// Kernels is Driver for a test that has kernels of reductions run, whose sources are in folder, kernels/cuda from the module's root. A
+// processor takes turns among all of their threads, so the fewer the better.
+func Kernels(t *testing.T, folder string) bool {
+	t.Helper()
+	if runtime.GOARCH != "amd64" {
+		t.Skip("the emulation switches stacks in the instructions of amd64")
+	}
+	emulation := filepath.Join(folder, "testdata", "emulate")
+	if _, err := os.Stat(emulation); err != nil {
+		t.Skip("the sources are not beside the test binary")
+	}
+	// Look at every source, so that go test does not take a result from its cache that they have outdated.
+	for _, root := range []string{folder, filepath.Join(folder, "..", "..", "internal", "cuda", "layout")} {
+		require.NoError(t, filepath.WalkDir(root, func(path string, d os.DirEntry, err error) error {
+			if err == nil && !d.IsDir() {
+				_, err = os.Stat(path)
+			}
+			return err
+		}))
+	}
+	return run(t, func() ([]byte, error) {
+		return build("-Wno-unknown-pragmas", `-DSW_EMULATED="emulated.h"`, "-I"+emulation, "-I"+folder, filepath.Join(emulation, "device.cpp"), "-lpthread")
+	})
+}
+
+func run(t *testing.T, build func() ([]byte, error)) bool {
 	t.Helper()
 	if os.Getenv(child) != "" {
 		d, err := cuda.Open()
@@ -153,7 +188,7 @@ func Driver(t *testing.T) bool {
 	require.NoError(t, err)
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "libcuda.so.1"), library, 0o777))
-	args := []string{"-test.run=^" + t.Name() + "$", "-test.count=1"}
+	args := []string{"-test.run=^" + t.Name() + "$", "-test.count=1", "-test.timeout=5m"}
 	if testing.Short() {
 		args = append(args, "-test.short")
 	}

@@ -1,7 +1,8 @@
 // A CUDA driver without GPUs, for tests of what talks to the driver: the part of the driver API that Switchyard uses, as a libcuda.so.1.
 //
 // Memory of a device is a memfd. An address that is mapped and accessible can be read and written by the process too, except one of a
-// multicast object. Streams run their work at once; kernels are looked up and launched, and do nothing.
+// multicast object. Streams run their work at once, except kernels. The library is linked with what runs those
+// (kernels/cuda/testdata/emulate/device.cpp), or they are launched and do nothing.
 //
 // An object, which is memory or a multicast object, lives as long as somebody refers to it: by a handle, a mapping, a bind, or a file
 // descriptor that is open, in whatever process or message. A fabric handle is no reference. What the driver's documentation forbids is
@@ -24,6 +25,13 @@
 #include <unistd.h>
 #include <vector>
 
+// Of what runs kernels, where there is something.
+extern "C" {
+__attribute__((weak)) void emu_enqueue(uint64_t stream, uint32_t device, const char *name, uint32_t grid, const void *args);
+__attribute__((weak)) uint64_t emu_put(uint64_t stream);
+__attribute__((weak)) int emu_ran(uint64_t stream, uint64_t n, int wait);
+}
+
 namespace {
 
 using i32 = int32_t;
@@ -31,7 +39,7 @@ using u32 = uint32_t;
 using u64 = uint64_t;
 
 // Results.
-enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, ILLEGAL_STATE = 401, NOT_FOUND = 500, UNKNOWN = 999 };
+enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, UNKNOWN = 999 };
 
 constexpr i32 devices = 4;
 constexpr u64 MiB = 1 << 20, GiB = u64{1} << 30;
@@ -42,7 +50,7 @@ constexpr i32 posix_file = 1, fabric = 8;
 
 // What a test reads: attributes of a device from `counts` on.
 constexpr i32 counts = 1 << 20;
-enum { HANDLES, MAPPINGS, BINDS, FILES, MEMORY, MULTICAST, RESERVATIONS, OTHERS, MISTAKES, CALLS, FIRED, LAUNCHES };
+enum { HANDLES, MAPPINGS, BINDS, FILES, MEMORY, MULTICAST, RESERVATIONS, OTHERS, MISTAKES, CALLS, FIRED, LAUNCHES, BLOCK_LAUNCHES };
 
 // What a test sets: attributes of this function.
 constexpr u64 settings = 0xE000;
@@ -62,6 +70,7 @@ struct object {
 	i32 kinds = 0; // of handles by which it can leave the process
 	int file = -1;
 	ino_t inode = 0;
+	void *here = MAP_FAILED; // memory that is bound, for kernels
 	u64 id = 0;
 	u32 handles = 0, mappings = 0, binds = 0;
 	u32 files = 0; // that have ever been exported: each has a lock on a byte of its own
@@ -95,9 +104,13 @@ std::map<u64, mapping> mappings;
 std::map<u64, plain> plains;
 std::map<u64, i32> others; // streams, events and modules, by device
 std::map<u64, std::string> functions;
+struct mark {
+	u64 stream, put;
+};
+std::map<u64, mark> marks; // by event
 i32 retained[devices];
 i32 fail_in[devices], calls[devices], fired[devices];
-i32 mistakes = 0, launches = 0;
+i32 mistakes = 0, launches = 0, block_launches = 0;
 bool no_multicast = false;
 thread_local std::vector<u64> current; // contexts
 
@@ -132,6 +145,8 @@ void sweep()
 				for (bind &b : o->bound)
 					b.memory->binds--;
 				close(o->file);
+				if (o->here != MAP_FAILED)
+					munmap(o->here, o->bytes);
 				objects.erase(o);
 				delete o;
 				again = true;
@@ -152,6 +167,11 @@ u64 handle_to(object *o)
 	handles[++last_id] = o;
 	return last_id;
 }
+
+// Whether the launches of a stream so far, or up to a number, have run.
+u64 put_of(u64 stream) { return emu_put != nullptr ? emu_put(stream) : 0; }
+bool ran(u64 stream, u64 n, bool wait) { return emu_ran == nullptr || emu_ran(stream, n, wait) != 0; }
+void drain(u64 stream) { ran(stream, put_of(stream), true); }
 
 // Every call of a device begins here. True: the test wants it to fail.
 bool injected(i32 device)
@@ -247,6 +267,11 @@ struct access_desc { // CUmemAccessDesc
 };
 
 
+struct launch_config { // CUlaunchConfig
+	u32 grid[3], block[3], shared_bytes;
+	u64 stream;
+};
+
 object *new_object(u64 bytes, i32 kinds, bool multicast)
 {
 	auto *o = new object;
@@ -307,8 +332,10 @@ i32 count_of(i32 which, i32 device)
 		return calls[device];
 	case FIRED:
 		return fired[device];
-	default:
+	case LAUNCHES:
 		return launches;
+	default:
+		return block_launches;
 	}
 }
 
@@ -425,7 +452,15 @@ i32 emu_cuCtxPopCurrent(u64 *c)
 
 i32 emu_cuCtxSynchronize()
 {
-	CALL_OR_FAIL(here());
+	std::vector<u64> streams;
+	{
+		CALL_OR_FAIL(here());
+		for (auto &o : others)
+			if (o.second == here())
+				streams.push_back(o.first);
+	}
+	for (u64 s : streams)
+		drain(s);
 	return OK;
 }
 
@@ -450,26 +485,33 @@ i32 emu_cuStreamCreateWithPriority(u64 *s, u32, i32)
 
 i32 emu_cuStreamDestroy(u64 s)
 {
+	drain(s);
 	CALL(here());
 	i32 r = release_other(s);
 	return unlucky ? UNKNOWN : r;
 }
 
-i32 emu_cuStreamSynchronize(u64)
+i32 emu_cuStreamSynchronize(u64 s)
 {
+	drain(s);
 	CALL_OR_FAIL(here());
 	return OK;
 }
 
-i32 emu_cuStreamQuery(u64)
+i32 emu_cuStreamQuery(u64 s)
 {
 	CALL_OR_FAIL(here());
-	return OK;
+	return ran(s, put_of(s), false) ? OK : NOT_READY;
 }
 
-i32 emu_cuStreamWaitEvent(u64, u64, u32)
+i32 emu_cuStreamWaitEvent(u64, u64 e, u32)
 {
-	CALL_OR_FAIL(here());
+	mark m{};
+	{
+		CALL_OR_FAIL(here());
+		m = marks[e];
+	}
+	ran(m.stream, m.put, true);
 	return OK;
 }
 
@@ -486,8 +528,9 @@ i32 emu_cuStreamGetCtx(u64 s, u64 *c)
 	return *c = context_of(i == others.end() ? here() : i->second), OK;
 }
 
-i32 emu_cuStreamWriteValue64(u64, u64 at, u64 value, u32)
+i32 emu_cuStreamWriteValue64(u64 s, u64 at, u64 value, u32)
 {
+	drain(s);
 	CALL_OR_FAIL(here());
 	if (!accessible(at, 8))
 		return INVALID;
@@ -511,28 +554,45 @@ i32 emu_cuEventDestroy(u64 e)
 	return unlucky ? UNKNOWN : r;
 }
 
-i32 emu_cuEventRecord(u64, u64)
+i32 emu_cuEventRecord(u64 e, u64 s)
 {
 	CALL_OR_FAIL(here());
+	marks[e] = {s, put_of(s)};
 	return OK;
 }
 
-i32 emu_cuEventQuery(u64)
+i32 emu_cuEventQuery(u64 e)
 {
 	CALL_OR_FAIL(here());
-	return OK;
+	return ran(marks[e].stream, marks[e].put, false) ? OK : NOT_READY;
 }
 
-i32 emu_cuEventSynchronize(u64)
+i32 emu_cuEventSynchronize(u64 e)
 {
-	CALL_OR_FAIL(here());
-	return OK;
+	return emu_cuStreamWaitEvent(0, e, 0);
 }
 
 i32 emu_cuMemGetInfo(size_t *available, size_t *total)
 {
 	CALL_OR_FAIL(here());
 	return *total = device_capacity, *available = device_capacity - in_use(false, here()), OK;
+}
+
+i32 emu_cuMemAlloc(u64 *at, size_t n)
+{
+	CALL_OR_FAIL(here());
+	*at = reinterpret_cast<u64>(aligned_alloc(4096, (n + 4095) / 4096 * 4096));
+	plains[*at] = {n, here()};
+	return OK;
+}
+
+i32 emu_cuMemFree(u64 p)
+{
+	CALL(here());
+	if (plains.erase(p) == 0)
+		return INVALID;
+	free(reinterpret_cast<void *>(p));
+	return unlucky ? UNKNOWN : OK;
 }
 
 i32 emu_cuMemHostAlloc(void **p, size_t n, u32)
@@ -558,8 +618,9 @@ i32 emu_cuMemHostGetDevicePointer(u64 *at, void *p, u32)
 	return *at = reinterpret_cast<u64>(p), OK;
 }
 
-i32 emu_cuMemcpyAsync(u64 dst, u64 src, size_t n, u64)
+i32 emu_cuMemcpyAsync(u64 dst, u64 src, size_t n, u64 s)
 {
+	drain(s);
 	CALL_OR_FAIL(here());
 	if (!accessible(dst, n) || !accessible(src, n))
 		return INVALID;
@@ -567,8 +628,9 @@ i32 emu_cuMemcpyAsync(u64 dst, u64 src, size_t n, u64)
 	return OK;
 }
 
-i32 emu_cuMemcpyHtoDAsync(u64 dst, const void *src, size_t n, u64)
+i32 emu_cuMemcpyHtoDAsync(u64 dst, const void *src, size_t n, u64 s)
 {
+	drain(s);
 	CALL_OR_FAIL(here());
 	if (is_multicast(dst))
 		return broadcast(dst, src, n) ? OK : INVALID;
@@ -578,8 +640,9 @@ i32 emu_cuMemcpyHtoDAsync(u64 dst, const void *src, size_t n, u64)
 	return OK;
 }
 
-i32 emu_cuMemcpyDtoHAsync(void *dst, u64 src, size_t n, u64)
+i32 emu_cuMemcpyDtoHAsync(void *dst, u64 src, size_t n, u64 s)
 {
+	drain(s);
 	CALL_OR_FAIL(here());
 	if (!accessible(src, n))
 		return INVALID;
@@ -587,8 +650,9 @@ i32 emu_cuMemcpyDtoHAsync(void *dst, u64 src, size_t n, u64)
 	return OK;
 }
 
-i32 emu_cuMemsetD8Async(u64 dst, unsigned char v, size_t n, u64)
+i32 emu_cuMemsetD8Async(u64 dst, unsigned char v, size_t n, u64 s)
 {
+	drain(s);
 	CALL_OR_FAIL(here());
 	if (!accessible(dst, n))
 		return INVALID;
@@ -852,6 +916,8 @@ i32 emu_cuMulticastBindMem(u64 h, size_t at, u64 memory, size_t from, size_t n, 
 	for (bind &b : o->bound)
 		if (b.device == m->device && at < b.at + b.bytes && b.at < at + n)
 			return INVALID;
+	if (emu_enqueue != nullptr && m->here == MAP_FAILED)
+		m->here = mmap(nullptr, m->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, m->file, 0);
 	o->bound.push_back({m->device, at, m, from, n});
 	m->binds++;
 	return OK;
@@ -938,14 +1004,33 @@ i32 emu_cuOccupancyMaxActiveBlocksPerMultiprocessor(i32 *n, u64, i32, size_t)
 	return *n = 2, OK;
 }
 
-i32 emu_cuLaunchKernelEx(const void *, u64 f, void **, void **)
+i32 emu_cuLaunchKernelEx(const launch_config *config, u64 f, void **params, void **)
 {
 	CALL_OR_FAIL(here());
 	auto i = functions.find(f);
 	if (i == functions.end())
 		return INVALID;
 	launches += i->second.find("multicast") != std::string::npos ? 1 : 0;
+	block_launches += i->second.find("multicast_blocks") != std::string::npos ? 1 : 0;
+	if (emu_enqueue != nullptr)
+		emu_enqueue(config->stream, static_cast<u32>(here()), i->second.c_str(), config->grid[0], params[0]);
 	return OK;
+}
+
+// Where the memory behind a multicast address is, by device: all devices of the object must have some.
+u32 emu_multicast(u64 p, u64 *to, u32 room)
+{
+	std::lock_guard<std::mutex> guard(lock);
+	u64 from = 0;
+	mapping *m = mapped(p, 1, &from);
+	if (m == nullptr || !m->what->multicast || m->access.empty())
+		return 0;
+	u32 n = 0;
+	for (i32 device : m->what->added)
+		for (bind &b : m->what->bound)
+			if (b.device == device && from >= b.at && from < b.at + b.bytes && n < room)
+				to[n++] = reinterpret_cast<u64>(b.memory->here) + b.from + from - b.at;
+	return n == m->what->team ? n : 0;
 }
 
 i32 cuGetProcAddress_v2(const char *name, void **fn, i32, u64, i32 *found)
@@ -958,7 +1043,7 @@ i32 cuGetProcAddress_v2(const char *name, void **fn, i32, u64, i32 *found)
 	    ENTRY(cuCtxSynchronize), ENTRY(cuCtxEnablePeerAccess), ENTRY(cuCtxGetStreamPriorityRange), ENTRY(cuStreamCreateWithPriority),
 	    ENTRY(cuStreamDestroy), ENTRY(cuStreamSynchronize), ENTRY(cuStreamQuery), ENTRY(cuStreamWaitEvent), ENTRY(cuStreamIsCapturing),
 	    ENTRY(cuStreamGetCtx), ENTRY(cuStreamWriteValue64), ENTRY(cuThreadExchangeStreamCaptureMode), ENTRY(cuEventCreate), ENTRY(cuEventDestroy),
-	    ENTRY(cuEventRecord), ENTRY(cuEventQuery), ENTRY(cuEventSynchronize), ENTRY(cuMemGetInfo), ENTRY(cuMemHostAlloc), ENTRY(cuMemFreeHost),
+	    ENTRY(cuEventRecord), ENTRY(cuEventQuery), ENTRY(cuEventSynchronize), ENTRY(cuMemGetInfo), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc), ENTRY(cuMemFreeHost),
 	    ENTRY(cuMemHostGetDevicePointer), ENTRY(cuMemcpyAsync), ENTRY(cuMemcpyHtoDAsync), ENTRY(cuMemcpyDtoHAsync), ENTRY(cuMemsetD8Async),
 	    ENTRY(cuPointerGetAttributes), ENTRY(cuMemGetAddressRange), ENTRY(cuMemAddressReserve), ENTRY(cuMemAddressFree), ENTRY(cuMemCreate),
 	    ENTRY(cuMemRelease), ENTRY(cuMemMap), ENTRY(cuMemUnmap), ENTRY(cuMemSetAccess), ENTRY(cuMemExportToShareableHandle),

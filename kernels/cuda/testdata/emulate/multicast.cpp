@@ -10,6 +10,20 @@
 namespace {
 
 constexpr u64 nowhere_near = u64{1} << 45; // nothing is mapped there
+const world *multicast_ranks;
+
+std::vector<u64> reached(u64 p)
+{
+	const world &w = *multicast_ranks;
+	if (p < nowhere_near || p + 16 > nowhere_near + w.stride) {
+		printf("multimem at %#llx, outside the segments\n", static_cast<unsigned long long>(p));
+		exit(1);
+	}
+	std::vector<u64> all;
+	for (u32 r = 0; r < w.size; r++)
+		all.push_back(w.segment(r) + (p - nowhere_near));
+	return all;
+}
 
 bool by_multicast(const call &c) { return (c.flags & (SW_REDUCE_WARPS | SW_REDUCE_BLOCKS)) != 0; }
 
@@ -28,7 +42,8 @@ void start_any(const world &w, u32 rank, const job &j, std::vector<emu::block *>
 // Runs the ranks' calls, each at its own pace; done is called when a rank has ended one.
 bool run_calls(world &w, std::vector<stream> &streams, const std::function<bool(u32, size_t)> &done = {}, const std::function<void(u64)> &each_sweep = {})
 {
-	emu::multicast = {nowhere_near, w.base, w.stride, w.size};
+	multicast_ranks = &w;
+	emu::multicast = reached;
 	std::vector<bool> running(w.size);
 	for (u64 sweep = 0;; sweep++) {
 		bool busy = false;

@@ -6,23 +6,19 @@
 
 namespace emu {
 
-// The addresses of multicast: those of the segments of so many ranks, which lie at equal distances.
-struct multicast_range {
-	u64 at, segments, stride;
-	u32 ranks;
+// Where the ranks' memory behind a multicast address is, in the order of ranks. The program that runs the kernels knows, and ends where there
+// is none.
+inline std::vector<u64> (*multicast)(u64 p);
 
-	// What a multimem instruction may use: whole vectors of a segment's memory.
-	void check(u64 p) const
-	{
-		if (p % 16 != 0 || p < at || p + 16 > at + stride) {
-			printf("multimem at %#llx: multicast has %#llx to %#llx\n", static_cast<unsigned long long>(p), static_cast<unsigned long long>(at),
-			       static_cast<unsigned long long>(at + stride));
-			exit(1);
-		}
+// The same for an instruction, which may use whole vectors.
+inline std::vector<u64> reached(u64 p)
+{
+	if (p % 16 != 0) {
+		printf("multimem at %#llx\n", static_cast<unsigned long long>(p));
+		exit(1);
 	}
-	u64 of(u32 rank, u64 p) const { return segments + rank * stride + (p - at); }
-};
-inline multicast_range multicast;
+	return multicast(p);
+}
 
 } // namespace emu
 
@@ -32,9 +28,8 @@ inline void fence_alias() {}
 
 inline void multimem_store(u64 p, uint4 v)
 {
-	emu::multicast.check(p);
-	for (u32 r = 0; r < emu::multicast.ranks; r++) {
-		at<uint4>(emu::multicast.of(r, p)) = v;
+	for (u64 to : emu::reached(p)) {
+		at<uint4>(to) = v;
 		emu::yield_seldom();
 	}
 }
@@ -42,12 +37,13 @@ inline void multimem_store(u64 p, uint4 v)
 // The sums of all ranks' numbers, in the order of ranks.
 template <typename Wide, int count, typename Get, typename Put> uint4 multimem_fold(u64 p, Get get, Put put)
 {
-	emu::multicast.check(p);
 	Wide sum[count];
-	for (u32 r = 0; r < emu::multicast.ranks; r++) {
-		uint4 v = at<uint4>(emu::multicast.of(r, p));
+	bool first = true;
+	for (u64 from : emu::reached(p)) {
+		uint4 v = at<uint4>(from);
 		for (int i = 0; i < count; i++)
-			sum[i] = r == 0 ? get(v, i) : static_cast<Wide>(sum[i] + get(v, i));
+			sum[i] = first ? get(v, i) : static_cast<Wide>(sum[i] + get(v, i));
+		first = false;
 		emu::yield_seldom();
 	}
 	uint4 v{};
