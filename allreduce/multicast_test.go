@@ -157,3 +157,62 @@ func multicastFaults(r *worldtest.Rank, pipeline string) {
 	r.Must(impatient.Close(r.Ctx))
 	r.Must(x.Close(r.Ctx))
 }
+
+// Each call of each rank's driver fails once while a reducer with multicast is made, calls and is closed: no rank waits for ever, and nothing
+// is left when the heap is closed too.
+func TestAFailureOfAnyDriverCallOfAReducerLeaksNothing(t *testing.T) {
+	if !emulated.Driver(t) {
+		return
+	}
+	const ranks = 2
+	devices, contexts := make([]*cuda.Device, ranks), make([]*cuda.Context, ranks)
+	for r := range ranks {
+		devices[r], contexts[r] = emulated.Device(t, r)
+	}
+	held := func() (all []int) {
+		for _, c := range emulated.Leaks() {
+			for _, d := range devices {
+				all = append(all, c.Of(t, d))
+			}
+		}
+		return all
+	}
+	before := held()
+	for victim := range ranks {
+		told := 0
+		for n := 1; ; n++ {
+			var made [ranks]error
+			var failed bool
+			worldtest.GPUHeaps(t, ranks, memory.Options{SegmentBytes: 4 << 20, Multicast: memory.MulticastByFile}, func(r *worldtest.Rank) {
+				b, err := r.Heap.Alloc(4096)
+				r.Must(err)
+				r.Barrier()
+				if r.Rank() == victim {
+					emulated.Fail(r.T, contexts[victim], n)
+				}
+				r.Barrier()
+				x, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{Multicast: "warps", MaxSMs: 3, SlotBytes: 4096, Slots: 2})
+				if made[r.Rank()] = err; err == nil {
+					_ = x.AllReduce(nil, b.View(), b.View(), kernels.Float32, kernels.Sum)
+					_ = x.Close(r.Ctx)
+				}
+				r.Barrier()
+				if r.Rank() == victim {
+					failed = emulated.Fired.Of(r.T, devices[victim]) == 1
+					emulated.Fail(r.T, contexts[victim], 0)
+				}
+				r.Barrier()
+			})
+			require.Equal(t, made[0] == nil, made[1] == nil, "call %d of rank %d: %v", n, victim, made)
+			require.Equal(t, before, held(), "call %d of rank %d: %v", n, victim, made)
+			if made[0] != nil {
+				told++
+			}
+			if !failed {
+				require.Greater(t, n, 20, "calls")
+				break
+			}
+		}
+		require.Greater(t, told, 10)
+	}
+}
