@@ -335,6 +335,58 @@ func TestCUDA_DefaultsAtEverySize(t *testing.T) {
 	})
 }
 
+// Every way through memory that a table can name, as fast as it can and held to a rate.
+func TestCUDA_EveryWayThroughMemory(t *testing.T) {
+	collectives := []kernels.Collective{kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather}
+	worldtest.GPUs(t, 2, 128<<20, func(r *worldtest.Rank) {
+		y := newYard(r, 2<<20)
+		number := 0
+		for _, coll := range collectives {
+			for _, way := range []string{"two-shot", "two-shot pull", "two-shot push"} {
+				if way == "two-shot pull" && coll.Reduces() || way == "two-shot push" && !coll.Reduces() {
+					continue
+				}
+				for _, rate := range []float64{0, 50} {
+					table := &allreduce.Table{Device: "cuda"}
+					add := func(coll kernels.Collective, way string, rate, us float64) {
+						table.Curves = append(table.Curves, allreduce.Curve{
+							Collective: coll.String(), Algorithm: way, Ranks: 2, SMs: 4, Rate: rate, Bytes: []int64{1}, Microseconds: []float64{us},
+						})
+					}
+					for _, c := range collectives {
+						if c != coll || way != "two-shot" {
+							add(c, "two-shot", 0, 1e12)
+						}
+					}
+					add(coll, way, rate, 1)
+					x, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{Table: table, MaxSMs: 4, OneShotBytes: -1, SlotBytes: 8192, Slots: 3, Timeout: 20 * time.Second})
+					r.Must(err)
+					const each = 300_001
+					d, err := x.Explain(coll, 2*each, kernels.BFloat16)
+					r.Must(err)
+					if d.Way != way || d.Rate != rate || d.Blocks != 4 {
+						r.Must(fmt.Errorf("%v by %s at %v GB/s: %v", coll, way, rate, d))
+					}
+					for where := range 4 {
+						j := job{coll: coll, dt: kernels.BFloat16, op: kernels.Sum, count: 2 * each, counts: []int64{each, each}, plain: true, number: number}
+						number++
+						at := int64(0)
+						if coll == kernels.ReduceScatter {
+							at = each * int64(r.Rank())
+						}
+						p := place{inPlace: where&1 != 0, in: where >> 1, out: where >> 1}
+						if err := j.check(y.perform(x, j, p), r.Rank(), 2, at); err != nil {
+							r.Must(fmt.Errorf("%s at %v GB/s, %v: %w", way, rate, p, err))
+						}
+					}
+					r.Must(x.Close(r.Ctx))
+				}
+			}
+		}
+		y.close()
+	})
+}
+
 func TestCUDA_Broadcast(t *testing.T) {
 	onGPUs(t, []int{1, 2, 4}, 64<<20, func(r *worldtest.Rank, n int, x *allreduce.Reducer, y *yard) {
 		for i, size := range []int64{0, 1, 5000, 23 << 10, 100_001, 900_000} {
