@@ -31,6 +31,9 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
+	if os.Getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "" { // ranks of this process share GPUs: their streams must not wait for each other
+		os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+	}
 	os.Exit(m.Run())
 }
 

@@ -751,7 +751,7 @@ def incapable(rank, size):
     group = dist.new_group()
     comm = sw.communicator(group)
 
-    def refuse(number):
+    def refuse(number, options):
         comm._no_gpus[number] = errors.Unsupported("switchyard: no way to a peer")
         raise comm._no_gpus[number]
 
