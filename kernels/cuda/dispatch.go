@@ -246,12 +246,12 @@ func (l *moeCall) crossing() int {
 	return moeReadBesideBlocks
 }
 
-// passing is how many blocks a pass over this rank's rows has. Where both is true the call's other kernel follows or goes before; they run beside each other if there are
-// multiprocessors for both and the caller sets no bound. With few tokens neither fills a multiprocessor, or not for long.
+// passing is how many blocks a pass over this rank's rows has. Where both is true the call's other kernel follows or goes before; they run beside each other if one can
+// begin before the other has ended, there are multiprocessors for both and the caller sets no bound. With few tokens neither fills a multiprocessor, or not for long.
 func (l *moeCall) passing(both bool) int {
-	if both && l.c.Blocks == 0 {
+	if both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 {
 		l.a.mode |= moeBeside
-		if l.few() && l.p.e.sharers == 1 {
+		if l.few() {
 			return l.k.blocks
 		}
 		if rest := l.k.blocks - l.crossing(); rest >= l.crossing() {
