@@ -37,7 +37,7 @@ type Options struct {
 	// a multiple of 4096.
 	SlotBytes int64
 	Slots     int
-	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 16 MiB, on GPUs 64 MiB.
+	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 16 MiB, on GPUs 96 MiB.
 	StagingBytes int64
 	// MaxSMs bounds how many multiprocessors of a GPU a call takes; default 96, or what the ranks' GPUs have. Ranks that share
 	// a GPU have a share of it each. All ranks take equally many. The host device has none.

@@ -49,7 +49,7 @@ func TestSelectionOnGPUsFollowsTheMeasurements(t *testing.T) {
 		{kernels.AllReduce, 128 << 20, []string{"two-shot push"}, 32, 128},
 		{kernels.ReduceScatter, 8 << 10, []string{"one-shot packet"}, 2, 16},
 		{kernels.ReduceScatter, 2 << 20, []string{"one-shot packet"}, 96, 128},
-		{kernels.ReduceScatter, 128 << 20, []string{"two-shot"}, 16, 128},
+		{kernels.ReduceScatter, 128 << 20, []string{"two-shot", "two-shot push"}, 16, 128},
 		{kernels.AllGather, 2 << 20, []string{"one-shot packet"}, 96, 128},
 		{kernels.AllGather, 128 << 20, []string{"two-shot"}, 16, 128},
 		{kernels.Broadcast, 8 << 10, []string{"one-shot packet"}, 8, 16},

@@ -30,7 +30,7 @@ const (
 	minReducePackets = 4 << 10
 	maxReduceBlocks  = 96
 	reduceSlots      = 4
-	reduceStaging    = 64 << 20
+	reduceStaging    = 96 << 20
 	maxReduceChunk   = 64 << 10
 )
 

@@ -83,19 +83,25 @@ __device__ __forceinline__ void await_clock(u32 due)
 		;
 }
 
-// Holds what the warps of a block send and read over links to a rate: each tile that crosses has its time, in the order in which they come.
-// An interval of 0 holds nothing back.
+// When tiles that cross links may begin, so that those of a block keep to a rate. Warps that go along all tiles know the time of each: they
+// keep the ranks in step. Warps that wait for chunks take the next time that is free, from a counter in shared memory. An interval of 0 holds
+// nothing back.
 struct pace {
-	u32 *turn = nullptr; // tiles so far, in shared memory
-	u32 begin = 0, interval = 0; // the clock at the first, and cycles from one to the next
+	u32 due = 0, interval = 0; // the clock at the warp's next tile, and cycles from one to the next; with a counter, of the block's first and its next
+	u32 *turn = nullptr;
 
-	// Returns when a tile that crosses so many links, or as many tiles, may begin. All lanes of a warp.
-	__device__ __forceinline__ void next(u32 crossings, u32 lane) const
+	// Returns when a tile that crosses so many links may begin, as the counter has it. All lanes of a warp.
+	__device__ __forceinline__ void next(u32 crossings, u32 lane)
 	{
 		if (interval == 0 || crossings == 0)
 			return;
+		if (turn == nullptr) {
+			await_clock(due);
+			due += interval;
+			return;
+		}
 		u32 before = lane == 0 ? atomicAdd(turn, crossings) : 0;
-		await_clock(begin + __shfl_sync(~0u, before, 0) * interval);
+		await_clock(due + __shfl_sync(~0u, before, 0) * interval);
 	}
 };
 

@@ -32,7 +32,7 @@ type GPUOptions struct {
 }
 
 // defaultGPUHeap has room for the channels and staging of exchanges, 17 MiB for each rank of the group, and some for tensors. A heap on a
-// GPU takes its memory at once. It grows for a reducer, which takes 76 MiB.
+// GPU takes its memory at once. It grows for a reducer, which takes 108 MiB.
 func defaultGPUHeap(ranks int) int64 { return (36 + 20*int64(ranks)) << 20 }
 
 // GPU is a Comm's end on one GPU: a heap in its memory, an exchanger, dispatchers and, once there have been reductions, a reducer. Their

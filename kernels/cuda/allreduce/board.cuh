@@ -49,7 +49,13 @@ struct reduce_board {
 	// The warps that read or write peers' memory meet the one that tells peers of the end.
 	__device__ __forceinline__ void end_work() { part_sync(end_of_work, 32 * (1 + reduce_warps + (pulling != 0 ? take_warps : 0))); }
 
-	__device__ __forceinline__ pace held(const sw_reduce_args &a) { return {&turn, met, a.interval}; }
+	// Of tiles in chunks, and of all tiles in a row, of which the warp takes every warps-th.
+	__device__ __forceinline__ pace held(const sw_reduce_args &a) { return {met, a.interval, &turn}; }
+	__device__ __forceinline__ pace held(const sw_reduce_args &a, u32 crossings, u32 warp, u32 warps) const
+	{
+		u32 each = crossings * a.interval;
+		return {met + warp * each, warps * each};
+	}
 
 	// Waits until what the watching warp writes is at least want, and returns it. 0 when the block gives up.
 	__device__ __forceinline__ u32 await(u32 *word, u32 want, u32 lane)

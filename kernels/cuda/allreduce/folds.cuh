@@ -72,9 +72,10 @@ __device__ __forceinline__ void store_piece(u64 p, u32 n, uint4 v)
 template <typename E, int wide> __device__ __noinline__ void fold_sums(const fold_table &t, const fold_run &f)
 {
 	constexpr int each = 16 / wide;
+	pace when = f.when;
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile + tile_bytes <= f.bytes; tile += f.step * tile_bytes) {
-		f.when.next(f.crossings, f.lane);
+		when.next(f.crossings, f.lane);
 #pragma unroll 1
 		for (i64 o = tile + 16 * f.lane; o < tile + tile_bytes; o += 512 * each) {
 			typename E::value a[each][E::per];
@@ -180,9 +181,10 @@ template <typename E> __device__ __noinline__ void fold_odd(const fold_table &t,
 // One row: nothing is combined, so bits go as they are.
 __device__ __noinline__ void hand_out(const fold_table &t, const fold_run &f)
 {
+	pace when = f.when;
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile < f.bytes; tile += f.step * tile_bytes) {
-		f.when.next(f.crossings, f.lane);
+		when.next(f.crossings, f.lane);
 		i64 end = min(tile + tile_bytes, f.bytes), o = tile + 16 * f.lane;
 		if (t.aligned == 0 || end != tile + tile_bytes) {
 #pragma unroll 1

@@ -64,7 +64,7 @@ struct reduce_worker {
 	{
 		span s(a, a.world.rank);
 		if ((b.pushing | b.handing) == 0) { // nothing to wait for: all tiles of the grid's warps in a row
-			fold(b.fold, {0, 0, s.bytes, warp * gridDim.x + blockIdx.x, b.reduce_warps * gridDim.x, lane, b.held(a), b.crossings});
+			fold(b.fold, {0, 0, s.bytes, warp * gridDim.x + blockIdx.x, b.reduce_warps * gridDim.x, lane, b.held(a, b.crossings, warp, b.reduce_warps), b.crossings});
 			return;
 		}
 		u32 mine = chunks_of(a, s.bytes), ready = b.pushing != 0 ? 0 : no_limit, room = b.handing != 0 ? 0 : no_limit;
@@ -83,13 +83,15 @@ struct reduce_worker {
 	__device__ __forceinline__ void take()
 	{
 		if (b.taking == 0) { // nothing to wait for
+			pace when = b.held(a, 1, warp, b.take_warps);
 #pragma unroll 1
 			for (u32 i = 0; i < a.world.size - 1; i++) {
 				u32 p = peer_in_turn(a, i);
 				span s(a, p);
 				if ((b.pulling >> p & 1) == 0)
 					continue;
-				move(a.dst + static_cast<u64>(s.at), b.take_from[p], s.bytes, warp * gridDim.x + blockIdx.x, b.take_warps * gridDim.x, lane, b.held(a));
+				move(a.dst + static_cast<u64>(s.at), b.take_from[p], s.bytes, warp * gridDim.x + blockIdx.x, b.take_warps * gridDim.x, lane, when);
+				when.due += static_cast<u32>((s.bytes + tile_bytes - 1) / tile_bytes / gridDim.x) * a.interval;
 			}
 			return;
 		}
