@@ -67,7 +67,8 @@ func (h *Handle) Sources() memory.View { return h.views().sources }
 
 // Landed are 32-bit words, if Options.Landed is set: how many rows of each of LocalExperts have arrived so far. Work that runs
 // beside DispatchReceive may read all rows of an expert when it has read the expert's word with acquire semantics (system scope
-// on a GPU) and found it equal to Counts. A dispatch sets them to zero in its first half.
+// on a GPU) and found it equal to Counts. A dispatch sets them to zero in its first half. On a GPU it sets Counts to -1 there, which they
+// are until they are known.
 func (h *Handle) Landed() memory.View { return h.views().landed }
 
 func (h *Handle) views() *handleViews { return &h.d.views[h.memory] }

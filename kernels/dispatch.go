@@ -204,8 +204,8 @@ type MoEHandle struct {
 	Sources Buffer
 	// Landed are 32-bit words, one for each slot: how many of its rows have landed. A dispatch sets them to zero before it lets
 	// any peer write, and each is added to (with release at system scope) after the rows it counts, so a reader that finds
-	// (with acquire) a word equal to Counts may read all rows of the slot. Counts are written before Send ends. Empty unless
-	// MoE.Landed is set; expert-major only.
+	// (with acquire) a word equal to Counts may read all rows of the slot. Counts are written before Send ends, or are -1 from
+	// then on until they are. Empty unless MoE.Landed is set; expert-major only.
 	Landed Buffer
 	// Mapped is memory that host and device share, for callers who want counts on the host: MappedWords 32-bit words. It is
 	// empty unless asked for.

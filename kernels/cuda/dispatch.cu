@@ -56,6 +56,7 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	mover<Quantiser> m(a, r, memory);
 	if (moves)
 		m.begin();
+	begin_landing(a, epoch);
 	if (blockIdx.x == 0 && threadIdx.x < n)
 		tell_begin(a, threadIdx.x, epoch, gridDim.x);
 	bool good = threadIdx.x >= n || threadIdx.x == a.world.rank || await_room(a, threadIdx.x, epoch, seen);
@@ -618,6 +619,7 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 		return;
 	if (threadIdx.x == 0 && b.bad != 0 && blockIdx.x == 0)
 		complain(a, a.world.rank, b.bad, epoch);
+	begin_landing(a, epoch);
 	Float8 q;
 #pragma unroll 1
 	for (u32 task = tasks.warp; task != ~0u && task < tasks.count + a.tokens; task += tasks.warps) {

@@ -266,6 +266,9 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"a window is told before the warps of a block have made their parts": {
 			"while (good && !b.made[round % pass_board::rounds].all(round / pass_board::rounds))", "while (false)",
 		},
+		"what has landed is counted before the words are zero": {
+			"while (good && load_acquire_sys(own(a.state.landing)) != epoch)", "while (false)",
+		},
 		"rows are summed before their window is made": {
 			"while (load_acquire_sys(word) < epoch)", "while (load_acquire_sys(word) == 0)",
 		},

@@ -229,16 +229,15 @@ struct taker {
 	// Where everything goes: rows of slots and of ranks, what the caller wants to know, padding. False when a wait was given up, or an output would overflow.
 	__device__ __forceinline__ bool prepare()
 	{
-		bool teller = blockIdx.x == 0;
-		if (teller && a.landed != 0) {
+		bool teller = blockIdx.x == 0, good = true;
+		if (a.landed != 0) { // counts are written behind that, too
+			patience p(a, a.world.rank);
+			if (threadIdx.x == 0)
 #pragma unroll 1
-			for (u32 i = threadIdx.x; i < a.local; i += blockDim.x)
-				reinterpret_cast<volatile u32 *>(a.landed)[i] = 0;
-			__syncthreads();
-			if (threadIdx.x == 0) {
-				fence_acq_rel_sys(); // what others add to comes before the word that lets them
-				store_relaxed_sys(own(a.state.landing), epoch);
-			}
+				while (good && load_acquire_sys(own(a.state.landing)) != epoch)
+					good = p.more(epoch, false);
+			if (__syncthreads_or(!good))
+				return false;
 		}
 		if (cached) {
 #pragma unroll 1
@@ -267,15 +266,7 @@ struct taker {
 		}
 		__syncthreads();
 		zero_padding(a, a.rows, a.wire_bytes, a.row_sources, a.row_weights, count, first);
-		if (a.landed == 0)
-			return true;
-		patience p(a, a.world.rank);
-		bool good = true;
-		if (threadIdx.x == 0)
-#pragma unroll 1
-			while (good && load_acquire_sys(own(a.state.landing)) != epoch)
-				good = p.more(epoch, false);
-		return !__syncthreads_or(!good);
+		return true;
 	}
 
 	// Copies parts of a row in staging to those of its experts, and with the first part what lies beside. A warp that moves.

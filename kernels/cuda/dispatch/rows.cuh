@@ -48,6 +48,24 @@ struct rows_board {
 	u32 sum[SW_MAX_RANKS]; // rows of each rank, of receiving
 };
 
+// Has the words of what has landed count for this call; counts are no numbers until they are known. The threads of the first block of a kernel that sends.
+__device__ __forceinline__ void begin_landing(const sw_moe_args &a, u64 epoch)
+{
+	if (a.landed == 0 || blockIdx.x != 0 || a.op >= SW_MOE_SUMS)
+		return;
+#pragma unroll 1
+	for (u32 i = threadIdx.x; i < a.local; i += blockDim.x) {
+		reinterpret_cast<volatile u32 *>(a.landed)[i] = 0;
+		if ((a.mode & SW_MOE_CACHED) == 0)
+			reinterpret_cast<volatile u32 *>(a.counts)[i] = ~0u;
+	}
+	__syncthreads();
+	if (threadIdx.x == 0) {
+		fence_acq_rel_sys(); // what others add to comes before the word that lets them
+		store_relaxed_sys(own_segment(a.world) + a.state.landing, epoch);
+	}
+}
+
 constexpr u32 beside_part = 1; // named barrier of the threads that do not move
 
 struct rows_sender {

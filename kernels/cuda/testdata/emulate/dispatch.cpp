@@ -17,7 +17,7 @@ enum layout { flat, padded, compact, by_rank };
 struct world : segments {
 	u32 experts, top_k, max_tokens, hidden, slots;
 	layout rows_by;
-	bool float8;
+	bool float8, lands; // lands: the caller wants to know how many rows have landed
 	i64 align = 1, capacity = 0, most_rows;
 	std::vector<u32> first, table; // slots before each rank; the placement
 	sw_moe_block state;
@@ -34,7 +34,7 @@ world random_world()
 {
 	world w;
 	w.size = 1 + draw(4), w.experts = 1 + draw(9), w.top_k = 1 + draw(4), w.max_tokens = 1 + draw(70), w.hidden = 8 * (1 + draw(40));
-	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0;
+	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0, w.lands = !w.by_token() && draw(2) == 0;
 	if (w.float8)
 		w.hidden = (w.hidden + 15) / 16 * 16;
 	// some experts have copies
@@ -207,7 +207,7 @@ sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	a.choices = reinterpret_cast<u64>(b.choice[rank].data()), a.weights = reinterpret_cast<u64>(b.weight[rank].data());
 	a.table = reinterpret_cast<u64>(w.table.data());
 	a.rows = own + w.rows, a.row_scales = own + w.row_scales, a.row_weights = own + w.row_weights, a.row_sources = own + w.row_sources;
-	a.counts = own + w.counts, a.offsets = own + w.counts + 1024, a.rank_counts = own + w.counts + 2048;
+	a.counts = own + w.counts, a.offsets = own + w.counts + 1024, a.rank_counts = own + w.counts + 2048, a.landed = w.lands ? own + w.counts + 3072 : 0;
 	a.most_rows = w.most_rows, a.align = w.align, a.capacity = w.capacity, a.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
 	a.op = op, a.mode = SW_MOE_SEND | SW_MOE_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k, a.max_tokens = w.max_tokens, a.experts = w.experts;
 	a.slots = w.slots, a.local = w.local(rank), a.index_bytes = 4;
@@ -453,8 +453,11 @@ bool right_rows(world &w, const batch &b)
 		std::vector<row> rows = expected(w, b, rank, counts, offsets, from);
 		u64 own = w.segment(rank);
 		const u32 *c = &at<u32>(own + w.counts), *o = &at<u32>(own + w.counts + 1024), *f = &at<u32>(own + w.counts + 2048);
-		for (size_t i = 0; i < counts.size(); i++)
+		for (size_t i = 0; i < counts.size(); i++) {
 			CHECK("count", c[i], counts[i]);
+			if (w.lands)
+				CHECK("rows that have landed", at<u32>(own + w.counts + 3072 + 4 * i), counts[i]);
+		}
 		for (size_t i = 0; i < offsets.size(); i++)
 			CHECK("offset", o[i], offsets[i]);
 		for (u32 s = 0; s < w.size; s++)
