@@ -46,7 +46,10 @@ def end(process: subprocess.Popen, text: str = "", timeout: float = 30) -> str:
         out, err = process.communicate(text, timeout)
     except subprocess.TimeoutExpired:
         process.kill()
-        out, err = process.communicate()
+        try:
+            out, err = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            out, err = "", "a child of it lives on"
         pytest.fail(f"did not end within {timeout} s\n{out}\n{err}")
     assert process.returncode == 0, f"{process.returncode}\n{out}\n{err}"
     return out

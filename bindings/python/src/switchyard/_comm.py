@@ -144,11 +144,15 @@ class Gpu(Place):
         self.side: Any = None
         self.reduces = False  # open_reducer has been called
         # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
-        prefix = "" if comm.validate else "enqueue_"
-        self._all_to_all, self._all_reduce, self._reduce_scatter, self._all_gather = (
-            getattr(self._lib, prefix + name) for name in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
-        )
+        self._prefix = "" if comm.validate else "enqueue_"
+        self._lib.bind(self)
         weakref.finalize(self, _drop, comm._lib, handle).atexit = False
+
+    def bind(self) -> None:
+        """Take the library's functions."""
+        self._all_to_all, self._all_reduce, self._reduce_scatter, self._all_gather = (
+            getattr(self._lib, self._prefix + name) for name in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
+        )
 
     def all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
         """Enqueue an exchange on a CUstream."""

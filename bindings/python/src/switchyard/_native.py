@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
@@ -99,6 +100,7 @@ class Library:
             lib.switchyard_last_error_rank,
             lib.switchyard_live,
         )
+        self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
         quick = ctypes.PyDLL(path)
         # These wait for nothing, and look after forks themselves.
         self.describe, self.hold, self.unhold = quick.switchyard_describe, quick.switchyard_hold, quick.switchyard_unhold
@@ -125,6 +127,13 @@ class Library:
         """Make every function raise: in a forked child the library's threads do not exist, and calls would hang."""
         for name in (*_PROTOTYPES, *_QUICK):
             setattr(self, name, _after_fork)
+        for holder in list(self.bound):
+            holder.bind()
+
+    def bind(self, holder: Any) -> None:
+        """Have an object's method bind take the functions that it keeps, now and when they change."""
+        self.bound.add(holder)
+        holder.bind()
 
 
 def _after_fork(*_: object) -> int:

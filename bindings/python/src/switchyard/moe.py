@@ -186,8 +186,7 @@ class Dispatcher:
         self._slots: dict[int, Slot] = {}
         #: The GPU's ordinal, -1 for the host.
         self._index: int = getattr(place, "device", -1)
-        prefix = "enqueue_" if self._index >= 0 else ""
-        self._calls = [getattr(lib, prefix + name) for name in ("dispatch", "combine", "combine_backward", "receive")]
+        lib.bind(self)
         self._token_bytes = self.hidden * _BYTES[self.dtype]
         self._sum_bytes = self.hidden * _BYTES[self.combine_dtype]
         self._choice_bytes = self.top_k * _INDEX_BYTES[self.index_dtype]
@@ -203,6 +202,11 @@ class Dispatcher:
         self.comm._dispatchers.add(self)
 
     # What lies below: memory
+
+    def bind(self) -> None:
+        """Take the library's functions."""
+        lib, prefix = self.comm._lib, "enqueue_" if self._index >= 0 else ""
+        self._calls = [getattr(lib, prefix + name) for name in ("dispatch", "combine", "combine_backward", "receive")]
 
     def _load_torch(self) -> Any:
         from . import _torch_moe
