@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"os"
 
 	"github.com/switchyard-moe/switchyard/internal/curve"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -60,18 +59,7 @@ func ReadTable(r io.Reader) (*Table, error) {
 }
 
 // LoadTable reads a table from a file.
-func LoadTable(path string) (*Table, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("allreduce: load table: %w", err)
-	}
-	defer f.Close()
-	t, err := ReadTable(f)
-	if err != nil {
-		return nil, fmt.Errorf("%w (%s)", err, path)
-	}
-	return t, nil
-}
+func LoadTable(path string) (*Table, error) { return curve.Load("allreduce", path, ReadTable) }
 
 // Write writes the table as JSON, a line a curve.
 func (t *Table) Write(w io.Writer) error {

@@ -4,7 +4,6 @@ import (
 	_ "embed"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 
 	"github.com/switchyard-moe/switchyard/internal/curve"
@@ -57,18 +56,7 @@ func ReadTable(r io.Reader) (*Table, error) {
 }
 
 // LoadTable reads a table from a file.
-func LoadTable(path string) (*Table, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("alltoallv: load table: %w", err)
-	}
-	defer f.Close()
-	t, err := ReadTable(f)
-	if err != nil {
-		return nil, fmt.Errorf("%w (%s)", err, path)
-	}
-	return t, nil
-}
+func LoadTable(path string) (*Table, error) { return curve.Load("alltoallv", path, ReadTable) }
 
 // Write writes the table as JSON, a line a curve.
 func (t *Table) Write(w io.Writer) error {

@@ -38,17 +38,8 @@ func TestCUDA_F1_WhoOnlyWaitsIsNotBlamed(t *testing.T) {
 				require.NoError(t, err)
 				o := options()
 				o.Exchanger.Timeout, o.Reducer.Timeout, o.Dispatcher.Timeout = 400*time.Millisecond, 400*time.Millisecond, 400*time.Millisecond
-				ss := make([]*stack.Stack, 3)
-				requireAll(t, each(ss, func(i int, _ *stack.Stack) error {
-					d, err := openDevice(i, gpus)
-					if err != nil {
-						return err
-					}
-					if ss[i], err = stack.Open(ctx, groups[i], d, o); err != nil {
-						return err
-					}
-					return ss[i].Heap.Grow(ctx, 16<<20)
-				}))
+				ss := openAll(ctx, t, groups, gpus, o)
+				requireAll(t, each(ss, func(_ int, s *stack.Stack) error { return s.Heap.Grow(ctx, 16<<20) }))
 				requireAll(t, each(ss, func(i int, s *stack.Stack) error {
 					if i == away {
 						return nil
@@ -60,11 +51,7 @@ func TestCUDA_F1_WhoOnlyWaitsIsNotBlamed(t *testing.T) {
 					}
 					return nil
 				}))
-				requireAll(t, each(ss, func(_ int, s *stack.Stack) error {
-					err := s.Close(ctx)
-					s.Group.Close()
-					return err
-				}))
+				closeAll(ctx, t, ss)
 			})
 		}
 	}
@@ -107,19 +94,12 @@ func TestCUDA_F2_KernelsOfALostRanksPeersEnd(t *testing.T) {
 	defer cancel()
 	groups, err := comm.Local(3)
 	require.NoError(t, err)
-	ss := make([]*stack.Stack, 3)
-	requireAll(t, each(ss, func(i int, _ *stack.Stack) error {
-		d, err := openDevice(i, gpus)
-		if err != nil {
+	ss := openAll(ctx, t, groups, gpus, options())
+	requireAll(t, each(ss, func(_ int, s *stack.Stack) error {
+		if err := s.Heap.Grow(ctx, 8<<20); err != nil {
 			return err
 		}
-		if ss[i], err = stack.Open(ctx, groups[i], d, options()); err != nil {
-			return err
-		}
-		if err := ss[i].Heap.Grow(ctx, 8<<20); err != nil {
-			return err
-		}
-		return use(ss[i])
+		return use(s)
 	}))
 	rest := []*stack.Stack{ss[0], ss[2]}
 	time.AfterFunc(500*time.Millisecond, groups[lost].Kill)
@@ -133,23 +113,13 @@ func TestCUDA_F2_KernelsOfALostRanksPeersEnd(t *testing.T) {
 		if took := time.Since(began); took > 3*time.Second {
 			return fmt.Errorf("that took %v", took)
 		}
-		old := s.Group
-		g, err := old.Shrink(ctx)
-		if err != nil {
+		if rest[i], err = leave(ctx, s); err != nil {
 			return err
 		}
-		if rest[i], err = s.Reopen(ctx, g); err != nil {
-			return err
-		}
-		old.Close()
 		return use(rest[i])
 	}))
 	require.NoError(t, ss[lost].Close(ctx))
-	requireAll(t, each(rest, func(_ int, s *stack.Stack) error {
-		err := s.Close(ctx)
-		s.Group.Close()
-		return err
-	}))
+	closeAll(ctx, t, rest)
 }
 
 // launchAll has an exchange, a reduction and a dispatch wait on streams of their own, and returns what they come to.

@@ -210,6 +210,44 @@ func requireAll(t *testing.T, errs []error) {
 	}
 }
 
+// openAll opens a stack on each group.
+func openAll(ctx context.Context, t *testing.T, groups []*comm.Group, gpus int, o stack.Options) []*stack.Stack {
+	t.Helper()
+	ss := make([]*stack.Stack, len(groups))
+	requireAll(t, each(ss, func(i int, _ *stack.Stack) error {
+		d, err := openDevice(i, gpus)
+		if err != nil {
+			return err
+		}
+		ss[i], err = stack.Open(ctx, groups[i], d, o)
+		return err
+	}))
+	return ss
+}
+
+// leave gives the stack on the group of those that are left, without some that are not lost.
+func leave(ctx context.Context, s *stack.Stack, out ...int) (*stack.Stack, error) {
+	old := s.Group
+	g, err := old.Shrink(ctx, out...)
+	if err != nil {
+		return nil, err
+	}
+	if s, err = s.Reopen(ctx, g); err != nil {
+		return nil, err
+	}
+	old.Close()
+	return s, nil
+}
+
+func closeAll(ctx context.Context, t *testing.T, ss []*stack.Stack) {
+	t.Helper()
+	requireAll(t, each(ss, func(_ int, s *stack.Stack) error {
+		err := s.Close(ctx)
+		s.Group.Close()
+		return err
+	}))
+}
+
 // Calls go on when the stream of those before has been closed, on a GPU also where it was another library's.
 func TestX3_ClosedStreamsHoldUpNobody(t *testing.T) { onDevices(t, closedStreamsHoldUpNobody) }
 
@@ -258,34 +296,19 @@ func stackReopens(t *testing.T, gpus int) {
 	defer cancel()
 	groups, err := comm.Local(4)
 	require.NoError(t, err)
-	ss := make([]*stack.Stack, 4)
-	requireAll(t, each(ss, func(i int, _ *stack.Stack) error {
-		d, err := openDevice(i, gpus)
-		if err != nil {
-			return err
-		}
-		if ss[i], err = stack.Open(ctx, groups[i], d, options()); err != nil {
-			return err
-		}
-		return use(ss[i])
-	}))
+	ss := openAll(ctx, t, groups, gpus, options())
+	requireAll(t, each(ss, func(_ int, s *stack.Stack) error { return use(s) }))
 	require.Empty(t, ss[0].Moves)
 
 	groups[1].Kill()
 	rest := []*stack.Stack{ss[0], ss[2], ss[3]}
-	requireAll(t, each(rest, func(i int, s *stack.Stack) error {
+	requireAll(t, each(rest, func(i int, s *stack.Stack) (err error) {
 		if err := use(s); err == nil {
 			return fmt.Errorf("a call without rank 1")
 		}
-		old := s.Group
-		g, err := old.Shrink(ctx)
-		if err != nil {
+		if rest[i], err = leave(ctx, s); err != nil {
 			return err
 		}
-		if rest[i], err = s.Reopen(ctx, g); err != nil {
-			return err
-		}
-		old.Close()
 		return use(rest[i])
 	}))
 	for _, s := range rest {
@@ -329,32 +352,22 @@ func stackReopens(t *testing.T, gpus int) {
 
 	// Rank 2 hangs: the others leave it out, within their time.
 	three := []*stack.Stack{four[0], four[1], four[3]}
-	requireAll(t, each(three, func(i int, s *stack.Stack) error {
+	requireAll(t, each(three, func(i int, s *stack.Stack) (err error) {
 		short, stop := context.WithTimeout(ctx, 300*time.Millisecond)
 		defer stop()
 		if err := s.Group.Barrier(short); err == nil {
 			return fmt.Errorf("a barrier without rank 2")
 		}
-		old := s.Group
-		g, err := old.Shrink(ctx, 2)
-		if err != nil {
+		if three[i], err = leave(ctx, s, 2); err != nil {
 			return err
 		}
-		if three[i], err = s.Reopen(ctx, g); err != nil {
-			return err
-		}
-		old.Close()
 		return use(three[i])
 	}))
 	require.ErrorIs(t, use(four[2]), comm.ErrPeerLost)
 	require.NoError(t, four[2].Close(ctx))
 	four[2].Group.Close()
 	require.NoError(t, ss[1].Close(ctx))
-	requireAll(t, each(three, func(_ int, s *stack.Stack) error {
-		err := s.Close(ctx)
-		s.Group.Close()
-		return err
-	}))
+	closeAll(ctx, t, three)
 }
 
 // Close ends with its context while another rank does not come.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"os"
 	"slices"
 
 	"github.com/cespare/xxhash/v2"
@@ -43,6 +44,20 @@ func (m *Measured) Validate() error {
 		}
 	}
 	return nil
+}
+
+// Load reads a table from a file by read, whose errors say what they are of; pkg is named where there is no such file.
+func Load[T any](pkg, path string, read func(io.Reader) (*T, error)) (*T, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("%s: load table: %w", pkg, err)
+	}
+	defer f.Close()
+	t, err := read(f)
+	if err != nil {
+		return nil, fmt.Errorf("%w (%s)", err, path)
+	}
+	return t, nil
 }
 
 // Nearest is the world whose measurements speak for one of so many ranks: the next larger one that has been measured, or else the

@@ -284,29 +284,20 @@ void start(const world &w, u32 rank, const job &j, std::vector<emu::block *> &bl
 bool run(world &w, std::vector<stream> &streams, const std::function<bool(u32)> &last = {}, const std::function<void(u64)> &each_sweep = {})
 {
 	std::vector<bool> checked(w.size);
-	for (u64 sweep = 0;; sweep++) {
-		bool busy = false;
-		for (u32 r = 0; r < w.size; r++) {
-			stream &s = streams[r];
-			if (ended(s.blocks)) {
-				if (s.next < s.jobs.size()) {
-					start(w, r, *s.jobs[s.next++], s.blocks);
-				} else if (last && !checked[r]) {
-					if (!last(r))
-						return false;
-					checked[r] = true;
-				}
+	auto go_on = [&](u32 r) {
+		stream &s = streams[r];
+		if (ended(s.blocks)) {
+			if (s.next < s.jobs.size()) {
+				start(w, r, *s.jobs[s.next++], s.blocks);
+			} else if (last && !checked[r]) {
+				if (!last(r))
+					return at_work::stop;
+				checked[r] = true;
 			}
-			busy = busy || !s.blocks.empty();
 		}
-		if (!busy)
-			return true;
-		if (hangs(sweep))
-			return false;
-		if (each_sweep)
-			each_sweep(sweep);
-		sweep_once([&](u32 rank) { return streams[rank].pace; });
-	}
+		return s.blocks.empty() ? at_work::no : at_work::yes;
+	};
+	return run_ranks(w.size, go_on, [&](u32 rank) { return streams[rank].pace; }, each_sweep);
 }
 
 world random_world(u64 room)

@@ -191,33 +191,24 @@ void start(world &w, u32 rank, const call &c, std::vector<emu::block *> &blocks)
 
 bool run(world &w, std::vector<stream> &streams, const std::function<void(u64)> &each_sweep = {})
 {
-	for (u64 sweep = 0;; sweep++) {
-		bool busy = false;
-		for (u32 r = 0; r < w.size; r++) {
-			stream &s = streams[r];
-			if (ended(s.blocks)) {
-				if (s.copying != nullptr) {
-					copy_messages(w, r, *s.copying);
-					start_copies(w, r, *s.copying, false, s.blocks);
-					s.copying = nullptr;
-				} else if (s.next < s.calls.size()) {
-					const call &c = *s.calls[s.next++];
-					if (c.ranks[r].copies)
-						start_copies(w, r, *(s.copying = &c), true, s.blocks);
-					else
-						start(w, r, c, s.blocks);
-				}
+	auto go_on = [&](u32 r) {
+		stream &s = streams[r];
+		if (ended(s.blocks)) {
+			if (s.copying != nullptr) {
+				copy_messages(w, r, *s.copying);
+				start_copies(w, r, *s.copying, false, s.blocks);
+				s.copying = nullptr;
+			} else if (s.next < s.calls.size()) {
+				const call &c = *s.calls[s.next++];
+				if (c.ranks[r].copies)
+					start_copies(w, r, *(s.copying = &c), true, s.blocks);
+				else
+					start(w, r, c, s.blocks);
 			}
-			busy = busy || !s.blocks.empty();
 		}
-		if (!busy)
-			return true;
-		if (hangs(sweep))
-			return false;
-		if (each_sweep)
-			each_sweep(sweep);
-		sweep_once([&](u32 rank) { return streams[rank].pace; });
-	}
+		return s.blocks.empty() ? at_work::no : at_work::yes;
+	};
+	return run_ranks(w.size, go_on, [&](u32 rank) { return streams[rank].pace; }, each_sweep);
 }
 
 world random_world(u64 room)

@@ -365,40 +365,31 @@ bool run(world &w, std::vector<program> &programs, const std::function<void(u64)
 	std::vector<u32> pace(w.size, 1);
 	if (draw(3) == 0)
 		pace[draw(w.size)] = 1 + draw(20);
-	for (u64 sweep = 0;; sweep++) {
-		bool busy = false;
-		for (u32 r = 0; r < w.size; r++) {
-			std::deque<launched> &s = streams[r];
-			bool idle = true;
-			for (launched &l : s) {
-				l.over = l.over || ended(l.blocks);
-				idle = idle && l.over;
-			}
-			size_t next = s.size();
-			auto may_begin = [&] {
-				if (idle || programs[r][next].waits || programs[r][next - 1].waits)
-					return idle;
-				return std::all_of(s.back().blocks.begin(), s.back().blocks.end(), [](emu::block *b) { return b->released || b->alive == 0; });
-			};
-			if (next < programs[r].size() && may_begin()) {
-				const launch_of &l = programs[r][next];
-				s.emplace_back();
-				for (u32 i = 0; i < l.blocks; i++) {
-					s.back().blocks.push_back(launch(r, i, l.blocks, l.threads, l.shared + 128, l.kernel));
-					s.back().blocks.back()->before = next == 0 ? nullptr : &s[next - 1].over;
-				}
-				idle = false;
-			}
-			busy = busy || !idle;
+	auto go_on = [&](u32 r) {
+		std::deque<launched> &s = streams[r];
+		bool idle = true;
+		for (launched &l : s) {
+			l.over = l.over || ended(l.blocks);
+			idle = idle && l.over;
 		}
-		if (!busy)
-			return true;
-		if (hangs(sweep))
-			return false;
-		if (each_sweep)
-			each_sweep(sweep);
-		sweep_once([&](u32 r) { return pace[r]; });
-	}
+		size_t next = s.size();
+		auto may_begin = [&] {
+			if (idle || programs[r][next].waits || programs[r][next - 1].waits)
+				return idle;
+			return std::all_of(s.back().blocks.begin(), s.back().blocks.end(), [](emu::block *b) { return b->released || b->alive == 0; });
+		};
+		if (next < programs[r].size() && may_begin()) {
+			const launch_of &l = programs[r][next];
+			s.emplace_back();
+			for (u32 i = 0; i < l.blocks; i++) {
+				s.back().blocks.push_back(launch(r, i, l.blocks, l.threads, l.shared + 128, l.kernel));
+				s.back().blocks.back()->before = next == 0 ? nullptr : &s[next - 1].over;
+			}
+			idle = false;
+		}
+		return idle ? at_work::no : at_work::yes;
+	};
+	return run_ranks(w.size, go_on, [&](u32 r) { return pace[r]; }, each_sweep);
 }
 
 bool no_faults(const world &w)

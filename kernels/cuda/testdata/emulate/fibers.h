@@ -135,6 +135,30 @@ inline bool hangs(u64 sweep)
 	return true;
 }
 
+// What a rank is at in a sweep: it has blocks, it has none, or the run is to end.
+enum class at_work { yes, no, stop };
+
+// Sweeps until no rank is at work; go_on retires the blocks of a rank that have ended, and launches what comes next. False where a rank stops the run, or nothing moves.
+template <typename GoOn, typename Pace> bool run_ranks(u32 ranks, GoOn go_on, Pace pace, const std::function<void(u64)> &each_sweep)
+{
+	for (u64 sweep = 0;; sweep++) {
+		bool busy = false;
+		for (u32 r = 0; r < ranks; r++) {
+			at_work now = go_on(r);
+			if (now == at_work::stop)
+				return false;
+			busy = busy || now == at_work::yes;
+		}
+		if (!busy)
+			return true;
+		if (hangs(sweep))
+			return false;
+		if (each_sweep)
+			each_sweep(sweep);
+		sweep_once(pace);
+	}
+}
+
 // The segments of all ranks, and the records of their faults.
 struct segments {
 	u32 size;

@@ -45,27 +45,18 @@ bool run_calls(world &w, std::vector<stream> &streams, const std::function<bool(
 	multicast_ranks = &w;
 	emu::multicast = reached;
 	std::vector<bool> running(w.size);
-	for (u64 sweep = 0;; sweep++) {
-		bool busy = false;
-		for (u32 r = 0; r < w.size; r++) {
-			stream &s = streams[r];
-			if (ended(s.blocks)) {
-				if (running[r] && done && !done(r, s.next - 1))
-					return false;
-				running[r] = s.next < s.jobs.size();
-				if (running[r])
-					start_any(w, r, *s.jobs[s.next++], s.blocks);
-			}
-			busy = busy || !s.blocks.empty();
+	auto go_on = [&](u32 r) {
+		stream &s = streams[r];
+		if (ended(s.blocks)) {
+			if (running[r] && done && !done(r, s.next - 1))
+				return at_work::stop;
+			running[r] = s.next < s.jobs.size();
+			if (running[r])
+				start_any(w, r, *s.jobs[s.next++], s.blocks);
 		}
-		if (!busy)
-			return true;
-		if (hangs(sweep))
-			return false;
-		if (each_sweep)
-			each_sweep(sweep);
-		sweep_once([&](u32 rank) { return streams[rank].pace; });
-	}
+		return s.blocks.empty() ? at_work::no : at_work::yes;
+	};
+	return run_ranks(w.size, go_on, [&](u32 rank) { return streams[rank].pace; }, each_sweep);
 }
 
 world multicast_world()
