@@ -34,14 +34,15 @@ python: $(VENV)/ready
 	CC=$$(command -v cc || true) $(VENV)/bin/pip install --quiet --disable-pip-version-check ./bindings/python
 	cd bindings/python && ../../$(VENV)/bin/python -m pytest -q
 
-# The package's tests with the oldest torch that it supports and with the newest, in .venv-torch-*. Some 6 GB to fetch.
+# The package's tests with the oldest torch that it supports and then with the newest, which stays in .venv-torch. Some 6 GB to fetch; one torch
+# at a time is on the disk, and 10 GB are enough.
 python-torch: $(VENV)/ready
 	for torch in torch==$(OLDEST_TORCH) torch; do \
-		venv=$(VENV)-$$(echo $$torch | tr -d =) && $(PYTHON) -m venv $$venv && \
-		$$venv/bin/pip install --quiet --disable-pip-version-check --upgrade $$torch -r bindings/python/requirements-dev.txt && \
-		CC=$$(command -v cc || true) $$venv/bin/pip install --quiet --disable-pip-version-check ./bindings/python && \
-		$$venv/bin/python -c 'import torch; print("torch", torch.__version__)' && \
-		(cd bindings/python && ../../$$venv/bin/python -m pytest -q) || exit 1; \
+		rm -rf $(VENV)-torch && $(PYTHON) -m venv $(VENV)-torch && \
+		$(VENV)-torch/bin/pip install --quiet --disable-pip-version-check --no-cache-dir $$torch -r bindings/python/requirements-dev.txt && \
+		CC=$$(command -v cc || true) $(VENV)-torch/bin/pip install --quiet --disable-pip-version-check ./bindings/python && \
+		$(VENV)-torch/bin/python -c 'import torch; print("torch", torch.__version__)' && \
+		(cd bindings/python && ../../$(VENV)-torch/bin/python -m pytest -q) || exit 1; \
 	done
 
 # Builds the sdist and the wheel into bindings/python/dist, checks them and installs each into a clean environment.
