@@ -229,6 +229,8 @@ func TestCUDA_NoSMsIsRefusedWhereCopyEnginesCannot(t *testing.T) {
 	})
 }
 
+func TestCUDA_Barrier(t *testing.T) { worldtest.GPUs(t, 2, 64<<20, nobodyLeavesEarly(2)) }
+
 func TestCUDA_CountsAndInlineCalls(t *testing.T) {
 	worldtest.GPUs(t, 3, 64<<20, func(r *worldtest.Rank) {
 		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 20 * time.Second})

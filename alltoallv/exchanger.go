@@ -25,6 +25,7 @@ type Exchanger struct {
 	counters bool // Counts goes through memory of the heap, because kernels cannot read Go memory
 
 	counting Splits // of Counts
+	nothing  Splits // of Barrier
 	guess    Splits // of calls with splits in device memory and no estimate
 	inline   op     // the launch of calls without a stream
 	idle     communicator.Pool[op]
@@ -90,6 +91,22 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) error {
 	x.c.Lock()
 	defer x.c.Unlock()
+	return x.exchange(s, dst, src, sp, false)
+}
+
+// Barrier is an exchange of nothing, enqueued on s and failing as Exchange does: what is on s behind it runs when all ranks' streams
+// have come to theirs. With a nil stream it returns when all ranks have called it.
+func (x *Exchanger) Barrier(s device.Stream) error {
+	x.c.Lock()
+	defer x.c.Unlock()
+	if x.nothing.Send == nil {
+		none := make([]int64, x.channels.Size)
+		x.nothing = Splits{Send: none, Recv: none}
+	}
+	return x.exchange(s, memory.View{}, memory.View{}, &x.nothing, true)
+}
+
+func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, barrier bool) error {
 	if sp != nil && sp.Live.Len() > 0 && sp.Send == nil && sp.Recv == nil {
 		sp = x.equalParts(sp, min(dst.Len(), src.Len()))
 		defer func() { x.guess.Live = memory.View{} }()
@@ -107,7 +124,7 @@ func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) 
 	}
 	o.plan, o.dst, o.src, o.live = p, dst, src, sp.Live
 	a := &o.args
-	a.Routes, a.Schedule, a.Timeout = &p.routes[at], p.schedule[at], x.options.Timeout
+	a.Routes, a.Schedule, a.Barrier, a.Timeout = &p.routes[at], p.schedule[at], barrier, x.options.Timeout
 	h := x.c.Heap
 	a.Dst, a.Src, a.Splits = h.Operand(dst), h.Operand(src), h.Operand(sp.Live)
 	if a.Dst.Place, a.Dst.Reach = place, at == 1; x.c.Traits.Pulls {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -429,25 +430,65 @@ func TestStreamsOrderOneExchanger(t *testing.T) {
 	})
 }
 
-func TestF1_DeadlineNamesThePeer(t *testing.T) {
-	worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 50 * time.Millisecond})
+func TestBarrier(t *testing.T) { worldtest.Local(t, 4, 32<<20, nobodyLeavesEarly(4)) }
+
+// nobodyLeavesEarly checks that no rank leaves a barrier before all have come.
+func nobodyLeavesEarly(size int) func(r *worldtest.Rank) {
+	var came atomic.Int64
+	return func(r *worldtest.Rank) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 20 * time.Second})
 		r.Must(err)
-		r.Barrier()
-		if r.Rank() == 1 {
-			time.Sleep(200 * time.Millisecond) // does not call
-			return
+		s, err := r.Heap.Device().NewStream()
+		r.Must(err)
+		for call := range 20 {
+			time.Sleep(time.Duration((r.Rank()+call)%size) * time.Millisecond)
+			came.Add(1)
+			if call%2 == 0 {
+				r.Must(x.Barrier(nil))
+			} else {
+				r.Must(x.Barrier(s))
+				r.Must(s.Synchronize())
+			}
+			if n := came.Load(); n < int64(size*(call+1)) {
+				r.Must(fmt.Errorf("barrier %d ended when %d had come", call, n))
+			}
 		}
-		one := []int64{1, 1, 1}
-		err = x.Exchange(nil, memory.Host(make([]byte, 3)), memory.Host(make([]byte, 3)), &alltoallv.Splits{Send: one, Recv: one})
-		var pe *comm.PeerError
-		if !errors.Is(err, comm.ErrTimeout) || !errors.As(err, &pe) || pe.Rank != 1 || pe.Epoch != 1 {
-			r.Must(fmt.Errorf("got %v", err))
-		}
-		if err := x.Exchange(nil, memory.View{}, memory.View{}, &alltoallv.Splits{Send: one, Recv: one}); !errors.Is(err, comm.ErrTimeout) {
-			r.Must(fmt.Errorf("a broken exchanger went on: %v", err))
-		}
-	})
+		r.Must(s.Close())
+		r.Must(x.Close(r.Ctx))
+	}
+}
+
+func TestF1_DeadlineNamesThePeer(t *testing.T) {
+	one := []int64{1, 1, 1}
+	for name, call := range map[string]func(x *alltoallv.Exchanger) error{
+		"alltoallv": func(x *alltoallv.Exchanger) error {
+			return x.Exchange(nil, memory.Host(make([]byte, 3)), memory.Host(make([]byte, 3)), &alltoallv.Splits{Send: one, Recv: one})
+		},
+		"barrier": func(x *alltoallv.Exchanger) error { return x.Barrier(nil) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			var waited sync.WaitGroup
+			waited.Add(2)
+			worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
+				x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 50 * time.Millisecond})
+				r.Must(err)
+				r.Barrier()
+				if r.Rank() == 1 {
+					waited.Wait() // does not call
+					return
+				}
+				defer waited.Done()
+				err = call(x)
+				var pe *comm.PeerError
+				if !errors.Is(err, comm.ErrTimeout) || !errors.As(err, &pe) || pe.Rank != 1 || pe.Epoch != 1 || pe.Op != name {
+					r.Must(fmt.Errorf("got %v", err))
+				}
+				if err := x.Exchange(nil, memory.View{}, memory.View{}, &alltoallv.Splits{Send: one, Recv: one}); !errors.Is(err, comm.ErrTimeout) {
+					r.Must(fmt.Errorf("a broken exchanger went on: %v", err))
+				}
+			})
+		})
+	}
 }
 
 func TestF2_AbortEndsWaits(t *testing.T) {

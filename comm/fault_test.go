@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -148,6 +149,15 @@ func TestWaitsAreTold(t *testing.T) {
 		_, err := Join(testContext(t), Config{Rank: rank, Size: 2, Addr: freeAddr(t), Logger: log, JoinTimeout: 100 * time.Millisecond})
 		require.ErrorIs(t, err, ErrTimeout)
 	}
+	three := freeAddr(t)
+	var joins sync.WaitGroup
+	for _, rank := range []int{0, 2} {
+		joins.Go(func() {
+			_, err := Join(testContext(t), Config{Rank: rank, Size: 3, Addr: three, Logger: log, JoinTimeout: 300 * time.Millisecond})
+			assert.ErrorIs(t, err, ErrTimeout)
+		})
+	}
+	joins.Wait()
 	gs, err := Local(2, LocalOptions{Logger: log})
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
@@ -161,6 +171,7 @@ func TestWaitsAreTold(t *testing.T) {
 	defer mu.Unlock()
 	for _, want := range []string{
 		`msg=waiting rank=0 "to join"="ranks [1] have not come`, `msg=waiting rank=1 "to join"="rank 0 is not at `,
+		`msg=waiting rank=2 "to join"="not all 3 ranks have come to rank 0 at 127.`,
 		`msg=waiting group=world rank=0 call="1, barrier" for=[1] waited=`, `msg=waiting group=world rank=0 call="1, shrink" for=[1] waited=`,
 	} {
 		require.Contains(t, said.String(), want)

@@ -826,12 +826,17 @@ func (g *guest) addrs(ctx context.Context) ([]string, error) {
 		g.s.conn.SetReadDeadline(time.Unix(1, 0))
 		close(cut)
 	})
+	met := make(chan struct{})
+	var saying sync.WaitGroup
+	saying.Go(func() { g.say(met) })
 	kind, body, err := g.s.recv()
 	for err == nil && kind == noteHere {
 		if err = g.s.send(noteHere, nil); err == nil {
 			kind, body, err = g.s.recv()
 		}
 	}
+	close(met)
+	saying.Wait()
 	if !stop() {
 		<-cut // the connection is still to be read
 		if err != nil {
@@ -860,6 +865,21 @@ func (g *guest) addrs(ctx context.Context) ([]string, error) {
 	g.heard = make(chan struct{})
 	go g.attend()
 	return addrs, nil
+}
+
+// say logs that this rank waits, until over.
+func (g *guest) say(over <-chan struct{}) {
+	tick := time.NewTicker(sayEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-over:
+			return
+		case <-tick.C:
+			g.cfg.Logger.Info("waiting", "rank", g.me.rank, "to join", fmt.Sprintf("not all %d ranks have come to rank 0 at %s, which says who is missing", g.cfg.Size, g.cfg.Addr),
+				"waited", time.Since(g.began).Round(time.Second))
+		}
+	}
 }
 
 // attend listens to rank 0 while the mesh is built.

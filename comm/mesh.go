@@ -161,6 +161,8 @@ func (m *meshing) wait(g *Group, began time.Time) error {
 	fatal := m.fatal
 	var refused error
 	var grace <-chan time.Time
+	say := time.NewTicker(sayEvery)
+	defer say.Stop()
 	for links := 0; links < len(m.addrs)-1; {
 		select {
 		case <-m.linked:
@@ -174,6 +176,8 @@ func (m *meshing) wait(g *Group, began time.Time) error {
 			return refused
 		case <-g.Done():
 			return g.Err()
+		case <-say.C:
+			m.n.log.Info("waiting", "rank", m.me.rank, "to join", fmt.Sprintf("ranks %v have not connected", m.missing()), "waited", time.Since(began).Round(time.Second))
 		case <-m.ctx.Done():
 			missing := m.missing()
 			return newAbsent(m.ctx, &m.l.cfg, began, missing,

@@ -29,11 +29,18 @@ type AllToAllV struct {
 	// arrays of Channels.Size 64-bit integers, send bytes, send offsets, receive bytes and receive offsets, read when the
 	// launch runs. They must keep inside Src and Dst, else the rank's launch moves nothing and all ranks' error is a *SplitsError.
 	Splits Buffer
+	// Barrier names a call in which no rank has anything to send.
+	Barrier bool
 	Launched
 }
 
-// Operation is "alltoallv".
-func (a *AllToAllV) Operation() string { return "alltoallv" }
+// Operation is "alltoallv" or "barrier".
+func (a *AllToAllV) Operation() string {
+	if a.Barrier {
+		return "barrier"
+	}
+	return "alltoallv"
+}
 
 // CountMismatchError says that two ranks disagree on the size of the message between them.
 type CountMismatchError struct {

@@ -73,6 +73,9 @@ func (x *exchange) reset() {
 }
 
 func (x *exchange) sizes(peer int) string {
+	if x.a.Barrier {
+		return ""
+	}
 	return fmt.Sprintf("%d bytes from it and %d to it", x.a.Routes.RecvBytes[peer], x.a.Routes.SendBytes[peer])
 }
 
@@ -92,7 +95,11 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 		x.window = c.Size
 	}
 	count.Store(x.epoch)
-	x.w.begin(p, x, call{opAllToAllV, c.Epoch(), x.epoch}, a.Timeout)
+	op := opAllToAllV
+	if a.Barrier {
+		op = opBarrier
+	}
+	x.w.begin(p, x, call{op, c.Epoch(), x.epoch}, a.Timeout)
 	if refused != nil {
 		return x.refuse(refused)
 	}
@@ -135,7 +142,7 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 		late := x.late()
 		if err := x.w.idle(late); err != nil {
 			x.withdraw()
-			return x.e.fail(late, "alltoallv", x.epoch, err)
+			return x.e.fail(late, a.Operation(), x.epoch, err)
 		}
 		if x.w.polls%pollsPerLook == 0 {
 			x.lookForMismatch()

@@ -21,6 +21,7 @@ type opcode uint8
 const (
 	opAllToAllV   opcode = 1
 	opReduceFirst opcode = 2 // less one, plus the kernels.Collective
+	opBarrier     opcode = 6
 	opMoEFirst    opcode = 8 // plus the kernels.MoEOp
 )
 
@@ -30,6 +31,8 @@ func (o opcode) String() string {
 		return fmt.Sprintf("call of kind %d", o)
 	case o >= opMoEFirst:
 		return kernels.MoEOp(o - opMoEFirst).String()
+	case o == opBarrier:
+		return "barrier"
 	case o >= opReduceFirst:
 		return kernels.Collective(o - opReduceFirst + 1).String()
 	}
@@ -97,8 +100,12 @@ func (w *waiter) doing(peer int) string {
 		at = fmt.Sprintf(" and waits in call %d of another communicator, %v", c.epoch, c.op)
 	}
 	if begun < w.call.epoch {
-		return fmt.Sprintf("rank %d has made %d calls%s; this is call %d, %v (it is busy, stopped, or makes other calls)",
-			peer, begun, at, w.call.epoch, w.call.op)
+		calls := "calls"
+		if begun == 1 {
+			calls = "call"
+		}
+		return fmt.Sprintf("rank %d has made %d %s%s; this is call %d, %v (it is busy, stopped, or makes other calls)",
+			peer, begun, calls, at, w.call.epoch, w.call.op)
 	}
 	return fmt.Sprintf("rank %d has begun call %d, %v, and not come further (it waits for another rank, or is stopped)", peer, w.call.epoch, w.call.op)
 }

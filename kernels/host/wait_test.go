@@ -48,7 +48,7 @@ func TestWaitsSayForWhom(t *testing.T) {
 
 	err := call(0, 30*time.Millisecond)
 	require.ErrorIs(t, err, comm.ErrTimeout)
-	require.ErrorContains(t, err, "alltoallv: rank 1, epoch 2: timed out after 30ms (7 bytes from it and 5 to it): rank 1 has made 1 calls; this is call 2, alltoallv")
+	require.ErrorContains(t, err, "alltoallv: rank 1, epoch 2: timed out after 30ms (7 bytes from it and 5 to it): rank 1 has made 1 call; this is call 2, alltoallv")
 }
 
 // A rank that waits itself is not blamed by those that wait for it in a later call: rank 1 has reached only rank 0 with its last messages.
@@ -91,7 +91,7 @@ func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
 			require.ErrorAs(t, err, &peer)
 			require.ErrorIs(t, err, comm.ErrTimeout)
 			require.Equal(t, 1, peer.Rank, err)
-			require.ErrorContains(t, err, "rank 2 waits for rank 1 itself; rank 1 has made 1 calls; this is call 2")
+			require.ErrorContains(t, err, "rank 2 waits for rank 1 itself; rank 1 has made 1 call; this is call 2")
 			close(stopped)
 			ranks.Wait()
 		})
@@ -124,7 +124,7 @@ func TestF2_TheCulpritOfACircle(t *testing.T) {
 
 // Every call has a word of its own, from which its name can be read.
 func TestCallsHaveNamesOfTheirOwn(t *testing.T) {
-	ops := map[opcode]string{opAllToAllV: "alltoallv"}
+	ops := map[opcode]string{opAllToAllV: "alltoallv", opBarrier: "barrier"}
 	for _, c := range []kernels.Collective{kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast} {
 		op := opReduceFirst + opcode(c) - 1
 		require.NotContains(t, ops, op, c)

@@ -239,7 +239,7 @@ func (r *hostRig) reduce(ctx context.Context, x *allreduce.Reducer, d reduction,
 	var t timer
 	warm, timed := r.c.iterations(size)
 	for i := -warm; i < timed; i++ {
-		if err := r.fence.wait(); err != nil {
+		if err := r.fence.Barrier(nil); err != nil {
 			return nil, err
 		}
 		start := time.Now()

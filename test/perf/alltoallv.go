@@ -76,22 +76,15 @@ func (c config) iterations(size int64) (warm, timed int) {
 	return 5, 30
 }
 
-// fence is a barrier on the data plane: an exchange of nothing.
-type fence struct {
-	x      *alltoallv.Exchanger
-	splits alltoallv.Splits
-}
-
 // settle is how long the ranks meet before anything is timed, so that the system has spread them over the cores.
 const settle = 300 * time.Millisecond
 
-func newFence(ctx context.Context, h *memory.Heap) (*fence, error) {
+// newFence makes the Exchanger whose barriers the timed calls begin from.
+func newFence(ctx context.Context, h *memory.Heap) (*alltoallv.Exchanger, error) {
 	x, err := alltoallv.New(ctx, h, alltoallv.Options{EagerBytes: -1, SlotBytes: 4096})
 	if err != nil {
 		return nil, err
 	}
-	none := make([]int64, h.Group().Size())
-	f := &fence{x, alltoallv.Splits{Send: none, Recv: none}}
 	// All ranks have to meet equally often: rank 0 tells when it is enough.
 	enough := make([]int64, h.Group().Size())
 	seen := make([]int64, len(enough))
@@ -105,10 +98,8 @@ func newFence(ctx context.Context, h *memory.Heap) (*fence, error) {
 			return nil, err
 		}
 	}
-	return f, nil
+	return x, nil
 }
-
-func (f *fence) wait() error { return f.x.Exchange(nil, memory.View{}, memory.View{}, &f.splits) }
 
 // rig is one rank's heap and buffers on some device, and how exchanges are timed there.
 type rig interface {
@@ -237,7 +228,7 @@ func newRow(c config, n int, label string, m [][]int64, us []float64, algorithm 
 type hostRig struct {
 	c        config
 	h        *memory.Heap
-	fence    *fence
+	fence    *alltoallv.Exchanger
 	src, dst *memory.Buffer
 	foreign  []byte
 	splits   *alltoallv.Splits
@@ -285,7 +276,7 @@ func (r *hostRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 	var t timer
 	warm, timed := r.c.iterations(size)
 	for i := -warm; i < timed; i++ {
-		if err := r.fence.wait(); err != nil {
+		if err := r.fence.Barrier(nil); err != nil {
 			return nil, err
 		}
 		start := time.Now()
@@ -303,5 +294,5 @@ func (r *hostRig) time(ctx context.Context, x *alltoallv.Exchanger, staged bool,
 }
 
 func (r *hostRig) close(ctx context.Context) error {
-	return errors.Join(r.fence.x.Close(ctx), r.h.Close(ctx))
+	return errors.Join(r.fence.Close(ctx), r.h.Close(ctx))
 }

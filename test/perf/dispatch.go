@@ -71,7 +71,7 @@ func benchHostDispatch(ctx context.Context, g *comm.Group, c config) (rows []row
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, fence.x.Close(ctx)) }()
+	defer func() { err = errors.Join(err, fence.Close(ctx)) }()
 
 	b := newDispatchBatch(d, o, me)
 	if o.Quantize { // what the experts make of float8 lies elsewhere
@@ -116,7 +116,7 @@ func benchHostDispatch(ctx context.Context, g *comm.Group, c config) (rows []row
 			t *timer
 			f func() error
 		}{{&calls, b.call}, {&copies, func() error { copy(to, from); return nil }}} {
-			if err := fence.wait(); err != nil {
+			if err := fence.Barrier(nil); err != nil {
 				return nil, err
 			}
 			start := time.Now()

@@ -82,15 +82,15 @@ func (o *Options) config() (comm.Config, error) {
 	}
 	log, err := env.Logger(os.Stderr)
 	if err != nil {
-		return comm.Config{}, fmt.Errorf("core: environment: %w", err)
+		return comm.Config{}, badEnvironment(err)
 	}
 	if _, err := env.Profiler(); err != nil {
-		return comm.Config{}, fmt.Errorf("core: environment: %w", err)
+		return comm.Config{}, badEnvironment(err)
 	}
 	c := comm.Config{Rank: o.Rank, Size: o.Size, LocalRank: o.LocalRank, LocalSize: o.LocalSize, Addr: o.Addr, Logger: log}
 	world, err := env.ReadWorld()
 	if err != nil && o.Env {
-		return comm.Config{}, fmt.Errorf("core: environment: %w", err)
+		return comm.Config{}, badEnvironment(err)
 	}
 	if o.Env {
 		c.Rank, c.Size, c.LocalRank, c.LocalSize, c.Addr = world.Rank, world.Size, world.LocalRank, world.LocalSize, world.Addr
@@ -140,7 +140,6 @@ type Comm struct {
 	exchanger   *alltoallv.Exchanger
 	reducer     *allreduce.Reducer
 	dispatchers []*Dispatcher
-	none        []int64
 
 	blocks blocks // on the host
 }
@@ -209,7 +208,6 @@ func (c *Comm) build(root *comm.Group) error {
 	if c.reducer, err = allreduce.New(c.ctx, h, allreduce.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
 		return err
 	}
-	c.none = make([]int64, g.Size())
 	return nil
 }
 
@@ -326,6 +324,8 @@ func (c *Comm) execute(o *op) (int64, error) {
 		return 0, fmt.Errorf("core: %w: the ranks have not joined", ErrInvalid)
 	}
 	switch o.kind {
+	case opBarrier:
+		return 0, c.exchanger.Barrier(nil)
 	case opAllToAll:
 		return 0, c.exchanger.Exchange(nil, o.dst, o.src, &o.splits)
 	case opAllReduce:
@@ -434,13 +434,8 @@ func (c *Comm) Explain(dst uintptr, shape Shape) (string, error) {
 // Fault is nil: tickets tell the errors of the host's exchanges.
 func (c *Comm) Fault() error { return nil }
 
-// Barrier submits an exchange of nothing, which no rank leaves before all have come.
-func (c *Comm) Barrier() (Ticket, error) {
-	return c.put(func(o *op) {
-		o.kind, o.splits.ElemSize = opAllToAll, 1
-		o.splits.Send, o.splits.Recv = append(o.splits.Send[:0], c.none...), append(o.splits.Recv[:0], c.none...)
-	})
-}
+// Barrier submits a barrier, which no rank leaves before all have come.
+func (c *Comm) Barrier() (Ticket, error) { return c.put(func(o *op) { o.kind = opBarrier }) }
 
 // AllReduce submits an all-reduce, as Place describes.
 func (c *Comm) AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {

@@ -80,6 +80,9 @@ var conditions = []struct {
 	{ErrClosed, Closed},
 }
 
+// badEnvironment is a variable of the environment that cannot be understood.
+func badEnvironment(err error) error { return fmt.Errorf("core: environment: %w: %w", ErrInvalid, err) }
+
 // Refusal is an error of a kind, with a caller's text.
 func Refusal(code Code, text string) error {
 	if code == Unsupported {

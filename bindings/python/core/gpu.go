@@ -171,7 +171,7 @@ func (o *GPUOptions) heapBytes(ranks int) (int64, error) {
 	}
 	n, err := env.CUDAHeap()
 	if err != nil {
-		return 0, fmt.Errorf("core: environment: %w: %w", ErrInvalid, err)
+		return 0, badEnvironment(err)
 	}
 	if n > 0 {
 		return n, nil

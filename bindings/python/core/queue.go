@@ -62,6 +62,7 @@ type opKind uint8
 
 const (
 	opDo opKind = iota
+	opBarrier
 	opAllToAll
 	opAllReduce
 	opReduceScatter

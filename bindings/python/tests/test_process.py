@@ -168,6 +168,27 @@ def test_a_rank_that_has_left_is_named():
     assert time.monotonic() - began < 15
 
 
+def test_a_barrier_that_a_rank_does_not_come_to():
+    code = """
+        import sys
+        import switchyard as sw
+        comm = sw.init(timeout=0.5)
+        sw.barrier()
+        if comm.rank == 1:
+            sys.stdin.read()  # until the other has given up
+        else:
+            try:
+                sw.barrier()
+            except sw.errors.TimedOut as err:
+                assert err.rank == 1, err
+                print(err)
+    """
+    first, second = ranks(code, 2)
+    said = end(first)
+    assert "barrier: rank 1, epoch 2: timed out after 500ms: rank 1 has made 1 call; this is call 2, barrier" in said
+    second.communicate()
+
+
 def test_a_lost_rank_is_named():
     code = """
         import os, sys
@@ -351,7 +372,7 @@ def test_a_profiler_is_told_of_calls(tmp_path, monkeypatch):
         os.environ["SWITCHYARD_NVTX"] = sys.stdin.read()  # later than Go's own environment
         try:
             sw.init(0, 1)
-        except sw.errors.Error as err:
+        except ValueError as err:
             print(err)
             sys.exit()
         sw.all_reduce(np.ones(3))
