@@ -121,7 +121,6 @@ func (g *gpuMemory) mark(v memory.View, n uint32) {
 
 // forGPUs makes options of what the host serves such as GPUs do, where that can be.
 func forGPUs(rng *rand.Rand, o *dispatch.Options) bool {
-	o.Float8Combine = false
 	o.Hidden = []int{8, 16, 32, 48, 64, 144, 304, 1040}[rng.IntN(8)]
 	o.MaxSMs = []int{0, 0, 1, 3, 16}[rng.IntN(5)]
 	if o.Hidden <= 64 && rng.IntN(3) == 0 {

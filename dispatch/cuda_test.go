@@ -668,7 +668,6 @@ func TestCUDA_F3_WhatGPUsRefuse(t *testing.T) {
 			o    dispatch.Options
 			text string
 		}{
-			{dispatch.Options{Experts: 4, TopK: 2, Hidden: 64, MaxTokens: 8, Float8Combine: true}, "not in float8"},
 			{dispatch.Options{Experts: 4, TopK: 2, Hidden: 3, MaxTokens: 8}, "rows of GPUs are multiples of 16 bytes"},
 			{dispatch.Options{Experts: 4, TopK: 2, Hidden: 8, MaxTokens: 8, DType: kernels.Float8E4M3}, "rows of GPUs are multiples of 16 bytes"},
 		} {

@@ -30,7 +30,7 @@ import (
 //   - A lost peer is comm.ErrPeerLost, one that does not come within Options.Timeout comm.ErrTimeout; both name it. The
 //     Dispatcher can then only be closed.
 //
-// On a stream the errors of the last two kinds are errors of the stream.
+// On a host stream the errors of the last two kinds are errors of the stream. On a CUDA stream the next call returns them, and Fault does.
 type Dispatcher struct {
 	c       *communicator.Communicator // its lock is held throughout a call, so that launches have one order
 	options Options

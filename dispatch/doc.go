@@ -80,7 +80,7 @@
 // A token crosses once to a rank. In token-major layouts it lands in the output; by expert it lands in staging, and a
 // pass over the rank's own memory makes its rows. Options.LowLatency takes kernels for few tokens.
 //
-// [New] refuses [Options].Float8Combine on GPUs, and rows that are no multiple of 16 bytes. Before each dispatch all ranks have released the
+// [New] refuses rows that are no multiple of 16 bytes on GPUs. Before each dispatch all ranks have released the
 // same handles, in whatever order.
 //
 // # Memory

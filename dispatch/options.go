@@ -107,7 +107,8 @@ type Options struct {
 	// CombineDType is the type of the rows and results of Combine and both backward calls: Float32, BFloat16 or Float16. Zero
 	// means DType, or BFloat16 where that is Float8E4M3.
 	CombineDType kernels.DType
-	// Float8Combine lets partial sums cross as Float8E4M3 with a float32 scale for each 128 elements.
+	// Float8Combine lets partial sums cross as Float8E4M3 with a float32 scale for each 128 elements. On GPUs that has run in the emulation
+	// of the kernels only, never on hardware, and rows of token-major layouts are then copied to staging wherever they lie.
 	Float8Combine bool
 
 	// Layout of the output.
@@ -126,7 +127,8 @@ type Options struct {
 	// Handles is how many can be alive at a time, each with an output of its own; default 4. Training needs as many as
 	// it has MoE layers, inference one or two.
 	Handles int
-	// LowLatency asks for the protocol for 1 to 256 tokens a rank.
+	// LowLatency takes kernels for few tokens on GPUs. They serve MaxTokens to 256, at most 1024 experts with their copies, all layouts but
+	// TokenMajor, and where rows are quantised a float32 scale for each 128 elements. Elsewhere it changes nothing.
 	LowLatency bool
 	// Sources gives handles Sources. RowWeights gives them Weights, which token-major layouts always have.
 	Sources, RowWeights bool

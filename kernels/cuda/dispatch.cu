@@ -111,7 +111,14 @@ __device__ __forceinline__ u64 running_call(const sw_moe_args &a)
 	return number.epoch() == 0 ? 0 : number.v.a;
 }
 
-template <kind type, bool waits> __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_board &b, arrivals *full, u64 *has, u64 epoch, u8 *ring)
+// The bytes of a partial sum, and of the sum that a part of it becomes.
+template <bool float8> __device__ __forceinline__ u32 sum_bytes(const sw_moe_args &a) { return float8 ? a.wire_bytes : a.row_bytes; }
+template <kind type, bool float8> __device__ __forceinline__ u32 part_bytes(const sw_moe_args &a)
+{
+	return float8 ? a.part / float8_sum::stretch * SW_MOE_STRETCH * numbers<type>::size : a.part;
+}
+
+template <kind type, bool float8, bool waits> __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_board &b, arrivals *full, u64 *has, u64 epoch, u8 *ring)
 {
 	u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32, n = a.world.size, tasks = a.tokens * a.parts, step = gridDim.x * a.movers;
 	u32 due = static_cast<u32>(clock()) + warp * (a.interval / a.movers);
@@ -132,7 +139,7 @@ template <kind type, bool waits> __device__ __forceinline__ void sum_rows(const 
 		u32 task = blockIdx.x + gridDim.x * warp + k * step;
 		if (task >= tasks)
 			return;
-		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
+		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, sum_bytes<float8>(a) - at), place = k % a.depth;
 		int rows[2] = {near, far};
 		look(k + 1);
 		if constexpr (waits) {
@@ -162,7 +169,7 @@ template <kind type, bool waits> __device__ __forceinline__ void sum_rows(const 
 #pragma unroll
 		for (u32 i = 0; i < 2; i++)
 			if (rows[i] >= 0)
-				bulk_load(mine + (place * n + lane + 32 * i) * a.part, b.base[lane + 32 * i] + static_cast<u64>(rows[i]) * a.row_bytes + at, bytes, full + place);
+				bulk_load(mine + (place * n + lane + 32 * i) * a.part, b.base[lane + 32 * i] + static_cast<u64>(rows[i]) * sum_bytes<float8>(a) + at, bytes, full + place);
 	};
 	look(0);
 #pragma unroll 1
@@ -171,15 +178,24 @@ template <kind type, bool waits> __device__ __forceinline__ void sum_rows(const 
 	u32 k = 0;
 #pragma unroll 1
 	for (u32 task = blockIdx.x + gridDim.x * warp; task < tasks; task += step, k++) {
-		u32 t = task / a.parts, part = task - t * a.parts, at = part * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
+		u32 t = task / a.parts, part = task - t * a.parts, at = part * part_bytes<type, float8>(a), bytes = min(part_bytes<type, float8>(a), a.row_bytes - at), place = k % a.depth;
 		full[place].await(k / a.depth);
 		u64 there = has[place];
 #pragma unroll 1
 		for (u32 i = lane * 16; i < bytes; i += 512) {
 			sum<type> s;
 #pragma unroll 1
-			for (u64 left = there; left != 0; left &= left - 1)
-				s.add(*reinterpret_cast<const uint4 *>(mine + (place * n + __ffsll(left) - 1) * a.part + i));
+			for (u64 left = there; left != 0; left &= left - 1) {
+				if constexpr (float8) {
+					const u8 *from = mine + (place * n + __ffsll(left) - 1) * a.part;
+					u32 element = i / numbers<type>::size;
+					const u8 *narrow = from + float8_sum::at(element);
+					uint2 v = numbers<type>::count == 8 ? *reinterpret_cast<const uint2 *>(narrow) : make_uint2(*reinterpret_cast<const u32 *>(narrow), 0);
+					s.add_scaled(v, *reinterpret_cast<const float *>(from + float8_sum::scale_at(element)));
+				} else {
+					s.add(*reinterpret_cast<const uint4 *>(mine + (place * n + __ffsll(left) - 1) * a.part + i));
+				}
+			}
 			s.add_biases(a, static_cast<u64>(t) * a.row_bytes + at + i);
 			store_vector(a.y + static_cast<u64>(t) * a.row_bytes + at + i, s.value());
 		}
@@ -190,7 +206,7 @@ template <kind type, bool waits> __device__ __forceinline__ void sum_rows(const 
 	}
 }
 
-template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board &b, u8 *ring)
+template <kind type, bool float8> __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board &b, u8 *ring)
 {
 	if (threadIdx.x < a.movers * a.depth)
 		b.full[threadIdx.x].init();
@@ -215,9 +231,9 @@ template <kind type> __device__ __forceinline__ void combine_rows(const sw_moe_a
 		return;
 	fence_bulk();
 	if (threadIdx.x / 32 < a.movers && b.makes != 0)
-		sum_rows<type, true>(a, b, b.full, b.has, epoch, ring);
+		sum_rows<type, float8, true>(a, b, b.full, b.has, epoch, ring);
 	else if (threadIdx.x / 32 < a.movers)
-		sum_rows<type, false>(a, b, b.full, b.has, epoch, ring);
+		sum_rows<type, float8, false>(a, b, b.full, b.has, epoch, ring);
 	release_stream();
 	if (beside)
 		await_stream(); // what comes behind this kernel comes behind that one
@@ -288,7 +304,7 @@ struct pass_board {
 // A pass over this rank's rows: makes the partial sums of rows by expert in staging, or copies rows by token there or, with y, out of it. In each round every warp has a part of a row.
 // With SW_MOE_BESIDE the kernel behind it, which reads and sums, runs beside it: the block's last warp tells ranks of each window of rows that is complete, so that no other
 // waits for what it has stored.
-template <kind type> struct partials {
+template <kind type, bool float8> struct partials {
 	static constexpr u32 vectors = SW_MOE_PASS_PART / 512, workers = SW_MOE_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
 
 	const sw_moe_args &a;
@@ -352,7 +368,7 @@ template <kind type> struct partials {
 	}
 
 	// The part of a row's sum: the next row is on its way while one is added.
-	__device__ __forceinline__ void add_up(const pass_order::task &k, const int *row, const float *weight, uint4 *out) const
+	template <typename F> __device__ __forceinline__ void add_up(const pass_order::task &k, const int *row, const float *weight, F use) const
 	{
 		sum<type> s[vectors];
 		uint4 v[vectors], next[vectors];
@@ -384,9 +400,26 @@ template <kind type> struct partials {
 				load_first(v);
 			add(next, c);
 		}
+		use(s);
+	}
+
+	// Stores the part of a row's sum as float8.
+	__device__ __forceinline__ void store_float8(const pass_order::task &k, const sum<type> *s) const
+	{
+		u64 to = own + a.from_rows + static_cast<u64>(by_expert ? k.at : k.row) * a.wire_bytes;
 #pragma unroll
-		for (u32 i = 0; i < vectors; i++)
-			out[i] = s[i].value();
+		for (u32 i = 0; i < vectors; i++) {
+			u32 at = k.part * SW_MOE_PASS_PART + i * 512 + lane * 16, element = at / numbers<type>::size, scale;
+			uint2 v = s[i].narrowed(scale);
+			if (at >= a.row_bytes)
+				continue;
+			if constexpr (numbers<type>::count == 8)
+				store_vector2(to + float8_sum::at(element), v);
+			else
+				*reinterpret_cast<u32 *>(to + float8_sum::at(element)) = v.x;
+			if (element % 128 == 0)
+				*reinterpret_cast<u32 *>(to + float8_sum::scale_at(element)) = scale;
+		}
 	}
 
 	__device__ __forceinline__ void copy_weights(const pass_order::task &k, const int *row) const
@@ -407,14 +440,32 @@ template <kind type> struct partials {
 			return false;
 		uint4 out[vectors];
 		if (by_expert)
-			add_up(k, row, weight, out);
+			add_up(k, row, weight, [&](const sum<type> *s) {
+				if constexpr (float8) {
+					store_float8(k, s);
+				} else {
+#pragma unroll
+					for (u32 i = 0; i < vectors; i++)
+						out[i] = s[i].value();
+				}
+			});
 		else
 			load(out, a.rows + static_cast<u64>(k.row) * a.row_bytes, k.part);
-		u32 at = k.part * SW_MOE_PASS_PART + lane * 16;
-		u64 to = (a.y != 0 ? a.y : own + a.from_rows) + static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
+		if constexpr (float8) {
+			if (!by_expert) {
+				sum<type> s[vectors];
 #pragma unroll
-		for (u32 i = 0; i < vectors; i++)
-			store_vector_if(at + i * 512 < a.row_bytes, to + i * 512, out[i]);
+				for (u32 i = 0; i < vectors; i++)
+					s[i].add(out[i]);
+				store_float8(k, s);
+			}
+		} else {
+			u32 at = k.part * SW_MOE_PASS_PART + lane * 16;
+			u64 to = (a.y != 0 ? a.y : own + a.from_rows) + static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
+#pragma unroll
+			for (u32 i = 0; i < vectors; i++)
+				store_vector_if(at + i * 512 < a.row_bytes, to + i * 512, out[i]);
+		}
 		if (k.part == 0 && a.from_weights != 0)
 			copy_weights(k, row);
 		return true;
@@ -483,7 +534,7 @@ template <kind type> struct partials {
 	}
 };
 
-template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_args &a, pass_board &b)
+template <kind type, bool float8> __device__ __forceinline__ void make_partials(const sw_moe_args &a, pass_board &b)
 {
 	await_stream();
 	if (threadIdx.x == 0) {
@@ -491,7 +542,7 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 		b.told = b.failed = 0;
 	}
 	if (threadIdx.x < pass_board::rounds)
-		b.made[threadIdx.x].expect(partials<type>::workers);
+		b.made[threadIdx.x].expect(partials<type, float8>::workers);
 	call_number number;
 	number.load(a.world);
 	u64 epoch = number.epoch(); // of the call that comes
@@ -500,7 +551,7 @@ template <kind type> __device__ __forceinline__ void make_partials(const sw_moe_
 	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
 	if (beside)
 		release_stream();
-	partials<type> p(a, b, epoch);
+	partials<type, float8> p(a, b, epoch);
 	if (threadIdx.x / 32 < p.workers)
 		p.work();
 	else if (beside)
@@ -663,7 +714,7 @@ template <typename Float8, bool quantises> __device__ __forceinline__ void send_
 		rows_receiver{a, sum, epoch}.finish(cached);
 }
 
-template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_args &a, combine_board &b)
+template <kind type, bool float8> __device__ __forceinline__ void combine_few(const sw_moe_args &a, combine_board &b)
 {
 	u32 lane = threadIdx.x & 31, n = a.world.size;
 	few_tasks tasks(a.tokens, a.row_bytes, gridDim.x);
@@ -705,32 +756,46 @@ template <kind type> __device__ __forceinline__ void combine_few(const sw_moe_ar
 		if (__any_sync(~0u, !good))
 			break;
 		sum<type> s[few_vectors];
-		few_row one, other;
+		std::conditional_t<float8, few_float8_sum<type>, few_row> one, other;
+		auto add = [&](u32 i, const auto &from) {
+			if constexpr (float8)
+				s[i].add_scaled(from.v[i], from.scale[i]);
+			else
+				s[i].add(from.v[i]);
+		};
 #pragma unroll 1
 		for (u32 d = 0; d < n; d += 2) { // two ranks' rows are on their way together
 			int first = d < 32 ? __shfl_sync(~0u, row, d) : places[static_cast<u64>(t) * n + d];
 			int second = d + 1 == n ? -1 : d + 1 < 32 ? __shfl_sync(~0u, row, (d + 1) & 31) : places[static_cast<u64>(t) * n + d + 1];
 			if (first >= 0)
-				one.load(b.base[d] + static_cast<u64>(first) * a.row_bytes, a.row_bytes, part, lane);
+				one.load(b.base[d] + static_cast<u64>(first) * sum_bytes<float8>(a), a.row_bytes, part, lane);
 			if (second >= 0)
-				other.load(b.base[d + 1] + static_cast<u64>(second) * a.row_bytes, a.row_bytes, part, lane);
+				other.load(b.base[d + 1] + static_cast<u64>(second) * sum_bytes<float8>(a), a.row_bytes, part, lane);
 #pragma unroll
 			for (u32 i = 0; i < few_vectors; i++) {
 				if (first >= 0)
-					s[i].add(one.v[i]);
+					add(i, one);
 				if (second >= 0)
-					s[i].add(other.v[i]);
+					add(i, other);
 			}
 		}
+		auto finish = [&](few_row &y) {
 #pragma unroll
-		for (u32 i = 0; i < few_vectors; i++) {
-			u32 at = (part * few_vectors + i) * 512 + lane * 16;
-			if (at < a.row_bytes) {
-				s[i].add_biases(a, static_cast<u64>(t) * a.row_bytes + at);
-				one.v[i] = s[i].value();
+			for (u32 i = 0; i < few_vectors; i++) {
+				u32 at = (part * few_vectors + i) * 512 + lane * 16;
+				if (at < a.row_bytes) {
+					s[i].add_biases(a, static_cast<u64>(t) * a.row_bytes + at);
+					y.v[i] = s[i].value();
+				}
 			}
+			y.store(a.y + static_cast<u64>(t) * a.row_bytes, a.row_bytes, part, lane);
+		};
+		if constexpr (float8) {
+			few_row y;
+			finish(y);
+		} else {
+			finish(one);
 		}
-		one.store(a.y + static_cast<u64>(t) * a.row_bytes, a.row_bytes, part, lane);
 		if (part == 0 && a.sum_weights != 0)
 			sum_weights(a, t, lane);
 	}
@@ -772,26 +837,36 @@ SW_DISPATCH_FEW(dispatch_few_f32, few_float8<kind::f32>, true)
 SW_DISPATCH_FEW(dispatch_few_bf16, few_float8<kind::bf16>, true)
 SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, true)
 
-#define SW_COMBINE(suffix, type)                                                                                                                                                  \
+// Float8: partial sums cross as float8.
+#define SW_COMBINE(suffix, type, float8)                                                                                                                                          \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_THREADS, 1) combine_rows_##suffix(const __grid_constant__ sw_moe_args a)                                            \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
 		SW_DYNAMIC_LINES(memory);                                                                                                                                         \
 		SW_SHARED(combine_board, b);                                                                                                                                       \
-		combine_rows<type>(a, b, reinterpret_cast<u8 *>(memory));                                                                                                                 \
+		combine_rows<type, float8>(a, b, reinterpret_cast<u8 *>(memory));                                                                                                         \
 	}                                                                                                                                                                          \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) combine_few_##suffix(const __grid_constant__ sw_moe_args a)                                             \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
 		SW_SHARED(combine_board, b);                                                                                                                                       \
-		combine_few<type>(a, b);                                                                                                                                           \
+		combine_few<type, float8>(a, b);                                                                                                                                   \
 	}                                                                                                                                                                          \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_PASS_THREADS, 1) experts_sum_##suffix(const __grid_constant__ sw_moe_args a)                                               \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
 		SW_SHARED(pass_board, b);                                                                                                                                          \
-		make_partials<type>(a, b);                                                                                                                                         \
-	}                                                                                                                                                                          \
+		make_partials<type, float8>(a, b);                                                                                                                                 \
+	}
+
+SW_COMBINE(f32, kind::f32, false)
+SW_COMBINE(bf16, kind::bf16, false)
+SW_COMBINE(f16, kind::f16, false)
+SW_COMBINE(f32_float8, kind::f32, true)
+SW_COMBINE(bf16_float8, kind::bf16, true)
+SW_COMBINE(f16_float8, kind::f16, true)
+
+#define SW_SPREAD(suffix, type)                                                                                                                                                   \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS) experts_spread_##suffix(const __grid_constant__ sw_moe_args a)                                            \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
@@ -799,9 +874,9 @@ SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, true)
 		spread_gradients<type>(a, staged);                                                                                                                                 \
 	}
 
-SW_COMBINE(f32, kind::f32)
-SW_COMBINE(bf16, kind::bf16)
-SW_COMBINE(f16, kind::f16)
+SW_SPREAD(f32, kind::f32)
+SW_SPREAD(bf16, kind::bf16)
+SW_SPREAD(f16, kind::f16)
 
 // The first half of a combine by itself: tells the peers where the rows are.
 extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(const __grid_constant__ sw_moe_args a)

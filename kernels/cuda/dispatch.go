@@ -3,7 +3,6 @@ package cuda
 import (
 	"fmt"
 	"math"
-	"slices"
 
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -11,12 +10,15 @@ import (
 
 // dispatchKernels are the kernels of MoE dispatch. Those by number type are indexed by it.
 type dispatchKernels struct {
-	rows, few, receive, begin, take   cuda.Function
-	rowsFloat8, fewFloat8             [3]cuda.Function
-	sumRows, sumFew, partials, spread [3]cuda.Function
-	blocks                            int // of any of them that run at once
-	shared                            int // dynamic shared memory that a block can have
+	rows, few, receive, begin, take cuda.Function
+	rowsFloat8, fewFloat8, spread   [3]cuda.Function
+	sums, sumsFloat8                [3]sumKernels // float8: in which partial sums cross as that
+	blocks                          int           // of any of them that run at once
+	shared                          int           // dynamic shared memory that a block can have
 }
+
+// sumKernels are those of a combine: the pass that makes partial sums, and those that sum them.
+type sumKernels struct{ partials, rows, few cuda.Function }
 
 // dispatches are the launches of one dispatcher. It is a family.
 type dispatches struct {
@@ -42,6 +44,8 @@ const (
 	moeShort                                   = 8 << 10
 
 	moePart = 16 << 10 // the most of a row that is moved at a time
+
+	moeStretchScales = moeStretch / 128 * 4 // bytes
 )
 
 func numberKind(d kernels.DType) int {
@@ -58,8 +62,6 @@ func newDispatches(m *kernels.MoE, size int) (*dispatches, error) {
 	switch {
 	case m.Ranks != size:
 		return nil, fmt.Errorf("kernels: dispatch: %d ranks on a heap of %d", m.Ranks, size)
-	case m.Float8Partials:
-		return nil, fmt.Errorf("kernels: the CUDA engine combines in the rows' own type, not in float8")
 	case m.RowBytes()%16 != 0 || m.TokenBytes()%16 != 0 || m.SumBytes()%16 != 0:
 		return nil, fmt.Errorf("kernels: dispatch: %d elements of %v, %v and %v: rows of GPUs are multiples of 16 bytes", m.Hidden, m.TokenType, m.RowType, m.SumType)
 	case m.Quantizes() && m.Scales.Block != 128 && m.TokenBytes() > 128<<10:
@@ -76,6 +78,15 @@ func (x *dispatches) block(offset int64) moeBlock {
 	return layMoeBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MostLocal()), int64(m.MaxTokens), int64(m.TopK), x.staged())
 }
 
+// partialBytes is the size of a partial sum that crosses.
+func (x *dispatches) partialBytes() int64 {
+	if !x.m.Float8Partials {
+		return x.m.SumBytes()
+	}
+	elements := int64(x.m.Hidden)
+	return (elements+moeStretch-1)/moeStretch*moeStretchScales + kernels.AlignUp(elements, 16)
+}
+
 // The parts of a handle's staging, from its start: rows and scales that arrive, rows that peers read, and weights beside them.
 func (x *dispatches) scalesAt() int64 {
 	return kernels.AlignUp(x.staged()*max(x.m.RowBytes(), x.m.SumBytes()), kernels.LineBytes)
@@ -84,7 +95,7 @@ func (x *dispatches) sumsAt() int64 {
 	return kernels.AlignUp(x.scalesAt()+4*x.staged()*int64(x.m.ScaleWords()), kernels.LineBytes)
 }
 func (x *dispatches) weightsAt() int64 {
-	return kernels.AlignUp(x.sumsAt()+x.staged()*x.m.SumBytes(), kernels.LineBytes)
+	return kernels.AlignUp(x.sumsAt()+x.staged()*max(x.m.SumBytes(), x.partialBytes()), kernels.LineBytes)
 }
 
 func (x *dispatches) layout() kernels.Layout {
@@ -139,15 +150,20 @@ func (k *dispatchKernels) load(e *Engine) error {
 		{"experts_take", &k.take},
 	}
 	for i, t := range [...]string{"f32", "bf16", "f16"} {
-		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"dispatch_few_" + t, &k.fewFloat8[i]},
-			entry{"combine_rows_" + t, &k.sumRows[i]}, entry{"combine_few_" + t, &k.sumFew[i]},
-			entry{"experts_sum_" + t, &k.partials[i]}, entry{"experts_spread_" + t, &k.spread[i]})
+		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"dispatch_few_" + t, &k.fewFloat8[i]}, entry{"experts_spread_" + t, &k.spread[i]})
+		for suffix, s := range map[string]*sumKernels{t: &k.sums[i], t + "_float8": &k.sumsFloat8[i]} {
+			entries = append(entries, entry{"experts_sum_" + suffix, &s.partials}, entry{"combine_rows_" + suffix, &s.rows}, entry{"combine_few_" + suffix, &s.few})
+		}
 	}
 	if err := e.loadModule(dispatchImage, entries...); err != nil {
 		return err
 	}
 	k.shared = e.maxShared - moeFixedShared
-	for _, f := range slices.Concat([]cuda.Function{k.rows, k.take}, k.rowsFloat8[:], k.sumRows[:]) {
+	large := append([]cuda.Function{k.rows, k.take}, k.rowsFloat8[:]...)
+	for i := range k.sums {
+		large = append(large, k.sums[i].rows, k.sumsFloat8[i].rows)
+	}
+	for _, f := range large {
 		if err := e.ctx.SetFunctionAttribute(f, cuda.FunctionMaxDynamicShared, k.shared); err != nil {
 			return err
 		}
@@ -460,8 +476,21 @@ func (l *moeCall) partials(blocks int) {
 		a.mode |= moeByExpert
 	}
 	a.parts = (a.rowBytes + moePassPart - 1) / moePassPart
-	l.launch(l.k.partials[numberKind(m.SumType)], blocks, moeSumPassThreads, 0)
+	pass := l.k.sums[numberKind(m.SumType)].partials
+	if a.y == 0 {
+		pass = l.sums().partials
+	}
+	l.launch(pass, blocks, moeSumPassThreads, 0)
 	a.mode = mode
+}
+
+// sums are the kernels of a combine.
+func (l *moeCall) sums() *sumKernels {
+	kind := numberKind(l.m.SumType)
+	if l.m.Float8Partials {
+		return &l.k.sumsFloat8[kind]
+	}
+	return &l.k.sums[kind]
 }
 
 // weighs is what rows are multiplied by, as a launch's mode says it.
@@ -478,9 +507,10 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 		return err
 	}
 	m, a := x.m, &l.a
-	a.rowBytes, a.y, a.sumWeights = uint32(m.SumBytes()), uint64(c.Y.Ptr), addressOf(&c.SumWeights)
+	a.rowBytes, a.wireBytes = uint32(m.SumBytes()), uint32(x.partialBytes())
+	a.y, a.sumWeights = uint64(c.Y.Ptr), addressOf(&c.SumWeights)
 	a.bias0, a.bias1 = addressOf(&c.Bias[0]), addressOf(&c.Bias[1])
-	staged := !m.Layout.ByToken() || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
+	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
 	if staged {
 		a.mode |= moeKeep
 		a.fromRows = l.place(l.sumsAt())
@@ -524,22 +554,25 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 // sum appends the kernel that reads and sums the rows of a rank's tokens.
 func (l *moeCall) sum() {
 	m, a := l.m, &l.a
-	kind := numberKind(m.SumType)
 	if l.few() {
-		l.launch(l.k.sumFew[kind], l.crossing(), moeFewThreads, 0)
+		l.launch(l.sums().few, l.crossing(), moeFewThreads, 0)
 		return
 	}
-	blocks, row, n := l.crossing(), int64(a.rowBytes), int64(m.Ranks)
+	blocks, row, n, whole := l.crossing(), int64(a.wireBytes), int64(m.Ranks), int64(16)
 	movers, depth := int64(moeSumThreads/32), int64(3)
 	if n > 4 {
 		movers, depth = 12, 2
 	}
-	room := int64(l.k.shared) / (movers * depth * n) / 16 * 16
+	if m.Float8Partials {
+		whole = moeStretch + moeStretchScales
+		movers = min(movers, int64(l.k.shared)/(depth*n*whole))
+	}
+	room := int64(l.k.shared) / (movers * depth * n) / whole * whole
 	parts := (row + room - 1) / room
-	part := kernels.AlignUp((row+parts-1)/parts, 16)
+	part := kernels.AlignUp((row+parts-1)/parts, whole)
 	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((row+part-1)/part), uint32(movers), uint32(depth)
 	a.interval = l.interval(part, movers*int64(blocks), moeReadRate)
-	l.launch(l.k.sumRows[kind], blocks, moeSumThreads, int(movers*depth*n*part))
+	l.launch(l.sums().rows, blocks, moeSumThreads, int(movers*depth*n*part))
 }
 
 func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
@@ -583,7 +616,7 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	if back { // a sum of nothing but what lies beside rows
 		a.mode = moeSend | moeReceive | moeKeep
 		a.sumWeights, a.tokens, a.rowBytes = addressOf(&b.DWeights), uint32(b.Tokens), 0
-		l.launch(x.k.sumFew[0], l.blocks(moeFewBlocks), moeFewThreads, 0)
+		l.launch(x.k.sums[0].few, l.blocks(moeFewBlocks), moeFewThreads, 0)
 	}
 	return nil
 }

@@ -278,6 +278,15 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"the second half of a combine is taken for one block": {
 			"tell_begin(a, threadIdx.x, epoch, 0);", "tell_begin(a, threadIdx.x, epoch, 1);",
 		},
+		"a float8 sum is scaled by half of its block": {
+			"most_of(most, 128 / numbers", "most_of(most, 64 / numbers",
+		},
+		"parts of float8 sums are taken for as long as what they become": {
+			"at = part * part_bytes<type, float8>(a)", "at = part * a.part",
+		},
+		"few float8 sums are read with the scale of their first block": {
+			"float8_sum::scale_at(element));\n\t\t}", "float8_sum::scale_at(element / SW_MOE_STRETCH * SW_MOE_STRETCH));\n\t\t}",
+		},
 	} {
 		find("dispatch", what, bug)
 	}

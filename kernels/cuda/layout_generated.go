@@ -106,6 +106,7 @@ const (
 	moeSlots          = 128  // places for rows under way that the warps of a block have together, at most
 	moeSumPassThreads = 512  // of a block of the pass that makes sums: those that make, and a warp that tells
 	moePassPart       = 2048 // bytes of a row that a warp of a pass adds or copies at a time
+	moeStretch        = 512  // elements of a float8 partial sum behind one group of scales
 	moeWindow         = 64   // rows of one rank that are told together when they are made
 )
 

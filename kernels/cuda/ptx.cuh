@@ -307,6 +307,13 @@ __device__ __forceinline__ void fence_bulk()
 #endif
 }
 
+__device__ __forceinline__ uint2 load_vector2(u64 p)
+{
+	uint2 v;
+	asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+	return v;
+}
+
 __device__ __forceinline__ void store_vector2(u64 p, uint2 v) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory"); }
 
 // Numbers of 16 and 8 bits. Rounding is to nearest even.
@@ -340,6 +347,18 @@ __device__ __forceinline__ u32 e4m3x2_of(float low, float high)
 	return v;
 #else
 	return e4m3_of_float(low) | e4m3_of_float(high) << 8;
+#endif
+}
+
+// The numbers that the low 16 bits are as float8 e4m3.
+__device__ __forceinline__ void floats_of_e4m3x2(u32 pair, float &low, float &high)
+{
+#if __CUDA_ARCH__ >= 890
+	u32 h;
+	asm("{ .reg .b16 p; cvt.u16.u32 p, %1; cvt.rn.f16x2.e4m3x2 %0, p; }" : "=r"(h) : "r"(pair));
+	low = float_of_f16(h), high = float_of_f16(h >> 16);
+#else
+	low = e4m3_to_float(pair & 0xff), high = e4m3_to_float(pair >> 8 & 0xff);
 #endif
 }
 

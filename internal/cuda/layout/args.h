@@ -109,6 +109,7 @@ enum {
 	SW_MOE_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
 	SW_MOE_SUM_PASS_THREADS = 512, /* of a block of the pass that makes sums: those that make, and a warp that tells */
 	SW_MOE_PASS_PART = 2048, /* bytes of a row that a warp of a pass adds or copies at a time */
+	SW_MOE_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
 	SW_MOE_WINDOW = 64, /* rows of one rank that are told together when they are made */
 };
 

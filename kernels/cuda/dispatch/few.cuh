@@ -230,6 +230,28 @@ struct few_row {
 	}
 };
 
+// A stretch of a float8 partial sum as it was loaded, by the vectors of the sum that it becomes.
+template <kind type> struct few_float8_sum {
+	uint2 v[few_vectors];
+	float scale[few_vectors];
+
+	__device__ __forceinline__ void load(u64 row, u32 bytes, u32 part, u32 lane)
+	{
+#pragma unroll
+		for (u32 i = 0; i < few_vectors; i++) {
+			u32 at = (part * few_vectors + i) * 512 + lane * 16, element = at / numbers<type>::size;
+			v[i] = make_uint2(0, 0), scale[i] = 0;
+			if (at >= bytes)
+				continue;
+			if constexpr (numbers<type>::count == 8)
+				v[i] = load_vector2(row + float8_sum::at(element));
+			else
+				v[i].x = *reinterpret_cast<const volatile u32 *>(row + float8_sum::at(element));
+			scale[i] = *reinterpret_cast<const volatile float *>(row + float8_sum::scale_at(element));
+		}
+	}
+};
+
 template <kind type> struct few_float8 {
 	u32 low[few_vectors], high[few_vectors], word[few_vectors];
 

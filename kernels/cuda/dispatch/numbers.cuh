@@ -85,15 +85,21 @@ struct scaling {
 	}
 };
 
-// 16 bytes of numbers times a factor as float8: 4 or 8 bytes in low and high.
+// 4 or 8 numbers times a factor as float8: as many bytes in low and high.
+template <u32 count> __device__ __forceinline__ void narrow(const float *f, float factor, u32 &low, u32 &high)
+{
+	low = e4m3x2_of(__fmul_rn(f[0], factor), __fmul_rn(f[1], factor)) | e4m3x2_of(__fmul_rn(f[2], factor), __fmul_rn(f[3], factor)) << 16;
+	high = 0;
+	if constexpr (count == 8)
+		high = e4m3x2_of(__fmul_rn(f[4], factor), __fmul_rn(f[5], factor)) | e4m3x2_of(__fmul_rn(f[6], factor), __fmul_rn(f[7], factor)) << 16;
+}
+
+// The same for 16 bytes of numbers.
 template <kind type> __device__ __forceinline__ void narrow(uint4 v, float factor, u32 &low, u32 &high)
 {
 	float f[numbers<type>::count];
 	numbers<type>::unpack(v, f);
-	low = e4m3x2_of(__fmul_rn(f[0], factor), __fmul_rn(f[1], factor)) | e4m3x2_of(__fmul_rn(f[2], factor), __fmul_rn(f[3], factor)) << 16;
-	high = 0;
-	if constexpr (numbers<type>::count == 8)
-		high = e4m3x2_of(__fmul_rn(f[4], factor), __fmul_rn(f[5], factor)) | e4m3x2_of(__fmul_rn(f[6], factor), __fmul_rn(f[7], factor)) << 16;
+	narrow<numbers<type>::count>(f, factor, low, high);
 }
 
 // The largest of the lanes that differ from this one in the bits of `span-1`.
@@ -183,5 +189,14 @@ __device__ __forceinline__ u32 scale_word(const u32 *scales, u32 i, u32 count, b
 			w |= scales[4 * i + k] << (8 * k);
 	return w;
 }
+
+// A partial sum as float8: stretches of SW_MOE_STRETCH elements, each behind the float32 scales of its blocks of 128.
+struct float8_sum {
+	static constexpr u32 scales = SW_MOE_STRETCH / 128 * 4, stretch = scales + SW_MOE_STRETCH; // bytes
+
+	// Where an element lies, and its scale.
+	static __device__ __forceinline__ u32 at(u32 element) { return element / SW_MOE_STRETCH * stretch + scales + element % SW_MOE_STRETCH; }
+	static __device__ __forceinline__ u32 scale_at(u32 element) { return element / SW_MOE_STRETCH * stretch + element % SW_MOE_STRETCH / 128 * 4; }
+};
 
 } // namespace sw

@@ -76,6 +76,17 @@ template <kind type> struct sum {
 		for (u32 i = 0; i < numbers<type>::count; i++)
 			f[i] = __fadd_rn(f[i], g[i]);
 	}
+	// Adds as many of float8 with a scale.
+	__device__ __forceinline__ void add_scaled(uint2 v, float scale)
+	{
+		const u32 pairs[4] = {v.x, v.x >> 16, v.y, v.y >> 16};
+#pragma unroll
+		for (u32 i = 0; i < numbers<type>::count; i += 2) {
+			float low, high;
+			floats_of_e4m3x2(pairs[i / 2], low, high);
+			f[i] = __fadd_rn(f[i], __fmul_rn(low, scale)), f[i + 1] = __fadd_rn(f[i + 1], __fmul_rn(high, scale));
+		}
+	}
 	__device__ __forceinline__ void add_weighted(uint4 v, float w)
 	{
 		float g[numbers<type>::count];
@@ -92,6 +103,20 @@ template <kind type> struct sum {
 			add(load_vector(a.bias1 + at));
 	}
 	__device__ __forceinline__ uint4 value() const { return numbers<type>::pack(f); }
+
+	// The numbers, of whose blocks neighbouring lanes have the rest, as float8, and their scale.
+	__device__ __forceinline__ uint2 narrowed(u32 &scale) const
+	{
+		u32 most = 0;
+#pragma unroll
+		for (u32 i = 0; i < numbers<type>::count; i++)
+			most = max(most, __float_as_uint(f[i]) & 0x7fffffff);
+		scaling s(most_of(most, 128 / numbers<type>::count), false);
+		uint2 v;
+		narrow<numbers<type>::count>(f, s.factor, v.x, v.y);
+		scale = s.word;
+		return v;
+	}
 };
 
 // The weights beside the rows of token t, by a warp.

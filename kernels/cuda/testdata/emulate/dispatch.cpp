@@ -17,7 +17,7 @@ enum layout { flat, padded, compact, by_rank };
 struct world : segments {
 	u32 experts, top_k, max_tokens, hidden, slots;
 	layout rows_by;
-	bool float8, lands; // lands: the caller wants to know how many rows have landed
+	bool float8, lands, float8_sums; // lands: the caller wants to know how many rows have landed; float8_sums: partial sums cross as float8
 	i64 align = 1, capacity = 0, most_rows;
 	std::vector<u32> first, table; // slots before each rank; the placement
 	sw_moe_block state;
@@ -26,6 +26,7 @@ struct world : segments {
 	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
 	u32 local(u32 r) const { return first[r + 1] - first[r]; }
 	u32 wire() const { return float8 ? hidden : 2 * hidden; }
+	u32 partial() const { return float8_sums ? (hidden + SW_MOE_STRETCH - 1) / SW_MOE_STRETCH * float8_sum::scales + (hidden + 15) / 16 * 16 : 2 * hidden; }
 	u32 scale_words() const { return float8 ? (hidden + 127) / 128 : 0; }
 	u32 staged() const { return size * max_tokens; }
 };
@@ -33,8 +34,8 @@ struct world : segments {
 world random_world()
 {
 	world w;
-	w.size = 1 + draw(4), w.experts = 1 + draw(9), w.top_k = 1 + draw(4), w.max_tokens = 1 + draw(70), w.hidden = 8 * (1 + draw(40));
-	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0, w.lands = !w.by_token() && draw(2) == 0;
+	w.size = 1 + draw(4), w.experts = 1 + draw(9), w.top_k = 1 + draw(4), w.max_tokens = 1 + draw(70), w.hidden = 8 * (1 + draw(draw(4) == 0 ? 150 : 40));
+	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0, w.lands = !w.by_token() && draw(2) == 0, w.float8_sums = draw(3) == 0;
 	if (w.float8)
 		w.hidden = (w.hidden + 15) / 16 * 16;
 	// some experts have copies
@@ -79,7 +80,7 @@ world random_world()
 		place += n;
 		return p;
 	};
-	w.staging = take(all * 2 * w.hidden), w.scales = take(4 * all * w.scale_words()), w.sums = take(all * 2 * w.hidden), w.weights = take(4 * all * w.top_k);
+	w.staging = take(all * 2 * w.hidden), w.scales = take(4 * all * w.scale_words()), w.sums = take(all * w.partial()), w.weights = take(4 * all * w.top_k);
 	w.rows = take(w.most_rows * 2 * w.hidden), w.row_scales = take(4 * w.most_rows * w.scale_words()), w.row_weights = take(4 * w.most_rows * w.top_k);
 	w.row_indices = take(8 * w.most_rows * w.top_k), w.row_sources = take(8 * w.most_rows), w.counts = take(4096);
 	w.heap = take(0);
@@ -287,18 +288,19 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 void sum(world &w, sw_moe_args &a, program &p)
 {
 	if (use_few) {
-		p.push_back(with(combine_few_bf16, a, 1 + draw(3), SW_MOE_FEW_THREADS));
+		p.push_back(with(w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16, a, 1 + draw(3), SW_MOE_FEW_THREADS));
 		return;
 	}
-	a.movers = SW_MOE_SUM_THREADS / 32, a.depth = 1 + draw(3), a.part = draw(2) == 0 ? a.row_bytes : (a.row_bytes / 2 + 15) / 16 * 16, a.parts = (a.row_bytes + a.part - 1) / a.part;
+	u32 whole = w.float8_sums ? float8_sum::stretch : 16, least = draw(2) == 0 ? a.wire_bytes : a.wire_bytes / 2;
+	a.movers = SW_MOE_SUM_THREADS / 32, a.depth = 1 + draw(3), a.part = (least + whole - 1) / whole * whole, a.parts = (a.wire_bytes + a.part - 1) / a.part;
 	a.interval = draw(2) * 100;
-	p.push_back(with(combine_rows_bf16, a, 1 + draw(3), SW_MOE_SUM_THREADS, a.movers * a.depth * w.size * a.part));
+	p.push_back(with(w.float8_sums ? combine_rows_bf16_float8 : combine_rows_bf16, a, 1 + draw(3), SW_MOE_SUM_THREADS, a.movers * a.depth * w.size * a.part));
 }
 
-void pass(sw_moe_args &a, program &p)
+void pass(sw_moe_args &a, bool float8, program &p)
 {
 	a.parts = (a.row_bytes + SW_MOE_PASS_PART - 1) / SW_MOE_PASS_PART;
-	p.push_back(with(experts_sum_bf16, a, 1 + draw(3), SW_MOE_SUM_PASS_THREADS));
+	p.push_back(with(float8 ? experts_sum_bf16_float8 : experts_sum_bf16, a, 1 + draw(3), SW_MOE_SUM_PASS_THREADS));
 }
 
 // Where a rank has the rows that its experts made, and the sums.
@@ -310,8 +312,8 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 {
 	bool halves = draw(2) == 0;
 	sw_moe_args a = arguments(w, b, rank, op_combine);
-	a.row_bytes = 2 * w.hidden, a.y = w.segment(rank) + sums_at(w);
-	bool staged = !w.by_token() || !in_place;
+	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.y = w.segment(rank) + sums_at(w);
+	bool staged = !w.by_token() || w.float8_sums || !in_place;
 	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch.go has it
 	a.from_rows = staged ? w.sums : made_at(w);
 	if (staged) {
@@ -323,7 +325,7 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 		sw_moe_args s = a;
 		s.y = 0, s.rows = w.segment(rank) + made_at(w), s.row_weights = a.row_weights;
 		s.mode |= (w.rows_by == compact ? SW_MOE_COMPACT : 0) | (w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH);
-		pass(s, p);
+		pass(s, w.float8_sums, p);
 	}
 	if (halves) {
 		p.push_back(with(combine_begin, a, 1, SW_MAX_RANKS));
@@ -343,7 +345,7 @@ void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weight
 	u64 own = w.segment(rank);
 	if (w.by_token()) {
 		a.rows = own + w.staging, a.y = own + grads_at(w), a.mode = (a.mode & ~SW_MOE_BY_EXPERT) | (w.rows_by == compact ? SW_MOE_COMPACT : 0);
-		pass(a, p);
+		pass(a, false, p);
 		return;
 	}
 	a.rows = own + made_at(w), a.y = own + grads_at(w), a.row_weights = 0, a.from_weights = w.weights, a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
@@ -493,32 +495,46 @@ void make_rows(world &w, const batch &b, u32 rank)
 			at<u16>(w.segment(rank) + made_at(w) + 2 * (static_cast<u64>(q.at) * w.hidden + h)) = static_cast<u16>(bf16_of(made(b, w, rank, q, h)));
 }
 
+// What is left of a partial sum that has crossed as float8.
+void cross_as_float8(rows_t &v)
+{
+	for (size_t first = 0; first < v.size(); first += 128) {
+		size_t end = std::min(first + 128, v.size());
+		float most = 1e-4f;
+		for (size_t i = first; i < end; i++)
+			most = fmaxf(most, fabsf(v[i]));
+		for (size_t i = first; i < end; i++)
+			v[i] = e4m3_to_float(e4m3_of_float(v[i] * (448 / most))) * (most / 448);
+	}
+}
+
 bool right_sums(world &w, const batch &b, bool staged, const std::vector<std::vector<float>> &weights)
 {
 	for (u32 rank = 0; rank < w.size; rank++)
-		for (u32 t = 0; t < b.tokens[rank]; t++)
-			for (u32 h = 0; h < w.hidden; h++) {
-				float y = 0;
-				for (u32 r = 0; r < w.size; r++) {
-					float part = 0;
-					bool any = false;
-					for (u32 k = 0; k < w.top_k; k++) {
-						int e = b.choice[rank][t * w.top_k + k];
-						if (e < 0 || rank_of(w, slot_of(w, rank, t, e)) != r)
-							continue;
-						if (w.by_token() && any)
-							continue;
-						any = true;
-						row q{rank, t, w.by_token() ? -1 : static_cast<int>(k), 0};
-						part = w.by_token() ? made(b, w, r, q, h) : part + b.weight[rank][t * w.top_k + k] * made(b, w, r, q, h);
-					}
-					if (any)
-						y += bf16(part);
+		for (u32 t = 0; t < b.tokens[rank]; t++) {
+			rows_t y(w.hidden), part(w.hidden);
+			for (u32 r = 0; r < w.size; r++) {
+				bool any = false;
+				std::fill(part.begin(), part.end(), 0.f);
+				for (u32 k = 0; k < w.top_k; k++) {
+					int e = b.choice[rank][t * w.top_k + k];
+					if (e < 0 || rank_of(w, slot_of(w, rank, t, e)) != r || (w.by_token() && any))
+						continue;
+					any = true;
+					row q{rank, t, w.by_token() ? -1 : static_cast<int>(k), 0};
+					for (u32 h = 0; h < w.hidden; h++)
+						part[h] += w.by_token() ? made(b, w, r, q, h) : b.weight[rank][t * w.top_k + k] * made(b, w, r, q, h);
 				}
-				CHECK("sum", at<u16>(w.segment(rank) + sums_at(w) + 2 * (static_cast<u64>(t) * w.hidden + h)), static_cast<u16>(bf16_of(y)));
-				for (u32 k = 0; staged && h == 0 && k < w.top_k; k++)
-					CHECK("weight that came back", weights[rank][t * w.top_k + k], b.choice[rank][t * w.top_k + k] < 0 ? 0 : b.weight[rank][t * w.top_k + k]);
+				if (w.float8_sums)
+					cross_as_float8(part);
+				for (u32 h = 0; any && h < w.hidden; h++)
+					y[h] += w.float8_sums ? part[h] : bf16(part[h]);
 			}
+			for (u32 h = 0; h < w.hidden; h++)
+				CHECK("sum", at<u16>(w.segment(rank) + sums_at(w) + 2 * (static_cast<u64>(t) * w.hidden + h)), static_cast<u16>(bf16_of(y[h])));
+			for (u32 k = 0; staged && k < w.top_k; k++)
+				CHECK("weight that came back", weights[rank][t * w.top_k + k], b.choice[rank][t * w.top_k + k] < 0 ? 0 : b.weight[rank][t * w.top_k + k]);
+		}
 	return true;
 }
 
@@ -623,7 +639,7 @@ bool calls()
 	if (!run(w, programs) || !no_faults(w))
 		return false;
 	for (const layer &l : layers) {
-		bool staged = !w.by_token() || !l.in_place;
+		bool staged = !w.by_token() || w.float8_sums || !l.in_place;
 		auto right = [&](const memories &m, auto check) { return m.restore(w), check(); };
 		if (!right(l.rows, [&] { return right_rows(w, l.b); }) || !right(l.sums, [&] { return right_sums(w, l.b, staged, l.weights); }) ||
 		    !right(l.grads, [&] { return right_gradients(w, l.b, l.gradients); }))

@@ -397,9 +397,18 @@ inline u32 zero_of_lane() { return 0; }
 inline u32 add_acq_rel_gpu(u32 *p, u32 n) { return atomicAdd(p, n); }
 
 inline u32 load32_acquire_sys(u64 p) { return read<u32>(p); }
+inline uint2 &vector2_at(u64 p)
+{
+	if (p % sizeof(uint2) != 0) {
+		printf("a short vector at %#llx\n", static_cast<unsigned long long>(p));
+		exit(1);
+	}
+	return at<uint2>(p);
+}
+inline uint2 load_vector2(u64 p) { return vector2_at(p); }
 inline void store_vector2(u64 p, uint2 v)
 {
-	at<uint2>(p) = v;
+	vector2_at(p) = v;
 	emu::yield_seldom();
 }
 
@@ -492,6 +501,7 @@ inline u32 bf16_of(float f)
 }
 inline u32 bf16x2_of(float low, float high) { return bf16_of(low) | bf16_of(high) << 16; }
 inline u32 f16x2_of(float low, float high) { return f16_of(low) | f16_of(high) << 16; }
+inline void floats_of_e4m3x2(u32 pair, float &low, float &high) { low = e4m3_to_float(pair & 0xff), high = e4m3_to_float(pair >> 8 & 0xff); }
 inline u32 e4m3x2_of(float low, float high) { return e4m3_of_float(low) | e4m3_of_float(high) << 8; }
 inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
 
