@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"context"
 	"errors"
 	"testing"
 
@@ -17,7 +18,7 @@ func onlyRank(t *testing.T, d device.Device) *Heap {
 	require.NoError(t, err)
 	h, err := NewHeap(t.Context(), groups[0], d, Options{SegmentBytes: 4 << 20})
 	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, errors.Join(h.Close(t.Context()), groups[0].Close())) })
+	t.Cleanup(func() { require.NoError(t, errors.Join(h.Close(context.Background()), groups[0].Close())) })
 	return h
 }
 

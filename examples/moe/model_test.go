@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"fmt"
 	"math"
 	"math/rand/v2"
@@ -41,7 +42,7 @@ func oneRank(t *testing.T, c config, text *corpus) *worker {
 	w, err := newWorker(t.Context(), g[0], c, text, nil)
 	require.NoError(t, err)
 	t.Cleanup(func() {
-		require.NoError(t, w.close(t.Context()))
+		require.NoError(t, w.close(context.Background())) // t's is over by now
 		require.NoError(t, g[0].Close())
 	})
 	return w
