@@ -8,6 +8,8 @@
 //	x, err := alltoallv.New(ctx, heap, alltoallv.Options{})
 //	err = x.Exchange(nil, dst, src, &alltoallv.Splits{Send: send, Recv: recv, ElemSize: 4})
 //
+// [Exchanger.Counts] tells ranks how much they will receive, where they do not know it. [Exchanger.Barrier] exchanges nothing.
+//
 // # How a message travels
 //
 // A message's size alone decides its wire mode, so both ends agree without talking: packets carry a flag in every word,
@@ -15,7 +17,7 @@
 // into the output when it lies in the symmetric heap, into a staging slot otherwise. On the host, a rank whose output lies
 // outside the heap instead copies large messages out of their senders' memory, where the system lets it read that.
 //
-// An [Algorithm] decides the order: everything at once (direct), chunks through staging (pipelined), or one peer at a
+// An [Algorithm] decides the order: everything at once (packet, where all messages are small; direct), chunks through staging (pipelined), or one peer at a
 // time (ring; copy, by a GPU's copy engines). Each rank chooses for itself; ranks that choose differently still understand each other, so nothing has
 // to be agreed on when one rank's splits are in its cache and another's are not.
 package alltoallv

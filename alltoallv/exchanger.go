@@ -43,6 +43,9 @@ type op struct {
 // allocations, with equal options. The heap grows where it has no room. What fails on one rank is an error on all. The
 // caller closes the Exchanger before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
+	if o.Logger == nil {
+		o.Logger = h.Group().Logger()
+	}
 	x := &Exchanger{}
 	mine, err := x.configure(h, o)
 	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.channels, Timeout: x.options.Timeout}

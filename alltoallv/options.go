@@ -48,7 +48,7 @@ type Options struct {
 	// error on every rank with nothing enqueued. It costs a round of socket messages a call and waits for the slowest
 	// rank. Without it a disagreement is found during the exchange, by the ranks that disagree.
 	Validate bool
-	// Logger gets decisions at debug level. nil logs nothing.
+	// Logger hears, at info level, where large messages take two copies. nil is the group's.
 	Logger *slog.Logger
 }
 
@@ -104,9 +104,6 @@ func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels
 	}
 	if o.Timeout == 0 {
 		o.Timeout = 30 * time.Second
-	}
-	if o.Logger == nil {
-		o.Logger = slog.New(slog.DiscardHandler)
 	}
 	return c, nil
 }

@@ -1,7 +1,10 @@
 package communicator_test
 
 import (
+	"bytes"
 	"context"
+	"errors"
+	"log/slog"
 	"testing"
 	"time"
 
@@ -12,6 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -86,6 +90,30 @@ func each(t *testing.T, ranks int, segment int64, f func(r *worldtest.Rank, k ki
 	for name, k := range kinds {
 		t.Run(name, func(t *testing.T) {
 			worldtest.Local(t, ranks, segment, func(r *worldtest.Rank) { f(r, k) })
+		})
+	}
+}
+
+// Who asks for a trace gets a line a call; who does not pays nothing.
+func TestTraceHasALineForEachCall(t *testing.T) {
+	for name, k := range kinds {
+		t.Run(name, func(t *testing.T) {
+			for _, level := range []slog.Level{slog.LevelInfo, env.LevelTrace} {
+				var said bytes.Buffer
+				groups, err := comm.Local(1, comm.LocalOptions{Logger: slog.New(slog.NewTextHandler(&said, &slog.HandlerOptions{Level: level}))})
+				require.NoError(t, err)
+				h, err := memory.NewHeap(t.Context(), groups[0], device.Host(), memory.Options{SegmentBytes: 16 << 20})
+				require.NoError(t, err)
+				m, err := k.open(&worldtest.Rank{T: t, Ctx: t.Context(), Group: groups[0], Device: device.Host(), Heap: h}, false, false)
+				require.NoError(t, err)
+				require.NoError(t, m.call(nil, false))
+				require.NoError(t, errors.Join(m.close(t.Context()), h.Close(t.Context()), groups[0].Close()))
+				if level == env.LevelTrace {
+					require.Regexp(t, `msg=call group=world rank=0 operation=(alltoallv|all-reduce|dispatch) stream=`, said.String())
+				} else {
+					require.NotContains(t, said.String(), "operation=")
+				}
+			}
 		})
 	}
 }

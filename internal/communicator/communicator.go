@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -42,6 +44,7 @@ type Communicator struct {
 	extra  memory.View
 	port   kernels.Port
 	within time.Duration
+	trace  *slog.Logger // hears of every call; nil where nobody listens
 
 	calls  sync.Mutex
 	closed bool
@@ -59,6 +62,9 @@ func Invalid(name, format string, args ...any) error {
 // error on all, with its cause and at once, and nothing is left.
 func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Communicator, error) {
 	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, within: o.Timeout}
+	if log := c.Group.Logger(); log.Enabled(ctx, env.LevelTrace) {
+		c.trace = log
+	}
 	var layout kernels.Layout
 	if refused == nil {
 		var err error
@@ -207,6 +213,9 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 // stream, has failed. The owner's Done hears of its end on a stream, and calls c.Done. c is locked.
 func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 	defer cuda.StartRange(op.Operation()).End()
+	if c.trace != nil {
+		c.trace.Log(context.Background(), env.LevelTrace, "call", "group", c.Group.Name(), "rank", c.Group.Rank(), "operation", op.Operation(), "stream", s != nil)
+	}
 	err := c.order(s)
 	if err == nil {
 		if err = c.port.Launch(s, op); err != nil && s == nil {

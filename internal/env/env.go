@@ -59,7 +59,7 @@ func Variables() []Variable {
 		{secret, "none", "What ranks must prove to know when they join. Without it everybody who reaches the port counts as a rank."},
 		{joinTimeout, "2m", "How long a join may take, such as 90s."},
 		{peerTimeout, "10s", "How long a rank may be silent before it counts as lost, at least 100ms."},
-		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom."},
+		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},
 		{nvtx, "0", "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
 		{injection, "no profiler", "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
 		{cudaHeap, "36M and 20M a rank", "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
@@ -196,8 +196,8 @@ func MulticastDisabledBy() string {
 	return ""
 }
 
-// LevelTrace is the level of what SWITCHYARD_DEBUG=trace adds: a line an
-// operation. It is below [slog.LevelDebug].
+// LevelTrace is the level of what SWITCHYARD_DEBUG=trace adds: a line for every
+// exchange, reduction, dispatch and combine. It is below [slog.LevelDebug].
 const LevelTrace = slog.Level(-8)
 
 // Logger returns the logger that SWITCHYARD_DEBUG asks for, writing to w, or
