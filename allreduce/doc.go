@@ -21,8 +21,8 @@
 //
 // Where the buffers lie is each rank's own business and is told in the call itself. In two-shot a source in the symmetric
 // heap is read by its reader directly, other sources are pushed into fixed staging; a destination in the heap is written
-// by its writers directly, results for others are fetched. So with buffers from the heap nothing is copied that is not
-// reduced, and with any other buffers a fixed amount of staging serves any length.
+// by its writers directly, results for others are fetched. So buffers in the heap are not copied; other buffers go
+// through a fixed amount of staging, whatever their length.
 //
 // On GPUs small calls travel in packets, whose words carry their signal with them: in one shot or in two. Larger ones go in two shots through
 // the buffers themselves where peers can reach them, and through staging where not. There is no ring. All ranks take equally many

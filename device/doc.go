@@ -5,5 +5,5 @@
 // queues with a worker each, so that asynchronous calls are asynchronous on a machine without a GPU too.
 //
 // Where a function of this module takes a Stream, nil means the calling goroutine itself: the work is done when the call
-// returns, and its error is the call's.
+// returns, and its error is the call's. Only memory.Copy to or from a GPU needs a stream.
 package device

@@ -14,8 +14,8 @@
 // ([Options].LegacyIPC). Those lie wherever the driver puts them: kernels.Space has a table of their addresses.
 //
 // The segments of GPUs can have a multicast address beside their own ([Options].Multicast, off by default): multicast objects to which every
-// rank binds its memory, extent by extent, and which each rank maps as a whole. This has run on a driver without GPUs only, which counts every
-// reference and fails on demand (package emulated), and never on hardware.
+// rank binds its memory, extent by extent, and which each rank maps as a whole. This has run on
+// the emulated driver of the tests only, never on hardware.
 //
 // # Pool
 //

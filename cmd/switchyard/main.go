@@ -119,8 +119,8 @@ func markdown() string {
 <!-- Made by "go run ./cmd/switchyard env -markdown" from internal/env. Do not edit. -->
 
 Everything that Switchyard reads from the environment, in Go and in Python. A variable that is set but empty counts as not set.
-` + "`switchyard env`" + ` prints this list with the values that are set. Options in code win over variables. Words in this page are in the
-[glossary](glossary.md).
+` + "`switchyard env`" + ` prints this list with the values that are set. Options in code win over variables, but for the last three, which only
+forbid. Words in this page are in the [glossary](glossary.md).
 
 | variable | default | meaning |
 |---|---|---|

@@ -226,7 +226,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
     if not (on_gpu or _ours(tensor)) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"all_reduce of {tensor.layout} {tensor.device.type} tensors"))
     if tensor.is_complex() and how not in ("sum", "avg"):
-        raise ValueError(f"all_reduce does not support {op} on complex tensors")
+        raise errors.InvalidArgument(f"switchyard: all_reduce does not support {op} on complex tensors")
     kind = kind_of(tensor, how)
     if kind is None:
         return torchs(_torchs(group, f"all_reduce ({op}) of {tensor.dtype}"))

@@ -95,8 +95,8 @@ class Dispatcher:
     - ``quantize``: rows arrive as float8_e4m3fn with ``scales``, one for 128 elements, or for a row with ``scale_per_token``.
       They are float32 or, with ``scale_format="ue8m0"``, exponents of powers of two, four in an int32; with ``scale_columns``
       in column-major order. Tokens of float8 come with such scales, row-major;
-    - ``float8_combine``: sums cross as float8 with scales, on the host;
-    - ``low_latency``: the protocol for 1 to 256 tokens a rank;
+    - ``float8_combine``: sums cross as float8 with scales; on GPUs that has run in an emulation only;
+    - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 256, any layout but "token_major";
     - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;
     - ``host_counts``: a GPU tells the host how many rows came, see :meth:`Dispatched.host_counts`;
     - ``max_sms``: how many multiprocessors a call takes at most.
