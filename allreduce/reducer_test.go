@@ -625,7 +625,7 @@ func TestF3_DifferentCallsAreNamedOnEveryRank(t *testing.T) {
 			}, []string{"digest"}},
 			"root": {func(x *allreduce.Reducer, b, _ memory.View) error { return x.Broadcast(nil, b.Slice(0, 100), 0) },
 				func(x *allreduce.Reducer, b, _ memory.View) error { return x.Broadcast(nil, b.Slice(0, 100), 2) },
-				[]string{"broadcast of 100 uint8 from rank 0", "broadcast of 100 uint8 from rank 2"}},
+				[]string{"broadcast of 100 bytes from rank 0", "broadcast of 100 bytes from rank 2"}},
 		} {
 			t.Run(name+"/"+algorithm, func(t *testing.T) {
 				worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {

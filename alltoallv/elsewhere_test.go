@@ -49,6 +49,55 @@ func TestF3_CallsInDifferentOrdersAreNamed(t *testing.T) {
 	}
 }
 
+// A rank that makes a call of the control plane instead is named when half of the timeout is over, with that call.
+func TestF3_ACallOfTheControlPlaneInsteadIsNamed(t *testing.T) {
+	worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
+		const timeout = 4 * time.Second
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: timeout})
+		r.Must(err)
+		one := []int64{1, 1, 1}
+		exchange := func() error {
+			return x.Exchange(nil, memory.Host(make([]byte, 3)), memory.Host(make([]byte, 3)), &alltoallv.Splits{Send: one, Recv: one})
+		}
+		r.Must(exchange())
+		if r.Rank() == 1 {
+			time.Sleep(10 * time.Millisecond)
+			r.Must(r.Group.Barrier(r.Ctx)) // which the others come to later
+			return
+		}
+		err = exchange()
+		var pe *comm.PeerError
+		if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &pe) || pe.Rank != 1 {
+			r.Must(fmt.Errorf("got %v", err))
+		}
+		require.ErrorContains(r.T, err, "rank 1 waits in barrier, call ")
+		require.ErrorContains(r.T, err, "of group world, which this rank has not made; this is alltoallv, call 2 of its kind")
+		r.Must(r.Group.Barrier(r.Ctx))
+	})
+}
+
+// A thread of a rank that is late for a call of the control plane holds up no exchange of another thread.
+func TestAControlCallBesideExchangesIsNoMistake(t *testing.T) {
+	worldtest.Local(t, 2, 32<<20, func(r *worldtest.Rank) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 2 * time.Second})
+		r.Must(err)
+		met := make(chan error, 1)
+		go func() {
+			time.Sleep(time.Duration(r.Rank()) * 700 * time.Millisecond)
+			met <- r.Group.Barrier(r.Ctx)
+		}()
+		one := []int64{1, 1}
+		for call := range 6 {
+			if r.Rank() == call%2 {
+				time.Sleep(200 * time.Millisecond)
+			}
+			r.Must(x.Exchange(nil, memory.Host(make([]byte, 2)), memory.Host(make([]byte, 2)), &alltoallv.Splits{Send: one, Recv: one}))
+		}
+		r.Must(<-met)
+		r.Must(x.Close(r.Ctx))
+	})
+}
+
 // Two threads of each rank may call two Exchangers side by side, in whatever order they get to it.
 func TestCallsSideBySideAreNoMistake(t *testing.T) {
 	worldtest.Local(t, 2, 32<<20, func(r *worldtest.Rank) {

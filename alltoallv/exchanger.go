@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -86,8 +87,8 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 // Bad arguments return an error (ErrInvalid, memory.ErrFreed, ErrClosed) before anything is enqueued; the call then has
 // not happened and may be repeated, which the other ranks wait for. A lost peer is an error that is comm.ErrPeerLost, a
 // peer that does not come within Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Exchanger can
-// then only be closed. So can one whose peer waits in a call that this rank has not made,
-// which is comm.ErrMismatch after 2 seconds. A *kernels.SplitsError, about Splits.Live of any rank, is an error of this call alone. So is
+// then only be closed. So can one whose peer waits in a call that this rank has not made, which is comm.ErrMismatch: after 2 seconds
+// for a call of this kind, after half of the timeout for one of the control plane, such as Group.Barrier. A *kernels.SplitsError, about Splits.Live of any rank, is an error of this call alone. So is
 // a *kernels.CountMismatchError: of this one, or of the one
 // before, as its Epoch says, for a rank whose small message was not what its receiver expected; this call is then complete. On a
 // host stream these are errors of the stream; on a CUDA stream the next call returns them, and Fault does.
@@ -106,7 +107,11 @@ func (x *Exchanger) Barrier(s device.Stream) error {
 		none := make([]int64, x.channels.Size)
 		x.nothing = Splits{Send: none, Recv: none}
 	}
-	return x.exchange(s, memory.View{}, memory.View{}, &x.nothing, true)
+	err := x.exchange(s, memory.View{}, memory.View{}, &x.nothing, true)
+	if errors.Is(err, comm.ErrMismatch) {
+		err = fmt.Errorf("barrier: %w", err) // peers send bytes
+	}
+	return err
 }
 
 func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, barrier bool) error {
@@ -116,7 +121,7 @@ func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, 
 	}
 	p, at, place, err := x.prepare(dst, src, sp)
 	if x.options.Validate {
-		err = x.validate(sp, err)
+		err = x.validate(sp, barrier, err)
 	}
 	if err != nil {
 		return err
@@ -258,14 +263,18 @@ func (o *op) release() {
 }
 
 // validate compares counts on the control plane. mine is this rank's own complaint, which every rank hears of.
-func (x *Exchanger) validate(sp *Splits, mine error) error {
+func (x *Exchanger) validate(sp *Splits, barrier bool, mine error) error {
 	var claim agree.Claim
 	if mine == nil {
 		text, err := json.Marshal(counts{Send: sp.Send, Recv: sp.Recv, Elem: sp.elem()})
 		if err != nil {
 			mine = fmt.Errorf("alltoallv: validate: %w", err)
 		}
-		claim.Must, claim.Own = []string{"an exchange"}, string(text)
+		call := "an exchange"
+		if barrier {
+			call = "a barrier"
+		}
+		claim.Must, claim.Own = []string{call}, string(text)
 	}
 	all, err := x.c.Agree(claim, mine)
 	if err != nil {

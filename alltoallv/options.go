@@ -62,8 +62,13 @@ func (o *Options) limits() Limits {
 
 // channels validates the options and completes them by the defaults of an engine.
 func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels.Channels, error) {
-	if o.CacheEntries < 0 || o.Timeout < 0 || o.MaxSMs < 0 {
-		return kernels.Channels{}, invalid("Options.CacheEntries is %d, Timeout %v, MaxSMs %d", o.CacheEntries, o.Timeout, o.MaxSMs)
+	switch {
+	case o.CacheEntries < 0:
+		return kernels.Channels{}, invalid("Options.CacheEntries is %d", o.CacheEntries)
+	case o.Timeout < 0:
+		return kernels.Channels{}, invalid("Options.Timeout is %v", o.Timeout)
+	case o.MaxSMs < 0:
+		return kernels.Channels{}, invalid("Options.MaxSMs is %d", o.MaxSMs)
 	}
 	if o.CopySMs == 0 && o.MaxSMs == 0 {
 		o.CopySMs = DefaultMaxSMs

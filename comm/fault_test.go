@@ -167,6 +167,12 @@ func TestWaitsAreTold(t *testing.T) {
 	defer cancel()
 	_, err = gs[0].Shrink(ctx)
 	requirePeer(t, err, 1, ErrTimeout)
+	silent, err := Local(2, LocalOptions{Logger: log, Name: "silent"})
+	require.NoError(t, err)
+	silent[0].Mute()
+	ctx, cancel = context.WithTimeout(context.Background(), 100*time.Millisecond)
+	defer cancel()
+	requirePeer(t, silent[0].Barrier(ctx), 1, ErrTimeout)
 	mu.Lock()
 	defer mu.Unlock()
 	for _, want := range []string{
@@ -176,6 +182,37 @@ func TestWaitsAreTold(t *testing.T) {
 	} {
 		require.Contains(t, said.String(), want)
 	}
+	require.NotContains(t, said.String(), "silent")
+}
+
+// What a peer waits for this rank in is known without asking.
+func TestAwaitedBy(t *testing.T) {
+	eachWorld(t, 3, func(t *testing.T, gs []*Group) {
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		done := make(chan error, 2)
+		for _, g := range gs[1:] {
+			go func() { done <- g.Barrier(testContext(t)) }()
+		}
+		var first uint64
+		for _, peer := range []int{1, 2} {
+			require.Eventually(t, func() bool { _, seq := gs[0].AwaitedBy(peer); return seq > 0 }, 10*time.Second, time.Millisecond)
+			call, seq := gs[0].AwaitedBy(peer)
+			require.Equal(t, fmt.Sprintf("barrier, call %d of group %s", seq, gs[0].Name()), call)
+			require.Contains(t, []uint64{0, seq}, first)
+			first = seq
+		}
+		_, seq := gs[0].AwaitedBy(0)
+		require.Zero(t, seq)
+		_, seq = gs[1].AwaitedBy(0) // which has not come
+		require.Zero(t, seq)
+		_, seq = gs[1].AwaitedBy(2) // which waits, but not for rank 1
+		require.Zero(t, seq)
+		require.NoError(t, gs[0].Barrier(testContext(t)))
+		require.NoError(t, <-done)
+		require.NoError(t, <-done)
+		_, seq = gs[0].AwaitedBy(1)
+		require.Zero(t, seq)
+	})
 }
 
 type writerFunc func([]byte) (int, error)

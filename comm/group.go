@@ -37,6 +37,7 @@ import (
 // every call, running or to come, returns a [*PeerError] with the reason.
 type Group struct {
 	n      *node
+	log    *slog.Logger
 	id     uint64
 	name   string
 	parent uint64
@@ -118,7 +119,27 @@ func (g *Group) Size() int { return len(g.members) }
 func (g *Group) Name() string { return g.name }
 
 // Logger is where what is worth knowing about the group goes, and what stands on it and was given no logger of its own.
-func (g *Group) Logger() *slog.Logger { return g.n.log }
+func (g *Group) Logger() *slog.Logger { return g.log }
+
+// Mute ends what the group itself logs. It comes before the first call on the group.
+func (g *Group) Mute() { g.log = slog.New(slog.DiscardHandler) }
+
+// AwaitedBy is the earliest call of the group in which a peer waits for this rank, which has not made it: the call in words, and its
+// number, which is never 0. It is "" and 0 where there is none. Nobody is asked.
+func (g *Group) AwaitedBy(peer int) (call string, seq uint64) {
+	g.n.mu.Lock()
+	defer g.n.mu.Unlock()
+	op := opNone
+	for at, p := range g.pending {
+		if at > 0 && p.op == opNone && peer < len(p.parts) && p.parts[peer] != nil && (seq == 0 || at < seq) {
+			op, seq = p.parts[peer].op, at
+		}
+	}
+	if seq == 0 {
+		return "", 0
+	}
+	return fmt.Sprintf("%v, call %d of group %s", op, seq, g.name), seq
+}
 
 // String returns the name with the rank and the size.
 func (g *Group) String() string {
@@ -774,7 +795,7 @@ func (g *Group) failed(f *failure, tell bool) {
 	}
 	n.mu.Unlock()
 
-	n.log.Info("group failed", "group", g.name, "rank", g.rank, "err", g.err)
+	g.log.Info("group failed", "group", g.name, "rank", g.rank, "err", g.err)
 	for _, l := range ls {
 		l.send(message{kind: kindFail, gid: g.id, fail: f})
 	}

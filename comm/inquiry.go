@@ -54,7 +54,7 @@ var sayEvery = 5 * time.Second
 
 // tell logs for whom this rank waits.
 func (q *inquiry) tell(op string, seq uint64, missing []int, waited time.Duration) {
-	q.g.n.log.Info("waiting", "group", q.g.name, "rank", q.g.rank, "call", fmt.Sprintf("%d, %s", seq, op), "for", missing, "waited", waited.Round(time.Second))
+	q.g.log.Info("waiting", "group", q.g.name, "rank", q.g.rank, "call", fmt.Sprintf("%d, %s", seq, op), "for", missing, "waited", waited.Round(time.Second))
 }
 
 // end forgets the answers.
@@ -142,7 +142,7 @@ func (q *inquiry) blame(missing []int) (rank int, how string) {
 			how = fmt.Sprintf("; rank %d does not answer", rank)
 		case len(idle) > 0:
 			rank = idle[0]
-			how = fmt.Sprintf("; rank %d runs and is in no call of this group", rank)
+			how = fmt.Sprintf("; rank %d runs and is in no call of this group (it computes, or is in an exchange or a reduction)", rank)
 		}
 		for _, w := range words {
 			how += "; " + w

@@ -335,14 +335,19 @@ func TestF4_WrongSecretIsTurnedAway(t *testing.T) {
 func TestF4_TurnedAwayIsNamed(t *testing.T) {
 	addr := freeAddr(t)
 	done := make(chan error)
+	ctx, cancel := context.WithCancel(testContext(t))
+	defer cancel()
+	var log lockedBuffer
 	go func() {
-		_, err := Join(testContext(t), Config{Size: 2, Addr: addr, Secret: []byte("right"), JoinTimeout: 300 * time.Millisecond})
+		_, err := Join(ctx, Config{Size: 2, Addr: addr, Secret: []byte("right"), Logger: slog.New(slog.NewTextHandler(&log, nil))})
 		done <- err
 	}()
 	_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, Secret: []byte("wrong")})
 	require.ErrorIs(t, err, ErrMismatch)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "connection refused") }, 20*time.Second, time.Millisecond)
+	cancel()
 	err = <-done
-	require.ErrorIs(t, err, ErrTimeout)
+	require.ErrorIs(t, err, context.Canceled)
 	require.ErrorContains(t, err, "turned away: 127.0.0.1:")
 	require.ErrorContains(t, err, "secret: it is not the same on the two sides")
 }

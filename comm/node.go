@@ -165,6 +165,7 @@ func (n *node) lose(peer int, f *failure) {
 func (n *node) register(id uint64, name string, parent uint64) (*Group, error) {
 	g := &Group{
 		n:       n,
+		log:     n.log,
 		id:      id,
 		name:    name,
 		parent:  parent,

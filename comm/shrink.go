@@ -145,7 +145,7 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (*Group, error) {
 		}
 	}
 	n.activate(next, members)
-	n.log.Info("group shrunk", "group", g.name, "rank", g.rank, "size", len(g.members), "survivors", len(members))
+	g.log.Info("group shrunk", "group", g.name, "rank", g.rank, "size", len(g.members), "survivors", len(members))
 	return next, nil
 }
 

@@ -66,7 +66,7 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 		}
 	}
 	if err := d.checkX(t.X, t.Scales, tokens); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w (experts has %d tokens: %d bytes of top-%d %v, Options.IndexType)", err, tokens, t.Experts.Len(), o.TopK, o.IndexType)
 	}
 	h, err := d.take(tokens)
 	if err != nil {

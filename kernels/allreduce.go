@@ -180,7 +180,11 @@ func (c ReduceCall) String() string {
 	case c.Shape != 0:
 		shape = fmt.Sprintf(" in slices of digest %016x", c.Shape)
 	}
-	return fmt.Sprintf("%v%s of %d %v%s", c.Collective, how, c.Count, c.DType, shape)
+	of := c.DType.String()
+	if c.DType == Uint8 && !c.Collective.Reduces() { // what moves and is not computed with
+		of = "bytes"
+	}
+	return fmt.Sprintf("%v%s of %d %s%s", c.Collective, how, c.Count, of, shape)
 }
 
 // Reduction is one launch of the kernel. The engine uses it until it calls Done.

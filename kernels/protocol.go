@@ -87,6 +87,8 @@ type Space struct {
 	Bells []*Bell
 	// Log hears who waits for whom, at level info. nil is silent.
 	Log *slog.Logger
+	// AwaitedBy is the call of the control plane in which a peer waits for this rank, in words, and its number, 0 for none. nil: not known.
+	AwaitedBy func(peer int) (call string, seq uint64)
 }
 
 // Addr is the address of a place of rank p, in this process. The place of a registration that is gone has none.

@@ -141,7 +141,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		lay.limit = min(lay.limit, l[0])
 	}
 	h.limit = lay.limit
-	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size(), Log: h.log}
+	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size(), Log: h.log, AwaitedBy: g.AwaitedBy}
 	if g.InProcess() {
 		if err := h.adopt(ctx); err != nil {
 			return err

@@ -8,7 +8,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/vec"
 )
 
-// The floating-point types that Go lacks, by their bits. Their method Float32 is the number.
+// The floating-point types that Go lacks, by their bits. The method Float32() float32 of each is the number: ToBFloat16(f).Float32().
 type (
 	// Float16 is IEEE 754 binary16.
 	Float16 = vec.Float16

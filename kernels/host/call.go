@@ -67,6 +67,9 @@ const (
 // for the other. The word of where this rank waits stays, for the peer to see.
 func (w *waiter) elsewhere(peer int) error {
 	e := w.e
+	if err := w.control(peer); err != nil {
+		return err
+	}
 	word := e.peers[peer].waiting.Load()
 	c := callOf(word)
 	if word == 0 || c.at == w.call.at || c.at+8 > e.space.Stride || e.word(peer, w.call.at).Load() >= w.call.epoch {
@@ -87,8 +90,25 @@ func (w *waiter) elsewhere(peer int) error {
 	w.entered = false
 	e.leave(&w.sleeper)
 	time.Sleep(elsewhereGrace)
-	return fmt.Errorf("%w: rank %d waits in call %d of another communicator, %v, which this rank has not made; this is call %d, %v",
-		comm.ErrMismatch, peer, c.epoch, c.op, w.call.epoch, w.call.op)
+	return fmt.Errorf("%w: rank %d waits in %v, call %d of that kind, which this rank has not made; this is %v, call %d of its kind",
+		comm.ErrMismatch, peer, c.op, c.epoch, w.call.op, w.call.epoch)
+}
+
+// control looks whether peer waits on the control plane for this rank, in one call all the time. Another thread of this rank may be on its way
+// there, so that is held for a mistake only when half of the timeout is over.
+func (w *waiter) control(peer int) error {
+	waited := time.Since(w.since)
+	if w.e.space.AwaitedBy == nil || waited < w.timeout/4 {
+		return nil
+	}
+	call, seq := w.e.space.AwaitedBy(peer)
+	if seq != w.meets {
+		w.meets, w.meetsFrom = seq, waited
+	}
+	if seq == 0 || waited < w.timeout/2 || waited-w.meetsFrom < w.timeout/8 {
+		return nil
+	}
+	return fmt.Errorf("%w: rank %d waits in %s, which this rank has not made; this is %v, call %d of its kind", comm.ErrMismatch, peer, call, w.call.op, w.call.epoch)
 }
 
 // doing says what can be seen of a peer that has not come.
@@ -96,8 +116,13 @@ func (w *waiter) doing(peer int) string {
 	e := w.e
 	begun := e.word(peer, w.call.at).Load()
 	at := ""
+	if e.space.AwaitedBy != nil {
+		if call, seq := e.space.AwaitedBy(peer); seq != 0 {
+			at = " and waits in " + call
+		}
+	}
 	if c := callOf(e.peers[peer].waiting.Load()); c.op != 0 && c.at != w.call.at {
-		at = fmt.Sprintf(" and waits in call %d of another communicator, %v", c.epoch, c.op)
+		at = fmt.Sprintf(" and waits in %v, call %d of that kind", c.op, c.epoch)
 	}
 	if begun < w.call.epoch {
 		calls := "calls"

@@ -33,22 +33,25 @@ const (
 // waiter paces one kernel's polling loop. idle is called after every pass that found nothing to do, busy after one
 // that did.
 type waiter struct {
-	e        *Engine
-	leaving  *atomic.Bool // the port's: not to wait any more
-	call     call
-	with     sizer
-	timeout  time.Duration
-	since    time.Time     // of the first idle pass after work
-	told     time.Duration // how long it had waited when it last told
-	polls    int
-	woken    bool      // the wait has been prolonged
-	other    uint64    // the call in which the peer waited for is instead,
-	seen     time.Time // and since when
-	near     bool      // the peer waited for needs our core
-	sleeper  kernels.Sleeper
-	entered  bool
-	doorbell uint32
-	awaits   uint32 // what this rank's word of whom it waits for says, as far as this wait knows
+	e       *Engine
+	leaving *atomic.Bool // the port's: not to wait any more
+	call    call
+	with    sizer
+	timeout time.Duration
+	since   time.Time     // of the first idle pass after work
+	told    time.Duration // how long it had waited when it last told
+	polls   int
+	woken   bool      // the wait has been prolonged
+	other   uint64    // the call in which the peer waited for is instead,
+	seen    time.Time // and since when
+	near    bool      // the peer waited for needs our core
+	// The call of the control plane in which the peer waits for this rank, and how long this rank had waited when that was seen first.
+	meets     uint64
+	meetsFrom time.Duration
+	sleeper   kernels.Sleeper
+	entered   bool
+	doorbell  uint32
+	awaits    uint32 // what this rank's word of whom it waits for says, as far as this wait knows
 }
 
 // sizer says what a call exchanges with a peer, in words; nothing where that is not known.
@@ -57,7 +60,7 @@ type sizer interface{ sizes(peer int) string }
 // begin is the beginning of a call.
 func (w *waiter) begin(p *port, with sizer, c call, timeout time.Duration) {
 	e := p.e
-	w.e, w.leaving, w.with, w.call, w.timeout, w.polls, w.other, w.woken, w.awaits = e, &p.leaving, with, c, timeout, 0, 0, false, 0
+	w.e, w.leaving, w.with, w.call, w.timeout, w.polls, w.other, w.meets, w.woken, w.awaits = e, &p.leaving, with, c, timeout, 0, 0, 0, false, 0
 	if own := &e.peers[e.space.Rank]; own.awaited.Load() != 0 && own.waiting.Load() == 0 {
 		own.awaited.Store(0) // it has waited in vain, and goes on
 	}

@@ -184,28 +184,30 @@ func (c *Comm) build(root *comm.Group) error {
 	c.mu.Lock()
 	c.root = root
 	c.mu.Unlock()
-	g, err := root.Split(c.ctx, 0, 0)
+	ctx, cancel := c.meeting()
+	defer cancel()
+	g, err := root.Split(ctx, 0, 0)
 	if err != nil {
 		return err
 	}
 	c.mu.Lock()
 	c.group = g
 	c.mu.Unlock()
-	h, err := memory.NewHeap(c.ctx, g, device.Host(), memory.Options{SegmentBytes: c.options.SegmentBytes})
+	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: c.options.SegmentBytes})
 	if err != nil {
 		return err
 	}
 	c.mu.Lock()
 	c.heap = h
 	c.mu.Unlock()
-	if err := c.watchPeers(root); err != nil {
+	if err := c.watchPeers(ctx, root); err != nil {
 		return err
 	}
 	timeout := seconds(c.options.TimeoutSeconds)
-	if c.exchanger, err = alltoallv.New(c.ctx, h, alltoallv.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
+	if c.exchanger, err = alltoallv.New(ctx, h, alltoallv.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
 		return err
 	}
-	if c.reducer, err = allreduce.New(c.ctx, h, allreduce.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
+	if c.reducer, err = allreduce.New(ctx, h, allreduce.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
 		return err
 	}
 	return nil
@@ -238,13 +240,14 @@ const grace = time.Second
 // timeout. A call of the control plane does end then, if the rank that left had not made it yet. So the ranks make calls
 // that are never complete, in groups of their own: for every bit of a rank's number one that ranks with a 0 there do not
 // make, and one that those with a 1 do not. Any two ranks differ in a bit.
-func (c *Comm) watchPeers(g *comm.Group) error {
+func (c *Comm) watchPeers(ctx context.Context, g *comm.Group) error {
 	for bit := 0; 1<<bit < g.Size(); bit++ {
 		for absent := range 2 {
-			w, err := g.Split(c.ctx, 0, 0)
+			w, err := g.Split(ctx, 0, 0)
 			if err != nil {
 				return err
 			}
+			w.Mute() // whoever looks on wants to hear of calls that somebody made
 			c.mu.Lock()
 			c.watched = append(c.watched, w)
 			c.mu.Unlock()
@@ -499,7 +502,9 @@ func (c *Comm) Alloc(stream uintptr, n int64, put func(*Block) uint64) (Ticket, 
 		if err != nil {
 			return 0, err
 		}
-		b, err := c.blocks.allocate(c.ctx, h, nil, n)
+		ctx, cancel := c.meeting()
+		defer cancel()
+		b, err := c.blocks.allocate(ctx, h, nil, n)
 		if err != nil {
 			return 0, err
 		}
@@ -515,14 +520,20 @@ func (c *Comm) Verify() (Ticket, error) {
 		if err != nil {
 			return 0, err
 		}
-		return 0, h.Verify(c.ctx)
+		ctx, cancel := c.meeting()
+		defer cancel()
+		return 0, h.Verify(ctx)
 	})
 }
 
 // Split submits the making of a subgroup's Comm; see comm.Group.Split. words is memory for its queue and put names it.
 // The ticket's value is the name, 0 for a rank with a negative color.
 func (c *Comm) Split(color, key int, words []byte, put func(*Comm) uint64) (Ticket, error) {
-	return c.derive(words, put, func(root *comm.Group) (*comm.Group, error) { return root.Split(c.ctx, color, key) })
+	return c.derive(words, put, func(root *comm.Group) (*comm.Group, error) {
+		ctx, cancel := c.meeting()
+		defer cancel()
+		return root.Split(ctx, color, key)
+	})
 }
 
 // Shrink submits the making of a Comm of the ranks that are left, after some were lost and without those of leaveOut; see
@@ -578,21 +589,23 @@ func (c *Comm) release(keep bool) error {
 	for _, gpu := range gpus {
 		errs = append(errs, gpu.stop(c.ctx))
 	}
+	ctx, cancel := c.meeting()
+	defer cancel()
 	for _, d := range c.dispatchers {
-		errs = append(errs, d.close())
+		errs = append(errs, d.inner.Close(ctx))
 	}
 	if c.reducer != nil {
-		errs = append(errs, c.reducer.Close(c.ctx))
+		errs = append(errs, c.reducer.Close(ctx))
 	}
 	if c.exchanger != nil {
-		errs = append(errs, c.exchanger.Close(c.ctx))
+		errs = append(errs, c.exchanger.Close(ctx))
 	}
 	// Heaps are closed together, which a rank that keeps its memory has no part in. Where there is one, the others let go of
 	// theirs without it: peers have mappings of their own.
-	free := c.ctx
+	free := ctx
 	if g != nil {
-		if all, err := g.AllGather(c.ctx, fmt.Append(nil, keep)); err == nil && slices.ContainsFunc(all, func(b []byte) bool { return string(b) == "true" }) {
-			over, cancel := context.WithCancel(c.ctx)
+		if all, err := g.AllGather(ctx, fmt.Append(nil, keep)); err == nil && slices.ContainsFunc(all, func(b []byte) bool { return string(b) == "true" }) {
+			over, cancel := context.WithCancel(ctx)
 			cancel()
 			free = over
 		}

@@ -72,6 +72,38 @@ func eachWith(t *testing.T, n int, o Options, f func(c *Comm) error) {
 	require.NoError(t, errors.Join(errs...))
 }
 
+// What is made or closed together waits no longer for a rank that does not come than exchanges do.
+func TestF1_WhatIsMadeTogetherHasADeadline(t *testing.T) {
+	for name, f := range map[string]func(c *Comm) (Ticket, error){
+		"split":  func(c *Comm) (Ticket, error) { return c.Split(0, 0, words(), func(*Comm) uint64 { return 1 }) },
+		"verify": (*Comm).Verify,
+		"dispatcher": func(c *Comm) (Ticket, error) {
+			return c.NewDispatcher(dispatch.Options{Experts: 2, TopK: 1, Hidden: 8}, func(*Dispatcher) uint64 { return 1 })
+		},
+		"close": func(c *Comm) (Ticket, error) { return c.Close(false) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			over := make(chan struct{})
+			eachWith(t, 2, Options{TimeoutSeconds: 2}, func(c *Comm) error {
+				defer c.Abandon(0, false)
+				if rank, _, err := c.Rank(); rank != 0 || err != nil {
+					<-over // it lives, and does not come
+					return err
+				}
+				defer close(over)
+				began := time.Now()
+				ticket, err := f(c)
+				_, err = await(c, ticket, err)
+				if code, about := Classify(err); code != Timeout || about != 1 || time.Since(began) > 30*time.Second {
+					return fmt.Errorf("after %v: code %d, rank %d: %w", time.Since(began), code, about, err)
+				}
+				return nil
+			})
+		})
+	}
+}
+
 func TestOperationsRunInOrderAndHaveTheirOwnErrors(t *testing.T) {
 	each(t, 3, func(c *Comm) error {
 		rank, size, err := c.Rank()

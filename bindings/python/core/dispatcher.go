@@ -60,7 +60,9 @@ func (g *GPU) NewDispatcher(o dispatch.Options, put func(*Dispatcher) uint64) (T
 // open makes the dispatcher over a heap, on the worker.
 func (d *Dispatcher) open(h *memory.Heap, o dispatch.Options) (err error) {
 	o.Timeout = seconds(d.comm.options.TimeoutSeconds)
-	d.inner, err = dispatch.New(d.comm.ctx, h, o)
+	ctx, cancel := d.comm.meeting()
+	defer cancel()
+	d.inner, err = dispatch.New(ctx, h, o)
 	return err
 }
 
@@ -88,10 +90,7 @@ func (d *Dispatcher) Alive() int { return int(d.alive.Load()) }
 // Counters are what this rank has done so far.
 func (d *Dispatcher) Counters() (dispatch.Counters, error) { return d.inner.Counters() }
 
-// close is Close on the worker.
-func (d *Dispatcher) close() error { return d.inner.Close(context.WithoutCancel(d.comm.ctx)) }
-
-// Close submits the end of the dispatcher. It is collective, and waits for what streams have been given.
+// Close submits the end of the dispatcher. It is collective, and on a GPU waits for what streams have been given.
 func (d *Dispatcher) Close() (Ticket, error) {
 	return d.comm.do(func() (int64, error) {
 		gone := func(o *Dispatcher) bool { return o == d }
@@ -99,10 +98,12 @@ func (d *Dispatcher) Close() (Ticket, error) {
 			g.mu.Lock()
 			g.dispatchers = slices.DeleteFunc(g.dispatchers, gone)
 			g.mu.Unlock()
-		} else {
-			d.comm.dispatchers = slices.DeleteFunc(d.comm.dispatchers, gone)
+			return 0, d.inner.Close(context.WithoutCancel(d.comm.ctx))
 		}
-		return 0, d.close()
+		d.comm.dispatchers = slices.DeleteFunc(d.comm.dispatchers, gone)
+		ctx, cancel := d.comm.meeting()
+		defer cancel()
+		return 0, d.inner.Close(ctx)
 	})
 }
 

@@ -365,7 +365,11 @@ func (g *GPU) allocate(stream uintptr, n int64) (*Block, error) {
 
 // Verify submits a comparison of what the ranks have allocated and freed.
 func (g *GPU) Verify() (Ticket, error) {
-	return g.comm.do(func() (int64, error) { return 0, g.heap.Verify(g.comm.ctx) })
+	return g.comm.do(func() (int64, error) {
+		ctx, cancel := g.comm.meeting()
+		defer cancel()
+		return 0, g.heap.Verify(ctx)
+	})
 }
 
 // stop ends what is on the heap together with all ranks.
