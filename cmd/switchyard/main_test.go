@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -122,6 +123,44 @@ func TestOutput(t *testing.T) {
 	require.Len(t, regexp.MustCompile(`(?m)^\[(0] 0000|1] 1111|2] 2222|3] 3333|4] 4444|5] 5555|6] 6666|7] 7777)$`).FindAllString(out, -1), 1600)
 }
 
+// slowly reads what a command prints, but nothing in the first second.
+func slowly(t *testing.T, script string) string {
+	t.Helper()
+	cmd, _, errs := theCommand("run", "-n", "2", "sh", "-c", script)
+	cmd.Stdout = nil
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	time.Sleep(time.Second)
+	text, err := io.ReadAll(out)
+	require.NoError(t, err)
+	require.NoError(t, cmd.Wait(), errs.String())
+	return string(text)
+}
+
+func TestASlowReaderLosesNothing(t *testing.T) {
+	begin := time.Now()
+	out := slowly(t, `seq 20000`)
+	require.Equal(t, 40_000, strings.Count(out, "\n"))
+	require.Equal(t, 2, strings.Count(out, "] 20000\n"))
+
+	// Nor what a program still has to print that its rank leaves behind.
+	require.Equal(t, 40_000, strings.Count(slowly(t, `seq 20000 & sleep 0.3`), "\n"))
+	require.Less(t, time.Since(begin), 20*time.Second)
+}
+
+// What a rank leaves behind keeps nobody, whether it is silent, prints from time to time, or prints all the time.
+func TestLeftBehind(t *testing.T) {
+	always := `yes ` + strings.Repeat("more", 100)
+	for _, left := range []string{`sleep 30`, `while sleep 0.05; do echo more; done`, always} {
+		code, out, errs := sh(t, 2, `timeout 30 sh -c '`+left+`' & echo done`)
+		require.Zero(t, code)
+		require.Contains(t, out, "[0] done\n", left)
+		require.Contains(t, out, "[1] done\n", left)
+		require.Equal(t, left == always, strings.Contains(errs, "switchyard: rank 0 has ended, and what it left behind prints on"), errs)
+	}
+}
+
 func TestFirstFailureEndsAll(t *testing.T) {
 	code, _, errs := sh(t, 3, `if [ $RANK = 1 ]; then exit 7; fi; sleep 100`)
 	require.Equal(t, 7, code)
@@ -138,11 +177,6 @@ func TestFirstFailureEndsAll(t *testing.T) {
 	require.Equal(t, 9, cmd.ProcessState.ExitCode())
 	require.Contains(t, stderr.String(), "1 of 2 ranks are still there after 300ms; killing them")
 	require.Less(t, time.Since(begin), 20*time.Second)
-
-	// What a rank leaves behind keeps nobody.
-	code, out, _ := sh(t, 2, `sleep 30 & echo done`)
-	require.Zero(t, code)
-	require.Equal(t, []string{"[0] done", "[1] done"}, sorted(out))
 }
 
 func TestSignalsArePassedOn(t *testing.T) {

@@ -186,7 +186,7 @@ func (w *world) start(rank int, ends chan<- ended) error {
 		prefix = fmt.Sprintf("[%*d] ", len(strconv.Itoa(w.n-1)), rank)
 	}
 	var copies sync.WaitGroup
-	var theirs, ours []io.Closer
+	var theirs, ours []*os.File
 	for _, p := range []struct {
 		to  *io.Writer
 		our *lines
@@ -197,7 +197,14 @@ func (w *world) start(rank int, ends chan<- ended) error {
 			return err
 		}
 		*p.to, theirs, ours = write, append(theirs, write), append(ours, read)
-		copies.Go(func() { p.our.copy(prefix, read) })
+		copies.Go(func() {
+			from := &source{File: read}
+			p.our.copy(prefix, from)
+			if from.bytes >= behindMost {
+				w.stderr.say("switchyard: rank %d has ended, and what it left behind prints on: the rest is not shown\n", rank)
+			}
+			_ = read.Close()
+		})
 	}
 	err := c.Start()
 	closeAll(theirs)
@@ -207,20 +214,68 @@ func (w *world) start(rank int, ends chan<- ended) error {
 	w.ranks = append(w.ranks, c)
 	go func() {
 		err := c.Wait()
-		// What it has started and left behind may hold the pipes: that keeps nobody.
-		late := time.AfterFunc(200*time.Millisecond, func() { closeAll(ours) })
+		for _, f := range ours {
+			_ = f.SetReadDeadline(time.Now()) // tells its source; it may have ended already
+		}
 		copies.Wait()
-		late.Stop()
-		closeAll(ours)
 		ends <- ended{rank, err}
 	}()
 	return nil
 }
 
-func closeAll(files []io.Closer) {
+func closeAll(files []*os.File) {
 	for _, f := range files {
 		_ = f.Close()
 	}
+}
+
+// source is our end of a rank's pipe. A deadline that is over says that the rank has ended. What it has started and left behind may
+// hold the pipe, and that must keep nobody. So from then on source ends when it has found the pipe empty for some time, or has read
+// very much. The time in which a slow reader keeps us from reading does not count: nothing is lost by it.
+type source struct {
+	*os.File
+	over         bool
+	empty, bytes int // since the rank ended: how often the pipe was empty, and what was read
+}
+
+const (
+	emptyWait  = 10 * time.Millisecond
+	emptyMost  = 20
+	behindMost = 4 << 20
+)
+
+func (s *source) Read(p []byte) (int, error) {
+	if !s.over {
+		n, err := s.File.Read(p)
+		if !errors.Is(err, os.ErrDeadlineExceeded) {
+			return n, err
+		}
+		s.over = true
+		if err := s.SetReadDeadline(time.Time{}); err != nil {
+			return 0, err
+		}
+	}
+	pipe, err := s.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	for s.bytes < behindMost {
+		n, failed := 0, error(nil)
+		// It does not wait for more.
+		if err := pipe.Read(func(fd uintptr) bool { n, failed = syscall.Read(int(fd), p); return true }); err != nil {
+			return 0, err
+		}
+		switch {
+		case n > 0:
+			s.bytes += n
+			return n, nil
+		case failed == nil || s.empty == emptyMost:
+			return 0, io.EOF
+		}
+		s.empty++
+		time.Sleep(emptyWait)
+	}
+	return 0, io.EOF
 }
 
 // signal sends s to the ranks that run, and to what they have started.
