@@ -45,9 +45,11 @@ import (
 
 const usage = `usage: switchyard COMMAND
 
-  run -n RANKS PROGRAM [ARGUMENT...]   start a program's ranks on this host; run -h lists the flags
+  run -n RANKS PROGRAM [ARGUMENT...]   start a program's ranks on this host;
+                                       run -h lists the flags
   version                              print the version
-  env                                  list the environment variables that Switchyard reads, and what they are set to
+  env                                  list the environment variables that
+                                       Switchyard reads, and their values
 `
 
 func main() { os.Exit(command(os.Args[1:], os.Stdout, os.Stderr)) }
@@ -62,6 +64,10 @@ func command(args []string, stdout, stderr io.Writer) int {
 	case "run":
 		return run(rest, stdout, stderr)
 	case "version", "-version", "--version":
+		if len(rest) > 0 {
+			fmt.Fprintf(stderr, "switchyard version: %q is too much\n", rest)
+			return 2
+		}
 		fmt.Fprintf(stdout, "switchyard %s (%s, %s/%s%s)\n", switchyard.Version, runtime.Version(), runtime.GOOS, runtime.GOARCH, revision())
 		return 0
 	case "env":

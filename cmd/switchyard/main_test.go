@@ -321,6 +321,8 @@ func runs(pid int) bool {
 func TestCommandLines(t *testing.T) {
 	plain := filepath.Join(t.TempDir(), "plain")
 	require.NoError(t, os.WriteFile(plain, []byte("text"), 0o600))
+	t.Chdir(t.TempDir())
+	require.NoError(t, os.WriteFile("my-worker", []byte("#!/bin/sh\n"), 0o700))
 	for _, c := range []struct {
 		args string
 		code int
@@ -328,21 +330,37 @@ func TestCommandLines(t *testing.T) {
 	}{
 		{"", 2, "usage: switchyard COMMAND"},
 		{"fly", 2, `there is no command "fly"`},
-		{"run", 2, "-n 0: how many ranks? At least 1"},
+		{"run", 2, "-n is missing: how many ranks?"},
+		{"run bin/worker", 2, "-n is missing: how many ranks?"},
+		{"run -n 0 sh", 2, "-n 0: how many ranks? At least 1"},
 		{"run -n 2", 2, "which program?"},
 		{"run -n x sh", 2, "invalid value"},
 		{"run -n 2 -port 65535 sh", 2, "-port 65535, want 1 to 65534"},
 		{"run -n 2 ./not-there", exitNotFound, "not-there"},
+		{"run -n 2 not-there", exitNotFound, "not found in $PATH\n"},
+		{"run -n 2 my-worker", exitNotFound, "not found in $PATH; did you mean ./my-worker?\n"},
 		{"run -n 2 " + plain, exitNotRunnable, "permission denied"},
 		{"run -h", 0, "-grace"},
 		{"run -h", 0, "SIGINT"},
 		{"env -x", 2, "flag provided but not defined"},
 		{"env more", 2, "is too much"},
+		{"version foo", 2, `["foo"] is too much`},
 	} {
 		var out, errs bytes.Buffer
 		require.Equal(t, c.code, command(strings.Fields(c.args), &out, &errs), c.args)
 		require.Contains(t, errs.String(), c.says, c.args)
 		require.Empty(t, out.String(), c.args)
+	}
+}
+
+func TestHelpIsNotTooWide(t *testing.T) {
+	for _, args := range []string{"help", "run -h", "env -h"} {
+		var text bytes.Buffer
+		command(strings.Fields(args), &text, &text)
+		require.NotEmpty(t, text.String())
+		for line := range strings.Lines(text.String()) {
+			require.LessOrEqual(t, len(strings.ReplaceAll(line, "\t", "        "))-1, 80, line)
+		}
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
@@ -64,7 +65,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprint(stderr, signalsHelp)
 	}
 	n := flags.Int("n", 0, "how many `ranks` to start")
-	port := flags.Int("port", 0, "MASTER_PORT of the ranks, which meet on the `port` behind it; 0: one that is free")
+	port := flags.Int("port", 0, "MASTER_PORT of the ranks, which meet on the `port` behind it;\n0: one that is free")
 	prefix := flags.Bool("prefix", true, "begin every line that a rank prints with its number")
 	grace := flags.Duration("grace", 5*time.Second, "how long ranks may take to end once one has failed,\nor a signal told them to; then they are killed")
 	if err := flags.Parse(args); err != nil {
@@ -73,7 +74,12 @@ func run(args []string, stdout, stderr io.Writer) int {
 		}
 		return 2
 	}
+	missing := true
+	flags.Visit(func(f *flag.Flag) { missing = missing && f.Name != "n" })
 	switch {
+	case missing:
+		fmt.Fprintln(stderr, "switchyard run: -n is missing: how many ranks? For example: switchyard run -n 4 ./worker")
+		return 2
 	case *n < 1:
 		fmt.Fprintf(stderr, "switchyard run: -n %d: how many ranks? At least 1\n", *n)
 		return 2
@@ -86,7 +92,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	}
 	path, err := exec.LookPath(flags.Arg(0))
 	if err != nil {
-		fmt.Fprintf(stderr, "switchyard run: %v\n", err)
+		fmt.Fprintf(stderr, "switchyard run: %v%s\n", err, here(flags.Arg(0)))
 		if errors.Is(err, os.ErrPermission) {
 			return exitNotRunnable
 		}
@@ -104,6 +110,14 @@ func run(args []string, stdout, stderr io.Writer) int {
 		w.secret = rand.Text()
 	}
 	return w.run()
+}
+
+// here asks whether the program of that name in this directory was meant, if there is one.
+func here(name string) string {
+	if _, err := exec.LookPath("./" + name); err != nil || filepath.Base(name) != name {
+		return ""
+	}
+	return "; did you mean ./" + name + "?"
 }
 
 // freePort finds a port for a store that a program may have beside Switchyard, torch's for one. It may be taken again before the
