@@ -12,12 +12,20 @@
 //
 // Run starts n copies of a program, the ranks, on this host. Each has the variables that torchrun sets (RANK, WORLD_SIZE,
 // LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), a SWITCHYARD_PORT on which they meet, and a random
-// SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. What ranks print appears line by line behind a prefix with the rank's number.
+// SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. The
+// ranks' standard input is empty.
+//
+// What ranks print appears line by line behind a prefix with the rank's number. A program that a rank leaves behind keeps
+// nobody: its output ends once it was silent for 200 ms in all, or has printed 4 MiB.
 //
 // The first rank that fails ends all: the others get SIGTERM, and SIGKILL when the time of -grace is over. The exit code is
-// that of the first rank that failed, 128 and the signal's number if a signal ended it. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and
-// SIGUSR2 are passed on to all ranks; the third SIGINT or SIGTERM kills them. Should switchyard itself be killed, the ranks are too. The ranks' standard input is
-// empty.
+// that of the first rank that failed, 128 and the signal's number if a signal ended it.
+//
+// SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to all ranks, but for SIGHUP under nohup. Ranks that have not ended when the
+// time of -grace is over get SIGKILL. A second SIGINT kills them at once. Then the exit code is 128 and the number of the first
+// signal, unless a rank has failed before. After a second of waiting a line on standard error says for whom. Output that nobody
+// reads is given up at that time, or 3 seconds after the kill. SIGUSR1 and SIGUSR2 are passed on and have no other effect. Should
+// switchyard itself be killed, the ranks are too.
 package main
 
 import (
@@ -37,9 +45,11 @@ import (
 
 const usage = `usage: switchyard COMMAND
 
-  run -n RANKS PROGRAM [ARGUMENT...]   start a program's ranks on this host; run -h lists the flags
+  run -n RANKS PROGRAM [ARGUMENT...]   start a program's ranks on this host;
+                                       run -h lists the flags
   version                              print the version
-  env                                  list the environment variables that Switchyard reads, and what they are set to
+  env                                  list the environment variables that
+                                       Switchyard reads, and their values
 `
 
 func main() { os.Exit(command(os.Args[1:], os.Stdout, os.Stderr)) }
@@ -54,6 +64,10 @@ func command(args []string, stdout, stderr io.Writer) int {
 	case "run":
 		return run(rest, stdout, stderr)
 	case "version", "-version", "--version":
+		if len(rest) > 0 {
+			fmt.Fprintf(stderr, "switchyard version: %q is too much\n", rest)
+			return 2
+		}
 		fmt.Fprintf(stdout, "switchyard %s (%s, %s/%s%s)\n", switchyard.Version, runtime.Version(), runtime.GOOS, runtime.GOARCH, revision())
 		return 0
 	case "env":

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -16,6 +17,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/switchyard-moe/switchyard"
 	"github.com/switchyard-moe/switchyard/comm"
@@ -122,6 +124,45 @@ func TestOutput(t *testing.T) {
 	require.Len(t, regexp.MustCompile(`(?m)^\[(0] 0000|1] 1111|2] 2222|3] 3333|4] 4444|5] 5555|6] 6666|7] 7777)$`).FindAllString(out, -1), 1600)
 }
 
+// slowly reads what a command prints, but nothing in the first second.
+func slowly(t *testing.T, script string) string {
+	t.Helper()
+	cmd, _, errs := theCommand("run", "-n", "2", "sh", "-c", script)
+	cmd.Stdout = nil
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	time.Sleep(time.Second)
+	text, err := io.ReadAll(out)
+	require.NoError(t, err)
+	require.NoError(t, cmd.Wait(), errs.String())
+	return string(text)
+}
+
+func TestASlowReaderLosesNothing(t *testing.T) {
+	t.Parallel() // it only waits
+	begin := time.Now()
+	out := slowly(t, `seq 20000`)
+	require.Equal(t, 40_000, strings.Count(out, "\n"))
+	require.Equal(t, 2, strings.Count(out, "] 20000\n"))
+
+	// Nor what a program still has to print that its rank leaves behind.
+	require.Equal(t, 40_000, strings.Count(slowly(t, `seq 20000 & sleep 0.3`), "\n"))
+	require.Less(t, time.Since(begin), 20*time.Second)
+}
+
+// What a rank leaves behind keeps nobody, whether it is silent, prints from time to time, or prints all the time.
+func TestLeftBehind(t *testing.T) {
+	always := `yes ` + strings.Repeat("more", 100)
+	for _, left := range []string{`sleep 30`, `while sleep 0.05; do echo more; done`, always} {
+		code, out, errs := sh(t, 2, `timeout 30 sh -c '`+left+`' & echo done`)
+		require.Zero(t, code)
+		require.Contains(t, out, "[0] done\n", left)
+		require.Contains(t, out, "[1] done\n", left)
+		require.Equal(t, left == always, strings.Contains(errs, "switchyard: rank 0 has ended, and what it left behind prints on"), errs)
+	}
+}
+
 func TestFirstFailureEndsAll(t *testing.T) {
 	code, _, errs := sh(t, 3, `if [ $RANK = 1 ]; then exit 7; fi; sleep 100`)
 	require.Equal(t, 7, code)
@@ -136,26 +177,115 @@ func TestFirstFailureEndsAll(t *testing.T) {
 	begin := time.Now()
 	_ = cmd.Run()
 	require.Equal(t, 9, cmd.ProcessState.ExitCode())
-	require.Contains(t, stderr.String(), "1 of 2 ranks are still there after 300ms; killing them")
+	require.Contains(t, stderr.String(), "1 of 2 ranks (1) are still there after 300ms; killing them")
 	require.Less(t, time.Since(begin), 20*time.Second)
+}
 
-	// What a rank leaves behind keeps nobody.
-	code, out, _ := sh(t, 2, `sleep 30 & echo done`)
-	require.Zero(t, code)
-	require.Equal(t, []string{"[0] done", "[1] done"}, sorted(out))
+// started runs a command with two ranks, and returns when both have come to $READY in the script.
+func started(t *testing.T, grace, script string) (*exec.Cmd, *bytes.Buffer, *bytes.Buffer) {
+	t.Helper()
+	dir := t.TempDir()
+	cmd, out, errs := theCommand("run", "-n", "2", "-grace", grace, "sh", "-c", strings.ReplaceAll(script, "$READY", ": >"+dir+"/$RANK"))
+	require.NoError(t, cmd.Start())
+	for _, r := range []string{"0", "1"} {
+		require.Eventually(t, func() bool { return os.Remove(filepath.Join(dir, r)) == nil }, 10*time.Second, time.Millisecond)
+	}
+	return cmd, out, errs
+}
+
+// codeOf waits for a command that ends soon.
+func codeOf(t *testing.T, cmd *exec.Cmd) int {
+	t.Helper()
+	begin := time.Now()
+	_ = cmd.Wait()
+	require.Less(t, time.Since(begin), 20*time.Second)
+	return cmd.ProcessState.ExitCode()
 }
 
 func TestSignalsArePassedOn(t *testing.T) {
-	ready := t.TempDir()
-	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGUSR1} {
-		cmd, out, errs := theCommand("run", "-n", "2", "sh", "-c", `trap 'echo got; exit 0' INT TERM USR1; : >`+ready+`/$RANK; while :; do sleep 0.05; done`)
-		require.NoError(t, cmd.Start())
-		for _, r := range []string{"0", "1"} {
-			require.Eventually(t, func() bool { return os.Remove(filepath.Join(ready, r)) == nil }, 10*time.Second, time.Millisecond)
-		}
+	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1} {
+		cmd, out, errs := started(t, "5s", `trap 'echo got; exit 0' INT TERM HUP QUIT USR1; $READY; while :; do sleep 0.05; done`)
 		require.NoError(t, cmd.Process.Signal(s))
-		require.NoError(t, cmd.Wait(), errs.String())
+		require.Zero(t, codeOf(t, cmd), errs.String())
 		require.Equal(t, []string{"[0] got", "[1] got"}, sorted(out.String()))
+	}
+
+	// A rank that fails then makes nobody hurry: the other is not signalled again.
+	cmd, out, errs := started(t, "30s", `trap 'echo got; if [ $RANK = 0 ]; then exit 3; fi; end=1' TERM; end=
+		$READY; while [ -z $end ]; do sleep 0.05; done; for i in 1 2 3 4 5; do sleep 0.1; done`)
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
+	require.Equal(t, 3, codeOf(t, cmd))
+	require.Equal(t, []string{"[0] got", "[1] got"}, sorted(out.String()))
+	require.Contains(t, errs.String(), "switchyard: rank 0 exited with code 3\n")
+
+	// Under nohup a hangup ends nobody.
+	cmd, out, errs = theCommand()
+	cmd.Args = []string{"sh", "-c", `trap '' HUP; exec "$0" run -n 1 sh -c 'kill -HUP $PPID; sleep 0.3; echo still here'`, cmd.Path}
+	cmd.Path = "/bin/sh"
+	require.NoError(t, cmd.Run(), errs.String())
+	require.Equal(t, "[0] still here\n", out.String())
+}
+
+func TestRanksThatDoNotEndAreKilled(t *testing.T) {
+	t.Parallel() // it only waits
+	for _, c := range []struct {
+		signal syscall.Signal
+		script string
+	}{
+		{syscall.SIGTERM, `trap '' TERM; $READY; sleep 100`},
+		{syscall.SIGINT, `trap '' INT; $READY; sleep 100`},
+		{syscall.SIGHUP, `trap '' HUP; $READY; sleep 100`},
+		{syscall.SIGQUIT, `trap '' QUIT; $READY; sleep 100`},
+		{syscall.SIGTERM, `$READY; kill -STOP $$`},
+	} {
+		t.Run(unix.SignalName(c.signal), func(t *testing.T) {
+			t.Parallel()
+			cmd, _, errs := started(t, "3s", c.script)
+			require.NoError(t, cmd.Process.Signal(c.signal))
+			require.Equal(t, 128+int(c.signal), codeOf(t, cmd), errs.String())
+			require.Equal(t, "switchyard: "+unix.SignalName(c.signal)+" was passed on; 2 of 2 ranks (0, 1) have not ended; "+
+				"they are killed within 3s, and at once by a further SIGINT (Ctrl-C)\n"+
+				"switchyard: 2 of 2 ranks (0, 1) are still there after 3s; killing them\n", errs.String())
+		})
+	}
+
+	// The code of a rank that fails itself is the command's.
+	cmd, _, errs := started(t, "500ms", `if [ $RANK = 0 ]; then trap 'exit 3' TERM; else trap '' TERM; fi; $READY; while :; do sleep 0.05; done`)
+	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
+	require.Equal(t, 3, codeOf(t, cmd))
+	require.Contains(t, errs.String(), "switchyard: rank 0 exited with code 3\n")
+	require.Contains(t, errs.String(), "switchyard: 1 of 2 ranks (1) are still there after 500ms; killing them\n")
+}
+
+func TestSecondInterruptKills(t *testing.T) {
+	t.Parallel() // it only waits
+	for _, first := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
+		cmd, _, errs := started(t, "1h", `trap '' INT TERM; $READY; sleep 100`)
+		require.NoError(t, cmd.Process.Signal(first))
+		time.Sleep(200 * time.Millisecond)
+		require.NoError(t, cmd.Process.Signal(syscall.SIGINT))
+		require.Equal(t, 128+int(first), codeOf(t, cmd))
+		require.Contains(t, errs.String(), "switchyard: 2 of 2 ranks (0, 1) are still there at a further SIGINT; killing them\n")
+	}
+}
+
+// A command that was told to end does not wait for ever for a reader, whether its ranks have ended or have to be killed.
+func TestNobodyReads(t *testing.T) {
+	t.Parallel() // it only waits
+	for _, script := range []string{`$READY; seq 100000`, `trap '' TERM; $READY; seq 100000`} {
+		nobody, stdout, err := os.Pipe()
+		require.NoError(t, err)
+		dir := t.TempDir()
+		cmd, _, errs := theCommand("run", "-n", "1", "-grace", "1200ms", "sh", "-c", strings.ReplaceAll(script, "$READY", ": >"+dir+"/0"))
+		cmd.Stdout = stdout
+		require.NoError(t, cmd.Start())
+		require.Eventually(t, func() bool { return os.Remove(filepath.Join(dir, "0")) == nil }, 10*time.Second, time.Millisecond)
+		time.Sleep(200 * time.Millisecond)
+		require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
+		require.Equal(t, 128+int(syscall.SIGTERM), codeOf(t, cmd))
+		require.Contains(t, errs.String(), "what the ranks printed last is lost: nobody reads it\n")
+		require.NoError(t, nobody.Close())
+		require.NoError(t, stdout.Close())
 	}
 }
 
@@ -191,6 +321,8 @@ func runs(pid int) bool {
 func TestCommandLines(t *testing.T) {
 	plain := filepath.Join(t.TempDir(), "plain")
 	require.NoError(t, os.WriteFile(plain, []byte("text"), 0o600))
+	t.Chdir(t.TempDir())
+	require.NoError(t, os.WriteFile("my-worker", []byte("#!/bin/sh\n"), 0o700))
 	for _, c := range []struct {
 		args string
 		code int
@@ -198,20 +330,37 @@ func TestCommandLines(t *testing.T) {
 	}{
 		{"", 2, "usage: switchyard COMMAND"},
 		{"fly", 2, `there is no command "fly"`},
-		{"run", 2, "-n 0: how many ranks? At least 1"},
+		{"run", 2, "-n is missing: how many ranks?"},
+		{"run bin/worker", 2, "-n is missing: how many ranks?"},
+		{"run -n 0 sh", 2, "-n 0: how many ranks? At least 1"},
 		{"run -n 2", 2, "which program?"},
 		{"run -n x sh", 2, "invalid value"},
 		{"run -n 2 -port 65535 sh", 2, "-port 65535, want 1 to 65534"},
 		{"run -n 2 ./not-there", exitNotFound, "not-there"},
+		{"run -n 2 not-there", exitNotFound, "not found in $PATH\n"},
+		{"run -n 2 my-worker", exitNotFound, "not found in $PATH; did you mean ./my-worker?\n"},
 		{"run -n 2 " + plain, exitNotRunnable, "permission denied"},
 		{"run -h", 0, "-grace"},
+		{"run -h", 0, "SIGINT"},
 		{"env -x", 2, "flag provided but not defined"},
 		{"env more", 2, "is too much"},
+		{"version foo", 2, `["foo"] is too much`},
 	} {
 		var out, errs bytes.Buffer
 		require.Equal(t, c.code, command(strings.Fields(c.args), &out, &errs), c.args)
 		require.Contains(t, errs.String(), c.says, c.args)
 		require.Empty(t, out.String(), c.args)
+	}
+}
+
+func TestHelpIsNotTooWide(t *testing.T) {
+	for _, args := range []string{"help", "run -h", "env -h"} {
+		var text bytes.Buffer
+		command(strings.Fields(args), &text, &text)
+		require.NotEmpty(t, text.String())
+		for line := range strings.Lines(text.String()) {
+			require.LessOrEqual(t, len(strings.ReplaceAll(line, "\t", "        "))-1, 80, line)
+		}
 	}
 }
 
