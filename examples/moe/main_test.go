@@ -166,7 +166,7 @@ func TestManyRanksSayWhatTheyCost(t *testing.T) {
 	p = start(t, "-ranks", "1000000", "-batch", "1000000", "-text", poem(t))
 	code, _, errs = p.wait(t, patience)
 	require.Equal(t, 2, code)
-	require.Regexp(t, `^moe: -ranks 1000000 need about .* of memory and .* are free: use fewer ranks\n$`, errs)
+	require.Regexp(t, `^moe: this run needs about .* TiB of memory and .* are free; the most, .* TiB, is for what ranks keep for each other: lower -ranks\n$`, errs)
 }
 
 func TestExitCodeForBadText(t *testing.T) {

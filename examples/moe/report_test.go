@@ -193,7 +193,7 @@ func TestJSONOfRefusedFlagsParses(t *testing.T) {
 		"-rate 1e999 -json -":                   "invalid value",
 		"-check -json -":                        "-check makes no report",
 		"-json - -html " + folder:               "is a directory",
-		"-json - -ranks 1000000 -batch 1000000": "use fewer ranks",
+		"-json - -ranks 1000000 -batch 1000000": "lower -ranks",
 		"-json - -join -text " + poem(t):        "RANK is 0 but WORLD_SIZE is not set",
 		"-json " + filepath.Join(folder, "report.json") + " -ranks 0": "",
 	} {
