@@ -12,6 +12,7 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
@@ -60,6 +61,7 @@ func TestReportFitsTheTerminal(t *testing.T) {
 			for _, layers := range []int{1, 2, 8, 100} {
 				r := made(ranks, experts, layers)
 				r.Events = []string{strings.Repeat("rank 1 was lost ", 20)}
+				r.TrafficSince = 1500
 				for _, width := range []int{40, 80, 200} {
 					var out bytes.Buffer
 					r.write(&out, width)
@@ -177,6 +179,33 @@ func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 	code, out, _ := p.wait(t, patience)
 	require.Equal(t, 1, code)
 	require.Contains(t, parse(out).Error, "rank 0, process")
+}
+
+// Who sends a signal to a process and to its group, as timeout does, means one. A later one ends the program at once.
+func TestASignalThatComesTwiceLeavesTheReport(t *testing.T) {
+	text := poem(t)
+	for _, more := range []string{"", "-procs"} {
+		p := start(t, append(small("-json", "-", "-text", text, "-steps", "100000000"), strings.Fields(more)...)...)
+		p.wrote(t, `step \d+/`)
+		for range 10 {
+			_ = p.Process.Signal(os.Interrupt) // it may have ended
+			time.Sleep(2 * time.Millisecond)
+		}
+		code, out, errs := p.wait(t, patience)
+		require.Equal(t, 130, code, errs)
+		var r report
+		require.NoError(t, json.Unmarshal([]byte(out), &r), "%q", out)
+		require.True(t, r.Stopped)
+	}
+
+	// The report of this takes seconds.
+	p := start(t, "-text", text, "-batch", "4096", "-layers", "4", "-inner", "1024")
+	p.seen(t, `step \d+/`)
+	require.NoError(t, p.Process.Signal(os.Interrupt))
+	time.Sleep(again + 500*time.Millisecond)
+	require.NoError(t, p.Process.Signal(os.Interrupt))
+	code, _, _ := p.wait(t, 2*time.Second)
+	require.Equal(t, -1, code, "ended by the signal")
 }
 
 // Flags that are refused are no exception.
