@@ -54,7 +54,8 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, func() {
-		// A second Ctrl-C needs no patience. What comes at once is the same signal again: timeout sends it to the process and to its group.
+		// A second Ctrl-C needs no patience. What comes at once is the same signal again, as timeout sends it to a process and to
+		// its group.
 		time.AfterFunc(again, stop)
 		if newProgress(os.Stderr).terminal && !slices.Contains(os.Args, "-join") {
 			fmt.Fprint(os.Stderr, "\r\x1b[Kstopping with a report; Ctrl-C again stops at once\n")

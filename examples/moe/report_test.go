@@ -202,9 +202,10 @@ func TestASignalThatComesTwiceLeavesTheReport(t *testing.T) {
 	p := start(t, "-text", text, "-batch", "4096", "-layers", "4", "-inner", "1024")
 	p.seen(t, `step \d+/`)
 	require.NoError(t, p.Process.Signal(os.Interrupt))
-	time.Sleep(again + 500*time.Millisecond)
-	require.NoError(t, p.Process.Signal(os.Interrupt))
-	code, _, _ := p.wait(t, 2*time.Second)
+	require.Eventually(t, func() bool {
+		return p.Process.Signal(os.Interrupt) != nil // it has ended
+	}, patience, again/4)
+	code, _, _ := p.wait(t, patience)
 	require.Equal(t, -1, code, "ended by the signal")
 }
 
