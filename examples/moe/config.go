@@ -54,39 +54,59 @@ func usagef(format string, args ...any) error {
 	return &usageError{fmt.Errorf(format, args...)}
 }
 
-const checkSteps = 50
+const (
+	checkSteps = 50
+	helpWidth  = 80 // columns
+)
+
+// defaults is a run without flags.
+func defaults() config {
+	return config{Ranks: 4, Experts: 8, TopK: 2, Layers: 2, Hidden: 128, Inner: 256, Context: 8, Embed: 64,
+		Batch: 1024, Steps: 2500, Rate: 8e-3, Seed: 1, KillRank: -1}
+}
 
 func parseFlags(args []string, out io.Writer) (config, error) {
-	var c config
+	c := defaults()
 	f := flag.NewFlagSet("moe", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
-	f.IntVar(&c.Ranks, "ranks", 4, "ranks that share the work")
+	f.IntVar(&c.Ranks, "ranks", c.Ranks, "ranks that share the work")
 	f.BoolVar(&c.Procs, "procs", false, "run every rank in a process of its own, over shared memory")
 	f.BoolVar(&c.Join, "join", false, "be one rank of the group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe (what -procs starts)")
 	f.BoolVar(&c.Late, "late", false, "with -join: take the place of a rank that was lost (what -procs starts for -replace-at-step)")
-	f.IntVar(&c.Experts, "experts", 8, "experts of a layer")
-	f.IntVar(&c.TopK, "topk", 2, "experts that a token visits")
-	f.IntVar(&c.Layers, "layers", 2, "mixture-of-experts layers")
-	f.IntVar(&c.Hidden, "hidden", 128, "width of a token")
-	f.IntVar(&c.Inner, "inner", 256, "width inside an expert")
-	f.IntVar(&c.Context, "context", 8, "bytes of context")
-	f.IntVar(&c.Embed, "embed", 64, "width of a byte's embedding")
-	f.IntVar(&c.Batch, "batch", 1024, "tokens a step, all ranks together")
-	f.IntVar(&c.Steps, "steps", 2500, "training steps (with -check 50)")
-	f.Float64Var((*float64)(&c.Rate), "rate", 8e-3, "peak learning rate")
-	f.Uint64Var(&c.Seed, "seed", 1, "seed of weights and data order")
+	f.IntVar(&c.Experts, "experts", c.Experts, "experts of a layer")
+	f.IntVar(&c.TopK, "topk", c.TopK, "experts that a token visits")
+	f.IntVar(&c.Layers, "layers", c.Layers, "mixture-of-experts layers")
+	f.IntVar(&c.Hidden, "hidden", c.Hidden, "width of a token")
+	f.IntVar(&c.Inner, "inner", c.Inner, "width inside an expert")
+	f.IntVar(&c.Context, "context", c.Context, "bytes of context")
+	f.IntVar(&c.Embed, "embed", c.Embed, "width of a byte's embedding")
+	f.IntVar(&c.Batch, "batch", c.Batch, "tokens a step, all ranks together")
+	f.IntVar(&c.Steps, "steps", c.Steps, "training steps (with -check 50)")
+	f.Float64Var((*float64)(&c.Rate), "rate", float64(c.Rate), "peak learning rate")
+	f.Uint64Var(&c.Seed, "seed", c.Seed, "seed of weights and data order")
 	f.StringVar(&c.Text, "text", "", "train on this file, or the files of this directory; default the Go sources of GOROOT")
 	f.StringVar(&c.JSON, "json", "", "write the report as JSON to this file, - for standard output")
 	f.StringVar(&c.HTML, "html", "", "write the report with pictures to this file, to look at in a browser")
-	f.IntVar(&c.KillRank, "kill-rank", -1, "kill this rank in the middle of a step; the others go on without it")
+	f.IntVar(&c.KillRank, "kill-rank", c.KillRank, "kill this rank in the middle of a step; the others go on without it")
 	f.IntVar(&c.AtStep, "at-step", 0, "the step of -kill-rank (default half of -steps)")
 	f.IntVar(&c.ReplaceAt, "replace-at-step", 0, "before this step a fresh rank takes the place of the one that was killed (default never)")
 	f.BoolVar(&c.Check, "check", false, "train on 1 rank and on -ranks ranks and compare the losses step by step")
 	switch err := f.Parse(args); {
 	case errors.Is(err, flag.ErrHelp):
 		fmt.Fprint(out, "usage: moe [flags]\n\nTrains a mixture-of-experts language model whose experts are spread over ranks.\n\n")
-		f.SetOutput(out)
+		var list strings.Builder
+		f.SetOutput(&list)
 		f.PrintDefaults()
+		for line := range strings.Lines(list.String()) {
+			usage, ok := strings.CutPrefix(strings.TrimSuffix(line, "\n"), "    \t")
+			if !ok { // the name of a flag
+				fmt.Fprint(out, line)
+				continue
+			}
+			for _, line := range fold(usage, helpWidth-8) {
+				fmt.Fprintf(out, "        %s\n", line)
+			}
+		}
 		return c, err
 	case err != nil:
 		return c, usagef("%w; -help lists the flags", err)
@@ -221,9 +241,12 @@ func (c config) describe(out io.Writer, text *corpus, where string, columns int)
 	lines("model  %s of %s, top-%d, hidden %d", count(c.Layers, "layer"), count(c.Experts, "expert"), c.TopK, c.Hidden)
 	lines("       %.2f million parameters in experts, %.2f in the dense part", float64(experts)/1e6, float64(dense)/1e6)
 	lines("ranks  %d, %s", c.Ranks, where)
-	if c.Ranks > wide {
-		t := c.cost()
-		lines("       That many ranks on %s cost about %s a step", count(runtime.NumCPU(), "processor"), rounded(t.step))
+	if t := c.cost(); c.Ranks > wide || t.large() {
+		what := "A run of that size on %s costs about %s a step"
+		if c.Ranks > wide {
+			what = "That many ranks on %s cost about %s a step"
+		}
+		lines("       "+what, count(runtime.NumCPU(), "processor"), rounded(t.step))
 		lines("       and %s of memory: %s in all", size(t.memory), rounded(t.all))
 	}
 	lines("")

@@ -2,9 +2,12 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"fmt"
+	"math"
 	"os"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -15,14 +18,17 @@ const wide = 32
 
 // cost is what a run takes, in round numbers.
 type cost struct {
-	memory    int64 // bytes
+	memory    float64 // bytes
 	step, all time.Duration
 }
+
+// large says whether a cost is worth saying.
+func (t cost) large() bool { return t.step >= time.Second || t.memory >= 2<<30 }
 
 // The numbers of a cost, measured with the default model on 2 processors, up to 1000 ranks.
 const (
 	costBase    = 150 << 20 // the program with its text
-	costRank    = 1 << 20   // a rank's part of the model
+	costRank    = 1 << 20   // a rank without its part of the model
 	costProcess = 110 << 20 // a rank that is a process
 	costPair    = 14 << 10  // what two ranks keep for each other
 	pairTime    = 16 * time.Microsecond
@@ -30,27 +36,99 @@ const (
 )
 
 func (c config) cost() cost {
-	pairs, cpus := int64(c.Ranks)*int64(c.Ranks), float64(runtime.NumCPU())
-	weights := int64(c.Layers) * int64(c.Experts) * int64(expertSize(c))
-	t := cost{memory: costBase + int64(c.Ranks)*costRank + pairs*costPair + 16*weights}
-	if c.Procs {
-		t.memory += int64(c.Ranks) * costProcess
+	var t cost
+	for _, p := range c.memory() {
+		t.memory += p.bytes
 	}
+	pairs, cpus := float64(c.Ranks)*float64(c.Ranks), float64(runtime.NumCPU())
 	perToken := c.Hidden*(c.Context*c.Embed+256) + c.Layers*c.TopK*expertSize(c)
 	flops := 6 * float64(perToken) * float64(c.Batch) // forward and backward are three products of two operations a weight
-	step := (flops/flopsASec + float64(c.Layers)/2*float64(pairs)*pairTime.Seconds()) / cpus
+	step := (flops/flopsASec + float64(c.Layers)/2*pairs*pairTime.Seconds()) / cpus
 	forward := float64(c.heldoutPlaces())/float64(c.Batch) + float64(sampled(step)) // of the report
 	t.step = time.Duration(step * 1e9)
 	t.all = time.Duration((step * (float64(c.Steps) + 0.4*forward)) * 1e9)
 	return t
 }
 
-// affordable refuses what this machine has no memory for.
-func (c config) affordable() error {
-	if free := freeMemory(); free > 0 && c.cost().memory > free {
-		return usagef("-ranks %d need about %s of memory and %s are free: use fewer ranks", c.Ranks, size(c.cost().memory), size(free))
+// part is memory for one thing.
+type part struct {
+	name  string
+	bytes float64
+}
+
+// memory is what the ranks of a run take together. Flags may be absurd, so it counts in floats, which do not overflow.
+func (c config) memory() []part {
+	const (
+		element = 4           // bytes of a float32
+		state   = 4 * element // a weight, its gradient and two moments
+		slack   = 1.25        // see grow
+	)
+	ranks, pairs := float64(c.Ranks), float64(c.Ranks)*float64(c.Ranks)
+	experts, topk, layers := float64(c.Experts), float64(c.TopK), float64(c.Layers)
+	hidden, inner, batch := float64(c.Hidden), float64(c.Inner), float64(c.Batch)
+	window := float64(c.Context) * float64(c.Embed)
+
+	models := 1.0
+	if c.heals() {
+		models = 2 // the old one is there while the new one is made
 	}
-	return nil
+	// What model and its layers keep of a token, and experts of a visit.
+	token := 2*window + 5*hidden + 256 + layers*(4*hidden+2*experts+3*topk)
+	visits := batch * topk * layers
+	parts := []part{
+		{"the program and its text", costBase},
+		{"the dense part of the model, a copy on every rank", models * ranks * state * c.denseSize()},
+		{"the experts", models * state * layers * experts * 2 * hidden * inner},
+		{"the activations of a batch", slack*element*(batch*token+visits*3*inner) + batch*(float64(c.Context)+8*ranks)},
+		{"the exchange buffers of a batch", element * visits * 3 * hidden}, // rows, what experts make of them, and what is on its way
+		{"what ranks keep for each other", ranks*costRank + pairs*(costPair+8*experts) + 20*ranks*layers*experts},
+	}
+	if c.Procs {
+		parts = append(parts, part{"the processes of the ranks", ranks * costProcess})
+	}
+	return parts
+}
+
+// denseSize is the sum of stageSizes, of flags that may be absurd.
+func (c config) denseSize() float64 {
+	hidden, window := float64(c.Hidden), float64(c.Context)*float64(c.Embed)
+	input, output := window*hidden+hidden+256*float64(c.Embed), hidden*256+256+hidden
+	return input + output + float64(c.Layers)*(hidden*float64(c.Experts)+hidden)
+}
+
+// affordable refuses what this machine has no memory for.
+func (c config) affordable() error { return c.fits(freeMemory()) }
+
+// fits refuses what does not fit so many bytes, if they are known. It says what is large and which flag makes it so.
+func (c config) fits(free int64) error {
+	need := c.cost().memory
+	if free <= 0 || need <= float64(free) {
+		return nil
+	}
+	most := slices.MaxFunc(c.memory(), func(a, b part) int { return cmp.Compare(a.bytes, b.bytes) })
+	return usagef("this run needs about %s of memory and %s are free; the most, %s, is for %s: lower -%s",
+		size(need), size(float64(free)), size(most.bytes), most.name, c.culprit())
+}
+
+// culprit is the flag that saves most memory when it has its default, or half its value if that is less.
+func (c config) culprit() (name string) {
+	usual, least := defaults(), math.Inf(1)
+	for _, f := range []struct {
+		name     string
+		v, usual *int
+	}{
+		{"ranks", &c.Ranks, &usual.Ranks}, {"layers", &c.Layers, &usual.Layers}, {"experts", &c.Experts, &usual.Experts},
+		{"topk", &c.TopK, &usual.TopK}, {"hidden", &c.Hidden, &usual.Hidden}, {"inner", &c.Inner, &usual.Inner},
+		{"context", &c.Context, &usual.Context}, {"embed", &c.Embed, &usual.Embed}, {"batch", &c.Batch, &usual.Batch},
+	} {
+		was := *f.v
+		*f.v = max(1, min(*f.usual, was/2))
+		if m := c.cost().memory; m < least {
+			name, least = f.name, m
+		}
+		*f.v = was
+	}
+	return name
 }
 
 // freeMemory is how many bytes programs can still have, 0 where nobody knows.
@@ -79,12 +157,14 @@ func freeMemory() int64 {
 }
 
 // size writes a number of bytes for a person.
-func size(n int64) string {
+func size(n float64) string {
 	switch {
+	case n >= 1<<40:
+		return fmt.Sprintf("%.3g TiB", n/(1<<40))
 	case n >= 1<<30:
-		return fmt.Sprintf("%.1f GiB", float64(n)/(1<<30))
+		return fmt.Sprintf("%.1f GiB", n/(1<<30))
 	default:
-		return fmt.Sprintf("%d MiB", n>>20)
+		return fmt.Sprintf("%.0f MiB", n/(1<<20))
 	}
 }
 

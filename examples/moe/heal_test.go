@@ -211,7 +211,7 @@ func TestKillRankFlags(t *testing.T) {
 		"-check -html x":                       "-check makes no report",
 		"-rate Inf":                            "-rate is +Inf",
 		"-html /no/such/folder/x":              "report: open /no/such/folder/x",
-		"-ranks 100000 -batch 100000 -steps 3": "use fewer ranks",
+		"-ranks 100000 -batch 100000 -steps 3": "lower -ranks",
 	} {
 		c, err := parseFlags(strings.Fields(args), nil)
 		if err == nil {

@@ -54,7 +54,9 @@ import (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, func() {
-		stop() // a second Ctrl-C needs no patience
+		// A second Ctrl-C needs no patience. What comes at once is the same signal again, as timeout sends it to a process and to
+		// its group.
+		time.AfterFunc(again, stop)
 		if newProgress(os.Stderr).terminal && !slices.Contains(os.Args, "-join") {
 			fmt.Fprint(os.Stderr, "\r\x1b[Kstopping with a report; Ctrl-C again stops at once\n")
 		}
@@ -76,23 +78,28 @@ func main() {
 	os.Exit(1)
 }
 
+// again is how long after a signal others are ignored.
+const again = time.Second
+
 // errTold is an error that another process has told.
 var errTold = errors.New("told elsewhere")
 
 func run(ctx context.Context, args []string) (err error) {
-	c, err := parseFlags(args, os.Stdout)
+	out := &screen{File: os.Stdout} // for people
+	c, err := parseFlags(args, out)
 	if err == nil {
 		err = c.tryFiles()
 	}
 	switch {
+	case errors.Is(err, flag.ErrHelp) && out.err != nil:
+		return out.err
 	case errors.Is(err, flag.ErrHelp), err != nil && !jsonOnStdout(args):
 		return err
 	case err != nil:
 		c.JSON = "-" // who reads that wants to read why
 	}
-	out := os.Stdout // for people
 	if c.JSON == "-" {
-		out = os.Stderr
+		out.File = os.Stderr
 	}
 
 	// From here on there is a report, of whatever there is to report.
@@ -112,6 +119,7 @@ func run(ctx context.Context, args []string) (err error) {
 		}
 	}
 	defer func() {
+		defer func() { err = errors.Join(err, out.err) }() // what nobody could read is no success
 		if err != nil && ctx.Err() != nil {
 			switch {
 			case !speaks && c.Join:

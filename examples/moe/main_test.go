@@ -148,6 +148,28 @@ func TestExitCodeForWrongFlags(t *testing.T) {
 	code, out, _ := start(t, "-help").wait(t, patience)
 	require.Equal(t, 0, code)
 	require.Contains(t, out, "-experts")
+	for _, line := range strings.Split(out, "\n") {
+		require.LessOrEqual(t, len(strings.ReplaceAll(line, "\t", "        ")), 80, line)
+	}
+}
+
+// What cannot be written is an error, wherever it should have gone.
+func TestOutputThatCannotBeWritten(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Skip("no full device: ", err)
+	}
+	defer full.Close()
+	text := poem(t)
+	for _, args := range []string{"-help", "-steps 2", "-steps 2 -procs", "-check -steps 2", "-steps 2 -json -"} {
+		cmd := exec.Command(os.Args[0], small(append(strings.Fields(args), "-text", text)...)...)
+		cmd.Env = append(os.Environ(), asMain+"=1")
+		var errs bytes.Buffer
+		cmd.Stdout, cmd.Stderr = full, &errs
+		_ = cmd.Run()
+		require.Equal(t, 1, cmd.ProcessState.ExitCode(), "%s: %s", args, errs.String())
+		require.Contains(t, errs.String(), "moe: write /dev/stdout: no space left on device\n", args)
+	}
 }
 
 func TestManyRanksSayWhatTheyCost(t *testing.T) {
@@ -166,7 +188,7 @@ func TestManyRanksSayWhatTheyCost(t *testing.T) {
 	p = start(t, "-ranks", "1000000", "-batch", "1000000", "-text", poem(t))
 	code, _, errs = p.wait(t, patience)
 	require.Equal(t, 2, code)
-	require.Regexp(t, `^moe: -ranks 1000000 need about .* of memory and .* are free: use fewer ranks\n$`, errs)
+	require.Regexp(t, `^moe: this run needs about .* TiB of memory and .* are free; the most, .* TiB, is for what ranks keep for each other: lower -ranks\n$`, errs)
 }
 
 func TestExitCodeForBadText(t *testing.T) {
@@ -181,6 +203,8 @@ func TestExitCodeForBadText(t *testing.T) {
 	write("pictures/a.png", "\x89PNG\x00\x00"+strings.Repeat("x", minText))
 	locked := write("locked", strings.Repeat("x", minText))
 	require.NoError(t, os.Chmod(locked, 0))
+	require.NoError(t, os.Mkdir(filepath.Join(dir, "pipes"), 0o755))
+	require.NoError(t, syscall.Mkfifo(filepath.Join(dir, "pipes", "fifo"), 0o600))
 	socket := filepath.Join(dir, "fifo")
 	require.NoError(t, syscall.Mkfifo(socket, 0o600))
 
@@ -188,6 +212,7 @@ func TestExitCodeForBadText(t *testing.T) {
 		filepath.Join(dir, "missing"):                        "no such file",
 		write("empty", ""):                                   "is empty",
 		filepath.Join(dir, "nothing"):                        "is empty",
+		filepath.Join(dir, "pipes"):                          "pipes holds no regular file",
 		filepath.Join(dir, "pictures"):                       "holds no text: 1 binary file",
 		write("short", "a short text"):                       "is too short: 12 bytes, want at least",
 		write("binary", "\x00"+strings.Repeat("x", minText)): "not text",

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"math"
 	"os"
 	"strings"
@@ -12,27 +13,49 @@ import (
 
 // progress shows how training goes: a bar that is drawn anew on a terminal, a line now and then elsewhere.
 type progress struct {
-	out      *os.File
+	out      sink
 	terminal bool
 	open     bool      // the bar is on the line where the cursor is
 	next     time.Time // when to draw again
 	loss     float64   // of late
+	losses   int       // in loss so far
 	events   int       // told so far
+}
+
+// sink is where lines for people go.
+type sink interface {
+	io.Writer
+	Fd() uintptr
+}
+
+// screen is a file that remembers the first error of writing to it.
+type screen struct {
+	*os.File
+	err error
+}
+
+func (s *screen) Write(b []byte) (int, error) {
+	n, err := s.File.Write(b)
+	if s.err == nil {
+		s.err = err
+	}
+	return n, err
 }
 
 const (
 	redraw   = 100 * time.Millisecond
 	newLine  = 5 * time.Second
 	maxWidth = 120
+	echo     = len("^C") // what a terminal writes for Ctrl-C
 )
 
-func newProgress(out *os.File) *progress {
+func newProgress(out sink) *progress {
 	_, err := unix.IoctlGetWinsize(int(out.Fd()), unix.TIOCGWINSZ)
 	return &progress{out: out, terminal: err == nil}
 }
 
 // columns is the width of the terminal, and 80 for what is none.
-func columns(out *os.File) int {
+func columns(out sink) int {
 	size, err := unix.IoctlGetWinsize(int(out.Fd()), unix.TIOCGWINSZ)
 	if err != nil || size.Col == 0 {
 		return 80
@@ -43,7 +66,10 @@ func columns(out *os.File) int {
 // step is called after each step of training.
 func (p *progress) step(w *worker) {
 	n := w.done()
-	p.loss += max(0.05, 2/float64(n+1)) * (w.Losses[n-1] - p.loss)
+	// The process that becomes rank 0 begins with the losses of the steps before.
+	for ; p.losses < n; p.losses++ {
+		p.loss += max(0.05, 2/float64(p.losses+2)) * (w.Losses[p.losses] - p.loss)
+	}
 	for ; p.events < len(w.Events); p.events++ {
 		if p.terminal { // a bar may be there, of this process or of the one that was rank 0
 			fmt.Fprint(p.out, "\r\x1b[K")
@@ -88,8 +114,8 @@ func (p *progress) draw(n, all int, loss, speed, share float64, end string) {
 		fmt.Fprintln(p.out, strings.Join(parts, "  "))
 		return
 	}
-	// The last column stays free: writing there may move the cursor to the next line.
-	line, width := "", min(columns(p.out)-1, maxWidth)
+	// The last column stays free, also after Ctrl-C: writing there may move the cursor to the next line.
+	line, width := "", min(columns(p.out)-1-echo, maxWidth)
 	for _, order := range [][]int{{0, 1, 2, 3, 4}, {0, 1, 3, 4}, {0, 1, 4}, {0, 1}, {0}} {
 		var some []string
 		for _, i := range order {

@@ -413,10 +413,12 @@ func (r *report) writeTraffic(p func(string, ...any), width int) {
 	if r.TrafficSince > 1 {
 		since = fmt.Sprintf(", since step %d", r.TrafficSince)
 	}
+	note := "the diagonal stayed where it was"
 	if len(b) < n {
-		p("  blocks of ranks are summed; the diagonal includes what stayed where it was%s\n", since)
-	} else {
-		p("  the diagonal stayed where it was%s\n", since)
+		note = "blocks of ranks are summed; the diagonal includes what stayed where it was"
+	}
+	for _, line := range fold(note+since, width-2) {
+		p("  %s\n", line)
 	}
 	line := fmt.Sprintf("  %-*s", label, "")
 	for _, c := range b {

@@ -12,6 +12,7 @@ import (
 	"regexp"
 	"strings"
 	"testing"
+	"time"
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
@@ -60,6 +61,7 @@ func TestReportFitsTheTerminal(t *testing.T) {
 			for _, layers := range []int{1, 2, 8, 100} {
 				r := made(ranks, experts, layers)
 				r.Events = []string{strings.Repeat("rank 1 was lost ", 20)}
+				r.TrafficSince = 1500
 				for _, width := range []int{40, 80, 200} {
 					var out bytes.Buffer
 					r.write(&out, width)
@@ -179,6 +181,34 @@ func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 	require.Contains(t, parse(out).Error, "rank 0, process")
 }
 
+// Who sends a signal to a process and to its group, as timeout does, means one. A later one ends the program at once.
+func TestASignalThatComesTwiceLeavesTheReport(t *testing.T) {
+	text := poem(t)
+	for _, more := range []string{"", "-procs"} {
+		p := start(t, append(small("-json", "-", "-text", text, "-steps", "100000000"), strings.Fields(more)...)...)
+		p.wrote(t, `step \d+/`)
+		for range 10 {
+			_ = p.Process.Signal(os.Interrupt) // it may have ended
+			time.Sleep(2 * time.Millisecond)
+		}
+		code, out, errs := p.wait(t, patience)
+		require.Equal(t, 130, code, errs)
+		var r report
+		require.NoError(t, json.Unmarshal([]byte(out), &r), "%q", out)
+		require.True(t, r.Stopped)
+	}
+
+	// The report of this takes seconds.
+	p := start(t, "-text", text, "-batch", "4096", "-layers", "4", "-inner", "1024")
+	p.seen(t, `step \d+/`)
+	require.NoError(t, p.Process.Signal(os.Interrupt))
+	require.Eventually(t, func() bool {
+		return p.Process.Signal(os.Interrupt) != nil // it has ended
+	}, patience, again/4)
+	code, _, _ := p.wait(t, patience)
+	require.Equal(t, -1, code, "ended by the signal")
+}
+
 // Flags that are refused are no exception.
 func TestJSONOfRefusedFlagsParses(t *testing.T) {
 	t.Setenv("RANK", "0") // for -join, to which that is not enough
@@ -193,7 +223,7 @@ func TestJSONOfRefusedFlagsParses(t *testing.T) {
 		"-rate 1e999 -json -":                   "invalid value",
 		"-check -json -":                        "-check makes no report",
 		"-json - -html " + folder:               "is a directory",
-		"-json - -ranks 1000000 -batch 1000000": "use fewer ranks",
+		"-json - -ranks 1000000 -batch 1000000": "lower -ranks",
 		"-json - -join -text " + poem(t):        "RANK is 0 but WORLD_SIZE is not set",
 		"-json " + filepath.Join(folder, "report.json") + " -ranks 0": "",
 	} {

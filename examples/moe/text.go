@@ -82,6 +82,8 @@ func loadCorpus(ctx context.Context, path string, contextBytes int) (*corpus, er
 		return nil, usagef("text %s: %w", path, err)
 	case len(text) == 0 && seen.leftOut() != "":
 		return nil, usagef("text %s holds no text: %s", path, seen.leftOut())
+	case len(text) == 0 && seen.irregular:
+		return nil, usagef("text %s holds no regular file", path)
 	case len(text) == 0:
 		return nil, usagef("text %s is empty", path)
 	case len(text) < minText:
@@ -113,6 +115,7 @@ type finding struct {
 	files              int
 	binary, unreadable int
 	more               bool // there was more than is used
+	irregular          bool // there was no regular file, but something else
 }
 
 func (f finding) leftOut() string {
@@ -170,7 +173,7 @@ func readDir(ctx context.Context, root string, keep func(name string, e fs.DirEn
 	if root, err = filepath.EvalSymlinks(root); err != nil {
 		return nil, seen, err
 	}
-	looked := 0
+	looked, others := 0, 0
 	err = filepath.WalkDir(root, func(path string, e fs.DirEntry, err error) error {
 		if ctx.Err() != nil {
 			return ctx.Err()
@@ -187,7 +190,10 @@ func readDir(ctx context.Context, root string, keep func(name string, e fs.DirEn
 				return fs.SkipDir
 			}
 			return nil
+		case e.IsDir():
+			return nil
 		case !e.Type().IsRegular():
+			others++
 			return nil
 		}
 		if looked++; looked > maxFiles {
@@ -215,6 +221,7 @@ func readDir(ctx context.Context, root string, keep func(name string, e fs.DirEn
 		}
 		return nil
 	})
+	seen.irregular = looked == 0 && others > 0
 	return text, seen, err
 }
 
