@@ -44,7 +44,7 @@ func (c config) cost() cost {
 	perToken := c.Hidden*(c.Context*c.Embed+256) + c.Layers*c.TopK*expertSize(c)
 	flops := 6 * float64(perToken) * float64(c.Batch) // forward and backward are three products of two operations a weight
 	step := (flops/flopsASec + float64(c.Layers)/2*pairs*pairTime.Seconds()) / cpus
-	forward := float64(c.heldoutPlaces())/float64(c.Batch) + float64(sampled(step)) // of the report
+	forward := float64(c.heldoutPlaces())/float64(c.Batch) + float64(sampled(step, false)) // of the report
 	t.step = time.Duration(step * 1e9)
 	t.all = time.Duration((step * (float64(c.Steps) + 0.4*forward)) * 1e9)
 	return t

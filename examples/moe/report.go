@@ -137,7 +137,7 @@ func (r *report) times(clocks []*clock) {
 
 // finish is collective: it evaluates the model on the held-out text and puts what the ranks know together, in the report of rank 0.
 // On other ranks r is nil.
-func (w *worker) finish(ctx context.Context, r *report) error {
+func (w *worker) finish(ctx context.Context, r *report, stopped bool) error {
 	type share struct {
 		Spent   [phases]time.Duration
 		Trace   [][]span
@@ -156,7 +156,7 @@ func (w *worker) finish(ctx context.Context, r *report) error {
 		return err
 	}
 	mine.Traffic = counters.Bytes
-	text, err := w.sample()
+	text, err := w.sample(stopped)
 	if err != nil {
 		return err
 	}

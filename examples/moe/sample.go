@@ -15,15 +15,20 @@ const (
 	sampleBytes = 240
 	sampleLeast = 16
 	sampleTime  = 30  // seconds of steps; a byte takes a tenth of a step
+	stoppedTime = 3   // the same where somebody waits for the end
 	temperature = 0.6 // below 1 the likely bytes become likelier
 )
 
 // sampled is how many bytes a model writes of which a step takes so many seconds.
-func sampled(pace float64) int {
+func sampled(pace float64, stopped bool) int {
+	seconds := float64(sampleTime)
+	if stopped {
+		seconds = stoppedTime
+	}
 	if pace <= 0 {
 		return sampleBytes
 	}
-	return int(min(max(sampleTime/pace, sampleLeast), sampleBytes))
+	return int(min(max(seconds/pace, sampleLeast), sampleBytes))
 }
 
 // sample is a piece of held-out text and what models write after it.
@@ -49,13 +54,13 @@ func prompt(text []byte, context int) []byte {
 }
 
 // sample has the models go on with a prompt. It is collective; the ranks make the same text, byte by byte.
-func (w *worker) sample() (sample, error) {
+func (w *worker) sample(stopped bool) (sample, error) {
 	c := w.cfg
 	begin := prompt(w.text.heldout, c.Context)
 	text := append([]byte(nil), begin...)
 	r := rand.New(rand.NewPCG(c.Seed, 1<<40))
 	p := make([]float32, 256)
-	for len(text) < len(begin)+sampled(w.Pace) {
+	for len(text) < len(begin)+sampled(w.Pace, stopped) {
 		text = append(text, 0) // the byte to be found
 		if err := w.model.forward(text, []int{len(text) - 1}); err != nil {
 			return sample{}, fmt.Errorf("sample: %w", err)

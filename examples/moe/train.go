@@ -280,7 +280,7 @@ func (w *worker) heldoutLoss(ctx context.Context, at []int) (float64, error) {
 const (
 	grace      = 5 * time.Second
 	graceFirst = time.Second
-	graceStop  = 15 * time.Second
+	graceStop  = 30 * time.Second
 	graceSteps = 64
 )
 
@@ -372,7 +372,7 @@ func (w *worker) run(ctx, inner context.Context, watch func(*worker)) (*report, 
 	if w.cfg.Check || err != nil && !errors.Is(err, errStopped) {
 		return r, err
 	}
-	return r, errors.Join(err, w.finish(inner, r))
+	return r, errors.Join(err, w.finish(inner, r, err != nil))
 }
 
 // agree makes sure that all ranks were given the same flags and the same text.
