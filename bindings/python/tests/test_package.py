@@ -69,8 +69,16 @@ def test_every_name_is_listed_and_explained():
 
 
 def test_the_words_of_errors_are_pythons():
-    said = str(errors.of(6, "alltoallv: comm: alltoallv: rank 1, epoch 1: timed out", 1))
-    assert said == "switchyard: Timed out: rank 1, epoch 1: timed out"
+    for text, said in (
+        ("alltoallv: comm: alltoallv: rank 1, epoch 1: timed out", "rank 1, call 1: Timed out"),
+        ("rank 1 timed out: rank 0 timed out after 8s; this is call 2, alltoallv (late)",
+         "rank 1 Timed out: rank 0 timed out after 8s; this is call 2, all_to_all (late)"),
+        ("no answer to /etc/alltoallv.json", "Timed out: no answer to /etc/alltoallv.json"),
+        ("core: communicator is closed", "communicator is closed"),
+    ):  # fmt: skip
+        assert str(errors.of(6, text, 1)) == f"switchyard: {said}"
+    said = str(errors.of(2, "invalid argument: source and destination of the all-gather overlap and are not the same memory"))
+    assert "output_tensor and input_tensor overlap and are" in said
     said = str(errors.of(2, "alltoallv: invalid argument: Options.NoSMs, Splits.PeerDispls, Options.MaxTokens, MaxRows 3"))
     assert said == "switchyard: invalid argument: no_sms, peer_displs, max_tokens, max_rows 3"
 
