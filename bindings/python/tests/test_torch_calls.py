@@ -346,6 +346,16 @@ def wrong(rank, size):
             call()
     with pytest.raises(ValueError, match="output and input overlap"):
         sw.all_to_all_single(x, x)
+    wide, other = torch.zeros(2 * size, 3, dtype=torch.cfloat), torch.zeros(2 * size, 2, dtype=torch.cfloat)
+    text = rf"output has rows of shape \(3,\), input of \(2,\): rank {rank} sends 4 elements to itself and receives 6"
+    with pytest.raises(ValueError, match=text):
+        sw.all_to_all_single(wide, other)
+    more = [n + (p == rank) for p in range(size)]
+    with pytest.raises(ValueError, match=rf"input_split_sizes\[{rank}\] is {n} and output_split_sizes\[{rank}\] is {n + 1}"):
+        sw.all_to_all_single(torch.zeros(n * size + 1), torch.zeros(n * size), more, [n] * size)
+    for nothing in (None, [1]):
+        with pytest.raises(TypeError, match=r"free: tensor is (None|a list), want one of"):
+            sw.free(nothing)
     # Nothing was sent: everybody can go on.
     sw.all_to_all_single(y, x)
     dist.all_to_all_single(y, x)
@@ -541,7 +551,7 @@ def test_what_calls_on_gpus_pass_on(monkeypatch):
     from switchyard._splits import HEAD, Shapes
 
     device = -1  # what torch calls the host
-    gpu = SimpleNamespace(device=device, shapes=Shapes(3))
+    gpu = SimpleNamespace(device=device, shapes=Shapes(2, 3))
     x, y = torch.zeros(10, 2), torch.zeros(20, 4)
     send, recv = torch.tensor([1, 5, 2]), torch.tensor([3, 0, 4])
     monkeypatch.setattr(_cuda, "_on_gpu", lambda sizes: isinstance(sizes, torch.Tensor))

@@ -242,10 +242,12 @@ def init(
         options["Env"] = True
         if addr is not None:
             raise errors.InvalidArgument("switchyard: init: an address without a rank and a world size")
-    elif rank is None or world_size is None or (addr is None and world_size > 1):
+    elif rank is None or world_size is None:
         raise errors.InvalidArgument("switchyard: init: rank, world_size and addr go together")
     else:
         size = integer("world_size", world_size, 1)
+        if addr is None and size > 1:
+            raise errors.InvalidArgument("switchyard: init: rank, world_size and addr go together")
         options.update(Rank=integer("rank", rank, 0), Size=size, Addr="" if addr is None else address("addr", addr))
         if options["Rank"] >= size:
             raise errors.InvalidArgument(f"switchyard: rank is {rank}, want less than world_size, {size}")

@@ -35,6 +35,8 @@ DTYPES = {
 }
 # Integers whose sums and products have the same bits as those of another type.
 _SAME_BITS = {"int8": "uint8", "uint32": "int32", "uint64": "int64"}
+#: The data types that there are reductions of, by name.
+REDUCIBLE = ("bool", *_SAME_BITS, *DTYPES)
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "prod": 4}
 
 
@@ -140,7 +142,7 @@ class Gpu(Place):
 
     def __init__(self, comm: Communicator, device: int, handle: int) -> None:
         self.comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
-        self.shapes = Shapes(comm.size)
+        self.shapes = Shapes(comm.rank, comm.size)
         self.side: Any = None
         self.reduces = False  # open_reducer has been called
         # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
@@ -257,7 +259,7 @@ class Communicator(Place):
             self.abandon(drain=0)
             raise
         self.rank, self.size = rank.value, size.value
-        self.shapes = Shapes(self.size)
+        self.shapes = Shapes(self.rank, self.size)
 
     @classmethod
     def meet(

@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from . import _comm, errors
+from ._arguments import type_of
 from ._comm import Communicator
 from ._meet import Meeting
 from ._splits import Shapes
@@ -60,7 +61,7 @@ class Group:
         self.comm: Communicator | None = None
         #: Where they are not: a group of gloo's own, so that it is nobody else's business when who finds that out.
         self.elsewhere: Any = None
-        self.shapes = Shapes(size)
+        self.shapes = Shapes(rank, size)
         self._store, self._timeout = store, timeout
         self._lock = threading.Lock()
         self._meeting: Meeting[None] | None = None
@@ -178,7 +179,7 @@ def group_of(pg: Any) -> Group:
         return known[1]
     if not isinstance(pg, dist.ProcessGroup):
         raise errors.InvalidType(
-            f"switchyard: group is a {type(pg).__name__}, want a ProcessGroup or a switchyard.Communicator"
+            f"switchyard: group is {type_of(pg)}, want a ProcessGroup or a switchyard.Communicator"
         )
     _, store = c10d._world.pg_map[pg]
     return remember(pg, Group(pg, store, pg.rank(), pg.size(), _timeout(pg), c10d._world.pg_names.get(pg, "")))

@@ -11,6 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from . import _comm, _cuda, errors
+from ._arguments import type_of
 from ._comm import Communicator
 from ._groups import Submission, communicator, find, process_group
 from ._splits import Shapes
@@ -66,7 +67,7 @@ def op_name(op: Any) -> str:
     except (KeyError, TypeError):  # what torch's options hold is equal to the operator, but has another hash or none
         name = next((name for known, name in _OPS.items() if op == known), "")
     if not name and not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        raise errors.InvalidType(f"switchyard: op is a {type(op).__name__}, want a torch.distributed.ReduceOp or a name")
+        raise errors.InvalidType(f"switchyard: op is {type_of(op)}, want a torch.distributed.ReduceOp or a name")
     return name
 
 
@@ -191,13 +192,13 @@ def all_to_all_single(
 
 def exchange(shapes: Shapes, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any) -> Submission:
     """all_to_all_single of tensors that are ours."""
-    back = None
+    back, shapes_of, item = None, (output.shape, input.shape), input.element_size()
     same_dtype(output, input)
     if input.is_complex() or input.is_neg() or not input.is_contiguous():
         input = splittable(input, "input")
     if output.is_complex() or output.is_neg() or not output.is_contiguous():
         output, back = writable(output, "output")
-    shape = shapes.find(output.shape, input.shape, input.element_size(), output_split_sizes, input_split_sizes)
+    shape = shapes.find(*shapes_of, item, output_split_sizes, input_split_sizes)
     return Communicator.all_to_all, (output.data_ptr(), input.data_ptr(), shape[0], (output, input, shape)), back
 
 
