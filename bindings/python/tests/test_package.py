@@ -64,8 +64,34 @@ def test_every_name_is_listed_and_explained():
         assert inspect.getdoc(getattr(errors, name)), name
     for kind in (sw.Communicator, sw.Dispatcher, sw.Dispatched, sw.Work):
         for name, member in inspect.getmembers(kind):
-            if not name.startswith("_") and callable(member):
+            if not name.startswith("_"):
                 assert inspect.getdoc(member), f"{kind.__name__}.{name}"
+
+
+def test_help_has_what_is_for_users_and_nothing_else():
+    def public(kind):
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert public(sw.Communicator) == {"abort", "check", "close", "rank", "shrink", "size", "split", "verify"}
+    assert public(sw.Dispatcher) >= {"local_experts", "dispatch", "combine"}
+    assert public(sw.Dispatched) >= {"experts", "tokens", "counts"}
+    assert "bind" not in public(sw.Dispatcher)
+    assert dir(errors) == sorted(errors.__all__)
+    for function in (sw.init, sw.communicator, sw.Dispatcher):
+        for name in inspect.signature(function).parameters:
+            if name not in ("group", "device"):
+                assert f"``{name}" in inspect.getdoc(function), f"{function.__name__}: {name}"
+    with sw.init(0, 1, default=False) as comm:
+        assert (comm.rank, comm.size) == (0, 1)
+        d = sw.Dispatcher(4, 2, 8, group=comm)
+        assert repr(d) == '<switchyard.Dispatcher rank 0 of 1: 4 experts, top_k 2, hidden 8, float32, layout "flat">'
+        got = d.dispatch(np.ones((3, 8), "f4"), [[0, 1]] * 3)
+        assert (d.local_experts, got.experts, got.tokens) == ([0, 1, 2, 3], [0, 1, 2, 3], 3)
+        assert repr(got) == "<switchyard.Dispatched of 3 tokens: rows of shape (6, 8)>"
+        got.release()
+        assert repr(got) == "<switchyard.Dispatched of 3 tokens: given back>"
+        for name in vars(d):
+            assert name.startswith("_") or f"``{name}``" in inspect.getdoc(d), name
 
 
 def test_the_words_of_errors_are_pythons():
@@ -214,9 +240,9 @@ def test_arrays_and_tuples_are_split_sizes():
             y = np.zeros(6, int)
             sw.all_to_all_single(y, x, splits if not hasattr(splits, "__next__") else [6], splits, group=comm)
             assert y.tolist() == x.tolist()
-        before = len(comm.shapes)
+        before = len(comm._shapes)
         for n in range(1, 1200):  # more than are remembered
             y = np.zeros((n, 1), "i1")
             sw.all_to_all_single(y, np.ones((n, 1), "i1"), [n], [n], group=comm)
             assert y.all()
-        assert before < len(comm.shapes) <= 1024
+        assert before < len(comm._shapes) <= 1024

@@ -64,15 +64,15 @@ def _exchange(
 
 def all_to_all_single(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    out, inp, shape = comm.prepare(_exchange, comm.shapes, output, input, output_splits, input_splits)
+    out, inp, shape = comm._prepare(_exchange, comm._shapes, output, input, output_splits, input_splits)
     keep = (out.keep, inp.keep, shape)
-    return _work(comm.all_to_all(out.address, inp.address, shape[0], keep, async_op), output)
+    return _work(comm._all_to_all(out.address, inp.address, shape[0], keep, async_op), output)
 
 
 def explain(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any) -> str:
     comm = communicator(group)
-    out, _, shape = _exchange(comm.shapes, output, input, output_splits, input_splits)
-    return comm.explain(out.address, shape[0])
+    out, _, shape = _exchange(comm._shapes, output, input, output_splits, input_splits)
+    return comm._explain(out.address, shape[0])
 
 
 def _kind(name: str, dtype: str, op: str) -> tuple[int, int]:
@@ -101,8 +101,8 @@ def _reduction(tensor: Any, op: Any) -> tuple[Array, tuple[int, int]]:
 
 def all_reduce(tensor: Any, op: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    a, (dtype, how) = comm.prepare(_reduction, tensor, op)
-    return _work(comm.all_reduce(a.address, a.address, a.nbytes, dtype, how, a.keep, async_op), tensor)
+    a, (dtype, how) = comm._prepare(_reduction, tensor, op)
+    return _work(comm._all_reduce(a.address, a.address, a.nbytes, dtype, how, a.keep, async_op), tensor)
 
 
 def _scatter(ranks: int, output: Any, input: Any, op: Any) -> tuple[Array, Array, tuple[int, int]]:
@@ -117,9 +117,9 @@ def _scatter(ranks: int, output: Any, input: Any, op: Any) -> tuple[Array, Array
 
 def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    out, inp, (dtype, how) = comm.prepare(_scatter, comm.size, output, input, op)
+    out, inp, (dtype, how) = comm._prepare(_scatter, comm.size, output, input, op)
     keep = (out.keep, inp.keep)
-    return _work(comm.reduce_scatter(out.address, out.nbytes, inp.address, inp.nbytes, dtype, how, keep, async_op), output)
+    return _work(comm._reduce_scatter(out.address, out.nbytes, inp.address, inp.nbytes, dtype, how, keep, async_op), output)
 
 
 def _gather(ranks: int, output: Any, input: Any) -> tuple[Array, Array]:
@@ -134,10 +134,10 @@ def _gather(ranks: int, output: Any, input: Any) -> tuple[Array, Array]:
 
 def all_gather_into_tensor(output: Any, input: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    out, inp = comm.prepare(_gather, comm.size, output, input)
+    out, inp = comm._prepare(_gather, comm.size, output, input)
     keep = (out.keep, inp.keep)
-    return _work(comm.all_gather(out.address, out.nbytes, inp.address, inp.nbytes, keep, async_op), output)
+    return _work(comm._all_gather(out.address, out.nbytes, inp.address, inp.nbytes, keep, async_op), output)
 
 
 def barrier(group: Any, async_op: bool) -> Any:
-    return _work(communicator(group).barrier(async_op), None)
+    return _work(communicator(group)._barrier(async_op), None)

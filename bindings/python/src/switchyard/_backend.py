@@ -88,7 +88,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         gpu = self._gpu_of([*inputs, *outputs])
         if gpu is None:
             return None
-        work = _cuda.reductions(gpu, gpu.prepare(prepare), outputs, getattr(opts, "asyncOp", True))
+        work = _cuda.reductions(gpu, gpu._prepare(prepare), outputs, getattr(opts, "asyncOp", True))
         return work or Work(_cuda.Enqueued(), outputs)
 
     def alltoall(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
@@ -105,7 +105,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             gpu = self._gpu_of(tensors)
             if gpu is None:
                 return self._wrapped.alltoall(outputs, inputs, opts)
-            gpu.prepare(_same_own, self._group.rank, outputs, inputs)
+            gpu._prepare(_same_own, self._group.rank, outputs, inputs)
             work = _cuda.exchange_lists(gpu, outputs, inputs, getattr(opts, "asyncOp", True))
             return work or Work(_cuda.Enqueued(), outputs)
         source = torch.cat([as_bytes(x) for x in inputs])

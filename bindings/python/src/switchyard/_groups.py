@@ -95,7 +95,7 @@ class Group:
 
                 def refuse(_: None = None) -> None:
                     if self.comm is not None:
-                        self.comm.refuse(error)
+                        self.comm._refuse(error)
 
                 if meeting is None or meeting.defer(refuse) is None:
                     refuse()
@@ -129,7 +129,7 @@ class Group:
         if meeting is not None:
             meeting.end()
         if comm is not None:
-            comm.abandon()
+            comm._abandon()
 
     def _begin(self) -> Meeting[None] | None:
         if self._met:
@@ -146,7 +146,7 @@ class Group:
         if self._timeout is not None:
             seconds = self._timeout.total_seconds()
             options = {"TimeoutSeconds": seconds, "JoinSeconds": min(seconds, 600.0), **options}
-        comm = Communicator.meet(self.rank, self.size, _Store(self._store), options, self.name, stop)
+        comm = Communicator._meet(self.rank, self.size, _Store(self._store), options, self.name, stop)
         if comm is None:
             if self.rank == 0:
                 text = f"switchyard: the ranks of group {self.name!r} are not on one host: its calls go to torch"
@@ -161,7 +161,7 @@ class Group:
             self.comm = comm
             over = self._over
         if over and comm is not None:
-            comm.abandon()
+            comm._abandon()
 
     def _done(self, meeting: Meeting[None]) -> None:
         with self._lock:

@@ -32,7 +32,7 @@ def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) 
         if place.type != "cpu":
             raise errors.Unsupported(f"switchyard: empty: there is no symmetric heap on {place}")
         comm = _communicator(group)
-        return _torch.tensor_of(comm.alloc(math.prod(shape) * dtype.itemsize), shape, dtype)
+        return _torch.tensor_of(comm._alloc(math.prod(shape) * dtype.itemsize), shape, dtype)
     if device is not None:
         raise errors.InvalidArgument(f"switchyard: empty: an array on {device}")
     import numpy as np
@@ -44,7 +44,7 @@ def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) 
     if kind.hasobject:
         raise errors.InvalidType(f"switchyard: empty: dtype is {kind}: Python objects cannot lie in symmetric memory")
     comm = _communicator(group)
-    block = comm.alloc(math.prod(shape) * kind.itemsize)
+    block = comm._alloc(math.prod(shape) * kind.itemsize)
     if block.size == 0:
         return np.empty(shape, kind)
     return np.frombuffer(block.memory(), kind).reshape(shape)

@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Error(RuntimeError):
     """An error of Switchyard. ``rank`` is the rank it is about, ``None`` for none in particular."""
 

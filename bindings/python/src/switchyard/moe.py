@@ -99,7 +99,15 @@ class Dispatcher:
     - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 256, any layout but "token_major";
     - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;
     - ``host_counts``: a GPU tells the host how many rows came, see :meth:`Dispatched.host_counts`;
-    - ``max_sms``: how many multiprocessors a call takes at most.
+    - ``max_sms``: how many multiprocessors of a GPU a call takes at most; on the host it says nothing.
+
+    What it was made with is in ``experts``, ``top_k``, ``hidden``, ``max_tokens``, ``layout``, and by name in ``dtype``,
+    ``index_dtype`` and ``combine_dtype``. Beside these there are:
+
+    - ``local_experts``: this rank's experts;
+    - ``max_rows``: the most rows of a dispatch, and ``row_dtype``, their data type by name;
+    - ``by_token``: whether a row is for a token and not for one of its experts;
+    - ``comm``: the communicator; ``name``: what compiled graphs know the dispatcher by.
     """
 
     def __init__(
@@ -179,7 +187,7 @@ class Dispatcher:
         if placement is not None:
             options["Placement"] = {"Ranks": _placement(placement)}
         place = _place_of(group, device)
-        self.comm: Communicator = place.comm
+        self.comm: Communicator = place._comm
         lib, ticket = self.comm._lib, c_uint64()
         code = lib.dispatcher(self.comm._handle, place._handle, json.dumps(options).encode(), ticket)
         self._handle = self.comm._control(code, ticket)
@@ -192,7 +200,7 @@ class Dispatcher:
         self._sum_bytes = self.hidden * _BYTES[self.combine_dtype]
         self._choice_bytes = self.top_k * _INDEX_BYTES[self.index_dtype]
         self._counted = bool(host_counts) or self._index < 0
-        self.max_rows, _, self.local_experts = self._info()
+        self.max_rows, _, self._local_experts = self._info()
         self._groups = self.comm.size if self.by_token else len(self.local_experts)
         self._torch: Any = None
         self._stream: Any = None
@@ -202,9 +210,20 @@ class Dispatcher:
         named[self.name] = self
         self.comm._dispatchers.add(self)
 
+    @property
+    def local_experts(self) -> list[int]:
+        """The experts of this rank, in the order of their rows."""
+        return self._local_experts
+
+    def __repr__(self) -> str:
+        return (
+            f"<switchyard.Dispatcher rank {self.comm.rank} of {self.comm.size}: {self.experts} experts, top_k {self.top_k}, "
+            f'hidden {self.hidden}, {self.dtype}, layout "{self.layout}">'
+        )
+
     # What lies below: memory
 
-    def bind(self) -> None:
+    def _bind(self) -> None:
         """Take the library's functions."""
         lib, prefix = self.comm._lib, "enqueue_" if self._index >= 0 else ""
         self._calls = [getattr(lib, prefix + name) for name in ("dispatch", "combine", "combine_backward", "receive")]
