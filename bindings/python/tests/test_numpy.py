@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from array import array
 
@@ -110,6 +111,19 @@ def foreign(rank, size):
 
 def test_dlpack_and_buffers(plain):
     plain.run(foreign)
+
+
+def texts_and_times(rank, size):
+    # Elements that numpy counts in characters, or has units of.
+    texts, times = np.array(["ab", "cde", "f"] * size), np.arange(3 * size).astype("datetime64[s]")
+    for x in (texts, times, texts.astype("S3")):
+        y = np.zeros_like(x)
+        sw.all_to_all_single(y, x)
+        assert y.tolist() == x.reshape(size, 3)[rank].tolist() * size
+
+
+def test_all_to_all_of_texts_and_times(plain):
+    plain.run(texts_and_times)
 
 
 def reductions(rank, size, dtype):
@@ -245,13 +259,44 @@ def wrong(rank, size):
         sw.all_gather_into_tensor(np.empty(3, "f4"), x)
     with pytest.raises(ValueError, match=r"world.size"):
         sw.reduce_scatter_tensor(np.empty(3, "f4"), x)
-    with pytest.raises(ValueError, match="overlap"):
+    with pytest.raises(ValueError, match="output and input overlap"):
         sw.all_to_all_single(x, x)
     sw.all_to_all_single(y, x)  # nothing has been sent, so all ranks go on
 
 
 def test_wrong_arguments_are_refused(plain):
     plain.run(wrong)
+
+
+def unlike(rank, size):
+    # What a rank sends to itself is not what it receives from itself. The words are those of the tensors.
+    both = "what a rank sends to itself it receives"
+    x, own = np.zeros(2 * size, "f4"), [2] * size
+    more = [3 if p == rank else 2 for p in range(size)]
+    parts = f"input_split_sizes[{rank}] is 2 and output_split_sizes[{rank}] is 3: {both}"
+    equal = f"input of shape ({2 * size},) has 2 rows for each rank and "
+    shapes = f"output has rows of shape (3,), input of (2,): rank {rank} sends 4 elements to itself and receives 6"
+    rows = np.zeros((2 * size, 3), "f4"), np.zeros((2 * size, 2), "f4")
+    for output, input, recv, send, text in (
+        (np.zeros(2 * size + 1, "f4"), x, more, own, parts),
+        (np.zeros(2 * size + 1, "f4"), x, iter(more), iter(own), parts),
+        (np.zeros(2 * size + 1, "f4"), x, more, None, f"{equal}output_split_sizes[{rank}] is 3: {both}"),
+        (np.zeros(3 * size, "f4"), x, None, None, f"{equal}output of shape ({3 * size},) has 3 rows for each rank: {both}"),
+        (*rows, None, None, shapes),
+        (*rows, own, own, shapes),
+        (np.zeros((2 * size, 0), "f4"), rows[1], own, own, "output has rows of shape (0,), input of (2,)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(text)) as caught:
+            sw.all_to_all_single(output, input, recv, send)
+        assert "byte" not in str(caught.value)
+    gathered, other = np.zeros(size, "f4"), (rank + 1) % size
+    with pytest.raises(ValueError, match="output_tensor and input_tensor overlap"):
+        sw.all_gather_into_tensor(gathered, gathered[other : other + 1])
+    sw.barrier()
+
+
+def test_what_a_rank_sends_to_itself_it_receives(plain):
+    plain.run(unlike)
 
 
 def disagree(rank, size, n):
@@ -296,7 +341,7 @@ def refuse(rank, size, port):
         ("output is float64", TypeError, lambda: sw.all_to_all_single(y.astype("f8" if bad else "f4"), x, group=comm)),
         ("input_split_sizes is", TypeError, lambda: sw.all_to_all_single(y, x, None, "x" if bad else None, comm, True).wait()),
         ("want one of sum", ValueError, lambda: sw.all_reduce(x, "median" if bad else "sum", comm)),
-        ("sum of complex", NotImplementedError, lambda: sw.all_reduce(x.astype("c8") if bad else x, group=comm)),
+        ("is complex64; op 'sum' takes", NotImplementedError, lambda: sw.all_reduce(x.astype("c8") if bad else x, group=comm)),
         ("must be the same size", ValueError, lambda: sw.reduce_scatter_tensor(y[: 2 - bad], x, group=comm)),
         ("output tensor size must", ValueError, lambda: sw.all_gather_into_tensor(z[bad:], x, comm)),
     ):

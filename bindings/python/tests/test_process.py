@@ -185,7 +185,7 @@ def test_a_barrier_that_a_rank_does_not_come_to():
     """
     first, second = ranks(code, 2)
     said = end(first)
-    assert "barrier: rank 1, epoch 2: timed out after 500ms: rank 1 has made 1 call; this is call 2, barrier" in said
+    assert "barrier: rank 1, call 2: Timed out after 500ms: rank 1 has made 1 call; this is call 2, barrier" in said
     second.communicate()
 
 

@@ -355,6 +355,10 @@ def refused(rank, size):
         dist.all_to_all_single(torch.empty(size, 2), torch.empty(2, size).t())
     with pytest.raises(RuntimeError, match="Split sizes"):
         dist.all_to_all_single(torch.empty(size), torch.empty(size), [2] * size, [1] * size)
+    lists = [torch.empty(2 + (p == rank)) for p in range(size)], [torch.empty(2)] * size
+    text = rf"output_tensor_list\[{rank}\] has shape \(3,\), input_tensor_list\[{rank}\] \(2,\): what a rank sends to itself"
+    with pytest.raises(ValueError, match=text):
+        dist.all_to_all(*lists)
     with pytest.raises(RuntimeError, match="Invalid scalar type"):
         dist.all_reduce(torch.ones(1, dtype=torch.int16))
     dist.barrier()

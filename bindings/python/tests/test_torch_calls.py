@@ -344,8 +344,18 @@ def wrong(rank, size):
         torch.zeros(1).expand(2), x), lambda: sw.all_gather_into_tensor(torch.zeros(1).expand(n * size), x)):
         with pytest.raises(errors.InvalidArgument, match="elements share memory"):
             call()
-    with pytest.raises(ValueError, match="overlap"):
+    with pytest.raises(ValueError, match="output and input overlap"):
         sw.all_to_all_single(x, x)
+    wide, other = torch.zeros(2 * size, 3, dtype=torch.cfloat), torch.zeros(2 * size, 2, dtype=torch.cfloat)
+    text = rf"output has rows of shape \(3,\), input of \(2,\): rank {rank} sends 4 elements to itself and receives 6"
+    with pytest.raises(ValueError, match=text):
+        sw.all_to_all_single(wide, other)
+    more = [n + (p == rank) for p in range(size)]
+    with pytest.raises(ValueError, match=rf"input_split_sizes\[{rank}\] is {n} and output_split_sizes\[{rank}\] is {n + 1}"):
+        sw.all_to_all_single(torch.zeros(n * size + 1), torch.zeros(n * size), more, [n] * size)
+    for nothing in (None, [1]):
+        with pytest.raises(TypeError, match=r"free: tensor is (None|a list), want one of"):
+            sw.free(nothing)
     # Nothing was sent: everybody can go on.
     sw.all_to_all_single(y, x)
     dist.all_to_all_single(y, x)
@@ -525,7 +535,7 @@ def refused_by_core(rank, size):
     comm = sw.communicator()
     for _ in range(2):
         with pytest.raises(errors.Unsupported, match="on rank 0"):
-            comm.gpu(0)
+            comm._gpu(0)
     sw.barrier()
 
 
@@ -541,7 +551,7 @@ def test_what_calls_on_gpus_pass_on(monkeypatch):
     from switchyard._splits import HEAD, Shapes
 
     device = -1  # what torch calls the host
-    gpu = SimpleNamespace(device=device, shapes=Shapes(3))
+    gpu = SimpleNamespace(device=device, _shapes=Shapes(2, 3))
     x, y = torch.zeros(10, 2), torch.zeros(20, 4)
     send, recv = torch.tensor([1, 5, 2]), torch.tensor([3, 0, 4])
     monkeypatch.setattr(_cuda, "_on_gpu", lambda sizes: isinstance(sizes, torch.Tensor))
@@ -564,7 +574,7 @@ def test_what_calls_on_gpus_pass_on(monkeypatch):
         _cuda.shape_of(gpu, y, x, recv, send, ([0, 0, 0], None, None, None))
     shape = _cuda.shape_of(gpu, x, x, [2, 4, 4], [1, 5, 4], ([0, 7, 1], None, 3, True))[1][0]
     assert shape.tolist() == [8, 80, 80, 0, 1, 0, 3, 1, 1, 5, 4, 2, 4, 4, 0, 7, 1]
-    known = gpu.shapes.find(x.shape, x.shape, 4, [2, 4, 4], [1, 5, 4])[1]
+    known = gpu._shapes.find(x.shape, x.shape, 4, [2, 4, 4], [1, 5, 4])[1]
     assert known.tolist() == [8, 80, 80, 0, 0, 0, 0, 0, 1, 5, 4, 2, 4, 4]  # the remembered one is as it was
     assert len(known) == HEAD + 6
     for options, text in (({"max_sms": 0}, "max_sms is 0"), ({"copy_sms": -1}, "copy_sms is -1"), ({"max_sms": 2.5}, "is 2.5")):

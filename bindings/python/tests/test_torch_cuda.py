@@ -823,8 +823,8 @@ def as_backend(rank, size):
     c = torch.empty(size, device=CUDA, dtype=torch.cfloat)
     dist.all_to_all_single(c, torch.full_like(c, rank + 1j))
     assert c.tolist() == [p + 1j for p in range(size)]
-    gpu = sw.communicator().gpu(torch.cuda.current_device())
-    assert len(gpu.shapes) >= 2  # they were ours
+    gpu = sw.communicator()._gpu(torch.cuda.current_device())
+    assert len(gpu._shapes) >= 2  # they were ours
     dist.barrier()
     with pytest.raises(ValueError, match="contiguous"):
         dist.all_to_all_single(torch.empty(size, 2, device=CUDA), torch.empty(2, size, device=CUDA).t())
@@ -852,7 +852,7 @@ def test_backend(worlds):
 
 def as_backend_several(rank, size):
     pg = dist.group.WORLD
-    gpu = sw.communicator().gpu(torch.cuda.current_device())
+    gpu = sw.communicator()._gpu(torch.cuda.current_device())
     wrapped, pg._wrapped = pg._wrapped, None  # all of it is ours
     try:
         backend.lists(CUDA, rank, size)

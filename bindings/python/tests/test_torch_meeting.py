@@ -123,30 +123,30 @@ def again(rank, size):
     for who in (0, 0, 1, 0):
         if rank == who:
             with pytest.raises(errors.TimedOut, match="have not come"):
-                Communicator.meet(rank, size, inside, options, "again")
+                Communicator._meet(rank, size, inside, options, "again")
         dist.barrier()
     options["JoinSeconds"] = 30.0
     if rank == 1:
         time.sleep(0.7)
-    comm = Communicator.meet(rank, size, inside, options, "again")
+    comm = Communicator._meet(rank, size, inside, options, "again")
     x = torch.ones(2)
     sw.all_reduce(x, group=comm)
     assert x.tolist() == [size, size]
     comm.close()
     # And once more in the same store, where the cards of the first time lie.
-    with Communicator.meet(rank, size, inside, options, "again") as comm:
+    with Communicator._meet(rank, size, inside, options, "again") as comm:
         sw.barrier(group=comm)
     # A rank that cannot listen says so to all, once.
     if rank == 0:
         os.environ["SWITCHYARD_DEBUG"] = "loud"
         with pytest.raises(errors.Error, match="SWITCHYARD_DEBUG"):
-            Communicator.meet(rank, size, inside, options, "again")
+            Communicator._meet(rank, size, inside, options, "again")
         del os.environ["SWITCHYARD_DEBUG"]
     else:
         with pytest.raises(errors.Mismatch, match="rank 0 cannot join"):
-            Communicator.meet(rank, size, inside, options, "again")
+            Communicator._meet(rank, size, inside, options, "again")
     dist.barrier()
-    with Communicator.meet(rank, size, inside, options, "again") as comm:
+    with Communicator._meet(rank, size, inside, options, "again") as comm:
         sw.barrier(group=comm)
 
 

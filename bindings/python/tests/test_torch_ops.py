@@ -200,3 +200,9 @@ def replicas(rank, size):
 
 def test_hook_of_distributed_data_parallel(gloo):
     gloo.run(replicas)
+
+
+def test_the_module_lists_its_own_names():
+    import switchyard.torch as st
+
+    assert dir(st) == sorted(st.__all__)

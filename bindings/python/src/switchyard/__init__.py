@@ -225,14 +225,15 @@ def init(
     validate: bool = False,
     default: bool = True,
 ) -> Communicator:
-    """Meet the other ranks without torch and return the communicator, the default one of later calls.
+    """Meet the other ranks without torch and return the communicator.
 
     Without arguments the variables that torchrun sets say who this rank is: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-    ``MASTER_PORT``. Otherwise rank 0 listens at ``addr``, a "host:port", until all ranks have come. ``secret`` keeps
-    strangers out. ``timeout`` bounds every wait of an operation for a peer (30 s by default), ``join_timeout`` the
-    meeting and ``peer_timeout`` the silence of a process, all in seconds. ``heap`` is the size in bytes of the first part
-    of the symmetric heap. With ``validate`` the ranks compare every call before they make it, so that a disagreement is an
-    error on every rank and nothing has moved; that costs a round of socket messages a call.
+    ``MASTER_PORT``. Otherwise this one is ``rank`` of ``world_size``, and rank 0 listens at ``addr``, a "host:port", until all
+    have come. ``secret`` keeps strangers out. ``timeout`` bounds every wait of an operation for a peer (30 s by default),
+    ``join_timeout`` the meeting and ``peer_timeout`` the silence of a process, all in seconds. ``heap`` is the size in bytes
+    of the first part of the symmetric heap. With ``validate`` the ranks compare every call before they make it, so that a
+    disagreement is an error on every rank and nothing has moved; that costs a round of socket messages a call. Calls without a
+    group use the communicator, unless ``default`` is false: they then stay with the one that they had.
     """
     from . import _comm
     from ._arguments import address, flag, integer, seconds, text
@@ -242,10 +243,12 @@ def init(
         options["Env"] = True
         if addr is not None:
             raise errors.InvalidArgument("switchyard: init: an address without a rank and a world size")
-    elif rank is None or world_size is None or (addr is None and world_size > 1):
+    elif rank is None or world_size is None:
         raise errors.InvalidArgument("switchyard: init: rank, world_size and addr go together")
     else:
         size = integer("world_size", world_size, 1)
+        if addr is None and size > 1:
+            raise errors.InvalidArgument("switchyard: init: rank, world_size and addr go together")
         options.update(Rank=integer("rank", rank, 0), Size=size, Addr="" if addr is None else address("addr", addr))
         if options["Rank"] >= size:
             raise errors.InvalidArgument(f"switchyard: rank is {rank}, want less than world_size, {size}")
@@ -263,7 +266,7 @@ def init(
     if heap is not None:
         options["SegmentBytes"] = integer("heap", heap, 1)
     options["Validate"] = flag("validate", validate)
-    comm = _comm.Communicator.open(options)
+    comm = _comm.Communicator._open(options)
     if default:
         _comm.set_default(comm)
     return comm
@@ -306,7 +309,7 @@ def communicator(
     if validate is not None:
         _array_calls.configure(group, Validate=flag("validate", validate))
     if device is not None:
-        return _torch_calls().gpu(group, device, **options).comm
+        return _torch_calls().gpu(group, device, **options)._comm
     return _array_calls.communicator(group)
 
 

@@ -8,6 +8,14 @@ from typing import Any
 from . import errors
 
 
+def type_of(value: Any) -> str:
+    """What a value is, in a sentence: "None", "a str", "an int"."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def integer(name: str, value: Any, least: int | None = None) -> int:
     """An integer of any kind."""
     try:
@@ -34,7 +42,7 @@ def seconds(name: str, value: Any) -> float:
 
 def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise errors.InvalidType(f"switchyard: {name} is a {type(value).__name__}, want a string")
+        raise errors.InvalidType(f"switchyard: {name} is {type_of(value)}, want a string")
     return value
 
 

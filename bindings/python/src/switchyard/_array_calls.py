@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from . import errors
+from ._arguments import type_of
 from ._arrays import Array, array_of
-from ._comm import OPS, Communicator, default, reduction
+from ._comm import OPS, REDUCIBLE, Communicator, default, reduction
 from ._splits import Shapes
 from ._work import Ticket, Work
 
@@ -25,7 +26,7 @@ def communicator(group: Any) -> Communicator:
             raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
         return comm
     if group is not None:
-        raise errors.InvalidType(f"switchyard: group is a {type(group).__name__}, want a switchyard.Communicator")
+        raise errors.InvalidType(f"switchyard: group is {type_of(group)}, want a switchyard.Communicator")
     return default()
 
 
@@ -63,21 +64,24 @@ def _exchange(
 
 def all_to_all_single(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    out, inp, shape = comm.prepare(_exchange, comm.shapes, output, input, output_splits, input_splits)
+    out, inp, shape = comm._prepare(_exchange, comm._shapes, output, input, output_splits, input_splits)
     keep = (out.keep, inp.keep, shape)
-    return _work(comm.all_to_all(out.address, inp.address, shape[0], keep, async_op), output)
+    return _work(comm._all_to_all(out.address, inp.address, shape[0], keep, async_op), output)
 
 
 def explain(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any) -> str:
     comm = communicator(group)
-    out, _, shape = _exchange(comm.shapes, output, input, output_splits, input_splits)
-    return comm.explain(out.address, shape[0])
+    out, _, shape = _exchange(comm._shapes, output, input, output_splits, input_splits)
+    return comm._explain(out.address, shape[0])
 
 
-def _kind(dtype: str, op: str) -> tuple[int, int]:
+def _kind(name: str, dtype: str, op: str) -> tuple[int, int]:
     kind = reduction(dtype, op)
     if kind is None:
-        raise errors.Unsupported(f"switchyard: {op} of {dtype or 'this data type'}")
+        if op not in OPS:
+            raise errors.Unsupported(f"switchyard: op is {op!r}, which is for torch tensors; want one of {', '.join(OPS)}")
+        able = ", ".join(known for known in REDUCIBLE if reduction(known, op))
+        raise errors.Unsupported(f"switchyard: {name} is {dtype or 'of an unknown data type'}; op {op!r} takes {able}")
     return kind
 
 
@@ -86,19 +90,19 @@ def _op(op: Any) -> str:
     if name in OPS or name in ("band", "bor", "bxor", "premul_sum"):  # these are torch's
         return name
     if not isinstance(op, str):
-        raise errors.InvalidType(f"switchyard: op is a {type(op).__name__}, want one of {', '.join(OPS)}")
+        raise errors.InvalidType(f"switchyard: op is {type_of(op)}, want one of {', '.join(OPS)}")
     raise errors.InvalidArgument(f"switchyard: op is {op!r}, want one of {', '.join(OPS)}")
 
 
 def _reduction(tensor: Any, op: Any) -> tuple[Array, tuple[int, int]]:
     a = array_of(tensor, "tensor", write=True)
-    return a, _kind(a.dtype, _op(op))
+    return a, _kind("tensor", a.dtype, _op(op))
 
 
 def all_reduce(tensor: Any, op: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    a, (dtype, how) = comm.prepare(_reduction, tensor, op)
-    return _work(comm.all_reduce(a.address, a.address, a.nbytes, dtype, how, a.keep, async_op), tensor)
+    a, (dtype, how) = comm._prepare(_reduction, tensor, op)
+    return _work(comm._all_reduce(a.address, a.address, a.nbytes, dtype, how, a.keep, async_op), tensor)
 
 
 def _scatter(ranks: int, output: Any, input: Any, op: Any) -> tuple[Array, Array, tuple[int, int]]:
@@ -108,14 +112,14 @@ def _scatter(ranks: int, output: Any, input: Any, op: Any) -> tuple[Array, Array
             f"switchyard: input has {inp.nbytes} bytes, output {out.nbytes} for each of {ranks} ranks: input tensor must be "
             "the same size as output size times world size"
         )
-    return out, inp, _kind(out.dtype, _op(op))
+    return out, inp, _kind("input", inp.dtype, _op(op))
 
 
 def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    out, inp, (dtype, how) = comm.prepare(_scatter, comm.size, output, input, op)
+    out, inp, (dtype, how) = comm._prepare(_scatter, comm.size, output, input, op)
     keep = (out.keep, inp.keep)
-    return _work(comm.reduce_scatter(out.address, out.nbytes, inp.address, inp.nbytes, dtype, how, keep, async_op), output)
+    return _work(comm._reduce_scatter(out.address, out.nbytes, inp.address, inp.nbytes, dtype, how, keep, async_op), output)
 
 
 def _gather(ranks: int, output: Any, input: Any) -> tuple[Array, Array]:
@@ -130,10 +134,10 @@ def _gather(ranks: int, output: Any, input: Any) -> tuple[Array, Array]:
 
 def all_gather_into_tensor(output: Any, input: Any, group: Any, async_op: bool) -> Any:
     comm = communicator(group)
-    out, inp = comm.prepare(_gather, comm.size, output, input)
+    out, inp = comm._prepare(_gather, comm.size, output, input)
     keep = (out.keep, inp.keep)
-    return _work(comm.all_gather(out.address, out.nbytes, inp.address, inp.nbytes, keep, async_op), output)
+    return _work(comm._all_gather(out.address, out.nbytes, inp.address, inp.nbytes, keep, async_op), output)
 
 
 def barrier(group: Any, async_op: bool) -> Any:
-    return _work(communicator(group).barrier(async_op), None)
+    return _work(communicator(group)._barrier(async_op), None)

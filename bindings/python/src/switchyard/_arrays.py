@@ -9,6 +9,7 @@ from ctypes import POINTER, c_char_p, c_int, c_int64, c_ssize_t, c_uint8, c_uint
 from typing import Any, NamedTuple
 
 from . import errors
+from ._arguments import type_of
 
 
 class Array(NamedTuple):
@@ -27,7 +28,7 @@ def array_of(x: Any, name: str, write: bool = False) -> Array:
     found = _interface(x, name, write) or _dlpack(x, name, write) or _buffer(x, name, write)
     if found is None:
         raise errors.InvalidType(
-            f"switchyard: {name} is a {type(x).__name__}; want a torch tensor, a numpy array, or something with DLPack or the "
+            f"switchyard: {name} is {type_of(x)}; want a torch tensor, a numpy array, or something with DLPack or the "
             "buffer protocol"
         )
     return found
@@ -50,9 +51,9 @@ def _interface(x: Any, name: str, write: bool) -> Array | None:
     if write and readonly:
         raise _refuse(name, "is read-only")
     shape, typestr = tuple(about["shape"]), about["typestr"]
-    if typestr[1] == "O":
+    if typestr[1] == "O" or getattr(getattr(x, "dtype", None), "hasobject", False):  # or has fields of them
         raise errors.InvalidType(f"switchyard: {name} holds Python objects, which cannot be sent")
-    itemsize = int(typestr[2:])
+    itemsize = int(typestr[2:].partition("[")[0]) * (4 if typestr[1] == "U" else 1)  # "<M8[s]" are times, "<U3" characters
     strides = about.get("strides")
     if strides is not None and not _packed(shape, strides, itemsize):
         raise _refuse(name, "is not contiguous: Tensors must be contiguous")

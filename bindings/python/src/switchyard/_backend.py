@@ -88,7 +88,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         gpu = self._gpu_of([*inputs, *outputs])
         if gpu is None:
             return None
-        work = _cuda.reductions(gpu, gpu.prepare(prepare), outputs, getattr(opts, "asyncOp", True))
+        work = _cuda.reductions(gpu, gpu._prepare(prepare), outputs, getattr(opts, "asyncOp", True))
         return work or Work(_cuda.Enqueued(), outputs)
 
     def alltoall(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
@@ -105,6 +105,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             gpu = self._gpu_of(tensors)
             if gpu is None:
                 return self._wrapped.alltoall(outputs, inputs, opts)
+            gpu._prepare(_same_own, self._group.rank, outputs, inputs)
             work = _cuda.exchange_lists(gpu, outputs, inputs, getattr(opts, "asyncOp", True))
             return work or Work(_cuda.Enqueued(), outputs)
         source = torch.cat([as_bytes(x) for x in inputs])
@@ -119,6 +120,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         out_sizes, in_sizes = [*map(_nbytes, outputs)], [*map(_nbytes, inputs)]
 
         def prepare() -> Submission:
+            _same_own(self._group.rank, outputs, inputs)
             function, arguments, _ = _torch.exchange(self._group.shapes, target, source, out_sizes, in_sizes)
             return function, arguments, back
 
@@ -290,6 +292,16 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
 def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
+
+
+def _same_own(rank: int, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    """Refuse lists whose tensors for this rank itself are not of one size."""
+    output, input = outputs[rank], inputs[rank]
+    if _nbytes(output) != _nbytes(input):
+        raise errors.InvalidArgument(
+            f"switchyard: output_tensor_list[{rank}] has shape {tuple(output.shape)}, input_tensor_list[{rank}] "
+            f"{tuple(input.shape)}: what a rank sends to itself it receives"
+        )
 
 
 def _number(backend: Any) -> None:

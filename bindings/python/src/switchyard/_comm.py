@@ -35,6 +35,8 @@ DTYPES = {
 }
 # Integers whose sums and products have the same bits as those of another type.
 _SAME_BITS = {"int8": "uint8", "uint32": "int32", "uint64": "int64"}
+#: The data types that there are reductions of, by name.
+REDUCIBLE = ("bool", *_SAME_BITS, *DTYPES)
 OPS = {"sum": 0, "avg": 1, "min": 2, "max": 3, "prod": 4}
 
 
@@ -87,15 +89,15 @@ class Place:
     """Where operations of a communicator work: on the host, which is the communicator itself, or on one of its GPUs. Memory and
     CUstreams are integers here."""
 
-    comm: Communicator
+    _comm: Communicator
     _lib: Library
     _handle: int
     #: What exchanges of the same shape have in common.
-    shapes: Shapes
+    _shapes: Shapes
 
-    def alloc(self, size: int, stream: int = 0) -> Block:
+    def _alloc(self, size: int, stream: int = 0) -> Block:
         """Take symmetric memory for work on a stream. Every rank makes the same calls of alloc and free, in the same order."""
-        comm, ticket = self.comm, c_uint64()
+        comm, ticket = self._comm, c_uint64()
         block = Block(
             comm, comm._control(self._lib.alloc(comm._handle, self._handle, stream, size, byref(ticket)), ticket), size
         )
@@ -105,29 +107,29 @@ class Place:
 
     def verify(self) -> None:
         """Compare what the ranks have allocated and freed so far; every rank calls it and gets the same answer."""
-        comm, ticket = self.comm, c_uint64()
+        comm, ticket = self._comm, c_uint64()
         comm._control(self._lib.verify(comm._handle, self._handle, byref(ticket)), ticket)
 
     def check(self) -> None:
         """Raise what exchanges that have run by now have come to and that no ticket tells. It waits for nothing."""
         self._lib.check(self._lib.fault(self._handle))
 
-    def prepare(self, make: Callable[..., Made], *arguments: Any) -> Made:
+    def _prepare(self, make: Callable[..., Made], *arguments: Any) -> Made:
         """What make returns of a call's arguments. What it refuses, ranks that compare their calls hear of."""
         try:
             return make(*arguments)
         except errors.Error as err:
-            self.refuse(err)
+            self._refuse(err)
             raise
 
-    def refuse(self, err: errors.Error) -> None:
+    def _refuse(self, err: errors.Error) -> None:
         """Tell ranks that compare their calls why this one does not make the next one. They get an error with it."""
-        if self.comm.validate:
+        if self._comm.validate:
             text = str(err).removeprefix("switchyard: ")
             # The answer is this error, or that it is under way.
             self._lib.refuse(self._handle, errors.code_of(err), text.encode(), byref(c_uint64()))
 
-    def explain(self, dst: int, shape: int) -> str:
+    def _explain(self, dst: int, shape: int) -> str:
         """How an exchange into dst would be carried, in words."""
         text = ctypes.create_string_buffer(4096)
         self._lib.check(self._lib.explain(self._handle, dst, shape, text, len(text)))
@@ -139,8 +141,8 @@ class Gpu(Place):
     enqueued by their caller; the rest runs in the queue of the communicator."""
 
     def __init__(self, comm: Communicator, device: int, handle: int) -> None:
-        self.comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
-        self.shapes = Shapes(comm.size)
+        self._comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
+        self._shapes = Shapes(comm.rank, comm.size)
         self.side: Any = None
         self.reduces = False  # open_reducer has been called
         # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
@@ -148,49 +150,50 @@ class Gpu(Place):
         self._lib.bind(self)
         weakref.finalize(self, _drop, comm._lib, handle).atexit = False
 
-    def bind(self) -> None:
+    def _bind(self) -> None:
         """Take the library's functions."""
-        self._all_to_all, self._all_reduce, self._reduce_scatter, self._all_gather = (
-            getattr(self._lib, self._prefix + name) for name in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
+        names = ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
+        self._exchange, self._reduce, self._scatter, self._gather = (
+            getattr(self._lib, self._prefix + name) for name in names
         )
 
-    def all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
+    def _all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
         """Enqueue an exchange on a CUstream."""
-        code = self._all_to_all(self._handle, stream, dst, src, shape, 0, None)
+        code = self._exchange(self._handle, stream, dst, src, shape, 0, None)
         if code:
             raise self._lib.error(code)
 
     def open_reducer(self) -> None:
         """Make the GPU ready for reductions and gathers, before the first of them. It is collective, and blocks until all ranks
         have come."""
-        comm = self.comm
+        comm = self._comm
         with comm._opening:
             if not self.reduces:
                 ticket = c_uint64()
                 comm._control(self._lib.gpu_reducer(comm._handle, self._handle, byref(ticket)), ticket)
                 self.reduces = True
 
-    def all_reduce(self, stream: int, dst: int, src: int, size: int, dtype: int, op: int) -> None:
+    def _all_reduce(self, stream: int, dst: int, src: int, size: int, dtype: int, op: int) -> None:
         """Enqueue an all-reduce of size bytes on a CUstream."""
-        code = self._all_reduce(self._handle, stream, dst, src, size, dtype, op, 0, None)
+        code = self._reduce(self._handle, stream, dst, src, size, dtype, op, 0, None)
         if code:
             raise self._lib.error(code)
 
-    def reduce_scatter(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int, dtype: int, op: int) -> None:
+    def _reduce_scatter(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int, dtype: int, op: int) -> None:
         """Enqueue a reduce-scatter on a CUstream."""
-        code = self._reduce_scatter(self._handle, stream, dst, dst_bytes, src, src_bytes, dtype, op, 0, None)
+        code = self._scatter(self._handle, stream, dst, dst_bytes, src, src_bytes, dtype, op, 0, None)
         if code:
             raise self._lib.error(code)
 
-    def all_gather(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int) -> None:
+    def _all_gather(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int) -> None:
         """Enqueue an all-gather on a CUstream."""
-        code = self._all_gather(self._handle, stream, dst, dst_bytes, src, src_bytes, 0, None)
+        code = self._gather(self._handle, stream, dst, dst_bytes, src, src_bytes, 0, None)
         if code:
             raise self._lib.error(code)
 
     def pool(self, size: int, stream: int) -> int:
         """Take symmetric memory for an allocator of torch and return the number of its functions. It stays taken."""
-        comm, ticket = self.comm, c_uint64()
+        comm, ticket = self._comm, c_uint64()
         number = comm._control(self._lib.gpu_pool(comm._handle, self._handle, stream, size, byref(ticket)), ticket)
         comm._pools += 1
         return number
@@ -210,11 +213,9 @@ def memory(address: int, size: int, owner: object) -> memoryview:
 class Communicator(Place):
     """One rank's end of a group of ranks: its operations run in the order of the calls, which is the same on all ranks.
 
-    ``switchyard.init`` makes one, or torch's process groups have one each. Memory is passed as addresses here.
+    :func:`switchyard.init` makes one, or torch's process groups have one each. The calls of this package take it as ``group=``.
+    ``name`` is the group's, and ``validate`` says whether the ranks compare their calls. Leaving a ``with`` block closes it.
     """
-
-    rank: int
-    size: int
 
     def __init__(self, lib: Library, handle: int, words: int, name: str, validate: bool = False) -> None:
         self._lib, self._handle, self.name, self.validate = lib, handle, name, validate
@@ -231,14 +232,24 @@ class Communicator(Place):
         _alive.add(self)
 
     @property
-    def comm(self) -> Communicator:  # type: ignore[override]
+    def rank(self) -> int:
+        """This rank's number in the group, from 0 on."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
+    @property
+    def _comm(self) -> Communicator:  # type: ignore[override]
         """Itself, as a place."""
         return self
 
     # Making one
 
     @classmethod
-    def open(cls, options: dict[str, Any], name: str = "world") -> Communicator:
+    def _open(cls, options: dict[str, Any], name: str = "world") -> Communicator:
         """Join a group. Blocks until all ranks have come."""
         lib = library()
         handle, words = c_uint64(), c_uint64()
@@ -254,13 +265,13 @@ class Communicator(Place):
             rank, size = c_int32(), c_int32()
             self._lib.check(self._lib.rank(self._handle, byref(rank), byref(size)))
         except BaseException:
-            self.abandon(drain=0)
+            self._abandon(drain=0)
             raise
-        self.rank, self.size = rank.value, size.value
-        self.shapes = Shapes(self.size)
+        self._rank, self._size = rank.value, size.value
+        self._shapes = Shapes(self._rank, self._size)
 
     @classmethod
-    def meet(
+    def _meet(
         cls,
         rank: int,
         size: int,
@@ -291,7 +302,7 @@ class Communicator(Place):
         if not here:
             lib.unlisten(listener)
             return None
-        return cls.open({**options, "Listener": listener.value, "Addrs": [card["addr"] for card in cards]}, name)
+        return cls._open({**options, "Listener": listener.value, "Addrs": [card["addr"] for card in cards]}, name)
 
     # Running operations
 
@@ -345,7 +356,7 @@ class Communicator(Place):
         self._lib.check(code)
         return value.value
 
-    def all_to_all(self, dst: int, src: int, shape: int, keep: object, async_op: bool) -> Ticket | None:
+    def _all_to_all(self, dst: int, src: int, shape: int, keep: object, async_op: bool) -> Ticket | None:
         """Exchange what a core.Shape at this address says."""
         ticket = c_uint64()
         code = self._lib.all_to_all(self._handle, 0, dst, src, shape, 0 if async_op else SLICE, ticket)
@@ -355,7 +366,7 @@ class Communicator(Place):
             self._run(code, ticket.value, keep)
         return None
 
-    def all_reduce(self, dst: int, src: int, size: int, dtype: int, op: int, keep: object, async_op: bool) -> Ticket | None:
+    def _all_reduce(self, dst: int, src: int, size: int, dtype: int, op: int, keep: object, async_op: bool) -> Ticket | None:
         """Combine size bytes at src of all ranks into every rank's dst, which may be src."""
         ticket = c_uint64()
         code = self._lib.all_reduce(self._handle, 0, dst, src, size, dtype, op, 0 if async_op else SLICE, ticket)
@@ -365,7 +376,7 @@ class Communicator(Place):
             self._run(code, ticket.value, keep)
         return None
 
-    def reduce_scatter(
+    def _reduce_scatter(
         self, dst: int, dst_bytes: int, src: int, src_bytes: int, dtype: int, op: int, keep: object, async_op: bool
     ) -> Ticket | None:
         """Combine src of all ranks and leave this rank's slice in dst."""
@@ -379,7 +390,7 @@ class Communicator(Place):
             self._run(code, ticket.value, keep)
         return None
 
-    def all_gather(self, dst: int, dst_bytes: int, src: int, src_bytes: int, keep: object, async_op: bool) -> Ticket | None:
+    def _all_gather(self, dst: int, dst_bytes: int, src: int, src_bytes: int, keep: object, async_op: bool) -> Ticket | None:
         """Put src of rank k into slice k of every rank's dst."""
         ticket = c_uint64()
         code = self._lib.all_gather(self._handle, 0, dst, dst_bytes, src, src_bytes, 0 if async_op else SLICE, ticket)
@@ -389,7 +400,7 @@ class Communicator(Place):
             self._run(code, ticket.value, keep)
         return None
 
-    def barrier(self, async_op: bool = False) -> Ticket | None:
+    def _barrier(self, async_op: bool = False) -> Ticket | None:
         """Wait until all ranks have called it."""
         ticket = c_uint64()
         code = self._lib.barrier(self._handle, 0, 0 if async_op else SLICE, ticket)
@@ -407,7 +418,7 @@ class Communicator(Place):
 
     # GPUs
 
-    def gpu(self, device: int, **options: Any) -> Gpu:
+    def _gpu(self, device: int, **options: Any) -> Gpu:
         """This rank's end on a GPU, by its ordinal. The first call for a GPU is collective and takes up to some seconds;
         ranks may share one. Unsupported says, on every rank, that they cannot exchange there. The options are those of the
         library, and only for a GPU that is not ready yet."""
@@ -491,7 +502,7 @@ class Communicator(Place):
             raise
         self._forget()
 
-    def abandon(self, drain: int = _DRAIN, keep: bool = False) -> None:
+    def _abandon(self, drain: int = _DRAIN, keep: bool = False) -> None:
         """Leave the group without waiting for anybody; what is under way gets drain milliseconds."""
         if self._closed or not usable():
             return
@@ -520,7 +531,7 @@ class Communicator(Place):
         if kind is None:
             self.close()
         else:
-            self.abandon(drain=0)
+            self._abandon(drain=0)
 
     def __repr__(self) -> str:
         return f"<switchyard.Communicator {self.name!r} rank {self.rank} of {self.size}>"
@@ -545,7 +556,7 @@ def _end() -> None:
     stop_all()
     if usable():
         for comm in list(_alive):
-            comm.abandon(keep=True)
+            comm._abandon(keep=True)
     join_all()
 
 
@@ -570,7 +581,7 @@ def default(create: bool = True) -> Communicator:
                         "switchyard: no group: call switchyard.init(), start the ranks with torchrun, or initialise "
                         "torch.distributed"
                     )
-                _default = Communicator.open({"Env": True})
+                _default = Communicator._open({"Env": True})
     return _default
 
 

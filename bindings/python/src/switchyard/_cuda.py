@@ -53,7 +53,7 @@ def gpu_of(comm: Communicator, pg: Any, device: int) -> Gpu | None:
         return gpu
     first = device not in comm._no_gpus
     try:
-        return comm.gpu(device)
+        return comm._gpu(device)
     except errors.Unsupported as err:
         if pg is None or not _has_backend(pg):
             raise
@@ -98,9 +98,9 @@ def exchange(
         if shape is None:
             shape = shape_of(gpu, output, input, output_splits, input_splits, extra)
     except errors.Error as err:
-        gpu.refuse(err)
+        gpu._refuse(err)
         raise
-    gpu.all_to_all(
+    gpu._all_to_all(
         raw_stream(gpu.device) if stream is None else stream, output.data_ptr(), input.data_ptr(), shape[0]
     )
 
@@ -122,7 +122,7 @@ def shape_of(
     if _on_gpu(output_splits) or _on_gpu(input_splits):
         shape, live = _live(gpu, output, input, output_splits, input_splits)
     else:
-        shape = gpu.shapes.find(output.shape, input.shape, input.element_size(), output_splits, input_splits)
+        shape = gpu._shapes.find(output.shape, input.shape, input.element_size(), output_splits, input_splits)
     if live is None and extra is None:
         return shape
     numbers = shape[1][:]
@@ -135,7 +135,7 @@ def shape_of(
                 raise errors.InvalidArgument("switchyard: peer_displs with split sizes on the GPU, unread by copy engines")
             unit = _row(output) // numbers[0]
             numbers[PLACED] = 1
-            numbers.extend([d * unit for d in integers(peer_displs, "peer_displs", gpu.shapes.ranks)])
+            numbers.extend([d * unit for d in integers(peer_displs, "peer_displs", gpu._shapes.ranks)])
         numbers[MAX_SMS], numbers[COPY_SMS], numbers[NO_SMS] = max_sms or 0, _none(copy_sms), bool(no_sms)
     return numbers.buffer_info()[0], (numbers, live)
 
@@ -162,7 +162,7 @@ def _live(
 ) -> tuple[tuple[int, array[int]], Tensor]:
     """The shape of an exchange whose splits lie on the GPU, and what the kernel reads there when it runs. They need not add up
     to the rows of the tensors, which are the most that there is room for."""
-    n = gpu.shapes.ranks
+    n = gpu._shapes.ranks
     for name, sizes in (("output_split_sizes", output_splits), ("input_split_sizes", input_splits)):
         if not _on_gpu(sizes):
             raise errors.InvalidType(f"switchyard: {name} is not on the GPU, and the other split sizes are: want both there")
@@ -182,13 +182,13 @@ def _live(
     torch.cumsum(live[:, 0], 1, out=live[:, 1])
     live[:, 1] -= live[:, 0]
     guess = array("q", [min(out_bytes, in_bytes) // n]) * n  # by which the algorithm is chosen
-    return gpu.shapes.of_bytes(1, out_bytes, in_bytes, guess, guess), live
+    return gpu._shapes.of_bytes(1, out_bytes, in_bytes, guess, guess), live
 
 
 def explain(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any) -> str:
     """How such an exchange would be carried, in words."""
     output, input = _plain(output, "output"), _plain(input, "input")
-    return gpu.explain(output.data_ptr(), shape_of(gpu, output, input, output_splits, input_splits, None)[0])
+    return gpu._explain(output.data_ptr(), shape_of(gpu, output, input, output_splits, input_splits, None)[0])
 
 
 # Work
@@ -227,7 +227,7 @@ def start(gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_spl
     # Splits on the GPU are read in the order of the current stream.
     shape, tensors = None, [output, input]
     if _on_gpu(output_splits) or _on_gpu(input_splits):
-        shape = gpu.prepare(shape_of, gpu, real(output), real(input), output_splits, input_splits, extra)
+        shape = gpu._prepare(shape_of, gpu, real(output), real(input), output_splits, input_splits, extra)
         tensors.append(shape[1][1])
 
     def enqueue(stream: int) -> None:
@@ -387,7 +387,7 @@ def empty(gpu: Gpu, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = dtype.itemsize
     for n in shape:
         size *= n
-    block: Block = gpu.alloc(size, raw_stream(gpu.device))
+    block: Block = gpu._alloc(size, raw_stream(gpu.device))
     if size == 0:
         return torch.empty(shape, dtype=dtype, device=torch.device("cuda", gpu.device))
     about = description(block.address, torch.device("cuda", gpu.device), torch.uint8, size)

@@ -101,7 +101,8 @@ class Dispatched:
 
     ``rows`` is [rows, hidden], laid out as the dispatcher was made for. Beside it there are, where the dispatcher has them:
 
-    - ``counts``: how many choices each of ``experts``, this rank's, got;
+    - ``experts``: this rank's experts; ``tokens``: how many tokens this rank has sent;
+    - ``counts``: how many choices each of ``experts`` got;
     - ``offsets``: the first row of each expert, or with rows by token of those from each rank, and where the last ones end;
     - ``rank_counts``: how many rows came from each rank;
     - ``indices`` and ``row_weights``: [rows, top_k] with rows by token, the place in ``experts`` of each choice (-1: not here)
@@ -120,7 +121,7 @@ class Dispatched:
 
     def __init__(self, dispatcher: Dispatcher, output: Any, tokens: int, weights: Any, parts: dict[str, Any]) -> None:
         self._dispatcher, self._output, self._weights, self._parts = dispatcher, output, weights, parts
-        self.tokens, self.experts = tokens, dispatcher.local_experts
+        self._tokens = tokens
         self._half = False
         self._handle: Any = None  # in a compiled graph: a tensor that holds the output
 
@@ -129,6 +130,21 @@ class Dispatched:
         if part is None:
             part = self._parts[name] = self._dispatcher._part(self._output, name)
         return part
+
+    def __repr__(self) -> str:
+        given_back = self._output is not None and self._output.released
+        rows = "given back" if given_back else f"rows of shape {tuple(self.rows.shape)}"
+        return f"<switchyard.Dispatched of {self._tokens} tokens: {rows}>"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens this rank has sent."""
+        return self._tokens
+
+    @property
+    def experts(self) -> list[int]:
+        """This rank's experts, in the order of their rows."""
+        return self._dispatcher.local_experts
 
     @property
     def counts(self) -> Any:

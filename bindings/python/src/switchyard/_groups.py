@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from . import _comm, errors
+from ._arguments import type_of
 from ._comm import Communicator
 from ._meet import Meeting
 from ._splits import Shapes
@@ -60,7 +61,7 @@ class Group:
         self.comm: Communicator | None = None
         #: Where they are not: a group of gloo's own, so that it is nobody else's business when who finds that out.
         self.elsewhere: Any = None
-        self.shapes = Shapes(size)
+        self.shapes = Shapes(rank, size)
         self._store, self._timeout = store, timeout
         self._lock = threading.Lock()
         self._meeting: Meeting[None] | None = None
@@ -94,7 +95,7 @@ class Group:
 
                 def refuse(_: None = None) -> None:
                     if self.comm is not None:
-                        self.comm.refuse(error)
+                        self.comm._refuse(error)
 
                 if meeting is None or meeting.defer(refuse) is None:
                     refuse()
@@ -128,7 +129,7 @@ class Group:
         if meeting is not None:
             meeting.end()
         if comm is not None:
-            comm.abandon()
+            comm._abandon()
 
     def _begin(self) -> Meeting[None] | None:
         if self._met:
@@ -145,7 +146,7 @@ class Group:
         if self._timeout is not None:
             seconds = self._timeout.total_seconds()
             options = {"TimeoutSeconds": seconds, "JoinSeconds": min(seconds, 600.0), **options}
-        comm = Communicator.meet(self.rank, self.size, _Store(self._store), options, self.name, stop)
+        comm = Communicator._meet(self.rank, self.size, _Store(self._store), options, self.name, stop)
         if comm is None:
             if self.rank == 0:
                 text = f"switchyard: the ranks of group {self.name!r} are not on one host: its calls go to torch"
@@ -160,7 +161,7 @@ class Group:
             self.comm = comm
             over = self._over
         if over and comm is not None:
-            comm.abandon()
+            comm._abandon()
 
     def _done(self, meeting: Meeting[None]) -> None:
         with self._lock:
@@ -178,7 +179,7 @@ def group_of(pg: Any) -> Group:
         return known[1]
     if not isinstance(pg, dist.ProcessGroup):
         raise errors.InvalidType(
-            f"switchyard: group is a {type(pg).__name__}, want a ProcessGroup or a switchyard.Communicator"
+            f"switchyard: group is {type_of(pg)}, want a ProcessGroup or a switchyard.Communicator"
         )
     _, store = c10d._world.pg_map[pg]
     return remember(pg, Group(pg, store, pg.rank(), pg.size(), _timeout(pg), c10d._world.pg_names.get(pg, "")))

@@ -128,12 +128,12 @@ class Library:
         for name in (*_PROTOTYPES, *_QUICK):
             setattr(self, name, _after_fork)
         for holder in list(self.bound):
-            holder.bind()
+            holder._bind()
 
     def bind(self, holder: Any) -> None:
-        """Have an object's method bind take the functions that it keeps, now and when they change."""
+        """Have an object's method _bind take the functions that it keeps, now and when they change."""
         self.bound.add(holder)
-        holder.bind()
+        holder._bind()
 
 
 def _after_fork(*_: object) -> int:

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import errors
+from ._arguments import type_of
 
 # How many numbers of a core.Shape come before the splits, and which of them say what.
 HEAD = 8
 LIVE, PLACED, MAX_SMS, COPY_SMS, NO_SMS = 3, 4, 5, 6, 7
+# What can be iterated over and is yet no list: its order is nobody's, or its entries are no sizes.
+_NO_LISTS = (dict, set, frozenset, str, bytes, bytearray)
 # How many shapes of calls a place remembers.
 _MOST = 1024
 
@@ -18,8 +21,8 @@ _MOST = 1024
 class Shapes:
     """What exchanges of the same shape have in common, worked out once. It knows nothing of tensors."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
         self._known: dict[Any, tuple[int, array[int]]] = {}
 
     def __len__(self) -> int:
@@ -39,6 +42,8 @@ class Shapes:
         try:
             if output_split_sizes is None and input_split_sizes is None:
                 counts, key = None, (out_shape, in_shape, item)
+            elif isinstance(input_split_sizes, _NO_LISTS) or isinstance(output_split_sizes, _NO_LISTS):
+                raise TypeError
             else:
                 counts = array("q", input_split_sizes)
                 sent = len(counts)
@@ -48,7 +53,9 @@ class Shapes:
         except (TypeError, OverflowError):  # one of them is None, or wrong, or unusual; told apart below
             return self._make(out_shape, in_shape, item, output_split_sizes, input_split_sizes)
         if known is None:
-            known = self._of_rows(out_shape, in_shape, item, counts, sent) if counts else None
+            if counts:
+                known = self._of_rows(out_shape, in_shape, item, counts, sent)
+                output_split_sizes, input_split_sizes = counts[sent:], counts[:sent]  # which iterators give once
             if known is None:
                 known = self._make(out_shape, in_shape, item, output_split_sizes, input_split_sizes)
             if len(self._known) >= _MOST:
@@ -61,8 +68,8 @@ class Shapes:
     ) -> tuple[int, array[int]] | None:
         """The shape of an exchange of rows of equal size, where nothing is wrong with it: the usual case, made soon, because
         tokens go elsewhere in every call. counts are the rows to send and then those to receive."""
-        ranks = self.ranks
-        if sent != ranks or len(counts) != 2 * ranks or min(counts) < 0:
+        ranks, rank = self.ranks, self.rank
+        if sent != ranks or len(counts) != 2 * ranks or min(counts) < 0 or counts[rank] != counts[ranks + rank]:
             return None
         try:
             (got, width), (rows, other) = out_shape, in_shape
@@ -90,8 +97,27 @@ class Shapes:
         send = splits(input_splits, in_shape[0], self.ranks, "input")
         recv = splits(output_splits, out_shape[0], self.ranks, "output")
         send_row, recv_row = in_bytes // in_shape[0] if in_bytes else 0, out_bytes // out_shape[0] if out_bytes else 0
+        if send[self.rank] * send_row != recv[self.rank] * recv_row:
+            raise self._unlike(out_shape, in_shape, output_splits, input_splits, recv[self.rank], send[self.rank])
         send, recv, row = common(send, send_row, recv, recv_row)
         return self.of_bytes(row, out_bytes, in_bytes, send, recv)
+
+    def _unlike(
+        self, out_shape: Sequence[int], in_shape: Sequence[int], output_splits: Any, input_splits: Any, got: int, sent: int
+    ) -> errors.InvalidArgument:
+        """This rank's part for itself, which is other rows in the output than in the input."""
+        rank, rows = self.rank, (tuple(out_shape[1:]), tuple(in_shape[1:]))
+        if rows[0] != rows[1]:
+            received, given = got * _product(rows[0]), sent * _product(rows[1])
+            return errors.InvalidArgument(
+                f"switchyard: output has rows of shape {rows[0]}, input of {rows[1]}: rank {rank} sends {given} elements to "
+                f"itself and receives {received}"
+            )
+        sides = []
+        for name, sizes, shape, n in (("input", input_splits, in_shape, sent), ("output", output_splits, out_shape, got)):
+            equal = f"{name} of shape {tuple(shape)} has {n} rows for each rank"
+            sides.append(equal if _equally(sizes) else f"{name}_split_sizes[{rank}] is {n}")
+        return errors.InvalidArgument(f"switchyard: {' and '.join(sides)}: what a rank sends to itself it receives")
 
     @staticmethod
     def of_bytes(row: int, out_bytes: int, in_bytes: int, send: array[int], recv: array[int]) -> tuple[int, array[int]]:
@@ -109,13 +135,15 @@ def _product(shape: Iterable[int]) -> int:
 
 def integers(sizes: Any, name: str, ranks: int) -> array[int]:
     """A list of integers, one a rank, in whatever guise."""
-    if isinstance(sizes, (str, bytes)) or not (hasattr(sizes, "tolist") or isinstance(sizes, Iterable)):
-        raise errors.InvalidType(f"switchyard: {name} is a {type(sizes).__name__}, want a list of integers")
+    if isinstance(sizes, _NO_LISTS) or not (hasattr(sizes, "tolist") or isinstance(sizes, Iterable)):
+        raise errors.InvalidType(f"switchyard: {name} is {type_of(sizes)}, want a list of integers")
     if hasattr(sizes, "ndim") and sizes.ndim != 1:
         raise errors.InvalidArgument(f"switchyard: {name} has {sizes.ndim} dimensions, want one")
     try:
         counts = array("q", sizes.tolist() if hasattr(sizes, "tolist") else list(sizes))
-    except (TypeError, OverflowError) as err:
+    except OverflowError:
+        raise errors.InvalidArgument(f"switchyard: {name} is {sizes!r}, want integers of 64 bits") from None
+    except TypeError as err:
         kind = f"{sizes.dtype} values" if hasattr(sizes, "dtype") else repr(sizes)
         raise errors.InvalidType(f"switchyard: {name} is {kind}, want a list of integers") from err
     if len(counts) != ranks:
@@ -126,9 +154,14 @@ def integers(sizes: Any, name: str, ranks: int) -> array[int]:
     return counts
 
 
+def _equally(sizes: Any) -> bool:
+    """Whether split sizes divide the rows equally."""
+    return sizes is None or (isinstance(sizes, (list, tuple, array)) and not sizes)
+
+
 def splits(sizes: Any, rows: int, ranks: int, side: str) -> array[int]:
     """The split sizes of a buffer with so many rows, which is the output or the input."""
-    if sizes is None or (isinstance(sizes, (list, tuple)) and not sizes):
+    if _equally(sizes):
         if rows % ranks:
             raise errors.InvalidArgument(
                 f"switchyard: {side} has {rows} rows for {ranks} ranks: Tensor's dim 0 does not divide equally across group "

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import _comm, errors
-from ._arguments import integer
+from ._arguments import integer, type_of
 from ._comm import Communicator
 
 
@@ -32,21 +32,31 @@ def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) 
         if place.type != "cpu":
             raise errors.Unsupported(f"switchyard: empty: there is no symmetric heap on {place}")
         comm = _communicator(group)
-        return _torch.tensor_of(comm.alloc(math.prod(shape) * dtype.itemsize), shape, dtype)
+        return _torch.tensor_of(comm._alloc(math.prod(shape) * dtype.itemsize), shape, dtype)
     if device is not None:
         raise errors.InvalidArgument(f"switchyard: empty: an array on {device}")
     import numpy as np
 
+    try:
+        kind = np.dtype(dtype or np.float32)
+    except TypeError:
+        raise errors.InvalidType(f"switchyard: empty: dtype is {dtype!r}, want a data type of numpy's") from None
+    if kind.hasobject:
+        raise errors.InvalidType(f"switchyard: empty: dtype is {kind}: Python objects cannot lie in symmetric memory")
     comm = _communicator(group)
-    kind = np.dtype(dtype or np.float32)
-    block = comm.alloc(math.prod(shape) * kind.itemsize)
+    block = comm._alloc(math.prod(shape) * kind.itemsize)
     if block.size == 0:
         return np.empty(shape, kind)
     return np.frombuffer(block.memory(), kind).reshape(shape)
 
 
 def free(tensor: Any) -> None:
-    address = tensor.data_ptr() if hasattr(tensor, "data_ptr") else tensor.__array_interface__["data"][0]
+    if hasattr(tensor, "data_ptr"):
+        address = tensor.data_ptr()
+    elif hasattr(tensor, "__array_interface__"):
+        address = tensor.__array_interface__["data"][0]
+    else:
+        raise errors.InvalidType(f"switchyard: free: tensor is {type_of(tensor)}, want one of switchyard.empty")
     if math.prod(tensor.shape) == 0:
         return
     stream = 0

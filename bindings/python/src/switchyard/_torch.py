@@ -11,6 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from . import _comm, _cuda, errors
+from ._arguments import type_of
 from ._comm import Communicator
 from ._groups import Submission, communicator, find, process_group
 from ._splits import Shapes
@@ -66,7 +67,7 @@ def op_name(op: Any) -> str:
     except (KeyError, TypeError):  # what torch's options hold is equal to the operator, but has another hash or none
         name = next((name for known, name in _OPS.items() if op == known), "")
     if not name and not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        raise errors.InvalidType(f"switchyard: op is a {type(op).__name__}, want a torch.distributed.ReduceOp or a name")
+        raise errors.InvalidType(f"switchyard: op is {type_of(op)}, want a torch.distributed.ReduceOp or a name")
     return name
 
 
@@ -129,7 +130,7 @@ def _run(
         assert known is not None
         call = known.prepare(prepare, known.shapes)
         return known.submit(call, torchs, [output]) if async_op else torchs(known.elsewhere)
-    return _now(comm, comm.prepare(prepare, comm.shapes), output, async_op)
+    return _now(comm, comm._prepare(prepare, comm._shapes), output, async_op)
 
 
 def _now(comm: Communicator, call: Submission, output: Tensor, async_op: bool) -> Work | None:
@@ -173,9 +174,9 @@ def all_to_all_single(
     mine = _ours(output) and _ours(input)
     if mine and (comm := find(group)[0]) is not None:  # what is asked most, soonest
         try:
-            call = exchange(comm.shapes, output, input, output_split_sizes, input_split_sizes)
+            call = exchange(comm._shapes, output, input, output_split_sizes, input_split_sizes)
         except errors.Error as err:
-            comm.refuse(err)
+            comm._refuse(err)
             raise
         return _now(comm, call, output, async_op)
 
@@ -191,14 +192,14 @@ def all_to_all_single(
 
 def exchange(shapes: Shapes, output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any) -> Submission:
     """all_to_all_single of tensors that are ours."""
-    back = None
+    back, shapes_of, item = None, (output.shape, input.shape), input.element_size()
     same_dtype(output, input)
     if input.is_complex() or input.is_neg() or not input.is_contiguous():
         input = splittable(input, "input")
     if output.is_complex() or output.is_neg() or not output.is_contiguous():
         output, back = writable(output, "output")
-    shape = shapes.find(output.shape, input.shape, input.element_size(), output_split_sizes, input_split_sizes)
-    return Communicator.all_to_all, (output.data_ptr(), input.data_ptr(), shape[0], (output, input, shape)), back
+    shape = shapes.find(*shapes_of, item, output_split_sizes, input_split_sizes)
+    return Communicator._all_to_all, (output.data_ptr(), input.data_ptr(), shape[0], (output, input, shape)), back
 
 
 def explain(output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group: Any) -> str:
@@ -209,8 +210,8 @@ def explain(output: Tensor, input: Tensor, output_split_sizes: Any, input_split_
     comm = communicator(group)
     if comm is None or not (_ours(output) and _ours(input)):
         return "torch: Switchyard does not exchange such tensors"
-    _, (dst, _, shape, _), _ = exchange(comm.shapes, output, input, output_split_sizes, input_split_sizes)
-    return comm.explain(dst, shape)
+    _, (dst, _, shape, _), _ = exchange(comm._shapes, output, input, output_split_sizes, input_split_sizes)
+    return comm._explain(dst, shape)
 
 
 def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
@@ -234,7 +235,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         gpu = gpu_for(group, tensor, tensor)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reductions(gpu, [gpu.prepare(reduce, tensor, kind)], [tensor], async_op)
+        return _cuda.reductions(gpu, [gpu._prepare(reduce, tensor, kind)], [tensor], async_op)
     return _run(group, lambda _: reduce(tensor, kind), torchs, tensor, async_op)
 
 
@@ -252,7 +253,7 @@ def reduce(tensor: Tensor, kind: tuple[int, int]) -> Submission:
         fresh = x.resolve_neg().clone(memory_format=torch.contiguous_format)
         x, back = fresh, into(x, fresh, "tensor")
     address = x.data_ptr()
-    return Communicator.all_reduce, (address, address, x.numel() * x.element_size(), *kind, x), back
+    return Communicator._all_reduce, (address, address, x.numel() * x.element_size(), *kind, x), back
 
 
 def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool) -> Any:
@@ -272,7 +273,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reductions(gpu, [gpu.prepare(scatter, gpu.shapes.ranks, output, input, kind)], [output], async_op)
+        return _cuda.reductions(gpu, [gpu._prepare(scatter, gpu._shapes.ranks, output, input, kind)], [output], async_op)
     return _run(group, lambda shapes: scatter(shapes.ranks, output, input, kind), torchs, output, async_op)
 
 
@@ -291,7 +292,7 @@ def scatter(ranks: int, output: Tensor, input: Tensor, kind: tuple[int, int]) ->
     input, (output, back) = readable(input), writable(output, "output")
     size = output.element_size()
     arguments = (output.data_ptr(), output.numel() * size, input.data_ptr(), input.numel() * size, *kind, (output, input))
-    return Communicator.reduce_scatter, arguments, back
+    return Communicator._reduce_scatter, arguments, back
 
 
 def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: bool) -> Any:
@@ -310,7 +311,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reductions(gpu, [gpu.prepare(gather, gpu.shapes.ranks, output, input)], [output], async_op)
+        return _cuda.reductions(gpu, [gpu._prepare(gather, gpu._shapes.ranks, output, input)], [output], async_op)
     return _run(group, lambda shapes: gather(shapes.ranks, output, input), torchs, output, async_op)
 
 
@@ -329,7 +330,7 @@ def gather(ranks: int, output: Tensor, input: Tensor) -> Submission:
     input, (output, back) = readable(input), writable(output, "output_tensor")
     size = output.element_size()
     arguments = (output.data_ptr(), output.numel() * size, input.data_ptr(), input.numel() * size, (output, input))
-    return Communicator.all_gather, arguments, back
+    return Communicator._all_gather, arguments, back
 
 
 def barrier(group: Any, async_op: bool, device_ids: Any = None) -> Any:
@@ -348,11 +349,11 @@ def barrier(group: Any, async_op: bool, device_ids: Any = None) -> Any:
     if comm is None:
         assert known is not None
         return known.submit(BARRIER, torchs, []) if async_op else torchs(known.elsewhere)
-    ticket = comm.barrier(async_op)
+    ticket = comm._barrier(async_op)
     return Work(ticket, []) if ticket is not None else None
 
 
-BARRIER: Submission = (Communicator.barrier, (), None)
+BARRIER: Submission = (Communicator._barrier, (), None)
 
 
 def settle() -> None:
@@ -366,7 +367,7 @@ def gpu(group: Any, device: Any, **options: Any) -> _comm.Gpu:
     comm = communicator(group)
     if comm is None:
         raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
-    return comm.gpu(_cuda.index_of(device), **options)
+    return comm._gpu(_cuda.index_of(device), **options)
 
 
 # Symmetric tensors

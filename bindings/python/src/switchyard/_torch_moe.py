@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import errors
+from ._arguments import type_of
 from ._cuda import raw_stream as raw_stream
 from ._dispatched import BESIDE_ROWS, DISPATCHED, GIVEN, UNWEIGHTED, Combining, Dispatched, Output, biases_of
 from ._tensors import description, tensor_on
@@ -70,7 +71,7 @@ def _plain(d: Dispatcher, name: str, x: Any, dtype: torch.dtype) -> Tensor:
     if type(x) is Tensor and x.dtype is dtype and x.get_device() == d._index and x.is_contiguous():
         return x  # what is asked most, soonest
     if not isinstance(x, Tensor):
-        raise errors.InvalidType(f"switchyard: {name} is a {type(x).__name__}, want a tensor")
+        raise errors.InvalidType(f"switchyard: {name} is {type_of(x)}, want a tensor")
     here = kinds(d).device
     if x.get_device() != d._index or x.layout is not torch.strided:
         raise errors.InvalidArgument(f"switchyard: {name} is on {x.device}, the dispatcher on {here}")
@@ -301,16 +302,8 @@ def combine(
     biases: list[Any] = biases_of(bias)
     if weights is not None:
         weights = _plain(d, "weights", weights, torch.float32)
-        want = (rows.shape[0], d.top_k) if d.by_token else (rows.shape[0],)
-        if weights.shape != want:
-            raise errors.InvalidArgument(f"switchyard: combine: weights are {tuple(weights.shape)}, want {want}")
-    elif sum_weights:
-        raise errors.InvalidArgument("switchyard: combine: sum_weights without weights")
-    if biases:
-        biases = [_rows(d, "bias", b, k.sum) for b in biases]
-        for b in biases:
-            if b.shape[0] != tokens:
-                raise errors.InvalidArgument(f"switchyard: bias has {b.shape[0]} rows, the dispatch had {tokens} tokens")
+    biases = [_rows(d, "bias", b, k.sum) for b in biases]
+    d._check_combine(n, tokens, None if weights is None else weights.shape, sum_weights, [b.shape for b in biases])
     first, second = (*biases, None, None)[:2]
     if ready is not None:
         ready = _plain(d, "ready", ready, torch.int32)

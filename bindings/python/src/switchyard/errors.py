@@ -24,6 +24,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Error(RuntimeError):
     """An error of Switchyard. ``rank`` is the rank it is about, ``None`` for none in particular."""
 
@@ -151,17 +155,23 @@ _NAMES = {
     "MaxSMs": "max_sms",
     "Align": "align",
     "Timeout": "timeout",
+    "source and destination overlap": "output and input overlap",
+    "source and destination of the all-gather overlap": "output_tensor and input_tensor overlap",
+    "source and destination of the reduce-scatter overlap": "output and input overlap",
 }
 _NAME = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in sorted(_NAMES, key=len, reverse=True)))
+_CALLS = ((re.compile(r"(?<![\w./-])alltoallv(?![\w/-]|\.\w)"), "all_to_all"), (re.compile(r"\bepoch (?=\d)"), "call "))
 _TORCHS_TIMEOUTS = re.compile("Timed out|closed|timeout")
 
 
 def of(code: int, text: str, rank: int = -1) -> Error:
     """The exception for an error code of the shared library."""
     text = _NAME.sub(lambda found: _NAMES[found[0]], _FLOORS.sub("", text))
+    for found, name in _CALLS:
+        text = found.sub(name, text)
     kind = _OF_CODE.get(code, Error)
     if kind is TimedOut and not _TORCHS_TIMEOUTS.search(text):  # which is what those look for who know torch's errors
-        text = f"Timed out: {text}"
+        text = text.replace("timed out", "Timed out", 1) if "timed out" in text else f"Timed out: {text}"
     error = kind(f"switchyard: {text}")
     error.rank = rank if rank >= 0 else None
     return error

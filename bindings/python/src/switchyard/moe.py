@@ -12,7 +12,7 @@ from ctypes import byref, c_int64, c_uint64
 from typing import Any, NamedTuple
 
 from . import errors
-from ._arguments import flag, integer
+from ._arguments import flag, integer, type_of
 from ._comm import DTYPES, Communicator, Place
 from ._dispatched import (
     BESIDE_ROWS,
@@ -38,12 +38,12 @@ _LAYOUTS = ("flat", "padded", "slab", "token_major", "rank_padded")
 _SCALE_FORMATS = ("float32", "ue8m0")
 
 
-def _dtype_name(dtype: Any, names: Sequence[str]) -> str:
+def _dtype_name(argument: str, dtype: Any, names: Sequence[str]) -> str:
     name = str(dtype).removeprefix("torch.")
     if name.startswith("<class "):  # numpy.float32 and the like
         name = dtype.__name__
     if name not in names:
-        raise errors.InvalidType(f"switchyard: dtype is {dtype}, want {', '.join(names[:-1])} or {names[-1]}")
+        raise errors.InvalidType(f"switchyard: {argument} is {dtype}, want {', '.join(names[:-1])} or {names[-1]}")
     return name
 
 
@@ -99,7 +99,15 @@ class Dispatcher:
     - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 256, any layout but "token_major";
     - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;
     - ``host_counts``: a GPU tells the host how many rows came, see :meth:`Dispatched.host_counts`;
-    - ``max_sms``: how many multiprocessors a call takes at most.
+    - ``max_sms``: how many multiprocessors of a GPU a call takes at most; on the host it says nothing.
+
+    What it was made with is in ``experts``, ``top_k``, ``hidden``, ``max_tokens``, ``layout``, and by name in ``dtype``,
+    ``index_dtype`` and ``combine_dtype``. Beside these there are:
+
+    - ``local_experts``: this rank's experts;
+    - ``max_rows``: the most rows of a dispatch, and ``row_dtype``, their data type by name;
+    - ``by_token``: whether a row is for a token and not for one of its experts;
+    - ``comm``: the communicator; ``name``: what compiled graphs know the dispatcher by.
     """
 
     def __init__(
@@ -134,11 +142,12 @@ class Dispatcher:
     ) -> None:
         kind = _one_of("layout", layout, _LAYOUTS)
         self.layout, self.by_token = layout, kind >= _LAYOUTS.index("token_major")
-        self.dtype = _dtype_name(dtype, tuple(_BYTES))
+        self.dtype = _dtype_name("dtype", dtype, tuple(_BYTES))
         wide = tuple(_BYTES)[:3]
         if combine_dtype is None:
             combine_dtype = self.dtype if self.dtype in wide else "bfloat16"
-        self.combine_dtype, self.index_dtype = _dtype_name(combine_dtype, wide), _dtype_name(index_dtype, tuple(_INDEX_BYTES))
+        self.combine_dtype = _dtype_name("combine_dtype", combine_dtype, wide)
+        self.index_dtype = _dtype_name("index_dtype", index_dtype, tuple(_INDEX_BYTES))
         self.experts, self.top_k = integer("experts", experts), integer("top_k", top_k)
         self.hidden, self.max_tokens = integer("hidden", hidden), integer("max_tokens", max_tokens)
         self._format = _one_of("scale_format", scale_format, _SCALE_FORMATS)
@@ -178,7 +187,7 @@ class Dispatcher:
         if placement is not None:
             options["Placement"] = {"Ranks": _placement(placement)}
         place = _place_of(group, device)
-        self.comm: Communicator = place.comm
+        self.comm: Communicator = place._comm
         lib, ticket = self.comm._lib, c_uint64()
         code = lib.dispatcher(self.comm._handle, place._handle, json.dumps(options).encode(), ticket)
         self._handle = self.comm._control(code, ticket)
@@ -191,7 +200,7 @@ class Dispatcher:
         self._sum_bytes = self.hidden * _BYTES[self.combine_dtype]
         self._choice_bytes = self.top_k * _INDEX_BYTES[self.index_dtype]
         self._counted = bool(host_counts) or self._index < 0
-        self.max_rows, _, self.local_experts = self._info()
+        self.max_rows, _, self._local_experts = self._info()
         self._groups = self.comm.size if self.by_token else len(self.local_experts)
         self._torch: Any = None
         self._stream: Any = None
@@ -201,9 +210,20 @@ class Dispatcher:
         named[self.name] = self
         self.comm._dispatchers.add(self)
 
+    @property
+    def local_experts(self) -> list[int]:
+        """The experts of this rank, in the order of their rows."""
+        return self._local_experts
+
+    def __repr__(self) -> str:
+        return (
+            f"<switchyard.Dispatcher rank {self.comm.rank} of {self.comm.size}: {self.experts} experts, top_k {self.top_k}, "
+            f'hidden {self.hidden}, {self.dtype}, layout "{self.layout}">'
+        )
+
     # What lies below: memory
 
-    def bind(self) -> None:
+    def _bind(self) -> None:
         """Take the library's functions."""
         lib, prefix = self.comm._lib, "enqueue_" if self._index >= 0 else ""
         self._calls = [getattr(lib, prefix + name) for name in ("dispatch", "combine", "combine_backward", "receive")]
@@ -324,7 +344,7 @@ class Dispatcher:
 
     def _check_dispatched(self, dispatched: Any) -> None:
         if not isinstance(dispatched, Dispatched):
-            raise errors.InvalidType(f"switchyard: dispatched is a {type(dispatched).__name__}, want what dispatch returned")
+            raise errors.InvalidType(f"switchyard: dispatched is {type_of(dispatched)}, want what dispatch returned")
         if dispatched._dispatcher is not self:
             raise errors.InvalidArgument("switchyard: dispatched is of another dispatcher")
 
@@ -337,6 +357,19 @@ class Dispatcher:
         output.counts = output.counts or output.host()
         if rows != output.counts.rows:
             raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatch had {output.counts.rows}")
+
+    def _check_combine(
+        self, rows: int, tokens: int, weights: Sequence[int] | None, sum_weights: bool, biases: Sequence[Sequence[int]]
+    ) -> None:
+        """Refuse what comes beside so many rows, by its shape, where it does not go with them."""
+        want = (rows, self.top_k) if self.by_token else (rows,)
+        if weights is None and sum_weights:
+            raise errors.InvalidArgument("switchyard: combine: sum_weights without weights")
+        if weights is not None and tuple(weights) != want:
+            raise errors.InvalidArgument(f"switchyard: combine: weights are {tuple(weights)}, want {want}")
+        for n, _ in biases:
+            if n != tokens:
+                raise errors.InvalidArgument(f"switchyard: bias has {n} rows, the dispatch had {tokens} tokens")
 
     def _weighting(self, weights: Any, weighted: bool) -> int:
         if weights is not None and not weighted:
@@ -448,9 +481,11 @@ class Dispatcher:
             raise errors.Unsupported("switchyard: combine: ready of arrays")
         weighting = self._weighting(weights, weighted)
         given = None if weights is None else np.ascontiguousarray(weights, np.float32)
+        biases = [_rows(self, "bias", b, self.combine_dtype) for b in biases_of(bias)]
+        shape = None if given is None else given.shape
+        self._check_combine(rows.shape[0], dispatched.tokens, shape, sum_weights, [b.shape for b in biases])
         y = np.empty((dispatched.tokens, self.hidden), rows.dtype)
         sums = np.zeros((dispatched.tokens, self.top_k), np.float32) if sum_weights else None
-        biases = [_rows(self, "bias", b, self.combine_dtype) for b in biases_of(bias)]
         held = [y, rows, given, sums, *biases, *(None,) * (3 - len(biases))]
         buffers = [n for a in held for n in ((0, 0) if a is None else (a.ctypes.data, a.nbytes))]
         self._combine(buffers, output.alive(), (0, weighting, async_op, release), held)

@@ -35,6 +35,11 @@ __all__ = [
     "reduce_scatter_tensor",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 # Operators. Groups go by name, as compiled graphs need it.
 
 _named: dict[str, Communicator] = {}
