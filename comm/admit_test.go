@@ -71,7 +71,7 @@ func TestF2_AdmitReplacesALostRank(t *testing.T) {
 
 func TestF2_AdmitWithoutNewcomers(t *testing.T) {
 	eachWorld(t, 3, func(t *testing.T, gs []*Group) {
-		cfg := Config{Addr: freeAddr(t), JoinTimeout: 200 * time.Millisecond}
+		cfg := Config{Addr: freeAddr(t), JoinTimeout: 600 * time.Millisecond}
 		ctx, cancel := context.WithCancel(testContext(t))
 		defer cancel()
 		for range 2 {
