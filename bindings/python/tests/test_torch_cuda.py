@@ -545,7 +545,7 @@ def pooled(rank, size):
     torch.cuda.empty_cache()
     # What torch calls for that.
     device = torch.cuda.current_device()
-    number = sw.communicator().gpu(device).pool(8 << 20, 0)
+    number = sw.communicator()._gpu(device).pool(8 << 20, 0)
     lib = ctypes.CDLL(_native.path())
     take, give = getattr(lib, f"switchyard_pool_alloc_{number}"), getattr(lib, f"switchyard_pool_free_{number}")
     take.restype, take.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
@@ -915,9 +915,9 @@ def without_process_group(rank, size):
     with pytest.raises(errors.Unsupported, match="no process group"):
         sw.all_reduce(torch.ones(2, dtype=torch.int16, device=CUDA))
     with pytest.raises(errors.Unsupported, match="cuda:77"):
-        sw.communicator().gpu(77)
+        sw.communicator()._gpu(77)
     with pytest.raises(errors.Unsupported, match="cuda:77"):  # is not asked for again
-        sw.communicator().gpu(77)
+        sw.communicator()._gpu(77)
     # The sizes do not agree. Later calls work.
     n = 100_000
     rows = [n] * size

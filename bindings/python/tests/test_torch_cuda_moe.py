@@ -231,7 +231,7 @@ def late(rank, size):
         with pytest.raises(errors.TimedOut):
             d.combine(got.rows, got)
     dist.barrier()
-    sw.communicator(g).abandon()
+    sw.communicator(g)._abandon()
 
 
 def test_a_rank_that_does_not_come(cuda):
