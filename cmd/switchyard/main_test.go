@@ -241,7 +241,7 @@ func TestRanksThatDoNotEndAreKilled(t *testing.T) {
 		{syscall.SIGINT, `trap '' INT; $READY; sleep 100`},
 		{syscall.SIGHUP, `trap '' HUP; $READY; sleep 100`},
 		{syscall.SIGQUIT, `trap '' QUIT; $READY; sleep 100`},
-		{syscall.SIGTERM, `$READY; kill -STOP $$`},
+		{syscall.SIGTERM, `(until grep -q "^State:.T" /proc/$$/status; do sleep 0.01; done; $READY) & kill -STOP $$`},
 	} {
 		t.Run(unix.SignalName(c.signal), func(t *testing.T) {
 			t.Parallel()
