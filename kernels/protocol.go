@@ -91,6 +91,14 @@ type Space struct {
 	AwaitedBy func(peer int) (call string, seq uint64)
 }
 
+// Instead is what AwaitedBy says, or that it is not known.
+func (s *Space) Instead(peer int) (call string, seq uint64) {
+	if s.AwaitedBy == nil {
+		return "", 0
+	}
+	return s.AwaitedBy(peer)
+}
+
 // Addr is the address of a place of rank p, in this process. The place of a registration that is gone has none.
 func (s *Space) Addr(p int, place int64) uintptr {
 	if place>>62 == AliasPlace>>62 {

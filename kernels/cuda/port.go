@@ -153,10 +153,8 @@ func (p *port) culprit(peer int) (rank int, does string) {
 		}
 	}
 	if own := begun[p.e.space.Rank]; begun[peer] < own {
-		if call := p.e.space.AwaitedBy; call != nil {
-			if in, seq := call(peer); seq != 0 {
-				return peer, fmt.Sprintf("that rank has made %d calls of %d, and waits in %s, which this rank has not made", begun[peer], own, in)
-			}
+		if call, seq := p.e.space.Instead(peer); seq != 0 {
+			return peer, fmt.Sprintf("that rank has made %d calls of %d, and waits in %s, which this rank has not made", begun[peer], own, call)
 		}
 		return peer, fmt.Sprintf("that rank has made %d calls of %d: it comes later, makes another call here, or hangs", begun[peer], own)
 	}

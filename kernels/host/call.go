@@ -98,10 +98,10 @@ func (w *waiter) elsewhere(peer int) error {
 // there, so that is held for a mistake only when half of the timeout is over.
 func (w *waiter) control(peer int) error {
 	waited := time.Since(w.since)
-	if w.e.space.AwaitedBy == nil || waited < w.timeout/4 {
+	if waited < w.timeout/4 {
 		return nil
 	}
-	call, seq := w.e.space.AwaitedBy(peer)
+	call, seq := w.e.space.Instead(peer)
 	if seq != w.meets {
 		w.meets, w.meetsFrom = seq, waited
 	}
@@ -116,10 +116,8 @@ func (w *waiter) doing(peer int) string {
 	e := w.e
 	begun := e.word(peer, w.call.at).Load()
 	at := ""
-	if e.space.AwaitedBy != nil {
-		if call, seq := e.space.AwaitedBy(peer); seq != 0 {
-			at = " and waits in " + call
-		}
+	if call, seq := e.space.Instead(peer); seq != 0 {
+		at = " and waits in " + call
 	}
 	if c := callOf(e.peers[peer].waiting.Load()); c.op != 0 && c.at != w.call.at {
 		at = fmt.Sprintf(" and waits in %v, call %d of that kind", c.op, c.epoch)

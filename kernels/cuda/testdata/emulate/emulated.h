@@ -373,21 +373,21 @@ struct reports {
 inline void part_sync(u32 id, u32 threads) { emu::meet(emu::current->block->named[id], threads); }
 
 // A GPU faults where a vector does not lie at a multiple of its size; a processor does not mind.
-inline uint4 &vector_at(u64 p)
+template <typename T> T &vector_at(u64 p)
 {
-	if (p % sizeof(uint4) != 0) {
-		printf("a vector at %#llx\n", static_cast<unsigned long long>(p));
+	if (p % sizeof(T) != 0) {
+		printf("a vector of %zu bytes at %#llx\n", sizeof(T), static_cast<unsigned long long>(p));
 		exit(1);
 	}
-	return at<uint4>(p);
+	return at<T>(p);
 }
-inline uint4 load_vector(u64 p) { return vector_at(p); }
+inline uint4 load_vector(u64 p) { return vector_at<uint4>(p); }
 inline void store_vector(u64 p, uint4 v)
 {
-	vector_at(p) = v;
+	vector_at<uint4>(p) = v;
 	emu::yield_seldom();
 }
-inline uint4 load_vector_if(bool on, u64 p) { return on ? vector_at(p) : uint4{0, 0, 0, 0}; }
+inline uint4 load_vector_if(bool on, u64 p) { return on ? vector_at<uint4>(p) : uint4{0, 0, 0, 0}; }
 inline void store_vector_if(bool on, u64 p, uint4 v)
 {
 	if (on)
@@ -397,18 +397,10 @@ inline u32 zero_of_lane() { return 0; }
 inline u32 add_acq_rel_gpu(u32 *p, u32 n) { return atomicAdd(p, n); }
 
 inline u32 load32_acquire_sys(u64 p) { return read<u32>(p); }
-inline uint2 &vector2_at(u64 p)
-{
-	if (p % sizeof(uint2) != 0) {
-		printf("a short vector at %#llx\n", static_cast<unsigned long long>(p));
-		exit(1);
-	}
-	return at<uint2>(p);
-}
-inline uint2 load_vector2(u64 p) { return vector2_at(p); }
+inline uint2 load_vector2(u64 p) { return vector_at<uint2>(p); }
 inline void store_vector2(u64 p, uint2 v)
 {
-	vector2_at(p) = v;
+	vector_at<uint2>(p) = v;
 	emu::yield_seldom();
 }
 
