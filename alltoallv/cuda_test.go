@@ -256,7 +256,7 @@ func TestCUDA_F3_DisagreementOnCountsIsNamed(t *testing.T) {
 		b, err := r.Heap.Alloc(2 << 20)
 		r.Must(err)
 		src, dst := b.View().Slice(0, 1<<20), b.View().Slice(1<<20, 1<<20)
-		sp := &alltoallv.Splits{Send: []int64{0, 0}, Recv: []int64{0, 0}}
+		sp, bad := &alltoallv.Splits{Send: []int64{0, 0}, Recv: []int64{0, 0}}, uint64(1)
 		if r.Rank() == 0 {
 			sp.Send[1] = 300000
 		} else {
@@ -267,16 +267,37 @@ func TestCUDA_F3_DisagreementOnCountsIsNamed(t *testing.T) {
 		if r.Rank() == 1 && (!errors.As(err, &mismatch) || mismatch.Sent != 300000 || mismatch.Expected != 300001) {
 			r.Must(fmt.Errorf("got %v", err))
 		}
-		r.Barrier()
-		good := &alltoallv.Splits{Send: []int64{10, 300000}, Recv: []int64{10, 300000}}
-		if r.Rank() == 1 {
-			good = &alltoallv.Splits{Send: []int64{300000, 10}, Recv: []int64{300000, 10}}
+		if r.Rank() == 0 {
+			r.Must(err) // it was a packet: its sender hears in the next call
 		}
-		err = x.Exchange(nil, dst, src, good)
-		if errors.As(err, &mismatch) { // the sender may hear of the call before only now; nothing was enqueued
-			err = x.Exchange(nil, dst, src, good)
+		r.Barrier()
+		for _, n := range []int64{300000, 1000000} {
+			good := &alltoallv.Splits{Send: []int64{10, n}, Recv: []int64{10, n}}
+			if r.Rank() == 1 {
+				good = &alltoallv.Splits{Send: []int64{n, 10}, Recv: []int64{n, 10}}
+			}
+			for call := range 2 {
+				err = x.Exchange(nil, dst, src, good)
+				if r.Rank() == 0 && call == 0 {
+					mismatch = nil
+					if !errors.As(err, &mismatch) || *mismatch != (kernels.CountMismatchError{Src: 0, Dst: 1, Epoch: bad, Sent: 300000, Expected: 300001}) {
+						r.Must(fmt.Errorf("the sender got %v", err))
+					}
+					continue
+				}
+				r.Must(err)
+			}
+			bad += 3
+			err = x.Exchange(nil, dst, src, sp)
+			if r.Rank() == 1 && !errors.As(err, &mismatch) {
+				r.Must(fmt.Errorf("got %v", err))
+			}
+		}
+		if err = x.Barrier(nil); r.Rank() == 0 && errors.As(err, &mismatch) {
+			err = nil
 		}
 		r.Must(err)
+		r.Must(x.Fault())
 		r.Must(x.Close(r.Ctx))
 	})
 }

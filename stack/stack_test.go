@@ -59,15 +59,31 @@ type data struct {
 	stream device.Stream // nil on the host
 }
 
+// copying are the streams of copies, one for a stack, until the process ends. The driver has 32 queues for a GPU's streams, which get them
+// in turn: with a stream for every copy, ranks of this process would come to share a queue, and can then hold each other up for ever.
+var copying sync.Map
+
+func copies(s *stack.Stack) (device.Stream, error) {
+	if s.Device.Kind() == device.HostKind {
+		return nil, nil
+	}
+	if found, ok := copying.Load(s); ok {
+		return found.(device.Stream), nil
+	}
+	made, err := s.Device.NewStream()
+	if err == nil {
+		copying.Store(s, made)
+	}
+	return made, err
+}
+
 // hold takes memory of the heap that holds b, as all ranks do.
 func hold(s *stack.Stack, b []byte) (d data, err error) {
-	if d.Buffer, err = s.Heap.Alloc(int64(len(b))); err != nil {
+	if d.stream, err = copies(s); err != nil {
 		return d, err
 	}
-	if s.Device.Kind() != device.HostKind {
-		if d.stream, err = s.Device.NewStream(); err != nil {
-			return d, err
-		}
+	if d.Buffer, err = s.Heap.Alloc(int64(len(b))); err != nil {
+		return d, err
 	}
 	return d, memory.Copy(d.stream, d.View(), memory.Host(b))
 }
@@ -76,9 +92,6 @@ func hold(s *stack.Stack, b []byte) (d data, err error) {
 func (d data) end() ([]byte, error) {
 	b := make([]byte, d.View().Len())
 	err := memory.Copy(d.stream, memory.Host(b), d.View())
-	if d.stream != nil {
-		err = errors.Join(err, d.stream.Close())
-	}
 	return b, errors.Join(err, d.Free())
 }
 

@@ -154,14 +154,23 @@ func TestASlowReaderLosesNothing(t *testing.T) {
 
 // What a rank leaves behind keeps nobody, whether it is silent, prints from time to time, or prints all the time.
 func TestLeftBehind(t *testing.T) {
-	always := `yes ` + strings.Repeat("more", 100)
-	for _, left := range []string{`sleep 30`, `while sleep 0.05; do echo more; done`, always} {
+	run := func(left string) (errs string) {
 		code, out, errs := sh(t, 2, `timeout 30 sh -c '`+left+`' & echo done`)
 		require.Zero(t, code)
 		require.Contains(t, out, "[0] done\n", left)
 		require.Contains(t, out, "[1] done\n", left)
-		require.Equal(t, left == always, strings.Contains(errs, "switchyard: rank 0 has ended, and what it left behind prints on"), errs)
+		return errs
 	}
+	const printsOn = "has ended, and what it left behind prints on"
+	for _, left := range []string{`sleep 30`, `while sleep 0.05; do echo more; done`} {
+		require.NotContains(t, run(left), printsOn)
+	}
+	// On a busy machine a program that prints all the time can be silent for a while.
+	told := false
+	for range 10 {
+		told = told || strings.Contains(run(`yes `+strings.Repeat("more", 100)), printsOn)
+	}
+	require.True(t, told)
 }
 
 func TestFirstFailureEndsAll(t *testing.T) {

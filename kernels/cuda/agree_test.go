@@ -88,7 +88,7 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 		require.Contains(t, at, field)
 		require.Equal(t, want, binary.LittleEndian.Uint32(b[at[field]:]), field)
 	}
-	for i, want := range []int64{block.packetStride, block.control, block.signals, block.credits, block.stripeCredits, block.packets, block.slots, block.end} {
+	for i, want := range []int64{block.packetStride, block.control, block.signals, block.credits, block.complaints, block.stripeCredits, block.packets, block.slots, block.end} {
 		require.EqualValues(t, want, binary.LittleEndian.Uint64(b[at["exchange_args.block"]+8*i:]))
 	}
 	steps := b[at["exchange_args.steps"]:]

@@ -121,6 +121,10 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		x.warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
 		x.warps = warps;
 		x.receive(epoch);
+	} else if (blockIdx.x == 0 && threadIdx.x / 32 == send_warps) { // which has seen credits of this call
+#pragma unroll 1
+		for (u32 i = lane; i < a.world.size - 1; i += 32)
+			x.listen(r[i].from, epoch);
 	}
 }
 

@@ -128,6 +128,12 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"a sender waits for a credit that its receiver has given up and written over": {
 			"bool past = x.a > seq(epoch, 0);", "bool past = false;",
 		},
+		"the sender of a packet does not hear that another length was expected": {
+			"if (of_call_before(a, told, epoch))\n\t\t\t\theed(a, peer, told);", "",
+		},
+		"a sender whose receiver has given its message up does not hear why": {
+			"if (told.a == epoch)\n\t\theed(a, peer, told);", "",
+		},
 		"a rank that refuses its splits goes on before its peers have come": {
 			"\tawait_peers(s, a, epoch);", "",
 		},

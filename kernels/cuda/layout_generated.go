@@ -242,7 +242,7 @@ func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b m
 	return b
 }
 
-const exchangeBlockBytes = 64
+const exchangeBlockBytes = 72
 
 // exchangeBlock is struct sw_exchange_block. Where the words of an all-to-all's control block lie. All but the slots must be zero before the first call.
 type exchangeBlock struct {
@@ -250,6 +250,7 @@ type exchangeBlock struct {
 	control       int64 // struct sw_control
 	signals       int64 // [2][size][stripes] lines: {seq, total}, and of a message through staging {seq of its end, seq}
 	credits       int64 // [size] lines: {seq, offset or SW_NOWHERE} {seq, total}
+	complaints    int64 // [size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected
 	stripeCredits int64 // [size][stripes] lines: {seq of the last chunk taken out of staging, 0}
 	packets       int64 // [2][size][packet_stride]
 	slots         int64 // [size][stripes][slot_count][slot_bytes]
@@ -258,15 +259,16 @@ type exchangeBlock struct {
 
 // put encodes s into b.
 func (s *exchangeBlock) put(b []byte) {
-	_ = b[63]
+	_ = b[71]
 	binary.LittleEndian.PutUint64(b[0:], uint64(s.packetStride))
 	binary.LittleEndian.PutUint64(b[8:], uint64(s.control))
 	binary.LittleEndian.PutUint64(b[16:], uint64(s.signals))
 	binary.LittleEndian.PutUint64(b[24:], uint64(s.credits))
-	binary.LittleEndian.PutUint64(b[32:], uint64(s.stripeCredits))
-	binary.LittleEndian.PutUint64(b[40:], uint64(s.packets))
-	binary.LittleEndian.PutUint64(b[48:], uint64(s.slots))
-	binary.LittleEndian.PutUint64(b[56:], uint64(s.end))
+	binary.LittleEndian.PutUint64(b[32:], uint64(s.complaints))
+	binary.LittleEndian.PutUint64(b[40:], uint64(s.stripeCredits))
+	binary.LittleEndian.PutUint64(b[48:], uint64(s.packets))
+	binary.LittleEndian.PutUint64(b[56:], uint64(s.slots))
+	binary.LittleEndian.PutUint64(b[64:], uint64(s.end))
 }
 
 // layExchangeBlock lays the block out from offset on.
@@ -278,6 +280,8 @@ func layExchangeBlock(offset, size, stripes, slotCount, slotBytes, packetBytes i
 	b.signals = at
 	at += 2 * size * stripes * lineBytes
 	b.credits = at
+	at += size * lineBytes
+	b.complaints = at
 	at += size * lineBytes
 	b.stripeCredits = at
 	at += size * stripes * lineBytes
@@ -441,7 +445,7 @@ func (s *stepWords) put(b []byte) {
 }
 
 const (
-	exchangeArgsBytes = 2792
+	exchangeArgsBytes = 2800
 )
 
 // exchangeArgs is struct sw_exchange_args. One launch of the variable-size all-to-all.
@@ -469,36 +473,36 @@ type exchangeArgs struct {
 
 // put encodes s into b, which has exchangeArgsBytes bytes. The elements of steps are encoded one by one.
 func (s *exchangeArgs) put(b []byte) {
-	_ = b[2791]
+	_ = b[2799]
 	s.world.put(b[0:])
 	binary.LittleEndian.PutUint64(b[56:], s.src)
 	binary.LittleEndian.PutUint64(b[64:], s.dst)
 	binary.LittleEndian.PutUint64(b[72:], uint64(s.dstOffset))
 	binary.LittleEndian.PutUint64(b[80:], s.splits)
 	s.block.put(b[88:])
-	binary.LittleEndian.PutUint64(b[152:], uint64(s.packetBytes))
-	binary.LittleEndian.PutUint64(b[160:], uint64(s.slotBytes))
-	binary.LittleEndian.PutUint32(b[168:], s.stripes)
-	binary.LittleEndian.PutUint32(b[172:], s.slotCount)
-	binary.LittleEndian.PutUint32(b[176:], s.flags)
-	binary.LittleEndian.PutUint32(b[180:], s.interval)
-	binary.LittleEndian.PutUint32(b[184:], s.inverse)
-	binary.LittleEndian.PutUint32(b[188:], s.senders)
-	binary.LittleEndian.PutUint64(b[192:], uint64(s.srcBytes))
-	binary.LittleEndian.PutUint64(b[200:], uint64(s.dstBytes))
-	binary.LittleEndian.PutUint64(b[208:], uint64(s.ownBytes))
-	binary.LittleEndian.PutUint64(b[216:], uint64(s.ownSrc))
-	binary.LittleEndian.PutUint64(b[224:], uint64(s.ownDst))
+	binary.LittleEndian.PutUint64(b[160:], uint64(s.packetBytes))
+	binary.LittleEndian.PutUint64(b[168:], uint64(s.slotBytes))
+	binary.LittleEndian.PutUint32(b[176:], s.stripes)
+	binary.LittleEndian.PutUint32(b[180:], s.slotCount)
+	binary.LittleEndian.PutUint32(b[184:], s.flags)
+	binary.LittleEndian.PutUint32(b[188:], s.interval)
+	binary.LittleEndian.PutUint32(b[192:], s.inverse)
+	binary.LittleEndian.PutUint32(b[196:], s.senders)
+	binary.LittleEndian.PutUint64(b[200:], uint64(s.srcBytes))
+	binary.LittleEndian.PutUint64(b[208:], uint64(s.dstBytes))
+	binary.LittleEndian.PutUint64(b[216:], uint64(s.ownBytes))
+	binary.LittleEndian.PutUint64(b[224:], uint64(s.ownSrc))
+	binary.LittleEndian.PutUint64(b[232:], uint64(s.ownDst))
 }
 
 // putExchangeArgsSteps encodes element i of steps.
 func putExchangeArgsSteps(b []byte, i int, v stepWords) {
-	at := 232 + 40*i
+	at := 240 + 40*i
 	v.put(b[at:])
 }
 
 const (
-	copyArgsBytes = 3304
+	copyArgsBytes = 3312
 )
 
 // copyArgs is struct sw_copy_args. An exchange by the copy engines.
@@ -508,13 +512,13 @@ type copyArgs struct {
 
 // put encodes s into b, which has copyArgsBytes bytes. The elements of places are encoded one by one.
 func (s *copyArgs) put(b []byte) {
-	_ = b[3303]
+	_ = b[3311]
 	s.exchange.put(b[0:])
 }
 
 // putCopyArgsPlaces encodes element i of places.
 func putCopyArgsPlaces(b []byte, i int, v int64) {
-	at := 2792 + 8*i
+	at := 2800 + 8*i
 	binary.LittleEndian.PutUint64(b[at:], uint64(v))
 }
 

@@ -103,6 +103,8 @@ def test_the_words_of_errors_are_pythons():
         ("core: communicator is closed", "communicator is closed"),
     ):  # fmt: skip
         assert str(errors.of(6, text, 1)) == f"switchyard: {said}"
+    said = str(errors.of(9, "core: memory: new heap: out of memory: 5 bytes on cuda:0: cuda: cuMemCreate"))
+    assert said == "switchyard: new heap: out of memory: 5 bytes on cuda:0: cuda: cuMemCreate"
     said = str(errors.of(2, "invalid argument: source and destination of the all-gather overlap and are not the same memory"))
     assert "output_tensor and input_tensor overlap and are" in said
     said = str(errors.of(2, "alltoallv: invalid argument: Options.NoSMs, Splits.PeerDispls, Options.MaxTokens, MaxRows 3"))

@@ -227,6 +227,7 @@ struct sw_exchange_block {
 	uint64_t control; /* struct sw_control */
 	uint64_t signals; /* [2][size][stripes] lines: {seq, total}, and of a message through staging {seq of its end, seq} */
 	uint64_t credits; /* [size] lines: {seq, offset or SW_NOWHERE} {seq, total} */
+	uint64_t complaints; /* [size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected */
 	uint64_t stripe_credits; /* [size][stripes] lines: {seq of the last chunk taken out of staging, 0} */
 	uint64_t packets; /* [2][size][packet_stride] */
 	uint64_t slots; /* [size][stripes][slot_count][slot_bytes] */
@@ -243,6 +244,8 @@ static inline struct sw_exchange_block sw_lay_exchange_block(int64_t offset, int
 	b.signals = at;
 	at += 2 * size * stripes * (int64_t)SW_LINE_BYTES;
 	b.credits = at;
+	at += size * (int64_t)SW_LINE_BYTES;
+	b.complaints = at;
 	at += size * (int64_t)SW_LINE_BYTES;
 	b.stripe_credits = at;
 	at += size * stripes * (int64_t)SW_LINE_BYTES;

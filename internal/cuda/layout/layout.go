@@ -41,6 +41,7 @@ func Of() map[string]int {
 		m["exchange_block.control"] = int(unsafe.Offsetof(s.control))
 		m["exchange_block.signals"] = int(unsafe.Offsetof(s.signals))
 		m["exchange_block.credits"] = int(unsafe.Offsetof(s.credits))
+		m["exchange_block.complaints"] = int(unsafe.Offsetof(s.complaints))
 		m["exchange_block.stripe_credits"] = int(unsafe.Offsetof(s.stripe_credits))
 		m["exchange_block.packets"] = int(unsafe.Offsetof(s.packets))
 		m["exchange_block.slots"] = int(unsafe.Offsetof(s.slots))

@@ -51,11 +51,13 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 				give_up(a.world, w.kind, p, epoch, true);
 				return;
 			}
-		u64 place = load16_relaxed_sys(line).b, expected = load16_relaxed_sys(line + 16).b;
-		if (expected != static_cast<u64>(n))
-			disagree(a, p, epoch, true, static_cast<u64>(n), expected);
-		else if (place != static_cast<u64>(c.places[p]))
-			give_up(a.world, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), place);
+		pair64 place = load16_relaxed_sys(line), expected = load16_relaxed_sys(line + 16);
+		if (place.a != seq(epoch, 0) || expected.a != seq(epoch, 0))
+			hear_why(a, p, epoch);
+		else if (expected.b != static_cast<u64>(n))
+			disagree(a, p, epoch, true, static_cast<u64>(n), expected.b);
+		else if (place.b != static_cast<u64>(c.places[p]))
+			give_up(a.world, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), place.b);
 	}
 }
 

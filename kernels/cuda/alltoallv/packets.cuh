@@ -2,8 +2,8 @@
 // message needs no credit, no fence and no signal beside it.
 //
 // All warps of a kernel may send and receive packets. Writes this rank's packet places in the peers' segments (double buffered by the
-// call's parity) and, after a disagreement, its credit line there; reads and wipes the places in its own segment. Places lie behind a
-// header, whose first packet tells the message's length.
+// call's parity) and, after a disagreement, its credit line or its complaint there; reads and wipes the places in its own segment, and the
+// peers' complaints. Places lie behind a header, whose first packet tells the message's length.
 #pragma once
 
 #include "../packet.cuh"
@@ -43,18 +43,49 @@ struct refused_part {
 	}
 };
 
+// Where rank src finds what dst says of a message that had another length than dst expected. The sender of a packet needs no credit and may
+// be through before dst looks; it hears of it in its next call, whose headers come behind the complaint.
+__device__ __forceinline__ u64 complaint(const sw_exchange_args &a, u32 src, u32 dst) { return segment(a.world, src) + a.block.complaints + dst * SW_LINE_BYTES; }
+
 // Records that a peer and this rank have different sizes in mind, or that the peer has refused its splits, which it has said in the header
 // of its message before it told anything else.
 __device__ __noinline__ void disagree(const sw_exchange_args &a, u32 peer, u64 epoch, bool sending, u64 sent, u64 expected)
 {
 	if ((sending ? expected : sent) != refused) {
 		give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, sending, sent, expected);
+		if (!sending) {
+			u64 line = complaint(a, peer, a.world.rank);
+			store16_relaxed_sys(line + 16, epoch, expected);
+			fence_acq_rel_sys();
+			store16_relaxed_sys(line, epoch, sent);
+		}
 		return;
 	}
 	fence_acq_rel_sys();
 	refused_part x;
 	x.load(packet_place(a, epoch, a.world.rank, peer));
 	x.record(a.world, peer, epoch);
+}
+
+// Records a complaint.
+__device__ __noinline__ void heed(const sw_exchange_args &a, u32 peer, pair64 told)
+{
+	fence_acq_rel_sys();
+	give_up(a.world, SW_FAULT_MISMATCH, peer, told.a, true, told.b, load16_relaxed_sys(complaint(a, a.world.rank, peer) + 16).b);
+}
+
+// Whether a complaint is of a packet of the call before this one.
+__device__ __forceinline__ bool of_call_before(const sw_exchange_args &a, pair64 told, u64 epoch)
+{
+	return told.a == epoch - 1 && told.a != 0 && told.b <= static_cast<u64>(a.packet_bytes);
+}
+
+// For the sender of a large message whose receiver is in a later call: it has given the message up.
+__device__ __noinline__ void hear_why(const sw_exchange_args &a, u32 peer, u64 epoch)
+{
+	pair64 told = load16_relaxed_sys(complaint(a, a.world.rank, peer));
+	if (told.a == epoch)
+		heed(a, peer, told);
 }
 
 __device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 flag)
@@ -118,13 +149,16 @@ __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place,
 	return true;
 }
 
-// The sender of a packet as its receiver knows it: waits for the header and compares the length. One thread.
+// The sender of a packet as its receiver knows it: waits for the header and compares the length. One thread. It also hears what the peer
+// has said of the call before.
 __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place, i64 bytes, u32 flag, u32 peer, u64 epoch, wait &w)
 {
 #pragma unroll 1
 	for (;;) {
-		pair64 v = load16_relaxed_sys(place);
+		pair64 v = load16_relaxed_sys(place), told = load16_relaxed_sys(complaint(a, a.world.rank, peer));
 		if (static_cast<u32>(v.b >> 32) == flag) {
+			if (of_call_before(a, told, epoch))
+				heed(a, peer, told);
 			if (v.a == static_cast<u64>(bytes))
 				return true;
 			disagree(a, peer, epoch, false, v.a, static_cast<u64>(bytes));
@@ -243,6 +277,14 @@ template <typename Steps> struct packets {
 		}
 	}
 
+	// Hears what a peer whose header is not awaited has said of the call before.
+	__device__ __forceinline__ void listen(u32 peer, u64 epoch) const
+	{
+		pair64 told = load16_relaxed_sys(complaint(a, a.world.rank, peer));
+		if (of_call_before(a, told, epoch))
+			heed(a, peer, told);
+	}
+
 	__device__ __forceinline__ void receive(u64 epoch)
 	{
 		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
@@ -262,8 +304,12 @@ template <typename Steps> struct packets {
 #pragma unroll 1
 		for (u32 i = warps - 1 - warp; i < peers; i += warps) {
 			sw_step m = r[i];
-			if (lane != 0 || m.recv_bytes > a.packet_bytes)
+			if (lane != 0)
 				continue;
+			if (m.recv_bytes > a.packet_bytes) {
+				listen(m.from, epoch);
+				continue;
+			}
 			u64 place = packet_place(a, epoch, a.world.rank, m.from);
 			wait h;
 			recv_header(a, place, m.recv_bytes, flag, m.from, epoch, h);

@@ -124,14 +124,16 @@ struct send_watch : watch {
 			return false;
 		u64 line = own_segment(a.world) + a.block.credits + r[s].to * SW_LINE_BYTES, n = static_cast<u64>(r[s].send_bytes);
 		pair64 x = load16_relaxed_sys(line), y = load16_relaxed_sys(line + 16);
-		bool past = x.a > seq(epoch, 0); // the receiver has given this message up and gone on: its error
+		bool past = x.a > seq(epoch, 0); // the receiver has given this message up and gone on
 		if (!past && (x.a < seq(epoch, 0) || y.a != seq(epoch, 0))) {
 			wait_for(r[s].to, true);
 			return true;
 		}
 		atomicCAS(&b.begin, 0u, static_cast<u32>(clock()) | 1u);
 		store_relaxed_cta(&b.place[s], !past && y.b == n ? resolve(a.world, r[s].to, x.b) : skip_message);
-		if (!past && y.b != n)
+		if (past)
+			hear_why(a, r[s].to, epoch);
+		else if (y.b != n)
 			disagree(a, r[s].to, epoch, true, n, y.b);
 		fresh = true;
 		return false;

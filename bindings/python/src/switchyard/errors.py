@@ -116,7 +116,7 @@ def code_of(error: Error) -> int:
 
 
 # The library says where an error comes from, and names its options and arguments, in the words of its own language.
-_FLOORS = re.compile(r"\b(?:agree|alltoallv|allreduce|comm|core|dispatch|kernels|memory|shm|switchyard): ")
+_FLOORS = re.compile(r"(?<!\w )\b(?:agree|alltoallv|allreduce|comm|core|dispatch|kernels|memory|shm|switchyard): ")
 _NAMES = {
     "Options.NoSMs": "no_sms",
     "Options.MaxSMs": "max_sms",

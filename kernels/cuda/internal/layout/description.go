@@ -317,6 +317,7 @@ func blocks() []Block {
 				{Name: "control", Size: "controlAlign", Doc: "struct sw_control"},
 				{Name: "signals", Size: "2 * size * stripes * lineBytes", Doc: "[2][size][stripes] lines: {seq, total}, and of a message through staging {seq of its end, seq}"},
 				{Name: "credits", Size: "size * lineBytes", Doc: "[size] lines: {seq, offset or SW_NOWHERE} {seq, total}"},
+				{Name: "complaints", Size: "size * lineBytes", Doc: "[size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected"},
 				{Name: "stripe_credits", Size: "size * stripes * lineBytes", Doc: "[size][stripes] lines: {seq of the last chunk taken out of staging, 0}"},
 				{Name: "packets", Size: "2 * size * packet_stride", Align: kernels.LineBytes, Doc: "[2][size][packet_stride]"},
 				{Name: "slots", Size: "size * stripes * slot_count * slot_bytes", Doc: "[size][stripes][slot_count][slot_bytes]"},

@@ -281,8 +281,8 @@ bool exchanges()
 	return right(w, first, 1);
 }
 
-// Two ranks disagree on a size: the receiver hears of it, nobody hangs, and the next call works, which some begin while others are in this
-// one.
+// Two ranks disagree on a size: both hear of it, the sender of a packet in its next call, nobody hangs, and the next call works, which some
+// begin while others are in this one.
 bool disagreement()
 {
 	world w = random_world(2 << 20);
@@ -304,10 +304,12 @@ bool disagreement()
 	if (!run(w, streams))
 		return false;
 	for (u32 r = 0; r < w.size; r++) {
-		u32 kind = w.fault(r);
-		if (r == to ? kind != SW_FAULT_MISMATCH : kind != SW_FAULT_NONE && (r != from || kind != SW_FAULT_MISMATCH)) {
-			printf("%u sent %lld to %u, which expected %lld: rank %u has fault %u with rank %u\n", from, static_cast<long long>(bad.ranks[from].send[to]), to,
-			       static_cast<long long>(bad.ranks[to].recv[from]), r, kind, w.faults[r].peer);
+		const sw_fault &f = w.faults[r];
+		i64 sent = bad.ranks[from].send[to], expected = bad.ranks[to].recv[from];
+		bool told = f.kind == SW_FAULT_MISMATCH && f.epoch == 1 && f.peer == from + to - r && static_cast<i64>(f.sent) == sent && static_cast<i64>(f.expected) == expected;
+		if (r == from || r == to ? !told : f.kind != SW_FAULT_NONE) {
+			printf("%u sent %lld to %u, which expected %lld: rank %u has fault %u with rank %u\n", from, static_cast<long long>(sent), to, static_cast<long long>(expected), r,
+			       f.kind, f.peer);
 			return false;
 		}
 		w.faults[r] = {};
@@ -317,7 +319,14 @@ bool disagreement()
 	std::vector<stream> again(w.size);
 	for (stream &s : again)
 		s.calls.push_back(&good);
-	return run(w, again) && right(w, good, 2);
+	if (!run(w, again) || !right(w, good, 2))
+		return false;
+	for (u32 r = 0; r < w.size; r++)
+		if (w.fault(r) != SW_FAULT_NONE) {
+			printf("rank %u: fault %u of the call before last\n", r, w.fault(r));
+			return false;
+		}
+	return true;
 }
 
 // A rank stays away, or the abort word is set: every wait ends, and says why.
