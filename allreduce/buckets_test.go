@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"sync"
 	"testing"
 	"time"
 
@@ -213,15 +214,19 @@ func TestF3_BucketsRefuse(t *testing.T) {
 }
 
 func TestF2_BucketsNameTheLostRank(t *testing.T) {
+	var others sync.WaitGroup // that have their buckets: what ranks still make together would end with the abort
+	others.Add(2)
 	worldtest.Local(t, 3, 16<<20, func(r *worldtest.Rank) {
 		b, err := NewBuckets(r.Ctx, r.Heap, []Gradient{{Len: 100}, {Len: 100}}, BucketOptions{BucketBytes: 400})
 		r.Must(err)
 		defer b.Close(r.Ctx)
 		if r.Rank() == 1 {
+			others.Wait()
 			r.Must(b.Ready(nil, 0))
 			r.Group.Abort(errors.New("no more"))
 			return
 		}
+		others.Done()
 		for _, call := range []func() error{
 			func() error { return errors.Join(b.Ready(nil, 0), b.Ready(nil, 1), b.Wait(nil)) },
 			func() error { return b.Wait(nil) },

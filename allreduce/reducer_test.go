@@ -504,14 +504,18 @@ func TestF1_QueuedCallsFailAtOnce(t *testing.T) {
 
 func TestF2_AbortEndsWaits(t *testing.T) {
 	for _, algorithm := range algorithms[1:] {
+		var others sync.WaitGroup // that are past the barrier, which would end with the abort
+		others.Add(2)
 		worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
 			x := newReducer(r, allreduce.Options{Algorithm: algorithm, Timeout: time.Minute})
 			r.Barrier()
 			if r.Rank() == 2 {
+				others.Wait()
 				time.Sleep(30 * time.Millisecond)
 				r.Group.Abort(errors.New("pulled the plug"))
 				return
 			}
+			others.Done()
 			b := hostBuf(1000)
 			start := time.Now()
 			err := x.AllReduce(nil, b, b, f32, kernels.Sum)

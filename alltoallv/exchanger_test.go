@@ -492,15 +492,19 @@ func TestF1_DeadlineNamesThePeer(t *testing.T) {
 }
 
 func TestF2_AbortEndsWaits(t *testing.T) {
+	var others sync.WaitGroup // that are past the barrier, which would end with the abort
+	others.Add(2)
 	worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
 		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
 		r.Must(err)
 		r.Barrier()
 		if r.Rank() == 2 {
+			others.Wait()
 			time.Sleep(30 * time.Millisecond)
 			r.Group.Abort(errors.New("pulled the plug"))
 			return
 		}
+		others.Done()
 		one := []int64{1, 1, 1}
 		start := time.Now()
 		err = x.Exchange(nil, memory.Host(make([]byte, 3)), memory.Host(make([]byte, 3)), &alltoallv.Splits{Send: one, Recv: one})

@@ -22,6 +22,8 @@ type Engine interface {
 	// Open makes this rank's end of the communicator whose block is at offset, clear as Layout wants it. It can wait for
 	// running kernels. f must not change any more.
 	Open(f Family, offset int64) (Port, error)
+	// Interrupt makes every wait of this rank's kernels return, at once and for good, whatever the device's driver is busy with.
+	Interrupt()
 	// Close releases the engine. All of its ports are closed. It is idempotent.
 	Close() error
 }

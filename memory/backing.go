@@ -36,8 +36,6 @@ type backing interface {
 	// who names the device to other ranks; reach checks, by those of all ranks, that it works with them.
 	who() []int64
 	reach(all [][]int64) error
-	// raise sets the 64-bit word at at of the range to 1, at once, whatever kernels are running.
-	raise(at int64) error
 	// engine runs kernels on the heap, which space describes. why says for which reason the abort word was set.
 	engine(space kernels.Space, why func() error) (kernels.Engine, error)
 	// clear makes n bytes at at of the range zero, of this rank's segment, before it returns.
@@ -160,11 +158,6 @@ func (*hostBacking) locate(View) (identity, int64, bool) { return identity{}, 0,
 
 func (*hostBacking) who() []int64          { return nil }
 func (*hostBacking) reach([][]int64) error { return nil }
-
-func (b *hostBacking) raise(at int64) error {
-	shm.Word(b.shared.Bytes(), at).Store(1)
-	return nil
-}
 
 func (*hostBacking) engine(space kernels.Space, why func() error) (kernels.Engine, error) {
 	return host.New(space, why), nil

@@ -295,7 +295,7 @@ func (b *cudaBacking) locate(v View) (identity, int64, bool) {
 	return identity{dev: cudaIdentity, ino: p.BufferID}, int64(v.ptr), true
 }
 
-// raise writes by the stream: kernels that fill the GPU do not hold it up.
+// raise sets the 64-bit word at at of the range to 1, by the stream: kernels that fill the GPU do not hold it up.
 func (b *cudaBacking) raise(at int64) error {
 	return b.ctx.WriteValue(b.alarm, b.origin+uintptr(at), 1)
 }

@@ -12,7 +12,6 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
-	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -610,20 +609,13 @@ func (h *Heap) abort() {
 	if !h.mapped {
 		return
 	}
-	if err := h.back.raise(h.at(h.space.Rank, kernels.AbortOffset)); err != nil {
+	h.engine.Interrupt()
+	if h.gpu == nil {
+		return
+	}
+	if err := h.gpu.raise(h.at(h.space.Rank, kernels.AbortOffset)); err != nil { // for kernels of others that watch it
 		h.log.Warn("memory: set the abort word", "rank", h.space.Rank, "error", err)
 	}
-	if h.space.Mem == nil {
-		return
-	}
-	own := h.space.Segment(h.space.Rank)
-	if h.space.Bells != nil {
-		h.space.Bells[h.space.Rank].Ring()
-		return
-	}
-	bell := shm.Word32(own, kernels.DoorbellOffset)
-	bell.Add(1)
-	shm.FutexWake(bell)
 }
 
 // Close releases the heap: its buffers, views and registrations are dead. It is collective and

@@ -59,28 +59,26 @@ type data struct {
 	stream device.Stream // nil on the host
 }
 
-// copying are the streams of copies, one for a stack, until the process ends. The driver has 32 queues for a GPU's streams, which get them
-// in turn: with a stream for every copy, ranks of this process would come to share a queue, and can then hold each other up for ever.
+// copying are the streams of stacks' copies on GPUs, until the process ends.
 var copying sync.Map
 
-func copies(s *stack.Stack) (device.Stream, error) {
-	if s.Device.Kind() == device.HostKind {
-		return nil, nil
-	}
-	if found, ok := copying.Load(s); ok {
-		return found.(device.Stream), nil
-	}
-	made, err := s.Device.NewStream()
-	if err == nil {
+// ready makes what use needs on a stack, and returns when all ranks have it: the driver can have a new stream wait for the kernels of
+// another rank on the same GPU, and those would wait for this rank.
+func ready(ctx context.Context, s *stack.Stack) error {
+	if s.Device.Kind() != device.HostKind {
+		made, err := s.Device.NewStream()
+		if err != nil {
+			return err
+		}
 		copying.Store(s, made)
 	}
-	return made, err
+	return s.Group.Barrier(ctx)
 }
 
 // hold takes memory of the heap that holds b, as all ranks do.
 func hold(s *stack.Stack, b []byte) (d data, err error) {
-	if d.stream, err = copies(s); err != nil {
-		return d, err
+	if made, ok := copying.Load(s); ok {
+		d.stream = made.(device.Stream)
 	}
 	if d.Buffer, err = s.Heap.Alloc(int64(len(b))); err != nil {
 		return d, err
@@ -232,8 +230,10 @@ func openAll(ctx context.Context, t *testing.T, groups []*comm.Group, gpus int, 
 		if err != nil {
 			return err
 		}
-		ss[i], err = stack.Open(ctx, groups[i], d, o)
-		return err
+		if ss[i], err = stack.Open(ctx, groups[i], d, o); err != nil {
+			return err
+		}
+		return ready(ctx, ss[i])
 	}))
 	return ss
 }
@@ -249,7 +249,7 @@ func leave(ctx context.Context, s *stack.Stack, out ...int) (*stack.Stack, error
 		return nil, err
 	}
 	old.Close()
-	return s, nil
+	return s, ready(ctx, s)
 }
 
 func closeAll(ctx context.Context, t *testing.T, ss []*stack.Stack) {
@@ -282,15 +282,20 @@ func closedStreamsHoldUpNobody(t *testing.T, gpus int) {
 		if err != nil {
 			return err
 		}
-		for call := range 4 {
+		var streams [4]device.Stream
+		for call := range streams {
 			open := d.NewStream
 			if g, ok := d.(*device.CUDADevice); ok && call%2 == 1 {
 				open = func() (device.Stream, error) { return g.WrapStream(another.Handle()) }
 			}
-			q, err := open()
-			if err != nil {
+			if streams[call], err = open(); err != nil {
 				return err
 			}
+		}
+		if err := ready(ctx, s); err != nil {
+			return err
+		}
+		for call, q := range streams {
 			if err := errors.Join(useOn(s, q), q.Close()); err != nil {
 				return fmt.Errorf("call %d: %w", call, err)
 			}
@@ -356,6 +361,9 @@ func stackReopens(t *testing.T, gpus int) {
 				return err
 			}
 			old.Close()
+		}
+		if err := ready(ctx, four[i]); err != nil {
+			return err
 		}
 		return use(four[i])
 	}))

@@ -31,9 +31,6 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
-	if os.Getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "" { // ranks of this process share GPUs: their streams must not wait for each other
-		os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-	}
 	os.Exit(m.Run())
 }
 
@@ -114,7 +111,7 @@ func besideAStoppedRank(rank int) error {
 	if err != nil {
 		return err
 	}
-	if err := use(s); err != nil {
+	if err := errors.Join(ready(ctx, s), use(s)); err != nil {
 		return err
 	}
 	parts := []int64{1 << 20, 1 << 20, 1 << 20}
@@ -159,7 +156,7 @@ func besideAStoppedRank(rank int) error {
 	if took := closing + time.Since(start); took > 10*time.Second {
 		return fmt.Errorf("that took %v", took)
 	}
-	if err := use(s); err != nil {
+	if err := errors.Join(ready(ctx, s), use(s)); err != nil {
 		return err
 	}
 	if err := s.Close(ctx); err != nil {

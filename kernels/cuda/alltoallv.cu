@@ -44,8 +44,11 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_pac
 		number.advance(a.world);
 	release_stream();
 	copy_own(a, r, warps - 1 - warp, warps, lane); // first by the warps that have sent least
-	if (a.world.size > 1)
+	if (a.world.size > 1) {
 		x.receive(epoch);
+		if (lane == 0)
+			x.hear(warp, warps);
+	}
 }
 
 extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, 1) alltoallv(const __grid_constant__ sw_exchange_args a)
@@ -121,11 +124,9 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		x.warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
 		x.warps = warps;
 		x.receive(epoch);
-	} else if (blockIdx.x == 0 && threadIdx.x / 32 == send_warps) { // which has seen credits of this call
-#pragma unroll 1
-		for (u32 i = lane; i < a.world.size - 1; i += 32)
-			x.listen(r[i].from, epoch);
 	}
+	if (blockIdx.x == 0 && threadIdx.x / 32 == send_warps)
+		x.hear(lane, 32);
 }
 
 // What stays on this rank, beside copies by the copy engines.

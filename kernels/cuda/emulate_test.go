@@ -129,10 +129,10 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"bool past = x.a > seq(epoch, 0);", "bool past = false;",
 		},
 		"the sender of a packet does not hear that another length was expected": {
-			"if (of_call_before(a, told, epoch))\n\t\t\t\theed(a, peer, told);", "",
+			"heed(a, r[i].to);", ";",
 		},
 		"a sender whose receiver has given its message up does not hear why": {
-			"if (told.a == epoch)\n\t\theed(a, peer, told);", "",
+			"heed(a, peer);\n", ";\n",
 		},
 		"a rank that refuses its splits goes on before its peers have come": {
 			"\tawait_peers(s, a, epoch);", "",

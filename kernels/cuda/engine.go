@@ -19,8 +19,7 @@ type Engine struct {
 	flags           cuda.LaunchFlags // of every kernel
 	cycles          float64          // of a multiprocessor in a nanosecond
 	multiprocessors int
-	maxShared       int         // dynamic shared memory that a block can ask for
-	alarm           cuda.Stream // nothing but port.stop uses it, so nothing holds it up
+	maxShared       int // dynamic shared memory that a block can ask for
 
 	mu      sync.Mutex
 	modules []cuda.Module
@@ -29,6 +28,10 @@ type Engine struct {
 	dispatches *dispatchKernels
 	reductions *reductionKernels
 	multicast  *multicastKernels
+
+	portsMu     sync.Mutex // never held while the driver is called
+	ports       map[*port]bool
+	interrupted bool
 }
 
 // New makes the engine of space.Rank on ctx's device. sharers is how many ranks of the heap run on the device, this one
@@ -54,14 +57,36 @@ func New(ctx *cuda.Context, space kernels.Space, sharers int, why func() error) 
 	if major >= 9 && e.sharers == 1 {
 		e.flags |= cuda.Programmatic
 	}
-	_, urgent, err := ctx.StreamPriorities()
-	if err == nil {
-		e.alarm, err = ctx.NewStream(urgent)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("kernels: cuda engine: %w", err)
-	}
 	return e, nil
+}
+
+// enter and leave keep the ports that Interrupt stops.
+func (e *Engine) enter(p *port) {
+	e.portsMu.Lock()
+	defer e.portsMu.Unlock()
+	if e.ports == nil {
+		e.ports = make(map[*port]bool)
+	}
+	e.ports[p] = true
+	if e.interrupted {
+		p.stop()
+	}
+}
+
+func (e *Engine) leave(p *port) {
+	e.portsMu.Lock()
+	defer e.portsMu.Unlock()
+	delete(e.ports, p)
+}
+
+// Interrupt stops all ports, those that are opened later too.
+func (e *Engine) Interrupt() {
+	e.portsMu.Lock()
+	defer e.portsMu.Unlock()
+	e.interrupted = true
+	for p := range e.ports {
+		p.stop()
+	}
 }
 
 // family is what the engine has for one communicator: the layout of its control block, and how its operations are put
@@ -143,10 +168,6 @@ func (e *Engine) Close() error {
 		err = errors.Join(err, e.ctx.UnloadModule(m))
 	}
 	e.modules, e.exchanges, e.dispatches, e.reductions, e.multicast = nil, nil, nil, nil, nil
-	if e.alarm != 0 {
-		err = errors.Join(err, e.ctx.SynchronizeStream(e.alarm), e.ctx.DestroyStream(e.alarm))
-		e.alarm = 0
-	}
 	return err
 }
 

@@ -684,6 +684,30 @@ func TestF1_TheAbortWordEndsEveryWait(t *testing.T) {
 	}
 }
 
+// A thread that frees memory waits in the driver for the kernels that run, and nobody else gets into it meanwhile.
+func TestF1_InterruptReachesKernelsPastABusyDriver(t *testing.T) {
+	for _, bytes := range []int64{100, 100_000} {
+		w := newWorld(t, 2, 8<<20, testChannels)
+		c := w.newCall(uniform(2, bytes), none)
+		c.timeout = time.Minute
+		k := w.ranks[0]
+		b, err := k.ctx.NewHostBuffer(4096)
+		require.NoError(t, err)
+		require.NoError(t, k.p.submit(uintptr(k.s), w.exchange(c, 0)))
+		time.Sleep(20 * time.Millisecond)
+		freed := make(chan error, 1)
+		go func() { freed <- b.Close() }()
+		time.Sleep(20 * time.Millisecond)
+		start := time.Now()
+		k.p.e.Interrupt()
+		require.NoError(t, <-freed)
+		require.NoError(t, k.ctx.SynchronizeStream(k.s))
+		require.Less(t, time.Since(start), time.Second)
+		require.ErrorIs(t, k.p.err(), comm.ErrAborted)
+		w.close()
+	}
+}
+
 func TestF3_RanksThatDisagreeOnASizeLearnBothValues(t *testing.T) {
 	for _, p := range []struct{ sent, expected int64 }{{100, 200}, {100, 100_000}, {100_000, 100}, {100_000, 50_000}, {50_000, 100_000}, {0, 7}} {
 		for _, inPlace := range []bool{true, false} {

@@ -347,8 +347,9 @@ func layReduceBlock(offset, size, lines, slotCount, chunkBytes, packetBytes int6
 }
 
 const (
-	faultBytes = 80
+	faultBytes = 88
 	faultKind  = 0
+	faultStop  = 80
 )
 
 // faultWords is struct sw_fault. What a kernel that gave up left behind, in pinned host memory. kind is written last.
@@ -365,11 +366,12 @@ type faultWords struct {
 	theirShape uint64
 	sending    uint32 // 1: this rank was sending to peer, 0: receiving; of refused splits: whether they are of what peer sends
 	part       uint32 // of refused splits: the rank that peer sends to or receives from
+	stop       uint64 // set by the host: every wait of the communicator's kernels returns
 }
 
 // get decodes s from b.
 func (s *faultWords) get(b []byte) {
-	_ = b[79]
+	_ = b[87]
 	s.kind = binary.LittleEndian.Uint32(b[0:])
 	s.peer = binary.LittleEndian.Uint32(b[4:])
 	s.epoch = binary.LittleEndian.Uint64(b[8:])
@@ -382,6 +384,7 @@ func (s *faultWords) get(b []byte) {
 	s.theirShape = binary.LittleEndian.Uint64(b[64:])
 	s.sending = binary.LittleEndian.Uint32(b[72:])
 	s.part = binary.LittleEndian.Uint32(b[76:])
+	s.stop = binary.LittleEndian.Uint64(b[80:])
 }
 
 const (

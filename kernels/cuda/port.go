@@ -51,6 +51,7 @@ func newPort(e *Engine, fam family, name string, offset int64) (_ *port, err err
 			return nil, err
 		}
 	}
+	e.enter(p)
 	return p, nil
 }
 
@@ -183,27 +184,18 @@ func (p *port) clear() (hit []int, err error) {
 
 // Drain waits for the device: calls that were captured have no last stream.
 func (p *port) Drain(ctx context.Context, _ device.Stream) error {
-	return kernels.Drain(ctx, p.e.ctx.Synchronize, p.stop)
+	return kernels.Drain(ctx, p.e.ctx.Synchronize, func() error { p.stop(); return nil })
 }
 
-// stop makes kernels that wait return, and those that come after them do nothing, as after a fault. It is written by a stream, which
-// running kernels do not hold up.
-func (p *port) stop() error {
-	var err error
-	for _, at := range p.fam.controls(p.offset) {
-		place := p.e.space.Addr(p.e.space.Rank, at) + controlFault - 4 // with the word before, which nobody needs then
-		err = errors.Join(err, p.e.ctx.WriteValue(p.e.alarm, place, faultAborted<<32))
-	}
-	if err != nil {
-		return fmt.Errorf("kernels: stop %s: %w", p.name, err)
-	}
-	return nil
-}
+// stop makes kernels that wait return, and those that come after them as soon as they wait, or at once after a fault. No call of the driver
+// is needed: another thread may be in one that waits for these kernels.
+func (p *port) stop() { shm.Word(p.fault.Bytes(), faultStop).Store(1) }
 
 // Close releases the record, the streams and the events.
 func (p *port) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.e.leave(p)
 	err := p.fault.Close()
 	for _, ev := range []*cuda.Event{&p.fork, &p.join} {
 		if *ev != 0 {

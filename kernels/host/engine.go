@@ -69,6 +69,12 @@ func New(space kernels.Space, why func() error) *Engine {
 	return e
 }
 
+// Interrupt sets the abort word and wakes who waits.
+func (e *Engine) Interrupt() {
+	e.abort.Store(1)
+	e.ring(e.space.Rank)
+}
+
 // word is a 64-bit word of rank p's segment.
 func (e *Engine) word(p int, off int64) *atomic.Uint64 {
 	return shm.Word(e.space.Mem, int64(p)*e.space.Stride+off)

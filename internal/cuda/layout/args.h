@@ -309,6 +309,7 @@ struct sw_fault {
 	uint64_t their_shape;
 	uint32_t sending; /* 1: this rank was sending to peer, 0: receiving; of refused splits: whether they are of what peer sends */
 	uint32_t part; /* of refused splits: the rank that peer sends to or receives from */
+	uint64_t stop; /* set by the host: every wait of the communicator's kernels returns */
 };
 
 /* The words of a control block that only its own rank touches. */

@@ -75,6 +75,7 @@ func Of() map[string]int {
 		m["fault.their_shape"] = int(unsafe.Offsetof(s.their_shape))
 		m["fault.sending"] = int(unsafe.Offsetof(s.sending))
 		m["fault.part"] = int(unsafe.Offsetof(s.part))
+		m["fault.stop"] = int(unsafe.Offsetof(s.stop))
 	}
 	{
 		var s C.struct_sw_control

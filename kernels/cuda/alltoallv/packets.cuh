@@ -44,7 +44,7 @@ struct refused_part {
 };
 
 // Where rank src finds what dst says of a message that had another length than dst expected. The sender of a packet needs no credit and may
-// be through before dst looks; it hears of it in its next call, whose headers come behind the complaint.
+// be through before dst looks; it hears of it in its next call, or in the one after where that begins at once.
 __device__ __forceinline__ u64 complaint(const sw_exchange_args &a, u32 src, u32 dst) { return segment(a.world, src) + a.block.complaints + dst * SW_LINE_BYTES; }
 
 // Records that a peer and this rank have different sizes in mind, or that the peer has refused its splits, which it has said in the header
@@ -67,25 +67,21 @@ __device__ __noinline__ void disagree(const sw_exchange_args &a, u32 peer, u64 e
 	x.record(a.world, peer, epoch);
 }
 
-// Records a complaint.
-__device__ __noinline__ void heed(const sw_exchange_args &a, u32 peer, pair64 told)
+// Records a complaint of a peer, and forgets it.
+__device__ __noinline__ void heed(const sw_exchange_args &a, u32 peer)
 {
+	u64 line = complaint(a, a.world.rank, peer);
 	fence_acq_rel_sys();
-	give_up(a.world, SW_FAULT_MISMATCH, peer, told.a, true, told.b, load16_relaxed_sys(complaint(a, a.world.rank, peer) + 16).b);
-}
-
-// Whether a complaint is of a packet of the call before this one.
-__device__ __forceinline__ bool of_call_before(const sw_exchange_args &a, pair64 told, u64 epoch)
-{
-	return told.a == epoch - 1 && told.a != 0 && told.b <= static_cast<u64>(a.packet_bytes);
+	pair64 sent = load16_relaxed_sys(line), expected = load16_relaxed_sys(line + 16);
+	store16_relaxed_sys(line, 0, 0);
+	give_up(a.world, SW_FAULT_MISMATCH, peer, sent.a, true, sent.b, expected.b);
 }
 
 // For the sender of a large message whose receiver is in a later call: it has given the message up.
 __device__ __noinline__ void hear_why(const sw_exchange_args &a, u32 peer, u64 epoch)
 {
-	pair64 told = load16_relaxed_sys(complaint(a, a.world.rank, peer));
-	if (told.a == epoch)
-		heed(a, peer, told);
+	if (load16_relaxed_sys(complaint(a, a.world.rank, peer)).a == epoch)
+		heed(a, peer);
 }
 
 __device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 flag)
@@ -149,16 +145,13 @@ __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place,
 	return true;
 }
 
-// The sender of a packet as its receiver knows it: waits for the header and compares the length. One thread. It also hears what the peer
-// has said of the call before.
+// The sender of a packet as its receiver knows it: waits for the header and compares the length. One thread.
 __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place, i64 bytes, u32 flag, u32 peer, u64 epoch, wait &w)
 {
 #pragma unroll 1
 	for (;;) {
-		pair64 v = load16_relaxed_sys(place), told = load16_relaxed_sys(complaint(a, a.world.rank, peer));
+		pair64 v = load16_relaxed_sys(place);
 		if (static_cast<u32>(v.b >> 32) == flag) {
-			if (of_call_before(a, told, epoch))
-				heed(a, peer, told);
 			if (v.a == static_cast<u64>(bytes))
 				return true;
 			disagree(a, peer, epoch, false, v.a, static_cast<u64>(bytes));
@@ -197,9 +190,10 @@ template <typename Steps> struct packets {
 	u32 warp, warps, lane;
 	quad first; // what the warp sends first
 	bool loaded;
+	pair64 told; // what the first peer that the thread has announced a message to has said of an earlier call
 
 	__device__ __forceinline__ packets(const sw_exchange_args &a, Steps r, u32 warp, u32 warps, u32 lane)
-	    : a(a), r(r), warp(warp), warps(warps), lane(lane), loaded(false)
+	    : a(a), r(r), warp(warp), warps(warps), lane(lane), loaded(false), told{0, 0}
 	{
 	}
 
@@ -239,14 +233,27 @@ template <typename Steps> struct packets {
 			first.load(x.src, x.left);
 	}
 
-	// The headers of the steps first, first+step, ... by_copy says that copy engines write large messages, also to a rank that has refused
-	// its splits.
+	// The headers of the steps first, first+step, ..., behind which comes hear() with the same numbers. by_copy says that copy engines write
+	// large messages, also to a rank that has refused its splits.
 	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step, bool by_copy = false)
 	{
 		u32 flag = packet_flag(epoch);
 #pragma unroll 1
 		for (u32 i = first; i < a.world.size - 1; i += step)
 			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32 | by_copy);
+		if (first < a.world.size - 1)
+			told = load16_relaxed_sys(complaint(a, a.world.rank, r[first].to));
+	}
+
+	// At the end of a call: what peers have said of packets of an earlier one.
+	__device__ __forceinline__ void hear(u32 first, u32 step) const
+	{
+#pragma unroll 1
+		for (u32 i = first; i < a.world.size - 1; i += step) {
+			pair64 x = i == first ? told : load16_relaxed_sys(complaint(a, a.world.rank, r[i].to));
+			if (x.a != 0 && x.b <= static_cast<u64>(a.packet_bytes))
+				heed(a, r[i].to);
+		}
 	}
 
 	__device__ __forceinline__ void send(u64 epoch)
@@ -277,14 +284,6 @@ template <typename Steps> struct packets {
 		}
 	}
 
-	// Hears what a peer whose header is not awaited has said of the call before.
-	__device__ __forceinline__ void listen(u32 peer, u64 epoch) const
-	{
-		pair64 told = load16_relaxed_sys(complaint(a, a.world.rank, peer));
-		if (of_call_before(a, told, epoch))
-			heed(a, peer, told);
-	}
-
 	__device__ __forceinline__ void receive(u64 epoch)
 	{
 		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
@@ -304,12 +303,8 @@ template <typename Steps> struct packets {
 #pragma unroll 1
 		for (u32 i = warps - 1 - warp; i < peers; i += warps) {
 			sw_step m = r[i];
-			if (lane != 0)
+			if (lane != 0 || m.recv_bytes > a.packet_bytes)
 				continue;
-			if (m.recv_bytes > a.packet_bytes) {
-				listen(m.from, epoch);
-				continue;
-			}
 			u64 place = packet_place(a, epoch, a.world.rank, m.from);
 			wait h;
 			recv_header(a, place, m.recv_bytes, flag, m.from, epoch, h);

@@ -131,7 +131,7 @@ func constants() []Group {
 func structs() []Struct {
 	return []Struct{
 		{
-			Name: "fault", Go: "get", Words: []string{"kind"},
+			Name: "fault", Go: "get", Words: []string{"kind", "stop"},
 			Doc: "What a kernel that gave up left behind, in pinned host memory. kind is written last.",
 			Fields: []Field{
 				{Name: "kind", Type: "u32"},
@@ -146,6 +146,7 @@ func structs() []Struct {
 				{Name: "their_shape", Type: "u64"},
 				{Name: "sending", Type: "u32", Doc: "1: this rank was sending to peer, 0: receiving; of refused splits: whether they are of what peer sends"},
 				{Name: "part", Type: "u32", Doc: "of refused splits: the rank that peer sends to or receives from"},
+				{Name: "stop", Type: "u64", Doc: "set by the host: every wait of the communicator's kernels returns"},
 			},
 		},
 		{

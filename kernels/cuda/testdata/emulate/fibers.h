@@ -183,13 +183,16 @@ struct segments {
 	}
 };
 
-// For every sweep of a run: in one of the first, the abort words are set.
-inline std::function<void(u64)> abort_in(const segments &w)
+// For every sweep of a run: in one of the first, the abort words are set, or the host's.
+inline std::function<void(u64)> abort_in(segments &w)
 {
-	return [&w, when = draw(3000)](u64 sweep) {
+	return [&w, when = draw(3000), by_host = draw(2) != 0](u64 sweep) {
 		if (sweep == when)
 			for (u32 r = 0; r < w.size; r++)
-				at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
+				if (by_host)
+					w.faults[r].stop = 1;
+				else
+					at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
 	};
 }
 
