@@ -334,7 +334,7 @@ class Exchanges:
 
 def beside_compute(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool) -> None:
     modules = [dist, switchyard] if dist.get_backend() == "nccl" else [switchyard]
-    options = {"max_sms": args.max_sms} if args.max_sms else {}
+    options = {name: getattr(args, name) for name in ("max_sms", "copy_sms") if getattr(args, name)}
     switchyard.communicator(device="cuda", **options)
     compute = Beside(args.product)
     for _ in range(5):
@@ -343,7 +343,8 @@ def beside_compute(rank: int, ranks: int, args: argparse.Namespace, symmetric: b
         print(
             f"\nproducts of {args.product} x {args.product} bfloat16 beside all_to_all_single, {ranks} ranks on "
             f"{torch.cuda.get_device_name()}{', symmetric outputs' if symmetric else ''}"
-            f"{f', at most {args.max_sms} multiprocessors' if args.max_sms else ''}; microseconds, medians and quartiles",
+            f"{f', at most {args.max_sms} multiprocessors' if args.max_sms else ''}"
+            f"{f' and {args.copy_sms} that copy' if args.copy_sms else ''}; microseconds, medians and quartiles",
             flush=True,
         )
         columns = " | ".join(f"{name:>38}" for name in ("a product", "an exchange alone", "an exchange beside products"))
@@ -647,6 +648,7 @@ def main() -> None:
     parser.add_argument("--product", type=int, default=8192, help="rows and columns of those matrices")
     parser.add_argument("--products", type=int, default=20, help="products in a block")
     parser.add_argument("--max-sms", type=int, help="the most multiprocessors for an exchange beside products, or a dispatch")
+    parser.add_argument("--copy-sms", type=int, help="and the most that copy out of staging, for an exchange")
     parser.add_argument("--tokens", help="of a rank, for dispatch: 4096,128 on GPUs, 16,128,1024 on the CPU")
     parser.add_argument("--hidden", type=int, help="elements of a token: 7168 on GPUs, 1024 on the CPU")
     parser.add_argument("--experts", type=int, help="of all ranks: 256 on GPUs, 64 on the CPU")

@@ -46,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_pac
 	copy_own(a, r, warps - 1 - warp, warps, lane); // first by the warps that have sent least
 	if (a.world.size > 1) {
 		x.receive(epoch);
-		if (lane == 0)
-			x.hear(warp, warps);
+		if (warp == (warps - 1) / 2)
+			hear(a, lane, 32);
 	}
 }
 
@@ -107,6 +107,8 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 			in.grant(lane, 32);
 		if (staged && receives)
 			recv_watch(a, r, epoch, b, lane).run(in);
+		else if (blockIdx.x == 0)
+			hear(a, lane, 32);
 	} else if (!receives) {
 		if (warp < send_warps + 2 + tellers)
 			teller(a, r, epoch, b, lane, warp - send_warps - 2).run();
@@ -125,8 +127,6 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		x.warps = warps;
 		x.receive(epoch);
 	}
-	if (blockIdx.x == 0 && threadIdx.x / 32 == send_warps)
-		x.hear(lane, 32);
 }
 
 // What stays on this rank, beside copies by the copy engines.

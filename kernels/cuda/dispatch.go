@@ -33,9 +33,12 @@ const (
 
 	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Beside a pass over this rank's memory, which has the others, rows cross with
 	// more: on 2 H200, sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256.
+	// More than 32 send rows as they are no faster: 24, 32, 64 and 132 take 97.8, 98.2, 99.3 and 105 us for 30 MB; they only share out many tokens.
 	moeBlocks           = 24
 	moeFewBlocks        = 64
 	moeSendBesideBlocks = 32
+	moeSendMostBlocks   = 32
+	moeSendMostTokens   = 16 << 10
 	moeReadBesideBlocks = 40
 
 	// What all blocks together offer to one peer, in bytes a nanosecond, and ask of one. On 2 H200 with 24 blocks 365 was fastest for rows of 14 KiB, 352 for rows of 7,
@@ -327,8 +330,11 @@ func (l *moeCall) send(rowBytes int64, quantises bool) error {
 		return nil
 	}
 	f, blocks, part, movers := l.k.rows, l.crossing(), rowBytes, int64(4)
-	if quantises {
+	switch {
+	case quantises:
 		f, movers = l.k.rowsFloat8[numberKind(m.TokenType)], 14
+	case l.c.Tokens <= moeSendMostTokens:
+		blocks = min(blocks, moeSendMostBlocks)
 	}
 	if part > moePart && (!quantises || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) {
 		n := (part + moePart - 1) / moePart

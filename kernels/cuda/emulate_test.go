@@ -129,7 +129,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"bool past = x.a > seq(epoch, 0);", "bool past = false;",
 		},
 		"the sender of a packet does not hear that another length was expected": {
-			"heed(a, r[i].to);", ";",
+			"heed(a, p);", ";",
 		},
 		"a sender whose receiver has given its message up does not hear why": {
 			"heed(a, peer);\n", ";\n",

@@ -732,6 +732,17 @@ func TestF3_RanksThatDisagreeOnASizeLearnBothValues(t *testing.T) {
 				}
 				require.NoError(t, k.p.Fault(), "it is told once")
 			}
+			w.launch(c) // the sender of a packet hears in it
+			for _, k := range w.ranks {
+				require.NoError(t, k.ctx.SynchronizeStream(k.s))
+			}
+			if p.sent <= testChannels.PacketBytes {
+				require.ErrorAs(t, w.ranks[0].p.Fault(), &m, "%+v", p)
+				require.Equal(t, kernels.CountMismatchError{Src: 0, Dst: 1, Sent: uint64(p.sent), Expected: uint64(p.expected), Epoch: 1}, *m)
+			}
+			for _, k := range w.ranks {
+				require.NoError(t, k.p.Fault(), "it is told once")
+			}
 			w.prepare(c)
 			w.launch(c)
 			w.sync()

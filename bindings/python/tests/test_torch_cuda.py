@@ -877,9 +877,10 @@ def as_backend_several(rank, size):
     assert y.tolist() == [10 * p + rank for p in range(size)]
     got, given = torch.zeros(5, device=CUDA), torch.full((5,), float(rank), device=CUDA)
     after, before = (rank + 1) % size, (rank - 1) % size
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, given, after), dist.P2POp(dist.irecv, got, before)])
-    for work in works:
-        work.wait()
+    with manager(device=torch.device(CUDA, torch.cuda.current_device()), async_ops=True) as cm:
+        dist.isend(given, after)
+        dist.irecv(got, before)
+    cm.wait()
     assert got.tolist() == [before] * 5
 
 

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
 	x.announce(epoch, threadIdx.x, SW_COPY_THREADS, true);
 	x.send(epoch);
-	x.hear(threadIdx.x, SW_COPY_THREADS);
+	hear(a, threadIdx.x, SW_COPY_THREADS);
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += SW_COPY_THREADS) {
 		u32 p = r[i].to;

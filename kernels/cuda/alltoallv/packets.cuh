@@ -77,6 +77,17 @@ __device__ __noinline__ void heed(const sw_exchange_args &a, u32 peer)
 	give_up(a.world, SW_FAULT_MISMATCH, peer, sent.a, true, sent.b, expected.b);
 }
 
+// What the ranks first, first+step, ... have said of packets of an earlier call. For threads that have nothing urgent to do.
+__device__ __noinline__ void hear(const sw_exchange_args &a, u32 first, u32 step)
+{
+#pragma unroll 1
+	for (u32 p = first; p < a.world.size; p += step) {
+		pair64 told = load16_relaxed_sys(complaint(a, a.world.rank, p));
+		if (told.a != 0 && told.b <= static_cast<u64>(a.packet_bytes))
+			heed(a, p);
+	}
+}
+
 // For the sender of a large message whose receiver is in a later call: it has given the message up.
 __device__ __noinline__ void hear_why(const sw_exchange_args &a, u32 peer, u64 epoch)
 {
@@ -190,10 +201,9 @@ template <typename Steps> struct packets {
 	u32 warp, warps, lane;
 	quad first; // what the warp sends first
 	bool loaded;
-	pair64 told; // what the first peer that the thread has announced a message to has said of an earlier call
 
 	__device__ __forceinline__ packets(const sw_exchange_args &a, Steps r, u32 warp, u32 warps, u32 lane)
-	    : a(a), r(r), warp(warp), warps(warps), lane(lane), loaded(false), told{0, 0}
+	    : a(a), r(r), warp(warp), warps(warps), lane(lane), loaded(false)
 	{
 	}
 
@@ -233,27 +243,14 @@ template <typename Steps> struct packets {
 			first.load(x.src, x.left);
 	}
 
-	// The headers of the steps first, first+step, ..., behind which comes hear() with the same numbers. by_copy says that copy engines write
-	// large messages, also to a rank that has refused its splits.
+	// The headers of the steps first, first+step, ... by_copy says that copy engines write large messages, also to a rank that has refused
+	// its splits.
 	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step, bool by_copy = false)
 	{
 		u32 flag = packet_flag(epoch);
 #pragma unroll 1
 		for (u32 i = first; i < a.world.size - 1; i += step)
 			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32 | by_copy);
-		if (first < a.world.size - 1)
-			told = load16_relaxed_sys(complaint(a, a.world.rank, r[first].to));
-	}
-
-	// At the end of a call: what peers have said of packets of an earlier one.
-	__device__ __forceinline__ void hear(u32 first, u32 step) const
-	{
-#pragma unroll 1
-		for (u32 i = first; i < a.world.size - 1; i += step) {
-			pair64 x = i == first ? told : load16_relaxed_sys(complaint(a, a.world.rank, r[i].to));
-			if (x.a != 0 && x.b <= static_cast<u64>(a.packet_bytes))
-				heed(a, r[i].to);
-		}
 	}
 
 	__device__ __forceinline__ void send(u64 epoch)
