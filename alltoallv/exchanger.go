@@ -89,8 +89,8 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 // peer that does not come within Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Exchanger can
 // then only be closed. So can one whose peer waits in a call that this rank has not made, which is comm.ErrMismatch: after 2 seconds
 // for a call of this kind, after half of the timeout for one of the control plane, such as Group.Barrier. A *kernels.SplitsError, about Splits.Live of any rank, is an error of this call alone. So is
-// a *kernels.CountMismatchError: of this one, or of the one
-// before, as its Epoch says, for a rank whose small message was not what its receiver expected; this call is then complete. On a
+// a *kernels.CountMismatchError: of this one, or of an earlier one, as its Epoch says, for a rank whose small message was not what its
+// receiver expected. That is the call before, but on a CUDA stream it can be the one before that; this call is then complete. On a
 // host stream these are errors of the stream; on a CUDA stream the next call returns them, and Fault does.
 func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) error {
 	x.c.Lock()

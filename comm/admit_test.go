@@ -107,6 +107,33 @@ func TestF2_AdmitWithoutNewcomers(t *testing.T) {
 	})
 }
 
+// Rank 0 of an Admit that has failed can still be at the address when the next one begins.
+func TestF2_AdmitBehindOneThatLingers(t *testing.T) {
+	addr := freeAddr(t)
+	config := func(rank int, gid uint64, timeout time.Duration) Config {
+		return Config{Rank: rank, Size: 3, Addr: addr, JoinTimeout: timeout, members: 2, gid: gid}
+	}
+	_, err := join(testContext(t), config(0, 1, 50*time.Millisecond))
+	require.ErrorIs(t, err, ErrTimeout) // and it waits for ranks that have not heard of that
+	var wg sync.WaitGroup
+	errs := make([]error, 3)
+	start := func(i int, cfg Config) {
+		wg.Go(func() {
+			g, err := join(testContext(t), cfg)
+			if err == nil {
+				err = errors.Join(g.Barrier(testContext(t)), g.Close())
+			}
+			errs[i] = err
+		})
+	}
+	start(1, config(1, 2, 10*time.Second))
+	time.Sleep(100 * time.Millisecond) // it finds the one that lingers
+	start(2, Config{Addr: addr, JoinTimeout: 10 * time.Second, Late: true})
+	start(0, config(0, 2, 10*time.Second))
+	wg.Wait()
+	requireAll(t, errs)
+}
+
 func TestF3_AdmitArguments(t *testing.T) {
 	eachWorld(t, 2, func(t *testing.T, gs []*Group) {
 		addr := freeAddr(t)

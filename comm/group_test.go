@@ -117,9 +117,7 @@ func onEach(gs []*Group, f func(g *Group) error) []error {
 
 func requireAll(t *testing.T, errs []error) {
 	t.Helper()
-	for _, err := range errs {
-		require.NoError(t, err)
-	}
+	require.NoError(t, errors.Join(errs...))
 }
 
 // requirePeer checks that err blames that rank for that condition.

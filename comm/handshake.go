@@ -215,10 +215,10 @@ func (e *errRejected) Error() string { return ErrMismatch.Error() + ": " + e.tex
 func (e *errRejected) Unwrap() error { return ErrMismatch }
 
 // errRefused means that this side has refused the other. proven says that the
-// other side is no stranger, as far as can be told.
+// other side is no stranger, as far as can be told, group that it is a rank of another group.
 type errRefused struct {
-	text   string
-	proven bool
+	text          string
+	proven, group bool
 }
 
 func (e *errRefused) Error() string { return ErrMismatch.Error() + ": " + e.text }
@@ -482,7 +482,7 @@ func (s *session) examine(version uint16, me card) (card, error) {
 	case late && c.name != me.name:
 		return c, &errRefused{text: fmt.Sprintf("name: the group is %q, a newcomer asks for %q", s.ofHost(me, c).name, s.ofHost(c, me).name)}
 	case !late && c.gid != me.gid && me.purpose == toRendezvous:
-		return c, &errRefused{text: "group: it is not a rank of the group that meets here"}
+		return c, &errRefused{group: true, text: "group: it is not a rank of the group that meets here"}
 	case !late && c.size != me.size:
 		return c, refuse(c, "size", "%d", me.size, c.size)
 	case !late && (c.rank < 0 || c.rank >= c.size):

@@ -751,7 +751,9 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 		if errors.As(err, &final) {
 			return nil, final.err
 		}
-		if errors.Is(err, ErrMismatch) {
+		var refused *errRefused
+		before := m.cfg.members > 0 && errors.As(err, &refused) && refused.group // rank 0's former self, of an Admit before: it goes
+		if errors.Is(err, ErrMismatch) && !before {
 			return nil, err
 		}
 		if ctx.Err() == nil {

@@ -107,8 +107,8 @@ type Options struct {
 	// CombineDType is the type of the rows and results of Combine and both backward calls: Float32, BFloat16 or Float16. Zero
 	// means DType, or BFloat16 where that is Float8E4M3.
 	CombineDType kernels.DType
-	// Float8Combine lets partial sums cross as Float8E4M3 with a float32 scale for each 128 elements. On GPUs that has run in the emulation
-	// of the kernels only, never on hardware, and rows of token-major layouts are then copied to staging wherever they lie.
+	// Float8Combine lets partial sums cross as Float8E4M3 with a float32 scale for each 128 elements. On GPUs rows of token-major layouts
+	// are then copied to staging wherever they lie.
 	Float8Combine bool
 
 	// Layout of the output.
