@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 			in.grant(lane, 32);
 		if (staged && receives)
 			recv_watch(a, r, epoch, b, lane).run(in);
-		else if (blockIdx.x == 0)
+		if (blockIdx.x == 0)
 			hear(a, lane, 32);
 	} else if (!receives) {
 		if (warp < send_warps + 2 + tellers)
