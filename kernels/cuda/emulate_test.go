@@ -137,9 +137,6 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"a rank that refuses its splits goes on before its peers have come": {
 			"\tawait_peers(s, a, epoch);", "",
 		},
-		"a rank that refuses its splits goes on before copies to it have ended": {
-			"(!copied || load", "(true || load",
-		},
 		"who waits for a credit is not told of refused splits": {
 			"store16_relaxed_sys(credit + 16, seq(epoch, 0), refused);", "",
 		},
