@@ -19,7 +19,7 @@ const (
 // Drain runs wait, which returns when all launches of a port have run, on behalf of an engine. Once ctx has ended stop is to make those that
 // wait for peers give up. Drain returns soon after: with the context's error where they have, with ErrRunning too where something else holds
 // them up.
-func Drain(ctx context.Context, wait, stop func() error) error {
+func Drain(ctx context.Context, wait func() error, stop func()) error {
 	if ctx.Done() == nil {
 		return wait()
 	}
@@ -35,11 +35,11 @@ func Drain(ctx context.Context, wait, stop func() error) error {
 		return err
 	case <-time.After(drainGrace):
 	}
-	err := stop()
+	stop()
 	select {
 	case werr := <-done:
-		return errors.Join(fmt.Errorf("kernels: launches that ran were told to give up: %w", context.Cause(ctx)), err, werr)
+		return errors.Join(fmt.Errorf("kernels: launches that ran were told to give up: %w", context.Cause(ctx)), werr)
 	case <-time.After(stopGrace):
-		return errors.Join(fmt.Errorf("%w: %w", ErrRunning, context.Cause(ctx)), err)
+		return fmt.Errorf("%w: %w", ErrRunning, context.Cause(ctx))
 	}
 }

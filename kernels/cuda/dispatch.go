@@ -33,7 +33,8 @@ const (
 
 	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Beside a pass over this rank's memory, which has the others, rows cross with
 	// more: on 2 H200, sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256.
-	// More than 32 send rows as they are no faster: 24, 32, 64 and 132 take 97.8, 98.2, 99.3 and 105 us for 30 MB; they only share out many tokens.
+	// Rows that are sent as they are do not cross faster with more than 32, whatever the caller allows: 24, 32, 64 and 132 take 97.8, 98.2, 99.3 and 105 us for 30 MB. With
+	// more tokens than moeSendMostTokens all that are allowed send, since a block's table of its tokens has to fit its shared memory.
 	moeBlocks           = 24
 	moeFewBlocks        = 64
 	moeSendBesideBlocks = 32

@@ -184,7 +184,7 @@ func (p *port) clear() (hit []int, err error) {
 
 // Drain waits for the device: calls that were captured have no last stream.
 func (p *port) Drain(ctx context.Context, _ device.Stream) error {
-	return kernels.Drain(ctx, p.e.ctx.Synchronize, func() error { p.stop(); return nil })
+	return kernels.Drain(ctx, p.e.ctx.Synchronize, p.stop)
 }
 
 // stop makes kernels that wait return, and those that come after them as soon as they wait, or at once after a fault. No call of the driver

@@ -127,9 +127,8 @@ func (*port) Fault() error { return nil }
 
 // Drain waits for the last stream.
 func (p *port) Drain(ctx context.Context, last device.Stream) error {
-	return kernels.Drain(ctx, func() error { return device.Follow(nil, last) }, func() error {
+	return kernels.Drain(ctx, func() error { return device.Follow(nil, last) }, func() {
 		p.leaving.Store(true) // a wait looks at it once in sleepFor
-		return nil
 	})
 }
 
