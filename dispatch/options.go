@@ -127,8 +127,9 @@ type Options struct {
 	// Handles is how many can be alive at a time, each with an output of its own; default 4. Training needs as many as
 	// it has MoE layers, inference one or two.
 	Handles int
-	// LowLatency takes kernels for few tokens on GPUs. They serve MaxTokens to 256, at most 1024 experts with their copies, all layouts but
-	// TokenMajor, and where rows are quantised a float32 scale for each 128 elements. Elsewhere it changes nothing.
+	// LowLatency takes kernels for few tokens on GPUs, one each way. They serve MaxTokens to 256, at most 1024 experts with their copies (of
+	// expert-major layouts as many as have room beside the tokens' choices: 928 with 256 tokens and TopK 8), all layouts but TokenMajor, and
+	// where rows are quantised a float32 scale for each 128 elements. Elsewhere it changes nothing.
 	LowLatency bool
 	// Sources gives handles Sources. RowWeights gives them Weights, which token-major layouts always have.
 	Sources, RowWeights bool

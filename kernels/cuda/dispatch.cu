@@ -1,11 +1,11 @@
 // MoE dispatch and combine: the kernels. Rows cross by token: a token once to a rank, however many of its experts are there. Where the caller wants them by expert, passes over
-// a rank's own memory come behind a dispatch and before a combine. Their parts are in dispatch/, one idea a file:
+// a rank's own memory come behind a dispatch and before a combine. Few tokens take one kernel each way. Their parts are in dispatch/, one idea a file:
 //
 //	numbers   rows of numbers: sums, rounding, float8 with scales
 //	signals   what ranks tell each other about a call
 //	routing   where tokens go
 //	rows      many tokens on their way to ranks
-//	few       few tokens
+//	few       few tokens, both ways
 //	sums      rows on their way back
 //	experts   between rows by token and rows by expert
 //
@@ -627,181 +627,166 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 	release_stream();
 }
 
-template <typename Float8, bool quantises> __device__ __forceinline__ void send_few(const sw_moe_args &a, few_board &b, u32 *sum, unsigned short *slots)
+// A dispatch of few tokens, or one of its halves.
+template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b, u64 *memory)
 {
-	u32 n = a.world.size, lane = threadIdx.x & 31;
-	bool cached = (a.mode & SW_MOE_CACHED) != 0, beside = (a.mode & SW_MOE_BESIDE) != 0;
-	u32 workers = gridDim.x > 1 && !cached ? gridDim.x - 1 : gridDim.x; // the last block counts choices, beside the others
-	few_tasks tasks(a.tokens, a.row_bytes, workers);
-	few_sender f{a, b, slots, lane, n};
-	if (!cached)
-		placement::fill(a, b.near);
-	f.clear(cached);
-	if (threadIdx.x == 0)
-		b.bad = 0;
-	if (blockIdx.x == gridDim.x - 1)
-#pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.slots; i += blockDim.x)
-			b.tally[i] = 0;
+	bool sends = (a.mode & SW_MOE_SEND) != 0, cached = (a.mode & SW_MOE_CACHED) != 0;
+	u32 lane = threadIdx.x & 31, n = a.world.size, parts = Wire::parts(a.row_bytes), count = sends ? a.tokens * parts : 0;
+	few_sender f(a, b, memory);
+	few_tasks tasks(0, gridDim.x > 1 && !cached ? gridDim.x - 1 : gridDim.x);
+	if (sends)
+		f.clear();
 	__syncthreads();
 	await_stream();
 	call_number number;
 	number.load(a.world);
-	u32 peer = blockDim.x - 1 - threadIdx.x; // the last threads look after peers
-	begun seen;
-	if (peer < n)
-		seen.load(a, peer);
-	few_row row;
-	if (tasks.warp < tasks.count)
-		row.load(a.x + static_cast<u64>(tasks.warp / tasks.parts) * a.row_bytes, a.row_bytes, tasks.warp % tasks.parts, lane);
-	f.look(cached);
+	u32 even = *next_wiped(a, 0), odd = *next_wiped(a, 1);
+	few_vectors<Wire::vectors> row;
+	u64 ranks = 0;
+	if (tasks.first < count) {
+		row.load(a.x + static_cast<u64>(tasks.first / parts) * a.row_bytes, a.row_bytes, tasks.first % parts, lane);
+		ranks = f.ranks(tasks.first / parts);
+	}
+	if (sends && f.tells())
+		f.look();
 	u64 epoch = number.epoch();
-	bool good = epoch != 0;
-	if (beside) { // for experts_take, which counts the call
-		__syncthreads();
-		release_stream();
-	}
-	if (good && peer < n) {
-		if (blockIdx.x == 0)
-			tell_begin(a, peer, epoch, gridDim.x);
-		good = peer == a.world.rank || await_room(a, peer, epoch, seen);
-	}
-	if (__syncthreads_or(!good))
+	if (__syncthreads_or(epoch == 0))
 		return;
-	if (threadIdx.x == 0 && b.bad != 0 && blockIdx.x == 0)
-		complain(a, a.world.rank, b.bad, epoch);
-	begin_landing(a, epoch);
-	Float8 q;
+	epoch -= sends ? 0 : 1;
+	if (sends) {
+		if (threadIdx.x == blockDim.x - 1)
+			number.advance(a.world);
+		begin_landing(a, epoch);
+		if (blockIdx.x == 0 && threadIdx.x < n)
+			tell_begin(a, threadIdx.x, epoch, 1);
+		if (f.tells())
+			f.tell(epoch);
+	}
+	u32 flag = Wire::flag(epoch);
 #pragma unroll 1
-	for (u32 task = tasks.warp; task != ~0u && task < tasks.count + a.tokens; task += tasks.warps) {
-		if (task >= tasks.count) {
-			f.write_beside(task - tasks.count, cached, !quantises && a.scale_words != 0);
-			continue;
-		}
-		u32 t = task / tasks.parts, part = task - t * tasks.parts;
-		if (task != tasks.warp)
+	for (u32 task = tasks.first; task < count; task += tasks.step) {
+		u32 t = task / parts, part = task - t * parts;
+		if (task != tasks.first) {
 			row.load(a.x + static_cast<u64>(t) * a.row_bytes, a.row_bytes, part, lane);
-		if constexpr (quantises)
-			q.make(row, (a.mode & SW_MOE_EXPONENTS) != 0);
-#pragma unroll 1
-		for (u32 d = 0; d < n; d++) {
-			int to = f.row(t, d);
-			if (to < 0)
-				continue;
-			u64 there = segment(a.world, d);
-			if constexpr (quantises)
-				q.store(a, f, there, to, part, lane);
-			else
-				row.store(there + a.to_rows + static_cast<u64>(to) * a.wire_bytes, a.row_bytes, part, lane);
+			ranks = f.ranks(t);
 		}
+		Wire x;
+		x.make(row, lane, (a.mode & SW_MOE_EXPONENTS) != 0);
+#pragma unroll 1
+		for (u64 left = ranks; left != 0; left &= left - 1)
+			x.put(row_place(a, __ffsll(left) - 1, a.world.rank, t, epoch), part, Wire::used(a.row_bytes, part, lane), lane, flag);
+		if (part == 0 && !Wire::scaled && a.scale_words != 0)
+			send_scales(a, t, ranks, epoch, lane);
 	}
-	if (!cached && blockIdx.x == gridDim.x - 1)
-		f.tell_counts(epoch);
+	release_stream();
+	if ((a.mode & SW_MOE_RECEIVE) == 0)
+		return;
+	taker t(a, b.take, reinterpret_cast<u8 *>(memory), epoch);
 	__syncthreads();
-	if (threadIdx.x < n) {
-		u64 word = b.bad != 0 ? b.bad : done(blockIdx.x == 0 ? f.before(a.tokens, threadIdx.x) : 0, 0, true);
-		fence_acq_rel_sys();
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, word);
+	wait w;
+	w.epoch = epoch;
+	few_receiver<Wire, by_expert> in(a, t, w, epoch, (epoch & 1) == 0 ? even : odd);
+	u64 word, place;
+	if (blockIdx.x == (gridDim.x > 2 ? 1 : 0) && threadIdx.x >= blockDim.x - 32) { // a warp looks for ranks that make another call, which tell nothing else
+#pragma unroll 1
+		for (u32 p = lane; p < n; p += 32)
+			if (!await_begin(a, p, epoch, word, place))
+				end_waits(a, epoch);
+		if (cached)
+			in.wipe_cached();
 	}
-	if (!beside && threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
-	if (threadIdx.x < n && blockIdx.x == 0 && a.counters != 0)
-		atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
-			  static_cast<unsigned long long>(f.before(a.tokens, threadIdx.x)) * (a.wire_bytes + 4 * a.scale_words));
-	if (!beside)
-		release_stream();
-	if ((a.mode & SW_MOE_RECEIVE) != 0 && blockIdx.x == 0)
-		rows_receiver{a, sum, epoch}.finish(cached);
+	if constexpr (by_expert)
+		if (!t.prepare())
+			return;
+	if (blockIdx.x == 0) {
+		rows_receiver counts{a, b.take.sum, epoch};
+		bool good = true;
+		if (threadIdx.x < n) {
+			good = await_done(a, threadIdx.x, 0, epoch, word);
+			if (good && is_bad(word))
+				complain(a, threadIdx.x, word, epoch), good = false;
+			b.take.sum[threadIdx.x] = rows_of(word);
+			if (!good)
+				end_waits(a, epoch);
+		} else if (threadIdx.x >= SW_MAX_RANKS && !by_expert && !cached) {
+			good = counts.tell_counts(threadIdx.x - SW_MAX_RANKS, blockDim.x - SW_MAX_RANKS);
+		}
+		if (__syncthreads_or(!good))
+			return;
+		if (!cached && !by_expert)
+			counts.tell_ranks();
+		if (!cached && by_expert && threadIdx.x < n)
+			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.take.sum[threadIdx.x];
+		if (threadIdx.x == 0)
+			wiped_all(a, in.wiped, epoch);
+	}
+	in.run(cached);
 }
 
-template <kind type, bool float8> __device__ __forceinline__ void combine_few(const sw_moe_args &a, combine_board &b)
+// A combine of few tokens, or one of its halves.
+template <kind type, bool float8, bool by_expert> __device__ __forceinline__ void few_combine(const sw_moe_args &a)
 {
 	u32 lane = threadIdx.x & 31, n = a.world.size;
-	few_tasks tasks(a.tokens, a.row_bytes, gridDim.x);
-	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
+	bool sends = (a.mode & SW_MOE_SEND) != 0;
+	wait w;
+	few_combiner<type, float8, by_expert> c(a, w);
+	few_tasks tasks(0, gridDim.x);
+	await_stream();
+	call_number number;
+	number.load(a.world);
+	u32 even = *next_wiped(a, 0), odd = *next_wiped(a, 1);
+	typename few_combiner<type, float8, by_expert>::errand first;
+	if (sends && tasks.first < c.errands())
+		c.look(tasks.first, first);
+	u64 epoch = number.epoch();
+	if (__syncthreads_or(epoch == 0))
+		return;
+	if (sends && threadIdx.x == blockDim.x - 1)
+		number.advance(a.world);
+	epoch -= sends ? 0 : 1;
+	c.begin(epoch);
+	u32 peer = threadIdx.x;
+	if (sends && blockIdx.x == 0 && peer < n && peer != a.world.rank) {
+		tell_begin(a, peer, epoch, 0);
+		store16_relaxed_sys(done_word(a, peer, a.world.rank, 0, epoch), epoch, done(0, 0, true)); // none of its blocks reads rows of peers
+	}
+	if (sends)
+		c.send(first);
+	release_stream();
+	if ((a.mode & SW_MOE_RECEIVE) == 0)
+		return;
+	if (blockIdx.x == 0 && threadIdx.x < 32)
+#pragma unroll 1
+		for (u32 p = lane; p < n; p += 32) {
+			u64 word, place;
+			if (p != a.world.rank && !await_begin(a, p, epoch, word, place))
+				end_waits(a, epoch);
+		}
+	c.receive((epoch & 1) == 0 ? even : odd);
+}
+
+// The weights that lie beside rows go back to their tokens.
+__device__ __forceinline__ void combine_beside(const sw_moe_args &a, combine_board &b)
+{
 	if (threadIdx.x == 0)
 		b.makes = 0;
 	__syncthreads();
-	if (!beside)
-		await_stream();
-	bool begins = (a.mode & SW_MOE_SEND) != 0;
+	await_stream();
 	call_number number;
 	number.load(a.world);
-	const int *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
-	int row = lane < n && tasks.warp < tasks.count ? places[static_cast<u64>(tasks.warp / tasks.parts) * n + lane] : -1; // of the first task
 	u64 epoch = number.epoch();
-	if (__any_sync(~0u, epoch == 0))
-		epoch = 0;
-	epoch -= epoch != 0 && !begins ? 1 : 0;
-	if (epoch != 0 && begins && blockIdx.x == 0 && threadIdx.x < n && threadIdx.x != a.world.rank)
-		tell_begin(a, threadIdx.x, epoch, gridDim.x);
-	bool stop = __syncthreads_or(epoch == 0) || !await_ranks(a, b, epoch);
-	if (begins && epoch != 0 && threadIdx.x == blockDim.x - 1)
-		number.advance(a.world); // also where peers make another call
-	if (stop)
+	if (__syncthreads_or(epoch == 0))
 		return;
-	int seen = -1; // the window that is made
+	if (threadIdx.x == blockDim.x - 1)
+		number.advance(a.world);
+	if (blockIdx.x == 0 && threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
+		tell_begin(a, threadIdx.x, epoch, gridDim.x);
+	if (!await_ranks(a, b, epoch))
+		return;
 #pragma unroll 1
-	for (u32 task = tasks.warp; task < tasks.count; task += tasks.warps) {
-		u32 t = task / tasks.parts, part = task - t * tasks.parts;
-		if (task != tasks.warp)
-			row = lane < n ? places[static_cast<u64>(t) * n + lane] : -1;
-		bool good = true;
-#pragma unroll 1
-		for (u32 d = lane; d < n && good; d += 32) {
-			int r = d == lane ? row : places[static_cast<u64>(t) * n + d];
-			if (r >= 0 && (b.makes >> d & 1) != 0)
-				good = await_made(a, d, r, epoch, seen);
-		}
-		if (__any_sync(~0u, !good))
-			break;
-		sum<type> s[few_vectors];
-		std::conditional_t<float8, few_float8_sum<type>, few_row> one, other;
-		auto add = [&](u32 i, const auto &from) {
-			if constexpr (float8)
-				s[i].add_scaled(from.v[i], from.scale[i]);
-			else
-				s[i].add(from.v[i]);
-		};
-#pragma unroll 1
-		for (u32 d = 0; d < n; d += 2) { // two ranks' rows are on their way together
-			int first = d < 32 ? __shfl_sync(~0u, row, d) : places[static_cast<u64>(t) * n + d];
-			int second = d + 1 == n ? -1 : d + 1 < 32 ? __shfl_sync(~0u, row, (d + 1) & 31) : places[static_cast<u64>(t) * n + d + 1];
-			if (first >= 0)
-				one.load(b.base[d] + static_cast<u64>(first) * sum_bytes<float8>(a), a.row_bytes, part, lane);
-			if (second >= 0)
-				other.load(b.base[d + 1] + static_cast<u64>(second) * sum_bytes<float8>(a), a.row_bytes, part, lane);
-#pragma unroll
-			for (u32 i = 0; i < few_vectors; i++) {
-				if (first >= 0)
-					add(i, one);
-				if (second >= 0)
-					add(i, other);
-			}
-		}
-		auto finish = [&](few_row &y) {
-#pragma unroll
-			for (u32 i = 0; i < few_vectors; i++) {
-				u32 at = (part * few_vectors + i) * 512 + lane * 16;
-				if (at < a.row_bytes) {
-					s[i].add_biases(a, static_cast<u64>(t) * a.row_bytes + at);
-					y.v[i] = s[i].value();
-				}
-			}
-			y.store(a.y + static_cast<u64>(t) * a.row_bytes, a.row_bytes, part, lane);
-		};
-		if constexpr (float8) {
-			few_row y;
-			finish(y);
-		} else {
-			finish(one);
-		}
-		if (part == 0 && a.sum_weights != 0)
-			sum_weights(a, t, lane);
-	}
+	for (u32 t = threadIdx.x / 32 * gridDim.x + blockIdx.x; t < a.tokens && a.sum_weights != 0; t += blockDim.x / 32 * gridDim.x)
+		sum_weights(a, t, threadIdx.x & 31);
 	release_stream();
-	if (beside)
-		await_stream();
 	tell_read(a, epoch);
 	if ((a.mode & SW_MOE_KEEP) == 0)
 		await_read(a, epoch);
@@ -823,19 +808,24 @@ SW_DISPATCH_ROWS(dispatch_rows_f32, to_float8<kind::f32>)
 SW_DISPATCH_ROWS(dispatch_rows_bf16, to_float8<kind::bf16>)
 SW_DISPATCH_ROWS(dispatch_rows_f16, to_float8<kind::f16>)
 
-#define SW_DISPATCH_FEW(name, float8, quantises)                                                                                                                                  \
+// One kernel for rows by token, and one for rows by expert, so that neither has code of the other on its way.
+#define SW_DISPATCH_FEW(name, wire, by_expert)                                                                                                                                    \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) name(const __grid_constant__ sw_moe_args a)                                                             \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
-		SW_DYNAMIC_SHARED(slots);                                                                                                                                          \
-		SW_SHARED(few_sending, b);                                                                                                                                         \
-		send_few<float8, quantises>(a, b.board, b.in.sum, reinterpret_cast<unsigned short *>(slots));                                                                      \
+		SW_DYNAMIC_LINES(memory);                                                                                                                                         \
+		SW_SHARED(few_board, b);                                                                                                                                           \
+		few_dispatch<wire, by_expert>(a, b, memory);                                                                                                                       \
 	}
 
-SW_DISPATCH_FEW(dispatch_few, few_float8<kind::f32>, false)
-SW_DISPATCH_FEW(dispatch_few_f32, few_float8<kind::f32>, true)
-SW_DISPATCH_FEW(dispatch_few_bf16, few_float8<kind::bf16>, true)
-SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, true)
+SW_DISPATCH_FEW(dispatch_few, few_dense, false)
+SW_DISPATCH_FEW(dispatch_few_f32, few_float8<kind::f32>, false)
+SW_DISPATCH_FEW(dispatch_few_bf16, few_float8<kind::bf16>, false)
+SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, false)
+SW_DISPATCH_FEW(dispatch_few_by_expert, few_dense, true)
+SW_DISPATCH_FEW(dispatch_few_by_expert_f32, few_float8<kind::f32>, true)
+SW_DISPATCH_FEW(dispatch_few_by_expert_bf16, few_float8<kind::bf16>, true)
+SW_DISPATCH_FEW(dispatch_few_by_expert_f16, few_float8<kind::f16>, true)
 
 // Float8: partial sums cross as float8.
 #define SW_COMBINE(suffix, type, float8)                                                                                                                                          \
@@ -846,11 +836,15 @@ SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, true)
 		SW_SHARED(combine_board, b);                                                                                                                                       \
 		combine_rows<type, float8>(a, b, reinterpret_cast<u8 *>(memory));                                                                                                         \
 	}                                                                                                                                                                          \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) combine_few_##suffix(const __grid_constant__ sw_moe_args a)                                             \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) combine_few_##suffix(const __grid_constant__ sw_moe_args a)                                         \
 	{                                                                                                                                                                          \
 		using namespace sw;                                                                                                                                                \
-		SW_SHARED(combine_board, b);                                                                                                                                       \
-		combine_few<type, float8>(a, b);                                                                                                                                   \
+		few_combine<type, float8, false>(a);                                                                                                                               \
+	}                                                                                                                                                                          \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) combine_few_by_expert_##suffix(const __grid_constant__ sw_moe_args a)                               \
+	{                                                                                                                                                                          \
+		using namespace sw;                                                                                                                                                \
+		few_combine<type, float8, true>(a);                                                                                                                                \
 	}                                                                                                                                                                          \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_PASS_THREADS, 1) experts_sum_##suffix(const __grid_constant__ sw_moe_args a)                                               \
 	{                                                                                                                                                                          \
@@ -895,6 +889,13 @@ extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(cons
 		number.advance(a.world);
 }
 
+extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) combine_weights(const __grid_constant__ sw_moe_args a)
+{
+	using namespace sw;
+	SW_SHARED(combine_board, b);
+	combine_beside(a, b);
+}
+
 // The second half of a token-major dispatch by itself. One block.
 extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) dispatch_receive(const __grid_constant__ sw_moe_args a)
 {
@@ -928,19 +929,10 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 	if (good && beside && threadIdx.x == blockDim.x - 1)
 		number.advance(a.world);
 	taker t(a, b, reinterpret_cast<u8 *>(memory), epoch);
-	good = good && t.prepare();
-	bool parted = (a.mode & SW_MOE_PARTED) != 0;
-	if (good && !parted)
-		good = t.copy_as_they_come();
-	if (!__syncthreads_or(!good) && (parted || blockIdx.x == 0)) {
+	good = good && t.prepare() && t.copy_as_they_come();
+	if (!__syncthreads_or(!good) && blockIdx.x == 0) {
 		good = !__syncthreads_or(!rows_receiver{a, b.sum, epoch}.await(threadIdx.x, blockDim.x));
-		if (good && parted) {
-			if (threadIdx.x == 0)
-				b.staged.make(a, b.sum);
-			__syncthreads();
-			t.copy_all();
-		}
-		if (good && blockIdx.x == 0 && threadIdx.x < t.n && !t.cached)
+		if (good && threadIdx.x < t.n && !t.cached)
 			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.sum[threadIdx.x];
 	}
 	bulk_await();

@@ -10,15 +10,25 @@ import (
 
 // dispatchKernels are the kernels of MoE dispatch. Those by number type are indexed by it.
 type dispatchKernels struct {
-	rows, few, receive, begin, take cuda.Function
-	rowsFloat8, fewFloat8, spread   [3]cuda.Function
-	sums, sumsFloat8                [3]sumKernels // float8: in which partial sums cross as that
-	blocks                          int           // of any of them that run at once
-	shared                          int           // dynamic shared memory that a block can have
+	rows, receive, begin, take, weights cuda.Function
+	rowsFloat8, spread                  [3]cuda.Function
+	few                                 [2]fewKernels // for rows by token and by expert
+	sums, sumsFloat8                    [3]sumKernels // float8: in which partial sums cross as that
+	blocks                              int           // of any of them that run at once
+	shared                              int           // dynamic shared memory that a block can have
 }
 
-// sumKernels are those of a combine: the pass that makes partial sums, and those that sum them.
-type sumKernels struct{ partials, rows, few cuda.Function }
+// fewKernels are those of a dispatch of few tokens: of rows as they are, and of those that it makes float8.
+type fewKernels struct {
+	plain  cuda.Function
+	float8 [3]cuda.Function
+}
+
+// sumKernels are those of a combine: the pass that makes partial sums, and those that sum them, or make and sum those of few tokens by token and by expert.
+type sumKernels struct {
+	partials, rows cuda.Function
+	few            [2]cuda.Function
+}
 
 // dispatches are the launches of one dispatcher. It is a family.
 type dispatches struct {
@@ -36,7 +46,8 @@ const (
 	// Rows that are sent as they are do not cross faster with more than 32, whatever the caller allows: 24, 32, 64 and 132 take 97.8, 98.2, 99.3 and 105 us for 30 MB. With
 	// more tokens than moeSendMostTokens all that are allowed send, since a block's table of its tokens has to fit its shared memory.
 	moeBlocks           = 24
-	moeFewBlocks        = 64
+	moeVeryFewBlocks    = 64
+	moeVeryFew          = 48 // tokens
 	moeSendBesideBlocks = 32
 	moeSendMostBlocks   = 32
 	moeSendMostTokens   = 16 << 10
@@ -48,6 +59,8 @@ const (
 	moeShort                                   = 8 << 10
 
 	moePart = 16 << 10 // the most of a row that is moved at a time
+
+	moeFewShared = 70 << 10 // dynamic shared memory of the kernels for few tokens, on any GPU
 
 	moeStretchScales = moeStretch / 128 * 4 // bytes
 )
@@ -79,7 +92,56 @@ func (x *dispatches) staged() int64 { return int64(x.m.Ranks) * int64(x.m.MaxTok
 
 func (x *dispatches) block(offset int64) moeBlock {
 	m := x.m
-	return layMoeBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MostLocal()), int64(m.MaxTokens), int64(m.TopK), x.staged())
+	notes, packets := int64(0), int64(0)
+	if x.few() {
+		notes, packets = x.noteBytes(), x.packetBytes()
+	}
+	return layMoeBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MostLocal()), int64(m.MaxTokens), int64(m.TopK), x.staged(), notes, packets)
+}
+
+// few reports whether tokens and what is made of them cross by the kernels for few.
+func (x *dispatches) few() bool {
+	m := x.m
+	return m.LowLatency && m.MaxTokens <= moeFewTokens && m.Slots() <= moeFewSlots && m.Layout != kernels.TokenRows &&
+		(!m.Quantizes() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) && x.fewShared() <= moeFewShared
+}
+
+// fewShared is the dynamic shared memory of a block for few tokens: that of the block which tells where tokens go, then where the experts' rows are.
+func (x *dispatches) fewShared() int64 {
+	m, tables, local := x.m, int64(1), int64(x.m.MostLocal())
+	if !m.Layout.ByToken() {
+		tables = moeFewThreads / 32
+	}
+	return max(4*tables*int64(m.Slots())+6*int64(m.MaxTokens)*int64(m.TopK), 4*(2*local+1+int64(m.Ranks)*local))
+}
+
+// noteBytes is what lies beside a row of few tokens: a packet for the row, one for each choice, and scales that the caller gives.
+func (x *dispatches) noteBytes() int64 {
+	packets := 1 + int64(x.m.TopK)
+	if !x.m.Quantizes() {
+		packets += (int64(x.m.ScaleWords()) + 2) / 3
+	}
+	return kernels.AlignUp(16*packets, kernels.LineBytes)
+}
+
+// packetBytes is the size of a row of few tokens on its way.
+func (x *dispatches) packetBytes() int64 {
+	m := x.m
+	narrow := func(t kernels.DType) int64 {
+		row := int64(m.Hidden) * t.Size()
+		if t.Size() == 4 {
+			return (row + moeNarrowPart - 1) / moeNarrowPart * 1024
+		}
+		return (row + moeNarrowPart - 1) / moeNarrowPart * 1536
+	}
+	there, back := (m.TokenBytes()+moeDensePart-1)/moeDensePart*4096, (m.SumBytes()+moePlainPart-1)/moePlainPart*2048
+	if m.Quantizes() {
+		there = narrow(m.TokenType)
+	}
+	if m.Float8Partials {
+		back = narrow(m.SumType)
+	}
+	return max(there, back)
 }
 
 // partialBytes is the size of a partial sum that crosses.
@@ -150,13 +212,15 @@ func (x *dispatches) load(e *Engine) (err error) {
 
 func (k *dispatchKernels) load(e *Engine) error {
 	entries := []entry{
-		{"dispatch_rows", &k.rows}, {"dispatch_few", &k.few}, {"dispatch_receive", &k.receive}, {"combine_begin", &k.begin},
-		{"experts_take", &k.take},
+		{"dispatch_rows", &k.rows}, {"dispatch_few", &k.few[0].plain}, {"dispatch_few_by_expert", &k.few[1].plain}, {"dispatch_receive", &k.receive},
+		{"combine_begin", &k.begin}, {"experts_take", &k.take}, {"combine_weights", &k.weights},
 	}
 	for i, t := range [...]string{"f32", "bf16", "f16"} {
-		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"dispatch_few_" + t, &k.fewFloat8[i]}, entry{"experts_spread_" + t, &k.spread[i]})
+		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"experts_spread_" + t, &k.spread[i]},
+			entry{"dispatch_few_" + t, &k.few[0].float8[i]}, entry{"dispatch_few_by_expert_" + t, &k.few[1].float8[i]})
 		for suffix, s := range map[string]*sumKernels{t: &k.sums[i], t + "_float8": &k.sumsFloat8[i]} {
-			entries = append(entries, entry{"experts_sum_" + suffix, &s.partials}, entry{"combine_rows_" + suffix, &s.rows}, entry{"combine_few_" + suffix, &s.few})
+			entries = append(entries, entry{"experts_sum_" + suffix, &s.partials}, entry{"combine_rows_" + suffix, &s.rows},
+				entry{"combine_few_" + suffix, &s.few[0]}, entry{"combine_few_by_expert_" + suffix, &s.few[1]})
 		}
 	}
 	if err := e.loadModule(dispatchImage, entries...); err != nil {
@@ -164,6 +228,9 @@ func (k *dispatchKernels) load(e *Engine) error {
 	}
 	k.shared = e.maxShared - moeFixedShared
 	large := append([]cuda.Function{k.rows, k.take}, k.rowsFloat8[:]...)
+	for i := range k.few {
+		large = append(append(large, k.few[i].plain), k.few[i].float8[:]...)
+	}
 	for i := range k.sums {
 		large = append(large, k.sums[i].rows, k.sumsFloat8[i].rows)
 	}
@@ -256,8 +323,6 @@ func placeOf(b *kernels.Buffer) uint64 {
 // crossing is how many blocks the kernel has that sends rows, or reads and sums them.
 func (l *moeCall) crossing() int {
 	switch {
-	case l.few():
-		return l.blocks(moeFewBlocks)
 	case l.a.mode&moeBeside == 0:
 		return l.blocks(moeBlocks)
 	case l.c.Op == kernels.DispatchOp || l.c.Op == kernels.RedispatchOp:
@@ -267,13 +332,10 @@ func (l *moeCall) crossing() int {
 }
 
 // passing is how many blocks a pass over this rank's rows has. Where both is true the call's other kernel follows or goes before; they run beside each other if one can
-// begin before the other has ended, there are multiprocessors for both and the caller sets no bound. With few tokens neither fills a multiprocessor, or not for long.
+// begin before the other has ended, there are multiprocessors for both and the caller sets no bound.
 func (l *moeCall) passing(both bool) int {
 	if both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 {
 		l.a.mode |= moeBeside
-		if l.few() {
-			return l.k.blocks
-		}
 		if rest := l.k.blocks - l.crossing(); rest >= l.crossing() {
 			return rest
 		}
@@ -305,30 +367,12 @@ func (l *moeCall) launch(f cuda.Function, blocks, threads, shared int) {
 	})
 }
 
-// few reports whether a call is one for few tokens, with the kernels for those.
-func (l *moeCall) few() bool {
-	m := l.m
-	return m.LowLatency && m.MaxTokens <= moeFewTokens && m.Slots() <= moeFewSlots && !l.compact() &&
-		(!m.Quantizes() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales)
-}
-
 // send appends the kernel that sends tokens, or their gradients, which have rowBytes, to the ranks.
 func (l *moeCall) send(rowBytes int64, quantises bool) error {
 	m, a := l.m, &l.a
 	a.rowBytes, a.wireBytes = uint32(rowBytes), uint32(rowBytes)
 	if quantises {
 		a.wireBytes = uint32(m.RowBytes())
-	}
-	if l.few() {
-		f, shared := l.k.few, 0
-		if quantises {
-			f = l.k.fewFloat8[numberKind(m.TokenType)]
-		}
-		if a.mode&moeByExpert != 0 && a.mode&moeCached == 0 { // the slots of all choices
-			shared = 2 * l.c.Tokens * m.TopK
-		}
-		l.launch(f, l.crossing(), moeFewThreads, shared)
-		return nil
 	}
 	f, blocks, part, movers := l.k.rows, l.crossing(), rowBytes, int64(4)
 	switch {
@@ -425,6 +469,10 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		}
 		a.toRows, a.toScales, a.toIndices = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place)
 		a.toWeights, a.toSources = placeOf(&h.Weights), placeOf(&h.Sources)
+		if l.few() {
+			l.dispatchFew()
+			return nil
+		}
 		if d.Phase&kernels.Send != 0 {
 			return l.send(m.TokenBytes(), m.Quantizes())
 		}
@@ -432,6 +480,16 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		return nil
 	}
 	l.toStaging()
+	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
+		a.mode |= moeZero
+	}
+	if l.few() {
+		if m.Scales.Columns {
+			a.mode |= moeColumns
+		}
+		l.dispatchFew()
+		return nil
+	}
 	blocks := l.passing(d.Phase == kernels.Both)
 	mode := a.mode
 	if d.Phase&kernels.Send != 0 {
@@ -447,14 +505,35 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	if m.Scales.Columns {
 		a.mode |= moeColumns
 	}
-	if l.few() {
-		a.mode |= moeParted
-	}
-	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
-		a.mode |= moeZero
-	}
 	l.take(blocks)
 	return nil
+}
+
+// dispatchFew appends the kernel of a dispatch of few tokens, or of its halves.
+func (l *moeCall) dispatchFew() {
+	k := &l.k.few[l.order()]
+	f := k.plain
+	if l.m.Quantizes() {
+		f = k.float8[numberKind(l.m.TokenType)]
+	}
+	l.a.rowBytes = uint32(l.m.TokenBytes())
+	l.launch(f, l.fewBlocks(), moeFewThreads, int(l.fewShared()))
+}
+
+// order is 0 where rows are by token, 1 where they are by expert.
+func (l *moeCall) order() int {
+	if l.m.Layout.ByToken() {
+		return 0
+	}
+	return 1
+}
+
+// fewBlocks is how many blocks a kernel for few tokens has: with very few, more of them only wait.
+func (l *moeCall) fewBlocks() int {
+	if l.c.Tokens <= moeVeryFew {
+		return l.blocks(moeVeryFewBlocks)
+	}
+	return l.blocks(moeMaxBlocks)
 }
 
 // take appends the pass that puts rows from staging where their experts' are.
@@ -463,9 +542,6 @@ func (l *moeCall) take(blocks int) {
 	local := int64(m.Local(m.Rank))
 	front := kernels.AlignUp(4*(2*local+1+int64(m.Ranks)*local), 128)
 	part := min(int64(a.wireBytes), moePart)
-	if l.few() {
-		part = min(part, moePassPart)
-	}
 	movers := max(1, min(moePassThreads/32, (int64(l.k.shared)-front)/part))
 	a.part, a.parts, a.movers = uint32(part), uint32((int64(a.wireBytes)+part-1)/part), uint32(movers)
 	l.launch(l.k.take, blocks, moePassThreads, int(front+movers*part))
@@ -535,6 +611,15 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
 		a.fromWeights = l.place(l.weightsAt())
 	}
+	if x.few() {
+		a.mostRows = c.Rows.Bytes / int64(a.rowBytes)
+		a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
+		if !m.Layout.ByToken() {
+			a.mode |= moeByExpert | weighs(c.Weighting)
+		}
+		l.launch(l.sums().few[l.order()], l.fewBlocks(), moeFewSumThreads, 0)
+		return nil
+	}
 	if c.Phase&kernels.Send != 0 {
 		if staged {
 			a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
@@ -561,10 +646,6 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 // sum appends the kernel that reads and sums the rows of a rank's tokens.
 func (l *moeCall) sum() {
 	m, a := l.m, &l.a
-	if l.few() {
-		l.launch(l.sums().few, l.crossing(), moeFewThreads, 0)
-		return
-	}
 	blocks, row, n, whole := l.crossing(), int64(a.wireBytes), int64(m.Ranks), int64(16)
 	movers, depth := int64(moeSumThreads/32), int64(3)
 	if n > 4 {
@@ -623,7 +704,7 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	if back { // a sum of nothing but what lies beside rows
 		a.mode = moeSend | moeReceive | moeKeep
 		a.sumWeights, a.tokens, a.rowBytes = addressOf(&b.DWeights), uint32(b.Tokens), 0
-		l.launch(x.k.sums[0].few, l.blocks(moeFewBlocks), moeFewThreads, 0)
+		l.launch(x.k.weights, l.blocks(moeBlocks), moeFewSumThreads, 0)
 	}
 	return nil
 }

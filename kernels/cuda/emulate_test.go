@@ -42,7 +42,7 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 		"\tSW_PACKET_THREADS = 1024", "\tSW_PACKET_THREADS = 128", "SW_COPY_THREADS = 256", "SW_COPY_THREADS = 64",
 		"SW_REDUCE_PACKET_THREADS = 384", "SW_REDUCE_PACKET_THREADS = 128", "SW_REDUCE_THREADS = 512", "SW_REDUCE_THREADS = 288",
 		"SW_MULTICAST_THREADS = 512", "SW_MULTICAST_THREADS = 224",
-		"SW_MOE_THREADS = 1024", "SW_MOE_THREADS = 128", "SW_MOE_FEW_THREADS = 512", "SW_MOE_FEW_THREADS = 96",
+		"SW_MOE_THREADS = 1024", "SW_MOE_THREADS = 128", "SW_MOE_FEW_THREADS = 512", "SW_MOE_FEW_THREADS = 128", "SW_MOE_FEW_SUM_THREADS = 384", "SW_MOE_FEW_SUM_THREADS = 96",
 		"SW_MOE_SUM_THREADS = 512", "SW_MOE_SUM_THREADS = 64", "SW_MOE_PASS_THREADS = 512", "SW_MOE_PASS_THREADS = 64",
 		"SW_MOE_SUM_PASS_THREADS = 512", "SW_MOE_SUM_PASS_THREADS = 96", "SW_MOE_PASS_PART = 2048", "SW_MOE_PASS_PART = 512", "constexpr u32 steps = 8;", "constexpr u32 steps = 2;"}, bugs...)
 	found := make([]int, len(edits))
@@ -287,8 +287,29 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"parts of float8 sums are taken for as long as what they become": {
 			"at = part * part_bytes<type, float8>(a)", "at = part * a.part",
 		},
-		"few float8 sums are read with the scale of their first block": {
-			"float8_sum::scale_at(element));\n\t\t}", "float8_sum::scale_at(element / SW_MOE_STRETCH * SW_MOE_STRETCH));\n\t\t}",
+		"packets of rows of two calls share a place": {
+			"a.state.packets + (((epoch & 1)", "a.state.packets + (((epoch & 0)",
+		},
+		"counts of slots of two calls share a place": {
+			"a.state.slot_counts + (((epoch & 1)", "a.state.slot_counts + (((epoch & 0)",
+		},
+		"a row is taken when some of its packets are there": {
+			"all &= static_cast<u32>(v[i].b >> 48) == flag;", "all |= static_cast<u32>(v[i].b >> 48) == flag;",
+		},
+		"a float8 row is taken before its packets are there": {
+			"all &= has_flag(v[i], flag);", "",
+		},
+		"choices of few tokens are numbered by stretch": {
+			"count[i * a.slots + slot] = rows;", "count[i * a.slots + slot] = 0;",
+		},
+		"the ends of two vectors are swapped": {
+			"ends[2] | ends[3] << 16", "ends[3] | ends[2] << 16",
+		},
+		"places that are in use are wiped": {
+			"if ((come >> src & 1) == 0)", "if (true)",
+		},
+		"a rank goes on before its peers have begun a combine of few tokens": {
+			"if (p != a.world.rank && !await_begin(a, p, epoch, word, place))", "if (false && !await_begin(a, p, epoch, word, place))",
 		},
 	} {
 		find("dispatch", what, bug)

@@ -93,7 +93,8 @@ const (
 // MoE dispatch.
 const (
 	moeThreads        = 1024 // of a block of dispatch_rows
-	moeFewThreads     = 512  // of a block of the kernels for few tokens
+	moeFewThreads     = 512  // of a block of dispatch_few
+	moeFewSumThreads  = 384  // of a block of combine_few
 	moeSumThreads     = 512  // of a block of combine_rows
 	moePassThreads    = 512  // of a block of the passes over this rank's memory
 	moeMaxBlocks      = 160  // of a kernel that peers wait for
@@ -106,6 +107,9 @@ const (
 	moeSlots          = 128  // places for rows under way that the warps of a block have together, at most
 	moeSumPassThreads = 512  // of a block of the pass that makes sums: those that make, and a warp that tells
 	moePassPart       = 2048 // bytes of a row that a warp of a pass adds or copies at a time
+	moeDensePart      = 3584 // bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them
+	moePlainPart      = 1536 // the same on the way back, 2048
+	moeNarrowPart     = 2048 // the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes
 	moeStretch        = 512  // elements of a float8 partial sum behind one group of scales
 	moeWindow         = 64   // rows of one rank that are told together when they are made
 )
@@ -125,7 +129,6 @@ const (
 	moeWeigh     = 1024 // rows are multiplied by the weights of the dispatch
 	moeGiven     = 2048 // or by those beside the rows
 	moeBeside    = 4096 // the two kernels of the call run beside each other
-	moeParted    = 8192 // the parts of a row come from several blocks
 )
 
 // Kinds of a fault.
@@ -141,56 +144,68 @@ const (
 	faultSplits   = 8 // peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length
 )
 
-const moeBlockBytes = 144
+const moeBlockBytes = 184
 
-// moeBlock is struct sw_moe_block. Where the words of a handle lie. All but the last part must be zero before the first call.
+// moeBlock is struct sw_moe_block. Where the words of a handle lie. All must be zero before the first call.
 type moeBlock struct {
-	control     int64 // struct sw_control
-	landing     int64 // the epoch of the call for which kernels.MoEHandle.Landed counts
-	begins      int64 // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
-	dones       int64 // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
-	slotCounts  int64 // [size][slots]: rows of each rank for each slot, behind the low half of the epoch
-	rankTotals  int64 // [size][size]: rows of each rank for each rank, likewise
-	blockCounts int64 // [blocks][size]: rows of this rank's blocks for each rank, likewise
-	blockSlots  int64 // [blocks][slots]: choices of this rank's blocks for each slot, likewise
-	made        int64 // [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows
-	making      int64 // [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls
-	arrived     int64 // [size]: rows in staging from each rank
-	places      int64 // [max_tokens][size]: the row of each token among those of this rank on each rank, or -1
-	who         int64 // [max_tokens][top_k]: the rank of each choice, or -1
-	spread      int64 // [staged][top_k]: the expert's row of each choice of a row in staging, or -1
-	indices     int64 // [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them
-	weights     int64 // [staged][top_k] float32, likewise
-	sources     int64 // [staged][2], likewise
-	end         int64 // the offset behind the block
+	noteStride   int64
+	packetStride int64
+	control      int64 // struct sw_control
+	landing      int64 // the epoch of the call for which kernels.MoEHandle.Landed counts
+	begins       int64 // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
+	dones        int64 // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
+	slotCounts   int64 // [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch
+	rankTotals   int64 // [size][size]: rows of each rank for each rank, likewise
+	blockCounts  int64 // [blocks][size]: rows of this rank's blocks for each rank, likewise
+	blockSlots   int64 // [blocks][slots]: choices of this rank's blocks for each slot, likewise
+	made         int64 // [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows
+	making       int64 // [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls
+	arrived      int64 // [size]: rows in staging from each rank
+	places       int64 // [max_tokens][size]: the row of each token among those of this rank on each rank, or -1
+	who          int64 // [max_tokens][top_k]: the rank of each choice, or -1
+	spread       int64 // [staged][top_k]: the expert's row of each choice of a row in staging, or -1
+	indices      int64 // [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them
+	weights      int64 // [staged][top_k] float32, likewise
+	sources      int64 // [staged][2], likewise
+	wiped        int64 // [2]: by parity of calls, the token of which places that are not used are wiped next
+	notes        int64 // [2][size][max_tokens][note_stride]: what lies beside a row of few tokens, as packets
+	packets      int64 // [2][size][max_tokens][packet_stride]: rows of few tokens
+	end          int64 // the offset behind the block
 }
 
 // put encodes s into b.
 func (s *moeBlock) put(b []byte) {
-	_ = b[143]
-	binary.LittleEndian.PutUint64(b[0:], uint64(s.control))
-	binary.LittleEndian.PutUint64(b[8:], uint64(s.landing))
-	binary.LittleEndian.PutUint64(b[16:], uint64(s.begins))
-	binary.LittleEndian.PutUint64(b[24:], uint64(s.dones))
-	binary.LittleEndian.PutUint64(b[32:], uint64(s.slotCounts))
-	binary.LittleEndian.PutUint64(b[40:], uint64(s.rankTotals))
-	binary.LittleEndian.PutUint64(b[48:], uint64(s.blockCounts))
-	binary.LittleEndian.PutUint64(b[56:], uint64(s.blockSlots))
-	binary.LittleEndian.PutUint64(b[64:], uint64(s.made))
-	binary.LittleEndian.PutUint64(b[72:], uint64(s.making))
-	binary.LittleEndian.PutUint64(b[80:], uint64(s.arrived))
-	binary.LittleEndian.PutUint64(b[88:], uint64(s.places))
-	binary.LittleEndian.PutUint64(b[96:], uint64(s.who))
-	binary.LittleEndian.PutUint64(b[104:], uint64(s.spread))
-	binary.LittleEndian.PutUint64(b[112:], uint64(s.indices))
-	binary.LittleEndian.PutUint64(b[120:], uint64(s.weights))
-	binary.LittleEndian.PutUint64(b[128:], uint64(s.sources))
-	binary.LittleEndian.PutUint64(b[136:], uint64(s.end))
+	_ = b[183]
+	binary.LittleEndian.PutUint64(b[0:], uint64(s.noteStride))
+	binary.LittleEndian.PutUint64(b[8:], uint64(s.packetStride))
+	binary.LittleEndian.PutUint64(b[16:], uint64(s.control))
+	binary.LittleEndian.PutUint64(b[24:], uint64(s.landing))
+	binary.LittleEndian.PutUint64(b[32:], uint64(s.begins))
+	binary.LittleEndian.PutUint64(b[40:], uint64(s.dones))
+	binary.LittleEndian.PutUint64(b[48:], uint64(s.slotCounts))
+	binary.LittleEndian.PutUint64(b[56:], uint64(s.rankTotals))
+	binary.LittleEndian.PutUint64(b[64:], uint64(s.blockCounts))
+	binary.LittleEndian.PutUint64(b[72:], uint64(s.blockSlots))
+	binary.LittleEndian.PutUint64(b[80:], uint64(s.made))
+	binary.LittleEndian.PutUint64(b[88:], uint64(s.making))
+	binary.LittleEndian.PutUint64(b[96:], uint64(s.arrived))
+	binary.LittleEndian.PutUint64(b[104:], uint64(s.places))
+	binary.LittleEndian.PutUint64(b[112:], uint64(s.who))
+	binary.LittleEndian.PutUint64(b[120:], uint64(s.spread))
+	binary.LittleEndian.PutUint64(b[128:], uint64(s.indices))
+	binary.LittleEndian.PutUint64(b[136:], uint64(s.weights))
+	binary.LittleEndian.PutUint64(b[144:], uint64(s.sources))
+	binary.LittleEndian.PutUint64(b[152:], uint64(s.wiped))
+	binary.LittleEndian.PutUint64(b[160:], uint64(s.notes))
+	binary.LittleEndian.PutUint64(b[168:], uint64(s.packets))
+	binary.LittleEndian.PutUint64(b[176:], uint64(s.end))
 }
 
 // layMoeBlock lays the block out from offset on.
-func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b moeBlock) {
+func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged, noteBytes, packetBytes int64) (b moeBlock) {
 	at := offset
+	b.noteStride = noteBytes
+	b.packetStride = packetBytes
 	b.control = at
 	at += controlAlign
 	b.landing = at
@@ -201,7 +216,7 @@ func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b m
 	at += 2 * size * moeMaxBlocks * 16
 	at = (at + 127) / 128 * 128
 	b.slotCounts = at
-	at += size * slots * 8
+	at += 2 * size * slots * 8
 	at = (at + 127) / 128 * 128
 	b.rankTotals = at
 	at += size * size * 8
@@ -238,6 +253,15 @@ func layMoeBlock(offset, size, slots, local, maxTokens, topK, staged int64) (b m
 	at = (at + 127) / 128 * 128
 	b.sources = at
 	at += staged * 8
+	at = (at + 127) / 128 * 128
+	b.wiped = at
+	at += controlAlign
+	at = (at + 127) / 128 * 128
+	b.notes = at
+	at += 2 * size * maxTokens * b.noteStride
+	at = (at + 127) / 128 * 128
+	b.packets = at
+	at += 2 * size * maxTokens * b.packetStride
 	b.end = at
 	return b
 }
@@ -526,7 +550,7 @@ func putCopyArgsPlaces(b []byte, i int, v int64) {
 }
 
 const (
-	moeArgsBytes = 800
+	moeArgsBytes = 840
 )
 
 // moeArgs is struct sw_moe_args. One launch for MoE dispatch. Places are the same on every rank.
@@ -589,66 +613,66 @@ type moeArgs struct {
 
 // put encodes s into b, which has moeArgsBytes bytes. The elements of first are encoded one by one.
 func (s *moeArgs) put(b []byte) {
-	_ = b[799]
+	_ = b[839]
 	s.world.put(b[0:])
 	s.state.put(b[56:])
-	binary.LittleEndian.PutUint64(b[200:], s.x)
-	binary.LittleEndian.PutUint64(b[208:], s.scales)
-	binary.LittleEndian.PutUint64(b[216:], s.choices)
-	binary.LittleEndian.PutUint64(b[224:], s.weights)
-	binary.LittleEndian.PutUint64(b[232:], s.table)
-	binary.LittleEndian.PutUint64(b[240:], s.counters)
-	binary.LittleEndian.PutUint64(b[248:], s.mapped)
-	binary.LittleEndian.PutUint64(b[256:], s.ticket)
-	binary.LittleEndian.PutUint64(b[264:], s.toRows)
-	binary.LittleEndian.PutUint64(b[272:], s.toScales)
-	binary.LittleEndian.PutUint64(b[280:], s.toIndices)
-	binary.LittleEndian.PutUint64(b[288:], s.toWeights)
-	binary.LittleEndian.PutUint64(b[296:], s.toSources)
-	binary.LittleEndian.PutUint64(b[304:], s.rows)
-	binary.LittleEndian.PutUint64(b[312:], s.rowScales)
-	binary.LittleEndian.PutUint64(b[320:], s.rowWeights)
-	binary.LittleEndian.PutUint64(b[328:], s.rowSources)
-	binary.LittleEndian.PutUint64(b[336:], s.ready)
-	binary.LittleEndian.PutUint64(b[344:], s.counts)
-	binary.LittleEndian.PutUint64(b[352:], s.offsets)
-	binary.LittleEndian.PutUint64(b[360:], s.rankCounts)
-	binary.LittleEndian.PutUint64(b[368:], s.landed)
-	binary.LittleEndian.PutUint64(b[376:], s.fromRows)
-	binary.LittleEndian.PutUint64(b[384:], s.fromWeights)
-	binary.LittleEndian.PutUint64(b[392:], s.y)
-	binary.LittleEndian.PutUint64(b[400:], s.sumWeights)
-	binary.LittleEndian.PutUint64(b[408:], s.bias0)
-	binary.LittleEndian.PutUint64(b[416:], s.bias1)
-	binary.LittleEndian.PutUint64(b[424:], uint64(s.mostRows))
-	binary.LittleEndian.PutUint64(b[432:], uint64(s.align))
-	binary.LittleEndian.PutUint64(b[440:], uint64(s.capacity))
-	binary.LittleEndian.PutUint64(b[448:], uint64(s.offsetBase))
-	binary.LittleEndian.PutUint32(b[456:], s.op)
-	binary.LittleEndian.PutUint32(b[460:], s.mode)
-	binary.LittleEndian.PutUint32(b[464:], s.tokens)
-	binary.LittleEndian.PutUint32(b[468:], s.topK)
-	binary.LittleEndian.PutUint32(b[472:], s.maxTokens)
-	binary.LittleEndian.PutUint32(b[476:], s.experts)
-	binary.LittleEndian.PutUint32(b[480:], s.slots)
-	binary.LittleEndian.PutUint32(b[484:], s.local)
-	binary.LittleEndian.PutUint32(b[488:], s.indexBytes)
-	binary.LittleEndian.PutUint32(b[492:], s.slotsInverse)
-	binary.LittleEndian.PutUint32(b[496:], s.rowBytes)
-	binary.LittleEndian.PutUint32(b[500:], s.wireBytes)
-	binary.LittleEndian.PutUint32(b[504:], s.scaleWords)
-	binary.LittleEndian.PutUint32(b[508:], s.scaleBlock)
-	binary.LittleEndian.PutUint32(b[512:], s.part)
-	binary.LittleEndian.PutUint32(b[516:], s.parts)
-	binary.LittleEndian.PutUint32(b[520:], s.movers)
-	binary.LittleEndian.PutUint32(b[524:], s.depth)
-	binary.LittleEndian.PutUint32(b[528:], s.interval)
-	binary.LittleEndian.PutUint32(b[532:], s.share)
+	binary.LittleEndian.PutUint64(b[240:], s.x)
+	binary.LittleEndian.PutUint64(b[248:], s.scales)
+	binary.LittleEndian.PutUint64(b[256:], s.choices)
+	binary.LittleEndian.PutUint64(b[264:], s.weights)
+	binary.LittleEndian.PutUint64(b[272:], s.table)
+	binary.LittleEndian.PutUint64(b[280:], s.counters)
+	binary.LittleEndian.PutUint64(b[288:], s.mapped)
+	binary.LittleEndian.PutUint64(b[296:], s.ticket)
+	binary.LittleEndian.PutUint64(b[304:], s.toRows)
+	binary.LittleEndian.PutUint64(b[312:], s.toScales)
+	binary.LittleEndian.PutUint64(b[320:], s.toIndices)
+	binary.LittleEndian.PutUint64(b[328:], s.toWeights)
+	binary.LittleEndian.PutUint64(b[336:], s.toSources)
+	binary.LittleEndian.PutUint64(b[344:], s.rows)
+	binary.LittleEndian.PutUint64(b[352:], s.rowScales)
+	binary.LittleEndian.PutUint64(b[360:], s.rowWeights)
+	binary.LittleEndian.PutUint64(b[368:], s.rowSources)
+	binary.LittleEndian.PutUint64(b[376:], s.ready)
+	binary.LittleEndian.PutUint64(b[384:], s.counts)
+	binary.LittleEndian.PutUint64(b[392:], s.offsets)
+	binary.LittleEndian.PutUint64(b[400:], s.rankCounts)
+	binary.LittleEndian.PutUint64(b[408:], s.landed)
+	binary.LittleEndian.PutUint64(b[416:], s.fromRows)
+	binary.LittleEndian.PutUint64(b[424:], s.fromWeights)
+	binary.LittleEndian.PutUint64(b[432:], s.y)
+	binary.LittleEndian.PutUint64(b[440:], s.sumWeights)
+	binary.LittleEndian.PutUint64(b[448:], s.bias0)
+	binary.LittleEndian.PutUint64(b[456:], s.bias1)
+	binary.LittleEndian.PutUint64(b[464:], uint64(s.mostRows))
+	binary.LittleEndian.PutUint64(b[472:], uint64(s.align))
+	binary.LittleEndian.PutUint64(b[480:], uint64(s.capacity))
+	binary.LittleEndian.PutUint64(b[488:], uint64(s.offsetBase))
+	binary.LittleEndian.PutUint32(b[496:], s.op)
+	binary.LittleEndian.PutUint32(b[500:], s.mode)
+	binary.LittleEndian.PutUint32(b[504:], s.tokens)
+	binary.LittleEndian.PutUint32(b[508:], s.topK)
+	binary.LittleEndian.PutUint32(b[512:], s.maxTokens)
+	binary.LittleEndian.PutUint32(b[516:], s.experts)
+	binary.LittleEndian.PutUint32(b[520:], s.slots)
+	binary.LittleEndian.PutUint32(b[524:], s.local)
+	binary.LittleEndian.PutUint32(b[528:], s.indexBytes)
+	binary.LittleEndian.PutUint32(b[532:], s.slotsInverse)
+	binary.LittleEndian.PutUint32(b[536:], s.rowBytes)
+	binary.LittleEndian.PutUint32(b[540:], s.wireBytes)
+	binary.LittleEndian.PutUint32(b[544:], s.scaleWords)
+	binary.LittleEndian.PutUint32(b[548:], s.scaleBlock)
+	binary.LittleEndian.PutUint32(b[552:], s.part)
+	binary.LittleEndian.PutUint32(b[556:], s.parts)
+	binary.LittleEndian.PutUint32(b[560:], s.movers)
+	binary.LittleEndian.PutUint32(b[564:], s.depth)
+	binary.LittleEndian.PutUint32(b[568:], s.interval)
+	binary.LittleEndian.PutUint32(b[572:], s.share)
 }
 
 // putMoeArgsFirst encodes element i of first.
 func putMoeArgsFirst(b []byte, i int, v uint32) {
-	at := 536 + 4*i
+	at := 576 + 4*i
 	binary.LittleEndian.PutUint32(b[at:], v)
 }
 

@@ -307,13 +307,6 @@ __device__ __forceinline__ void fence_bulk()
 #endif
 }
 
-__device__ __forceinline__ uint2 load_vector2(u64 p)
-{
-	uint2 v;
-	asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
-	return v;
-}
-
 __device__ __forceinline__ void store_vector2(u64 p, uint2 v) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory"); }
 
 // Numbers of 16 and 8 bits. Rounding is to nearest even.

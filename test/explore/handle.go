@@ -18,6 +18,8 @@ const (
 	ByRank
 	// Compact rows do so one source behind the other.
 	Compact
+	// Packets are rows of few tokens: they say by themselves of which call they are, and cross to places of their own without waiting for room.
+	Packets
 )
 
 // HandleCall is one call with a handle, as all ranks make it.
@@ -52,14 +54,18 @@ const (
 	InPlaceNotAwaited
 	// DoneBeforeRowsOfHandle says that rows are there, then writes them.
 	DoneBeforeRowsOfHandle
+	// OnePlace has one place for packets and numbers, not one for each parity of calls.
+	OnePlace
+	// BeginNotAwaited ends a call with packets when those that it wants are there, and does not wait for the other ranks to begin.
+	BeginNotAwaited
 )
 
-// Handle is the protocol of dispatch and combine on GPUs (kernels/cuda/dispatch), for few tokens and for many: what ranks do in the calls of
-// one handle, in which nothing is numbered but the calls.
+// Handle is the protocol of dispatch and combine on GPUs (kernels/cuda/dispatch): what ranks do in the calls of one handle, in which nothing is
+// numbered but the calls.
 //
 // In every call a rank tells all others that it begins. A dispatch then waits for room, tells how many rows come, writes them, and says that
-// they are there. A combine says in its beginning where its rows are; peers read them and say so. Lines of beginnings and done words exist for
-// even and odd calls; numbers, rows and partial sums do not. Relaxed stores are not modelled: the emulation of the kernels has those.
+// they are there. A combine says in its beginning where its rows are; peers read them and say so. Packets need neither room nor words; a combine
+// sends them, too. Lines of beginnings, done words, numbers and packets exist for even and odd calls; rows and partial sums do not. Relaxed stores are not modelled: the emulation of the kernels has those.
 type Handle struct {
 	ranks    int
 	layout   HandleLayout
@@ -167,8 +173,19 @@ func (b *handleBuilder) begin(at, of, call int) int {
 func (b *handleBuilder) doneWord(at, of, call int) int {
 	return b.h.cell("done word of rank %d at rank %d, %d", of, at, call&1)
 }
+
+// parity is whether a call is odd; a bug may have all be even.
+func (b *handleBuilder) parity() int {
+	if b.h.bug == OnePlace {
+		return 0
+	}
+	return b.call & 1
+}
 func (b *handleBuilder) number(at, of int) int {
-	return b.h.cell("number of rank %d at rank %d", of, at)
+	return b.h.cell("number of rank %d at rank %d, %d", of, at, b.parity())
+}
+func (b *handleBuilder) packets(at, of int) int {
+	return b.h.cell("packets of rank %d at rank %d, %d", of, at, b.parity())
 }
 func (b *handleBuilder) made(at, of int) int {
 	return b.h.cell("made word of rank %d at rank %d", of, at)
@@ -211,8 +228,42 @@ func (b *handleBuilder) tellBegin(frees bool) {
 	})
 }
 
+// cross is a call with packets from src to dst where goes says so. A new dispatch tells numbers, too.
+func (b *handleBuilder) cross(goes func(src, dst int) bool, numbers bool) []phase {
+	e := uint64(b.call)
+	b.tellBegin(false)
+	b.each(func(p int) {
+		if numbers {
+			b.add(deed{kind: deedStore, cell: b.number(p, b.me), val: e}, "tells rank %d how many rows come", p)
+		}
+		if goes(b.me, p) {
+			b.add(deed{kind: deedStore, cell: b.packets(p, b.me), val: e}, "sends rows to rank %d", p)
+		}
+	})
+	sends := b.done()
+	b.each(func(p int) {
+		if b.h.bug != BeginNotAwaited {
+			b.add(deed{kind: deedLine, cell: b.begin(b.me, p, b.call), val: e}, "sees that rank %d has begun", p)
+		}
+	})
+	begins := b.done()
+	b.each(func(p int) {
+		if numbers {
+			b.add(deed{kind: deedEqual, cell: b.number(b.me, p), val: e}, "sees how many rows come from rank %d", p)
+		}
+		if goes(p, b.me) {
+			b.add(deed{kind: deedEqual, cell: b.packets(b.me, p), val: e}, "sees the rows of rank %d", p)
+			b.add(deed{kind: deedExpect, cell: b.packets(b.me, p), val: e}, "uses the rows of rank %d", p)
+		}
+	})
+	return []phase{{sends}, {b.done(), begins}}
+}
+
 func (b *handleBuilder) dispatch(rows [][]bool, again bool) []phase {
 	h, e := b.h, uint64(b.call)
+	if h.layout == Packets {
+		return b.cross(func(src, dst int) bool { return rows[src][dst] }, !again)
+	}
 	b.tellBegin(false)
 	if h.bug != RoomNotAwaited {
 		b.each(func(p int) {
@@ -280,6 +331,9 @@ func (b *handleBuilder) dispatch(rows [][]bool, again bool) []phase {
 
 func (b *handleBuilder) combine(c HandleCall, rows [][]bool, came int) []phase {
 	h, e := b.h, uint64(b.call)
+	if h.layout == Packets {
+		return b.cross(func(src, dst int) bool { return rows[dst][src] }, false)
+	}
 	var phases []phase
 	source := func(rank, dst int) int { // of what a rank's peer dst reads
 		if h.byToken() {

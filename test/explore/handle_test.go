@@ -11,7 +11,7 @@ import (
 )
 
 var handleLayouts = map[string]explore.HandleLayout{
-	"by expert": explore.ByExpert, "by expert, beside": explore.ByExpertBeside, "by rank": explore.ByRank, "compact": explore.Compact,
+	"by expert": explore.ByExpert, "by expert, beside": explore.ByExpertBeside, "by rank": explore.ByRank, "compact": explore.Compact, "packets": explore.Packets,
 }
 
 // someCalls draws calls of one handle: dispatches with routings of their own, each with no combine or a few.
@@ -69,6 +69,8 @@ func TestHandleFindsBugs(t *testing.T) {
 		{"made is not awaited", explore.MadeNotAwaited, []string{"by expert, beside"}},
 		{"staging is not awaited", explore.StagingNotAwaited, []string{"by expert", "by expert, beside"}},
 		{"readers in place are not awaited", explore.InPlaceNotAwaited, []string{"by rank", "compact"}},
+		{"one place for packets", explore.OnePlace, []string{"packets"}},
+		{"beginnings are not awaited", explore.BeginNotAwaited, []string{"packets"}},
 		{"done before rows", explore.DoneBeforeRowsOfHandle, []string{"by expert", "by expert, beside", "by rank", "compact"}},
 	} {
 		for _, layout := range c.layouts {

@@ -96,7 +96,8 @@ enum {
 /* MoE dispatch. */
 enum {
 	SW_MOE_THREADS = 1024, /* of a block of dispatch_rows */
-	SW_MOE_FEW_THREADS = 512, /* of a block of the kernels for few tokens */
+	SW_MOE_FEW_THREADS = 512, /* of a block of dispatch_few */
+	SW_MOE_FEW_SUM_THREADS = 384, /* of a block of combine_few */
 	SW_MOE_SUM_THREADS = 512, /* of a block of combine_rows */
 	SW_MOE_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */
 	SW_MOE_MAX_BLOCKS = 160, /* of a kernel that peers wait for */
@@ -109,6 +110,9 @@ enum {
 	SW_MOE_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
 	SW_MOE_SUM_PASS_THREADS = 512, /* of a block of the pass that makes sums: those that make, and a warp that tells */
 	SW_MOE_PASS_PART = 2048, /* bytes of a row that a warp of a pass adds or copies at a time */
+	SW_MOE_DENSE_PART = 3584, /* bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them */
+	SW_MOE_PLAIN_PART = 1536, /* the same on the way back, 2048 */
+	SW_MOE_NARROW_PART = 2048, /* the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes */
 	SW_MOE_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
 	SW_MOE_WINDOW = 64, /* rows of one rank that are told together when they are made */
 };
@@ -128,7 +132,6 @@ enum {
 	SW_MOE_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
 	SW_MOE_GIVEN = 2048, /* or by those beside the rows */
 	SW_MOE_BESIDE = 4096, /* the two kernels of the call run beside each other */
-	SW_MOE_PARTED = 8192, /* the parts of a row come from several blocks */
 };
 
 /* Kinds of a fault. */
@@ -144,13 +147,15 @@ enum {
 	SW_FAULT_SPLITS = 8, /* peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length */
 };
 
-/* Where the words of a handle lie. All but the last part must be zero before the first call. */
+/* Where the words of a handle lie. All must be zero before the first call. */
 struct sw_moe_block {
+	uint64_t note_stride;
+	uint64_t packet_stride;
 	uint64_t control; /* struct sw_control */
 	uint64_t landing; /* the epoch of the call for which kernels.MoEHandle.Landed counts */
 	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
 	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
-	uint64_t slot_counts; /* [size][slots]: rows of each rank for each slot, behind the low half of the epoch */
+	uint64_t slot_counts; /* [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch */
 	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, likewise */
 	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, likewise */
 	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, likewise */
@@ -163,13 +168,18 @@ struct sw_moe_block {
 	uint64_t indices; /* [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them */
 	uint64_t weights; /* [staged][top_k] float32, likewise */
 	uint64_t sources; /* [staged][2], likewise */
+	uint64_t wiped; /* [2]: by parity of calls, the token of which places that are not used are wiped next */
+	uint64_t notes; /* [2][size][max_tokens][note_stride]: what lies beside a row of few tokens, as packets */
+	uint64_t packets; /* [2][size][max_tokens][packet_stride]: rows of few tokens */
 	uint64_t end; /* the offset behind the block */
 };
 
-static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size, int64_t slots, int64_t local, int64_t max_tokens, int64_t top_k, int64_t staged)
+static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size, int64_t slots, int64_t local, int64_t max_tokens, int64_t top_k, int64_t staged, int64_t note_bytes, int64_t packet_bytes)
 {
 	struct sw_moe_block b;
 	uint64_t at = offset;
+	b.note_stride = note_bytes;
+	b.packet_stride = packet_bytes;
 	b.control = at;
 	at += (int64_t)SW_CONTROL_ALIGN;
 	b.landing = at;
@@ -180,7 +190,7 @@ static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size,
 	at += 2 * size * (int64_t)SW_MOE_MAX_BLOCKS * 16;
 	at = (at + 127) / 128 * 128;
 	b.slot_counts = at;
-	at += size * slots * 8;
+	at += 2 * size * slots * 8;
 	at = (at + 127) / 128 * 128;
 	b.rank_totals = at;
 	at += size * size * 8;
@@ -217,6 +227,15 @@ static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size,
 	at = (at + 127) / 128 * 128;
 	b.sources = at;
 	at += staged * 8;
+	at = (at + 127) / 128 * 128;
+	b.wiped = at;
+	at += (int64_t)SW_CONTROL_ALIGN;
+	at = (at + 127) / 128 * 128;
+	b.notes = at;
+	at += 2 * size * max_tokens * b.note_stride;
+	at = (at + 127) / 128 * 128;
+	b.packets = at;
+	at += 2 * size * max_tokens * b.packet_stride;
 	b.end = at;
 	return b;
 }

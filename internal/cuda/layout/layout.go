@@ -15,6 +15,8 @@ func Of() map[string]int {
 	{
 		var s C.struct_sw_moe_block
 		m["moe_block"] = int(unsafe.Sizeof(s))
+		m["moe_block.note_stride"] = int(unsafe.Offsetof(s.note_stride))
+		m["moe_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
 		m["moe_block.control"] = int(unsafe.Offsetof(s.control))
 		m["moe_block.landing"] = int(unsafe.Offsetof(s.landing))
 		m["moe_block.begins"] = int(unsafe.Offsetof(s.begins))
@@ -32,6 +34,9 @@ func Of() map[string]int {
 		m["moe_block.indices"] = int(unsafe.Offsetof(s.indices))
 		m["moe_block.weights"] = int(unsafe.Offsetof(s.weights))
 		m["moe_block.sources"] = int(unsafe.Offsetof(s.sources))
+		m["moe_block.wiped"] = int(unsafe.Offsetof(s.wiped))
+		m["moe_block.notes"] = int(unsafe.Offsetof(s.notes))
+		m["moe_block.packets"] = int(unsafe.Offsetof(s.packets))
 		m["moe_block.end"] = int(unsafe.Offsetof(s.end))
 	}
 	{

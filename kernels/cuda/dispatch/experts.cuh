@@ -2,7 +2,7 @@
 // puts each in the rows of its experts, in the order of source rank, token and choice, while they come; on the way back another makes the partial sum of each row's experts in
 // staging, where peers read it while it is made.
 //
-// experts_take, experts_sum and experts_spread call this. It reads staging and what lies beside it in the handle's state, and writes the handle's outputs, spread, landing
+// experts_take, experts_sum and experts_spread call this, and dispatch_few for where rows go. It reads staging and what lies beside it in the handle's state, and writes the handle's outputs, spread, landing
 // and arrived; on the way back the other way round, and the words made.
 #pragma once
 
@@ -36,9 +36,9 @@ struct staged_rows {
 };
 
 struct take_board {
-	staged_rows staged;
 	u32 sum[SW_MAX_RANKS];	     // rows in staging from each rank
 	u32 total[SW_MAX_RANKS];     // rows of each rank's output
+	u32 from[SW_MAX_RANKS];	     // rows by expert from each rank, in the first block
 	u32 first[SW_MAX_RANKS + 1]; // of all ranks' blocks, counted one after the other
 	u32 over;		     // the first slot that overflows
 	arrivals full[SW_MOE_PASS_THREADS / 32];
@@ -105,31 +105,39 @@ struct taker {
 	// Adds up the ranks' counts. False when a wait was given up, or an output would overflow, which all ranks find alike.
 	__device__ __forceinline__ bool look_at_counts()
 	{
-		bool good = true;
+		bool good = true, teller = blockIdx.x == 0;
 		u32 me = a.world.rank;
 		if (threadIdx.x < n)
-			b.total[threadIdx.x] = 0;
+			b.total[threadIdx.x] = b.from[threadIdx.x] = 0;
 		if (threadIdx.x == 0)
 			b.over = ~0u;
 		__syncthreads();
 #pragma unroll 1
-		for (u32 slot = threadIdx.x; slot < a.slots; slot += blockDim.x) {
-			u32 rows = 0, r = 0;
-#pragma unroll 1
-			for (u32 src = 0; src < n; src++) {
-				u32 some = 0;
-				good &= await_number(a, own(a.state.slot_counts) + (static_cast<u64>(src) * a.slots + slot) * 8, epoch, src, some);
-				if (slot >= a.first[me] && slot < a.first[me + 1])
+		for (u32 i = threadIdx.x; i - lane < a.slots; i += blockDim.x) {
+			u32 slot = min(i, a.slots - 1), rows = 0, r = 0;
+			bool mine = slot >= a.first[me] && slot < a.first[me + 1];
+			good &= each_slot_count(a, slot, epoch, [&](u32 src, u32 some) {
+				if (mine)
 					base[src * a.local + slot - a.first[me]] = rows;
 				rows += some;
+				if (!teller)
+					return;
+				some = __reduce_add_sync(~0u, mine && i < a.slots ? some : 0);
+				if (lane == 0 && some != 0)
+					atomicAdd(&b.from[src], some);
+			});
+			if (i >= a.slots)
+				continue;
+			if (mine)
+				count[slot - a.first[me]] = rows;
+			if (a.capacity != 0) {
+				if (rows > a.capacity)
+					atomicMin(&b.over, slot);
+				continue;
 			}
 #pragma unroll 1
 			while (slot >= a.first[r + 1])
 				r++;
-			if (r == me)
-				count[slot - a.first[me]] = rows;
-			if (a.capacity != 0 && rows > a.capacity)
-				atomicMin(&b.over, slot);
 			atomicAdd(&b.total[r], span_of(a, rows));
 		}
 		if (__syncthreads_or(!good))
@@ -141,7 +149,7 @@ struct taker {
 				u32 rows = 0, r = 0;
 #pragma unroll 1
 				for (u32 src = 0; src < n; src++)
-					rows += static_cast<u32>(load_relaxed_sys(own(a.state.slot_counts) + (static_cast<u64>(src) * a.slots + b.over) * 8));
+					rows += static_cast<u32>(load_relaxed_sys(slot_count(a, a.world.rank, src, b.over, epoch)));
 #pragma unroll 1
 				while (b.over >= a.first[r + 1])
 					r++;
@@ -168,28 +176,12 @@ struct taker {
 		give_up(a.world, SW_FAULT_OVERFLOW, rank, epoch, false, rows, slot == ~0ull ? slot : __ldg(expert + slot), static_cast<u64>(limit));
 	}
 
-	// Adds up rows by expert from each rank. All threads of a block.
-	__device__ __forceinline__ void count_ranks()
-	{
-		if (threadIdx.x < n)
-			b.total[threadIdx.x] = 0;
-		__syncthreads();
-#pragma unroll 1
-		for (u32 i = threadIdx.x; i < n * a.local; i += blockDim.x) {
-			u32 src = i / a.local, slot = a.first[a.world.rank] + i - src * a.local;
-			u32 rows = static_cast<u32>(load_relaxed_sys(own(a.state.slot_counts) + (static_cast<u64>(src) * a.slots + slot) * 8));
-			if (rows != 0)
-				atomicAdd(&b.total[src], rows);
-		}
-		__syncthreads();
-	}
-
-	// And tells them. A thread a rank.
+	// Tells how many rows by expert came from each rank. A thread a rank.
 	__device__ __forceinline__ void tell_rank_counts()
 	{
 		if (threadIdx.x >= n)
 			return;
-		u32 rows = b.total[threadIdx.x];
+		u32 rows = b.from[threadIdx.x];
 		reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = rows;
 		if (a.mapped != 0)
 			reinterpret_cast<u32 *>(a.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = rows;
@@ -251,10 +243,8 @@ struct taker {
 				return false;
 			if (warp == 0)
 				lay_out();
-			if (teller) {
-				count_ranks();
+			if (teller)
 				tell_rank_counts();
-			}
 			__syncthreads();
 			if (teller && a.mapped != 0 && threadIdx.x == 0) {
 				fence_acq_rel_sys();
@@ -269,9 +259,10 @@ struct taker {
 		return true;
 	}
 
-	// Copies parts of a row in staging to those of its experts, and with the first part what lies beside. A warp that moves.
-	__device__ __forceinline__ void copy(u32 src, u32 staged, u32 part, u32 end)
+	// Copies a row in staging to those of its experts, and what lies beside it. A warp that moves.
+	__device__ __forceinline__ void copy(u32 src, u32 staged)
 	{
+		u32 part = 0;
 		u64 row = own(a.to_rows) + static_cast<u64>(staged) * a.wire_bytes;
 		auto load = [&] {
 			u32 bytes = min(a.part, a.wire_bytes - part * a.part);
@@ -283,7 +274,7 @@ struct taker {
 		};
 		u32 bytes = load();
 		const volatile u32 *from_scales = reinterpret_cast<const volatile u32 *>(own(a.to_scales)) + static_cast<u64>(staged) * a.scale_words;
-		u32 scale = part == 0 && lane < a.scale_words ? from_scales[lane] : 0; // the first 32
+		u32 scale = lane < a.scale_words ? from_scales[lane] : 0; // the first 32
 		int *spread = reinterpret_cast<int *>(own(a.state.spread)) + static_cast<u64>(staged) * a.top_k;
 		const volatile u64 *choices = reinterpret_cast<const volatile u64 *>(own(a.state.indices)) + static_cast<u64>(staged) * a.top_k;
 		int rows[2], slots[2]; // of choices lane and lane+32
@@ -293,33 +284,31 @@ struct taker {
 			u64 c = k < a.top_k ? choices[k] : ~0ull;
 			slots[i] = slot_in(c);
 			rows[i] = slots[i] < 0 ? -1 : cached ? spread[k] : static_cast<int>(base[src * a.local + slots[i]] + number_in(c));
-			if (k < a.top_k && part == 0 && !cached)
+			if (k < a.top_k && !cached)
 				spread[k] = rows[i];
 		}
-		if (part == 0) {
 #pragma unroll
-			for (u32 i = 0; i < 2; i++) {
-				if (rows[i] < 0)
-					continue;
-				if (a.row_weights != 0)
-					reinterpret_cast<float *>(a.row_weights)[rows[i]] = reinterpret_cast<const volatile float *>(own(a.state.weights))[static_cast<u64>(staged) * a.top_k + lane + 32 * i];
-				if (a.row_sources != 0)
-					reinterpret_cast<u64 *>(a.row_sources)[rows[i]] = reinterpret_cast<const volatile u64 *>(own(a.state.sources))[staged];
-			}
-			u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
-			auto of = [&](const int *v, u32 k) { return __shfl_sync(~0u, k < 32 ? v[0] : v[1], k & 31); };
+		for (u32 i = 0; i < 2; i++) {
+			if (rows[i] < 0)
+				continue;
+			if (a.row_weights != 0)
+				reinterpret_cast<float *>(a.row_weights)[rows[i]] = reinterpret_cast<const volatile float *>(own(a.state.weights))[static_cast<u64>(staged) * a.top_k + lane + 32 * i];
+			if (a.row_sources != 0)
+				reinterpret_cast<u64 *>(a.row_sources)[rows[i]] = reinterpret_cast<const volatile u64 *>(own(a.state.sources))[staged];
+		}
+		u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
+		auto of = [&](const int *v, u32 k) { return __shfl_sync(~0u, k < 32 ? v[0] : v[1], k & 31); };
 #pragma unroll 1
-			for (u32 first = 0; first < a.scale_words; first += 32) {
-				u32 w = first + lane, next = w + 32 < a.scale_words ? from_scales[w + 32] : 0;
+		for (u32 first = 0; first < a.scale_words; first += 32) {
+			u32 w = first + lane, next = w + 32 < a.scale_words ? from_scales[w + 32] : 0;
 #pragma unroll 1
-				for (u64 left = there; left != 0; left &= left - 1) {
-					u32 k = __ffsll(left) - 1;
-					int to = of(rows, k), slot = of(slots, k);
-					if (w < a.scale_words)
-						*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(to), w, static_cast<u32>(slot))) = scale;
-				}
-				scale = next;
+			for (u64 left = there; left != 0; left &= left - 1) {
+				u32 k = __ffsll(left) - 1;
+				int to = of(rows, k), slot = of(slots, k);
+				if (w < a.scale_words)
+					*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(to), w, static_cast<u32>(slot))) = scale;
 			}
+			scale = next;
 		}
 #pragma unroll 1
 		for (;;) {
@@ -331,7 +320,7 @@ struct taker {
 			bulk_commit();
 			bulk_await_read<0>();
 			__syncwarp();
-			if (++part == end)
+			if (++part == a.parts)
 				break;
 			bytes = load();
 		}
@@ -383,22 +372,10 @@ struct taker {
 				}
 				if (is_bad(word) || rows_of(word) <= r)
 					break;
-				copy(src, src * a.max_tokens + first_of(word) + r, 0, a.parts);
+				copy(src, src * a.max_tokens + first_of(word) + r);
 			}
 		}
 		return true;
-	}
-
-	// Copies rows when all are there. Warps share the rows' parts, or whole rows where the caller counts them.
-	__device__ __forceinline__ void copy_all()
-	{
-		u32 rows = b.staged.first[n], tasks = a.landed != 0 ? 1 : a.parts;
-		fence_bulk();
-#pragma unroll 1
-		for (u32 task = warp * gridDim.x + blockIdx.x; warp < a.movers && task < rows * tasks; task += a.movers * gridDim.x) {
-			u32 i = task / tasks, c = task - i * tasks, src, staged = b.staged.at(a, i, src);
-			copy(src, staged, c, a.landed != 0 ? a.parts : c + 1);
-		}
 	}
 };
 

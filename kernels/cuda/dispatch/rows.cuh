@@ -176,7 +176,7 @@ struct rows_sender {
 			u32 rows = s.before[i] + s.count[i];
 #pragma unroll 1
 			for (u32 d = 0; d < n; d++)
-				store_relaxed_sys(segment(a.world, d) + a.state.slot_counts + (static_cast<u64>(a.world.rank) * a.slots + i) * 8, numbered(epoch, rows));
+				store_relaxed_sys(slot_count(a, d, a.world.rank, i, epoch), numbered(epoch, rows));
 			if (a.counters != 0 && rows != 0)
 				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + i), static_cast<unsigned long long>(rows));
 		}
@@ -528,12 +528,7 @@ struct rows_receiver {
 #pragma unroll 1
 		for (u32 i = thread; i < a.local; i += threads) {
 			u32 total = 0;
-#pragma unroll 1
-			for (u32 src = 0; src < a.world.size; src++) {
-				u32 rows = 0;
-				good &= await_number(a, own_segment(a.world) + a.state.slot_counts + (static_cast<u64>(src) * a.slots + a.first[a.world.rank] + i) * 8, epoch, src, rows);
-				total += rows;
-			}
+			good &= each_slot_count(a, a.first[a.world.rank] + i, epoch, [&](u32, u32 rows) { total += rows; });
 			counts[i] = total;
 			if (mapped != nullptr)
 				mapped[i] = total;

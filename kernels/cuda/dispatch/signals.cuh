@@ -2,8 +2,8 @@
 // of its blocks says in a word how many of its rows are there. Numbers that are wanted early carry the low half of the call's number with them.
 //
 // All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_block that are named so: begins and dones by peers, and words that carry
-// the call's number. A line has one writer. Lines and words of begins and dones exist for even and odd calls: a rank may begin the next call while a peer still reads
-// those of this one, but not the call after, since it waits for every peer in every call.
+// the call's number. A line has one writer. Lines and words of begins, dones and counts of slots exist for even and odd calls: a rank may begin the next call while a peer
+// still reads those of this one, but not the call after, since it waits for every peer in every call.
 #pragma once
 
 #include "../device.cuh"
@@ -39,6 +39,12 @@ __device__ __forceinline__ u64 done_word(const sw_moe_args &a, u32 dst, u32 src,
 	return segment(a.world, dst) + a.state.dones + (((epoch & 1) * a.world.size + src) * SW_MOE_MAX_BLOCKS + block) * 16;
 }
 
+// How many rows src has for a slot, where dst looks.
+__device__ __forceinline__ u64 slot_count(const sw_moe_args &a, u32 dst, u32 src, u32 slot, u64 epoch)
+{
+	return segment(a.world, dst) + a.state.slot_counts + (((epoch & 1) * a.world.size + src) * a.slots + slot) * 8;
+}
+
 // A number behind the low half of a call's. Each is in a word of its own and written once a call.
 __device__ __forceinline__ u64 numbered(u64 epoch, u32 n) { return epoch << 32 | n; }
 __device__ __forceinline__ bool is_of(u64 word, u64 epoch) { return static_cast<u32>(word >> 32) == static_cast<u32>(epoch); }
@@ -59,6 +65,8 @@ struct patience {
 	u64 since;
 
 	__device__ __forceinline__ patience(const sw_moe_args &a, u32 peer) : a(a), peer(peer), since(0) {}
+	// One that also ends when the ranks' calls turn out to differ.
+	__device__ __forceinline__ patience(const sw_moe_args &a, u32 peer, u64 epoch) : patience(a, peer) { w.epoch = epoch; }
 
 	// After a failed poll. False when the wait is given up, which is recorded.
 	__device__ __forceinline__ bool more(u64 epoch, bool sending)
@@ -82,7 +90,7 @@ struct patience {
 // A word that carries the call's number: its number, when it has come. False when the wait was given up.
 __device__ __forceinline__ bool await_number(const sw_moe_args &a, u64 place, u64 epoch, u32 peer, u32 &n)
 {
-	patience p(a, peer);
+	patience p(a, peer, epoch);
 	u64 v;
 #pragma unroll 1
 	while (!is_of(v = load_relaxed_sys(place), epoch))
@@ -90,6 +98,30 @@ __device__ __forceinline__ bool await_number(const sw_moe_args &a, u64 place, u6
 			return false;
 	n = static_cast<u32>(v);
 	return true;
+}
+
+// Calls f with each rank and how many rows it has for a slot, in order. False when a wait was given up.
+template <typename F> __device__ __forceinline__ bool each_slot_count(const sw_moe_args &a, u32 slot, u64 epoch, F f)
+{
+	constexpr u32 batch = 4; // that are on their way together
+	bool good = true;
+#pragma unroll 1
+	for (u32 first = 0; first < a.world.size; first += batch) {
+		u64 v[batch];
+#pragma unroll
+		for (u32 j = 0; j < batch; j++)
+			v[j] = first + j < a.world.size ? load_relaxed_sys(slot_count(a, a.world.rank, first + j, slot, epoch)) : 0;
+#pragma unroll
+		for (u32 j = 0; j < batch; j++) {
+			u32 src = first + j, rows = static_cast<u32>(v[j]);
+			if (src >= a.world.size)
+				continue;
+			if (!is_of(v[j], epoch))
+				good &= await_number(a, slot_count(a, a.world.rank, src, slot, epoch), epoch, src, rows);
+			f(src, rows);
+		}
+	}
+	return good;
 }
 
 // Waits until a peer has begun the call, and reads where its rows are. What it wrote before is visible then. False when the wait was given up, or the peer makes
@@ -141,7 +173,7 @@ __device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 e
 __device__ __forceinline__ bool await_rows_of(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u32 rows, u64 &word)
 {
 	u64 place = done_word(a, a.world.rank, peer, block, epoch);
-	patience p(a, peer);
+	patience p(a, peer, epoch);
 	pair64 v;
 #pragma unroll 1
 	while (v = load16_acquire_sys(place), v.a < epoch || (!is_all(v.b) && rows_of(v.b) <= rows))

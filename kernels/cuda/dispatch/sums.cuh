@@ -1,7 +1,7 @@
 // Rows on their way back to their tokens: the token's rank reads the rows of all ranks that have one, sums them by rank and adds biases. A rank's row is its partial sum; it lies
 // where the rank has said in the line of its begin.
 //
-// combine_rows and combine_few call this. It reads rows of peers' segments, and places and who of the handle's state; it writes the caller's sums.
+// combine_rows and combine_weights call this, and others that sum its sums. It reads rows of peers' segments, and places and who of the handle's state; it writes the caller's sums.
 #pragma once
 
 #include "numbers.cuh"

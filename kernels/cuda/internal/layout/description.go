@@ -82,7 +82,8 @@ func constants() []Group {
 		}},
 		{"MoE dispatch.", []Constant{
 			{"moeThreads", 1024, "of a block of dispatch_rows"},
-			{"moeFewThreads", 512, "of a block of the kernels for few tokens"},
+			{"moeFewThreads", 512, "of a block of dispatch_few"},
+			{"moeFewSumThreads", 384, "of a block of combine_few"},
 			{"moeSumThreads", 512, "of a block of combine_rows"},
 			{"moePassThreads", 512, "of a block of the passes over this rank's memory"},
 			{"moeMaxBlocks", 160, "of a kernel that peers wait for"},
@@ -95,6 +96,9 @@ func constants() []Group {
 			{"moeSlots", 128, "places for rows under way that the warps of a block have together, at most"},
 			{"moeSumPassThreads", 512, "of a block of the pass that makes sums: those that make, and a warp that tells"},
 			{"moePassPart", 2048, "bytes of a row that a warp of a pass adds or copies at a time"},
+			{"moeDensePart", 3584, "bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them"},
+			{"moePlainPart", 1536, "the same on the way back, 2048"},
+			{"moeNarrowPart", 2048, "the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes"},
 			{"moeStretch", 512, "elements of a float8 partial sum behind one group of scales"},
 			{"moeWindow", 64, "rows of one rank that are told together when they are made"},
 		}},
@@ -112,7 +116,6 @@ func constants() []Group {
 			{"moeWeigh", 1024, "rows are multiplied by the weights of the dispatch"},
 			{"moeGiven", 2048, "or by those beside the rows"},
 			{"moeBeside", 4096, "the two kernels of the call run beside each other"},
-			{"moeParted", 8192, "the parts of a row come from several blocks"},
 		}},
 		{"Kinds of a fault.", []Constant{
 			{"faultNone", 0, ""},
@@ -287,14 +290,15 @@ func blocks() []Block {
 	return []Block{
 		{
 			Name:   "moe_block",
-			Doc:    "Where the words of a handle lie. All but the last part must be zero before the first call.",
-			Params: []string{"size", "slots", "local", "max_tokens", "top_k", "staged"},
+			Doc:    "Where the words of a handle lie. All must be zero before the first call.",
+			Params: []string{"size", "slots", "local", "max_tokens", "top_k", "staged", "note_bytes", "packet_bytes"},
+			Values: []Part{{Name: "note_stride", Size: "note_bytes"}, {Name: "packet_stride", Size: "packet_bytes"}},
 			Parts: []Part{
 				{Name: "control", Size: "controlAlign", Doc: "struct sw_control"},
 				{Name: "landing", Size: "controlAlign", Doc: "the epoch of the call for which kernels.MoEHandle.Landed counts"},
 				{Name: "begins", Size: "2 * size * lineBytes", Doc: "[2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call"},
 				{Name: "dones", Size: "2 * size * moeMaxBlocks * 16", Doc: "[2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there"},
-				{Name: "slot_counts", Size: "size * slots * 8", Align: kernels.LineBytes, Doc: "[size][slots]: rows of each rank for each slot, behind the low half of the epoch"},
+				{Name: "slot_counts", Size: "2 * size * slots * 8", Align: kernels.LineBytes, Doc: "[2][size][slots]: rows of each rank for each slot, behind the low half of the epoch"},
 				{Name: "rank_totals", Size: "size * size * 8", Align: kernels.LineBytes, Doc: "[size][size]: rows of each rank for each rank, likewise"},
 				{Name: "block_counts", Size: "moeMaxBlocks * size * 8", Align: kernels.LineBytes, Doc: "[blocks][size]: rows of this rank's blocks for each rank, likewise"},
 				{Name: "block_slots", Size: "moeMaxBlocks * slots * 8", Align: kernels.LineBytes, Doc: "[blocks][slots]: choices of this rank's blocks for each slot, likewise"},
@@ -307,6 +311,9 @@ func blocks() []Block {
 				{Name: "indices", Size: "staged * top_k * 8", Align: kernels.LineBytes, Doc: "[staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them"},
 				{Name: "weights", Size: "staged * top_k * 4", Align: kernels.LineBytes, Doc: "[staged][top_k] float32, likewise"},
 				{Name: "sources", Size: "staged * 8", Align: kernels.LineBytes, Doc: "[staged][2], likewise"},
+				{Name: "wiped", Size: "controlAlign", Align: kernels.LineBytes, Doc: "[2]: by parity of calls, the token of which places that are not used are wiped next"},
+				{Name: "notes", Size: "2 * size * max_tokens * note_stride", Align: kernels.LineBytes, Doc: "[2][size][max_tokens][note_stride]: what lies beside a row of few tokens, as packets"},
+				{Name: "packets", Size: "2 * size * max_tokens * packet_stride", Align: kernels.LineBytes, Doc: "[2][size][max_tokens][packet_stride]: rows of few tokens"},
 			},
 		},
 		{

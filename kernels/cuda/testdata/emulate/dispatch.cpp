@@ -18,7 +18,9 @@ struct world : segments {
 	u32 experts, top_k, max_tokens, hidden, slots;
 	layout rows_by;
 	bool float8, lands, float8_sums; // lands: the caller wants to know how many rows have landed; float8_sums: partial sums cross as float8
+	bool few, given;		 // few: by the kernels for few tokens; given: scales beside tokens, whose rows cross as they are
 	i64 align = 1, capacity = 0, most_rows;
+	u64 timeout_ns = u64{1} << 50;
 	std::vector<u32> first, table; // slots before each rank; the placement
 	sw_moe_block state;
 	u64 staging, sums, weights, scales, rows, row_scales, row_weights, row_indices, row_sources, counts;
@@ -27,7 +29,12 @@ struct world : segments {
 	u32 local(u32 r) const { return first[r + 1] - first[r]; }
 	u32 wire() const { return float8 ? hidden : 2 * hidden; }
 	u32 partial() const { return float8_sums ? (hidden + SW_MOE_STRETCH - 1) / SW_MOE_STRETCH * float8_sum::scales + (hidden + 15) / 16 * 16 : 2 * hidden; }
-	u32 scale_words() const { return float8 ? (hidden + 127) / 128 : 0; }
+	u32 scale_words() const { return float8 || given ? (hidden + 127) / 128 : 0; }
+	u64 note_bytes() const { return (16 * (1 + top_k + (scale_words() + 2) / 3) + 127) / 128 * 128; }
+	u64 packet_bytes() const // rows of float8 take less
+	{
+		return max((2 * hidden + SW_MOE_DENSE_PART - 1) / SW_MOE_DENSE_PART * 4096, (2 * hidden + SW_MOE_PLAIN_PART - 1) / SW_MOE_PLAIN_PART * 2048);
+	}
 	u32 staged() const { return size * max_tokens; }
 };
 
@@ -38,6 +45,7 @@ world random_world()
 	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0, w.lands = !w.by_token() && draw(2) == 0, w.float8_sums = draw(3) == 0;
 	if (w.float8)
 		w.hidden = (w.hidden + 15) / 16 * 16;
+	w.few = w.rows_by != compact && draw(2) == 0, w.given = !w.float8 && draw(4) == 0;
 	// some experts have copies
 	std::vector<std::vector<u32>> at(w.size), copies(w.experts);
 	for (u32 e = 0; e < w.experts; e++)
@@ -72,7 +80,7 @@ world random_world()
 		w.capacity = all * w.top_k, w.most_rows = w.capacity * most_local;
 	else
 		w.most_rows = all;
-	w.state = sw_lay_moe_block(65536, w.size, w.slots, most_local, w.max_tokens, w.top_k, all);
+	w.state = sw_lay_moe_block(65536, w.size, w.slots, most_local, w.max_tokens, w.top_k, all, w.few ? w.note_bytes() : 0, w.few ? w.packet_bytes() : 0);
 	u64 place = w.state.end;
 	auto take = [&](u64 n) {
 		place = (place + 255) / 256 * 256;
@@ -94,7 +102,7 @@ using rows_t = std::vector<float>;
 struct batch {
 	std::vector<u32> tokens;
 	std::vector<std::vector<int>> choice;
-	std::vector<rows_t> weight, x, dy;
+	std::vector<rows_t> weight, x, dy, scale;
 	std::vector<std::vector<u16>> narrow_x, narrow_dy;
 };
 
@@ -117,7 +125,7 @@ batch random_batch(const world &w)
 				f = some_float();
 			return v;
 		};
-		b.weight.push_back(fill(t * w.top_k)), b.x.push_back(fill(t * w.hidden)), b.dy.push_back(fill(t * w.hidden));
+		b.weight.push_back(fill(t * w.top_k)), b.x.push_back(fill(t * w.hidden)), b.dy.push_back(fill(t * w.hidden)), b.scale.push_back(fill(t * w.scale_words()));
 		auto narrow = [](const rows_t &v) {
 			std::vector<u16> n;
 			for (float f : v)
@@ -203,7 +211,7 @@ sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
 {
 	sw_moe_args a{};
 	u64 own = w.segment(rank);
-	a.world = w.seen_by(rank, w.state.control, u64{1} << 50);
+	a.world = w.seen_by(rank, w.state.control, w.timeout_ns);
 	a.state = w.state;
 	a.choices = reinterpret_cast<u64>(b.choice[rank].data()), a.weights = reinterpret_cast<u64>(b.weight[rank].data());
 	a.table = reinterpret_cast<u64>(w.table.data());
@@ -230,16 +238,9 @@ template <typename F> launch_of with(F f, const sw_moe_args &a, u32 blocks, u32 
 	return {[f, a] { f(a); }, blocks, threads, shared};
 }
 
-bool use_few; // the kernels for few tokens
-
 void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
 {
 	a.row_bytes = row_bytes, a.wire_bytes = float8 ? row_bytes / 2 : row_bytes;
-	if (use_few && w.rows_by != compact) {
-		size_t slots = 2 * a.tokens * a.top_k;
-		p.push_back(float8 ? with(dispatch_few_bf16, a, 1 + draw(3), SW_MOE_FEW_THREADS, slots) : with(dispatch_few, a, 1 + draw(3), SW_MOE_FEW_THREADS, slots));
-		return;
-	}
 	u32 blocks = 1 + draw(3);
 	a.share = (a.tokens + blocks - 1) / blocks, a.movers = 1 + draw(2), a.depth = 1 + draw(3);
 	a.part = float8 || draw(2) == 0 ? row_bytes : (row_bytes / 2 + 15) / 16 * 16, a.parts = (row_bytes + a.part - 1) / a.part;
@@ -256,9 +257,24 @@ void to_staging(world &w, sw_moe_args &a)
 
 void add_take(world &w, sw_moe_args &a, u32 rank, program &p)
 {
-	a.mode |= SW_MOE_ZERO | (use_few ? SW_MOE_PARTED : 0);
+	a.mode |= SW_MOE_ZERO;
 	a.part = draw(2) == 0 ? a.wire_bytes : (a.wire_bytes / 2 + 15) / 16 * 16, a.parts = (a.wire_bytes + a.part - 1) / a.part, a.movers = 1 + draw(SW_MOE_PASS_THREADS / 32);
 	p.push_back(with(experts_take, a, 1 + draw(3), SW_MOE_PASS_THREADS, taker::front(a) + a.movers * a.part));
+}
+
+// The kernel of a dispatch of few tokens, or one for each half.
+void dispatch_of_few(world &w, sw_moe_args a, bool halves, program &p)
+{
+	u32 tables = w.by_token() ? 1 : SW_MOE_FEW_THREADS / 32;
+	size_t shared = std::max<size_t>(4 * tables * w.slots + 6 * a.tokens * a.top_k, taker::front(a));
+	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.wire();
+	a.mode |= SW_MOE_ZERO;
+	for (u32 mode : halves ? std::vector<u32>{SW_MOE_RECEIVE, SW_MOE_SEND} : std::vector<u32>{0}) {
+		sw_moe_args h = a;
+		h.mode &= ~mode;
+		auto kernel = w.by_token() ? (w.float8 ? dispatch_few_bf16 : dispatch_few) : w.float8 ? dispatch_few_by_expert_bf16 : dispatch_few_by_expert;
+		p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_THREADS, shared));
+	}
 }
 
 void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
@@ -266,10 +282,12 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 	sw_moe_args a = arguments(w, b, rank, again ? op_redispatch : op_dispatch);
 	a.x = reinterpret_cast<u64>(b.narrow_x[rank].data());
 	a.mode |= again ? SW_MOE_CACHED : 0;
-	a.scale_words = w.scale_words(), a.scale_block = 128;
+	a.scale_words = w.scale_words(), a.scale_block = 128, a.scales = reinterpret_cast<u64>(b.scale[rank].data());
 	if (w.by_token()) {
 		a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
 		a.to_rows = w.rows, a.to_scales = w.row_scales, a.to_indices = w.row_indices, a.to_weights = w.row_weights, a.to_sources = w.row_sources;
+		if (w.few)
+			return dispatch_of_few(w, a, halves, p);
 		if (halves)
 			a.mode &= ~SW_MOE_RECEIVE;
 		send(w, a, 2 * w.hidden, w.float8, p);
@@ -278,6 +296,8 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 		return;
 	}
 	to_staging(w, a);
+	if (w.few)
+		return dispatch_of_few(w, a, halves, p);
 	if (!halves && draw(2) == 0)
 		a.mode |= SW_MOE_BESIDE;
 	a.mode &= ~SW_MOE_RECEIVE;
@@ -287,10 +307,6 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 
 void sum(world &w, sw_moe_args &a, program &p)
 {
-	if (use_few) {
-		p.push_back(with(w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16, a, 1 + draw(3), SW_MOE_FEW_THREADS));
-		return;
-	}
 	u32 whole = w.float8_sums ? float8_sum::stretch : 16, least = draw(2) == 0 ? a.wire_bytes : a.wire_bytes / 2;
 	a.movers = SW_MOE_SUM_THREADS / 32, a.depth = 1 + draw(3), a.part = (least + whole - 1) / whole * whole, a.parts = (a.wire_bytes + a.part - 1) / a.part;
 	a.interval = draw(2) * 100;
@@ -315,6 +331,17 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.y = w.segment(rank) + sums_at(w);
 	bool staged = !w.by_token() || w.float8_sums || !in_place;
 	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch.go has it
+	if (w.few) {
+		a.rows = w.segment(rank) + made_at(w), a.sum_weights = reinterpret_cast<u64>(weights.data()), a.from_weights = w.weights;
+		a.mode |= w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH;
+		for (u32 mode : halves ? std::vector<u32>{SW_MOE_RECEIVE, SW_MOE_SEND} : std::vector<u32>{0}) {
+			sw_moe_args h = a;
+			h.mode &= ~mode;
+			auto kernel = w.by_token() ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16) : w.float8_sums ? combine_few_by_expert_bf16_float8 : combine_few_by_expert_bf16;
+			p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_SUM_THREADS));
+		}
+		return;
+	}
 	a.from_rows = staged ? w.sums : made_at(w);
 	if (staged) {
 		a.mode |= SW_MOE_KEEP;
@@ -351,7 +378,7 @@ void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weight
 	a.rows = own + made_at(w), a.y = own + grads_at(w), a.row_weights = 0, a.from_weights = w.weights, a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
 	p.push_back(with(experts_spread_bf16, a, 1 + draw(2), SW_MOE_PASS_THREADS));
 	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum_weights = reinterpret_cast<u64>(weights.data()), a.row_bytes = 0;
-	p.push_back(with(combine_few_f32, a, 1 + draw(2), SW_MOE_FEW_THREADS));
+	p.push_back(with(combine_weights, a, 1 + draw(2), SW_MOE_FEW_SUM_THREADS));
 }
 
 // A launch of a rank's stream that is under way or over.
@@ -435,6 +462,8 @@ void crossed(const world &w, const batch &b, u32 src, u32 token, std::vector<u8>
 		}
 		if (w.float8)
 			scales.push_back(__float_as_uint(most / 448));
+		else if (w.given)
+			scales.push_back(__float_as_uint(b.scale[src][token * w.scale_words() + h / 128]));
 	}
 }
 
@@ -593,6 +622,9 @@ batch other_rows(const batch &b)
 {
 	batch o = b;
 	std::swap(o.x, o.dy), std::swap(o.narrow_x, o.narrow_dy);
+	for (rows_t &v : o.scale)
+		for (float &f : v)
+			f = -f;
 	return o;
 }
 
@@ -602,16 +634,15 @@ bool calls()
 {
 	struct layer {
 		batch b, other;
-		bool again, twice, halves, in_place;
+		bool again, twice, halves, in_place, dropped; // dropped: nobody wants what the experts would make of it
 		std::vector<std::vector<float>> weights, gradients;
 		memories rows, other_rows, sums, other_sums, grads;
 	};
 	world w = random_world();
-	std::vector<layer> layers(2);
+	std::vector<layer> layers(3);
 	std::vector<program> programs(w.size);
 	for (layer &l : layers) {
-		l.b = random_batch(w), l.other = other_rows(l.b), l.again = draw(2) == 0, l.twice = draw(2) == 0, l.halves = draw(2) == 0, l.in_place = draw(2) == 0;
-		use_few = draw(2) == 0;
+		l.b = random_batch(w), l.other = other_rows(l.b), l.again = draw(2) == 0, l.twice = draw(2) == 0, l.halves = draw(2) == 0, l.in_place = draw(2) == 0, l.dropped = draw(4) == 0;
 		l.weights.resize(w.size), l.gradients.resize(w.size);
 		for (u32 r = 0; r < w.size; r++) {
 			program &p = programs[r];
@@ -623,6 +654,8 @@ bool calls()
 				add_dispatch(w, l.other, r, true, l.halves, p);
 				p.push_back(l.other_rows.keep(w, r));
 			}
+			if (l.dropped)
+				continue;
 			make(l.b);
 			add_combine(w, l.b, r, l.in_place, l.weights[r], p);
 			make(l.other); // the rows are the caller's again
@@ -639,12 +672,14 @@ bool calls()
 	if (!run(w, programs) || !no_faults(w))
 		return false;
 	for (const layer &l : layers) {
-		bool staged = !w.by_token() || w.float8_sums || !l.in_place;
+		bool staged = !w.by_token() || w.float8_sums || !l.in_place || w.few;
 		auto right = [&](const memories &m, auto check) { return m.restore(w), check(); };
-		if (!right(l.rows, [&] { return right_rows(w, l.b); }) || !right(l.sums, [&] { return right_sums(w, l.b, staged, l.weights); }) ||
-		    !right(l.grads, [&] { return right_gradients(w, l.b, l.gradients); }))
+		if (!right(l.rows, [&] { return right_rows(w, l.b); }) || (l.again && !right(l.other_rows, [&] { return right_rows(w, l.other); })))
 			return false;
-		if (l.again && !right(l.other_rows, [&] { return right_rows(w, l.other); }))
+		if (l.dropped)
+			continue;
+		if (!right(l.sums, [&] { return right_sums(w, l.b, staged, l.weights); }) ||
+		    !right(l.grads, [&] { return right_gradients(w, l.b, l.gradients); }))
 			return false;
 		if (l.twice && !right(l.other_sums, [&] { return right_sums(w, l.other, staged, l.weights); }))
 			return false;
@@ -658,29 +693,13 @@ bool end_of_waits(bool aborted)
 	world w = random_world();
 	while (w.size == 1)
 		w = random_world();
+	w.timeout_ns = aborted ? w.timeout_ns : 300'000;
 	batch b = random_batch(w);
 	u32 away = draw(w.size);
-	use_few = draw(2) == 0;
 	std::vector<program> programs(w.size);
 	for (u32 r = 0; r < w.size; r++)
-		if (r == away) {
-			continue;
-		} else if (aborted) {
+		if (r != away)
 			add_dispatch(w, b, r, false, draw(2) == 0, programs[r]);
-		} else { // with a deadline
-			sw_moe_args a = arguments(w, b, r, op_dispatch);
-			a.world.timeout_ns = 300'000;
-			a.x = reinterpret_cast<u64>(b.narrow_x[r].data()), a.to_rows = w.rows, a.to_indices = w.row_indices, a.to_weights = w.row_weights, a.to_sources = w.row_sources;
-			if (!w.by_token()) {
-				to_staging(w, a);
-				a.mode |= draw(2) == 0 ? SW_MOE_BESIDE : 0;
-			}
-			a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
-			a.mode &= w.by_token() ? ~0u : ~SW_MOE_RECEIVE;
-			send(w, a, 2 * w.hidden, false, programs[r]);
-			if (!w.by_token())
-				add_take(w, a, r, programs[r]);
-		}
 	return run(w, programs, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }
 

@@ -205,6 +205,14 @@ inline uint32_t __reduce_add_sync(uint32_t, uint32_t v)
 		sum += static_cast<uint32_t>(all[i]);
 	return sum;
 }
+inline uint32_t __reduce_or_sync(uint32_t, uint32_t v)
+{
+	const uint64_t *all = emu::gather<uint64_t>(v);
+	uint32_t bits = 0;
+	for (uint32_t i = 0; i < 32; i++)
+		bits |= static_cast<uint32_t>(all[i]);
+	return bits;
+}
 
 inline bool __syncthreads_or(bool v)
 {
@@ -397,7 +405,6 @@ inline u32 zero_of_lane() { return 0; }
 inline u32 add_acq_rel_gpu(u32 *p, u32 n) { return atomicAdd(p, n); }
 
 inline u32 load32_acquire_sys(u64 p) { return read<u32>(p); }
-inline uint2 load_vector2(u64 p) { return vector_at<uint2>(p); }
 inline void store_vector2(u64 p, uint2 v)
 {
 	vector_at<uint2>(p) = v;
