@@ -137,7 +137,10 @@ type Options struct {
 	Landed bool
 	// HostCounts lets Handle.HostCounts tell the host how many rows came.
 	HostCounts bool
-	// MaxSMs bounds the multiprocessors of a GPU that a call takes; by default the engine chooses. The host device ignores it.
+	// MaxSMs bounds the multiprocessors of a GPU that a call takes. The default is 24 where rows are by token, 64 with LowLatency for up to 48
+	// tokens, and all for rows by expert and for more tokens with LowLatency. A call keeps them while it waits for other ranks. So where calls
+	// of several dispatchers, exchangers or reducers run at the same time, on streams that ranks may reach in different orders, bound them
+	// such that all fit. The host device ignores it.
 	MaxSMs int
 	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
 	Timeout time.Duration

@@ -53,6 +53,8 @@ __device__ __forceinline__ u64 resolve(const sw_world &w, u32 peer, u64 place)
 // Whether a fault is one of a single call: the ranks disagree, or their data is refused.
 __device__ __forceinline__ bool of_one_call(u32 kind) { return kind == SW_FAULT_MISMATCH || kind >= SW_FAULT_ORDER; }
 
+constexpr u32 host_polls = 8192; // of a wait between two looks at the host's word
+
 // A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at once in a while. So
 // is, less often, the host's word, which reaches kernels also while the driver is busy, as it is in a thread that frees memory and waits for
 // them. Reading it takes the way to the host: 30,000 threads that do it at once need 300 us.
@@ -76,7 +78,7 @@ struct wait {
 			kind = SW_FAULT_NONE;
 			return false;
 		}
-		if (load_relaxed_sys(own + SW_ABORT_OFFSET) != 0 || ((polls & 8191) == 0 && load_relaxed_sys(w.fault + offsetof(sw_fault, stop)) != 0)) {
+		if (load_relaxed_sys(own + SW_ABORT_OFFSET) != 0 || (polls % host_polls == 0 && load_relaxed_sys(w.fault + offsetof(sw_fault, stop)) != 0)) {
 			kind = SW_FAULT_ABORTED;
 			return false;
 		}
@@ -135,16 +137,17 @@ struct call_number {
 		return fault == SW_FAULT_NONE || of_one_call(fault) ? v.a + 1 : 0;
 	}
 
-	// One thread of a block, after a barrier behind every load of the block.
-	__device__ __forceinline__ void advance(const sw_world &w) const
+	// One thread of a block, after a barrier behind every load of the block. True in the last block.
+	__device__ __forceinline__ bool advance(const sw_world &w) const
 	{
 		sw_control *c = reinterpret_cast<sw_control *>(own_segment(w) + w.control);
 		if (gridDim.x > 1) {
 			if (add_acq_rel_gpu(&c->readers, 1) != gridDim.x - 1)
-				return;
+				return false;
 			c->readers = 0;
 		}
 		c->epoch = v.a + 1;
+		return true;
 	}
 };
 

@@ -640,7 +640,7 @@ template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dis
 	await_stream();
 	call_number number;
 	number.load(a.world);
-	u32 even = *next_wiped(a, 0), odd = *next_wiped(a, 1);
+	wiping wiped(a);
 	few_vectors<Wire::vectors> row;
 	u64 ranks = 0;
 	if (tasks.first < count) {
@@ -654,8 +654,8 @@ template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dis
 		return;
 	epoch -= sends ? 0 : 1;
 	if (sends) {
-		if (threadIdx.x == blockDim.x - 1)
-			number.advance(a.world);
+		if (threadIdx.x == blockDim.x - 1 && number.advance(a.world))
+			wiped.advance(a, epoch);
 		begin_landing(a, epoch);
 		if (blockIdx.x == 0 && threadIdx.x < n)
 			tell_begin(a, threadIdx.x, epoch, 1);
@@ -685,7 +685,7 @@ template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dis
 	__syncthreads();
 	wait w;
 	w.epoch = epoch;
-	few_receiver<Wire, by_expert> in(a, t, w, epoch, (epoch & 1) == 0 ? even : odd);
+	few_receiver<Wire, by_expert> in(a, t, w, epoch, wiped.token(a, epoch, sends));
 	u64 word, place;
 	if (blockIdx.x == (gridDim.x > 2 ? 1 : 0) && threadIdx.x >= blockDim.x - 32) { // a warp looks for ranks that make another call, which tell nothing else
 #pragma unroll 1
@@ -717,8 +717,6 @@ template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dis
 			counts.tell_ranks();
 		if (!cached && by_expert && threadIdx.x < n)
 			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.take.sum[threadIdx.x];
-		if (threadIdx.x == 0)
-			wiped_all(a, in.wiped, epoch);
 	}
 	in.run(cached);
 }
@@ -734,15 +732,15 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 	await_stream();
 	call_number number;
 	number.load(a.world);
-	u32 even = *next_wiped(a, 0), odd = *next_wiped(a, 1);
+	wiping wiped(a);
 	typename few_combiner<type, float8, by_expert>::errand first;
 	if (sends && tasks.first < c.errands())
 		c.look(tasks.first, first);
 	u64 epoch = number.epoch();
 	if (__syncthreads_or(epoch == 0))
 		return;
-	if (sends && threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	if (sends && threadIdx.x == blockDim.x - 1 && number.advance(a.world))
+		wiped.advance(a, epoch);
 	epoch -= sends ? 0 : 1;
 	c.begin(epoch);
 	u32 peer = threadIdx.x;
@@ -762,7 +760,7 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 			if (p != a.world.rank && !await_begin(a, p, epoch, word, place))
 				end_waits(a, epoch);
 		}
-	c.receive((epoch & 1) == 0 ? even : odd);
+	c.receive(wiped.token(a, epoch, sends));
 }
 
 // The weights that lie beside rows go back to their tokens.

@@ -44,7 +44,8 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 		"SW_MULTICAST_THREADS = 512", "SW_MULTICAST_THREADS = 224",
 		"SW_MOE_THREADS = 1024", "SW_MOE_THREADS = 128", "SW_MOE_FEW_THREADS = 512", "SW_MOE_FEW_THREADS = 128", "SW_MOE_FEW_SUM_THREADS = 384", "SW_MOE_FEW_SUM_THREADS = 96",
 		"SW_MOE_SUM_THREADS = 512", "SW_MOE_SUM_THREADS = 64", "SW_MOE_PASS_THREADS = 512", "SW_MOE_PASS_THREADS = 64",
-		"SW_MOE_SUM_PASS_THREADS = 512", "SW_MOE_SUM_PASS_THREADS = 96", "SW_MOE_PASS_PART = 2048", "SW_MOE_PASS_PART = 512", "constexpr u32 steps = 8;", "constexpr u32 steps = 2;"}, bugs...)
+		"SW_MOE_SUM_PASS_THREADS = 512", "SW_MOE_SUM_PASS_THREADS = 96", "SW_MOE_PASS_PART = 2048", "SW_MOE_PASS_PART = 512", "constexpr u32 steps = 8;", "constexpr u32 steps = 2;",
+		"host_polls = 8192", "host_polls = 256"}, bugs...)
 	found := make([]int, len(edits))
 	for name := range sources {
 		b, err := os.ReadFile(filepath.Join("../..", name))
@@ -304,6 +305,12 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		},
 		"the ends of two vectors are swapped": {
 			"ends[2] | ends[3] << 16", "ends[3] | ends[2] << 16",
+		},
+		"places that nobody uses are not wiped": {
+			"wipe(a, src, k, epoch, 16, lane);", ";",
+		},
+		"the same token is wiped in every call": {
+			"next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0;", "0;",
 		},
 		"places that are in use are wiped": {
 			"if ((come >> src & 1) == 0)", "if (true)",

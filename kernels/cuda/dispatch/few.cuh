@@ -514,8 +514,15 @@ __device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 e
 		store16_relaxed_sys(row + at, 0, 0);
 }
 
-// One thread, when all have been.
-__device__ __forceinline__ void wiped_all(const sw_moe_args &a, u32 t, u64 epoch) { *next_wiped(a, epoch) = t + 1 < a.max_tokens ? t + 1 : 0; }
+// The token of a call, of which the blocks have read the words of even and odd calls. The kernel of its first half has the word go on when all of its blocks have, one thread.
+struct wiping {
+	u32 even, odd;
+
+	__device__ __forceinline__ explicit wiping(const sw_moe_args &a) : even(*next_wiped(a, 0)), odd(*next_wiped(a, 1)) {}
+	__device__ __forceinline__ u32 next(u64 epoch) const { return (epoch & 1) == 0 ? even : odd; }
+	__device__ __forceinline__ void advance(const sw_moe_args &a, u64 epoch) const { *next_wiped(a, epoch) = next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0; }
+	__device__ __forceinline__ u32 token(const sw_moe_args &a, u64 epoch, bool sends) const { return sends ? next(epoch) : (next(epoch) != 0 ? next(epoch) : a.max_tokens) - 1; }
+};
 
 // Ends the waits of this rank in a call that ranks do not make together.
 __device__ __forceinline__ void end_waits(const sw_moe_args &a, u64 epoch) { store_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched), epoch); }
@@ -914,8 +921,6 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			for (u32 src = 0; src < n; src++)
 				if ((come >> src & 1) == 0)
 					wipe(a, src, wiped, epoch, 0, lane);
-			if (lane == 0)
-				wiped_all(a, wiped, epoch);
 		}
 #pragma unroll 1
 		for (u32 task = tasks.first; task < a.tokens * parts; task += tasks.step) {

@@ -42,6 +42,8 @@ world random_world()
 {
 	world w;
 	w.size = 1 + draw(4), w.experts = 1 + draw(9), w.top_k = 1 + draw(4), w.max_tokens = 1 + draw(70), w.hidden = 8 * (1 + draw(draw(4) == 0 ? 150 : 40));
+	if (draw(8) == 0) // more choices than a warp has lanes
+		w.top_k = 30 + draw(10), w.max_tokens = 1 + draw(6), w.hidden = 8 * (1 + draw(20));
 	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0, w.lands = !w.by_token() && draw(2) == 0, w.float8_sums = draw(3) == 0;
 	if (w.float8)
 		w.hidden = (w.hidden + 15) / 16 * 16;
@@ -687,6 +689,39 @@ bool calls()
 	return true;
 }
 
+// Calls without tokens, as many as a handle has room for tokens: none is left in the places of few tokens, so none can be taken for a later one.
+bool forgets()
+{
+	world w = random_world();
+	while (!w.few || w.max_tokens > 12)
+		w = random_world();
+	std::vector<batch> batches(1 + w.max_tokens);
+	std::vector<std::vector<float>> weights(w.size);
+	std::vector<program> programs(w.size);
+	for (batch &b : batches) {
+		b = random_batch(w);
+		if (&b != &batches[0])
+			b.tokens.assign(w.size, 0);
+		for (u32 r = 0; r < w.size; r++) {
+			weights[r].resize(w.max_tokens * w.top_k);
+			add_dispatch(w, b, r, false, draw(2) == 0, programs[r]);
+			programs[r].push_back(memories::by_caller([&w, &b, r] { make_rows(w, b, r); }));
+			add_combine(w, b, r, false, weights[r], programs[r]);
+		}
+	}
+	if (!run(w, programs) || !no_faults(w))
+		return false;
+	for (u32 rank = 0; rank < w.size; rank++)
+		for (u64 i = 0; i < 2 * w.staged(); i++) {
+			u64 note = w.segment(rank) + w.state.notes + i * w.state.note_stride, packets = w.segment(rank) + w.state.packets + i * w.state.packet_stride;
+			for (u64 byte = 16; byte < w.state.note_stride; byte += 4) // the first says in every call whether the token comes
+				CHECK("a word of a note", at<u32>(note + byte), 0u);
+			for (u64 byte = 0; byte < w.state.packet_stride; byte += 4)
+				CHECK("a word of packets", at<u32>(packets + byte), 0u);
+		}
+	return true;
+}
+
 // A rank stays away, or the abort word is set: every wait ends, and says why.
 bool end_of_waits(bool aborted)
 {
@@ -712,6 +747,7 @@ int main(int count, char **words)
 			   {"calls", calls},
 			   {"deadline", [] { return end_of_waits(false); }},
 			   {"abort", [] { return end_of_waits(true); }},
+			   {"forgets", forgets},
 		       },
-		       [](u64 i) { return i % 6 < 4 ? 0 : i % 6 - 3; });
+		       [](u64 i) { return i % 7 < 4 ? 0 : i % 7 - 3; });
 }
