@@ -64,8 +64,9 @@ const (
 // numbered but the calls.
 //
 // In every call a rank tells all others that it begins. A dispatch then waits for room, tells how many rows come, writes them, and says that
-// they are there. A combine says in its beginning where its rows are; peers read them and say so. Packets need neither room nor words; a combine
-// sends them, too. Lines of beginnings, done words, numbers and packets exist for even and odd calls; rows and partial sums do not. Relaxed stores are not modelled: the emulation of the kernels has those.
+// they are there. A combine says in its beginning where its rows are; peers read them and say so. Packets need neither room nor words; a
+// combine sends them, too. Lines of beginnings, done words, numbers and packets exist for even and odd calls; rows, partial sums and the
+// numbers of compact rows do not. Relaxed stores are not modelled: the emulation of the kernels has those.
 type Handle struct {
 	ranks    int
 	layout   HandleLayout
@@ -174,9 +175,9 @@ func (b *handleBuilder) doneWord(at, of, call int) int {
 	return b.h.cell("done word of rank %d at rank %d, %d", of, at, call&1)
 }
 
-// parity is whether a call is odd; a bug may have all be even.
+// parity is 1 for odd calls, where even and odd ones have places of their own.
 func (b *handleBuilder) parity() int {
-	if b.h.bug == OnePlace {
+	if b.h.bug == OnePlace || b.h.layout == Compact {
 		return 0
 	}
 	return b.call & 1
