@@ -464,36 +464,31 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		if l.compact() {
 			a.mode |= moeCompact
 		}
-		if m.Scales.Columns {
-			a.mode |= moeColumns
-		}
 		a.toRows, a.toScales, a.toIndices = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place)
 		a.toWeights, a.toSources = placeOf(&h.Weights), placeOf(&h.Sources)
-		if l.few() {
-			l.dispatchFew()
-			return nil
+	} else {
+		l.toStaging()
+		if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
+			a.mode |= moeZero
 		}
-		if d.Phase&kernels.Send != 0 {
-			return l.send(m.TokenBytes(), m.Quantizes())
-		}
-		l.launch(x.k.receive, 1, moeThreads, 0)
-		return nil
 	}
-	l.toStaging()
-	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
-		a.mode |= moeZero
+	if m.Scales.Columns {
+		a.mode |= moeColumns
 	}
-	if l.few() {
-		if m.Scales.Columns {
-			a.mode |= moeColumns
-		}
+	switch {
+	case l.few():
 		l.dispatchFew()
+		return nil
+	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
+		return l.send(m.TokenBytes(), m.Quantizes())
+	case m.Layout.ByToken():
+		l.launch(x.k.receive, 1, moeThreads, 0)
 		return nil
 	}
 	blocks := l.passing(d.Phase == kernels.Both)
 	mode := a.mode
 	if d.Phase&kernels.Send != 0 {
-		a.mode = mode &^ moeReceive
+		a.mode = mode &^ (moeReceive | moeColumns) // in staging they lie row by row
 		if err := l.send(m.TokenBytes(), m.Quantizes()); err != nil {
 			return err
 		}
@@ -502,9 +497,6 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		return nil
 	}
 	a.mode = mode
-	if m.Scales.Columns {
-		a.mode |= moeColumns
-	}
 	l.take(blocks)
 	return nil
 }
@@ -593,40 +585,34 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	a.rowBytes, a.wireBytes = uint32(m.SumBytes()), uint32(x.partialBytes())
 	a.y, a.sumWeights = uint64(c.Y.Ptr), addressOf(&c.SumWeights)
 	a.bias0, a.bias1 = addressOf(&c.Bias[0]), addressOf(&c.Bias[1])
-	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
-	if staged {
-		a.mode |= moeKeep
-		a.fromRows = l.place(l.sumsAt())
-	} else {
-		a.fromRows = uint64(c.Rows.Place)
+	a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
+	if !m.Layout.ByToken() {
+		a.mode |= weighs(c.Weighting)
 	}
 	// Rows by expert are this rank's business, and so is what peers write by the end of a dispatch. In an output by rank each
 	// peer has a part of its own.
 	if !m.Layout.ByToken() || c.Release && m.Layout == kernels.RankRows {
 		a.mode |= moeFree
 	}
-	if c.Release {
-		a.mode |= moeKeep
-	}
 	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
 		a.fromWeights = l.place(l.weightsAt())
 	}
 	if x.few() {
 		a.mostRows = c.Rows.Bytes / int64(a.rowBytes)
-		a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
-		if !m.Layout.ByToken() {
-			a.mode |= moeByExpert | weighs(c.Weighting)
-		}
 		l.launch(l.sums().few[l.order()], l.fewBlocks(), moeFewSumThreads, 0)
 		return nil
 	}
+	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
+	a.fromRows = uint64(c.Rows.Place)
+	if staged {
+		a.fromRows = l.place(l.sumsAt())
+	}
+	if staged || c.Release {
+		a.mode |= moeKeep
+	}
 	if c.Phase&kernels.Send != 0 {
 		if staged {
-			a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
 			blocks := l.passing(!m.Layout.ByToken() && c.Phase == kernels.Both)
-			if !m.Layout.ByToken() {
-				a.mode |= weighs(c.Weighting)
-			}
 			y, weights := a.y, a.fromWeights
 			if a.y = 0; c.RowWeights.Bytes == 0 {
 				a.fromWeights = 0

@@ -585,7 +585,7 @@ type moeArgs struct {
 	sumWeights   uint64 // address of float32 [tokens][top_k]; 0: none
 	bias0        uint64
 	bias1        uint64
-	mostRows     int64 // rows of an output
+	mostRows     int64 // rows of an output, or of what a combine of few tokens is given
 	align        int64
 	capacity     int64 // 0: an expert's rows follow those of the one before
 	offsetBase   int64 // rows from one rank's first row to the next one's; 0: they follow one another

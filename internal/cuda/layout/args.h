@@ -424,7 +424,7 @@ struct sw_moe_args {
 	uint64_t sum_weights; /* address of float32 [tokens][top_k]; 0: none */
 	uint64_t bias0;
 	uint64_t bias1;
-	int64_t most_rows; /* rows of an output */
+	int64_t most_rows; /* rows of an output, or of what a combine of few tokens is given */
 	int64_t align;
 	int64_t capacity; /* 0: an expert's rows follow those of the one before */
 	int64_t offset_base; /* rows from one rank's first row to the next one's; 0: they follow one another */

@@ -81,6 +81,17 @@ __device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32
 		}
 }
 
+// Counts the rows of a lane's two choices, or -1, as landed. What the lane knows to be written comes before.
+__device__ __forceinline__ void count_landed(const sw_moe_args &a, const int *rows, const int *slots)
+{
+#pragma unroll
+	for (u32 i = 0; i < 2; i++)
+		if (rows[i] >= 0) {
+			fence_acq_rel_sys();
+			atomicAdd_system(reinterpret_cast<u32 *>(a.landed) + slots[i], 1u);
+		}
+}
+
 struct taker {
 	const sw_moe_args &a;
 	take_board &b;
@@ -328,12 +339,7 @@ struct taker {
 			return;
 		bulk_await();
 		fence_bulk();
-#pragma unroll
-		for (u32 i = 0; i < 2; i++)
-			if (rows[i] >= 0) {
-				fence_acq_rel_sys();
-				atomicAdd_system(reinterpret_cast<u32 *>(a.landed) + slots[i], 1u);
-			}
+		count_landed(a, rows, slots);
 	}
 
 	// Copies rows as their ranks' blocks say that they are there. Warps share the ranks' blocks. False when a wait was given up.

@@ -19,8 +19,8 @@ struct few_board {
 	take_board take;
 };
 
-// Where what lies beside the row of token t of rank src is on rank dst, its note: a packet for the row, one for each choice, and those of the scales that the caller has given. And where
-// the row is.
+// Where the note of token t of rank src is on rank dst: what lies beside its row. It is a packet for the row, one for each choice, and those of the scales that the caller has
+// given. And where the packets of the row are.
 __device__ __forceinline__ u64 note_place(const sw_moe_args &a, u32 dst, u32 src, u32 t, u64 epoch)
 {
 	return segment(a.world, dst) + a.state.notes + (((epoch & 1) * a.world.size + src) * a.max_tokens + t) * a.state.note_stride;
@@ -35,6 +35,10 @@ __device__ __forceinline__ void put_packet(u64 place, u32 flag, u32 x, u32 y, u3
 __device__ __forceinline__ bool has_flag(pair64 v, u32 flag) { return static_cast<u32>(v.b >> 32) == flag; }
 __device__ __forceinline__ u32 word_of(pair64 v, u32 i) { return static_cast<u32>(i == 0 ? v.a : i == 1 ? v.a >> 32 : v.b); }
 
+// A row has parts of so many vectors a lane.
+template <u32 vectors> __device__ __forceinline__ u32 few_parts(u32 bytes) { return max((bytes + 512 * vectors - 1) / (512 * vectors), 1u); }
+
+// Those of a lane of one part, as they are loaded.
 template <u32 vectors> struct few_vectors {
 	uint4 v[vectors];
 
@@ -48,6 +52,18 @@ template <u32 vectors> struct few_vectors {
 		}
 	}
 };
+
+// Loads a lane's packets of a part, those that it wants; the others are as if they had come. flag is where packets have it.
+template <u32 packets, typename F> __device__ __forceinline__ void load_packets(pair64 (&v)[packets], u64 place, u32 part, u32 lane, u64 flag, F wanted)
+{
+	place += part * packets * 512 + lane * 16;
+#pragma unroll
+	for (u32 i = 0; i < packets; i++) {
+		v[i] = {0, flag};
+		if (wanted(i))
+			v[i] = load16_relaxed_sys(place + i * 512);
+	}
+}
 
 // The words of a lane of a part of a row, as they cross.
 template <u32 count> struct few_words {
@@ -66,14 +82,8 @@ template <u32 count> struct few_words {
 	// True when they are there.
 	__device__ __forceinline__ bool get(u64 place, u32 part, u32 used, u32 lane, u32 flag)
 	{
-		place += part * packets * 512 + lane * 16;
 		pair64 v[packets];
-#pragma unroll
-		for (u32 i = 0; i < packets; i++) {
-			v[i] = {0, static_cast<u64>(flag) << 32};
-			if (i < used)
-				v[i] = load16_relaxed_sys(place + i * 512);
-		}
+		load_packets(v, place, part, lane, static_cast<u64>(flag) << 32, [&](u32 i) { return i < used; });
 		bool all = true;
 #pragma unroll
 		for (u32 i = 0; i < packets; i++) {
@@ -84,17 +94,34 @@ template <u32 count> struct few_words {
 	}
 };
 
+// A row as it is: words of so many vectors.
+template <u32 count> struct few_whole : few_words<4 * count> {
+	using few_words<4 * count>::w;
+	static constexpr u32 vectors = count;
+	static constexpr bool scaled = false;
+
+	static __device__ __forceinline__ u32 parts(u32 bytes) { return few_parts<vectors>(bytes); }
+
+	__device__ __forceinline__ void set(u32 i, uint4 v) { w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w; }
+	__device__ __forceinline__ uint4 vector(u32 i) const { return make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]); }
+
+	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32, bool)
+	{
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++)
+			set(i, r.v[i]);
+	}
+};
+
 // A row as it is, on its way to experts: a lane has seven vectors of a part. Its packets have 14 bytes and a flag of 16 bits: one for all but the end of each vector, and one
 // for their ends. On the way back, where a warp has several rows at once, so many registers cost more than fewer bytes save.
-struct few_dense {
-	static constexpr u32 vectors = SW_MOE_DENSE_PART / 512, packets = vectors + 1;
-	static constexpr bool scaled = false;
-	u32 w[4 * vectors];
+struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
+	static constexpr u32 packets = vectors + 1;
+	static_assert(vectors == 7, "their ends fill a packet");
 
 	// Those of calls of one parity differ, unless they are 65,535 of them apart or more.
 	static __device__ __forceinline__ u32 flag(u64 epoch) { return 1 + static_cast<u32>(epoch / 2) % 65535; }
 
-	static __device__ __forceinline__ u32 parts(u32 bytes) { return max((bytes + 512 * vectors - 1) / (512 * vectors), 1u); }
 	// How many vectors a lane has of a part.
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32 lane)
 	{
@@ -119,14 +146,8 @@ struct few_dense {
 	// True when they are there.
 	__device__ __forceinline__ bool get(u64 place, u32 part, u32 used, u32 lane, u32 flag)
 	{
-		place += part * packets * 512 + lane * 16;
 		pair64 v[packets];
-#pragma unroll
-		for (u32 i = 0; i < packets; i++) {
-			v[i] = {0, static_cast<u64>(flag) << 48};
-			if (i < used || (i == vectors && used != 0))
-				v[i] = load16_relaxed_sys(place + i * 512);
-		}
+		load_packets(v, place, part, lane, static_cast<u64>(flag) << 48, [&](u32 i) { return i < used || (i == vectors && used != 0); });
 		bool all = true;
 #pragma unroll
 		for (u32 i = 0; i < packets; i++)
@@ -138,15 +159,6 @@ struct few_dense {
 			w[4 * i + 3] = (static_cast<u32>(v[i].b >> 32) & 0xffff) | end << 16;
 		}
 		return all;
-	}
-
-	__device__ __forceinline__ uint4 vector(u32 i) const { return make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]); }
-
-	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32, bool)
-	{
-#pragma unroll
-		for (u32 i = 0; i < vectors; i++)
-			w[4 * i] = r.v[i].x, w[4 * i + 1] = r.v[i].y, w[4 * i + 2] = r.v[i].z, w[4 * i + 3] = r.v[i].w;
 	}
 
 	// Into a row of a dispatch's output.
@@ -161,27 +173,16 @@ struct few_dense {
 };
 
 // A row as it is, on its way back: a lane has three vectors of a part.
-struct few_plain : few_words<12> {
-	static constexpr u32 vectors = SW_MOE_PLAIN_PART / 512;
+struct few_plain : few_whole<SW_MOE_PLAIN_PART / 512> {
+	static_assert(vectors == 3, "they fill four packets");
 
 	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet_flag(epoch); }
 
-	static __device__ __forceinline__ u32 parts(u32 bytes) { return max((bytes + 512 * vectors - 1) / (512 * vectors), 1u); }
 	// How many packets a lane has of a part.
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32 lane)
 	{
 		u32 at = part * 512 * vectors + lane * 16, have = (at < bytes ? 1 : 0) + (at + 512 < bytes ? 1 : 0) + (at + 1024 < bytes ? 1 : 0);
 		return (4 * have + 2) / 3;
-	}
-
-	__device__ __forceinline__ void set(u32 i, uint4 v) { w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w; }
-	__device__ __forceinline__ uint4 vector(u32 i) const { return make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]); }
-
-	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32, bool)
-	{
-#pragma unroll
-		for (u32 i = 0; i < vectors; i++)
-			set(i, r.v[i]);
 	}
 };
 
@@ -196,7 +197,7 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 
 	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet_flag(epoch); }
 
-	static __device__ __forceinline__ u32 parts(u32 bytes) { return max((bytes + 512 * vectors - 1) / (512 * vectors), 1u); }
+	static __device__ __forceinline__ u32 parts(u32 bytes) { return few_parts<vectors>(bytes); }
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32) { return part * 512 * vectors < bytes ? base::packets : 0; }
 
 	// Vector i; the lanes of a block have its scale. lane%4 says whose scale a lane carries.
@@ -541,8 +542,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	{
 	}
 
-	// Puts the part of a row where it goes.
-	__device__ __forceinline__ void put(const Wire &x, u32 part) const
+	// Calls f with each row that the token goes to, and its slot.
+	template <typename F> __device__ __forceinline__ void each_row(F f) const
 	{
 #pragma unroll
 		for (u32 i = 0; i < 2; i++)
@@ -550,13 +551,21 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			for (u32 left = __ballot_sync(~0u, rows[i] >= 0); left != 0; left &= left - 1) {
 				u32 from = __ffs(left) - 1;
 				int row = __shfl_sync(~0u, rows[i], from), slot = __shfl_sync(~0u, slots[i], from);
-				x.store(a.rows + static_cast<u64>(row) * a.wire_bytes, a.row_bytes, part, lane);
-				if constexpr (Wire::scaled) {
-					u32 block = Wire::block(a.row_bytes, part, lane);
-					if (block != ~0u)
-						*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(row), block, static_cast<u32>(slot))) = x.w[Wire::last];
-				}
+				f(row, slot);
 			}
+	}
+
+	// Puts the part of a row where it goes.
+	__device__ __forceinline__ void put(const Wire &x, u32 part) const
+	{
+		each_row([&](int row, int slot) {
+			x.store(a.rows + static_cast<u64>(row) * a.wire_bytes, a.row_bytes, part, lane);
+			if constexpr (Wire::scaled) {
+				u32 block = Wire::block(a.row_bytes, part, lane);
+				if (block != ~0u)
+					*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(row), block, static_cast<u32>(slot))) = x.w[Wire::last];
+			}
+		});
 	}
 
 	// The scales that the sender's caller has given.
@@ -571,17 +580,12 @@ template <typename Wire, bool by_expert> struct few_receiver {
 				v = load16_relaxed_sys(note + 16 * (1 + a.top_k + word / 3)), good = w.slow(a.world);
 			if (__any_sync(~0u, !good))
 				return false;
+			each_row([&, v](int row, int slot) {
 #pragma unroll
-			for (u32 i = 0; i < 2; i++)
-#pragma unroll 1
-				for (u32 left = __ballot_sync(~0u, rows[i] >= 0); left != 0; left &= left - 1) {
-					u32 from = __ffs(left) - 1;
-					int row = __shfl_sync(~0u, rows[i], from), slot = __shfl_sync(~0u, slots[i], from);
-#pragma unroll
-					for (u32 j = 0; j < 3; j++)
-						if (word + j < a.scale_words)
-							*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(row), word + j, static_cast<u32>(slot))) = word_of(v, j);
-				}
+				for (u32 j = 0; j < 3; j++)
+					if (word + j < a.scale_words)
+						*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(row), word + j, static_cast<u32>(slot))) = word_of(v, j);
+			});
 			v = {0, 0};
 		}
 		return true;
@@ -620,12 +624,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		if (a.landed == 0)
 			return;
 		__syncwarp();
-#pragma unroll
-		for (u32 i = 0; i < 2; i++)
-			if (rows[i] >= 0) {
-				fence_acq_rel_sys();
-				atomicAdd_system(reinterpret_cast<u32 *>(a.landed) + slots[i], 1u);
-			}
+		count_landed(a, rows, slots);
 	}
 
 	// Takes parts from `part` to end of token k of rank src. False when a wait was given up. With `absent` true the rank has no more tokens.

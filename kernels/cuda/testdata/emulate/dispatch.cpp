@@ -264,19 +264,24 @@ void add_take(world &w, sw_moe_args &a, u32 rank, program &p)
 	p.push_back(with(experts_take, a, 1 + draw(3), SW_MOE_PASS_THREADS, taker::front(a) + a.movers * a.part));
 }
 
-// The kernel of a dispatch of few tokens, or one for each half.
+// Calls f with the arguments of a call of few tokens, or of each of its halves.
+template <typename F> void each_half(const sw_moe_args &a, bool halves, F f)
+{
+	for (u32 without : halves ? std::vector<u32>{SW_MOE_RECEIVE, SW_MOE_SEND} : std::vector<u32>{0}) {
+		sw_moe_args h = a;
+		h.mode &= ~without;
+		f(h);
+	}
+}
+
 void dispatch_of_few(world &w, sw_moe_args a, bool halves, program &p)
 {
 	u32 tables = w.by_token() ? 1 : SW_MOE_FEW_THREADS / 32;
 	size_t shared = std::max<size_t>(4 * tables * w.slots + 6 * a.tokens * a.top_k, taker::front(a));
 	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.wire();
 	a.mode |= SW_MOE_ZERO;
-	for (u32 mode : halves ? std::vector<u32>{SW_MOE_RECEIVE, SW_MOE_SEND} : std::vector<u32>{0}) {
-		sw_moe_args h = a;
-		h.mode &= ~mode;
-		auto kernel = w.by_token() ? (w.float8 ? dispatch_few_bf16 : dispatch_few) : w.float8 ? dispatch_few_by_expert_bf16 : dispatch_few_by_expert;
-		p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_THREADS, shared));
-	}
+	auto kernel = w.by_token() ? (w.float8 ? dispatch_few_bf16 : dispatch_few) : w.float8 ? dispatch_few_by_expert_bf16 : dispatch_few_by_expert;
+	each_half(a, halves, [&](const sw_moe_args &h) { p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_THREADS, shared)); });
 }
 
 void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
@@ -335,13 +340,9 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch.go has it
 	if (w.few) {
 		a.rows = w.segment(rank) + made_at(w), a.sum_weights = reinterpret_cast<u64>(weights.data()), a.from_weights = w.weights;
-		a.mode |= w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH;
-		for (u32 mode : halves ? std::vector<u32>{SW_MOE_RECEIVE, SW_MOE_SEND} : std::vector<u32>{0}) {
-			sw_moe_args h = a;
-			h.mode &= ~mode;
-			auto kernel = w.by_token() ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16) : w.float8_sums ? combine_few_by_expert_bf16_float8 : combine_few_by_expert_bf16;
-			p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_SUM_THREADS));
-		}
+		a.mode |= w.by_token() ? 0 : SW_MOE_WEIGH;
+		auto kernel = w.by_token() ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16) : w.float8_sums ? combine_few_by_expert_bf16_float8 : combine_few_by_expert_bf16;
+		each_half(a, halves, [&](const sw_moe_args &h) { p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_SUM_THREADS)); });
 		return;
 	}
 	a.from_rows = staged ? w.sums : made_at(w);
