@@ -61,6 +61,7 @@ type Config struct {
 	members          int           // Admit: ranks that are there already
 	gid              uint64        // Admit: what tells its ranks from others
 	handshakeTimeout time.Duration // for those who connect; shorter in tests
+	unproven         int           // connections that may be unproven at once; fewer in tests
 	version          uint16        // of the protocol; others in tests
 	delay            func()        // before everything that is sent, in tests
 }

@@ -65,8 +65,8 @@
 // that speaks the protocol is taken for a rank, and can make a join fail.
 // Messages are of bounded length, and what is malformed closes its connection
 // and nothing else. Who has proven nothing gets 2 KiB and 10 seconds; there are
-// at most 256 such connections, or a quarter of the process's descriptors, and the
-// oldest has to go for the next. Once all have joined, nothing listens any more;
+// at most 256 such connections, or a quarter of the process's descriptors, or as
+// many as ranks where these are more, and the oldest has to go for the next. Once all have joined, nothing listens any more;
 // after a join that failed rank 0 does for a while, see [Join].
 package comm
 

@@ -194,11 +194,11 @@ func failureError(f *failure) error {
 // host is rank 0's side of the rendezvous.
 type host struct {
 	*meeting
-	ln      net.Listener
-	door    door
-	wg      sync.WaitGroup
-	changed chan struct{}
-	retired chan struct{} // another rank 0 wants the port
+	ln       net.Listener
+	unproven unproven
+	wg       sync.WaitGroup
+	changed  chan struct{}
+	retired  chan struct{} // another rank 0 wants the port
 
 	spreading sync.Mutex // held from when a failure is visible here until the others have been told
 
@@ -243,14 +243,14 @@ func newHost(ctx, caller context.Context, m *meeting) (*host, error) {
 		return nil, err
 	}
 	h := &host{
-		meeting: m,
-		ln:      ln,
-		door:    newDoor(),
-		changed: make(chan struct{}, 1),
-		retired: make(chan struct{}, 1),
-		told:    make([]bool, m.cfg.Size),
-		seats:   make([]*seat, m.cfg.Size),
-		conns:   make(map[net.Conn]struct{}),
+		meeting:  m,
+		ln:       ln,
+		unproven: newUnproven(m.cfg),
+		changed:  make(chan struct{}, 1),
+		retired:  make(chan struct{}, 1),
+		told:     make([]bool, m.cfg.Size),
+		seats:    make([]*seat, m.cfg.Size),
+		conns:    make(map[net.Conn]struct{}),
 	}
 	h.told[0] = true
 	h.seats[0] = &seat{addr: m.me.addr, accepted: true, asked: true, here: true}
@@ -288,7 +288,7 @@ func (h *host) accept(ctx context.Context) {
 		}
 		if err != nil { // out of descriptors, say
 			h.cfg.Logger.Warn("accept", "err", err)
-			h.door.dropOldest()
+			h.unproven.closeOldest()
 			if !sleep(ctx, time.Millisecond) {
 				return
 			}
@@ -305,10 +305,10 @@ func (h *host) accept(ctx context.Context) {
 			conn.Close()
 			return
 		}
-		h.door.enter(conn)
+		h.unproven.add(conn)
 		h.wg.Go(func() {
 			h.serve(ctx, conn)
-			h.door.leave(conn)
+			h.unproven.remove(conn)
 			h.mu.Lock()
 			delete(h.conns, conn)
 			h.mu.Unlock()
@@ -337,7 +337,7 @@ func (h *host) admit(ctx context.Context, conn net.Conn) (*session, int, error) 
 		return nil, 0, err
 	}
 	if len(h.cfg.Secret) > 0 {
-		h.door.leave(conn)
+		h.unproven.remove(conn)
 	}
 	c, err := s.examine(h.cfg.version, h.me)
 	if err == nil && c.purpose == toRetire {
@@ -358,7 +358,7 @@ func (h *host) admit(ctx context.Context, conn net.Conn) (*session, int, error) 
 		}
 		return nil, rank, err
 	}
-	h.door.leave(conn)
+	h.unproven.remove(conn)
 	if err := s.send(noteAccept, encodePlace(rank, h.me.size)); err != nil {
 		h.mu.Lock()
 		h.seats[rank] = nil

@@ -77,15 +77,15 @@ func joinError(err error) error {
 
 // meshing is a mesh under construction.
 type meshing struct {
-	l      *Listener
-	n      *node
-	me     card
-	addrs  []string
-	ctx    context.Context
-	linked chan struct{} // one for every link
-	fatal  chan error
-	door   door
-	wg     sync.WaitGroup
+	l        *Listener
+	n        *node
+	me       card
+	addrs    []string
+	ctx      context.Context
+	linked   chan struct{} // one for every link
+	fatal    chan error
+	unproven unproven
+	wg       sync.WaitGroup
 }
 
 // join builds the mesh. report, which may be nil, tells others why it cannot be
@@ -117,10 +117,10 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	ctx, cancel := context.WithCancel(ctx)
 	m := &meshing{
 		l: l, n: n, addrs: addrs, ctx: ctx,
-		me:     card{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: hostID()},
-		linked: make(chan struct{}, cfg.Size),
-		fatal:  make(chan error, 1),
-		door:   newDoor(),
+		me:       card{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: hostID()},
+		linked:   make(chan struct{}, cfg.Size),
+		fatal:    make(chan error, 1),
+		unproven: newUnproven(cfg),
 	}
 	m.wg.Go(m.accept)
 	for r := range cfg.Rank {
@@ -217,31 +217,36 @@ func (m *meshing) accept() {
 		}
 		if err != nil { // out of descriptors, say
 			m.n.log.Warn("accept", "rank", m.me.rank, "err", err)
-			m.door.dropOldest()
+			m.unproven.closeOldest()
 			if !sleep(m.ctx, time.Millisecond) {
 				return
 			}
 			continue
 		}
-		m.door.enter(conn)
+		if err := checkUser(conn); err != nil { // and takes no place of a rank's
+			m.refuse(conn, err)
+			continue
+		}
+		m.unproven.add(conn)
 		m.wg.Go(func() {
 			err := m.admit(conn)
-			m.door.leave(conn)
+			m.unproven.remove(conn)
 			if err != nil {
-				conn.Close()
-				m.n.log.Warn("connection refused", "rank", m.me.rank, "err", err)
+				m.refuse(conn, err)
 			}
 		})
 	}
+}
+
+func (m *meshing) refuse(conn *net.UnixConn, err error) {
+	conn.Close()
+	m.n.log.Warn("connection refused", "rank", m.me.rank, "err", err)
 }
 
 func (m *meshing) admit(conn *net.UnixConn) error {
 	conn.SetDeadline(time.Now().Add(m.l.cfg.handshakeTimeout))
 	stop := context.AfterFunc(m.ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	if err := checkUser(conn); err != nil {
-		return err
-	}
 	s, c, err := m.examine(conn, true, m.me)
 	if err != nil {
 		var refused *errRefused
@@ -257,6 +262,9 @@ func (m *meshing) admit(conn *net.UnixConn) error {
 		err := fmt.Errorf("rank %d connects to rank %d, which is %d and has its connection: %v", c.rank, c.to, m.me.rank, known)
 		s.reject(err.Error())
 		return err
+	}
+	if !m.unproven.remove(conn) {
+		return errCrowded // and tries again: it has not been accepted
 	}
 	if err := s.send(noteAccept, nil); err != nil {
 		return err
