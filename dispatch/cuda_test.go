@@ -603,6 +603,8 @@ func TestCUDA_HostCountsDoNotSynchronize(t *testing.T) {
 				word := r.up(make([]byte, 8))
 				rng := rand.New(rand.NewPCG(3, 3))
 				c := r.gpu.c
+				behind, err := c.NewEvent(false)
+				require.NoError(r, err)
 				for i := range 20 {
 					m := &side{r: r, d: d, b: randomBatch(rng, o, 2, false)}
 					in := m.tokens()
@@ -614,7 +616,8 @@ func TestCUDA_HostCountsDoNotSynchronize(t *testing.T) {
 					counts, err := m.h.HostCounts(ctx)
 					cancel()
 					require.NoError(r, err)
-					done, err := c.StreamDone(cuda.Stream(s.Handle()))
+					require.NoError(r, c.Record(behind, cuda.Stream(s.Handle())))
+					done, err := c.EventDone(behind)
 					require.NoError(r, err)
 					require.False(r, done, "the stream is held up")
 					_, length := m.place(m.b.groups(m.me()))
@@ -625,6 +628,7 @@ func TestCUDA_HostCountsDoNotSynchronize(t *testing.T) {
 					m.h.Release()
 				}
 				require.NoError(r, d.Close(r.Ctx))
+				require.NoError(r, c.DestroyEvent(behind))
 				require.NoError(r, s.Close())
 				require.NoError(r, other.Close())
 			})

@@ -62,9 +62,6 @@ type Batch struct{ b []byte }
 // Reset empties the batch and keeps its memory.
 func (b *Batch) Reset() { b.b = b.b[:0] }
 
-// Empty reports whether nothing is in the batch.
-func (b *Batch) Empty() bool { return len(b.b) == 0 }
-
 func (b *Batch) header(kind, stream, bytes int) {
 	if stream < 0 || stream > math.MaxUint16 {
 		panic("cuda: stream index of a batch is out of range")

@@ -8,7 +8,6 @@ package cuda
 #cgo nocallback sw_call
 #cgo noescape sw_submit
 #cgo nocallback sw_submit
-#include <stdlib.h>
 #include "swcuda.h"
 */
 import "C"
@@ -48,12 +47,6 @@ func errorName(t table, c Code) string {
 		return ""
 	}
 	return C.GoString(C.sw_error_name(t, C.sw_result(c)))
-}
-
-func hasEntry(t table, name string) bool {
-	s := C.CString(name)
-	defer C.free(unsafe.Pointer(s))
-	return C.sw_has(t, s) != 0
 }
 
 // operationName is the C side's name of an operation, for the test that the two tables agree.

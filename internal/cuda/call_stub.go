@@ -20,5 +20,3 @@ func invoke(table, uintptr, op, *args, unsafe.Pointer) Code { return codeNoDrive
 func submit(table, uintptr, []uintptr, []byte) (Code, int64) { return codeNoDriver, 0 }
 
 func errorName(table, Code) string { return "" }
-
-func hasEntry(table, string) bool { return false }

@@ -98,12 +98,6 @@ func (c *Context) SynchronizeStream(s Stream) error {
 	return c.call(opStreamSynchronize, &a, nil)
 }
 
-// StreamDone reports whether the stream's work is done. The error is that of the work.
-func (c *Context) StreamDone(s Stream) (bool, error) {
-	a := args{uint64(s)}
-	return done(c.call(opStreamQuery, &a, nil))
-}
-
 // StreamContext is the CUcontext that a stream belongs to.
 func (c *Context) StreamContext(s Stream) (uintptr, error) {
 	a := args{uint64(s)}

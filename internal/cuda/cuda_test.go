@@ -85,7 +85,7 @@ func TestBatchKeepsItsMemory(t *testing.T) {
 	require.Zero(t, testing.AllocsPerRun(20, fill))
 	require.Equal(t, launchBytes+2*wordsBytes, len(b.b))
 	b.Reset()
-	require.True(t, b.Empty())
+	require.Empty(t, b.b)
 	b.Launch(0, Launch{Args: []byte{1, 2, 3}})
 	require.Equal(t, launchBytes+8, len(b.b))
 }
@@ -100,18 +100,12 @@ func TestDeviceTellsAboutItself(t *testing.T) {
 	id, err := v.UUID()
 	require.NoError(t, err)
 	require.NotZero(t, id)
-	bus, err := v.PCIBusID()
-	require.NoError(t, err)
-	require.Contains(t, bus, ":")
 	sms, err := v.Attribute(Multiprocessors)
 	require.NoError(t, err)
 	require.Positive(t, sms)
-	total, err := v.TotalMemory()
-	require.NoError(t, err)
-	require.Positive(t, total)
 	f, err := v.Features()
 	require.NoError(t, err)
-	t.Logf("%s %x %s, %d multiprocessors, %d MiB, CUDA %d, %+v", name, id, bus, sms, total>>20, d.Version(), f)
+	t.Logf("%s %x, %d multiprocessors, CUDA %d, %+v", name, id, sms, d.Version(), f)
 	_, err = d.Device(4096)
 	require.ErrorIs(t, err, InvalidDevice)
 }
@@ -152,9 +146,6 @@ func TestMemoryStreamsAndEvents(t *testing.T) {
 	took, err := c.Elapsed(from, to)
 	require.NoError(t, err)
 	require.Positive(t, took)
-	ok, err := c.StreamDone(s)
-	require.NoError(t, err)
-	require.True(t, ok)
 
 	got := make([]byte, 1<<20)
 	require.NoError(t, c.Read(s, got, p))
@@ -320,7 +311,7 @@ const fillPTX = `
 `
 
 func TestBatchLaunchesAndCapturesInOneCrossing(t *testing.T) {
-	d, c := gpu(t)
+	_, c := gpu(t)
 	m, err := c.LoadModule(cString(fillPTX))
 	if err != nil {
 		t.Skipf("this driver does not compile PTX: %v", err)
@@ -356,14 +347,11 @@ func TestBatchLaunchesAndCapturesInOneCrossing(t *testing.T) {
 	b.WaitEvent(1, ev)
 	half := uintptr(4 * n)
 	b.Copies(1, []Span{{p + half, p, 2 * n}, {p + half + 2*n, p + 2*n, 2 * n}}, true)
-	if d.Has("cuStreamWriteValue64") {
-		// the stream writes into memory that the copies do not touch
-		flag, err := c.MemAlloc(8)
-		require.NoError(t, err)
-		defer func() { require.NoError(t, c.MemFree(flag)) }()
-		b.WriteValue(1, flag, 5)
-		b.WaitValue(1, flag, 5)
-	}
+	flag, err := c.MemAlloc(8) // the stream writes into memory that the copies do not touch
+	require.NoError(t, err)
+	defer func() { require.NoError(t, c.MemFree(flag)) }()
+	b.WriteValue(1, flag, 5)
+	b.WaitValue(1, flag, 5)
 	check := func() {
 		t.Helper()
 		got := make([]byte, 8*n)

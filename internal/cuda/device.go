@@ -86,26 +86,11 @@ func (v *Device) UUID() ([16]byte, error) {
 	return [16]byte(b), err
 }
 
-// PCIBusID is like "0000:19:00.0".
-func (v *Device) PCIBusID() (string, error) {
-	b := make([]byte, 64)
-	a := args{v.handle, uint64(len(b))}
-	err := v.d.call(0, opDeviceGetPCIBusID, &a, unsafe.Pointer(&b[0]))
-	return text(b), err
-}
-
 // Attribute is the value of a property.
 func (v *Device) Attribute(which Attribute) (int, error) {
 	a := args{v.handle, uint64(which)}
 	err := v.d.call(0, opDeviceGetAttribute, &a, nil)
 	return int(int32(a[0])), err
-}
-
-// TotalMemory is the device's memory in bytes.
-func (v *Device) TotalMemory() (int64, error) {
-	a := args{v.handle}
-	err := v.d.call(0, opDeviceTotalMem, &a, nil)
-	return int64(a[0]), err
 }
 
 // CanAccess reports whether kernels of v can read and write memory of peer.

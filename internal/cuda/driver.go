@@ -15,9 +15,7 @@ const (
 	opDeviceGet
 	opDeviceGetName
 	opDeviceGetUUID
-	opDeviceGetPCIBusID
 	opDeviceGetAttribute
-	opDeviceTotalMem
 	opDeviceCanAccessPeer
 	opDeviceGetP2PAttribute
 	opPrimaryCtxRetain
@@ -29,7 +27,6 @@ const (
 	opStreamCreate
 	opStreamDestroy
 	opStreamSynchronize
-	opStreamQuery
 	opStreamWaitEvent
 	opStreamIsCapturing
 	opStreamGetCtx
@@ -49,8 +46,6 @@ const (
 	opMemGetAddressRange
 	opMemHostAlloc
 	opMemFreeHost
-	opMemHostRegister
-	opMemHostUnregister
 	opMemcpyAsync
 	opMemcpyHtoD
 	opMemcpyDtoH
@@ -78,7 +73,6 @@ const (
 	opModuleLoadData
 	opModuleUnload
 	opModuleGetFunction
-	opModuleGetGlobal
 	opFuncGetAttribute
 	opFuncSetAttribute
 	opOccupancy
@@ -92,19 +86,19 @@ const (
 // opNames are the entry points, for errors.
 var opNames = [opCount]string{
 	"cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetUuid",
-	"cuDeviceGetPCIBusId", "cuDeviceGetAttribute", "cuDeviceTotalMem", "cuDeviceCanAccessPeer",
+	"cuDeviceGetAttribute", "cuDeviceCanAccessPeer",
 	"cuDeviceGetP2PAttribute", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxGetCurrent",
 	"cuCtxSynchronize", "cuCtxEnablePeerAccess", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority",
-	"cuStreamDestroy", "cuStreamSynchronize", "cuStreamQuery", "cuStreamWaitEvent", "cuStreamIsCapturing",
+	"cuStreamDestroy", "cuStreamSynchronize", "cuStreamWaitEvent", "cuStreamIsCapturing",
 	"cuStreamGetCtx", "cuStreamWaitValue64", "cuStreamWriteValue64", "cuStreamBeginCapture", "cuStreamEndCapture",
 	"cuEventCreate", "cuEventDestroy", "cuEventRecord", "cuEventQuery", "cuEventSynchronize", "cuEventElapsedTime",
 	"cuMemGetInfo", "cuMemAlloc", "cuMemFree", "cuMemGetAddressRange", "cuMemHostAlloc", "cuMemFreeHost",
-	"cuMemHostRegister", "cuMemHostUnregister", "cuMemcpyAsync", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async",
+	"cuMemcpyAsync", "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8Async",
 	"cuPointerGetAttributes", "cuMemAddressReserve", "cuMemAddressFree", "cuMemCreate", "cuMemRelease", "cuMemMap",
 	"cuMemUnmap", "cuMemSetAccess", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle",
 	"cuMemGetAllocationGranularity", "cuMemRetainAllocationHandle", "cuMulticastCreate", "cuMulticastAddDevice",
 	"cuMulticastBindMem", "cuMulticastUnbind", "cuMulticastGetGranularity", "cuIpcGetMemHandle", "cuIpcOpenMemHandle",
-	"cuIpcCloseMemHandle", "cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction", "cuModuleGetGlobal",
+	"cuIpcCloseMemHandle", "cuModuleLoadData", "cuModuleUnload", "cuModuleGetFunction",
 	"cuFuncGetAttribute", "cuFuncSetAttribute", "cuOccupancyMaxActiveBlocksPerMultiprocessor",
 	"cuGraphInstantiate", "cuGraphLaunch", "cuGraphExecDestroy", "cuGraphDestroy",
 }
@@ -137,9 +131,6 @@ func Open() (*Driver, error) {
 
 // Version is the CUDA version the driver implements: 13000 for 13.0.
 func (d *Driver) Version() int { return d.version }
-
-// Has reports whether the driver has an entry point, by its name in the driver's documentation.
-func (d *Driver) Has(entry string) bool { return d.t != nil && hasEntry(d.t, entry) }
 
 // Close forgets the entry points. Contexts of the driver must be released before. It is idempotent.
 func (d *Driver) Close() error {

@@ -134,18 +134,6 @@ func (b *HostBuffer) Close() error {
 	return b.c.call(opMemFreeHost, &a, nil)
 }
 
-// RegisterHost pins and maps host memory that was not allocated by Go.
-func (c *Context) RegisterHost(addr uintptr, n int64) error {
-	a := args{uint64(addr), uint64(n), 3}
-	return c.call(opMemHostRegister, &a, nil)
-}
-
-// UnregisterHost undoes RegisterHost.
-func (c *Context) UnregisterHost(addr uintptr) error {
-	a := args{uint64(addr)}
-	return c.call(opMemHostUnregister, &a, nil)
-}
-
 // HandleType says how an allocation of virtual memory can leave the process (CUmemAllocationHandleType).
 type HandleType uint32
 

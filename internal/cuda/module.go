@@ -54,16 +54,6 @@ func (c *Context) Function(m Module, name string) (Function, error) {
 	return Function(a[0]), nil
 }
 
-// Global is the address and size of a module's variable.
-func (c *Context) Global(m Module, name string) (uintptr, int64, error) {
-	s := cString(name)
-	a := args{uint64(m)}
-	if err := c.call(opModuleGetGlobal, &a, unsafe.Pointer(&s[0])); err != nil {
-		return 0, 0, fmt.Errorf("variable %q: %w", name, err)
-	}
-	return uintptr(a[0]), int64(a[1]), nil
-}
-
 // FunctionAttribute is the value of a kernel's property.
 func (c *Context) FunctionAttribute(f Function, which FunctionAttribute) (int, error) {
 	a := args{uint64(f), uint64(which)}

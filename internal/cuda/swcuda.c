@@ -91,16 +91,6 @@ const char *sw_error_name(sw_driver *d, sw_result r)
 	return name;
 }
 
-int32_t sw_has(sw_driver *d, const char *name)
-{
-#define SW_HAS(n, version, params) \
-	if (strcmp(name, #n) == 0) \
-		return d->n != NULL;
-	SW_ENTRIES(SW_HAS)
-#undef SW_HAS
-	return 0;
-}
-
 /* enter makes ctx current unless it is already; leave undoes exactly that. A caller's thread, such as Python's, finds
  * its own context again. */
 static sw_result enter(sw_driver *d, uint64_t ctx, int *pushed)
@@ -217,15 +207,9 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 	case SW_OP_cuDeviceGetUuid:
 		NEED(cuDeviceGetUuid);
 		return d->cuDeviceGetUuid(p, (int32_t)a[0]);
-	case SW_OP_cuDeviceGetPCIBusId:
-		NEED(cuDeviceGetPCIBusId);
-		return d->cuDeviceGetPCIBusId(p, (int32_t)a[1], (int32_t)a[0]);
 	case SW_OP_cuDeviceGetAttribute:
 		NEED(cuDeviceGetAttribute);
 		GIVE(int32_t, 0, 0, d->cuDeviceGetAttribute(&v, (int32_t)a[1], (int32_t)a[0]));
-	case SW_OP_cuDeviceTotalMem:
-		NEED(cuDeviceTotalMem);
-		GIVE(size_t, 0, 0, d->cuDeviceTotalMem(&v, (int32_t)a[0]));
 	case SW_OP_cuDeviceCanAccessPeer:
 		NEED(cuDeviceCanAccessPeer);
 		GIVE(int32_t, 0, 0, d->cuDeviceCanAccessPeer(&v, (int32_t)a[0], (int32_t)a[1]));
@@ -263,9 +247,6 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 	case SW_OP_cuStreamSynchronize:
 		NEED(cuStreamSynchronize);
 		return d->cuStreamSynchronize(HANDLE(a[0]));
-	case SW_OP_cuStreamQuery:
-		NEED(cuStreamQuery);
-		return d->cuStreamQuery(HANDLE(a[0]));
 	case SW_OP_cuStreamWaitEvent:
 		NEED(cuStreamWaitEvent);
 		return d->cuStreamWaitEvent(HANDLE(a[0]), HANDLE(a[1]), 0);
@@ -354,12 +335,6 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 	case SW_OP_cuMemFreeHost:
 		NEED(cuMemFreeHost);
 		return d->cuMemFreeHost(HANDLE(a[0]));
-	case SW_OP_cuMemHostRegister:
-		NEED(cuMemHostRegister);
-		return d->cuMemHostRegister(HANDLE(a[0]), a[1], (uint32_t)a[2]);
-	case SW_OP_cuMemHostUnregister:
-		NEED(cuMemHostUnregister);
-		return d->cuMemHostUnregister(HANDLE(a[0]));
 	case SW_OP_cuMemcpyAsync:
 		NEED(cuMemcpyAsync);
 		return d->cuMemcpyAsync(a[0], a[1], a[2], HANDLE(a[3]));
@@ -473,15 +448,6 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 			r = d->cuFuncLoad(f);
 		if (r == 0)
 			a[0] = (uint64_t)(uintptr_t)f;
-		return r;
-	}
-	case SW_OP_cuModuleGetGlobal: {
-		NEED(cuModuleGetGlobal);
-		sw_ptr at = 0;
-		size_t size = 0;
-		r = d->cuModuleGetGlobal(&at, &size, HANDLE(a[0]), p);
-		a[0] = at;
-		a[1] = size;
 		return r;
 	}
 	case SW_OP_cuFuncGetAttribute:

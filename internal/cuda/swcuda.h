@@ -79,9 +79,7 @@ typedef struct {
 	X(cuDeviceGet, 2000, (int32_t *, int32_t)) \
 	X(cuDeviceGetName, 2000, (char *, int32_t, int32_t)) \
 	X(cuDeviceGetUuid, 11040, (void *, int32_t)) \
-	X(cuDeviceGetPCIBusId, 4010, (char *, int32_t, int32_t)) \
 	X(cuDeviceGetAttribute, 2000, (int32_t *, int32_t, int32_t)) \
-	X(cuDeviceTotalMem, 3020, (size_t *, int32_t)) \
 	X(cuDeviceCanAccessPeer, 4000, (int32_t *, int32_t, int32_t)) \
 	X(cuDeviceGetP2PAttribute, 8000, (int32_t *, int32_t, int32_t, int32_t)) \
 	X(cuDevicePrimaryCtxRetain, 7000, (sw_handle *, int32_t)) \
@@ -95,7 +93,6 @@ typedef struct {
 	X(cuStreamCreateWithPriority, 5050, (sw_handle *, uint32_t, int32_t)) \
 	X(cuStreamDestroy, 4000, (sw_handle)) \
 	X(cuStreamSynchronize, 2000, (sw_handle)) \
-	X(cuStreamQuery, 2000, (sw_handle)) \
 	X(cuStreamWaitEvent, 3020, (sw_handle, sw_handle, uint32_t)) \
 	X(cuStreamIsCapturing, 10000, (sw_handle, int32_t *)) \
 	X(cuStreamGetCtx, 9020, (sw_handle, sw_handle *)) \
@@ -117,8 +114,6 @@ typedef struct {
 	X(cuMemHostAlloc, 2020, (void **, size_t, uint32_t)) \
 	X(cuMemFreeHost, 2000, (void *)) \
 	X(cuMemHostGetDevicePointer, 3020, (sw_ptr *, void *, uint32_t)) \
-	X(cuMemHostRegister, 6050, (void *, size_t, uint32_t)) \
-	X(cuMemHostUnregister, 4000, (void *)) \
 	X(cuMemcpyAsync, 4000, (sw_ptr, sw_ptr, size_t, sw_handle)) \
 	X(cuMemcpyBatchAsync, 12080, (sw_ptr *, sw_ptr *, size_t *, size_t, sw_memcpy_attributes *, size_t *, size_t, size_t *, sw_handle)) \
 	X(cuMemcpyHtoDAsync, 3020, (sw_ptr, const void *, size_t, sw_handle)) \
@@ -147,7 +142,6 @@ typedef struct {
 	X(cuModuleLoadData, 2000, (sw_handle *, const void *)) \
 	X(cuModuleUnload, 2000, (sw_handle)) \
 	X(cuModuleGetFunction, 2000, (sw_handle *, sw_handle, const char *)) \
-	X(cuModuleGetGlobal, 3020, (sw_ptr *, size_t *, sw_handle, const char *)) \
 	X(cuFuncLoad, 12040, (sw_handle)) \
 	X(cuFuncGetAttribute, 2020, (int32_t *, int32_t, sw_handle)) \
 	X(cuFuncSetAttribute, 9000, (sw_handle, int32_t, int32_t)) \
@@ -175,19 +169,19 @@ enum {
 /* Operations of sw_call. Go's constants have the same order; a test compares the names. */
 #define SW_OPS(X) \
 	X(cuDriverGetVersion) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) X(cuDeviceGetUuid) \
-	X(cuDeviceGetPCIBusId) X(cuDeviceGetAttribute) X(cuDeviceTotalMem) X(cuDeviceCanAccessPeer) \
-	X(cuDeviceGetP2PAttribute) X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxGetCurrent) \
+	X(cuDeviceGetAttribute) X(cuDeviceCanAccessPeer) X(cuDeviceGetP2PAttribute) \
+	X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxGetCurrent) \
 	X(cuCtxSynchronize) X(cuCtxEnablePeerAccess) X(cuCtxGetStreamPriorityRange) X(cuStreamCreateWithPriority) \
-	X(cuStreamDestroy) X(cuStreamSynchronize) X(cuStreamQuery) X(cuStreamWaitEvent) X(cuStreamIsCapturing) \
+	X(cuStreamDestroy) X(cuStreamSynchronize) X(cuStreamWaitEvent) X(cuStreamIsCapturing) \
 	X(cuStreamGetCtx) X(cuStreamWaitValue64) X(cuStreamWriteValue64) X(cuStreamBeginCapture) X(cuStreamEndCapture) \
 	X(cuEventCreate) X(cuEventDestroy) X(cuEventRecord) X(cuEventQuery) X(cuEventSynchronize) X(cuEventElapsedTime) \
 	X(cuMemGetInfo) X(cuMemAlloc) X(cuMemFree) X(cuMemGetAddressRange) X(cuMemHostAlloc) X(cuMemFreeHost) \
-	X(cuMemHostRegister) X(cuMemHostUnregister) X(cuMemcpyAsync) X(cuMemcpyHtoD) X(cuMemcpyDtoH) X(cuMemsetD8Async) \
+	X(cuMemcpyAsync) X(cuMemcpyHtoD) X(cuMemcpyDtoH) X(cuMemsetD8Async) \
 	X(cuPointerGetAttributes) X(cuMemAddressReserve) X(cuMemAddressFree) X(cuMemCreate) X(cuMemRelease) X(cuMemMap) \
 	X(cuMemUnmap) X(cuMemSetAccess) X(cuMemExportToShareableHandle) X(cuMemImportFromShareableHandle) \
 	X(cuMemGetAllocationGranularity) X(cuMemRetainAllocationHandle) X(cuMulticastCreate) X(cuMulticastAddDevice) \
 	X(cuMulticastBindMem) X(cuMulticastUnbind) X(cuMulticastGetGranularity) X(cuIpcGetMemHandle) X(cuIpcOpenMemHandle) \
-	X(cuIpcCloseMemHandle) X(cuModuleLoadData) X(cuModuleUnload) X(cuModuleGetFunction) X(cuModuleGetGlobal) \
+	X(cuIpcCloseMemHandle) X(cuModuleLoadData) X(cuModuleUnload) X(cuModuleGetFunction) \
 	X(cuFuncGetAttribute) X(cuFuncSetAttribute) X(cuOccupancyMaxActiveBlocksPerMultiprocessor) \
 	X(cuGraphInstantiate) X(cuGraphLaunch) X(cuGraphExecDestroy) X(cuGraphDestroy)
 
@@ -205,7 +199,6 @@ sw_result sw_call(sw_driver *d, uint64_t ctx, int32_t op, uint64_t *a, void *p);
 
 const char *sw_op_name(int32_t op);
 const char *sw_error_name(sw_driver *d, sw_result r);
-int32_t sw_has(sw_driver *d, const char *name);
 
 /* Commands of a batch. Each begins with a header; sizes are multiples of 8 bytes. */
 enum { SW_CMD_LAUNCH = 1, SW_CMD_COPY, SW_CMD_COPIES, SW_CMD_SET, SW_CMD_WAIT_VALUE, SW_CMD_WRITE_VALUE, SW_CMD_RECORD, SW_CMD_WAIT_EVENT };

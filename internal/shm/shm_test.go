@@ -82,13 +82,6 @@ func TestFutexWakesAndTimesOut(t *testing.T) {
 	}
 }
 
-func TestOverlap(t *testing.T) {
-	b := make([]byte, 10)
-	require.True(t, Overlap(b[:5], b[4:]))
-	require.False(t, Overlap(b[:5], b[5:]))
-	require.False(t, Overlap(b[:0], b))
-}
-
 func TestMoveToRunsThere(t *testing.T) {
 	for _, c := range Cores() {
 		MoveTo(c)

@@ -58,12 +58,3 @@ func At(addr uintptr, n int64) []byte {
 	}
 	return unsafe.Slice((*byte)(pointer(addr)), n)
 }
-
-// Overlap reports whether a and b share a byte.
-func Overlap(a, b []byte) bool {
-	if len(a) == 0 || len(b) == 0 {
-		return false
-	}
-	x, y := Addr(a), Addr(b)
-	return x < y+uintptr(len(b)) && y < x+uintptr(len(a))
-}

@@ -24,14 +24,6 @@ func loop(b *testing.B, name string, bytes int, f func()) {
 	}
 }
 
-func BenchmarkDot(b *testing.B) {
-	r := rand.New(rand.NewPCG(21, 22))
-	for _, n := range sizes {
-		x, y := random(r, n), random(r, n)
-		loop(b, fmt.Sprint(n), 8*n, func() { Dot(x, y) })
-	}
-}
-
 // normal is random numbers that T holds well: subnormals take the processor longer.
 func normal[T Element](r *rand.Rand, n int) []T {
 	x := convert[T](r, n)

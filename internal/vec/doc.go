@@ -6,7 +6,7 @@
 //     operation. [Load], [Accumulate] and [Store] are its three steps for an algorithm that folds one peer at a time:
 //     types of at most 32 bits stay in a float32 accumulator in between.
 //   - [WeightedSum] combines the rows of a token with their weights.
-//   - [Scale], [Add], [Mul], [Dot] on float32.
+//   - [Scale], [Add], [Mul] on float32.
 //
 // # Promises
 //
@@ -17,8 +17,7 @@
 // undefined result.
 //
 // Elementwise functions (ReduceRows and its steps, WeightedSum, Scale, Add, Mul) do not fuse or reorder: they give the same bits with
-// assembly and without, on every architecture. Only which NaN a sum or product makes is not fixed. Dot gives the same
-// bits each time on one machine, and agrees to rounding between machines.
+// assembly and without, on every architecture. Only which NaN a sum or product makes is not fixed.
 //
 // # Assembly
 //

@@ -2,8 +2,6 @@
 
 package vec
 
-import "unsafe"
-
 // The functions named ...Asm do as many elements from the front as make whole vectors and return that number.
 
 func scaleAsm(dst, x []float32, w float32) int {
@@ -28,11 +26,4 @@ func mulAsm(dst, a, b []float32) int {
 		mulAVX2(ptr(dst), ptr(a), ptr(b), n)
 	}
 	return n
-}
-
-func dotAsm(a, b []float32) (sum float32, n int) {
-	if n = whole(len(a), 8); n > 0 {
-		dotAVX2(unsafe.Pointer(&sum), ptr(a), ptr(b), n)
-	}
-	return sum, n
 }

@@ -7,7 +7,6 @@ import "unsafe"
 func scaleAsm([]float32, []float32, float32) int { return 0 }
 func addAsm([]float32, []float32, []float32) int { return 0 }
 func mulAsm([]float32, []float32, []float32) int { return 0 }
-func dotAsm([]float32, []float32) (float32, int) { return 0, 0 }
 
 // Nobody calls these: they do whole vectors only, and there are none.
 

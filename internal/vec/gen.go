@@ -159,35 +159,6 @@ func (g *gen) float32Loops() {
 		})
 		g.ret()
 	}
-
-	g.text("leaves the sum of a*b in *out.", "dotAVX2", "out unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int")
-	g.arg("out", "DI")
-	g.arg("a", "SI")
-	g.arg("b", "DX")
-	g.arg("n", "CX")
-	for u := range 4 {
-		g.f("VXORPS Y%d, Y%d, Y%d", u, u, u)
-	}
-	g.loop(8, 4, map[string]int{"SI": 4, "DX": 4}, func(u int) {
-		g.f("VMOVUPS %d(SI), Y%d", 32*u, 4+u)
-		g.f("VFMADD231PS %d(DX), Y%d, Y%d", 32*u, 4+u, u)
-	})
-	g.sum4()
-	g.f("VMOVSS X0, (DI)")
-	g.ret()
-}
-
-// sum4 adds the lanes of Y0 to Y3 into X0.
-func (g *gen) sum4() {
-	g.f("VADDPS Y1, Y0, Y0")
-	g.f("VADDPS Y3, Y2, Y2")
-	g.f("VADDPS Y2, Y0, Y0")
-	g.f("VEXTRACTF128 $1, Y0, X1")
-	g.f("VADDPS X1, X0, X0")
-	g.f("VMOVHLPS X0, X0, X1")
-	g.f("VADDPS X1, X0, X0")
-	g.f("VMOVSHDUP X0, X1")
-	g.f("VADDSS X1, X0, X0")
 }
 
 // ---- element types narrower than float32 ----

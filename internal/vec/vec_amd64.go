@@ -21,11 +21,6 @@ func addAVX2(dst unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
 //go:noescape
 func mulAVX2(dst unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
 
-// dotAVX2 leaves the sum of a*b in *out.
-//
-//go:noescape
-func dotAVX2(out unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
-
 // rowsSumAVX2 is dst = sum of the rows, in order, over div. There is a row.
 //
 //go:noescape

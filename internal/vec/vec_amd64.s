@@ -123,55 +123,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func dotAVX2(out unsafe.Pointer, a unsafe.Pointer, b unsafe.Pointer, n int)
-TEXT ·dotAVX2(SB), NOSPLIT, $0-32
-	MOVQ out+0(FP), DI
-	MOVQ a+8(FP), SI
-	MOVQ b+16(FP), DX
-	MOVQ n+24(FP), CX
-	VXORPS Y0, Y0, Y0
-	VXORPS Y1, Y1, Y1
-	VXORPS Y2, Y2, Y2
-	VXORPS Y3, Y3, Y3
-	CMPQ CX, $32
-	JLT one
-many:
-	VMOVUPS 0(SI), Y4
-	VFMADD231PS 0(DX), Y4, Y0
-	VMOVUPS 32(SI), Y5
-	VFMADD231PS 32(DX), Y5, Y1
-	VMOVUPS 64(SI), Y6
-	VFMADD231PS 64(DX), Y6, Y2
-	VMOVUPS 96(SI), Y7
-	VFMADD231PS 96(DX), Y7, Y3
-	ADDQ $128, SI
-	ADDQ $128, DX
-	SUBQ $32, CX
-	CMPQ CX, $32
-	JGE many
-one:
-	CMPQ CX, $8
-	JLT done
-	VMOVUPS 0(SI), Y4
-	VFMADD231PS 0(DX), Y4, Y0
-	ADDQ $32, SI
-	ADDQ $32, DX
-	SUBQ $8, CX
-	JMP one
-done:
-	VADDPS Y1, Y0, Y0
-	VADDPS Y3, Y2, Y2
-	VADDPS Y2, Y0, Y0
-	VEXTRACTF128 $1, Y0, X1
-	VADDPS X1, X0, X0
-	VMOVHLPS X0, X0, X1
-	VADDPS X1, X0, X0
-	VMOVSHDUP X0, X1
-	VADDSS X1, X0, X0
-	VMOVSS X0, (DI)
-	VZEROUPPER
-	RET
-
 // func rowsSumAVX2(dst unsafe.Pointer, rows unsafe.Pointer, nrows int, off int, n int, div float32)
 TEXT ·rowsSumAVX2(SB), NOSPLIT, $0-44
 	MOVQ dst+0(FP), DI

@@ -118,24 +118,6 @@ func TestVectorLoopsGiveTheBitsOfThePlainOnes(t *testing.T) {
 	}
 }
 
-func TestDotIsClose(t *testing.T) {
-	r := rand.New(rand.NewPCG(9, 10))
-	for _, n := range append(lengths, chunk+13) {
-		a, b := odd(random(r, n), 4), odd(random(r, n), 8)
-		for _, lv := range levels() {
-			at(lv, func() {
-				dot, size := 0.0, 0.0
-				for i := range a {
-					dot += float64(a[i]) * float64(b[i])
-					size += math.Abs(float64(a[i]) * float64(b[i]))
-				}
-				require.InDelta(t, dot, Dot(a, b), 1e-6*(size+1))
-				require.Equal(t, Dot(a, b), Dot(odd(a, 1), odd(b, 13)), "alignment changes nothing")
-			})
-		}
-	}
-}
-
 // convert narrows random numbers of all sizes to T.
 func convert[T Element](r *rand.Rand, n int) []T {
 	x := mixed(r, n)
@@ -446,7 +428,7 @@ func TestReduceInTheirOwnType(t *testing.T) {
 
 func TestBadArgumentsPanicWithTheValues(t *testing.T) {
 	x := make([]float32, 8)
-	require.PanicsWithValue(t, "vec: Dot with slices of 8 and 7", func() { Dot(x, x[:7]) })
+	require.PanicsWithValue(t, "vec: Add with slices of 8 and 7", func() { Add(x, x, x[:7]) })
 	require.PanicsWithValue(t, "vec: Accumulate with Op(9)", func() { Accumulate(x, x, 9) })
 	require.PanicsWithValue(t, "vec: WeightedSum of 1 rows with 2 weights", func() { WeightedSum(x, [][]float32{x}, x[:2]) })
 	require.PanicsWithValue(t, "vec: ReduceRows with slices of 8 and 3", func() { ReduceRows(x, [][]float32{x, x[:3]}, Sum, 1) })
@@ -464,7 +446,6 @@ func TestNothingAllocates(t *testing.T) {
 		Add(c, a, b)
 		Mul(c, a, b)
 		Scale(c, a, 2)
-		Dot(a, b)
 		Load(a, h)
 		Accumulate(a, e, Max)
 		Store(h, a, 3)

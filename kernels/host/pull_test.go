@@ -55,7 +55,7 @@ func (w *world) launch(rank int, m [][]int64, src []byte, place int64, dst []byt
 
 // place is where b lies in the segment of a rank, -1 when it is elsewhere.
 func (w *world) place(rank int, b []byte) int64 {
-	if own := w.engines[rank].space.Range(rank, w.data, 4096); shm.Overlap(own, b) {
+	if own := w.engines[rank].space.Range(rank, w.data, 4096); shm.Addr(b)-shm.Addr(own) < uintptr(len(own)) {
 		return w.data
 	}
 	return -1

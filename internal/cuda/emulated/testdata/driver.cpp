@@ -404,8 +404,6 @@ i32 emu_cuDeviceGetAttribute(i32 *v, i32 which, i32 device)
 	return *v = i->second, OK;
 }
 
-i32 emu_cuDeviceTotalMem(size_t *n, i32) { return *n = device_capacity, OK; }
-
 i32 emu_cuDeviceCanAccessPeer(i32 *yes, i32 device, i32)
 {
 	CALL_OR_FAIL(device);
@@ -496,12 +494,6 @@ i32 emu_cuStreamSynchronize(u64 s)
 	drain(s);
 	CALL_OR_FAIL(here());
 	return OK;
-}
-
-i32 emu_cuStreamQuery(u64 s)
-{
-	CALL_OR_FAIL(here());
-	return ran(s, put_of(s), false) ? OK : NOT_READY;
 }
 
 i32 emu_cuStreamWaitEvent(u64, u64 e, u32)
@@ -1038,10 +1030,10 @@ i32 cuGetProcAddress_v2(const char *name, void **fn, i32, u64, i32 *found)
 	static const std::map<std::string, void *> table = {
 #define ENTRY(name) {#name, reinterpret_cast<void *>(emu_##name)}
 	    ENTRY(cuInit), ENTRY(cuGetErrorName), ENTRY(cuDriverGetVersion), ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetName),
-	    ENTRY(cuDeviceGetUuid), ENTRY(cuDeviceGetAttribute), ENTRY(cuDeviceTotalMem), ENTRY(cuDeviceCanAccessPeer), ENTRY(cuDeviceGetP2PAttribute),
+	    ENTRY(cuDeviceGetUuid), ENTRY(cuDeviceGetAttribute), ENTRY(cuDeviceCanAccessPeer), ENTRY(cuDeviceGetP2PAttribute),
 	    ENTRY(cuDevicePrimaryCtxRetain), ENTRY(cuDevicePrimaryCtxRelease), ENTRY(cuCtxGetCurrent), ENTRY(cuCtxPushCurrent), ENTRY(cuCtxPopCurrent),
 	    ENTRY(cuCtxSynchronize), ENTRY(cuCtxEnablePeerAccess), ENTRY(cuCtxGetStreamPriorityRange), ENTRY(cuStreamCreateWithPriority),
-	    ENTRY(cuStreamDestroy), ENTRY(cuStreamSynchronize), ENTRY(cuStreamQuery), ENTRY(cuStreamWaitEvent), ENTRY(cuStreamIsCapturing),
+	    ENTRY(cuStreamDestroy), ENTRY(cuStreamSynchronize), ENTRY(cuStreamWaitEvent), ENTRY(cuStreamIsCapturing),
 	    ENTRY(cuStreamGetCtx), ENTRY(cuStreamWriteValue64), ENTRY(cuThreadExchangeStreamCaptureMode), ENTRY(cuEventCreate), ENTRY(cuEventDestroy),
 	    ENTRY(cuEventRecord), ENTRY(cuEventQuery), ENTRY(cuEventSynchronize), ENTRY(cuMemGetInfo), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc), ENTRY(cuMemFreeHost),
 	    ENTRY(cuMemHostGetDevicePointer), ENTRY(cuMemcpyAsync), ENTRY(cuMemcpyHtoDAsync), ENTRY(cuMemcpyDtoHAsync), ENTRY(cuMemsetD8Async),
