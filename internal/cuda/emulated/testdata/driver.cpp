@@ -47,6 +47,7 @@ constexpr u64 granule = 2 * MiB;                                // of memory
 constexpr u64 least_multicast = 4 * MiB, good_multicast = 16 * MiB; // of multicast objects: the smallest and the recommended
 constexpr u64 device_capacity = 3 * GiB / 2, multicast_capacity = 3 * GiB / 2;
 constexpr i32 posix_file = 1, fabric = 8;
+constexpr u32 multiprocessors = 132, resident = 2; // blocks of any kernel that run at once on one of them
 
 // What a test reads: attributes of a device from `counts` on.
 constexpr i32 counts = 1 << 20;
@@ -395,7 +396,7 @@ i32 emu_cuDeviceGetAttribute(i32 *v, i32 which, i32 device)
 		return *v = count_of(which - counts, device), OK;
 	}
 	CALL_OR_FAIL(device);
-	static const std::map<i32, i32> values = {{1, 1024}, {13, 1980000}, {16, 132}, {38, 50 << 20}, {39, 2048}, {40, 3}, {41, 1}, {75, 9}, {76, 0}, {95, 1}, {97, 227 << 10}, {102, 1}, {103, 1}, {122, 1}, {128, 1}};
+	static const std::map<i32, i32> values = {{1, 1024}, {13, 1980000}, {16, multiprocessors}, {38, 50 << 20}, {39, 2048}, {40, 3}, {41, 1}, {75, 9}, {76, 0}, {95, 1}, {97, 227 << 10}, {102, 1}, {103, 1}, {122, 1}, {128, 1}};
 	if (which == 132)
 		return *v = !no_multicast, OK;
 	auto i = values.find(which);
@@ -993,7 +994,7 @@ i32 emu_cuFuncSetAttribute(u64 f, i32 which, i32 value)
 i32 emu_cuOccupancyMaxActiveBlocksPerMultiprocessor(i32 *n, u64, i32, size_t)
 {
 	CALL_OR_FAIL(here());
-	return *n = 2, OK;
+	return *n = resident, OK;
 }
 
 i32 emu_cuLaunchKernelEx(const launch_config *config, u64 f, void **params, void **)
@@ -1002,6 +1003,10 @@ i32 emu_cuLaunchKernelEx(const launch_config *config, u64 f, void **params, void
 	auto i = functions.find(f);
 	if (i == functions.end())
 		return INVALID;
+	if (config->grid[0] > multiprocessors * resident) { // blocks that wait for each other would wait for ever
+		mistakes++;
+		fprintf(stderr, "emulated driver: %u blocks of %s\n", config->grid[0], i->second.c_str());
+	}
 	launches += i->second.find("multicast") != std::string::npos ? 1 : 0;
 	block_launches += i->second.find("multicast_blocks") != std::string::npos ? 1 : 0;
 	if (emu_enqueue != nullptr)

@@ -1,0 +1,90 @@
+package cuda
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// Blocks that wait for each other must all run at once. The emulated driver has room for 2 blocks on each of 132 multiprocessors and counts
+// a launch of more as a mistake. So that ranks which share a GPU fit on it together, each gets its part of that room.
+func TestX6_LaunchesHaveNoMoreBlocksThanRunAtOnce(t *testing.T) {
+	if !emulated.Driver(t) {
+		return
+	}
+	d, ctx := emulated.Device(t, 0)
+	multiprocessors, err := d.Attribute(cuda.Multiprocessors)
+	require.NoError(t, err)
+	atOnce := 2 * multiprocessors
+	memory, err := ctx.MemAlloc(1 << 20)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, ctx.MemFree(memory)) }()
+	engine := func(sharers int) *Engine {
+		e, err := New(ctx, kernels.Space{Base: memory, Stride: 512 << 10, Size: 2}, sharers, func() error { return nil })
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, e.Close()) })
+		return e
+	}
+	exchanges := &kernels.Channels{Size: 2}
+	engine(1).Defaults(exchanges)
+	exchanges.Stripes = 2 * atOnce
+	reductions := func(blocks int) *kernels.ReduceChannels {
+		c := &kernels.ReduceChannels{Size: 2, Blocks: blocks}
+		c.DefaultSlots(reduceSlots, reduceStaging, maxReduceChunk, 4*blocks)
+		return c
+	}
+	dispatches := &kernels.MoE{
+		Ranks: 2, Experts: 2, First: []int32{0, 1, 2}, TopK: 1, MaxTokens: 64, Hidden: 128, IndexBytes: 4,
+		TokenType: kernels.BFloat16, RowType: kernels.BFloat16, SumType: kernels.BFloat16, Layout: kernels.FlatRows, Rows: 128, Align: 1,
+		Handles: make([]kernels.MoEHandle, 1),
+	}
+
+	t.Run("too many ranks share the GPU", func(t *testing.T) {
+		e := engine(atOnce + 1)
+		for _, f := range []kernels.Family{exchanges, reductions(1), dispatches} {
+			_, err := e.Open(f, kernels.HeaderBytes)
+			require.ErrorContains(t, err, fmt.Sprintf("%d ranks do not fit", atOnce+1), f.Family())
+		}
+	})
+	t.Run("reductions", func(t *testing.T) {
+		for _, sharers := range []int{1, 3} {
+			e, fits := engine(sharers), atOnce/sharers
+			_, err := e.Open(reductions(fits+1), kernels.HeaderBytes)
+			require.ErrorContains(t, err, fmt.Sprintf("%d blocks, of which %d run at once", fits+1, fits))
+			p, err := e.Open(reductions(fits), kernels.HeaderBytes)
+			require.NoError(t, err)
+			require.NoError(t, p.Close())
+		}
+	})
+	t.Run("exchanges and dispatches", func(t *testing.T) {
+		launches := func(f kernels.Family, ops ...kernels.Operation) {
+			p, err := engine(1).Open(f, kernels.HeaderBytes)
+			require.NoError(t, err)
+			for _, op := range ops {
+				require.NoError(t, p.Launch(nil, op))
+				require.Zero(t, emulated.Mistakes.Of(t, d), "%s: more than %d blocks were launched", op.Operation(), atOnce)
+			}
+			require.NoError(t, p.Close())
+		}
+		many, bounded := 10*atOnce, kernels.Launched{Timeout: time.Second}
+		exchange := func(bytes int64) *kernels.AllToAllV {
+			c := []int64{bytes, bytes}
+			return &kernels.AllToAllV{
+				Routes: routes([][]int64{c, c}, 0, func() int64 { return 0 }), Launched: bounded,
+				Schedule: kernels.Schedule{Blocks: many, CopyBlocks: many},
+			}
+		}
+		launches(exchanges, exchange(16), exchange(64<<20))
+		call := func(op kernels.MoEOp) kernels.MoECall {
+			return kernels.MoECall{Op: op, Phase: kernels.Both, Tokens: 64, Blocks: many, Launched: bounded}
+		}
+		launches(dispatches, &kernels.Dispatch{MoECall: call(kernels.DispatchOp)}, &kernels.Combine{MoECall: call(kernels.CombineOp)},
+			&kernels.CombineBackward{MoECall: call(kernels.CombineBackwardOp)})
+	})
+}
