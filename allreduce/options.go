@@ -1,6 +1,7 @@
 package allreduce
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -96,9 +97,7 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 	if o.Multicast == blockMulticast && c.Blocks < leastPipelineBlocks {
 		return c, invalid("Options.Multicast is %q with %d multiprocessors, want at least %d", o.Multicast, c.Blocks, leastPipelineBlocks)
 	}
-	if o.Timeout == 0 {
-		o.Timeout = 30 * time.Second
-	}
+	o.Timeout = cmp.Or(o.Timeout, communicator.DefaultTimeout)
 	return c, nil
 }
 

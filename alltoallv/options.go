@@ -2,11 +2,13 @@ package alltoallv
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"log/slog"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -107,9 +109,7 @@ func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels
 	if o.CacheEntries == 0 {
 		o.CacheEntries = 256
 	}
-	if o.Timeout == 0 {
-		o.Timeout = 30 * time.Second
-	}
+	o.Timeout = cmp.Or(o.Timeout, communicator.DefaultTimeout)
 	return c, nil
 }
 

@@ -1,6 +1,7 @@
 package dispatch
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math"
@@ -153,9 +154,7 @@ func (o *Options) validate(rank, ranks int) (*kernels.MoE, error) {
 	setDefault(&o.MaxTokens, 4096)
 	setDefault(&o.Align, 1)
 	setDefault(&o.Handles, 4)
-	if o.Timeout == 0 {
-		o.Timeout = 30 * time.Second
-	}
+	o.Timeout = cmp.Or(o.Timeout, communicator.DefaultTimeout)
 	for _, v := range []struct {
 		name  string
 		value int

@@ -18,6 +18,9 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
+// DefaultTimeout bounds every wait for a peer where the options of an owner do not.
+const DefaultTimeout = 30 * time.Second
+
 // Config says what an owner needs.
 type Config struct {
 	// Name begins errors: the owner's package.

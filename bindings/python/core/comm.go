@@ -16,6 +16,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -484,12 +485,9 @@ func (c *Comm) refuse(why error) error {
 	return err
 }
 
-// defaultTimeout is that of alltoallv.Options and allreduce.Options.
-const defaultTimeout = 30 * time.Second
-
 // timeout bounds the waits of an operation.
 func (c *Comm) timeout() time.Duration {
-	return cmp.Or(seconds(c.options.TimeoutSeconds), defaultTimeout)
+	return cmp.Or(seconds(c.options.TimeoutSeconds), communicator.DefaultTimeout)
 }
 
 // Alloc submits an allocation of symmetric memory, as Place describes.
