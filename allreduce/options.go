@@ -8,6 +8,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
+	"github.com/switchyard-moe/switchyard/internal/curve"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -104,5 +105,5 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.ReduceChannels) string {
 	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, table %s, multicast %q, validate %v",
-		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, o.Table.digest(), o.Multicast, o.Validate)
+		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, curve.Digest(o.Table), o.Multicast, o.Validate)
 }

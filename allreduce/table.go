@@ -3,7 +3,6 @@ package allreduce
 import (
 	"bytes"
 	_ "embed"
-	"fmt"
 	"io"
 	"math"
 
@@ -47,26 +46,14 @@ var defaultTable []byte
 const tableDevice = "cuda"
 
 // ReadTable reads a table that Write or the tuner has written.
-func ReadTable(r io.Reader) (*Table, error) {
-	t := new(Table)
-	if err := curve.Read(r, t); err != nil {
-		return nil, fmt.Errorf("allreduce: read table: %w", err)
-	}
-	if err := t.validate(); err != nil {
-		return nil, err
-	}
-	return t, nil
-}
+func ReadTable(r io.Reader) (*Table, error) { return curve.Read("allreduce", r, (*Table).validate) }
 
 // LoadTable reads a table from a file.
 func LoadTable(path string) (*Table, error) { return curve.Load("allreduce", path, ReadTable) }
 
 // Write writes the table as JSON, a line a curve.
 func (t *Table) Write(w io.Writer) error {
-	if err := curve.Write(w, t.Origin, t.Device, t.Curves); err != nil {
-		return fmt.Errorf("allreduce: write table: %w", err)
-	}
-	return nil
+	return curve.Write("allreduce", w, t.Origin, t.Device, t.Curves)
 }
 
 // collectives are those that tables have curves of.
@@ -121,14 +108,6 @@ func (c *Curve) measured() curve.Measured {
 	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Bytes: c.Bytes, Microseconds: c.Microseconds}
 }
 
-// digest is a short name of the figures.
-func (t *Table) digest() string {
-	if t == nil {
-		return "none"
-	}
-	return curve.Digest(t.Origin, t.Device, t.Curves)
-}
-
 // course is what a table has times for.
 type course struct {
 	collective kernels.Collective
@@ -155,20 +134,15 @@ func (t *Table) forWorld(ranks, maxSMs int) estimates {
 	if t == nil {
 		return nil
 	}
-	var measured []int
-	for _, c := range t.Curves {
-		measured = append(measured, c.Ranks)
-	}
-	nearest := curve.Nearest(ranks, measured)
+	near := curve.ForWorld(t.Curves, ranks, func(c Curve) int { return c.Ranks })
 	of := map[course][]curve.Measured{}
-	for _, c := range t.Curves {
-		if k, _ := c.course(); c.Ranks == nearest {
-			of[k] = append(of[k], c.measured())
-		}
+	for _, c := range near {
+		k, _ := c.course()
+		of[k] = append(of[k], c.measured())
 	}
 	e := estimates{}
 	for k, curves := range of {
-		e[k] = curve.Best(curves, nearest, maxSMs)
+		e[k] = curve.Best(curves, near[0].Ranks, maxSMs)
 	}
 	return e
 }

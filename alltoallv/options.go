@@ -9,6 +9,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
+	"github.com/switchyard-moe/switchyard/internal/curve"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -116,5 +117,5 @@ func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels
 // fingerprint is what must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.Channels, names []string) string {
 	return fmt.Sprintf("algorithm %q of %v (no multiprocessors: %v), packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors and %d, table %s, validate %v",
-		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.CopySMs, o.Table.digest(), o.Validate)
+		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.CopySMs, curve.Digest(o.Table), o.Validate)
 }

@@ -2,7 +2,6 @@ package alltoallv
 
 import (
 	_ "embed"
-	"fmt"
 	"io"
 	"slices"
 
@@ -44,26 +43,14 @@ var defaultTable []byte
 const defaultTableDevice = "cuda"
 
 // ReadTable reads a table that Write or the tuner has written.
-func ReadTable(r io.Reader) (*Table, error) {
-	t := new(Table)
-	if err := curve.Read(r, t); err != nil {
-		return nil, fmt.Errorf("alltoallv: read table: %w", err)
-	}
-	if err := t.validate(); err != nil {
-		return nil, err
-	}
-	return t, nil
-}
+func ReadTable(r io.Reader) (*Table, error) { return curve.Read("alltoallv", r, (*Table).validate) }
 
 // LoadTable reads a table from a file.
 func LoadTable(path string) (*Table, error) { return curve.Load("alltoallv", path, ReadTable) }
 
 // Write writes the table as JSON, a line a curve.
 func (t *Table) Write(w io.Writer) error {
-	if err := curve.Write(w, t.Origin, t.Device, t.Curves); err != nil {
-		return fmt.Errorf("alltoallv: write table: %w", err)
-	}
-	return nil
+	return curve.Write("alltoallv", w, t.Origin, t.Device, t.Curves)
 }
 
 func (t *Table) validate() error {
@@ -120,14 +107,6 @@ func (c *Curve) measured() curve.Measured {
 	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Bytes: c.Bytes, Microseconds: c.Microseconds}
 }
 
-// digest is a short name of the figures.
-func (t *Table) digest() string {
-	if t == nil {
-		return "none"
-	}
-	return curve.Digest(t.Origin, t.Device, t.Curves)
-}
-
 // estimates is what a table says about one world and one bound of multiprocessors, made for fast questions.
 type estimates struct {
 	curves []estimate
@@ -146,33 +125,25 @@ func (t *Table) forWorld(ranks, maxSMs int) *estimates {
 	if t == nil {
 		return nil
 	}
-	var measured []int
-	for _, c := range t.Curves {
-		measured = append(measured, c.Ranks)
-	}
-	nearest := curve.Nearest(ranks, measured)
 	e := &estimates{}
-	for _, c := range t.Curves {
-		if c.Ranks != nearest {
-			continue
-		}
-		i := slices.IndexFunc(e.curves, func(o estimate) bool { return o.algorithm == c.Algorithm && o.staged == c.Staged })
-		if i < 0 {
-			e.curves = append(e.curves, estimate{algorithm: c.Algorithm, staged: c.Staged, ranks: nearest, points: t.best(c.Algorithm, nearest, c.Staged, maxSMs)})
+	near := curve.ForWorld(t.Curves, ranks, func(c Curve) int { return c.Ranks })
+	for _, c := range near {
+		if !slices.ContainsFunc(e.curves, func(o estimate) bool { return o.algorithm == c.Algorithm && o.staged == c.Staged }) {
+			e.curves = append(e.curves, estimate{c.Algorithm, c.Staged, c.Ranks, best(near, c.Algorithm, c.Staged, maxSMs)})
 		}
 	}
 	return e
 }
 
-// best merges the curves of one algorithm into that of the best allowed number of multiprocessors at each size.
-func (t *Table) best(algorithm string, ranks int, staged bool, maxSMs int) curve.Points {
+// best merges the curves of one algorithm in one world into that of the best allowed number of multiprocessors at each size.
+func best(world []Curve, algorithm string, staged bool, maxSMs int) curve.Points {
 	var of []curve.Measured
-	for _, c := range t.Curves {
-		if c.Algorithm == algorithm && c.Ranks == ranks && c.Staged == staged {
+	for _, c := range world {
+		if c.Algorithm == algorithm && c.Staged == staged {
 			of = append(of, c.measured())
 		}
 	}
-	return curve.Best(of, ranks, maxSMs)
+	return curve.Best(of, world[0].Ranks, maxSMs)
 }
 
 // Estimate is what the Exchanger's table says of a built-in algorithm: the microseconds of this traffic, by the busiest

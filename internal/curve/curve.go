@@ -5,7 +5,6 @@ package curve
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -46,7 +45,21 @@ func (m *Measured) Validate() error {
 	return nil
 }
 
-// Load reads a table from a file by read, whose errors say what they are of; pkg is named where there is no such file.
+// Read reads a table that Write has written, for the package pkg. validate refuses what the table may not say.
+func Read[T any](pkg string, r io.Reader, validate func(*T) error) (*T, error) {
+	t := new(T)
+	d := json.NewDecoder(r)
+	d.DisallowUnknownFields()
+	if err := d.Decode(t); err != nil {
+		return nil, fmt.Errorf("%s: read table: %w", pkg, err)
+	}
+	if err := validate(t); err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// Load reads a table from a file by read, whose errors name the package; where there is no such file the error names pkg.
 func Load[T any](pkg, path string, read func(io.Reader) (*T, error)) (*T, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -60,9 +73,19 @@ func Load[T any](pkg, path string, read func(io.Reader) (*T, error)) (*T, error)
 	return t, nil
 }
 
-// Nearest is the world whose measurements speak for one of so many ranks: the next larger one that has been measured, or else the
-// largest. It is 0 where none has.
-func Nearest(ranks int, measured []int) int {
+// ForWorld is the curves that speak for a world of the given number of ranks: those of the next larger world that has been measured, or
+// else of the largest. of is the world that a curve was measured in.
+func ForWorld[C any](curves []C, ranks int, of func(C) int) []C {
+	var measured []int
+	for _, c := range curves {
+		measured = append(measured, of(c))
+	}
+	n := nearest(ranks, measured)
+	return slices.DeleteFunc(slices.Clone(curves), func(c C) bool { return of(c) != n })
+}
+
+// nearest is the next larger of the measured worlds, or else the largest, 0 of none.
+func nearest(ranks int, measured []int) int {
 	nearest := 0
 	for _, n := range measured {
 		switch {
@@ -147,19 +170,14 @@ func (p Points) At(x float64) (us float64, s Setting) {
 	return math.Exp2(a.US + f*(b.US-a.US)), s
 }
 
-// Write writes a table of curves as JSON, a line a curve.
-func Write[C any](w io.Writer, origin, device string, curves []C) error {
+// Write writes a table of curves as JSON, a line a curve, for the package pkg.
+func Write[C any](pkg string, w io.Writer, origin, device string, curves []C) error {
 	var b bytes.Buffer
-	from, err := json.Marshal(origin)
-	kind, err2 := json.Marshal(device)
-	if err := errors.Join(err, err2); err != nil {
-		return err
-	}
-	fmt.Fprintf(&b, "{\n\"origin\": %s,\n\"device\": %s,\n\"curves\": [\n", from, kind)
+	fmt.Fprintf(&b, "{\n\"origin\": %s,\n\"device\": %s,\n\"curves\": [\n", quoted(origin), quoted(device))
 	for i, c := range curves {
 		line, err := json.Marshal(c)
 		if err != nil {
-			return err
+			return fmt.Errorf("%s: write table: %w", pkg, err)
 		}
 		if i > 0 {
 			b.WriteString(",\n")
@@ -167,20 +185,23 @@ func Write[C any](w io.Writer, origin, device string, curves []C) error {
 		b.Write(line)
 	}
 	b.WriteString("\n]\n}\n")
-	_, err = w.Write(b.Bytes())
-	return err
+	if _, err := w.Write(b.Bytes()); err != nil {
+		return fmt.Errorf("%s: write table: %w", pkg, err)
+	}
+	return nil
 }
 
-// Read reads what Write has written into a table.
-func Read(r io.Reader, table any) error {
-	d := json.NewDecoder(r)
-	d.DisallowUnknownFields()
-	return d.Decode(table)
+// quoted is a string of JSON.
+func quoted(s string) []byte {
+	b, _ := json.Marshal(s) // strings can always be written
+	return b
 }
 
-// Digest is a short name of the figures of a table.
-func Digest[C any](origin, device string, curves []C) string {
-	var b bytes.Buffer
-	_ = Write(&b, origin, device, curves) // to memory, of figures that can be written
-	return fmt.Sprintf("%016x", xxhash.Sum64(b.Bytes()))
+// Digest is a short name of the figures of a table, "none" of a nil pointer.
+func Digest[T any](table *T) string {
+	if table == nil {
+		return "none"
+	}
+	b, _ := json.Marshal(table) // figures that were read, or validated, can be written
+	return fmt.Sprintf("%016x", xxhash.Sum64(b))
 }

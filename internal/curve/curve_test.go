@@ -9,9 +9,12 @@ import (
 
 func TestTheNextLargerWorldSpeaksForOne(t *testing.T) {
 	for ranks, want := range map[int]int{1: 2, 2: 2, 3: 4, 4: 4, 5: 8, 8: 8, 64: 8} {
-		require.Equal(t, want, Nearest(ranks, []int{8, 2, 4, 2}), "%d ranks", ranks)
+		require.Equal(t, want, nearest(ranks, []int{8, 2, 4, 2}), "%d ranks", ranks)
 	}
-	require.Zero(t, Nearest(2, nil))
+	require.Zero(t, nearest(2, nil))
+	self := func(n int) int { return n }
+	require.Equal(t, []int{2, 2}, ForWorld([]int{8, 2, 4, 2}, 1, self))
+	require.Empty(t, ForWorld(nil, 1, self))
 }
 
 // More multiprocessors have to be worth it, and where only more were measured the time grows as they shrink.
