@@ -7,19 +7,45 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-type reduction kernels.Reduction
+// reductions are the launches of one communicator. It is a family.
+type reductions struct{ c ReduceChannels }
 
-func (r *reduction) run(p *port) error {
-	x := reductions.Get().(*reducing)
-	err := x.run(p, (*kernels.Reduction)(r))
+// The defaults of reductions. Slots are smaller where they would exceed their bound together.
+const (
+	defaultOneShotBytes  = 16 << 10
+	defaultReduceSlots   = 4
+	defaultReduceStaging = 16 << 20
+	maxReduceSlotBytes   = 64 << 10
+)
+
+func newReductions(c *kernels.ReduceChannels, offset int64) family {
+	return &reductions{ReduceChannels{c, offset}}
+}
+
+func (f *reductions) defaults() {
+	c := f.c.ReduceChannels
+	c.OneShotBytes, c.Blocks = kernels.Default(c.OneShotBytes, defaultOneShotBytes), 0
+	c.DefaultSlots(defaultReduceSlots, defaultReduceStaging, maxReduceSlotBytes, c.Size+1)
+}
+
+func (f *reductions) layout() kernels.Layout {
+	return kernels.Layout{Bytes: f.c.Bytes(), Zero: f.c.ControlBytes()}
+}
+
+func (*reductions) open(*Engine) {}
+
+func (*reductions) ready(*Engine) kernels.Traits { return kernels.Traits{} }
+
+func (f *reductions) run(p *port, op kernels.Operation) error {
+	x := reduceScratch.Get().(*reducing)
+	err := x.run(p, &f.c, op.(*kernels.Reduction))
 	x.reset()
-	reductions.Put(x)
-	r.Finish(err)
+	reduceScratch.Put(x)
 	return err
 }
 
-// reductions keeps the scratch of kernels between launches.
-var reductions = sync.Pool{New: func() any { return new(reducing) }}
+// reduceScratch keeps the scratch of kernels between launches.
+var reduceScratch = sync.Pool{New: func() any { return new(reducing) }}
 
 // link is one peer during a call.
 type link struct {
@@ -71,8 +97,8 @@ func (x *reducing) reset() {
 
 func (x *reducing) sizes(int) string { return x.a.Call.String() }
 
-func (x *reducing) run(p *port, a *kernels.Reduction) error {
-	e, c := p.e, &p.reduce
+func (x *reducing) run(p *port, c *ReduceChannels, a *kernels.Reduction) error {
+	e := p.e
 	x.e, x.c, x.a, x.me = e, c, a, e.space.Rank
 	failed := e.word(x.me, c.Failed())
 	if failed.Load() != 0 {
@@ -81,7 +107,7 @@ func (x *reducing) run(p *port, a *kernels.Reduction) error {
 	count := e.word(x.me, c.Epoch())
 	x.epoch = count.Load() + 1
 	count.Store(x.epoch)
-	x.w.begin(p, x, call{opReduceFirst + opcode(a.Call.Collective) - 1, c.Epoch(), x.epoch}, a.Timeout)
+	x.w.begin(p, x, p.call(a, c.Epoch(), x.epoch), a.Timeout)
 	if c.Size == 1 {
 		move(a.Dst.Mem, a.Src.Mem)
 		return nil

@@ -9,22 +9,66 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-type allToAllV kernels.AllToAllV
+// exchanges are the launches of one communicator. It is a family.
+type exchanges struct {
+	c       Channels
+	nonce   *shm.Nonce // by which peers know this rank's memory
+	sources []source   // by rank
 
-func (a *allToAllV) run(p *port) error {
-	x := exchanges.Get().(*exchange)
-	err := x.run(p, (*kernels.AllToAllV)(a))
+	complaints uint64   // how many of this rank's receivers' it has taken in
+	heard      []uint64 // by rank: the call of the last
+	mismatched uint64   // the last call for which this rank has returned that sizes differ
+}
+
+// source is where a port finds a peer's memory outside its segment.
+type source struct {
+	readable bool        // this rank may read it
+	memory   shm.Process // which is there, in another process
+}
+
+// The defaults of exchanges. Slots are smaller where they would exceed their bound together.
+const (
+	defaultPacketBytes  = 128
+	defaultEagerBytes   = 1 << 10
+	defaultSlots        = 4
+	defaultStagingBytes = 32 << 20
+	maxSlotBytes        = 256 << 10
+)
+
+func newExchanges(c *kernels.Channels, offset int64) family {
+	return &exchanges{c: Channels{c, offset}}
+}
+
+func (f *exchanges) defaults() {
+	c := f.c.Channels
+	c.PacketBytes, c.EagerBytes = kernels.Default(c.PacketBytes, defaultPacketBytes), kernels.Default(c.EagerBytes, defaultEagerBytes)
+	c.DefaultSlots(defaultSlots, defaultStagingBytes, maxSlotBytes, c.Size)
+}
+
+func (f *exchanges) layout() kernels.Layout {
+	return kernels.Layout{Bytes: f.c.Bytes(), Zero: f.c.ControlBytes()}
+}
+
+func (f *exchanges) open(e *Engine) { f.show(e) }
+
+func (f *exchanges) ready(e *Engine) kernels.Traits {
+	err := f.look(e)
+	return kernels.Traits{Pulls: err == nil, Slow: err}
+}
+
+func (f *exchanges) run(p *port, op kernels.Operation) error {
+	x := exchangeScratch.Get().(*exchange)
+	err := x.run(p, f, op.(*kernels.AllToAllV))
 	x.reset()
-	exchanges.Put(x)
-	a.Finish(err)
+	exchangeScratch.Put(x)
 	return err
 }
 
 // pollsPerLook is how many idle passes go by between two looks for messages that nobody expects.
 const pollsPerLook = 32
 
-// exchanges keeps the scratch of kernels between launches.
-var exchanges = sync.Pool{New: func() any { return new(exchange) }}
+// exchangeScratch keeps the scratch of kernels between launches.
+var exchangeScratch = sync.Pool{New: func() any { return new(exchange) }}
 
 // half is one direction of one pair during a call.
 type half struct {
@@ -45,7 +89,7 @@ type half struct {
 // exchange is one call of the kernel on one rank: two lists of halves, served window by window until both are done.
 type exchange struct {
 	e      *Engine
-	p      *port
+	f      *exchanges
 	c      *Channels
 	a      *kernels.AllToAllV
 	window int
@@ -67,7 +111,7 @@ func (x *exchange) reset() {
 	clear(x.sends)
 	clear(x.recvs)
 	x.sends, x.recvs = x.sends[:0], x.recvs[:0]
-	x.e, x.p, x.c, x.a, x.failed = nil, nil, nil, nil, nil
+	x.e, x.f, x.c, x.a, x.failed = nil, nil, nil, nil, nil
 	x.own = kernels.AllToAllV{}
 	x.sHead, x.rHead, x.rOpen = 0, 0, 0
 }
@@ -79,9 +123,9 @@ func (x *exchange) sizes(peer int) string {
 	return fmt.Sprintf("%d bytes from it and %d to it", x.a.Routes.RecvBytes[peer], x.a.Routes.SendBytes[peer])
 }
 
-func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
-	e, c := p.e, &p.channels
-	x.e, x.p, x.c, x.a = e, p, c, a
+func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
+	e, c := p.e, &f.c
+	x.e, x.f, x.c, x.a = e, f, c, a
 	me := e.space.Rank
 	count := e.word(me, c.Epoch())
 	x.epoch = count.Load() + 1
@@ -95,11 +139,7 @@ func (x *exchange) run(p *port, a *kernels.AllToAllV) error {
 		x.window = c.Size
 	}
 	count.Store(x.epoch)
-	op := opAllToAllV
-	if a.Barrier {
-		op = opBarrier
-	}
-	x.w.begin(p, x, call{op, c.Epoch(), x.epoch}, a.Timeout)
+	x.w.begin(p, x, p.call(a, c.Epoch(), x.epoch), a.Timeout)
 	if refused != nil {
 		return x.refuse(refused)
 	}
@@ -511,17 +551,17 @@ func (x *exchange) mismatch(h *half, sent uint64) {
 // has looked, and learns of a complaint at the end of the next call at the latest: the receiver has signalled in that after it
 // complained. One call tells of one; there is an error for each call, and not more.
 func (x *exchange) outcome() error {
-	p, me := x.p, x.e.space.Rank
+	f, me := x.f, x.e.space.Rank
 	if x.failed != nil {
-		p.mismatched = x.epoch
+		f.mismatched = x.epoch
 		return x.failed
 	}
 	n := x.e.word(me, x.c.Complaints()).Load()
-	if n == p.complaints {
+	if n == f.complaints {
 		return nil
 	}
-	if p.heard == nil {
-		p.heard = make([]uint64, x.c.Size)
+	if f.heard == nil {
+		f.heard = make([]uint64, x.c.Size)
 	}
 	var first *kernels.CountMismatchError
 	more := false
@@ -529,9 +569,9 @@ func (x *exchange) outcome() error {
 		line := x.c.Complaint(d)
 		epoch := x.e.word(me, line).Load()
 		switch {
-		case epoch <= p.heard[d]:
-		case epoch == p.mismatched:
-			p.heard[d] = epoch
+		case epoch <= f.heard[d]:
+		case epoch == f.mismatched:
+			f.heard[d] = epoch
 		case first != nil && first.Epoch <= epoch:
 			more = true
 		default:
@@ -541,12 +581,12 @@ func (x *exchange) outcome() error {
 		}
 	}
 	if !more {
-		p.complaints = n
+		f.complaints = n
 	}
 	if first == nil {
 		return nil
 	}
-	p.heard[first.Dst], p.mismatched = first.Epoch, first.Epoch
+	f.heard[first.Dst], f.mismatched = first.Epoch, first.Epoch
 	return first
 }
 

@@ -22,7 +22,7 @@ type world struct {
 }
 
 func newWorld(t testing.TB, n int, family kernels.Channels, data int64) *world {
-	c := Channels{family, kernels.HeaderBytes}
+	c := Channels{&family, kernels.HeaderBytes}
 	c.Size = n
 	stride := (c.Offset + c.Bytes() + data + 1<<12) &^ (1<<12 - 1)
 	stride += 1 << 12
@@ -47,7 +47,7 @@ func newWorld(t testing.TB, n int, family kernels.Channels, data int64) *world {
 func (w *world) open(t testing.TB) {
 	w.ports = nil
 	for _, e := range w.engines {
-		p, err := e.Open(&w.c.Channels, w.c.Offset)
+		p, err := e.Open(w.c.Channels, w.c.Offset)
 		require.NoError(t, err)
 		w.ports = append(w.ports, p)
 	}

@@ -15,44 +15,29 @@ type call struct {
 	epoch uint64
 }
 
-// opcode names an operation in a word.
-type opcode uint8
-
+// A call's word is its communicator's offset in lines, the low bits of its epoch and its operation. It is never 0, because no control block
+// lies at 0. Offsets of 8 TiB fit.
 const (
-	opAllToAllV   opcode = 1
-	opReduceFirst opcode = 2 // less one, plus the kernels.Collective
-	opBarrier     opcode = 6
-	opMoEFirst    opcode = 8 // plus the kernels.MoEOp
-)
-
-func (o opcode) String() string {
-	switch {
-	case o > opMoEFirst+opcode(kernels.DispatchBackwardOp):
-		return fmt.Sprintf("call of kind %d", o)
-	case o >= opMoEFirst:
-		return kernels.MoEOp(o - opMoEFirst).String()
-	case o == opBarrier:
-		return "barrier"
-	case o >= opReduceFirst:
-		return kernels.Collective(o - opReduceFirst + 1).String()
-	}
-	return "alltoallv"
-}
-
-// A call's word is its communicator's offset in lines, the low bits of its epoch and its operation. It is never 0.
-const (
-	epochShift  = 4
-	offsetShift = 24
-	epochMask   = 1<<(offsetShift-epochShift) - 1
+	epochBits = 16
+	epochMask = 1<<epochBits - 1
 )
 
 func (c call) word() uint64 {
-	return uint64(c.at/kernels.LineBytes)<<offsetShift | c.epoch&epochMask<<epochShift | uint64(c.op)
+	return uint64(c.at/kernels.LineBytes)<<(epochBits+opcodeBits) | c.epoch&epochMask<<opcodeBits | uint64(c.op)
 }
 
-// callOf is the call that a word tells of. Its epoch is not whole.
-func callOf(word uint64) call {
-	return call{op: opcode(word & (1<<epochShift - 1)), at: int64(word>>offsetShift) * kernels.LineBytes, epoch: word >> epochShift & epochMask}
+// callOf is the call that a peer's word tells of, ok if there is one that is not of w's communicator. The high bits of its epoch are those of
+// the nearest call of this rank; ahead is how many calls of this rank come before it, negative if it has made more.
+func (w *waiter) callOf(word uint64) (c call, ahead int, ok bool) {
+	e := w.e
+	c = call{op: opcode(word & (1<<opcodeBits - 1)), at: int64(word>>(epochBits+opcodeBits)) * kernels.LineBytes}
+	if word == 0 || c.at == w.call.at || c.at+8 > e.space.Stride {
+		return c, 0, false
+	}
+	made := e.word(e.space.Rank, c.at).Load()
+	ahead = int(int16(word>>opcodeBits - made))
+	c.epoch = made + uint64(ahead)
+	return c, ahead, true
 }
 
 // elsewhereFor is how long a peer waits in another call before that is held for a mistake: threads that make calls of
@@ -71,12 +56,8 @@ func (w *waiter) elsewhere(peer int) error {
 		return err
 	}
 	word := e.peers[peer].waiting.Load()
-	c := callOf(word)
-	if word == 0 || c.at == w.call.at || c.at+8 > e.space.Stride || e.word(peer, w.call.at).Load() >= w.call.epoch {
-		w.other = 0
-		return nil
-	}
-	if ahead := (c.epoch - e.word(e.space.Rank, c.at).Load()) & epochMask; ahead == 0 || ahead > epochMask/2 {
+	c, ahead, ok := w.callOf(word)
+	if !ok || ahead <= 0 || e.word(peer, w.call.at).Load() >= w.call.epoch {
 		w.other = 0
 		return nil
 	}
@@ -119,7 +100,7 @@ func (w *waiter) doing(peer int) string {
 	if call, seq := e.space.Instead(peer); seq != 0 {
 		at = " and waits in " + call
 	}
-	if c := callOf(e.peers[peer].waiting.Load()); c.op != 0 && c.at != w.call.at {
+	if c, _, ok := w.callOf(e.peers[peer].waiting.Load()); ok {
 		at = fmt.Sprintf(" and waits in %v, call %d of that kind", c.op, c.epoch)
 	}
 	if begun < w.call.epoch {

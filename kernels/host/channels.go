@@ -5,7 +5,7 @@ import "github.com/switchyard-moe/switchyard/kernels"
 // Channels is the control block of one communicator for exchanges: the same layout at the same Offset of every rank's
 // segment. Methods return offsets from the start of a segment.
 type Channels struct {
-	kernels.Channels
+	*kernels.Channels
 	Offset int64
 }
 

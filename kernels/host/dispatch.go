@@ -10,76 +10,88 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// moe is what a port has for a dispatcher.
-type moe struct {
+// dispatches are the launches of one dispatcher. It is a family.
+type dispatches struct {
 	m       *kernels.MoE
 	lanes   lanes
 	handles []routing
 }
 
-func newMoE(m *kernels.MoE, offset int64) *moe {
-	x := &moe{m: m, lanes: newLanes(m, offset), handles: make([]routing, len(m.Handles))}
+func newDispatches(m *kernels.MoE, offset int64) family {
+	return &dispatches{m: m, lanes: newLanes(m, offset)}
+}
+
+func (*dispatches) defaults() {}
+
+func (f *dispatches) layout() kernels.Layout { return f.lanes.layout() }
+
+// open makes room for the routing of each handle.
+func (f *dispatches) open(*Engine) {
+	m := f.m
+	f.handles = make([]routing, len(m.Handles))
 	rankOf := make([]int32, 0, m.Slots())
 	for r := range m.Ranks {
 		for range m.Local(r) {
 			rankOf = append(rankOf, int32(r))
 		}
 	}
-	for i := range x.handles {
-		x.handles[i].init(m, rankOf)
+	for i := range f.handles {
+		f.handles[i].init(m, rankOf)
 	}
-	return x
 }
 
-type (
-	dispatch        kernels.Dispatch
-	combine         kernels.Combine
-	combineBackward kernels.CombineBackward
-)
+func (*dispatches) ready(*Engine) kernels.Traits { return kernels.Traits{} }
 
-func (a *dispatch) run(p *port) error {
-	return p.meet(&a.MoECall, func(m *meeting) (err error) {
-		if a.Phase&kernels.Send != 0 {
-			err = m.send((*kernels.Dispatch)(a))
+// callIn is what all operations of the family have.
+func callIn(op kernels.Operation) *kernels.MoECall {
+	switch a := op.(type) {
+	case *kernels.Dispatch:
+		return &a.MoECall
+	case *kernels.Combine:
+		return &a.MoECall
+	case *kernels.CombineBackward:
+		return &a.MoECall
+	}
+	return nil
+}
+
+func (f *dispatches) run(p *port, op kernels.Operation) error {
+	m := dispatchScratch.Get().(*meeting)
+	m.enter(p, f, op)
+	err := m.run(op)
+	m.put()
+	return err
+}
+
+// run does the halves of a call that the launch asks for.
+func (m *meeting) run(op kernels.Operation) (err error) {
+	sends, receives := m.call.Phase&kernels.Send != 0, m.call.Phase&kernels.Receive != 0
+	switch a := op.(type) {
+	case *kernels.Dispatch:
+		if sends {
+			err = m.send(a)
 		}
-		if err == nil && a.Phase&kernels.Receive != 0 {
-			err = m.receive((*kernels.Dispatch)(a))
+		if err == nil && receives {
+			err = m.receive(a)
 		}
 		if err != nil && a.Op == kernels.DispatchOp {
 			m.r.err = err
 		}
-		return err
-	})
-}
-
-func (a *combine) run(p *port) error {
-	return p.meet(&a.MoECall, func(m *meeting) (err error) {
-		if a.Phase&kernels.Send != 0 {
-			err = m.show((*kernels.Combine)(a))
+	case *kernels.Combine:
+		if sends {
+			err = m.show(a)
 		}
-		if err == nil && a.Phase&kernels.Receive != 0 {
-			err = m.gather((*kernels.Combine)(a))
+		if err == nil && receives {
+			err = m.gather(a)
 		}
-		return err
-	})
-}
-
-func (a *combineBackward) run(p *port) error {
-	return p.meet(&a.MoECall, func(m *meeting) error { return m.gradients((*kernels.CombineBackward)(a)) })
-}
-
-// meet runs a call, or a half of it, and finishes it.
-func (p *port) meet(c *kernels.MoECall, f func(m *meeting) error) error {
-	m := meetings.Get().(*meeting)
-	m.enter(p, c)
-	err := f(m)
-	m.put()
-	c.Finish(err)
+	case *kernels.CombineBackward:
+		err = m.gradients(a)
+	}
 	return err
 }
 
-// meetings keeps the scratch of kernels between launches.
-var meetings = sync.Pool{New: func() any { return new(meeting) }}
+// dispatchScratch keeps the scratch of kernels between launches.
+var dispatchScratch = sync.Pool{New: func() any { return new(meeting) }}
 
 // meeting is a launch (see lanes) as one rank goes through it.
 type meeting struct {
@@ -108,11 +120,11 @@ type meeting struct {
 }
 
 // enter begins a launch.
-func (m *meeting) enter(p *port, c *kernels.MoECall) {
-	x := p.moe
-	m.e, m.m, m.lanes, m.call = p.e, x.m, &x.lanes, c
-	m.r, m.h = &x.handles[c.Handle], &x.m.Handles[c.Handle]
-	m.w.begin(p, m, call{opMoEFirst + opcode(c.Op), m.lanes.epoch(), m.r.epoch}, c.Timeout)
+func (m *meeting) enter(p *port, f *dispatches, op kernels.Operation) {
+	c := callIn(op)
+	m.e, m.m, m.lanes, m.call = p.e, f.m, &f.lanes, c
+	m.r, m.h = &f.handles[c.Handle], &f.m.Handles[c.Handle]
+	m.w.begin(p, m, p.call(op, m.lanes.epoch(), m.r.epoch), c.Timeout)
 }
 
 // sizes is not known in words: what a rank gets of a peer is what they tell each other.
@@ -122,7 +134,7 @@ func (m *meeting) put() {
 	m.w.leave()
 	m.e, m.m, m.lanes, m.call, m.r, m.h = nil, nil, nil, nil, nil, nil
 	clear(m.outlets)
-	meetings.Put(m)
+	dispatchScratch.Put(m)
 }
 
 // sized is v with length n and undefined content.

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
-	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -96,41 +95,30 @@ func (e *Engine) fail(peer int, op string, epoch uint64, err error) error {
 
 // task carries a launch through a stream.
 type task struct {
-	p      *port
-	kernel runner
+	p  *port
+	op kernels.Operation
 }
-
-// runner is the arguments of one kernel.
-type runner interface{ run(p *port) error }
 
 // Run implements device.Task.
 func (t *task) Run() error {
-	k, p := t.kernel, t.p
-	t.kernel, t.p = nil, nil
+	op, p := t.op, t.p
+	t.op, t.p = nil, nil
 	p.e.mu.Lock()
 	p.e.tasks = append(p.e.tasks, t)
 	p.e.mu.Unlock()
-	return k.run(p)
+	return p.run(op)
 }
 
-// launch enqueues the kernel on s, or runs it at once when s is nil.
-func (p *port) launch(s device.Stream, k runner) error {
-	if s == nil {
-		return k.run(p)
-	}
-	hs, ok := s.(*device.HostStream)
-	if !ok {
-		return fmt.Errorf("kernels: the host engine needs a host stream, not one of %v", s.Device())
-	}
-	e := p.e
+// task is one that is free, or a new one.
+func (e *Engine) task(p *port, op kernels.Operation) *task {
 	e.mu.Lock()
-	var t *task
-	if n := len(e.tasks); n > 0 {
-		t, e.tasks = e.tasks[n-1], e.tasks[:n-1]
-	} else {
-		t = new(task)
+	defer e.mu.Unlock()
+	n := len(e.tasks)
+	if n == 0 {
+		return &task{p, op}
 	}
-	e.mu.Unlock()
-	t.p, t.kernel = p, k
-	return hs.Enqueue(t)
+	t := e.tasks[n-1]
+	e.tasks = e.tasks[:n-1]
+	t.p, t.op = p, op
+	return t
 }

@@ -81,7 +81,7 @@ func newRig(w *explore.Workload) *rig {
 	for r := range n {
 		g.engines = append(g.engines, host.New(g.space(r), func() error { return nil }))
 		g.engines[r].SetPull(0, 16)
-		g.ports = append(g.ports, open(g.engines[r], &w.Channels.Channels, w.Channels.Offset))
+		g.ports = append(g.ports, open(g.engines[r], w.Channels.Channels, w.Channels.Offset))
 		var longest int64
 		for _, c := range w.Calls {
 			longest = max(longest, c.SourceBytes(r))

@@ -6,120 +6,75 @@ import (
 	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/device"
-	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // port is one communicator's end of an Engine.
 type port struct {
-	e        *Engine
-	channels Channels       // of exchanges
-	reduce   ReduceChannels // of reductions
-	moe      *moe           // of a dispatcher
-	nonce    *shm.Nonce     // by which peers know this rank's memory
-	sources  []source       // by rank
-	leaving  atomic.Bool    // its waits are over
-
-	complaints uint64   // how many of this rank's receivers' it has taken in
-	heard      []uint64 // by rank: the call of the last
-	mismatched uint64   // the last call for which this rank has returned that sizes differ
+	e       *Engine
+	name    string
+	fam     family
+	ops     map[string]opcode
+	leaving atomic.Bool // its waits are over
 }
-
-// source is where a port finds a peer's memory outside its segment.
-type source struct {
-	readable bool        // this rank may read it
-	memory   shm.Process // which is there, in another process
-}
-
-// The defaults of exchanges. Slots are smaller where they would exceed their bound together.
-const (
-	defaultPacketBytes  = 128
-	defaultEagerBytes   = 1 << 10
-	defaultSlots        = 4
-	defaultStagingBytes = 32 << 20
-	maxSlotBytes        = 256 << 10
-)
-
-// The defaults of reductions, likewise.
-const (
-	defaultOneShotBytes  = 16 << 10
-	defaultReduceSlots   = 4
-	defaultReduceStaging = 16 << 20
-	maxReduceSlotBytes   = 64 << 10
-)
 
 // Defaults are those of the host device.
 func (e *Engine) Defaults(f kernels.Family) {
-	switch c := f.(type) {
-	case *kernels.Channels:
-		c.PacketBytes, c.EagerBytes = kernels.Default(c.PacketBytes, defaultPacketBytes), kernels.Default(c.EagerBytes, defaultEagerBytes)
-		c.DefaultSlots(defaultSlots, defaultStagingBytes, maxSlotBytes, c.Size)
-	case *kernels.ReduceChannels:
-		c.OneShotBytes, c.Blocks = kernels.Default(c.OneShotBytes, defaultOneShotBytes), 0
-		c.DefaultSlots(defaultReduceSlots, defaultReduceStaging, maxReduceSlotBytes, c.Size+1)
+	if x, _, err := familyOf(f, 0); err == nil {
+		x.defaults()
 	}
 }
 
 // Layout tells the size of a communicator's control block.
 func (e *Engine) Layout(f kernels.Family) (kernels.Layout, error) {
-	switch f := f.(type) {
-	case *kernels.Channels:
-		c := Channels{Channels: *f}
-		return kernels.Layout{Bytes: c.Bytes(), Zero: c.ControlBytes()}, nil
-	case *kernels.ReduceChannels:
-		c := ReduceChannels{ReduceChannels: *f}
-		return kernels.Layout{Bytes: c.Bytes(), Zero: c.ControlBytes()}, nil
-	case *kernels.MoE:
-		l := newLanes(f, 0)
-		return l.layout(), nil
+	x, _, err := familyOf(f, 0)
+	if err != nil {
+		return kernels.Layout{}, err
 	}
-	return kernels.Layout{}, fmt.Errorf("kernels: the host engine has no %s", f.Family())
+	return x.layout(), nil
 }
 
 // Open makes a port.
 func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
-	p := &port{e: e}
-	switch f := f.(type) {
-	case *kernels.Channels:
-		p.channels = Channels{*f, offset}
-		p.show()
-	case *kernels.ReduceChannels:
-		p.reduce = ReduceChannels{*f, offset}
-	case *kernels.MoE:
-		p.moe = newMoE(f, offset)
-	default:
-		return nil, fmt.Errorf("kernels: the host engine has no %s", f.Family())
+	x, place, err := familyOf(f, offset)
+	if err != nil {
+		return nil, err
 	}
-	return p, nil
+	x.open(e)
+	return &port{e: e, name: f.Family(), fam: x, ops: opcodesOf(place)}, nil
 }
 
 // Close does nothing: the heap has the memory.
 func (*Engine) Close() error { return nil }
 
-// Ready looks for the memory of the peers.
-func (p *port) Ready() kernels.Traits {
-	if p.nonce == nil {
-		return kernels.Traits{}
-	}
-	err := p.look()
-	return kernels.Traits{Pulls: err == nil, Slow: err}
-}
+// Ready looks for what the family wants of its peers.
+func (p *port) Ready() kernels.Traits { return p.fam.ready(p.e) }
 
 // Launch runs op on a host stream's worker, or at once when s is nil. On a stream its error is the stream's.
 func (p *port) Launch(s device.Stream, op kernels.Operation) error {
-	switch op := op.(type) {
-	case *kernels.AllToAllV:
-		return p.launch(s, (*allToAllV)(op))
-	case *kernels.Reduction:
-		return p.launch(s, (*reduction)(op))
-	case *kernels.Dispatch:
-		return p.launch(s, (*dispatch)(op))
-	case *kernels.Combine:
-		return p.launch(s, (*combine)(op))
-	case *kernels.CombineBackward:
-		return p.launch(s, (*combineBackward)(op))
+	if _, ok := p.ops[op.Operation()]; !ok {
+		return fmt.Errorf("kernels: %s on a port of %s", op.Operation(), p.name)
 	}
-	return fmt.Errorf("kernels: the host engine has no %s", op.Operation())
+	if s == nil {
+		return p.run(op)
+	}
+	hs, ok := s.(*device.HostStream)
+	if !ok {
+		return fmt.Errorf("kernels: the host engine needs a host stream, not one of %v", s.Device())
+	}
+	return hs.Enqueue(p.e.task(p, op))
+}
+
+// run is a launch, from its beginning to its end.
+func (p *port) run(op kernels.Operation) error {
+	err := p.fam.run(p, op)
+	op.Finish(err)
+	return err
+}
+
+// call is the call in which p runs op. at is the offset of the word that counts the communicator's calls.
+func (p *port) call(op kernels.Operation, at int64, epoch uint64) call {
+	return call{p.ops[op.Operation()], at, epoch}
 }
 
 // Fault is nil: operations are done when they have run.

@@ -33,29 +33,29 @@ const (
 )
 
 // show leaves word of where this rank's memory is in the control block.
-func (p *port) show() {
-	space := &p.e.space
-	p.sources = make([]source, space.Size)
-	for r := range p.sources {
-		p.sources[r].readable = space.Bells != nil
+func (f *exchanges) show(e *Engine) {
+	space := &e.space
+	f.sources = make([]source, space.Size)
+	for r := range f.sources {
+		f.sources[r].readable = space.Bells != nil
 	}
-	p.nonce = shm.NewNonce()
-	card := shm.View[uint64](space.Range(space.Rank, p.channels.Card(), 32))
-	self := shm.Self(p.nonce)
+	f.nonce = shm.NewNonce()
+	card := shm.View[uint64](space.Range(space.Rank, f.c.Card(), 32))
+	self := shm.Self(f.nonce)
 	card[0], card[1] = uint64(self.PID), uint64(self.At)
 	copy(shm.Bytes(card[2:]), self.Nonce[:])
 }
 
 // look tries to read the memory of every peer. The error says of which it cannot; their messages go through staging.
-func (p *port) look() error {
-	space := &p.e.space
+func (f *exchanges) look(e *Engine) error {
+	space := &e.space
 	var errs []error
-	for r := range p.sources {
-		w := &p.sources[r]
+	for r := range f.sources {
+		w := &f.sources[r]
 		if w.readable || r == space.Rank {
 			continue
 		}
-		card := shm.View[uint64](space.Range(r, p.channels.Card(), 32))
+		card := shm.View[uint64](space.Range(r, f.c.Card(), 32))
 		w.memory = shm.Process{PID: int(card[0]), At: uintptr(card[1]), Nonce: shm.Nonce(shm.Bytes(card[2:]))}
 		err := w.memory.Probe()
 		if w.readable = err == nil; err != nil {
@@ -67,7 +67,7 @@ func (p *port) look() error {
 
 // pulls reports whether this rank will read the message of h in its sender's memory.
 func (x *exchange) pulls(h *half) bool {
-	return !x.a.Dst.Reach && !x.a.Schedule.Staged && h.total >= x.e.pullFrom && x.p.sources[h.peer].readable
+	return !x.a.Dst.Reach && !x.a.Schedule.Staged && h.total >= x.e.pullFrom && x.f.sources[h.peer].readable
 }
 
 // offer announces the message of h and says where it lies.
@@ -141,7 +141,7 @@ func (x *exchange) pull(h *half) bool {
 		x.copy(dst, x.e.space.Range(h.peer, int64(from&^inSegment), int64(len(dst))))
 	default:
 		x.e.at(takingData, h.peer)
-		if x.p.sources[h.peer].memory.Read(dst, uintptr(from)) != nil {
+		if x.f.sources[h.peer].memory.Read(dst, uintptr(from)) != nil {
 			h.pull, h.done = false, 0
 			for x.grant(h) {
 			}

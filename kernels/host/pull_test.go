@@ -102,8 +102,9 @@ func TestMessagesAreReadInTheHeap(t *testing.T) {
 	w := twoRanks(t)
 	w.look(t)
 	for _, p := range w.ports {
-		for r := range p.(*port).sources {
-			p.(*port).sources[r].memory = shm.Process{}
+		sources := p.(*port).fam.(*exchanges).sources
+		for r := range sources {
+			sources[r].memory = shm.Process{}
 		}
 	}
 	src := heapSources()

@@ -5,7 +5,7 @@ import "github.com/switchyard-moe/switchyard/kernels"
 // ReduceChannels is the control block of one communicator for reductions: the same layout at the same Offset of every rank's
 // segment. Methods return offsets from the start of a segment.
 type ReduceChannels struct {
-	kernels.ReduceChannels
+	*kernels.ReduceChannels
 	Offset int64
 }
 

@@ -2,6 +2,7 @@ package host
 
 import (
 	"bytes"
+	"fmt"
 	"log/slog"
 	"strings"
 	"sync"
@@ -122,28 +123,36 @@ func TestF2_TheCulpritOfACircle(t *testing.T) {
 	}
 }
 
-// Every call has a word of its own, from which its name can be read.
+// Every operation of every family has a name of its own, which can be read in a peer's word.
 func TestCallsHaveNamesOfTheirOwn(t *testing.T) {
-	ops := map[opcode]string{opAllToAllV: "alltoallv", opBarrier: "barrier"}
-	for _, c := range []kernels.Collective{kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast} {
-		op := opReduceFirst + opcode(c) - 1
-		require.NotContains(t, ops, op, c)
-		ops[op] = c.String()
-	}
-	for m := kernels.RefusedOp; m <= kernels.DispatchBackwardOp; m++ {
-		op := opMoEFirst + opcode(m)
-		require.NotContains(t, ops, op, m)
-		ops[op] = m.String()
-	}
-	for op := opcode(1); op < 1<<epochShift; op++ {
-		c := call{op, 5 * kernels.LineBytes, 77}
-		require.Equal(t, c, callOf(c.word()))
-		if name, ok := ops[op]; ok {
-			require.Equal(t, name, op.String())
-		} else {
-			require.NotEmpty(t, op.String())
+	table := families()
+	require.LessOrEqual(t, len(table), maxFamilies)
+	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256}, 0)
+	seen := make(map[string]bool)
+	for place, f := range table {
+		require.LessOrEqual(t, len(f.operations), maxOperations)
+		codes := opcodesOf(place)
+		for _, name := range f.operations {
+			require.False(t, seen[name], "%s is an operation of two families", name)
+			seen[name] = true
+			require.Equal(t, name, codes[name].String())
+			own := w.engines[0].word(0, kernels.HeaderBytes)
+			for _, epoch := range []uint64{1, 77, 1<<epochBits - 1, 1 << epochBits, 1<<40 + 3} {
+				c := call{codes[name], kernels.HeaderBytes, epoch}
+				for ahead := -1; ahead <= 1; ahead++ {
+					own.Store(epoch - uint64(ahead))
+					got, a, ok := (&waiter{e: w.engines[0]}).callOf(c.word())
+					require.True(t, ok)
+					require.Equal(t, c, got)
+					require.Equal(t, ahead, a)
+				}
+			}
 		}
 	}
+	require.Equal(t, fmt.Sprintf("call of kind %d", len(table)<<numberBits), opcode(len(table)<<numberBits).String())
+	require.Equal(t, "call of kind 15", opcode(maxOperations-1).String())
+	far := call{0, 8<<40 - kernels.LineBytes, 1}
+	require.EqualValues(t, far.at/kernels.LineBytes, far.word()>>(epochBits+opcodeBits), "offsets below 8 TiB fit")
 }
 
 // A rank that has waited in vain and makes another call does not wait any more for whom it waited then.
@@ -155,6 +164,6 @@ func TestF2_WhoGoesOnDoesNotWait(t *testing.T) {
 	require.ErrorIs(t, err, comm.ErrTimeout)
 	own := &w.engines[0].peers[0]
 	require.EqualValues(t, 2, own.awaited.Load())
-	new(waiter).begin(w.ports[0].(*port), nil, call{op: opAllToAllV, at: kernels.HeaderBytes, epoch: 2}, time.Second)
+	new(waiter).begin(w.ports[0].(*port), nil, call{at: kernels.HeaderBytes, epoch: 2}, time.Second)
 	require.Zero(t, own.awaited.Load())
 }

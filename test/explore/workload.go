@@ -39,7 +39,7 @@ type Style struct {
 // NewWorkload is a workload without calls on channels of the given shape.
 func NewWorkload(size int, c kernels.Channels) *Workload {
 	c.Size = size
-	return &Workload{Channels: host.Channels{Channels: c, Offset: kernels.HeaderBytes}}
+	return &Workload{Channels: host.Channels{Channels: &c, Offset: kernels.HeaderBytes}}
 }
 
 // Outputs is where the output buffers begin in every segment.
