@@ -14,6 +14,21 @@ func worldOf(space *kernels.Space, control int64, fault uintptr, timeoutNs int64
 	}
 }
 
+// addressOf is a buffer's address, 0 where there is none; placeOf its place.
+func addressOf(b *kernels.Buffer) uint64 {
+	if b.Bytes == 0 {
+		return 0
+	}
+	return uint64(b.Ptr)
+}
+
+func placeOf(b *kernels.Buffer) uint64 {
+	if b.Bytes == 0 {
+		return 0
+	}
+	return uint64(b.Place)
+}
+
 // encodeExchange writes the arguments of an exchange into b, which has exchangeArgsBytes bytes.
 func encodeExchange(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *channels, x *kernels.AllToAllV) {
 	r, me := x.Routes, space.Rank

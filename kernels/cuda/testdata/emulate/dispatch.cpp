@@ -337,7 +337,7 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	sw_moe_args a = arguments(w, b, rank, op_combine);
 	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.y = w.segment(rank) + sums_at(w);
 	bool staged = !w.by_token() || w.float8_sums || !in_place;
-	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch.go has it
+	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch_launch.go has it
 	if (w.few) {
 		a.rows = w.segment(rank) + made_at(w), a.sum_weights = reinterpret_cast<u64>(weights.data()), a.from_weights = w.weights;
 		a.mode |= w.by_token() ? 0 : SW_MOE_WEIGH;

@@ -1,0 +1,434 @@
+package cuda
+
+import (
+	"fmt"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+const (
+	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Beside a pass over this rank's memory, which has the others, rows cross with
+	// more: on 2 H200, sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256.
+	// Rows that are sent as they are do not cross faster with more than 32, whatever the caller allows: 24, 32, 64 and 132 take 97.8, 98.2, 99.3 and 105 us for 30 MB. With
+	// more tokens than moeSendMostTokens all that are allowed send, since a block's table of its tokens has to fit its shared memory.
+	moeBlocks           = 24
+	moeVeryFewBlocks    = 64
+	moeVeryFew          = 48 // tokens
+	moeSendBesideBlocks = 32
+	moeSendMostBlocks   = 32
+	moeSendMostTokens   = 16 << 10
+	moeReadBesideBlocks = 40
+
+	// What all blocks together offer to one peer, in bytes a nanosecond, and ask of one. On 2 H200 with 24 blocks 365 was fastest for rows of 14 KiB, 352 for rows of 7,
+	// and 340 for reading.
+	moeSendRate, moeSendRateShort, moeReadRate = 365, 352, 340
+	moeShort                                   = 8 << 10
+
+	moePart = 16 << 10 // the most of a row that is moved at a time
+)
+
+// call is one operation on its way into a batch.
+type moeCall struct {
+	*dispatches
+	p *port
+	c *kernels.MoECall
+	h *kernels.MoEHandle
+	a moeArgs
+}
+
+func (x *dispatches) call(p *port, c *kernels.MoECall) (*moeCall, error) {
+	switch {
+	case c.Handle < 0 || c.Handle >= len(x.m.Handles):
+		return nil, fmt.Errorf("kernels: %v: handle %d of %d", c.Op, c.Handle, len(x.m.Handles))
+	case c.Tokens < 0 || c.Tokens > x.m.MaxTokens:
+		return nil, fmt.Errorf("kernels: %v: %d tokens of at most %d", c.Op, c.Tokens, x.m.MaxTokens)
+	case c.Timeout <= 0:
+		return nil, fmt.Errorf("kernels: %v: timeout %v", c.Op, c.Timeout)
+	}
+	m, h := x.m, &x.m.Handles[c.Handle]
+	b := x.block(h.State.Place)
+	l := &moeCall{dispatches: x, p: p, c: c, h: h}
+	l.a = moeArgs{
+		world: worldOf(&p.e.space, b.control, p.fault.Addr(), c.Timeout.Nanoseconds()), state: b,
+		table: uint64(m.Placement.Ptr), counters: uint64(m.Counters.Ptr),
+		rows: uint64(h.Rows.Ptr), rowScales: uint64(h.Scales.Ptr), rowWeights: addressOf(&h.Weights), rowSources: addressOf(&h.Sources),
+		counts: uint64(h.Counts.Ptr), offsets: uint64(h.Offsets.Ptr), rankCounts: uint64(h.RankCounts.Ptr), landed: addressOf(&h.Landed),
+		mostRows: m.Rows, align: max(m.Align, 1), capacity: m.Capacity,
+		op: uint32(c.Op), tokens: uint32(c.Tokens), topK: uint32(m.TopK), maxTokens: uint32(m.MaxTokens), experts: uint32(m.Experts),
+		slots: uint32(m.Slots()), local: uint32(m.Local(m.Rank)), indexBytes: uint32(m.IndexBytes),
+	}
+	if m.Layout == kernels.RankRows {
+		l.a.offsetBase = int64(m.MaxTokens)
+	}
+	if each := m.Local(0); each > 1 && m.Slots() == each*m.Ranks && m.MostLocal() == each {
+		l.a.slotsInverse = uint32((1<<32 + uint64(each) - 1) / uint64(each))
+	}
+	if c.Phase&kernels.Send != 0 {
+		l.a.mode |= moeSend
+	}
+	if c.Phase&kernels.Receive != 0 {
+		l.a.mode |= moeReceive
+	}
+	return l, nil
+}
+
+// crossing is how many blocks the kernel has that sends rows, or reads and sums them.
+func (l *moeCall) crossing() int {
+	switch {
+	case l.a.mode&moeBeside == 0:
+		return l.blocks(moeBlocks)
+	case l.c.Op == kernels.DispatchOp || l.c.Op == kernels.RedispatchOp:
+		return moeSendBesideBlocks
+	}
+	return moeReadBesideBlocks
+}
+
+// passing is how many blocks a pass over this rank's rows has. Where both is true the call's other kernel follows or goes before; they run beside each other if one can
+// begin before the other has ended, there are multiprocessors for both and the caller sets no bound.
+func (l *moeCall) passing(both bool) int {
+	if both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 {
+		l.a.mode |= moeBeside
+		if rest := l.k.blocks - l.crossing(); rest >= l.crossing() {
+			return rest
+		}
+		l.a.mode &^= moeBeside
+	}
+	return l.blocks(moeMaxBlocks)
+}
+
+// compact reports whether rows of one rank follow those of the one before without gaps.
+func (l *moeCall) compact() bool { return l.m.Layout == kernels.TokenRows }
+
+// blocks is how many a launch takes: what the caller allows, or a default, of those that there are.
+func (l *moeCall) blocks(byDefault int) int {
+	if l.c.Blocks > 0 {
+		byDefault = l.c.Blocks
+	}
+	return max(1, min(byDefault, l.k.blocks))
+}
+
+// launch appends a kernel with the call's arguments as they are now.
+func (l *moeCall) launch(f cuda.Function, blocks, threads, shared int) {
+	l.a.put(l.args)
+	for i, n := range l.m.First {
+		putMoeArgsFirst(l.args, i, uint32(n))
+	}
+	l.p.batch.Launch(0, cuda.Launch{
+		Function: f, Grid: [3]uint32{uint32(blocks), 1, 1}, Block: [3]uint32{uint32(threads), 1, 1}, SharedBytes: uint32(shared),
+		Flags: l.p.e.flags, Args: l.args,
+	})
+}
+
+// send appends the kernel that sends tokens, or their gradients, which have rowBytes, to the ranks.
+func (l *moeCall) send(rowBytes int64, quantises bool) error {
+	m, a := l.m, &l.a
+	a.rowBytes, a.wireBytes = uint32(rowBytes), uint32(rowBytes)
+	if quantises {
+		a.wireBytes = uint32(m.RowBytes())
+	}
+	f, blocks, part, movers := l.k.rows, l.crossing(), rowBytes, int64(4)
+	switch {
+	case quantises:
+		f, movers = l.k.rowsFloat8[numberKind(m.TokenType)], 14
+	case l.c.Tokens <= moeSendMostTokens:
+		blocks = min(blocks, moeSendMostBlocks)
+	}
+	if part > moePart && (!quantises || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) {
+		n := (part + moePart - 1) / moePart
+		part = kernels.AlignUp((part+n-1)/n, 2048)
+	}
+	a.share = uint32((l.c.Tokens + blocks - 1) / blocks)
+	board := 4 * (int64(m.Ranks)*(int64(a.share)+(int64(a.share)+31)/32) + 2*int64(m.Slots()))
+	scales := int64(0)
+	if quantises {
+		scales = moeScales
+	}
+	room := int64(l.k.shared) - board
+	for movers > 1 && movers*(part+scales) > room {
+		movers--
+	}
+	depth := min(7, moeSlots/movers, (room/movers-scales)/part)
+	if depth < 1 {
+		return fmt.Errorf("kernels: %v: %d tokens a block and rows of %d bytes do not fit a multiprocessor's shared memory: raise MaxSMs", l.c.Op, a.share, rowBytes)
+	}
+	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((rowBytes+part-1)/part), uint32(movers), uint32(depth)
+	wire := part * int64(a.wireBytes) / rowBytes
+	rate := moeSendRate
+	if wire <= moeShort {
+		rate = moeSendRateShort
+	}
+	a.interval = l.interval(wire, movers*int64(blocks), float64(rate))
+	l.launch(f, blocks, moeThreads, int(movers*(depth*part+scales)+board))
+	return nil
+}
+
+// interval is how many cycles a warp has for a part that crosses, where so many warps share what a link carries.
+func (l *moeCall) interval(bytes, warps int64, rate float64) uint32 {
+	if l.size == 1 || l.p.e.sharers > 1 {
+		return 0
+	}
+	return uint32(min(float64(bytes*warps)/rate*l.p.e.cycles, 1<<24))
+}
+
+// place is where a part of the handle's staging is in every rank's segment.
+func (l *moeCall) place(part int64) uint64 { return uint64(l.h.Staging.Place + part) }
+
+// toStaging has rows arrive in staging.
+func (l *moeCall) toStaging() {
+	l.a.mode |= moeByExpert
+	l.a.toRows, l.a.toScales = l.place(0), l.place(l.scalesAt())
+	l.a.toIndices, l.a.toWeights, l.a.toSources = uint64(l.a.state.indices), uint64(l.a.state.weights), uint64(l.a.state.sources)
+}
+
+func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
+	l, err := x.call(p, &d.MoECall)
+	if err == nil {
+		err = aligned(d.Op, &d.X)
+	}
+	if err != nil {
+		return err
+	}
+	m, a, h := x.m, &l.a, l.h
+	a.x, a.scales, a.choices, a.weights = uint64(d.X.Ptr), uint64(d.Scales.Ptr), uint64(d.Experts.Ptr), addressOf(&d.Weights)
+	a.mapped, a.ticket = addressOf(&h.Mapped), d.Ticket
+	if d.Ticket == 0 {
+		a.mapped = 0
+	}
+	if d.Op == kernels.RedispatchOp {
+		a.mode |= moeCached
+	}
+	a.scaleWords, a.scaleBlock = uint32(m.ScaleWords()), uint32(m.Scales.Block)
+	if m.Scales.Format == kernels.UE8M0Scales {
+		a.mode |= moeExponents
+	}
+	a.wireBytes = uint32(m.RowBytes())
+	if m.Layout.ByToken() {
+		if l.compact() {
+			a.mode |= moeCompact
+		}
+		a.toRows, a.toScales, a.toIndices = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place)
+		a.toWeights, a.toSources = placeOf(&h.Weights), placeOf(&h.Sources)
+	} else {
+		l.toStaging()
+		if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
+			a.mode |= moeZero
+		}
+	}
+	if m.Scales.Columns {
+		a.mode |= moeColumns
+	}
+	switch {
+	case l.few():
+		l.dispatchFew()
+		return nil
+	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
+		return l.send(m.TokenBytes(), m.Quantizes())
+	case m.Layout.ByToken():
+		l.launch(x.k.receive, 1, moeThreads, 0)
+		return nil
+	}
+	blocks := l.passing(d.Phase == kernels.Both)
+	mode := a.mode
+	if d.Phase&kernels.Send != 0 {
+		a.mode = mode &^ (moeReceive | moeColumns) // in staging they lie row by row
+		if err := l.send(m.TokenBytes(), m.Quantizes()); err != nil {
+			return err
+		}
+	}
+	if d.Phase&kernels.Receive == 0 {
+		return nil
+	}
+	a.mode = mode
+	l.take(blocks)
+	return nil
+}
+
+// dispatchFew appends the kernel of a dispatch of few tokens, or of its halves.
+func (l *moeCall) dispatchFew() {
+	k := &l.k.few[l.order()]
+	f := k.plain
+	if l.m.Quantizes() {
+		f = k.float8[numberKind(l.m.TokenType)]
+	}
+	l.a.rowBytes = uint32(l.m.TokenBytes())
+	l.launch(f, l.fewBlocks(), moeFewThreads, int(l.fewShared()))
+}
+
+// order is 0 where rows are by token, 1 where they are by expert.
+func (l *moeCall) order() int {
+	if l.m.Layout.ByToken() {
+		return 0
+	}
+	return 1
+}
+
+// fewBlocks is how many blocks a kernel for few tokens has: with very few, more of them only wait.
+func (l *moeCall) fewBlocks() int {
+	if l.c.Tokens <= moeVeryFew {
+		return l.blocks(moeVeryFewBlocks)
+	}
+	return l.blocks(moeMaxBlocks)
+}
+
+// take appends the pass that puts rows from staging where their experts' are.
+func (l *moeCall) take(blocks int) {
+	m, a := l.m, &l.a
+	local := int64(m.Local(m.Rank))
+	front := kernels.AlignUp(4*(2*local+1+int64(m.Ranks)*local), 128)
+	part := min(int64(a.wireBytes), moePart)
+	movers := max(1, min(moePassThreads/32, (int64(l.k.shared)-front)/part))
+	a.part, a.parts, a.movers = uint32(part), uint32((int64(a.wireBytes)+part-1)/part), uint32(movers)
+	l.launch(l.k.take, blocks, moePassThreads, int(front+movers*part))
+}
+
+// partials appends the pass over this rank's rows: copies to y where that is set, else to where peers read them, and sums there.
+func (l *moeCall) partials(blocks int) {
+	m, a := l.m, &l.a
+	mode := a.mode &^ moeByExpert
+	a.mode = mode
+	if l.compact() {
+		a.mode |= moeCompact
+	}
+	if !m.Layout.ByToken() {
+		a.mode |= moeByExpert
+	}
+	a.parts = (a.rowBytes + moePassPart - 1) / moePassPart
+	pass := l.k.sums[numberKind(m.SumType)].partials
+	if a.y == 0 {
+		pass = l.sums().partials
+	}
+	l.launch(pass, blocks, moeSumPassThreads, 0)
+	a.mode = mode
+}
+
+// sums are the kernels of a combine.
+func (l *moeCall) sums() *sumKernels {
+	kind := numberKind(l.m.SumType)
+	if l.m.Float8Partials {
+		return &l.k.sumsFloat8[kind]
+	}
+	return &l.k.sums[kind]
+}
+
+func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
+	l, err := x.call(p, &c.MoECall)
+	if err == nil {
+		err = aligned(c.Op, &c.Rows, &c.Y, &c.Bias[0], &c.Bias[1])
+	}
+	if err != nil {
+		return err
+	}
+	m, a := x.m, &l.a
+	a.rowBytes, a.wireBytes = uint32(m.SumBytes()), uint32(x.partialBytes())
+	a.y, a.sumWeights = uint64(c.Y.Ptr), addressOf(&c.SumWeights)
+	a.bias0, a.bias1 = addressOf(&c.Bias[0]), addressOf(&c.Bias[1])
+	a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
+	if !m.Layout.ByToken() {
+		a.mode |= weighs(c.Weighting)
+	}
+	// Rows by expert are this rank's business, and so is what peers write by the end of a dispatch. In an output by rank each
+	// peer has a part of its own.
+	if !m.Layout.ByToken() || c.Release && m.Layout == kernels.RankRows {
+		a.mode |= moeFree
+	}
+	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
+		a.fromWeights = l.place(l.weightsAt())
+	}
+	if x.few() {
+		a.mostRows = c.Rows.Bytes / int64(a.rowBytes)
+		l.launch(l.sums().few[l.order()], l.fewBlocks(), moeFewSumThreads, 0)
+		return nil
+	}
+	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
+	a.fromRows = uint64(c.Rows.Place)
+	if staged {
+		a.fromRows = l.place(l.sumsAt())
+	}
+	if staged || c.Release {
+		a.mode |= moeKeep
+	}
+	if c.Phase&kernels.Send != 0 {
+		if staged {
+			blocks := l.passing(!m.Layout.ByToken() && c.Phase == kernels.Both)
+			y, weights := a.y, a.fromWeights
+			if a.y = 0; c.RowWeights.Bytes == 0 {
+				a.fromWeights = 0
+			}
+			l.partials(blocks)
+			a.y, a.fromWeights = y, weights
+		}
+		if c.Phase&kernels.Receive == 0 {
+			l.launch(x.k.begin, 1, maxRanks, 0)
+			return nil
+		}
+	}
+	l.sum()
+	return nil
+}
+
+// sum appends the kernel that reads and sums the rows of a rank's tokens.
+func (l *moeCall) sum() {
+	m, a := l.m, &l.a
+	blocks, row, n, whole := l.crossing(), int64(a.wireBytes), int64(m.Ranks), int64(16)
+	movers, depth := int64(moeSumThreads/32), int64(3)
+	if n > 4 {
+		movers, depth = 12, 2
+	}
+	if m.Float8Partials {
+		whole = moeStretch + moeStretchScales
+		movers = min(movers, int64(l.k.shared)/(depth*n*whole))
+	}
+	room := int64(l.k.shared) / (movers * depth * n) / whole * whole
+	parts := (row + room - 1) / room
+	part := kernels.AlignUp((row+parts-1)/parts, whole)
+	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((row+part-1)/part), uint32(movers), uint32(depth)
+	a.interval = l.interval(part, movers*int64(blocks), moeReadRate)
+	l.launch(l.sums().rows, blocks, moeSumThreads, int(movers*depth*n*part))
+}
+
+func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
+	l, err := x.call(p, &b.MoECall)
+	if err == nil {
+		err = aligned(b.Op, &b.DY, &b.Rows, &b.DRows)
+	}
+	if err != nil {
+		return err
+	}
+	m, a := x.m, &l.a
+	if b.Phase != kernels.Both {
+		return fmt.Errorf("kernels: %v in halves", b.Op)
+	}
+	// The gradients of tokens travel as tokens do.
+	a.x = uint64(b.DY.Ptr)
+	l.toStaging()
+	a.mode |= moeCached
+	if err := l.send(m.SumBytes(), false); err != nil {
+		return err
+	}
+	l.launch(x.k.receive, 1, moeThreads, 0)
+	if m.Layout.ByToken() { // out of staging into the caller's rows
+		a.rows, a.y = uint64(p.e.space.Addr(m.Rank, int64(a.toRows))), uint64(b.DRows.Ptr)
+		l.partials(l.passing(false))
+		return nil
+	}
+	a.rows, a.y, a.rowWeights, a.sumWeights, a.fromWeights = uint64(b.Rows.Ptr), uint64(b.DRows.Ptr), addressOf(&b.RowWeights), 0, 0
+	back := b.Weighting == kernels.DispatchedWeights // on every rank, also on one without tokens
+	if b.DWeights.Bytes > 0 && b.Weighting == kernels.GivenWeights {
+		a.sumWeights = addressOf(&b.DWeights)
+	}
+	if back {
+		a.fromWeights = l.place(l.weightsAt())
+	}
+	a.mode |= weighs(b.Weighting)
+	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows {
+		a.mode |= moeZero
+	}
+	l.launch(x.k.spread[numberKind(m.SumType)], l.blocks(2*p.e.multiprocessors/p.e.sharers), moePassThreads, 0)
+	if back { // a sum of nothing but what lies beside rows
+		a.mode = moeSend | moeReceive | moeKeep
+		a.sumWeights, a.tokens, a.rowBytes = addressOf(&b.DWeights), uint32(b.Tokens), 0
+		l.launch(x.k.weights, l.blocks(moeBlocks), moeFewSumThreads, 0)
+	}
+	return nil
+}

@@ -1,0 +1,95 @@
+package cuda
+
+import (
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+const (
+	moeFewShared = 70 << 10 // dynamic shared memory of the kernels for few tokens, on any GPU
+
+	moeStretchScales = moeStretch / 128 * 4 // bytes
+)
+
+// staged is how many rows staging has: a part for each source rank.
+func (x *dispatches) staged() int64 { return int64(x.m.Ranks) * int64(x.m.MaxTokens) }
+
+func (x *dispatches) block(offset int64) moeBlock {
+	m := x.m
+	notes, packets := int64(0), int64(0)
+	if x.few() {
+		notes, packets = x.noteBytes(), x.packetBytes()
+	}
+	return layMoeBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MostLocal()), int64(m.MaxTokens), int64(m.TopK), x.staged(), notes, packets)
+}
+
+// few reports whether tokens and what is made of them cross by the kernels for few.
+func (x *dispatches) few() bool {
+	m := x.m
+	return m.LowLatency && m.MaxTokens <= moeFewTokens && m.Slots() <= moeFewSlots && m.Layout != kernels.TokenRows &&
+		(!m.Quantizes() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) && x.fewShared() <= moeFewShared
+}
+
+// fewShared is the dynamic shared memory of a block for few tokens: that of the block which tells where tokens go, then where the experts' rows are.
+func (x *dispatches) fewShared() int64 {
+	m, tables, local := x.m, int64(1), int64(x.m.MostLocal())
+	if !m.Layout.ByToken() {
+		tables = moeFewThreads / 32
+	}
+	return max(4*tables*int64(m.Slots())+6*int64(m.MaxTokens)*int64(m.TopK), 4*(2*local+1+int64(m.Ranks)*local))
+}
+
+// noteBytes is what lies beside a row of few tokens: a packet for the row, one for each choice, and scales that the caller gives.
+func (x *dispatches) noteBytes() int64 {
+	packets := 1 + int64(x.m.TopK)
+	if !x.m.Quantizes() {
+		packets += (int64(x.m.ScaleWords()) + 2) / 3
+	}
+	return kernels.AlignUp(16*packets, kernels.LineBytes)
+}
+
+// packetBytes is the size of a row of few tokens on its way.
+func (x *dispatches) packetBytes() int64 {
+	m := x.m
+	narrow := func(t kernels.DType) int64 {
+		row := int64(m.Hidden) * t.Size()
+		if t.Size() == 4 {
+			return (row + moeNarrowPart - 1) / moeNarrowPart * 1024
+		}
+		return (row + moeNarrowPart - 1) / moeNarrowPart * 1536
+	}
+	there, back := (m.TokenBytes()+moeDensePart-1)/moeDensePart*4096, (m.SumBytes()+moePlainPart-1)/moePlainPart*2048
+	if m.Quantizes() {
+		there = narrow(m.TokenType)
+	}
+	if m.Float8Partials {
+		back = narrow(m.SumType)
+	}
+	return max(there, back)
+}
+
+// partialBytes is the size of a partial sum that crosses.
+func (x *dispatches) partialBytes() int64 {
+	if !x.m.Float8Partials {
+		return x.m.SumBytes()
+	}
+	elements := int64(x.m.Hidden)
+	return (elements+moeStretch-1)/moeStretch*moeStretchScales + kernels.AlignUp(elements, 16)
+}
+
+// The parts of a handle's staging, from its start: rows and scales that arrive, rows that peers read, and weights beside them.
+func (x *dispatches) scalesAt() int64 {
+	return kernels.AlignUp(x.staged()*max(x.m.RowBytes(), x.m.SumBytes()), kernels.LineBytes)
+}
+func (x *dispatches) sumsAt() int64 {
+	return kernels.AlignUp(x.scalesAt()+4*x.staged()*int64(x.m.ScaleWords()), kernels.LineBytes)
+}
+func (x *dispatches) weightsAt() int64 {
+	return kernels.AlignUp(x.sumsAt()+x.staged()*max(x.m.SumBytes(), x.partialBytes()), kernels.LineBytes)
+}
+
+func (x *dispatches) layout() kernels.Layout {
+	return kernels.Layout{
+		Bytes: controlAlign, Zero: controlAlign,
+		State: x.block(0).end, Staging: x.weightsAt() + 4*x.staged()*int64(x.m.TopK),
+	}
+}
