@@ -6,7 +6,8 @@
 // and arrived; on the way back the other way round, and the words made.
 #pragma once
 
-#include "rows.cuh"
+#include "landing.cuh"
+#include "routing.cuh"
 #include "sums.cuh"
 
 namespace sw {
@@ -78,17 +79,6 @@ __device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32
 #pragma unroll 1
 			for (u32 w = lane; w < a.scale_words; w += 32)
 				*reinterpret_cast<volatile u32 *>(row_scale(a, r, w, slot)) = 0;
-		}
-}
-
-// Counts the rows of a lane's two choices, or -1, as landed. What the lane knows to be written comes before.
-__device__ __forceinline__ void count_landed(const sw_moe_args &a, const int *rows, const int *slots)
-{
-#pragma unroll
-	for (u32 i = 0; i < 2; i++)
-		if (rows[i] >= 0) {
-			fence_acq_rel_sys();
-			atomicAdd_system(reinterpret_cast<u32 *>(a.landed) + slots[i], 1u);
 		}
 }
 

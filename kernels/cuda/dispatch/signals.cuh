@@ -186,4 +186,7 @@ __device__ __forceinline__ bool await_rows_of(const sw_moe_args &a, u32 peer, u3
 // Waits for all of them.
 __device__ __forceinline__ bool await_done(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u64 &word) { return await_rows_of(a, peer, block, epoch, ~0u, word); }
 
+// Ends the waits of this rank in a call that ranks do not make together.
+__device__ __forceinline__ void end_waits(const sw_moe_args &a, u64 epoch) { store_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched), epoch); }
+
 } // namespace sw

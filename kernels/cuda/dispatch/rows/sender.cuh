@@ -1,14 +1,12 @@
-// Tokens on their way to ranks, many at a time. Each block takes a stretch of this rank's tokens. Its threads find out together where they go; then some
-// warps move rows, by bulk copies through places in shared memory of their own, and the others write what lies beside rows. A warp that moves keeps to a rate, so that
-// all blocks together offer what a link carries: more than that is slower.
+// Many tokens on their way to ranks: what the threads of a block find out together about its stretch of this rank's tokens, and what lies beside rows.
 //
-// dispatch_rows calls this. It reads the caller's tokens and writes rows of peers' outputs (or staging) and what lies beside them, this rank's places and who of the
+// rows/send.cuh calls this. It reads the caller's tokens and writes what lies beside rows of peers' outputs (or staging), this rank's places and who of the
 // handle's state, and the words of signals.cuh.
 #pragma once
 
-#include "numbers.cuh"
-#include "routing.cuh"
-#include "signals.cuh"
+#include "../numbers.cuh"
+#include "../routing.cuh"
+#include "../signals.cuh"
 
 namespace sw {
 
@@ -47,24 +45,6 @@ struct rows_board {
 	u32 failed;	       // a thread has given up
 	u32 sum[SW_MAX_RANKS]; // rows of each rank, of receiving
 };
-
-// Has the words of what has landed count for this call; counts are no numbers until they are known. The threads of the first block of a kernel that sends.
-__device__ __forceinline__ void begin_landing(const sw_moe_args &a, u64 epoch)
-{
-	if (a.landed == 0 || blockIdx.x != 0 || a.op >= SW_MOE_SUMS)
-		return;
-#pragma unroll 1
-	for (u32 i = threadIdx.x; i < a.local; i += blockDim.x) {
-		reinterpret_cast<volatile u32 *>(a.landed)[i] = 0;
-		if ((a.mode & SW_MOE_CACHED) == 0)
-			reinterpret_cast<volatile u32 *>(a.counts)[i] = ~0u;
-	}
-	__syncthreads();
-	if (threadIdx.x == 0) {
-		fence_acq_rel_sys(); // what others add to comes before the word that lets them
-		store_relaxed_sys(own_segment(a.world) + a.state.landing, epoch);
-	}
-}
 
 constexpr u32 beside_part = 1; // named barrier of the threads that do not move
 
@@ -366,216 +346,6 @@ struct rows_sender {
 		if (a.counters != 0)
 			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
 				  static_cast<unsigned long long>(b.sent[threadIdx.x]) * (a.wire_bytes + 4 * a.scale_words));
-	}
-};
-
-// A warp that moves. Part k of it is part k*movers+warp of the block's tokens; each of its places in shared memory carries every depth-th of them.
-template <typename Quantiser> struct mover {
-	const sw_moe_args &a;
-	rows_sender &r;
-	u8 *ring; // of this warp
-	u32 *scales;
-	arrivals *full;
-
-	__device__ __forceinline__ mover(const sw_moe_args &a, rows_sender &r, u8 *memory)
-	    : a(a), r(r), ring(memory + static_cast<u64>(r.warp) * a.depth * a.part),
-	      scales(reinterpret_cast<u32 *>(memory + static_cast<u64>(a.movers) * a.depth * a.part) + r.warp * (SW_MOE_SCALES / 4)), full(r.b.full + r.warp * a.depth)
-	{
-	}
-
-	__device__ __forceinline__ u32 tasks() const { return r.mine.count * a.parts; }
-
-	__device__ __forceinline__ void load(u32 k)
-	{
-		u32 task = r.warp + k * a.movers;
-		if (task >= tasks())
-			return;
-		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
-		full[place].expect(bytes);
-		bulk_load_once(ring + place * a.part, a.x + static_cast<u64>(r.mine.first + t) * a.row_bytes + at, bytes, full + place);
-	}
-
-	__device__ __forceinline__ void begin()
-	{
-		if (r.lane == 0)
-#pragma unroll 1
-			for (u32 k = 0; k < a.depth; k++)
-				load(k);
-	}
-
-	// With good false what has been loaded is awaited only.
-	__device__ __forceinline__ void run(bool good)
-	{
-		u32 n = a.world.size, due = static_cast<u32>(clock()) + (r.warp * gridDim.x + blockIdx.x) * (a.interval / (a.movers * gridDim.x));
-		u64 there = r.lane < n ? segment(a.world, r.lane) + a.to_rows : 0;
-		u32 k = 0;
-#pragma unroll 1
-		for (u32 task = r.warp; task < tasks(); task += a.movers, k++) {
-			u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
-			u8 *row = ring + place * a.part;
-			full[place].await(k / a.depth);
-			if (!good) {
-				if (k + 1 >= a.depth)
-					return;
-				continue;
-			}
-			int to = r.lane < n ? r.s.place[t * n + r.lane] : -1;
-			Quantiser::apply(a, r, row, bytes, at, t, scales);
-			if (a.interval != 0) {
-#pragma unroll 1
-				while (static_cast<int>(due - static_cast<u32>(clock())) > 0)
-					;
-				due += a.interval * __popc(__ballot_sync(~0u, to >= 0 && r.lane != a.world.rank));
-			}
-#pragma unroll 1
-			for (u32 d = r.lane; d < n; d += 32) {
-				int p = d == r.lane ? to : r.s.place[t * n + d];
-				if (p >= 0)
-					bulk_store((d == r.lane ? there : segment(a.world, d) + a.to_rows) + static_cast<u64>(p) * a.wire_bytes + Quantiser::out(at), row, Quantiser::out(bytes));
-			}
-			bulk_commit();
-			// the place before this one is free when its stores have read it
-			if (a.depth == 1)
-				bulk_await_read<0>();
-			else
-				bulk_await_read<1>();
-			constexpr u32 behind = 4; // parts that may be on their way
-			bool reports = k >= behind && (a.mode & SW_MOE_BY_EXPERT) != 0;
-			if (reports) {
-				bulk_await_written<behind>();
-				fence_bulk();
-			}
-			__syncwarp();
-			if (reports && r.lane == 0)
-				store_release_cta(&r.b.moved[r.warp], k + 1 - behind);
-			if (r.lane == 0 && (a.depth == 1 || k > 0))
-				load(a.depth == 1 ? k + 1 : k - 1 + a.depth);
-		}
-		bulk_await();
-		fence_bulk();
-		__syncwarp();
-		if (r.lane == 0)
-			store_release_cta(&r.b.moved[r.warp], tasks());
-	}
-};
-
-struct as_they_are {
-	static constexpr bool makes_scales = false;
-	static __device__ __forceinline__ u32 out(u32 bytes) { return bytes; }
-	static __device__ __forceinline__ void apply(const sw_moe_args &, rows_sender &, u8 *, u32, u32, u32, u32 *) {}
-};
-
-template <kind type> struct to_float8 {
-	static constexpr bool makes_scales = true;
-	static __device__ __forceinline__ u32 out(u32 bytes) { return bytes / numbers<type>::size; }
-	static __device__ __forceinline__ void apply(const sw_moe_args &a, rows_sender &r, u8 *row, u32 bytes, u32 at, u32 t, u32 *scales)
-	{
-		bool exponents = (a.mode & SW_MOE_EXPONENTS) != 0;
-		quantise<type>(row, bytes, scales, a.scale_block == 128 ? 128 : 0, exponents, r.lane);
-		u32 blocks = (out(bytes) + a.scale_block - 1) / a.scale_block, words = exponents ? (blocks + 3) / 4 : blocks, first = out(at) / a.scale_block;
-#pragma unroll 1
-		for (u32 d = 0; d < a.world.size; d++) {
-			int p = r.s.place[t * a.world.size + d];
-			if (p < 0)
-				continue;
-			u64 there = segment(a.world, d);
-#pragma unroll 1
-			for (u32 i = r.lane; i < words; i += 32)
-				*reinterpret_cast<u32 *>(r.scale_place(there, p, first + i)) = scale_word(scales, i, blocks, exponents);
-		}
-		fence_bulk();
-		__syncwarp();
-	}
-};
-
-struct receive_board {
-	u32 sum[SW_MAX_RANKS];
-};
-
-// The second half of a dispatch, by the threads of one block: waits for all blocks of all ranks, and leaves what the caller and later calls want to know. Token-major
-// outputs are whole then.
-struct rows_receiver {
-	const sw_moe_args &a;
-	u32 *sum; // [ranks]: rows from each
-	u64 epoch;
-
-	// True when everything is there. Some of the block's threads; sum was 0.
-	__device__ __forceinline__ bool await(u32 thread, u32 threads)
-	{
-		bool good = true;
-#pragma unroll 1
-		for (u32 src = 0; src < a.world.size && good; src++) {
-			u64 begin, place, word;
-			if (!await_begin(a, src, epoch, begin, place))
-				return false;
-#pragma unroll 1
-			for (u32 i = thread; i < blocks_of(begin) && good; i += threads)
-				if (!await_done(a, src, i, epoch, word))
-					good = false;
-				else if (is_bad(word))
-					complain(a, src, word, epoch), good = false;
-				else if (rows_of(word) != 0)
-					atomicAdd(&sum[src], rows_of(word));
-		}
-		return good;
-	}
-
-	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads.
-	__device__ __forceinline__ bool tell_counts(u32 thread, u32 threads)
-	{
-		u32 *counts = reinterpret_cast<u32 *>(a.counts), *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
-		bool good = true;
-#pragma unroll 1
-		for (u32 i = thread; i < a.local; i += threads) {
-			u32 total = 0;
-			good &= each_slot_count(a, a.first[a.world.rank] + i, epoch, [&](u32, u32 rows) { total += rows; });
-			counts[i] = total;
-			if (mapped != nullptr)
-				mapped[i] = total;
-		}
-		return good;
-	}
-
-	// The end of a token-major dispatch. All threads of a block.
-	__device__ __forceinline__ void finish(bool cached)
-	{
-		if (threadIdx.x < a.world.size)
-			sum[threadIdx.x] = 0;
-		__syncthreads();
-		u32 half = blockDim.x / 2;
-		bool good = threadIdx.x < half ? await(threadIdx.x, half) : cached || tell_counts(threadIdx.x - half, blockDim.x - half);
-		if (!__syncthreads_or(!good) && !cached)
-			tell_ranks();
-	}
-
-	// Where the rows of each rank are in a token-major output.
-	__device__ __forceinline__ void tell_ranks()
-	{
-		u32 n = a.world.size;
-		u32 *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2 + a.local;
-		if (threadIdx.x <= n) {
-			u32 at = 0;
-#pragma unroll 1
-			for (u32 src = 0; src < threadIdx.x; src++)
-				at += a.offset_base != 0 ? static_cast<u32>(a.offset_base) : sum[src];
-			reinterpret_cast<u32 *>(a.offsets)[threadIdx.x] = at;
-			if (mapped != nullptr)
-				mapped[threadIdx.x] = at;
-		}
-		if (threadIdx.x < n) {
-			reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = sum[threadIdx.x];
-			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = sum[threadIdx.x];
-			if (mapped != nullptr)
-				mapped[n + 1 + threadIdx.x] = sum[threadIdx.x];
-		}
-		if (mapped == nullptr)
-			return;
-		__threadfence_system();
-		__syncthreads();
-		if (threadIdx.x == 0) {
-			fence_acq_rel_sys();
-			store_relaxed_sys(a.mapped, a.ticket);
-		}
 	}
 };
 

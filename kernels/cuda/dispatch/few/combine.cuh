@@ -1,0 +1,299 @@
+// A combine of few tokens in one kernel: a rank sends the sum of what its experts made of each token as packets, and the token's rank adds those up.
+//
+// combine_few and its kin call this. It reads the experts' rows and writes the notes and packets of its peers' states; it reads those of its own and writes the caller's sums.
+#pragma once
+
+#include "../experts.cuh"
+#include "wipe.cuh"
+
+namespace sw {
+
+// The rows of a combine on their way: this rank's partial sums, and what peers' become.
+template <kind type, bool float8, bool by_expert> struct few_combiner {
+	using Wire = std::conditional_t<float8, few_float8<type>, few_plain>;
+	static constexpr u32 vectors = Wire::vectors, experts = 4, sources = 2; // the last two: rows that a warp loads together to add them
+
+	const sw_moe_args &a;
+	u64 epoch, own;
+	u32 flag, row_flag, lane, n;
+	wait &w;
+
+	__device__ __forceinline__ few_combiner(const sw_moe_args &a, wait &w) : a(a), own(own_segment(a.world)), lane(threadIdx.x & 31), n(a.world.size), w(w) {}
+
+	__device__ __forceinline__ void begin(u64 call)
+	{
+		epoch = w.epoch = call;
+		flag = packet_flag(call), row_flag = Wire::flag(call);
+	}
+
+	// Waits until the caller has marked the rows of row r from rank src.
+	__device__ __forceinline__ bool await_marks(u32 src, u32 r) const
+	{
+		if (!by_expert)
+			return !__any_sync(~0u, !await_ready(a, src, reinterpret_cast<const u32 *>(a.rank_counts)[src], epoch));
+		bool good = true;
+#pragma unroll 1
+		for (u32 c = lane; c < a.top_k; c += 32) {
+			int slot = slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[static_cast<u64>(r) * a.top_k + c]);
+			if (slot >= 0)
+				good &= await_ready(a, static_cast<u32>(slot), reinterpret_cast<const u32 *>(a.counts)[slot], epoch);
+		}
+		return !__any_sync(~0u, !good);
+	}
+
+	__device__ __forceinline__ void set(Wire &x, const sum<type> *s) const
+	{
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++)
+			if constexpr (float8) {
+				u32 scale;
+				uint2 v = s[i].narrowed(scale);
+				x.set(i, v.x, v.y, scale, lane);
+			} else {
+				x.set(i, s[i].value());
+			}
+	}
+
+	// The part of a partial sum of the experts' rows, in the order of choices.
+	__device__ __forceinline__ void add_up(const int *row, const float *weight, u32 part, sum<type> *s) const
+	{
+#pragma unroll
+		for (u32 half = 0; half < 2; half++) {
+			u32 left = __ballot_sync(~0u, row[half] >= 0);
+#pragma unroll 1
+			while (left != 0) {
+				few_vectors<vectors> v[experts];
+				float by[experts];
+				u32 some = min(static_cast<u32>(__popc(left)), experts);
+#pragma unroll
+				for (u32 j = 0; j < experts; j++) {
+					u32 from = left == 0 ? 0 : __ffs(left) - 1;
+					left &= left - 1;
+					by[j] = __shfl_sync(~0u, weight[half], from);
+					u64 there = a.rows + static_cast<u64>(__shfl_sync(~0u, row[half], from)) * a.row_bytes;
+					v[j].load(there, j < some ? a.row_bytes : 0, part, lane);
+				}
+#pragma unroll
+				for (u32 j = 0; j < experts; j++)
+					if (j < some)
+#pragma unroll
+						for (u32 i = 0; i < vectors; i++)
+							s[i].add_weighted(v[j].v[i], by[j]);
+			}
+		}
+	}
+
+	// What is known of a task before it is known which call this is.
+	struct errand {
+		u32 r, part, src, t; // row r, from rank src; its token
+		bool there;
+		int row[2];	 // experts' rows of choices lane and lane+32, and their weights
+		float weight[2];
+		few_vectors<vectors> v; // where a row is its rank's partial sum
+	};
+
+	__device__ __forceinline__ u32 errands() const { return a.max_tokens * n * Wire::parts(a.row_bytes); }
+
+	__device__ __forceinline__ void look(u32 task, errand &x) const
+	{
+		bool given = (a.mode & SW_MOE_GIVEN) != 0;
+		u32 parts = Wire::parts(a.row_bytes), i = task / (n * parts), rest = task - i * n * parts;
+		x.src = rest / parts, x.part = rest - x.src * parts, x.r = x.src * a.max_tokens + i;
+		u32 here = reinterpret_cast<const u32 *>(own + a.state.arrived)[x.src];
+		if (!by_expert && a.ready == 0 && x.r < a.most_rows) // whether it is there or not
+			x.v.load(a.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part, lane);
+		x.t = static_cast<u32>(reinterpret_cast<const u64 *>(own + a.state.sources)[x.r] >> 32);
+#pragma unroll
+		for (u32 j = 0; j < 2; j++) {
+			u64 c = static_cast<u64>(x.r) * a.top_k + lane + 32 * j;
+			bool some = by_expert && lane + 32 * j < a.top_k;
+			x.row[j] = some ? reinterpret_cast<const int *>(own + a.state.spread)[c] : -1;
+			x.weight[j] = some && !given ? weight_of(a, c, 0) : 0;
+		}
+		x.there = i < here;
+	}
+
+	// Sends what this rank has of its peers' tokens. x is the first of the warp's tasks.
+	__device__ __forceinline__ void send(errand &x)
+	{
+		bool given = (a.mode & SW_MOE_GIVEN) != 0;
+		few_tasks tasks(0, gridDim.x);
+#pragma unroll 1
+		for (u32 task = tasks.first; task < errands(); task += tasks.step) {
+			if (task != tasks.first)
+				look(task, x);
+			if (!x.there)
+				continue;
+#pragma unroll
+			for (u32 j = 0; j < 2; j++)
+				if (given && x.row[j] >= 0)
+					x.weight[j] = weight_of(a, 0, x.row[j]);
+			if (a.ready != 0) {
+				if (!await_marks(x.src, x.r))
+					return;
+				if (!by_expert)
+					x.v.load(a.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part, lane);
+			}
+			Wire words;
+			if constexpr (by_expert || float8) {
+				sum<type> s[vectors];
+				if constexpr (by_expert)
+					add_up(x.row, x.weight, x.part, s);
+				else
+#pragma unroll
+					for (u32 j = 0; j < vectors; j++)
+						s[j].add(x.v.v[j]);
+				set(words, s);
+			} else {
+				words.make(x.v, lane, false);
+			}
+			words.put(row_place(a, x.src, a.world.rank, x.t, epoch), x.part, Wire::used(a.row_bytes, x.part, lane), lane, row_flag);
+			if (x.part != 0 || a.row_weights == 0 || a.from_weights == 0)
+				continue;
+#pragma unroll
+			for (u32 j = 0; j < 2; j++) {
+				u32 k = lane + 32 * j;
+				i64 at = by_expert ? x.row[j] : static_cast<i64>(x.r) * a.top_k + k;
+				if (k < a.top_k)
+					put_packet(note_place(a, x.src, a.world.rank, x.t, epoch) + 16 * (1 + k), flag, at < 0 ? 0 : __float_as_uint(reinterpret_cast<const float *>(a.row_weights)[at]), 0, 0);
+			}
+		}
+	}
+
+	// Sums what comes. False when a wait was given up.
+	__device__ __forceinline__ bool receive(u32 wiped)
+	{
+		u32 parts = Wire::parts(a.row_bytes);
+		const int *places = reinterpret_cast<const int *>(own + a.state.places);
+		few_tasks tasks(0, gridDim.x);
+		if (tasks.first == tasks.step - 1) { // the warp that has the least to do
+			u64 come = wiped < a.tokens ? ranks(places, wiped) : 0;
+#pragma unroll 1
+			for (u32 src = 0; src < n; src++)
+				if ((come >> src & 1) == 0)
+					wipe(a, src, wiped, epoch, 0, lane);
+		}
+#pragma unroll 1
+		for (u32 task = tasks.first; task < a.tokens * parts; task += tasks.step) {
+			u32 t = task / parts, part = task - t * parts, used = Wire::used(a.row_bytes, part, lane);
+			u64 left = ranks(places, t);
+			sum<type> s[vectors];
+#pragma unroll 1
+			while (left != 0) {
+				Wire x[sources];
+				u32 from[sources], some = min(static_cast<u32>(__popcll(left)), sources), there = 0;
+#pragma unroll
+				for (u32 j = 0; j < sources; j++) {
+					from[j] = left == 0 ? 0 : __ffsll(left) - 1;
+					left &= left - 1;
+				}
+				bool good = true;
+#pragma unroll 1
+				while (good) {
+#pragma unroll
+					for (u32 j = 0; j < sources; j++)
+						if (j < some && (there >> j & 1) == 0)
+							there |= static_cast<u32>(x[j].get(row_place(a, a.world.rank, from[j], t, epoch), part, used, lane, row_flag)) << j;
+					if (there == (1u << some) - 1)
+						break;
+					if (!(good = w.slow(a.world)))
+						give_up(a.world, w.kind, from[__ffs(~there) - 1], epoch, false);
+				}
+				if (__any_sync(~0u, !good))
+					return false;
+#pragma unroll
+				for (u32 j = 0; j < sources; j++)
+#pragma unroll
+					for (u32 i = 0; i < vectors; i++)
+						if (j < some) {
+							if constexpr (float8)
+								s[i].add_scaled(x[j].vector(i), x[j].scale(i, lane));
+							else
+								s[i].add(x[j].vector(i));
+						}
+			}
+#pragma unroll
+			for (u32 i = 0; i < vectors; i++) {
+				u32 at = (part * vectors + i) * 512 + lane * 16;
+				if (at >= a.row_bytes)
+					continue;
+				s[i].add_biases(a, static_cast<u64>(t) * a.row_bytes + at);
+				store_vector(a.y + static_cast<u64>(t) * a.row_bytes + at, s[i].value());
+			}
+			if (part == 0 && a.sum_weights != 0 && !take_weights(t))
+				return false;
+		}
+		return true;
+	}
+
+	// The ranks that have rows of token t, as bits.
+	__device__ __forceinline__ u64 ranks(const int *places, u32 t) const
+	{
+		const int *p = places + static_cast<u64>(t) * n;
+		u32 low = __ballot_sync(~0u, lane < n && p[lane] >= 0), high = n > 32 ? __ballot_sync(~0u, lane + 32 < n && p[lane + 32] >= 0) : 0;
+		return static_cast<u64>(high) << 32 | low;
+	}
+
+	// The weights that lie beside the rows of token t.
+	__device__ __forceinline__ bool take_weights(u32 t)
+	{
+		const int *who = reinterpret_cast<const int *>(own + a.state.who);
+		bool good = true;
+#pragma unroll 1
+		for (u32 k = lane; k < a.top_k; k += 32) {
+			u64 i = static_cast<u64>(t) * a.top_k + k;
+			int d = who[i];
+			pair64 v{0, 0};
+#pragma unroll 1
+			while (d >= 0 && good && (v = load16_relaxed_sys(note_place(a, a.world.rank, d, t, epoch) + 16 * (1 + k)), !has_flag(v, flag)))
+				if (!(good = w.slow(a.world)))
+					give_up(a.world, w.kind, d, epoch, false);
+			reinterpret_cast<float *>(a.sum_weights)[i] = __uint_as_float(word_of(v, 0));
+		}
+		return !__any_sync(~0u, !good);
+	}
+};
+
+// A combine of few tokens, or one of its halves.
+template <kind type, bool float8, bool by_expert> __device__ __forceinline__ void few_combine(const sw_moe_args &a)
+{
+	u32 lane = threadIdx.x & 31, n = a.world.size;
+	bool sends = (a.mode & SW_MOE_SEND) != 0;
+	wait w;
+	few_combiner<type, float8, by_expert> c(a, w);
+	few_tasks tasks(0, gridDim.x);
+	await_stream();
+	call_number number;
+	number.load(a.world);
+	wiping wiped(a);
+	typename few_combiner<type, float8, by_expert>::errand first;
+	if (sends && tasks.first < c.errands())
+		c.look(tasks.first, first);
+	u64 epoch = number.epoch();
+	if (__syncthreads_or(epoch == 0))
+		return;
+	if (sends && threadIdx.x == blockDim.x - 1 && number.advance(a.world))
+		wiped.advance(a, epoch);
+	epoch -= sends ? 0 : 1;
+	c.begin(epoch);
+	u32 peer = threadIdx.x;
+	if (sends && blockIdx.x == 0 && peer < n && peer != a.world.rank) {
+		tell_begin(a, peer, epoch, 0);
+		store16_relaxed_sys(done_word(a, peer, a.world.rank, 0, epoch), epoch, done(0, 0, true)); // none of its blocks reads rows of peers
+	}
+	if (sends)
+		c.send(first);
+	release_stream();
+	if ((a.mode & SW_MOE_RECEIVE) == 0)
+		return;
+	if (blockIdx.x == 0 && threadIdx.x < 32)
+#pragma unroll 1
+		for (u32 p = lane; p < n; p += 32) {
+			u64 word, place;
+			if (p != a.world.rank && !await_begin(a, p, epoch, word, place))
+				end_waits(a, epoch);
+		}
+	c.receive(wiped.token(a, epoch, sends));
+}
+
+} // namespace sw

@@ -1,0 +1,239 @@
+// The receiving half of a dispatch of few tokens.
+//
+// few/dispatch.cuh calls this. It reads the notes and packets of this rank's state and writes the caller's outputs and the handle's state.
+#pragma once
+
+#include "../experts.cuh"
+#include "wipe.cuh"
+
+namespace sw {
+
+// The receiving half of a dispatch.
+template <typename Wire, bool by_expert> struct few_receiver {
+	const sw_moe_args &a;
+	taker &t;
+	u64 epoch, own;
+	u32 flag, row_flag, lane, n, wiped; // the token whose unused places are wiped
+	wait &w;
+	int rows[2], slots[2]; // of choices lane and lane+32: the rows that the token goes to, or -1; where a token has one, lane 0 has it
+
+	__device__ __forceinline__ few_receiver(const sw_moe_args &a, taker &t, wait &w, u64 epoch, u32 wiped)
+	    : a(a), t(t), epoch(epoch), own(own_segment(a.world)), flag(packet_flag(epoch)), row_flag(Wire::flag(epoch)), lane(threadIdx.x & 31), n(a.world.size), wiped(wiped), w(w)
+	{
+	}
+
+	// Calls f with each row that the token goes to, and its slot.
+	template <typename F> __device__ __forceinline__ void each_row(F f) const
+	{
+#pragma unroll
+		for (u32 i = 0; i < 2; i++)
+#pragma unroll 1
+			for (u32 left = __ballot_sync(~0u, rows[i] >= 0); left != 0; left &= left - 1) {
+				u32 from = __ffs(left) - 1;
+				int row = __shfl_sync(~0u, rows[i], from), slot = __shfl_sync(~0u, slots[i], from);
+				f(row, slot);
+			}
+	}
+
+	// Puts the part of a row where it goes.
+	__device__ __forceinline__ void put(const Wire &x, u32 part) const
+	{
+		each_row([&](int row, int slot) {
+			x.store(a.rows + static_cast<u64>(row) * a.wire_bytes, a.row_bytes, part, lane);
+			if constexpr (Wire::scaled) {
+				u32 block = Wire::block(a.row_bytes, part, lane);
+				if (block != ~0u)
+					*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(row), block, static_cast<u32>(slot))) = x.w[Wire::last];
+			}
+		});
+	}
+
+	// The scales that the sender's caller has given.
+	__device__ __forceinline__ bool put_scales(u64 note, pair64 v)
+	{
+#pragma unroll 1
+		for (u32 begin = 0; begin < a.scale_words; begin += 96) {
+			u32 word = begin + 3 * lane;
+			bool good = true;
+#pragma unroll 1
+			while (word < a.scale_words && good && !has_flag(v, flag))
+				v = load16_relaxed_sys(note + 16 * (1 + a.top_k + word / 3)), good = w.slow(a.world);
+			if (__any_sync(~0u, !good))
+				return false;
+			each_row([&, v](int row, int slot) {
+#pragma unroll
+				for (u32 j = 0; j < 3; j++)
+					if (word + j < a.scale_words)
+						*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(row), word + j, static_cast<u32>(slot))) = word_of(v, j);
+			});
+			v = {0, 0};
+		}
+		return true;
+	}
+
+	// What lies beside row r of token k of rank src.
+	__device__ __forceinline__ void put_beside(u32 r, u64 source, const u32 *number, const float *weight) const
+	{
+#pragma unroll
+		for (u32 i = 0; i < 2; i++) {
+			u32 k = lane + 32 * i;
+			u64 at = static_cast<u64>(r) * a.top_k + k;
+			if (k >= a.top_k)
+				continue;
+			reinterpret_cast<u64 *>(own + a.to_indices)[at] = slots[i] < 0 ? ~0ull : numbered_choice(number[i], static_cast<u32>(slots[i]));
+			if (a.to_weights != 0)
+				reinterpret_cast<float *>(own + a.to_weights)[at] = weight[i];
+			if (!by_expert)
+				continue;
+			reinterpret_cast<int *>(own + a.state.spread)[at] = rows[i];
+			if (rows[i] >= 0 && a.row_weights != 0)
+				reinterpret_cast<float *>(a.row_weights)[rows[i]] = weight[i];
+			if (rows[i] >= 0 && a.row_sources != 0)
+				reinterpret_cast<u64 *>(a.row_sources)[rows[i]] = source;
+		}
+		if (lane != 0)
+			return;
+		reinterpret_cast<u64 *>(own + a.state.sources)[r] = source;
+		if (a.to_sources != 0)
+			reinterpret_cast<u64 *>(own + a.to_sources)[r] = source;
+	}
+
+	// Says that the token is there, to those who want to know.
+	__device__ __forceinline__ void land() const
+	{
+		if (a.landed == 0)
+			return;
+		__syncwarp();
+		count_landed(a, rows, slots);
+	}
+
+	// Takes parts from `part` to end of token k of rank src. False when a wait was given up. With `absent` true the rank has no more tokens.
+	__device__ __forceinline__ bool take(u32 src, u32 k, u32 part, u32 end, bool &absent)
+	{
+		u64 note = note_place(a, a.world.rank, src, k, epoch), place = row_place(a, a.world.rank, src, k, epoch);
+		Wire x;
+		pair64 head, mine, more{0, 0}, scale{0, 0};
+		bool good = true, comes = false, scales = !Wire::scaled && part == 0 && 3 * lane < a.scale_words;
+		u32 used = Wire::used(a.row_bytes, part, lane);
+#pragma unroll 1
+		while (good) {
+			head = load16_relaxed_sys(note);
+			mine = load16_relaxed_sys(note + 16 * min(lane + 1, a.top_k));
+			if (a.top_k > 32)
+				more = load16_relaxed_sys(note + 16 * min(lane + 33, a.top_k));
+			if (scales)
+				scale = load16_relaxed_sys(note + 16 * (1 + a.top_k + lane));
+			bool there = x.get(place, part, used, lane, row_flag);
+			comes = static_cast<int>(word_of(head, 0)) >= 0;
+			if (has_flag(head, flag) && (!comes || (there && has_flag(mine, flag) && (a.top_k <= 32 || has_flag(more, flag)))))
+				break;
+			good = w.slow(a.world);
+		}
+		if (__any_sync(~0u, !good))
+			return false;
+		absent = k >= word_of(head, 1);
+		if (!comes) {
+			if (part == 0 && k == wiped)
+				wipe(a, src, k, epoch, 16, lane);
+			return true;
+		}
+		u32 r = word_of(head, 0), number[2] = {word_of(mine, 1), word_of(more, 1)};
+		float weight[2] = {__uint_as_float(word_of(mine, 2)), __uint_as_float(word_of(more, 2))};
+		slots[0] = lane < a.top_k ? static_cast<int>(word_of(mine, 0)) : -1, slots[1] = lane + 32 < a.top_k ? static_cast<int>(word_of(more, 0)) : -1;
+#pragma unroll
+		for (u32 i = 0; i < 2; i++)
+			rows[i] = slots[i] < 0 || !by_expert ? -1 : static_cast<int>(t.base[src * a.local + slots[i]] + number[i]);
+		if (part == 0)
+			put_beside(r, static_cast<u64>(k) << 32 | src, number, weight);
+		if (!by_expert)
+			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
+		return finish(x, note, scale, place, part, end);
+	}
+
+	// The same of row r of a rank, whose token and places are known from an earlier dispatch.
+	__device__ __forceinline__ bool retake(u32 src, u32 r, u32 part, u32 end)
+	{
+		u32 k = static_cast<u32>(reinterpret_cast<const u64 *>(own + a.state.sources)[r] >> 32);
+#pragma unroll
+		for (u32 i = 0; i < 2; i++) {
+			u64 at = static_cast<u64>(r) * a.top_k + lane + 32 * i;
+			bool some = by_expert && lane + 32 * i < a.top_k;
+			rows[i] = some ? reinterpret_cast<const int *>(own + a.state.spread)[at] : -1;
+			slots[i] = some ? slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[at]) : -1;
+		}
+		if (!by_expert)
+			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
+		u64 place = row_place(a, a.world.rank, src, k, epoch);
+		Wire x;
+		return await(x, place, part) && finish(x, note_place(a, a.world.rank, src, k, epoch), {0, 0}, place, part, end);
+	}
+
+	__device__ __forceinline__ bool await(Wire &x, u64 place, u32 part)
+	{
+		bool good = true;
+		u32 used = Wire::used(a.row_bytes, part, lane);
+#pragma unroll 1
+		while (good && !x.get(place, part, used, lane, row_flag))
+			good = w.slow(a.world);
+		return !__any_sync(~0u, !good);
+	}
+
+	__device__ __forceinline__ bool finish(Wire &x, u64 note, pair64 scale, u64 place, u32 part, u32 end)
+	{
+		if (part == 0 && !Wire::scaled && a.scale_words != 0 && !put_scales(note, scale))
+			return false;
+#pragma unroll 1
+		for (;;) {
+			put(x, part);
+			if (++part == end)
+				break;
+			if (!await(x, place, part))
+				return false;
+		}
+		land();
+		return true;
+	}
+
+	// Wipes what no rank sends with routing that is known. A warp.
+	__device__ __forceinline__ void wipe_cached() const
+	{
+#pragma unroll 1
+		for (u32 src = 0; src < n; src++) {
+			u32 count = reinterpret_cast<const u32 *>(own + a.state.arrived)[src];
+			bool comes = false;
+#pragma unroll 1
+			for (u32 i = lane; i < count; i += 32)
+				comes |= reinterpret_cast<const u64 *>(own + a.state.sources)[src * a.max_tokens + i] >> 32 == wiped;
+			if (!__any_sync(~0u, comes))
+				wipe(a, src, wiped, epoch, 0, lane);
+		}
+	}
+
+	// All rows. The caller's count of rows that have landed wants them whole.
+	__device__ __forceinline__ void run(bool cached)
+	{
+		u32 all = Wire::parts(a.row_bytes), parts = a.landed != 0 ? 1 : all;
+		u64 through = 0; // ranks that have no more tokens
+		const u32 *arrived = reinterpret_cast<const u32 *>(own + a.state.arrived);
+		u32 busy = gridDim.x > 1 ? 1 : 0; // the first block looks after counts
+		few_tasks tasks(busy, gridDim.x - busy);
+#pragma unroll 1
+		for (u32 task = tasks.first; task < a.max_tokens * n * parts; task += tasks.step) {
+			u32 i = task / (n * parts), rest = task - i * n * parts, src = rest / parts, part = rest - src * parts, end = a.landed != 0 ? all : part + 1;
+			bool good = true, absent = false;
+			if (cached) {
+				if (i < arrived[src])
+					good = retake(src, src * a.max_tokens + i, part, end);
+			} else if ((through >> src & 1) == 0 || (part == 0 && i == wiped)) {
+				good = take(src, i, part, end, absent);
+				through |= static_cast<u64>(absent) << src;
+			}
+			if (!good) {
+				give_up(a.world, w.kind, src, epoch, false);
+				return;
+			}
+		}
+	}
+};
+
+} // namespace sw

@@ -1,0 +1,36 @@
+// Flags of packets come again. So every call forgets what lies in some places that it does not use.
+//
+// Kernels for few tokens call this. It writes the notes and packets of this rank's state, and its words wiped.
+#pragma once
+
+#include "wire.cuh"
+
+namespace sw {
+
+// Has a packet's flag never be one of long ago: every call forgets what lies in the places of one token that it does not use. The next call of its parity takes the next
+// token, which a word of the state has.
+__device__ __forceinline__ u32 *next_wiped(const sw_moe_args &a, u64 epoch) { return reinterpret_cast<u32 *>(own_segment(a.world) + a.state.wiped) + (epoch & 1); }
+
+// Forgets what src has sent of token t, all of it or behind the first packet of its note. A warp.
+__device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 epoch, u32 from_note, u32 lane)
+{
+	u64 note = note_place(a, a.world.rank, src, t, epoch), row = row_place(a, a.world.rank, src, t, epoch);
+#pragma unroll 1
+	for (u32 at = from_note + 16 * lane; at < a.state.note_stride; at += 512)
+		store16_relaxed_sys(note + at, 0, 0);
+#pragma unroll 1
+	for (u32 at = 16 * lane; at < a.state.packet_stride; at += 512)
+		store16_relaxed_sys(row + at, 0, 0);
+}
+
+// The token of a call, of which the blocks have read the words of even and odd calls. The kernel of its first half has the word go on when all of its blocks have, one thread.
+struct wiping {
+	u32 even, odd;
+
+	__device__ __forceinline__ explicit wiping(const sw_moe_args &a) : even(*next_wiped(a, 0)), odd(*next_wiped(a, 1)) {}
+	__device__ __forceinline__ u32 next(u64 epoch) const { return (epoch & 1) == 0 ? even : odd; }
+	__device__ __forceinline__ void advance(const sw_moe_args &a, u64 epoch) const { *next_wiped(a, epoch) = next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0; }
+	__device__ __forceinline__ u32 token(const sw_moe_args &a, u64 epoch, bool sends) const { return sends ? next(epoch) : (next(epoch) != 0 ? next(epoch) : a.max_tokens) - 1; }
+};
+
+} // namespace sw

@@ -1,0 +1,328 @@
+// The pass that makes the partial sums of this rank's rows before peers read them, or while they do.
+//
+// experts_sum calls this. It reads the caller's rows and what lies beside rows in staging; it writes staging, the words made of peers, and making of the handle's state.
+#pragma once
+
+#include "experts.cuh"
+
+namespace sw {
+
+// The rows of staging in the order in which a pass makes them: window by window, so that every rank gets rows from the start. A warp asks for its tasks, parts of rows, in order.
+struct pass_order {
+	const sw_moe_args &a;
+	const staged_rows &staged;
+	u32 span, window, first, last; // rows of a window; the first task of the window, and of the next
+
+	__device__ __forceinline__ pass_order(const sw_moe_args &a, const staged_rows &staged)
+	    : a(a), staged(staged), span((a.mode & SW_MOE_BESIDE) != 0 ? SW_MOE_WINDOW : a.max_tokens), window(0), first(0), last(0)
+	{
+		measure();
+	}
+
+	__device__ __forceinline__ u32 rows_in(u32 src, u32 window) const
+	{
+		return static_cast<u32>(min(max(static_cast<int>(staged.first[src + 1] - staged.first[src]) - static_cast<int>(window * span), 0), static_cast<int>(span)));
+	}
+
+	__device__ __forceinline__ void measure()
+	{
+		first = last;
+#pragma unroll 1
+		for (u32 src = 0; src < a.world.size; src++)
+			last += rows_in(src, window) * a.parts;
+	}
+
+	struct task {
+		u32 src, at, row, part, window; // at is the row in staging, row that of a token-major output
+		bool there;
+	};
+
+	// The task of a number, which is greater than the last one that was asked for.
+	__device__ __forceinline__ task find(u32 number)
+	{
+		task k;
+#pragma unroll 1
+		while (number >= last && (window + 1) * span < a.max_tokens)
+			window++, measure();
+		if (!(k.there = number < last))
+			return k;
+		u32 r = (number - first) / a.parts, some;
+		k.part = (number - first) - r * a.parts, k.window = window;
+#pragma unroll 1
+		for (k.src = 0; r >= (some = rows_in(k.src, window)); k.src++)
+			r -= some;
+		r += window * span;
+		k.at = k.src * a.max_tokens + r, k.row = (a.mode & SW_MOE_COMPACT) != 0 ? staged.first[k.src] + r : k.at;
+		return k;
+	}
+};
+
+struct pass_board {
+	static constexpr u32 rounds = 16; // under way
+
+	staged_rows staged;
+	reports made[rounds]; // of the warps, in each round of their tasks
+	u32 told;	      // rounds that have been told
+	u32 failed;	      // a warp has given up
+};
+
+// A pass over this rank's rows: makes the partial sums of rows by expert in staging, or copies rows by token there or, with y, out of it. In each round every warp has a part of a row.
+// With SW_MOE_BESIDE the kernel behind it, which reads and sums, runs beside it: the block's last warp tells ranks of each window of rows that is complete, so that no other
+// waits for what it has stored.
+template <kind type, bool float8> struct partials {
+	static constexpr u32 vectors = SW_MOE_PASS_PART / 512, workers = SW_MOE_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
+
+	const sw_moe_args &a;
+	pass_board &b;
+	pass_order order;
+	u64 own, epoch;
+	u32 lane, warp, rounds;
+	bool beside, by_expert;
+
+	__device__ __forceinline__ partials(const sw_moe_args &a, pass_board &b, u64 epoch)
+	    : a(a), b(b), order(a, b.staged), own(own_segment(a.world)), epoch(epoch), lane(threadIdx.x & 31), warp(threadIdx.x / 32), beside((a.mode & SW_MOE_BESIDE) != 0),
+	      by_expert((a.mode & SW_MOE_BY_EXPERT) != 0)
+	{
+		u32 all = b.staged.first[a.world.size] * a.parts, each = workers * gridDim.x;
+		rounds = (max(all, blockIdx.x) - blockIdx.x + each - 1) / each;
+	}
+
+	// The number of a warp's task in a round: neighbours are in different blocks.
+	__device__ __forceinline__ u32 number(u32 warp, u32 round) const { return (round * workers + warp) * gridDim.x + blockIdx.x; }
+
+	// The experts' rows of a row's choices lane and lane+32, and their weights; -1 where there is none.
+	__device__ __forceinline__ void look(const pass_order::task &k, int *row, float *weight) const
+	{
+		bool given = (a.mode & SW_MOE_GIVEN) != 0;
+#pragma unroll
+		for (u32 j = 0; j < 2; j++) {
+			u64 i = static_cast<u64>(k.at) * a.top_k + lane + 32 * j;
+			bool some = k.there && by_expert && lane + 32 * j < a.top_k;
+			row[j] = some ? reinterpret_cast<const int *>(own + a.state.spread)[i] : -1;
+			weight[j] = some && !given ? weight_of(a, i, 0) : 0;
+			if (given && row[j] >= 0)
+				weight[j] = weight_of(a, i, row[j]);
+		}
+	}
+
+	// Waits until the caller has marked the rows of a task. False when the wait was given up.
+	__device__ __forceinline__ bool await_marks(const pass_order::task &k) const
+	{
+		const u32 *counts = reinterpret_cast<const u32 *>(by_expert ? a.counts : a.rank_counts);
+		bool good = true;
+		if (!by_expert)
+			good = await_ready(a, k.src, counts[k.src], epoch);
+		else
+#pragma unroll 1
+			for (u32 c = lane; c < a.top_k; c += 32) {
+				u64 i = static_cast<u64>(k.at) * a.top_k + c;
+				int slot = reinterpret_cast<const int *>(own + a.state.spread)[i] < 0 ? -1 : slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[i]);
+				if (slot >= 0)
+					good &= await_ready(a, static_cast<u32>(slot), counts[slot], epoch);
+			}
+		return !__any_sync(~0u, !good);
+	}
+
+	__device__ __forceinline__ void load(uint4 *v, u64 row, u32 part) const
+	{
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++) {
+			u32 at = part * SW_MOE_PASS_PART + i * 512 + lane * 16;
+			v[i] = load_vector_if(at < a.row_bytes, row + at);
+		}
+	}
+
+	// The part of a row's sum: the next row is on its way while one is added.
+	template <typename F> __device__ __forceinline__ void add_up(const pass_order::task &k, const int *row, const float *weight, F use) const
+	{
+		sum<type> s[vectors];
+		uint4 v[vectors], next[vectors];
+		u64 here = static_cast<u64>(__ballot_sync(~0u, row[1] >= 0)) << 32 | __ballot_sync(~0u, row[0] >= 0);
+		auto load_first = [&](uint4 *to) {
+			u32 c = __ffsll(here) - 1;
+			load(to, a.rows + static_cast<u64>(__shfl_sync(~0u, c < 32 ? row[0] : row[1], c & 31)) * a.row_bytes, k.part);
+		};
+		auto add = [&](const uint4 *from, u32 c) {
+			float w = __shfl_sync(~0u, c < 32 ? weight[0] : weight[1], c & 31);
+#pragma unroll
+			for (u32 i = 0; i < vectors; i++)
+				s[i].add_weighted(from[i], w);
+		};
+		if (here != 0)
+			load_first(v);
+#pragma unroll 1
+		while (here != 0) {
+			u32 c = __ffsll(here) - 1;
+			here &= here - 1;
+			if (here != 0)
+				load_first(next);
+			add(v, c);
+			if (here == 0)
+				break;
+			c = __ffsll(here) - 1;
+			here &= here - 1;
+			if (here != 0)
+				load_first(v);
+			add(next, c);
+		}
+		use(s);
+	}
+
+	// Stores the part of a row's sum as float8.
+	__device__ __forceinline__ void store_float8(const pass_order::task &k, const sum<type> *s) const
+	{
+		u64 to = own + a.from_rows + static_cast<u64>(by_expert ? k.at : k.row) * a.wire_bytes;
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++) {
+			u32 at = k.part * SW_MOE_PASS_PART + i * 512 + lane * 16, element = at / numbers<type>::size, scale;
+			uint2 v = s[i].narrowed(scale);
+			if (at >= a.row_bytes)
+				continue;
+			if constexpr (numbers<type>::count == 8)
+				store_vector2(to + float8_sum::at(element), v);
+			else
+				*reinterpret_cast<u32 *>(to + float8_sum::at(element)) = v.x;
+			if (element % 128 == 0)
+				*reinterpret_cast<u32 *>(to + float8_sum::scale_at(element)) = scale;
+		}
+	}
+
+	__device__ __forceinline__ void copy_weights(const pass_order::task &k, const int *row) const
+	{
+#pragma unroll
+		for (u32 j = 0; j < 2; j++) {
+			u32 c = lane + 32 * j;
+			int r = by_expert ? row[j] : static_cast<int>(k.row * a.top_k + c);
+			if (c < a.top_k)
+				reinterpret_cast<float *>(own + a.from_weights)[static_cast<u64>(by_expert ? k.at : k.row) * a.top_k + c] = r < 0 ? 0 : reinterpret_cast<const float *>(a.row_weights)[r];
+		}
+	}
+
+	// Makes a warp's part of a round. False when a wait was given up.
+	__device__ __forceinline__ bool make(const pass_order::task &k, const int *row, const float *weight) const
+	{
+		if (a.ready != 0 && !await_marks(k))
+			return false;
+		uint4 out[vectors];
+		if (by_expert)
+			add_up(k, row, weight, [&](const sum<type> *s) {
+				if constexpr (float8) {
+					store_float8(k, s);
+				} else {
+#pragma unroll
+					for (u32 i = 0; i < vectors; i++)
+						out[i] = s[i].value();
+				}
+			});
+		else
+			load(out, a.rows + static_cast<u64>(k.row) * a.row_bytes, k.part);
+		if constexpr (float8) {
+			if (!by_expert) {
+				sum<type> s[vectors];
+#pragma unroll
+				for (u32 i = 0; i < vectors; i++)
+					s[i].add(out[i]);
+				store_float8(k, s);
+			}
+		} else {
+			u32 at = k.part * SW_MOE_PASS_PART + lane * 16;
+			u64 to = (a.y != 0 ? a.y : own + a.from_rows) + static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
+#pragma unroll
+			for (u32 i = 0; i < vectors; i++)
+				store_vector_if(at + i * 512 < a.row_bytes, to + i * 512, out[i]);
+		}
+		if (k.part == 0 && a.from_weights != 0)
+			copy_weights(k, row);
+		return true;
+	}
+
+	__device__ __forceinline__ void work()
+	{
+		pass_order::task now = order.find(number(warp, 0));
+		int row[2], next_row[2];
+		float weight[2], next_weight[2];
+		look(now, row, weight);
+#pragma unroll 1
+		for (u32 round = 0; round < rounds; round++) {
+			pass_order::task next = order.find(number(warp, round + 1));
+			look(next, next_row, next_weight);
+			if (now.there && !make(now, row, weight)) {
+				if (lane == 0)
+					store_release_cta(&b.failed, 1u);
+				return;
+			}
+			if (beside) {
+				__syncwarp();
+				if (lane == 0) {
+#pragma unroll 1
+					while (round >= pass_board::rounds && atom_acquire_cta(&b.told) + pass_board::rounds <= round)
+						if (atom_acquire_cta(&b.failed) != 0)
+							break;
+					b.made[round % pass_board::rounds].report();
+				}
+			}
+			now = next;
+#pragma unroll
+			for (u32 j = 0; j < 2; j++)
+				row[j] = next_row[j], weight[j] = next_weight[j];
+		}
+	}
+
+	// Tells ranks of complete windows. One warp; each lane goes through the tasks of one that works.
+	__device__ __forceinline__ void tell()
+	{
+#pragma unroll 1
+		for (u32 round = 0; round < rounds; round++) {
+			bool good = true;
+			if (lane == 0)
+#pragma unroll 1
+				while (good && !b.made[round % pass_board::rounds].all(round / pass_board::rounds))
+					good = atom_acquire_cta(&b.failed) == 0;
+			if (__any_sync(~0u, !good))
+				return;
+			pass_order::task k;
+			k.there = false;
+			if (lane < workers)
+				k = order.find(number(lane, round));
+			if (k.there) {
+				u32 *making = reinterpret_cast<u32 *>(own + a.state.making) + k.src * windows(a) + k.window;
+				if (add_acq_rel_gpu(making, 1) + 1 == order.rows_in(k.src, k.window) * a.parts) {
+					*making = 0;
+					fence_acq_rel_sys(); // X4
+					store_relaxed_sys(made_word(a, k.src, a.world.rank, k.window), epoch);
+				}
+			}
+			__syncwarp();
+			if (lane == 0)
+				store_release_cta(&b.told, round + 1);
+		}
+	}
+};
+
+template <kind type, bool float8> __device__ __forceinline__ void make_partials(const sw_moe_args &a, pass_board &b)
+{
+	await_stream();
+	if (threadIdx.x == 0) {
+		b.staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
+		b.told = b.failed = 0;
+	}
+	if (threadIdx.x < pass_board::rounds)
+		b.made[threadIdx.x].expect(partials<type, float8>::workers);
+	call_number number;
+	number.load(a.world);
+	u64 epoch = number.epoch(); // of the call that comes
+	if (__syncthreads_or(epoch == 0 || !await_free_staging(a, epoch - 1)))
+		return;
+	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
+	if (beside)
+		release_stream();
+	partials<type, float8> p(a, b, epoch);
+	if (threadIdx.x / 32 < p.workers)
+		p.work();
+	else if (beside)
+		p.tell();
+	if (!beside)
+		release_stream();
+}
+
+} // namespace sw

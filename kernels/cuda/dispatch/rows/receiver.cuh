@@ -1,0 +1,102 @@
+// The second half of a dispatch of many tokens.
+//
+// dispatch_rows, dispatch_receive, experts_take and dispatch_few call this. It reads the words of signals.cuh and writes the caller's counts and the handle's arrived.
+#pragma once
+
+#include "../routing.cuh"
+#include "../signals.cuh"
+
+namespace sw {
+
+struct receive_board {
+	u32 sum[SW_MAX_RANKS];
+};
+
+// The second half of a dispatch, by the threads of one block: waits for all blocks of all ranks, and leaves what the caller and later calls want to know. Token-major
+// outputs are whole then.
+struct rows_receiver {
+	const sw_moe_args &a;
+	u32 *sum; // [ranks]: rows from each
+	u64 epoch;
+
+	// True when everything is there. Some of the block's threads; sum was 0.
+	__device__ __forceinline__ bool await(u32 thread, u32 threads)
+	{
+		bool good = true;
+#pragma unroll 1
+		for (u32 src = 0; src < a.world.size && good; src++) {
+			u64 begin, place, word;
+			if (!await_begin(a, src, epoch, begin, place))
+				return false;
+#pragma unroll 1
+			for (u32 i = thread; i < blocks_of(begin) && good; i += threads)
+				if (!await_done(a, src, i, epoch, word))
+					good = false;
+				else if (is_bad(word))
+					complain(a, src, word, epoch), good = false;
+				else if (rows_of(word) != 0)
+					atomicAdd(&sum[src], rows_of(word));
+		}
+		return good;
+	}
+
+	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads.
+	__device__ __forceinline__ bool tell_counts(u32 thread, u32 threads)
+	{
+		u32 *counts = reinterpret_cast<u32 *>(a.counts), *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
+		bool good = true;
+#pragma unroll 1
+		for (u32 i = thread; i < a.local; i += threads) {
+			u32 total = 0;
+			good &= each_slot_count(a, a.first[a.world.rank] + i, epoch, [&](u32, u32 rows) { total += rows; });
+			counts[i] = total;
+			if (mapped != nullptr)
+				mapped[i] = total;
+		}
+		return good;
+	}
+
+	// The end of a token-major dispatch. All threads of a block.
+	__device__ __forceinline__ void finish(bool cached)
+	{
+		if (threadIdx.x < a.world.size)
+			sum[threadIdx.x] = 0;
+		__syncthreads();
+		u32 half = blockDim.x / 2;
+		bool good = threadIdx.x < half ? await(threadIdx.x, half) : cached || tell_counts(threadIdx.x - half, blockDim.x - half);
+		if (!__syncthreads_or(!good) && !cached)
+			tell_ranks();
+	}
+
+	// Where the rows of each rank are in a token-major output.
+	__device__ __forceinline__ void tell_ranks()
+	{
+		u32 n = a.world.size;
+		u32 *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2 + a.local;
+		if (threadIdx.x <= n) {
+			u32 at = 0;
+#pragma unroll 1
+			for (u32 src = 0; src < threadIdx.x; src++)
+				at += a.offset_base != 0 ? static_cast<u32>(a.offset_base) : sum[src];
+			reinterpret_cast<u32 *>(a.offsets)[threadIdx.x] = at;
+			if (mapped != nullptr)
+				mapped[threadIdx.x] = at;
+		}
+		if (threadIdx.x < n) {
+			reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = sum[threadIdx.x];
+			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = sum[threadIdx.x];
+			if (mapped != nullptr)
+				mapped[n + 1 + threadIdx.x] = sum[threadIdx.x];
+		}
+		if (mapped == nullptr)
+			return;
+		__threadfence_system();
+		__syncthreads();
+		if (threadIdx.x == 0) {
+			fence_acq_rel_sys();
+			store_relaxed_sys(a.mapped, a.ticket);
+		}
+	}
+};
+
+} // namespace sw

@@ -1,0 +1,103 @@
+// Tokens on their way to ranks, many at a time. Each block takes a stretch of this rank's tokens. Its threads find out together where they go; then some
+// warps move rows, by bulk copies through places in shared memory of their own, and the others write what lies beside rows. A warp that moves keeps to a rate, so that
+// all blocks together offer what a link carries: more than that is slower.
+//
+// dispatch_rows calls this. It reads the caller's tokens and writes rows of peers' outputs (or staging) and what lies beside them, this rank's places and who of the
+// handle's state, and the words of signals.cuh.
+#pragma once
+
+#include "../landing.cuh"
+#include "mover.cuh"
+#include "receiver.cuh"
+
+namespace sw {
+
+template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw_moe_args &a, rows_board &b, u8 *memory)
+{
+	u32 n = a.world.size, warp = threadIdx.x / 32, ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_MOE_SCALES : 0));
+	bool cached = (a.mode & SW_MOE_CACHED) != 0, moves = warp < a.movers;
+	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0, beside = (a.mode & SW_MOE_BESIDE) != 0;
+	if (!cached) {
+		placement::fill(a, b.near);
+		stretch_board s(a, memory + ring);
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < a.slots; i += blockDim.x)
+			s.count[i] = s.before[i] = 0;
+#pragma unroll 1
+		for (u32 i = threadIdx.x; i < a.share * n; i += blockDim.x)
+			s.place[i] = 0;
+	}
+	if (threadIdx.x < a.movers * a.depth)
+		b.full[threadIdx.x].init();
+	if (threadIdx.x < SW_MAX_RANKS)
+		b.sent[threadIdx.x] = b.before[threadIdx.x] = b.sum[threadIdx.x] = 0;
+	if (threadIdx.x < 32)
+		b.moved[threadIdx.x] = 0;
+	if (threadIdx.x == 0)
+		b.bad = 0, b.failed = 0;
+	fence_bulk();
+	await_stream();
+	call_number number;
+	number.load(a.world);
+	begun seen;
+	if (threadIdx.x < n)
+		seen.load(a, threadIdx.x);
+	u64 epoch = number.epoch();
+	if (__syncthreads_or(epoch == 0))
+		return;
+	if (beside)
+		release_stream(); // for experts_take, which counts the call
+	else if (threadIdx.x == blockDim.x - 1)
+		number.advance(a.world);
+	rows_sender r(a, b, memory + ring, epoch);
+	mover<Quantiser> m(a, r, memory);
+	if (moves)
+		m.begin();
+	begin_landing(a, epoch);
+	if (blockIdx.x == 0 && threadIdx.x < n)
+		tell_begin(a, threadIdx.x, epoch, gridDim.x);
+	bool good = threadIdx.x >= n || threadIdx.x == a.world.rank || await_room(a, threadIdx.x, epoch, seen);
+	if (cached)
+		r.recall();
+	else {
+		r.count();
+		good = r.look_back() && good;
+		good = !__syncthreads_or(!good);
+		if (good && (a.mode & SW_MOE_COMPACT) != 0) {
+			if (blockIdx.x == gridDim.x - 1)
+				r.tell_totals();
+			__syncthreads(); // what has been told changes now
+		}
+		good = good && r.find_bases();
+	}
+	good = !__syncthreads_or(!good);
+	if (good && !cached) {
+		r.place();
+		__syncthreads();
+	}
+	if (moves)
+		m.run(good);
+	else if (good) {
+		u32 thread = threadIdx.x - 32 * a.movers, threads = blockDim.x - 32 * a.movers, numbers = !cached && by_expert ? 1 : 0; // warps that number choices
+		if (!cached)
+			good = r.count_choices(thread, threads);
+		if (thread / 32 < numbers)
+			r.number_choices();
+		else
+			r.write_beside(thread / 32 - numbers, threads / 32 - numbers, !Quantiser::makes_scales && a.scale_words != 0);
+		part_sync(beside_part, threads);
+		if (good && by_expert && thread < 32)
+			r.tell_progress();
+	}
+	if (!beside)
+		release_stream();
+	if (__syncthreads_or(!good))
+		return;
+	if (threadIdx.x == 0 && b.bad != 0)
+		complain(a, a.world.rank, b.bad, epoch);
+	r.tell_done();
+	if ((a.mode & SW_MOE_RECEIVE) != 0 && blockIdx.x == 0)
+		rows_receiver{a, b.sum, epoch}.finish(cached);
+}
+
+} // namespace sw
