@@ -66,7 +66,7 @@ const (
 // In every call a rank tells all others that it begins. A dispatch then waits for room, tells how many rows come, writes them, and says that
 // they are there. A combine says in its beginning where its rows are; peers read them and say so. Packets need neither room nor words; a
 // combine sends them, too. Lines of beginnings, done words, numbers and packets exist for even and odd calls; rows, partial sums and the
-// numbers of compact rows do not. Relaxed stores are not modelled: the emulation of the kernels has those.
+// numbers of compact rows do not. Every store is visible at once: Protocol has relaxed stores, this model and the emulation of the kernels do not.
 type Handle struct {
 	ranks    int
 	layout   HandleLayout
