@@ -6,6 +6,9 @@ VENV := .venv
 # The oldest torch that the Python package supports. The newest is what the index has.
 OLDEST_TORCH := 2.8.0
 
+# CUDA C++, C++ and C. What is generated is in .clang-format-ignore.
+C_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' '*.c')
+
 .PHONY: build test race bench kernels python python-torch package docs lint fmt
 
 build:
@@ -66,6 +69,8 @@ lint: $(VENV)/ready
 	CGO_ENABLED=0 $(GO) vet ./...
 	$(GO) tool staticcheck ./...
 	cd bindings/python && ../../$(VENV)/bin/ruff check
+	$(VENV)/bin/clang-format --dry-run -Werror $(C_SOURCES)
 
-fmt:
+fmt: $(VENV)/ready
 	gofmt -w .
+	$(VENV)/bin/clang-format -i $(C_SOURCES)

@@ -1,8 +1,8 @@
-//go:build cgo && linux
+// go:build cgo && linux
 
 /*
- * NVTX has no library of its own: a profiler names one in NVTX_INJECTION64_PATH, and who has ranges to show opens it and hands
- * it tables of function pointers, which it fills. The numbers below are those of NVTX 3's interface.
+ * NVTX has no library of its own: a profiler names one in NVTX_INJECTION64_PATH, and who has ranges to show opens it
+ * and hands it tables of function pointers, which it fills. The numbers below are those of NVTX 3's interface.
  */
 #include "nvtx.h"
 
@@ -13,8 +13,8 @@ typedef void (*function)(void);
 typedef uint64_t (*range_start)(const char *);
 typedef void (*range_end)(uint64_t);
 
-enum { CALLBACKS = 1, VERSION_INFO = 3 };            /* export tables */
-enum { CORE = 1 };                                   /* the module with ranges */
+enum { CALLBACKS = 1, VERSION_INFO = 3 };                /* export tables */
+enum { CORE = 1 };                                       /* the module with ranges */
 enum { RANGE_START = 5, RANGE_END = 7, CORE_SIZE = 16 }; /* places in its table */
 
 static function functions[CORE_SIZE];
@@ -36,13 +36,13 @@ static void set_version(uint32_t version) { (void)version; }
 static const struct {
 	size_t bytes;
 	int (*module_table)(int, function ***, unsigned int *);
-} callbacks = { sizeof callbacks, module_table };
+} callbacks = {sizeof callbacks, module_table};
 
 static const struct {
 	size_t bytes;
 	uint32_t version, reserved;
 	void (*set_version)(uint32_t);
-} version_info = { sizeof version_info, 3, 0, set_version };
+} version_info = {sizeof version_info, 3, 0, set_version};
 
 static const void *export_table(uint32_t id)
 {
@@ -54,10 +54,12 @@ int sw_nvtx_open(const char *path)
 	void *lib = dlopen(path, RTLD_LAZY);
 	if (lib == NULL)
 		return 0;
-	int (*initialize)(const void *(*)(uint32_t)) = (int (*)(const void *(*)(uint32_t)))dlsym(lib, "InitializeInjectionNvtx2");
+	int (*initialize)(const void *(*)(uint32_t)) =
+	    (int (*)(const void *(*)(uint32_t)))dlsym(lib, "InitializeInjectionNvtx2");
 	for (int i = 1; i < CORE_SIZE; i++)
 		core[i] = &functions[i];
-	if (initialize == NULL || initialize(export_table) == 0 || functions[RANGE_START] == NULL || functions[RANGE_END] == NULL) {
+	if (initialize == NULL || initialize(export_table) == 0 || functions[RANGE_START] == NULL ||
+	    functions[RANGE_END] == NULL) {
 		memset(functions, 0, sizeof functions);
 		dlclose(lib);
 		return 0;

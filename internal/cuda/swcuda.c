@@ -1,4 +1,4 @@
-//go:build cgo && linux
+// go:build cgo && linux
 
 #define _GNU_SOURCE
 #include "swcuda.h"
@@ -46,8 +46,8 @@ sw_result sw_open(sw_driver **out, char *why, size_t why_len)
 #define SW_LOAD(name, version, params) *(void **)&d->name = entry(v2, v1, #name, version);
 	SW_ENTRIES(SW_LOAD)
 #undef SW_LOAD
-	if (d->cuInit == NULL || d->cuGetErrorName == NULL || d->cuCtxGetCurrent == NULL || d->cuCtxPushCurrent == NULL ||
-	    d->cuCtxPopCurrent == NULL) {
+	if (d->cuInit == NULL || d->cuGetErrorName == NULL || d->cuCtxGetCurrent == NULL ||
+	    d->cuCtxPushCurrent == NULL || d->cuCtxPopCurrent == NULL) {
 		snprintf(why, why_len, "libcuda.so.1 lacks basic entry points");
 		sw_close(d);
 		return SW_NO_DRIVER;
@@ -74,14 +74,11 @@ void sw_close(sw_driver *d)
 
 static const char *const op_names[] = {
 #define SW_NAME(name) #name,
-	SW_OPS(SW_NAME)
+    SW_OPS(SW_NAME)
 #undef SW_NAME
 };
 
-const char *sw_op_name(int32_t op)
-{
-	return op >= 0 && op < SW_OP_COUNT ? op_names[op] : NULL;
-}
+const char *sw_op_name(int32_t op) { return op >= 0 && op < SW_OP_COUNT ? op_names[op] : NULL; }
 
 const char *sw_error_name(sw_driver *d, sw_result r)
 {
@@ -155,7 +152,8 @@ enum { SW_HANDLE_FILE = 1 };
 
 static sw_result pointer_attributes(sw_driver *d, uint64_t *a)
 {
-	/* memory type, device ordinal, buffer id, range start, range size, legacy IPC capable, allowed handle types, managed */
+	/* memory type, device ordinal, buffer id, range start, range size, legacy IPC capable, allowed handle types,
+	 * managed */
 	int32_t kinds[8] = {2, 9, 7, 11, 12, 10, 14, 8};
 	/* Eight bytes for each: of some the driver writes more than an int. */
 	uint64_t v[8] = {0};
@@ -388,7 +386,8 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 	}
 	case SW_OP_cuMemImportFromShareableHandle:
 		NEED(cuMemImportFromShareableHandle);
-		GIVE(uint64_t, 0, 0, d->cuMemImportFromShareableHandle(&v, a[1] == SW_HANDLE_FILE ? HANDLE(a[0]) : p, (int32_t)a[1]));
+		GIVE(uint64_t, 0, 0,
+		     d->cuMemImportFromShareableHandle(&v, a[1] == SW_HANDLE_FILE ? HANDLE(a[0]) : p, (int32_t)a[1]));
 	case SW_OP_cuMemGetAllocationGranularity: {
 		NEED(cuMemGetAllocationGranularity);
 		sw_mem_prop prop = device_prop((int32_t)a[0], (int32_t)a[1]);
@@ -458,7 +457,8 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 		return d->cuFuncSetAttribute(HANDLE(a[0]), (int32_t)a[1], (int32_t)a[2]);
 	case SW_OP_cuOccupancyMaxActiveBlocksPerMultiprocessor:
 		NEED(cuOccupancyMaxActiveBlocksPerMultiprocessor);
-		GIVE(int32_t, 0, 0, d->cuOccupancyMaxActiveBlocksPerMultiprocessor(&v, HANDLE(a[0]), (int32_t)a[1], a[2]));
+		GIVE(int32_t, 0, 0,
+		     d->cuOccupancyMaxActiveBlocksPerMultiprocessor(&v, HANDLE(a[0]), (int32_t)a[1], a[2]));
 	case SW_OP_cuGraphInstantiate:
 		NEED(cuGraphInstantiateWithFlags);
 		GIVE(sw_handle, NULL, 0, d->cuGraphInstantiateWithFlags(&v, HANDLE(a[0]), 0));
@@ -476,7 +476,8 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 }
 
 /* Somebody's capture that is not a relaxed one forbids this thread, or with a global one every thread, calls that could
- * reach into it, such as asking for the state of an event, and what is forbidden also breaks the capture. Ours never do. */
+ * reach into it, such as asking for the state of an event, and what is forbidden also breaks the capture. Ours never
+ * do. */
 static void exchange_capture_mode(sw_driver *d, int32_t *mode)
 {
 	if (d->cuThreadExchangeStreamCaptureMode != NULL)
@@ -600,7 +601,8 @@ static sw_result command(sw_driver *d, const sw_cmd *c, sw_handle stream)
 	return SW_BAD_COMMAND;
 }
 
-sw_result sw_submit(sw_driver *d, uint64_t ctx, const uint64_t *streams, int32_t stream_count, const void *commands, int64_t bytes, int64_t *at)
+sw_result sw_submit(sw_driver *d, uint64_t ctx, const uint64_t *streams, int32_t stream_count, const void *commands,
+                    int64_t bytes, int64_t *at)
 {
 	int pushed;
 	int64_t pos = 0;
@@ -611,8 +613,8 @@ sw_result sw_submit(sw_driver *d, uint64_t ctx, const uint64_t *streams, int32_t
 	while (r == 0 && pos < bytes) {
 		const sw_cmd *c = (const sw_cmd *)((const char *)commands + pos);
 		*at = pos;
-		if (bytes - pos < (int64_t)sizeof *c || c->bytes < sizeof *c || c->bytes % 8 != 0 || bytes - pos < (int64_t)c->bytes ||
-		    c->stream >= stream_count) {
+		if (bytes - pos < (int64_t)sizeof *c || c->bytes < sizeof *c || c->bytes % 8 != 0 ||
+		    bytes - pos < (int64_t)c->bytes || c->stream >= stream_count) {
 			r = SW_BAD_COMMAND;
 			break;
 		}

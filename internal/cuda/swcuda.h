@@ -71,6 +71,7 @@ typedef struct {
 } sw_multicast_prop;
 
 /* The entry points: name, version of its interface, parameters. A version selects between interfaces of one name. */
+/* clang-format off */
 #define SW_ENTRIES(X) \
 	X(cuInit, 2000, (uint32_t)) \
 	X(cuGetErrorName, 6000, (sw_result, const char **)) \
@@ -151,6 +152,7 @@ typedef struct {
 	X(cuGraphLaunch, 10000, (sw_handle, sw_handle)) \
 	X(cuGraphExecDestroy, 10000, (sw_handle)) \
 	X(cuGraphDestroy, 10000, (sw_handle))
+/* clang-format on */
 
 #define SW_FIELD(name, version, params) sw_result(*name) params;
 typedef struct {
@@ -161,12 +163,13 @@ typedef struct {
 
 /* Results of our own, outside the driver's range. */
 enum {
-	SW_NO_DRIVER = -1,    /* the library cannot be opened */
-	SW_NO_ENTRY = -2,     /* this driver lacks the entry point */
-	SW_BAD_COMMAND = -3,  /* a malformed batch */
+	SW_NO_DRIVER = -1,   /* the library cannot be opened */
+	SW_NO_ENTRY = -2,    /* this driver lacks the entry point */
+	SW_BAD_COMMAND = -3, /* a malformed batch */
 };
 
 /* Operations of sw_call. Go's constants have the same order; a test compares the names. */
+/* clang-format off */
 #define SW_OPS(X) \
 	X(cuDriverGetVersion) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) X(cuDeviceGetUuid) \
 	X(cuDeviceGetAttribute) X(cuDeviceCanAccessPeer) X(cuDeviceGetP2PAttribute) \
@@ -184,6 +187,7 @@ enum {
 	X(cuIpcCloseMemHandle) X(cuModuleLoadData) X(cuModuleUnload) X(cuModuleGetFunction) \
 	X(cuFuncGetAttribute) X(cuFuncSetAttribute) X(cuOccupancyMaxActiveBlocksPerMultiprocessor) \
 	X(cuGraphInstantiate) X(cuGraphLaunch) X(cuGraphExecDestroy) X(cuGraphDestroy)
+/* clang-format on */
 
 #define SW_OP(name) SW_OP_##name,
 enum { SW_OPS(SW_OP) SW_OP_COUNT };
@@ -201,7 +205,16 @@ const char *sw_op_name(int32_t op);
 const char *sw_error_name(sw_driver *d, sw_result r);
 
 /* Commands of a batch. Each begins with a header; sizes are multiples of 8 bytes. */
-enum { SW_CMD_LAUNCH = 1, SW_CMD_COPY, SW_CMD_COPIES, SW_CMD_SET, SW_CMD_WAIT_VALUE, SW_CMD_WRITE_VALUE, SW_CMD_RECORD, SW_CMD_WAIT_EVENT };
+enum {
+	SW_CMD_LAUNCH = 1,
+	SW_CMD_COPY,
+	SW_CMD_COPIES,
+	SW_CMD_SET,
+	SW_CMD_WAIT_VALUE,
+	SW_CMD_WRITE_VALUE,
+	SW_CMD_RECORD,
+	SW_CMD_WAIT_EVENT
+};
 
 typedef struct {
 	uint16_t kind;
@@ -225,9 +238,11 @@ typedef struct {
 typedef struct {
 	sw_cmd cmd;
 	uint64_t a, b, c, d;
-} sw_cmd_words; /* COPY: dst, src, bytes. SET: dst, value, bytes. WAIT/WRITE: address, value, flags. RECORD/WAIT_EVENT: event. COPIES: count, flags, then count of dst, src and bytes */
+} sw_cmd_words; /* COPY: dst, src, bytes. SET: dst, value, bytes. WAIT/WRITE: address, value, flags. RECORD/WAIT_EVENT:
+                   event. COPIES: count, flags, then count of dst, src and bytes */
 
 /* sw_submit runs the commands in order. On an error, *at is the byte offset of the command that failed. */
-sw_result sw_submit(sw_driver *d, uint64_t ctx, const uint64_t *streams, int32_t stream_count, const void *commands, int64_t bytes, int64_t *at);
+sw_result sw_submit(sw_driver *d, uint64_t ctx, const uint64_t *streams, int32_t stream_count, const void *commands,
+                    int64_t bytes, int64_t *at);
 
 #endif

@@ -1,10 +1,10 @@
-// All-reduce, reduce-scatter and all-gather. Every rank owns one slice of the elements: it combines its slice of all ranks' inputs, always
-// in the order of ranks, so that all ranks and all runs get the same bits (R2), and hands the result to all. In one shot every rank does
-// that with all elements, for itself.
+// All-reduce, reduce-scatter and all-gather. Every rank owns one slice of the elements: it combines its slice of all
+// ranks' inputs, always in the order of ranks, so that all ranks and all runs get the same bits (R2), and hands the
+// result to all. In one shot every rank does that with all elements, for itself.
 //
-// Two kernels: `allreduce_packet` for small calls, `allreduce` for all others, which reads and writes the peers' buffers where it can and
-// goes through staging where it cannot; each rank says in its entry what may be done with its buffers. All ranks of a call take the same
-// kernel and as many blocks. Their parts are in allreduce/, one idea a file:
+// Two kernels: `allreduce_packet` for small calls, `allreduce` for all others, which reads and writes the peers'
+// buffers where it can and goes through staging where it cannot; each rank says in its entry what may be done with its
+// buffers. All ranks of a call take the same kernel and as many blocks. Their parts are in allreduce/, one idea a file:
 //
 //	calls      what ranks tell one another of a call
 //	elements   types and operators
@@ -14,12 +14,14 @@
 //	working    the warps that push, reduce and take
 //	watching   the warps between them and the peers
 //
-// A rank ends call e only when it has all entries of call e, and a peer writes its entry of call e when it has ended call e-1. So what is
-// indexed by the epoch's parity is never overwritten before it has been read (X3), and whoever has a peer's entry may write its staging.
+// A rank ends call e only when it has all entries of call e, and a peer writes its entry of call e when it has ended
+// call e-1. So what is indexed by the epoch's parity is never overwritten before it has been read (X3), and whoever has
+// a peer's entry may write its staging.
 #include "allreduce/packets.cuh"
 #include "allreduce/watching.cuh"
 
-extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1) allreduce_packet(const __grid_constant__ sw_reduce_args a)
+extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1)
+    allreduce_packet(const __grid_constant__ sw_reduce_args a)
 {
 	using namespace sw;
 	SW_SHARED(u64, verdict);
@@ -28,7 +30,8 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1) allred
 	// neighbouring warps of the grid lie in different blocks, so that few groups use many multiprocessors
 	packet_warp p(a, &verdict, warp * gridDim.x + blockIdx.x, packet_warps * gridDim.x, lane);
 	packet_warp::task task = p.input(moves ? p.warp : 0);
-	u32 tasks = p.tasks(), groups = packet_groups(span(a, a.world.rank).bytes), most = gathers(a) && !one_shot(a) ? p.most_groups() : 0;
+	u32 tasks = p.tasks(), groups = packet_groups(span(a, a.world.rank).bytes),
+	    most = gathers(a) && !one_shot(a) ? p.most_groups() : 0;
 	await_stream(); // all that is above goes on while the kernel before runs
 	call_number number;
 	number.load(a.world);
@@ -50,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1) allred
 			store_relaxed_cta(&verdict, good ? calls_agree : calls_differ);
 		for (u32 q = lane; blockIdx.x == 0 && q < a.world.size; q += 32) {
 			wipe_one(a, epoch, a.block.inputs, q, reduces(a) ? groups : 0);
-			wipe_one(a, epoch, a.block.results, q, gathers(a) && !one_shot(a) ? packet_groups(span(a, q).bytes) : 0);
+			wipe_one(a, epoch, a.block.results, q,
+			         gathers(a) && !one_shot(a) ? packet_groups(span(a, q).bytes) : 0);
 		}
 	} else if (!moves) { // takes long, and nobody waits for it
 		if (lane == 0)
@@ -80,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_THREADS, 1) allreduce(con
 			enter(a, epoch, lane);
 		good = b.make(a, epoch, lane);
 	}
-	bool stops = __syncthreads_or(epoch == 0 || !good) != 0; // for all or none: warps of a block wait for one another
+	bool stops =
+	    __syncthreads_or(epoch == 0 || !good) != 0;   // for all or none: warps of a block wait for one another
 	if (epoch != 0 && threadIdx.x == 32 * work_warps) // takes long, and nobody waits for this warp yet
 		number.advance(a.world);
 	release_stream();

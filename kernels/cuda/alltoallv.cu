@@ -1,5 +1,6 @@
-// The variable-size all-to-all: its kernels. Two speak one protocol: `alltoallv_packet` for calls in which every message of this rank
-// is a packet, `alltoallv` for all others; which one a peer runs does not matter. Their parts are in alltoallv/, one idea a file:
+// The variable-size all-to-all: its kernels. Two speak one protocol: `alltoallv_packet` for calls in which every
+// message of this rank is a packet, `alltoallv` for all others; which one a peer runs does not matter. Their parts are
+// in alltoallv/, one idea a file:
 //
 //	steps      what is moved
 //	packets    small messages, whose words carry their flag
@@ -16,7 +17,8 @@
 #include "alltoallv/watching.cuh"
 #include "alltoallv/refusal.cuh"
 
-extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_packet(const __grid_constant__ sw_exchange_args a)
+extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1)
+    alltoallv_packet(const __grid_constant__ sw_exchange_args a)
 {
 	using namespace sw;
 	direct r{a};
@@ -51,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1) alltoallv_pac
 	}
 }
 
-extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, 1) alltoallv(const __grid_constant__ sw_exchange_args a)
+extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, 1)
+    alltoallv(const __grid_constant__ sw_exchange_args a)
 {
 	using namespace sw;
 	SW_DYNAMIC_SHARED(memory);
@@ -71,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32 * gridDim.x;
 	receiver in{a, r, epoch};
 	bool grants = blockIdx.x == 0 && warp == send_warps + 1;
-	if (grants && a.splits == 0 && epoch != 0) // the sooner the better; splits from device memory are to be looked at by all threads first
+	if (grants && a.splits == 0 &&
+	    epoch != 0) // the sooner the better; splits from device memory are to be looked at by all threads first
 		in.grant(lane, 32);
 	if (__syncthreads_or(outside || epoch == 0)) { // for all or none: warps of a block wait for one another
 		if (__syncthreads_or(epoch == 0))
@@ -130,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 }
 
 // What stays on this rank, beside copies by the copy engines.
-extern "C" __global__ void __launch_bounds__(SW_OWN_THREADS, 1) alltoallv_own(const __grid_constant__ sw_exchange_args a)
+extern "C" __global__ void __launch_bounds__(SW_OWN_THREADS, 1)
+    alltoallv_own(const __grid_constant__ sw_exchange_args a)
 {
 	using namespace sw;
 	constexpr u32 warps = SW_OWN_THREADS / 32;

@@ -1,4 +1,5 @@
-// What kernels of all families share: ordered memory accesses, waiting with a deadline, faults, copies of any alignment.
+// What kernels of all families share: ordered memory accesses, waiting with a deadline, faults, copies of any
+// alignment.
 #pragma once
 
 #include "../../internal/cuda/layout/args.h"
@@ -29,8 +30,8 @@ constexpr u32 chunk_bits = SW_CHUNK_BITS;
 __device__ __forceinline__ u64 seq(u64 epoch, u64 chunk) { return epoch << chunk_bits | chunk; }
 __device__ __forceinline__ u64 last_seq(u64 epoch) { return epoch << chunk_bits | ((1u << chunk_bits) - 1); }
 
-// This rank's segment, and any rank's. Where the heap's segments do not lie at equal distances, base is set so that this
-// rank's lies right, and the others are in a table, which does not change.
+// This rank's segment, and any rank's. Where the heap's segments do not lie at equal distances, base is set so that
+// this rank's lies right, and the others are in a table, which does not change.
 __device__ __forceinline__ u64 own_segment(const sw_world &w) { return w.base + w.rank * w.stride; }
 
 __device__ __forceinline__ u64 segment(const sw_world &w, u32 rank)
@@ -40,14 +41,16 @@ __device__ __forceinline__ u64 segment(const sw_world &w, u32 rank)
 	return w.base + rank * w.stride;
 }
 
-// What to add to segment(w, peer) to get to a place that peer has told. Mostly it is the place itself. A place of memory that is
-// registered but not mapped in the segment names a row of the alias table instead: its address, here, by rank.
+// What to add to segment(w, peer) to get to a place that peer has told. Mostly it is the place itself. A place of
+// memory that is registered but not mapped in the segment names a row of the alias table instead: its address, here, by
+// rank.
 __device__ __forceinline__ u64 resolve(const sw_world &w, u32 peer, u64 place)
 {
 	if (place >> 62 != 1) // also SW_NOWHERE
 		return place;
 	u64 row = (place & ~(1ull << 62)) >> SW_ALIAS_SHIFT, offset = place & ((1ull << SW_ALIAS_SHIFT) - 1);
-	return load_relaxed_sys(own_segment(w) + SW_ALIAS_OFFSET + (row * w.size + peer) * 8) + offset - segment(w, peer);
+	return load_relaxed_sys(own_segment(w) + SW_ALIAS_OFFSET + (row * w.size + peer) * 8) + offset -
+	       segment(w, peer);
 }
 
 // Whether a fault is one of a single call: the ranks disagree, or their data is refused.
@@ -55,9 +58,10 @@ __device__ __forceinline__ bool of_one_call(u32 kind) { return kind == SW_FAULT_
 
 constexpr u32 host_polls = 8192; // of a wait between two looks at the host's word
 
-// A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at once in a while. So
-// is, less often, the host's word, which reaches kernels also while the driver is busy, as it is in a thread that frees memory and waits for
-// them. Reading it takes the way to the host: 30,000 threads that do it at once need 300 us.
+// A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at
+// once in a while. So is, less often, the host's word, which reaches kernels also while the driver is busy, as it is in
+// a thread that frees memory and waits for them. Reading it takes the way to the host: 30,000 threads that do it at
+// once need 300 us.
 struct wait {
 	u64 since = 0;
 	u32 polls = 0;
@@ -78,7 +82,8 @@ struct wait {
 			kind = SW_FAULT_NONE;
 			return false;
 		}
-		if (load_relaxed_sys(own + SW_ABORT_OFFSET) != 0 || (polls % host_polls == 0 && load_relaxed_sys(w.fault + offsetof(sw_fault, stop)) != 0)) {
+		if (load_relaxed_sys(own + SW_ABORT_OFFSET) != 0 ||
+		    (polls % host_polls == 0 && load_relaxed_sys(w.fault + offsetof(sw_fault, stop)) != 0)) {
 			kind = SW_FAULT_ABORTED;
 			return false;
 		}
@@ -94,7 +99,8 @@ struct wait {
 };
 
 // give_up records the first fault of this rank. A fault of one call gives way to others.
-__device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0, u64 expected = 0, u64 limit = 0, u32 part = 0)
+__device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 epoch, bool sending, u64 sent = 0,
+                                     u64 expected = 0, u64 limit = 0, u32 part = 0)
 {
 	if (kind == SW_FAULT_NONE)
 		return;
@@ -118,15 +124,15 @@ __device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 
 	__threadfence_system();
 }
 
-// A call in two steps. The number is read as early as possible; then, off the critical path, the last block that has read
-// the counter advances it, so no kernel of its own does.
+// A call in two steps. The number is read as early as possible; then, off the critical path, the last block that has
+// read the counter advances it, so no kernel of its own does.
 struct call_number {
 	pair64 v;
 
 	__device__ __forceinline__ void load(const sw_world &w)
 	{
-		// An address that looks different in every lane: the compiler would move a value that is the same in all of them to a
-		// uniform register at once, and so wait for it here.
+		// An address that looks different in every lane: the compiler would move a value that is the same in
+		// all of them to a uniform register at once, and so wait for it here.
 		v = load16_relaxed_sys(own_segment(w) + w.control + zero_of_lane());
 	}
 
@@ -171,8 +177,8 @@ __device__ __forceinline__ void store_byte(u64 p, u8 v) { *reinterpret_cast<vola
 template <int w> __device__ __forceinline__ uint4 shifted(uint4 lo, uint4 hi, u32 r)
 {
 	u32 v[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-	return make_uint4(__funnelshift_r(v[w], v[w + 1], r), __funnelshift_r(v[w + 1], v[w + 2], r), __funnelshift_r(v[w + 2], v[w + 3], r),
-			  __funnelshift_r(v[w + 3], v[w + 4], r));
+	return make_uint4(__funnelshift_r(v[w], v[w + 1], r), __funnelshift_r(v[w + 1], v[w + 2], r),
+	                  __funnelshift_r(v[w + 2], v[w + 3], r), __funnelshift_r(v[w + 3], v[w + 4], r));
 }
 
 // copy_shifted copies count vectors to an aligned dst from src, which lies s bytes after a multiple of 16. All vectors

@@ -1,5 +1,6 @@
-// MoE dispatch and combine: the kernels. Rows cross by token: a token once to a rank, however many of its experts are there. Where the caller wants them by expert, passes over
-// a rank's own memory come behind a dispatch and before a combine. Few tokens take one kernel each way. Their parts are in dispatch/, one idea a file:
+// MoE dispatch and combine: the kernels. Rows cross by token: a token once to a rank, however many of its experts are
+// there. Where the caller wants them by expert, passes over a rank's own memory come behind a dispatch and before a
+// combine. Few tokens take one kernel each way. Their parts are in dispatch/, one idea a file:
 //
 //	numbers       rows of numbers: sums, rounding, float8 with scales
 //	signals       what ranks tell each other about a call
@@ -13,7 +14,8 @@
 //	partial_sums  the pass that makes what peers read
 //	gradients     the pass that spreads gradients
 //
-// A call with a handle is counted in its struct sw_control by the kernel of its first half. A kernel that gives up leaves a fault and returns.
+// A call with a handle is counted in its struct sw_control by the kernel of its first half. A kernel that gives up
+// leaves a fault and returns.
 #include "dispatch/experts.cuh"
 #include "dispatch/few/combine.cuh"
 #include "dispatch/few/dispatch.cuh"
@@ -34,13 +36,13 @@ __device__ __forceinline__ u64 running_call(const sw_moe_args &a)
 
 } // namespace sw
 
-#define SW_DISPATCH_ROWS(name, quantiser)                                                                                                                                         \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) name(const __grid_constant__ sw_moe_args a)                                                                 \
-	{                                                                                                                                                                          \
-		using namespace sw;                                                                                                                                                \
-		SW_DYNAMIC_LINES(memory);                                                                                                                                         \
-		SW_SHARED(rows_board, b);                                                                                                                                          \
-		send_rows<quantiser>(a, b, reinterpret_cast<u8 *>(memory));                                                                                                        \
+#define SW_DISPATCH_ROWS(name, quantiser) \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) name(const __grid_constant__ sw_moe_args a) \
+	{ \
+		using namespace sw; \
+		SW_DYNAMIC_LINES(memory); \
+		SW_SHARED(rows_board, b); \
+		send_rows<quantiser>(a, b, reinterpret_cast<u8 *>(memory)); \
 	}
 
 SW_DISPATCH_ROWS(dispatch_rows, as_they_are)
@@ -49,13 +51,14 @@ SW_DISPATCH_ROWS(dispatch_rows_bf16, to_float8<kind::bf16>)
 SW_DISPATCH_ROWS(dispatch_rows_f16, to_float8<kind::f16>)
 
 // One kernel for rows by token, and one for rows by expert, so that neither has code of the other on its way.
-#define SW_DISPATCH_FEW(name, wire, by_expert)                                                                                                                                    \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) name(const __grid_constant__ sw_moe_args a)                                                             \
-	{                                                                                                                                                                          \
-		using namespace sw;                                                                                                                                                \
-		SW_DYNAMIC_LINES(memory);                                                                                                                                         \
-		SW_SHARED(few_board, b);                                                                                                                                           \
-		few_dispatch<wire, by_expert>(a, b, memory);                                                                                                                       \
+#define SW_DISPATCH_FEW(name, wire, by_expert) \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) \
+	    name(const __grid_constant__ sw_moe_args a) \
+	{ \
+		using namespace sw; \
+		SW_DYNAMIC_LINES(memory); \
+		SW_SHARED(few_board, b); \
+		few_dispatch<wire, by_expert>(a, b, memory); \
 	}
 
 SW_DISPATCH_FEW(dispatch_few, few_dense, false)
@@ -68,29 +71,33 @@ SW_DISPATCH_FEW(dispatch_few_by_expert_bf16, few_float8<kind::bf16>, true)
 SW_DISPATCH_FEW(dispatch_few_by_expert_f16, few_float8<kind::f16>, true)
 
 // Float8: partial sums cross as float8.
-#define SW_COMBINE(suffix, type, float8)                                                                                                                                          \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_THREADS, 1) combine_rows_##suffix(const __grid_constant__ sw_moe_args a)                                            \
-	{                                                                                                                                                                          \
-		using namespace sw;                                                                                                                                                \
-		SW_DYNAMIC_LINES(memory);                                                                                                                                         \
-		SW_SHARED(combine_board, b);                                                                                                                                       \
-		combine_rows<type, float8>(a, b, reinterpret_cast<u8 *>(memory));                                                                                                         \
-	}                                                                                                                                                                          \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) combine_few_##suffix(const __grid_constant__ sw_moe_args a)                                         \
-	{                                                                                                                                                                          \
-		using namespace sw;                                                                                                                                                \
-		few_combine<type, float8, false>(a);                                                                                                                               \
-	}                                                                                                                                                                          \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) combine_few_by_expert_##suffix(const __grid_constant__ sw_moe_args a)                               \
-	{                                                                                                                                                                          \
-		using namespace sw;                                                                                                                                                \
-		few_combine<type, float8, true>(a);                                                                                                                                \
-	}                                                                                                                                                                          \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_PASS_THREADS, 1) experts_sum_##suffix(const __grid_constant__ sw_moe_args a)                                               \
-	{                                                                                                                                                                          \
-		using namespace sw;                                                                                                                                                \
-		SW_SHARED(pass_board, b);                                                                                                                                          \
-		make_partials<type, float8>(a, b);                                                                                                                                 \
+#define SW_COMBINE(suffix, type, float8) \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_THREADS, 1) \
+	    combine_rows_##suffix(const __grid_constant__ sw_moe_args a) \
+	{ \
+		using namespace sw; \
+		SW_DYNAMIC_LINES(memory); \
+		SW_SHARED(combine_board, b); \
+		combine_rows<type, float8>(a, b, reinterpret_cast<u8 *>(memory)); \
+	} \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) \
+	    combine_few_##suffix(const __grid_constant__ sw_moe_args a) \
+	{ \
+		using namespace sw; \
+		few_combine<type, float8, false>(a); \
+	} \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) \
+	    combine_few_by_expert_##suffix(const __grid_constant__ sw_moe_args a) \
+	{ \
+		using namespace sw; \
+		few_combine<type, float8, true>(a); \
+	} \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_PASS_THREADS, 1) \
+	    experts_sum_##suffix(const __grid_constant__ sw_moe_args a) \
+	{ \
+		using namespace sw; \
+		SW_SHARED(pass_board, b); \
+		make_partials<type, float8>(a, b); \
 	}
 
 SW_COMBINE(f32, kind::f32, false)
@@ -100,12 +107,13 @@ SW_COMBINE(f32_float8, kind::f32, true)
 SW_COMBINE(bf16_float8, kind::bf16, true)
 SW_COMBINE(f16_float8, kind::f16, true)
 
-#define SW_SPREAD(suffix, type)                                                                                                                                                   \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS) experts_spread_##suffix(const __grid_constant__ sw_moe_args a)                                            \
-	{                                                                                                                                                                          \
-		using namespace sw;                                                                                                                                                \
-		SW_SHARED(staged_rows, staged);                                                                                                                                    \
-		spread_gradients<type>(a, staged);                                                                                                                                 \
+#define SW_SPREAD(suffix, type) \
+	extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS) \
+	    experts_spread_##suffix(const __grid_constant__ sw_moe_args a) \
+	{ \
+		using namespace sw; \
+		SW_SHARED(staged_rows, staged); \
+		spread_gradients<type>(a, staged); \
 	}
 
 SW_SPREAD(f32, kind::f32)
@@ -129,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(cons
 		number.advance(a.world);
 }
 
-extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) combine_weights(const __grid_constant__ sw_moe_args a)
+extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1)
+    combine_weights(const __grid_constant__ sw_moe_args a)
 {
 	using namespace sw;
 	SW_SHARED(combine_board, b);
@@ -148,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) dispatch_receive
 	rows_receiver{a, b.sum, epoch}.finish((a.mode & SW_MOE_CACHED) != 0);
 }
 
-// Rows from staging to their experts: the second half of an expert-major dispatch. With SW_MOE_BESIDE it begins while the kernel before it runs, which sends.
+// Rows from staging to their experts: the second half of an expert-major dispatch. With SW_MOE_BESIDE it begins while
+// the kernel before it runs, which sends.
 extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_take(const __grid_constant__ sw_moe_args a)
 {
 	using namespace sw;
@@ -173,7 +183,8 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 	if (!__syncthreads_or(!good) && blockIdx.x == 0) {
 		good = !__syncthreads_or(!rows_receiver{a, b.sum, epoch}.await(threadIdx.x, blockDim.x));
 		if (good && threadIdx.x < t.n && !t.cached)
-			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.sum[threadIdx.x];
+			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] =
+			    b.sum[threadIdx.x];
 	}
 	bulk_await();
 	release_stream();

@@ -289,7 +289,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"at = part * part_bytes<type, float8>(a)", "at = part * a.part",
 		},
 		"packets of rows of two calls share a place": {
-			"a.state.packets + (((epoch & 1)", "a.state.packets + (((epoch & 0)",
+			"a.state.packets +\n\t       (((epoch & 1)", "a.state.packets +\n\t       (((epoch & 0)",
 		},
 		"counts of slots of two calls share a place": {
 			"a.state.slot_counts + (((epoch & 1)", "a.state.slot_counts + (((epoch & 0)",

@@ -31,7 +31,8 @@ __device__ __forceinline__ u32 e4m3_of_float(float f)
 __device__ __forceinline__ float e4m3_to_float(u32 b)
 {
 	u32 sign = (b & 0x80) << 24, low = b & 0x7f;
-	u32 bits = low == 0x7f ? 0x7ff00000u : __float_as_uint(__uint_as_float(low << 20) * 1.329227995784916e36f); // 2^120
+	u32 bits =
+	    low == 0x7f ? 0x7ff00000u : __float_as_uint(__uint_as_float(low << 20) * 1.329227995784916e36f); // 2^120
 	return __uint_as_float(sign | bits);
 }
 

@@ -7,14 +7,18 @@
 
 namespace sw {
 
-// Never 0, which memory begins with. Equal flags are 2^31 calls apart or more; wipe_one sees to it that none lies so long.
+// Never 0, which memory begins with. Equal flags are 2^31 calls apart or more; wipe_one sees to it that none lies so
+// long.
 __device__ __forceinline__ u32 packet_flag(u64 epoch)
 {
 	u32 low = static_cast<u32>(epoch);
 	return low != 0 ? low : 0x80000000u;
 }
 
-__device__ __forceinline__ u32 packet_groups(i64 bytes) { return static_cast<u32>((bytes + SW_PACKET_GROUP_PAYLOAD - 1) / SW_PACKET_GROUP_PAYLOAD); }
+__device__ __forceinline__ u32 packet_groups(i64 bytes)
+{
+	return static_cast<u32>((bytes + SW_PACKET_GROUP_PAYLOAD - 1) / SW_PACKET_GROUP_PAYLOAD);
+}
 
 // The 48 bytes of one thread.
 struct quad {
@@ -56,7 +60,8 @@ struct quad {
 #pragma unroll
 		for (int i = 0; i < 3; i++)
 			if (16 * i < n)
-				store_vector(p + 16 * i, make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]));
+				store_vector(p + 16 * i,
+				             make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]));
 	}
 
 	__device__ __forceinline__ void store_odd(u64 p, i64 n) const
@@ -78,7 +83,8 @@ struct quad {
 	// Packet k as its two words.
 	__device__ __forceinline__ void put(u64 to, int k, u32 flag) const
 	{
-		store16_relaxed_sys(to + 512 * k, static_cast<u64>(w[3 * k + 1]) << 32 | w[3 * k], static_cast<u64>(flag) << 32 | w[3 * k + 2]);
+		store16_relaxed_sys(to + 512 * k, static_cast<u64>(w[3 * k + 1]) << 32 | w[3 * k],
+		                    static_cast<u64>(flag) << 32 | w[3 * k + 2]);
 	}
 
 	__device__ __forceinline__ bool get(u64 from, int k, u32 flag)

@@ -1,4 +1,5 @@
-// The instructions that CUDA C++ has no words for. A test runs the kernels on a processor, with words of its own in place of these.
+// The instructions that CUDA C++ has no words for. A test runs the kernels on a processor, with words of its own in
+// place of these.
 #pragma once
 
 #include "float8.cuh"
@@ -14,20 +15,28 @@ namespace sw {
 __device__ __forceinline__ pair64 load16_relaxed_sys(u64 p)
 {
 	pair64 v;
-	asm volatile("{ .reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
+	asm volatile("{ .reg .b128 t; ld.relaxed.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }"
+	             : "=l"(v.a), "=l"(v.b)
+	             : "l"(p)
+	             : "memory");
 	return v;
 }
 
 __device__ __forceinline__ pair64 load16_acquire_sys(u64 p)
 {
 	pair64 v;
-	asm volatile("{ .reg .b128 t; ld.acquire.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }" : "=l"(v.a), "=l"(v.b) : "l"(p) : "memory");
+	asm volatile("{ .reg .b128 t; ld.acquire.sys.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }"
+	             : "=l"(v.a), "=l"(v.b)
+	             : "l"(p)
+	             : "memory");
 	return v;
 }
 
 __device__ __forceinline__ void store16_relaxed_sys(u64 p, u64 a, u64 b)
 {
-	asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }" ::"l"(p), "l"(a), "l"(b) : "memory");
+	asm volatile("{ .reg .b128 t; mov.b128 t, {%1, %2}; st.relaxed.sys.global.b128 [%0], t; }" ::"l"(p), "l"(a),
+	             "l"(b)
+	             : "memory");
 }
 
 __device__ __forceinline__ u64 load_relaxed_sys(u64 p)
@@ -37,7 +46,10 @@ __device__ __forceinline__ u64 load_relaxed_sys(u64 p)
 	return v;
 }
 
-__device__ __forceinline__ void store_relaxed_sys(u64 p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+__device__ __forceinline__ void store_relaxed_sys(u64 p, u64 v)
+{
+	asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
 
 __device__ __forceinline__ u64 load_acquire_sys(u64 p)
 {
@@ -69,8 +81,8 @@ __device__ __forceinline__ u64 now_ns()
 	return t;
 }
 
-// The next kernel of the stream may be set up while this one runs, and this one while its predecessor runs, if they were
-// launched so. await_stream returns when the predecessor has ended.
+// The next kernel of the stream may be set up while this one runs, and this one while its predecessor runs, if they
+// were launched so. await_stream returns when the predecessor has ended.
 __device__ __forceinline__ void await_stream()
 {
 #if __CUDA_ARCH__ >= 900
@@ -85,18 +97,24 @@ __device__ __forceinline__ void release_stream()
 #endif
 }
 
-// Words in shared memory between the warps of a block, as atomics, so that racecheck knows that they are meant to be shared. What a
-// thread has written before store_release_cta is seen by one that has read the new value. The release is a fence, which waits for the
-// thread's own stores, also those to peers; the acquire waits for nothing.
+// Words in shared memory between the warps of a block, as atomics, so that racecheck knows that they are meant to be
+// shared. What a thread has written before store_release_cta is seen by one that has read the new value. The release is
+// a fence, which waits for the thread's own stores, also those to peers; the acquire waits for nothing.
 __device__ __forceinline__ u32 shared_address(const void *p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 template <typename T> __device__ __forceinline__ T atom_acquire_cta(T *p)
 {
 	T v;
 	if constexpr (sizeof(T) == 4)
-		asm volatile("atom.acquire.cta.shared.add.u32 %0, [%1], 0;" : "=r"(v) : "r"(shared_address(p)) : "memory");
+		asm volatile("atom.acquire.cta.shared.add.u32 %0, [%1], 0;"
+		             : "=r"(v)
+		             : "r"(shared_address(p))
+		             : "memory");
 	else
-		asm volatile("atom.acquire.cta.shared.cas.b64 %0, [%1], 0, 0;" : "=l"(v) : "r"(shared_address(p)) : "memory");
+		asm volatile("atom.acquire.cta.shared.cas.b64 %0, [%1], 0, 0;"
+		             : "=l"(v)
+		             : "r"(shared_address(p))
+		             : "memory");
 	return v;
 }
 
@@ -108,8 +126,8 @@ __device__ __forceinline__ u64 load_acquire_cta(const u64 *p)
 	return v;
 }
 
-// store_relaxed_cta is for a word that only tells what the thread has seen: loads come before it by themselves, and it waits for nothing that
-// the thread has stored.
+// store_relaxed_cta is for a word that only tells what the thread has seen: loads come before it by themselves, and it
+// waits for nothing that the thread has stored.
 template <typename T> __device__ __forceinline__ void store_relaxed_cta(T *p, T v)
 {
 	asm volatile("" ::: "memory");
@@ -133,18 +151,24 @@ __device__ __forceinline__ u32 zero_of_lane()
 	return y;
 }
 
-// A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for the stores that
-// it comes after.
+// A barrier object in shared memory, at which warps report and do not wait. Unlike a fence, reporting does not wait for
+// the stores that it comes after.
 struct reports {
 	u64 state;
 
-	__device__ __forceinline__ void expect(u32 warps) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory"); }
+	__device__ __forceinline__ void expect(u32 warps)
+	{
+		asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state)), "r"(warps) : "memory");
+	}
 
 	// One thread of a warp, after __syncwarp.
 	__device__ __forceinline__ void report()
 	{
 		[[maybe_unused]] u64 ignored;
-		asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(ignored) : "r"(shared_address(&state)) : "memory");
+		asm volatile("mbarrier.arrive.shared.b64 %0, [%1];"
+		             : "=l"(ignored)
+		             : "r"(shared_address(&state))
+		             : "memory");
 	}
 
 	// True when all warps have reported n+1 times; to be asked before any reports once more.
@@ -152,44 +176,52 @@ struct reports {
 	{
 		u32 yes;
 		asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-			     : "=r"(yes)
-			     : "r"(shared_address(&state)), "r"(n & 1)
-			     : "memory");
+		             : "=r"(yes)
+		             : "r"(shared_address(&state)), "r"(n & 1)
+		             : "memory");
 		return yes != 0;
 	}
 };
 
 // barrier of a part of the block's threads; id 0 is __syncthreads.
-__device__ __forceinline__ void part_sync(u32 id, u32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void part_sync(u32 id, u32 threads)
+{
+	asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 __device__ __forceinline__ uint4 load_vector(u64 p)
 {
 	uint4 v;
-	asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+	asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+	             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+	             : "l"(p)
+	             : "memory");
 	return v;
 }
 
 __device__ __forceinline__ void store_vector(u64 p, uint4 v)
 {
-	asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+	asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+	             : "memory");
 }
 
 // The same where a condition holds. Without branches, so that the compiler keeps a batch of them together.
 __device__ __forceinline__ uint4 load_vector_if(bool on, u64 p)
 {
 	uint4 v = make_uint4(0, 0, 0, 0);
-	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-		     : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-		     : "l"(p), "r"(static_cast<u32>(on))
-		     : "memory");
+	asm volatile(
+	    "{ .reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+	    : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+	    : "l"(p), "r"(static_cast<u32>(on))
+	    : "memory");
 	return v;
 }
 
 __device__ __forceinline__ void store_vector_if(bool on, u64 p, uint4 v)
 {
-	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
-		     "r"(static_cast<u32>(on))
-		     : "memory");
+	asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(p),
+	             "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<u32>(on))
+	             : "memory");
 }
 
 __device__ __forceinline__ u32 add_acq_rel_gpu(u32 *p, u32 n)
@@ -199,20 +231,29 @@ __device__ __forceinline__ u32 add_acq_rel_gpu(u32 *p, u32 n)
 	return before;
 }
 
-// What arrives in shared memory by bulk copies: a barrier object that counts bytes. One thread expects, any thread awaits.
+// What arrives in shared memory by bulk copies: a barrier object that counts bytes. One thread expects, any thread
+// awaits.
 struct arrivals {
 	u64 state;
 
-	__device__ __forceinline__ void init() { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory"); }
+	__device__ __forceinline__ void init()
+	{
+		asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
+	}
 
 	// Begins a phase that ends when so many bytes have come.
 	__device__ __forceinline__ void expect([[maybe_unused]] u32 bytes)
 	{
 #if __CUDA_ARCH__ >= 900
-		asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes) : "memory");
+		asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&state)),
+		             "r"(bytes)
+		             : "memory");
 #else
 		[[maybe_unused]] u64 ignored;
-		asm volatile("mbarrier.arrive.shared.b64 %0, [%1];" : "=l"(ignored) : "r"(shared_address(&state)) : "memory");
+		asm volatile("mbarrier.arrive.shared.b64 %0, [%1];"
+		             : "=l"(ignored)
+		             : "r"(shared_address(&state))
+		             : "memory");
 #endif
 	}
 
@@ -222,21 +263,24 @@ struct arrivals {
 		u32 yes = 0;
 #pragma unroll 1
 		while (yes == 0)
-			asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-				     : "=r"(yes)
-				     : "r"(shared_address(&state)), "r"(n & 1)
-				     : "memory");
+			asm volatile(
+			    "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+			    : "=r"(yes)
+			    : "r"(shared_address(&state)), "r"(n & 1)
+			    : "memory");
 	}
 };
 
-// Bulk copies between global and shared memory, of multiples of 16 bytes at multiples of 16. Before Hopper, where there are none, the thread copies
-// by itself. A load is awaited at its barrier object, which expects it before; stores are awaited by the thread that has issued them.
+// Bulk copies between global and shared memory, of multiples of 16 bytes at multiples of 16. Before Hopper, where there
+// are none, the thread copies by itself. A load is awaited at its barrier object, which expects it before; stores are
+// awaited by the thread that has issued them.
 __device__ __forceinline__ void bulk_load(void *to, u64 from, u32 bytes, [[maybe_unused]] arrivals *at)
 {
 #if __CUDA_ARCH__ >= 900
-	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
-		     "r"(shared_address(&at->state))
-		     : "memory");
+	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+			 shared_address(to)),
+	             "l"(from), "r"(bytes), "r"(shared_address(&at->state))
+	             : "memory");
 #else
 	for (u32 i = 0; i < bytes; i += 16)
 		*reinterpret_cast<uint4 *>(static_cast<u8 *>(to) + i) = load_vector(from + i);
@@ -249,9 +293,11 @@ __device__ __forceinline__ void bulk_load_once(void *to, u64 from, u32 bytes, [[
 #if __CUDA_ARCH__ >= 900
 	u64 policy;
 	asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-	asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)), "l"(from),
-		     "r"(bytes), "r"(shared_address(&at->state)), "l"(policy)
-		     : "memory");
+	asm volatile(
+	    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+		"r"(shared_address(to)),
+	    "l"(from), "r"(bytes), "r"(shared_address(&at->state)), "l"(policy)
+	    : "memory");
 #else
 	bulk_load(to, from, bytes, at);
 #endif
@@ -260,7 +306,9 @@ __device__ __forceinline__ void bulk_load_once(void *to, u64 from, u32 bytes, [[
 __device__ __forceinline__ void bulk_store(u64 to, const void *from, u32 bytes)
 {
 #if __CUDA_ARCH__ >= 900
-	asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+	asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+	             "r"(bytes)
+	             : "memory");
 #else
 	for (u32 i = 0; i < bytes; i += 16)
 		store_vector(to + i, *reinterpret_cast<const uint4 *>(static_cast<const u8 *>(from) + i));
@@ -307,7 +355,10 @@ __device__ __forceinline__ void fence_bulk()
 #endif
 }
 
-__device__ __forceinline__ void store_vector2(u64 p, uint2 v) { asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory"); }
+__device__ __forceinline__ void store_vector2(u64 p, uint2 v)
+{
+	asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
 
 // Numbers of 16 and 8 bits. Rounding is to nearest even.
 __device__ __forceinline__ float float_of_f16(u32 low16)

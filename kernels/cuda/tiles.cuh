@@ -1,7 +1,7 @@
 // Bulk data: a warp moves 4 KiB tiles of a message through its registers.
 //
-// Whoever sends or copies calls this. Reads and writes only what its caller names, with plain vector accesses: order comes from the
-// caller.
+// Whoever sends or copies calls this. Reads and writes only what its caller names, with plain vector accesses: order
+// comes from the caller.
 #pragma once
 
 #include "device.cuh"
@@ -16,14 +16,20 @@ struct tiles {
 	u64 src;
 	i64 bytes;
 
-	__device__ __forceinline__ i64 begin(i64 k) const { return k == 0 ? 0 : k * tile_bytes - static_cast<i64>(src & 127); }
+	__device__ __forceinline__ i64 begin(i64 k) const
+	{
+		return k == 0 ? 0 : k * tile_bytes - static_cast<i64>(src & 127);
+	}
 	__device__ __forceinline__ u32 length(i64 k) const
 	{
 		i64 end = begin(k + 1);
 		return static_cast<u32>((end < bytes ? end : bytes) - begin(k));
 	}
 	__device__ __forceinline__ bool has(i64 k) const { return begin(k) < bytes; }
-	__device__ __forceinline__ u32 count() const { return static_cast<u32>((bytes + static_cast<i64>(src & 127) + tile_bytes - 1) / tile_bytes); }
+	__device__ __forceinline__ u32 count() const
+	{
+		return static_cast<u32>((bytes + static_cast<i64>(src & 127) + tile_bytes - 1) / tile_bytes);
+	}
 };
 
 // Up to tile_bytes of a message on their way through a warp's registers.
@@ -83,11 +89,12 @@ __device__ __forceinline__ void await_clock(u32 due)
 		;
 }
 
-// When tiles that cross links may begin, so that those of a block keep to a rate. Warps that go along all tiles know the time of each: they
-// keep the ranks in step. Warps that wait for chunks take the next time that is free, from a counter in shared memory. An interval of 0 holds
-// nothing back.
+// When tiles that cross links may begin, so that those of a block keep to a rate. Warps that go along all tiles know
+// the time of each: they keep the ranks in step. Warps that wait for chunks take the next time that is free, from a
+// counter in shared memory. An interval of 0 holds nothing back.
 struct pace {
-	u32 due = 0, interval = 0; // the clock at the warp's next tile, and cycles from one to the next; with a counter, of the block's first and its next
+	u32 due = 0, interval = 0; // the clock at the warp's next tile, and cycles from one to the next; with a
+	                           // counter, of the block's first and its next
 	u32 *turn = nullptr;
 
 	// Returns when a tile that crosses so many links may begin, as the counter has it. All lanes of a warp.

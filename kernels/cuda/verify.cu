@@ -19,7 +19,8 @@ extern "C" __global__ void fill(message m)
 {
 	uint8_t *p = m.p;
 	uint64_t n = m.n, seed = m.seed;
-	for (uint64_t i = blockIdx.x * static_cast<uint64_t>(blockDim.x) + threadIdx.x; i < n; i += static_cast<uint64_t>(gridDim.x) * blockDim.x)
+	for (uint64_t i = blockIdx.x * static_cast<uint64_t>(blockDim.x) + threadIdx.x; i < n;
+	     i += static_cast<uint64_t>(gridDim.x) * blockDim.x)
 		p[i] = value(seed, i);
 }
 
@@ -28,7 +29,8 @@ extern "C" __global__ void check(message m)
 	const uint8_t *p = m.p;
 	uint64_t n = m.n, seed = m.seed;
 	unsigned long long bad = 0;
-	for (uint64_t i = blockIdx.x * static_cast<uint64_t>(blockDim.x) + threadIdx.x; i < n; i += static_cast<uint64_t>(gridDim.x) * blockDim.x)
+	for (uint64_t i = blockIdx.x * static_cast<uint64_t>(blockDim.x) + threadIdx.x; i < n;
+	     i += static_cast<uint64_t>(gridDim.x) * blockDim.x)
 		bad += p[i] != value(seed, i);
 	if (bad != 0)
 		atomicAdd(m.wrong, bad);

@@ -17,22 +17,26 @@ static int have_key;
 
 static void make_key(void) { have_key = pthread_key_create(&key, free) == 0; }
 
-static struct failure *mine(void) {
+static struct failure *mine(void)
+{
 	pthread_once(&once, make_key);
 	return have_key ? pthread_getspecific(key) : NULL;
 }
 
-const char *switchyard_last_error(void) {
+const char *switchyard_last_error(void)
+{
 	struct failure *f = mine();
 	return f ? f->text : "";
 }
 
-int32_t switchyard_last_error_rank(void) {
+int32_t switchyard_last_error_rank(void)
+{
 	struct failure *f = mine();
 	return f ? f->rank : -1;
 }
 
-void switchyard_set_error(const char *text, uint64_t n, int32_t rank) {
+void switchyard_set_error(const char *text, uint64_t n, int32_t rank)
+{
 	struct failure *f = mine();
 	if (!f) {
 		f = have_key ? calloc(1, sizeof *f) : NULL;

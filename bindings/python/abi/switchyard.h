@@ -8,18 +8,21 @@
 const char *switchyard_last_error(void);
 int32_t switchyard_last_error_rank(void);
 
-// What several tensors hold together: the handle of a dispatch, which is released when the last of its users has gone. It begins with
-// the handle, and is NULL where there is no memory for it. Its first user is who calls switchyard_hold, until switchyard_unhold.
+// What several tensors hold together: the handle of a dispatch, which is released when the last of its users has gone.
+// It begins with the handle, and is NULL where there is no memory for it. Its first user is who calls switchyard_hold,
+// until switchyard_unhold.
 void *switchyard_hold(uint64_t handle);
 void switchyard_unhold(void *hold);
 
-// How a tensor lies in memory: its address, DLPack's numbers for the device and the type, and its extents. It is row by row, without gaps.
+// How a tensor lies in memory: its address, DLPack's numbers for the device and the type, and its extents. It is row by
+// row, without gaps.
 struct switchyard_tensor {
 	int64_t data, kind, device, code, bits, ndim, shape[2];
 };
 
-// A DLPack description (DLManagedTensor) of a tensor, NULL where there is no memory for it. Who takes the capsule that it is put in calls
-// its deleter, which may be after all of Python has gone. The tensor is a user of the hold, if there is one.
+// A DLPack description (DLManagedTensor) of a tensor, NULL where there is no memory for it. Who takes the capsule that
+// it is put in calls its deleter, which may be after all of Python has gone. The tensor is a user of the hold, if there
+// is one.
 void *switchyard_describe(const struct switchyard_tensor *tensor, void *hold);
 
 // How many pools for torch's allocator a process can have. Pool k is asked by switchyard_pool_alloc_k and

@@ -1,8 +1,8 @@
-// What the warps of a block tell one another in an exchange through memory: who is read and written directly, who through staging, and
-// how far everybody is.
+// What the warps of a block tell one another in an exchange through memory: who is read and written directly, who
+// through staging, and how far everybody is.
 //
-// The watching warp makes it when it has met the peers, and keeps it up to date; the working warps (working.cuh) and those that signal
-// (watching.cuh) read it. Touches shared memory only.
+// The watching warp makes it when it has met the peers, and keeps it up to date; the working warps (working.cuh) and
+// those that signal (watching.cuh) read it. Touches shared memory only.
 #pragma once
 
 #include "calls.cuh"
@@ -19,26 +19,27 @@ constexpr u64 inputs_pushed = 0, results_pushed = 8, inputs_taken = 16, results_
 
 struct reduce_board {
 	fold_table fold;
-	u64 line[SW_MAX_RANKS]; // this rank's, at the peer
-	u64 push_to[SW_MAX_RANKS]; // the peer's staging of this rank's input
+	u64 line[SW_MAX_RANKS];      // this rank's, at the peer
+	u64 push_to[SW_MAX_RANKS];   // the peer's staging of this rank's input
 	u64 take_from[SW_MAX_RANKS]; // where the peer's slice of the result comes from
-	u64 pushing; // ranks, a bit each: they push their input into staging here
-	u64 handing; // this rank's result goes to staging there
-	u64 taking, pulling; // their slice of the result is copied by this rank: from staging here, from their memory there
+	u64 pushing;                 // ranks, a bit each: they push their input into staging here
+	u64 handing;                 // this rank's result goes to staging there
+	u64 taking,
+	    pulling; // their slice of the result is copied by this rank: from staging here, from their memory there
 	u64 touching, touched; // this rank reads or writes their memory directly; they do so with this rank's
-	u32 pushes; // this rank's input goes through staging
-	u32 stores; // this rank writes peers' memory
+	u32 pushes;            // this rank's input goes through staging
+	u32 stores;            // this rank writes peers' memory
 	u32 push_warps, reduce_warps, take_warps;
 
 	reports pushed[SW_REDUCE_MAX_SLOTS], reduced[SW_REDUCE_MAX_SLOTS], taken[SW_REDUCE_MAX_SLOTS]; // by slot
-	u32 ready;		     // chunks that all staged inputs have
-	u32 room;		     // chunks of results that all staged outputs have room for
-	u32 push_room;		     // chunks of input that all peers have room for
-	u32 results[SW_MAX_RANKS];   // chunks of the peer's results that are in staging here
-	u32 over;		     // the block has given up
-	u32 met;		     // clock when the peers had come
-	u32 turn;		     // of the tiles that are held to a rate
-	u32 crossings;		     // of a tile that is folded: peers whose memory it is read from, and peers that it is written to
+	u32 ready;                 // chunks that all staged inputs have
+	u32 room;                  // chunks of results that all staged outputs have room for
+	u32 push_room;             // chunks of input that all peers have room for
+	u32 results[SW_MAX_RANKS]; // chunks of the peer's results that are in staging here
+	u32 over;                  // the block has given up
+	u32 met;                   // clock when the peers had come
+	u32 turn;                  // of the tiles that are held to a rate
+	u32 crossings; // of a tile that is folded: peers whose memory it is read from, and peers that it is written to
 
 	__device__ __forceinline__ void begin(const sw_reduce_args &a, u32 lane);
 	__device__ __forceinline__ bool make(const sw_reduce_args &a, u64 epoch, u32 lane);
@@ -47,7 +48,10 @@ struct reduce_board {
 	__device__ __forceinline__ bool any_staged() const { return pushes != 0 || (pushing | handing | taking) != 0; }
 
 	// The warps that read or write peers' memory meet the one that tells peers of the end.
-	__device__ __forceinline__ void end_work() { part_sync(end_of_work, 32 * (1 + reduce_warps + (pulling != 0 ? take_warps : 0))); }
+	__device__ __forceinline__ void end_work()
+	{
+		part_sync(end_of_work, 32 * (1 + reduce_warps + (pulling != 0 ? take_warps : 0)));
+	}
 
 	// Of tiles in chunks, and of all tiles in a row, of which the warp takes every warps-th.
 	__device__ __forceinline__ pace held(const sw_reduce_args &a) { return {met, a.interval, &turn}; }
@@ -97,16 +101,21 @@ struct chunk {
 
 __device__ __forceinline__ u64 slots_of(const sw_reduce_args &a, u64 region, u32 dst, u32 src)
 {
-	return segment(a.world, dst) + region + (static_cast<u64>(src) * a.lines + blockIdx.x) * a.slots * a.chunk_bytes;
+	return segment(a.world, dst) + region +
+	       (static_cast<u64>(src) * a.lines + blockIdx.x) * a.slots * a.chunk_bytes;
 }
 
 __device__ __forceinline__ u64 line_of(const sw_reduce_args &a, u32 dst, u32 src)
 {
-	return segment(a.world, dst) + a.block.lines + (static_cast<u64>(src) * a.lines + blockIdx.x) * SW_REDUCE_LINE_BYTES;
+	return segment(a.world, dst) + a.block.lines +
+	       (static_cast<u64>(src) * a.lines + blockIdx.x) * SW_REDUCE_LINE_BYTES;
 }
 
 // Whether this rank writes its result to the peers.
-__device__ __forceinline__ bool hands_to_peers(const sw_reduce_args &a) { return gathers(a) && !(has(a, SW_REDUCE_PULL) && a.src_place != SW_NOWHERE); }
+__device__ __forceinline__ bool hands_to_peers(const sw_reduce_args &a)
+{
+	return gathers(a) && !(has(a, SW_REDUCE_PULL) && a.src_place != SW_NOWHERE);
+}
 
 // Whether x reads or writes y's memory directly, as the places of both tell.
 __device__ __forceinline__ bool touches(const sw_reduce_args &a, u64 x_src, u64 y_src, u64 y_dst)
@@ -142,15 +151,17 @@ __device__ __forceinline__ void reduce_board::begin(const sw_reduce_args &a, u32
 	__syncwarp();
 }
 
-// Meets the peers and writes the rest. The watching warp, while the others wait. False when the ranks' calls differ or one did not come.
+// Meets the peers and writes the rest. The watching warp, while the others wait. False when the ranks' calls differ or
+// one did not come.
 __device__ __forceinline__ bool reduce_board::make(const sw_reduce_args &a, u64 epoch, u32 lane)
 {
 	u32 me = a.world.rank, size = a.world.size;
 	bool pull = has(a, SW_REDUCE_PULL), hands = hands_to_peers(a);
 	span mine(a, me);
 	enum { pushes_here = 1, takes_staged = 2, staged_here = 4, pulled = 8, touches_it = 16, touches_me = 32 };
-	u32 found[2] = {0, 0};			    // of ranks lane and lane+32
-	u64 bits = fold.from[reduces(a) ? me : 0] | (a.dst + (gathers(a) ? static_cast<u64>(mine.at) : 0)); // of all addresses of rows and targets
+	u32 found[2] = {0, 0}; // of ranks lane and lane+32
+	u64 bits = fold.from[reduces(a) ? me : 0] |
+	           (a.dst + (gathers(a) ? static_cast<u64>(mine.at) : 0)); // of all addresses of rows and targets
 	bool good = meet(a, epoch, lane, [&](u32 p, const entry &e) {
 		u64 src = e.src == SW_NOWHERE ? SW_NOWHERE : segment(a.world, p) + resolve(a.world, p, e.src);
 		u64 dst = e.dst == SW_NOWHERE ? SW_NOWHERE : segment(a.world, p) + resolve(a.world, p, e.dst);
@@ -187,8 +198,12 @@ __device__ __forceinline__ bool reduce_board::make(const sw_reduce_args &a, u64 
 	});
 	if (!good)
 		return false;
-	auto ranks = [&](u32 what) { return static_cast<u64>(size > 32 ? __ballot_sync(~0u, (found[1] & what) != 0) : 0) << 32 | __ballot_sync(~0u, (found[0] & what) != 0); };
-	u64 pushers = ranks(pushes_here), takers = ranks(takes_staged), staged = ranks(staged_here), far = ranks(pulled), its = ranks(touches_it), mines = ranks(touches_me);
+	auto ranks = [&](u32 what) {
+		return static_cast<u64>(size > 32 ? __ballot_sync(~0u, (found[1] & what) != 0) : 0) << 32 |
+		       __ballot_sync(~0u, (found[0] & what) != 0);
+	};
+	u64 pushers = ranks(pushes_here), takers = ranks(takes_staged), staged = ranks(staged_here),
+	    far = ranks(pulled), its = ranks(touches_it), mines = ranks(touches_me);
 	bool aligned = __any_sync(~0u, (bits & 15) != 0) == 0;
 	if (lane == 0) {
 		pushing = fold.from_staged = pushers;

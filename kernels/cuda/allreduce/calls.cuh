@@ -1,7 +1,8 @@
-// What a rank tells its peers of a call, and what it makes of what they tell: the ranks agree on it before a peer's memory is touched.
+// What a rank tells its peers of a call, and what it makes of what they tell: the ranks agree on it before a peer's
+// memory is touched.
 //
-// The kernels of reductions begin here. Writes this rank's entries in the peers' segments, reads those in its own, and records it when
-// calls differ.
+// The kernels of reductions begin here. Writes this rank's entries in the peers' segments, reads those in its own, and
+// records it when calls differ.
 #pragma once
 
 #include "../packet.cuh"
@@ -60,7 +61,8 @@ struct entry {
 
 	__device__ __forceinline__ bool get(u64 from, u32 flag)
 	{
-		pair64 x = load16_relaxed_sys(from), y = load16_relaxed_sys(from + 16), z = load16_relaxed_sys(from + 32), w = load16_relaxed_sys(from + 48);
+		pair64 x = load16_relaxed_sys(from), y = load16_relaxed_sys(from + 16),
+		       z = load16_relaxed_sys(from + 32), w = load16_relaxed_sys(from + 48);
 		count = x.a, shape = y.a, src = z.a, dst = w.a;
 		call = static_cast<u32>(x.b), blocks = static_cast<u32>(y.b);
 		auto there = [flag](u64 b) { return static_cast<u32>(b >> 32) == flag; };
@@ -123,8 +125,8 @@ template <typename Each> __device__ __forceinline__ bool meet(const sw_reduce_ar
 	return __any_sync(~0u, !good) == 0;
 }
 
-// A packet of 2^31 calls ago could be taken for a new one, if its place had not been written since. Each call wipes one place of every
-// peer that no packet of the call lands in. groups is how many of them the call uses. A warp.
+// A packet of 2^31 calls ago could be taken for a new one, if its place had not been written since. Each call wipes one
+// place of every peer that no packet of the call lands in. groups is how many of them the call uses. A warp.
 __device__ __forceinline__ void wipe_one(const sw_reduce_args &a, u64 epoch, u64 region, u32 peer, u32 groups)
 {
 	u32 words = static_cast<u32>(a.block.packet_stride / 16);
@@ -132,7 +134,10 @@ __device__ __forceinline__ void wipe_one(const sw_reduce_args &a, u64 epoch, u64
 		return;
 	u32 at = static_cast<u32>(epoch / 2) % words;
 	if (at / (SW_PACKET_GROUP_BYTES / 16) >= groups)
-		store16_relaxed_sys(own_segment(a.world) + region + ((epoch & 1) * a.world.size + peer) * a.block.packet_stride + 16 * static_cast<u64>(at), 0, 0);
+		store16_relaxed_sys(own_segment(a.world) + region +
+		                        ((epoch & 1) * a.world.size + peer) * a.block.packet_stride +
+		                        16 * static_cast<u64>(at),
+		                    0, 0);
 }
 
 } // namespace sw

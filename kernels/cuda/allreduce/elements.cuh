@@ -1,5 +1,6 @@
-// The elements that reductions combine: how 16 bytes of a type become values to compute with, how these are combined, and how they
-// become 16 bytes again. Floats of 16 and 8 bits are combined in float32 and rounded once (R2); integers wrap.
+// The elements that reductions combine: how 16 bytes of a type become values to compute with, how these are combined,
+// and how they become 16 bytes again. Floats of 16 and 8 bits are combined in float32 and rounded once (R2); integers
+// wrap.
 //
 // The folds and packets call this. Touches no memory.
 #pragma once
@@ -43,11 +44,13 @@ template <> struct element<SW_TYPE_FLOAT32> {
 	static constexpr int per = 4;
 	static __device__ __forceinline__ void widen(value *x, uint4 v)
 	{
-		x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y), x[2] = __uint_as_float(v.z), x[3] = __uint_as_float(v.w);
+		x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y), x[2] = __uint_as_float(v.z),
+		x[3] = __uint_as_float(v.w);
 	}
 	static __device__ __forceinline__ uint4 narrow(const value *x)
 	{
-		return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+		return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+		                  __float_as_uint(x[3]));
 	}
 };
 
@@ -63,7 +66,8 @@ template <> struct element<SW_TYPE_BFLOAT16> {
 	}
 	static __device__ __forceinline__ uint4 narrow(const value *x)
 	{
-		return make_uint4(bf16x2_of(x[0], x[1]), bf16x2_of(x[2], x[3]), bf16x2_of(x[4], x[5]), bf16x2_of(x[6], x[7]));
+		return make_uint4(bf16x2_of(x[0], x[1]), bf16x2_of(x[2], x[3]), bf16x2_of(x[4], x[5]),
+		                  bf16x2_of(x[6], x[7]));
 	}
 };
 
@@ -79,7 +83,8 @@ template <> struct element<SW_TYPE_FLOAT16> {
 	}
 	static __device__ __forceinline__ uint4 narrow(const value *x)
 	{
-		return make_uint4(f16x2_of(x[0], x[1]), f16x2_of(x[2], x[3]), f16x2_of(x[4], x[5]), f16x2_of(x[6], x[7]));
+		return make_uint4(f16x2_of(x[0], x[1]), f16x2_of(x[2], x[3]), f16x2_of(x[4], x[5]),
+		                  f16x2_of(x[6], x[7]));
 	}
 };
 
@@ -126,25 +131,34 @@ template <> struct element<SW_TYPE_INT32> {
 	static constexpr int per = 4;
 	static __device__ __forceinline__ void widen(value *x, uint4 v)
 	{
-		x[0] = static_cast<value>(v.x), x[1] = static_cast<value>(v.y), x[2] = static_cast<value>(v.z), x[3] = static_cast<value>(v.w);
+		x[0] = static_cast<value>(v.x), x[1] = static_cast<value>(v.y), x[2] = static_cast<value>(v.z),
+		x[3] = static_cast<value>(v.w);
 	}
 	static __device__ __forceinline__ uint4 narrow(const value *x)
 	{
-		return make_uint4(static_cast<u32>(x[0]), static_cast<u32>(x[1]), static_cast<u32>(x[2]), static_cast<u32>(x[3]));
+		return make_uint4(static_cast<u32>(x[0]), static_cast<u32>(x[1]), static_cast<u32>(x[2]),
+		                  static_cast<u32>(x[3]));
 	}
 };
 
 __device__ __forceinline__ u64 joined(u32 low, u32 high) { return static_cast<u64>(high) << 32 | low; }
 __device__ __forceinline__ uint4 parted(u64 a, u64 b)
 {
-	return make_uint4(static_cast<u32>(a), static_cast<u32>(a >> 32), static_cast<u32>(b), static_cast<u32>(b >> 32));
+	return make_uint4(static_cast<u32>(a), static_cast<u32>(a >> 32), static_cast<u32>(b),
+	                  static_cast<u32>(b >> 32));
 }
 
 template <> struct element<SW_TYPE_INT64> {
 	using value = i64;
 	static constexpr int per = 2;
-	static __device__ __forceinline__ void widen(value *x, uint4 v) { x[0] = static_cast<i64>(joined(v.x, v.y)), x[1] = static_cast<i64>(joined(v.z, v.w)); }
-	static __device__ __forceinline__ uint4 narrow(const value *x) { return parted(static_cast<u64>(x[0]), static_cast<u64>(x[1])); }
+	static __device__ __forceinline__ void widen(value *x, uint4 v)
+	{
+		x[0] = static_cast<i64>(joined(v.x, v.y)), x[1] = static_cast<i64>(joined(v.z, v.w));
+	}
+	static __device__ __forceinline__ uint4 narrow(const value *x)
+	{
+		return parted(static_cast<u64>(x[0]), static_cast<u64>(x[1]));
+	}
 };
 
 template <> struct element<SW_TYPE_FLOAT64> {
@@ -152,11 +166,13 @@ template <> struct element<SW_TYPE_FLOAT64> {
 	static constexpr int per = 2;
 	static __device__ __forceinline__ void widen(value *x, uint4 v)
 	{
-		x[0] = __longlong_as_double(static_cast<long long>(joined(v.x, v.y))), x[1] = __longlong_as_double(static_cast<long long>(joined(v.z, v.w)));
+		x[0] = __longlong_as_double(static_cast<long long>(joined(v.x, v.y))),
+		x[1] = __longlong_as_double(static_cast<long long>(joined(v.z, v.w)));
 	}
 	static __device__ __forceinline__ uint4 narrow(const value *x)
 	{
-		return parted(static_cast<u64>(__double_as_longlong(x[0])), static_cast<u64>(__double_as_longlong(x[1])));
+		return parted(static_cast<u64>(__double_as_longlong(x[0])),
+		              static_cast<u64>(__double_as_longlong(x[1])));
 	}
 };
 
@@ -164,13 +180,25 @@ template <> struct element<SW_TYPE_FLOAT64> {
 __device__ __forceinline__ float plus(float a, float b) { return a + b; }
 __device__ __forceinline__ double plus(double a, double b) { return a + b; }
 __device__ __forceinline__ u32 plus(u32 a, u32 b) { return a + b; }
-__device__ __forceinline__ int32_t plus(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<u32>(a) + static_cast<u32>(b)); }
-__device__ __forceinline__ i64 plus(i64 a, i64 b) { return static_cast<i64>(static_cast<u64>(a) + static_cast<u64>(b)); }
+__device__ __forceinline__ int32_t plus(int32_t a, int32_t b)
+{
+	return static_cast<int32_t>(static_cast<u32>(a) + static_cast<u32>(b));
+}
+__device__ __forceinline__ i64 plus(i64 a, i64 b)
+{
+	return static_cast<i64>(static_cast<u64>(a) + static_cast<u64>(b));
+}
 __device__ __forceinline__ float times(float a, float b) { return a * b; }
 __device__ __forceinline__ double times(double a, double b) { return a * b; }
 __device__ __forceinline__ u32 times(u32 a, u32 b) { return a * b; }
-__device__ __forceinline__ int32_t times(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<u32>(a) * static_cast<u32>(b)); }
-__device__ __forceinline__ i64 times(i64 a, i64 b) { return static_cast<i64>(static_cast<u64>(a) * static_cast<u64>(b)); }
+__device__ __forceinline__ int32_t times(int32_t a, int32_t b)
+{
+	return static_cast<int32_t>(static_cast<u32>(a) * static_cast<u32>(b));
+}
+__device__ __forceinline__ i64 times(i64 a, i64 b)
+{
+	return static_cast<i64>(static_cast<u64>(a) * static_cast<u64>(b));
+}
 
 // a = a op v. Min and Max take the new element where it is less (greater) or not a number.
 template <typename E, bool sums> __device__ __forceinline__ void combine(typename E::value *a, uint4 v, u32 op)
@@ -201,10 +229,14 @@ struct ending {
 	u32 op;
 	float n, inverse;
 
-	__device__ __forceinline__ ending(u32 op, u32 ranks) : op(op), n(static_cast<float>(ranks)), inverse(1 / static_cast<float>(ranks)) {}
+	__device__ __forceinline__ ending(u32 op, u32 ranks)
+	    : op(op), n(static_cast<float>(ranks)), inverse(1 / static_cast<float>(ranks))
+	{
+	}
 	__device__ __forceinline__ ending() {}
 
-	// a/n rounded to nearest like a division, for n up to 64 and quotients that are not subnormal, in fewer instructions.
+	// a/n rounded to nearest like a division, for n up to 64 and quotients that are not subnormal, in fewer
+	// instructions.
 	__device__ __forceinline__ float divided(float a) const
 	{
 		float q = a * inverse, y = fmaf(fmaf(-q, n, a), inverse, q);

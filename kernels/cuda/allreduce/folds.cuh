@@ -1,7 +1,8 @@
-// Folds: a warp combines the same bytes of several rows, in the order of ranks, and stores the result in several places.
+// Folds: a warp combines the same bytes of several rows, in the order of ranks, and stores the result in several
+// places.
 //
-// The reducing warps of the exchange through memory call this. Reads the rows and writes the targets that its table names, in this rank's
-// segment or in peers'; order comes from the caller.
+// The reducing warps of the exchange through memory call this. Reads the rows and writes the targets that its table
+// names, in this rank's segment or in peers'; order comes from the caller.
 #pragma once
 
 #include "../tiles.cuh"
@@ -18,15 +19,22 @@ struct fold_table {
 	u32 type, op;
 	ending end;
 
-	__device__ __forceinline__ u64 row(u32 i, i64 at, i64 slot_at) const { return from[i] + static_cast<u64>(from_staged >> i & 1 ? slot_at : at); }
-	__device__ __forceinline__ u64 target(u32 i, i64 at, i64 slot_at) const { return to[i] + static_cast<u64>(to_staged >> i & 1 ? slot_at : at); }
+	__device__ __forceinline__ u64 row(u32 i, i64 at, i64 slot_at) const
+	{
+		return from[i] + static_cast<u64>(from_staged >> i & 1 ? slot_at : at);
+	}
+	__device__ __forceinline__ u64 target(u32 i, i64 at, i64 slot_at) const
+	{
+		return to[i] + static_cast<u64>(to_staged >> i & 1 ? slot_at : at);
+	}
 };
 
-// What one warp folds: tiles first, first+step, ... of `bytes` bytes from offset `at` of the slice on, or slot_at of staging.
+// What one warp folds: tiles first, first+step, ... of `bytes` bytes from offset `at` of the slice on, or slot_at of
+// staging.
 struct fold_run {
 	i64 at, slot_at, bytes;
 	u32 first, step, lane;
-	pace when; // of whole tiles
+	pace when;     // of whole tiles
 	u32 crossings; // of a tile
 };
 
@@ -68,7 +76,8 @@ __device__ __forceinline__ void store_piece(u64 p, u32 n, uint4 v)
 	}
 }
 
-// Sums of whole tiles, aligned. `wide` rows are in flight at a time, 16 vectors of a thread together; less than 8 are all that there are.
+// Sums of whole tiles, aligned. `wide` rows are in flight at a time, 16 vectors of a thread together; less than 8 are
+// all that there are.
 template <typename E, int wide> __device__ __noinline__ void fold_sums(const fold_table &t, const fold_run &f)
 {
 	constexpr int each = 16 / wide;
@@ -88,7 +97,8 @@ template <typename E, int wide> __device__ __noinline__ void fold_sums(const fol
 					u64 p = t.row(on ? first + r : 0, f.at + o, f.slot_at + o);
 #pragma unroll
 					for (int k = 0; k < each; k++)
-						v[r][k] = wide == 2 ? load_vector(p + 512 * k) : load_vector_if(on, p + 512 * k);
+						v[r][k] = wide == 2 ? load_vector(p + 512 * k)
+						                    : load_vector_if(on, p + 512 * k);
 				}
 #pragma unroll
 				for (int k = 0; k < each; k++) {

@@ -1,14 +1,15 @@
-// All-reduce by multicast. Switches add what all ranks have at an address, and store a result on all of them, so every byte crosses each
-// rank's link once in and once out, however many ranks there are. Only sums, and averages of floats that are not widened, go this way (R1).
-// Each element is added once and handed to all, so all ranks have the same bits (R2).
+// All-reduce by multicast. Switches add what all ranks have at an address, and store a result on all of them, so every
+// byte crosses each rank's link once in and once out, however many ranks there are. Only sums, and averages of floats
+// that are not widened, go this way (R1). Each element is added once and handed to all, so all ranks have the same bits
+// (R2).
 //
-// The call is cut into groups of one piece for each rank. Three teams of threads deal with a group, one behind the other: one stages this
-// rank's input in its own segment, one reduces this rank's piece of all ranks' staging and stores it in all ranks' staging, and one takes
-// what is then there. A team is some warps of a block, or whole blocks. Where all ranks have a buffer at the same place, nobody stages
-// input or takes results (zero copy).
+// The call is cut into groups of one piece for each rank. Three teams of threads deal with a group, one behind the
+// other: one stages this rank's input in its own segment, one reduces this rank's piece of all ranks' staging and
+// stores it in all ranks' staging, and one takes what is then there. A team is some warps of a block, or whole blocks.
+// Where all ranks have a buffer at the same place, nobody stages input or takes results (zero copy).
 //
-// Reads the user's input and writes the user's output, staging in this rank's segment, the multicast addresses of both in all ranks'
-// segments, and the lines of blocks (board.cuh), here for the teams of this rank too.
+// Reads the user's input and writes the user's output, staging in this rank's segment, the multicast addresses of both
+// in all ranks' segments, and the lines of blocks (board.cuh), here for the teams of this rank too.
 #pragma once
 
 #include "board.cuh"
@@ -33,7 +34,8 @@ __device__ __forceinline__ bool in_reach(const sw_reduce_args &a, u64 place)
 }
 
 // Meets the peers. One warp, while the block's others wait. False when the call cannot go on.
-__device__ __forceinline__ bool make_multicast_board(const sw_multicast_args &m, u64 epoch, multicast_board &b, u32 lane)
+__device__ __forceinline__ bool make_multicast_board(const sw_multicast_args &m, u64 epoch, multicast_board &b,
+                                                     u32 lane)
 {
 	const sw_reduce_args &a = m.reduce;
 	bool from = in_reach(a, a.src_place), to = in_reach(a, a.dst_place);
@@ -50,7 +52,8 @@ __device__ __forceinline__ bool make_multicast_board(const sw_multicast_args &m,
 	return good;
 }
 
-template <u32 type> __device__ __noinline__ void reduce_piece(u64 from, u64 to, u32 bytes, u32 thread, u32 threads, ending end)
+template <u32 type>
+__device__ __noinline__ void reduce_piece(u64 from, u64 to, u32 bytes, u32 thread, u32 threads, ending end)
 {
 	using E = element<type>;
 	auto one = [&](uint4 v) {
@@ -90,7 +93,8 @@ struct multicast_team {
 	// What the same teams of a rank tell those of another, or of itself.
 	__device__ __forceinline__ u64 word(u32 dst, u32 src, u64 which) const
 	{
-		return segment(a.world, dst) + a.block.lines + (static_cast<u64>(src) * a.lines + line) * SW_REDUCE_LINE_BYTES + which;
+		return segment(a.world, dst) + a.block.lines +
+		       (static_cast<u64>(src) * a.lines + line) * SW_REDUCE_LINE_BYTES + which;
 	}
 
 	// Tells all ranks, or only this one, how many groups the team is through with.
@@ -107,7 +111,8 @@ struct multicast_team {
 				store_relaxed_sys(word(p, a.world.rank, which), seq(epoch, groups));
 	}
 
-	// Waits until all ranks' teams, or only this rank's, have told so. False, for all threads, when the call cannot go on.
+	// Waits until all ranks' teams, or only this rank's, have told so. False, for all threads, when the call cannot
+	// go on.
 	__device__ __forceinline__ bool await(u64 which, u32 groups, bool all)
 	{
 		if (warp == 0) {
@@ -174,7 +179,8 @@ struct multicast_team {
 			u32 through = j < a.slots ? 0 : j + 1 - a.slots;
 			if (role == stager) {
 				// who takes results has seen all ranks reduce
-				if (through > 0 && !(takes ? await(results_taken, through, false) : await(results_pushed, through, true)))
+				if (through > 0 && !(takes ? await(results_taken, through, false)
+				                           : await(results_pushed, through, true)))
 					return;
 				move(own + slot, a.src + static_cast<u64>(at), n, warp, warps, lane);
 				tell(inputs_pushed, j + 1, true);
@@ -187,7 +193,10 @@ struct multicast_team {
 				}
 				i64 mine = piece * a.world.rank, left = n - mine;
 				if (left > 0) // staging has room for a whole last vector
-					reduce((stages ? peers + slot : b.from + static_cast<u64>(at)) + static_cast<u64>(mine), (takes ? peers + slot : b.to + static_cast<u64>(at)) + static_cast<u64>(mine),
+					reduce((stages ? peers + slot : b.from + static_cast<u64>(at)) +
+					           static_cast<u64>(mine),
+					       (takes ? peers + slot : b.to + static_cast<u64>(at)) +
+					           static_cast<u64>(mine),
 					       static_cast<u32>((min(piece, left) + 15) / 16 * 16));
 				tell(results_pushed, j + 1, true);
 			} else {
@@ -231,10 +240,12 @@ template <bool by_blocks> __device__ __forceinline__ void run_multicast(const sw
 		return;
 	// the roles that there are follow one another
 	u32 first = b.from == SW_NOWHERE ? stager : reducer, roles = 1 + (b.from == SW_NOWHERE) + (b.to == SW_NOWHERE);
-	u32 warps = by_blocks ? multicast_warps : multicast_warps / roles, lines = by_blocks ? gridDim.x / roles : gridDim.x;
+	u32 warps = by_blocks ? multicast_warps : multicast_warps / roles,
+	    lines = by_blocks ? gridDim.x / roles : gridDim.x;
 	u32 turn = by_blocks ? blockIdx.x % roles : warp / warps, line = by_blocks ? blockIdx.x / roles : blockIdx.x;
 	if (turn < roles && line < lines)
-		multicast_team{m, a, epoch, b, first + turn, line, lines, by_blocks ? warp : warp % warps, warps, lane}.run();
+		multicast_team{m, a, epoch, b, first + turn, line, lines, by_blocks ? warp : warp % warps, warps, lane}
+		    .run();
 }
 
 } // namespace sw

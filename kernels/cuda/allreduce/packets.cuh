@@ -1,8 +1,9 @@
-// Reductions by packets: what is to be reduced, and what has been, travels in words that carry their flag, so there is no fence and no
-// signal. In one shot every rank sends all to all; in two shots it sends each rank its slice, and then its own result to all.
+// Reductions by packets: what is to be reduced, and what has been, travels in words that carry their flag, so there is
+// no fence and no signal. In one shot every rank sends all to all; in two shots it sends each rank its slice, and then
+// its own result to all.
 //
-// All warps of the packet kernel but the last two run it. Writes this rank's packet places in the peers' segments (double buffered by the
-// call's parity) and its own output; reads its input and the places in its own segment.
+// All warps of the packet kernel but the last two run it. Writes this rank's packet places in the peers' segments
+// (double buffered by the call's parity) and its own output; reads its input and the places in its own segment.
 #pragma once
 
 #include "calls.cuh"
@@ -64,7 +65,8 @@ __device__ __forceinline__ bool get_part(quad &q, i64 left, u64 wire, u32 flag)
 	return all;
 }
 
-// What the warp that compares the ranks' calls tells the others of its block, which ask before they first write the user's memory.
+// What the warp that compares the ranks' calls tells the others of its block, which ask before they first write the
+// user's memory.
 constexpr u64 calls_agree = 1, calls_differ = 2; // 0: not known yet; they differ also where it was given up
 
 struct packet_warp {
@@ -101,7 +103,8 @@ struct packet_warp {
 		return p < a.world.size ? p : p - a.world.size;
 	}
 
-	// What this rank sends at first: its input to everybody that reduces it, or its slice to all. The same bytes to all peers are one task.
+	// What this rank sends at first: its input to everybody that reduces it, or its slice to all. The same bytes to
+	// all peers are one task.
 	struct task {
 		u32 peer;
 		u64 src;
@@ -122,8 +125,8 @@ struct packet_warp {
 		return {p, src, part(0, src, s.bytes, group, lane)};
 	}
 
-	// Loads what is sent first, before the number of the call is known. The task is known from the arguments alone. Without a branch, before
-	// which the compiler would wait for the number.
+	// Loads what is sent first, before the number of the call is known. The task is known from the arguments alone.
+	// Without a branch, before which the compiler would wait for the number.
 	__device__ __forceinline__ void preload(const task &k, bool moves)
 	{
 		loaded = moves && k.x.whole && k.x.left > 0;
@@ -140,7 +143,10 @@ struct packet_warp {
 		return most;
 	}
 
-	__device__ __forceinline__ u32 tasks() const { return same_to_all() ? packet_groups(span(a, a.world.rank).bytes) : most_groups() * (a.world.size - 1); }
+	__device__ __forceinline__ u32 tasks() const
+	{
+		return same_to_all() ? packet_groups(span(a, a.world.rank).bytes) : most_groups() * (a.world.size - 1);
+	}
 
 	// Task k is the warp's first one.
 	__device__ __forceinline__ void send(task k, u32 tasks)
@@ -155,7 +161,8 @@ struct packet_warp {
 			if (same_to_all())
 				hand_out(first, k.x, region, flag);
 			else
-				put_part(first, k.x.left, packet_place(a, epoch, region, k.peer, a.world.rank) + k.x.wire, flag);
+				put_part(first, k.x.left,
+				         packet_place(a, epoch, region, k.peer, a.world.rank) + k.x.wire, flag);
 			t += warps;
 			if (t < tasks)
 				k = input(t);
@@ -169,8 +176,8 @@ struct packet_warp {
 			put_part(q, x.left, packet_place(a, epoch, region, peer(i), a.world.rank) + x.wire, flag);
 	}
 
-	// Reduces this rank's groups, `wide` ranks' packets in flight at a time, more than one of sums only, and hands the results out in two
-	// shots. False when the call cannot go on.
+	// Reduces this rank's groups, `wide` ranks' packets in flight at a time, more than one of sums only, and hands
+	// the results out in two shots. False when the call cannot go on.
 	template <typename E, int wide> __device__ __forceinline__ bool reduce(u32 groups)
 	{
 		span s(a, a.world.rank);
@@ -194,7 +201,11 @@ struct packet_warp {
 #pragma unroll
 					for (int r = 0; r < wide; r++)
 						if (first + r < a.world.size && first + r != a.world.rank) {
-							bool one = get_part(q[r], in.left, packet_place(a, epoch, a.block.inputs, a.world.rank, first + r) + in.wire, flag);
+							bool one = get_part(q[r], in.left,
+							                    packet_place(a, epoch, a.block.inputs,
+							                                 a.world.rank, first + r) +
+							                        in.wire,
+							                    flag);
 							late = one ? late : first + r;
 							all &= one;
 						}
@@ -215,7 +226,8 @@ struct packet_warp {
 				for (int r = 0; r < wide; r++)
 #pragma unroll
 					for (int i = 0; i < 3; i++) {
-						uint4 x = make_uint4(q[r].w[4 * i], q[r].w[4 * i + 1], q[r].w[4 * i + 2], q[r].w[4 * i + 3]);
+						uint4 x = make_uint4(q[r].w[4 * i], q[r].w[4 * i + 1],
+						                     q[r].w[4 * i + 2], q[r].w[4 * i + 3]);
 						if (first == 0 && r == 0)
 							E::widen(v[i], x);
 						else if (first + r < a.world.size)
@@ -283,10 +295,13 @@ struct packet_warp {
 	}
 };
 
-template <u32 type> __device__ __noinline__ bool reduce_packets(packet_warp p, u32 groups) { return p.reduce<element<type>, 1>(groups); }
+template <u32 type> __device__ __noinline__ bool reduce_packets(packet_warp p, u32 groups)
+{
+	return p.reduce<element<type>, 1>(groups);
+}
 
-// Sums of the types of gradients have code of their own, for 2 and for more ranks. It is in the kernel itself: a function would read the
-// arguments through memory, and the compiler would keep there what the function is given.
+// Sums of the types of gradients have code of their own, for 2 and for more ranks. It is in the kernel itself: a
+// function would read the arguments through memory, and the compiler would keep there what the function is given.
 template <u32 type> __device__ __forceinline__ bool reduce_fast(packet_warp &p, u32 groups)
 {
 	if (call_op(p.a) > SW_OP_AVG)

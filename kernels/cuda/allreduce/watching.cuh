@@ -1,7 +1,8 @@
-// The warps of a block that deal with peers: one watches what they write, two fence and signal what the working warps have written.
+// The warps of a block that deal with peers: one watches what they write, two fence and signal what the working warps
+// have written.
 //
-// The last three warps of the exchange through memory run it. Reads the peers' lines in this rank's segment; writes this rank's lines in
-// theirs.
+// The last three warps of the exchange through memory run it. Reads the peers' lines in this rank's segment; writes
+// this rank's lines in theirs.
 #pragma once
 
 #include "working.cuh"
@@ -14,7 +15,8 @@ struct reduce_signaller {
 	reduce_board &b;
 	u32 lane;
 
-	// How many chunks all warps have reported, of those from `from` to `end`. At least one more than from; 0 when the block gives up.
+	// How many chunks all warps have reported, of those from `from` to `end`. At least one more than from; 0 when
+	// the block gives up.
 	__device__ __forceinline__ u32 await(reports *r, u32 from, u32 end)
 	{
 		u32 to = from;
@@ -41,7 +43,9 @@ struct reduce_signaller {
 #pragma unroll 1
 		for (u32 p = lane; p < a.world.size; p += 32)
 			if (ranks >> p & 1)
-				store_relaxed_sys(b.line[p] + word, seq(epoch, own ? chunks : min(chunks, chunks_of(a, span(a, p).bytes))));
+				store_relaxed_sys(
+				    b.line[p] + word,
+				    seq(epoch, own ? chunks : min(chunks, chunks_of(a, span(a, p).bytes))));
 	}
 
 	// What has been pushed.
@@ -85,12 +89,19 @@ struct reduce_watch {
 	u32 lane;
 	u32 given_inputs = 0, given_results = 0; // chunks whose slots have been given back
 
-	__device__ __forceinline__ reduce_watch(const sw_reduce_args &a, u64 epoch, reduce_board &b, u32 lane) : a(a), epoch(epoch), b(b), lane(lane) {}
+	__device__ __forceinline__ reduce_watch(const sw_reduce_args &a, u64 epoch, reduce_board &b, u32 lane)
+	    : a(a), epoch(epoch), b(b), lane(lane)
+	{
+	}
 
 	// How many chunks of this call a peer's word tells of.
-	__device__ __forceinline__ u32 chunks(u64 word) const { return word >= seq(epoch, 0) ? static_cast<u32>(word - seq(epoch, 0)) : 0; }
+	__device__ __forceinline__ u32 chunks(u64 word) const
+	{
+		return word >= seq(epoch, 0) ? static_cast<u32>(word - seq(epoch, 0)) : 0;
+	}
 
-	// Raises a word that says how far all peers are. The same for all lanes: the least that any brings, where that is more than before.
+	// Raises a word that says how far all peers are. The same for all lanes: the least that any brings, where that
+	// is more than before.
 	__device__ __forceinline__ bool raise(u32 *word, u32 &before, u32 mine)
 	{
 		u32 least = ~__reduce_max_sync(~0u, ~mine);
@@ -102,21 +113,25 @@ struct reduce_watch {
 		return true;
 	}
 
-	// Gives a slot back to the ranks of a mask when the warps have emptied it. Of the last chunks nobody waits for it.
+	// Gives a slot back to the ranks of a mask when the warps have emptied it. Of the last chunks nobody waits for
+	// it.
 	__device__ __forceinline__ bool give(reports *r, u32 &given, u32 end, u64 ranks, u64 word)
 	{
-		u32 empty = ranks != 0 && given + a.slots < end && lane == 0 ? r[given % a.slots].all(given / a.slots) : 0;
+		u32 empty =
+		    ranks != 0 && given + a.slots < end && lane == 0 ? r[given % a.slots].all(given / a.slots) : 0;
 		if (__shfl_sync(~0u, empty, 0) == 0)
 			return false;
 		given++;
 #pragma unroll 1
 		for (u32 p = lane; p < a.world.size; p += 32)
 			if (ranks >> p & 1)
-				store_relaxed_sys(b.line[p] + word, seq(epoch, given)); // X3: what the warps have read they have stored
+				store_relaxed_sys(b.line[p] + word,
+				                  seq(epoch, given)); // X3: what the warps have read they have stored
 		return true;
 	}
 
-	// Runs until the peers are done with this rank's memory, and it has all that comes from them, or the block gives up.
+	// Runs until the peers are done with this rank's memory, and it has all that comes from them, or the block
+	// gives up.
 	__device__ __forceinline__ void run()
 	{
 		if (b.any_staged())
@@ -125,7 +140,8 @@ struct reduce_watch {
 		for (u32 p = lane; p < a.world.size; p += 32) {
 			wait w;
 #pragma unroll 1
-			while ((b.touched >> p & 1) && load_acquire_sys(line_of(a, a.world.rank, p) + all_done) < last_seq(epoch))
+			while ((b.touched >> p & 1) &&
+			       load_acquire_sys(line_of(a, a.world.rank, p) + all_done) < last_seq(epoch))
 				if (!w.slow(a.world)) {
 					give_up(a.world, w.kind, p, epoch, false);
 					store_release_cta(&b.over, 1u);
@@ -149,12 +165,14 @@ struct reduce_watch {
 				if (p == a.world.rank)
 					continue;
 				u64 line = line_of(a, a.world.rank, p);
-				pair64 written = load16_relaxed_sys(line), taken = load16_relaxed_sys(line + inputs_taken);
+				pair64 written = load16_relaxed_sys(line),
+				       taken = load16_relaxed_sys(line + inputs_taken);
 				u32 theirs = chunks_of(a, span(a, p).bytes);
 				if (b.pushing >> p & 1) {
 					u32 c = chunks(written.a);
 					if (c > ready)
-						load_acquire_sys(line + inputs_pushed); // no older than that: what it tells of is seen behind it
+						load_acquire_sys(line + inputs_pushed); // no older than that: what it
+						                                        // tells of is seen behind it
 					if (c < mine)
 						missing = p;
 					inputs = min(inputs, c);
@@ -191,7 +209,8 @@ struct reduce_watch {
 			fresh |= raise(&b.push_room, push_room, pushes);
 			fresh |= give(b.reduced, given_inputs, mine, b.pushing, inputs_taken);
 			fresh |= give(b.taken, given_results, most, b.taking, results_taken);
-			bool giving = (b.pushing != 0 && given_inputs + a.slots < mine) || (b.taking != 0 && given_results + a.slots < most);
+			bool giving = (b.pushing != 0 && given_inputs + a.slots < mine) ||
+			              (b.taking != 0 && given_results + a.slots < most);
 			u32 someone = __ballot_sync(~0u, missing != no_limit);
 			if (someone == 0 && !giving)
 				return;

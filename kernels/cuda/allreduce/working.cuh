@@ -1,8 +1,9 @@
-// The working warps of an exchange through memory: some push this rank's input into the peers' staging, where they cannot read it; some
-// reduce this rank's slice and hand the result out; some copy the peers' slices of the result out of staging, or out of the peers' memory.
+// The working warps of an exchange through memory: some push this rank's input into the peers' staging, where they
+// cannot read it; some reduce this rank's slice and hand the result out; some copy the peers' slices of the result out
+// of staging, or out of the peers' memory.
 //
-// Reads and writes the user's buffers, those of peers where they can be reached, and staging slots here and there. What peers write is
-// read only after the watching warp has seen that it is there.
+// Reads and writes the user's buffers, those of peers where they can be reached, and staging slots here and there. What
+// peers write is read only after the watching warp has seen that it is there.
 #pragma once
 
 #include "board.cuh"
@@ -16,7 +17,10 @@ __device__ __forceinline__ u32 peer_in_turn(const sw_reduce_args &a, u32 i)
 	return p < a.world.size ? p : p - a.world.size;
 }
 
-__device__ __forceinline__ u64 all_peers(const sw_reduce_args &a) { return (a.world.size == 64 ? ~0ull : (1ull << a.world.size) - 1) & ~(1ull << a.world.rank); }
+__device__ __forceinline__ u64 all_peers(const sw_reduce_args &a)
+{
+	return (a.world.size == 64 ? ~0ull : (1ull << a.world.size) - 1) & ~(1ull << a.world.rank);
+}
 
 // The most chunks of this block in a slice of some ranks.
 __device__ __forceinline__ u32 most_chunks(const sw_reduce_args &a, u64 ranks)
@@ -54,7 +58,9 @@ struct reduce_worker {
 				span s(a, p);
 				chunk c(a, s.bytes, j);
 				if (c.bytes > 0)
-					move(b.push_to[p] + static_cast<u64>(c.slot_at), a.src + static_cast<u64>(s.at + c.at), c.bytes, warp, b.push_warps, lane, b.held(a));
+					move(b.push_to[p] + static_cast<u64>(c.slot_at),
+					     a.src + static_cast<u64>(s.at + c.at), c.bytes, warp, b.push_warps, lane,
+					     b.held(a));
 			}
 			report(b.pushed, j);
 		}
@@ -64,10 +70,12 @@ struct reduce_worker {
 	{
 		span s(a, a.world.rank);
 		if ((b.pushing | b.handing) == 0) { // nothing to wait for: all tiles of the grid's warps in a row
-			fold(b.fold, {0, 0, s.bytes, warp * gridDim.x + blockIdx.x, b.reduce_warps * gridDim.x, lane, b.held(a, b.crossings, warp, b.reduce_warps), b.crossings});
+			fold(b.fold, {0, 0, s.bytes, warp * gridDim.x + blockIdx.x, b.reduce_warps * gridDim.x, lane,
+			              b.held(a, b.crossings, warp, b.reduce_warps), b.crossings});
 			return;
 		}
-		u32 mine = chunks_of(a, s.bytes), ready = b.pushing != 0 ? 0 : no_limit, room = b.handing != 0 ? 0 : no_limit;
+		u32 mine = chunks_of(a, s.bytes), ready = b.pushing != 0 ? 0 : no_limit,
+		    room = b.handing != 0 ? 0 : no_limit;
 #pragma unroll 1
 		for (u32 j = 0; j < mine; j++) {
 			if (ready < j + 1 && (ready = b.await(&b.ready, j + 1, lane)) == 0)
@@ -90,8 +98,10 @@ struct reduce_worker {
 				span s(a, p);
 				if ((b.pulling >> p & 1) == 0)
 					continue;
-				move(a.dst + static_cast<u64>(s.at), b.take_from[p], s.bytes, warp * gridDim.x + blockIdx.x, b.take_warps * gridDim.x, lane, when);
-				when.due += static_cast<u32>((s.bytes + tile_bytes - 1) / tile_bytes / gridDim.x) * a.interval;
+				move(a.dst + static_cast<u64>(s.at), b.take_from[p], s.bytes,
+				     warp * gridDim.x + blockIdx.x, b.take_warps * gridDim.x, lane, when);
+				when.due +=
+				    static_cast<u32>((s.bytes + tile_bytes - 1) / tile_bytes / gridDim.x) * a.interval;
 			}
 			return;
 		}
@@ -108,7 +118,9 @@ struct reduce_worker {
 				bool pulled = (b.pulling >> p & 1) != 0;
 				if (!pulled && b.await(&b.results[p], j + 1, lane) == 0)
 					return;
-				move(a.dst + static_cast<u64>(s.at + c.at), b.take_from[p] + static_cast<u64>(pulled ? c.at : c.slot_at), c.bytes, warp, b.take_warps, lane);
+				move(a.dst + static_cast<u64>(s.at + c.at),
+				     b.take_from[p] + static_cast<u64>(pulled ? c.at : c.slot_at), c.bytes, warp,
+				     b.take_warps, lane);
 			}
 			if (j < staged)
 				report(b.taken, j);

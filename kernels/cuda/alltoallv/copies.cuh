@@ -1,5 +1,5 @@
-// The kernels around copies by the copy engines. The first grants and waits for credits, the copies follow in the stream, the second
-// signals and waits for signals. Both have one block.
+// The kernels around copies by the copy engines. The first grants and waits for credits, the copies follow in the
+// stream, the second signals and waits for signals. Both have one block.
 //
 // Write this rank's credit and signal lines in the peers' segments and its packets; read those in its own.
 #pragma once
@@ -72,20 +72,22 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	if (__any_sync(~0u, number.epoch() == 0) || a.world.size == 1)
 		return;
 	u64 epoch = number.epoch() - 1; // alltoallv_open has advanced it
-	fence_acq_rel_sys();			// X4: the copies come before their signals
+	fence_acq_rel_sys();            // X4: the copies come before their signals
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < (a.world.size - 1) * a.stripes; i += SW_COPY_THREADS) {
 		u32 p = r[i / a.stripes].to, stripe = i % a.stripes;
 		i64 n = r[i / a.stripes].send_bytes;
 		if (n > a.packet_bytes && stripe < stripes(a, n).count)
-			store16_relaxed_sys(signal_line(a, p, a.world.rank, stripe) + parity_bytes(a, epoch), last_seq(epoch), static_cast<u64>(n));
+			store16_relaxed_sys(signal_line(a, p, a.world.rank, stripe) + parity_bytes(a, epoch),
+			                    last_seq(epoch), static_cast<u64>(n));
 	}
 	receiver in{a, r, epoch};
 	for (u32 i = threadIdx.x; i < (a.world.size - 1) * a.stripes; i += SW_COPY_THREADS) {
 		const sw_step &m = r[i / a.stripes];
 		u32 stripe = i % a.stripes;
 		if (m.recv_bytes > a.packet_bytes && stripe < stripes(a, m.recv_bytes).count)
-			in.await_line(signal_line(a, a.world.rank, m.from, stripe) + parity_bytes(a, epoch), m.from, m.recv_bytes);
+			in.await_line(signal_line(a, a.world.rank, m.from, stripe) + parity_bytes(a, epoch), m.from,
+			              m.recv_bytes);
 	}
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
 	x.receive(epoch);

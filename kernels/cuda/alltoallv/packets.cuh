@@ -1,9 +1,10 @@
-// Messages as packets: words of 16 bytes, 12 of data and a flag that tells the call, so that data and signal arrive as one. A small
-// message needs no credit, no fence and no signal beside it.
+// Messages as packets: words of 16 bytes, 12 of data and a flag that tells the call, so that data and signal arrive as
+// one. A small message needs no credit, no fence and no signal beside it.
 //
-// All warps of a kernel may send and receive packets. Writes this rank's packet places in the peers' segments (double buffered by the
-// call's parity) and, after a disagreement, its credit line or its complaint there; reads and wipes the places in its own segment, and the
-// peers' complaints. Places lie behind a header, whose first packet tells the message's length.
+// All warps of a kernel may send and receive packets. Writes this rank's packet places in the peers' segments (double
+// buffered by the call's parity) and, after a disagreement, its credit line or its complaint there; reads and wipes the
+// places in its own segment, and the peers' complaints. Places lie behind a header, whose first packet tells the
+// message's length.
 #pragma once
 
 #include "../packet.cuh"
@@ -16,8 +17,8 @@ __device__ __forceinline__ u64 packet_place(const sw_exchange_args &a, u64 epoch
 	return segment(a.world, dst) + a.block.packets + ((epoch & 1) * a.world.size + src) * a.block.packet_stride;
 }
 
-// The length, in the header and as what a credit expects, where a rank refuses the splits that it finds in device memory. The rest of the
-// header then says which: refusal.cuh.
+// The length, in the header and as what a credit expects, where a rank refuses the splits that it finds in device
+// memory. The rest of the header then says which: refusal.cuh.
 constexpr u64 refused = ~0ull;
 
 // What a rank has said of its refused splits in the header at place: two vectors behind the first packet.
@@ -39,17 +40,23 @@ struct refused_part {
 	// Records that rank has refused it.
 	__device__ __forceinline__ void record(const sw_world &w, u32 rank, u64 epoch) const
 	{
-		give_up(w, SW_FAULT_SPLITS, rank, epoch, whose >> 32 != 0, bytes, offset, limit, static_cast<u32>(whose));
+		give_up(w, SW_FAULT_SPLITS, rank, epoch, whose >> 32 != 0, bytes, offset, limit,
+		        static_cast<u32>(whose));
 	}
 };
 
-// Where rank src finds what dst says of a message that had another length than dst expected. The sender of a packet needs no credit and may
-// be through before dst looks; it hears of it in its next call, or in the one after where that begins at once.
-__device__ __forceinline__ u64 complaint(const sw_exchange_args &a, u32 src, u32 dst) { return segment(a.world, src) + a.block.complaints + dst * SW_LINE_BYTES; }
+// Where rank src finds what dst says of a message that had another length than dst expected. The sender of a packet
+// needs no credit and may be through before dst looks; it hears of it in its next call, or in the one after where that
+// begins at once.
+__device__ __forceinline__ u64 complaint(const sw_exchange_args &a, u32 src, u32 dst)
+{
+	return segment(a.world, src) + a.block.complaints + dst * SW_LINE_BYTES;
+}
 
-// Records that a peer and this rank have different sizes in mind, or that the peer has refused its splits, which it has said in the header
-// of its message before it told anything else.
-__device__ __noinline__ void disagree(const sw_exchange_args &a, u32 peer, u64 epoch, bool sending, u64 sent, u64 expected)
+// Records that a peer and this rank have different sizes in mind, or that the peer has refused its splits, which it has
+// said in the header of its message before it told anything else.
+__device__ __noinline__ void disagree(const sw_exchange_args &a, u32 peer, u64 epoch, bool sending, u64 sent,
+                                      u64 expected)
 {
 	if ((sending ? expected : sent) != refused) {
 		give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, sending, sent, expected);
@@ -77,7 +84,8 @@ __device__ __noinline__ void heed(const sw_exchange_args &a, u32 peer)
 	give_up(a.world, SW_FAULT_MISMATCH, peer, sent.a, true, sent.b, expected.b);
 }
 
-// What the ranks first, first+step, ... have said of packets of an earlier call. For threads that have nothing urgent to do.
+// What the ranks first, first+step, ... have said of packets of an earlier call. For threads that have nothing urgent
+// to do.
 __device__ __noinline__ void hear(const sw_exchange_args &a, u32 first, u32 step)
 {
 #pragma unroll 1
@@ -113,7 +121,8 @@ __device__ __noinline__ bool other_length(u64 place, i64 bytes, u32 flag)
 }
 
 // The next two return false when the wait was given up.
-__device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 wire, u64 dst, i64 left, i64 bytes, u32 flag, wait &w)
+__device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 wire, u64 dst, i64 left, i64 bytes,
+                                      u32 flag, wait &w)
 {
 	quad q;
 #pragma unroll 1
@@ -132,7 +141,8 @@ __device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 
 	return true;
 }
 
-__device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place, u64 dst, i64 bytes, u32 group, u32 flag, u32 lane, wait &w)
+__device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place, u64 dst, i64 bytes, u32 group,
+                                           u32 flag, u32 lane, wait &w)
 {
 	part t(place + SW_PACKET_HEADER_BYTES, dst, bytes, group, lane);
 	if (t.left <= 0)
@@ -157,7 +167,8 @@ __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place,
 }
 
 // The sender of a packet as its receiver knows it: waits for the header and compares the length. One thread.
-__device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place, i64 bytes, u32 flag, u32 peer, u64 epoch, wait &w)
+__device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place, i64 bytes, u32 flag, u32 peer,
+                                            u64 epoch, wait &w)
 {
 #pragma unroll 1
 	for (;;) {
@@ -166,7 +177,8 @@ __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place
 			if (v.a == static_cast<u64>(bytes))
 				return true;
 			disagree(a, peer, epoch, false, v.a, static_cast<u64>(bytes));
-			if (v.a > static_cast<u64>(a.packet_bytes) && v.a != refused) { // its sender waits for a credit: tell it what is wrong
+			if (v.a > static_cast<u64>(a.packet_bytes) &&
+			    v.a != refused) { // its sender waits for a credit: tell it what is wrong
 				u64 credit = segment(a.world, peer) + a.block.credits + a.world.rank * SW_LINE_BYTES;
 				store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
 				store16_relaxed_sys(credit + 16, seq(epoch, 0), static_cast<u64>(bytes));
@@ -180,8 +192,8 @@ __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place
 	}
 }
 
-// A packet from 2^31 calls ago could be taken for a new one, if its place had not been written since. Each call wipes one
-// place of every peer that the call did not use, so none stays that long.
+// A packet from 2^31 calls ago could be taken for a new one, if its place had not been written since. Each call wipes
+// one place of every peer that the call did not use, so none stays that long.
 __device__ __forceinline__ void wipe_one(const sw_exchange_args &a, u64 place, i64 bytes, u64 epoch)
 {
 	u32 groups = static_cast<u32>((a.block.packet_stride - SW_PACKET_HEADER_BYTES) / SW_PACKET_GROUP_BYTES);
@@ -193,8 +205,8 @@ __device__ __forceinline__ void wipe_one(const sw_exchange_args &a, u64 place, i
 }
 
 // The warps of a grid share the groups of all packets: task t is group t/peers for the peer of step t%peers, so that
-// neighbouring warps serve different peers. The header goes out for every message, also one that will travel with credit, so
-// that a receiver with another size in mind learns of it.
+// neighbouring warps serve different peers. The header goes out for every message, also one that will travel with
+// credit, so that a receiver with another size in mind learns of it.
 template <typename Steps> struct packets {
 	const sw_exchange_args &a;
 	Steps r;
@@ -220,8 +232,8 @@ template <typename Steps> struct packets {
 		return __reduce_max_sync(~0u, groups);
 	}
 
-	// Loads what the warp sends first, before the number of the call is known. place is where that is, known from the
-	// arguments alone.
+	// Loads what the warp sends first, before the number of the call is known. place is where that is, known from
+	// the arguments alone.
 	struct ahead {
 		u64 src;
 		i64 left;
@@ -243,14 +255,15 @@ template <typename Steps> struct packets {
 			first.load(x.src, x.left);
 	}
 
-	// The headers of the steps first, first+step, ... by_copy says that copy engines write large messages, also to a rank that has refused
-	// its splits.
+	// The headers of the steps first, first+step, ... by_copy says that copy engines write large messages, also to
+	// a rank that has refused its splits.
 	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step, bool by_copy = false)
 	{
 		u32 flag = packet_flag(epoch);
 #pragma unroll 1
 		for (u32 i = first; i < a.world.size - 1; i += step)
-			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank), static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32 | by_copy);
+			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank),
+			                    static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32 | by_copy);
 	}
 
 	__device__ __forceinline__ void send(u64 epoch)
@@ -264,7 +277,8 @@ template <typename Steps> struct packets {
 			if (m.send_bytes > a.packet_bytes)
 				continue;
 			u64 src = a.src + m.send_offset;
-			part x(packet_place(a, epoch, m.to, a.world.rank) + SW_PACKET_HEADER_BYTES, src, m.send_bytes, d.quotient, lane);
+			part x(packet_place(a, epoch, m.to, a.world.rank) + SW_PACKET_HEADER_BYTES, src, m.send_bytes,
+			       d.quotient, lane);
 			if (x.left <= 0)
 				continue;
 			if (!x.whole) {
@@ -291,7 +305,8 @@ template <typename Steps> struct packets {
 			share d(a, t);
 			sw_step m = r[d.rest];
 			if (m.recv_bytes <= a.packet_bytes &&
-			    !recv_group(a, packet_place(a, epoch, a.world.rank, m.from), a.dst + m.recv_offset, m.recv_bytes, d.quotient, flag, lane, w)) {
+			    !recv_group(a, packet_place(a, epoch, a.world.rank, m.from), a.dst + m.recv_offset,
+			                m.recv_bytes, d.quotient, flag, lane, w)) {
 				give_up(a.world, w.kind, m.from, epoch, false);
 				break;
 			}

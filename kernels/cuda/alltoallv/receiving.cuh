@@ -1,7 +1,7 @@
 // The receiving half of a block: credits, the wait for what is written in place, and copies out of staging.
 //
-// The last warps of the exchange kernel run it, and the kernels around copy engines. Writes this rank's credit lines in the peers'
-// segments and its own output; reads the signal lines and staging slots in its own segment.
+// The last warps of the exchange kernel run it, and the kernels around copy engines. Writes this rank's credit lines in
+// the peers' segments and its own output; reads the signal lines and staging slots in its own segment.
 #pragma once
 
 #include "board.cuh"
@@ -26,7 +26,8 @@ struct receiver {
 			if (n <= a.packet_bytes)
 				continue;
 			u64 line = segment(a.world, p) + a.block.credits + a.world.rank * SW_LINE_BYTES;
-			store16_relaxed_sys(line, seq(epoch, 0), in_place ? static_cast<u64>(a.dst_offset + r[i].recv_offset) : SW_NOWHERE);
+			store16_relaxed_sys(line, seq(epoch, 0),
+			                    in_place ? static_cast<u64>(a.dst_offset + r[i].recv_offset) : SW_NOWHERE);
 			store16_relaxed_sys(line + 16, seq(epoch, 0), static_cast<u64>(n));
 		}
 	}
@@ -50,18 +51,20 @@ struct receiver {
 		return true;
 	}
 
-	// Cycles from one tile of what stays on this rank to the next, so that it takes three quarters of the time of the sends.
+	// Cycles from one tile of what stays on this rank to the next, so that it takes three quarters of the time of
+	// the sends.
 	__device__ __forceinline__ u32 own_interval()
 	{
 		float sends = 0;
 #pragma unroll 1
 		for (u32 i = 0; i < a.world.size - 1; i++)
 			sends += static_cast<float>(r[i].send_bytes);
-		return static_cast<u32>(min(0.75f * static_cast<float>(a.interval) * sends / static_cast<float>(r.own_bytes()), 1e6f));
+		return static_cast<u32>(
+		    min(0.75f * static_cast<float>(a.interval) * sends / static_cast<float>(r.own_bytes()), 1e6f));
 	}
 
-	// Copies a warp's tiles of what stays on this rank beside sends that are held to a rate: one at once, while they wait for credits, the
-	// others spread out, or the sends would be late.
+	// Copies a warp's tiles of what stays on this rank beside sends that are held to a rate: one at once, while
+	// they wait for credits, the others spread out, or the sends would be late.
 	__device__ __forceinline__ void copy_own_beside(u32 warp, u32 lane)
 	{
 		u64 from = a.src + r.own_src(), to = a.dst + r.own_dst();
@@ -102,7 +105,8 @@ struct receiver {
 		wait w;
 		pair64 v;
 #pragma unroll 1
-		while ((v = load16_relaxed_sys(line)).a < last_seq(epoch)) { // nobody reads the bytes before the kernel ends
+		while ((v = load16_relaxed_sys(line)).a <
+		       last_seq(epoch)) { // nobody reads the bytes before the kernel ends
 			if (!w.slow(a.world)) {
 				give_up(a.world, w.kind, p, epoch, false);
 				return;
@@ -120,8 +124,10 @@ struct receiver {
 		u32 slot = k % a.slot_count, warps = takers(a);
 		i64 at = (k - 1) * a.slot_bytes, left = o.bytes - at;
 		u32 slot_tiles = static_cast<u32>(a.slot_bytes / tile_bytes);
-		u32 first = (warp + k * (warps - slot_tiles % warps)) % warps; // the tiles of successive chunks go round
-		move(o.to + at, o.slots + slot * a.slot_bytes, left < a.slot_bytes ? left : a.slot_bytes, first, warps, lane);
+		u32 first =
+		    (warp + k * (warps - slot_tiles % warps)) % warps; // the tiles of successive chunks go round
+		move(o.to + at, o.slots + slot * a.slot_bytes, left < a.slot_bytes ? left : a.slot_bytes, first, warps,
+		     lane);
 		__syncwarp();
 		if (k + a.slot_count <= o.chunks && lane == 0)
 			b.taken[i * a.slot_count + slot].report();
@@ -147,10 +153,13 @@ struct receiver {
 			bool any = false;
 #pragma unroll 1
 			for (u32 first = 0; first < all.count; first += 32) {
-				u32 i = first + lane, k = i < all.count ? next[i] : 0, come = k != 0 ? atom_acquire_cta(&b.arrived[i]) : 0;
+				u32 i = first + lane, k = i < all.count ? next[i] : 0,
+				    come = k != 0 ? atom_acquire_cta(&b.arrived[i]) : 0;
 #pragma unroll 1
-				for (u32 ready = __ballot_sync(~0u, k != 0 && come >= k); ready != 0; ready &= ready - 1) {
-					u32 from = __ffs(ready) - 1, chunk = __shfl_sync(~0u, k, from), end = __shfl_sync(~0u, come, from);
+				for (u32 ready = __ballot_sync(~0u, k != 0 && come >= k); ready != 0;
+				     ready &= ready - 1) {
+					u32 from = __ffs(ready) - 1, chunk = __shfl_sync(~0u, k, from),
+					    end = __shfl_sync(~0u, come, from);
 					bool last = end == no_chunks;
 #pragma unroll 1
 					for (; !last && chunk <= end; chunk++)
@@ -164,7 +173,8 @@ struct receiver {
 			if (any)
 				continue;
 			if (own.has(mine)) { // something to do meanwhile
-				move(a.dst + r.own_dst() + own.begin(mine), own.src + own.begin(mine), own.length(mine), 0, 1, lane);
+				move(a.dst + r.own_dst() + own.begin(mine), own.src + own.begin(mine), own.length(mine),
+				     0, 1, lane);
 				mine += step;
 				continue;
 			}

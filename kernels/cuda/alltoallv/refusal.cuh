@@ -1,8 +1,9 @@
-// Splits in device memory that reach past a buffer: their rank refuses them and tells all its peers, so that none of them waits for what
-// does not come, and the next call works.
+// Splits in device memory that reach past a buffer: their rank refuses them and tells all its peers, so that none of
+// them waits for what does not come, and the next call works.
 //
-// The first block of the exchange kernel runs it in place of everything else. Writes the headers of this rank's packets and its credit
-// lines in the peers' segments, and the fault record; reads the peers' headers and signal lines in its own.
+// The first block of the exchange kernel runs it in place of everything else. Writes the headers of this rank's packets
+// and its credit lines in the peers' segments, and the fault record; reads the peers' headers and signal lines in its
+// own.
 #pragma once
 
 #include "stripes.cuh"
@@ -18,7 +19,8 @@ __device__ __noinline__ refused_part find_refused(const gathered::store &s, cons
 	auto look = [&](u32 peer, bool sending, i64 bytes, i64 offset, i64 limit) {
 		if (!found && gathered::past(bytes, offset, limit)) {
 			found = true;
-			x = {static_cast<u64>(bytes), static_cast<u64>(offset), static_cast<u64>(limit), static_cast<u64>(sending) << 32 | peer};
+			x = {static_cast<u64>(bytes), static_cast<u64>(offset), static_cast<u64>(limit),
+			     static_cast<u64>(sending) << 32 | peer};
 		}
 	};
 #pragma unroll 1
@@ -33,12 +35,14 @@ __device__ __noinline__ refused_part find_refused(const gathered::store &s, cons
 }
 
 // Tells the peers, in place of a message and of a credit.
-__device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_exchange_args &a, u64 epoch, const refused_part &x)
+__device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_exchange_args &a, u64 epoch,
+                                             const refused_part &x)
 {
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += blockDim.x) {
 		u32 p = s.steps[i].to;
-		u64 place = packet_place(a, epoch, p, a.world.rank), credit = segment(a.world, p) + a.block.credits + a.world.rank * SW_LINE_BYTES;
+		u64 place = packet_place(a, epoch, p, a.world.rank),
+		    credit = segment(a.world, p) + a.block.credits + a.world.rank * SW_LINE_BYTES;
 		x.store(place);
 		fence_acq_rel_sys(); // whoever sees what follows sees that
 		store16_relaxed_sys(place, refused, static_cast<u64>(packet_flag(epoch)) << 32);
@@ -47,21 +51,23 @@ __device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_
 	}
 }
 
-// Waits until all peers have begun the call: none of them reads what this rank wrote for the one before last (X3). Copy engines cannot be
-// held up, so their ends are awaited too.
+// Waits until all peers have begun the call: none of them reads what this rank wrote for the one before last (X3). Copy
+// engines cannot be held up, so their ends are awaited too.
 __device__ __forceinline__ void await_peers(const gathered::store &s, const sw_exchange_args &a, u64 epoch)
 {
 	u32 flag = packet_flag(epoch);
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += blockDim.x) {
 		u32 p = s.steps[i].from;
-		u64 place = packet_place(a, epoch, a.world.rank, p), line = signal_line(a, a.world.rank, p, 0) + parity_bytes(a, epoch);
+		u64 place = packet_place(a, epoch, a.world.rank, p),
+		    line = signal_line(a, a.world.rank, p, 0) + parity_bytes(a, epoch);
 		wait w;
 #pragma unroll 1
 		for (;;) {
 			pair64 v = load16_relaxed_sys(place);
 			bool copied = (v.b & 1) != 0 && v.a > static_cast<u64>(a.packet_bytes);
-			if (static_cast<u32>(v.b >> 32) == flag && (!copied || load_relaxed_sys(line) >= last_seq(epoch)))
+			if (static_cast<u32>(v.b >> 32) == flag &&
+			    (!copied || load_relaxed_sys(line) >= last_seq(epoch)))
 				break;
 			if (!w.slow(a.world)) {
 				give_up(a.world, w.kind, p, epoch, false);

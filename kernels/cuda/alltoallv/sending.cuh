@@ -1,21 +1,23 @@
 // The sending half of a block: messages that are written in place, then those through staging.
 //
-// The first warps of the exchange kernel run it. Writes the peers' outputs and staging slots, and at the end of all sends this rank's
-// signal lines in their segments; reads nothing that peers write, since send_watch tells it through the board.
+// The first warps of the exchange kernel run it. Writes the peers' outputs and staging slots, and at the end of all
+// sends this rank's signal lines in their segments; reads nothing that peers write, since send_watch tells it through
+// the board.
 #pragma once
 
 #include "board.cuh"
 
 namespace sw {
 
-// A warp sends its part of the messages that are written in place: of the tiles of all of a block's items in a row it takes every
-// send_warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it through staging is passed
-// over. With an interval each tile has its time, counted from when the first receiver was ready: ranks that begin together stay in
-// step. False when the block gives up.
+// A warp sends its part of the messages that are written in place: of the tiles of all of a block's items in a row it
+// takes every send_warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it
+// through staging is passed over. With an interval each tile has its time, counted from when the first receiver was
+// ready: ranks that begin together stay in step. False when the block gives up.
 __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 start, u32 warp, u32 lane, u32 interval)
 {
 	walk order(peers, each, start);
-	u32 mine = warp, before = 0, begin = 0; // the warp's next tile; the tiles of the items that have been looked at; when tile 0 is due
+	u32 mine = warp, before = 0,
+	    begin = 0; // the warp's next tile; the tiles of the items that have been looked at; when tile 0 is due
 #pragma unroll 1
 	for (u32 first = 0; first < peers * each; first += 32) {
 		u32 count = 0, item = 0;
@@ -27,7 +29,8 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 		}
 		u32 end = before + running_sum(count, lane), last = before, step = 0;
 		before = __shfl_sync(~0u, end, 31);
-		u64 cur = 0, low = 0, high = 0, to = 0, place = 0; // the tile and the message in src; what to add to get to where it goes
+		u64 cur = 0, low = 0, high = 0, to = 0,
+		    place = 0; // the tile and the message in src; what to add to get to where it goes
 		i64 stride = 0;
 #pragma unroll 1
 		for (; mine < before; mine += send_warps, cur += stride) {
@@ -37,7 +40,8 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 				const stripe_out &o = b.out[__shfl_sync(~0u, item, who)];
 				step = o.step, low = o.src, high = low + o.all, to = o.to - low;
 				stride = o.stripes * tile_bytes;
-				cur = (low & ~127ull) + o.stripe * tile_bytes + (mine - last + __shfl_sync(~0u, count, who)) * stride;
+				cur = (low & ~127ull) + o.stripe * tile_bytes +
+				      (mine - last + __shfl_sync(~0u, count, who)) * stride;
 				stride *= send_warps;
 				place = b.seen(step);
 				if (place >= skip_message) {
@@ -69,16 +73,20 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 	return true;
 }
 
-// A warp sends its part of the messages that go through staging: of the tiles of all of a block's items in a row it takes every
-// send_warps-th, and each has its time, counted from when the first warp came here. The warps report chunk by chunk. False when the block
-// gives up.
-__device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 slot_bytes, u32 slots, u32 warp, u32 lane, u32 interval)
+// A warp sends its part of the messages that go through staging: of the tiles of all of a block's items in a row it
+// takes every send_warps-th, and each has its time, counted from when the first warp came here. The warps report chunk
+// by chunk. False when the block gives up.
+__device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 slot_bytes, u32 slots, u32 warp,
+                                          u32 lane, u32 interval)
 {
-	u32 each = static_cast<u32>((slot_bytes + tile_bytes - 1) / tile_bytes); // tiles of a chunk, but for the last one of an item
+	u32 each = static_cast<u32>((slot_bytes + tile_bytes - 1) /
+	                            tile_bytes); // tiles of a chunk, but for the last one of an item
 	u32 mine = warp, before = 0, begin = 0;
-	u32 written = 0, told = 0; // chunks that the warp has reported; those that have been signalled, as far as it knows
+	u32 written = 0,
+	    told = 0; // chunks that the warp has reported; those that have been signalled, as far as it knows
 	auto report = [&] {
-		if (written >= chunks_ahead + told && (told = b.await(&b.told, written - chunks_ahead + 1, lane)) == 0) // others are that far behind
+		if (written >= chunks_ahead + told &&
+		    (told = b.await(&b.told, written - chunks_ahead + 1, lane)) == 0) // others are that far behind
 			return false;
 		__syncwarp();
 		if (lane == 0)
@@ -95,9 +103,10 @@ __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 s
 		if (o.chunks == 0 || load_acquire_cta(&b.place[o.step]) != SW_NOWHERE)
 			continue;
 		u64 src = o.src + o.at, dst = o.slots + (1 % slots) * slot_bytes; // of chunk c
-		i64 left = o.bytes;						   // from its beginning on
-		u32 c = 1, slot = 1 % slots, first = before, room = 0;		   // first is its first tile
-		before += (o.chunks - 1) * each + static_cast<u32>((left - (o.chunks - 1) * slot_bytes + tile_bytes - 1) / tile_bytes);
+		i64 left = o.bytes;                                               // from its beginning on
+		u32 c = 1, slot = 1 % slots, first = before, room = 0;            // first is its first tile
+		before += (o.chunks - 1) * each +
+		          static_cast<u32>((left - (o.chunks - 1) * slot_bytes + tile_bytes - 1) / tile_bytes);
 #pragma unroll 1
 		for (; mine < before; mine += send_warps) {
 #pragma unroll 1
@@ -129,9 +138,9 @@ __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 s
 	return true;
 }
 
-// The sending half of a block. Its warps go along the same messages in the same order, each with tiles of its own, and do not
-// wait for one another: while some wait for memory others store. What is written in place comes first; the others begin when all
-// receivers are ready, which keeps the ranks in step.
+// The sending half of a block. Its warps go along the same messages in the same order, each with tiles of its own, and
+// do not wait for one another: while some wait for memory others store. What is written in place comes first; the
+// others begin when all receivers are ready, which keeps the ranks in step.
 struct sender {
 	const sw_exchange_args &a;
 	gathered r;
@@ -158,7 +167,8 @@ struct sender {
 	{
 		walk order(a, all);
 		bool any;
-		return write_in_place(b, all.peers, all.mine, order.start, warp, lane, a.interval) && await_credits(all, any) &&
+		return write_in_place(b, all.peers, all.mine, order.start, warp, lane, a.interval) &&
+		       await_credits(all, any) &&
 		       (!any || write_staged(b, order, all.count, a.slot_bytes, a.slot_count, warp, lane, a.interval));
 	}
 
@@ -186,7 +196,8 @@ struct sender {
 				u64 place = load_acquire_cta(&b.place[o.step]);
 				staged = place == SW_NOWHERE;
 				if (o.chunks != 0 && place != skip_message)
-					line = o.line + parity_bytes(a, epoch), bytes = static_cast<u64>(r[o.step].send_bytes);
+					line = o.line + parity_bytes(a, epoch),
+					bytes = static_cast<u64>(r[o.step].send_bytes);
 			}
 			if (first == 0)
 				fence_acq_rel_sys();

@@ -8,8 +8,8 @@
 
 namespace sw {
 
-// Where a kernel finds its steps: in its arguments, or in shared memory, where they may also come from a table in device
-// memory.
+// Where a kernel finds its steps: in its arguments, or in shared memory, where they may also come from a table in
+// device memory.
 struct direct {
 	const sw_exchange_args &a;
 
@@ -26,8 +26,8 @@ struct gathered {
 	};
 	const store &s;
 
-	// Every thread of the block calls it and meets the others at a barrier before the first use. True when splits from device
-	// memory reach past the buffers.
+	// Every thread of the block calls it and meets the others at a barrier before the first use. True when splits
+	// from device memory reach past the buffers.
 	static __device__ __forceinline__ bool fill(store &s, const sw_exchange_args &a)
 	{
 		const i64 *table = reinterpret_cast<const i64 *>(a.splits);
@@ -40,7 +40,8 @@ struct gathered {
 				s.own[0] = table == nullptr ? a.own_bytes : table[a.world.rank];
 				s.own[1] = table == nullptr ? a.own_src : table[a.world.size + a.world.rank];
 				s.own[2] = table == nullptr ? a.own_dst : table[3 * a.world.size + a.world.rank];
-				outside |= table != nullptr && (past(s.own[0], s.own[1], a.src_bytes) || past(s.own[0], s.own[2], a.dst_bytes));
+				outside |= table != nullptr && (past(s.own[0], s.own[1], a.src_bytes) ||
+				                                past(s.own[0], s.own[2], a.dst_bytes));
 				continue;
 			}
 			sw_step x = a.steps[i];
@@ -49,14 +50,18 @@ struct gathered {
 				x.send_offset = table[a.world.size + x.to];
 				x.recv_bytes = table[2 * a.world.size + x.from];
 				x.recv_offset = table[3 * a.world.size + x.from];
-				outside |= past(x.send_bytes, x.send_offset, a.src_bytes) || past(x.recv_bytes, x.recv_offset, a.dst_bytes);
+				outside |= past(x.send_bytes, x.send_offset, a.src_bytes) ||
+				           past(x.recv_bytes, x.recv_offset, a.dst_bytes);
 			}
 			s.steps[i] = x;
 		}
 		return outside;
 	}
 
-	static __device__ __forceinline__ bool past(i64 bytes, i64 offset, i64 limit) { return bytes < 0 || offset < 0 || bytes > limit || offset > limit - bytes; }
+	static __device__ __forceinline__ bool past(i64 bytes, i64 offset, i64 limit)
+	{
+		return bytes < 0 || offset < 0 || bytes > limit || offset > limit - bytes;
+	}
 
 	__device__ __forceinline__ const sw_step &operator[](u32 i) const { return s.steps[i]; }
 	__device__ __forceinline__ i64 own_bytes() const { return s.own[0]; }
@@ -65,7 +70,8 @@ struct gathered {
 };
 
 // A warp copies its tiles of what stays on this rank.
-template <typename Steps> __device__ __forceinline__ void copy_own(const sw_exchange_args &a, Steps r, u32 first, u32 step, u32 lane)
+template <typename Steps>
+__device__ __forceinline__ void copy_own(const sw_exchange_args &a, Steps r, u32 first, u32 step, u32 lane)
 {
 	u64 from = a.src + r.own_src(), to = a.dst + r.own_dst();
 	if (from != to)

@@ -1,15 +1,17 @@
 // The warps of a block that watch what peers write, so that no other warp has to, and signal for the others.
 //
-// Two warps of the exchange kernel run send_watch and recv_watch, and more are tellers in a block that only sends. Reads credit, room and
-// signal lines in this rank's segment; writes signals of staged chunks and room lines in the peers' segments, and the board.
+// Two warps of the exchange kernel run send_watch and recv_watch, and more are tellers in a block that only sends.
+// Reads credit, room and signal lines in this rank's segment; writes signals of staged chunks and room lines in the
+// peers' segments, and the board.
 #pragma once
 
 #include "receiving.cuh"
 
 namespace sw {
 
-// A warp that watches what peers write for the block, so that no other warp has to: many that poll one line hold up the write that
-// they wait for. It also tells peers what the other warps have done, because the fence before that takes long.
+// A warp that watches what peers write for the block, so that no other warp has to: many that poll one line hold up the
+// write that they wait for. It also tells peers what the other warps have done, because the fence before that takes
+// long.
 struct watch {
 	const sw_exchange_args &a;
 	gathered r;
@@ -20,18 +22,28 @@ struct watch {
 	bool fresh = false; // something has come since the last round
 	wait w;
 
-	__device__ __forceinline__ watch(const sw_exchange_args &a, gathered r, u64 epoch, board &b, u32 lane) : a(a), r(r), epoch(epoch), b(b), lane(lane) {}
+	__device__ __forceinline__ watch(const sw_exchange_args &a, gathered r, u64 epoch, board &b, u32 lane)
+	    : a(a), r(r), epoch(epoch), b(b), lane(lane)
+	{
+	}
 
-	__device__ __forceinline__ void wait_for(u32 peer, bool sending) { missing = (peer + 1) << 1 | static_cast<u32>(sending); }
+	__device__ __forceinline__ void wait_for(u32 peer, bool sending)
+	{
+		missing = (peer + 1) << 1 | static_cast<u32>(sending);
+	}
 
 	// How many chunks of this call a peer's word tells of.
-	__device__ __forceinline__ u32 chunks(u64 word) const { return word >= seq(epoch, 0) ? static_cast<u32>(word - seq(epoch, 0)) : 0; }
+	__device__ __forceinline__ u32 chunks(u64 word) const
+	{
+		return word >= seq(epoch, 0) ? static_cast<u32>(word - seq(epoch, 0)) : 0;
+	}
 
 	// Ends a round of which something is open. False when the block gives up.
 	__device__ __forceinline__ bool go_on()
 	{
 		bool any = __any_sync(~0u, fresh) != 0;
-		u32 someone = __ballot_sync(~0u, missing != 0), whom = __shfl_sync(~0u, missing, someone == 0 ? 0 : __ffs(someone) - 1), go = 1;
+		u32 someone = __ballot_sync(~0u, missing != 0),
+		    whom = __shfl_sync(~0u, missing, someone == 0 ? 0 : __ffs(someone) - 1), go = 1;
 		missing = 0, fresh = false;
 		if (any) {
 			w = wait();
@@ -54,23 +66,27 @@ struct teller {
 	board &b;
 	u32 lane, word;
 	bool alone;
-	u32 mine = 0;		// chunks so far
+	u32 mine = 0;           // chunks so far
 	u32 at = 0, before = 0; // an item, in order, and the chunks before it
 
-	__device__ __forceinline__ teller(const sw_exchange_args &a, gathered r, u64 epoch, board &b, u32 lane, u32 word)
+	__device__ __forceinline__ teller(const sw_exchange_args &a, gathered r, u64 epoch, board &b, u32 lane,
+	                                  u32 word)
 	    : a(a), r(r), epoch(epoch), b(b), lane(lane), word(word), alone(a.senders == 0)
 	{
 	}
 
-	// Signals the staged chunks that all warps have written and no other teller has taken on. False when there are none.
+	// Signals the staged chunks that all warps have written and no other teller has taken on. False when there are
+	// none.
 	__device__ __forceinline__ bool tell(const items &all)
 	{
 		u32 from = alone ? mine : read_by_one(&b.told, lane);
 		u32 k = from + lane, ready = __ballot_sync(~0u, b.written[k % chunks_ahead].all(k / chunks_ahead));
 		u32 end = from + (ready == ~0u ? 32 : __ffs(~ready) - 1); // in order
-		if (end == from || (!alone && __shfl_sync(~0u, lane == 0 ? atomicCAS(&b.told, from, end) : 0, 0) != from))
+		if (end == from ||
+		    (!alone && __shfl_sync(~0u, lane == 0 ? atomicCAS(&b.told, from, end) : 0, 0) != from))
 			return false;
-		fence_acq_rel_sys(); // X4: what the warps wrote comes before the signal, also what was written before these chunks
+		fence_acq_rel_sys(); // X4: what the warps wrote comes before the signal, also what was written before
+		                     // these chunks
 		if (alone && lane == 0)
 			store_relaxed_cta(&b.told, end);
 		mine = end;
@@ -122,7 +138,8 @@ struct send_watch : watch {
 	{
 		if (b.place[s] != 0 || b.out[s].chunks == 0)
 			return false;
-		u64 line = own_segment(a.world) + a.block.credits + r[s].to * SW_LINE_BYTES, n = static_cast<u64>(r[s].send_bytes);
+		u64 line = own_segment(a.world) + a.block.credits + r[s].to * SW_LINE_BYTES,
+		    n = static_cast<u64>(r[s].send_bytes);
 		pair64 x = load16_relaxed_sys(line), y = load16_relaxed_sys(line + 16);
 		bool past = x.a > seq(epoch, 0); // the receiver has given this message up and gone on
 		if (!past && (x.a < seq(epoch, 0) || y.a != seq(epoch, 0))) {
@@ -201,7 +218,11 @@ struct recv_watch : watch {
 		u64 last = max(v.a, max(w.a, w.b));
 		u32 c = chunks(last);
 		if (c > b.arrived[i]) {
-			load_acquire_sys(line + (last == v.a ? 0 : last == w.a ? end_of_staged : other_teller)); // no older than that: what it tells of is seen behind it
+			load_acquire_sys(
+			    line + (last == v.a ? 0
+			            : last == w.a
+			                ? end_of_staged
+			                : other_teller)); // no older than that: what it tells of is seen behind it
 			if (last == v.a && !in.right_size(v.b, p, n))
 				c = no_chunks;
 			store_relaxed_cta(&b.arrived[i], c);
@@ -223,7 +244,8 @@ struct recv_watch : watch {
 			bool empty = false;
 			if (i < all.count && b.arrived[i] > b.given[i] && b.arrived[i] != no_chunks) {
 				k = b.given[i] + 1;
-				empty = k + a.slot_count <= b.in[i].chunks && b.taken[i * a.slot_count + k % a.slot_count].all((k - 1) / a.slot_count);
+				empty = k + a.slot_count <= b.in[i].chunks &&
+				        b.taken[i * a.slot_count + k % a.slot_count].all((k - 1) / a.slot_count);
 			}
 			if (empty) { // X3: what the warps have read they have stored, so no fence need see to it
 				store16_relaxed_sys(b.in[i].room, seq(epoch, k), 0);
@@ -233,7 +255,8 @@ struct recv_watch : watch {
 		}
 	}
 
-	// Runs until everything has arrived in staging. The last chunks do not, before the slots that they need are given back.
+	// Runs until everything has arrived in staging. The last chunks do not, before the slots that they need are
+	// given back.
 	__device__ __forceinline__ void run(receiver &in)
 	{
 		items all(a);

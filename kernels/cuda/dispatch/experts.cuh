@@ -1,9 +1,11 @@
-// Between rows by token, which cross, and rows by expert. Rows from all ranks land in staging, a part for each source rank. A pass over this rank's memory
-// puts each in the rows of its experts, in the order of source rank, token and choice, while they come; on the way back another makes the partial sum of each row's experts in
-// staging, where peers read it while it is made.
+// Between rows by token, which cross, and rows by expert. Rows from all ranks land in staging, a part for each source
+// rank. A pass over this rank's memory puts each in the rows of its experts, in the order of source rank, token and
+// choice, while they come; on the way back another makes the partial sum of each row's experts in staging, where peers
+// read it while it is made.
 //
-// experts_take, experts_sum and experts_spread call this, and dispatch_few for where rows go. It reads staging and what lies beside it in the handle's state, and writes the handle's outputs, spread, landing
-// and arrived; on the way back the other way round, and the words made.
+// experts_take, experts_sum and experts_spread call this, and dispatch_few for where rows go. It reads staging and what
+// lies beside it in the handle's state, and writes the handle's outputs, spread, landing and arrived; on the way back
+// the other way round, and the words made.
 #pragma once
 
 #include "landing.cuh"
@@ -37,16 +39,20 @@ struct staged_rows {
 };
 
 struct take_board {
-	u32 sum[SW_MAX_RANKS];	     // rows in staging from each rank
+	u32 sum[SW_MAX_RANKS];       // rows in staging from each rank
 	u32 total[SW_MAX_RANKS];     // rows of each rank's output
-	u32 from[SW_MAX_RANKS];	     // rows by expert from each rank, in the first block
+	u32 from[SW_MAX_RANKS];      // rows by expert from each rank, in the first block
 	u32 first[SW_MAX_RANKS + 1]; // of all ranks' blocks, counted one after the other
-	u32 over;		     // the first slot that overflows
+	u32 over;                    // the first slot that overflows
 	arrivals full[SW_MOE_PASS_THREADS / 32];
 };
 
 // How many rows a slot takes in an output.
-__device__ __forceinline__ u32 span_of(const sw_moe_args &a, u32 rows) { return a.capacity != 0 ? static_cast<u32>(a.capacity) : static_cast<u32>((rows + a.align - 1) / a.align * a.align); }
+__device__ __forceinline__ u32 span_of(const sw_moe_args &a, u32 rows)
+{
+	return a.capacity != 0 ? static_cast<u32>(a.capacity)
+	                       : static_cast<u32>((rows + a.align - 1) / a.align * a.align);
+}
 
 // Where a word of the scales of a row by expert lies.
 __device__ __forceinline__ u64 row_scale(const sw_moe_args &a, u32 row, u32 word, u32 slot)
@@ -54,13 +60,15 @@ __device__ __forceinline__ u64 row_scale(const sw_moe_args &a, u32 row, u32 word
 	if ((a.mode & SW_MOE_COLUMNS) == 0)
 		return a.row_scales + 4 * (static_cast<u64>(row) * a.scale_words + word);
 	if (a.capacity != 0)
-		return a.row_scales + 4 * ((static_cast<u64>(slot) * a.scale_words + word) * a.capacity + row - slot * a.capacity);
+		return a.row_scales +
+		       4 * ((static_cast<u64>(slot) * a.scale_words + word) * a.capacity + row - slot * a.capacity);
 	return a.row_scales + 4 * (static_cast<u64>(word) * a.most_rows + row);
 }
 
-// Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and weights (addresses, or 0). Blocks share the slots, of which
-// counts and offsets say where rows are.
-__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 sources, u64 weights, const u32 *counts, const u32 *offsets)
+// Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and
+// weights (addresses, or 0). Blocks share the slots, of which counts and offsets say where rows are.
+__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 sources, u64 weights,
+                                             const u32 *counts, const u32 *offsets)
 {
 	if ((a.mode & SW_MOE_ZERO) == 0)
 		return;
@@ -88,22 +96,27 @@ struct taker {
 	u32 *count, *first, *base; // by local slot: rows, the first of them, and by rank and slot the first from there
 	u64 epoch;
 	u32 warp, lane, n;
-	u32 moved;  // parts of rows that this warp has loaded
-	u8 *place;  // where it has them
+	u32 moved; // parts of rows that this warp has loaded
+	u8 *place; // where it has them
 	bool cached;
 
 	// The bytes of dynamic shared memory in front of the warps' places.
-	static __device__ __forceinline__ u32 front(const sw_moe_args &a) { return (4 * (2 * a.local + 1 + a.world.size * a.local) + 127) / 128 * 128; }
+	static __device__ __forceinline__ u32 front(const sw_moe_args &a)
+	{
+		return (4 * (2 * a.local + 1 + a.world.size * a.local) + 127) / 128 * 128;
+	}
 
 	__device__ __forceinline__ taker(const sw_moe_args &a, take_board &b, u8 *memory, u64 epoch)
-	    : a(a), b(b), count(reinterpret_cast<u32 *>(memory)), first(count + a.local), base(count + 2 * a.local + 1), epoch(epoch), warp(threadIdx.x / 32), lane(threadIdx.x & 31),
-	      n(a.world.size), moved(0), place(memory + front(a) + warp * a.part), cached((a.mode & SW_MOE_CACHED) != 0)
+	    : a(a), b(b), count(reinterpret_cast<u32 *>(memory)), first(count + a.local), base(count + 2 * a.local + 1),
+	      epoch(epoch), warp(threadIdx.x / 32), lane(threadIdx.x & 31), n(a.world.size), moved(0),
+	      place(memory + front(a) + warp * a.part), cached((a.mode & SW_MOE_CACHED) != 0)
 	{
 	}
 
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
 
-	// Adds up the ranks' counts. False when a wait was given up, or an output would overflow, which all ranks find alike.
+	// Adds up the ranks' counts. False when a wait was given up, or an output would overflow, which all ranks find
+	// alike.
 	__device__ __forceinline__ bool look_at_counts()
 	{
 		bool good = true, teller = blockIdx.x == 0;
@@ -150,7 +163,8 @@ struct taker {
 				u32 rows = 0, r = 0;
 #pragma unroll 1
 				for (u32 src = 0; src < n; src++)
-					rows += static_cast<u32>(load_relaxed_sys(slot_count(a, a.world.rank, src, b.over, epoch)));
+					rows += static_cast<u32>(
+					    load_relaxed_sys(slot_count(a, a.world.rank, src, b.over, epoch)));
 #pragma unroll 1
 				while (b.over >= a.first[r + 1])
 					r++;
@@ -174,7 +188,8 @@ struct taker {
 	__device__ __forceinline__ void overflow(u32 rank, u64 slot, u64 rows, i64 limit)
 	{
 		const u32 *expert = reinterpret_cast<const u32 *>(a.table) + a.experts + 1 + a.slots;
-		give_up(a.world, SW_FAULT_OVERFLOW, rank, epoch, false, rows, slot == ~0ull ? slot : __ldg(expert + slot), static_cast<u64>(limit));
+		give_up(a.world, SW_FAULT_OVERFLOW, rank, epoch, false, rows,
+		        slot == ~0ull ? slot : __ldg(expert + slot), static_cast<u64>(limit));
 	}
 
 	// Tells how many rows by expert came from each rank. A thread a rank.
@@ -194,7 +209,8 @@ struct taker {
 		u32 at = 0;
 #pragma unroll 1
 		for (u32 begin = 0; begin < a.local; begin += 32) {
-			u32 i = begin + lane, rows = i < a.local ? span_of(a, count[i]) : 0, sum = running_sum(rows, lane);
+			u32 i = begin + lane, rows = i < a.local ? span_of(a, count[i]) : 0,
+			    sum = running_sum(rows, lane);
 			if (i < a.local)
 				first[i] = at + sum - rows;
 			at += __shfl_sync(~0u, sum, 31);
@@ -219,7 +235,8 @@ struct taker {
 		}
 	}
 
-	// Where everything goes: rows of slots and of ranks, what the caller wants to know, padding. False when a wait was given up, or an output would overflow.
+	// Where everything goes: rows of slots and of ranks, what the caller wants to know, padding. False when a wait
+	// was given up, or an output would overflow.
 	__device__ __forceinline__ bool prepare()
 	{
 		bool teller = blockIdx.x == 0, good = true;
@@ -274,17 +291,21 @@ struct taker {
 			return bytes;
 		};
 		u32 bytes = load();
-		const volatile u32 *from_scales = reinterpret_cast<const volatile u32 *>(own(a.to_scales)) + static_cast<u64>(staged) * a.scale_words;
+		const volatile u32 *from_scales =
+		    reinterpret_cast<const volatile u32 *>(own(a.to_scales)) + static_cast<u64>(staged) * a.scale_words;
 		u32 scale = lane < a.scale_words ? from_scales[lane] : 0; // the first 32
 		int *spread = reinterpret_cast<int *>(own(a.state.spread)) + static_cast<u64>(staged) * a.top_k;
-		const volatile u64 *choices = reinterpret_cast<const volatile u64 *>(own(a.state.indices)) + static_cast<u64>(staged) * a.top_k;
+		const volatile u64 *choices =
+		    reinterpret_cast<const volatile u64 *>(own(a.state.indices)) + static_cast<u64>(staged) * a.top_k;
 		int rows[2], slots[2]; // of choices lane and lane+32
 #pragma unroll
 		for (u32 i = 0; i < 2; i++) {
 			u32 k = lane + 32 * i;
 			u64 c = k < a.top_k ? choices[k] : ~0ull;
 			slots[i] = slot_in(c);
-			rows[i] = slots[i] < 0 ? -1 : cached ? spread[k] : static_cast<int>(base[src * a.local + slots[i]] + number_in(c));
+			rows[i] = slots[i] < 0 ? -1
+			          : cached     ? spread[k]
+			                       : static_cast<int>(base[src * a.local + slots[i]] + number_in(c));
 			if (k < a.top_k && !cached)
 				spread[k] = rows[i];
 		}
@@ -293,9 +314,12 @@ struct taker {
 			if (rows[i] < 0)
 				continue;
 			if (a.row_weights != 0)
-				reinterpret_cast<float *>(a.row_weights)[rows[i]] = reinterpret_cast<const volatile float *>(own(a.state.weights))[static_cast<u64>(staged) * a.top_k + lane + 32 * i];
+				reinterpret_cast<float *>(a.row_weights)[rows[i]] =
+				    reinterpret_cast<const volatile float *>(
+					own(a.state.weights))[static_cast<u64>(staged) * a.top_k + lane + 32 * i];
 			if (a.row_sources != 0)
-				reinterpret_cast<u64 *>(a.row_sources)[rows[i]] = reinterpret_cast<const volatile u64 *>(own(a.state.sources))[staged];
+				reinterpret_cast<u64 *>(a.row_sources)[rows[i]] =
+				    reinterpret_cast<const volatile u64 *>(own(a.state.sources))[staged];
 		}
 		u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
 		auto of = [&](const int *v, u32 k) { return __shfl_sync(~0u, k < 32 ? v[0] : v[1], k & 31); };
@@ -307,7 +331,8 @@ struct taker {
 				u32 k = __ffsll(left) - 1;
 				int to = of(rows, k), slot = of(slots, k);
 				if (w < a.scale_words)
-					*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(to), w, static_cast<u32>(slot))) = scale;
+					*reinterpret_cast<volatile u32 *>(
+					    row_scale(a, static_cast<u32>(to), w, static_cast<u32>(slot))) = scale;
 			}
 			scale = next;
 		}
@@ -317,7 +342,8 @@ struct taker {
 #pragma unroll
 			for (u32 i = 0; i < 2; i++)
 				if (rows[i] >= 0)
-					bulk_store(a.rows + static_cast<u64>(rows[i]) * a.wire_bytes + part * a.part, place, bytes);
+					bulk_store(a.rows + static_cast<u64>(rows[i]) * a.wire_bytes + part * a.part,
+					           place, bytes);
 			bulk_commit();
 			bulk_await_read<0>();
 			__syncwarp();
@@ -332,7 +358,8 @@ struct taker {
 		count_landed(a, rows, slots);
 	}
 
-	// Copies rows as their ranks' blocks say that they are there. Warps share the ranks' blocks. False when a wait was given up.
+	// Copies rows as their ranks' blocks say that they are there. Warps share the ranks' blocks. False when a wait
+	// was given up.
 	__device__ __forceinline__ bool copy_as_they_come()
 	{
 		bool good = true;
@@ -347,7 +374,8 @@ struct taker {
 		}
 		if (__syncthreads_or(!good))
 			return false;
-		u32 blocks = b.first[n], all = a.movers * gridDim.x, each = max(all / blocks, 1u), groups = all / each, me = warp * gridDim.x + blockIdx.x;
+		u32 blocks = b.first[n], all = a.movers * gridDim.x, each = max(all / blocks, 1u), groups = all / each,
+		    me = warp * gridDim.x + blockIdx.x;
 #pragma unroll 1
 		for (u32 i = warp < a.movers && me / each < groups ? me / each : blocks; i < blocks; i += groups) {
 			u32 src = 0;
@@ -380,7 +408,8 @@ __device__ __forceinline__ float weight_of(const sw_moe_args &a, u64 i, int row)
 {
 	if ((a.mode & SW_MOE_GIVEN) != 0)
 		return reinterpret_cast<const float *>(a.row_weights)[row];
-	return (a.mode & SW_MOE_WEIGH) != 0 ? reinterpret_cast<const float *>(own_segment(a.world) + a.state.weights)[i] : 1;
+	return (a.mode & SW_MOE_WEIGH) != 0 ? reinterpret_cast<const float *>(own_segment(a.world) + a.state.weights)[i]
+	                                    : 1;
 }
 
 // Waits until the caller has marked `rows` rows of a group as done. False when the wait was given up.

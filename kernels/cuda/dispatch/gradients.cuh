@@ -1,6 +1,7 @@
 // The pass that spreads the gradients of tokens over the rows of their experts.
 //
-// experts_spread calls this. It reads staging and the caller's rows and writes their gradients and those of their weights.
+// experts_spread calls this. It reads staging and the caller's rows and writes their gradients and those of their
+// weights.
 #pragma once
 
 #include "experts.cuh"
@@ -23,7 +24,8 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 	u64 own = own_segment(a.world);
 	const int *spread = reinterpret_cast<const int *>(own + a.state.spread);
 #pragma unroll 1
-	for (u32 task = threadIdx.x / 32 * gridDim.x + blockIdx.x; task < all * a.top_k; task += blockDim.x / 32 * gridDim.x) {
+	for (u32 task = threadIdx.x / 32 * gridDim.x + blockIdx.x; task < all * a.top_k;
+	     task += blockDim.x / 32 * gridDim.x) {
 		u32 i = task / a.top_k, k = task - i * a.top_k, src, at = staged.at(a, i, src);
 		u64 j = static_cast<u64>(at) * a.top_k + k;
 		int r = spread[j];
@@ -32,7 +34,9 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 #pragma unroll
 		for (u32 c = 0; c < 8; c++)
 			chain[c] = 0;
-		u64 dy = own + a.to_rows + static_cast<u64>(at) * a.row_bytes, row = a.rows + static_cast<u64>(max(r, 0)) * a.row_bytes, out = a.y + static_cast<u64>(max(r, 0)) * a.row_bytes;
+		u64 dy = own + a.to_rows + static_cast<u64>(at) * a.row_bytes,
+		    row = a.rows + static_cast<u64>(max(r, 0)) * a.row_bytes,
+		    out = a.y + static_cast<u64>(max(r, 0)) * a.row_bytes;
 		constexpr u32 vectors = 8 / number::count; // of 8 neighbouring elements
 #pragma unroll 1
 		for (u32 e = lane * 8; r >= 0 && e * number::size < a.row_bytes; e += 256)
@@ -48,7 +52,8 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 #pragma unroll
 				for (u32 c = 0; c < number::count; c++) {
 					if (dots)
-						chain[v * number::count + c] = __fadd_rn(chain[v * number::count + c], __fmul_rn(x[c], g[c]));
+						chain[v * number::count + c] =
+						    __fadd_rn(chain[v * number::count + c], __fmul_rn(x[c], g[c]));
 					p[c] = __fmul_rn(g[c], w);
 				}
 				store_vector(out + o, number::pack(p));
@@ -70,7 +75,8 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 				reinterpret_cast<float *>(a.sum_weights)[r] = dot;
 		}
 	}
-	zero_padding(a, a.y, a.row_bytes, 0, 0, reinterpret_cast<const u32 *>(a.counts), reinterpret_cast<const u32 *>(a.offsets));
+	zero_padding(a, a.y, a.row_bytes, 0, 0, reinterpret_cast<const u32 *>(a.counts),
+	             reinterpret_cast<const u32 *>(a.offsets));
 	release_stream();
 }
 

@@ -1,13 +1,15 @@
 // Words by which a caller sees how many rows of each expert have landed, while others are still on their way.
 //
-// Kernels that send and those that put rows in their places call this. It writes the caller's words landed and counts, and landing of the handle's state.
+// Kernels that send and those that put rows in their places call this. It writes the caller's words landed and counts,
+// and landing of the handle's state.
 #pragma once
 
 #include "signals.cuh"
 
 namespace sw {
 
-// Has the words of what has landed count for this call; counts are no numbers until they are known. The threads of the first block of a kernel that sends.
+// Has the words of what has landed count for this call; counts are no numbers until they are known. The threads of the
+// first block of a kernel that sends.
 __device__ __forceinline__ void begin_landing(const sw_moe_args &a, u64 epoch)
 {
 	if (a.landed == 0 || blockIdx.x != 0 || a.op >= SW_MOE_SUMS)

@@ -1,6 +1,7 @@
 // Rows of numbers: 16 bytes of a row as float32 and back, and float8 with scales by the rule of kernels.Scales.
 //
-// Whoever sums, scales or quantises rows calls this. It works on registers, and on the shared memory that its caller names.
+// Whoever sums, scales or quantises rows calls this. It works on registers, and on the shared memory that its caller
+// names.
 #pragma once
 
 #include "../device.cuh"
@@ -22,9 +23,16 @@ template <> struct numbers<kind::f32> {
 		for (int i = 0; i < 4; i++)
 			f[i] = __uint_as_float(w[i]);
 	}
-	static __device__ __forceinline__ uint4 pack(const float *f) { return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3])); }
+	static __device__ __forceinline__ uint4 pack(const float *f)
+	{
+		return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]),
+		                  __float_as_uint(f[3]));
+	}
 	// The largest magnitude as bits of a float32: a NaN is above all.
-	static __device__ __forceinline__ u32 most(uint4 v) { return max(max(v.x & 0x7fffffff, v.y & 0x7fffffff), max(v.z & 0x7fffffff, v.w & 0x7fffffff)); }
+	static __device__ __forceinline__ u32 most(uint4 v)
+	{
+		return max(max(v.x & 0x7fffffff, v.y & 0x7fffffff), max(v.z & 0x7fffffff, v.w & 0x7fffffff));
+	}
 	static __device__ __forceinline__ float round(float f) { return f; }
 };
 
@@ -38,10 +46,15 @@ template <> struct numbers<kind::bf16> {
 		for (int i = 0; i < 4; i++)
 			f[2 * i] = __uint_as_float(w[i] << 16), f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000);
 	}
-	static __device__ __forceinline__ uint4 pack(const float *f) { return make_uint4(bf16x2_of(f[0], f[1]), bf16x2_of(f[2], f[3]), bf16x2_of(f[4], f[5]), bf16x2_of(f[6], f[7])); }
+	static __device__ __forceinline__ uint4 pack(const float *f)
+	{
+		return make_uint4(bf16x2_of(f[0], f[1]), bf16x2_of(f[2], f[3]), bf16x2_of(f[4], f[5]),
+		                  bf16x2_of(f[6], f[7]));
+	}
 	static __device__ __forceinline__ u32 most(uint4 v)
 	{
-		u32 m = max_u16x2(max_u16x2(v.x & 0x7fff7fff, v.y & 0x7fff7fff), max_u16x2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
+		u32 m = max_u16x2(max_u16x2(v.x & 0x7fff7fff, v.y & 0x7fff7fff),
+		                  max_u16x2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
 		return max(m << 16, m & 0xffff0000);
 	}
 	static __device__ __forceinline__ float round(float f) { return __uint_as_float(bf16x2_of(f, 0) << 16); }
@@ -57,10 +70,15 @@ template <> struct numbers<kind::f16> {
 		for (int i = 0; i < 4; i++)
 			f[2 * i] = float_of_f16(w[i]), f[2 * i + 1] = float_of_f16(w[i] >> 16);
 	}
-	static __device__ __forceinline__ uint4 pack(const float *f) { return make_uint4(f16x2_of(f[0], f[1]), f16x2_of(f[2], f[3]), f16x2_of(f[4], f[5]), f16x2_of(f[6], f[7])); }
+	static __device__ __forceinline__ uint4 pack(const float *f)
+	{
+		return make_uint4(f16x2_of(f[0], f[1]), f16x2_of(f[2], f[3]), f16x2_of(f[4], f[5]),
+		                  f16x2_of(f[6], f[7]));
+	}
 	static __device__ __forceinline__ u32 most(uint4 v)
 	{
-		u32 m = max_u16x2(max_u16x2(v.x & 0x7fff7fff, v.y & 0x7fff7fff), max_u16x2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
+		u32 m = max_u16x2(max_u16x2(v.x & 0x7fff7fff, v.y & 0x7fff7fff),
+		                  max_u16x2(v.z & 0x7fff7fff, v.w & 0x7fff7fff));
 		return __float_as_uint(float_of_f16(max(m & 0xffff, m >> 16))) & 0x7fffffff;
 	}
 	static __device__ __forceinline__ float round(float f) { return float_of_f16(f16x2_of(f, 0)); }
@@ -88,10 +106,12 @@ struct scaling {
 // 4 or 8 numbers times a factor as float8: as many bytes in low and high.
 template <u32 count> __device__ __forceinline__ void narrow(const float *f, float factor, u32 &low, u32 &high)
 {
-	low = e4m3x2_of(__fmul_rn(f[0], factor), __fmul_rn(f[1], factor)) | e4m3x2_of(__fmul_rn(f[2], factor), __fmul_rn(f[3], factor)) << 16;
+	low = e4m3x2_of(__fmul_rn(f[0], factor), __fmul_rn(f[1], factor)) |
+	      e4m3x2_of(__fmul_rn(f[2], factor), __fmul_rn(f[3], factor)) << 16;
 	high = 0;
 	if constexpr (count == 8)
-		high = e4m3x2_of(__fmul_rn(f[4], factor), __fmul_rn(f[5], factor)) | e4m3x2_of(__fmul_rn(f[6], factor), __fmul_rn(f[7], factor)) << 16;
+		high = e4m3x2_of(__fmul_rn(f[4], factor), __fmul_rn(f[5], factor)) |
+		       e4m3x2_of(__fmul_rn(f[6], factor), __fmul_rn(f[7], factor)) << 16;
 }
 
 // The same for 16 bytes of numbers.
@@ -111,15 +131,18 @@ __device__ __forceinline__ u32 most_of(u32 most, u32 span)
 	return most;
 }
 
-// A warp turns `bytes` of a row in shared memory into float8 in their place, and the words of its scales, blocks of 128 elements or all of it.
-template <kind type> __device__ __forceinline__ void quantise(u8 *row, u32 bytes, u32 *scales, u32 block, bool exponents, u32 lane)
+// A warp turns `bytes` of a row in shared memory into float8 in their place, and the words of its scales, blocks of 128
+// elements or all of it.
+template <kind type>
+__device__ __forceinline__ void quantise(u8 *row, u32 bytes, u32 *scales, u32 block, bool exponents, u32 lane)
 {
 	using number = numbers<type>;
 	constexpr u32 each = 128 * number::size / 16; // vectors of a block of 128: 16 or 32
 	constexpr u32 vectors = 4;
 	u32 count = bytes / 16;
 	if (block == 128) {
-		// 4 lanes share a block of 16 vectors (8 lanes one of 32), 4 vectors each, which avoids banks that collide.
+		// 4 lanes share a block of 16 vectors (8 lanes one of 32), 4 vectors each, which avoids banks that
+		// collide.
 		constexpr u32 lanes = each / vectors, blocks = 32 / lanes;
 #pragma unroll 1
 		for (u32 first = 0; first < count; first += blocks * each) {
@@ -129,7 +152,8 @@ template <kind type> __device__ __forceinline__ void quantise(u8 *row, u32 bytes
 #pragma unroll
 			for (u32 j = 0; j < vectors; j++) {
 				at[j] = first + of * each + (j ^ turn) * lanes + lane % lanes;
-				v[j] = at[j] < count ? *reinterpret_cast<const uint4 *>(row + 16 * at[j]) : make_uint4(0, 0, 0, 0);
+				v[j] = at[j] < count ? *reinterpret_cast<const uint4 *>(row + 16 * at[j])
+				                     : make_uint4(0, 0, 0, 0);
 				most = max(most, number::most(v[j]));
 			}
 #pragma unroll
@@ -195,8 +219,14 @@ struct float8_sum {
 	static constexpr u32 scales = SW_MOE_STRETCH / 128 * 4, stretch = scales + SW_MOE_STRETCH; // bytes
 
 	// Where an element lies, and its scale.
-	static __device__ __forceinline__ u32 at(u32 element) { return element / SW_MOE_STRETCH * stretch + scales + element % SW_MOE_STRETCH; }
-	static __device__ __forceinline__ u32 scale_at(u32 element) { return element / SW_MOE_STRETCH * stretch + element % SW_MOE_STRETCH / 128 * 4; }
+	static __device__ __forceinline__ u32 at(u32 element)
+	{
+		return element / SW_MOE_STRETCH * stretch + scales + element % SW_MOE_STRETCH;
+	}
+	static __device__ __forceinline__ u32 scale_at(u32 element)
+	{
+		return element / SW_MOE_STRETCH * stretch + element % SW_MOE_STRETCH / 128 * 4;
+	}
 };
 
 } // namespace sw

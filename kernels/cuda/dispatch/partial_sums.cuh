@@ -1,27 +1,33 @@
 // The pass that makes the partial sums of this rank's rows before peers read them, or while they do.
 //
-// experts_sum calls this. It reads the caller's rows and what lies beside rows in staging; it writes staging, the words made of peers, and making of the handle's state.
+// experts_sum calls this. It reads the caller's rows and what lies beside rows in staging; it writes staging, the words
+// made of peers, and making of the handle's state.
 #pragma once
 
 #include "experts.cuh"
 
 namespace sw {
 
-// The rows of staging in the order in which a pass makes them: window by window, so that every rank gets rows from the start. A warp asks for its tasks, parts of rows, in order.
+// The rows of staging in the order in which a pass makes them: window by window, so that every rank gets rows from the
+// start. A warp asks for its tasks, parts of rows, in order.
 struct pass_order {
 	const sw_moe_args &a;
 	const staged_rows &staged;
 	u32 span, window, first, last; // rows of a window; the first task of the window, and of the next
 
 	__device__ __forceinline__ pass_order(const sw_moe_args &a, const staged_rows &staged)
-	    : a(a), staged(staged), span((a.mode & SW_MOE_BESIDE) != 0 ? SW_MOE_WINDOW : a.max_tokens), window(0), first(0), last(0)
+	    : a(a), staged(staged), span((a.mode & SW_MOE_BESIDE) != 0 ? SW_MOE_WINDOW : a.max_tokens), window(0),
+	      first(0), last(0)
 	{
 		measure();
 	}
 
 	__device__ __forceinline__ u32 rows_in(u32 src, u32 window) const
 	{
-		return static_cast<u32>(min(max(static_cast<int>(staged.first[src + 1] - staged.first[src]) - static_cast<int>(window * span), 0), static_cast<int>(span)));
+		return static_cast<u32>(min(
+		    max(static_cast<int>(staged.first[src + 1] - staged.first[src]) - static_cast<int>(window * span),
+		        0),
+		    static_cast<int>(span)));
 	}
 
 	__device__ __forceinline__ void measure()
@@ -52,7 +58,8 @@ struct pass_order {
 		for (k.src = 0; r >= (some = rows_in(k.src, window)); k.src++)
 			r -= some;
 		r += window * span;
-		k.at = k.src * a.max_tokens + r, k.row = (a.mode & SW_MOE_COMPACT) != 0 ? staged.first[k.src] + r : k.at;
+		k.at = k.src * a.max_tokens + r,
+		k.row = (a.mode & SW_MOE_COMPACT) != 0 ? staged.first[k.src] + r : k.at;
 		return k;
 	}
 };
@@ -62,15 +69,17 @@ struct pass_board {
 
 	staged_rows staged;
 	reports made[rounds]; // of the warps, in each round of their tasks
-	u32 told;	      // rounds that have been told
-	u32 failed;	      // a warp has given up
+	u32 told;             // rounds that have been told
+	u32 failed;           // a warp has given up
 };
 
-// A pass over this rank's rows: makes the partial sums of rows by expert in staging, or copies rows by token there or, with y, out of it. In each round every warp has a part of a row.
-// With SW_MOE_BESIDE the kernel behind it, which reads and sums, runs beside it: the block's last warp tells ranks of each window of rows that is complete, so that no other
+// A pass over this rank's rows: makes the partial sums of rows by expert in staging, or copies rows by token there or,
+// with y, out of it. In each round every warp has a part of a row. With SW_MOE_BESIDE the kernel behind it, which reads
+// and sums, runs beside it: the block's last warp tells ranks of each window of rows that is complete, so that no other
 // waits for what it has stored.
 template <kind type, bool float8> struct partials {
-	static constexpr u32 vectors = SW_MOE_PASS_PART / 512, workers = SW_MOE_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
+	static constexpr u32 vectors = SW_MOE_PASS_PART / 512,
+			     workers = SW_MOE_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
 
 	const sw_moe_args &a;
 	pass_board &b;
@@ -80,15 +89,18 @@ template <kind type, bool float8> struct partials {
 	bool beside, by_expert;
 
 	__device__ __forceinline__ partials(const sw_moe_args &a, pass_board &b, u64 epoch)
-	    : a(a), b(b), order(a, b.staged), own(own_segment(a.world)), epoch(epoch), lane(threadIdx.x & 31), warp(threadIdx.x / 32), beside((a.mode & SW_MOE_BESIDE) != 0),
-	      by_expert((a.mode & SW_MOE_BY_EXPERT) != 0)
+	    : a(a), b(b), order(a, b.staged), own(own_segment(a.world)), epoch(epoch), lane(threadIdx.x & 31),
+	      warp(threadIdx.x / 32), beside((a.mode & SW_MOE_BESIDE) != 0), by_expert((a.mode & SW_MOE_BY_EXPERT) != 0)
 	{
 		u32 all = b.staged.first[a.world.size] * a.parts, each = workers * gridDim.x;
 		rounds = (max(all, blockIdx.x) - blockIdx.x + each - 1) / each;
 	}
 
 	// The number of a warp's task in a round: neighbours are in different blocks.
-	__device__ __forceinline__ u32 number(u32 warp, u32 round) const { return (round * workers + warp) * gridDim.x + blockIdx.x; }
+	__device__ __forceinline__ u32 number(u32 warp, u32 round) const
+	{
+		return (round * workers + warp) * gridDim.x + blockIdx.x;
+	}
 
 	// The experts' rows of a row's choices lane and lane+32, and their weights; -1 where there is none.
 	__device__ __forceinline__ void look(const pass_order::task &k, int *row, float *weight) const
@@ -116,7 +128,9 @@ template <kind type, bool float8> struct partials {
 #pragma unroll 1
 			for (u32 c = lane; c < a.top_k; c += 32) {
 				u64 i = static_cast<u64>(k.at) * a.top_k + c;
-				int slot = reinterpret_cast<const int *>(own + a.state.spread)[i] < 0 ? -1 : slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[i]);
+				int slot = reinterpret_cast<const int *>(own + a.state.spread)[i] < 0
+				               ? -1
+				               : slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[i]);
 				if (slot >= 0)
 					good &= await_ready(a, static_cast<u32>(slot), counts[slot], epoch);
 			}
@@ -133,14 +147,19 @@ template <kind type, bool float8> struct partials {
 	}
 
 	// The part of a row's sum: the next row is on its way while one is added.
-	template <typename F> __device__ __forceinline__ void add_up(const pass_order::task &k, const int *row, const float *weight, F use) const
+	template <typename F>
+	__device__ __forceinline__ void add_up(const pass_order::task &k, const int *row, const float *weight,
+	                                       F use) const
 	{
 		sum<type> s[vectors];
 		uint4 v[vectors], next[vectors];
 		u64 here = static_cast<u64>(__ballot_sync(~0u, row[1] >= 0)) << 32 | __ballot_sync(~0u, row[0] >= 0);
 		auto load_first = [&](uint4 *to) {
 			u32 c = __ffsll(here) - 1;
-			load(to, a.rows + static_cast<u64>(__shfl_sync(~0u, c < 32 ? row[0] : row[1], c & 31)) * a.row_bytes, k.part);
+			load(to,
+			     a.rows +
+			         static_cast<u64>(__shfl_sync(~0u, c < 32 ? row[0] : row[1], c & 31)) * a.row_bytes,
+			     k.part);
 		};
 		auto add = [&](const uint4 *from, u32 c) {
 			float w = __shfl_sync(~0u, c < 32 ? weight[0] : weight[1], c & 31);
@@ -174,7 +193,8 @@ template <kind type, bool float8> struct partials {
 		u64 to = own + a.from_rows + static_cast<u64>(by_expert ? k.at : k.row) * a.wire_bytes;
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
-			u32 at = k.part * SW_MOE_PASS_PART + i * 512 + lane * 16, element = at / numbers<type>::size, scale;
+			u32 at = k.part * SW_MOE_PASS_PART + i * 512 + lane * 16, element = at / numbers<type>::size,
+			    scale;
 			uint2 v = s[i].narrowed(scale);
 			if (at >= a.row_bytes)
 				continue;
@@ -194,7 +214,9 @@ template <kind type, bool float8> struct partials {
 			u32 c = lane + 32 * j;
 			int r = by_expert ? row[j] : static_cast<int>(k.row * a.top_k + c);
 			if (c < a.top_k)
-				reinterpret_cast<float *>(own + a.from_weights)[static_cast<u64>(by_expert ? k.at : k.row) * a.top_k + c] = r < 0 ? 0 : reinterpret_cast<const float *>(a.row_weights)[r];
+				reinterpret_cast<float *>(
+				    own + a.from_weights)[static_cast<u64>(by_expert ? k.at : k.row) * a.top_k + c] =
+				    r < 0 ? 0 : reinterpret_cast<const float *>(a.row_weights)[r];
 		}
 	}
 
@@ -226,7 +248,8 @@ template <kind type, bool float8> struct partials {
 			}
 		} else {
 			u32 at = k.part * SW_MOE_PASS_PART + lane * 16;
-			u64 to = (a.y != 0 ? a.y : own + a.from_rows) + static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
+			u64 to = (a.y != 0 ? a.y : own + a.from_rows) +
+			         static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
 #pragma unroll
 			for (u32 i = 0; i < vectors; i++)
 				store_vector_if(at + i * 512 < a.row_bytes, to + i * 512, out[i]);
@@ -255,7 +278,8 @@ template <kind type, bool float8> struct partials {
 				__syncwarp();
 				if (lane == 0) {
 #pragma unroll 1
-					while (round >= pass_board::rounds && atom_acquire_cta(&b.told) + pass_board::rounds <= round)
+					while (round >= pass_board::rounds &&
+					       atom_acquire_cta(&b.told) + pass_board::rounds <= round)
 						if (atom_acquire_cta(&b.failed) != 0)
 							break;
 					b.made[round % pass_board::rounds].report();
@@ -285,7 +309,8 @@ template <kind type, bool float8> struct partials {
 			if (lane < workers)
 				k = order.find(number(lane, round));
 			if (k.there) {
-				u32 *making = reinterpret_cast<u32 *>(own + a.state.making) + k.src * windows(a) + k.window;
+				u32 *making =
+				    reinterpret_cast<u32 *>(own + a.state.making) + k.src * windows(a) + k.window;
 				if (add_acq_rel_gpu(making, 1) + 1 == order.rows_in(k.src, k.window) * a.parts) {
 					*making = 0;
 					fence_acq_rel_sys(); // X4

@@ -1,4 +1,5 @@
-// The kernel that reads the rows of this rank's tokens on all ranks and sums them, and the one that does so with what lies beside them only.
+// The kernel that reads the rows of this rank's tokens on all ranks and sums them, and the one that does so with what
+// lies beside them only.
 //
 // combine_rows and combine_weights call this. It reads what sums.cuh does and writes the caller's sums.
 #pragma once
@@ -8,22 +9,28 @@
 namespace sw {
 
 // The bytes of a partial sum, and of the sum that a part of it becomes.
-template <bool float8> __device__ __forceinline__ u32 sum_bytes(const sw_moe_args &a) { return float8 ? a.wire_bytes : a.row_bytes; }
+template <bool float8> __device__ __forceinline__ u32 sum_bytes(const sw_moe_args &a)
+{
+	return float8 ? a.wire_bytes : a.row_bytes;
+}
 template <kind type, bool float8> __device__ __forceinline__ u32 part_bytes(const sw_moe_args &a)
 {
 	return float8 ? a.part / float8_sum::stretch * SW_MOE_STRETCH * numbers<type>::size : a.part;
 }
 
-template <kind type, bool float8, bool waits> __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_board &b, arrivals *full, u64 *has, u64 epoch, u8 *ring)
+template <kind type, bool float8, bool waits>
+__device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_board &b, arrivals *full, u64 *has,
+                                         u64 epoch, u8 *ring)
 {
-	u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32, n = a.world.size, tasks = a.tokens * a.parts, step = gridDim.x * a.movers;
+	u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32, n = a.world.size, tasks = a.tokens * a.parts,
+	    step = gridDim.x * a.movers;
 	u32 due = static_cast<u32>(clock()) + warp * (a.interval / a.movers);
 	const int *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
 	u8 *mine = ring + static_cast<u64>(warp) * a.depth * n * a.part;
 	full += warp * a.depth, has += warp * a.depth;
-	int near = -1, far = -1; // the rows of the token that is loaded next, of ranks lane and lane+32
+	int near = -1, far = -1;                 // the rows of the token that is loaded next, of ranks lane and lane+32
 	[[maybe_unused]] int seen[2] = {-1, -1}; // windows of those ranks that are made
-	[[maybe_unused]] bool lost = false;	 // a wait was given up
+	[[maybe_unused]] bool lost = false;      // a wait was given up
 	auto look = [&](u32 k) {
 		u32 task = blockIdx.x + gridDim.x * warp + k * step;
 		u64 first = static_cast<u64>(task / a.parts) * n;
@@ -35,7 +42,8 @@ template <kind type, bool float8, bool waits> __device__ __forceinline__ void su
 		u32 task = blockIdx.x + gridDim.x * warp + k * step;
 		if (task >= tasks)
 			return;
-		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, sum_bytes<float8>(a) - at), place = k % a.depth;
+		u32 t = task / a.parts, at = (task - t * a.parts) * a.part,
+		    bytes = min(a.part, sum_bytes<float8>(a) - at), place = k % a.depth;
 		int rows[2] = {near, far};
 		look(k + 1);
 		if constexpr (waits) {
@@ -65,7 +73,9 @@ template <kind type, bool float8, bool waits> __device__ __forceinline__ void su
 #pragma unroll
 		for (u32 i = 0; i < 2; i++)
 			if (rows[i] >= 0)
-				bulk_load(mine + (place * n + lane + 32 * i) * a.part, b.base[lane + 32 * i] + static_cast<u64>(rows[i]) * sum_bytes<float8>(a) + at, bytes, full + place);
+				bulk_load(mine + (place * n + lane + 32 * i) * a.part,
+				          b.base[lane + 32 * i] + static_cast<u64>(rows[i]) * sum_bytes<float8>(a) + at,
+				          bytes, full + place);
 	};
 	look(0);
 #pragma unroll 1
@@ -74,7 +84,8 @@ template <kind type, bool float8, bool waits> __device__ __forceinline__ void su
 	u32 k = 0;
 #pragma unroll 1
 	for (u32 task = blockIdx.x + gridDim.x * warp; task < tasks; task += step, k++) {
-		u32 t = task / a.parts, part = task - t * a.parts, at = part * part_bytes<type, float8>(a), bytes = min(part_bytes<type, float8>(a), a.row_bytes - at), place = k % a.depth;
+		u32 t = task / a.parts, part = task - t * a.parts, at = part * part_bytes<type, float8>(a),
+		    bytes = min(part_bytes<type, float8>(a), a.row_bytes - at), place = k % a.depth;
 		full[place].await(k / a.depth);
 		u64 there = has[place];
 #pragma unroll 1
@@ -86,10 +97,14 @@ template <kind type, bool float8, bool waits> __device__ __forceinline__ void su
 					const u8 *from = mine + (place * n + __ffsll(left) - 1) * a.part;
 					u32 element = i / numbers<type>::size;
 					const u8 *narrow = from + float8_sum::at(element);
-					uint2 v = numbers<type>::count == 8 ? *reinterpret_cast<const uint2 *>(narrow) : make_uint2(*reinterpret_cast<const u32 *>(narrow), 0);
-					s.add_scaled(v, *reinterpret_cast<const float *>(from + float8_sum::scale_at(element)));
+					uint2 v = numbers<type>::count == 8
+					              ? *reinterpret_cast<const uint2 *>(narrow)
+					              : make_uint2(*reinterpret_cast<const u32 *>(narrow), 0);
+					s.add_scaled(
+					    v, *reinterpret_cast<const float *>(from + float8_sum::scale_at(element)));
 				} else {
-					s.add(*reinterpret_cast<const uint4 *>(mine + (place * n + __ffsll(left) - 1) * a.part + i));
+					s.add(*reinterpret_cast<const uint4 *>(
+					    mine + (place * n + __ffsll(left) - 1) * a.part + i));
 				}
 			}
 			s.add_biases(a, static_cast<u64>(t) * a.row_bytes + at + i);
@@ -102,7 +117,8 @@ template <kind type, bool float8, bool waits> __device__ __forceinline__ void su
 	}
 }
 
-template <kind type, bool float8> __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board &b, u8 *ring)
+template <kind type, bool float8>
+__device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board &b, u8 *ring)
 {
 	if (threadIdx.x < a.movers * a.depth)
 		b.full[threadIdx.x].init();
@@ -157,7 +173,8 @@ __device__ __forceinline__ void combine_beside(const sw_moe_args &a, combine_boa
 	if (!await_ranks(a, b, epoch))
 		return;
 #pragma unroll 1
-	for (u32 t = threadIdx.x / 32 * gridDim.x + blockIdx.x; t < a.tokens && a.sum_weights != 0; t += blockDim.x / 32 * gridDim.x)
+	for (u32 t = threadIdx.x / 32 * gridDim.x + blockIdx.x; t < a.tokens && a.sum_weights != 0;
+	     t += blockDim.x / 32 * gridDim.x)
 		sum_weights(a, t, threadIdx.x & 31);
 	release_stream();
 	tell_read(a, epoch);

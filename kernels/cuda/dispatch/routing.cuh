@@ -1,6 +1,7 @@
 // Where tokens go: the slot of a choice, the rank of a slot, the ranks of a token.
 //
-// The kernels that send call this. It reads the placement, whose most wanted part a block keeps in shared memory, and the choices.
+// The kernels that send call this. It reads the placement, whose most wanted part a block keeps in shared memory, and
+// the choices.
 #pragma once
 
 #include "../device.cuh"
@@ -13,7 +14,8 @@ struct placement {
 	const u32 *near; // of the first experts: the slot, or where its copies are
 	static constexpr u32 copies = 1u << 31;
 
-	// All threads of the block, which meet before the first use. The table does not change while calls are under way.
+	// All threads of the block, which meet before the first use. The table does not change while calls are under
+	// way.
 	static __device__ __forceinline__ void fill(const sw_moe_args &a, u32 *near)
 	{
 		const u32 *c = reinterpret_cast<const u32 *>(a.table), *slots = c + a.experts + 1;
@@ -47,18 +49,23 @@ struct placement {
 __device__ __forceinline__ i64 choice(const sw_moe_args &a, u32 t, u32 k)
 {
 	i64 i = static_cast<i64>(t) * a.top_k + k;
-	return a.index_bytes == 8 ? static_cast<i64>(__ldg(reinterpret_cast<const long long *>(a.choices) + i)) : static_cast<i64>(__ldg(reinterpret_cast<const int *>(a.choices) + i));
+	return a.index_bytes == 8 ? static_cast<i64>(__ldg(reinterpret_cast<const long long *>(a.choices) + i))
+	                          : static_cast<i64>(__ldg(reinterpret_cast<const int *>(a.choices) + i));
 }
 
-// A choice beside a row in staging: the local slot, and which of its rank's choices for that slot it is. All bits are set where a choice is not for the rank.
+// A choice beside a row in staging: the local slot, and which of its rank's choices for that slot it is. All bits are
+// set where a choice is not for the rank.
 __device__ __forceinline__ u64 numbered_choice(u32 number, u32 slot) { return static_cast<u64>(number) << 32 | slot; }
 __device__ __forceinline__ int slot_in(u64 v) { return static_cast<int>(static_cast<u32>(v)); }
 __device__ __forceinline__ u32 number_in(u64 v) { return static_cast<u32>(v >> 32); }
 
 __device__ __forceinline__ bool is_expert(const sw_moe_args &a, i64 e) { return e >= 0 && e < a.experts; }
 
-// Calls f with token, number, slot and rank of each choice of `tokens` tokens from the first on that has an expert, by all threads of a block. What is no expert is noted in bad.
-template <typename F> __device__ __forceinline__ void each_choice(const sw_moe_args &a, const placement &p, u32 first, u32 tokens, u64 &bad, F f)
+// Calls f with token, number, slot and rank of each choice of `tokens` tokens from the first on that has an expert, by
+// all threads of a block. What is no expert is noted in bad.
+template <typename F>
+__device__ __forceinline__ void each_choice(const sw_moe_args &a, const placement &p, u32 first, u32 tokens, u64 &bad,
+                                            F f)
 {
 	constexpr u32 batch = 4; // of a thread, that are loaded together
 	u32 all = tokens * a.top_k;
@@ -70,11 +77,17 @@ template <typename F> __device__ __forceinline__ void each_choice(const sw_moe_a
 		if (wide)
 #pragma unroll
 			for (u32 j = 0; j < batch; j++)
-				e[j] = begin + j * blockDim.x < all ? static_cast<i64>(__ldg(reinterpret_cast<const long long *>(from) + begin + j * blockDim.x)) : -1;
+				e[j] = begin + j * blockDim.x < all
+				           ? static_cast<i64>(__ldg(reinterpret_cast<const long long *>(from) + begin +
+				                                    j * blockDim.x))
+				           : -1;
 		else
 #pragma unroll
 			for (u32 j = 0; j < batch; j++)
-				e[j] = begin + j * blockDim.x < all ? static_cast<i64>(__ldg(reinterpret_cast<const int *>(from) + begin + j * blockDim.x)) : -1;
+				e[j] = begin + j * blockDim.x < all
+				           ? static_cast<i64>(
+						 __ldg(reinterpret_cast<const int *>(from) + begin + j * blockDim.x))
+				           : -1;
 #pragma unroll
 		for (u32 j = 0; j < batch; j++) {
 			u32 i = begin + j * blockDim.x, t = i / a.top_k, k = i - t * a.top_k;
@@ -82,7 +95,8 @@ template <typename F> __device__ __forceinline__ void each_choice(const sw_moe_a
 				u32 slot = p.slot(static_cast<u32>(e[j]), first + t);
 				f(t, k, slot, p.rank(slot));
 			} else if (e[j] != -1 && bad == 0)
-				bad = 1ull << 63 | static_cast<u64>((first + t) & 0xffffff) << 38 | static_cast<u64>(k) << 32 | static_cast<u32>(e[j]);
+				bad = 1ull << 63 | static_cast<u64>((first + t) & 0xffffff) << 38 |
+				      static_cast<u64>(k) << 32 | static_cast<u32>(e[j]);
 		}
 	}
 }
@@ -90,7 +104,8 @@ template <typename F> __device__ __forceinline__ void each_choice(const sw_moe_a
 // Records that a rank's token has a choice that is no expert, as each_choice packs it.
 __device__ __noinline__ void complain(const sw_moe_args &a, u32 rank, u64 bad, u64 epoch)
 {
-	give_up(a.world, SW_FAULT_INDEX, rank, epoch, false, bad >> 38 & 0xffffff, bad >> 32 & 0x3f, static_cast<u64>(static_cast<i64>(static_cast<int>(static_cast<u32>(bad)))));
+	give_up(a.world, SW_FAULT_INDEX, rank, epoch, false, bad >> 38 & 0xffffff, bad >> 32 & 0x3f,
+	        static_cast<u64>(static_cast<i64>(static_cast<int>(static_cast<u32>(bad)))));
 }
 
 } // namespace sw

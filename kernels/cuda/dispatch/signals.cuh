@@ -1,30 +1,37 @@
-// What ranks tell each other about a call with a handle. A rank says in one line that it begins, what it does and where its rows may be read; and each
-// of its blocks says in a word how many of its rows are there. Numbers that are wanted early carry the low half of the call's number with them.
+// What ranks tell each other about a call with a handle. A rank says in one line that it begins, what it does and where
+// its rows may be read; and each of its blocks says in a word how many of its rows are there. Numbers that are wanted
+// early carry the low half of the call's number with them.
 //
-// All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_block that are named so: begins and dones by peers, and words that carry
-// the call's number. A line has one writer. Lines and words of begins, dones and counts of slots exist for even and odd calls: a rank may begin the next call while a peer
-// still reads those of this one, but not the call after, since it waits for every peer in every call.
+// All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_block that are named so: begins and
+// dones by peers, and words that carry the call's number. A line has one writer. Lines and words of begins, dones and
+// counts of slots exist for even and odd calls: a rank may begin the next call while a peer still reads those of this
+// one, but not the call after, since it waits for every peer in every call.
 #pragma once
 
 #include "../device.cuh"
 
 namespace sw {
 
-// What a rank says in its line: what the call is, how many blocks it has, whether its output may be written from now on, and whether its rows are made while
-// peers read them. A call whose second half is a launch of its own says 0 blocks; the first of them says how many there are.
+// What a rank says in its line: what the call is, how many blocks it has, whether its output may be written from now
+// on, and whether its rows are made while peers read them. A call whose second half is a launch of its own says 0
+// blocks; the first of them says how many there are.
 __device__ __forceinline__ u64 begin_word(const sw_moe_args &a, u32 blocks)
 {
-	return a.op | static_cast<u64>(a.mode & SW_MOE_FREE) << 8 | static_cast<u64>(blocks) << 16 | static_cast<u64>((a.mode & SW_MOE_BESIDE) != 0) << 32;
+	return a.op | static_cast<u64>(a.mode & SW_MOE_FREE) << 8 | static_cast<u64>(blocks) << 16 |
+	       static_cast<u64>((a.mode & SW_MOE_BESIDE) != 0) << 32;
 }
 __device__ __forceinline__ u32 op_of(u64 word) { return word & 0xff; }
 __device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_MOE_FREE) != 0; }
 __device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
 __device__ __forceinline__ bool makes(u64 word) { return (word >> 32 & 1) != 0; }
 
-// What a block says: how many of its rows are there, the place of the first among those of its rank, and whether that is all. The highest bit says in place of that which
-// choice is no expert (each_choice).
+// What a block says: how many of its rows are there, the place of the first among those of its rank, and whether that
+// is all. The highest bit says in place of that which choice is no expert (each_choice).
 constexpr u64 done_all = 1ull << 62;
-__device__ __forceinline__ u64 done(u32 rows, u32 first, bool all) { return rows | static_cast<u64>(first) << 24 | (all ? done_all : 0); }
+__device__ __forceinline__ u64 done(u32 rows, u32 first, bool all)
+{
+	return rows | static_cast<u64>(first) << 24 | (all ? done_all : 0);
+}
 __device__ __forceinline__ u32 rows_of(u64 word) { return word & 0xffffff; }
 __device__ __forceinline__ u32 first_of(u64 word) { return word >> 24 & 0xffffff; }
 __device__ __forceinline__ bool is_all(u64 word) { return word >> 62 != 0; }
@@ -36,7 +43,8 @@ __device__ __forceinline__ u64 begin_line(const sw_moe_args &a, u32 dst, u32 src
 }
 __device__ __forceinline__ u64 done_word(const sw_moe_args &a, u32 dst, u32 src, u32 block, u64 epoch)
 {
-	return segment(a.world, dst) + a.state.dones + (((epoch & 1) * a.world.size + src) * SW_MOE_MAX_BLOCKS + block) * 16;
+	return segment(a.world, dst) + a.state.dones +
+	       (((epoch & 1) * a.world.size + src) * SW_MOE_MAX_BLOCKS + block) * 16;
 }
 
 // How many rows src has for a slot, where dst looks.
@@ -47,7 +55,10 @@ __device__ __forceinline__ u64 slot_count(const sw_moe_args &a, u32 dst, u32 src
 
 // A number behind the low half of a call's. Each is in a word of its own and written once a call.
 __device__ __forceinline__ u64 numbered(u64 epoch, u32 n) { return epoch << 32 | n; }
-__device__ __forceinline__ bool is_of(u64 word, u64 epoch) { return static_cast<u32>(word >> 32) == static_cast<u32>(epoch); }
+__device__ __forceinline__ bool is_of(u64 word, u64 epoch)
+{
+	return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);
+}
 
 // Tells one peer.
 __device__ __forceinline__ void tell_begin(const sw_moe_args &a, u32 peer, u64 epoch, u32 blocks)
@@ -66,7 +77,10 @@ struct patience {
 
 	__device__ __forceinline__ patience(const sw_moe_args &a, u32 peer) : a(a), peer(peer), since(0) {}
 	// One that also ends when the ranks' calls turn out to differ.
-	__device__ __forceinline__ patience(const sw_moe_args &a, u32 peer, u64 epoch) : patience(a, peer) { w.epoch = epoch; }
+	__device__ __forceinline__ patience(const sw_moe_args &a, u32 peer, u64 epoch) : patience(a, peer)
+	{
+		w.epoch = epoch;
+	}
 
 	// After a failed poll. False when the wait is given up, which is recorded.
 	__device__ __forceinline__ bool more(u64 epoch, bool sending)
@@ -83,7 +97,8 @@ struct patience {
 	__device__ __forceinline__ void count() const
 	{
 		if (since != 0 && a.counters != 0 && peer != a.world.rank)
-			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + a.world.size + peer, static_cast<unsigned long long>(now_ns() - since));
+			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + a.world.size + peer,
+			          static_cast<unsigned long long>(now_ns() - since));
 	}
 };
 
@@ -110,29 +125,33 @@ template <typename F> __device__ __forceinline__ bool each_slot_count(const sw_m
 		u64 v[batch];
 #pragma unroll
 		for (u32 j = 0; j < batch; j++)
-			v[j] = first + j < a.world.size ? load_relaxed_sys(slot_count(a, a.world.rank, first + j, slot, epoch)) : 0;
+			v[j] = first + j < a.world.size
+			           ? load_relaxed_sys(slot_count(a, a.world.rank, first + j, slot, epoch))
+			           : 0;
 #pragma unroll
 		for (u32 j = 0; j < batch; j++) {
 			u32 src = first + j, rows = static_cast<u32>(v[j]);
 			if (src >= a.world.size)
 				continue;
 			if (!is_of(v[j], epoch))
-				good &= await_number(a, slot_count(a, a.world.rank, src, slot, epoch), epoch, src, rows);
+				good &=
+				    await_number(a, slot_count(a, a.world.rank, src, slot, epoch), epoch, src, rows);
 			f(src, rows);
 		}
 	}
 	return good;
 }
 
-// Waits until a peer has begun the call, and reads where its rows are. What it wrote before is visible then. False when the wait was given up, or the peer makes
-// another call.
+// Waits until a peer has begun the call, and reads where its rows are. What it wrote before is visible then. False when
+// the wait was given up, or the peer makes another call.
 __device__ __forceinline__ bool await_begin(const sw_moe_args &a, u32 peer, u64 epoch, u64 &word, u64 &place)
 {
 	u64 line = begin_line(a, a.world.rank, peer, epoch);
 	patience p(a, peer);
 	pair64 first, second;
 #pragma unroll 1
-	while (second = load16_relaxed_sys(line + 16), first = load16_acquire_sys(line), first.a < epoch || second.a < epoch)
+	while (second = load16_relaxed_sys(line + 16), first = load16_acquire_sys(line),
+	       first.a < epoch || second.a < epoch)
 		if (!p.more(epoch, false))
 			return false;
 	p.count();
@@ -148,11 +167,16 @@ __device__ __forceinline__ bool await_begin(const sw_moe_args &a, u32 peer, u64 
 struct begun {
 	pair64 even, odd;
 
-	__device__ __forceinline__ void load(const sw_moe_args &a, u32 peer) { even = load16_relaxed_sys(begin_line(a, a.world.rank, peer, 0)), odd = load16_relaxed_sys(begin_line(a, a.world.rank, peer, 1)); }
+	__device__ __forceinline__ void load(const sw_moe_args &a, u32 peer)
+	{
+		even = load16_relaxed_sys(begin_line(a, a.world.rank, peer, 0)),
+		odd = load16_relaxed_sys(begin_line(a, a.world.rank, peer, 1));
+	}
 	__device__ __forceinline__ pair64 of(u64 epoch) const { return (epoch & 1) == 0 ? even : odd; }
 };
 
-// Waits until a peer's output may be written: it has begun this call, or said at the one before that it is through with it.
+// Waits until a peer's output may be written: it has begun this call, or said at the one before that it is through with
+// it.
 __device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 epoch, const begun &seen)
 {
 	patience p(a, peer);
@@ -184,9 +208,15 @@ __device__ __forceinline__ bool await_rows_of(const sw_moe_args &a, u32 peer, u3
 }
 
 // Waits for all of them.
-__device__ __forceinline__ bool await_done(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u64 &word) { return await_rows_of(a, peer, block, epoch, ~0u, word); }
+__device__ __forceinline__ bool await_done(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u64 &word)
+{
+	return await_rows_of(a, peer, block, epoch, ~0u, word);
+}
 
 // Ends the waits of this rank in a call that ranks do not make together.
-__device__ __forceinline__ void end_waits(const sw_moe_args &a, u64 epoch) { store_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched), epoch); }
+__device__ __forceinline__ void end_waits(const sw_moe_args &a, u64 epoch)
+{
+	store_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched), epoch);
+}
 
 } // namespace sw

@@ -1,7 +1,8 @@
-// Rows on their way back to their tokens: the token's rank reads the rows of all ranks that have one, sums them by rank and adds biases. A rank's row is its partial sum; it lies
-// where the rank has said in the line of its begin.
+// Rows on their way back to their tokens: the token's rank reads the rows of all ranks that have one, sums them by rank
+// and adds biases. A rank's row is its partial sum; it lies where the rank has said in the line of its begin.
 //
-// combine_rows and combine_weights call this, and others that sum its sums. It reads rows of peers' segments, and places and who of the handle's state; it writes the caller's sums.
+// combine_rows and combine_weights call this, and others that sum its sums. It reads rows of peers' segments, and
+// places and who of the handle's state; it writes the caller's sums.
 #pragma once
 
 #include "numbers.cuh"
@@ -11,12 +12,13 @@ namespace sw {
 
 struct combine_board {
 	u64 base[SW_MAX_RANKS]; // where each rank's rows are
-	u64 makes;		// the ranks that make theirs while they are read, as bits
+	u64 makes;              // the ranks that make theirs while they are read, as bits
 	arrivals full[SW_MOE_SLOTS];
 	u64 has[SW_MOE_SLOTS]; // whose rows a place has, by rank
 };
 
-// Where the ranks' rows are. The threads of a block, which have zeroed makes, wait for the peers together. False when one does not come, or makes another call.
+// Where the ranks' rows are. The threads of a block, which have zeroed makes, wait for the peers together. False when
+// one does not come, or makes another call.
 __device__ __forceinline__ bool await_ranks(const sw_moe_args &a, combine_board &b, u64 epoch)
 {
 	bool good = true;
@@ -34,14 +36,17 @@ __device__ __forceinline__ bool await_ranks(const sw_moe_args &a, combine_board 
 }
 
 // Rows that a rank makes while others read them are told in windows of so many, each by a word of the readers.
-__device__ __forceinline__ u32 windows(const sw_moe_args &a) { return (a.max_tokens + SW_MOE_WINDOW - 1) / SW_MOE_WINDOW; }
+__device__ __forceinline__ u32 windows(const sw_moe_args &a)
+{
+	return (a.max_tokens + SW_MOE_WINDOW - 1) / SW_MOE_WINDOW;
+}
 __device__ __forceinline__ u64 made_word(const sw_moe_args &a, u32 dst, u32 src, u32 window)
 {
 	return segment(a.world, dst) + a.state.made + (static_cast<u64>(src) * windows(a) + window) * 8;
 }
 
-// Waits until a rank has made the row of one of this rank's tokens, and the others of its window. `seen` is the window that this thread has waited for last. False when the
-// wait was given up.
+// Waits until a rank has made the row of one of this rank's tokens, and the others of its window. `seen` is the window
+// that this thread has waited for last. False when the wait was given up.
 __device__ __forceinline__ bool await_made(const sw_moe_args &a, u32 src, int row, u64 epoch, int &seen)
 {
 	int window = (row - static_cast<int>(a.world.rank * a.max_tokens)) / SW_MOE_WINDOW;
@@ -84,7 +89,8 @@ template <kind type> struct sum {
 		for (u32 i = 0; i < numbers<type>::count; i += 2) {
 			float low, high;
 			floats_of_e4m3x2(pairs[i / 2], low, high);
-			f[i] = __fadd_rn(f[i], __fmul_rn(low, scale)), f[i + 1] = __fadd_rn(f[i + 1], __fmul_rn(high, scale));
+			f[i] = __fadd_rn(f[i], __fmul_rn(low, scale)),
+			f[i + 1] = __fadd_rn(f[i + 1], __fmul_rn(high, scale));
 		}
 	}
 	__device__ __forceinline__ void add_weighted(uint4 v, float w)
@@ -122,25 +128,29 @@ template <kind type> struct sum {
 // The weights beside the rows of token t, by a warp.
 __device__ __forceinline__ void sum_weights(const sw_moe_args &a, u32 t, u32 lane)
 {
-	const int *who = reinterpret_cast<const int *>(own_segment(a.world) + a.state.who), *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
+	const int *who = reinterpret_cast<const int *>(own_segment(a.world) + a.state.who),
+		  *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
 #pragma unroll 1
 	for (u32 k = lane; k < a.top_k; k += 32) {
 		u64 i = static_cast<u64>(t) * a.top_k + k;
 		int d = who[i];
 		float w = 0;
 		if (d >= 0)
-			w = *reinterpret_cast<const volatile float *>(segment(a.world, d) + a.from_weights + (static_cast<u64>(places[static_cast<u64>(t) * a.world.size + d]) * a.top_k + k) * 4);
+			w = *reinterpret_cast<const volatile float *>(
+			    segment(a.world, d) + a.from_weights +
+			    (static_cast<u64>(places[static_cast<u64>(t) * a.world.size + d]) * a.top_k + k) * 4);
 		reinterpret_cast<float *>(a.sum_weights)[i] = w;
 	}
 }
 
-// Tells the peers that this block has read what it wanted of their rows, and how many blocks there are. A rank's rows are its own again when all blocks of all peers
-// have said so.
+// Tells the peers that this block has read what it wanted of their rows, and how many blocks there are. A rank's rows
+// are its own again when all blocks of all peers have said so.
 __device__ __forceinline__ void tell_read(const sw_moe_args &a, u64 epoch)
 {
 	__syncthreads();
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, done(gridDim.x, 0, true));
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch,
+		                    done(gridDim.x, 0, true));
 }
 
 // How many blocks of a peer read this rank's rows. False when the wait for its first was given up.
@@ -154,7 +164,8 @@ __device__ __forceinline__ bool await_readers(const sw_moe_args &a, u32 peer, u6
 	return good;
 }
 
-// Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows were kept. The threads of a block.
+// Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows
+// were kept. The threads of a block.
 __device__ __forceinline__ bool await_free_staging(const sw_moe_args &a, u64 last)
 {
 	bool good = true;

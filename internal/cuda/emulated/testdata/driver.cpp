@@ -1,15 +1,17 @@
-// A CUDA driver without GPUs, for tests of what talks to the driver: the part of the driver API that Switchyard uses, as a libcuda.so.1.
+// A CUDA driver without GPUs, for tests of what talks to the driver: the part of the driver API that Switchyard uses,
+// as a libcuda.so.1.
 //
-// Memory of a device is a memfd. An address that is mapped and accessible can be read and written by the process too, except one of a
-// multicast object. Streams run their work at once, except kernels. The library is linked with what runs those
-// (kernels/cuda/testdata/emulate/device.cpp), or they are launched and do nothing.
+// Memory of a device is a memfd. An address that is mapped and accessible can be read and written by the process too,
+// except one of a multicast object. Streams run their work at once, except kernels. The library is linked with what
+// runs those (kernels/cuda/testdata/emulate/device.cpp), or they are launched and do nothing.
 //
-// An object, which is memory or a multicast object, lives as long as somebody refers to it: by a handle, a mapping, a bind, or a file
-// descriptor that is open, in whatever process or message. A fabric handle is no reference. What the driver's documentation forbids is
-// refused here; where it says that a call blocks until all devices have been added the call is refused too, since to have made it is a
-// mistake that may hang.
+// An object, which is memory or a multicast object, lives as long as somebody refers to it: by a handle, a mapping, a
+// bind, or a file descriptor that is open, in whatever process or message. A fabric handle is no reference. What the
+// driver's documentation forbids is refused here; where it says that a call blocks until all devices have been added
+// the call is refused too, since to have made it is a mistake that may hang.
 //
-// A test asks for counts by attributes of a device, and sets what it wants by those of a function (emulated.go has the numbers).
+// A test asks for counts by attributes of a device, and sets what it wants by those of a function (emulated.go has the
+// numbers).
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -27,7 +29,8 @@
 
 // Of what runs kernels, where there is something.
 extern "C" {
-__attribute__((weak)) void emu_enqueue(uint64_t stream, uint32_t device, const char *name, uint32_t grid, const void *args);
+__attribute__((weak)) void emu_enqueue(uint64_t stream, uint32_t device, const char *name, uint32_t grid,
+                                       const void *args);
 __attribute__((weak)) uint64_t emu_put(uint64_t stream);
 __attribute__((weak)) int emu_ran(uint64_t stream, uint64_t n, int wait);
 }
@@ -39,19 +42,44 @@ using u32 = uint32_t;
 using u64 = uint64_t;
 
 // Results.
-enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, UNKNOWN = 999 };
+enum {
+	OK = 0,
+	INVALID = 1,
+	OUT_OF_MEMORY = 2,
+	INVALID_DEVICE = 101,
+	INVALID_CONTEXT = 201,
+	ILLEGAL_STATE = 401,
+	NOT_FOUND = 500,
+	NOT_READY = 600,
+	UNKNOWN = 999
+};
 
 constexpr i32 devices = 4;
 constexpr u64 MiB = 1 << 20, GiB = u64{1} << 30;
-constexpr u64 granule = 2 * MiB;                                // of memory
-constexpr u64 least_multicast = 4 * MiB, good_multicast = 16 * MiB; // of multicast objects: the smallest and the recommended
+constexpr u64 granule = 2 * MiB; // of memory
+constexpr u64 least_multicast = 4 * MiB,
+	      good_multicast = 16 * MiB; // of multicast objects: the smallest and the recommended
 constexpr u64 device_capacity = 3 * GiB / 2, multicast_capacity = 3 * GiB / 2;
 constexpr i32 posix_file = 1, fabric = 8;
 constexpr u32 multiprocessors = 132, resident = 2; // blocks of any kernel that run at once on one of them
 
 // What a test reads: attributes of a device from `counts` on.
 constexpr i32 counts = 1 << 20;
-enum { HANDLES, MAPPINGS, BINDS, FILES, MEMORY, MULTICAST, RESERVATIONS, OTHERS, MISTAKES, CALLS, FIRED, LAUNCHES, BLOCK_LAUNCHES };
+enum {
+	HANDLES,
+	MAPPINGS,
+	BINDS,
+	FILES,
+	MEMORY,
+	MULTICAST,
+	RESERVATIONS,
+	OTHERS,
+	MISTAKES,
+	CALLS,
+	FIRED,
+	LAUNCHES,
+	BLOCK_LAUNCHES
+};
 
 // What a test sets: attributes of this function.
 constexpr u64 settings = 0xE000;
@@ -116,7 +144,10 @@ bool no_multicast = false;
 thread_local std::vector<u64> current; // contexts
 
 u64 context_of(i32 device) { return 0xC000 + static_cast<u64>(device); }
-i32 device_of(u64 context) { return context >= 0xC000 && context < 0xC000 + devices ? static_cast<i32>(context - 0xC000) : -1; }
+i32 device_of(u64 context)
+{
+	return context >= 0xC000 && context < 0xC000 + devices ? static_cast<i32>(context - 0xC000) : -1;
+}
 i32 here() { return current.empty() ? -1 : device_of(current.back()); }
 
 // How many of the object's exported descriptors are open: the system releases a lock when the last duplicate is closed.
@@ -124,7 +155,7 @@ u32 open_files(const object &o)
 {
 	u32 n = 0;
 	for (u32 k = 0; k < o.files; k++) {
-		struct flock f {};
+		struct flock f{};
 		f.l_type = F_WRLCK, f.l_whence = SEEK_SET, f.l_start = k, f.l_len = 1;
 		if (fcntl(o.file, F_OFD_GETLK, &f) == 0 && f.l_type != F_UNLCK)
 			n++;
@@ -140,7 +171,8 @@ void sweep()
 		for (object *o : objects)
 			if (o->handles == 0 && o->mappings == 0 && o->binds == 0 && open_files(*o) == 0) {
 				if (!o->bound.empty()) {
-					fprintf(stderr, "emulated driver: a multicast object went with %zu binds\n", o->bound.size());
+					fprintf(stderr, "emulated driver: a multicast object went with %zu binds\n",
+					        o->bound.size());
 					mistakes++;
 				}
 				for (bind &b : o->bound)
@@ -237,7 +269,8 @@ bool broadcast(u64 at, const void *src, u64 n)
 	u32 reached = 0;
 	for (bind &b : m->what->bound)
 		if (from >= b.at && from + n <= b.at + b.bytes) {
-			if (pwrite(b.memory->file, src, n, static_cast<off_t>(b.from + from - b.at)) != static_cast<ssize_t>(n))
+			if (pwrite(b.memory->file, src, n, static_cast<off_t>(b.from + from - b.at)) !=
+			    static_cast<ssize_t>(n))
 				return false;
 			reached++;
 		}
@@ -267,7 +300,6 @@ struct access_desc { // CUmemAccessDesc
 	i32 location, device, flags;
 };
 
-
 struct launch_config { // CUlaunchConfig
 	u32 grid[3], block[3], shared_bytes;
 	u64 stream;
@@ -278,8 +310,9 @@ object *new_object(u64 bytes, i32 kinds, bool multicast)
 	auto *o = new object;
 	o->multicast = multicast, o->bytes = bytes, o->kinds = kinds, o->id = ++last_id;
 	o->file = memfd_create(multicast ? "emulated-multicast" : "emulated-memory", MFD_CLOEXEC);
-	struct stat st {};
-	if (o->file < 0 || (!multicast && ftruncate(o->file, static_cast<off_t>(bytes)) != 0) || fstat(o->file, &st) != 0) {
+	struct stat st{};
+	if (o->file < 0 || (!multicast && ftruncate(o->file, static_cast<off_t>(bytes)) != 0) ||
+	    fstat(o->file, &st) != 0) {
 		perror("emulated driver: memfd");
 		abort();
 	}
@@ -396,7 +429,9 @@ i32 emu_cuDeviceGetAttribute(i32 *v, i32 which, i32 device)
 		return *v = count_of(which - counts, device), OK;
 	}
 	CALL_OR_FAIL(device);
-	static const std::map<i32, i32> values = {{1, 1024}, {13, 1980000}, {16, multiprocessors}, {38, 50 << 20}, {39, 2048}, {40, 3}, {41, 1}, {75, 9}, {76, 0}, {95, 1}, {97, 227 << 10}, {102, 1}, {103, 1}, {122, 1}, {128, 1}};
+	static const std::map<i32, i32> values = {
+	    {1, 1024}, {13, 1980000}, {16, multiprocessors}, {38, 50 << 20}, {39, 2048}, {40, 3},  {41, 1}, {75, 9},
+	    {76, 0},   {95, 1},       {97, 227 << 10},       {102, 1},       {103, 1},   {122, 1}, {128, 1}};
 	if (which == 132)
 		return *v = !no_multicast, OK;
 	auto i = values.find(which);
@@ -560,10 +595,7 @@ i32 emu_cuEventQuery(u64 e)
 	return ran(marks[e].stream, marks[e].put, false) ? OK : NOT_READY;
 }
 
-i32 emu_cuEventSynchronize(u64 e)
-{
-	return emu_cuStreamWaitEvent(0, e, 0);
-}
+i32 emu_cuEventSynchronize(u64 e) { return emu_cuStreamWaitEvent(0, e, 0); }
 
 i32 emu_cuMemGetInfo(size_t *available, size_t *total)
 {
@@ -653,7 +685,8 @@ i32 emu_cuMemsetD8Async(u64 dst, unsigned char v, size_t n, u64 s)
 	mapping *m = mapped(dst, n, &from);
 	if (v != 0 || m == nullptr) {
 		memset(reinterpret_cast<void *>(dst), v, n);
-	} else if (fallocate(m->what->file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(from), static_cast<off_t>(n)) != 0) {
+	} else if (fallocate(m->what->file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(from),
+	                     static_cast<off_t>(n)) != 0) {
 		return UNKNOWN;
 	}
 	return OK;
@@ -708,7 +741,8 @@ i32 emu_cuMemAddressReserve(u64 *at, size_t n, size_t align, u64, u64)
 	if (n == 0 || !multiple(n, granule))
 		return INVALID;
 	align = align < granule ? granule : align;
-	auto *p = static_cast<char *>(mmap(nullptr, n + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+	auto *p = static_cast<char *>(
+	    mmap(nullptr, n + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
 	if (p == MAP_FAILED)
 		return OUT_OF_MEMORY;
 	u64 begin = reinterpret_cast<u64>(p), first = (begin + align - 1) / align * align;
@@ -737,7 +771,8 @@ i32 emu_cuMemAddressFree(u64 at, size_t n)
 i32 emu_cuMemCreate(u64 *h, size_t n, const memory_prop *p, u64)
 {
 	CALL_OR_FAIL(here());
-	if (n == 0 || !multiple(n, granule) || p->type != 1 || p->location != 1 || p->device < 0 || p->device >= devices)
+	if (n == 0 || !multiple(n, granule) || p->type != 1 || p->location != 1 || p->device < 0 ||
+	    p->device >= devices)
 		return INVALID;
 	if (in_use(false, p->device) + n > device_capacity)
 		return OUT_OF_MEMORY;
@@ -764,18 +799,21 @@ i32 emu_cuMemMap(u64 at, size_t n, size_t from, u64 h, u64)
 	object *o = object_of(h);
 	u64 unit = o != nullptr && o->multicast ? least_multicast : granule;
 	auto r = reservations.upper_bound(at);
-	if (o == nullptr || from != 0 || n == 0 || !multiple(n, unit) || !multiple(at, unit) || n > o->bytes || r == reservations.begin())
+	if (o == nullptr || from != 0 || n == 0 || !multiple(n, unit) || !multiple(at, unit) || n > o->bytes ||
+	    r == reservations.begin())
 		return INVALID;
 	if (o->multicast && n != o->bytes) // the driver maps parts; Switchyard should not
 		return INVALID;
 	--r;
 	auto next = mappings.lower_bound(at);
 	u64 ignored = 0;
-	if (at + n > r->first + r->second.bytes || (next != mappings.end() && next->first < at + n) || mapped(at, 1, &ignored) != nullptr)
+	if (at + n > r->first + r->second.bytes || (next != mappings.end() && next->first < at + n) ||
+	    mapped(at, 1, &ignored) != nullptr)
 		return INVALID;
 	if (o->multicast && o->added.size() < o->team)
 		return ILLEGAL_STATE;
-	if (!o->multicast && mmap(reinterpret_cast<void *>(at), n, PROT_NONE, MAP_SHARED | MAP_FIXED, o->file, 0) == MAP_FAILED)
+	if (!o->multicast &&
+	    mmap(reinterpret_cast<void *>(at), n, PROT_NONE, MAP_SHARED | MAP_FIXED, o->file, 0) == MAP_FAILED)
 		return OUT_OF_MEMORY;
 	mappings[at] = {n, o, {}};
 	o->mappings++;
@@ -788,7 +826,8 @@ i32 emu_cuMemUnmap(u64 at, size_t n)
 	auto i = mappings.find(at);
 	if (i == mappings.end() || i->second.bytes != n)
 		return INVALID;
-	mmap(reinterpret_cast<void *>(at), n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+	mmap(reinterpret_cast<void *>(at), n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+	     0);
 	i->second.what->mappings--;
 	mappings.erase(i);
 	sweep();
@@ -825,7 +864,7 @@ i32 emu_cuMemExportToShareableHandle(void *to, u64 h, i32 kind, u64)
 	}
 	std::string path = "/proc/self/fd/" + std::to_string(o->file);
 	int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
-	struct flock f {};
+	struct flock f{};
 	f.l_type = F_WRLCK, f.l_whence = SEEK_SET, f.l_start = o->files++, f.l_len = 1;
 	if (fd < 0 || fcntl(fd, F_OFD_SETLK, &f) != 0) {
 		perror("emulated driver: export");
@@ -845,7 +884,7 @@ i32 emu_cuMemImportFromShareableHandle(u64 *h, void *from, i32 kind)
 			if (o->id == id && (o->kinds & fabric) != 0)
 				found = o;
 	} else {
-		struct stat st {};
+		struct stat st{};
 		if (fstat(static_cast<int>(reinterpret_cast<u64>(from)), &st) == 0)
 			for (object *o : objects)
 				if (o->inode == st.st_ino && open_files(*o) > 0)
@@ -889,7 +928,8 @@ i32 emu_cuMulticastAddDevice(u64 h, i32 device)
 	usleep(static_cast<useconds_t>(500 * (device & 1))); // so that a rank is late that others should wait for
 	CALL_OR_FAIL(here());
 	object *o = object_of(h);
-	if (o == nullptr || !o->multicast || device < 0 || device >= devices || o->added.size() == o->team || !o->added.insert(device).second)
+	if (o == nullptr || !o->multicast || device < 0 || device >= devices || o->added.size() == o->team ||
+	    !o->added.insert(device).second)
 		return INVALID;
 	return OK;
 }
@@ -904,7 +944,8 @@ i32 emu_cuMulticastBindMem(u64 h, size_t at, u64 memory, size_t from, size_t n, 
 		return ILLEGAL_STATE;
 	if (!multiple(at, least_multicast) || !multiple(from, least_multicast) || !multiple(n, least_multicast))
 		return INVALID;
-	if (at > o->bytes || n > o->bytes - at || from > m->bytes || n > m->bytes - from || m->kinds == 0 || o->added.count(m->device) == 0)
+	if (at > o->bytes || n > o->bytes - at || from > m->bytes || n > m->bytes - from || m->kinds == 0 ||
+	    o->added.count(m->device) == 0)
 		return INVALID;
 	for (bind &b : o->bound)
 		if (b.device == m->device && at < b.at + b.bytes && b.at < at + n)
@@ -1034,20 +1075,73 @@ i32 cuGetProcAddress_v2(const char *name, void **fn, i32, u64, i32 *found)
 {
 	static const std::map<std::string, void *> table = {
 #define ENTRY(name) {#name, reinterpret_cast<void *>(emu_##name)}
-	    ENTRY(cuInit), ENTRY(cuGetErrorName), ENTRY(cuDriverGetVersion), ENTRY(cuDeviceGetCount), ENTRY(cuDeviceGet), ENTRY(cuDeviceGetName),
-	    ENTRY(cuDeviceGetUuid), ENTRY(cuDeviceGetAttribute), ENTRY(cuDeviceCanAccessPeer), ENTRY(cuDeviceGetP2PAttribute),
-	    ENTRY(cuDevicePrimaryCtxRetain), ENTRY(cuDevicePrimaryCtxRelease), ENTRY(cuCtxGetCurrent), ENTRY(cuCtxPushCurrent), ENTRY(cuCtxPopCurrent),
-	    ENTRY(cuCtxSynchronize), ENTRY(cuCtxEnablePeerAccess), ENTRY(cuCtxGetStreamPriorityRange), ENTRY(cuStreamCreateWithPriority),
-	    ENTRY(cuStreamDestroy), ENTRY(cuStreamSynchronize), ENTRY(cuStreamWaitEvent), ENTRY(cuStreamIsCapturing),
-	    ENTRY(cuStreamGetCtx), ENTRY(cuStreamWriteValue64), ENTRY(cuThreadExchangeStreamCaptureMode), ENTRY(cuEventCreate), ENTRY(cuEventDestroy),
-	    ENTRY(cuEventRecord), ENTRY(cuEventQuery), ENTRY(cuEventSynchronize), ENTRY(cuMemGetInfo), ENTRY(cuMemAlloc), ENTRY(cuMemFree), ENTRY(cuMemHostAlloc), ENTRY(cuMemFreeHost),
-	    ENTRY(cuMemHostGetDevicePointer), ENTRY(cuMemcpyAsync), ENTRY(cuMemcpyHtoDAsync), ENTRY(cuMemcpyDtoHAsync), ENTRY(cuMemsetD8Async),
-	    ENTRY(cuPointerGetAttributes), ENTRY(cuMemGetAddressRange), ENTRY(cuMemAddressReserve), ENTRY(cuMemAddressFree), ENTRY(cuMemCreate),
-	    ENTRY(cuMemRelease), ENTRY(cuMemMap), ENTRY(cuMemUnmap), ENTRY(cuMemSetAccess), ENTRY(cuMemExportToShareableHandle),
-	    ENTRY(cuMemImportFromShareableHandle), ENTRY(cuMemGetAllocationGranularity), ENTRY(cuMemRetainAllocationHandle), ENTRY(cuMulticastCreate),
-	    ENTRY(cuMulticastAddDevice), ENTRY(cuMulticastBindMem), ENTRY(cuMulticastUnbind), ENTRY(cuMulticastGetGranularity), ENTRY(cuModuleLoadData),
-	    ENTRY(cuModuleUnload), ENTRY(cuModuleGetFunction), ENTRY(cuFuncLoad), ENTRY(cuFuncGetAttribute), ENTRY(cuFuncSetAttribute),
-	    ENTRY(cuOccupancyMaxActiveBlocksPerMultiprocessor), ENTRY(cuLaunchKernelEx),
+	    ENTRY(cuInit),
+	    ENTRY(cuGetErrorName),
+	    ENTRY(cuDriverGetVersion),
+	    ENTRY(cuDeviceGetCount),
+	    ENTRY(cuDeviceGet),
+	    ENTRY(cuDeviceGetName),
+	    ENTRY(cuDeviceGetUuid),
+	    ENTRY(cuDeviceGetAttribute),
+	    ENTRY(cuDeviceCanAccessPeer),
+	    ENTRY(cuDeviceGetP2PAttribute),
+	    ENTRY(cuDevicePrimaryCtxRetain),
+	    ENTRY(cuDevicePrimaryCtxRelease),
+	    ENTRY(cuCtxGetCurrent),
+	    ENTRY(cuCtxPushCurrent),
+	    ENTRY(cuCtxPopCurrent),
+	    ENTRY(cuCtxSynchronize),
+	    ENTRY(cuCtxEnablePeerAccess),
+	    ENTRY(cuCtxGetStreamPriorityRange),
+	    ENTRY(cuStreamCreateWithPriority),
+	    ENTRY(cuStreamDestroy),
+	    ENTRY(cuStreamSynchronize),
+	    ENTRY(cuStreamWaitEvent),
+	    ENTRY(cuStreamIsCapturing),
+	    ENTRY(cuStreamGetCtx),
+	    ENTRY(cuStreamWriteValue64),
+	    ENTRY(cuThreadExchangeStreamCaptureMode),
+	    ENTRY(cuEventCreate),
+	    ENTRY(cuEventDestroy),
+	    ENTRY(cuEventRecord),
+	    ENTRY(cuEventQuery),
+	    ENTRY(cuEventSynchronize),
+	    ENTRY(cuMemGetInfo),
+	    ENTRY(cuMemAlloc),
+	    ENTRY(cuMemFree),
+	    ENTRY(cuMemHostAlloc),
+	    ENTRY(cuMemFreeHost),
+	    ENTRY(cuMemHostGetDevicePointer),
+	    ENTRY(cuMemcpyAsync),
+	    ENTRY(cuMemcpyHtoDAsync),
+	    ENTRY(cuMemcpyDtoHAsync),
+	    ENTRY(cuMemsetD8Async),
+	    ENTRY(cuPointerGetAttributes),
+	    ENTRY(cuMemGetAddressRange),
+	    ENTRY(cuMemAddressReserve),
+	    ENTRY(cuMemAddressFree),
+	    ENTRY(cuMemCreate),
+	    ENTRY(cuMemRelease),
+	    ENTRY(cuMemMap),
+	    ENTRY(cuMemUnmap),
+	    ENTRY(cuMemSetAccess),
+	    ENTRY(cuMemExportToShareableHandle),
+	    ENTRY(cuMemImportFromShareableHandle),
+	    ENTRY(cuMemGetAllocationGranularity),
+	    ENTRY(cuMemRetainAllocationHandle),
+	    ENTRY(cuMulticastCreate),
+	    ENTRY(cuMulticastAddDevice),
+	    ENTRY(cuMulticastBindMem),
+	    ENTRY(cuMulticastUnbind),
+	    ENTRY(cuMulticastGetGranularity),
+	    ENTRY(cuModuleLoadData),
+	    ENTRY(cuModuleUnload),
+	    ENTRY(cuModuleGetFunction),
+	    ENTRY(cuFuncLoad),
+	    ENTRY(cuFuncGetAttribute),
+	    ENTRY(cuFuncSetAttribute),
+	    ENTRY(cuOccupancyMaxActiveBlocksPerMultiprocessor),
+	    ENTRY(cuLaunchKernelEx),
 	};
 	auto i = table.find(name);
 	if (i == table.end()) {

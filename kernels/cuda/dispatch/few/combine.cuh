@@ -1,6 +1,8 @@
-// A combine of few tokens in one kernel: a rank sends the sum of what its experts made of each token as packets, and the token's rank adds those up.
+// A combine of few tokens in one kernel: a rank sends the sum of what its experts made of each token as packets, and
+// the token's rank adds those up.
 //
-// combine_few and its kin call this. It reads the experts' rows and writes the notes and packets of its peers' states; it reads those of its own and writes the caller's sums.
+// combine_few and its kin call this. It reads the experts' rows and writes the notes and packets of its peers' states;
+// it reads those of its own and writes the caller's sums.
 #pragma once
 
 #include "../experts.cuh"
@@ -11,14 +13,18 @@ namespace sw {
 // The rows of a combine on their way: this rank's partial sums, and what peers' become.
 template <kind type, bool float8, bool by_expert> struct few_combiner {
 	using Wire = std::conditional_t<float8, few_float8<type>, few_plain>;
-	static constexpr u32 vectors = Wire::vectors, experts = 4, sources = 2; // the last two: rows that a warp loads together to add them
+	static constexpr u32 vectors = Wire::vectors, experts = 4,
+			     sources = 2; // the last two: rows that a warp loads together to add them
 
 	const sw_moe_args &a;
 	u64 epoch, own;
 	u32 flag, row_flag, lane, n;
 	wait &w;
 
-	__device__ __forceinline__ few_combiner(const sw_moe_args &a, wait &w) : a(a), own(own_segment(a.world)), lane(threadIdx.x & 31), n(a.world.size), w(w) {}
+	__device__ __forceinline__ few_combiner(const sw_moe_args &a, wait &w)
+	    : a(a), own(own_segment(a.world)), lane(threadIdx.x & 31), n(a.world.size), w(w)
+	{
+	}
 
 	__device__ __forceinline__ void begin(u64 call)
 	{
@@ -30,13 +36,16 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	__device__ __forceinline__ bool await_marks(u32 src, u32 r) const
 	{
 		if (!by_expert)
-			return !__any_sync(~0u, !await_ready(a, src, reinterpret_cast<const u32 *>(a.rank_counts)[src], epoch));
+			return !__any_sync(
+			    ~0u, !await_ready(a, src, reinterpret_cast<const u32 *>(a.rank_counts)[src], epoch));
 		bool good = true;
 #pragma unroll 1
 		for (u32 c = lane; c < a.top_k; c += 32) {
-			int slot = slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[static_cast<u64>(r) * a.top_k + c]);
+			int slot = slot_in(
+			    reinterpret_cast<const u64 *>(own + a.state.indices)[static_cast<u64>(r) * a.top_k + c]);
 			if (slot >= 0)
-				good &= await_ready(a, static_cast<u32>(slot), reinterpret_cast<const u32 *>(a.counts)[slot], epoch);
+				good &= await_ready(a, static_cast<u32>(slot),
+				                    reinterpret_cast<const u32 *>(a.counts)[slot], epoch);
 		}
 		return !__any_sync(~0u, !good);
 	}
@@ -70,7 +79,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 					u32 from = left == 0 ? 0 : __ffs(left) - 1;
 					left &= left - 1;
 					by[j] = __shfl_sync(~0u, weight[half], from);
-					u64 there = a.rows + static_cast<u64>(__shfl_sync(~0u, row[half], from)) * a.row_bytes;
+					u64 there =
+					    a.rows + static_cast<u64>(__shfl_sync(~0u, row[half], from)) * a.row_bytes;
 					v[j].load(there, j < some ? a.row_bytes : 0, part, lane);
 				}
 #pragma unroll
@@ -87,7 +97,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	struct errand {
 		u32 r, part, src, t; // row r, from rank src; its token
 		bool there;
-		int row[2];	 // experts' rows of choices lane and lane+32, and their weights
+		int row[2]; // experts' rows of choices lane and lane+32, and their weights
 		float weight[2];
 		few_vectors<vectors> v; // where a row is its rank's partial sum
 	};
@@ -132,7 +142,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 				if (!await_marks(x.src, x.r))
 					return;
 				if (!by_expert)
-					x.v.load(a.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part, lane);
+					x.v.load(a.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part,
+					         lane);
 			}
 			Wire words;
 			if constexpr (by_expert || float8) {
@@ -147,7 +158,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			} else {
 				words.make(x.v, lane, false);
 			}
-			words.put(row_place(a, x.src, a.world.rank, x.t, epoch), x.part, Wire::used(a.row_bytes, x.part, lane), lane, row_flag);
+			words.put(row_place(a, x.src, a.world.rank, x.t, epoch), x.part,
+			          Wire::used(a.row_bytes, x.part, lane), lane, row_flag);
 			if (x.part != 0 || a.row_weights == 0 || a.from_weights == 0)
 				continue;
 #pragma unroll
@@ -155,7 +167,11 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 				u32 k = lane + 32 * j;
 				i64 at = by_expert ? x.row[j] : static_cast<i64>(x.r) * a.top_k + k;
 				if (k < a.top_k)
-					put_packet(note_place(a, x.src, a.world.rank, x.t, epoch) + 16 * (1 + k), flag, at < 0 ? 0 : __float_as_uint(reinterpret_cast<const float *>(a.row_weights)[at]), 0, 0);
+					put_packet(note_place(a, x.src, a.world.rank, x.t, epoch) + 16 * (1 + k), flag,
+					           at < 0 ? 0
+					                  : __float_as_uint(
+								reinterpret_cast<const float *>(a.row_weights)[at]),
+					           0, 0);
 			}
 		}
 	}
@@ -193,7 +209,10 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 #pragma unroll
 					for (u32 j = 0; j < sources; j++)
 						if (j < some && (there >> j & 1) == 0)
-							there |= static_cast<u32>(x[j].get(row_place(a, a.world.rank, from[j], t, epoch), part, used, lane, row_flag)) << j;
+							there |= static_cast<u32>(x[j].get(
+								     row_place(a, a.world.rank, from[j], t, epoch),
+								     part, used, lane, row_flag))
+							         << j;
 					if (there == (1u << some) - 1)
 						break;
 					if (!(good = w.slow(a.world)))
@@ -230,7 +249,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	__device__ __forceinline__ u64 ranks(const int *places, u32 t) const
 	{
 		const int *p = places + static_cast<u64>(t) * n;
-		u32 low = __ballot_sync(~0u, lane < n && p[lane] >= 0), high = n > 32 ? __ballot_sync(~0u, lane + 32 < n && p[lane + 32] >= 0) : 0;
+		u32 low = __ballot_sync(~0u, lane < n && p[lane] >= 0),
+		    high = n > 32 ? __ballot_sync(~0u, lane + 32 < n && p[lane + 32] >= 0) : 0;
 		return static_cast<u64>(high) << 32 | low;
 	}
 
@@ -245,7 +265,9 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			int d = who[i];
 			pair64 v{0, 0};
 #pragma unroll 1
-			while (d >= 0 && good && (v = load16_relaxed_sys(note_place(a, a.world.rank, d, t, epoch) + 16 * (1 + k)), !has_flag(v, flag)))
+			while (d >= 0 && good &&
+			       (v = load16_relaxed_sys(note_place(a, a.world.rank, d, t, epoch) + 16 * (1 + k)),
+			        !has_flag(v, flag)))
 				if (!(good = w.slow(a.world)))
 					give_up(a.world, w.kind, d, epoch, false);
 			reinterpret_cast<float *>(a.sum_weights)[i] = __uint_as_float(word_of(v, 0));
@@ -279,7 +301,8 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 	u32 peer = threadIdx.x;
 	if (sends && blockIdx.x == 0 && peer < n && peer != a.world.rank) {
 		tell_begin(a, peer, epoch, 0);
-		store16_relaxed_sys(done_word(a, peer, a.world.rank, 0, epoch), epoch, done(0, 0, true)); // none of its blocks reads rows of peers
+		store16_relaxed_sys(done_word(a, peer, a.world.rank, 0, epoch), epoch,
+		                    done(0, 0, true)); // none of its blocks reads rows of peers
 	}
 	if (sends)
 		c.send(first);

@@ -10,10 +10,12 @@
 namespace sw {
 
 // A dispatch of few tokens, or one of its halves.
-template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b, u64 *memory)
+template <typename Wire, bool by_expert>
+__device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b, u64 *memory)
 {
 	bool sends = (a.mode & SW_MOE_SEND) != 0, cached = (a.mode & SW_MOE_CACHED) != 0;
-	u32 lane = threadIdx.x & 31, n = a.world.size, parts = Wire::parts(a.row_bytes), count = sends ? a.tokens * parts : 0;
+	u32 lane = threadIdx.x & 31, n = a.world.size, parts = Wire::parts(a.row_bytes),
+	    count = sends ? a.tokens * parts : 0;
 	few_sender f(a, b, memory);
 	few_tasks tasks(0, gridDim.x > 1 && !cached ? gridDim.x - 1 : gridDim.x);
 	if (sends)
@@ -26,7 +28,8 @@ template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dis
 	few_vectors<Wire::vectors> row;
 	u64 ranks = 0;
 	if (tasks.first < count) {
-		row.load(a.x + static_cast<u64>(tasks.first / parts) * a.row_bytes, a.row_bytes, tasks.first % parts, lane);
+		row.load(a.x + static_cast<u64>(tasks.first / parts) * a.row_bytes, a.row_bytes, tasks.first % parts,
+		         lane);
 		ranks = f.ranks(tasks.first / parts);
 	}
 	if (sends && f.tells())
@@ -56,7 +59,8 @@ template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dis
 		x.make(row, lane, (a.mode & SW_MOE_EXPONENTS) != 0);
 #pragma unroll 1
 		for (u64 left = ranks; left != 0; left &= left - 1)
-			x.put(row_place(a, __ffsll(left) - 1, a.world.rank, t, epoch), part, Wire::used(a.row_bytes, part, lane), lane, flag);
+			x.put(row_place(a, __ffsll(left) - 1, a.world.rank, t, epoch), part,
+			      Wire::used(a.row_bytes, part, lane), lane, flag);
 		if (part == 0 && !Wire::scaled && a.scale_words != 0)
 			send_scales(a, t, ranks, epoch, lane);
 	}
@@ -69,7 +73,8 @@ template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dis
 	w.epoch = epoch;
 	few_receiver<Wire, by_expert> in(a, t, w, epoch, wiped.token(a, epoch, sends));
 	u64 word, place;
-	if (blockIdx.x == (gridDim.x > 2 ? 1 : 0) && threadIdx.x >= blockDim.x - 32) { // a warp looks for ranks that make another call, which tell nothing else
+	if (blockIdx.x == (gridDim.x > 2 ? 1 : 0) &&
+	    threadIdx.x >= blockDim.x - 32) { // a warp looks for ranks that make another call, which tell nothing else
 #pragma unroll 1
 		for (u32 p = lane; p < n; p += 32)
 			if (!await_begin(a, p, epoch, word, place))
@@ -98,7 +103,8 @@ template <typename Wire, bool by_expert> __device__ __forceinline__ void few_dis
 		if (!cached && !by_expert)
 			counts.tell_ranks();
 		if (!cached && by_expert && threadIdx.x < n)
-			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = b.take.sum[threadIdx.x];
+			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] =
+			    b.take.sum[threadIdx.x];
 	}
 	in.run(cached);
 }

@@ -1,6 +1,7 @@
 // The receiving half of a dispatch of few tokens.
 //
-// few/dispatch.cuh calls this. It reads the notes and packets of this rank's state and writes the caller's outputs and the handle's state.
+// few/dispatch.cuh calls this. It reads the notes and packets of this rank's state and writes the caller's outputs and
+// the handle's state.
 #pragma once
 
 #include "../experts.cuh"
@@ -15,10 +16,12 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	u64 epoch, own;
 	u32 flag, row_flag, lane, n, wiped; // the token whose unused places are wiped
 	wait &w;
-	int rows[2], slots[2]; // of choices lane and lane+32: the rows that the token goes to, or -1; where a token has one, lane 0 has it
+	int rows[2], slots[2]; // of choices lane and lane+32: the rows that the token goes to, or -1; where a token has
+	                       // one, lane 0 has it
 
 	__device__ __forceinline__ few_receiver(const sw_moe_args &a, taker &t, wait &w, u64 epoch, u32 wiped)
-	    : a(a), t(t), epoch(epoch), own(own_segment(a.world)), flag(packet_flag(epoch)), row_flag(Wire::flag(epoch)), lane(threadIdx.x & 31), n(a.world.size), wiped(wiped), w(w)
+	    : a(a), t(t), epoch(epoch), own(own_segment(a.world)), flag(packet_flag(epoch)),
+	      row_flag(Wire::flag(epoch)), lane(threadIdx.x & 31), n(a.world.size), wiped(wiped), w(w)
 	{
 	}
 
@@ -43,7 +46,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			if constexpr (Wire::scaled) {
 				u32 block = Wire::block(a.row_bytes, part, lane);
 				if (block != ~0u)
-					*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(row), block, static_cast<u32>(slot))) = x.w[Wire::last];
+					*reinterpret_cast<volatile u32 *>(row_scale(
+					    a, static_cast<u32>(row), block, static_cast<u32>(slot))) = x.w[Wire::last];
 			}
 		});
 	}
@@ -64,7 +68,9 @@ template <typename Wire, bool by_expert> struct few_receiver {
 #pragma unroll
 				for (u32 j = 0; j < 3; j++)
 					if (word + j < a.scale_words)
-						*reinterpret_cast<volatile u32 *>(row_scale(a, static_cast<u32>(row), word + j, static_cast<u32>(slot))) = word_of(v, j);
+						*reinterpret_cast<volatile u32 *>(row_scale(
+						    a, static_cast<u32>(row), word + j, static_cast<u32>(slot))) =
+						    word_of(v, j);
 			});
 			v = {0, 0};
 		}
@@ -80,7 +86,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			u64 at = static_cast<u64>(r) * a.top_k + k;
 			if (k >= a.top_k)
 				continue;
-			reinterpret_cast<u64 *>(own + a.to_indices)[at] = slots[i] < 0 ? ~0ull : numbered_choice(number[i], static_cast<u32>(slots[i]));
+			reinterpret_cast<u64 *>(own + a.to_indices)[at] =
+			    slots[i] < 0 ? ~0ull : numbered_choice(number[i], static_cast<u32>(slots[i]));
 			if (a.to_weights != 0)
 				reinterpret_cast<float *>(own + a.to_weights)[at] = weight[i];
 			if (!by_expert)
@@ -107,10 +114,12 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		count_landed(a, rows, slots);
 	}
 
-	// Takes parts from `part` to end of token k of rank src. False when a wait was given up. With `absent` true the rank has no more tokens.
+	// Takes parts from `part` to end of token k of rank src. False when a wait was given up. With `absent` true the
+	// rank has no more tokens.
 	__device__ __forceinline__ bool take(u32 src, u32 k, u32 part, u32 end, bool &absent)
 	{
-		u64 note = note_place(a, a.world.rank, src, k, epoch), place = row_place(a, a.world.rank, src, k, epoch);
+		u64 note = note_place(a, a.world.rank, src, k, epoch),
+		    place = row_place(a, a.world.rank, src, k, epoch);
 		Wire x;
 		pair64 head, mine, more{0, 0}, scale{0, 0};
 		bool good = true, comes = false, scales = !Wire::scaled && part == 0 && 3 * lane < a.scale_words;
@@ -125,7 +134,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 				scale = load16_relaxed_sys(note + 16 * (1 + a.top_k + lane));
 			bool there = x.get(place, part, used, lane, row_flag);
 			comes = static_cast<int>(word_of(head, 0)) >= 0;
-			if (has_flag(head, flag) && (!comes || (there && has_flag(mine, flag) && (a.top_k <= 32 || has_flag(more, flag)))))
+			if (has_flag(head, flag) &&
+			    (!comes || (there && has_flag(mine, flag) && (a.top_k <= 32 || has_flag(more, flag)))))
 				break;
 			good = w.slow(a.world);
 		}
@@ -139,10 +149,13 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		}
 		u32 r = word_of(head, 0), number[2] = {word_of(mine, 1), word_of(more, 1)};
 		float weight[2] = {__uint_as_float(word_of(mine, 2)), __uint_as_float(word_of(more, 2))};
-		slots[0] = lane < a.top_k ? static_cast<int>(word_of(mine, 0)) : -1, slots[1] = lane + 32 < a.top_k ? static_cast<int>(word_of(more, 0)) : -1;
+		slots[0] = lane < a.top_k ? static_cast<int>(word_of(mine, 0)) : -1,
+		slots[1] = lane + 32 < a.top_k ? static_cast<int>(word_of(more, 0)) : -1;
 #pragma unroll
 		for (u32 i = 0; i < 2; i++)
-			rows[i] = slots[i] < 0 || !by_expert ? -1 : static_cast<int>(t.base[src * a.local + slots[i]] + number[i]);
+			rows[i] = slots[i] < 0 || !by_expert
+			              ? -1
+			              : static_cast<int>(t.base[src * a.local + slots[i]] + number[i]);
 		if (part == 0)
 			put_beside(r, static_cast<u64>(k) << 32 | src, number, weight);
 		if (!by_expert)
@@ -165,7 +178,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
 		u64 place = row_place(a, a.world.rank, src, k, epoch);
 		Wire x;
-		return await(x, place, part) && finish(x, note_place(a, a.world.rank, src, k, epoch), {0, 0}, place, part, end);
+		return await(x, place, part) &&
+		       finish(x, note_place(a, a.world.rank, src, k, epoch), {0, 0}, place, part, end);
 	}
 
 	__device__ __forceinline__ bool await(Wire &x, u64 place, u32 part)
@@ -203,7 +217,9 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			bool comes = false;
 #pragma unroll 1
 			for (u32 i = lane; i < count; i += 32)
-				comes |= reinterpret_cast<const u64 *>(own + a.state.sources)[src * a.max_tokens + i] >> 32 == wiped;
+				comes |= reinterpret_cast<const u64 *>(own + a.state.sources)[src * a.max_tokens + i] >>
+				             32 ==
+				         wiped;
 			if (!__any_sync(~0u, comes))
 				wipe(a, src, wiped, epoch, 0, lane);
 		}
@@ -219,7 +235,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		few_tasks tasks(busy, gridDim.x - busy);
 #pragma unroll 1
 		for (u32 task = tasks.first; task < a.max_tokens * n * parts; task += tasks.step) {
-			u32 i = task / (n * parts), rest = task - i * n * parts, src = rest / parts, part = rest - src * parts, end = a.landed != 0 ? all : part + 1;
+			u32 i = task / (n * parts), rest = task - i * n * parts, src = rest / parts,
+			    part = rest - src * parts, end = a.landed != 0 ? all : part + 1;
 			bool good = true, absent = false;
 			if (cached) {
 				if (i < arrived[src])

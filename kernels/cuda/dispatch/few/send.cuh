@@ -1,6 +1,7 @@
 // The sending half of a dispatch of few tokens.
 //
-// few/dispatch.cuh calls this. It reads the caller's tokens and writes the notes and packets of its peers' states, the counts of signals.cuh, and this rank's places and who.
+// few/dispatch.cuh calls this. It reads the caller's tokens and writes the notes and packets of its peers' states, the
+// counts of signals.cuh, and this rank's places and who.
 #pragma once
 
 #include "../experts.cuh"
@@ -10,27 +11,30 @@ namespace sw {
 
 struct few_board {
 	u32 near[SW_MOE_TABLE];
-	u32 goes[SW_MOE_FEW_TOKENS / 32][SW_MAX_RANKS]; // by group of 32 tokens and rank: whose tokens go there
+	u32 goes[SW_MOE_FEW_TOKENS / 32][SW_MAX_RANKS];  // by group of 32 tokens and rank: whose tokens go there
 	u32 wants[SW_MOE_FEW_TOKENS][SW_MAX_RANKS / 32]; // a token's ranks as bits
 	u64 bad;
 	take_board take;
 };
 
-// The sending half of a dispatch. The last block of a grid tells what lies beside rows; the others send those, without waiting for it.
+// The sending half of a dispatch. The last block of a grid tells what lies beside rows; the others send those, without
+// waiting for it.
 struct few_sender {
 	const sw_moe_args &a;
 	few_board &b;
-	u32 *count;	       // [tables][slots] in dynamic shared memory: the choices of each warp's stretch for each slot, then those before it
-	float *weights;	       // [tokens][top_k] behind that
-	unsigned short *slots; // [tokens][top_k] behind those: the slot of each choice, or no_slot
+	u32 *count; // [tables][slots] in dynamic shared memory: the choices of each warp's stretch for each slot, then
+	            // those before it
+	float *weights;                  // [tokens][top_k] behind that
+	unsigned short *slots;           // [tokens][top_k] behind those: the slot of each choice, or no_slot
 	u32 lane, warp, n, tables, each; // stretches, and choices of one
 	bool cached;
 
 	static constexpr u32 no_slot = 0xffff;
 
 	__device__ __forceinline__ few_sender(const sw_moe_args &a, few_board &b, u64 *memory)
-	    : a(a), b(b), count(reinterpret_cast<u32 *>(memory)), lane(threadIdx.x & 31), warp(threadIdx.x / 32), n(a.world.size),
-	      tables((a.mode & SW_MOE_BY_EXPERT) != 0 ? blockDim.x / 32 : 1), cached((a.mode & SW_MOE_CACHED) != 0)
+	    : a(a), b(b), count(reinterpret_cast<u32 *>(memory)), lane(threadIdx.x & 31), warp(threadIdx.x / 32),
+	      n(a.world.size), tables((a.mode & SW_MOE_BY_EXPERT) != 0 ? blockDim.x / 32 : 1),
+	      cached((a.mode & SW_MOE_CACHED) != 0)
 	{
 		weights = reinterpret_cast<float *>(count + tables * a.slots);
 		slots = reinterpret_cast<unsigned short *>(weights + a.tokens * a.top_k);
@@ -67,7 +71,8 @@ struct few_sender {
 	{
 		u32 bits[2] = {0, 0};
 		if (cached) {
-			const int *places = reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(t) * n;
+			const int *places =
+			    reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(t) * n;
 #pragma unroll
 			for (u32 i = 0; i < 2; i++)
 				bits[i] = __ballot_sync(~0u, lane + 32 * i < n && places[lane + 32 * i] >= 0);
@@ -124,7 +129,8 @@ struct few_sender {
 			atomicAdd(count + (tables == 1 ? 0 : i / each * a.slots) + slot, 1u);
 		});
 		if (bad != 0)
-			atomicExch(reinterpret_cast<unsigned long long *>(&b.bad), static_cast<unsigned long long>(bad));
+			atomicExch(reinterpret_cast<unsigned long long *>(&b.bad),
+			           static_cast<unsigned long long>(bad));
 #pragma unroll
 		for (u32 j = 0; j < early; j++)
 			if (threadIdx.x + j * blockDim.x < all)
@@ -141,7 +147,8 @@ struct few_sender {
 		for (u32 g = warp; g * 32 < a.tokens; g += blockDim.x / 32)
 #pragma unroll 1
 			for (u32 d = 0; d < n; d++) {
-				u32 t = g * 32 + lane, go = __ballot_sync(~0u, t < a.tokens && (b.wants[t][d / 32] >> (d & 31) & 1) != 0);
+				u32 t = g * 32 + lane,
+				    go = __ballot_sync(~0u, t < a.tokens && (b.wants[t][d / 32] >> (d & 31) & 1) != 0);
 				if (lane == (d & 31))
 					b.goes[g][d] = go;
 			}
@@ -150,10 +157,11 @@ struct few_sender {
 		__syncthreads();
 		if (threadIdx.x < n) {
 			u32 rows = before(a.tokens, threadIdx.x);
-			store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, 0, epoch), epoch, b.bad != 0 ? b.bad : done(rows, 0, true));
+			store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, 0, epoch), epoch,
+			                    b.bad != 0 ? b.bad : done(rows, 0, true));
 			if (a.counters != 0)
 				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
-					  static_cast<unsigned long long>(rows) * (a.wire_bytes + 4 * a.scale_words));
+				          static_cast<unsigned long long>(rows) * (a.wire_bytes + 4 * a.scale_words));
 		}
 		if (b.bad != 0) {
 			if (threadIdx.x == 0)
@@ -181,7 +189,8 @@ struct few_sender {
 			for (u32 d = 0; d < n; d++)
 				store_relaxed_sys(slot_count(a, d, a.world.rank, slot, epoch), numbered(epoch, rows));
 			if (a.counters != 0 && rows != 0)
-				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + slot), static_cast<unsigned long long>(rows));
+				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + slot),
+				          static_cast<unsigned long long>(rows));
 		}
 	}
 
@@ -211,7 +220,8 @@ struct few_sender {
 		for (u32 i = first + lane; i - lane < end; i += 32) {
 			u32 slot = i < end ? slots[i] : no_slot, number = 0;
 			if (numbers) {
-				u32 alike = __match_any_sync(~0u, static_cast<int>(slot)), earlier = __popc(alike & ((1u << lane) - 1)), *mine = count + warp * a.slots + slot;
+				u32 alike = __match_any_sync(~0u, static_cast<int>(slot)),
+				    earlier = __popc(alike & ((1u << lane) - 1)), *mine = count + warp * a.slots + slot;
 				number = slot == no_slot ? 0 : *mine + earlier;
 				__syncwarp();
 				if (slot != no_slot && earlier == 0)
@@ -228,7 +238,9 @@ struct few_sender {
 			for (u32 d = 0; d < n; d++)
 				if ((b.wants[t][d / 32] >> (d & 31) & 1) != 0) {
 					bool goes = to == static_cast<int>(d);
-					put_packet(note_place(a, d, a.world.rank, t, epoch) + 16 * (1 + k), flag, goes ? slot - a.first[d] : ~0u, number, goes ? __float_as_uint(weight) : 0);
+					put_packet(note_place(a, d, a.world.rank, t, epoch) + 16 * (1 + k), flag,
+					           goes ? slot - a.first[d] : ~0u, number,
+					           goes ? __float_as_uint(weight) : 0);
 				}
 		}
 	}
@@ -246,7 +258,9 @@ __device__ __forceinline__ void send_scales(const sw_moe_args &a, u32 t, u64 ran
 			v[i] = w + i < a.scale_words ? __ldg(scales + w + i) : 0;
 #pragma unroll 1
 		for (u64 left = ranks; left != 0; left &= left - 1)
-			put_packet(note_place(a, __ffsll(left) - 1, a.world.rank, t, epoch) + 16 * (1 + a.top_k + w / 3), packet_flag(epoch), v[0], v[1], v[2]);
+			put_packet(note_place(a, __ffsll(left) - 1, a.world.rank, t, epoch) +
+			               16 * (1 + a.top_k + w / 3),
+			           packet_flag(epoch), v[0], v[1], v[2]);
 	}
 }
 

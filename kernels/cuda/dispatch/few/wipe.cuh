@@ -7,9 +7,12 @@
 
 namespace sw {
 
-// Has a packet's flag never be one of long ago: every call forgets what lies in the places of one token that it does not use. The next call of its parity takes the next
-// token, which a word of the state has.
-__device__ __forceinline__ u32 *next_wiped(const sw_moe_args &a, u64 epoch) { return reinterpret_cast<u32 *>(own_segment(a.world) + a.state.wiped) + (epoch & 1); }
+// Has a packet's flag never be one of long ago: every call forgets what lies in the places of one token that it does
+// not use. The next call of its parity takes the next token, which a word of the state has.
+__device__ __forceinline__ u32 *next_wiped(const sw_moe_args &a, u64 epoch)
+{
+	return reinterpret_cast<u32 *>(own_segment(a.world) + a.state.wiped) + (epoch & 1);
+}
 
 // Forgets what src has sent of token t, all of it or behind the first packet of its note. A warp.
 __device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 epoch, u32 from_note, u32 lane)
@@ -23,14 +26,24 @@ __device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 e
 		store16_relaxed_sys(row + at, 0, 0);
 }
 
-// The token of a call, of which the blocks have read the words of even and odd calls. The kernel of its first half has the word go on when all of its blocks have, one thread.
+// The token of a call, of which the blocks have read the words of even and odd calls. The kernel of its first half has
+// the word go on when all of its blocks have, one thread.
 struct wiping {
 	u32 even, odd;
 
-	__device__ __forceinline__ explicit wiping(const sw_moe_args &a) : even(*next_wiped(a, 0)), odd(*next_wiped(a, 1)) {}
+	__device__ __forceinline__ explicit wiping(const sw_moe_args &a)
+	    : even(*next_wiped(a, 0)), odd(*next_wiped(a, 1))
+	{
+	}
 	__device__ __forceinline__ u32 next(u64 epoch) const { return (epoch & 1) == 0 ? even : odd; }
-	__device__ __forceinline__ void advance(const sw_moe_args &a, u64 epoch) const { *next_wiped(a, epoch) = next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0; }
-	__device__ __forceinline__ u32 token(const sw_moe_args &a, u64 epoch, bool sends) const { return sends ? next(epoch) : (next(epoch) != 0 ? next(epoch) : a.max_tokens) - 1; }
+	__device__ __forceinline__ void advance(const sw_moe_args &a, u64 epoch) const
+	{
+		*next_wiped(a, epoch) = next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0;
+	}
+	__device__ __forceinline__ u32 token(const sw_moe_args &a, u64 epoch, bool sends) const
+	{
+		return sends ? next(epoch) : (next(epoch) != 0 ? next(epoch) : a.max_tokens) - 1;
+	}
 };
 
 } // namespace sw

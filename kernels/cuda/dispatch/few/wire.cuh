@@ -1,8 +1,9 @@
-// Few tokens: rows, and what lies beside them, cross as packets to places of their own, from which the receiver puts them where they belong. Data says by itself that it is
-// there. So no rank waits for another before it sends, and nothing is fenced. This is how rows are packets, and where those are.
+// Few tokens: rows, and what lies beside them, cross as packets to places of their own, from which the receiver puts
+// them where they belong. Data says by itself that it is there. So no rank waits for another before it sends, and
+// nothing is fenced. This is how rows are packets, and where those are.
 //
-// Senders and receivers of few tokens call this. Notes and packets are double buffered by the call's parity: whoever is through a call knows that its peers have begun it, and
-// so are through the one before.
+// Senders and receivers of few tokens call this. Notes and packets are double buffered by the call's parity: whoever is
+// through a call knows that its peers have begun it, and so are through the one before.
 #pragma once
 
 #include "../../packet.cuh"
@@ -10,24 +11,35 @@
 
 namespace sw {
 
-// Where the note of token t of rank src is on rank dst: what lies beside its row. It is a packet for the row, one for each choice, and those of the scales that the caller has
-// given. And where the packets of the row are.
+// Where the note of token t of rank src is on rank dst: what lies beside its row. It is a packet for the row, one for
+// each choice, and those of the scales that the caller has given. And where the packets of the row are.
 __device__ __forceinline__ u64 note_place(const sw_moe_args &a, u32 dst, u32 src, u32 t, u64 epoch)
 {
-	return segment(a.world, dst) + a.state.notes + (((epoch & 1) * a.world.size + src) * a.max_tokens + t) * a.state.note_stride;
+	return segment(a.world, dst) + a.state.notes +
+	       (((epoch & 1) * a.world.size + src) * a.max_tokens + t) * a.state.note_stride;
 }
 __device__ __forceinline__ u64 row_place(const sw_moe_args &a, u32 dst, u32 src, u32 t, u64 epoch)
 {
-	return segment(a.world, dst) + a.state.packets + (((epoch & 1) * a.world.size + src) * a.max_tokens + t) * a.state.packet_stride;
+	return segment(a.world, dst) + a.state.packets +
+	       (((epoch & 1) * a.world.size + src) * a.max_tokens + t) * a.state.packet_stride;
 }
 
 // Three words and the flag of a call.
-__device__ __forceinline__ void put_packet(u64 place, u32 flag, u32 x, u32 y, u32 z) { store16_relaxed_sys(place, static_cast<u64>(y) << 32 | x, static_cast<u64>(flag) << 32 | z); }
+__device__ __forceinline__ void put_packet(u64 place, u32 flag, u32 x, u32 y, u32 z)
+{
+	store16_relaxed_sys(place, static_cast<u64>(y) << 32 | x, static_cast<u64>(flag) << 32 | z);
+}
 __device__ __forceinline__ bool has_flag(pair64 v, u32 flag) { return static_cast<u32>(v.b >> 32) == flag; }
-__device__ __forceinline__ u32 word_of(pair64 v, u32 i) { return static_cast<u32>(i == 0 ? v.a : i == 1 ? v.a >> 32 : v.b); }
+__device__ __forceinline__ u32 word_of(pair64 v, u32 i)
+{
+	return static_cast<u32>(i == 0 ? v.a : i == 1 ? v.a >> 32 : v.b);
+}
 
 // A row has parts of so many vectors a lane.
-template <u32 vectors> __device__ __forceinline__ u32 few_parts(u32 bytes) { return max((bytes + 512 * vectors - 1) / (512 * vectors), 1u); }
+template <u32 vectors> __device__ __forceinline__ u32 few_parts(u32 bytes)
+{
+	return max((bytes + 512 * vectors - 1) / (512 * vectors), 1u);
+}
 
 // Those of a lane of one part, as they are loaded.
 template <u32 vectors> struct few_vectors {
@@ -44,8 +56,10 @@ template <u32 vectors> struct few_vectors {
 	}
 };
 
-// Loads a lane's packets of a part, those that it wants; the others are as if they had come. flag is where packets have it.
-template <u32 packets, typename F> __device__ __forceinline__ void load_packets(pair64 (&v)[packets], u64 place, u32 part, u32 lane, u64 flag, F wanted)
+// Loads a lane's packets of a part, those that it wants; the others are as if they had come. flag is where packets have
+// it.
+template <u32 packets, typename F>
+__device__ __forceinline__ void load_packets(pair64 (&v)[packets], u64 place, u32 part, u32 lane, u64 flag, F wanted)
 {
 	place += part * packets * 512 + lane * 16;
 #pragma unroll
@@ -93,8 +107,14 @@ template <u32 count> struct few_whole : few_words<4 * count> {
 
 	static __device__ __forceinline__ u32 parts(u32 bytes) { return few_parts<vectors>(bytes); }
 
-	__device__ __forceinline__ void set(u32 i, uint4 v) { w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w; }
-	__device__ __forceinline__ uint4 vector(u32 i) const { return make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]); }
+	__device__ __forceinline__ void set(u32 i, uint4 v)
+	{
+		w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
+	}
+	__device__ __forceinline__ uint4 vector(u32 i) const
+	{
+		return make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+	}
 
 	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32, bool)
 	{
@@ -104,8 +124,9 @@ template <u32 count> struct few_whole : few_words<4 * count> {
 	}
 };
 
-// A row as it is, on its way to experts: a lane has seven vectors of a part. Its packets have 14 bytes and a flag of 16 bits: one for all but the end of each vector, and one
-// for their ends. On the way back, where a warp has several rows at once, so many registers cost more than fewer bytes save.
+// A row as it is, on its way to experts: a lane has seven vectors of a part. Its packets have 14 bytes and a flag of 16
+// bits: one for all but the end of each vector, and one for their ends. On the way back, where a warp has several rows
+// at once, so many registers cost more than fewer bytes save.
 struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
 	static constexpr u32 packets = vectors + 1;
 	static_assert(vectors == 7, "their ends fill a packet");
@@ -128,24 +149,28 @@ struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
 		for (u32 i = 0; i < vectors; i++) {
 			ends[i] = w[4 * i + 3] >> 16;
 			if (i < used)
-				put_packet(place + i * 512, flag << 16 | (w[4 * i + 3] & 0xffff), w[4 * i], w[4 * i + 1], w[4 * i + 2]);
+				put_packet(place + i * 512, flag << 16 | (w[4 * i + 3] & 0xffff), w[4 * i],
+				           w[4 * i + 1], w[4 * i + 2]);
 		}
 		if (used != 0)
-			put_packet(place + vectors * 512, flag << 16 | ends[6], ends[0] | ends[1] << 16, ends[2] | ends[3] << 16, ends[4] | ends[5] << 16);
+			put_packet(place + vectors * 512, flag << 16 | ends[6], ends[0] | ends[1] << 16,
+			           ends[2] | ends[3] << 16, ends[4] | ends[5] << 16);
 	}
 
 	// True when they are there.
 	__device__ __forceinline__ bool get(u64 place, u32 part, u32 used, u32 lane, u32 flag)
 	{
 		pair64 v[packets];
-		load_packets(v, place, part, lane, static_cast<u64>(flag) << 48, [&](u32 i) { return i < used || (i == vectors && used != 0); });
+		load_packets(v, place, part, lane, static_cast<u64>(flag) << 48,
+		             [&](u32 i) { return i < used || (i == vectors && used != 0); });
 		bool all = true;
 #pragma unroll
 		for (u32 i = 0; i < packets; i++)
 			all &= static_cast<u32>(v[i].b >> 48) == flag;
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
-			u32 end = i == 6 ? static_cast<u32>(v[vectors].b >> 32) : word_of(v[vectors], i / 2) >> (i % 2 * 16);
+			u32 end =
+			    i == 6 ? static_cast<u32>(v[vectors].b >> 32) : word_of(v[vectors], i / 2) >> (i % 2 * 16);
 			w[4 * i] = word_of(v[i], 0), w[4 * i + 1] = word_of(v[i], 1), w[4 * i + 2] = word_of(v[i], 2);
 			w[4 * i + 3] = (static_cast<u32>(v[i].b >> 32) & 0xffff) | end << 16;
 		}
@@ -172,7 +197,8 @@ struct few_plain : few_whole<SW_MOE_PLAIN_PART / 512> {
 	// How many packets a lane has of a part.
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32 lane)
 	{
-		u32 at = part * 512 * vectors + lane * 16, have = (at < bytes ? 1 : 0) + (at + 512 < bytes ? 1 : 0) + (at + 1024 < bytes ? 1 : 0);
+		u32 at = part * 512 * vectors + lane * 16,
+		    have = (at < bytes ? 1 : 0) + (at + 512 < bytes ? 1 : 0) + (at + 1024 < bytes ? 1 : 0);
 		return (4 * have + 2) / 3;
 	}
 };
@@ -181,7 +207,8 @@ struct few_plain : few_whole<SW_MOE_PLAIN_PART / 512> {
 template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 	using base = few_words<numbers<type>::count + 1>;
 	using base::w;
-	static constexpr u32 vectors = SW_MOE_NARROW_PART / 512, count = numbers<type>::count / 4; // words that a vector becomes
+	static constexpr u32 vectors = SW_MOE_NARROW_PART / 512,
+			     count = numbers<type>::count / 4; // words that a vector becomes
 	static constexpr bool scaled = true;
 	static constexpr u32 span = 128 * numbers<type>::size / 16; // lanes of a block of 128: 16 or 32
 	static constexpr u32 last = numbers<type>::count;
@@ -189,7 +216,10 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet_flag(epoch); }
 
 	static __device__ __forceinline__ u32 parts(u32 bytes) { return few_parts<vectors>(bytes); }
-	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32) { return part * 512 * vectors < bytes ? base::packets : 0; }
+	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32)
+	{
+		return part * 512 * vectors < bytes ? base::packets : 0;
+	}
 
 	// Vector i; the lanes of a block have its scale. lane%4 says whose scale a lane carries.
 	__device__ __forceinline__ void set(u32 i, u32 low, u32 high, u32 scale, u32 lane)
@@ -200,9 +230,15 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 		if (i == 0 || lane % vectors == i)
 			w[last] = scale;
 	}
-	__device__ __forceinline__ uint2 vector(u32 i) const { return make_uint2(w[count * i], count == 2 ? w[count * i + count - 1] : 0); }
+	__device__ __forceinline__ uint2 vector(u32 i) const
+	{
+		return make_uint2(w[count * i], count == 2 ? w[count * i + count - 1] : 0);
+	}
 	// The scale of vector i. All lanes.
-	__device__ __forceinline__ float scale(u32 i, u32 lane) const { return __uint_as_float(__shfl_sync(~0u, w[last], lane / span * span + i)); }
+	__device__ __forceinline__ float scale(u32 i, u32 lane) const
+	{
+		return __uint_as_float(__shfl_sync(~0u, w[last], lane / span * span + i));
+	}
 
 	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32 lane, bool exponents)
 	{
@@ -251,7 +287,8 @@ struct few_tasks {
 	u32 first, step;
 
 	__device__ __forceinline__ few_tasks(u32 block, u32 blocks)
-	    : first(blockIdx.x - block < blocks ? threadIdx.x / 32 * blocks + blockIdx.x - block : ~0u), step(blocks * (blockDim.x / 32))
+	    : first(blockIdx.x - block < blocks ? threadIdx.x / 32 * blocks + blockIdx.x - block : ~0u),
+	      step(blocks * (blockDim.x / 32))
 	{
 	}
 };

@@ -1,13 +1,16 @@
-// A warp that moves rows of many tokens, as they are or as float8, by bulk copies through places of its own in shared memory.
+// A warp that moves rows of many tokens, as they are or as float8, by bulk copies through places of its own in shared
+// memory.
 //
-// rows/send.cuh calls this. It reads the caller's tokens and writes rows of peers' outputs or staging, and the scales that it makes.
+// rows/send.cuh calls this. It reads the caller's tokens and writes rows of peers' outputs or staging, and the scales
+// that it makes.
 #pragma once
 
 #include "sender.cuh"
 
 namespace sw {
 
-// A warp that moves. Part k of it is part k*movers+warp of the block's tokens; each of its places in shared memory carries every depth-th of them.
+// A warp that moves. Part k of it is part k*movers+warp of the block's tokens; each of its places in shared memory
+// carries every depth-th of them.
 template <typename Quantiser> struct mover {
 	const sw_moe_args &a;
 	rows_sender &r;
@@ -17,7 +20,9 @@ template <typename Quantiser> struct mover {
 
 	__device__ __forceinline__ mover(const sw_moe_args &a, rows_sender &r, u8 *memory)
 	    : a(a), r(r), ring(memory + static_cast<u64>(r.warp) * a.depth * a.part),
-	      scales(reinterpret_cast<u32 *>(memory + static_cast<u64>(a.movers) * a.depth * a.part) + r.warp * (SW_MOE_SCALES / 4)), full(r.b.full + r.warp * a.depth)
+	      scales(reinterpret_cast<u32 *>(memory + static_cast<u64>(a.movers) * a.depth * a.part) +
+	             r.warp * (SW_MOE_SCALES / 4)),
+	      full(r.b.full + r.warp * a.depth)
 	{
 	}
 
@@ -28,9 +33,11 @@ template <typename Quantiser> struct mover {
 		u32 task = r.warp + k * a.movers;
 		if (task >= tasks())
 			return;
-		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
+		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at),
+		    place = k % a.depth;
 		full[place].expect(bytes);
-		bulk_load_once(ring + place * a.part, a.x + static_cast<u64>(r.mine.first + t) * a.row_bytes + at, bytes, full + place);
+		bulk_load_once(ring + place * a.part, a.x + static_cast<u64>(r.mine.first + t) * a.row_bytes + at,
+		               bytes, full + place);
 	}
 
 	__device__ __forceinline__ void begin()
@@ -44,12 +51,14 @@ template <typename Quantiser> struct mover {
 	// With good false what has been loaded is awaited only.
 	__device__ __forceinline__ void run(bool good)
 	{
-		u32 n = a.world.size, due = static_cast<u32>(clock()) + (r.warp * gridDim.x + blockIdx.x) * (a.interval / (a.movers * gridDim.x));
+		u32 n = a.world.size, due = static_cast<u32>(clock()) +
+		                            (r.warp * gridDim.x + blockIdx.x) * (a.interval / (a.movers * gridDim.x));
 		u64 there = r.lane < n ? segment(a.world, r.lane) + a.to_rows : 0;
 		u32 k = 0;
 #pragma unroll 1
 		for (u32 task = r.warp; task < tasks(); task += a.movers, k++) {
-			u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
+			u32 t = task / a.parts, at = (task - t * a.parts) * a.part,
+			    bytes = min(a.part, a.row_bytes - at), place = k % a.depth;
 			u8 *row = ring + place * a.part;
 			full[place].await(k / a.depth);
 			if (!good) {
@@ -69,7 +78,9 @@ template <typename Quantiser> struct mover {
 			for (u32 d = r.lane; d < n; d += 32) {
 				int p = d == r.lane ? to : r.s.place[t * n + d];
 				if (p >= 0)
-					bulk_store((d == r.lane ? there : segment(a.world, d) + a.to_rows) + static_cast<u64>(p) * a.wire_bytes + Quantiser::out(at), row, Quantiser::out(bytes));
+					bulk_store((d == r.lane ? there : segment(a.world, d) + a.to_rows) +
+					               static_cast<u64>(p) * a.wire_bytes + Quantiser::out(at),
+					           row, Quantiser::out(bytes));
 			}
 			bulk_commit();
 			// the place before this one is free when its stores have read it
@@ -106,11 +117,13 @@ struct as_they_are {
 template <kind type> struct to_float8 {
 	static constexpr bool makes_scales = true;
 	static __device__ __forceinline__ u32 out(u32 bytes) { return bytes / numbers<type>::size; }
-	static __device__ __forceinline__ void apply(const sw_moe_args &a, rows_sender &r, u8 *row, u32 bytes, u32 at, u32 t, u32 *scales)
+	static __device__ __forceinline__ void apply(const sw_moe_args &a, rows_sender &r, u8 *row, u32 bytes, u32 at,
+	                                             u32 t, u32 *scales)
 	{
 		bool exponents = (a.mode & SW_MOE_EXPONENTS) != 0;
 		quantise<type>(row, bytes, scales, a.scale_block == 128 ? 128 : 0, exponents, r.lane);
-		u32 blocks = (out(bytes) + a.scale_block - 1) / a.scale_block, words = exponents ? (blocks + 3) / 4 : blocks, first = out(at) / a.scale_block;
+		u32 blocks = (out(bytes) + a.scale_block - 1) / a.scale_block,
+		    words = exponents ? (blocks + 3) / 4 : blocks, first = out(at) / a.scale_block;
 #pragma unroll 1
 		for (u32 d = 0; d < a.world.size; d++) {
 			int p = r.s.place[t * a.world.size + d];
@@ -119,7 +132,8 @@ template <kind type> struct to_float8 {
 			u64 there = segment(a.world, d);
 #pragma unroll 1
 			for (u32 i = r.lane; i < words; i += 32)
-				*reinterpret_cast<u32 *>(r.scale_place(there, p, first + i)) = scale_word(scales, i, blocks, exponents);
+				*reinterpret_cast<u32 *>(r.scale_place(there, p, first + i)) =
+				    scale_word(scales, i, blocks, exponents);
 		}
 		fence_bulk();
 		__syncwarp();

@@ -1,6 +1,7 @@
 // The second half of a dispatch of many tokens.
 //
-// dispatch_rows, dispatch_receive, experts_take and dispatch_few call this. It reads the words of signals.cuh and writes the caller's counts and the handle's arrived.
+// dispatch_rows, dispatch_receive, experts_take and dispatch_few call this. It reads the words of signals.cuh and
+// writes the caller's counts and the handle's arrived.
 #pragma once
 
 #include "../routing.cuh"
@@ -12,8 +13,8 @@ struct receive_board {
 	u32 sum[SW_MAX_RANKS];
 };
 
-// The second half of a dispatch, by the threads of one block: waits for all blocks of all ranks, and leaves what the caller and later calls want to know. Token-major
-// outputs are whole then.
+// The second half of a dispatch, by the threads of one block: waits for all blocks of all ranks, and leaves what the
+// caller and later calls want to know. Token-major outputs are whole then.
 struct rows_receiver {
 	const sw_moe_args &a;
 	u32 *sum; // [ranks]: rows from each
@@ -43,12 +44,14 @@ struct rows_receiver {
 	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads.
 	__device__ __forceinline__ bool tell_counts(u32 thread, u32 threads)
 	{
-		u32 *counts = reinterpret_cast<u32 *>(a.counts), *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
+		u32 *counts = reinterpret_cast<u32 *>(a.counts),
+		    *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
 		bool good = true;
 #pragma unroll 1
 		for (u32 i = thread; i < a.local; i += threads) {
 			u32 total = 0;
-			good &= each_slot_count(a, a.first[a.world.rank] + i, epoch, [&](u32, u32 rows) { total += rows; });
+			good &=
+			    each_slot_count(a, a.first[a.world.rank] + i, epoch, [&](u32, u32 rows) { total += rows; });
 			counts[i] = total;
 			if (mapped != nullptr)
 				mapped[i] = total;
@@ -63,7 +66,8 @@ struct rows_receiver {
 			sum[threadIdx.x] = 0;
 		__syncthreads();
 		u32 half = blockDim.x / 2;
-		bool good = threadIdx.x < half ? await(threadIdx.x, half) : cached || tell_counts(threadIdx.x - half, blockDim.x - half);
+		bool good = threadIdx.x < half ? await(threadIdx.x, half)
+		                               : cached || tell_counts(threadIdx.x - half, blockDim.x - half);
 		if (!__syncthreads_or(!good) && !cached)
 			tell_ranks();
 	}

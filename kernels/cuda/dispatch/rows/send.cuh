@@ -1,9 +1,10 @@
-// Tokens on their way to ranks, many at a time. Each block takes a stretch of this rank's tokens. Its threads find out together where they go; then some
-// warps move rows, by bulk copies through places in shared memory of their own, and the others write what lies beside rows. A warp that moves keeps to a rate, so that
-// all blocks together offer what a link carries: more than that is slower.
+// Tokens on their way to ranks, many at a time. Each block takes a stretch of this rank's tokens. Its threads find out
+// together where they go; then some warps move rows, by bulk copies through places in shared memory of their own, and
+// the others write what lies beside rows. A warp that moves keeps to a rate, so that all blocks together offer what a
+// link carries: more than that is slower.
 //
-// dispatch_rows calls this. It reads the caller's tokens and writes rows of peers' outputs (or staging) and what lies beside them, this rank's places and who of the
-// handle's state, and the words of signals.cuh.
+// dispatch_rows calls this. It reads the caller's tokens and writes rows of peers' outputs (or staging) and what lies
+// beside them, this rank's places and who of the handle's state, and the words of signals.cuh.
 #pragma once
 
 #include "../landing.cuh"
@@ -14,7 +15,8 @@ namespace sw {
 
 template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw_moe_args &a, rows_board &b, u8 *memory)
 {
-	u32 n = a.world.size, warp = threadIdx.x / 32, ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_MOE_SCALES : 0));
+	u32 n = a.world.size, warp = threadIdx.x / 32,
+	    ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_MOE_SCALES : 0));
 	bool cached = (a.mode & SW_MOE_CACHED) != 0, moves = warp < a.movers;
 	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0, beside = (a.mode & SW_MOE_BESIDE) != 0;
 	if (!cached) {
@@ -78,13 +80,15 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	if (moves)
 		m.run(good);
 	else if (good) {
-		u32 thread = threadIdx.x - 32 * a.movers, threads = blockDim.x - 32 * a.movers, numbers = !cached && by_expert ? 1 : 0; // warps that number choices
+		u32 thread = threadIdx.x - 32 * a.movers, threads = blockDim.x - 32 * a.movers,
+		    numbers = !cached && by_expert ? 1 : 0; // warps that number choices
 		if (!cached)
 			good = r.count_choices(thread, threads);
 		if (thread / 32 < numbers)
 			r.number_choices();
 		else
-			r.write_beside(thread / 32 - numbers, threads / 32 - numbers, !Quantiser::makes_scales && a.scale_words != 0);
+			r.write_beside(thread / 32 - numbers, threads / 32 - numbers,
+			               !Quantiser::makes_scales && a.scale_words != 0);
 		part_sync(beside_part, threads);
 		if (good && by_expert && thread < 32)
 			r.tell_progress();

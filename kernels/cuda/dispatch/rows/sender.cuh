@@ -1,7 +1,8 @@
-// Many tokens on their way to ranks: what the threads of a block find out together about its stretch of this rank's tokens, and what lies beside rows.
+// Many tokens on their way to ranks: what the threads of a block find out together about its stretch of this rank's
+// tokens, and what lies beside rows.
 //
-// rows/send.cuh calls this. It reads the caller's tokens and writes what lies beside rows of peers' outputs (or staging), this rank's places and who of the
-// handle's state, and the words of signals.cuh.
+// rows/send.cuh calls this. It reads the caller's tokens and writes what lies beside rows of peers' outputs (or
+// staging), this rank's places and who of the handle's state, and the words of signals.cuh.
 #pragma once
 
 #include "../numbers.cuh"
@@ -23,14 +24,14 @@ struct stretch {
 
 // What the threads of a block know of its tokens, in dynamic shared memory behind the ring.
 struct stretch_board {
-	int *place;    // [tokens][ranks]: the row there, or -1
-	u32 *groups;   // [groups of 32 tokens][ranks]: how many go there
-	u32 *count;    // [slots]: the block's choices
-	u32 *before;   // [slots]: those of the blocks before it, and of its own that have their place
+	int *place;  // [tokens][ranks]: the row there, or -1
+	u32 *groups; // [groups of 32 tokens][ranks]: how many go there
+	u32 *count;  // [slots]: the block's choices
+	u32 *before; // [slots]: those of the blocks before it, and of its own that have their place
 
 	__device__ __forceinline__ stretch_board(const sw_moe_args &a, u8 *memory)
-	    : place(reinterpret_cast<int *>(memory)), groups(reinterpret_cast<u32 *>(memory) + a.share * a.world.size), count(groups + (a.share + 31) / 32 * a.world.size),
-	      before(count + a.slots)
+	    : place(reinterpret_cast<int *>(memory)), groups(reinterpret_cast<u32 *>(memory) + a.share * a.world.size),
+	      count(groups + (a.share + 31) / 32 * a.world.size), before(count + a.slots)
 	{
 	}
 };
@@ -40,9 +41,9 @@ struct rows_board {
 	arrivals full[SW_MOE_SLOTS];
 	u32 sent[SW_MAX_RANKS];   // rows of this block for each rank
 	u32 before[SW_MAX_RANKS]; // the first row of this block there
-	u32 moved[32];		  // parts that each warp has moved, and that are written
+	u32 moved[32];            // parts that each warp has moved, and that are written
 	u64 bad;
-	u32 failed;	       // a thread has given up
+	u32 failed;            // a thread has given up
 	u32 sum[SW_MAX_RANKS]; // rows of each rank, of receiving
 };
 
@@ -57,17 +58,20 @@ struct rows_sender {
 	u32 warp, warps, lane, n;
 
 	__device__ __forceinline__ rows_sender(const sw_moe_args &a, rows_board &b, u8 *memory, u64 epoch)
-	    : a(a), b(b), s(a, memory), mine(a.tokens, blockIdx.x, gridDim.x), epoch(epoch), warp(threadIdx.x / 32), warps(blockDim.x / 32), lane(threadIdx.x & 31), n(a.world.size)
+	    : a(a), b(b), s(a, memory), mine(a.tokens, blockIdx.x, gridDim.x), epoch(epoch), warp(threadIdx.x / 32),
+	      warps(blockDim.x / 32), lane(threadIdx.x & 31), n(a.world.size)
 	{
 	}
 
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
 
-	// Counts where the block's tokens go, and tells the blocks behind it. place is 0 before; afterwards it counts from the first of a group of 32 tokens.
+	// Counts where the block's tokens go, and tells the blocks behind it. place is 0 before; afterwards it counts
+	// from the first of a group of 32 tokens.
 	__device__ __forceinline__ void count()
 	{
 		u64 bad = 0;
-		each_choice(a, placement{a, b.near}, mine.first, mine.count, bad, [&](u32 t, u32, u32, u32 rank) { s.place[t * n + rank] = 1; });
+		each_choice(a, placement{a, b.near}, mine.first, mine.count, bad,
+		            [&](u32 t, u32, u32, u32 rank) { s.place[t * n + rank] = 1; });
 		__syncthreads();
 #pragma unroll 1
 		for (u32 g = warp; g * 32 < mine.count; g += warps) {
@@ -78,7 +82,8 @@ struct rows_sender {
 				bool goes = here && s.place[i * n + d] != 0;
 				u32 go = __ballot_sync(~0u, goes);
 				if (here)
-					s.place[i * n + d] = goes ? static_cast<int>(__popc(go & ((1u << lane) - 1))) : -1;
+					s.place[i * n + d] =
+					    goes ? static_cast<int>(__popc(go & ((1u << lane) - 1))) : -1;
 				if (lane == 0) {
 					s.groups[g * n + d] = __popc(go);
 					atomicAdd(&b.sent[d], static_cast<u32>(__popc(go)));
@@ -86,10 +91,13 @@ struct rows_sender {
 			}
 		}
 		if (bad != 0)
-			atomicExch(reinterpret_cast<unsigned long long *>(&b.bad), static_cast<unsigned long long>(bad));
+			atomicExch(reinterpret_cast<unsigned long long *>(&b.bad),
+			           static_cast<unsigned long long>(bad));
 		__syncthreads();
 		if (threadIdx.x < n)
-			store_relaxed_sys(own(a.state.block_counts) + (static_cast<u64>(blockIdx.x) * n + threadIdx.x) * 8, numbered(epoch, b.sent[threadIdx.x]));
+			store_relaxed_sys(own(a.state.block_counts) +
+			                      (static_cast<u64>(blockIdx.x) * n + threadIdx.x) * 8,
+			                  numbered(epoch, b.sent[threadIdx.x]));
 	}
 
 	// Adds up what the blocks before this one have, by rank. False when one of them does not come.
@@ -99,7 +107,8 @@ struct rows_sender {
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < blockIdx.x * n; i += blockDim.x) {
 			u32 rows;
-			if (await_number(a, own(a.state.block_counts) + static_cast<u64>(i) * 8, epoch, a.world.rank, rows))
+			if (await_number(a, own(a.state.block_counts) + static_cast<u64>(i) * 8, epoch, a.world.rank,
+			                 rows))
 				atomicAdd(&b.before[i % n], rows);
 			else
 				good = false;
@@ -113,12 +122,14 @@ struct rows_sender {
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
 			u32 p = i / n, d = i - p * n;
-			store_relaxed_sys(segment(a.world, p) + a.state.rank_totals + (static_cast<u64>(a.world.rank) * n + d) * 8, numbered(epoch, b.before[d] + b.sent[d]));
+			store_relaxed_sys(segment(a.world, p) + a.state.rank_totals +
+			                      (static_cast<u64>(a.world.rank) * n + d) * 8,
+			                  numbered(epoch, b.before[d] + b.sent[d]));
 		}
 	}
 
-	// Counts the choices of the block's tokens by slot, by the threads that do not move, and tells the blocks behind it. The last block tells all ranks what they get.
-	// False when a wait was given up.
+	// Counts the choices of the block's tokens by slot, by the threads that do not move, and tells the blocks
+	// behind it. The last block tells all ranks what they get. False when a wait was given up.
 	__device__ __forceinline__ bool count_choices(u32 thread, u32 threads)
 	{
 		placement p{a, b.near};
@@ -128,7 +139,8 @@ struct rows_sender {
 			i64 e = choice(a, t, k);
 			bool some = is_expert(a, e);
 			u32 slot = some ? p.slot(static_cast<u32>(e), t) : 0;
-			reinterpret_cast<int *>(own(a.state.who))[static_cast<u64>(t) * a.top_k + k] = some ? static_cast<int>(p.rank(slot)) : -1;
+			reinterpret_cast<int *>(own(a.state.who))[static_cast<u64>(t) * a.top_k + k] =
+			    some ? static_cast<int>(p.rank(slot)) : -1;
 			if (some)
 				atomicAdd(s.count + slot, 1u);
 		}
@@ -137,7 +149,8 @@ struct rows_sender {
 		u64 words = own(a.state.block_slots);
 #pragma unroll 1
 		for (u32 i = thread; i < a.slots; i += threads)
-			store_relaxed_sys(words + (static_cast<u64>(blockIdx.x) * a.slots + i) * 8, numbered(epoch, s.count[i]));
+			store_relaxed_sys(words + (static_cast<u64>(blockIdx.x) * a.slots + i) * 8,
+			                  numbered(epoch, s.count[i]));
 		if (last || (a.mode & SW_MOE_BY_EXPERT) != 0)
 #pragma unroll 4
 			for (u32 i = thread; i < blockIdx.x * a.slots; i += threads) {
@@ -158,13 +171,15 @@ struct rows_sender {
 			for (u32 d = 0; d < n; d++)
 				store_relaxed_sys(slot_count(a, d, a.world.rank, i, epoch), numbered(epoch, rows));
 			if (a.counters != 0 && rows != 0)
-				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + i), static_cast<unsigned long long>(rows));
+				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + i),
+				          static_cast<unsigned long long>(rows));
 		}
 		part_sync(beside_part, threads);
 		return good;
 	}
 
-	// Tells ranks of each choice its local slot and how many of this rank's choices for that slot come before it, in order. One warp.
+	// Tells ranks of each choice its local slot and how many of this rank's choices for that slot come before it,
+	// in order. One warp.
 	__device__ __forceinline__ void number_choices()
 	{
 		placement p{a, b.near};
@@ -187,14 +202,17 @@ struct rows_sender {
 			for (u32 d = 0; i < all && d < n; d++) {
 				int row = s.place[t * n + d];
 				if (row >= 0)
-					*reinterpret_cast<u64 *>(segment(a.world, d) + a.to_indices + 8 * (static_cast<u64>(row) * a.top_k + k)) =
-					    slot >= 0 && p.rank(static_cast<u32>(slot)) == d ? numbered_choice(at, static_cast<u32>(slot) - a.first[d]) : ~0ull;
+					*reinterpret_cast<u64 *>(segment(a.world, d) + a.to_indices +
+					                         8 * (static_cast<u64>(row) * a.top_k + k)) =
+					    slot >= 0 && p.rank(static_cast<u32>(slot)) == d
+						? numbered_choice(at, static_cast<u32>(slot) - a.first[d])
+						: ~0ull;
 			}
 		}
 	}
 
-	// The first row of this rank in each rank's output: those of lower ranks come first, or every rank has its own part. False when a wait was given up or an
-	// output is too small, which all ranks find alike.
+	// The first row of this rank in each rank's output: those of lower ranks come first, or every rank has its own
+	// part. False when a wait was given up or an output is too small, which all ranks find alike.
 	__device__ __forceinline__ bool find_bases()
 	{
 		if ((a.mode & SW_MOE_COMPACT) == 0) {
@@ -220,7 +238,8 @@ struct rows_sender {
 #pragma unroll 1
 			for (u32 d = 0; d < n && good; d++)
 				if (b.sum[d] > a.most_rows) {
-					give_up(a.world, SW_FAULT_OVERFLOW, d, epoch, false, b.sum[d], ~0ull, static_cast<u64>(a.most_rows));
+					give_up(a.world, SW_FAULT_OVERFLOW, d, epoch, false, b.sum[d], ~0ull,
+					        static_cast<u64>(a.most_rows));
 					good = false;
 				}
 		return good;
@@ -248,7 +267,8 @@ struct rows_sender {
 	// The places of an earlier dispatch.
 	__device__ __forceinline__ void recall()
 	{
-		const int *places = reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(mine.first) * n;
+		const int *places =
+		    reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(mine.first) * n;
 		if (threadIdx.x < n)
 			b.before[threadIdx.x] = ~0u;
 		__syncthreads();
@@ -262,8 +282,8 @@ struct rows_sender {
 		}
 	}
 
-	// What lies beside the rows, by the threads that do not move: a warp for each token and rank in turn. By weak stores, which a warp's lanes
-	// make together: strong ones cross one by one.
+	// What lies beside the rows, by the threads that do not move: a warp for each token and rank in turn. By weak
+	// stores, which a warp's lanes make together: strong ones cross one by one.
 	__device__ __forceinline__ void write_beside(u32 first, u32 step, bool scales)
 	{
 		placement p{a, b.near};
@@ -281,29 +301,40 @@ struct rows_sender {
 					u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : 0;
 					bool goes = is_expert(a, e) && p.rank(slot) == d;
 					if ((a.mode & SW_MOE_BY_EXPERT) == 0)
-						*reinterpret_cast<i64 *>(there + a.to_indices + 8 * at) = goes ? static_cast<i64>(slot - a.first[d]) : -1;
-					float w = !goes ? 0 : a.weights == 0 ? 1 : __ldg(reinterpret_cast<const float *>(a.weights) + static_cast<u64>(t) * a.top_k + k);
+						*reinterpret_cast<i64 *>(there + a.to_indices + 8 * at) =
+						    goes ? static_cast<i64>(slot - a.first[d]) : -1;
+					float w = !goes            ? 0
+					          : a.weights == 0 ? 1
+					                           : __ldg(reinterpret_cast<const float *>(a.weights) +
+					                                   static_cast<u64>(t) * a.top_k + k);
 					if (a.to_weights != 0)
 						*reinterpret_cast<float *>(there + a.to_weights + 4 * at) = w;
 				}
 				if (lane == 0 && a.to_sources != 0)
-					*reinterpret_cast<u64 *>(there + a.to_sources + 8 * static_cast<u64>(row)) = static_cast<u64>(t) << 32 | a.world.rank;
+					*reinterpret_cast<u64 *>(there + a.to_sources + 8 * static_cast<u64>(row)) =
+					    static_cast<u64>(t) << 32 | a.world.rank;
 			}
 			if (scales)
 #pragma unroll 1
 				for (u32 k = lane; k < a.scale_words; k += 32)
-					*reinterpret_cast<u32 *>(scale_place(there, row, k)) = __ldg(reinterpret_cast<const u32 *>(a.scales) + static_cast<u64>(t) * a.scale_words + k);
+					*reinterpret_cast<u32 *>(scale_place(there, row, k)) =
+					    __ldg(reinterpret_cast<const u32 *>(a.scales) +
+					          static_cast<u64>(t) * a.scale_words + k);
 		}
 	}
 
 	__device__ __forceinline__ u64 scale_place(u64 there, int row, u32 word) const
 	{
-		u64 at = (a.mode & SW_MOE_COLUMNS) != 0 ? static_cast<u64>(word) * a.most_rows + row : static_cast<u64>(row) * a.scale_words + word;
+		u64 at = (a.mode & SW_MOE_COLUMNS) != 0 ? static_cast<u64>(word) * a.most_rows + row
+		                                        : static_cast<u64>(row) * a.scale_words + word;
 		return there + a.to_scales + 4 * at;
 	}
 
 	// The place of the block's first row for a rank among this rank's there, where every rank has its own part.
-	__device__ __forceinline__ u32 first(u32 d) const { return b.sent[d] == 0 || (a.mode & SW_MOE_COMPACT) != 0 ? 0 : b.before[d] - a.world.rank * a.max_tokens; }
+	__device__ __forceinline__ u32 first(u32 d) const
+	{
+		return b.sent[d] == 0 || (a.mode & SW_MOE_COMPACT) != 0 ? 0 : b.before[d] - a.world.rank * a.max_tokens;
+	}
 
 	// How many of the block's first x tokens go to a rank.
 	__device__ __forceinline__ u32 rows_before(u32 x, u32 d) const
@@ -314,7 +345,8 @@ struct rows_sender {
 		return x == 0 ? 0 : static_cast<u32>(s.place[(x - 1) * n + d]) - b.before[d] + 1;
 	}
 
-	// Tells ranks how far the block's rows are while some warps move them, which report what is written. One warp of the others, when what lies beside rows is written.
+	// Tells ranks how far the block's rows are while some warps move them, which report what is written. One warp
+	// of the others, when what lies beside rows is written.
 	__device__ __forceinline__ void tell_progress()
 	{
 		constexpr u32 steps = 8;
@@ -325,13 +357,15 @@ struct rows_sender {
 			u32 x = mine.count * step / steps;
 			bool there;
 			do {
-				u32 parts = lane < a.movers ? atom_acquire_cta(&b.moved[lane]) * a.movers + lane : ~0u; // all before this one
+				u32 parts = lane < a.movers ? atom_acquire_cta(&b.moved[lane]) * a.movers + lane
+				                            : ~0u; // all before this one
 				there = !__any_sync(~0u, parts < x * a.parts);
 			} while (!there);
 #pragma unroll 1
 			for (u32 d = lane; d < n; d += 32) {
 				fence_acq_rel_sys(); // X4
-				store16_relaxed_sys(done_word(a, d, a.world.rank, blockIdx.x, epoch), epoch, done(rows_before(x, d), first(d), false));
+				store16_relaxed_sys(done_word(a, d, a.world.rank, blockIdx.x, epoch), epoch,
+				                    done(rows_before(x, d), first(d), false));
 			}
 		}
 	}
@@ -342,10 +376,12 @@ struct rows_sender {
 		if (threadIdx.x >= n)
 			return;
 		fence_acq_rel_sys(); // X4
-		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch, b.bad != 0 ? b.bad : done(b.sent[threadIdx.x], first(threadIdx.x), true));
+		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch,
+		                    b.bad != 0 ? b.bad : done(b.sent[threadIdx.x], first(threadIdx.x), true));
 		if (a.counters != 0)
 			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
-				  static_cast<unsigned long long>(b.sent[threadIdx.x]) * (a.wire_bytes + 4 * a.scale_words));
+			          static_cast<unsigned long long>(b.sent[threadIdx.x]) *
+			              (a.wire_bytes + 4 * a.scale_words));
 	}
 };
 

@@ -1,13 +1,14 @@
 // Times the reductions' own source on the GPUs of one process, a thread each, and checks every element.
 //
 //	nvcc -std=c++20 -O3 -arch=sm_90a -o allreduce_bench kernels/cuda/testdata/bench/allreduce.cu
-//	./allreduce_bench [-ranks 2] [-max-mib 512] [-sizes 8K,1M] [-only words of a row's name] [-blocks 8,16,32] [-rates 0,350] [-chunk-kib 64] [-slots 4]
+//	./allreduce_bench [-ranks 2] [-max-mib 512] [-sizes 8K,1M] [-only words of a row's name] [-blocks 8,16,32]
+//[-rates 0,350] [-chunk-kib 64] [-slots 4]
 //	                  [-samples 15] [-eager] [-brief] [-list]
 //
-// A row is a collective, the bytes of its larger buffer, an algorithm, a number of blocks and the GB/s to which they are held together, 0 where they
-// are not. us is the median over the samples of the slowest rank's time for a call of bfloat16 sums in a CUDA graph of 20 calls (5 from 128 MiB on).
-// GB/s is what a link carries in a direction, if every byte crosses once. At the end comes the fastest row of each size and algorithm; -brief
-// leaves out the others.
+// A row is a collective, the bytes of its larger buffer, an algorithm, a number of blocks and the GB/s to which they
+// are held together, 0 where they are not. us is the median over the samples of the slowest rank's time for a call of
+// bfloat16 sums in a CUDA graph of 20 calls (5 from 128 MiB on). GB/s is what a link carries in a direction, if every
+// byte crosses once. At the end comes the fastest row of each size and algorithm; -brief leaves out the others.
 #include "../../allreduce.cu"
 
 #include <cuda.h>
@@ -25,13 +26,13 @@
 #include <tuple>
 #include <vector>
 
-#define CHECK(x)                                                                                                                                      \
-	do {                                                                                                                                          \
-		cudaError_t e_ = (x);                                                                                                                 \
-		if (e_ != cudaSuccess) {                                                                                                              \
-			fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_));                                         \
-			exit(1);                                                                                                                      \
-		}                                                                                                                                     \
+#define CHECK(x) \
+	do { \
+		cudaError_t e_ = (x); \
+		if (e_ != cudaSuccess) { \
+			fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_)); \
+			exit(1); \
+		} \
 	} while (0)
 
 using sw::i64;
@@ -50,7 +51,8 @@ __host__ __device__ float value(u32 rank, u64 i)
 
 __global__ void fill(unsigned short *p, u64 first, u64 n, u32 rank)
 {
-	for (u64 i = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; i < n; i += static_cast<u64>(gridDim.x) * blockDim.x)
+	for (u64 i = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; i < n;
+	     i += static_cast<u64>(gridDim.x) * blockDim.x)
 		p[i] = static_cast<unsigned short>(sw::bf16x2_of(value(rank, first + i), 0));
 }
 
@@ -58,7 +60,8 @@ __global__ void fill(unsigned short *p, u64 first, u64 n, u32 rank)
 __global__ void check(const unsigned short *p, u64 first, u64 n, u32 ranks, int only, unsigned long long *wrong)
 {
 	unsigned long long bad = 0;
-	for (u64 i = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; i < n; i += static_cast<u64>(gridDim.x) * blockDim.x) {
+	for (u64 i = blockIdx.x * static_cast<u64>(blockDim.x) + threadIdx.x; i < n;
+	     i += static_cast<u64>(gridDim.x) * blockDim.x) {
 		float sum = value(only < 0 ? 0 : only, first + i);
 		for (u32 r = 1; only < 0 && r < ranks; r++)
 			sum += value(r, first + i);
@@ -93,7 +96,7 @@ struct row {
 	const char *name;
 	u32 collective, flags;
 	bool packets, far_src, far_dst, in_place; // far: only through staging
-	i64 from, to; // bytes
+	i64 from, to;                             // bytes
 };
 
 constexpr i64 KiB = 1024, MiB = 1024 * KiB;
@@ -182,10 +185,15 @@ struct bench {
 	// One range of addresses, a segment a rank, as memory.Heap makes it.
 	void map_segments()
 	{
-		auto reserve = driver<CUresult (*)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)>("cuMemAddressReserve");
-		auto create = driver<CUresult (*)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *, unsigned long long)>("cuMemCreate");
-		auto map = driver<CUresult (*)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long)>("cuMemMap");
-		auto access = driver<CUresult (*)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t)>("cuMemSetAccess");
+		auto reserve = driver<CUresult (*)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long)>(
+		    "cuMemAddressReserve");
+		auto create = driver<CUresult (*)(CUmemGenericAllocationHandle *, size_t, const CUmemAllocationProp *,
+		                                  unsigned long long)>("cuMemCreate");
+		auto map =
+		    driver<CUresult (*)(CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long)>(
+			"cuMemMap");
+		auto access =
+		    driver<CUresult (*)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t)>("cuMemSetAccess");
 		constexpr u64 page = 2 << 20;
 		stride = (dst + o.most + page - 1) / page * page;
 		CUdeviceptr all;
@@ -194,7 +202,8 @@ struct bench {
 		std::vector<CUmemAccessDesc> who;
 		for (rank_state &k : ranks)
 			if (std::none_of(who.begin(), who.end(), [&](auto &d) { return d.location.id == k.device; }))
-				who.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, k.device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+				who.push_back(
+				    {{CU_MEM_LOCATION_TYPE_DEVICE, k.device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
 		for (u32 r = 0; r < o.ranks; r++) {
 			CUmemAllocationProp p{};
 			p.type = CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -222,7 +231,8 @@ struct bench {
 	{
 		std::vector<i64> b{0};
 		for (u32 p = 1; p <= o.ranks; p++)
-			b.push_back(p == o.ranks ? bytes : std::min(bytes, (bytes + o.ranks - 1) / o.ranks * p / 128 * 128));
+			b.push_back(p == o.ranks ? bytes
+			                         : std::min(bytes, (bytes + o.ranks - 1) / o.ranks * p / 128 * 128));
 		return b;
 	}
 
@@ -232,7 +242,9 @@ struct bench {
 		std::vector<i64> b = bounds(bytes);
 		const rank_state &k = ranks[r];
 		u64 segment = reinterpret_cast<u64>(k.segment);
-		a.world = {base, stride, 0, static_cast<u64>(block.control), reinterpret_cast<u64>(k.fault), 2'000'000'000, r, o.ranks};
+		a.world = {
+		    base,          stride, 0,      static_cast<u64>(block.control), reinterpret_cast<u64>(k.fault),
+		    2'000'000'000, r,      o.ranks};
 		u64 to = dst;
 		u64 from = src;
 		if (w.in_place)
@@ -254,7 +266,8 @@ struct bench {
 		sw_reduce_args a = arguments(w, bytes, r, blocks, rate);
 		cudaLaunchConfig_t c{};
 		cudaLaunchAttribute at[2];
-		c.gridDim = dim3(blocks), c.blockDim = dim3(w.packets ? SW_REDUCE_PACKET_THREADS : SW_REDUCE_THREADS), c.stream = ranks[r].s, c.attrs = at;
+		c.gridDim = dim3(blocks), c.blockDim = dim3(w.packets ? SW_REDUCE_PACKET_THREADS : SW_REDUCE_THREADS),
+		c.stream = ranks[r].s, c.attrs = at;
 		at[0].id = cudaLaunchAttributeMemSyncDomain;
 		at[0].val.memSyncDomain = cudaLaunchMemSyncDomainRemote;
 		at[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -271,7 +284,8 @@ struct bench {
 		bool whole = (w.collective & RS) != 0;
 		u64 first = whole ? 0 : b[r] / 2, n = (whole ? bytes : b[r + 1] - b[r]) / 2;
 		CHECK(cudaMemsetAsync(k.segment + dst, 0xA7, bytes, k.s));
-		fill<<<264, 512, 0, k.s>>>(reinterpret_cast<unsigned short *>(k.segment + (w.in_place ? dst : src)), first, n, r);
+		fill<<<264, 512, 0, k.s>>>(reinterpret_cast<unsigned short *>(k.segment + (w.in_place ? dst : src)),
+		                           first, n, r);
 		CHECK(cudaGetLastError());
 		CHECK(cudaStreamSynchronize(k.s));
 	}
@@ -284,9 +298,11 @@ struct bench {
 		CHECK(cudaMemsetAsync(k.wrong, 0, sizeof(*k.wrong), k.s));
 		if (w.collective == AG) {
 			for (u32 p = 0; p < o.ranks; p++)
-				check<<<264, 512, 0, k.s>>>(out + b[p] / 2, b[p] / 2, (b[p + 1] - b[p]) / 2, o.ranks, static_cast<int>(p), k.wrong);
+				check<<<264, 512, 0, k.s>>>(out + b[p] / 2, b[p] / 2, (b[p + 1] - b[p]) / 2, o.ranks,
+				                            static_cast<int>(p), k.wrong);
 		} else {
-			u64 first = w.collective == RS ? b[r] / 2 : 0, n = (w.collective == RS ? b[r + 1] - b[r] : bytes) / 2;
+			u64 first = w.collective == RS ? b[r] / 2 : 0,
+			    n = (w.collective == RS ? b[r + 1] - b[r] : bytes) / 2;
 			check<<<264, 512, 0, k.s>>>(out, first, n, o.ranks, -1, k.wrong);
 		}
 		CHECK(cudaGetLastError());
@@ -297,7 +313,10 @@ struct bench {
 	}
 
 	// Bytes that a link carries in a direction.
-	double carried(const row &w, i64 bytes) const { return static_cast<double>(bytes) * (o.ranks - 1) / o.ranks * (w.collective == AR ? 2 : 1); }
+	double carried(const row &w, i64 bytes) const
+	{
+		return static_cast<double>(bytes) * (o.ranks - 1) / o.ranks * (w.collective == AR ? 2 : 1);
+	}
 
 	// One rank's part of a row. The time is in ranks[r].us, median of the slowest rank on rank 0.
 	void run(const row &w, i64 bytes, u32 blocks, u32 rate, u32 r, float &us, std::vector<u64> &wrong)
@@ -389,7 +408,9 @@ int main(int count, char **words)
 				o.rates.push_back(atoi(p));
 		} else if (w == "-sizes")
 			for (char *p = strtok(const_cast<char *>(next()), ","); p != nullptr; p = strtok(nullptr, ","))
-				o.sizes.push_back(atoll(p) * (strchr(p, 'M') != nullptr ? MiB : strchr(p, 'K') != nullptr ? KiB : 1));
+				o.sizes.push_back(atoll(p) * (strchr(p, 'M') != nullptr   ? MiB
+				                              : strchr(p, 'K') != nullptr ? KiB
+				                                                          : 1));
 		else if (w == "-list")
 			o.list = true;
 		else if (w == "-blocks")
@@ -413,26 +434,33 @@ int main(int count, char **words)
 	std::map<std::tuple<u32, i64, std::string>, best> fastest;
 	int failures = 0;
 	if (o.sizes.empty())
-		o.sizes = {8 * KiB, 32 * KiB, 128 * KiB, 512 * KiB, 1 * MiB, 2 * MiB, 4 * MiB, 8 * MiB, 32 * MiB, 128 * MiB, 512 * MiB};
+		o.sizes = {8 * KiB, 32 * KiB, 128 * KiB, 512 * KiB, 1 * MiB,  2 * MiB,
+		           4 * MiB, 8 * MiB,  32 * MiB,  128 * MiB, 512 * MiB};
 	if (!o.brief)
-		printf("%-14s %10s  %-26s %6s %5s %9s %7s\n", "collective", "bytes", "algorithm", "blocks", "rate", "us", "GB/s");
+		printf("%-14s %10s  %-26s %6s %5s %9s %7s\n", "collective", "bytes", "algorithm", "blocks", "rate",
+		       "us", "GB/s");
 	for (i64 bytes : o.sizes)
 		for (const row &w : rows) {
-			if (bytes > o.most || bytes < w.from || bytes > w.to || (!o.only.empty() && std::string(w.name).find(o.only) == std::string::npos))
+			if (bytes > o.most || bytes < w.from || bytes > w.to ||
+			    (!o.only.empty() && std::string(w.name).find(o.only) == std::string::npos))
 				continue;
-			i64 message = (w.flags & SW_REDUCE_ONE_SHOT) != 0 ? bytes : (bytes + o.ranks - 1) / o.ranks + 128;
+			i64 message =
+			    (w.flags & SW_REDUCE_ONE_SHOT) != 0 ? bytes : (bytes + o.ranks - 1) / o.ranks + 128;
 			if (w.packets && message > o.packet_bytes)
 				continue;
 			std::vector<u32> blocks = o.blocks;
 			if (blocks.empty())
-				blocks = w.packets ? (bytes <= 32 * KiB ? std::vector<u32>{2, 4, 8, 16} : std::vector<u32>{16, 32, 48, 64, 96, 128}) : std::vector<u32>{16, 24, 32, 48, 64, 96, 132};
+				blocks = w.packets ? (bytes <= 32 * KiB ? std::vector<u32>{2, 4, 8, 16}
+				                                        : std::vector<u32>{16, 32, 48, 64, 96, 128})
+				                   : std::vector<u32>{16, 24, 32, 48, 64, 96, 132};
 			for (u32 n : blocks)
 				for (u32 rate : w.packets ? std::vector<u32>{0} : o.rates) {
 					float us = 0;
 					std::vector<u64> wrong(o.ranks, 0);
 					std::vector<std::thread> threads;
 					for (u32 r = 0; r < o.ranks; r++)
-						threads.emplace_back([&, r] { b.run(w, bytes, n, rate, r, us, wrong); });
+						threads.emplace_back(
+						    [&, r] { b.run(w, bytes, n, rate, r, us, wrong); });
 					for (auto &t : threads)
 						t.join();
 					u64 bad = 0;
@@ -441,11 +469,19 @@ int main(int count, char **words)
 						bad += wrong[r];
 						const sw_fault &f = *b.ranks[r].fault;
 						if (f.kind != SW_FAULT_NONE)
-							fault += " rank " + std::to_string(r) + ": fault " + std::to_string(f.kind) + " with rank " + std::to_string(f.peer) + " in call " + std::to_string(f.epoch);
+							fault += " rank " + std::to_string(r) + ": fault " +
+							         std::to_string(f.kind) + " with rank " +
+							         std::to_string(f.peer) + " in call " +
+							         std::to_string(f.epoch);
 					}
 					if (!o.brief || bad != 0 || !fault.empty())
-						printf("%-14s %10lld  %-26s %6u %5u %9.2f %7.1f%s%s\n", collective_name(w.collective), static_cast<long long>(bytes), w.name, n, rate, us,
-						       b.carried(w, bytes) / us / 1e3, bad != 0 ? ("  WRONG: " + std::to_string(bad) + " elements").c_str() : "", fault.c_str());
+						printf("%-14s %10lld  %-26s %6u %5u %9.2f %7.1f%s%s\n",
+						       collective_name(w.collective), static_cast<long long>(bytes),
+						       w.name, n, rate, us, b.carried(w, bytes) / us / 1e3,
+						       bad != 0
+						           ? ("  WRONG: " + std::to_string(bad) + " elements").c_str()
+						           : "",
+						       fault.c_str());
 					fflush(stdout);
 					if (bad != 0 || !fault.empty()) {
 						failures++;
@@ -454,12 +490,15 @@ int main(int count, char **words)
 					}
 					best &f = fastest[{w.collective, bytes, w.name}];
 					if (f.us == 0 || us < f.us)
-						f = {us, static_cast<float>(b.carried(w, bytes) / us / 1e3), std::to_string(n) + " blocks" + (rate != 0 ? " at " + std::to_string(rate) + " GB/s" : "")};
+						f = {us, static_cast<float>(b.carried(w, bytes) / us / 1e3),
+						     std::to_string(n) + " blocks" +
+						         (rate != 0 ? " at " + std::to_string(rate) + " GB/s" : "")};
 				}
 		}
 	printf("\nfastest\n");
 	for (auto &[key, f] : fastest)
-		printf("%-14s %10lld %9.2f us %7.1f GB/s  %s, %s\n", collective_name(std::get<0>(key)), static_cast<long long>(std::get<1>(key)), f.us, f.rate, std::get<2>(key).c_str(),
+		printf("%-14s %10lld %9.2f us %7.1f GB/s  %s, %s\n", collective_name(std::get<0>(key)),
+		       static_cast<long long>(std::get<1>(key)), f.us, f.rate, std::get<2>(key).c_str(),
 		       f.what.c_str());
 	return failures != 0;
 }

@@ -1,4 +1,5 @@
-// Runs the reductions' own source on a processor, in random worlds and random orders of its threads, and checks every byte.
+// Runs the reductions' own source on a processor, in random worlds and random orders of its threads, and checks every
+// byte.
 //
 //	emulate SEED ROUNDS
 #include SW_KERNELS
@@ -41,11 +42,11 @@ struct call {
 
 // What one rank does on its own: where its buffers are, and whether peers can reach them.
 struct part {
-	u64 src = 0, dst = 0; // in its segment
+	u64 src = 0, dst = 0;                  // in its segment
 	bool src_far = false, dst_far = false; // only through staging
 	u64 timeout_ns = u64{1} << 50;
 	i64 short_by = 0; // bytes that its last slice is too short
-	u32 wrong = 0;	   // bits of the call that differ
+	u32 wrong = 0;    // bits of the call that differ
 };
 
 sw_reduce_args arguments(const world &w, const call &c, const part &k, u32 rank)
@@ -55,9 +56,11 @@ sw_reduce_args arguments(const world &w, const call &c, const part &k, u32 rank)
 	a.src = w.segment(rank) + k.src, a.dst = w.segment(rank) + k.dst;
 	a.src_place = k.src_far ? SW_NOWHERE : k.src, a.dst_place = k.dst_far ? SW_NOWHERE : k.dst;
 	a.block = w.block;
-	a.count = static_cast<u64>(c.bytes()) / element_bytes[c.type] - static_cast<u64>(k.short_by) / element_bytes[c.type];
+	a.count =
+	    static_cast<u64>(c.bytes()) / element_bytes[c.type] - static_cast<u64>(k.short_by) / element_bytes[c.type];
 	a.call = (c.op | c.type << 8 | c.collective << 16 | c.flags << 24) ^ k.wrong;
-	a.lines = w.lines, a.slots = w.slots, a.chunk_bytes = w.chunk_bytes, a.packet_bytes = w.packet_bytes, a.interval = c.interval;
+	a.lines = w.lines, a.slots = w.slots, a.chunk_bytes = w.chunk_bytes, a.packet_bytes = w.packet_bytes,
+	a.interval = c.interval;
 	std::copy(c.bounds.begin(), c.bounds.end(), a.bounds);
 	a.bounds[w.size] -= k.short_by;
 	return a;
@@ -68,9 +71,11 @@ sw_reduce_args arguments(const world &w, const call &c, const part &k, u32 rank)
 double wide(u32 type, const u8 *p)
 {
 	auto small = [&](int exponent_bits, int mantissa_bits, u32 bits) -> double {
-		int e = static_cast<int>(bits >> mantissa_bits & ((1u << exponent_bits) - 1)), m = static_cast<int>(bits & ((1u << mantissa_bits) - 1));
+		int e = static_cast<int>(bits >> mantissa_bits & ((1u << exponent_bits) - 1)),
+		    m = static_cast<int>(bits & ((1u << mantissa_bits) - 1));
 		int bias = (1 << (exponent_bits - 1)) - 1;
-		double size = e == 0 ? ldexp(m, 1 - bias - mantissa_bits) : ldexp(m + (1 << mantissa_bits), e - bias - mantissa_bits);
+		double size = e == 0 ? ldexp(m, 1 - bias - mantissa_bits)
+		                     : ldexp(m + (1 << mantissa_bits), e - bias - mantissa_bits);
 		return bits >> (exponent_bits + mantissa_bits) & 1 ? -size : size;
 	};
 	switch (type) {
@@ -89,8 +94,8 @@ double wide(u32 type, const u8 *p)
 	}
 }
 
-// Rounds to a small float by search: the nearest of its values, of two the even one; what lies beyond the last half place is left out, since
-// the tests' numbers are small.
+// Rounds to a small float by search: the nearest of its values, of two the even one; what lies beyond the last half
+// place is left out, since the tests' numbers are small.
 void narrow(u32 type, float f, u8 *to)
 {
 	u32 count = element_bytes[type] == 1 ? 128 : type == SW_TYPE_FLOAT16 ? 0x7c00 : 0x7f80;
@@ -243,7 +248,8 @@ std::vector<u8> outcome(const world &w, const job &j)
 	return whole;
 }
 
-// A rank has ended a call: its output is complete, and what is then written to its input, here poison, is of no account to others.
+// A rank has ended a call: its output is complete, and what is then written to its input, here poison, is of no account
+// to others.
 bool right(const world &w, const job &j, const std::vector<u8> &whole, u32 r)
 {
 	const call &c = j.c;
@@ -254,9 +260,12 @@ bool right(const world &w, const job &j, const std::vector<u8> &whole, u32 r)
 	const u8 *got = reinterpret_cast<const u8 *>(w.segment(r) + w.heap);
 	for (size_t i = 0; i < want.size(); i++)
 		if (got[i] != want[i]) {
-			printf("rank %u of %u, byte %zu (output from %llu, %lld bytes): %#x instead of %#x; %s, collective %u, type %u, op %u, flags %u, %u blocks, in %s, out %s\n", r,
-			       w.size, i, static_cast<unsigned long long>(k.dst - w.heap), static_cast<long long>(c.dst_bytes(r)), got[i], want[i], c.packets ? "packets" : "memory",
-			       c.collective, c.type, c.op, c.flags, c.blocks, k.src_far ? "staged" : "direct", k.dst_far ? "staged" : "direct");
+			printf(
+			    "rank %u of %u, byte %zu (output from %llu, %lld bytes): %#x instead of %#x; %s, collective %u, type %u, op %u, flags %u, %u blocks, in %s, out %s\n",
+			    r, w.size, i, static_cast<unsigned long long>(k.dst - w.heap),
+			    static_cast<long long>(c.dst_bytes(r)), got[i], want[i], c.packets ? "packets" : "memory",
+			    c.collective, c.type, c.op, c.flags, c.blocks, k.src_far ? "staged" : "direct",
+			    k.dst_far ? "staged" : "direct");
 			return false;
 		}
 	bool in_place = k.src < k.dst + c.dst_bytes(r) && k.dst < k.src + c.src_bytes(r);
@@ -277,11 +286,13 @@ void start(const world &w, u32 rank, const job &j, std::vector<emu::block *> &bl
 	auto a = std::make_shared<sw_reduce_args>(arguments(w, j.c, j.ranks[rank], rank));
 	bool packets = j.c.packets;
 	for (u32 i = 0; i < j.c.blocks; i++)
-		blocks.push_back(launch(rank, i, j.c.blocks, packets ? SW_REDUCE_PACKET_THREADS : SW_REDUCE_THREADS, 0, [a, packets] { packets ? allreduce_packet(*a) : allreduce(*a); }));
+		blocks.push_back(launch(rank, i, j.c.blocks, packets ? SW_REDUCE_PACKET_THREADS : SW_REDUCE_THREADS, 0,
+		                        [a, packets] { packets ? allreduce_packet(*a) : allreduce(*a); }));
 }
 
 // last, when there is one, is called when a rank has ended its last call.
-bool run(world &w, std::vector<stream> &streams, const std::function<bool(u32)> &last = {}, const std::function<void(u64)> &each_sweep = {})
+bool run(world &w, std::vector<stream> &streams, const std::function<bool(u32)> &last = {},
+         const std::function<void(u64)> &each_sweep = {})
 {
 	std::vector<bool> checked(w.size);
 	auto go_on = [&](u32 r) {
@@ -342,7 +353,9 @@ job random_job(const world &w)
 		k.src = at;
 		k.dst = (at + c.bytes() + 511) / 256 * 256 + shift + (draw(4) == 0 ? es * draw(16) : 0);
 		if (draw(3) == 0) // in place
-			c.collective == SW_ALL_GATHER ? k.src = k.dst + c.bounds[r] : c.collective == SW_REDUCE_SCATTER ? k.dst = k.src + c.bounds[r] : k.dst = k.src;
+			c.collective == SW_ALL_GATHER       ? k.src = k.dst + c.bounds[r]
+			: c.collective == SW_REDUCE_SCATTER ? k.dst = k.src + c.bounds[r]
+							    : k.dst = k.src;
 		if (max(k.src, k.dst) + c.bytes() + 64 > w.stride) {
 			printf("the world is too small\n");
 			exit(1);
@@ -466,12 +479,12 @@ bool end_of_waits(bool aborted)
 int main(int count, char **words)
 {
 	return run_all(count, words,
-		       {
+	               {
 			   {"reductions", reductions},
 			   {"in a row", in_a_row},
 			   {"disagreement", disagreement},
 			   {"deadline", [] { return end_of_waits(false); }},
 			   {"abort", [] { return end_of_waits(true); }},
 		       },
-		       [](u64 i) { return i % 8 < 4 ? 0 : i % 8 - 3; });
+	               [](u64 i) { return i % 8 < 4 ? 0 : i % 8 - 3; });
 }

@@ -1,4 +1,5 @@
-// Runs the all-to-all's own source on a processor, in random worlds and random orders of its threads, and checks every byte.
+// Runs the all-to-all's own source on a processor, in random worlds and random orders of its threads, and checks every
+// byte.
 //
 //	emulate SEED ROUNDS
 #include SW_KERNELS
@@ -28,7 +29,7 @@ struct part {
 	bool staged = false, mesh = false, table = false;
 	bool copies = false; // by copy engines
 	u32 blocks = 1, interval = 0;
-	bool apart = false; // blocks of their own copy messages out of staging
+	bool apart = false;                            // blocks of their own copy messages out of staging
 	std::vector<i64> send, send_at, recv, recv_at; // by rank
 	u64 timeout_ns = u64{1} << 50;
 };
@@ -106,7 +107,8 @@ sw_exchange_args arguments(world &w, const call &c, u32 rank, std::vector<i64> &
 
 u8 value(u64 call, u32 from, u32 to, i64 i)
 {
-	u64 z = (call * 1000003 + from * 131 + to * 17 + 1) * 0x9e3779b97f4a7c15 + static_cast<u64>(i >> 3) * 0xbf58476d1ce4e5b9;
+	u64 z = (call * 1000003 + from * 131 + to * 17 + 1) * 0x9e3779b97f4a7c15 +
+	        static_cast<u64>(i >> 3) * 0xbf58476d1ce4e5b9;
 	z = (z ^ z >> 29) * 0x94d049bb133111eb;
 	return static_cast<u8>((z ^ z >> 32) >> (8 * (i & 7)));
 }
@@ -149,7 +151,7 @@ struct stream {
 	size_t next = 0;
 	std::vector<emu::block *> blocks;
 	const call *copying = nullptr; // alltoallv_open is running or has run
-	u32 pace = 1;		       // runs in about one sweep of so many
+	u32 pace = 1;                  // runs in about one sweep of so many
 };
 
 // The kernel before the copies, or the one after them.
@@ -160,7 +162,8 @@ void start_copies(world &w, u32 rank, const call &c, bool open, std::vector<emu:
 	a->exchange = arguments(w, c, rank, none);
 	for (u32 p = 0; p < w.size; p++)
 		a->places[p] = c.dst + c.ranks[p].recv_at[rank];
-	blocks.push_back(launch(rank, 0, 1, SW_COPY_THREADS, 0, [a, open] { open ? alltoallv_open(*a) : alltoallv_close(*a); }));
+	blocks.push_back(
+	    launch(rank, 0, 1, SW_COPY_THREADS, 0, [a, open] { open ? alltoallv_open(*a) : alltoallv_close(*a); }));
 }
 
 void copy_messages(world &w, u32 rank, const call &c)
@@ -168,7 +171,8 @@ void copy_messages(world &w, u32 rank, const call &c)
 	const part &k = c.ranks[rank];
 	for (u32 p = 0; p < w.size; p++)
 		if (p == rank || k.send[p] > w.packet_bytes)
-			memcpy(reinterpret_cast<void *>(w.segment(p) + c.dst + c.ranks[p].recv_at[rank]), reinterpret_cast<void *>(w.segment(rank) + c.src + k.send_at[p]),
+			memcpy(reinterpret_cast<void *>(w.segment(p) + c.dst + c.ranks[p].recv_at[rank]),
+			       reinterpret_cast<void *>(w.segment(rank) + c.src + k.send_at[p]),
 			       static_cast<size_t>(k.send[p]));
 }
 
@@ -180,13 +184,15 @@ void start(world &w, u32 rank, const call &c, std::vector<emu::block *> &blocks)
 		large = large || p != rank && max(k.send[p], k.recv[p]) > w.packet_bytes;
 	auto table = std::make_shared<std::vector<i64>>();
 	auto a = std::make_shared<sw_exchange_args>(arguments(w, c, rank, *table));
-	u32 grid = large ? k.blocks : 2, threads = large ? SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS : SW_PACKET_THREADS;
+	u32 grid = large ? k.blocks : 2,
+	    threads = large ? SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS : SW_PACKET_THREADS;
 	u32 items = (w.size - 1) * ((w.stripes + grid - 1) / grid), takers = SW_RECV_THREADS / 32;
 	if (large && a->senders != 0)
 		grid *= 2, takers += SW_SEND_THREADS / 32;
 	size_t bytes = items * (SW_ITEM_BYTES + 8 * w.slots + 4 * (3 + takers));
 	for (u32 i = 0; i < grid; i++)
-		blocks.push_back(launch(rank, i, grid, threads, bytes, [a, table, large] { large ? alltoallv(*a) : alltoallv_packet(*a); }));
+		blocks.push_back(launch(rank, i, grid, threads, bytes,
+		                        [a, table, large] { large ? alltoallv(*a) : alltoallv_packet(*a); }));
 }
 
 bool run(world &w, std::vector<stream> &streams, const std::function<void(u64)> &each_sweep = {})
@@ -281,8 +287,8 @@ bool exchanges()
 	return right(w, first, 1);
 }
 
-// Two ranks disagree on a size: both hear of it, the sender of a packet at the latest two calls later, nobody hangs, and the calls behind it
-// work, which some begin while others are in this one.
+// Two ranks disagree on a size: both hear of it, the sender of a packet at the latest two calls later, nobody hangs,
+// and the calls behind it work, which some begin while others are in this one.
 bool disagreement()
 {
 	world w = random_world(2 << 20);
@@ -309,9 +315,11 @@ bool disagreement()
 			return false;
 		for (u32 r = 0; r < w.size; r++) {
 			const sw_fault &f = w.faults[r];
-			bool told = f.kind == SW_FAULT_MISMATCH && f.epoch == 1 && f.peer == from + to - r && static_cast<i64>(f.sent) == sent && static_cast<i64>(f.expected) == expected;
+			bool told = f.kind == SW_FAULT_MISMATCH && f.epoch == 1 && f.peer == from + to - r &&
+			            static_cast<i64>(f.sent) == sent && static_cast<i64>(f.expected) == expected;
 			if (f.kind != SW_FAULT_NONE && (!told || r != from && r != to)) {
-				printf("%u sent %lld to %u, which expected %lld: rank %u has fault %u with rank %u\n", from, static_cast<long long>(sent), to, static_cast<long long>(expected), r,
+				printf("%u sent %lld to %u, which expected %lld: rank %u has fault %u with rank %u\n",
+				       from, static_cast<long long>(sent), to, static_cast<long long>(expected), r,
 				       f.kind, f.peer);
 				return false;
 			}
@@ -326,7 +334,8 @@ bool disagreement()
 	if (!go_on(apart ? std::vector<const call *>{&bad} : std::vector<const call *>{&bad, &good}))
 		return false;
 	if (heard[1] != 1 || heard[0] != 1 && sent > static_cast<i64>(w.packet_bytes)) {
-		printf("%u sent %lld to %u, which expected %lld: they have heard of it %u and %u times\n", from, static_cast<long long>(sent), to, static_cast<long long>(expected), heard[0], heard[1]);
+		printf("%u sent %lld to %u, which expected %lld: they have heard of it %u and %u times\n", from,
+		       static_cast<long long>(sent), to, static_cast<long long>(expected), heard[0], heard[1]);
 		return false;
 	}
 	if (!go_on({&good}))
@@ -335,7 +344,8 @@ bool disagreement()
 	if (!go_on({&good}) || !right(w, good, 2))
 		return false;
 	if (heard[0] != 1 || heard[1] != 1) {
-		printf("%u sent %lld to %u, which expected %lld: in the end they have heard of it %u and %u times\n", from, static_cast<long long>(sent), to, static_cast<long long>(expected), heard[0], heard[1]);
+		printf("%u sent %lld to %u, which expected %lld: in the end they have heard of it %u and %u times\n",
+		       from, static_cast<long long>(sent), to, static_cast<long long>(expected), heard[0], heard[1]);
 		return false;
 	}
 	return true;
@@ -356,8 +366,9 @@ bool end_of_waits(bool aborted)
 	return run(w, streams, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }
 
-// Splits in device memory that reach past a buffer, between calls that are right: all ranks hear whose they are and which, nobody waits for
-// its deadline, nothing of the rank that has refused is written once its call is over, and the next call works.
+// Splits in device memory that reach past a buffer, between calls that are right: all ranks hear whose they are and
+// which, nobody waits for its deadline, nothing of the rank that has refused is written once its call is over, and the
+// next call works.
 bool outside()
 {
 	world w = random_world(2 << 20);
@@ -387,9 +398,13 @@ bool outside()
 		return false;
 	for (u32 r = 0; r < w.size; r++) {
 		const sw_fault &f = w.faults[r];
-		if (f.kind != SW_FAULT_SPLITS || f.peer != who || f.epoch != 2 || f.part != peer || f.sending != (which < 2) || static_cast<i64>(which % 2 == 0 ? f.sent : f.expected) != wrong) {
-			printf("rank %u refused %lld for %u: rank %u has fault %u with rank %u, part %u, %llu at %llu, call %llu\n", who, static_cast<long long>(wrong), peer, r, f.kind, f.peer, f.part,
-			       static_cast<unsigned long long>(f.sent), static_cast<unsigned long long>(f.expected), static_cast<unsigned long long>(f.epoch));
+		if (f.kind != SW_FAULT_SPLITS || f.peer != who || f.epoch != 2 || f.part != peer ||
+		    f.sending != (which < 2) || static_cast<i64>(which % 2 == 0 ? f.sent : f.expected) != wrong) {
+			printf(
+			    "rank %u refused %lld for %u: rank %u has fault %u with rank %u, part %u, %llu at %llu, call %llu\n",
+			    who, static_cast<long long>(wrong), peer, r, f.kind, f.peer, f.part,
+			    static_cast<unsigned long long>(f.sent), static_cast<unsigned long long>(f.expected),
+			    static_cast<unsigned long long>(f.epoch));
 			return false;
 		}
 	}
@@ -401,12 +416,12 @@ bool outside()
 int main(int count, char **words)
 {
 	return run_all(count, words,
-		       {
+	               {
 			   {"exchanges", exchanges},
 			   {"disagreement", disagreement},
 			   {"deadline", [] { return end_of_waits(false); }},
 			   {"abort", [] { return end_of_waits(true); }},
 			   {"splits outside", outside},
 		       },
-		       [](u64 i) { return i % 8 < 4 ? 0 : i % 8 - 3; });
+	               [](u64 i) { return i % 8 < 4 ? 0 : i % 8 - 3; });
 }

@@ -1,5 +1,6 @@
-// Runs the kernels of reductions for the emulated driver (internal/cuda/emulated): what streams are told to launch, each stream's in their
-// order, those of different streams at the same time, in a random order of all threads. A thread of the process does nothing else.
+// Runs the kernels of reductions for the emulated driver (internal/cuda/emulated): what streams are told to launch,
+// each stream's in their order, those of different streams at the same time, in a random order of all threads. A thread
+// of the process does nothing else.
 #include <cstdio>
 #include <cstdlib>
 #include <unistd.h>
@@ -86,7 +87,8 @@ bool advance()
 			s.args = std::move(l.args);
 			const void *args = s.args.data();
 			for (u32 i = 0; i < l.grid; i++)
-				s.blocks.push_back(launch(l.device, i, l.grid, l.what->threads, 0, [k = l.what, args] { k->run(args); }));
+				s.blocks.push_back(launch(l.device, i, l.grid, l.what->threads, 0,
+				                          [k = l.what, args] { k->run(args); }));
 			s.running = true;
 		}
 		busy = busy || s.running;

@@ -1,4 +1,5 @@
-// Runs the kernels of MoE dispatch on a processor, in random worlds and random orders of their threads, and checks every number.
+// Runs the kernels of MoE dispatch on a processor, in random worlds and random orders of their threads, and checks
+// every number.
 //
 //	emulate SEED ROUNDS
 #include SW_KERNELS
@@ -17,8 +18,10 @@ enum layout { flat, padded, compact, by_rank };
 struct world : segments {
 	u32 experts, top_k, max_tokens, hidden, slots;
 	layout rows_by;
-	bool float8, lands, float8_sums; // lands: the caller wants to know how many rows have landed; float8_sums: partial sums cross as float8
-	bool few, given;		 // few: by the kernels for few tokens; given: scales beside tokens, whose rows cross as they are
+	bool float8, lands, float8_sums; // lands: the caller wants to know how many rows have landed; float8_sums:
+	                                 // partial sums cross as float8
+	bool few,
+	    given; // few: by the kernels for few tokens; given: scales beside tokens, whose rows cross as they are
 	i64 align = 1, capacity = 0, most_rows;
 	u64 timeout_ns = u64{1} << 50;
 	std::vector<u32> first, table; // slots before each rank; the placement
@@ -28,12 +31,18 @@ struct world : segments {
 	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
 	u32 local(u32 r) const { return first[r + 1] - first[r]; }
 	u32 wire() const { return float8 ? hidden : 2 * hidden; }
-	u32 partial() const { return float8_sums ? (hidden + SW_MOE_STRETCH - 1) / SW_MOE_STRETCH * float8_sum::scales + (hidden + 15) / 16 * 16 : 2 * hidden; }
+	u32 partial() const
+	{
+		return float8_sums ? (hidden + SW_MOE_STRETCH - 1) / SW_MOE_STRETCH * float8_sum::scales +
+		                         (hidden + 15) / 16 * 16
+		                   : 2 * hidden;
+	}
 	u32 scale_words() const { return float8 || given ? (hidden + 127) / 128 : 0; }
 	u64 note_bytes() const { return (16 * (1 + top_k + (scale_words() + 2) / 3) + 127) / 128 * 128; }
 	u64 packet_bytes() const // rows of float8 take less
 	{
-		return max((2 * hidden + SW_MOE_DENSE_PART - 1) / SW_MOE_DENSE_PART * 4096, (2 * hidden + SW_MOE_PLAIN_PART - 1) / SW_MOE_PLAIN_PART * 2048);
+		return max((2 * hidden + SW_MOE_DENSE_PART - 1) / SW_MOE_DENSE_PART * 4096,
+		           (2 * hidden + SW_MOE_PLAIN_PART - 1) / SW_MOE_PLAIN_PART * 2048);
 	}
 	u32 staged() const { return size * max_tokens; }
 };
@@ -41,17 +50,20 @@ struct world : segments {
 world random_world()
 {
 	world w;
-	w.size = 1 + draw(4), w.experts = 1 + draw(9), w.top_k = 1 + draw(4), w.max_tokens = 1 + draw(70), w.hidden = 8 * (1 + draw(draw(4) == 0 ? 150 : 40));
+	w.size = 1 + draw(4), w.experts = 1 + draw(9), w.top_k = 1 + draw(4), w.max_tokens = 1 + draw(70),
+	w.hidden = 8 * (1 + draw(draw(4) == 0 ? 150 : 40));
 	if (draw(8) == 0) // more choices than a warp has lanes
 		w.top_k = 30 + draw(10), w.max_tokens = 1 + draw(6), w.hidden = 8 * (1 + draw(20));
-	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0, w.lands = !w.by_token() && draw(2) == 0, w.float8_sums = draw(3) == 0;
+	w.rows_by = static_cast<layout>(draw(4)), w.float8 = draw(3) == 0, w.lands = !w.by_token() && draw(2) == 0,
+	w.float8_sums = draw(3) == 0;
 	if (w.float8)
 		w.hidden = (w.hidden + 15) / 16 * 16;
 	w.few = w.rows_by != compact && draw(2) == 0, w.given = !w.float8 && draw(4) == 0;
 	// some experts have copies
 	std::vector<std::vector<u32>> at(w.size), copies(w.experts);
 	for (u32 e = 0; e < w.experts; e++)
-		for (u32 n = 1 + draw(2), r = draw(w.size); n > 0 && (copies[e].empty() || w.size > 1); n--, r = (r + 1) % w.size) {
+		for (u32 n = 1 + draw(2), r = draw(w.size); n > 0 && (copies[e].empty() || w.size > 1);
+		     n--, r = (r + 1) % w.size) {
 			at[r].push_back(e);
 			copies[e].push_back(r);
 		}
@@ -82,7 +94,8 @@ world random_world()
 		w.capacity = all * w.top_k, w.most_rows = w.capacity * most_local;
 	else
 		w.most_rows = all;
-	w.state = sw_lay_moe_block(65536, w.size, w.slots, most_local, w.max_tokens, w.top_k, all, w.few ? w.note_bytes() : 0, w.few ? w.packet_bytes() : 0);
+	w.state = sw_lay_moe_block(65536, w.size, w.slots, most_local, w.max_tokens, w.top_k, all,
+	                           w.few ? w.note_bytes() : 0, w.few ? w.packet_bytes() : 0);
 	u64 place = w.state.end;
 	auto take = [&](u64 n) {
 		place = (place + 255) / 256 * 256;
@@ -90,8 +103,10 @@ world random_world()
 		place += n;
 		return p;
 	};
-	w.staging = take(all * 2 * w.hidden), w.scales = take(4 * all * w.scale_words()), w.sums = take(all * w.partial()), w.weights = take(4 * all * w.top_k);
-	w.rows = take(w.most_rows * 2 * w.hidden), w.row_scales = take(4 * w.most_rows * w.scale_words()), w.row_weights = take(4 * w.most_rows * w.top_k);
+	w.staging = take(all * 2 * w.hidden), w.scales = take(4 * all * w.scale_words()),
+	w.sums = take(all * w.partial()), w.weights = take(4 * all * w.top_k);
+	w.rows = take(w.most_rows * 2 * w.hidden), w.row_scales = take(4 * w.most_rows * w.scale_words()),
+	w.row_weights = take(4 * w.most_rows * w.top_k);
 	w.row_indices = take(8 * w.most_rows * w.top_k), w.row_sources = take(8 * w.most_rows), w.counts = take(4096);
 	w.heap = take(0);
 	w.take(w.size, (w.heap + 4 * static_cast<u64>(w.most_rows + w.max_tokens) * 2 * w.hidden + 8191) / 4096 * 4096);
@@ -127,7 +142,8 @@ batch random_batch(const world &w)
 				f = some_float();
 			return v;
 		};
-		b.weight.push_back(fill(t * w.top_k)), b.x.push_back(fill(t * w.hidden)), b.dy.push_back(fill(t * w.hidden)), b.scale.push_back(fill(t * w.scale_words()));
+		b.weight.push_back(fill(t * w.top_k)), b.x.push_back(fill(t * w.hidden)),
+		    b.dy.push_back(fill(t * w.hidden)), b.scale.push_back(fill(t * w.scale_words()));
 		auto narrow = [](const rows_t &v) {
 			std::vector<u16> n;
 			for (float f : v)
@@ -159,7 +175,8 @@ struct row {
 };
 
 // The rows that a rank should get.
-std::vector<row> expected(const world &w, const batch &b, u32 rank, std::vector<u32> &counts, std::vector<u32> &offsets, std::vector<u32> &from)
+std::vector<row> expected(const world &w, const batch &b, u32 rank, std::vector<u32> &counts, std::vector<u32> &offsets,
+                          std::vector<u32> &from)
 {
 	std::vector<row> rows;
 	counts.assign(w.local(rank), 0), from.assign(w.size, 0), offsets.clear();
@@ -169,7 +186,8 @@ std::vector<row> expected(const world &w, const batch &b, u32 rank, std::vector<
 			for (u32 k = 0; k < w.top_k; k++) {
 				int e = b.choice[s][t * w.top_k + k];
 				if (e >= 0 && rank_of(w, slot_of(w, s, t, e)) == rank)
-					any = true, counts[slot_of(w, s, t, e) - w.first[rank]]++, from[s] += !w.by_token();
+					any = true, counts[slot_of(w, s, t, e) - w.first[rank]]++,
+					from[s] += !w.by_token();
 			}
 			from[s] += any && w.by_token();
 		}
@@ -202,7 +220,8 @@ std::vector<row> expected(const world &w, const batch &b, u32 rank, std::vector<
 					if (e >= 0 && slot_of(w, s, t, e) == w.first[rank] + i)
 						rows.push_back({s, t, static_cast<int>(k), n++});
 				}
-		at += w.capacity != 0 ? static_cast<u32>(w.capacity) : static_cast<u32>((counts[i] + w.align - 1) / w.align * w.align);
+		at += w.capacity != 0 ? static_cast<u32>(w.capacity)
+		                      : static_cast<u32>((counts[i] + w.align - 1) / w.align * w.align);
 	}
 	// by source: from counts rows that crossed
 	offsets.push_back(at);
@@ -215,12 +234,17 @@ sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	u64 own = w.segment(rank);
 	a.world = w.seen_by(rank, w.state.control, w.timeout_ns);
 	a.state = w.state;
-	a.choices = reinterpret_cast<u64>(b.choice[rank].data()), a.weights = reinterpret_cast<u64>(b.weight[rank].data());
+	a.choices = reinterpret_cast<u64>(b.choice[rank].data()),
+	a.weights = reinterpret_cast<u64>(b.weight[rank].data());
 	a.table = reinterpret_cast<u64>(w.table.data());
-	a.rows = own + w.rows, a.row_scales = own + w.row_scales, a.row_weights = own + w.row_weights, a.row_sources = own + w.row_sources;
-	a.counts = own + w.counts, a.offsets = own + w.counts + 1024, a.rank_counts = own + w.counts + 2048, a.landed = w.lands ? own + w.counts + 3072 : 0;
-	a.most_rows = w.most_rows, a.align = w.align, a.capacity = w.capacity, a.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
-	a.op = op, a.mode = SW_MOE_SEND | SW_MOE_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k, a.max_tokens = w.max_tokens, a.experts = w.experts;
+	a.rows = own + w.rows, a.row_scales = own + w.row_scales, a.row_weights = own + w.row_weights,
+	a.row_sources = own + w.row_sources;
+	a.counts = own + w.counts, a.offsets = own + w.counts + 1024, a.rank_counts = own + w.counts + 2048,
+	a.landed = w.lands ? own + w.counts + 3072 : 0;
+	a.most_rows = w.most_rows, a.align = w.align, a.capacity = w.capacity,
+	a.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
+	a.op = op, a.mode = SW_MOE_SEND | SW_MOE_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k,
+	a.max_tokens = w.max_tokens, a.experts = w.experts;
 	a.slots = w.slots, a.local = w.local(rank), a.index_bytes = 4;
 	for (u32 r = 0; r <= w.size; r++)
 		a.first[r] = w.first[r];
@@ -245,22 +269,27 @@ void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
 	a.row_bytes = row_bytes, a.wire_bytes = float8 ? row_bytes / 2 : row_bytes;
 	u32 blocks = 1 + draw(3);
 	a.share = (a.tokens + blocks - 1) / blocks, a.movers = 1 + draw(2), a.depth = 1 + draw(3);
-	a.part = float8 || draw(2) == 0 ? row_bytes : (row_bytes / 2 + 15) / 16 * 16, a.parts = (row_bytes + a.part - 1) / a.part;
+	a.part = float8 || draw(2) == 0 ? row_bytes : (row_bytes / 2 + 15) / 16 * 16,
+	a.parts = (row_bytes + a.part - 1) / a.part;
 	a.interval = draw(3) * 2000;
-	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_MOE_SCALES : 0)) + 4 * (w.size * (a.share + (a.share + 31) / 32) + 2 * w.slots);
-	p.push_back(float8 ? with(dispatch_rows_bf16, a, blocks, SW_MOE_THREADS, shared) : with(dispatch_rows, a, blocks, SW_MOE_THREADS, shared));
+	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_MOE_SCALES : 0)) +
+	                4 * (w.size * (a.share + (a.share + 31) / 32) + 2 * w.slots);
+	p.push_back(float8 ? with(dispatch_rows_bf16, a, blocks, SW_MOE_THREADS, shared)
+	                   : with(dispatch_rows, a, blocks, SW_MOE_THREADS, shared));
 }
 
 void to_staging(world &w, sw_moe_args &a)
 {
 	a.mode |= SW_MOE_BY_EXPERT;
-	a.to_rows = w.staging, a.to_scales = w.scales, a.to_indices = w.state.indices, a.to_weights = w.state.weights, a.to_sources = w.state.sources;
+	a.to_rows = w.staging, a.to_scales = w.scales, a.to_indices = w.state.indices, a.to_weights = w.state.weights,
+	a.to_sources = w.state.sources;
 }
 
 void add_take(world &w, sw_moe_args &a, u32 rank, program &p)
 {
 	a.mode |= SW_MOE_ZERO;
-	a.part = draw(2) == 0 ? a.wire_bytes : (a.wire_bytes / 2 + 15) / 16 * 16, a.parts = (a.wire_bytes + a.part - 1) / a.part, a.movers = 1 + draw(SW_MOE_PASS_THREADS / 32);
+	a.part = draw(2) == 0 ? a.wire_bytes : (a.wire_bytes / 2 + 15) / 16 * 16,
+	a.parts = (a.wire_bytes + a.part - 1) / a.part, a.movers = 1 + draw(SW_MOE_PASS_THREADS / 32);
 	p.push_back(with(experts_take, a, 1 + draw(3), SW_MOE_PASS_THREADS, taker::front(a) + a.movers * a.part));
 }
 
@@ -280,8 +309,11 @@ void dispatch_of_few(world &w, sw_moe_args a, bool halves, program &p)
 	size_t shared = std::max<size_t>(4 * tables * w.slots + 6 * a.tokens * a.top_k, taker::front(a));
 	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.wire();
 	a.mode |= SW_MOE_ZERO;
-	auto kernel = w.by_token() ? (w.float8 ? dispatch_few_bf16 : dispatch_few) : w.float8 ? dispatch_few_by_expert_bf16 : dispatch_few_by_expert;
-	each_half(a, halves, [&](const sw_moe_args &h) { p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_THREADS, shared)); });
+	auto kernel = w.by_token() ? (w.float8 ? dispatch_few_bf16 : dispatch_few)
+	              : w.float8   ? dispatch_few_by_expert_bf16
+	                           : dispatch_few_by_expert;
+	each_half(a, halves,
+	          [&](const sw_moe_args &h) { p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_THREADS, shared)); });
 }
 
 void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
@@ -292,7 +324,8 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 	a.scale_words = w.scale_words(), a.scale_block = 128, a.scales = reinterpret_cast<u64>(b.scale[rank].data());
 	if (w.by_token()) {
 		a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
-		a.to_rows = w.rows, a.to_scales = w.row_scales, a.to_indices = w.row_indices, a.to_weights = w.row_weights, a.to_sources = w.row_sources;
+		a.to_rows = w.rows, a.to_scales = w.row_scales, a.to_indices = w.row_indices,
+		a.to_weights = w.row_weights, a.to_sources = w.row_sources;
 		if (w.few)
 			return dispatch_of_few(w, a, halves, p);
 		if (halves)
@@ -315,9 +348,11 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 void sum(world &w, sw_moe_args &a, program &p)
 {
 	u32 whole = w.float8_sums ? float8_sum::stretch : 16, least = draw(2) == 0 ? a.wire_bytes : a.wire_bytes / 2;
-	a.movers = SW_MOE_SUM_THREADS / 32, a.depth = 1 + draw(3), a.part = (least + whole - 1) / whole * whole, a.parts = (a.wire_bytes + a.part - 1) / a.part;
+	a.movers = SW_MOE_SUM_THREADS / 32, a.depth = 1 + draw(3), a.part = (least + whole - 1) / whole * whole,
+	a.parts = (a.wire_bytes + a.part - 1) / a.part;
 	a.interval = draw(2) * 100;
-	p.push_back(with(w.float8_sums ? combine_rows_bf16_float8 : combine_rows_bf16, a, 1 + draw(3), SW_MOE_SUM_THREADS, a.movers * a.depth * w.size * a.part));
+	p.push_back(with(w.float8_sums ? combine_rows_bf16_float8 : combine_rows_bf16, a, 1 + draw(3),
+	                 SW_MOE_SUM_THREADS, a.movers * a.depth * w.size * a.part));
 }
 
 void pass(sw_moe_args &a, bool float8, program &p)
@@ -339,10 +374,15 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	bool staged = !w.by_token() || w.float8_sums || !in_place;
 	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch_launch.go has it
 	if (w.few) {
-		a.rows = w.segment(rank) + made_at(w), a.sum_weights = reinterpret_cast<u64>(weights.data()), a.from_weights = w.weights;
+		a.rows = w.segment(rank) + made_at(w), a.sum_weights = reinterpret_cast<u64>(weights.data()),
+		a.from_weights = w.weights;
 		a.mode |= w.by_token() ? 0 : SW_MOE_WEIGH;
-		auto kernel = w.by_token() ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16) : w.float8_sums ? combine_few_by_expert_bf16_float8 : combine_few_by_expert_bf16;
-		each_half(a, halves, [&](const sw_moe_args &h) { p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_SUM_THREADS)); });
+		auto kernel = w.by_token()    ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16)
+		              : w.float8_sums ? combine_few_by_expert_bf16_float8
+		                              : combine_few_by_expert_bf16;
+		each_half(a, halves, [&](const sw_moe_args &h) {
+			p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_SUM_THREADS));
+		});
 		return;
 	}
 	a.from_rows = staged ? w.sums : made_at(w);
@@ -354,7 +394,8 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 			a.mode |= SW_MOE_BESIDE;
 		sw_moe_args s = a;
 		s.y = 0, s.rows = w.segment(rank) + made_at(w), s.row_weights = a.row_weights;
-		s.mode |= (w.rows_by == compact ? SW_MOE_COMPACT : 0) | (w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH);
+		s.mode |=
+		    (w.rows_by == compact ? SW_MOE_COMPACT : 0) | (w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH);
 		pass(s, w.float8_sums, p);
 	}
 	if (halves) {
@@ -374,13 +415,16 @@ void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weight
 	p.push_back(with(dispatch_receive, a, 1, SW_MOE_THREADS));
 	u64 own = w.segment(rank);
 	if (w.by_token()) {
-		a.rows = own + w.staging, a.y = own + grads_at(w), a.mode = (a.mode & ~SW_MOE_BY_EXPERT) | (w.rows_by == compact ? SW_MOE_COMPACT : 0);
+		a.rows = own + w.staging, a.y = own + grads_at(w),
+		a.mode = (a.mode & ~SW_MOE_BY_EXPERT) | (w.rows_by == compact ? SW_MOE_COMPACT : 0);
 		pass(a, false, p);
 		return;
 	}
-	a.rows = own + made_at(w), a.y = own + grads_at(w), a.row_weights = 0, a.from_weights = w.weights, a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
+	a.rows = own + made_at(w), a.y = own + grads_at(w), a.row_weights = 0, a.from_weights = w.weights,
+	a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
 	p.push_back(with(experts_spread_bf16, a, 1 + draw(2), SW_MOE_PASS_THREADS));
-	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum_weights = reinterpret_cast<u64>(weights.data()), a.row_bytes = 0;
+	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum_weights = reinterpret_cast<u64>(weights.data()),
+	a.row_bytes = 0;
 	p.push_back(with(combine_weights, a, 1 + draw(2), SW_MOE_FEW_SUM_THREADS));
 }
 
@@ -408,7 +452,8 @@ bool run(world &w, std::vector<program> &programs, const std::function<void(u64)
 		auto may_begin = [&] {
 			if (idle || programs[r][next].waits || programs[r][next - 1].waits)
 				return idle;
-			return std::all_of(s.back().blocks.begin(), s.back().blocks.end(), [](emu::block *b) { return b->released || b->alive == 0; });
+			return std::all_of(s.back().blocks.begin(), s.back().blocks.end(),
+			                   [](emu::block *b) { return b->released || b->alive == 0; });
 		};
 		if (next < programs[r].size() && may_begin()) {
 			const launch_of &l = programs[r][next];
@@ -428,21 +473,24 @@ bool no_faults(const world &w)
 {
 	for (u32 r = 0; r < w.size; r++)
 		if (w.fault(r) != 0) {
-			printf("rank %u has fault %u: peer %u, %llu, %llu, %llu\n", r, w.fault(r), w.faults[r].peer, static_cast<unsigned long long>(w.faults[r].sent),
-			       static_cast<unsigned long long>(w.faults[r].expected), static_cast<unsigned long long>(w.faults[r].limit));
+			printf("rank %u has fault %u: peer %u, %llu, %llu, %llu\n", r, w.fault(r), w.faults[r].peer,
+			       static_cast<unsigned long long>(w.faults[r].sent),
+			       static_cast<unsigned long long>(w.faults[r].expected),
+			       static_cast<unsigned long long>(w.faults[r].limit));
 			return false;
 		}
 	return true;
 }
 
-#define CHECK(what, got, want)                                                                                                                                                     \
-	do {                                                                                                                                                                       \
-		auto got_ = (got);                                                                                                                                                 \
-		decltype(got_) want_ = (want);                                                                                                                                     \
-		if (!(got_ == want_)) {                                                                                                                                            \
-			printf("%s: %.9g instead of %.9g (layout %d, rank %u)\n", what, static_cast<double>(got_), static_cast<double>(want_), w.rows_by, rank);                      \
-			return false;                                                                                                                                              \
-		}                                                                                                                                                                  \
+#define CHECK(what, got, want) \
+	do { \
+		auto got_ = (got); \
+		decltype(got_) want_ = (want); \
+		if (!(got_ == want_)) { \
+			printf("%s: %.9g instead of %.9g (layout %d, rank %u)\n", what, static_cast<double>(got_), \
+			       static_cast<double>(want_), w.rows_by, rank); \
+			return false; \
+		} \
 	} while (0)
 
 // A token as it crosses: bytes and scales.
@@ -477,7 +525,8 @@ bool right_rows(world &w, const batch &b)
 		std::vector<u8> bytes;
 		std::vector<row> rows = expected(w, b, rank, counts, offsets, from);
 		u64 own = w.segment(rank);
-		const u32 *c = &at<u32>(own + w.counts), *o = &at<u32>(own + w.counts + 1024), *f = &at<u32>(own + w.counts + 2048);
+		const u32 *c = &at<u32>(own + w.counts), *o = &at<u32>(own + w.counts + 1024),
+			  *f = &at<u32>(own + w.counts + 2048);
 		for (size_t i = 0; i < counts.size(); i++) {
 			CHECK("count", c[i], counts[i]);
 			if (w.lands)
@@ -493,19 +542,25 @@ bool right_rows(world &w, const batch &b)
 			for (size_t i = 0; i < bytes.size(); i++)
 				CHECK("byte of a row", got[i], bytes[i]);
 			for (size_t i = 0; i < scales.size(); i++)
-				CHECK("scale", at<u32>(own + w.row_scales + 4 * (static_cast<u64>(q.at) * w.scale_words() + i)), scales[i]);
-			CHECK("source", at<u64>(own + w.row_sources + 8 * static_cast<u64>(q.at)), static_cast<u64>(q.token) << 32 | q.src);
+				CHECK("scale",
+				      at<u32>(own + w.row_scales + 4 * (static_cast<u64>(q.at) * w.scale_words() + i)),
+				      scales[i]);
+			CHECK("source", at<u64>(own + w.row_sources + 8 * static_cast<u64>(q.at)),
+			      static_cast<u64>(q.token) << 32 | q.src);
 			for (u32 k = 0; k < w.top_k; k++) {
 				u32 i = q.token * w.top_k + k;
 				int e = b.choice[q.src][i];
 				bool here = e >= 0 && rank_of(w, slot_of(w, q.src, q.token, e)) == rank;
 				if (q.choice == static_cast<int>(k))
-					CHECK("weight", at<float>(own + w.row_weights + 4 * static_cast<u64>(q.at)), b.weight[q.src][i]);
+					CHECK("weight", at<float>(own + w.row_weights + 4 * static_cast<u64>(q.at)),
+					      b.weight[q.src][i]);
 				if (q.choice >= 0)
 					continue;
 				u64 at_k = static_cast<u64>(q.at) * w.top_k + k;
-				CHECK("weight", at<float>(own + w.row_weights + 4 * at_k), here ? b.weight[q.src][i] : 0);
-				CHECK("index", at<i64>(own + w.row_indices + 8 * at_k), here ? static_cast<i64>(slot_of(w, q.src, q.token, e) - w.first[rank]) : -1);
+				CHECK("weight", at<float>(own + w.row_weights + 4 * at_k),
+				      here ? b.weight[q.src][i] : 0);
+				CHECK("index", at<i64>(own + w.row_indices + 8 * at_k),
+				      here ? static_cast<i64>(slot_of(w, q.src, q.token, e) - w.first[rank]) : -1);
 			}
 		}
 	}
@@ -524,7 +579,8 @@ void make_rows(world &w, const batch &b, u32 rank)
 	memset(reinterpret_cast<void *>(w.segment(rank) + made_at(w)), 0xFF, w.most_rows * 2 * w.hidden); // NaN
 	for (const row &q : expected(w, b, rank, counts, offsets, from))
 		for (u32 h = 0; h < w.hidden; h++)
-			at<u16>(w.segment(rank) + made_at(w) + 2 * (static_cast<u64>(q.at) * w.hidden + h)) = static_cast<u16>(bf16_of(made(b, w, rank, q, h)));
+			at<u16>(w.segment(rank) + made_at(w) + 2 * (static_cast<u64>(q.at) * w.hidden + h)) =
+			    static_cast<u16>(bf16_of(made(b, w, rank, q, h)));
 }
 
 // What is left of a partial sum that has crossed as float8.
@@ -555,7 +611,9 @@ bool right_sums(world &w, const batch &b, bool staged, const std::vector<std::ve
 					any = true;
 					row q{rank, t, w.by_token() ? -1 : static_cast<int>(k), 0};
 					for (u32 h = 0; h < w.hidden; h++)
-						part[h] += w.by_token() ? made(b, w, r, q, h) : b.weight[rank][t * w.top_k + k] * made(b, w, r, q, h);
+						part[h] += w.by_token()
+						               ? made(b, w, r, q, h)
+						               : b.weight[rank][t * w.top_k + k] * made(b, w, r, q, h);
 				}
 				if (w.float8_sums)
 					cross_as_float8(part);
@@ -563,9 +621,12 @@ bool right_sums(world &w, const batch &b, bool staged, const std::vector<std::ve
 					y[h] += w.float8_sums ? part[h] : bf16(part[h]);
 			}
 			for (u32 h = 0; h < w.hidden; h++)
-				CHECK("sum", at<u16>(w.segment(rank) + sums_at(w) + 2 * (static_cast<u64>(t) * w.hidden + h)), static_cast<u16>(bf16_of(y[h])));
+				CHECK("sum",
+				      at<u16>(w.segment(rank) + sums_at(w) + 2 * (static_cast<u64>(t) * w.hidden + h)),
+				      static_cast<u16>(bf16_of(y[h])));
 			for (u32 k = 0; staged && k < w.top_k; k++)
-				CHECK("weight that came back", weights[rank][t * w.top_k + k], b.choice[rank][t * w.top_k + k] < 0 ? 0 : b.weight[rank][t * w.top_k + k]);
+				CHECK("weight that came back", weights[rank][t * w.top_k + k],
+				      b.choice[rank][t * w.top_k + k] < 0 ? 0 : b.weight[rank][t * w.top_k + k]);
 		}
 	return true;
 }
@@ -575,10 +636,14 @@ bool right_gradients(world &w, const batch &b, const std::vector<std::vector<flo
 	std::vector<u32> counts, offsets, from;
 	for (u32 rank = 0; rank < w.size; rank++)
 		for (const row &q : expected(w, b, rank, counts, offsets, from)) {
-			float chain[256] = {}, factor = q.choice < 0 ? 1 : b.weight[q.src][q.token * w.top_k + q.choice];
+			float chain[256] = {},
+			      factor = q.choice < 0 ? 1 : b.weight[q.src][q.token * w.top_k + q.choice];
 			for (u32 h = 0; h < w.hidden; h++) {
 				float dy = b.dy[q.src][q.token * w.hidden + h];
-				CHECK("gradient of a row", at<u16>(w.segment(rank) + grads_at(w) + 2 * (static_cast<u64>(q.at) * w.hidden + h)), static_cast<u16>(bf16_of(factor * dy)));
+				CHECK("gradient of a row",
+				      at<u16>(w.segment(rank) + grads_at(w) +
+				              2 * (static_cast<u64>(q.at) * w.hidden + h)),
+				      static_cast<u16>(bf16_of(factor * dy)));
 				chain[h % 256] += made(b, w, rank, q, h) * dy;
 			}
 			for (u32 by : {4, 2, 1, 128, 64, 32, 16, 8})
@@ -616,7 +681,7 @@ struct memories {
 				if (threadIdx.x == 0)
 					f();
 			},
-			1, 32, 0, true};
+		        1, 32, 0, true};
 	}
 };
 
@@ -631,8 +696,9 @@ batch other_rows(const batch &b)
 	return o;
 }
 
-// Layers in a row on one handle, each with its own tokens: dispatch, what experts make of it, combine and gradients; some dispatch or combine once more, other rows on the
-// same ways. Nobody waits between them, and what a call has done with is overwritten at once.
+// Layers in a row on one handle, each with its own tokens: dispatch, what experts make of it, combine and gradients;
+// some dispatch or combine once more, other rows on the same ways. Nobody waits between them, and what a call has done
+// with is overwritten at once.
 bool calls()
 {
 	struct layer {
@@ -645,12 +711,15 @@ bool calls()
 	std::vector<layer> layers(3);
 	std::vector<program> programs(w.size);
 	for (layer &l : layers) {
-		l.b = random_batch(w), l.other = other_rows(l.b), l.again = draw(2) == 0, l.twice = draw(2) == 0, l.halves = draw(2) == 0, l.in_place = draw(2) == 0, l.dropped = draw(4) == 0;
+		l.b = random_batch(w), l.other = other_rows(l.b), l.again = draw(2) == 0, l.twice = draw(2) == 0,
+		l.halves = draw(2) == 0, l.in_place = draw(2) == 0, l.dropped = draw(4) == 0;
 		l.weights.resize(w.size), l.gradients.resize(w.size);
 		for (u32 r = 0; r < w.size; r++) {
 			program &p = programs[r];
 			l.weights[r].assign(l.b.tokens[r] * w.top_k, NAN), l.gradients[r] = l.weights[r];
-			auto make = [&](const batch &b) { p.push_back(memories::by_caller([&w, &b, r] { make_rows(w, b, r); })); };
+			auto make = [&](const batch &b) {
+				p.push_back(memories::by_caller([&w, &b, r] { make_rows(w, b, r); }));
+			};
 			add_dispatch(w, l.b, r, false, l.halves, p);
 			p.push_back(l.rows.keep(w, r));
 			if (l.again) {
@@ -677,7 +746,8 @@ bool calls()
 	for (const layer &l : layers) {
 		bool staged = !w.by_token() || w.float8_sums || !l.in_place || w.few;
 		auto right = [&](const memories &m, auto check) { return m.restore(w), check(); };
-		if (!right(l.rows, [&] { return right_rows(w, l.b); }) || (l.again && !right(l.other_rows, [&] { return right_rows(w, l.other); })))
+		if (!right(l.rows, [&] { return right_rows(w, l.b); }) ||
+		    (l.again && !right(l.other_rows, [&] { return right_rows(w, l.other); })))
 			return false;
 		if (l.dropped)
 			continue;
@@ -690,7 +760,8 @@ bool calls()
 	return true;
 }
 
-// Calls without tokens, as many as a handle has room for tokens: none is left in the places of few tokens, so none can be taken for a later one.
+// Calls without tokens, as many as a handle has room for tokens: none is left in the places of few tokens, so none can
+// be taken for a later one.
 bool forgets()
 {
 	world w = random_world();
@@ -714,8 +785,10 @@ bool forgets()
 		return false;
 	for (u32 rank = 0; rank < w.size; rank++)
 		for (u64 i = 0; i < 2 * w.staged(); i++) {
-			u64 note = w.segment(rank) + w.state.notes + i * w.state.note_stride, packets = w.segment(rank) + w.state.packets + i * w.state.packet_stride;
-			for (u64 byte = 16; byte < w.state.note_stride; byte += 4) // the first says in every call whether the token comes
+			u64 note = w.segment(rank) + w.state.notes + i * w.state.note_stride,
+			    packets = w.segment(rank) + w.state.packets + i * w.state.packet_stride;
+			for (u64 byte = 16; byte < w.state.note_stride;
+			     byte += 4) // the first says in every call whether the token comes
 				CHECK("a word of a note", at<u32>(note + byte), 0u);
 			for (u64 byte = 0; byte < w.state.packet_stride; byte += 4)
 				CHECK("a word of packets", at<u32>(packets + byte), 0u);
@@ -744,11 +817,11 @@ bool end_of_waits(bool aborted)
 int main(int count, char **words)
 {
 	return run_all(count, words,
-		       {
+	               {
 			   {"calls", calls},
 			   {"deadline", [] { return end_of_waits(false); }},
 			   {"abort", [] { return end_of_waits(true); }},
 			   {"forgets", forgets},
 		       },
-		       [](u64 i) { return i % 7 < 4 ? 0 : i % 7 - 3; });
+	               [](u64 i) { return i % 7 < 4 ? 0 : i % 7 - 3; });
 }

@@ -1,5 +1,6 @@
-// The kernels' primitives and the words of CUDA C++ for one processor. Every thread of every block of every rank is a fiber; they
-// take turns at each access to memory that others write, at barriers and at warp operations. main.cpp draws the order.
+// The kernels' primitives and the words of CUDA C++ for one processor. Every thread of every block of every rank is a
+// fiber; they take turns at each access to memory that others write, at barriers and at warp operations. main.cpp draws
+// the order.
 #pragma once
 
 #include <cmath>
@@ -72,7 +73,7 @@ struct block {
 	std::vector<u64> dynamic;
 	std::map<int, void *> statics;
 	std::function<void()> kernel;
-	u32 asleep = 0; // sweeps that it sits out
+	u32 asleep = 0;               // sweeps that it sits out
 	const bool *before = nullptr; // whether the launch before this one in its stream has ended
 	bool released = false;        // the launch behind this one may begin
 };
@@ -269,7 +270,10 @@ inline float __uint_as_float(uint32_t u) { return __builtin_bit_cast(float, u); 
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-template <typename T> T __shfl_xor_sync(uint32_t mask, T v, uint32_t by) { return __shfl_sync(mask, v, (emu::current->thread & 31) ^ by); }
+template <typename T> T __shfl_xor_sync(uint32_t mask, T v, uint32_t by)
+{
+	return __shfl_sync(mask, v, (emu::current->thread & 31) ^ by);
+}
 template <typename T> T __shfl_down_sync(uint32_t mask, T v, uint32_t by)
 {
 	uint32_t from = (emu::current->thread & 31) + by;
@@ -441,7 +445,8 @@ inline void bulk_load(void *to, u64 from, u32 bytes, arrivals *a)
 		printf("a bulk load of %u bytes from %#llx to %p\n", bytes, static_cast<unsigned long long>(from), to);
 		exit(1);
 	}
-	emu::under_way.push_back({nullptr, 0, &a->came, static_cast<u8 *>(to), reinterpret_cast<const u8 *>(from), bytes});
+	emu::under_way.push_back(
+	    {nullptr, 0, &a->came, static_cast<u8 *>(to), reinterpret_cast<const u8 *>(from), bytes});
 }
 inline void bulk_load_once(void *to, u64 from, u32 bytes, arrivals *a) { bulk_load(to, from, bytes, a); }
 inline void bulk_store(u64 to, const void *from, u32 bytes)
@@ -450,7 +455,8 @@ inline void bulk_store(u64 to, const void *from, u32 bytes)
 		printf("a bulk store of %u bytes to %#llx from %p\n", bytes, static_cast<unsigned long long>(to), from);
 		exit(1);
 	}
-	emu::under_way.push_back({emu::current, emu::groups[emu::current], nullptr, reinterpret_cast<u8 *>(to), static_cast<const u8 *>(from), bytes});
+	emu::under_way.push_back({emu::current, emu::groups[emu::current], nullptr, reinterpret_cast<u8 *>(to),
+	                          static_cast<const u8 *>(from), bytes});
 }
 inline void bulk_commit() { emu::groups[emu::current]++; }
 template <int but> void bulk_await_read()
@@ -474,9 +480,9 @@ inline void fence_bulk() {}
 inline float float_of_f16(u32 bits)
 {
 	int exponent = static_cast<int>(bits >> 10 & 31);
-	float size = exponent == 31 ? ((bits & 0x3ff) != 0 ? NAN : INFINITY)
-				    : exponent == 0 ? ldexpf(static_cast<float>(bits & 0x3ff), -24)
-						    : ldexpf(static_cast<float>(1024 + (bits & 0x3ff)), exponent - 25);
+	float size = exponent == 31  ? ((bits & 0x3ff) != 0 ? NAN : INFINITY)
+	             : exponent == 0 ? ldexpf(static_cast<float>(bits & 0x3ff), -24)
+	                             : ldexpf(static_cast<float>(1024 + (bits & 0x3ff)), exponent - 25);
 	return (bits & 0x8000) != 0 ? -size : size;
 }
 inline u32 f16_of(float f)
@@ -500,7 +506,10 @@ inline u32 bf16_of(float f)
 }
 inline u32 bf16x2_of(float low, float high) { return bf16_of(low) | bf16_of(high) << 16; }
 inline u32 f16x2_of(float low, float high) { return f16_of(low) | f16_of(high) << 16; }
-inline void floats_of_e4m3x2(u32 pair, float &low, float &high) { low = e4m3_to_float(pair & 0xff), high = e4m3_to_float(pair >> 8 & 0xff); }
+inline void floats_of_e4m3x2(u32 pair, float &low, float &high)
+{
+	low = e4m3_to_float(pair & 0xff), high = e4m3_to_float(pair >> 8 & 0xff);
+}
 inline u32 e4m3x2_of(float low, float high) { return e4m3_of_float(low) | e4m3_of_float(high) << 8; }
 inline u32 max_u16x2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
 

@@ -66,13 +66,15 @@ emu::block *launch(u32 rank, u32 id, u32 grid, u32 threads, size_t shared_bytes,
 	b->fibers.resize(threads);
 	for (u32 t = 0; t < threads; t++) {
 		if (free_stacks.empty()) {
-			char *p = static_cast<char *>(mmap(nullptr, 256 * stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+			char *p = static_cast<char *>(mmap(nullptr, 256 * stack_bytes, PROT_READ | PROT_WRITE,
+			                                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
 			for (int i = 0; i < 256; i++)
 				free_stacks.push_back(p + i * stack_bytes);
 		}
 		char *stack = free_stacks.back();
 		free_stacks.pop_back();
-		void **top = reinterpret_cast<void **>(stack + stack_bytes) - 8; // six registers, where to go, and alignment
+		void **top =
+		    reinterpret_cast<void **>(stack + stack_bytes) - 8; // six registers, where to go, and alignment
 		std::fill(top, top + 6, nullptr);
 		top[6] = reinterpret_cast<void *>(fiber_main);
 		b->fibers[t] = {top, stack, t, b, false};
@@ -138,8 +140,10 @@ inline bool hangs(u64 sweep)
 // What a rank is at in a sweep: it has blocks, it has none, or the run is to end.
 enum class at_work { yes, no, stop };
 
-// Sweeps until no rank is at work; go_on retires the blocks of a rank that have ended, and launches what comes next. False where a rank stops the run, or nothing moves.
-template <typename GoOn, typename Pace> bool run_ranks(u32 ranks, GoOn go_on, Pace pace, const std::function<void(u64)> &each_sweep)
+// Sweeps until no rank is at work; go_on retires the blocks of a rank that have ended, and launches what comes next.
+// False where a rank stops the run, or nothing moves.
+template <typename GoOn, typename Pace>
+bool run_ranks(u32 ranks, GoOn go_on, Pace pace, const std::function<void(u64)> &each_sweep)
 {
 	for (u64 sweep = 0;; sweep++) {
 		bool busy = false;
@@ -213,9 +217,11 @@ struct scenario {
 };
 
 // Runs rounds of scenarios, which `which` picks by the round's number.
-inline int run_all(int count, char **words, const std::vector<scenario> &scenarios, const std::function<size_t(u64)> &which)
+inline int run_all(int count, char **words, const std::vector<scenario> &scenarios,
+                   const std::function<size_t(u64)> &which)
 {
-	u64 seed = count > 1 ? strtoull(words[1], nullptr, 10) : 1, rounds = count > 2 ? strtoull(words[2], nullptr, 10) : 100;
+	u64 seed = count > 1 ? strtoull(words[1], nullptr, 10) : 1,
+	    rounds = count > 2 ? strtoull(words[2], nullptr, 10) : 100;
 	for (u64 i = 0; i < rounds; i++) {
 		emu::dice.seed(seed + i);
 		auto &s = scenarios[which(i)];

@@ -1,5 +1,5 @@
-// Runs the reductions by multicast on a processor, between reductions of the other kernels, in random worlds and random orders of threads,
-// and checks every byte.
+// Runs the reductions by multicast on a processor, between reductions of the other kernels, in random worlds and random
+// orders of threads, and checks every byte.
 //
 //	emulate SEED ROUNDS
 #include "allreduce.cu"
@@ -33,14 +33,18 @@ void start_any(const world &w, u32 rank, const job &j, std::vector<emu::block *>
 		start(w, rank, j, blocks);
 		return;
 	}
-	auto m = std::make_shared<sw_multicast_args>(sw_multicast_args{arguments(w, j.c, j.ranks[rank], rank), nowhere_near});
+	auto m = std::make_shared<sw_multicast_args>(
+	    sw_multicast_args{arguments(w, j.c, j.ranks[rank], rank), nowhere_near});
 	bool warps = (j.c.flags & SW_REDUCE_WARPS) != 0;
 	for (u32 i = 0; i < j.c.blocks; i++)
-		blocks.push_back(launch(rank, i, j.c.blocks, SW_MULTICAST_THREADS, 0, [m, warps] { warps ? allreduce_multicast_warps(*m) : allreduce_multicast_blocks(*m); }));
+		blocks.push_back(launch(rank, i, j.c.blocks, SW_MULTICAST_THREADS, 0, [m, warps] {
+			warps ? allreduce_multicast_warps(*m) : allreduce_multicast_blocks(*m);
+		}));
 }
 
 // Runs the ranks' calls, each at its own pace; done is called when a rank has ended one.
-bool run_calls(world &w, std::vector<stream> &streams, const std::function<bool(u32, size_t)> &done = {}, const std::function<void(u64)> &each_sweep = {})
+bool run_calls(world &w, std::vector<stream> &streams, const std::function<bool(u32, size_t)> &done = {},
+               const std::function<void(u64)> &each_sweep = {})
 {
 	multicast_ranks = &w;
 	emu::multicast = reached;
@@ -62,13 +66,16 @@ bool run_calls(world &w, std::vector<stream> &streams, const std::function<bool(
 world multicast_world()
 {
 	u32 size = 2 + draw(draw(8) == 0 ? 6 : 3);
-	return world(size, 3 + draw(4), 2 + draw(2), SW_TILE_BYTES * (1 + draw(2)), draw(2) == 0 ? 3000 : 20000, 1 << 19);
+	return world(size, 3 + draw(4), 2 + draw(2), SW_TILE_BYTES * (1 + draw(2)), draw(2) == 0 ? 3000 : 20000,
+	             1 << 19);
 }
 
-// A call that multicast can do. Buffers are at the same place on all ranks, or not; aligned, or not; of whole vectors, or not.
+// A call that multicast can do. Buffers are at the same place on all ranks, or not; aligned, or not; of whole vectors,
+// or not.
 job multicast_job(const world &w)
 {
-	static const u32 types[] = {SW_TYPE_FLOAT32, SW_TYPE_FLOAT16, SW_TYPE_BFLOAT16, SW_TYPE_FLOAT64, SW_TYPE_INT32, SW_TYPE_INT64};
+	static const u32 types[] = {SW_TYPE_FLOAT32, SW_TYPE_FLOAT16, SW_TYPE_BFLOAT16,
+	                            SW_TYPE_FLOAT64, SW_TYPE_INT32,   SW_TYPE_INT64};
 	job j;
 	call &c = j.c;
 	c.collective = SW_REDUCE_SCATTER | SW_ALL_GATHER;
@@ -103,10 +110,7 @@ job multicast_job(const world &w)
 	return j;
 }
 
-job any_job(const world &w)
-{
-	return draw(3) != 0 ? multicast_job(w) : random_job(w);
-}
+job any_job(const world &w) { return draw(3) != 0 ? multicast_job(w) : random_job(w); }
 
 std::vector<stream> streams_of(const world &w, const job *j, u32 times)
 {
@@ -133,8 +137,8 @@ bool mixed()
 	return true;
 }
 
-// The same call many times: a rank may be a call ahead of another. A rank that has ended one clears its output, which the next one writes, and
-// changes its input, which no other rank may still read.
+// The same call many times: a rank may be a call ahead of another. A rank that has ended one clears its output, which
+// the next one writes, and changes its input, which no other rank may still read.
 bool multicast_in_a_row()
 {
 	world w = multicast_world();
@@ -156,7 +160,8 @@ bool multicast_in_a_row()
 	});
 }
 
-// A rank calls something else, in length, operator or kernel: all hear of it, nothing is written, and the next call works.
+// A rank calls something else, in length, operator or kernel: all hear of it, nothing is written, and the next call
+// works.
 bool multicast_disagreement()
 {
 	world w = multicast_world();
@@ -225,12 +230,14 @@ bool multicast_end_of_waits(bool aborted)
 int main(int count, char **words)
 {
 	return run_all(count, words,
-		       {
+	               {
 			   {"mixed", mixed},
 			   {"in a row", multicast_in_a_row},
 			   {"disagreement", multicast_disagreement},
 			   {"deadline", [] { return multicast_end_of_waits(false); }},
 			   {"abort", [] { return multicast_end_of_waits(true); }},
 		       },
-		       [](u64 i) { return i % 8 < 3 ? 0 : i % 8 < 5 ? 1 : i % 8 - 3; });
+	               [](u64 i) { return i % 8 < 3   ? 0
+		                          : i % 8 < 5 ? 1
+		                                      : i % 8 - 3; });
 }

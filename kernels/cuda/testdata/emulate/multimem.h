@@ -1,13 +1,13 @@
-// Multicast for one processor: functions over all ranks' segments. Nothing lies at a multicast address, so that any other access ends the
-// program. The ranks' memory is read one by one, and others may go on between.
+// Multicast for one processor: functions over all ranks' segments. Nothing lies at a multicast address, so that any
+// other access ends the program. The ranks' memory is read one by one, and others may go on between.
 #pragma once
 
 #include "emulated.h"
 
 namespace emu {
 
-// Where the ranks' memory behind a multicast address is, in the order of ranks. The program that runs the kernels knows, and ends where there
-// is none.
+// Where the ranks' memory behind a multicast address is, in the order of ranks. The program that runs the kernels
+// knows, and ends where there is none.
 inline std::vector<u64> (*multicast)(u64 p);
 
 // The same for an instruction, which may use whole vectors.
@@ -92,7 +92,8 @@ template <u32 type> uint4 multimem_sum(u64 p)
 	else if constexpr (type == SW_TYPE_FLOAT16)
 		return multimem_wide(p, [](u32 x) { return float_of_f16(x); }, [](float f) { return f16_of(f); });
 	else
-		return multimem_wide(p, [](u32 x) { return __uint_as_float(x << 16); }, [](float f) { return bf16_of(f); });
+		return multimem_wide(
+		    p, [](u32 x) { return __uint_as_float(x << 16); }, [](float f) { return bf16_of(f); });
 }
 
 } // namespace sw
