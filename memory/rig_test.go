@@ -1,15 +1,12 @@
 package memory
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"flag"
 	"fmt"
 	"os"
-	"os/exec"
 	"runtime"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -20,6 +17,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // A scenario is what one rank of a test does. The same scenario runs with all ranks in one process,
@@ -68,30 +66,24 @@ func legacy(s scenario) scenario {
 	}
 }
 
-const (
-	scenarioVar = "SWITCHYARD_TEST_SCENARIO"
-	rankVar     = "SWITCHYARD_TEST_RANK"
-	sizeVar     = "SWITCHYARD_TEST_SIZE"
-	addrVar     = "SWITCHYARD_TEST_ADDR"
-)
-
 func TestMain(m *testing.M) {
-	if name := os.Getenv(scenarioVar); name != "" {
-		os.Exit(childMain(name))
-	}
+	proctest.Play(proctest.Parts{"scenario": playScenario})
 	os.Exit(m.Run())
 }
 
-func childMain(name string) int {
-	rank, _ := strconv.Atoi(os.Getenv(rankVar))
-	size, _ := strconv.Atoi(os.Getenv(sizeVar))
-	g, err := comm.Join(testContext(), comm.Config{Rank: rank, Size: size, Addr: os.Getenv(addrVar)})
+func playScenario(args []string) int {
+	c, err := comm.FromEnv()
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	g, err := comm.Join(testContext(), c)
 	if err != nil {
 		fmt.Println("join:", err)
 		return 1
 	}
 	defer g.Close()
-	if err := runRank(g, scenarios[name]); err != nil {
+	if err := runRank(g, scenarios[args[0]]); err != nil {
 		fmt.Println(err)
 		return 1
 	}
@@ -195,22 +187,7 @@ func everywhere(t *testing.T, n int, name string) {
 // processes runs a scenario with a process for every rank and returns how each ended.
 func processes(t testing.TB, n int, name string) []error {
 	t.Helper()
-	addr := loopback.Addr()
-	outs, errs := make([]bytes.Buffer, n), make([]error, n)
-	var wg sync.WaitGroup
-	for r := range n {
-		wg.Go(func() {
-			c := exec.Command(os.Args[0])
-			c.Env = append(os.Environ(), scenarioVar+"="+name, addrVar+"="+addr,
-				rankVar+"="+strconv.Itoa(r), sizeVar+"="+strconv.Itoa(n))
-			c.Stdout, c.Stderr = &outs[r], &outs[r]
-			if err := c.Run(); err != nil {
-				errs[r] = fmt.Errorf("rank %d: %w\n%s", r, err, &outs[r])
-			}
-		})
-	}
-	wg.Wait()
-	return errs
+	return proctest.Failures(proctest.Ranks(t, n, loopback.Addr(), proctest.Spec{Part: "scenario", Args: []string{name}}))
 }
 
 // heapOf makes a small heap.

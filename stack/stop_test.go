@@ -5,32 +5,24 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/stack"
 )
 
-const workerEnv = "STACK_TEST_RANK"
-
 func TestMain(m *testing.M) {
-	if r := os.Getenv(workerEnv); r != "" {
-		rank, _ := strconv.Atoi(r)
-		if err := besideAStoppedRank(rank); err != nil {
-			fmt.Println(err)
-			os.Exit(1)
-		}
-		return
-	}
+	proctest.Play(proctest.Parts{"beside a stopped rank": playBesideAStoppedRank})
 	// Ranks of this process share GPUs. With the driver's eight queues their kernels come to wait for each other, with 32 they did not.
 	if os.Getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "" {
 		os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -43,26 +35,27 @@ func TestMain(m *testing.M) {
 func TestF2_StoppedRankHoldsUpNobody(t *testing.T) { onDevices(t, stoppedRankHoldsUpNobody) }
 
 func stoppedRankHoldsUpNobody(t *testing.T, gpus int) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	addr, dir := loopback.Addr(), t.TempDir()
-	var wg sync.WaitGroup
-	for r := range 3 {
-		wg.Go(func() {
-			cmd := exec.CommandContext(ctx, os.Args[0]) // which also ends one that nobody has woken
-			cmd.Env = append(os.Environ(), workerEnv+"="+strconv.Itoa(r), "STACK_TEST_ADDR="+addr, "STACK_TEST_DIR="+dir, "STACK_TEST_GPUS="+strconv.Itoa(gpus))
-			out, err := cmd.CombinedOutput()
-			if err != nil {
-				t.Errorf("rank %d: %v\n%s", r, err, out)
-			}
-		})
+	ps := proctest.Ranks(t, 3, loopback.Addr(), proctest.Spec{
+		Part: "beside a stopped rank", Args: []string{t.TempDir(), strconv.Itoa(gpus)}, Within: time.Minute, // also of one that nobody has woken
+	})
+	require.NoError(t, errors.Join(proctest.Failures(ps)...))
+}
+
+func playBesideAStoppedRank(args []string) int {
+	gpus, err := strconv.Atoi(args[1])
+	if err == nil {
+		err = besideAStoppedRank(args[0], gpus)
 	}
-	wg.Wait()
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	return 0
 }
 
 // bothClosed waits until ranks 0 and 1 have closed: who shrinks tells the other that rank 2 is left out, and that ends a wait for it.
-func bothClosed(ctx context.Context, rank int) error {
-	name := func(r int) string { return filepath.Join(os.Getenv("STACK_TEST_DIR"), strconv.Itoa(r)) }
+func bothClosed(ctx context.Context, dir string, rank int) error {
+	name := func(r int) string { return filepath.Join(dir, strconv.Itoa(r)) }
 	if err := os.WriteFile(name(rank), nil, 0o600); err != nil {
 		return err
 	}
@@ -77,21 +70,23 @@ func bothClosed(ctx context.Context, rank int) error {
 	}
 }
 
-func besideAStoppedRank(rank int) error {
+func besideAStoppedRank(dir string, gpus int) error {
 	const stopped = 2
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
-	g, err := comm.Join(ctx, comm.Config{Rank: rank, Size: 3, Addr: os.Getenv("STACK_TEST_ADDR"), PeerTimeout: time.Minute})
+	c, err := comm.FromEnv()
+	if err != nil {
+		return err
+	}
+	c.PeerTimeout = time.Minute
+	g, err := comm.Join(ctx, c)
 	if err != nil {
 		return err
 	}
 	defer g.Close()
+	rank := g.Rank()
 	o := options()
 	o.Exchanger.Timeout = 3 * time.Second
-	gpus, err := strconv.Atoi(os.Getenv("STACK_TEST_GPUS"))
-	if err != nil {
-		return err
-	}
 	d, err := openDevice(rank, gpus)
 	if err != nil {
 		return err
@@ -145,7 +140,7 @@ func besideAStoppedRank(rank int) error {
 		return fmt.Errorf("close: %w", err)
 	}
 	closing := time.Since(start)
-	if err := bothClosed(ctx, rank); err != nil {
+	if err := bothClosed(ctx, dir, rank); err != nil {
 		return err
 	}
 	start = time.Now()

@@ -3,6 +3,7 @@
 package cuda
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -10,6 +11,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // profiler is a library as a profiler injects it: it writes down the ranges that it is told of.
@@ -50,7 +53,7 @@ int InitializeInjectionNvtx2(const void *(*export)(uint32_t))
 
 // A process that a profiler runs shows its ranges there. The profiler is one in 40 lines; the process is this test again.
 func TestRanges(t *testing.T) {
-	if os.Getenv("RANGES") != "" {
+	if proctest.Again() {
 		outer := StartRange("outer")
 		inner := StartRange(strings.Repeat("x", 200))
 		done := make(chan struct{})
@@ -70,10 +73,8 @@ func TestRanges(t *testing.T) {
 	require.NoError(t, err, string(out))
 	run := func(environ ...string) string {
 		require.NoError(t, os.WriteFile(said, nil, 0o600))
-		cmd := exec.Command(os.Args[0], "-test.run=^TestRanges$")
-		cmd.Env = append(os.Environ(), append(environ, "RANGES="+said)...)
-		out, err := cmd.CombinedOutput()
-		require.NoError(t, err, string(out))
+		p := proctest.Start(t, proctest.Spec{Env: append(environ, "RANGES="+said)})
+		require.NoError(t, errors.Join(proctest.Failures([]*proctest.Process{p})...))
 		got, err := os.ReadFile(said)
 		require.NoError(t, err)
 		return string(got)

@@ -1,19 +1,17 @@
 package shm
 
 import (
-	"bufio"
 	"encoding/json"
 	"os"
-	"os/exec"
 	"runtime"
 	"testing"
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
-)
 
-const childEnv = "SWITCHYARD_TEST_CHILD"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
+)
 
 // child tells where its memory is, and waits for the end of its input.
 type child struct {
@@ -23,35 +21,26 @@ type child struct {
 
 const text = "what another process has"
 
-func runChild() {
+func playChild([]string) int {
 	b, nonce := []byte(text), NewNonce()
 	_ = json.NewEncoder(os.Stdout).Encode(child{Self(nonce), uintptr(unsafe.Pointer(unsafe.SliceData(b)))})
 	_, _ = os.Stdin.Read(make([]byte, 1))
 	runtime.KeepAlive(nonce)
 	runtime.KeepAlive(b)
+	return 0
 }
 
 func TestMain(m *testing.M) {
-	if os.Getenv(childEnv) != "" {
-		runChild()
-		return
-	}
+	proctest.Play(proctest.Parts{"child": playChild})
 	os.Exit(m.Run())
 }
 
 func TestReadsTheMemoryOfAnotherProcess(t *testing.T) {
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), childEnv+"=1")
-	out, err := cmd.StdoutPipe()
-	require.NoError(t, err)
-	in, err := cmd.StdinPipe()
-	require.NoError(t, err)
-	require.NoError(t, cmd.Start())
-	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
-	line, err := bufio.NewReader(out).ReadBytes('\n')
-	require.NoError(t, err)
+	p := proctest.Start(t, proctest.Spec{Part: "child"})
+	line, ok := p.Line()
+	require.True(t, ok)
 	var c child
-	require.NoError(t, json.Unmarshal(line, &c))
+	require.NoError(t, json.Unmarshal([]byte(line), &c))
 
 	if err := c.Process.Probe(); err != nil {
 		require.ErrorIs(t, err, unix.EPERM)
@@ -66,8 +55,8 @@ func TestReadsTheMemoryOfAnotherProcess(t *testing.T) {
 	stranger.Nonce[0]++
 	require.ErrorIs(t, stranger.Read(dst, c.Text), errStranger)
 
-	require.NoError(t, in.Close())
-	require.NoError(t, cmd.Wait())
+	p.CloseInput()
+	require.Zero(t, p.Wait())
 	require.ErrorIs(t, c.Process.Read(dst, c.Text), unix.ESRCH)
 }
 

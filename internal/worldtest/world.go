@@ -6,10 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"os/exec"
-	"strconv"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -19,6 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -128,8 +125,6 @@ func runRank(t testing.TB, ctx context.Context, g *comm.Group, d device.Device, 
 // stop ends one rank's goroutine after a failure; the others end by the abort.
 var stop = new(int)
 
-const env = "SWITCHYARD_TEST_WORKER"
-
 // Procs runs f on n processes: the test binary again, with only the calling test. f must reach the same Procs call there.
 func Procs(t *testing.T, n int, segment int64, f func(r *Rank)) {
 	t.Helper()
@@ -148,33 +143,18 @@ func GPUProcs(t *testing.T, n int, o memory.Options, f func(r *Rank)) {
 
 func procs(t *testing.T, n int, run func(ctx context.Context, g *comm.Group)) {
 	t.Helper()
-	if w := os.Getenv(env); w != "" {
-		conf, err := comm.FromEnv()
-		require.NoError(t, err)
-		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
-		defer cancel()
-		g, err := comm.Join(ctx, conf)
-		require.NoError(t, err)
-		run(ctx, g)
+	if !proctest.Again() {
+		ps := proctest.Ranks(t, n, loopback.Addr(), proctest.Spec{Within: 6 * time.Minute})
+		require.NoError(t, errors.Join(proctest.Failures(ps)...))
 		return
 	}
-	host := loopback.Host()
-	var wg sync.WaitGroup
-	for r := range n {
-		var parts []string
-		for p := range strings.SplitSeq(t.Name(), "/") {
-			parts = append(parts, "^"+p+"$")
-		}
-		cmd := exec.Command(os.Args[0], "-test.run", strings.Join(parts, "/"), "-test.count=1")
-		cmd.Env = append(os.Environ(), env+"=1", "RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(n), "LOCAL_RANK="+strconv.Itoa(r),
-			"MASTER_ADDR="+host, "SWITCHYARD_PORT="+strconv.Itoa(loopback.Port))
-		wg.Go(func() {
-			if out, err := cmd.CombinedOutput(); err != nil {
-				t.Errorf("process of rank %d: %v\n%s", r, err, out)
-			}
-		})
-	}
-	wg.Wait()
+	conf, err := comm.FromEnv()
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+	defer cancel()
+	g, err := comm.Join(ctx, conf)
+	require.NoError(t, err)
+	run(ctx, g)
 }
 
 // Element is a byte that is as good as unique to its place: call, sender, receiver and index.

@@ -73,8 +73,8 @@ func TestNothingDependsOnNVML(t *testing.T) {
 // floors is the house from the ground up. A package imports only packages of floors below its own, and of its own unit: what a
 // line names is a unit with all packages below it, unless they have a line themselves. The floors are explained in ARCHITECTURE.md.
 var floors = [][]string{
-	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "."}, // what surrounds a process, and what this module is
-	{"internal/shm", "internal/vec", "internal/cuda"},                                 // memory, arithmetic and the driver, without a word of ranks
+	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "internal/proctest", "."}, // what surrounds a process, and what this module is
+	{"internal/shm", "internal/vec", "internal/cuda"},                                                      // memory, arithmetic and the driver, without a word of ranks
 	{"comm", "device"},               // how ranks meet, and where bytes live
 	{"kernels"},                      // what operations are: the language that plans and engines have in common
 	{"kernels/host", "kernels/cuda"}, // how a device does them
@@ -95,6 +95,7 @@ var importers = map[string][]string{
 	"internal/cuda":          {"device", "kernels/cuda", "memory", "internal/communicator", "internal/cuda/emulated", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
 	"internal/cuda/emulated": {},                                                                                                   // only files of tests
 	"internal/worldtest":     {},
+	"internal/proctest":      {"internal/worldtest"},
 }
 
 // uses says what packages import besides floors. internal/cuda and bindings/python/abi are C on the other side; unsafe is for mapped memory, for the
@@ -177,7 +178,7 @@ func TestTheTablesNamePackages(t *testing.T) {
 // Only internal/env reads the environment: what it does not list, users cannot know of. Tests, examples and what builds the kernels are
 // programs of their own; Python's core sets in Go's copy of the environment what has changed in the process's.
 func TestOnlyEnvReadsTheEnvironment(t *testing.T) {
-	allowed := []string{"internal/env", "internal/worldtest", "internal/cuda/emulated", "test", "examples", "kernels/cuda/internal/genfatbin", "bindings/python/core"}
+	allowed := []string{"internal/env", "internal/proctest", "internal/cuda/emulated", "test", "examples", "kernels/cuda/internal/genfatbin", "bindings/python/core"}
 	reads := regexp.MustCompile(`\bos\.(Getenv|LookupEnv|ExpandEnv)\b|\b(syscall|unix)\.Getenv\b|[^\w.]getenv\(`)
 	root := filepath.Join("..", "..")
 	seen := 0
