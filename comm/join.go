@@ -756,7 +756,7 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 		if errors.Is(err, ErrMismatch) && !before {
 			return nil, err
 		}
-		if ctx.Err() == nil {
+		if !ended(ctx) { // else the try ended with the join
 			last = err
 		}
 		if time.Since(said) >= sayEvery {

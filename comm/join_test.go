@@ -20,6 +20,7 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 func TestJoinAlone(t *testing.T) {
@@ -120,7 +121,7 @@ func TestJoinNamesMissingRanks(t *testing.T) {
 	}
 	// Without rank 0.
 	addr = freeAddr(t)
-	_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: 50 * time.Millisecond})
+	_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: 200 * time.Millisecond})
 	require.ErrorIs(t, err, ErrTimeout)
 	require.ErrorContains(t, err, "rank 0 was not found at "+addr)
 	require.ErrorContains(t, err, "connection refused")
@@ -875,4 +876,31 @@ func TestFromEnv(t *testing.T) {
 	t.Setenv("RANK", "first")
 	_, err = FromEnv()
 	require.ErrorContains(t, err, `comm: environment: RANK is "first", not a number`)
+}
+
+// The last try of a join ends with the join, which is no news of rank 0: the error says how the try before ended.
+func TestJoinSaysHowItsTriesEnded(t *testing.T) {
+	host, port, err := net.SplitHostPort(freeAddr(t))
+	require.NoError(t, err)
+	addr := net.JoinHostPort(host, port)
+	errs := make([]error, 30)
+	var wg sync.WaitGroup
+	for i := range errs {
+		wg.Go(func() {
+			_, errs[i] = Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: time.Second})
+		})
+	}
+	time.Sleep(300 * time.Millisecond) // all have been refused by now, and what comes next hangs
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	require.NoError(t, err)
+	defer unix.Close(fd)
+	at, err := net.ResolveTCPAddr("tcp", addr)
+	require.NoError(t, err)
+	require.NoError(t, unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte(at.IP.To4()), Port: at.Port}))
+	require.NoError(t, unix.Listen(fd, 0)) // nobody accepts, and the queue is short
+	wg.Wait()
+	for i, err := range errs {
+		require.ErrorIs(t, err, ErrTimeout)
+		require.ErrorContains(t, err, "connection refused", "join %d", i)
+	}
 }

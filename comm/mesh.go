@@ -364,6 +364,12 @@ func meshID(addrs []string) uint64 {
 	return binary.LittleEndian.Uint64(sum[:])
 }
 
+// ended reports whether ctx is over. What has its deadline may end a moment before it.
+func ended(ctx context.Context) bool {
+	deadline, ok := ctx.Deadline()
+	return ctx.Err() != nil || ok && !time.Now().Before(deadline)
+}
+
 // sleep reports whether ctx lasted.
 func sleep(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
