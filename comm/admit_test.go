@@ -14,7 +14,7 @@ import (
 // A group loses a rank, shrinks, and grows again; then once more by two at a time.
 func TestF2_AdmitReplacesALostRank(t *testing.T) {
 	eachWorld(t, 4, func(t *testing.T, gs []*Group) {
-		cfg := Config{Addr: freeAddr(t), Secret: []byte("sesame"), Name: "workers"}
+		cfg := Config{Addr: freeName(t), Secret: []byte("sesame"), Name: "workers"}
 		gs[1].Kill()
 		rest := requireSurvivors(t, []*Group{gs[0], gs[2], gs[3]}, 0, 2, 3)
 		late := cfg

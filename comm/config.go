@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/internal/env"
@@ -16,6 +17,9 @@ const (
 	DefaultJoinTimeout = 2 * time.Minute
 	DefaultPeerTimeout = 10 * time.Second
 )
+
+// maxSocketName is what the address of a unix socket has room for.
+const maxSocketName = 107
 
 // maxName keeps a hello small.
 const maxName = 255
@@ -33,8 +37,10 @@ type Config struct {
 	// LocalSize is the number of ranks on this host. Default Size.
 	LocalSize int
 
-	// Addr is where rank 0 listens while ranks join, "host:port". It is not
-	// used by [Listen], nor by a group of one.
+	// Addr is where rank 0 listens while ranks join: "host:port", or "@name", a
+	// name of a unix socket that is this user's alone, on this host and in its
+	// network namespace, and leaves nothing behind. It is not used by [Listen],
+	// nor by a group of one.
 	Addr string
 	// Secret, when set, must be proven by every rank that joins, without being
 	// revealed. It should have the strength of a key, 16 random bytes or more:
@@ -73,8 +79,10 @@ type Config struct {
 // SWITCHYARD_DEBUG. An environment that has none gives the zero Config, a
 // group of one.
 //
-// torchrun keeps a store of its own on MASTER_PORT. So ranks meet on
-// SWITCHYARD_PORT, by default MASTER_PORT + 1.
+// torchrun keeps a store of its own on MASTER_PORT, and the port behind it may
+// be a connection's. So ranks of one host meet at a name, which is made of the
+// user, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID and
+// TORCHELASTIC_RESTART_COUNT, or on SWITCHYARD_PORT if that is set.
 func FromEnv() (Config, error) {
 	w, err := env.ReadWorld()
 	if err != nil {
@@ -150,13 +158,32 @@ func (c *slowConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
+// network is what Addr is an address of.
+func (c *Config) network() string {
+	if strings.HasPrefix(c.Addr, "@") {
+		return "unix"
+	}
+	return "tcp"
+}
+
+// hint is why rank 0 may not be found at Addr though it is there.
+func (c *Config) hint() string {
+	if c.network() == "unix" {
+		return "a name of one user in one network namespace; SWITCHYARD_PORT has ranks meet on a port; "
+	}
+	return ""
+}
+
 func (c *Config) validateAddr() error {
 	if c.Size == 1 && !c.Late {
 		return nil
 	}
+	if name, ok := strings.CutPrefix(c.Addr, "@"); ok && name != "" && len(c.Addr) <= maxSocketName {
+		return nil
+	}
 	host, port, err := net.SplitHostPort(c.Addr)
 	if err != nil || host == "" || port == "" || port == "0" {
-		return fmt.Errorf("addr %q, want the host:port of rank 0", c.Addr)
+		return fmt.Errorf("addr %q, want the host:port of rank 0, or a name of 1 to %d bytes behind @", c.Addr, maxSocketName-1)
 	}
 	return nil
 }

@@ -73,7 +73,11 @@ func TestF2_MeshNamesTheAbsentNotTheMessenger(t *testing.T) {
 
 // A rank that starts when the join has failed already learns it at once, and may then join again with the others.
 func TestF2_LateRanksLearnThatAJoinFailed(t *testing.T) {
-	addr := freeAddr(t)
+	t.Run("port", func(t *testing.T) { lateRanksLearn(t, freeAddr(t)) })
+	t.Run("name", func(t *testing.T) { lateRanksLearn(t, freeName(t)) })
+}
+
+func lateRanksLearn(t *testing.T, addr string) {
 	ctx, cancel := context.WithCancel(testContext(t))
 	_, err := Join(ctx, Config{Size: 3, Addr: addr, JoinTimeout: 100 * time.Millisecond})
 	require.ErrorIs(t, err, ErrTimeout)

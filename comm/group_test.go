@@ -2,6 +2,7 @@ package comm
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"os"
@@ -97,6 +98,9 @@ func startJoin(t testing.TB, n int, configure func(rank int) Config) ([]*Group, 
 func freeAddr(testing.TB) string {
 	return loopback.Addr()
 }
+
+// freeName is a name for ranks to meet at that nobody else has.
+func freeName(testing.TB) string { return "@switchyard-test-" + rand.Text() }
 
 func testContext(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)

@@ -263,12 +263,12 @@ func newHost(ctx, caller context.Context, m *meeting) (*host, error) {
 func (m *meeting) listen(ctx context.Context) (net.Listener, error) {
 	var lc net.ListenConfig
 	for deadline := time.Now().Add(3 * time.Second); ; {
-		ln, err := lc.Listen(ctx, "tcp", m.cfg.Addr)
+		ln, err := lc.Listen(ctx, m.cfg.network(), m.cfg.Addr)
 		if err == nil {
 			return ln, nil
 		}
 		if !errors.Is(err, syscall.EADDRINUSE) || time.Now().After(deadline) || !sleep(ctx, 20*time.Millisecond) {
-			return nil, fmt.Errorf("rank 0 cannot listen: %w", err)
+			return nil, fmt.Errorf("rank 0 cannot listen at %s, which Config.Addr or SWITCHYARD_PORT chooses: %w", m.cfg.Addr, err)
 		}
 		successor := m.me
 		successor.purpose = toRetire
@@ -292,6 +292,11 @@ func (h *host) accept(ctx context.Context) {
 			if !sleep(ctx, time.Millisecond) {
 				return
 			}
+			continue
+		}
+		if err := checkUser(conn); err != nil {
+			h.cfg.Logger.Warn("connection refused", "from", peerName(conn), "err", err)
+			conn.Close()
 			continue
 		}
 		conn = h.cfg.slow(conn)
@@ -472,11 +477,11 @@ func (h *host) turnedAway(conn net.Conn, rank int, err error) {
 	h.mu.Lock()
 	over := h.over || errors.Is(err, errKnows) || errors.Is(err, errAgain) || errors.Is(err, errNoSeat)
 	if !over && errors.As(err, &r) && len(h.refused) < maxRefused {
-		h.refused = append(h.refused, fmt.Sprintf("%s (%v)", conn.RemoteAddr(), err))
+		h.refused = append(h.refused, fmt.Sprintf("%s (%v)", peerName(conn), err))
 	}
 	h.mu.Unlock()
 	if !over {
-		h.cfg.Logger.Warn("connection refused", "from", conn.RemoteAddr(), "err", err)
+		h.cfg.Logger.Warn("connection refused", "from", peerName(conn), "err", err)
 	}
 }
 
@@ -767,7 +772,7 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 			if last == nil {
 				last = err
 			}
-			return nil, m.absent(ctx, []int{0}, fmt.Sprintf("rank 0 was not found at %s (last try: %v)", m.cfg.Addr, last))
+			return nil, m.absent(ctx, []int{0}, fmt.Sprintf("rank 0 was not found at %s (%slast try: %v)", m.cfg.Addr, m.cfg.hint(), last))
 		}
 	}
 }
@@ -775,8 +780,12 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 // greetHost connects to rank 0 and greets it with a card.
 func (m *meeting) greetHost(ctx context.Context, me card) (s *session, err error) {
 	var d net.Dialer
-	conn, err := d.DialContext(ctx, "tcp", m.cfg.Addr)
+	conn, err := d.DialContext(ctx, m.cfg.network(), m.cfg.Addr)
 	if err != nil {
+		return nil, err
+	}
+	if err := checkUser(conn); err != nil {
+		conn.Close()
 		return nil, err
 	}
 	conn = m.cfg.slow(conn)

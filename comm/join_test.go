@@ -11,7 +11,6 @@ import (
 	"log/slog"
 	"net"
 	"os"
-	"os/exec"
 	"strings"
 	"sync"
 	"syscall"
@@ -82,6 +81,8 @@ func TestJoinArguments(t *testing.T) {
 		{Config{JoinTimeout: -1}, "join timeout -1ns is negative"},
 		{Config{Size: 2}, `addr "", want the host:port of rank 0`},
 		{Config{Size: 2, Addr: "here"}, `addr "here"`},
+		{Config{Size: 2, Addr: "@"}, `addr "@"`},
+		{Config{Size: 2, Addr: "@" + strings.Repeat("x", 107)}, `addr "@` + strings.Repeat("x", 107) + `", want the host:port of rank 0, or a name of 1 to 106 bytes behind @`},
 	} {
 		_, err := Join(context.Background(), c.cfg)
 		require.ErrorContains(t, err, "comm: join: "+c.want)
@@ -311,7 +312,7 @@ func TestF4_WrongSecretIsTurnedAway(t *testing.T) {
 		gs := make([]*Group, 2)
 		wg.Go(func() {
 			var err error
-			gs[0], err = Join(testContext(t), Config{Size: 2, Addr: addr, Secret: secret, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+			gs[0], err = Join(testContext(t), Config{Size: 2, Addr: addr, Secret: secret, Logger: newTestLogger(&log)})
 			require.NoError(t, err)
 		})
 		_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, Secret: wrong})
@@ -340,7 +341,7 @@ func TestF4_TurnedAwayIsNamed(t *testing.T) {
 	defer cancel()
 	var log lockedBuffer
 	go func() {
-		_, err := Join(ctx, Config{Size: 2, Addr: addr, Secret: []byte("right"), Logger: slog.New(slog.NewTextHandler(&log, nil))})
+		_, err := Join(ctx, Config{Size: 2, Addr: addr, Secret: []byte("right"), Logger: newTestLogger(&log)})
 		done <- err
 	}()
 	_, err := Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, Secret: []byte("wrong")})
@@ -352,6 +353,8 @@ func TestF4_TurnedAwayIsNamed(t *testing.T) {
 	require.ErrorContains(t, err, "turned away: 127.0.0.1:")
 	require.ErrorContains(t, err, "secret: it is not the same on the two sides")
 }
+
+func newTestLogger(w io.Writer) *slog.Logger { return slog.New(slog.NewTextHandler(w, nil)) }
 
 type lockedBuffer struct {
 	mu sync.Mutex
@@ -409,9 +412,12 @@ func strangers(t *testing.T, network, addr string) (stop func()) {
 }
 
 func TestF4_StrangersDoNotStopTheRendezvous(t *testing.T) {
-	for _, secret := range [][]byte{nil, []byte("secret")} {
+	for i, secret := range [][]byte{nil, []byte("secret"), nil} {
 		requireNoGoroutines(t)
-		addr := freeAddr(t)
+		network, addr := "tcp", freeAddr(t)
+		if i == 2 {
+			network, addr = "unix", freeName(t)
+		}
 		var wg sync.WaitGroup
 		gs := make([]*Group, 3)
 		join := func(r int) {
@@ -422,7 +428,7 @@ func TestF4_StrangersDoNotStopTheRendezvous(t *testing.T) {
 			})
 		}
 		join(0)
-		stop := strangers(t, "tcp", addr)
+		stop := strangers(t, network, addr)
 		join(1)
 		join(2)
 		wg.Wait()
@@ -700,11 +706,8 @@ func TestF4_TamperedNoteIsRefused(t *testing.T) {
 
 // The unix sockets refuse other users.
 func TestF4_OtherUserIsRefused(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("only root can become another user")
-	}
 	var log lockedBuffer
-	l, err := Listen(Config{Size: 2, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	l, err := Listen(Config{Size: 2, Logger: newTestLogger(&log)})
 	require.NoError(t, err)
 	ctx, cancel := context.WithCancel(testContext(t))
 	done := make(chan error)
@@ -712,14 +715,7 @@ func TestF4_OtherUserIsRefused(t *testing.T) {
 		_, err := l.Join(ctx, []string{l.Addr(), "@nobody"})
 		done <- err
 	}()
-	exe, err := os.Open("/proc/self/exe") // another user may not reach it by its name
-	require.NoError(t, err)
-	defer exe.Close()
-	cmd := exec.Command("/proc/self/fd/3")
-	cmd.ExtraFiles = []*os.File{exe}
-	cmd.Env = append(os.Environ(), strangerEnv+"="+l.Addr())
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-	cmd.Dir = "/"
+	cmd := asNobody(t, strangerEnv+"="+l.Addr())
 	out, err := cmd.CombinedOutput()
 	if err != nil && strings.Contains(err.Error(), "permission") {
 		t.Skip("cannot become another user: ", err)
@@ -871,6 +867,11 @@ func TestFromEnv(t *testing.T) {
 	require.Equal(t, 3, cfg.Rank)
 	require.Equal(t, 8, cfg.Size)
 	require.Equal(t, 3, cfg.LocalRank)
+	require.Regexp(t, "^@switchyard-meet-[0-9]+-29400-", cfg.Addr)
+	require.NoError(t, cfg.validateAddr())
+	t.Setenv("SWITCHYARD_PORT", "29401")
+	cfg, err = FromEnv()
+	require.NoError(t, err)
 	require.Equal(t, "127.0.0.1:29401", cfg.Addr)
 	require.Equal(t, 3*time.Second, cfg.PeerTimeout)
 	t.Setenv("RANK", "first")

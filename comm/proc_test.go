@@ -36,6 +36,9 @@ func TestMain(m *testing.M) {
 	if addr := os.Getenv(strangerEnv); addr != "" {
 		os.Exit(playStranger(addr))
 	}
+	if name := os.Getenv(squatterEnv); name != "" {
+		os.Exit(playSquatter(name))
+	}
 	os.Exit(m.Run())
 }
 

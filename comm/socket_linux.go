@@ -19,26 +19,44 @@ func listenSocket() (*net.UnixListener, error) {
 	return net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: "@switchyard-" + hex.EncodeToString(name[:])})
 }
 
-// checkUser refuses the other end of a connection if another user opened it.
-func checkUser(conn *net.UnixConn) error {
-	raw, err := conn.SyscallConn()
+// checkUser refuses the other end of a unix socket's connection if another user
+// opened it. Of other connections that is not known.
+func checkUser(c net.Conn) error {
+	conn, ok := c.(*net.UnixConn)
+	if !ok {
+		return nil
+	}
+	peer, err := credentials(conn)
 	if err != nil {
-		return err
+		return fmt.Errorf("peer credentials: %w", err)
 	}
-	var cred *unix.Ucred
-	var cerr error
-	if err := raw.Control(func(fd uintptr) {
-		cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); err != nil {
-		return err
-	}
-	if cerr != nil {
-		return fmt.Errorf("peer credentials: %w", cerr)
-	}
-	if own := os.Geteuid(); int(cred.Uid) != own {
-		return fmt.Errorf("it belongs to user %d, process %d; we are user %d", cred.Uid, cred.Pid, own)
+	if own := os.Geteuid(); int(peer.Uid) != own {
+		return fmt.Errorf("it belongs to user %d, process %d; we are user %d", peer.Uid, peer.Pid, own)
 	}
 	return nil
+}
+
+// peerName names the other end of a connection in logs.
+func peerName(c net.Conn) string {
+	if conn, ok := c.(*net.UnixConn); ok {
+		if peer, err := credentials(conn); err == nil {
+			return fmt.Sprintf("process %d", peer.Pid)
+		}
+	}
+	return c.RemoteAddr().String()
+}
+
+func credentials(conn *net.UnixConn) (peer *unix.Ucred, err error) {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	if cerr := raw.Control(func(fd uintptr) {
+		peer, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); cerr != nil {
+		return nil, cerr
+	}
+	return peer, err
 }
 
 // hostID names what ranks must share to reach each other's sockets: the boot

@@ -5,6 +5,7 @@
 package env
 
 import (
+	"crypto/sha256"
 	"fmt"
 	"io"
 	"log/slog"
@@ -22,6 +23,8 @@ const (
 	localWorldSize = "LOCAL_WORLD_SIZE"
 	masterAddr     = "MASTER_ADDR"
 	masterPort     = "MASTER_PORT"
+	runID          = "TORCHELASTIC_RUN_ID"
+	restartCount   = "TORCHELASTIC_RESTART_COUNT"
 
 	port        = "SWITCHYARD_PORT"
 	secret      = "SWITCHYARD_SECRET"
@@ -54,9 +57,11 @@ func Variables() []Variable {
 		{localRank, "RANK", "This rank's number on its host. Programs choose their GPU by it."},
 		{localWorldSize, "WORLD_SIZE", "The number of ranks on this host."},
 		{masterAddr, "127.0.0.1", "The host of rank 0."},
-		{masterPort, "29500", "A port on that host. torchrun's own store listens there, so Switchyard meets on another one."},
-		{port, "MASTER_PORT + 1", "The port on which rank 0 listens while ranks join."},
-		{secret, "none", "What ranks must prove to know when they join. Without it everybody who reaches the port counts as a rank."},
+		{masterPort, "29500", "A port on that host. torchrun's own store listens there, so Switchyard meets at a name that is made of it, without a port."},
+		{runID, "none", "torchrun's name of the job, which is part of that name: jobs one after the other do not meet each other."},
+		{restartCount, "none", "How often torchrun has restarted the job, which is part of that name too."},
+		{port, "none: a name", "The port on which rank 0 listens while ranks join. Without it they meet at a name on their host, where no port is needed. Ranks of several hosts take MASTER_PORT + 1."},
+		{secret, "none", "What ranks must prove to know when they join. Without it everybody who reaches the port counts as a rank, and at the name every process of the same user."},
 		{joinTimeout, "2m", "How long a join may take, such as 90s."},
 		{peerTimeout, "10s", "How long a rank may be silent before it counts as lost, at least 100ms."},
 		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},
@@ -80,7 +85,7 @@ func Secret() string { return os.Getenv(secret) }
 type World struct {
 	Rank, Size           int
 	LocalRank, LocalSize int
-	Addr                 string // host:port where ranks meet
+	Addr                 string // where ranks meet: host:port, or @ and a name on this host
 	Secret               []byte
 	JoinTimeout          time.Duration
 	PeerTimeout          time.Duration
@@ -133,6 +138,10 @@ func ReadWorld() (World, error) {
 	if p < 1 || p > 65535 {
 		return World{}, fmt.Errorf("%s is %d, not a port", masterPort, p)
 	}
+	if os.Getenv(port) == "" && w.LocalSize == w.Size {
+		w.Addr = meetingName(host, p)
+		return w, nil
+	}
 	if p++; p > 65535 {
 		p -= 2
 	}
@@ -144,6 +153,18 @@ func ReadWorld() (World, error) {
 	}
 	w.Addr = net.JoinHostPort(host, strconv.Itoa(p))
 	return w, nil
+}
+
+// meetingName is where the ranks of one host meet if nobody has chosen a port: a
+// unix socket in the abstract namespace. The port behind MASTER_PORT may be a
+// connection's by then. All that tells jobs apart is part of the name: the user,
+// the store's address, torchrun's job, and how often that was restarted.
+func meetingName(host string, port int) string {
+	if host == "localhost" {
+		host = "127.0.0.1"
+	}
+	job := sha256.Sum256(fmt.Appendf(nil, "%q %q %q", host, os.Getenv(runID), os.Getenv(restartCount)))
+	return fmt.Sprintf("@switchyard-meet-%d-%d-%x", os.Geteuid(), port, job[:8])
 }
 
 // CUDAHeap is the size in bytes that SWITCHYARD_CUDA_HEAP asks for, 0 if it is

@@ -3,9 +3,11 @@ package env
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"log/slog"
 	"os"
 	"regexp"
+	"strings"
 	"testing"
 	"time"
 
@@ -93,7 +95,7 @@ func TestReadWorld(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "[::1]:99", w.Addr)
 
-	set(t, map[string]string{"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65535"})
+	set(t, map[string]string{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "65535"})
 	w, err = ReadWorld()
 	require.NoError(t, err)
 	require.Equal(t, "127.0.0.1:65534", w.Addr)
@@ -110,6 +112,38 @@ func TestReadWorld(t *testing.T) {
 		set(t, env)
 		_, err := ReadWorld()
 		require.ErrorContains(t, err, want)
+	}
+}
+
+// Ranks of one job on one host have one name to meet at, and no other job has it.
+func TestMeetingName(t *testing.T) {
+	addr := func(env map[string]string) string {
+		t.Helper()
+		set(t, map[string]string{"RANK": "0", "WORLD_SIZE": "2"})
+		for name, v := range env {
+			t.Setenv(name, v)
+		}
+		w, err := ReadWorld()
+		require.NoError(t, err)
+		return w.Addr
+	}
+	name := addr(nil)
+	require.Regexp(t, fmt.Sprintf(`^@switchyard-meet-%d-29500-[0-9a-f]{16}$`, os.Geteuid()), name)
+	for _, same := range []map[string]string{
+		{"RANK": "1"}, {"LOCAL_WORLD_SIZE": "2"}, {"MASTER_PORT": "29500"}, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "127.0.0.1"}, {"SWITCHYARD_SECRET": "s"},
+	} {
+		require.Equal(t, name, addr(same), same)
+	}
+	seen := map[string]bool{name: true}
+	for _, other := range []map[string]string{
+		{"MASTER_PORT": "29502"}, {"MASTER_ADDR": "127.0.0.2"}, {"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"},
+		{"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"}, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"},
+		{"MASTER_ADDR": strings.Repeat("long.", 50)}, {"SWITCHYARD_PORT": "29507"}, {"LOCAL_WORLD_SIZE": "1"},
+	} {
+		at := addr(other)
+		require.False(t, seen[at], other)
+		require.True(t, len(at) < 100 || at[0] != '@', other)
+		seen[at] = true
 	}
 }
 

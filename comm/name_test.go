@@ -1,0 +1,168 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/loopback"
+)
+
+// fromEnv is the configuration of a rank that a launcher has started with these variables.
+func fromEnv(t *testing.T, rank, size int, env map[string]string) Config {
+	for _, name := range []string{"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SWITCHYARD_PORT", "SWITCHYARD_SECRET",
+		"SWITCHYARD_DEBUG", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"} {
+		t.Setenv(name, env[name])
+	}
+	t.Setenv("RANK", strconv.Itoa(rank))
+	t.Setenv("WORLD_SIZE", strconv.Itoa(size))
+	cfg, err := FromEnv()
+	require.NoError(t, err)
+	return cfg
+}
+
+func joinAll(t *testing.T, cfgs ...Config) ([]*Group, []error) {
+	gs, errs := make([]*Group, len(cfgs)), make([]error, len(cfgs))
+	var wg sync.WaitGroup
+	for i := range cfgs {
+		wg.Go(func() { gs[i], errs[i] = Join(testContext(t), cfgs[i]) })
+	}
+	wg.Wait()
+	return gs, errs
+}
+
+// The ports behind MASTER_PORT may be taken, by connections for instance.
+func TestJoinNeedsNoPort(t *testing.T) {
+	host := loopback.Host()
+	for port := 29500; port < 29504; port++ {
+		l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
+		require.NoError(t, err)
+		defer l.Close()
+	}
+	env := map[string]string{"MASTER_ADDR": host, "MASTER_PORT": "29500"}
+	gs, errs := joinAll(t, fromEnv(t, 0, 2, env), fromEnv(t, 1, 2, env))
+	requireAll(t, errs)
+	requireAll(t, onEach(gs, func(g *Group) error { return errors.Join(g.Barrier(testContext(t)), g.Close()) }))
+
+	// A port that was asked for is not replaced by another, and the error says who asked.
+	env["SWITCHYARD_PORT"] = "29501"
+	_, err := Join(testContext(t), fromEnv(t, 0, 2, env))
+	require.ErrorIs(t, err, syscall.EADDRINUSE)
+	require.ErrorContains(t, err, "rank 0 cannot listen at "+host+":29501, which Config.Addr or SWITCHYARD_PORT chooses")
+}
+
+// A job of torchrun's that was restarted, or comes after another at the same MASTER_PORT, does not meet ranks of the one before.
+func TestJobsAtOneMasterPortDoNotMeet(t *testing.T) {
+	job := func(id, restarts string) map[string]string {
+		return map[string]string{"MASTER_ADDR": loopback.Host(), "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": id, "TORCHELASTIC_RESTART_COUNT": restarts}
+	}
+	now := job("a", "1")
+	left := []map[string]string{job("a", "0"), job("b", "1")} // of each a rank 1 is left, and looks for its rank 0
+	var cfgs []Config
+	for _, env := range left {
+		env["MASTER_ADDR"] = now["MASTER_ADDR"]
+		cfg := fromEnv(t, 1, 2, env)
+		cfg.JoinTimeout = time.Second
+		cfgs = append(cfgs, cfg)
+	}
+	late := fromEnv(t, 1, 2, now)
+	late.delay = func() { time.Sleep(10 * time.Millisecond) }
+	gs, errs := joinAll(t, append(cfgs, fromEnv(t, 0, 2, now), late)...)
+	for i := range left {
+		requirePeer(t, errs[i], 0, ErrTimeout)
+		require.ErrorContains(t, errs[i], "a name of one user in one network namespace; SWITCHYARD_PORT has ranks meet on a port")
+	}
+	requireAll(t, errs[len(left):])
+	requireAll(t, onEach(gs[len(left):], func(g *Group) error { return errors.Join(g.Barrier(testContext(t)), g.Close()) }))
+}
+
+const squatterEnv = "COMM_TEST_SQUATTER"
+
+// playSquatter listens at a name until its standard input ends, and lets nobody hear from it.
+func playSquatter(name string) int {
+	l, err := net.Listen("unix", name)
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	defer l.Close()
+	fmt.Println("squatting")
+	io.Copy(io.Discard, os.Stdin)
+	return 0
+}
+
+// asNobody prepares a run of this test binary as another user.
+func asNobody(t *testing.T, env string) *exec.Cmd {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can become another user")
+	}
+	exe, err := os.Open("/proc/self/exe") // another user may not reach it by its name
+	require.NoError(t, err)
+	t.Cleanup(func() { exe.Close() })
+	cmd := exec.Command("/proc/self/fd/3")
+	cmd.ExtraFiles = []*os.File{exe}
+	cmd.Env = append(os.Environ(), env, "GORACE=atexit_sleep_ms=0")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	cmd.Dir = "/"
+	return cmd
+}
+
+// Another user at the name where ranks meet is neither heard nor believed, on either side.
+func TestF4_AnotherUserAtTheName(t *testing.T) {
+	name := freeName(t)
+	ctx, cancel := context.WithCancel(testContext(t))
+	var log lockedBuffer
+	done := make(chan error)
+	go func() {
+		_, err := Join(ctx, Config{Size: 2, Addr: name, Logger: newTestLogger(&log)})
+		done <- err
+	}()
+	require.Eventually(t, func() bool {
+		c, err := net.Dial("unix", name)
+		if err == nil {
+			c.Close()
+		}
+		return err == nil
+	}, 10*time.Second, time.Millisecond)
+	guest := asNobody(t, strangerEnv+"="+name)
+	out, err := guest.CombinedOutput()
+	if err != nil && strings.Contains(err.Error(), "permission") {
+		t.Skip("cannot become another user: ", err)
+	}
+	require.NoError(t, err, "%s", out)
+	require.Contains(t, string(out), "closed")
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "it belongs to user 65534") }, 5*time.Second, time.Millisecond)
+	cancel()
+	require.ErrorIs(t, <-done, context.Canceled)
+
+	name = freeName(t)
+	host := asNobody(t, squatterEnv+"="+name)
+	in, err := host.StdinPipe()
+	require.NoError(t, err)
+	said, err := host.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, host.Start())
+	defer host.Wait()
+	defer in.Close()
+	line := make([]byte, 100)
+	n, err := said.Read(line)
+	require.NoError(t, err)
+	require.Contains(t, string(line[:n]), "squatting")
+	_, errs := joinAll(t, Config{Size: 2, Addr: name}, Config{Rank: 1, Size: 2, Addr: name, JoinTimeout: 300 * time.Millisecond})
+	require.ErrorIs(t, errs[0], syscall.EADDRINUSE)
+	require.ErrorContains(t, errs[0], "SWITCHYARD_PORT")
+	requirePeer(t, errs[1], 0, ErrTimeout)
+	require.ErrorContains(t, errs[1], "it belongs to user 65534")
+}
