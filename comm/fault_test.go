@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"os"
-	"os/exec"
 	"runtime"
 	"strconv"
 	"strings"
@@ -18,6 +17,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // The rank that does not come is named, whoever gives up first and in whatever order the others start.
@@ -269,10 +270,14 @@ func TestF4_MemoryBeforeTrust(t *testing.T) {
 	require.ErrorIs(t, <-done, context.Canceled)
 }
 
-const floodEnv = "COMM_TEST_FLOOD"
-
 // playFlood opens silent connections until it is killed.
-func playFlood(network, addr string, n int) int {
+func playFlood(args []string) int {
+	network, addr := args[0], args[1]
+	n, err := strconv.Atoi(args[2])
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
 	var conns []net.Conn
 	for len(conns) < n {
 		c, err := net.Dial(network, addr)
@@ -296,18 +301,9 @@ func TestF4_SilentConnectionsLeaveRoomForRanks(t *testing.T) {
 		t.Skipf("a process may have %d descriptors, the flood needs more", old.Max)
 	}
 	flood := func(t *testing.T, network, addr string) {
-		cmd := exec.Command(os.Args[0])
-		cmd.Env = append(os.Environ(), floodEnv+"="+strings.Join([]string{network, addr, strconv.Itoa(silent)}, " "), "GORACE=atexit_sleep_ms=0")
-		in, err := cmd.StdinPipe()
-		require.NoError(t, err)
-		out, err := cmd.StdoutPipe()
-		require.NoError(t, err)
-		require.NoError(t, cmd.Start())
-		t.Cleanup(func() { in.Close(); cmd.Wait() })
-		line := make([]byte, 100)
-		n, err := out.Read(line)
-		require.NoError(t, err)
-		require.Contains(t, string(line[:n]), "flooded")
+		p := proctest.Start(t, proctest.Spec{Part: "flood", Args: []string{network, addr, strconv.Itoa(silent)}})
+		line, _ := p.Line()
+		require.Equal(t, "flooded "+strconv.Itoa(silent), line)
 	}
 	limit := func(t *testing.T) {
 		tight := old

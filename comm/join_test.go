@@ -715,7 +715,7 @@ func TestF4_OtherUserIsRefused(t *testing.T) {
 		_, err := l.Join(ctx, []string{l.Addr(), "@nobody"})
 		done <- err
 	}()
-	cmd := asNobody(t, strangerEnv+"="+l.Addr())
+	cmd := asNobody(t, "stranger", l.Addr())
 	out, err := cmd.CombinedOutput()
 	if err != nil && strings.Contains(err.Error(), "permission") {
 		t.Skip("cannot become another user: ", err)
@@ -727,11 +727,9 @@ func TestF4_OtherUserIsRefused(t *testing.T) {
 	require.ErrorIs(t, <-done, context.Canceled)
 }
 
-const strangerEnv = "COMM_TEST_STRANGER"
-
 // playStranger connects, and says whether it is let go without a word.
-func playStranger(addr string) int {
-	conn, err := net.Dial("unix", addr)
+func playStranger(args []string) int {
+	conn, err := net.Dial("unix", args[0])
 	if err != nil {
 		fmt.Println(err)
 		return 1

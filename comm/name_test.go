@@ -18,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // fromEnv is the configuration of a rank that a launcher has started with these variables.
@@ -88,11 +89,9 @@ func TestJobsAtOneMasterPortDoNotMeet(t *testing.T) {
 	requireAll(t, onEach(gs[len(left):], func(g *Group) error { return errors.Join(g.Barrier(testContext(t)), g.Close()) }))
 }
 
-const squatterEnv = "COMM_TEST_SQUATTER"
-
 // playSquatter listens at a name until its standard input ends, and lets nobody hear from it.
-func playSquatter(name string) int {
-	l, err := net.Listen("unix", name)
+func playSquatter(args []string) int {
+	l, err := net.Listen("unix", args[0])
 	if err != nil {
 		fmt.Println(err)
 		return 1
@@ -103,17 +102,17 @@ func playSquatter(name string) int {
 	return 0
 }
 
-// asNobody prepares a run of this test binary as another user.
-func asNobody(t *testing.T, env string) *exec.Cmd {
+// asNobody prepares a process of another user that plays a part.
+func asNobody(t *testing.T, part string, args ...string) *exec.Cmd {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can become another user")
 	}
 	exe, err := os.Open("/proc/self/exe") // another user may not reach it by its name
 	require.NoError(t, err)
 	t.Cleanup(func() { exe.Close() })
-	cmd := exec.Command("/proc/self/fd/3")
+	cmd := exec.Command("/proc/self/fd/3", args...)
 	cmd.ExtraFiles = []*os.File{exe}
-	cmd.Env = append(os.Environ(), env, "GORACE=atexit_sleep_ms=0")
+	cmd.Env = append(os.Environ(), proctest.As(part), "GORACE=atexit_sleep_ms=0")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	cmd.Dir = "/"
 	return cmd
@@ -136,7 +135,7 @@ func TestF4_AnotherUserAtTheName(t *testing.T) {
 		}
 		return err == nil
 	}, 10*time.Second, time.Millisecond)
-	guest := asNobody(t, strangerEnv+"="+name)
+	guest := asNobody(t, "stranger", name)
 	out, err := guest.CombinedOutput()
 	if err != nil && strings.Contains(err.Error(), "permission") {
 		t.Skip("cannot become another user: ", err)
@@ -148,7 +147,7 @@ func TestF4_AnotherUserAtTheName(t *testing.T) {
 	require.ErrorIs(t, <-done, context.Canceled)
 
 	name = freeName(t)
-	host := asNobody(t, squatterEnv+"="+name)
+	host := asNobody(t, "squatter", name)
 	in, err := host.StdinPipe()
 	require.NoError(t, err)
 	said, err := host.StdoutPipe()

@@ -8,9 +8,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"net"
 	"os"
-	"os/exec"
 	"os/signal"
 	"strconv"
 	"strings"
@@ -19,26 +17,13 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
-// The tests of this file run ranks as processes: the test binary runs itself
-// with helperEnv naming the part to play.
-const helperEnv = "COMM_TEST_HELPER"
-
+// Tests of this file run ranks as processes, each of which plays a part.
 func TestMain(m *testing.M) {
-	if part := os.Getenv(helperEnv); part != "" {
-		os.Exit(playPart(part))
-	}
-	if flood := strings.Fields(os.Getenv(floodEnv)); len(flood) == 3 {
-		n, _ := strconv.Atoi(flood[2])
-		os.Exit(playFlood(flood[0], flood[1], n))
-	}
-	if addr := os.Getenv(strangerEnv); addr != "" {
-		os.Exit(playStranger(addr))
-	}
-	if name := os.Getenv(squatterEnv); name != "" {
-		os.Exit(playSquatter(name))
-	}
+	proctest.Play(proctest.Parts{"rank": playRank, "flood": playFlood, "stranger": playStranger, "squatter": playSquatter})
 	os.Exit(m.Run())
 }
 
@@ -47,7 +32,8 @@ func say(format string, args ...any) {
 	fmt.Println(strings.ReplaceAll(fmt.Sprintf(format, args...), "\n", " "))
 }
 
-func playPart(part string) int {
+func playRank(args []string) int {
+	part := args[0]
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
 	cfg, err := FromEnv()
@@ -245,72 +231,40 @@ func report(ctx context.Context, g *Group, err error) int {
 
 // proc is a rank in a process of its own.
 type proc struct {
-	t     *testing.T
-	rank  int
-	cmd   *exec.Cmd
-	stdin io.WriteCloser
-	lines chan string
+	*proctest.Process
+	t *testing.T
 }
 
 func startProcs(t *testing.T, n int, part string, env ...string) []*proc {
-	host, port, err := net.SplitHostPort(freeAddr(t))
-	require.NoError(t, err)
+	addr := freeAddr(t)
 	ps := make([]*proc, n)
 	for r := range ps {
-		ps[r] = startProc(t, r, n, host, port, part, env...)
+		ps[r] = startProc(t, r, n, addr, part, env...)
 	}
 	return ps
 }
 
-func startProc(t *testing.T, r, n int, host, port, part string, env ...string) *proc {
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), helperEnv+"="+part, "RANK="+strconv.Itoa(r), "WORLD_SIZE="+strconv.Itoa(n),
-		"MASTER_ADDR="+host, "SWITCHYARD_PORT="+port, "GORACE=atexit_sleep_ms=0")
-	cmd.Env = append(cmd.Env, env...)
-	cmd.Stderr = os.Stderr
-	stdin, err := cmd.StdinPipe()
-	require.NoError(t, err)
-	stdout, err := cmd.StdoutPipe()
-	require.NoError(t, err)
-	require.NoError(t, cmd.Start())
-	p := &proc{t: t, rank: r, cmd: cmd, stdin: stdin, lines: make(chan string, 100)}
-	go func() {
-		defer close(p.lines)
-		for s := bufio.NewScanner(stdout); s.Scan(); {
-			p.lines <- s.Text()
-		}
-	}()
-	t.Cleanup(func() {
-		cmd.Process.Kill()
-		cmd.Wait()
-	})
-	return p
+func startProc(t *testing.T, r, n int, addr, part string, env ...string) *proc {
+	return &proc{proctest.Rank(t, r, n, addr, proctest.Spec{Part: "rank", Args: []string{part}, Env: env, Within: time.Minute}), t}
 }
 
 // expect returns the fields of the next line, whose first must be word.
 func (p *proc) expect(word string) []string {
 	p.t.Helper()
-	select {
-	case line, ok := <-p.lines:
-		if !ok || !strings.HasPrefix(line, word+" ") {
-			p.t.Fatalf("rank %d said %q, want %q", p.rank, line, word)
-		}
-		return strings.Fields(line)[1:]
-	case <-time.After(20 * time.Second):
-		p.t.Fatalf("rank %d does not say %q", p.rank, word)
-		return nil
+	line, ok := p.Line()
+	if !ok || !strings.HasPrefix(line, word+" ") {
+		p.t.Fatalf("rank %d said %q, want %q", p.Rank, line, word)
 	}
+	return strings.Fields(line)[1:]
 }
 
-func (p *proc) signal(s syscall.Signal) { require.NoError(p.t, p.cmd.Process.Signal(s)) }
-
+// exit waits for the end, before which nothing more is said.
 func (p *proc) exit(code int) {
 	p.t.Helper()
-	for line := range p.lines {
-		p.t.Errorf("rank %d said %q", p.rank, line)
+	for line, ok := p.Line(); ok; line, ok = p.Line() {
+		p.t.Errorf("rank %d said %q", p.Rank, line)
 	}
-	p.cmd.Wait()
-	require.Equal(p.t, code, p.cmd.ProcessState.ExitCode(), "rank %d", p.rank)
+	require.Equal(p.t, code, p.Wait(), "rank %d", p.Rank)
 }
 
 func TestJoinProcesses(t *testing.T) {
@@ -343,18 +297,18 @@ func requireLoss(t *testing.T, ps []*proc, lost int, since time.Time, within tim
 	t.Helper()
 	var survivors []string
 	for _, p := range ps {
-		if p.rank == lost {
+		if p.Rank == lost {
 			continue
 		}
-		survivors = append(survivors, strconv.Itoa(p.rank))
+		survivors = append(survivors, strconv.Itoa(p.Rank))
 		words := p.expect("lost")
 		require.Less(t, time.Since(since), within)
-		t.Logf("rank %d knew after %v", p.rank, time.Since(since))
-		require.Equal(t, strconv.Itoa(lost), words[0], "rank %d: %v", p.rank, words)
-		require.Equal(t, "true", words[1], "rank %d: %v", p.rank, words)
+		t.Logf("rank %d knew after %v", p.Rank, time.Since(since))
+		require.Equal(t, strconv.Itoa(lost), words[0], "rank %d: %v", p.Rank, words)
+		require.Equal(t, "true", words[1], "rank %d: %v", p.Rank, words)
 	}
 	for _, p := range ps {
-		if p.rank != lost {
+		if p.Rank != lost {
 			require.Equal(t, strings.Join(survivors, ","), p.expect("survivors")[0])
 			p.exit(0)
 		}
@@ -367,7 +321,7 @@ func TestF2_KilledProcessIsNamed(t *testing.T) {
 		p.expect("joined")
 	}
 	start := time.Now()
-	ps[2].signal(syscall.SIGKILL)
+	ps[2].Signal(syscall.SIGKILL)
 	requireLoss(t, ps, 2, start, 5*time.Second) // at once, on a busy machine too; far below PeerTimeout
 }
 
@@ -377,7 +331,7 @@ func TestF2_KilledRankZeroIsNamed(t *testing.T) {
 		p.expect("joined")
 	}
 	start := time.Now()
-	ps[0].signal(syscall.SIGKILL)
+	ps[0].Signal(syscall.SIGKILL)
 	requireLoss(t, ps, 0, start, 5*time.Second)
 }
 
@@ -387,7 +341,7 @@ func TestF2_ExitWithoutCloseIsALoss(t *testing.T) {
 		p.expect("joined")
 	}
 	start := time.Now()
-	io.WriteString(ps[1].stdin, "\n")
+	ps[1].Tell("")
 	requireLoss(t, ps, 1, start, 5*time.Second)
 }
 
@@ -398,11 +352,11 @@ func TestF2_StoppedProcessIsNamed(t *testing.T) {
 		p.expect("joined")
 	}
 	start := time.Now()
-	ps[1].signal(syscall.SIGSTOP)
+	ps[1].Signal(syscall.SIGSTOP)
 	requireLoss(t, ps, 1, start, timeout+5*time.Second)
 	// When it wakes up it learns that the others have gone on without it, and
 	// does not go on alone.
-	ps[1].signal(syscall.SIGCONT)
+	ps[1].Signal(syscall.SIGCONT)
 	words := ps[1].expect("lost")
 	require.Equal(t, "1", words[0], words)
 	require.Equal(t, "true", ps[1].expect("outcast")[0])
@@ -416,7 +370,7 @@ func TestF2_StoppedProcessIsLeftOut(t *testing.T) {
 		p.expect("joined")
 	}
 	time.Sleep(20 * time.Millisecond)
-	ps[2].signal(syscall.SIGSTOP)
+	ps[2].Signal(syscall.SIGSTOP)
 	for _, r := range []int{0, 1, 3} {
 		require.Equal(t, []string{"2", "true"}, ps[r].expect("late")[:2])
 	}
@@ -432,7 +386,7 @@ func TestF2_StoppedProcessIsLeftOut(t *testing.T) {
 		ps[r].exit(0)
 	}
 	require.Positive(t, waited)
-	ps[2].signal(syscall.SIGCONT)
+	ps[2].Signal(syscall.SIGCONT)
 	words := ps[2].expect("late")
 	require.Equal(t, "2", words[0], words)
 	ps[2].expect("waited")
@@ -447,11 +401,11 @@ func TestF2_WokenProcessBlamesItself(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	ps[1].signal(syscall.SIGSTOP)
+	ps[1].Signal(syscall.SIGSTOP)
 	time.Sleep(timeout / 2)
-	ps[0].signal(syscall.SIGKILL)
+	ps[0].Signal(syscall.SIGKILL)
 	time.Sleep(2 * timeout)
-	ps[1].signal(syscall.SIGCONT)
+	ps[1].Signal(syscall.SIGCONT)
 	words := ps[1].expect("lost")
 	require.Equal(t, "1", words[0], words)
 }
@@ -462,11 +416,11 @@ func TestF2_ShortStopIsNoLoss(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	ps[1].signal(syscall.SIGSTOP)
+	ps[1].Signal(syscall.SIGSTOP)
 	time.Sleep(500 * time.Millisecond)
-	ps[1].signal(syscall.SIGCONT)
+	ps[1].Signal(syscall.SIGCONT)
 	for _, p := range ps {
-		io.WriteString(p.stdin, "\n")
+		p.Tell("")
 		p.exit(0)
 	}
 }
@@ -476,9 +430,9 @@ func TestF2_AbortAndExit(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	io.WriteString(ps[2].stdin, "\n")
+	ps[2].Tell("")
 	for _, p := range ps {
-		if p.rank == 2 {
+		if p.Rank == 2 {
 			p.exit(3)
 			continue
 		}
@@ -499,10 +453,10 @@ func TestF2_InterruptEndsARank(t *testing.T) {
 		p.expect("joined")
 	}
 	start := time.Now()
-	ps[0].signal(syscall.SIGINT)
+	ps[0].Signal(syscall.SIGINT)
 	requireLoss(t, ps, 0, start, 5*time.Second)
 	ps[0].exit(-1)
-	require.Equal(t, syscall.SIGINT, ps[0].cmd.ProcessState.Sys().(syscall.WaitStatus).Signal())
+	require.Equal(t, syscall.SIGINT, ps[0].State().Sys().(syscall.WaitStatus).Signal())
 }
 
 func TestF2_ShrinkAfterSeveralProcessesDie(t *testing.T) {
@@ -510,9 +464,9 @@ func TestF2_ShrinkAfterSeveralProcessesDie(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	ps[4].signal(syscall.SIGSTOP) // it must not go on with the others before it is killed
-	ps[1].signal(syscall.SIGKILL)
-	ps[4].signal(syscall.SIGKILL)
+	ps[4].Signal(syscall.SIGSTOP) // it must not go on with the others before it is killed
+	ps[1].Signal(syscall.SIGKILL)
+	ps[4].Signal(syscall.SIGKILL)
 	for _, r := range []int{0, 2, 3} {
 		words := ps[r].expect("lost")
 		require.Contains(t, []string{"1", "4"}, words[0])
@@ -520,7 +474,7 @@ func TestF2_ShrinkAfterSeveralProcessesDie(t *testing.T) {
 	}
 	// A loss that is noticed after Shrink shows in the new group instead.
 	for _, r := range []int{0, 2, 3} {
-		line := <-ps[r].lines
+		line, _ := ps[r].Line()
 		require.Regexp(t, `^(survivors 0,2,3|error .*peer lost.*)$`, line)
 	}
 }
@@ -537,25 +491,24 @@ func TestF2_KilledInTheJoin(t *testing.T) {
 	missed := 0
 	for i := range n {
 		t.Run(strconv.Itoa(i), func(t *testing.T) {
-			host, port, err := net.SplitHostPort(freeAddr(t))
-			require.NoError(t, err)
+			addr := freeAddr(t)
 			rng := rand.New(rand.NewPCG(uint64(i), 5))
 			const size = 4
 			ps := make([]*proc, size)
 			for r := range ps {
-				ps[r] = startProc(t, r, size, host, port, "join again")
+				ps[r] = startProc(t, r, size, addr, "join again")
 			}
 			victim := rng.IntN(size)
 			time.Sleep(time.Duration(rng.IntN(40000)*(1+rng.IntN(4))) * time.Microsecond)
 			stop := i%4 == 3
 			if stop {
-				ps[victim].signal(syscall.SIGSTOP)
+				ps[victim].Signal(syscall.SIGSTOP)
 				time.Sleep(time.Duration(rng.IntN(300)) * time.Millisecond)
-				ps[victim].signal(syscall.SIGCONT)
+				ps[victim].Signal(syscall.SIGCONT)
 			} else {
-				ps[victim].signal(syscall.SIGKILL)
-				ps[victim].cmd.Wait()
-				ps[victim] = startProc(t, victim, size, host, port, "join again")
+				ps[victim].Signal(syscall.SIGKILL)
+				ps[victim].Wait()
+				ps[victim] = startProc(t, victim, size, addr, "join again")
 			}
 			type word struct {
 				rank int
@@ -566,9 +519,9 @@ func TestF2_KilledInTheJoin(t *testing.T) {
 			defer close(over)
 			for _, p := range ps {
 				go func() {
-					for line := range p.lines {
+					for line, ok := p.Line(); ok; line, ok = p.Line() {
 						select {
-						case words <- word{p.rank, line}:
+						case words <- word{p.Rank, line}:
 						case <-over:
 						}
 					}
@@ -599,11 +552,10 @@ func TestF2_KilledInTheJoin(t *testing.T) {
 				}
 			}
 			for _, p := range ps {
-				io.WriteString(p.stdin, "\n")
+				p.Tell("")
 			}
 			for _, p := range ps {
-				p.cmd.Wait()
-				require.Zero(t, p.cmd.ProcessState.ExitCode(), "rank %d", p.rank)
+				require.Zero(t, p.Wait(), "rank %d", p.Rank)
 			}
 		})
 	}
