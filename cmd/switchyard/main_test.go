@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"regexp"
@@ -22,26 +21,20 @@ import (
 
 	"github.com/switchyard-moe/switchyard"
 	"github.com/switchyard-moe/switchyard/comm"
-)
-
-const (
-	asCommand = "SWITCHYARD_TEST_AS_COMMAND"
-	asWorker  = "SWITCHYARD_TEST_AS_WORKER"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // The test binary is also the command, and a program that the command runs.
 func TestMain(m *testing.M) {
-	switch {
-	case os.Getenv(asWorker) != "":
-		os.Exit(worker())
-	case os.Getenv(asCommand) != "":
-		main()
-	}
+	proctest.Play(proctest.Parts{
+		"command": func([]string) int { main(); return 0 },
+		"worker":  worker,
+	})
 	os.Exit(m.Run())
 }
 
 // worker is a rank that meets the others.
-func worker() int {
+func worker([]string) int {
 	conf, err := comm.FromEnv()
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -62,23 +55,27 @@ func worker() int {
 	return 0
 }
 
-// theCommand is the command with these arguments, not yet started.
-func theCommand(args ...string) (*exec.Cmd, *bytes.Buffer, *bytes.Buffer) {
-	cmd := exec.Command(os.Args[0], args...)
-	cmd.Env = append(os.Environ(), asCommand+"=1", "SWITCHYARD_SECRET=")
-	var stdout, stderr bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	return cmd, &stdout, &stderr
+// theCommand starts the command.
+func theCommand(t *testing.T, args ...string) *proctest.Process {
+	t.Helper()
+	return start(t, proctest.Spec{Args: args})
+}
+
+func start(t *testing.T, s proctest.Spec) *proctest.Process {
+	t.Helper()
+	s.Part, s.Env, s.Within = "command", append([]string{"SWITCHYARD_SECRET="}, s.Env...), time.Minute
+	return proctest.Start(t, s)
 }
 
 // sh runs a shell script as every rank.
 func sh(t *testing.T, n int, script string) (code int, stdout, stderr string) {
 	t.Helper()
-	cmd, out, errs := theCommand("run", "-n", strconv.Itoa(n), "sh", "-c", script)
 	begin := time.Now()
-	_ = cmd.Run()
+	p := theCommand(t, "run", "-n", strconv.Itoa(n), "sh", "-c", script)
+	code = p.Wait()
 	require.Less(t, time.Since(begin), 20*time.Second)
-	return cmd.ProcessState.ExitCode(), out.String(), errs.String()
+	stdout, stderr = p.Output()
+	return code, stdout, stderr
 }
 
 func sorted(s string) []string {
@@ -88,11 +85,13 @@ func sorted(s string) []string {
 }
 
 func TestRanksMeet(t *testing.T) {
-	cmd, out, errs := theCommand("run", "-n", "3", os.Args[0])
-	cmd.Env = append(cmd.Env, asWorker+"=") // for the command itself
-	cmd.Args = []string{os.Args[0], "run", "-n", "3", "env", asWorker + "=1", os.Args[0]}
-	require.NoError(t, cmd.Run(), errs.String())
-	require.Equal(t, []string{"[0] rank 0 of 3 met abc, secret 26", "[1] rank 1 of 3 met abc, secret 26", "[2] rank 2 of 3 met abc, secret 26"}, sorted(out.String()))
+	self, err := os.Executable()
+	require.NoError(t, err)
+	p := theCommand(t, "run", "-n", "3", "env", proctest.As("worker"), self)
+	code := p.Wait()
+	out, errs := p.Output()
+	require.Zero(t, code, errs)
+	require.Equal(t, []string{"[0] rank 0 of 3 met abc, secret 26", "[1] rank 1 of 3 met abc, secret 26", "[2] rank 2 of 3 met abc, secret 26"}, sorted(out))
 }
 
 func TestVariables(t *testing.T) {
@@ -102,10 +101,11 @@ func TestVariables(t *testing.T) {
 	m := regexp.MustCompile(`127\.\S+`).FindAllString(out, -1)
 	require.Equal(t, m[0], m[1], "one place to meet, and one of their own")
 
-	cmd, stdout, _ := theCommand("run", "-n", "1", "-port", "4000", "-prefix=false", "sh", "-c", "echo $MASTER_PORT $SWITCHYARD_PORT $SWITCHYARD_SECRET")
-	cmd.Env = append(cmd.Env, "SWITCHYARD_SECRET=mine", "RANK=9")
-	require.NoError(t, cmd.Run())
-	require.Equal(t, "4000 4001 mine\n", stdout.String())
+	p := start(t, proctest.Spec{Env: []string{"SWITCHYARD_SECRET=mine", "RANK=9"},
+		Args: []string{"run", "-n", "1", "-port", "4000", "-prefix=false", "sh", "-c", "echo $MASTER_PORT $SWITCHYARD_PORT $SWITCHYARD_SECRET"}})
+	require.Zero(t, p.Wait())
+	out, _ = p.Output()
+	require.Equal(t, "4000 4001 mine\n", out)
 }
 
 func TestOutput(t *testing.T) {
@@ -128,15 +128,16 @@ func TestOutput(t *testing.T) {
 // slowly reads what a command prints, but nothing in the first second.
 func slowly(t *testing.T, script string) string {
 	t.Helper()
-	cmd, _, errs := theCommand("run", "-n", "2", "sh", "-c", script)
-	cmd.Stdout = nil
-	out, err := cmd.StdoutPipe()
+	out, in, err := os.Pipe()
 	require.NoError(t, err)
-	require.NoError(t, cmd.Start())
+	p := start(t, proctest.Spec{Stdout: in, Args: []string{"run", "-n", "2", "sh", "-c", script}})
+	require.NoError(t, in.Close())
 	time.Sleep(time.Second)
 	text, err := io.ReadAll(out)
 	require.NoError(t, err)
-	require.NoError(t, cmd.Wait(), errs.String())
+	require.NoError(t, out.Close())
+	_, errs := p.Output()
+	require.Zero(t, p.Wait(), errs)
 	return string(text)
 }
 
@@ -183,34 +184,40 @@ func TestFirstFailureEndsAll(t *testing.T) {
 	require.Contains(t, errs, "switchyard: rank 1 was ended by signal 11 (segmentation fault); ending the others\n")
 
 	// A rank that does not want to end.
-	cmd, _, stderr := theCommand("run", "-n", "2", "-grace", "300ms", "sh", "-c", `trap '' TERM; if [ $RANK = 0 ]; then sleep 0.3; exit 9; fi; sleep 100 & wait; wait`)
 	begin := time.Now()
-	_ = cmd.Run()
-	require.Equal(t, 9, cmd.ProcessState.ExitCode())
-	require.Contains(t, stderr.String(), "1 of 2 ranks (1) are still there after 300ms; killing them")
+	p := theCommand(t, "run", "-n", "2", "-grace", "300ms", "sh", "-c", `trap '' TERM; if [ $RANK = 0 ]; then sleep 0.3; exit 9; fi; sleep 100 & wait; wait`)
+	require.Equal(t, 9, p.Wait())
+	_, errs = p.Output()
+	require.Contains(t, errs, "1 of 2 ranks (1) are still there after 300ms; killing them")
 	require.Less(t, time.Since(begin), 20*time.Second)
 }
 
 // started runs a command with two ranks, and returns when both have come to $READY in the script.
-func started(t *testing.T, grace, script string) (*exec.Cmd, *bytes.Buffer, *bytes.Buffer) {
+func started(t *testing.T, grace, script string) *proctest.Process {
 	t.Helper()
 	dir := t.TempDir()
-	cmd, out, errs := theCommand("run", "-n", "2", "-grace", grace, "sh", "-c", strings.ReplaceAll(script, "$READY", ": >"+dir+"/$RANK"))
-	require.NoError(t, cmd.Start())
+	p := theCommand(t, "run", "-n", "2", "-grace", grace, "sh", "-c", strings.ReplaceAll(script, "$READY", ": >"+dir+"/$RANK"))
 	for _, r := range []string{"0", "1"} {
-		require.Eventually(t, func() bool { return os.Remove(filepath.Join(dir, r)) == nil }, 10*time.Second, time.Millisecond)
+		appears(t, filepath.Join(dir, r))
 	}
-	return cmd, out, errs
+	return p
 }
 
-// codeOf waits for a command that ends soon.
-func codeOf(t *testing.T, cmd *exec.Cmd) int {
+// appears waits for a file.
+func appears(t *testing.T, name string) {
+	t.Helper()
+	require.Eventually(t, func() bool { return os.Remove(name) == nil }, 10*time.Second, time.Millisecond)
+}
+
+// requireEnd waits for a command that ends soon.
+func requireEnd(t *testing.T, p *proctest.Process, code int) (stdout, stderr string) {
 	t.Helper()
 	begin := time.Now()
-	defer time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() }).Stop()
-	_ = cmd.Wait()
+	got := p.Wait()
+	stdout, stderr = p.Output()
+	require.Equal(t, code, got, stderr)
 	require.Less(t, time.Since(begin), 20*time.Second)
-	return cmd.ProcessState.ExitCode()
+	return stdout, stderr
 }
 
 func TestSignalsArePassedOn(t *testing.T) {
@@ -218,26 +225,24 @@ func TestSignalsArePassedOn(t *testing.T) {
 		if s == syscall.SIGHUP && signal.Ignored(s) { // these tests run under nohup
 			continue
 		}
-		cmd, out, errs := started(t, "5s", `trap 'echo got; exit 0' INT TERM HUP QUIT USR1; $READY; while :; do sleep 0.05; done`)
-		require.NoError(t, cmd.Process.Signal(s))
-		require.Zero(t, codeOf(t, cmd), errs.String())
-		require.Equal(t, []string{"[0] got", "[1] got"}, sorted(out.String()))
+		p := started(t, "5s", `trap 'echo got; exit 0' INT TERM HUP QUIT USR1; $READY; while :; do sleep 0.05; done`)
+		p.Signal(s)
+		out, _ := requireEnd(t, p, 0)
+		require.Equal(t, []string{"[0] got", "[1] got"}, sorted(out))
 	}
 
 	// A rank that fails then makes nobody hurry: the other is not signalled again.
-	cmd, out, errs := started(t, "30s", `trap 'echo got; if [ $RANK = 0 ]; then exit 3; fi; end=1' TERM; end=
+	p := started(t, "30s", `trap 'echo got; if [ $RANK = 0 ]; then exit 3; fi; end=1' TERM; end=
 		$READY; while [ -z $end ]; do sleep 0.05; done; for i in 1 2 3 4 5; do sleep 0.1; done`)
-	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
-	require.Equal(t, 3, codeOf(t, cmd))
-	require.Equal(t, []string{"[0] got", "[1] got"}, sorted(out.String()))
-	require.Contains(t, errs.String(), "switchyard: rank 0 exited with code 3\n")
+	p.Signal(syscall.SIGTERM)
+	out, errs := requireEnd(t, p, 3)
+	require.Equal(t, []string{"[0] got", "[1] got"}, sorted(out))
+	require.Contains(t, errs, "switchyard: rank 0 exited with code 3\n")
 
 	// Under nohup a hangup ends nobody.
-	cmd, out, errs = theCommand()
-	cmd.Args = []string{"sh", "-c", `trap '' HUP; exec "$0" run -n 1 sh -c 'kill -HUP $PPID; sleep 0.3; echo still here'`, cmd.Path}
-	cmd.Path = "/bin/sh"
-	require.NoError(t, cmd.Run(), errs.String())
-	require.Equal(t, "[0] still here\n", out.String())
+	p = start(t, proctest.Spec{Via: []string{"sh", "-c", `trap '' HUP; exec "$0" run -n 1 sh -c 'kill -HUP $PPID; sleep 0.3; echo still here'`}})
+	out, _ = requireEnd(t, p, 0)
+	require.Equal(t, "[0] still here\n", out)
 }
 
 func TestRanksThatDoNotEndAreKilled(t *testing.T) {
@@ -257,32 +262,32 @@ func TestRanksThatDoNotEndAreKilled(t *testing.T) {
 			if c.signal == syscall.SIGHUP && signal.Ignored(c.signal) {
 				t.Skip("hangups are ignored here, as under nohup")
 			}
-			cmd, _, errs := started(t, "3s", c.script)
-			require.NoError(t, cmd.Process.Signal(c.signal))
-			require.Equal(t, 128+int(c.signal), codeOf(t, cmd), errs.String())
+			p := started(t, "3s", c.script)
+			p.Signal(c.signal)
+			_, errs := requireEnd(t, p, 128+int(c.signal))
 			require.Equal(t, "switchyard: "+unix.SignalName(c.signal)+" was passed on; 2 of 2 ranks (0, 1) have not ended; "+
 				"they are killed within 3s, and at once by a further SIGINT (Ctrl-C)\n"+
-				"switchyard: 2 of 2 ranks (0, 1) are still there after 3s; killing them\n", errs.String())
+				"switchyard: 2 of 2 ranks (0, 1) are still there after 3s; killing them\n", errs)
 		})
 	}
 
 	// The code of a rank that fails itself is the command's.
-	cmd, _, errs := started(t, "500ms", `if [ $RANK = 0 ]; then trap 'exit 3' TERM; else trap '' TERM; fi; $READY; while :; do sleep 0.05; done`)
-	require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
-	require.Equal(t, 3, codeOf(t, cmd))
-	require.Contains(t, errs.String(), "switchyard: rank 0 exited with code 3\n")
-	require.Contains(t, errs.String(), "switchyard: 1 of 2 ranks (1) are still there after 500ms; killing them\n")
+	p := started(t, "500ms", `if [ $RANK = 0 ]; then trap 'exit 3' TERM; else trap '' TERM; fi; $READY; while :; do sleep 0.05; done`)
+	p.Signal(syscall.SIGTERM)
+	_, errs := requireEnd(t, p, 3)
+	require.Contains(t, errs, "switchyard: rank 0 exited with code 3\n")
+	require.Contains(t, errs, "switchyard: 1 of 2 ranks (1) are still there after 500ms; killing them\n")
 }
 
 func TestSecondInterruptKills(t *testing.T) {
 	t.Parallel() // it only waits
 	for _, first := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM} {
-		cmd, _, errs := started(t, "1h", `trap '' INT TERM; $READY; sleep 100`)
-		require.NoError(t, cmd.Process.Signal(first))
+		p := started(t, "1h", `trap '' INT TERM; $READY; sleep 100`)
+		p.Signal(first)
 		time.Sleep(200 * time.Millisecond)
-		require.NoError(t, cmd.Process.Signal(syscall.SIGINT))
-		require.Equal(t, 128+int(first), codeOf(t, cmd))
-		require.Contains(t, errs.String(), "switchyard: 2 of 2 ranks (0, 1) are still there at a further SIGINT; killing them\n")
+		p.Signal(syscall.SIGINT)
+		_, errs := requireEnd(t, p, 128+int(first))
+		require.Contains(t, errs, "switchyard: 2 of 2 ranks (0, 1) are still there at a further SIGINT; killing them\n")
 	}
 }
 
@@ -293,14 +298,12 @@ func TestNobodyReads(t *testing.T) {
 		nobody, stdout, err := os.Pipe()
 		require.NoError(t, err)
 		dir := t.TempDir()
-		cmd, _, errs := theCommand("run", "-n", "1", "-grace", "1200ms", "sh", "-c", strings.ReplaceAll(script, "$READY", ": >"+dir+"/0"))
-		cmd.Stdout = stdout
-		require.NoError(t, cmd.Start())
-		require.Eventually(t, func() bool { return os.Remove(filepath.Join(dir, "0")) == nil }, 10*time.Second, time.Millisecond)
+		p := start(t, proctest.Spec{Stdout: stdout, Args: []string{"run", "-n", "1", "-grace", "1200ms", "sh", "-c", strings.ReplaceAll(script, "$READY", ": >"+dir+"/0")}})
+		appears(t, filepath.Join(dir, "0"))
 		time.Sleep(200 * time.Millisecond)
-		require.NoError(t, cmd.Process.Signal(syscall.SIGTERM))
-		require.Equal(t, 128+int(syscall.SIGTERM), codeOf(t, cmd))
-		require.Contains(t, errs.String(), "what the ranks printed last is lost: nobody reads it\n")
+		p.Signal(syscall.SIGTERM)
+		_, errs := requireEnd(t, p, 128+int(syscall.SIGTERM))
+		require.Contains(t, errs, "what the ranks printed last is lost: nobody reads it\n")
 		require.NoError(t, nobody.Close())
 		require.NoError(t, stdout.Close())
 	}
@@ -308,8 +311,7 @@ func TestNobodyReads(t *testing.T) {
 
 func TestRanksEndWithTheLauncher(t *testing.T) {
 	dir := t.TempDir()
-	cmd, _, _ := theCommand("run", "-n", "2", "sh", "-c", `echo $$ >`+dir+`/$RANK.new; mv `+dir+`/$RANK.new `+dir+`/$RANK; while :; do sleep 0.05; done`)
-	require.NoError(t, cmd.Start())
+	p := theCommand(t, "run", "-n", "2", "sh", "-c", `echo $$ >`+dir+`/$RANK.new; mv `+dir+`/$RANK.new `+dir+`/$RANK; while :; do sleep 0.05; done`)
 	var pids []int
 	for _, r := range []string{"0", "1"} {
 		var text []byte
@@ -322,8 +324,8 @@ func TestRanksEndWithTheLauncher(t *testing.T) {
 		require.NoError(t, err)
 		pids = append(pids, pid)
 	}
-	require.NoError(t, cmd.Process.Kill())
-	_ = cmd.Wait()
+	p.Signal(syscall.SIGKILL)
+	p.Wait()
 	for _, pid := range pids {
 		require.Eventually(t, func() bool { return !runs(pid) }, 10*time.Second, 10*time.Millisecond)
 	}
