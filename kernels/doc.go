@@ -6,13 +6,16 @@
 //
 // # Protocol
 //
-// Every communicator owns a control block at the same offset of each rank's segment, laid out as its engine likes. An ordered
-// pair of ranks, src to dst, has two kinds of lines in it, each with one writer:
+// Every communicator owns a control block at the same offset of each rank's segment, laid out as its engine likes. An ordered pair of
+// ranks, src to dst, has two kinds of words in the control block of an exchange, and each word has one writer:
 //
-//   - the signal line, in dst's segment, written by src: "chunk k of call e is there, of a message of b bytes";
-//   - credit lines, in src's segment, written by dst: "chunk k of call e may be written to this place, this long".
+//   - src writes signals in dst's segment: "chunk k of call e is there";
+//   - dst writes credits in src's segment: "chunk k of call e may be written to this place".
 //
-// The first word of a line is its sequence number, call epoch and chunk in one ([Seq]). It is written last, with
-// release semantics, and waiting means "at least". It only ever grows, so a line left over from an earlier call, or
-// from a call that failed, can never be taken for a new one.
+// A sequence number holds call and chunk ([Seq]). A rank writes it last, with release semantics, and waits until it is at least the
+// wanted one. It only grows, so what an earlier or failed call left over never counts as new.
+//
+// The host engine keeps a signal or a credit in one line of LineBytes, the sequence number first. The CUDA engine has a signal line for
+// each stripe of a message; a GPU stores 16 bytes at once, so each 16 bytes of its credits carry the number. A dispatch on a GPU counts
+// the calls of each handle by themselves. The opening comments of kernels/host/lanes.go and of the files of kernels/cuda say the rest.
 package kernels

@@ -71,21 +71,21 @@ func TestNothingDependsOnNVML(t *testing.T) {
 }
 
 // floors is the house from the ground up. A package imports only packages of floors below its own, and of its own unit: what a
-// line names is a unit with all packages below it, unless they have a line themselves. The floors are explained in ARCHITECTURE.md.
+// line names is a unit with all packages below it, unless they have a line themselves. make docs copies the table to ARCHITECTURE.md.
 var floors = [][]string{
-	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "internal/proctest", "."}, // what surrounds a process, and what this module is
-	{"internal/shm", "internal/vec", "internal/cuda"},                                                      // memory, arithmetic and the driver, without a word of ranks
-	{"comm", "device"},               // how ranks meet, and where bytes live
-	{"kernels"},                      // what operations are: the language that plans and engines have in common
-	{"kernels/host", "kernels/cuda"}, // how a device does them
-	{"memory"},                       // the symmetric heap, which chooses the engine
-	{"internal/agree"},               // ranks compare what they want
-	{"internal/communicator"},        // the life that communicators share
-	{"alltoallv", "allreduce"},       // what to move, and in which order
-	{"dispatch"},                     // tokens and experts
-	{"stack"},                        // what a worker has on a group
-	{"internal/worldtest", "test"},   // what tests share
-	{"bindings", "cmd", "examples", "device/nvml"}, // programs, and what only programs import
+	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "internal/proctest", "."}, // the process around the library, and the version
+	{"internal/shm", "internal/vec", "internal/cuda"},                                                      // mappings, vector loops, the CUDA driver
+	{"comm", "device"},               // ranks meet; streams and events of a device
+	{"kernels"},                      // the launch language of plans and engines
+	{"kernels/host", "kernels/cuda"}, // the engines, in Go and in CUDA C++
+	{"memory"},                       // the symmetric heap, pool and registration; it chooses the engine
+	{"internal/agree"},               // ranks compare options
+	{"internal/communicator"},        // the life of a communicator
+	{"alltoallv", "allreduce"},       // plans, choice of algorithm, gradient buckets
+	{"dispatch"},                     // MoE routing, expert placement
+	{"stack"},                        // all that a worker opens on a group
+	{"internal/worldtest", "test"},   // tests of several ranks, and of pages
+	{"bindings", "cmd", "examples", "device/nvml"}, // programs, and packages that only programs import
 }
 
 // importers bounds who imports a package beyond what the floors say.
