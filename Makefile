@@ -9,7 +9,7 @@ OLDEST_TORCH := 2.8.0
 # CUDA C++, C++ and C. What is generated is in .clang-format-ignore.
 C_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' '*.c')
 
-.PHONY: build test race bench kernels python python-torch package docs lint fmt
+.PHONY: build test race bench kernels python python-torch python-company package docs lint fmt
 
 build:
 	$(GO) build ./...
@@ -47,6 +47,14 @@ python-torch: $(VENV)/ready
 		$(VENV)-torch/bin/python -c 'import torch; print("torch", torch.__version__)' && \
 		(cd bindings/python && ../../$(VENV)-torch/bin/python -m pytest -q) || exit 1; \
 	done
+
+# The package next to FlashInfer, NCCL EP, xformers, numba and cupy, imported before it and after it, as far as they have packages and can be
+# imported here. Some 8 GB to fetch.
+python-company:
+	rm -rf $(VENV)-company && $(PYTHON) -m venv $(VENV)-company
+	$(VENV)-company/bin/pip install --quiet --disable-pip-version-check --no-cache-dir torch numpy
+	CC=$$(command -v cc || true) $(VENV)-company/bin/pip install --quiet --disable-pip-version-check ./bindings/python
+	$(VENV)-company/bin/python bindings/python/company.py
 
 # Builds the sdist and the wheel into bindings/python/dist, checks them and installs each into a clean environment.
 package: $(VENV)/ready

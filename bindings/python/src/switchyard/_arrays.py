@@ -5,7 +5,20 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from ctypes import POINTER, c_char_p, c_int, c_int64, c_ssize_t, c_uint8, c_uint16, c_uint64, c_void_p, py_object
+from ctypes import (
+    POINTER,
+    PYFUNCTYPE,
+    c_char_p,
+    c_int,
+    c_int64,
+    c_ssize_t,
+    c_uint8,
+    c_uint16,
+    c_uint64,
+    c_void_p,
+    py_object,
+    pythonapi,
+)
 from typing import Any, NamedTuple
 
 from . import errors
@@ -77,7 +90,8 @@ def _packed(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     return True
 
 
-# DLPack
+# DLPack. Functions of the interpreter are called through objects of our own: the attributes of ctypes.pythonapi belong to the
+# whole process, and other libraries set their types.
 
 
 class _DLDevice(ctypes.Structure):
@@ -119,10 +133,8 @@ _DL_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "boo
 _HOST_DEVICES = (1, 3, 11)  # CPU, and host memory that CUDA or ROCm has pinned
 _READ_ONLY = 1
 
-_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_capsule_pointer.restype, _capsule_pointer.argtypes = c_void_p, [py_object, c_char_p]
-_capsule_name = ctypes.pythonapi.PyCapsule_GetName
-_capsule_name.restype, _capsule_name.argtypes = c_char_p, [py_object]
+_capsule_pointer = PYFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", pythonapi))
+_capsule_name = PYFUNCTYPE(c_char_p, py_object)(("PyCapsule_GetName", pythonapi))
 
 
 def _dlpack(x: Any, name: str, write: bool) -> Array | None:
@@ -178,10 +190,8 @@ class _PyBuffer(ctypes.Structure):
 
 
 _FORMATS = {"?": "bool", "e": "float16", "f": "float32", "d": "float64"}
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.restype, _get_buffer.argtypes = c_int, [py_object, POINTER(_PyBuffer), c_int]
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.restype, _release_buffer.argtypes = None, [POINTER(_PyBuffer)]
+_get_buffer = PYFUNCTYPE(c_int, py_object, POINTER(_PyBuffer), c_int)(("PyObject_GetBuffer", pythonapi))
+_release_buffer = PYFUNCTYPE(None, POINTER(_PyBuffer))(("PyBuffer_Release", pythonapi))
 
 
 class _Held:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Callable
-from ctypes import c_char_p, c_void_p, py_object
+from ctypes import PYFUNCTYPE, c_char_p, c_void_p, py_object, pythonapi
 from typing import Any
 
 import torch
@@ -103,8 +102,8 @@ def splittable(x: Tensor, name: str) -> Tensor:
 
 # Tensors on memory that is not torch's.
 
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.restype, _new_capsule.argtypes = py_object, [c_void_p, c_char_p, c_void_p]
+# A function of our own: the attributes of ctypes.pythonapi belong to the whole process, and other libraries set their types.
+_new_capsule = PYFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", pythonapi))
 
 #: DLPack's numbers for the types of what lies in the library's memory.
 _DLPACK = {
