@@ -365,6 +365,33 @@ def test_wrong_arguments(gloo):
     gloo.run(wrong)
 
 
+def averages_of_integers(rank, size):
+    x, many = torch.ones(2, dtype=torch.int32), torch.ones(2 * size, dtype=torch.int32)
+    calls = [
+        lambda: sw.all_reduce(x, "avg"),
+        lambda: sw.all_reduce(x, dist.ReduceOp.AVG, async_op=True),
+        lambda: sw.reduce_scatter_tensor(x, many, "avg"),
+    ]
+    if dist.get_backend() == "switchyard":
+        calls += [
+            lambda: dist.all_reduce(x, dist.ReduceOp.AVG),
+            lambda: dist.reduce(x, 0, dist.ReduceOp.AVG),
+            lambda: dist.reduce_scatter_tensor(x, many, dist.ReduceOp.AVG),
+            lambda: dist.reduce_scatter(x, list(many.split(2)), dist.ReduceOp.AVG),
+        ]
+    for call in calls:
+        with pytest.raises(errors.Unsupported, match="torch.int32 on cpu; op 'avg' takes floats"):
+            call()
+        dist.broadcast(x, 0)  # the process group is as it was
+    sw.all_reduce(x)
+    assert x.tolist() == [size] * 2
+
+
+def test_averages_of_integers_are_refused_before_anything_is_enqueued(gloo, backend):
+    gloo.run(averages_of_integers)
+    backend.run(averages_of_integers)
+
+
 def asynchronous(rank, size):
     x = torch.arange(2.0 * size) + 100 * rank
     ours, theirs = torch.empty(2 * size), torch.empty(2 * size)

@@ -126,8 +126,13 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
         return self._submit(prepare, lambda pg: pg.alltoall_base(target, source, out_sizes, in_sizes), outputs)
 
+    def _refuse_averages(self, call: str, tensors: list[Tensor], opts: Any) -> None:
+        for x in tensors:
+            _torch.refuse_average(self, call, x, _torch.op_name(opts.reduceOp))
+
     def allreduce(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceOptions()
+        self._refuse_averages("allreduce", tensors, opts)
         work = self._reduce_on_gpu(tensors, opts) if len(tensors) == 1 else None
         if work is not None:
             return work
@@ -137,6 +142,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceCoalescedOptions()
+        self._refuse_averages("allreduce_coalesced", tensors, opts)
         work = self._reduce_on_gpu(tensors, opts)
         if work is not None:
             return work
@@ -195,6 +201,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
+        self._refuse_averages("_reduce_scatter_base", [input], opts)
         kind = _torch.kind_of(input, _torch.op_name(opts.reduceOp))
         work = self._scatter_on_gpu([output], [input], [kind], opts)
         if work is not None:
@@ -216,6 +223,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
+        self._refuse_averages("reduce_scatter_tensor_coalesced", inputs, opts)
         kinds = [_torch.kind_of(x, _torch.op_name(opts.reduceOp)) for x in inputs]
         work = self._scatter_on_gpu(outputs, inputs, kinds, opts)
         if work is not None:
@@ -265,8 +273,11 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         return self._wrapped.broadcast(tensors, opts or dist.BroadcastOptions())
 
-    def reduce(self, *arguments, **named):  # type: ignore[no-untyped-def]
-        return self._wrapped.reduce(*arguments, **named)
+    def reduce(self, tensors, opts=None, **named):  # type: ignore[no-untyped-def]
+        if opts is not None:  # else torch's variants with an operator by name, whose backend refuses
+            self._refuse_averages("reduce", tensors, opts)
+            return self._wrapped.reduce(tensors, opts)
+        return self._wrapped.reduce(tensors, **named)
 
     def gather(self, *arguments, **named):  # type: ignore[no-untyped-def]
         return self._wrapped.gather(*arguments, **named)
@@ -278,7 +289,9 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         return self._wrapped.allgather(outputs, inputs, opts or c10d.AllgatherOptions())
 
     def reduce_scatter(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
-        return self._wrapped.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
+        opts = opts or dist.ReduceScatterOptions()
+        self._refuse_averages("reduce_scatter", outputs, opts)
+        return self._wrapped.reduce_scatter(outputs, inputs, opts)
 
     def send(self, tensors, dst, tag=0):  # type: ignore[no-untyped-def]
         return self._wrapped.send(tensors, dst, tag)

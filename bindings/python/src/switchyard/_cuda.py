@@ -55,16 +55,19 @@ def gpu_of(comm: Communicator, pg: Any, device: int) -> Gpu | None:
     try:
         return comm._gpu(device)
     except errors.Unsupported as err:
-        if pg is None or not _has_backend(pg):
+        if not has_backend(pg, torch.device("cuda")):
             raise
         if first and comm.rank == 0:
             warnings.warn(f"switchyard: exchanges of CUDA tensors go to torch: {err}", stacklevel=5)
         return None
 
 
-def _has_backend(pg: Any) -> bool:
+def has_backend(pg: Any, device: torch.device, but: type = type(None)) -> bool:
+    """Whether a process group has a backend for a device that is not of one class."""
+    if pg is None:
+        return False
     try:
-        return pg._get_backend(torch.device("cuda")) is not None
+        return not isinstance(pg._get_backend(device), but)
     except RuntimeError:
         return False
 

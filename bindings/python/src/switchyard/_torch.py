@@ -228,6 +228,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         return torchs(_torchs(group, f"all_reduce of {tensor.layout} {tensor.device.type} tensors"))
     if tensor.is_complex() and how not in ("sum", "avg"):
         raise errors.InvalidArgument(f"switchyard: all_reduce does not support {op} on complex tensors")
+    refuse_average(group, "all_reduce", tensor, how)
     kind = kind_of(tensor, how)
     if kind is None:
         return torchs(_torchs(group, f"all_reduce ({op}) of {tensor.dtype}"))
@@ -237,6 +238,25 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
             return torchs(process_group(group))
         return _cuda.reductions(gpu, [gpu._prepare(reduce, tensor, kind)], [tensor], async_op)
     return _run(group, lambda _: reduce(tensor, kind), torchs, tensor, async_op)
+
+
+def refuse_average(group: Any, call: str, x: Tensor, how: str) -> None:
+    """Refuse averages of integers that would go to gloo: it fails after it has enqueued them. NCCL has them."""
+    if how != "avg" or x.is_floating_point() or x.is_complex():
+        return
+    if x.is_cuda and _cuda.has_backend(process_group(group), x.device, but=dist.ProcessGroupGloo):
+        return
+
+    def refuse() -> Submission:
+        raise errors.Unsupported(
+            f"switchyard: {call}: tensor is {x.dtype} on {x.device}; op 'avg' takes floats there: convert it, or divide the sum"
+        )
+
+    comm, known = find(group)
+    if comm is not None:
+        comm._prepare(refuse)
+    elif known is not None:
+        known.prepare(refuse)
 
 
 def kind_of(x: Tensor, how: str) -> tuple[int, int] | None:
@@ -261,7 +281,9 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
     is_tensor(input, "input")
     if _outside(group, "reduce_scatter_tensor"):
         return None
-    kind = kind_of(input, op_name(op))
+    how = op_name(op)
+    refuse_average(group, "reduce_scatter_tensor", input, how)
+    kind = kind_of(input, how)
 
     def torchs(pg: Any) -> Any:
         return dist.reduce_scatter_tensor(output, input, _torch_op(op), pg, async_op)
