@@ -11,7 +11,7 @@ import (
 // Tokens is what one rank dispatches. Matrices are row by row, without gaps. T is the number of tokens; it may be 0 and differ from
 // rank to rank.
 type Tokens struct {
-	// X is [T, Hidden] of Options.DType.
+	// X is [T, Hidden] of Options.DType, no longer and no shorter.
 	X memory.View
 	// Scales lie beside tokens of Float8E4M3: [T, Hidden/128 rounded up] (or [T, 1]) of float32, or of bytes in int32 words,
 	// the last of which is filled with zeros. Empty for other types.
@@ -49,6 +49,9 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 		return nil, err
 	}
 	o := &d.options
+	if err := d.check("experts", t.Experts, -1, o.IndexType); err != nil {
+		return nil, fmt.Errorf("%w (Options.IndexType)", err)
+	}
 	index := o.IndexType.Size()
 	tokens := int(t.Experts.Len() / (index * int64(o.TopK)))
 	if t.Experts.Len()%(index*int64(o.TopK)) != 0 {
@@ -57,11 +60,8 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 	if tokens > o.MaxTokens {
 		return nil, invalid("%d tokens, Options.MaxTokens is %d", tokens, o.MaxTokens)
 	}
-	if err := d.check("experts", t.Experts, -1, index); err != nil {
-		return nil, err
-	}
 	if t.Weights.Len() > 0 {
-		if err := d.check("weights", t.Weights, 4*int64(tokens)*int64(o.TopK), 4); err != nil {
+		if err := d.check("weights", t.Weights, 4*int64(tokens)*int64(o.TopK), kernels.Float32); err != nil {
 			return nil, err
 		}
 	}
@@ -89,11 +89,19 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 
 // checkX refuses rows and scales of tokens that are not what they should be.
 func (d *Dispatcher) checkX(x, scales memory.View, tokens int) error {
-	if err := d.checkTokens("x", x, tokens, d.options.DType); err != nil {
+	t := d.options.DType
+	if err := d.checkRows("x", x, t); err != nil {
 		return err
 	}
+	if need := int64(tokens) * int64(d.moe.Hidden) * t.Size(); x.Len() != need {
+		return invalid("x has %d bytes, %d tokens of %d x %v need %d", x.Len(), tokens, d.moe.Hidden, t, need)
+	}
 	if d.options.DType == kernels.Float8E4M3 {
-		return d.check("scales", scales, 4*int64(tokens)*int64(d.moe.ScaleWords()), 4)
+		t := kernels.Float32
+		if d.options.ScaleFormat != 0 {
+			t = kernels.Int32 // bytes, four in a word
+		}
+		return d.check("scales", scales, 4*int64(tokens)*int64(d.moe.ScaleWords()), t)
 	}
 	if scales.Len() > 0 {
 		return invalid("there are scales beside tokens of %v", d.options.DType)
@@ -220,14 +228,14 @@ func (d *Dispatcher) combine(
 	if err != nil {
 		return err
 	}
-	if err := d.check(names[2], o.Weights, -1, 4); err != nil {
+	if err := d.check(names[2], o.Weights, -1, kernels.Float32); err != nil {
 		return err
 	}
 	if w != GivenWeights && o.Weights.Len() > 0 && kind == kernels.CombineOp && o.SumWeights.Len() == 0 && h.tokens > 0 {
 		return invalid("there are weights, but CombineOptions.Weighting is %v and there are no SumWeights", w)
 	}
 	if o.SumWeights.Len() > 0 {
-		if err := d.check(names[3], o.SumWeights, 4*int64(h.tokens)*int64(d.options.TopK), 4); err != nil {
+		if err := d.check(names[3], o.SumWeights, 4*int64(h.tokens)*int64(d.options.TopK), kernels.Float32); err != nil {
 			return err
 		}
 	}
@@ -239,7 +247,7 @@ func (d *Dispatcher) combine(
 		}
 	}
 	if n := d.moe.Groups(d.moe.Rank); o.Ready.Len() > 0 {
-		if err := d.check("ready", o.Ready, 4*int64(n), 4); err != nil {
+		if err := d.check("ready", o.Ready, 4*int64(n), kernels.Int32); err != nil {
 			return err
 		}
 	}
@@ -284,13 +292,13 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 	case w != GivenWeights && o.Weights.Len() > 0:
 		return invalid("there are weights, but CombineOptions.Weighting is %v", w)
 	}
-	if err := d.check("weights", o.Weights, -1, 4); err != nil {
+	if err := d.check("weights", o.Weights, -1, kernels.Float32); err != nil {
 		return err
 	}
 	if n := int64(h.tokens) * int64(d.options.TopK); dWeights.Len() > 0 && w == DispatchedWeights && dWeights.Len() != 4*n {
 		return invalid("dWeights has %d bytes, %d tokens with top-%d have %d weights", dWeights.Len(), h.tokens, d.options.TopK, n)
 	}
-	if err := d.check("dWeights", dWeights, -1, 4); err != nil {
+	if err := d.check("dWeights", dWeights, -1, kernels.Float32); err != nil {
 		return err
 	}
 	sum := d.options.CombineDType

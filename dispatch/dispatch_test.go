@@ -269,7 +269,7 @@ func TestOverflowIsAnErrorOnEveryRank(t *testing.T) {
 func TestDifferentCallsAreAnErrorOnEveryRank(t *testing.T) {
 	local(t, 3, func(r *rank) {
 		d := r.dispatcher(small(dispatch.Options{}))
-		h1, x, _, _ := dispatchSmall(r, d, nil, 3)
+		h1, _, _, _ := dispatchSmall(r, d, nil, 3)
 		h2, _, _, _ := dispatchSmall(r, d, nil, 3)
 		odd := r.Group.Rank() == 2
 		var order *kernels.OrderError
@@ -293,7 +293,7 @@ func TestDifferentCallsAreAnErrorOnEveryRank(t *testing.T) {
 		require.ErrorContains(r, err, "rank 2 in combine with dispatched weights of dispatch 2")
 
 		if odd {
-			_, err = d.Dispatch(nil, tokens(x, nil, nil))
+			_, err = d.Dispatch(nil, tokens(none, nil, nil))
 		} else {
 			err = d.CombineBackward(nil, h1.Rows(), numbers(make([]float32, 6)), rowsFor(3), h1.Rows(), h1, plain)
 		}
@@ -365,7 +365,13 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 			{dispatch.Tokens{X: x, Experts: memory.Device(1<<20, 8)}, dispatch.ErrInvalid, "experts is not host memory"},
 			{dispatch.Tokens{X: x, Experts: odd.Slice(0, 8)}, dispatch.ErrInvalid, "experts is not aligned to its elements of 4 bytes"},
 			{dispatch.Tokens{X: odd, Experts: numbers([]int32{0, 1})}, dispatch.ErrInvalid, "x is not aligned to its elements of 4 bytes"},
-			{dispatch.Tokens{X: x, Experts: numbers([]int32{0, 1}), Scales: rowsFor(1)}, dispatch.ErrInvalid, "there are scales beside tokens of float32"},
+			{dispatch.Tokens{X: rowsFor(1), Experts: numbers([]int32{0, 1}), Scales: rowsFor(1)}, dispatch.ErrInvalid, "there are scales beside tokens of float32"},
+			{tokens(rowsFor(2), []int32{0, 1}, two), dispatch.ErrInvalid, "x has 32 bytes, 1 tokens of 4 x float32 need 16"},
+			{dispatch.Tokens{X: x}, dispatch.ErrInvalid, "x has 128 bytes, 0 tokens of 4 x float32 need 0 (experts has 0 tokens"},
+			{tokens(memory.Wrap(make([]float64, 4)), []int32{0, 1}, two), dispatch.ErrInvalid, "x has elements of float64, want float32"},
+			{tokens(memory.Wrap(make([]memory.BFloat16, 4)), []int32{0, 1}, two), dispatch.ErrInvalid, "x has elements of bfloat16, want float32"},
+			{dispatch.Tokens{X: x, Experts: memory.Wrap([]int64{0, 1})}, dispatch.ErrInvalid, "experts has elements of int64, want int32 (Options.IndexType)"},
+			{dispatch.Tokens{X: x, Experts: memory.Wrap([]int32{0, 1}), Weights: memory.Wrap([]float64{1})}, dispatch.ErrInvalid, "weights has elements of float64, want float32"},
 		} {
 			_, err := d.Dispatch(nil, c.Tokens)
 			require.ErrorIs(r, err, c.is)
@@ -373,7 +379,7 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 		}
 
 		h, _, _, _ := dispatchSmall(r, d, nil, 2)
-		_, err = d.Dispatch(nil, tokens(x, nil, nil))
+		_, err = d.Dispatch(nil, tokens(none, nil, nil))
 		require.ErrorIs(r, err, dispatch.ErrNoHandle)
 		require.ErrorContains(r, err, "all 1 are alive")
 
@@ -381,6 +387,8 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 		require.ErrorIs(r, d.Combine(nil, x, h.Rows(), foreign, plain), dispatch.ErrReleased)
 		require.ErrorContains(r, d.Combine(nil, rowsFor(1), h.Rows(), h, plain), "y has 16 bytes, 2 tokens of 4 x float32 need 32")
 		require.ErrorContains(r, d.Combine(nil, h.Rows(), h.Rows(), h, plain), "overlap")
+		require.ErrorContains(r, d.Combine(nil, memory.Wrap(make([]float64, 8)), h.Rows(), h, plain), "y has elements of float64, want float32")
+		require.Panics(r, func() { memory.Of[int64](h.Counts()) }, "counts are int32")
 		require.ErrorIs(r, d.Combine(nil, x, freed.View(), h, plain), memory.ErrFreed)
 		require.ErrorContains(r, d.DispatchBackward(nil, rowsFor(1), none, h.Rows(), none, h), "dx has 16 bytes")
 		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), numbers(two), x, h.Rows(), h, plain), "dWeights has 8 bytes, 2 tokens with top-2 have 4 weights")
@@ -403,7 +411,7 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 		ready := dispatch.CombineOptions{Ready: numbers(two)}
 		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), none, x, h.Rows(), h, ready), "takes no options but")
 		require.ErrorContains(r, d.Redispatch(nil, h, rowsFor(1), none), "x has 16 bytes")
-		require.ErrorContains(r, d.Redispatch(nil, h, h.Rows(), none), "overlap")
+		require.ErrorContains(r, d.Redispatch(nil, h, h.Rows().Slice(0, 32), none), "overlap")
 		require.ErrorIs(r, d.DispatchReceive(nil, h), dispatch.ErrHalf)
 		require.ErrorIs(r, d.CombineReceive(nil, h), dispatch.ErrHalf)
 		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), numbers(make([]float32, 4)), rowsFor(1), h.Rows(), h, plain), "dy has 16 bytes")
@@ -419,7 +427,7 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 		require.NoError(r, other.Close(r.Ctx))
 		require.NoError(r, d.Close(r.Ctx))
 		require.NoError(r, d.Close(r.Ctx))
-		_, err = d.Dispatch(nil, tokens(x, nil, nil))
+		_, err = d.Dispatch(nil, tokens(none, nil, nil))
 		require.ErrorIs(r, err, dispatch.ErrClosed)
 	})
 }

@@ -172,6 +172,10 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 		v.sources, h.Sources = c.cut(sources)
 		v.scales, h.Scales = c.cut(4 * m.Rows * int64(m.ScaleWords()))
 		v.rows, h.Rows = c.cut(m.Rows * m.RowBytes())
+		for _, of32 := range []*memory.View{&v.counts, &v.offsets, &v.rankCounts, &v.landed, &v.sources} {
+			*of32 = memory.As[int32](*of32)
+		}
+		v.indices, v.weights = memory.As[int64](v.indices), memory.As[float32](v.weights)
 		_, h.Staging = c.cut(l.Staging)
 		if c.heap != nil {
 			d.trim(h, v)
@@ -318,9 +322,9 @@ func (d *Dispatcher) ready(h *Handle, half bool) error {
 	return nil
 }
 
-// check refuses a view that is not memory of the device, does not have so many bytes (a negative number: any) or is not aligned
-// for its elements.
-func (d *Dispatcher) check(name string, v memory.View, want, element int64) error {
+// check refuses a view that is not memory of the device, does not have want bytes (a negative number: any), is known to consist of
+// other elements than those of t, or is not aligned for them.
+func (d *Dispatcher) check(name string, v memory.View, want int64, t kernels.DType) error {
 	if err := v.Valid(); err != nil {
 		return fmt.Errorf("dispatch: %s: %w", name, err)
 	}
@@ -330,11 +334,14 @@ func (d *Dispatcher) check(name string, v memory.View, want, element int64) erro
 	if !d.c.Heap.Serves(v) {
 		return invalid("%s is not %v memory", name, d.c.Heap.Device().Kind())
 	}
+	if !v.Holds(t) {
+		return invalid("%s has elements of %s, want %v", name, v.Element(), t)
+	}
 	if want >= 0 && v.Len() != want {
 		return invalid("%s has %d bytes, want %d", name, v.Len(), want)
 	}
-	if v.Ptr()%uintptr(element) != 0 {
-		return invalid("%s is not aligned to its elements of %d bytes", name, element)
+	if v.Ptr()%uintptr(t.Size()) != 0 {
+		return invalid("%s is not aligned to its elements of %d bytes", name, t.Size())
 	}
 	return nil
 }
@@ -350,7 +357,7 @@ func (d *Dispatcher) checkTokens(name string, v memory.View, tokens int, t kerne
 
 // checkRows is check for a buffer of rows of any number. A GPU moves them by 16 bytes.
 func (d *Dispatcher) checkRows(name string, v memory.View, t kernels.DType) error {
-	if err := d.check(name, v, -1, t.Size()); err != nil {
+	if err := d.check(name, v, -1, t); err != nil {
 		return err
 	}
 	if d.c.Heap.Device().Kind() != device.HostKind && v.Ptr()%16 != 0 {

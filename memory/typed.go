@@ -3,9 +3,11 @@ package memory
 import (
 	"fmt"
 	"math"
+	"reflect"
 
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/vec"
+	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // The floating-point types that Go lacks, by their bits. The method Float32() float32 of each is the number: ToBFloat16(f).Float32().
@@ -31,12 +33,82 @@ type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~uint32 | ~int32 | ~uint64 | ~int64 | ~float32 | ~float64
 }
 
+// element is of what a View is known to consist. The zero value: of nothing in particular, such as bytes.
+type element struct {
+	size  uint8         // in bytes
+	dtype kernels.DType // Uint8 for integers of 16 bits, which may hold numbers of a type that Go lacks
+}
+
+func elementOf[T Element]() element {
+	switch any(*new(T)).(type) {
+	case Float16:
+		return element{2, kernels.Float16}
+	case BFloat16:
+		return element{2, kernels.BFloat16}
+	case Float8E4M3:
+		return element{1, kernels.Float8E4M3}
+	case Float8E5M2:
+		return element{1, kernels.Float8E5M2}
+	}
+	switch reflect.TypeFor[T]().Kind() {
+	case reflect.Int16, reflect.Uint16:
+		return element{2, kernels.Uint8}
+	case reflect.Int32, reflect.Uint32:
+		return element{4, kernels.Int32}
+	case reflect.Int64, reflect.Uint64:
+		return element{8, kernels.Int64}
+	case reflect.Float32:
+		return element{4, kernels.Float32}
+	case reflect.Float64:
+		return element{8, kernels.Float64}
+	}
+	return element{}
+}
+
+// unlike reports whether numbers of one element cannot be read as the other: both are known, longer than a byte, and differ in size.
+func (e element) unlike(o element) bool { return e.size > 1 && o.size > 1 && e.size != o.size }
+
+func (e element) String() string {
+	switch {
+	case e.size == 0:
+		return "bytes"
+	case e.size == 2 && e.dtype == kernels.Uint8:
+		return "int16"
+	}
+	return e.dtype.String()
+}
+
+// As is v with its elements known to be T, as those of Wrap are. A slice of it has the same elements.
+func As[T Element](v View) View {
+	v.elem = elementOf[T]()
+	return v
+}
+
+// Element says of what v is known to consist: "int64" for one, and "bytes" where nothing is known.
+func (v View) Element() string { return v.elem.String() }
+
+// Holds reports whether v may consist of elements of type t. Integers of 16 bits may be of any type of that size, and so may memory of
+// which nothing is known.
+func (v View) Holds(t kernels.DType) bool {
+	switch e := v.elem; {
+	case e.size == 0:
+		return true
+	case e.dtype == kernels.Uint8:
+		return int64(e.size) == t.Size()
+	default:
+		return e.dtype == t
+	}
+}
+
 // Of is the memory of v as a slice of T, in the machine's byte order; it shares v's bytes and ends where v ends. Of memory
 // of a GPU it is nil, like Bytes. It panics when the bytes are not a whole number of T, or do not begin at a multiple of its
-// size, as a slice expression does that is out of range.
+// size, as a slice expression does that is out of range, and when the elements of v are known to be of another size.
 func Of[T Element](v View) []T {
 	b := v.Bytes()
 	size := shm.SizeOf[T]()
+	if e := elementOf[T](); v.elem.unlike(e) {
+		panic(fmt.Sprintf("memory: a view of %v, which have %d bytes, is not made of %T, which have %d bytes", v.elem, v.elem.size, *new(T), size))
+	}
 	if len(b)%size != 0 || shm.Addr(b)%uintptr(size) != 0 {
 		panic(fmt.Sprintf("memory: a view of %d bytes at address %#x is not made of %T, which have %d bytes", len(b), shm.Addr(b), *new(T), size))
 	}
@@ -44,7 +116,7 @@ func Of[T Element](v View) []T {
 }
 
 // Wrap is a view of the elements of s, which is Go memory and stays alive with the view. See Host.
-func Wrap[T Element](s []T) View { return Host(shm.Bytes(s)) }
+func Wrap[T Element](s []T) View { return As[T](Host(shm.Bytes(s))) }
 
 // Matrix is rows of equal length, one after the other: tokens by their hidden size, for one. It is a small value; copies
 // share the elements. The zero Matrix has no rows.
@@ -72,17 +144,20 @@ func AllocMatrix[T Element](h *Heap, rows, cols int) (Matrix[T], error) {
 	if err != nil {
 		return Matrix[T]{}, err
 	}
-	return Matrix[T]{rows: rows, cols: cols, data: Of[T](b.View()), view: b.View(), buffer: b}, nil
+	return Matrix[T]{rows: rows, cols: cols, data: Of[T](b.View()), view: As[T](b.View()), buffer: b}, nil
 }
 
-// MatrixOf is v as rows of cols elements each, sharing v's memory. A length that is not a whole number of rows, and an address
-// that is not a multiple of T's size, are an ErrInvalid.
+// MatrixOf is v as rows of cols elements each, sharing v's memory. A length that is not a whole number of rows, an address
+// that is not a multiple of T's size, and elements that are known to be of another size are an ErrInvalid.
 func MatrixOf[T Element](v View, cols int) (Matrix[T], error) {
 	size := int64(shm.SizeOf[T]())
+	if e := elementOf[T](); v.elem.unlike(e) {
+		return Matrix[T]{}, fmt.Errorf("memory: a view of %v, which have %d bytes, has no rows of %T, which have %d: %w", v.elem, v.elem.size, *new(T), size, ErrInvalid)
+	}
 	if cols < 1 || v.Len()%(int64(cols)*size) != 0 || v.Ptr()%uintptr(size) != 0 {
 		return Matrix[T]{}, fmt.Errorf("memory: %d bytes at address %#x are not rows of %d %T: %w", v.Len(), v.Ptr(), cols, *new(T), ErrInvalid)
 	}
-	return Matrix[T]{rows: int(v.Len() / (int64(cols) * size)), cols: cols, data: Of[T](v), view: v}, nil
+	return Matrix[T]{rows: int(v.Len() / (int64(cols) * size)), cols: cols, data: Of[T](v), view: As[T](v)}, nil
 }
 
 // Rows is the number of rows.

@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 func TestOfAndWrap(t *testing.T) {
@@ -28,6 +30,42 @@ func TestOfAndWrap(t *testing.T) {
 	require.Panics(t, func() { Of[float32](v.Slice(1, 4)) }, "misaligned")
 	require.Panics(t, func() { Of[int64](v.Slice(4, 8)) }, "misaligned for longer numbers")
 	require.NotPanics(t, func() { Of[int8](v.Slice(1, 3)) })
+}
+
+// A view that says what it consists of is not read as numbers of another size.
+func TestElementsAreKnown(t *testing.T) {
+	v := Wrap([]int64{1, -1})
+	require.Equal(t, "int64", v.Element())
+	require.PanicsWithValue(t, "memory: a view of int64, which have 8 bytes, is not made of int32, which have 4 bytes", func() { Of[int32](v.Slice(0, 8)) })
+	require.Equal(t, []uint64{1, math.MaxUint64}, Of[uint64](v))
+	require.Len(t, Of[uint8](v), 16)
+	_, err := MatrixOf[float32](v, 2)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.ErrorContains(t, err, "a view of int64, which have 8 bytes, has no rows of float32, which have 4")
+
+	for _, c := range []struct {
+		v      View
+		is     string
+		holds  []kernels.DType
+		cannot []kernels.DType
+	}{
+		{Host(make([]byte, 8)), "bytes", []kernels.DType{kernels.Uint8, kernels.Int32, kernels.Float64}, nil},
+		{Wrap(make([]byte, 8)), "bytes", []kernels.DType{kernels.Float8E5M2, kernels.Int64}, nil},
+		{Wrap(make([]int32, 2)), "int32", []kernels.DType{kernels.Int32}, []kernels.DType{kernels.Float32, kernels.Int64, kernels.Uint8}},
+		{Wrap(make([]uint16, 2)), "int16", []kernels.DType{kernels.Float16, kernels.BFloat16}, []kernels.DType{kernels.Float32, kernels.Float8E4M3}},
+		{Wrap(make([]BFloat16, 2)), "bfloat16", []kernels.DType{kernels.BFloat16}, []kernels.DType{kernels.Float16}},
+		{Wrap(make([]Float8E4M3, 2)), "float8_e4m3", []kernels.DType{kernels.Float8E4M3}, []kernels.DType{kernels.Float8E5M2}},
+		{NewMatrix[float64](1, 2).View(), "float64", []kernels.DType{kernels.Float64}, []kernels.DType{kernels.Float32, kernels.Int64}},
+		{As[float32](Device(4096, 8)).Slice(4, 4), "float32", []kernels.DType{kernels.Float32}, []kernels.DType{kernels.Int32}},
+	} {
+		require.Equal(t, c.is, c.v.Element())
+		for _, d := range c.holds {
+			require.True(t, c.v.Holds(d), "%s holds %v", c.is, d)
+		}
+		for _, d := range c.cannot {
+			require.False(t, c.v.Holds(d), "%s holds %v", c.is, d)
+		}
+	}
 }
 
 func hex(p uintptr) string {

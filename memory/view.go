@@ -20,6 +20,8 @@ type View struct {
 	ptr uintptr // the address, on other devices
 	off int64   // from the start of own
 	n   int64
+
+	elem element // of what the memory is known to consist
 }
 
 // region is memory with an owner.
