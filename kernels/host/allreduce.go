@@ -104,9 +104,7 @@ func (x *reducing) run(p *port, c *ReduceChannels, a *kernels.Reduction) error {
 	if failed.Load() != 0 {
 		return kernels.ErrFailed
 	}
-	count := e.word(x.me, c.Epoch())
-	x.epoch = count.Load() + 1
-	count.Store(x.epoch)
+	x.epoch = e.count(c.Epoch())
 	x.w.begin(p, x, p.call(a, c.Epoch(), x.epoch), a.Timeout)
 	if c.Size == 1 {
 		move(a.Dst.Mem, a.Src.Mem)
@@ -182,14 +180,7 @@ func (x *reducing) enter(l *link, src, dst int64, seq uint64) {
 	x.e.word(l.peer, line+entryShape).Store(c.Shape)
 	x.e.word(l.peer, line+entrySrc).Store(uint64(src + 1))
 	x.e.word(l.peer, line+entryDst).Store(uint64(dst + 1))
-	x.post(l, l.myEntry, seq)
-}
-
-// post writes a sequence number at a peer.
-func (x *reducing) post(l *link, w *atomic.Uint64, seq uint64) {
-	x.e.at(signalling, l.peer)
-	w.Store(seq)
-	x.e.ring(l.peer)
+	x.e.signal(l.peer, l.myEntry, seq)
 }
 
 // meet reads the entry lines that have come. Every rank reads all of them, so that a disagreement is known everywhere.
@@ -231,17 +222,6 @@ func (x *reducing) meetAll() error {
 	}
 }
 
-// await waits until the peer has written seq.
-func (x *reducing) await(l *link, w *atomic.Uint64, seq uint64) error {
-	for w.Load() < seq {
-		if err := x.w.idle(l.peer); err != nil {
-			return x.e.fail(l.peer, x.a.Call.Collective.String(), x.epoch, err)
-		}
-	}
-	x.w.busy()
-	return nil
-}
-
 // pace is called after every pass of a polling loop.
 func (x *reducing) pace(moved bool) error {
 	if moved {
@@ -250,7 +230,7 @@ func (x *reducing) pace(moved bool) error {
 	}
 	late := x.late()
 	if err := x.w.idle(late); err != nil {
-		return x.e.fail(late, x.a.Call.Collective.String(), x.epoch, err)
+		return x.w.fail(late, err)
 	}
 	return nil
 }

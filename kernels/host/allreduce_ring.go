@@ -27,14 +27,14 @@ func (x *reducing) ring() error {
 			}
 			var in, out []byte
 			if t > 0 {
-				if err := x.await(prev, prev.entry, kernels.Seq(x.epoch, sent)); err != nil {
+				if err := x.w.until(prev.peer, prev.entry, kernels.Seq(x.epoch, sent)); err != nil {
 					return err
 				}
 				in = x.e.space.Range(x.me, c.Slot(prev.peer, sent), c.SlotBytes)
 			}
 			if t < steps {
 				if emptied := sent + 1 - c.Slots; emptied > 0 {
-					if err := x.await(next, next.progress, kernels.Seq(x.epoch, emptied)); err != nil {
+					if err := x.w.until(next.peer, next.progress, kernels.Seq(x.epoch, emptied)); err != nil {
 						return err
 					}
 				}
@@ -42,11 +42,11 @@ func (x *reducing) ring() error {
 			}
 			x.step(gather, k, in, out)
 			if t > 0 {
-				x.post(prev, prev.myProgress, kernels.Seq(x.epoch, sent))
+				x.e.signal(prev.peer, prev.myProgress, kernels.Seq(x.epoch, sent))
 			}
 			if t < steps {
 				sent++
-				x.post(next, next.myEntry, kernels.Seq(x.epoch, sent))
+				x.e.signal(next.peer, next.myEntry, kernels.Seq(x.epoch, sent))
 			}
 		}
 	}
@@ -54,7 +54,7 @@ func (x *reducing) ring() error {
 		return nil
 	}
 	// What the next rank has not read yet belongs to this call.
-	return x.await(next, next.progress, kernels.Seq(x.epoch, sent))
+	return x.w.until(next.peer, next.progress, kernels.Seq(x.epoch, sent))
 }
 
 // step handles chunk k of one slice. in is what came from the previous rank, nil in the first step; out is the next

@@ -65,7 +65,7 @@ func (x *reducing) twoShot() error {
 				if pushes {
 					x.push(l)
 				}
-				x.post(l, l.myEntry, kernels.Seq(x.epoch, l.sent))
+				x.e.signal(l.peer, l.myEntry, kernels.Seq(x.epoch, l.sent))
 				moved = true
 			}
 			left += l.chunks - l.taken
@@ -163,7 +163,7 @@ func (x *reducing) tell(k int) {
 	for i := range x.links {
 		l := &x.links[i]
 		if k == x.mine || c.Reduces() && l.src < 0 || c.Gathers() && l.dst < 0 {
-			x.post(l, l.myProgress, kernels.Seq(x.epoch, k))
+			x.e.signal(l.peer, l.myProgress, kernels.Seq(x.epoch, k))
 		}
 	}
 }

@@ -127,8 +127,7 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 	e, c := p.e, &f.c
 	x.e, x.f, x.c, x.a = e, f, c, a
 	me := e.space.Rank
-	count := e.word(me, c.Epoch())
-	x.epoch = count.Load() + 1
+	x.epoch = e.count(c.Epoch())
 	var refused *kernels.SplitsError
 	if a.Splits.Bytes > 0 {
 		refused = x.readSplits()
@@ -138,7 +137,6 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 	if x.window = a.Schedule.Window; x.window <= 0 {
 		x.window = c.Size
 	}
-	count.Store(x.epoch)
 	x.w.begin(p, x, p.call(a, c.Epoch(), x.epoch), a.Timeout)
 	if refused != nil {
 		return x.refuse(refused)
@@ -182,7 +180,7 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 		late := x.late()
 		if err := x.w.idle(late); err != nil {
 			x.withdraw()
-			return x.e.fail(late, a.Operation(), x.epoch, err)
+			return x.w.fail(late, err)
 		}
 		if x.w.polls%pollsPerLook == 0 {
 			x.lookForMismatch()
@@ -244,7 +242,7 @@ func (x *exchange) refuse(why *kernels.SplitsError) error {
 			order = order[1:]
 			x.w.busy()
 		} else if err := x.w.idle(p); err != nil {
-			return x.e.fail(p, "alltoallv", x.epoch, err)
+			return x.w.fail(p, err)
 		}
 	}
 	return why
@@ -326,11 +324,9 @@ func (x *exchange) postCredit(h *half, k int, at, n uint64) {
 
 // signal tells the receiver of h how far the message is.
 func (x *exchange) signal(h *half, seq uint64) {
-	x.e.at(signalling, h.peer)
 	line := x.c.Signal(x.epoch, x.e.space.Rank)
 	x.e.word(h.peer, line+kernels.LineTotal).Store(uint64(h.total))
-	h.seq.Store(seq)
-	x.e.ring(h.peer)
+	x.e.signal(h.peer, h.seq, seq)
 }
 
 // begin does what a send can do without its receiver: whole messages of the modes without credit, an announcement of
@@ -365,9 +361,7 @@ func (x *exchange) sendPacket(h *half) {
 		}
 		x.e.word(h.peer, at+8+8*i).Store(v | flag)
 	}
-	x.e.at(signalling, h.peer)
-	x.e.word(h.peer, at).Store(uint64(h.total) | flag)
-	x.e.ring(h.peer)
+	x.e.signal(h.peer, x.e.word(h.peer, at), uint64(h.total)|flag)
 }
 
 // recvPacket reports whether the whole packet is there, and stores it.

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
@@ -90,6 +91,22 @@ func (w *waiter) control(peer int) error {
 		return nil
 	}
 	return fmt.Errorf("%w: rank %d waits in %s, which this rank has not made; this is %v, call %d of its kind", comm.ErrMismatch, peer, call, w.call.op, w.call.epoch)
+}
+
+// fail is the error of a wait for peer that has ended without success. It names that peer, or the one that this peer waits for itself, or the
+// reason for which the group gave up.
+func (w *waiter) fail(peer int, err error) error {
+	op, epoch := w.call.op.String(), w.call.epoch
+	if errors.Is(err, comm.ErrAborted) {
+		if why := w.e.why(); why != nil {
+			err = why
+		}
+		return fmt.Errorf("kernels: %s call %d: %w", op, epoch, err)
+	}
+	if l, ok := err.(*lateError); ok {
+		peer = l.rank
+	}
+	return &comm.PeerError{Rank: peer, Op: op, Epoch: epoch, Err: err}
 }
 
 // doing says what can be seen of a peer that has not come.

@@ -95,14 +95,13 @@ var dispatchScratch = sync.Pool{New: func() any { return new(meeting) }}
 
 // meeting is a launch (see lanes) as one rank goes through it.
 type meeting struct {
-	e       *Engine
-	m       *kernels.MoE
-	lanes   *lanes
-	call    *kernels.MoECall
-	r       *routing
-	h       *kernels.MoEHandle
-	w       waiter
-	waiting []int32 // peers whose line is not there yet
+	e     *Engine
+	m     *kernels.MoE
+	lanes *lanes
+	call  *kernels.MoECall
+	r     *routing
+	h     *kernels.MoEHandle
+	w     waiter
 
 	counts  []int32  // [ranks, slots + ranks], of a dispatch
 	base    []int64  // the first row of this rank in every slot, or on every rank
@@ -154,9 +153,7 @@ type notice struct {
 
 // begin counts the call.
 func (m *meeting) begin() {
-	count := m.e.word(m.e.space.Rank, m.lanes.epoch())
-	m.r.epoch = count.Load() + 1
-	count.Store(m.r.epoch)
+	m.r.epoch = m.e.count(m.lanes.epoch())
 	m.w.call.epoch = m.r.epoch
 }
 
@@ -167,9 +164,9 @@ func (m *meeting) meet(n notice, arrived func(src int)) (failed, err error) {
 	n.handle = uint64(m.call.Handle)
 	m.r.notices = sized(m.r.notices, size)
 	m.r.notices[me] = n
-	line := m.lanes.notice(m.r.epoch, me)
+	line, notices := m.lanes.notice(m.r.epoch, me), lines{&m.w, m.lanes.notice(m.r.epoch, 0)}
 	for i := 1; i < size; i++ {
-		p := (me + i) % size
+		p := e.peer(i)
 		for _, w := range [...]struct {
 			at    int64
 			value uint64
@@ -179,9 +176,9 @@ func (m *meeting) meet(n notice, arrived func(src int)) (failed, err error) {
 		} {
 			e.word(p, line+w.at).Store(w.value)
 		}
-		m.post(p, line)
+		notices.signal(p)
 	}
-	err = m.await(m.lanes.notice(m.r.epoch, 0), func(src int) {
+	err = m.await(notices, func(src int) {
 		at := m.lanes.notice(m.r.epoch, src)
 		m.r.notices[src] = notice{
 			call: e.word(me, at+noticeCall).Load(), read: e.word(me, at+noticeRead).Load(), write: e.word(me, at+noticeWrite).Load(),
@@ -229,62 +226,31 @@ func (m *meeting) verdict() error {
 	return nil
 }
 
-// post publishes a line that this rank has written to p.
-func (m *meeting) post(p int, line int64) {
-	m.e.word(p, line+kernels.LineSeq).Store(kernels.LastSeq(m.r.epoch))
-	m.e.ring(p)
-}
-
 // peer is the handle that rank p uses in this call.
 func (m *meeting) peer(p int) *kernels.MoEHandle { return &m.m.Handles[m.r.notices[p].handle] }
 
 // finish tells all ranks that this one is through with their segments, and waits until all are through with its own.
 func (m *meeting) finish() error {
-	me := m.e.space.Rank
 	for i := 1; i < m.e.space.Size; i++ {
-		p := (me + i) % m.e.space.Size
-		m.post(p, m.lanes.done(m.peer(p), me))
+		p := m.e.peer(i)
+		m.done(m.peer(p)).signal(p)
 	}
-	return m.await(m.lanes.done(m.h, 0), nil)
+	return m.await(m.done(m.h), nil)
 }
 
-// await returns when every peer has written its line of this call, the first of which is given. arrived, when set, is
-// told of each as it comes.
-func (m *meeting) await(first int64, arrived func(src int)) error {
-	e, n := m.e, m.e.space.Size
-	m.waiting = m.waiting[:0]
-	for i := 1; i < n; i++ {
-		m.waiting = append(m.waiting, int32((e.space.Rank+i)%n))
-	}
-	for len(m.waiting) > 0 {
-		left := m.waiting[:0]
-		for _, p := range m.waiting {
-			if e.word(e.space.Rank, first+int64(p)*kernels.LineBytes+kernels.LineSeq).Load() < kernels.LastSeq(m.r.epoch) {
-				left = append(left, p)
-				continue
-			}
-			if m.w.polls > 0 {
-				m.waited(int(p), time.Since(m.w.since))
-			}
-			if arrived != nil {
-				arrived(int(p))
-			}
-		}
-		moved := len(left) < len(m.waiting)
-		m.waiting = left
-		if moved {
-			m.w.busy()
-			continue
-		}
-		if err := m.w.idle(int(m.waiting[0])); err != nil {
-			return m.gaveUp(int(m.waiting[0]), err)
-		}
-	}
-	return nil
-}
+// done is the row of done lines of a handle.
+func (m *meeting) done(h *kernels.MoEHandle) lines { return lines{&m.w, m.lanes.done(h, 0)} }
 
-func (m *meeting) gaveUp(peer int, err error) error {
-	return m.e.fail(peer, m.call.Op.String(), m.r.epoch, err)
+// await waits for a line of every peer, and counts for how long. arrived, if set, is called for each as it comes.
+func (m *meeting) await(l lines, arrived func(src int)) error {
+	return l.awaitAll(func(p int) {
+		if m.w.polls > 0 {
+			m.waited(p, time.Since(m.w.since))
+		}
+		if arrived != nil {
+			arrived(p)
+		}
+	})
 }
 
 // The counters, see kernels.MoE.CounterWords.

@@ -449,7 +449,7 @@ func (m *meeting) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t in
 		}
 		idleFor = waitFor
 		if err := m.w.idle(waitFor); err != nil {
-			return m.gaveUp(waitFor, err)
+			return m.w.fail(waitFor, err)
 		}
 	}
 	return nil

@@ -46,10 +46,10 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 	m.scatter(a)
 	me := m.m.Rank
 	for i := 1; i < m.m.Ranks; i++ {
-		p := (me + i) % m.m.Ranks
-		line := m.lanes.done(m.peer(p), me)
-		m.e.word(p, line+doneTwins).Store(uint64(m.outlets[p].twins))
-		m.post(p, line)
+		p := m.e.peer(i)
+		h := m.peer(p)
+		m.e.word(p, m.lanes.done(h, me)+doneTwins).Store(uint64(m.outlets[p].twins))
+		m.done(h).signal(p)
 	}
 	m.r.unreceived = true
 	return nil
@@ -104,7 +104,7 @@ func (m *meeting) receive(a *kernels.Dispatch) error {
 
 // received waits for the rows of all peers.
 func (m *meeting) received(arrived func(src int)) error {
-	err := m.await(m.lanes.done(m.h, 0), arrived)
+	err := m.await(m.done(m.h), arrived)
 	m.r.unreceived = err != nil
 	return err
 }

@@ -1,14 +1,11 @@
 package host
 
 import (
-	"errors"
-	"fmt"
 	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -77,20 +74,6 @@ func (e *Engine) Interrupt() {
 // word is a 64-bit word of rank p's segment.
 func (e *Engine) word(p int, off int64) *atomic.Uint64 {
 	return shm.Word(e.space.Mem, int64(p)*e.space.Stride+off)
-}
-
-// fail names the peer that a wait was for, or the one that this peer waits for itself, or the reason for which the group gave up.
-func (e *Engine) fail(peer int, op string, epoch uint64, err error) error {
-	if errors.Is(err, comm.ErrAborted) {
-		if why := e.why(); why != nil {
-			err = why
-		}
-		return fmt.Errorf("kernels: %s call %d: %w", op, epoch, err)
-	}
-	if l, ok := err.(*lateError); ok {
-		peer = l.rank
-	}
-	return &comm.PeerError{Rank: peer, Op: op, Epoch: epoch, Err: err}
 }
 
 // task carries a launch through a stream.

@@ -51,7 +51,8 @@ type waiter struct {
 	sleeper   kernels.Sleeper
 	entered   bool
 	doorbell  uint32
-	awaits    uint32 // what this rank's word of whom it waits for says, as far as this wait knows
+	waiting   []int32 // peers whose line is not there yet
+	awaits    uint32  // what this rank's word of whom it waits for says, as far as this wait knows
 }
 
 // sizer says what a call exchanges with a peer, in words; nothing where that is not known.
