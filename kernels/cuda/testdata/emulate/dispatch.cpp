@@ -2,7 +2,18 @@
 // every number.
 //
 //	emulate SEED ROUNDS
-#include SW_KERNELS
+#include "../../internal/cuda/layout/args.h"
+
+// Blocks have fewer threads than on a GPU, so that a run is short.
+#define SW_MOE_THREADS 128
+#define SW_MOE_FEW_THREADS 128
+#define SW_MOE_FEW_SUM_THREADS 96
+#define SW_MOE_SUM_THREADS 64
+#define SW_MOE_PASS_THREADS 64
+#define SW_MOE_SUM_PASS_THREADS 96
+#define SW_MOE_PASS_PART 512
+
+#include "dispatch.cu"
 
 #include "fibers.h"
 

@@ -2,10 +2,12 @@
 // orders of threads, and checks every byte.
 //
 //	emulate SEED ROUNDS
-#include "allreduce.cu"
 #define main emulate_allreduce
 #include "allreduce.cpp"
 #undef main
+
+#define SW_MULTICAST_THREADS 224
+#include "multicast.cu"
 
 namespace {
 
