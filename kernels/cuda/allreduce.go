@@ -16,7 +16,7 @@ type reductionKernels struct {
 
 // reductions are the launches of one communicator. It is a family.
 type reductions struct {
-	c         kernels.ReduceChannels
+	c         *kernels.ReduceChannels
 	offset    int64
 	k         *reductionKernels
 	multicast *multicastKernels // nil without Multicast
@@ -34,30 +34,34 @@ const (
 	maxReduceChunk   = 64 << 10
 )
 
-// reductionDefaults are for a rank that can have so many blocks. Where Blocks says more, it is as many.
-func reductionDefaults(c *kernels.ReduceChannels, blocks int) {
+func newReductions(c *kernels.ReduceChannels, offset int64) *reductions {
+	return &reductions{c: c, offset: offset, args: make([]byte, multicastArgsBytes)}
+}
+
+// defaults take a block on each multiprocessor at most, also where Blocks says more.
+func (x *reductions) defaults(multiprocessors int) {
+	c := x.c
 	c.OneShotBytes = kernels.Default(c.OneShotBytes, max(reducePacketRoom/int64(max(c.Size, 2)), minReducePackets))
-	c.Blocks = max(1, min(int(kernels.Default(int64(c.Blocks), maxReduceBlocks)), blocks))
+	c.Blocks = max(1, min(int(kernels.Default(int64(c.Blocks), maxReduceBlocks)), multiprocessors))
 	c.DefaultSlots(reduceSlots, reduceStaging, maxReduceChunk, 2*c.Size*c.Blocks)
 }
 
-func newReductions(f *kernels.ReduceChannels, offset int64, size int) (*reductions, error) {
-	x := &reductions{c: *f, offset: offset, args: make([]byte, multicastArgsBytes)}
-	switch c := &x.c; {
-	case c.Size != size:
-		return nil, fmt.Errorf("kernels: allreduce: channels of %d ranks on a heap of %d", c.Size, size)
+func (x *reductions) check(ranks int) error {
+	switch c := x.c; {
+	case c.Size != ranks:
+		return fmt.Errorf("kernels: allreduce: channels of %d ranks on a heap of %d", c.Size, ranks)
 	case c.Blocks < 1 || c.OneShotBytes < 0:
-		return nil, fmt.Errorf("kernels: allreduce: channels %+v", *c)
+		return fmt.Errorf("kernels: allreduce: channels %+v", *c)
 	case c.Slots < 2 || c.Slots > reduceMaxSlots:
-		return nil, fmt.Errorf("kernels: allreduce: %d slots: the CUDA engine has 2 to %d", c.Slots, reduceMaxSlots)
+		return fmt.Errorf("kernels: allreduce: %d slots: the CUDA engine has 2 to %d", c.Slots, reduceMaxSlots)
 	case c.SlotBytes < tileBytes || c.SlotBytes%tileBytes != 0 || c.SlotBytes > 1<<30:
-		return nil, fmt.Errorf("kernels: allreduce: slots of %d bytes: those of the CUDA engine have a multiple of %d, at most %d", c.SlotBytes, tileBytes, 1<<30)
+		return fmt.Errorf("kernels: allreduce: slots of %d bytes: those of the CUDA engine have a multiple of %d, at most %d", c.SlotBytes, tileBytes, 1<<30)
 	}
-	return x, nil
+	return nil
 }
 
 func (x *reductions) block() reduceBlock {
-	c := &x.c
+	c := x.c
 	return layReduceBlock(x.offset, int64(c.Size), int64(c.Blocks), int64(c.Slots), c.SlotBytes, c.OneShotBytes)
 }
 
@@ -82,12 +86,12 @@ func (*reductions) fault(f *faultWords, me int) error {
 }
 
 func (x *reductions) load(e *Engine) (err error) {
-	if x.k, err = loadOnce(e, &e.reductions); err != nil {
+	if x.k, err = loadOnce[reductionKernels](e); err != nil {
 		return err
 	}
 	n := min(x.k.small, x.k.limit)
 	if x.c.Multicast {
-		if x.multicast, err = loadOnce(e, &e.multicast); err != nil {
+		if x.multicast, err = loadOnce[multicastKernels](e); err != nil {
 			return err
 		}
 		n = min(n, x.multicast.limit)
@@ -99,7 +103,7 @@ func (x *reductions) load(e *Engine) (err error) {
 }
 
 func (k *reductionKernels) load(e *Engine) (err error) {
-	if err = e.loadModule(allreduceImage, entry{"allreduce_packet", &k.packet}, entry{"allreduce", &k.reduce}); err != nil {
+	if err = e.loadModule("allreduce", entry{"allreduce_packet", &k.packet}, entry{"allreduce", &k.reduce}); err != nil {
 		return err
 	}
 	if k.limit, err = e.blocks(k.reduce, reduceThreads, 0); err != nil {
@@ -131,7 +135,7 @@ func (x *reductions) add(p *port, op kernels.Operation) error {
 }
 
 func (x *reductions) validate(a *kernels.Reduction) error {
-	c := &x.c
+	c := x.c
 	if len(a.Bounds) != c.Size+1 {
 		return fmt.Errorf("kernels: allreduce: %d bounds for %d ranks", len(a.Bounds), c.Size)
 	}
@@ -166,7 +170,7 @@ func (x *reductions) interval(a *kernels.Reduction, cycles float64) uint32 {
 
 // encode writes a launch's arguments, and behind them those that only multicast has.
 func (x *reductions) encode(p *port, a *kernels.Reduction) {
-	c, space, es := &x.c, &p.e.space, a.Call.DType.Size()
+	c, space, es := x.c, &p.e.space, a.Call.DType.Size()
 	call := uint32(a.Call.Word())
 	if a.Algorithm == kernels.OneShot && a.Call.Collective == kernels.AllReduce {
 		call |= reduceOneShot << 24

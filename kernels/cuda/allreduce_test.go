@@ -14,10 +14,10 @@ func TestReductionDefaultsFitTheirBounds(t *testing.T) {
 	for size := 1; size <= maxRanks; size++ {
 		for _, blocks := range []int{1, 3, 66, 132} {
 			c := kernels.ReduceChannels{Size: size}
-			reductionDefaults(&c, blocks)
+			x := newReductions(&c, 4096)
+			x.defaults(blocks)
 			require.Equal(t, min(blocks, maxReduceBlocks), c.Blocks)
-			x, err := newReductions(&c, 4096, size)
-			require.NoError(t, err)
+			require.NoError(t, x.check(size))
 			l := x.layout()
 			staging := 2 * int64(size*c.Blocks*c.Slots) * c.SlotBytes
 			require.Equal(t, staging, l.Bytes-l.Zero)
@@ -25,19 +25,19 @@ func TestReductionDefaultsFitTheirBounds(t *testing.T) {
 				require.LessOrEqual(t, staging, int64(reduceStaging))
 			}
 			d := c
-			reductionDefaults(&d, blocks) // what is set stays
+			newReductions(&d, 4096).defaults(blocks) // what is set stays
 			require.Equal(t, c, d)
 		}
 	}
 	c := kernels.ReduceChannels{Size: 2, OneShotBytes: -1, Blocks: 500}
-	reductionDefaults(&c, 132)
+	newReductions(&c, 0).defaults(132)
 	require.Zero(t, c.OneShotBytes)
 	require.Equal(t, 132, c.Blocks)
 }
 
 func TestReductionChannelsThatGPUsCannotHaveAreRefused(t *testing.T) {
 	good := kernels.ReduceChannels{Size: 2}
-	reductionDefaults(&good, 132)
+	newReductions(&good, 0).defaults(132)
 	for says, change := range map[string]func(c *kernels.ReduceChannels){
 		"heap of 2":     func(c *kernels.ReduceChannels) { c.Size = 3 },
 		"channels {":    func(c *kernels.ReduceChannels) { c.Blocks = 0 },
@@ -46,15 +46,14 @@ func TestReductionChannelsThatGPUsCannotHaveAreRefused(t *testing.T) {
 	} {
 		c := good
 		change(&c)
-		_, err := newReductions(&c, 0, 2)
-		require.ErrorContains(t, err, says)
+		require.ErrorContains(t, newReductions(&c, 0).check(2), says)
 	}
 }
 
 func TestReductionsThatCannotRunAreRefused(t *testing.T) {
 	c := kernels.ReduceChannels{Size: 2, OneShotBytes: 1000, Slots: 2, SlotBytes: 4096, Blocks: 8}
-	x, err := newReductions(&c, 0, 2)
-	require.NoError(t, err)
+	x := newReductions(&c, 0)
+	require.NoError(t, x.check(2))
 	good := kernels.Reduction{Channels: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.Float32, Count: 250},
 		Algorithm: kernels.OneShot, Packets: true, Bounds: []int64{0, 125, 250}, Blocks: 8, Launched: kernels.Launched{Timeout: time.Second}}
 	require.NoError(t, x.validate(&good))
@@ -78,8 +77,8 @@ func TestReductionsThatCannotRunAreRefused(t *testing.T) {
 
 func TestMulticastThatCannotRunIsRefused(t *testing.T) {
 	c := kernels.ReduceChannels{Size: 2, OneShotBytes: 1000, Slots: 2, SlotBytes: 4096, Blocks: 8, Multicast: true}
-	x, err := newReductions(&c, 0, 2)
-	require.NoError(t, err)
+	x := newReductions(&c, 0)
+	require.NoError(t, x.check(2))
 	good := kernels.Reduction{Channels: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.BFloat16, Count: 500},
 		Algorithm: kernels.TwoShot, Multicast: kernels.BlockPipeline, Bounds: []int64{0, 250, 500}, Blocks: 3, Launched: kernels.Launched{Timeout: time.Second}}
 	require.NoError(t, x.validate(&good))

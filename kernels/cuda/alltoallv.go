@@ -39,8 +39,13 @@ const (
 	packetWarps     = 4
 )
 
-// exchangeDefaults are for Stripes that are set. Packets take the place of eager messages.
-func exchangeDefaults(c *kernels.Channels) {
+func newExchanges(c *kernels.Channels, offset int64) *exchanges {
+	return &exchanges{c: channels{c, offset}, args: make([]byte, copyArgsBytes)}
+}
+
+// defaults are for Stripes that are set. Packets take the place of eager messages.
+func (x *exchanges) defaults(int) {
+	c := x.c.Channels
 	packets := int64(512 << 10)
 	if c.Size > 4 {
 		packets = 255 << 10 // 2 MiB in equal parts of 256 KiB are faster by a ring
@@ -49,15 +54,14 @@ func exchangeDefaults(c *kernels.Channels) {
 	c.DefaultSlots(8, 128<<20, 128<<10, c.Size*max(c.Stripes, 1))
 }
 
-func newExchanges(f *kernels.Channels, offset int64, size int) (*exchanges, error) {
-	x := &exchanges{c: channels{*f, offset}, args: make([]byte, copyArgsBytes)}
+func (x *exchanges) check(ranks int) error {
 	switch c := &x.c; {
-	case c.Size != size:
-		return nil, fmt.Errorf("kernels: alltoallv: channels of %d ranks on a heap of %d", c.Size, size)
+	case c.Size != ranks:
+		return fmt.Errorf("kernels: alltoallv: channels of %d ranks on a heap of %d", c.Size, ranks)
 	case c.Stripes < 1 || c.Slots < 1 || c.SlotBytes < 128 || c.SlotBytes%128 != 0 || c.PacketBytes < 0:
-		return nil, fmt.Errorf("kernels: alltoallv: channels %+v", c.Channels)
+		return fmt.Errorf("kernels: alltoallv: channels %+v", *c.Channels)
 	}
-	return x, nil
+	return nil
 }
 
 func (x *exchanges) layout() kernels.Layout {
@@ -86,7 +90,7 @@ func (*exchanges) fault(f *faultWords, me int) error {
 }
 
 func (x *exchanges) load(e *Engine) (err error) {
-	if x.k, err = loadOnce(e, &e.exchanges); err != nil {
+	if x.k, err = loadOnce[exchangeKernels](e); err != nil {
 		return err
 	}
 	if n := sharedBytes(&x.c, min(x.c.Stripes, x.k.limit), recvThreads); n > x.k.shared {
@@ -96,7 +100,7 @@ func (x *exchanges) load(e *Engine) (err error) {
 }
 
 func (k *exchangeKernels) load(e *Engine) (err error) {
-	if err = e.loadModule(alltoallvImage, entry{"alltoallv_packet", &k.packet}, entry{"alltoallv", &k.exchange},
+	if err = e.loadModule("alltoallv", entry{"alltoallv_packet", &k.packet}, entry{"alltoallv", &k.exchange},
 		entry{"alltoallv_open", &k.opens}, entry{"alltoallv_close", &k.closes}, entry{"alltoallv_own", &k.own}); err != nil {
 		return err
 	}

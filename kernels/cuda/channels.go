@@ -7,7 +7,7 @@ import "github.com/switchyard-moe/switchyard/kernels"
 // A message above PacketBytes is cut into at most so many Stripes. A stripe is a message of its own, with its own signals and
 // staging, served by one block of each rank, so that blocks never wait for each other.
 type channels struct {
-	kernels.Channels
+	*kernels.Channels
 	offset int64
 }
 

@@ -33,7 +33,6 @@ type sumKernels struct {
 // dispatches are the launches of one dispatcher. It is a family.
 type dispatches struct {
 	m    *kernels.MoE
-	size int
 	k    *dispatchKernels
 	args []byte
 }
@@ -41,16 +40,22 @@ type dispatches struct {
 // moeFixedShared is more than the kernels have beside what is asked for at launch.
 const moeFixedShared = 28 << 10
 
-func newDispatches(m *kernels.MoE, size int) (*dispatches, error) {
-	switch {
-	case m.Ranks != size:
-		return nil, fmt.Errorf("kernels: dispatch: %d ranks on a heap of %d", m.Ranks, size)
+func newDispatches(m *kernels.MoE) *dispatches {
+	return &dispatches{m: m, args: make([]byte, moeArgsBytes)}
+}
+
+func (*dispatches) defaults(int) {}
+
+func (x *dispatches) check(ranks int) error {
+	switch m := x.m; {
+	case m.Ranks != ranks:
+		return fmt.Errorf("kernels: dispatch: %d ranks on a heap of %d", m.Ranks, ranks)
 	case m.RowBytes()%16 != 0 || m.TokenBytes()%16 != 0 || m.SumBytes()%16 != 0:
-		return nil, fmt.Errorf("kernels: dispatch: %d elements of %v, %v and %v: rows of GPUs are multiples of 16 bytes", m.Hidden, m.TokenType, m.RowType, m.SumType)
+		return fmt.Errorf("kernels: dispatch: %d elements of %v, %v and %v: rows of GPUs are multiples of 16 bytes", m.Hidden, m.TokenType, m.RowType, m.SumType)
 	case m.Quantizes() && m.Scales.Block != 128 && m.TokenBytes() > 128<<10:
-		return nil, fmt.Errorf("kernels: dispatch: tokens of %d bytes with one scale: at most %d on a GPU", m.TokenBytes(), 128<<10)
+		return fmt.Errorf("kernels: dispatch: tokens of %d bytes with one scale: at most %d on a GPU", m.TokenBytes(), 128<<10)
 	}
-	return &dispatches{m: m, size: size, args: make([]byte, moeArgsBytes)}, nil
+	return nil
 }
 
 // controls are the places of what a fault leaves behind: each handle counts its calls by itself.
@@ -88,7 +93,7 @@ func (*dispatches) hit(err error, handles []int) error {
 }
 
 func (x *dispatches) load(e *Engine) (err error) {
-	x.k, err = loadOnce(e, &e.dispatches)
+	x.k, err = loadOnce[dispatchKernels](e)
 	return err
 }
 
@@ -105,7 +110,7 @@ func (k *dispatchKernels) load(e *Engine) error {
 				entry{"combine_few_" + suffix, &s.few[0]}, entry{"combine_few_by_expert_" + suffix, &s.few[1]})
 		}
 	}
-	if err := e.loadModule(dispatchImage, entries...); err != nil {
+	if err := e.loadModule("dispatch", entries...); err != nil {
 		return err
 	}
 	k.shared = e.maxShared - moeFixedShared

@@ -165,7 +165,7 @@ func (l *moeCall) send(rowBytes int64, quantises bool) error {
 
 // interval is how many cycles a warp has for a part that crosses, where so many warps share what a link carries.
 func (l *moeCall) interval(bytes, warps int64, rate float64) uint32 {
-	if l.size == 1 || l.p.e.sharers > 1 {
+	if l.m.Ranks == 1 || l.p.e.sharers > 1 {
 		return 0
 	}
 	return uint32(min(float64(bytes*warps)/rate*l.p.e.cycles, 1<<24))

@@ -1,18 +1,8 @@
 package cuda
 
-import _ "embed"
+import "embed"
 
-//go:embed allreduce.fatbin
-var allreduceImage []byte
-
-//go:embed alltoallv.fatbin
-var alltoallvImage []byte
-
-//go:embed dispatch.fatbin
-var dispatchImage []byte
-
-//go:embed multicast.fatbin
-var multicastImage []byte
-
-//go:embed manifest.json
-var manifestText []byte
+// images are the kernels of each family, compiled. One that make kernels has not built yet is not there, and its family cannot be opened.
+//
+//go:embed *.fatbin
+var images embed.FS

@@ -23,11 +23,7 @@ type Engine struct {
 
 	mu      sync.Mutex
 	modules []cuda.Module
-	// The kernels of each family, once they are loaded.
-	exchanges  *exchangeKernels
-	dispatches *dispatchKernels
-	reductions *reductionKernels
-	multicast  *multicastKernels
+	kernels []any // those of each family that loadOnce has loaded, of a type of their own
 
 	portsMu     sync.Mutex // never held while the driver is called
 	ports       map[*port]bool
@@ -92,6 +88,10 @@ func (e *Engine) Interrupt() {
 // family is what the engine has for one communicator: the layout of its control block, and how its operations are put
 // together.
 type family interface {
+	// defaults fills in what the bounds leave open, for a rank that has so many multiprocessors.
+	defaults(multiprocessors int)
+	// check says what of the bounds the engine cannot do on a heap of so many ranks. The methods below come after it.
+	check(ranks int) error
 	layout() kernels.Layout
 	// controls are the places of the struct sw_controls that launches leave faults in; offset is that of the control block.
 	controls(offset int64) []int64
@@ -105,35 +105,41 @@ type family interface {
 	load(e *Engine) error
 }
 
-// familyOf is the table of families. offset is that of the control block.
-func (e *Engine) familyOf(f kernels.Family, offset int64) (family, error) {
-	if e.space.Size > maxRanks {
-		return nil, fmt.Errorf("kernels: %d ranks: the CUDA engine serves 1 to %d", e.space.Size, maxRanks)
-	}
+// familyOf is the table of families, nil for one that is not in it. offset is that of the control block.
+func familyOf(f kernels.Family, offset int64) family {
 	switch f := f.(type) {
 	case *kernels.Channels:
-		return newExchanges(f, offset, e.space.Size)
-	case *kernels.MoE:
-		return newDispatches(f, e.space.Size)
+		return newExchanges(f, offset)
 	case *kernels.ReduceChannels:
-		return newReductions(f, offset, e.space.Size)
+		return newReductions(f, offset)
+	case *kernels.MoE:
+		return newDispatches(f)
 	}
-	return nil, fmt.Errorf("kernels: the CUDA engine has no %s", f.Family())
+	return nil
+}
+
+// checked is the family of bounds that the engine can do.
+func (e *Engine) checked(f kernels.Family, offset int64) (family, error) {
+	x := familyOf(f, offset)
+	switch {
+	case x == nil:
+		return nil, fmt.Errorf("kernels: the CUDA engine has no %s", f.Family())
+	case e.space.Size > maxRanks:
+		return nil, fmt.Errorf("kernels: %d ranks: the CUDA engine serves 1 to %d", e.space.Size, maxRanks)
+	}
+	return x, x.check(e.space.Size)
 }
 
 // Defaults are those of GPUs.
 func (e *Engine) Defaults(f kernels.Family) {
-	switch c := f.(type) {
-	case *kernels.Channels:
-		exchangeDefaults(c)
-	case *kernels.ReduceChannels:
-		reductionDefaults(c, e.multiprocessors/e.sharers)
+	if x := familyOf(f, 0); x != nil {
+		x.defaults(e.multiprocessors / e.sharers)
 	}
 }
 
 // Layout tells the size of a communicator's control block.
 func (e *Engine) Layout(f kernels.Family) (kernels.Layout, error) {
-	x, err := e.familyOf(f, 0)
+	x, err := e.checked(f, 0)
 	if err != nil {
 		return kernels.Layout{}, err
 	}
@@ -142,7 +148,7 @@ func (e *Engine) Layout(f kernels.Family) (kernels.Layout, error) {
 
 // Open makes a port. It loads the family's kernels, which can wait for running ones.
 func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
-	x, err := e.familyOf(f, offset)
+	x, err := e.checked(f, offset)
 	if err != nil {
 		return nil, err
 	}
@@ -167,23 +173,26 @@ func (e *Engine) Close() error {
 	for _, m := range e.modules {
 		err = errors.Join(err, e.ctx.UnloadModule(m))
 	}
-	e.modules, e.exchanges, e.dispatches, e.reductions, e.multicast = nil, nil, nil, nil, nil
+	e.modules, e.kernels = nil, nil
 	return err
 }
 
-// loadOnce is a family's kernels, which the engine holds in held once they are loaded. e.mu is held.
+// loadOnce is the kernels of type K, which are loaded for the first family that wants them. e.mu is held.
 func loadOnce[K any, P interface {
 	*K
 	load(e *Engine) error
-}](e *Engine, held *P) (P, error) {
-	if *held == nil {
-		k := P(new(K))
-		if err := k.load(e); err != nil {
-			return nil, err
+}](e *Engine) (P, error) {
+	for _, held := range e.kernels {
+		if k, ok := held.(P); ok {
+			return k, nil
 		}
-		*held = k
 	}
-	return *held, nil
+	k := P(new(K))
+	if err := k.load(e); err != nil {
+		return nil, err
+	}
+	e.kernels = append(e.kernels, k)
+	return k, nil
 }
 
 // entry is a kernel of a fatbin, by its name.
@@ -192,8 +201,12 @@ type entry struct {
 	f    *cuda.Function
 }
 
-// loadModule loads a family's fatbin and finds its kernels. e.mu is held.
-func (e *Engine) loadModule(image []byte, kernels ...entry) error {
+// loadModule loads the fatbin of this name and finds kernels in it. e.mu is held.
+func (e *Engine) loadModule(name string, kernels ...entry) error {
+	image, err := images.ReadFile(name + ".fatbin")
+	if err != nil {
+		return fmt.Errorf("%w: make kernels builds it", err)
+	}
 	m, err := e.ctx.LoadModule(image)
 	if err != nil {
 		return err

@@ -1,7 +1,6 @@
 package cuda
 
 import (
-	_ "embed"
 	"encoding/binary"
 	"errors"
 	"flag"
@@ -18,9 +17,6 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
-
-//go:embed verify.fatbin
-var verifyImage []byte
 
 var (
 	oneGPU      = flag.Bool("one-gpu", false, "put all ranks on GPU 0")
@@ -92,7 +88,7 @@ func newWorld(t testing.TB, size int, segment int64, family kernels.Channels) *w
 		t.Skip(err)
 	}
 	family.Size = size
-	c := channels{family, kernels.HeaderBytes}
+	c := channels{&family, kernels.HeaderBytes}
 	w.ch = &c
 	w.heap = kernels.AlignUp(c.offset+c.bytes(), 1<<21)
 	w.stride = kernels.AlignUp(w.heap+segment, 1<<21)
@@ -117,7 +113,7 @@ func newWorld(t testing.TB, size int, segment int64, family kernels.Channels) *w
 		require.NoError(t, k.ctx.SynchronizeStream(k.s))
 		k.e, err = New(k.ctx, kernels.Space{Base: w.base, Stride: w.stride, Rank: r, Size: size}, (size+len(all)-1)/len(all), func() error { return nil })
 		require.NoError(t, err)
-		p, err := k.e.Open(&c.Channels, c.offset)
+		p, err := k.e.Open(c.Channels, c.offset)
 		require.NoError(t, err)
 		k.p = p.(*port)
 		if *cooperative {
@@ -129,7 +125,9 @@ func newWorld(t testing.TB, size int, segment int64, family kernels.Channels) *w
 		if *local {
 			k.e.flags &^= cuda.RemoteDomain
 		}
-		k.verify, err = k.ctx.LoadModule(verifyImage)
+		image, err := images.ReadFile("verify.fatbin")
+		require.NoError(t, err)
+		k.verify, err = k.ctx.LoadModule(image)
 		require.NoError(t, err)
 		k.fill, err = k.ctx.Function(k.verify, "fill")
 		require.NoError(t, err)

@@ -17,7 +17,7 @@ func (k *multicastKernels) load(e *Engine) (err error) {
 	if e.space.Multicast == 0 {
 		return fmt.Errorf("the heap has no multicast addresses")
 	}
-	if err = e.loadModule(multicastImage, entry{"allreduce_multicast_warps", &k.warps}, entry{"allreduce_multicast_blocks", &k.blocks}); err != nil {
+	if err = e.loadModule("multicast", entry{"allreduce_multicast_warps", &k.warps}, entry{"allreduce_multicast_blocks", &k.blocks}); err != nil {
 		return err
 	}
 	if k.limit, err = e.blocks(k.warps, multicastThreads, 0); err != nil {
@@ -39,7 +39,7 @@ func (k *multicastKernels) kernel(p kernels.Pipeline) cuda.Function {
 const multicastSteps = 3
 
 func (x *reductions) validateMulticast(a *kernels.Reduction) error {
-	lines, c := int64(a.Blocks), &x.c
+	lines, c := int64(a.Blocks), x.c
 	switch a.Multicast {
 	case kernels.NoMulticast:
 		return nil

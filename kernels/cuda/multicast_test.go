@@ -29,10 +29,10 @@ func TestTheKernelsOfMulticastLoad(t *testing.T) {
 	e, err := New(c, kernels.Space{Size: 2}, 1, func() error { return nil })
 	require.NoError(t, err)
 	defer func() { require.NoError(t, e.Close()) }()
-	_, err = loadOnce(e, &e.multicast)
+	_, err = loadOnce[multicastKernels](e)
 	require.ErrorContains(t, err, "no multicast addresses")
 	e.space.Multicast = 1 << 30
-	k, err := loadOnce(e, &e.multicast)
+	k, err := loadOnce[multicastKernels](e)
 	require.NoError(t, err)
 	require.NotZero(t, k.warps)
 	require.NotZero(t, k.blocks)

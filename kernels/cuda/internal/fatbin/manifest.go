@@ -9,11 +9,16 @@ import (
 	"io/fs"
 	"path"
 	"slices"
+	"strings"
 )
 
-// Families are the kernel families: <name>.cu is compiled to <name>.fatbin.
-func Families() []string {
-	return []string{"allreduce", "alltoallv", "dispatch", "multicast", "verify"}
+// Families are the sources <name>.cu in the folder of the kernels, each of which is compiled to <name>.fatbin next to it.
+func Families(folder fs.FS) ([]string, error) {
+	names, err := fs.Glob(folder, "*.cu")
+	for i, name := range names {
+		names[i] = strings.TrimSuffix(name, ".cu")
+	}
+	return names, err
 }
 
 // Flags are nvcc's, the same for all families: machine code for Ampere, Hopper and Blackwell, and PTX for what comes

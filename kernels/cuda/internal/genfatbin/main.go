@@ -39,7 +39,11 @@ func run(root string) error {
 	if m.NVCC, err = version(nvcc); err != nil {
 		return err
 	}
-	for _, name := range fatbin.Families() {
+	families, err := fatbin.Families(os.DirFS(dir))
+	if err != nil {
+		return err
+	}
+	for _, name := range families {
 		out := name + ".fatbin"
 		args := append(fatbin.Flags(), "-o", out, name+".cu")
 		c := exec.Command(nvcc, args...)
