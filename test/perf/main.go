@@ -47,7 +47,7 @@ type config struct {
 	NoSMs       bool
 	Table       string
 	Of          string
-	TuneSMs     []int
+	EachSMs     []int // of tune and dispatch
 	TuneRates   []float64
 	Quick       bool
 	EagerLaunch bool
@@ -202,6 +202,7 @@ func run(ctx context.Context, args []string) error {
 		fs.IntVar(&c.Experts, "experts", 8, "on the host: experts in all")
 		fs.IntVar(&c.TopK, "topk", 2, "on the host: experts a token")
 		fs.BoolVar(&c.All, "all", false, "on cuda: other lengths of rows, numbers of experts and tokens, skew, and multiprocessors, too")
+		fs.StringVar(&sms, "sms", "", "on cuda: numbers of multiprocessors, comma separated, that every case runs with (0: the default) in place of its own")
 		fs.StringVar(&c.Only, "only", "", "on cuda: a regular expression that picks cases by their names, such as 'low latency, .* 128 tokens'")
 	}
 	if err := fs.Parse(args[1:]); err != nil {
@@ -244,10 +245,10 @@ func run(ctx context.Context, args []string) error {
 			continue
 		}
 		n, err := strconv.Atoi(s)
-		if err != nil || n < 1 {
+		if err != nil || n < 0 || n == 0 && c.Op == "tune" {
 			return fmt.Errorf("-sms: %q is not a number of multiprocessors", s)
 		}
-		c.TuneSMs = append(c.TuneSMs, n)
+		c.EachSMs = append(c.EachSMs, n)
 	}
 	for s := range strings.SplitSeq(rates, ",") {
 		if s == "" {

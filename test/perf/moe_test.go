@@ -76,3 +76,20 @@ func TestMoEBytesOverTheLink(t *testing.T) {
 	require.InDelta(t, 4080, link, 20) // of 4096 tokens nearly each goes to the other rank
 	require.InDelta(t, 2*4080, all, 40)
 }
+
+// A list of multiprocessors takes the place of each case's own, and no case runs twice.
+func TestCasesWithEachNumberOfMultiprocessors(t *testing.T) {
+	names := func(c config) (names []string) {
+		cases, err := casesOf(c)
+		require.NoError(t, err)
+		for _, k := range cases {
+			names = append(names, k.name())
+		}
+		return names
+	}
+	const flat = "throughput, bf16, flat, 4096 tokens, hidden 7168, top-8 of 256 uniform, "
+	require.Equal(t, []string{flat + "default SMs", flat + "all SMs"}, names(config{Only: "bf16, flat"}))
+	require.Equal(t, []string{flat + "4 SMs", flat + "default SMs"}, names(config{Only: "bf16, flat", EachSMs: []int{4, 0}}))
+	_, err := casesOf(config{Only: "("})
+	require.Error(t, err)
+}

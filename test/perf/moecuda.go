@@ -58,6 +58,28 @@ var (
 	}
 )
 
+// casesOf are the cases that a run measures: those whose names match, each with every number of multiprocessors that is asked for.
+func casesOf(c config) (cases []moeCase, err error) {
+	only, err := regexp.Compile(c.Only)
+	if err != nil {
+		return nil, fmt.Errorf("-only: %w", err)
+	}
+	known := make(map[string]bool)
+	for _, k := range moeCases(c.All) {
+		own := c.EachSMs
+		if len(own) == 0 {
+			own = []int{k.sms}
+		}
+		for _, k.sms = range own {
+			if name := k.name(); only.MatchString(name) && !known[name] {
+				known[name] = true
+				cases = append(cases, k)
+			}
+		}
+	}
+	return cases, nil
+}
+
 // moeCases are the rows of the table; all adds those that vary shapes, skew and multiprocessors.
 func moeCases(all bool) (cases []moeCase) {
 	many, few := moeShape{Tokens: 4096, Hidden: 7168, Experts: 256, TopK: 8}, moeShape{Tokens: 128, Hidden: 7168, Experts: 256, TopK: 8}
@@ -163,9 +185,9 @@ type moeRig struct {
 
 // benchMoE times dispatch and combine on GPUs, case by case, in one run. Every element is checked.
 func benchMoE(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
-	only, err := regexp.Compile(c.Only)
+	cases, err := casesOf(c)
 	if err != nil {
-		return nil, fmt.Errorf("-only: %w", err)
+		return nil, err
 	}
 	gpus, err := device.CUDACount()
 	if err != nil {
@@ -189,10 +211,7 @@ func benchMoE(ctx context.Context, g *comm.Group, c config) (rows []row, err err
 	}
 	r.s = s.(*device.CUDAStream)
 	defer func() { err = errors.Join(err, r.s.Close()) }()
-	for _, k := range moeCases(c.All) {
-		if !only.MatchString(k.name()) {
-			continue
-		}
+	for _, k := range cases {
 		got, err := r.run(ctx, c, &k)
 		if err != nil {
 			return nil, fmt.Errorf("%s: %w", k.name(), err)

@@ -174,7 +174,7 @@ func TestTuneWritesATable(t *testing.T) {
 
 // What reductions on GPUs are tuned by, and what comes of it, without a GPU.
 func TestTuneOfReductions(t *testing.T) {
-	c := config{Op: "tune", Device: "cuda", TuneSMs: []int{16, 64}, TuneRates: []float64{0, 355}}
+	c := config{Op: "tune", Device: "cuda", EachSMs: []int{16, 64}, TuneRates: []float64{0, 355}}
 	variants := reductionVariants(c, 4)
 	require.Len(t, variants, 4+3*2*4)
 	var rows []row

@@ -29,7 +29,7 @@ type variant struct {
 // always staged; on GPUs direct does as pipelined where it must stage. Without packets the others are measured down to the smallest sizes, so that a table says from where on
 // packets lose.
 func variants(c config, n int) []*variant {
-	sms := c.TuneSMs
+	sms := c.EachSMs
 	packet := &variant{algorithm: "packet", limit: 4 << 10}
 	all := []*variant{packet}
 	if c.Device == "cuda" {

@@ -37,7 +37,7 @@ func reductionVariants(c config, n int) (all []reductionVariant) {
 			other = "two-shot pull"
 		}
 		all = append(all, reductionVariant{d: d, algorithm: "one-shot packet", most: once})
-		for _, sms := range c.TuneSMs {
+		for _, sms := range c.EachSMs {
 			for _, rate := range c.TuneRates {
 				all = append(all, reductionVariant{d: d, algorithm: "two-shot", sms: sms, rate: rate}, reductionVariant{d: d, algorithm: other, sms: sms, rate: rate})
 			}
