@@ -15,6 +15,7 @@ type dispatchKernels struct {
 	few                                 [2]fewKernels // for rows by token and by expert
 	sums, sumsFloat8                    [3]sumKernels // float8: in which partial sums cross as that
 	blocks                              int           // of any of them that run at once
+	byDefault                           int           // of them that a call takes unless its caller says more
 	shared                              int           // dynamic shared memory that a block can have
 }
 
@@ -128,6 +129,7 @@ func (k *dispatchKernels) load(e *Engine) error {
 	}
 	// Each takes a multiprocessor; ranks that share a GPU have theirs.
 	k.blocks = min(e.multiprocessors/e.sharers, moeMaxBlocks)
+	k.byDefault = max(min(e.multiprocessors-moeOthers, moeMaxBlocks)/e.sharers, 1)
 	if k.blocks == 0 {
 		return fmt.Errorf("%d ranks do not fit on %v", e.sharers, e.ctx.Device())
 	}

@@ -8,6 +8,10 @@ import (
 )
 
 const (
+	// A call leaves these multiprocessors to others, unless its caller says how many it takes: kernels that wait for each other's peers have to run at the same time, in
+	// whatever order each rank began them (X10). NCCL's kernels take up to 32 blocks, each most of a multiprocessor; on 2 H200 an all-reduce took 24.
+	moeOthers = 36
+
 	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Beside a pass over this rank's memory, which has the others, rows cross with
 	// more: on 2 H200, sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256.
 	// Rows that are sent as they are do not cross faster with more than 32, whatever the caller allows: 24, 32, 64 and 132 take 97.8, 98.2, 99.3 and 105 us for 30 MB. With
@@ -89,7 +93,7 @@ func (l *moeCall) crossing() int {
 func (l *moeCall) passing(both bool) int {
 	if both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 {
 		l.a.mode |= moeBeside
-		if rest := l.k.blocks - l.crossing(); rest >= l.crossing() {
+		if rest := l.k.byDefault - l.crossing(); rest >= l.crossing() {
 			return rest
 		}
 		l.a.mode &^= moeBeside
@@ -100,12 +104,20 @@ func (l *moeCall) passing(both bool) int {
 // compact reports whether rows of one rank follow those of the one before without gaps.
 func (l *moeCall) compact() bool { return l.m.Layout == kernels.TokenRows }
 
-// blocks is how many a launch takes: what the caller allows, or a default, of those that there are.
+// blocks is how many a launch takes: what the caller allows of those that there are, or a default that leaves some to others.
 func (l *moeCall) blocks(byDefault int) int {
 	if l.c.Blocks > 0 {
-		byDefault = l.c.Blocks
+		return min(l.c.Blocks, l.k.blocks)
 	}
-	return max(1, min(byDefault, l.k.blocks))
+	return min(byDefault, l.k.byDefault)
+}
+
+// spreading is how many blocks the pass of a backward call has. It waits for nobody, so by default it takes all multiprocessors.
+func (l *moeCall) spreading() int {
+	if l.c.Blocks > 0 {
+		return l.blocks(0)
+	}
+	return l.k.blocks
 }
 
 // launch appends a kernel with the call's arguments as they are now.
@@ -424,7 +436,7 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows {
 		a.mode |= moeZero
 	}
-	l.launch(x.k.spread[numberKind(m.SumType)], l.blocks(2*p.e.multiprocessors/p.e.sharers), moePassThreads, 0)
+	l.launch(x.k.spread[numberKind(m.SumType)], l.spreading(), moePassThreads, 0)
 	if back { // a sum of nothing but what lies beside rows
 		a.mode = moeSend | moeReceive | moeKeep
 		a.sumWeights, a.tokens, a.rowBytes = addressOf(&b.DWeights), uint32(b.Tokens), 0

@@ -88,3 +88,52 @@ func TestX6_LaunchesHaveNoMoreBlocksThanRunAtOnce(t *testing.T) {
 			&kernels.CombineBackward{MoECall: call(kernels.CombineBackwardOp)})
 	})
 }
+
+// Kernels that wait for peers have to run at the same time as NCCL's, whose 32 blocks take a multiprocessor each, whichever of the two a rank launches
+// first. So a call whose caller sets no bound leaves 36 of the emulated GPU's 132 multiprocessors.
+func TestX10_CallsLeaveMultiprocessorsToOthers(t *testing.T) {
+	if !emulated.Driver(t) {
+		return
+	}
+	d, ctx := emulated.Device(t, 0)
+	memory, err := ctx.MemAlloc(1 << 20)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, ctx.MemFree(memory)) }()
+	e, err := New(ctx, kernels.Space{Base: memory, Stride: 512 << 10, Size: 2}, 1, func() error { return nil })
+	require.NoError(t, err)
+	defer func() { require.NoError(t, e.Close()) }()
+	const left = 132 - 36
+	for _, layout := range []kernels.RowLayout{kernels.FlatRows, kernels.PaddedRows, kernels.SlabRows, kernels.TokenRows, kernels.RankRows} {
+		for _, tokens := range []int{1, 16, 48, 49, 128, 256, 257, 4096, 20000} {
+			for _, quantised := range []bool{false, true} {
+				m := &kernels.MoE{
+					Ranks: 2, Experts: 64, First: []int32{0, 32, 64}, TopK: 8, MaxTokens: tokens, Hidden: 7168, IndexBytes: 4, LowLatency: tokens <= 256,
+					TokenType: kernels.BFloat16, RowType: kernels.BFloat16, SumType: kernels.BFloat16, Layout: layout, Rows: 64, Align: 1, Capacity: 2 * int64(tokens),
+					Handles: make([]kernels.MoEHandle, 1),
+				}
+				if quantised {
+					m.RowType, m.Scales = kernels.Float8E4M3, kernels.Scales{Block: 128}
+				}
+				p, err := e.Open(m, kernels.HeaderBytes)
+				require.NoError(t, err)
+				call := func(op kernels.MoEOp) kernels.MoECall {
+					return kernels.MoECall{Op: op, Phase: kernels.Both, Tokens: tokens, Launched: kernels.Launched{Timeout: time.Second}}
+				}
+				for _, op := range []kernels.Operation{
+					&kernels.Dispatch{MoECall: call(kernels.DispatchOp)}, &kernels.Combine{MoECall: call(kernels.CombineOp), Rows: kernels.Buffer{Reach: true}},
+				} {
+					before := emulated.Blocks.Of(t, d)
+					require.NoError(t, p.Launch(nil, op))
+					require.LessOrEqual(t, emulated.Blocks.Of(t, d)-before, left, "%s of %d tokens, %v, quantised %v", op.Operation(), tokens, layout, quantised)
+				}
+				require.NoError(t, p.Close())
+			}
+		}
+	}
+	reductions := &kernels.ReduceChannels{Size: 2}
+	e.Defaults(reductions)
+	require.LessOrEqual(t, reductions.Blocks, left)
+	exchanges := &kernels.Channels{Size: 2}
+	e.Defaults(exchanges)
+	require.LessOrEqual(t, exchanges.Stripes, left)
+}

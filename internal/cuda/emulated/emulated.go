@@ -55,6 +55,7 @@ const (
 	Fired                      // 1: the call that Fail has named has failed
 	Launches                   // of kernels of multicast
 	BlockLaunches              // of those in which blocks work together
+	Blocks                     // of all kernels that have been launched
 )
 
 // Leaks are the counts that are as before when all has been given back.
@@ -65,7 +66,7 @@ func Leaks() []Count {
 // String is the count's name.
 func (c Count) String() string {
 	return [...]string{"handles", "mappings", "binds", "files", "MiB of memory", "MiB of multicast objects", "reservations", "streams, events and the like",
-		"mistakes", "calls", "failures", "launches", "launches of blocks"}[c]
+		"mistakes", "calls", "failures", "launches", "launches of blocks", "blocks"}[c]
 }
 
 // The driver's ways of hearing a test.

@@ -78,7 +78,8 @@ enum {
 	CALLS,
 	FIRED,
 	LAUNCHES,
-	BLOCK_LAUNCHES
+	BLOCK_LAUNCHES,
+	BLOCKS
 };
 
 // What a test sets: attributes of this function.
@@ -139,7 +140,7 @@ struct mark {
 std::map<u64, mark> marks; // by event
 i32 retained[devices];
 i32 fail_in[devices], calls[devices], fired[devices];
-i32 mistakes = 0, launches = 0, block_launches = 0;
+i32 mistakes = 0, launches = 0, block_launches = 0, blocks = 0;
 bool no_multicast = false;
 thread_local std::vector<u64> current; // contexts
 
@@ -368,8 +369,10 @@ i32 count_of(i32 which, i32 device)
 		return fired[device];
 	case LAUNCHES:
 		return launches;
-	default:
+	case BLOCK_LAUNCHES:
 		return block_launches;
+	default:
+		return blocks;
 	}
 }
 
@@ -1048,6 +1051,7 @@ i32 emu_cuLaunchKernelEx(const launch_config *config, u64 f, void **params, void
 		mistakes++;
 		fprintf(stderr, "emulated driver: %u blocks of %s\n", config->grid[0], i->second.c_str());
 	}
+	blocks += static_cast<i32>(config->grid[0]);
 	launches += i->second.find("multicast") != std::string::npos ? 1 : 0;
 	block_launches += i->second.find("multicast_blocks") != std::string::npos ? 1 : 0;
 	if (emu_enqueue != nullptr)
