@@ -1,6 +1,7 @@
 """Switchyard beside torch's own collectives, in one run.
 
     python bench.py [--op ...] [--ranks 2,4] [--sizes 8K,...] [--seconds 3] [--symmetric [both]]  on the CPU, beside gloo
+    python bench.py --busy 4                                                                      where others compute, too
     python bench.py --device cuda [--ranks 8] [--sizes 8K,...] [--symmetric [both]]               on GPUs, beside NCCL
     python bench.py --beside [--ranks 2] [--sizes 8M,...] [--product 8192] [--max-sms 8]          on GPUs, beside compute
     python bench.py --op dispatch [--device cuda] [--ranks 2] [--tokens 128,4096] [--hidden 7168] [--experts 256] [--top-k 8]
@@ -27,8 +28,11 @@ over the link are those of tokens that go to other ranks, once for each of these
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -64,6 +68,27 @@ def ratio_of(theirs: list[float], ours: list[float]) -> str:
     ratios = [a / b for a, b in zip(theirs, ours)]
     low, _, high = statistics.quantiles(ratios, n=4)
     return f"{statistics.median(ratios):7.2f}   {low:.2f} to {high:.2f}"
+
+
+# A process that ends when its standard input does.
+BUSY_LOOP = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+while True:
+    pass
+"""
+
+
+@contextlib.contextmanager
+def busy_loops(n: int):
+    """n processes that keep a core busy each. They end with this one, also when it is killed: their standard input does."""
+    loops: list[subprocess.Popen] = []
+    try:
+        loops += (subprocess.Popen([sys.executable, "-c", BUSY_LOOP], stdin=subprocess.PIPE) for _ in range(n))
+        yield
+    finally:
+        for loop in loops:
+            loop.communicate()
 
 
 # On the CPU
@@ -129,7 +154,8 @@ def on_cpu(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool) -> 
     torch.set_num_threads(1)
     switchyard.barrier()
     if rank == 0:
-        print(f"\n{args.op}, {ranks} ranks{', symmetric outputs' if symmetric else ''}", flush=True)
+        busy = f", beside {args.busy} busy loops" if args.busy else ""
+        print(f"\n{args.op}, {ranks} ranks{', symmetric outputs' if symmetric else ''}{busy}", flush=True)
         print(f"{'bytes a rank':>12} {'gloo us':>10} {'ours us':>10} {'ratio':>7}   quartiles", flush=True)
     for size in map(size_of, args.sizes.split(",")):
         theirs, ours = measure(args.op, size, ranks, rank, args.seconds, symmetric)
@@ -640,6 +666,7 @@ def main() -> None:
     parser.add_argument("--ranks", help="2,4 on the CPU, the number of GPUs on those")
     parser.add_argument("--sizes", help="8K to 32M on the CPU, to 8M on GPUs")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each size, on the CPU")
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep a core busy each, for as long as it runs")
     parser.add_argument("--rounds", type=int, default=15, help="blocks of each library for each size, on GPUs")
     parser.add_argument(
         "--symmetric", nargs="?", choices=("no", "yes", "both"), const="yes", default="no", help="outputs in the symmetric heap"
@@ -666,7 +693,7 @@ def main() -> None:
         args.sizes = args.sizes or "8K,32K,128K,512K,1M,2M,8M"
     args.ranks, args.sizes = args.ranks or "2,4", args.sizes or "8K,32K,128K,512K,1M,2M,8M,32M"
     for ranks in map(int, args.ranks.split(",")):
-        with tempfile.TemporaryDirectory() as folder:
+        with busy_loops(args.busy), tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (ranks, os.path.join(folder, "store"), args), ranks)
 
 

@@ -204,7 +204,7 @@ func benchAllReduce(ctx context.Context, g *comm.Group, c config) (rows []row, e
 			return nil, err
 		}
 		rows = append(rows, row{Op: c.Op, Ranks: d.ranks, Procs: c.Procs, Device: c.Device, Splits: label, Algorithm: how.Way, SMs: how.Blocks, Rate: how.Rate,
-			BytesPerRank: c.Sizes[i], US: median(us), P10: quantile(us, .1), P90: quantile(us, .9), GBpsLink: d.linkBytes(size) / median(us) / 1e3, Checked: true})
+			BytesPerRank: c.Sizes[i], GBpsLink: d.linkBytes(size) / median(us) / 1e3, Checked: true}.timed(us))
 	}
 	return rows, nil
 }

@@ -144,9 +144,8 @@ func benchHostDispatch(ctx context.Context, g *comm.Group, c config) (rows []row
 	if c.Quantize {
 		what += " as float8"
 	}
-	return []row{{Op: c.Op, Ranks: n, Procs: c.Procs, Device: "host", Splits: fmt.Sprintf("top-%d of %d", c.TopK, c.Experts), Algorithm: what,
-		BytesPerRank: moved, US: median(us), P10: quantile(us, .1), P90: quantile(us, .9), GBpsLink: float64(link) / median(us) / 1e3,
-		Checked: true, CopyUS: &plain}}, nil
+	return []row{row{Op: c.Op, Ranks: n, Procs: c.Procs, Device: "host", Splits: fmt.Sprintf("top-%d of %d", c.TopK, c.Experts), Algorithm: what,
+		BytesPerRank: moved, GBpsLink: float64(link) / median(us) / 1e3, Checked: true, CopyUS: &plain}.timed(us)}, nil
 }
 
 // dispatchBatch is one rank's tokens and what becomes of them.

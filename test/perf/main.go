@@ -1,6 +1,7 @@
 // Command perf measures Switchyard's operations and sets them beside a peer's.
 //
 //	go run ./test/perf alltoallv -ranks 2,4 -procs -splits uniform,zipf
+//	go run ./test/perf alltoallv -procs -busy 4
 //	go run ./test/perf allreduce -json
 //	go run ./test/perf allreduce -device cuda -ranks 2 -dtype bfloat16 -collective all-gather
 //	go run ./test/perf dispatch -tokens 4096 -hidden 1024
@@ -12,7 +13,7 @@
 // reported. Bandwidth counts the bytes that the busiest rank sends to other ranks, or receives from them. Every element that
 // was received is checked in the same run. tune measures all algorithms and writes the table by which alltoallv selects
 // (alltoallv.Options.Table), or allreduce on GPUs (allreduce.Options.Table). With -peer, another program's benchmark runs in alternation with ours, round by round, and the
-// medians stand side by side; -h says what it must print.
+// medians stand side by side; -h says what it must print. With -busy, processes that only compute share the cores with what is measured.
 package main
 
 import (
@@ -76,11 +77,13 @@ type row struct {
 	Splits       string   `json:"splits"`
 	Algorithm    string   `json:"algorithm"`
 	BytesPerRank int64    `json:"bytes_per_rank"`
-	US           float64  `json:"us"`
+	US           float64  `json:"us"`      // the median
+	Mean         float64  `json:"us_mean"` // with the calls that had to wait for a core
 	P10          float64  `json:"us_p10"`
 	P90          float64  `json:"us_p90"`
 	GBpsLink     float64  `json:"gbps_link"`
 	Checked      bool     `json:"checked"`
+	Busy         int      `json:"busy"` // busy loops beside it
 	Peer         string   `json:"peer"`
 	PeerUS       *float64 `json:"peer_us"`
 	CopyUS       *float64 `json:"copy_us,omitempty"`
@@ -90,6 +93,16 @@ type row struct {
 	Collective   string   `json:"collective,omitempty"` // of tune -of allreduce
 
 	MoE *moeFigures `json:"moe,omitempty"` // of dispatch on cuda
+}
+
+// timed is a row with what was measured.
+func (r row) timed(us []float64) row {
+	var all float64
+	for _, t := range us {
+		all += t
+	}
+	r.US, r.Mean, r.P10, r.P90 = median(us), all/float64(len(us)), quantile(us, .1), quantile(us, .9)
+	return r
 }
 
 // bench runs one operation on one rank; rank 0 returns the rows.
@@ -102,6 +115,9 @@ func main() {
 	defer stop()
 	if worker, err := runWorker(ctx); worker {
 		exit(err)
+	}
+	if runBusy() {
+		return
 	}
 	exit(run(ctx, os.Args[1:]))
 }
@@ -138,7 +154,7 @@ func (s *stagings) Set(v string) error {
 	return nil
 }
 
-func run(ctx context.Context, args []string) error {
+func run(ctx context.Context, args []string) (err error) {
 	if len(args) == 0 || benches[args[0]] == nil {
 		return errors.New("usage: perf alltoallv|allreduce|dispatch|tune [flags]; perf OP -h lists them")
 	}
@@ -147,7 +163,7 @@ func run(ctx context.Context, args []string) error {
 		fs                        = flag.NewFlagSet("perf "+c.Op, flag.ContinueOnError)
 		ranks, splits, sizes, cmd string
 		out, origin, sms, rates   string
-		rounds                    int
+		rounds, busy              int
 		staged                    = stagings{false}
 	)
 	defSizes, defRanks := "8KiB,32KiB,128KiB,512KiB,2MiB,8MiB,32MiB", "2,4"
@@ -158,6 +174,7 @@ func run(ctx context.Context, args []string) error {
 	fs.BoolVar(&c.Procs, "procs", false, "one process a rank instead of one goroutine")
 	fs.IntVar(&c.Iters, "iters", 0, "timed calls a size (default 300 up to 1 MiB, 30 above); on cuda samples of many calls each (default 25 and 8)")
 	fs.BoolVar(&c.JSON, "json", false, "print one JSON object a line")
+	fs.IntVar(&busy, "busy", 0, "busy loops that run beside it, as processes")
 	fs.StringVar(&sizes, "sizes", defSizes, "bytes a rank, own part included; of reductions those of all slices")
 	if c.Op == "alltoallv" || c.Op == "tune" {
 		fs.StringVar(&c.Device, "device", "host", "host or cuda")
@@ -207,6 +224,9 @@ func run(ctx context.Context, args []string) error {
 	}
 	if err := fs.Parse(args[1:]); err != nil {
 		return err
+	}
+	if busy < 0 {
+		return fmt.Errorf("-busy: %d is not a number of busy loops", busy)
 	}
 	if fs.NArg() > 0 {
 		return fmt.Errorf("unexpected argument %q", fs.Arg(0))
@@ -260,7 +280,12 @@ func run(ctx context.Context, args []string) error {
 		}
 		c.TuneRates = append(c.TuneRates, v)
 	}
-	fmt.Fprintf(os.Stderr, "# %s, %d cores, %s\n", c.Op, runtime.NumCPU(), runtime.Version())
+	stop, err := startBusy(busy)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, stop()) }()
+	fmt.Fprintf(os.Stderr, "# %s, %d cores, %d busy loops, %s\n", c.Op, runtime.NumCPU(), busy, runtime.Version())
 	p := printer{json: c.JSON}
 	var all []row
 	for rs := range strings.SplitSeq(ranks, ",") {
@@ -281,6 +306,9 @@ func run(ctx context.Context, args []string) error {
 				rows, err := measure(ctx, c, cmd, rounds)
 				if err != nil {
 					return err
+				}
+				for i := range rows {
+					rows[i].Busy = busy
 				}
 				p.print(rows)
 				all = append(all, rows...)
@@ -327,7 +355,8 @@ func measure(ctx context.Context, c config, cmd string, rounds int) ([]row, erro
 			return median(v)
 		}
 		cross := r.GBpsLink * r.US
-		r.US, r.P10, r.P90 = pick(func(r row) float64 { return r.US }), pick(func(r row) float64 { return r.P10 }), pick(func(r row) float64 { return r.P90 })
+		r.US, r.Mean = pick(func(r row) float64 { return r.US }), pick(func(r row) float64 { return r.Mean })
+		r.P10, r.P90 = pick(func(r row) float64 { return r.P10 }), pick(func(r row) float64 { return r.P90 })
 		r.GBpsLink = cross / r.US
 		r.Peer = cmd
 		if t := theirs[r.BytesPerRank]; len(t) > 0 {

@@ -514,10 +514,10 @@ func (x *moeRun) row(c config, call, mode string, us []float64) row {
 	mid := median(us)
 	return row{
 		Op: c.Op, Ranks: x.g.Size(), Procs: c.Procs, Device: c.Device, Splits: x.k.routing(), Algorithm: call, BytesPerRank: int64(x.k.Tokens) * each,
-		US: mid, P10: quantile(us, .1), P90: quantile(us, .9), GBpsLink: float64(link*each) / mid / 1e3, Checked: true,
+		GBpsLink: float64(link*each) / mid / 1e3, Checked: true,
 		MoE: &moeFigures{
 			Call: call, Types: x.k.types, Layout: x.k.o.Layout.String(), Mode: mode, Tokens: x.k.Tokens, Hidden: x.k.Hidden, Routing: x.k.routing(),
 			MaxSMs: x.k.multiprocessors(), LinkBytes: link * each, GBpsEP: float64(all*each) / mid / 1e3, FloorUS: floor, Share: floor / mid,
 		},
-	}
+	}.timed(us)
 }

@@ -22,6 +22,9 @@ func TestMain(m *testing.M) {
 	if worker, err := runWorker(context.Background()); worker {
 		exit(err)
 	}
+	if runBusy() {
+		return
+	}
 	os.Exit(m.Run())
 }
 
@@ -61,7 +64,7 @@ func TestEveryOperationPrintsItsFields(t *testing.T) {
 		for _, line := range lines {
 			var fields map[string]any
 			require.NoError(t, json.Unmarshal(line, &fields), "%s", line)
-			for _, name := range []string{"op", "ranks", "procs", "device", "splits", "algorithm", "bytes_per_rank", "us", "us_p10", "us_p90", "gbps_link", "checked", "peer", "peer_us"} {
+			for _, name := range []string{"op", "ranks", "procs", "device", "splits", "algorithm", "bytes_per_rank", "us", "us_mean", "us_p10", "us_p90", "gbps_link", "checked", "peer", "peer_us"} {
 				require.Contains(t, fields, name)
 			}
 			require.Equal(t, args[0], fields["op"])
@@ -80,8 +83,20 @@ func TestPeerStandsBesideOurs(t *testing.T) {
 	require.Equal(t, 200.5, *r.PeerUS)
 }
 
+// Busy loops end when their standard input does, which it also does when the command is killed.
+func TestBusyLoopsRunBesideAndEnd(t *testing.T) {
+	stop, err := startBusy(2)
+	require.NoError(t, err)
+	require.NoError(t, stop())
+	out := output(t, "alltoallv", "-ranks", "2", "-sizes", "8KiB", "-splits", "uniform", "-iters", "3", "-json", "-busy", "1")
+	var r row
+	require.NoError(t, json.Unmarshal(out, &r))
+	require.Equal(t, 1, r.Busy)
+	require.Positive(t, r.Mean)
+}
+
 func TestBadArgumentsAreErrors(t *testing.T) {
-	for _, args := range [][]string{nil, {"nothing"}, {"alltoallv", "-sizes", "8QiB"}, {"alltoallv", "-ranks", "0"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-splits", "odd"},
+	for _, args := range [][]string{nil, {"nothing"}, {"alltoallv", "-sizes", "8QiB"}, {"alltoallv", "-ranks", "0"}, {"alltoallv", "-busy", "-1"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-splits", "odd"},
 		{"alltoallv", "-ranks", "2", "-sizes", "8", "-staged=twice"}, {"alltoallv", "-ranks", "2", "-device", "tpu"}, {"tune", "-sms", "0"}, {"tune", "-rates", "-1"}, {"tune", "-ranks", "1"},
 		{"allreduce", "-ranks", "2", "-sizes", "8", "-op", "median"}, {"allreduce", "-sizes", "8", "-collective", "gossip"}, {"allreduce", "-sizes", "8", "-dtype", "int8"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-peer", "echo x y"}, {"alltoallv", "-ranks", "2", "-sizes", "8", "-peer", "true"}} {
 		require.Error(t, run(t.Context(), args), "%v", args)

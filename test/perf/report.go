@@ -37,10 +37,13 @@ func (p printer) print(rows []row) {
 	}
 	fmt.Printf("\n%s, %d ranks as %s, device %s", first.Op, first.Ranks, how, first.Device)
 	fmt.Printf(", %s", first.Splits)
+	if first.Busy > 0 {
+		fmt.Printf(", beside %d busy loops", first.Busy)
+	}
 	if first.Peer != "" {
 		fmt.Printf("\npeer: %s", first.Peer)
 	}
-	fmt.Printf("\n%12s  %-15s %12s %12s %12s %10s", "bytes/rank", "algorithm", "us", "p10", "p90", "GB/s link")
+	fmt.Printf("\n%12s  %-15s %12s %12s %12s %12s %10s", "bytes/rank", "algorithm", "us", "mean", "p10", "p90", "GB/s link")
 	if first.Peer != "" {
 		fmt.Printf(" %12s %8s", "peer us", "times")
 	}
@@ -49,7 +52,7 @@ func (p printer) print(rows []row) {
 	}
 	fmt.Println()
 	for _, r := range rows {
-		fmt.Printf("%12s  %-15s %12.1f %12.1f %12.1f %10.2f", human(r.BytesPerRank), r.Algorithm, r.US, r.P10, r.P90, r.GBpsLink)
+		fmt.Printf("%12s  %-15s %12.1f %12.1f %12.1f %12.1f %10.2f", human(r.BytesPerRank), r.Algorithm, r.US, r.Mean, r.P10, r.P90, r.GBpsLink)
 		if r.PeerUS != nil {
 			fmt.Printf(" %12.1f %7.2fx", *r.PeerUS, *r.PeerUS/r.US)
 		}

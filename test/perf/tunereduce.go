@@ -104,8 +104,7 @@ func (v *reductionVariant) measure(ctx context.Context, g *comm.Group, c config,
 			return nil, fmt.Errorf("%d bytes: %w", size, err)
 		}
 		rows = append(rows, row{Op: c.Op, Ranks: v.d.ranks, Procs: c.Procs, Device: c.Device, Splits: v.d.String(), Collective: v.d.coll.String(), Algorithm: v.algorithm,
-			SMs: v.sms, Rate: v.rate, BytesPerRank: size, US: median(us), P10: quantile(us, .1), P90: quantile(us, .9),
-			GBpsLink: v.d.linkBytes(size) / median(us) / 1e3, Checked: true})
+			SMs: v.sms, Rate: v.rate, BytesPerRank: size, GBpsLink: v.d.linkBytes(size) / median(us) / 1e3, Checked: true}.timed(us))
 	}
 	return rows, nil
 }
