@@ -9,13 +9,9 @@ import (
 const (
 	HeaderBytes = 64 << 10
 
-	AbortOffset    = 0   // 64-bit: non-zero makes every wait of this rank return
-	SleepersOffset = 64  // 32-bit: threads of this rank that sleep on the doorbell (host engine)
-	DoorbellOffset = 128 // 32-bit: grows when a peer has signalled a sleeping rank (host engine)
-	CoreOffset     = 192 // 32-bit: the processor on which this rank last began to wait, plus 1 (host engine)
-	WaitingOffset  = 256 // 64-bit: the call in which this rank waits, 0 when it does not (host engine)
-	AwaitedOffset  = 320 // 32-bit: the rank for which this rank waits, or has waited in vain, plus 1 (host engine)
+	AbortOffset = 0 // 64-bit: non-zero makes every wait of this rank return
 
+	EngineOffset   = 64   // up to SegmentsOffset: words of the engine's own
 	SegmentsOffset = 4096 // on GPUs, where segments lie anywhere: Size 64-bit addresses of the ranks' segments
 	AliasOffset    = 8192 // on GPUs, AliasRows rows of Size 64-bit addresses: registered memory by rank
 )
@@ -35,36 +31,17 @@ func AliasRows(size int) int { return min(maxAliases, (HeaderBytes-AliasOffset)/
 // of one reader does not pull its neighbour's.
 const LineBytes = 128
 
-// Byte offsets of the words of a line.
-const (
-	LineSeq    = 0  // sequence number, written last with release
-	LineTotal  = 8  // bytes of the whole message as the writer of the line knows it
-	LineOffset = 16 // credits: where the chunk goes, from the start of the receiver's segment
-	LineLen    = 24 // credits: bytes that may be written there
-	LineSource = 16 // signals: where the message lies at its sender, 0 when it may not be read any more (host engine)
-
-	LineRefused = 32 // signals: of refused splits bytes, offset, limit, and the part's peer in the upper half behind whether it is sent (host engine)
-)
-
 // chunkBits is how many bits of a sequence number count chunks within one call.
 const chunkBits = 20
 
 // MaxChunks is how many chunks one message can have in one call.
 const MaxChunks = 1<<chunkBits - 2
 
-// Refused is the LineLen of a credit that grants nothing because the two ranks disagree on the size of the message. As the LineTotal of a
-// credit or a signal it says that its writer has refused its own splits and takes no part in the call.
-const Refused = ^uint64(0)
-
 // Seq is the sequence number of chunk k of call e. Chunk 0 announces a message and carries no bytes.
 func Seq(e uint64, k int) uint64 { return e<<chunkBits | uint64(k) }
 
 // LastSeq is larger than every Seq of call e and smaller than every Seq of call e+1: a message is there as a whole.
 func LastSeq(e uint64) uint64 { return e<<chunkBits | (1<<chunkBits - 1) }
-
-// PacketFlag is the flag of the packet words of call e: 32 bits, and never zero, which is what words hold that no packet
-// has reached yet. It comes again after 2^32-1 calls, with the other parity.
-func PacketFlag(e uint64) uint64 { return e%(1<<32-1) + 1 }
 
 // Space is a symmetric heap as a kernel of one rank sees it. The segment of rank p begins p*Stride bytes after the base, unless
 // Segments is set.
@@ -83,8 +60,6 @@ type Space struct {
 	// Stride is the distance of two ranks' segments in bytes.
 	Stride     int64
 	Rank, Size int
-	// Bells wake the ranks' waiting goroutines, indexed by rank, where every rank lives in this process; nil otherwise.
-	Bells []*Bell
 	// Log hears who waits for whom, at level info. nil is silent.
 	Log *slog.Logger
 	// AwaitedBy is the call of the control plane in which a peer waits for this rank, in words, and its number, 0 for none. nil: not known.

@@ -29,7 +29,6 @@ func TestAPlaceIsFoundByArithmeticByTableOrByAlias(t *testing.T) {
 }
 
 func TestTheTablesFitTheHeader(t *testing.T) {
-	require.LessOrEqual(t, AwaitedOffset+4, SegmentsOffset)
 	for size := 1; size <= 64; size++ {
 		require.LessOrEqual(t, SegmentsOffset+8*size, AliasOffset)
 		require.LessOrEqual(t, AliasOffset+8*size*AliasRows(size), HeaderBytes)

@@ -94,6 +94,7 @@ type hostRange struct {
 	*shm.Range
 	mu    sync.Mutex
 	users int
+	bells []*host.Bell // of the ranks, where each of them uses it
 }
 
 // A huge page; ranks' segments start at one, so that the kernel may use them.
@@ -159,8 +160,18 @@ func (*hostBacking) locate(View) (identity, int64, bool) { return identity{}, 0,
 func (*hostBacking) who() []int64          { return nil }
 func (*hostBacking) reach([][]int64) error { return nil }
 
-func (*hostBacking) engine(space kernels.Space, why func() error) (kernels.Engine, error) {
-	return host.New(space, why), nil
+func (b *hostBacking) engine(space kernels.Space, why func() error) (kernels.Engine, error) {
+	return host.New(space, b.shared.ranks(space.Size), why), nil
+}
+
+// ranks are the bells of size ranks, nil if not all of them live in this process.
+func (r *hostRange) ranks(size int) []*host.Bell {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.bells == nil && r.users == size {
+		r.bells = host.NewBells(size)
+	}
+	return r.bells
 }
 
 func (b *hostBacking) clear(at, n int64) error {

@@ -212,25 +212,9 @@ func kindOf(d device.Device) string {
 
 // adopt has all ranks of this process use the range of rank 0.
 func (h *Heap) adopt(ctx context.Context) error {
-	type common struct {
-		back  backing
-		bells []*kernels.Bell
-	}
-	var mine common
-	if h.group.Rank() == 0 {
-		mine.back = h.back
-		mine.bells = make([]*kernels.Bell, h.group.Size())
-		for i := range mine.bells {
-			mine.bells[i] = new(kernels.Bell)
-		}
-	}
-	all, err := h.group.Share(ctx, mine)
-	if err == nil {
-		c := all[0].(common)
-		h.space.Bells = c.bells
-		if h.group.Rank() != 0 {
-			err = h.back.adopt(c.back)
-		}
+	all, err := h.group.Share(ctx, h.back)
+	if err == nil && h.group.Rank() != 0 {
+		err = h.back.adopt(all[0].(backing))
 	}
 	_, err = meet(ctx, h.group, round{Op: "adopt"}, err)
 	return err

@@ -772,7 +772,7 @@ func TestM5_ManyRanksOfOneProcessShareTheMap(t *testing.T) {
 		if g.Rank() == 0 {
 			require.Less(t, mappings()-before, 4*n)
 		}
-		require.Len(t, sp.Bells, n)
+		require.Len(t, h.back.(*hostBacking).shared.bells, n)
 		require.NoError(t, h.Close(t.ctx))
 	})
 }

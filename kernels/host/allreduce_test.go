@@ -33,7 +33,6 @@ type reduceRig struct {
 	calls   []reduceCall
 	mem     []byte
 	stride  int64
-	bells   []*kernels.Bell
 	engines []*host.Engine
 	ports   []kernels.Port
 	foreign [][]byte // of each rank, two areas as in the segment
@@ -49,11 +48,9 @@ func newReduceRig(n int, calls ...reduceCall) *reduceRig {
 	g.stride = g.area(2)
 	raw := make([]byte, int64(n)*g.stride+kernels.LineBytes)
 	g.mem = raw[-int64(shm.Addr(raw))&(kernels.LineBytes-1):][:int64(n)*g.stride]
-	for range n {
-		g.bells = append(g.bells, new(kernels.Bell))
-	}
+	bells := host.NewBells(n)
 	for r := range n {
-		g.engines = append(g.engines, host.New(g.space(r), func() error { return nil }))
+		g.engines = append(g.engines, host.New(g.space(r), bells, func() error { return nil }))
 		g.ports = append(g.ports, open(g.engines[r], g.c.ReduceChannels, g.c.Offset))
 		g.foreign = append(g.foreign, make([]byte, 2*area))
 	}
@@ -66,7 +63,7 @@ func (g *reduceRig) area(k int64) int64 {
 }
 
 func (g *reduceRig) space(rank int) kernels.Space {
-	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.c.Size, Bells: g.bells}
+	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.c.Size}
 }
 
 // buffer is n bytes of an area of a rank, and its place in the segment or -1.

@@ -227,18 +227,18 @@ func (x *exchange) refuse(why *kernels.SplitsError) error {
 	}
 	order := x.a.Routes.Order
 	for _, p := range order {
-		line := x.c.Signal(x.epoch, me) + kernels.LineRefused
+		line := x.c.Signal(x.epoch, me) + lineRefused
 		for i, v := range [...]uint64{uint64(why.Bytes), uint64(why.Offset), uint64(why.Limit), part} {
 			x.e.word(int(p), line+8*int64(i)).Store(v)
 		}
-		h := half{peer: int(p), total: -1, seq: x.e.word(int(p), x.c.Signal(x.epoch, me))} // the total is kernels.Refused
+		h := half{peer: int(p), total: -1, seq: x.e.word(int(p), x.c.Signal(x.epoch, me))} // the total is refused
 		x.signal(&h, kernels.LastSeq(x.epoch))
-		x.postCredit(&h, 1, 0, kernels.Refused)
+		x.postCredit(&h, 1, 0, refused)
 	}
 	for len(order) > 0 {
 		p := int(order[0])
 		if x.e.word(me, x.c.Signal(x.epoch, p)).Load() >= kernels.LastSeq(x.epoch) ||
-			x.c.PacketBytes > 0 && x.e.word(me, x.c.Packet(x.epoch, p)).Load()>>32 == kernels.PacketFlag(x.epoch) {
+			x.c.PacketBytes > 0 && x.e.word(me, x.c.Packet(x.epoch, p)).Load()>>32 == PacketFlag(x.epoch) {
 			order = order[1:]
 			x.w.busy()
 		} else if err := x.w.idle(p); err != nil {
@@ -251,7 +251,7 @@ func (x *exchange) refuse(why *kernels.SplitsError) error {
 // refusal is what a peer has said of splits that it refuses.
 func (x *exchange) refusal(peer int) *kernels.SplitsError {
 	word := func(i int64) uint64 {
-		return x.e.word(x.e.space.Rank, x.c.Signal(x.epoch, peer)+kernels.LineRefused+8*i).Load()
+		return x.e.word(x.e.space.Rank, x.c.Signal(x.epoch, peer)+lineRefused+8*i).Load()
 	}
 	part := word(3)
 	return &kernels.SplitsError{Rank: peer, Peer: int(part >> 32), Send: part&1 != 0, Bytes: int64(word(0)), Offset: int64(word(1)), Limit: int64(word(2)), Epoch: x.epoch}
@@ -315,17 +315,17 @@ func (x *exchange) inPlace() bool { return x.a.Dst.Reach && !x.a.Schedule.Staged
 func (x *exchange) postCredit(h *half, k int, at, n uint64) {
 	x.e.at(postingCredit, h.peer)
 	line := x.c.Credit(x.e.space.Rank, k)
-	x.e.word(h.peer, line+kernels.LineOffset).Store(at)
-	x.e.word(h.peer, line+kernels.LineLen).Store(n)
-	x.e.word(h.peer, line+kernels.LineTotal).Store(uint64(h.total))
-	x.e.word(h.peer, line+kernels.LineSeq).Store(kernels.Seq(x.epoch, k))
+	x.e.word(h.peer, line+LineOffset).Store(at)
+	x.e.word(h.peer, line+LineLen).Store(n)
+	x.e.word(h.peer, line+LineTotal).Store(uint64(h.total))
+	x.e.word(h.peer, line+LineSeq).Store(kernels.Seq(x.epoch, k))
 	x.e.ring(h.peer)
 }
 
 // signal tells the receiver of h how far the message is.
 func (x *exchange) signal(h *half, seq uint64) {
 	line := x.c.Signal(x.epoch, x.e.space.Rank)
-	x.e.word(h.peer, line+kernels.LineTotal).Store(uint64(h.total))
+	x.e.word(h.peer, line+LineTotal).Store(uint64(h.total))
 	x.e.signal(h.peer, h.seq, seq)
 }
 
@@ -352,7 +352,7 @@ func (x *exchange) begin(h *half) {
 func (x *exchange) sendPacket(h *half) {
 	n := (h.total + 3) / 4
 	at := x.c.Packet(x.epoch, x.e.space.Rank)
-	flag := kernels.PacketFlag(x.epoch) << 32
+	flag := PacketFlag(x.epoch) << 32
 	x.e.at(puttingData, h.peer)
 	for i := range n {
 		var v uint64
@@ -367,7 +367,7 @@ func (x *exchange) sendPacket(h *half) {
 // recvPacket reports whether the whole packet is there, and stores it.
 func (x *exchange) recvPacket(h *half) bool {
 	at := x.c.Packet(x.epoch, h.peer)
-	me, flag := x.e.space.Rank, kernels.PacketFlag(x.epoch)
+	me, flag := x.e.space.Rank, PacketFlag(x.epoch)
 	head := x.e.word(me, at).Load()
 	if head>>32 != flag {
 		return false
@@ -412,12 +412,12 @@ func (x *exchange) pushSends() bool {
 func (x *exchange) sendChunk(h *half) bool {
 	me := x.e.space.Rank
 	line := x.c.Credit(h.peer, h.chunk)
-	if x.e.word(me, line+kernels.LineSeq).Load() != kernels.Seq(x.epoch, h.chunk) {
+	if x.e.word(me, line+LineSeq).Load() != kernels.Seq(x.epoch, h.chunk) {
 		return x.taken(h)
 	}
-	n := x.e.word(me, line+kernels.LineLen).Load()
-	if total := x.e.word(me, line+kernels.LineTotal).Load(); n == kernels.Refused || int64(total) != h.total {
-		if total == kernels.Refused {
+	n := x.e.word(me, line+LineLen).Load()
+	if total := x.e.word(me, line+LineTotal).Load(); n == refused || int64(total) != h.total {
+		if total == refused {
 			x.failed = x.refusal(h.peer)
 		} else {
 			x.failed = &kernels.CountMismatchError{Src: me, Dst: h.peer, Sent: uint64(h.total), Expected: total, Epoch: x.epoch}
@@ -426,7 +426,7 @@ func (x *exchange) sendChunk(h *half) bool {
 		h.chunk = 0
 		return true
 	}
-	at := int64(x.e.word(me, line+kernels.LineOffset).Load())
+	at := int64(x.e.word(me, line+LineOffset).Load())
 	x.e.at(puttingData, h.peer)
 	dst, src := x.e.space.Range(h.peer, at, int64(n)), h.buf[h.done:h.done+int64(n)]
 	if x.c.Staging(at) {
@@ -483,7 +483,7 @@ func (x *exchange) recv(h *half) bool {
 		return false
 	}
 	c, me := x.c, x.e.space.Rank
-	if total := x.e.word(me, c.Signal(x.epoch, h.peer)+kernels.LineTotal).Load(); int64(total) != h.total {
+	if total := x.e.word(me, c.Signal(x.epoch, h.peer)+LineTotal).Load(); int64(total) != h.total {
 		x.mismatch(h, total)
 		return true
 	}
@@ -522,14 +522,14 @@ func (x *exchange) recv(h *half) bool {
 // mismatch ends a receive whose sender has another size in mind, or has refused its splits. A sender that waits for a credit is refused, and has to
 // say that it knows before this rank may go on to a call whose credits would overwrite the refusal.
 func (x *exchange) mismatch(h *half, sent uint64) {
-	if sent == kernels.Refused {
+	if sent == refused {
 		x.failed, h.chunk = x.refusal(h.peer), 0
 		return
 	}
 	x.failed = &kernels.CountMismatchError{Src: h.peer, Dst: x.e.space.Rank, Sent: sent, Expected: uint64(h.total), Epoch: x.epoch}
 	if x.c.Mode(int64(sent)) == kernels.CreditMode {
 		h.refuse = true
-		x.postCredit(h, 1, 0, kernels.Refused)
+		x.postCredit(h, 1, 0, refused)
 		return
 	}
 	h.chunk = 0
@@ -593,13 +593,13 @@ func (x *exchange) lookForMismatch() {
 			continue
 		}
 		if c.PacketBytes > 0 && h.mode != kernels.PacketMode {
-			if head := x.e.word(me, c.Packet(x.epoch, h.peer)).Load(); head>>32 == kernels.PacketFlag(x.epoch) {
+			if head := x.e.word(me, c.Packet(x.epoch, h.peer)).Load(); head>>32 == PacketFlag(x.epoch) {
 				x.mismatch(h, uint64(uint32(head)))
 				continue
 			}
 		}
 		if h.seq.Load() >= kernels.Seq(x.epoch, 0) {
-			if total := x.e.word(me, c.Signal(x.epoch, h.peer)+kernels.LineTotal).Load(); int64(total) != h.total {
+			if total := x.e.word(me, c.Signal(x.epoch, h.peer)+LineTotal).Load(); int64(total) != h.total {
 				x.mismatch(h, total)
 			}
 		}

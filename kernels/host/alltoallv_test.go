@@ -32,13 +32,10 @@ func newWorld(t testing.TB, n int, family kernels.Channels, data int64) *world {
 	fd, err := shm.Create("kernels-test", stride*int64(n))
 	require.NoError(t, err)
 	require.NoError(t, rng.MapFD(0, fd, 0, stride*int64(n)))
-	bells := make([]*kernels.Bell, n)
-	for i := range bells {
-		bells[i] = new(kernels.Bell)
-	}
+	bells := NewBells(n)
 	w := &world{c: c, data: c.Offset + c.Bytes()}
 	for r := range n {
-		w.engines = append(w.engines, New(kernels.Space{Mem: rng.Bytes(), Base: rng.Addr(), Stride: stride, Rank: r, Size: n, Bells: bells}, func() error { return nil }))
+		w.engines = append(w.engines, New(kernels.Space{Mem: rng.Bytes(), Base: rng.Addr(), Stride: stride, Rank: r, Size: n}, bells, func() error { return nil }))
 	}
 	w.open(t)
 	return w

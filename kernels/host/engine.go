@@ -14,6 +14,7 @@ import (
 // communicator orders its own. It is a kernels.Engine.
 type Engine struct {
 	space    kernels.Space
+	bells    []*Bell // wake the ranks' goroutines where all ranks live in this process, nil elsewhere
 	abort    *atomic.Uint64
 	doorbell *atomic.Uint32
 	sleepers *atomic.Uint32
@@ -42,24 +43,25 @@ type peer struct {
 	waiting                           *atomic.Uint64
 }
 
-// New makes the engine of space.Rank. The heap outlives it. why says for which reason the abort word was set.
-func New(space kernels.Space, why func() error) *Engine {
+// New makes the engine of space.Rank. The heap outlives it. Where all ranks live in this process, their engines share bells, one for each rank;
+// elsewhere there are none. why says for which reason the abort word was set.
+func New(space kernels.Space, bells []*Bell, why func() error) *Engine {
 	cores := runtime.GOMAXPROCS(0)
-	e := &Engine{space: space, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes, tellEvery: tellEvery}
+	e := &Engine{space: space, bells: bells, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes, tellEvery: tellEvery}
 	if e.crowded {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
 	}
 	own := space.Segment(space.Rank)
 	e.abort = shm.Word(own, kernels.AbortOffset)
 	e.peers = make([]peer, space.Size)
-	if space.Bells != nil {
+	if bells != nil {
 		e.pullFrom = 0
 	}
 	for p := range e.peers {
 		seg := space.Segment(p)
 		w := &e.peers[p]
-		w.doorbell, w.sleepers, w.core = shm.Word32(seg, kernels.DoorbellOffset), shm.Word32(seg, kernels.SleepersOffset), shm.Word32(seg, kernels.CoreOffset)
-		w.waiting, w.awaited = shm.Word(seg, kernels.WaitingOffset), shm.Word32(seg, kernels.AwaitedOffset)
+		w.doorbell, w.sleepers, w.core = shm.Word32(seg, doorbellOffset), shm.Word32(seg, sleepersOffset), shm.Word32(seg, coreOffset)
+		w.waiting, w.awaited = shm.Word(seg, waitingOffset), shm.Word32(seg, awaitedOffset)
 	}
 	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
 	return e

@@ -43,7 +43,6 @@ type rig struct {
 	w       *explore.Workload
 	mem     []byte
 	stride  int64
-	bells   []*kernels.Bell
 	engines []*host.Engine
 	ports   []kernels.Port
 	sources [][]byte // by rank
@@ -75,11 +74,9 @@ func newRig(w *explore.Workload) *rig {
 	g.stride = (end + 4095) / 4096 * 4096
 	raw := make([]byte, int64(n)*g.stride+kernels.LineBytes)
 	g.mem = raw[-int64(shm.Addr(raw))&(kernels.LineBytes-1):][:int64(n)*g.stride]
-	for range n {
-		g.bells = append(g.bells, new(kernels.Bell))
-	}
+	bells := host.NewBells(n)
 	for r := range n {
-		g.engines = append(g.engines, host.New(g.space(r), func() error { return nil }))
+		g.engines = append(g.engines, host.New(g.space(r), bells, func() error { return nil }))
 		g.engines[r].SetPull(0, 16)
 		g.ports = append(g.ports, open(g.engines[r], w.Channels.Channels, w.Channels.Offset))
 		var longest int64
@@ -106,7 +103,7 @@ func buffer(b []byte, place int64) kernels.Buffer {
 }
 
 func (g *rig) space(rank int) kernels.Space {
-	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.w.Channels.Size, Bells: g.bells}
+	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.w.Channels.Size}
 }
 
 func (g *rig) output(rank int) []byte {
@@ -502,7 +499,7 @@ func TestExploreFindsKnownBugs(t *testing.T) {
 		g.point = func(rank, call int, what string) {
 			if what == "puts data to rank 1" {
 				line := g.w.Channels.Signal(uint64(call+1), rank)
-				*g.word(1, line+kernels.LineTotal), *g.word(1, line+kernels.LineSeq) = 16, kernels.LastSeq(uint64(call+1))
+				*g.word(1, line+host.LineTotal), *g.word(1, line+host.LineSeq) = 16, kernels.LastSeq(uint64(call+1))
 			}
 		}
 		found(t, g, budget(1, 100), explore.ErrData)
@@ -568,7 +565,7 @@ func TestF1_WhoGivesUpHasItsBuffersBack(t *testing.T) {
 		returned := g.returned
 		g.returned = func(rank int) {
 			if returned(rank); rank == 0 {
-				*g.word(1, g.w.Channels.Signal(1, 0)+kernels.LineSource) = uint64(shm.Addr(g.sources[0]))
+				*g.word(1, g.w.Channels.Signal(1, 0)+host.LineSource) = uint64(shm.Addr(g.sources[0]))
 			}
 		}
 		found(t, g, every, nil)
@@ -588,10 +585,10 @@ func TestF1_WhoGivesUpHasItsBuffersBack(t *testing.T) {
 // forge has src grant itself the first chunk of the message to dst, where dst wants it in call c.
 func (g *rig) forge(src, dst, call int, c *explore.Call) {
 	r, line := c.Routes[dst], g.w.Channels.Credit(dst, 1)
-	*g.word(src, line+kernels.LineOffset) = uint64(c.Output[dst] + r.RecvOffsets[src])
-	*g.word(src, line+kernels.LineLen) = uint64(r.RecvBytes[src])
-	*g.word(src, line+kernels.LineTotal) = uint64(r.RecvBytes[src])
-	*g.word(src, line+kernels.LineSeq) = kernels.Seq(uint64(call+1), 1)
+	*g.word(src, line+host.LineOffset) = uint64(c.Output[dst] + r.RecvOffsets[src])
+	*g.word(src, line+host.LineLen) = uint64(r.RecvBytes[src])
+	*g.word(src, line+host.LineTotal) = uint64(r.RecvBytes[src])
+	*g.word(src, line+host.LineSeq) = kernels.Seq(uint64(call+1), 1)
 }
 
 // TestX4_RaceDetectorSeesEveryAccess runs the ranks side by side on memory that the race detector watches; it does not

@@ -58,7 +58,7 @@ func (l *lanes) counts(epoch uint64, src int) int64 {
 	return l.notice(0, 2*l.n) + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.AlignUp(4*int64(l.slots+l.n), kernels.LineBytes)
 }
 
-// Byte offsets of the words of a notice, after kernels.LineSeq. The places are the writer's.
+// Byte offsets of the words of a notice, after LineSeq. The places are the writer's.
 const (
 	noticeCall         = 8  // kernels.CallWord of the call
 	noticeRead         = 16 // where rows may be read

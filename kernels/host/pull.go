@@ -37,7 +37,7 @@ func (f *exchanges) show(e *Engine) {
 	space := &e.space
 	f.sources = make([]source, space.Size)
 	for r := range f.sources {
-		f.sources[r].readable = space.Bells != nil
+		f.sources[r].readable = e.bells != nil
 	}
 	f.nonce = shm.NewNonce()
 	card := shm.View[uint64](space.Range(space.Rank, f.c.Card(), 32))
@@ -74,10 +74,10 @@ func (x *exchange) pulls(h *half) bool {
 func (x *exchange) offer(h *half) {
 	x.e.order(x.e.space.Rank)
 	source := uint64(shm.Addr(h.buf))
-	if x.a.Src.Reach && x.e.space.Bells == nil {
+	if x.a.Src.Reach && x.e.bells == nil {
 		source = inSegment | uint64(x.a.Src.Place+x.a.Routes.SendOffsets[h.peer])
 	}
-	x.e.word(h.peer, x.c.Signal(x.epoch, x.e.space.Rank)+kernels.LineSource).Store(source)
+	x.e.word(h.peer, x.c.Signal(x.epoch, x.e.space.Rank)+LineSource).Store(source)
 	x.signal(h, kernels.Seq(x.epoch, 0))
 }
 
@@ -104,7 +104,7 @@ func (x *exchange) withdraw() {
 			continue
 		}
 		x.e.at(withdrawing, h.peer)
-		x.e.word(h.peer, c.Signal(x.epoch, me)+kernels.LineSource).Store(0)
+		x.e.word(h.peer, c.Signal(x.epoch, me)+LineSource).Store(0)
 		for x.e.word(me, c.Reading(h.peer)).Load() != 0 {
 			if x.e.pause(h.peer) != nil {
 				break
@@ -117,14 +117,14 @@ func (x *exchange) withdraw() {
 // pull reads the next piece of a message. It reports whether it has done anything.
 func (x *exchange) pull(h *half) bool {
 	c, me := x.c, x.e.space.Rank
-	offer := x.e.word(me, c.Signal(x.epoch, h.peer)+kernels.LineSource)
+	offer := x.e.word(me, c.Signal(x.epoch, h.peer)+LineSource)
 	at := offer.Load()
 	if at == 0 {
 		return false // its sender has given up, and we shall
 	}
 	dst, from := h.buf[h.done:min(h.done+x.e.pullBytes, h.total)], at+uint64(h.done)
 	switch {
-	case x.e.space.Bells != nil:
+	case x.e.bells != nil:
 		reading := x.e.word(h.peer, c.Reading(me))
 		reading.Store(1)
 		if offer.Load() == 0 {
@@ -166,8 +166,8 @@ func (x *exchange) pull(h *half) bool {
 // order tells the race detector, in one process, that what the callers before have done with the source of rank p comes
 // before what this one will.
 func (e *Engine) order(p int) {
-	if e.space.Bells != nil {
-		e.space.Bells[p].Order()
+	if e.bells != nil {
+		e.bells[p].order()
 	}
 }
 

@@ -20,7 +20,7 @@ import (
 // apart makes the ranks of w read each other's memory as processes do.
 func (w *world) apart(t *testing.T) {
 	for _, e := range w.engines {
-		e.space.Bells = nil
+		e.bells = nil
 		e.SetPull(0, 256)
 	}
 	w.open(t)

@@ -13,7 +13,7 @@ const waitsPerSpread = 64
 // near reports whether spinning would keep a rank from its work: ranks outnumber cores, or peer was last seen waiting on
 // the core that this rank is on.
 func (e *Engine) near(peer int) bool {
-	if e.space.Bells != nil {
+	if e.bells != nil {
 		return e.crowded
 	}
 	core := uint32(shm.Core() + 1)

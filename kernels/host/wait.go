@@ -8,7 +8,6 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // How a waiting rank spends its time. A peer that runs on another core answers within a microsecond, so spinning comes
@@ -48,7 +47,7 @@ type waiter struct {
 	// The call of the control plane in which the peer waits for this rank, and how long this rank had waited when that was seen first.
 	meets     uint64
 	meetsFrom time.Duration
-	sleeper   kernels.Sleeper
+	sleeper   sleeper
 	entered   bool
 	doorbell  uint32
 	waiting   []int32 // peers whose line is not there yet
@@ -163,33 +162,33 @@ func (w *waiter) tell(peer int, waited time.Duration) {
 }
 
 func (e *Engine) yield() {
-	if e.space.Bells != nil {
+	if e.bells != nil {
 		runtime.Gosched()
 		return
 	}
 	shm.Yield()
 }
 
-func (e *Engine) enter(s *kernels.Sleeper) uint32 {
-	if e.space.Bells != nil {
-		e.space.Bells[e.space.Rank].Enter(s)
+func (e *Engine) enter(s *sleeper) uint32 {
+	if e.bells != nil {
+		e.bells[e.space.Rank].enter(s)
 		return 0
 	}
 	e.sleepers.Add(1)
 	return e.doorbell.Load()
 }
 
-func (e *Engine) sleep(s *kernels.Sleeper, doorbell uint32, d time.Duration) {
-	if e.space.Bells != nil {
-		e.space.Bells[e.space.Rank].Sleep(s, d)
+func (e *Engine) sleep(s *sleeper, doorbell uint32, d time.Duration) {
+	if e.bells != nil {
+		e.bells[e.space.Rank].sleep(s, d)
 		return
 	}
 	shm.FutexWait(e.doorbell, doorbell, d)
 }
 
-func (e *Engine) leave(s *kernels.Sleeper) {
-	if e.space.Bells != nil {
-		e.space.Bells[e.space.Rank].Leave(s)
+func (e *Engine) leave(s *sleeper) {
+	if e.bells != nil {
+		e.bells[e.space.Rank].leave(s)
 		return
 	}
 	e.sleepers.Add(^uint32(0))
@@ -198,8 +197,8 @@ func (e *Engine) leave(s *kernels.Sleeper) {
 // ring wakes rank p if it sleeps. It comes after the store that p waits for; both sides use sequentially consistent
 // operations, so either p sees the store or we see p asleep.
 func (e *Engine) ring(p int) {
-	if e.space.Bells != nil {
-		e.space.Bells[p].Ring()
+	if e.bells != nil {
+		e.bells[p].ring()
 		return
 	}
 	if e.peers[p].sleepers.Load() != 0 {

@@ -16,6 +16,10 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
+func TestTheEnginesWordsFitTheHeader(t *testing.T) {
+	require.LessOrEqual(t, awaitedOffset+4, kernels.SegmentsOffset)
+}
+
 // A rank that waits says for whom, in which call and for what, again and again; at its deadline the error says as much.
 func TestWaitsSayForWhom(t *testing.T) {
 	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 0)

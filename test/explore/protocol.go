@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
 // What a protocol can be found guilty of.
@@ -198,7 +199,7 @@ func (b *builder) epoch() uint64 {
 	return e
 }
 
-func (b *builder) flag() uint64 { return kernels.PacketFlag(b.epoch()) }
+func (b *builder) flag() uint64 { return host.PacketFlag(b.epoch()) }
 
 // parity selects among double buffers.
 func (b *builder) parity(single Bug) uint64 {
@@ -301,14 +302,14 @@ func (b *builder) pulled(dst int, n int64) bool {
 
 // source is the word in which src offers its message to dst.
 func (b *builder) source(dst, src int) int32 {
-	return b.p.cell(dst, b.p.w.Channels.Signal(b.parity(OneSignalLine), src)+kernels.LineSource)
+	return b.p.cell(dst, b.p.w.Channels.Signal(b.parity(OneSignalLine), src)+host.LineSource)
 }
 
 // read says that the message of src has been read, and awaitRead waits for that.
 func (b *builder) read(src int) {
 	at, seq := b.p.w.Channels.Taken(b.me), kernels.LastSeq(b.epoch())
 	if b.p.o.Bug == TakenAsCredit {
-		at, seq = b.p.w.Channels.Credit(b.me, 1)+kernels.LineSeq, kernels.Seq(b.epoch(), 1)
+		at, seq = b.p.w.Channels.Credit(b.me, 1)+host.LineSeq, kernels.Seq(b.epoch(), 1)
 	}
 	b.add(op{kind: opStore, cell: b.p.cell(src, at), val: seq}, "tells rank %d that it has read the message", src)
 }
@@ -316,7 +317,7 @@ func (b *builder) read(src int) {
 func (b *builder) awaitRead(dst int) {
 	at, seq := b.p.w.Channels.Taken(dst), kernels.LastSeq(b.epoch())
 	if b.p.o.Bug == TakenAsCredit {
-		at, seq = b.p.w.Channels.Credit(dst, 1)+kernels.LineSeq, kernels.Seq(b.epoch(), 1)
+		at, seq = b.p.w.Channels.Credit(dst, 1)+host.LineSeq, kernels.Seq(b.epoch(), 1)
 	}
 	b.add(op{kind: opAwait, equal: true, cell: b.p.cell(b.me, at), val: seq}, "sees that rank %d has read the message", dst)
 }
@@ -328,13 +329,13 @@ func (b *builder) line(peer int, at int64, fields []int64, values []uint64, seq 
 		b.add(op{kind: opStore, cell: b.p.cell(peer, at+off), val: v, plain: plain, fused: fused}, "%s: %s", name, what)
 	}
 	if seqFirst {
-		store(kernels.LineSeq, seq, plain, false, "sequence number "+seqName(seq))
+		store(host.LineSeq, seq, plain, false, "sequence number "+seqName(seq))
 	}
 	for i, f := range fields {
-		store(f, values[i], true, lines && i > 0, [...]string{kernels.LineTotal / 8: "bytes in all", kernels.LineOffset / 8: "place", kernels.LineLen / 8: "bytes here"}[f/8]+fmt.Sprintf(" %d", values[i]))
+		store(f, values[i], true, lines && i > 0, [...]string{host.LineTotal / 8: "bytes in all", host.LineOffset / 8: "place", host.LineLen / 8: "bytes here"}[f/8]+fmt.Sprintf(" %d", values[i]))
 	}
 	if !seqFirst {
-		store(kernels.LineSeq, seq, plain, lines, "sequence number "+seqName(seq))
+		store(host.LineSeq, seq, plain, lines, "sequence number "+seqName(seq))
 	}
 }
 
@@ -353,7 +354,7 @@ func (b *builder) signal(dst int, total int64, seq uint64) {
 	if bug == TwoStateSemaphore {
 		at, seq = b.p.w.Channels.Signal(0, b.me), 1
 	}
-	b.line(dst, at, []int64{kernels.LineTotal}, []uint64{uint64(total)}, seq, bug == SignalBeforeTotal, bug == PlainSignal, name)
+	b.line(dst, at, []int64{host.LineTotal}, []uint64{uint64(total)}, seq, bug == SignalBeforeTotal, bug == PlainSignal, name)
 }
 
 // await waits for a signal of src.
@@ -366,14 +367,14 @@ func (b *builder) await(src int, total int64, seq uint64) {
 		b.add(op{kind: opStore, cell: b.p.cell(b.me, at), val: 0, fused: true}, "and clears it")
 		return
 	}
-	b.add(op{kind: opAwait, cell: b.p.cell(b.me, at+kernels.LineSeq), val: seq}, "sees signal %s of rank %d", seqName(seq), src)
-	b.add(op{kind: opExpect, cell: b.p.cell(b.me, at+kernels.LineTotal), val: uint64(total), fused: b.p.o.Lines}, "reads that rank %d sends %d bytes", src, total)
+	b.add(op{kind: opAwait, cell: b.p.cell(b.me, at+host.LineSeq), val: seq}, "sees signal %s of rank %d", seqName(seq), src)
+	b.add(op{kind: opExpect, cell: b.p.cell(b.me, at+host.LineTotal), val: uint64(total), fused: b.p.o.Lines}, "reads that rank %d sends %d bytes", src, total)
 }
 
 // grant posts the credit of chunk k, from 1.
 func (b *builder) grant(src, k int, places, lens []int64) {
 	r := b.p.w.Calls[b.call].Routes[b.me]
-	b.line(src, b.p.w.Channels.Credit(b.me, k), []int64{kernels.LineOffset, kernels.LineLen, kernels.LineTotal},
+	b.line(src, b.p.w.Channels.Credit(b.me, k), []int64{host.LineOffset, host.LineLen, host.LineTotal},
 		[]uint64{uint64(places[k-1]), uint64(lens[k-1]), uint64(r.RecvBytes[src])}, kernels.Seq(b.epoch(), k),
 		b.p.o.Bug == CreditBeforePlace, b.p.o.Bug == PlainCredit, fmt.Sprintf("credit %d to rank %d", k, src))
 }
@@ -485,8 +486,8 @@ func (b *builder) send(dst int) (begin, body []op) {
 	for k := 1; k <= len(places); k++ {
 		if !known {
 			line := w.Channels.Credit(dst, k)
-			b.add(op{kind: opAwait, equal: true, cell: b.p.cell(b.me, line+kernels.LineSeq), val: kernels.Seq(b.epoch(), k)}, "sees credit %d of rank %d", k, dst)
-			b.add(op{kind: opCredit, cell: b.p.cell(b.me, line+kernels.LineOffset), to: b.p.cell(b.me, line+kernels.LineLen),
+			b.add(op{kind: opAwait, equal: true, cell: b.p.cell(b.me, line+host.LineSeq), val: kernels.Seq(b.epoch(), k)}, "sees credit %d of rank %d", k, dst)
+			b.add(op{kind: opCredit, cell: b.p.cell(b.me, line+host.LineOffset), to: b.p.cell(b.me, line+host.LineLen),
 				aux: [2]uint64{uint64(lens[k-1]), uint64(total)}, from: dst, fused: b.p.o.Lines}, "reads the place in credit %d of rank %d", k, dst)
 		}
 		puts := func() {

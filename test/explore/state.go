@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
 // The state: the cells, then for each rank its counters, the progress of its halves, the places of its credits and its
@@ -300,7 +300,7 @@ func (p *Protocol) do(s []uint64, rank int, l *local, o *op, half int) error {
 		}
 		return p.store(s, rank, cell, v, o.plain)
 	case opCredit:
-		total := p.cells[place{rank, p.names[o.to].off - kernels.LineLen + kernels.LineTotal}]
+		total := p.cells[place{rank, p.names[o.to].off - host.LineLen + host.LineTotal}]
 		if s[o.to] != o.aux[0] || s[total] != o.aux[1] {
 			return fmt.Errorf("%w: %d of %d bytes, want %d of %d", ErrCredit, s[o.to], s[total], o.aux[0], o.aux[1])
 		}

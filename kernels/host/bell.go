@@ -1,4 +1,4 @@
-package kernels
+package host
 
 import (
 	"sync"
@@ -11,18 +11,27 @@ import (
 type Bell struct {
 	sleepers atomic.Int32
 	mu       sync.Mutex
-	asleep   []*Sleeper
-	order    atomic.Uint32
+	asleep   []*sleeper
+	ordered  atomic.Uint32
 }
 
-// Sleeper is one goroutine's place at a bell. The zero Sleeper works; it must not be copied.
-type Sleeper struct {
+// NewBells makes a bell for each of so many ranks.
+func NewBells(ranks int) []*Bell {
+	bells := make([]*Bell, ranks)
+	for i := range bells {
+		bells[i] = new(Bell)
+	}
+	return bells
+}
+
+// sleeper is one goroutine's place at a bell. The zero sleeper works; it must not be copied.
+type sleeper struct {
 	wake  chan struct{}
 	timer *time.Timer
 }
 
-// Ring wakes whoever sleeps. It is cheap when nobody does.
-func (b *Bell) Ring() {
+// ring wakes whoever sleeps. It is cheap when nobody does.
+func (b *Bell) ring() {
 	if b.sleepers.Load() == 0 {
 		return
 	}
@@ -36,16 +45,16 @@ func (b *Bell) Ring() {
 	b.mu.Unlock()
 }
 
-// Order tells the race detector that what was done before the calls so far comes before what is done after this one. It does
+// order tells the race detector that what was done before the calls so far comes before what is done after this one. It does
 // not watch the words in mapped memory that see to it. Elsewhere it does nothing.
-func (b *Bell) Order() {
+func (b *Bell) order() {
 	if raceDetector {
-		b.order.Add(1)
+		b.ordered.Add(1)
 	}
 }
 
-// Enter announces that s is about to sleep: a Ring from now on ends its next Sleep.
-func (b *Bell) Enter(s *Sleeper) {
+// enter announces that s is about to sleep: a ring from now on ends its next Sleep.
+func (b *Bell) enter(s *sleeper) {
 	if s.wake == nil {
 		s.wake = make(chan struct{}, 1)
 		s.timer = time.NewTimer(time.Hour)
@@ -57,8 +66,8 @@ func (b *Bell) Enter(s *Sleeper) {
 	b.sleepers.Add(1)
 }
 
-// Sleep blocks until a Ring or for d.
-func (b *Bell) Sleep(s *Sleeper, d time.Duration) {
+// sleep blocks until a ring or for d.
+func (b *Bell) sleep(s *sleeper, d time.Duration) {
 	s.timer.Reset(d)
 	select {
 	case <-s.wake:
@@ -67,8 +76,8 @@ func (b *Bell) Sleep(s *Sleeper, d time.Duration) {
 	}
 }
 
-// Leave takes back Enter.
-func (b *Bell) Leave(s *Sleeper) {
+// leave takes back enter.
+func (b *Bell) leave(s *sleeper) {
 	b.sleepers.Add(-1)
 	b.mu.Lock()
 	for i, t := range b.asleep {

@@ -1,0 +1,41 @@
+package host
+
+import "github.com/switchyard-moe/switchyard/kernels"
+
+// Every communicator owns a control block at the same offset of each rank's segment. An ordered pair of ranks, src to dst, has two kinds of
+// lines in the block of an exchange, each with one writer:
+//
+//   - the signal line, in dst's segment, written by src: "chunk k of call e is there, of a message of b bytes";
+//   - credit lines, in src's segment, written by dst: "chunk k of call e may be written to this place, this long".
+//
+// The first word of a line is its sequence number, call epoch and chunk in one (kernels.Seq). It is written last, with release semantics, and
+// waiting means "at least". It only ever grows, so a line left over from an earlier call, or from a call that failed, can never be taken for a
+// new one.
+
+// This engine's words in the header of a segment.
+const (
+	sleepersOffset = kernels.EngineOffset       // 32-bit: threads of this rank that sleep on the doorbell
+	doorbellOffset = kernels.EngineOffset + 64  // 32-bit: grows when a peer has signalled a sleeping rank
+	coreOffset     = kernels.EngineOffset + 128 // 32-bit: the processor on which this rank last began to wait, plus 1
+	waitingOffset  = kernels.EngineOffset + 192 // 64-bit: the call in which this rank waits, 0 when it does not
+	awaitedOffset  = kernels.EngineOffset + 256 // 32-bit: the rank for which this rank waits, or waited when it gave up, plus 1
+)
+
+// Byte offsets of the words of a line.
+const (
+	LineSeq    = 0  // sequence number, written last with release
+	LineTotal  = 8  // bytes of the whole message as the writer of the line knows it
+	LineOffset = 16 // credits: where the chunk goes, from the start of the receiver's segment
+	LineLen    = 24 // credits: bytes that may be written there
+	LineSource = 16 // signals: where the message lies at its sender, 0 when it may not be read any more
+
+	lineRefused = 32 // signals: of refused splits bytes, offset, limit, and the part's peer in the upper half behind whether it is sent
+)
+
+// refused is the LineLen of a credit that grants nothing because the two ranks disagree on the size of the message. As the LineTotal of a
+// credit or a signal it says that its writer has refused its own splits and takes no part in the call.
+const refused = ^uint64(0)
+
+// PacketFlag is the flag of the packet words of call e: 32 bits, and never zero, which is what words hold that no packet
+// has reached yet. It comes again after 2^32-1 calls, with the other parity.
+func PacketFlag(e uint64) uint64 { return e%(1<<32-1) + 1 }
