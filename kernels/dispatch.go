@@ -114,6 +114,9 @@ type MoE struct {
 	Handles []MoEHandle
 }
 
+// Family is "dispatch".
+func (m *MoE) Family() string { return "dispatch" }
+
 // Slots is how many slots all ranks have together.
 func (m *MoE) Slots() int { return int(m.First[m.Ranks]) }
 
@@ -260,6 +263,9 @@ type MoECall struct {
 	Launched
 }
 
+// Operation is the name of the call.
+func (c *MoECall) Operation() string { return c.Op.String() }
+
 // Dispatch is one launch of the kernel that sends tokens to their experts. A token crosses to a rank once.
 type Dispatch struct {
 	MoECall
@@ -378,6 +384,8 @@ func (e *OverflowError) Error() string {
 		e.Call, e.Expert, e.Rank, e.Rows, e.Limit)
 }
 
+func (*OverflowError) recoverable() {}
+
 // IndexError says that a rank's token has a choice that is no expert. It is the same on every rank, nothing has been moved, and the
 // dispatcher can be used further.
 type IndexError struct {
@@ -393,6 +401,8 @@ func (e *IndexError) Error() string {
 	return fmt.Sprintf("kernels: dispatch call %d: token %d of rank %d has expert %d as choice %d, there are %d experts (-1 masks a choice)",
 		e.Call, e.Token, e.Rank, e.Expert, e.Choice, e.Experts)
 }
+
+func (*IndexError) recoverable() {}
 
 // OrderError says that ranks made different calls in the same place. It is the same on every rank, and nothing has been
 // moved.
@@ -427,6 +437,8 @@ func callText(word uint64) string {
 // Unwrap is comm.ErrMismatch.
 func (e *OrderError) Unwrap() error { return comm.ErrMismatch }
 
+func (*OrderError) recoverable() {}
+
 // ShortError says that a rank passed rows that are fewer than its dispatch made. It is the same on every rank, and
 // nothing has been moved.
 type ShortError struct {
@@ -439,3 +451,5 @@ type ShortError struct {
 func (e *ShortError) Error() string {
 	return fmt.Sprintf("kernels: call %d: rank %d passed %d bytes of rows where its dispatch has %d", e.Call, e.Rank, e.Have, e.Need)
 }
+
+func (*ShortError) recoverable() {}

@@ -51,16 +51,16 @@ type Port interface {
 	Close() error
 }
 
-// Family is the operations that share a control block, and the bounds within which they are launched: a *Channels, a
-// *ReduceChannels or a *MoE. All ranks have the same.
+// Family is the operations that share a control block, and the bounds within which they are launched. All ranks have the same. Each is a
+// pointer to a struct of bounds.
 type Family interface {
 	// Family is the name in messages.
 	Family() string
 }
 
-// Operation is what a Port launches: an *AllToAllV, *Reduction, *Dispatch, *Combine or *CombineBackward.
+// Operation is what a Port launches, a pointer to a struct that embeds [Launched].
 type Operation interface {
-	// Operation is the name in messages.
+	// Operation is the name in messages. No operation of another family has it.
 	Operation() string
 	// Finish calls Done, if it is set. Engines call it.
 	Finish(error)
@@ -155,14 +155,3 @@ func Recoverable(err error) bool {
 	var r interface{ recoverable() }
 	return errors.As(err, &r)
 }
-
-// Family is "dispatch".
-func (m *MoE) Family() string { return "dispatch" }
-
-// Operation is the name of the call.
-func (c *MoECall) Operation() string { return c.Op.String() }
-
-func (*IndexError) recoverable()    {}
-func (*OverflowError) recoverable() {}
-func (*OrderError) recoverable()    {}
-func (*ShortError) recoverable()    {}
