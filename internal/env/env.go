@@ -52,16 +52,16 @@ type Variable struct {
 // then Switchyard's own.
 func Variables() []Variable {
 	return []Variable{
-		{rank, "0, in a group of one", "This rank's number. It needs WORLD_SIZE beside it."},
-		{worldSize, "1", "The number of ranks. It needs RANK beside it."},
+		{rank, "0, in a group of one", "This rank's number. It needs WORLD_SIZE too."},
+		{worldSize, "1", "The number of ranks. It needs RANK too."},
 		{localRank, "RANK", "This rank's number on its host. Programs choose their GPU by it."},
 		{localWorldSize, "WORLD_SIZE", "The number of ranks on this host."},
 		{masterAddr, "127.0.0.1", "The host of rank 0."},
-		{masterPort, "29500", "A port on that host. torchrun's own store listens there, so Switchyard meets at a name that is made of it, without a port."},
+		{masterPort, "29500", "A port on that host. torchrun's own store listens there, so ranks meet at a name that is made of it, without a port."},
 		{runID, "none", "torchrun's name of the job, which is part of that name: jobs one after the other do not meet each other."},
 		{restartCount, "none", "How often torchrun has restarted the job, which is part of that name too."},
 		{port, "none: a name", "The port on which rank 0 listens while ranks join. Without it they meet at a name on their host, where no port is needed. Ranks of several hosts take MASTER_PORT + 1."},
-		{secret, "none", "What ranks must prove to know when they join. Without it everybody who reaches the port counts as a rank, and at the name every process of the same user."},
+		{secret, "none", "The secret that ranks prove to know when they join. Without it everybody who reaches the port counts as a rank, and at the name every process of the same user."},
 		{joinTimeout, "2m", "How long a join may take, such as 90s."},
 		{peerTimeout, "10s", "How long a rank may be silent before it counts as lost, at least 100ms."},
 		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},

@@ -63,7 +63,7 @@ func microseconds(s string) (float64, error) {
 // chart shows time over size, both in logarithms.
 func chart(points []point) string {
 	const left, top, right, bottom = 70, 50, 760, 320
-	s := newSVG(900, 370, "All-to-all: time of a call beside NCCL")
+	s := newSVG(900, 370, "All-to-all: time of a call against NCCL")
 	least, most := math.Inf(1), 0.0
 	for _, p := range points {
 		least, most = min(least, p.ours, p.theirs), max(most, p.ours, p.theirs)
