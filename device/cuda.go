@@ -9,10 +9,10 @@ import (
 )
 
 var (
-	// ErrUnavailable is returned by CUDA where there is no driver, no GPU that it can talk to, or no cgo.
+	// ErrUnavailable is returned by CUDA if there is no driver, no GPU that it can talk to, or no cgo.
 	ErrUnavailable = cuda.ErrUnavailable
-	// ErrCapturing is returned for what a stream cannot do while its work is captured into a graph, and for a mark of
-	// such a stream where there is no capture that it belongs to.
+	// ErrCapturing is returned by calls that a stream refuses while its work is captured into a graph, and for a mark of
+	// a capture that has ended.
 	ErrCapturing = errors.New("device: stream is being captured into a graph")
 )
 
@@ -26,8 +26,8 @@ type CUDADevice struct {
 }
 
 // CUDA opens the GPU with an ordinal, counted as CUDA_VISIBLE_DEVICES has it. The caller closes it, after everything that
-// was made with it. A GPU may be opened any number of times, by several ranks that share it for example. The error is
-// ErrUnavailable where there is no usable driver.
+// was made with it. A GPU may be opened any number of times, for example by several ranks that share it. The error is
+// ErrUnavailable if there is no usable driver.
 func CUDA(ordinal int) (*CUDADevice, error) {
 	d := new(CUDADevice)
 	if err := d.open(ordinal); err != nil {
@@ -97,11 +97,11 @@ func (d *CUDADevice) NewStream() (Stream, error) {
 	return &CUDAStream{dev: d, h: h, owned: true}, nil
 }
 
-// WrapStream is a CUstream or cudaStream_t of somebody else, such as torch's current stream, which outlives the wrapper;
-// 0 is the legacy default stream. Close waits for the marks that Record made and leaves the stream alone. What is ordered
-// behind a closed wrapper later, such as a communicator's next call on another stream, waits for the stream: it has to be
-// there still. A caller who uses a stream often keeps its wrapper. A stream of another GPU is an error, as is the per-thread
-// default stream.
+// WrapStream wraps a CUstream or cudaStream_t of another library, such as torch's current stream, which outlives the wrapper;
+// 0 is the legacy default stream. Close waits for the marks that Record made and leaves the stream alone. A later call that is
+// ordered behind a closed wrapper, such as a communicator's next call on another stream, waits for the stream, which must
+// still exist. A caller that uses a stream often keeps its wrapper. A stream of another GPU is an error, and so is the
+// per-thread default stream.
 func (d *CUDADevice) WrapStream(handle uintptr) (*CUDAStream, error) {
 	const perThread = 2 // CU_STREAM_PER_THREAD
 	c, err := d.ctx.StreamContext(cuda.Stream(handle))
@@ -127,10 +127,10 @@ func (d *CUDADevice) Close() error {
 	return d.err
 }
 
-// CUDAStream is a CUDA stream. Its work can be captured into a graph: Record and Wait then become part of the graph, and
+// CUDAStream is a CUDA stream. Its work can be captured into a graph: the graph then contains Record and Wait, and
 // Synchronize is refused with ErrCapturing.
 //
-// Synchronize reports errors of CUDA. A kernel of this module that gives up is no such error: whoever launched it says so.
+// Synchronize reports errors of CUDA. A kernel of this module that gives up is no such error: its communicator reports it.
 type CUDAStream struct {
 	dev   *CUDADevice
 	h     cuda.Stream
@@ -147,7 +147,7 @@ type CUDAStream struct {
 	captures uint64
 }
 
-// cudaEvent is a CUevent and the mark it stands for now.
+// cudaEvent is a CUevent and the mark that it represents now.
 type cudaEvent struct {
 	h     cuda.Event
 	at    uint64
@@ -155,7 +155,7 @@ type cudaEvent struct {
 	out   bool // of pending: the last user makes it idle
 }
 
-// cudaMark is a place in a stream, or in the graph that it was being captured into.
+// cudaMark is a position in a stream, or in the graph that the stream was being captured into.
 type cudaMark struct {
 	s       *CUDAStream
 	e       *cudaEvent
@@ -180,12 +180,12 @@ func (s *CUDAStream) Capturing() (bool, error) {
 	return s.capturing()
 }
 
-// capturing is Capturing of a stream that is there.
+// capturing is Capturing of a stream that is open.
 func (s *CUDAStream) capturing() (bool, error) { return s.dev.ctx.Capturing(s.h) }
 
-// Record marks the end of what has been enqueued. While the stream is captured the mark is one of the graph: it may be
-// waited for by streams, which joins them to the capture, and until the capture ends. The mark of a closed stream is
-// complete; Record of a closed wrapper waits for the stream.
+// Record marks the end of the enqueued work. While the stream is captured the mark belongs to the graph: streams may wait
+// for it until the capture ends, and join the capture by that. The mark of a closed stream is complete; Record of a closed
+// wrapper waits for the stream.
 func (s *CUDAStream) Record() (Event, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -235,7 +235,7 @@ func (s *CUDAStream) record() (Event, error) {
 // manyPending is how many marks a stream has under way before Record asks whether some of them are complete.
 const manyPending = 32
 
-// event is one that nobody uses. mayAsk allows to ask the driver for the state of others.
+// event returns an unused event. mayAsk allows it to ask the driver for the state of others.
 func (s *CUDAStream) event(mayAsk bool) (*cudaEvent, error) {
 	if len(s.idle) == 0 && mayAsk && len(s.pending) >= manyPending {
 		// The stream is in order: when one is complete, so are all before it.

@@ -210,7 +210,7 @@ func TestCUDAStreamsOfOthersAreWrapped(t *testing.T) {
 	require.NoError(t, d.ctx.DestroyStream(h))
 }
 
-// What follows a closed stream finds its work done, also that which a closed wrapper has not marked.
+// Work behind a closed stream finds the work of that stream done, also the work that a closed wrapper has not marked.
 func TestCUDAClosedStreamsAreFollowed(t *testing.T) {
 	d := gpu(t)
 	const n = 256 << 20

@@ -22,7 +22,7 @@ func (k Kind) String() string {
 // ErrClosed is returned for new work on a closed stream.
 var ErrClosed = errors.New("device: stream is closed")
 
-// Device is a place where memory and streams live.
+// Device is where memory and streams live.
 type Device interface {
 	Kind() Kind
 	// Index is the device's ordinal among its kind; 0 for the host.
@@ -39,7 +39,7 @@ type Stream interface {
 	Device() Device
 	// Handle is the native stream (a CUstream), 0 on the host.
 	Handle() uintptr
-	// Record marks the end of what has been enqueued so far. On a closed stream that has run.
+	// Record marks the end of the work enqueued so far. On a closed stream all work has run.
 	Record() (Event, error)
 	// Wait makes work enqueued later wait for the event. The caller does not block. The zero Event is complete.
 	Wait(Event) error

@@ -2,9 +2,9 @@ package device
 
 import "fmt"
 
-// Follow makes what is enqueued on s from now on wait for what has been enqueued on before; a nil s is the caller, who
-// waits. It does nothing when before is nil or s itself, and nothing where one of them is being captured into a graph, which
-// has no past and does not run now: whoever replays the graph orders it.
+// Follow makes work enqueued on s from now on wait for work enqueued on before; a nil s is the caller, which waits itself. It does
+// nothing if before is nil or s itself, and nothing while one of them is being captured into a graph, which does not run now:
+// the program that replays the graph orders it.
 func Follow(s, before Stream) error {
 	if before == nil || s == before {
 		return nil
@@ -28,7 +28,7 @@ func Follow(s, before Stream) error {
 	return nil
 }
 
-// Capturing reports whether what is enqueued on s, which may be nil, is being captured into a graph instead of running. Streams that
+// Capturing reports whether work enqueued on s, which may be nil, is being captured into a graph instead of running. Streams that
 // can be captured have a method Capturing.
 func Capturing(s Stream) (bool, error) {
 	c, ok := s.(interface{ Capturing() (bool, error) })

@@ -16,9 +16,9 @@ type Graph struct {
 	err  error
 }
 
-// Capture makes a graph of what f enqueues on s instead of running it. Other streams take part in the capture from the time
-// they wait for a mark of s, until s has waited for a mark of theirs. Memory and streams that f uses outlive the graph,
-// which the caller closes. Nothing is left of the capture when f returns an error.
+// Capture makes a graph of the work that f enqueues on s, and does not run it. Another stream takes part in the capture from the
+// time it waits for a mark of s until s has waited for one of its marks. Memory and streams that f uses outlive the graph,
+// which the caller closes. If f returns an error, no graph is left.
 func (s *CUDAStream) Capture(f func() error) (*Graph, error) {
 	g, err := s.capture(f)
 	if err != nil {

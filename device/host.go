@@ -28,8 +28,8 @@ func (*HostDevice) NewStream() (Stream, error) { return NewHostStream(), nil }
 // Task is a piece of work on a host stream. Run is called once, on the stream's worker, after all earlier work.
 type Task interface{ Run() error }
 
-// HostStream is a first-in first-out queue with one worker goroutine. Enqueue allocates nothing once the queue has grown
-// to the depth that its user needs.
+// HostStream is a first-in first-out queue with one worker goroutine. Enqueue allocates nothing once the queue is deep
+// enough for its user.
 type HostStream struct {
 	mu      sync.Mutex
 	more    sync.Cond // work arrived or the stream closes: the worker waits here
@@ -123,10 +123,10 @@ func (m *hostMark) Wait() error {
 	return nil
 }
 
-// Run lets a mark be a task: the stream that waits blocks in it.
+// Run makes a mark a task, in which the stream that waits for it blocks.
 func (m *hostMark) Run() error { return m.Wait() }
 
-// Record marks the end of what has been enqueued.
+// Record marks the end of the enqueued work.
 func (s *HostStream) Record() (Event, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -160,7 +160,7 @@ func (s *HostStream) Synchronize() error {
 	return err
 }
 
-// Close runs what is enqueued, stops the worker and returns an error that no Synchronize has returned.
+// Close runs the enqueued work, stops the worker and returns an error that no Synchronize has returned.
 func (s *HostStream) Close() error {
 	s.mu.Lock()
 	s.closed = true

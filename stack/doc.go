@@ -1,5 +1,5 @@
-// Package stack opens what an expert-parallel worker has on a group of ranks, heap, exchanger, reducer and dispatcher, and opens it
-// again when the group has changed.
+// Package stack opens the objects that an expert-parallel worker has on a group of ranks, heap, exchanger, reducer and dispatcher, and
+// opens them again when the group has changed.
 //
 // A worker makes its stack once:
 //
@@ -12,12 +12,12 @@
 //	s, err = s.Reopen(ctx, smaller)         // closes the old stack
 //	old.Close()
 //
-// When a process has been started in the place of the one that was lost, all let it in at a step boundary:
+// When a new process replaces the lost one, all ranks admit it at a step boundary:
 //
 //	old = s.Group
 //	larger, err := old.Admit(ctx, 1, cfg)   // the newcomer: comm.Join with Config.Late, then stack.Open
 //	s, err = s.Reopen(ctx, larger)
 //	old.Close()
 //
-// [Stack.Moves] then says which experts' parameters have to be sent to whom, and which are lost.
+// [Stack.Moves] then lists the experts whose parameters some rank needs, and the ranks that have them.
 package stack

@@ -15,18 +15,18 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// Options say what a Stack has. All ranks pass the same, those that join later included.
+// Options say what a Stack has. All ranks pass the same, also those that join later.
 type Options struct {
-	// Heap is how the heap is made.
+	// Heap are the options of the heap.
 	Heap memory.Options
-	// Exchanger, Reducer and Dispatcher are opened where their options are set.
+	// Exchanger, Reducer and Dispatcher are opened if their options are not nil.
 	Exchanger  *alltoallv.Options
 	Reducer    *allreduce.Options
 	Dispatcher *dispatch.Options
 }
 
-// Stack is one rank's end of what runs on a group. What was not asked for is nil. Its parts belong to it and are closed by it;
-// the group and the device do not.
+// Stack is one rank's end of the objects that run on a group. A field that Options do not ask for is nil. The stack owns and closes
+// them, but not the group and the device.
 type Stack struct {
 	Group      *comm.Group
 	Device     device.Device
@@ -34,8 +34,8 @@ type Stack struct {
 	Exchanger  *alltoallv.Exchanger
 	Reducer    *allreduce.Reducer
 	Dispatcher *dispatch.Dispatcher
-	// Moves are the experts whose parameters ranks need that did not have them in the stack before, the same list on every rank: the
-	// caller sends them, or loads those that are lost.
+	// Moves are the experts that have come to a rank which did not have them in the last stack, the same list on every rank. The caller
+	// sends their parameters there, or loads those that are lost.
 	Moves []dispatch.Move
 
 	options Options
@@ -44,24 +44,22 @@ type Stack struct {
 	experts [][]uint64 // which ranks have them, by their ids
 }
 
-// Open makes a stack on g. It is collective: every rank of g calls Open or, if it has a stack on the group before, Reopen. What
-// fails on one rank is an error on all, and nothing is left.
+// Open makes a stack on g. It is collective: every rank of g calls Open or, if it has a stack on the group before, Reopen. A failure on
+// one rank is an error on all, and nothing is left.
 //
-// A rank that is admitted to a group that has stacks calls Open with the options of the others; the experts that it gets are those
-// of Moves.
+// A rank that is admitted to a group with stacks calls Open with the options of the others; Moves lists the experts that it gets.
 func Open(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Stack, error) {
 	s := &Stack{Group: g, Device: d, options: o, id: rand.Uint64()}
 	return s.open(ctx)
 }
 
-// Reopen closes s and makes a stack with the same options on g, a group that has come of that of s by Shrink or Admit. It is
-// collective on g, and needs no rank that is not in g, if the group of s has failed. Views, buffers, registrations and handles of s are
-// dead; what they held is to be copied out before.
+// Reopen closes s and makes a stack with the same options on g, a group derived from s.Group by Shrink or Admit. It is collective on g,
+// and if s.Group has failed it needs no rank outside g. Views, buffers, registrations and handles of s are dead; the caller copies their
+// contents out before.
 //
-// Experts stay where they are as far as their ranks are in g: see [dispatch.Placement.Follow], and Moves for the rest. Parameters
-// that a rank gives away are to be kept until a call on the new stack has come to its end: when another rank is lost in Reopen,
-// some ranks have a new stack and others have not. Then s can be reopened again by the latter, the new one by the former, on the
-// group that follows, and Moves tell what is missing since the last stack that all had.
+// Experts stay on their ranks if these are in g, see [dispatch.Placement.Follow]; Moves lists the others. A rank keeps the parameters of
+// experts that it gives away until a call on the new stack has ended. If another rank is lost during Reopen, some ranks have a new stack
+// and others still have s. Each then reopens the stack it has, on the next group, and Moves counts from the last stack that all had.
 func (s *Stack) Reopen(ctx context.Context, g *comm.Group) (*Stack, error) {
 	if err := s.Close(ctx); err != nil {
 		return nil, fmt.Errorf("stack: reopen: %w", err)
