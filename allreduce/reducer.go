@@ -27,7 +27,8 @@ import (
 // call has not happened and may be repeated, which the other ranks wait for. When the ranks' calls differ in collective,
 // data type, operator or length, every rank gets a *kernels.CallMismatchError (comm.ErrMismatch), no buffer has been
 // written, and later calls work. A lost peer is an error that is comm.ErrPeerLost, a peer that does not come within
-// Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Reducer can then only be closed. On a host stream
+// Options.Timeout one that is comm.ErrTimeout, and one that waits in a call which this rank has not made one that is comm.ErrOutOfStep;
+// all name the peer, and the Reducer can then only be closed. On a host stream
 // all but bad arguments are errors of the stream; on a CUDA stream the next call returns them, and Fault does. Calls can be captured into
 // a CUDA graph, and are then ordered by whoever replays it.
 type Reducer struct {

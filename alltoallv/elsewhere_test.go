@@ -34,7 +34,7 @@ func TestF3_CallsInDifferentOrdersAreNamed(t *testing.T) {
 				err := xs[r.Rank()].Exchange(nil, dst, src, sp)
 				require.Less(r.T, time.Since(start), 20*time.Second)
 				var pe *comm.PeerError
-				if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &pe) || pe.Rank != 1-r.Rank() {
+				if !errors.Is(err, comm.ErrOutOfStep) || !errors.As(err, &pe) || pe.Rank != 1-r.Rank() {
 					r.Must(fmt.Errorf("got %v", err))
 				}
 				require.ErrorContains(r.T, err, "which this rank has not made")
@@ -67,7 +67,7 @@ func TestF3_ACallOfTheControlPlaneInsteadIsNamed(t *testing.T) {
 		}
 		err = exchange()
 		var pe *comm.PeerError
-		if !errors.Is(err, comm.ErrMismatch) || !errors.As(err, &pe) || pe.Rank != 1 {
+		if !errors.Is(err, comm.ErrOutOfStep) || !errors.As(err, &pe) || pe.Rank != 1 {
 			r.Must(fmt.Errorf("got %v", err))
 		}
 		require.ErrorContains(r.T, err, "rank 1 waits in barrier, call ")

@@ -87,7 +87,7 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 // Bad arguments return an error (ErrInvalid, memory.ErrFreed, ErrClosed) before anything is enqueued; the call then has
 // not happened and may be repeated, which the other ranks wait for. A lost peer is an error that is comm.ErrPeerLost, a
 // peer that does not come within Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Exchanger can
-// then only be closed. So can one whose peer waits in a call that this rank has not made, which is comm.ErrMismatch: after 2 seconds
+// then only be closed. So can one whose peer waits in a call that this rank has not made, which is comm.ErrOutOfStep: after 2 seconds
 // for a call of this kind, after half of the timeout for one of the control plane, such as Group.Barrier. A *kernels.SplitsError, about Splits.Live of any rank, is an error of this call alone. So is
 // a *kernels.CountMismatchError: of this one, or of an earlier one, as its Epoch says, for a rank whose small message was not what its
 // receiver expected. That is the call before, but on a CUDA stream it can be the one before that; this call is then complete. On a
@@ -108,7 +108,7 @@ func (x *Exchanger) Barrier(s device.Stream) error {
 		x.nothing = Splits{Send: none, Recv: none}
 	}
 	err := x.exchange(s, memory.View{}, memory.View{}, &x.nothing, true)
-	if errors.Is(err, comm.ErrMismatch) {
+	if errors.Is(err, comm.ErrMismatch) || errors.Is(err, comm.ErrOutOfStep) {
 		err = fmt.Errorf("barrier: %w", err) // peers send bytes
 	}
 	return err

@@ -31,6 +31,11 @@ var (
 	// different calls. The message holds both values.
 	ErrMismatch = errors.New("mismatch")
 
+	// ErrOutOfStep means that ranks wait for each other in calls of different
+	// kinds, one in an exchange and one in a reduction for example. What the
+	// call belongs to can then only be closed.
+	ErrOutOfStep = errors.New("out of step")
+
 	// ErrInvalid means that an argument is out of its range; the message holds
 	// the value. Nothing has been done then. Packages above use the same value.
 	ErrInvalid = errors.New("invalid argument")

@@ -27,8 +27,8 @@ import (
 //   - What shows only when the ranks meet is the same error on every rank, with nothing moved, and the Dispatcher can be used
 //     further: *OverflowError, *IndexError, *kernels.OrderError (ranks in different calls), *kernels.ShortError (a buffer too
 //     small for the rows of its dispatch).
-//   - A lost peer is comm.ErrPeerLost, one that does not come within Options.Timeout comm.ErrTimeout; both name it. The
-//     Dispatcher can then only be closed.
+//   - A lost peer is comm.ErrPeerLost, one that does not come within Options.Timeout comm.ErrTimeout, one that waits in a call of
+//     another kind which this rank has not made comm.ErrOutOfStep; all name it. The Dispatcher can then only be closed.
 //
 // On a host stream the errors of the last two kinds are errors of the stream. On a CUDA stream the next call returns them, and Fault does.
 type Dispatcher struct {

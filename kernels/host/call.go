@@ -73,7 +73,7 @@ func (w *waiter) elsewhere(peer int) error {
 	e.leave(&w.sleeper)
 	time.Sleep(elsewhereGrace)
 	return fmt.Errorf("%w: rank %d waits in %v, call %d of that kind, which this rank has not made; this is %v, call %d of its kind",
-		comm.ErrMismatch, peer, c.op, c.epoch, w.call.op, w.call.epoch)
+		comm.ErrOutOfStep, peer, c.op, c.epoch, w.call.op, w.call.epoch)
 }
 
 // control looks whether peer waits on the control plane for this rank, in one call all the time. Another thread of this rank may be on its way
@@ -90,7 +90,7 @@ func (w *waiter) control(peer int) error {
 	if seq == 0 || waited < w.timeout/2 || waited-w.meetsFrom < w.timeout/8 {
 		return nil
 	}
-	return fmt.Errorf("%w: rank %d waits in %s, which this rank has not made; this is %v, call %d of its kind", comm.ErrMismatch, peer, call, w.call.op, w.call.epoch)
+	return fmt.Errorf("%w: rank %d waits in %s, which this rank has not made; this is %v, call %d of its kind", comm.ErrOutOfStep, peer, call, w.call.op, w.call.epoch)
 }
 
 // fail is the error of a wait for peer that has ended without success. It names that peer, or the one that this peer waits for itself, or the

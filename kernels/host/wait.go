@@ -84,7 +84,7 @@ func (w *waiter) leave() {
 }
 
 // idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted, comm.ErrTimeout or
-// comm.ErrMismatch when the wait is over without success.
+// comm.ErrOutOfStep when the wait is over without success.
 func (w *waiter) idle(peer int) error {
 	w.polls++
 	if w.e.step != nil {

@@ -257,7 +257,7 @@ func (r *rank) step() (quit bool, err error) {
 	case err == nil:
 	case r.g.Err() != nil:
 		return false, r.recover(err)
-	case errors.Is(err, comm.ErrTimeout), errors.Is(err, comm.ErrMismatch), errors.Is(err, context.DeadlineExceeded):
+	case errors.Is(err, comm.ErrTimeout), errors.Is(err, comm.ErrMismatch), errors.Is(err, comm.ErrOutOfStep), errors.Is(err, context.DeadlineExceeded):
 		r.failed = true // all learn it before the next call
 	default:
 		return false, fmt.Errorf("call %d: %w", r.steps, err)

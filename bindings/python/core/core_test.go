@@ -285,6 +285,7 @@ func TestErrorsAreClassified(t *testing.T) {
 		{errors.New("new"), Failed, -1},
 		{&comm.PeerError{Rank: 3, Err: comm.ErrPeerLost}, PeerLost, 3},
 		{fmt.Errorf("wrapped: %w", &comm.PeerError{Rank: 2, Err: comm.ErrTimeout}), Timeout, 2},
+		{&comm.PeerError{Rank: 1, Err: fmt.Errorf("%w: rank 1 waits in dispatch", comm.ErrOutOfStep)}, OutOfStep, 1},
 		{&kernels.CountMismatchError{}, Mismatch, -1},
 		{&kernels.CallMismatchError{}, Mismatch, -1},
 		{fmt.Errorf("wrapped: %w", &kernels.SplitsError{Rank: 5}), Invalid, 5},

@@ -44,6 +44,7 @@ const (
 	NoHandle    Code = 13
 	Failed      Code = 14 // anything else
 	Panic       Code = 15
+	OutOfStep   Code = 16
 )
 
 var conditions = []struct {
@@ -53,6 +54,7 @@ var conditions = []struct {
 	// What happened to a peer comes first: it explains what else went wrong.
 	{comm.ErrPeerLost, PeerLost},
 	{comm.ErrAborted, Aborted},
+	{comm.ErrOutOfStep, OutOfStep},
 	{comm.ErrMismatch, Mismatch},
 	{comm.ErrTimeout, Timeout},
 	{comm.ErrClosed, Closed},

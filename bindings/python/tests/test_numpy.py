@@ -325,6 +325,25 @@ def disagree(rank, size, n):
     sw.barrier()  # later calls work
 
 
+def out_of_step(rank, size):
+    comm = sw.communicator().split(0)
+    x = np.ones(size)
+    calls = [lambda: sw.all_to_all_single(np.zeros(size), x, group=comm), lambda: sw.all_reduce(x, group=comm)]
+    mine = calls[rank % 2]
+    with pytest.raises(errors.OutOfStep, match="which this rank has not made") as caught:
+        mine()
+    assert caught.value.rank != rank
+    assert not isinstance(caught.value, errors.Mismatch)
+    with pytest.raises(errors.OutOfStep, match="an earlier call failed"):
+        mine()
+    comm._abandon(0)
+    sw.barrier()  # the group that it was split from is as it was
+
+
+def test_ranks_in_calls_of_different_kinds_are_out_of_step(worlds):
+    worlds.get(2, world.plain).run(out_of_step)
+
+
 @pytest.mark.parametrize("n", [1, 1000, 100_000])
 def test_ranks_that_disagree_learn_it(plain, n):
     plain.run(disagree, n)

@@ -17,6 +17,7 @@ __all__ = [
     "Mismatch",
     "NoHandle",
     "OutOfMemory",
+    "OutOfStep",
     "Overflow",
     "PeerLost",
     "TimedOut",
@@ -67,7 +68,12 @@ class Aborted(Error):
 
 
 class Mismatch(Error):
-    """The ranks made different calls, or were configured differently."""
+    """Calls of the ranks do not fit each other, or the ranks were configured differently. Later calls work."""
+
+
+class OutOfStep(Error):
+    """Ranks wait for each other in calls of different kinds, one in an exchange and one in a reduction for example; ``rank`` says
+    which rank is elsewhere. Later calls of that kind fail too: the group can only be closed."""
 
 
 class OutOfMemory(Error, MemoryError):
@@ -107,6 +113,7 @@ _OF_CODE: dict[int, type[Error]] = {
     11: Freed,
     12: Overflow,
     13: NoHandle,
+    16: OutOfStep,
 }
 
 
