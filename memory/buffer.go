@@ -74,8 +74,8 @@ func (h *Heap) alloc(s device.Stream, n int64) (*Buffer, error) {
 	i, rest, ok := h.pool.alloc(n)
 	if !ok {
 		h.journal.add(call{kind: callAlloc, size: n, off: -1})
-		err := fmt.Errorf("%w: %d bytes are free, at most %d in a row",
-			ErrOutOfMemory, h.pool.total-h.pool.used, h.pool.largest())
+		err := fmt.Errorf("%w: %d of %d bytes are free, at most %d in a row: a larger Options.SegmentBytes or Heap.Grow makes room",
+			ErrOutOfMemory, h.pool.total-h.pool.used, h.pool.total, h.pool.largest())
 		h.mu.Unlock()
 		return nil, err
 	}

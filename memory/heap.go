@@ -494,7 +494,7 @@ func (h *Heap) grow(ctx context.Context, n int64, broken error) (err error) {
 	case h.space.Segments != nil:
 		err = fmt.Errorf("%w: a heap of CUDA IPC memory has one segment; make it with the SegmentBytes that it needs", ErrUnsupported)
 	case e.n < 0 || e.n > h.limit-e.off:
-		err = fmt.Errorf("%w: %d of %d bytes are committed", ErrOutOfMemory, e.off, h.limit)
+		err = fmt.Errorf("%w: %d of the %d bytes of Options.ReserveBytes are committed", ErrOutOfMemory, e.off, h.limit)
 	}
 	if _, err = meet(ctx, h.group, round{Op: "grow", Must: []value{{"bytes", fmt.Sprint(n)}}}, err); err != nil {
 		return err

@@ -246,6 +246,7 @@ func growScenario(t *rankT, g *comm.Group) {
 	}
 	require.ErrorIs(t, err, ErrOutOfMemory)
 	require.ErrorContains(t, err, "allocate 100000 bytes")
+	require.ErrorContains(t, err, "a larger Options.SegmentBytes or Heap.Grow makes room")
 	require.Equal(t, before, heapMappings(), "Alloc mapped memory")
 	require.NoError(t, g.Barrier(t.ctx))
 
@@ -264,7 +265,9 @@ func growScenario(t *rankT, g *comm.Group) {
 
 	// a refused Grow is refused everywhere and changes nothing
 	stats := h.Stats()
-	require.ErrorIs(t, h.Grow(t.ctx, 1<<40), ErrOutOfMemory)
+	err = h.Grow(t.ctx, 1<<40)
+	require.ErrorIs(t, err, ErrOutOfMemory)
+	require.ErrorContains(t, err, "Options.ReserveBytes")
 	require.ErrorIs(t, h.Grow(t.ctx, 0), ErrInvalid)
 	require.ErrorIs(t, h.Grow(t.ctx, -5), ErrInvalid)
 	err = h.Grow(t.ctx, int64(1000*(1+g.Rank())))
