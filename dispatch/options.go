@@ -50,7 +50,8 @@ const (
 	Flat = kernels.FlatRows
 	// Padded gives each expert Options.Capacity rows: [local experts, capacity, hidden]. Padding is zero.
 	Padded = kernels.PaddedRows
-	// Slab is [local experts, ranks x MaxTokens, hidden], for few tokens. Padding is undefined.
+	// Slab is [local experts, ranks x MaxTokens, hidden], for few tokens. Padding is undefined. There is room for one row of every token
+	// that any rank can have; tokens that have an expert twice need more, and where all are there that is an *OverflowError.
 	Slab = kernels.SlabRows
 	// TokenMajor puts the rows from each rank after those from the rank before. There is no padding.
 	TokenMajor = kernels.TokenRows
