@@ -380,6 +380,7 @@ SCRIPT = """
     assert y.tolist() == [0, 1] and x.item() == 3
     group = dist.new_group()
     dist.barrier(group=group)
+    import beside
     if dist.get_rank() == 0:
         print(type(dist.group.WORLD).__name__, type(group).__name__, *sys.argv[1:])
     dist.destroy_process_group()
@@ -392,18 +393,22 @@ SCRIPT = """
         ('"switchyard"', [], "SwitchyardProcessGroup SwitchyardProcessGroup --some flag"),
         ('"gloo"', ["-m", "switchyard.torch"], "SwitchyardProcessGroup SwitchyardProcessGroup --some flag"),
         ("", ["-m", "switchyard.torch"], "SwitchyardProcessGroup SwitchyardProcessGroup --some flag"),
+        ('"gloo"', ["-m", "switchyard.torch", "-m"], "SwitchyardProcessGroup SwitchyardProcessGroup --some flag"),
         ('"gloo"', [], "ProcessGroup ProcessGroup --some flag"),
     ],
-    ids=["by name", "gloo replaced", "default replaced", "gloo left alone"],
+    ids=["by name", "gloo replaced", "default replaced", "a module", "gloo left alone"],
 )
 def test_a_script_runs_unchanged(tmp_path, arguments, runner, expected):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("{arguments}", arguments))
+    script.with_name("beside.py").write_text("")  # what lies next to a script it can import
+    module = runner[-1:] == ["-m"] and len(runner) > 2
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
-            [sys.executable, *runner, str(script), "--some", "flag"],
-            env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, *runner, "script" if module else str(script), "--some", "flag"],
+            cwd=tmp_path if module else None, env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip

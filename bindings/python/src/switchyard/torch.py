@@ -6,8 +6,8 @@
 - ``average_hook`` averages the gradients of ``DistributedDataParallel``.
 - ``dist.init_process_group("switchyard")`` makes process groups whose collectives are Switchyard's where it has them, and
   those of gloo (host) and NCCL (CUDA) where not. This module need not be imported for that: torch finds the name.
-- ``install()``, or ``python -m switchyard.torch script.py``, puts that backend in the place of gloo and NCCL, for scripts
-  that name those.
+- ``install()``, or ``python -m switchyard.torch script.py`` (or ``-m module``), puts that backend in the place of gloo and
+  NCCL, for scripts that name those.
 """
 
 from __future__ import annotations
@@ -354,15 +354,23 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script with Switchyard in the place of gloo and NCCL."""
+    """Run a script, or a module with -m, with Switchyard in the place of gloo and NCCL."""
+    import os
     import runpy
 
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print("usage: python -m switchyard.torch script.py [arguments], also under torchrun", file=sys.stderr)
-        raise SystemExit(0 if arguments else 2)
+    module = arguments[:1] == ["-m"]
+    sys.argv = arguments[module:]
+    if not sys.argv or sys.argv[0].startswith("-"):
+        usage = "usage: python -m switchyard.torch (script.py | -m module) [arguments], also under torchrun"
+        asked = arguments[:1] in (["-h"], ["--help"])
+        print(usage, file=sys.stdout if asked else sys.stderr)
+        raise SystemExit(0 if asked else 2)
     install()
-    sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
+    if module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # as Python has it for scripts
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 _autoload.register()
