@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import pydoc
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import world
 
 import switchyard as sw
 from switchyard import _comm, errors
@@ -233,6 +237,41 @@ def test_the_library_knows_the_environment(monkeypatch):
     for name in names:
         monkeypatch.setenv(name, "1")
     assert set(names) <= set(_comm._environ())
+
+
+def no_expert(rank, size):
+    with pytest.warns(UserWarning, match="rank 1 of 2 has no expert of 1") if rank else contextlib.nullcontext() as caught:
+        d = sw.Dispatcher(1, 1, 8)
+    assert not caught or caught[0].filename == __file__
+    got = d.dispatch(np.ones((3, 8), "f4"), [[0]] * 3)
+    assert d.combine(got.rows, got).tolist() == [[1] * 8] * 3
+
+
+def test_ranks_without_experts_are_warned(worlds):
+    worlds.get(2, world.plain).run(no_expert)
+
+
+def test_the_package_says_what_it_is():
+    def said(*arguments, status=0):
+        done = subprocess.run([sys.executable, "-m", "switchyard", *arguments], capture_output=True, text=True, timeout=60)
+        assert done.returncode == status, done
+        return done.stdout or done.stderr
+
+    assert said("--version") == f"switchyard {sw.__version__}\n"
+    page = said()
+    assert f"switchyard  {sw.__version__}, {SOURCE}\n" in page
+    assert "library     a group of one rank works\n" in page
+    assert "python -m switchyard.torch" in said("--help")
+    assert said("nonsense", status=2).startswith("usage:")
+
+
+def test_a_slab_overflows_where_tokens_have_an_expert_twice():
+    with sw.init(0, 1, default=False) as comm:
+        d = sw.Dispatcher(2, 2, 8, max_tokens=3, layout="slab", group=comm)
+        x = np.ones((3, 8), "f4")
+        assert d.dispatch(x, [[0, 1]] * 3).num_rows == 6
+        with pytest.raises(errors.Overflow):
+            d.dispatch(x, [[0, 0]] * 3)
 
 
 def test_arrays_and_tuples_are_split_sizes():

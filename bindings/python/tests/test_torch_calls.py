@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import world
 
 import switchyard as sw
 from switchyard import errors
@@ -365,6 +366,54 @@ def test_wrong_arguments(gloo):
     gloo.run(wrong)
 
 
+def defaults(rank, size):
+    comm = sw.init(0, 1, default=False)
+    d = sw.Dispatcher(4, 2, 8, group=comm, device="cpu")
+    x, idx, weights = torch.ones(3, 8), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
+
+    def layer(x):
+        got = d.dispatch(x, idx, weights)
+        return d.combine(got.rows * 2, got)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            for shape in (0, (2, 3)):
+                assert sw.empty(shape, dtype=torch.float32, group=comm, device="cpu").device.type == "cpu"
+            for call in (layer, compiled):
+                y = call(x)
+                assert y.device.type == "cpu"
+                assert torch.equal(y, 4 * x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_torchs_default_device_and_type_change_nothing(worlds):
+    worlds.get(2, world.gloo).run(defaults)
+
+
+def hints(rank, size):
+    x, many = torch.ones(2 * size, requires_grad=True), torch.ones(2 * size * size)
+    for name, arguments in (
+        ("all_to_all_single", (torch.ones(2 * size), x)),
+        ("all_reduce", (x * 1,)),
+        ("reduce_scatter_tensor", (torch.ones(2), x)),
+        ("all_gather_into_tensor", (many, x)),
+    ):
+        text = rf"switchyard\.{name} has no gradient, and its input needs one: use switchyard\.torch\.{name}"
+        with pytest.warns(UserWarning, match=text) as caught:
+            getattr(sw, name)(*arguments)
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            getattr(sw, name)(*arguments)
+
+
+def test_a_gradient_that_is_lost_is_said(worlds):
+    worlds.get(2, world.gloo).run(hints)
+
+
 def averages_of_integers(rank, size):
     x, many = torch.ones(2, dtype=torch.int32), torch.ones(2 * size, dtype=torch.int32)
     calls = [
@@ -380,7 +429,7 @@ def averages_of_integers(rank, size):
             lambda: dist.reduce_scatter(x, list(many.split(2)), dist.ReduceOp.AVG),
         ]
     for call in calls:
-        with pytest.raises(errors.Unsupported, match="torch.int32 on cpu; op 'avg' takes floats"):
+        with pytest.raises(errors.Unsupported, match=r"torch\.int32 on cpu; op 'avg' takes floats"):
             call()
         dist.broadcast(x, 0)  # the process group is as it was
     sw.all_reduce(x)

@@ -562,7 +562,10 @@ def _end() -> None:
 
 def _environ() -> dict[str, str]:
     """What the library may want to know of the environment, which it cannot see itself."""
-    known = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SWITCHYARD_", "NCCL_NVLS_", "TORCH_SYMM_", "NVSHMEM_", "NVTX_")
+    known = (
+        "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SWITCHYARD_", "NCCL_NVLS_", "TORCH_SYMM_",
+        "NVSHMEM_", "NVTX_",
+    )  # fmt: skip
     return {name: value for name, value in os.environ.items() if name.startswith(known)}
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from array import array
 from collections.abc import Callable
 from typing import Any, Optional
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from . import _native, errors
 from ._comm import Block, Communicator, Gpu
-from ._groups import Submission
+from ._groups import Submission, warn_alone
 from ._splits import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED, integers
 from ._tensors import PLAIN, as_bytes, contiguous, description, real, same_dtype, tensor_on
 from ._torch_work import Work
@@ -58,18 +57,19 @@ def gpu_of(comm: Communicator, pg: Any, device: int) -> Gpu | None:
         if not has_backend(pg, torch.device("cuda")):
             raise
         if first and comm.rank == 0:
-            warnings.warn(f"switchyard: exchanges of CUDA tensors go to torch: {err}", stacklevel=5)
+            warn_alone(f"switchyard: exchanges of CUDA tensors go to torch: {err}", 5)
         return None
 
 
-def has_backend(pg: Any, device: torch.device, but: type = type(None)) -> bool:
+def has_backend(pg: Any, device: torch.device, but: type | None = None) -> bool:
     """Whether a process group has a backend for a device that is not of one class."""
     if pg is None:
         return False
     try:
-        return not isinstance(pg._get_backend(device), but)
+        backend = pg._get_backend(device)
     except RuntimeError:
         return False
+    return but is None or not isinstance(backend, but)
 
 
 # Exchanges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
@@ -21,6 +22,12 @@ from ._meet import Meeting
 from ._splits import Shapes
 from ._torch_work import Theirs, Work
 from ._work import Completion
+
+
+def warn_alone(text: str, stacklevel: int) -> None:
+    """Warn on one rank of several. Where warnings are errors it would part from the others here, so there it says nothing."""
+    with contextlib.suppress(UserWarning):
+        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 class _Store:
@@ -149,8 +156,7 @@ class Group:
         comm = Communicator._meet(self.rank, self.size, _Store(self._store), options, self.name, stop)
         if comm is None:
             if self.rank == 0:
-                text = f"switchyard: the ranks of group {self.name!r} are not on one host: its calls go to torch"
-                warnings.warn(text, stacklevel=2)
+                warn_alone(f"switchyard: the ranks of group {self.name!r} are not on one host: its calls go to torch", 3)
             store = dist.PrefixStore("switchyard/gloo/", self._store)
             limit = self._timeout or c10d.default_pg_timeout
             self.elsewhere = dist.ProcessGroup(store, self.rank, self.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -87,6 +88,13 @@ def _ours(x: Tensor) -> bool:
     return x.is_cpu and x.layout is torch.strided and type(x) in PLAIN
 
 
+def hint_gradient(call: str, x: Tensor) -> None:
+    """Warn of a call that has no gradient where its input needs one. torch's own call is silent there."""
+    if x.requires_grad and torch.is_grad_enabled():
+        text = f"switchyard.{call} has no gradient, and its input needs one: use switchyard.torch.{call}, or detach() the input"
+        warnings.warn(text, stacklevel=4)
+
+
 def _outside(group: Any, name: str) -> bool:
     """Whether this rank is no member of the group, which gets a warning as torch gives it."""
     if group is not None and dist.is_available() and group is c10d.GroupMember.NON_GROUP_MEMBER:
@@ -155,6 +163,8 @@ def all_to_all_single(
 ) -> Any:
     if group is not None and _outside(group, "all_to_all_single"):
         return None
+    if isinstance(input, Tensor) and input.requires_grad:
+        hint_gradient("all_to_all_single", input)
     if _cuda.ours(output, input):
         gpu = gpu_for(group, output, input)
         if gpu is None:
@@ -218,6 +228,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
     is_tensor(tensor, "tensor")
     if _outside(group, "all_reduce"):
         return None
+    hint_gradient("all_reduce", tensor)
     how = op_name(op)
 
     def torchs(pg: Any) -> Any:
@@ -281,6 +292,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
     is_tensor(input, "input")
     if _outside(group, "reduce_scatter_tensor"):
         return None
+    hint_gradient("reduce_scatter_tensor", input)
     how = op_name(op)
     refuse_average(group, "reduce_scatter_tensor", input, how)
     kind = kind_of(input, how)
@@ -322,6 +334,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
     is_tensor(output, "output_tensor")
     if _outside(group, "all_gather_into_tensor"):
         return None
+    hint_gradient("all_gather_into_tensor", input)
 
     def torchs(pg: Any) -> Any:
         return dist.all_gather_into_tensor(output, input, pg, async_op)
@@ -398,7 +411,7 @@ def gpu(group: Any, device: Any, **options: Any) -> _comm.Gpu:
 def tensor_of(block: _comm.Block, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor on symmetric memory, which it holds."""
     if block.size == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever device is torch's default
     return tensor_at(block.memory(), shape, dtype)
 
 

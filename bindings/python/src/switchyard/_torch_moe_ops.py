@@ -62,7 +62,7 @@ def _(x, scales, idx, weights, dispatcher):  # type: ignore[no-untyped-def]
         "landed": ((local,) if d._tells_landed else (0,), torch.int32),
     }
     parts = [_empty(x, *shapes[name]) for name in _OTHERS]
-    return (_empty(x, (rows, d.hidden), k.row), torch.empty(1, dtype=torch.int64), *parts)
+    return (_empty(x, (rows, d.hidden), k.row), torch.empty(1, dtype=torch.int64, device="cpu"), *parts)
 
 
 def _scales_shape(d: Dispatcher, rows: Any) -> tuple[Any, ...]:

@@ -72,8 +72,8 @@ class Mismatch(Error):
 
 
 class OutOfStep(Error):
-    """Ranks wait for each other in calls of different kinds, one in an exchange and one in a reduction for example; ``rank`` says
-    which rank is elsewhere. Later calls of that kind fail too: the group can only be closed."""
+    """Ranks wait for each other in calls of different kinds, one in an exchange and one in a reduction for example; ``rank``
+    says which rank is elsewhere. Later calls of that kind fail too: the group can only be closed."""
 
 
 class OutOfMemory(Error, MemoryError):

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import sys
+import warnings
 from array import array
 from collections.abc import Sequence
 from ctypes import byref, c_int64, c_uint64
@@ -83,7 +84,8 @@ class Dispatcher:
     - ``max_tokens``: the most tokens that one rank has in a call;
     - ``layout``: "flat" puts each expert's rows after those of the one before, at multiples of ``align`` rows, in at most
       ``max_rows`` in all; "padded" gives each expert ``capacity`` rows. Padding is zero. "slab" gives each expert room for all
-      tokens of all ranks, with undefined padding. "token_major" has one row for a token and rank, at most ``max_rows``, those
+      tokens of all ranks, with undefined padding; tokens that have an expert twice need more, and can be an
+      :class:`switchyard.errors.Overflow`. "token_major" has one row for a token and rank, at most ``max_rows``, those
       from each rank after those from the rank before; "rank_padded" likewise with ``max_tokens`` rows for each rank. There the
       caller applies the experts of ``indices`` with ``row_weights``, and hands back one row a token;
     - ``placement``: which ranks have each expert, a list of ranks for every expert; by default the first experts are on
@@ -209,6 +211,10 @@ class Dispatcher:
         self.name = f"switchyard:dispatcher:{next(_numbers)}"
         named[self.name] = self
         self.comm._dispatchers.add(self)
+        if not self.local_experts:
+            rank, size = self.comm.rank, self.comm.size
+            text = f"switchyard: rank {rank} of {size} has no expert of {self.experts}: it sends tokens and gets none"
+            warnings.warn(text, stacklevel=2)
 
     @property
     def local_experts(self) -> list[int]:
