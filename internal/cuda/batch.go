@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"runtime"
+	"unsafe"
 )
 
 // LaunchFlags are the properties of a launch.
@@ -31,6 +32,15 @@ type Launch struct {
 	// Args is the kernel's one parameter, a struct, as it lies in memory. Its length must be the struct's. A kernel without
 	// parameters has none.
 	Args []byte
+}
+
+// BytesOf is the memory of a struct with a field of type structs.HostLayout, as Args takes it.
+func BytesOf[T any](v *T) []byte { return unsafe.Slice((*byte)(unsafe.Pointer(v)), unsafe.Sizeof(*v)) }
+
+// StructOf is a struct with a field of type structs.HostLayout that begins at the first byte of b, which is aligned for it.
+func StructOf[T any](b []byte) *T {
+	var v T
+	return (*T)(unsafe.Pointer(unsafe.SliceData(b[:unsafe.Sizeof(v)])))
 }
 
 // The commands' kinds and sizes; swcuda.h has the same.

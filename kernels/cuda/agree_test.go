@@ -6,12 +6,14 @@ import (
 	"io/fs"
 	"math"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/internal/cuda/layout"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/cuda/internal/fatbin"
@@ -40,8 +42,22 @@ func TestFatbinsAreBuiltFromTheseSources(t *testing.T) {
 	}
 }
 
-func TestGeneratedLayoutsAreThoseOfTheDescription(t *testing.T) {
-	files, err := shared.Shared().Files()
+// described is what the sources of this package say that kernels share with it.
+func described(t *testing.T) *shared.Layout {
+	t.Helper()
+	if _, err := exec.LookPath("go"); err != nil {
+		t.Skip("needs the go command")
+	}
+	if _, err := os.Stat("args.go"); err != nil {
+		t.Skip("the sources are not beside the test binary")
+	}
+	l, err := shared.Read("../..")
+	require.NoError(t, err)
+	return l
+}
+
+func TestTheHeaderIsWrittenFromTheseSources(t *testing.T) {
+	files, err := described(t).Files()
 	require.NoError(t, err)
 	for name, text := range files {
 		b, err := os.ReadFile(filepath.Join("../..", name))
@@ -58,11 +74,13 @@ func TestTheCompilerLaysStructsOutAsDescribed(t *testing.T) {
 	if header == nil {
 		t.Skip("built without cgo")
 	}
-	require.Equal(t, shared.Shared().Offsets(), header)
+	at := described(t).Offsets()
+	require.Equal(t, at, header)
+	require.Equal(t, at["control.fault"], controlFault)
 }
 
-func TestArgumentsAreEncodedInPlace(t *testing.T) {
-	at := shared.Shared().Offsets()
+func TestArgumentsOfAnExchange(t *testing.T) {
+	at := described(t).Offsets()
 	c := &channels{&kernels.Channels{Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}, 4096}
 	x := &kernels.AllToAllV{
 		Src: kernels.Buffer{Ptr: 11, Bytes: 18}, Dst: kernels.Buffer{Ptr: 12, Bytes: 20}, Splits: kernels.Buffer{Ptr: 17},
@@ -72,9 +90,10 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 			Order: []int32{0}, ReverseOrder: []int32{0},
 		},
 	}
-	b := make([]byte, exchangeArgsBytes)
+	var a exchangeArgs
 	space := &kernels.Space{Base: 9, Stride: 10, Rank: 1, Size: 2, Segments: []uintptr{14, 19}}
-	encodeExchange(b, space, 13, flagMesh, 15, 16, c, x)
+	a.fill(space, 13, flagMesh, 15, 16, c, x)
+	b := cuda.BytesOf(&a)
 	block := c.block()
 	for field, want := range map[string]uint64{
 		"world.base": 9, "world.stride": 10, "world.segments": 19 + kernels.SegmentsOffset, "world.control": 4096, "world.fault": 13, "world.timeout_ns": 1e9,
@@ -100,7 +119,7 @@ func TestArgumentsAreEncodedInPlace(t *testing.T) {
 	for i, want := range []uint64{1, 3, 5, 7} {
 		require.Equal(t, want, binary.LittleEndian.Uint64(steps[at["step.send_bytes"]+8*i:]))
 	}
-	require.Zero(t, testing.AllocsPerRun(10, func() { encodeExchange(b, space, 13, flagMesh, 15, 16, c, x) }))
+	require.Zero(t, testing.AllocsPerRun(10, func() { a.fill(space, 13, flagMesh, 15, 16, c, x) }))
 }
 
 func TestChannelsDoNotOverlap(t *testing.T) {

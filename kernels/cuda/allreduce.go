@@ -20,7 +20,7 @@ type reductions struct {
 	offset    int64
 	k         *reductionKernels
 	multicast *multicastKernels // nil without Multicast
-	args      []byte
+	args      multicastArgs
 }
 
 // The defaults of reductions on GPUs. Packets of all ranks together take the same room however many ranks there are; on 2 H200 one shot of
@@ -35,7 +35,7 @@ const (
 )
 
 func newReductions(c *kernels.ReduceChannels, offset int64) *reductions {
-	return &reductions{c: c, offset: offset, args: make([]byte, multicastArgsBytes)}
+	return &reductions{c: c, offset: offset}
 }
 
 // defaults take a block on each multiprocessor at most, also where Blocks says more.
@@ -122,14 +122,14 @@ func (x *reductions) add(p *port, op kernels.Operation) error {
 	if err := x.validate(a); err != nil {
 		return err
 	}
-	l := cuda.Launch{Function: x.k.reduce, Grid: [3]uint32{uint32(a.Blocks), 1, 1}, Block: [3]uint32{reduceThreads, 1, 1}, Flags: p.e.flags, Args: x.args[:reduceArgsBytes]}
+	l := cuda.Launch{Function: x.k.reduce, Grid: [3]uint32{uint32(a.Blocks), 1, 1}, Block: [3]uint32{reduceThreads, 1, 1}, Flags: p.e.flags, Args: cuda.BytesOf(&x.args.reduce)}
 	if a.Packets {
 		l.Function, l.Block = x.k.packet, [3]uint32{reducePacketThreads, 1, 1}
 	}
 	if a.Multicast != kernels.NoMulticast {
-		l.Function, l.Block[0], l.Args = x.multicast.kernel(a.Multicast), multicastThreads, x.args
+		l.Function, l.Block[0], l.Args = x.multicast.kernel(a.Multicast), multicastThreads, cuda.BytesOf(&x.args)
 	}
-	x.encode(p, a)
+	x.fill(p, a)
 	p.batch.Launch(0, l)
 	return nil
 }
@@ -168,8 +168,8 @@ func (x *reductions) interval(a *kernels.Reduction, cycles float64) uint32 {
 	return uint32(min(tileBytes*float64(a.Blocks)/a.Rate*cycles, 1<<24))
 }
 
-// encode writes a launch's arguments, and behind them those that only multicast has.
-func (x *reductions) encode(p *port, a *kernels.Reduction) {
+// fill sets a launch's arguments, and behind them those that only multicast has.
+func (x *reductions) fill(p *port, a *kernels.Reduction) {
 	c, space, es := x.c, &p.e.space, a.Call.DType.Size()
 	call := uint32(a.Call.Word())
 	if a.Algorithm == kernels.OneShot && a.Call.Collective == kernels.AllReduce {
@@ -183,14 +183,13 @@ func (x *reductions) encode(p *port, a *kernels.Reduction) {
 	if a.Push && a.Call.Collective.Reduces() {
 		srcPlace = nowhere
 	}
-	w := multicastArgs{multicast: uint64(space.Multicast), reduce: reduceArgs{
+	x.args = multicastArgs{multicast: uint64(space.Multicast), reduce: reduceArgs{
 		world: worldOf(space, x.offset, p.fault.Addr(), a.Timeout.Nanoseconds()),
 		src:   uint64(a.Src.Ptr), dst: uint64(a.Dst.Ptr), srcPlace: srcPlace, dstPlace: uint64(a.Dst.PlaceOr(-1)),
 		block: x.block(), count: uint64(a.Call.Count), shape: a.Call.Shape, call: call,
 		lines: uint32(c.Blocks), slots: uint32(c.Slots), chunkBytes: uint32(c.SlotBytes), interval: x.interval(a, p.e.cycles), packetBytes: c.OneShotBytes,
 	}}
-	w.put(x.args)
 	for i, at := range a.Bounds {
-		putReduceArgsBounds(x.args, i, at*es)
+		x.args.reduce.bounds[i] = at * es
 	}
 }

@@ -20,7 +20,7 @@ type exchangeKernels struct {
 type exchanges struct {
 	c      channels
 	k      *exchangeKernels
-	args   []byte
+	args   copyArgs
 	places []int64
 }
 
@@ -40,7 +40,7 @@ const (
 )
 
 func newExchanges(c *kernels.Channels, offset int64) *exchanges {
-	return &exchanges{c: channels{c, offset}, args: make([]byte, copyArgsBytes)}
+	return &exchanges{c: channels{c, offset}}
 }
 
 // defaults are for Stripes that are set. Packets take the place of eager messages.
@@ -194,8 +194,8 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 		}
 		l.Grid = [3]uint32{uint32(max(1, min(blocks, k.small))), 1, 1}
 	}
-	l.Args = x.args[:exchangeArgsBytes]
-	encodeExchange(l.Args, &e.space, p.fault.Addr(), flags, interval, senders, c, a)
+	x.args.exchange.fill(&e.space, p.fault.Addr(), flags, interval, senders, c, a)
+	l.Args = cuda.BytesOf(&x.args.exchange)
 	p.batch.Launch(0, l)
 }
 
@@ -206,15 +206,38 @@ func sharedBytes(c *channels, blocks, takers int) int {
 	return items * (itemBytes + 8*c.Slots + 4*(3+takers/32))
 }
 
+// fill sets the arguments of an exchange.
+func (a *exchangeArgs) fill(space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *channels, x *kernels.AllToAllV) {
+	r, me := x.Routes, space.Rank
+	*a = exchangeArgs{
+		world: worldOf(space, c.offset, fault, x.Timeout.Nanoseconds()),
+		src:   uint64(x.Src.Ptr), dst: uint64(x.Dst.Ptr), dstOffset: x.Dst.PlaceOr(-1), splits: uint64(x.Splits.Ptr),
+		block: c.block(), packetBytes: c.PacketBytes, slotBytes: c.SlotBytes, stripes: uint32(c.Stripes), slotCount: uint32(c.Slots),
+		flags: flags, interval: interval, senders: uint32(senders),
+		srcBytes: x.Src.Bytes, dstBytes: x.Dst.Bytes,
+		ownBytes: r.SendBytes[me], ownSrc: r.SendOffsets[me], ownDst: r.RecvOffsets[me],
+	}
+	if peers := uint64(c.Size - 1); peers > 1 {
+		a.inverse = uint32((1<<32 + peers - 1) / peers)
+	}
+	for i, to := range r.Order {
+		from := r.ReverseOrder[i]
+		a.steps[i] = stepWords{
+			to: uint32(to), from: uint32(from),
+			sendBytes: r.SendBytes[to], sendOffset: r.SendOffsets[to], recvBytes: r.RecvBytes[from], recvOffset: r.RecvOffsets[from],
+		}
+	}
+}
+
 // addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast. What stays on the
 // rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 	e, c, r, b := p.e, &x.c, a.Routes, &p.batch
-	encodeExchange(x.args[:exchangeArgsBytes], &e.space, p.fault.Addr(), 0, 0, 0, c, a)
+	x.args.exchange.fill(&e.space, p.fault.Addr(), 0, 0, 0, c, a)
 	x.places = x.places[:0]
 	for q, at := range r.PeerOffsets {
 		x.places = append(x.places, a.Dst.Place+at)
-		putCopyArgsPlaces(x.args, q, a.Dst.Place+at)
+		x.args.places[q] = a.Dst.Place + at
 	}
 	me := e.space.Rank
 	own, from, to := r.SendBytes[me], a.Src.Ptr+uintptr(r.SendOffsets[me]), a.Dst.Ptr+uintptr(r.RecvOffsets[me])
@@ -223,12 +246,12 @@ func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 		b.Record(0, p.fork)
 		b.WaitEvent(1, p.fork)
 		if n := min(a.Schedule.Blocks, x.k.limit); n > 0 {
-			b.Launch(1, cuda.Launch{Function: x.k.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: x.args[:exchangeArgsBytes]})
+			b.Launch(1, cuda.Launch{Function: x.k.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: cuda.BytesOf(&x.args.exchange)})
 		} else {
 			b.Copy(1, to, from, own)
 		}
 	}
-	l := cuda.Launch{Function: x.k.opens, Grid: [3]uint32{1, 1, 1}, Block: [3]uint32{copyThreads, 1, 1}, Flags: e.flags, Args: x.args}
+	l := cuda.Launch{Function: x.k.opens, Grid: [3]uint32{1, 1, 1}, Block: [3]uint32{copyThreads, 1, 1}, Flags: e.flags, Args: cuda.BytesOf(&x.args)}
 	b.Launch(0, l)
 	for _, q := range r.Order {
 		if n := r.SendBytes[q]; n > c.PacketBytes {

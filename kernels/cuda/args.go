@@ -1,8 +1,96 @@
 package cuda
 
-import "github.com/switchyard-moe/switchyard/kernels"
+//lint:file-ignore U1000 kernels use what Go does not
+
+import (
+	"structs"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
 
 //go:generate go run ./internal/genlayout -root ../..
+
+// The words that kernels share with Go are constants, structs with structs.HostLayout and functions that lay control blocks out, in this file
+// and those whose names end in _args.go, which use nothing of other files. genlayout writes them for C, with their comments: maxRanks becomes
+// SW_MAX_RANKS, worldWords struct sw_world, layMoeBlock sw_lay_moe_block.
+
+// Of all families.
+const (
+	maxRanks     = 64
+	lineBytes    = 32                  // a line: what one rank writes for another with one or two 16-byte stores
+	abortOffset  = kernels.AbortOffset // the word that makes every wait of a rank return
+	chunkBits    = 20                  // of a sequence number count chunks within one call
+	aliasOffset  = kernels.AliasOffset // the alias table in a rank's segment
+	aliasShift   = kernels.AliasShift  // how a place names a row of it
+	controlAlign = kernels.LineBytes   // parts of a control block that peers write begin at a multiple
+	nowhere      = 1<<64 - 1           // the place of memory that peers cannot write
+)
+
+// Packets: 16 bytes on the wire carry 12 bytes and a 32-bit flag. A group is what one warp moves: 4 packets a thread.
+const (
+	packetGroupPayload = 1536
+	packetGroupBytes   = 2048
+	packetHeaderBytes  = 128 // before the first group; its first packet carries the message's length
+)
+
+// Kinds of a fault.
+const (
+	faultNone     = 0
+	faultTimeout  = 1 // waited for peer for too long
+	faultAborted  = 2 // saw the abort word
+	faultMismatch = 3 // the two ends disagree on the size: sent and expected
+	faultPlace    = 4 // the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's
+	faultOrder    = 5 // peer makes another call: sent holds its word, expected this rank's
+	faultIndex    = 6 // peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert
+	faultOverflow = 7 // peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole
+	faultSplits   = 8 // peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length
+)
+
+// place is a distance in bytes, mostly from the start of a rank's segment. C has it without a sign.
+type place = int64
+
+// faultWords is what a kernel that gave up left behind, in pinned host memory. kind is written last.
+type faultWords struct {
+	_ structs.HostLayout
+
+	kind       uint32
+	peer       uint32
+	epoch      uint64
+	sent       uint64
+	expected   uint64
+	limit      uint64
+	mine       uint64 // of ranks that call different reductions: kernels.ReduceCall.Word of this rank's and of peer's, and their digests
+	theirs     uint64
+	myShape    uint64
+	theirShape uint64
+	sending    uint32 // 1: this rank was sending to peer, 0: receiving; of refused splits: whether they are of what peer sends
+	part       uint32 // of refused splits: the rank that peer sends to or receives from
+	stop       uint64 // set by the host: every wait of the communicator's kernels returns
+}
+
+// controlWords are the words of a control block that only its own rank touches.
+type controlWords struct {
+	_ structs.HostLayout
+
+	epoch      uint64 // calls so far
+	readers    uint32 // blocks of the running kernel that have read epoch
+	fault      uint32 // kind of the first fault; later kernels return at once, except after a mismatch
+	mismatched uint64 // the call of the last mismatch of a reduction
+}
+
+// worldWords is what every kernel knows of the heap and its rank. It comes first in every family's arguments.
+type worldWords struct {
+	_ structs.HostLayout
+
+	base      uint64 // this rank's segment lies at base + rank*stride, and so do all others where segments is 0
+	stride    uint64 // distance of two ranks' segments
+	segments  uint64 // address of uint64 [size]: the ranks' segments; or 0
+	control   uint64 // place of the communicator's struct sw_control in every rank's segment
+	fault     uint64 // address of a struct sw_fault
+	timeoutNs uint64 // bounds every wait for a peer
+	rank      uint32
+	size      uint32
+}
 
 // worldOf is the part of the arguments that all families share. control is the place of the communicator's struct sw_control, fault
 // the address of its fault record.
@@ -27,28 +115,4 @@ func placeOf(b *kernels.Buffer) uint64 {
 		return 0
 	}
 	return uint64(b.Place)
-}
-
-// encodeExchange writes the arguments of an exchange into b, which has exchangeArgsBytes bytes.
-func encodeExchange(b []byte, space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *channels, x *kernels.AllToAllV) {
-	r, me := x.Routes, space.Rank
-	a := exchangeArgs{
-		world: worldOf(space, c.offset, fault, x.Timeout.Nanoseconds()),
-		src:   uint64(x.Src.Ptr), dst: uint64(x.Dst.Ptr), dstOffset: x.Dst.PlaceOr(-1), splits: uint64(x.Splits.Ptr),
-		block: c.block(), packetBytes: c.PacketBytes, slotBytes: c.SlotBytes, stripes: uint32(c.Stripes), slotCount: uint32(c.Slots),
-		flags: flags, interval: interval, senders: uint32(senders),
-		srcBytes: x.Src.Bytes, dstBytes: x.Dst.Bytes,
-		ownBytes: r.SendBytes[me], ownSrc: r.SendOffsets[me], ownDst: r.RecvOffsets[me],
-	}
-	if peers := uint64(c.Size - 1); peers > 1 {
-		a.inverse = uint32((1<<32 + peers - 1) / peers)
-	}
-	a.put(b)
-	for i, to := range r.Order {
-		from := r.ReverseOrder[i]
-		putExchangeArgsSteps(b, i, stepWords{
-			to: uint32(to), from: uint32(from),
-			sendBytes: r.SendBytes[to], sendOffset: r.SendOffsets[to], recvBytes: r.RecvBytes[from], recvOffset: r.RecvOffsets[from],
-		})
-	}
 }

@@ -33,16 +33,15 @@ type sumKernels struct {
 
 // dispatches are the launches of one dispatcher. It is a family.
 type dispatches struct {
-	m    *kernels.MoE
-	k    *dispatchKernels
-	args []byte
+	m *kernels.MoE
+	k *dispatchKernels
 }
 
 // moeFixedShared is more than the kernels have beside what is asked for at launch.
 const moeFixedShared = 28 << 10
 
 func newDispatches(m *kernels.MoE) *dispatches {
-	return &dispatches{m: m, args: make([]byte, moeArgsBytes)}
+	return &dispatches{m: m}
 }
 
 func (*dispatches) defaults(int) {}

@@ -62,6 +62,9 @@ func (x *dispatches) call(p *port, c *kernels.MoECall) (*moeCall, error) {
 		op: uint32(c.Op), tokens: uint32(c.Tokens), topK: uint32(m.TopK), maxTokens: uint32(m.MaxTokens), experts: uint32(m.Experts),
 		slots: uint32(m.Slots()), local: uint32(m.Local(m.Rank)), indexBytes: uint32(m.IndexBytes),
 	}
+	for i, n := range m.First {
+		l.a.first[i] = uint32(n)
+	}
 	if m.Layout == kernels.RankRows {
 		l.a.offsetBase = int64(m.MaxTokens)
 	}
@@ -122,13 +125,9 @@ func (l *moeCall) spreading() int {
 
 // launch appends a kernel with the call's arguments as they are now.
 func (l *moeCall) launch(f cuda.Function, blocks, threads, shared int) {
-	l.a.put(l.args)
-	for i, n := range l.m.First {
-		putMoeArgsFirst(l.args, i, uint32(n))
-	}
 	l.p.batch.Launch(0, cuda.Launch{
 		Function: f, Grid: [3]uint32{uint32(blocks), 1, 1}, Block: [3]uint32{uint32(threads), 1, 1}, SharedBytes: uint32(shared),
-		Flags: l.p.e.flags, Args: l.args,
+		Flags: l.p.e.flags, Args: cuda.BytesOf(&l.a),
 	})
 }
 

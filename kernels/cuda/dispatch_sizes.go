@@ -19,7 +19,7 @@ func (x *dispatches) block(offset int64) moeBlock {
 	if x.few() {
 		notes, packets = x.noteBytes(), x.packetBytes()
 	}
-	return layMoeBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MostLocal()), int64(m.MaxTokens), int64(m.TopK), x.staged(), notes, packets)
+	return layMoeBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MaxTokens), int64(m.TopK), x.staged(), notes, packets)
 }
 
 // few reports whether tokens and what is made of them cross by the kernels for few.

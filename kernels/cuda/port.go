@@ -6,11 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
-	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -116,14 +116,16 @@ func (p *port) Fault() error {
 	return err
 }
 
+// record is what a fault record's memory holds.
+func record(b []byte) *faultWords { return cuda.StructOf[faultWords](b) }
+
 // err reads the fault record.
 func (p *port) err() error {
 	b := p.fault.Bytes()
-	if b == nil || shm.Word32(b, faultKind).Load() == 0 {
+	if b == nil || atomic.LoadUint32(&record(b).kind) == faultNone {
 		return nil
 	}
-	var f faultWords
-	f.get(b)
+	f := *record(b)
 	if err := p.fam.fault(&f, p.e.space.Rank); err != nil {
 		return err
 	}
@@ -162,9 +164,12 @@ func (p *port) culprit(peer int) (rank int, does string) {
 	return peer, "that rank has begun the call, and not come further"
 }
 
+// controlFault is where fault lies in a struct sw_control.
+const controlFault = 12
+
 // clear forgets the fault, here and in the structs sw_control, and returns the numbers of those that had one.
 func (p *port) clear() (hit []int, err error) {
-	shm.Word32(p.fault.Bytes(), faultKind).Store(0)
+	atomic.StoreUint32(&record(p.fault.Bytes()).kind, faultNone)
 	e := p.e
 	var kind [4]byte
 	for i, at := range p.fam.controls(p.offset) {
@@ -189,7 +194,7 @@ func (p *port) Drain(ctx context.Context, _ device.Stream) error {
 
 // stop makes kernels that wait return, and those that come after them as soon as they wait, or at once after a fault. No call of the driver
 // is needed: another thread may be in one that waits for these kernels.
-func (p *port) stop() { shm.Word(p.fault.Bytes(), faultStop).Store(1) }
+func (p *port) stop() { atomic.StoreUint64(&record(p.fault.Bytes()).stop, 1) }
 
 // Close releases the record, the streams and the events.
 func (p *port) Close() error {

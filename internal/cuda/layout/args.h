@@ -26,17 +26,58 @@ enum {
 	SW_PACKET_HEADER_BYTES = 128, /* before the first group; its first packet carries the message's length */
 };
 
-/* The all-to-all. Threads of a block of its kernel: some send, two warps watch what peers write, the others receive. */
+/* Kinds of a fault. */
 enum {
-	SW_SEND_THREADS = 384,
-	SW_WATCH_THREADS = 64,
-	SW_RECV_THREADS = 320,
-	SW_PACKET_THREADS = 1024,
-	SW_COPY_THREADS = 256,
-	SW_OWN_THREADS = 512,
-	SW_ITEM_BYTES = 128, /* what a block keeps in shared memory of a stripe of the messages to and from a peer */
-	SW_TILE_BYTES = 4096, /* what one warp moves at a time */
-	SW_STRIPE_MIN_BYTES = 16384, /* messages below this take fewer stripes; both ends must agree */
+	SW_FAULT_NONE = 0,
+	SW_FAULT_TIMEOUT = 1, /* waited for peer for too long */
+	SW_FAULT_ABORTED = 2, /* saw the abort word */
+	SW_FAULT_MISMATCH = 3, /* the two ends disagree on the size: sent and expected */
+	SW_FAULT_PLACE = 4, /* the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's */
+	SW_FAULT_ORDER = 5, /* peer makes another call: sent holds its word, expected this rank's */
+	SW_FAULT_INDEX = 6, /* peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert */
+	SW_FAULT_OVERFLOW = 7, /* peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole */
+	SW_FAULT_SPLITS = 8, /* peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length */
+};
+
+/* MoE dispatch. */
+enum {
+	SW_MOE_THREADS = 1024, /* of a block of dispatch_rows */
+	SW_MOE_FEW_THREADS = 512, /* of a block of dispatch_few */
+	SW_MOE_FEW_SUM_THREADS = 384, /* of a block of combine_few */
+	SW_MOE_SUM_THREADS = 512, /* of a block of combine_rows */
+	SW_MOE_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */
+	SW_MOE_MAX_BLOCKS = 160, /* of a kernel that peers wait for */
+	SW_MOE_FEW_TOKENS = 256, /* the most tokens of the kernels for few */
+	SW_MOE_FEW_SLOTS = 1024, /* and the most slots */
+	SW_MOE_TABLE = 1024, /* experts whose places a block keeps in shared memory */
+	SW_MOE_SUMS = 3, /* the least operation that reads peers' rows */
+	SW_MOE_FIRST = 65, /* entries of moe_args.first */
+	SW_MOE_SCALES = 512, /* bytes of shared memory for the scales that a warp makes */
+	SW_MOE_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
+	SW_MOE_SUM_PASS_THREADS = 512, /* of a block of the pass that makes sums: those that make, and a warp that tells */
+	SW_MOE_PASS_PART = 2048, /* bytes of a row that a warp of a pass adds or copies at a time */
+	SW_MOE_DENSE_PART = 3584, /* bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them */
+	SW_MOE_PLAIN_PART = 1536, /* the same on the way back, 2048 */
+	SW_MOE_NARROW_PART = 2048, /* the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes */
+	SW_MOE_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
+	SW_MOE_WINDOW = 64, /* rows of one rank that are told together when they are made */
+};
+
+/* What a launch for MoE does. */
+enum {
+	SW_MOE_SEND = 1, /* the first half of a call */
+	SW_MOE_RECEIVE = 2, /* the second half */
+	SW_MOE_CACHED = 4, /* the routing is there already */
+	SW_MOE_FREE = 8, /* peers may write this rank's output when they see the begin of this call */
+	SW_MOE_KEEP = 16, /* the rows of a combine stay as they are until the handle's next dispatch is complete */
+	SW_MOE_COMPACT = 32, /* rows of one rank follow those of the one before */
+	SW_MOE_BY_EXPERT = 64, /* rows arrive in staging and are spread over the experts' rows */
+	SW_MOE_COLUMNS = 128, /* scales in column-major order */
+	SW_MOE_EXPONENTS = 256, /* scales are exponents, four in a word */
+	SW_MOE_ZERO = 512, /* padding is zero */
+	SW_MOE_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
+	SW_MOE_GIVEN = 2048, /* or by those beside the rows */
+	SW_MOE_BESIDE = 4096, /* the two kernels of the call run beside each other */
 };
 
 /* Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it
@@ -87,232 +128,24 @@ enum {
 	SW_REDUCE_BLOCKS = 8, /* the same, and they are blocks */
 };
 
+/* The all-to-all. Threads of a block of its kernel: some send, two warps watch what peers write, the others receive. */
+enum {
+	SW_SEND_THREADS = 384,
+	SW_WATCH_THREADS = 64,
+	SW_RECV_THREADS = 320,
+	SW_PACKET_THREADS = 1024,
+	SW_COPY_THREADS = 256,
+	SW_OWN_THREADS = 512,
+	SW_ITEM_BYTES = 128, /* what a block keeps in shared memory of a stripe of the messages to and from a peer */
+	SW_TILE_BYTES = 4096, /* what one warp moves at a time */
+	SW_STRIPE_MIN_BYTES = 16384, /* messages below this take fewer stripes; both ends must agree */
+};
+
 /* Flags of an exchange. */
 enum {
 	SW_FLAG_STAGED = 1, /* take messages in through staging even where peers could write dst */
 	SW_FLAG_MESH = 2, /* every block begins with another peer */
 };
-
-/* MoE dispatch. */
-enum {
-	SW_MOE_THREADS = 1024, /* of a block of dispatch_rows */
-	SW_MOE_FEW_THREADS = 512, /* of a block of dispatch_few */
-	SW_MOE_FEW_SUM_THREADS = 384, /* of a block of combine_few */
-	SW_MOE_SUM_THREADS = 512, /* of a block of combine_rows */
-	SW_MOE_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */
-	SW_MOE_MAX_BLOCKS = 160, /* of a kernel that peers wait for */
-	SW_MOE_FEW_TOKENS = 256, /* the most tokens of the kernels for few */
-	SW_MOE_FEW_SLOTS = 1024, /* and the most slots */
-	SW_MOE_TABLE = 1024, /* experts whose places a block keeps in shared memory */
-	SW_MOE_SUMS = 3, /* the least operation that reads peers' rows */
-	SW_MOE_FIRST = 65, /* entries of moe_args.first */
-	SW_MOE_SCALES = 512, /* bytes of shared memory for the scales that a warp makes */
-	SW_MOE_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
-	SW_MOE_SUM_PASS_THREADS = 512, /* of a block of the pass that makes sums: those that make, and a warp that tells */
-	SW_MOE_PASS_PART = 2048, /* bytes of a row that a warp of a pass adds or copies at a time */
-	SW_MOE_DENSE_PART = 3584, /* bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them */
-	SW_MOE_PLAIN_PART = 1536, /* the same on the way back, 2048 */
-	SW_MOE_NARROW_PART = 2048, /* the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes */
-	SW_MOE_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
-	SW_MOE_WINDOW = 64, /* rows of one rank that are told together when they are made */
-};
-
-/* What a launch for MoE does. */
-enum {
-	SW_MOE_SEND = 1, /* the first half of a call */
-	SW_MOE_RECEIVE = 2, /* the second half */
-	SW_MOE_CACHED = 4, /* the routing is there already */
-	SW_MOE_FREE = 8, /* peers may write this rank's output when they see the begin of this call */
-	SW_MOE_KEEP = 16, /* the rows of a combine stay as they are until the handle's next dispatch is complete */
-	SW_MOE_COMPACT = 32, /* rows of one rank follow those of the one before */
-	SW_MOE_BY_EXPERT = 64, /* rows arrive in staging and are spread over the experts' rows */
-	SW_MOE_COLUMNS = 128, /* scales in column-major order */
-	SW_MOE_EXPONENTS = 256, /* scales are exponents, four in a word */
-	SW_MOE_ZERO = 512, /* padding is zero */
-	SW_MOE_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
-	SW_MOE_GIVEN = 2048, /* or by those beside the rows */
-	SW_MOE_BESIDE = 4096, /* the two kernels of the call run beside each other */
-};
-
-/* Kinds of a fault. */
-enum {
-	SW_FAULT_NONE = 0,
-	SW_FAULT_TIMEOUT = 1, /* waited for peer for too long */
-	SW_FAULT_ABORTED = 2, /* saw the abort word */
-	SW_FAULT_MISMATCH = 3, /* the two ends disagree on the size: sent and expected */
-	SW_FAULT_PLACE = 4, /* the receiver of a copy wants it elsewhere: sent holds the caller's offset, expected the receiver's */
-	SW_FAULT_ORDER = 5, /* peer makes another call: sent holds its word, expected this rank's */
-	SW_FAULT_INDEX = 6, /* peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert */
-	SW_FAULT_OVERFLOW = 7, /* peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole */
-	SW_FAULT_SPLITS = 8, /* peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length */
-};
-
-/* Where the words of a handle lie. All must be zero before the first call. */
-struct sw_moe_block {
-	uint64_t note_stride;
-	uint64_t packet_stride;
-	uint64_t control; /* struct sw_control */
-	uint64_t landing; /* the epoch of the call for which kernels.MoEHandle.Landed counts */
-	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
-	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
-	uint64_t slot_counts; /* [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch */
-	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, likewise */
-	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, likewise */
-	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, likewise */
-	uint64_t made; /* [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows */
-	uint64_t making; /* [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls */
-	uint64_t arrived; /* [size]: rows in staging from each rank */
-	uint64_t places; /* [max_tokens][size]: the row of each token among those of this rank on each rank, or -1 */
-	uint64_t who; /* [max_tokens][top_k]: the rank of each choice, or -1 */
-	uint64_t spread; /* [staged][top_k]: the expert's row of each choice of a row in staging, or -1 */
-	uint64_t indices; /* [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them */
-	uint64_t weights; /* [staged][top_k] float32, likewise */
-	uint64_t sources; /* [staged][2], likewise */
-	uint64_t wiped; /* [2]: by parity of calls, the token of which places that are not used are wiped next */
-	uint64_t notes; /* [2][size][max_tokens][note_stride]: what lies beside a row of few tokens, as packets */
-	uint64_t packets; /* [2][size][max_tokens][packet_stride]: rows of few tokens */
-	uint64_t end; /* the offset behind the block */
-};
-
-static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size, int64_t slots, int64_t local, int64_t max_tokens, int64_t top_k, int64_t staged, int64_t note_bytes, int64_t packet_bytes)
-{
-	struct sw_moe_block b;
-	uint64_t at = offset;
-	b.note_stride = note_bytes;
-	b.packet_stride = packet_bytes;
-	b.control = at;
-	at += (int64_t)SW_CONTROL_ALIGN;
-	b.landing = at;
-	at += (int64_t)SW_CONTROL_ALIGN;
-	b.begins = at;
-	at += 2 * size * (int64_t)SW_LINE_BYTES;
-	b.dones = at;
-	at += 2 * size * (int64_t)SW_MOE_MAX_BLOCKS * 16;
-	at = (at + 127) / 128 * 128;
-	b.slot_counts = at;
-	at += 2 * size * slots * 8;
-	at = (at + 127) / 128 * 128;
-	b.rank_totals = at;
-	at += size * size * 8;
-	at = (at + 127) / 128 * 128;
-	b.block_counts = at;
-	at += (int64_t)SW_MOE_MAX_BLOCKS * size * 8;
-	at = (at + 127) / 128 * 128;
-	b.block_slots = at;
-	at += (int64_t)SW_MOE_MAX_BLOCKS * slots * 8;
-	at = (at + 127) / 128 * 128;
-	b.made = at;
-	at += size * ((max_tokens + (int64_t)SW_MOE_WINDOW - 1) / (int64_t)SW_MOE_WINDOW) * 8;
-	at = (at + 127) / 128 * 128;
-	b.making = at;
-	at += size * ((max_tokens + (int64_t)SW_MOE_WINDOW - 1) / (int64_t)SW_MOE_WINDOW) * 4;
-	at = (at + 127) / 128 * 128;
-	b.arrived = at;
-	at += size * 4;
-	at = (at + 127) / 128 * 128;
-	b.places = at;
-	at += max_tokens * size * 4;
-	at = (at + 127) / 128 * 128;
-	b.who = at;
-	at += max_tokens * top_k * 4;
-	at = (at + 127) / 128 * 128;
-	b.spread = at;
-	at += staged * top_k * 4;
-	at = (at + 127) / 128 * 128;
-	b.indices = at;
-	at += staged * top_k * 8;
-	at = (at + 127) / 128 * 128;
-	b.weights = at;
-	at += staged * top_k * 4;
-	at = (at + 127) / 128 * 128;
-	b.sources = at;
-	at += staged * 8;
-	at = (at + 127) / 128 * 128;
-	b.wiped = at;
-	at += (int64_t)SW_CONTROL_ALIGN;
-	at = (at + 127) / 128 * 128;
-	b.notes = at;
-	at += 2 * size * max_tokens * b.note_stride;
-	at = (at + 127) / 128 * 128;
-	b.packets = at;
-	at += 2 * size * max_tokens * b.packet_stride;
-	b.end = at;
-	return b;
-}
-
-/* Where the words of an all-to-all's control block lie. All but the slots must be zero before the first call. */
-struct sw_exchange_block {
-	uint64_t packet_stride;
-	uint64_t control; /* struct sw_control */
-	uint64_t signals; /* [2][size][stripes] lines: {seq, total}, and of a message through staging {seq of its end, seq} */
-	uint64_t credits; /* [size] lines: {seq, offset or SW_NOWHERE} {seq, total} */
-	uint64_t complaints; /* [size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected */
-	uint64_t stripe_credits; /* [size][stripes] lines: {seq of the last chunk taken out of staging, 0} */
-	uint64_t packets; /* [2][size][packet_stride] */
-	uint64_t slots; /* [size][stripes][slot_count][slot_bytes] */
-	uint64_t end; /* the offset behind the block */
-};
-
-static inline struct sw_exchange_block sw_lay_exchange_block(int64_t offset, int64_t size, int64_t stripes, int64_t slot_count, int64_t slot_bytes, int64_t packet_bytes)
-{
-	struct sw_exchange_block b;
-	uint64_t at = offset;
-	b.packet_stride = (int64_t)SW_PACKET_HEADER_BYTES + (packet_bytes + (int64_t)SW_PACKET_GROUP_PAYLOAD - 1) / (int64_t)SW_PACKET_GROUP_PAYLOAD * (int64_t)SW_PACKET_GROUP_BYTES;
-	b.control = at;
-	at += (int64_t)SW_CONTROL_ALIGN;
-	b.signals = at;
-	at += 2 * size * stripes * (int64_t)SW_LINE_BYTES;
-	b.credits = at;
-	at += size * (int64_t)SW_LINE_BYTES;
-	b.complaints = at;
-	at += size * (int64_t)SW_LINE_BYTES;
-	b.stripe_credits = at;
-	at += size * stripes * (int64_t)SW_LINE_BYTES;
-	at = (at + 127) / 128 * 128;
-	b.packets = at;
-	at += 2 * size * b.packet_stride;
-	b.slots = at;
-	at += size * stripes * slot_count * slot_bytes;
-	b.end = at;
-	return b;
-}
-
-/* Where the words of a reduction's control block lie. All but the slots must be zero before the first call. */
-struct sw_reduce_block {
-	uint64_t packet_stride;
-	uint64_t control; /* struct sw_control */
-	uint64_t entries; /* [2][size]: what each peer calls, by the call's parity */
-	uint64_t lines; /* [size][lines]: how far each block of each peer is */
-	uint64_t inputs; /* [2][size][packet_stride]: packets to be reduced */
-	uint64_t results; /* [2][size][packet_stride]: packets of slices that are reduced */
-	uint64_t input_slots; /* [size][lines][slot_count][chunk_bytes]: staging of input */
-	uint64_t result_slots; /* the same of results */
-	uint64_t end; /* the offset behind the block */
-};
-
-static inline struct sw_reduce_block sw_lay_reduce_block(int64_t offset, int64_t size, int64_t lines, int64_t slot_count, int64_t chunk_bytes, int64_t packet_bytes)
-{
-	struct sw_reduce_block b;
-	uint64_t at = offset;
-	b.packet_stride = (packet_bytes + (int64_t)SW_PACKET_GROUP_PAYLOAD - 1) / (int64_t)SW_PACKET_GROUP_PAYLOAD * (int64_t)SW_PACKET_GROUP_BYTES;
-	b.control = at;
-	at += (int64_t)SW_CONTROL_ALIGN;
-	b.entries = at;
-	at += 2 * size * (int64_t)SW_REDUCE_ENTRY_BYTES;
-	b.lines = at;
-	at += size * lines * (int64_t)SW_REDUCE_LINE_BYTES;
-	at = (at + 127) / 128 * 128;
-	b.inputs = at;
-	at += 2 * size * b.packet_stride;
-	b.results = at;
-	at += 2 * size * b.packet_stride;
-	b.input_slots = at;
-	at += size * lines * slot_count * chunk_bytes;
-	b.result_slots = at;
-	at += size * lines * slot_count * chunk_bytes;
-	b.end = at;
-	return b;
-}
 
 /* What a kernel that gave up left behind, in pinned host memory. kind is written last. */
 struct sw_fault {
@@ -351,45 +184,31 @@ struct sw_world {
 	uint32_t size;
 };
 
-/* A step of an exchange: the rank that this rank sends to in it, the one it receives from, and what. What one warp needs lies
- * together, because a first access to a line of arguments takes as long as one to memory. */
-struct sw_step {
-	uint32_t to;
-	uint32_t from;
-	int64_t send_bytes;
-	int64_t send_offset;
-	int64_t recv_bytes;
-	int64_t recv_offset;
-};
-
-/* One launch of the variable-size all-to-all. */
-struct sw_exchange_args {
-	struct sw_world world;
-	uint64_t src;
-	uint64_t dst;
-	int64_t dst_offset; /* place of dst in this rank's segment, or -1: peers cannot write it */
-	uint64_t splits; /* address of int64 [4][size]: send bytes, send offsets, receive bytes, receive offsets by rank; 0: they are below */
-	struct sw_exchange_block block;
-	int64_t packet_bytes; /* messages up to this are packets */
-	int64_t slot_bytes;
-	uint32_t stripes; /* the most that a message is cut into */
-	uint32_t slot_count; /* chunks of a stripe under way through staging */
-	uint32_t flags;
-	uint32_t interval; /* cycles from one tile of a block to the next; 0: as they come */
-	uint32_t inverse; /* 2^32/(size-1), rounded up; 0 where size-1 < 2 */
-	uint32_t senders; /* blocks that send; as many more copy messages out of staging. 0: every block does both */
-	int64_t src_bytes; /* how long the buffers are; looked at where splits are not below */
-	int64_t dst_bytes;
-	int64_t own_bytes; /* what stays on this rank */
-	int64_t own_src;
-	int64_t own_dst;
-	struct sw_step steps[SW_MAX_RANKS]; /* size-1 of them */
-};
-
-/* An exchange by the copy engines. */
-struct sw_copy_args {
-	struct sw_exchange_args exchange;
-	int64_t places[SW_MAX_RANKS]; /* where in each peer's segment this rank's message goes, as the host knows it */
+/* Where the words of a handle lie. All must be zero before the first call. */
+struct sw_moe_block {
+	uint64_t note_stride;
+	uint64_t packet_stride;
+	uint64_t control; /* struct sw_control */
+	uint64_t landing; /* the epoch of the call for which kernels.MoEHandle.Landed counts */
+	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
+	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
+	uint64_t slot_counts; /* [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch */
+	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, likewise */
+	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, likewise */
+	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, likewise */
+	uint64_t made; /* [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows */
+	uint64_t making; /* [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls */
+	uint64_t arrived; /* [size]: rows in staging from each rank */
+	uint64_t places; /* [max_tokens][size]: the row of each token among those of this rank on each rank, or -1 */
+	uint64_t who; /* [max_tokens][top_k]: the rank of each choice, or -1 */
+	uint64_t spread; /* [staged][top_k]: the expert's row of each choice of a row in staging, or -1 */
+	uint64_t indices; /* [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them */
+	uint64_t weights; /* [staged][top_k] float32, likewise */
+	uint64_t sources; /* [staged][2], likewise */
+	uint64_t wiped; /* [2]: by parity of calls, the token of which places that are not used are wiped next */
+	uint64_t notes; /* [2][size][max_tokens][note_stride]: what lies beside a row of few tokens, as packets */
+	uint64_t packets; /* [2][size][max_tokens][packet_stride]: rows of few tokens */
+	uint64_t end; /* the offset behind the block */
 };
 
 /* One launch for MoE dispatch. Places are the same on every rank. */
@@ -449,7 +268,19 @@ struct sw_moe_args {
 	uint32_t interval; /* cycles from one part of a warp to its next; 0: as they come */
 	uint32_t share; /* tokens that a block's shared memory has room for */
 	uint32_t first[SW_MOE_FIRST]; /* slots before each rank's */
-	uint32_t pad;
+};
+
+/* Where the words of a reduction's control block lie. All but the slots must be zero before the first call. */
+struct sw_reduce_block {
+	uint64_t packet_stride;
+	uint64_t control; /* struct sw_control */
+	uint64_t entries; /* [2][size]: what each peer calls, by the call's parity */
+	uint64_t lines; /* [size][lines]: how far each block of each peer is */
+	uint64_t inputs; /* [2][size][packet_stride]: packets to be reduced */
+	uint64_t results; /* [2][size][packet_stride]: packets of slices that are reduced */
+	uint64_t input_slots; /* [size][lines][slot_count][chunk_bytes]: staging of input */
+	uint64_t result_slots; /* the same of results */
+	uint64_t end; /* the offset behind the block */
 };
 
 /* One launch of an all-reduce, reduce-scatter or all-gather. Every rank owns one slice of the elements. */
@@ -467,7 +298,6 @@ struct sw_reduce_args {
 	uint32_t slots; /* chunks of a block under way through staging */
 	uint32_t chunk_bytes; /* of one block; a multiple of the tile */
 	uint32_t interval; /* cycles from one tile of a block that crosses a link to the next; 0: as they come */
-	uint32_t pad;
 	int64_t packet_bytes; /* the longest message of packets */
 	int64_t bounds[SW_REDUCE_BOUNDS]; /* slice p is bytes bounds[p] to bounds[p+1] */
 };
@@ -477,5 +307,158 @@ struct sw_multicast_args {
 	struct sw_reduce_args reduce;
 	uint64_t multicast; /* address at which multicast reaches the beginning of all ranks' segments */
 };
+
+/* Where the words of an all-to-all's control block lie. All but the slots must be zero before the first call. */
+struct sw_exchange_block {
+	uint64_t packet_stride;
+	uint64_t control; /* struct sw_control */
+	uint64_t signals; /* [2][size][stripes] lines: {seq, total}, and of a message through staging {seq of its end, seq} */
+	uint64_t credits; /* [size] lines: {seq, offset or SW_NOWHERE} {seq, total} */
+	uint64_t complaints; /* [size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected */
+	uint64_t stripe_credits; /* [size][stripes] lines: {seq of the last chunk taken out of staging, 0} */
+	uint64_t packets; /* [2][size][packet_stride] */
+	uint64_t slots; /* [size][stripes][slot_count][slot_bytes] */
+	uint64_t end; /* the offset behind the block */
+};
+
+/* A step of an exchange: the rank that this rank sends to in it, the one it receives from, and what. What one warp needs lies
+ * together, because a first access to a line of arguments takes as long as one to memory. */
+struct sw_step {
+	uint32_t to;
+	uint32_t from;
+	int64_t send_bytes;
+	int64_t send_offset;
+	int64_t recv_bytes;
+	int64_t recv_offset;
+};
+
+/* One launch of the variable-size all-to-all. */
+struct sw_exchange_args {
+	struct sw_world world;
+	uint64_t src;
+	uint64_t dst;
+	int64_t dst_offset; /* place of dst in this rank's segment, or -1: peers cannot write it */
+	uint64_t splits; /* address of int64 [4][size]: send bytes, send offsets, receive bytes, receive offsets by rank; 0: they are below */
+	struct sw_exchange_block block;
+	int64_t packet_bytes; /* messages up to this are packets */
+	int64_t slot_bytes;
+	uint32_t stripes; /* the most that a message is cut into */
+	uint32_t slot_count; /* chunks of a stripe under way through staging */
+	uint32_t flags;
+	uint32_t interval; /* cycles from one tile of a block to the next; 0: as they come */
+	uint32_t inverse; /* 2^32/(size-1), rounded up; 0 where size-1 < 2 */
+	uint32_t senders; /* blocks that send; as many more copy messages out of staging. 0: every block does both */
+	int64_t src_bytes; /* how long the buffers are; looked at where splits are not below */
+	int64_t dst_bytes;
+	int64_t own_bytes; /* what stays on this rank */
+	int64_t own_src;
+	int64_t own_dst;
+	struct sw_step steps[SW_MAX_RANKS]; /* size-1 of them */
+};
+
+/* An exchange by the copy engines. */
+struct sw_copy_args {
+	struct sw_exchange_args exchange;
+	int64_t places[SW_MAX_RANKS]; /* where in each peer's segment this rank's message goes, as the host knows it */
+};
+
+/* Lays the block out from offset on. */
+static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size, int64_t slots, int64_t max_tokens, int64_t top_k, int64_t staged, int64_t note_stride, int64_t packet_stride)
+{
+	struct sw_moe_block b;
+	int64_t at = offset;
+	b.note_stride = note_stride;
+	b.packet_stride = packet_stride;
+	b.control = at;
+	at = at + SW_CONTROL_ALIGN;
+	b.landing = at;
+	at = at + SW_CONTROL_ALIGN;
+	b.begins = at;
+	at = at + 2 * size * SW_LINE_BYTES;
+	b.dones = at;
+	at = (at + 2 * size * SW_MOE_MAX_BLOCKS * 16 + 128 - 1) / 128 * 128;
+	b.slot_counts = at;
+	at = (at + 2 * size * slots * 8 + 128 - 1) / 128 * 128;
+	b.rank_totals = at;
+	at = (at + size * size * 8 + 128 - 1) / 128 * 128;
+	b.block_counts = at;
+	at = (at + SW_MOE_MAX_BLOCKS * size * 8 + 128 - 1) / 128 * 128;
+	b.block_slots = at;
+	at = (at + SW_MOE_MAX_BLOCKS * slots * 8 + 128 - 1) / 128 * 128;
+	b.made = at;
+	at = (at + size * ((max_tokens + SW_MOE_WINDOW - 1) / SW_MOE_WINDOW) * 8 + 128 - 1) / 128 * 128;
+	b.making = at;
+	at = (at + size * ((max_tokens + SW_MOE_WINDOW - 1) / SW_MOE_WINDOW) * 4 + 128 - 1) / 128 * 128;
+	b.arrived = at;
+	at = (at + size * 4 + 128 - 1) / 128 * 128;
+	b.places = at;
+	at = (at + max_tokens * size * 4 + 128 - 1) / 128 * 128;
+	b.who = at;
+	at = (at + max_tokens * top_k * 4 + 128 - 1) / 128 * 128;
+	b.spread = at;
+	at = (at + staged * top_k * 4 + 128 - 1) / 128 * 128;
+	b.indices = at;
+	at = (at + staged * top_k * 8 + 128 - 1) / 128 * 128;
+	b.weights = at;
+	at = (at + staged * top_k * 4 + 128 - 1) / 128 * 128;
+	b.sources = at;
+	at = (at + staged * 8 + 128 - 1) / 128 * 128;
+	b.wiped = at;
+	at = (at + SW_CONTROL_ALIGN + 128 - 1) / 128 * 128;
+	b.notes = at;
+	at = (at + 2 * size * max_tokens * b.note_stride + 128 - 1) / 128 * 128;
+	b.packets = at;
+	at = at + 2 * size * max_tokens * b.packet_stride;
+	b.end = at;
+	return b;
+}
+
+/* Lays the block out from offset on. */
+static inline struct sw_reduce_block sw_lay_reduce_block(int64_t offset, int64_t size, int64_t lines, int64_t slot_count, int64_t chunk_bytes, int64_t packet_bytes)
+{
+	struct sw_reduce_block b;
+	int64_t at = offset;
+	b.packet_stride = (packet_bytes + SW_PACKET_GROUP_PAYLOAD - 1) / SW_PACKET_GROUP_PAYLOAD * SW_PACKET_GROUP_BYTES;
+	b.control = at;
+	at = at + SW_CONTROL_ALIGN;
+	b.entries = at;
+	at = at + 2 * size * SW_REDUCE_ENTRY_BYTES;
+	b.lines = at;
+	at = (at + size * lines * SW_REDUCE_LINE_BYTES + 128 - 1) / 128 * 128;
+	b.inputs = at;
+	at = at + 2 * size * b.packet_stride;
+	b.results = at;
+	at = at + 2 * size * b.packet_stride;
+	b.input_slots = at;
+	at = at + size * lines * slot_count * chunk_bytes;
+	b.result_slots = at;
+	at = at + size * lines * slot_count * chunk_bytes;
+	b.end = at;
+	return b;
+}
+
+/* Lays the block out from offset on. */
+static inline struct sw_exchange_block sw_lay_exchange_block(int64_t offset, int64_t size, int64_t stripes, int64_t slot_count, int64_t slot_bytes, int64_t packet_bytes)
+{
+	struct sw_exchange_block b;
+	int64_t at = offset;
+	b.packet_stride = SW_PACKET_HEADER_BYTES + (packet_bytes + SW_PACKET_GROUP_PAYLOAD - 1) / SW_PACKET_GROUP_PAYLOAD * SW_PACKET_GROUP_BYTES;
+	b.control = at;
+	at = at + SW_CONTROL_ALIGN;
+	b.signals = at;
+	at = at + 2 * size * stripes * SW_LINE_BYTES;
+	b.credits = at;
+	at = at + size * SW_LINE_BYTES;
+	b.complaints = at;
+	at = at + size * SW_LINE_BYTES;
+	b.stripe_credits = at;
+	at = (at + size * stripes * SW_LINE_BYTES + 128 - 1) / 128 * 128;
+	b.packets = at;
+	at = at + 2 * size * b.packet_stride;
+	b.slots = at;
+	at = at + size * stripes * slot_count * slot_bytes;
+	b.end = at;
+	return b;
+}
 
 #endif

@@ -13,59 +13,6 @@ import "unsafe"
 func Of() map[string]int {
 	m := make(map[string]int)
 	{
-		var s C.struct_sw_moe_block
-		m["moe_block"] = int(unsafe.Sizeof(s))
-		m["moe_block.note_stride"] = int(unsafe.Offsetof(s.note_stride))
-		m["moe_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
-		m["moe_block.control"] = int(unsafe.Offsetof(s.control))
-		m["moe_block.landing"] = int(unsafe.Offsetof(s.landing))
-		m["moe_block.begins"] = int(unsafe.Offsetof(s.begins))
-		m["moe_block.dones"] = int(unsafe.Offsetof(s.dones))
-		m["moe_block.slot_counts"] = int(unsafe.Offsetof(s.slot_counts))
-		m["moe_block.rank_totals"] = int(unsafe.Offsetof(s.rank_totals))
-		m["moe_block.block_counts"] = int(unsafe.Offsetof(s.block_counts))
-		m["moe_block.block_slots"] = int(unsafe.Offsetof(s.block_slots))
-		m["moe_block.made"] = int(unsafe.Offsetof(s.made))
-		m["moe_block.making"] = int(unsafe.Offsetof(s.making))
-		m["moe_block.arrived"] = int(unsafe.Offsetof(s.arrived))
-		m["moe_block.places"] = int(unsafe.Offsetof(s.places))
-		m["moe_block.who"] = int(unsafe.Offsetof(s.who))
-		m["moe_block.spread"] = int(unsafe.Offsetof(s.spread))
-		m["moe_block.indices"] = int(unsafe.Offsetof(s.indices))
-		m["moe_block.weights"] = int(unsafe.Offsetof(s.weights))
-		m["moe_block.sources"] = int(unsafe.Offsetof(s.sources))
-		m["moe_block.wiped"] = int(unsafe.Offsetof(s.wiped))
-		m["moe_block.notes"] = int(unsafe.Offsetof(s.notes))
-		m["moe_block.packets"] = int(unsafe.Offsetof(s.packets))
-		m["moe_block.end"] = int(unsafe.Offsetof(s.end))
-	}
-	{
-		var s C.struct_sw_exchange_block
-		m["exchange_block"] = int(unsafe.Sizeof(s))
-		m["exchange_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
-		m["exchange_block.control"] = int(unsafe.Offsetof(s.control))
-		m["exchange_block.signals"] = int(unsafe.Offsetof(s.signals))
-		m["exchange_block.credits"] = int(unsafe.Offsetof(s.credits))
-		m["exchange_block.complaints"] = int(unsafe.Offsetof(s.complaints))
-		m["exchange_block.stripe_credits"] = int(unsafe.Offsetof(s.stripe_credits))
-		m["exchange_block.packets"] = int(unsafe.Offsetof(s.packets))
-		m["exchange_block.slots"] = int(unsafe.Offsetof(s.slots))
-		m["exchange_block.end"] = int(unsafe.Offsetof(s.end))
-	}
-	{
-		var s C.struct_sw_reduce_block
-		m["reduce_block"] = int(unsafe.Sizeof(s))
-		m["reduce_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
-		m["reduce_block.control"] = int(unsafe.Offsetof(s.control))
-		m["reduce_block.entries"] = int(unsafe.Offsetof(s.entries))
-		m["reduce_block.lines"] = int(unsafe.Offsetof(s.lines))
-		m["reduce_block.inputs"] = int(unsafe.Offsetof(s.inputs))
-		m["reduce_block.results"] = int(unsafe.Offsetof(s.results))
-		m["reduce_block.input_slots"] = int(unsafe.Offsetof(s.input_slots))
-		m["reduce_block.result_slots"] = int(unsafe.Offsetof(s.result_slots))
-		m["reduce_block.end"] = int(unsafe.Offsetof(s.end))
-	}
-	{
 		var s C.struct_sw_fault
 		m["fault"] = int(unsafe.Sizeof(s))
 		m["fault.kind"] = int(unsafe.Offsetof(s.kind))
@@ -103,44 +50,31 @@ func Of() map[string]int {
 		m["world.size"] = int(unsafe.Offsetof(s.size))
 	}
 	{
-		var s C.struct_sw_step
-		m["step"] = int(unsafe.Sizeof(s))
-		m["step.to"] = int(unsafe.Offsetof(s.to))
-		m["step.from"] = int(unsafe.Offsetof(s.from))
-		m["step.send_bytes"] = int(unsafe.Offsetof(s.send_bytes))
-		m["step.send_offset"] = int(unsafe.Offsetof(s.send_offset))
-		m["step.recv_bytes"] = int(unsafe.Offsetof(s.recv_bytes))
-		m["step.recv_offset"] = int(unsafe.Offsetof(s.recv_offset))
-	}
-	{
-		var s C.struct_sw_exchange_args
-		m["exchange_args"] = int(unsafe.Sizeof(s))
-		m["exchange_args.world"] = int(unsafe.Offsetof(s.world))
-		m["exchange_args.src"] = int(unsafe.Offsetof(s.src))
-		m["exchange_args.dst"] = int(unsafe.Offsetof(s.dst))
-		m["exchange_args.dst_offset"] = int(unsafe.Offsetof(s.dst_offset))
-		m["exchange_args.splits"] = int(unsafe.Offsetof(s.splits))
-		m["exchange_args.block"] = int(unsafe.Offsetof(s.block))
-		m["exchange_args.packet_bytes"] = int(unsafe.Offsetof(s.packet_bytes))
-		m["exchange_args.slot_bytes"] = int(unsafe.Offsetof(s.slot_bytes))
-		m["exchange_args.stripes"] = int(unsafe.Offsetof(s.stripes))
-		m["exchange_args.slot_count"] = int(unsafe.Offsetof(s.slot_count))
-		m["exchange_args.flags"] = int(unsafe.Offsetof(s.flags))
-		m["exchange_args.interval"] = int(unsafe.Offsetof(s.interval))
-		m["exchange_args.inverse"] = int(unsafe.Offsetof(s.inverse))
-		m["exchange_args.senders"] = int(unsafe.Offsetof(s.senders))
-		m["exchange_args.src_bytes"] = int(unsafe.Offsetof(s.src_bytes))
-		m["exchange_args.dst_bytes"] = int(unsafe.Offsetof(s.dst_bytes))
-		m["exchange_args.own_bytes"] = int(unsafe.Offsetof(s.own_bytes))
-		m["exchange_args.own_src"] = int(unsafe.Offsetof(s.own_src))
-		m["exchange_args.own_dst"] = int(unsafe.Offsetof(s.own_dst))
-		m["exchange_args.steps"] = int(unsafe.Offsetof(s.steps))
-	}
-	{
-		var s C.struct_sw_copy_args
-		m["copy_args"] = int(unsafe.Sizeof(s))
-		m["copy_args.exchange"] = int(unsafe.Offsetof(s.exchange))
-		m["copy_args.places"] = int(unsafe.Offsetof(s.places))
+		var s C.struct_sw_moe_block
+		m["moe_block"] = int(unsafe.Sizeof(s))
+		m["moe_block.note_stride"] = int(unsafe.Offsetof(s.note_stride))
+		m["moe_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
+		m["moe_block.control"] = int(unsafe.Offsetof(s.control))
+		m["moe_block.landing"] = int(unsafe.Offsetof(s.landing))
+		m["moe_block.begins"] = int(unsafe.Offsetof(s.begins))
+		m["moe_block.dones"] = int(unsafe.Offsetof(s.dones))
+		m["moe_block.slot_counts"] = int(unsafe.Offsetof(s.slot_counts))
+		m["moe_block.rank_totals"] = int(unsafe.Offsetof(s.rank_totals))
+		m["moe_block.block_counts"] = int(unsafe.Offsetof(s.block_counts))
+		m["moe_block.block_slots"] = int(unsafe.Offsetof(s.block_slots))
+		m["moe_block.made"] = int(unsafe.Offsetof(s.made))
+		m["moe_block.making"] = int(unsafe.Offsetof(s.making))
+		m["moe_block.arrived"] = int(unsafe.Offsetof(s.arrived))
+		m["moe_block.places"] = int(unsafe.Offsetof(s.places))
+		m["moe_block.who"] = int(unsafe.Offsetof(s.who))
+		m["moe_block.spread"] = int(unsafe.Offsetof(s.spread))
+		m["moe_block.indices"] = int(unsafe.Offsetof(s.indices))
+		m["moe_block.weights"] = int(unsafe.Offsetof(s.weights))
+		m["moe_block.sources"] = int(unsafe.Offsetof(s.sources))
+		m["moe_block.wiped"] = int(unsafe.Offsetof(s.wiped))
+		m["moe_block.notes"] = int(unsafe.Offsetof(s.notes))
+		m["moe_block.packets"] = int(unsafe.Offsetof(s.packets))
+		m["moe_block.end"] = int(unsafe.Offsetof(s.end))
 	}
 	{
 		var s C.struct_sw_moe_args
@@ -200,7 +134,19 @@ func Of() map[string]int {
 		m["moe_args.interval"] = int(unsafe.Offsetof(s.interval))
 		m["moe_args.share"] = int(unsafe.Offsetof(s.share))
 		m["moe_args.first"] = int(unsafe.Offsetof(s.first))
-		m["moe_args.pad"] = int(unsafe.Offsetof(s.pad))
+	}
+	{
+		var s C.struct_sw_reduce_block
+		m["reduce_block"] = int(unsafe.Sizeof(s))
+		m["reduce_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
+		m["reduce_block.control"] = int(unsafe.Offsetof(s.control))
+		m["reduce_block.entries"] = int(unsafe.Offsetof(s.entries))
+		m["reduce_block.lines"] = int(unsafe.Offsetof(s.lines))
+		m["reduce_block.inputs"] = int(unsafe.Offsetof(s.inputs))
+		m["reduce_block.results"] = int(unsafe.Offsetof(s.results))
+		m["reduce_block.input_slots"] = int(unsafe.Offsetof(s.input_slots))
+		m["reduce_block.result_slots"] = int(unsafe.Offsetof(s.result_slots))
+		m["reduce_block.end"] = int(unsafe.Offsetof(s.end))
 	}
 	{
 		var s C.struct_sw_reduce_args
@@ -218,7 +164,6 @@ func Of() map[string]int {
 		m["reduce_args.slots"] = int(unsafe.Offsetof(s.slots))
 		m["reduce_args.chunk_bytes"] = int(unsafe.Offsetof(s.chunk_bytes))
 		m["reduce_args.interval"] = int(unsafe.Offsetof(s.interval))
-		m["reduce_args.pad"] = int(unsafe.Offsetof(s.pad))
 		m["reduce_args.packet_bytes"] = int(unsafe.Offsetof(s.packet_bytes))
 		m["reduce_args.bounds"] = int(unsafe.Offsetof(s.bounds))
 	}
@@ -227,6 +172,59 @@ func Of() map[string]int {
 		m["multicast_args"] = int(unsafe.Sizeof(s))
 		m["multicast_args.reduce"] = int(unsafe.Offsetof(s.reduce))
 		m["multicast_args.multicast"] = int(unsafe.Offsetof(s.multicast))
+	}
+	{
+		var s C.struct_sw_exchange_block
+		m["exchange_block"] = int(unsafe.Sizeof(s))
+		m["exchange_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
+		m["exchange_block.control"] = int(unsafe.Offsetof(s.control))
+		m["exchange_block.signals"] = int(unsafe.Offsetof(s.signals))
+		m["exchange_block.credits"] = int(unsafe.Offsetof(s.credits))
+		m["exchange_block.complaints"] = int(unsafe.Offsetof(s.complaints))
+		m["exchange_block.stripe_credits"] = int(unsafe.Offsetof(s.stripe_credits))
+		m["exchange_block.packets"] = int(unsafe.Offsetof(s.packets))
+		m["exchange_block.slots"] = int(unsafe.Offsetof(s.slots))
+		m["exchange_block.end"] = int(unsafe.Offsetof(s.end))
+	}
+	{
+		var s C.struct_sw_step
+		m["step"] = int(unsafe.Sizeof(s))
+		m["step.to"] = int(unsafe.Offsetof(s.to))
+		m["step.from"] = int(unsafe.Offsetof(s.from))
+		m["step.send_bytes"] = int(unsafe.Offsetof(s.send_bytes))
+		m["step.send_offset"] = int(unsafe.Offsetof(s.send_offset))
+		m["step.recv_bytes"] = int(unsafe.Offsetof(s.recv_bytes))
+		m["step.recv_offset"] = int(unsafe.Offsetof(s.recv_offset))
+	}
+	{
+		var s C.struct_sw_exchange_args
+		m["exchange_args"] = int(unsafe.Sizeof(s))
+		m["exchange_args.world"] = int(unsafe.Offsetof(s.world))
+		m["exchange_args.src"] = int(unsafe.Offsetof(s.src))
+		m["exchange_args.dst"] = int(unsafe.Offsetof(s.dst))
+		m["exchange_args.dst_offset"] = int(unsafe.Offsetof(s.dst_offset))
+		m["exchange_args.splits"] = int(unsafe.Offsetof(s.splits))
+		m["exchange_args.block"] = int(unsafe.Offsetof(s.block))
+		m["exchange_args.packet_bytes"] = int(unsafe.Offsetof(s.packet_bytes))
+		m["exchange_args.slot_bytes"] = int(unsafe.Offsetof(s.slot_bytes))
+		m["exchange_args.stripes"] = int(unsafe.Offsetof(s.stripes))
+		m["exchange_args.slot_count"] = int(unsafe.Offsetof(s.slot_count))
+		m["exchange_args.flags"] = int(unsafe.Offsetof(s.flags))
+		m["exchange_args.interval"] = int(unsafe.Offsetof(s.interval))
+		m["exchange_args.inverse"] = int(unsafe.Offsetof(s.inverse))
+		m["exchange_args.senders"] = int(unsafe.Offsetof(s.senders))
+		m["exchange_args.src_bytes"] = int(unsafe.Offsetof(s.src_bytes))
+		m["exchange_args.dst_bytes"] = int(unsafe.Offsetof(s.dst_bytes))
+		m["exchange_args.own_bytes"] = int(unsafe.Offsetof(s.own_bytes))
+		m["exchange_args.own_src"] = int(unsafe.Offsetof(s.own_src))
+		m["exchange_args.own_dst"] = int(unsafe.Offsetof(s.own_dst))
+		m["exchange_args.steps"] = int(unsafe.Offsetof(s.steps))
+	}
+	{
+		var s C.struct_sw_copy_args
+		m["copy_args"] = int(unsafe.Sizeof(s))
+		m["copy_args.exchange"] = int(unsafe.Offsetof(s.exchange))
+		m["copy_args.places"] = int(unsafe.Offsetof(s.places))
 	}
 	return m
 }

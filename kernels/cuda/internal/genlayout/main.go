@@ -1,4 +1,4 @@
-// Genlayout writes the files that come from the description of the words which the CUDA kernels share with Go.
+// Genlayout writes the files that say to C what the CUDA kernels share with Go.
 //
 //	go run ./kernels/cuda/internal/genlayout [-root .]
 package main
@@ -22,7 +22,11 @@ func main() {
 }
 
 func run(root string) error {
-	files, err := layout.Shared().Files()
+	l, err := layout.Read(root)
+	if err != nil {
+		return err
+	}
+	files, err := l.Files()
 	if err != nil {
 		return err
 	}

@@ -1,220 +1,266 @@
-// Package layout describes the words that the CUDA kernels share with Go: constants, structs and control blocks. From the one
-// description come the header that nvcc reads, Go's encoders and a file for the test that the C compiler lays structs out alike.
+// Package layout writes for C what the CUDA kernels share with Go. The source is Go: constants, structs with a field of type
+// structs.HostLayout, and functions that lay control blocks out, in args.go and the files of package cuda whose names end in _args.go. From
+// them come the header that nvcc reads, and a file for the test that the C compiler lays structs out as Go does.
 //
-// A new family adds its [Struct] and [Block] to the description and runs `make kernels`.
+// A name in C is that of Go in capitals behind SW_ for a constant, in lower case behind sw_ for a struct, without Words at its end, and
+// for a function. Comments go along.
 package layout
 
 import (
+	"cmp"
 	"fmt"
-	"path"
+	"go/ast"
+	"go/constant"
+	"go/importer"
+	"go/parser"
+	"go/token"
+	"go/types"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
+	"unicode"
 )
+
+// source is the folder of package cuda from the module's root.
+const source = "kernels/cuda"
 
 // Layout is everything that is shared.
 type Layout struct {
-	Constants []Group
-	Structs   []Struct // each after those that it contains
-	Blocks    []Block
+	groups    []group
+	structs   []record
+	functions []*ast.FuncDecl
+	info      types.Info
+	pkg       *types.Package
 }
 
-// Group is constants that belong together.
-type Group struct {
-	Doc       string
-	Constants []Constant
+// group is constants that belong together.
+type group struct {
+	doc       string
+	constants []named
 }
 
-// Constant is a number. Its name is Go's; C says it in capitals behind SW_.
-type Constant struct {
-	Name  string
-	Value uint64
-	Doc   string
+// record is a struct.
+type record struct {
+	name   string
+	doc    string
+	fields []field
 }
 
-// Struct is a C struct named sw_<name>. Its Go type has the same name in Go's spelling (with Words behind it where it does not end in args)
-// and a method that encodes or decodes it.
-type Struct struct {
-	Name   string // words joined by underscores, as in C
-	Doc    string
-	Fields []Field
-	Go     string // what Go does with it: "put", "get", or "" for only its size and Words
-	// Words are fields whose offsets Go needs as constants.
-	Words []string
+type named struct {
+	*types.Const
+	doc string
 }
 
-// Field is a member of a struct. Its type is u32, u64, i64, the name of a Block (its offsets) or that of an earlier Struct.
-type Field struct {
-	Name, Type string
-	// Count is the length of an array, a constant's name; "" where the field is none. Go encodes arrays element by element.
-	Count string
-	Doc   string
+type field struct {
+	*types.Var
+	length string // of an array, as C writes it
+	doc    string
 }
 
-// Block is the control block of one communicator: parts that follow one another in every rank's segment, at the same offset. In C it
-// is struct sw_<name> of the parts' offsets and a function sw_lay_<name>; in Go a struct and a function as well.
-type Block struct {
-	Name string
-	Doc  string
-	// Params are 64-bit integers that the sizes depend on. Sizes are expressions in C's and Go's common arithmetic of params, values,
-	// and constants by their Go names.
-	Params []string
-	Values []Part
-	Parts  []Part
+// Read reads the sources of the module at root. It needs the go command, which knows where packages are that they import.
+func Read(root string) (*Layout, error) {
+	l := &Layout{info: types.Info{Defs: make(map[*ast.Ident]types.Object), Uses: make(map[*ast.Ident]types.Object)}}
+	fset := token.NewFileSet()
+	names, err := filepath.Glob(filepath.Join(root, source, "*args.go"))
+	if err != nil {
+		return nil, fmt.Errorf("layout: %w", err)
+	}
+	slices.SortFunc(names, func(a, b string) int { return cmp.Compare(len(a), len(b)) }) // args.go comes first
+	var files []*ast.File
+	imports := []string{"list", "-export", "-deps", "-f", "{{if .Export}}{{.ImportPath}} {{.Export}}{{end}}"}
+	for _, name := range names {
+		f, err := parser.ParseFile(fset, name, nil, parser.ParseComments|parser.SkipObjectResolution)
+		if err != nil {
+			return nil, fmt.Errorf("layout: %w", err)
+		}
+		files = append(files, f)
+		for _, i := range f.Imports {
+			path, err := strconv.Unquote(i.Path.Value)
+			if err != nil {
+				return nil, fmt.Errorf("layout: %w", err)
+			}
+			imports = append(imports, path)
+		}
+	}
+	list := exec.Command("go", imports...)
+	list.Dir, list.Stderr = root, os.Stderr
+	out, err := list.Output()
+	if err != nil {
+		return nil, fmt.Errorf("layout: go list: %w", err)
+	}
+	exports := make(map[string]string)
+	for line := range strings.Lines(string(out)) {
+		path, file, _ := strings.Cut(strings.TrimSpace(line), " ")
+		exports[path] = file
+	}
+	lookup := func(path string) (io.ReadCloser, error) { return os.Open(exports[path]) }
+	conf := types.Config{Importer: importer.ForCompiler(fset, "gc", lookup), Sizes: sizes()}
+	if l.pkg, err = conf.Check(source, fset, files, &l.info); err != nil {
+		return nil, fmt.Errorf("layout: %w", err)
+	}
+	for _, f := range files {
+		for _, d := range f.Decls {
+			switch d := d.(type) {
+			case *ast.GenDecl:
+				l.declare(d)
+			case *ast.FuncDecl:
+				if strings.HasPrefix(d.Name.Name, "lay") {
+					l.functions = append(l.functions, d)
+				}
+			}
+		}
+	}
+	return l, nil
 }
 
-// Part is one part of a block: Size bytes from a multiple of Align on. A value is a number worked out before.
-type Part struct {
-	Name, Size string
-	Align      int
-	Doc        string
+// sizes are those of the processors that GPUs are found with. A struct of numbers of 32 and 64 bits is the same on all.
+func sizes() types.Sizes { return types.SizesFor("gc", "amd64") }
+
+func (l *Layout) declare(d *ast.GenDecl) {
+	g := group{doc: text(d.Doc)}
+	for _, s := range d.Specs {
+		switch s := s.(type) {
+		case *ast.ValueSpec:
+			for _, name := range s.Names {
+				if c, ok := l.info.Defs[name].(*types.Const); ok {
+					g.constants = append(g.constants, named{c, text(s.Comment)})
+				}
+			}
+		case *ast.TypeSpec:
+			if t, ok := s.Type.(*ast.StructType); ok {
+				l.declareStruct(s.Name.Name, text(d.Doc), t)
+			}
+		}
+	}
+	if len(g.constants) > 0 {
+		l.groups = append(l.groups, g)
+	}
+}
+
+func (l *Layout) declareStruct(name, doc string, t *ast.StructType) {
+	r := record{name: name, doc: capital(strings.TrimPrefix(strings.TrimPrefix(strings.TrimPrefix(doc, name), " is "), " are "))}
+	host := false
+	for _, f := range t.Fields.List {
+		for _, id := range f.Names {
+			v := l.info.Defs[id].(*types.Var)
+			if id.Name == "_" {
+				host = host || v.Type().String() == "structs.HostLayout"
+				continue
+			}
+			x := field{Var: v, doc: text(f.Comment)}
+			if a, ok := f.Type.(*ast.ArrayType); ok {
+				x.length = l.expression(a.Len)
+			}
+			r.fields = append(r.fields, x)
+		}
+	}
+	if host {
+		l.structs = append(l.structs, r)
+	}
 }
 
 // Files are the generated texts by their paths from the module's root.
 func (l *Layout) Files() (map[string]string, error) {
-	if err := l.check(); err != nil {
-		return nil, fmt.Errorf("layout: %w", err)
-	}
-	goText, err := l.goFile()
+	header, err := l.header()
 	if err != nil {
 		return nil, fmt.Errorf("layout: %w", err)
 	}
-	cgoText, err := l.cgoFile()
+	cgo, err := l.cgoFile()
 	if err != nil {
 		return nil, fmt.Errorf("layout: %w", err)
 	}
-	return map[string]string{
-		path.Join("internal/cuda/layout", "args.h"):      l.header(),
-		path.Join("internal/cuda/layout", "layout.go"):   cgoText,
-		path.Join("kernels/cuda", "layout_generated.go"): goText,
-	}, nil
+	return map[string]string{"internal/cuda/layout/args.h": header, "internal/cuda/layout/layout.go": cgo}, nil
 }
 
 // Offsets are what the C compiler must agree on: "name" is the size of a struct, "name.field" the offset of a field.
 func (l *Layout) Offsets() map[string]int {
 	m := make(map[string]int)
-	for _, s := range l.Structs {
-		at := 0
-		for _, f := range s.Fields {
-			size, align, _ := l.size(f.Type)
-			at = up(at, align)
-			m[s.Name+"."+f.Name] = at
-			at += size * l.count(f)
+	for _, r := range l.structs {
+		t := l.pkg.Scope().Lookup(r.name).Type()
+		s := t.Underlying().(*types.Struct)
+		m[structName(r.name)] = int(sizes().Sizeof(t))
+		var fields []*types.Var
+		for i := range s.NumFields() {
+			fields = append(fields, s.Field(i))
 		}
-		size, _, _ := l.size(s.Name)
-		m[s.Name] = size
-	}
-	for _, b := range l.Blocks {
-		m[b.Name] = 8 * len(b.words())
-		for i, p := range b.words() {
-			m[b.Name+"."+p.Name] = 8 * i
+		for i, at := range sizes().Offsetsof(fields) {
+			if name := fields[i].Name(); name != "_" {
+				m[structName(r.name)+"."+snake(name)] = int(at)
+			}
 		}
 	}
 	return m
 }
 
-// words are what the struct of a block holds: values, the offsets of the parts, and the offset behind the last.
-func (b *Block) words() []Part {
-	return append(append(append([]Part(nil), b.Values...), b.Parts...), Part{Name: "end", Doc: "the offset behind the block"})
-}
-
-func up(n, to int) int { return (n + to - 1) / to * to }
-
-// size is how many bytes a type has and what it is aligned to.
-func (l *Layout) size(t string) (size, align int, err error) {
-	switch t {
-	case "u32":
-		return 4, 4, nil
-	case "u64", "i64":
-		return 8, 8, nil
-	}
-	for i := range l.Blocks {
-		if l.Blocks[i].Name == t {
-			return 8 * len(l.Blocks[i].words()), 8, nil
+// ordered are the structs, each behind those that it contains.
+func (l *Layout) ordered() (out []record) {
+	done := make(map[string]bool)
+	var add func(r record)
+	add = func(r record) {
+		if done[r.name] {
+			return
 		}
-	}
-	for _, s := range l.Structs {
-		if s.Name != t {
-			continue
-		}
-		at, most := 0, 1
-		for _, f := range s.Fields {
-			n, a, err := l.size(f.Type)
-			if err != nil {
-				return 0, 0, fmt.Errorf("%s.%s: %w", s.Name, f.Name, err)
-			}
-			at = up(at, a) + n*l.count(f)
-			most = max(most, a)
-		}
-		return up(at, most), most, nil
-	}
-	return 0, 0, fmt.Errorf("no type %q", t)
-}
-
-func (l *Layout) constant(name string) (uint64, bool) {
-	for _, g := range l.Constants {
-		for _, c := range g.Constants {
-			if c.Name == name {
-				return c.Value, true
+		done[r.name] = true
+		for _, f := range r.fields {
+			name := elementName(f.Type())
+			if i := slices.IndexFunc(l.structs, func(r record) bool { return r.name == name }); i >= 0 {
+				add(l.structs[i])
 			}
 		}
+		out = append(out, r)
 	}
-	return 0, false
+	for _, r := range l.structs {
+		add(r)
+	}
+	return out
 }
 
-func (l *Layout) count(f Field) int {
-	if n, ok := l.constant(f.Count); ok {
-		return int(n)
+// elementName is the name of a field's type, or of the elements of an array.
+func elementName(t types.Type) string {
+	if a, ok := t.(*types.Array); ok {
+		t = a.Elem()
 	}
-	return 1
+	if n, ok := t.(*types.Named); ok {
+		return n.Obj().Name()
+	}
+	return ""
 }
 
-func (l *Layout) check() error {
-	known := map[string]bool{}
-	for _, s := range l.Structs {
-		for _, f := range s.Fields {
-			if _, _, err := l.size(f.Type); err != nil {
-				return fmt.Errorf("%s.%s: %w", s.Name, f.Name, err)
-			}
-			if l.isStruct(f.Type) && !known[f.Type] {
-				return fmt.Errorf("%s.%s: %s comes later", s.Name, f.Name, f.Type)
-			}
-			if _, ok := l.constant(f.Count); f.Count != "" && !ok {
-				return fmt.Errorf("%s.%s: no constant %q", s.Name, f.Name, f.Count)
-			}
-		}
-		known[s.Name] = true
+func (l *Layout) isConstant(id *ast.Ident) (constant.Value, bool) {
+	c, ok := l.info.Uses[id].(*types.Const)
+	if !ok {
+		return nil, false
 	}
-	return nil
+	return c.Val(), true
 }
 
-func (l *Layout) isStruct(t string) bool {
-	for _, s := range l.Structs {
-		if s.Name == t {
-			return true
-		}
+func text(c *ast.CommentGroup) string { return strings.TrimSpace(c.Text()) }
+
+func capital(s string) string {
+	if s == "" {
+		return ""
 	}
-	return false
+	return strings.ToUpper(s[:1]) + s[1:]
 }
 
-// goName is a C name in Go's spelling: slot_bytes becomes slotBytes.
-func goName(s string) string {
-	words := strings.Split(s, "_")
-	for i := 1; i < len(words); i++ {
-		words[i] = title(words[i])
-	}
-	return strings.Join(words, "")
-}
-
-func title(s string) string { return strings.ToUpper(s[:1]) + s[1:] }
-
-// macro is a constant's C name: slotBytes becomes SW_SLOT_BYTES.
-func macro(s string) string {
+// snake is a Go name in C's spelling: slotBytes becomes slot_bytes.
+func snake(s string) string {
 	var b strings.Builder
-	b.WriteString("SW")
 	for i, r := range s {
-		if i == 0 || r >= 'A' && r <= 'Z' {
+		if i > 0 && unicode.IsUpper(r) {
 			b.WriteByte('_')
 		}
-		b.WriteRune(r)
+		b.WriteRune(unicode.ToLower(r))
 	}
-	return strings.ToUpper(b.String())
+	return b.String()
 }
+
+// structName is a struct's C name without sw_ in front: worldWords becomes world.
+func structName(s string) string { return snake(strings.TrimSuffix(s, "Words")) }
+
+// macro is a constant's C name: slotBytes becomes SW_SLOT_BYTES.
+func macro(s string) string { return "SW_" + strings.ToUpper(snake(s)) }

@@ -105,7 +105,7 @@ world random_world()
 		w.capacity = all * w.top_k, w.most_rows = w.capacity * most_local;
 	else
 		w.most_rows = all;
-	w.state = sw_lay_moe_block(65536, w.size, w.slots, most_local, w.max_tokens, w.top_k, all,
+	w.state = sw_lay_moe_block(65536, w.size, w.slots, w.max_tokens, w.top_k, all,
 	                           w.few ? w.note_bytes() : 0, w.few ? w.packet_bytes() : 0);
 	u64 place = w.state.end;
 	auto take = [&](u64 n) {

@@ -1,0 +1,168 @@
+package cuda
+
+//lint:file-ignore U1000 kernels use what Go does not
+
+import (
+	"structs"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// MoE dispatch.
+const (
+	moeThreads        = 1024              // of a block of dispatch_rows
+	moeFewThreads     = 512               // of a block of dispatch_few
+	moeFewSumThreads  = 384               // of a block of combine_few
+	moeSumThreads     = 512               // of a block of combine_rows
+	moePassThreads    = 512               // of a block of the passes over this rank's memory
+	moeMaxBlocks      = 160               // of a kernel that peers wait for
+	moeFewTokens      = 256               // the most tokens of the kernels for few
+	moeFewSlots       = 1024              // and the most slots
+	moeTable          = 1024              // experts whose places a block keeps in shared memory
+	moeSums           = kernels.CombineOp // the least operation that reads peers' rows
+	moeFirst          = 65                // entries of moe_args.first
+	moeScales         = 512               // bytes of shared memory for the scales that a warp makes
+	moeSlots          = 128               // places for rows under way that the warps of a block have together, at most
+	moeSumPassThreads = 512               // of a block of the pass that makes sums: those that make, and a warp that tells
+	moePassPart       = 2048              // bytes of a row that a warp of a pass adds or copies at a time
+	moeDensePart      = 3584              // bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them
+	moePlainPart      = 1536              // the same on the way back, 2048
+	moeNarrowPart     = 2048              // the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes
+	moeStretch        = 512               // elements of a float8 partial sum behind one group of scales
+	moeWindow         = 64                // rows of one rank that are told together when they are made
+)
+
+// What a launch for MoE does.
+const (
+	moeSend      = 1    // the first half of a call
+	moeReceive   = 2    // the second half
+	moeCached    = 4    // the routing is there already
+	moeFree      = 8    // peers may write this rank's output when they see the begin of this call
+	moeKeep      = 16   // the rows of a combine stay as they are until the handle's next dispatch is complete
+	moeCompact   = 32   // rows of one rank follow those of the one before
+	moeByExpert  = 64   // rows arrive in staging and are spread over the experts' rows
+	moeColumns   = 128  // scales in column-major order
+	moeExponents = 256  // scales are exponents, four in a word
+	moeZero      = 512  // padding is zero
+	moeWeigh     = 1024 // rows are multiplied by the weights of the dispatch
+	moeGiven     = 2048 // or by those beside the rows
+	moeBeside    = 4096 // the two kernels of the call run beside each other
+)
+
+// moeBlock is where the words of a handle lie. All must be zero before the first call.
+type moeBlock struct {
+	_ structs.HostLayout
+
+	noteStride   place
+	packetStride place
+	control      place // struct sw_control
+	landing      place // the epoch of the call for which kernels.MoEHandle.Landed counts
+	begins       place // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
+	dones        place // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
+	slotCounts   place // [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch
+	rankTotals   place // [size][size]: rows of each rank for each rank, likewise
+	blockCounts  place // [blocks][size]: rows of this rank's blocks for each rank, likewise
+	blockSlots   place // [blocks][slots]: choices of this rank's blocks for each slot, likewise
+	made         place // [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows
+	making       place // [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls
+	arrived      place // [size]: rows in staging from each rank
+	places       place // [max_tokens][size]: the row of each token among those of this rank on each rank, or -1
+	who          place // [max_tokens][top_k]: the rank of each choice, or -1
+	spread       place // [staged][top_k]: the expert's row of each choice of a row in staging, or -1
+	indices      place // [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them
+	weights      place // [staged][top_k] float32, likewise
+	sources      place // [staged][2], likewise
+	wiped        place // [2]: by parity of calls, the token of which places that are not used are wiped next
+	notes        place // [2][size][max_tokens][note_stride]: what lies beside a row of few tokens, as packets
+	packets      place // [2][size][max_tokens][packet_stride]: rows of few tokens
+	end          place // the offset behind the block
+}
+
+// layMoeBlock lays the block out from offset on.
+func layMoeBlock(offset, size, slots, maxTokens, topK, staged, noteStride, packetStride int64) (b moeBlock) {
+	at := offset
+	b.noteStride, b.packetStride = noteStride, packetStride
+	b.control, at = at, at+controlAlign
+	b.landing, at = at, at+controlAlign
+	b.begins, at = at, at+2*size*lineBytes
+	b.dones, at = at, kernels.AlignUp(at+2*size*moeMaxBlocks*16, kernels.LineBytes)
+	b.slotCounts, at = at, kernels.AlignUp(at+2*size*slots*8, kernels.LineBytes)
+	b.rankTotals, at = at, kernels.AlignUp(at+size*size*8, kernels.LineBytes)
+	b.blockCounts, at = at, kernels.AlignUp(at+moeMaxBlocks*size*8, kernels.LineBytes)
+	b.blockSlots, at = at, kernels.AlignUp(at+moeMaxBlocks*slots*8, kernels.LineBytes)
+	b.made, at = at, kernels.AlignUp(at+size*((maxTokens+moeWindow-1)/moeWindow)*8, kernels.LineBytes)
+	b.making, at = at, kernels.AlignUp(at+size*((maxTokens+moeWindow-1)/moeWindow)*4, kernels.LineBytes)
+	b.arrived, at = at, kernels.AlignUp(at+size*4, kernels.LineBytes)
+	b.places, at = at, kernels.AlignUp(at+maxTokens*size*4, kernels.LineBytes)
+	b.who, at = at, kernels.AlignUp(at+maxTokens*topK*4, kernels.LineBytes)
+	b.spread, at = at, kernels.AlignUp(at+staged*topK*4, kernels.LineBytes)
+	b.indices, at = at, kernels.AlignUp(at+staged*topK*8, kernels.LineBytes)
+	b.weights, at = at, kernels.AlignUp(at+staged*topK*4, kernels.LineBytes)
+	b.sources, at = at, kernels.AlignUp(at+staged*8, kernels.LineBytes)
+	b.wiped, at = at, kernels.AlignUp(at+controlAlign, kernels.LineBytes)
+	b.notes, at = at, kernels.AlignUp(at+2*size*maxTokens*b.noteStride, kernels.LineBytes)
+	b.packets, at = at, at+2*size*maxTokens*b.packetStride
+	b.end = at
+	return b
+}
+
+// moeArgs is one launch for MoE dispatch. Places are the same on every rank.
+type moeArgs struct {
+	_ structs.HostLayout
+
+	world        worldWords
+	state        moeBlock // of the handle
+	x            uint64   // address of the tokens, or of their gradients
+	scales       uint64   // address of the scales beside them
+	choices      uint64   // address of [tokens][top_k] experts
+	weights      uint64   // address of [tokens][top_k] float32; 0: all are 1
+	table        uint64   // address of kernels.MoE.Placement
+	counters     uint64   // address of kernels.MoE.Counters
+	mapped       uint64   // address of kernels.MoEHandle.Mapped; 0: none
+	ticket       uint64
+	toRows       uint64 // place to which rows are sent
+	toScales     uint64
+	toIndices    uint64
+	toWeights    uint64
+	toSources    uint64
+	rows         uint64 // address of this rank's rows
+	rowScales    uint64
+	rowWeights   uint64
+	rowSources   uint64
+	ready        uint64 // address of the words by which the caller marks rows done; 0: all are
+	counts       uint64 // address of kernels.MoEHandle.Counts, and so on
+	offsets      uint64
+	rankCounts   uint64
+	landed       uint64
+	fromRows     uint64 // place of the rows that peers read
+	fromWeights  uint64 // place of [rows][top_k] float32 that they read; 0: none
+	y            uint64 // address of the sums, or of the rows' gradients
+	sumWeights   uint64 // address of float32 [tokens][top_k]; 0: none
+	bias0        uint64
+	bias1        uint64
+	mostRows     int64 // rows of an output, or of what a combine of few tokens is given
+	align        int64
+	capacity     int64 // 0: an expert's rows follow those of the one before
+	offsetBase   int64 // rows from one rank's first row to the next one's; 0: they follow one another
+	op           uint32
+	mode         uint32
+	tokens       uint32
+	topK         uint32
+	maxTokens    uint32
+	experts      uint32
+	slots        uint32
+	local        uint32
+	indexBytes   uint32
+	slotsInverse uint32           // 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each
+	rowBytes     uint32           // of a token here
+	wireBytes    uint32           // of a row that crosses
+	scaleWords   uint32           // 32-bit words of scales beside a row
+	scaleBlock   uint32           // elements with one scale
+	part         uint32           // bytes of a row that a warp moves at a time
+	parts        uint32           // of a row
+	movers       uint32           // warps that move
+	depth        uint32           // parts that a warp has under way
+	interval     uint32           // cycles from one part of a warp to its next; 0: as they come
+	share        uint32           // tokens that a block's shared memory has room for
+	first        [moeFirst]uint32 // slots before each rank's
+}
