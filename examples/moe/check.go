@@ -8,6 +8,10 @@ import (
 	"math"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/examples/moe/config"
+	"github.com/switchyard-moe/switchyard/examples/moe/report"
+	"github.com/switchyard-moe/switchyard/examples/moe/text"
+	"github.com/switchyard-moe/switchyard/examples/moe/train"
 )
 
 // tolerance is how far the losses of a step may be apart, as a part of the loss. Sums over one rank and over several round
@@ -17,14 +21,14 @@ const tolerance = 1e-4
 var errCheck = errors.New("check failed")
 
 // alone trains with the same flags on one rank. There is a report of its losses also when it was stopped.
-func alone(ctx context.Context, c config, text *corpus, bar *progress) (*report, error) {
+func alone(ctx context.Context, c config.Config, from *text.Corpus, bar *report.Progress) (*report.Report, error) {
 	c.Ranks = 1
 	g, err := comm.Local(1)
 	if err != nil {
 		return nil, err
 	}
-	r, err := trainAll(ctx, g, c, text, bar.step)
-	bar.done(r)
+	r, err := train.All(ctx, g, c, from, func(h *report.History) { bar.Step(c, h) })
+	bar.Done(r)
 	return r, err
 }
 

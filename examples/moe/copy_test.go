@@ -39,14 +39,16 @@ func TestACopyBuildsInAnotherModule(t *testing.T) {
 	}
 	write("go.mod", mod)
 	write("go.sum", read(filepath.Join(root, "go.sum")))
-	files, err := filepath.Glob("*")
-	require.NoError(t, err)
-	for _, f := range files {
-		if strings.HasSuffix(f, "_test.go") || filepath.Ext(f) == ".py" {
-			continue
+	require.NoError(t, filepath.WalkDir(".", func(path string, e os.DirEntry, err error) error {
+		switch {
+		case err != nil || strings.HasSuffix(path, "_test.go") || filepath.Ext(path) == ".py":
+		case e.IsDir():
+			err = os.MkdirAll(filepath.Join(dir, path), 0o755)
+		default:
+			write(path, strings.ReplaceAll(read(path), name+"/examples/moe/", "example.com/copy/"))
 		}
-		write(f, read(f))
-	}
+		return err
+	}))
 	cmd := exec.Command(tool, "build", "-o", filepath.Join(dir, "moe"), ".")
 	cmd.Dir = dir
 	cmd.Env = append(os.Environ(), "GOFLAGS=-mod=mod", "GOWORK=off")

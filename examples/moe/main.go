@@ -24,12 +24,12 @@
 //
 // # Where to read
 //
-//   - train.go: what a rank makes of comm, memory, dispatch and allreduce, and one step of training
-//   - moe.go: a mixture-of-experts layer, forward and backward, around four calls of the dispatcher
-//   - heal.go: how ranks go on without one that is lost, and let a fresh one in
-//   - model.go, nn.go: the rest of the model, in plain Go; matmul.go: matrix products
+//   - model/layer.go: a mixture-of-experts layer, forward and backward, around four calls of the dispatcher
+//   - train/train.go: what a rank makes of comm, memory, dispatch and allreduce, and one step of training
+//   - train/heal.go: how ranks go on without one that is lost, and let a fresh one in
+//   - model/model.go, nn: the rest of the model and its arithmetic, in plain Go, with matrix products in assembly for amd64
 //   - procs.go: a process for every rank
-//   - report.go, html.go: the report
+//   - text, config, report: what is learned, what the flags say, and what came of it
 //
 // It exits with 0 when all is well, 2 for wrong flags or a text that cannot be used, 130 when interrupted, and 1 for
 // everything else.
@@ -44,11 +44,14 @@ import (
 	"os"
 	"os/signal"
 	"slices"
-	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/examples/moe/config"
+	"github.com/switchyard-moe/switchyard/examples/moe/report"
+	"github.com/switchyard-moe/switchyard/examples/moe/text"
+	"github.com/switchyard-moe/switchyard/examples/moe/train"
 )
 
 func main() {
@@ -57,12 +60,12 @@ func main() {
 		// A second Ctrl-C needs no patience. What comes at once is the same signal again, as timeout sends it to a process and to
 		// its group.
 		time.AfterFunc(again, stop)
-		if newProgress(os.Stderr).terminal && !slices.Contains(os.Args, "-join") {
+		if report.NewProgress(os.Stderr).Terminal() && !slices.Contains(os.Args, "-join") {
 			fmt.Fprint(os.Stderr, "\r\x1b[Kstopping with a report; Ctrl-C again stops at once\n")
 		}
 	})
 	err := run(ctx, os.Args[1:])
-	var wrong *usageError
+	var wrong *config.UsageError
 	switch {
 	case err == nil, errors.Is(err, flag.ErrHelp):
 		return
@@ -84,152 +87,187 @@ const again = time.Second
 // errTold is an error that another process has told.
 var errTold = errors.New("told elsewhere")
 
-func run(ctx context.Context, args []string) (err error) {
-	out := &screen{File: os.Stdout} // for people
-	c, err := parseFlags(args, out)
-	if err == nil {
-		err = c.tryFiles()
+// process is one process of a run.
+type process struct {
+	config.Config
+	args   []string
+	env    comm.Config // of a rank that the flag -join has started
+	out    *report.Screen
+	report *report.Report
+	speaks bool // this process says what came of the run: it has rank 0, or there are no others
+}
+
+func run(ctx context.Context, args []string) error {
+	p := &process{args: args, out: &report.Screen{File: os.Stdout}}
+	var err error
+	if p.Config, err = config.Parse(args, p.out); err == nil {
+		err = p.TryFiles()
 	}
 	switch {
-	case errors.Is(err, flag.ErrHelp) && out.err != nil:
-		return out.err
-	case errors.Is(err, flag.ErrHelp), err != nil && !jsonOnStdout(args):
+	case errors.Is(err, flag.ErrHelp) && p.out.Err != nil:
+		return p.out.Err
+	case errors.Is(err, flag.ErrHelp), err != nil && !config.JSONOnStdout(args):
 		return err
 	case err != nil:
-		c.JSON = "-" // who reads that wants to read why
+		p.JSON = "-" // who reads that wants to read why
 	}
-	if c.JSON == "-" {
-		out.File = os.Stderr
+	if p.JSON == "-" {
+		p.out.File = os.Stderr
 	}
 
 	// From here on there is a report, of whatever there is to report.
-	r := newReport(c)
-	speaks := !c.Procs || c.Join || err != nil // and is rank 0
-	var env comm.Config
-	if c.Join {
-		var wrong error
-		env, wrong = comm.FromEnv()
-		speaks = env.Rank == 0 && !c.Late
-		if wrong != nil { // nobody knows the ranks' numbers; this is what the first one's should be
-			speaks = slices.Contains([]string{"", "0"}, os.Getenv("RANK"))
-		}
-		c.MeetAt, c.Secret = env.Addr, env.Secret
+	p.report = report.New(p.Config)
+	p.speaks = !p.Procs || p.Join || err != nil
+	if p.Join {
+		wrong := p.readEnv()
 		if err == nil {
 			err = wrong
 		}
 	}
-	defer func() {
-		defer func() { err = errors.Join(err, out.err) }() // what nobody could read is no success
-		if err != nil && ctx.Err() != nil {
-			switch {
-			case !speaks && c.Join:
-				err = fmt.Errorf("%w: %w", errTold, err)
-			case r.Steps == 0 && !errors.Is(err, errTold):
-				r.Stopped = true
-				err = fmt.Errorf("stopped before the first step: %w", context.Cause(ctx))
-			}
-		}
-		if c.JSON == "" || !speaks {
-			return
-		}
-		if err != nil && !errors.Is(err, errStopped) {
-			r.Error = err.Error()
-		}
-		err = errors.Join(err, r.writeJSON(c.JSON))
-	}()
-	if err != nil {
-		return err
+	if err == nil {
+		err = p.work(ctx)
 	}
-	if !c.Join {
-		if err := c.affordable(); err != nil {
-			speaks = true
-			return err
-		}
-	}
-	text, err := loadCorpus(ctx, c.Text, c.Context)
-	if err != nil {
-		speaks = speaks || !c.Join
-		return err
-	}
-	if c.Procs && !c.Join {
-		speaks, err = launch(ctx, c, args, out)
-		return err
-	}
+	return p.end(ctx, err)
+}
 
-	var groups []*comm.Group // this process's ranks
-	where := "in one process"
+// readEnv finds out which rank this is.
+func (p *process) readEnv() (err error) {
+	p.env, err = comm.FromEnv()
+	p.speaks = p.env.Rank == 0 && !p.Late
+	if err != nil { // nobody knows the ranks' numbers; this is what the first one's should be
+		p.speaks = slices.Contains([]string{"", "0"}, os.Getenv("RANK"))
+	}
+	p.MeetAt, p.Secret = p.env.Addr, p.env.Secret
+	return err
+}
+
+// work trains, in this process or in others.
+func (p *process) work(ctx context.Context) error {
+	if !p.Join {
+		if err := p.Affordable(); err != nil {
+			p.speaks = true
+			return err
+		}
+	}
+	from, err := text.Load(ctx, p.Text, p.Context)
+	if err != nil {
+		p.speaks = p.speaks || !p.Join
+		if ctx.Err() != nil {
+			return err
+		}
+		return config.Usagef("%w", err)
+	}
+	if p.Procs && !p.Join {
+		p.speaks, err = launch(ctx, p.Config, p.args, p.out)
+		return err
+	}
+	groups, err := p.meet(ctx)
+	if err != nil {
+		return err
+	}
+	if p.speaks {
+		where := "in one process"
+		if p.Join {
+			where = "in a process each"
+		}
+		p.Describe(p.out, from, where, report.Columns(p.out))
+	}
+	bar := report.NewProgress(p.out)
+	result, err := train.All(ctx, groups, p.Config, from, func(h *report.History) { bar.Step(p.Config, h) })
 	switch {
-	case c.Late:
-		c.Ranks = env.Size
-	case c.Join:
-		g, err := join(ctx, env, &c)
-		if err != nil {
-			return err
-		}
-		groups, where = []*comm.Group{g}, "in a process each"
-	default:
-		if groups, err = until(ctx, func() ([]*comm.Group, error) { return comm.Local(c.Ranks) }); err != nil {
-			return err
-		}
-	}
-	if c.ReplaceAt > 0 && !c.Join {
-		c.MeetAt = net.JoinHostPort(place())
-	}
-	if speaks {
-		c.describe(out, text, where, columns(out))
-	}
-	bar := newProgress(out)
-	result, err := trainAll(ctx, groups, c, text, bar.step)
-	if result != nil {
-		r, speaks = result, true
-	}
-	if !speaks {
-		if errors.Is(err, errDiverged) { // which rank 0 tells
+	case result != nil:
+		p.report, p.speaks = result, true
+	case !p.speaks:
+		if errors.Is(err, train.ErrDiverged) { // which rank 0 tells
 			err = fmt.Errorf("%w: %w", errTold, err)
 		}
 		return err
 	}
-	bar.done(result)
-	if c.Check {
-		if err != nil {
-			return stoppedAfter(err, r)
+	bar.Done(result)
+	if p.Check {
+		return p.check(ctx, from, err)
+	}
+	return p.show(ctx, err)
+}
+
+// meet makes the groups of this process's ranks. A rank that is late has none yet.
+func (p *process) meet(ctx context.Context) ([]*comm.Group, error) {
+	switch {
+	case p.Late:
+		p.Ranks = p.env.Size
+		return nil, nil
+	case p.Join:
+		p.Ranks = max(p.env.Size, 1)
+		if err := p.Validate(); err != nil {
+			return nil, err
 		}
-		fmt.Fprintln(out, "\nthe same on 1 rank")
-		one, err := alone(ctx, c, text, newProgress(out))
-		if err != nil && !errors.Is(err, errStopped) {
-			return err
-		}
-		return errors.Join(compare(out, one.Losses, r.Losses[:one.Steps], c.Ranks), stoppedAfter(err, one))
+		g, err := comm.Join(ctx, p.env)
+		return []*comm.Group{g}, err
 	}
-	if err == nil || errors.Is(err, errStopped) || ctx.Err() != nil && r.Steps > 0 {
-		r.write(out, columns(out))
+	if p.ReplaceAt > 0 {
+		p.MeetAt = net.JoinHostPort(place())
 	}
-	if err = stoppedAfter(err, r); err != nil && ctx.Err() != nil && r.Steps > 0 && !errors.Is(err, errStopped) {
-		err = fmt.Errorf("gave up in step %d of %d, which did not end: %w", r.Steps+1, c.Steps, context.Cause(ctx))
+	return until(ctx, func() ([]*comm.Group, error) { return comm.Local(p.Ranks) })
+}
+
+// check trains once more, on one rank, and compares.
+func (p *process) check(ctx context.Context, from *text.Corpus, err error) error {
+	if err != nil {
+		return stoppedAfter(err, p.report)
 	}
-	if c.HTML != "" && r.Steps > 0 {
-		err = errors.Join(err, r.writeHTML(c.HTML))
+	fmt.Fprintln(p.out, "\nthe same on 1 rank")
+	one, err := alone(ctx, p.Config, from, report.NewProgress(p.out))
+	if err != nil && !errors.Is(err, train.ErrStopped) {
+		return err
+	}
+	return errors.Join(compare(p.out, one.Losses, p.report.Losses[:one.Steps], p.Ranks), stoppedAfter(err, one))
+}
+
+// show writes the report for people. err is how training ended.
+func (p *process) show(ctx context.Context, err error) error {
+	r := p.report
+	some := ctx.Err() != nil && r.Steps > 0 // somebody wants an end, and there is something to show
+	if err == nil || errors.Is(err, train.ErrStopped) || some {
+		r.Write(p.out, report.Columns(p.out))
+	}
+	switch {
+	case errors.Is(err, train.ErrStopped):
+		err = stoppedAfter(err, r)
+	case err != nil && some:
+		err = fmt.Errorf("gave up in step %d of %d, which did not end: %w", r.Steps+1, p.Steps, context.Cause(ctx))
+	}
+	if p.HTML != "" && r.Steps > 0 {
+		err = errors.Join(err, r.WriteHTML(p.HTML))
 	}
 	return err
 }
 
-// stoppedAfter adds to errStopped where it was.
-func stoppedAfter(err error, r *report) error {
-	if errors.Is(err, errStopped) {
+// end writes the report as data, also of a run that has failed.
+func (p *process) end(ctx context.Context, err error) error {
+	if err != nil && ctx.Err() != nil {
+		switch {
+		case !p.speaks && p.Join:
+			err = fmt.Errorf("%w: %w", errTold, err)
+		case p.report.Steps == 0 && !errors.Is(err, errTold):
+			p.report.Stopped = true
+			err = fmt.Errorf("stopped before the first step: %w", context.Cause(ctx))
+		}
+	}
+	if p.JSON != "" && p.speaks {
+		if err != nil && !errors.Is(err, train.ErrStopped) {
+			p.report.Error = err.Error()
+		}
+		err = errors.Join(err, p.report.WriteJSON(p.JSON))
+	}
+	return errors.Join(err, p.out.Err) // what nobody could read is no success
+}
+
+// stoppedAfter adds to train.ErrStopped where it was.
+func stoppedAfter(err error, r *report.Report) error {
+	if errors.Is(err, train.ErrStopped) {
 		return fmt.Errorf("%w after step %d of %d: the report is of the steps until then", err, r.Steps, r.Config.Steps)
 	}
 	return err
-}
-
-// join meets the other processes.
-func join(ctx context.Context, env comm.Config, c *config) (*comm.Group, error) {
-	if c.Ranks = env.Size; c.Ranks == 0 {
-		c.Ranks = 1
-	}
-	if err := c.validate(); err != nil {
-		return nil, err
-	}
-	return comm.Join(ctx, env)
 }
 
 // until returns what f makes. When ctx ends before, it returns at once and leaves f to the end of the process.
@@ -247,93 +285,4 @@ func until[T any](ctx context.Context, f func() (T, error)) (v T, err error) {
 	case <-ctx.Done():
 		return v, context.Cause(ctx)
 	}
-}
-
-// trainAll runs this process's ranks and returns when all have ended. The error is the first that happened. The report is that of
-// rank 0, if it is here.
-//
-// Making many ranks takes long. When ctx ends before the first step, and nobody waits for these ranks elsewhere, trainAll leaves them to
-// the end of the process.
-func trainAll(ctx context.Context, groups []*comm.Group, c config, text *corpus, watch func(*worker)) (*report, error) {
-	type end struct {
-		rank   int
-		report *report
-		err    error
-	}
-	ends := make(chan end, len(groups)+1)
-	const making, training, abandoned = 0, 1, 2
-	var now atomic.Int32
-	seen := func(w *worker) {
-		now.CompareAndSwap(making, training)
-		if watch != nil && now.Load() == training {
-			watch(w)
-		}
-	}
-	for _, g := range groups {
-		rank := g.Rank()
-		go func() {
-			r, err := trainRank(ctx, g, c, text, seen)
-			ends <- end{rank, r, err}
-		}()
-	}
-	left := len(groups)
-	alone, stop := context.WithCancel(ctx) // ends when only the one that is late is left, of those that are here
-	defer stop()
-	if c.Late || c.ReplaceAt > 0 && !c.Join {
-		left++
-		go func() {
-			rank, r, err := trainLate(ctx, alone, c, text, seen)
-			ends <- end{rank, r, err}
-		}()
-	}
-	var r *report
-	var first error
-	asked := ctx.Done()
-	if c.Join {
-		asked = nil
-	}
-	for left > 0 {
-		if left == 1 && !c.Late {
-			stop()
-		}
-		var e end
-		select {
-		case e = <-ends:
-			left--
-		case <-asked:
-			if asked = nil; now.CompareAndSwap(making, abandoned) {
-				return nil, context.Cause(ctx)
-			}
-			continue
-		}
-		if e.err != nil && first == nil {
-			first = e.err
-			if !errors.Is(e.err, errStopped) && !errors.Is(e.err, errDiverged) { // which all ranks have
-				first = fmt.Errorf("rank %d: %w", e.rank, e.err)
-			}
-		}
-		if e.report != nil {
-			r = e.report
-		}
-	}
-	return r, first
-}
-
-// lateFor is how long a fresh rank waits until it is admitted: longer than anybody trains.
-const lateFor = 1000 * time.Hour
-
-// trainLate is what a fresh rank does: it waits until the others admit it. When waiting ends before, nobody needs it.
-func trainLate(ctx, waiting context.Context, c config, text *corpus, watch func(*worker)) (rank int, r *report, err error) {
-	meet := c.meeting()
-	meet.Late, meet.JoinTimeout = true, lateFor
-	g, err := comm.Join(waiting, meet)
-	if err != nil {
-		if waiting.Err() != nil {
-			err = nil
-		}
-		return -1, nil, err
-	}
-	rank, c.Late = g.Rank(), true
-	r, err = trainRank(ctx, g, c, text, watch)
-	return rank, r, err
 }

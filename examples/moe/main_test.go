@@ -3,117 +3,42 @@ package main
 import (
 	"bytes"
 	"encoding/json"
-	"errors"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/examples/moe/phase"
+	"github.com/switchyard-moe/switchyard/examples/moe/report"
+	"github.com/switchyard-moe/switchyard/examples/moe/text"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
-// asMain makes the test binary be the program, so that tests can run it, and it itself, as processes.
-const asMain = "SWITCHYARD_MOE_TEST_MAIN"
-
+// The test binary is also the program, which starts itself.
 func TestMain(m *testing.M) {
-	if os.Getenv(asMain) != "" {
-		main()
-		os.Exit(0)
-	}
+	proctest.Play(proctest.Parts{"moe": func([]string) int { main(); return 0 }})
 	os.Exit(m.Run())
 }
 
-// patience is for a machine that has much else to do.
-const patience = 2 * time.Minute
-
 // program is the program in a process of its own.
-type program struct {
-	*exec.Cmd
-	mu          sync.Mutex
-	out, errors bytes.Buffer
-	ended       chan struct{}
-	code        int
-}
+type program struct{ *proctest.Process }
 
-type locked struct {
-	mu *sync.Mutex
-	b  *bytes.Buffer
-}
-
-func (l locked) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func start(t *testing.T, args ...string) *program {
-	p := &program{Cmd: exec.Command(os.Args[0], args...), ended: make(chan struct{})}
-	p.Env = append(os.Environ(), asMain+"=1")
-	p.Stdout, p.Stderr = locked{&p.mu, &p.out}, locked{&p.mu, &p.errors}
-	require.NoError(t, p.Start())
-	go func() {
-		defer close(p.ended)
-		err := p.Wait()
-		var exit *exec.ExitError
-		if errors.As(err, &exit) {
-			p.code = exit.ExitCode()
-		} else if err != nil {
-			p.code = -2
-		}
-	}()
-	t.Cleanup(func() {
-		_ = p.Process.Kill()
-		<-p.ended
-	})
-	return p
-}
-
-func (p *program) text() (out, errors string) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.out.String(), p.errors.String()
-}
-
-// wait returns when the program has ended, which must be soon.
-func (p *program) wait(t *testing.T, d time.Duration) (code int, out, errors string) {
+func start(t *testing.T, args ...string) program {
 	t.Helper()
-	select {
-	case <-p.ended:
-	case <-time.After(d):
-		out, errors = p.text()
-		require.Fail(t, "still running", "after %v\n%s\n%s", d, out, errors)
-	}
-	out, errors = p.text()
-	return p.code, out, errors
+	return program{proctest.Start(t, proctest.Spec{Part: "moe", Args: args})}
 }
 
-// seen waits for a line of output.
-func (p *program) seen(t *testing.T, pattern string) {
-	t.Helper()
-	re := regexp.MustCompile(pattern)
-	require.Eventually(t, func() bool {
-		out, _ := p.text()
-		return re.MatchString(out)
-	}, 60*time.Second, 5*time.Millisecond, "%s", pattern)
-}
-
-// wrote is seen for the other stream.
-func (p *program) wrote(t *testing.T, pattern string) {
-	t.Helper()
-	re := regexp.MustCompile(pattern)
-	require.Eventually(t, func() bool {
-		_, errs := p.text()
-		return re.MatchString(errs)
-	}, 60*time.Second, 5*time.Millisecond, "%s", pattern)
+// end waits for the program.
+func (p program) end() (code int, out, errors string) {
+	code = p.Wait()
+	out, errors = p.Output()
+	return code, out, errors
 }
 
 // poem writes a text to a file that a bigram model cannot know well: what follows depends on more than one byte.
@@ -141,11 +66,11 @@ func TestExitCodeForWrongFlags(t *testing.T) {
 		"-check -json x":        "-check makes no report",
 		"-json /no/such/folder": "report: open /no/such/folder",
 	} {
-		code, _, errs := start(t, strings.Fields(args)...).wait(t, patience)
+		code, _, errs := start(t, strings.Fields(args)...).end()
 		require.Equal(t, 2, code, args)
 		require.Contains(t, errs, want, args)
 	}
-	code, out, _ := start(t, "-help").wait(t, patience)
+	code, out, _ := start(t, "-help").end()
 	require.Equal(t, 0, code)
 	require.Contains(t, out, "-experts")
 	for _, line := range strings.Split(out, "\n") {
@@ -162,31 +87,28 @@ func TestOutputThatCannotBeWritten(t *testing.T) {
 	defer full.Close()
 	text := poem(t)
 	for _, args := range []string{"-help", "-steps 2", "-steps 2 -procs", "-check -steps 2", "-steps 2 -json -"} {
-		cmd := exec.Command(os.Args[0], small(append(strings.Fields(args), "-text", text)...)...)
-		cmd.Env = append(os.Environ(), asMain+"=1")
-		var errs bytes.Buffer
-		cmd.Stdout, cmd.Stderr = full, &errs
-		_ = cmd.Run()
-		require.Equal(t, 1, cmd.ProcessState.ExitCode(), "%s: %s", args, errs.String())
-		require.Contains(t, errs.String(), "moe: write /dev/stdout: no space left on device\n", args)
+		p := program{proctest.Start(t, proctest.Spec{Part: "moe", Args: small(append(strings.Fields(args), "-text", text)...), Stdout: full})}
+		code, _, errs := p.end()
+		require.Equal(t, 1, code, "%s: %s", args, errs)
+		require.Contains(t, errs, "moe: write /dev/stdout: no space left on device\n", args)
 	}
 }
 
 func TestManyRanksSayWhatTheyCost(t *testing.T) {
 	p := start(t, "-ranks", "300", "-steps", "2000", "-text", poem(t))
 	begin := time.Now()
-	p.seen(t, `That many ranks on \d+ processors? cost about .* a step\n +and .* of memory: .* in all\n`)
+	p.Saw(`That many ranks on \d+ processors? cost about .* a step\n +and .* of memory: .* in all\n`)
 	require.Less(t, time.Since(begin), 20*time.Second, "a fraction of a second where nothing else runs")
 	// Who does not want that need not wait until they are made.
 	begin = time.Now()
-	require.NoError(t, p.Process.Signal(syscall.SIGTERM))
-	code, _, errs := p.wait(t, patience)
+	p.Signal(syscall.SIGTERM)
+	code, _, errs := p.end()
 	require.Equal(t, 130, code)
 	require.Equal(t, "moe: stopped before the first step: terminated signal received\n", errs)
 	require.Less(t, time.Since(begin), 10*time.Second, "no time at all where nothing else runs")
 
 	p = start(t, "-ranks", "1000000", "-batch", "1000000", "-text", poem(t))
-	code, _, errs = p.wait(t, patience)
+	code, _, errs = p.end()
 	require.Equal(t, 2, code)
 	require.Regexp(t, `^moe: this run needs about .* TiB of memory and .* are free; the most, .* TiB, is for what ranks keep for each other: lower -ranks\n$`, errs)
 }
@@ -200,8 +122,8 @@ func TestExitCodeForBadText(t *testing.T) {
 		return path
 	}
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "nothing"), 0o755))
-	write("pictures/a.png", "\x89PNG\x00\x00"+strings.Repeat("x", minText))
-	locked := write("locked", strings.Repeat("x", minText))
+	write("pictures/a.png", "\x89PNG\x00\x00"+strings.Repeat("x", text.Least))
+	locked := write("locked", strings.Repeat("x", text.Least))
 	require.NoError(t, os.Chmod(locked, 0))
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "pipes"), 0o755))
 	require.NoError(t, syscall.Mkfifo(filepath.Join(dir, "pipes", "fifo"), 0o600))
@@ -209,13 +131,13 @@ func TestExitCodeForBadText(t *testing.T) {
 	require.NoError(t, syscall.Mkfifo(socket, 0o600))
 
 	cases := map[string]string{
-		filepath.Join(dir, "missing"):                        "no such file",
-		write("empty", ""):                                   "is empty",
-		filepath.Join(dir, "nothing"):                        "is empty",
-		filepath.Join(dir, "pipes"):                          "pipes holds no regular file",
-		filepath.Join(dir, "pictures"):                       "holds no text: 1 binary file",
-		write("short", "a short text"):                       "is too short: 12 bytes, want at least",
-		write("binary", "\x00"+strings.Repeat("x", minText)): "not text",
+		filepath.Join(dir, "missing"):                           "no such file",
+		write("empty", ""):                                      "is empty",
+		filepath.Join(dir, "nothing"):                           "is empty",
+		filepath.Join(dir, "pipes"):                             "pipes holds no regular file",
+		filepath.Join(dir, "pictures"):                          "holds no text: 1 binary file",
+		write("short", "a short text"):                          "is too short: 12 bytes, want at least",
+		write("binary", "\x00"+strings.Repeat("x", text.Least)): "not text",
 		socket: "it is a FIFO, not a file or a directory",
 	}
 	if os.Getuid() != 0 {
@@ -223,7 +145,7 @@ func TestExitCodeForBadText(t *testing.T) {
 	}
 	for path, want := range cases {
 		for _, more := range []string{"-check", "-procs"} {
-			code, _, errs := start(t, "-text", path, more).wait(t, patience)
+			code, _, errs := start(t, "-text", path, more).end()
 			require.Equal(t, 2, code, path)
 			require.Contains(t, errs, want, path)
 			require.Contains(t, errs, path)
@@ -238,7 +160,7 @@ func TestReportAndJSON(t *testing.T) {
 		page := filepath.Join(t.TempDir(), "report.html")
 		// 7 experts on 3 ranks, 61 tokens a step: nothing divides by anything.
 		args := small("-text", poem(t), "-json", path, "-html", page, "-ranks", "3", "-experts", "7", "-steps", "400")
-		code, out, errs := start(t, append(args, more...)...).wait(t, patience)
+		code, out, errs := start(t, append(args, more...)...).end()
 		require.Zero(t, code, errs)
 		require.NotContains(t, out, "\r", "no bar without a terminal")
 		require.Regexp(t, `step 400/400  loss [\d.]+  \d+ tokens/s  \d+% communication`, out)
@@ -257,7 +179,7 @@ func TestReportAndJSON(t *testing.T) {
 			"text", "train_loss", "heldout_loss", "bigram_loss", "sample", "tokens_per_second", "comm_fraction", "expert_tokens", "expert_ranks",
 			"traffic_bytes", "traffic_since_step", "phases_ms", "reduced_bytes"}, names)
 
-		var r report
+		var r report.Report
 		require.NoError(t, json.Unmarshal(b, &r))
 		require.Equal(t, 3, r.Ranks)
 		require.Equal(t, 400, r.Steps)
@@ -286,7 +208,7 @@ func TestReportAndJSON(t *testing.T) {
 				require.Positive(t, n)
 			}
 		}
-		require.Len(t, r.PhasesMS, int(phases))
+		require.Len(t, r.PhasesMS, int(phase.Count))
 		require.Contains(t, "a rose is a rose is a rose, and the train on the rails is never the train of the rail\n", strings.SplitAfter(r.Sample.Prompt, "\n")[0])
 		require.Contains(t, r.Sample.Model, "a rose is a rose", "the model has learned the poem")
 
@@ -310,7 +232,7 @@ func TestOneAndManyRanksAgree(t *testing.T) {
 		"-ranks 2 -experts 5 -topk 5",
 		"-ranks 2 -procs",
 	} {
-		code, out, errs := start(t, append(small("-check", "-text", text), strings.Fields(args)...)...).wait(t, patience)
+		code, out, errs := start(t, append(small("-check", "-text", text), strings.Fields(args)...)...).end()
 		require.Zero(t, code, "%s: %s%s", args, out, errs)
 		require.Contains(t, out, "check: ok", args)
 		require.Contains(t, out, "in all 50 steps")
@@ -332,10 +254,10 @@ func TestDisagreementIsAnError(t *testing.T) {
 func TestCtrlCEndsAllRanksWithTheReport(t *testing.T) {
 	for _, more := range [][]string{nil, {"-procs"}} {
 		p := start(t, append(small("-text", poem(t), "-steps", "100000000"), more...)...)
-		p.seen(t, `step \d+/`)
+		p.Saw(`step \d+/`)
 		ranks := p.ranks(t)
-		require.NoError(t, p.Process.Signal(os.Interrupt))
-		code, out, errs := p.wait(t, patience)
+		p.Signal(syscall.SIGINT)
+		code, out, errs := p.end()
 		require.Equal(t, 130, code, "%s%s", out, errs)
 		require.Regexp(t, `^moe: stopped after step \d+ of 100000000: the report is of the steps until then\n$`, errs)
 		require.Regexp(t, `\n\d+ of 100000000 steps of 61 tokens on 4 ranks`, out)
@@ -346,11 +268,11 @@ func TestCtrlCEndsAllRanksWithTheReport(t *testing.T) {
 
 func TestKilledRankEndsAllAndIsNamed(t *testing.T) {
 	p := start(t, small("-text", poem(t), "-steps", "100000000", "-procs", "-ranks", "3")...)
-	p.seen(t, `step \d+/`)
+	p.Saw(`step \d+/`)
 	ranks := p.ranks(t)
 	require.Len(t, ranks, 3)
 	require.NoError(t, syscall.Kill(ranks[1], syscall.SIGKILL))
-	code, _, errs := p.wait(t, patience)
+	code, _, errs := p.end()
 	require.Equal(t, 1, code)
 	require.Regexp(t, `moe: rank 1, process \d+: signal: killed`, errs)
 	require.Regexp(t, `moe: rank 0: step \d+: .*rank 1.*peer lost`, errs)
@@ -360,16 +282,16 @@ func TestKilledRankEndsAllAndIsNamed(t *testing.T) {
 
 func TestRanksDoNotOutliveTheProgram(t *testing.T) {
 	p := start(t, small("-text", poem(t), "-steps", "100000000", "-procs", "-ranks", "2")...)
-	p.seen(t, `step \d+/`)
+	p.Saw(`step \d+/`)
 	ranks := p.ranks(t)
-	require.NoError(t, p.Process.Kill())
+	p.Signal(syscall.SIGKILL)
 	gone(t, ranks)
 }
 
 // ranks are the processes that the program says it has started.
-func (p *program) ranks(t *testing.T) (pids []int) {
-	out, _ := p.text()
-	for _, m := range regexp.MustCompile(`rank \d+ is process (\d+)`).FindAllStringSubmatch(out, -1) {
+func (p program) ranks(t *testing.T) (pids []int) {
+	out, errs := p.Output()
+	for _, m := range regexp.MustCompile(`rank \d+ is process (\d+)`).FindAllStringSubmatch(out+errs, -1) {
 		pid, err := strconv.Atoi(m[1])
 		require.NoError(t, err)
 		pids = append(pids, pid)
@@ -383,56 +305,5 @@ func gone(t *testing.T, pids []int) {
 			stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 			return err != nil || bytes.Contains(stat, []byte(") Z ")) // dead, if not buried
 		}, 20*time.Second, 5*time.Millisecond, "process %d", pid)
-	}
-}
-
-func TestLostRankInOneProcessIsNamed(t *testing.T) {
-	c := tiny()
-	c.Ranks, c.Steps = 3, 1<<30
-	groups, err := comm.Local(c.Ranks)
-	require.NoError(t, err)
-	begin := time.Now()
-	_, err = trainAll(t.Context(), groups, c, babble(minText), func(w *worker) {
-		if w.done() == 5 {
-			groups[2].Kill()
-		}
-	})
-	require.ErrorIs(t, err, comm.ErrPeerLost)
-	require.ErrorContains(t, err, "rank 2")
-	require.Less(t, time.Since(begin), 20*time.Second)
-}
-
-func TestRanksWithDifferentFlagsLearnIt(t *testing.T) {
-	c := tiny()
-	c.Ranks = 2
-	text := babble(minText)
-	groups, err := comm.Local(c.Ranks)
-	require.NoError(t, err)
-	ends := make(chan error)
-	for i, g := range groups {
-		mine := c
-		mine.Seed += uint64(i)
-		go func() {
-			_, err := trainRank(t.Context(), g, mine, text, nil)
-			ends <- err
-		}()
-	}
-	for range groups {
-		require.ErrorIs(t, <-ends, comm.ErrMismatch)
-	}
-}
-
-func TestSlicesCoverABatch(t *testing.T) {
-	for _, n := range []int{3, 61, 512} {
-		var all []int
-		for r := range 3 {
-			lo, hi := slice(n, r, 3)
-			require.LessOrEqual(t, hi-lo, (n+2)/3)
-			for i := lo; i < hi; i++ {
-				all = append(all, i)
-			}
-		}
-		require.Len(t, all, n)
-		require.True(t, slices.IsSorted(all))
 	}
 }

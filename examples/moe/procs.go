@@ -13,6 +13,9 @@ import (
 	"strconv"
 	"syscall"
 	"time"
+
+	"github.com/switchyard-moe/switchyard/examples/moe/config"
+	"github.com/switchyard-moe/switchyard/examples/moe/train"
 )
 
 // launch starts this program once for every rank and waits for all of them. The ranks find one another by the
@@ -20,7 +23,7 @@ import (
 // of them after a while is killed.
 //
 // Ranks tell their own errors, which are wrapped in errTold here. Silent says that rank 0 came to no report.
-func launch(ctx context.Context, c config, args []string, out io.Writer) (silent bool, err error) {
+func launch(ctx context.Context, c config.Config, args []string, out io.Writer) (silent bool, err error) {
 	self, err := os.Executable()
 	if err != nil {
 		return true, err
@@ -87,7 +90,7 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 			kill(os.Kill)
 		case e := <-ends:
 			left--
-			if c.heals() && e.rank == c.KillRank && signaled(e.err) {
+			if c.Heals() && e.rank == c.KillRank && signaled(e.err) {
 				if c.ReplaceAt > 0 && ctx.Err() == nil {
 					if err := start(c.KillRank, "-late"); err != nil {
 						return true, err
@@ -102,16 +105,16 @@ func launch(ctx context.Context, c config, args []string, out io.Writer) (silent
 				fresh = -1
 			}
 			if left == 1 && fresh >= 0 && late == nil { // it may wait for ranks that have ended without it
-				late = time.After(grace)
+				late = time.After(train.Grace)
 			}
 			if e.err == nil || unneeded {
 				continue
 			}
 			silent = silent || e.rank == 0 && signaled(e.err)
 			if late == nil {
-				wait := grace
+				wait := train.Grace
 				if ctx.Err() != nil {
-					wait = graceStop // rank 0 may still be writing
+					wait = train.GraceStop // rank 0 may still be writing
 				}
 				late = time.After(wait)
 			}

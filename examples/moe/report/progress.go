@@ -1,4 +1,4 @@
-package main
+package report
 
 import (
 	"fmt"
@@ -9,11 +9,14 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/switchyard-moe/switchyard/examples/moe/config"
+	"github.com/switchyard-moe/switchyard/examples/moe/words"
 )
 
-// progress shows how training goes: a bar that is drawn anew on a terminal, a line now and then elsewhere.
-type progress struct {
-	out      sink
+// Progress shows how training goes: a bar that is drawn anew on a terminal, a line now and then elsewhere.
+type Progress struct {
+	out      Sink
 	terminal bool
 	open     bool      // the bar is on the line where the cursor is
 	next     time.Time // when to draw again
@@ -22,22 +25,22 @@ type progress struct {
 	events   int       // told so far
 }
 
-// sink is where lines for people go.
-type sink interface {
+// Sink is where lines for people go.
+type Sink interface {
 	io.Writer
 	Fd() uintptr
 }
 
-// screen is a file that remembers the first error of writing to it.
-type screen struct {
+// Screen is a file that remembers the first error of writing to it.
+type Screen struct {
 	*os.File
-	err error
+	Err error
 }
 
-func (s *screen) Write(b []byte) (int, error) {
+func (s *Screen) Write(b []byte) (int, error) {
 	n, err := s.File.Write(b)
-	if s.err == nil {
-		s.err = err
+	if s.Err == nil {
+		s.Err = err
 	}
 	return n, err
 }
@@ -49,13 +52,14 @@ const (
 	echo     = len("^C") // what a terminal writes for Ctrl-C
 )
 
-func newProgress(out sink) *progress {
+// NewProgress shows it on a terminal if out is one.
+func NewProgress(out Sink) *Progress {
 	_, err := unix.IoctlGetWinsize(int(out.Fd()), unix.TIOCGWINSZ)
-	return &progress{out: out, terminal: err == nil}
+	return &Progress{out: out, terminal: err == nil}
 }
 
-// columns is the width of the terminal, and 80 for what is none.
-func columns(out sink) int {
+// Columns is the width of the terminal, and 80 for what is none.
+func Columns(out Sink) int {
 	size, err := unix.IoctlGetWinsize(int(out.Fd()), unix.TIOCGWINSZ)
 	if err != nil || size.Col == 0 {
 		return 80
@@ -63,19 +67,22 @@ func columns(out sink) int {
 	return int(size.Col)
 }
 
-// step is called after each step of training.
-func (p *progress) step(w *worker) {
-	n := w.done()
+// Terminal reports whether out is a terminal.
+func (p *Progress) Terminal() bool { return p.terminal }
+
+// Step is called after each step of training.
+func (p *Progress) Step(c config.Config, h *History) {
+	n := h.Done()
 	// The process that becomes rank 0 begins with the losses of the steps before.
 	for ; p.losses < n; p.losses++ {
-		p.loss += max(0.05, 2/float64(p.losses+2)) * (w.Losses[p.losses] - p.loss)
+		p.loss += max(0.05, 2/float64(p.losses+2)) * (h.Losses[p.losses] - p.loss)
 	}
-	for ; p.events < len(w.Events); p.events++ {
+	for ; p.events < len(h.Events); p.events++ {
 		if p.terminal { // a bar may be there, of this process or of the one that was rank 0
 			fmt.Fprint(p.out, "\r\x1b[K")
 			p.open = false
 		}
-		for _, line := range fold(w.Events[p.events], columns(p.out)) {
+		for _, line := range words.Fold(h.Events[p.events], Columns(p.out)) {
 			fmt.Fprintln(p.out, line)
 		}
 	}
@@ -84,13 +91,13 @@ func (p *progress) step(w *worker) {
 		if p.terminal {
 			p.next = now.Add(redraw)
 		}
-		rest := w.Elapsed.Seconds() / float64(n) * float64(w.cfg.Steps-n)
-		p.draw(n, w.cfg.Steps, p.loss, float64(n*w.cfg.Batch)/w.Elapsed.Seconds(), w.Share, (time.Duration(rest)*time.Second).String()+" left")
+		rest := h.Elapsed.Seconds() / float64(n) * float64(c.Steps-n)
+		p.draw(n, c.Steps, p.loss, float64(n*c.Batch)/h.Elapsed.Seconds(), h.Share, (time.Duration(rest)*time.Second).String()+" left")
 	}
 }
 
-// done shows the last step as the report has it. A loss that is no number any more is shown as it is.
-func (p *progress) done(r *report) {
+// Done shows the last step as the report has it. A loss that is no number any more is shown as it is.
+func (p *Progress) Done(r *Report) {
 	if r != nil && len(r.Losses) > 0 {
 		n, loss, end := len(r.Losses), p.loss, "done"
 		last := r.Losses[n-1]
@@ -106,7 +113,7 @@ func (p *progress) done(r *report) {
 	p.end()
 }
 
-func (p *progress) draw(n, all int, loss, speed, share float64, end string) {
+func (p *Progress) draw(n, all int, loss, speed, share float64, end string) {
 	// The parts in the order in which they are left out where they do not fit.
 	step := fmt.Sprintf("step %d/%d", n, all)
 	parts := []string{step, fmt.Sprintf("loss %.3f", loss), fmt.Sprintf("%.0f tokens/s", speed), fmt.Sprintf("%.0f%% communication", 100*share), end}
@@ -115,13 +122,24 @@ func (p *progress) draw(n, all int, loss, speed, share float64, end string) {
 		return
 	}
 	// The last column stays free, also after Ctrl-C: writing there may move the cursor to the next line.
-	line, width := "", min(columns(p.out)-1-echo, maxWidth)
-	for _, order := range [][]int{{0, 1, 2, 3, 4}, {0, 1, 3, 4}, {0, 1, 4}, {0, 1}, {0}} {
+	width := min(Columns(p.out)-1-echo, maxWidth)
+	fmt.Fprintf(p.out, "\r%s\x1b[K", oneLine(parts, float64(n)/float64(all), width))
+	p.open = true
+}
+
+// oneLine is a bar and what fits behind it.
+func oneLine(parts []string, done float64, width int) string {
+	choices := [][]int{{0, 1, 2, 3, 4}, {0, 1, 3, 4}, {0, 1, 4}, {0, 1}, {0}}
+	text := func(choice []int) string {
 		var some []string
-		for _, i := range order {
+		for _, i := range choice {
 			some = append(some, parts[i])
 		}
-		if line = strings.Join(some, "  "); len(line) <= width {
+		return strings.Join(some, "  ")
+	}
+	line := ""
+	for _, choice := range choices {
+		if line = text(choice); len(line) <= width {
 			break
 		}
 	}
@@ -129,39 +147,15 @@ func (p *progress) draw(n, all int, loss, speed, share float64, end string) {
 		line = line[:max(width, 0)]
 	}
 	if room := min(width-len(line)-3, 24); room >= 6 {
-		line = fmt.Sprintf("[%-*s] %s", room, bar(float64(n)/float64(all), room), line)
+		line = fmt.Sprintf("[%-*s] %s", room, bar(done, room), line)
 	}
-	fmt.Fprintf(p.out, "\r%s\x1b[K", line)
-	p.open = true
+	return line
 }
 
 // end leaves the line of the bar.
-func (p *progress) end() {
+func (p *Progress) end() {
 	if p.open {
 		fmt.Fprintln(p.out)
 		p.open = false
 	}
-}
-
-// fold breaks a text into lines of so many columns, at spaces if it can.
-func fold(text string, width int) (lines []string) {
-	width = max(width, 1)
-	for _, line := range strings.Split(text, "\n") {
-		rest := []rune(line)
-		for len(rest) > width {
-			at := width
-			for i := width; i > width/2; i-- {
-				if rest[i] == ' ' {
-					at = i
-					break
-				}
-			}
-			lines = append(lines, string(rest[:at]))
-			if rest = rest[at:]; rest[0] == ' ' {
-				rest = rest[1:]
-			}
-		}
-		lines = append(lines, string(rest))
-	}
-	return lines
 }

@@ -1,9 +1,8 @@
-package main
+package config
 
 import (
 	"bufio"
 	"cmp"
-	"fmt"
 	"math"
 	"os"
 	"runtime"
@@ -11,6 +10,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/switchyard-moe/switchyard/examples/moe/words"
 )
 
 // wide is how many ranks a run can have before it is worth saying what they cost.
@@ -35,16 +36,16 @@ const (
 	flopsASec   = 60e9 // of one processor
 )
 
-func (c config) cost() cost {
+func (c Config) cost() cost {
 	var t cost
 	for _, p := range c.memory() {
 		t.memory += p.bytes
 	}
 	pairs, cpus := float64(c.Ranks)*float64(c.Ranks), float64(runtime.NumCPU())
-	perToken := c.Hidden*(c.Context*c.Embed+256) + c.Layers*c.TopK*expertSize(c)
+	perToken := c.Hidden*(c.Context*c.Embed+256) + c.Layers*c.TopK*c.ExpertSize()
 	flops := 6 * float64(perToken) * float64(c.Batch) // forward and backward are three products of two operations a weight
 	step := (flops/flopsASec + float64(c.Layers)/2*pairs*pairTime.Seconds()) / cpus
-	forward := float64(c.heldoutPlaces())/float64(c.Batch) + float64(sampled(step, false)) // of the report
+	forward := float64(c.HeldoutPlaces())/float64(c.Batch) + float64(Sampled(step, false)) // of the report
 	t.step = time.Duration(step * 1e9)
 	t.all = time.Duration((step * (float64(c.Steps) + 0.4*forward)) * 1e9)
 	return t
@@ -57,11 +58,11 @@ type part struct {
 }
 
 // memory is what the ranks of a run take together. Flags may be absurd, so it counts in floats, which do not overflow.
-func (c config) memory() []part {
+func (c Config) memory() []part {
 	const (
 		element = 4           // bytes of a float32
 		state   = 4 * element // a weight, its gradient and two moments
-		slack   = 1.25        // see grow
+		slack   = 1.25        // see nn.Grow
 	)
 	ranks, pairs := float64(c.Ranks), float64(c.Ranks)*float64(c.Ranks)
 	experts, topk, layers := float64(c.Experts), float64(c.TopK), float64(c.Layers)
@@ -69,7 +70,7 @@ func (c config) memory() []part {
 	window := float64(c.Context) * float64(c.Embed)
 
 	models := 1.0
-	if c.heals() {
+	if c.Heals() {
 		models = 2 // the old one is there while the new one is made
 	}
 	// What model and its layers keep of a token, and experts of a visit.
@@ -77,7 +78,7 @@ func (c config) memory() []part {
 	visits := batch * topk * layers
 	parts := []part{
 		{"the program and its text", costBase},
-		{"the dense part of the model, a copy on every rank", models * ranks * state * c.denseSize()},
+		{"the dense part of the model, a copy on every rank", models * ranks * state * c.DenseSize()},
 		{"the experts", models * state * layers * experts * 2 * hidden * inner},
 		{"the activations of a batch", slack*element*(batch*token+visits*3*inner) + batch*(float64(c.Context)+8*ranks)},
 		{"the exchange buffers of a batch", element * visits * 3 * hidden}, // rows, what experts make of them, and what is on its way
@@ -89,30 +90,30 @@ func (c config) memory() []part {
 	return parts
 }
 
-// denseSize is the sum of stageSizes, of flags that may be absurd.
-func (c config) denseSize() float64 {
+// DenseSize is the sum of stageSizes, of flags that may be absurd.
+func (c Config) DenseSize() float64 {
 	hidden, window := float64(c.Hidden), float64(c.Context)*float64(c.Embed)
 	input, output := window*hidden+hidden+256*float64(c.Embed), hidden*256+256+hidden
 	return input + output + float64(c.Layers)*(hidden*float64(c.Experts)+hidden)
 }
 
-// affordable refuses what this machine has no memory for.
-func (c config) affordable() error { return c.fits(freeMemory()) }
+// Affordable refuses what this machine has no memory for.
+func (c Config) Affordable() error { return c.fits(freeMemory()) }
 
 // fits refuses what does not fit so many bytes, if they are known. It says what is large and which flag makes it so.
-func (c config) fits(free int64) error {
+func (c Config) fits(free int64) error {
 	need := c.cost().memory
 	if free <= 0 || need <= float64(free) {
 		return nil
 	}
 	most := slices.MaxFunc(c.memory(), func(a, b part) int { return cmp.Compare(a.bytes, b.bytes) })
-	return usagef("this run needs about %s of memory and %s are free; the most, %s, is for %s: lower -%s",
-		size(need), size(float64(free)), size(most.bytes), most.name, c.culprit())
+	return Usagef("this run needs about %s of memory and %s are free; the most, %s, is for %s: lower -%s",
+		words.Bytes(need), words.Bytes(float64(free)), words.Bytes(most.bytes), most.name, c.culprit())
 }
 
 // culprit is the flag that saves most memory when it has its default, or half its value if that is less.
-func (c config) culprit() (name string) {
-	usual, least := defaults(), math.Inf(1)
+func (c Config) culprit() (name string) {
+	usual, least := Defaults(), math.Inf(1)
 	for _, f := range []struct {
 		name     string
 		v, usual *int
@@ -156,29 +157,25 @@ func freeMemory() int64 {
 	return 0
 }
 
-// size writes a number of bytes for a person.
-func size(n float64) string {
-	switch {
-	case n >= 1<<40:
-		return fmt.Sprintf("%.3g TiB", n/(1<<40))
-	case n >= 1<<30:
-		return fmt.Sprintf("%.1f GiB", n/(1<<30))
-	default:
-		return fmt.Sprintf("%.0f MiB", n/(1<<20))
-	}
-}
+// ExpertSize is the number of parameters of an expert.
+func (c Config) ExpertSize() int { return 2 * c.Hidden * c.Inner }
 
-// rounded writes a time for a person.
-func rounded(d time.Duration) string {
-	switch {
-	case d >= 100*time.Hour:
-		return fmt.Sprintf("%.0f days", d.Hours()/24)
-	case d >= 2*time.Hour:
-		return fmt.Sprintf("%.0f h", d.Hours())
-	case d >= 2*time.Minute:
-		return fmt.Sprintf("%.0f min", d.Minutes())
-	case d >= time.Second:
-		return fmt.Sprintf("%.0f s", d.Seconds())
+// How many bytes a model writes of its own.
+const (
+	sampleBytes = 240
+	sampleLeast = 16
+	sampleTime  = 30 // seconds of steps; a byte takes a tenth of a step
+	stoppedTime = 3  // the same where somebody waits for the end
+)
+
+// Sampled is how many bytes a model writes of which a step takes so many seconds.
+func Sampled(pace float64, stopped bool) int {
+	seconds := float64(sampleTime)
+	if stopped {
+		seconds = stoppedTime
 	}
-	return fmt.Sprintf("%d ms", d.Milliseconds())
+	if pace <= 0 {
+		return sampleBytes
+	}
+	return int(min(max(seconds/pace, sampleLeast), sampleBytes))
 }

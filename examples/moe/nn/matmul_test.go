@@ -1,4 +1,4 @@
-package main
+package nn
 
 import (
 	"fmt"
@@ -12,7 +12,7 @@ import (
 
 func noise(r *rand.Rand, n int) []float32 {
 	v := make([]float32, n)
-	normal(v, 1, r)
+	Normal(v, 1, r)
 	return v
 }
 
@@ -48,10 +48,10 @@ func TestMatMul(t *testing.T) {
 						}
 					}
 				}
-				check("matMul", nil, func(c []float32) { matMul(c, a, b, m, n, k) })
-				check("matMulTA", nil, func(c []float32) { matMulTA(c, at, b, m, n, k) })
-				check("matMulTB", nil, func(c []float32) { matMulTB(c, a, bt, m, n, k, false) })
-				check("matMulTB, add", before, func(c []float32) { matMulTB(c, a, bt, m, n, k, true) })
+				check("matMul", nil, func(c []float32) { MatMul(c, a, b, m, n, k) })
+				check("matMulTA", nil, func(c []float32) { MatMulTA(c, at, b, m, n, k) })
+				check("matMulTB", nil, func(c []float32) { MatMulTB(c, a, bt, m, n, k, false) })
+				check("matMulTB, add", before, func(c []float32) { MatMulTB(c, a, bt, m, n, k, true) })
 				// What other processors do, and those without assembly.
 				for _, shape := range [][2]int{{0, 0}, {6, 16}} {
 					if shape[0] > rows {
@@ -75,9 +75,9 @@ func TestRowsOfAProductDoNotDependOnEachOther(t *testing.T) {
 	const m, n, k = 29, 40, 300
 	a, b := noise(r, m*k), noise(r, k*n)
 	all, one := make([]float32, m*n), make([]float32, n)
-	matMul(all, a, b, m, n, k)
+	MatMul(all, a, b, m, n, k)
 	for i := range m {
-		matMul(one, a[i*k:], b, 1, n, k)
+		MatMul(one, a[i*k:], b, 1, n, k)
 		require.Equal(t, all[i*n:(i+1)*n], one)
 	}
 }
@@ -86,19 +86,19 @@ func TestRowsOfAProductDoNotDependOnEachOther(t *testing.T) {
 func TestAdam(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
 	const n = 1<<16 + 21
-	s := slab{w: noise(r, n), g: noise(r, n), m: noise(r, n), v: noise(r, n)}
-	for i, v := range s.v {
-		s.v[i] = v * v
+	s := Slab{W: noise(r, n), G: noise(r, n), M: noise(r, n), V: noise(r, n)}
+	for i, v := range s.V {
+		s.V[i] = v * v
 	}
-	before := slab{w: slices.Clone(s.w), m: slices.Clone(s.m), v: slices.Clone(s.v)}
-	newAdam(3, 1e-2).apply(&s)
-	for i, g := range s.g {
-		m := 0.9*float64(before.m[i]) + 0.1*float64(g)
-		v := 0.95*float64(before.v[i]) + 0.05*float64(g)*float64(g)
-		w := float64(before.w[i]) - 1e-2*m/(1-math.Pow(0.9, 3))/(math.Sqrt(v/(1-math.Pow(0.95, 3)))+1e-8)
-		require.InDelta(t, m, float64(s.m[i]), 1e-6)
-		require.InDelta(t, v, float64(s.v[i]), 1e-5)
-		require.InDelta(t, w, float64(s.w[i]), 1e-6+1e-5*math.Abs(w-float64(before.w[i])))
+	before := Slab{W: slices.Clone(s.W), M: slices.Clone(s.M), V: slices.Clone(s.V)}
+	NewAdam(3, 1e-2).Apply(&s)
+	for i, g := range s.G {
+		m := 0.9*float64(before.M[i]) + 0.1*float64(g)
+		v := 0.95*float64(before.V[i]) + 0.05*float64(g)*float64(g)
+		w := float64(before.W[i]) - 1e-2*m/(1-math.Pow(0.9, 3))/(math.Sqrt(v/(1-math.Pow(0.95, 3)))+1e-8)
+		require.InDelta(t, m, float64(s.M[i]), 1e-6)
+		require.InDelta(t, v, float64(s.V[i]), 1e-5)
+		require.InDelta(t, w, float64(s.W[i]), 1e-6+1e-5*math.Abs(w-float64(before.W[i])))
 	}
 }
 
@@ -110,10 +110,10 @@ func TestExpAndSoftmax(t *testing.T) {
 	nan := float32(math.NaN())
 	require.True(t, exp(nan) != exp(nan))
 	p := []float32{1000, 1001, -1000}
-	require.InDelta(t, 1001.3132617, float64(softmax(p)), 1e-3)
+	require.InDelta(t, 1001.3132617, float64(Softmax(p)), 1e-3)
 	require.InDeltaSlice(t, []float32{0.26894142, 0.73105858, 0}, p, 1e-6)
 	p[1] = nan
-	require.True(t, math.IsNaN(float64(softmax(p))))
+	require.True(t, math.IsNaN(float64(Softmax(p))))
 }
 
 func BenchmarkMatMul(b *testing.B) {
@@ -122,9 +122,9 @@ func BenchmarkMatMul(b *testing.B) {
 	x, w, y := noise(r, m*k), noise(r, k*n), noise(r, m*n)
 	g, dx := noise(r, k*n), noise(r, m*k)
 	for name, f := range map[string]func(){
-		"AB":  func() { matMul(y, x, w, m, n, k) },
-		"AtB": func() { matMulTA(g, x, y, k, n, m) },
-		"ABt": func() { matMulTB(dx, y, w, m, k, n, false) },
+		"AB":  func() { MatMul(y, x, w, m, n, k) },
+		"AtB": func() { MatMulTA(g, x, y, k, n, m) },
+		"ABt": func() { MatMulTB(dx, y, w, m, k, n, false) },
 	} {
 		b.Run(name, func(b *testing.B) {
 			for b.Loop() {

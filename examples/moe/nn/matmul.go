@@ -1,20 +1,20 @@
-package main
+package nn
 
 // Matrix products of float32, on one core. Most of the time of a training step goes into them, so on amd64 the innermost loop is in
 // assembly (matmul_amd64.s); everywhere else it is Go.
 
-// matMul computes C = A B for row-major matrices: C is m x n, A is m x k, B is k x n.
-func matMul(c, a, b []float32, m, n, k int) {
+// MatMul computes C = A B for row-major matrices: C is m x n, A is m x k, B is k x n.
+func MatMul(c, a, b []float32, m, n, k int) {
 	product{m: m, n: n, k: k, rsa: k, csa: 1, rsb: n, csb: 1}.run(c, a, b)
 }
 
-// matMulTA is matMul with A given transposed, as k x m: C = Aᵀ B. It is the gradient of a weight.
-func matMulTA(c, a, b []float32, m, n, k int) {
+// MatMulTA is MatMul with A given transposed, as k x m: C = Aᵀ B. It is the gradient of a weight.
+func MatMulTA(c, a, b []float32, m, n, k int) {
 	product{m: m, n: n, k: k, rsa: 1, csa: m, rsb: n, csb: 1}.run(c, a, b)
 }
 
-// matMulTB is matMul with B given transposed, as n x k: C = A Bᵀ, or C += A Bᵀ if add is set. It is the gradient of an input.
-func matMulTB(c, a, b []float32, m, n, k int, add bool) {
+// MatMulTB is MatMul with B given transposed, as n x k: C = A Bᵀ, or C += A Bᵀ if add is set. It is the gradient of an input.
+func MatMulTB(c, a, b []float32, m, n, k int, add bool) {
 	product{m: m, n: n, k: k, rsa: k, csa: 1, rsb: 1, csb: k, add: add}.run(c, a, b)
 }
 

@@ -1,4 +1,4 @@
-package main
+package report
 
 import (
 	"fmt"
@@ -11,20 +11,22 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
+
+	"github.com/switchyard-moe/switchyard/examples/moe/config"
 )
 
 func TestProgressOfAPipeIsLines(t *testing.T) {
 	f, err := os.Create(filepath.Join(t.TempDir(), "out"))
 	require.NoError(t, err)
-	p := newProgress(f)
+	p := NewProgress(f)
 	require.False(t, p.terminal, "a file is no terminal")
-	w := &worker{cfg: config{Steps: 4, Batch: 10}, model: blankModel(config{})}
+	c, h := config.Config{Steps: 4, Batch: 10}, new(History)
 	for range 3 {
-		w.Losses, w.Elapsed, w.Share = append(w.Losses, 2), w.Elapsed+time.Second, 0.25
-		p.step(w)
+		h.Losses, h.Elapsed, h.Share = append(h.Losses, 2), h.Elapsed+time.Second, 0.25
+		p.Step(c, h)
 		p.next = time.Time{}
 	}
-	p.done(&report{Config: w.cfg, Losses: w.Losses, TokensPerSecond: 12, CommFraction: 0.26})
+	p.Done(&Report{Config: c, Losses: h.Losses, TokensPerSecond: 12, CommFraction: 0.26})
 	require.NoError(t, f.Close())
 	b, err := os.ReadFile(f.Name())
 	require.NoError(t, err)
@@ -34,25 +36,25 @@ func TestProgressOfAPipeIsLines(t *testing.T) {
 
 // The process that becomes rank 0 shows the loss that the one before it would show.
 func TestProgressThatBeginsLateShowsTheLoss(t *testing.T) {
-	w := &worker{cfg: config{Steps: 90, Batch: 10}, model: blankModel(config{})}
-	shown := func(p *progress) string { return fmt.Sprintf("%.3f", p.loss) }
+	c, h := config.Config{Steps: 90, Batch: 10}, new(History)
+	shown := func(p *Progress) string { return fmt.Sprintf("%.3f", p.loss) }
 	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0)
 	require.NoError(t, err)
 	defer null.Close()
-	early := newProgress(null)
+	early := NewProgress(null)
 	for i := range 60 {
-		w.Losses, w.Elapsed = append(w.Losses, 3-float64(i)/60), w.Elapsed+time.Second
-		early.step(w)
+		h.Losses, h.Elapsed = append(h.Losses, 3-float64(i)/60), h.Elapsed+time.Second
+		early.Step(c, h)
 	}
-	late := newProgress(null)
-	late.step(w)
+	late := NewProgress(null)
+	late.Step(c, h)
 	require.Equal(t, shown(early), shown(late))
 	require.InDelta(t, 2.3, late.loss, 0.1)
 }
 
 // The last line says whether all steps were done, and what the loss came to.
 func TestTheLastLineSaysHowItEnded(t *testing.T) {
-	for end, losses := range map[string]numbers{
+	for end, losses := range map[string]Numbers{
 		"step 3/3  loss 2.000  12 tokens/s  26% communication  done\n":    {2, 2, 2},
 		"step 2/3  loss 2.000  12 tokens/s  26% communication  stopped\n": {2, 2},
 		"step 2/3  loss NaN  12 tokens/s  26% communication  stopped\n":   {2, math.NaN()},
@@ -60,14 +62,14 @@ func TestTheLastLineSaysHowItEnded(t *testing.T) {
 	} {
 		f, err := os.Create(filepath.Join(t.TempDir(), "out"))
 		require.NoError(t, err)
-		p := newProgress(f)
-		w := &worker{cfg: config{Steps: 3, Batch: 10}, model: blankModel(config{})}
+		p := NewProgress(f)
+		c, h := config.Config{Steps: 3, Batch: 10}, new(History)
 		for _, l := range losses {
-			if w.Losses = append(w.Losses, l); l == 2 { // a step whose loss is no number is an error, and not told
-				p.step(w)
+			if h.Losses = append(h.Losses, l); l == 2 { // a step whose loss is no number is an error, and not told
+				p.Step(c, h)
 			}
 		}
-		p.done(&report{Config: w.cfg, Losses: losses, TokensPerSecond: 12, CommFraction: 0.26})
+		p.Done(&Report{Config: c, Losses: losses, TokensPerSecond: 12, CommFraction: 0.26})
 		require.NoError(t, f.Close())
 		b, err := os.ReadFile(f.Name())
 		require.NoError(t, err)
@@ -80,7 +82,7 @@ func TestProgressFitsAnyTerminal(t *testing.T) {
 	main, side := terminal(t)
 	for cols := 1; cols <= 200; cols++ {
 		require.NoError(t, unix.IoctlSetWinsize(int(side.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: 24, Col: uint16(cols)}))
-		p := newProgress(side)
+		p := NewProgress(side)
 		require.True(t, p.terminal)
 		p.draw(1234567, 100000000, 12.345, 123456, 0.99, "123h45m6s left")
 		p.next = time.Time{}

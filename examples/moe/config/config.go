@@ -1,6 +1,8 @@
-package main
+// Package config is what the flags of the example say, and what a run of that size costs.
+package config
 
 import (
+	"encoding/json"
 	"errors"
 	"flag"
 	"fmt"
@@ -9,11 +11,14 @@ import (
 	"os"
 	"runtime"
 	"strings"
+
+	"github.com/switchyard-moe/switchyard/examples/moe/text"
+	"github.com/switchyard-moe/switchyard/examples/moe/words"
 )
 
-// config is what the flags say. Everything that changes the numbers is in here, so two ranks with equal configs and
+// Config is what the flags say. Everything that changes the numbers is in here, so two ranks with equal configs and
 // equal text compute the same.
-type config struct {
+type Config struct {
 	Ranks int  `json:"ranks"`
 	Procs bool `json:"procs"`
 	Join  bool `json:"join"`
@@ -29,7 +34,7 @@ type config struct {
 
 	Batch int    `json:"batch"` // tokens a step, all ranks together
 	Steps int    `json:"steps"`
-	Rate  number `json:"rate"` // learning rate
+	Rate  Number `json:"rate"` // learning rate
 	Seed  uint64 `json:"seed"`
 
 	KillRank int `json:"kill_rank"` // in step AtStep, -1 for nobody
@@ -45,13 +50,15 @@ type config struct {
 	Check bool   `json:"check"`
 }
 
-// usageError is a mistake of the person at the keyboard: exit code 2.
-type usageError struct{ error }
+// UsageError is a mistake of the person at the keyboard: exit code 2.
+type UsageError struct{ error }
 
-func (e *usageError) Unwrap() error { return e.error }
+// Unwrap is the mistake.
+func (e *UsageError) Unwrap() error { return e.error }
 
-func usagef(format string, args ...any) error {
-	return &usageError{fmt.Errorf(format, args...)}
+// Usagef is a UsageError.
+func Usagef(format string, args ...any) error {
+	return &UsageError{fmt.Errorf(format, args...)}
 }
 
 const (
@@ -59,14 +66,15 @@ const (
 	helpWidth  = 80 // columns
 )
 
-// defaults is a run without flags.
-func defaults() config {
-	return config{Ranks: 4, Experts: 8, TopK: 2, Layers: 2, Hidden: 128, Inner: 256, Context: 8, Embed: 64,
+// Defaults is a run without flags.
+func Defaults() Config {
+	return Config{Ranks: 4, Experts: 8, TopK: 2, Layers: 2, Hidden: 128, Inner: 256, Context: 8, Embed: 64,
 		Batch: 1024, Steps: 2500, Rate: 8e-3, Seed: 1, KillRank: -1}
 }
 
-func parseFlags(args []string, out io.Writer) (config, error) {
-	c := defaults()
+// Parse reads the flags. It prints the list of them where -help asks for it, with flag.ErrHelp.
+func Parse(args []string, out io.Writer) (Config, error) {
+	c := Defaults()
 	f := flag.NewFlagSet("moe", flag.ContinueOnError)
 	f.SetOutput(io.Discard)
 	f.IntVar(&c.Ranks, "ranks", c.Ranks, "ranks that share the work")
@@ -103,16 +111,16 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 				fmt.Fprint(out, line)
 				continue
 			}
-			for _, line := range fold(usage, helpWidth-8) {
+			for _, line := range words.Fold(usage, helpWidth-8) {
 				fmt.Fprintf(out, "        %s\n", line)
 			}
 		}
 		return c, err
 	case err != nil:
-		return c, usagef("%w; -help lists the flags", err)
+		return c, Usagef("%w; -help lists the flags", err)
 	}
 	if f.NArg() > 0 {
-		return c, usagef("unexpected argument %q", f.Arg(0))
+		return c, Usagef("unexpected argument %q", f.Arg(0))
 	}
 	given := map[string]bool{}
 	f.Visit(func(g *flag.Flag) { given[g.Name] = true })
@@ -121,26 +129,26 @@ func parseFlags(args []string, out io.Writer) (config, error) {
 	}
 	switch {
 	case given["at-step"] && !given["kill-rank"]:
-		return c, usagef("-at-step needs -kill-rank")
+		return c, Usagef("-at-step needs -kill-rank")
 	case given["kill-rank"] && !given["at-step"]:
 		c.AtStep = (c.Steps + 1) / 2
 	}
 	switch {
 	case given["replace-at-step"] && !given["kill-rank"]:
-		return c, usagef("-replace-at-step needs -kill-rank")
+		return c, Usagef("-replace-at-step needs -kill-rank")
 	case given["replace-at-step"] && (c.ReplaceAt <= c.AtStep || c.ReplaceAt > c.Steps):
-		return c, usagef("-replace-at-step is %d, want a step after the %d of -at-step, at most the %d of -steps", c.ReplaceAt, c.AtStep, c.Steps)
+		return c, Usagef("-replace-at-step is %d, want a step after the %d of -at-step, at most the %d of -steps", c.ReplaceAt, c.AtStep, c.Steps)
 	case c.Late && !c.Join:
-		return c, usagef("-late needs -join")
+		return c, Usagef("-late needs -join")
 	}
 	if given["kill-rank"] && c.KillRank < 0 {
-		return c, usagef("-kill-rank is %d, want a rank", c.KillRank)
+		return c, Usagef("-kill-rank is %d, want a rank", c.KillRank)
 	}
-	return c, c.validate()
+	return c, c.Validate()
 }
 
-// jsonOnStdout says whether flags that may be wrong ask for a report on standard output.
-func jsonOnStdout(args []string) bool {
+// JSONOnStdout says whether flags that may be wrong ask for a report on standard output.
+func JSONOnStdout(args []string) bool {
 	for i, a := range args {
 		name, value, whole := strings.Cut(a, "=")
 		if !whole && i+1 < len(args) {
@@ -153,7 +161,8 @@ func jsonOnStdout(args []string) bool {
 	return false
 }
 
-func (c *config) validate() error {
+// Validate refuses what cannot be.
+func (c *Config) Validate() error {
 	for _, p := range []struct {
 		flag string
 		v    int
@@ -162,42 +171,42 @@ func (c *config) validate() error {
 		{"context", c.Context}, {"embed", c.Embed}, {"batch", c.Batch}, {"steps", c.Steps},
 	} {
 		if p.v < 1 {
-			return usagef("-%s is %d, want at least 1", p.flag, p.v)
+			return Usagef("-%s is %d, want at least 1", p.flag, p.v)
 		}
 	}
 	switch {
 	case c.TopK > c.Experts:
-		return usagef("-topk %d is more than -experts %d", c.TopK, c.Experts)
+		return Usagef("-topk %d is more than -experts %d", c.TopK, c.Experts)
 	case c.Batch < c.Ranks:
-		return usagef("-batch %d is less than -ranks %d: some ranks would have no token", c.Batch, c.Ranks)
+		return Usagef("-batch %d is less than -ranks %d: some ranks would have no token", c.Batch, c.Ranks)
 	case c.Check && c.JSON != "":
-		return usagef("-check makes no report: -json %s would stay empty", c.JSON)
+		return Usagef("-check makes no report: -json %s would stay empty", c.JSON)
 	case c.Check && c.HTML != "":
-		return usagef("-check makes no report: -html %s would stay empty", c.HTML)
+		return Usagef("-check makes no report: -html %s would stay empty", c.HTML)
 	case c.HTML == "-":
-		return usagef("-html wants the name of a file")
+		return Usagef("-html wants the name of a file")
 	case c.Check && c.KillRank >= 0:
-		return usagef("-check compares runs that lose nobody: leave out -kill-rank")
+		return Usagef("-check compares runs that lose nobody: leave out -kill-rank")
 	case c.KillRank >= 0 && c.Ranks == 1:
-		return usagef("-kill-rank needs a rank that goes on: use at least -ranks 2")
+		return Usagef("-kill-rank needs a rank that goes on: use at least -ranks 2")
 	case c.KillRank >= c.Ranks:
-		return usagef("-kill-rank is %d, the ranks are 0 to %d", c.KillRank, c.Ranks-1)
+		return Usagef("-kill-rank is %d, the ranks are 0 to %d", c.KillRank, c.Ranks-1)
 	case c.KillRank >= 0 && (c.AtStep < 1 || c.AtStep > c.Steps):
-		return usagef("-at-step is %d, the steps are 1 to %d", c.AtStep, c.Steps)
+		return Usagef("-at-step is %d, the steps are 1 to %d", c.AtStep, c.Steps)
 	case !(c.Rate > 0) || math.IsInf(float64(c.Rate), 0):
-		return usagef("-rate is %v, want more than 0", c.Rate)
+		return Usagef("-rate is %v, want more than 0", c.Rate)
 	}
 	return nil
 }
 
-// shared is the part of the config that all ranks must have in common.
-func (c config) shared() config {
+// Shared is the part of the config that all ranks must have in common.
+func (c Config) Shared() Config {
 	c.Join, c.Late, c.JSON, c.HTML = false, false, "", ""
 	return c
 }
 
-// tryFiles finds out now whether the reports can be written later.
-func (c config) tryFiles() error {
+// TryFiles finds out now whether the reports can be written later.
+func (c Config) TryFiles() error {
 	if c.Join {
 		return nil
 	}
@@ -208,10 +217,10 @@ func (c config) tryFiles() error {
 		_, missing := os.Stat(name)
 		f, err := os.OpenFile(name, os.O_CREATE|os.O_WRONLY, 0o644)
 		if err != nil {
-			return usagef("report: %w", err)
+			return Usagef("report: %w", err)
 		}
 		if err := f.Close(); err != nil {
-			return usagef("report: %w", err)
+			return Usagef("report: %w", err)
 		}
 		if missing != nil {
 			_ = os.Remove(name) // no empty report if there will be none
@@ -220,45 +229,65 @@ func (c config) tryFiles() error {
 	return nil
 }
 
-// describe says what is going to be trained, in lines of at most so many columns.
-func (c config) describe(out io.Writer, text *corpus, where string, columns int) {
-	dense := 0
-	for _, n := range stageSizes(c) {
-		dense += n
-	}
-	experts := c.Layers * c.Experts * expertSize(c)
+// Describe says what is going to be trained, in lines of at most so many columns.
+func (c Config) Describe(out io.Writer, from *text.Corpus, where string, columns int) {
+	experts := c.Layers * c.Experts * c.ExpertSize()
 	lines := func(format string, args ...any) {
-		for _, line := range fold(fmt.Sprintf(format, args...), columns) {
+		for _, line := range words.Fold(fmt.Sprintf(format, args...), columns) {
 			fmt.Fprintln(out, line)
 		}
 	}
-	lines("text   %s: %s", text.name, text.found)
+	lines("text   %s: %s", from.Name, from.Found)
 	name, bytes := "MB", 1e6
-	if len(text.train) < 1e6 {
+	if len(from.Train) < 1e6 {
 		name, bytes = "kB", 1e3
 	}
-	lines("       %.1f %s to learn from, %.1f %s held out", float64(len(text.train))/bytes, name, float64(len(text.heldout))/bytes, name)
-	lines("model  %s of %s, top-%d, hidden %d", count(c.Layers, "layer"), count(c.Experts, "expert"), c.TopK, c.Hidden)
-	lines("       %.2f million parameters in experts, %.2f in the dense part", float64(experts)/1e6, float64(dense)/1e6)
+	lines("       %.1f %s to learn from, %.1f %s held out", float64(len(from.Train))/bytes, name, float64(len(from.Heldout))/bytes, name)
+	lines("model  %s of %s, top-%d, hidden %d", words.Count(c.Layers, "layer"), words.Count(c.Experts, "expert"), c.TopK, c.Hidden)
+	lines("       %.2f million parameters in experts, %.2f in the dense part", float64(experts)/1e6, c.DenseSize()/1e6)
 	lines("ranks  %d, %s", c.Ranks, where)
 	if t := c.cost(); c.Ranks > wide || t.large() {
 		what := "A run of that size on %s costs about %s a step"
 		if c.Ranks > wide {
 			what = "That many ranks on %s cost about %s a step"
 		}
-		lines("       "+what, count(runtime.NumCPU(), "processor"), rounded(t.step))
-		lines("       and %s of memory: %s in all", size(t.memory), rounded(t.all))
+		lines("       "+what, words.Count(runtime.NumCPU(), "processor"), words.Rounded(t.step))
+		lines("       and %s of memory: %s in all", words.Bytes(t.memory), words.Rounded(t.all))
 	}
 	lines("")
 }
 
-// count is like "1 rank" or "4 ranks".
-func count(n int, what string) string {
-	if n != 1 {
-		what += "s"
-	}
-	return fmt.Sprintf("%d %s", n, what)
+// Heals says whether ranks that are left go on without one that is lost.
+func (c Config) Heals() bool { return c.AtStep > 0 }
+
+// RateAt is the learning rate of a step: up in a straight line for the first twentieth, then down half a cosine to a twentieth
+// of the peak.
+func (c Config) RateAt(step int) float64 {
+	const floor = 0.05
+	at := float64(step) / float64(c.Steps)
+	rise := min(1, 20*at)
+	return float64(c.Rate) * rise * (floor + (1-floor)*(1+math.Cos(math.Pi*at))/2)
 }
 
-// slice is the part [lo, hi) of n things that a rank works on.
-func slice(n, rank, ranks int) (lo, hi int) { return n * rank / ranks, n * (rank + 1) / ranks }
+// How many places of the held-out text are judged: so many, and not more than so many batches.
+const (
+	heldoutPlaces  = 32 << 10
+	heldoutBatches = 32
+)
+
+// HeldoutPlaces is how many places of the held-out text are judged.
+func (c Config) HeldoutPlaces() int { return min(heldoutPlaces, heldoutBatches*c.Batch) }
+
+// Slice is the part [lo, hi) of n things that a rank works on.
+func Slice(n, rank, ranks int) (lo, hi int) { return n * rank / ranks, n * (rank + 1) / ranks }
+
+// Number is a float64 that JSON can hold whatever it is.
+type Number float64
+
+// MarshalJSON writes null for what is no number.
+func (n Number) MarshalJSON() ([]byte, error) {
+	if v := float64(n); math.IsNaN(v) || math.IsInf(v, 0) {
+		return []byte("null"), nil
+	}
+	return json.Marshal(float64(n))
+}

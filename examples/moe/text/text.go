@@ -1,4 +1,5 @@
-package main
+// Package text has what the models learn from: files, divided into what they see and what is held out, and a bigram model.
+package text
 
 import (
 	"bytes"
@@ -15,10 +16,14 @@ import (
 	"sync"
 
 	"github.com/cespare/xxhash/v2"
+
+	"github.com/switchyard-moe/switchyard/examples/moe/words"
 )
 
+// Least is how many bytes a text must have: fewer are not worth a model.
+const Least = 10 << 10
+
 const (
-	minText  = 10 << 10 // bytes; less is not worth a model
 	maxText  = 64 << 20 // bytes; more is left unread
 	maxFiles = 50_000   // in a directory; more are not looked at
 	maxTable = 256 << 10
@@ -26,43 +31,49 @@ const (
 	every    = 10 // one chunk of so many is held out
 )
 
-// corpus is a text in two parts: train is what the models learn from, heldout what they are judged by.
-type corpus struct {
-	name           string
-	found          string // what was read, and what was not
-	files          int
-	train, heldout []byte
+// Corpus is a text in two parts: Train is what the models learn from, Heldout what they are judged by.
+type Corpus struct {
+	Name           string
+	Found          string // what was read, and what was not
+	Train, Heldout []byte
 
 	once  sync.Once
-	count *bigram
+	count *Bigram
 }
 
-// bigram is the bigram model of the training text.
-func (c *corpus) bigram() *bigram {
-	c.once.Do(func() { c.count = newBigram(c.train) })
+// New divides a text.
+func New(name string, text []byte) *Corpus {
+	c := &Corpus{Name: name}
+	c.Train, c.Heldout = split(text)
+	return c
+}
+
+// Bigram is the bigram model of the training text.
+func (c *Corpus) Bigram() *Bigram {
+	c.once.Do(func() { c.count = NewBigram(c.Train) })
 	return c.count
 }
 
-// digest tells texts apart.
-func (c *corpus) digest() uint64 { return xxhash.Sum64(c.train) ^ xxhash.Sum64(c.heldout) }
+// Digest tells texts apart.
+func (c *Corpus) Digest() uint64 { return xxhash.Sum64(c.Train) ^ xxhash.Sum64(c.Heldout) }
 
-// loadCorpus reads the file or directory called path, or the Go standard library if path is empty. Its errors are the
-// user's to mend.
-func loadCorpus(ctx context.Context, path string, contextBytes int) (*corpus, error) {
-	c := &corpus{name: path}
+// Load reads the file or directory called path, or the Go standard library if path is empty. Its errors are the user's to mend, but for
+// that of a context which ends.
+func Load(ctx context.Context, path string, contextBytes int) (*Corpus, error) {
+	name := path
 	keep := everything
 	if path == "" {
 		root, err := goroot()
 		if err != nil {
-			return nil, usagef("no default text: %w; name one with -text", err)
+			return nil, fmt.Errorf("no default text: %w; name one with -text", err)
 		}
 		path = filepath.Join(root, "src")
-		c.name, keep = path, goSource
+		name, keep = path, goSource
 	}
 	var text []byte
 	info, err := os.Stat(path)
 	if err != nil {
-		return nil, usagef("text: %w", err)
+		return nil, fmt.Errorf("text: %w", err)
 	}
 	var seen finding
 	switch {
@@ -79,20 +90,20 @@ func loadCorpus(ctx context.Context, path string, contextBytes int) (*corpus, er
 	case ctx.Err() != nil:
 		return nil, context.Cause(ctx)
 	case err != nil:
-		return nil, usagef("text %s: %w", path, err)
+		return nil, fmt.Errorf("text %s: %w", path, err)
 	case len(text) == 0 && seen.leftOut() != "":
-		return nil, usagef("text %s holds no text: %s", path, seen.leftOut())
+		return nil, fmt.Errorf("text %s holds no text: %s", path, seen.leftOut())
 	case len(text) == 0 && seen.irregular:
-		return nil, usagef("text %s holds no regular file", path)
+		return nil, fmt.Errorf("text %s holds no regular file", path)
 	case len(text) == 0:
-		return nil, usagef("text %s is empty", path)
-	case len(text) < minText:
-		return nil, usagef("text %s is too short: %d bytes, want at least %d", path, len(text), minText)
+		return nil, fmt.Errorf("text %s is empty", path)
+	case len(text) < Least:
+		return nil, fmt.Errorf("text %s is too short: %d bytes, want at least %d", path, len(text), Least)
 	}
-	c.files, c.found = seen.files, seen.String()
-	c.train, c.heldout = split(text)
-	if len(c.heldout) <= contextBytes {
-		return nil, usagef("text %s is too short: %d bytes are held out, -context is %d", path, len(c.heldout), contextBytes)
+	c := New(name, text)
+	c.Found = seen.String()
+	if len(c.Heldout) <= contextBytes {
+		return nil, fmt.Errorf("text %s is too short: %d bytes are held out, -context is %d", path, len(c.Heldout), contextBytes)
 	}
 	return c, nil
 }
@@ -121,7 +132,7 @@ type finding struct {
 func (f finding) leftOut() string {
 	var parts []string
 	if f.binary > 0 {
-		parts = append(parts, count(f.binary, "binary file"))
+		parts = append(parts, words.Count(f.binary, "binary file"))
 	}
 	if f.unreadable > 0 {
 		parts = append(parts, fmt.Sprintf("%d unreadable", f.unreadable))
@@ -130,7 +141,7 @@ func (f finding) leftOut() string {
 }
 
 func (f finding) String() string {
-	s := count(f.files, "file")
+	s := words.Count(f.files, "file")
 	if f.more {
 		s = fmt.Sprintf("the first %d MiB of %s", maxText>>20, s)
 	}
@@ -273,17 +284,17 @@ func split(text []byte) (train, heldout []byte) {
 	return train, heldout
 }
 
-// batchOf fills at with the places in the training text that a step learns to predict. It depends on seed and step only: the ranks
+// Batch fills at with the places in the training text that a step learns to predict. It depends on seed and step only: the ranks
 // agree on a batch without a word, however many they are.
-func batchOf(at []int, text []byte, context int, seed uint64, step int) {
+func Batch(at []int, text []byte, context int, seed uint64, step int) {
 	r := rand.New(rand.NewPCG(seed, uint64(step)))
 	for i := range at {
 		at[i] = context + r.IntN(len(text)-context)
 	}
 }
 
-// spread fills at with places spread evenly over the text.
-func spread(at []int, text []byte, context int) {
+// Spread fills at with places spread evenly over the text.
+func Spread(at []int, text []byte, context int) {
 	for i := range at {
 		at[i] = context + int(int64(len(text)-context)*int64(i)/int64(len(at)))
 	}

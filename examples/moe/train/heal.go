@@ -1,4 +1,4 @@
-package main
+package train
 
 import (
 	"context"
@@ -14,14 +14,15 @@ import (
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/examples/moe/config"
+	"github.com/switchyard-moe/switchyard/examples/moe/nn"
+	"github.com/switchyard-moe/switchyard/examples/moe/report"
+	"github.com/switchyard-moe/switchyard/examples/moe/text"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // errKilled is what the rank of -kill-rank ends with, where ranks are not processes.
 var errKilled = errors.New("killed")
-
-// heals says whether ranks that are left go on without one that is lost.
-func (c config) heals() bool { return c.AtStep > 0 }
 
 // kill ends this rank as a crash would.
 func (w *worker) kill() error {
@@ -38,7 +39,7 @@ type testament struct {
 	Done  int // steps
 	Final int // see worker.final
 	// Of one of the ranks that have done the most steps.
-	History *history
+	History *report.History
 	Balance [][]float32 // by layer
 	Experts [][]int     // where they were
 	Ranks   int         // how many there were
@@ -63,7 +64,7 @@ func (w *worker) heal(ctx context.Context) (*worker, error) {
 var admitFor = 30 * time.Second
 
 // meeting says where a fresh rank meets the others.
-func (c config) meeting() comm.Config {
+func meeting(c config.Config) comm.Config {
 	return comm.Config{Addr: c.MeetAt, Secret: c.Secret, JoinTimeout: admitFor, Name: "moe"}
 }
 
@@ -71,9 +72,9 @@ func (c config) meeting() comm.Config {
 // none comes, the worker stays what it is.
 func (w *worker) grow(ctx context.Context) (*worker, error) {
 	w.Asked = true
-	g, err := w.group.Admit(ctx, 1, w.cfg.meeting())
+	g, err := w.group.Admit(ctx, 1, meeting(w.cfg))
 	if errors.Is(err, comm.ErrTimeout) && w.group.Err() == nil {
-		w.Events = append(w.Events, fmt.Sprintf("No fresh rank came within %v before step %d.", admitFor, w.done()+1))
+		w.Events = append(w.Events, fmt.Sprintf("No fresh rank came within %v before step %d.", admitFor, w.Done()+1))
 		return w, nil
 	}
 	if err != nil {
@@ -97,7 +98,7 @@ func (w *worker) grow(ctx context.Context) (*worker, error) {
 // The dense part of the model is on every rank; a fresh one gets it. Experts stay where they are. Those of lost ranks are lost: other
 // ranks begin with copies of experts of their own, which the router can tell apart by its own weights. A fresh rank gets experts
 // from those that have most.
-func carryOn(ctx context.Context, g *comm.Group, c config, text *corpus, old *worker) (*worker, error) {
+func carryOn(ctx context.Context, g *comm.Group, c config.Config, text *text.Corpus, old *worker) (*worker, error) {
 	fail := func(err error) (*worker, error) {
 		g.Abort(err)
 		g.Close()
@@ -106,7 +107,7 @@ func carryOn(ctx context.Context, g *comm.Group, c config, text *corpus, old *wo
 	// Some ranks may have done one step more than others: the last one's sums can be complete on some when a rank is lost.
 	mine := testament{Rank: -1}
 	if old != nil {
-		mine = testament{Rank: old.rank, Done: old.done(), Final: old.final}
+		mine = testament{Rank: old.rank, Done: old.Done(), Final: old.final}
 	}
 	all, err := gather(ctx, g.AllGather, mine)
 	if err != nil {
@@ -122,9 +123,9 @@ func carryOn(ctx context.Context, g *comm.Group, c config, text *corpus, old *wo
 	}
 	mine = testament{}
 	if g.Rank() == best {
-		mine.History, mine.Experts, mine.Ranks = &old.history, old.moving.Placement().Ranks, old.ranks
-		for _, l := range old.model.layers {
-			mine.Balance = append(mine.Balance, l.balance)
+		mine.History, mine.Experts, mine.Ranks = &old.History, old.dispatcher.Placement().Ranks, old.ranks
+		for _, l := range old.model.Layers {
+			mine.Balance = append(mine.Balance, l.Balance)
 		}
 	}
 	parts, err := gather(ctx, g.AllGather, mine)
@@ -132,11 +133,11 @@ func carryOn(ctx context.Context, g *comm.Group, c config, text *corpus, old *wo
 		return fail(err)
 	}
 	common, before := parts[best], &dispatch.Placement{Ranks: parts[best].Experts}
-	if done := all[best].Done; old != nil && old.done() < done {
-		if old.done() != done-1 || old.final != done {
-			return fail(fmt.Errorf("rank %d has done %d steps, rank %d %d", old.rank, old.done(), was[best], done))
+	if done := all[best].Done; old != nil && old.Done() < done {
+		if old.Done() != done-1 || old.final != done {
+			return fail(fmt.Errorf("rank %d has done %d steps, rank %d %d", old.rank, old.Done(), was[best], done))
 		}
-		newAdam(done, c.rateAt(done)).apply(old.model.slabs[len(old.model.slabs)-1])
+		nn.NewAdam(done, c.RateAt(done)).Apply(old.model.Experts())
 	}
 
 	p, moves := before.Follow(was)
@@ -144,18 +145,19 @@ func carryOn(ctx context.Context, g *comm.Group, c config, text *corpus, old *wo
 	if err != nil {
 		return fail(err)
 	}
-	w.history = *common.History
-	w.Since = w.done() + 1
-	w.Events = append(w.Events, event(common.Ranks, was, before, w.Since, moves))
-	for i, l := range w.model.layers {
-		copy(l.balance, common.Balance[i])
+	w.History = *common.History
+	first := w.Done() + 1
+	w.Changes = append(w.Changes, first)
+	w.Events = append(w.Events, event(common.Ranks, was, before, first, moves))
+	for i, l := range w.model.Layers {
+		copy(l.Balance, common.Balance[i])
 	}
 	if old != nil {
-		w.model.clock.spent = old.model.clock.spent
+		w.model.Clock.Spent = old.model.Clock.Spent
 		kept := before.Local(old.rank)
 		for slot, e := range p.Local(w.rank) {
 			if s := slices.Index(kept, e); s >= 0 {
-				copyAll(w.model.expert(slot), old.model.expert(s))
+				copyAll(w.model.Expert(slot), old.model.Expert(s))
 			}
 		}
 	}
@@ -173,27 +175,27 @@ func (w *worker) inherit(ctx context.Context, best int, old *worker, before, now
 		return err
 	}
 	if w.rank == best {
-		copyAll(w.model.dense(), old.model.dense())
+		copyAll(w.model.Dense(), old.model.Dense())
 	}
-	err = broadcast(x, w.model.dense(), best)
+	err = broadcast(x, w.model.Dense(), best)
 	for _, m := range moves {
 		var mine [][]float32 // where the expert lies here
 		switch w.rank {
 		case m.To:
-			mine = w.model.expert(slices.Index(now.Local(w.rank), m.Expert))
+			mine = w.model.Expert(slices.Index(now.Local(w.rank), m.Expert))
 		case m.From:
-			mine = old.model.expert(slices.Index(before.Local(old.rank), m.Expert))
+			mine = old.model.Expert(slices.Index(before.Local(old.rank), m.Expert))
 		default: // this rank only takes part
 			mine = make([][]float32, 3*w.cfg.Layers)
 			for i := range mine {
-				mine[i] = make([]float32, expertSize(w.cfg))
+				mine[i] = make([]float32, w.cfg.ExpertSize())
 			}
 		}
 		if m.From >= 0 {
 			err = errors.Join(err, broadcast(x, mine, m.From))
 		} else if m.To == w.rank && old != nil {
 			if like := copyOf(before, old.rank, m.Expert); like >= 0 {
-				copyWeights(mine, old.model.expert(slices.Index(before.Local(old.rank), like)))
+				copyWeights(mine, old.model.Expert(slices.Index(before.Local(old.rank), like)))
 			}
 		}
 	}
@@ -295,24 +297,6 @@ func list(what string, of []int) string {
 		what += "s"
 	}
 	return what + " " + strings.Trim(strings.ReplaceAll(fmt.Sprint(of), " ", ", "), "[]")
-}
-
-// dense is the weights of the dense part and their moments.
-func (m *model) dense() (parts [][]float32) {
-	for _, s := range m.slabs[:len(m.slabs)-1] {
-		parts = append(parts, s.w, s.m, s.v)
-	}
-	return parts
-}
-
-// expert is the weights of the expert in a slot and their moments, layer by layer.
-func (m *model) expert(slot int) (parts [][]float32) {
-	n, s := expertSize(m.cfg), m.slabs[len(m.slabs)-1]
-	for i, l := range m.layers {
-		at := (i*len(l.experts) + slot) * n
-		parts = append(parts, s.w[at:at+n], s.m[at:at+n], s.v[at:at+n])
-	}
-	return parts
 }
 
 // copyAll makes an expert, or the dense part, the same as another.

@@ -1,4 +1,4 @@
-package main
+package config
 
 import (
 	"strings"
@@ -6,17 +6,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-)
 
-func TestDenseSize(t *testing.T) {
-	for _, c := range []config{defaults(), tiny()} {
-		sum := 0
-		for _, n := range stageSizes(c) {
-			sum += n
-		}
-		require.InDelta(t, float64(sum), c.denseSize(), 0)
-	}
-}
+	"github.com/switchyard-moe/switchyard/examples/moe/text"
+)
 
 // What a run needs is near what was measured with a text of 350 kB on 2 processors: the program and the text are less there.
 func TestCostIsNearWhatWasMeasured(t *testing.T) {
@@ -28,7 +20,7 @@ func TestCostIsNearWhatWasMeasured(t *testing.T) {
 		"-layers 30":                          752,
 		"-context 1000":                       1078,
 	} {
-		c, err := parseFlags(strings.Fields(args), nil)
+		c, err := Parse(strings.Fields(args), nil)
 		require.NoError(t, err)
 		got := c.cost().memory / (1 << 20)
 		require.Greater(t, got, mib, args)
@@ -57,10 +49,10 @@ func TestRefusalNamesTheFlag(t *testing.T) {
 		"-layers 9000000000000000000":  {activations, "lower -layers"},
 		"-batch 9000000000000000000":   {activations, "lower -batch"},
 	} {
-		c, err := parseFlags(strings.Fields(args), nil)
+		c, err := Parse(strings.Fields(args), nil)
 		require.NoError(t, err, args)
 		err = c.fits(20 << 30)
-		var wrong *usageError
+		var wrong *UsageError
 		require.ErrorAs(t, err, &wrong, args)
 		require.Regexp(t, `^this run needs about .* of memory and 20.0 GiB are free; the most, .*, is for .*: lower -[a-z]+$`, err.Error())
 		for _, w := range want {
@@ -70,20 +62,20 @@ func TestRefusalNamesTheFlag(t *testing.T) {
 	require.Less(t, time.Since(begin), time.Second, "no time at all")
 
 	for _, args := range []string{"", "-procs", "-check", "-ranks 64 -kill-rank 1", "-procs -steps 600 -kill-rank 1 -at-step 200 -replace-at-step 400"} {
-		c, err := parseFlags(strings.Fields(args), nil)
+		c, err := Parse(strings.Fields(args), nil)
 		require.NoError(t, err, args)
 		require.NoError(t, c.fits(1<<30), args)
 	}
-	require.NoError(t, defaults().fits(0), "nobody knows what is free")
+	require.NoError(t, Defaults().fits(0), "nobody knows what is free")
 }
 
 // A run that is large says so, whatever makes it large.
 func TestLargeRunsSayWhatTheyCost(t *testing.T) {
 	say := func(args string) string {
-		c, err := parseFlags(strings.Fields(args), nil)
+		c, err := Parse(strings.Fields(args), nil)
 		require.NoError(t, err)
 		var out strings.Builder
-		c.describe(&out, babble(minText), "in one process", 80)
+		c.Describe(&out, text.New("a text", make([]byte, text.Least)), "in one process", 80)
 		return out.String()
 	}
 	require.Regexp(t, `A run of that size on \d+ processors? costs about .* a step\n +and \d+\.\d GiB of memory: .* in all\n`, say("-layers 1000"))

@@ -1,4 +1,4 @@
-package main
+package report
 
 import (
 	"bytes"
@@ -9,6 +9,10 @@ import (
 	"os"
 	"slices"
 	"strings"
+
+	"github.com/switchyard-moe/switchyard/examples/moe/config"
+	"github.com/switchyard-moe/switchyard/examples/moe/phase"
+	"github.com/switchyard-moe/switchyard/examples/moe/words"
 )
 
 // The page is one file: styles inside, pictures as SVG, no scripts, nothing to fetch.
@@ -16,8 +20,8 @@ import (
 //go:embed report.html
 var page string
 
-// writeHTML writes the report with pictures.
-func (r *report) writeHTML(path string) error {
+// WriteHTML writes the report with pictures.
+func (r *Report) WriteHTML(path string) error {
 	t, err := template.New("report").Parse(page)
 	if err != nil {
 		return err
@@ -32,7 +36,7 @@ func (r *report) writeHTML(path string) error {
 // What the template draws. Coordinates are pixels.
 type (
 	pictures struct {
-		*report
+		*Report
 		Title   string
 		Reduced string
 		Facts   [][2]string
@@ -84,11 +88,11 @@ type (
 )
 
 // Colours of the phases: computing is blue and green, communication is warm.
-var phaseColours = [phases]string{"#4c78a8", "#54a24b", "#f58518", "#e45756", "#b279a2", "#9d9da1"}
+var phaseColours = [phase.Count]string{"#4c78a8", "#54a24b", "#f58518", "#e45756", "#b279a2", "#9d9da1"}
 
-func (r *report) pictures() pictures {
-	p := pictures{report: r, Title: fmt.Sprintf("%s on %s", count(r.Steps, "step"), count(r.Ranks, "rank")),
-		Reduced: grouped(r.ReducedBytes)}
+func (r *Report) pictures() pictures {
+	p := pictures{Report: r, Title: fmt.Sprintf("%s on %s", words.Count(r.Steps, "step"), words.Count(r.Ranks, "rank")),
+		Reduced: words.Grouped(r.ReducedBytes)}
 	fact := func(name, format string, args ...any) {
 		p.Facts = append(p.Facts, [2]string{name, fmt.Sprintf(format, args...)})
 	}
@@ -97,7 +101,7 @@ func (r *report) pictures() pictures {
 		fact("bigram model", "%.3f", r.BigramLoss)
 	}
 	fact("training loss", "%.3f", r.TrainLoss)
-	fact("tokens/s", "%s", grouped(int64(r.TokensPerSecond)))
+	fact("tokens/s", "%s", words.Grouped(int64(r.TokensPerSecond)))
 	fact("communication", "%.0f%%", 100*r.CommFraction)
 	fact("time", "%.1f s", r.ElapsedSeconds)
 
@@ -106,14 +110,14 @@ func (r *report) pictures() pictures {
 	if len(r.TrafficBytes) > 0 {
 		p.Traffic = r.drawTraffic()
 	}
-	if len(r.timeline) > 0 {
+	if len(r.Timeline) > 0 {
 		p.Step = r.drawStep()
 	}
 	var all, most float64
 	for _, ms := range r.PhasesMS {
 		all, most = all+ms, max(most, ms)
 	}
-	for i, name := range phaseNames {
+	for i, name := range phase.Names {
 		ms := r.PhasesMS[name]
 		p.Phases = append(p.Phases, phaseRow{name, fmt.Sprintf("%.2f ms", ms), fmt.Sprintf("%.1f%%", 100*ms/all), phaseColours[i], 100 * ms / most})
 	}
@@ -141,14 +145,14 @@ func ticks(lo, hi float64, about int) []float64 {
 }
 
 // drawLoss draws the loss of every step, a running mean of it, and the losses on held-out text as lines across.
-func (r *report) drawLoss() *lossPicture {
+func (r *Report) drawLoss() *lossPicture {
 	v := slices.DeleteFunc(slices.Clone([]float64(r.Losses)), func(x float64) bool { return math.IsNaN(x) || math.IsInf(x, 0) })
 	if len(v) == 0 {
 		return nil
 	}
 	d := &lossPicture{W: 860, H: 320, Left: 44, Right: 720, Top: 12, Bottom: 288}
 	lo, hi := slices.Min(v), slices.Max(v)
-	for _, l := range []number{r.HeldoutLoss, r.BigramLoss} {
+	for _, l := range []config.Number{r.HeldoutLoss, r.BigramLoss} {
 		if x := float64(l); !math.IsNaN(x) && !math.IsInf(x, 0) {
 			lo, hi = min(lo, x), max(hi, x)
 		}
@@ -180,7 +184,7 @@ func (r *report) drawLoss() *lossPicture {
 			fmt.Fprintf(&steps, "%.1f,%.1f ", at, y(slices.Max(some)))
 		}
 		r := min(reach, i, len(v)-1-i)
-		fmt.Fprintf(&smooth, "%.1f,%.1f ", at, y(mean(v[i-r:i+r+1])))
+		fmt.Fprintf(&smooth, "%.1f,%.1f ", at, y(Mean(v[i-r:i+r+1])))
 	}
 	d.Steps, d.Smooth = steps.String(), smooth.String()
 	if r.Sample != nil {
@@ -255,7 +259,7 @@ func grid(rows, cols []string, at func(row, col int) (part float64, text, title 
 }
 
 // drawLoad draws the experts as rows and the layers as columns. In the middle of the scale is an equal share.
-func (r *report) drawLoad() *gridPicture {
+func (r *Report) drawLoad() *gridPicture {
 	var rows, cols []string
 	eb, lb := blocks(r.Config.Experts, 64), blocks(r.Config.Layers, 24)
 	for _, b := range eb {
@@ -278,12 +282,12 @@ func (r *report) drawLoad() *gridPicture {
 			}
 		}
 		part := float64(some) / float64(max(all, 1))
-		return part * float64(len(eb)) / 2, fmt.Sprintf("%.1f%%", 100*part), fmt.Sprintf("%s, %s: %s tokens", rows[i], cols[j], grouped(some))
+		return part * float64(len(eb)) / 2, fmt.Sprintf("%.1f%%", 100*part), fmt.Sprintf("%s, %s: %s tokens", rows[i], cols[j], words.Grouped(some))
 	})
 }
 
 // drawTraffic draws the bytes between ranks, or blocks of them.
-func (r *report) drawTraffic() *gridPicture {
+func (r *Report) drawTraffic() *gridPicture {
 	b := blocks(len(r.TrafficBytes), 32)
 	sums := sumBlocks(r.TrafficBytes, b)
 	var most int64
@@ -297,7 +301,7 @@ func (r *report) drawTraffic() *gridPicture {
 	name, bytes := unit(most)
 	g := grid(rows, cols, func(i, j int) (float64, string, string) {
 		n := sums[i][j]
-		return float64(n) / float64(max(most, 1)), fmt.Sprintf("%.1f", float64(n)/bytes), fmt.Sprintf("%s %s: %s bytes", rows[i], cols[j], grouped(n))
+		return float64(n) / float64(max(most, 1)), fmt.Sprintf("%.1f", float64(n)/bytes), fmt.Sprintf("%s %s: %s bytes", rows[i], cols[j], words.Grouped(n))
 	})
 	g.Note = "Numbers are " + name + " of tokens. "
 	if len(b) < len(r.TrafficBytes) {
@@ -312,9 +316,9 @@ func (r *report) drawTraffic() *gridPicture {
 }
 
 // drawStep draws what each rank did in one step.
-func (r *report) drawStep() *stepPicture {
+func (r *Report) drawStep() *stepPicture {
 	const most, w, h = 32, 860.0, 24.0
-	ranks := r.timeline
+	ranks := r.Timeline
 	d := &stepPicture{Left: 64, W: w}
 	if len(ranks) > most {
 		d.Note = fmt.Sprintf("The first %d of %d ranks.", most, len(ranks))
@@ -331,7 +335,7 @@ func (r *report) drawStep() *stepPicture {
 		y := h * float64(rank)
 		d.Rows = append(d.Rows, tick{y + h/2 + 4, fmt.Sprintf("rank %d", rank)})
 		for _, s := range spans {
-			title := fmt.Sprintf("rank %d, %s: %.3f ms, from %.3f ms", rank, phaseNames[s.Phase], float64(s.End-s.Begin)/1e6, float64(s.Begin-begin)/1e6)
+			title := fmt.Sprintf("rank %d, %s: %.3f ms, from %.3f ms", rank, phase.Names[s.Phase], float64(s.End-s.Begin)/1e6, float64(s.Begin-begin)/1e6)
 			d.Spans = append(d.Spans, cell{X: d.Left + scale*float64(s.Begin-begin), Y: y + 2, W: max(scale*float64(s.End-s.Begin), 0.3), H: h - 4,
 				Title: title, Fill: phaseColours[s.Phase]})
 		}

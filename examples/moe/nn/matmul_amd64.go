@@ -1,6 +1,6 @@
 //go:build amd64 && !purego
 
-package main
+package nn
 
 import "golang.org/x/sys/cpu"
 
@@ -12,10 +12,10 @@ func tileAVX512(c, a, b *float32, k, ldc, rsa, csa int, add bool)
 //go:noescape
 func tileAVX2(c, a, b *float32, k, ldc, rsa, csa int, add bool)
 
-// adamAVX2 is adam.apply for n weights, a positive multiple of 8.
+// adamAVX2 is Adam.apply for n weights, a positive multiple of 8.
 //
 //go:noescape
-func adamAVX2(w, m, v, grad *float32, n int, k *adam)
+func adamAVX2(w, m, v, grad *float32, n int, k *Adam)
 
 // tileShape is the tile of this processor, 0 x 0 if it has none. GODEBUG=cpu.avx2=off takes it away.
 func tileShape() (rows, cols int) {
@@ -39,7 +39,7 @@ func tile(cols int, c, a, b *float32, k, ldc, rsa, csa int, add bool) {
 
 // adamVector updates as many weights from the front as make whole vectors, at most a block, and returns that number. A block is
 // short because the collector of garbage cannot stop a goroutine in assembly.
-func adamVector(w, m, v, g []float32, k *adam) int {
+func adamVector(w, m, v, g []float32, k *Adam) int {
 	n := min(len(w), 1<<16) &^ 7
 	if rows, _ := tileShape(); n == 0 || rows == 0 {
 		return 0

@@ -1,7 +1,7 @@
-package main
+// Package report says what came of a run: while it goes on, and at its end, as text, as JSON, and as a page with pictures.
+package report
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -13,14 +13,41 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard"
+	"github.com/switchyard-moe/switchyard/examples/moe/config"
+	"github.com/switchyard-moe/switchyard/examples/moe/phase"
+	"github.com/switchyard-moe/switchyard/examples/moe/text"
+	"github.com/switchyard-moe/switchyard/examples/moe/words"
 )
 
-// report is what a run has to say, of all ranks together. What a run that ended early has not found out is empty.
-type report struct {
+// History is what a run has come to, the same on every rank.
+type History struct {
+	Losses  []float64 // of every step
+	Tokens  []int64   // by layer and expert, of all steps
+	Share   float64   // of communication in the ranks' time, up to the last step's forward
+	Pace    float64   // seconds that a step takes, the same
+	Elapsed time.Duration
+	Events  []string // ranks that were lost, and that came
+	Changes []int    // for each time that the ranks changed, the first step of those after it
+	Asked   bool     // a fresh rank has been asked for
+}
+
+// Done is the number of steps that are done.
+func (h *History) Done() int { return len(h.Losses) }
+
+// Since is the first step of the ranks that are there now.
+func (h *History) Since() int {
+	if n := len(h.Changes); n > 0 {
+		return h.Changes[n-1]
+	}
+	return 1
+}
+
+// Report is what a run has to say, of all ranks together. What a run that ended early has not found out is empty.
+type Report struct {
 	// Version is that of Switchyard.
-	Version string `json:"version"`
-	Go      string `json:"go"`
-	Config  config `json:"config"`
+	Version string        `json:"version"`
+	Go      string        `json:"go"`
+	Config  config.Config `json:"config"`
 
 	// Ranks is how many there were at the end, Steps how many steps were done, in ElapsedSeconds of training.
 	Ranks          int     `json:"ranks"`
@@ -33,12 +60,12 @@ type report struct {
 
 	// Losses are mean cross-entropies in nats per byte: of every step, of the last tenth of the steps, and of the same places in
 	// the held-out text. One that is no number is null.
-	Losses      numbers `json:"losses"`
-	TrainLoss   number  `json:"train_loss"`
-	HeldoutLoss number  `json:"heldout_loss"`
-	BigramLoss  number  `json:"bigram_loss"`
+	Losses      Numbers       `json:"losses"`
+	TrainLoss   config.Number `json:"train_loss"`
+	HeldoutLoss config.Number `json:"heldout_loss"`
+	BigramLoss  config.Number `json:"bigram_loss"`
 	// Sample is what the models write.
-	Sample *sample `json:"sample,omitempty"`
+	Sample *text.Sample `json:"sample,omitempty"`
 
 	// TokensPerSecond is the speed of training, all ranks together.
 	TokensPerSecond float64 `json:"tokens_per_second"`
@@ -59,140 +86,45 @@ type report struct {
 	// Corpus is the name of the text.
 	Corpus string `json:"text"`
 
-	timeline [][]span // of the median of the last steps, by rank
+	// Timeline is the spans of each rank in one step, the median of the last.
+	Timeline [][]phase.Span `json:"-"`
 }
 
-// number is a float64 that JSON can hold whatever it is.
-type number float64
+// Numbers are written like config.Number.
+type Numbers []float64
 
 // MarshalJSON writes null for what is no number.
-func (n number) MarshalJSON() ([]byte, error) {
-	if v := float64(n); math.IsNaN(v) || math.IsInf(v, 0) {
-		return []byte("null"), nil
-	}
-	return json.Marshal(float64(n))
-}
-
-// numbers are written like number.
-type numbers []float64
-
-// MarshalJSON writes null for what is no number.
-func (n numbers) MarshalJSON() ([]byte, error) {
-	v := make([]number, len(n))
+func (n Numbers) MarshalJSON() ([]byte, error) {
+	v := make([]config.Number, len(n))
 	for i := range n {
-		v[i] = number(n[i])
+		v[i] = config.Number(n[i])
 	}
 	return json.Marshal(v)
 }
 
-// How many places of the held-out text are judged: so many, and not more than so many batches.
-const (
-	heldoutPlaces  = 32 << 10
-	heldoutBatches = 32
-)
-
-func (c config) heldoutPlaces() int { return min(heldoutPlaces, heldoutBatches*c.Batch) }
-
-// newReport is the report of a run that has not begun.
-func newReport(c config) *report {
-	return &report{Version: switchyard.Version, Go: runtime.Version(), Config: c, Ranks: c.Ranks, Events: []string{}, Losses: numbers{},
+// New is the report of a run that has not begun.
+func New(c config.Config) *Report {
+	return &Report{Version: switchyard.Version, Go: runtime.Version(), Config: c, Ranks: c.Ranks, Events: []string{}, Losses: Numbers{},
 		ExpertTokens: [][]int64{}, ExpertRanks: []int{}, TrafficBytes: [][]int64{}, PhasesMS: map[string]float64{},
-		TrainLoss: number(math.NaN()), HeldoutLoss: number(math.NaN()), BigramLoss: number(math.NaN())}
+		TrainLoss: config.Number(math.NaN()), HeldoutLoss: config.Number(math.NaN()), BigramLoss: config.Number(math.NaN())}
 }
 
-// soFar is what this rank can report alone.
-func (w *worker) soFar() *report {
-	c, r := w.cfg, newReport(w.cfg)
-	r.Ranks, r.Steps, r.ElapsedSeconds = w.ranks, w.done(), w.Elapsed.Seconds()
-	r.Events = append(r.Events, w.Events...)
-	r.Losses, r.Corpus = w.Losses, w.text.name
-	r.ReducedBytes, r.TrafficSince = w.summed, w.Since
-	if n := w.done(); n > 0 {
-		r.TrainLoss = number(mean(w.Losses[n*9/10:]))
-		r.TokensPerSecond = float64(c.Batch*n) / w.Elapsed.Seconds()
-	}
-	r.times([]*clock{w.model.clock})
-	for i := range c.Layers {
-		r.ExpertTokens = append(r.ExpertTokens, w.Tokens[i*c.Experts:(i+1)*c.Experts])
-	}
-	for _, at := range w.moving.Placement().Ranks {
-		r.ExpertRanks = append(r.ExpertRanks, at[0])
-	}
-	return r
-}
-
-// times fills in what clocks say.
-func (r *report) times(clocks []*clock) {
-	var total clock
+// Times fills in what clocks say.
+func (r *Report) Times(clocks []*phase.Clock) {
+	var total phase.Clock
 	for _, c := range clocks {
-		for p, d := range c.spent {
-			total.spent[p] += d
+		for p, d := range c.Spent {
+			total.Spent[p] += d
 		}
 	}
-	r.CommFraction = total.commFraction()
-	for p, d := range total.spent {
-		r.PhasesMS[phaseNames[p]] = d.Seconds() * 1e3 / float64(len(clocks)*max(1, r.Steps))
+	r.CommFraction = total.CommFraction()
+	for p, d := range total.Spent {
+		r.PhasesMS[phase.Names[p]] = d.Seconds() * 1e3 / float64(len(clocks)*max(1, r.Steps))
 	}
 }
 
-// finish is collective: it evaluates the model on the held-out text and puts what the ranks know together, in the report of rank 0.
-// On other ranks r is nil.
-func (w *worker) finish(ctx context.Context, r *report, stopped bool) error {
-	type share struct {
-		Spent   [phases]time.Duration
-		Trace   [][]span
-		Traffic []int64
-	}
-	mine := share{Spent: w.model.clock.spent, Trace: w.model.clock.trace()} // of training only
-
-	at := make([]int, w.cfg.heldoutPlaces())
-	spread(at, w.text.heldout, w.cfg.Context)
-	heldout, err := w.heldoutLoss(ctx, at)
-	if err != nil {
-		return err
-	}
-	counters, err := w.moving.Counters()
-	if err != nil {
-		return err
-	}
-	mine.Traffic = counters.Bytes
-	text, err := w.sample(stopped)
-	if err != nil {
-		return err
-	}
-	b, err := json.Marshal(mine)
-	if err != nil {
-		return err
-	}
-	all, err := w.group.AllGather(ctx, b)
-	if err != nil || r == nil {
-		return err
-	}
-	shares := make([]share, len(all))
-	var clocks []*clock
-	for rank := range all {
-		if err := json.Unmarshal(all[rank], &shares[rank]); err != nil {
-			return fmt.Errorf("report of rank %d: %w", rank, err)
-		}
-		r.TrafficBytes = append(r.TrafficBytes, shares[rank].Traffic)
-		clocks = append(clocks, &clock{spent: shares[rank].Spent})
-	}
-	r.times(clocks)
-	// The step to show is the median of the last.
-	steps := make([]int, len(shares[0].Trace))
-	for i := range steps {
-		steps[i] = i
-	}
-	long := func(i int) int64 { t := shares[0].Trace[i]; return t[len(t)-1].End - t[0].Begin }
-	slices.SortFunc(steps, func(a, b int) int { return int(long(a) - long(b)) })
-	for _, s := range shares {
-		r.timeline = append(r.timeline, s.Trace[steps[len(steps)/2]])
-	}
-	r.HeldoutLoss, r.BigramLoss, r.Sample = number(heldout), number(w.text.bigram().loss(w.text.heldout, at)), &text
-	return nil
-}
-
-func mean(v []float64) float64 {
+// Mean is NaN of nothing.
+func Mean(v []float64) float64 {
 	var sum float64
 	for _, x := range v {
 		sum += x
@@ -200,8 +132,8 @@ func mean(v []float64) float64 {
 	return sum / float64(len(v))
 }
 
-// writeJSON writes the report as data to a file, or to standard output for "-".
-func (r *report) writeJSON(path string) error {
+// WriteJSON writes the report as data to a file, or to standard output for "-".
+func (r *Report) WriteJSON(path string) error {
 	b, err := json.MarshalIndent(r, "", "  ")
 	if err != nil {
 		return err
@@ -214,25 +146,25 @@ func (r *report) writeJSON(path string) error {
 	return os.WriteFile(path, b, 0o644)
 }
 
-// write writes the report for a person, in lines of at most so many columns as far as it can.
-func (r *report) write(out io.Writer, columns int) {
+// Write writes the report for a person, in lines of at most so many columns as far as it can.
+func (r *Report) Write(out io.Writer, columns int) {
 	p := func(format string, args ...any) { fmt.Fprintf(out, format, args...) }
 	width := max(min(columns, maxWidth), 40)
 	lines := func(text string) {
-		for _, line := range fold(text, width) {
+		for _, line := range words.Fold(text, width) {
 			p("%s\n", line)
 		}
 	}
 
-	steps := count(r.Steps, "step")
+	steps := words.Count(r.Steps, "step")
 	if r.Steps < r.Config.Steps {
 		steps = fmt.Sprintf("%d of %d steps", r.Steps, r.Config.Steps)
 	}
 	p("\n")
-	lines(fmt.Sprintf("%s of %d tokens on %s in %.1f s", steps, r.Config.Batch, count(r.Ranks, "rank"), r.ElapsedSeconds))
+	lines(fmt.Sprintf("%s of %d tokens on %s in %.1f s", steps, r.Config.Batch, words.Count(r.Ranks, "rank"), r.ElapsedSeconds))
 	lines(fmt.Sprintf("%.0f tokens/s, %.0f%% of the time in communication", r.TokensPerSecond, 100*r.CommFraction))
 	if n := runtime.NumCPU(); n < r.Ranks {
-		lines(fmt.Sprintf("%d ranks share %s: much of that is waiting for one another", r.Ranks, count(n, "processor")))
+		lines(fmt.Sprintf("%d ranks share %s: much of that is waiting for one another", r.Ranks, words.Count(n, "processor")))
 	}
 	for _, e := range r.Events {
 		lines(e)
@@ -255,7 +187,7 @@ func (r *report) write(out io.Writer, columns int) {
 			{"the bigram model goes on, seeing 1", r.Sample.Bigram},
 		} {
 			lines("  " + s.name + ":")
-			for _, line := range fold(strings.Trim(s.text, "\n"), width-4) {
+			for _, line := range words.Fold(strings.Trim(s.text, "\n"), width-4) {
 				p("%s\n", strings.TrimRight("  | "+line, " "))
 			}
 		}
@@ -268,7 +200,7 @@ func (r *report) write(out io.Writer, columns int) {
 		step += ms
 	}
 	p("\ntime of a step by phase, mean of the ranks, waiting included\n")
-	for _, name := range phaseNames {
+	for _, name := range phase.Names {
 		ms := r.PhasesMS[name]
 		line := fmt.Sprintf("  %-10s %8.2f ms  %5.1f%% %s", name, ms, 100*ms/step, bar(ms/step, min(32, width-33)))
 		p("%s\n", strings.TrimRight(line, " "))
@@ -284,7 +216,7 @@ func blocks(n, most int) []block {
 	most = min(n, max(most, 1))
 	b := make([]block, most)
 	for i := range b {
-		b[i].lo, b[i].hi = slice(n, i, most)
+		b[i].lo, b[i].hi = config.Slice(n, i, most)
 	}
 	return b
 }
@@ -309,7 +241,7 @@ const mostRows = 32
 
 // writeLoad writes how the tokens of each layer were spread over the experts. Where there are many, a line is for several experts and
 // a column for several layers.
-func (r *report) writeLoad(p func(string, ...any), width int) {
+func (r *Report) writeLoad(p func(string, ...any), width int) {
 	rows := blocks(r.Config.Experts, mostRows)
 	label := func(b block) string {
 		if b.hi-b.lo > 1 {
@@ -387,7 +319,7 @@ func unit(largest int64) (name string, bytes float64) {
 }
 
 // writeTraffic writes the traffic matrix, summed by blocks of ranks where it would not fit.
-func (r *report) writeTraffic(p func(string, ...any), width int) {
+func (r *Report) writeTraffic(p func(string, ...any), width int) {
 	n := len(r.TrafficBytes)
 	if n == 0 {
 		return
@@ -417,7 +349,7 @@ func (r *report) writeTraffic(p func(string, ...any), width int) {
 	if len(b) < n {
 		note = "blocks of ranks are summed; the diagonal includes what stayed where it was"
 	}
-	for _, line := range fold(note+since, width-2) {
+	for _, line := range words.Fold(note+since, width-2) {
 		p("  %s\n", line)
 	}
 	line := fmt.Sprintf("  %-*s", label, "")
@@ -432,19 +364,10 @@ func (r *report) writeTraffic(p func(string, ...any), width int) {
 		}
 		p("%s\n", line)
 	}
-	p("  not counted: the allreduce, which sums %s bytes in every step\n", grouped(r.ReducedBytes))
+	p("  not counted: the allreduce, which sums %s bytes in every step\n", words.Grouped(r.ReducedBytes))
 }
 
 // bar draws a part of width characters, filled from the left.
 func bar(part float64, width int) string {
 	return strings.Repeat("#", int(min(max(part, 0), 1)*float64(width)+0.5))
-}
-
-// grouped writes an integer with its digits in groups of three.
-func grouped(n int64) string {
-	s := fmt.Sprint(n)
-	for i := len(s) - 3; i > 0; i -= 3 {
-		s = s[:i] + " " + s[i:]
-	}
-	return s
 }
