@@ -102,6 +102,7 @@ func TestAFreshRankReplacesAKilledOne(t *testing.T) {
 		require.Contains(t, strings.Join(strings.Fields(out), " "), r.Events[1])
 		require.Contains(t, r.ExpertRanks, c.ranks-1)
 		require.Equal(t, c.before, r.TrafficSince)
+		require.Equal(t, []int{c.at, c.before}, r.Changes)
 		require.Positive(t, r.TrafficBytes[0][c.ranks-1])
 		require.Less(t, float64(r.HeldoutLoss), float64(r.BigramLoss)/2)
 		// What the fresh rank got is what the others had: the loss goes on where it was.

@@ -175,7 +175,7 @@ func TestReportAndJSON(t *testing.T) {
 		for name := range fields {
 			names = append(names, name)
 		}
-		require.ElementsMatch(t, []string{"version", "go", "config", "ranks", "steps", "elapsed_seconds", "stopped", "events", "losses",
+		require.ElementsMatch(t, []string{"version", "go", "config", "ranks", "steps", "elapsed_seconds", "stopped", "events", "change_steps", "losses",
 			"text", "train_loss", "heldout_loss", "bigram_loss", "sample", "tokens_per_second", "comm_fraction", "expert_tokens", "expert_ranks",
 			"traffic_bytes", "traffic_since_step", "phases_ms", "reduced_bytes"}, names)
 

@@ -55,7 +55,7 @@ type (
 		Steps, Smooth                  string // points of polylines
 		X, Y                           []tick
 		Lines                          []lossLine
-		Events                         []float64
+		Events                         []tick
 	}
 	lossLine struct {
 		Y, TextY    float64
@@ -203,8 +203,13 @@ func (r *Report) drawLoss() *lossPicture {
 			up.TextY, down.TextY = up.TextY-7, down.TextY+7
 		}
 	}
-	if r.TrafficSince > 1 {
-		d.Events = append(d.Events, x(float64(r.TrafficSince)))
+	labelled := math.Inf(-1)
+	for _, step := range r.Changes {
+		e := tick{At: x(float64(step))}
+		if e.At-labelled > 110 { // or else one could not read either
+			e.Text, labelled = "the ranks change", e.At
+		}
+		d.Events = append(d.Events, e)
 	}
 	return d
 }

@@ -57,6 +57,8 @@ type Report struct {
 	Stopped bool     `json:"stopped"`
 	Error   string   `json:"error,omitempty"`
 	Events  []string `json:"events"`
+	// Changes are the steps before which the ranks changed.
+	Changes []int `json:"change_steps"`
 
 	// Losses are mean cross-entropies in nats per byte: of every step, of the last tenth of the steps, and of the same places in
 	// the held-out text. One that is no number is null.
@@ -104,7 +106,7 @@ func (n Numbers) MarshalJSON() ([]byte, error) {
 
 // New is the report of a run that has not begun.
 func New(c config.Config) *Report {
-	return &Report{Version: switchyard.Version, Go: runtime.Version(), Config: c, Ranks: c.Ranks, Events: []string{}, Losses: Numbers{},
+	return &Report{Version: switchyard.Version, Go: runtime.Version(), Config: c, Ranks: c.Ranks, Events: []string{}, Losses: Numbers{}, Changes: []int{},
 		ExpertTokens: [][]int64{}, ExpertRanks: []int{}, TrafficBytes: [][]int64{}, PhasesMS: map[string]float64{},
 		TrainLoss: config.Number(math.NaN()), HeldoutLoss: config.Number(math.NaN()), BigramLoss: config.Number(math.NaN())}
 }

@@ -128,6 +128,20 @@ func TestPageIsWholeAndSelfContained(t *testing.T) {
 	}
 }
 
+// The chart of the loss has a line for each time that the ranks changed.
+func TestEveryChangeOfRanksHasALine(t *testing.T) {
+	r := made(4, 8, 2)
+	for _, c := range []struct{ changes, labels []int }{{nil, nil}, {[]int{500}, []int{500}}, {[]int{500, 1000}, []int{500, 1000}}, {[]int{500, 510, 1500}, []int{500, 1500}}} {
+		r.Changes = c.changes
+		path := filepath.Join(t.TempDir(), "report.html")
+		require.NoError(t, r.WriteHTML(path))
+		b, err := os.ReadFile(path)
+		require.NoError(t, err)
+		require.Equal(t, len(c.changes), strings.Count(string(b), `<line class="event"`), c.changes)
+		require.Equal(t, len(c.labels), strings.Count(string(b), "the ranks change<"), c.changes)
+	}
+}
+
 func TestNumbersThatAreNone(t *testing.T) {
 	b, err := json.Marshal(Numbers{1.5, math.NaN(), math.Inf(1), math.Inf(-1)})
 	require.NoError(t, err)

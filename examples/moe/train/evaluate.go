@@ -23,6 +23,7 @@ func (w *worker) soFar() *report.Report {
 	r.Events = append(r.Events, w.Events...)
 	r.Losses, r.Corpus = w.Losses, w.text.Name
 	r.ReducedBytes, r.TrafficSince = w.summed, w.Since()
+	r.Changes = append(r.Changes, w.Changes...)
 	if n := w.Done(); n > 0 {
 		r.TrainLoss = config.Number(report.Mean(w.Losses[n*9/10:]))
 		r.TokensPerSecond = float64(c.Batch*n) / w.Elapsed.Seconds()
