@@ -49,6 +49,8 @@ const (
 	redraw   = 100 * time.Millisecond
 	newLine  = 5 * time.Second
 	maxWidth = 120
+	leastBar = 10
+	mostBar  = 24
 	echo     = len("^C") // what a terminal writes for Ctrl-C
 )
 
@@ -127,7 +129,7 @@ func (p *Progress) draw(n, all int, loss, speed, share float64, end string) {
 	p.open = true
 }
 
-// oneLine is a bar and what fits behind it.
+// oneLine is a bar and what fits behind it: the speed and the share of communication make room for the bar, which makes room for the rest.
 func oneLine(parts []string, done float64, width int) string {
 	choices := [][]int{{0, 1, 2, 3, 4}, {0, 1, 3, 4}, {0, 1, 4}, {0, 1}, {0}}
 	text := func(choice []int) string {
@@ -137,19 +139,18 @@ func oneLine(parts []string, done float64, width int) string {
 		}
 		return strings.Join(some, "  ")
 	}
-	line := ""
-	for _, choice := range choices {
-		if line = text(choice); len(line) <= width {
-			break
+	for _, choice := range choices[:3] {
+		line := text(choice)
+		if room := min(width-len(line)-len("[] "), mostBar); room >= leastBar {
+			return fmt.Sprintf("[%-*s] %s", room, bar(done, room), line)
 		}
 	}
-	if len(line) > width {
-		line = line[:max(width, 0)]
+	for _, choice := range choices {
+		if line := text(choice); len(line) <= width {
+			return line
+		}
 	}
-	if room := min(width-len(line)-3, 24); room >= 6 {
-		line = fmt.Sprintf("[%-*s] %s", room, bar(done, room), line)
-	}
-	return line
+	return parts[0][:max(min(width, len(parts[0])), 0)]
 }
 
 // end leaves the line of the bar.

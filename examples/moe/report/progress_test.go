@@ -101,11 +101,24 @@ func TestProgressFitsAnyTerminal(t *testing.T) {
 			require.Contains(t, line, "loss 12.345")
 			require.Contains(t, line, "123h45m6s left")
 		}
+		if cols >= 70 {
+			require.Regexp(t, `^\[#? {9,}\] `, line)
+		}
 		if cols >= 120 {
-			require.Contains(t, line, "[")
 			require.Contains(t, line, "99% communication")
 		}
 	}
+}
+
+// A terminal of 80 columns has room for a bar, whatever a usual run has to say.
+func TestProgressHasABarAt80Columns(t *testing.T) {
+	parts := []string{"step 1250/2500", "loss 1.234", "50000 tokens/s", "24% communication", "1m20s left"}
+	width := 80 - 1 - echo
+	line := oneLine(parts, 0.5, width)
+	require.Regexp(t, `^\[#{5,} {5,}\] step 1250/2500  loss 1.234  24% communication  1m20s left$`, line)
+	require.Contains(t, oneLine(parts, 0.5, 120-1-echo), "50000 tokens/s")
+	require.NotContains(t, oneLine(parts, 0.5, 45), "[", "what is left is worth more than a bar")
+	require.Contains(t, oneLine(parts, 0.5, 45), "1m20s left")
 }
 
 // terminal opens a pseudo terminal.
