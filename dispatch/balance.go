@@ -6,22 +6,22 @@ import (
 	"slices"
 )
 
-// BalanceOptions says what Balance has to work with.
+// BalanceOptions are the bounds of Balance.
 type BalanceOptions struct {
-	// Ranks there are, and Slots: how many experts each holds. Slots beyond the number of experts hold copies of the busiest.
+	// Ranks is the number of ranks, Slots the number of expert slots of each. Slots beyond the number of experts hold copies of
+	// the busiest.
 	Ranks, Slots int
-	// Nodes is how many hosts the ranks are on, the same number on each, in order; default 1.
+	// Nodes is the number of hosts. Each has the same number of ranks, in order; default 1.
 	Nodes int
-	// Groups is how many groups of as many experts there are, in order; default 1. Experts of a group stay on one node, which
-	// is good for routers that choose groups first. It is a multiple of Nodes.
+	// Groups is the number of groups of equal size into which the experts divide, in order; default 1. Experts of a group stay on
+	// one node, for routers that choose groups first. It is a multiple of Nodes.
 	Groups int
 }
 
-// Balance proposes a placement for experts of which load[e] is how much work they were, for example the sum of Counters.Choices
-// over the ranks. It works from the large to the small: groups are dealt to nodes; on each node the spare slots go to copies of
-// the experts that have most load for each of their copies; and the copies are dealt to the node's ranks, which get the same
-// number each and no expert twice. Each deal gives the heaviest piece that is left to whoever has least. The same arguments
-// give the same placement.
+// Balance proposes a placement. load[e] is the work of expert e, for example the sum of Counters.Choices over the ranks. Balance
+// first deals groups to nodes. On each node, spare slots go to copies of the experts with the highest load per copy. Then it deals
+// the copies to the node's ranks, which get the same number each and no expert twice. Each deal gives the heaviest remaining piece
+// to the receiver with the least load. The same arguments give the same placement.
 func Balance(load []float64, o BalanceOptions) (*Placement, error) {
 	setDefault(&o.Nodes, 1)
 	setDefault(&o.Groups, 1)
@@ -120,8 +120,8 @@ func dealCopies(load []float64, experts, copies []int, ranks, slots int) [][]int
 			put(r, e)
 			continue
 		}
-		// Whoever has room has e already. A full rank that has not can give it something for e: it has at least two experts that
-		// the one with room has not.
+		// Every rank with room has e already. A full rank without e can trade another expert for it: it has at least two experts
+		// that the rank with room lacks.
 		r = lightest(held, func(r int) bool { return len(at[r]) < slots })
 		from, which, best := -1, -1, math.Inf(1)
 		for f := range at {

@@ -35,7 +35,7 @@ func BenchmarkDispatchCombine(b *testing.B) {
 		weights := randomFloats(rng, len(idx))
 		x := memory.Host(shm.Bytes(randomFloats(rng, each*hidden)))
 		y := memory.Host(make([]byte, each*hidden*4))
-		// What the copy moves: as many rows as this rank has, to and fro.
+		// The copy moves as many rows as this rank has, there and back.
 		there, back := make([]byte, 4*hidden*len(idx)), make([]byte, 4*hidden*len(idx))
 		copy(there, shm.Bytes(randomFloats(rng, len(there)/4)))
 

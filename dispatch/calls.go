@@ -13,24 +13,24 @@ import (
 type Tokens struct {
 	// X is [T, Hidden] of Options.DType, no longer and no shorter.
 	X memory.View
-	// Scales lie beside tokens of Float8E4M3: [T, Hidden/128 rounded up] (or [T, 1]) of float32, or of bytes in int32 words,
+	// Scales belong to tokens of Float8E4M3: [T, Hidden/128 rounded up] (or [T, 1]) of float32, or of bytes in int32 words,
 	// the last of which is filled with zeros. Empty for other types.
 	Scales memory.View
-	// Experts is [T, TopK] of Options.IndexType: the choices of each token, -1 for none. Its length says what T is. A token may
+	// Experts is [T, TopK] of Options.IndexType: the choices of each token, -1 for none. Its length determines T. A token may
 	// have an expert twice.
 	Experts memory.View
-	// Weights is [T, TopK] of float32: what a combine multiplies the rows by. Empty: by 1.
+	// Weights is [T, TopK] of float32: the factors of the rows in a combine. Empty means 1.
 	Weights memory.View
 }
 
-// Dispatch sends every token's row to each of its experts. What is wrong with lengths is refused; an index that is no expert is an
-// *IndexError on every rank. The caller releases the handle.
+// Dispatch sends every token's row to each of its experts. It refuses wrong lengths; an index that is no expert is an *IndexError
+// on every rank. The caller releases the handle.
 func (d *Dispatcher) Dispatch(s device.Stream, t Tokens) (*Handle, error) {
 	return d.dispatch(s, t, kernels.Both)
 }
 
 // DispatchSend is the first half of Dispatch. Rows may be used after DispatchReceive, or as Handle.Landed allows; other handles
-// may be used in between. t may be used again when the stream has got to the end of this half.
+// may be used in between. The caller may change t when the stream has run this half.
 func (d *Dispatcher) DispatchSend(s device.Stream, t Tokens) (*Handle, error) {
 	return d.dispatch(s, t, kernels.Send)
 }
@@ -87,7 +87,7 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 	return h, nil
 }
 
-// checkX refuses rows and scales of tokens that are not what they should be.
+// checkX refuses rows and scales of tokens with the wrong length, type or alignment.
 func (d *Dispatcher) checkX(x, scales memory.View, tokens int) error {
 	t := d.options.DType
 	if err := d.checkRows("x", x, t); err != nil {
@@ -104,13 +104,13 @@ func (d *Dispatcher) checkX(x, scales memory.View, tokens int) error {
 		return d.check("scales", scales, 4*int64(tokens)*int64(d.moe.ScaleWords()), t)
 	}
 	if scales.Len() > 0 {
-		return invalid("there are scales beside tokens of %v", d.options.DType)
+		return invalid("there are scales for tokens of %v", d.options.DType)
 	}
 	return nil
 }
 
-// Redispatch sends other rows the same ways: x and scales are like those of Tokens, for the tokens that h was made of. The rows
-// take the place of those that were in the handle before; all else in it stays.
+// Redispatch sends new rows along the routes of an earlier dispatch: x and scales are like those of Tokens, for the tokens of h. The
+// rows replace those in the handle; everything else in it stays.
 func (d *Dispatcher) Redispatch(s device.Stream, h *Handle, x, scales memory.View) error {
 	return d.redispatch(s, h, x, scales, kernels.Both)
 }
@@ -139,32 +139,30 @@ func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.Vie
 
 // CombineOptions says how rows are combined. The zero value multiplies each by the weight that it was dispatched with.
 type CombineOptions struct {
-	// Weighting is the same on all ranks. In token-major layouts rows are never weighted, whatever it says: a row is what its
-	// rank makes of the token.
+	// Weighting is the same on all ranks. Token-major layouts ignore it: a row is already the sum of its token on its rank.
 	Weighting Weighting
-	// Weights are float32 beside the rows: [rows] in an expert-major layout, [rows, TopK] in a token-major one. They are for
-	// GivenWeights and SumWeights.
+	// Weights belong to the rows, in float32: [rows] in an expert-major layout, [rows, TopK] in a token-major one. GivenWeights and
+	// SumWeights use them.
 	Weights memory.View
-	// SumWeights, which only some ranks may set, gets the Weights of each token's choices, [T, TopK] of float32, 0 for masked
-	// ones: their gradient, when Weights is that of Handle.Weights.
+	// SumWeights gets the Weights of each token's choices, [T, TopK] of float32, 0 for masked ones. If Weights is the gradient of
+	// Handle.Weights, that is the gradient of Tokens.Weights. Some ranks may leave it empty.
 	SumWeights memory.View
-	// Bias are added to the sums, [T, Hidden] of Options.CombineDType each. Empty: none.
+	// Bias are added to the sums, [T, Hidden] of Options.CombineDType each. Empty means none.
 	Bias [2]memory.View
-	// Ready are 32-bit words, one for each local expert (in token-major layouts for each rank, for the rows that came from
-	// there). Rows are sent back as soon as their word says so. The caller sets the words to zero before the call, and its
-	// kernel adds to one, with release semantics at system scope, after it has written so many of the rows. They count as done
-	// when the word is not below their number. Empty: all rows are there.
+	// Ready are 32-bit words, one for each local expert (in token-major layouts for each rank, for the rows that came from there).
+	// Rows are sent back as soon as their word reaches their number. The caller sets the words to zero before the call; after its
+	// kernel has written n rows of a word it adds n, with release semantics at system scope. Empty means that all rows are ready.
 	Ready memory.View
-	// Release gives the handle back with the call, as Handle.Release behind it would, and promises that rows stay as they are
-	// until a later dispatch of this Dispatcher is complete. Ranks then wait for one another less. It is the same on all ranks, and
-	// only for Combine as a whole.
+	// Release gives the handle back with the call, as Handle.Release after it would, and promises that rows do not change until a
+	// later dispatch of this Dispatcher is complete. Ranks then wait less for each other. It is the same on all ranks, and not for
+	// halves.
 	Release bool
 }
 
-// Combine brings the rows back: y[t] is the sum of weight times row over the choices of token t, plus the biases; 0 where there
-// is none. y is [T, Hidden] of Options.CombineDType, with the T of this rank's dispatch. rows is laid out like Handle.Rows and
-// of CombineDType; it may be Handle.Rows, and may end with the last row of the dispatch. What is not in the symmetric heap is
-// copied to staging first. Padding is not read.
+// Combine brings the rows back: y[t] is the sum of weight times row over the choices of token t, plus the biases; a token without
+// choices has the sum 0. y is [T, Hidden] of Options.CombineDType, with the T of this rank's dispatch. rows is laid out like
+// Handle.Rows and of CombineDType; it may be Handle.Rows, and may end with the last row of the dispatch. Rows outside the symmetric
+// heap are copied to staging first. Padding is not read.
 //
 // The package's documentation says how sums are made. The result has the same bits in every run and on every device.
 func (d *Dispatcher) Combine(s device.Stream, y, rows memory.View, h *Handle, o CombineOptions) error {
@@ -184,14 +182,14 @@ func (d *Dispatcher) CombineReceive(s device.Stream, h *Handle) error {
 }
 
 // DispatchBackward computes the gradient of Dispatch: dx[t] is the sum of dRows over the rows of token t, made as Combine makes
-// it without weights. dx and dRows are of CombineDType. dWeights, [T, TopK], gets the entries of dRowWeights, which is laid out
-// like Handle.Weights, where that was used; both are empty where not.
+// it without weights. dx and dRows are of CombineDType. If the experts used Handle.Weights, dRowWeights is its gradient in the same
+// layout, and dWeights, [T, TopK], gets that of each token's choices; otherwise both are empty.
 func (d *Dispatcher) DispatchBackward(s device.Stream, dx, dWeights, dRows, dRowWeights memory.View, h *Handle) error {
 	o := CombineOptions{Weighting: Unweighted, Weights: dRowWeights, SumWeights: dWeights}
 	return d.combine(s, kernels.DispatchBackwardOp, dx, dRows, h, o, kernels.Both)
 }
 
-// weighting finds out what rows are multiplied by.
+// weighting is the weighting that a call uses.
 func (d *Dispatcher) weighting(o CombineOptions) (Weighting, error) {
 	if !o.Weighting.Valid() {
 		return 0, invalid("CombineOptions.Weighting is %d", o.Weighting)
@@ -266,14 +264,14 @@ func (d *Dispatcher) combine(
 	return nil
 }
 
-// CombineBackward computes the gradients of Combine from dy, [T, Hidden], and the rows that Combine had: dRows is weight times
-// dy[t] in each row of token t and zero in padding that the layout has zero. dWeights is the inner product of dy[t] and the row
-// of the token's choice: [T, TopK] of float32, 0 for masked choices; or, with GivenWeights, beside the rows like those; it may
-// be empty, and is where rows were not weighted. All but dWeights is of CombineDType. Of o only Weighting and Weights may be
+// CombineBackward computes the gradients of Combine from dy, [T, Hidden], and the rows of that Combine. dRows is weight times dy[t]
+// in each row of token t, and zero in padding that the layout has zero. dWeights is the inner product of dy[t] and the row of the
+// token's choice: [T, TopK] of float32, 0 for masked choices; with GivenWeights it is laid out like CombineOptions.Weights. It may
+// be empty, and is empty if rows were not weighted. All but dWeights is of CombineDType. Of o only Weighting and Weights may be
 // set; the gradient of a bias is dy.
 //
-// rows and dRows are laid out like Handle.Rows; where rows were not weighted, rows is not read and may be empty. They may be
-// the same memory and must not overlap otherwise, nor overlap dy. What is not in the symmetric heap goes through staging.
+// rows and dRows are laid out like Handle.Rows; if rows were not weighted, rows is not read and may be empty. The two may be the
+// same memory; otherwise they must not overlap each other or dy. Rows outside the symmetric heap go through staging.
 func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows memory.View, h *Handle, o CombineOptions) error {
 	d.c.Lock()
 	defer d.c.Unlock()

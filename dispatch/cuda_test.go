@@ -347,7 +347,7 @@ var late = map[string]func(r *rank, d *dispatch.Dispatcher, s device.Stream, cal
 	},
 }
 
-// What does not fit, or is no expert, is the same error on every rank; nothing can be done with the handle, and the next call works.
+// Rows that do not fit, and an index that is no expert, are the same error on every rank. The handle can only be released; the next call works.
 func TestCUDA_RefusedDispatchesAreErrorsOnEveryRank(t *testing.T) {
 	type refused struct {
 		o     dispatch.Options
@@ -636,7 +636,7 @@ func TestCUDA_HostCountsDoNotSynchronize(t *testing.T) {
 	}
 }
 
-// Counters are read beside a stream that is held up.
+// Counters can be read while a stream is held up.
 func TestCUDA_Counters(t *testing.T) {
 	gpus(t, 2, func(r *rank) {
 		d, s, other := r.dispatcher(dispatch.Options{Experts: 6, TopK: 3, Hidden: 4, MaxTokens: 8, Timeout: 10 * time.Second}), r.gpuStream(), r.gpuStream()
@@ -665,7 +665,7 @@ func TestCUDA_Counters(t *testing.T) {
 	})
 }
 
-// What a GPU cannot serve is refused with the reason, on every rank, before anything is enqueued.
+// Options that a GPU cannot serve are refused with the reason, on every rank, before anything is enqueued.
 func TestCUDA_F3_WhatGPUsRefuse(t *testing.T) {
 	gpus(t, 2, func(r *rank) {
 		for _, c := range []struct {

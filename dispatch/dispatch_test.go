@@ -214,7 +214,7 @@ func TestTokensCrossOncePerRank(t *testing.T) {
 	})
 }
 
-// What does not fit is the same error on every rank, and the next call works.
+// A dispatch that does not fit is the same error on every rank, and the next call works.
 func TestOverflowIsAnErrorOnEveryRank(t *testing.T) {
 	for name, c := range map[string]struct {
 		o    dispatch.Options
@@ -365,7 +365,7 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 			{dispatch.Tokens{X: x, Experts: memory.Device(1<<20, 8)}, dispatch.ErrInvalid, "experts is not host memory"},
 			{dispatch.Tokens{X: x, Experts: odd.Slice(0, 8)}, dispatch.ErrInvalid, "experts is not aligned to its elements of 4 bytes"},
 			{dispatch.Tokens{X: odd, Experts: numbers([]int32{0, 1})}, dispatch.ErrInvalid, "x is not aligned to its elements of 4 bytes"},
-			{dispatch.Tokens{X: rowsFor(1), Experts: numbers([]int32{0, 1}), Scales: rowsFor(1)}, dispatch.ErrInvalid, "there are scales beside tokens of float32"},
+			{dispatch.Tokens{X: rowsFor(1), Experts: numbers([]int32{0, 1}), Scales: rowsFor(1)}, dispatch.ErrInvalid, "there are scales for tokens of float32"},
 			{tokens(rowsFor(2), []int32{0, 1}, two), dispatch.ErrInvalid, "x has 32 bytes, 1 tokens of 4 x float32 need 16"},
 			{dispatch.Tokens{X: x}, dispatch.ErrInvalid, "x has 128 bytes, 0 tokens of 4 x float32 need 0 (experts has 0 tokens"},
 			{tokens(memory.Wrap(make([]float64, 4)), []int32{0, 1}, two), dispatch.ErrInvalid, "x has elements of float64, want float32"},

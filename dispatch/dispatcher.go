@@ -19,39 +19,41 @@ import (
 // Dispatcher carries tokens to their experts and back, for one group over one symmetric heap. Its methods may be called
 // from several goroutines, but all ranks must make the same calls in the same order, with handles of the same dispatch.
 //
-// Every call is enqueued on the stream it is given; with a nil stream it is complete on return. Views belong to the call
-// until then. They are memory of the heap's device, of the heap or not. Errors are of three kinds:
+// A call is enqueued on its stream; with a nil stream it is complete on return. Views belong to the call until then. They are
+// memory of the heap's device, in the heap or outside. Errors are of three kinds:
 //
 //   - Bad arguments (ErrInvalid, ErrReleased, ErrNoHandle, ErrHalf, memory.ErrFreed, ErrClosed) are refused before anything is
-//     enqueued. The call has not happened and may be repeated, which the other ranks wait for.
-//   - What shows only when the ranks meet is the same error on every rank, with nothing moved, and the Dispatcher can be used
-//     further: *OverflowError, *IndexError, *kernels.OrderError (ranks in different calls), *kernels.ShortError (a buffer too
-//     small for the rows of its dispatch).
-//   - A lost peer is comm.ErrPeerLost, one that does not come within Options.Timeout comm.ErrTimeout, one that waits in a call of
-//     another kind which this rank has not made comm.ErrOutOfStep; all name it. The Dispatcher can then only be closed.
+//     enqueued. The call has not happened and may be repeated; the other ranks wait for it.
+//   - A disagreement of ranks is the same error on every rank, and the Dispatcher can be used further: *OverflowError, *IndexError,
+//     *kernels.OrderError (ranks in different calls), *kernels.ShortError (a buffer too small for the rows of its dispatch). On
+//     the host nothing has moved then; on a GPU the outputs of the call are undefined.
+//   - A lost peer is comm.ErrPeerLost, a peer that does not come within Options.Timeout is comm.ErrTimeout, and a peer that waits
+//     in a call of another kind, which this rank has not made, is comm.ErrOutOfStep. All name the peer. The Dispatcher can then
+//     only be closed.
 //
-// On a host stream the errors of the last two kinds are errors of the stream. On a CUDA stream the next call returns them, and Fault does.
+// On a host stream the errors of the last two kinds are errors of the stream. On a CUDA stream Fault and the next call return them.
 type Dispatcher struct {
 	c       *communicator.Communicator // its lock is held throughout a call, so that launches have one order
 	options Options
 	moe     *kernels.MoE
-	// The placement, as the engine reads it, and what it counts.
+	// The placement as the engine reads it, and the words in which it counts.
 	table, counters memory.View
 	views           []handleViews
 	ops             communicator.Pool[op]
 
-	// mu guards what launches on streams change too, the placement, and the lives of handles. Nobody waits for a stream with it.
+	// mu guards the fields that launches on streams change too: the placement, and the lives of handles. It is not held during a wait
+	// for a stream.
 	mu        sync.Mutex
 	placement *Placement
 	local     []int          // this rank's experts
-	mapped    *memory.Pinned // where handles tell the host what came; nil unless asked for, and after Close
-	holders   []*Handle      // who has the memory of handles, or had it last
-	next      int            // whose memory is the first to be looked at for a dispatch
+	mapped    *memory.Pinned // counts for the host, by handle; nil without Options.HostCounts and after Close
+	holders   []*Handle      // the last handle that had each piece of memory
+	next      int            // the piece of memory that take looks at first
 	idle      []*Handle      // released, longest ago first
 	ticket    uint64         // of the last dispatch
 }
 
-// op is one launch and what must live until it has run.
+// op is one launch, and keeps its arguments alive until it has run.
 type op struct {
 	dispatch kernels.Dispatch
 	combine  kernels.Combine
@@ -62,8 +64,8 @@ type op struct {
 }
 
 // New makes a Dispatcher. It is collective: every rank of the heap's group calls it, in the same order as its other
-// allocations, with equal options. All memory that it will ever use comes from the heap here, which grows where it has
-// no room. What fails on one rank is an error on all. The caller closes the Dispatcher before the heap.
+// allocations, with equal options. It takes all its memory from the heap, which grows if it has no room. A failure on one rank is
+// an error on all. The caller closes the Dispatcher before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	g := h.Group()
 	d := &Dispatcher{}
@@ -83,7 +85,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	return d, nil
 }
 
-// plan says what memory the dispatcher wants, and what becomes of it.
+// plan sets how much memory the dispatcher takes, and how it is divided.
 func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
 	layout, err := h.Engine().Layout(d.moe)
 	if err != nil {
@@ -122,17 +124,17 @@ func (c *cutter) cut(n int64) (memory.View, kernels.Buffer) {
 	return v, c.heap.SymmetricOperand(v)
 }
 
-// handleViews is the memory of one handle as its user sees it.
+// handleViews are the views of one handle's memory that its user gets.
 type handleViews struct {
 	rows, scales, counts, offsets, rankCounts, indices, weights, sources, landed memory.View
 }
 
-// mappedBytes is what a handle has of Dispatcher.mapped: whole lines.
+// mappedBytes is the length of a handle's piece of Dispatcher.mapped: whole lines.
 func (d *Dispatcher) mappedBytes() int64 {
 	return kernels.AlignUp(4*int64(d.moe.MappedWords()), kernels.LineBytes)
 }
 
-// layOut gives the dispatcher's memory its places. It returns how much of it is zero at first.
+// layOut divides the dispatcher's memory. It returns how many of its first bytes must be zero.
 func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 	m := d.moe
 	d.table, m.Placement = c.cut(4 * int64(m.Experts+1+2*m.Slots()))
@@ -202,10 +204,11 @@ func (d *Dispatcher) trim(h *kernels.MoEHandle, v *handleViews) {
 	}
 }
 
-// MaxRows is how many rows Handle.Rows has room for. Buffers of so many rows from the heap serve every call without staging.
+// MaxRows is the number of rows that fit Handle.Rows. Heap buffers of that many rows serve every call without staging.
 func (d *Dispatcher) MaxRows() int { return int(d.moe.Rows) }
 
-// Memory is all that the dispatcher has of the heap, in which the views of its handles lie: for who is given addresses, and passes views.
+// Memory is the dispatcher's memory in the heap, which holds the views of its handles. A caller that knows addresses only can slice views
+// from it.
 func (d *Dispatcher) Memory() memory.View { return d.c.Extra() }
 
 // Placement is where the experts are now. It must not be changed.
@@ -215,9 +218,8 @@ func (d *Dispatcher) Placement() *Placement {
 	return d.placement
 }
 
-// SetPlacement moves the experts, for the dispatches that follow; the caller moves their weights. Handles stay what they are.
-// Every rank has as many slots as before. It is collective, waits for the calls that were made before, and no rank returns
-// before all have got there.
+// SetPlacement moves the experts, for later dispatches; the caller moves their weights. Handles keep their dispatches. Every rank
+// keeps its number of expert slots. It is collective, waits for earlier calls, and returns when all ranks have called it.
 func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 	d.c.Lock()
 	defer d.c.Unlock()
@@ -254,7 +256,7 @@ func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 	return nil
 }
 
-// transfer copies between the host and a dispatcher's memory, beside whatever streams do.
+// transfer copies between the host and a dispatcher's memory, on a stream of its own.
 func transfer(h *memory.Heap, dst, src memory.View) error {
 	if dst.OnHost() && src.OnHost() {
 		return memory.Copy(nil, dst, src)
@@ -269,18 +271,18 @@ func transfer(h *memory.Heap, dst, src memory.View) error {
 	return errors.Join(err, s.Close())
 }
 
-// Counters is what a rank has done so far.
+// Counters are what a rank has counted so far.
 type Counters struct {
-	// Choices is how many choices of this rank's tokens each expert got: the load that Balance wants, once summed over ranks.
+	// Choices is the number of choices of this rank's tokens for each expert. Summed over ranks it is the load that Balance takes.
 	Choices []int64
-	// Bytes of rows and scales that were sent to each rank, or that it was let read. A token that goes to a rank in several
-	// rows crosses once in a dispatch. The own entry is what stayed.
+	// Bytes counts the rows and scales that were sent to each rank, or that it read. A token that goes to a rank in several rows
+	// crosses once in a dispatch. The own entry counts those that stayed.
 	Bytes []int64
-	// Waited is how long the rank had nothing to do but wait for each rank.
+	// Waited is the time in which this rank could only wait for each rank.
 	Waited []time.Duration
 }
 
-// Counters reads the counters, without waiting for any stream: what has run is counted.
+// Counters reads the counters without a wait for any stream: they contain the calls that have run.
 func (d *Dispatcher) Counters() (Counters, error) {
 	if d.counters.Valid() != nil {
 		return Counters{}, fmt.Errorf("dispatch: counters: %w", ErrClosed)
@@ -302,7 +304,7 @@ func (d *Dispatcher) Counters() (Counters, error) {
 	return c, nil
 }
 
-// ready returns why no call can be made with h. half says that it is the second half of a call.
+// ready returns the error of a call with h that is not possible. half says that it is the second half of a call.
 func (d *Dispatcher) ready(h *Handle, half bool) error {
 	if err := d.usable(); err != nil {
 		return err
@@ -366,10 +368,10 @@ func (d *Dispatcher) checkRows(name string, v memory.View, t kernels.DType) erro
 	return nil
 }
 
-// own is v for an engine, whose peers have no business there.
+// own is v for an engine, for this rank only.
 func (d *Dispatcher) own(v memory.View) kernels.Buffer { return d.c.Heap.Operand(v) }
 
-// shown is v for an engine. Peers that reach it do so in place.
+// shown is v for an engine. Peers access it in place if they reach it.
 func (d *Dispatcher) shown(v memory.View) kernels.Buffer { return d.c.Heap.SymmetricOperand(v) }
 
 // overlap reports whether two views, both of the heap's device, share a byte.
@@ -394,12 +396,12 @@ func (d *Dispatcher) op(kind kernels.MoEOp, h *Handle) *op {
 	return o
 }
 
-// moeCall is what all launches have.
+// moeCall are the fields that all launches have.
 func (d *Dispatcher) moeCall(kind kernels.MoEOp, h *Handle) kernels.MoECall {
 	return kernels.MoECall{Handle: h.memory, Op: kind, Tokens: h.tokens, Blocks: d.options.MaxSMs, Launched: kernels.Launched{Timeout: d.options.Timeout}}
 }
 
-// launch puts a call, or the half of it that phase says, on s. After the first half the handle keeps what the second needs.
+// launch puts a call, or the half of it in phase, on s. After the first half the handle keeps the second.
 func (d *Dispatcher) launch(s device.Stream, o *op, phase kernels.Phase) error {
 	h := o.handle
 	var second *op
@@ -426,7 +428,7 @@ func (d *Dispatcher) launch(s device.Stream, o *op, phase kernels.Phase) error {
 	return err
 }
 
-// operation is what the engine gets. streamed says that it will call Done.
+// operation is the launch for the engine. streamed says that the engine will call Done.
 func (o *op) operation(phase kernels.Phase, streamed bool) kernels.Operation {
 	var call *kernels.MoECall
 	var operation kernels.Operation
@@ -486,9 +488,8 @@ func (d *Dispatcher) recycle(o *op) {
 	d.ops.Give(o)
 }
 
-// Fault is what calls that have run by now have come to, on a device whose streams do not tell: nil, or an error as Dispatcher
-// describes it. The host's streams do. What ranks have merely disagreed on is told once, here or by the next call; the handle that the
-// failed call had is then good for Release only.
+// Fault returns the error of calls that have run by now, nil if there is none, on a device whose streams do not report it; the host's
+// streams do. Fault or the next call returns a disagreement of ranks once; the handle of the failed call can then only be released.
 func (d *Dispatcher) Fault() error {
 	d.c.Lock()
 	defer d.c.Unlock()
@@ -498,10 +499,10 @@ func (d *Dispatcher) Fault() error {
 	return d.late(d.c.LockedFault())
 }
 
-// usable returns why no call can be made. The communicator is locked.
+// usable returns the error of a call that is not possible. The communicator is locked.
 func (d *Dispatcher) usable() error { return d.late(d.c.Usable()) }
 
-// late marks the handles of calls that an error comes from after they were made, and returns it.
+// late marks the handles of the calls whose error err is, which was reported after they were made, and returns err.
 func (d *Dispatcher) late(err error) error {
 	if err == nil {
 		return nil
@@ -519,9 +520,9 @@ func (d *Dispatcher) late(err error) error {
 	return err
 }
 
-// Close waits for the launches on streams and gives the memory back; handles are dead. It is collective and idempotent:
-// no rank frees memory that a peer may still write. After a failure of the group it releases what is this rank's and
-// returns. When ctx ends, launches that wait for peers give up.
+// Close waits for the launches on streams and gives the memory back; handles are dead. It is collective and idempotent: no rank
+// frees memory that a peer may still write. After a failure of the group it releases this rank's memory and returns. When ctx
+// ends, launches that wait for peers give up.
 func (d *Dispatcher) Close(ctx context.Context) error {
 	err := d.c.Close(ctx)
 	if errors.Is(err, kernels.ErrRunning) {

@@ -17,12 +17,12 @@ import (
 // calls use it again, in any number and order.
 //
 // Its views are memory of the heap's device, in the symmetric heap. They have the same place and length for every dispatch that
-// has the handle's memory, so that nothing on the device depends on the host; what is beyond the rows that came is undefined.
-// Their content is there when the dispatch is complete, in stream order; Counts, Offsets and RankCounts already after
+// uses the handle's memory, so that work on the device does not depend on the host; memory beyond the rows that came is
+// undefined. The views are valid when the dispatch is complete, in stream order; Counts, Offsets and RankCounts already after
 // DispatchSend. They are dead after Release.
 type Handle struct {
 	d      *Dispatcher
-	memory int // which of the dispatcher's
+	memory int // index of its memory in the dispatcher's
 	tokens int
 	local  []int
 	ticket uint64
@@ -38,11 +38,11 @@ type Handle struct {
 // work in place; it is the caller's until Release.
 func (h *Handle) Rows() memory.View { return h.views().rows }
 
-// Scales lie beside rows of Float8E4M3: [Dispatcher.MaxRows, Hidden/128 rounded up] (or one) of float32, or of bytes in int32
-// words, in the order that Options say.
+// Scales belong to rows of Float8E4M3: [Dispatcher.MaxRows, Hidden/128 rounded up] (or one) of float32, or of bytes in int32
+// words, in the order of Options.ScaleColumns.
 func (h *Handle) Scales() memory.View { return h.views().scales }
 
-// Counts is how many choices each of LocalExperts got, in int32: its rows, where the layout is expert-major.
+// Counts is the number of choices of each of LocalExperts, in int32. In an expert-major layout that is its number of rows.
 func (h *Handle) Counts() memory.View { return h.views().counts }
 
 // Offsets is the first row of each of LocalExperts (in token-major layouts, from each rank), and one more number, the length of
@@ -52,45 +52,46 @@ func (h *Handle) Offsets() memory.View { return h.views().offsets }
 // RankCounts is how many rows came from each rank, in int32.
 func (h *Handle) RankCounts() memory.View { return h.views().rankCounts }
 
-// Indices lie beside rows in token-major layouts: [Dispatcher.MaxRows, TopK] in int64. Entry k is the place in LocalExperts of
-// the row's choice k, -1 where that is masked or on another rank. Empty in other layouts.
+// Indices belong to rows of token-major layouts: [Dispatcher.MaxRows, TopK] in int64. Entry k is the index in LocalExperts of
+// the row's choice k, -1 if that is masked or on another rank. Empty in other layouts.
 func (h *Handle) Indices() memory.View { return h.views().indices }
 
-// Weights are those of the dispatch beside the rows, in float32: [Dispatcher.MaxRows], or in token-major layouts
-// [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 where none were given. Expert-major layouts have them with
-// Options.RowWeights only.
+// Weights are the weights of the rows' choices, in float32: [Dispatcher.MaxRows], or in token-major layouts
+// [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 if Tokens.Weights was empty. Expert-major layouts have
+// them only with Options.RowWeights.
 func (h *Handle) Weights() memory.View { return h.views().weights }
 
 // Sources says where each row comes from, if Options.Sources is set: [Dispatcher.MaxRows, 2] in int32, the rank and the token's
 // number there. It is -1, -1 in padding that is zero.
 func (h *Handle) Sources() memory.View { return h.views().sources }
 
-// Landed are 32-bit words, if Options.Landed is set: how many rows of each of LocalExperts have arrived so far. Work that runs
-// beside DispatchReceive may read all rows of an expert when it has read the expert's word with acquire semantics (system scope
-// on a GPU) and found it equal to Counts. A dispatch sets them to zero in its first half. On a GPU it sets Counts to -1 there, which they
-// are until they are known.
+// Landed are 32-bit words, if Options.Landed is set: the number of rows of each of LocalExperts that have arrived so far. Work that
+// runs together with DispatchReceive may read all rows of an expert when it has read the expert's word with acquire semantics
+// (system scope on a GPU) and found it equal to Counts. A dispatch sets the words to zero in its first half. On a GPU it also sets
+// Counts to -1 there, until they are known.
 func (h *Handle) Landed() memory.View { return h.views().landed }
 
 func (h *Handle) views() *handleViews { return &h.d.views[h.memory] }
 
-// LocalExperts lists the experts that were on this rank at the dispatch, in ascending order.
+// LocalExperts lists the experts that were on this rank at the time of the dispatch, in ascending order.
 func (h *Handle) LocalExperts() []int { return h.local }
 
 // Tokens is the number of this rank's tokens in the dispatch.
 func (h *Handle) Tokens() int { return h.tokens }
 
-// HostCounts is how many rows came, for the host. The slices belong to the handle: they are written again where a later HostCounts of the
-// handle finds other numbers, as after a replay of a graph, and are dead after Release.
+// HostCounts tells the host how many rows came. The slices belong to the handle: a later HostCounts of the handle writes them again if it
+// finds other numbers, for example after a replay of a graph. They are dead after Release.
 type HostCounts struct {
 	// Rows is the length of the output with its padding.
 	Rows int
-	// Counts, Offsets and RankCounts are copies of what the handle's methods of that name show.
+	// Counts, Offsets and RankCounts are copies of the handle's views with these names.
 	Counts, Offsets, RankCounts []int32
 }
 
-// HostCounts waits until the ranks have told each other how many rows come, and returns that. It needs Options.HostCounts and
-// does not wait for the rows, nor synchronize a stream. A dispatch that failed is an error. A dispatch that is being captured
-// into a graph has no counts before the graph has run; then they are those of the latest run that has come so far.
+// HostCounts waits until the ranks have told each other how many rows come, and returns these numbers. It needs
+// Options.HostCounts, and neither waits for the rows nor synchronizes a stream. It returns the error of a dispatch that failed. A
+// dispatch that is being captured into a graph has no counts before the graph has run; then they are those of the latest run that
+// has got so far.
 func (h *Handle) HostCounts(ctx context.Context) (HostCounts, error) {
 	c, err := h.hostCounts(ctx)
 	if err != nil {
@@ -104,7 +105,7 @@ func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 	if !d.options.HostCounts {
 		return HostCounts{}, fmt.Errorf("%w: Options.HostCounts is not set", ErrInvalid)
 	}
-	tells := d.c.Heap.Device().Kind() == device.HostKind // streams tell of errors, so nobody has to ask
+	tells := d.c.Heap.Device().Kind() == device.HostKind // streams report errors, so no call of Fault is needed
 	for start := time.Now(); ; {
 		c, ok, err := h.look()
 		switch {
@@ -129,7 +130,7 @@ func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 	}
 }
 
-// look returns the counts once they are there.
+// look returns the counts once they have come.
 func (h *Handle) look() (c HostCounts, ok bool, err error) {
 	d := h.d
 	d.mu.Lock()
@@ -149,7 +150,7 @@ func (h *Handle) look() (c HostCounts, ok bool, err error) {
 	c = h.counts
 	from := shm.View[int32](words)[2:]
 	for _, to := range [...][]int32{c.Counts, c.Offsets, c.RankCounts} {
-		if !slices.Equal(to, from[:len(to)]) { // who reads them knows of no lock
+		if !slices.Equal(to, from[:len(to)]) { // their reader takes no lock
 			copy(to, from)
 		}
 		from = from[len(to):]
@@ -158,11 +159,10 @@ func (h *Handle) look() (c HostCounts, ok bool, err error) {
 	return c, true, nil
 }
 
-// Release gives the output back, for a later dispatch to write. Between the halves of a call it gives the call up, which all
-// ranks do then. Launches that use the handle may still be on their way on a stream: the dispatcher's next call is ordered
-// behind them. Other work that reads the output has to be finished, or ordered before that call, by the caller. Ranks may
-// release at different times and in different orders. A second Release does nothing, as long as the dispatcher has not handed
-// the same Handle out again.
+// Release gives the output back, for a later dispatch to write. Between the halves of a call it cancels the call; all ranks then do
+// that. Launches that use the handle may still be in progress on a stream: the dispatcher's next call is ordered behind them. The
+// caller finishes other work that reads the output, or orders it before that call. Ranks may release at different times and in
+// different orders. A second Release does nothing until the dispatcher returns the same Handle again.
 func (h *Handle) Release() {
 	h.d.mu.Lock()
 	half := h.half
@@ -176,11 +176,11 @@ func (h *Handle) Release() {
 	}
 }
 
-// take returns a handle that nobody uses, for so many tokens.
+// take returns an unused handle, for a dispatch of that number of tokens.
 func (d *Dispatcher) take(tokens int) (*Handle, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	// Memory is taken in turn, so which it is does not depend on the order of releases.
+	// Memory is taken in turn, so the choice does not depend on the order of releases.
 	free, n := d.next, d.options.Handles
 	for ; free < d.next+n; free++ {
 		if h := d.holders[free%n]; h == nil || !h.alive || h.memory != free%n {

@@ -19,7 +19,7 @@ type batch struct {
 	idx     [][]int64   // [tokens, TopK] of each rank
 	weights [][]float32 // nil: none are given
 	x       [][]float32 // what DType can hold
-	scales  [][]uint32  // beside tokens of float8
+	scales  [][]uint32  // of tokens of float8
 	dy      [][]float32 // what CombineDType can hold
 	given   [][]float32 // [tokens, TopK]: weights for a combine
 	bias    [2][][]float32

@@ -2,20 +2,21 @@ package dispatch
 
 import "slices"
 
-// Move is an expert whose parameters a rank needs and did not have before.
+// Move is an expert that has come to a rank which did not have its parameters.
 type Move struct {
 	Expert int
-	// From is a rank that has them, -1 when no rank has: the expert is lost, unless there is a copy elsewhere, on a disk say.
+	// From is a rank that has the parameters, -1 if no rank has them: they are lost, unless a copy exists elsewhere, on a disk for
+	// example.
 	From int
 	To   int
 }
 
-// Follow carries a placement over to another group. was[r] is the number that rank r of that group had in the group of p, -1 when
-// it is new. Experts stay where they are; copies on ranks that are gone are dropped, so that the tokens of a redundant expert go
-// to those that remain. An expert of which no copy is left gets a place on the rank with the fewest. Ranks that are new
-// take experts from those with most, until they have a fair share.
+// Follow adapts a placement to another group. was[r] is the number that rank r of that group had in the group of p, -1 if it is
+// new. Experts stay on their ranks; copies on lost ranks are dropped, and the tokens of such an expert go to the copies that
+// remain. An expert without a copy goes to the rank with the fewest experts. New ranks take experts from the ranks with most,
+// until they have an equal share.
 //
-// The placement depends on p and was alone: all ranks that have both get the same. Numbers of moves are ranks of the new group.
+// The placement depends on p and was alone, so all ranks that have both get the same. Moves contain ranks of the new group.
 func (p *Placement) Follow(was []int) (*Placement, []Move) {
 	q := &Placement{Ranks: make([][]int, len(p.Ranks))}
 	load := make([]int, len(was))
@@ -59,7 +60,7 @@ func (p *Placement) Follow(was []int) (*Placement, []Move) {
 	return q, moves
 }
 
-// release finds the last expert of the fullest old rank that the new one does not have and that is not lost.
+// release takes the last expert of the fullest old rank that rank fresh does not have and that is not lost, and returns the move.
 func (p *Placement) release(load, was []int, fresh int, lost []Move) Move {
 	from := -1
 	for r := range load {

@@ -39,8 +39,8 @@ func TestPlacementFollows(t *testing.T) {
 	}
 }
 
-// Whatever the placement and the groups: every expert is somewhere, moves say exactly who needs what it did not have, and from
-// whom it can be had.
+// For every placement and all groups each expert has a rank, and moves list exactly the ranks that lack its parameters and the ranks that
+// have them.
 func TestPlacementFollowsAnything(t *testing.T) {
 	for seed := range uint64(2000) {
 		rng := rand.New(rand.NewPCG(seed, 3))

@@ -30,7 +30,7 @@ func invalid(format string, args ...any) error {
 	return communicator.Invalid("dispatch", format, args...)
 }
 
-// Errors that every rank gets alike. No row has been moved then, and the Dispatcher can be used further.
+// Errors that every rank gets from the same call. The handle then holds no dispatch, and the Dispatcher can be used further.
 type (
 	// OverflowError says that a dispatch does not fit Options.Capacity or Options.MaxRows, and by how much.
 	OverflowError = kernels.OverflowError
@@ -38,22 +38,22 @@ type (
 	IndexError = kernels.IndexError
 )
 
-// Layout is how the rows of a rank's experts lie in memory. A row that belongs to no token is called padding.
+// Layout is the order of the rows of a rank's experts in memory. A row that belongs to no token is called padding.
 type Layout = kernels.RowLayout
 
 // The layouts. In the expert-major ones (Flat, Padded, Slab) each choice of a token is a row of its own; the rows of an expert
 // are ordered by the rank they come from, then by token, then by choice. In the token-major ones (TokenMajor, RankPadded) a
 // token has one row on a rank however many of its experts are there, ordered by the rank they come from and then by token;
-// Handle.Indices and Handle.Weights lie beside.
+// Handle.Indices and Handle.Weights have an entry for each row.
 const (
-	// Flat puts each expert's rows after those of the expert before, beginning at a multiple of Options.Align. Padding is zero.
+	// Flat puts each expert's rows after those of the last expert, beginning at a multiple of Options.Align. Padding is zero.
 	Flat = kernels.FlatRows
 	// Padded gives each expert Options.Capacity rows: [local experts, capacity, hidden]. Padding is zero.
 	Padded = kernels.PaddedRows
 	// Slab is [local experts, ranks x MaxTokens, hidden], for few tokens. Padding is undefined. There is room for one row of every token
 	// that any rank can have; tokens that have an expert twice need more, and where all are there that is an *OverflowError.
 	Slab = kernels.SlabRows
-	// TokenMajor puts the rows from each rank after those from the rank before. There is no padding.
+	// TokenMajor puts the rows from each rank after those from the rank with the next lower number. There is no padding.
 	TokenMajor = kernels.TokenRows
 	// RankPadded is [ranks, MaxTokens, hidden]. Padding is undefined.
 	RankPadded = kernels.RankRows
@@ -83,10 +83,10 @@ const (
 	Unweighted = kernels.Unweighted
 )
 
-// Options of a Dispatcher. Experts, TopK and Hidden have to be set. All ranks pass the same; New compares them and
-// names both values where they differ.
+// Options of a Dispatcher. Experts, TopK and Hidden must be set. All ranks pass the same; New compares them, and its error names
+// both values of an option that differs.
 type Options struct {
-	// Experts is how many there are on all ranks together, not counting copies; TopK is how many choices a token has, at most 64.
+	// Experts is the number of experts of all ranks together, without copies; TopK is the number of choices of a token, at most 64.
 	Experts, TopK int
 	// Hidden is the number of elements of a row. On a GPU rows are a multiple of 16 bytes.
 	Hidden int
@@ -99,58 +99,58 @@ type Options struct {
 	DType kernels.DType
 	// Quantize makes rows of Float8E4M3 with scales from tokens of another type. See the package's documentation for the rule.
 	Quantize bool
-	// ScalePerToken has one scale for a whole row; by default there is one for each 128 elements.
+	// ScalePerToken gives a row one scale; by default it has one for each 128 elements.
 	ScalePerToken bool
-	// ScaleFormat of the scales of rows, and of those given beside tokens.
+	// ScaleFormat is the format of Tokens.Scales and of Handle.Scales.
 	ScaleFormat ScaleFormat
-	// ScaleColumns has the scales of rows in column-major order: the first scale of all rows, then the second of all rows. In
-	// Padded and Slab that is within each expert. Those given beside tokens are row-major always.
+	// ScaleColumns puts Handle.Scales in column-major order: the first scale of all rows, then the second of all rows; in Padded
+	// and Slab within each expert. Tokens.Scales are always row-major.
 	ScaleColumns bool
 	// CombineDType is the type of the rows and results of Combine and both backward calls: Float32, BFloat16 or Float16. Zero
-	// means DType, or BFloat16 where that is Float8E4M3.
+	// means DType, or BFloat16 if DType is Float8E4M3.
 	CombineDType kernels.DType
-	// Float8Combine lets partial sums cross as Float8E4M3 with a float32 scale for each 128 elements. On GPUs rows of token-major layouts
-	// are then copied to staging wherever they lie.
+	// Float8Combine makes partial sums cross as Float8E4M3 with a float32 scale for each 128 elements. On GPUs rows of token-major layouts
+	// are then copied to staging, also those in the symmetric heap.
 	Float8Combine bool
 
 	// Layout of the output.
 	Layout Layout
 	// Align is the multiple of rows at which each expert begins in a Flat output; default 1.
 	Align int
-	// Capacity is how many rows each expert has in a Padded output. By default it is MaxTokens of every rank, which cannot
-	// overflow unless a token has an expert twice, and all of which has to be zeroed where no token is: set it.
+	// Capacity is the number of rows of each expert in a Padded output. By default it is MaxTokens times the number of ranks. That
+	// overflows only if a token has an expert twice, but each call writes zeros in all rows without a token: set it.
 	Capacity int
-	// MaxRows bounds a Flat output of one rank, padding included, or a TokenMajor one. By default it is what cannot overflow.
-	// Memory is taken as it is used on the host, so the default costs addresses; other devices pay for all of it.
+	// MaxRows bounds a Flat output of one rank, padding included, or a TokenMajor one. By default it cannot overflow. On the host
+	// memory that is not used costs addresses only; a GPU has memory for all of it.
 	MaxRows int
 
 	// Placement of the experts; default Contiguous.
 	Placement *Placement
-	// Handles is how many can be alive at a time, each with an output of its own; default 4. Training needs as many as
-	// it has MoE layers, inference one or two.
+	// Handles is how many handles can be alive at a time, each with an output of its own; default 4. Training needs one for each
+	// MoE layer, inference one or two.
 	Handles int
-	// LowLatency takes kernels for few tokens on GPUs, one each way. They serve MaxTokens to 256, at most 1024 experts with their copies (of
-	// expert-major layouts as many as have room beside the tokens' choices: 928 with 256 tokens and TopK 8), all layouts but TokenMajor, and
-	// where rows are quantised a float32 scale for each 128 elements. Elsewhere it changes nothing.
+	// LowLatency takes kernels for few tokens on GPUs, one each way. They need MaxTokens of at most 256, at most 1024 expert slots (fewer in
+	// expert-major layouts, whose tables share memory with the tokens' choices: 928 with 256 tokens and TopK 8), a layout other than
+	// TokenMajor, and for rows that are quantised a float32 scale for each 128 elements. With other options it changes nothing.
 	LowLatency bool
-	// Sources gives handles Sources. RowWeights gives them Weights, which token-major layouts always have.
+	// Sources makes dispatches fill Handle.Sources. RowWeights makes them fill Handle.Weights, which token-major layouts always have.
 	Sources, RowWeights bool
-	// Landed gives handles the words of that name. Only for expert-major layouts.
+	// Landed makes dispatches count in Handle.Landed. It is for expert-major layouts only.
 	Landed bool
-	// HostCounts lets Handle.HostCounts tell the host how many rows came.
+	// HostCounts makes Handle.HostCounts work, which tells the host how many rows came.
 	HostCounts bool
-	// MaxSMs bounds the multiprocessors of a GPU that a call takes. The default is 24 where rows are by token, 64 with LowLatency for up to 48
-	// tokens, and all for rows by expert and for more tokens with LowLatency. A call keeps them while it waits for other ranks. So where calls
-	// of several dispatchers, exchangers or reducers run at the same time, on streams that ranks may reach in different orders, bound them
-	// such that all fit. The host device ignores it.
+	// MaxSMs bounds the multiprocessors of a GPU that a call takes. By default a call takes 24 for rows by token, and 64 with LowLatency for
+	// at most 48 tokens; for rows by expert, and for more tokens with LowLatency, it takes all but 36, which are for other kernels (X10). A
+	// call keeps them while it waits for other ranks. If calls of several dispatchers, exchangers or reducers run at the same time, on
+	// streams that ranks may reach in different orders, bound them so that all fit. The host device ignores it.
 	MaxSMs int
-	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
+	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
 	Timeout time.Duration
 }
 
 const scaleBlock = 128
 
-// validate fills in the defaults and describes the dispatcher to an engine, all but its memory.
+// validate fills in the defaults and describes the dispatcher to an engine, except for its memory.
 func (o *Options) validate(rank, ranks int) (*kernels.MoE, error) {
 	setDefault(&o.MaxTokens, 4096)
 	setDefault(&o.Align, 1)
@@ -242,7 +242,7 @@ func (o *Options) types(m *kernels.MoE) error {
 	return nil
 }
 
-// rows finds out how many rows an output has.
+// rows sets how many rows an output has.
 func (o *Options) rows(m *kernels.MoE) error {
 	all := int64(m.Ranks) * int64(o.MaxTokens)
 	flat, tokens := o.Layout == Flat, o.Layout == TokenMajor
@@ -284,7 +284,7 @@ func (o *Options) rows(m *kernels.MoE) error {
 	return nil
 }
 
-// fields is what has to be equal on all ranks, with its names.
+// fields are the options that must be equal on all ranks, with their names.
 func (o *Options) fields() []string {
 	return []string{
 		fmt.Sprintf("Experts %d", o.Experts), fmt.Sprintf("TopK %d", o.TopK), fmt.Sprintf("Hidden %d", o.Hidden),

@@ -6,15 +6,15 @@ import (
 	"strings"
 )
 
-// Placement says which ranks hold which experts. It is read only once a dispatcher has it.
+// Placement maps experts to ranks. The caller does not change it once a dispatcher has it.
 type Placement struct {
 	// Ranks[e] lists the ranks that have a copy of expert e, each rank once. An expert with several ranks is redundant;
 	// Rank divides its tokens among them.
 	Ranks [][]int
 }
 
-// Contiguous puts the first experts on rank 0, the next on rank 1 and so on. Where experts do not divide by ranks the
-// first ranks have one more; with fewer experts than ranks the last have none.
+// Contiguous puts the first experts on rank 0, the next on rank 1 and so on. If the experts do not divide
+// evenly, the first ranks have one more; with fewer experts than ranks the last ranks have none.
 func Contiguous(experts, ranks int) *Placement {
 	p := &Placement{Ranks: make([][]int, 0, experts)}
 	for r := range ranks {
@@ -29,15 +29,15 @@ func Contiguous(experts, ranks int) *Placement {
 	return p
 }
 
-// Rank is where token number token of rank src goes for the expert: among the R ranks that hold it, the one with index
-// (src + token) mod R. So a rank's tokens alternate, and ranks that have one token each begin at different copies. It
-// depends on nothing else: ranks need not agree on it, and a run can be repeated.
+// Rank is the rank to which token number token of rank src goes for the expert: of the R ranks that hold it, the one with index
+// (src + token) mod R. So a rank's tokens alternate, and ranks that have one token each begin at different copies. The result
+// depends on nothing else, so ranks need not agree on it, and a run can be repeated.
 func (p *Placement) Rank(src, token, expert int) int {
 	at := p.Ranks[expert]
 	return at[(src+token)%len(at)]
 }
 
-// Local lists the experts on a rank in ascending order, which is the order of the rank's slots.
+// Local lists the experts on a rank in ascending order, which is the order of the rank's expert slots.
 func (p *Placement) Local(rank int) []int {
 	var local []int
 	for e, at := range p.Ranks {
@@ -48,7 +48,7 @@ func (p *Placement) Local(rank int) []int {
 	return local
 }
 
-// slots is where the slots of each rank begin, and one more number.
+// slots is the first expert slot of each rank, and the number of all at the end.
 func (p *Placement) slots(ranks int) []int32 {
 	first := make([]int32, ranks+1)
 	for _, at := range p.Ranks {
@@ -62,7 +62,7 @@ func (p *Placement) slots(ranks int) []int32 {
 	return first
 }
 
-// table is the placement as kernels.MoE has it, for slots that begin at first.
+// table is the placement as kernels.MoE has it, for expert slots that begin at first.
 func (p *Placement) table(first []int32) []int32 {
 	experts, slots := len(p.Ranks), int(first[len(first)-1])
 	t := make([]int32, experts+1+2*slots)

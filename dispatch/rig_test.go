@@ -99,7 +99,7 @@ func (r *rank) counters(d *dispatch.Dispatcher) dispatch.Counters {
 	return c
 }
 
-// rows are those of a handle that its dispatch has made, of so many bytes each.
+// rows are those of a handle that its dispatch has made, each of that many bytes.
 func (r *rank) rows(h *dispatch.Handle, size int) memory.View {
 	return h.Rows().Slice(0, int64(r.counts(h).Rows*size))
 }

@@ -236,8 +236,8 @@ func (s *side) made(row func(q routed) []float32) []float32 {
 	return out
 }
 
-// beside is float32 beside the rows of this rank, per each.
-func (s *side) beside(of func(q routed) float32) []float32 {
+// perRow is float32 for the rows of this rank, per each.
+func (s *side) perRow(of func(q routed) float32) []float32 {
 	_, length := s.place(s.b.groups(s.me()))
 	per := 1
 	if s.b.byToken() {
@@ -283,7 +283,7 @@ func (s *side) combine(st device.Stream, rows memory.View, c combineWith) {
 	b, me, hidden := s.b, s.me(), s.b.o.Hidden
 	o := dispatch.CombineOptions{Weighting: c.weighting}
 	if c.weighting == dispatch.GivenWeights || c.sums {
-		o.Weights = s.floats(s.beside(b.givenWeight))
+		o.Weights = s.floats(s.perRow(b.givenWeight))
 	}
 	if c.sums {
 		o.SumWeights = s.floats(nans(len(b.idx[me])))
@@ -324,7 +324,7 @@ func (s *side) combine(st device.Stream, rows memory.View, c combineWith) {
 	}
 }
 
-// mark marks the groups of this rank as done one by one, beside the call. done waits until that is over.
+// mark marks the groups of this rank as done one by one, during the call. done waits until that is over.
 func (s *side) mark() (words memory.View, done func()) {
 	groups := s.b.groups(s.me())
 	counts := make([]uint32, len(groups))
@@ -358,7 +358,7 @@ func (s *side) combineBackward(st device.Stream, dRows, rows memory.View, c comb
 	switch {
 	case c.weighting == dispatch.Unweighted || b.byToken():
 	case given:
-		co.Weights = s.floats(s.beside(b.givenWeight))
+		co.Weights = s.floats(s.perRow(b.givenWeight))
 		dWeights = s.floats(nans(int(co.Weights.Len() / 4)))
 	default:
 		dWeights = s.floats(nans(len(b.idx[me])))
@@ -395,7 +395,7 @@ func (s *side) dispatchBackward(st device.Stream, dRows memory.View, weights boo
 	dx := s.view(nans(len(b.dy[me])))
 	var dWeights, dRowWeights memory.View
 	if weights {
-		dWeights, dRowWeights = s.floats(nans(len(b.idx[me]))), s.floats(s.beside(b.givenWeight))
+		dWeights, dRowWeights = s.floats(nans(len(b.idx[me]))), s.floats(s.perRow(b.givenWeight))
 	}
 	require.NoError(s.r, s.d.DispatchBackward(st, dx, dWeights, dRows, dRowWeights, s.h))
 	s.sync(st)

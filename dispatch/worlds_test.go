@@ -35,7 +35,7 @@ func randomBatch(rng *rand.Rand, o dispatch.Options, n int, skew bool) *batch {
 	return batchOf(rng, o, tokens, skew, rng.IntN(4) > 0)
 }
 
-// batchOf makes an input of so many tokens on each rank.
+// batchOf makes an input of that many tokens on each rank.
 func batchOf(rng *rand.Rand, o dispatch.Options, counts []int, skew, weighted bool) *batch {
 	o.Align = max(o.Align, 1)
 	if o.Layout == dispatch.Padded && o.Capacity == 0 {
