@@ -36,7 +36,9 @@ import (
 	"runtime"
 	"runtime/debug"
 	"strings"
-	"text/tabwriter"
+	"unicode/utf8"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/switchyard-moe/switchyard"
 	"github.com/switchyard-moe/switchyard/internal/env"
@@ -110,9 +112,46 @@ func environment(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprint(stdout, markdown())
 		return 0
 	}
-	w := tabwriter.NewWriter(stdout, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(w, "VARIABLE\tIS SET TO\tDEFAULT\tMEANING")
-	for _, v := range env.Variables() {
+	fmt.Fprint(stdout, list(env.Variables(), columns(stdout)))
+	return 0
+}
+
+// columns is the width of a terminal, and 80 of what is none.
+func columns(out io.Writer) int {
+	if f, ok := out.(*os.File); ok {
+		if size, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ); err == nil && size.Col > 0 {
+			return int(size.Col)
+		}
+	}
+	return 80
+}
+
+// list says what variables are set to and what they mean, in lines of at most width columns.
+func list(variables []env.Variable, width int) string {
+	var b strings.Builder
+	below := func(text string) {
+		const indent = "    "
+		for _, line := range fold(text, width-len(indent)) {
+			b.WriteString(indent + line + "\n")
+		}
+	}
+	longest := 0
+	for _, v := range variables {
+		longest = max(longest, len(v.Name))
+	}
+	row := func(name, value, usual string) {
+		if line := fmt.Sprintf("%-*s  %-9s  %s", longest, name, value, usual); utf8.RuneCountInString(line) <= width {
+			b.WriteString(line + "\n")
+			return
+		}
+		b.WriteString(name + "\n")
+		below("is set to " + value)
+		below("default " + usual)
+	}
+	if longest+len("  IS SET TO  DEFAULT") <= width {
+		row("VARIABLE", "IS SET TO", "DEFAULT")
+	}
+	for _, v := range variables {
 		value := v.Value()
 		switch {
 		case value == "":
@@ -120,10 +159,31 @@ func environment(args []string, stdout, stderr io.Writer) int {
 		case strings.Contains(v.Name, "SECRET"):
 			value = "(set)"
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\n", v.Name, value, v.Default, v.Meaning)
+		row(v.Name, value, v.Default)
+		below(v.Meaning)
 	}
-	w.Flush()
-	return 0
+	return b.String()
+}
+
+// fold breaks a text at spaces into lines of at most width columns. A word that is longer is broken.
+func fold(text string, width int) (lines []string) {
+	width = max(width, 1)
+	line := ""
+	for _, word := range strings.Fields(text) {
+		if line != "" && utf8.RuneCountInString(line)+1+utf8.RuneCountInString(word) <= width {
+			line += " " + word
+			continue
+		}
+		if line != "" {
+			lines = append(lines, line)
+		}
+		rest := []rune(word)
+		for ; len(rest) > width; rest = rest[width:] {
+			lines = append(lines, string(rest[:width]))
+		}
+		line = string(rest)
+	}
+	return append(lines, line)
 }
 
 func markdown() string {

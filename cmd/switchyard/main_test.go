@@ -15,12 +15,14 @@ import (
 	"syscall"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"github.com/switchyard-moe/switchyard"
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
@@ -410,6 +412,35 @@ func TestEnv(t *testing.T) {
 	require.Regexp(t, `SWITCHYARD_SECRET +\(set\) `, out.String())
 	require.Regexp(t, `SWITCHYARD_PORT +1234 `, out.String())
 	require.Regexp(t, `RANK +- `, out.String())
+}
+
+// The list fits a terminal of any width that has room for the names, and 80 columns where it goes elsewhere. Nothing of it is lost.
+func TestEnvFitsTheTerminal(t *testing.T) {
+	path := strings.Repeat("/a/long/path of a library", 10)
+	t.Setenv("NVTX_INJECTION64_PATH", path)
+	require.Equal(t, 80, columns(new(bytes.Buffer)))
+	file, err := os.Create(filepath.Join(t.TempDir(), "out"))
+	require.NoError(t, err)
+	defer file.Close()
+	require.Equal(t, 80, columns(file))
+	for width := 34; width < 250; width++ {
+		text := list(env.Variables(), width)
+		for line := range strings.Lines(text) {
+			require.LessOrEqual(t, utf8.RuneCountInString(line)-1, width, line)
+		}
+		bare := strings.Join(strings.Fields(text), "")
+		for _, v := range env.Variables() {
+			require.Contains(t, bare, strings.Join(strings.Fields(v.Meaning), ""))
+			require.Contains(t, bare, strings.Join(strings.Fields(v.Default), ""))
+		}
+		require.Contains(t, bare, strings.Join(strings.Fields(path), ""))
+	}
+}
+
+func TestFold(t *testing.T) {
+	require.Equal(t, []string{"aaa bb", "cc"}, fold("aaa bb  cc", 6))
+	require.Equal(t, []string{"aaa", "bbbbbb", "b c"}, fold("aaa bbbbbbb c", 6))
+	require.Equal(t, []string{""}, fold("", 6))
 }
 
 // The page is what the command prints.
