@@ -11,15 +11,15 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
-// backing is what a device gives a heap: a range of addresses that holds every rank's segment, and
-// memory to put there. Each rank has one. The heap does the rest, so a device never sees a group.
+// backing is a device's side of a heap: a range of addresses that holds every rank's segment, and the
+// memory there. Each rank has one. The heap talks to the group; a backing never does.
 type backing interface {
 	// granule is the unit of all places and sizes below, in bytes: a power of two.
 	granule() int64
 	// reserve takes n bytes of address space. After a failure it may be tried again with less.
 	reserve(n int64) error
-	// adopt uses the range that another rank of this process reserved, instead of reserve. What
-	// one of them places there, all of them see. The range goes with the last of them to close.
+	// adopt uses the range that another rank of this process reserved, instead of reserve. All these
+	// ranks see the memory that one of them places there. The last of them to close releases the range.
 	adopt(owner backing) error
 	// create makes n bytes of zero memory of this rank's device, which the descriptor names and
 	// holds. The caller closes it.
@@ -27,26 +27,25 @@ type backing interface {
 	// place puts n bytes from from on of the memory behind fd at offset at of the range. The
 	// placement holds the memory: fd may be closed after.
 	place(at int64, fd int, from, n int64) error
-	// displace takes away what lies in [at, at+n).
+	// displace unmaps [at, at+n).
 	displace(at, n int64) error
-	// identify says which memory a foreign view lies in, or why peers cannot map it.
+	// identify returns the memory that contains a foreign view, or the reason why peers cannot map it.
 	identify(v View) (source, error)
-	// locate is the identity alone, of a view without an owner, and where it begins there.
+	// locate is the identity alone, of a view without an owner, and the view's offset there.
 	locate(v View) (id identity, at int64, ok bool)
 	// who names the device to other ranks; reach checks, by those of all ranks, that it works with them.
 	who() []int64
 	reach(all [][]int64) error
 	// engine runs kernels on the heap, which space describes. why says for which reason the abort word was set.
 	engine(space kernels.Space, why func() error) (kernels.Engine, error)
-	// clear makes n bytes at at of the range zero, of this rank's segment, before it returns.
+	// clear makes n bytes at at of the range zero before it returns. They lie in this rank's segment.
 	clear(at, n int64) error
 	// pin makes n zero bytes of memory of the host that kernels on the device reach.
 	pin(n int64) (pinned, error)
 	// mem is the range where the host can read it, else nil; base is its address on the device.
 	mem() []byte
 	base() uintptr
-	// close takes away everything in the range that has not been displaced, and the range. It is
-	// idempotent.
+	// close unmaps everything in the range, and releases the range. It is idempotent.
 	close() error
 }
 
@@ -64,12 +63,12 @@ type source struct {
 	at              int64
 	off, lead, span int64
 	fd              int  // names the piece, or is -1
-	owned           bool // fd is for whoever asked to close
+	owned           bool // the caller of identify closes fd
 	name            name // names the view instead: then nothing is mapped, and off, lead and span are 0
 }
 
-// identity names a piece of memory for as long as anybody maps it: of a file the device and inode, of
-// memory of a GPU the driver's buffer id. An address that is freed and mapped again has another.
+// identity names a piece of memory for as long as it is mapped anywhere: a file by device and inode, GPU
+// memory by the driver's buffer id. An address that is freed and mapped again has another (M7).
 type identity struct{ dev, ino uint64 }
 
 func newBacking(d device.Device) (backing, error) {

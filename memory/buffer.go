@@ -8,7 +8,7 @@ import (
 )
 
 // Buffer is memory of a heap's pool: Len bytes at Offset of this rank's segment, and, because all ranks
-// allocate alike, at the same offset of every other rank's.
+// make the same calls, at the same offset of every other rank's.
 type Buffer struct {
 	own    region
 	heap   *Heap
@@ -37,13 +37,13 @@ func (b *Buffer) Clear(off, n int64) error {
 const maxAlloc = 1 << 56
 
 // Alloc takes n bytes, 0 included, from the pool, for use by the host from now on. Offsets are multiples
-// of 256. The content is whatever was there before. If a stream freed the memory and has not got there
-// yet, Alloc blocks until it has.
+// of 256. The content is undefined. If a stream freed the memory and has not run that far, Alloc blocks
+// until it has.
 //
-// Every rank makes the same calls of Alloc and Free, in the same order. Then the (Segment, Offset) is the
-// same on every rank, whatever else differs. Alloc never talks to a peer and never maps memory: when no
-// free block is large enough the error is ErrOutOfMemory, on every rank, and Grow helps. A size that is
-// negative is an ErrInvalid, which does not count as a call.
+// Every rank makes the same calls of Alloc and Free, in the same order. Then (Segment, Offset) is the
+// same on every rank (M1). Alloc never talks to a peer and never maps memory: if no free block is large
+// enough, the error is ErrOutOfMemory on every rank, and Grow helps. A negative size is an ErrInvalid and
+// does not count as a call.
 func (h *Heap) Alloc(n int64) (*Buffer, error) { return h.AllocOn(nil, n) }
 
 // AllocOn is Alloc for use by work enqueued on s from now on. It does not block: if another stream freed
@@ -123,12 +123,12 @@ func (h *Heap) foreign(s device.Stream) error {
 // Free gives the memory back: nothing uses it any more. It is FreeOn with the host as the stream.
 func (b *Buffer) Free() error { return b.FreeOn(nil) }
 
-// FreeOn gives the memory back once work enqueued on s before has run. For the pool it is free at once, so
-// that offsets do not depend on when that is: whoever gets the memory next waits for s. All uses of the
-// buffer come before this place of s.
+// FreeOn gives the memory back once work enqueued on s before has run. For the pool the memory is free at
+// once, so offsets do not depend on the stream's progress; the next user of the memory waits for s. All
+// uses of the buffer come before this position of s.
 //
-// A second Free is an ErrFreed and not a call. If s cannot say when it gets there, FreeOn waits for it and
-// returns its error; the memory is free all the same.
+// A second Free is an ErrFreed and not a call. If s cannot mark its position, FreeOn waits for s and returns
+// its error; the memory is free all the same.
 func (b *Buffer) FreeOn(s device.Stream) error {
 	if err := b.free(s); err != nil {
 		return fmt.Errorf("memory: free %d bytes at offset %d: %w", b.n, b.own.off, err)
@@ -150,8 +150,8 @@ func (b *Buffer) free(s device.Stream) error {
 		return ErrFreed
 	}
 
-	// What the buffer's own user had to wait for, the next one need not, if that wait is behind it: on
-	// the host it is, and on the stream that did it.
+	// The next user need not wait for streams that this buffer's user has waited for: that wait has ended on
+	// the host, and precedes later work on the stream that made it.
 	i := b.block
 	if b.stream == nil || b.stream == s {
 		h.fences.clear(i)
@@ -185,11 +185,11 @@ func (b *Buffer) View() View { return b.view }
 // base + rank*stride + Offset in the address space of every rank.
 func (b *Buffer) Offset() int64 { return b.own.off }
 
-// Segment is which part of the pool the buffer lies in: 0 for what the heap was made with, k for the
-// k-th Grow. Offset counts from the start of the rank's address range whatever the part.
+// Segment is the piece of the pool that contains the buffer: 0 for the heap's first memory, k for that of the
+// k-th Grow. Offset counts from the start of the rank's address range in every piece.
 func (b *Buffer) Segment() int { return int(b.seg) }
 
-// Len is the length that was asked for, in bytes.
+// Len is the length given to Alloc, in bytes.
 func (b *Buffer) Len() int64 { return b.n }
 
 // Bytes is this rank's memory on the host, nil on other devices. It is dead after the heap's Close.

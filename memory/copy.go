@@ -7,10 +7,10 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 )
 
-// Copy enqueues copying src to dst, which are as long, on s. Both may be views of any memory; the caller keeps them as
-// they are until the stream has got there.
+// Copy enqueues on s a copy of src to dst, which have the same length. Both may be views of any memory; the caller does not
+// change or free them until the stream has run the copy.
 //
-// Memory of the host is copied to memory of the host by a nil stream, at once, or one of the host. All other copies go by a
+// A copy from host memory to host memory takes a nil stream, which copies at once, or a host stream. All other copies take a
 // CUDA stream. Between the host and a GPU Copy waits for the stream, because Go memory is not pinned; such a copy cannot be
 // captured in a graph (device.ErrCapturing).
 func Copy(s device.Stream, dst, src View) error {

@@ -18,7 +18,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// needGPU skips a test with the reason where there is none. Ranks are spread over all there are, and share one otherwise.
+// needGPU skips a test with the reason if there is no GPU. Ranks are spread over all there are, and share one otherwise.
 func needGPU(t testing.TB) {
 	t.Helper()
 	n, err := device.CUDACount()

@@ -10,40 +10,41 @@
 // descriptors, which ranks pass one another over their sockets. Ranks that share a process share one
 // range, and may share a GPU. Nothing here needs privileges.
 //
-// Where GPUs cannot export memory as descriptors the segments are ordinary allocations that ranks map by CUDA IPC
-// ([Options].LegacyIPC). Those lie wherever the driver puts them: kernels.Space has a table of their addresses.
+// If GPUs cannot export memory as descriptors, the segments are ordinary allocations that ranks map by CUDA IPC
+// ([Options].LegacyIPC). The driver chooses their addresses, and kernels.Space has a table of them.
 //
-// The segments of GPUs can have a multicast address beside their own ([Options].Multicast, off by default): multicast objects to which every
-// rank binds its memory, extent by extent, and which each rank maps as a whole. This has run on
-// the emulated driver of the tests only, never on hardware.
+// The segments of GPUs can have a second, multicast address ([Options].Multicast, off by default): every rank binds its memory to multicast
+// objects, extent by extent, and maps these as a whole. This has run on the emulated driver of the tests only, never on
+// hardware.
 //
 // # Pool
 //
-// [Heap.Alloc] and [Buffer.Free] hand out a segment's memory without talking to anybody. What makes the
-// result symmetric is a rule: the offset of an allocation depends on the sequence of calls and on nothing
-// else. Not on addresses, streams, time, the garbage collector or on whether some work has finished.
-// Ranks that make the same calls get the same offsets. They are not taken at their word: each keeps a
-// digest of its calls, and [Heap.Verify] compares the digests and names the first call that differs.
+// [Heap.Alloc] and [Buffer.Free] manage a segment's memory without a word to other ranks. One rule makes
+// the result symmetric: the offset of an allocation depends on the sequence of calls and on nothing else,
+// not on addresses, streams, time, the garbage collector or the progress of work. Ranks that make the same
+// calls get the same offsets. Each rank keeps a digest of its calls; [Heap.Verify] compares the digests and
+// names the first call that differs.
 //
-// Work on streams fits in because a free counts where it is called. The next user of the memory waits,
-// on its own stream, for the stream that freed it ([Heap.AllocOn], [Buffer.FreeOn]).
+// A free counts at its position in the sequence of calls, also for work on streams. The next user of the
+// memory waits, on its own stream, for the stream that freed it ([Heap.AllocOn], [Buffer.FreeOn]).
 //
-// A heap only grows when all ranks call [Heap.Grow], or make a communicator together that it has no room for. No allocation
-// ever maps memory or waits for a peer.
+// A heap grows only when all ranks call [Heap.Grow], or together make a communicator for which it has no room. No allocation
+// maps memory or waits for a peer.
 //
 // # Views
 //
-// Operations take a [View]: of a buffer, of any other memory ([Host], [Device]), or of a file's
-// [Mapping]. What is symmetric is written by peers in place, other memory goes through staging. A mapping
-// becomes symmetric by [Heap.Register], explicitly and on all ranks, and so does memory of a GPU: of
-// cudaMalloc, by CUDA IPC, or what can leave its process as a descriptor. Registered memory of GPUs need not lie in
-// the range. Its place names a row of a table in device memory, in which every rank has its own addresses of all
-// ranks' parts (kernels.Space.Addr). [Copy] moves bytes between views.
+// Operations take a [View]: of a buffer, of any other memory ([Host], [Device]), or of a file's [Mapping].
+// Peers write symmetric memory in place; other memory goes through staging. [Heap.Register], called by all
+// ranks, makes a mapping symmetric, and also memory of a GPU: of cudaMalloc, by CUDA IPC, or memory that can
+// leave its process as a descriptor. Registered memory of GPUs may lie outside the range. Its place then names
+// a row of a table in device memory, in which every rank has its own addresses of all ranks' memory
+// (kernels.Space.Addr). [Copy] moves bytes between views.
 //
 // # Typed memory
 //
 // [Wrap] is a view of a Go slice of numbers, [Of] the numbers of a view, and [Matrix] rows of either: in Go memory
-// ([NewMatrix]), in the heap ([AllocMatrix]) or of any view ([MatrixOf]). Go's missing types are here too, [BFloat16] for one.
+// ([NewMatrix]), in the heap ([AllocMatrix]) or of any view ([MatrixOf]). The package defines the types that Go lacks, such as
+// [BFloat16].
 //
 //	x := memory.NewMatrix[float32](tokens, hidden)
 //	y, err := memory.AllocMatrix[float32](heap, rows, hidden)
@@ -52,8 +53,9 @@
 //
 // # Lifetime
 //
-// Whatever one rank maps of another outlives the map: Close and Deregister first let go of the peers'
-// memory, meet, and only then give up their own; memory that was registered may be freed when Deregister has returned. Objects have to be closed; the garbage collector never
-// frees symmetric memory, because it would do so at another time on every rank. After Close the addresses
-// are gone, so touching a slice that Bytes returned ends the program.
+// Memory that a rank shows to others outlives their mappings (M4): Close and Deregister first unmap the
+// peers' memory, meet, and only then release their own; registered memory may be freed when Deregister has
+// returned. The garbage collector never frees symmetric memory, because it would do so at another time on
+// every rank, so objects have to be closed. After Close the addresses are unmapped, and an access to a slice
+// that Bytes returned ends the program.
 package memory

@@ -9,7 +9,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// What plans get of a heap: its engine, and views as operations take them.
+// Plans get from a heap its engine, and views as operations take them.
 func TestAHeapHasAnEngineAndOperands(t *testing.T) {
 	runRanks(t, localRanks(t, 2), func(t *rankT, g *comm.Group) {
 		h := heapOf(t, g, Options{})

@@ -40,10 +40,10 @@ type DivergenceError struct {
 	// is known exactly; when the divergence is older than the log of recent calls, the first
 	// call that differs lies after After and not after Call.
 	After int64
-	// Ranks are those that differ from the most common history, or from rank 0's when no
+	// Ranks are those that differ from the most common history, or from rank 0's if no
 	// history is more common.
 	Ranks []int
-	// Calls is what every rank did at Call, in rank order; nil when that is no longer known.
+	// Calls is the call of every rank at Call, in rank order; nil if that is no longer known.
 	Calls []RankCall
 }
 
@@ -53,14 +53,14 @@ type RankCall struct {
 	// Kind is "alloc", "free", "grow", "register" or "deregister", or "none" when the rank made
 	// fewer calls.
 	Kind string
-	// Size is what was asked for (alloc, grow, register) or given back, in bytes.
+	// Size is the size that was requested (alloc, grow, register) or given back, in bytes.
 	Size int64
-	// Segment and Offset are where. Offset is -1 when the call found no memory.
+	// Segment and Offset are the place. Offset is -1 if the call found no memory.
 	Segment int
 	Offset  int64
 }
 
-// String says the call in words.
+// String is the call in words.
 func (c RankCall) String() string {
 	switch {
 	case c.Kind == callNone.String():

@@ -13,12 +13,12 @@ type fence struct {
 	at     uint64 // grows with every free: of two fences of one stream the later covers both
 }
 
-// maxFences is how many streams' fences one block carries before the next stream that frees into
-// it waits for the others, so that a heap which sees ever new streams does not remember them all.
+// maxFences is the number of streams whose fences one block carries. The next stream that frees into the
+// block waits for the others, so a heap does not remember every stream it has seen.
 const maxFences = 16
 
-// fences holds, for every block of a pool, what its next user must wait for. The pool decides
-// which block that is without looking here.
+// fences holds, for every block of a pool, the events that its next user must wait for. The pool chooses
+// blocks without a look at them (M1).
 type fences struct {
 	sets [][]fence // by block
 	last uint64

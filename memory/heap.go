@@ -21,23 +21,23 @@ const version = 1
 // Heap is one rank's end of a symmetric heap.
 //
 // Alloc and Free, of the heap and its buffers, are local and may be called by several goroutines,
-// but the ranks have to make the same calls in the same order. NewHeap, Grow, Verify, Register,
-// Deregister and Close are collective: every rank of the group calls them, in the same order as all
-// its other calls. Arguments that differ between ranks, and a rank that cannot do its part, are an
-// error on every rank, which then all are as they were. When a collective call is cut off instead,
-// by its context or a lost rank, the heap is good for nothing but Close.
+// but all ranks make the same calls in the same order. NewHeap, Grow, Verify, Register, Deregister
+// and Close are collective: every rank of the group calls them, in the same order as all its other
+// calls. Arguments that differ between ranks, and a rank that cannot do its part, are an error on
+// every rank, and change nothing. After a collective call that its context or a lost rank has cut
+// off, the heap can only be closed.
 type Heap struct {
 	group   *comm.Group
 	dev     device.Device
 	log     *slog.Logger
 	back    backing
 	gpu     *cudaBacking // back on a GPU, nil on the host
-	multi   *multicast   // nil where there is none
+	multi   *multicast   // nil on a heap without multicast addresses
 	space   kernels.Space
 	engine  kernels.Engine
 	limit   int64 // of the pool, and where the window for registrations begins
 	granule int64
-	// noMulticast is why there is none though Options asked.
+	// noMulticast is the reason for a nil multi though Options asked for multicast.
 	noMulticast string
 
 	// together serialises this rank's collective calls.
@@ -60,7 +60,7 @@ type Heap struct {
 	waits   int64
 }
 
-// extent is a part of a segment that was committed at once.
+// extent is a piece of a segment that was committed at once.
 type extent struct{ off, n int64 }
 
 // NewHeap makes a symmetric heap over the ranks of g with memory of d. It is collective.
@@ -122,7 +122,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		}
 	}
 
-	// The range. Where it is left to us, take what the process with the least addresses can have.
+	// The range. By default take what the process with the least addresses can have.
 	if err == nil && (!g.InProcess() || g.Rank() == 0) {
 		for {
 			err = h.back.reserve(lay.stride() * int64(g.Size()))
@@ -179,7 +179,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	return nil
 }
 
-// choose checks what the caller passed.
+// choose checks the caller's arguments.
 func (h *Heap) choose(o Options, back func(device.Device) (backing, error)) (layout, error) {
 	if h.dev == nil {
 		return layout{}, fmt.Errorf("%w: no device", ErrInvalid)
@@ -220,8 +220,8 @@ func (h *Heap) adopt(ctx context.Context) error {
 	return err
 }
 
-// commit gives every rank memory for e of its segment, maps it everywhere and binds it to multicast objects where there are any. On an
-// error nothing is left of it, here.
+// commit gives every rank memory for e of its segment, maps it everywhere and binds it to multicast objects if the heap has them. On an
+// error this rank keeps none of it.
 func (h *Heap) commit(ctx context.Context, op string, e extent) error {
 	fd, err := h.back.create(e.n)
 	if err != nil {
@@ -251,8 +251,8 @@ func (h *Heap) everyone(e extent) []part {
 	return parts
 }
 
-// part is what one rank shows to all others: n bytes from off on behind its descriptor, at place of its
-// segment.
+// part is the memory that one rank shows to all others: n bytes from off on behind its descriptor, at place of
+// its segment.
 type part struct{ place, off, n int64 }
 
 // placeAll maps every rank's part everywhere, this rank's from fd. err is this rank's reason not to, if
@@ -275,7 +275,7 @@ func (h *Heap) placeAll(ctx context.Context, op string, fd int, parts []part, er
 		err = place(me, fd)
 	}
 	if !h.group.InProcess() {
-		// nobody passes descriptors unless all can, and there are any
+		// ranks pass descriptors only if all can, and if there are any
 		some := slices.ContainsFunc(parts, func(p part) bool { return p.n > 0 })
 		if _, err = meet(ctx, h.group, round{Op: op + ": export"}, err); err == nil && some {
 			err = h.importAll(ctx, fd, parts, place)
@@ -336,8 +336,8 @@ func (h *Heap) Group() *comm.Group { return h.group }
 // Device is where the heap's memory lives.
 func (h *Heap) Device() device.Device { return h.dev }
 
-// Space is the heap as kernels see it: every rank's segment by arithmetic, or a table. Only the header and what was
-// allocated may be touched, and nothing after Close.
+// Space is the heap as kernels see it: every rank's segment by arithmetic, or by a table. Only the header and allocated
+// memory may be touched, and none after Close.
 func (h *Heap) Space() kernels.Space { return h.space }
 
 // Engine runs kernels on the heap's memory, on its device. It belongs to the heap, which closes it.
@@ -346,20 +346,20 @@ func (h *Heap) Engine() kernels.Engine { return h.engine }
 // Serves reports whether kernels of this rank can read and write v: whether it is memory of the heap's device.
 func (h *Heap) Serves(v View) bool { return v.n == 0 || v.OnHost() == (h.space.Mem != nil) }
 
-// Operand is v as an operation of the heap's engine gets it, without a place.
+// Operand is v for an operation of the heap's engine, without a place.
 func (h *Heap) Operand(v View) kernels.Buffer {
 	return kernels.Buffer{Mem: v.mem, Ptr: v.Ptr(), Bytes: v.n}
 }
 
-// SymmetricOperand is v as an operation gets it, at the place where peers reach it, if they do.
+// SymmetricOperand is v for an operation, with the place by which peers reach it, if they do.
 func (h *Heap) SymmetricOperand(v View) kernels.Buffer {
 	b := h.Operand(v)
 	b.Place, b.Reach = v.Symmetric(h)
 	return b
 }
 
-// Pinned is memory of the host that kernels of this rank read and write too: words by which they tell the host how far they are.
-// It is no part of the heap, and peers do not reach it.
+// Pinned is memory of the host that kernels of this rank read and write too, such as words in which they report their progress to the
+// host. It lies outside the heap, and peers do not reach it.
 type Pinned struct {
 	p pinned
 	n int64
@@ -380,7 +380,7 @@ func (h *Heap) Pin(n int64) (*Pinned, error) {
 // Bytes is the memory, nil after Close.
 func (p *Pinned) Bytes() []byte { return p.p.Bytes() }
 
-// Operand is n bytes from off on, as an operation of the heap's engine gets them.
+// Operand is n bytes from off on, for an operation of the heap's engine.
 func (p *Pinned) Operand(off, n int64) kernels.Buffer {
 	return kernels.Buffer{Mem: p.p.Bytes()[off : off+n : off+n], Ptr: p.p.Addr() + uintptr(off), Bytes: n}
 }
@@ -400,10 +400,10 @@ func (p *Pinned) Close() error {
 type Stats struct {
 	Committed     int64 // memory of the pool
 	InUse         int64 // of that, in live buffers, each rounded up to 256 bytes
-	Peak          int64 // the most InUse has been
+	Peak          int64 // the largest InUse so far
 	LargestFree   int64 // the largest buffer that Alloc can give now
 	Buffers       int   // live buffers
-	Segments      int   // 1 and one for every Grow
+	Segments      int   // 1, and 1 more for every Grow
 	Registrations int
 	Calls         int64 // as DivergenceError counts them
 	StreamWaits   int64 // waits of one stream, or the host, for another that had freed the memory
@@ -426,7 +426,7 @@ func (h *Heap) Stats() Stats {
 	}
 }
 
-// usable returns why the heap cannot be used. The caller holds mu.
+// usable returns the reason why the heap cannot be used. The caller holds mu.
 func (h *Heap) usable() error {
 	if h.closed.Load() {
 		return errClosed
@@ -434,7 +434,7 @@ func (h *Heap) usable() error {
 	return h.broken
 }
 
-// settle notes how a collective call ended that changes the heap.
+// settle notes the result of a collective call that changes the heap.
 func (h *Heap) settle(err error) {
 	var cut *cutError
 	if errors.As(err, &cut) {
@@ -446,8 +446,8 @@ func (h *Heap) settle(err error) {
 	}
 }
 
-// begin opens a collective call, which end closes. A heap that is closed is so on every rank. Of one that
-// is broken only this rank may know: it takes part with the error.
+// begin opens a collective call, which end closes. A closed heap is closed on every rank. A broken one may be
+// broken on this rank only, which then takes part with the error.
 func (h *Heap) begin() (closed, broken error) {
 	h.together.Lock()
 	if h.closed.Load() {
@@ -460,14 +460,13 @@ func (h *Heap) begin() (closed, broken error) {
 
 func (h *Heap) end() { h.together.Unlock() }
 
-// Grow adds memory to the pool: after it, Alloc of n bytes finds room once. It is collective. The
-// memory is a segment of its own, zero, that no buffer shares with another segment. The error on
-// every rank is comm.ErrMismatch when the ranks pass different n, ErrInvalid when n is not positive,
-// ErrOutOfMemory when the heap would pass Options.ReserveBytes and ErrUnsupported on a heap of CUDA IPC memory
-// (Options.LegacyIPC).
+// Grow adds n bytes to the pool: after it, Alloc of n bytes finds room once. It is collective. The memory
+// is zero, and no buffer extends over it and older memory. The error on every rank is comm.ErrMismatch if
+// the ranks pass different n, ErrInvalid if n is not positive, ErrOutOfMemory if the heap would pass
+// Options.ReserveBytes and ErrUnsupported on a heap of CUDA IPC memory (Options.LegacyIPC).
 //
-// On a GPU it can wait for kernels. When ctx ends while it does, this rank's calls on the heap give up (comm.ErrAborted), and the heap can
-// only be closed. So it is with Register, Deregister and Close.
+// On a GPU it can wait for kernels. If ctx ends during that wait, this rank's calls on the heap give up (comm.ErrAborted), and the heap can
+// only be closed. The same holds for Register, Deregister and Close.
 func (h *Heap) Grow(ctx context.Context, n int64) error {
 	err, broken := h.begin()
 	defer h.end()
@@ -510,9 +509,9 @@ func (h *Heap) grow(ctx context.Context, n int64, broken error) (err error) {
 	return nil
 }
 
-// Verify compares what the ranks have called on the heap so far. It is collective and the error is
-// the same on every rank: a *DivergenceError (ErrDiverged) that names the first call that differs and
-// what each rank did. It costs one all-gather of a few bytes when all is well.
+// Verify compares the calls of the ranks on the heap so far. It is collective and the error is the same
+// on every rank: a *DivergenceError (ErrDiverged) that names the first call that differs and the call of
+// each rank. Without a difference it costs one all-gather of a few bytes.
 func (h *Heap) Verify(ctx context.Context) error {
 	err, _ := h.begin()
 	defer h.end()
@@ -558,11 +557,11 @@ func (h *Heap) verify(ctx context.Context) error {
 	return nil
 }
 
-// boundMoment is how long a collective call may go on when its context has ended.
+// boundMoment is how long a collective call may continue after its context has ended.
 const boundMoment = 100 * time.Millisecond
 
-// bounded sees to it that a collective call ends with its context. One that goes on a moment later waits in the driver for a kernel, which
-// waits for a peer, perhaps: then this rank's kernels are told to give up, and the call is cut off. end notes how it has ended.
+// bounded makes a collective call end with its context. A call that continues for boundMoment waits in the driver for a kernel, which may
+// wait for a peer: this rank's kernels are then told to give up, and the call is cut off. end notes the result.
 func (h *Heap) bounded(ctx context.Context) (end func(error) error) {
 	done := make(chan struct{})
 	var cut atomic.Bool
@@ -603,11 +602,11 @@ func (h *Heap) abort() {
 }
 
 // Close releases the heap: its buffers, views and registrations are dead. It is collective and
-// idempotent. Every rank first lets go of its peers' memory and then, after a barrier, of its own. The
-// caller has waited for all work that touches the heap.
+// idempotent. Every rank first unmaps its peers' memory and then, after a barrier, releases its own (M4).
+// The caller has waited for all work that touches the heap.
 //
-// When the group has failed, or ctx ends before all ranks have come, Close still releases everything
-// that this rank holds; the latter is an error, because another rank may be using the memory yet.
+// If the group has failed, or ctx ends before all ranks have called it, Close still releases everything
+// that this rank holds. The latter is an error, because another rank may still use the memory.
 func (h *Heap) Close(ctx context.Context) (err error) {
 	h.together.Lock()
 	defer h.together.Unlock()

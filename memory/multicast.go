@@ -11,17 +11,17 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/env"
 )
 
-// Multicast says whether the segments of a heap on GPUs have a multicast address beside their own, at which one access of a kernel
-// reaches all ranks' memory, and how ranks pass one another the objects behind it. It has never run on hardware.
+// Multicast says whether the segments of a heap on GPUs have a second, multicast address, at which one access of a kernel reaches all
+// ranks' memory, and how ranks pass each other the objects behind it. It has never run on hardware.
 type Multicast uint8
 
 // The ways.
 const (
-	// NoMulticast has none.
+	// NoMulticast makes no multicast address.
 	NoMulticast Multicast = iota
 	// MulticastByFile passes file descriptors.
 	MulticastByFile
-	// MulticastByFabric passes fabric handles, which GPUs of a fabric have that IMEX runs.
+	// MulticastByFabric passes fabric handles. GPUs in a fabric that IMEX runs have them.
 	MulticastByFabric
 )
 
@@ -40,7 +40,7 @@ func (m Multicast) handles() cuda.HandleType {
 	return cuda.PosixFile
 }
 
-// hurdle is what keeps a rank from multicast. Ranks tell one another.
+// hurdle is the reason why a rank cannot have multicast. Ranks exchange theirs.
 type hurdle int64
 
 const (
@@ -54,10 +54,10 @@ func (u hurdle) String() string {
 	return [...]string{"", "its environment forbids it", "its GPU has none", "its memory leaves it by CUDA IPC"}[u]
 }
 
-// multicast is one rank's view of all ranks' segments at once: what lies at an offset of the segments is at base + offset.
+// multicast is one rank's view of all ranks' segments at once: an offset of the segments is at address base + offset.
 //
-// The segments are bound to objects that follow one another and are larger than most extents, because the driver likes large ones: an
-// extent begins in the last object's rest. Each object is mapped as a whole, from its beginning, where its first byte belongs (M6).
+// The segments are bound to consecutive objects. These are larger than most extents, since the driver recommends large ones, so an
+// extent begins in the free end of the last object. Each object is mapped as a whole, from its beginning, where its first byte belongs (M6).
 type multicast struct {
 	ctx         *cuda.Context
 	by          Multicast
@@ -76,7 +76,7 @@ type multicastObject struct {
 	bound  []extent // this rank's memory, from the object's beginning
 }
 
-// newMulticast asks the driver what it needs to know.
+// newMulticast asks the driver for its granularities.
 func newMulticast(ctx *cuda.Context, by Multicast, team int) (*multicast, error) {
 	m := &multicast{ctx: ctx, by: by, team: team}
 	for recommended, n := range map[bool]*int64{false: &m.least, true: &m.good} {
@@ -89,7 +89,7 @@ func newMulticast(ctx *cuda.Context, by Multicast, team int) (*multicast, error)
 	return m, nil
 }
 
-// reserve takes the addresses of segments of so many bytes.
+// reserve takes addresses for segments of n bytes.
 func (m *multicast) reserve(limit int64) (err error) {
 	n := roundUp(limit, m.good)
 	if m.base, err = m.ctx.Reserve(n, m.good, 0); err != nil {
@@ -99,7 +99,7 @@ func (m *multicast) reserve(limit int64) (err error) {
 	return nil
 }
 
-// end is how far the objects reach.
+// end is the offset at which the last object ends.
 func (m *multicast) end() int64 {
 	if len(m.objects) == 0 {
 		return 0
@@ -108,8 +108,8 @@ func (m *multicast) end() int64 {
 	return last.at + last.n
 }
 
-// create makes the object o and what other ranks import it by. Who imports it from a descriptor has a reference of its own, and the
-// descriptor is one while it is open, so the creator's handle goes at once; a fabric handle is none, so then it stays (M6).
+// create makes the object o and the descriptor or fabric handle by which other ranks import it. An open descriptor is a reference, and so
+// is each import of it, so the creator's handle is released at once; a fabric handle is no reference, so then it stays (M6).
 func (m *multicast) create(o *multicastObject) (fd int, fabric cuda.FabricHandle, err error) {
 	fd = -1
 	h, err := m.ctx.MulticastCreate(m.team, o.n, m.by.handles())
@@ -172,7 +172,7 @@ func (m *multicast) bind(fd int, e extent) (err error) {
 	return nil
 }
 
-// unbind undoes bind, also where that has failed half-way.
+// unbind undoes bind, also one that has failed half-way.
 func (m *multicast) unbind(e extent) error {
 	var err error
 	for _, o := range m.objects {
@@ -187,7 +187,7 @@ func (m *multicast) unbind(e extent) error {
 	return err
 }
 
-// unmap takes the objects out of the addresses. This rank then reaches nobody's memory by them.
+// unmap takes the objects out of the addresses. This rank then reaches no memory by them.
 func (m *multicast) unmap(objects ...*multicastObject) error {
 	var err error
 	for _, o := range objects {
@@ -199,7 +199,7 @@ func (m *multicast) unmap(objects ...*multicastObject) error {
 	return err
 }
 
-// drop gives objects up, whatever this rank holds of them. Nobody uses them any more.
+// drop releases all that this rank holds of objects. No rank uses them any more.
 func (m *multicast) drop(objects ...*multicastObject) error {
 	err := m.unmap(objects...)
 	for _, o := range objects {
@@ -215,7 +215,7 @@ func (m *multicast) drop(objects ...*multicastObject) error {
 	return err
 }
 
-// close gives everything up.
+// close releases everything.
 func (m *multicast) close() error {
 	err := m.drop(m.objects...)
 	m.objects = nil
@@ -244,7 +244,7 @@ func (h *Heap) hurdle(by Multicast) hurdle {
 	return noHurdle
 }
 
-// obstacle is why the ranks cannot have multicast, empty where they can. all is what they have said of their GPUs, their hurdles last.
+// obstacle is the reason why the ranks cannot have multicast, "" if they can. all are their words about their GPUs, their hurdles last.
 func obstacle(all [][]int64) string {
 	if len(all) == 1 {
 		return "the group has one rank"
@@ -262,7 +262,7 @@ func obstacle(all [][]int64) string {
 	return ""
 }
 
-// teamUp prepares multicast if all ranks can have it, and has places be multiples of what it wants.
+// teamUp prepares multicast if all ranks can have it, and rounds places to its granularity.
 func (h *Heap) teamUp(by Multicast, all [][]int64) (err error) {
 	if by == NoMulticast {
 		return nil
@@ -281,8 +281,8 @@ func (h *Heap) teamUp(by Multicast, all [][]int64) (err error) {
 	return err
 }
 
-// bindAll binds e of every rank's segment, of which this rank has a descriptor, and makes another object where the last one has no room.
-// When it returns all have bound theirs, so kernels may use the addresses. On an error nothing is left of it, here.
+// bindAll binds e of every rank's segment; fd is this rank's descriptor of it. It makes another object if the last one has no room. When it
+// returns all ranks have bound theirs, so kernels may use the addresses. On an error this rank keeps none of it.
 func (h *Heap) bindAll(ctx context.Context, op string, fd int, e extent) (err error) {
 	m := h.multi
 	had := len(m.objects)
@@ -303,8 +303,8 @@ func (h *Heap) bindAll(ctx context.Context, op string, fd int, e extent) (err er
 	return err
 }
 
-// assemble has rank 0 make o and every rank import it and add its GPU. When it returns all have, before which nobody can bind or map: the
-// driver would wait for ranks that may have failed.
+// assemble makes o on rank 0; every rank imports it and adds its GPU. It returns when all have. Before that no rank may bind or map,
+// since the driver would wait for ranks that may have failed.
 func (h *Heap) assemble(ctx context.Context, op string, o *multicastObject) error {
 	m, fd := h.multi, -1
 	var fabric cuda.FabricHandle

@@ -228,7 +228,7 @@ func TestM6_MulticastObjectsOf1GiBComeAndGo(t *testing.T) {
 	}
 }
 
-// Each call of each rank's driver fails once, while a heap is made, grows and is closed. What has failed on one rank has on all, and
+// Each call of each rank's driver fails once, while a heap is made, grows and is closed. A failure on one rank is one on all, and
 // nothing is left of it.
 func TestAFailureOfAnyDriverCallLeaksNothing(t *testing.T) {
 	if !emulated.Driver(t) {

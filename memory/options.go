@@ -9,45 +9,43 @@ import (
 
 const (
 	defaultSegment = 64 << 20
-	// Address space costs nothing but page tables where it is used, and there are 128 TiB of it
-	// in a process. A heap takes 4 TiB unless told otherwise, so that many fit; ranks get at most
-	// 2 TiB of it each.
+	// Used address space costs page tables only, and a process has 128 TiB of it. A heap takes 4 TiB by default, which leaves room for others;
+	// each rank gets at most 2 TiB of it.
 	defaultAddresses = 4 << 40
 	maxDefaultStride = 2 << 40
-	// maxAddresses is half of what there is.
+	// maxAddresses is half of the address space.
 	maxAddresses = 64 << 40
 )
 
-// Options says how a heap is made. The zero value works. All ranks pass the same.
+// Options of a heap. The zero value works. All ranks pass the same.
 type Options struct {
-	// SegmentBytes is how much memory the pool of every rank has at first, 64 MiB when 0. It is
-	// rounded up to what the device maps (2 MiB on the host). On the host a page takes memory when
-	// it is first touched, on a GPU all of it is taken at once.
+	// SegmentBytes is the memory of every rank's pool at first, 64 MiB if 0. It is rounded up to what
+	// the device maps (2 MiB on the host). On the host a page takes memory when it is first touched; on
+	// a GPU the heap takes all of it at once.
 	SegmentBytes int64
-	// ReserveBytes is how far Grow can take the pool of every rank, in bytes of memory. It costs
-	// only addresses, and as many again are reserved for registrations. 0 means as much as is
-	// reasonable: 1 TiB with one or two ranks, 32 GiB with 64, less where the process may have
-	// less address space.
+	// ReserveBytes bounds the memory of every rank's pool after all calls of Grow. It costs addresses
+	// only, and as many again for registrations. 0 means 1 TiB with one or two ranks and less with
+	// more (32 GiB with 64), or less if the process may have less address space.
 	ReserveBytes int64
-	// LegacyIPC makes a heap on GPUs of ordinary device memory that other processes map by CUDA IPC, for machines and
-	// containers that cannot export device memory as file descriptors or pass them. Heaps on GPUs that cannot are made so
-	// by themselves. Peers' segments then lie anywhere, so kernels look their addresses up, and such a heap cannot Grow:
-	// SegmentBytes is all it has. On the host it is an ErrInvalid.
+	// LegacyIPC makes a heap on GPUs from ordinary device memory that other processes map by CUDA IPC, for machines and
+	// containers that cannot export device memory as file descriptors or pass them. GPUs that cannot export get such a heap
+	// without the option. Peers' segments then lie at any address, so kernels look these up, and the heap cannot Grow beyond
+	// SegmentBytes. On the host the option is an ErrInvalid.
 	LegacyIPC bool
-	// Multicast gives the segments of a heap on GPUs a multicast address beside their own, for reductions that ask for it
-	// (allreduce.Options.Multicast). It has never run on hardware, and is off by default. It stays off where NCCL_NVLS_ENABLE=0,
-	// NVSHMEM_DISABLE_NVLS=1 or TORCH_SYMM_MEM_DISABLE_MULTICAST=1 is set for any rank, where a GPU has none and where ranks share a GPU;
-	// Heap.Multicast then says why. What the driver refuses is an error. On the host and with LegacyIPC it is an ErrInvalid.
+	// Multicast gives the segments of a heap on GPUs a second, multicast address, for reductions that ask for it
+	// (allreduce.Options.Multicast). It has never run on hardware, and is off by default. It stays off if any rank has set NCCL_NVLS_ENABLE=0,
+	// NVSHMEM_DISABLE_NVLS=1 or TORCH_SYMM_MEM_DISABLE_MULTICAST=1, if a GPU lacks it and if ranks share a GPU; Heap.Multicast then says
+	// why. A refusal of the driver is an error. On the host and with LegacyIPC the option is an ErrInvalid.
 	Multicast Multicast
-	// Logger gets what happens to the heap as a whole, and who waits for whom in calls on it. nil is the group's.
+	// Logger gets the events of the heap, and the waits for peers in calls on it. nil is the group's.
 	Logger *slog.Logger
 }
 
-// layout is Options made exact for a group of some size.
+// layout is Options with all sizes, for a group of a known size.
 type layout struct {
 	first   int64 // bytes of the first segment, header included
 	limit   int64 // bytes the pool may reach, header included
-	atLeast int64 // limit may be lowered to this where address space is short
+	atLeast int64 // limit may be lowered to this if address space is short
 }
 
 // stride is the distance of two ranks' segments: the pool's addresses and the window for

@@ -14,7 +14,7 @@ const alignment = 256
 // Free blocks sit in a treap ordered by (size, counter, offset); all blocks of a segment sit in
 // a list ordered by offset. So every call costs O(log n), and because blocks are slots of one
 // slice that are used again, a pool allocates nothing once it has seen its largest number of
-// blocks. The shape of the treap is chance, what it finds is not.
+// blocks. The shape of the treap is random, but not the block that it finds.
 type pool struct {
 	blocks []block // blocks[0] is none
 	spare  int32   // head of the unused slots, linked by next

@@ -86,8 +86,8 @@ func (m *Mapping) Close() error {
 	return m.err
 }
 
-// Registration is foreign memory that has a place in every rank's segment, so that peers reach it like the
-// heap's own. Every rank brings memory of its own, of any length. It begins at the same offset on all.
+// Registration is foreign memory with a place in every rank's segment, so peers reach it like the heap's own.
+// Every rank registers memory of its own, of any length. The place is the same on all ranks.
 type Registration struct {
 	heap  *Heap
 	own   region
@@ -107,22 +107,22 @@ type Registration struct {
 
 // Register makes the memory of v symmetric. It is collective; a rank without memory passes View{}. On the
 // host v must lie in a Mapping and begin at a multiple of the page size: the pages are mapped once more,
-// at their place in every process. Go memory cannot be (it has no file descriptor) and is an
+// at their place in every process. Go memory has no file descriptor and is an
 // ErrUnsupported, as is a view of a heap. A freed view is an ErrFreed. An error of one rank is one on all.
 //
-// On a GPU v is a view of Device memory that lies in one allocation of the heap's GPU: of cudaMalloc, which is
-// what tensors of torch lie in, or of cuMemCreate, exportable as a file descriptor. Peers map the allocation as a
-// whole, so it stays as it is until Deregister has returned: it must not be freed before. Of a library that hands
-// out parts of its allocations the identity is that of the allocation: a part that is given to somebody else stays
-// registered. Memory of cudaMallocAsync and managed memory have no handle for peers and are an ErrUnsupported.
+// On a GPU v is a view of Device memory in one allocation of the heap's GPU: of cudaMalloc, as torch's tensors
+// are, or of cuMemCreate, exportable as a file descriptor. Peers map the whole allocation, so it must not be freed
+// before Deregister has returned. If a library divides its allocations, the identity is that of the allocation: a
+// piece that the library gives to another user stays registered. Memory of cudaMallocAsync and managed memory have
+// no handle for peers and are an ErrUnsupported.
 //
-// Mapping can wait for kernels that run on the GPU: no such kernel may wait for a rank that is in Register.
+// The call can wait for kernels that run on the GPU; no such kernel may wait for a rank that is in Register.
 //
 // A heap has room for ReserveBytes in registrations of the host and of cuMemCreate, and for 256 registrations on
 // GPUs (112 with 64 ranks); one more is an ErrOutOfMemory.
 //
-// A registration is found by the identity of the memory and the range (View.Symmetric): never by address,
-// so that a mapping or an allocation which came to lie where another was is not taken for it, and never by content.
+// A registration is found by the identity of the memory and the range (View.Symmetric), never by address or
+// content. So a mapping or an allocation at the address of an earlier one is not taken for that (M7).
 func (h *Heap) Register(ctx context.Context, v View) (*Registration, error) {
 	err, broken := h.begin()
 	defer h.end()
@@ -246,7 +246,7 @@ func (h *Heap) registrations() []*Registration {
 	return nil
 }
 
-// find returns the newest registration of n bytes at off of what id names.
+// find returns the newest registration of n bytes at off of the memory with identity id.
 func (h *Heap) find(id identity, off, n int64) *Registration {
 	p := h.registered.Load()
 	if p == nil {
@@ -271,20 +271,19 @@ func (h *Heap) peers() []int {
 	return out
 }
 
-// View is this rank's part, symmetric in the heap.
+// View is this rank's memory, symmetric in the heap.
 func (r *Registration) View() View { return r.view }
 
-// Offset is the place of every rank's part in its segment, as kernels.Space.Addr takes it. On the host it is an offset
-// like those of buffers, in bytes; on a GPU the memory lies elsewhere, and the place counts bytes from where the part begins.
+// Offset is the place of every rank's memory in its segment, as kernels.Space.Addr takes it. On the host it is an offset
+// like those of buffers, in bytes; on a GPU the memory lies elsewhere, and the place counts bytes from its beginning.
 func (r *Registration) Offset() int64 { return r.place }
 
-// PeerLen is the length of rank p's part in bytes. What lies past it is not to be touched.
+// PeerLen is the length of rank p's memory in bytes. Memory beyond it must not be touched.
 func (r *Registration) PeerLen(p int) int64 { return r.lens[p] }
 
-// Deregister takes the memory out of the segments again. It is collective: every rank lets go of its peers'
-// parts before any call returns, so that the memory may then be freed. The caller has waited for all work that
-// uses the registration. The Mapping stays. A second Deregister is an ErrFreed; after the heap's Close there is
-// nothing left to do.
+// Deregister takes the memory out of the segments. It is collective: every rank unmaps its peers' memory before
+// any call returns, so the memory may then be freed (M4). The caller has waited for all work that uses the
+// registration. The Mapping stays. A second Deregister is an ErrFreed; after the heap's Close it does nothing.
 func (r *Registration) Deregister(ctx context.Context) error {
 	h := r.heap
 	err, broken := h.begin()

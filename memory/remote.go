@@ -12,8 +12,8 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// Memory of GPUs that has no file descriptor lies at an address of the driver's choosing in every process.
-// Registrations of it have a row in the alias table, segments of it are in a table of segments.
+// The driver chooses the address of GPU memory without a file descriptor, in every process anew. Registrations
+// of such memory have a row in the alias table, and segments of it are in a table of segments.
 
 // name is how other ranks find such memory: its address for those of the same process; for others the
 // driver's handle of its allocation and how far into that it lies. The zero name is no memory.
@@ -77,7 +77,7 @@ func (b *cudaBacking) export(addr uintptr, p cuda.Pointer) (n name, err error) {
 	return n, nil
 }
 
-// attach is the address here of what another rank has named. A process cannot open what it has exported itself.
+// attach is the address in this process of memory that another rank has named. A process cannot open what it has exported itself.
 func (b *cudaBacking) attach(n *name) (uintptr, error) {
 	pid, pids, err := thisProcess()
 	if err != nil {
@@ -122,7 +122,7 @@ func (b *cudaBacking) enablePeer(addr uintptr) error {
 	return errors.Join(b.ctx.EnablePeer(peer), peer.Close())
 }
 
-// detach gives up what attach has returned.
+// detach releases the address that attach has returned.
 func (b *cudaBacking) detach(n *name) error {
 	o := b.opened[n.exporter()]
 	if o == nil {
@@ -135,7 +135,7 @@ func (b *cudaBacking) detach(n *name) error {
 	return b.ctx.IPCClose(o.addr)
 }
 
-// detachAll gives up everything.
+// detachAll releases everything.
 func (b *cudaBacking) detachAll() error {
 	var err error
 	for _, o := range b.opened {
@@ -172,8 +172,8 @@ func (b *cudaBacking) write(at int64, words []uintptr) error {
 	return b.ctx.Write(b.alarm, b.origin+uintptr(at), buf)
 }
 
-// attachAll is where the memory that the other ranks have named lies in this process. On an error, of whatever
-// rank, no rank holds anything of another when it returns, unless the call was cut off.
+// attachAll returns the addresses in this process of the memory that the other ranks have named. After an error of
+// any rank, no rank holds memory of another when it returns, unless the call was cut off.
 func (h *Heap) attachAll(ctx context.Context, op string, names []name) ([]uintptr, error) {
 	addrs := make([]uintptr, len(names))
 	var held []int
@@ -243,8 +243,8 @@ func (h *Heap) scatter(ctx context.Context, n int64) error {
 	return nil
 }
 
-// alias puts the addresses of r's memory into its row of the table. What is mapped in the window is there already.
-// own is the address of this rank's part.
+// alias puts the addresses of r's memory into its row of the table. Memory mapped in the window is there already.
+// own is the address of this rank's memory.
 func (h *Heap) alias(ctx context.Context, r *Registration, own uintptr) error {
 	addrs, err := h.attachAll(ctx, "register", r.names)
 	if err != nil {

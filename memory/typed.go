@@ -22,7 +22,7 @@ type (
 	Float8E5M2 = vec.Float8E5M2
 )
 
-// ToFloat16 rounds to the nearest Float16, ties to even; what is too large becomes infinity.
+// ToFloat16 rounds to the nearest Float16, ties to even; larger numbers become infinity.
 func ToFloat16(f float32) Float16 { return vec.ToFloat16(f) }
 
 // ToBFloat16 rounds to the nearest BFloat16, ties to even.
@@ -33,7 +33,7 @@ type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~uint32 | ~int32 | ~uint64 | ~int64 | ~float32 | ~float64
 }
 
-// element is of what a View is known to consist. The zero value: of nothing in particular, such as bytes.
+// element is the known element type of a View. The zero value means unknown, as for bytes.
 type element struct {
 	size  uint8         // in bytes
 	dtype kernels.DType // Uint8 for integers of 16 bits, which may hold numbers of a type that Go lacks
@@ -84,11 +84,11 @@ func As[T Element](v View) View {
 	return v
 }
 
-// Element says of what v is known to consist: "int64" for one, and "bytes" where nothing is known.
+// Element names the elements of v, such as "int64"; "bytes" if they are not known.
 func (v View) Element() string { return v.elem.String() }
 
-// Holds reports whether v may consist of elements of type t. Integers of 16 bits may be of any type of that size, and so may memory of
-// which nothing is known.
+// Holds reports whether v may consist of elements of type t. Integers of 16 bits may be of any type of that size, and unknown memory of
+// any type.
 func (v View) Holds(t kernels.DType) bool {
 	switch e := v.elem; {
 	case e.size == 0:
@@ -100,9 +100,9 @@ func (v View) Holds(t kernels.DType) bool {
 	}
 }
 
-// Of is the memory of v as a slice of T, in the machine's byte order; it shares v's bytes and ends where v ends. Of memory
-// of a GPU it is nil, like Bytes. It panics when the bytes are not a whole number of T, or do not begin at a multiple of its
-// size, as a slice expression does that is out of range, and when the elements of v are known to be of another size.
+// Of is the memory of v as a slice of T, in the machine's byte order; it shares v's bytes and ends where v ends. For memory
+// of a GPU it is nil, like Bytes. Like a slice expression out of range, it panics if the bytes are not a whole number of T or
+// do not begin at a multiple of its size, and if the elements of v are known to be of another size.
 func Of[T Element](v View) []T {
 	b := v.Bytes()
 	size := shm.SizeOf[T]()
@@ -118,8 +118,8 @@ func Of[T Element](v View) []T {
 // Wrap is a view of the elements of s, which is Go memory and stays alive with the view. See Host.
 func Wrap[T Element](s []T) View { return As[T](Host(shm.Bytes(s))) }
 
-// Matrix is rows of equal length, one after the other: tokens by their hidden size, for one. It is a small value; copies
-// share the elements. The zero Matrix has no rows.
+// Matrix is rows of equal length, one after the other, such as tokens by their hidden size. It is a small value; copies share
+// the elements. The zero Matrix has no rows.
 type Matrix[T Element] struct {
 	rows, cols int
 	data       []T // nil on a GPU
@@ -134,7 +134,7 @@ func NewMatrix[T Element](rows, cols int) Matrix[T] {
 }
 
 // AllocMatrix is a matrix in the heap's pool, where peers write in place. It is Heap.Alloc: every rank makes the same calls
-// with the same sizes in the same order, the content is whatever was there before, and Free gives it back.
+// with the same sizes in the same order, the content is undefined, and Free gives it back.
 func AllocMatrix[T Element](h *Heap, rows, cols int) (Matrix[T], error) {
 	size := int64(shm.SizeOf[T]())
 	if rows < 0 || cols < 0 || cols > 0 && int64(rows) > math.MaxInt64/size/int64(cols) {
@@ -177,7 +177,7 @@ func (m Matrix[T]) Row(i int) []T {
 	return m.data[i*m.cols : (i+1)*m.cols : (i+1)*m.cols]
 }
 
-// Slice is rows lo up to hi, which share the matrix's memory. Like a slice expression it panics when they are not in m.
+// Slice is rows lo up to hi, which share the matrix's memory. Like a slice expression it panics if they are not in m.
 func (m Matrix[T]) Slice(lo, hi int) Matrix[T] {
 	if lo < 0 || hi < lo || hi > m.rows {
 		panic(fmt.Sprintf("memory: rows %d to %d of a matrix of %d rows", lo, hi, m.rows))
@@ -190,8 +190,8 @@ func (m Matrix[T]) Slice(lo, hi int) Matrix[T] {
 	return s
 }
 
-// Free gives a matrix of AllocMatrix back to the pool, by the rules of Buffer.Free. Other matrices, slices of it among them,
-// have nothing to give back: an ErrInvalid.
+// Free gives a matrix of AllocMatrix back to the pool, by the rules of Buffer.Free. For other matrices, also slices of that one,
+// it is an ErrInvalid.
 func (m Matrix[T]) Free() error {
 	if m.buffer == nil {
 		return fmt.Errorf("memory: free a matrix that AllocMatrix did not make: %w", ErrInvalid)

@@ -153,7 +153,7 @@ func TestAllocMatrix(t *testing.T) {
 	require.NoError(t, empty.Free())
 }
 
-// What is made of a buffer on every call of a layer costs no allocation.
+// Views and slices that a layer makes of a buffer on every call cost no allocation.
 func TestTypedMemoryAllocatesNothing(t *testing.T) {
 	numbers := make([]float32, 64)
 	var sum float32

@@ -7,13 +7,13 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/shm"
 )
 
-// View is a stretch of memory that an operation reads or writes. It is a small value, made without
-// allocation, that keeps what it views alive: Go memory from the garbage collector, a buffer or a
-// mapping as an object whose Free or Close still ends it. The zero View is empty.
+// View is contiguous memory that an operation reads or writes. It is a small value, made without
+// allocation. It keeps Go memory alive, but not a buffer or a mapping, which Free or Close ends. The
+// zero View is empty.
 //
-// There are three kinds. Views of buffers and registrations are symmetric: peers reach the memory by its
-// place in the segment. Views of Go memory, of device memory and of mappings are foreign: operations stage
-// them. A foreign mapping, and device memory, become symmetric where they are registered.
+// Views of buffers and registrations are symmetric: peers reach the memory by its place in the segment.
+// Views of Go memory, of device memory and of mappings are foreign: operations stage them. Mappings and
+// device memory become symmetric by Heap.Register.
 type View struct {
 	own *region // of a buffer, a registration or a mapping; nil for memory that has no owner here
 	mem []byte  // the bytes, on the host
@@ -24,7 +24,7 @@ type View struct {
 	elem element // of what the memory is known to consist
 }
 
-// region is memory with an owner.
+// region is memory with an owner in this package.
 type region struct {
 	heap  *Heap    // whose symmetric memory it is; nil for a mapping
 	id    identity // of a mapping
@@ -34,8 +34,8 @@ type region struct {
 	freed atomic.Bool
 }
 
-// Host is a view of memory of the host that does not belong to a heap. Changes of b's bytes show, of
-// course; b's length and place are fixed here.
+// Host is a view of host memory outside a heap. It shares b's bytes; later changes of the slice b itself
+// do not change the view.
 func Host(b []byte) View { return View{mem: b[:len(b):len(b)], n: int64(len(b))} }
 
 // Device is a view of n bytes of device memory at ptr that do not belong to a heap, such as a tensor.
@@ -65,8 +65,8 @@ func (v View) Slice(off, n int64) View {
 	return v
 }
 
-// Bytes is the memory on the host, nil for device memory. It does not check that the memory is still
-// there (Valid does), because a freed buffer may still be used by work that was enqueued before.
+// Bytes is the memory on the host, nil for device memory. Unlike Valid it does not check that the memory
+// still exists, because work that was enqueued before may still use a freed buffer.
 func (v View) Bytes() []byte { return v.mem }
 
 // Ptr is the address of the first byte on the device that the memory belongs to.
@@ -80,10 +80,10 @@ func (v View) Ptr() uintptr {
 // OnHost reports whether Bytes is the memory; an empty view is on every device.
 func (v View) OnHost() bool { return v.mem != nil || v.n == 0 && v.ptr == 0 }
 
-// Symmetric reports whether peers reach v in h, and at which place of this rank's segment v begins: an offset,
-// or on a GPU, in a registration, what kernels.Space.Addr resolves. It holds for views of h's buffers and
-// registrations, and for views of a mapping or of device memory that lie in what is registered with h. Those are told by the memory's identity, never by its address. ok is false
-// for memory that was freed or deregistered.
+// Symmetric reports whether peers reach v in h, and the place in this rank's segment at which v begins, for
+// kernels.Space.Addr. It is true for views of h's buffers and registrations, and for views of a mapping or of
+// device memory inside memory that is registered with h. It finds those by the memory's identity, never by its
+// address (M7). ok is false for memory that was freed or deregistered.
 func (v View) Symmetric(h *Heap) (off int64, ok bool) {
 	switch {
 	case v.own == nil:
@@ -111,9 +111,8 @@ func (v View) Symmetric(h *Heap) (off int64, ok bool) {
 	return 0, false
 }
 
-// Valid returns nil while the memory may be used: an ErrFreed once the buffer, registration or mapping
-// was freed, an ErrClosed once its heap was closed. Of memory without an owner here nothing is known, so
-// it is valid.
+// Valid returns nil while the memory may be used, an ErrFreed once the buffer, registration or mapping was
+// freed, and an ErrClosed once its heap was closed. Memory without an owner in this package is always valid.
 func (v View) Valid() error {
 	switch r := v.own; {
 	case r == nil:
