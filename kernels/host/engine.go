@@ -29,6 +29,8 @@ type Engine struct {
 	pullFrom   int64                         // the least message that is read in its sender's memory,
 	pullBytes  int64                         // and how much of it at once
 	tellEvery  time.Duration                 // between words about a wait
+	began      time.Time                     // from which patience counts
+	patience   shm.Patience                  // of all waits of this rank
 
 	mu    sync.Mutex
 	tasks []*task
@@ -47,7 +49,7 @@ type peer struct {
 // elsewhere there are none. why says for which reason the abort word was set.
 func New(space kernels.Space, bells []*Bell, why func() error) *Engine {
 	cores := runtime.GOMAXPROCS(0)
-	e := &Engine{space: space, bells: bells, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes, tellEvery: tellEvery}
+	e := &Engine{space: space, bells: bells, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes, tellEvery: tellEvery, began: time.Now()}
 	if e.crowded {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
 	}

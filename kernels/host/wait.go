@@ -44,6 +44,7 @@ type waiter struct {
 	other   uint64    // the call in which the peer waited for is instead,
 	seen    time.Time // and since when
 	near    bool      // the peer waited for needs our core
+	looks   bool      // this wait has not slept yet, and looks before it does
 	// The call of the control plane in which the peer waits for this rank, and how long this rank had waited when that was seen first.
 	meets     uint64
 	meetsFrom time.Duration
@@ -67,6 +68,9 @@ func (w *waiter) begin(p *port, with sizer, c call, timeout time.Duration) {
 }
 
 func (w *waiter) busy() {
+	if w.polls > 1 && w.looks {
+		w.looked(true)
+	}
 	w.polls = 0
 	if w.awaits != 0 {
 		w.e.peers[w.e.space.Rank].awaited.CompareAndSwap(w.awaits, 0)
@@ -92,24 +96,27 @@ func (w *waiter) idle(peer int) error {
 	}
 	if w.polls == 1 {
 		w.since, w.told = time.Now(), 0
-		w.near = w.e.near(peer)
+		w.near, w.looks = w.e.near(peer), w.e.patience.Looks(w.since.Sub(w.e.began))
 		if w.over() {
 			return comm.ErrAborted
 		}
 		return nil // that took long enough for another look
 	}
-	if !w.near && w.polls%spinsPerLook != 0 {
+	if w.looks && !w.near && w.polls%spinsPerLook != 0 {
 		shm.Pause(1)
 		return nil
 	}
 	waited := time.Since(w.since)
-	switch {
-	case !w.near && waited < spinFor:
-		return nil
-	case waited < yieldFor:
-		w.near = true // from now on
-		w.e.yield()
-		return nil
+	if w.looks {
+		switch {
+		case !w.near && waited < spinFor:
+			return nil
+		case waited < yieldFor:
+			w.near = true // from now on
+			w.e.yield()
+			return nil
+		}
+		w.looked(false)
 	}
 	if w.over() {
 		return comm.ErrAborted
@@ -139,6 +146,13 @@ func (w *waiter) idle(peer int) error {
 	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-waited+time.Microsecond))
 	w.doorbell = w.e.doorbell.Load()
 	return nil
+}
+
+// looked ends the part of a wait in which this rank looks.
+func (w *waiter) looked(answered bool) {
+	w.looks = false
+	now := time.Now()
+	w.e.patience.Looked(now.Sub(w.e.began), now.Sub(w.since), answered)
 }
 
 // over reports whether waiting has no sense any more, for the heap or for the port.

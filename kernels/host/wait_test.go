@@ -171,3 +171,31 @@ func TestF2_WhoGoesOnDoesNotWait(t *testing.T) {
 	new(waiter).begin(w.ports[0].(*port), nil, call{at: kernels.HeaderBytes, epoch: 2}, time.Second)
 	require.Zero(t, own.awaited.Load())
 }
+
+// A rank whose look has lost the core sleeps first in its next waits, and looks again after a rest.
+func TestWaitsSleepFirstWhereLookingLosesTheCore(t *testing.T) {
+	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
+	e, port := w.engines[0], w.ports[0].(*port)
+	var wait waiter
+	wait.begin(port, nil, call{at: kernels.HeaderBytes, epoch: 1}, 10*time.Second)
+	require.NoError(t, wait.idle(1))
+	require.True(t, wait.looks)
+	require.NoError(t, wait.idle(1))
+	require.False(t, wait.entered)
+	time.Sleep(3 * time.Millisecond) // others have its core
+	wait.busy()
+
+	require.NoError(t, wait.idle(1))
+	require.False(t, wait.looks)
+	require.NoError(t, wait.idle(1))
+	require.True(t, wait.entered, "peers know that it sleeps")
+	start := time.Now()
+	require.NoError(t, wait.idle(1))
+	require.GreaterOrEqual(t, time.Since(start), sleepFor)
+	wait.busy()
+
+	e.began = e.began.Add(-time.Minute)
+	require.NoError(t, wait.idle(1))
+	require.True(t, wait.looks)
+	wait.busy()
+}

@@ -34,15 +34,19 @@ const (
 // a sleeper takes tens of microseconds where the core has to be woken too, as in many virtual machines.
 const watchFor = 50 * time.Microsecond
 
-// watch reports whether w changes from val within watchFor.
-func watch(w *atomic.Uint32, val uint32) bool {
-	for since := time.Now(); ; shm.Yield() {
-		if w.Load() != val {
-			return true
+// watch reports whether w changes from val within watchFor, or at once where looking does not pay.
+func (q *queue) watch(w *atomic.Uint32, val uint32) bool {
+	since := time.Now()
+	if !q.patience.Looks(since.Sub(q.began)) {
+		return w.Load() != val
+	}
+	for {
+		changed := w.Load() != val
+		if now := time.Now(); changed || now.Sub(since) > watchFor {
+			q.patience.Looked(now.Sub(q.began), now.Sub(since), changed)
+			return changed
 		}
-		if time.Since(since) > watchFor {
-			return false
-		}
+		shm.Yield()
 	}
 }
 
@@ -84,6 +88,9 @@ type queue struct {
 	ran                               *atomic.Uint64
 	gate, waiting, bell, sleepingWord *atomic.Uint32
 
+	began    time.Time
+	patience shm.Patience // of the worker and of those who wait for it
+
 	mu      sync.Mutex
 	ring    []*op
 	idle    []*op
@@ -103,7 +110,7 @@ func (q *queue) start(words []byte, run func(*op) (int64, error)) {
 	q.gate, q.waiting = shm.Word32(words, wordGate), shm.Word32(words, wordWaiting)
 	q.bell, q.sleepingWord = shm.Word32(words, wordBell), shm.Word32(words, wordSleeping)
 	q.ring = make([]*op, 16)
-	q.outcomes = make(map[Ticket]outcome)
+	q.outcomes, q.began = make(map[Ticket]outcome), time.Now()
 	q.stopped = make(chan struct{})
 	go q.serve(run)
 }
@@ -165,7 +172,7 @@ func (q *queue) serve(run func(*op) (int64, error)) {
 			if closed {
 				return
 			}
-			if watch(q.bell, bell) {
+			if q.watch(q.bell, bell) {
 				continue
 			}
 			q.sleepingWord.Store(1)
@@ -223,7 +230,7 @@ func (q *queue) finish(value int64, err error) {
 // Wait waits for a ticket, for at most d, and reports whether it is complete, its value and its error. It may return
 // sooner without it, for instance because a signal arrived. It may be called again, also for a complete ticket.
 func (q *queue) Wait(t Ticket, d time.Duration) (done bool, value int64, err error) {
-	if gate := q.gate.Load(); Ticket(q.ran.Load()) < t && d > 0 && !watch(q.gate, gate) {
+	if gate := q.gate.Load(); Ticket(q.ran.Load()) < t && d > 0 && !q.watch(q.gate, gate) {
 		q.waiting.Add(1)
 		if Ticket(q.ran.Load()) < t {
 			shm.FutexWait(q.gate, gate, d)
