@@ -51,7 +51,7 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 	if refused != nil {
 		m.poison = refused.Error() // the others get it as this rank's error
 	}
-	c, err := g.begin(opAdmit)
+	c, err := g.startCall(opAdmit)
 	if err != nil {
 		return nil, err
 	}
@@ -63,7 +63,7 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 	}
 	defer verdict.Close()
 	g.n.activate(verdict, g.members)
-	parts, err := g.finish(ctx, c, m)
+	parts, err := g.finishCall(ctx, c, m)
 	switch {
 	case refused != nil:
 		return nil, refused
@@ -101,9 +101,6 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 	return nil, fmt.Errorf("%w: a rank could not connect to all others", ErrAborted)
 }
 
-// settleGrace is how long ranks may take to agree when their context has ended.
-const settleGrace = time.Second
-
 // settle has the ranks that are left agree on whether a joint action has failed:
 // it has if one of them says so. All get the same answer, also when ranks are
 // lost meanwhile.
@@ -120,7 +117,7 @@ func (g *Group) settle(ctx context.Context, failed bool) (bool, error) {
 	if err != nil {
 		return true, err
 	}
-	g.tell(message{kind: kindShrink, gid: g.id, decided: true, data: dec.encode()}, nil)
+	g.sendToRanks(message{kind: kindShrink, gid: g.id, decided: true, data: dec.encode()}, nil)
 	return dec.has(len(g.members)), nil
 }
 

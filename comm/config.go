@@ -114,7 +114,7 @@ func (c *Config) validate() error {
 	c.JoinTimeout = cmp.Or(c.JoinTimeout, DefaultJoinTimeout)
 	c.PeerTimeout = cmp.Or(c.PeerTimeout, DefaultPeerTimeout)
 	c.Name = cmp.Or(c.Name, "world")
-	c.handshakeTimeout = cmp.Or(c.handshakeTimeout, 10*time.Second)
+	c.handshakeTimeout = cmp.Or(c.handshakeTimeout, handshakeGrace)
 	c.version = cmp.Or(c.version, protocolVersion)
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)

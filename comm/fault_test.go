@@ -233,8 +233,8 @@ func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
 // Who has proven nothing can pin no more than 4 KiB, whatever it announces.
 func TestF4_MemoryBeforeTrust(t *testing.T) {
 	secret := []byte("what only ranks know")
-	h := (&hello{version: protocolVersion, secret: true, body: (&card{purpose: toRendezvous, rank: 1, size: 2}).encode()}).encode()
-	proof := append([]byte{byte(noteProof)}, 0, 0, 0x10, 0) // of 1 MiB
+	h := (&hello{version: protocolVersion, secret: true, body: (&identity{purpose: toRendezvous, rank: 1, size: 2}).encode()}).encode()
+	proof := append([]byte{byte(frameProof)}, 0, 0, 0x10, 0) // of 1 MiB
 	const conns = 200
 	before, after := new(runtime.MemStats), new(runtime.MemStats)
 	addr := freeAddr(t)

@@ -176,7 +176,7 @@ func FuzzFailure(f *testing.F) {
 		again, err := decodeFail(encodeFail(fail))
 		require.NoError(t, err)
 		require.Equal(t, fail, again)
-		require.Error(t, failureError(fail))
+		require.Error(t, joinFailed(fail))
 	})
 }
 
@@ -223,10 +223,10 @@ func FuzzHello(f *testing.F) {
 	})
 }
 
-func FuzzCard(f *testing.F) {
-	f.Add((&card{purpose: toMesh, rank: 1, size: 2, gid: 3, host: "h", addr: "@a"}).encode())
+func FuzzIdentity(f *testing.F) {
+	f.Add((&identity{purpose: toMesh, rank: 1, size: 2, gid: 3, host: "h", addr: "@a"}).encode())
 	f.Fuzz(func(t *testing.T, b []byte) {
-		c, err := decodeCard(b)
+		c, err := decodeIdentity(b)
 		if err != nil {
 			require.ErrorIs(t, err, errMalformed)
 			return
@@ -250,7 +250,7 @@ func FuzzTable(f *testing.F) {
 	})
 }
 
-func FuzzNote(f *testing.F) {
+func FuzzFrame(f *testing.F) {
 	f.Add([]byte("A\x00\x00\x00\x00"))
 	f.Add([]byte("R\x02\x00\x00\x00no"))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -274,16 +274,16 @@ func (w *wire) Write(b []byte) (int, error) { return len(b), nil }
 // FuzzHandshake says anything to either side. Without the secret nothing gets
 // one through.
 func FuzzHandshake(f *testing.F) {
-	h := (&hello{version: 1, secret: true, body: (&card{purpose: toMesh, size: 2}).encode()}).encode()
+	h := (&hello{version: 1, secret: true, body: (&identity{purpose: toMesh, size: 2}).encode()}).encode()
 	f.Add(h, true)
 	f.Add(append(append([]byte(nil), h...), "P\x20\x00\x00\x0000000000000000000000000000000000"...), true)
 	f.Add(append(append([]byte(nil), h...), "P\x20\x00\x00\x0000000000000000000000000000000000"...), false)
 	f.Fuzz(func(t *testing.T, b []byte, server bool) {
-		_, err := greet(&wire{in: bytes.NewReader(b)}, server, 1, []byte("secret"), card{purpose: toMesh, size: 2})
+		_, err := greet(&wire{in: bytes.NewReader(b)}, server, 1, []byte("secret"), identity{purpose: toMesh, size: 2})
 		require.Error(t, err)
-		s, err := greet(&wire{in: bytes.NewReader(b)}, server, 1, nil, card{purpose: toMesh, size: 2})
+		s, err := greet(&wire{in: bytes.NewReader(b)}, server, 1, nil, identity{purpose: toMesh, size: 2})
 		if err == nil {
-			_, _ = s.examine(1, card{purpose: toMesh, size: 2})
+			_, _ = s.examine(1, identity{purpose: toMesh, size: 2})
 			_, _ = s.verdict()
 		}
 	})

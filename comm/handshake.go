@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"sync"
 	"time"
 )
 
@@ -103,11 +102,11 @@ type purpose uint8
 const (
 	toRendezvous purpose = 1
 	toMesh       purpose = 2
-	toRetire     purpose = 3 // to take the port of a rendezvous that has failed
+	toYieldPort  purpose = 3 // to take the port of a rendezvous that has failed
 )
 
-// card is the body of a hello: who the sender is and how it was configured.
-type card struct {
+// identity is the body of a hello: who the sender is and how it was configured.
+type identity struct {
 	purpose     purpose
 	rank        int
 	size        int
@@ -120,9 +119,9 @@ type card struct {
 	name        string // toRendezvous: of the group
 }
 
-const cardFixed = 1 + 4 + 4 + 4 + 1 + 8 + 8
+const identityFixed = 1 + 4 + 4 + 4 + 1 + 8 + 8
 
-func (c *card) encode() []byte {
+func (c *identity) encode() []byte {
 	b := []byte{byte(c.purpose)}
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.rank))
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.size))
@@ -139,11 +138,11 @@ func (c *card) encode() []byte {
 	return appendString(b, c.name)
 }
 
-func decodeCard(b []byte) (card, error) {
-	if len(b) < cardFixed {
-		return card{}, fmt.Errorf("%w card: %d bytes", errMalformed, len(b))
+func decodeIdentity(b []byte) (identity, error) {
+	if len(b) < identityFixed {
+		return identity{}, fmt.Errorf("%w identity: %d bytes", errMalformed, len(b))
 	}
-	c := card{
+	c := identity{
 		purpose:     purpose(b[0]),
 		rank:        int(int32(binary.LittleEndian.Uint32(b[1:]))),
 		size:        int(int32(binary.LittleEndian.Uint32(b[5:]))),
@@ -154,12 +153,12 @@ func decodeCard(b []byte) (card, error) {
 	}
 	var ok1, ok2, ok3 bool
 	flag := b[13]
-	b = b[cardFixed:]
+	b = b[identityFixed:]
 	c.host, b, ok1 = takeString(b)
 	c.addr, b, ok2 = takeString(b)
 	c.name, b, ok3 = takeString(b)
-	if !ok1 || !ok2 || !ok3 || len(b) != 0 || flag > 1 || c.purpose < toRendezvous || c.purpose > toRetire {
-		return card{}, fmt.Errorf("%w card: purpose %d, %d bytes left", errMalformed, c.purpose, len(b))
+	if !ok1 || !ok2 || !ok3 || len(b) != 0 || flag > 1 || c.purpose < toRendezvous || c.purpose > toYieldPort {
+		return identity{}, fmt.Errorf("%w identity: purpose %d, %d bytes left", errMalformed, c.purpose, len(b))
 	}
 	return c, nil
 }
@@ -180,49 +179,16 @@ func takeString(b []byte) (s string, rest []byte, ok bool) {
 	return string(b[2 : 2+n]), b[2+n:], true
 }
 
-// note is the type of what is said after the hellos.
-type note byte
-
-const (
-	noteProof  note = 'P'
-	noteAccept note = 'A'
-	noteReject note = 'R' // a text
-	noteHere   note = 'H' // are you still there, and yes
-	noteTable  note = 'T' // the socket addresses of all ranks
-	noteFail   note = 'F' // the join has failed: a failure
-	noteDone   note = 'D' // the sender has joined
-)
-
-// session is a connection after the hellos.
-type session struct {
-	conn   net.Conn
-	secret []byte // nil: nothing is proven
-	hellos []byte
-	server bool
-	peer   hello
-	limit  int    // of a note that is received
-	in     []byte // of the note that is being received
-
-	sendMu sync.Mutex
-	sent   uint64
-	got    uint64
-}
-
-// errRejected means that the other side has refused this one.
-type errRejected struct{ text string }
-
-func (e *errRejected) Error() string { return ErrMismatch.Error() + ": " + e.text }
-func (e *errRejected) Unwrap() error { return ErrMismatch }
-
 // errRefused means that this side has refused the other. proven says that the
-// other side is no stranger, as far as can be told, group that it is a rank of another group.
+// other side is no stranger, as far as can be told, group that it is a rank of
+// another group.
 type errRefused struct {
 	text          string
 	proven, group bool
 }
 
-func (e *errRefused) Error() string { return ErrMismatch.Error() + ": " + e.text }
-func (e *errRefused) Unwrap() error { return ErrMismatch }
+func (e *errRefused) Error() string { return mismatched("%s", e.text).Error() }
+func (e *errRefused) Unwrap() error { return mismatched("%s", e.text) }
 
 // finalError means that there is nothing to join any more.
 type finalError struct{ err error }
@@ -232,7 +198,7 @@ func (e *finalError) Unwrap() error { return e.err }
 
 // greet exchanges hellos and, if this side has a secret, proofs. The caller
 // sets the deadline of conn and closes it.
-func greet(conn net.Conn, server bool, version uint16, secret []byte, me card) (*session, error) {
+func greet(conn net.Conn, server bool, version uint16, secret []byte, me identity) (*session, error) {
 	mine := hello{version: version, secret: len(secret) > 0, body: me.encode()}
 	rand.Read(mine.nonce[:])
 	s := &session{conn: conn, server: server, limit: maxUnproven}
@@ -286,7 +252,7 @@ func greet(conn net.Conn, server bool, version uint16, secret []byte, me card) (
 	if server {
 		role = "server"
 	}
-	if err := s.send(noteProof, s.mac(secret, role)); err != nil {
+	if err := s.send(frameProof, s.mac(secret, role)); err != nil {
 		return nil, err
 	}
 	if !server {
@@ -294,7 +260,7 @@ func greet(conn net.Conn, server bool, version uint16, secret []byte, me card) (
 			return nil, err
 		}
 	}
-	// From here on every note is signed.
+	// From here on every frame is signed.
 	s.secret = secret
 	s.sent, s.got = 0, 0
 	s.trust()
@@ -316,110 +282,19 @@ func secretText(server, mine bool) string {
 	return fmt.Sprintf("secret: the rank that connects has %s, the rank it connects to has %s", client, srv)
 }
 
-func (s *session) mac(secret []byte, label string, more ...[]byte) []byte {
-	h := hmac.New(sha256.New, secret)
-	io.WriteString(h, "switchyard "+label+"\x00")
-	h.Write(s.hellos)
-	for _, m := range more {
-		h.Write(m)
-	}
-	return h.Sum(nil)
-}
-
 func (s *session) checkProof(secret []byte, role string) error {
 	kind, body, err := s.recv()
 	switch {
 	case err != nil:
 		return err
-	case kind == noteReject:
-		return &errRejected{string(body)}
-	case kind != noteProof:
+	case kind == frameReject:
+		return mismatched("%s", body)
+	case kind != frameProof:
 		return fmt.Errorf("%w handshake: %q instead of a proof", errMalformed, byte(kind))
 	case !hmac.Equal(body, s.mac(secret, role)):
 		return &errRefused{text: "secret: it is not the same on the two sides"}
 	}
 	return nil
-}
-
-// reject tells the other side why it is refused. That it may not be there any
-// more to hear it changes nothing.
-func (s *session) reject(text string) { _ = s.send(noteReject, []byte(clip(text, maxUnproven))) }
-
-// send sends a note.
-func (s *session) send(kind note, body []byte) error {
-	if slow, ok := s.conn.(*slowConn); ok {
-		slow.delay() // before the note has its place among others
-	}
-	s.sendMu.Lock()
-	defer s.sendMu.Unlock()
-	b := make([]byte, 0, sealedHead+len(body)+macSize)
-	b = append(b, byte(kind))
-	b = binary.LittleEndian.AppendUint32(b, uint32(len(body)))
-	b = append(b, body...)
-	if s.secret != nil {
-		b = append(b, s.seal(s.server, s.sent, b)...)
-	}
-	s.sent++
-	_, err := s.conn.Write(b)
-	return err
-}
-
-// seal signs a note. Direction and counter keep it in its place.
-func (s *session) seal(fromServer bool, count uint64, b []byte) []byte {
-	label := "note from client"
-	if fromServer {
-		label = "note from server"
-	}
-	var n [8]byte
-	binary.LittleEndian.PutUint64(n[:], count)
-	return s.mac(s.secret, label, n[:], b)
-}
-
-// recv receives a note. After a deadline in the middle of one, the next call
-// goes on with it.
-func (s *session) recv() (note, []byte, error) {
-	if err := s.fill(sealedHead); err != nil {
-		return 0, nil, err
-	}
-	switch note(s.in[0]) {
-	case noteProof, noteAccept, noteReject, noteHere, noteTable, noteFail, noteDone:
-	default:
-		return 0, nil, fmt.Errorf("%w note: type %q", errMalformed, s.in[0])
-	}
-	n := binary.LittleEndian.Uint32(s.in[1:])
-	if n > uint32(s.limit) {
-		return 0, nil, fmt.Errorf("%w note: %d bytes, at most %d", errMalformed, n, s.limit)
-	}
-	end := sealedHead + int(n)
-	sealed := end
-	if s.secret != nil {
-		sealed += macSize
-	}
-	if err := s.fill(sealed); err != nil {
-		return 0, nil, noEOF(err)
-	}
-	b := s.in
-	s.in = nil
-	if s.secret != nil && !hmac.Equal(b[end:], s.seal(!s.server, s.got, b[:end])) {
-		return 0, nil, fmt.Errorf("%w note: its signature is wrong", errMalformed)
-	}
-	s.got++
-	return note(b[0]), b[sealedHead:end], nil
-}
-
-// fill reads until so many bytes of a note are there, and never more.
-func (s *session) fill(n int) error {
-	have := len(s.in)
-	if have >= n {
-		return nil
-	}
-	s.in = append(s.in, make([]byte, n-have)...)
-	got, err := io.ReadFull(s.conn, s.in[have:])
-	s.in = s.in[:have+got]
-	if err == io.ErrUnexpectedEOF && have+got == 0 {
-		err = io.EOF
-	}
-	return err
 }
 
 // verdict is the client's last step: what the server thinks of it. It returns
@@ -429,22 +304,22 @@ func (s *session) verdict() ([]byte, error) {
 	switch {
 	case err != nil:
 		return nil, err
-	case kind == noteReject:
-		return nil, &errRejected{string(body)}
-	case kind == noteFail:
+	case kind == frameReject:
+		return nil, mismatched("%s", body)
+	case kind == frameFail:
 		f, err := decodeFail(body)
 		if err != nil {
 			return nil, err
 		}
-		return nil, &finalError{failureError(f)}
-	case kind != noteAccept:
+		return nil, &finalError{joinFailed(f)}
+	case kind != frameAccept:
 		return nil, fmt.Errorf("%w handshake: %q instead of a verdict", errMalformed, byte(kind))
 	}
 	return body, nil
 }
 
-// ofHost is this side's card on the server, the other's on the client.
-func (s *session) ofHost(mine, theirs card) card {
+// ofHost is this side's identity on the server, the other's on the client.
+func (s *session) ofHost(mine, theirs identity) identity {
 	if s.server {
 		return mine
 	}
@@ -453,8 +328,8 @@ func (s *session) ofHost(mine, theirs card) card {
 
 // examine compares the two sides' cards after the greeting. The text is the
 // same on both sides, who are named by their ranks.
-func (s *session) examine(version uint16, me card) (card, error) {
-	refuse := func(c card, what, format string, mine, theirs any) error {
+func (s *session) examine(version uint16, me identity) (identity, error) {
+	refuse := func(c identity, what, format string, mine, theirs any) error {
 		text := fmt.Sprintf("%s: rank %d has "+format+", rank %d has "+format, what, me.rank, mine, c.rank, theirs)
 		if !s.server && c.rank >= 0 {
 			text = fmt.Sprintf("%s: rank %d has "+format+", rank %d has "+format, what, c.rank, theirs, me.rank, mine)
@@ -466,16 +341,16 @@ func (s *session) examine(version uint16, me card) (card, error) {
 		if !s.server {
 			server, client = v, version
 		}
-		return card{}, &errRefused{proven: true, text: fmt.Sprintf(
+		return identity{}, &errRefused{proven: true, text: fmt.Sprintf(
 			"version: the rank that connects speaks protocol %d, the rank it connects to %d", client, server)}
 	}
-	c, err := decodeCard(s.peer.body)
+	c, err := decodeIdentity(s.peer.body)
 	if err != nil {
-		return card{}, err
+		return identity{}, err
 	}
 	late := c.late || me.late // then rank and size are yet to be given
 	switch {
-	case c.purpose == toRetire && me.purpose == toRendezvous && s.server && c.host == me.host:
+	case c.purpose == toYieldPort && me.purpose == toRendezvous && s.server && c.host == me.host:
 		return c, nil
 	case c.purpose != me.purpose:
 		return c, fmt.Errorf("%w handshake: purpose %d on a connection for %d", errMalformed, c.purpose, me.purpose)

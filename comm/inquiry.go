@@ -46,14 +46,14 @@ func (q *inquiry) ask() {
 	q.arrived = make(chan struct{}, 1)
 	g.inquiries[q.id] = q
 	g.n.mu.Unlock()
-	g.tell(message{kind: kindAsk, gid: g.id, seq: q.id}, nil)
+	g.sendToRanks(message{kind: kindAsk, gid: g.id, seq: q.id}, nil)
 }
 
 // sayEvery is the time between two words about one wait. Tests have less patience.
 var sayEvery = 5 * time.Second
 
-// tell logs for whom this rank waits.
-func (q *inquiry) tell(op string, seq uint64, missing []int, waited time.Duration) {
+// logWaiting logs for whom this rank waits.
+func (q *inquiry) logWaiting(op string, seq uint64, missing []int, waited time.Duration) {
 	q.g.log.Info("waiting", "group", q.g.name, "rank", q.g.rank, "call", fmt.Sprintf("%d, %s", seq, op), "for", missing, "waited", waited.Round(time.Second))
 }
 

@@ -196,14 +196,14 @@ func TestJoinAgainBeforeAllHaveCome(t *testing.T) {
 			join(0)
 			cfg := Config{Rank: 1, Size: 3, Addr: addr}
 			require.NoError(t, cfg.validate())
-			m := meeting{cfg: &cfg, me: card{purpose: toRendezvous, rank: 1, size: 3, peerTimeout: int64(cfg.PeerTimeout), addr: "@crashed"}, cancel: func(error) {}}
-			crashed, err := newGuest(testContext(t), &m)
+			m := newMeeting(&cfg, "@crashed", func(error) {})
+			crashed, err := newGuest(testContext(t), m)
 			require.NoError(t, err)
 			if seenLate {
 				join(2)
 				kind, _, err := crashed.s.recv()
 				require.NoError(t, err)
-				require.Equal(t, noteHere, kind)
+				require.Equal(t, framePresent, kind)
 			}
 			crashed.s.conn.Close()
 			join(1)
@@ -234,8 +234,8 @@ func TestF2_JoinNamesWhoDoesNotAnswer(t *testing.T) {
 			_, errs[r] = Join(testContext(t), Config{Rank: r, Size: 3, Addr: addr, JoinTimeout: time.Second})
 		})
 	}
-	m := meeting{cfg: &cfg, me: card{purpose: toRendezvous, rank: 1, size: 3, peerTimeout: int64(cfg.PeerTimeout), addr: "@stopped"}, cancel: func(error) {}}
-	stopped, err := newGuest(testContext(t), &m)
+	m := newMeeting(&cfg, "@stopped", func(error) {})
+	stopped, err := newGuest(testContext(t), m)
 	require.NoError(t, err)
 	defer stopped.s.conn.Close()
 	wg.Wait()
@@ -293,8 +293,9 @@ func TestF3_RankOutOfRange(t *testing.T) {
 	// No Switchyard would connect as such, so by hand.
 	cfg := Config{Size: 2, Addr: addr}
 	require.NoError(t, cfg.validate())
-	m := meeting{cfg: &cfg, me: card{purpose: toRendezvous, rank: 9, size: 2, peerTimeout: int64(cfg.PeerTimeout)}}
-	_, err := newGuest(testContext(t), &m)
+	m := newMeeting(&cfg, "@odd", func(error) {})
+	m.me.rank = 9
+	_, err := newGuest(testContext(t), m)
 	for _, err := range []error{err, <-done} {
 		require.ErrorIs(t, err, ErrMismatch)
 		require.ErrorContains(t, err, "rank: a rank that connects says it is 9, want 0 to 1")
@@ -381,7 +382,7 @@ func strangers(t *testing.T, network, addr string) (stop func()) {
 	huge := (&hello{version: protocolVersion, body: make([]byte, 100)}).encode()
 	binary.LittleEndian.PutUint16(huge[12:], 0xffff)
 	noCard := (&hello{version: protocolVersion, body: []byte("no card")}).encode()
-	wrongPurpose := (&hello{version: protocolVersion, body: (&card{purpose: 9}).encode()}).encode()
+	wrongPurpose := (&hello{version: protocolVersion, body: (&identity{purpose: 9}).encode()}).encode()
 	for _, b := range [][]byte{
 		nil, // says nothing, and stays
 		garbage[:],
@@ -554,11 +555,11 @@ func pipeGreet(t *testing.T, serverSecret, clientSecret []byte) (server, client 
 	b.SetDeadline(deadline)
 	var wg sync.WaitGroup
 	wg.Go(func() {
-		if server, serr = greet(a, true, 1, serverSecret, card{purpose: toMesh}); serr != nil {
+		if server, serr = greet(a, true, 1, serverSecret, identity{purpose: toMesh}); serr != nil {
 			a.Close()
 		}
 	})
-	if client, cerr = greet(b, false, 1, clientSecret, card{purpose: toMesh, rank: 1}); cerr != nil {
+	if client, cerr = greet(b, false, 1, clientSecret, identity{purpose: toMesh, rank: 1}); cerr != nil {
 		b.Close()
 	}
 	wg.Wait()
@@ -572,12 +573,12 @@ func TestF4_Handshake(t *testing.T) {
 	require.NoError(t, cerr)
 	// What follows is signed, in both directions.
 	for i := range 3 {
-		go s.send(noteTable, []byte{byte(i)})
+		go s.send(frameTable, []byte{byte(i)})
 		kind, body, err := c.recv()
 		require.NoError(t, err)
-		require.Equal(t, noteTable, kind)
+		require.Equal(t, frameTable, kind)
 		require.Equal(t, []byte{byte(i)}, body)
-		go c.send(noteDone, nil)
+		go c.send(frameDone, nil)
 		_, _, err = s.recv()
 		require.NoError(t, err)
 	}
@@ -608,9 +609,9 @@ func (r *recorder) Read(b []byte) (int, error) {
 func TestF4_SecretIsNotSent(t *testing.T) {
 	key := []byte("a rather long secret")
 	a, b := net.Pipe()
-	go greet(a, true, 1, key, card{purpose: toMesh})
+	go greet(a, true, 1, key, identity{purpose: toMesh})
 	rec := &recorder{Conn: b}
-	_, err := greet(rec, false, 1, key, card{purpose: toMesh})
+	_, err := greet(rec, false, 1, key, identity{purpose: toMesh})
 	require.NoError(t, err)
 	require.NotContains(t, rec.sent.String()+rec.got.String(), string(key))
 }
@@ -619,15 +620,15 @@ func TestF4_SecretIsNotSent(t *testing.T) {
 func TestF4_ReplayIsRefused(t *testing.T) {
 	key := []byte("secret")
 	a, b := net.Pipe()
-	go greet(a, true, 1, key, card{purpose: toMesh})
+	go greet(a, true, 1, key, identity{purpose: toMesh})
 	rec := &recorder{Conn: b}
-	_, err := greet(rec, false, 1, key, card{purpose: toMesh})
+	_, err := greet(rec, false, 1, key, identity{purpose: toMesh})
 	require.NoError(t, err)
 
 	a, b = net.Pipe()
 	done := make(chan error)
 	go func() {
-		_, err := greet(a, true, 1, key, card{purpose: toMesh})
+		_, err := greet(a, true, 1, key, identity{purpose: toMesh})
 		a.Close()
 		done <- err
 	}()
@@ -638,7 +639,7 @@ func TestF4_ReplayIsRefused(t *testing.T) {
 	// The server's words, to a client.
 	a, b = net.Pipe()
 	go func() {
-		_, err := greet(b, false, 1, key, card{purpose: toMesh})
+		_, err := greet(b, false, 1, key, identity{purpose: toMesh})
 		b.Close()
 		done <- err
 	}()
@@ -653,7 +654,7 @@ func TestF4_ReflectionIsRefused(t *testing.T) {
 	key := []byte("secret")
 	a, b := net.Pipe()
 	go io.Copy(b, b) // a mirror
-	_, err := greet(a, false, 1, key, card{purpose: toMesh})
+	_, err := greet(a, false, 1, key, identity{purpose: toMesh})
 	require.ErrorIs(t, err, errMalformed)
 	b.Close()
 
@@ -665,11 +666,11 @@ func TestF4_ReflectionIsRefused(t *testing.T) {
 	for _, c := range []net.Conn{a1, a2} {
 		c.SetDeadline(time.Now().Add(100 * time.Millisecond))
 		go func() {
-			_, err := greet(c, true, 1, key, card{purpose: toMesh})
+			_, err := greet(c, true, 1, key, identity{purpose: toMesh})
 			errs <- err
 		}()
 	}
-	h := (&hello{version: 1, secret: true, body: (&card{purpose: toMesh}).encode()}).encode()
+	h := (&hello{version: 1, secret: true, body: (&identity{purpose: toMesh}).encode()}).encode()
 	b1.Write(h)
 	hello1 := make([]byte, len(h))
 	io.ReadFull(b1, hello1)
@@ -685,14 +686,14 @@ func TestF4_ReflectionIsRefused(t *testing.T) {
 	}
 }
 
-func TestF4_TamperedNoteIsRefused(t *testing.T) {
+func TestF4_TamperedFrameIsRefused(t *testing.T) {
 	key := []byte("secret")
 	tamper := func(t *testing.T, change func(b []byte) []byte) error {
 		s, c, serr, cerr := pipeGreet(t, key, key)
 		require.NoError(t, errors.Join(serr, cerr))
 		rec := &recorder{Conn: s.conn}
 		s.conn = rec
-		go s.send(noteTable, []byte("addresses"))
+		go s.send(frameTable, []byte("addresses"))
 		_, _, err := c.recv()
 		require.NoError(t, err)
 		go s.conn.(*recorder).Conn.Write(change(bytes.Clone(rec.sent.Bytes())))
@@ -701,7 +702,7 @@ func TestF4_TamperedNoteIsRefused(t *testing.T) {
 	}
 	require.ErrorIs(t, tamper(t, func(b []byte) []byte { return b }), errMalformed) // said twice
 	require.ErrorIs(t, tamper(t, func(b []byte) []byte { b[7]++; return b }), errMalformed)
-	require.ErrorIs(t, tamper(t, func(b []byte) []byte { b[0] = byte(noteFail); return b }), errMalformed)
+	require.ErrorIs(t, tamper(t, func(b []byte) []byte { b[0] = byte(frameFail); return b }), errMalformed)
 }
 
 // The unix sockets refuse other users.

@@ -68,10 +68,6 @@ func joinError(err error) error {
 	if pe, ok := err.(*PeerError); ok {
 		return withOp(pe, opJoin.String(), 0)
 	}
-	var absent *absentError
-	if errors.As(err, &absent) && len(absent.ranks) > 0 {
-		return &PeerError{Rank: absent.ranks[0], Op: opJoin.String(), Err: absent}
-	}
 	return fmt.Errorf("comm: join: %w", err)
 }
 
@@ -79,7 +75,7 @@ func joinError(err error) error {
 type meshing struct {
 	l        *Listener
 	n        *node
-	me       card
+	me       identity
 	addrs    []string
 	ctx      context.Context
 	linked   chan struct{} // one for every link
@@ -95,10 +91,10 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	began := time.Now()
 	cfg := &l.cfg
 	if len(addrs) != cfg.Size {
-		return nil, fmt.Errorf("%w: %d addresses for %d ranks", ErrMismatch, len(addrs), cfg.Size)
+		return nil, mismatched("%d addresses for %d ranks", len(addrs), cfg.Size)
 	}
 	if addrs[cfg.Rank] != l.addr {
-		return nil, fmt.Errorf("%w: rank %d has the address %q, the list says %q", ErrMismatch, cfg.Rank, l.addr, addrs[cfg.Rank])
+		return nil, mismatched("rank %d has the address %q, the list says %q", cfg.Rank, l.addr, addrs[cfg.Rank])
 	}
 	gid := meshID(addrs)
 	n := newNode(cfg.Rank, cfg.Size, cfg.Logger)
@@ -117,7 +113,7 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	ctx, cancel := context.WithCancel(ctx)
 	m := &meshing{
 		l: l, n: n, addrs: addrs, ctx: ctx,
-		me:       card{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: hostID()},
+		me:       identity{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: hostID()},
 		linked:   make(chan struct{}, cfg.Size),
 		fatal:    make(chan error, 1),
 		unproven: newUnproven(cfg),
@@ -152,10 +148,6 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	return g, nil
 }
 
-// fatalGrace is how long a rank that is refused a connection waits to hear why:
-// the other may have been told that there will be no group.
-const fatalGrace = 500 * time.Millisecond
-
 // wait returns when every peer is linked, or none of them will be.
 func (m *meshing) wait(g *Group, began time.Time) error {
 	fatal := m.fatal
@@ -171,7 +163,7 @@ func (m *meshing) wait(g *Group, began time.Time) error {
 			if !errors.Is(refused, ErrPeerLost) {
 				return refused
 			}
-			fatal, grace = nil, time.After(fatalGrace)
+			fatal, grace = nil, time.After(refusalGrace)
 		case <-grace:
 			return refused
 		case <-g.Done():
@@ -180,7 +172,7 @@ func (m *meshing) wait(g *Group, began time.Time) error {
 			m.n.log.Info("waiting", "rank", m.me.rank, "to join", fmt.Sprintf("ranks %v have not connected", m.missing()), "waited", time.Since(began).Round(time.Second))
 		case <-m.ctx.Done():
 			missing := m.missing()
-			return newAbsent(m.ctx, &m.l.cfg, began, missing,
+			return absent(m.ctx, &m.l.cfg, began, missing,
 				fmt.Sprintf("ranks %v have not connected (not started, stopped, or ended early)", missing))
 		}
 	}
@@ -266,18 +258,18 @@ func (m *meshing) admit(conn *net.UnixConn) error {
 	if !m.unproven.remove(conn) {
 		return errCrowded // and tries again: it has not been accepted
 	}
-	if err := s.send(noteAccept, nil); err != nil {
+	if err := s.send(frameAccept, nil); err != nil {
 		return err
 	}
 	return m.start(c.rank, conn, stop)
 }
 
 // examine greets the other side and compares the cards.
-func (m *meshing) examine(conn net.Conn, server bool, me card) (*session, card, error) {
+func (m *meshing) examine(conn net.Conn, server bool, me identity) (*session, identity, error) {
 	cfg := &m.l.cfg
 	s, err := greet(cfg.slow(conn), server, cfg.version, cfg.Secret, me)
 	if err != nil {
-		return nil, card{}, err
+		return nil, identity{}, err
 	}
 	c, err := s.examine(cfg.version, me)
 	if err != nil {
@@ -285,7 +277,7 @@ func (m *meshing) examine(conn net.Conn, server bool, me card) (*session, card, 
 		if server && errors.As(err, &refused) {
 			s.reject(refused.text)
 		}
-		return nil, card{}, err
+		return nil, identity{}, err
 	}
 	return s, c, nil
 }
@@ -315,7 +307,7 @@ func (m *meshing) dial(rank int) {
 			m.fail(err)
 			return
 		case errors.Is(err, unix.ECONNREFUSED), errors.Is(err, unix.ENOENT):
-			m.fail(&PeerError{Rank: rank, Err: fmt.Errorf("%w: its socket is closed: %w", ErrPeerLost, err)})
+			m.fail(joinFailed(&failure{code: failLost, culprit: rank, detail: "its socket is closed: " + err.Error()}))
 			return
 		}
 		m.n.log.Info("connect again", "rank", m.me.rank, "peer", rank, "err", err)
@@ -340,7 +332,7 @@ func (m *meshing) dialOnce(rank int) (err error) {
 	stop := context.AfterFunc(m.ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
 	if err := checkUser(conn); err != nil {
-		return fmt.Errorf("%w: rank %d: %w", ErrMismatch, rank, err)
+		return mismatched("rank %d: %v", rank, err)
 	}
 	me := m.me
 	me.to = rank

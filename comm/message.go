@@ -75,25 +75,3 @@ func (m *message) drop() {
 	closeFDs(m.fds)
 	m.fds = nil
 }
-
-// failCode says what kind of failure a group had. The values are part of the
-// protocol.
-type failCode uint8
-
-const (
-	failLost     failCode = 1 // culprit died or was cut off
-	failLeft     failCode = 2 // culprit closed its end while it was needed
-	failAborted  failCode = 3 // culprit called Abort
-	failMismatch failCode = 4 // culprit called something else
-	failAbsent   failCode = 5 // culprit did not come in time, to a join
-	failLast              = failAbsent
-)
-
-// failure is why a group failed: the same news on every rank, in terms of
-// world ranks, which each rank translates into the numbers of its group.
-type failure struct {
-	code    failCode
-	culprit int    // world rank
-	detail  string // more words, may be empty
-	cause   error  // failAborted: what Abort was given
-}

@@ -312,12 +312,3 @@ func (n *node) kill() {
 func (n *node) killed() *failure {
 	return &failure{code: failLost, culprit: n.id, detail: "killed"}
 }
-
-const (
-	// flushGrace bounds how long a failing group holds back its own callers
-	// for the news to leave the process first. The news is a few bytes; only a
-	// peer whose socket is full, a stopped one, takes this long.
-	flushGrace = 20 * time.Millisecond
-	// closeGrace bounds how long a link that is closed waits for the last words to leave.
-	closeGrace = time.Second
-)

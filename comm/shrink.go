@@ -123,7 +123,7 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
-	g.tell(message{kind: kindShrink, gid: g.id, decided: true, data: dec.encode()}, nil)
+	g.sendToRanks(message{kind: kindShrink, gid: g.id, decided: true, data: dec.encode()}, nil)
 	n.mu.Lock()
 	s.made = true
 	s.next = nil
@@ -209,7 +209,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		case err != nil:
 			return nil, fmt.Errorf("comm: shrink: %w", err)
 		case say != nil:
-			g.tell(*say, said)
+			g.sendToRanks(*say, said)
 			continue
 		}
 		select {
@@ -218,7 +218,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 			q.ask()
 		case <-q.say.C:
 			round, missing := awaited()
-			q.tell("shrink", round, missing, time.Since(began))
+			q.logWaiting("shrink", round, missing, time.Since(began))
 		case <-ctx.Done():
 			round, missing := awaited()
 			return nil, q.waitError(ctx, "shrink", round, missing, time.Since(began))
@@ -290,8 +290,8 @@ func (g *Group) goneRanks() rankSet {
 	return set
 }
 
-// tell sends a message to all ranks within reach that are not in skip.
-func (g *Group) tell(m message, skip rankSet) {
+// sendToRanks sends a message to all ranks within reach that are not in skip.
+func (g *Group) sendToRanks(m message, skip rankSet) {
 	g.n.mu.Lock()
 	var to []int
 	for r, w := range g.members {

@@ -191,46 +191,6 @@ func noEOF(err error) error {
 	return err
 }
 
-// A failure is its culprit (u32), code (u8), the conditions of its cause
-// (u32), the length of its detail (u16), its detail, and the cause's text.
-const failHeader = 11
-
-func encodeFail(f *failure) []byte {
-	detail, cause, bits := clip(f.detail, maxText), "", uint32(0)
-	if f.cause != nil {
-		cause, bits = clip(f.cause.Error(), maxText), conditionBits(f.cause)
-	}
-	b := binary.LittleEndian.AppendUint32(nil, uint32(f.culprit))
-	b = append(b, byte(f.code))
-	b = binary.LittleEndian.AppendUint32(b, bits)
-	b = binary.LittleEndian.AppendUint16(b, uint16(len(detail)))
-	b = append(b, detail...)
-	return append(b, cause...)
-}
-
-func decodeFail(b []byte) (*failure, error) {
-	if len(b) < failHeader {
-		return nil, fmt.Errorf("%w failure: %d bytes", errMalformed, len(b))
-	}
-	f := &failure{
-		culprit: int(binary.LittleEndian.Uint32(b[0:])),
-		code:    failCode(b[4]),
-	}
-	bits := binary.LittleEndian.Uint32(b[5:])
-	detail := int(binary.LittleEndian.Uint16(b[9:]))
-	b = b[failHeader:]
-	if f.culprit >= MaxSize || f.code < failLost || f.code > failLast || detail > len(b) ||
-		detail > maxText || len(b)-detail > maxText || bits >= 1<<len(conditions) {
-		return nil, fmt.Errorf("%w failure: rank %d, code %d, conditions %#x, %d of %d bytes of detail",
-			errMalformed, f.culprit, f.code, bits, detail, len(b))
-	}
-	f.detail = string(b[:detail])
-	if f.code == failAborted {
-		f.cause = &remoteError{text: string(b[detail:]), bits: bits}
-	}
-	return f, nil
-}
-
 // clip shortens a text to limit bytes.
 func clip(s string, limit int) string {
 	const dots = "..."

@@ -1,0 +1,167 @@
+package comm
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// Abort fails the group on every rank, at once: their [Group.Err] names this
+// rank and gives err as the cause, and so do groups split from this one. It
+// returns when the news has left this process, so that the caller may exit. On
+// a group that has failed already, or is closed, it does nothing. For
+// [Group.Shrink], a rank that aborted counts as lost.
+func (g *Group) Abort(err error) {
+	if err == nil {
+		err = errors.New("no reason given")
+	}
+	g.failed(&failure{code: failAborted, culprit: g.n.id, cause: err}, true)
+}
+
+// Err returns nil while the group works, a [*PeerError] once it has failed,
+// and [ErrClosed] after a Close of a group that had not.
+func (g *Group) Err() error {
+	g.n.mu.Lock()
+	defer g.n.mu.Unlock()
+	if g.err == nil && g.closed {
+		return fmt.Errorf("comm: %s: %w", g.name, ErrClosed)
+	}
+	return g.err
+}
+
+// Done returns a channel that is closed when the group has failed or was
+// closed by this rank. Err then says which.
+func (g *Group) Done() <-chan struct{} { return g.done }
+
+// OnFailure has f called once with the error when the group fails, in a
+// goroutine of its own, or at once if it has failed already. It is not called
+// when the group is closed. After stop has returned, f is not running and will
+// not be; f itself must not call stop.
+func (g *Group) OnFailure(f func(error)) (stop func()) {
+	cb := &callback{f: f}
+	g.n.mu.Lock()
+	err := g.err
+	if err == nil && !g.closed {
+		g.cbs[cb] = struct{}{}
+	}
+	g.n.mu.Unlock()
+	if err != nil {
+		go cb.invoke(err)
+	}
+	return func() {
+		g.n.mu.Lock()
+		delete(g.cbs, cb)
+		g.n.mu.Unlock()
+		cb.mu.Lock()
+		cb.stopped = true
+		cb.mu.Unlock()
+	}
+}
+
+type callback struct {
+	mu      sync.Mutex
+	f       func(error)
+	stopped bool
+}
+
+func (cb *callback) invoke(err error) {
+	cb.mu.Lock()
+	defer cb.mu.Unlock()
+	if !cb.stopped {
+		cb.stopped = true
+		cb.f(err)
+	}
+}
+
+// lose notes that a peer is gone. The caller holds n.mu and calls what it
+// returns afterwards.
+func (g *Group) lose(peer int, f *failure) (then func()) {
+	r, ok := g.rankOf[peer]
+	if !ok || g.closed || g.left[peer] {
+		return nil
+	}
+	g.signalShrink()
+	if f.code != failLeft {
+		return func() { g.failed(f, true) }
+	}
+	g.left[peer] = true
+	for _, p := range g.pending {
+		if p.waiting && p.parts[r] == nil {
+			return func() { g.failed(f, true) }
+		}
+	}
+	return nil
+}
+
+// failed fails the group and tells the others if told to. Only the first
+// failure counts, but every rank that is said to be gone is remembered.
+func (g *Group) failed(f *failure, tell bool) {
+	n := g.n
+	n.mu.Lock()
+	if g.closed {
+		n.mu.Unlock()
+		return
+	}
+	own := f.culprit == n.id // an Abort after the fact does not count
+	told := g.out[f.culprit]
+	if f.code == failLost || f.code == failAborted && (!own || g.err == nil) {
+		g.out[f.culprit] = true
+		g.signalShrink()
+	}
+	if g.err != nil {
+		// Who is lost beside the first may only be stopped, and learns it later.
+		var late link
+		if f.code == failLost && tell && !own && !told {
+			late = n.links[f.culprit]
+		}
+		n.mu.Unlock()
+		if late != nil {
+			late.send(message{kind: kindFail, gid: g.id, fail: f})
+		}
+		return
+	}
+	g.err = g.errorOf(f)
+	var ls []link
+	if tell {
+		last := -1
+		if f.code == failLost {
+			last = f.culprit
+		}
+		ls = n.linksTo(g.members, last)
+	}
+	var subs []*Group
+	if f.code == failAborted {
+		for _, sub := range n.groups {
+			if sub.active && sub.parent == g.id {
+				subs = append(subs, sub)
+			}
+		}
+	}
+	n.mu.Unlock()
+
+	g.log.Info("group failed", "group", g.name, "rank", g.rank, "err", g.err)
+	for _, l := range ls {
+		l.send(message{kind: kindFail, gid: g.id, fail: f})
+	}
+	for _, sub := range subs {
+		sub.failed(f, true)
+	}
+	// The news goes first: a caller who learns of the failure may well exit,
+	// and would then be taken for the culprit.
+	deadline := time.Now().Add(flushGrace)
+	for _, l := range ls {
+		l.flush(deadline)
+	}
+	n.mu.Lock()
+	cbs := g.cbs
+	g.cbs = nil
+	if !g.ended {
+		g.ended = true
+		close(g.done)
+	}
+	n.mu.Unlock()
+	for cb := range cbs {
+		go cb.invoke(g.err)
+	}
+}

@@ -1,0 +1,229 @@
+package comm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// guest is another rank's side of the rendezvous: a connection to rank 0, over
+// which come the question whether this rank is still there, the addresses of all,
+// and the news of a failure. Until the addresses have come the caller of Join
+// reads it, then a goroutine does.
+type guest struct {
+	*meeting
+	s     *session
+	heard chan struct{} // closed when listenToHost has ended; nil before it begins
+}
+
+func newGuest(ctx context.Context, m *meeting) (*guest, error) {
+	var last error
+	said := time.Now()
+	for wait := 2 * time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
+		s, err := m.visit(ctx)
+		if err == nil {
+			return &guest{meeting: m, s: s}, nil
+		}
+		var final *finalError
+		if errors.As(err, &final) {
+			return nil, final.err
+		}
+		var refused *errRefused
+		before := m.cfg.members > 0 && errors.As(err, &refused) && refused.group // rank 0's former self, of an Admit before: it goes
+		if errors.Is(err, ErrMismatch) && !before {
+			return nil, err
+		}
+		if !ended(ctx) { // else the try ended with the join
+			last = err
+		}
+		if time.Since(said) >= sayEvery {
+			said = time.Now()
+			m.logWaiting(fmt.Sprintf("rank 0 is not at %s: %v", m.cfg.Addr, err))
+		}
+		if !sleep(ctx, wait) {
+			if last == nil {
+				last = err
+			}
+			return nil, m.absent(ctx, []int{0}, fmt.Sprintf("rank 0 was not found at %s (%slast try: %v)", m.cfg.Addr, m.cfg.hint(), last))
+		}
+	}
+}
+
+// visit tries once to get a slot.
+func (m *meeting) visit(ctx context.Context) (_ *session, err error) {
+	s, err := m.greetHost(ctx, m.me)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			s.conn.Close()
+		}
+	}()
+	stop := context.AfterFunc(ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if _, err = s.examine(m.cfg.version, m.me); err != nil {
+		return nil, err
+	}
+	place, err := s.verdict()
+	if err != nil {
+		return nil, err
+	}
+	if m.cfg.Late {
+		if m.me.rank, m.me.size, err = decodePlace(place); err != nil {
+			return nil, err
+		}
+		m.cfg.Rank, m.cfg.Size = m.me.rank, m.me.size
+	}
+	if !stop() {
+		return nil, ctxErr(ctx)
+	}
+	s.conn.SetDeadline(time.Time{})
+	return s, nil
+}
+
+func (g *guest) addrs(ctx context.Context) ([]string, error) {
+	cut := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		g.s.conn.SetReadDeadline(time.Unix(1, 0))
+		close(cut)
+	})
+	answered := make(chan struct{})
+	var saying sync.WaitGroup
+	saying.Go(func() { g.logUntil(answered) })
+	kind, body, err := g.s.recv()
+	for err == nil && kind == framePresent {
+		if err = g.s.send(framePresent, nil); err == nil {
+			kind, body, err = g.s.recv()
+		}
+	}
+	close(answered)
+	saying.Wait()
+	if !stop() {
+		<-cut // the connection is still to be read
+		if err != nil {
+			return nil, g.absent(ctx, nil, "waiting for the other ranks")
+		}
+	}
+	switch {
+	case err != nil:
+		g.noteFailure(severed(0, err))
+		return nil, joinFailed(g.failure())
+	case kind == frameFail:
+		f, err := decodeFail(body)
+		if err != nil {
+			return nil, err
+		}
+		g.noteFailure(f)
+		return nil, joinFailed(g.failure())
+	case kind != frameTable:
+		return nil, fmt.Errorf("%w frame: %q instead of the table", errMalformed, byte(kind))
+	}
+	addrs, err := decodeTable(body, g.cfg.Size)
+	if err != nil {
+		return nil, err
+	}
+	g.mu.Lock()
+	g.enter(met)
+	g.mu.Unlock()
+	g.heard = make(chan struct{})
+	go g.listenToHost()
+	return addrs, nil
+}
+
+// logUntil says again and again that this rank waits, until over.
+func (g *guest) logUntil(over <-chan struct{}) {
+	tick := time.NewTicker(sayEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-over:
+			return
+		case <-tick.C:
+			g.logWaiting(fmt.Sprintf("not all %d ranks have come to rank 0 at %s, which says who is missing", g.cfg.Size, g.cfg.Addr))
+		}
+	}
+}
+
+// listenToHost hears rank 0 while the mesh is built. What comes after the end
+// changes nothing.
+func (g *guest) listenToHost() {
+	defer close(g.heard)
+	kind, body, err := g.s.recv()
+	switch {
+	case err != nil:
+		g.noteFailure(severed(0, err))
+	case kind == frameFail:
+		f, err := decodeFail(body)
+		if err != nil {
+			f = &failure{code: failLost, culprit: 0, detail: "it sent a " + err.Error()}
+		}
+		g.noteFailure(f)
+	case kind != frameDone:
+		g.noteFailure(&failure{code: failLost, culprit: 0, detail: fmt.Sprintf("it sent a frame of type %q", byte(kind))})
+	}
+}
+
+// giveUp waits for rank 0's word where this rank may not know who is to blame.
+func (g *guest) giveUp(err error) error {
+	if why := g.failure(); why != nil {
+		return joinFailed(why)
+	}
+	mine := failureOf(err, g.cfg.Rank)
+	if mine.code == failLost && g.heard != nil {
+		// A rank that is gone may have left because rank 0 is.
+		select {
+		case <-g.heard:
+		case <-time.After(hearsayGrace):
+		}
+		if why := g.failure(); why != nil {
+			return joinFailed(why)
+		}
+	}
+	g.s.conn.SetWriteDeadline(time.Now().Add(lastWordGrace))
+	_ = g.s.send(frameFail, encodeFail(mine)) // rank 0 may have said why, and left
+	if mine.code != failAbsent && mine.code != failLost {
+		return err
+	}
+	why := g.verdict()
+	if why == nil || why.severed || why.culprit == mine.culprit && why.code == mine.code {
+		return err
+	}
+	return joinFailed(why)
+}
+
+// verdict waits for what rank 0 says of this rank's failure. It is nil if rank 0
+// says nothing.
+func (g *guest) verdict() *failure {
+	g.s.conn.SetReadDeadline(time.Now().Add(verdictGrace))
+	if g.heard != nil {
+		<-g.heard
+		return g.failure()
+	}
+	kind, body, err := g.s.recv()
+	for err == nil && kind == framePresent { // this rank is not any more
+		kind, body, err = g.s.recv()
+	}
+	if err != nil || kind != frameFail {
+		return nil
+	}
+	f, err := decodeFail(body)
+	if err != nil {
+		return nil
+	}
+	return f
+}
+
+func (g *guest) end(context.Context) {
+	g.mu.Lock()
+	g.enter(closed)
+	g.mu.Unlock()
+	g.s.conn.SetWriteDeadline(time.Now().Add(lastWordGrace))
+	_ = g.s.send(frameDone, nil)
+	g.s.conn.Close()
+	if g.heard != nil {
+		<-g.heard
+	}
+}
