@@ -55,6 +55,7 @@ func sampleMessages() []message {
 		{kind: kindFail, gid: 7, fail: &failure{code: failLost, culprit: 2, detail: "killed"}},
 		{kind: kindFail, gid: 7, fail: &failure{code: failAborted, culprit: 1, cause: errors.New("why")}},
 		{kind: kindFail, gid: 7, fail: &failure{code: failAborted, culprit: 1, cause: ErrTimeout}},
+		{kind: kindFail, gid: 7, fail: &failure{code: failAbsent, culprit: 1, detail: "after 2s: nobody", waited: 2 * time.Second}},
 	}
 }
 
