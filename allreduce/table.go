@@ -13,7 +13,7 @@ import (
 // Table holds measured times of reductions on GPUs, by which a Reducer selects. `go run ./test/perf tune -of allreduce` writes one; the
 // package has one for H200-class machines, which is the default.
 type Table struct {
-	// Origin says where the figures come from.
+	// Origin states the source of the figures.
 	Origin string `json:"origin"`
 	// Device is the kind of device: "cuda".
 	Device string `json:"device"`

@@ -10,14 +10,14 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// Traffic is what a choice of algorithm can depend on, as one rank sees it.
+// Traffic is the input of a choice of algorithm, as one rank sees it.
 type Traffic struct {
 	Rank, Size int
 	// Device is the kind of device that does the work.
 	Device device.Kind
 	// SendBytes and RecvBytes have one entry a rank; they belong to the Exchanger.
 	SendBytes, RecvBytes []int64
-	// SendTotal and RecvTotal leave out what stays on the rank.
+	// SendTotal and RecvTotal leave out the bytes that stay on the rank.
 	SendTotal, RecvTotal int64
 	// Largest is the largest message to or from another rank.
 	Largest int64
@@ -25,26 +25,26 @@ type Traffic struct {
 	Skew float64
 	// InPlace says that peers can write the output directly.
 	InPlace bool
-	// Pulled says that this rank reads large messages in their senders' memory where peers cannot write the output.
+	// Pulled says that this rank reads large messages in their senders' memory if peers cannot write the output.
 	Pulled bool
 	// Placed says that Splits.PeerDispls are known.
 	Placed bool
 	// Live says that the splits are read when the exchange runs: the bytes here are an estimate.
 	Live bool
-	// Multiprocessors says that the device has as many as a Schedule wants, CopyEngines that it can move whole messages without them.
+	// Multiprocessors says that the device can give a Schedule its multiprocessors, CopyEngines that it can move whole messages without them.
 	Multiprocessors, CopyEngines bool
 	// Shared says that other ranks run on this rank's GPU.
 	Shared bool
-	// PacketBytes and SlotBytes are the Exchanger's, MaxSMs bounds the multiprocessors: 0 with Options.NoSMs.
+	// PacketBytes and SlotBytes are the Exchanger's; MaxSMs bounds the multiprocessors, 0 with Options.NoSMs.
 	PacketBytes, SlotBytes int64
 	MaxSMs                 int
 
 	table   *estimates
 	log     float64 // of link(), for the table
-	explain bool    // somebody reads why
+	explain bool    // the reasons are wanted
 }
 
-// why is a reason with two numbers in it, for those who read it.
+// why is a reason with two numbers in it; empty unless reasons are wanted.
 func (t *Traffic) why(format string, a, b int64) string {
 	if !t.explain {
 		return ""
@@ -54,27 +54,27 @@ func (t *Traffic) why(format string, a, b int64) string {
 
 // Schedule is how an algorithm serves the peers.
 type Schedule struct {
-	// Window is how many peers are received from at the same time; 0 means all. Senders follow their receivers' credits.
+	// Window is the number of peers from which a rank receives at the same time; 0 means all. Senders follow their receivers' credits.
 	Window int
-	// Staged sends through staging slots even where the output could be written in place.
+	// Staged sends through staging slots, also if peers could write the output in place.
 	Staged bool
-	// ChunkBytes is how much one credit grants when the output is written in place; 0 grants a whole message.
+	// ChunkBytes is the number of bytes that one credit grants if peers write the output in place; 0 grants a whole message.
 	ChunkBytes int64
-	// SMs is how many multiprocessors of a GPU a call above PacketBytes takes, at most Traffic.MaxSMs; 0 takes all of those, or
-	// none where the copy engines do the work.
+	// SMs is the number of multiprocessors of a GPU that a call above PacketBytes takes, at most Traffic.MaxSMs; 0 takes all of those, or
+	// none if the copy engines do the work.
 	SMs int
-	// Rate holds the rank's senders on a GPU to so many GB/s together; 0 lets them send as fast as they can.
+	// Rate bounds the rank's senders on a GPU together, in GB/s; 0 lets them send as fast as they can.
 	Rate float64
-	// Copies has a GPU's copy engines move the messages, where Traffic.InPlace and Placed.
+	// Copies has a GPU's copy engines move the messages, which needs Traffic.InPlace and Placed.
 	Copies bool
-	// Reorder lets a rank of a GPU send in another order than Order, so that the receiver of most is never idle and the last to be through.
+	// Reorder lets a rank on a GPU send in another order than Order, so that the receiver with most bytes is never idle and ends last.
 	Reorder bool
 }
 
-// Algorithm is a way to order an exchange. Implementations are stateless; the same ones, under the same names, are given
-// to every rank.
+// Algorithm is a way to order an exchange. Implementations are stateless; every rank gets the same ones, with the same
+// names.
 type Algorithm interface {
-	// Name is what Options.Algorithm and Explain call it.
+	// Name is the name in Options.Algorithm and Explain.
 	Name() string
 	// Cost estimates the time of an exchange in microseconds; the lowest wins. +Inf means that it does not apply. why is
 	// for people.
@@ -87,8 +87,8 @@ type Algorithm interface {
 	Schedule(t *Traffic) Schedule
 }
 
-// Rotation is the order rank+1, rank+2, ... that all built-in algorithms use: in step i everybody sends i+1 ranks ahead
-// and receives from i+1 ranks behind.
+// Rotation is the order rank+1, rank+2, ... that all built-in algorithms use: in step i each rank sends to the rank i+1
+// ahead and receives from the rank i+1 behind.
 func Rotation(rank, size int) []int {
 	order := make([]int, size-1)
 	for i := range order {
@@ -97,8 +97,8 @@ func Rotation(rank, size int) []int {
 	return order
 }
 
-// Figures of a host without a table: what a message costs beside its bytes, what a step of a ring costs, in microseconds,
-// and how many bytes a microsecond a core copies. They were measured with 2 and 4 processes on two cores, where a core
+// Figures of a host without a table: the cost of a message without its bytes and of a step of a ring, in microseconds, and
+// the bytes that a core copies in a microsecond. They were measured with 2 and 4 processes on two cores, where a core
 // copies 13 to 17 GB/s and a message costs a line or two. They only have to rank algorithms.
 const (
 	hostMessage = 0.3
@@ -106,7 +106,7 @@ const (
 	hostRate    = 12e3
 )
 
-// messages is what the messages of a rank cost beside their bytes.
+// messages is the cost of a rank's messages without their bytes.
 func messages(t *Traffic) float64 { return hostMessage * float64(t.Size-1) }
 
 // staged is the time of moving bytes through staging on the host, where the core that receives copies them out
@@ -116,7 +116,7 @@ func staged(t *Traffic) float64 {
 	return hostMessage*all/float64(t.SlotBytes) + all/hostRate
 }
 
-// cost is what the table says of an algorithm, or what formula does where there is none.
+// cost is the table's estimate of an algorithm, or without a table that of formula.
 func (t *Traffic) cost(algorithm, why string, formula func(t *Traffic) float64) (float64, string) {
 	if t.table == nil {
 		return formula(t), why
@@ -131,7 +131,7 @@ func (t *Traffic) cost(algorithm, why string, formula func(t *Traffic) float64) 
 	return us, why
 }
 
-// sms is how many multiprocessors the table gives an algorithm.
+// sms is the number of multiprocessors that the table gives an algorithm.
 func (t *Traffic) sms(algorithm string) int {
 	_, sms, _ := t.Estimate(algorithm)
 	return sms
@@ -187,7 +187,7 @@ func (a pipelined) Cost(t *Traffic) (float64, string) {
 	})
 }
 
-// evenSkew is up to which skew a ring's senders are held to a rate: their steps then take equally long.
+// evenSkew is the largest skew at which a ring's senders have a rate: their steps then take equally long.
 const evenSkew = 1.25
 
 func (t *Traffic) skewed() bool { return t.Skew > evenSkew }
@@ -297,12 +297,12 @@ func newRegistry(o *Options, rank, size int, kind device.Kind) (*registry, error
 	return r, nil
 }
 
-// find is the place of an algorithm, or -1.
+// find is the index of an algorithm, or -1.
 func (r *registry) find(name string) int {
 	return slices.IndexFunc(r.all, func(a ordered) bool { return a.name == name })
 }
 
-// check refuses limits that name nothing.
+// check refuses limits that name no algorithm.
 func (r *registry) check(l Limits) error {
 	switch {
 	case l.MaxSMs < 0:
@@ -315,7 +315,7 @@ func (r *registry) check(l Limits) error {
 	return nil
 }
 
-// estimates is what the table says where so many multiprocessors are allowed.
+// estimates are the table's for calls with at most maxSMs multiprocessors.
 func (r *registry) estimates(size, maxSMs int) *estimates {
 	e, ok := r.tables[maxSMs]
 	if !ok {
@@ -381,15 +381,15 @@ type Decision struct {
 	Pulled bool
 	// Cached says that the splits were in the cache.
 	Cached bool
-	// SMs is how many multiprocessors of a GPU the call takes; 0 leaves it to the kernel, or needs none.
+	// SMs is the number of multiprocessors of a GPU that the call takes; 0 leaves it to the kernel, or means none.
 	SMs int
-	// CopySMs is how many more of them copy messages out of staging, 0 when those that send do it.
+	// CopySMs is the number of those that only copy messages out of staging; with 0 those that send do it.
 	CopySMs int
-	// Rate is the GB/s to which the senders are held together on a GPU, 0 when they are not.
+	// Rate is the bound of the senders on a GPU together, in GB/s; 0 is no bound.
 	Rate float64
 	// Modes counts the messages to other ranks by wire mode: packet, eager, credit.
 	Modes [3]int
-	// Candidates holds every algorithm's estimate, in the order in which they are tried.
+	// Candidates holds every algorithm's estimate, in the order of the attempts.
 	Candidates []Candidate
 }
 
@@ -443,7 +443,7 @@ func skew(largest, all int64, size int) float64 {
 	return float64(largest) * float64(size-1) / float64(all)
 }
 
-// traffic is a call as algorithms see it. The plan is of a known place: at 1 peers can write the output.
+// traffic is a call as algorithms see it. at is the index of the plan's route: with 1 peers can write the output.
 func (r *registry) traffic(p *plan, at int, c *kernels.Channels, rank int) Traffic {
 	routes := &p.routes[at]
 	t := Traffic{Rank: rank, Size: c.Size, Device: r.device, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
@@ -497,18 +497,18 @@ func (r *registry) choose(p *plan, at int, c *kernels.Channels, rank int) {
 	d.tell(t, &p.schedule[at])
 }
 
-// reorderAfter is how many more calls with the same splits it takes until their order is worked out. Where every call has new splits,
-// as in MoE, it never is.
+// reorderAfter is the number of further calls with the same splits after which their order is worked out. If every call has new splits, as
+// in MoE, it never is.
 const reorderAfter = 2
 
-// reorder works out the order of one of the plan's routes. Launches may still read the one before.
+// reorder works out the order of one of the plan's routes. Launches may still read the last one.
 func (r *registry) reorder(p *plan, at int, c *kernels.Channels, rank int) {
 	r.room = r.traffic(p, at, c, rank)
 	p.order[at] = r.room.sendOrder(&r.fluid, nil)
 	p.routes[at].Order = p.order[at]
 }
 
-// candidates are all algorithms' estimates, in the order in which they are tried.
+// candidates are all algorithms' estimates, in the order of the attempts.
 func (r *registry) candidates(t Traffic) []Candidate {
 	t.explain = true
 	var all []Candidate
@@ -519,7 +519,7 @@ func (r *registry) candidates(t Traffic) []Candidate {
 	return all
 }
 
-// schedule is what the engine gets of an algorithm's wishes.
+// schedule is the engine's schedule for that of an algorithm, within the limits.
 func (l Limits) schedule(t *Traffic, s Schedule) kernels.Schedule {
 	k := kernels.Schedule{Staged: s.Staged, Copies: s.Copies && t.CopyEngines && t.InPlace && t.Placed}
 	if s.Window > 0 && s.Window <= t.Size {

@@ -1,7 +1,7 @@
 package alltoallv
 
-// cache keeps plans by their splits, least recently used ones leave first. It belongs to one rank: a hit here says
-// nothing about other ranks and needs nothing from them.
+// cache keeps plans by their splits, least recently used ones leave first. It belongs to one rank: a hit says
+// nothing about other ranks and needs nothing from them (X2).
 type cache struct {
 	limit        int
 	plans        map[uint64]*plan // equality is checked on a hit; of two plans with one hash the newer stays

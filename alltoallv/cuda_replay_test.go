@@ -245,7 +245,7 @@ func TestCUDA_CallsLeaveCapturesOfEveryModeAlone(t *testing.T) {
 				r.Must(err)
 				r.Must(eager.check())
 
-				// What was captured has not run, and the call before it is still the one to be ordered behind.
+				// The captured call has not run, so the next call is still ordered behind the call before it.
 				for _, k := range calls {
 					require.Equal(r.T, slices.Repeat([]byte{0xa5}, int(k.dst.Len())), read(r, one, k.dst))
 				}

@@ -32,7 +32,7 @@ type Exchanger struct {
 	idle     communicator.Pool[op]
 }
 
-// op is one launch and what must live until it has run.
+// op is one launch, and keeps its arguments alive until it has run.
 type op struct {
 	args     kernels.AllToAllV
 	plan     *plan
@@ -41,7 +41,7 @@ type op struct {
 }
 
 // New makes an Exchanger. It is collective: every rank of the heap's group calls it, in the same order as its other
-// allocations, with equal options. The heap grows where it has no room. What fails on one rank is an error on all. The
+// allocations, with equal options. The heap grows if it has no room. A failure on one rank is an error on all. The
 // caller closes the Exchanger before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 	if o.Logger == nil {
@@ -79,27 +79,33 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 
 // Exchange sends Send[k] elements of src to every rank k and receives Recv[k] elements from it into dst.
 //
-// The call is enqueued on s; with a nil stream it is complete on return. A call on another stream than the one before
-// waits for that one, except that calls captured into a CUDA graph are ordered by whoever replays it. Both buffers belong to the exchange until then
-// and must not overlap. A dst in the symmetric heap is written by the peers directly, other memory by this rank alone.
-// Send[k] here must equal Recv of this rank on rank k.
+// The call is enqueued on s; with a nil stream it is complete on return. Both buffers belong to the exchange until it is
+// complete, and must not overlap. A call on another stream than the last call waits for that; a program that replays a
+// CUDA graph orders the calls in it. Peers write a dst in the symmetric heap directly; other memory is written by this rank
+// alone. Send[k] must equal Recv of this rank on rank k.
 //
-// Bad arguments return an error (ErrInvalid, memory.ErrFreed, ErrClosed) before anything is enqueued; the call then has
-// not happened and may be repeated, which the other ranks wait for. A lost peer is an error that is comm.ErrPeerLost, a
-// peer that does not come within Options.Timeout one that is comm.ErrTimeout; both name the peer, and the Exchanger can
-// then only be closed. So can one whose peer waits in a call that this rank has not made, which is comm.ErrOutOfStep: after 2 seconds
-// for a call of this kind, after half of the timeout for one of the control plane, such as Group.Barrier. A *kernels.SplitsError, about Splits.Live of any rank, is an error of this call alone. So is
-// a *kernels.CountMismatchError: of this one, or of an earlier one, as its Epoch says, for a rank whose small message was not what its
-// receiver expected. That is the call before, but on a CUDA stream it can be the one before that; this call is then complete. On a
-// host stream these are errors of the stream; on a CUDA stream the next call returns them, and Fault does.
+// Bad arguments return an error (ErrInvalid, memory.ErrFreed, ErrClosed) before anything is enqueued; the call has not
+// happened and may be repeated, and the other ranks wait for it. Two errors are of one call, and later calls work:
+//
+//   - A *kernels.SplitsError is about Splits.Live of some rank, and every rank gets it from this call.
+//   - A *kernels.CountMismatchError has the sizes on both ranks, and its Epoch the number of the call. A rank whose small message
+//     had another size than its receiver expected gets it from the next call, on a CUDA stream perhaps from the one after that.
+//     The call that returns it is complete.
+//
+// After any other error the Exchanger can only be closed. All of these name the peer: comm.ErrPeerLost if it is lost,
+// comm.ErrTimeout if it does not come within Options.Timeout, and comm.ErrOutOfStep if it waits in a call that this rank has not
+// made. That is known after 2 seconds or half of the timeout, whichever is shorter, and for a call of the control plane such as
+// Group.Barrier after half of the timeout.
+//
+// On a host stream the errors of calls that have begun are errors of the stream; on a CUDA stream Fault and the next call return them.
 func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) error {
 	x.c.Lock()
 	defer x.c.Unlock()
 	return x.exchange(s, dst, src, sp, false)
 }
 
-// Barrier is an exchange of nothing, enqueued on s and failing as Exchange does: what is on s behind it runs when all ranks' streams
-// have come to theirs. With a nil stream it returns when all ranks have called it.
+// Barrier is an exchange without messages, enqueued on s, with the errors of Exchange: work on s behind it runs when the streams of all
+// ranks have reached their barriers. With a nil stream it returns when all ranks have called it.
 func (x *Exchanger) Barrier(s device.Stream) error {
 	x.c.Lock()
 	defer x.c.Unlock()
@@ -149,7 +155,7 @@ func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, 
 	return err
 }
 
-// equalParts is what splits in device memory are taken for when nothing is said about them.
+// equalParts is the estimate for splits in device memory without one.
 func (x *Exchanger) equalParts(sp *Splits, bytes int64) *Splits {
 	size := x.channels.Size
 	x.guess.Live, x.guess.PeerDispls, x.guess.Limits = sp.Live, sp.PeerDispls, sp.Limits
@@ -161,7 +167,7 @@ func (x *Exchanger) equalParts(sp *Splits, bytes int64) *Splits {
 	return &x.guess
 }
 
-// prepare checks the arguments and finds or makes the plan. at is which of its routes to take, place where peers write dst, if
+// prepare checks the arguments and finds or makes the plan. at is the index of its route, place the place at which peers write dst, if
 // they do.
 func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, at int, place int64, err error) {
 	if err := x.c.Usable(); err != nil {
@@ -236,9 +242,9 @@ func (x *Exchanger) checkLive(v memory.View) error {
 	return nil
 }
 
-// Fault is what launches on a GPU that have run by now have come to: nil, or the error that Exchange describes. It costs a
-// load, and says nothing of work that still runs. A disagreement on counts is told once: Fault clears it, and waits until
-// that is done, so that the next call on any stream finds a clean record.
+// Fault returns the error of launches on a GPU that have run by now, nil if there is none; Exchange describes the errors. It
+// costs a load, and knows nothing of work that still runs. It returns a disagreement on counts once, and clears it before it
+// returns, so the next call on any stream finds a clean record.
 func (x *Exchanger) Fault() error { return x.c.Fault() }
 
 // op is a launch for a stream.
@@ -255,14 +261,14 @@ func (x *Exchanger) op() *op {
 	return o
 }
 
-// release lets go of what a launch used.
+// release drops the memory that a launch used.
 func (o *op) release() {
 	o.plan.users.Add(-1)
 	o.plan, o.dst, o.src, o.live = nil, memory.View{}, memory.View{}, memory.View{}
 	o.args.Src, o.args.Dst, o.args.Splits = kernels.Buffer{}, kernels.Buffer{}, kernels.Buffer{}
 }
 
-// validate compares counts on the control plane. mine is this rank's own complaint, which every rank hears of.
+// validate compares counts on the control plane. mine is this rank's own error, which every rank gets.
 func (x *Exchanger) validate(sp *Splits, barrier bool, mine error) error {
 	var claim agree.Claim
 	if mine == nil {
@@ -283,13 +289,13 @@ func (x *Exchanger) validate(sp *Splits, barrier bool, mine error) error {
 	return compareCounts(all)
 }
 
-// counts is what a rank brings to a call with Options.Validate.
+// counts is a rank's message in a call with Options.Validate.
 type counts struct {
 	Send, Recv []int64
 	Elem       int64
 }
 
-// compareCounts reads what every rank brought to a call. The error is the first disagreement.
+// compareCounts reads the messages of all ranks. The error is the first disagreement.
 func compareCounts(all []string) error {
 	ranks := make([]counts, len(all))
 	for r := range all {
@@ -359,8 +365,8 @@ func (x *Exchanger) Counts(s device.Stream, send, recv []int64) error {
 	return x.Fault()
 }
 
-// Explain says which algorithm an exchange with these splits would use, and why. inPlace is whether the destination
-// would lie in the symmetric heap. Nothing is exchanged.
+// Explain says which algorithm an exchange with these splits would use, and why. inPlace says whether the destination
+// would lie in the symmetric heap. It exchanges no message.
 func (x *Exchanger) Explain(sp *Splits, inPlace bool) (Decision, error) {
 	x.c.Lock()
 	defer x.c.Unlock()
@@ -377,7 +383,7 @@ func (x *Exchanger) Explain(sp *Splits, inPlace bool) (Decision, error) {
 	return x.plans.explain(p, inPlace), nil
 }
 
-// CacheStats says how often the splits of a call were remembered.
+// CacheStats counts the calls whose splits were in the cache.
 type CacheStats struct {
 	Hits, Misses uint64
 	Entries      int
@@ -391,6 +397,6 @@ func (x *Exchanger) CacheStats() CacheStats {
 }
 
 // Close waits for the exchanges on streams and gives the channels back. It is collective and idempotent: no rank frees
-// channels that a peer may still signal. After a failure of the group it releases what is this rank's and returns. When ctx
+// channels that a peer may still signal. After a failure of the group it releases this rank's memory and returns. When ctx
 // ends, calls that wait for peers give up.
 func (x *Exchanger) Close(ctx context.Context) error { return x.c.Close(ctx) }

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Counts cross a socket with Options.Validate. Whatever a peer sends is an error or a sound value, never a panic.
+// Counts cross a socket with Options.Validate. Every message of a peer is an error or a sound value, never a panic.
 func FuzzCompareCounts(f *testing.F) {
 	a, err := json.Marshal(counts{Send: []int64{1, 2}, Recv: []int64{1, 3}, Elem: 4})
 	require.NoError(f, err)

@@ -13,12 +13,12 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// Options of an Exchanger. The zero value works. All ranks pass the same; New compares them and names both values where
-// they differ.
+// Options of an Exchanger. The zero value works. All ranks pass the same; New compares them, and its error names both values
+// of an option that differs.
 type Options struct {
 	// Algorithm forces one by name. Empty selects by the traffic of each call.
 	Algorithm string
-	// Algorithms are the caller's own, offered beside packet, direct, pipelined, ring and copy.
+	// Algorithms are the caller's own, in addition to packet, direct, pipelined, ring and copy.
 	Algorithms []Algorithm
 	// PacketBytes bounds messages whose words carry their flag; negative for none. The default is 128 on the host and, on GPUs, 512 KiB
 	// for up to 4 ranks and 255 KiB for more.
@@ -26,36 +26,36 @@ type Options struct {
 	// EagerBytes bounds messages that need no credit; default 1 KiB, negative for empty messages only. Every rank holds two
 	// such buffers for every peer. On a GPU packets take the place of eager messages.
 	EagerBytes int64
-	// SlotBytes is the size of a chunk that goes through staging, Slots how many of them a pair has; on GPUs a pair has as many for
-	// each of MaxSMs. By default they are 4 of 256 KiB, on GPUs 8 of 128 KiB, and smaller where StagingBytes would be exceeded.
+	// SlotBytes is the size of a slot of staging, Slots the number of slots of an ordered pair of ranks; on GPUs a pair has that many
+	// for each of MaxSMs. The default is 4 of 256 KiB, on GPUs 8 of 128 KiB, and smaller if these would exceed StagingBytes.
 	SlotBytes int64
 	Slots     int
-	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 32 MiB, on GPUs 128 MiB.
+	// StagingBytes bounds the slots of one rank together if SlotBytes is 0; default 32 MiB, on GPUs 128 MiB.
 	StagingBytes int64
-	// CacheEntries is how many sets of splits are remembered; default 256.
+	// CacheEntries is the number of plans that the cache keeps; default 256.
 	CacheEntries int
-	// Table is what algorithms are selected by. nil is a table measured on H200s for GPUs, and rules of thumb for the host.
+	// Table has the times by which an algorithm is selected. nil is a table measured on H200s for GPUs, and rules of thumb for the host.
 	Table *Table
-	// MaxSMs bounds how many multiprocessors of a GPU send in a call above PacketBytes; default DefaultMaxSMs. The host device has
-	// none.
+	// MaxSMs bounds the multiprocessors of a GPU that send in a call above PacketBytes; default DefaultMaxSMs. The host device ignores
+	// it.
 	MaxSMs int
-	// CopySMs bounds how many more of them copy the output out of staging where peers cannot write it. No more send then than copy.
-	// The default is DefaultMaxSMs where MaxSMs is left to default, otherwise none: those that send do it. Negative is none.
+	// CopySMs bounds the further multiprocessors that copy the output out of staging if peers cannot write it. At most as many send as
+	// copy then. The default is DefaultMaxSMs if MaxSMs is 0, otherwise none: those that send also copy. Negative is none.
 	CopySMs int
-	// NoSMs leaves a GPU's multiprocessors alone: calls above PacketBytes go by its copy engines or are refused. It is
-	// Algorithm "copy", which is for ranks that have a GPU each: others can hold up each other's copies until Timeout.
+	// NoSMs takes no multiprocessors of a GPU for calls above PacketBytes: these go by its copy engines or are refused. It is
+	// Algorithm "copy", for ranks with a GPU each: ranks that share one can hold up each other's copies until Timeout.
 	NoSMs bool
-	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
+	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
 	Timeout time.Duration
 	// Validate has the ranks compare their counts on the control plane before every call, so that a disagreement is an
 	// error on every rank with nothing enqueued. It costs a round of socket messages a call and waits for the slowest
 	// rank. Without it a disagreement is found during the exchange, by the ranks that disagree.
 	Validate bool
-	// Logger hears, at info level, where large messages take two copies. nil is the group's.
+	// Logger gets a line, at info level, if large messages take two copies. nil is the group's.
 	Logger *slog.Logger
 }
 
-// DefaultMaxSMs is how many multiprocessors of a GPU send where Options.MaxSMs is 0.
+// DefaultMaxSMs is the bound of multiprocessors of a GPU that send if Options.MaxSMs is 0.
 const DefaultMaxSMs = 16
 
 // limits are those of all calls.
@@ -114,7 +114,7 @@ func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels
 	return c, nil
 }
 
-// fingerprint is what must be equal on all ranks.
+// fingerprint has the options that must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.Channels, names []string) string {
 	return fmt.Sprintf("algorithm %q of %v (no multiprocessors: %v), packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors and %d, table %s, validate %v",
 		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.CopySMs, curve.Digest(o.Table), o.Validate)

@@ -39,6 +39,6 @@ func TestStagingStaysWithinItsBound(t *testing.T) {
 		require.Equal(t, c.slots, ch.Slots, "%+v", c)
 		require.Equal(t, c.slotBytes, ch.SlotBytes, "%+v", c)
 		require.LessOrEqual(t, int64(c.size*c.each*ch.Slots)*ch.SlotBytes, c.bound, "%+v", c)
-		require.Equal(t, c.asked.MaxSMs == 0, o.CopySMs > 0, "multiprocessors beside MaxSMs only where it is left to default")
+		require.Equal(t, c.asked.MaxSMs == 0, o.CopySMs > 0, "CopySMs has a default only without MaxSMs")
 	}
 }

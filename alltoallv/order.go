@@ -2,17 +2,16 @@ package alltoallv
 
 import "math"
 
-// The order of sends where splits are skewed. With the rotation as it is, all ranks reach the receiver that gets most at about
-// the same time, share its port until it is done, and only then send the rest of what they have: their other messages come on
-// top of that receiver's time. Better some send to it early while others send everything else first, so that its port is
-// never idle and nobody has much left when it is through.
+// The order of sends with skewed splits. With the rotation all ranks reach the receiver that gets most at about the same time,
+// share its port until it has everything, and send their other messages after that. It is faster if some send to it early while
+// others send everything else first, so that its port is never idle and no rank has much left when it has everything.
 
 const (
 	// orderedBytes is how much the busiest port must carry for an order to be worth working out.
 	orderedBytes = 16 << 20
-	// orderedRanks is up to how many ranks it is worked out.
+	// orderedRanks is the largest number of ranks with such an order.
 	orderedRanks = 16
-	// turnBytes is what a link carries, roughly, while a sender turns to its next peer.
+	// turnBytes is about what a link carries while a sender turns to its next peer.
 	turnBytes = 1 << 20
 )
 
@@ -80,8 +79,8 @@ type fluid struct {
 	active [orderedRanks]float64 // how many there are
 }
 
-// finish is when all messages have arrived, in bytes that a port carries meanwhile, where every rank sends one message after the
-// other and a receiver's port is shared by those that send to it. Beyond limit it stops. There are at most orderedRanks.
+// finish is the time at which all messages have arrived, in bytes that a port carries until then, if every rank sends one message after
+// the other and those that send to a receiver share its port. It stops at limit. There are at most orderedRanks ranks.
 func (f *fluid) finish(s sends, to []float64, limit float64) float64 {
 	n := len(to)
 	never, top := math.Inf(1), largest(to)
@@ -128,7 +127,7 @@ func (f *fluid) finish(s sends, to []float64, limit float64) float64 {
 	}
 }
 
-// turn has a sender turn to its next receiver.
+// turn makes a sender turn to its next receiver.
 func (f *fluid) turn(x int, to []float64, now float64) {
 	for len(f.left[x]) > 0 && to[f.left[x][0]] == 0 {
 		f.left[x] = f.left[x][1:]
@@ -146,7 +145,7 @@ func (f *fluid) reach(port int32, now float64) {
 	f.at[port] = now
 }
 
-// settle finds out when the next message at a port is through.
+// settle computes when the next message at a port has arrived.
 func (f *fluid) settle(port int32, now float64, n int) {
 	first, never := math.Inf(1), math.Inf(1)
 	for x := range n {
@@ -160,21 +159,21 @@ func (f *fluid) settle(port int32, now float64, n int) {
 	}
 }
 
-// ordered says that an order of this rank's sends is worth working out, where its algorithm leaves it one. Of three ranks the rotation is
-// as good as any.
+// ordered says that an order of this rank's sends is worth the work, if its algorithm allows one. With 3 ranks the rotation is as good as
+// any other.
 func (t *Traffic) ordered() bool {
 	return t.Multiprocessors && !t.Live && t.Size > 3 && t.Size <= orderedRanks && t.link() >= orderedBytes
 }
 
 const (
-	// close is how much longer than the most popular rank's port is busy an order may take: nothing better is looked for then.
+	// close is the factor by which an order may exceed the busy time of the most popular rank's port; the search ends with such an order.
 	close = 1.02
-	// tries is how many orders are tried: a try among 8 ranks takes 3 us, and the best is most often among the first six.
+	// tries is the number of orders that are tried: a try among 8 ranks takes 3 us, and the best is most often among the first six.
 	tries = 6
 )
 
-// parts fills in what goes to each rank, and returns the sum and the most. It takes this rank's splits for those of all others, as
-// they are where some ranks are popular; where they are not, what comes of it is an order like any other.
+// parts fills in the bytes that go to each rank, and returns their sum and the largest. It assumes that all ranks have this rank's
+// splits. That is about right if some ranks are popular; otherwise the result is an order like any other.
 func (t *Traffic) parts(f *fluid) (all, most float64) {
 	f.to = sized(f.to, t.Size)
 	for p, n := range t.SendBytes {
@@ -187,7 +186,7 @@ func (t *Traffic) parts(f *fluid) (all, most float64) {
 	return all, most
 }
 
-// popularShare is the part of all bytes that the most popular rank gets from where on a guess is better than the rotation.
+// popularShare is the share of the most popular rank in all bytes from which a guess is better than the rotation.
 const popularShare = 1 / 4.5
 
 // guess is an order that takes less than a microsecond to find. Among 8 ranks, by the model of finish, skewed calls take 1 to 4%
@@ -201,7 +200,7 @@ func (t *Traffic) guess(f *fluid) sends {
 	return sends{min(2, t.Size-2), max(1, early)}
 }
 
-// worthIt is by how much another order must be faster than the rotation to be taken.
+// worthIt is the least gain over the rotation for which another order is taken.
 const worthIt = 0.98
 
 // sendOrder is the order in which this rank sends skewed splits.
@@ -210,8 +209,8 @@ func (t *Traffic) sendOrder(f *fluid, order []int32) []int32 {
 	var best sends
 	ideal := float64(t.Size-1)*most + turnBytes
 	least := worthIt * f.finish(best, f.to, math.Inf(1))
-	// The popular port has no pause where those that send to it early are at it for as long as the others need for all else. So
-	// that many are tried first, then more and fewer.
+	// The popular port has no pause if the early senders keep it busy for as long as the others need for everything else. That number
+	// of early senders is tried first, then more and fewer.
 	first, tried := int(math.Round(1.2*(all-most)/most)), 0
 	for i := 0; i < 2*t.Size && tried < tries; i++ {
 		early := first + (i+1)/2*(1-i%2*2)

@@ -22,9 +22,9 @@ type plan struct {
 	chosen   [2]Decision
 	order    [2][]int32 // the routes' own orders, where they have any
 	ready    [2]bool    // these have been chosen
-	rough    [2]int     // calls until the order is worked out, where it is a guess
+	rough    [2]int     // calls until the order is worked out, if it is a guess
 	peers    []int64    // of routes' PeerOffsets, where there are any
-	spare    []int64    // sizes that nobody reads
+	spare    []int64    // sizes that are not read
 
 	hash       uint64
 	prev, next *plan        // least recently used list
@@ -39,7 +39,7 @@ type planner struct {
 	rank     int
 }
 
-// of is the plan of these splits. What depends on the output is not chosen yet.
+// of is the plan of these splits. Its order and schedule, which depend on the output, may not be chosen yet.
 func (k *planner) of(sp *Splits) (*plan, error) {
 	p, h := k.get(sp)
 	if p != nil {
@@ -56,8 +56,8 @@ func (k *planner) of(sp *Splits) (*plan, error) {
 	return p, nil
 }
 
-// ready makes sure that the plan has an order and a schedule, for an output that peers can write or cannot. It returns which of the
-// plan's two that is.
+// ready completes the plan by an order and a schedule for an output that peers can write, or one that they cannot, and returns the index
+// of that route.
 func (k *planner) ready(p *plan, inPlace bool) (at int) {
 	if inPlace {
 		at = 1
@@ -76,7 +76,7 @@ func (k *planner) ready(p *plan, inPlace bool) (at int) {
 	return at
 }
 
-// explain is the decision about the plan, with all that was to choose from.
+// explain is the decision about the plan, with all candidates.
 func (k *planner) explain(p *plan, inPlace bool) Decision {
 	at := k.ready(p, inPlace)
 	d := p.chosen[at]

@@ -13,7 +13,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
-// randomSplits are count splits of about so many bytes a rank for each of n ranks, no two alike: even, but for some noise, or
+// randomSplits are count splits of about that many bytes a rank for each of n ranks, no two alike: even, but for some noise, or
 // skewed by popularity.
 func randomSplits(n, count int, bytes int64, skewed bool) []*Splits {
 	rng := rand.New(rand.NewPCG(1, uint64(n)))

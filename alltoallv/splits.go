@@ -31,49 +31,49 @@ func invalid(format string, args ...any) error {
 type Splits struct {
 	// Send[k] elements go to rank k; Recv[k] elements come from rank k.
 	Send, Recv []int64
-	// SendDispls[k] and RecvDispls[k] are where these parts begin in their buffers. nil packs them in rank order.
+	// SendDispls[k] and RecvDispls[k] are the offsets at which these parts begin in their buffers. nil packs them in rank order.
 	SendDispls, RecvDispls []int64
-	// PeerDispls[k], where it is known, is where this rank's part begins in rank k's destination: RecvDispls[this rank] of
-	// rank k. With it, and a destination at the same offset of the symmetric heap on every rank, a GPU's copy engines can do
-	// the exchange. It must be right: a receiver that expects the part elsewhere makes Fault report it, but the copies have
-	// been made. nil is always good.
+	// PeerDispls[k] is the offset at which this rank's part begins in rank k's destination: RecvDispls[this rank] of rank k.
+	// With it, and a destination at the same offset of the symmetric heap on every rank, a GPU's copy engines can do the
+	// exchange. It must be right: if a receiver expects the part elsewhere, Fault reports that after the copies. nil means that
+	// it is not known.
 	PeerDispls []int64
 	// ElemSize is the size of an element in bytes; 0 means 1.
 	ElemSize int64
-	// Live, when it is not empty, holds the splits in memory of the Exchanger's device, where the exchange reads them when it
-	// runs: whatever the stream has written there by then, so a captured CUDA graph is replayed with other splits. It is
-	// four arrays of 64-bit integers with one entry a rank, in bytes: send splits, send displacements, receive splits,
+	// Live, if it is not empty, holds the splits in memory of the Exchanger's device. The exchange reads them when it runs, with
+	// the values that the stream has written by then, so a captured CUDA graph can be replayed with other splits. It is four
+	// arrays of 64-bit integers with one entry a rank, in bytes: send splits, send displacements, receive splits,
 	// receive displacements (AppendLive makes them). It begins at a multiple of 8, and belongs to the exchange until that is
 	// complete.
 	//
-	// Send and Recv are then only an estimate, by which the algorithm is chosen; without both, equal parts of the buffers
-	// are. Copy engines cannot do such an exchange, and there are no PeerDispls. What a rank sends to itself is its send
-	// split; the receive split is not looked at. A split that does not fit the buffers makes the exchange move nothing on
-	// this rank, and is an error of this call on every rank, a *kernels.SplitsError that says whose split it is. The next call works.
+	// Send and Recv are then only the estimate by which the algorithm is chosen; without both, the estimate is equal parts of
+	// the buffers. Copy engines cannot do such an exchange, and PeerDispls must be nil. For the part that a rank sends to itself
+	// its send split counts, and not the receive split. If a split does not fit the buffers, the exchange moves nothing on this
+	// rank, and every rank gets a *kernels.SplitsError for this call, which names that rank. The next call works.
 	Live memory.View
-	// Limits are for this call alone.
+	// Limits hold for this call alone.
 	Limits Limits
 
 	wasLive bool // of a copy that does without the view
 }
 
-// Limits say how calls are done. Fields of Options have them for all calls of an Exchanger; in Splits, where a field is not zero, it takes
-// the place of that. They are this rank's own: ranks need not agree.
+// Limits bound calls. Options has them for all calls of an Exchanger; a field of Splits.Limits that is not zero replaces that of Options.
+// They are this rank's own: ranks need not agree.
 type Limits struct {
 	// Algorithm forces one by name.
 	Algorithm string
-	// MaxSMs bounds how many multiprocessors of a GPU send in a call above PacketBytes. In a call it cannot be more than
+	// MaxSMs bounds the multiprocessors of a GPU that send in a call above PacketBytes. In a call it is at most
 	// Options.MaxSMs.
 	MaxSMs int
-	// CopySMs bounds how many more of them copy the output out of staging where peers cannot write it; negative for none. No more
-	// send then than copy.
+	// CopySMs bounds the further multiprocessors that copy the output out of staging if peers cannot write it; negative for none. At
+	// most as many send as copy then.
 	CopySMs int
-	// NoSMs leaves a GPU's multiprocessors alone: calls above PacketBytes go by its copy engines or are refused. What they need,
-	// and what stays on the rank, is as with Algorithm "copy".
+	// NoSMs takes no multiprocessors of a GPU for calls above PacketBytes: these go by its copy engines or are refused, under the
+	// conditions of Algorithm "copy".
 	NoSMs bool
 }
 
-// with is l where c says nothing else.
+// with is l with the fields of c that are not zero.
 func (l Limits) with(c Limits) Limits {
 	if c == (Limits{}) {
 		return l
@@ -90,10 +90,10 @@ func (l Limits) with(c Limits) Limits {
 	return l
 }
 
-// LiveBytes is how long Splits.Live of a group is.
+// LiveBytes is the length of Splits.Live for a group of size ranks.
 func LiveBytes(ranks int) int64 { return 4 * 8 * int64(ranks) }
 
-// AppendLive appends to b what Live must hold for these splits, to be copied to the device. The error is ErrInvalid.
+// AppendLive appends to b the content of Live for these splits, to be copied to the device. The error is ErrInvalid.
 func (s *Splits) AppendLive(b []byte) ([]byte, error) {
 	n := len(s.Send)
 	for _, d := range [...]struct {
@@ -146,7 +146,7 @@ func (s *Splits) equal(t *Splits) bool {
 
 func sameDispls(a, b []int64) bool { return (a == nil) == (b == nil) && slices.Equal(a, b) }
 
-// assign makes s a copy of t, but for the view, that shares nothing with it and reuses what s has.
+// assign makes s a copy of t, except for the view, that shares nothing with it. It reuses the memory of s.
 func (s *Splits) assign(t *Splits) {
 	s.ElemSize, s.wasLive, s.Limits = t.ElemSize, t.live(), t.Limits
 	s.Send, s.Recv = append(s.Send[:0], t.Send...), append(s.Recv[:0], t.Recv...)
@@ -161,8 +161,8 @@ func assignDispls(dst, src []int64) []int64 {
 	return append(dst[:0], src...)
 }
 
-// layout turns counts and displacements of one direction into bytes and offsets, and returns how long the buffer must
-// be. side is "send" or "receive" in messages.
+// layout turns counts and displacements of one direction into bytes and offsets, and returns the length that the buffer must
+// have. side is "send" or "receive" in messages.
 func layout(side string, counts, displs []int64, elem int64, ranks int, bytes, offsets []int64) (int64, error) {
 	if len(counts) != ranks {
 		return 0, invalid("%d %s splits for %d ranks", len(counts), side, ranks)

@@ -11,7 +11,7 @@ import (
 // Table holds measured times of the built-in algorithms, by which an Exchanger selects. `go run ./test/perf tune` writes
 // one; the package has one for H200-class machines, which is the default on GPUs.
 type Table struct {
-	// Origin says where the figures come from.
+	// Origin states the source of the figures.
 	Origin string `json:"origin"`
 	// Device is the kind of device: "cuda" or "host".
 	Device string `json:"device"`
@@ -26,11 +26,11 @@ type Curve struct {
 	Ranks     int    `json:"ranks"`
 	// Staged says that peers could not write the output. Packets and pipelined do not depend on it and have one curve.
 	Staged bool `json:"staged"`
-	// SMs is how many multiprocessors the algorithm was given, 0 where it needs none or chooses for itself.
+	// SMs is the number of multiprocessors that the algorithm was given, 0 if it needs none or chooses for itself.
 	SMs int `json:"sms"`
-	// Rate is the GB/s to which a rank's senders were held together, 0 where they sent as fast as they could.
+	// Rate is the bound of a rank's senders together in GB/s, 0 if they sent as fast as they could.
 	Rate float64 `json:"rate,omitempty"`
-	// Bytes is what a rank sends in equal parts to all ranks, its own part included, ascending.
+	// Bytes is the amount that a rank sends in equal parts to all ranks, its own part included, ascending.
 	Bytes []int64 `json:"bytes"`
 	// Microseconds is the time of each.
 	Microseconds []float64 `json:"us"`
@@ -39,7 +39,7 @@ type Curve struct {
 //go:embed table.json
 var defaultTable []byte
 
-// defaultTableDevice is what defaultTable is for.
+// defaultTableDevice is the kind of device of defaultTable.
 const defaultTableDevice = "cuda"
 
 // ReadTable reads a table that Write or the tuner has written.
@@ -107,7 +107,7 @@ func (c *Curve) measured() curve.Measured {
 	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Bytes: c.Bytes, Microseconds: c.Microseconds}
 }
 
-// estimates is what a table says about one world and one bound of multiprocessors, made for fast questions.
+// estimates are a table's times for one world and one bound of multiprocessors, in a form for fast look-ups.
 type estimates struct {
 	curves []estimate
 }
@@ -146,15 +146,16 @@ func best(world []Curve, algorithm string, staged bool, maxSMs int) curve.Points
 	return curve.Best(of, world[0].Ranks, maxSMs)
 }
 
-// Estimate is what the Exchanger's table says of a built-in algorithm: the microseconds of this traffic, by the busiest
-// port that this rank can think of, and how many multiprocessors to use, 0 for the algorithm's own choice. ok is false where there is
-// no table or nothing about the algorithm.
+// Estimate is the estimate of the Exchanger's table for a built-in algorithm: the microseconds of this traffic, by the busiest port
+// that this rank can infer, and the number of multiprocessors to use, 0 for the algorithm's own choice. ok is false without a table,
+// and if it has no times of the algorithm.
 func (t *Traffic) Estimate(algorithm string) (us float64, sms int, ok bool) {
 	us, s, ok := t.estimate(algorithm)
 	return us, s.SMs, ok
 }
 
-// link is what the busiest port of all carries, as far as this rank can tell: who gets its largest message gets as much from others.
+// link is the load of the busiest port of all, as far as this rank can tell: it assumes that the rank which gets its largest message gets as
+// much from all others.
 func (t *Traffic) link() int64 { return max(t.SendTotal, t.RecvTotal, t.Largest*int64(t.Size-1)) }
 
 func (t *Traffic) estimate(algorithm string) (us float64, s curve.Setting, ok bool) {
