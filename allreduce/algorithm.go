@@ -9,7 +9,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// way is how a call can travel: its algorithm and, on GPUs, what kernels.Reduction has of the same names.
+// way is one way for a call to travel: its algorithm and, on GPUs, the fields of kernels.Reduction with these names.
 type way struct {
 	algorithm           kernels.ReduceAlgorithm
 	packets, pull, push bool
@@ -28,7 +28,7 @@ func (w way) String() string {
 	}
 }
 
-// serves reports whether a GPU can do a collective so. One step of packets is enough for half an all-reduce.
+// serves reports whether a GPU can do a collective this way. One step of packets is enough for half an all-reduce.
 func (w way) serves(c kernels.Collective) bool {
 	switch both := c == kernels.AllReduce; {
 	case w.pull:
@@ -41,10 +41,10 @@ func (w way) serves(c kernels.Collective) bool {
 	return true
 }
 
-// throughMemory is how GPUs can do any call.
+// throughMemory is the way that serves every call on GPUs.
 var throughMemory = way{algorithm: kernels.TwoShot}
 
-// The ways of the two engines. A GPU has no ring, because among GPUs every pair is linked alike.
+// The ways of the two engines. GPUs have no ring, because every pair of them has the same link.
 var (
 	hostWays = []way{{algorithm: kernels.OneShot}, {algorithm: kernels.TwoShot}, {algorithm: kernels.Ring}}
 	gpuWays  = []way{
@@ -53,7 +53,7 @@ var (
 	}
 )
 
-// selector chooses how calls travel. What it is made of, and what it looks at, is the same on all ranks, so all of them choose alike.
+// selector chooses the way of calls. Its fields and inputs are the same on all ranks, so all of them choose alike.
 type selector struct {
 	forced   string // the name of an algorithm, or empty
 	gpu      bool
@@ -75,7 +75,7 @@ func (s *selector) ways(c kernels.Collective) (ways []way) {
 	return ways
 }
 
-// choose sets how a call travels.
+// choose sets the way of a call.
 func (s *selector) choose(r *kernels.Reduction) error {
 	all := hostWays
 	if s.gpu {
@@ -111,13 +111,13 @@ func (*selector) set(r *kernels.Reduction, w way) {
 	r.Algorithm, r.Packets, r.Pull, r.Push = w.algorithm, w.packets, w.pull, w.push
 }
 
-// packetBlocks is how many blocks of a GPU are fastest for a call by packets: on 2 H200 their number grows as the root of the bytes.
+// packetBlocks is the number of blocks that is fastest for a call by packets: on 2 H200 it grows as the square root of the bytes.
 func packetBlocks(r *kernels.Reduction) int {
 	return max(8, int(math.Sqrt(float64(r.Call.Count*r.Call.DType.Size())))/8)
 }
 
-// cost estimates the time of a call in microseconds, and says with which setting; +Inf means that it cannot travel this way. why is for
-// people.
+// cost estimates the time of a call in microseconds, and the setting for it; +Inf means that it cannot travel this way. why is a reason in
+// words.
 func (s *selector) cost(r *kernels.Reduction, w way) (us float64, at curve.Setting, why string) {
 	s.set(r, w)
 	if s.gpu {
@@ -127,8 +127,8 @@ func (s *selector) cost(r *kernels.Reduction, w way) (us float64, at curve.Setti
 	return us, at, why
 }
 
-// Rough figures of the host device, measured on two cores with 2, 4 and 8 ranks: what it costs to signal a peer and hear
-// from it, what another step costs, and how fast a core copies or adds. They only have to rank algorithms.
+// Rough figures of the host device, measured on two cores with 2, 4 and 8 ranks: the cost of a signal to a peer and of its
+// answer, the cost of another step, and the speed at which a core copies or adds. They only have to rank algorithms.
 const (
 	usSignal = 1.2
 	usStep   = 1.5
@@ -197,22 +197,22 @@ func (s *selector) gpuCost(r *kernels.Reduction, w way) (us float64, at curve.Se
 type Decision struct {
 	// Algorithm is the chosen one: one-shot, two-shot or ring.
 	Algorithm string
-	// Way is the algorithm's name among the candidates, which says on GPUs how it travels.
+	// Way is the name among the candidates, which on GPUs also says how the data travels.
 	Way string
 	// Packets says that data and signals travel in the same words. Only GPUs do that.
 	Packets bool
-	// Blocks is how many multiprocessors of a GPU the call takes; 0 on the host device.
+	// Blocks is the number of multiprocessors of a GPU that the call takes; 0 on the host device.
 	Blocks int
-	// Rate is the GB/s to which a rank's reads and writes of the others' memory are held on a GPU, 0 when they are not.
+	// Rate bounds a rank's reads and writes of the others' memory on a GPU, in GB/s; 0 is no bound.
 	Rate float64
 	// Forced says that Options.Algorithm left no choice.
 	Forced bool
-	// Chunks is the largest number of chunks that one rank hands to another; 0 in one-shot and in packets. Buffers that a GPU's peers can
-	// reach need none.
+	// Chunks is the largest number of chunks from one rank to another; 0 in one-shot and in packets. Buffers that a GPU's peers can reach
+	// need none.
 	Chunks int64
 	// Multicast is the pipeline of a call that goes by multicast, which then has two shots.
 	Multicast kernels.Pipeline
-	// Candidates holds every estimate, and with Options.Multicast what became of that.
+	// Candidates holds every estimate, and with Options.Multicast an entry about that.
 	Candidates []Candidate
 }
 
@@ -220,7 +220,7 @@ type Decision struct {
 // ranks read the others' slices of a gather, with "push" they write their input into the others' staging.
 type Candidate struct {
 	Algorithm    string
-	Microseconds float64 // +Inf: cannot do it; NaN: has not been measured
+	Microseconds float64 // +Inf: not possible; NaN: not measured
 	Why          string
 }
 
@@ -252,7 +252,7 @@ func (d Decision) String() string {
 	return b.String()
 }
 
-// explain describes the choice that has been made for r, and leaves r in no particular state.
+// explain describes the choice that has been made for r. It changes r.
 func (s *selector) explain(r *kernels.Reduction) Decision {
 	d := Decision{Algorithm: r.Algorithm.String(), Way: way{r.Algorithm, r.Packets, r.Pull, r.Push}.String(), Packets: r.Packets, Blocks: r.Blocks, Rate: r.Rate, Forced: s.forced != "", Multicast: r.Multicast}
 	if d.Multicast != kernels.NoMulticast {

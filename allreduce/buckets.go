@@ -20,24 +20,23 @@ import (
 type Gradient struct {
 	// Len is its number of elements.
 	Len int
-	// DType is its floating-point type; the zero value is taken for kernels.Float32.
+	// DType is its floating-point type; the zero value means kernels.Float32.
 	DType kernels.DType
 }
 
 // BucketOptions of Buckets. The zero value works. All ranks pass the same.
 type BucketOptions struct {
-	// BucketBytes is how large a bucket grows before the next one begins; default 4 MiB. A larger gradient has a bucket
-	// of its own.
+	// BucketBytes is the size at which the next bucket begins; default 4 MiB. A larger gradient has a bucket of its own.
 	BucketBytes int64
-	// Op is how the ranks' gradients are combined: the default kernels.Sum, or kernels.Avg.
+	// Op combines the ranks' gradients: the default kernels.Sum, or kernels.Avg.
 	Op kernels.ReduceOp
-	// Reducer is for the reducer that the buckets have for themselves. On GPUs its MaxSMs is 16 by default, so that the computation keeps
-	// the others.
+	// Reducer are the options of the buckets' own reducer. On GPUs its MaxSMs is 16 by default, so that the computation keeps the other
+	// multiprocessors.
 	Reducer Options
 }
 
-// The defaults of BucketOptions.Reducer. Buckets are symmetric, so only a ring needs staging. What computes beside them on a GPU needs its
-// multiprocessors; so few fill the better part of a link.
+// The defaults of BucketOptions.Reducer. Buckets are symmetric, so only a ring needs staging. Few multiprocessors already use most of a
+// link, and the computation needs the others.
 const (
 	bucketStaging = 1 << 20
 	bucketSMs     = 16
@@ -45,17 +44,17 @@ const (
 
 // Buckets hold the gradients of a model and all-reduce them while backward still computes.
 //
-// The gradients live here, side by side in a few buckets in the symmetric heap, so that reducing them copies nothing:
-// backward writes gradient i into View(i) (or Float32(i)), calls Ready(i), and goes on. Once all gradients of a bucket are
-// ready, and all buckets before it have been launched, the bucket's all-reduce is launched on a stream of its own. Wait
-// returns when everything is reduced: the gradients are then the same on every rank, at the same place. List the
-// gradients in the order in which backward completes them, last layer first, so that buckets fill early.
+// The gradients lie in a few buckets in the symmetric heap, so a reduction copies nothing: backward writes gradient i into
+// View(i) (or Float32(i)), calls Ready(i), and goes on. Once all gradients of a bucket are ready, and all earlier buckets have
+// been launched, Ready launches the bucket's all-reduce on a stream of its own. Wait returns when all buckets are reduced: the
+// gradients are then the same on every rank, at the same place. List the gradients in the order in which backward completes
+// them, last layer first, so that buckets fill early.
 //
-// A step is: every gradient is written and marked Ready once, in any order, then Wait. Between its Ready and Wait a
-// gradient belongs to the reduction. Between Wait and the next Ready it is the caller's; Buckets never clear it.
+// In each step the caller writes every gradient and marks it Ready once, in any order, then calls Wait. Between its Ready and
+// Wait a gradient belongs to the reduction. Between Wait and the next Ready it is the caller's; Buckets never clear it.
 //
-// All ranks launch buckets in the same order whatever the order of their Ready calls, and Buckets talk over channels of
-// their own, so other reductions may be made at the same time. The methods may be called from several goroutines.
+// All ranks launch buckets in the same order, for any order of their Ready calls. Buckets have channels of their own, so other
+// reductions may run at the same time. The methods may be called from several goroutines.
 type Buckets struct {
 	reducer *Reducer
 	stream  device.Stream // the reductions run on it
@@ -125,7 +124,7 @@ func digest(gradients []Gradient) uint64 {
 // gradientAlign keeps gradients on cache lines of their own.
 const gradientAlign = 64
 
-// pack decides which gradient lies where.
+// pack gives each gradient its bucket and offset.
 func (b *Buckets) pack(gradients []Gradient, o *BucketOptions) error {
 	switch {
 	case o.BucketBytes < 0:
@@ -197,7 +196,7 @@ func (b *Buckets) divide(all memory.View) {
 // Len is the number of gradients.
 func (b *Buckets) Len() int { return len(b.gradients) }
 
-// NumBuckets is the number of buckets they are in.
+// NumBuckets is the number of buckets.
 func (b *Buckets) NumBuckets() int { return len(b.buckets) }
 
 // View is the memory of gradient i, the same until Close.
@@ -212,9 +211,9 @@ func (b *Buckets) Float32(i int) []float32 {
 	return shm.View[float32](g.view.Bytes())
 }
 
-// Ready says that gradient i is complete: as soon as the work enqueued on s so far has run, or, with a nil stream, now.
-// It launches the reductions that have become possible and does not wait for them. A gradient that got no contribution in
-// a step is Ready too, as zeros. It is an error to call it twice in a step.
+// Ready marks gradient i complete: as soon as the work enqueued on s so far has run, or, with a nil stream, now. It launches
+// the reductions that have become possible and does not wait for them. A gradient without a contribution in a step must be
+// Ready too, with zeros. A second call in a step is an error.
 func (b *Buckets) Ready(s device.Stream, i int) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -251,8 +250,8 @@ func (b *Buckets) Ready(s device.Stream, i int) error {
 }
 
 // Wait ends a step. With a nil stream it blocks until all gradients are reduced and returns the first error of their
-// reductions. Otherwise it returns at once, work enqueued on s from now on finds the gradients reduced, and an error of
-// the reductions is returned by a later call. Gradients that are not Ready are an error, and the step goes on.
+// reductions. Otherwise it returns at once, work enqueued on s from now on finds the gradients reduced, and a later call
+// returns an error of the reductions. If a gradient is not Ready, Wait returns an error, and the step continues.
 func (b *Buckets) Wait(s device.Stream) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

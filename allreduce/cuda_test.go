@@ -595,7 +595,7 @@ func stamp(r *worldtest.Rank, s device.Stream) cuda.Event {
 // Gradients are reduced on the buckets' stream while the stream that computes goes on: the timeline of the GPU says so.
 func TestCUDA_BucketsOverlapWithAnotherStream(t *testing.T) {
 	if gpus, err := device.CUDACount(); err != nil || gpus < 2 {
-		t.Skip("ranks that share a GPU have no room for other work beside their reductions")
+		t.Skip("ranks that share a GPU have no room for work other than their reductions")
 	}
 	worldtest.GPUs(t, 2, 1<<30, func(r *worldtest.Rank) {
 		const layers, n = 8, 4 << 20 // of float32
@@ -639,7 +639,7 @@ func TestCUDA_BucketsOverlapWithAnotherStream(t *testing.T) {
 				}
 			})
 		}
-		alone := func() time.Duration { // the reductions with nothing beside them
+		alone := func() time.Duration { // the reductions by themselves
 			return timed(func() {
 				for i := range layers {
 					r.Must(b.Ready(y.s, i))

@@ -6,17 +6,17 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// What Options.Multicast may be, besides empty.
+// The values of Options.Multicast that are not empty.
 const (
 	autoMulticast  = "auto"
 	warpMulticast  = "warps"
 	blockMulticast = "blocks"
 )
 
-// multicastWay is its name among the ways of a call.
+// multicastWay is the name of multicast among the ways of a call.
 const multicastWay = "multicast"
 
-// leastPipelineBlocks is what a block pipeline needs: a block for each step.
+// leastPipelineBlocks is the least number of blocks of a block pipeline: one for each step.
 const leastPipelineBlocks = 3
 
 func (o *Options) validateMulticast() error {
@@ -32,11 +32,11 @@ func (o *Options) validateMulticast() error {
 	return invalid("Options.Multicast is %q, want %q, %q, %q or nothing", o.Multicast, autoMulticast, warpMulticast, blockMulticast)
 }
 
-// byMulticast is what a selector knows of multicast: Options.Multicast, and why it is in vain, empty where it is not.
+// byMulticast is Options.Multicast, and the reason why multicast cannot be honoured, or "".
 type byMulticast struct{ asked, vain string }
 
-// overrule sends a call by multicast, for which another way has been chosen, if that is asked for and can be. It takes all the blocks that it
-// may have: how few would do has not been measured.
+// overrule sends a call by multicast, although another way has been chosen, if the options ask for multicast and the call can go so. The
+// call takes all blocks that it may have: the least sufficient number has not been measured.
 func (s *selector) overrule(r *kernels.Reduction) {
 	if r.Multicast = s.pipeline(r); r.Multicast != kernels.NoMulticast {
 		s.set(r, throughMemory)
@@ -44,8 +44,8 @@ func (s *selector) overrule(r *kernels.Reduction) {
 	}
 }
 
-// pipeline is how a call goes by multicast. No time of these has been measured. By itself a call takes the pipeline of warps while staging
-// holds all of it at once, because then no step waits for one that has further to go.
+// pipeline is the pipeline of a call by multicast. No times have been measured. With "auto" a call takes the pipeline of warps if staging
+// holds all of it at once, because then no step waits for a later one.
 func (s *selector) pipeline(r *kernels.Reduction) kernels.Pipeline {
 	c := s.channels
 	switch {
@@ -63,7 +63,7 @@ func (s *selector) pipeline(r *kernels.Reduction) kernels.Pipeline {
 	return kernels.BlockPipeline
 }
 
-// about says why a call goes by multicast or does not, where that is asked for.
+// about says why a call goes by multicast or does not, if the options ask for multicast.
 func (m *byMulticast) about(c *kernels.ReduceCall, chosen kernels.Pipeline) []Candidate {
 	x := Candidate{Algorithm: multicastWay, Microseconds: math.NaN()}
 	switch {

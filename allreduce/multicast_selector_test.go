@@ -8,7 +8,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// asking selects on GPUs with Options.Multicast; vain is why that is in vain.
+// asking selects on GPUs with Options.Multicast; vain is the reason why that cannot be honoured.
 func asking(t *testing.T, c *kernels.ReduceChannels, what, vain string) *selector {
 	s := onGPU(t, c, "")
 	s.byMulticast = byMulticast{what, vain}

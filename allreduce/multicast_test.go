@@ -126,7 +126,7 @@ func TestMulticastReducesLikeTheHost(t *testing.T) {
 	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "blocks") })
 }
 
-// multicastFaults has ranks that call different things hear of it and go on (F3), and one that waits in vain name the other (F1).
+// multicastFaults makes ranks that call different things hear of it and go on (F3), and a rank that waits until its timeout name the other (F1).
 func multicastFaults(r *worldtest.Rank, pipeline string) {
 	o := allreduce.Options{Multicast: pipeline, MaxSMs: 3, OneShotBytes: -1, SlotBytes: 4096, Slots: 2}
 	x, err := allreduce.New(r.Ctx, r.Heap, o)

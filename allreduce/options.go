@@ -26,38 +26,38 @@ func invalid(format string, args ...any) error {
 	return communicator.Invalid("allreduce", format, args...)
 }
 
-// Options of a Reducer. The zero value works. All ranks pass the same; New compares them and names both values where they
-// differ.
+// Options of a Reducer. The zero value works. All ranks pass the same; New compares them, and its error names both values of
+// an option that differs.
 type Options struct {
 	// Algorithm forces "one-shot", "two-shot" or "ring". Empty selects by the size of each call.
 	Algorithm string
 	// OneShotBytes bounds what a rank pushes to a peer in the one-shot algorithm, and on GPUs in packets; negative for nothing. The
 	// default is 16 KiB, on GPUs 2 MiB divided by the number of ranks. Every rank holds two such buffers for every peer, on GPUs four.
 	OneShotBytes int64
-	// SlotBytes is the size of a chunk, Slots how many of them can be under way between two ranks (default 4, at least
-	// 2, on GPUs at most 8 for each multiprocessor). The default size is 64 KiB, and less where StagingBytes would be exceeded. On GPUs it is
-	// a multiple of 4096.
+	// SlotBytes is the size of a slot of staging, Slots the number of slots from one rank to another (default 4, at least 2, on GPUs
+	// at most 8 for each multiprocessor). The default size is 64 KiB, and less if the slots would exceed StagingBytes. On GPUs it is a
+	// multiple of 4096.
 	SlotBytes int64
 	Slots     int
-	// StagingBytes bounds the slots of one rank together where SlotBytes is left to default; default 16 MiB, on GPUs 96 MiB.
+	// StagingBytes bounds the slots of one rank together if SlotBytes is 0; default 16 MiB, on GPUs 96 MiB.
 	StagingBytes int64
-	// MaxSMs bounds how many multiprocessors of a GPU a call takes; default 96, or what the ranks' GPUs have. Ranks that share
-	// a GPU have a share of it each. All ranks take equally many. The host device has none.
+	// MaxSMs bounds the multiprocessors of a GPU that a call takes; default 96, or all if a rank's GPU has fewer. Ranks that share a
+	// GPU have an equal share of it each. All ranks take equally many. The host device ignores it.
 	MaxSMs int
-	// Table is what is selected by on GPUs. nil is a table measured on H200s. On the host device there is none.
+	// Table has the times by which an algorithm is selected on GPUs. nil is a table measured on H200s. The host device has no table.
 	Table *Table
-	// Multicast has all-reduces on GPUs travel by NVLink multicast where it can do them (R1: sums, but of uint8 and float8, and averages of
-	// float32 and float64); other calls travel as without it. "warps" and "blocks" name the pipeline for such calls of every size, "auto" leaves
-	// small ones to packets and chooses by the size. Empty, the default, is never. The heap needs memory.Options.Multicast, else it is an
-	// ErrInvalid; where that is off all the same, so is this, and Explain says why. Multicast has never run on hardware: it has been tested on an
-	// emulated driver and with its kernels on a processor. In what order a switch adds is not known, so nor is whether results of floats are the
-	// same bits from run to run; they are on all ranks.
+	// Multicast makes all-reduces on GPUs travel by NVLink multicast if it can do them (R1: sums, except of uint8 and float8, and averages of
+	// float32 and float64); other calls travel as without it. "warps" and "blocks" name the pipeline for such calls of every size; with "auto"
+	// small calls take packets, and the size chooses the pipeline of others. Empty, the default, is never. A heap without
+	// memory.Options.Multicast makes it an ErrInvalid; if the heap has that option and no multicast, it is off, and Explain says why.
+	// Multicast has never run on hardware: it has been tested on an emulated driver and with its kernels on a processor. The order in which a
+	// switch adds is not known, so results of floats may differ from run to run; all ranks get the same bits.
 	Multicast string
-	// Timeout bounds every wait for a peer; default 30 s. It is the time in which a hung peer is named.
+	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
 	Timeout time.Duration
-	// Validate has the ranks compare every call on the control plane first, so that a rank that refuses its arguments is
-	// an error on every rank, with nothing enqueued. It costs a round of socket messages a call. Without it, ranks that
-	// make different calls learn it from the call itself, and a rank that refuses its arguments is waited for.
+	// Validate has the ranks compare every call on the control plane first, so that a rank that refuses its arguments is an error
+	// on every rank, with nothing enqueued. It costs a round of socket messages a call. Without it, ranks that make different calls
+	// get the error from the call itself, and wait for a rank that refuses its arguments.
 	Validate bool
 }
 
@@ -102,7 +102,7 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 	return c, nil
 }
 
-// fingerprint is what must be equal on all ranks.
+// fingerprint has the options that must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.ReduceChannels) string {
 	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, table %s, multicast %q, validate %v",
 		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, curve.Digest(o.Table), o.Multicast, o.Validate)

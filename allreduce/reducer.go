@@ -20,17 +20,16 @@ import (
 // Reducer carries the reductions of one group over one symmetric heap. Its methods may be called from several
 // goroutines, but all ranks must make the same calls in the same order.
 //
-// Every call is enqueued on a stream; with a nil stream it is complete on return. Its buffers belong to it until then. A
-// call on another stream than the call before waits for that one.
+// A call is enqueued on its stream; with a nil stream it is complete on return. Its buffers belong to it until then. A call on
+// another stream than the last call waits for that; a program that replays a CUDA graph orders the calls in it.
 //
 // Bad arguments return an error (ErrInvalid, ErrUnsupported, ErrClosed, memory.ErrFreed) before anything is enqueued: the
-// call has not happened and may be repeated, which the other ranks wait for. When the ranks' calls differ in collective,
+// call has not happened and may be repeated, and the other ranks wait for it. If the ranks' calls differ in collective,
 // data type, operator or length, every rank gets a *kernels.CallMismatchError (comm.ErrMismatch), no buffer has been
-// written, and later calls work. A lost peer is an error that is comm.ErrPeerLost, a peer that does not come within
-// Options.Timeout one that is comm.ErrTimeout, and one that waits in a call which this rank has not made one that is comm.ErrOutOfStep;
-// all name the peer, and the Reducer can then only be closed. On a host stream
-// all but bad arguments are errors of the stream; on a CUDA stream the next call returns them, and Fault does. Calls can be captured into
-// a CUDA graph, and are then ordered by whoever replays it.
+// written, and later calls work. After any other error the Reducer can only be closed. These name the peer: comm.ErrPeerLost if it is
+// lost, comm.ErrTimeout if it does not come within Options.Timeout, and comm.ErrOutOfStep if it waits in a call that this rank has
+// not made. On a host stream all but bad arguments are errors of the stream; on a CUDA stream Fault and the next call return them.
+// Calls can be captured into a CUDA graph.
 type Reducer struct {
 	c        *communicator.Communicator // its lock is held during calls
 	channels kernels.ReduceChannels
@@ -39,7 +38,7 @@ type Reducer struct {
 	idle     communicator.Pool[op]
 }
 
-// op is one launch and what must live until it has run.
+// op is one launch, and keeps its arguments alive until it has run.
 type op struct {
 	args     kernels.Reduction
 	done     func(error) // for launches on a stream
@@ -47,13 +46,13 @@ type op struct {
 }
 
 // New makes a Reducer. It is collective: every rank of the heap's group calls it, in the same order as its other
-// allocations, with equal options. The heap grows where it has no room. What fails on one rank is an error on all. The
-// caller closes the Reducer before the heap.
+// allocations, with equal options. The heap grows if it has no room. A failure on one rank is an error on all. The caller
+// closes the Reducer before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Reducer, error) {
 	return newReducer(ctx, h, o, owner{})
 }
 
-// owner is who has a Reducer for itself: what it has to compare, memory that it wants beside, and its complaint.
+// owner is the user of a Reducer of its own, such as Buckets: the values it compares, its memory behind the Reducer's, and its error.
 type owner struct {
 	must  string
 	bytes int64
@@ -90,8 +89,8 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 	return x, nil
 }
 
-// fewest is how many blocks all ranks can have, of which this one can have so many: ranks that share a GPU have fewer. limit is their
-// Options.MaxSMs. refused is why this rank cannot take part.
+// fewest is the number of blocks that every rank can have. blocks is this rank's; ranks that share a GPU have fewer. limit is Options.MaxSMs.
+// refused is the reason why this rank cannot take part.
 func fewest(ctx context.Context, g *comm.Group, limit, blocks int, refused error) (int, error) {
 	owns, err := agree.On(ctx, g, agree.Claim{Must: []string{fmt.Sprintf("MaxSMs %d", limit)}, Own: strconv.Itoa(blocks)}, refused)
 	for i := 0; i < len(owns) && err == nil; i++ {
@@ -142,8 +141,7 @@ func (x *Reducer) AllGatherV(s device.Stream, dst, src memory.View, counts []int
 	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllGather, DType: dt}, counts)
 }
 
-// Broadcast brings buf of rank root to buf of every rank. It has the same length everywhere; what it holds is nobody's
-// business, so there is no data type.
+// Broadcast copies buf of rank root to buf of every rank. buf has the same length on all ranks, and bytes of any type.
 func (x *Reducer) Broadcast(s device.Stream, buf memory.View, root int) error {
 	src := buf
 	if root != x.c.Group.Rank() {
@@ -202,7 +200,7 @@ func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.
 	if err := x.slice(a, c, whole.Len(), part.Len(), counts); err != nil {
 		return err
 	}
-	// The part of the larger buffer that may be the other one.
+	// The slice of the larger buffer that may be the other buffer.
 	mine, all, p := whole.Ptr(), whole.Ptr(), part.Ptr()
 	if c.Collective != kernels.AllReduce {
 		at, _ := a.Slice(x.c.Group.Rank())
@@ -219,7 +217,7 @@ func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.
 	return nil
 }
 
-// supported refuses what the engines cannot do. It never swaps an operator for another.
+// supported refuses operators that the engines lack for a type. It never replaces an operator by another (R1).
 func supported(c kernels.ReduceCall) error {
 	switch {
 	case !c.DType.Valid():
@@ -232,8 +230,8 @@ func supported(c kernels.ReduceCall) error {
 	return nil
 }
 
-// slice divides the elements among the ranks. whole is the length in bytes of the buffer with all slices, part of the
-// other one.
+// slice divides the elements among the ranks. whole is the length in bytes of the buffer with all slices, part that of the
+// other.
 func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part int64, counts []int64) error {
 	size, es := int64(x.channels.Size), c.DType.Size()
 	large, small := "source", "destination"
@@ -321,8 +319,8 @@ func (x *Reducer) give(o *op) {
 	x.idle.Give(o)
 }
 
-// Explain says which algorithm a call would use, and why: a call that reduces count elements of every rank, or that
-// gathers count elements in all, or that broadcasts count elements, from whatever rank. Nothing is exchanged.
+// Explain says which algorithm a call would use, and why: a call that reduces count elements of every rank, that gathers count
+// elements in all, or that broadcasts count elements. It exchanges no message.
 func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (Decision, error) {
 	x.c.Lock()
 	defer x.c.Unlock()
@@ -356,11 +354,11 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 	return x.selector.explain(&o.args), nil
 }
 
-// Fault is what calls that have run by now have come to, on a device whose streams do not tell: nil, or an error as the methods
-// describe it. The host's streams do.
+// Fault returns the error of calls that have run by now, nil if there is none, on a device whose streams do not report it; the host's
+// streams do.
 func (x *Reducer) Fault() error { return x.c.Fault() }
 
 // Close waits for the calls on streams and gives the channels back. It is collective and idempotent: no rank frees
-// channels that a peer may still signal. After a failure of the group it releases what is this rank's and returns. When ctx
+// channels that a peer may still signal. After a failure of the group it releases this rank's memory and returns. When ctx
 // ends, calls that wait for peers give up.
 func (x *Reducer) Close(ctx context.Context) error { return x.c.Close(ctx) }

@@ -14,7 +14,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// gpuReduction is a call of so many bytes of bfloat16 in equal slices.
+// gpuReduction is a call of that many bytes of bfloat16 in equal slices.
 func gpuReduction(c *kernels.ReduceChannels, coll kernels.Collective, bytes int64) *kernels.Reduction {
 	r := &kernels.Reduction{Channels: c, Call: kernels.ReduceCall{Collective: coll, DType: kernels.BFloat16, Count: bytes / 2}}
 	for p := range int64(c.Size) + 1 {
@@ -31,7 +31,7 @@ func onGPU(t *testing.T, c *kernels.ReduceChannels, forced string) *selector {
 	return &selector{gpu: true, channels: c, forced: forced, table: table.forWorld(c.Size, c.Blocks)}
 }
 
-// What was fastest on 2 H200 is chosen, or something that was no more than a few percent slower.
+// The selector takes the way that was fastest on 2 H200, or one that was at most a few percent slower.
 func TestSelectionOnGPUsFollowsTheMeasurements(t *testing.T) {
 	c := &kernels.ReduceChannels{Size: 2, OneShotBytes: 1 << 20, Slots: 4, SlotBytes: 32 << 10, Blocks: 128}
 	s := onGPU(t, c, "")

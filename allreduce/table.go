@@ -23,15 +23,15 @@ type Table struct {
 
 // Curve is the time of one collective by one algorithm in one setting, by the amount of data.
 type Curve struct {
-	// Collective is all-reduce, reduce-scatter or all-gather. A broadcast is taken for an all-gather.
+	// Collective is all-reduce, reduce-scatter or all-gather. A broadcast has the times of an all-gather.
 	Collective string `json:"collective"`
-	// Algorithm is one-shot packet, two-shot packet, two-shot, of all-gathers two-shot pull (ranks read the others' slices), and of what
-	// reduces two-shot push (ranks write their input into the others' staging).
+	// Algorithm is one-shot packet, two-shot packet, two-shot, for all-gathers two-shot pull (ranks read the others' slices), and for
+	// reductions two-shot push (ranks write their input into the others' staging).
 	Algorithm string `json:"algorithm"`
 	Ranks     int    `json:"ranks"`
-	// SMs is how many multiprocessors a call took, 0 where the number followed from the bytes.
+	// SMs is the number of multiprocessors that a call took, 0 if the number followed from the bytes.
 	SMs int `json:"sms"`
-	// Rate is the GB/s to which what a rank reads and writes of the others' memory was held, 0 where it went as fast as it could.
+	// Rate is the bound of a rank's reads and writes of the others' memory in GB/s, 0 if they went as fast as they could.
 	Rate float64 `json:"rate,omitempty"`
 	// Bytes are those of all slices together, ascending.
 	Bytes []int64 `json:"bytes"`
@@ -42,7 +42,7 @@ type Curve struct {
 //go:embed table.json
 var defaultTable []byte
 
-// tableDevice is what tables are for.
+// tableDevice is the kind of device of tables.
 const tableDevice = "cuda"
 
 // ReadTable reads a table that Write or the tuner has written.
@@ -56,7 +56,7 @@ func (t *Table) Write(w io.Writer) error {
 	return curve.Write("allreduce", w, t.Origin, t.Device, t.Curves)
 }
 
-// collectives are those that tables have curves of.
+// collectives are those with curves in tables.
 var collectives = []kernels.Collective{kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather}
 
 func (t *Table) validate() error {
@@ -108,13 +108,13 @@ func (c *Curve) measured() curve.Measured {
 	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Bytes: c.Bytes, Microseconds: c.Microseconds}
 }
 
-// course is what a table has times for.
+// course is one kind of call with times in a table.
 type course struct {
 	collective kernels.Collective
 	way        way
 }
 
-// course is what the curve is of; known is false where its names are of nothing.
+// course is the course of the curve; known is false if its names are unknown.
 func (c *Curve) course() (of course, known bool) {
 	for _, coll := range collectives {
 		for _, w := range gpuWays {
@@ -126,7 +126,7 @@ func (c *Curve) course() (of course, known bool) {
 	return course{}, false
 }
 
-// estimates are what a table says about one world and one bound of multiprocessors.
+// estimates are a table's times for one world and one bound of multiprocessors.
 type estimates map[course]curve.Points
 
 // forWorld prepares the table for questions about a world.
@@ -147,7 +147,7 @@ func (t *Table) forWorld(ranks, maxSMs int) estimates {
 	return e
 }
 
-// of is the time of a call and the setting for it; ok is false where the table has nothing about the way.
+// of is the time of a call and the setting for it; ok is false if the table has no times of the way.
 func (e estimates) of(r *kernels.Reduction, w way) (us float64, s curve.Setting, ok bool) {
 	coll := r.Call.Collective
 	if coll == kernels.Broadcast {
