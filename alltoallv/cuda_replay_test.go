@@ -214,9 +214,9 @@ func TestCUDA_CallsLeaveCapturesOfEveryModeAlone(t *testing.T) {
 					k.want = calls[2].want
 				}
 				r.Must(one.Synchronize())
-				eager := newGPUCall(r, one, heap.View().Slice(2<<20, 1<<20).Slice(0, total(column(m, r.Rank()))), heap.View().Slice(3<<20, 1<<20), m, 7)
+				launched := newGPUCall(r, one, heap.View().Slice(2<<20, 1<<20).Slice(0, total(column(m, r.Rank()))), heap.View().Slice(3<<20, 1<<20), m, 7)
 				// The stream that will be captured is the one that the next call would be ordered behind.
-				r.Must(x.Exchange(captured, eager.dst, eager.src, eager.sp))
+				r.Must(x.Exchange(captured, launched.dst, launched.src, launched.sp))
 				r.Must(captured.Synchronize())
 				r.Barrier()
 
@@ -230,20 +230,20 @@ func TestCUDA_CallsLeaveCapturesOfEveryModeAlone(t *testing.T) {
 				// stream keeps without asking for their state.
 				for i := range 6 {
 					s := []device.Stream{one, two}[i%2]
-					r.Must(x.Exchange(s, eager.dst, eager.src, eager.sp))
+					r.Must(x.Exchange(s, launched.dst, launched.src, launched.sp))
 					r.Must(s.Synchronize())
 				}
 				for range 100 {
 					_, err := one.Record()
 					r.Must(err)
 				}
-				r.Must(x.Exchange(nil, eager.dst, eager.src, eager.sp))
+				r.Must(x.Exchange(nil, launched.dst, launched.src, launched.sp))
 				r.Must(x.Fault())
 				graph, err := c.EndCapture(cuda.Stream(captured.Handle()))
 				r.Must(err)
 				exec, err := c.Instantiate(graph)
 				r.Must(err)
-				r.Must(eager.check())
+				r.Must(launched.check())
 
 				// The captured call has not run, so the next call is still ordered behind the call before it.
 				for _, k := range calls {

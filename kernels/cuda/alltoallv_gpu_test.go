@@ -172,7 +172,7 @@ func TestGraphsReplay(t *testing.T) {
 			}
 			w.sync()
 			w.verifyHost(c, fmt.Sprintf("%s, replay %d", k.name, replay))
-			// an eager call between two replays
+			// a call without a graph between two replays
 			w.launch(c)
 		}
 		w.sync()
