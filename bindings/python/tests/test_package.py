@@ -16,32 +16,36 @@ import pytest
 import world
 
 import switchyard as sw
-from switchyard import _comm, errors
+from switchyard import errors
+from switchyard._core import comm, failures
 
 SOURCE = Path(sw.__file__).resolve().parent
 
 
 def imports() -> dict[str, set[str]]:
-    """Which modules of the package each of them imports, at once or later."""
-    known = {path.stem for path in SOURCE.glob("*.py")}
+    """Which modules of the package each of them imports, at once or later; those of folders by "folder.module"."""
+    known = {".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py")}
     found: dict[str, set[str]] = {}
-    for path in SOURCE.glob("*.py"):
-        of = found[path.stem] = set()
+    for name in known:
+        of = found[name] = set()
         typing: set[int] = set()
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(SOURCE.joinpath(*name.split(".")).with_suffix(".py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
                 typing.update(id(inner) for inner in ast.walk(node))
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and id(node) not in typing:
-                names = [node.module] if node.module else [alias.name for alias in node.names]
-                of.update(name for name in names if name in known)
+            if isinstance(node, ast.ImportFrom) and node.level and id(node) not in typing:
+                above = name.split(".")[: -node.level]
+                base = [*above, *(node.module or "").split(".")] if node.module else above
+                candidates = [".".join(base), *(".".join([*base, alias.name]) for alias in node.names)]
+                of.update(module for module in candidates if module in known)
     return found
 
 
 def test_no_module_imports_one_that_imports_it():
     graph = imports()
-    assert "_native" in graph["_comm"]
+    assert "_core.native" in graph["_core.comm"]
+    assert "_torch.moe" in graph["_sides"]
     done: set[str] = set()
 
     def visit(module: str, above: tuple[str, ...]) -> None:
@@ -53,7 +57,16 @@ def test_no_module_imports_one_that_imports_it():
 
     for module in sorted(graph):
         visit(module, ())
-    assert not [m for m, others in graph.items() if "__init__" in others]
+    assert {m for m, others in graph.items() if "__init__" in others} <= {"__main__"}
+
+
+def test_folders_import_only_those_below():
+    below = {"_core": {"_core"}, "_arrays": {"_arrays", "_core"}, "_torch": {"_torch", "_core"}}
+    for module, others in imports().items():
+        folder = module.rpartition(".")[0]
+        if folder:
+            outside = {m for m in others if (m.rpartition(".")[0] or m) not in below[folder] | {"errors", "_version"}}
+            assert not outside, f"{module} imports {outside}"
 
 
 def test_every_name_is_listed_and_explained():
@@ -106,12 +119,12 @@ def test_the_words_of_errors_are_pythons():
         ("no answer to /etc/alltoallv.json", "Timed out: no answer to /etc/alltoallv.json"),
         ("core: communicator is closed", "communicator is closed"),
     ):  # fmt: skip
-        assert str(errors.of(6, text, 1)) == f"switchyard: {said}"
-    said = str(errors.of(9, "core: memory: new heap: out of memory: 5 bytes on cuda:0: cuda: cuMemCreate"))
+        assert str(failures.of(6, text, 1)) == f"switchyard: {said}"
+    said = str(failures.of(9, "core: memory: new heap: out of memory: 5 bytes on cuda:0: cuda: cuMemCreate"))
     assert said == "switchyard: new heap: out of memory: 5 bytes on cuda:0: cuda: cuMemCreate"
-    said = str(errors.of(2, "invalid argument: source and destination of the all-gather overlap and are not the same memory"))
+    said = str(failures.of(2, "invalid argument: source and destination of the all-gather overlap and are not the same memory"))
     assert "output_tensor and input_tensor overlap and are" in said
-    said = str(errors.of(2, "alltoallv: invalid argument: Options.NoSMs, Splits.PeerDispls, Options.MaxTokens, MaxRows 3"))
+    said = str(failures.of(2, "alltoallv: invalid argument: Options.NoSMs, Splits.PeerDispls, Options.MaxTokens, MaxRows 3"))
     assert said == "switchyard: invalid argument: no_sms, peer_displs, max_tokens, max_rows 3"
 
 
@@ -236,7 +249,7 @@ def test_the_library_knows_the_environment(monkeypatch):
     assert "NVTX_INJECTION64_PATH" in names
     for name in names:
         monkeypatch.setenv(name, "1")
-    assert set(names) <= set(_comm._environ())
+    assert set(names) <= set(comm._environ())
 
 
 def no_expert(rank, size):

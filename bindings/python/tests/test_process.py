@@ -17,7 +17,8 @@ import pytest
 from world import free_port
 
 import switchyard as sw
-from switchyard import _native, errors
+from switchyard import errors
+from switchyard._core import native
 
 HERE = Path(__file__).resolve().parent
 
@@ -282,13 +283,13 @@ def test_ctrl_c_ends_a_join():
 
 
 def test_errors_belong_to_their_thread():
-    lib = _native.library()
+    lib = native.library()
     barrier, texts = threading.Barrier(8), {}
 
     def fail(k: int) -> None:
         for _ in range(50):
             barrier.wait()
-            code = lib.verify(10_000 + k, 0, _native.c_uint64())
+            code = lib.verify(10_000 + k, 0, native.c_uint64())
             barrier.wait()
             texts.setdefault(k, set()).add(str(lib.error(code)))
 
@@ -301,7 +302,7 @@ def test_errors_belong_to_their_thread():
 
 
 def test_handles_and_memory_are_given_back():
-    lib = _native.library()
+    lib = native.library()
     sw.init(0, 1).close()
     before, fds = lib.live(), len(os.listdir("/proc/self/fd"))
     for _ in range(20):

@@ -623,21 +623,22 @@ def test_what_calls_on_gpus_pass_on(monkeypatch):
     # As far as it can be seen without one: splits in memory of the device, and the limits of a call.
     from types import SimpleNamespace
 
-    from switchyard import _cuda
-    from switchyard._splits import HEAD, Shapes
+    from switchyard._core.abi import HEAD
+    from switchyard._core.splits import Shapes
+    from switchyard._torch import cuda
 
     device = -1  # what torch calls the host
     gpu = SimpleNamespace(device=device, _shapes=Shapes(2, 3))
     x, y = torch.zeros(10, 2), torch.zeros(20, 4)
     send, recv = torch.tensor([1, 5, 2]), torch.tensor([3, 0, 4])
-    monkeypatch.setattr(_cuda, "_on_gpu", lambda sizes: isinstance(sizes, torch.Tensor))
-    address, (numbers, live) = _cuda.shape_of(gpu, y, x, recv, send, None)
+    monkeypatch.setattr(cuda, "_on_gpu", lambda sizes: isinstance(sizes, torch.Tensor))
+    address, (numbers, live) = cuda.shape_of(gpu, y, x, recv, send, None)
     assert address == numbers.buffer_info()[0]
     # As alltoallv.Splits.Live has it: bytes to send, where from, bytes to receive, where to.
     assert live.flatten().tolist() == [8, 40, 16, 0, 8, 48, 48, 0, 64, 0, 48, 48]
     assert live.is_contiguous()
     assert numbers.tolist() == [1, 320, 80, live.data_ptr(), 0, 0, 0, 0, *[26] * 6]
-    limits = _cuda.shape_of(gpu, y, x, recv, send, (None, 8, 0, None))[1][0]
+    limits = cuda.shape_of(gpu, y, x, recv, send, (None, 8, 0, None))[1][0]
     assert limits[5:8].tolist() == [8, -1, 0]
     for bad, text in (
         ((recv.to(torch.int32), send), "output_split_sizes is torch.int32"),
@@ -645,10 +646,10 @@ def test_what_calls_on_gpus_pass_on(monkeypatch):
         (([3, 0, 4], send), "output_split_sizes is not on the GPU"),
     ):
         with pytest.raises((ValueError, TypeError), match=text):
-            _cuda.shape_of(gpu, y, x, *bad, None)
+            cuda.shape_of(gpu, y, x, *bad, None)
     with pytest.raises(ValueError, match="peer_displs with split sizes on the GPU"):
-        _cuda.shape_of(gpu, y, x, recv, send, ([0, 0, 0], None, None, None))
-    shape = _cuda.shape_of(gpu, x, x, [2, 4, 4], [1, 5, 4], ([0, 7, 1], None, 3, True))[1][0]
+        cuda.shape_of(gpu, y, x, recv, send, ([0, 0, 0], None, None, None))
+    shape = cuda.shape_of(gpu, x, x, [2, 4, 4], [1, 5, 4], ([0, 7, 1], None, 3, True))[1][0]
     assert shape.tolist() == [8, 80, 80, 0, 1, 0, 3, 1, 1, 5, 4, 2, 4, 4, 0, 7, 1]
     known = gpu._shapes.find(x.shape, x.shape, 4, [2, 4, 4], [1, 5, 4])[1]
     assert known.tolist() == [8, 80, 80, 0, 0, 0, 0, 0, 1, 5, 4, 2, 4, 4]  # the remembered one is as it was
@@ -659,7 +660,7 @@ def test_what_calls_on_gpus_pass_on(monkeypatch):
 
 
 def test_a_tensor_over_memory_of_others_leaves_nothing_behind():
-    from switchyard._tensors import description, tensor_on
+    from switchyard._torch.tensors import description, tensor_on
 
     memory = bytearray(b"switchyard")
     at = ctypes.addressof(ctypes.c_char.from_buffer(memory))

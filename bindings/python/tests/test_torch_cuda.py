@@ -22,7 +22,8 @@ import world
 from world import free_port
 
 import switchyard as sw
-from switchyard import _native, errors
+from switchyard import errors
+from switchyard._core import native
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -546,7 +547,7 @@ def pooled(rank, size):
     # What torch calls for that.
     device = torch.cuda.current_device()
     number = sw.communicator()._gpu(device).pool(8 << 20, 0)
-    lib = ctypes.CDLL(_native.path())
+    lib = ctypes.CDLL(native.path())
     take, give = getattr(lib, f"switchyard_pool_alloc_{number}"), getattr(lib, f"switchyard_pool_free_{number}")
     take.restype, take.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
     give.restype, give.argtypes = None, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
@@ -606,9 +607,9 @@ def test_groups_and_subgroups(cuda):
 
 def reductions():
     """Data types and operators that the library has."""
-    from switchyard import _torch
+    from switchyard._torch import calls
 
-    return [(dtype, op) for (dtype, op), kind in _torch._KINDS.items() if kind is not None]
+    return [(dtype, op) for (dtype, op), kind in calls._KINDS.items() if kind is not None]
 
 
 def reduced(rank, size):
@@ -1133,7 +1134,6 @@ def test_handles_and_memory_are_given_back():
     import gc, os
     import torch
     import switchyard as sw
-    from switchyard import _native
     os.environ["SWITCHYARD_CUDA_HEAP"] = "64M"
     torch.ones(1, device="cuda")
 
@@ -1148,11 +1148,11 @@ def test_handles_and_memory_are_given_back():
 
     once()
     gc.collect()
-    live, fds, free = _native.library().live(), len(os.listdir("/proc/self/fd")), torch.cuda.mem_get_info()[0]
+    live, fds, free = native.library().live(), len(os.listdir("/proc/self/fd")), torch.cuda.mem_get_info()[0]
     for _ in range(5):
         once()
     gc.collect()
-    assert _native.library().live() <= live, (_native.library().live(), live)
+    assert native.library().live() <= live, (native.library().live(), live)
     assert len(os.listdir("/proc/self/fd")) <= fds + 2
     assert torch.cuda.mem_get_info()[0] >= free - (16 << 20), (free, torch.cuda.mem_get_info())
     """

@@ -116,8 +116,8 @@ def again(rank, size):
     # Rank 0 has tried twice in vain, the others once, or not at all; then all come.
     store = dist.distributed_c10d._get_default_store()
     options = {"TimeoutSeconds": 20.0, "JoinSeconds": 0.4}
-    from switchyard._comm import Communicator
-    from switchyard._groups import _Store
+    from switchyard._core.comm import Communicator
+    from switchyard._torch.groups import _Store
 
     inside = _Store(dist.PrefixStore("again", store))
     for who in (0, 0, 1, 0):
@@ -193,7 +193,7 @@ def test_the_words_of_a_timeout(gloo):
 
 def apart(rank, size):
     # Ranks that say they are on several hosts: everything goes to gloo, also what is asked for before that is known.
-    import switchyard._comm as comm_module
+    import switchyard._core.comm as comm_module
 
     own = comm_module.place
     comm_module.place = lambda: f"host {rank % 2}"
@@ -279,7 +279,7 @@ def validated(rank, size):
             run(int(rank == 1))
     # So do those of a group that has not met.
     late = dist.new_group(timeout=timedelta(seconds=20))
-    sw._array_calls.configure(late, Validate=True)
+    sw._sides.configure(late, Validate=True)
     with pytest.raises(errors.InvalidArgument, match=None if rank == 1 else "rank 1 refused"):
         sw.all_to_all_single(y, x, [2 + (rank == 1)] * size, [2] * size, late, True).wait()
     assert time.monotonic() - began < 15

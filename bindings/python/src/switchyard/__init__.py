@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from . import errors
+from . import _sides, errors
 from ._version import __version__ as __version__
 from .errors import Error
 
 if TYPE_CHECKING:
-    from ._comm import Communicator
-    from ._work import Work
+    from ._core.comm import Communicator
+    from ._core.work import Work
     from .moe import Combining, Dispatched, Dispatcher
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 # What is loaded when it is asked for.
-_LAZY = {"Communicator": "_comm", "Work": "_work", "Dispatcher": "moe", "Dispatched": "moe", "Combining": "moe"}
+_LAZY = {"Communicator": "_core.comm", "Work": "_core.work", "Dispatcher": "moe", "Dispatched": "moe", "Combining": "moe"}
 
 
 def __getattr__(name: str) -> Any:
@@ -64,29 +64,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
-
-
-def _is_tensor(x: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
-
-
-_calls: Any = None
-
-
-def _torch_calls() -> Any:
-    """The module of the calls on tensors."""
-    global _calls
-    if _calls is None:
-        from . import _torch
-
-        _calls = _torch
-    return _calls
-
-
-def _compiling() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
 
 
 def all_to_all_single(
@@ -130,27 +107,27 @@ def all_to_all_single(
     if peer_displs is not None or max_sms is not None or copy_sms is not None or no_sms is not None:
         _limits(max_sms, copy_sms, no_sms)
         extra = peer_displs, max_sms, copy_sms, no_sms
-    if _calls is not None and isinstance(input, _calls.Tensor) and not _calls.compiling():  # what is asked most, soonest
-        return _calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op, extra)
-    if _compiling():
+    calls = _sides.calls_in_use
+    if calls is not None and isinstance(input, calls.Tensor) and not calls.compiling():  # fast path
+        return calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op, extra)
+    if _sides.compiling():
         from . import torch as ours
 
         if extra is not None:
             raise errors.Unsupported("switchyard: peer_displs, max_sms, copy_sms and no_sms in a compiled graph")
         return ours._compiled_all_to_all(output, input, output_split_sizes, input_split_sizes, group, async_op)
-    if _is_tensor(input) or _is_tensor(output):
-        return _torch_calls().all_to_all_single(
+    if _sides.is_tensor(input) or _sides.is_tensor(output):
+        return _sides.tensor_calls().all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op, extra
         )
     if extra is not None:
         raise errors.InvalidArgument("switchyard: peer_displs, max_sms, copy_sms and no_sms are for CUDA tensors")
-    from . import _array_calls
-
-    return _array_calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    comm = _sides.communicator(group)
+    return _sides.array_calls().all_to_all_single(output, input, output_split_sizes, input_split_sizes, comm, async_op)
 
 
 def _limits(max_sms: Any, copy_sms: Any, no_sms: Any) -> None:
-    from ._arguments import flag, integer
+    from ._core.arguments import flag, integer
 
     if max_sms is not None:
         integer("max_sms", max_sms, 1)
@@ -166,50 +143,43 @@ def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool =
     op is a ``torch.distributed.ReduceOp`` or one of "sum", "avg", "min", "max" and "prod". Sums of 16-bit and 8-bit
     floats are made in float32.
     """
-    if _compiling():
+    if _sides.compiling():
         from . import torch as ours
 
         return ours._compiled_all_reduce(tensor, op, group, async_op)
-    if _is_tensor(tensor):
-        return _torch_calls().all_reduce(tensor, op, group, async_op)
-    from . import _array_calls
-
-    return _array_calls.all_reduce(tensor, op, group, async_op)
+    if _sides.is_tensor(tensor):
+        return _sides.tensor_calls().all_reduce(tensor, op, group, async_op)
+    return _sides.array_calls().all_reduce(tensor, op, _sides.communicator(group), async_op)
 
 
 def reduce_scatter_tensor(output: Any, input: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> Any:
     """Combine the ranks' inputs element by element and leave slice r of the result in rank r's output."""
-    if _compiling():
+    if _sides.compiling():
         from . import torch as ours
 
         return ours._compiled_reduce_scatter(output, input, op, group, async_op)
-    if _is_tensor(input) or _is_tensor(output):
-        return _torch_calls().reduce_scatter_tensor(output, input, op, group, async_op)
-    from . import _array_calls
-
-    return _array_calls.reduce_scatter_tensor(output, input, op, group, async_op)
+    if _sides.is_tensor(input) or _sides.is_tensor(output):
+        return _sides.tensor_calls().reduce_scatter_tensor(output, input, op, group, async_op)
+    return _sides.array_calls().reduce_scatter_tensor(output, input, op, _sides.communicator(group), async_op)
 
 
 def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
     """Put rank r's input into slice r of every rank's output."""
-    if _compiling():
+    if _sides.compiling():
         from . import torch as ours
 
         return ours._compiled_all_gather(output_tensor, input_tensor, group, async_op)
-    if _is_tensor(input_tensor) or _is_tensor(output_tensor):
-        return _torch_calls().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-    from . import _array_calls
-
-    return _array_calls.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    if _sides.is_tensor(input_tensor) or _sides.is_tensor(output_tensor):
+        return _sides.tensor_calls().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+    comm = _sides.communicator(group)
+    return _sides.array_calls().all_gather_into_tensor(output_tensor, input_tensor, comm, async_op)
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
     """Return once every rank of the group has called it."""
     if "torch" in sys.modules:
-        return _torch_calls().barrier(group, async_op, device_ids)
-    from . import _array_calls
-
-    return _array_calls.barrier(group, async_op)
+        return _sides.tensor_calls().barrier(group, async_op, device_ids)
+    return _sides.array_calls().barrier(_sides.communicator(group), async_op)
 
 
 def init(
@@ -235,8 +205,8 @@ def init(
     disagreement is an error on every rank and nothing has moved; that costs a round of socket messages a call. Calls without a
     group use the communicator, unless ``default`` is false: they then stay with the one that they had.
     """
-    from . import _comm
-    from ._arguments import address, flag, integer, seconds, text
+    from ._core import comm as core
+    from ._core.arguments import address, flag, integer, seconds, text
 
     options: dict[str, Any] = {}
     if rank is None and world_size is None:
@@ -266,9 +236,9 @@ def init(
     if heap is not None:
         options["SegmentBytes"] = integer("heap", heap, 1)
     options["Validate"] = flag("validate", validate)
-    comm = _comm.Communicator._open(options)
+    comm = core.Communicator._open(options)
     if default:
-        _comm.set_default(comm)
+        core.set_default(comm)
     return comm
 
 
@@ -298,8 +268,7 @@ def communicator(
     - ``no_sms``: none at all: such calls go by the GPU's copy engines, or are refused. They need an output in symmetric memory
       and the ``peer_displs`` of :func:`all_to_all_single`.
     """
-    from . import _array_calls
-    from ._arguments import flag
+    from ._core.arguments import flag
 
     _limits(max_sms, copy_sms, no_sms)
     given = {"MaxSMs": max_sms, "CopySMs": -1 if copy_sms == 0 else copy_sms, "NoSMs": no_sms}
@@ -307,10 +276,10 @@ def communicator(
     if options and device is None:
         raise errors.InvalidArgument("switchyard: max_sms, copy_sms and no_sms are for a CUDA device")
     if validate is not None:
-        _array_calls.configure(group, Validate=flag("validate", validate))
+        _sides.configure(group, Validate=flag("validate", validate))
     if device is not None:
-        return _torch_calls().gpu(group, device, **options)._comm
-    return _array_calls.communicator(group)
+        return _sides.tensor_calls().gpu(group, device, **options)._comm
+    return _sides.communicator(group)
 
 
 def check(group: Any = None) -> None:
@@ -332,11 +301,9 @@ def explain(
 ) -> str:
     """Say how ``all_to_all_single`` of these tensors would be carried: by which algorithm, why, and whether peers would write
     output in place. Nothing is sent, and other ranks need not call it once the group is in use."""
-    if _is_tensor(input) or _is_tensor(output):
-        return _torch_calls().explain(output, input, output_split_sizes, input_split_sizes, group)
-    from . import _array_calls
-
-    return _array_calls.explain(output, input, output_split_sizes, input_split_sizes, group)
+    if _sides.is_tensor(input) or _sides.is_tensor(output):
+        return _sides.tensor_calls().explain(output, input, output_split_sizes, input_split_sizes, group)
+    return _sides.array_calls().explain(output, input, output_split_sizes, input_split_sizes, _sides.communicator(group))
 
 
 def shrink(group: Any = None, leave_out: Any = (), timeout: float | None = None) -> Communicator:
@@ -353,21 +320,21 @@ def shrink(group: Any = None, leave_out: Any = (), timeout: float | None = None)
     that was the group. The one before is still to be closed. What was made on it is of no more use: symmetric memory,
     dispatchers.
     """
-    from . import _comm
+    from ._core import comm as core
 
     comm = communicator(group)
     smaller = comm.shrink(leave_out, timeout)
-    if comm is _comm._default:
-        _comm.set_default(smaller)
+    if comm is core._default:
+        core.set_default(smaller)
     return smaller
 
 
 def shutdown() -> None:
     """Leave the default group, together with all its ranks."""
-    from . import _comm
+    from ._core import comm as core
 
-    comm = _comm._default
-    _comm.set_default(None)
+    comm = core._default
+    core.set_default(None)
     if comm is not None:
         comm.close()
 
@@ -380,9 +347,7 @@ def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) 
     in the same order (``verify`` tells); the heap grows where it has to, which on a GPU takes milliseconds. The memory is
     given back by ``free`` only: never by the garbage collector, which runs at other times on every rank.
     """
-    from . import _symmetric
-
-    return _symmetric.empty(*size, dtype=dtype, group=group, device=device)
+    return _sides.empty(size, dtype, group, device)
 
 
 def mem_pool(size: int, group: Any = None, device: Any = "cuda") -> Any:
@@ -393,16 +358,15 @@ def mem_pool(size: int, group: Any = None, device: Any = "cuda") -> Any:
     place. torch takes 2 MiB at a time for tensors up to 1 MiB, 20 MiB up to 10 MiB, and multiples of 2 MiB above; with no room
     left it raises its ``OutOfMemoryError``. The memory stays the pool's until the process ends; a process can make 16.
     """
-    calls = _torch_calls()
-    return calls._cuda.mem_pool(calls.gpu(group, device), size)
+    from ._torch import symmetric
+
+    return symmetric.mem_pool(_sides.tensor_calls().gpu(group, device), size)
 
 
 def free(tensor: Any) -> None:
     """Give the memory of a tensor of ``empty`` back, for later ones to use. Every rank does, in the same order. Memory of a GPU
     goes back behind what the current stream has been given."""
-    from . import _symmetric
-
-    _symmetric.free(tensor)
+    _sides.free(tensor)
 
 
 def verify(group: Any = None) -> None:

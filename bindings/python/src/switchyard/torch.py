@@ -21,9 +21,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from . import _autoload, _comm, _torch, errors
-from ._backend import SwitchyardProcessGroup
-from ._comm import Communicator
+from . import errors
+from ._core.comm import Communicator, default
+from ._core.dtypes import OPS
+from ._torch import autoload, calls
+from ._torch.backend import SwitchyardProcessGroup
 
 __all__ = [
     "SwitchyardProcessGroup",
@@ -51,7 +53,7 @@ def _name_of(group: Any) -> str:
     if group is None:
         pg = c10d.GroupMember.WORLD if dist.is_available() else None
         if pg is None:
-            group = _comm.default()
+            group = default()
         else:
             group = pg
     if isinstance(group, Communicator):
@@ -89,7 +91,7 @@ def _a2a_op(
     group_name: str,
 ) -> Tensor:
     output = input.new_empty((_rows(output_split_sizes, input.shape[0]), *input.shape[1:]))
-    _torch.all_to_all_single(output, input.contiguous(), output_split_sizes, input_split_sizes, _group(group_name), False)
+    calls.all_to_all_single(output, input.contiguous(), output_split_sizes, input_split_sizes, _group(group_name), False)
     return output
 
 
@@ -118,7 +120,7 @@ def _a2a_into_op(
     input_split_sizes: Optional[Sequence[int]],
     group_name: str,
 ) -> None:
-    _torch.all_to_all_single(output, input, output_split_sizes, input_split_sizes, _group(group_name), False)
+    calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, _group(group_name), False)
 
 
 @_a2a_into_op.register_fake
@@ -129,7 +131,7 @@ def _(output, input, output_split_sizes, input_split_sizes, group_name):  # type
 @torch.library.custom_op("switchyard::all_reduce", mutates_args=())
 def _reduce_op(input: Tensor, op: str, group_name: str) -> Tensor:
     output = input.clone(memory_format=torch.contiguous_format)
-    _torch.all_reduce(output, op, _group(group_name), False)
+    calls.all_reduce(output, op, _group(group_name), False)
     return output
 
 
@@ -157,7 +159,7 @@ _reduce_op.register_autograd(_reduce_backward, setup_context=_reduce_setup)
 
 @torch.library.custom_op("switchyard::all_reduce_", mutates_args=("tensor",))
 def _reduce_into_op(tensor: Tensor, op: str, group_name: str) -> None:
-    _torch.all_reduce(tensor, op, _group(group_name), False)
+    calls.all_reduce(tensor, op, _group(group_name), False)
 
 
 @_reduce_into_op.register_fake
@@ -171,7 +173,7 @@ def _scatter_op(input: Tensor, op: str, group_name: str) -> Tensor:
     if input.shape[0] % size:
         raise errors.InvalidArgument(f"switchyard: {input.shape[0]} rows do not divide equally among {size} ranks")
     output = input.new_empty((input.shape[0] // size, *input.shape[1:]))
-    _torch.reduce_scatter_tensor(output, input.contiguous(), op, _group(group_name), False)
+    calls.reduce_scatter_tensor(output, input.contiguous(), op, _group(group_name), False)
     return output
 
 
@@ -195,7 +197,7 @@ _scatter_op.register_autograd(_scatter_backward, setup_context=_scatter_setup)
 
 @torch.library.custom_op("switchyard::reduce_scatter_tensor_", mutates_args=("output",))
 def _scatter_into_op(output: Tensor, input: Tensor, op: str, group_name: str) -> None:
-    _torch.reduce_scatter_tensor(output, input, op, _group(group_name), False)
+    calls.reduce_scatter_tensor(output, input, op, _group(group_name), False)
 
 
 @_scatter_into_op.register_fake
@@ -206,7 +208,7 @@ def _(output, input, op, group_name):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("switchyard::all_gather_into_tensor", mutates_args=())
 def _gather_op(input: Tensor, group_name: str) -> Tensor:
     output = input.new_empty((input.shape[0] * _size_of(group_name), *input.shape[1:]))
-    _torch.all_gather_into_tensor(output, input.contiguous(), _group(group_name), False)
+    calls.all_gather_into_tensor(output, input.contiguous(), _group(group_name), False)
     return output
 
 
@@ -228,7 +230,7 @@ _gather_op.register_autograd(_gather_backward, setup_context=_gather_setup)
 
 @torch.library.custom_op("switchyard::all_gather_into_tensor_", mutates_args=("output",))
 def _gather_into_op(output: Tensor, input: Tensor, group_name: str) -> None:
-    _torch.all_gather_into_tensor(output, input, _group(group_name), False)
+    calls.all_gather_into_tensor(output, input, _group(group_name), False)
 
 
 @_gather_into_op.register_fake
@@ -272,13 +274,13 @@ def average_hook(group, bucket):  # type: ignore[no-untyped-def]  # torch wants 
     where None is the default process group. The reductions of a backward run in its order, beside what it computes next. Floats
     of 16 bits are added in float32."""
     gradients = bucket.buffer()
-    work = _torch.all_reduce(gradients, "avg", group, True)
+    work = calls.all_reduce(gradients, "avg", group, True)
     return work.get_future().then(lambda done: done.value()[0])
 
 
 def _op(op: Any) -> str:
-    name = _torch.op_name(op)
-    if name not in _comm.OPS:
+    name = calls.op_name(op)
+    if name not in OPS:
         raise errors.Unsupported(f"switchyard: the operator {op}")
     return name
 
@@ -323,7 +325,7 @@ def _compiled_all_gather(output, input, group, async_op):  # type: ignore[no-unt
 def install() -> None:
     """Put this backend in the place of gloo and NCCL: process groups that are made of them from here on, or of no backend
     in particular, are Switchyard's. Those of other backends stay what they are."""
-    _autoload.register()
+    autoload.register()
     for name in ("init_process_group", "new_group"):
         function = getattr(c10d, name)
         if not hasattr(function, "_switchyard"):
@@ -373,7 +375,7 @@ def main(arguments: list[str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-_autoload.register()
+autoload.register()
 
 if __name__ == "__main__":
     from switchyard.torch import main as run

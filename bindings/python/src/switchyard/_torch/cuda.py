@@ -15,12 +15,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import _native, errors
-from ._comm import Block, Communicator, Gpu
-from ._groups import Submission, warn_alone
-from ._splits import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED, integers
-from ._tensors import PLAIN, as_bytes, contiguous, description, real, same_dtype, tensor_on
-from ._torch_work import Work
+from .. import errors
+from .._core.abi import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED
+from .._core.comm import Communicator, Gpu
+from .._core.splits import integers
+from .groups import Submission, warn_alone
+from .tensors import PLAIN, as_bytes, contiguous, real, same_dtype
+from .work import Work
 
 # Absent where torch has no CUDA, and then there are no CUDA tensors either.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -383,37 +384,7 @@ class Enqueued:
         return future
 
 
-# Symmetric memory
-
-def empty(gpu: Gpu, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in the symmetric heap, for work on the current stream."""
-    size = dtype.itemsize
-    for n in shape:
-        size *= n
-    block: Block = gpu._alloc(size, raw_stream(gpu.device))
-    if size == 0:
-        return torch.empty(shape, dtype=dtype, device=torch.device("cuda", gpu.device))
-    about = description(block.address, torch.device("cuda", gpu.device), torch.uint8, size)
-    return tensor_on(about.buffer_info()[0]).view(dtype).view(shape)
-
-
-def stream_of(tensor: Tensor) -> int:
-    """The CUstream that is current for a tensor."""
-    return int(raw_stream(tensor.get_device()))
-
-
-# Allocators are used by their pools as long as there are tensors of those.
-_allocators: list[Any] = []
-
-
-def mem_pool(gpu: Gpu, size: int) -> Any:
-    """A ``torch.cuda.MemPool`` of size bytes of the symmetric heap."""
-    number = gpu.pool(size, raw_stream(gpu.device))
-    allocator = torch.cuda.memory.CUDAPluggableAllocator(
-        _native.path(), f"switchyard_pool_alloc_{number}", f"switchyard_pool_free_{number}"
-    )
-    _allocators.append(allocator)
-    return torch.cuda.MemPool(allocator.allocator())
+# Devices
 
 
 def index_of(device: Any) -> int:

@@ -21,8 +21,8 @@ from ctypes import (
 )
 from typing import Any, NamedTuple
 
-from . import errors
-from ._arguments import type_of
+from .. import errors
+from .._core.arguments import type_of
 
 
 class Array(NamedTuple):

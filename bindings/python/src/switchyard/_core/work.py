@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_int64
 from typing import Any, Protocol
 
-from . import errors
-from ._native import AGAIN, SLICE
+from .. import errors
+from .native import AGAIN, SLICE
 
 
 class Completion(Protocol):

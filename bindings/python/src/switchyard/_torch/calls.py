@@ -11,13 +11,15 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from . import _comm, _cuda, errors
-from ._arguments import type_of
-from ._comm import Communicator
-from ._groups import Submission, communicator, find, process_group
-from ._splits import Shapes
-from ._tensors import PLAIN, dense, into, is_tensor, readable, real, same_dtype, splittable, writable
-from ._torch_work import Work
+from .. import errors
+from .._core.arguments import type_of
+from .._core.comm import Communicator, Gpu
+from .._core.dtypes import reduction
+from .._core.splits import Shapes
+from . import cuda
+from .groups import Submission, communicator, find, process_group
+from .tensors import PLAIN, dense, into, is_tensor, readable, real, same_dtype, splittable, writable
+from .work import Work
 
 _float8 = {name: kind for name in ("float8_e4m3fn", "float8_e5m2") if (kind := getattr(torch, name, None)) is not None}
 
@@ -46,7 +48,7 @@ if dist.is_available():
     )
 
 _KINDS: dict[tuple[torch.dtype, str], tuple[int, int] | None] = {
-    (dtype, op): _comm.reduction(name, op) for dtype, name in DTYPE_NAMES.items() for op in _OP_NAMES
+    (dtype, op): reduction(name, op) for dtype, name in DTYPE_NAMES.items() for op in _OP_NAMES
 }
 
 
@@ -107,14 +109,14 @@ def _coalescing(pg: Any) -> bool:
     return pg is not None and bool(c10d._world.pg_coalesce_state)
 
 
-def gpu_for(group: Any, output: Tensor, input: Tensor) -> _comm.Gpu | None:
+def gpu_for(group: Any, output: Tensor, input: Tensor) -> Gpu | None:
     """The end of the group's communicator on the GPU of tensors that are on one; None where torch has to do the work."""
     comm = communicator(group)
     if comm is None:
         return None
-    _cuda.one_device(output, input)
+    cuda.one_device(output, input)
     device = input.get_device()
-    return comm._gpus.get(device) or _cuda.gpu_of(comm, process_group(group), device)
+    return comm._gpus.get(device) or cuda.gpu_of(comm, process_group(group), device)
 
 
 def _torchs(group: Any, what: str) -> Any:
@@ -159,21 +161,21 @@ def all_to_all_single(
     input_split_sizes: Any,
     group: Any,
     async_op: bool,
-    extra: _cuda.Extra | None = None,
+    extra: cuda.Extra | None = None,
 ) -> Any:
     if group is not None and _outside(group, "all_to_all_single"):
         return None
     if isinstance(input, Tensor) and input.requires_grad:
         hint_gradient("all_to_all_single", input)
-    if _cuda.ours(output, input):
+    if cuda.ours(output, input):
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return dist.all_to_all_single(
                 output, input, output_split_sizes, input_split_sizes, process_group(group), async_op
             )
         if async_op:
-            return _cuda.start(gpu, output, input, output_split_sizes, input_split_sizes, extra)
-        _cuda.exchange(gpu, output, input, output_split_sizes, input_split_sizes, extra)
+            return cuda.start(gpu, output, input, output_split_sizes, input_split_sizes, extra)
+        cuda.exchange(gpu, output, input, output_split_sizes, input_split_sizes, extra)
         return None
     is_tensor(output, "output")
     is_tensor(input, "input")
@@ -213,8 +215,8 @@ def exchange(shapes: Shapes, output: Tensor, input: Tensor, output_split_sizes: 
 
 
 def explain(output: Tensor, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group: Any) -> str:
-    if _cuda.ours(output, input):
-        return _cuda.explain(gpu(group, input.device), output, input, output_split_sizes, input_split_sizes)
+    if cuda.ours(output, input):
+        return cuda.explain(gpu(group, input.device), output, input, output_split_sizes, input_split_sizes)
     is_tensor(output, "output")
     is_tensor(input, "input")
     comm = communicator(group)
@@ -234,7 +236,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
     def torchs(pg: Any) -> Any:
         return dist.all_reduce(tensor, _torch_op(op), pg, async_op)
 
-    on_gpu = _cuda.ours(tensor, tensor)
+    on_gpu = cuda.ours(tensor, tensor)
     if not (on_gpu or _ours(tensor)) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"all_reduce of {tensor.layout} {tensor.device.type} tensors"))
     if tensor.is_complex() and how not in ("sum", "avg"):
@@ -247,7 +249,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         gpu = gpu_for(group, tensor, tensor)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reductions(gpu, [gpu._prepare(reduce, tensor, kind)], [tensor], async_op)
+        return cuda.reductions(gpu, [gpu._prepare(reduce, tensor, kind)], [tensor], async_op)
     return _run(group, lambda _: reduce(tensor, kind), torchs, tensor, async_op)
 
 
@@ -255,7 +257,7 @@ def refuse_average(group: Any, call: str, x: Tensor, how: str) -> None:
     """Refuse averages of integers that would go to gloo: it fails after it has enqueued them. NCCL has them."""
     if how != "avg" or x.is_floating_point() or x.is_complex():
         return
-    if x.is_cuda and _cuda.has_backend(process_group(group), x.device, but=dist.ProcessGroupGloo):
+    if x.is_cuda and cuda.has_backend(process_group(group), x.device, but=dist.ProcessGroupGloo):
         return
 
     def refuse() -> Submission:
@@ -300,14 +302,14 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
     def torchs(pg: Any) -> Any:
         return dist.reduce_scatter_tensor(output, input, _torch_op(op), pg, async_op)
 
-    on_gpu = _cuda.ours(output, input)
+    on_gpu = cuda.ours(output, input)
     if kind is None or not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"reduce_scatter_tensor ({op}) of {input.dtype} {input.device.type} tensors"))
     if on_gpu:
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reductions(gpu, [gpu._prepare(scatter, gpu._shapes.ranks, output, input, kind)], [output], async_op)
+        return cuda.reductions(gpu, [gpu._prepare(scatter, gpu._shapes.ranks, output, input, kind)], [output], async_op)
     return _run(group, lambda shapes: scatter(shapes.ranks, output, input, kind), torchs, output, async_op)
 
 
@@ -339,14 +341,14 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
     def torchs(pg: Any) -> Any:
         return dist.all_gather_into_tensor(output, input, pg, async_op)
 
-    on_gpu = _cuda.ours(output, input)
+    on_gpu = cuda.ours(output, input)
     if not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
         return torchs(_torchs(group, f"all_gather_into_tensor of {input.layout} {input.device.type} tensors"))
     if on_gpu:
         gpu = gpu_for(group, output, input)
         if gpu is None:
             return torchs(process_group(group))
-        return _cuda.reductions(gpu, [gpu._prepare(gather, gpu._shapes.ranks, output, input)], [output], async_op)
+        return cuda.reductions(gpu, [gpu._prepare(gather, gpu._shapes.ranks, output, input)], [output], async_op)
     return _run(group, lambda shapes: gather(shapes.ranks, output, input), torchs, output, async_op)
 
 
@@ -397,23 +399,9 @@ def settle() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def gpu(group: Any, device: Any, **options: Any) -> _comm.Gpu:
+def gpu(group: Any, device: Any, **options: Any) -> Gpu:
     """The end of a group's communicator on a CUDA device."""
     comm = communicator(group)
     if comm is None:
         raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
-    return comm._gpu(_cuda.index_of(device), **options)
-
-
-# Symmetric tensors
-
-
-def tensor_of(block: _comm.Block, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor on symmetric memory, which it holds."""
-    if block.size == 0:
-        return torch.empty(shape, dtype=dtype, device="cpu")  # whatever device is torch's default
-    return tensor_at(block.memory(), shape, dtype)
-
-
-def tensor_at(memory: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return comm._gpu(cuda.index_of(device), **options)

@@ -7,61 +7,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from typing import Any
 
-from . import errors
+from .. import errors
+from . import abi, failures
 
 AGAIN = 1
-ABI_VERSION = 6
 
 # How long one call into the library may wait, in microseconds. Signals end a wait early when they reach the waiting
 # thread, so this only bounds the delay of one that did not.
 SLICE = 100_000
-
-_u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
-
-# Arguments of the functions, by name without the prefix. Addresses of arrays are passed as integers, hence c_void_p.
-_PROTOTYPES: dict[str, list[Any]] = {
-    "listen": [c_char_p, _u64p, c_char_p, c_int64],
-    "unlisten": [c_uint64],
-    "open": [c_char_p, _u64p, _u64p],
-    "rank": [c_uint64, _i32p, _i32p],
-    "wait": [c_uint64, c_uint64, c_int64, _i64p],
-    "all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p, c_int64, _u64p],
-    "explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
-    "fault": [c_uint64],
-    "refuse": [c_uint64, c_int32, c_char_p, _u64p],
-    "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
-    "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
-    "all_gather": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int64, _u64p],
-    "barrier": [c_uint64, c_uint64, c_int64, _u64p],
-    "alloc": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
-    "block": [c_uint64, _u64p, _i64p],
-    "free": [c_uint64, c_uint64, c_uint64, _u64p],
-    "verify": [c_uint64, c_uint64, _u64p],
-    "gpu_open": [c_uint64, c_char_p, _u64p],
-    "gpu_reducer": [c_uint64, c_uint64, _u64p],
-    "gpu_pool": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
-    "split": [c_uint64, c_int64, c_int64, _u64p, _u64p],
-    "shrink": [c_uint64, c_void_p, c_int64, c_int64, _u64p, _u64p],
-    "close": [c_uint64, c_int32, _u64p],
-    "abort": [c_uint64, c_char_p],
-    "abandon": [c_uint64, c_int64, c_int32],
-    "drop": [c_uint64],
-    "dispatcher": [c_uint64, c_uint64, c_char_p, _u64p],
-    "dispatcher_info": [c_uint64, _i64p, _i64p, _i64p, c_void_p, c_int64],
-    "dispatcher_counters": [c_uint64, c_void_p, c_int64, c_void_p, c_void_p, c_int64],
-    "dispatcher_close": [c_uint64, c_uint64, _u64p],
-    "dispatch": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
-    "combine": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
-    "combine_backward": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
-    "receive": [c_uint64, c_uint64, c_uint64, c_int32, c_int64, _u64p],
-    "output": [c_uint64, c_void_p],
-    "counts": [c_uint64, c_int64, _i64p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
-    "release": [c_uint64],
-}  # fmt: skip
-
 
 # What only enqueues keeps the interpreter's lock, as torch's operators do: to let it go and wait for another thread to give
 # it back can take milliseconds. These functions have a second name for that.
@@ -90,8 +46,8 @@ class Library:
             raise errors.BuildError(f"switchyard: cannot load {path}: {err}") from err
         lib.switchyard_abi_version.restype = c_int32
         version = lib.switchyard_abi_version()
-        if version != ABI_VERSION:
-            raise errors.BuildError(f"switchyard: {path} has ABI version {version}, this package needs {ABI_VERSION}")
+        if version != abi.VERSION:
+            raise errors.BuildError(f"switchyard: {path} has ABI version {version}, this package needs {abi.VERSION}")
         lib.switchyard_last_error.restype = c_char_p
         lib.switchyard_last_error_rank.restype = c_int32
         lib.switchyard_live.restype = c_int64
@@ -107,9 +63,9 @@ class Library:
         self.describe.argtypes, self.describe.restype = [c_void_p, c_void_p], c_void_p
         self.hold.argtypes, self.hold.restype = [c_uint64], c_void_p
         self.unhold.argtypes, self.unhold.restype = [c_void_p], None
-        for name, of in [*((name, name) for name in _PROTOTYPES), *_QUICK.items()]:
+        for name, of in [*((name, name) for name in abi.PROTOTYPES), *_QUICK.items()]:
             function = getattr(lib if name == of else quick, "switchyard_" + of)
-            function.argtypes, function.restype = _PROTOTYPES[of], c_int32
+            function.argtypes, function.restype = abi.PROTOTYPES[of], c_int32
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -117,7 +73,7 @@ class Library:
 
     def error(self, code: int) -> errors.Error:
         """The error of the call that returned code last, on this thread."""
-        return errors.of(code, self._error().decode(errors="replace"), self._error_rank())
+        return failures.of(code, self._error().decode(errors="replace"), self._error_rank())
 
     def check(self, code: int) -> None:
         if code:
@@ -125,7 +81,7 @@ class Library:
 
     def forbid(self) -> None:
         """Make every function raise: in a forked child the library's threads do not exist, and calls would hang."""
-        for name in (*_PROTOTYPES, *_QUICK):
+        for name in (*abi.PROTOTYPES, *_QUICK):
             setattr(self, name, _after_fork)
         for holder in list(self.bound):
             holder._bind()
@@ -163,7 +119,7 @@ def usable() -> bool:
 
 def path() -> str:
     """Where the shared library is."""
-    return os.path.join(os.path.dirname(os.path.abspath(__file__)), "libswitchyard.so")
+    return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "libswitchyard.so")
 
 
 def library() -> Library:

@@ -1,44 +1,16 @@
-"""The collectives on arrays of other libraries than torch."""
+"""The collectives on arrays of other libraries than torch, in a communicator."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import errors
-from ._arguments import type_of
-from ._arrays import Array, array_of
-from ._comm import OPS, REDUCIBLE, Communicator, default, reduction
-from ._splits import Shapes
-from ._work import Ticket, Work
-
-
-def communicator(group: Any) -> Communicator:
-    """The communicator of a group: one of ours, or that of a torch process group."""
-    if isinstance(group, Communicator):
-        return group
-    import sys
-
-    if "torch" in sys.modules:
-        from . import _groups
-
-        comm = _groups.communicator(group)
-        if comm is None:
-            raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
-        return comm
-    if group is not None:
-        raise errors.InvalidType(f"switchyard: group is {type_of(group)}, want a switchyard.Communicator")
-    return default()
-
-
-def configure(group: Any, **options: Any) -> None:
-    """Options of a group's communicator, before its ranks meet."""
-    import sys
-
-    if isinstance(group, Communicator) or "torch" not in sys.modules:
-        raise errors.InvalidArgument("switchyard: validate is an option of switchyard.init for groups that it makes")
-    from . import _groups
-
-    _groups.configure(group, options)
+from .. import errors
+from .._core.arguments import type_of
+from .._core.comm import Communicator
+from .._core.dtypes import OPS, REDUCIBLE, reduction
+from .._core.splits import Shapes
+from .._core.work import Ticket, Work
+from .memory import Array, array_of
 
 
 def _work(ticket: Ticket | None, output: Any) -> Work | None:
@@ -62,15 +34,15 @@ def _exchange(
     return out, inp, shapes.find(out.shape, inp.shape, inp.item, output_splits, input_splits)
 
 
-def all_to_all_single(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any, async_op: bool) -> Any:
-    comm = communicator(group)
+def all_to_all_single(
+    output: Any, input: Any, output_splits: Any, input_splits: Any, comm: Communicator, async_op: bool
+) -> Any:
     out, inp, shape = comm._prepare(_exchange, comm._shapes, output, input, output_splits, input_splits)
     keep = (out.keep, inp.keep, shape)
     return _work(comm._all_to_all(out.address, inp.address, shape[0], keep, async_op), output)
 
 
-def explain(output: Any, input: Any, output_splits: Any, input_splits: Any, group: Any) -> str:
-    comm = communicator(group)
+def explain(output: Any, input: Any, output_splits: Any, input_splits: Any, comm: Communicator) -> str:
     out, _, shape = _exchange(comm._shapes, output, input, output_splits, input_splits)
     return comm._explain(out.address, shape[0])
 
@@ -99,8 +71,7 @@ def _reduction(tensor: Any, op: Any) -> tuple[Array, tuple[int, int]]:
     return a, _kind("tensor", a.dtype, _op(op))
 
 
-def all_reduce(tensor: Any, op: Any, group: Any, async_op: bool) -> Any:
-    comm = communicator(group)
+def all_reduce(tensor: Any, op: Any, comm: Communicator, async_op: bool) -> Any:
     a, (dtype, how) = comm._prepare(_reduction, tensor, op)
     return _work(comm._all_reduce(a.address, a.address, a.nbytes, dtype, how, a.keep, async_op), tensor)
 
@@ -115,8 +86,7 @@ def _scatter(ranks: int, output: Any, input: Any, op: Any) -> tuple[Array, Array
     return out, inp, _kind("input", inp.dtype, _op(op))
 
 
-def reduce_scatter_tensor(output: Any, input: Any, op: Any, group: Any, async_op: bool) -> Any:
-    comm = communicator(group)
+def reduce_scatter_tensor(output: Any, input: Any, op: Any, comm: Communicator, async_op: bool) -> Any:
     out, inp, (dtype, how) = comm._prepare(_scatter, comm.size, output, input, op)
     keep = (out.keep, inp.keep)
     return _work(comm._reduce_scatter(out.address, out.nbytes, inp.address, inp.nbytes, dtype, how, keep, async_op), output)
@@ -132,12 +102,11 @@ def _gather(ranks: int, output: Any, input: Any) -> tuple[Array, Array]:
     return out, inp
 
 
-def all_gather_into_tensor(output: Any, input: Any, group: Any, async_op: bool) -> Any:
-    comm = communicator(group)
+def all_gather_into_tensor(output: Any, input: Any, comm: Communicator, async_op: bool) -> Any:
     out, inp = comm._prepare(_gather, comm.size, output, input)
     keep = (out.keep, inp.keep)
     return _work(comm._all_gather(out.address, out.nbytes, inp.address, inp.nbytes, keep, async_op), output)
 
 
-def barrier(group: Any, async_op: bool) -> Any:
-    return _work(communicator(group)._barrier(async_op), None)
+def barrier(comm: Communicator, async_op: bool) -> Any:
+    return _work(comm._barrier(async_op), None)

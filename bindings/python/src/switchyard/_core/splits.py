@@ -6,12 +6,10 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from . import errors
-from ._arguments import type_of
+from .. import errors
+from .abi import shape_head
+from .arguments import type_of
 
-# How many numbers of a core.Shape come before the splits, and which of them say what.
-HEAD = 8
-LIVE, PLACED, MAX_SMS, COPY_SMS, NO_SMS = 3, 4, 5, 6, 7
 # What can be iterated over and is yet no list: its order is nobody's, or its entries are no sizes.
 _NO_LISTS = (dict, set, frozenset, str, bytes, bytearray)
 # How many shapes of calls a place remembers.
@@ -83,7 +81,7 @@ class Shapes:
         row = width * item
         if row == 0 or sum(counts) != rows + got or sum(counts[:ranks]) != rows:
             return None
-        numbers = array("q", (row, got * row, rows * row, 0, 0, 0, 0, 0))
+        numbers = shape_head(row, got * row, rows * row)
         numbers += counts
         return numbers.buffer_info()[0], numbers
 
@@ -122,7 +120,7 @@ class Shapes:
     @staticmethod
     def of_bytes(row: int, out_bytes: int, in_bytes: int, send: array[int], recv: array[int]) -> tuple[int, array[int]]:
         """A shape that is not remembered, with splits in rows."""
-        numbers = array("q", (row, out_bytes, in_bytes, 0, 0, 0, 0, 0)) + send + recv
+        numbers = shape_head(row, out_bytes, in_bytes) + send + recv
         return numbers.buffer_info()[0], numbers
 
 

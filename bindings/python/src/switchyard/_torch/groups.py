@@ -15,13 +15,14 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from . import _comm, errors
-from ._arguments import type_of
-from ._comm import Communicator
-from ._meet import Meeting
-from ._splits import Shapes
-from ._torch_work import Theirs, Work
-from ._work import Completion
+from .. import errors
+from .._core import comm as core
+from .._core.arguments import type_of
+from .._core.comm import Communicator
+from .._core.meet import Meeting
+from .._core.splits import Shapes
+from .._core.work import Completion
+from .work import Theirs, Work
 
 
 def warn_alone(text: str, stacklevel: int) -> None:
@@ -249,7 +250,7 @@ def find(group: Any) -> tuple[Communicator | None, Group | None]:
         return group, None
     pg = process_group(group)
     if pg is None:
-        return _comm.default(), None
+        return core.default(), None
     known = group_of(pg)
     return known.comm if known._met else None, known
 

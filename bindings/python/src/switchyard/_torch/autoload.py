@@ -11,8 +11,8 @@ def register() -> None:
         return
 
     def create(options: object, backend_options: object) -> object:
-        from . import _backend
+        from . import backend
 
-        return _backend.process_group(options, backend_options)
+        return backend.process_group(options, backend_options)
 
     dist.Backend.register_backend("switchyard", create, extended_api=True, devices=["cpu", "cuda"])

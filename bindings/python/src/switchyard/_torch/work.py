@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import _work
+from .._core.work import Work as PlainWork
 
 _base: Any = dist.Work if dist.is_available() else object
 
 
-class Work(_work.Work, _base):
+class Work(PlainWork, _base):
     """Work that is a ``torch.distributed.Work`` too."""
 
     _future: Any = None

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from . import _torch_moe, errors
-from ._dispatched import DISPATCHED, GIVEN, PARTS, UNWEIGHTED, Combining, Dispatched, biases_of, named
-from ._torch_moe import kinds
-
-if TYPE_CHECKING:
-    from .moe import Dispatcher
+from .. import errors
+from .._core.dispatched import DISPATCHED, GIVEN, PARTS, UNWEIGHTED, Combining, Dispatched, biases_of, named
+from .._core.dispatcher import Calls
+from . import moe
+from .moe import kinds
 
 # Behind the rows and the handle: what a dispatch has besides, empty where it has not.
 _OTHERS = PARTS[1:]
 _ROW_WEIGHTS = 2 + _OTHERS.index("row_weights")
 
 
-def _find(name: str) -> Dispatcher:
-    return named[name]
+def _find(name: str) -> Calls:
+    found: Calls = named[name]
+    return found
 
 
 def _empty(x: Tensor, shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
@@ -33,11 +33,11 @@ def _dispatch_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     d = _find(dispatcher)
     k = kinds(d)
-    x = _torch_moe._rows(d, "x", x, k.token)
-    choices, factors = _torch_moe._choices(d, idx, weights, x.shape[0])
-    output = _torch_moe._send(d, x, scales, choices, factors, False)
+    x = moe._rows(d, "x", x, k.token)
+    choices, factors = moe._choices(d, idx, weights, x.shape[0])
+    output = moe._send(d, x, scales, choices, factors, False)
     parts = [k.part(output, name) if output.slot.parts[name][1] else _empty(x, (0,), torch.int32) for name in _OTHERS]
-    return (k.part(output, "rows"), _torch_moe._token(output), *parts)  # type: ignore[return-value]
+    return (k.part(output, "rows"), moe._token(output), *parts)  # type: ignore[return-value]
 
 
 @_dispatch_op.register_fake
@@ -65,7 +65,7 @@ def _(x, scales, idx, weights, dispatcher):  # type: ignore[no-untyped-def]
     return (_empty(x, (rows, d.hidden), k.row), torch.empty(1, dtype=torch.int64, device="cpu"), *parts)
 
 
-def _scales_shape(d: Dispatcher, rows: Any) -> tuple[Any, ...]:
+def _scales_shape(d: Calls, rows: Any) -> tuple[Any, ...]:
     blocks = 1 if d._scale_per_token else -(-d.hidden // 128)
     words = -(-blocks // 4) if d._format else blocks
     if d._columns and d.layout in ("padded", "slab"):
@@ -96,7 +96,7 @@ def _dispatch_backward_op(
     d_rows: Tensor, d_row_weights: Optional[Tensor], handle: Tensor, tokens: int, dispatcher: str
 ) -> tuple[Tensor, Tensor]:
     d = _find(dispatcher)
-    dx, d_weights = _torch_moe.dispatch_backward(d, d_rows, d_row_weights, int(handle[0]), tokens)
+    dx, d_weights = moe.dispatch_backward(d, d_rows, d_row_weights, int(handle[0]), tokens)
     return dx, _empty(dx, (0,), torch.float32) if d_weights is None else d_weights
 
 
@@ -114,12 +114,12 @@ def _combine_op(
 ) -> Tensor:  # fmt: skip
     d = _find(dispatcher)
     k = kinds(d)
-    rows = _torch_moe._rows(d, "rows", rows, k.sum)
-    biases = [None if b is None else _torch_moe._rows(d, "bias", b, k.sum) for b in (first, second)]
-    factors = None if given is None else _torch_moe._plain(d, "weights", given, torch.float32)
+    rows = moe._rows(d, "rows", rows, k.sum)
+    biases = [None if b is None else moe._rows(d, "bias", b, k.sum) for b in (first, second)]
+    factors = None if given is None else moe._plain(d, "weights", given, torch.float32)
     y = _empty(rows, (tokens, d.hidden), k.sum)
     held = (y, rows, factors, None, *biases, None)
-    d._combine([n for x in held for n in _torch_moe._place(x)], int(handle[0]), (0, weighting, False, False), held)
+    d._combine([n for x in held for n in moe._place(x)], int(handle[0]), (0, weighting, False, False), held)
     return y
 
 
@@ -150,7 +150,7 @@ def _combine_backward_op(
     dy: Tensor, rows: Tensor, given: Optional[Tensor], handle: Tensor, weighting: int, dispatcher: str
 ) -> tuple[Tensor, Tensor]:
     d = _find(dispatcher)
-    d_rows, d_weights = _torch_moe.combine_backward(
+    d_rows, d_weights = moe.combine_backward(
         d, dy, None if weighting == UNWEIGHTED else rows, given, int(handle[0]), weighting, rows.shape
     )
     return d_rows, _empty(dy, (0,), torch.float32) if d_weights is None else d_weights
@@ -166,24 +166,24 @@ def _(dy, rows, given, handle, weighting, dispatcher):  # type: ignore[no-untype
 
 
 def dispatch(
-    d: Dispatcher, x: Tensor, idx: Tensor, weights: Tensor | None, scales: Tensor | None, async_op: bool
+    d: Calls, x: Tensor, idx: Tensor, weights: Tensor | None, scales: Tensor | None, async_op: bool
 ) -> Dispatched:
     if d._float8 and x.requires_grad:
         raise errors.Unsupported("switchyard: tokens that become float8 have no gradient: detach() them")
     if weights is not None and weights.dtype is not torch.float32:
         weights = weights.to(torch.float32)
     rows, handle, *others = torch.ops.switchyard.dispatch(x, scales, idx, weights, d.name)
-    got = Dispatched(d, None, x.shape[0], weights, dict(zip(_OTHERS, others)))
+    got = Dispatched(d, None, None, x.shape[0], weights, dict(zip(_OTHERS, others)))
     got.rows, got._handle = rows, handle
     return got
 
 
-def redispatch(d: Dispatcher, x: Tensor, dispatched: Dispatched, scales: Tensor | None, async_op: bool) -> Dispatched:
+def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Tensor | None, async_op: bool) -> Dispatched:
     raise errors.Unsupported("switchyard: redispatch in a compiled graph")
 
 
 def combine(
-    d: Dispatcher, rows: Tensor, dispatched: Dispatched, weights: Tensor | None, weighted: bool, bias: Any, sum_weights: bool,
+    d: Calls, rows: Tensor, dispatched: Dispatched, weights: Tensor | None, weighted: bool, bias: Any, sum_weights: bool,
     ready: Any, release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
     if dispatched._handle is None:

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-from . import errors
-from ._version import __version__
-from ._work import Completion, Deferred
+from .. import errors
+from .._version import __version__
+from .work import Completion, Deferred
 
 Found = TypeVar("Found")
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from . import _cuda, _groups, _torch, errors
-from ._comm import Gpu
-from ._groups import Submission
-from ._tensors import as_bytes, dense
-from ._torch_work import Work
-from ._work import Several
+from .. import errors
+from .._core.comm import Gpu
+from .._core.work import Several
+from . import calls, cuda, groups
+from .groups import Submission
+from .tensors import as_bytes, dense
+from .work import Work
 
 
 class SwitchyardProcessGroup(dist.ProcessGroup):
@@ -30,7 +31,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Any = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._wrapped = dist.ProcessGroup(store, rank, size)
-        self._group = _groups.remember(self, _groups.Group(self, store, rank, size, timeout, ""))
+        self._group = groups.remember(self, groups.Group(self, store, rank, size, timeout, ""))
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
         _number(gloo)
         self._backends: list[Any] = [gloo]
@@ -57,12 +58,12 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         self, output, input, output_split_sizes, input_split_sizes, opts=None
     ):
         opts = opts or dist.AllToAllOptions()
-        if _cuda.ours(output, input):
+        if cuda.ours(output, input):
             return self._alltoall_cuda(output, input, output_split_sizes or None, input_split_sizes or None, opts)
         if output.dtype is not input.dtype or not _ours(output, input):
             return self._wrapped.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
         return self._submit(
-            lambda: _torch.exchange(self._group.shapes, output, input, output_split_sizes or None, input_split_sizes or None),
+            lambda: calls.exchange(self._group.shapes, output, input, output_split_sizes or None, input_split_sizes or None),
             lambda pg: pg.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
             [output],
         )
@@ -72,30 +73,30 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         if gpu is None:
             return self._wrapped.alltoall_base(output, input, output_splits or [], input_splits or [], opts)
         if getattr(opts, "asyncOp", True):
-            return _cuda.start(gpu, output, input, output_splits, input_splits)
-        _cuda.exchange(gpu, output, input, output_splits, input_splits)
-        return Work(_cuda.Enqueued(), [output])
+            return cuda.start(gpu, output, input, output_splits, input_splits)
+        cuda.exchange(gpu, output, input, output_splits, input_splits)
+        return Work(cuda.Enqueued(), [output])
 
     def _gpu_of(self, tensors: list[Tensor]) -> Gpu | None:
         """The communicator's end on the GPU of tensors that are ours; None where these GPUs cannot."""
         comm = self._group.wait()
         for x in tensors[1:]:
-            _cuda.one_device(tensors[0], x)
-        return None if comm is None else _cuda.gpu_of(comm, self._wrapped, tensors[0].get_device())
+            cuda.one_device(tensors[0], x)
+        return None if comm is None else cuda.gpu_of(comm, self._wrapped, tensors[0].get_device())
 
     def _on_gpu(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor], prepare: Callable[[], list[Submission]]) -> Any:
         """Reductions or gathers of CUDA tensors that are ours; None where these GPUs cannot."""
         gpu = self._gpu_of([*inputs, *outputs])
         if gpu is None:
             return None
-        work = _cuda.reductions(gpu, gpu._prepare(prepare), outputs, getattr(opts, "asyncOp", True))
-        return work or Work(_cuda.Enqueued(), outputs)
+        work = cuda.reductions(gpu, gpu._prepare(prepare), outputs, getattr(opts, "asyncOp", True))
+        return work or Work(cuda.Enqueued(), outputs)
 
     def alltoall(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         """all_to_all of lists, which gloo does not have: through two tensors."""
         opts = opts or dist.AllToAllOptions()
         tensors = [*outputs, *inputs]
-        on_gpu = all(_cuda.ours(x, x) for x in tensors)
+        on_gpu = all(cuda.ours(x, x) for x in tensors)
         if not (on_gpu or _ours(*tensors)) or not all(x.is_contiguous() and not x.is_neg() for x in tensors):
             return self._wrapped.alltoall(outputs, inputs, opts)
         size = self._group.size
@@ -106,8 +107,8 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             if gpu is None:
                 return self._wrapped.alltoall(outputs, inputs, opts)
             gpu._prepare(_same_own, self._group.rank, outputs, inputs)
-            work = _cuda.exchange_lists(gpu, outputs, inputs, getattr(opts, "asyncOp", True))
-            return work or Work(_cuda.Enqueued(), outputs)
+            work = cuda.exchange_lists(gpu, outputs, inputs, getattr(opts, "asyncOp", True))
+            return work or Work(cuda.Enqueued(), outputs)
         source = torch.cat([as_bytes(x) for x in inputs])
         target = source.new_empty(sum(map(_nbytes, outputs)))
 
@@ -121,14 +122,14 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
         def prepare() -> Submission:
             _same_own(self._group.rank, outputs, inputs)
-            function, arguments, _ = _torch.exchange(self._group.shapes, target, source, out_sizes, in_sizes)
+            function, arguments, _ = calls.exchange(self._group.shapes, target, source, out_sizes, in_sizes)
             return function, arguments, back
 
         return self._submit(prepare, lambda pg: pg.alltoall_base(target, source, out_sizes, in_sizes), outputs)
 
     def _refuse_averages(self, call: str, tensors: list[Tensor], opts: Any) -> None:
         for x in tensors:
-            _torch.refuse_average(self, call, x, _torch.op_name(opts.reduceOp))
+            calls.refuse_average(self, call, x, calls.op_name(opts.reduceOp))
 
     def allreduce(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceOptions()
@@ -152,18 +153,18 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def _reduce_on_gpu(self, tensors: list[Tensor], opts: Any) -> Any:
         """all_reduce of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
-        if not tensors or not all(_cuda.ours(x, x) and _known(x, opts) for x in tensors):
+        if not tensors or not all(cuda.ours(x, x) and _known(x, opts) for x in tensors):
             return None
 
         def prepare() -> list[Submission]:
-            kinds = [_torch._KINDS[x.dtype, _torch.op_name(opts.reduceOp)] for x in tensors]
-            return [_torch.reduce(x, kind) for x, kind in zip(tensors, kinds) if kind is not None]
+            kinds = [calls._KINDS[x.dtype, calls.op_name(opts.reduceOp)] for x in tensors]
+            return [calls.reduce(x, kind) for x, kind in zip(tensors, kinds) if kind is not None]
 
         return self._on_gpu(opts, tensors, tensors, prepare)
 
     def _reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (x,) = tensors
-        kind = _torch._KINDS[x.dtype, _torch.op_name(opts.reduceOp)]
+        kind = calls._KINDS[x.dtype, calls.op_name(opts.reduceOp)]
         assert kind is not None
 
         def torchs(pg: Any) -> Any:
@@ -171,7 +172,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             options.reduceOp = opts.reduceOp
             return pg.allreduce(tensors, options)
 
-        return self._submit(lambda: _torch.reduce(x, kind), torchs, tensors)
+        return self._submit(lambda: calls.reduce(x, kind), torchs, tensors)
 
     def _allgather_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or c10d.AllgatherOptions()
@@ -181,15 +182,15 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         if not _ours(output, input):
             return self._wrapped._allgather_base(output, input, opts)
         return self._submit(
-            lambda: _torch.gather(self._group.size, output, input), lambda pg: pg._allgather_base(output, input, opts), [output]
+            lambda: calls.gather(self._group.size, output, input), lambda pg: pg._allgather_base(output, input, opts), [output]
         )
 
     def _gather_on_gpu(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         """all_gather into tensors that are all on a GPU; None where they are not, or these GPUs cannot."""
-        if not outputs or not all(map(_cuda.ours, outputs, inputs)):
+        if not outputs or not all(map(cuda.ours, outputs, inputs)):
             return None
         n = self._group.size
-        return self._on_gpu(opts, outputs, inputs, lambda: [_torch.gather(n, *each) for each in zip(outputs, inputs)])
+        return self._on_gpu(opts, outputs, inputs, lambda: [calls.gather(n, *each) for each in zip(outputs, inputs)])
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         work = self._gather_on_gpu(outputs, inputs, opts)
@@ -202,29 +203,29 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
         self._refuse_averages("_reduce_scatter_base", [input], opts)
-        kind = _torch.kind_of(input, _torch.op_name(opts.reduceOp))
+        kind = calls.kind_of(input, calls.op_name(opts.reduceOp))
         work = self._scatter_on_gpu([output], [input], [kind], opts)
         if work is not None:
             return work
         if kind is None or not _ours(output, input):
             return self._wrapped._reduce_scatter_base(output, input, opts)
         return self._submit(
-            lambda: _torch.scatter(self._group.size, output, input, kind),
+            lambda: calls.scatter(self._group.size, output, input, kind),
             lambda pg: pg._reduce_scatter_base(output, input, opts),
             [output],
         )
 
     def _scatter_on_gpu(self, outputs: list[Tensor], inputs: list[Tensor], kinds: list[Any], opts: Any) -> Any:
         """reduce_scatter of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
-        if not outputs or None in kinds or not all(map(_cuda.ours, outputs, inputs)):
+        if not outputs or None in kinds or not all(map(cuda.ours, outputs, inputs)):
             return None
         n = self._group.size
-        return self._on_gpu(opts, outputs, inputs, lambda: [_torch.scatter(n, *each) for each in zip(outputs, inputs, kinds)])
+        return self._on_gpu(opts, outputs, inputs, lambda: [calls.scatter(n, *each) for each in zip(outputs, inputs, kinds)])
 
     def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
         self._refuse_averages("reduce_scatter_tensor_coalesced", inputs, opts)
-        kinds = [_torch.kind_of(x, _torch.op_name(opts.reduceOp)) for x in inputs]
+        kinds = [calls.kind_of(x, calls.op_name(opts.reduceOp)) for x in inputs]
         work = self._scatter_on_gpu(outputs, inputs, kinds, opts)
         if work is not None:
             return work
@@ -243,19 +244,19 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         opts = opts or dist.BarrierOptions()
         if opts.device_ids:
             return self._wrapped.barrier(opts)
-        _torch.settle()
-        return self._submit(lambda: _torch.BARRIER, lambda pg: pg.barrier(opts), [])
+        calls.settle()
+        return self._submit(lambda: calls.BARRIER, lambda pg: pg.barrier(opts), [])
 
     def _start_coalescing(self, device):  # type: ignore[no-untyped-def]
         self._wrapped._start_coalescing(device)
 
     def _end_coalescing(self, device):  # type: ignore[no-untyped-def]
         """What torch's backend has coalesced, which is nothing where all calls were Switchyard's."""
-        return self._wrapped._end_coalescing(device) or Work(_cuda.Enqueued(), [])
+        return self._wrapped._end_coalescing(device) or Work(cuda.Enqueued(), [])
 
     def shutdown(self) -> None:
         """Leave the group."""
-        _groups.forget(self)
+        groups.forget(self)
         for backend in self._backends:
             backend.shutdown()
 
@@ -324,7 +325,7 @@ def _number(backend: Any) -> None:
 
 
 def _ours(*tensors: Tensor) -> bool:
-    return all(map(_torch._ours, tensors))
+    return all(map(calls._ours, tensors))
 
 
 def _reducible(x: Tensor, opts: Any) -> bool:
@@ -335,7 +336,7 @@ def _known(x: Tensor, opts: Any) -> bool:
     """Whether the library reduces the numbers of a tensor where they lie."""
     if x.is_complex() or x.is_neg() or not dense(x):
         return False
-    return _torch.kind_of(x, _torch.op_name(opts.reduceOp)) is not None
+    return calls.kind_of(x, calls.op_name(opts.reduceOp)) is not None
 
 
 def _all(parts: list[Any], outputs: list[Tensor]) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native, errors
+from .. import errors
+from .._core import native
 
 #: Tensors whose memory is what it seems. Subclasses of others may have none.
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -124,7 +125,7 @@ def description(address: int, device: torch.device, dtype: torch.dtype, *shape: 
 
 def tensor_on(about: int, hold: int | None = None) -> Tensor:
     """The tensor that is described at an address. It does not own its memory; where there is a hold, it is a user of that."""
-    capsule = _native.library().describe(about, hold)
+    capsule = native.library().describe(about, hold)
     if not capsule:
         raise MemoryError
     return torch.from_dlpack(_new_capsule(capsule, b"dltensor", None))

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import errors
-from ._arguments import type_of
-from ._cuda import raw_stream as raw_stream
-from ._dispatched import BESIDE_ROWS, DISPATCHED, GIVEN, UNWEIGHTED, Combining, Dispatched, Output, biases_of
-from ._tensors import description, tensor_on
-
-if TYPE_CHECKING:
-    from .moe import Dispatcher
+from .. import errors
+from .._core.arguments import type_of
+from .._core.dispatched import BESIDE_ROWS, DISPATCHED, GIVEN, UNWEIGHTED, Combining, Dispatched, Output, biases_of
+from .._core.dispatcher import Calls
+from .tensors import description, tensor_on
 
 
 class Kinds:
     """What a dispatcher is in torch's words."""
 
-    def __init__(self, d: Dispatcher) -> None:
+    def __init__(self, d: Calls) -> None:
         self.device = torch.device("cuda", d._index) if d._index >= 0 else torch.device("cpu")
         self.token, self.row, self.sum, self.index = (
             getattr(torch, name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype)
@@ -58,15 +55,17 @@ def _token(output: Output) -> Tensor:
     return tensor_on(about.buffer_info()[0], output._hold)
 
 
-def kinds(d: Dispatcher) -> Kinds:
-    found: Kinds = d._torch or d._load_torch()
+def kinds(d: Calls) -> Kinds:
+    found: Kinds = d._torch  # type: ignore[attr-defined]  # of moe.Dispatcher
+    if found is None:
+        found = d._torch = Kinds(d)  # type: ignore[attr-defined]
     return found
 
 
 # Arguments
 
 
-def _plain(d: Dispatcher, name: str, x: Any, dtype: torch.dtype) -> Tensor:
+def _plain(d: Calls, name: str, x: Any, dtype: torch.dtype) -> Tensor:
     """A tensor of the dispatcher's device with its numbers one after the other."""
     if type(x) is Tensor and x.dtype is dtype and x.get_device() == d._index and x.is_contiguous():
         return x  # what is asked most, soonest
@@ -80,7 +79,7 @@ def _plain(d: Dispatcher, name: str, x: Any, dtype: torch.dtype) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _rows(d: Dispatcher, name: str, x: Any, dtype: torch.dtype) -> Tensor:
+def _rows(d: Calls, name: str, x: Any, dtype: torch.dtype) -> Tensor:
     x = _plain(d, name, x, dtype)
     if x.dim() != 2 or x.shape[1] != d.hidden:
         d._check_rows(name, x.shape)
@@ -94,7 +93,7 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
-def _choices(d: Dispatcher, idx: Any, weights: Any, tokens: int) -> tuple[Tensor, Tensor | None]:
+def _choices(d: Calls, idx: Any, weights: Any, tokens: int) -> tuple[Tensor, Tensor | None]:
     """Expert indices and weights as the library takes them."""
     k, want = kinds(d), (tokens, d.top_k)
     if type(idx) is not Tensor or idx.dtype is not k.index:
@@ -114,7 +113,7 @@ def _choices(d: Dispatcher, idx: Any, weights: Any, tokens: int) -> tuple[Tensor
     return idx, weights
 
 
-def _scales_of(d: Dispatcher, scales: Any, x: Tensor) -> tuple[int, int]:
+def _scales_of(d: Calls, scales: Any, x: Tensor) -> tuple[int, int]:
     """Where the scales lie that come with tokens."""
     if scales is None:
         return 0, 0
@@ -129,7 +128,7 @@ def _place(x: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x.data_ptr(), x.numel() * x.element_size())
 
 
-def _send(d: Dispatcher, x: Tensor, scales: Any, idx: Tensor, weights: Tensor | None, first: bool) -> Output:
+def _send(d: Calls, x: Tensor, scales: Any, idx: Tensor, weights: Tensor | None, first: bool) -> Output:
     at = 0 if weights is None else weights.data_ptr()
     beside = (0, 0) if scales is None else _scales_of(d, scales, x)
     return d._dispatch(x.data_ptr(), beside, idx.data_ptr(), at, x.shape[0], first, (x, idx, weights, scales))
@@ -140,7 +139,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor | None, d: Dispatcher, send: Callable[[], Output], out: list[Output]
+        ctx: Any, x: Tensor, weights: Tensor | None, d: Calls, send: Callable[[], Output], out: list[Output]
     ) -> Any:
         output = send()
         out.append(output)
@@ -161,7 +160,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 def dispatch_backward(
-    d: Dispatcher, d_rows: Tensor | None, d_row_weights: Tensor | None, handle: int, tokens: int
+    d: Calls, d_rows: Tensor | None, d_row_weights: Tensor | None, handle: int, tokens: int
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of the tokens, in the type of combines, and of their weights, where those of rows are given."""
     k = kinds(d)
@@ -178,13 +177,13 @@ def dispatch_backward(
     return dx, d_weights
 
 
-def tokens_gradient(d: Dispatcher, d_rows: Tensor, dispatched: Dispatched) -> Tensor:
+def tokens_gradient(d: Calls, d_rows: Tensor, dispatched: Dispatched) -> Tensor:
     d_rows = _rows(d, "d_rows", d_rows, kinds(d).sum)
     d._check_length("d_rows", d_rows.shape[0], dispatched._output)
     return dispatch_backward(d, d_rows, None, dispatched._output.alive(), dispatched.tokens)[0]
 
 
-def _recorded(d: Dispatcher, x: Tensor, weights: Tensor | None, send: Callable[[], Output]) -> Dispatched:
+def _recorded(d: Calls, x: Tensor, weights: Tensor | None, send: Callable[[], Output]) -> Dispatched:
     """A dispatch with gradients, which send makes. Weights are those that come with the rows: others go back with combine."""
     if d._float8 and x.requires_grad:
         raise errors.Unsupported(
@@ -192,7 +191,7 @@ def _recorded(d: Dispatcher, x: Tensor, weights: Tensor | None, send: Callable[[
         )
     out: list[Output] = []
     made = _Dispatch.apply(x, weights, d, send, out)
-    got = Dispatched(d, out[0], x.shape[0], weights, {})
+    got = Dispatched(d, kinds(d), out[0], x.shape[0], weights, {})
     if isinstance(made, Tensor):
         got.rows = made
     else:
@@ -200,14 +199,15 @@ def _recorded(d: Dispatcher, x: Tensor, weights: Tensor | None, send: Callable[[
     return got
 
 
-def _plainly(d: Dispatcher, x: Tensor, output: Output) -> Dispatched:
+def _plainly(d: Calls, x: Tensor, output: Output) -> Dispatched:
     """A dispatch that was made without gradients."""
-    got = Dispatched(d, output, x.shape[0], None, {})
-    got.rows = d._torch.part(output, "rows")
+    k = kinds(d)
+    got = Dispatched(d, k, output, x.shape[0], None, {})
+    got.rows = k.part(output, "rows")
     return got
 
 
-def dispatch(d: Dispatcher, x: Tensor, idx: Any, weights: Any, scales: Any, async_op: bool) -> Dispatched:
+def dispatch(d: Calls, x: Tensor, idx: Any, weights: Any, scales: Any, async_op: bool) -> Dispatched:
     x = _rows(d, "x", x, kinds(d).token)
     idx, weights = _choices(d, idx, weights, x.shape[0])
     beside = weights if d._weighs_rows else None
@@ -219,7 +219,7 @@ def dispatch(d: Dispatcher, x: Tensor, idx: Any, weights: Any, scales: Any, asyn
     return got
 
 
-def redispatch(d: Dispatcher, x: Tensor, dispatched: Dispatched, scales: Any, async_op: bool) -> Dispatched:
+def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Any, async_op: bool) -> Dispatched:
     x = _rows(d, "x", x, kinds(d).token)
     if x.shape[0] != dispatched.tokens:
         raise errors.InvalidArgument(f"switchyard: x has {x.shape[0]} tokens, the dispatch had {dispatched.tokens}")
@@ -243,7 +243,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor | None, given: Tensor | None, first: Tensor | None, second: Tensor | None,
-        d: Dispatcher, output: Output, make: Callable[[], Tensor], weighting: int,
+        d: Calls, output: Output, make: Callable[[], Tensor], weighting: int,
     ) -> Tensor:  # fmt: skip
         y = make()
         # Rows that are not weighted are not needed again, and those that are hold what they lie in.
@@ -263,7 +263,7 @@ class _Combine(torch.autograd.Function):
 
 
 def combine_backward(
-    d: Dispatcher, dy: Tensor, rows: Tensor | None, given: Tensor | None, handle: int, weighting: int, shape: Sequence[int]
+    d: Calls, dy: Tensor, rows: Tensor | None, given: Tensor | None, handle: int, weighting: int, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of rows, and of what weighted them."""
     dy = _aligned(dy)
@@ -279,7 +279,7 @@ def combine_backward(
 
 
 def combine(
-    d: Dispatcher, rows: Tensor, dispatched: Dispatched, weights: Any, weighted: bool, bias: Any, sum_weights: bool, ready: Any,
+    d: Calls, rows: Tensor, dispatched: Dispatched, weights: Any, weighted: bool, bias: Any, sum_weights: bool, ready: Any,
     release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
     weighting = d._weighting(weights, weighted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from . import errors
+from .. import errors
 
 
 def type_of(value: Any) -> str:

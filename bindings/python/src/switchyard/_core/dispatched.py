@@ -5,14 +5,11 @@ from __future__ import annotations
 import weakref
 from array import array
 from ctypes import byref, c_int64
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from . import errors
-from ._comm import memory
-from ._native import AGAIN, SLICE
-
-if TYPE_CHECKING:
-    from .moe import Dispatcher
+from .. import errors
+from .comm import Communicator, memory
+from .native import AGAIN, SLICE
 
 #: What a dispatch leaves, in the order in which the library tells.
 PARTS = ("rows", "scales", "counts", "offsets", "rank_counts", "indices", "row_weights", "sources", "landed")
@@ -24,8 +21,35 @@ BESIDE_ROWS = frozenset(("rows", "scales", "indices", "row_weights", "sources"))
 # What combine multiplies rows by.
 DISPATCHED, GIVEN, UNWEIGHTED = range(3)
 
+
+
+class Maker(Protocol):
+    """What outputs ask of the dispatcher that made them."""
+
+    comm: Communicator
+    by_token: bool
+    _slots: dict[int, Slot]
+    _groups: int
+
+    @property
+    def local_experts(self) -> list[int]: ...
+
+    def _part(self, side: Side, output: Output, name: str) -> Any:
+        """A part of an output: a list on the host, or what side makes of it."""
+
+    def _receive(self, output: Output, combine: bool, keep: object) -> None:
+        """The second half of a call."""
+
+
+class Side(Protocol):
+    """What makes arrays or tensors of outputs."""
+
+    def part(self, output: Output, name: str) -> Any:
+        """A part of an output."""
+
+
 #: Dispatchers by the names that compiled graphs know them by.
-named: weakref.WeakValueDictionary[str, Dispatcher] = weakref.WeakValueDictionary()
+named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class HostCounts(NamedTuple):
@@ -45,7 +69,7 @@ class HostCounts(NamedTuple):
 class Slot:
     """Where the outputs of dispatches lie whose rows begin at one place."""
 
-    def __init__(self, dispatcher: Dispatcher, handle: int) -> None:
+    def __init__(self, dispatcher: Maker, handle: int) -> None:
         lib, words = dispatcher.comm._lib, array("q", bytes(8 * 2 * len(PARTS)))
         lib.check(lib.output(handle, words.buffer_info()[0]))
         self.parts = dict(zip(PARTS, zip(words[::2], words[1::2])))
@@ -58,7 +82,7 @@ class Output:
 
     __slots__ = ("_hold", "_unhold", "counts", "dispatcher", "handle", "released", "slot")
 
-    def __init__(self, dispatcher: Dispatcher, handle: int, rows: int) -> None:
+    def __init__(self, dispatcher: Maker, handle: int, rows: int) -> None:
         lib = dispatcher.comm._lib
         self._unhold, self._hold = lib.unhold, lib.hold(handle)
         self.dispatcher, self.handle, self.released = dispatcher, handle, False
@@ -119,8 +143,11 @@ class Dispatched:
 
     rows: Any
 
-    def __init__(self, dispatcher: Dispatcher, output: Any, tokens: int, weights: Any, parts: dict[str, Any]) -> None:
-        self._dispatcher, self._output, self._weights, self._parts = dispatcher, output, weights, parts
+    def __init__(
+        self, dispatcher: Maker, side: Any, output: Any, tokens: int, weights: Any, parts: dict[str, Any]
+    ) -> None:
+        self._dispatcher, self._side, self._output = dispatcher, side, output
+        self._weights, self._parts = weights, parts
         self._tokens = tokens
         self._half = False
         self._handle: Any = None  # in a compiled graph: a tensor that holds the output
@@ -128,7 +155,7 @@ class Dispatched:
     def _part(self, name: str) -> Any:
         part = self._parts.get(name)
         if part is None:
-            part = self._parts[name] = self._dispatcher._part(self._output, name)
+            part = self._parts[name] = self._dispatcher._part(self._side, self._output, name)
         return part
 
     def __repr__(self) -> str:

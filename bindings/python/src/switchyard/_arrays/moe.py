@@ -1,0 +1,100 @@
+"""A dispatcher's calls on numpy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import errors
+from .._core.dispatched import BESIDE_ROWS, Combining, Dispatched, Output, biases_of
+from .._core.dispatcher import Calls
+
+
+class Arrays:
+    """A dispatcher for arrays. It is made for a call, and lives with what that leaves."""
+
+    def __init__(self, d: Calls) -> None:
+        self._calls = d
+
+    def dispatch(self, x: Any, idx: Any, weights: Any, scales: Any, async_op: bool) -> Dispatched:
+        d = self._calls
+        x = self._rows("x", x, d.dtype)
+        idx = np.asarray(idx)
+        if idx.dtype.kind not in "iu" and idx.size:
+            raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
+        idx = np.ascontiguousarray(idx, d.index_dtype)
+        weights = None if weights is None else np.ascontiguousarray(weights, np.float32)
+        d._check_choices(x.shape[0], idx.shape, None if weights is None else weights.shape)
+        scales = self._scales(scales)
+        at = 0 if weights is None else weights.ctypes.data
+        held = (x, idx, weights, scales)
+        output = d._dispatch(x.ctypes.data, _place(scales), idx.ctypes.data, at, x.shape[0], async_op, held)
+        got = Dispatched(d, self, output, x.shape[0], weights, {})
+        got._half = async_op
+        got.rows = self.part(output, "rows").view(x.dtype if d.row_dtype == d.dtype else np.uint8)
+        return got
+
+    def redispatch(self, x: Any, dispatched: Dispatched, scales: Any, async_op: bool) -> Dispatched:
+        d = self._calls
+        x, output = self._rows("x", x, d.dtype), dispatched._output
+        if x.shape[0] != dispatched.tokens:
+            raise errors.InvalidArgument(f"switchyard: x has {x.shape[0]} tokens, the dispatch had {dispatched.tokens}")
+        scales = self._scales(scales)
+        d._redispatch(x.ctypes.data, _place(scales), output, x.shape[0], async_op, (x, scales))
+        got = Dispatched(d, self, output, dispatched.tokens, dispatched._weights, dispatched._parts)
+        got.rows, got._half = dispatched.rows, async_op
+        return got
+
+    def combine(
+        self, rows: Any, dispatched: Dispatched, weights: Any, weighted: bool, bias: Any, sum_weights: bool, ready: Any,
+        release: bool, async_op: bool,
+    ) -> Any:  # fmt: skip
+        d = self._calls
+        rows, output = self._rows("rows", rows, d.combine_dtype), dispatched._output
+        d._check_length("rows", rows.shape[0], output)
+        if ready is not None:
+            raise errors.Unsupported("switchyard: combine: ready of arrays")
+        weighting = d._weighting(weights, weighted)
+        given = None if weights is None else np.ascontiguousarray(weights, np.float32)
+        biases = [self._rows("bias", b, d.combine_dtype) for b in biases_of(bias)]
+        shape = None if given is None else given.shape
+        d._check_combine(rows.shape[0], dispatched.tokens, shape, sum_weights, [b.shape for b in biases])
+        y = np.empty((dispatched.tokens, d.hidden), rows.dtype)
+        sums = np.zeros((dispatched.tokens, d.top_k), np.float32) if sum_weights else None
+        held = [y, rows, given, sums, *biases, *(None,) * (3 - len(biases))]
+        buffers = [n for a in held for n in _place(a)]
+        d._combine(buffers, output.alive(), (0, weighting, async_op, release), held)
+        output.released = output.released or release
+        result = (y, sums) if sum_weights else y
+        return Combining(dispatched, result, held) if async_op else result
+
+    def part(self, output: Output, name: str) -> Any:
+        """A part of an output as an array, as long as rows came."""
+        d = self._calls
+        _, size = output.slot.parts[name]
+        kind, shape = d._shape(name, size)
+        flat = np.frombuffer(output.memory(name), np.uint8)
+        if name == "rows":
+            items = flat.reshape(d.max_rows, -1)
+        else:
+            items = flat.view(kind).reshape(shape)
+        if name not in BESIDE_ROWS:
+            return items
+        output.counts = output.counts or output.host()
+        rows = output.counts.rows
+        return d._scales(items, rows) if name == "scales" else items[:rows]
+
+    def _rows(self, name: str, x: Any, dtype: str) -> Any:
+        x = np.ascontiguousarray(x)
+        if str(x.dtype) != dtype:
+            raise errors.InvalidType(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {dtype}")
+        self._calls._check_rows(name, x.shape)
+        return x
+
+    def _scales(self, scales: Any) -> Any:
+        return None if scales is None else np.ascontiguousarray(scales, ("float32", "int32")[self._calls._format])
+
+
+def _place(x: Any) -> tuple[int, int]:
+    return (0, 0) if x is None else (x.ctypes.data, x.nbytes)

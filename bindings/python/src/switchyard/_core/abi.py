@@ -1,0 +1,143 @@
+"""The C ABI of the shared library: its functions, and the structures that they take by their address.
+
+The structures have the fields of those of package core in Go, which says what they mean. A call is an array of their numbers,
+which is made faster than a structure of ctypes: the functions below put them in order. Tests compare all of it with the
+headers that the build writes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
+from typing import Any
+
+VERSION = 6
+
+_u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
+
+#: Arguments of the functions, by name without the prefix. Addresses of arrays and structures are passed as integers: c_void_p.
+PROTOTYPES: dict[str, list[Any]] = {
+    "listen": [c_char_p, _u64p, c_char_p, c_int64],
+    "unlisten": [c_uint64],
+    "open": [c_char_p, _u64p, _u64p],
+    "rank": [c_uint64, _i32p, _i32p],
+    "wait": [c_uint64, c_uint64, c_int64, _i64p],
+    "all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p, c_int64, _u64p],
+    "explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
+    "fault": [c_uint64],
+    "refuse": [c_uint64, c_int32, c_char_p, _u64p],
+    "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
+    "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
+    "all_gather": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int64, _u64p],
+    "barrier": [c_uint64, c_uint64, c_int64, _u64p],
+    "alloc": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
+    "block": [c_uint64, _u64p, _i64p],
+    "free": [c_uint64, c_uint64, c_uint64, _u64p],
+    "verify": [c_uint64, c_uint64, _u64p],
+    "gpu_open": [c_uint64, c_char_p, _u64p],
+    "gpu_reducer": [c_uint64, c_uint64, _u64p],
+    "gpu_pool": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
+    "split": [c_uint64, c_int64, c_int64, _u64p, _u64p],
+    "shrink": [c_uint64, c_void_p, c_int64, c_int64, _u64p, _u64p],
+    "close": [c_uint64, c_int32, _u64p],
+    "abort": [c_uint64, c_char_p],
+    "abandon": [c_uint64, c_int64, c_int32],
+    "drop": [c_uint64],
+    "dispatcher": [c_uint64, c_uint64, c_char_p, _u64p],
+    "dispatcher_info": [c_uint64, _i64p, _i64p, _i64p, c_void_p, c_int64],
+    "dispatcher_counters": [c_uint64, c_void_p, c_int64, c_void_p, c_void_p, c_int64],
+    "dispatcher_close": [c_uint64, c_uint64, _u64p],
+    "dispatch": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "combine": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "combine_backward": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "receive": [c_uint64, c_uint64, c_uint64, c_int32, c_int64, _u64p],
+    "output": [c_uint64, c_void_p],
+    "counts": [c_uint64, c_int64, _i64p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
+    "release": [c_uint64],
+}  # fmt: skip
+
+
+class Buffer(Structure):
+    """Memory of a caller."""
+
+    _fields_ = [("Addr", c_uint64), ("Bytes", c_int64)]
+
+
+class ShapeHead(Structure):
+    """What an exchange has for all ranks. Rows to send and to receive, for each rank, lie behind it."""
+
+    _fields_ = [
+        (name, c_int64) for name in ("Row", "DstBytes", "SrcBytes", "Live", "Placed", "MaxSMs", "CopySMs", "NoSMs")
+    ]
+
+
+class DispatchCall(Structure):
+    """A dispatch. Made and Rows are results."""
+
+    _fields_ = [
+        *((name, Buffer) for name in ("X", "Scales", "Experts", "Weights")),
+        ("Handle", c_uint64),
+        ("Half", c_int64),
+        ("Made", c_uint64),
+        ("Rows", c_uint64),
+    ]
+
+
+class CombineCall(Structure):
+    """A combine, or the gradient of a dispatch."""
+
+    _fields_ = [
+        *((name, Buffer) for name in ("Y", "Rows", "Weights", "SumWeights")),
+        ("Bias", Buffer * 2),
+        ("Ready", Buffer),
+        ("Handle", c_uint64),
+        *((name, c_int64) for name in ("Backward", "Weighting", "Half", "Release")),
+    ]
+
+
+class BackwardCall(Structure):
+    """The gradients of a combine."""
+
+    _fields_ = [
+        *((name, Buffer) for name in ("DRows", "DWeights", "DY", "Rows", "Weights")),
+        ("Handle", c_uint64),
+        ("Weighting", c_int64),
+    ]
+
+
+def word(field: Any) -> int:
+    """Which number of a structure a field is, or begins with."""
+    return int(field.offset) // sizeof(c_int64)
+
+
+# Where to look in the arrays of calls.
+MADE, ROWS = word(DispatchCall.Made), word(DispatchCall.Rows)
+HEAD = sizeof(ShapeHead) // sizeof(c_int64)
+LIVE, PLACED = word(ShapeHead.Live), word(ShapeHead.Placed)
+MAX_SMS, COPY_SMS, NO_SMS = word(ShapeHead.MaxSMs), word(ShapeHead.CopySMs), word(ShapeHead.NoSMs)
+
+#: The address and the bytes of some memory.
+Memory = tuple[int, int]
+
+
+def shape_head(row: int, dst_bytes: int, src_bytes: int) -> array[int]:
+    """A ShapeHead."""
+    return array("q", (row, dst_bytes, src_bytes, 0, 0, 0, 0, 0))
+
+
+def dispatch_call(x: Memory, scales: Memory, experts: Memory, weights: Memory, handle: int, half: int) -> array[int]:
+    """A DispatchCall."""
+    return array("q", (*x, *scales, *experts, *weights, handle, half, 0, 0))
+
+
+def combine_call(
+    buffers: Sequence[int], handle: int, backward: int, weighting: int, half: int, release: int
+) -> array[int]:
+    """A CombineCall. buffers are addresses and bytes of Y, Rows, Weights, SumWeights, both of Bias, and Ready."""
+    return array("q", (*buffers, handle, backward, weighting, half, release))
+
+
+def backward_call(buffers: Sequence[int], handle: int, weighting: int) -> array[int]:
+    """A BackwardCall. buffers are addresses and bytes of DRows, DWeights, DY, Rows and Weights."""
+    return array("q", (*buffers, handle, weighting))

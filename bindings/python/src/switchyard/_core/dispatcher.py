@@ -1,0 +1,245 @@
+"""Dispatchers on raw memory: the library's calls, and what is asked of shapes. Memory and CUstreams are integers here."""
+
+from __future__ import annotations
+
+import gc
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_int64, c_uint64
+from typing import Any, NamedTuple
+
+from .. import errors
+from . import abi, options
+from .arguments import type_of
+from .comm import Communicator, Place
+from .dispatched import COUNTS, DISPATCHED, GIVEN, UNWEIGHTED, Dispatched, Output, Side, Slot
+from .native import AGAIN, SLICE
+
+
+class Counters(NamedTuple):
+    """What a rank has done so far."""
+
+    #: How many choices of this rank's tokens each expert got.
+    choices: list[int]
+    #: Bytes of rows and scales sent to each rank.
+    bytes: list[int]
+    #: Nanoseconds in which this rank had nothing to do but wait for each rank.
+    waited: list[int]
+
+
+class Calls:
+    """A dispatcher of a place. What it was made with are attributes; moe.Dispatcher says which."""
+
+    def __init__(self, place: Place, values: dict[str, Any], stream: Callable[[int], int] | None) -> None:
+        """Make it, together with all ranks. values are checked options, and stream says which CUstream is current on a GPU."""
+        self.layout, self.dtype, self.combine_dtype = values["layout"], values["dtype"], values["combine_dtype"]
+        self.index_dtype, self.experts, self.top_k = values["index_dtype"], values["experts"], values["top_k"]
+        self.hidden, self.max_tokens = values["hidden"], values["max_tokens"]
+        self.by_token = options.LAYOUTS.index(self.layout) >= options.LAYOUTS.index("token_major")
+        #: The type of the rows that arrive.
+        self.row_dtype = "float8_e4m3fn" if values["quantize"] else self.dtype
+        self._float8 = options.BYTES[self.row_dtype] == 1
+        self._format, self._columns = options.SCALE_FORMATS.index(values["scale_format"]), values["scale_columns"]
+        self._scale_per_token, self._capacity = values["scale_per_token"], values["capacity"]
+        self._tells_sources, self._tells_landed = values["sources"], values["landed"]
+        self._weighs_rows = self.by_token or values["row_weights"]
+        self.comm: Communicator = place._comm
+        lib, ticket = self.comm._lib, c_uint64()
+        text = json.dumps(options.encoded(values)).encode()
+        self._handle = self.comm._control(lib.dispatcher(self.comm._handle, place._handle, text, ticket), ticket)
+        self._closed = False
+        self._slots: dict[int, Slot] = {}
+        #: The GPU's ordinal, -1 for the host.
+        self._index: int = getattr(place, "device", -1)
+        self._stream: Any = stream
+        lib.bind(self)
+        self._token_bytes = self.hidden * options.BYTES[self.dtype]
+        self._sum_bytes = self.hidden * options.BYTES[self.combine_dtype]
+        self._choice_bytes = self.top_k * options.INDEX_BYTES[self.index_dtype]
+        self._counted = values["host_counts"] or self._index < 0
+        self.max_rows, _, self._local_experts = self._info()
+        self._groups = self.comm.size if self.by_token else len(self._local_experts)
+        self.comm._dispatchers.add(self)
+
+    @property
+    def local_experts(self) -> list[int]:
+        """The experts of this rank, in the order of their rows."""
+        return self._local_experts
+
+    # The library's calls
+
+    def _bind(self) -> None:
+        """Take the library's functions."""
+        lib, prefix = self.comm._lib, "enqueue_" if self._index >= 0 else ""
+        self._calls = [getattr(lib, prefix + name) for name in ("dispatch", "combine", "combine_backward", "receive")]
+
+    def _info(self) -> tuple[int, int, list[int]]:
+        """The most rows of a dispatch, how many dispatches are alive, and this rank's experts."""
+        rows, alive, n, lib = c_int64(), c_int64(), c_int64(), self.comm._lib
+        local = array("q", bytes(8 * max(self.experts, 1)))
+        lib.check(lib.dispatcher_info(self._handle, byref(rows), byref(alive), byref(n), local.buffer_info()[0], len(local)))
+        return rows.value, alive.value, local[: n.value].tolist()
+
+    def _alive(self) -> int:
+        return 0 if self._closed else self._info()[1]
+
+    def _run(self, which: int, keep: object, *arguments: Any) -> int:
+        """Make a call: on a GPU on the current stream, on the host wait for it and return its value."""
+        if self._index >= 0:
+            code = self._calls[which](self._handle, self._stream(self._index), *arguments, 0, None)
+            if code:
+                raise self.comm._lib.error(code)
+            return 0
+        ticket, comm = c_uint64(), self.comm
+        code = self._calls[which](self._handle, 0, *arguments, SLICE, ticket)
+        if code != AGAIN:
+            return comm._control(code, ticket)
+        comm._hold(ticket.value, keep)  # an interrupted wait leaves it under way
+        value = comm._control(code, ticket)
+        comm._let_go()
+        return value
+
+    def _dispatch(
+        self, x: int, scales: tuple[int, int], idx: int, weights: int, tokens: int, first: bool, keep: object
+    ) -> Output:
+        """Make a dispatch of tokens at addresses."""
+        weighed = 4 * tokens * self.top_k if weights else 0
+        call = abi.dispatch_call(
+            (x, tokens * self._token_bytes), scales, (idx, tokens * self._choice_bytes), (weights, weighed), 0, first
+        )
+        address = call.buffer_info()[0]
+        try:
+            made = self._run(0, keep, address)
+        except errors.NoHandle:
+            gc.collect()  # outputs may hang in cycles
+            made = self._run(0, keep, address)
+        return Output(self, made, 0) if made else Output(self, call[abi.MADE], call[abi.ROWS])
+
+    def _redispatch(self, x: int, scales: tuple[int, int], output: Output, tokens: int, first: bool, keep: object) -> None:
+        x_at = (x, tokens * self._token_bytes)
+        call = abi.dispatch_call(x_at, scales, (0, 0), (0, 0), output.alive(), first)
+        self._run(0, keep, call.buffer_info()[0])
+
+    def _combine(self, buffers: Sequence[int], handle: int, how: tuple[int, int, bool, bool], keep: object) -> None:
+        """Make a combine. buffers are addresses and bytes of y, rows, weights, summed weights, two biases and words that say
+        what is ready; how is whether it is the gradient of a dispatch, what rows are weighted with, whether it is the first
+        half, and whether the handle is given back."""
+        call = abi.combine_call(buffers, handle, *how)
+        self._run(1, keep, call.buffer_info()[0])
+
+    def _combine_backward(self, buffers: Sequence[int], handle: int, weighting: int, keep: object) -> None:
+        call = abi.backward_call(buffers, handle, weighting)
+        self._run(2, keep, call.buffer_info()[0])
+
+    def _receive(self, output: Output, combine: bool, keep: object) -> None:
+        self._run(3, keep, output.alive(), combine)
+
+    def _part(self, side: Side, output: Output, name: str) -> Any:
+        """A part of an output: a list of the host's, or what a side makes of it."""
+        if not output.slot.parts[name][1]:
+            raise errors.InvalidArgument(f"switchyard: this dispatcher has no {name}")
+        if self._index < 0 and name in COUNTS:
+            output.counts = output.counts or output.host()
+            return getattr(output.counts, name)
+        return side.part(output, name)
+
+    # Shapes
+
+    def _shape(self, name: str, size: int) -> tuple[str, tuple[int, ...]]:
+        """The type and the shape of a part that has so many bytes in all."""
+        if name == "rows":
+            return self.row_dtype, (self.max_rows, self.hidden)
+        if name == "scales":
+            return ("float32", "int32")[self._format], (size // 4,)
+        if name == "indices":
+            return "int64", (self.max_rows, self.top_k)
+        if name == "row_weights":
+            return "float32", (self.max_rows, self.top_k) if self.by_token else (self.max_rows,)
+        return "int32", (self.max_rows, 2) if name == "sources" else (size // 4,)
+
+    def _scales(self, words: Any, rows: int) -> Any:
+        """The scales of an output as [rows, words], in a layout by padded experts as [experts, capacity, words]."""
+        n = words.shape[0] // max(self.max_rows, 1)
+        if not self._columns:
+            return words.reshape(self.max_rows, n)[:rows]
+        if self.layout in ("padded", "slab"):
+            return words.reshape(-1, n, self._row_capacity()).swapaxes(1, 2)
+        return words.reshape(n, self.max_rows).swapaxes(0, 1)[:rows]
+
+    def _row_capacity(self) -> int:
+        """How many rows each expert has in a padded layout."""
+        return (self._capacity if self.layout == "padded" else 0) or self.comm.size * self.max_tokens
+
+    def _check_rows(self, name: str, shape: Sequence[int]) -> None:
+        """Refuse what is not rows of the dispatcher's."""
+        if len(shape) != 2 or shape[1] != self.hidden:
+            raise errors.InvalidArgument(f"switchyard: {name} has shape {tuple(shape)}, want rows of {self.hidden}")
+
+    def _check_choices(self, tokens: int, idx: Sequence[int], weights: Sequence[int] | None) -> None:
+        want = (tokens, self.top_k)
+        if tuple(idx) != want or (weights is not None and tuple(weights) != want):
+            beside, both = ("", "") if weights is None else (f" and weights {tuple(weights)}", " for both")
+            raise errors.InvalidArgument(f"switchyard: idx is {tuple(idx)}{beside}, want {want}{both}")
+
+    def _check_dispatched(self, dispatched: Any) -> None:
+        if not isinstance(dispatched, Dispatched):
+            raise errors.InvalidType(f"switchyard: dispatched is {type_of(dispatched)}, want what dispatch returned")
+        if dispatched._dispatcher is not self:
+            raise errors.InvalidArgument("switchyard: dispatched is of another dispatcher")
+
+    def _check_length(self, name: str, rows: int, output: Output) -> None:
+        """Refuse rows that are not those of a dispatch: all that there is room for, or as many as came."""
+        if rows == self.max_rows:
+            return
+        if not self._counted:
+            raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatcher {self.max_rows}")
+        output.counts = output.counts or output.host()
+        if rows != output.counts.rows:
+            raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatch had {output.counts.rows}")
+
+    def _check_combine(
+        self, rows: int, tokens: int, weights: Sequence[int] | None, sum_weights: bool, biases: Sequence[Sequence[int]]
+    ) -> None:
+        """Refuse what comes beside so many rows, by its shape, where it does not go with them."""
+        want = (rows, self.top_k) if self.by_token else (rows,)
+        if weights is None and sum_weights:
+            raise errors.InvalidArgument("switchyard: combine: sum_weights without weights")
+        if weights is not None and tuple(weights) != want:
+            raise errors.InvalidArgument(f"switchyard: combine: weights are {tuple(weights)}, want {want}")
+        for n, _ in biases:
+            if n != tokens:
+                raise errors.InvalidArgument(f"switchyard: bias has {n} rows, the dispatch had {tokens} tokens")
+
+    def _weighting(self, weights: Any, weighted: bool) -> int:
+        if weights is not None and not weighted:
+            raise errors.InvalidArgument("switchyard: combine: weights, and weighted=False")
+        if self.by_token or not weighted:
+            return UNWEIGHTED
+        return DISPATCHED if weights is None else GIVEN
+
+    # The whole
+
+    def counters(self) -> Counters:
+        """What this rank has done so far. It waits for no stream: on a GPU what has run is counted."""
+        n, ranks, lib = self.experts, self.comm.size, self.comm._lib
+        choices, sent, waited = (array("q", bytes(8 * k)) for k in (n, ranks, ranks))
+        places = (choices.buffer_info()[0], n, sent.buffer_info()[0], waited.buffer_info()[0], ranks)
+        lib.check(lib.dispatcher_counters(self._handle, *places))
+        return Counters(choices.tolist(), sent.tolist(), waited.tolist())
+
+    def traffic(self) -> list[int]:
+        """Bytes of rows sent to each rank so far."""
+        return self.counters().bytes
+
+    def close(self) -> None:
+        """Give the memory back, together with all ranks. No output may be in use."""
+        if self._closed:
+            return
+        alive = self._alive()
+        if alive:
+            raise errors.InvalidArgument(f"switchyard: close: {alive} dispatches of this dispatcher are alive")
+        self._closed = True
+        ticket = c_uint64()
+        comm = self.comm
+        comm._control(comm._lib.dispatcher_close(comm._handle, self._handle, ticket), ticket)
