@@ -19,6 +19,8 @@ from setuptools.command.sdist import sdist
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libswitchyard.so"
+#: What C programs include, and tests read: the functions, and the structures that they take.
+HEADERS = ("libswitchyard.h", "switchyard.h")
 PACKAGE = "./bindings/python/abi"
 # The C library that wheels run on, and what PEP 600 calls that.
 GLIBC = (2, 28)
@@ -55,17 +57,17 @@ def compiler() -> str:
 
 
 def build_library(out: Path) -> None:
-    """Build the shared library."""
+    """Build the shared library and its headers."""
     if sys.platform != "linux":
         sys.exit(f"switchyard: Linux is what this package is for: it cannot be built on {sys.platform}")
     out.parent.mkdir(parents=True, exist_ok=True)
     flags = ["-buildmode=c-shared", "-trimpath", "-tags=netgo,osusergo", "-ldflags=-s -w"]
     go("build", *flags, "-o", str(out), PACKAGE, at=module(), CGO_ENABLED="1", CC=compiler())
-    out.with_suffix(".h").unlink(missing_ok=True)
+    shutil.copy(module() / PACKAGE / HEADERS[1], out.with_name(HEADERS[1]))  # which the other includes
 
 
 class BuildWithLibrary(build_py):
-    """build_py, and the shared library beside the modules."""
+    """build_py, and the shared library and its headers beside the modules."""
 
     def run(self) -> None:
         super().run()
@@ -73,7 +75,8 @@ class BuildWithLibrary(build_py):
         build_library(root.resolve() / "switchyard" / LIBRARY)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        return [*super().get_outputs(include_bytecode), os.path.join(self.build_lib, "switchyard", LIBRARY)]
+        made = [os.path.join(self.build_lib, "switchyard", name) for name in (LIBRARY, *HEADERS)]
+        return [*super().get_outputs(include_bytecode), *made]
 
 
 class OneForAll(bdist_wheel):

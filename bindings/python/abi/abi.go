@@ -89,9 +89,18 @@ func placeOf(place C.uint64_t) (core.Place, error) {
 	return core.Get[core.Place](handles, uint64(place))
 }
 
-func shapeOf(p core.Place, shape *C.int64_t) core.Shape {
-	head := core.Shape(numbers(shape, core.ShapeHead))
-	return numbers(shape, C.int64_t(head.Len(p.Size())))
+// Structures of callers are those of package core.
+var (
+	_ [unsafe.Sizeof(core.ShapeHead{})]byte    = [C.sizeof_struct_switchyard_shape_head]byte{}
+	_ [unsafe.Sizeof(core.DispatchCall{})]byte = [C.sizeof_struct_switchyard_dispatch_call]byte{}
+	_ [unsafe.Sizeof(core.CombineCall{})]byte  = [C.sizeof_struct_switchyard_combine_call]byte{}
+	_ [unsafe.Sizeof(core.BackwardCall{})]byte = [C.sizeof_struct_switchyard_backward_call]byte{}
+)
+
+func shapeOf(p core.Place, shape *C.struct_switchyard_shape_head) core.Shape {
+	head := (*core.ShapeHead)(unsafe.Pointer(shape))
+	behind := unsafe.Add(unsafe.Pointer(shape), unsafe.Sizeof(*head))
+	return core.Shape{ShapeHead: head, Ranks: unsafe.Slice((*int64)(behind), head.Behind(p.Size()))}
 }
 
 // guarded is guard for what may also have to be asked again.
@@ -266,7 +275,7 @@ func switchyard_wait(communicator, ticket C.uint64_t, wait C.int64_t, value *C.i
 // submitted as the calls below are.
 //
 //export switchyard_all_to_all
-func switchyard_all_to_all(place, stream C.uint64_t, dst, src unsafe.Pointer, shape *C.int64_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+func switchyard_all_to_all(place, stream C.uint64_t, dst, src unsafe.Pointer, shape *C.struct_switchyard_shape_head, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
 	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
 		return p.AllToAll(uintptr(stream), uintptr(dst), uintptr(src), shapeOf(p, shape))
 	})
@@ -276,7 +285,7 @@ func switchyard_all_to_all(place, stream C.uint64_t, dst, src unsafe.Pointer, sh
 // fits, 0-terminated.
 //
 //export switchyard_explain
-func switchyard_explain(place C.uint64_t, dst unsafe.Pointer, shape *C.int64_t, text *C.char, room C.int64_t) C.int32_t {
+func switchyard_explain(place C.uint64_t, dst unsafe.Pointer, shape *C.struct_switchyard_shape_head, text *C.char, room C.int64_t) C.int32_t {
 	return guard(func() error {
 		p, err := placeOf(place)
 		if err != nil {
@@ -662,8 +671,8 @@ func dispatching(dispatcher C.uint64_t, ticket *C.uint64_t, wait C.int64_t, hand
 // handle of the dispatch, which is in the call where that was enqueued.
 //
 //export switchyard_dispatch
-func switchyard_dispatch(dispatcher, stream C.uint64_t, call unsafe.Pointer, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	c := (*core.DispatchCall)(call)
+func switchyard_dispatch(dispatcher, stream C.uint64_t, call *C.struct_switchyard_dispatch_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.DispatchCall)(unsafe.Pointer(call))
 	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
 		return d.Dispatch(uintptr(stream), c, h, put[*core.Handle])
 	})
@@ -672,8 +681,8 @@ func switchyard_dispatch(dispatcher, stream C.uint64_t, call unsafe.Pointer, wai
 // switchyard_combine makes a core.CombineCall, likewise.
 //
 //export switchyard_combine
-func switchyard_combine(dispatcher, stream C.uint64_t, call unsafe.Pointer, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	c := (*core.CombineCall)(call)
+func switchyard_combine(dispatcher, stream C.uint64_t, call *C.struct_switchyard_combine_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.CombineCall)(unsafe.Pointer(call))
 	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
 		return d.Combine(uintptr(stream), c, h)
 	})
@@ -682,8 +691,8 @@ func switchyard_combine(dispatcher, stream C.uint64_t, call unsafe.Pointer, wait
 // switchyard_combine_backward makes a core.BackwardCall, likewise.
 //
 //export switchyard_combine_backward
-func switchyard_combine_backward(dispatcher, stream C.uint64_t, call unsafe.Pointer, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	c := (*core.BackwardCall)(call)
+func switchyard_combine_backward(dispatcher, stream C.uint64_t, call *C.struct_switchyard_backward_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.BackwardCall)(unsafe.Pointer(call))
 	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
 		return d.CombineBackward(uintptr(stream), c, h)
 	})

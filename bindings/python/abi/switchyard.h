@@ -30,6 +30,42 @@ void *switchyard_describe(const struct switchyard_tensor *tensor, void *hold);
 // void *alloc(ssize_t size, int device, void *stream) and void free(void *p, ssize_t size, int device, void *stream).
 #define SWITCHYARD_POOLS 16
 
+// What calls take by their address. The names of the fields are those of the structures of package core, which say what they
+// mean.
+struct switchyard_buffer {
+	uint64_t Addr;
+	int64_t Bytes;
+};
+
+// core.ShapeHead. Behind it there are, for each rank, the rows to send; for each the rows to receive; and where Placed is
+// not 0, for each the row of its destination where this rank's rows begin.
+struct switchyard_shape_head {
+	int64_t Row, DstBytes, SrcBytes, Live, Placed, MaxSMs, CopySMs, NoSMs;
+};
+
+// core.DispatchCall. Made and Rows are results.
+struct switchyard_dispatch_call {
+	struct switchyard_buffer X, Scales, Experts, Weights;
+	uint64_t Handle;
+	int64_t Half;
+	uint64_t Made;
+	uint64_t Rows;
+};
+
+// core.CombineCall.
+struct switchyard_combine_call {
+	struct switchyard_buffer Y, Rows, Weights, SumWeights, Bias[2], Ready;
+	uint64_t Handle;
+	int64_t Backward, Weighting, Half, Release;
+};
+
+// core.BackwardCall.
+struct switchyard_backward_call {
+	struct switchyard_buffer DRows, DWeights, DY, Rows, Weights;
+	uint64_t Handle;
+	int64_t Weighting;
+};
+
 // For the Go side.
 void switchyard_set_error(const char *text, uint64_t n, int32_t rank);
 

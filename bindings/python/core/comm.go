@@ -379,7 +379,7 @@ func (c *Comm) AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error) {
 	if err := onHost(stream, shape); err != nil {
 		return 0, err
 	}
-	d, s, err := c.views(Buffer{dst, shape.dstBytes()}, Buffer{src, shape.srcBytes()})
+	d, s, err := c.views(Buffer{dst, shape.DstBytes}, Buffer{src, shape.SrcBytes})
 	if err != nil {
 		return 0, err
 	}
@@ -387,7 +387,7 @@ func (c *Comm) AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error) {
 	return c.put(func(o *op) {
 		o.kind, o.dst, o.src = opAllToAll, d, s
 		o.splits.Send, o.splits.Recv = append(o.splits.Send[:0], shape.send(ranks)...), append(o.splits.Recv[:0], shape.recv(ranks)...)
-		o.splits.ElemSize = shape[0]
+		o.splits.ElemSize = shape.Row
 	})
 }
 
@@ -396,7 +396,7 @@ func onHost(stream uintptr, shape Shape) error {
 	switch {
 	case stream != 0:
 		return fmt.Errorf("core: %w: stream %#x on the host, which has none", ErrInvalid, stream)
-	case slices.ContainsFunc(shape[3:ShapeHead], func(v int64) bool { return v != 0 }):
+	case *shape.ShapeHead != ShapeHead{Row: shape.Row, DstBytes: shape.DstBytes, SrcBytes: shape.SrcBytes}:
 		return fmt.Errorf("core: %w: splits in device memory, displacements at the peers and limits are for GPUs", ErrInvalid)
 	}
 	return nil
@@ -421,7 +421,7 @@ func (c *Comm) Explain(dst uintptr, shape Shape) (string, error) {
 	if err := onHost(0, shape); err != nil {
 		return "", err
 	}
-	d, err := c.view(Buffer{dst, shape.dstBytes()})
+	d, err := c.view(Buffer{dst, shape.DstBytes})
 	if err != nil {
 		return "", err
 	}

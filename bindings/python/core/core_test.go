@@ -6,6 +6,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
+	"regexp"
 	"strings"
 	"sync"
 	"testing"
@@ -122,9 +124,9 @@ func TestOperationsRunInOrderAndHaveTheirOwnErrors(t *testing.T) {
 			if k == 7 {
 				d.Bytes -= 3
 			}
-			shape := Shape{8, d.Bytes, int64(8 * size), 0, 0, 0, 0, 0}
+			shape := Shape{ShapeHead: &ShapeHead{Row: 8, DstBytes: d.Bytes, SrcBytes: int64(8 * size)}}
 			for range 2 * size { // splits of both sides
-				shape = append(shape, 1)
+				shape.Ranks = append(shape.Ranks, 1)
 			}
 			ticket, err := c.AllToAll(0, d.Addr, shm.Addr(shm.Bytes(src[k])), shape)
 			if err != nil {
@@ -158,17 +160,17 @@ func TestOperationsRunInOrderAndHaveTheirOwnErrors(t *testing.T) {
 func TestF3_WhatOnlyGPUsHaveIsRefusedOnTheHost(t *testing.T) {
 	each(t, 1, func(c *Comm) error {
 		for name, call := range map[string]func() error{
-			"a stream":      func() error { _, err := c.AllToAll(7, 0, 0, Shape{1, 0, 0, 0, 0, 0, 0, 0, 0, 0}); return err },
-			"live splits":   func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 8, 0, 0, 0, 0, 0, 0}); return err },
-			"displacements": func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0}); return err },
-			"limits":        func() error { _, err := c.AllToAll(0, 0, 0, Shape{1, 0, 0, 0, 0, 4, 0, 0, 0, 0}); return err },
+			"a stream":      func() error { _, err := c.AllToAll(7, 0, 0, nothing(ShapeHead{})); return err },
+			"live splits":   func() error { _, err := c.AllToAll(0, 0, 0, nothing(ShapeHead{Live: 8})); return err },
+			"displacements": func() error { _, err := c.AllToAll(0, 0, 0, nothing(ShapeHead{Placed: 1})); return err },
+			"limits":        func() error { _, err := c.AllToAll(0, 0, 0, nothing(ShapeHead{MaxSMs: 4})); return err },
 			"alloc":         func() error { _, err := c.Alloc(7, 1, func(*Block) uint64 { return 1 }); return err },
 		} {
 			if err := call(); !errors.Is(err, ErrInvalid) {
 				return fmt.Errorf("%s: %w", name, err)
 			}
 		}
-		why, err := c.Explain(0, Shape{1, 0, 0, 0, 0, 0, 0, 0, 0, 0})
+		why, err := c.Explain(0, nothing(ShapeHead{}))
 		if err != nil || why == "" {
 			return fmt.Errorf("explain: %q, %w", why, err)
 		}
@@ -273,6 +275,43 @@ func TestHandlesAreNeverUsedTwice(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, "two", s)
 	require.Equal(t, 1, h.Len())
+}
+
+// nothing is an exchange of nothing in a group of one rank.
+func nothing(head ShapeHead) Shape {
+	head.Row = 1
+	return Shape{&head, make([]int64, head.Behind(1))}
+}
+
+// The structures that C callers fill are those of the header, field by field.
+func TestTheHeaderDescribesTheStructures(t *testing.T) {
+	header, err := os.ReadFile("../abi/switchyard.h")
+	require.NoError(t, err)
+	for name, v := range map[string]any{
+		"buffer": Buffer{}, "shape_head": ShapeHead{}, "dispatch_call": DispatchCall{}, "combine_call": CombineCall{}, "backward_call": BackwardCall{},
+	} {
+		body := regexp.MustCompile(`(?s)struct switchyard_` + name + ` \{(.*?)\n\};`).FindSubmatch(header)
+		require.NotNil(t, body, name)
+		var want, got []string
+		for _, line := range strings.Split(strings.TrimSpace(string(body[1])), ";") {
+			fields := regexp.MustCompile(`\w+(\[\d\])?`).FindAllString(line, -1)
+			kind := 1
+			if len(fields) > 0 && fields[0] == "struct" {
+				kind = 2
+			}
+			for _, f := range fields[min(kind, len(fields)):] {
+				want = append(want, fmt.Sprint(f, " ", 8*kind))
+			}
+		}
+		for _, f := range reflect.VisibleFields(reflect.TypeOf(v)) {
+			size := f.Type.Size()
+			if f.Type.Kind() == reflect.Array {
+				f.Name, size = fmt.Sprintf("%s[%d]", f.Name, f.Type.Len()), f.Type.Elem().Size()
+			}
+			got = append(got, fmt.Sprint(f.Name, " ", size))
+		}
+		require.Equal(t, want, got, name)
+	}
 }
 
 func TestErrorsAreClassified(t *testing.T) {

@@ -238,7 +238,7 @@ func (g *GPU) Size() int { return g.comm.group.Size() }
 // AllToAll enqueues an exchange on a CUstream, as alltoallv.Exchanger.Exchange describes. It waits for nothing and has no
 // ticket: it is complete once the stream has run it.
 func (g *GPU) AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error) {
-	return g.enqueue(stream, Buffer{dst, shape.dstBytes()}, Buffer{src, shape.srcBytes()}, func(s device.Stream, d, v memory.View) error {
+	return g.enqueue(stream, Buffer{dst, shape.DstBytes}, Buffer{src, shape.SrcBytes}, func(s device.Stream, d, v memory.View) error {
 		shape.assign(g.Size(), &g.splits)
 		err := g.exchanger.Exchange(s, d, v, &g.splits)
 		g.splits = alltoallv.Splits{} // it pointed to the caller's memory
@@ -307,7 +307,7 @@ func (g *GPU) Explain(dst uintptr, shape Shape) (string, error) {
 	if g.closed {
 		return "", ErrClosed
 	}
-	d, err := g.view(Buffer{dst, shape.dstBytes()})
+	d, err := g.view(Buffer{dst, shape.DstBytes})
 	if err != nil {
 		return "", err
 	}

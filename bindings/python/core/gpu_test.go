@@ -108,7 +108,7 @@ func TestExchangesOnAGPU(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		shape := Shape{8, 2 * rows * 8, 2 * rows * 8, 0, 0, 0, 0, 0, rows, rows, rows, rows}
+		shape := Shape{&ShapeHead{Row: 8, DstBytes: 2 * rows * 8, SrcBytes: 2 * rows * 8}, []int64{rows, rows, rows, rows}}
 		in, out := make([]int64, 2*rows), make([]int64, 2*rows)
 		for k, dst := range []uintptr{blocks[1].Addr(), arena.Alloc(2 * rows * 8), foreign} {
 			for i := range in {
@@ -154,7 +154,7 @@ func TestExchangesOnAGPU(t *testing.T) {
 		}
 		// Sizes that do not agree.
 		if rank == 0 {
-			shape = Shape{8, 2 * rows * 8, 2 * rows * 8, 0, 0, 0, 0, 0, rows, rows - 1, rows, rows}
+			shape = Shape{&ShapeHead{Row: 8, DstBytes: 2 * rows * 8, SrcBytes: 2 * rows * 8}, []int64{rows, rows - 1, rows, rows}}
 		}
 		if _, err := g.AllToAll(s, foreign, blocks[0].Addr(), shape); err != nil {
 			return err

@@ -39,33 +39,39 @@ type Place interface {
 
 var _, _ Place = (*Comm)(nil), (*GPU)(nil)
 
-// Shape is everything about an exchange that calls have in common, in an array that C callers keep: the bytes of a row, of
-// the destination and of the source; the address of splits in memory of the GPU (alltoallv.Splits.Live), or 0; 1 where
-// displacements at the peers are given (alltoallv.Splits.PeerDispls), or 0; the multiprocessors that send and those that
-// copy out of staging and 1 for none of either (alltoallv.Limits), or 0 for what the GPU was opened with; and then for each
-// rank the rows to send, for each the rows to receive and, where they are given, for each the displacement there.
-type Shape []int64
+// ShapeHead is what an exchange has for all ranks, as C callers describe it.
+type ShapeHead struct {
+	// Row is the bytes of a row; DstBytes and SrcBytes those of the destination and of the source.
+	Row, DstBytes, SrcBytes int64
+	// Live is the address of splits in memory of the GPU (alltoallv.Splits.Live), or 0.
+	Live int64
+	// Placed is 1 where displacements at the peers are given (alltoallv.Splits.PeerDispls), or 0.
+	Placed int64
+	// MaxSMs send and CopySMs copy out of staging, and NoSMs is 1 for none of either (alltoallv.Limits). 0 is what the GPU was opened with.
+	MaxSMs, CopySMs, NoSMs int64
+}
 
-// ShapeHead is how many numbers a Shape has before those of the ranks.
-const ShapeHead = 8
+// Shape is everything about an exchange that calls have in common, in memory that C callers keep.
+type Shape struct {
+	*ShapeHead
+	// Ranks is for each rank the rows to send, for each the rows to receive and, where they are given, for each the displacement there.
+	Ranks []int64
+}
 
-// Len is how long the Shape with this head is, for so many ranks.
-func (s Shape) Len(ranks int) int { return ShapeHead + (2+int(min(s[4], 1)))*ranks }
+// Behind is how many numbers Ranks has in a group of a size.
+func (h *ShapeHead) Behind(ranks int) int { return (2 + int(min(h.Placed, 1))) * ranks }
 
-func (s Shape) dstBytes() int64 { return s[1] }
-func (s Shape) srcBytes() int64 { return s[2] }
-
-func (s Shape) send(ranks int) []int64 { return s[ShapeHead : ShapeHead+ranks] }
-func (s Shape) recv(ranks int) []int64 { return s[ShapeHead+ranks : ShapeHead+2*ranks] }
+func (s Shape) send(ranks int) []int64 { return s.Ranks[:ranks] }
+func (s Shape) recv(ranks int) []int64 { return s.Ranks[ranks : 2*ranks] }
 
 // assign makes splits of the shape, whose memory they refer to.
 func (s Shape) assign(ranks int, sp *alltoallv.Splits) {
-	*sp = alltoallv.Splits{ElemSize: s[0], Send: s.send(ranks), Recv: s.recv(ranks)}
-	sp.Limits = alltoallv.Limits{MaxSMs: int(s[5]), CopySMs: int(s[6]), NoSMs: s[7] != 0}
-	if live := s[3]; live != 0 {
-		sp.Live = memory.Device(uintptr(live), alltoallv.LiveBytes(ranks))
+	*sp = alltoallv.Splits{ElemSize: s.Row, Send: s.send(ranks), Recv: s.recv(ranks)}
+	sp.Limits = alltoallv.Limits{MaxSMs: int(s.MaxSMs), CopySMs: int(s.CopySMs), NoSMs: s.NoSMs != 0}
+	if s.Live != 0 {
+		sp.Live = memory.Device(uintptr(s.Live), alltoallv.LiveBytes(ranks))
 	}
-	if s[4] != 0 {
-		sp.PeerDispls = s[ShapeHead+2*ranks : s.Len(ranks)]
+	if s.Placed != 0 {
+		sp.PeerDispls = s.Ranks[2*ranks : s.Behind(ranks)]
 	}
 }
