@@ -12,7 +12,7 @@ import (
 type Buffer struct {
 	own    region
 	heap   *Heap
-	block  int32
+	piece  int32
 	seg    int32
 	n      int64
 	stream device.Stream // it was allocated on
@@ -41,7 +41,7 @@ const maxAlloc = 1 << 56
 // until it has.
 //
 // Every rank makes the same calls of Alloc and Free, in the same order. Then (Segment, Offset) is the
-// same on every rank (M1). Alloc never talks to a peer and never maps memory: if no free block is large
+// same on every rank (M1). Alloc never talks to a peer and never maps memory: if no free piece is large
 // enough, the error is ErrOutOfMemory on every rank, and Grow helps. A negative size is an ErrInvalid and
 // does not count as a call.
 func (h *Heap) Alloc(n int64) (*Buffer, error) { return h.AllocOn(nil, n) }
@@ -79,14 +79,14 @@ func (h *Heap) alloc(s device.Stream, n int64) (*Buffer, error) {
 		h.mu.Unlock()
 		return nil, err
 	}
-	at := h.pool.blocks[i]
+	at := h.pool.pieces[i]
 	h.journal.add(call{kind: callAlloc, seg: at.seg, size: n, off: at.off})
 	h.peak = max(h.peak, h.pool.used)
 	h.fences.split(i, rest)
 	wait := h.fences.of(i)
 	h.mu.Unlock()
 
-	b.block, b.seg, b.own.off = i, at.seg, at.off
+	b.piece, b.seg, b.own.off = i, at.seg, at.off
 	b.view = View{own: &b.own, n: n}
 	if mem := h.space.Mem; mem != nil {
 		lo := h.at(h.space.Rank, at.off)
@@ -152,7 +152,7 @@ func (b *Buffer) free(s device.Stream) error {
 
 	// The next user need not wait for streams that this buffer's user has waited for: that wait has ended on
 	// the host, and precedes later work on the stream that made it.
-	i := b.block
+	i := b.piece
 	if b.stream == nil || b.stream == s {
 		h.fences.clear(i)
 	}
@@ -185,8 +185,8 @@ func (b *Buffer) View() View { return b.view }
 // base + rank*stride + Offset in the address space of every rank.
 func (b *Buffer) Offset() int64 { return b.own.off }
 
-// Segment is the piece of the pool that contains the buffer: 0 for the heap's first memory, k for that of the
-// k-th Grow. Offset counts from the start of the rank's address range in every piece.
+// Segment is the number of the pool's segment that contains the buffer: 0 for the heap's first memory, k for that
+// of the k-th Grow. Offset counts from the start of the rank's address range in every one.
 func (b *Buffer) Segment() int { return int(b.seg) }
 
 // Len is the length given to Alloc, in bytes.

@@ -15,7 +15,7 @@ var errClosed = fmt.Errorf("heap is %w", ErrClosed)
 // when the ranks of a collective call bring different values, with both in the message, and
 // ErrPeerLost when one of them is gone.
 var (
-	// ErrOutOfMemory: no free block of the pool is large enough, or a Grow would pass
+	// ErrOutOfMemory: no free piece of the pool is large enough, or a Grow would pass
 	// Options.ReserveBytes. Every rank gets it in the same call.
 	ErrOutOfMemory = errors.New("out of memory")
 	// ErrFreed: the buffer, mapping or registration was freed.

@@ -13,14 +13,14 @@ type fence struct {
 	at     uint64 // grows with every free: of two fences of one stream the later covers both
 }
 
-// maxFences is the number of streams whose fences one block carries. The next stream that frees into the
-// block waits for the others, so a heap does not remember every stream it has seen.
+// maxFences is the number of streams whose fences one piece carries. The next stream that frees into the
+// piece waits for the others, so a heap does not remember every stream it has seen.
 const maxFences = 16
 
-// fences holds, for every block of a pool, the events that its next user must wait for. The pool chooses
-// blocks without a look at them (M1).
+// fences holds, for every piece of a pool, the events that its next user must wait for. The pool chooses
+// pieces without a look at them (M1).
 type fences struct {
-	sets [][]fence // by block
+	sets [][]fence // by piece
 	last uint64
 }
 
@@ -30,7 +30,7 @@ func (f *fences) room(i int32) {
 	}
 }
 
-// split gives the block that was cut off the fences of the whole.
+// split gives the piece that was cut off the fences of the whole.
 func (f *fences) split(i, rest int32) {
 	f.room(max(i, rest))
 	if rest != 0 {
@@ -38,14 +38,14 @@ func (f *fences) split(i, rest int32) {
 	}
 }
 
-// clear forgets the fences of block i.
+// clear forgets the fences of piece i.
 func (f *fences) clear(i int32) {
 	f.room(i)
 	clear(f.sets[i])
 	f.sets[i] = f.sets[i][:0]
 }
 
-// add makes the next user of block i wait for e.
+// add makes the next user of piece i wait for e.
 func (f *fences) add(i int32, s device.Stream, e device.Event) {
 	f.room(i)
 	f.last++
@@ -64,7 +64,7 @@ func (f *fences) put(i int32, n fence) {
 	f.sets[i] = append(f.sets[i], n)
 }
 
-// join moves the fences of block gone to block i.
+// join moves the fences of piece gone to piece i.
 func (f *fences) join(i, gone int32) {
 	f.room(max(i, gone))
 	for _, n := range f.sets[gone] {
@@ -73,7 +73,7 @@ func (f *fences) join(i, gone int32) {
 	f.clear(gone)
 }
 
-// condense replaces the fences of block i by one of s, once there are too many.
+// condense replaces the fences of piece i by one of s, once there are too many.
 func (f *fences) condense(i int32, s device.Stream) error {
 	if len(f.sets[i]) <= maxFences {
 		return nil
@@ -110,7 +110,7 @@ func await(set []fence, s device.Stream) (n int, err error) {
 	return n, nil
 }
 
-// of is a copy of the fences of block i.
+// of is a copy of the fences of piece i.
 func (f *fences) of(i int32) []fence {
 	f.room(i)
 	if len(f.sets[i]) == 0 {

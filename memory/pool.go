@@ -7,27 +7,27 @@ const alignment = 256
 // pool hands out offsets. It holds no memory and knows no device: which offset a call gets is a
 // pure function of the calls before it (M1).
 //
-// The free block that fits best is taken. Among blocks of one size the lowest allocation
-// counter wins, which is the number of the segment a block was cut from and which splits
-// inherit, then the lowest offset. A freed block joins its free neighbours at once.
+// The free piece that fits best is taken. Among pieces of one size the lowest allocation
+// counter wins, which is the number of the segment a piece was cut from and which splits
+// inherit, then the lowest offset. A freed piece joins its free neighbours at once.
 //
-// Free blocks sit in a treap ordered by (size, counter, offset); all blocks of a segment sit in
-// a list ordered by offset. So every call costs O(log n), and because blocks are slots of one
+// Free pieces sit in a treap ordered by (size, counter, offset); all pieces of a segment sit in
+// a list ordered by offset. So every call costs O(log n), and because pieces are entries of one
 // slice that are used again, a pool allocates nothing once it has seen its largest number of
-// blocks. The shape of the treap is random, but not the block that it finds.
+// pieces. The shape of the treap is random, but not the piece that it finds.
 type pool struct {
-	blocks []block // blocks[0] is none
-	spare  int32   // head of the unused slots, linked by next
-	root   int32   // of the treap of free blocks
+	pieces []piece // pieces[0] is none
+	spare  int32   // head of the unused entries, linked by next
+	root   int32   // of the treap of free pieces
 	segs   int32   // segments added so far: the next counter
 	seed   uint32  // of the treap's priorities
 
 	total int64 // bytes of all segments
-	used  int64 // bytes of all live blocks
-	live  int   // live blocks
+	used  int64 // bytes of all live pieces
+	live  int   // live pieces
 }
 
-type block struct {
+type piece struct {
 	off, size   int64
 	seg         int32 // the allocation counter, inherited by splits
 	prev, next  int32 // neighbours by offset in the segment
@@ -45,43 +45,43 @@ func roundUp(n, a int64) int64 {
 	return (n + a - 1) &^ (a - 1)
 }
 
-// slot returns an unused block.
-func (p *pool) slot() int32 {
+// unused returns an unused piece.
+func (p *pool) unused() int32 {
 	if p.spare != 0 {
 		i := p.spare
-		p.spare = p.blocks[i].next
-		p.blocks[i] = block{}
+		p.spare = p.pieces[i].next
+		p.pieces[i] = piece{}
 		return i
 	}
-	if len(p.blocks) == 0 {
-		p.blocks = make([]block, 1, 64)
+	if len(p.pieces) == 0 {
+		p.pieces = make([]piece, 1, 64)
 	}
-	p.blocks = append(p.blocks, block{})
-	return int32(len(p.blocks) - 1)
+	p.pieces = append(p.pieces, piece{})
+	return int32(len(p.pieces) - 1)
 }
 
 func (p *pool) drop(i int32) {
-	p.blocks[i] = block{next: p.spare}
+	p.pieces[i] = piece{next: p.spare}
 	p.spare = i
 }
 
 // add makes n bytes from off available as the next segment and returns its number. Both must be
-// multiples of alignment. Blocks never span two segments.
+// multiples of alignment. Pieces never span two segments.
 func (p *pool) add(off, n int64) int32 {
 	seg := p.segs
 	p.segs++
 	p.total += n
 	if n > 0 {
-		i := p.slot()
-		p.blocks[i].off, p.blocks[i].size, p.blocks[i].seg = off, n, seg
+		i := p.unused()
+		p.pieces[i].off, p.pieces[i].size, p.pieces[i].seg = off, n, seg
 		p.insert(i)
 	}
 	return seg
 }
 
-// alloc takes a block of at least n bytes; n must be from 0 to 1<<62. A call for 0 bytes takes
-// the smallest block there is, so that every live block has an offset of its own. rest is the
-// free block that was cut off, or 0. ok is false, and nothing has changed, when no block fits.
+// alloc takes a piece of at least n bytes; n must be from 0 to 1<<62. A call for 0 bytes takes
+// the smallest piece there is, so that every live piece has an offset of its own. rest is the
+// free piece that was cut off, or 0. ok is false, and nothing has changed, when no piece fits.
 func (p *pool) alloc(n int64) (i, rest int32, ok bool) {
 	need := max(roundUp(n, alignment), alignment)
 	i = p.fit(need)
@@ -89,13 +89,13 @@ func (p *pool) alloc(n int64) (i, rest int32, ok bool) {
 		return 0, 0, false
 	}
 	p.remove(i)
-	if p.blocks[i].size > need {
-		rest = p.slot()
-		b, r := &p.blocks[i], &p.blocks[rest]
+	if p.pieces[i].size > need {
+		rest = p.unused()
+		b, r := &p.pieces[i], &p.pieces[rest]
 		r.off, r.size, r.seg = b.off+need, b.size-need, b.seg
 		r.prev, r.next = i, b.next
 		if b.next != 0 {
-			p.blocks[b.next].prev = rest
+			p.pieces[b.next].prev = rest
 		}
 		b.next, b.size = rest, need
 		p.insert(rest)
@@ -105,18 +105,18 @@ func (p *pool) alloc(n int64) (i, rest int32, ok bool) {
 	return i, rest, true
 }
 
-// release frees the live block i. It returns the free block that now holds its bytes and the
-// blocks that went up in it (0 for none). Those are used again by the next call.
+// release frees the live piece i. It returns the free piece that now holds its bytes and the
+// pieces that went up in it (0 for none). Those are used again by the next call.
 func (p *pool) release(i int32) (whole int32, gone [2]int32) {
-	p.used -= p.blocks[i].size
+	p.used -= p.pieces[i].size
 	p.live--
 	whole = i
-	if j := p.blocks[i].next; j != 0 && p.blocks[j].free {
+	if j := p.pieces[i].next; j != 0 && p.pieces[j].free {
 		p.remove(j)
 		p.join(i, j)
 		gone[0] = j
 	}
-	if j := p.blocks[i].prev; j != 0 && p.blocks[j].free {
+	if j := p.pieces[i].prev; j != 0 && p.pieces[j].free {
 		p.remove(j)
 		p.join(j, i)
 		whole, gone[1] = j, i
@@ -125,32 +125,32 @@ func (p *pool) release(i int32) (whole int32, gone [2]int32) {
 	return whole, gone
 }
 
-// join appends block j to its left neighbour i.
+// join appends piece j to its left neighbour i.
 func (p *pool) join(i, j int32) {
-	a, b := &p.blocks[i], &p.blocks[j]
+	a, b := &p.pieces[i], &p.pieces[j]
 	a.size += b.size
 	a.next = b.next
 	if b.next != 0 {
-		p.blocks[b.next].prev = i
+		p.pieces[b.next].prev = i
 	}
 	p.drop(j)
 }
 
-// largest returns the size of the largest free block.
+// largest returns the size of the largest free piece.
 func (p *pool) largest() int64 {
 	i := p.root
 	if i == 0 {
 		return 0
 	}
-	for p.blocks[i].right != 0 {
-		i = p.blocks[i].right
+	for p.pieces[i].right != 0 {
+		i = p.pieces[i].right
 	}
-	return p.blocks[i].size
+	return p.pieces[i].size
 }
 
-// less orders free blocks.
+// less orders free pieces.
 func (p *pool) less(i, j int32) bool {
-	a, b := &p.blocks[i], &p.blocks[j]
+	a, b := &p.pieces[i], &p.pieces[j]
 	switch {
 	case a.size != b.size:
 		return a.size < b.size
@@ -160,11 +160,11 @@ func (p *pool) less(i, j int32) bool {
 	return a.off < b.off
 }
 
-// fit returns the first free block of at least n bytes, or 0.
+// fit returns the first free piece of at least n bytes, or 0.
 func (p *pool) fit(n int64) int32 {
 	var best int32
 	for t := p.root; t != 0; {
-		if b := &p.blocks[t]; b.size >= n {
+		if b := &p.pieces[t]; b.size >= n {
 			best, t = t, b.left
 		} else {
 			t = b.right
@@ -184,16 +184,16 @@ func (p *pool) insert(i int32) {
 	s ^= s << 5
 	p.seed = s
 
-	b := &p.blocks[i]
+	b := &p.pieces[i]
 	b.free, b.prio, b.left, b.right = true, s, 0, 0
 
 	// walk down past the nodes of higher priority, then split what is below
 	at := &p.root
-	for *at != 0 && p.blocks[*at].prio >= s {
+	for *at != 0 && p.pieces[*at].prio >= s {
 		if t := *at; p.less(i, t) {
-			at = &p.blocks[t].left
+			at = &p.pieces[t].left
 		} else {
-			at = &p.blocks[t].right
+			at = &p.pieces[t].right
 		}
 	}
 	l, r := &b.left, &b.right
@@ -202,11 +202,11 @@ func (p *pool) insert(i int32) {
 	for t != 0 {
 		if p.less(t, i) {
 			*l = t
-			l = &p.blocks[t].right
+			l = &p.pieces[t].right
 			t = *l
 		} else {
 			*r = t
-			r = &p.blocks[t].left
+			r = &p.pieces[t].left
 			t = *r
 		}
 	}
@@ -217,23 +217,23 @@ func (p *pool) remove(i int32) {
 	at := &p.root
 	for *at != i {
 		if t := *at; p.less(i, t) {
-			at = &p.blocks[t].left
+			at = &p.pieces[t].left
 		} else {
-			at = &p.blocks[t].right
+			at = &p.pieces[t].right
 		}
 	}
-	l, r := p.blocks[i].left, p.blocks[i].right
+	l, r := p.pieces[i].left, p.pieces[i].right
 	for l != 0 && r != 0 { // merge the two subtrees in its place
-		if p.blocks[l].prio >= p.blocks[r].prio {
+		if p.pieces[l].prio >= p.pieces[r].prio {
 			*at = l
-			at = &p.blocks[l].right
+			at = &p.pieces[l].right
 			l = *at
 		} else {
 			*at = r
-			at = &p.blocks[r].left
+			at = &p.pieces[r].left
 			r = *at
 		}
 	}
 	*at = l | r
-	p.blocks[i].free = false
+	p.pieces[i].free = false
 }

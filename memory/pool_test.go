@@ -19,8 +19,8 @@ func (p *pool) check(t testing.TB) {
 		if i == 0 {
 			return 0
 		}
-		b := &p.blocks[i]
-		require.True(t, b.free, "block %d of the tree is live", i)
+		b := &p.pieces[i]
+		require.True(t, b.free, "piece %d of the tree is live", i)
 		require.LessOrEqual(t, b.prio, high)
 		l := walk(b.left, b.prio)
 		if last != 0 {
@@ -33,19 +33,19 @@ func (p *pool) check(t testing.TB) {
 	walk(p.root, ^uint32(0))
 
 	unused := make(map[int32]bool)
-	for i := p.spare; i != 0; i = p.blocks[i].next {
+	for i := p.spare; i != 0; i = p.pieces[i].next {
 		require.False(t, unused[i], "spare list loops")
 		unused[i] = true
 	}
-	var all []block
+	var all []piece
 	var used int64
 	live := 0
-	for i := int32(1); i < int32(len(p.blocks)); i++ {
+	for i := int32(1); i < int32(len(p.pieces)); i++ {
 		if unused[i] {
 			continue
 		}
-		b := p.blocks[i]
-		require.Equal(t, free[i], b.free, "block %d", i)
+		b := p.pieces[i]
+		require.Equal(t, free[i], b.free, "piece %d", i)
 		require.Positive(t, b.size)
 		require.Zero(t, b.size%alignment)
 		if !b.free {
@@ -53,7 +53,7 @@ func (p *pool) check(t testing.TB) {
 			used += b.size
 		}
 		if b.next != 0 {
-			n := p.blocks[b.next]
+			n := p.pieces[b.next]
 			require.Equal(t, i, n.prev)
 			require.Equal(t, b.off+b.size, n.off)
 			require.Equal(t, b.seg, n.seg, "neighbours share their counter")
@@ -68,7 +68,7 @@ func (p *pool) check(t testing.TB) {
 	for i, b := range all {
 		total += b.size
 		if i > 0 {
-			require.GreaterOrEqual(t, b.off, all[i-1].off+all[i-1].size, "blocks overlap")
+			require.GreaterOrEqual(t, b.off, all[i-1].off+all[i-1].size, "pieces overlap")
 		}
 	}
 	require.Equal(t, p.total, total)
@@ -168,20 +168,20 @@ func (prog program) run(t testing.TB, base int64, seed uint32, check bool) (offs
 				offs = append(offs, -1)
 				break
 			}
-			b := p.blocks[i]
+			b := p.pieces[i]
 			require.Equal(t, s, span{b.seg, b.off, b.size, b.seg}, "best fit of %d", n)
 			require.GreaterOrEqual(t, b.size, n)
 			require.Zero(t, b.off%alignment)
 			if rest != 0 {
-				require.Equal(t, b.off+b.size, p.blocks[rest].off)
+				require.Equal(t, b.off+b.size, p.pieces[rest].off)
 			}
 			live = append(live, pair{i, s})
 			offs = append(offs, b.off-base)
 		case op < 250:
 			k := int(arg) % len(live)
-			before := p.blocks[live[k].i]
+			before := p.pieces[live[k].i]
 			whole, gone := p.release(live[k].i)
-			w := p.blocks[whole]
+			w := p.pieces[whole]
 			require.True(t, w.free && w.off <= before.off && w.off+w.size >= before.off+before.size)
 			require.NotContains(t, gone, whole)
 			ref.release(live[k].s)
@@ -194,21 +194,21 @@ func (prog program) run(t testing.TB, base int64, seed uint32, check bool) (offs
 			p.check(t)
 		}
 	}
-	// everything freed, every segment is one block again
+	// everything freed, every segment is one piece again
 	for _, l := range live {
 		p.release(l.i)
 	}
 	p.check(t)
 	require.Zero(t, p.used)
 	nodes := 0
-	for i := range p.blocks {
-		if p.blocks[i].free {
+	for i := range p.pieces {
+		if p.pieces[i].free {
 			nodes++
 		}
 	}
 	segments := 0
 	seen := make(map[int32]bool)
-	for _, b := range p.blocks {
+	for _, b := range p.pieces {
 		if b.free && !seen[b.seg] {
 			seen[b.seg] = true
 			segments++
@@ -268,8 +268,8 @@ func TestPoolEdges(t *testing.T) {
 	require.True(t, ok)
 	b, _, ok := p.alloc(0)
 	require.True(t, ok)
-	require.Equal(t, int64(1024), p.blocks[a].off)
-	require.Equal(t, int64(1280), p.blocks[b].off, "buffers of no bytes have offsets of their own")
+	require.Equal(t, int64(1024), p.pieces[a].off)
+	require.Equal(t, int64(1280), p.pieces[b].off, "buffers of no bytes have offsets of their own")
 	require.Equal(t, int64(512), p.largest())
 	_, _, ok = p.alloc(513)
 	require.False(t, ok)
@@ -295,12 +295,12 @@ func TestPoolTiesGoToTheOldestSegment(t *testing.T) {
 	p.add(0, 1024)
 	i, _, ok := p.alloc(1024)
 	require.True(t, ok)
-	require.Equal(t, int64(1<<20), p.blocks[i].off)
-	require.Equal(t, int32(0), p.blocks[i].seg)
+	require.Equal(t, int64(1<<20), p.pieces[i].off)
+	require.Equal(t, int32(0), p.pieces[i].seg)
 	j, rest, ok := p.alloc(256)
 	require.True(t, ok)
-	require.Equal(t, int64(0), p.blocks[j].off)
-	require.Equal(t, int32(1), p.blocks[rest].seg, "a split inherits the counter")
+	require.Equal(t, int64(0), p.pieces[j].off)
+	require.Equal(t, int32(1), p.pieces[rest].seg, "a split inherits the counter")
 }
 
 func TestPoolAllocatesNothingWhenWarm(t *testing.T) {
@@ -324,18 +324,18 @@ func TestPoolAllocatesNothingWhenWarm(t *testing.T) {
 }
 
 func BenchmarkPool(b *testing.B) {
-	for _, blocks := range []int{100, 10_000} {
-		b.Run(fmt.Sprint(blocks), func(b *testing.B) {
+	for _, pieces := range []int{100, 10_000} {
+		b.Run(fmt.Sprint(pieces), func(b *testing.B) {
 			var p pool
 			p.add(0, 1<<40)
 			r := rand.New(rand.NewPCG(5, 5))
-			live := make([]int32, blocks)
+			live := make([]int32, pieces)
 			for i := range live {
 				live[i], _, _ = p.alloc(r.Int64N(1 << 20))
 			}
 			b.ReportAllocs()
 			for b.Loop() {
-				k := r.IntN(blocks)
+				k := r.IntN(pieces)
 				p.release(live[k])
 				live[k], _, _ = p.alloc(r.Int64N(1 << 20))
 			}

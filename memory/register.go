@@ -94,7 +94,7 @@ type Registration struct {
 	id    identity
 	from  int64 // the first byte of this rank's part in what id names
 	n     int64
-	block int32 // of the window
+	piece int32 // of the window
 	room  int64
 	row   int     // of the alias table, on GPUs
 	place int64   // where all parts begin
@@ -219,7 +219,7 @@ func (h *Heap) makeRoom(r *Registration) error {
 		return fmt.Errorf("%w: no room for %d bytes in the %d that are reserved for registrations",
 			ErrOutOfMemory, r.room, h.limit)
 	}
-	r.block, r.place = i, h.window.blocks[i].off
+	r.piece, r.place = i, h.window.pieces[i].off
 	for p := range r.parts {
 		r.parts[p].place = r.place
 	}
@@ -232,7 +232,7 @@ func (h *Heap) makeRoom(r *Registration) error {
 
 // releaseRoom undoes makeRoom. The caller holds mu.
 func (h *Heap) releaseRoom(r *Registration) {
-	h.window.release(r.block)
+	h.window.release(r.piece)
 	if h.gpu != nil {
 		h.rows[r.row] = false
 	}

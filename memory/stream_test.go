@@ -113,7 +113,7 @@ func TestM2_WaitsSurviveSplitsAndJoins(t *testing.T) {
 	enqueue(t, s1, func() { <-release; done[0].Store(true) })
 	enqueue(t, s2, func() { <-release; done[1].Store(true) })
 	require.NoError(t, a.FreeOn(s1))
-	require.NoError(t, b.FreeOn(s2)) // one block now, with what comes behind
+	require.NoError(t, b.FreeOn(s2)) // one piece now, with its free neighbour
 
 	// the part of it behind a waits for both, to be safe
 	first, err := h.AllocOn(s1, 256)
