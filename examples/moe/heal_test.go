@@ -105,7 +105,7 @@ func TestAFreshRankReplacesAKilledOne(t *testing.T) {
 		require.Equal(t, []int{c.at, c.before}, r.Changes)
 		require.Positive(t, r.TrafficBytes[0][c.ranks-1])
 		require.Less(t, float64(r.HeldoutLoss), float64(r.BigramLoss)/2)
-		// What the fresh rank got is what the others had: the loss goes on where it was.
+		// The fresh rank got what the others had: the loss goes on where it was.
 		if c.before > 10 {
 			require.Less(t, report.Mean(r.Losses[c.before-1:c.before+4]), report.Mean(r.Losses[c.before-11:c.before-1])+0.3)
 		}

@@ -14,7 +14,7 @@ import (
 	"github.com/switchyard-moe/switchyard/examples/moe/report"
 )
 
-// What goes to standard output with -json - is JSON and nothing else, however the run ends.
+// Standard output with -json - is JSON and nothing else, however the run ends.
 func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 	text := poem(t)
 	parse := func(out string) (r report.Report) {
@@ -66,7 +66,7 @@ func TestJSONOfStandardOutputAlwaysParses(t *testing.T) {
 	require.Contains(t, parse(out).Error, "rank 0, process")
 }
 
-// Who sends a signal to a process and to its group, as timeout does, means one. A later one ends the program at once.
+// The command timeout sends a signal to a process and to its group: both together count as one. A later signal ends the program at once.
 func TestASignalThatComesTwiceLeavesTheReport(t *testing.T) {
 	text := poem(t)
 	for _, more := range []string{"", "-procs"} {

@@ -78,7 +78,7 @@ func TestExitCodeForWrongFlags(t *testing.T) {
 	}
 }
 
-// What cannot be written is an error, wherever it should have gone.
+// Output that cannot be written is an error, on either stream.
 func TestOutputThatCannotBeWritten(t *testing.T) {
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
 	if err != nil {
@@ -99,7 +99,7 @@ func TestManyRanksSayWhatTheyCost(t *testing.T) {
 	begin := time.Now()
 	p.Saw(`That many ranks on \d+ processors? cost about .* a step\n +and .* of memory: .* in all\n`)
 	require.Less(t, time.Since(begin), 20*time.Second, "a fraction of a second where nothing else runs")
-	// Who does not want that need not wait until they are made.
+	// A signal ends the program before all ranks are made.
 	begin = time.Now()
 	p.Signal(syscall.SIGTERM)
 	code, _, errs := p.end()

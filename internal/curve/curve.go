@@ -108,7 +108,7 @@ type Points []Point
 // fewer is by how much a larger number of multiprocessors must be faster to be taken.
 const fewer = 0.98
 
-// Best merges the curves of one way, measured on so many ranks, into that of the best allowed setting at each size. Where only larger
+// Best merges the curves of one way, measured on the given number of ranks, into that of the best allowed setting at each size. Where only larger
 // numbers of multiprocessors were measured, the time grows as the number shrinks. It sorts the curves.
 func Best(of []Measured, ranks, maxSMs int) Points {
 	slices.SortStableFunc(of, func(a, b Measured) int { return a.SMs - b.SMs })

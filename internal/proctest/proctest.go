@@ -43,8 +43,8 @@ func As(part string) string { return partVar + "=" + part }
 // Again reports whether this process runs one test again, for a Spec without a part.
 func Again() bool { return os.Getenv(partVar) == again }
 
-// Play plays the part that this process was started for, and ends the process. It returns where there is none: in the process of the
-// tests, and in one that runs a test again.
+// Play plays the part that this process was started for, and ends the process. It returns in the process of the tests, and in one that
+// runs a test again.
 func Play(parts Parts) {
 	name := os.Getenv(partVar)
 	if name == "" || name == again {
@@ -164,7 +164,7 @@ func only(name string) string {
 	return strings.Join(parts, "/")
 }
 
-// guard returns when the process has ended, which it makes it do after so long.
+// guard waits for the end of the process. A process that runs longer than within fails the test and is killed.
 func (p *Process) guard(within time.Duration) {
 	late := time.NewTimer(within)
 	defer late.Stop()

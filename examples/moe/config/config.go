@@ -229,7 +229,7 @@ func (c Config) TryFiles() error {
 	return nil
 }
 
-// Describe says what is going to be trained, in lines of at most so many columns.
+// Describe says what is going to be trained, in lines of at most the given columns.
 func (c Config) Describe(out io.Writer, from *text.Corpus, where string, columns int) {
 	experts := c.Layers * c.Experts * c.ExpertSize()
 	lines := func(format string, args ...any) {
@@ -269,7 +269,7 @@ func (c Config) RateAt(step int) float64 {
 	return float64(c.Rate) * rise * (floor + (1-floor)*(1+math.Cos(math.Pi*at))/2)
 }
 
-// How many places of the held-out text are judged: so many, and not more than so many batches.
+// The places of the held-out text that are judged: heldoutPlaces, and not more than heldoutBatches batches.
 const (
 	heldoutPlaces  = 32 << 10
 	heldoutBatches = 32

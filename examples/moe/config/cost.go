@@ -73,7 +73,7 @@ func (c Config) memory() []part {
 	if c.Heals() {
 		models = 2 // the old one is there while the new one is made
 	}
-	// What model and its layers keep of a token, and experts of a visit.
+	// The model and its layers keep this of a token, and experts of a visit.
 	token := 2*window + 5*hidden + 256 + layers*(4*hidden+2*experts+3*topk)
 	visits := batch * topk * layers
 	parts := []part{
@@ -100,7 +100,7 @@ func (c Config) DenseSize() float64 {
 // Affordable refuses what this machine has no memory for.
 func (c Config) Affordable() error { return c.fits(freeMemory()) }
 
-// fits refuses what does not fit so many bytes, if they are known. It says what is large and which flag makes it so.
+// fits refuses a run that needs more bytes than are free, where that number is known. The error names the largest part and the flag to lower.
 func (c Config) fits(free int64) error {
 	need := c.cost().memory
 	if free <= 0 || need <= float64(free) {
@@ -168,7 +168,7 @@ const (
 	stoppedTime = 3  // the same where somebody waits for the end
 )
 
-// Sampled is how many bytes a model writes of which a step takes so many seconds.
+// Sampled is how many bytes a model writes for the report. pace is the seconds that a step takes, stopped says that somebody waits.
 func Sampled(pace float64, stopped bool) int {
 	seconds := float64(sampleTime)
 	if stopped {

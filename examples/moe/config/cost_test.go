@@ -10,7 +10,7 @@ import (
 	"github.com/switchyard-moe/switchyard/examples/moe/text"
 )
 
-// What a run needs is near what was measured with a text of 350 kB on 2 processors: the program and the text are less there.
+// The memory of a run is near what was measured with a text of 350 kB on 2 processors: the program and the text are less there.
 func TestCostIsNearWhatWasMeasured(t *testing.T) {
 	for args, mib := range map[string]float64{
 		"":                                    88,

@@ -36,7 +36,7 @@ type Layer struct {
 	// Load is how many tokens of this rank chose each expert in the last forward.
 	Load []float32
 
-	// What a forward leaves for its backward.
+	// A forward leaves these for its backward.
 	handle         *dispatch.Handle
 	rows           dispatch.HostCounts // which rows of the experts' input are whose
 	normed         []float32           // [tokens, Hidden]

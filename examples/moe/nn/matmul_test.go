@@ -52,7 +52,7 @@ func TestMatMul(t *testing.T) {
 				check("matMulTA", nil, func(c []float32) { MatMulTA(c, at, b, m, n, k) })
 				check("matMulTB", nil, func(c []float32) { MatMulTB(c, a, bt, m, n, k, false) })
 				check("matMulTB, add", before, func(c []float32) { MatMulTB(c, a, bt, m, n, k, true) })
-				// What other processors do, and those without assembly.
+				// Tiles of other processors, and the loops in Go of those without assembly.
 				for _, shape := range [][2]int{{0, 0}, {6, 16}} {
 					if shape[0] > rows {
 						continue

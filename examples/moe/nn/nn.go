@@ -76,7 +76,7 @@ func TakeLinear(s *Slab, in, out int, bias bool) Linear {
 	return l
 }
 
-// Forward computes y of so many rows of x, which backward needs again.
+// Forward computes rows of y from rows of x. Backward reads x again.
 func (l *Linear) Forward(y, x []float32, rows int) {
 	l.x = x
 	MatMul(y, x, l.W.W, rows, l.Out, l.In)
@@ -114,7 +114,7 @@ func TakeNorm(s *Slab, width int) Norm {
 
 const normEps = 1e-5
 
-// Forward computes y of so many rows of x.
+// Forward computes rows of y from rows of x.
 func (l *Norm) Forward(y, x []float32, rows int) {
 	l.u, l.scale = Grow(l.u, rows*l.width), Grow(l.scale, rows)
 	gain := l.Gain.W[:l.width]

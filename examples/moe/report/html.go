@@ -33,7 +33,7 @@ func (r *Report) WriteHTML(path string) error {
 	return os.WriteFile(path, b.Bytes(), 0o644)
 }
 
-// What the template draws. Coordinates are pixels.
+// The template draws these. Coordinates are pixels.
 type (
 	pictures struct {
 		*Report
@@ -124,7 +124,7 @@ func (r *Report) pictures() pictures {
 	return p
 }
 
-// ticks are round numbers from lo to hi, about so many.
+// ticks are round numbers from lo to hi; their number is near the one given.
 func ticks(lo, hi float64, about int) []float64 {
 	if !(hi > lo) {
 		return []float64{lo}

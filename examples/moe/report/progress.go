@@ -20,7 +20,7 @@ type Progress struct {
 	terminal bool
 	open     bool      // the bar is on the line where the cursor is
 	next     time.Time // when to draw again
-	loss     float64   // of late
+	loss     float64   // a running mean
 	losses   int       // in loss so far
 	events   int       // told so far
 }

@@ -148,7 +148,7 @@ func (r *Report) WriteJSON(path string) error {
 	return os.WriteFile(path, b, 0o644)
 }
 
-// Write writes the report for a person, in lines of at most so many columns as far as it can.
+// Write writes the report for a person, in lines of at most the given columns where it can.
 func (r *Report) Write(out io.Writer, columns int) {
 	p := func(format string, args ...any) { fmt.Fprintf(out, format, args...) }
 	width := max(min(columns, maxWidth), 40)
@@ -213,7 +213,7 @@ func (r *Report) Write(out io.Writer, columns int) {
 // block is a run of things [lo, hi).
 type block struct{ lo, hi int }
 
-// blocks divides n things into at most so many blocks of about equal size.
+// blocks divides n things into at most the given number of blocks of about equal size.
 func blocks(n, most int) []block {
 	most = min(n, max(most, 1))
 	b := make([]block, most)

@@ -20,7 +20,7 @@ import (
 	"github.com/switchyard-moe/switchyard/examples/moe/text"
 )
 
-// made is a report of so many ranks, experts and layers.
+// made is a report of a run with the given ranks, experts and layers.
 func made(ranks, experts, layers int) *Report {
 	c := config.Defaults()
 	c.Ranks, c.Experts, c.Layers, c.Steps = ranks, experts, layers, 2000

@@ -28,7 +28,7 @@ const (
 	maxFiles = 50_000   // in a directory; more are not looked at
 	maxTable = 256 << 10
 	chunk    = 16 << 10
-	every    = 10 // one chunk of so many is held out
+	every    = 10 // one chunk of these is held out
 )
 
 // Corpus is a text in two parts: Train is what the models learn from, Heldout what they are judged by.
@@ -238,7 +238,7 @@ func readDir(ctx context.Context, root string, keep func(name string, e fs.DirEn
 
 var errBinary = errors.New("not text: it contains a zero byte")
 
-// readFile reads a file, or so many bytes of it.
+// readFile reads a file, at most the given number of bytes of it.
 func readFile(path string, most int) ([]byte, error) {
 	f, err := os.Open(path)
 	if err != nil {

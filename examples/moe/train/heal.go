@@ -242,7 +242,7 @@ func gather(ctx context.Context, all func(context.Context, []byte) ([][]byte, er
 	return ts, nil
 }
 
-// event says what happened before a step. was is the numbers that the ranks had, among so many.
+// event says what happened before a step. was is the numbers that the ranks had among the ranks of before.
 func event(ranks int, was []int, before *dispatch.Placement, step int, moves []dispatch.Move) string {
 	var lost, moved, experts, anew []int
 	var from []string

@@ -42,7 +42,7 @@ type worker struct {
 	report.History // what the ranks know in common
 }
 
-// What the ranks sum of every step beside gradients. After these come the tokens of every expert of every layer.
+// Statistics that the ranks sum in every step, in addition to gradients. After these come the tokens of every expert of every layer.
 const (
 	statLoss = iota
 	statStop // ranks that were asked to stop
@@ -75,7 +75,7 @@ func (w *worker) open(ctx context.Context, p *dispatch.Placement) (err error) {
 	if w.heap, err = memory.NewHeap(ctx, w.group, device.Host(), memory.Options{}); err != nil {
 		return err
 	}
-	// What a step sums over the ranks: statistics, and the gradients of the dense part by stage of backward.
+	// A step sums over the ranks: statistics, and the gradients of the dense part by stage of backward.
 	sizes := append([]int{statLoad + c.Layers*c.Experts}, model.StageSizes(c)...)
 	var sums []allreduce.Gradient
 	for _, n := range sizes {
