@@ -55,10 +55,10 @@ var (
 
 // selector chooses the way of calls. Its fields and inputs are the same on all ranks, so all of them choose alike.
 type selector struct {
-	forced   string // the name of an algorithm, or empty
-	gpu      bool
-	channels *kernels.ReduceChannels
-	table    estimates // on GPUs
+	forced string // the name of an algorithm, or empty
+	gpu    bool
+	bounds *kernels.ReduceBounds
+	table  estimates // on GPUs
 	byMulticast
 }
 
@@ -96,11 +96,11 @@ func (s *selector) choose(r *kernels.Reduction) error {
 		if r.Blocks = at.SMs; at.SMs == 0 {
 			r.Blocks = packetBlocks(r)
 		}
-		r.Blocks = max(1, min(r.Blocks, s.channels.Blocks))
+		r.Blocks = max(1, min(r.Blocks, s.bounds.Blocks))
 	}
 	s.overrule(r)
 	if math.IsInf(lowest, 1) {
-		c := s.channels
+		c := s.bounds
 		return invalid("%v, %d bytes for one peer: algorithm %q with OneShotBytes %d and SlotBytes %d cannot do that",
 			r.Call, r.PushBytes(), s.forced, c.OneShotBytes, c.SlotBytes)
 	}
@@ -136,7 +136,7 @@ const (
 )
 
 func hostCost(r *kernels.Reduction) (us float64, why string) {
-	c, messages := r.Channels, r.Messages()
+	c, messages := r.Family, r.Messages()
 	peers, bytes := float64(c.Size-1), float64(r.Call.Count*r.Call.DType.Size())
 	switch {
 	case r.Algorithm == kernels.OneShot:
@@ -156,7 +156,7 @@ func hostCost(r *kernels.Reduction) (us float64, why string) {
 }
 
 func (s *selector) gpuCost(r *kernels.Reduction, w way) (us float64, at curve.Setting, why string) {
-	c, es := r.Channels, r.Call.DType.Size()
+	c, es := r.Family, r.Call.DType.Size()
 	message := r.Longest() * es
 	if r.Algorithm == kernels.OneShot {
 		message = r.PushBytes()

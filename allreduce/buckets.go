@@ -53,7 +53,7 @@ const (
 // In each step the caller writes every gradient and marks it Ready once, in any order, then calls Wait. Between its Ready and
 // Wait a gradient belongs to the reduction. Between Wait and the next Ready it is the caller's; Buckets never clear it.
 //
-// All ranks launch buckets in the same order, for any order of their Ready calls. Buckets have channels of their own, so other
+// All ranks launch buckets in the same order, for any order of their Ready calls. Buckets have a control block of their own, so other
 // reductions may run at the same time. The methods may be called from several goroutines.
 type Buckets struct {
 	reducer *Reducer

@@ -40,14 +40,14 @@ type byMulticast struct{ asked, vain string }
 func (s *selector) overrule(r *kernels.Reduction) {
 	if r.Multicast = s.pipeline(r); r.Multicast != kernels.NoMulticast {
 		s.set(r, throughMemory)
-		r.Blocks, r.Rate = s.channels.Blocks, 0
+		r.Blocks, r.Rate = s.bounds.Blocks, 0
 	}
 }
 
 // pipeline is the pipeline of a call by multicast. No times have been measured. With "auto" a call takes the pipeline of warps if staging
 // holds all of it at once, because then no step waits for a later one.
 func (s *selector) pipeline(r *kernels.Reduction) kernels.Pipeline {
-	c := s.channels
+	c := s.bounds
 	switch {
 	case s.asked == "" || s.vain != "" || !r.Call.Multicastable():
 		return kernels.NoMulticast

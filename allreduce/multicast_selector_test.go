@@ -9,14 +9,14 @@ import (
 )
 
 // asking selects on GPUs with Options.Multicast; vain is the reason why that cannot be honoured.
-func asking(t *testing.T, c *kernels.ReduceChannels, what, vain string) *selector {
+func asking(t *testing.T, c *kernels.ReduceBounds, what, vain string) *selector {
 	s := onGPU(t, c, "")
 	s.byMulticast = byMulticast{what, vain}
 	return s
 }
 
 func TestMulticastIsChosenOnlyWhereItIsAskedForAndAdds(t *testing.T) {
-	c := &kernels.ReduceChannels{Size: 4, OneShotBytes: 512 << 10, Slots: 4, SlotBytes: 32 << 10, Blocks: 96, Multicast: true}
+	c := &kernels.ReduceBounds{Size: 4, OneShotBytes: 512 << 10, Slots: 4, SlotBytes: 32 << 10, Blocks: 96, Multicast: true}
 	const staging = 96 * 4 * (32 << 10) * 4
 	choose := func(s *selector, coll kernels.Collective, bytes int64, dt kernels.DType, o kernels.ReduceOp) *kernels.Reduction {
 		r := gpuReduction(c, coll, bytes)
@@ -71,7 +71,7 @@ func TestMulticastIsChosenOnlyWhereItIsAskedForAndAdds(t *testing.T) {
 }
 
 func TestExplainSaysWhatBecameOfMulticast(t *testing.T) {
-	c := &kernels.ReduceChannels{Size: 4, OneShotBytes: 512 << 10, Slots: 4, SlotBytes: 32 << 10, Blocks: 96, Multicast: true}
+	c := &kernels.ReduceBounds{Size: 4, OneShotBytes: 512 << 10, Slots: 4, SlotBytes: 32 << 10, Blocks: 96, Multicast: true}
 	say := func(s *selector, bytes int64, o kernels.ReduceOp) string {
 		r := gpuReduction(c, kernels.AllReduce, bytes)
 		r.Call.Op = o

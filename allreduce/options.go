@@ -62,8 +62,8 @@ type Options struct {
 }
 
 // validate checks the options and completes them by the defaults of an engine.
-func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.ReduceChannels, error) {
-	c := kernels.ReduceChannels{Size: size, OneShotBytes: o.OneShotBytes, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes, Blocks: o.MaxSMs, Multicast: o.Multicast != ""}
+func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.ReduceBounds, error) {
+	c := kernels.ReduceBounds{Size: size, OneShotBytes: o.OneShotBytes, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes, Blocks: o.MaxSMs, Multicast: o.Multicast != ""}
 	switch {
 	case o.Algorithm != "" && !slices.ContainsFunc(kernels.ReduceAlgorithms(), func(a kernels.ReduceAlgorithm) bool { return a.String() == o.Algorithm }):
 		return c, invalid("no algorithm is called %q; there are %v", o.Algorithm, kernels.ReduceAlgorithms())
@@ -103,7 +103,7 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 }
 
 // fingerprint has the options that must be equal on all ranks.
-func (o *Options) fingerprint(c *kernels.ReduceChannels) string {
+func (o *Options) fingerprint(c *kernels.ReduceBounds) string {
 	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, table %s, multicast %q, validate %v",
 		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, curve.Digest(o.Table), o.Multicast, o.Validate)
 }

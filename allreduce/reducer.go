@@ -32,7 +32,7 @@ import (
 // Calls can be captured into a CUDA graph.
 type Reducer struct {
 	c        *communicator.Communicator // its lock is held during calls
-	channels kernels.ReduceChannels
+	bounds   kernels.ReduceBounds
 	options  Options
 	selector selector
 	idle     communicator.Pool[op]
@@ -78,10 +78,10 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 		c, err = o.validate(h.Group().Size(), h.Engine(), gpu)
 	}
 	c.Multicast = c.Multicast && reaches
-	x.channels, x.options = c, o
-	x.selector = selector{forced: o.Algorithm, gpu: gpu, channels: &x.channels, table: o.Table.forWorld(c.Size, c.Blocks), byMulticast: byMulticast{o.Multicast, whyNot}}
+	x.bounds, x.options = c, o
+	x.selector = selector{forced: o.Algorithm, gpu: gpu, bounds: &x.bounds, table: o.Table.forWorld(c.Size, c.Blocks), byMulticast: byMulticast{o.Multicast, whyNot}}
 	x.c, err = communicator.Open(ctx, h, communicator.Config{
-		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.channels, ExtraBytes: own.bytes, ZeroExtra: own.bytes, Timeout: o.Timeout,
+		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.bounds, ExtraBytes: own.bytes, ZeroExtra: own.bytes, Timeout: o.Timeout,
 	}, err)
 	if err != nil {
 		return nil, err
@@ -233,7 +233,7 @@ func supported(c kernels.ReduceCall) error {
 // slice divides the elements among the ranks. whole is the length in bytes of the buffer with all slices, part that of the
 // other.
 func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part int64, counts []int64) error {
-	size, es := int64(x.channels.Size), c.DType.Size()
+	size, es := int64(x.bounds.Size), c.DType.Size()
 	large, small := "source", "destination"
 	if !c.Collective.Reduces() {
 		large, small = small, large
@@ -302,8 +302,8 @@ func (x *Reducer) take() *op {
 	o := x.idle.Take()
 	if o == nil {
 		o = new(op)
-		o.args.Channels = &x.channels
-		o.args.Bounds = make([]int64, x.channels.Size+1)
+		o.args.Family = &x.bounds
+		o.args.Bounds = make([]int64, x.bounds.Size+1)
 		o.done = func(err error) {
 			x.c.Done(err)
 			x.give(o)
@@ -334,7 +334,7 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 	if err := supported(call); err != nil {
 		return Decision{}, err
 	}
-	size := int64(x.channels.Size)
+	size := int64(x.bounds.Size)
 	if count < 0 || count > math.MaxInt64/dt.Size() {
 		return Decision{}, invalid("%d elements of %v", count, dt)
 	}
@@ -358,7 +358,7 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 // streams do.
 func (x *Reducer) Fault() error { return x.c.Fault() }
 
-// Close waits for the calls on streams and gives the channels back. It is collective and idempotent: no rank frees
-// channels that a peer may still signal. After a failure of the group it releases this rank's memory and returns. When ctx
+// Close waits for the calls on streams and gives the control block back. It is collective and idempotent: no rank frees
+// a block that a peer may still signal. After a failure of the group it releases this rank's memory and returns. When ctx
 // ends, calls that wait for peers give up.
 func (x *Reducer) Close(ctx context.Context) error { return x.c.Close(ctx) }

@@ -15,8 +15,8 @@ import (
 )
 
 // gpuReduction is a call of that many bytes of bfloat16 in equal slices.
-func gpuReduction(c *kernels.ReduceChannels, coll kernels.Collective, bytes int64) *kernels.Reduction {
-	r := &kernels.Reduction{Channels: c, Call: kernels.ReduceCall{Collective: coll, DType: kernels.BFloat16, Count: bytes / 2}}
+func gpuReduction(c *kernels.ReduceBounds, coll kernels.Collective, bytes int64) *kernels.Reduction {
+	r := &kernels.Reduction{Family: c, Call: kernels.ReduceCall{Collective: coll, DType: kernels.BFloat16, Count: bytes / 2}}
 	for p := range int64(c.Size) + 1 {
 		r.Bounds = append(r.Bounds, r.Call.Count*p/int64(c.Size))
 	}
@@ -24,16 +24,16 @@ func gpuReduction(c *kernels.ReduceChannels, coll kernels.Collective, bytes int6
 }
 
 // onGPU selects by the package's table.
-func onGPU(t *testing.T, c *kernels.ReduceChannels, forced string) *selector {
+func onGPU(t *testing.T, c *kernels.ReduceBounds, forced string) *selector {
 	t.Helper()
 	table, err := builtinTable()
 	require.NoError(t, err)
-	return &selector{gpu: true, channels: c, forced: forced, table: table.forWorld(c.Size, c.Blocks)}
+	return &selector{gpu: true, bounds: c, forced: forced, table: table.forWorld(c.Size, c.Blocks)}
 }
 
 // The selector takes the way that was fastest on 2 H200, or one that was at most a few percent slower.
 func TestSelectionOnGPUsFollowsTheMeasurements(t *testing.T) {
-	c := &kernels.ReduceChannels{Size: 2, OneShotBytes: 1 << 20, Slots: 4, SlotBytes: 32 << 10, Blocks: 128}
+	c := &kernels.ReduceBounds{Size: 2, OneShotBytes: 1 << 20, Slots: 4, SlotBytes: 32 << 10, Blocks: 128}
 	s := onGPU(t, c, "")
 	for _, m := range []struct {
 		coll        kernels.Collective
@@ -131,7 +131,7 @@ func TestBadTablesAreRefused(t *testing.T) {
 }
 
 func TestForcedAlgorithmsOnGPUs(t *testing.T) {
-	c := &kernels.ReduceChannels{Size: 4, OneShotBytes: 1000, Slots: 4, SlotBytes: 4096, Blocks: 7}
+	c := &kernels.ReduceBounds{Size: 4, OneShotBytes: 1000, Slots: 4, SlotBytes: 4096, Blocks: 7}
 	s := onGPU(t, c, "one-shot")
 	r := gpuReduction(c, kernels.AllReduce, 1000)
 	require.NoError(t, s.choose(r))
@@ -147,7 +147,7 @@ func TestForcedAlgorithmsOnGPUs(t *testing.T) {
 	r = gpuReduction(c, kernels.AllReduce, 4008)
 	require.NoError(t, s.choose(r))
 	require.False(t, r.Packets)
-	alone := &kernels.ReduceChannels{Size: 1, OneShotBytes: 1000, Slots: 4, SlotBytes: 4096, Blocks: 7}
+	alone := &kernels.ReduceBounds{Size: 1, OneShotBytes: 1000, Slots: 4, SlotBytes: 4096, Blocks: 7}
 	s = onGPU(t, alone, "")
 	r = gpuReduction(alone, kernels.AllReduce, 100)
 	require.NoError(t, s.choose(r))

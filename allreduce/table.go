@@ -157,7 +157,7 @@ func (e estimates) of(r *kernels.Reduction, w way) (us float64, s curve.Setting,
 	if p == nil {
 		return 0, s, false
 	}
-	link := int64(r.Channels.Size-1) * r.Longest() * r.Call.DType.Size() // of one half
+	link := int64(r.Family.Size-1) * r.Longest() * r.Call.DType.Size() // of one half
 	us, s = p.At(math.Log2(float64(max(link, 1))))
 	return us, s, true
 }

@@ -444,7 +444,7 @@ func skew(largest, all int64, size int) float64 {
 }
 
 // traffic is a call as algorithms see it. at is the index of the plan's route: with 1 peers can write the output.
-func (r *registry) traffic(p *plan, at int, c *kernels.Channels, rank int) Traffic {
+func (r *registry) traffic(p *plan, at int, c *kernels.ExchangeBounds, rank int) Traffic {
 	routes := &p.routes[at]
 	t := Traffic{Rank: rank, Size: c.Size, Device: r.device, SendBytes: routes.SendBytes, RecvBytes: routes.RecvBytes, SendTotal: p.sendAll,
 		RecvTotal: p.recvAll, Largest: max(p.largestSend, p.largestRecv), InPlace: at == 1, Pulled: r.traits.Pulls && at == 0,
@@ -462,7 +462,7 @@ func (r *registry) traffic(p *plan, at int, c *kernels.Channels, rank int) Traff
 }
 
 // choose fills in the order and the schedule of one of the plan's routes.
-func (r *registry) choose(p *plan, at int, c *kernels.Channels, rank int) {
+func (r *registry) choose(p *plan, at int, c *kernels.ExchangeBounds, rank int) {
 	t, l := &r.room, r.limits.with(p.splits.Limits)
 	*t = r.traffic(p, at, c, rank)
 	routes, d := &p.routes[at], &p.chosen[at]
@@ -502,7 +502,7 @@ func (r *registry) choose(p *plan, at int, c *kernels.Channels, rank int) {
 const reorderAfter = 2
 
 // reorder works out the order of one of the plan's routes. Launches may still read the last one.
-func (r *registry) reorder(p *plan, at int, c *kernels.Channels, rank int) {
+func (r *registry) reorder(p *plan, at int, c *kernels.ExchangeBounds, rank int) {
 	r.room = r.traffic(p, at, c, rank)
 	p.order[at] = r.room.sendOrder(&r.fluid, nil)
 	p.routes[at].Order = p.order[at]

@@ -20,7 +20,7 @@ import (
 // several goroutines, but all ranks must make the same calls in the same order.
 type Exchanger struct {
 	c        *communicator.Communicator // its lock guards what follows
-	channels kernels.Channels
+	bounds   kernels.ExchangeBounds
 	options  Options
 	plans    planner
 	counters bool // Counts goes through memory of the heap, because kernels cannot read Go memory
@@ -49,7 +49,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 	}
 	x := &Exchanger{}
 	mine, err := x.configure(h, o)
-	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.channels, Timeout: x.options.Timeout}
+	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.bounds, Timeout: x.options.Timeout}
 	if x.counters = !h.Serves(memory.Host(make([]byte, 1))); x.counters {
 		own.ExtraBytes = 16 * int64(h.Group().Size())
 	}
@@ -66,15 +66,15 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 // configure checks the options and describes what must be equal on all ranks.
 func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error) {
 	rank, size, kind := h.Group().Rank(), h.Group().Size(), h.Device().Kind()
-	if x.channels, err = o.channels(size, h.Engine(), kind); err != nil {
+	if x.bounds, err = o.complete(size, h.Engine(), kind); err != nil {
 		return "", err
 	}
 	r, err := newRegistry(&o, rank, size, kind)
 	if err != nil {
 		return "", err
 	}
-	x.options, x.plans = o, planner{registry: r, cache: newCache(o.CacheEntries), channels: &x.channels, rank: rank}
-	return o.fingerprint(&x.channels, r.names()), nil
+	x.options, x.plans = o, planner{registry: r, cache: newCache(o.CacheEntries), bounds: &x.bounds, rank: rank}
+	return o.fingerprint(&x.bounds, r.names()), nil
 }
 
 // Exchange sends Send[k] elements of src to every rank k and receives Recv[k] elements from it into dst.
@@ -110,7 +110,7 @@ func (x *Exchanger) Barrier(s device.Stream) error {
 	x.c.Lock()
 	defer x.c.Unlock()
 	if x.nothing.Send == nil {
-		none := make([]int64, x.channels.Size)
+		none := make([]int64, x.bounds.Size)
 		x.nothing = Splits{Send: none, Recv: none}
 	}
 	err := x.exchange(s, memory.View{}, memory.View{}, &x.nothing, true)
@@ -157,7 +157,7 @@ func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, 
 
 // equalParts is the estimate for splits in device memory without one.
 func (x *Exchanger) equalParts(sp *Splits, bytes int64) *Splits {
-	size := x.channels.Size
+	size := x.bounds.Size
 	x.guess.Live, x.guess.PeerDispls, x.guess.Limits = sp.Live, sp.PeerDispls, sp.Limits
 	x.guess.Send = x.guess.Send[:0]
 	for range size {
@@ -214,13 +214,13 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, at int, 
 		switch {
 		case live:
 			return nil, 0, 0, invalid("copy engines cannot read splits from device memory")
-		case x.c.Traits.CopyEngines && !k.Copies && max(p.largestSend, p.largestRecv) > x.channels.PacketBytes:
+		case x.c.Traits.CopyEngines && !k.Copies && max(p.largestSend, p.largestRecv) > x.bounds.PacketBytes:
 			return nil, 0, 0, invalid("copy engines need a symmetric destination (it is: %v) and Splits.PeerDispls (given: %v)",
 				inPlace, p.routes[at].PeerOffsets != nil)
 		}
 	}
-	if staged := !inPlace || k.Staged; staged && chunkFor(largestRecv) > x.channels.SlotBytes {
-		return nil, 0, 0, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", largestRecv, kernels.MaxChunks, x.channels.SlotBytes)
+	if staged := !inPlace || k.Staged; staged && chunkFor(largestRecv) > x.bounds.SlotBytes {
+		return nil, 0, 0, invalid("a message of %d bytes takes more than %d chunks of Options.SlotBytes, %d", largestRecv, kernels.MaxChunks, x.bounds.SlotBytes)
 	}
 	return p, at, place, nil
 }
@@ -233,8 +233,8 @@ func (x *Exchanger) checkLive(v memory.View) error {
 	if err := v.Valid(); err != nil {
 		return fmt.Errorf("alltoallv: splits: %w", err)
 	}
-	if need := LiveBytes(x.channels.Size); v.Len() < need {
-		return invalid("splits in %d bytes of device memory, %d ranks need %d", v.Len(), x.channels.Size, need)
+	if need := LiveBytes(x.bounds.Size); v.Len() < need {
+		return invalid("splits in %d bytes of device memory, %d ranks need %d", v.Len(), x.bounds.Size, need)
 	}
 	if !x.c.Heap.Serves(v) || v.Ptr()%8 != 0 {
 		return invalid("splits at %#x are not aligned memory of %v", v.Ptr(), x.c.Heap.Device())
@@ -321,7 +321,7 @@ func compareCounts(all []string) error {
 // rank. It is enqueued on s like Exchange, and recv is valid once that is complete. On a GPU, whose kernels cannot read Go
 // memory, it is complete on return and cannot be captured (device.ErrCapturing).
 func (x *Exchanger) Counts(s device.Stream, send, recv []int64) error {
-	size := x.channels.Size
+	size := x.bounds.Size
 	if len(send) != size || len(recv) != size {
 		return invalid("%d counts to send and %d to receive for %d ranks", len(send), len(recv), size)
 	}
@@ -396,7 +396,7 @@ func (x *Exchanger) CacheStats() CacheStats {
 	return CacheStats{x.plans.hits, x.plans.misses, len(x.plans.plans)}
 }
 
-// Close waits for the exchanges on streams and gives the channels back. It is collective and idempotent: no rank frees
-// channels that a peer may still signal. After a failure of the group it releases this rank's memory and returns. When ctx
+// Close waits for the exchanges on streams and gives the control block back. It is collective and idempotent: no rank frees
+// a block that a peer may still signal. After a failure of the group it releases this rank's memory and returns. When ctx
 // ends, calls that wait for peers give up.
 func (x *Exchanger) Close(ctx context.Context) error { return x.c.Close(ctx) }

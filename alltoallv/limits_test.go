@@ -16,12 +16,12 @@ import (
 // onGPUs is the schedule of rank 0 of 8 GPUs for even splits, and what Explain tells of it.
 func onGPUs(t *testing.T, o Options, bytes int64, inPlace bool, l Limits) (kernels.Schedule, Decision) {
 	t.Helper()
-	c, err := o.channels(8, new(cuda.Engine), device.CUDAKind)
+	c, err := o.complete(8, new(cuda.Engine), device.CUDAKind)
 	require.NoError(t, err)
 	r, err := newRegistry(&o, 0, 8, device.CUDAKind)
 	require.NoError(t, err)
 	r.traits = gpu
-	k := planner{registry: r, cache: newCache(4), channels: &c}
+	k := planner{registry: r, cache: newCache(4), bounds: &c}
 	sp := equal(8, bytes, true)
 	sp.Limits = l
 	p, err := k.of(sp)

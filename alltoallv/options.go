@@ -63,15 +63,15 @@ func (o *Options) limits() Limits {
 	return Limits{Algorithm: o.Algorithm, MaxSMs: o.MaxSMs, CopySMs: o.CopySMs, NoSMs: o.NoSMs}
 }
 
-// channels validates the options and completes them by the defaults of an engine.
-func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels.Channels, error) {
+// complete validates the options and completes them by the defaults of an engine.
+func (o *Options) complete(size int, e kernels.Engine, dev device.Kind) (kernels.ExchangeBounds, error) {
 	switch {
 	case o.CacheEntries < 0:
-		return kernels.Channels{}, invalid("Options.CacheEntries is %d", o.CacheEntries)
+		return kernels.ExchangeBounds{}, invalid("Options.CacheEntries is %d", o.CacheEntries)
 	case o.Timeout < 0:
-		return kernels.Channels{}, invalid("Options.Timeout is %v", o.Timeout)
+		return kernels.ExchangeBounds{}, invalid("Options.Timeout is %v", o.Timeout)
 	case o.MaxSMs < 0:
-		return kernels.Channels{}, invalid("Options.MaxSMs is %d", o.MaxSMs)
+		return kernels.ExchangeBounds{}, invalid("Options.MaxSMs is %d", o.MaxSMs)
 	}
 	if o.CopySMs == 0 && o.MaxSMs == 0 {
 		o.CopySMs = DefaultMaxSMs
@@ -79,7 +79,7 @@ func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels
 	if o.MaxSMs == 0 {
 		o.MaxSMs = DefaultMaxSMs
 	}
-	c := kernels.Channels{Size: size, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes,
+	c := kernels.ExchangeBounds{Size: size, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes,
 		EagerBytes: o.EagerBytes, PacketBytes: o.PacketBytes, Stripes: o.MaxSMs}
 	e.Defaults(&c)
 	if o.Algorithm == (packet{}).Name() && o.PacketBytes == 0 {
@@ -115,7 +115,7 @@ func (o *Options) channels(size int, e kernels.Engine, dev device.Kind) (kernels
 }
 
 // fingerprint has the options that must be equal on all ranks.
-func (o *Options) fingerprint(c *kernels.Channels, names []string) string {
+func (o *Options) fingerprint(c *kernels.ExchangeBounds, names []string) string {
 	return fmt.Sprintf("algorithm %q of %v (no multiprocessors: %v), packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors and %d, table %s, validate %v",
 		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.CopySMs, curve.Digest(o.Table), o.Validate)
 }

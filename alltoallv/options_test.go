@@ -34,7 +34,7 @@ func TestStagingStaysWithinItsBound(t *testing.T) {
 		if c.kind == device.CUDAKind {
 			engine = new(cuda.Engine)
 		}
-		ch, err := o.channels(c.size, engine, c.kind)
+		ch, err := o.complete(c.size, engine, c.kind)
 		require.NoError(t, err)
 		require.Equal(t, c.slots, ch.Slots, "%+v", c)
 		require.Equal(t, c.slotBytes, ch.SlotBytes, "%+v", c)

@@ -86,7 +86,7 @@ func TestSkewedCallsAreReordered(t *testing.T) {
 	to := popular([]int{3, 0, 6, 1, 5, 7, 2, 4}, 32<<20)
 	o, guesses := Options{}, 0
 	for rank := range 8 {
-		c, err := o.channels(8, new(cuda.Engine), device.CUDAKind)
+		c, err := o.complete(8, new(cuda.Engine), device.CUDAKind)
 		require.NoError(t, err)
 		r, err := newRegistry(&o, rank, 8, device.CUDAKind)
 		require.NoError(t, err)
@@ -97,7 +97,7 @@ func TestSkewedCallsAreReordered(t *testing.T) {
 		}
 		var p plan
 		require.NoError(t, p.build(sp, rank, 8))
-		k := planner{registry: r, cache: newCache(1), channels: &c, rank: rank}
+		k := planner{registry: r, cache: newCache(1), bounds: &c, rank: rank}
 		k.ready(&p, true)
 		require.Equal(t, "ring", p.chosen[1].Algorithm)
 		first := p.routes[1].Order

@@ -35,8 +35,8 @@ type plan struct {
 type planner struct {
 	*registry
 	*cache
-	channels *kernels.Channels
-	rank     int
+	bounds *kernels.ExchangeBounds
+	rank   int
 }
 
 // of is the plan of these splits. Its order and schedule, which depend on the output, may not be chosen yet.
@@ -49,7 +49,7 @@ func (k *planner) of(sp *Splits) (*plan, error) {
 		return nil, err
 	}
 	p = k.blank()
-	if err := p.build(sp, k.rank, k.channels.Size); err != nil {
+	if err := p.build(sp, k.rank, k.bounds.Size); err != nil {
 		return nil, err
 	}
 	k.put(h, p)
@@ -66,12 +66,12 @@ func (k *planner) ready(p *plan, inPlace bool) (at int) {
 		p.chosen[at].Cached = true
 		if p.rough[at] > 0 {
 			if p.rough[at]--; p.rough[at] == 0 {
-				k.reorder(p, at, k.channels, k.rank)
+				k.reorder(p, at, k.bounds, k.rank)
 			}
 		}
 		return at
 	}
-	k.choose(p, at, k.channels, k.rank)
+	k.choose(p, at, k.bounds, k.rank)
 	p.ready[at] = true
 	return at
 }
@@ -80,7 +80,7 @@ func (k *planner) ready(p *plan, inPlace bool) (at int) {
 func (k *planner) explain(p *plan, inPlace bool) Decision {
 	at := k.ready(p, inPlace)
 	d := p.chosen[at]
-	d.Candidates = k.candidates(k.traffic(p, at, k.channels, k.rank))
+	d.Candidates = k.candidates(k.traffic(p, at, k.bounds, k.rank))
 	return d
 }
 

@@ -40,12 +40,12 @@ func benchPlanner(b *testing.B, kind device.Kind, n int) *planner {
 		engine, traits = new(cuda.Engine), gpu
 	}
 	var o Options
-	c, err := o.channels(n, engine, kind)
+	c, err := o.complete(n, engine, kind)
 	require.NoError(b, err)
 	r, err := newRegistry(&o, 0, n, kind)
 	require.NoError(b, err)
 	r.traits = traits
-	return &planner{registry: r, cache: newCache(o.CacheEntries), channels: &c}
+	return &planner{registry: r, cache: newCache(o.CacheEntries), bounds: &c}
 }
 
 // BenchmarkPlan is what a call spends on its plan: a hit has had these splits before, a miss never has.

@@ -25,14 +25,14 @@ var gpu = kernels.Traits{Multiprocessors: true, CopyEngines: true}
 func pick(t *testing.T, o Options, sp *Splits, inPlace bool) Decision {
 	t.Helper()
 	n := len(sp.Send)
-	c, err := o.channels(n, new(cuda.Engine), device.CUDAKind)
+	c, err := o.complete(n, new(cuda.Engine), device.CUDAKind)
 	require.NoError(t, err)
 	r, err := newRegistry(&o, 0, n, device.CUDAKind)
 	require.NoError(t, err)
 	r.traits = gpu
 	var p plan
 	require.NoError(t, p.build(sp, 0, n))
-	k := planner{registry: r, channels: &c}
+	k := planner{registry: r, bounds: &c}
 	return k.explain(&p, inPlace)
 }
 
@@ -264,7 +264,7 @@ func TestF3_BadTablesAreRefused(t *testing.T) {
 	table, err := ReadTable(strings.NewReader(wrap(good)))
 	require.NoError(t, err)
 	o := Options{Table: table}
-	_, err = o.channels(2, new(host.Engine), device.HostKind)
+	_, err = o.complete(2, new(host.Engine), device.HostKind)
 	require.ErrorIs(t, err, ErrInvalid)
 	require.ErrorContains(t, err, `is for device "cuda"`)
 }
@@ -277,7 +277,7 @@ func TestHostTakesATable(t *testing.T) {
 		{"algorithm":"pipelined","ranks":2,"staged":true,"sms":0,"bytes":[1],"us":[2]}]}`))
 	require.NoError(t, err)
 	o := Options{Table: table}
-	c, err := o.channels(2, new(host.Engine), device.HostKind)
+	c, err := o.complete(2, new(host.Engine), device.HostKind)
 	require.NoError(t, err)
 	r, err := newRegistry(&o, 0, 2, device.HostKind)
 	require.NoError(t, err)

@@ -39,7 +39,7 @@ func (d *Dispatcher) DispatchSend(s device.Stream, t Tokens) (*Handle, error) {
 func (d *Dispatcher) DispatchReceive(s device.Stream, h *Handle) error {
 	d.c.Lock()
 	defer d.c.Unlock()
-	return d.second(s, h, kernels.DispatchOp, kernels.RedispatchOp)
+	return d.second(s, h, kernels.OpDispatch, kernels.OpRedispatch)
 }
 
 func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*Handle, error) {
@@ -72,9 +72,9 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 	if err != nil {
 		return nil, err
 	}
-	l := d.op(kernels.DispatchOp, h)
+	l := d.op(kernels.OpDispatch, h)
 	l.dispatch = kernels.Dispatch{
-		MoECall: d.moeCall(l.kind, h), X: d.own(t.X), Scales: d.own(t.Scales), Experts: d.own(t.Experts), Weights: d.own(t.Weights),
+		DispatchCall: d.launchOf(l.kind, h), X: d.own(t.X), Scales: d.own(t.Scales), Experts: d.own(t.Experts), Weights: d.own(t.Weights),
 		Ticket: h.ticket,
 	}
 	if err := d.launch(s, l, phase); err != nil {
@@ -93,15 +93,15 @@ func (d *Dispatcher) checkX(x, scales memory.View, tokens int) error {
 	if err := d.checkRows("x", x, t); err != nil {
 		return err
 	}
-	if need := int64(tokens) * int64(d.moe.Hidden) * t.Size(); x.Len() != need {
-		return invalid("x has %d bytes, %d tokens of %d x %v need %d", x.Len(), tokens, d.moe.Hidden, t, need)
+	if need := int64(tokens) * int64(d.bounds.Hidden) * t.Size(); x.Len() != need {
+		return invalid("x has %d bytes, %d tokens of %d x %v need %d", x.Len(), tokens, d.bounds.Hidden, t, need)
 	}
 	if d.options.DType == kernels.Float8E4M3 {
 		t := kernels.Float32
 		if d.options.ScaleFormat != 0 {
 			t = kernels.Int32 // bytes, four in a word
 		}
-		return d.check("scales", scales, 4*int64(tokens)*int64(d.moe.ScaleWords()), t)
+		return d.check("scales", scales, 4*int64(tokens)*int64(d.bounds.ScaleWords()), t)
 	}
 	if scales.Len() > 0 {
 		return invalid("there are scales for tokens of %v", d.options.DType)
@@ -132,8 +132,8 @@ func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.Vie
 	if overlap(x, h.Rows()) {
 		return invalid("x and the rows of the handle overlap")
 	}
-	l := d.op(kernels.RedispatchOp, h)
-	l.dispatch = kernels.Dispatch{MoECall: d.moeCall(l.kind, h), X: d.own(x), Scales: d.own(scales)}
+	l := d.op(kernels.OpRedispatch, h)
+	l.dispatch = kernels.Dispatch{DispatchCall: d.launchOf(l.kind, h), X: d.own(x), Scales: d.own(scales)}
 	return d.launch(s, l, phase)
 }
 
@@ -166,19 +166,19 @@ type CombineOptions struct {
 //
 // The package's documentation says how sums are made. The result has the same bits in every run and on every device.
 func (d *Dispatcher) Combine(s device.Stream, y, rows memory.View, h *Handle, o CombineOptions) error {
-	return d.combine(s, kernels.CombineOp, y, rows, h, o, kernels.Both)
+	return d.combine(s, kernels.OpCombine, y, rows, h, o, kernels.Both)
 }
 
 // CombineSend is the first half of Combine. Until the second, peers may read rows, and y is not written.
 func (d *Dispatcher) CombineSend(s device.Stream, y, rows memory.View, h *Handle, o CombineOptions) error {
-	return d.combine(s, kernels.CombineOp, y, rows, h, o, kernels.Send)
+	return d.combine(s, kernels.OpCombine, y, rows, h, o, kernels.Send)
 }
 
 // CombineReceive is the second half of CombineSend.
 func (d *Dispatcher) CombineReceive(s device.Stream, h *Handle) error {
 	d.c.Lock()
 	defer d.c.Unlock()
-	return d.second(s, h, kernels.CombineOp)
+	return d.second(s, h, kernels.OpCombine)
 }
 
 // DispatchBackward computes the gradient of Dispatch: dx[t] is the sum of dRows over the rows of token t, made as Combine makes
@@ -186,7 +186,7 @@ func (d *Dispatcher) CombineReceive(s device.Stream, h *Handle) error {
 // layout, and dWeights, [T, TopK], gets that of each token's choices; otherwise both are empty.
 func (d *Dispatcher) DispatchBackward(s device.Stream, dx, dWeights, dRows, dRowWeights memory.View, h *Handle) error {
 	o := CombineOptions{Weighting: Unweighted, Weights: dRowWeights, SumWeights: dWeights}
-	return d.combine(s, kernels.DispatchBackwardOp, dx, dRows, h, o, kernels.Both)
+	return d.combine(s, kernels.OpDispatchBackward, dx, dRows, h, o, kernels.Both)
 }
 
 // weighting is the weighting that a call uses.
@@ -194,14 +194,14 @@ func (d *Dispatcher) weighting(o CombineOptions) (Weighting, error) {
 	if !o.Weighting.Valid() {
 		return 0, invalid("CombineOptions.Weighting is %d", o.Weighting)
 	}
-	if d.moe.Layout.ByToken() {
+	if d.bounds.Layout.ByToken() {
 		return Unweighted, nil
 	}
 	return o.Weighting, nil
 }
 
 func (d *Dispatcher) combine(
-	s device.Stream, kind kernels.MoEOp, y, rows memory.View, h *Handle, o CombineOptions, phase kernels.Phase,
+	s device.Stream, kind kernels.DispatchOp, y, rows memory.View, h *Handle, o CombineOptions, phase kernels.Phase,
 ) error {
 	d.c.Lock()
 	defer d.c.Unlock()
@@ -209,7 +209,7 @@ func (d *Dispatcher) combine(
 		return err
 	}
 	names := [4]string{"y", "rows", "weights", "sum weights"}
-	if kind == kernels.DispatchBackwardOp {
+	if kind == kernels.OpDispatchBackward {
 		names = [4]string{"dx", "dRows", "dRowWeights", "dWeights"}
 	}
 	sum := d.options.CombineDType
@@ -229,7 +229,7 @@ func (d *Dispatcher) combine(
 	if err := d.check(names[2], o.Weights, -1, kernels.Float32); err != nil {
 		return err
 	}
-	if w != GivenWeights && o.Weights.Len() > 0 && kind == kernels.CombineOp && o.SumWeights.Len() == 0 && h.tokens > 0 {
+	if w != GivenWeights && o.Weights.Len() > 0 && kind == kernels.OpCombine && o.SumWeights.Len() == 0 && h.tokens > 0 {
 		return invalid("there are weights, but CombineOptions.Weighting is %v and there are no SumWeights", w)
 	}
 	if o.SumWeights.Len() > 0 {
@@ -244,7 +244,7 @@ func (d *Dispatcher) combine(
 			}
 		}
 	}
-	if n := d.moe.Groups(d.moe.Rank); o.Ready.Len() > 0 {
+	if n := d.bounds.Groups(d.bounds.Rank); o.Ready.Len() > 0 {
 		if err := d.check("ready", o.Ready, 4*int64(n), kernels.Int32); err != nil {
 			return err
 		}
@@ -254,7 +254,7 @@ func (d *Dispatcher) combine(
 	}
 	l := d.op(kind, h)
 	l.combine = kernels.Combine{
-		MoECall: d.moeCall(kind, h), Release: o.Release, Weighting: w, Y: d.own(y), Rows: d.shown(rows), RowWeights: d.shown(o.Weights),
+		DispatchCall: d.launchOf(kind, h), Release: o.Release, Weighting: w, Y: d.own(y), Rows: d.shown(rows), RowWeights: d.shown(o.Weights),
 		SumWeights: d.own(o.SumWeights), Bias: [2]kernels.Buffer{d.own(o.Bias[0]), d.own(o.Bias[1])}, Ready: d.own(o.Ready),
 	}
 	if err := d.launch(s, l, phase); err != nil || !o.Release {
@@ -312,9 +312,9 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 	if overlap(dy, dRows) || overlap(rows, dRows) && rows.Ptr() != dRows.Ptr() {
 		return invalid("dRows overlaps dy or lies across rows")
 	}
-	l := d.op(kernels.CombineBackwardOp, h)
+	l := d.op(kernels.OpCombineBackward, h)
 	l.backward = kernels.CombineBackward{
-		MoECall: d.moeCall(l.kind, h), Weighting: w, DY: d.own(dy), Rows: d.shown(rows), DRows: d.shown(dRows),
+		DispatchCall: d.launchOf(l.kind, h), Weighting: w, DY: d.own(dy), Rows: d.shown(rows), DRows: d.shown(dRows),
 		RowWeights: d.shown(o.Weights), DWeights: d.shown(dWeights),
 	}
 	return d.launch(s, l, kernels.Both)

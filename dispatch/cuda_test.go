@@ -463,8 +463,8 @@ func TestCUDA_DifferentCallsAreAnErrorOnEveryRank(t *testing.T) {
 					var order *kernels.OrderError
 					require.ErrorAs(r, err, &order)
 					require.Equal(r, 1, order.Rank)
-					require.Equal(r, kernels.CombineOp, kernels.CalledOp(order.First))
-					require.Equal(r, kernels.DispatchBackwardOp, kernels.CalledOp(order.Here))
+					require.Equal(r, kernels.OpCombine, kernels.CalledOp(order.First))
+					require.Equal(r, kernels.OpDispatchBackward, kernels.CalledOp(order.Here))
 					require.ErrorAs(r, d.Combine(s, r.empty(3), h.Rows(), h, plain), &order, "the handle has failed")
 					h.Release()
 					require.NoError(r, r.Group.Barrier(r.Ctx))

@@ -35,7 +35,7 @@ import (
 type Dispatcher struct {
 	c       *communicator.Communicator // its lock is held throughout a call, so that launches have one order
 	options Options
-	moe     *kernels.MoE
+	bounds  *kernels.DispatchBounds
 	// The placement as the engine reads it, and the words in which it counts.
 	table, counters memory.View
 	views           []handleViews
@@ -58,7 +58,7 @@ type op struct {
 	dispatch kernels.Dispatch
 	combine  kernels.Combine
 	backward kernels.CombineBackward
-	kind     kernels.MoEOp
+	kind     kernels.DispatchOp
 	handle   *Handle
 	done     func(error) // for launches on a stream
 }
@@ -72,7 +72,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	m, err := o.validate(g.Rank(), g.Size())
 	own := communicator.Config{Name: "dispatch", Timeout: o.Timeout}
 	if err == nil {
-		d.options, d.moe, d.placement, d.local = o, m, o.Placement, o.Placement.Local(g.Rank())
+		d.options, d.bounds, d.placement, d.local = o, m, o.Placement, o.Placement.Local(g.Rank())
 		err = d.plan(h, &own)
 	}
 	if d.c, err = communicator.Open(ctx, h, own, err); err != nil {
@@ -87,12 +87,12 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 
 // plan sets how much memory the dispatcher takes, and how it is divided.
 func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
-	layout, err := h.Engine().Layout(d.moe)
+	layout, err := h.Engine().Layout(d.bounds)
 	if err != nil {
 		return invalid("%v", err)
 	}
 	var sizes cutter
-	own.Must, own.Family = d.options.fields(), d.moe
+	own.Must, own.Family = d.options.fields(), d.bounds
 	own.ZeroExtra = d.layOut(&sizes, layout)
 	own.ExtraBytes = sizes.used
 	own.Settle = func(extra memory.View) error {
@@ -102,7 +102,7 @@ func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
 			}
 		}
 		d.layOut(&cutter{heap: h, block: extra}, layout)
-		return transfer(h, d.table, memory.Host(shm.Bytes(d.placement.table(d.moe.First))))
+		return transfer(h, d.table, memory.Host(shm.Bytes(d.placement.table(d.bounds.First))))
 	}
 	return nil
 }
@@ -131,15 +131,15 @@ type handleViews struct {
 
 // mappedBytes is the length of a handle's piece of Dispatcher.mapped: whole lines.
 func (d *Dispatcher) mappedBytes() int64 {
-	return kernels.AlignUp(4*int64(d.moe.MappedWords()), kernels.LineBytes)
+	return kernels.AlignUp(4*int64(d.bounds.MappedWords()), kernels.LineBytes)
 }
 
 // layOut divides the dispatcher's memory. It returns how many of its first bytes must be zero.
 func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
-	m := d.moe
+	m := d.bounds
 	d.table, m.Placement = c.cut(4 * int64(m.Experts+1+2*m.Slots()))
 	d.counters, m.Counters = c.cut(8 * int64(m.CounterWords()))
-	m.Handles, d.views = make([]kernels.MoEHandle, d.options.Handles), make([]handleViews, d.options.Handles)
+	m.Handles, d.views = make([]kernels.DispatchHandle, d.options.Handles), make([]handleViews, d.options.Handles)
 	for i := range m.Handles {
 		_, m.Handles[i].State = c.cut(l.State)
 	}
@@ -190,8 +190,8 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 }
 
 // trim makes the buffers of a handle as long as this rank needs them.
-func (d *Dispatcher) trim(h *kernels.MoEHandle, v *handleViews) {
-	m := d.moe
+func (d *Dispatcher) trim(h *kernels.DispatchHandle, v *handleViews) {
+	m := d.bounds
 	for _, b := range []struct {
 		v *memory.View
 		b *kernels.Buffer
@@ -205,7 +205,7 @@ func (d *Dispatcher) trim(h *kernels.MoEHandle, v *handleViews) {
 }
 
 // MaxRows is the number of rows that fit Handle.Rows. Heap buffers of that many rows serve every call without staging.
-func (d *Dispatcher) MaxRows() int { return int(d.moe.Rows) }
+func (d *Dispatcher) MaxRows() int { return int(d.bounds.Rows) }
 
 // Memory is the dispatcher's memory in the heap, which holds the views of its handles. A caller that knows addresses only can slice views
 // from it.
@@ -228,11 +228,11 @@ func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 	}
 	err := d.usable()
 	if err == nil {
-		err = p.validate(d.options.Experts, d.moe.Ranks)
+		err = p.validate(d.options.Experts, d.bounds.Ranks)
 	}
 	if err == nil {
-		if first := p.slots(d.moe.Ranks); !slices.Equal(first, d.moe.First) {
-			err = invalid("the placement has slots %v, the dispatcher was made with %v: every rank keeps its number", first, d.moe.First)
+		if first := p.slots(d.bounds.Ranks); !slices.Equal(first, d.bounds.First) {
+			err = invalid("the placement has slots %v, the dispatcher was made with %v: every rank keeps its number", first, d.bounds.First)
 		}
 	}
 	if err == nil {
@@ -246,12 +246,12 @@ func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 		return fmt.Errorf("dispatch: set placement: %w", err)
 	}
 	p = p.clone()
-	if err := transfer(d.c.Heap, d.table, memory.Host(shm.Bytes(p.table(d.moe.First)))); err != nil {
+	if err := transfer(d.c.Heap, d.table, memory.Host(shm.Bytes(p.table(d.bounds.First)))); err != nil {
 		d.c.Done(fmt.Errorf("set placement: %w", err)) // ranks may have different tables
 		return fmt.Errorf("dispatch: set placement: %w", err)
 	}
 	d.mu.Lock()
-	d.placement, d.local = p, p.Local(d.moe.Rank)
+	d.placement, d.local = p, p.Local(d.bounds.Rank)
 	d.mu.Unlock()
 	return nil
 }
@@ -287,7 +287,7 @@ func (d *Dispatcher) Counters() (Counters, error) {
 	if d.counters.Valid() != nil {
 		return Counters{}, fmt.Errorf("dispatch: counters: %w", ErrClosed)
 	}
-	words := make([]int64, d.moe.CounterWords())
+	words := make([]int64, d.bounds.CounterWords())
 	if mem := d.counters.Bytes(); mem != nil {
 		for i := range words {
 			words[i] = int64(shm.Word(mem, 8*int64(i)).Load())
@@ -295,10 +295,10 @@ func (d *Dispatcher) Counters() (Counters, error) {
 	} else if err := transfer(d.c.Heap, memory.Host(shm.Bytes(words)), d.counters); err != nil {
 		return Counters{}, fmt.Errorf("dispatch: counters: %w", err)
 	}
-	c := Counters{Choices: words[:d.moe.Experts:d.moe.Experts], Waited: make([]time.Duration, d.moe.Ranks)}
-	words = words[d.moe.Experts:]
-	c.Bytes = words[:d.moe.Ranks:d.moe.Ranks]
-	for p, ns := range words[d.moe.Ranks:] {
+	c := Counters{Choices: words[:d.bounds.Experts:d.bounds.Experts], Waited: make([]time.Duration, d.bounds.Ranks)}
+	words = words[d.bounds.Experts:]
+	c.Bytes = words[:d.bounds.Ranks:d.bounds.Ranks]
+	for p, ns := range words[d.bounds.Ranks:] {
 		c.Waited[p] = time.Duration(ns)
 	}
 	return c, nil
@@ -350,9 +350,9 @@ func (d *Dispatcher) check(name string, v memory.View, want int64, t kernels.DTy
 
 // checkTokens is check for a buffer of one row a token, which may be longer.
 func (d *Dispatcher) checkTokens(name string, v memory.View, tokens int, t kernels.DType) error {
-	need := int64(tokens) * int64(d.moe.Hidden) * t.Size()
+	need := int64(tokens) * int64(d.bounds.Hidden) * t.Size()
 	if v.Len() < need {
-		return invalid("%s has %d bytes, %d tokens of %d x %v need %d", name, v.Len(), tokens, d.moe.Hidden, t, need)
+		return invalid("%s has %d bytes, %d tokens of %d x %v need %d", name, v.Len(), tokens, d.bounds.Hidden, t, need)
 	}
 	return d.checkRows(name, v, t)
 }
@@ -380,7 +380,7 @@ func overlap(a, b memory.View) bool {
 }
 
 // op returns an idle launch.
-func (d *Dispatcher) op(kind kernels.MoEOp, h *Handle) *op {
+func (d *Dispatcher) op(kind kernels.DispatchOp, h *Handle) *op {
 	o := d.ops.Take()
 	if o == nil {
 		o = new(op)
@@ -396,9 +396,9 @@ func (d *Dispatcher) op(kind kernels.MoEOp, h *Handle) *op {
 	return o
 }
 
-// moeCall are the fields that all launches have.
-func (d *Dispatcher) moeCall(kind kernels.MoEOp, h *Handle) kernels.MoECall {
-	return kernels.MoECall{Handle: h.memory, Op: kind, Tokens: h.tokens, Blocks: d.options.MaxSMs, Launched: kernels.Launched{Timeout: d.options.Timeout}}
+// launchOf are the fields that all launches have.
+func (d *Dispatcher) launchOf(kind kernels.DispatchOp, h *Handle) kernels.DispatchCall {
+	return kernels.DispatchCall{Handle: h.memory, Op: kind, Tokens: h.tokens, Blocks: d.options.MaxSMs, Launched: kernels.Launched{Timeout: d.options.Timeout}}
 }
 
 // launch puts a call, or the half of it in phase, on s. After the first half the handle keeps the second.
@@ -430,15 +430,15 @@ func (d *Dispatcher) launch(s device.Stream, o *op, phase kernels.Phase) error {
 
 // operation is the launch for the engine. streamed says that the engine will call Done.
 func (o *op) operation(phase kernels.Phase, streamed bool) kernels.Operation {
-	var call *kernels.MoECall
+	var call *kernels.DispatchCall
 	var operation kernels.Operation
 	switch o.kind {
-	case kernels.DispatchOp, kernels.RedispatchOp:
-		call, operation = &o.dispatch.MoECall, &o.dispatch
-	case kernels.CombineBackwardOp:
-		call, operation = &o.backward.MoECall, &o.backward
+	case kernels.OpDispatch, kernels.OpRedispatch:
+		call, operation = &o.dispatch.DispatchCall, &o.dispatch
+	case kernels.OpCombineBackward:
+		call, operation = &o.backward.DispatchCall, &o.backward
 	default:
-		call, operation = &o.combine.MoECall, &o.combine
+		call, operation = &o.combine.DispatchCall, &o.combine
 	}
 	if call.Phase, call.Done = phase, nil; streamed {
 		call.Done = o.done
@@ -447,7 +447,7 @@ func (o *op) operation(phase kernels.Phase, streamed bool) kernels.Operation {
 }
 
 // second is the launch of the second half of a call of h.
-func (d *Dispatcher) second(s device.Stream, h *Handle, kinds ...kernels.MoEOp) error {
+func (d *Dispatcher) second(s device.Stream, h *Handle, kinds ...kernels.DispatchOp) error {
 	if err := d.ready(h, true); err != nil {
 		return err
 	}
@@ -464,7 +464,7 @@ func (d *Dispatcher) second(s device.Stream, h *Handle, kinds ...kernels.MoEOp) 
 
 // retire takes back a launch that has run.
 func (d *Dispatcher) retire(o *op, err error) {
-	if err != nil && o.kind == kernels.DispatchOp {
+	if err != nil && o.kind == kernels.OpDispatch {
 		d.mu.Lock()
 		o.handle.err = err
 		d.mu.Unlock()
@@ -478,9 +478,9 @@ func (d *Dispatcher) recycle(o *op) {
 	o.handle.users--
 	d.mu.Unlock()
 	switch o.handle = nil; o.kind {
-	case kernels.DispatchOp, kernels.RedispatchOp:
+	case kernels.OpDispatch, kernels.OpRedispatch:
 		o.dispatch = kernels.Dispatch{}
-	case kernels.CombineBackwardOp:
+	case kernels.OpCombineBackward:
 		o.backward = kernels.CombineBackward{}
 	default:
 		o.combine = kernels.Combine{}

@@ -143,7 +143,7 @@ func (h *Handle) look() (c HostCounts, ok bool, err error) {
 	case h.err != nil:
 		return c, false, h.err
 	}
-	words := d.moe.Handles[h.memory].Mapped.Mem
+	words := d.bounds.Handles[h.memory].Mapped.Mem
 	if shm.Word(words, 0).Load() != h.ticket {
 		return c, false, nil
 	}
@@ -208,8 +208,8 @@ func (d *Dispatcher) take(tokens int) (*Handle, error) {
 	h.memory, h.tokens, h.local, h.ticket, h.err, h.alive = free, tokens, d.local, d.ticket, nil, true
 	h.lost, d.holders[h.memory] = false, h
 	if d.options.HostCounts && h.counts.Offsets == nil {
-		local, groups := d.moe.Local(d.moe.Rank), d.moe.Groups(d.moe.Rank)
-		h.counts = HostCounts{Counts: make([]int32, local), Offsets: make([]int32, groups+1), RankCounts: make([]int32, d.moe.Ranks)}
+		local, groups := d.bounds.Local(d.bounds.Rank), d.bounds.Groups(d.bounds.Rank)
+		h.counts = HostCounts{Counts: make([]int32, local), Offsets: make([]int32, groups+1), RankCounts: make([]int32, d.bounds.Ranks)}
 	}
 	return h, nil
 }

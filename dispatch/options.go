@@ -151,7 +151,7 @@ type Options struct {
 const scaleBlock = 128
 
 // validate fills in the defaults and describes the dispatcher to an engine, except for its memory.
-func (o *Options) validate(rank, ranks int) (*kernels.MoE, error) {
+func (o *Options) validate(rank, ranks int) (*kernels.DispatchBounds, error) {
 	setDefault(&o.MaxTokens, 4096)
 	setDefault(&o.Align, 1)
 	setDefault(&o.Handles, 4)
@@ -171,7 +171,7 @@ func (o *Options) validate(rank, ranks int) (*kernels.MoE, error) {
 	if o.Capacity < 0 || o.MaxRows < 0 || o.MaxSMs < 0 || o.Timeout < 0 {
 		return nil, invalid("Options.Capacity is %d, MaxRows %d, MaxSMs %d, Timeout %v", o.Capacity, o.MaxRows, o.MaxSMs, o.Timeout)
 	}
-	m := &kernels.MoE{
+	m := &kernels.DispatchBounds{
 		Rank: rank, Ranks: ranks, Experts: o.Experts, TopK: o.TopK, MaxTokens: o.MaxTokens, Hidden: o.Hidden,
 		Layout: o.Layout, Align: int64(o.Align), LowLatency: o.LowLatency, Landed: o.Landed, Float8Partials: o.Float8Combine,
 	}
@@ -197,7 +197,7 @@ func setDefault(v *int, d int) {
 }
 
 // types fills in the types of m.
-func (o *Options) types(m *kernels.MoE) error {
+func (o *Options) types(m *kernels.DispatchBounds) error {
 	if o.DType == 0 {
 		o.DType = kernels.Float32
 	}
@@ -243,7 +243,7 @@ func (o *Options) types(m *kernels.MoE) error {
 }
 
 // rows sets how many rows an output has.
-func (o *Options) rows(m *kernels.MoE) error {
+func (o *Options) rows(m *kernels.DispatchBounds) error {
 	all := int64(m.Ranks) * int64(o.MaxTokens)
 	flat, tokens := o.Layout == Flat, o.Layout == TokenMajor
 	switch {

@@ -62,7 +62,7 @@ func (p *Placement) slots(ranks int) []int32 {
 	return first
 }
 
-// table is the placement as kernels.MoE has it, for expert slots that begin at first.
+// table is the placement as kernels.DispatchBounds has it, for expert slots that begin at first.
 func (p *Placement) table(first []int32) []int32 {
 	experts, slots := len(p.Ranks), int(first[len(first)-1])
 	t := make([]int32, experts+1+2*slots)

@@ -118,8 +118,8 @@ func (o ReduceOp) Reducible(d DType) bool {
 	return o.Valid() && d.Valid()
 }
 
-// ReduceChannels is the family of reductions, and the bounds of one communicator for them.
-type ReduceChannels struct {
+// ReduceBounds is the family of reductions, and the bounds of one communicator for them.
+type ReduceBounds struct {
 	Size int // ranks
 	// OneShotBytes bounds what one rank pushes to another in the one-shot algorithm, and in a message of packets.
 	OneShotBytes int64
@@ -137,11 +137,11 @@ type ReduceChannels struct {
 }
 
 // Family is "allreduce".
-func (c *ReduceChannels) Family() string { return "allreduce" }
+func (c *ReduceBounds) Family() string { return "allreduce" }
 
-// DefaultSlots fills in Slots, StagingBytes and SlotBytes where they are 0, as those of Channels.
-func (c *ReduceChannels) DefaultSlots(slots int, staging, largest int64, sharers int) {
-	x := Channels{Slots: c.Slots, SlotBytes: c.SlotBytes, StagingBytes: c.StagingBytes}
+// DefaultSlots fills in Slots, StagingBytes and SlotBytes where they are 0, as those of ExchangeBounds.
+func (c *ReduceBounds) DefaultSlots(slots int, staging, largest int64, sharers int) {
+	x := ExchangeBounds{Slots: c.Slots, SlotBytes: c.SlotBytes, StagingBytes: c.StagingBytes}
 	x.DefaultSlots(slots, staging, largest, sharers)
 	c.Slots, c.SlotBytes, c.StagingBytes = x.Slots, x.SlotBytes, x.StagingBytes
 }
@@ -189,8 +189,8 @@ func (c ReduceCall) String() string {
 
 // Reduction is one launch of the kernel. The engine uses it until it calls Done.
 type Reduction struct {
-	// Channels is what the port was opened with.
-	Channels  *ReduceChannels
+	// Family is what the port was opened with.
+	Family    *ReduceBounds
 	Call      ReduceCall
 	Algorithm ReduceAlgorithm
 	// Packets has every word of the call carry its flag with it. Pull has the ranks of an all-gather read the others' slices where they
@@ -221,7 +221,7 @@ func (r *Reduction) Slice(p int) (at, n int64) { return r.Bounds[p], r.Bounds[p+
 
 // Longest is the number of elements of the longest slice.
 func (r *Reduction) Longest() (n int64) {
-	for p := range r.Channels.Size {
+	for p := range r.Family.Size {
 		n = max(n, r.Bounds[p+1]-r.Bounds[p])
 	}
 	return n
@@ -230,9 +230,9 @@ func (r *Reduction) Longest() (n int64) {
 // ChunkElements is how many elements a chunk has. A ring carries partial results, which can be wider than the data.
 func (r *Reduction) ChunkElements() int64 {
 	if r.Algorithm == Ring {
-		return r.Channels.SlotBytes / r.Call.DType.PartialSize()
+		return r.Family.SlotBytes / r.Call.DType.PartialSize()
 	}
-	return r.Channels.SlotBytes / r.Call.DType.Size()
+	return r.Family.SlotBytes / r.Call.DType.Size()
 }
 
 // Chunks is how many chunks n elements make.
@@ -250,9 +250,9 @@ func (r *Reduction) Messages() int64 {
 // RingSteps is how many times each chunk is handed to the next rank.
 func (r *Reduction) RingSteps() int {
 	if r.Call.Collective == AllReduce {
-		return 2 * (r.Channels.Size - 1)
+		return 2 * (r.Family.Size - 1)
 	}
-	return r.Channels.Size - 1
+	return r.Family.Size - 1
 }
 
 // PushBytes is the largest message of this call in the one-shot algorithm.
@@ -263,8 +263,8 @@ func (r *Reduction) PushBytes() int64 {
 	return r.Longest() * r.Call.DType.Size()
 }
 
-// ErrFailed is the error of a launch on channels that an earlier launch has left in no known state.
-var ErrFailed = errors.New("kernels: an earlier call on these channels failed")
+// ErrFailed is the error of a launch on a communicator that an earlier launch has left in no known state.
+var ErrFailed = errors.New("kernels: an earlier call of this communicator failed")
 
 // CallMismatchError says that two ranks made different calls at the same place. Every rank of the call gets one, nothing
 // has been reduced, and later calls work.

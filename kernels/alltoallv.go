@@ -26,7 +26,7 @@ type AllToAllV struct {
 	// Src and Dst are the user's buffers. The place of Src is only looked at with Traits.Pulls.
 	Src, Dst Buffer
 	// Splits, when it is not empty, takes the place of the bytes and offsets of Routes, which are then only an estimate: four
-	// arrays of Channels.Size 64-bit integers, send bytes, send offsets, receive bytes and receive offsets, read when the
+	// arrays of ExchangeBounds.Size 64-bit integers, send bytes, send offsets, receive bytes and receive offsets, read when the
 	// launch runs. They must keep inside Src and Dst, else the rank's launch moves nothing and all ranks' error is a *SplitsError.
 	Splits Buffer
 	// Barrier names a call in which no rank has anything to send.

@@ -13,16 +13,16 @@ type RowLayout uint8
 // source rank, then token, then choice. The others are token-major: a token has one row on a rank however many of its
 // experts are there, and rows are ordered by source rank, then token.
 const (
-	// FlatRows: an expert's rows follow those of the expert before, from a multiple of MoE.Align on. Padding inside an expert's
+	// FlatRows: an expert's rows follow those of the expert before, from a multiple of DispatchBounds.Align on. Padding inside an expert's
 	// last multiple is zero.
 	FlatRows RowLayout = iota
-	// PaddedRows: [local experts, MoE.Capacity]. Padding is zero.
+	// PaddedRows: [local experts, DispatchBounds.Capacity]. Padding is zero.
 	PaddedRows
 	// SlabRows is PaddedRows with undefined padding.
 	SlabRows
 	// TokenRows: the rows of a source rank follow those of the rank before. There is no padding.
 	TokenRows
-	// RankRows: [ranks, MoE.MaxTokens]. Padding is undefined.
+	// RankRows: [ranks, DispatchBounds.MaxTokens]. Padding is undefined.
 	RankRows
 	rowLayouts
 )
@@ -69,13 +69,13 @@ type Scales struct {
 	Block  int
 	Format ScaleFormat
 	// Columns puts the scales of the output in column-major order: all rows' first scale word, then all rows' second. For
-	// PaddedRows and SlabRows that is within each expert, [local experts, words, capacity], else [words, MoE.Rows]. What the
+	// PaddedRows and SlabRows that is within each expert, [local experts, words, capacity], else [words, DispatchBounds.Rows]. What the
 	// caller gives beside tokens is row-major always.
 	Columns bool
 }
 
-// MoE describes one dispatcher. It is equal on all ranks but for Rank and places, and does not change while it lives.
-type MoE struct {
+// DispatchBounds describes one dispatcher. It is equal on all ranks but for Rank and places, and does not change while it lives.
+type DispatchBounds struct {
 	Rank, Ranks int
 	// Experts is how many experts there are; First[r] to First[r+1] are the slots of rank r, each of which holds one expert at
 	// a time. An expert may have slots on several ranks.
@@ -111,20 +111,20 @@ type MoE struct {
 	// Counters are 64-bit words that only grow, see CounterWords. They are zero at first.
 	Counters Buffer
 	// Handles is the memory of all handles, at the same places of every rank's segment.
-	Handles []MoEHandle
+	Handles []DispatchHandle
 }
 
 // Family is "dispatch".
-func (m *MoE) Family() string { return "dispatch" }
+func (m *DispatchBounds) Family() string { return "dispatch" }
 
 // Slots is how many slots all ranks have together.
-func (m *MoE) Slots() int { return int(m.First[m.Ranks]) }
+func (m *DispatchBounds) Slots() int { return int(m.First[m.Ranks]) }
 
 // Local is how many slots rank r has.
-func (m *MoE) Local(r int) int { return int(m.First[r+1] - m.First[r]) }
+func (m *DispatchBounds) Local(r int) int { return int(m.First[r+1] - m.First[r]) }
 
 // MostLocal is the most slots that a rank has.
-func (m *MoE) MostLocal() (most int) {
+func (m *DispatchBounds) MostLocal() (most int) {
 	for r := range m.Ranks {
 		most = max(most, m.Local(r))
 	}
@@ -132,19 +132,19 @@ func (m *MoE) MostLocal() (most int) {
 }
 
 // TokenBytes is the size of a token.
-func (m *MoE) TokenBytes() int64 { return int64(m.Hidden) * m.TokenType.Size() }
+func (m *DispatchBounds) TokenBytes() int64 { return int64(m.Hidden) * m.TokenType.Size() }
 
 // RowBytes is the size of a row of a dispatch's output.
-func (m *MoE) RowBytes() int64 { return int64(m.Hidden) * m.RowType.Size() }
+func (m *DispatchBounds) RowBytes() int64 { return int64(m.Hidden) * m.RowType.Size() }
 
 // SumBytes is the size of a row or token of Combine and the backward calls.
-func (m *MoE) SumBytes() int64 { return int64(m.Hidden) * m.SumType.Size() }
+func (m *DispatchBounds) SumBytes() int64 { return int64(m.Hidden) * m.SumType.Size() }
 
 // Quantizes reports whether the engine makes float8 of what it is given.
-func (m *MoE) Quantizes() bool { return m.RowType != m.TokenType }
+func (m *DispatchBounds) Quantizes() bool { return m.RowType != m.TokenType }
 
 // ScaleBlocks is how many scales a row has.
-func (m *MoE) ScaleBlocks() int {
+func (m *DispatchBounds) ScaleBlocks() int {
 	if m.Scales.Block == 0 {
 		return 0
 	}
@@ -152,7 +152,7 @@ func (m *MoE) ScaleBlocks() int {
 }
 
 // ScaleWords is how many 32-bit words the scales of one row take.
-func (m *MoE) ScaleWords() int {
+func (m *DispatchBounds) ScaleWords() int {
 	if m.Scales.Format == UE8M0Scales {
 		return (m.ScaleBlocks() + 3) / 4
 	}
@@ -160,7 +160,7 @@ func (m *MoE) ScaleWords() int {
 }
 
 // Groups is how many groups the output of rank r has: its slots in an expert-major layout, the ranks in a token-major one.
-func (m *MoE) Groups(r int) int {
+func (m *DispatchBounds) Groups(r int) int {
 	if m.Layout.ByToken() {
 		return m.Ranks
 	}
@@ -168,7 +168,7 @@ func (m *MoE) Groups(r int) int {
 }
 
 // WeightsPerRow is how many weights lie beside a row: one where each choice is a row, otherwise one for each choice.
-func (m *MoE) WeightsPerRow() int {
+func (m *DispatchBounds) WeightsPerRow() int {
 	if m.Layout.ByToken() {
 		return m.TopK
 	}
@@ -178,28 +178,28 @@ func (m *MoE) WeightsPerRow() int {
 // Counter words: first Experts of them count the choices of this rank's tokens for each expert, the next Ranks the bytes of
 // rows and scales that this rank has sent to each rank or let it read, the last Ranks the nanoseconds that it has waited for
 // each.
-func (m *MoE) CounterWords() int { return m.Experts + 2*m.Ranks }
+func (m *DispatchBounds) CounterWords() int { return m.Experts + 2*m.Ranks }
 
-// MoEHandle is the memory of one dispatch: where its tokens went, and what this rank's experts got. It lies in the
+// DispatchHandle is the memory of one dispatch: where its tokens went, and what this rank's experts got. It lies in the
 // dispatcher's memory and is used again after a release. For one dispatch different ranks may use handles of different
 // numbers. All of it has fixed sizes, so that launches can be captured and replayed with other routing; what is beyond the
 // rows that a dispatch made is undefined.
 //
 // A handle is in one call at a time. Different handles of a dispatcher may be between Send and Receive at the same time.
-type MoEHandle struct {
+type DispatchHandle struct {
 	// State and Staging are the engine's: the routing as Combine and the backward calls need it, signals, rows on their way.
 	// State is zero at first, Staging is not.
 	State, Staging Buffer
-	// Rows is [MoE.Rows, Hidden]; Scales beside it are [MoE.Rows, ScaleWords] of 4 bytes, or as Scales.Columns says.
+	// Rows is [DispatchBounds.Rows, Hidden]; Scales beside it are [DispatchBounds.Rows, ScaleWords] of 4 bytes, or as Scales.Columns says.
 	Rows, Scales Buffer
 	// Counts are 32-bit: for each slot of this rank how many choices came. Offsets are 32-bit: the first row of each group, and
 	// one more, behind the last group's last row, padding inside groups included. RankCounts are 32-bit: how many rows came
 	// from each rank.
 	Counts, Offsets, RankCounts Buffer
-	// Indices is for token-major layouts: [MoE.Rows, TopK] of 64-bit integers, the local number of each choice's expert, -1 for
+	// Indices is for token-major layouts: [DispatchBounds.Rows, TopK] of 64-bit integers, the local number of each choice's expert, -1 for
 	// choices that are masked or went to other ranks.
 	Indices Buffer
-	// Weights are float32 [MoE.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1. In
+	// Weights are float32 [DispatchBounds.Rows, WeightsPerRow]: those given at dispatch, 1 where none was given, 0 where Indices is -1. In
 	// expert-major layouts they are empty unless asked for.
 	Weights Buffer
 	// Sources are pairs of 32-bit integers for each row: the rank it came from and the number of the token there; -1, -1 in
@@ -208,16 +208,16 @@ type MoEHandle struct {
 	// Landed are 32-bit words, one for each slot: how many of its rows have landed. A dispatch sets them to zero before it lets
 	// any peer write, and each is added to (with release at system scope) after the rows it counts, so a reader that finds
 	// (with acquire) a word equal to Counts may read all rows of the slot. Counts are written before Send ends, or are -1 from
-	// then on until they are. Empty unless MoE.Landed is set; expert-major only.
+	// then on until they are. Empty unless DispatchBounds.Landed is set; expert-major only.
 	Landed Buffer
 	// Mapped is memory that host and device share, for callers who want counts on the host: MappedWords 32-bit words. It is
 	// empty unless asked for.
 	Mapped Buffer
 }
 
-// MappedWords is the length of MoEHandle.Mapped: a 64-bit word that takes the value of Dispatch.Ticket when the rest is there
+// MappedWords is the length of DispatchHandle.Mapped: a 64-bit word that takes the value of Dispatch.Ticket when the rest is there
 // (release at system scope), then copies of Counts, Offsets and RankCounts.
-func (m *MoE) MappedWords() int {
+func (m *DispatchBounds) MappedWords() int {
 	return 2 + m.Local(m.Rank) + m.Groups(m.Rank) + 1 + m.Ranks
 }
 
@@ -232,28 +232,28 @@ const (
 	Both = Send | Receive
 )
 
-// MoEOp is the kind of a call on a dispatcher.
-type MoEOp uint8
+// DispatchOp is the kind of a call on a dispatcher.
+type DispatchOp uint8
 
-// The calls. RefusedOp is a rank that cannot take part in what it was called for.
+// The calls. OpRefused is a rank that cannot take part in what it was called for.
 const (
-	RefusedOp MoEOp = iota
-	DispatchOp
-	RedispatchOp
-	CombineOp
-	CombineBackwardOp
-	DispatchBackwardOp
+	OpRefused DispatchOp = iota
+	OpDispatch
+	OpRedispatch
+	OpCombine
+	OpCombineBackward
+	OpDispatchBackward
 )
 
 // String is the call's name in reports.
-func (o MoEOp) String() string {
+func (o DispatchOp) String() string {
 	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward"}[o]
 }
 
-// MoECall is what every launch has. The engine uses it until it calls Done.
-type MoECall struct {
-	Handle int // of MoE.Handles
-	Op     MoEOp
+// DispatchCall is what every launch has. The engine uses it until it calls Done.
+type DispatchCall struct {
+	Handle int // of DispatchBounds.Handles
+	Op     DispatchOp
 	Phase  Phase
 	// Tokens is the number of this rank's tokens in the dispatch that the call belongs to.
 	Tokens int
@@ -264,14 +264,14 @@ type MoECall struct {
 }
 
 // Operation is the name of the call.
-func (c *MoECall) Operation() string { return c.Op.String() }
+func (c *DispatchCall) Operation() string { return c.Op.String() }
 
 // Dispatch is one launch of the kernel that sends tokens to their experts. A token crosses to a rank once.
 type Dispatch struct {
-	MoECall
+	DispatchCall
 	// X is [tokens, Hidden] of TokenType, Scales beside it [tokens, ScaleWords] of 4 bytes where TokenType is Float8E4M3.
 	X, Scales Buffer
-	// Experts is [tokens, TopK] of IndexBytes, Weights [tokens, TopK] in float32 or none. A RedispatchOp has neither: it sends
+	// Experts is [tokens, TopK] of IndexBytes, Weights [tokens, TopK] in float32 or none. A OpRedispatch has neither: it sends
 	// other tokens the same ways.
 	Experts, Weights Buffer
 	// Ticket is not 0 and what the engine leaves in the handle's Mapped when the counts are there.
@@ -300,7 +300,7 @@ func (w Weighting) String() string {
 	return [...]string{"dispatched weights", "given weights", "no weights"}[w]
 }
 
-// Combine is one launch of the kernel that brings rows back to their tokens, for CombineOp and DispatchBackwardOp.
+// Combine is one launch of the kernel that brings rows back to their tokens, for OpCombine and OpDispatchBackward.
 //
 // Every rank makes, for every token with rows there, a partial sum p = 0 + w1*row1 + w2*row2 + ... in ascending order of
 // choices, in float32; each product and each sum is rounded to nearest even on its own (no fused multiply-add; unweighted rows
@@ -312,13 +312,13 @@ func (w Weighting) String() string {
 // The token's rank sums y = 0 + p0 + p1 + ... over the ranks that have rows of the token, ascending, in float32, then adds Bias[0]
 // and Bias[1], and rounds to SumType once. A token with no row gets its biases, or 0.
 type Combine struct {
-	MoECall
+	DispatchCall
 	// Release says that the handle is given back: what the dispatch left is not read any more when the call begins. Rows stay as
 	// they are until a later dispatch is complete.
 	Release   bool
 	Weighting Weighting
 	Y         Buffer // [tokens, Hidden] of SumType
-	Rows      Buffer // laid out like MoEHandle.Rows, of SumType; it may end with the last row of the dispatch
+	Rows      Buffer // laid out like DispatchHandle.Rows, of SumType; it may end with the last row of the dispatch
 	// RowWeights, beside Rows, are float32 [rows, WeightsPerRow]. They weigh rows with GivenWeights, and go to SumWeights.
 	RowWeights Buffer
 	// SumWeights, when set, is float32 [tokens, TopK] and gets for each choice the entry of RowWeights that lies beside it, 0
@@ -335,10 +335,10 @@ type Combine struct {
 // zero in padding that is zero in the layout, and a weight's gradient is the inner product of its row and dy[t] in float32, see
 // DotChains. In token-major layouts a row's gradient is dy[t], and there are no weights.
 type CombineBackward struct {
-	MoECall
+	DispatchCall
 	Weighting Weighting
 	DY        Buffer // [tokens, Hidden] of SumType
-	// Rows and DRows are laid out like MoEHandle.Rows, of SumType: what Combine had, and the gradients. They may be the same
+	// Rows and DRows are laid out like DispatchHandle.Rows, of SumType: what Combine had, and the gradients. They may be the same
 	// memory. Nobody reads Rows where rows are unweighted.
 	Rows, DRows Buffer
 	RowWeights  Buffer // with GivenWeights
@@ -355,7 +355,7 @@ const DotChains = 256
 
 // HandlesError says which handles the calls had that an engine tells of late, by Port.Fault: none of them holds a dispatch any more.
 type HandlesError struct {
-	Handles []int // of MoE.Handles
+	Handles []int // of DispatchBounds.Handles
 	Err     error
 }
 
@@ -414,12 +414,12 @@ type OrderError struct {
 
 // CallWord says in one word what a call is: its kind, what a combine or its backward weighs with, and the epoch of the dispatch
 // whose routing it uses.
-func CallWord(o MoEOp, w Weighting, dispatch uint64) uint64 {
+func CallWord(o DispatchOp, w Weighting, dispatch uint64) uint64 {
 	return dispatch<<8 | uint64(w)<<4 | uint64(o)
 }
 
 // CalledOp is the kind of call in a call word.
-func CalledOp(word uint64) MoEOp { return MoEOp(word & 0xf) }
+func CalledOp(word uint64) DispatchOp { return DispatchOp(word & 0xf) }
 
 // Error states both calls.
 func (e *OrderError) Error() string {
@@ -428,7 +428,7 @@ func (e *OrderError) Error() string {
 
 func callText(word uint64) string {
 	op, w := CalledOp(word), Weighting(word>>4&0xf)
-	if op == CombineOp || op == CombineBackwardOp {
+	if op == OpCombine || op == OpCombineBackward {
 		return fmt.Sprintf("%v with %v of dispatch %d", op, w, word>>8)
 	}
 	return fmt.Sprintf("%v of dispatch %d", op, word>>8)

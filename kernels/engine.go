@@ -128,7 +128,7 @@ type Schedule struct {
 	// less than a link carries keep their order around the ring, and the link is then used better than by all they could store.
 	// 0 means as fast as they can.
 	Rate float64
-	// Copies has the copy engines move every message above Channels.PacketBytes. Routes.PeerOffsets must be known, Dst
+	// Copies has the copy engines move every message above ExchangeBounds.PacketBytes. Routes.PeerOffsets must be known, Dst
 	// writable by peers and at the same place on every rank.
 	Copies bool
 }

@@ -13,7 +13,7 @@ import (
 func TestAHeapHasAnEngineAndOperands(t *testing.T) {
 	runRanks(t, localRanks(t, 2), func(t *rankT, g *comm.Group) {
 		h := heapOf(t, g, Options{})
-		c := kernels.Channels{Size: 2}
+		c := kernels.ExchangeBounds{Size: 2}
 		h.Engine().Defaults(&c)
 		require.Positive(t, c.Slots)
 		layout, err := h.Engine().Layout(&c)

@@ -80,7 +80,7 @@ func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Commun
 	}
 	control := kernels.AlignUp(layout.Bytes, kernels.LineBytes)
 	if err := c.open(ctx, &o, layout.Zero, control); err != nil {
-		return nil, errors.Join(fmt.Errorf("%s: memory for channels and staging: %w", o.Name, err), c.release())
+		return nil, errors.Join(fmt.Errorf("%s: memory for control block and staging: %w", o.Name, err), c.release())
 	}
 	c.Traits = c.port.Ready()
 	return c, nil
@@ -100,7 +100,7 @@ func (c *Communicator) open(ctx context.Context, o *Config, zero, control int64)
 		err = o.Settle(c.extra)
 	}
 	if err == nil {
-		claim.Must = []string{fmt.Sprintf("its channels at offset %d", c.block.Offset())}
+		claim.Must = []string{fmt.Sprintf("its control block at offset %d", c.block.Offset())}
 		c.port, err = c.Heap.Engine().Open(o.Family, c.block.Offset())
 	}
 	// No peer may write before our block is zero, so all ranks meet again once it is.

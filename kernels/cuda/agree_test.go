@@ -81,7 +81,7 @@ func TestTheCompilerLaysStructsOutAsDescribed(t *testing.T) {
 
 func TestArgumentsOfAnExchange(t *testing.T) {
 	at := described(t).Offsets()
-	c := &channels{&kernels.Channels{Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}, 4096}
+	c := newExchanges(&kernels.ExchangeBounds{Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}, 4096)
 	x := &kernels.AllToAllV{
 		Src: kernels.Buffer{Ptr: 11, Bytes: 18}, Dst: kernels.Buffer{Ptr: 12, Bytes: 20}, Splits: kernels.Buffer{Ptr: 17},
 		Launched: kernels.Launched{Timeout: time.Second},
@@ -122,8 +122,8 @@ func TestArgumentsOfAnExchange(t *testing.T) {
 	require.Zero(t, testing.AllocsPerRun(10, func() { a.fill(space, 13, flagMesh, 15, 16, c, x) }))
 }
 
-func TestChannelsDoNotOverlap(t *testing.T) {
-	c := &channels{&kernels.Channels{Size: 8, Stripes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}, 1 << 16}
+func TestPartsOfAnExchangeBlockDoNotOverlap(t *testing.T) {
+	c := newExchanges(&kernels.ExchangeBounds{Size: 8, Stripes: 16, Slots: 4, SlotBytes: 1 << 17, PacketBytes: 1 << 16}, 1<<16)
 	b := c.block()
 	at := []int64{b.control, b.signals, b.credits, b.stripeCredits, b.packets, b.slots, b.end}
 	require.IsIncreasing(t, at)
@@ -135,6 +135,5 @@ func TestChannelsDoNotOverlap(t *testing.T) {
 	require.Zero(t, b.slots%128)
 	require.Equal(t, b.signals+2*8*16*lineBytes, b.credits)
 	require.Equal(t, b.packets+2*8*b.packetStride, b.slots)
-	require.Equal(t, c.controlBytes(), b.slots-c.offset)
-	require.Equal(t, c.bytes(), b.end-c.offset)
+	require.Equal(t, kernels.Layout{Bytes: b.end - c.offset, Zero: b.slots - c.offset}, c.layout())
 }

@@ -16,7 +16,7 @@ type reductionKernels struct {
 
 // reductions are the launches of one communicator. It is a family.
 type reductions struct {
-	c         *kernels.ReduceChannels
+	c         *kernels.ReduceBounds
 	offset    int64
 	k         *reductionKernels
 	multicast *multicastKernels // nil without Multicast
@@ -34,7 +34,7 @@ const (
 	maxReduceChunk   = 64 << 10
 )
 
-func newReductions(c *kernels.ReduceChannels, offset int64) *reductions {
+func newReductions(c *kernels.ReduceBounds, offset int64) *reductions {
 	return &reductions{c: c, offset: offset}
 }
 
@@ -49,9 +49,9 @@ func (x *reductions) defaults(multiprocessors int) {
 func (x *reductions) check(ranks int) error {
 	switch c := x.c; {
 	case c.Size != ranks:
-		return fmt.Errorf("kernels: allreduce: channels of %d ranks on a heap of %d", c.Size, ranks)
+		return fmt.Errorf("kernels: allreduce: bounds of %d ranks on a heap of %d", c.Size, ranks)
 	case c.Blocks < 1 || c.OneShotBytes < 0:
-		return fmt.Errorf("kernels: allreduce: channels %+v", *c)
+		return fmt.Errorf("kernels: allreduce: bounds %+v", *c)
 	case c.Slots < 2 || c.Slots > reduceMaxSlots:
 		return fmt.Errorf("kernels: allreduce: %d slots: the CUDA engine has 2 to %d", c.Slots, reduceMaxSlots)
 	case c.SlotBytes < tileBytes || c.SlotBytes%tileBytes != 0 || c.SlotBytes > 1<<30:
@@ -117,7 +117,7 @@ func (k *reductionKernels) load(e *Engine) (err error) {
 func (x *reductions) add(p *port, op kernels.Operation) error {
 	a, ok := op.(*kernels.Reduction)
 	if !ok {
-		return fmt.Errorf("kernels: %s on channels of reductions", op.Operation())
+		return fmt.Errorf("kernels: %s on a port of reductions", op.Operation())
 	}
 	if err := x.validate(a); err != nil {
 		return err

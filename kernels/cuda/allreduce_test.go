@@ -13,7 +13,7 @@ import (
 func TestReductionDefaultsFitTheirBounds(t *testing.T) {
 	for size := 1; size <= maxRanks; size++ {
 		for _, blocks := range []int{1, 3, 66, 132} {
-			c := kernels.ReduceChannels{Size: size}
+			c := kernels.ReduceBounds{Size: size}
 			x := newReductions(&c, 4096)
 			x.defaults(blocks)
 			require.Equal(t, min(blocks, maxReduceBlocks), c.Blocks)
@@ -29,20 +29,20 @@ func TestReductionDefaultsFitTheirBounds(t *testing.T) {
 			require.Equal(t, c, d)
 		}
 	}
-	c := kernels.ReduceChannels{Size: 2, OneShotBytes: -1, Blocks: 500}
+	c := kernels.ReduceBounds{Size: 2, OneShotBytes: -1, Blocks: 500}
 	newReductions(&c, 0).defaults(132)
 	require.Zero(t, c.OneShotBytes)
 	require.Equal(t, 132, c.Blocks)
 }
 
-func TestReductionChannelsThatGPUsCannotHaveAreRefused(t *testing.T) {
-	good := kernels.ReduceChannels{Size: 2}
+func TestReduceBoundsThatGPUsCannotHaveAreRefused(t *testing.T) {
+	good := kernels.ReduceBounds{Size: 2}
 	newReductions(&good, 0).defaults(132)
-	for says, change := range map[string]func(c *kernels.ReduceChannels){
-		"heap of 2":     func(c *kernels.ReduceChannels) { c.Size = 3 },
-		"channels {":    func(c *kernels.ReduceChannels) { c.Blocks = 0 },
-		"9 slots":       func(c *kernels.ReduceChannels) { c.Slots = 9 },
-		"of 5000 bytes": func(c *kernels.ReduceChannels) { c.SlotBytes = 5000 },
+	for says, change := range map[string]func(c *kernels.ReduceBounds){
+		"heap of 2":     func(c *kernels.ReduceBounds) { c.Size = 3 },
+		"bounds {":      func(c *kernels.ReduceBounds) { c.Blocks = 0 },
+		"9 slots":       func(c *kernels.ReduceBounds) { c.Slots = 9 },
+		"of 5000 bytes": func(c *kernels.ReduceBounds) { c.SlotBytes = 5000 },
 	} {
 		c := good
 		change(&c)
@@ -51,10 +51,10 @@ func TestReductionChannelsThatGPUsCannotHaveAreRefused(t *testing.T) {
 }
 
 func TestReductionsThatCannotRunAreRefused(t *testing.T) {
-	c := kernels.ReduceChannels{Size: 2, OneShotBytes: 1000, Slots: 2, SlotBytes: 4096, Blocks: 8}
+	c := kernels.ReduceBounds{Size: 2, OneShotBytes: 1000, Slots: 2, SlotBytes: 4096, Blocks: 8}
 	x := newReductions(&c, 0)
 	require.NoError(t, x.check(2))
-	good := kernels.Reduction{Channels: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.Float32, Count: 250},
+	good := kernels.Reduction{Family: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.Float32, Count: 250},
 		Algorithm: kernels.OneShot, Packets: true, Bounds: []int64{0, 125, 250}, Blocks: 8, Launched: kernels.Launched{Timeout: time.Second}}
 	require.NoError(t, x.validate(&good))
 	for says, change := range map[string]func(a *kernels.Reduction){
@@ -76,10 +76,10 @@ func TestReductionsThatCannotRunAreRefused(t *testing.T) {
 }
 
 func TestMulticastThatCannotRunIsRefused(t *testing.T) {
-	c := kernels.ReduceChannels{Size: 2, OneShotBytes: 1000, Slots: 2, SlotBytes: 4096, Blocks: 8, Multicast: true}
+	c := kernels.ReduceBounds{Size: 2, OneShotBytes: 1000, Slots: 2, SlotBytes: 4096, Blocks: 8, Multicast: true}
 	x := newReductions(&c, 0)
 	require.NoError(t, x.check(2))
-	good := kernels.Reduction{Channels: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.BFloat16, Count: 500},
+	good := kernels.Reduction{Family: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.BFloat16, Count: 500},
 		Algorithm: kernels.TwoShot, Multicast: kernels.BlockPipeline, Bounds: []int64{0, 250, 500}, Blocks: 3, Launched: kernels.Launched{Timeout: time.Second}}
 	require.NoError(t, x.validate(&good))
 	for says, change := range map[string]func(a *kernels.Reduction){
@@ -100,7 +100,7 @@ func TestMulticastThatCannotRunIsRefused(t *testing.T) {
 		require.ErrorContains(t, x.validate(&a), says)
 	}
 	x.c.Multicast = false
-	require.ErrorContains(t, x.validate(&good), "channels without it")
+	require.ErrorContains(t, x.validate(&good), "bounds without it")
 }
 
 // The kernels' record holds the flags of a call and the number of blocks beside the call itself.

@@ -17,8 +17,12 @@ type exchangeKernels struct {
 }
 
 // exchanges are the launches of one communicator. It is a family.
+//
+// A message above PacketBytes is cut into at most Stripes parts. A stripe is a message of its own, with its own signals and staging, served by
+// one block of each rank, so that blocks never wait for each other.
 type exchanges struct {
-	c      channels
+	*kernels.ExchangeBounds
+	offset int64
 	k      *exchangeKernels
 	args   copyArgs
 	places []int64
@@ -39,13 +43,13 @@ const (
 	packetWarps     = 4
 )
 
-func newExchanges(c *kernels.Channels, offset int64) *exchanges {
-	return &exchanges{c: channels{c, offset}}
+func newExchanges(c *kernels.ExchangeBounds, offset int64) *exchanges {
+	return &exchanges{ExchangeBounds: c, offset: offset}
 }
 
 // defaults are for Stripes that are set. Packets take the place of eager messages.
 func (x *exchanges) defaults(int) {
-	c := x.c.Channels
+	c := x.ExchangeBounds
 	packets := int64(512 << 10)
 	if c.Size > 4 {
 		packets = 255 << 10 // 2 MiB in equal parts of 256 KiB are faster by a ring
@@ -55,17 +59,22 @@ func (x *exchanges) defaults(int) {
 }
 
 func (x *exchanges) check(ranks int) error {
-	switch c := &x.c; {
+	switch c := x.ExchangeBounds; {
 	case c.Size != ranks:
-		return fmt.Errorf("kernels: alltoallv: channels of %d ranks on a heap of %d", c.Size, ranks)
+		return fmt.Errorf("kernels: alltoallv: bounds of %d ranks on a heap of %d", c.Size, ranks)
 	case c.Stripes < 1 || c.Slots < 1 || c.SlotBytes < 128 || c.SlotBytes%128 != 0 || c.PacketBytes < 0:
-		return fmt.Errorf("kernels: alltoallv: channels %+v", *c.Channels)
+		return fmt.Errorf("kernels: alltoallv: bounds %+v", *c)
 	}
 	return nil
 }
 
+func (x *exchanges) block() exchangeBlock {
+	return layExchangeBlock(x.offset, int64(x.Size), int64(x.Stripes), int64(x.Slots), x.SlotBytes, x.PacketBytes)
+}
+
 func (x *exchanges) layout() kernels.Layout {
-	return kernels.Layout{Bytes: x.c.bytes(), Zero: x.c.controlBytes()}
+	b := x.block()
+	return kernels.Layout{Bytes: b.end - x.offset, Zero: b.slots - x.offset}
 }
 
 func (*exchanges) controls(offset int64) []int64 { return []int64{offset} }
@@ -93,8 +102,8 @@ func (x *exchanges) load(e *Engine) (err error) {
 	if x.k, err = loadOnce[exchangeKernels](e); err != nil {
 		return err
 	}
-	if n := sharedBytes(&x.c, min(x.c.Stripes, x.k.limit), recvThreads); n > x.k.shared {
-		return fmt.Errorf("%d stripes of %d ranks on at most %d blocks need %d bytes of shared memory", x.c.Stripes, x.c.Size, x.k.limit, n)
+	if n := sharedBytes(x, min(x.Stripes, x.k.limit), recvThreads); n > x.k.shared {
+		return fmt.Errorf("%d stripes of %d ranks on at most %d blocks need %d bytes of shared memory", x.Stripes, x.Size, x.k.limit, n)
 	}
 	return nil
 }
@@ -119,7 +128,7 @@ func (k *exchangeKernels) load(e *Engine) (err error) {
 func (x *exchanges) add(p *port, op kernels.Operation) error {
 	a, ok := op.(*kernels.AllToAllV)
 	if !ok {
-		return fmt.Errorf("kernels: %s on channels of exchanges", op.Operation())
+		return fmt.Errorf("kernels: %s on a port of exchanges", op.Operation())
 	}
 	if err := x.validate(a); err != nil {
 		return err
@@ -133,7 +142,7 @@ func (x *exchanges) add(p *port, op kernels.Operation) error {
 }
 
 func (x *exchanges) validate(a *kernels.AllToAllV) error {
-	s, r, size := &a.Schedule, a.Routes, x.c.Size
+	s, r, size := &a.Schedule, a.Routes, x.Size
 	switch {
 	case len(r.Order) != size-1 || len(r.ReverseOrder) != size-1:
 		return fmt.Errorf("kernels: alltoallv: orders of %d and %d peers for %d ranks", len(r.Order), len(r.ReverseOrder), size)
@@ -148,7 +157,7 @@ func (x *exchanges) validate(a *kernels.AllToAllV) error {
 }
 
 func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
-	e, c, k, s, r := p.e, &x.c, x.k, &a.Schedule, a.Routes
+	e, c, k, s, r := p.e, x, x.k, &a.Schedule, a.Routes
 	var flags uint32
 	if s.Staged {
 		flags |= flagStaged
@@ -201,13 +210,13 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 
 // sharedBytes is the dynamic shared memory of a block of the exchange kernel: what its warps tell one another of every stripe
 // of a message that the block looks after. takers is how many of its threads copy messages out of staging.
-func sharedBytes(c *channels, blocks, takers int) int {
+func sharedBytes(c *exchanges, blocks, takers int) int {
 	items := (c.Size - 1) * ((c.Stripes + blocks - 1) / blocks)
 	return items * (itemBytes + 8*c.Slots + 4*(3+takers/32))
 }
 
 // fill sets the arguments of an exchange.
-func (a *exchangeArgs) fill(space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *channels, x *kernels.AllToAllV) {
+func (a *exchangeArgs) fill(space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *exchanges, x *kernels.AllToAllV) {
 	r, me := x.Routes, space.Rank
 	*a = exchangeArgs{
 		world: worldOf(space, c.offset, fault, x.Timeout.Nanoseconds()),
@@ -232,7 +241,7 @@ func (a *exchangeArgs) fill(space *kernels.Space, fault uintptr, flags, interval
 // addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast. What stays on the
 // rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
-	e, c, r, b := p.e, &x.c, a.Routes, &p.batch
+	e, c, r, b := p.e, x, a.Routes, &p.batch
 	x.args.exchange.fill(&e.space, p.fault.Addr(), 0, 0, 0, c, a)
 	x.places = x.places[:0]
 	for q, at := range r.PeerOffsets {

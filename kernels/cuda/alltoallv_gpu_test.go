@@ -15,7 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-var testChannels = kernels.Channels{Stripes: 4, Slots: 2, SlotBytes: 8192, PacketBytes: 4096}
+var testBounds = kernels.ExchangeBounds{Stripes: 4, Slots: 2, SlotBytes: 8192, PacketBytes: 4096}
 
 var schedules = []struct {
 	name    string
@@ -41,7 +41,7 @@ func TestX5_AnyCountsAnyAlignment(t *testing.T) {
 		sizes = []int{3}
 	}
 	for _, size := range sizes {
-		w := newWorld(t, size, 8<<20, testChannels)
+		w := newWorld(t, size, 8<<20, testBounds)
 		for _, k := range schedules {
 			for trial := range 4 {
 				limit := len(odd)
@@ -67,7 +67,7 @@ func TestX5_AnyCountsAnyAlignment(t *testing.T) {
 
 func TestX5_LargeMessages(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
-	w := newWorld(t, 4, 256<<20, kernels.Channels{Stripes: 16, Slots: 2, SlotBytes: 128 << 10, PacketBytes: 64 << 10})
+	w := newWorld(t, 4, 256<<20, kernels.ExchangeBounds{Stripes: 16, Slots: 2, SlotBytes: 128 << 10, PacketBytes: 64 << 10})
 	defer w.close()
 	for _, k := range schedules {
 		for _, skew := range []bool{false, true} {
@@ -94,7 +94,7 @@ func TestX5_LargeMessages(t *testing.T) {
 func TestCopyEnginesExchange(t *testing.T) {
 	rng := rand.New(rand.NewPCG(13, 14))
 	for _, size := range []int{1, 2, 3, 5} {
-		w := newWorld(t, size, 16<<20, testChannels)
+		w := newWorld(t, size, 16<<20, testBounds)
 		for trial := range 6 {
 			c := w.newCall(random(rng, size, func() int64 { return rng.Int64N(200_000) >> (rng.IntN(2) * 8) }), func() int64 { return rng.Int64N(40) })
 			c.copies = trial%3 != 2
@@ -109,7 +109,7 @@ func TestCopyEnginesExchange(t *testing.T) {
 }
 
 func TestCopyEnginesNoticeAWrongPlace(t *testing.T) {
-	w := newWorld(t, 2, 8<<20, testChannels)
+	w := newWorld(t, 2, 8<<20, testBounds)
 	defer w.close()
 	c := w.newCall(uniform(2, 100_000), func() int64 { return 256 })
 	c.copies, c.timeout = true, time.Second
@@ -125,7 +125,7 @@ func TestCopyEnginesNoticeAWrongPlace(t *testing.T) {
 
 func TestX3_CallsFollowEachOtherWithoutWaiting(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
-	w := newWorld(t, 4, 16<<20, testChannels)
+	w := newWorld(t, 4, 16<<20, testBounds)
 	defer w.close()
 	for round := range 60 {
 		c := w.newCall(random(rng, 4, func() int64 { return rng.Int64N(1 << (4 + round%16)) }), func() int64 { return rng.Int64N(20) })
@@ -147,7 +147,7 @@ func TestX3_CallsFollowEachOtherWithoutWaiting(t *testing.T) {
 
 func TestGraphsReplay(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
-	w := newWorld(t, 3, 8<<20, testChannels)
+	w := newWorld(t, 3, 8<<20, testBounds)
 	defer w.close()
 	for _, k := range schedules {
 		c := w.newCall(random(rng, 3, func() int64 { return rng.Int64N(60000) }), func() int64 { return rng.Int64N(20) })
@@ -185,7 +185,7 @@ func TestGraphsReplay(t *testing.T) {
 
 func TestSplitsAreReadFromDeviceMemory(t *testing.T) {
 	rng := rand.New(rand.NewPCG(9, 10))
-	w := newWorld(t, 3, 8<<20, testChannels)
+	w := newWorld(t, 3, 8<<20, testBounds)
 	defer w.close()
 	tables := make([]uintptr, 3)
 	for r, k := range w.ranks {
@@ -232,7 +232,7 @@ func TestSplitsInDeviceMemoryThatReachPastABufferMoveNothing(t *testing.T) {
 		{5, 1 << 62, kernels.SplitsError{Peer: 1, Bytes: 1 << 62, Offset: 1000, Limit: 2000}},
 		{6, 1001, kernels.SplitsError{Peer: 0, Bytes: 1000, Offset: 1001, Limit: 2000}},
 	} {
-		w := newWorld(t, 2, 8<<20, testChannels)
+		w := newWorld(t, 2, 8<<20, testBounds)
 		c := w.newCall(uniform(2, 1000), none)
 		w.prepare(c)
 		for r, k := range w.ranks {
@@ -271,7 +271,7 @@ func TestSplitsInDeviceMemoryThatReachPastABufferMoveNothing(t *testing.T) {
 func TestF1_AMissingRankIsNamedWithinTheDeadline(t *testing.T) {
 	for _, bytes := range []int64{100, 100_000} {
 		for _, inPlace := range []bool{true, false} {
-			w := newWorld(t, 3, 8<<20, testChannels)
+			w := newWorld(t, 3, 8<<20, testBounds)
 			c := w.newCall(uniform(3, bytes), none)
 			c.inPlace, c.timeout = inPlace, 200*time.Millisecond
 			w.prepare(c)
@@ -305,7 +305,7 @@ func TestF1_AMissingRankIsNamedWithinTheDeadline(t *testing.T) {
 // endsWaits has a rank wait for one that does not come, in small and large calls, until end has returned.
 func endsWaits(t *testing.T, end func(w *world, k *rank)) {
 	for _, bytes := range []int64{100, 100_000} {
-		w := newWorld(t, 2, 8<<20, testChannels)
+		w := newWorld(t, 2, 8<<20, testBounds)
 		c := w.newCall(uniform(2, bytes), none)
 		c.timeout = time.Minute
 		k := w.ranks[0]
@@ -347,7 +347,7 @@ func TestF1_InterruptReachesKernelsPastABusyDriver(t *testing.T) {
 func TestF3_RanksThatDisagreeOnASizeLearnBothValues(t *testing.T) {
 	for _, p := range []struct{ sent, expected int64 }{{100, 200}, {100, 100_000}, {100_000, 100}, {100_000, 50_000}, {50_000, 100_000}, {0, 7}} {
 		for _, inPlace := range []bool{true, false} {
-			w := newWorld(t, 2, 8<<20, testChannels)
+			w := newWorld(t, 2, 8<<20, testBounds)
 			c := w.newCall(uniform(2, 100_000), none)
 			c.inPlace = inPlace
 			ok := c.routes[0].SendBytes[1]
@@ -372,7 +372,7 @@ func TestF3_RanksThatDisagreeOnASizeLearnBothValues(t *testing.T) {
 			for _, k := range w.ranks {
 				require.NoError(t, k.ctx.SynchronizeStream(k.s))
 			}
-			if p.sent <= testChannels.PacketBytes {
+			if p.sent <= testBounds.PacketBytes {
 				require.ErrorAs(t, w.ranks[0].p.Fault(), &m, "%+v", p)
 				require.Equal(t, kernels.CountMismatchError{Src: 0, Dst: 1, Sent: uint64(p.sent), Expected: uint64(p.expected), Epoch: 1}, *m)
 			}
@@ -390,7 +390,7 @@ func TestF3_RanksThatDisagreeOnASizeLearnBothValues(t *testing.T) {
 
 func TestX9_ManyChangingSplits(t *testing.T) {
 	rng := rand.New(rand.NewPCG(11, 12))
-	w := newWorld(t, 4, 8<<20, testChannels)
+	w := newWorld(t, 4, 8<<20, testBounds)
 	defer w.close()
 	rounds := 3000
 	if testing.Short() {

@@ -33,14 +33,14 @@ type sumKernels struct {
 
 // dispatches are the launches of one dispatcher. It is a family.
 type dispatches struct {
-	m *kernels.MoE
+	m *kernels.DispatchBounds
 	k *dispatchKernels
 }
 
 // moeFixedShared is more than the kernels have beside what is asked for at launch.
 const moeFixedShared = 28 << 10
 
-func newDispatches(m *kernels.MoE) *dispatches {
+func newDispatches(m *kernels.DispatchBounds, _ int64) *dispatches {
 	return &dispatches{m: m}
 }
 
@@ -74,7 +74,7 @@ func (x *dispatches) fault(f *faultWords, me int) error {
 		if me != 0 {
 			first, here, other = f.sent, f.expected, me // as seen from rank 0, if peer is it
 		}
-		return &kernels.OrderError{Call: f.epoch, Rank: other, First: kernels.CallWord(kernels.MoEOp(first), kernels.Unweighted, f.epoch), Here: kernels.CallWord(kernels.MoEOp(here), kernels.Unweighted, f.epoch)}
+		return &kernels.OrderError{Call: f.epoch, Rank: other, First: kernels.CallWord(kernels.DispatchOp(first), kernels.Unweighted, f.epoch), Here: kernels.CallWord(kernels.DispatchOp(here), kernels.Unweighted, f.epoch)}
 	case faultIndex:
 		return &kernels.IndexError{Call: f.epoch, Rank: peer, Token: int(f.sent), Choice: int(f.expected), Expert: int64(f.limit), Experts: m.Experts}
 	case faultOverflow:
@@ -164,7 +164,7 @@ func weighs(w kernels.Weighting) uint32 {
 }
 
 // aligned refuses memory that vectors of 16 bytes cannot be moved to and from.
-func aligned(op kernels.MoEOp, buffers ...*kernels.Buffer) error {
+func aligned(op kernels.DispatchOp, buffers ...*kernels.Buffer) error {
 	for _, b := range buffers {
 		if b.Bytes > 0 && b.Ptr%16 != 0 {
 			return fmt.Errorf("kernels: %v: rows at %#x: on a GPU they begin at a multiple of 16", op, b.Ptr)

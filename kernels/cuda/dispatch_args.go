@@ -19,7 +19,7 @@ const (
 	moeFewTokens      = 256               // the most tokens of the kernels for few
 	moeFewSlots       = 1024              // and the most slots
 	moeTable          = 1024              // experts whose places a block keeps in shared memory
-	moeSums           = kernels.CombineOp // the least operation that reads peers' rows
+	moeSums           = kernels.OpCombine // the least operation that reads peers' rows
 	moeFirst          = 65                // entries of moe_args.first
 	moeScales         = 512               // bytes of shared memory for the scales that a warp makes
 	moeSlots          = 128               // places for rows under way that the warps of a block have together, at most

@@ -33,15 +33,15 @@ const (
 )
 
 // call is one operation on its way into a batch.
-type moeCall struct {
+type dispatchCall struct {
 	*dispatches
 	p *port
-	c *kernels.MoECall
-	h *kernels.MoEHandle
+	c *kernels.DispatchCall
+	h *kernels.DispatchHandle
 	a moeArgs
 }
 
-func (x *dispatches) call(p *port, c *kernels.MoECall) (*moeCall, error) {
+func (x *dispatches) call(p *port, c *kernels.DispatchCall) (*dispatchCall, error) {
 	switch {
 	case c.Handle < 0 || c.Handle >= len(x.m.Handles):
 		return nil, fmt.Errorf("kernels: %v: handle %d of %d", c.Op, c.Handle, len(x.m.Handles))
@@ -52,7 +52,7 @@ func (x *dispatches) call(p *port, c *kernels.MoECall) (*moeCall, error) {
 	}
 	m, h := x.m, &x.m.Handles[c.Handle]
 	b := x.block(h.State.Place)
-	l := &moeCall{dispatches: x, p: p, c: c, h: h}
+	l := &dispatchCall{dispatches: x, p: p, c: c, h: h}
 	l.a = moeArgs{
 		world: worldOf(&p.e.space, b.control, p.fault.Addr(), c.Timeout.Nanoseconds()), state: b,
 		table: uint64(m.Placement.Ptr), counters: uint64(m.Counters.Ptr),
@@ -81,11 +81,11 @@ func (x *dispatches) call(p *port, c *kernels.MoECall) (*moeCall, error) {
 }
 
 // crossing is how many blocks the kernel has that sends rows, or reads and sums them.
-func (l *moeCall) crossing() int {
+func (l *dispatchCall) crossing() int {
 	switch {
 	case l.a.mode&moeBeside == 0:
 		return l.blocks(moeBlocks)
-	case l.c.Op == kernels.DispatchOp || l.c.Op == kernels.RedispatchOp:
+	case l.c.Op == kernels.OpDispatch || l.c.Op == kernels.OpRedispatch:
 		return moeSendBesideBlocks
 	}
 	return moeReadBesideBlocks
@@ -93,7 +93,7 @@ func (l *moeCall) crossing() int {
 
 // passing is how many blocks a pass over this rank's rows has. Where both is true the call's other kernel follows or goes before; they run beside each other if one can
 // begin before the other has ended, there are multiprocessors for both and the caller sets no bound.
-func (l *moeCall) passing(both bool) int {
+func (l *dispatchCall) passing(both bool) int {
 	if both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 {
 		l.a.mode |= moeBeside
 		if rest := l.k.byDefault - l.crossing(); rest >= l.crossing() {
@@ -105,10 +105,10 @@ func (l *moeCall) passing(both bool) int {
 }
 
 // compact reports whether rows of one rank follow those of the one before without gaps.
-func (l *moeCall) compact() bool { return l.m.Layout == kernels.TokenRows }
+func (l *dispatchCall) compact() bool { return l.m.Layout == kernels.TokenRows }
 
 // blocks is how many a launch takes: what the caller allows of those that there are, or a default that leaves some to others.
-func (l *moeCall) blocks(byDefault int) int {
+func (l *dispatchCall) blocks(byDefault int) int {
 	if l.c.Blocks > 0 {
 		return min(l.c.Blocks, l.k.blocks)
 	}
@@ -116,7 +116,7 @@ func (l *moeCall) blocks(byDefault int) int {
 }
 
 // spreading is how many blocks the pass of a backward call has. It waits for nobody, so by default it takes all multiprocessors.
-func (l *moeCall) spreading() int {
+func (l *dispatchCall) spreading() int {
 	if l.c.Blocks > 0 {
 		return l.blocks(0)
 	}
@@ -124,7 +124,7 @@ func (l *moeCall) spreading() int {
 }
 
 // launch appends a kernel with the call's arguments as they are now.
-func (l *moeCall) launch(f cuda.Function, blocks, threads, shared int) {
+func (l *dispatchCall) launch(f cuda.Function, blocks, threads, shared int) {
 	l.p.batch.Launch(0, cuda.Launch{
 		Function: f, Grid: [3]uint32{uint32(blocks), 1, 1}, Block: [3]uint32{uint32(threads), 1, 1}, SharedBytes: uint32(shared),
 		Flags: l.p.e.flags, Args: cuda.BytesOf(&l.a),
@@ -132,7 +132,7 @@ func (l *moeCall) launch(f cuda.Function, blocks, threads, shared int) {
 }
 
 // send appends the kernel that sends tokens, or their gradients, which have rowBytes, to the ranks.
-func (l *moeCall) send(rowBytes int64, quantises bool) error {
+func (l *dispatchCall) send(rowBytes int64, quantises bool) error {
 	m, a := l.m, &l.a
 	a.rowBytes, a.wireBytes = uint32(rowBytes), uint32(rowBytes)
 	if quantises {
@@ -175,7 +175,7 @@ func (l *moeCall) send(rowBytes int64, quantises bool) error {
 }
 
 // interval is how many cycles a warp has for a part that crosses, where so many warps share what a link carries.
-func (l *moeCall) interval(bytes, warps int64, rate float64) uint32 {
+func (l *dispatchCall) interval(bytes, warps int64, rate float64) uint32 {
 	if l.m.Ranks == 1 || l.p.e.sharers > 1 {
 		return 0
 	}
@@ -183,17 +183,17 @@ func (l *moeCall) interval(bytes, warps int64, rate float64) uint32 {
 }
 
 // place is where a part of the handle's staging is in every rank's segment.
-func (l *moeCall) place(part int64) uint64 { return uint64(l.h.Staging.Place + part) }
+func (l *dispatchCall) place(part int64) uint64 { return uint64(l.h.Staging.Place + part) }
 
 // toStaging has rows arrive in staging.
-func (l *moeCall) toStaging() {
+func (l *dispatchCall) toStaging() {
 	l.a.mode |= moeByExpert
 	l.a.toRows, l.a.toScales = l.place(0), l.place(l.scalesAt())
 	l.a.toIndices, l.a.toWeights, l.a.toSources = uint64(l.a.state.indices), uint64(l.a.state.weights), uint64(l.a.state.sources)
 }
 
 func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
-	l, err := x.call(p, &d.MoECall)
+	l, err := x.call(p, &d.DispatchCall)
 	if err == nil {
 		err = aligned(d.Op, &d.X)
 	}
@@ -206,7 +206,7 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	if d.Ticket == 0 {
 		a.mapped = 0
 	}
-	if d.Op == kernels.RedispatchOp {
+	if d.Op == kernels.OpRedispatch {
 		a.mode |= moeCached
 	}
 	a.scaleWords, a.scaleBlock = uint32(m.ScaleWords()), uint32(m.Scales.Block)
@@ -256,7 +256,7 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 }
 
 // dispatchFew appends the kernel of a dispatch of few tokens, or of its halves.
-func (l *moeCall) dispatchFew() {
+func (l *dispatchCall) dispatchFew() {
 	k := &l.k.few[l.order()]
 	f := k.plain
 	if l.m.Quantizes() {
@@ -267,7 +267,7 @@ func (l *moeCall) dispatchFew() {
 }
 
 // order is 0 where rows are by token, 1 where they are by expert.
-func (l *moeCall) order() int {
+func (l *dispatchCall) order() int {
 	if l.m.Layout.ByToken() {
 		return 0
 	}
@@ -275,7 +275,7 @@ func (l *moeCall) order() int {
 }
 
 // fewBlocks is how many blocks a kernel for few tokens has: with very few, more of them only wait.
-func (l *moeCall) fewBlocks() int {
+func (l *dispatchCall) fewBlocks() int {
 	if l.c.Tokens <= moeVeryFew {
 		return l.blocks(moeVeryFewBlocks)
 	}
@@ -283,7 +283,7 @@ func (l *moeCall) fewBlocks() int {
 }
 
 // take appends the pass that puts rows from staging where their experts' are.
-func (l *moeCall) take(blocks int) {
+func (l *dispatchCall) take(blocks int) {
 	m, a := l.m, &l.a
 	local := int64(m.Local(m.Rank))
 	front := kernels.AlignUp(4*(2*local+1+int64(m.Ranks)*local), 128)
@@ -294,7 +294,7 @@ func (l *moeCall) take(blocks int) {
 }
 
 // partials appends the pass over this rank's rows: copies to y where that is set, else to where peers read them, and sums there.
-func (l *moeCall) partials(blocks int) {
+func (l *dispatchCall) partials(blocks int) {
 	m, a := l.m, &l.a
 	mode := a.mode &^ moeByExpert
 	a.mode = mode
@@ -314,7 +314,7 @@ func (l *moeCall) partials(blocks int) {
 }
 
 // sums are the kernels of a combine.
-func (l *moeCall) sums() *sumKernels {
+func (l *dispatchCall) sums() *sumKernels {
 	kind := numberKind(l.m.SumType)
 	if l.m.Float8Partials {
 		return &l.k.sumsFloat8[kind]
@@ -323,7 +323,7 @@ func (l *moeCall) sums() *sumKernels {
 }
 
 func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
-	l, err := x.call(p, &c.MoECall)
+	l, err := x.call(p, &c.DispatchCall)
 	if err == nil {
 		err = aligned(c.Op, &c.Rows, &c.Y, &c.Bias[0], &c.Bias[1])
 	}
@@ -379,7 +379,7 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 }
 
 // sum appends the kernel that reads and sums the rows of a rank's tokens.
-func (l *moeCall) sum() {
+func (l *dispatchCall) sum() {
 	m, a := l.m, &l.a
 	blocks, row, n, whole := l.crossing(), int64(a.wireBytes), int64(m.Ranks), int64(16)
 	movers, depth := int64(moeSumThreads/32), int64(3)
@@ -399,7 +399,7 @@ func (l *moeCall) sum() {
 }
 
 func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
-	l, err := x.call(p, &b.MoECall)
+	l, err := x.call(p, &b.DispatchCall)
 	if err == nil {
 		err = aligned(b.Op, &b.DY, &b.Rows, &b.DRows)
 	}

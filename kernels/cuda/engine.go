@@ -105,15 +105,30 @@ type family interface {
 	load(e *Engine) error
 }
 
-// familyOf is the table of families, nil for one that is not in it. offset is that of the control block.
+// families is the table of families, one line each: a function that makes a family of bounds, nil if they belong to another.
+func families() []func(f kernels.Family, offset int64) family {
+	return []func(f kernels.Family, offset int64) family{
+		of(newExchanges),
+		of(newReductions),
+		of(newDispatches),
+	}
+}
+
+func of[B kernels.Family, F family](open func(bounds B, offset int64) F) func(kernels.Family, int64) family {
+	return func(f kernels.Family, offset int64) family {
+		if b, ok := f.(B); ok {
+			return open(b, offset)
+		}
+		return nil
+	}
+}
+
+// familyOf is the engine's family of the bounds f, nil if it has none. offset is that of the control block.
 func familyOf(f kernels.Family, offset int64) family {
-	switch f := f.(type) {
-	case *kernels.Channels:
-		return newExchanges(f, offset)
-	case *kernels.ReduceChannels:
-		return newReductions(f, offset)
-	case *kernels.MoE:
-		return newDispatches(f)
+	for _, open := range families() {
+		if x := open(f, offset); x != nil {
+			return x
+		}
 	}
 	return nil
 }

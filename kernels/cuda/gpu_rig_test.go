@@ -35,8 +35,8 @@ type world struct {
 	base   uintptr
 	driver *cuda.Driver
 	ranks  []*rank
-	ch     *channels
-	heap   int64 // first offset behind the channels
+	ch     *exchanges
+	heap   int64 // first offset behind the control block
 	calls  uint64
 }
 
@@ -52,7 +52,7 @@ type rank struct {
 	wrong       uintptr
 }
 
-func newWorld(t testing.TB, size int, segment int64, family kernels.Channels) *world {
+func newWorld(t testing.TB, size int, segment int64, family kernels.ExchangeBounds) *world {
 	t.Helper()
 	d, err := cuda.Open()
 	if errors.Is(err, cuda.ErrUnavailable) {
@@ -88,9 +88,9 @@ func newWorld(t testing.TB, size int, segment int64, family kernels.Channels) *w
 		t.Skip(err)
 	}
 	family.Size = size
-	c := channels{&family, kernels.HeaderBytes}
-	w.ch = &c
-	w.heap = kernels.AlignUp(c.offset+c.bytes(), 1<<21)
+	c := newExchanges(&family, kernels.HeaderBytes)
+	w.ch = c
+	w.heap = kernels.AlignUp(c.block().end, 1<<21)
 	w.stride = kernels.AlignUp(w.heap+segment, 1<<21)
 	for r := range size {
 		ctx, err := all[r%len(all)].Primary()
@@ -109,11 +109,11 @@ func newWorld(t testing.TB, size int, segment int64, family kernels.Channels) *w
 	for r, k := range w.ranks {
 		k.s, err = k.ctx.NewStream(0)
 		require.NoError(t, err)
-		require.NoError(t, k.ctx.Set(k.s, w.segment(r), 0, c.offset+c.controlBytes()))
+		require.NoError(t, k.ctx.Set(k.s, w.segment(r), 0, c.block().slots))
 		require.NoError(t, k.ctx.SynchronizeStream(k.s))
 		k.e, err = New(k.ctx, kernels.Space{Base: w.base, Stride: w.stride, Rank: r, Size: size}, (size+len(all)-1)/len(all), func() error { return nil })
 		require.NoError(t, err)
-		p, err := k.e.Open(c.Channels, c.offset)
+		p, err := k.e.Open(c.ExchangeBounds, c.offset)
 		require.NoError(t, err)
 		k.p = p.(*port)
 		if *cooperative {

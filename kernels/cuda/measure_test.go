@@ -186,7 +186,7 @@ func TestMeasure(t *testing.T) {
 		t.Skip("needs -measure")
 	}
 	n := *ranks
-	w := newWorld(t, n, 2*(*maxMiB)<<20+64<<20, kernels.Channels{Stripes: *stripes, Slots: *slots, SlotBytes: *slotKiB << 10, PacketBytes: *packetKB << 10})
+	w := newWorld(t, n, 2*(*maxMiB)<<20+64<<20, kernels.ExchangeBounds{Stripes: *stripes, Slots: *slots, SlotBytes: *slotKiB << 10, PacketBytes: *packetKB << 10})
 	defer w.close()
 	run := func(name string, c *call, graph bool, calls, replays int) {
 		if *only != "" && !strings.Contains(name, *only) {

@@ -48,7 +48,7 @@ func (x *reductions) validateMulticast(a *kernels.Reduction) error {
 	}
 	switch bytes := a.Bounds[c.Size] * a.Call.DType.Size(); {
 	case !c.Multicast:
-		return fmt.Errorf("kernels: allreduce: multicast on channels without it")
+		return fmt.Errorf("kernels: allreduce: multicast in bounds without it")
 	case a.Algorithm != kernels.TwoShot || a.Packets || a.Pull || a.Push || a.Rate != 0 || !a.Call.Multicastable():
 		return fmt.Errorf("kernels: allreduce: %v (%v) by multicast, packets %v, pull %v, push %v, rate %v", a.Call, a.Algorithm, a.Packets, a.Pull, a.Push, a.Rate)
 	case lines < 1:

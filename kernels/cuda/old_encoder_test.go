@@ -129,7 +129,7 @@ type oldMoeBlock struct {
 	noteStride   int64
 	packetStride int64
 	control      int64 // struct sw_control
-	landing      int64 // the epoch of the call for which kernels.MoEHandle.Landed counts
+	landing      int64 // the epoch of the call for which kernels.DispatchHandle.Landed counts
 	begins       int64 // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
 	dones        int64 // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
 	slotCounts   int64 // [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch
@@ -504,9 +504,9 @@ type oldMoeArgs struct {
 	scales       uint64      // address of the scales beside them
 	choices      uint64      // address of [tokens][top_k] experts
 	weights      uint64      // address of [tokens][top_k] float32; 0: all are 1
-	table        uint64      // address of kernels.MoE.Placement
-	counters     uint64      // address of kernels.MoE.Counters
-	mapped       uint64      // address of kernels.MoEHandle.Mapped; 0: none
+	table        uint64      // address of kernels.DispatchBounds.Placement
+	counters     uint64      // address of kernels.DispatchBounds.Counters
+	mapped       uint64      // address of kernels.DispatchHandle.Mapped; 0: none
 	ticket       uint64
 	toRows       uint64 // place to which rows are sent
 	toScales     uint64
@@ -518,7 +518,7 @@ type oldMoeArgs struct {
 	rowWeights   uint64
 	rowSources   uint64
 	ready        uint64 // address of the words by which the caller marks rows done; 0: all are
-	counts       uint64 // address of kernels.MoEHandle.Counts, and so on
+	counts       uint64 // address of kernels.DispatchHandle.Counts, and so on
 	offsets      uint64
 	rankCounts   uint64
 	landed       uint64

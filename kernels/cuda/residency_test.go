@@ -31,18 +31,18 @@ func TestX6_LaunchesHaveNoMoreBlocksThanRunAtOnce(t *testing.T) {
 		t.Cleanup(func() { require.NoError(t, e.Close()) })
 		return e
 	}
-	exchanges := &kernels.Channels{Size: 2}
+	exchanges := &kernels.ExchangeBounds{Size: 2}
 	engine(1).Defaults(exchanges)
 	exchanges.Stripes = 2 * atOnce
-	reductions := func(blocks int) *kernels.ReduceChannels {
-		c := &kernels.ReduceChannels{Size: 2, Blocks: blocks}
+	reductions := func(blocks int) *kernels.ReduceBounds {
+		c := &kernels.ReduceBounds{Size: 2, Blocks: blocks}
 		c.DefaultSlots(reduceSlots, reduceStaging, maxReduceChunk, 4*blocks)
 		return c
 	}
-	dispatches := &kernels.MoE{
+	dispatches := &kernels.DispatchBounds{
 		Ranks: 2, Experts: 2, First: []int32{0, 1, 2}, TopK: 1, MaxTokens: 64, Hidden: 128, IndexBytes: 4,
 		TokenType: kernels.BFloat16, RowType: kernels.BFloat16, SumType: kernels.BFloat16, Layout: kernels.FlatRows, Rows: 128, Align: 1,
-		Handles: make([]kernels.MoEHandle, 1),
+		Handles: make([]kernels.DispatchHandle, 1),
 	}
 
 	t.Run("too many ranks share the GPU", func(t *testing.T) {
@@ -81,11 +81,11 @@ func TestX6_LaunchesHaveNoMoreBlocksThanRunAtOnce(t *testing.T) {
 			}
 		}
 		launches(exchanges, exchange(16), exchange(64<<20))
-		call := func(op kernels.MoEOp) kernels.MoECall {
-			return kernels.MoECall{Op: op, Phase: kernels.Both, Tokens: 64, Blocks: many, Launched: bounded}
+		call := func(op kernels.DispatchOp) kernels.DispatchCall {
+			return kernels.DispatchCall{Op: op, Phase: kernels.Both, Tokens: 64, Blocks: many, Launched: bounded}
 		}
-		launches(dispatches, &kernels.Dispatch{MoECall: call(kernels.DispatchOp)}, &kernels.Combine{MoECall: call(kernels.CombineOp)},
-			&kernels.CombineBackward{MoECall: call(kernels.CombineBackwardOp)})
+		launches(dispatches, &kernels.Dispatch{DispatchCall: call(kernels.OpDispatch)}, &kernels.Combine{DispatchCall: call(kernels.OpCombine)},
+			&kernels.CombineBackward{DispatchCall: call(kernels.OpCombineBackward)})
 	})
 }
 
@@ -106,21 +106,21 @@ func TestX10_CallsLeaveMultiprocessorsToOthers(t *testing.T) {
 	for _, layout := range []kernels.RowLayout{kernels.FlatRows, kernels.PaddedRows, kernels.SlabRows, kernels.TokenRows, kernels.RankRows} {
 		for _, tokens := range []int{1, 16, 48, 49, 128, 256, 257, 4096, 20000} {
 			for _, quantised := range []bool{false, true} {
-				m := &kernels.MoE{
+				m := &kernels.DispatchBounds{
 					Ranks: 2, Experts: 64, First: []int32{0, 32, 64}, TopK: 8, MaxTokens: tokens, Hidden: 7168, IndexBytes: 4, LowLatency: tokens <= 256,
 					TokenType: kernels.BFloat16, RowType: kernels.BFloat16, SumType: kernels.BFloat16, Layout: layout, Rows: 64, Align: 1, Capacity: 2 * int64(tokens),
-					Handles: make([]kernels.MoEHandle, 1),
+					Handles: make([]kernels.DispatchHandle, 1),
 				}
 				if quantised {
 					m.RowType, m.Scales = kernels.Float8E4M3, kernels.Scales{Block: 128}
 				}
 				p, err := e.Open(m, kernels.HeaderBytes)
 				require.NoError(t, err)
-				call := func(op kernels.MoEOp) kernels.MoECall {
-					return kernels.MoECall{Op: op, Phase: kernels.Both, Tokens: tokens, Launched: kernels.Launched{Timeout: time.Second}}
+				call := func(op kernels.DispatchOp) kernels.DispatchCall {
+					return kernels.DispatchCall{Op: op, Phase: kernels.Both, Tokens: tokens, Launched: kernels.Launched{Timeout: time.Second}}
 				}
 				for _, op := range []kernels.Operation{
-					&kernels.Dispatch{MoECall: call(kernels.DispatchOp)}, &kernels.Combine{MoECall: call(kernels.CombineOp), Rows: kernels.Buffer{Reach: true}},
+					&kernels.Dispatch{DispatchCall: call(kernels.OpDispatch)}, &kernels.Combine{DispatchCall: call(kernels.OpCombine), Rows: kernels.Buffer{Reach: true}},
 				} {
 					before := emulated.Blocks.Of(t, d)
 					require.NoError(t, p.Launch(nil, op))
@@ -130,10 +130,10 @@ func TestX10_CallsLeaveMultiprocessorsToOthers(t *testing.T) {
 			}
 		}
 	}
-	reductions := &kernels.ReduceChannels{Size: 2}
+	reductions := &kernels.ReduceBounds{Size: 2}
 	e.Defaults(reductions)
 	require.LessOrEqual(t, reductions.Blocks, left)
-	exchanges := &kernels.Channels{Size: 2}
+	exchanges := &kernels.ExchangeBounds{Size: 2}
 	e.Defaults(exchanges)
 	require.LessOrEqual(t, exchanges.Stripes, left)
 }

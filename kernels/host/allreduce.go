@@ -8,7 +8,7 @@ import (
 )
 
 // reductions are the launches of one communicator. It is a family.
-type reductions struct{ c ReduceChannels }
+type reductions struct{ c ReduceBlock }
 
 // The defaults of reductions. Slots are smaller where they would exceed their bound together.
 const (
@@ -18,12 +18,12 @@ const (
 	maxReduceSlotBytes   = 64 << 10
 )
 
-func newReductions(c *kernels.ReduceChannels, offset int64) family {
-	return &reductions{ReduceChannels{c, offset}}
+func newReductions(c *kernels.ReduceBounds, offset int64) *reductions {
+	return &reductions{ReduceBlock{c, offset}}
 }
 
 func (f *reductions) defaults() {
-	c := f.c.ReduceChannels
+	c := f.c.ReduceBounds
 	c.OneShotBytes, c.Blocks = kernels.Default(c.OneShotBytes, defaultOneShotBytes), 0
 	c.DefaultSlots(defaultReduceSlots, defaultReduceStaging, maxReduceSlotBytes, c.Size+1)
 }
@@ -67,7 +67,7 @@ type link struct {
 // reducing is one call of the kernel on one rank.
 type reducing struct {
 	e        *Engine
-	c        *ReduceChannels
+	c        *ReduceBlock
 	a        *kernels.Reduction
 	me       int
 	epoch    uint64
@@ -97,7 +97,7 @@ func (x *reducing) reset() {
 
 func (x *reducing) sizes(int) string { return x.a.Call.String() }
 
-func (x *reducing) run(p *port, c *ReduceChannels, a *kernels.Reduction) error {
+func (x *reducing) run(p *port, c *ReduceBlock, a *kernels.Reduction) error {
 	e := p.e
 	x.e, x.c, x.a, x.me = e, c, a, e.space.Rank
 	failed := e.word(x.me, c.Failed())

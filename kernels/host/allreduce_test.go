@@ -29,7 +29,7 @@ type reduceCall struct {
 
 // reduceRig runs the reduction kernel under schedules of its own choice, on a heap that is a piece of Go memory.
 type reduceRig struct {
-	c       host.ReduceChannels
+	c       host.ReduceBlock
 	calls   []reduceCall
 	mem     []byte
 	stride  int64
@@ -43,15 +43,15 @@ type reduceRig struct {
 const area = 64 // bytes of a rank's source, and of its destination
 
 func newReduceRig(n int, calls ...reduceCall) *reduceRig {
-	g := &reduceRig{calls: calls, c: host.ReduceChannels{Offset: kernels.HeaderBytes,
-		ReduceChannels: &kernels.ReduceChannels{Size: n, OneShotBytes: area, Slots: 2, SlotBytes: 4}}}
+	g := &reduceRig{calls: calls, c: host.ReduceBlock{Offset: kernels.HeaderBytes,
+		ReduceBounds: &kernels.ReduceBounds{Size: n, OneShotBytes: area, Slots: 2, SlotBytes: 4}}}
 	g.stride = g.area(2)
 	raw := make([]byte, int64(n)*g.stride+kernels.LineBytes)
 	g.mem = raw[-int64(shm.Addr(raw))&(kernels.LineBytes-1):][:int64(n)*g.stride]
 	bells := host.NewBells(n)
 	for r := range n {
 		g.engines = append(g.engines, host.New(g.space(r), bells, func() error { return nil }))
-		g.ports = append(g.ports, open(g.engines[r], g.c.ReduceChannels, g.c.Offset))
+		g.ports = append(g.ports, open(g.engines[r], g.c.ReduceBounds, g.c.Offset))
 		g.foreign = append(g.foreign, make([]byte, 2*area))
 	}
 	return g
@@ -106,7 +106,7 @@ func (g *reduceRig) run(rank int, turn explore.Turn) error {
 		if err := g.untouched(rank); err != nil {
 			return fmt.Errorf("before call %d: %w", number+1, err)
 		}
-		a := kernels.Reduction{Channels: g.c.ReduceChannels, Call: kernels.ReduceCall{Collective: c.coll, DType: kernels.Uint8}, Algorithm: c.alg,
+		a := kernels.Reduction{Family: g.c.ReduceBounds, Call: kernels.ReduceCall{Collective: c.coll, DType: kernels.Uint8}, Algorithm: c.alg,
 			Bounds: []int64{0}, Launched: kernels.Launched{Timeout: 20 * time.Second}}
 		for p, k := range c.counts {
 			if p == rank && c.odd == rank {

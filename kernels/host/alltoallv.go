@@ -11,7 +11,7 @@ import (
 
 // exchanges are the launches of one communicator. It is a family.
 type exchanges struct {
-	c       Channels
+	c       ExchangeBlock
 	nonce   *shm.Nonce // by which peers know this rank's memory
 	sources []source   // by rank
 
@@ -35,12 +35,12 @@ const (
 	maxSlotBytes        = 256 << 10
 )
 
-func newExchanges(c *kernels.Channels, offset int64) family {
-	return &exchanges{c: Channels{c, offset}}
+func newExchanges(c *kernels.ExchangeBounds, offset int64) *exchanges {
+	return &exchanges{c: ExchangeBlock{c, offset}}
 }
 
 func (f *exchanges) defaults() {
-	c := f.c.Channels
+	c := f.c.ExchangeBounds
 	c.PacketBytes, c.EagerBytes = kernels.Default(c.PacketBytes, defaultPacketBytes), kernels.Default(c.EagerBytes, defaultEagerBytes)
 	c.DefaultSlots(defaultSlots, defaultStagingBytes, maxSlotBytes, c.Size)
 }
@@ -90,7 +90,7 @@ type half struct {
 type exchange struct {
 	e      *Engine
 	f      *exchanges
-	c      *Channels
+	c      *ExchangeBlock
 	a      *kernels.AllToAllV
 	window int
 	epoch  uint64

@@ -17,12 +17,12 @@ import (
 type world struct {
 	engines []*Engine
 	ports   []kernels.Port
-	c       Channels
+	c       ExchangeBlock
 	data    int64 // offset of the part of each segment that tests use as user memory
 }
 
-func newWorld(t testing.TB, n int, family kernels.Channels, data int64) *world {
-	c := Channels{&family, kernels.HeaderBytes}
+func newWorld(t testing.TB, n int, family kernels.ExchangeBounds, data int64) *world {
+	c := ExchangeBlock{&family, kernels.HeaderBytes}
 	c.Size = n
 	stride := (c.Offset + c.Bytes() + data + 1<<12) &^ (1<<12 - 1)
 	stride += 1 << 12
@@ -44,7 +44,7 @@ func newWorld(t testing.TB, n int, family kernels.Channels, data int64) *world {
 func (w *world) open(t testing.TB) {
 	w.ports = nil
 	for _, e := range w.engines {
-		p, err := e.Open(w.c.Channels, w.c.Offset)
+		p, err := e.Open(w.c.ExchangeBounds, w.c.Offset)
 		require.NoError(t, err)
 		w.ports = append(w.ports, p)
 	}
@@ -91,7 +91,7 @@ func TestAllToAllVModesAndSchedules(t *testing.T) {
 			for _, window := range []int{1, n} {
 				t.Run(fmt.Sprintf("ranks=%d/inplace=%v/window=%d", n, inPlace, window), func(t *testing.T) {
 					const maxMsg = 3000
-					w := newWorld(t, n, kernels.Channels{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, int64(n)*maxMsg)
+					w := newWorld(t, n, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, int64(n)*maxMsg)
 					rnd := rand.New(rand.NewPCG(1, uint64(n)))
 					for call := range 40 {
 						m := make([][]int64, n)

@@ -12,18 +12,18 @@ import (
 
 // dispatches are the launches of one dispatcher. It is a family.
 type dispatches struct {
-	m       *kernels.MoE
-	lanes   lanes
+	m       *kernels.DispatchBounds
+	block   dispatchBlock
 	handles []routing
 }
 
-func newDispatches(m *kernels.MoE, offset int64) family {
-	return &dispatches{m: m, lanes: newLanes(m, offset)}
+func newDispatches(m *kernels.DispatchBounds, offset int64) *dispatches {
+	return &dispatches{m: m, block: newDispatchBlock(m, offset)}
 }
 
 func (*dispatches) defaults() {}
 
-func (f *dispatches) layout() kernels.Layout { return f.lanes.layout() }
+func (f *dispatches) layout() kernels.Layout { return f.block.layout() }
 
 // open makes room for the routing of each handle.
 func (f *dispatches) open(*Engine) {
@@ -43,20 +43,20 @@ func (f *dispatches) open(*Engine) {
 func (*dispatches) ready(*Engine) kernels.Traits { return kernels.Traits{} }
 
 // callIn is what all operations of the family have.
-func callIn(op kernels.Operation) *kernels.MoECall {
+func callIn(op kernels.Operation) *kernels.DispatchCall {
 	switch a := op.(type) {
 	case *kernels.Dispatch:
-		return &a.MoECall
+		return &a.DispatchCall
 	case *kernels.Combine:
-		return &a.MoECall
+		return &a.DispatchCall
 	case *kernels.CombineBackward:
-		return &a.MoECall
+		return &a.DispatchCall
 	}
 	return nil
 }
 
 func (f *dispatches) run(p *port, op kernels.Operation) error {
-	m := dispatchScratch.Get().(*meeting)
+	m := dispatchScratch.Get().(*dispatching)
 	m.enter(p, f, op)
 	err := m.run(op)
 	m.put()
@@ -64,7 +64,7 @@ func (f *dispatches) run(p *port, op kernels.Operation) error {
 }
 
 // run does the halves of a call that the launch asks for.
-func (m *meeting) run(op kernels.Operation) (err error) {
+func (m *dispatching) run(op kernels.Operation) (err error) {
 	sends, receives := m.call.Phase&kernels.Send != 0, m.call.Phase&kernels.Receive != 0
 	switch a := op.(type) {
 	case *kernels.Dispatch:
@@ -74,7 +74,7 @@ func (m *meeting) run(op kernels.Operation) (err error) {
 		if err == nil && receives {
 			err = m.receive(a)
 		}
-		if err != nil && a.Op == kernels.DispatchOp {
+		if err != nil && a.Op == kernels.OpDispatch {
 			m.r.err = err
 		}
 	case *kernels.Combine:
@@ -91,16 +91,16 @@ func (m *meeting) run(op kernels.Operation) (err error) {
 }
 
 // dispatchScratch keeps the scratch of kernels between launches.
-var dispatchScratch = sync.Pool{New: func() any { return new(meeting) }}
+var dispatchScratch = sync.Pool{New: func() any { return new(dispatching) }}
 
-// meeting is a launch (see lanes) as one rank goes through it.
-type meeting struct {
+// dispatching is a launch (see dispatchBlock) as one rank goes through it.
+type dispatching struct {
 	e     *Engine
-	m     *kernels.MoE
-	lanes *lanes
-	call  *kernels.MoECall
+	m     *kernels.DispatchBounds
+	block *dispatchBlock
+	call  *kernels.DispatchCall
 	r     *routing
-	h     *kernels.MoEHandle
+	h     *kernels.DispatchHandle
 	w     waiter
 
 	counts  []int32  // [ranks, slots + ranks], of a dispatch
@@ -119,19 +119,19 @@ type meeting struct {
 }
 
 // enter begins a launch.
-func (m *meeting) enter(p *port, f *dispatches, op kernels.Operation) {
+func (m *dispatching) enter(p *port, f *dispatches, op kernels.Operation) {
 	c := callIn(op)
-	m.e, m.m, m.lanes, m.call = p.e, f.m, &f.lanes, c
+	m.e, m.m, m.block, m.call = p.e, f.m, &f.block, c
 	m.r, m.h = &f.handles[c.Handle], &f.m.Handles[c.Handle]
-	m.w.begin(p, m, p.call(op, m.lanes.epoch(), m.r.epoch), c.Timeout)
+	m.w.begin(p, m, p.call(op, m.block.epoch(), m.r.epoch), c.Timeout)
 }
 
 // sizes is not known in words: what a rank gets of a peer is what they tell each other.
-func (m *meeting) sizes(int) string { return "" }
+func (m *dispatching) sizes(int) string { return "" }
 
-func (m *meeting) put() {
+func (m *dispatching) put() {
 	m.w.leave()
-	m.e, m.m, m.lanes, m.call, m.r, m.h = nil, nil, nil, nil, nil, nil
+	m.e, m.m, m.block, m.call, m.r, m.h = nil, nil, nil, nil, nil, nil
 	clear(m.outlets)
 	dispatchScratch.Put(m)
 }
@@ -152,19 +152,19 @@ type notice struct {
 }
 
 // begin counts the call.
-func (m *meeting) begin() {
-	m.r.epoch = m.e.count(m.lanes.epoch())
+func (m *dispatching) begin() {
+	m.r.epoch = m.e.count(m.block.epoch())
 	m.w.call.epoch = m.r.epoch
 }
 
 // meet sends a notice to all ranks and takes in theirs. arrived, when set, is told of each as it comes. failed is an error that
 // every rank has; nothing moves then.
-func (m *meeting) meet(n notice, arrived func(src int)) (failed, err error) {
+func (m *dispatching) meet(n notice, arrived func(src int)) (failed, err error) {
 	e, me, size := m.e, m.e.space.Rank, m.e.space.Size
 	n.handle = uint64(m.call.Handle)
 	m.r.notices = sized(m.r.notices, size)
 	m.r.notices[me] = n
-	line, notices := m.lanes.notice(m.r.epoch, me), lines{&m.w, m.lanes.notice(m.r.epoch, 0)}
+	line, notices := m.block.notice(m.r.epoch, me), lines{&m.w, m.block.notice(m.r.epoch, 0)}
 	for i := 1; i < size; i++ {
 		p := e.peer(i)
 		for _, w := range [...]struct {
@@ -179,7 +179,7 @@ func (m *meeting) meet(n notice, arrived func(src int)) (failed, err error) {
 		notices.signal(p)
 	}
 	err = m.await(notices, func(src int) {
-		at := m.lanes.notice(m.r.epoch, src)
+		at := m.block.notice(m.r.epoch, src)
 		m.r.notices[src] = notice{
 			call: e.word(me, at+noticeCall).Load(), read: e.word(me, at+noticeRead).Load(), write: e.word(me, at+noticeWrite).Load(),
 			readWeights: e.word(me, at+noticeReadWeights).Load(), writeWeights: e.word(me, at+noticeWriteWeights).Load(),
@@ -196,10 +196,10 @@ func (m *meeting) meet(n notice, arrived func(src int)) (failed, err error) {
 }
 
 // verdict is an error when the notices do not fit together. All ranks come to the same.
-func (m *meeting) verdict() error {
+func (m *dispatching) verdict() error {
 	first := m.r.notices[0].call
 	for r, n := range m.r.notices {
-		if kernels.CalledOp(n.call) != kernels.RefusedOp {
+		if kernels.CalledOp(n.call) != kernels.OpRefused {
 			continue
 		}
 		if n.call>>8 == refusedIndex {
@@ -227,10 +227,10 @@ func (m *meeting) verdict() error {
 }
 
 // peer is the handle that rank p uses in this call.
-func (m *meeting) peer(p int) *kernels.MoEHandle { return &m.m.Handles[m.r.notices[p].handle] }
+func (m *dispatching) peer(p int) *kernels.DispatchHandle { return &m.m.Handles[m.r.notices[p].handle] }
 
 // finish tells all ranks that this one is through with their segments, and waits until all are through with its own.
-func (m *meeting) finish() error {
+func (m *dispatching) finish() error {
 	for i := 1; i < m.e.space.Size; i++ {
 		p := m.e.peer(i)
 		m.done(m.peer(p)).signal(p)
@@ -239,10 +239,10 @@ func (m *meeting) finish() error {
 }
 
 // done is the row of done lines of a handle.
-func (m *meeting) done(h *kernels.MoEHandle) lines { return lines{&m.w, m.lanes.done(h, 0)} }
+func (m *dispatching) done(h *kernels.DispatchHandle) lines { return lines{&m.w, m.block.done(h, 0)} }
 
 // await waits for a line of every peer, and counts for how long. arrived, if set, is called for each as it comes.
-func (m *meeting) await(l lines, arrived func(src int)) error {
+func (m *dispatching) await(l lines, arrived func(src int)) error {
 	return l.awaitAll(func(p int) {
 		if m.w.polls > 0 {
 			m.waited(p, time.Since(m.w.since))
@@ -253,12 +253,12 @@ func (m *meeting) await(l lines, arrived func(src int)) error {
 	})
 }
 
-// The counters, see kernels.MoE.CounterWords.
+// The counters, see kernels.DispatchBounds.CounterWords.
 
-func (m *meeting) counter(i int) *atomic.Uint64 { return shm.Word(m.m.Counters.Mem, 8*int64(i)) }
+func (m *dispatching) counter(i int) *atomic.Uint64 { return shm.Word(m.m.Counters.Mem, 8*int64(i)) }
 
-func (m *meeting) sent(p int, bytes int64) { m.counter(m.m.Experts + p).Add(uint64(bytes)) }
+func (m *dispatching) sent(p int, bytes int64) { m.counter(m.m.Experts + p).Add(uint64(bytes)) }
 
-func (m *meeting) waited(p int, d time.Duration) {
+func (m *dispatching) waited(p int, d time.Duration) {
 	m.counter(m.m.Experts + m.m.Ranks + p).Add(uint64(d.Nanoseconds()))
 }

@@ -10,7 +10,7 @@ import (
 
 // shortest is the length of the first buffer of rows that is too small for the dispatch, and how many bytes it would need; ok
 // says that none is.
-func (m *meeting) shortest(rowBytes int64, bufs ...[]byte) (have, need int64, ok bool) {
+func (m *dispatching) shortest(rowBytes int64, bufs ...[]byte) (have, need int64, ok bool) {
 	need = m.r.rowsUsed() * rowBytes
 	for _, b := range bufs {
 		if int64(len(b)) < need {
@@ -21,17 +21,17 @@ func (m *meeting) shortest(rowBytes int64, bufs ...[]byte) (have, need int64, ok
 }
 
 func refuse(have, need int64) notice {
-	return notice{call: kernels.CallWord(kernels.RefusedOp, 0, refusedShort), read: uint64(have), write: uint64(need)}
+	return notice{call: kernels.CallWord(kernels.OpRefused, 0, refusedShort), read: uint64(have), write: uint64(need)}
 }
 
 // copyGroup copies the rows of one group, without padding, between buffers of rows of the size.
-func (m *meeting) copyGroup(g int, size int64, dst, src []byte) {
+func (m *dispatching) copyGroup(g int, size int64, dst, src []byte) {
 	first, n := m.r.offsets[g]*size, m.r.groups[g]*size
 	copy(dst[first:first+n], src[first:])
 }
 
 // copyRows copies the rows of all groups.
-func (m *meeting) copyRows(size int64, dst, src []byte) {
+func (m *dispatching) copyRows(size int64, dst, src []byte) {
 	for g := range m.r.groups {
 		m.copyGroup(g, size, dst, src)
 	}
@@ -46,10 +46,10 @@ func staged(b kernels.Buffer, at int64) (place int64, stage bool) {
 }
 
 // stage is n bytes of staging.
-func (m *meeting) stage(at, n int64) []byte { return m.e.space.Range(m.m.Rank, at, n) }
+func (m *dispatching) stage(at, n int64) []byte { return m.e.space.Range(m.m.Rank, at, n) }
 
 // show is the first half of a combine: it tells the peers where this rank's rows are.
-func (m *meeting) show(a *kernels.Combine) (err error) {
+func (m *dispatching) show(a *kernels.Combine) (err error) {
 	defer func() { m.r.half = err }()
 	if err := undone(a.Op, m.r); err != nil {
 		return err
@@ -63,8 +63,8 @@ func (m *meeting) show(a *kernels.Combine) (err error) {
 	}
 	word := refuse(have, need)
 	if ok {
-		rows, stageRows := staged(a.Rows, m.lanes.rows(m.h, 0))
-		weights, stageWeights := staged(a.RowWeights, m.lanes.weights(m.h, 0))
+		rows, stageRows := staged(a.Rows, m.block.rows(m.h, 0))
+		weights, stageWeights := staged(a.RowWeights, m.block.weights(m.h, 0))
 		if a.Ready.Bytes == 0 {
 			if stageRows {
 				m.copyRows(size, m.stage(rows, m.m.Rows*size), a.Rows.Mem)
@@ -93,7 +93,7 @@ func (m *meeting) show(a *kernels.Combine) (err error) {
 }
 
 // gather is the second half of a combine: it reads the rows of this rank's tokens and sums them.
-func (m *meeting) gather(a *kernels.Combine) error {
+func (m *dispatching) gather(a *kernels.Combine) error {
 	if m.r.half != nil {
 		return m.r.half
 	}
@@ -115,7 +115,7 @@ func (m *meeting) gather(a *kernels.Combine) error {
 	return m.finish()
 }
 
-func (m *meeting) gradients(a *kernels.CombineBackward) error {
+func (m *dispatching) gradients(a *kernels.CombineBackward) error {
 	r := m.r
 	if err := undone(a.Op, r); err != nil {
 		return err
@@ -138,9 +138,9 @@ func (m *meeting) gradients(a *kernels.CombineBackward) error {
 	var stageDRows, stageDWeights bool
 	var dRows, dWeights int64
 	if ok {
-		rows, stageRows := staged(a.Rows, m.lanes.rows(m.h, 0))
-		weights, stageWeights := staged(a.RowWeights, m.lanes.weights(m.h, 0))
-		dRows, stageDRows = staged(a.DRows, m.lanes.rows(m.h, 1))
+		rows, stageRows := staged(a.Rows, m.block.rows(m.h, 0))
+		weights, stageWeights := staged(a.RowWeights, m.block.weights(m.h, 0))
+		dRows, stageDRows = staged(a.DRows, m.block.rows(m.h, 1))
 		if stageRows && weighted {
 			m.copyRows(size, m.stage(rows, m.m.Rows*size), a.Rows.Mem)
 		}
@@ -148,7 +148,7 @@ func (m *meeting) gradients(a *kernels.CombineBackward) error {
 			m.copyRows(4, m.stage(weights, m.m.Rows*4), a.RowWeights.Mem)
 		}
 		if given {
-			dWeights, stageDWeights = staged(a.DWeights, m.lanes.weights(m.h, 1))
+			dWeights, stageDWeights = staged(a.DWeights, m.block.weights(m.h, 1))
 		}
 		word = notice{
 			call: kernels.CallWord(a.Op, a.Weighting, r.call), read: uint64(rows), write: uint64(dRows),
@@ -193,7 +193,7 @@ func (m *meeting) gradients(a *kernels.CombineBackward) error {
 
 // gatherer works on rows of one type. Its fields are scratch.
 type gatherer[T float32 | vec.Float16 | vec.BFloat16] struct {
-	m       *meeting
+	m       *dispatching
 	size    int64 // bytes of a row
 	rows    [][]T
 	weights []float32
@@ -211,7 +211,7 @@ type gatherer[T float32 | vec.Float16 | vec.BFloat16] struct {
 }
 
 // begin prepares for writing n rows.
-func (g *gatherer[T]) begin(m *meeting, n int) {
+func (g *gatherer[T]) begin(m *dispatching, n int) {
 	x := m.m
 	g.m, g.size = m, x.SumBytes()
 	g.out = sized(g.out, x.Hidden)
@@ -251,7 +251,7 @@ func write[T, S float32 | vec.Float16 | vec.BFloat16](g *gatherer[T], dst []byte
 }
 
 // combine sums the rows of every token.
-func (g *gatherer[T]) combine(m *meeting, a *kernels.Combine) error {
+func (g *gatherer[T]) combine(m *dispatching, a *kernels.Combine) error {
 	r := m.r
 	g.begin(m, a.Tokens)
 	defer g.end()
@@ -384,7 +384,7 @@ func (g *gatherer[T]) sumWeights(a *kernels.Combine, t int, rows []routedRow) {
 }
 
 // anyReady reports whether a rank shows its rows by and by.
-func (m *meeting) anyReady() bool {
+func (m *dispatching) anyReady() bool {
 	for _, n := range m.r.notices {
 		if n.flags&flagReady != 0 {
 			return true
@@ -395,7 +395,7 @@ func (m *meeting) anyReady() bool {
 
 // whenReady calls do for every token in m.idle once the rows of all its choices may be read. Meanwhile it passes on what this
 // rank's caller marks as done.
-func (m *meeting) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t int) []routedRow) error {
+func (m *dispatching) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t int) []routedRow) error {
 	x, r, me := m.m, m.r, m.m.Rank
 	groups := max(x.MostLocal(), x.Ranks)
 	m.open = sized(m.open, x.Ranks*groups)
@@ -415,7 +415,7 @@ func (m *meeting) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t in
 		}
 		open := &m.open[p*groups+group]
 		if !*open {
-			*open = m.e.word(p, m.lanes.ready(m.peer(p), group)).Load() >= kernels.LastSeq(r.epoch)
+			*open = m.e.word(p, m.block.ready(m.peer(p), group)).Load() >= kernels.LastSeq(r.epoch)
 		}
 		return *open
 	}
@@ -456,20 +456,20 @@ func (m *meeting) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t in
 }
 
 // showReady lets peers read the groups that the caller has marked as done since it was called last. It returns how many those are.
-func (m *meeting) showReady(a *kernels.Combine) (n int) {
+func (m *dispatching) showReady(a *kernels.Combine) (n int) {
 	if a.Ready.Bytes == 0 {
 		return 0
 	}
 	size, beside := m.m.SumBytes(), 4*int64(m.m.WeightsPerRow())
 	for g, rows := range m.r.groups {
-		word := m.e.word(m.m.Rank, m.lanes.ready(m.h, g))
+		word := m.e.word(m.m.Rank, m.block.ready(m.h, g))
 		if word.Load() >= kernels.LastSeq(m.r.epoch) || int64(shm.Word32(a.Ready.Mem, 4*int64(g)).Load()) < rows {
 			continue
 		}
-		if at, stage := staged(a.Rows, m.lanes.rows(m.h, 0)); stage {
+		if at, stage := staged(a.Rows, m.block.rows(m.h, 0)); stage {
 			m.copyGroup(g, size, m.stage(at, m.m.Rows*size), a.Rows.Mem)
 		}
-		if at, stage := staged(a.RowWeights, m.lanes.weights(m.h, 0)); stage {
+		if at, stage := staged(a.RowWeights, m.block.weights(m.h, 0)); stage {
 			m.copyGroup(g, beside, m.stage(at, m.m.Rows*beside), a.RowWeights.Mem)
 		}
 		word.Store(kernels.LastSeq(m.r.epoch))
@@ -486,7 +486,7 @@ func (m *meeting) showReady(a *kernels.Combine) (n int) {
 }
 
 // spread writes the gradient of every row to its rank, and computes those of the weights.
-func (g *gatherer[T]) spread(m *meeting, a *kernels.CombineBackward) {
+func (g *gatherer[T]) spread(m *dispatching, a *kernels.CombineBackward) {
 	r, x := m.r, m.m
 	g.begin(m, len(r.rows))
 	defer g.end()

@@ -54,7 +54,7 @@ func mostBits(x []float32) uint32 {
 }
 
 // quantize makes a row of a token. The result is good until the next call.
-func (q *quantized) quantize(m *kernels.MoE, token []byte) (row, scales []byte) {
+func (q *quantized) quantize(m *kernels.DispatchBounds, token []byte) (row, scales []byte) {
 	q.wide, q.scaled = sized(q.wide, m.Hidden), sized(q.scaled, m.Hidden)
 	switch m.TokenType {
 	case kernels.Float16:

@@ -38,7 +38,7 @@ type routing struct {
 	notices    []notice // by rank
 }
 
-func (r *routing) init(m *kernels.MoE, rankOf []int32) {
+func (r *routing) init(m *kernels.DispatchBounds, rankOf []int32) {
 	r.rankOf = rankOf
 	groups := m.Groups(m.Rank)
 	r.first = make([]int32, 1, m.MaxTokens+1)
@@ -53,7 +53,7 @@ func (r *routing) rowsUsed() int64 { return r.offsets[len(r.offsets)-1] }
 func (r *routing) tokens() int { return len(r.first) - 1 }
 
 // undone is the error of a call on a dispatch that failed. Every rank has it, so none begins the call.
-func undone(op kernels.MoEOp, r *routing) error {
+func undone(op kernels.DispatchOp, r *routing) error {
 	if r.err == nil {
 		return nil
 	}
@@ -67,7 +67,7 @@ type badIndex struct {
 }
 
 // route reads the choices of a dispatch.
-func (m *meeting) route(a *kernels.Dispatch) (badIndex, bool) {
+func (m *dispatching) route(a *kernels.Dispatch) (badIndex, bool) {
 	weights := shm.View[float32](a.Weights.Mem)
 	if m.m.IndexBytes == 8 {
 		return route(m.m, m.r, shm.View[int64](a.Experts.Mem)[:a.Tokens*m.m.TopK], weights)
@@ -75,7 +75,7 @@ func (m *meeting) route(a *kernels.Dispatch) (badIndex, bool) {
 	return route(m.m, m.r, shm.View[int32](a.Experts.Mem)[:a.Tokens*m.m.TopK], weights)
 }
 
-func route[I int32 | int64](m *kernels.MoE, r *routing, idx []I, weights []float32) (badIndex, bool) {
+func route[I int32 | int64](m *kernels.DispatchBounds, r *routing, idx []I, weights []float32) (badIndex, bool) {
 	table := shm.View[int32](m.Placement.Mem)
 	copies, at := table[:m.Experts+1], table[m.Experts+1:]
 	r.first, r.rows = append(r.first[:0], 0), r.rows[:0]
@@ -124,12 +124,12 @@ func route[I int32 | int64](m *kernels.MoE, r *routing, idx []I, weights []float
 }
 
 // countsOf is where src tells rank p its counts.
-func (m *meeting) countsOf(p, src int) []int32 {
-	return shm.View[int32](m.e.space.Range(p, m.lanes.counts(m.r.epoch, src), 4*int64(len(m.r.counts))))
+func (m *dispatching) countsOf(p, src int) []int32 {
+	return shm.View[int32](m.e.space.Range(p, m.block.counts(m.r.epoch, src), 4*int64(len(m.r.counts))))
 }
 
 // place computes from the counts of all ranks where every row goes. The error is the same on all of them.
-func (m *meeting) place() error {
+func (m *dispatching) place() error {
 	if m.m.Layout.ByToken() {
 		return m.placeTokens()
 	}
@@ -175,7 +175,7 @@ func (m *meeting) place() error {
 	return nil
 }
 
-func (m *meeting) placeTokens() error {
+func (m *dispatching) placeTokens() error {
 	x, r, me := m.m, m.r, m.m.Rank
 	each, slots := len(r.counts), x.Slots()
 	m.base = sized(m.base, x.Ranks)
@@ -208,13 +208,13 @@ func (m *meeting) placeTokens() error {
 }
 
 // expert is the one in a slot.
-func (m *meeting) expert(slot int) int32 {
+func (m *dispatching) expert(slot int) int32 {
 	table := shm.View[int32](m.m.Placement.Mem)
 	return table[m.m.Experts+1+m.m.Slots()+slot]
 }
 
 // publish writes the counts of a dispatch to its handle. Those of one that failed are zero, and nobody is told of them.
-func (m *meeting) publish(a *kernels.Dispatch, ok bool) {
+func (m *dispatching) publish(a *kernels.Dispatch, ok bool) {
 	x, r := m.m, m.r
 	counts, offsets, from := shm.View[int32](m.h.Counts.Mem), shm.View[int32](m.h.Offsets.Mem), shm.View[int32](m.h.RankCounts.Mem)
 	clear(counts)
@@ -240,7 +240,7 @@ func (m *meeting) publish(a *kernels.Dispatch, ok bool) {
 }
 
 // countChoices adds to the counters of experts.
-func (m *meeting) countChoices() {
+func (m *dispatching) countChoices() {
 	for s, n := range m.r.counts[:m.m.Slots()] {
 		if n > 0 {
 			m.counter(int(m.expert(s))).Add(uint64(n))
@@ -249,6 +249,6 @@ func (m *meeting) countChoices() {
 }
 
 // landedWords are those of a handle on rank p.
-func (m *meeting) landedWord(p int, h *kernels.MoEHandle, i int) *atomic.Uint32 {
+func (m *dispatching) landedWord(p int, h *kernels.DispatchHandle, i int) *atomic.Uint32 {
 	return shm.Word32(m.e.space.Mem, int64(p)*m.e.space.Stride+h.Landed.Place+4*int64(i))
 }

@@ -11,9 +11,9 @@ import (
 const landEvery = 256
 
 // send is the first half of a dispatch: it sends this rank's tokens.
-func (m *meeting) send(a *kernels.Dispatch) (err error) {
+func (m *dispatching) send(a *kernels.Dispatch) (err error) {
 	defer func() { m.r.half = err }()
-	if a.Op == kernels.RedispatchOp {
+	if a.Op == kernels.OpRedispatch {
 		if err := undone(a.Op, m.r); err != nil {
 			return err
 		}
@@ -28,7 +28,7 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 		m.landedWord(m.m.Rank, m.h, i).Store(0)
 	}
 	var failed error
-	if a.Op == kernels.DispatchOp {
+	if a.Op == kernels.OpDispatch {
 		failed, err = m.agree(a)
 	} else {
 		failed, err = m.meet(notice{call: kernels.CallWord(a.Op, 0, m.r.call)}, nil)
@@ -40,7 +40,7 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 		return failed
 	}
 	m.openOutlets()
-	if a.Op == kernels.DispatchOp {
+	if a.Op == kernels.OpDispatch {
 		m.number()
 	}
 	m.scatter(a)
@@ -48,7 +48,7 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 	for i := 1; i < m.m.Ranks; i++ {
 		p := m.e.peer(i)
 		h := m.peer(p)
-		m.e.word(p, m.lanes.done(h, me)+doneTwins).Store(uint64(m.outlets[p].twins))
+		m.e.word(p, m.block.done(h, me)+doneTwins).Store(uint64(m.outlets[p].twins))
 		m.done(h).signal(p)
 	}
 	m.r.unreceived = true
@@ -56,7 +56,7 @@ func (m *meeting) send(a *kernels.Dispatch) (err error) {
 }
 
 // agree makes the routing and tells it to all ranks, which then know whether it fits.
-func (m *meeting) agree(a *kernels.Dispatch) (failed, err error) {
+func (m *dispatching) agree(a *kernels.Dispatch) (failed, err error) {
 	r, me, n := m.r, m.m.Rank, m.m.Ranks
 	r.call, r.err = r.epoch, nil
 	bad, refused := m.route(a)
@@ -68,10 +68,10 @@ func (m *meeting) agree(a *kernels.Dispatch) (failed, err error) {
 			copy(m.countsOf(p, me), r.counts)
 		}
 	}
-	word := notice{call: kernels.CallWord(kernels.DispatchOp, 0, r.call)}
+	word := notice{call: kernels.CallWord(kernels.OpDispatch, 0, r.call)}
 	if refused {
 		word = notice{
-			call: kernels.CallWord(kernels.RefusedOp, 0, refusedIndex),
+			call: kernels.CallWord(kernels.OpRefused, 0, refusedIndex),
 			read: uint64(bad.token), write: uint64(bad.expert), readWeights: uint64(bad.choice),
 		}
 	}
@@ -91,19 +91,19 @@ func (m *meeting) agree(a *kernels.Dispatch) (failed, err error) {
 }
 
 // receive is the second half of a dispatch: it makes what peers have sent complete.
-func (m *meeting) receive(a *kernels.Dispatch) error {
+func (m *dispatching) receive(a *kernels.Dispatch) error {
 	if m.r.half != nil {
 		return m.r.half
 	}
-	m.clearPadding(a.Op == kernels.DispatchOp)
+	m.clearPadding(a.Op == kernels.OpDispatch)
 	me := m.m.Rank
 	return m.received(func(src int) {
-		m.makeTwins(src, int64(m.e.word(me, m.lanes.done(m.h, src)+doneTwins).Load()))
+		m.makeTwins(src, int64(m.e.word(me, m.block.done(m.h, src)+doneTwins).Load()))
 	})
 }
 
 // received waits for the rows of all peers.
-func (m *meeting) received(arrived func(src int)) error {
+func (m *dispatching) received(arrived func(src int)) error {
 	err := m.await(m.done(m.h), arrived)
 	m.r.unreceived = err != nil
 	return err
@@ -120,24 +120,24 @@ type outlet struct {
 	tokens       int64 // that have been sent there
 }
 
-func (m *meeting) openOutlets() {
+func (m *dispatching) openOutlets() {
 	m.outlets = sized(m.outlets, m.m.Ranks)
 	for p := range m.outlets {
 		m.outlets[p] = m.outletOf(p, m.peer(p))
 	}
 }
 
-func (m *meeting) outletOf(p int, h *kernels.MoEHandle) outlet {
+func (m *dispatching) outletOf(p int, h *kernels.DispatchHandle) outlet {
 	at := func(b kernels.Buffer) []byte { return m.e.space.Range(p, b.Place, b.Bytes) }
 	return outlet{
 		rows: at(h.Rows), scales: at(h.Scales), sources: shm.View[int32](at(h.Sources)), weights: shm.View[float32](at(h.Weights)),
 		indices:  shm.View[int64](at(h.Indices)),
-		twinList: shm.View[int32](m.e.space.Range(p, m.lanes.twinList(h, m.m.Rank), 8*m.lanes.twins)),
+		twinList: shm.View[int32](m.e.space.Range(p, m.block.twinList(h, m.m.Rank), 8*m.block.twins)),
 	}
 }
 
 // scatter writes every token to its first row on each of its ranks, and lists or makes the others.
-func (m *meeting) scatter(a *kernels.Dispatch) {
+func (m *dispatching) scatter(a *kernels.Dispatch) {
 	x, r, size := m.m, m.r, m.m.RowBytes()
 	me, byToken := int32(x.Rank), x.Layout.ByToken()
 	stream := m.e.streams(len(r.rows), size)
@@ -190,7 +190,7 @@ func (m *meeting) scatter(a *kernels.Dispatch) {
 }
 
 // tokenRow is the row of token t as it is sent, with its scales.
-func (m *meeting) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, scales []byte) {
+func (m *dispatching) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, scales []byte) {
 	if m.m.Quantizes() {
 		n := m.m.TokenBytes()
 		return m.token.quantize(m.m, a.X.Mem[int64(t)*n:][:n])
@@ -202,7 +202,7 @@ func (m *meeting) tokenRow(a *kernels.Dispatch, t int, size, words int64) (row, 
 }
 
 // number gives every row its place, and writes there what lies beside the row.
-func (m *meeting) number() {
+func (m *dispatching) number() {
 	me, byToken := int32(m.m.Rank), m.m.Layout.ByToken()
 	weights, sources := m.h.Weights.Bytes > 0, m.h.Sources.Bytes > 0
 	rows, first := m.r.rows, m.r.first
@@ -229,7 +229,7 @@ func (m *meeting) number() {
 }
 
 // beside writes the index and weight of a choice in a token-major layout. first says that it is the token's first on its rank.
-func (m *meeting) beside(to *outlet, row *routedRow, first bool) {
+func (m *dispatching) beside(to *outlet, row *routedRow, first bool) {
 	x := m.m
 	at := int(row.row)
 	indices, weights := to.indices[at*x.TopK:][:x.TopK], to.weights[at*x.TopK:][:x.TopK]
@@ -244,7 +244,7 @@ func (m *meeting) beside(to *outlet, row *routedRow, first bool) {
 }
 
 // putScales writes the scales of a row into those of an output.
-func (m *meeting) putScales(to []byte, row int64, scales []byte) {
+func (m *dispatching) putScales(to []byte, row int64, scales []byte) {
 	if !m.m.Scales.Columns {
 		copy(to[row*int64(len(scales)):], scales)
 		return
@@ -257,7 +257,7 @@ func (m *meeting) putScales(to []byte, row int64, scales []byte) {
 }
 
 // column is where the first scale of a row lies in column-major order, in words, and how far it is to the next.
-func (m *meeting) column(row int64) (at, stride int64) {
+func (m *dispatching) column(row int64) (at, stride int64) {
 	x := m.m
 	if x.Layout == kernels.PaddedRows || x.Layout == kernels.SlabRows {
 		return row/x.Capacity*x.Capacity*int64(x.ScaleWords()) + row%x.Capacity, x.Capacity
@@ -266,7 +266,7 @@ func (m *meeting) column(row int64) (at, stride int64) {
 }
 
 // getScales is the inverse of putScales.
-func (m *meeting) getScales(scales, from []byte, row int64) {
+func (m *dispatching) getScales(scales, from []byte, row int64) {
 	if !m.m.Scales.Columns {
 		copy(scales, from[row*int64(len(scales)):])
 		return
@@ -279,7 +279,7 @@ func (m *meeting) getScales(scales, from []byte, row int64) {
 }
 
 // tellLanded adds what has been written since it did so last to the words of the receivers.
-func (m *meeting) tellLanded(stream bool) {
+func (m *dispatching) tellLanded(stream bool) {
 	if stream {
 		shm.Fence()
 	}
@@ -295,12 +295,12 @@ func (m *meeting) tellLanded(stream bool) {
 }
 
 // makeTwins copies rows that src has sent to where else it wants them.
-func (m *meeting) makeTwins(src int, n int64) {
+func (m *dispatching) makeTwins(src int, n int64) {
 	if n == 0 {
 		return
 	}
 	me, size := m.m.Rank, m.m.RowBytes()
-	list := shm.View[int32](m.e.space.Range(me, m.lanes.twinList(m.h, src), 8*n))
+	list := shm.View[int32](m.e.space.Range(me, m.block.twinList(m.h, src), 8*n))
 	m.token.scales = sized(m.token.scales, 4*m.m.ScaleWords())
 	for i := 0; i < len(list); i += 2 {
 		from, to := int64(list[i]), int64(list[i+1])
@@ -317,7 +317,7 @@ func (m *meeting) makeTwins(src int, n int64) {
 }
 
 // eachPadding calls f with stretches of rows that belong to no token and have to be zero.
-func (m *meeting) eachPadding(f func(from, to int64)) {
+func (m *dispatching) eachPadding(f func(from, to int64)) {
 	if m.m.Layout != kernels.FlatRows && m.m.Layout != kernels.PaddedRows {
 		return
 	}
@@ -329,7 +329,7 @@ func (m *meeting) eachPadding(f func(from, to int64)) {
 }
 
 // clearPadding zeroes padding rows and their scales; beside them, where asked, their weights, and they have no source.
-func (m *meeting) clearPadding(beside bool) {
+func (m *dispatching) clearPadding(beside bool) {
 	size, sources, weights := m.m.RowBytes(), shm.View[int32](m.h.Sources.Mem), shm.View[float32](m.h.Weights.Mem)
 	m.token.scales = sized(m.token.scales, 4*m.m.ScaleWords())
 	m.eachPadding(func(from, to int64) {

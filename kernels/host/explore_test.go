@@ -66,7 +66,7 @@ type rig struct {
 
 func newRig(w *explore.Workload) *rig {
 	g := &rig{w: w, timeout: time.Second} // no clock runs where ranks take turns
-	n := w.Channels.Size
+	n := w.Block.Size
 	end := w.Outputs()
 	for r := range n {
 		end = max(end, w.Outputs()+w.OutputBytes(r))
@@ -78,7 +78,7 @@ func newRig(w *explore.Workload) *rig {
 	for r := range n {
 		g.engines = append(g.engines, host.New(g.space(r), bells, func() error { return nil }))
 		g.engines[r].SetPull(0, 16)
-		g.ports = append(g.ports, open(g.engines[r], w.Channels.Channels, w.Channels.Offset))
+		g.ports = append(g.ports, open(g.engines[r], w.Block.ExchangeBounds, w.Block.Offset))
 		var longest int64
 		for _, c := range w.Calls {
 			longest = max(longest, c.SourceBytes(r))
@@ -103,7 +103,7 @@ func buffer(b []byte, place int64) kernels.Buffer {
 }
 
 func (g *rig) space(rank int) kernels.Space {
-	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.w.Channels.Size}
+	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.w.Block.Size}
 }
 
 func (g *rig) output(rank int) []byte {
@@ -129,7 +129,7 @@ func (g *rig) clear() {
 		clear(g.mem[int64(r)*g.stride+kernels.HeaderBytes : int64(r+1)*g.stride])
 		fill(g.output(r), poisoned)
 		fill(g.sources[r], spoiled)
-		*g.word(r, g.w.Channels.Epoch()) = g.epoch
+		*g.word(r, g.w.Block.Epoch()) = g.epoch
 	}
 }
 
@@ -235,7 +235,7 @@ func (g *rig) start() explore.Program {
 					}
 				}
 				if g.point != nil {
-					g.point(r, int(*g.word(r, g.w.Channels.Epoch())-g.epoch)-1, what)
+					g.point(r, int(*g.word(r, g.w.Block.Epoch())-g.epoch)-1, what)
 				}
 				err := turn(what, waiting)
 				if err == nil && !waiting && g.resumed != nil {
@@ -268,14 +268,14 @@ var (
 	pullRing  = explore.Style{Order: rotation, Window: 1}
 
 	// small has all three modes: packets to 8 bytes, eager to 16, and slots of 16.
-	small = kernels.Channels{Slots: 2, SlotBytes: 16, PacketBytes: 8, EagerBytes: 16}
+	small = kernels.ExchangeBounds{Slots: 2, SlotBytes: 16, PacketBytes: 8, EagerBytes: 16}
 	// oneSlot has credits alone.
-	oneSlot = kernels.Channels{Slots: 1, SlotBytes: 16}
+	oneSlot = kernels.ExchangeBounds{Slots: 1, SlotBytes: 16}
 	// eager has no packets.
-	eager = kernels.Channels{Slots: 1, SlotBytes: 16, EagerBytes: 16}
+	eager = kernels.ExchangeBounds{Slots: 1, SlotBytes: 16, EagerBytes: 16}
 )
 
-func workload(c kernels.Channels, times int, bytes [][]int64, styles ...explore.Style) *explore.Workload {
+func workload(c kernels.ExchangeBounds, times int, bytes [][]int64, styles ...explore.Style) *explore.Workload {
 	w := explore.NewWorkload(len(bytes), c)
 	for range times {
 		w.Add(bytes, styles...)
@@ -367,7 +367,7 @@ func TestExploreCountMismatch(t *testing.T) {
 					g.verdict = func(rank, call int, err error) (bool, error) {
 						var m *kernels.CountMismatchError
 						switch {
-						case call > 0 || rank == 2 || err == nil && rank == 0 && w.Channels.Mode(sent) != kernels.CreditMode:
+						case call > 0 || rank == 2 || err == nil && rank == 0 && w.Block.Mode(sent) != kernels.CreditMode:
 							return true, err
 						case !errors.As(err, &m) || m.Src != 0 || m.Dst != 1 || int64(m.Sent) != sent || int64(m.Expected) != expected:
 							return false, fmt.Errorf("the disagreement became %w", err)
@@ -389,7 +389,7 @@ func TestF3_RefusedSplitsAreToldToAll(t *testing.T) {
 	}
 	for name, style := range map[string]explore.Style{"pulled": pulled, "staged": staged, "in place": inPlace, "ring": ring, "pulled ring": pullRing} {
 		for _, bytes := range []int64{0, 5, 12, 40} {
-			for _, c := range []kernels.Channels{small, oneSlot} {
+			for _, c := range []kernels.ExchangeBounds{small, oneSlot} {
 				t.Run(fmt.Sprintf("%s, %d bytes, %d slots", name, bytes, c.Slots), func(t *testing.T) {
 					g := newRig(workload(c, 3, three(bytes), style))
 					one, other := g.w.Calls[1].Routes[0], g.w.Calls[1].Routes[1]
@@ -451,7 +451,7 @@ func TestExploreFindsKnownBugs(t *testing.T) {
 		g := newRig(workload(eager, 3, two(16, 9), staged))
 		holds(t, g, budget(1, 100))
 		g.before = func(rank, call int) error {
-			*g.word(rank, g.w.Channels.Epoch()) = uint64(call & 1)
+			*g.word(rank, g.w.Block.Epoch()) = uint64(call & 1)
 			return nil
 		}
 		found(t, g, budget(1, 100), explore.ErrData)
@@ -498,7 +498,7 @@ func TestExploreFindsKnownBugs(t *testing.T) {
 		holds(t, g, budget(1, 100))
 		g.point = func(rank, call int, what string) {
 			if what == "puts data to rank 1" {
-				line := g.w.Channels.Signal(uint64(call+1), rank)
+				line := g.w.Block.Signal(uint64(call+1), rank)
 				*g.word(1, line+host.LineTotal), *g.word(1, line+host.LineSeq) = 16, kernels.LastSeq(uint64(call+1))
 			}
 		}
@@ -565,7 +565,7 @@ func TestF1_WhoGivesUpHasItsBuffersBack(t *testing.T) {
 		returned := g.returned
 		g.returned = func(rank int) {
 			if returned(rank); rank == 0 {
-				*g.word(1, g.w.Channels.Signal(1, 0)+host.LineSource) = uint64(shm.Addr(g.sources[0]))
+				*g.word(1, g.w.Block.Signal(1, 0)+host.LineSource) = uint64(shm.Addr(g.sources[0]))
 			}
 		}
 		found(t, g, every, nil)
@@ -575,7 +575,7 @@ func TestF1_WhoGivesUpHasItsBuffersBack(t *testing.T) {
 		g.giveUp(1)
 		g.point = func(rank, _ int, what string) {
 			if what == "takes its offer to rank 1 back" {
-				*g.word(rank, g.w.Channels.Reading(1)) = 0
+				*g.word(rank, g.w.Block.Reading(1)) = 0
 			}
 		}
 		found(t, g, every, explore.ErrLate)
@@ -584,7 +584,7 @@ func TestF1_WhoGivesUpHasItsBuffersBack(t *testing.T) {
 
 // forge has src grant itself the first chunk of the message to dst, where dst wants it in call c.
 func (g *rig) forge(src, dst, call int, c *explore.Call) {
-	r, line := c.Routes[dst], g.w.Channels.Credit(dst, 1)
+	r, line := c.Routes[dst], g.w.Block.Credit(dst, 1)
 	*g.word(src, line+host.LineOffset) = uint64(c.Output[dst] + r.RecvOffsets[src])
 	*g.word(src, line+host.LineLen) = uint64(r.RecvBytes[src])
 	*g.word(src, line+host.LineTotal) = uint64(r.RecvBytes[src])

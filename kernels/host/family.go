@@ -30,11 +30,11 @@ func families() []entry {
 	return []entry{
 		entryOf(newExchanges, "alltoallv", "barrier"),
 		entryOf(newReductions, names(kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast)...),
-		entryOf(newDispatches, names(kernels.DispatchOp, kernels.RedispatchOp, kernels.CombineOp, kernels.CombineBackwardOp, kernels.DispatchBackwardOp)...),
+		entryOf(newDispatches, names(kernels.OpDispatch, kernels.OpRedispatch, kernels.OpCombine, kernels.OpCombineBackward, kernels.OpDispatchBackward)...),
 	}
 }
 
-func entryOf[B kernels.Family](open func(bounds B, offset int64) family, operations ...string) entry {
+func entryOf[B kernels.Family, F family](open func(bounds B, offset int64) F, operations ...string) entry {
 	return entry{operations, func(f kernels.Family, offset int64) family {
 		if b, ok := f.(B); ok {
 			return open(b, offset)

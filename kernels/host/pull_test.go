@@ -77,7 +77,7 @@ func (w *world) swaps(t *testing.T, src [2][]byte) {
 }
 
 func twoRanks(t *testing.T) *world {
-	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 4096)
+	w := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 4096)
 	w.apart(t)
 	return w
 }
@@ -158,7 +158,7 @@ func TestMemoryThatOthersCannotReadGoesThroughStaging(t *testing.T) {
 func TestF1_NobodyWritesToWhoHasGivenUp(t *testing.T) {
 	for _, shared := range []bool{false, true} {
 		t.Run(fmt.Sprintf("shared=%v", shared), func(t *testing.T) {
-			w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256}, 0)
+			w := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256}, 0)
 			if !shared {
 				w.apart(t)
 				w.look(t)
@@ -189,7 +189,7 @@ func TestF1_NobodyTakesWhatItsSenderHasTakenBack(t *testing.T) {
 	rnd := rand.New(rand.NewPCG(1, 1))
 	outcomes := [2]int{}
 	for try := range 200 {
-		w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256}, 0)
+		w := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256}, 0)
 		w.apart(t)
 		w.look(t)
 		for _, e := range w.engines {

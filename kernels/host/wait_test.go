@@ -22,7 +22,7 @@ func TestTheEnginesWordsFitTheHeader(t *testing.T) {
 
 // A rank that waits says for whom, in which call and for what, again and again; at its deadline the error says as much.
 func TestWaitsSayForWhom(t *testing.T) {
-	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 0)
+	w := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 0)
 	var log bytes.Buffer
 	w.engines[0].space.Log = slog.New(slog.NewTextHandler(&log, nil))
 	w.engines[0].tellEvery = 20 * time.Millisecond
@@ -63,7 +63,7 @@ func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
 		first, after time.Duration // how long rank 2 waits in the first call, rank 0 in the one after
 	}{{"it waits", 10 * time.Second, 300 * time.Millisecond}, {"it has given up", 100 * time.Millisecond, 400 * time.Millisecond}} {
 		t.Run(c.name, func(t *testing.T) {
-			w := newWorld(t, 3, kernels.Channels{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 0)
+			w := newWorld(t, 3, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 0)
 			m := [][]int64{{0, 5, 5}, {5, 0, 5}, {5, 5, 0}}
 			call := func(rank int, timeout time.Duration) error {
 				ro := routes(m, rank)
@@ -117,7 +117,7 @@ func TestF2_TheCulpritOfACircle(t *testing.T) {
 		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 2}, 1, 2},  // ranks 1 and 3 wait for rank 2
 		{[]int{1, 1, 9, 9}, []int{1, 1, 1, 1}, 1, 1},  // words that make no sense
 	} {
-		w := newWorld(t, 4, kernels.Channels{Slots: 2, SlotBytes: 256}, 0)
+		w := newWorld(t, 4, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256}, 0)
 		e := w.engines[0]
 		for p := range 4 {
 			e.peers[p].awaited.Store(uint32(c.waitFor[p] + 1))
@@ -131,7 +131,7 @@ func TestF2_TheCulpritOfACircle(t *testing.T) {
 func TestCallsHaveNamesOfTheirOwn(t *testing.T) {
 	table := families()
 	require.LessOrEqual(t, len(table), maxFamilies)
-	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256}, 0)
+	w := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256}, 0)
 	seen := make(map[string]bool)
 	for place, f := range table {
 		require.LessOrEqual(t, len(f.operations), maxOperations)
@@ -161,7 +161,7 @@ func TestCallsHaveNamesOfTheirOwn(t *testing.T) {
 
 // A rank that has waited in vain and makes another call does not wait any more for whom it waited then.
 func TestF2_WhoGoesOnDoesNotWait(t *testing.T) {
-	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
+	w := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
 	ro := routes([][]int64{{0, 5}, {5, 0}}, 0)
 	err := w.ports[0].Launch(nil, &kernels.AllToAllV{Routes: ro, Src: buffer(make([]byte, 5), -1), Dst: buffer(make([]byte, 5), -1),
 		Launched: kernels.Launched{Timeout: 20 * time.Millisecond}})
@@ -174,7 +174,7 @@ func TestF2_WhoGoesOnDoesNotWait(t *testing.T) {
 
 // A rank whose look has lost the core sleeps first in its next waits, and looks again after a rest.
 func TestWaitsSleepFirstWhereLookingLosesTheCore(t *testing.T) {
-	w := newWorld(t, 2, kernels.Channels{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
+	w := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
 	e, port := w.engines[0], w.ports[0].(*port)
 	var wait waiter
 	wait.begin(port, nil, call{at: kernels.HeaderBytes, epoch: 1}, 10*time.Second)

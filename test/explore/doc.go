@@ -2,7 +2,7 @@
 //
 // [Check] is a small explicit-state model checker: it visits every state that a [System] can reach, whatever the order in
 // which its ranks act, and answers with the shortest trace to a broken promise. [Protocol] is the system of the exchange
-// kernels: ranks that post credits, put data, signal and wait. Its programs are derived from the same kernels.Channels and
+// kernels: ranks that post credits, put data, signal and wait. Its programs are derived from the same kernels.ExchangeBounds and
 // kernels.Routes that the engines get, so a plan or a layout that is wrong shows here.
 // [Halves] and [Handle] are the systems of dispatch and combine, on the host and on GPUs. A bug put into a protocol must be found; that is
 // what shows that the exploration sees anything.

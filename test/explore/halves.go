@@ -39,7 +39,7 @@ const (
 	ReadersNotAwaited
 )
 
-// Halves is the protocol of the host engine's dispatch and combine (kernels/host/lanes.go): every rank runs the same halves of
+// Halves is the protocol of the host engine's dispatch and combine (kernels/host/dispatch_block.go): every rank runs the same halves of
 // calls. Ranks number their handles differently.
 //
 // A first half writes a notice to every peer, waits for theirs and reads them; a dispatch then writes its rows and a done line

@@ -131,7 +131,7 @@ func NewProtocol(w *Workload, o Options) *Protocol {
 	if o.Relaxed {
 		o.Lines = false // a line does not become visible as a whole
 	}
-	p := &Protocol{w: w, o: o, ranks: w.Channels.Size, cells: map[place]int32{}}
+	p := &Protocol{w: w, o: o, ranks: w.Block.Size, cells: map[place]int32{}}
 	p.output = make([][]int32, p.ranks)
 	for rank := range p.ranks {
 		for _, c := range w.Calls {
@@ -281,7 +281,7 @@ func (b *builder) chunks(call, src, dst int) (places, lens []int64) {
 	c := &w.Calls[call]
 	r := c.Routes[dst]
 	for asked, k := int64(0), 1; asked < r.RecvBytes[src]; k++ {
-		n, at := min(r.RecvBytes[src]-asked, w.Channels.SlotBytes), w.Channels.Slot(src, k)
+		n, at := min(r.RecvBytes[src]-asked, w.Block.SlotBytes), w.Block.Slot(src, k)
 		if c.inPlace(dst) {
 			n, at = r.RecvBytes[src]-asked, c.Output[dst]+r.RecvOffsets[src]+asked
 			if chunk := c.Schedules[dst].ChunkBytes; chunk > 0 {
@@ -297,27 +297,27 @@ func (b *builder) chunks(call, src, dst int) (places, lens []int64) {
 // pulled reports whether dst reads a message of n bytes where its sender has it.
 func (b *builder) pulled(dst int, n int64) bool {
 	w, c := b.p.w, &b.p.w.Calls[b.call]
-	return b.p.o.Pull && w.Channels.Mode(n) == kernels.CreditMode && !c.InPlace[dst] && !c.Schedules[dst].Staged
+	return b.p.o.Pull && w.Block.Mode(n) == kernels.CreditMode && !c.InPlace[dst] && !c.Schedules[dst].Staged
 }
 
 // source is the word in which src offers its message to dst.
 func (b *builder) source(dst, src int) int32 {
-	return b.p.cell(dst, b.p.w.Channels.Signal(b.parity(OneSignalLine), src)+host.LineSource)
+	return b.p.cell(dst, b.p.w.Block.Signal(b.parity(OneSignalLine), src)+host.LineSource)
 }
 
 // read says that the message of src has been read, and awaitRead waits for that.
 func (b *builder) read(src int) {
-	at, seq := b.p.w.Channels.Taken(b.me), kernels.LastSeq(b.epoch())
+	at, seq := b.p.w.Block.Taken(b.me), kernels.LastSeq(b.epoch())
 	if b.p.o.Bug == TakenAsCredit {
-		at, seq = b.p.w.Channels.Credit(b.me, 1)+host.LineSeq, kernels.Seq(b.epoch(), 1)
+		at, seq = b.p.w.Block.Credit(b.me, 1)+host.LineSeq, kernels.Seq(b.epoch(), 1)
 	}
 	b.add(op{kind: opStore, cell: b.p.cell(src, at), val: seq}, "tells rank %d that it has read the message", src)
 }
 
 func (b *builder) awaitRead(dst int) {
-	at, seq := b.p.w.Channels.Taken(dst), kernels.LastSeq(b.epoch())
+	at, seq := b.p.w.Block.Taken(dst), kernels.LastSeq(b.epoch())
 	if b.p.o.Bug == TakenAsCredit {
-		at, seq = b.p.w.Channels.Credit(dst, 1)+host.LineSeq, kernels.Seq(b.epoch(), 1)
+		at, seq = b.p.w.Block.Credit(dst, 1)+host.LineSeq, kernels.Seq(b.epoch(), 1)
 	}
 	b.add(op{kind: opAwait, equal: true, cell: b.p.cell(b.me, at), val: seq}, "sees that rank %d has read the message", dst)
 }
@@ -350,9 +350,9 @@ func seqName(seq uint64) string {
 // signal tells dst how far the message is.
 func (b *builder) signal(dst int, total int64, seq uint64) {
 	bug := b.p.o.Bug
-	at, name := b.p.w.Channels.Signal(b.parity(OneSignalLine), b.me), fmt.Sprintf("signal to rank %d", dst)
+	at, name := b.p.w.Block.Signal(b.parity(OneSignalLine), b.me), fmt.Sprintf("signal to rank %d", dst)
 	if bug == TwoStateSemaphore {
-		at, seq = b.p.w.Channels.Signal(0, b.me), 1
+		at, seq = b.p.w.Block.Signal(0, b.me), 1
 	}
 	b.line(dst, at, []int64{host.LineTotal}, []uint64{uint64(total)}, seq, bug == SignalBeforeTotal, bug == PlainSignal, name)
 }
@@ -360,9 +360,9 @@ func (b *builder) signal(dst int, total int64, seq uint64) {
 // await waits for a signal of src.
 func (b *builder) await(src int, total int64, seq uint64) {
 	bug := b.p.o.Bug
-	at := b.p.w.Channels.Signal(b.parity(OneSignalLine), src)
+	at := b.p.w.Block.Signal(b.parity(OneSignalLine), src)
 	if bug == TwoStateSemaphore {
-		at = b.p.w.Channels.Signal(0, src)
+		at = b.p.w.Block.Signal(0, src)
 		b.add(op{kind: opAwait, cell: b.p.cell(b.me, at), equal: true, val: 1}, "sees the semaphore of rank %d", src)
 		b.add(op{kind: opStore, cell: b.p.cell(b.me, at), val: 0, fused: true}, "and clears it")
 		return
@@ -374,7 +374,7 @@ func (b *builder) await(src int, total int64, seq uint64) {
 // grant posts the credit of chunk k, from 1.
 func (b *builder) grant(src, k int, places, lens []int64) {
 	r := b.p.w.Calls[b.call].Routes[b.me]
-	b.line(src, b.p.w.Channels.Credit(b.me, k), []int64{host.LineOffset, host.LineLen, host.LineTotal},
+	b.line(src, b.p.w.Block.Credit(b.me, k), []int64{host.LineOffset, host.LineLen, host.LineTotal},
 		[]uint64{uint64(places[k-1]), uint64(lens[k-1]), uint64(r.RecvBytes[src])}, kernels.Seq(b.epoch(), k),
 		b.p.o.Bug == CreditBeforePlace, b.p.o.Bug == PlainCredit, fmt.Sprintf("credit %d to rank %d", k, src))
 }
@@ -389,9 +389,9 @@ func (b *builder) recv(src int) (credits, body []op) {
 	if total == 0 && bug == SkipZeroWait {
 		return nil, nil
 	}
-	switch w.Channels.Mode(total) {
+	switch w.Block.Mode(total) {
 	case kernels.PacketMode:
-		at := w.Channels.Packet(b.parity(OnePacketBuffer), src)
+		at := w.Block.Packet(b.parity(OnePacketBuffer), src)
 		b.add(op{kind: opAwait, cell: b.p.cell(b.me, at), equal: true, val: b.flag()<<32 | uint64(total)}, "sees a packet of %d bytes of rank %d", total, src)
 		for i := int64(0); i < total; i += unit {
 			b.add(op{kind: opTake, cell: b.p.cell(b.me, at+8+2*i), val: b.flag(), to: out(i)}, "takes word %d of the packet of rank %d", i/unit, src)
@@ -399,7 +399,7 @@ func (b *builder) recv(src int) (credits, body []op) {
 		return nil, b.done()
 	case kernels.EagerMode:
 		b.await(src, total, kernels.Seq(b.epoch(), 1))
-		at := w.Channels.Eager(b.parity(OneEagerBuffer), src)
+		at := w.Block.Eager(b.parity(OneEagerBuffer), src)
 		for i := int64(0); i < total; i += unit {
 			b.add(op{kind: opCopy, cell: b.p.cell(b.me, at+i), to: out(i)}, "copies unit %d of rank %d out of eager staging", i/unit, src)
 		}
@@ -417,7 +417,7 @@ func (b *builder) recv(src int) (credits, body []op) {
 		return nil, b.done()
 	}
 	places, lens := b.chunks(b.call, src, b.me)
-	slots := w.Channels.Slots
+	slots := w.Block.Slots
 	for k := 1; k <= min(slots, len(places)); k++ {
 		b.grant(src, k, places, lens)
 	}
@@ -446,9 +446,9 @@ func (b *builder) send(dst int) (begin, body []op) {
 	r := w.Calls[b.call].Routes[b.me]
 	total := r.SendBytes[dst]
 	val := func(i int64) uint64 { return value(b.call, b.me, dst, int(i/unit)) }
-	switch w.Channels.Mode(total) {
+	switch w.Block.Mode(total) {
 	case kernels.PacketMode:
-		at, flag := w.Channels.Packet(b.parity(OnePacketBuffer), b.me), b.flag()<<32
+		at, flag := w.Block.Packet(b.parity(OnePacketBuffer), b.me), b.flag()<<32
 		for i := int64(0); i < total; i += unit {
 			b.add(op{kind: opPut, plain: true, cell: b.p.cell(dst, at+8+2*i), val: flag | val(i)}, "packet to rank %d: word %d", dst, i/unit)
 		}
@@ -458,7 +458,7 @@ func (b *builder) send(dst int) (begin, body []op) {
 		if bug == SignalBeforeData {
 			b.signal(dst, total, kernels.LastSeq(b.epoch()))
 		}
-		at := w.Channels.Eager(b.parity(OneEagerBuffer), b.me)
+		at := w.Block.Eager(b.parity(OneEagerBuffer), b.me)
 		for i := int64(0); i < total; i += unit {
 			b.add(op{kind: opPut, plain: true, cell: b.p.cell(dst, at+i), val: val(i)}, "puts unit %d into eager staging of rank %d", i/unit, dst)
 		}
@@ -485,7 +485,7 @@ func (b *builder) send(dst int) (begin, body []op) {
 	done := int64(0)
 	for k := 1; k <= len(places); k++ {
 		if !known {
-			line := w.Channels.Credit(dst, k)
+			line := w.Block.Credit(dst, k)
 			b.add(op{kind: opAwait, equal: true, cell: b.p.cell(b.me, line+host.LineSeq), val: kernels.Seq(b.epoch(), k)}, "sees credit %d of rank %d", k, dst)
 			b.add(op{kind: opCredit, cell: b.p.cell(b.me, line+host.LineOffset), to: b.p.cell(b.me, line+host.LineLen),
 				aux: [2]uint64{uint64(lens[k-1]), uint64(total)}, from: dst, fused: b.p.o.Lines}, "reads the place in credit %d of rank %d", k, dst)

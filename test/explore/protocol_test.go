@@ -21,13 +21,13 @@ var (
 	ring      = explore.Style{Order: alltoallv.Rotation, Window: 1}
 )
 
-// Channels that put messages of a few units into one mode. A unit has 4 bytes, a slot two units.
+// Bounds that put messages of a few units into one mode. A unit has 4 bytes, a slot two units.
 var (
-	packets = kernels.Channels{Slots: 1, SlotBytes: 8, PacketBytes: 8}
-	eager   = kernels.Channels{Slots: 1, SlotBytes: 8, EagerBytes: 8}
-	credits = kernels.Channels{Slots: 1, SlotBytes: 8}
-	twoSlot = kernels.Channels{Slots: 2, SlotBytes: 8}
-	mixed   = kernels.Channels{Slots: 2, SlotBytes: 8, PacketBytes: 4, EagerBytes: 8}
+	packets = kernels.ExchangeBounds{Slots: 1, SlotBytes: 8, PacketBytes: 8}
+	eager   = kernels.ExchangeBounds{Slots: 1, SlotBytes: 8, EagerBytes: 8}
+	credits = kernels.ExchangeBounds{Slots: 1, SlotBytes: 8}
+	twoSlot = kernels.ExchangeBounds{Slots: 2, SlotBytes: 8}
+	mixed   = kernels.ExchangeBounds{Slots: 2, SlotBytes: 8, PacketBytes: 4, EagerBytes: 8}
 )
 
 // limit is the most states of an exploration.
@@ -53,7 +53,7 @@ func gapped(s explore.Style, gap int64) explore.Style {
 }
 
 // calls makes a workload of equal calls.
-func calls(c kernels.Channels, times int, bytes [][]int64, styles ...explore.Style) *explore.Workload {
+func calls(c kernels.ExchangeBounds, times int, bytes [][]int64, styles ...explore.Style) *explore.Workload {
 	w := explore.NewWorkload(len(bytes), c)
 	for range times {
 		w.Add(bytes, styles...)
@@ -68,7 +68,7 @@ func holds(t *testing.T, w *explore.Workload, o explore.Options) {
 	r, err := explore.Check(explore.NewProtocol(w, o), limit)
 	require.NoError(t, err)
 	require.Nil(t, r.Violation, "%v", r.Violation)
-	t.Logf("%d ranks, %d calls: %d states, %d actions, %d deep, %v", w.Channels.Size, len(w.Calls), r.States, r.Moves, r.Depth, time.Since(start).Round(time.Millisecond))
+	t.Logf("%d ranks, %d calls: %d states, %d actions, %d deep, %v", w.Block.Size, len(w.Calls), r.States, r.Moves, r.Depth, time.Since(start).Round(time.Millisecond))
 }
 
 // found explores a broken protocol, which must break a promise, in the given way unless that is nil.

@@ -10,8 +10,8 @@ import (
 // Workload is a few consecutive exchanges as the kernels of all ranks get them. The model and the real kernel run the
 // same ones.
 type Workload struct {
-	Channels host.Channels
-	Calls    []Call
+	Block host.ExchangeBlock
+	Calls []Call
 }
 
 // Call is one exchange. The slices are indexed by rank.
@@ -36,21 +36,21 @@ type Style struct {
 	Gap int64
 }
 
-// NewWorkload is a workload without calls on channels of the given shape.
-func NewWorkload(size int, c kernels.Channels) *Workload {
+// NewWorkload is a workload without calls, within these bounds.
+func NewWorkload(size int, c kernels.ExchangeBounds) *Workload {
 	c.Size = size
-	return &Workload{Channels: host.Channels{Channels: &c, Offset: kernels.HeaderBytes}}
+	return &Workload{Block: host.ExchangeBlock{ExchangeBounds: &c, Offset: kernels.HeaderBytes}}
 }
 
 // Outputs is where the output buffers begin in every segment.
 func (w *Workload) Outputs() int64 {
-	end := w.Channels.Offset + w.Channels.Bytes()
+	end := w.Block.Offset + w.Block.Bytes()
 	return (end + kernels.LineBytes - 1) / kernels.LineBytes * kernels.LineBytes
 }
 
 // Add appends a call in which rank s sends bytes[s][d] to rank d. There is one style for all ranks or one for each.
 func (w *Workload) Add(bytes [][]int64, styles ...Style) *Workload {
-	n := w.Channels.Size
+	n := w.Block.Size
 	var c Call
 	for rank := range n {
 		style := styles[0]

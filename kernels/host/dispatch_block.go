@@ -2,7 +2,7 @@ package host
 
 import "github.com/switchyard-moe/switchyard/kernels"
 
-// lanes is how this engine uses the control block and the handles' State and Staging of one dispatcher. Methods return offsets
+// dispatchBlock is how this engine uses the control block and the handles' State and Staging of one dispatcher. Methods return offsets
 // from the start of a segment.
 //
 // The Send half of every call is a meeting: each rank writes a notice to every other, which says what call it is in and where
@@ -15,7 +15,7 @@ import "github.com/switchyard-moe/switchyard/kernels"
 // Two parities of notices are enough: a rank writes that of call e+2 when it has all notices of call e+1, which their writers
 // wrote after they had read all of call e. A done line exists once for each handle: whoever writes that of the handle's next
 // call has the receiver's notice of it, which the receiver writes after it has seen the line of this one.
-type lanes struct {
+type dispatchBlock struct {
 	control   int64
 	n, slots  int
 	twins     int64 // the most rows that one rank can have another make from rows it has sent
@@ -25,8 +25,8 @@ type lanes struct {
 	stateSize int64
 }
 
-func newLanes(m *kernels.MoE, offset int64) lanes {
-	l := lanes{control: offset, n: m.Ranks, slots: m.Slots()}
+func newDispatchBlock(m *kernels.DispatchBounds, offset int64) dispatchBlock {
+	l := dispatchBlock{control: offset, n: m.Ranks, slots: m.Slots()}
 	if !m.Layout.ByToken() {
 		l.twins = int64(m.MaxTokens) * int64(m.TopK-1)
 	}
@@ -37,7 +37,7 @@ func newLanes(m *kernels.MoE, offset int64) lanes {
 	return l
 }
 
-func (l *lanes) layout() kernels.Layout {
+func (l *dispatchBlock) layout() kernels.Layout {
 	return kernels.Layout{
 		Bytes: l.counts(0, 2*l.n) - l.control, Zero: l.counts(0, 0) - l.control,
 		State: l.stateSize, Staging: l.twinBytes()*int64(l.n) + 2*l.rowBytes + 2*l.weight,
@@ -45,16 +45,16 @@ func (l *lanes) layout() kernels.Layout {
 }
 
 // epoch is the word that counts this rank's calls, in its own segment.
-func (l *lanes) epoch() int64 { return l.control }
+func (l *dispatchBlock) epoch() int64 { return l.control }
 
 // notice is the line that src writes when it begins a call.
-func (l *lanes) notice(epoch uint64, src int) int64 {
+func (l *dispatchBlock) notice(epoch uint64, src int) int64 {
 	return l.control + kernels.LineBytes + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.LineBytes
 }
 
 // counts is where src says how many rows it has for each slot and, in a token-major layout, for each rank: 32-bit numbers,
 // valid with its notice.
-func (l *lanes) counts(epoch uint64, src int) int64 {
+func (l *dispatchBlock) counts(epoch uint64, src int) int64 {
 	return l.notice(0, 2*l.n) + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.AlignUp(4*int64(l.slots+l.n), kernels.LineBytes)
 }
 
@@ -84,7 +84,7 @@ const (
 
 // done is the line of a handle's State that src writes when it is through with the handle's rows, or with those that a combine
 // shows.
-func (l *lanes) done(h *kernels.MoEHandle, src int) int64 {
+func (l *dispatchBlock) done(h *kernels.DispatchHandle, src int) int64 {
 	return h.State.Place + int64(src)*kernels.LineBytes
 }
 
@@ -92,24 +92,24 @@ func (l *lanes) done(h *kernels.MoEHandle, src int) int64 {
 const doneTwins = 8
 
 // ready is the word of a handle's State that reaches the sequence number of a combine when the rows of a group may be read.
-func (l *lanes) ready(h *kernels.MoEHandle, group int) int64 {
+func (l *dispatchBlock) ready(h *kernels.DispatchHandle, group int) int64 {
 	return h.State.Place + l.readyAt + 8*int64(group)
 }
 
-func (l *lanes) twinBytes() int64 { return kernels.AlignUp(8*l.twins, kernels.LineBytes) }
+func (l *dispatchBlock) twinBytes() int64 { return kernels.AlignUp(8*l.twins, kernels.LineBytes) }
 
 // twinList is where src lists rows to be made from rows it has sent: pairs of 32-bit row numbers, from and to, valid
 // with its done line.
-func (l *lanes) twinList(h *kernels.MoEHandle, src int) int64 {
+func (l *dispatchBlock) twinList(h *kernels.DispatchHandle, src int) int64 {
 	return h.Staging.Place + int64(src)*l.twinBytes()
 }
 
 // rows is staging for rows that peers read (0) or write (1).
-func (l *lanes) rows(h *kernels.MoEHandle, which int) int64 {
+func (l *dispatchBlock) rows(h *kernels.DispatchHandle, which int) int64 {
 	return l.twinList(h, l.n) + int64(which)*l.rowBytes
 }
 
 // weights is staging for the weights beside them.
-func (l *lanes) weights(h *kernels.MoEHandle, which int) int64 {
+func (l *dispatchBlock) weights(h *kernels.DispatchHandle, which int) int64 {
 	return l.rows(h, 2) + int64(which)*l.weight
 }

@@ -1,7 +1,7 @@
 package kernels
 
-// Channels is the family of exchanges, and the bounds of one communicator for them.
-type Channels struct {
+// ExchangeBounds is the family of exchanges, and the bounds of one communicator for them.
+type ExchangeBounds struct {
 	Size int // ranks
 	// Slots is how many chunks of a message may be under way to a rank through staging; SlotBytes is a chunk's size.
 	Slots     int
@@ -18,7 +18,7 @@ type Channels struct {
 }
 
 // Family is "alltoallv".
-func (c *Channels) Family() string { return "alltoallv" }
+func (c *ExchangeBounds) Family() string { return "alltoallv" }
 
 // Default is what v asks for: d where it is 0, nothing where it is negative.
 func Default(v, d int64) int64 {
@@ -35,7 +35,7 @@ const minSlotBytes = 4 << 10
 
 // DefaultSlots fills in Slots, StagingBytes and SlotBytes where they are 0: slots of at most largest bytes, and fewer where
 // sharers that have slots of their own would take more than StagingBytes together.
-func (c *Channels) DefaultSlots(slots int, staging, largest int64, sharers int) {
+func (c *ExchangeBounds) DefaultSlots(slots int, staging, largest int64, sharers int) {
 	c.Slots = int(Default(int64(c.Slots), int64(slots)))
 	c.StagingBytes = Default(c.StagingBytes, staging)
 	if c.SlotBytes == 0 && c.Slots > 0 {
@@ -47,7 +47,7 @@ func (c *Channels) DefaultSlots(slots int, staging, largest int64, sharers int) 
 // AlignUp is the least multiple of a that is not below n.
 func AlignUp(n, a int64) int64 { return (n + a - 1) / a * a }
 
-// Mode is how one message travels. It depends on the message's size and on the Channels alone, which both ends share.
+// Mode is how one message travels. It depends on the message's size and on the ExchangeBounds alone, which both ends share.
 type Mode uint8
 
 // The modes.
@@ -61,7 +61,7 @@ const (
 func (m Mode) String() string { return [...]string{"packet", "eager", "credit"}[m] }
 
 // Mode of a message of n bytes. Without packets and eager staging an empty message is eager.
-func (c *Channels) Mode(n int64) Mode {
+func (c *ExchangeBounds) Mode(n int64) Mode {
 	switch {
 	case c.PacketBytes > 0 && n <= c.PacketBytes:
 		return PacketMode
