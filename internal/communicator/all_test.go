@@ -94,7 +94,7 @@ func each(t *testing.T, ranks int, segment int64, f func(r *worldtest.Rank, k ki
 	}
 }
 
-// Who asks for a trace gets a line a call; who does not pays nothing.
+// With a logger at trace level a call writes one line; without, it costs nothing.
 func TestTraceHasALineForEachCall(t *testing.T) {
 	for name, k := range kinds {
 		t.Run(name, func(t *testing.T) {

@@ -21,11 +21,11 @@ import (
 // DefaultTimeout bounds every wait for a peer where the options of an owner do not.
 const DefaultTimeout = 30 * time.Second
 
-// Config says what an owner needs.
+// Config has the needs of an owner.
 type Config struct {
 	// Name begins errors: the owner's package.
 	Name string
-	// Must is what has to be equal on all ranks, with its names.
+	// Must are the values that must be equal on all ranks, with their names.
 	Must []string
 	// Family is the bounds of launches, complete.
 	Family kernels.Family
@@ -47,7 +47,7 @@ type Communicator struct {
 	extra  memory.View
 	port   kernels.Port
 	within time.Duration
-	trace  *slog.Logger // hears of every call; nil where nobody listens
+	trace  *slog.Logger // gets a line for every call; nil without trace level
 
 	calls  sync.Mutex
 	closed bool
@@ -56,13 +56,13 @@ type Communicator struct {
 	broken atomic.Pointer[error] // a launch failed half-way: the control block is in no known state
 }
 
-// Invalid is an error about an argument, of the package that name is.
+// Invalid returns an ErrInvalid error, prefixed with the name of a package.
 func Invalid(name, format string, args ...any) error {
 	return fmt.Errorf("%s: %w: %s", name, comm.ErrInvalid, fmt.Sprintf(format, args...))
 }
 
-// Open makes a communicator together with all ranks. refused is why this rank cannot take part. What fails on one rank is an
-// error on all, with its cause and at once, and nothing is left.
+// Open makes a communicator together with all ranks. refused is the reason why this rank cannot take part. A failure on one rank is
+// an error on all, with its cause and at once, and nothing is left.
 func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Communicator, error) {
 	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, within: o.Timeout}
 	if log := c.Group.Logger(); log.Enabled(ctx, env.LevelTrace) {
@@ -108,8 +108,8 @@ func (c *Communicator) open(ctx context.Context, o *Config, zero, control int64)
 	return err
 }
 
-// Allocate takes n bytes of the heap together with all ranks, after growing it where none of them has room. What fails on one
-// rank is an error on all.
+// Allocate takes n bytes of the heap together with all ranks, and first grows it if no rank has room. A failure on one rank is an error
+// on all.
 func Allocate(ctx context.Context, h *memory.Heap, n int64) (*memory.Buffer, error) {
 	b, err := h.Alloc(n)
 	claim := agree.Claim{Must: []string{fmt.Sprintf("%d bytes", n)}}
@@ -161,7 +161,7 @@ func (c *Communicator) Alive() error {
 	return nil
 }
 
-// Usable returns why no call can be made. c is locked.
+// Usable returns the error of a call that is not possible. c is locked.
 func (c *Communicator) Usable() error {
 	if err := c.Alive(); err != nil {
 		return err
@@ -177,7 +177,7 @@ func (c *Communicator) Usable() error {
 	return c.LockedFault()
 }
 
-// Fault is what launches that have run by now have come to. What ranks have merely disagreed on is told once.
+// Fault returns the error of launches that have run by now, nil if there is none. It returns a disagreement of ranks once.
 func (c *Communicator) Fault() error {
 	c.Lock()
 	defer c.Unlock()
@@ -212,8 +212,8 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 	return owns, err
 }
 
-// Launch enqueues op on s behind the last launch, or runs it when s is nil. After an error op was not enqueued, or, without a
-// stream, has failed. The owner's Done hears of its end on a stream, and calls c.Done. c is locked.
+// Launch enqueues op on s behind the last launch, or runs it if s is nil. After an error op was not enqueued, or, without a
+// stream, has failed. On a stream the owner's Done gets the result, and calls c.Done. c is locked.
 func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 	defer cuda.StartRange(op.Operation()).End()
 	if c.trace != nil {
@@ -231,7 +231,7 @@ func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 	return nil
 }
 
-// order has s wait for the last launch. A captured launch has no place in that order: whoever replays it has.
+// order makes s wait for the last launch. A captured launch is outside that order: the program that replays it orders it.
 func (c *Communicator) order(s device.Stream) error {
 	if s == c.last {
 		return nil
@@ -249,7 +249,7 @@ func (c *Communicator) order(s device.Stream) error {
 // Wait returns when the launches so far have run, but for captured ones. c is locked.
 func (c *Communicator) Wait() error { return device.Follow(nil, c.last) }
 
-// Done hears how a launch has ended. Unless ranks have merely disagreed, an error leaves c broken.
+// Done gets the result of a launch. An error leaves c broken, unless ranks have only disagreed (kernels.Recoverable).
 func (c *Communicator) Done(err error) {
 	if err != nil && !kernels.Recoverable(err) {
 		why := err
@@ -258,8 +258,8 @@ func (c *Communicator) Done(err error) {
 }
 
 // Close waits for the launches on streams and gives the memory back. It is collective and idempotent: no rank frees a control
-// block that a peer may still write. After a failure of the group it releases what is this rank's and returns. When ctx ends, launches
-// that wait for peers give up; what others keep running beyond that is not released.
+// block that a peer may still write. After a failure of the group it releases this rank's memory and returns. When ctx ends, launches
+// that wait for peers give up; memory of launches that still run is not released.
 func (c *Communicator) Close(ctx context.Context) error {
 	c.Lock()
 	was, last := c.closed, c.last
@@ -281,7 +281,7 @@ func (c *Communicator) Close(ctx context.Context) error {
 	return nil
 }
 
-// release gives back what Open took.
+// release gives back the memory and the port that Open took.
 func (c *Communicator) release() error {
 	var err error
 	if c.port != nil {

@@ -9,7 +9,7 @@ type Pool[T any] struct {
 	idle []*T
 }
 
-// Take returns an idle launch, nil where there is none.
+// Take returns an idle launch, or nil.
 func (p *Pool[T]) Take() *T {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -201,8 +201,8 @@ func Profiler() (string, error) {
 	}
 }
 
-// MulticastDisabledBy is the setting that forbids NVLink multicast, such as "NCCL_NVLS_ENABLE=0", empty where there is none. Who
-// switches it off for one library has a reason that holds for all.
+// MulticastDisabledBy is the setting that forbids NVLink multicast, such as "NCCL_NVLS_ENABLE=0", or "". A user who switches it off for
+// one library has a reason that holds for all.
 func MulticastDisabledBy() string {
 	if v := strings.TrimSpace(os.Getenv(ncclNVLS)); v == "0" {
 		return ncclNVLS + "=" + v
