@@ -56,7 +56,7 @@ type moeBlock struct {
 	noteStride   place
 	packetStride place
 	control      place // struct sw_control
-	landing      place // the epoch of the call for which kernels.MoEHandle.Landed counts
+	landing      place // the epoch of the call for which kernels.DispatchHandle.Landed counts
 	begins       place // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
 	dones        place // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
 	slotCounts   place // [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch
@@ -106,63 +106,84 @@ func layMoeBlock(offset, size, slots, maxTokens, topK, staged, noteStride, packe
 	return b
 }
 
-// moeArgs is one launch for MoE dispatch. Places are the same on every rank.
-type moeArgs struct {
+// moeSendWords is what only the kernels of a dispatch have: this rank's tokens, where they go, and what the caller wants to know of what comes.
+type moeSendWords struct {
 	_ structs.HostLayout
 
-	world        worldWords
-	state        moeBlock // of the handle
-	x            uint64   // address of the tokens, or of their gradients
-	scales       uint64   // address of the scales beside them
-	choices      uint64   // address of [tokens][top_k] experts
-	weights      uint64   // address of [tokens][top_k] float32; 0: all are 1
-	table        uint64   // address of kernels.MoE.Placement
-	counters     uint64   // address of kernels.MoE.Counters
-	mapped       uint64   // address of kernels.MoEHandle.Mapped; 0: none
-	ticket       uint64
+	x            uint64 // address of the tokens, or of their gradients
+	scales       uint64 // address of the scales beside them
+	choices      uint64 // address of [tokens][top_k] experts
+	weights      uint64 // address of [tokens][top_k] float32; 0: all are 1
 	toRows       uint64 // place to which rows are sent
 	toScales     uint64
 	toIndices    uint64
 	toWeights    uint64
 	toSources    uint64
-	rows         uint64 // address of this rank's rows
-	rowScales    uint64
-	rowWeights   uint64
-	rowSources   uint64
-	ready        uint64 // address of the words by which the caller marks rows done; 0: all are
-	counts       uint64 // address of kernels.MoEHandle.Counts, and so on
-	offsets      uint64
-	rankCounts   uint64
-	landed       uint64
-	fromRows     uint64 // place of the rows that peers read
-	fromWeights  uint64 // place of [rows][top_k] float32 that they read; 0: none
-	y            uint64 // address of the sums, or of the rows' gradients
-	sumWeights   uint64 // address of float32 [tokens][top_k]; 0: none
-	bias0        uint64
-	bias1        uint64
-	mostRows     int64 // rows of an output, or of what a combine of few tokens is given
-	align        int64
-	capacity     int64 // 0: an expert's rows follow those of the one before
-	offsetBase   int64 // rows from one rank's first row to the next one's; 0: they follow one another
-	op           uint32
-	mode         uint32
-	tokens       uint32
-	topK         uint32
-	maxTokens    uint32
-	experts      uint32
-	slots        uint32
-	local        uint32
+	mapped       uint64 // address of kernels.DispatchHandle.Mapped; 0: none
+	ticket       uint64
+	landed       uint64 // address of kernels.DispatchHandle.Landed; 0: none
+	offsetBase   int64  // rows from one rank's first row to the next one's; 0: they follow one another
 	indexBytes   uint32
-	slotsInverse uint32           // 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each
-	rowBytes     uint32           // of a token here
-	wireBytes    uint32           // of a row that crosses
-	scaleWords   uint32           // 32-bit words of scales beside a row
-	scaleBlock   uint32           // elements with one scale
-	part         uint32           // bytes of a row that a warp moves at a time
-	parts        uint32           // of a row
-	movers       uint32           // warps that move
-	depth        uint32           // parts that a warp has under way
-	interval     uint32           // cycles from one part of a warp to its next; 0: as they come
-	share        uint32           // tokens that a block's shared memory has room for
-	first        [moeFirst]uint32 // slots before each rank's
+	slotsInverse uint32 // 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each
+	scaleBlock   uint32 // elements with one scale
+	share        uint32 // tokens that a block's shared memory has room for
+}
+
+// moeRowsWords is the rows of this rank's experts or, by token, of the tokens that it got.
+type moeRowsWords struct {
+	_ structs.HostLayout
+
+	rows       uint64 // their address
+	scales     uint64
+	weights    uint64 // of each, or of [rows][top_k]
+	sources    uint64
+	counts     uint64 // address of kernels.DispatchHandle.Counts, and so on
+	offsets    uint64
+	rankCounts uint64
+	most       int64 // rows of an output, or of what a combine of few tokens is given
+	align      int64
+	capacity   int64 // 0: an expert's rows follow those of the one before
+}
+
+// moeSumWords is what only the kernels of a combine and of gradients have.
+type moeSumWords struct {
+	_ structs.HostLayout
+
+	ready       uint64 // address of the words by which the caller marks rows done; 0: all are
+	fromRows    uint64 // place of the rows that peers read
+	fromWeights uint64 // place of [rows][top_k] float32 that they read; 0: none
+	y           uint64 // address of the sums, or of the rows' gradients
+	weights     uint64 // address of float32 [tokens][top_k], the sums' weights; 0: none
+	bias0       uint64
+	bias1       uint64
+}
+
+// moeArgs is one launch for MoE dispatch. Places are the same on every rank.
+type moeArgs struct {
+	_ structs.HostLayout
+
+	world      worldWords
+	state      moeBlock // of the handle
+	op         uint32
+	mode       uint32
+	tokens     uint32
+	topK       uint32
+	maxTokens  uint32
+	experts    uint32
+	slots      uint32
+	local      uint32
+	rowBytes   uint32 // of a token here
+	wireBytes  uint32 // of a row that crosses
+	scaleWords uint32 // 32-bit words of scales beside a row
+	part       uint32 // bytes of a row that a warp moves at a time
+	parts      uint32 // of a row
+	movers     uint32 // warps that move
+	depth      uint32 // parts that a warp has under way
+	interval   uint32 // cycles from one part of a warp to its next; 0: as they come
+	table      uint64 // address of kernels.DispatchBounds.Placement
+	counters   uint64 // address of kernels.DispatchBounds.Counters
+	send       moeSendWords
+	out        moeRowsWords
+	sum        moeSumWords
+	first      [moeFirst]uint32 // slots before each rank's
 }

@@ -32,58 +32,54 @@ const (
 	moePart = 16 << 10 // the most of a row that is moved at a time
 )
 
-// call is one operation on its way into a batch.
+// dispatchCall is one operation on its way into a batch. Its launches have copies of base.
 type dispatchCall struct {
 	*dispatches
-	p *port
-	c *kernels.DispatchCall
-	h *kernels.DispatchHandle
-	a moeArgs
+	p    *port
+	c    *kernels.DispatchCall
+	h    *kernels.DispatchHandle
+	base moeArgs
 }
 
-func (x *dispatches) call(p *port, c *kernels.DispatchCall) (*dispatchCall, error) {
+func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err error) {
 	switch {
 	case c.Handle < 0 || c.Handle >= len(x.m.Handles):
-		return nil, fmt.Errorf("kernels: %v: handle %d of %d", c.Op, c.Handle, len(x.m.Handles))
+		return l, fmt.Errorf("kernels: %v: handle %d of %d", c.Op, c.Handle, len(x.m.Handles))
 	case c.Tokens < 0 || c.Tokens > x.m.MaxTokens:
-		return nil, fmt.Errorf("kernels: %v: %d tokens of at most %d", c.Op, c.Tokens, x.m.MaxTokens)
+		return l, fmt.Errorf("kernels: %v: %d tokens of at most %d", c.Op, c.Tokens, x.m.MaxTokens)
 	case c.Timeout <= 0:
-		return nil, fmt.Errorf("kernels: %v: timeout %v", c.Op, c.Timeout)
+		return l, fmt.Errorf("kernels: %v: timeout %v", c.Op, c.Timeout)
 	}
 	m, h := x.m, &x.m.Handles[c.Handle]
 	b := x.block(h.State.Place)
-	l := &dispatchCall{dispatches: x, p: p, c: c, h: h}
-	l.a = moeArgs{
+	l = dispatchCall{dispatches: x, p: p, c: c, h: h}
+	l.base = moeArgs{
 		world: worldOf(&p.e.space, b.control, p.fault.Addr(), c.Timeout.Nanoseconds()), state: b,
-		table: uint64(m.Placement.Ptr), counters: uint64(m.Counters.Ptr),
-		rows: uint64(h.Rows.Ptr), rowScales: uint64(h.Scales.Ptr), rowWeights: addressOf(&h.Weights), rowSources: addressOf(&h.Sources),
-		counts: uint64(h.Counts.Ptr), offsets: uint64(h.Offsets.Ptr), rankCounts: uint64(h.RankCounts.Ptr), landed: addressOf(&h.Landed),
-		mostRows: m.Rows, align: max(m.Align, 1), capacity: m.Capacity,
 		op: uint32(c.Op), tokens: uint32(c.Tokens), topK: uint32(m.TopK), maxTokens: uint32(m.MaxTokens), experts: uint32(m.Experts),
-		slots: uint32(m.Slots()), local: uint32(m.Local(m.Rank)), indexBytes: uint32(m.IndexBytes),
+		slots: uint32(m.Slots()), local: uint32(m.Local(m.Rank)),
+		table: uint64(m.Placement.Ptr), counters: uint64(m.Counters.Ptr),
+		out: moeRowsWords{
+			rows: uint64(h.Rows.Ptr), scales: uint64(h.Scales.Ptr), weights: addressOf(&h.Weights), sources: addressOf(&h.Sources),
+			counts: uint64(h.Counts.Ptr), offsets: uint64(h.Offsets.Ptr), rankCounts: uint64(h.RankCounts.Ptr),
+			most: m.Rows, align: max(m.Align, 1), capacity: m.Capacity,
+		},
 	}
 	for i, n := range m.First {
-		l.a.first[i] = uint32(n)
-	}
-	if m.Layout == kernels.RankRows {
-		l.a.offsetBase = int64(m.MaxTokens)
-	}
-	if each := m.Local(0); each > 1 && m.Slots() == each*m.Ranks && m.MostLocal() == each {
-		l.a.slotsInverse = uint32((1<<32 + uint64(each) - 1) / uint64(each))
+		l.base.first[i] = uint32(n)
 	}
 	if c.Phase&kernels.Send != 0 {
-		l.a.mode |= moeSend
+		l.base.mode |= moeSend
 	}
 	if c.Phase&kernels.Receive != 0 {
-		l.a.mode |= moeReceive
+		l.base.mode |= moeReceive
 	}
 	return l, nil
 }
 
-// crossing is how many blocks the kernel has that sends rows, or reads and sums them.
-func (l *dispatchCall) crossing() int {
+// crossing is how many blocks the kernel has that sends rows, or reads and sums them: alone, or beside a pass.
+func (l *dispatchCall) crossing(beside bool) int {
 	switch {
-	case l.a.mode&moeBeside == 0:
+	case !beside:
 		return l.blocks(moeBlocks)
 	case l.c.Op == kernels.OpDispatch || l.c.Op == kernels.OpRedispatch:
 		return moeSendBesideBlocks
@@ -91,17 +87,15 @@ func (l *dispatchCall) crossing() int {
 	return moeReadBesideBlocks
 }
 
-// passing is how many blocks a pass over this rank's rows has. Where both is true the call's other kernel follows or goes before; they run beside each other if one can
-// begin before the other has ended, there are multiprocessors for both and the caller sets no bound.
-func (l *dispatchCall) passing(both bool) int {
-	if both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 {
-		l.a.mode |= moeBeside
-		if rest := l.k.byDefault - l.crossing(); rest >= l.crossing() {
-			return rest
-		}
-		l.a.mode &^= moeBeside
+// passing is how many blocks a pass over this rank's rows has, and whether the kernel that crosses runs beside it. Where both is true that
+// kernel is of the same call. The two run beside each other if one can begin before the other has ended, there are multiprocessors for both
+// and the caller sets no bound.
+func (l *dispatchCall) passing(both bool) (blocks int, beside bool) {
+	rest := l.k.byDefault - l.crossing(true)
+	if both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 && rest >= l.crossing(true) {
+		return rest, true
 	}
-	return l.blocks(moeMaxBlocks)
+	return l.blocks(moeMaxBlocks), false
 }
 
 // compact reports whether rows of one rank follow those of the one before without gaps.
@@ -123,22 +117,18 @@ func (l *dispatchCall) spreading() int {
 	return l.k.blocks
 }
 
-// launch appends a kernel with the call's arguments as they are now.
-func (l *dispatchCall) launch(f cuda.Function, blocks, threads, shared int) {
+// launch appends a kernel. The arguments are copied.
+func (l *dispatchCall) launch(f cuda.Function, a *moeArgs, blocks, threads, shared int) {
 	l.p.batch.Launch(0, cuda.Launch{
 		Function: f, Grid: [3]uint32{uint32(blocks), 1, 1}, Block: [3]uint32{uint32(threads), 1, 1}, SharedBytes: uint32(shared),
-		Flags: l.p.e.flags, Args: cuda.BytesOf(&l.a),
+		Flags: l.p.e.flags, Args: cuda.BytesOf(a),
 	})
 }
 
-// send appends the kernel that sends tokens, or their gradients, which have rowBytes, to the ranks.
-func (l *dispatchCall) send(rowBytes int64, quantises bool) error {
-	m, a := l.m, &l.a
-	a.rowBytes, a.wireBytes = uint32(rowBytes), uint32(rowBytes)
-	if quantises {
-		a.wireBytes = uint32(m.RowBytes())
-	}
-	f, blocks, part, movers := l.k.rows, l.crossing(), rowBytes, int64(4)
+// send appends the kernel that sends tokens, or their gradients, to the ranks.
+func (l *dispatchCall) send(a moeArgs, quantises bool) error {
+	m, rowBytes := l.m, int64(a.rowBytes)
+	f, blocks, part, movers := l.k.rows, l.crossing(a.mode&moeBeside != 0), rowBytes, int64(4)
 	switch {
 	case quantises:
 		f, movers = l.k.rowsFloat8[numberKind(m.TokenType)], 14
@@ -149,8 +139,9 @@ func (l *dispatchCall) send(rowBytes int64, quantises bool) error {
 		n := (part + moePart - 1) / moePart
 		part = kernels.AlignUp((part+n-1)/n, 2048)
 	}
-	a.share = uint32((l.c.Tokens + blocks - 1) / blocks)
-	board := 4 * (int64(m.Ranks)*(int64(a.share)+(int64(a.share)+31)/32) + 2*int64(m.Slots()))
+	a.send.share = uint32((l.c.Tokens + blocks - 1) / blocks)
+	share := int64(a.send.share)
+	board := 4 * (int64(m.Ranks)*(share+(share+31)/32) + 2*int64(m.Slots()))
 	scales := int64(0)
 	if quantises {
 		scales = moeScales
@@ -161,7 +152,7 @@ func (l *dispatchCall) send(rowBytes int64, quantises bool) error {
 	}
 	depth := min(7, moeSlots/movers, (room/movers-scales)/part)
 	if depth < 1 {
-		return fmt.Errorf("kernels: %v: %d tokens a block and rows of %d bytes do not fit a multiprocessor's shared memory: raise MaxSMs", l.c.Op, a.share, rowBytes)
+		return fmt.Errorf("kernels: %v: %d tokens a block and rows of %d bytes do not fit a multiprocessor's shared memory: raise MaxSMs", l.c.Op, share, rowBytes)
 	}
 	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((rowBytes+part-1)/part), uint32(movers), uint32(depth)
 	wire := part * int64(a.wireBytes) / rowBytes
@@ -170,7 +161,7 @@ func (l *dispatchCall) send(rowBytes int64, quantises bool) error {
 		rate = moeSendRateShort
 	}
 	a.interval = l.interval(wire, movers*int64(blocks), float64(rate))
-	l.launch(f, blocks, moeThreads, int(movers*(depth*part+scales)+board))
+	l.launch(f, &a, blocks, moeThreads, int(movers*(depth*part+scales)+board))
 	return nil
 }
 
@@ -186,10 +177,10 @@ func (l *dispatchCall) interval(bytes, warps int64, rate float64) uint32 {
 func (l *dispatchCall) place(part int64) uint64 { return uint64(l.h.Staging.Place + part) }
 
 // toStaging has rows arrive in staging.
-func (l *dispatchCall) toStaging() {
-	l.a.mode |= moeByExpert
-	l.a.toRows, l.a.toScales = l.place(0), l.place(l.scalesAt())
-	l.a.toIndices, l.a.toWeights, l.a.toSources = uint64(l.a.state.indices), uint64(l.a.state.weights), uint64(l.a.state.sources)
+func (l *dispatchCall) toStaging(a *moeArgs) {
+	a.mode |= moeByExpert
+	a.send.toRows, a.send.toScales = l.place(0), l.place(l.scalesAt())
+	a.send.toIndices, a.send.toWeights, a.send.toSources = uint64(a.state.indices), uint64(a.state.weights), uint64(a.state.sources)
 }
 
 func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
@@ -200,70 +191,77 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	if err != nil {
 		return err
 	}
-	m, a, h := x.m, &l.a, l.h
-	a.x, a.scales, a.choices, a.weights = uint64(d.X.Ptr), uint64(d.Scales.Ptr), uint64(d.Experts.Ptr), addressOf(&d.Weights)
-	a.mapped, a.ticket = addressOf(&h.Mapped), d.Ticket
-	if d.Ticket == 0 {
-		a.mapped = 0
+	m, h, a := x.m, l.h, l.base
+	a.rowBytes, a.wireBytes, a.scaleWords = uint32(m.TokenBytes()), uint32(m.RowBytes()), uint32(m.ScaleWords())
+	a.send = moeSendWords{
+		x: uint64(d.X.Ptr), scales: uint64(d.Scales.Ptr), choices: uint64(d.Experts.Ptr), weights: addressOf(&d.Weights),
+		landed: addressOf(&h.Landed), indexBytes: uint32(m.IndexBytes), scaleBlock: uint32(m.Scales.Block),
+	}
+	if d.Ticket != 0 {
+		a.send.mapped, a.send.ticket = addressOf(&h.Mapped), d.Ticket
+	}
+	if m.Layout == kernels.RankRows {
+		a.send.offsetBase = int64(m.MaxTokens)
+	}
+	if each := m.Local(0); each > 1 && m.Slots() == each*m.Ranks && m.MostLocal() == each {
+		a.send.slotsInverse = uint32((1<<32 + uint64(each) - 1) / uint64(each))
 	}
 	if d.Op == kernels.OpRedispatch {
 		a.mode |= moeCached
 	}
-	a.scaleWords, a.scaleBlock = uint32(m.ScaleWords()), uint32(m.Scales.Block)
 	if m.Scales.Format == kernels.UE8M0Scales {
 		a.mode |= moeExponents
-	}
-	a.wireBytes = uint32(m.RowBytes())
-	if m.Layout.ByToken() {
-		if l.compact() {
-			a.mode |= moeCompact
-		}
-		a.toRows, a.toScales, a.toIndices = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place)
-		a.toWeights, a.toSources = placeOf(&h.Weights), placeOf(&h.Sources)
-	} else {
-		l.toStaging()
-		if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
-			a.mode |= moeZero
-		}
 	}
 	if m.Scales.Columns {
 		a.mode |= moeColumns
 	}
+	if m.Layout.ByToken() {
+		if l.compact() {
+			a.mode |= moeCompact
+		}
+		a.send.toRows, a.send.toScales, a.send.toIndices = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place)
+		a.send.toWeights, a.send.toSources = placeOf(&h.Weights), placeOf(&h.Sources)
+	} else {
+		l.toStaging(&a)
+		if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
+			a.mode |= moeZero
+		}
+	}
 	switch {
 	case l.few():
-		l.dispatchFew()
+		l.dispatchFew(&a)
 		return nil
 	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
-		return l.send(m.TokenBytes(), m.Quantizes())
+		return l.send(a, m.Quantizes())
 	case m.Layout.ByToken():
-		l.launch(x.k.receive, 1, moeThreads, 0)
+		l.launch(x.k.receive, &a, 1, moeThreads, 0)
 		return nil
 	}
-	blocks := l.passing(d.Phase == kernels.Both)
-	mode := a.mode
+	blocks, beside := l.passing(d.Phase == kernels.Both)
+	if beside {
+		a.mode |= moeBeside
+	}
 	if d.Phase&kernels.Send != 0 {
-		a.mode = mode &^ (moeReceive | moeColumns) // in staging they lie row by row
-		if err := l.send(m.TokenBytes(), m.Quantizes()); err != nil {
+		s := a
+		s.mode &^= moeReceive | moeColumns // in staging they lie row by row
+		if err := l.send(s, m.Quantizes()); err != nil {
 			return err
 		}
 	}
-	if d.Phase&kernels.Receive == 0 {
-		return nil
+	if d.Phase&kernels.Receive != 0 {
+		l.take(a, blocks)
 	}
-	a.mode = mode
-	l.take(blocks)
 	return nil
 }
 
 // dispatchFew appends the kernel of a dispatch of few tokens, or of its halves.
-func (l *dispatchCall) dispatchFew() {
+func (l *dispatchCall) dispatchFew(a *moeArgs) {
 	k := &l.k.few[l.order()]
 	f := k.plain
 	if l.m.Quantizes() {
 		f = k.float8[numberKind(l.m.TokenType)]
 	}
-	l.a.rowBytes = uint32(l.m.TokenBytes())
-	l.launch(f, l.fewBlocks(), moeFewThreads, int(l.fewShared()))
+	l.launch(f, a, l.fewBlocks(), moeFewThreads, int(l.fewShared()))
 }
 
 // order is 0 where rows are by token, 1 where they are by expert.
@@ -283,34 +281,31 @@ func (l *dispatchCall) fewBlocks() int {
 }
 
 // take appends the pass that puts rows from staging where their experts' are.
-func (l *dispatchCall) take(blocks int) {
-	m, a := l.m, &l.a
+func (l *dispatchCall) take(a moeArgs, blocks int) {
+	m := l.m
 	local := int64(m.Local(m.Rank))
 	front := kernels.AlignUp(4*(2*local+1+int64(m.Ranks)*local), 128)
 	part := min(int64(a.wireBytes), moePart)
 	movers := max(1, min(moePassThreads/32, (int64(l.k.shared)-front)/part))
 	a.part, a.parts, a.movers = uint32(part), uint32((int64(a.wireBytes)+part-1)/part), uint32(movers)
-	l.launch(l.k.take, blocks, moePassThreads, int(front+movers*part))
+	l.launch(l.k.take, &a, blocks, moePassThreads, int(front+movers*part))
 }
 
-// partials appends the pass over this rank's rows: copies to y where that is set, else to where peers read them, and sums there.
-func (l *dispatchCall) partials(blocks int) {
-	m, a := l.m, &l.a
-	mode := a.mode &^ moeByExpert
-	a.mode = mode
+// pass appends a pass over this rank's rows: it copies to y where that is set, else to where peers read them, and sums there.
+func (l *dispatchCall) pass(a moeArgs, blocks int) {
+	a.mode &^= moeByExpert
 	if l.compact() {
 		a.mode |= moeCompact
 	}
-	if !m.Layout.ByToken() {
+	if !l.m.Layout.ByToken() {
 		a.mode |= moeByExpert
 	}
 	a.parts = (a.rowBytes + moePassPart - 1) / moePassPart
-	pass := l.k.sums[numberKind(m.SumType)].partials
-	if a.y == 0 {
-		pass = l.sums().partials
+	f := l.k.sums[numberKind(l.m.SumType)].partials
+	if a.sum.y == 0 {
+		f = l.sums().partials
 	}
-	l.launch(pass, blocks, moeSumPassThreads, 0)
-	a.mode = mode
+	l.launch(f, &a, blocks, moeSumPassThreads, 0)
 }
 
 // sums are the kernels of a combine.
@@ -330,11 +325,13 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	if err != nil {
 		return err
 	}
-	m, a := x.m, &l.a
+	m, a := x.m, l.base
 	a.rowBytes, a.wireBytes = uint32(m.SumBytes()), uint32(x.partialBytes())
-	a.y, a.sumWeights = uint64(c.Y.Ptr), addressOf(&c.SumWeights)
-	a.bias0, a.bias1 = addressOf(&c.Bias[0]), addressOf(&c.Bias[1])
-	a.rows, a.ready, a.rowWeights = uint64(c.Rows.Ptr), addressOf(&c.Ready), addressOf(&c.RowWeights)
+	a.out.rows, a.out.weights = uint64(c.Rows.Ptr), addressOf(&c.RowWeights)
+	a.sum = moeSumWords{
+		ready: addressOf(&c.Ready), fromRows: uint64(c.Rows.Place),
+		y: uint64(c.Y.Ptr), weights: addressOf(&c.SumWeights), bias0: addressOf(&c.Bias[0]), bias1: addressOf(&c.Bias[1]),
+	}
 	if !m.Layout.ByToken() {
 		a.mode |= weighs(c.Weighting)
 	}
@@ -344,44 +341,42 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 		a.mode |= moeFree
 	}
 	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
-		a.fromWeights = l.place(l.weightsAt())
+		a.sum.fromWeights = l.place(l.weightsAt())
 	}
 	if x.few() {
-		a.mostRows = c.Rows.Bytes / int64(a.rowBytes)
-		l.launch(l.sums().few[l.order()], l.fewBlocks(), moeFewSumThreads, 0)
+		a.sum.fromRows, a.out.most = 0, c.Rows.Bytes/int64(a.rowBytes)
+		l.launch(l.sums().few[l.order()], &a, l.fewBlocks(), moeFewSumThreads, 0)
 		return nil
 	}
 	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
-	a.fromRows = uint64(c.Rows.Place)
 	if staged {
-		a.fromRows = l.place(l.sumsAt())
+		a.sum.fromRows = l.place(l.sumsAt())
 	}
 	if staged || c.Release {
 		a.mode |= moeKeep
 	}
-	if c.Phase&kernels.Send != 0 {
-		if staged {
-			blocks := l.passing(!m.Layout.ByToken() && c.Phase == kernels.Both)
-			y, weights := a.y, a.fromWeights
-			if a.y = 0; c.RowWeights.Bytes == 0 {
-				a.fromWeights = 0
-			}
-			l.partials(blocks)
-			a.y, a.fromWeights = y, weights
+	if staged && c.Phase&kernels.Send != 0 {
+		blocks, beside := l.passing(!m.Layout.ByToken() && c.Phase == kernels.Both)
+		if beside {
+			a.mode |= moeBeside
 		}
-		if c.Phase&kernels.Receive == 0 {
-			l.launch(x.k.begin, 1, maxRanks, 0)
-			return nil
+		makes := a
+		if makes.sum.y = 0; c.RowWeights.Bytes == 0 {
+			makes.sum.fromWeights = 0
 		}
+		l.pass(makes, blocks)
 	}
-	l.sum()
+	if c.Phase&kernels.Receive == 0 {
+		l.launch(x.k.begin, &a, 1, maxRanks, 0)
+		return nil
+	}
+	l.sum(a)
 	return nil
 }
 
 // sum appends the kernel that reads and sums the rows of a rank's tokens.
-func (l *dispatchCall) sum() {
-	m, a := l.m, &l.a
-	blocks, row, n, whole := l.crossing(), int64(a.wireBytes), int64(m.Ranks), int64(16)
+func (l *dispatchCall) sum(a moeArgs) {
+	m, blocks, row, n, whole := l.m, l.crossing(a.mode&moeBeside != 0), int64(a.wireBytes), int64(l.m.Ranks), int64(16)
 	movers, depth := int64(moeSumThreads/32), int64(3)
 	if n > 4 {
 		movers, depth = 12, 2
@@ -395,7 +390,7 @@ func (l *dispatchCall) sum() {
 	part := kernels.AlignUp((row+parts-1)/parts, whole)
 	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((row+part-1)/part), uint32(movers), uint32(depth)
 	a.interval = l.interval(part, movers*int64(blocks), moeReadRate)
-	l.launch(l.sums().rows, blocks, moeSumThreads, int(movers*depth*n*part))
+	l.launch(l.sums().rows, &a, blocks, moeSumThreads, int(movers*depth*n*part))
 }
 
 func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
@@ -406,40 +401,42 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	if err != nil {
 		return err
 	}
-	m, a := x.m, &l.a
+	m, a := x.m, l.base
 	if b.Phase != kernels.Both {
 		return fmt.Errorf("kernels: %v in halves", b.Op)
 	}
 	// The gradients of tokens travel as tokens do.
-	a.x = uint64(b.DY.Ptr)
-	l.toStaging()
+	a.rowBytes, a.wireBytes, a.send.x = uint32(m.SumBytes()), uint32(m.SumBytes()), uint64(b.DY.Ptr)
+	l.toStaging(&a)
 	a.mode |= moeCached
-	if err := l.send(m.SumBytes(), false); err != nil {
+	if err := l.send(a, false); err != nil {
 		return err
 	}
-	l.launch(x.k.receive, 1, moeThreads, 0)
+	l.launch(x.k.receive, &a, 1, moeThreads, 0)
+	a.sum.y = uint64(b.DRows.Ptr)
 	if m.Layout.ByToken() { // out of staging into the caller's rows
-		a.rows, a.y = uint64(p.e.space.Addr(m.Rank, int64(a.toRows))), uint64(b.DRows.Ptr)
-		l.partials(l.passing(false))
+		a.out.rows = uint64(p.e.space.Addr(m.Rank, int64(a.send.toRows)))
+		blocks, _ := l.passing(false)
+		l.pass(a, blocks)
 		return nil
 	}
-	a.rows, a.y, a.rowWeights, a.sumWeights, a.fromWeights = uint64(b.Rows.Ptr), uint64(b.DRows.Ptr), addressOf(&b.RowWeights), 0, 0
+	a.out.rows, a.out.weights = uint64(b.Rows.Ptr), addressOf(&b.RowWeights)
 	back := b.Weighting == kernels.DispatchedWeights // on every rank, also on one without tokens
 	if b.DWeights.Bytes > 0 && b.Weighting == kernels.GivenWeights {
-		a.sumWeights = addressOf(&b.DWeights)
+		a.sum.weights = addressOf(&b.DWeights)
 	}
 	if back {
-		a.fromWeights = l.place(l.weightsAt())
+		a.sum.fromWeights = l.place(l.weightsAt())
 	}
 	a.mode |= weighs(b.Weighting)
 	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows {
 		a.mode |= moeZero
 	}
-	l.launch(x.k.spread[numberKind(m.SumType)], l.spreading(), moePassThreads, 0)
+	l.launch(x.k.spread[numberKind(m.SumType)], &a, l.spreading(), moePassThreads, 0)
 	if back { // a sum of nothing but what lies beside rows
-		a.mode = moeSend | moeReceive | moeKeep
-		a.sumWeights, a.tokens, a.rowBytes = addressOf(&b.DWeights), uint32(b.Tokens), 0
-		l.launch(x.k.weights, l.blocks(moeBlocks), moeFewSumThreads, 0)
+		a.mode, a.rowBytes, a.tokens = moeSend|moeReceive|moeKeep, 0, uint32(b.Tokens)
+		a.sum.weights = addressOf(&b.DWeights)
+		l.launch(x.k.weights, &a, l.blocks(moeBlocks), moeFewSumThreads, 0)
 	}
 	return nil
 }

@@ -189,7 +189,7 @@ struct sw_moe_block {
 	uint64_t note_stride;
 	uint64_t packet_stride;
 	uint64_t control; /* struct sw_control */
-	uint64_t landing; /* the epoch of the call for which kernels.MoEHandle.Landed counts */
+	uint64_t landing; /* the epoch of the call for which kernels.DispatchHandle.Landed counts */
 	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
 	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
 	uint64_t slot_counts; /* [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch */
@@ -211,42 +211,56 @@ struct sw_moe_block {
 	uint64_t end; /* the offset behind the block */
 };
 
-/* One launch for MoE dispatch. Places are the same on every rank. */
-struct sw_moe_args {
-	struct sw_world world;
-	struct sw_moe_block state; /* of the handle */
+/* What only the kernels of a dispatch have: this rank's tokens, where they go, and what the caller wants to know of what comes. */
+struct sw_moe_send {
 	uint64_t x; /* address of the tokens, or of their gradients */
 	uint64_t scales; /* address of the scales beside them */
 	uint64_t choices; /* address of [tokens][top_k] experts */
 	uint64_t weights; /* address of [tokens][top_k] float32; 0: all are 1 */
-	uint64_t table; /* address of kernels.MoE.Placement */
-	uint64_t counters; /* address of kernels.MoE.Counters */
-	uint64_t mapped; /* address of kernels.MoEHandle.Mapped; 0: none */
-	uint64_t ticket;
 	uint64_t to_rows; /* place to which rows are sent */
 	uint64_t to_scales;
 	uint64_t to_indices;
 	uint64_t to_weights;
 	uint64_t to_sources;
-	uint64_t rows; /* address of this rank's rows */
-	uint64_t row_scales;
-	uint64_t row_weights;
-	uint64_t row_sources;
-	uint64_t ready; /* address of the words by which the caller marks rows done; 0: all are */
-	uint64_t counts; /* address of kernels.MoEHandle.Counts, and so on */
+	uint64_t mapped; /* address of kernels.DispatchHandle.Mapped; 0: none */
+	uint64_t ticket;
+	uint64_t landed; /* address of kernels.DispatchHandle.Landed; 0: none */
+	int64_t offset_base; /* rows from one rank's first row to the next one's; 0: they follow one another */
+	uint32_t index_bytes;
+	uint32_t slots_inverse; /* 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each */
+	uint32_t scale_block; /* elements with one scale */
+	uint32_t share; /* tokens that a block's shared memory has room for */
+};
+
+/* The rows of this rank's experts or, by token, of the tokens that it got. */
+struct sw_moe_rows {
+	uint64_t rows; /* their address */
+	uint64_t scales;
+	uint64_t weights; /* of each, or of [rows][top_k] */
+	uint64_t sources;
+	uint64_t counts; /* address of kernels.DispatchHandle.Counts, and so on */
 	uint64_t offsets;
 	uint64_t rank_counts;
-	uint64_t landed;
+	int64_t most; /* rows of an output, or of what a combine of few tokens is given */
+	int64_t align;
+	int64_t capacity; /* 0: an expert's rows follow those of the one before */
+};
+
+/* What only the kernels of a combine and of gradients have. */
+struct sw_moe_sum {
+	uint64_t ready; /* address of the words by which the caller marks rows done; 0: all are */
 	uint64_t from_rows; /* place of the rows that peers read */
 	uint64_t from_weights; /* place of [rows][top_k] float32 that they read; 0: none */
 	uint64_t y; /* address of the sums, or of the rows' gradients */
-	uint64_t sum_weights; /* address of float32 [tokens][top_k]; 0: none */
+	uint64_t weights; /* address of float32 [tokens][top_k], the sums' weights; 0: none */
 	uint64_t bias0;
 	uint64_t bias1;
-	int64_t most_rows; /* rows of an output, or of what a combine of few tokens is given */
-	int64_t align;
-	int64_t capacity; /* 0: an expert's rows follow those of the one before */
-	int64_t offset_base; /* rows from one rank's first row to the next one's; 0: they follow one another */
+};
+
+/* One launch for MoE dispatch. Places are the same on every rank. */
+struct sw_moe_args {
+	struct sw_world world;
+	struct sw_moe_block state; /* of the handle */
 	uint32_t op;
 	uint32_t mode;
 	uint32_t tokens;
@@ -255,18 +269,19 @@ struct sw_moe_args {
 	uint32_t experts;
 	uint32_t slots;
 	uint32_t local;
-	uint32_t index_bytes;
-	uint32_t slots_inverse; /* 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each */
 	uint32_t row_bytes; /* of a token here */
 	uint32_t wire_bytes; /* of a row that crosses */
 	uint32_t scale_words; /* 32-bit words of scales beside a row */
-	uint32_t scale_block; /* elements with one scale */
 	uint32_t part; /* bytes of a row that a warp moves at a time */
 	uint32_t parts; /* of a row */
 	uint32_t movers; /* warps that move */
 	uint32_t depth; /* parts that a warp has under way */
 	uint32_t interval; /* cycles from one part of a warp to its next; 0: as they come */
-	uint32_t share; /* tokens that a block's shared memory has room for */
+	uint64_t table; /* address of kernels.DispatchBounds.Placement */
+	uint64_t counters; /* address of kernels.DispatchBounds.Counters */
+	struct sw_moe_send send;
+	struct sw_moe_rows out;
+	struct sw_moe_sum sum;
 	uint32_t first[SW_MOE_FIRST]; /* slots before each rank's */
 };
 

@@ -50,19 +50,19 @@ struct take_board {
 // How many rows a slot takes in an output.
 __device__ __forceinline__ u32 span_of(const sw_moe_args &a, u32 rows)
 {
-	return a.capacity != 0 ? static_cast<u32>(a.capacity)
-	                       : static_cast<u32>((rows + a.align - 1) / a.align * a.align);
+	return a.out.capacity != 0 ? static_cast<u32>(a.out.capacity)
+	                           : static_cast<u32>((rows + a.out.align - 1) / a.out.align * a.out.align);
 }
 
 // Where a word of the scales of a row by expert lies.
 __device__ __forceinline__ u64 row_scale(const sw_moe_args &a, u32 row, u32 word, u32 slot)
 {
 	if ((a.mode & SW_MOE_COLUMNS) == 0)
-		return a.row_scales + 4 * (static_cast<u64>(row) * a.scale_words + word);
-	if (a.capacity != 0)
-		return a.row_scales +
-		       4 * ((static_cast<u64>(slot) * a.scale_words + word) * a.capacity + row - slot * a.capacity);
-	return a.row_scales + 4 * (static_cast<u64>(word) * a.most_rows + row);
+		return a.out.scales + 4 * (static_cast<u64>(row) * a.scale_words + word);
+	if (a.out.capacity != 0)
+		return a.out.scales + 4 * ((static_cast<u64>(slot) * a.scale_words + word) * a.out.capacity + row -
+		                           slot * a.out.capacity);
+	return a.out.scales + 4 * (static_cast<u64>(word) * a.out.most + row);
 }
 
 // Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and
@@ -144,8 +144,8 @@ struct taker {
 				continue;
 			if (mine)
 				count[slot - a.first[me]] = rows;
-			if (a.capacity != 0) {
-				if (rows > a.capacity)
+			if (a.out.capacity != 0) {
+				if (rows > a.out.capacity)
 					atomicMin(&b.over, slot);
 				continue;
 			}
@@ -158,7 +158,7 @@ struct taker {
 			return false;
 		if (b.over != ~0u) {
 			if (b.over >= a.first[me] && b.over < a.first[me + 1] && threadIdx.x == 0)
-				overflow(me, b.over, count[b.over - a.first[me]], a.capacity);
+				overflow(me, b.over, count[b.over - a.first[me]], a.out.capacity);
 			else if (threadIdx.x == 0) {
 				u32 rows = 0, r = 0;
 #pragma unroll 1
@@ -168,19 +168,19 @@ struct taker {
 #pragma unroll 1
 				while (b.over >= a.first[r + 1])
 					r++;
-				overflow(r, b.over, rows, a.capacity);
+				overflow(r, b.over, rows, a.out.capacity);
 			}
 			return false;
 		}
 		u32 full = ~0u;
 #pragma unroll 1
 		for (u32 r = 0; r < n && full == ~0u; r++)
-			if (a.capacity == 0 && b.total[r] > a.most_rows)
+			if (a.out.capacity == 0 && b.total[r] > a.out.most)
 				full = r;
 		if (full == ~0u)
 			return true;
 		if (threadIdx.x == 0)
-			overflow(full, ~0ull, b.total[full], a.most_rows);
+			overflow(full, ~0ull, b.total[full], a.out.most);
 		return false;
 	}
 
@@ -198,9 +198,9 @@ struct taker {
 		if (threadIdx.x >= n)
 			return;
 		u32 rows = b.from[threadIdx.x];
-		reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = rows;
-		if (a.mapped != 0)
-			reinterpret_cast<u32 *>(a.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = rows;
+		reinterpret_cast<u32 *>(a.out.rank_counts)[threadIdx.x] = rows;
+		if (a.send.mapped != 0)
+			reinterpret_cast<u32 *>(a.send.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = rows;
 	}
 
 	// The first row of each local slot; what callers want to know, by the first block. One warp.
@@ -220,8 +220,8 @@ struct taker {
 		__syncwarp();
 		if (blockIdx.x != 0)
 			return;
-		u32 *counts = reinterpret_cast<u32 *>(a.counts), *offsets = reinterpret_cast<u32 *>(a.offsets);
-		u32 *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
+		u32 *counts = reinterpret_cast<u32 *>(a.out.counts), *offsets = reinterpret_cast<u32 *>(a.out.offsets);
+		u32 *mapped = a.send.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.send.mapped) + 2;
 #pragma unroll 1
 		for (u32 i = lane; i <= a.local; i += 32) {
 			offsets[i] = first[i];
@@ -240,7 +240,7 @@ struct taker {
 	__device__ __forceinline__ bool prepare()
 	{
 		bool teller = blockIdx.x == 0, good = true;
-		if (a.landed != 0) { // counts are written behind that, too
+		if (a.send.landed != 0) { // counts are written behind that, too
 			patience p(a, a.world.rank);
 			if (threadIdx.x == 0)
 #pragma unroll 1
@@ -252,9 +252,9 @@ struct taker {
 		if (cached) {
 #pragma unroll 1
 			for (u32 i = threadIdx.x; i <= a.local; i += blockDim.x) {
-				first[i] = reinterpret_cast<const u32 *>(a.offsets)[i];
+				first[i] = reinterpret_cast<const u32 *>(a.out.offsets)[i];
 				if (i < a.local)
-					count[i] = reinterpret_cast<const u32 *>(a.counts)[i];
+					count[i] = reinterpret_cast<const u32 *>(a.out.counts)[i];
 			}
 		} else {
 			if (!look_at_counts())
@@ -264,16 +264,16 @@ struct taker {
 			if (teller)
 				tell_rank_counts();
 			__syncthreads();
-			if (teller && a.mapped != 0 && threadIdx.x == 0) {
+			if (teller && a.send.mapped != 0 && threadIdx.x == 0) {
 				fence_acq_rel_sys();
-				store_relaxed_sys(a.mapped, a.ticket);
+				store_relaxed_sys(a.send.mapped, a.send.ticket);
 			}
 #pragma unroll 1
 			for (u32 i = threadIdx.x; i < n * a.local; i += blockDim.x)
 				base[i] += first[i % a.local];
 		}
 		__syncthreads();
-		zero_padding(a, a.rows, a.wire_bytes, a.row_sources, a.row_weights, count, first);
+		zero_padding(a, a.out.rows, a.wire_bytes, a.out.sources, a.out.weights, count, first);
 		return true;
 	}
 
@@ -281,7 +281,7 @@ struct taker {
 	__device__ __forceinline__ void copy(u32 src, u32 staged)
 	{
 		u32 part = 0;
-		u64 row = own(a.to_rows) + static_cast<u64>(staged) * a.wire_bytes;
+		u64 row = own(a.send.to_rows) + static_cast<u64>(staged) * a.wire_bytes;
 		auto load = [&] {
 			u32 bytes = min(a.part, a.wire_bytes - part * a.part);
 			if (lane == 0) {
@@ -291,8 +291,8 @@ struct taker {
 			return bytes;
 		};
 		u32 bytes = load();
-		const volatile u32 *from_scales =
-		    reinterpret_cast<const volatile u32 *>(own(a.to_scales)) + static_cast<u64>(staged) * a.scale_words;
+		const volatile u32 *from_scales = reinterpret_cast<const volatile u32 *>(own(a.send.to_scales)) +
+		                                  static_cast<u64>(staged) * a.scale_words;
 		u32 scale = lane < a.scale_words ? from_scales[lane] : 0; // the first 32
 		int *spread = reinterpret_cast<int *>(own(a.state.spread)) + static_cast<u64>(staged) * a.top_k;
 		const volatile u64 *choices =
@@ -313,12 +313,12 @@ struct taker {
 		for (u32 i = 0; i < 2; i++) {
 			if (rows[i] < 0)
 				continue;
-			if (a.row_weights != 0)
-				reinterpret_cast<float *>(a.row_weights)[rows[i]] =
+			if (a.out.weights != 0)
+				reinterpret_cast<float *>(a.out.weights)[rows[i]] =
 				    reinterpret_cast<const volatile float *>(
 					own(a.state.weights))[static_cast<u64>(staged) * a.top_k + lane + 32 * i];
-			if (a.row_sources != 0)
-				reinterpret_cast<u64 *>(a.row_sources)[rows[i]] =
+			if (a.out.sources != 0)
+				reinterpret_cast<u64 *>(a.out.sources)[rows[i]] =
 				    reinterpret_cast<const volatile u64 *>(own(a.state.sources))[staged];
 		}
 		u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
@@ -342,7 +342,8 @@ struct taker {
 #pragma unroll
 			for (u32 i = 0; i < 2; i++)
 				if (rows[i] >= 0)
-					bulk_store(a.rows + static_cast<u64>(rows[i]) * a.wire_bytes + part * a.part,
+					bulk_store(a.out.rows + static_cast<u64>(rows[i]) * a.wire_bytes +
+					               part * a.part,
 					           place, bytes);
 			bulk_commit();
 			bulk_await_read<0>();
@@ -351,7 +352,7 @@ struct taker {
 				break;
 			bytes = load();
 		}
-		if (a.landed == 0)
+		if (a.send.landed == 0)
 			return;
 		bulk_await();
 		fence_bulk();
@@ -407,7 +408,7 @@ struct taker {
 __device__ __forceinline__ float weight_of(const sw_moe_args &a, u64 i, int row)
 {
 	if ((a.mode & SW_MOE_GIVEN) != 0)
-		return reinterpret_cast<const float *>(a.row_weights)[row];
+		return reinterpret_cast<const float *>(a.out.weights)[row];
 	return (a.mode & SW_MOE_WEIGH) != 0 ? reinterpret_cast<const float *>(own_segment(a.world) + a.state.weights)[i]
 	                                    : 1;
 }
@@ -417,7 +418,7 @@ __device__ __forceinline__ bool await_ready(const sw_moe_args &a, u32 group, u32
 {
 	patience p(a, a.world.rank);
 #pragma unroll 1
-	while (load32_acquire_sys(a.ready + 4 * static_cast<u64>(group)) < rows)
+	while (load32_acquire_sys(a.sum.ready + 4 * static_cast<u64>(group)) < rows)
 		if (!p.more(epoch, true))
 			return false;
 	return true;

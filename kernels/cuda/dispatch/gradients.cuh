@@ -20,7 +20,7 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 	if (__syncthreads_or(counter.epoch() == 0))
 		return;
 	u32 lane = threadIdx.x & 31, all = staged.first[a.world.size];
-	bool dots = a.from_weights != 0 || a.sum_weights != 0;
+	bool dots = a.sum.from_weights != 0 || a.sum.weights != 0;
 	u64 own = own_segment(a.world);
 	const int *spread = reinterpret_cast<const int *>(own + a.state.spread);
 #pragma unroll 1
@@ -34,9 +34,9 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 #pragma unroll
 		for (u32 c = 0; c < 8; c++)
 			chain[c] = 0;
-		u64 dy = own + a.to_rows + static_cast<u64>(at) * a.row_bytes,
-		    row = a.rows + static_cast<u64>(max(r, 0)) * a.row_bytes,
-		    out = a.y + static_cast<u64>(max(r, 0)) * a.row_bytes;
+		u64 dy = own + a.send.to_rows + static_cast<u64>(at) * a.row_bytes,
+		    row = a.out.rows + static_cast<u64>(max(r, 0)) * a.row_bytes,
+		    out = a.sum.y + static_cast<u64>(max(r, 0)) * a.row_bytes;
 		constexpr u32 vectors = 8 / number::count; // of 8 neighbouring elements
 #pragma unroll 1
 		for (u32 e = lane * 8; r >= 0 && e * number::size < a.row_bytes; e += 256)
@@ -69,14 +69,14 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 		for (u32 by = 16; by >= 1; by /= 2)
 			dot = __fadd_rn(dot, __shfl_down_sync(~0u, dot, by));
 		if (lane == 0) {
-			if (a.from_weights != 0)
-				reinterpret_cast<float *>(own + a.from_weights)[j] = r < 0 ? 0 : dot;
-			if (a.sum_weights != 0 && r >= 0)
-				reinterpret_cast<float *>(a.sum_weights)[r] = dot;
+			if (a.sum.from_weights != 0)
+				reinterpret_cast<float *>(own + a.sum.from_weights)[j] = r < 0 ? 0 : dot;
+			if (a.sum.weights != 0 && r >= 0)
+				reinterpret_cast<float *>(a.sum.weights)[r] = dot;
 		}
 	}
-	zero_padding(a, a.y, a.row_bytes, 0, 0, reinterpret_cast<const u32 *>(a.counts),
-	             reinterpret_cast<const u32 *>(a.offsets));
+	zero_padding(a, a.sum.y, a.row_bytes, 0, 0, reinterpret_cast<const u32 *>(a.out.counts),
+	             reinterpret_cast<const u32 *>(a.out.offsets));
 	release_stream();
 }
 

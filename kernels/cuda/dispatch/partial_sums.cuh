@@ -120,7 +120,7 @@ template <kind type, bool float8> struct partials {
 	// Waits until the caller has marked the rows of a task. False when the wait was given up.
 	__device__ __forceinline__ bool await_marks(const pass_order::task &k) const
 	{
-		const u32 *counts = reinterpret_cast<const u32 *>(by_expert ? a.counts : a.rank_counts);
+		const u32 *counts = reinterpret_cast<const u32 *>(by_expert ? a.out.counts : a.out.rank_counts);
 		bool good = true;
 		if (!by_expert)
 			good = await_ready(a, k.src, counts[k.src], epoch);
@@ -157,7 +157,7 @@ template <kind type, bool float8> struct partials {
 		auto load_first = [&](uint4 *to) {
 			u32 c = __ffsll(here) - 1;
 			load(to,
-			     a.rows +
+			     a.out.rows +
 			         static_cast<u64>(__shfl_sync(~0u, c < 32 ? row[0] : row[1], c & 31)) * a.row_bytes,
 			     k.part);
 		};
@@ -190,7 +190,7 @@ template <kind type, bool float8> struct partials {
 	// Stores the part of a row's sum as float8.
 	__device__ __forceinline__ void store_float8(const pass_order::task &k, const sum<type> *s) const
 	{
-		u64 to = own + a.from_rows + static_cast<u64>(by_expert ? k.at : k.row) * a.wire_bytes;
+		u64 to = own + a.sum.from_rows + static_cast<u64>(by_expert ? k.at : k.row) * a.wire_bytes;
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
 			u32 at = k.part * SW_MOE_PASS_PART + i * 512 + lane * 16, element = at / numbers<type>::size,
@@ -215,15 +215,16 @@ template <kind type, bool float8> struct partials {
 			int r = by_expert ? row[j] : static_cast<int>(k.row * a.top_k + c);
 			if (c < a.top_k)
 				reinterpret_cast<float *>(
-				    own + a.from_weights)[static_cast<u64>(by_expert ? k.at : k.row) * a.top_k + c] =
-				    r < 0 ? 0 : reinterpret_cast<const float *>(a.row_weights)[r];
+				    own +
+				    a.sum.from_weights)[static_cast<u64>(by_expert ? k.at : k.row) * a.top_k + c] =
+				    r < 0 ? 0 : reinterpret_cast<const float *>(a.out.weights)[r];
 		}
 	}
 
 	// Makes a warp's part of a round. False when a wait was given up.
 	__device__ __forceinline__ bool make(const pass_order::task &k, const int *row, const float *weight) const
 	{
-		if (a.ready != 0 && !await_marks(k))
+		if (a.sum.ready != 0 && !await_marks(k))
 			return false;
 		uint4 out[vectors];
 		if (by_expert)
@@ -237,7 +238,7 @@ template <kind type, bool float8> struct partials {
 				}
 			});
 		else
-			load(out, a.rows + static_cast<u64>(k.row) * a.row_bytes, k.part);
+			load(out, a.out.rows + static_cast<u64>(k.row) * a.row_bytes, k.part);
 		if constexpr (float8) {
 			if (!by_expert) {
 				sum<type> s[vectors];
@@ -248,13 +249,13 @@ template <kind type, bool float8> struct partials {
 			}
 		} else {
 			u32 at = k.part * SW_MOE_PASS_PART + lane * 16;
-			u64 to = (a.y != 0 ? a.y : own + a.from_rows) +
+			u64 to = (a.sum.y != 0 ? a.sum.y : own + a.sum.from_rows) +
 			         static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
 #pragma unroll
 			for (u32 i = 0; i < vectors; i++)
 				store_vector_if(at + i * 512 < a.row_bytes, to + i * 512, out[i]);
 		}
-		if (k.part == 0 && a.from_weights != 0)
+		if (k.part == 0 && a.sum.from_weights != 0)
 			copy_weights(k, row);
 		return true;
 	}

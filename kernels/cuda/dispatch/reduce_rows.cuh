@@ -108,9 +108,9 @@ __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_boa
 				}
 			}
 			s.add_biases(a, static_cast<u64>(t) * a.row_bytes + at + i);
-			store_vector(a.y + static_cast<u64>(t) * a.row_bytes + at + i, s.value());
+			store_vector(a.sum.y + static_cast<u64>(t) * a.row_bytes + at + i, s.value());
 		}
-		if (part == 0 && a.sum_weights != 0)
+		if (part == 0 && a.sum.weights != 0)
 			sum_weights(a, t, lane);
 		__syncwarp();
 		load(k + a.depth);
@@ -173,7 +173,7 @@ __device__ __forceinline__ void combine_beside(const sw_moe_args &a, combine_boa
 	if (!await_ranks(a, b, epoch))
 		return;
 #pragma unroll 1
-	for (u32 t = threadIdx.x / 32 * gridDim.x + blockIdx.x; t < a.tokens && a.sum_weights != 0;
+	for (u32 t = threadIdx.x / 32 * gridDim.x + blockIdx.x; t < a.tokens && a.sum.weights != 0;
 	     t += blockDim.x / 32 * gridDim.x)
 		sum_weights(a, t, threadIdx.x & 31);
 	release_stream();

@@ -35,8 +35,8 @@ struct placement {
 
 	__device__ __forceinline__ u32 rank(u32 slot) const
 	{
-		if (a.slots_inverse != 0)
-			return __umulhi(slot, a.slots_inverse);
+		if (a.send.slots_inverse != 0)
+			return __umulhi(slot, a.send.slots_inverse);
 		u32 r = 0;
 #pragma unroll 1
 		while (slot >= a.first[r + 1])
@@ -49,8 +49,9 @@ struct placement {
 __device__ __forceinline__ i64 choice(const sw_moe_args &a, u32 t, u32 k)
 {
 	i64 i = static_cast<i64>(t) * a.top_k + k;
-	return a.index_bytes == 8 ? static_cast<i64>(__ldg(reinterpret_cast<const long long *>(a.choices) + i))
-	                          : static_cast<i64>(__ldg(reinterpret_cast<const int *>(a.choices) + i));
+	return a.send.index_bytes == 8
+	           ? static_cast<i64>(__ldg(reinterpret_cast<const long long *>(a.send.choices) + i))
+	           : static_cast<i64>(__ldg(reinterpret_cast<const int *>(a.send.choices) + i));
 }
 
 // A choice beside a row in staging: the local slot, and which of its rank's choices for that slot it is. All bits are
@@ -69,8 +70,8 @@ __device__ __forceinline__ void each_choice(const sw_moe_args &a, const placemen
 {
 	constexpr u32 batch = 4; // of a thread, that are loaded together
 	u32 all = tokens * a.top_k;
-	u64 from = a.choices + static_cast<u64>(first) * a.top_k * a.index_bytes;
-	bool wide = a.index_bytes == 8;
+	u64 from = a.send.choices + static_cast<u64>(first) * a.top_k * a.send.index_bytes;
+	bool wide = a.send.index_bytes == 8;
 #pragma unroll 1
 	for (u32 begin = threadIdx.x; begin < all; begin += batch * blockDim.x) {
 		i64 e[batch];

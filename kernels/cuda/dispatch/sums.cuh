@@ -23,7 +23,7 @@ __device__ __forceinline__ bool await_ranks(const sw_moe_args &a, combine_board 
 {
 	bool good = true;
 	if (threadIdx.x < a.world.size) {
-		u64 word = begin_word(a, 0), place = a.from_rows;
+		u64 word = begin_word(a, 0), place = a.sum.from_rows;
 		if (threadIdx.x != a.world.rank)
 			good = await_begin(a, threadIdx.x, epoch, word, place);
 		if (good) {
@@ -103,10 +103,10 @@ template <kind type> struct sum {
 	}
 	__device__ __forceinline__ void add_biases(const sw_moe_args &a, u64 at)
 	{
-		if (a.bias0 != 0)
-			add(load_vector(a.bias0 + at));
-		if (a.bias1 != 0)
-			add(load_vector(a.bias1 + at));
+		if (a.sum.bias0 != 0)
+			add(load_vector(a.sum.bias0 + at));
+		if (a.sum.bias1 != 0)
+			add(load_vector(a.sum.bias1 + at));
 	}
 	__device__ __forceinline__ uint4 value() const { return numbers<type>::pack(f); }
 
@@ -137,9 +137,9 @@ __device__ __forceinline__ void sum_weights(const sw_moe_args &a, u32 t, u32 lan
 		float w = 0;
 		if (d >= 0)
 			w = *reinterpret_cast<const volatile float *>(
-			    segment(a.world, d) + a.from_weights +
+			    segment(a.world, d) + a.sum.from_weights +
 			    (static_cast<u64>(places[static_cast<u64>(t) * a.world.size + d]) * a.top_k + k) * 4);
-		reinterpret_cast<float *>(a.sum_weights)[i] = w;
+		reinterpret_cast<float *>(a.sum.weights)[i] = w;
 	}
 }
 

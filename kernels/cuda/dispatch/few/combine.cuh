@@ -37,7 +37,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	{
 		if (!by_expert)
 			return !__any_sync(
-			    ~0u, !await_ready(a, src, reinterpret_cast<const u32 *>(a.rank_counts)[src], epoch));
+			    ~0u, !await_ready(a, src, reinterpret_cast<const u32 *>(a.out.rank_counts)[src], epoch));
 		bool good = true;
 #pragma unroll 1
 		for (u32 c = lane; c < a.top_k; c += 32) {
@@ -45,7 +45,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			    reinterpret_cast<const u64 *>(own + a.state.indices)[static_cast<u64>(r) * a.top_k + c]);
 			if (slot >= 0)
 				good &= await_ready(a, static_cast<u32>(slot),
-				                    reinterpret_cast<const u32 *>(a.counts)[slot], epoch);
+				                    reinterpret_cast<const u32 *>(a.out.counts)[slot], epoch);
 		}
 		return !__any_sync(~0u, !good);
 	}
@@ -79,8 +79,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 					u32 from = left == 0 ? 0 : __ffs(left) - 1;
 					left &= left - 1;
 					by[j] = __shfl_sync(~0u, weight[half], from);
-					u64 there =
-					    a.rows + static_cast<u64>(__shfl_sync(~0u, row[half], from)) * a.row_bytes;
+					u64 there = a.out.rows +
+					            static_cast<u64>(__shfl_sync(~0u, row[half], from)) * a.row_bytes;
 					v[j].load(there, j < some ? a.row_bytes : 0, part, lane);
 				}
 #pragma unroll
@@ -110,8 +110,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		u32 parts = Wire::parts(a.row_bytes), i = task / (n * parts), rest = task - i * n * parts;
 		x.src = rest / parts, x.part = rest - x.src * parts, x.r = x.src * a.max_tokens + i;
 		u32 here = reinterpret_cast<const u32 *>(own + a.state.arrived)[x.src];
-		if (!by_expert && a.ready == 0 && x.r < a.most_rows) // whether it is there or not
-			x.v.load(a.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part, lane);
+		if (!by_expert && a.sum.ready == 0 && x.r < a.out.most) // whether it is there or not
+			x.v.load(a.out.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part, lane);
 		x.t = static_cast<u32>(reinterpret_cast<const u64 *>(own + a.state.sources)[x.r] >> 32);
 #pragma unroll
 		for (u32 j = 0; j < 2; j++) {
@@ -138,11 +138,11 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			for (u32 j = 0; j < 2; j++)
 				if (given && x.row[j] >= 0)
 					x.weight[j] = weight_of(a, 0, x.row[j]);
-			if (a.ready != 0) {
+			if (a.sum.ready != 0) {
 				if (!await_marks(x.src, x.r))
 					return;
 				if (!by_expert)
-					x.v.load(a.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part,
+					x.v.load(a.out.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part,
 					         lane);
 			}
 			Wire words;
@@ -160,7 +160,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			}
 			words.put(row_place(a, x.src, a.world.rank, x.t, epoch), x.part,
 			          Wire::used(a.row_bytes, x.part, lane), lane, row_flag);
-			if (x.part != 0 || a.row_weights == 0 || a.from_weights == 0)
+			if (x.part != 0 || a.out.weights == 0 || a.sum.from_weights == 0)
 				continue;
 #pragma unroll
 			for (u32 j = 0; j < 2; j++) {
@@ -170,7 +170,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 					put_packet(note_place(a, x.src, a.world.rank, x.t, epoch) + 16 * (1 + k), flag,
 					           at < 0 ? 0
 					                  : __float_as_uint(
-								reinterpret_cast<const float *>(a.row_weights)[at]),
+								reinterpret_cast<const float *>(a.out.weights)[at]),
 					           0, 0);
 			}
 		}
@@ -237,9 +237,9 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 				if (at >= a.row_bytes)
 					continue;
 				s[i].add_biases(a, static_cast<u64>(t) * a.row_bytes + at);
-				store_vector(a.y + static_cast<u64>(t) * a.row_bytes + at, s[i].value());
+				store_vector(a.sum.y + static_cast<u64>(t) * a.row_bytes + at, s[i].value());
 			}
-			if (part == 0 && a.sum_weights != 0 && !take_weights(t))
+			if (part == 0 && a.sum.weights != 0 && !take_weights(t))
 				return false;
 		}
 		return true;
@@ -270,7 +270,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			        !has_flag(v, flag)))
 				if (!(good = w.slow(a.world)))
 					give_up(a.world, w.kind, d, epoch, false);
-			reinterpret_cast<float *>(a.sum_weights)[i] = __uint_as_float(word_of(v, 0));
+			reinterpret_cast<float *>(a.sum.weights)[i] = __uint_as_float(word_of(v, 0));
 		}
 		return !__any_sync(~0u, !good);
 	}

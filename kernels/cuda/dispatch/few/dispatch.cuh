@@ -28,8 +28,8 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 	few_vectors<Wire::vectors> row;
 	u64 ranks = 0;
 	if (tasks.first < count) {
-		row.load(a.x + static_cast<u64>(tasks.first / parts) * a.row_bytes, a.row_bytes, tasks.first % parts,
-		         lane);
+		row.load(a.send.x + static_cast<u64>(tasks.first / parts) * a.row_bytes, a.row_bytes,
+		         tasks.first % parts, lane);
 		ranks = f.ranks(tasks.first / parts);
 	}
 	if (sends && f.tells())
@@ -52,7 +52,7 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 	for (u32 task = tasks.first; task < count; task += tasks.step) {
 		u32 t = task / parts, part = task - t * parts;
 		if (task != tasks.first) {
-			row.load(a.x + static_cast<u64>(t) * a.row_bytes, a.row_bytes, part, lane);
+			row.load(a.send.x + static_cast<u64>(t) * a.row_bytes, a.row_bytes, part, lane);
 			ranks = f.ranks(t);
 		}
 		Wire x;

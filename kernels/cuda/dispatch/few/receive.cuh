@@ -42,7 +42,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	__device__ __forceinline__ void put(const Wire &x, u32 part) const
 	{
 		each_row([&](int row, int slot) {
-			x.store(a.rows + static_cast<u64>(row) * a.wire_bytes, a.row_bytes, part, lane);
+			x.store(a.out.rows + static_cast<u64>(row) * a.wire_bytes, a.row_bytes, part, lane);
 			if constexpr (Wire::scaled) {
 				u32 block = Wire::block(a.row_bytes, part, lane);
 				if (block != ~0u)
@@ -86,29 +86,29 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			u64 at = static_cast<u64>(r) * a.top_k + k;
 			if (k >= a.top_k)
 				continue;
-			reinterpret_cast<u64 *>(own + a.to_indices)[at] =
+			reinterpret_cast<u64 *>(own + a.send.to_indices)[at] =
 			    slots[i] < 0 ? ~0ull : numbered_choice(number[i], static_cast<u32>(slots[i]));
-			if (a.to_weights != 0)
-				reinterpret_cast<float *>(own + a.to_weights)[at] = weight[i];
+			if (a.send.to_weights != 0)
+				reinterpret_cast<float *>(own + a.send.to_weights)[at] = weight[i];
 			if (!by_expert)
 				continue;
 			reinterpret_cast<int *>(own + a.state.spread)[at] = rows[i];
-			if (rows[i] >= 0 && a.row_weights != 0)
-				reinterpret_cast<float *>(a.row_weights)[rows[i]] = weight[i];
-			if (rows[i] >= 0 && a.row_sources != 0)
-				reinterpret_cast<u64 *>(a.row_sources)[rows[i]] = source;
+			if (rows[i] >= 0 && a.out.weights != 0)
+				reinterpret_cast<float *>(a.out.weights)[rows[i]] = weight[i];
+			if (rows[i] >= 0 && a.out.sources != 0)
+				reinterpret_cast<u64 *>(a.out.sources)[rows[i]] = source;
 		}
 		if (lane != 0)
 			return;
 		reinterpret_cast<u64 *>(own + a.state.sources)[r] = source;
-		if (a.to_sources != 0)
-			reinterpret_cast<u64 *>(own + a.to_sources)[r] = source;
+		if (a.send.to_sources != 0)
+			reinterpret_cast<u64 *>(own + a.send.to_sources)[r] = source;
 	}
 
 	// Says that the token is there, to those who want to know.
 	__device__ __forceinline__ void land() const
 	{
-		if (a.landed == 0)
+		if (a.send.landed == 0)
 			return;
 		__syncwarp();
 		count_landed(a, rows, slots);
@@ -228,7 +228,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	// All rows. The caller's count of rows that have landed wants them whole.
 	__device__ __forceinline__ void run(bool cached)
 	{
-		u32 all = Wire::parts(a.row_bytes), parts = a.landed != 0 ? 1 : all;
+		u32 all = Wire::parts(a.row_bytes), parts = a.send.landed != 0 ? 1 : all;
 		u64 through = 0; // ranks that have no more tokens
 		const u32 *arrived = reinterpret_cast<const u32 *>(own + a.state.arrived);
 		u32 busy = gridDim.x > 1 ? 1 : 0; // the first block looks after counts
@@ -236,7 +236,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 #pragma unroll 1
 		for (u32 task = tasks.first; task < a.max_tokens * n * parts; task += tasks.step) {
 			u32 i = task / (n * parts), rest = task - i * n * parts, src = rest / parts,
-			    part = rest - src * parts, end = a.landed != 0 ? all : part + 1;
+			    part = rest - src * parts, end = a.send.landed != 0 ? all : part + 1;
 			bool good = true, absent = false;
 			if (cached) {
 				if (i < arrived[src])

@@ -113,7 +113,7 @@ struct few_sender {
 			return;
 		}
 		constexpr u32 early = 4; // weights of a thread that are on their way beside choices
-		const float *from = reinterpret_cast<const float *>(a.weights);
+		const float *from = reinterpret_cast<const float *>(a.send.weights);
 		u32 all = a.tokens * a.top_k;
 		float w[early];
 #pragma unroll
@@ -249,7 +249,7 @@ struct few_sender {
 // The scales of token t that the caller gives, as packets behind its choices.
 __device__ __forceinline__ void send_scales(const sw_moe_args &a, u32 t, u64 ranks, u64 epoch, u32 lane)
 {
-	const u32 *scales = reinterpret_cast<const u32 *>(a.scales) + static_cast<u64>(t) * a.scale_words;
+	const u32 *scales = reinterpret_cast<const u32 *>(a.send.scales) + static_cast<u64>(t) * a.scale_words;
 #pragma unroll 1
 	for (u32 w = 3 * lane; w < a.scale_words; w += 96) {
 		u32 v[3];

@@ -36,7 +36,7 @@ template <typename Quantiser> struct mover {
 		u32 t = task / a.parts, at = (task - t * a.parts) * a.part, bytes = min(a.part, a.row_bytes - at),
 		    place = k % a.depth;
 		full[place].expect(bytes);
-		bulk_load_once(ring + place * a.part, a.x + static_cast<u64>(r.mine.first + t) * a.row_bytes + at,
+		bulk_load_once(ring + place * a.part, a.send.x + static_cast<u64>(r.mine.first + t) * a.row_bytes + at,
 		               bytes, full + place);
 	}
 
@@ -53,7 +53,7 @@ template <typename Quantiser> struct mover {
 	{
 		u32 n = a.world.size, due = static_cast<u32>(clock()) +
 		                            (r.warp * gridDim.x + blockIdx.x) * (a.interval / (a.movers * gridDim.x));
-		u64 there = r.lane < n ? segment(a.world, r.lane) + a.to_rows : 0;
+		u64 there = r.lane < n ? segment(a.world, r.lane) + a.send.to_rows : 0;
 		u32 k = 0;
 #pragma unroll 1
 		for (u32 task = r.warp; task < tasks(); task += a.movers, k++) {
@@ -78,7 +78,7 @@ template <typename Quantiser> struct mover {
 			for (u32 d = r.lane; d < n; d += 32) {
 				int p = d == r.lane ? to : r.s.place[t * n + d];
 				if (p >= 0)
-					bulk_store((d == r.lane ? there : segment(a.world, d) + a.to_rows) +
+					bulk_store((d == r.lane ? there : segment(a.world, d) + a.send.to_rows) +
 					               static_cast<u64>(p) * a.wire_bytes + Quantiser::out(at),
 					           row, Quantiser::out(bytes));
 			}
@@ -121,9 +121,9 @@ template <kind type> struct to_float8 {
 	                                             u32 t, u32 *scales)
 	{
 		bool exponents = (a.mode & SW_MOE_EXPONENTS) != 0;
-		quantise<type>(row, bytes, scales, a.scale_block == 128 ? 128 : 0, exponents, r.lane);
-		u32 blocks = (out(bytes) + a.scale_block - 1) / a.scale_block,
-		    words = exponents ? (blocks + 3) / 4 : blocks, first = out(at) / a.scale_block;
+		quantise<type>(row, bytes, scales, a.send.scale_block == 128 ? 128 : 0, exponents, r.lane);
+		u32 blocks = (out(bytes) + a.send.scale_block - 1) / a.send.scale_block,
+		    words = exponents ? (blocks + 3) / 4 : blocks, first = out(at) / a.send.scale_block;
 #pragma unroll 1
 		for (u32 d = 0; d < a.world.size; d++) {
 			int p = r.s.place[t * a.world.size + d];

@@ -44,8 +44,8 @@ struct rows_receiver {
 	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads.
 	__device__ __forceinline__ bool tell_counts(u32 thread, u32 threads)
 	{
-		u32 *counts = reinterpret_cast<u32 *>(a.counts),
-		    *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2;
+		u32 *counts = reinterpret_cast<u32 *>(a.out.counts),
+		    *mapped = a.send.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.send.mapped) + 2;
 		bool good = true;
 #pragma unroll 1
 		for (u32 i = thread; i < a.local; i += threads) {
@@ -76,18 +76,18 @@ struct rows_receiver {
 	__device__ __forceinline__ void tell_ranks()
 	{
 		u32 n = a.world.size;
-		u32 *mapped = a.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.mapped) + 2 + a.local;
+		u32 *mapped = a.send.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.send.mapped) + 2 + a.local;
 		if (threadIdx.x <= n) {
 			u32 at = 0;
 #pragma unroll 1
 			for (u32 src = 0; src < threadIdx.x; src++)
-				at += a.offset_base != 0 ? static_cast<u32>(a.offset_base) : sum[src];
-			reinterpret_cast<u32 *>(a.offsets)[threadIdx.x] = at;
+				at += a.send.offset_base != 0 ? static_cast<u32>(a.send.offset_base) : sum[src];
+			reinterpret_cast<u32 *>(a.out.offsets)[threadIdx.x] = at;
 			if (mapped != nullptr)
 				mapped[threadIdx.x] = at;
 		}
 		if (threadIdx.x < n) {
-			reinterpret_cast<u32 *>(a.rank_counts)[threadIdx.x] = sum[threadIdx.x];
+			reinterpret_cast<u32 *>(a.out.rank_counts)[threadIdx.x] = sum[threadIdx.x];
 			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = sum[threadIdx.x];
 			if (mapped != nullptr)
 				mapped[n + 1 + threadIdx.x] = sum[threadIdx.x];
@@ -98,7 +98,7 @@ struct rows_receiver {
 		__syncthreads();
 		if (threadIdx.x == 0) {
 			fence_acq_rel_sys();
-			store_relaxed_sys(a.mapped, a.ticket);
+			store_relaxed_sys(a.send.mapped, a.send.ticket);
 		}
 	}
 };

@@ -26,7 +26,7 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 		for (u32 i = threadIdx.x; i < a.slots; i += blockDim.x)
 			s.count[i] = s.before[i] = 0;
 #pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.share * n; i += blockDim.x)
+		for (u32 i = threadIdx.x; i < a.send.share * n; i += blockDim.x)
 			s.place[i] = 0;
 	}
 	if (threadIdx.x < a.movers * a.depth)

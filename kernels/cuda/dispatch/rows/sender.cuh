@@ -30,8 +30,9 @@ struct stretch_board {
 	u32 *before; // [slots]: those of the blocks before it, and of its own that have their place
 
 	__device__ __forceinline__ stretch_board(const sw_moe_args &a, u8 *memory)
-	    : place(reinterpret_cast<int *>(memory)), groups(reinterpret_cast<u32 *>(memory) + a.share * a.world.size),
-	      count(groups + (a.share + 31) / 32 * a.world.size), before(count + a.slots)
+	    : place(reinterpret_cast<int *>(memory)),
+	      groups(reinterpret_cast<u32 *>(memory) + a.send.share * a.world.size),
+	      count(groups + (a.send.share + 31) / 32 * a.world.size), before(count + a.slots)
 	{
 	}
 };
@@ -202,7 +203,7 @@ struct rows_sender {
 			for (u32 d = 0; i < all && d < n; d++) {
 				int row = s.place[t * n + d];
 				if (row >= 0)
-					*reinterpret_cast<u64 *>(segment(a.world, d) + a.to_indices +
+					*reinterpret_cast<u64 *>(segment(a.world, d) + a.send.to_indices +
 					                         8 * (static_cast<u64>(row) * a.top_k + k)) =
 					    slot >= 0 && p.rank(static_cast<u32>(slot)) == d
 						? numbered_choice(at, static_cast<u32>(slot) - a.first[d])
@@ -237,9 +238,9 @@ struct rows_sender {
 		if (threadIdx.x == 0) // the first such rank
 #pragma unroll 1
 			for (u32 d = 0; d < n && good; d++)
-				if (b.sum[d] > a.most_rows) {
+				if (b.sum[d] > a.out.most) {
 					give_up(a.world, SW_FAULT_OVERFLOW, d, epoch, false, b.sum[d], ~0ull,
-					        static_cast<u64>(a.most_rows));
+					        static_cast<u64>(a.out.most));
 					good = false;
 				}
 		return good;
@@ -301,33 +302,35 @@ struct rows_sender {
 					u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : 0;
 					bool goes = is_expert(a, e) && p.rank(slot) == d;
 					if ((a.mode & SW_MOE_BY_EXPERT) == 0)
-						*reinterpret_cast<i64 *>(there + a.to_indices + 8 * at) =
+						*reinterpret_cast<i64 *>(there + a.send.to_indices + 8 * at) =
 						    goes ? static_cast<i64>(slot - a.first[d]) : -1;
-					float w = !goes            ? 0
-					          : a.weights == 0 ? 1
-					                           : __ldg(reinterpret_cast<const float *>(a.weights) +
-					                                   static_cast<u64>(t) * a.top_k + k);
-					if (a.to_weights != 0)
-						*reinterpret_cast<float *>(there + a.to_weights + 4 * at) = w;
+					float w = !goes ? 0
+					          : a.send.weights == 0
+					              ? 1
+					              : __ldg(reinterpret_cast<const float *>(a.send.weights) +
+					                      static_cast<u64>(t) * a.top_k + k);
+					if (a.send.to_weights != 0)
+						*reinterpret_cast<float *>(there + a.send.to_weights + 4 * at) = w;
 				}
-				if (lane == 0 && a.to_sources != 0)
-					*reinterpret_cast<u64 *>(there + a.to_sources + 8 * static_cast<u64>(row)) =
+				if (lane == 0 && a.send.to_sources != 0)
+					*reinterpret_cast<u64 *>(there + a.send.to_sources +
+					                         8 * static_cast<u64>(row)) =
 					    static_cast<u64>(t) << 32 | a.world.rank;
 			}
 			if (scales)
 #pragma unroll 1
 				for (u32 k = lane; k < a.scale_words; k += 32)
 					*reinterpret_cast<u32 *>(scale_place(there, row, k)) =
-					    __ldg(reinterpret_cast<const u32 *>(a.scales) +
+					    __ldg(reinterpret_cast<const u32 *>(a.send.scales) +
 					          static_cast<u64>(t) * a.scale_words + k);
 		}
 	}
 
 	__device__ __forceinline__ u64 scale_place(u64 there, int row, u32 word) const
 	{
-		u64 at = (a.mode & SW_MOE_COLUMNS) != 0 ? static_cast<u64>(word) * a.most_rows + row
+		u64 at = (a.mode & SW_MOE_COLUMNS) != 0 ? static_cast<u64>(word) * a.out.most + row
 		                                        : static_cast<u64>(row) * a.scale_words + word;
-		return there + a.to_scales + 4 * at;
+		return there + a.send.to_scales + 4 * at;
 	}
 
 	// The place of the block's first row for a rank among this rank's there, where every rank has its own part.

@@ -105,8 +105,8 @@ world random_world()
 		w.capacity = all * w.top_k, w.most_rows = w.capacity * most_local;
 	else
 		w.most_rows = all;
-	w.state = sw_lay_moe_block(65536, w.size, w.slots, w.max_tokens, w.top_k, all,
-	                           w.few ? w.note_bytes() : 0, w.few ? w.packet_bytes() : 0);
+	w.state = sw_lay_moe_block(65536, w.size, w.slots, w.max_tokens, w.top_k, all, w.few ? w.note_bytes() : 0,
+	                           w.few ? w.packet_bytes() : 0);
 	u64 place = w.state.end;
 	auto take = [&](u64 n) {
 		place = (place + 255) / 256 * 256;
@@ -245,18 +245,18 @@ sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	u64 own = w.segment(rank);
 	a.world = w.seen_by(rank, w.state.control, w.timeout_ns);
 	a.state = w.state;
-	a.choices = reinterpret_cast<u64>(b.choice[rank].data()),
-	a.weights = reinterpret_cast<u64>(b.weight[rank].data());
+	a.send.choices = reinterpret_cast<u64>(b.choice[rank].data()),
+	a.send.weights = reinterpret_cast<u64>(b.weight[rank].data());
 	a.table = reinterpret_cast<u64>(w.table.data());
-	a.rows = own + w.rows, a.row_scales = own + w.row_scales, a.row_weights = own + w.row_weights,
-	a.row_sources = own + w.row_sources;
-	a.counts = own + w.counts, a.offsets = own + w.counts + 1024, a.rank_counts = own + w.counts + 2048,
-	a.landed = w.lands ? own + w.counts + 3072 : 0;
-	a.most_rows = w.most_rows, a.align = w.align, a.capacity = w.capacity,
-	a.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
+	a.out.rows = own + w.rows, a.out.scales = own + w.row_scales, a.out.weights = own + w.row_weights,
+	a.out.sources = own + w.row_sources;
+	a.out.counts = own + w.counts, a.out.offsets = own + w.counts + 1024, a.out.rank_counts = own + w.counts + 2048,
+	a.send.landed = w.lands ? own + w.counts + 3072 : 0;
+	a.out.most = w.most_rows, a.out.align = w.align, a.out.capacity = w.capacity,
+	a.send.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
 	a.op = op, a.mode = SW_MOE_SEND | SW_MOE_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k,
 	a.max_tokens = w.max_tokens, a.experts = w.experts;
-	a.slots = w.slots, a.local = w.local(rank), a.index_bytes = 4;
+	a.slots = w.slots, a.local = w.local(rank), a.send.index_bytes = 4;
 	for (u32 r = 0; r <= w.size; r++)
 		a.first[r] = w.first[r];
 	return a;
@@ -279,12 +279,12 @@ void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
 {
 	a.row_bytes = row_bytes, a.wire_bytes = float8 ? row_bytes / 2 : row_bytes;
 	u32 blocks = 1 + draw(3);
-	a.share = (a.tokens + blocks - 1) / blocks, a.movers = 1 + draw(2), a.depth = 1 + draw(3);
+	a.send.share = (a.tokens + blocks - 1) / blocks, a.movers = 1 + draw(2), a.depth = 1 + draw(3);
 	a.part = float8 || draw(2) == 0 ? row_bytes : (row_bytes / 2 + 15) / 16 * 16,
 	a.parts = (row_bytes + a.part - 1) / a.part;
 	a.interval = draw(3) * 2000;
 	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_MOE_SCALES : 0)) +
-	                4 * (w.size * (a.share + (a.share + 31) / 32) + 2 * w.slots);
+	                4 * (w.size * (a.send.share + (a.send.share + 31) / 32) + 2 * w.slots);
 	p.push_back(float8 ? with(dispatch_rows_bf16, a, blocks, SW_MOE_THREADS, shared)
 	                   : with(dispatch_rows, a, blocks, SW_MOE_THREADS, shared));
 }
@@ -292,8 +292,8 @@ void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
 void to_staging(world &w, sw_moe_args &a)
 {
 	a.mode |= SW_MOE_BY_EXPERT;
-	a.to_rows = w.staging, a.to_scales = w.scales, a.to_indices = w.state.indices, a.to_weights = w.state.weights,
-	a.to_sources = w.state.sources;
+	a.send.to_rows = w.staging, a.send.to_scales = w.scales, a.send.to_indices = w.state.indices,
+	a.send.to_weights = w.state.weights, a.send.to_sources = w.state.sources;
 }
 
 void add_take(world &w, sw_moe_args &a, u32 rank, program &p)
@@ -330,13 +330,14 @@ void dispatch_of_few(world &w, sw_moe_args a, bool halves, program &p)
 void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
 {
 	sw_moe_args a = arguments(w, b, rank, again ? op_redispatch : op_dispatch);
-	a.x = reinterpret_cast<u64>(b.narrow_x[rank].data());
+	a.send.x = reinterpret_cast<u64>(b.narrow_x[rank].data());
 	a.mode |= again ? SW_MOE_CACHED : 0;
-	a.scale_words = w.scale_words(), a.scale_block = 128, a.scales = reinterpret_cast<u64>(b.scale[rank].data());
+	a.scale_words = w.scale_words(), a.send.scale_block = 128,
+	a.send.scales = reinterpret_cast<u64>(b.scale[rank].data());
 	if (w.by_token()) {
 		a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
-		a.to_rows = w.rows, a.to_scales = w.row_scales, a.to_indices = w.row_indices,
-		a.to_weights = w.row_weights, a.to_sources = w.row_sources;
+		a.send.to_rows = w.rows, a.send.to_scales = w.row_scales, a.send.to_indices = w.row_indices,
+		a.send.to_weights = w.row_weights, a.send.to_sources = w.row_sources;
 		if (w.few)
 			return dispatch_of_few(w, a, halves, p);
 		if (halves)
@@ -381,12 +382,12 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 {
 	bool halves = draw(2) == 0;
 	sw_moe_args a = arguments(w, b, rank, op_combine);
-	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.y = w.segment(rank) + sums_at(w);
+	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.sum.y = w.segment(rank) + sums_at(w);
 	bool staged = !w.by_token() || w.float8_sums || !in_place;
 	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch_launch.go has it
 	if (w.few) {
-		a.rows = w.segment(rank) + made_at(w), a.sum_weights = reinterpret_cast<u64>(weights.data()),
-		a.from_weights = w.weights;
+		a.out.rows = w.segment(rank) + made_at(w), a.sum.weights = reinterpret_cast<u64>(weights.data()),
+		a.sum.from_weights = w.weights;
 		a.mode |= w.by_token() ? 0 : SW_MOE_WEIGH;
 		auto kernel = w.by_token()    ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16)
 		              : w.float8_sums ? combine_few_by_expert_bf16_float8
@@ -396,15 +397,15 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 		});
 		return;
 	}
-	a.from_rows = staged ? w.sums : made_at(w);
+	a.sum.from_rows = staged ? w.sums : made_at(w);
 	if (staged) {
 		a.mode |= SW_MOE_KEEP;
-		a.sum_weights = reinterpret_cast<u64>(weights.data());
-		a.from_weights = w.weights;
+		a.sum.weights = reinterpret_cast<u64>(weights.data());
+		a.sum.from_weights = w.weights;
 		if (!w.by_token() && !halves && draw(2) == 0)
 			a.mode |= SW_MOE_BESIDE;
 		sw_moe_args s = a;
-		s.y = 0, s.rows = w.segment(rank) + made_at(w), s.row_weights = a.row_weights;
+		s.sum.y = 0, s.out.rows = w.segment(rank) + made_at(w), s.out.weights = a.out.weights;
 		s.mode |=
 		    (w.rows_by == compact ? SW_MOE_COMPACT : 0) | (w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH);
 		pass(s, w.float8_sums, p);
@@ -419,22 +420,22 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weights, program &p)
 {
 	sw_moe_args a = arguments(w, b, rank, op_backward);
-	a.x = reinterpret_cast<u64>(b.narrow_dy[rank].data());
+	a.send.x = reinterpret_cast<u64>(b.narrow_dy[rank].data());
 	to_staging(w, a);
 	a.mode |= SW_MOE_CACHED;
 	send(w, a, 2 * w.hidden, false, p);
 	p.push_back(with(dispatch_receive, a, 1, SW_MOE_THREADS));
 	u64 own = w.segment(rank);
 	if (w.by_token()) {
-		a.rows = own + w.staging, a.y = own + grads_at(w),
+		a.out.rows = own + w.staging, a.sum.y = own + grads_at(w),
 		a.mode = (a.mode & ~SW_MOE_BY_EXPERT) | (w.rows_by == compact ? SW_MOE_COMPACT : 0);
 		pass(a, false, p);
 		return;
 	}
-	a.rows = own + made_at(w), a.y = own + grads_at(w), a.row_weights = 0, a.from_weights = w.weights,
+	a.out.rows = own + made_at(w), a.sum.y = own + grads_at(w), a.out.weights = 0, a.sum.from_weights = w.weights,
 	a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
 	p.push_back(with(experts_spread_bf16, a, 1 + draw(2), SW_MOE_PASS_THREADS));
-	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum_weights = reinterpret_cast<u64>(weights.data()),
+	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum.weights = reinterpret_cast<u64>(weights.data()),
 	a.row_bytes = 0;
 	p.push_back(with(combine_weights, a, 1 + draw(2), SW_MOE_FEW_SUM_THREADS));
 }
