@@ -32,11 +32,9 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1)
 	packet_warp::task task = p.input(moves ? p.warp : 0);
 	u32 tasks = p.tasks(), groups = packet_groups(span(a, a.world.rank).bytes),
 	    most = gathers(a) && !one_shot(a) ? p.most_groups() : 0;
-	await_stream(); // all that is above goes on while the kernel before runs
-	call_number number;
-	number.load(a.world);
+	call now = call::open(a.world); // all that is above goes on while the kernel before runs
 	p.preload(task, moves);
-	u64 epoch = p.epoch = number.epoch();
+	u64 epoch = p.epoch = now.epoch();
 	if (__any_sync(~0u, epoch == 0) != 0) // a fault may be written just now
 		return;
 	if (moves)
@@ -58,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1)
 		}
 	} else if (!moves) { // takes long, and nobody waits for it
 		if (lane == 0)
-			number.advance(a.world);
+			now.advance();
 	} else if (!reduces(a)) {
 		if (p.take_results(most))
 			p.keep();
@@ -75,10 +73,8 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_THREADS, 1) allreduce(con
 	bool watches = warp == work_warps + 2, good = true;
 	if (watches)
 		b.begin(a, lane);
-	await_stream(); // all that is above goes on while the kernel before runs
-	call_number number;
-	number.load(a.world);
-	u64 epoch = number.epoch();
+	call now = call::open(a.world); // all that is above goes on while the kernel before runs
+	u64 epoch = now.epoch();
 	if (watches && epoch != 0) {
 		if (blockIdx.x == 0) // the sooner the better
 			enter(a, epoch, lane);
@@ -87,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_THREADS, 1) allreduce(con
 	bool stops =
 	    __syncthreads_or(epoch == 0 || !good) != 0;   // for all or none: warps of a block wait for one another
 	if (epoch != 0 && threadIdx.x == 32 * work_warps) // takes long, and nobody waits for this warp yet
-		number.advance(a.world);
+		now.advance();
 	release_stream();
 	if (stops)
 		return;

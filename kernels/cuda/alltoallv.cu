@@ -29,11 +29,9 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1)
 	packets<direct>::ahead ahead{0, 0, false};
 	if (a.world.size > 1)
 		ahead = x.look_ahead();
-	await_stream();
-	call_number number;
-	number.load(a.world);
+	call now = call::open(a.world);
 	x.preload(ahead);
-	u64 epoch = number.epoch();
+	u64 epoch = now.epoch();
 	if (__any_sync(~0u, epoch == 0)) // a fault may be written just now
 		return;
 	if (a.world.size > 1) {
@@ -42,8 +40,7 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1)
 		x.send(epoch);
 	}
 	__syncthreads(); // every warp has read the number
-	if (threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	now.advance_by_last();
 	release_stream();
 	copy_own(a, r, warps - 1 - warp, warps, lane); // first by the warps that have sent least
 	if (a.world.size > 1) {
@@ -66,11 +63,9 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	__syncthreads();
 	if (a.world.size > 1)
 		b.make(a, {steps}, memory, items(a));
-	await_stream(); // all that is above goes on while the kernel before runs
-	call_number number;
-	number.load(a.world);
+	call now = call::open(a.world); // all that is above goes on while the kernel before runs
 	gathered r{steps};
-	u64 epoch = number.epoch();
+	u64 epoch = now.epoch();
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32 * gridDim.x;
 	receiver in{a, r, epoch};
 	bool grants = blockIdx.x == 0 && warp == send_warps + 1;
@@ -80,14 +75,12 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	if (__syncthreads_or(outside || epoch == 0)) { // for all or none: warps of a block wait for one another
 		if (__syncthreads_or(epoch == 0))
 			return;
-		if (threadIdx.x == blockDim.x - 1)
-			number.advance(a.world);
+		now.advance_by_last();
 		if (blockIdx.x == 0)
 			refuse(steps, a, epoch);
 		return;
 	}
-	if (threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	now.advance_by_last();
 	release_stream();
 	packets<gathered> x(a, r, warp * alike(a) + among_alike(a), alike(a) * send_warps, lane);
 	bool sends = blockIdx.x < alike(a), receives = a.senders == 0 || !sends;

@@ -124,16 +124,25 @@ __device__ __noinline__ void give_up(const sw_world &w, u32 kind, u32 peer, u64 
 	__threadfence_system();
 }
 
-// A call in two steps. The number is read as early as possible; then, off the critical path, the last block that has
-// read the counter advances it, so no kernel of its own does.
-struct call_number {
+// A call of a communicator, as its kernel sees it. The number is read as early as possible; then, off the critical
+// path, the last block that has read the counter advances it, so no kernel of its own does.
+struct call {
+	const sw_world &w;
 	pair64 v;
 
-	__device__ __forceinline__ void load(const sw_world &w)
+	// Asks for the number. What comes before it in the code goes on while the kernel before runs.
+	static __device__ __forceinline__ call open(const sw_world &w)
+	{
+		await_stream();
+		return look(w);
+	}
+
+	// The same without a wait for the kernel before.
+	static __device__ __forceinline__ call look(const sw_world &w)
 	{
 		// An address that looks different in every lane: the compiler would move a value that is the same in
 		// all of them to a uniform register at once, and so wait for it here.
-		v = load16_relaxed_sys(own_segment(w) + w.control + zero_of_lane());
+		return {w, load16_relaxed_sys(own_segment(w) + w.control + zero_of_lane())};
 	}
 
 	// 0 after an earlier fault: the kernel must do nothing.
@@ -143,8 +152,15 @@ struct call_number {
 		return fault == SW_FAULT_NONE || of_one_call(fault) ? v.a + 1 : 0;
 	}
 
+	// The last call that has begun: that of a kernel which comes behind its call's first half.
+	__device__ __forceinline__ u64 begun() const { return v.a; }
+
+	// Whether a block does something, for all of its threads or none: a fault may be written just now. They meet,
+	// so what follows is behind the last load.
+	__device__ __forceinline__ bool begins() const { return !__syncthreads_or(epoch() == 0); }
+
 	// One thread of a block, after a barrier behind every load of the block. True in the last block.
-	__device__ __forceinline__ bool advance(const sw_world &w) const
+	__device__ __forceinline__ bool advance() const
 	{
 		sw_control *c = reinterpret_cast<sw_control *>(own_segment(w) + w.control);
 		if (gridDim.x > 1) {
@@ -155,6 +171,9 @@ struct call_number {
 		c->epoch = v.a + 1;
 		return true;
 	}
+
+	// The same by the last thread of each block.
+	__device__ __forceinline__ bool advance_by_last() const { return threadIdx.x == blockDim.x - 1 && advance(); }
 };
 
 // The sum of what this lane and those below it bring.

@@ -4,6 +4,7 @@
 //
 //	numbers       rows of numbers: sums, rounding, float8 with scales
 //	signals       what ranks tell each other about a call
+//	state         typed views of a handle's state
 //	routing       where tokens go
 //	landing       how many rows have landed, for callers that watch
 //	rows/         many tokens on their way to ranks
@@ -23,18 +24,6 @@
 #include "dispatch/partial_sums.cuh"
 #include "dispatch/reduce_rows.cuh"
 #include "dispatch/rows/send.cuh"
-
-namespace sw {
-
-// The number of the call that this rank is in, after its first half.
-__device__ __forceinline__ u64 running_call(const sw_moe_args &a)
-{
-	call_number number;
-	number.load(a.world);
-	return number.epoch() == 0 ? 0 : number.v.a;
-}
-
-} // namespace sw
 
 #define SW_DISPATCH_ROWS(name, quantiser) \
 	extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) name(const __grid_constant__ sw_moe_args a) \
@@ -124,17 +113,15 @@ SW_SPREAD(f16, kind::f16)
 extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(const __grid_constant__ sw_moe_args a)
 {
 	using namespace sw;
-	await_stream();
-	call_number number;
-	number.load(a.world);
-	u64 epoch = number.epoch();
+	call now = call::open(a.world);
+	u64 epoch = now.epoch();
 	if (epoch == 0)
 		return;
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
 		tell_begin(a, threadIdx.x, epoch, 0);
 	__syncthreads();
 	if (threadIdx.x == 0)
-		number.advance(a.world);
+		now.advance();
 }
 
 extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1)
@@ -150,11 +137,10 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) dispatch_receive
 {
 	using namespace sw;
 	SW_SHARED(receive_board, b);
-	await_stream();
-	u64 epoch = running_call(a);
-	if (__syncthreads_or(epoch == 0))
+	call now = call::open(a.world);
+	if (!now.begins())
 		return;
-	rows_receiver{a, b.sum, epoch}.finish((a.mode & SW_MOE_CACHED) != 0);
+	rows_receiver{a, b.sum, now.begun()}.finish((a.mode & SW_MOE_CACHED) != 0);
 }
 
 // Rows from staging to their experts: the second half of an expert-major dispatch. With SW_MOE_BESIDE it begins while
@@ -165,26 +151,22 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_tak
 	SW_DYNAMIC_LINES(memory);
 	SW_SHARED(take_board, b);
 	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
-	if (!beside)
-		await_stream();
-	call_number number;
-	number.load(a.world);
-	u64 epoch = number.epoch() == 0 ? 0 : number.v.a + (beside ? 1 : 0);
+	call now = beside ? call::look(a.world) : call::open(a.world);
+	u64 epoch = beside ? now.epoch() : now.begun();
 	if (threadIdx.x < SW_MAX_RANKS)
 		b.sum[threadIdx.x] = 0;
 	if (threadIdx.x < a.movers)
 		b.full[threadIdx.x].init();
 	fence_bulk();
-	bool good = !__syncthreads_or(epoch == 0);
-	if (good && beside && threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	bool good = now.begins();
+	if (good && beside)
+		now.advance_by_last();
 	taker t(a, b, reinterpret_cast<u8 *>(memory), epoch);
 	good = good && t.prepare() && t.copy_as_they_come();
 	if (!__syncthreads_or(!good) && blockIdx.x == 0) {
 		good = !__syncthreads_or(!rows_receiver{a, b.sum, epoch}.await(threadIdx.x, blockDim.x));
 		if (good && threadIdx.x < t.n && !t.cached)
-			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] =
-			    b.sum[threadIdx.x];
+			state::arrived(a)[threadIdx.x] = b.sum[threadIdx.x];
 	}
 	bulk_await();
 	release_stream();

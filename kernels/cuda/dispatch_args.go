@@ -111,9 +111,9 @@ type moeSendWords struct {
 	_ structs.HostLayout
 
 	x            uint64 // address of the tokens, or of their gradients
-	scales       uint64 // address of the scales beside them
+	scales       uint64 `c:"const uint32_t *"` // address of the scales beside them
 	choices      uint64 // address of [tokens][top_k] experts
-	weights      uint64 // address of [tokens][top_k] float32; 0: all are 1
+	weights      uint64 `c:"const float *"` // address of [tokens][top_k] float32; 0: all are 1
 	toRows       uint64 // place to which rows are sent
 	toScales     uint64
 	toIndices    uint64
@@ -121,7 +121,7 @@ type moeSendWords struct {
 	toSources    uint64
 	mapped       uint64 // address of kernels.DispatchHandle.Mapped; 0: none
 	ticket       uint64
-	landed       uint64 // address of kernels.DispatchHandle.Landed; 0: none
+	landed       uint64 `c:"uint32_t *"` // address of kernels.DispatchHandle.Landed; 0: none
 	offsetBase   int64  // rows from one rank's first row to the next one's; 0: they follow one another
 	indexBytes   uint32
 	slotsInverse uint32 // 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each
@@ -135,12 +135,12 @@ type moeRowsWords struct {
 
 	rows       uint64 // their address
 	scales     uint64
-	weights    uint64 // of each, or of [rows][top_k]
-	sources    uint64
-	counts     uint64 // address of kernels.DispatchHandle.Counts, and so on
-	offsets    uint64
-	rankCounts uint64
-	most       int64 // rows of an output, or of what a combine of few tokens is given
+	weights    uint64 `c:"float *"` // of each, or of [rows][top_k]
+	sources    uint64 `c:"uint64_t *"`
+	counts     uint64 `c:"uint32_t *"` // address of kernels.DispatchHandle.Counts, and so on
+	offsets    uint64 `c:"uint32_t *"`
+	rankCounts uint64 `c:"uint32_t *"`
+	most       int64  // rows of an output, or of what a combine of few tokens is given
 	align      int64
 	capacity   int64 // 0: an expert's rows follow those of the one before
 }
@@ -153,7 +153,7 @@ type moeSumWords struct {
 	fromRows    uint64 // place of the rows that peers read
 	fromWeights uint64 // place of [rows][top_k] float32 that they read; 0: none
 	y           uint64 // address of the sums, or of the rows' gradients
-	weights     uint64 // address of float32 [tokens][top_k], the sums' weights; 0: none
+	weights     uint64 `c:"float *"` // address of float32 [tokens][top_k], the sums' weights; 0: none
 	bias0       uint64
 	bias1       uint64
 }
@@ -180,8 +180,8 @@ type moeArgs struct {
 	movers     uint32 // warps that move
 	depth      uint32 // parts that a warp has under way
 	interval   uint32 // cycles from one part of a warp to its next; 0: as they come
-	table      uint64 // address of kernels.DispatchBounds.Placement
-	counters   uint64 // address of kernels.DispatchBounds.Counters
+	table      uint64 `c:"const uint32_t *"`     // address of kernels.DispatchBounds.Placement
+	counters   uint64 `c:"unsigned long long *"` // address of kernels.DispatchBounds.Counters
 	send       moeSendWords
 	out        moeRowsWords
 	sum        moeSumWords

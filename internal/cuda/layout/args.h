@@ -214,9 +214,9 @@ struct sw_moe_block {
 /* What only the kernels of a dispatch have: this rank's tokens, where they go, and what the caller wants to know of what comes. */
 struct sw_moe_send {
 	uint64_t x; /* address of the tokens, or of their gradients */
-	uint64_t scales; /* address of the scales beside them */
+	const uint32_t *scales; /* address of the scales beside them */
 	uint64_t choices; /* address of [tokens][top_k] experts */
-	uint64_t weights; /* address of [tokens][top_k] float32; 0: all are 1 */
+	const float *weights; /* address of [tokens][top_k] float32; 0: all are 1 */
 	uint64_t to_rows; /* place to which rows are sent */
 	uint64_t to_scales;
 	uint64_t to_indices;
@@ -224,7 +224,7 @@ struct sw_moe_send {
 	uint64_t to_sources;
 	uint64_t mapped; /* address of kernels.DispatchHandle.Mapped; 0: none */
 	uint64_t ticket;
-	uint64_t landed; /* address of kernels.DispatchHandle.Landed; 0: none */
+	uint32_t *landed; /* address of kernels.DispatchHandle.Landed; 0: none */
 	int64_t offset_base; /* rows from one rank's first row to the next one's; 0: they follow one another */
 	uint32_t index_bytes;
 	uint32_t slots_inverse; /* 2^32 over the slots of a rank, rounded up; 0 where ranks have different numbers or one each */
@@ -236,11 +236,11 @@ struct sw_moe_send {
 struct sw_moe_rows {
 	uint64_t rows; /* their address */
 	uint64_t scales;
-	uint64_t weights; /* of each, or of [rows][top_k] */
-	uint64_t sources;
-	uint64_t counts; /* address of kernels.DispatchHandle.Counts, and so on */
-	uint64_t offsets;
-	uint64_t rank_counts;
+	float *weights; /* of each, or of [rows][top_k] */
+	uint64_t *sources;
+	uint32_t *counts; /* address of kernels.DispatchHandle.Counts, and so on */
+	uint32_t *offsets;
+	uint32_t *rank_counts;
 	int64_t most; /* rows of an output, or of what a combine of few tokens is given */
 	int64_t align;
 	int64_t capacity; /* 0: an expert's rows follow those of the one before */
@@ -252,7 +252,7 @@ struct sw_moe_sum {
 	uint64_t from_rows; /* place of the rows that peers read */
 	uint64_t from_weights; /* place of [rows][top_k] float32 that they read; 0: none */
 	uint64_t y; /* address of the sums, or of the rows' gradients */
-	uint64_t weights; /* address of float32 [tokens][top_k], the sums' weights; 0: none */
+	float *weights; /* address of float32 [tokens][top_k], the sums' weights; 0: none */
 	uint64_t bias0;
 	uint64_t bias1;
 };
@@ -277,8 +277,8 @@ struct sw_moe_args {
 	uint32_t movers; /* warps that move */
 	uint32_t depth; /* parts that a warp has under way */
 	uint32_t interval; /* cycles from one part of a warp to its next; 0: as they come */
-	uint64_t table; /* address of kernels.DispatchBounds.Placement */
-	uint64_t counters; /* address of kernels.DispatchBounds.Counters */
+	const uint32_t *table; /* address of kernels.DispatchBounds.Placement */
+	unsigned long long *counters; /* address of kernels.DispatchBounds.Counters */
 	struct sw_moe_send send;
 	struct sw_moe_rows out;
 	struct sw_moe_sum sum;

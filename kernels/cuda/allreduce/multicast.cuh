@@ -217,14 +217,11 @@ template <bool by_blocks> __device__ __forceinline__ void run_multicast(const sw
 	const sw_reduce_args &a = m.reduce;
 	SW_SHARED(multicast_board, b);
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-	await_stream();
-	call_number number;
-	number.load(a.world);
-	u64 epoch = number.epoch();
-	if (__syncthreads_or(epoch == 0))
+	call now = call::open(a.world);
+	u64 epoch = now.epoch();
+	if (!now.begins())
 		return;
-	if (threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	now.advance_by_last();
 	release_stream();
 	bool good = true;
 	if (warp == 0) {

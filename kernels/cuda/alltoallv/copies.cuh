@@ -8,14 +8,12 @@
 #include "receiving.cuh"
 
 // Both kernels begin so.
-__device__ __forceinline__ sw::call_number begin_copies(sw::gathered::store &steps, const sw_exchange_args &a)
+__device__ __forceinline__ sw::call begin_copies(sw::gathered::store &steps, const sw_exchange_args &a)
 {
 	sw::gathered::fill(steps, a);
-	sw::await_stream();
-	sw::call_number number;
-	number.load(a.world);
+	sw::call now = sw::call::open(a.world);
 	__syncthreads();
-	return number;
+	return now;
 }
 
 extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(const __grid_constant__ sw_copy_args c)
@@ -23,13 +21,13 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	using namespace sw;
 	const sw_exchange_args &a = c.exchange;
 	SW_SHARED(gathered::store, steps);
-	call_number number = begin_copies(steps, a);
+	call now = begin_copies(steps, a);
 	gathered r{steps};
-	u64 epoch = number.epoch();
+	u64 epoch = now.epoch();
 	if (__any_sync(~0u, epoch == 0))
 		return;
 	if (threadIdx.x == 0)
-		number.advance(a.world);
+		now.advance();
 	if (a.world.size == 1)
 		return;
 	receiver in{a, r, epoch};
@@ -67,12 +65,12 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	using namespace sw;
 	const sw_exchange_args &a = c.exchange;
 	SW_SHARED(gathered::store, steps);
-	call_number number = begin_copies(steps, a);
+	call now = begin_copies(steps, a);
 	gathered r{steps};
-	if (__any_sync(~0u, number.epoch() == 0) || a.world.size == 1)
+	if (__any_sync(~0u, now.epoch() == 0) || a.world.size == 1)
 		return;
-	u64 epoch = number.epoch() - 1; // alltoallv_open has advanced it
-	fence_acq_rel_sys();            // X4: the copies come before their signals
+	u64 epoch = now.epoch() - 1; // alltoallv_open has advanced it
+	fence_acq_rel_sys();         // X4: the copies come before their signals
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < (a.world.size - 1) * a.stripes; i += SW_COPY_THREADS) {
 		u32 p = r[i / a.stripes].to, stripe = i % a.stripes;

@@ -67,7 +67,7 @@ __device__ __forceinline__ u64 row_scale(const sw_moe_args &a, u32 row, u32 word
 
 // Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and
 // weights (addresses, or 0). Blocks share the slots, of which counts and offsets say where rows are.
-__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 sources, u64 weights,
+__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 *sources, float *weights,
                                              const u32 *counts, const u32 *offsets)
 {
 	if ((a.mode & SW_MOE_ZERO) == 0)
@@ -81,12 +81,12 @@ __device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32
 			for (u32 at = lane * 16; at < width; at += 512)
 				store_vector(rows + static_cast<u64>(r) * width + at, make_uint4(0, 0, 0, 0));
 			if (sources != 0 && lane == 0)
-				reinterpret_cast<u64 *>(sources)[r] = ~0ull;
+				sources[r] = ~0ull;
 			if (weights != 0 && lane == 0)
-				reinterpret_cast<float *>(weights)[r] = 0;
+				weights[r] = 0;
 #pragma unroll 1
 			for (u32 w = lane; w < a.scale_words; w += 32)
-				*reinterpret_cast<volatile u32 *>(row_scale(a, r, w, slot)) = 0;
+				*view<volatile u32>(row_scale(a, r, w, slot)) = 0;
 		}
 }
 
@@ -187,7 +187,7 @@ struct taker {
 	// slot is ~0 where the output as a whole is too small.
 	__device__ __forceinline__ void overflow(u32 rank, u64 slot, u64 rows, i64 limit)
 	{
-		const u32 *expert = reinterpret_cast<const u32 *>(a.table) + a.experts + 1 + a.slots;
+		const u32 *expert = a.table + a.experts + 1 + a.slots;
 		give_up(a.world, SW_FAULT_OVERFLOW, rank, epoch, false, rows,
 		        slot == ~0ull ? slot : __ldg(expert + slot), static_cast<u64>(limit));
 	}
@@ -198,9 +198,9 @@ struct taker {
 		if (threadIdx.x >= n)
 			return;
 		u32 rows = b.from[threadIdx.x];
-		reinterpret_cast<u32 *>(a.out.rank_counts)[threadIdx.x] = rows;
+		a.out.rank_counts[threadIdx.x] = rows;
 		if (a.send.mapped != 0)
-			reinterpret_cast<u32 *>(a.send.mapped)[2 + 2 * a.local + 1 + threadIdx.x] = rows;
+			mapped_words(a, 2 * a.local + 1)[threadIdx.x] = rows;
 	}
 
 	// The first row of each local slot; what callers want to know, by the first block. One warp.
@@ -220,8 +220,8 @@ struct taker {
 		__syncwarp();
 		if (blockIdx.x != 0)
 			return;
-		u32 *counts = reinterpret_cast<u32 *>(a.out.counts), *offsets = reinterpret_cast<u32 *>(a.out.offsets);
-		u32 *mapped = a.send.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.send.mapped) + 2;
+		u32 *counts = a.out.counts, *offsets = a.out.offsets;
+		u32 *mapped = mapped_words(a, 0);
 #pragma unroll 1
 		for (u32 i = lane; i <= a.local; i += 32) {
 			offsets[i] = first[i];
@@ -252,9 +252,9 @@ struct taker {
 		if (cached) {
 #pragma unroll 1
 			for (u32 i = threadIdx.x; i <= a.local; i += blockDim.x) {
-				first[i] = reinterpret_cast<const u32 *>(a.out.offsets)[i];
+				first[i] = a.out.offsets[i];
 				if (i < a.local)
-					count[i] = reinterpret_cast<const u32 *>(a.out.counts)[i];
+					count[i] = a.out.counts[i];
 			}
 		} else {
 			if (!look_at_counts())
@@ -291,12 +291,12 @@ struct taker {
 			return bytes;
 		};
 		u32 bytes = load();
-		const volatile u32 *from_scales = reinterpret_cast<const volatile u32 *>(own(a.send.to_scales)) +
-		                                  static_cast<u64>(staged) * a.scale_words;
+		const volatile u32 *from_scales =
+		    view<const volatile u32>(own(a.send.to_scales)) + static_cast<u64>(staged) * a.scale_words;
 		u32 scale = lane < a.scale_words ? from_scales[lane] : 0; // the first 32
-		int *spread = reinterpret_cast<int *>(own(a.state.spread)) + static_cast<u64>(staged) * a.top_k;
+		int *spread = state::spread(a) + static_cast<u64>(staged) * a.top_k;
 		const volatile u64 *choices =
-		    reinterpret_cast<const volatile u64 *>(own(a.state.indices)) + static_cast<u64>(staged) * a.top_k;
+		    static_cast<const volatile u64 *>(state::indices(a)) + static_cast<u64>(staged) * a.top_k;
 		int rows[2], slots[2]; // of choices lane and lane+32
 #pragma unroll
 		for (u32 i = 0; i < 2; i++) {
@@ -314,12 +314,10 @@ struct taker {
 			if (rows[i] < 0)
 				continue;
 			if (a.out.weights != 0)
-				reinterpret_cast<float *>(a.out.weights)[rows[i]] =
-				    reinterpret_cast<const volatile float *>(
-					own(a.state.weights))[static_cast<u64>(staged) * a.top_k + lane + 32 * i];
+				a.out.weights[rows[i]] = static_cast<const volatile float *>(
+				    state::weights(a))[static_cast<u64>(staged) * a.top_k + lane + 32 * i];
 			if (a.out.sources != 0)
-				reinterpret_cast<u64 *>(a.out.sources)[rows[i]] =
-				    reinterpret_cast<const volatile u64 *>(own(a.state.sources))[staged];
+				a.out.sources[rows[i]] = static_cast<const volatile u64 *>(state::sources(a))[staged];
 		}
 		u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
 		auto of = [&](const int *v, u32 k) { return __shfl_sync(~0u, k < 32 ? v[0] : v[1], k & 31); };
@@ -331,7 +329,7 @@ struct taker {
 				u32 k = __ffsll(left) - 1;
 				int to = of(rows, k), slot = of(slots, k);
 				if (w < a.scale_words)
-					*reinterpret_cast<volatile u32 *>(
+					*view<volatile u32>(
 					    row_scale(a, static_cast<u32>(to), w, static_cast<u32>(slot))) = scale;
 			}
 			scale = next;
@@ -408,9 +406,8 @@ struct taker {
 __device__ __forceinline__ float weight_of(const sw_moe_args &a, u64 i, int row)
 {
 	if ((a.mode & SW_MOE_GIVEN) != 0)
-		return reinterpret_cast<const float *>(a.out.weights)[row];
-	return (a.mode & SW_MOE_WEIGH) != 0 ? reinterpret_cast<const float *>(own_segment(a.world) + a.state.weights)[i]
-	                                    : 1;
+		return a.out.weights[row];
+	return (a.mode & SW_MOE_WEIGH) != 0 ? state::weights(a)[i] : 1;
 }
 
 // Waits until the caller has marked `rows` rows of a group as done. False when the wait was given up.

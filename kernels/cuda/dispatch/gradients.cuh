@@ -14,15 +14,13 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 	using number = numbers<type>;
 	await_stream();
 	if (threadIdx.x == 0)
-		staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
-	call_number counter;
-	counter.load(a.world);
-	if (__syncthreads_or(counter.epoch() == 0))
+		staged.make(a, state::arrived(a));
+	if (!call::look(a.world).begins())
 		return;
 	u32 lane = threadIdx.x & 31, all = staged.first[a.world.size];
 	bool dots = a.sum.from_weights != 0 || a.sum.weights != 0;
 	u64 own = own_segment(a.world);
-	const int *spread = reinterpret_cast<const int *>(own + a.state.spread);
+	const int *spread = state::spread(a);
 #pragma unroll 1
 	for (u32 task = threadIdx.x / 32 * gridDim.x + blockIdx.x; task < all * a.top_k;
 	     task += blockDim.x / 32 * gridDim.x) {
@@ -70,13 +68,12 @@ template <kind type> __device__ __forceinline__ void spread_gradients(const sw_m
 			dot = __fadd_rn(dot, __shfl_down_sync(~0u, dot, by));
 		if (lane == 0) {
 			if (a.sum.from_weights != 0)
-				reinterpret_cast<float *>(own + a.sum.from_weights)[j] = r < 0 ? 0 : dot;
+				view<float>(own + a.sum.from_weights)[j] = r < 0 ? 0 : dot;
 			if (a.sum.weights != 0 && r >= 0)
-				reinterpret_cast<float *>(a.sum.weights)[r] = dot;
+				a.sum.weights[r] = dot;
 		}
 	}
-	zero_padding(a, a.sum.y, a.row_bytes, 0, 0, reinterpret_cast<const u32 *>(a.out.counts),
-	             reinterpret_cast<const u32 *>(a.out.offsets));
+	zero_padding(a, a.sum.y, a.row_bytes, nullptr, nullptr, a.out.counts, a.out.offsets);
 	release_stream();
 }
 

@@ -16,9 +16,9 @@ __device__ __forceinline__ void begin_landing(const sw_moe_args &a, u64 epoch)
 		return;
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.local; i += blockDim.x) {
-		reinterpret_cast<volatile u32 *>(a.send.landed)[i] = 0;
+		static_cast<volatile u32 *>(a.send.landed)[i] = 0;
 		if ((a.mode & SW_MOE_CACHED) == 0)
-			reinterpret_cast<volatile u32 *>(a.out.counts)[i] = ~0u;
+			static_cast<volatile u32 *>(a.out.counts)[i] = ~0u;
 	}
 	__syncthreads();
 	if (threadIdx.x == 0) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void count_landed(const sw_moe_args &a, const int *ro
 	for (u32 i = 0; i < 2; i++)
 		if (rows[i] >= 0) {
 			fence_acq_rel_sys();
-			atomicAdd_system(reinterpret_cast<u32 *>(a.send.landed) + slots[i], 1u);
+			atomicAdd_system(a.send.landed + slots[i], 1u);
 		}
 }
 

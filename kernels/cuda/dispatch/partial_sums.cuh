@@ -110,7 +110,7 @@ template <kind type, bool float8> struct partials {
 		for (u32 j = 0; j < 2; j++) {
 			u64 i = static_cast<u64>(k.at) * a.top_k + lane + 32 * j;
 			bool some = k.there && by_expert && lane + 32 * j < a.top_k;
-			row[j] = some ? reinterpret_cast<const int *>(own + a.state.spread)[i] : -1;
+			row[j] = some ? state::spread(a)[i] : -1;
 			weight[j] = some && !given ? weight_of(a, i, 0) : 0;
 			if (given && row[j] >= 0)
 				weight[j] = weight_of(a, i, row[j]);
@@ -120,7 +120,7 @@ template <kind type, bool float8> struct partials {
 	// Waits until the caller has marked the rows of a task. False when the wait was given up.
 	__device__ __forceinline__ bool await_marks(const pass_order::task &k) const
 	{
-		const u32 *counts = reinterpret_cast<const u32 *>(by_expert ? a.out.counts : a.out.rank_counts);
+		const u32 *counts = by_expert ? a.out.counts : a.out.rank_counts;
 		bool good = true;
 		if (!by_expert)
 			good = await_ready(a, k.src, counts[k.src], epoch);
@@ -128,9 +128,7 @@ template <kind type, bool float8> struct partials {
 #pragma unroll 1
 			for (u32 c = lane; c < a.top_k; c += 32) {
 				u64 i = static_cast<u64>(k.at) * a.top_k + c;
-				int slot = reinterpret_cast<const int *>(own + a.state.spread)[i] < 0
-				               ? -1
-				               : slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[i]);
+				int slot = state::spread(a)[i] < 0 ? -1 : slot_in(state::indices(a)[i]);
 				if (slot >= 0)
 					good &= await_ready(a, static_cast<u32>(slot), counts[slot], epoch);
 			}
@@ -201,9 +199,9 @@ template <kind type, bool float8> struct partials {
 			if constexpr (numbers<type>::count == 8)
 				store_vector2(to + float8_sum::at(element), v);
 			else
-				*reinterpret_cast<u32 *>(to + float8_sum::at(element)) = v.x;
+				*view<u32>(to + float8_sum::at(element)) = v.x;
 			if (element % 128 == 0)
-				*reinterpret_cast<u32 *>(to + float8_sum::scale_at(element)) = scale;
+				*view<u32>(to + float8_sum::scale_at(element)) = scale;
 		}
 	}
 
@@ -214,10 +212,10 @@ template <kind type, bool float8> struct partials {
 			u32 c = lane + 32 * j;
 			int r = by_expert ? row[j] : static_cast<int>(k.row * a.top_k + c);
 			if (c < a.top_k)
-				reinterpret_cast<float *>(
+				view<float>(
 				    own +
 				    a.sum.from_weights)[static_cast<u64>(by_expert ? k.at : k.row) * a.top_k + c] =
-				    r < 0 ? 0 : reinterpret_cast<const float *>(a.out.weights)[r];
+				    r < 0 ? 0 : a.out.weights[r];
 		}
 	}
 
@@ -310,8 +308,7 @@ template <kind type, bool float8> struct partials {
 			if (lane < workers)
 				k = order.find(number(lane, round));
 			if (k.there) {
-				u32 *making =
-				    reinterpret_cast<u32 *>(own + a.state.making) + k.src * windows(a) + k.window;
+				u32 *making = state::making(a) + k.src * windows(a) + k.window;
 				if (add_acq_rel_gpu(making, 1) + 1 == order.rows_in(k.src, k.window) * a.parts) {
 					*making = 0;
 					fence_acq_rel_sys(); // X4
@@ -329,14 +326,13 @@ template <kind type, bool float8> __device__ __forceinline__ void make_partials(
 {
 	await_stream();
 	if (threadIdx.x == 0) {
-		b.staged.make(a, reinterpret_cast<const u32 *>(own_segment(a.world) + a.state.arrived));
+		b.staged.make(a, state::arrived(a));
 		b.told = b.failed = 0;
 	}
 	if (threadIdx.x < pass_board::rounds)
 		b.made[threadIdx.x].expect(partials<type, float8>::workers);
-	call_number number;
-	number.load(a.world);
-	u64 epoch = number.epoch(); // of the call that comes
+	call now = call::look(a.world);
+	u64 epoch = now.epoch(); // of the call that comes
 	if (__syncthreads_or(epoch == 0 || !await_free_staging(a, epoch - 1)))
 		return;
 	bool beside = (a.mode & SW_MOE_BESIDE) != 0;

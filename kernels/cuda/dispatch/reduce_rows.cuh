@@ -25,7 +25,7 @@ __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_boa
 	u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32, n = a.world.size, tasks = a.tokens * a.parts,
 	    step = gridDim.x * a.movers;
 	u32 due = static_cast<u32>(clock()) + warp * (a.interval / a.movers);
-	const int *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
+	const int *places = state::places(a);
 	u8 *mine = ring + static_cast<u64>(warp) * a.depth * n * a.part;
 	full += warp * a.depth, has += warp * a.depth;
 	int near = -1, far = -1;                 // the rows of the token that is loaded next, of ranks lane and lane+32
@@ -126,16 +126,13 @@ __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board
 		b.makes = 0;
 	fence_bulk();
 	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
-	if (!beside)
-		await_stream();
 	bool begins = (a.mode & SW_MOE_SEND) != 0;
-	call_number number;
-	number.load(a.world);
-	u64 epoch = number.epoch();
-	if (__syncthreads_or(epoch == 0))
+	call now = beside ? call::look(a.world) : call::open(a.world);
+	u64 epoch = now.epoch();
+	if (!now.begins())
 		return;
-	if (begins && threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	if (begins)
+		now.advance_by_last();
 	epoch -= begins ? 0 : 1;
 	if (begins && blockIdx.x == 0 && threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
 		tell_begin(a, threadIdx.x, epoch, gridDim.x);
@@ -160,14 +157,11 @@ __device__ __forceinline__ void combine_beside(const sw_moe_args &a, combine_boa
 	if (threadIdx.x == 0)
 		b.makes = 0;
 	__syncthreads();
-	await_stream();
-	call_number number;
-	number.load(a.world);
-	u64 epoch = number.epoch();
-	if (__syncthreads_or(epoch == 0))
+	call now = call::open(a.world);
+	u64 epoch = now.epoch();
+	if (!now.begins())
 		return;
-	if (threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	now.advance_by_last();
 	if (blockIdx.x == 0 && threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
 		tell_begin(a, threadIdx.x, epoch, gridDim.x);
 	if (!await_ranks(a, b, epoch))

@@ -4,7 +4,7 @@
 // the choices.
 #pragma once
 
-#include "../device.cuh"
+#include "state.cuh"
 
 namespace sw {
 
@@ -18,7 +18,7 @@ struct placement {
 	// way.
 	static __device__ __forceinline__ void fill(const sw_moe_args &a, u32 *near)
 	{
-		const u32 *c = reinterpret_cast<const u32 *>(a.table), *slots = c + a.experts + 1;
+		const u32 *c = a.table, *slots = c + a.experts + 1;
 		for (u32 e = threadIdx.x; e < min(a.experts, static_cast<u32>(SW_MOE_TABLE)); e += blockDim.x)
 			near[e] = __ldg(c + e + 1) - __ldg(c + e) == 1 ? __ldg(slots + __ldg(c + e)) : copies;
 	}
@@ -28,7 +28,7 @@ struct placement {
 	{
 		if (e < SW_MOE_TABLE && near[e] != copies)
 			return near[e];
-		const u32 *c = reinterpret_cast<const u32 *>(a.table);
+		const u32 *c = a.table;
 		u32 first = __ldg(c + e), count = __ldg(c + e + 1) - first;
 		return __ldg(c + a.experts + 1 + first + (a.world.rank + t) % count);
 	}

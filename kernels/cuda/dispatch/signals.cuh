@@ -8,7 +8,7 @@
 // one, but not the call after, since it waits for every peer in every call.
 #pragma once
 
-#include "../device.cuh"
+#include "state.cuh"
 
 namespace sw {
 
@@ -97,7 +97,7 @@ struct patience {
 	__device__ __forceinline__ void count() const
 	{
 		if (since != 0 && a.counters != 0 && peer != a.world.rank)
-			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + a.world.size + peer,
+			atomicAdd(a.counters + a.experts + a.world.size + peer,
 			          static_cast<unsigned long long>(now_ns() - since));
 	}
 };

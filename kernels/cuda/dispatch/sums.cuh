@@ -11,8 +11,8 @@
 namespace sw {
 
 struct combine_board {
-	u64 base[SW_MAX_RANKS]; // where each rank's rows are
-	u64 makes;              // the ranks that make theirs while they are read, as bits
+	u64 base[SW_MAX_RANKS];   // where each rank's rows are
+	unsigned long long makes; // the ranks that make theirs while they are read, as bits
 	arrivals full[SW_MOE_SLOTS];
 	u64 has[SW_MOE_SLOTS]; // whose rows a place has, by rank
 };
@@ -29,7 +29,7 @@ __device__ __forceinline__ bool await_ranks(const sw_moe_args &a, combine_board 
 		if (good) {
 			b.base[threadIdx.x] = segment(a.world, threadIdx.x) + resolve(a.world, threadIdx.x, place);
 			if (makes(word))
-				atomicOr(reinterpret_cast<unsigned long long *>(&b.makes), 1ull << threadIdx.x);
+				atomicOr(&b.makes, 1ull << threadIdx.x);
 		}
 	}
 	return !__syncthreads_or(!good);
@@ -128,18 +128,17 @@ template <kind type> struct sum {
 // The weights beside the rows of token t, by a warp.
 __device__ __forceinline__ void sum_weights(const sw_moe_args &a, u32 t, u32 lane)
 {
-	const int *who = reinterpret_cast<const int *>(own_segment(a.world) + a.state.who),
-		  *places = reinterpret_cast<const int *>(own_segment(a.world) + a.state.places);
+	const int *who = state::who(a), *places = state::places(a);
 #pragma unroll 1
 	for (u32 k = lane; k < a.top_k; k += 32) {
 		u64 i = static_cast<u64>(t) * a.top_k + k;
 		int d = who[i];
 		float w = 0;
 		if (d >= 0)
-			w = *reinterpret_cast<const volatile float *>(
+			w = *view<const volatile float>(
 			    segment(a.world, d) + a.sum.from_weights +
 			    (static_cast<u64>(places[static_cast<u64>(t) * a.world.size + d]) * a.top_k + k) * 4);
-		reinterpret_cast<float *>(a.sum.weights)[i] = w;
+		a.sum.weights[i] = w;
 	}
 }
 

@@ -36,16 +36,13 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	__device__ __forceinline__ bool await_marks(u32 src, u32 r) const
 	{
 		if (!by_expert)
-			return !__any_sync(
-			    ~0u, !await_ready(a, src, reinterpret_cast<const u32 *>(a.out.rank_counts)[src], epoch));
+			return !__any_sync(~0u, !await_ready(a, src, a.out.rank_counts[src], epoch));
 		bool good = true;
 #pragma unroll 1
 		for (u32 c = lane; c < a.top_k; c += 32) {
-			int slot = slot_in(
-			    reinterpret_cast<const u64 *>(own + a.state.indices)[static_cast<u64>(r) * a.top_k + c]);
+			int slot = slot_in(state::indices(a)[static_cast<u64>(r) * a.top_k + c]);
 			if (slot >= 0)
-				good &= await_ready(a, static_cast<u32>(slot),
-				                    reinterpret_cast<const u32 *>(a.out.counts)[slot], epoch);
+				good &= await_ready(a, static_cast<u32>(slot), a.out.counts[slot], epoch);
 		}
 		return !__any_sync(~0u, !good);
 	}
@@ -109,15 +106,15 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		bool given = (a.mode & SW_MOE_GIVEN) != 0;
 		u32 parts = Wire::parts(a.row_bytes), i = task / (n * parts), rest = task - i * n * parts;
 		x.src = rest / parts, x.part = rest - x.src * parts, x.r = x.src * a.max_tokens + i;
-		u32 here = reinterpret_cast<const u32 *>(own + a.state.arrived)[x.src];
+		u32 here = state::arrived(a)[x.src];
 		if (!by_expert && a.sum.ready == 0 && x.r < a.out.most) // whether it is there or not
 			x.v.load(a.out.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part, lane);
-		x.t = static_cast<u32>(reinterpret_cast<const u64 *>(own + a.state.sources)[x.r] >> 32);
+		x.t = static_cast<u32>(state::sources(a)[x.r] >> 32);
 #pragma unroll
 		for (u32 j = 0; j < 2; j++) {
 			u64 c = static_cast<u64>(x.r) * a.top_k + lane + 32 * j;
 			bool some = by_expert && lane + 32 * j < a.top_k;
-			x.row[j] = some ? reinterpret_cast<const int *>(own + a.state.spread)[c] : -1;
+			x.row[j] = some ? state::spread(a)[c] : -1;
 			x.weight[j] = some && !given ? weight_of(a, c, 0) : 0;
 		}
 		x.there = i < here;
@@ -168,10 +165,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 				i64 at = by_expert ? x.row[j] : static_cast<i64>(x.r) * a.top_k + k;
 				if (k < a.top_k)
 					put_packet(note_place(a, x.src, a.world.rank, x.t, epoch) + 16 * (1 + k), flag,
-					           at < 0 ? 0
-					                  : __float_as_uint(
-								reinterpret_cast<const float *>(a.out.weights)[at]),
-					           0, 0);
+					           at < 0 ? 0 : __float_as_uint(a.out.weights[at]), 0, 0);
 			}
 		}
 	}
@@ -180,7 +174,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	__device__ __forceinline__ bool receive(u32 wiped)
 	{
 		u32 parts = Wire::parts(a.row_bytes);
-		const int *places = reinterpret_cast<const int *>(own + a.state.places);
+		const int *places = state::places(a);
 		few_tasks tasks(0, gridDim.x);
 		if (tasks.first == tasks.step - 1) { // the warp that has the least to do
 			u64 come = wiped < a.tokens ? ranks(places, wiped) : 0;
@@ -257,7 +251,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	// The weights that lie beside the rows of token t.
 	__device__ __forceinline__ bool take_weights(u32 t)
 	{
-		const int *who = reinterpret_cast<const int *>(own + a.state.who);
+		const int *who = state::who(a);
 		bool good = true;
 #pragma unroll 1
 		for (u32 k = lane; k < a.top_k; k += 32) {
@@ -270,7 +264,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			        !has_flag(v, flag)))
 				if (!(good = w.slow(a.world)))
 					give_up(a.world, w.kind, d, epoch, false);
-			reinterpret_cast<float *>(a.sum.weights)[i] = __uint_as_float(word_of(v, 0));
+			a.sum.weights[i] = __uint_as_float(word_of(v, 0));
 		}
 		return !__any_sync(~0u, !good);
 	}
@@ -284,17 +278,15 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 	wait w;
 	few_combiner<type, float8, by_expert> c(a, w);
 	few_tasks tasks(0, gridDim.x);
-	await_stream();
-	call_number number;
-	number.load(a.world);
+	call now = call::open(a.world);
 	wiping wiped(a);
 	typename few_combiner<type, float8, by_expert>::errand first;
 	if (sends && tasks.first < c.errands())
 		c.look(tasks.first, first);
-	u64 epoch = number.epoch();
-	if (__syncthreads_or(epoch == 0))
+	u64 epoch = now.epoch();
+	if (!now.begins())
 		return;
-	if (sends && threadIdx.x == blockDim.x - 1 && number.advance(a.world))
+	if (sends && now.advance_by_last())
 		wiped.advance(a, epoch);
 	epoch -= sends ? 0 : 1;
 	c.begin(epoch);

@@ -21,9 +21,7 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 	if (sends)
 		f.clear();
 	__syncthreads();
-	await_stream();
-	call_number number;
-	number.load(a.world);
+	call now = call::open(a.world);
 	wiping wiped(a);
 	few_vectors<Wire::vectors> row;
 	u64 ranks = 0;
@@ -34,12 +32,12 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 	}
 	if (sends && f.tells())
 		f.look();
-	u64 epoch = number.epoch();
-	if (__syncthreads_or(epoch == 0))
+	u64 epoch = now.epoch();
+	if (!now.begins())
 		return;
 	epoch -= sends ? 0 : 1;
 	if (sends) {
-		if (threadIdx.x == blockDim.x - 1 && number.advance(a.world))
+		if (now.advance_by_last())
 			wiped.advance(a, epoch);
 		begin_landing(a, epoch);
 		if (blockIdx.x == 0 && threadIdx.x < n)
@@ -103,8 +101,7 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 		if (!cached && !by_expert)
 			counts.tell_ranks();
 		if (!cached && by_expert && threadIdx.x < n)
-			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] =
-			    b.take.sum[threadIdx.x];
+			state::arrived(a)[threadIdx.x] = b.take.sum[threadIdx.x];
 	}
 	in.run(cached);
 }

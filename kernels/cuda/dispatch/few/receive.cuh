@@ -46,8 +46,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			if constexpr (Wire::scaled) {
 				u32 block = Wire::block(a.row_bytes, part, lane);
 				if (block != ~0u)
-					*reinterpret_cast<volatile u32 *>(row_scale(
-					    a, static_cast<u32>(row), block, static_cast<u32>(slot))) = x.w[Wire::last];
+					*view<volatile u32>(row_scale(a, static_cast<u32>(row), block,
+					                              static_cast<u32>(slot))) = x.w[Wire::last];
 			}
 		});
 	}
@@ -68,9 +68,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 #pragma unroll
 				for (u32 j = 0; j < 3; j++)
 					if (word + j < a.scale_words)
-						*reinterpret_cast<volatile u32 *>(row_scale(
-						    a, static_cast<u32>(row), word + j, static_cast<u32>(slot))) =
-						    word_of(v, j);
+						*view<volatile u32>(row_scale(a, static_cast<u32>(row), word + j,
+						                              static_cast<u32>(slot))) = word_of(v, j);
 			});
 			v = {0, 0};
 		}
@@ -86,23 +85,23 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			u64 at = static_cast<u64>(r) * a.top_k + k;
 			if (k >= a.top_k)
 				continue;
-			reinterpret_cast<u64 *>(own + a.send.to_indices)[at] =
+			view<u64>(own + a.send.to_indices)[at] =
 			    slots[i] < 0 ? ~0ull : numbered_choice(number[i], static_cast<u32>(slots[i]));
 			if (a.send.to_weights != 0)
-				reinterpret_cast<float *>(own + a.send.to_weights)[at] = weight[i];
+				view<float>(own + a.send.to_weights)[at] = weight[i];
 			if (!by_expert)
 				continue;
-			reinterpret_cast<int *>(own + a.state.spread)[at] = rows[i];
+			state::spread(a)[at] = rows[i];
 			if (rows[i] >= 0 && a.out.weights != 0)
-				reinterpret_cast<float *>(a.out.weights)[rows[i]] = weight[i];
+				a.out.weights[rows[i]] = weight[i];
 			if (rows[i] >= 0 && a.out.sources != 0)
-				reinterpret_cast<u64 *>(a.out.sources)[rows[i]] = source;
+				a.out.sources[rows[i]] = source;
 		}
 		if (lane != 0)
 			return;
-		reinterpret_cast<u64 *>(own + a.state.sources)[r] = source;
+		state::sources(a)[r] = source;
 		if (a.send.to_sources != 0)
-			reinterpret_cast<u64 *>(own + a.send.to_sources)[r] = source;
+			view<u64>(own + a.send.to_sources)[r] = source;
 	}
 
 	// Says that the token is there, to those who want to know.
@@ -166,13 +165,13 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	// The same of row r of a rank, whose token and places are known from an earlier dispatch.
 	__device__ __forceinline__ bool retake(u32 src, u32 r, u32 part, u32 end)
 	{
-		u32 k = static_cast<u32>(reinterpret_cast<const u64 *>(own + a.state.sources)[r] >> 32);
+		u32 k = static_cast<u32>(state::sources(a)[r] >> 32);
 #pragma unroll
 		for (u32 i = 0; i < 2; i++) {
 			u64 at = static_cast<u64>(r) * a.top_k + lane + 32 * i;
 			bool some = by_expert && lane + 32 * i < a.top_k;
-			rows[i] = some ? reinterpret_cast<const int *>(own + a.state.spread)[at] : -1;
-			slots[i] = some ? slot_in(reinterpret_cast<const u64 *>(own + a.state.indices)[at]) : -1;
+			rows[i] = some ? state::spread(a)[at] : -1;
+			slots[i] = some ? slot_in(state::indices(a)[at]) : -1;
 		}
 		if (!by_expert)
 			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
@@ -213,13 +212,11 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	{
 #pragma unroll 1
 		for (u32 src = 0; src < n; src++) {
-			u32 count = reinterpret_cast<const u32 *>(own + a.state.arrived)[src];
+			u32 count = state::arrived(a)[src];
 			bool comes = false;
 #pragma unroll 1
 			for (u32 i = lane; i < count; i += 32)
-				comes |= reinterpret_cast<const u64 *>(own + a.state.sources)[src * a.max_tokens + i] >>
-				             32 ==
-				         wiped;
+				comes |= state::sources(a)[src * a.max_tokens + i] >> 32 == wiped;
 			if (!__any_sync(~0u, comes))
 				wipe(a, src, wiped, epoch, 0, lane);
 		}
@@ -230,7 +227,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	{
 		u32 all = Wire::parts(a.row_bytes), parts = a.send.landed != 0 ? 1 : all;
 		u64 through = 0; // ranks that have no more tokens
-		const u32 *arrived = reinterpret_cast<const u32 *>(own + a.state.arrived);
+		const u32 *arrived = state::arrived(a);
 		u32 busy = gridDim.x > 1 ? 1 : 0; // the first block looks after counts
 		few_tasks tasks(busy, gridDim.x - busy);
 #pragma unroll 1

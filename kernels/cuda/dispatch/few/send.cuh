@@ -13,7 +13,7 @@ struct few_board {
 	u32 near[SW_MOE_TABLE];
 	u32 goes[SW_MOE_FEW_TOKENS / 32][SW_MAX_RANKS];  // by group of 32 tokens and rank: whose tokens go there
 	u32 wants[SW_MOE_FEW_TOKENS][SW_MAX_RANKS / 32]; // a token's ranks as bits
-	u64 bad;
+	unsigned long long bad;
 	take_board take;
 };
 
@@ -71,8 +71,7 @@ struct few_sender {
 	{
 		u32 bits[2] = {0, 0};
 		if (cached) {
-			const int *places =
-			    reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(t) * n;
+			const int *places = state::places(a) + static_cast<u64>(t) * n;
 #pragma unroll
 			for (u32 i = 0; i < 2; i++)
 				bits[i] = __ballot_sync(~0u, lane + 32 * i < n && places[lane + 32 * i] >= 0);
@@ -105,7 +104,7 @@ struct few_sender {
 	__device__ __forceinline__ void look()
 	{
 		if (cached) {
-			const int *places = reinterpret_cast<const int *>(own(a.state.places));
+			const int *places = state::places(a);
 #pragma unroll 1
 			for (u32 i = threadIdx.x; i < a.tokens * n; i += blockDim.x)
 				if (places[i] >= 0)
@@ -113,7 +112,7 @@ struct few_sender {
 			return;
 		}
 		constexpr u32 early = 4; // weights of a thread that are on their way beside choices
-		const float *from = reinterpret_cast<const float *>(a.send.weights);
+		const float *from = a.send.weights;
 		u32 all = a.tokens * a.top_k;
 		float w[early];
 #pragma unroll
@@ -129,8 +128,7 @@ struct few_sender {
 			atomicAdd(count + (tables == 1 ? 0 : i / each * a.slots) + slot, 1u);
 		});
 		if (bad != 0)
-			atomicExch(reinterpret_cast<unsigned long long *>(&b.bad),
-			           static_cast<unsigned long long>(bad));
+			atomicExch(&b.bad, static_cast<unsigned long long>(bad));
 #pragma unroll
 		for (u32 j = 0; j < early; j++)
 			if (threadIdx.x + j * blockDim.x < all)
@@ -160,7 +158,7 @@ struct few_sender {
 			store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, 0, epoch), epoch,
 			                    b.bad != 0 ? b.bad : done(rows, 0, true));
 			if (a.counters != 0)
-				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
+				atomicAdd(a.counters + a.experts + threadIdx.x,
 				          static_cast<unsigned long long>(rows) * (a.wire_bytes + 4 * a.scale_words));
 		}
 		if (b.bad != 0) {
@@ -175,7 +173,7 @@ struct few_sender {
 	// How many choices there are for each slot. Counts become those of the stretches before.
 	__device__ __forceinline__ void tell_counts(u64 epoch)
 	{
-		const u32 *expert = reinterpret_cast<const u32 *>(a.table) + a.experts + 1 + a.slots;
+		const u32 *expert = a.table + a.experts + 1 + a.slots;
 #pragma unroll 1
 		for (u32 slot = threadIdx.x; slot < a.slots; slot += blockDim.x) {
 			u32 rows = 0;
@@ -189,8 +187,7 @@ struct few_sender {
 			for (u32 d = 0; d < n; d++)
 				store_relaxed_sys(slot_count(a, d, a.world.rank, slot, epoch), numbered(epoch, rows));
 			if (a.counters != 0 && rows != 0)
-				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + slot),
-				          static_cast<unsigned long long>(rows));
+				atomicAdd(a.counters + __ldg(expert + slot), static_cast<unsigned long long>(rows));
 		}
 	}
 
@@ -198,7 +195,7 @@ struct few_sender {
 	__device__ __forceinline__ void tell_rows(u64 epoch)
 	{
 		u32 flag = packet_flag(epoch);
-		int *places = reinterpret_cast<int *>(own(a.state.places));
+		int *places = state::places(a);
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < a.max_tokens * n; i += blockDim.x) {
 			u32 t = i / n, d = i - t * n;
@@ -232,7 +229,7 @@ struct few_sender {
 				continue;
 			u32 t = i / a.top_k, k = i - t * a.top_k;
 			int to = slot == no_slot ? -1 : static_cast<int>(p.rank(slot));
-			reinterpret_cast<int *>(own(a.state.who))[i] = to;
+			state::who(a)[i] = to;
 			float weight = weights[i];
 #pragma unroll 1
 			for (u32 d = 0; d < n; d++)
@@ -249,7 +246,7 @@ struct few_sender {
 // The scales of token t that the caller gives, as packets behind its choices.
 __device__ __forceinline__ void send_scales(const sw_moe_args &a, u32 t, u64 ranks, u64 epoch, u32 lane)
 {
-	const u32 *scales = reinterpret_cast<const u32 *>(a.send.scales) + static_cast<u64>(t) * a.scale_words;
+	const u32 *scales = a.send.scales + static_cast<u64>(t) * a.scale_words;
 #pragma unroll 1
 	for (u32 w = 3 * lane; w < a.scale_words; w += 96) {
 		u32 v[3];

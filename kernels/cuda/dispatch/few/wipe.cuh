@@ -9,10 +9,7 @@ namespace sw {
 
 // Has a packet's flag never be one of long ago: every call forgets what lies in the places of one token that it does
 // not use. The next call of its parity takes the next token, which a word of the state has.
-__device__ __forceinline__ u32 *next_wiped(const sw_moe_args &a, u64 epoch)
-{
-	return reinterpret_cast<u32 *>(own_segment(a.world) + a.state.wiped) + (epoch & 1);
-}
+__device__ __forceinline__ u32 *next_wiped(const sw_moe_args &a, u64 epoch) { return state::wiped(a) + (epoch & 1); }
 
 // Forgets what src has sent of token t, all of it or behind the first packet of its note. A warp.
 __device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 epoch, u32 from_note, u32 lane)

@@ -270,7 +270,7 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 			if constexpr (count == 2)
 				store_vector2(row + at / 2, vector(i));
 			else
-				*reinterpret_cast<u32 *>(row + at / 4) = w[i];
+				*view<u32>(row + at / 4) = w[i];
 		}
 	}
 

@@ -132,7 +132,7 @@ template <kind type> struct to_float8 {
 			u64 there = segment(a.world, d);
 #pragma unroll 1
 			for (u32 i = r.lane; i < words; i += 32)
-				*reinterpret_cast<u32 *>(r.scale_place(there, p, first + i)) =
+				*view<u32>(r.scale_place(there, p, first + i)) =
 				    scale_word(scales, i, blocks, exponents);
 		}
 		fence_bulk();

@@ -44,8 +44,7 @@ struct rows_receiver {
 	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads.
 	__device__ __forceinline__ bool tell_counts(u32 thread, u32 threads)
 	{
-		u32 *counts = reinterpret_cast<u32 *>(a.out.counts),
-		    *mapped = a.send.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.send.mapped) + 2;
+		u32 *counts = a.out.counts, *mapped = mapped_words(a, 0);
 		bool good = true;
 #pragma unroll 1
 		for (u32 i = thread; i < a.local; i += threads) {
@@ -76,19 +75,19 @@ struct rows_receiver {
 	__device__ __forceinline__ void tell_ranks()
 	{
 		u32 n = a.world.size;
-		u32 *mapped = a.send.mapped == 0 ? nullptr : reinterpret_cast<u32 *>(a.send.mapped) + 2 + a.local;
+		u32 *mapped = mapped_words(a, a.local);
 		if (threadIdx.x <= n) {
 			u32 at = 0;
 #pragma unroll 1
 			for (u32 src = 0; src < threadIdx.x; src++)
 				at += a.send.offset_base != 0 ? static_cast<u32>(a.send.offset_base) : sum[src];
-			reinterpret_cast<u32 *>(a.out.offsets)[threadIdx.x] = at;
+			a.out.offsets[threadIdx.x] = at;
 			if (mapped != nullptr)
 				mapped[threadIdx.x] = at;
 		}
 		if (threadIdx.x < n) {
-			reinterpret_cast<u32 *>(a.out.rank_counts)[threadIdx.x] = sum[threadIdx.x];
-			reinterpret_cast<u32 *>(own_segment(a.world) + a.state.arrived)[threadIdx.x] = sum[threadIdx.x];
+			a.out.rank_counts[threadIdx.x] = sum[threadIdx.x];
+			state::arrived(a)[threadIdx.x] = sum[threadIdx.x];
 			if (mapped != nullptr)
 				mapped[n + 1 + threadIdx.x] = sum[threadIdx.x];
 		}

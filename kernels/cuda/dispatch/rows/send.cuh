@@ -38,19 +38,17 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	if (threadIdx.x == 0)
 		b.bad = 0, b.failed = 0;
 	fence_bulk();
-	await_stream();
-	call_number number;
-	number.load(a.world);
+	call now = call::open(a.world);
 	begun seen;
 	if (threadIdx.x < n)
 		seen.load(a, threadIdx.x);
-	u64 epoch = number.epoch();
-	if (__syncthreads_or(epoch == 0))
+	u64 epoch = now.epoch();
+	if (!now.begins())
 		return;
 	if (beside)
 		release_stream(); // for experts_take, which counts the call
-	else if (threadIdx.x == blockDim.x - 1)
-		number.advance(a.world);
+	else
+		now.advance_by_last();
 	rows_sender r(a, b, memory + ring, epoch);
 	mover<Quantiser> m(a, r, memory);
 	if (moves)

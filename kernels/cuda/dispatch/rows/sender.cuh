@@ -43,7 +43,7 @@ struct rows_board {
 	u32 sent[SW_MAX_RANKS];   // rows of this block for each rank
 	u32 before[SW_MAX_RANKS]; // the first row of this block there
 	u32 moved[32];            // parts that each warp has moved, and that are written
-	u64 bad;
+	unsigned long long bad;
 	u32 failed;            // a thread has given up
 	u32 sum[SW_MAX_RANKS]; // rows of each rank, of receiving
 };
@@ -92,8 +92,7 @@ struct rows_sender {
 			}
 		}
 		if (bad != 0)
-			atomicExch(reinterpret_cast<unsigned long long *>(&b.bad),
-			           static_cast<unsigned long long>(bad));
+			atomicExch(&b.bad, static_cast<unsigned long long>(bad));
 		__syncthreads();
 		if (threadIdx.x < n)
 			store_relaxed_sys(own(a.state.block_counts) +
@@ -140,8 +139,7 @@ struct rows_sender {
 			i64 e = choice(a, t, k);
 			bool some = is_expert(a, e);
 			u32 slot = some ? p.slot(static_cast<u32>(e), t) : 0;
-			reinterpret_cast<int *>(own(a.state.who))[static_cast<u64>(t) * a.top_k + k] =
-			    some ? static_cast<int>(p.rank(slot)) : -1;
+			state::who(a)[static_cast<u64>(t) * a.top_k + k] = some ? static_cast<int>(p.rank(slot)) : -1;
 			if (some)
 				atomicAdd(s.count + slot, 1u);
 		}
@@ -164,7 +162,7 @@ struct rows_sender {
 			b.failed = 1;
 		part_sync(beside_part, threads);
 		good = b.failed == 0;
-		const u32 *expert = reinterpret_cast<const u32 *>(a.table) + a.experts + 1 + a.slots;
+		const u32 *expert = a.table + a.experts + 1 + a.slots;
 #pragma unroll 1
 		for (u32 i = thread; i < a.slots && last && good; i += threads) {
 			u32 rows = s.before[i] + s.count[i];
@@ -172,8 +170,7 @@ struct rows_sender {
 			for (u32 d = 0; d < n; d++)
 				store_relaxed_sys(slot_count(a, d, a.world.rank, i, epoch), numbered(epoch, rows));
 			if (a.counters != 0 && rows != 0)
-				atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + __ldg(expert + i),
-				          static_cast<unsigned long long>(rows));
+				atomicAdd(a.counters + __ldg(expert + i), static_cast<unsigned long long>(rows));
 		}
 		part_sync(beside_part, threads);
 		return good;
@@ -203,8 +200,8 @@ struct rows_sender {
 			for (u32 d = 0; i < all && d < n; d++) {
 				int row = s.place[t * n + d];
 				if (row >= 0)
-					*reinterpret_cast<u64 *>(segment(a.world, d) + a.send.to_indices +
-					                         8 * (static_cast<u64>(row) * a.top_k + k)) =
+					*view<u64>(segment(a.world, d) + a.send.to_indices +
+					           8 * (static_cast<u64>(row) * a.top_k + k)) =
 					    slot >= 0 && p.rank(static_cast<u32>(slot)) == d
 						? numbered_choice(at, static_cast<u32>(slot) - a.first[d])
 						: ~0ull;
@@ -249,7 +246,7 @@ struct rows_sender {
 	// Turns places within groups into rows.
 	__device__ __forceinline__ void place()
 	{
-		int *places = reinterpret_cast<int *>(own(a.state.places));
+		int *places = state::places(a);
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < mine.count * n; i += blockDim.x) {
 			u32 t = i / n, d = i - t * n, g = t / 32;
@@ -268,8 +265,7 @@ struct rows_sender {
 	// The places of an earlier dispatch.
 	__device__ __forceinline__ void recall()
 	{
-		const int *places =
-		    reinterpret_cast<const int *>(own(a.state.places)) + static_cast<u64>(mine.first) * n;
+		const int *places = state::places(a) + static_cast<u64>(mine.first) * n;
 		if (threadIdx.x < n)
 			b.before[threadIdx.x] = ~0u;
 		__syncthreads();
@@ -302,27 +298,24 @@ struct rows_sender {
 					u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : 0;
 					bool goes = is_expert(a, e) && p.rank(slot) == d;
 					if ((a.mode & SW_MOE_BY_EXPERT) == 0)
-						*reinterpret_cast<i64 *>(there + a.send.to_indices + 8 * at) =
+						*view<i64>(there + a.send.to_indices + 8 * at) =
 						    goes ? static_cast<i64>(slot - a.first[d]) : -1;
 					float w = !goes ? 0
 					          : a.send.weights == 0
 					              ? 1
-					              : __ldg(reinterpret_cast<const float *>(a.send.weights) +
-					                      static_cast<u64>(t) * a.top_k + k);
+					              : __ldg(a.send.weights + static_cast<u64>(t) * a.top_k + k);
 					if (a.send.to_weights != 0)
-						*reinterpret_cast<float *>(there + a.send.to_weights + 4 * at) = w;
+						*view<float>(there + a.send.to_weights + 4 * at) = w;
 				}
 				if (lane == 0 && a.send.to_sources != 0)
-					*reinterpret_cast<u64 *>(there + a.send.to_sources +
-					                         8 * static_cast<u64>(row)) =
+					*view<u64>(there + a.send.to_sources + 8 * static_cast<u64>(row)) =
 					    static_cast<u64>(t) << 32 | a.world.rank;
 			}
 			if (scales)
 #pragma unroll 1
 				for (u32 k = lane; k < a.scale_words; k += 32)
-					*reinterpret_cast<u32 *>(scale_place(there, row, k)) =
-					    __ldg(reinterpret_cast<const u32 *>(a.send.scales) +
-					          static_cast<u64>(t) * a.scale_words + k);
+					*view<u32>(scale_place(there, row, k)) =
+					    __ldg(a.send.scales + static_cast<u64>(t) * a.scale_words + k);
 		}
 	}
 
@@ -382,7 +375,7 @@ struct rows_sender {
 		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch,
 		                    b.bad != 0 ? b.bad : done(b.sent[threadIdx.x], first(threadIdx.x), true));
 		if (a.counters != 0)
-			atomicAdd(reinterpret_cast<unsigned long long *>(a.counters) + a.experts + threadIdx.x,
+			atomicAdd(a.counters + a.experts + threadIdx.x,
 			          static_cast<unsigned long long>(b.sent[threadIdx.x]) *
 			              (a.wire_bytes + 4 * a.scale_words));
 	}

@@ -43,11 +43,17 @@ func (l *Layout) header() (string, error) {
 			if err != nil {
 				return "", fmt.Errorf("%s.%s: %w", r.name, f.Name(), err)
 			}
+			if f.kind != "" {
+				kind = f.kind
+			}
 			array := ""
 			if f.length != "" {
 				array = "[" + f.length + "]"
 			}
-			fmt.Fprintf(&b, "\t%s %s%s;%s\n", kind, snake(f.Name()), array, comment(f.doc))
+			if !strings.HasSuffix(kind, "*") {
+				kind += " "
+			}
+			fmt.Fprintf(&b, "\t%s%s%s;%s\n", kind, snake(f.Name()), array, comment(f.doc))
 		}
 		b.WriteString("};\n")
 	}

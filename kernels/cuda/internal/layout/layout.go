@@ -2,6 +2,8 @@
 // structs.HostLayout, and functions that lay control blocks out, in args.go and the files of package cuda whose names end in _args.go. From
 // them come the header that nvcc reads, and a file for the test that the C compiler lays structs out as Go does.
 //
+// The tag "c" of a field is the type that C has for it, where Go has an address and C a pointer.
+//
 // A name in C is that of Go in capitals behind SW_ for a constant, in lower case behind sw_ for a struct, without Words at its end, and
 // for a function. Comments go along.
 package layout
@@ -19,6 +21,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -58,6 +61,7 @@ type named struct {
 type field struct {
 	*types.Var
 	length string // of an array, as C writes it
+	kind   string // that C gives it, of the same size; "" where it has the type's
 	doc    string
 }
 
@@ -106,7 +110,9 @@ func Read(root string) (*Layout, error) {
 		for _, d := range f.Decls {
 			switch d := d.(type) {
 			case *ast.GenDecl:
-				l.declare(d)
+				if err := l.declare(d); err != nil {
+					return nil, err
+				}
 			case *ast.FuncDecl:
 				if strings.HasPrefix(d.Name.Name, "lay") {
 					l.functions = append(l.functions, d)
@@ -120,7 +126,7 @@ func Read(root string) (*Layout, error) {
 // sizes are those of the processors that GPUs are found with. A struct of numbers of 32 and 64 bits is the same on all.
 func sizes() types.Sizes { return types.SizesFor("gc", "amd64") }
 
-func (l *Layout) declare(d *ast.GenDecl) {
+func (l *Layout) declare(d *ast.GenDecl) error {
 	g := group{doc: text(d.Doc)}
 	for _, s := range d.Specs {
 		switch s := s.(type) {
@@ -132,16 +138,19 @@ func (l *Layout) declare(d *ast.GenDecl) {
 			}
 		case *ast.TypeSpec:
 			if t, ok := s.Type.(*ast.StructType); ok {
-				l.declareStruct(s.Name.Name, text(d.Doc), t)
+				if err := l.declareStruct(s.Name.Name, text(d.Doc), t); err != nil {
+					return err
+				}
 			}
 		}
 	}
 	if len(g.constants) > 0 {
 		l.groups = append(l.groups, g)
 	}
+	return nil
 }
 
-func (l *Layout) declareStruct(name, doc string, t *ast.StructType) {
+func (l *Layout) declareStruct(name, doc string, t *ast.StructType) error {
 	r := record{name: name, doc: capital(strings.TrimPrefix(strings.TrimPrefix(strings.TrimPrefix(doc, name), " is "), " are "))}
 	host := false
 	for _, f := range t.Fields.List {
@@ -155,12 +164,20 @@ func (l *Layout) declareStruct(name, doc string, t *ast.StructType) {
 			if a, ok := f.Type.(*ast.ArrayType); ok {
 				x.length = l.expression(a.Len)
 			}
+			if f.Tag != nil {
+				tag, err := strconv.Unquote(f.Tag.Value)
+				if err != nil {
+					return fmt.Errorf("layout: %s.%s: %w", name, id.Name, err)
+				}
+				x.kind = reflect.StructTag(tag).Get("c")
+			}
 			r.fields = append(r.fields, x)
 		}
 	}
 	if host {
 		l.structs = append(l.structs, r)
 	}
+	return nil
 }
 
 // Files are the generated texts by their paths from the module's root.

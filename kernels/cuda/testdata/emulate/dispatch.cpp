@@ -239,19 +239,24 @@ std::vector<row> expected(const world &w, const batch &b, u32 rank, std::vector<
 	return rows;
 }
 
+// Memory at an address, as pointers of arguments.
+struct memory {
+	u64 address;
+	template <typename T> operator T *() const { return reinterpret_cast<T *>(address); }
+};
+
 sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
 {
 	sw_moe_args a{};
 	u64 own = w.segment(rank);
 	a.world = w.seen_by(rank, w.state.control, w.timeout_ns);
 	a.state = w.state;
-	a.send.choices = reinterpret_cast<u64>(b.choice[rank].data()),
-	a.send.weights = reinterpret_cast<u64>(b.weight[rank].data());
-	a.table = reinterpret_cast<u64>(w.table.data());
-	a.out.rows = own + w.rows, a.out.scales = own + w.row_scales, a.out.weights = own + w.row_weights,
-	a.out.sources = own + w.row_sources;
-	a.out.counts = own + w.counts, a.out.offsets = own + w.counts + 1024, a.out.rank_counts = own + w.counts + 2048,
-	a.send.landed = w.lands ? own + w.counts + 3072 : 0;
+	a.send.choices = reinterpret_cast<u64>(b.choice[rank].data()), a.send.weights = b.weight[rank].data();
+	a.table = w.table.data();
+	a.out.rows = own + w.rows, a.out.scales = own + w.row_scales, a.out.weights = memory{own + w.row_weights},
+	a.out.sources = memory{own + w.row_sources};
+	a.out.counts = memory{own + w.counts}, a.out.offsets = memory{own + w.counts + 1024},
+	a.out.rank_counts = memory{own + w.counts + 2048}, a.send.landed = memory{w.lands ? own + w.counts + 3072 : 0};
 	a.out.most = w.most_rows, a.out.align = w.align, a.out.capacity = w.capacity,
 	a.send.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
 	a.op = op, a.mode = SW_MOE_SEND | SW_MOE_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k,
@@ -333,7 +338,7 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 	a.send.x = reinterpret_cast<u64>(b.narrow_x[rank].data());
 	a.mode |= again ? SW_MOE_CACHED : 0;
 	a.scale_words = w.scale_words(), a.send.scale_block = 128,
-	a.send.scales = reinterpret_cast<u64>(b.scale[rank].data());
+	a.send.scales = reinterpret_cast<const u32 *>(b.scale[rank].data());
 	if (w.by_token()) {
 		a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
 		a.send.to_rows = w.rows, a.send.to_scales = w.row_scales, a.send.to_indices = w.row_indices,
@@ -386,7 +391,7 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	bool staged = !w.by_token() || w.float8_sums || !in_place;
 	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch_launch.go has it
 	if (w.few) {
-		a.out.rows = w.segment(rank) + made_at(w), a.sum.weights = reinterpret_cast<u64>(weights.data()),
+		a.out.rows = w.segment(rank) + made_at(w), a.sum.weights = weights.data(),
 		a.sum.from_weights = w.weights;
 		a.mode |= w.by_token() ? 0 : SW_MOE_WEIGH;
 		auto kernel = w.by_token()    ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16)
@@ -400,7 +405,7 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	a.sum.from_rows = staged ? w.sums : made_at(w);
 	if (staged) {
 		a.mode |= SW_MOE_KEEP;
-		a.sum.weights = reinterpret_cast<u64>(weights.data());
+		a.sum.weights = weights.data();
 		a.sum.from_weights = w.weights;
 		if (!w.by_token() && !halves && draw(2) == 0)
 			a.mode |= SW_MOE_BESIDE;
@@ -435,8 +440,7 @@ void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weight
 	a.out.rows = own + made_at(w), a.sum.y = own + grads_at(w), a.out.weights = 0, a.sum.from_weights = w.weights,
 	a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
 	p.push_back(with(experts_spread_bf16, a, 1 + draw(2), SW_MOE_PASS_THREADS));
-	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum.weights = reinterpret_cast<u64>(weights.data()),
-	a.row_bytes = 0;
+	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum.weights = weights.data(), a.row_bytes = 0;
 	p.push_back(with(combine_weights, a, 1 + draw(2), SW_MOE_FEW_SUM_THREADS));
 }
 
