@@ -171,10 +171,10 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"while (!agreed) {", "while (false) {",
 		},
 		"packets of two calls share a place": {
-			"segment(a.world, dst) + region + ((epoch & 1)", "segment(a.world, dst) + region + ((epoch & 0)",
+			"segment(a.world, dst) + region + (packet::parity(epoch)", "segment(a.world, dst) + region + (packet::parity(0)",
 		},
 		"the entries of two calls share a place": {
-			"a.block.entries + ((epoch & 1)", "a.block.entries + ((epoch & 0)",
+			"a.block.entries +\n\t       (packet::parity(epoch)", "a.block.entries +\n\t       (packet::parity(0)",
 		},
 		"operators are not compared": {
 			"e.call != a.call || ", "",
@@ -286,16 +286,16 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"at = part * part_bytes<type, float8>(a)", "at = part * a.part",
 		},
 		"packets of rows of two calls share a place": {
-			"a.state.packets +\n\t       (((epoch & 1)", "a.state.packets +\n\t       (((epoch & 0)",
+			"a.state.packets +\n\t       ((packet::parity(epoch)", "a.state.packets +\n\t       ((packet::parity(0)",
 		},
 		"counts of slots of two calls share a place": {
 			"a.state.slot_counts + (((epoch & 1)", "a.state.slot_counts + (((epoch & 0)",
 		},
 		"a row is taken when some of its packets are there": {
-			"all &= static_cast<u32>(v[i].b >> 48) == flag;", "all |= static_cast<u32>(v[i].b >> 48) == flag;",
+			"all &= v[i].word(3) >> 16 == flag;", "all |= v[i].word(3) >> 16 == flag;",
 		},
 		"a float8 row is taken before its packets are there": {
-			"all &= has_flag(v[i], flag);", "",
+			"all &= v[i].has(flag);", "",
 		},
 		"choices of few tokens are numbered by stretch": {
 			"count[i * a.slots + slot] = rows;", "count[i * a.slots + slot] = 0;",

@@ -7,13 +7,42 @@
 
 namespace sw {
 
-// Never 0, which memory begins with. Equal flags are 2^31 calls apart or more; wipe_one sees to it that none lies so
-// long.
-__device__ __forceinline__ u32 packet_flag(u64 epoch)
-{
-	u32 low = static_cast<u32>(epoch);
-	return low != 0 ? low : 0x80000000u;
-}
+// A packet. Where it lies has two places, for even and odd calls: who is through a call knows that its peers have begun
+// it, and so are through the one before. Equal flags are 2^31 calls apart or more, and every call wipes some places
+// that it does not use, so that no packet lies so long.
+struct packet {
+	pair64 v;
+
+	// Of a call. Never 0, which memory begins with.
+	static __device__ __forceinline__ u32 flag(u64 epoch)
+	{
+		u32 low = static_cast<u32>(epoch);
+		return low != 0 ? low : 0x80000000u;
+	}
+
+	// Which of its two places a call has.
+	static __device__ __forceinline__ u64 parity(u64 epoch) { return epoch & 1; }
+
+	static __device__ __forceinline__ void put(u64 place, u32 flag, u64 low, u32 high)
+	{
+		store16_relaxed_sys(place, low, static_cast<u64>(flag) << 32 | high);
+	}
+	static __device__ __forceinline__ void put(u64 place, u32 flag, u32 x, u32 y, u32 z)
+	{
+		put(place, flag, static_cast<u64>(y) << 32 | x, z);
+	}
+	static __device__ __forceinline__ void wipe(u64 place) { store16_relaxed_sys(place, 0, 0); }
+	static __device__ __forceinline__ packet get(u64 place) { return {load16_relaxed_sys(place)}; }
+
+	__device__ __forceinline__ bool has(u32 flag) const { return word(3) == flag; }
+	__device__ __forceinline__ u64 low() const { return v.a; }
+	// The last of four has the flag.
+	__device__ __forceinline__ u32 word(u32 i) const
+	{
+		u64 half = i < 2 ? v.a : v.b;
+		return static_cast<u32>(i % 2 == 0 ? half : half >> 32);
+	}
+};
 
 __device__ __forceinline__ u32 packet_groups(i64 bytes)
 {
@@ -80,20 +109,20 @@ struct quad {
 					store_byte(p + 4 * i + k, static_cast<u8>(w[i] >> (8 * k)));
 	}
 
-	// Packet k as its two words.
+	// Packet k of four.
 	__device__ __forceinline__ void put(u64 to, int k, u32 flag) const
 	{
-		store16_relaxed_sys(to + 512 * k, static_cast<u64>(w[3 * k + 1]) << 32 | w[3 * k],
-		                    static_cast<u64>(flag) << 32 | w[3 * k + 2]);
+		packet::put(to + 512 * k, flag, w[3 * k], w[3 * k + 1], w[3 * k + 2]);
 	}
 
+	// True when it is there.
 	__device__ __forceinline__ bool get(u64 from, int k, u32 flag)
 	{
-		pair64 v = load16_relaxed_sys(from + 512 * k);
-		w[3 * k] = static_cast<u32>(v.a);
-		w[3 * k + 1] = static_cast<u32>(v.a >> 32);
-		w[3 * k + 2] = static_cast<u32>(v.b);
-		return static_cast<u32>(v.b >> 32) == flag;
+		packet p = packet::get(from + 512 * k);
+#pragma unroll
+		for (u32 i = 0; i < 3; i++)
+			w[3 * k + i] = p.word(i);
+		return p.has(flag);
 	}
 };
 

@@ -30,27 +30,23 @@ struct span {
 
 __device__ __forceinline__ u64 entry_place(const sw_reduce_args &a, u64 epoch, u32 dst, u32 src)
 {
-	return segment(a.world, dst) + a.block.entries + ((epoch & 1) * a.world.size + src) * SW_REDUCE_ENTRY_BYTES;
-}
-
-__device__ __forceinline__ void put_entry_word(u64 to, u64 v, u32 more, u32 flag)
-{
-	store16_relaxed_sys(to, v, static_cast<u64>(flag) << 32 | more);
+	return segment(a.world, dst) + a.block.entries +
+	       (packet::parity(epoch) * a.world.size + src) * SW_REDUCE_ENTRY_BYTES;
 }
 
 // Tells every peer of the call. A warp.
 __device__ __forceinline__ void enter(const sw_reduce_args &a, u64 epoch, u32 lane)
 {
-	u32 flag = packet_flag(epoch);
+	u32 flag = packet::flag(epoch);
 #pragma unroll 1
 	for (u32 p = lane; p < a.world.size; p += 32) {
 		if (p == a.world.rank)
 			continue;
 		u64 to = entry_place(a, epoch, p, a.world.rank);
-		put_entry_word(to, a.count, a.call, flag);
-		put_entry_word(to + 16, a.shape, gridDim.x, flag);
-		put_entry_word(to + 32, a.src_place, 0, flag);
-		put_entry_word(to + 48, a.dst_place, 0, flag);
+		packet::put(to, flag, a.count, a.call);
+		packet::put(to + 16, flag, a.shape, gridDim.x);
+		packet::put(to + 32, flag, a.src_place, 0);
+		packet::put(to + 48, flag, a.dst_place, 0);
 	}
 }
 
@@ -61,12 +57,11 @@ struct entry {
 
 	__device__ __forceinline__ bool get(u64 from, u32 flag)
 	{
-		pair64 x = load16_relaxed_sys(from), y = load16_relaxed_sys(from + 16),
-		       z = load16_relaxed_sys(from + 32), w = load16_relaxed_sys(from + 48);
-		count = x.a, shape = y.a, src = z.a, dst = w.a;
-		call = static_cast<u32>(x.b), blocks = static_cast<u32>(y.b);
-		auto there = [flag](u64 b) { return static_cast<u32>(b >> 32) == flag; };
-		return there(x.b) && there(y.b) && there(z.b) && there(w.b);
+		packet x = packet::get(from), y = packet::get(from + 16), z = packet::get(from + 32),
+		       w = packet::get(from + 48);
+		count = x.low(), shape = y.low(), src = z.low(), dst = w.low();
+		call = x.word(2), blocks = y.word(2);
+		return x.has(flag) && y.has(flag) && z.has(flag) && w.has(flag);
 	}
 };
 
@@ -98,7 +93,7 @@ __device__ __noinline__ void give_up_call(const sw_reduce_args &a, u32 peer, u64
 // Waits for the peers' entries and gives each to `each`. False when a call differs, or the wait was given up. A warp.
 template <typename Each> __device__ __forceinline__ bool meet(const sw_reduce_args &a, u64 epoch, u32 lane, Each each)
 {
-	u32 flag = packet_flag(epoch);
+	u32 flag = packet::flag(epoch);
 	bool good = true;
 #pragma unroll 1
 	for (u32 p = lane; p < a.world.size; p += 32) {
@@ -125,8 +120,7 @@ template <typename Each> __device__ __forceinline__ bool meet(const sw_reduce_ar
 	return __any_sync(~0u, !good) == 0;
 }
 
-// A packet of 2^31 calls ago could be taken for a new one, if its place had not been written since. Each call wipes one
-// place of every peer that no packet of the call lands in. groups is how many of them the call uses. A warp.
+// Wipes one place of a peer that no packet of the call lands in. groups is how many of them the call uses. A warp.
 __device__ __forceinline__ void wipe_one(const sw_reduce_args &a, u64 epoch, u64 region, u32 peer, u32 groups)
 {
 	u32 words = static_cast<u32>(a.block.packet_stride / 16);
@@ -134,10 +128,9 @@ __device__ __forceinline__ void wipe_one(const sw_reduce_args &a, u64 epoch, u64
 		return;
 	u32 at = static_cast<u32>(epoch / 2) % words;
 	if (at / (SW_PACKET_GROUP_BYTES / 16) >= groups)
-		store16_relaxed_sys(own_segment(a.world) + region +
-		                        ((epoch & 1) * a.world.size + peer) * a.block.packet_stride +
-		                        16 * static_cast<u64>(at),
-		                    0, 0);
+		packet::wipe(own_segment(a.world) + region +
+		             (packet::parity(epoch) * a.world.size + peer) * a.block.packet_stride +
+		             16 * static_cast<u64>(at));
 }
 
 } // namespace sw

@@ -15,7 +15,7 @@ constexpr u32 packet_warps = (SW_REDUCE_PACKET_THREADS - 64) / 32;
 
 __device__ __forceinline__ u64 packet_place(const sw_reduce_args &a, u64 epoch, u64 region, u32 dst, u32 src)
 {
-	return segment(a.world, dst) + region + ((epoch & 1) * a.world.size + src) * a.block.packet_stride;
+	return segment(a.world, dst) + region + (packet::parity(epoch) * a.world.size + src) * a.block.packet_stride;
 }
 
 __device__ __noinline__ quad load_odd(u64 p, i64 n)
@@ -151,7 +151,7 @@ struct packet_warp {
 	// Task k is the warp's first one.
 	__device__ __forceinline__ void send(task k, u32 tasks)
 	{
-		u32 flag = packet_flag(epoch);
+		u32 flag = packet::flag(epoch);
 		u64 region = reduces(a) ? a.block.inputs : a.block.results;
 #pragma unroll 1
 		for (u32 t = warp; t < tasks;) {
@@ -181,7 +181,7 @@ struct packet_warp {
 	template <typename E, int wide> __device__ __forceinline__ bool reduce(u32 groups)
 	{
 		span s(a, a.world.rank);
-		u32 flag = packet_flag(epoch), op = call_op(a);
+		u32 flag = packet::flag(epoch), op = call_op(a);
 		ending end(op, a.world.size);
 		u64 src = a.src + static_cast<u64>(s.at), dst = a.dst + (gathers(a) ? static_cast<u64>(s.at) : 0);
 		bool hands = gathers(a) && !one_shot(a);
@@ -269,7 +269,7 @@ struct packet_warp {
 	// The peers' slices of the result.
 	__device__ __forceinline__ bool take_results(u32 most)
 	{
-		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
+		u32 flag = packet::flag(epoch), peers = a.world.size - 1;
 		wait w;
 		w.epoch = epoch;
 #pragma unroll 1

@@ -14,7 +14,8 @@ namespace sw {
 
 __device__ __forceinline__ u64 packet_place(const sw_exchange_args &a, u64 epoch, u32 dst, u32 src)
 {
-	return segment(a.world, dst) + a.block.packets + ((epoch & 1) * a.world.size + src) * a.block.packet_stride;
+	return segment(a.world, dst) + a.block.packets +
+	       (packet::parity(epoch) * a.world.size + src) * a.block.packet_stride;
 }
 
 // The length, in the header and as what a credit expects, where a rank refuses the splits that it finds in device
@@ -116,8 +117,8 @@ __device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 flag)
 // True when the message's header is there and tells another length: no use in waiting for the rest.
 __device__ __noinline__ bool other_length(u64 place, i64 bytes, u32 flag)
 {
-	pair64 v = load16_relaxed_sys(place);
-	return static_cast<u32>(v.b >> 32) == flag && v.a != static_cast<u64>(bytes);
+	packet p = packet::get(place);
+	return p.has(flag) && p.low() != static_cast<u64>(bytes);
 }
 
 // The next two return false when the wait was given up.
@@ -172,13 +173,13 @@ __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place
 {
 #pragma unroll 1
 	for (;;) {
-		pair64 v = load16_relaxed_sys(place);
-		if (static_cast<u32>(v.b >> 32) == flag) {
-			if (v.a == static_cast<u64>(bytes))
+		packet header = packet::get(place);
+		if (header.has(flag)) {
+			if (header.low() == static_cast<u64>(bytes))
 				return true;
-			disagree(a, peer, epoch, false, v.a, static_cast<u64>(bytes));
-			if (v.a > static_cast<u64>(a.packet_bytes) &&
-			    v.a != refused) { // its sender waits for a credit: tell it what is wrong
+			disagree(a, peer, epoch, false, header.low(), static_cast<u64>(bytes));
+			if (header.low() > static_cast<u64>(a.packet_bytes) &&
+			    header.low() != refused) { // its sender waits for a credit: tell it what is wrong
 				u64 credit = segment(a.world, peer) + a.block.credits + a.world.rank * SW_LINE_BYTES;
 				store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
 				store16_relaxed_sys(credit + 16, seq(epoch, 0), static_cast<u64>(bytes));
@@ -192,8 +193,7 @@ __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place
 	}
 }
 
-// A packet from 2^31 calls ago could be taken for a new one, if its place had not been written since. Each call wipes
-// one place of every peer that the call did not use, so none stays that long.
+// Wipes one place of a peer that the call did not use.
 __device__ __forceinline__ void wipe_one(const sw_exchange_args &a, u64 place, i64 bytes, u64 epoch)
 {
 	u32 groups = static_cast<u32>((a.block.packet_stride - SW_PACKET_HEADER_BYTES) / SW_PACKET_GROUP_BYTES);
@@ -201,7 +201,7 @@ __device__ __forceinline__ void wipe_one(const sw_exchange_args &a, u64 place, i
 		return;
 	u32 at = static_cast<u32>(epoch / 2) % (groups * (SW_PACKET_GROUP_BYTES / 16));
 	if (at / (SW_PACKET_GROUP_BYTES / 16) >= packet_groups(bytes))
-		store16_relaxed_sys(place + SW_PACKET_HEADER_BYTES + 16 * static_cast<u64>(at), 0, 0);
+		packet::wipe(place + SW_PACKET_HEADER_BYTES + 16 * static_cast<u64>(at));
 }
 
 // The warps of a grid share the groups of all packets: task t is group t/peers for the peer of step t%peers, so that
@@ -259,16 +259,16 @@ template <typename Steps> struct packets {
 	// a rank that has refused its splits.
 	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step, bool by_copy = false)
 	{
-		u32 flag = packet_flag(epoch);
+		u32 flag = packet::flag(epoch);
 #pragma unroll 1
 		for (u32 i = first; i < a.world.size - 1; i += step)
-			store16_relaxed_sys(packet_place(a, epoch, r[i].to, a.world.rank),
-			                    static_cast<u64>(r[i].send_bytes), static_cast<u64>(flag) << 32 | by_copy);
+			packet::put(packet_place(a, epoch, r[i].to, a.world.rank), flag,
+			            static_cast<u64>(r[i].send_bytes), by_copy);
 	}
 
 	__device__ __forceinline__ void send(u64 epoch)
 	{
-		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
+		u32 flag = packet::flag(epoch), peers = a.world.size - 1;
 		u32 tasks = peers * most(true);
 #pragma unroll 1
 		for (u32 t = warp; t < tasks; t += warps) {
@@ -297,7 +297,7 @@ template <typename Steps> struct packets {
 
 	__device__ __forceinline__ void receive(u64 epoch)
 	{
-		u32 flag = packet_flag(epoch), peers = a.world.size - 1;
+		u32 flag = packet::flag(epoch), peers = a.world.size - 1;
 		u32 tasks = peers * most(false);
 		wait w;
 #pragma unroll 1

@@ -44,10 +44,10 @@ struct receiver {
 	// True when the sender of a large message has another size in mind, or has refused its splits.
 	__device__ __forceinline__ bool other_size(u32 p, i64 n)
 	{
-		pair64 v = load16_relaxed_sys(packet_place(a, epoch, a.world.rank, p));
-		if (static_cast<u32>(v.b >> 32) != packet_flag(epoch) || v.a == static_cast<u64>(n))
+		packet header = packet::get(packet_place(a, epoch, a.world.rank, p));
+		if (!header.has(packet::flag(epoch)) || header.low() == static_cast<u64>(n))
 			return false;
-		disagree(a, p, epoch, false, v.a, static_cast<u64>(n));
+		disagree(a, p, epoch, false, header.low(), static_cast<u64>(n));
 		return true;
 	}
 

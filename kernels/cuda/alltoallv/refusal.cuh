@@ -45,7 +45,7 @@ __device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_
 		    credit = segment(a.world, p) + a.block.credits + a.world.rank * SW_LINE_BYTES;
 		x.store(place);
 		fence_acq_rel_sys(); // whoever sees what follows sees that
-		store16_relaxed_sys(place, refused, static_cast<u64>(packet_flag(epoch)) << 32);
+		packet::put(place, packet::flag(epoch), refused, 0);
 		store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
 		store16_relaxed_sys(credit + 16, seq(epoch, 0), refused);
 	}
@@ -55,7 +55,7 @@ __device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_
 // engines cannot be held up, so their ends are awaited too.
 __device__ __forceinline__ void await_peers(const gathered::store &s, const sw_exchange_args &a, u64 epoch)
 {
-	u32 flag = packet_flag(epoch);
+	u32 flag = packet::flag(epoch);
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += blockDim.x) {
 		u32 p = s.steps[i].from;
@@ -64,10 +64,9 @@ __device__ __forceinline__ void await_peers(const gathered::store &s, const sw_e
 		wait w;
 #pragma unroll 1
 		for (;;) {
-			pair64 v = load16_relaxed_sys(place);
-			bool copied = (v.b & 1) != 0 && v.a > static_cast<u64>(a.packet_bytes);
-			if (static_cast<u32>(v.b >> 32) == flag &&
-			    (!copied || load_relaxed_sys(line) >= last_seq(epoch)))
+			packet header = packet::get(place);
+			bool copied = (header.word(2) & 1) != 0 && header.low() > static_cast<u64>(a.packet_bytes);
+			if (header.has(flag) && (!copied || load_relaxed_sys(line) >= last_seq(epoch)))
 				break;
 			if (!w.slow(a.world)) {
 				give_up(a.world, w.kind, p, epoch, false);

@@ -29,7 +29,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	__device__ __forceinline__ void begin(u64 call)
 	{
 		epoch = w.epoch = call;
-		flag = packet_flag(call), row_flag = Wire::flag(call);
+		flag = packet::flag(call), row_flag = Wire::flag(call);
 	}
 
 	// Waits until the caller has marked the rows of row r from rank src.
@@ -164,8 +164,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 				u32 k = lane + 32 * j;
 				i64 at = by_expert ? x.row[j] : static_cast<i64>(x.r) * a.top_k + k;
 				if (k < a.top_k)
-					put_packet(note_place(a, x.src, a.world.rank, x.t, epoch) + 16 * (1 + k), flag,
-					           at < 0 ? 0 : __float_as_uint(a.out.weights[at]), 0, 0);
+					packet::put(note_place(a, x.src, a.world.rank, x.t, epoch) + 16 * (1 + k), flag,
+					            at < 0 ? 0 : __float_as_uint(a.out.weights[at]), 0, 0);
 			}
 		}
 	}
@@ -257,14 +257,13 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		for (u32 k = lane; k < a.top_k; k += 32) {
 			u64 i = static_cast<u64>(t) * a.top_k + k;
 			int d = who[i];
-			pair64 v{0, 0};
+			packet v{};
 #pragma unroll 1
 			while (d >= 0 && good &&
-			       (v = load16_relaxed_sys(note_place(a, a.world.rank, d, t, epoch) + 16 * (1 + k)),
-			        !has_flag(v, flag)))
+			       (v = packet::get(note_place(a, a.world.rank, d, t, epoch) + 16 * (1 + k)), !v.has(flag)))
 				if (!(good = w.slow(a.world)))
 					give_up(a.world, w.kind, d, epoch, false);
-			a.sum.weights[i] = __uint_as_float(word_of(v, 0));
+			a.sum.weights[i] = __uint_as_float(v.word(0));
 		}
 		return !__any_sync(~0u, !good);
 	}

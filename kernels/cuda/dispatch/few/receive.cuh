@@ -20,7 +20,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	                       // one, lane 0 has it
 
 	__device__ __forceinline__ few_receiver(const sw_moe_args &a, taker &t, wait &w, u64 epoch, u32 wiped)
-	    : a(a), t(t), epoch(epoch), own(own_segment(a.world)), flag(packet_flag(epoch)),
+	    : a(a), t(t), epoch(epoch), own(own_segment(a.world)), flag(packet::flag(epoch)),
 	      row_flag(Wire::flag(epoch)), lane(threadIdx.x & 31), n(a.world.size), wiped(wiped), w(w)
 	{
 	}
@@ -53,15 +53,15 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	}
 
 	// The scales that the sender's caller has given.
-	__device__ __forceinline__ bool put_scales(u64 note, pair64 v)
+	__device__ __forceinline__ bool put_scales(u64 note, packet v)
 	{
 #pragma unroll 1
 		for (u32 begin = 0; begin < a.scale_words; begin += 96) {
 			u32 word = begin + 3 * lane;
 			bool good = true;
 #pragma unroll 1
-			while (word < a.scale_words && good && !has_flag(v, flag))
-				v = load16_relaxed_sys(note + 16 * (1 + a.top_k + word / 3)), good = w.slow(a.world);
+			while (word < a.scale_words && good && !v.has(flag))
+				v = packet::get(note + 16 * (1 + a.top_k + word / 3)), good = w.slow(a.world);
 			if (__any_sync(~0u, !good))
 				return false;
 			each_row([&, v](int row, int slot) {
@@ -69,9 +69,9 @@ template <typename Wire, bool by_expert> struct few_receiver {
 				for (u32 j = 0; j < 3; j++)
 					if (word + j < a.scale_words)
 						*view<volatile u32>(row_scale(a, static_cast<u32>(row), word + j,
-						                              static_cast<u32>(slot))) = word_of(v, j);
+						                              static_cast<u32>(slot))) = v.word(j);
 			});
-			v = {0, 0};
+			v = {};
 		}
 		return true;
 	}
@@ -120,36 +120,36 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		u64 note = note_place(a, a.world.rank, src, k, epoch),
 		    place = row_place(a, a.world.rank, src, k, epoch);
 		Wire x;
-		pair64 head, mine, more{0, 0}, scale{0, 0};
+		packet head, mine, more{}, scale{};
 		bool good = true, comes = false, scales = !Wire::scaled && part == 0 && 3 * lane < a.scale_words;
 		u32 used = Wire::used(a.row_bytes, part, lane);
 #pragma unroll 1
 		while (good) {
-			head = load16_relaxed_sys(note);
-			mine = load16_relaxed_sys(note + 16 * min(lane + 1, a.top_k));
+			head = packet::get(note);
+			mine = packet::get(note + 16 * min(lane + 1, a.top_k));
 			if (a.top_k > 32)
-				more = load16_relaxed_sys(note + 16 * min(lane + 33, a.top_k));
+				more = packet::get(note + 16 * min(lane + 33, a.top_k));
 			if (scales)
-				scale = load16_relaxed_sys(note + 16 * (1 + a.top_k + lane));
+				scale = packet::get(note + 16 * (1 + a.top_k + lane));
 			bool there = x.get(place, part, used, lane, row_flag);
-			comes = static_cast<int>(word_of(head, 0)) >= 0;
-			if (has_flag(head, flag) &&
-			    (!comes || (there && has_flag(mine, flag) && (a.top_k <= 32 || has_flag(more, flag)))))
+			comes = static_cast<int>(head.word(0)) >= 0;
+			if (head.has(flag) &&
+			    (!comes || (there && mine.has(flag) && (a.top_k <= 32 || more.has(flag)))))
 				break;
 			good = w.slow(a.world);
 		}
 		if (__any_sync(~0u, !good))
 			return false;
-		absent = k >= word_of(head, 1);
+		absent = k >= head.word(1);
 		if (!comes) {
 			if (part == 0 && k == wiped)
 				wipe(a, src, k, epoch, 16, lane);
 			return true;
 		}
-		u32 r = word_of(head, 0), number[2] = {word_of(mine, 1), word_of(more, 1)};
-		float weight[2] = {__uint_as_float(word_of(mine, 2)), __uint_as_float(word_of(more, 2))};
-		slots[0] = lane < a.top_k ? static_cast<int>(word_of(mine, 0)) : -1,
-		slots[1] = lane + 32 < a.top_k ? static_cast<int>(word_of(more, 0)) : -1;
+		u32 r = head.word(0), number[2] = {mine.word(1), more.word(1)};
+		float weight[2] = {__uint_as_float(mine.word(2)), __uint_as_float(more.word(2))};
+		slots[0] = lane < a.top_k ? static_cast<int>(mine.word(0)) : -1,
+		slots[1] = lane + 32 < a.top_k ? static_cast<int>(more.word(0)) : -1;
 #pragma unroll
 		for (u32 i = 0; i < 2; i++)
 			rows[i] = slots[i] < 0 || !by_expert
@@ -178,7 +178,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		u64 place = row_place(a, a.world.rank, src, k, epoch);
 		Wire x;
 		return await(x, place, part) &&
-		       finish(x, note_place(a, a.world.rank, src, k, epoch), {0, 0}, place, part, end);
+		       finish(x, note_place(a, a.world.rank, src, k, epoch), {}, place, part, end);
 	}
 
 	__device__ __forceinline__ bool await(Wire &x, u64 place, u32 part)
@@ -191,7 +191,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		return !__any_sync(~0u, !good);
 	}
 
-	__device__ __forceinline__ bool finish(Wire &x, u64 note, pair64 scale, u64 place, u32 part, u32 end)
+	__device__ __forceinline__ bool finish(Wire &x, u64 note, packet scale, u64 place, u32 part, u32 end)
 	{
 		if (part == 0 && !Wire::scaled && a.scale_words != 0 && !put_scales(note, scale))
 			return false;

@@ -194,14 +194,14 @@ struct few_sender {
 	// Which tokens come, and to which row.
 	__device__ __forceinline__ void tell_rows(u64 epoch)
 	{
-		u32 flag = packet_flag(epoch);
+		u32 flag = packet::flag(epoch);
 		int *places = state::places(a);
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < a.max_tokens * n; i += blockDim.x) {
 			u32 t = i / n, d = i - t * n;
 			bool goes = t < a.tokens && (b.goes[t / 32][d] >> (t & 31) & 1) != 0;
 			int row = goes ? static_cast<int>(a.world.rank * a.max_tokens + before(t, d)) : -1;
-			put_packet(note_place(a, d, a.world.rank, t, epoch), flag, static_cast<u32>(row), a.tokens, 0);
+			packet::put(note_place(a, d, a.world.rank, t, epoch), flag, static_cast<u32>(row), a.tokens, 0);
 			if (t < a.tokens)
 				places[i] = row;
 		}
@@ -211,7 +211,7 @@ struct few_sender {
 	__device__ __forceinline__ void tell_choices(u64 epoch)
 	{
 		placement p{a, b.near};
-		u32 flag = packet_flag(epoch), first = warp * each, end = min(first + each, a.tokens * a.top_k);
+		u32 flag = packet::flag(epoch), first = warp * each, end = min(first + each, a.tokens * a.top_k);
 		bool numbers = tables != 1;
 #pragma unroll 1
 		for (u32 i = first + lane; i - lane < end; i += 32) {
@@ -235,9 +235,9 @@ struct few_sender {
 			for (u32 d = 0; d < n; d++)
 				if ((b.wants[t][d / 32] >> (d & 31) & 1) != 0) {
 					bool goes = to == static_cast<int>(d);
-					put_packet(note_place(a, d, a.world.rank, t, epoch) + 16 * (1 + k), flag,
-					           goes ? slot - a.first[d] : ~0u, number,
-					           goes ? __float_as_uint(weight) : 0);
+					packet::put(note_place(a, d, a.world.rank, t, epoch) + 16 * (1 + k), flag,
+					            goes ? slot - a.first[d] : ~0u, number,
+					            goes ? __float_as_uint(weight) : 0);
 				}
 		}
 	}
@@ -255,9 +255,9 @@ __device__ __forceinline__ void send_scales(const sw_moe_args &a, u32 t, u64 ran
 			v[i] = w + i < a.scale_words ? __ldg(scales + w + i) : 0;
 #pragma unroll 1
 		for (u64 left = ranks; left != 0; left &= left - 1)
-			put_packet(note_place(a, __ffsll(left) - 1, a.world.rank, t, epoch) +
-			               16 * (1 + a.top_k + w / 3),
-			           packet_flag(epoch), v[0], v[1], v[2]);
+			packet::put(note_place(a, __ffsll(left) - 1, a.world.rank, t, epoch) +
+			                16 * (1 + a.top_k + w / 3),
+			            packet::flag(epoch), v[0], v[1], v[2]);
 	}
 }
 

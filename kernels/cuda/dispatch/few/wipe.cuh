@@ -9,7 +9,10 @@ namespace sw {
 
 // Has a packet's flag never be one of long ago: every call forgets what lies in the places of one token that it does
 // not use. The next call of its parity takes the next token, which a word of the state has.
-__device__ __forceinline__ u32 *next_wiped(const sw_moe_args &a, u64 epoch) { return state::wiped(a) + (epoch & 1); }
+__device__ __forceinline__ u32 *next_wiped(const sw_moe_args &a, u64 epoch)
+{
+	return state::wiped(a) + packet::parity(epoch);
+}
 
 // Forgets what src has sent of token t, all of it or behind the first packet of its note. A warp.
 __device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 epoch, u32 from_note, u32 lane)
@@ -17,10 +20,10 @@ __device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 e
 	u64 note = note_place(a, a.world.rank, src, t, epoch), row = row_place(a, a.world.rank, src, t, epoch);
 #pragma unroll 1
 	for (u32 at = from_note + 16 * lane; at < a.state.note_stride; at += 512)
-		store16_relaxed_sys(note + at, 0, 0);
+		packet::wipe(note + at);
 #pragma unroll 1
 	for (u32 at = 16 * lane; at < a.state.packet_stride; at += 512)
-		store16_relaxed_sys(row + at, 0, 0);
+		packet::wipe(row + at);
 }
 
 // The token of a call, of which the blocks have read the words of even and odd calls. The kernel of its first half has
@@ -32,7 +35,7 @@ struct wiping {
 	    : even(*next_wiped(a, 0)), odd(*next_wiped(a, 1))
 	{
 	}
-	__device__ __forceinline__ u32 next(u64 epoch) const { return (epoch & 1) == 0 ? even : odd; }
+	__device__ __forceinline__ u32 next(u64 epoch) const { return packet::parity(epoch) == 0 ? even : odd; }
 	__device__ __forceinline__ void advance(const sw_moe_args &a, u64 epoch) const
 	{
 		*next_wiped(a, epoch) = next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0;

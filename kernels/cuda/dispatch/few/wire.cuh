@@ -16,23 +16,12 @@ namespace sw {
 __device__ __forceinline__ u64 note_place(const sw_moe_args &a, u32 dst, u32 src, u32 t, u64 epoch)
 {
 	return segment(a.world, dst) + a.state.notes +
-	       (((epoch & 1) * a.world.size + src) * a.max_tokens + t) * a.state.note_stride;
+	       ((packet::parity(epoch) * a.world.size + src) * a.max_tokens + t) * a.state.note_stride;
 }
 __device__ __forceinline__ u64 row_place(const sw_moe_args &a, u32 dst, u32 src, u32 t, u64 epoch)
 {
 	return segment(a.world, dst) + a.state.packets +
-	       (((epoch & 1) * a.world.size + src) * a.max_tokens + t) * a.state.packet_stride;
-}
-
-// Three words and the flag of a call.
-__device__ __forceinline__ void put_packet(u64 place, u32 flag, u32 x, u32 y, u32 z)
-{
-	store16_relaxed_sys(place, static_cast<u64>(y) << 32 | x, static_cast<u64>(flag) << 32 | z);
-}
-__device__ __forceinline__ bool has_flag(pair64 v, u32 flag) { return static_cast<u32>(v.b >> 32) == flag; }
-__device__ __forceinline__ u32 word_of(pair64 v, u32 i)
-{
-	return static_cast<u32>(i == 0 ? v.a : i == 1 ? v.a >> 32 : v.b);
+	       ((packet::parity(epoch) * a.world.size + src) * a.max_tokens + t) * a.state.packet_stride;
 }
 
 // A row has parts of so many vectors a lane.
@@ -59,14 +48,14 @@ template <u32 vectors> struct few_vectors {
 // Loads a lane's packets of a part, those that it wants; the others are as if they had come. flag is where packets have
 // it.
 template <u32 packets, typename F>
-__device__ __forceinline__ void load_packets(pair64 (&v)[packets], u64 place, u32 part, u32 lane, u64 flag, F wanted)
+__device__ __forceinline__ void load_packets(packet (&v)[packets], u64 place, u32 part, u32 lane, u64 flag, F wanted)
 {
 	place += part * packets * 512 + lane * 16;
 #pragma unroll
 	for (u32 i = 0; i < packets; i++) {
-		v[i] = {0, flag};
+		v[i] = {{0, flag}};
 		if (wanted(i))
-			v[i] = load16_relaxed_sys(place + i * 512);
+			v[i] = packet::get(place + i * 512);
 	}
 }
 
@@ -81,19 +70,19 @@ template <u32 count> struct few_words {
 #pragma unroll
 		for (u32 i = 0; i < packets; i++)
 			if (i < used)
-				put_packet(place + i * 512, flag, w[3 * i], w[3 * i + 1], w[3 * i + 2]);
+				packet::put(place + i * 512, flag, w[3 * i], w[3 * i + 1], w[3 * i + 2]);
 	}
 
 	// True when they are there.
 	__device__ __forceinline__ bool get(u64 place, u32 part, u32 used, u32 lane, u32 flag)
 	{
-		pair64 v[packets];
+		packet v[packets];
 		load_packets(v, place, part, lane, static_cast<u64>(flag) << 32, [&](u32 i) { return i < used; });
 		bool all = true;
 #pragma unroll
 		for (u32 i = 0; i < packets; i++) {
-			w[3 * i] = word_of(v[i], 0), w[3 * i + 1] = word_of(v[i], 1), w[3 * i + 2] = word_of(v[i], 2);
-			all &= has_flag(v[i], flag);
+			w[3 * i] = v[i].word(0), w[3 * i + 1] = v[i].word(1), w[3 * i + 2] = v[i].word(2);
+			all &= v[i].has(flag);
 		}
 		return all;
 	}
@@ -149,30 +138,29 @@ struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
 		for (u32 i = 0; i < vectors; i++) {
 			ends[i] = w[4 * i + 3] >> 16;
 			if (i < used)
-				put_packet(place + i * 512, flag << 16 | (w[4 * i + 3] & 0xffff), w[4 * i],
-				           w[4 * i + 1], w[4 * i + 2]);
+				packet::put(place + i * 512, flag << 16 | (w[4 * i + 3] & 0xffff), w[4 * i],
+				            w[4 * i + 1], w[4 * i + 2]);
 		}
 		if (used != 0)
-			put_packet(place + vectors * 512, flag << 16 | ends[6], ends[0] | ends[1] << 16,
-			           ends[2] | ends[3] << 16, ends[4] | ends[5] << 16);
+			packet::put(place + vectors * 512, flag << 16 | ends[6], ends[0] | ends[1] << 16,
+			            ends[2] | ends[3] << 16, ends[4] | ends[5] << 16);
 	}
 
 	// True when they are there.
 	__device__ __forceinline__ bool get(u64 place, u32 part, u32 used, u32 lane, u32 flag)
 	{
-		pair64 v[packets];
+		packet v[packets];
 		load_packets(v, place, part, lane, static_cast<u64>(flag) << 48,
 		             [&](u32 i) { return i < used || (i == vectors && used != 0); });
 		bool all = true;
 #pragma unroll
 		for (u32 i = 0; i < packets; i++)
-			all &= static_cast<u32>(v[i].b >> 48) == flag;
+			all &= v[i].word(3) >> 16 == flag;
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
-			u32 end =
-			    i == 6 ? static_cast<u32>(v[vectors].b >> 32) : word_of(v[vectors], i / 2) >> (i % 2 * 16);
-			w[4 * i] = word_of(v[i], 0), w[4 * i + 1] = word_of(v[i], 1), w[4 * i + 2] = word_of(v[i], 2);
-			w[4 * i + 3] = (static_cast<u32>(v[i].b >> 32) & 0xffff) | end << 16;
+			u32 end = i == 6 ? v[vectors].word(3) : v[vectors].word(i / 2) >> (i % 2 * 16);
+			w[4 * i] = v[i].word(0), w[4 * i + 1] = v[i].word(1), w[4 * i + 2] = v[i].word(2);
+			w[4 * i + 3] = (v[i].word(3) & 0xffff) | end << 16;
 		}
 		return all;
 	}
@@ -192,7 +180,7 @@ struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
 struct few_plain : few_whole<SW_MOE_PLAIN_PART / 512> {
 	static_assert(vectors == 3, "they fill four packets");
 
-	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet_flag(epoch); }
+	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet::flag(epoch); }
 
 	// How many packets a lane has of a part.
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32 lane)
@@ -213,7 +201,7 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 	static constexpr u32 span = 128 * numbers<type>::size / 16; // lanes of a block of 128: 16 or 32
 	static constexpr u32 last = numbers<type>::count;
 
-	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet_flag(epoch); }
+	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet::flag(epoch); }
 
 	static __device__ __forceinline__ u32 parts(u32 bytes) { return few_parts<vectors>(bytes); }
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32)
