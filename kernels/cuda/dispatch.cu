@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(cons
 	if (epoch == 0)
 		return;
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		tell_begin(a, threadIdx.x, epoch, 0);
+		signal_begin(a, threadIdx.x, epoch, 0);
 	__syncthreads();
 	if (threadIdx.x == 0)
 		now.advance();

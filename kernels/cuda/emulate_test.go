@@ -277,7 +277,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"i = threadIdx.x; i < blocks; i += blockDim.x)", "i = blocks; i < blocks; i += blockDim.x)",
 		},
 		"the second half of a combine is taken for one block": {
-			"tell_begin(a, threadIdx.x, epoch, 0);", "tell_begin(a, threadIdx.x, epoch, 1);",
+			"signal_begin(a, threadIdx.x, epoch, 0);", "signal_begin(a, threadIdx.x, epoch, 1);",
 		},
 		"a float8 sum is scaled by half of its block": {
 			"most_of(most, 128 / numbers", "most_of(most, 64 / numbers",

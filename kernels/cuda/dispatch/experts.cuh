@@ -117,7 +117,7 @@ struct taker {
 
 	// Adds up the ranks' counts. False when a wait was given up, or an output would overflow, which all ranks find
 	// alike.
-	__device__ __forceinline__ bool look_at_counts()
+	__device__ __forceinline__ bool load_counts()
 	{
 		bool good = true, teller = blockIdx.x == 0;
 		u32 me = a.world.rank;
@@ -193,7 +193,7 @@ struct taker {
 	}
 
 	// Tells how many rows by expert came from each rank. A thread a rank.
-	__device__ __forceinline__ void tell_rank_counts()
+	__device__ __forceinline__ void publish_rank_counts()
 	{
 		if (threadIdx.x >= n)
 			return;
@@ -257,12 +257,12 @@ struct taker {
 					count[i] = a.out.counts[i];
 			}
 		} else {
-			if (!look_at_counts())
+			if (!load_counts())
 				return false;
 			if (warp == 0)
 				lay_out();
 			if (teller)
-				tell_rank_counts();
+				publish_rank_counts();
 			__syncthreads();
 			if (teller && a.send.mapped != 0 && threadIdx.x == 0) {
 				fence_acq_rel_sys();

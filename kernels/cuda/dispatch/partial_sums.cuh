@@ -103,7 +103,7 @@ template <kind type, bool float8> struct partials {
 	}
 
 	// The experts' rows of a row's choices lane and lane+32, and their weights; -1 where there is none.
-	__device__ __forceinline__ void look(const pass_order::task &k, int *row, float *weight) const
+	__device__ __forceinline__ void load_choices(const pass_order::task &k, int *row, float *weight) const
 	{
 		bool given = (a.mode & SW_MOE_GIVEN) != 0;
 #pragma unroll
@@ -263,11 +263,11 @@ template <kind type, bool float8> struct partials {
 		pass_order::task now = order.find(number(warp, 0));
 		int row[2], next_row[2];
 		float weight[2], next_weight[2];
-		look(now, row, weight);
+		load_choices(now, row, weight);
 #pragma unroll 1
 		for (u32 round = 0; round < rounds; round++) {
 			pass_order::task next = order.find(number(warp, round + 1));
-			look(next, next_row, next_weight);
+			load_choices(next, next_row, next_weight);
 			if (now.there && !make(now, row, weight)) {
 				if (lane == 0)
 					store_release_cta(&b.failed, 1u);
@@ -292,7 +292,7 @@ template <kind type, bool float8> struct partials {
 	}
 
 	// Tells ranks of complete windows. One warp; each lane goes through the tasks of one that works.
-	__device__ __forceinline__ void tell()
+	__device__ __forceinline__ void publish_windows()
 	{
 #pragma unroll 1
 		for (u32 round = 0; round < rounds; round++) {
@@ -331,6 +331,7 @@ template <kind type, bool float8> __device__ __forceinline__ void make_partials(
 	}
 	if (threadIdx.x < pass_board::rounds)
 		b.made[threadIdx.x].expect(partials<type, float8>::workers);
+	// Staging is free when peers have read what it had for the call before.
 	call now = call::look(a.world);
 	u64 epoch = now.epoch(); // of the call that comes
 	if (__syncthreads_or(epoch == 0 || !await_free_staging(a, epoch - 1)))
@@ -338,11 +339,12 @@ template <kind type, bool float8> __device__ __forceinline__ void make_partials(
 	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
 	if (beside)
 		release_stream();
+	// The roles of warps: all but the last make sums, and that one tells peers of windows that are whole.
 	partials<type, float8> p(a, b, epoch);
 	if (threadIdx.x / 32 < p.workers)
 		p.work();
 	else if (beside)
-		p.tell();
+		p.publish_windows();
 	if (!beside)
 		release_stream();
 }

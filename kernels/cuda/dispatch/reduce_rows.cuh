@@ -24,18 +24,20 @@ __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_boa
 {
 	u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32, n = a.world.size, tasks = a.tokens * a.parts,
 	    step = gridDim.x * a.movers;
+	// A warp has a ring of `depth` places, each for a part of the rows of one token on all ranks.
 	u32 due = static_cast<u32>(clock()) + warp * (a.interval / a.movers);
 	const int *places = state::places(a);
 	u8 *mine = ring + static_cast<u64>(warp) * a.depth * n * a.part;
 	full += warp * a.depth, has += warp * a.depth;
-	int near = -1, far = -1;                 // the rows of the token that is loaded next, of ranks lane and lane+32
+	int row_lo = -1, row_hi = -1;            // the rows of the token that is loaded next, of ranks lane and lane+32
 	[[maybe_unused]] int seen[2] = {-1, -1}; // windows of those ranks that are made
 	[[maybe_unused]] bool lost = false;      // a wait was given up
-	auto look = [&](u32 k) {
+	// The rows of part k, before it is loaded: places come from memory.
+	auto find_rows = [&](u32 k) {
 		u32 task = blockIdx.x + gridDim.x * warp + k * step;
 		u64 first = static_cast<u64>(task / a.parts) * n;
-		near = task < tasks && lane < n ? places[first + lane] : -1;
-		far = task < tasks && lane + 32 < n ? places[first + lane + 32] : -1;
+		row_lo = task < tasks && lane < n ? places[first + lane] : -1;
+		row_hi = task < tasks && lane + 32 < n ? places[first + lane + 32] : -1;
 	};
 	// Begins to load part k of this warp.
 	auto load = [&](u32 k) {
@@ -44,8 +46,9 @@ __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_boa
 			return;
 		u32 t = task / a.parts, at = (task - t * a.parts) * a.part,
 		    bytes = min(a.part, sum_bytes<float8>(a) - at), place = k % a.depth;
-		int rows[2] = {near, far};
-		look(k + 1);
+		int rows[2] = {row_lo, row_hi};
+		find_rows(k + 1);
+		// Rows that are made while they are read have to be there.
 		if constexpr (waits) {
 			bool good = !lost;
 #pragma unroll
@@ -59,12 +62,14 @@ __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_boa
 		}
 		u64 there = static_cast<u64>(__ballot_sync(~0u, rows[1] >= 0)) << 32 | __ballot_sync(~0u, rows[0] >= 0);
 		u32 count = __popc(static_cast<u32>(there)) + __popc(static_cast<u32>(there >> 32));
+		// All warps together ask for what a link carries.
 		if (a.interval != 0) {
 #pragma unroll 1
 			while (static_cast<int>(due - static_cast<u32>(clock())) > 0)
 				;
 			due += a.interval * (count - static_cast<u32>(there >> a.world.rank & 1));
 		}
+		// The rows come by bulk copies, which a word of the place counts.
 		if (lane == 0) {
 			has[place] = there;
 			full[place].expect(bytes * count);
@@ -77,7 +82,8 @@ __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_boa
 				          b.base[lane + 32 * i] + static_cast<u64>(rows[i]) * sum_bytes<float8>(a) + at,
 				          bytes, full + place);
 	};
-	look(0);
+	// The ring is filled; then each part is summed, and its place loaded anew.
+	find_rows(0);
 #pragma unroll 1
 	for (u32 k = 0; k < a.depth; k++)
 		load(k);
@@ -120,6 +126,7 @@ __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_boa
 template <kind type, bool float8>
 __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board &b, u8 *ring)
 {
+	// While the kernel before runs: shared memory.
 	if (threadIdx.x < a.movers * a.depth)
 		b.full[threadIdx.x].init();
 	if (threadIdx.x == 0)
@@ -131,14 +138,16 @@ __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board
 	u64 epoch = now.epoch();
 	if (!now.begins())
 		return;
+	// Peers hear where this rank's rows are, and say where theirs are.
 	if (begins)
 		now.advance_by_last();
 	epoch -= begins ? 0 : 1;
 	if (begins && blockIdx.x == 0 && threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		tell_begin(a, threadIdx.x, epoch, gridDim.x);
+		signal_begin(a, threadIdx.x, epoch, gridDim.x);
 	if (!await_ranks(a, b, epoch))
 		return;
 	fence_bulk();
+	// Warps sum rows. Where a rank still makes its own, they wait for windows of them.
 	if (threadIdx.x / 32 < a.movers && b.makes != 0)
 		sum_rows<type, float8, true>(a, b, b.full, b.has, epoch, ring);
 	else if (threadIdx.x / 32 < a.movers)
@@ -146,7 +155,8 @@ __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board
 	release_stream();
 	if (beside)
 		await_stream(); // what comes behind this kernel comes behind that one
-	tell_read(a, epoch);
+	// Rows belong to their ranks again.
+	signal_read(a, epoch);
 	if ((a.mode & SW_MOE_KEEP) == 0)
 		await_read(a, epoch);
 }
@@ -163,7 +173,7 @@ __device__ __forceinline__ void combine_beside(const sw_moe_args &a, combine_boa
 		return;
 	now.advance_by_last();
 	if (blockIdx.x == 0 && threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
-		tell_begin(a, threadIdx.x, epoch, gridDim.x);
+		signal_begin(a, threadIdx.x, epoch, gridDim.x);
 	if (!await_ranks(a, b, epoch))
 		return;
 #pragma unroll 1
@@ -171,7 +181,7 @@ __device__ __forceinline__ void combine_beside(const sw_moe_args &a, combine_boa
 	     t += blockDim.x / 32 * gridDim.x)
 		sum_weights(a, t, threadIdx.x & 31);
 	release_stream();
-	tell_read(a, epoch);
+	signal_read(a, epoch);
 	if ((a.mode & SW_MOE_KEEP) == 0)
 		await_read(a, epoch);
 }

@@ -11,23 +11,23 @@ namespace sw {
 // The placement table: C[experts+1], then the slots of all experts, then the expert of each slot.
 struct placement {
 	const sw_moe_args &a;
-	const u32 *near; // of the first experts: the slot, or where its copies are
+	const u32 *cache; // of the first experts: the slot, or where its copies are
 	static constexpr u32 copies = 1u << 31;
 
 	// All threads of the block, which meet before the first use. The table does not change while calls are under
 	// way.
-	static __device__ __forceinline__ void fill(const sw_moe_args &a, u32 *near)
+	static __device__ __forceinline__ void fill(const sw_moe_args &a, u32 *cache)
 	{
 		const u32 *c = a.table, *slots = c + a.experts + 1;
 		for (u32 e = threadIdx.x; e < min(a.experts, static_cast<u32>(SW_MOE_TABLE)); e += blockDim.x)
-			near[e] = __ldg(c + e + 1) - __ldg(c + e) == 1 ? __ldg(slots + __ldg(c + e)) : copies;
+			cache[e] = __ldg(c + e + 1) - __ldg(c + e) == 1 ? __ldg(slots + __ldg(c + e)) : copies;
 	}
 
 	// The slot for an expert of token t of this rank.
 	__device__ __forceinline__ u32 slot(u32 e, u32 t) const
 	{
-		if (e < SW_MOE_TABLE && near[e] != copies)
-			return near[e];
+		if (e < SW_MOE_TABLE && cache[e] != copies)
+			return cache[e];
 		const u32 *c = a.table;
 		u32 first = __ldg(c + e), count = __ldg(c + e + 1) - first;
 		return __ldg(c + a.experts + 1 + first + (a.world.rank + t) % count);

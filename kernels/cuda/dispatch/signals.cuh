@@ -61,7 +61,7 @@ __device__ __forceinline__ bool is_of(u64 word, u64 epoch)
 }
 
 // Tells one peer.
-__device__ __forceinline__ void tell_begin(const sw_moe_args &a, u32 peer, u64 epoch, u32 blocks)
+__device__ __forceinline__ void signal_begin(const sw_moe_args &a, u32 peer, u64 epoch, u32 blocks)
 {
 	u64 line = begin_line(a, peer, a.world.rank, epoch);
 	store16_relaxed_sys(line + 16, epoch, a.sum.from_rows);

@@ -144,7 +144,7 @@ __device__ __forceinline__ void sum_weights(const sw_moe_args &a, u32 t, u32 lan
 
 // Tells the peers that this block has read what it wanted of their rows, and how many blocks there are. A rank's rows
 // are its own again when all blocks of all peers have said so.
-__device__ __forceinline__ void tell_read(const sw_moe_args &a, u64 epoch)
+__device__ __forceinline__ void signal_read(const sw_moe_args &a, u64 epoch)
 {
 	__syncthreads();
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)

@@ -101,7 +101,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 
 	__device__ __forceinline__ u32 errands() const { return a.max_tokens * n * Wire::parts(a.row_bytes); }
 
-	__device__ __forceinline__ void look(u32 task, errand &x) const
+	__device__ __forceinline__ void load(u32 task, errand &x) const
 	{
 		bool given = (a.mode & SW_MOE_GIVEN) != 0;
 		u32 parts = Wire::parts(a.row_bytes), i = task / (n * parts), rest = task - i * n * parts;
@@ -128,7 +128,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 #pragma unroll 1
 		for (u32 task = tasks.first; task < errands(); task += tasks.step) {
 			if (task != tasks.first)
-				look(task, x);
+				load(task, x);
 			if (!x.there)
 				continue;
 #pragma unroll
@@ -155,8 +155,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			} else {
 				words.make(x.v, lane, false);
 			}
-			words.put(row_place(a, x.src, a.world.rank, x.t, epoch), x.part,
-			          Wire::used(a.row_bytes, x.part, lane), lane, row_flag);
+			words.write_packets(row_place(a, x.src, a.world.rank, x.t, epoch), x.part,
+			                    Wire::used(a.row_bytes, x.part, lane), lane, row_flag);
 			if (x.part != 0 || a.out.weights == 0 || a.sum.from_weights == 0)
 				continue;
 #pragma unroll
@@ -203,7 +203,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 #pragma unroll
 					for (u32 j = 0; j < sources; j++)
 						if (j < some && (there >> j & 1) == 0)
-							there |= static_cast<u32>(x[j].get(
+							there |= static_cast<u32>(x[j].read_packets(
 								     row_place(a, a.world.rank, from[j], t, epoch),
 								     part, used, lane, row_flag))
 							         << j;
@@ -278,28 +278,32 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 	few_combiner<type, float8, by_expert> c(a, w);
 	few_tasks tasks(0, gridDim.x);
 	call now = call::open(a.world);
+	// What takes long to read is asked for together: the number, and the rows of the first task.
 	wiping wiped(a);
 	typename few_combiner<type, float8, by_expert>::errand first;
 	if (sends && tasks.first < c.errands())
-		c.look(tasks.first, first);
+		c.load(tasks.first, first);
 	u64 epoch = now.epoch();
 	if (!now.begins())
 		return;
 	if (sends && now.advance_by_last())
 		wiped.advance(a, epoch);
 	epoch -= sends ? 0 : 1;
+	// Peers hear of the call, and that no block of this rank reads their rows.
 	c.begin(epoch);
 	u32 peer = threadIdx.x;
 	if (sends && blockIdx.x == 0 && peer < n && peer != a.world.rank) {
-		tell_begin(a, peer, epoch, 0);
+		signal_begin(a, peer, epoch, 0);
 		store16_relaxed_sys(done_word(a, peer, a.world.rank, 0, epoch), epoch,
 		                    done(0, 0, true)); // none of its blocks reads rows of peers
 	}
+	// Partial sums go to the ranks of their tokens.
 	if (sends)
 		c.send(first);
 	release_stream();
 	if ((a.mode & SW_MOE_RECEIVE) == 0)
 		return;
+	// A warp looks for ranks that make another call. All sum what comes.
 	if (blockIdx.x == 0 && threadIdx.x < 32)
 #pragma unroll 1
 		for (u32 p = lane; p < n; p += 32) {

@@ -16,12 +16,14 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 	bool sends = (a.mode & SW_MOE_SEND) != 0, cached = (a.mode & SW_MOE_CACHED) != 0;
 	u32 lane = threadIdx.x & 31, n = a.world.size, parts = Wire::parts(a.row_bytes),
 	    count = sends ? a.tokens * parts : 0;
+	// While the kernel before runs: shared memory, and whose turn it is. One block publishes where tokens go.
 	few_sender f(a, b, memory);
 	few_tasks tasks(0, gridDim.x > 1 && !cached ? gridDim.x - 1 : gridDim.x);
 	if (sends)
 		f.clear();
 	__syncthreads();
 	call now = call::open(a.world);
+	// What takes long to read is asked for together: the number, the first row, the choices.
 	wiping wiped(a);
 	few_vectors<Wire::vectors> row;
 	u64 ranks = 0;
@@ -30,21 +32,23 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 		         tasks.first % parts, lane);
 		ranks = f.ranks(tasks.first / parts);
 	}
-	if (sends && f.tells())
-		f.look();
+	if (sends && f.publishes())
+		f.load_choices();
 	u64 epoch = now.epoch();
 	if (!now.begins())
 		return;
+	// Peers hear of the call, and of counts, places and choices.
 	epoch -= sends ? 0 : 1;
 	if (sends) {
 		if (now.advance_by_last())
 			wiped.advance(a, epoch);
 		begin_landing(a, epoch);
 		if (blockIdx.x == 0 && threadIdx.x < n)
-			tell_begin(a, threadIdx.x, epoch, 1);
-		if (f.tells())
-			f.tell(epoch);
+			signal_begin(a, threadIdx.x, epoch, 1);
+		if (f.publishes())
+			f.publish(epoch);
 	}
+	// The other blocks send rows, each as packets to all of its ranks, without a wait for anybody.
 	u32 flag = Wire::flag(epoch);
 #pragma unroll 1
 	for (u32 task = tasks.first; task < count; task += tasks.step) {
@@ -57,22 +61,23 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 		x.make(row, lane, (a.mode & SW_MOE_EXPONENTS) != 0);
 #pragma unroll 1
 		for (u64 left = ranks; left != 0; left &= left - 1)
-			x.put(row_place(a, __ffsll(left) - 1, a.world.rank, t, epoch), part,
-			      Wire::used(a.row_bytes, part, lane), lane, flag);
+			x.write_packets(row_place(a, __ffsll(left) - 1, a.world.rank, t, epoch), part,
+			                Wire::used(a.row_bytes, part, lane), lane, flag);
 		if (part == 0 && !Wire::scaled && a.scale_words != 0)
 			send_scales(a, t, ranks, epoch, lane);
 	}
 	release_stream();
 	if ((a.mode & SW_MOE_RECEIVE) == 0)
 		return;
+	// The receiving half.
 	taker t(a, b.take, reinterpret_cast<u8 *>(memory), epoch);
 	__syncthreads();
 	wait w;
 	w.epoch = epoch;
 	few_receiver<Wire, by_expert> in(a, t, w, epoch, wiped.token(a, epoch, sends));
 	u64 word, place;
-	if (blockIdx.x == (gridDim.x > 2 ? 1 : 0) &&
-	    threadIdx.x >= blockDim.x - 32) { // a warp looks for ranks that make another call, which tell nothing else
+	// A warp looks for ranks that make another call, which tell nothing else.
+	if (blockIdx.x == (gridDim.x > 2 ? 1 : 0) && threadIdx.x >= blockDim.x - 32) {
 #pragma unroll 1
 		for (u32 p = lane; p < n; p += 32)
 			if (!await_begin(a, p, epoch, word, place))
@@ -80,9 +85,11 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 		if (cached)
 			in.wipe_cached();
 	}
+	// Each block works out where rows by expert begin.
 	if constexpr (by_expert)
 		if (!t.prepare())
 			return;
+	// The first block hears how many rows come and publishes what the caller wants to know.
 	if (blockIdx.x == 0) {
 		rows_receiver counts{a, b.take.sum, epoch};
 		bool good = true;
@@ -94,15 +101,16 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 			if (!good)
 				end_waits(a, epoch);
 		} else if (threadIdx.x >= SW_MAX_RANKS && !by_expert && !cached) {
-			good = counts.tell_counts(threadIdx.x - SW_MAX_RANKS, blockDim.x - SW_MAX_RANKS);
+			good = counts.publish_counts(threadIdx.x - SW_MAX_RANKS, blockDim.x - SW_MAX_RANKS);
 		}
 		if (__syncthreads_or(!good))
 			return;
 		if (!cached && !by_expert)
-			counts.tell_ranks();
+			counts.publish_ranks();
 		if (!cached && by_expert && threadIdx.x < n)
 			state::arrived(a)[threadIdx.x] = b.take.sum[threadIdx.x];
 	}
+	// The others put rows where they belong, as they come.
 	in.run(cached);
 }
 

@@ -39,7 +39,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	}
 
 	// Puts the part of a row where it goes.
-	__device__ __forceinline__ void put(const Wire &x, u32 part) const
+	__device__ __forceinline__ void write_rows(const Wire &x, u32 part) const
 	{
 		each_row([&](int row, int slot) {
 			x.store(a.out.rows + static_cast<u64>(row) * a.wire_bytes, a.row_bytes, part, lane);
@@ -53,7 +53,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	}
 
 	// The scales that the sender's caller has given.
-	__device__ __forceinline__ bool put_scales(u64 note, packet v)
+	__device__ __forceinline__ bool write_scales(u64 note, packet v)
 	{
 #pragma unroll 1
 		for (u32 begin = 0; begin < a.scale_words; begin += 96) {
@@ -77,7 +77,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	}
 
 	// What lies beside row r of token k of rank src.
-	__device__ __forceinline__ void put_beside(u32 r, u64 source, const u32 *number, const float *weight) const
+	__device__ __forceinline__ void write_beside(u32 r, u64 source, const u32 *number, const float *weight) const
 	{
 #pragma unroll
 		for (u32 i = 0; i < 2; i++) {
@@ -131,7 +131,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 				more = packet::get(note + 16 * min(lane + 33, a.top_k));
 			if (scales)
 				scale = packet::get(note + 16 * (1 + a.top_k + lane));
-			bool there = x.get(place, part, used, lane, row_flag);
+			bool there = x.read_packets(place, part, used, lane, row_flag);
 			comes = static_cast<int>(head.word(0)) >= 0;
 			if (head.has(flag) &&
 			    (!comes || (there && mine.has(flag) && (a.top_k <= 32 || more.has(flag)))))
@@ -156,7 +156,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			              ? -1
 			              : static_cast<int>(t.base[src * a.local + slots[i]] + number[i]);
 		if (part == 0)
-			put_beside(r, static_cast<u64>(k) << 32 | src, number, weight);
+			write_beside(r, static_cast<u64>(k) << 32 | src, number, weight);
 		if (!by_expert)
 			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
 		return finish(x, note, scale, place, part, end);
@@ -186,18 +186,18 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		bool good = true;
 		u32 used = Wire::used(a.row_bytes, part, lane);
 #pragma unroll 1
-		while (good && !x.get(place, part, used, lane, row_flag))
+		while (good && !x.read_packets(place, part, used, lane, row_flag))
 			good = w.slow(a.world);
 		return !__any_sync(~0u, !good);
 	}
 
 	__device__ __forceinline__ bool finish(Wire &x, u64 note, packet scale, u64 place, u32 part, u32 end)
 	{
-		if (part == 0 && !Wire::scaled && a.scale_words != 0 && !put_scales(note, scale))
+		if (part == 0 && !Wire::scaled && a.scale_words != 0 && !write_scales(note, scale))
 			return false;
 #pragma unroll 1
 		for (;;) {
-			put(x, part);
+			write_rows(x, part);
 			if (++part == end)
 				break;
 			if (!await(x, place, part))

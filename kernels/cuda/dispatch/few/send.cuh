@@ -10,7 +10,7 @@
 namespace sw {
 
 struct few_board {
-	u32 near[SW_MOE_TABLE];
+	u32 slot_cache[SW_MOE_TABLE];
 	u32 goes[SW_MOE_FEW_TOKENS / 32][SW_MAX_RANKS];  // by group of 32 tokens and rank: whose tokens go there
 	u32 wants[SW_MOE_FEW_TOKENS][SW_MAX_RANKS / 32]; // a token's ranks as bits
 	unsigned long long bad;
@@ -41,17 +41,17 @@ struct few_sender {
 		each = (a.tokens * a.top_k + blockDim.x - 1) / blockDim.x * 32;
 	}
 
-	__device__ __forceinline__ bool tells() const { return blockIdx.x == gridDim.x - 1; }
+	__device__ __forceinline__ bool publishes() const { return blockIdx.x == gridDim.x - 1; }
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
 
 	// Before await_stream.
 	__device__ __forceinline__ void clear()
 	{
 		if (!cached)
-			placement::fill(a, b.near);
+			placement::fill(a, b.slot_cache);
 		if (threadIdx.x == 0)
 			b.bad = 0;
-		if (!tells())
+		if (!publishes())
 			return;
 #pragma unroll 1
 		for (u32 t = threadIdx.x; t < a.tokens; t += blockDim.x)
@@ -76,7 +76,7 @@ struct few_sender {
 			for (u32 i = 0; i < 2; i++)
 				bits[i] = __ballot_sync(~0u, lane + 32 * i < n && places[lane + 32 * i] >= 0);
 		} else {
-			placement p{a, b.near};
+			placement p{a, b.slot_cache};
 #pragma unroll 1
 			for (u32 k = lane; k < a.top_k; k += 32) {
 				i64 e = choice(a, t, k);
@@ -100,8 +100,8 @@ struct few_sender {
 		return (t & 31) == 0 ? rows : rows + __popc(b.goes[t / 32][d] & ((1u << (t & 31)) - 1));
 	}
 
-	// The threads of the block that tells look where all tokens go. They meet after it.
-	__device__ __forceinline__ void look()
+	// The threads of the block that publishes load where all tokens go. They meet after it.
+	__device__ __forceinline__ void load_choices()
 	{
 		if (cached) {
 			const int *places = state::places(a);
@@ -121,7 +121,7 @@ struct few_sender {
 			w[j] = from != nullptr && i < all ? __ldg(from + i) : 1;
 		}
 		u64 bad = 0;
-		each_choice(a, placement{a, b.near}, 0, a.tokens, bad, [&](u32 t, u32 k, u32 slot, u32 rank) {
+		each_choice(a, placement{a, b.slot_cache}, 0, a.tokens, bad, [&](u32 t, u32 k, u32 slot, u32 rank) {
 			u32 i = t * a.top_k + k;
 			atomicOr(&b.wants[t][rank / 32], 1u << (rank & 31));
 			slots[i] = static_cast<unsigned short>(slot);
@@ -139,7 +139,7 @@ struct few_sender {
 	}
 
 	// Tells all ranks what they have seen: how many rows come first, since that is waited for.
-	__device__ __forceinline__ void tell(u64 epoch)
+	__device__ __forceinline__ void publish(u64 epoch)
 	{
 #pragma unroll 1
 		for (u32 g = warp; g * 32 < a.tokens; g += blockDim.x / 32)
@@ -151,7 +151,7 @@ struct few_sender {
 					b.goes[g][d] = go;
 			}
 		if (!cached)
-			tell_counts(epoch);
+			publish_counts(epoch);
 		__syncthreads();
 		if (threadIdx.x < n) {
 			u32 rows = before(a.tokens, threadIdx.x);
@@ -165,13 +165,13 @@ struct few_sender {
 			if (threadIdx.x == 0)
 				complain(a, a.world.rank, b.bad, epoch);
 		} else if (!cached) {
-			tell_rows(epoch);
-			tell_choices(epoch);
+			publish_rows(epoch);
+			publish_choices(epoch);
 		}
 	}
 
 	// How many choices there are for each slot. Counts become those of the stretches before.
-	__device__ __forceinline__ void tell_counts(u64 epoch)
+	__device__ __forceinline__ void publish_counts(u64 epoch)
 	{
 		const u32 *expert = a.table + a.experts + 1 + a.slots;
 #pragma unroll 1
@@ -192,7 +192,7 @@ struct few_sender {
 	}
 
 	// Which tokens come, and to which row.
-	__device__ __forceinline__ void tell_rows(u64 epoch)
+	__device__ __forceinline__ void publish_rows(u64 epoch)
 	{
 		u32 flag = packet::flag(epoch);
 		int *places = state::places(a);
@@ -208,9 +208,9 @@ struct few_sender {
 	}
 
 	// Their choices: the local slot, how many of this rank's choices for it come before, and the weight.
-	__device__ __forceinline__ void tell_choices(u64 epoch)
+	__device__ __forceinline__ void publish_choices(u64 epoch)
 	{
-		placement p{a, b.near};
+		placement p{a, b.slot_cache};
 		u32 flag = packet::flag(epoch), first = warp * each, end = min(first + each, a.tokens * a.top_k);
 		bool numbers = tables != 1;
 #pragma unroll 1

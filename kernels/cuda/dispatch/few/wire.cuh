@@ -64,7 +64,7 @@ template <u32 count> struct few_words {
 	static constexpr u32 packets = (count + 2) / 3;
 	u32 w[3 * packets];
 
-	__device__ __forceinline__ void put(u64 place, u32 part, u32 used, u32 lane, u32 flag) const
+	__device__ __forceinline__ void write_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag) const
 	{
 		place += part * packets * 512 + lane * 16;
 #pragma unroll
@@ -74,7 +74,7 @@ template <u32 count> struct few_words {
 	}
 
 	// True when they are there.
-	__device__ __forceinline__ bool get(u64 place, u32 part, u32 used, u32 lane, u32 flag)
+	__device__ __forceinline__ bool read_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag)
 	{
 		packet v[packets];
 		load_packets(v, place, part, lane, static_cast<u64>(flag) << 32, [&](u32 i) { return i < used; });
@@ -130,7 +130,7 @@ struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
 		return at < bytes ? min((bytes - at + 511) / 512, vectors) : 0;
 	}
 
-	__device__ __forceinline__ void put(u64 place, u32 part, u32 used, u32 lane, u32 flag) const
+	__device__ __forceinline__ void write_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag) const
 	{
 		place += part * packets * 512 + lane * 16;
 		u32 ends[vectors + 1];
@@ -147,7 +147,7 @@ struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
 	}
 
 	// True when they are there.
-	__device__ __forceinline__ bool get(u64 place, u32 part, u32 used, u32 lane, u32 flag)
+	__device__ __forceinline__ bool read_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag)
 	{
 		packet v[packets];
 		load_packets(v, place, part, lane, static_cast<u64>(flag) << 48,

@@ -42,7 +42,7 @@ struct rows_receiver {
 	}
 
 	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads.
-	__device__ __forceinline__ bool tell_counts(u32 thread, u32 threads)
+	__device__ __forceinline__ bool publish_counts(u32 thread, u32 threads)
 	{
 		u32 *counts = a.out.counts, *mapped = mapped_words(a, 0);
 		bool good = true;
@@ -66,13 +66,13 @@ struct rows_receiver {
 		__syncthreads();
 		u32 half = blockDim.x / 2;
 		bool good = threadIdx.x < half ? await(threadIdx.x, half)
-		                               : cached || tell_counts(threadIdx.x - half, blockDim.x - half);
+		                               : cached || publish_counts(threadIdx.x - half, blockDim.x - half);
 		if (!__syncthreads_or(!good) && !cached)
-			tell_ranks();
+			publish_ranks();
 	}
 
 	// Where the rows of each rank are in a token-major output.
-	__device__ __forceinline__ void tell_ranks()
+	__device__ __forceinline__ void publish_ranks()
 	{
 		u32 n = a.world.size;
 		u32 *mapped = mapped_words(a, a.local);

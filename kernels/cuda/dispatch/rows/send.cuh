@@ -19,8 +19,9 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	    ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_MOE_SCALES : 0));
 	bool cached = (a.mode & SW_MOE_CACHED) != 0, moves = warp < a.movers;
 	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0, beside = (a.mode & SW_MOE_BESIDE) != 0;
+	// While the kernel before runs: shared memory.
 	if (!cached) {
-		placement::fill(a, b.near);
+		placement::fill(a, b.slot_cache);
 		stretch_board s(a, memory + ring);
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < a.slots; i += blockDim.x)
@@ -39,6 +40,7 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 		b.bad = 0, b.failed = 0;
 	fence_bulk();
 	call now = call::open(a.world);
+	// What takes long to read is asked for together.
 	begun seen;
 	if (threadIdx.x < n)
 		seen.load(a, threadIdx.x);
@@ -49,23 +51,26 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 		release_stream(); // for experts_take, which counts the call
 	else
 		now.advance_by_last();
+	// The first rows are on their way to shared memory while the block finds out where they go.
 	rows_sender r(a, b, memory + ring, epoch);
 	mover<Quantiser> m(a, r, memory);
 	if (moves)
 		m.begin();
+	// Peers hear of the call. Nobody writes rows to a peer before it has room for them.
 	begin_landing(a, epoch);
 	if (blockIdx.x == 0 && threadIdx.x < n)
-		tell_begin(a, threadIdx.x, epoch, gridDim.x);
+		signal_begin(a, threadIdx.x, epoch, gridDim.x);
 	bool good = threadIdx.x >= n || threadIdx.x == a.world.rank || await_room(a, threadIdx.x, epoch, seen);
+	// Where the block's tokens go: known, or behind those of the blocks before this one.
 	if (cached)
 		r.recall();
 	else {
 		r.count();
-		good = r.look_back() && good;
+		good = r.add_blocks_before() && good;
 		good = !__syncthreads_or(!good);
 		if (good && (a.mode & SW_MOE_COMPACT) != 0) {
 			if (blockIdx.x == gridDim.x - 1)
-				r.tell_totals();
+				r.publish_totals();
 			__syncthreads(); // what has been told changes now
 		}
 		good = good && r.find_bases();
@@ -75,6 +80,8 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 		r.place();
 		__syncthreads();
 	}
+	// The roles of warps: the first move rows; of the others one numbers choices, and the rest write what lies
+	// beside rows and then tell how far the movers are.
 	if (moves)
 		m.run(good);
 	else if (good) {
@@ -89,15 +96,16 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 			               !Quantiser::makes_scales && a.scale_words != 0);
 		part_sync(beside_part, threads);
 		if (good && by_expert && thread < 32)
-			r.tell_progress();
+			r.publish_progress();
 	}
+	// All that this block sends is there.
 	if (!beside)
 		release_stream();
 	if (__syncthreads_or(!good))
 		return;
 	if (threadIdx.x == 0 && b.bad != 0)
 		complain(a, a.world.rank, b.bad, epoch);
-	r.tell_done();
+	r.publish_done();
 	if ((a.mode & SW_MOE_RECEIVE) != 0 && blockIdx.x == 0)
 		rows_receiver{a, b.sum, epoch}.finish(cached);
 }

@@ -38,7 +38,7 @@ struct stretch_board {
 };
 
 struct rows_board {
-	u32 near[SW_MOE_TABLE];
+	u32 slot_cache[SW_MOE_TABLE];
 	arrivals full[SW_MOE_SLOTS];
 	u32 sent[SW_MAX_RANKS];   // rows of this block for each rank
 	u32 before[SW_MAX_RANKS]; // the first row of this block there
@@ -71,7 +71,7 @@ struct rows_sender {
 	__device__ __forceinline__ void count()
 	{
 		u64 bad = 0;
-		each_choice(a, placement{a, b.near}, mine.first, mine.count, bad,
+		each_choice(a, placement{a, b.slot_cache}, mine.first, mine.count, bad,
 		            [&](u32 t, u32, u32, u32 rank) { s.place[t * n + rank] = 1; });
 		__syncthreads();
 #pragma unroll 1
@@ -101,7 +101,7 @@ struct rows_sender {
 	}
 
 	// Adds up what the blocks before this one have, by rank. False when one of them does not come.
-	__device__ __forceinline__ bool look_back()
+	__device__ __forceinline__ bool add_blocks_before()
 	{
 		bool good = true;
 #pragma unroll 1
@@ -117,7 +117,7 @@ struct rows_sender {
 	}
 
 	// The last block tells all ranks how many rows go to each of them from this one.
-	__device__ __forceinline__ void tell_totals()
+	__device__ __forceinline__ void publish_totals()
 	{
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
@@ -132,7 +132,7 @@ struct rows_sender {
 	// behind it. The last block tells all ranks what they get. False when a wait was given up.
 	__device__ __forceinline__ bool count_choices(u32 thread, u32 threads)
 	{
-		placement p{a, b.near};
+		placement p{a, b.slot_cache};
 #pragma unroll 1
 		for (u32 i = thread; i < mine.count * a.top_k; i += threads) {
 			u32 t = mine.first + i / a.top_k, k = i % a.top_k;
@@ -180,13 +180,13 @@ struct rows_sender {
 	// in order. One warp.
 	__device__ __forceinline__ void number_choices()
 	{
-		placement p{a, b.near};
+		placement p{a, b.slot_cache};
 		u32 all = mine.count * a.top_k;
-		auto look = [&](u32 i) { return i < all ? choice(a, mine.first + i / a.top_k, i % a.top_k) : -1; };
-		i64 e = look(lane);
+		auto choice_at = [&](u32 i) { return i < all ? choice(a, mine.first + i / a.top_k, i % a.top_k) : -1; };
+		i64 e = choice_at(lane);
 #pragma unroll 1
 		for (u32 i = lane; i - lane < all; i += 32) {
-			i64 next = look(i + 32);
+			i64 next = choice_at(i + 32);
 			u32 t = i / a.top_k, k = i - t * a.top_k;
 			int slot = is_expert(a, e) ? static_cast<int>(p.slot(static_cast<u32>(e), mine.first + t)) : -1;
 			e = next;
@@ -283,7 +283,7 @@ struct rows_sender {
 	// stores, which a warp's lanes make together: strong ones cross one by one.
 	__device__ __forceinline__ void write_beside(u32 first, u32 step, bool scales)
 	{
-		placement p{a, b.near};
+		placement p{a, b.slot_cache};
 #pragma unroll 1
 		for (u32 i = first; i < mine.count * n; i += step) {
 			int row = s.place[i];
@@ -343,7 +343,7 @@ struct rows_sender {
 
 	// Tells ranks how far the block's rows are while some warps move them, which report what is written. One warp
 	// of the others, when what lies beside rows is written.
-	__device__ __forceinline__ void tell_progress()
+	__device__ __forceinline__ void publish_progress()
 	{
 		constexpr u32 steps = 8;
 		if (mine.count < 4 * steps || b.bad != 0)
@@ -367,7 +367,7 @@ struct rows_sender {
 	}
 
 	// What a block says at its end.
-	__device__ __forceinline__ void tell_done()
+	__device__ __forceinline__ void publish_done()
 	{
 		if (threadIdx.x >= n)
 			return;
