@@ -30,15 +30,15 @@ void *switchyard_describe(const struct switchyard_tensor *tensor, void *hold);
 // void *alloc(ssize_t size, int device, void *stream) and void free(void *p, ssize_t size, int device, void *stream).
 #define SWITCHYARD_POOLS 16
 
-// What calls take by their address. The names of the fields are those of the structures of package core, which say what they
-// mean.
+// What calls take by their address. The names of the fields are those of the structures of package core, which say what
+// they mean.
 struct switchyard_buffer {
 	uint64_t Addr;
 	int64_t Bytes;
 };
 
-// core.ShapeHead. Behind it there are, for each rank, the rows to send; for each the rows to receive; and where Placed is
-// not 0, for each the row of its destination where this rank's rows begin.
+// core.ShapeHead. Behind it there are, for each rank, the rows to send; for each the rows to receive; and where Placed
+// is not 0, for each the row of its destination where this rank's rows begin.
 struct switchyard_shape_head {
 	int64_t Row, DstBytes, SrcBytes, Live, Placed, MaxSMs, CopySMs, NoSMs;
 };
