@@ -145,6 +145,7 @@ type Options struct {
 	// streams that ranks may reach in different orders, bound them so that all fit. The host device ignores it.
 	MaxSMs int
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
+	// On the host a peer that moves bytes of the communicator's calls is not silent.
 	Timeout time.Duration
 }
 

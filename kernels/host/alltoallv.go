@@ -262,12 +262,23 @@ const streamFrom = 32 << 10
 
 // copy moves bytes through the caches, or around them when the exchange as a whole does not fit.
 func (x *exchange) copy(dst, src []byte) {
-	if x.stream && len(src) >= streamFrom {
-		shm.CopyStream(dst, src)
-		shm.Fence()
-		return
+	stream := x.stream && len(src) >= streamFrom
+	for len(src) > 0 {
+		n := min(len(src), movedBytes)
+		if stream {
+			shm.CopyStream(dst, src[:n])
+		} else {
+			copy(dst, src[:n])
+		}
+		x.w.moved(int64(n))
+		dst, src = dst[n:], src[n:]
+		if len(src) > 0 {
+			x.e.at(copying, x.e.space.Rank)
+		}
 	}
-	copy(dst, src)
+	if stream {
+		shm.Fence()
+	}
 }
 
 // open posts the credits of the receives that have come into the window.
@@ -431,6 +442,7 @@ func (x *exchange) sendChunk(h *half) bool {
 	dst, src := x.e.space.Range(h.peer, at, int64(n)), h.buf[h.done:h.done+int64(n)]
 	if x.c.Staging(at) {
 		copy(dst, src) // its reader is next, and finds it in a cache
+		x.w.moved(int64(n))
 	} else {
 		x.copy(dst, src)
 	}

@@ -28,6 +28,7 @@ func refuse(have, need int64) notice {
 func (m *dispatching) copyGroup(g int, size int64, dst, src []byte) {
 	first, n := m.r.offsets[g]*size, m.r.groups[g]*size
 	copy(dst[first:first+n], src[first:])
+	m.w.moved(n)
 }
 
 // copyRows copies the rows of all groups.
@@ -437,6 +438,7 @@ func (m *dispatching) whenReady(a *kernels.Combine, do func(t int), rowsOf func(
 				}
 			}
 			do(int(t))
+			m.w.moved(m.m.SumBytes() * int64(len(rows)))
 		}
 		moved = moved || len(left) < len(m.idle)
 		m.idle = left

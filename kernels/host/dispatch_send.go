@@ -176,6 +176,7 @@ func (m *dispatching) scatter(a *kernels.Dispatch) {
 			if len(scales) > 0 {
 				m.putScales(to.scales, int64(row.row), scales)
 			}
+			m.w.moved(size)
 			m.landed[row.slot]++
 		}
 	}
@@ -305,6 +306,7 @@ func (m *dispatching) makeTwins(src int, n int64) {
 	for i := 0; i < len(list); i += 2 {
 		from, to := int64(list[i]), int64(list[i+1])
 		copy(m.h.Rows.Mem[to*size:][:size], m.h.Rows.Mem[from*size:])
+		m.w.moved(size)
 		if scales := m.token.scales; len(scales) > 0 {
 			m.getScales(scales, m.h.Scales.Mem, from)
 			m.putScales(m.h.Scales.Mem, to, scales)

@@ -5,7 +5,7 @@ import "fmt"
 // SetStep has f called at every point of the engine's kernels, with words for what comes next; waiting is true for a pass
 // that found nothing to do. An error of f ends a waiting kernel.
 func (e *Engine) SetStep(f func(what string, waiting bool) error) {
-	words := make([][6]string, e.space.Size)
+	words := make([][7]string, e.space.Size)
 	for p := range words {
 		words[p] = [...]string{
 			postingCredit: fmt.Sprintf("posts a credit to rank %d", p),
@@ -13,6 +13,7 @@ func (e *Engine) SetStep(f func(what string, waiting bool) error) {
 			signalling:    fmt.Sprintf("signals rank %d", p),
 			takingData:    fmt.Sprintf("takes data of rank %d", p),
 			withdrawing:   fmt.Sprintf("takes its offer to rank %d back", p),
+			copying:       "copies on",
 			idlePass:      "looks again",
 		}
 	}

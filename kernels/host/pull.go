@@ -147,6 +147,7 @@ func (x *exchange) pull(h *half) bool {
 			}
 			return true
 		}
+		x.w.moved(int64(len(dst)))
 	}
 	h.done += int64(len(dst))
 	seq := kernels.Seq(x.epoch, int(min(1+h.done/x.e.pullBytes, kernels.MaxChunks)))

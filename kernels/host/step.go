@@ -10,6 +10,7 @@ const (
 	signalling
 	takingData
 	withdrawing // an offer of data
+	copying     // the rest of a large message; the peer is this rank
 	idlePass    // a pass over all peers has found nothing to do
 )
 

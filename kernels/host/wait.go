@@ -38,7 +38,11 @@ type waiter struct {
 	with    sizer
 	timeout time.Duration
 	since   time.Time     // of the first idle pass after work
-	told    time.Duration // how long it had waited when it last told
+	told    time.Duration // how long it had waited when it last told,
+	heard   time.Duration // when a rank that it waits for had last moved bytes,
+	lookAt  time.Duration // and when it looks for that again
+	moves   []uint64      // what the ranks had moved then, none before the first look
+	carried int64         // bytes that this rank has moved since it last told
 	polls   int
 	woken   bool      // the wait has been prolonged
 	other   uint64    // the call in which the peer waited for is instead,
@@ -95,7 +99,7 @@ func (w *waiter) idle(peer int) error {
 		return w.e.step(idlePass, peer)
 	}
 	if w.polls == 1 {
-		w.since, w.told = time.Now(), 0
+		w.since, w.told, w.heard, w.lookAt, w.moves = time.Now(), 0, 0, w.timeout/looksAtMoved, w.moves[:0]
 		w.near, w.looks = w.e.near(peer), w.e.patience.Looks(w.since.Sub(w.e.began))
 		if w.over() {
 			return comm.ErrAborted
@@ -121,13 +125,14 @@ func (w *waiter) idle(peer int) error {
 	if w.over() {
 		return comm.ErrAborted
 	}
-	if waited > w.timeout+lateWake && !w.woken {
+	silent := w.silent(peer, waited)
+	if silent > w.timeout+lateWake && !w.woken {
 		// This process was stopped, perhaps, and why the group has failed is on its way.
 		w.woken = true
-		w.since = w.since.Add(waited - w.timeout + newsGrace)
+		w.heard = waited - w.timeout + newsGrace
 		return nil
 	}
-	if waited > w.timeout {
+	if silent > w.timeout {
 		return w.gaveUp(peer)
 	}
 	if waited >= w.told+w.e.tellEvery {
@@ -143,7 +148,7 @@ func (w *waiter) idle(peer int) error {
 	if err := w.elsewhere(peer); err != nil {
 		return err
 	}
-	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-waited+time.Microsecond))
+	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-silent+time.Microsecond))
 	w.doorbell = w.e.doorbell.Load()
 	return nil
 }
