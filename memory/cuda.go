@@ -115,6 +115,17 @@ func (b *cudaBacking) reach(all [][]int64) error {
 	return nil
 }
 
+// apart is an error if two ranks, which live in one process, share a GPU.
+func apart(all [][]int64) error {
+	for b, w := range all {
+		if a := slices.IndexFunc(all[:b], func(v []int64) bool { return slices.Equal(v[:2], w[:2]) }); a >= 0 {
+			return fmt.Errorf("%w: ranks %d and %d of this process share a GPU: their kernels wait for each other, and the driver can hold one "+
+				"back until the other has ended; give each a GPU or a process of its own, or set Options.ShareGPUs in tests", ErrUnsupported, a, b)
+		}
+	}
+	return nil
+}
+
 func (b *cudaBacking) reserve(n int64) error {
 	if b.scattered {
 		return nil

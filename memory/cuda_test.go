@@ -15,6 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -53,7 +54,7 @@ type cudaRank struct {
 
 func newCUDARank(t *rankT, g *comm.Group, o Options) *cudaRank {
 	r := &cudaRank{rankT: t, g: g, d: rankGPU(t, g.Rank())}
-	o.LegacyIPC = t.legacy
+	o.LegacyIPC, o.ShareGPUs = t.legacy, true
 	s, err := r.d.NewStream()
 	require.NoError(t, err)
 	r.s = s.(*device.CUDAStream)
@@ -354,12 +355,12 @@ func cudaMismatchScenario(t *rankT, g *comm.Group) {
 	if g.Rank() == 1 {
 		mine = device.Host()
 	}
-	_, err := NewHeap(t.ctx, g, mine, Options{})
+	_, err := NewHeap(t.ctx, g, mine, Options{ShareGPUs: true})
 	require.ErrorIs(t, err, comm.ErrMismatch)
 	require.ErrorContains(t, err, "device: rank 0 has cuda, rank 1 has host")
-	_, err = NewHeap(t.ctx, g, d, Options{SegmentBytes: 1 << 40, ReserveBytes: 2 << 40})
+	_, err = NewHeap(t.ctx, g, d, Options{SegmentBytes: 1 << 40, ReserveBytes: 2 << 40, ShareGPUs: true})
 	require.ErrorIs(t, err, ErrOutOfMemory)
-	h, err := NewHeap(t.ctx, g, d, Options{SegmentBytes: 2 << 20})
+	h, err := NewHeap(t.ctx, g, d, Options{SegmentBytes: 2 << 20, ShareGPUs: true})
 	require.NoError(t, err, "nothing is left of it")
 	require.ErrorIs(t, h.Grow(t.ctx, 1<<38), ErrOutOfMemory)
 	require.NoError(t, h.Grow(t.ctx, 1<<20))
@@ -582,7 +583,7 @@ func heapsLeaveNothing(t *testing.T, legacy bool, n int) {
 			var wg sync.WaitGroup
 			for i, d := range []*device.CUDADevice{d0, d1} {
 				wg.Go(func() {
-					h, err := NewHeap(t.Context(), gs[i], d, Options{SegmentBytes: 2 << 20, LegacyIPC: legacy})
+					h, err := NewHeap(t.Context(), gs[i], d, Options{SegmentBytes: 2 << 20, LegacyIPC: legacy, ShareGPUs: true})
 					if err == nil && !legacy {
 						err = h.Grow(t.Context(), 1)
 					}
@@ -674,4 +675,29 @@ func BenchmarkSymmetricLookupOfDeviceMemory(b *testing.B) {
 			b.Fatal("not found")
 		}
 	}
+}
+
+// Ranks of one process that share a GPU are refused on every rank, with both of them, unless the option allows it.
+func TestRanksOfAProcessDoNotShareAGPU(t *testing.T) {
+	if !emulated.Driver(t) {
+		return
+	}
+	heaps := func(ranks int, o Options, check func(t *rankT, err error)) {
+		runRanks(t, localRanks(t, ranks), func(t *rankT, g *comm.Group) {
+			d := rankGPU(t, g.Rank())
+			defer d.Close()
+			o.SegmentBytes = 2 << 20
+			h, err := NewHeap(t.ctx, g, d, o)
+			check(t, err)
+			if err == nil {
+				require.NoError(t, h.Close(t.ctx))
+			}
+		})
+	}
+	heaps(emulated.Devices, Options{}, func(t *rankT, err error) { require.NoError(t, err) })
+	heaps(emulated.Devices+2, Options{}, func(t *rankT, err error) {
+		require.ErrorIs(t, err, ErrUnsupported)
+		require.ErrorContains(t, err, "ranks 0 and 4 of this process share a GPU")
+	})
+	heaps(emulated.Devices+2, Options{ShareGPUs: true}, func(t *rankT, err error) { require.NoError(t, err) })
 }

@@ -68,9 +68,10 @@ type extent struct{ off, n int64 }
 // Every rank reserves one range of addresses and maps the segments of all ranks in it at equal
 // distances; ranks that share a process share the range. The memory is zero. The error on every rank
 // is comm.ErrMismatch when options, devices or versions differ, ErrInvalid for options out of range
-// and ErrUnsupported for a device that has no heap, or GPUs of which one cannot reach the other.
+// and ErrUnsupported for a device that has no heap, GPUs of which one cannot reach the other, or ranks of one
+// process that share a GPU without Options.ShareGPUs.
 //
-// The heap does not own d, which is closed after it. Ranks may share a GPU.
+// The heap does not own d, which is closed after it.
 func NewHeap(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Heap, error) {
 	return newHeap(ctx, g, d, o, newBacking)
 }
@@ -103,6 +104,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		{"segment bytes", fmt.Sprint(o.SegmentBytes)},
 		{"reserve bytes", fmt.Sprint(o.ReserveBytes)},
 		{"legacy IPC", fmt.Sprint(o.LegacyIPC)},
+		{"share GPUs", fmt.Sprint(o.ShareGPUs)},
 		{"multicast", o.Multicast.String()},
 		{"granule", fmt.Sprint(h.granule)},
 	}}
@@ -116,7 +118,10 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	if err != nil {
 		return err
 	}
-	if err = h.back.reach(devices); err == nil {
+	if err = h.back.reach(devices); err == nil && h.gpu != nil && !o.ShareGPUs && g.InProcess() {
+		err = apart(devices)
+	}
+	if err == nil {
 		if err = h.teamUp(o.Multicast, devices); err == nil {
 			lay, err = o.validate(g.Size(), h.granule)
 		}

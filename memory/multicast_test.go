@@ -208,7 +208,7 @@ func TestM6_MulticastObjectsOf1GiBComeAndGo(t *testing.T) {
 			wg.Go(func() {
 				errs[r] = runRank(g, func(t *rankT, g *comm.Group) {
 					d := rankGPU(t, r)
-					h, err := NewHeap(t.ctx, g, d, Options{SegmentBytes: size - 64<<10, ReserveBytes: 2 * size, Multicast: by})
+					h, err := NewHeap(t.ctx, g, d, Options{SegmentBytes: size - 64<<10, ReserveBytes: 2 * size, Multicast: by, ShareGPUs: true})
 					require.NoError(t, err)
 					require.EqualValues(t, size, h.extents[0].n)
 					require.NoError(t, g.Barrier(t.ctx))
@@ -240,7 +240,7 @@ func TestAFailureOfAnyDriverCallLeaksNothing(t *testing.T) {
 	try := func(g *comm.Group, d *device.CUDADevice, by Multicast) (o outcome) {
 		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 		defer cancel()
-		h, err := NewHeap(ctx, g, d, Options{SegmentBytes: 6 << 20, Multicast: by})
+		h, err := NewHeap(ctx, g, d, Options{SegmentBytes: 6 << 20, Multicast: by, ShareGPUs: true})
 		if o.made = err; err != nil {
 			return o
 		}

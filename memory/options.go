@@ -32,6 +32,10 @@ type Options struct {
 	// without the option. Peers' segments then lie at any address, so kernels look these up, and the heap cannot Grow beyond
 	// SegmentBytes. On the host the option is an ErrInvalid.
 	LegacyIPC bool
+	// ShareGPUs lets ranks that live in one process share a GPU, as tests on a machine with few GPUs do. Their kernels wait for each other, and
+	// the driver holds one back until another has ended in some first calls on a stream, so that a call then ends by its timeout. Without
+	// the option such ranks are ErrUnsupported. Ranks that are processes of their own may always share a GPU. On the host the option does nothing.
+	ShareGPUs bool
 	// Multicast gives the segments of a heap on GPUs a second, multicast address, for reductions that ask for it
 	// (allreduce.Options.Multicast). It has never run on hardware, and is off by default. It stays off if any rank has set NCCL_NVLS_ENABLE=0,
 	// NVSHMEM_DISABLE_NVLS=1 or TORCH_SYMM_MEM_DISABLE_MULTICAST=1, if a GPU lacks it and if ranks share a GPU; Heap.Multicast then says

@@ -26,7 +26,7 @@ const hidden = 4
 
 func options() stack.Options {
 	return stack.Options{
-		Heap:       memory.Options{SegmentBytes: 8 << 20},
+		Heap:       memory.Options{SegmentBytes: 8 << 20, ShareGPUs: true},
 		Exchanger:  &alltoallv.Options{Timeout: 20 * time.Second},
 		Reducer:    &allreduce.Options{Timeout: 20 * time.Second},
 		Dispatcher: &dispatch.Options{Experts: 8, TopK: 2, Hidden: hidden, MaxTokens: 16, Timeout: 20 * time.Second},

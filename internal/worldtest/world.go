@@ -102,6 +102,7 @@ func runGPURank(t testing.TB, ctx context.Context, g *comm.Group, gpus int, o me
 		return
 	}
 	defer d.Close()
+	o.ShareGPUs = true
 	runRank(t, ctx, g, d, o, f)
 }
 
