@@ -1,7 +1,7 @@
 // Package nvml reports what the GPUs of this machine are, how they are linked and how they are, for Go programs. It asks
 // NVIDIA's management library, which comes with the driver and needs no CUDA.
 //
-// Nothing of Switchyard imports it: a program that wants a report does. The Python library must not, because a shared
+// No package of the library imports it: a program that wants a report does, and test/soak. The Python library must not, because a shared
 // object that contains the management library's bindings cannot be loaded.
 package nvml
 

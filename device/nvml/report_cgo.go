@@ -14,15 +14,9 @@ import (
 // Report asks the management library about every GPU. It takes some milliseconds a GPU, and does not disturb what runs
 // there. The error is ErrUnavailable where there is no library or no driver; what a GPU does not tell is Unknown and no error.
 func Report() (*System, error) {
-	lib := nvml.New()
-	switch r := lib.Init(); r {
-	case nvml.SUCCESS:
-	case nvml.ERROR_LIBRARY_NOT_FOUND:
-		return nil, fmt.Errorf("%w: libnvidia-ml.so.1 cannot be opened", ErrUnavailable)
-	case nvml.ERROR_DRIVER_NOT_LOADED, nvml.ERROR_NO_PERMISSION, nvml.ERROR_LIB_RM_VERSION_MISMATCH, nvml.ERROR_GPU_NOT_FOUND:
-		return nil, fmt.Errorf("%w: %v", ErrUnavailable, r)
-	default:
-		return nil, fmt.Errorf("nvml: open: %w", r)
+	lib, err := open()
+	if err != nil {
+		return nil, err
 	}
 	s, err := (&reader{lib: lib}).system()
 	if r := lib.Shutdown(); r != nvml.SUCCESS {
@@ -32,6 +26,21 @@ func Report() (*System, error) {
 		return nil, fmt.Errorf("nvml: report: %w", err)
 	}
 	return s, nil
+}
+
+// open opens the library. The caller shuts it down.
+func open() (nvml.Interface, error) {
+	lib := nvml.New()
+	switch r := lib.Init(); r {
+	case nvml.SUCCESS:
+		return lib, nil
+	case nvml.ERROR_LIBRARY_NOT_FOUND:
+		return nil, fmt.Errorf("%w: libnvidia-ml.so.1 cannot be opened", ErrUnavailable)
+	case nvml.ERROR_DRIVER_NOT_LOADED, nvml.ERROR_NO_PERMISSION, nvml.ERROR_LIB_RM_VERSION_MISMATCH, nvml.ERROR_GPU_NOT_FOUND:
+		return nil, fmt.Errorf("%w: %v", ErrUnavailable, r)
+	default:
+		return nil, fmt.Errorf("nvml: open: %w", r)
+	}
 }
 
 type reader struct{ lib nvml.Interface }

@@ -76,6 +76,7 @@ var floors = [][]string{
 	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "internal/proctest", "."}, // the process around the library, and the version
 	{"internal/shm", "internal/vec", "internal/cuda"},                                                      // mappings, vector loops, the CUDA driver
 	{"comm", "device"},               // ranks meet; streams and events of a device
+	{"device/nvml"},                  // what NVIDIA's management library tells
 	{"kernels"},                      // the launch language of plans and engines
 	{"kernels/host", "kernels/cuda"}, // the engines, in Go and in CUDA C++
 	{"memory"},                       // the symmetric heap, pool and registration; it chooses the engine
@@ -85,7 +86,7 @@ var floors = [][]string{
 	{"dispatch"},                     // MoE routing, expert placement
 	{"stack"},                        // all that a worker opens on a group
 	{"internal/worldtest", "test"},   // tests of several ranks, and of pages
-	{"bindings", "cmd", "examples", "device/nvml"}, // programs, and packages that only programs import
+	{"bindings", "cmd", "examples"},  // programs
 }
 
 // importers bounds who imports a package beyond what the floors say.
@@ -94,6 +95,7 @@ var importers = map[string][]string{
 	"kernels/cuda":           {"memory"},
 	"internal/cuda":          {"device", "kernels/cuda", "memory", "internal/communicator", "internal/cuda/emulated", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
 	"internal/cuda/emulated": {},                                                                                                   // only files of tests
+	"device/nvml":            {"test/soak"},
 	"internal/worldtest":     {},
 	"internal/proctest":      {"internal/worldtest"},
 }

@@ -3,8 +3,10 @@ package main
 import (
 	"errors"
 	"fmt"
+	"os"
 
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/device/nvml"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -67,14 +69,18 @@ func (k *desk) read(v memory.View) ([]byte, error) {
 	return b, memory.Copy(k.stream, memory.Host(b), v)
 }
 
-// usedKB is how much memory of the GPU is taken, by whomsoever; 0 on the host.
+// usedKB is how much memory of the GPU this process has; 0 on the host, and where the driver does not list this process.
 func (k *desk) usedKB() (int64, error) {
 	d, ok := k.dev.(*device.CUDADevice)
 	if !ok {
 		return 0, nil
 	}
-	free, total, err := d.Context().MemInfo()
-	return (total - free) >> 10, err
+	uuid, err := d.UUID()
+	if err != nil {
+		return 0, err
+	}
+	used, err := nvml.ProcessMemory(uuid, os.Getpid())
+	return max(used, 0) >> 10, err
 }
 
 // gpus is how many GPUs there are, and an error where there is none.

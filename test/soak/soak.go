@@ -335,7 +335,7 @@ func (f *usage) grown(id int, u *usage) error {
 	}{
 		{"goroutines", int64(f.Goroutines), int64(u.Goroutines), 20}, {"descriptors", int64(f.FDs), int64(u.FDs), 20},
 		{"mappings", int64(f.Maps), int64(u.Maps), 200}, {"KiB of heap", f.HeapKB, u.HeapKB, 16 << 10},
-		{"KiB of its GPU, with others", f.DeviceKB, u.DeviceKB, 1 << 20},
+		{"KiB of its GPU", f.DeviceKB, u.DeviceKB, 1 << 20},
 	} {
 		if v.is > v.was+v.difference {
 			return fmt.Errorf("process %d has %d %s after %d calls, and had %d after %d", id, v.is, v.what, u.Steps, v.was, f.Steps)
