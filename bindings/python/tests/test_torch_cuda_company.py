@@ -21,7 +21,8 @@ HIDDEN, EXPERTS, TOP_K, ROUNDS = 7168, 256, 8, 20
 def next_to(rank, size, other, layout, tokens, low_latency):
     """ROUNDS calls of both, on streams of their own: even ranks launch ours first, odd ranks the other's."""
     d = sw.Dispatcher(
-        EXPERTS, TOP_K, HIDDEN, max_tokens=tokens, dtype="bfloat16", layout=layout, device="cuda", handles=2, low_latency=low_latency
+        EXPERTS, TOP_K, HIDDEN, max_tokens=tokens, dtype="bfloat16", layout=layout, device="cuda", handles=2,
+        low_latency=low_latency,
     )
     g = torch.Generator().manual_seed(rank)
     x = torch.randn(tokens, HIDDEN, generator=g).to("cuda", torch.bfloat16)
@@ -60,7 +61,9 @@ def next_to(rank, size, other, layout, tokens, low_latency):
     # A token has a row of ones on each rank that it went to, or, by expert, for each choice.
     most = TOP_K if layout in ("flat", "slab") else size
     y = out["y"].float()
-    assert bool((y == y[:, :1]).all()) and bool((y >= 1).all()) and bool((y <= most).all())
+    assert bool((y == y[:, :1]).all())
+    assert bool((y >= 1).all())
+    assert bool((y <= most).all())
     assert bool((numbers == 1).all())
     d.close()
 
