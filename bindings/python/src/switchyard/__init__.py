@@ -19,8 +19,11 @@ from ._version import __version__ as __version__
 from .errors import Error
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ._core.comm import Communicator
     from ._core.work import Work
+    from ._types import Device, DType, Group, Memory, Op, Sizes
     from .moe import Combining, Dispatched, Dispatcher
 
 __all__ = [
@@ -67,14 +70,14 @@ def __dir__() -> list[str]:
 
 
 def all_to_all_single(
-    output: Any,
-    input: Any,
-    output_split_sizes: Any = None,
-    input_split_sizes: Any = None,
-    group: Any = None,
+    output: Memory,
+    input: Memory,
+    output_split_sizes: Sizes = None,
+    input_split_sizes: Sizes = None,
+    group: Group = None,
     async_op: bool = False,
     *,
-    peer_displs: Any = None,
+    peer_displs: Sizes = None,
     max_sms: int | None = None,
     copy_sms: int | None = None,
     no_sms: bool | None = None,
@@ -137,7 +140,7 @@ def _limits(max_sms: Any, copy_sms: Any, no_sms: Any) -> None:
         flag("no_sms", no_sms)
 
 
-def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> Any:
+def all_reduce(tensor: Memory, op: Op = "sum", group: Group = None, async_op: bool = False) -> Any:
     """Combine the ranks' tensors element by element, in place, with the same bits on every rank.
 
     op is a ``torch.distributed.ReduceOp`` or one of "sum", "avg", "min", "max" and "prod". Sums of 16-bit and 8-bit
@@ -152,7 +155,9 @@ def all_reduce(tensor: Any, op: Any = "sum", group: Any = None, async_op: bool =
     return _sides.array_calls().all_reduce(tensor, op, _sides.communicator(group), async_op)
 
 
-def reduce_scatter_tensor(output: Any, input: Any, op: Any = "sum", group: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter_tensor(
+    output: Memory, input: Memory, op: Op = "sum", group: Group = None, async_op: bool = False
+) -> Any:
     """Combine the ranks' inputs element by element and leave slice r of the result in rank r's output."""
     if _sides.compiling():
         from . import torch as ours
@@ -163,7 +168,9 @@ def reduce_scatter_tensor(output: Any, input: Any, op: Any = "sum", group: Any =
     return _sides.array_calls().reduce_scatter_tensor(output, input, op, _sides.communicator(group), async_op)
 
 
-def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+def all_gather_into_tensor(
+    output_tensor: Memory, input_tensor: Memory, group: Group = None, async_op: bool = False
+) -> Any:
     """Put rank r's input into slice r of every rank's output."""
     if _sides.compiling():
         from . import torch as ours
@@ -175,7 +182,7 @@ def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Any = N
     return _sides.array_calls().all_gather_into_tensor(output_tensor, input_tensor, comm, async_op)
 
 
-def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+def barrier(group: Group = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
     """Return once every rank of the group has called it."""
     if "torch" in sys.modules:
         return _sides.tensor_calls().barrier(group, async_op, device_ids)
@@ -243,8 +250,8 @@ def init(
 
 
 def communicator(
-    group: Any = None,
-    device: Any = None,
+    group: Group = None,
+    device: Device = None,
     *,
     validate: bool | None = None,
     max_sms: int | None = None,
@@ -282,13 +289,13 @@ def communicator(
     return _sides.communicator(group)
 
 
-def check(group: Any = None) -> None:
+def check(group: Group = None) -> None:
     """Raise what exchanges of CUDA tensors that have run by now have come to: a lost rank, a rank that did not come in
     time, ranks that disagree on sizes. It waits for nothing. The next call does the same."""
     communicator(group).check()
 
 
-def synchronize(group: Any = None) -> None:
+def synchronize(group: Group = None) -> None:
     """Wait until the GPUs of this rank's exchanges have run everything, and then :func:`check`."""
     comm = communicator(group)
     for device in comm._gpus:
@@ -297,7 +304,11 @@ def synchronize(group: Any = None) -> None:
 
 
 def explain(
-    output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None
+    output: Memory,
+    input: Memory,
+    output_split_sizes: Sizes = None,
+    input_split_sizes: Sizes = None,
+    group: Group = None,
 ) -> str:
     """Say how ``all_to_all_single`` of these tensors would be carried: by which algorithm, why, and whether peers would write
     output in place. Nothing is sent, and other ranks need not call it once the group is in use."""
@@ -306,7 +317,7 @@ def explain(
     return _sides.array_calls().explain(output, input, output_split_sizes, input_split_sizes, _sides.communicator(group))
 
 
-def shrink(group: Any = None, leave_out: Any = (), timeout: float | None = None) -> Communicator:
+def shrink(group: Group = None, leave_out: Iterable[int] = (), timeout: float | None = None) -> Communicator:
     """Make a communicator of the ranks that are left of a group, after some were lost; all of them call it.
 
     They keep their order, and agree on who they are, also when more are lost meanwhile. ``leave_out`` are ranks that the
@@ -339,7 +350,7 @@ def shutdown() -> None:
         comm.close()
 
 
-def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) -> Any:
+def empty(*size: int | Iterable[int], dtype: DType = None, group: Group = None, device: Device = None) -> Any:
     """A tensor in the symmetric heap, not initialised. Peers write outputs that lie there in place, without staging.
 
     It is a torch tensor where torch is loaded, unless dtype is numpy's, and a numpy array otherwise. device is the host or a
@@ -350,7 +361,7 @@ def empty(*size: Any, dtype: Any = None, group: Any = None, device: Any = None) 
     return _sides.empty(size, dtype, group, device)
 
 
-def mem_pool(size: int, group: Any = None, device: Any = "cuda") -> Any:
+def mem_pool(size: int, group: Group = None, device: Device = "cuda") -> Any:
     """A ``torch.cuda.MemPool`` with size bytes of the symmetric heap of a GPU, the current one by default.
 
     Making it is collective, as ``empty`` is. What is allocated in ``torch.cuda.use_mem_pool(pool)`` is this rank's own
@@ -363,13 +374,13 @@ def mem_pool(size: int, group: Any = None, device: Any = "cuda") -> Any:
     return symmetric.mem_pool(_sides.tensor_calls().gpu(group, device), size)
 
 
-def free(tensor: Any) -> None:
+def free(tensor: Memory) -> None:
     """Give the memory of a tensor of ``empty`` back, for later ones to use. Every rank does, in the same order. Memory of a GPU
     goes back behind what the current stream has been given."""
     _sides.free(tensor)
 
 
-def verify(group: Any = None) -> None:
+def verify(group: Group = None) -> None:
     """Compare what the ranks of a group have allocated and freed; :class:`switchyard.errors.Diverged` names the first
     call that differs. Every rank calls it."""
     communicator(group).verify()

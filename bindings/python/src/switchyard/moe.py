@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import _sides, errors
 from ._core import options
 from ._core.dispatched import Combining, Dispatched, HostCounts, named
 from ._core.dispatcher import Calls, Counters
+
+if TYPE_CHECKING:
+    from ._types import Device, DType, Group, Numbers
 
 __all__ = ["Combining", "Counters", "Dispatched", "Dispatcher", "HostCounts"]
 
@@ -62,17 +65,17 @@ class Dispatcher(Calls):
         hidden: int,
         *,
         max_tokens: int = 4096,
-        dtype: Any = "float32",
+        dtype: DType = "float32",
         layout: str = "flat",
         align: int = 1,
         capacity: int = 0,
         max_rows: int = 0,
         placement: Sequence[Sequence[int]] | None = None,
         handles: int = 4,
-        group: Any = None,
-        device: Any = None,
-        index_dtype: Any = "int64",
-        combine_dtype: Any = None,
+        group: Group = None,
+        device: Device = None,
+        index_dtype: DType = "int64",
+        combine_dtype: DType = None,
         quantize: bool = False,
         scale_per_token: bool = False,
         scale_format: str = "float32",
@@ -89,8 +92,6 @@ class Dispatcher(Calls):
         values = options.checked({option.name: given[option.name] for option in options.TABLE})
         place, stream = _sides.place_of(group, device)
         super().__init__(place, values, stream)
-        # What it is for tensors, known when the first is used.
-        self._torch: Any = None
         self.name = f"switchyard:dispatcher:{next(_numbers)}"
         named[self.name] = self
         if not self.local_experts:
@@ -110,7 +111,9 @@ class Dispatcher(Calls):
             raise errors.InvalidType(f"switchyard: {name} is not a tensor, and the dispatcher is on cuda:{self._index}")
         return _sides.array_moe().Arrays(self)
 
-    def dispatch(self, x: Any, idx: Any, weights: Any = None, *, scales: Any = None, async_op: bool = False) -> Dispatched:
+    def dispatch(
+        self, x: Numbers, idx: Numbers, weights: Numbers | None = None, *, scales: Numbers | None = None, async_op: bool = False
+    ) -> Dispatched:
         """Send each token's row of ``x`` to its experts.
 
         ``x`` is [tokens, hidden]; ``idx`` [tokens, top_k] are the experts of each token, -1 for none; ``weights``, of that
@@ -126,7 +129,9 @@ class Dispatcher(Calls):
             return _sides.tensor_moe().dispatch(self, x, idx, weights, scales, async_op)
         return self._of_arrays("x").dispatch(x, idx, weights, scales, async_op)
 
-    def redispatch(self, x: Any, dispatched: Dispatched, *, scales: Any = None, async_op: bool = False) -> Dispatched:
+    def redispatch(
+        self, x: Numbers, dispatched: Dispatched, *, scales: Numbers | None = None, async_op: bool = False
+    ) -> Dispatched:
         """Send other rows the ways of a dispatch: ``x``, and ``scales`` for float8, are for its tokens. They take the place of
         the rows that came with it, and all else in it stays. The result has the new ``rows``."""
         self._check_dispatched(dispatched)
@@ -136,14 +141,14 @@ class Dispatcher(Calls):
 
     def combine(
         self,
-        rows: Any,
+        rows: Numbers,
         dispatched: Dispatched,
         *,
-        weights: Any = None,
+        weights: Numbers | Sequence[float] | None = None,
         weighted: bool = True,
-        bias: Any = None,
+        bias: Numbers | Sequence[Numbers] | None = None,
         sum_weights: bool = False,
-        ready: Any = None,
+        ready: Numbers | None = None,
         release: bool = False,
         async_op: bool = False,
     ) -> Any:
@@ -174,7 +179,7 @@ class Dispatcher(Calls):
             return _sides.tensor_moe().combine(self, *arguments)
         return self._of_arrays("rows").combine(*arguments)
 
-    def dispatch_backward(self, d_rows: Any, dispatched: Dispatched) -> Any:
+    def dispatch_backward(self, d_rows: Numbers, dispatched: Dispatched) -> Any:
         """The gradient of the tokens of a dispatch from that of its rows, both tensors of ``combine_dtype``. Autograd does this
         by itself, but for tokens that become float8, which have no gradients in torch."""
         self._check_dispatched(dispatched)

@@ -75,10 +75,7 @@ class Arrays:
         _, size = output.slot.parts[name]
         kind, shape = d._shape(name, size)
         flat = np.frombuffer(output.memory(name), np.uint8)
-        if name == "rows":
-            items = flat.reshape(d.max_rows, -1)
-        else:
-            items = flat.view(kind).reshape(shape)
+        items: Any = flat.reshape(d.max_rows, -1) if name == "rows" else flat.view(kind).reshape(shape)
         if name not in BESIDE_ROWS:
             return items
         output.counts = output.counts or output.host()

@@ -31,6 +31,11 @@ class Counters(NamedTuple):
 class Calls:
     """A dispatcher of a place. What it was made with are attributes; moe.Dispatcher says which."""
 
+    #: By which compiled graphs know it.
+    name: str
+    #: What it is for tensors, once the first is used.
+    _torch: Any = None
+
     def __init__(self, place: Place, values: dict[str, Any], stream: Callable[[int], int] | None) -> None:
         """Make it, together with all ranks. values are checked options, and stream says which CUstream is current on a GPU."""
         self.layout, self.dtype, self.combine_dtype = values["layout"], values["dtype"], values["combine_dtype"]

@@ -15,8 +15,9 @@ from .native import AGAIN, SLICE
 class Completion(Protocol):
     """How an operation becomes complete."""
 
-    #: What went wrong with it, known once poll has said that it has run.
-    error: BaseException | None
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong with it, known once poll has said that it has run."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the operation and raise its error. False means that timeout seconds have passed without it."""

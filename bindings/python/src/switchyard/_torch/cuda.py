@@ -370,7 +370,7 @@ class Recorded:
 class Enqueued:
     """An exchange on the stream of its caller, who has nothing to wait for."""
 
-    error = None
+    error: BaseException | None = None
 
     def wait(self, timeout: float | None = None) -> bool:
         return True

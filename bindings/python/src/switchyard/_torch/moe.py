@@ -56,9 +56,9 @@ def _token(output: Output) -> Tensor:
 
 
 def kinds(d: Calls) -> Kinds:
-    found: Kinds = d._torch  # type: ignore[attr-defined]  # of moe.Dispatcher
+    found: Kinds = d._torch
     if found is None:
-        found = d._torch = Kinds(d)  # type: ignore[attr-defined]
+        found = d._torch = Kinds(d)
     return found
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from .. import errors
 from .._core import native
 from .._core.comm import Block, Gpu
-from .calls import communicator, gpu
+from .calls import gpu
 from .cuda import raw_stream
+from .groups import communicator
 from .tensors import description, tensor_on
 
 
