@@ -1,0 +1,112 @@
+"""Reductions and gathers of CUDA tensors."""
+
+from __future__ import annotations
+
+import pytest
+import test_torch_calls as host
+from cuda_rig import CUDA, ready
+
+import switchyard as sw
+from switchyard import errors
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+
+def reductions():
+    """Data types and operators that the library has."""
+    from switchyard._torch import calls
+
+    return [(dtype, op) for (dtype, op), kind in calls._KINDS.items() if kind is not None]
+
+
+def reduced(rank, size):
+    # The library's own results on the host are the reference, bit for bit.
+    for n in (0, 1, 1003, 70_001):
+        for dtype, op in reductions():
+            x = (host.values(rank, n * size, (), torch.float64) % 5 - (1 if dtype.is_signed else 0)).to(dtype)
+            ours, theirs = x.cuda(), x.clone()
+            ready()
+            assert sw.all_reduce(ours, op) is None
+            sw.all_reduce(theirs, op)
+            host.same(ours.cpu(), theirs)
+            shifted = torch.empty(n * size + 1, dtype=dtype, device=CUDA)[1:].copy_(x)  # nothing is aligned
+            part, want = torch.empty(n, dtype=dtype, device=CUDA), torch.empty(n, dtype=dtype)
+            ready()
+            sw.reduce_scatter_tensor(part, shifted, op)
+            sw.reduce_scatter_tensor(want, x, op)
+            host.same(part.cpu(), want)
+            if op == "sum":
+                whole, all_of_it = torch.empty_like(ours), torch.empty_like(theirs)
+                ready()
+                sw.all_gather_into_tensor(whole, part)
+                sw.all_gather_into_tensor(all_of_it, want)
+                host.same(whole.cpu(), all_of_it)
+
+
+def test_reductions_of_every_type(cuda):
+    cuda.run(reduced)
+
+
+def reduced_otherwise(rank, size):
+    n = 30_000
+    total = size * (size + 1) / 2
+    # Work of its own, whose output the current stream waits for.
+    x = torch.full((n,), rank + 1.0, device=CUDA)
+    ready()
+    work = sw.all_reduce(x, async_op=True)
+    assert isinstance(work, dist.Work)
+    work.wait()
+    assert (x == total).all().item()
+    assert work.result()[0] is x
+    # Not in one stretch of memory: through copies, also where the work is waited for later.
+    for async_op in (False, True):
+        grid = torch.full((64, 64), rank + 1.0, device=CUDA)
+        work = sw.all_reduce(grid[:, ::2], async_op=async_op)
+        if async_op:
+            work.wait()
+        assert grid[3, :4].tolist() == [total, rank + 1, total, rank + 1]
+    # Complex numbers, symmetric tensors, halves of one tensor.
+    c = torch.full((5,), rank + 1j, device=CUDA)
+    sw.all_reduce(c)
+    assert c.tolist() == [size * (size - 1) / 2 + size * 1j] * 5
+    here = sw.empty(1 << 20, dtype=torch.bfloat16, device=CUDA)
+    here.fill_(rank + 1)
+    ready()
+    sw.all_reduce(here)
+    assert (here == total).all().item()
+    whole = torch.empty(size, 7, device=CUDA)
+    whole[rank] = rank
+    sw.all_gather_into_tensor(whole, whole[rank])
+    assert whole[:, 3].tolist() == [*range(size)]
+    # A graph.
+    ready()
+    graph = torch.cuda.CUDAGraph()
+    part = torch.empty(n // size, device=CUDA)
+    with torch.cuda.graph(graph):
+        sw.all_reduce(x)
+        sw.reduce_scatter_tensor(part, x[: n // size * size])
+    for k in range(50):
+        x.fill_(k + rank)
+        ready()
+        graph.replay()
+        assert x[-1].item() == k * size + size * (size - 1) / 2
+        assert part[5].item() == size * x[0].item()
+    ready()
+    del graph
+    # What is wrong is refused, and calls that differ are an error of one call.
+    with pytest.raises(ValueError, match="same size"):
+        sw.reduce_scatter_tensor(torch.empty(3, device=CUDA), torch.empty(size, device=CUDA))
+    sw.all_reduce(torch.ones(10 + rank, device=CUDA))
+    torch.cuda.synchronize()
+    with pytest.raises(errors.Mismatch):
+        sw.check()
+    ready()
+    y = torch.ones(10, device=CUDA)
+    sw.all_reduce(y)
+    assert y.tolist() == [size] * 10
+    sw.free(here)
+
+
+def test_reductions_otherwise(cuda):
+    cuda.run(reduced_otherwise)
