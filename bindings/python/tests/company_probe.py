@@ -50,7 +50,7 @@ def state() -> dict[str, object]:
     if torch is not None:
         found["torch"] = (
             torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_num_threads(),
-            torch.is_deterministic_algorithms_enabled(), torch.random.initial_seed(),
+            torch.are_deterministic_algorithms_enabled(), torch.random.initial_seed(),
         )  # fmt: skip
         if torch.cuda.is_available():
             found["cuda"] = (torch.cuda.current_device(), torch.cuda.current_stream())
