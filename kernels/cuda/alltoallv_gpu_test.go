@@ -368,12 +368,20 @@ func TestF3_RanksThatDisagreeOnASizeLearnBothValues(t *testing.T) {
 				}
 				require.NoError(t, k.p.Fault(), "it is told once")
 			}
-			w.launch(c) // the sender of a packet hears in it
-			for _, k := range w.ranks {
-				require.NoError(t, k.ctx.SynchronizeStream(k.s))
+			// The sender of a packet hears in it, or in the one after where it is ahead of the receiver: it ends a call with the receiver's
+			// signal of that call, which comes after what the receiver says of the call before.
+			var heard error
+			for calls := 0; heard == nil && calls < 2; calls++ {
+				w.launch(c)
+				for _, k := range w.ranks {
+					require.NoError(t, k.ctx.SynchronizeStream(k.s))
+				}
+				heard = w.ranks[0].p.Fault()
 			}
-			if p.sent <= testBounds.PacketBytes {
-				require.ErrorAs(t, w.ranks[0].p.Fault(), &m, "%+v", p)
+			if p.sent > testBounds.PacketBytes {
+				require.NoError(t, heard, "%+v", p)
+			} else {
+				require.ErrorAs(t, heard, &m, "%+v", p)
 				require.Equal(t, kernels.CountMismatchError{Src: 0, Dst: 1, Sent: uint64(p.sent), Expected: uint64(p.expected), Epoch: 1}, *m)
 			}
 			for _, k := range w.ranks {
