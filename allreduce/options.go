@@ -23,7 +23,7 @@ var (
 )
 
 func invalid(format string, args ...any) error {
-	return communicator.Invalid("allreduce", format, args...)
+	return comm.Invalid("allreduce", format, args...)
 }
 
 // Options of a Reducer. The zero value works. All ranks pass the same; New compares them, and its error names both values of

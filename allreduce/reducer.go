@@ -92,10 +92,10 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 // fewest is the number of blocks that every rank can have. blocks is this rank's; ranks that share a GPU have fewer. limit is Options.MaxSMs.
 // refused is the reason why this rank cannot take part.
 func fewest(ctx context.Context, g *comm.Group, limit, blocks int, refused error) (int, error) {
-	owns, err := agree.On(ctx, g, agree.Claim{Must: []string{fmt.Sprintf("MaxSMs %d", limit)}, Own: strconv.Itoa(blocks)}, refused)
-	for i := 0; i < len(owns) && err == nil; i++ {
+	claims, err := agree.On(ctx, g, agree.Claim{Must: agree.Same(fmt.Sprintf("MaxSMs %d", limit)), Own: strconv.Itoa(blocks)}, refused)
+	for i := 0; i < len(claims) && err == nil; i++ {
 		var n int
-		n, err = strconv.Atoi(owns[i])
+		n, err = strconv.Atoi(claims[i].Own)
 		blocks = min(blocks, n)
 	}
 	if err != nil && refused == nil {
@@ -157,7 +157,7 @@ func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCa
 	o := x.take()
 	err := x.prepare(&o.args, dst, src, c, counts)
 	if x.options.Validate {
-		_, err = x.c.Agree(agree.Claim{Must: []string{o.args.Call.String()}}, err)
+		_, err = x.c.Agree(agree.Claim{Must: agree.Same(o.args.Call.String())}, err)
 	}
 	if err != nil {
 		x.give(o)

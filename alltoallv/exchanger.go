@@ -280,7 +280,7 @@ func (x *Exchanger) validate(sp *Splits, barrier bool, mine error) error {
 		if barrier {
 			call = "a barrier"
 		}
-		claim.Must, claim.Own = []string{call}, string(text)
+		claim.Must, claim.Own = agree.Same(call), string(text)
 	}
 	all, err := x.c.Agree(claim, mine)
 	if err != nil {

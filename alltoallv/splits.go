@@ -9,7 +9,6 @@ import (
 	"github.com/cespare/xxhash/v2"
 
 	"github.com/switchyard-moe/switchyard/comm"
-	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -23,7 +22,7 @@ var (
 )
 
 func invalid(format string, args ...any) error {
-	return communicator.Invalid("alltoallv", format, args...)
+	return comm.Invalid("alltoallv", format, args...)
 }
 
 // Splits says how the rows of the two buffers are divided among the ranks. All slices have one entry a rank and count

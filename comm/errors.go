@@ -40,10 +40,24 @@ var (
 	// the value. Nothing has been done then. Packages above use the same value.
 	ErrInvalid = errors.New("invalid argument")
 
+	// ErrOutOfMemory means that there is no memory for what was asked. Packages
+	// above use the same value.
+	ErrOutOfMemory = errors.New("out of memory")
+
+	// ErrFreed means that the memory that was given was freed before. Packages
+	// above use the same value.
+	ErrFreed = errors.New("memory was freed")
+
 	// ErrUnsupported means that the device or the kind of memory cannot do
 	// what was asked; the message says why. Packages above use the same value.
 	ErrUnsupported = errors.New("not supported")
 )
+
+// Invalid returns an [ErrInvalid] error, prefixed with the name of the package
+// that refuses. Packages above use it.
+func Invalid(name, format string, args ...any) error {
+	return fmt.Errorf("%s: %w: %s", name, ErrInvalid, fmt.Sprintf(format, args...))
+}
 
 // PeerError says which rank an error is about. Conditions and causes are
 // found through Err: errors.Is(err, [ErrPeerLost]) and so on.

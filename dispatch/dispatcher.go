@@ -240,7 +240,7 @@ func (d *Dispatcher) SetPlacement(ctx context.Context, p *Placement) error {
 	}
 	var claim agree.Claim
 	if err == nil {
-		claim.Must = []string{"Placement " + p.String()}
+		claim.Must = agree.Same("Placement " + p.String())
 	}
 	if _, err := agree.On(ctx, d.c.Group, claim, err); err != nil {
 		return fmt.Errorf("dispatch: set placement: %w", err)

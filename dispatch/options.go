@@ -27,7 +27,7 @@ var (
 )
 
 func invalid(format string, args ...any) error {
-	return communicator.Invalid("dispatch", format, args...)
+	return comm.Invalid("dispatch", format, args...)
 }
 
 // Errors that every rank gets from the same call. The handle then holds no dispatch, and the Dispatcher can be used further.

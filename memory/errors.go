@@ -17,9 +17,9 @@ var errClosed = fmt.Errorf("heap is %w", ErrClosed)
 var (
 	// ErrOutOfMemory: no free piece of the pool is large enough, or a Grow would pass
 	// Options.ReserveBytes. Every rank gets it in the same call.
-	ErrOutOfMemory = errors.New("out of memory")
+	ErrOutOfMemory = comm.ErrOutOfMemory
 	// ErrFreed: the buffer, mapping or registration was freed.
-	ErrFreed = errors.New("memory was freed")
+	ErrFreed = comm.ErrFreed
 	// ErrDiverged: the ranks made different calls. The error is a *DivergenceError.
 	ErrDiverged = errors.New("ranks diverged")
 	// ErrClosed: the heap is closed.

@@ -12,6 +12,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -98,15 +99,15 @@ func newHeap(
 func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (backing, error)) error {
 	g := h.group
 	lay, err := h.choose(o, back)
-	what := round{Op: "new heap", Must: []value{
-		{"version", fmt.Sprint(version)},
-		{"device", kindOf(h.dev)},
-		{"segment bytes", fmt.Sprint(o.SegmentBytes)},
-		{"reserve bytes", fmt.Sprint(o.ReserveBytes)},
-		{"legacy IPC", fmt.Sprint(o.LegacyIPC)},
-		{"share GPUs", fmt.Sprint(o.ShareGPUs)},
-		{"multicast", o.Multicast.String()},
-		{"granule", fmt.Sprint(h.granule)},
+	what := agree.Claim{Op: "new heap", Must: []agree.Value{
+		agree.Named("version", version),
+		agree.Named("device", kindOf(h.dev)),
+		agree.Named("segment bytes", o.SegmentBytes),
+		agree.Named("reserve bytes", o.ReserveBytes),
+		agree.Named("legacy IPC", o.LegacyIPC),
+		agree.Named("share GPUs", o.ShareGPUs),
+		agree.Named("multicast", o.Multicast),
+		agree.Named("granule", h.granule),
 	}}
 	if err == nil {
 		what.Info = h.back.who()
@@ -114,10 +115,11 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 			what.Info = append(what.Info, int64(h.hurdle(o.Multicast)))
 		}
 	}
-	devices, err := meet(ctx, g, what, err)
+	claims, err := agree.On(ctx, g, what, err)
 	if err != nil {
 		return err
 	}
+	devices := claims.Infos()
 	if err = h.back.reach(devices); err == nil && h.gpu != nil && !o.ShareGPUs && g.InProcess() {
 		err = apart(devices)
 	}
@@ -137,12 +139,12 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 			lay.limit = roundUp(lay.limit/2, h.granule)
 		}
 	}
-	limits, err := meet(ctx, g, round{Op: "reserve", Must: []value{{"granule with multicast", fmt.Sprint(h.granule)}}, Info: []int64{lay.limit}}, err)
+	limits, err := agree.On(ctx, g, agree.Claim{Op: "reserve", Must: []agree.Value{agree.Named("granule with multicast", h.granule)}, Info: []int64{lay.limit}}, err)
 	if err != nil {
 		return err
 	}
 	for _, l := range limits {
-		lay.limit = min(lay.limit, l[0])
+		lay.limit = min(lay.limit, l.Info[0])
 	}
 	h.limit = lay.limit
 	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size(), Log: h.log, AwaitedBy: g.AwaitedBy}
@@ -158,7 +160,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	}
 
 	if h.multi != nil {
-		if _, err = meet(ctx, g, round{Op: "reserve multicast addresses"}, h.multi.reserve(h.limit)); err != nil {
+		if _, err = agree.On(ctx, g, agree.Claim{Op: "reserve multicast addresses"}, h.multi.reserve(h.limit)); err != nil {
 			return err
 		}
 		h.space.Multicast = h.multi.base
@@ -177,7 +179,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	h.pool.add(kernels.HeaderBytes, lay.first-kernels.HeaderBytes)
 	h.mapped = true
 	h.engine, err = h.back.engine(h.space, g.Err)
-	if _, err = meet(ctx, g, round{Op: "make the engine"}, err); err != nil {
+	if _, err = agree.On(ctx, g, agree.Claim{Op: "make the engine"}, err); err != nil {
 		return err
 	}
 	h.unhook = g.OnFailure(func(error) { h.abort() })
@@ -221,7 +223,7 @@ func (h *Heap) adopt(ctx context.Context) error {
 	if err == nil && h.group.Rank() != 0 {
 		err = h.back.adopt(all[0].(backing))
 	}
-	_, err = meet(ctx, h.group, round{Op: "adopt"}, err)
+	_, err = agree.On(ctx, h.group, agree.Claim{Op: "adopt"}, err)
 	return err
 }
 
@@ -282,16 +284,16 @@ func (h *Heap) placeAll(ctx context.Context, op string, fd int, parts []part, er
 	if !h.group.InProcess() {
 		// ranks pass descriptors only if all can, and if there are any
 		some := slices.ContainsFunc(parts, func(p part) bool { return p.n > 0 })
-		if _, err = meet(ctx, h.group, round{Op: op + ": export"}, err); err == nil && some {
+		if _, err = agree.On(ctx, h.group, agree.Claim{Op: op + ": export"}, err); err == nil && some {
 			err = h.importAll(ctx, fd, parts, place)
 		}
-		var cut *cutError
+		var cut *agree.CutError
 		if errors.As(err, &cut) {
 			h.displaceAll(placed, parts)
 			return err
 		}
 	}
-	if _, err = meet(ctx, h.group, round{Op: op}, err); err != nil {
+	if _, err = agree.On(ctx, h.group, agree.Claim{Op: op}, err); err != nil {
 		h.displaceAll(placed, parts)
 	}
 	return err
@@ -441,7 +443,7 @@ func (h *Heap) usable() error {
 
 // settle notes the result of a collective call that changes the heap.
 func (h *Heap) settle(err error) {
-	var cut *cutError
+	var cut *agree.CutError
 	if errors.As(err, &cut) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
@@ -500,7 +502,7 @@ func (h *Heap) grow(ctx context.Context, n int64, broken error) (err error) {
 	case e.n < 0 || e.n > h.limit-e.off:
 		err = fmt.Errorf("%w: %d of the %d bytes of Options.ReserveBytes are committed", ErrOutOfMemory, e.off, h.limit)
 	}
-	if _, err = meet(ctx, h.group, round{Op: "grow", Must: []value{{"bytes", fmt.Sprint(n)}}}, err); err != nil {
+	if _, err = agree.On(ctx, h.group, agree.Claim{Op: "grow", Must: []agree.Value{agree.Named("bytes", n)}}, err); err != nil {
 		return err
 	}
 	if err = h.commit(ctx, "grow: commit", e); err != nil {
@@ -535,13 +537,13 @@ func (h *Heap) verify(ctx context.Context) error {
 	count, digest := h.journal.count, h.journal.digest
 	mine := h.journal.appendTo(nil)
 	h.mu.Unlock()
-	all, err := meet(ctx, h.group, round{Op: "verify", Info: []int64{count, int64(digest)}}, nil)
+	all, err := agree.On(ctx, h.group, agree.Claim{Op: "verify", Info: []int64{count, int64(digest)}}, nil)
 	if err != nil {
 		return err
 	}
 	same := true
-	for _, o := range all {
-		same = same && o[0] == all[0][0] && o[1] == all[0][1]
+	for _, o := range all.Infos() {
+		same = same && o[0] == all[0].Info[0] && o[1] == all[0].Info[1]
 	}
 	if same {
 		return nil
@@ -583,7 +585,7 @@ func (h *Heap) bounded(ctx context.Context) (end func(error) error) {
 		stop()
 		close(done)
 		if err == nil && cut.Load() {
-			err = &cutError{context.Cause(ctx)}
+			err = &agree.CutError{Err: context.Cause(ctx)}
 		}
 		h.settle(err)
 		return err
@@ -647,7 +649,7 @@ func (h *Heap) Close(ctx context.Context) (err error) {
 		err = h.multi.unmap(h.multi.objects...)
 	}
 	h.registered.Store(nil)
-	if _, berr := meet(ctx, h.group, round{Op: "close heap"}, nil); berr != nil && h.group.Err() == nil {
+	if _, berr := agree.On(ctx, h.group, agree.Claim{Op: "close heap"}, nil); berr != nil && h.group.Err() == nil {
 		err = errors.Join(err, fmt.Errorf("memory: close heap: others may still use it: %w", berr))
 	}
 	return errors.Join(err, h.release())

@@ -1,15 +1,12 @@
 package memory
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"testing"
 
 	"github.com/stretchr/testify/require"
-
-	"github.com/switchyard-moe/switchyard/comm"
 )
 
 // record replays calls into a journal.
@@ -195,45 +192,4 @@ func BenchmarkJournal(b *testing.B) {
 	for b.Loop() {
 		j.add(nthCall(3))
 	}
-}
-
-func TestRoundsAreCompared(t *testing.T) {
-	ok := round{Op: "x", Must: []value{{"size", "1"}}, Info: []int64{5}}
-	infos, err := compareRounds([]round{ok, ok})
-	require.NoError(t, err)
-	require.Equal(t, [][]int64{{5}, {5}}, infos)
-	for _, bad := range []round{
-		{Op: "y", Must: ok.Must, Info: ok.Info},
-		{Op: "x", Must: []value{{"size", "2"}}, Info: ok.Info},
-		{Op: "x", Must: nil, Info: ok.Info},
-		{Op: "x", Must: ok.Must, Info: nil},
-	} {
-		_, err := compareRounds([]round{ok, ok, bad})
-		require.ErrorIs(t, err, comm.ErrMismatch)
-		require.ErrorContains(t, err, "2")
-	}
-	for i, is := range remoteConditions {
-		_, err = compareRounds([]round{ok, {Op: "x", Err: "why", Is: i + 1}})
-		require.ErrorIs(t, err, is)
-		require.EqualError(t, err, "rank 1: why")
-	}
-	_, err = compareRounds([]round{ok, {Op: "x", Err: "why", Is: 99}})
-	require.EqualError(t, err, "rank 1: why")
-}
-
-func FuzzRound(f *testing.F) {
-	f.Add([]byte(`{"Op":"x","Must":[{"Name":"size","Value":"1"}],"Info":[5]}`))
-	f.Add([]byte(`{"Op":"x","Err":"why","Is":3}`))
-	f.Add([]byte(`{`))
-	ours := round{Op: "x", Must: []value{{"size", "1"}}, Info: []int64{5}}
-	f.Fuzz(func(t *testing.T, b []byte) {
-		var o round
-		if json.Unmarshal(b, &o) != nil {
-			return
-		}
-		infos, err := compareRounds([]round{ours, o})
-		if err == nil {
-			require.Len(t, infos[1], 1)
-		}
-	})
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/internal/env"
 )
@@ -299,7 +300,7 @@ func (h *Heap) bindAll(ctx context.Context, op string, fd int, e extent) (err er
 			return err
 		}
 	}
-	_, err = meet(ctx, h.group, round{Op: op + ": multicast bind"}, m.bind(fd, e))
+	_, err = agree.On(ctx, h.group, agree.Claim{Op: op + ": multicast bind"}, m.bind(fd, e))
 	return err
 }
 
@@ -314,11 +315,11 @@ func (h *Heap) assemble(ctx context.Context, op string, o *multicastObject) erro
 			defer closeFD(fd)
 		}
 	}
-	made := round{Op: op + ": multicast object"}
+	made := agree.Claim{Op: op + ": multicast object"}
 	for i := 0; i < len(fabric); i += 8 {
 		made.Info = append(made.Info, int64(binary.LittleEndian.Uint64(fabric[i:])))
 	}
-	infos, err := meet(ctx, h.group, made, err)
+	claims, err := agree.On(ctx, h.group, made, err)
 	if err != nil {
 		return err
 	}
@@ -326,7 +327,7 @@ func (h *Heap) assemble(ctx context.Context, op string, o *multicastObject) erro
 	case m.by == MulticastByFile:
 		err = h.importObject(ctx, fd, o)
 	case h.space.Rank != 0:
-		for i, w := range infos[0] {
+		for i, w := range claims[0].Info {
 			binary.LittleEndian.PutUint64(fabric[8*i:], uint64(w))
 		}
 		o.h, err = m.ctx.ImportFabric(fabric)
@@ -334,7 +335,7 @@ func (h *Heap) assemble(ctx context.Context, op string, o *multicastObject) erro
 	if err == nil {
 		err = m.ctx.MulticastAddDevice(o.h)
 	}
-	_, err = meet(ctx, h.group, round{Op: op + ": multicast team"}, err)
+	_, err = agree.On(ctx, h.group, agree.Claim{Op: op + ": multicast team"}, err)
 	return err
 }
 

@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -155,18 +156,18 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 	h.mu.Lock()
 	places := h.window.live
 	h.mu.Unlock()
-	infos, err := meet(ctx, h.group, round{
+	claims, err := agree.On(ctx, h.group, agree.Claim{
 		Op:   "register",
-		Must: []value{{"registrations", fmt.Sprint(places)}},
+		Must: []agree.Value{agree.Named("registrations", places)},
 		Info: append([]int64{src.off, src.span, src.lead, v.n}, src.name[:]...),
 	}, err)
 	if err != nil {
 		return nil, err
 	}
 	r = &Registration{heap: h, id: src.id, from: src.at, n: v.n, room: h.granule}
-	size := len(infos)
+	size := len(claims)
 	r.parts, r.leads, r.names, r.lens = make([]part, size), make([]int64, size), make([]name, size), make([]int64, size)
-	for i, o := range infos {
+	for i, o := range claims.Infos() {
 		r.parts[i], r.leads[i], r.lens[i] = part{off: o[0], n: o[1]}, o[2], o[3]
 		copy(r.names[i][:], o[4:])
 		r.room = max(r.room, o[1])
@@ -306,8 +307,8 @@ func (r *Registration) deregister(ctx context.Context, broken error) (err error)
 	h := r.heap
 	end := h.bounded(ctx)
 	defer func() { err = end(err) }()
-	must := []value{{"offset", fmt.Sprint(r.place)}}
-	if _, err = meet(ctx, h.group, round{Op: "deregister", Must: must}, broken); err != nil {
+	must := []agree.Value{agree.Named("offset", r.place)}
+	if _, err = agree.On(ctx, h.group, agree.Claim{Op: "deregister", Must: must}, broken); err != nil {
 		return err
 	}
 	r.own.freed.Store(true)
@@ -320,7 +321,7 @@ func (r *Registration) deregister(ctx context.Context, broken error) (err error)
 	if !h.group.InProcess() {
 		h.displaceAll(h.peers(), r.parts)
 	}
-	_, err = meet(ctx, h.group, round{Op: "deregister: exporter"}, nil)
+	_, err = agree.On(ctx, h.group, agree.Claim{Op: "deregister: exporter"}, nil)
 	h.displaceAll([]int{h.group.Rank()}, r.parts)
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -8,6 +8,7 @@ import (
 	"os"
 	"syscall"
 
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -188,7 +189,7 @@ func (h *Heap) attachAll(ctx context.Context, op string, names []name) ([]uintpt
 		}
 		held = append(held, r)
 	}
-	if _, err = meet(ctx, h.group, round{Op: op + ": attach"}, err); err != nil {
+	if _, err = agree.On(ctx, h.group, agree.Claim{Op: op + ": attach"}, err); err != nil {
 		return nil, h.letGo(ctx, op, held, names, err)
 	}
 	return addrs, nil
@@ -198,9 +199,9 @@ func (h *Heap) attachAll(ctx context.Context, op string, names []name) ([]uintpt
 // It returns err, and why it was cut off if it was.
 func (h *Heap) letGo(ctx context.Context, op string, held []int, names []name, err error) error {
 	h.detachAll(held, names)
-	var cut *cutError
+	var cut *agree.CutError
 	if !errors.As(err, &cut) {
-		if _, cerr := meet(ctx, h.group, round{Op: op + ": let go"}, nil); cerr != nil {
+		if _, cerr := agree.On(ctx, h.group, agree.Claim{Op: op + ": let go"}, nil); cerr != nil {
 			err = errors.Join(err, cerr)
 		}
 	}
@@ -222,12 +223,12 @@ func (h *Heap) detachAll(ranks []int, names []name) {
 func (h *Heap) scatter(ctx context.Context, n int64) error {
 	me := h.space.Rank
 	own, err := h.gpu.allot(h.at(me, 0), n)
-	infos, err := meet(ctx, h.group, round{Op: "commit", Info: own[:]}, err)
+	claims, err := agree.On(ctx, h.group, agree.Claim{Op: "commit", Info: own[:]}, err)
 	if err != nil {
 		return err
 	}
-	names := make([]name, len(infos))
-	for r, w := range infos {
+	names := make([]name, len(claims))
+	for r, w := range claims.Infos() {
 		copy(names[r][:], w)
 	}
 	segments, err := h.attachAll(ctx, "commit", names)
@@ -236,7 +237,7 @@ func (h *Heap) scatter(ctx context.Context, n int64) error {
 	}
 	h.space.Base, segments[me] = h.gpu.base(), h.gpu.segment
 	err = h.gpu.write(h.at(me, kernels.SegmentsOffset), segments)
-	if _, err = meet(ctx, h.group, round{Op: "commit: table"}, err); err != nil {
+	if _, err = agree.On(ctx, h.group, agree.Claim{Op: "commit: table"}, err); err != nil {
 		return h.letGo(ctx, "commit", h.peers(), names, err)
 	}
 	h.space.Segments = segments
@@ -257,7 +258,7 @@ func (h *Heap) alias(ctx context.Context, r *Registration, own uintptr) error {
 			addrs[p] = own
 		}
 	}
-	if _, err = meet(ctx, h.group, round{Op: "register: table"}, h.writeRow(r.row, addrs)); err != nil {
+	if _, err = agree.On(ctx, h.group, agree.Claim{Op: "register: table"}, h.writeRow(r.row, addrs)); err != nil {
 		return h.letGo(ctx, "register", h.peers(), r.names, err)
 	}
 	h.space.Aliases.Set(r.row, addrs)

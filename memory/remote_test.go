@@ -13,6 +13,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -320,11 +321,11 @@ func cudaUnopenedScenario(t *rankT, g *comm.Group) {
 	p := r.malloc(1 << 20)
 	src, err := r.h.gpu.identify(Device(p, 1<<20))
 	require.NoError(t, err)
-	infos, err := meet(t.ctx, g, round{Op: "names", Info: src.name[:]}, nil)
+	claims, err := agree.On(t.ctx, g, agree.Claim{Op: "names", Info: src.name[:]}, nil)
 	require.NoError(t, err)
 	names := make([]name, g.Size())
 	for q := range names {
-		copy(names[q][:], infos[q])
+		copy(names[q][:], claims[q].Info)
 	}
 	open := len(r.h.gpu.opened)
 	if me == 2 { // what it is told of rank 1 is wrong
@@ -333,7 +334,7 @@ func cudaUnopenedScenario(t *rankT, g *comm.Group) {
 	}
 	_, err = r.h.attachAll(t.ctx, "test", names)
 	require.ErrorContains(t, err, "memory of rank 1 by CUDA IPC")
-	var cut *cutError
+	var cut *agree.CutError
 	require.False(t, errors.As(err, &cut))
 	require.Len(t, r.h.gpu.opened, open)
 	reg, err := r.h.Register(t.ctx, Device(p, 1<<20))

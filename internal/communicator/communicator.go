@@ -56,11 +56,6 @@ type Communicator struct {
 	broken atomic.Pointer[error] // a launch failed half-way: the control block is in no known state
 }
 
-// Invalid returns an ErrInvalid error, prefixed with the name of a package.
-func Invalid(name, format string, args ...any) error {
-	return fmt.Errorf("%s: %w: %s", name, comm.ErrInvalid, fmt.Sprintf(format, args...))
-}
-
 // Open makes a communicator together with all ranks. refused is the reason why this rank cannot take part. A failure on one rank is
 // an error on all, with its cause and at once, and nothing is left.
 func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Communicator, error) {
@@ -72,10 +67,10 @@ func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Commun
 	if refused == nil {
 		var err error
 		if layout, err = h.Engine().Layout(o.Family); err != nil {
-			refused = Invalid(o.Name, "%v", err)
+			refused = comm.Invalid(o.Name, "%v", err)
 		}
 	}
-	if _, err := agree.On(ctx, c.Group, agree.Claim{Must: o.Must}, refused); err != nil {
+	if _, err := agree.On(ctx, c.Group, agree.Claim{Must: agree.Same(o.Must...)}, refused); err != nil {
 		return nil, fmt.Errorf("%s: compare options: %w", o.Name, err)
 	}
 	control := kernels.AlignUp(layout.Bytes, kernels.LineBytes)
@@ -100,7 +95,7 @@ func (c *Communicator) open(ctx context.Context, o *Config, zero, control int64)
 		err = o.Settle(c.extra)
 	}
 	if err == nil {
-		claim.Must = []string{fmt.Sprintf("its control block at offset %d", c.block.Offset())}
+		claim.Must = agree.Same(fmt.Sprintf("its control block at offset %d", c.block.Offset()))
 		c.port, err = c.Heap.Engine().Open(o.Family, c.block.Offset())
 	}
 	// No peer may write before our block is zero, so all ranks meet again once it is.
@@ -112,16 +107,16 @@ func (c *Communicator) open(ctx context.Context, o *Config, zero, control int64)
 // on all.
 func Allocate(ctx context.Context, h *memory.Heap, n int64) (*memory.Buffer, error) {
 	b, err := h.Alloc(n)
-	claim := agree.Claim{Must: []string{fmt.Sprintf("%d bytes", n)}}
+	claim := agree.Claim{Must: agree.Same(fmt.Sprintf("%d bytes", n))}
 	var full error
 	if errors.Is(err, memory.ErrOutOfMemory) {
 		full, err = err, nil
 		claim.Own = full.Error()
 	}
-	rooms, err := agree.On(ctx, h.Group(), claim, err)
+	claims, err := agree.On(ctx, h.Group(), claim, err)
 	if err == nil {
 		var lacking int
-		for r, why := range rooms {
+		for r, why := range claims.Owns() {
 			if why != "" {
 				if lacking++; err == nil {
 					err = fmt.Errorf("rank %d: %w", r, full)
@@ -131,7 +126,7 @@ func Allocate(ctx context.Context, h *memory.Heap, n int64) (*memory.Buffer, err
 				}
 			}
 		}
-		if lacking == len(rooms) {
+		if lacking == len(claims) {
 			if err = h.Grow(ctx, n); err != nil {
 				return nil, errors.Join(full, err)
 			}
@@ -205,11 +200,11 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), c.within)
 	defer cancel()
-	owns, err := agree.On(ctx, c.Group, claim, refused)
+	claims, err := agree.On(ctx, c.Group, claim, refused)
 	if err != nil && refused == nil {
 		err = fmt.Errorf("%s: validate: %w", c.name, err)
 	}
-	return owns, err
+	return claims.Owns(), err
 }
 
 // Launch enqueues op on s behind the last launch, or runs it if s is nil. After an error op was not enqueued, or, without a

@@ -79,8 +79,8 @@ var floors = [][]string{
 	{"device/nvml"},                  // what NVIDIA's management library tells
 	{"kernels"},                      // the launch language of plans and engines
 	{"kernels/host", "kernels/cuda"}, // the engines, in Go and in CUDA C++
+	{"internal/agree"},               // ranks find out whether they make the same call with the same values
 	{"memory"},                       // the symmetric heap, pool and registration; it chooses the engine
-	{"internal/agree"},               // ranks compare options
 	{"internal/communicator"},        // the life of a communicator
 	{"alltoallv", "allreduce"},       // plans, choice of algorithm, gradient buckets
 	{"dispatch"},                     // MoE routing, expert placement

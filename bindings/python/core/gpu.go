@@ -85,16 +85,16 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 		}
 	}()
 	heapBytes, err := o.heapBytes(group.Size())
-	claim := agree.Claim{Must: []string{fmt.Sprintf("a CUDA heap of %d bytes", heapBytes)}}
+	claim := agree.Claim{Must: agree.Same(fmt.Sprintf("a CUDA heap of %d bytes", heapBytes))}
 	var missing error
 	if g.dev, missing = device.CUDA(o.Device); missing != nil {
 		claim.Own = missing.Error()
 	}
-	owns, err := agree.On(ctx, group, claim, err)
+	claims, err := agree.On(ctx, group, claim, err)
 	if err != nil {
 		return nil, fmt.Errorf("core: open cuda:%d: %w", o.Device, err)
 	}
-	for r, why := range owns {
+	for r, why := range claims.Owns() {
 		if why != "" { // all ranks hear of it here, and all make something else of it
 			return nil, fmt.Errorf("core: %w on rank %d: %s", memory.ErrUnsupported, r, why)
 		}
