@@ -19,7 +19,6 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sys/unix"
 )
 
 func TestJoinAlone(t *testing.T) {
@@ -880,27 +879,33 @@ func TestFromEnv(t *testing.T) {
 
 // The last try of a join ends with the join, which is no news of rank 0: the error says how the try before ended.
 func TestJoinSaysHowItsTriesEnded(t *testing.T) {
-	host, port, err := net.SplitHostPort(freeAddr(t))
-	require.NoError(t, err)
-	addr := net.JoinHostPort(host, port)
 	errs := make([]error, 30)
 	var wg sync.WaitGroup
 	for i := range errs {
 		wg.Go(func() {
-			_, errs[i] = Join(testContext(t), Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: time.Second})
+			cfg := Config{Rank: 1, Size: 2, Addr: "@nobody", JoinTimeout: 200 * time.Millisecond}
+			if err := cfg.validate(); err != nil {
+				errs[i] = err
+				return
+			}
+			ctx, cancel := withJoinTimeout(testContext(t), &cfg)
+			defer cancel()
+			m := newMeeting(&cfg, "@here", func(error) {})
+			tries := 0
+			m.dial = func(ctx context.Context) (net.Conn, error) {
+				if tries++; tries == 1 {
+					return nil, syscall.ECONNREFUSED
+				}
+				deadline, _ := ctx.Deadline()
+				time.Sleep(time.Until(deadline)) // as a dialer does, which knows of the deadline before the context is over
+				return nil, os.ErrDeadlineExceeded
+			}
+			_, errs[i] = newGuest(ctx, m)
 		})
 	}
-	time.Sleep(300 * time.Millisecond) // all have been refused by now, and what comes next hangs
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	require.NoError(t, err)
-	defer unix.Close(fd)
-	at, err := net.ResolveTCPAddr("tcp", addr)
-	require.NoError(t, err)
-	require.NoError(t, unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte(at.IP.To4()), Port: at.Port}))
-	require.NoError(t, unix.Listen(fd, 0)) // nobody accepts, and the queue is short
 	wg.Wait()
-	for i, err := range errs {
+	for _, err := range errs {
 		require.ErrorIs(t, err, ErrTimeout)
-		require.ErrorContains(t, err, "connection refused", "join %d", i)
+		require.ErrorContains(t, err, "last try: connection refused")
 	}
 }
