@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,9 +48,11 @@ def test_wrong_arguments_are_found(tmp_path):
     first = page.read_text().splitlines().index(WRONG[0]) + 1
     config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\nignore_missing_imports = True\n[mypy-torch.*]\nfollow_imports = skip\n")
+    folder = Path(sw.__file__).resolve().parents[1]
+    path = {} if folder.name == "site-packages" else {"MYPYPATH": str(folder)}  # an installed package is found by itself
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--config-file", config, "--cache-dir", tmp_path / "cache", page],
-        cwd=Path(sw.__file__).resolve().parents[1], capture_output=True, text=True, timeout=300,
+        cwd=tmp_path, env={**os.environ, **path}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith(str(page)) and ": error:" in line}
     assert found == {*range(first, first + len(WRONG))}, done.stdout + done.stderr
