@@ -86,7 +86,10 @@ func (w *traceRendezvous) do(c command) {
 	case "kill", "stop":
 		for _, name := range c.args {
 			w.ranks[name].silence(c.name == "kill")
-			if l := w.listener; l != nil && l.owner == w.ranks[name] && c.name == "kill" {
+			w.mu.Lock()
+			l := w.listener
+			w.mu.Unlock()
+			if l != nil && l.owner == w.ranks[name] && c.name == "kill" {
 				l.Close()
 			}
 		}
