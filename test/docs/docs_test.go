@@ -4,7 +4,7 @@
 // Code in a page names where it comes from, in the line that begins it:
 //
 //	```go examples/worker/main.go#step     the declaration step of that file (#model.step for a method, several by commas)
-//	```go examples/quickstart/main.go      the whole file; the same for python
+//	```go examples/quickstart/main.go      the whole file; the same for python and cpp
 //
 // go test ./test/docs -update writes the code into the pages anew.
 //
@@ -82,7 +82,7 @@ func TestBlocksAreOfKnownKinds(t *testing.T) {
 			switch b.language {
 			case "sh":
 				require.Contains(t, []string{"", "gpu", "ci", "released"}, b.rest, name)
-			case "go", "python":
+			case "go", "python", "cpp":
 				require.NotEmpty(t, b.rest, "%s: code without the file that it is from:\n%s", name, b.text)
 			case "text":
 			default:
@@ -100,7 +100,7 @@ func TestCodeIsTheRepositorys(t *testing.T) {
 		fresh := fence.ReplaceAllStringFunc(page, func(whole string) string {
 			m := fence.FindStringSubmatch(whole)
 			language, from, _ := strings.Cut(m[1], " ")
-			if language != "go" && language != "python" {
+			if !slices.Contains([]string{"go", "python", "cpp"}, language) {
 				return whole
 			}
 			file, declarations, part := strings.Cut(from, "#")
