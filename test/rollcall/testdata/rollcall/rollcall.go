@@ -5,13 +5,13 @@ import (
 	"context"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// Options of a Caller. The zero value works.
 type Options struct {
 	// Timeout bounds every wait for a peer. 0 is communicator.DefaultTimeout.
 	Timeout time.Duration
@@ -32,7 +32,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Caller, error) {
 	}
 	var refused error
 	if o.Timeout < 0 {
-		refused = communicator.Invalid("rollcall", "Options.Timeout is %v", o.Timeout)
+		refused = comm.Invalid("rollcall", "Options.Timeout is %v", o.Timeout)
 	}
 	x := &Caller{bounds: kernels.RollCallBounds{Size: h.Group().Size()}}
 	h.Engine().Defaults(&x.bounds)
