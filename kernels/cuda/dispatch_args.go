@@ -12,7 +12,7 @@ import (
 const (
 	moeThreads        = 1024              // of a block of dispatch_rows
 	moeFewThreads     = 512               // of a block of dispatch_few
-	moeFewSumThreads  = 384               // of a block of combine_few
+	moeFewSumThreads  = 448               // of a block of combine_few
 	moeSumThreads     = 512               // of a block of combine_rows
 	moePassThreads    = 512               // of a block of the passes over this rank's memory
 	moeMaxBlocks      = 160               // of a kernel that peers wait for

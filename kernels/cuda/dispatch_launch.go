@@ -12,8 +12,9 @@ const (
 	// whatever order each rank began them (X10). NCCL's kernels take up to 32 blocks, each most of a multiprocessor; on 2 H200 an all-reduce took 24.
 	moeOthers = 36
 
-	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Beside a pass over this rank's memory, which has the others, rows cross with
-	// more: on 2 H200, sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256.
+	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Next to a pass over this rank's memory rows cross with more: on 2 H200,
+	// sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256. With 40, 48, 56, 64 and 100 for the
+	// pass behind the rows that are sent, the dispatch took 306, 288, 277, 286 and 270 us.
 	// Rows that are sent as they are do not cross faster with more than 32, whatever the caller allows: 24, 32, 64 and 132 take 97.8, 98.2, 99.3 and 105 us for 30 MB. With
 	// more tokens than moeSendMostTokens all that are allowed send, since a block's table of its tokens has to fit its shared memory.
 	moeBlocks           = 24
@@ -23,6 +24,7 @@ const (
 	moeSendMostBlocks   = 32
 	moeSendMostTokens   = 16 << 10
 	moeReadBesideBlocks = 40
+	moeTakeBesideBlocks = 56
 
 	// What all blocks together offer to one peer, in bytes a nanosecond, and ask of one. On 2 H200 with 24 blocks 365 was fastest for rows of 14 KiB, 352 for rows of 7,
 	// and 340 for reading.
@@ -87,15 +89,10 @@ func (l *dispatchCall) crossing(beside bool) int {
 	return moeReadBesideBlocks
 }
 
-// passing is how many blocks a pass over this rank's rows has, and whether the kernel that crosses runs beside it. Where both is true that
-// kernel is of the same call. The two run beside each other if one can begin before the other has ended, there are multiprocessors for both
-// and the caller sets no bound.
-func (l *dispatchCall) passing(both bool) (blocks int, beside bool) {
-	rest := l.k.byDefault - l.crossing(true)
-	if both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 && rest >= l.crossing(true) {
-		return rest, true
-	}
-	return l.blocks(moeMaxBlocks), false
+// beside reports whether a pass over this rank's rows runs beside the kernel of the same call that crosses: if one can begin before the other
+// has ended, there are multiprocessors for both and the caller sets no bound.
+func (l *dispatchCall) beside() bool {
+	return l.c.Phase == kernels.Both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 && l.k.byDefault >= 2*l.crossing(true)
 }
 
 // compact reports whether rows of one rank follow those of the one before without gaps.
@@ -107,6 +104,16 @@ func (l *dispatchCall) blocks(byDefault int) int {
 		return min(l.c.Blocks, l.k.blocks)
 	}
 	return min(byDefault, l.k.byDefault)
+}
+
+// making is how many blocks the pass has that makes partial sums beside the kernel which reads and sums them. It waits for no peer's part of
+// this call, so it takes all that the other leaves, unless it waits for the caller's own kernel to mark rows as done.
+func (l *dispatchCall) making(c *kernels.Combine) int {
+	all := l.k.blocks
+	if c.Ready.Bytes > 0 {
+		all = l.k.byDefault
+	}
+	return all - l.crossing(true)
 }
 
 // spreading is how many blocks the pass of a backward call has. It waits for nobody, so by default it takes all multiprocessors.
@@ -237,9 +244,10 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		l.launch(x.k.receive, &a, 1, moeThreads, 0)
 		return nil
 	}
-	blocks, beside := l.passing(d.Phase == kernels.Both)
-	if beside {
+	blocks := l.blocks(moeMaxBlocks)
+	if l.beside() {
 		a.mode |= moeBeside
+		blocks = min(moeTakeBesideBlocks, l.k.byDefault-l.crossing(true))
 	}
 	if d.Phase&kernels.Send != 0 {
 		s := a
@@ -356,9 +364,10 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 		a.mode |= moeKeep
 	}
 	if staged && c.Phase&kernels.Send != 0 {
-		blocks, beside := l.passing(!m.Layout.ByToken() && c.Phase == kernels.Both)
-		if beside {
+		blocks := l.blocks(moeMaxBlocks)
+		if !m.Layout.ByToken() && l.beside() {
 			a.mode |= moeBeside
+			blocks = l.making(c)
 		}
 		makes := a
 		if makes.sum.y = 0; c.RowWeights.Bytes == 0 {
@@ -416,8 +425,7 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	a.sum.y = uint64(b.DRows.Ptr)
 	if m.Layout.ByToken() { // out of staging into the caller's rows
 		a.out.rows = uint64(p.e.space.Addr(m.Rank, int64(a.send.toRows)))
-		blocks, _ := l.passing(false)
-		l.pass(a, blocks)
+		l.pass(a, l.blocks(moeMaxBlocks))
 		return nil
 	}
 	a.out.rows, a.out.weights = uint64(b.Rows.Ptr), addressOf(&b.RowWeights)

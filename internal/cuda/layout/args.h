@@ -43,7 +43,7 @@ enum {
 enum {
 	SW_MOE_THREADS = 1024, /* of a block of dispatch_rows */
 	SW_MOE_FEW_THREADS = 512, /* of a block of dispatch_few */
-	SW_MOE_FEW_SUM_THREADS = 384, /* of a block of combine_few */
+	SW_MOE_FEW_SUM_THREADS = 448, /* of a block of combine_few */
 	SW_MOE_SUM_THREADS = 512, /* of a block of combine_rows */
 	SW_MOE_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */
 	SW_MOE_MAX_BLOCKS = 160, /* of a kernel that peers wait for */
