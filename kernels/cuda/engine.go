@@ -145,10 +145,10 @@ func (e *Engine) checked(f kernels.Family, offset int64) (family, error) {
 	return x, x.check(e.space.Size)
 }
 
-// Defaults are those of GPUs.
+// Defaults are those of GPUs. An Engine that is not open has them too.
 func (e *Engine) Defaults(f kernels.Family) {
 	if x := familyOf(f, 0); x != nil {
-		x.defaults(e.multiprocessors / e.sharers)
+		x.defaults(e.multiprocessors / max(e.sharers, 1))
 	}
 }
 
