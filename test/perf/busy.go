@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"sync/atomic"
 )
 
 // busyEnv makes a process a busy loop.
@@ -50,16 +51,12 @@ func runBusy() bool {
 	if os.Getenv(busyEnv) == "" {
 		return false
 	}
-	ended := make(chan struct{})
+	var ended atomic.Bool
 	go func() {
 		_, _ = io.Copy(io.Discard, os.Stdin)
-		close(ended)
+		ended.Store(true)
 	}()
-	for {
-		select {
-		case <-ended:
-			return true
-		default:
-		}
+	for !ended.Load() {
 	}
+	return true
 }

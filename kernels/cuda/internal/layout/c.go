@@ -97,7 +97,7 @@ func cType(t types.Type) (string, error) {
 			return "int64_t", nil
 		}
 	}
-	return "", fmt.Errorf("C has no %v here", t)
+	return "", fmt.Errorf("no type of C is like %v", t)
 }
 
 // function writes a function that lays a control block out. It has assignments of sums and products of 64-bit integers, each of a value, or
