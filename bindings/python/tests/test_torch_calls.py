@@ -18,6 +18,7 @@ from switchyard import errors
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
+from torch import _dynamo  # noqa: E402
 
 DTYPES = [
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex32",
@@ -369,6 +370,7 @@ def test_wrong_arguments(gloo):
 def defaults(rank, size):
     comm = sw.init(0, 1, default=False)
     d = sw.Dispatcher(4, 2, 8, group=comm, device="cpu")
+    _dynamo.config.capture_dynamic_output_shape_ops = True  # there are as many rows as came
     x, idx, weights = torch.ones(3, 8), torch.tensor([[0, 1]] * 3), torch.ones(3, 2)
 
     def layer(x):
