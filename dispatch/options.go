@@ -140,8 +140,9 @@ type Options struct {
 	// HostCounts makes Handle.HostCounts work, which tells the host how many rows came.
 	HostCounts bool
 	// MaxSMs bounds the multiprocessors of a GPU that a call takes. By default a call takes 24 for rows by token, and 64 with LowLatency for
-	// at most 48 tokens; for rows by expert, and for more tokens with LowLatency, it takes all but 36, which are for other kernels (X10). A
-	// call keeps them while it waits for other ranks. If calls of several dispatchers, exchangers or reducers run at the same time, on
+	// at most 48 tokens; for rows by expert, and for more tokens with LowLatency, it takes all but 36, which are for other kernels (X10).
+	// In a combine by expert a pass over the rank's own memory, which waits for no part of the call from a peer, takes the 36 for its time. A
+	// call keeps its multiprocessors while it waits for other ranks. If calls of several dispatchers, exchangers or reducers run at the same time, on
 	// streams that ranks may reach in different orders, bound them so that all fit. The host device ignores it.
 	MaxSMs int
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
