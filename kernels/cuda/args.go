@@ -12,7 +12,7 @@ import (
 
 // The words that kernels share with Go are constants, structs with structs.HostLayout and functions that lay control blocks out, in this file
 // and those whose names end in _args.go, which use nothing of other files. genlayout writes them for C, with their comments: maxRanks becomes
-// SW_MAX_RANKS, worldWords struct sw_world, layMoeBlock sw_lay_moe_block.
+// SW_MAX_RANKS, worldWords struct sw_world, layDispatchBlock sw_lay_dispatch_block.
 
 // Of all families.
 const (

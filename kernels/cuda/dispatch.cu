@@ -26,7 +26,8 @@
 #include "dispatch/rows/send.cuh"
 
 #define SW_DISPATCH_ROWS(name, quantiser) \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) name(const __grid_constant__ sw_moe_args a) \
+	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_THREADS, 1) \
+	    name(const __grid_constant__ sw_dispatch_args a) \
 	{ \
 		using namespace sw; \
 		SW_DYNAMIC_LINES(memory); \
@@ -41,8 +42,8 @@ SW_DISPATCH_ROWS(dispatch_rows_f16, to_float8<kind::f16>)
 
 // One kernel for rows by token, and one for rows by expert, so that neither has code of the other on its way.
 #define SW_DISPATCH_FEW(name, wire, by_expert) \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_THREADS, 1) \
-	    name(const __grid_constant__ sw_moe_args a) \
+	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_FEW_THREADS, 1) \
+	    name(const __grid_constant__ sw_dispatch_args a) \
 	{ \
 		using namespace sw; \
 		SW_DYNAMIC_LINES(memory); \
@@ -61,28 +62,28 @@ SW_DISPATCH_FEW(dispatch_few_by_expert_f16, few_float8<kind::f16>, true)
 
 // Float8: partial sums cross as float8.
 #define SW_COMBINE(suffix, type, float8) \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_THREADS, 1) \
-	    combine_rows_##suffix(const __grid_constant__ sw_moe_args a) \
+	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_SUM_THREADS, 1) \
+	    combine_rows_##suffix(const __grid_constant__ sw_dispatch_args a) \
 	{ \
 		using namespace sw; \
 		SW_DYNAMIC_LINES(memory); \
 		SW_SHARED(combine_board, b); \
 		combine_rows<type, float8>(a, b, reinterpret_cast<u8 *>(memory)); \
 	} \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) \
-	    combine_few_##suffix(const __grid_constant__ sw_moe_args a) \
+	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_FEW_SUM_THREADS, 1) \
+	    combine_few_##suffix(const __grid_constant__ sw_dispatch_args a) \
 	{ \
 		using namespace sw; \
 		few_combine<type, float8, false>(a); \
 	} \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1) \
-	    combine_few_by_expert_##suffix(const __grid_constant__ sw_moe_args a) \
+	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_FEW_SUM_THREADS, 1) \
+	    combine_few_by_expert_##suffix(const __grid_constant__ sw_dispatch_args a) \
 	{ \
 		using namespace sw; \
 		few_combine<type, float8, true>(a); \
 	} \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_SUM_PASS_THREADS, 1) \
-	    experts_sum_##suffix(const __grid_constant__ sw_moe_args a) \
+	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_SUM_PASS_THREADS, 1) \
+	    experts_sum_##suffix(const __grid_constant__ sw_dispatch_args a) \
 	{ \
 		using namespace sw; \
 		SW_SHARED(pass_board, b); \
@@ -97,8 +98,8 @@ SW_COMBINE(bf16_float8, kind::bf16, true)
 SW_COMBINE(f16_float8, kind::f16, true)
 
 #define SW_SPREAD(suffix, type) \
-	extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS) \
-	    experts_spread_##suffix(const __grid_constant__ sw_moe_args a) \
+	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_PASS_THREADS) \
+	    experts_spread_##suffix(const __grid_constant__ sw_dispatch_args a) \
 	{ \
 		using namespace sw; \
 		SW_SHARED(staged_rows, staged); \
@@ -110,7 +111,7 @@ SW_SPREAD(bf16, kind::bf16)
 SW_SPREAD(f16, kind::f16)
 
 // The first half of a combine by itself: tells the peers where the rows are.
-extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(const __grid_constant__ sw_moe_args a)
+extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(const __grid_constant__ sw_dispatch_args a)
 {
 	using namespace sw;
 	call now = call::open(a.world);
@@ -124,8 +125,8 @@ extern "C" __global__ void __launch_bounds__(SW_MAX_RANKS, 1) combine_begin(cons
 		now.advance();
 }
 
-extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1)
-    combine_weights(const __grid_constant__ sw_moe_args a)
+extern "C" __global__ void __launch_bounds__(SW_DISPATCH_FEW_SUM_THREADS, 1)
+    combine_weights(const __grid_constant__ sw_dispatch_args a)
 {
 	using namespace sw;
 	SW_SHARED(combine_board, b);
@@ -133,24 +134,26 @@ extern "C" __global__ void __launch_bounds__(SW_MOE_FEW_SUM_THREADS, 1)
 }
 
 // The second half of a token-major dispatch by itself. One block.
-extern "C" __global__ void __launch_bounds__(SW_MOE_THREADS, 1) dispatch_receive(const __grid_constant__ sw_moe_args a)
+extern "C" __global__ void __launch_bounds__(SW_DISPATCH_THREADS, 1)
+    dispatch_receive(const __grid_constant__ sw_dispatch_args a)
 {
 	using namespace sw;
 	SW_SHARED(receive_board, b);
 	call now = call::open(a.world);
 	if (!now.begins())
 		return;
-	rows_receiver{a, b.sum, now.begun()}.finish((a.mode & SW_MOE_CACHED) != 0);
+	rows_receiver{a, b.sum, now.begun()}.finish((a.mode & SW_DISPATCH_CACHED) != 0);
 }
 
-// Rows from staging to their experts: the second half of an expert-major dispatch. With SW_MOE_BESIDE it begins while
-// the kernel before it runs, which sends.
-extern "C" __global__ void __launch_bounds__(SW_MOE_PASS_THREADS, 1) experts_take(const __grid_constant__ sw_moe_args a)
+// Rows from staging to their experts: the second half of an expert-major dispatch. With SW_DISPATCH_BESIDE it begins
+// while the kernel before it runs, which sends.
+extern "C" __global__ void __launch_bounds__(SW_DISPATCH_PASS_THREADS, 1)
+    experts_take(const __grid_constant__ sw_dispatch_args a)
 {
 	using namespace sw;
 	SW_DYNAMIC_LINES(memory);
 	SW_SHARED(take_board, b);
-	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
+	bool beside = (a.mode & SW_DISPATCH_BESIDE) != 0;
 	call now = beside ? call::look(a.world) : call::open(a.world);
 	u64 epoch = beside ? now.epoch() : now.begun();
 	if (threadIdx.x < SW_MAX_RANKS)

@@ -37,8 +37,8 @@ type dispatches struct {
 	k *dispatchKernels
 }
 
-// moeFixedShared is more than the kernels have beside what is asked for at launch.
-const moeFixedShared = 28 << 10
+// dispatchFixedShared is more than the kernels have beside what is asked for at launch.
+const dispatchFixedShared = 28 << 10
 
 func newDispatches(m *kernels.DispatchBounds, _ int64) *dispatches {
 	return &dispatches{m: m}
@@ -113,7 +113,7 @@ func (k *dispatchKernels) load(e *Engine) error {
 	if err := e.loadModule("dispatch", entries...); err != nil {
 		return err
 	}
-	k.shared = e.maxShared - moeFixedShared
+	k.shared = e.maxShared - dispatchFixedShared
 	large := append([]cuda.Function{k.rows, k.take}, k.rowsFloat8[:]...)
 	for i := range k.few {
 		large = append(append(large, k.few[i].plain), k.few[i].float8[:]...)
@@ -127,8 +127,8 @@ func (k *dispatchKernels) load(e *Engine) error {
 		}
 	}
 	// Each takes a multiprocessor; ranks that share a GPU have theirs.
-	k.blocks = min(e.multiprocessors/e.sharers, moeMaxBlocks)
-	k.byDefault = max(min(e.multiprocessors-moeOthers, moeMaxBlocks)/e.sharers, 1)
+	k.blocks = min(e.multiprocessors/e.sharers, dispatchMaxBlocks)
+	k.byDefault = max(min(e.multiprocessors-dispatchOthers, dispatchMaxBlocks)/e.sharers, 1)
 	if k.blocks == 0 {
 		return fmt.Errorf("%d ranks do not fit on %v", e.sharers, e.ctx.Device())
 	}
@@ -160,7 +160,7 @@ func numberKind(d kernels.DType) int {
 
 // weighs is what rows are multiplied by, as a launch's mode says it.
 func weighs(w kernels.Weighting) uint32 {
-	return [...]uint32{kernels.Unweighted: 0, kernels.DispatchedWeights: moeWeigh, kernels.GivenWeights: moeGiven}[w]
+	return [...]uint32{kernels.Unweighted: 0, kernels.DispatchedWeights: dispatchWeigh, kernels.GivenWeights: dispatchGiven}[w]
 }
 
 // aligned refuses memory that vectors of 16 bytes cannot be moved to and from.

@@ -10,47 +10,47 @@ import (
 
 // MoE dispatch.
 const (
-	moeThreads        = 1024              // of a block of dispatch_rows
-	moeFewThreads     = 512               // of a block of dispatch_few
-	moeFewSumThreads  = 448               // of a block of combine_few
-	moeSumThreads     = 512               // of a block of combine_rows
-	moePassThreads    = 512               // of a block of the passes over this rank's memory
-	moeMaxBlocks      = 160               // of a kernel that peers wait for
-	moeFewTokens      = 256               // the most tokens of the kernels for few
-	moeFewSlots       = 1024              // and the most slots
-	moeTable          = 1024              // experts whose places a block keeps in shared memory
-	moeSums           = kernels.OpCombine // the least operation that reads peers' rows
-	moeFirst          = 65                // entries of moe_args.first
-	moeScales         = 512               // bytes of shared memory for the scales that a warp makes
-	moeSlots          = 128               // places for rows under way that the warps of a block have together, at most
-	moeSumPassThreads = 512               // of a block of the pass that makes sums: those that make, and a warp that tells
-	moePassPart       = 2048              // bytes of a row that a warp of a pass adds or copies at a time
-	moeDensePart      = 3584              // bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them
-	moePlainPart      = 1536              // the same on the way back, 2048
-	moeNarrowPart     = 2048              // the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes
-	moeStretch        = 512               // elements of a float8 partial sum behind one group of scales
-	moeWindow         = 64                // rows of one rank that are told together when they are made
+	dispatchThreads        = 1024              // of a block of dispatch_rows
+	dispatchFewThreads     = 512               // of a block of dispatch_few
+	dispatchFewSumThreads  = 448               // of a block of combine_few
+	dispatchSumThreads     = 512               // of a block of combine_rows
+	dispatchPassThreads    = 512               // of a block of the passes over this rank's memory
+	dispatchMaxBlocks      = 160               // of a kernel that peers wait for
+	dispatchFewTokens      = 256               // the most tokens of the kernels for few
+	dispatchFewSlots       = 1024              // and the most slots
+	dispatchTable          = 1024              // experts whose places a block keeps in shared memory
+	dispatchSums           = kernels.OpCombine // the least operation that reads peers' rows
+	dispatchFirst          = 65                // entries of dispatch_args.first
+	dispatchScales         = 512               // bytes of shared memory for the scales that a warp makes
+	dispatchSlots          = 128               // places for rows under way that the warps of a block have together, at most
+	dispatchSumPassThreads = 512               // of a block of the pass that makes sums: those that make, and a warp that tells
+	dispatchPassPart       = 2048              // bytes of a row that a warp of a pass adds or copies at a time
+	dispatchDensePart      = 3584              // bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them
+	dispatchPlainPart      = 1536              // the same on the way back, 2048
+	dispatchNarrowPart     = 2048              // the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes
+	dispatchStretch        = 512               // elements of a float8 partial sum behind one group of scales
+	dispatchWindow         = 64                // rows of one rank that are told together when they are made
 )
 
 // What a launch for MoE does.
 const (
-	moeSend      = 1    // the first half of a call
-	moeReceive   = 2    // the second half
-	moeCached    = 4    // the routing is there already
-	moeFree      = 8    // peers may write this rank's output when they see the begin of this call
-	moeKeep      = 16   // the rows of a combine stay as they are until the handle's next dispatch is complete
-	moeCompact   = 32   // rows of one rank follow those of the one before
-	moeByExpert  = 64   // rows arrive in staging and are spread over the experts' rows
-	moeColumns   = 128  // scales in column-major order
-	moeExponents = 256  // scales are exponents, four in a word
-	moeZero      = 512  // padding is zero
-	moeWeigh     = 1024 // rows are multiplied by the weights of the dispatch
-	moeGiven     = 2048 // or by those beside the rows
-	moeBeside    = 4096 // the two kernels of the call run beside each other
+	dispatchSend      = 1    // the first half of a call
+	dispatchReceive   = 2    // the second half
+	dispatchCached    = 4    // the routing is there already
+	dispatchFree      = 8    // peers may write this rank's output when they see the begin of this call
+	dispatchKeep      = 16   // the rows of a combine stay as they are until the handle's next dispatch is complete
+	dispatchCompact   = 32   // rows of one rank follow those of the one before
+	dispatchByExpert  = 64   // rows arrive in staging and are spread over the experts' rows
+	dispatchColumns   = 128  // scales in column-major order
+	dispatchExponents = 256  // scales are exponents, four in a word
+	dispatchZero      = 512  // padding is zero
+	dispatchWeigh     = 1024 // rows are multiplied by the weights of the dispatch
+	dispatchGiven     = 2048 // or by those beside the rows
+	dispatchBeside    = 4096 // the two kernels of the call run beside each other
 )
 
-// moeBlock is where the words of a handle lie. All must be zero before the first call.
-type moeBlock struct {
+// dispatchBlock is where the words of a handle lie. All must be zero before the first call.
+type dispatchBlock struct {
 	_ structs.HostLayout
 
 	noteStride   place
@@ -78,20 +78,20 @@ type moeBlock struct {
 	end          place // the offset behind the block
 }
 
-// layMoeBlock lays the block out from offset on.
-func layMoeBlock(offset, size, slots, maxTokens, topK, staged, noteStride, packetStride int64) (b moeBlock) {
+// layDispatchBlock lays the block out from offset on.
+func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, packetStride int64) (b dispatchBlock) {
 	at := offset
 	b.noteStride, b.packetStride = noteStride, packetStride
 	b.control, at = at, at+controlAlign
 	b.landing, at = at, at+controlAlign
 	b.begins, at = at, at+2*size*lineBytes
-	b.dones, at = at, kernels.AlignUp(at+2*size*moeMaxBlocks*16, kernels.LineBytes)
+	b.dones, at = at, kernels.AlignUp(at+2*size*dispatchMaxBlocks*16, kernels.LineBytes)
 	b.slotCounts, at = at, kernels.AlignUp(at+2*size*slots*8, kernels.LineBytes)
 	b.rankTotals, at = at, kernels.AlignUp(at+size*size*8, kernels.LineBytes)
-	b.blockCounts, at = at, kernels.AlignUp(at+moeMaxBlocks*size*8, kernels.LineBytes)
-	b.blockSlots, at = at, kernels.AlignUp(at+moeMaxBlocks*slots*8, kernels.LineBytes)
-	b.made, at = at, kernels.AlignUp(at+size*((maxTokens+moeWindow-1)/moeWindow)*8, kernels.LineBytes)
-	b.making, at = at, kernels.AlignUp(at+size*((maxTokens+moeWindow-1)/moeWindow)*4, kernels.LineBytes)
+	b.blockCounts, at = at, kernels.AlignUp(at+dispatchMaxBlocks*size*8, kernels.LineBytes)
+	b.blockSlots, at = at, kernels.AlignUp(at+dispatchMaxBlocks*slots*8, kernels.LineBytes)
+	b.made, at = at, kernels.AlignUp(at+size*((maxTokens+dispatchWindow-1)/dispatchWindow)*8, kernels.LineBytes)
+	b.making, at = at, kernels.AlignUp(at+size*((maxTokens+dispatchWindow-1)/dispatchWindow)*4, kernels.LineBytes)
 	b.arrived, at = at, kernels.AlignUp(at+size*4, kernels.LineBytes)
 	b.places, at = at, kernels.AlignUp(at+maxTokens*size*4, kernels.LineBytes)
 	b.who, at = at, kernels.AlignUp(at+maxTokens*topK*4, kernels.LineBytes)
@@ -106,8 +106,8 @@ func layMoeBlock(offset, size, slots, maxTokens, topK, staged, noteStride, packe
 	return b
 }
 
-// moeSendWords is what only the kernels of a dispatch have: this rank's tokens, where they go, and what the caller wants to know of what comes.
-type moeSendWords struct {
+// dispatchSendWords is what only the kernels of a dispatch have: this rank's tokens, where they go, and what the caller wants to know of what comes.
+type dispatchSendWords struct {
 	_ structs.HostLayout
 
 	x            uint64 // address of the tokens, or of their gradients
@@ -129,8 +129,8 @@ type moeSendWords struct {
 	share        uint32 // tokens that a block's shared memory has room for
 }
 
-// moeRowsWords is the rows of this rank's experts or, by token, of the tokens that it got.
-type moeRowsWords struct {
+// dispatchRowsWords is the rows of this rank's experts or, by token, of the tokens that it got.
+type dispatchRowsWords struct {
 	_ structs.HostLayout
 
 	rows       uint64 // their address
@@ -145,8 +145,8 @@ type moeRowsWords struct {
 	capacity   int64 // 0: an expert's rows follow those of the one before
 }
 
-// moeSumWords is what only the kernels of a combine and of gradients have.
-type moeSumWords struct {
+// dispatchSumWords is what only the kernels of a combine and of gradients have.
+type dispatchSumWords struct {
 	_ structs.HostLayout
 
 	ready       uint64 // address of the words by which the caller marks rows done; 0: all are
@@ -158,12 +158,12 @@ type moeSumWords struct {
 	bias1       uint64
 }
 
-// moeArgs is one launch for MoE dispatch. Places are the same on every rank.
-type moeArgs struct {
+// dispatchArgs is one launch for MoE dispatch. Places are the same on every rank.
+type dispatchArgs struct {
 	_ structs.HostLayout
 
 	world      worldWords
-	state      moeBlock // of the handle
+	state      dispatchBlock // of the handle
 	op         uint32
 	mode       uint32
 	tokens     uint32
@@ -182,8 +182,8 @@ type moeArgs struct {
 	interval   uint32 // cycles from one part of a warp to its next; 0: as they come
 	table      uint64 `c:"const uint32_t *"`     // address of kernels.DispatchBounds.Placement
 	counters   uint64 `c:"unsigned long long *"` // address of kernels.DispatchBounds.Counters
-	send       moeSendWords
-	out        moeRowsWords
-	sum        moeSumWords
-	first      [moeFirst]uint32 // slots before each rank's
+	send       dispatchSendWords
+	out        dispatchRowsWords
+	sum        dispatchSumWords
+	first      [dispatchFirst]uint32 // slots before each rank's
 }

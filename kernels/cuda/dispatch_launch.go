@@ -10,28 +10,28 @@ import (
 const (
 	// A call leaves these multiprocessors to others, unless its caller says how many it takes: kernels that wait for each other's peers have to run at the same time, in
 	// whatever order each rank began them (X10). NCCL's kernels take up to 32 blocks, each most of a multiprocessor; on 2 H200 an all-reduce took 24.
-	moeOthers = 36
+	dispatchOthers = 36
 
 	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Next to a pass over this rank's memory rows cross with more: on 2 H200,
 	// sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256. With 40, 48, 56, 64 and 100 for the
 	// pass behind the rows that are sent, the dispatch took 306, 288, 277, 286 and 270 us.
 	// Rows that are sent as they are do not cross faster with more than 32, whatever the caller allows: 24, 32, 64 and 132 take 97.8, 98.2, 99.3 and 105 us for 30 MB. With
-	// more tokens than moeSendMostTokens all that are allowed send, since a block's table of its tokens has to fit its shared memory.
-	moeBlocks           = 24
-	moeVeryFewBlocks    = 64
-	moeVeryFew          = 48 // tokens
-	moeSendBesideBlocks = 32
-	moeSendMostBlocks   = 32
-	moeSendMostTokens   = 16 << 10
-	moeReadBesideBlocks = 40
-	moeTakeBesideBlocks = 56
+	// more tokens than dispatchSendMostTokens all that are allowed send, since a block's table of its tokens has to fit its shared memory.
+	dispatchBlocks           = 24
+	dispatchVeryFewBlocks    = 64
+	dispatchVeryFew          = 48 // tokens
+	dispatchSendBesideBlocks = 32
+	dispatchSendMostBlocks   = 32
+	dispatchSendMostTokens   = 16 << 10
+	dispatchReadBesideBlocks = 40
+	dispatchTakeBesideBlocks = 56
 
 	// What all blocks together offer to one peer, in bytes a nanosecond, and ask of one. On 2 H200 with 24 blocks 365 was fastest for rows of 14 KiB, 352 for rows of 7,
 	// and 340 for reading.
-	moeSendRate, moeSendRateShort, moeReadRate = 365, 352, 340
-	moeShort                                   = 8 << 10
+	dispatchSendRate, dispatchSendRateShort, dispatchReadRate = 365, 352, 340
+	dispatchShort                                             = 8 << 10
 
-	moePart = 16 << 10 // the most of a row that is moved at a time
+	dispatchPart = 16 << 10 // the most of a row that is moved at a time
 )
 
 // dispatchCall is one operation on its way into a batch. Its launches have copies of base.
@@ -40,7 +40,7 @@ type dispatchCall struct {
 	p    *port
 	c    *kernels.DispatchCall
 	h    *kernels.DispatchHandle
-	base moeArgs
+	base dispatchArgs
 }
 
 func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err error) {
@@ -55,12 +55,12 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 	m, h := x.m, &x.m.Handles[c.Handle]
 	b := x.block(h.State.Place)
 	l = dispatchCall{dispatches: x, p: p, c: c, h: h}
-	l.base = moeArgs{
+	l.base = dispatchArgs{
 		world: worldOf(&p.e.space, b.control, p.fault.Addr(), c.Timeout.Nanoseconds()), state: b,
 		op: uint32(c.Op), tokens: uint32(c.Tokens), topK: uint32(m.TopK), maxTokens: uint32(m.MaxTokens), experts: uint32(m.Experts),
 		slots: uint32(m.Slots()), local: uint32(m.Local(m.Rank)),
 		table: uint64(m.Placement.Ptr), counters: uint64(m.Counters.Ptr),
-		out: moeRowsWords{
+		out: dispatchRowsWords{
 			rows: uint64(h.Rows.Ptr), scales: uint64(h.Scales.Ptr), weights: addressOf(&h.Weights), sources: addressOf(&h.Sources),
 			counts: uint64(h.Counts.Ptr), offsets: uint64(h.Offsets.Ptr), rankCounts: uint64(h.RankCounts.Ptr),
 			most: m.Rows, align: max(m.Align, 1), capacity: m.Capacity,
@@ -70,10 +70,10 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 		l.base.first[i] = uint32(n)
 	}
 	if c.Phase&kernels.Send != 0 {
-		l.base.mode |= moeSend
+		l.base.mode |= dispatchSend
 	}
 	if c.Phase&kernels.Receive != 0 {
-		l.base.mode |= moeReceive
+		l.base.mode |= dispatchReceive
 	}
 	return l, nil
 }
@@ -82,11 +82,11 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 func (l *dispatchCall) crossing(beside bool) int {
 	switch {
 	case !beside:
-		return l.blocks(moeBlocks)
+		return l.blocks(dispatchBlocks)
 	case l.c.Op == kernels.OpDispatch || l.c.Op == kernels.OpRedispatch:
-		return moeSendBesideBlocks
+		return dispatchSendBesideBlocks
 	}
-	return moeReadBesideBlocks
+	return dispatchReadBesideBlocks
 }
 
 // beside reports whether a pass over this rank's rows runs beside the kernel of the same call that crosses: if one can begin before the other
@@ -125,7 +125,7 @@ func (l *dispatchCall) spreading() int {
 }
 
 // launch appends a kernel. The arguments are copied.
-func (l *dispatchCall) launch(f cuda.Function, a *moeArgs, blocks, threads, shared int) {
+func (l *dispatchCall) launch(f cuda.Function, a *dispatchArgs, blocks, threads, shared int) {
 	l.p.batch.Launch(0, cuda.Launch{
 		Function: f, Grid: [3]uint32{uint32(blocks), 1, 1}, Block: [3]uint32{uint32(threads), 1, 1}, SharedBytes: uint32(shared),
 		Flags: l.p.e.flags, Args: cuda.BytesOf(a),
@@ -133,17 +133,17 @@ func (l *dispatchCall) launch(f cuda.Function, a *moeArgs, blocks, threads, shar
 }
 
 // send appends the kernel that sends tokens, or their gradients, to the ranks.
-func (l *dispatchCall) send(a moeArgs, quantises bool) error {
+func (l *dispatchCall) send(a dispatchArgs, quantises bool) error {
 	m, rowBytes := l.m, int64(a.rowBytes)
-	f, blocks, part, movers := l.k.rows, l.crossing(a.mode&moeBeside != 0), rowBytes, int64(4)
+	f, blocks, part, movers := l.k.rows, l.crossing(a.mode&dispatchBeside != 0), rowBytes, int64(4)
 	switch {
 	case quantises:
 		f, movers = l.k.rowsFloat8[numberKind(m.TokenType)], 14
-	case l.c.Tokens <= moeSendMostTokens:
-		blocks = min(blocks, moeSendMostBlocks)
+	case l.c.Tokens <= dispatchSendMostTokens:
+		blocks = min(blocks, dispatchSendMostBlocks)
 	}
-	if part > moePart && (!quantises || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) {
-		n := (part + moePart - 1) / moePart
+	if part > dispatchPart && (!quantises || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) {
+		n := (part + dispatchPart - 1) / dispatchPart
 		part = kernels.AlignUp((part+n-1)/n, 2048)
 	}
 	a.send.share = uint32((l.c.Tokens + blocks - 1) / blocks)
@@ -151,24 +151,24 @@ func (l *dispatchCall) send(a moeArgs, quantises bool) error {
 	board := 4 * (int64(m.Ranks)*(share+(share+31)/32) + 2*int64(m.Slots()))
 	scales := int64(0)
 	if quantises {
-		scales = moeScales
+		scales = dispatchScales
 	}
 	room := int64(l.k.shared) - board
 	for movers > 1 && movers*(part+scales) > room {
 		movers--
 	}
-	depth := min(7, moeSlots/movers, (room/movers-scales)/part)
+	depth := min(7, dispatchSlots/movers, (room/movers-scales)/part)
 	if depth < 1 {
 		return fmt.Errorf("kernels: %v: %d tokens a block and rows of %d bytes do not fit a multiprocessor's shared memory: raise MaxSMs", l.c.Op, share, rowBytes)
 	}
 	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((rowBytes+part-1)/part), uint32(movers), uint32(depth)
 	wire := part * int64(a.wireBytes) / rowBytes
-	rate := moeSendRate
-	if wire <= moeShort {
-		rate = moeSendRateShort
+	rate := dispatchSendRate
+	if wire <= dispatchShort {
+		rate = dispatchSendRateShort
 	}
 	a.interval = l.interval(wire, movers*int64(blocks), float64(rate))
-	l.launch(f, &a, blocks, moeThreads, int(movers*(depth*part+scales)+board))
+	l.launch(f, &a, blocks, dispatchThreads, int(movers*(depth*part+scales)+board))
 	return nil
 }
 
@@ -184,8 +184,8 @@ func (l *dispatchCall) interval(bytes, warps int64, rate float64) uint32 {
 func (l *dispatchCall) place(part int64) uint64 { return uint64(l.h.Staging.Place + part) }
 
 // toStaging has rows arrive in staging.
-func (l *dispatchCall) toStaging(a *moeArgs) {
-	a.mode |= moeByExpert
+func (l *dispatchCall) toStaging(a *dispatchArgs) {
+	a.mode |= dispatchByExpert
 	a.send.toRows, a.send.toScales = l.place(0), l.place(l.scalesAt())
 	a.send.toIndices, a.send.toWeights, a.send.toSources = uint64(a.state.indices), uint64(a.state.weights), uint64(a.state.sources)
 }
@@ -200,7 +200,7 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	}
 	m, h, a := x.m, l.h, l.base
 	a.rowBytes, a.wireBytes, a.scaleWords = uint32(m.TokenBytes()), uint32(m.RowBytes()), uint32(m.ScaleWords())
-	a.send = moeSendWords{
+	a.send = dispatchSendWords{
 		x: uint64(d.X.Ptr), scales: uint64(d.Scales.Ptr), choices: uint64(d.Experts.Ptr), weights: addressOf(&d.Weights),
 		landed: addressOf(&h.Landed), indexBytes: uint32(m.IndexBytes), scaleBlock: uint32(m.Scales.Block),
 	}
@@ -214,24 +214,24 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		a.send.slotsInverse = uint32((1<<32 + uint64(each) - 1) / uint64(each))
 	}
 	if d.Op == kernels.OpRedispatch {
-		a.mode |= moeCached
+		a.mode |= dispatchCached
 	}
 	if m.Scales.Format == kernels.UE8M0Scales {
-		a.mode |= moeExponents
+		a.mode |= dispatchExponents
 	}
 	if m.Scales.Columns {
-		a.mode |= moeColumns
+		a.mode |= dispatchColumns
 	}
 	if m.Layout.ByToken() {
 		if l.compact() {
-			a.mode |= moeCompact
+			a.mode |= dispatchCompact
 		}
 		a.send.toRows, a.send.toScales, a.send.toIndices = uint64(h.Rows.Place), uint64(h.Scales.Place), uint64(h.Indices.Place)
 		a.send.toWeights, a.send.toSources = placeOf(&h.Weights), placeOf(&h.Sources)
 	} else {
 		l.toStaging(&a)
 		if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows && m.Align > 1 {
-			a.mode |= moeZero
+			a.mode |= dispatchZero
 		}
 	}
 	switch {
@@ -241,17 +241,17 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
 		return l.send(a, m.Quantizes())
 	case m.Layout.ByToken():
-		l.launch(x.k.receive, &a, 1, moeThreads, 0)
+		l.launch(x.k.receive, &a, 1, dispatchThreads, 0)
 		return nil
 	}
-	blocks := l.blocks(moeMaxBlocks)
+	blocks := l.blocks(dispatchMaxBlocks)
 	if l.beside() {
-		a.mode |= moeBeside
-		blocks = min(moeTakeBesideBlocks, l.k.byDefault-l.crossing(true))
+		a.mode |= dispatchBeside
+		blocks = min(dispatchTakeBesideBlocks, l.k.byDefault-l.crossing(true))
 	}
 	if d.Phase&kernels.Send != 0 {
 		s := a
-		s.mode &^= moeReceive | moeColumns // in staging they lie row by row
+		s.mode &^= dispatchReceive | dispatchColumns // in staging they lie row by row
 		if err := l.send(s, m.Quantizes()); err != nil {
 			return err
 		}
@@ -263,13 +263,13 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 }
 
 // dispatchFew appends the kernel of a dispatch of few tokens, or of its halves.
-func (l *dispatchCall) dispatchFew(a *moeArgs) {
+func (l *dispatchCall) dispatchFew(a *dispatchArgs) {
 	k := &l.k.few[l.order()]
 	f := k.plain
 	if l.m.Quantizes() {
 		f = k.float8[numberKind(l.m.TokenType)]
 	}
-	l.launch(f, a, l.fewBlocks(), moeFewThreads, int(l.fewShared()))
+	l.launch(f, a, l.fewBlocks(), dispatchFewThreads, int(l.fewShared()))
 }
 
 // order is 0 where rows are by token, 1 where they are by expert.
@@ -282,38 +282,38 @@ func (l *dispatchCall) order() int {
 
 // fewBlocks is how many blocks a kernel for few tokens has: with very few, more of them only wait.
 func (l *dispatchCall) fewBlocks() int {
-	if l.c.Tokens <= moeVeryFew {
-		return l.blocks(moeVeryFewBlocks)
+	if l.c.Tokens <= dispatchVeryFew {
+		return l.blocks(dispatchVeryFewBlocks)
 	}
-	return l.blocks(moeMaxBlocks)
+	return l.blocks(dispatchMaxBlocks)
 }
 
 // take appends the pass that puts rows from staging where their experts' are.
-func (l *dispatchCall) take(a moeArgs, blocks int) {
+func (l *dispatchCall) take(a dispatchArgs, blocks int) {
 	m := l.m
 	local := int64(m.Local(m.Rank))
 	front := kernels.AlignUp(4*(2*local+1+int64(m.Ranks)*local), 128)
-	part := min(int64(a.wireBytes), moePart)
-	movers := max(1, min(moePassThreads/32, (int64(l.k.shared)-front)/part))
+	part := min(int64(a.wireBytes), dispatchPart)
+	movers := max(1, min(dispatchPassThreads/32, (int64(l.k.shared)-front)/part))
 	a.part, a.parts, a.movers = uint32(part), uint32((int64(a.wireBytes)+part-1)/part), uint32(movers)
-	l.launch(l.k.take, &a, blocks, moePassThreads, int(front+movers*part))
+	l.launch(l.k.take, &a, blocks, dispatchPassThreads, int(front+movers*part))
 }
 
 // pass appends a pass over this rank's rows: it copies to y where that is set, else to where peers read them, and sums there.
-func (l *dispatchCall) pass(a moeArgs, blocks int) {
-	a.mode &^= moeByExpert
+func (l *dispatchCall) pass(a dispatchArgs, blocks int) {
+	a.mode &^= dispatchByExpert
 	if l.compact() {
-		a.mode |= moeCompact
+		a.mode |= dispatchCompact
 	}
 	if !l.m.Layout.ByToken() {
-		a.mode |= moeByExpert
+		a.mode |= dispatchByExpert
 	}
-	a.parts = (a.rowBytes + moePassPart - 1) / moePassPart
+	a.parts = (a.rowBytes + dispatchPassPart - 1) / dispatchPassPart
 	f := l.k.sums[numberKind(l.m.SumType)].partials
 	if a.sum.y == 0 {
 		f = l.sums().partials
 	}
-	l.launch(f, &a, blocks, moeSumPassThreads, 0)
+	l.launch(f, &a, blocks, dispatchSumPassThreads, 0)
 }
 
 // sums are the kernels of a combine.
@@ -336,7 +336,7 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	m, a := x.m, l.base
 	a.rowBytes, a.wireBytes = uint32(m.SumBytes()), uint32(x.partialBytes())
 	a.out.rows, a.out.weights = uint64(c.Rows.Ptr), addressOf(&c.RowWeights)
-	a.sum = moeSumWords{
+	a.sum = dispatchSumWords{
 		ready: addressOf(&c.Ready), fromRows: uint64(c.Rows.Place),
 		y: uint64(c.Y.Ptr), weights: addressOf(&c.SumWeights), bias0: addressOf(&c.Bias[0]), bias1: addressOf(&c.Bias[1]),
 	}
@@ -346,14 +346,14 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	// Rows by expert are this rank's business, and so is what peers write by the end of a dispatch. In an output by rank each
 	// peer has a part of its own.
 	if !m.Layout.ByToken() || c.Release && m.Layout == kernels.RankRows {
-		a.mode |= moeFree
+		a.mode |= dispatchFree
 	}
 	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
 		a.sum.fromWeights = l.place(l.weightsAt())
 	}
 	if x.few() {
 		a.sum.fromRows, a.out.most = 0, c.Rows.Bytes/int64(a.rowBytes)
-		l.launch(l.sums().few[l.order()], &a, l.fewBlocks(), moeFewSumThreads, 0)
+		l.launch(l.sums().few[l.order()], &a, l.fewBlocks(), dispatchFewSumThreads, 0)
 		return nil
 	}
 	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
@@ -361,12 +361,12 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 		a.sum.fromRows = l.place(l.sumsAt())
 	}
 	if staged || c.Release {
-		a.mode |= moeKeep
+		a.mode |= dispatchKeep
 	}
 	if staged && c.Phase&kernels.Send != 0 {
-		blocks := l.blocks(moeMaxBlocks)
+		blocks := l.blocks(dispatchMaxBlocks)
 		if !m.Layout.ByToken() && l.beside() {
-			a.mode |= moeBeside
+			a.mode |= dispatchBeside
 			blocks = l.making(c)
 		}
 		makes := a
@@ -384,22 +384,22 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 }
 
 // sum appends the kernel that reads and sums the rows of a rank's tokens.
-func (l *dispatchCall) sum(a moeArgs) {
-	m, blocks, row, n, whole := l.m, l.crossing(a.mode&moeBeside != 0), int64(a.wireBytes), int64(l.m.Ranks), int64(16)
-	movers, depth := int64(moeSumThreads/32), int64(3)
+func (l *dispatchCall) sum(a dispatchArgs) {
+	m, blocks, row, n, whole := l.m, l.crossing(a.mode&dispatchBeside != 0), int64(a.wireBytes), int64(l.m.Ranks), int64(16)
+	movers, depth := int64(dispatchSumThreads/32), int64(3)
 	if n > 4 {
 		movers, depth = 12, 2
 	}
 	if m.Float8Partials {
-		whole = moeStretch + moeStretchScales
+		whole = dispatchStretch + dispatchStretchScales
 		movers = min(movers, int64(l.k.shared)/(depth*n*whole))
 	}
 	room := int64(l.k.shared) / (movers * depth * n) / whole * whole
 	parts := (row + room - 1) / room
 	part := kernels.AlignUp((row+parts-1)/parts, whole)
 	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((row+part-1)/part), uint32(movers), uint32(depth)
-	a.interval = l.interval(part, movers*int64(blocks), moeReadRate)
-	l.launch(l.sums().rows, &a, blocks, moeSumThreads, int(movers*depth*n*part))
+	a.interval = l.interval(part, movers*int64(blocks), dispatchReadRate)
+	l.launch(l.sums().rows, &a, blocks, dispatchSumThreads, int(movers*depth*n*part))
 }
 
 func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
@@ -417,15 +417,15 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	// The gradients of tokens travel as tokens do.
 	a.rowBytes, a.wireBytes, a.send.x = uint32(m.SumBytes()), uint32(m.SumBytes()), uint64(b.DY.Ptr)
 	l.toStaging(&a)
-	a.mode |= moeCached
+	a.mode |= dispatchCached
 	if err := l.send(a, false); err != nil {
 		return err
 	}
-	l.launch(x.k.receive, &a, 1, moeThreads, 0)
+	l.launch(x.k.receive, &a, 1, dispatchThreads, 0)
 	a.sum.y = uint64(b.DRows.Ptr)
 	if m.Layout.ByToken() { // out of staging into the caller's rows
 		a.out.rows = uint64(p.e.space.Addr(m.Rank, int64(a.send.toRows)))
-		l.pass(a, l.blocks(moeMaxBlocks))
+		l.pass(a, l.blocks(dispatchMaxBlocks))
 		return nil
 	}
 	a.out.rows, a.out.weights = uint64(b.Rows.Ptr), addressOf(&b.RowWeights)
@@ -438,13 +438,13 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 	}
 	a.mode |= weighs(b.Weighting)
 	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows {
-		a.mode |= moeZero
+		a.mode |= dispatchZero
 	}
-	l.launch(x.k.spread[numberKind(m.SumType)], &a, l.spreading(), moePassThreads, 0)
+	l.launch(x.k.spread[numberKind(m.SumType)], &a, l.spreading(), dispatchPassThreads, 0)
 	if back { // a sum of nothing but what lies beside rows
-		a.mode, a.rowBytes, a.tokens = moeSend|moeReceive|moeKeep, 0, uint32(b.Tokens)
+		a.mode, a.rowBytes, a.tokens = dispatchSend|dispatchReceive|dispatchKeep, 0, uint32(b.Tokens)
 		a.sum.weights = addressOf(&b.DWeights)
-		l.launch(x.k.weights, &a, l.blocks(moeBlocks), moeFewSumThreads, 0)
+		l.launch(x.k.weights, &a, l.blocks(dispatchBlocks), dispatchFewSumThreads, 0)
 	}
 	return nil
 }

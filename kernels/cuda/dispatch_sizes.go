@@ -5,35 +5,35 @@ import (
 )
 
 const (
-	moeFewShared = 70 << 10 // dynamic shared memory of the kernels for few tokens, on any GPU
+	dispatchFewShared = 70 << 10 // dynamic shared memory of the kernels for few tokens, on any GPU
 
-	moeStretchScales = moeStretch / 128 * 4 // bytes
+	dispatchStretchScales = dispatchStretch / 128 * 4 // bytes
 )
 
 // staged is how many rows staging has: a part for each source rank.
 func (x *dispatches) staged() int64 { return int64(x.m.Ranks) * int64(x.m.MaxTokens) }
 
-func (x *dispatches) block(offset int64) moeBlock {
+func (x *dispatches) block(offset int64) dispatchBlock {
 	m := x.m
 	notes, packets := int64(0), int64(0)
 	if x.few() {
 		notes, packets = x.noteBytes(), x.packetBytes()
 	}
-	return layMoeBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MaxTokens), int64(m.TopK), x.staged(), notes, packets)
+	return layDispatchBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MaxTokens), int64(m.TopK), x.staged(), notes, packets)
 }
 
 // few reports whether tokens and what is made of them cross by the kernels for few.
 func (x *dispatches) few() bool {
 	m := x.m
-	return m.LowLatency && m.MaxTokens <= moeFewTokens && m.Slots() <= moeFewSlots && m.Layout != kernels.TokenRows &&
-		(!m.Quantizes() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) && x.fewShared() <= moeFewShared
+	return m.LowLatency && m.MaxTokens <= dispatchFewTokens && m.Slots() <= dispatchFewSlots && m.Layout != kernels.TokenRows &&
+		(!m.Quantizes() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) && x.fewShared() <= dispatchFewShared
 }
 
 // fewShared is the dynamic shared memory of a block for few tokens: that of the block which tells where tokens go, then where the experts' rows are.
 func (x *dispatches) fewShared() int64 {
 	m, tables, local := x.m, int64(1), int64(x.m.MostLocal())
 	if !m.Layout.ByToken() {
-		tables = moeFewThreads / 32
+		tables = dispatchFewThreads / 32
 	}
 	return max(4*tables*int64(m.Slots())+6*int64(m.MaxTokens)*int64(m.TopK), 4*(2*local+1+int64(m.Ranks)*local))
 }
@@ -53,11 +53,11 @@ func (x *dispatches) packetBytes() int64 {
 	narrow := func(t kernels.DType) int64 {
 		row := int64(m.Hidden) * t.Size()
 		if t.Size() == 4 {
-			return (row + moeNarrowPart - 1) / moeNarrowPart * 1024
+			return (row + dispatchNarrowPart - 1) / dispatchNarrowPart * 1024
 		}
-		return (row + moeNarrowPart - 1) / moeNarrowPart * 1536
+		return (row + dispatchNarrowPart - 1) / dispatchNarrowPart * 1536
 	}
-	there, back := (m.TokenBytes()+moeDensePart-1)/moeDensePart*4096, (m.SumBytes()+moePlainPart-1)/moePlainPart*2048
+	there, back := (m.TokenBytes()+dispatchDensePart-1)/dispatchDensePart*4096, (m.SumBytes()+dispatchPlainPart-1)/dispatchPlainPart*2048
 	if m.Quantizes() {
 		there = narrow(m.TokenType)
 	}
@@ -73,7 +73,7 @@ func (x *dispatches) partialBytes() int64 {
 		return x.m.SumBytes()
 	}
 	elements := int64(x.m.Hidden)
-	return (elements+moeStretch-1)/moeStretch*moeStretchScales + kernels.AlignUp(elements, 16)
+	return (elements+dispatchStretch-1)/dispatchStretch*dispatchStretchScales + kernels.AlignUp(elements, 16)
 }
 
 // The parts of a handle's staging, from its start: rows and scales that arrive, rows that peers read, and weights beside them.

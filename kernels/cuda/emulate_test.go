@@ -271,7 +271,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"while (load_acquire_sys(word) < epoch)", "while (load_acquire_sys(word) == 0)",
 		},
 		"rows in staging are made anew before peers have read them": {
-			"op_of(line.b) < SW_MOE_SUMS)", "true)",
+			"op_of(line.b) < SW_DISPATCH_SUMS)", "true)",
 		},
 		"a rank's rows are its own again before peers have read them": {
 			"i = threadIdx.x; i < blocks; i += blockDim.x)", "i = blocks; i < blocks; i += blockDim.x)",

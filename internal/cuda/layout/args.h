@@ -41,43 +41,43 @@ enum {
 
 /* MoE dispatch. */
 enum {
-	SW_MOE_THREADS = 1024, /* of a block of dispatch_rows */
-	SW_MOE_FEW_THREADS = 512, /* of a block of dispatch_few */
-	SW_MOE_FEW_SUM_THREADS = 448, /* of a block of combine_few */
-	SW_MOE_SUM_THREADS = 512, /* of a block of combine_rows */
-	SW_MOE_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */
-	SW_MOE_MAX_BLOCKS = 160, /* of a kernel that peers wait for */
-	SW_MOE_FEW_TOKENS = 256, /* the most tokens of the kernels for few */
-	SW_MOE_FEW_SLOTS = 1024, /* and the most slots */
-	SW_MOE_TABLE = 1024, /* experts whose places a block keeps in shared memory */
-	SW_MOE_SUMS = 3, /* the least operation that reads peers' rows */
-	SW_MOE_FIRST = 65, /* entries of moe_args.first */
-	SW_MOE_SCALES = 512, /* bytes of shared memory for the scales that a warp makes */
-	SW_MOE_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
-	SW_MOE_SUM_PASS_THREADS = 512, /* of a block of the pass that makes sums: those that make, and a warp that tells */
-	SW_MOE_PASS_PART = 2048, /* bytes of a row that a warp of a pass adds or copies at a time */
-	SW_MOE_DENSE_PART = 3584, /* bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them */
-	SW_MOE_PLAIN_PART = 1536, /* the same on the way back, 2048 */
-	SW_MOE_NARROW_PART = 2048, /* the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes */
-	SW_MOE_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
-	SW_MOE_WINDOW = 64, /* rows of one rank that are told together when they are made */
+	SW_DISPATCH_THREADS = 1024, /* of a block of dispatch_rows */
+	SW_DISPATCH_FEW_THREADS = 512, /* of a block of dispatch_few */
+	SW_DISPATCH_FEW_SUM_THREADS = 448, /* of a block of combine_few */
+	SW_DISPATCH_SUM_THREADS = 512, /* of a block of combine_rows */
+	SW_DISPATCH_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */
+	SW_DISPATCH_MAX_BLOCKS = 160, /* of a kernel that peers wait for */
+	SW_DISPATCH_FEW_TOKENS = 256, /* the most tokens of the kernels for few */
+	SW_DISPATCH_FEW_SLOTS = 1024, /* and the most slots */
+	SW_DISPATCH_TABLE = 1024, /* experts whose places a block keeps in shared memory */
+	SW_DISPATCH_SUMS = 3, /* the least operation that reads peers' rows */
+	SW_DISPATCH_FIRST = 65, /* entries of dispatch_args.first */
+	SW_DISPATCH_SCALES = 512, /* bytes of shared memory for the scales that a warp makes */
+	SW_DISPATCH_SLOTS = 128, /* places for rows under way that the warps of a block have together, at most */
+	SW_DISPATCH_SUM_PASS_THREADS = 512, /* of a block of the pass that makes sums: those that make, and a warp that tells */
+	SW_DISPATCH_PASS_PART = 2048, /* bytes of a row that a warp of a pass adds or copies at a time */
+	SW_DISPATCH_DENSE_PART = 3584, /* bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them */
+	SW_DISPATCH_PLAIN_PART = 1536, /* the same on the way back, 2048 */
+	SW_DISPATCH_NARROW_PART = 2048, /* the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes */
+	SW_DISPATCH_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
+	SW_DISPATCH_WINDOW = 64, /* rows of one rank that are told together when they are made */
 };
 
 /* What a launch for MoE does. */
 enum {
-	SW_MOE_SEND = 1, /* the first half of a call */
-	SW_MOE_RECEIVE = 2, /* the second half */
-	SW_MOE_CACHED = 4, /* the routing is there already */
-	SW_MOE_FREE = 8, /* peers may write this rank's output when they see the begin of this call */
-	SW_MOE_KEEP = 16, /* the rows of a combine stay as they are until the handle's next dispatch is complete */
-	SW_MOE_COMPACT = 32, /* rows of one rank follow those of the one before */
-	SW_MOE_BY_EXPERT = 64, /* rows arrive in staging and are spread over the experts' rows */
-	SW_MOE_COLUMNS = 128, /* scales in column-major order */
-	SW_MOE_EXPONENTS = 256, /* scales are exponents, four in a word */
-	SW_MOE_ZERO = 512, /* padding is zero */
-	SW_MOE_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
-	SW_MOE_GIVEN = 2048, /* or by those beside the rows */
-	SW_MOE_BESIDE = 4096, /* the two kernels of the call run beside each other */
+	SW_DISPATCH_SEND = 1, /* the first half of a call */
+	SW_DISPATCH_RECEIVE = 2, /* the second half */
+	SW_DISPATCH_CACHED = 4, /* the routing is there already */
+	SW_DISPATCH_FREE = 8, /* peers may write this rank's output when they see the begin of this call */
+	SW_DISPATCH_KEEP = 16, /* the rows of a combine stay as they are until the handle's next dispatch is complete */
+	SW_DISPATCH_COMPACT = 32, /* rows of one rank follow those of the one before */
+	SW_DISPATCH_BY_EXPERT = 64, /* rows arrive in staging and are spread over the experts' rows */
+	SW_DISPATCH_COLUMNS = 128, /* scales in column-major order */
+	SW_DISPATCH_EXPONENTS = 256, /* scales are exponents, four in a word */
+	SW_DISPATCH_ZERO = 512, /* padding is zero */
+	SW_DISPATCH_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
+	SW_DISPATCH_GIVEN = 2048, /* or by those beside the rows */
+	SW_DISPATCH_BESIDE = 4096, /* the two kernels of the call run beside each other */
 };
 
 /* Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it
@@ -185,7 +185,7 @@ struct sw_world {
 };
 
 /* Where the words of a handle lie. All must be zero before the first call. */
-struct sw_moe_block {
+struct sw_dispatch_block {
 	uint64_t note_stride;
 	uint64_t packet_stride;
 	uint64_t control; /* struct sw_control */
@@ -212,7 +212,7 @@ struct sw_moe_block {
 };
 
 /* What only the kernels of a dispatch have: this rank's tokens, where they go, and what the caller wants to know of what comes. */
-struct sw_moe_send {
+struct sw_dispatch_send {
 	uint64_t x; /* address of the tokens, or of their gradients */
 	const uint32_t *scales; /* address of the scales beside them */
 	uint64_t choices; /* address of [tokens][top_k] experts */
@@ -233,7 +233,7 @@ struct sw_moe_send {
 };
 
 /* The rows of this rank's experts or, by token, of the tokens that it got. */
-struct sw_moe_rows {
+struct sw_dispatch_rows {
 	uint64_t rows; /* their address */
 	uint64_t scales;
 	float *weights; /* of each, or of [rows][top_k] */
@@ -247,7 +247,7 @@ struct sw_moe_rows {
 };
 
 /* What only the kernels of a combine and of gradients have. */
-struct sw_moe_sum {
+struct sw_dispatch_sum {
 	uint64_t ready; /* address of the words by which the caller marks rows done; 0: all are */
 	uint64_t from_rows; /* place of the rows that peers read */
 	uint64_t from_weights; /* place of [rows][top_k] float32 that they read; 0: none */
@@ -258,9 +258,9 @@ struct sw_moe_sum {
 };
 
 /* One launch for MoE dispatch. Places are the same on every rank. */
-struct sw_moe_args {
+struct sw_dispatch_args {
 	struct sw_world world;
-	struct sw_moe_block state; /* of the handle */
+	struct sw_dispatch_block state; /* of the handle */
 	uint32_t op;
 	uint32_t mode;
 	uint32_t tokens;
@@ -279,10 +279,10 @@ struct sw_moe_args {
 	uint32_t interval; /* cycles from one part of a warp to its next; 0: as they come */
 	const uint32_t *table; /* address of kernels.DispatchBounds.Placement */
 	unsigned long long *counters; /* address of kernels.DispatchBounds.Counters */
-	struct sw_moe_send send;
-	struct sw_moe_rows out;
-	struct sw_moe_sum sum;
-	uint32_t first[SW_MOE_FIRST]; /* slots before each rank's */
+	struct sw_dispatch_send send;
+	struct sw_dispatch_rows out;
+	struct sw_dispatch_sum sum;
+	uint32_t first[SW_DISPATCH_FIRST]; /* slots before each rank's */
 };
 
 /* Where the words of a reduction's control block lie. All but the slots must be zero before the first call. */
@@ -378,9 +378,9 @@ struct sw_copy_args {
 };
 
 /* Lays the block out from offset on. */
-static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size, int64_t slots, int64_t max_tokens, int64_t top_k, int64_t staged, int64_t note_stride, int64_t packet_stride)
+static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int64_t size, int64_t slots, int64_t max_tokens, int64_t top_k, int64_t staged, int64_t note_stride, int64_t packet_stride)
 {
-	struct sw_moe_block b;
+	struct sw_dispatch_block b;
 	int64_t at = offset;
 	b.note_stride = note_stride;
 	b.packet_stride = packet_stride;
@@ -391,19 +391,19 @@ static inline struct sw_moe_block sw_lay_moe_block(int64_t offset, int64_t size,
 	b.begins = at;
 	at = at + 2 * size * SW_LINE_BYTES;
 	b.dones = at;
-	at = (at + 2 * size * SW_MOE_MAX_BLOCKS * 16 + 128 - 1) / 128 * 128;
+	at = (at + 2 * size * SW_DISPATCH_MAX_BLOCKS * 16 + 128 - 1) / 128 * 128;
 	b.slot_counts = at;
 	at = (at + 2 * size * slots * 8 + 128 - 1) / 128 * 128;
 	b.rank_totals = at;
 	at = (at + size * size * 8 + 128 - 1) / 128 * 128;
 	b.block_counts = at;
-	at = (at + SW_MOE_MAX_BLOCKS * size * 8 + 128 - 1) / 128 * 128;
+	at = (at + SW_DISPATCH_MAX_BLOCKS * size * 8 + 128 - 1) / 128 * 128;
 	b.block_slots = at;
-	at = (at + SW_MOE_MAX_BLOCKS * slots * 8 + 128 - 1) / 128 * 128;
+	at = (at + SW_DISPATCH_MAX_BLOCKS * slots * 8 + 128 - 1) / 128 * 128;
 	b.made = at;
-	at = (at + size * ((max_tokens + SW_MOE_WINDOW - 1) / SW_MOE_WINDOW) * 8 + 128 - 1) / 128 * 128;
+	at = (at + size * ((max_tokens + SW_DISPATCH_WINDOW - 1) / SW_DISPATCH_WINDOW) * 8 + 128 - 1) / 128 * 128;
 	b.making = at;
-	at = (at + size * ((max_tokens + SW_MOE_WINDOW - 1) / SW_MOE_WINDOW) * 4 + 128 - 1) / 128 * 128;
+	at = (at + size * ((max_tokens + SW_DISPATCH_WINDOW - 1) / SW_DISPATCH_WINDOW) * 4 + 128 - 1) / 128 * 128;
 	b.arrived = at;
 	at = (at + size * 4 + 128 - 1) / 128 * 128;
 	b.places = at;

@@ -19,7 +19,7 @@ struct staged_rows {
 	u32 first[SW_MAX_RANKS + 1]; // of each source rank
 
 	// One thread of the block, before the others meet it.
-	__device__ __forceinline__ void make(const sw_moe_args &a, const u32 *counts)
+	__device__ __forceinline__ void make(const sw_dispatch_args &a, const u32 *counts)
 	{
 		first[0] = 0;
 #pragma unroll 1
@@ -28,7 +28,7 @@ struct staged_rows {
 	}
 
 	// Its place in staging, where each source rank has max_tokens rows.
-	__device__ __forceinline__ u32 at(const sw_moe_args &a, u32 i, u32 &src) const
+	__device__ __forceinline__ u32 at(const sw_dispatch_args &a, u32 i, u32 &src) const
 	{
 		src = 0;
 #pragma unroll 1
@@ -44,20 +44,20 @@ struct take_board {
 	u32 from[SW_MAX_RANKS];      // rows by expert from each rank, in the first block
 	u32 first[SW_MAX_RANKS + 1]; // of all ranks' blocks, counted one after the other
 	u32 over;                    // the first slot that overflows
-	arrivals full[SW_MOE_PASS_THREADS / 32];
+	arrivals full[SW_DISPATCH_PASS_THREADS / 32];
 };
 
 // How many rows a slot takes in an output.
-__device__ __forceinline__ u32 span_of(const sw_moe_args &a, u32 rows)
+__device__ __forceinline__ u32 span_of(const sw_dispatch_args &a, u32 rows)
 {
 	return a.out.capacity != 0 ? static_cast<u32>(a.out.capacity)
 	                           : static_cast<u32>((rows + a.out.align - 1) / a.out.align * a.out.align);
 }
 
 // Where a word of the scales of a row by expert lies.
-__device__ __forceinline__ u64 row_scale(const sw_moe_args &a, u32 row, u32 word, u32 slot)
+__device__ __forceinline__ u64 row_scale(const sw_dispatch_args &a, u32 row, u32 word, u32 slot)
 {
-	if ((a.mode & SW_MOE_COLUMNS) == 0)
+	if ((a.mode & SW_DISPATCH_COLUMNS) == 0)
 		return a.out.scales + 4 * (static_cast<u64>(row) * a.scale_words + word);
 	if (a.out.capacity != 0)
 		return a.out.scales + 4 * ((static_cast<u64>(slot) * a.scale_words + word) * a.out.capacity + row -
@@ -67,10 +67,10 @@ __device__ __forceinline__ u64 row_scale(const sw_moe_args &a, u32 row, u32 word
 
 // Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and
 // weights (addresses, or 0). Blocks share the slots, of which counts and offsets say where rows are.
-__device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32 width, u64 *sources, float *weights,
-                                             const u32 *counts, const u32 *offsets)
+__device__ __forceinline__ void zero_padding(const sw_dispatch_args &a, u64 rows, u32 width, u64 *sources,
+                                             float *weights, const u32 *counts, const u32 *offsets)
 {
-	if ((a.mode & SW_MOE_ZERO) == 0)
+	if ((a.mode & SW_DISPATCH_ZERO) == 0)
 		return;
 	u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
 #pragma unroll 1
@@ -91,7 +91,7 @@ __device__ __forceinline__ void zero_padding(const sw_moe_args &a, u64 rows, u32
 }
 
 struct taker {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	take_board &b;
 	u32 *count, *first, *base; // by local slot: rows, the first of them, and by rank and slot the first from there
 	u64 epoch;
@@ -101,15 +101,15 @@ struct taker {
 	bool cached;
 
 	// The bytes of dynamic shared memory in front of the warps' places.
-	static __device__ __forceinline__ u32 front(const sw_moe_args &a)
+	static __device__ __forceinline__ u32 front(const sw_dispatch_args &a)
 	{
 		return (4 * (2 * a.local + 1 + a.world.size * a.local) + 127) / 128 * 128;
 	}
 
-	__device__ __forceinline__ taker(const sw_moe_args &a, take_board &b, u8 *memory, u64 epoch)
+	__device__ __forceinline__ taker(const sw_dispatch_args &a, take_board &b, u8 *memory, u64 epoch)
 	    : a(a), b(b), count(reinterpret_cast<u32 *>(memory)), first(count + a.local), base(count + 2 * a.local + 1),
 	      epoch(epoch), warp(threadIdx.x / 32), lane(threadIdx.x & 31), n(a.world.size), moved(0),
-	      place(memory + front(a) + warp * a.part), cached((a.mode & SW_MOE_CACHED) != 0)
+	      place(memory + front(a) + warp * a.part), cached((a.mode & SW_DISPATCH_CACHED) != 0)
 	{
 	}
 
@@ -403,15 +403,15 @@ struct taker {
 };
 
 // The weight of an expert's row, which is that of entry i of what lies beside rows in staging.
-__device__ __forceinline__ float weight_of(const sw_moe_args &a, u64 i, int row)
+__device__ __forceinline__ float weight_of(const sw_dispatch_args &a, u64 i, int row)
 {
-	if ((a.mode & SW_MOE_GIVEN) != 0)
+	if ((a.mode & SW_DISPATCH_GIVEN) != 0)
 		return a.out.weights[row];
-	return (a.mode & SW_MOE_WEIGH) != 0 ? state::weights(a)[i] : 1;
+	return (a.mode & SW_DISPATCH_WEIGH) != 0 ? state::weights(a)[i] : 1;
 }
 
 // Waits until the caller has marked `rows` rows of a group as done. False when the wait was given up.
-__device__ __forceinline__ bool await_ready(const sw_moe_args &a, u32 group, u32 rows, u64 epoch)
+__device__ __forceinline__ bool await_ready(const sw_dispatch_args &a, u32 group, u32 rows, u64 epoch)
 {
 	patience p(a, a.world.rank);
 #pragma unroll 1

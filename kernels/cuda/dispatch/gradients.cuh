@@ -9,7 +9,7 @@
 namespace sw {
 
 // The gradients of rows by expert: from those of their tokens, which lie in staging. A warp has a whole row.
-template <kind type> __device__ __forceinline__ void spread_gradients(const sw_moe_args &a, staged_rows &staged)
+template <kind type> __device__ __forceinline__ void spread_gradients(const sw_dispatch_args &a, staged_rows &staged)
 {
 	using number = numbers<type>;
 	await_stream();

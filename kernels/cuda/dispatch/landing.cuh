@@ -10,14 +10,14 @@ namespace sw {
 
 // Has the words of what has landed count for this call; counts are no numbers until they are known. The threads of the
 // first block of a kernel that sends.
-__device__ __forceinline__ void begin_landing(const sw_moe_args &a, u64 epoch)
+__device__ __forceinline__ void begin_landing(const sw_dispatch_args &a, u64 epoch)
 {
-	if (a.send.landed == 0 || blockIdx.x != 0 || a.op >= SW_MOE_SUMS)
+	if (a.send.landed == 0 || blockIdx.x != 0 || a.op >= SW_DISPATCH_SUMS)
 		return;
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.local; i += blockDim.x) {
 		static_cast<volatile u32 *>(a.send.landed)[i] = 0;
-		if ((a.mode & SW_MOE_CACHED) == 0)
+		if ((a.mode & SW_DISPATCH_CACHED) == 0)
 			static_cast<volatile u32 *>(a.out.counts)[i] = ~0u;
 	}
 	__syncthreads();
@@ -28,7 +28,7 @@ __device__ __forceinline__ void begin_landing(const sw_moe_args &a, u64 epoch)
 }
 
 // Counts the rows of a lane's two choices, or -1, as landed. What the lane knows to be written comes before.
-__device__ __forceinline__ void count_landed(const sw_moe_args &a, const int *rows, const int *slots)
+__device__ __forceinline__ void count_landed(const sw_dispatch_args &a, const int *rows, const int *slots)
 {
 #pragma unroll
 	for (u32 i = 0; i < 2; i++)

@@ -214,18 +214,19 @@ __device__ __forceinline__ u32 scale_word(const u32 *scales, u32 i, u32 count, b
 	return w;
 }
 
-// A partial sum as float8: stretches of SW_MOE_STRETCH elements, each behind the float32 scales of its blocks of 128.
+// A partial sum as float8: stretches of SW_DISPATCH_STRETCH elements, each behind the float32 scales of its blocks of
+// 128.
 struct float8_sum {
-	static constexpr u32 scales = SW_MOE_STRETCH / 128 * 4, stretch = scales + SW_MOE_STRETCH; // bytes
+	static constexpr u32 scales = SW_DISPATCH_STRETCH / 128 * 4, stretch = scales + SW_DISPATCH_STRETCH; // bytes
 
 	// Where an element lies, and its scale.
 	static __device__ __forceinline__ u32 at(u32 element)
 	{
-		return element / SW_MOE_STRETCH * stretch + scales + element % SW_MOE_STRETCH;
+		return element / SW_DISPATCH_STRETCH * stretch + scales + element % SW_DISPATCH_STRETCH;
 	}
 	static __device__ __forceinline__ u32 scale_at(u32 element)
 	{
-		return element / SW_MOE_STRETCH * stretch + element % SW_MOE_STRETCH / 128 * 4;
+		return element / SW_DISPATCH_STRETCH * stretch + element % SW_DISPATCH_STRETCH / 128 * 4;
 	}
 };
 

@@ -11,13 +11,13 @@ namespace sw {
 // The rows of staging in the order in which a pass makes them: window by window, so that every rank gets rows from the
 // start. A warp asks for its tasks, parts of rows, in order.
 struct pass_order {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	const staged_rows &staged;
 	u32 span, window, first, last; // rows of a window; the first task of the window, and of the next
 
-	__device__ __forceinline__ pass_order(const sw_moe_args &a, const staged_rows &staged)
-	    : a(a), staged(staged), span((a.mode & SW_MOE_BESIDE) != 0 ? SW_MOE_WINDOW : a.max_tokens), window(0),
-	      first(0), last(0)
+	__device__ __forceinline__ pass_order(const sw_dispatch_args &a, const staged_rows &staged)
+	    : a(a), staged(staged), span((a.mode & SW_DISPATCH_BESIDE) != 0 ? SW_DISPATCH_WINDOW : a.max_tokens),
+	      window(0), first(0), last(0)
 	{
 		measure();
 	}
@@ -59,7 +59,7 @@ struct pass_order {
 			r -= some;
 		r += window * span;
 		k.at = k.src * a.max_tokens + r,
-		k.row = (a.mode & SW_MOE_COMPACT) != 0 ? staged.first[k.src] + r : k.at;
+		k.row = (a.mode & SW_DISPATCH_COMPACT) != 0 ? staged.first[k.src] + r : k.at;
 		return k;
 	}
 };
@@ -74,23 +74,24 @@ struct pass_board {
 };
 
 // A pass over this rank's rows: makes the partial sums of rows by expert in staging, or copies rows by token there or,
-// with y, out of it. In each round every warp has a part of a row. With SW_MOE_BESIDE the kernel behind it, which reads
-// and sums, runs beside it: the block's last warp tells ranks of each window of rows that is complete, so that no other
-// waits for what it has stored.
+// with y, out of it. In each round every warp has a part of a row. With SW_DISPATCH_BESIDE the kernel behind it, which
+// reads and sums, runs beside it: the block's last warp tells ranks of each window of rows that is complete, so that no
+// other waits for what it has stored.
 template <kind type, bool float8> struct partials {
-	static constexpr u32 vectors = SW_MOE_PASS_PART / 512,
-			     workers = SW_MOE_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
+	static constexpr u32 vectors = SW_DISPATCH_PASS_PART / 512,
+			     workers = SW_DISPATCH_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
 
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	pass_board &b;
 	pass_order order;
 	u64 own, epoch;
 	u32 lane, warp, rounds;
 	bool beside, by_expert;
 
-	__device__ __forceinline__ partials(const sw_moe_args &a, pass_board &b, u64 epoch)
+	__device__ __forceinline__ partials(const sw_dispatch_args &a, pass_board &b, u64 epoch)
 	    : a(a), b(b), order(a, b.staged), own(own_segment(a.world)), epoch(epoch), lane(threadIdx.x & 31),
-	      warp(threadIdx.x / 32), beside((a.mode & SW_MOE_BESIDE) != 0), by_expert((a.mode & SW_MOE_BY_EXPERT) != 0)
+	      warp(threadIdx.x / 32), beside((a.mode & SW_DISPATCH_BESIDE) != 0),
+	      by_expert((a.mode & SW_DISPATCH_BY_EXPERT) != 0)
 	{
 		u32 all = b.staged.first[a.world.size] * a.parts, each = workers * gridDim.x;
 		rounds = (max(all, blockIdx.x) - blockIdx.x + each - 1) / each;
@@ -105,7 +106,7 @@ template <kind type, bool float8> struct partials {
 	// The experts' rows of a row's choices lane and lane+32, and their weights; -1 where there is none.
 	__device__ __forceinline__ void load_choices(const pass_order::task &k, int *row, float *weight) const
 	{
-		bool given = (a.mode & SW_MOE_GIVEN) != 0;
+		bool given = (a.mode & SW_DISPATCH_GIVEN) != 0;
 #pragma unroll
 		for (u32 j = 0; j < 2; j++) {
 			u64 i = static_cast<u64>(k.at) * a.top_k + lane + 32 * j;
@@ -139,7 +140,7 @@ template <kind type, bool float8> struct partials {
 	{
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
-			u32 at = part * SW_MOE_PASS_PART + i * 512 + lane * 16;
+			u32 at = part * SW_DISPATCH_PASS_PART + i * 512 + lane * 16;
 			v[i] = load_vector_if(at < a.row_bytes, row + at);
 		}
 	}
@@ -191,8 +192,8 @@ template <kind type, bool float8> struct partials {
 		u64 to = own + a.sum.from_rows + static_cast<u64>(by_expert ? k.at : k.row) * a.wire_bytes;
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
-			u32 at = k.part * SW_MOE_PASS_PART + i * 512 + lane * 16, element = at / numbers<type>::size,
-			    scale;
+			u32 at = k.part * SW_DISPATCH_PASS_PART + i * 512 + lane * 16,
+			    element = at / numbers<type>::size, scale;
 			uint2 v = s[i].narrowed(scale);
 			if (at >= a.row_bytes)
 				continue;
@@ -246,7 +247,7 @@ template <kind type, bool float8> struct partials {
 				store_float8(k, s);
 			}
 		} else {
-			u32 at = k.part * SW_MOE_PASS_PART + lane * 16;
+			u32 at = k.part * SW_DISPATCH_PASS_PART + lane * 16;
 			u64 to = (a.sum.y != 0 ? a.sum.y : own + a.sum.from_rows) +
 			         static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
 #pragma unroll
@@ -322,7 +323,8 @@ template <kind type, bool float8> struct partials {
 	}
 };
 
-template <kind type, bool float8> __device__ __forceinline__ void make_partials(const sw_moe_args &a, pass_board &b)
+template <kind type, bool float8>
+__device__ __forceinline__ void make_partials(const sw_dispatch_args &a, pass_board &b)
 {
 	await_stream();
 	if (threadIdx.x == 0) {
@@ -336,7 +338,7 @@ template <kind type, bool float8> __device__ __forceinline__ void make_partials(
 	u64 epoch = now.epoch(); // of the call that comes
 	if (__syncthreads_or(epoch == 0 || !await_free_staging(a, epoch - 1)))
 		return;
-	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
+	bool beside = (a.mode & SW_DISPATCH_BESIDE) != 0;
 	if (beside)
 		release_stream();
 	// The roles of warps: all but the last make sums, and that one tells peers of windows that are whole.

@@ -9,17 +9,17 @@
 namespace sw {
 
 // The bytes of a partial sum, and of the sum that a part of it becomes.
-template <bool float8> __device__ __forceinline__ u32 sum_bytes(const sw_moe_args &a)
+template <bool float8> __device__ __forceinline__ u32 sum_bytes(const sw_dispatch_args &a)
 {
 	return float8 ? a.wire_bytes : a.row_bytes;
 }
-template <kind type, bool float8> __device__ __forceinline__ u32 part_bytes(const sw_moe_args &a)
+template <kind type, bool float8> __device__ __forceinline__ u32 part_bytes(const sw_dispatch_args &a)
 {
-	return float8 ? a.part / float8_sum::stretch * SW_MOE_STRETCH * numbers<type>::size : a.part;
+	return float8 ? a.part / float8_sum::stretch * SW_DISPATCH_STRETCH * numbers<type>::size : a.part;
 }
 
 template <kind type, bool float8, bool waits>
-__device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_board &b, arrivals *full, u64 *has,
+__device__ __forceinline__ void sum_rows(const sw_dispatch_args &a, const combine_board &b, arrivals *full, u64 *has,
                                          u64 epoch, u8 *ring)
 {
 	u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32, n = a.world.size, tasks = a.tokens * a.parts,
@@ -124,7 +124,7 @@ __device__ __forceinline__ void sum_rows(const sw_moe_args &a, const combine_boa
 }
 
 template <kind type, bool float8>
-__device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board &b, u8 *ring)
+__device__ __forceinline__ void combine_rows(const sw_dispatch_args &a, combine_board &b, u8 *ring)
 {
 	// While the kernel before runs: shared memory.
 	if (threadIdx.x < a.movers * a.depth)
@@ -132,8 +132,8 @@ __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board
 	if (threadIdx.x == 0)
 		b.makes = 0;
 	fence_bulk();
-	bool beside = (a.mode & SW_MOE_BESIDE) != 0;
-	bool begins = (a.mode & SW_MOE_SEND) != 0;
+	bool beside = (a.mode & SW_DISPATCH_BESIDE) != 0;
+	bool begins = (a.mode & SW_DISPATCH_SEND) != 0;
 	call now = beside ? call::look(a.world) : call::open(a.world);
 	u64 epoch = now.epoch();
 	if (!now.begins())
@@ -157,12 +157,12 @@ __device__ __forceinline__ void combine_rows(const sw_moe_args &a, combine_board
 		await_stream(); // what comes behind this kernel comes behind that one
 	// Rows belong to their ranks again.
 	signal_read(a, epoch);
-	if ((a.mode & SW_MOE_KEEP) == 0)
+	if ((a.mode & SW_DISPATCH_KEEP) == 0)
 		await_read(a, epoch);
 }
 
 // The weights that lie beside rows go back to their tokens.
-__device__ __forceinline__ void combine_beside(const sw_moe_args &a, combine_board &b)
+__device__ __forceinline__ void combine_beside(const sw_dispatch_args &a, combine_board &b)
 {
 	if (threadIdx.x == 0)
 		b.makes = 0;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void combine_beside(const sw_moe_args &a, combine_boa
 		sum_weights(a, t, threadIdx.x & 31);
 	release_stream();
 	signal_read(a, epoch);
-	if ((a.mode & SW_MOE_KEEP) == 0)
+	if ((a.mode & SW_DISPATCH_KEEP) == 0)
 		await_read(a, epoch);
 }
 

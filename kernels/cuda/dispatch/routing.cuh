@@ -10,23 +10,23 @@ namespace sw {
 
 // The placement table: C[experts+1], then the slots of all experts, then the expert of each slot.
 struct placement {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	const u32 *cache; // of the first experts: the slot, or where its copies are
 	static constexpr u32 copies = 1u << 31;
 
 	// All threads of the block, which meet before the first use. The table does not change while calls are under
 	// way.
-	static __device__ __forceinline__ void fill(const sw_moe_args &a, u32 *cache)
+	static __device__ __forceinline__ void fill(const sw_dispatch_args &a, u32 *cache)
 	{
 		const u32 *c = a.table, *slots = c + a.experts + 1;
-		for (u32 e = threadIdx.x; e < min(a.experts, static_cast<u32>(SW_MOE_TABLE)); e += blockDim.x)
+		for (u32 e = threadIdx.x; e < min(a.experts, static_cast<u32>(SW_DISPATCH_TABLE)); e += blockDim.x)
 			cache[e] = __ldg(c + e + 1) - __ldg(c + e) == 1 ? __ldg(slots + __ldg(c + e)) : copies;
 	}
 
 	// The slot for an expert of token t of this rank.
 	__device__ __forceinline__ u32 slot(u32 e, u32 t) const
 	{
-		if (e < SW_MOE_TABLE && cache[e] != copies)
+		if (e < SW_DISPATCH_TABLE && cache[e] != copies)
 			return cache[e];
 		const u32 *c = a.table;
 		u32 first = __ldg(c + e), count = __ldg(c + e + 1) - first;
@@ -46,7 +46,7 @@ struct placement {
 };
 
 // Choice k of token t; -1 when it is masked.
-__device__ __forceinline__ i64 choice(const sw_moe_args &a, u32 t, u32 k)
+__device__ __forceinline__ i64 choice(const sw_dispatch_args &a, u32 t, u32 k)
 {
 	i64 i = static_cast<i64>(t) * a.top_k + k;
 	return a.send.index_bytes == 8
@@ -60,13 +60,13 @@ __device__ __forceinline__ u64 numbered_choice(u32 number, u32 slot) { return st
 __device__ __forceinline__ int slot_in(u64 v) { return static_cast<int>(static_cast<u32>(v)); }
 __device__ __forceinline__ u32 number_in(u64 v) { return static_cast<u32>(v >> 32); }
 
-__device__ __forceinline__ bool is_expert(const sw_moe_args &a, i64 e) { return e >= 0 && e < a.experts; }
+__device__ __forceinline__ bool is_expert(const sw_dispatch_args &a, i64 e) { return e >= 0 && e < a.experts; }
 
 // Calls f with token, number, slot and rank of each choice of `tokens` tokens from the first on that has an expert, by
 // all threads of a block. What is no expert is noted in bad.
 template <typename F>
-__device__ __forceinline__ void each_choice(const sw_moe_args &a, const placement &p, u32 first, u32 tokens, u64 &bad,
-                                            F f)
+__device__ __forceinline__ void each_choice(const sw_dispatch_args &a, const placement &p, u32 first, u32 tokens,
+                                            u64 &bad, F f)
 {
 	constexpr u32 batch = 4; // of a thread, that are loaded together
 	u32 all = tokens * a.top_k;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void each_choice(const sw_moe_args &a, const placemen
 }
 
 // Records that a rank's token has a choice that is no expert, as each_choice packs it.
-__device__ __noinline__ void complain(const sw_moe_args &a, u32 rank, u64 bad, u64 epoch)
+__device__ __noinline__ void complain(const sw_dispatch_args &a, u32 rank, u64 bad, u64 epoch)
 {
 	give_up(a.world, SW_FAULT_INDEX, rank, epoch, false, bad >> 38 & 0xffffff, bad >> 32 & 0x3f,
 	        static_cast<u64>(static_cast<i64>(static_cast<int>(static_cast<u32>(bad)))));

@@ -2,7 +2,7 @@
 // its rows may be read; and each of its blocks says in a word how many of its rows are there. Numbers that are wanted
 // early carry the low half of the call's number with them.
 //
-// All kernels of MoE dispatch call this. It touches the parts of struct sw_moe_block that are named so: begins and
+// All kernels of MoE dispatch call this. It touches the parts of struct sw_dispatch_block that are named so: begins and
 // dones by peers, and words that carry the call's number. A line has one writer. Lines and words of begins, dones and
 // counts of slots exist for even and odd calls: a rank may begin the next call while a peer still reads those of this
 // one, but not the call after, since it waits for every peer in every call.
@@ -15,13 +15,13 @@ namespace sw {
 // What a rank says in its line: what the call is, how many blocks it has, whether its output may be written from now
 // on, and whether its rows are made while peers read them. A call whose second half is a launch of its own says 0
 // blocks; the first of them says how many there are.
-__device__ __forceinline__ u64 begin_word(const sw_moe_args &a, u32 blocks)
+__device__ __forceinline__ u64 begin_word(const sw_dispatch_args &a, u32 blocks)
 {
-	return a.op | static_cast<u64>(a.mode & SW_MOE_FREE) << 8 | static_cast<u64>(blocks) << 16 |
-	       static_cast<u64>((a.mode & SW_MOE_BESIDE) != 0) << 32;
+	return a.op | static_cast<u64>(a.mode & SW_DISPATCH_FREE) << 8 | static_cast<u64>(blocks) << 16 |
+	       static_cast<u64>((a.mode & SW_DISPATCH_BESIDE) != 0) << 32;
 }
 __device__ __forceinline__ u32 op_of(u64 word) { return word & 0xff; }
-__device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_MOE_FREE) != 0; }
+__device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_DISPATCH_FREE) != 0; }
 __device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
 __device__ __forceinline__ bool makes(u64 word) { return (word >> 32 & 1) != 0; }
 
@@ -37,18 +37,18 @@ __device__ __forceinline__ u32 first_of(u64 word) { return word >> 24 & 0xffffff
 __device__ __forceinline__ bool is_all(u64 word) { return word >> 62 != 0; }
 __device__ __forceinline__ bool is_bad(u64 word) { return word >> 63 != 0; }
 
-__device__ __forceinline__ u64 begin_line(const sw_moe_args &a, u32 dst, u32 src, u64 epoch)
+__device__ __forceinline__ u64 begin_line(const sw_dispatch_args &a, u32 dst, u32 src, u64 epoch)
 {
 	return segment(a.world, dst) + a.state.begins + ((epoch & 1) * a.world.size + src) * SW_LINE_BYTES;
 }
-__device__ __forceinline__ u64 done_word(const sw_moe_args &a, u32 dst, u32 src, u32 block, u64 epoch)
+__device__ __forceinline__ u64 done_word(const sw_dispatch_args &a, u32 dst, u32 src, u32 block, u64 epoch)
 {
 	return segment(a.world, dst) + a.state.dones +
-	       (((epoch & 1) * a.world.size + src) * SW_MOE_MAX_BLOCKS + block) * 16;
+	       (((epoch & 1) * a.world.size + src) * SW_DISPATCH_MAX_BLOCKS + block) * 16;
 }
 
 // How many rows src has for a slot, where dst looks.
-__device__ __forceinline__ u64 slot_count(const sw_moe_args &a, u32 dst, u32 src, u32 slot, u64 epoch)
+__device__ __forceinline__ u64 slot_count(const sw_dispatch_args &a, u32 dst, u32 src, u32 slot, u64 epoch)
 {
 	return segment(a.world, dst) + a.state.slot_counts + (((epoch & 1) * a.world.size + src) * a.slots + slot) * 8;
 }
@@ -61,7 +61,7 @@ __device__ __forceinline__ bool is_of(u64 word, u64 epoch)
 }
 
 // Tells one peer.
-__device__ __forceinline__ void signal_begin(const sw_moe_args &a, u32 peer, u64 epoch, u32 blocks)
+__device__ __forceinline__ void signal_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u32 blocks)
 {
 	u64 line = begin_line(a, peer, a.world.rank, epoch);
 	store16_relaxed_sys(line + 16, epoch, a.sum.from_rows);
@@ -70,14 +70,14 @@ __device__ __forceinline__ void signal_begin(const sw_moe_args &a, u32 peer, u64
 
 // Waits that a thread makes for a peer, with what it has cost.
 struct patience {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	u32 peer;
 	wait w;
 	u64 since;
 
-	__device__ __forceinline__ patience(const sw_moe_args &a, u32 peer) : a(a), peer(peer), since(0) {}
+	__device__ __forceinline__ patience(const sw_dispatch_args &a, u32 peer) : a(a), peer(peer), since(0) {}
 	// One that also ends when the ranks' calls turn out to differ.
-	__device__ __forceinline__ patience(const sw_moe_args &a, u32 peer, u64 epoch) : patience(a, peer)
+	__device__ __forceinline__ patience(const sw_dispatch_args &a, u32 peer, u64 epoch) : patience(a, peer)
 	{
 		w.epoch = epoch;
 	}
@@ -103,7 +103,7 @@ struct patience {
 };
 
 // A word that carries the call's number: its number, when it has come. False when the wait was given up.
-__device__ __forceinline__ bool await_number(const sw_moe_args &a, u64 place, u64 epoch, u32 peer, u32 &n)
+__device__ __forceinline__ bool await_number(const sw_dispatch_args &a, u64 place, u64 epoch, u32 peer, u32 &n)
 {
 	patience p(a, peer, epoch);
 	u64 v;
@@ -116,7 +116,8 @@ __device__ __forceinline__ bool await_number(const sw_moe_args &a, u64 place, u6
 }
 
 // Calls f with each rank and how many rows it has for a slot, in order. False when a wait was given up.
-template <typename F> __device__ __forceinline__ bool each_slot_count(const sw_moe_args &a, u32 slot, u64 epoch, F f)
+template <typename F>
+__device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 slot, u64 epoch, F f)
 {
 	constexpr u32 batch = 4; // that are on their way together
 	bool good = true;
@@ -144,7 +145,7 @@ template <typename F> __device__ __forceinline__ bool each_slot_count(const sw_m
 
 // Waits until a peer has begun the call, and reads where its rows are. What it wrote before is visible then. False when
 // the wait was given up, or the peer makes another call.
-__device__ __forceinline__ bool await_begin(const sw_moe_args &a, u32 peer, u64 epoch, u64 &word, u64 &place)
+__device__ __forceinline__ bool await_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u64 &word, u64 &place)
 {
 	u64 line = begin_line(a, a.world.rank, peer, epoch);
 	patience p(a, peer);
@@ -167,7 +168,7 @@ __device__ __forceinline__ bool await_begin(const sw_moe_args &a, u32 peer, u64 
 struct begun {
 	pair64 even, odd;
 
-	__device__ __forceinline__ void load(const sw_moe_args &a, u32 peer)
+	__device__ __forceinline__ void load(const sw_dispatch_args &a, u32 peer)
 	{
 		even = load16_relaxed_sys(begin_line(a, a.world.rank, peer, 0)),
 		odd = load16_relaxed_sys(begin_line(a, a.world.rank, peer, 1));
@@ -177,7 +178,7 @@ struct begun {
 
 // Waits until a peer's output may be written: it has begun this call, or said at the one before that it is through with
 // it.
-__device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 epoch, const begun &seen)
+__device__ __forceinline__ bool await_room(const sw_dispatch_args &a, u32 peer, u64 epoch, const begun &seen)
 {
 	patience p(a, peer);
 	pair64 line = seen.of(epoch), before = seen.of(epoch - 1);
@@ -194,7 +195,8 @@ __device__ __forceinline__ bool await_room(const sw_moe_args &a, u32 peer, u64 e
 }
 
 // Waits until a block of a rank has more than so many rows there, or all. False when the wait was given up.
-__device__ __forceinline__ bool await_rows_of(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u32 rows, u64 &word)
+__device__ __forceinline__ bool await_rows_of(const sw_dispatch_args &a, u32 peer, u32 block, u64 epoch, u32 rows,
+                                              u64 &word)
 {
 	u64 place = done_word(a, a.world.rank, peer, block, epoch);
 	patience p(a, peer, epoch);
@@ -208,13 +210,13 @@ __device__ __forceinline__ bool await_rows_of(const sw_moe_args &a, u32 peer, u3
 }
 
 // Waits for all of them.
-__device__ __forceinline__ bool await_done(const sw_moe_args &a, u32 peer, u32 block, u64 epoch, u64 &word)
+__device__ __forceinline__ bool await_done(const sw_dispatch_args &a, u32 peer, u32 block, u64 epoch, u64 &word)
 {
 	return await_rows_of(a, peer, block, epoch, ~0u, word);
 }
 
 // Ends the waits of this rank in a call that ranks do not make together.
-__device__ __forceinline__ void end_waits(const sw_moe_args &a, u64 epoch)
+__device__ __forceinline__ void end_waits(const sw_dispatch_args &a, u64 epoch)
 {
 	store_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched), epoch);
 }

@@ -13,13 +13,13 @@ namespace sw {
 struct combine_board {
 	u64 base[SW_MAX_RANKS];   // where each rank's rows are
 	unsigned long long makes; // the ranks that make theirs while they are read, as bits
-	arrivals full[SW_MOE_SLOTS];
-	u64 has[SW_MOE_SLOTS]; // whose rows a place has, by rank
+	arrivals full[SW_DISPATCH_SLOTS];
+	u64 has[SW_DISPATCH_SLOTS]; // whose rows a place has, by rank
 };
 
 // Where the ranks' rows are. The threads of a block, which have zeroed makes, wait for the peers together. False when
 // one does not come, or makes another call.
-__device__ __forceinline__ bool await_ranks(const sw_moe_args &a, combine_board &b, u64 epoch)
+__device__ __forceinline__ bool await_ranks(const sw_dispatch_args &a, combine_board &b, u64 epoch)
 {
 	bool good = true;
 	if (threadIdx.x < a.world.size) {
@@ -36,20 +36,20 @@ __device__ __forceinline__ bool await_ranks(const sw_moe_args &a, combine_board 
 }
 
 // Rows that a rank makes while others read them are told in windows of so many, each by a word of the readers.
-__device__ __forceinline__ u32 windows(const sw_moe_args &a)
+__device__ __forceinline__ u32 windows(const sw_dispatch_args &a)
 {
-	return (a.max_tokens + SW_MOE_WINDOW - 1) / SW_MOE_WINDOW;
+	return (a.max_tokens + SW_DISPATCH_WINDOW - 1) / SW_DISPATCH_WINDOW;
 }
-__device__ __forceinline__ u64 made_word(const sw_moe_args &a, u32 dst, u32 src, u32 window)
+__device__ __forceinline__ u64 made_word(const sw_dispatch_args &a, u32 dst, u32 src, u32 window)
 {
 	return segment(a.world, dst) + a.state.made + (static_cast<u64>(src) * windows(a) + window) * 8;
 }
 
 // Waits until a rank has made the row of one of this rank's tokens, and the others of its window. `seen` is the window
 // that this thread has waited for last. False when the wait was given up.
-__device__ __forceinline__ bool await_made(const sw_moe_args &a, u32 src, int row, u64 epoch, int &seen)
+__device__ __forceinline__ bool await_made(const sw_dispatch_args &a, u32 src, int row, u64 epoch, int &seen)
 {
-	int window = (row - static_cast<int>(a.world.rank * a.max_tokens)) / SW_MOE_WINDOW;
+	int window = (row - static_cast<int>(a.world.rank * a.max_tokens)) / SW_DISPATCH_WINDOW;
 	if (window == seen)
 		return true;
 	patience p(a, src);
@@ -101,7 +101,7 @@ template <kind type> struct sum {
 		for (u32 i = 0; i < numbers<type>::count; i++)
 			f[i] = __fadd_rn(f[i], __fmul_rn(g[i], w));
 	}
-	__device__ __forceinline__ void add_biases(const sw_moe_args &a, u64 at)
+	__device__ __forceinline__ void add_biases(const sw_dispatch_args &a, u64 at)
 	{
 		if (a.sum.bias0 != 0)
 			add(load_vector(a.sum.bias0 + at));
@@ -126,7 +126,7 @@ template <kind type> struct sum {
 };
 
 // The weights beside the rows of token t, by a warp.
-__device__ __forceinline__ void sum_weights(const sw_moe_args &a, u32 t, u32 lane)
+__device__ __forceinline__ void sum_weights(const sw_dispatch_args &a, u32 t, u32 lane)
 {
 	const int *who = state::who(a), *places = state::places(a);
 #pragma unroll 1
@@ -144,7 +144,7 @@ __device__ __forceinline__ void sum_weights(const sw_moe_args &a, u32 t, u32 lan
 
 // Tells the peers that this block has read what it wanted of their rows, and how many blocks there are. A rank's rows
 // are its own again when all blocks of all peers have said so.
-__device__ __forceinline__ void signal_read(const sw_moe_args &a, u64 epoch)
+__device__ __forceinline__ void signal_read(const sw_dispatch_args &a, u64 epoch)
 {
 	__syncthreads();
 	if (threadIdx.x < a.world.size && threadIdx.x != a.world.rank)
@@ -153,7 +153,7 @@ __device__ __forceinline__ void signal_read(const sw_moe_args &a, u64 epoch)
 }
 
 // How many blocks of a peer read this rank's rows. False when the wait for its first was given up.
-__device__ __forceinline__ bool await_readers(const sw_moe_args &a, u32 peer, u64 epoch, u64 begin, u32 &blocks)
+__device__ __forceinline__ bool await_readers(const sw_dispatch_args &a, u32 peer, u64 epoch, u64 begin, u32 &blocks)
 {
 	u64 told;
 	if ((blocks = blocks_of(begin)) != 0)
@@ -165,7 +165,7 @@ __device__ __forceinline__ bool await_readers(const sw_moe_args &a, u32 peer, u6
 
 // Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows
 // were kept. The threads of a block.
-__device__ __forceinline__ bool await_free_staging(const sw_moe_args &a, u64 last)
+__device__ __forceinline__ bool await_free_staging(const sw_dispatch_args &a, u64 last)
 {
 	bool good = true;
 #pragma unroll 1
@@ -175,7 +175,7 @@ __device__ __forceinline__ bool await_free_staging(const sw_moe_args &a, u64 las
 		pair64 line = load16_relaxed_sys(begin_line(a, a.world.rank, p, last));
 		u64 rows;
 		u32 blocks = 0;
-		if (line.a != last || last == 0 || op_of(line.b) < SW_MOE_SUMS)
+		if (line.a != last || last == 0 || op_of(line.b) < SW_DISPATCH_SUMS)
 			continue;
 		good = await_readers(a, p, last, line.b, blocks);
 #pragma unroll 1
@@ -186,7 +186,7 @@ __device__ __forceinline__ bool await_free_staging(const sw_moe_args &a, u64 las
 }
 
 // The first block waits for that.
-__device__ __forceinline__ void await_read(const sw_moe_args &a, u64 epoch)
+__device__ __forceinline__ void await_read(const sw_dispatch_args &a, u64 epoch)
 {
 	if (blockIdx.x != 0)
 		return;

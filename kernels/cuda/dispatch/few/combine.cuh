@@ -16,12 +16,12 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	static constexpr u32 vectors = Wire::vectors, experts = 4,
 			     sources = 2; // the last two: rows that a warp loads together to add them
 
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	u64 epoch, own;
 	u32 flag, row_flag, lane, n;
 	wait &w;
 
-	__device__ __forceinline__ few_combiner(const sw_moe_args &a, wait &w)
+	__device__ __forceinline__ few_combiner(const sw_dispatch_args &a, wait &w)
 	    : a(a), own(own_segment(a.world)), lane(threadIdx.x & 31), n(a.world.size), w(w)
 	{
 	}
@@ -103,7 +103,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 
 	__device__ __forceinline__ void load(u32 task, errand &x) const
 	{
-		bool given = (a.mode & SW_MOE_GIVEN) != 0;
+		bool given = (a.mode & SW_DISPATCH_GIVEN) != 0;
 		u32 parts = Wire::parts(a.row_bytes), i = task / (n * parts), rest = task - i * n * parts;
 		x.src = rest / parts, x.part = rest - x.src * parts, x.r = x.src * a.max_tokens + i;
 		u32 here = state::arrived(a)[x.src];
@@ -123,7 +123,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	// Sends what this rank has of its peers' tokens. x is the first of the warp's tasks.
 	__device__ __forceinline__ void send(errand &x)
 	{
-		bool given = (a.mode & SW_MOE_GIVEN) != 0;
+		bool given = (a.mode & SW_DISPATCH_GIVEN) != 0;
 		few_tasks tasks(0, gridDim.x);
 #pragma unroll 1
 		for (u32 task = tasks.first; task < errands(); task += tasks.step) {
@@ -270,10 +270,10 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 };
 
 // A combine of few tokens, or one of its halves.
-template <kind type, bool float8, bool by_expert> __device__ __forceinline__ void few_combine(const sw_moe_args &a)
+template <kind type, bool float8, bool by_expert> __device__ __forceinline__ void few_combine(const sw_dispatch_args &a)
 {
 	u32 lane = threadIdx.x & 31, n = a.world.size;
-	bool sends = (a.mode & SW_MOE_SEND) != 0;
+	bool sends = (a.mode & SW_DISPATCH_SEND) != 0;
 	wait w;
 	few_combiner<type, float8, by_expert> c(a, w);
 	few_tasks tasks(0, gridDim.x);
@@ -301,7 +301,7 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 	if (sends)
 		c.send(first);
 	release_stream();
-	if ((a.mode & SW_MOE_RECEIVE) == 0)
+	if ((a.mode & SW_DISPATCH_RECEIVE) == 0)
 		return;
 	// A warp looks for ranks that make another call. All sum what comes.
 	if (blockIdx.x == 0 && threadIdx.x < 32)

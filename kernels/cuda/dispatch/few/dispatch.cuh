@@ -11,9 +11,9 @@ namespace sw {
 
 // A dispatch of few tokens, or one of its halves.
 template <typename Wire, bool by_expert>
-__device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b, u64 *memory)
+__device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_board &b, u64 *memory)
 {
-	bool sends = (a.mode & SW_MOE_SEND) != 0, cached = (a.mode & SW_MOE_CACHED) != 0;
+	bool sends = (a.mode & SW_DISPATCH_SEND) != 0, cached = (a.mode & SW_DISPATCH_CACHED) != 0;
 	u32 lane = threadIdx.x & 31, n = a.world.size, parts = Wire::parts(a.row_bytes),
 	    count = sends ? a.tokens * parts : 0;
 	// While the kernel before runs: shared memory, and whose turn it is. One block publishes where tokens go.
@@ -58,7 +58,7 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 			ranks = f.ranks(t);
 		}
 		Wire x;
-		x.make(row, lane, (a.mode & SW_MOE_EXPONENTS) != 0);
+		x.make(row, lane, (a.mode & SW_DISPATCH_EXPONENTS) != 0);
 #pragma unroll 1
 		for (u64 left = ranks; left != 0; left &= left - 1)
 			x.write_packets(row_place(a, __ffsll(left) - 1, a.world.rank, t, epoch), part,
@@ -67,7 +67,7 @@ __device__ __forceinline__ void few_dispatch(const sw_moe_args &a, few_board &b,
 			send_scales(a, t, ranks, epoch, lane);
 	}
 	release_stream();
-	if ((a.mode & SW_MOE_RECEIVE) == 0)
+	if ((a.mode & SW_DISPATCH_RECEIVE) == 0)
 		return;
 	// The receiving half.
 	taker t(a, b.take, reinterpret_cast<u8 *>(memory), epoch);

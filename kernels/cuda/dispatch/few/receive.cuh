@@ -11,7 +11,7 @@ namespace sw {
 
 // The receiving half of a dispatch.
 template <typename Wire, bool by_expert> struct few_receiver {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	taker &t;
 	u64 epoch, own;
 	u32 flag, row_flag, lane, n, wiped; // the token whose unused places are wiped
@@ -19,7 +19,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	int rows[2], slots[2]; // of choices lane and lane+32: the rows that the token goes to, or -1; where a token has
 	                       // one, lane 0 has it
 
-	__device__ __forceinline__ few_receiver(const sw_moe_args &a, taker &t, wait &w, u64 epoch, u32 wiped)
+	__device__ __forceinline__ few_receiver(const sw_dispatch_args &a, taker &t, wait &w, u64 epoch, u32 wiped)
 	    : a(a), t(t), epoch(epoch), own(own_segment(a.world)), flag(packet::flag(epoch)),
 	      row_flag(Wire::flag(epoch)), lane(threadIdx.x & 31), n(a.world.size), wiped(wiped), w(w)
 	{

@@ -10,9 +10,9 @@
 namespace sw {
 
 struct few_board {
-	u32 slot_cache[SW_MOE_TABLE];
-	u32 goes[SW_MOE_FEW_TOKENS / 32][SW_MAX_RANKS];  // by group of 32 tokens and rank: whose tokens go there
-	u32 wants[SW_MOE_FEW_TOKENS][SW_MAX_RANKS / 32]; // a token's ranks as bits
+	u32 slot_cache[SW_DISPATCH_TABLE];
+	u32 goes[SW_DISPATCH_FEW_TOKENS / 32][SW_MAX_RANKS];  // by group of 32 tokens and rank: whose tokens go there
+	u32 wants[SW_DISPATCH_FEW_TOKENS][SW_MAX_RANKS / 32]; // a token's ranks as bits
 	unsigned long long bad;
 	take_board take;
 };
@@ -20,7 +20,7 @@ struct few_board {
 // The sending half of a dispatch. The last block of a grid tells what lies beside rows; the others send those, without
 // waiting for it.
 struct few_sender {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	few_board &b;
 	u32 *count; // [tables][slots] in dynamic shared memory: the choices of each warp's stretch for each slot, then
 	            // those before it
@@ -31,10 +31,10 @@ struct few_sender {
 
 	static constexpr u32 no_slot = 0xffff;
 
-	__device__ __forceinline__ few_sender(const sw_moe_args &a, few_board &b, u64 *memory)
+	__device__ __forceinline__ few_sender(const sw_dispatch_args &a, few_board &b, u64 *memory)
 	    : a(a), b(b), count(reinterpret_cast<u32 *>(memory)), lane(threadIdx.x & 31), warp(threadIdx.x / 32),
-	      n(a.world.size), tables((a.mode & SW_MOE_BY_EXPERT) != 0 ? blockDim.x / 32 : 1),
-	      cached((a.mode & SW_MOE_CACHED) != 0)
+	      n(a.world.size), tables((a.mode & SW_DISPATCH_BY_EXPERT) != 0 ? blockDim.x / 32 : 1),
+	      cached((a.mode & SW_DISPATCH_CACHED) != 0)
 	{
 		weights = reinterpret_cast<float *>(count + tables * a.slots);
 		slots = reinterpret_cast<unsigned short *>(weights + a.tokens * a.top_k);
@@ -244,7 +244,7 @@ struct few_sender {
 };
 
 // The scales of token t that the caller gives, as packets behind its choices.
-__device__ __forceinline__ void send_scales(const sw_moe_args &a, u32 t, u64 ranks, u64 epoch, u32 lane)
+__device__ __forceinline__ void send_scales(const sw_dispatch_args &a, u32 t, u64 ranks, u64 epoch, u32 lane)
 {
 	const u32 *scales = a.send.scales + static_cast<u64>(t) * a.scale_words;
 #pragma unroll 1

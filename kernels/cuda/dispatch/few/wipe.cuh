@@ -9,13 +9,13 @@ namespace sw {
 
 // Has a packet's flag never be one of long ago: every call forgets what lies in the places of one token that it does
 // not use. The next call of its parity takes the next token, which a word of the state has.
-__device__ __forceinline__ u32 *next_wiped(const sw_moe_args &a, u64 epoch)
+__device__ __forceinline__ u32 *next_wiped(const sw_dispatch_args &a, u64 epoch)
 {
 	return state::wiped(a) + packet::parity(epoch);
 }
 
 // Forgets what src has sent of token t, all of it or behind the first packet of its note. A warp.
-__device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 epoch, u32 from_note, u32 lane)
+__device__ __forceinline__ void wipe(const sw_dispatch_args &a, u32 src, u32 t, u64 epoch, u32 from_note, u32 lane)
 {
 	u64 note = note_place(a, a.world.rank, src, t, epoch), row = row_place(a, a.world.rank, src, t, epoch);
 #pragma unroll 1
@@ -31,16 +31,16 @@ __device__ __forceinline__ void wipe(const sw_moe_args &a, u32 src, u32 t, u64 e
 struct wiping {
 	u32 even, odd;
 
-	__device__ __forceinline__ explicit wiping(const sw_moe_args &a)
+	__device__ __forceinline__ explicit wiping(const sw_dispatch_args &a)
 	    : even(*next_wiped(a, 0)), odd(*next_wiped(a, 1))
 	{
 	}
 	__device__ __forceinline__ u32 next(u64 epoch) const { return packet::parity(epoch) == 0 ? even : odd; }
-	__device__ __forceinline__ void advance(const sw_moe_args &a, u64 epoch) const
+	__device__ __forceinline__ void advance(const sw_dispatch_args &a, u64 epoch) const
 	{
 		*next_wiped(a, epoch) = next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0;
 	}
-	__device__ __forceinline__ u32 token(const sw_moe_args &a, u64 epoch, bool sends) const
+	__device__ __forceinline__ u32 token(const sw_dispatch_args &a, u64 epoch, bool sends) const
 	{
 		return sends ? next(epoch) : (next(epoch) != 0 ? next(epoch) : a.max_tokens) - 1;
 	}

@@ -13,12 +13,12 @@ namespace sw {
 
 // Where the note of token t of rank src is on rank dst: what lies beside its row. It is a packet for the row, one for
 // each choice, and those of the scales that the caller has given. And where the packets of the row are.
-__device__ __forceinline__ u64 note_place(const sw_moe_args &a, u32 dst, u32 src, u32 t, u64 epoch)
+__device__ __forceinline__ u64 note_place(const sw_dispatch_args &a, u32 dst, u32 src, u32 t, u64 epoch)
 {
 	return segment(a.world, dst) + a.state.notes +
 	       ((packet::parity(epoch) * a.world.size + src) * a.max_tokens + t) * a.state.note_stride;
 }
-__device__ __forceinline__ u64 row_place(const sw_moe_args &a, u32 dst, u32 src, u32 t, u64 epoch)
+__device__ __forceinline__ u64 row_place(const sw_dispatch_args &a, u32 dst, u32 src, u32 t, u64 epoch)
 {
 	return segment(a.world, dst) + a.state.packets +
 	       ((packet::parity(epoch) * a.world.size + src) * a.max_tokens + t) * a.state.packet_stride;
@@ -116,7 +116,7 @@ template <u32 count> struct few_whole : few_words<4 * count> {
 // A row as it is, on its way to experts: a lane has seven vectors of a part. Its packets have 14 bytes and a flag of 16
 // bits: one for all but the end of each vector, and one for their ends. On the way back, where a warp has several rows
 // at once, so many registers cost more than fewer bytes save.
-struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
+struct few_dense : few_whole<SW_DISPATCH_DENSE_PART / 512> {
 	static constexpr u32 packets = vectors + 1;
 	static_assert(vectors == 7, "their ends fill a packet");
 
@@ -177,7 +177,7 @@ struct few_dense : few_whole<SW_MOE_DENSE_PART / 512> {
 };
 
 // A row as it is, on its way back: a lane has three vectors of a part.
-struct few_plain : few_whole<SW_MOE_PLAIN_PART / 512> {
+struct few_plain : few_whole<SW_DISPATCH_PLAIN_PART / 512> {
 	static_assert(vectors == 3, "they fill four packets");
 
 	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet::flag(epoch); }
@@ -195,7 +195,7 @@ struct few_plain : few_whole<SW_MOE_PLAIN_PART / 512> {
 template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 	using base = few_words<numbers<type>::count + 1>;
 	using base::w;
-	static constexpr u32 vectors = SW_MOE_NARROW_PART / 512,
+	static constexpr u32 vectors = SW_DISPATCH_NARROW_PART / 512,
 			     count = numbers<type>::count / 4; // words that a vector becomes
 	static constexpr bool scaled = true;
 	static constexpr u32 span = 128 * numbers<type>::size / 16; // lanes of a block of 128: 16 or 32

@@ -12,16 +12,16 @@ namespace sw {
 // A warp that moves. Part k of it is part k*movers+warp of the block's tokens; each of its places in shared memory
 // carries every depth-th of them.
 template <typename Quantiser> struct mover {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	rows_sender &r;
 	u8 *ring; // of this warp
 	u32 *scales;
 	arrivals *full;
 
-	__device__ __forceinline__ mover(const sw_moe_args &a, rows_sender &r, u8 *memory)
+	__device__ __forceinline__ mover(const sw_dispatch_args &a, rows_sender &r, u8 *memory)
 	    : a(a), r(r), ring(memory + static_cast<u64>(r.warp) * a.depth * a.part),
 	      scales(reinterpret_cast<u32 *>(memory + static_cast<u64>(a.movers) * a.depth * a.part) +
-	             r.warp * (SW_MOE_SCALES / 4)),
+	             r.warp * (SW_DISPATCH_SCALES / 4)),
 	      full(r.b.full + r.warp * a.depth)
 	{
 	}
@@ -89,7 +89,7 @@ template <typename Quantiser> struct mover {
 			else
 				bulk_await_read<1>();
 			constexpr u32 behind = 4; // parts that may be on their way
-			bool reports = k >= behind && (a.mode & SW_MOE_BY_EXPERT) != 0;
+			bool reports = k >= behind && (a.mode & SW_DISPATCH_BY_EXPERT) != 0;
 			if (reports) {
 				bulk_await_written<behind>();
 				fence_bulk();
@@ -111,16 +111,19 @@ template <typename Quantiser> struct mover {
 struct as_they_are {
 	static constexpr bool makes_scales = false;
 	static __device__ __forceinline__ u32 out(u32 bytes) { return bytes; }
-	static __device__ __forceinline__ void apply(const sw_moe_args &, rows_sender &, u8 *, u32, u32, u32, u32 *) {}
+	static __device__ __forceinline__ void apply(const sw_dispatch_args &, rows_sender &, u8 *, u32, u32, u32,
+	                                             u32 *)
+	{
+	}
 };
 
 template <kind type> struct to_float8 {
 	static constexpr bool makes_scales = true;
 	static __device__ __forceinline__ u32 out(u32 bytes) { return bytes / numbers<type>::size; }
-	static __device__ __forceinline__ void apply(const sw_moe_args &a, rows_sender &r, u8 *row, u32 bytes, u32 at,
-	                                             u32 t, u32 *scales)
+	static __device__ __forceinline__ void apply(const sw_dispatch_args &a, rows_sender &r, u8 *row, u32 bytes,
+	                                             u32 at, u32 t, u32 *scales)
 	{
-		bool exponents = (a.mode & SW_MOE_EXPONENTS) != 0;
+		bool exponents = (a.mode & SW_DISPATCH_EXPONENTS) != 0;
 		quantise<type>(row, bytes, scales, a.send.scale_block == 128 ? 128 : 0, exponents, r.lane);
 		u32 blocks = (out(bytes) + a.send.scale_block - 1) / a.send.scale_block,
 		    words = exponents ? (blocks + 3) / 4 : blocks, first = out(at) / a.send.scale_block;

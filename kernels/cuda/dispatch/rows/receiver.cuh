@@ -16,7 +16,7 @@ struct receive_board {
 // The second half of a dispatch, by the threads of one block: waits for all blocks of all ranks, and leaves what the
 // caller and later calls want to know. Token-major outputs are whole then.
 struct rows_receiver {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	u32 *sum; // [ranks]: rows from each
 	u64 epoch;
 

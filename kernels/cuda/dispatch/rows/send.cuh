@@ -13,12 +13,13 @@
 
 namespace sw {
 
-template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw_moe_args &a, rows_board &b, u8 *memory)
+template <typename Quantiser>
+__device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board &b, u8 *memory)
 {
 	u32 n = a.world.size, warp = threadIdx.x / 32,
-	    ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_MOE_SCALES : 0));
-	bool cached = (a.mode & SW_MOE_CACHED) != 0, moves = warp < a.movers;
-	bool by_expert = (a.mode & SW_MOE_BY_EXPERT) != 0, beside = (a.mode & SW_MOE_BESIDE) != 0;
+	    ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_DISPATCH_SCALES : 0));
+	bool cached = (a.mode & SW_DISPATCH_CACHED) != 0, moves = warp < a.movers;
+	bool by_expert = (a.mode & SW_DISPATCH_BY_EXPERT) != 0, beside = (a.mode & SW_DISPATCH_BESIDE) != 0;
 	// While the kernel before runs: shared memory.
 	if (!cached) {
 		placement::fill(a, b.slot_cache);
@@ -68,7 +69,7 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 		r.count();
 		good = r.add_blocks_before() && good;
 		good = !__syncthreads_or(!good);
-		if (good && (a.mode & SW_MOE_COMPACT) != 0) {
+		if (good && (a.mode & SW_DISPATCH_COMPACT) != 0) {
 			if (blockIdx.x == gridDim.x - 1)
 				r.publish_totals();
 			__syncthreads(); // what has been told changes now
@@ -106,7 +107,7 @@ template <typename Quantiser> __device__ __forceinline__ void send_rows(const sw
 	if (threadIdx.x == 0 && b.bad != 0)
 		complain(a, a.world.rank, b.bad, epoch);
 	r.publish_done();
-	if ((a.mode & SW_MOE_RECEIVE) != 0 && blockIdx.x == 0)
+	if ((a.mode & SW_DISPATCH_RECEIVE) != 0 && blockIdx.x == 0)
 		rows_receiver{a, b.sum, epoch}.finish(cached);
 }
 

@@ -29,7 +29,7 @@ struct stretch_board {
 	u32 *count;  // [slots]: the block's choices
 	u32 *before; // [slots]: those of the blocks before it, and of its own that have their place
 
-	__device__ __forceinline__ stretch_board(const sw_moe_args &a, u8 *memory)
+	__device__ __forceinline__ stretch_board(const sw_dispatch_args &a, u8 *memory)
 	    : place(reinterpret_cast<int *>(memory)),
 	      groups(reinterpret_cast<u32 *>(memory) + a.send.share * a.world.size),
 	      count(groups + (a.send.share + 31) / 32 * a.world.size), before(count + a.slots)
@@ -38,8 +38,8 @@ struct stretch_board {
 };
 
 struct rows_board {
-	u32 slot_cache[SW_MOE_TABLE];
-	arrivals full[SW_MOE_SLOTS];
+	u32 slot_cache[SW_DISPATCH_TABLE];
+	arrivals full[SW_DISPATCH_SLOTS];
 	u32 sent[SW_MAX_RANKS];   // rows of this block for each rank
 	u32 before[SW_MAX_RANKS]; // the first row of this block there
 	u32 moved[32];            // parts that each warp has moved, and that are written
@@ -51,14 +51,14 @@ struct rows_board {
 constexpr u32 beside_part = 1; // named barrier of the threads that do not move
 
 struct rows_sender {
-	const sw_moe_args &a;
+	const sw_dispatch_args &a;
 	rows_board &b;
 	stretch_board s;
 	stretch mine;
 	u64 epoch;
 	u32 warp, warps, lane, n;
 
-	__device__ __forceinline__ rows_sender(const sw_moe_args &a, rows_board &b, u8 *memory, u64 epoch)
+	__device__ __forceinline__ rows_sender(const sw_dispatch_args &a, rows_board &b, u8 *memory, u64 epoch)
 	    : a(a), b(b), s(a, memory), mine(a.tokens, blockIdx.x, gridDim.x), epoch(epoch), warp(threadIdx.x / 32),
 	      warps(blockDim.x / 32), lane(threadIdx.x & 31), n(a.world.size)
 	{
@@ -150,7 +150,7 @@ struct rows_sender {
 		for (u32 i = thread; i < a.slots; i += threads)
 			store_relaxed_sys(words + (static_cast<u64>(blockIdx.x) * a.slots + i) * 8,
 			                  numbered(epoch, s.count[i]));
-		if (last || (a.mode & SW_MOE_BY_EXPERT) != 0)
+		if (last || (a.mode & SW_DISPATCH_BY_EXPERT) != 0)
 #pragma unroll 4
 			for (u32 i = thread; i < blockIdx.x * a.slots; i += threads) {
 				u32 rows = 0;
@@ -213,7 +213,7 @@ struct rows_sender {
 	// part. False when a wait was given up or an output is too small, which all ranks find alike.
 	__device__ __forceinline__ bool find_bases()
 	{
-		if ((a.mode & SW_MOE_COMPACT) == 0) {
+		if ((a.mode & SW_DISPATCH_COMPACT) == 0) {
 			if (threadIdx.x < n)
 				atomicAdd(&b.before[threadIdx.x], a.world.rank * a.max_tokens);
 			return true;
@@ -291,13 +291,13 @@ struct rows_sender {
 				continue;
 			u32 d = i % n, t = mine.first + i / n;
 			u64 there = segment(a.world, d);
-			if ((a.mode & SW_MOE_CACHED) == 0) {
+			if ((a.mode & SW_DISPATCH_CACHED) == 0) {
 #pragma unroll 1
 				for (u32 k = lane; k < a.top_k; k += 32) {
 					i64 e = choice(a, t, k), at = static_cast<i64>(row) * a.top_k + k;
 					u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : 0;
 					bool goes = is_expert(a, e) && p.rank(slot) == d;
-					if ((a.mode & SW_MOE_BY_EXPERT) == 0)
+					if ((a.mode & SW_DISPATCH_BY_EXPERT) == 0)
 						*view<i64>(there + a.send.to_indices + 8 * at) =
 						    goes ? static_cast<i64>(slot - a.first[d]) : -1;
 					float w = !goes ? 0
@@ -321,15 +321,17 @@ struct rows_sender {
 
 	__device__ __forceinline__ u64 scale_place(u64 there, int row, u32 word) const
 	{
-		u64 at = (a.mode & SW_MOE_COLUMNS) != 0 ? static_cast<u64>(word) * a.out.most + row
-		                                        : static_cast<u64>(row) * a.scale_words + word;
+		u64 at = (a.mode & SW_DISPATCH_COLUMNS) != 0 ? static_cast<u64>(word) * a.out.most + row
+		                                             : static_cast<u64>(row) * a.scale_words + word;
 		return there + a.send.to_scales + 4 * at;
 	}
 
 	// The place of the block's first row for a rank among this rank's there, where every rank has its own part.
 	__device__ __forceinline__ u32 first(u32 d) const
 	{
-		return b.sent[d] == 0 || (a.mode & SW_MOE_COMPACT) != 0 ? 0 : b.before[d] - a.world.rank * a.max_tokens;
+		return b.sent[d] == 0 || (a.mode & SW_DISPATCH_COMPACT) != 0
+		           ? 0
+		           : b.before[d] - a.world.rank * a.max_tokens;
 	}
 
 	// How many of the block's first x tokens go to a rank.

@@ -5,13 +5,13 @@
 #include "../../internal/cuda/layout/args.h"
 
 // Blocks have fewer threads than on a GPU, so that a run is short.
-#define SW_MOE_THREADS 128
-#define SW_MOE_FEW_THREADS 128
-#define SW_MOE_FEW_SUM_THREADS 96
-#define SW_MOE_SUM_THREADS 64
-#define SW_MOE_PASS_THREADS 64
-#define SW_MOE_SUM_PASS_THREADS 96
-#define SW_MOE_PASS_PART 512
+#define SW_DISPATCH_THREADS 128
+#define SW_DISPATCH_FEW_THREADS 128
+#define SW_DISPATCH_FEW_SUM_THREADS 96
+#define SW_DISPATCH_SUM_THREADS 64
+#define SW_DISPATCH_PASS_THREADS 64
+#define SW_DISPATCH_SUM_PASS_THREADS 96
+#define SW_DISPATCH_PASS_PART 512
 
 #include "dispatch.cu"
 
@@ -36,7 +36,7 @@ struct world : segments {
 	i64 align = 1, capacity = 0, most_rows;
 	u64 timeout_ns = u64{1} << 50;
 	std::vector<u32> first, table; // slots before each rank; the placement
-	sw_moe_block state;
+	sw_dispatch_block state;
 	u64 staging, sums, weights, scales, rows, row_scales, row_weights, row_indices, row_sources, counts;
 
 	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
@@ -44,7 +44,7 @@ struct world : segments {
 	u32 wire() const { return float8 ? hidden : 2 * hidden; }
 	u32 partial() const
 	{
-		return float8_sums ? (hidden + SW_MOE_STRETCH - 1) / SW_MOE_STRETCH * float8_sum::scales +
+		return float8_sums ? (hidden + SW_DISPATCH_STRETCH - 1) / SW_DISPATCH_STRETCH * float8_sum::scales +
 		                         (hidden + 15) / 16 * 16
 		                   : 2 * hidden;
 	}
@@ -52,8 +52,8 @@ struct world : segments {
 	u64 note_bytes() const { return (16 * (1 + top_k + (scale_words() + 2) / 3) + 127) / 128 * 128; }
 	u64 packet_bytes() const // rows of float8 take less
 	{
-		return max((2 * hidden + SW_MOE_DENSE_PART - 1) / SW_MOE_DENSE_PART * 4096,
-		           (2 * hidden + SW_MOE_PLAIN_PART - 1) / SW_MOE_PLAIN_PART * 2048);
+		return max((2 * hidden + SW_DISPATCH_DENSE_PART - 1) / SW_DISPATCH_DENSE_PART * 4096,
+		           (2 * hidden + SW_DISPATCH_PLAIN_PART - 1) / SW_DISPATCH_PLAIN_PART * 2048);
 	}
 	u32 staged() const { return size * max_tokens; }
 };
@@ -105,8 +105,8 @@ world random_world()
 		w.capacity = all * w.top_k, w.most_rows = w.capacity * most_local;
 	else
 		w.most_rows = all;
-	w.state = sw_lay_moe_block(65536, w.size, w.slots, w.max_tokens, w.top_k, all, w.few ? w.note_bytes() : 0,
-	                           w.few ? w.packet_bytes() : 0);
+	w.state = sw_lay_dispatch_block(65536, w.size, w.slots, w.max_tokens, w.top_k, all, w.few ? w.note_bytes() : 0,
+	                                w.few ? w.packet_bytes() : 0);
 	u64 place = w.state.end;
 	auto take = [&](u64 n) {
 		place = (place + 255) / 256 * 256;
@@ -245,9 +245,9 @@ struct memory {
 	template <typename T> operator T *() const { return reinterpret_cast<T *>(address); }
 };
 
-sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
+sw_dispatch_args arguments(world &w, const batch &b, u32 rank, u32 op)
 {
-	sw_moe_args a{};
+	sw_dispatch_args a{};
 	u64 own = w.segment(rank);
 	a.world = w.seen_by(rank, w.state.control, w.timeout_ns);
 	a.state = w.state;
@@ -259,7 +259,7 @@ sw_moe_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	a.out.rank_counts = memory{own + w.counts + 2048}, a.send.landed = memory{w.lands ? own + w.counts + 3072 : 0};
 	a.out.most = w.most_rows, a.out.align = w.align, a.out.capacity = w.capacity,
 	a.send.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
-	a.op = op, a.mode = SW_MOE_SEND | SW_MOE_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k,
+	a.op = op, a.mode = SW_DISPATCH_SEND | SW_DISPATCH_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k,
 	a.max_tokens = w.max_tokens, a.experts = w.experts;
 	a.slots = w.slots, a.local = w.local(rank), a.send.index_bytes = 4;
 	for (u32 r = 0; r <= w.size; r++)
@@ -275,12 +275,12 @@ struct launch_of {
 };
 using program = std::vector<launch_of>; // of one rank, in order
 
-template <typename F> launch_of with(F f, const sw_moe_args &a, u32 blocks, u32 threads, size_t shared = 0)
+template <typename F> launch_of with(F f, const sw_dispatch_args &a, u32 blocks, u32 threads, size_t shared = 0)
 {
 	return {[f, a] { f(a); }, blocks, threads, shared};
 }
 
-void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
+void send(world &w, sw_dispatch_args &a, u32 row_bytes, bool float8, program &p)
 {
 	a.row_bytes = row_bytes, a.wire_bytes = float8 ? row_bytes / 2 : row_bytes;
 	u32 blocks = 1 + draw(3);
@@ -288,94 +288,96 @@ void send(world &w, sw_moe_args &a, u32 row_bytes, bool float8, program &p)
 	a.part = float8 || draw(2) == 0 ? row_bytes : (row_bytes / 2 + 15) / 16 * 16,
 	a.parts = (row_bytes + a.part - 1) / a.part;
 	a.interval = draw(3) * 2000;
-	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_MOE_SCALES : 0)) +
+	size_t shared = a.movers * (a.depth * a.part + (float8 ? SW_DISPATCH_SCALES : 0)) +
 	                4 * (w.size * (a.send.share + (a.send.share + 31) / 32) + 2 * w.slots);
-	p.push_back(float8 ? with(dispatch_rows_bf16, a, blocks, SW_MOE_THREADS, shared)
-	                   : with(dispatch_rows, a, blocks, SW_MOE_THREADS, shared));
+	p.push_back(float8 ? with(dispatch_rows_bf16, a, blocks, SW_DISPATCH_THREADS, shared)
+	                   : with(dispatch_rows, a, blocks, SW_DISPATCH_THREADS, shared));
 }
 
-void to_staging(world &w, sw_moe_args &a)
+void to_staging(world &w, sw_dispatch_args &a)
 {
-	a.mode |= SW_MOE_BY_EXPERT;
+	a.mode |= SW_DISPATCH_BY_EXPERT;
 	a.send.to_rows = w.staging, a.send.to_scales = w.scales, a.send.to_indices = w.state.indices,
 	a.send.to_weights = w.state.weights, a.send.to_sources = w.state.sources;
 }
 
-void add_take(world &w, sw_moe_args &a, u32 rank, program &p)
+void add_take(world &w, sw_dispatch_args &a, u32 rank, program &p)
 {
-	a.mode |= SW_MOE_ZERO;
+	a.mode |= SW_DISPATCH_ZERO;
 	a.part = draw(2) == 0 ? a.wire_bytes : (a.wire_bytes / 2 + 15) / 16 * 16,
-	a.parts = (a.wire_bytes + a.part - 1) / a.part, a.movers = 1 + draw(SW_MOE_PASS_THREADS / 32);
-	p.push_back(with(experts_take, a, 1 + draw(3), SW_MOE_PASS_THREADS, taker::front(a) + a.movers * a.part));
+	a.parts = (a.wire_bytes + a.part - 1) / a.part, a.movers = 1 + draw(SW_DISPATCH_PASS_THREADS / 32);
+	p.push_back(with(experts_take, a, 1 + draw(3), SW_DISPATCH_PASS_THREADS, taker::front(a) + a.movers * a.part));
 }
 
 // Calls f with the arguments of a call of few tokens, or of each of its halves.
-template <typename F> void each_half(const sw_moe_args &a, bool halves, F f)
+template <typename F> void each_half(const sw_dispatch_args &a, bool halves, F f)
 {
-	for (u32 without : halves ? std::vector<u32>{SW_MOE_RECEIVE, SW_MOE_SEND} : std::vector<u32>{0}) {
-		sw_moe_args h = a;
+	for (u32 without : halves ? std::vector<u32>{SW_DISPATCH_RECEIVE, SW_DISPATCH_SEND} : std::vector<u32>{0}) {
+		sw_dispatch_args h = a;
 		h.mode &= ~without;
 		f(h);
 	}
 }
 
-void dispatch_of_few(world &w, sw_moe_args a, bool halves, program &p)
+void dispatch_of_few(world &w, sw_dispatch_args a, bool halves, program &p)
 {
-	u32 tables = w.by_token() ? 1 : SW_MOE_FEW_THREADS / 32;
+	u32 tables = w.by_token() ? 1 : SW_DISPATCH_FEW_THREADS / 32;
 	size_t shared = std::max<size_t>(4 * tables * w.slots + 6 * a.tokens * a.top_k, taker::front(a));
 	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.wire();
-	a.mode |= SW_MOE_ZERO;
+	a.mode |= SW_DISPATCH_ZERO;
 	auto kernel = w.by_token() ? (w.float8 ? dispatch_few_bf16 : dispatch_few)
 	              : w.float8   ? dispatch_few_by_expert_bf16
 	                           : dispatch_few_by_expert;
-	each_half(a, halves,
-	          [&](const sw_moe_args &h) { p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_THREADS, shared)); });
+	each_half(a, halves, [&](const sw_dispatch_args &h) {
+		p.push_back(with(kernel, h, 1 + draw(3), SW_DISPATCH_FEW_THREADS, shared));
+	});
 }
 
 void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
 {
-	sw_moe_args a = arguments(w, b, rank, again ? op_redispatch : op_dispatch);
+	sw_dispatch_args a = arguments(w, b, rank, again ? op_redispatch : op_dispatch);
 	a.send.x = reinterpret_cast<u64>(b.narrow_x[rank].data());
-	a.mode |= again ? SW_MOE_CACHED : 0;
+	a.mode |= again ? SW_DISPATCH_CACHED : 0;
 	a.scale_words = w.scale_words(), a.send.scale_block = 128,
 	a.send.scales = reinterpret_cast<const u32 *>(b.scale[rank].data());
 	if (w.by_token()) {
-		a.mode |= w.rows_by == compact ? SW_MOE_COMPACT : 0;
+		a.mode |= w.rows_by == compact ? SW_DISPATCH_COMPACT : 0;
 		a.send.to_rows = w.rows, a.send.to_scales = w.row_scales, a.send.to_indices = w.row_indices,
 		a.send.to_weights = w.row_weights, a.send.to_sources = w.row_sources;
 		if (w.few)
 			return dispatch_of_few(w, a, halves, p);
 		if (halves)
-			a.mode &= ~SW_MOE_RECEIVE;
+			a.mode &= ~SW_DISPATCH_RECEIVE;
 		send(w, a, 2 * w.hidden, w.float8, p);
 		if (halves)
-			p.push_back(with(dispatch_receive, a, 1, SW_MOE_THREADS));
+			p.push_back(with(dispatch_receive, a, 1, SW_DISPATCH_THREADS));
 		return;
 	}
 	to_staging(w, a);
 	if (w.few)
 		return dispatch_of_few(w, a, halves, p);
 	if (!halves && draw(2) == 0)
-		a.mode |= SW_MOE_BESIDE;
-	a.mode &= ~SW_MOE_RECEIVE;
+		a.mode |= SW_DISPATCH_BESIDE;
+	a.mode &= ~SW_DISPATCH_RECEIVE;
 	send(w, a, 2 * w.hidden, w.float8, p);
 	add_take(w, a, rank, p);
 }
 
-void sum(world &w, sw_moe_args &a, program &p)
+void sum(world &w, sw_dispatch_args &a, program &p)
 {
 	u32 whole = w.float8_sums ? float8_sum::stretch : 16, least = draw(2) == 0 ? a.wire_bytes : a.wire_bytes / 2;
-	a.movers = SW_MOE_SUM_THREADS / 32, a.depth = 1 + draw(3), a.part = (least + whole - 1) / whole * whole,
+	a.movers = SW_DISPATCH_SUM_THREADS / 32, a.depth = 1 + draw(3), a.part = (least + whole - 1) / whole * whole,
 	a.parts = (a.wire_bytes + a.part - 1) / a.part;
 	a.interval = draw(2) * 100;
 	p.push_back(with(w.float8_sums ? combine_rows_bf16_float8 : combine_rows_bf16, a, 1 + draw(3),
-	                 SW_MOE_SUM_THREADS, a.movers * a.depth * w.size * a.part));
+	                 SW_DISPATCH_SUM_THREADS, a.movers * a.depth * w.size * a.part));
 }
 
-void pass(sw_moe_args &a, bool float8, program &p)
+void pass(sw_dispatch_args &a, bool float8, program &p)
 {
-	a.parts = (a.row_bytes + SW_MOE_PASS_PART - 1) / SW_MOE_PASS_PART;
-	p.push_back(with(float8 ? experts_sum_bf16_float8 : experts_sum_bf16, a, 1 + draw(3), SW_MOE_SUM_PASS_THREADS));
+	a.parts = (a.row_bytes + SW_DISPATCH_PASS_PART - 1) / SW_DISPATCH_PASS_PART;
+	p.push_back(
+	    with(float8 ? experts_sum_bf16_float8 : experts_sum_bf16, a, 1 + draw(3), SW_DISPATCH_SUM_PASS_THREADS));
 }
 
 // Where a rank has the rows that its experts made, and the sums.
@@ -386,62 +388,63 @@ u64 grads_at(const world &w) { return (sums_at(w) + w.max_tokens * 2 * w.hidden 
 void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<float> &weights, program &p)
 {
 	bool halves = draw(2) == 0;
-	sw_moe_args a = arguments(w, b, rank, op_combine);
+	sw_dispatch_args a = arguments(w, b, rank, op_combine);
 	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.sum.y = w.segment(rank) + sums_at(w);
 	bool staged = !w.by_token() || w.float8_sums || !in_place;
-	a.mode |= w.by_token() ? 0 : SW_MOE_FREE; // as kernels/cuda/dispatch_launch.go has it
+	a.mode |= w.by_token() ? 0 : SW_DISPATCH_FREE; // as kernels/cuda/dispatch_launch.go has it
 	if (w.few) {
 		a.out.rows = w.segment(rank) + made_at(w), a.sum.weights = weights.data(),
 		a.sum.from_weights = w.weights;
-		a.mode |= w.by_token() ? 0 : SW_MOE_WEIGH;
+		a.mode |= w.by_token() ? 0 : SW_DISPATCH_WEIGH;
 		auto kernel = w.by_token()    ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16)
 		              : w.float8_sums ? combine_few_by_expert_bf16_float8
 		                              : combine_few_by_expert_bf16;
-		each_half(a, halves, [&](const sw_moe_args &h) {
-			p.push_back(with(kernel, h, 1 + draw(3), SW_MOE_FEW_SUM_THREADS));
+		each_half(a, halves, [&](const sw_dispatch_args &h) {
+			p.push_back(with(kernel, h, 1 + draw(3), SW_DISPATCH_FEW_SUM_THREADS));
 		});
 		return;
 	}
 	a.sum.from_rows = staged ? w.sums : made_at(w);
 	if (staged) {
-		a.mode |= SW_MOE_KEEP;
+		a.mode |= SW_DISPATCH_KEEP;
 		a.sum.weights = weights.data();
 		a.sum.from_weights = w.weights;
 		if (!w.by_token() && !halves && draw(2) == 0)
-			a.mode |= SW_MOE_BESIDE;
-		sw_moe_args s = a;
+			a.mode |= SW_DISPATCH_BESIDE;
+		sw_dispatch_args s = a;
 		s.sum.y = 0, s.out.rows = w.segment(rank) + made_at(w), s.out.weights = a.out.weights;
-		s.mode |=
-		    (w.rows_by == compact ? SW_MOE_COMPACT : 0) | (w.by_token() ? 0 : SW_MOE_BY_EXPERT | SW_MOE_WEIGH);
+		s.mode |= (w.rows_by == compact ? SW_DISPATCH_COMPACT : 0) |
+		          (w.by_token() ? 0 : SW_DISPATCH_BY_EXPERT | SW_DISPATCH_WEIGH);
 		pass(s, w.float8_sums, p);
 	}
 	if (halves) {
 		p.push_back(with(combine_begin, a, 1, SW_MAX_RANKS));
-		a.mode &= ~SW_MOE_SEND;
+		a.mode &= ~SW_DISPATCH_SEND;
 	}
 	sum(w, a, p);
 }
 
 void add_backward(world &w, const batch &b, u32 rank, std::vector<float> &weights, program &p)
 {
-	sw_moe_args a = arguments(w, b, rank, op_backward);
+	sw_dispatch_args a = arguments(w, b, rank, op_backward);
 	a.send.x = reinterpret_cast<u64>(b.narrow_dy[rank].data());
 	to_staging(w, a);
-	a.mode |= SW_MOE_CACHED;
+	a.mode |= SW_DISPATCH_CACHED;
 	send(w, a, 2 * w.hidden, false, p);
-	p.push_back(with(dispatch_receive, a, 1, SW_MOE_THREADS));
+	p.push_back(with(dispatch_receive, a, 1, SW_DISPATCH_THREADS));
 	u64 own = w.segment(rank);
 	if (w.by_token()) {
 		a.out.rows = own + w.staging, a.sum.y = own + grads_at(w),
-		a.mode = (a.mode & ~SW_MOE_BY_EXPERT) | (w.rows_by == compact ? SW_MOE_COMPACT : 0);
+		a.mode = (a.mode & ~SW_DISPATCH_BY_EXPERT) | (w.rows_by == compact ? SW_DISPATCH_COMPACT : 0);
 		pass(a, false, p);
 		return;
 	}
 	a.out.rows = own + made_at(w), a.sum.y = own + grads_at(w), a.out.weights = 0, a.sum.from_weights = w.weights,
-	a.mode |= SW_MOE_WEIGH | SW_MOE_ZERO;
-	p.push_back(with(experts_spread_bf16, a, 1 + draw(2), SW_MOE_PASS_THREADS));
-	a.mode = SW_MOE_SEND | SW_MOE_RECEIVE | SW_MOE_KEEP, a.sum.weights = weights.data(), a.row_bytes = 0;
-	p.push_back(with(combine_weights, a, 1 + draw(2), SW_MOE_FEW_SUM_THREADS));
+	a.mode |= SW_DISPATCH_WEIGH | SW_DISPATCH_ZERO;
+	p.push_back(with(experts_spread_bf16, a, 1 + draw(2), SW_DISPATCH_PASS_THREADS));
+	a.mode = SW_DISPATCH_SEND | SW_DISPATCH_RECEIVE | SW_DISPATCH_KEEP, a.sum.weights = weights.data(),
+	a.row_bytes = 0;
+	p.push_back(with(combine_weights, a, 1 + draw(2), SW_DISPATCH_FEW_SUM_THREADS));
 }
 
 // A launch of a rank's stream that is under way or over.
