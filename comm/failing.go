@@ -19,6 +19,17 @@ func (g *Group) Abort(err error) {
 	g.failed(&failure{code: failAborted, culprit: g.n.id, cause: err}, true)
 }
 
+// ReportLeft fails the group on every rank, at once, because rank has closed its
+// end of it while this rank waits for it outside of this package, in shared
+// memory for example: [Group.Err] names that rank, with [ErrPeerLost]. A rank
+// of the group that waits in a call of this package needs no such report.
+// ReportLeft does nothing for a rank that is not in the group.
+func (g *Group) ReportLeft(rank int) {
+	if rank >= 0 && rank < len(g.members) {
+		g.failed(&failure{code: failLeft, culprit: g.members[rank]}, true)
+	}
+}
+
 // Err returns nil while the group works, a [*PeerError] once it has failed,
 // and [ErrClosed] after a Close of a group that had not.
 func (g *Group) Err() error {

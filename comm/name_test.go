@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"os"
 	"os/exec"
@@ -137,7 +138,7 @@ func TestF4_AnotherUserAtTheName(t *testing.T) {
 	}, 10*time.Second, time.Millisecond)
 	guest := asNobody(t, "stranger", name)
 	out, err := guest.CombinedOutput()
-	if err != nil && strings.Contains(err.Error(), "permission") {
+	if errors.Is(err, fs.ErrPermission) {
 		t.Skip("cannot become another user: ", err)
 	}
 	require.NoError(t, err, "%s", out)

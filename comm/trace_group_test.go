@@ -20,6 +20,7 @@ import (
 //	settle RANK=OUTCOME...  these ranks agree whether a joint action, such as Admit, has failed: ok or failed
 //	barrier RANK...    these ranks call Barrier: timeout=
 //	abort RANK         it calls Abort
+//	left A>B           A reports that B has left
 //	kill, close RANK   its process ends, or it closes its end
 //	hold A>B           what A says to B stays on its way, until "release A>B"
 //	wait DURATION
@@ -86,6 +87,18 @@ func (w *traceGroup) do(c command) {
 				return map[bool]string{false: "settled: it has succeeded", true: "settled: it has failed"}[failed], err
 			})
 		}
+		return
+	}
+	if c.name == "left" {
+		from, of, _ := strings.Cut(c.args[0], ">")
+		rank, err := strconv.Atoi(from)
+		require.NoError(w.t, err)
+		culprit, err := strconv.Atoi(of)
+		require.NoError(w.t, err)
+		w.call(rank, time.Minute, func(_ context.Context, g *Group) (string, error) {
+			g.ReportLeft(culprit)
+			return "", g.Err()
+		})
 		return
 	}
 	timeout := c.duration(w.t, "timeout", time.Minute)

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"os"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -134,7 +133,6 @@ type Comm struct {
 	watched []*comm.Group // the same ranks; see watchPeers
 	heap    *memory.Heap
 	gpus    []*GPU // in the order in which they were made
-	left    []int  // peers that have left in good order
 	leaving bool
 
 	// The worker's own.
@@ -267,9 +265,6 @@ func (c *Comm) watch(w *comm.Group) {
 	if !errors.As(err, &gone) || !errors.Is(err, comm.ErrPeerLost) {
 		return // this rank has left, or the group has failed
 	}
-	c.mu.Lock()
-	c.left = append(c.left, gone.Rank)
-	c.mu.Unlock()
 	var running Ticket
 	since := time.Now()
 	for {
@@ -290,37 +285,15 @@ func (c *Comm) watch(w *comm.Group) {
 			leaving := c.leaving
 			c.mu.Unlock()
 			if !leaving {
-				c.group.Abort(errors.New(hasLeft(gone.Rank)))
+				c.group.ReportLeft(gone.Rank)
 			}
 			return
 		}
 	}
 }
 
-// hasLeft is the reason of a rank that waited for one that has left.
-func hasLeft(rank int) string { return fmt.Sprintf("rank %d has left the group", rank) }
-
-// blame tells the failure of the group that followed from a peer's leaving by its reason, whichever rank waited for it first.
-func (c *Comm) blame(err error) error {
-	if errors.Is(err, comm.ErrAborted) {
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		for _, rank := range c.left {
-			if strings.Contains(err.Error(), hasLeft(rank)) {
-				return fmt.Errorf("core: %w", &comm.PeerError{Rank: rank, Op: "wait", Err: fmt.Errorf("it has left the group: %w", comm.ErrPeerLost)})
-			}
-		}
-	}
-	return err
-}
-
 // run executes one operation, on the worker.
 func (c *Comm) run(o *op) (int64, error) {
-	value, err := c.execute(o)
-	return value, c.blame(err)
-}
-
-func (c *Comm) execute(o *op) (int64, error) {
 	if o.kind == opDo {
 		return o.do()
 	}

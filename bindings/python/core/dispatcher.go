@@ -178,7 +178,7 @@ func (d *Dispatcher) run(stream uintptr, call func(s device.Stream) (uint64, err
 		return 0, err
 	}
 	_, err = call(s)
-	return 0, d.comm.blame(err)
+	return 0, err
 }
 
 // handle refuses one that is not alive here.

@@ -290,7 +290,7 @@ func (g *GPU) enqueue(stream uintptr, dst, src Buffer, call func(s device.Stream
 	if err != nil {
 		return 0, err
 	}
-	return 0, g.comm.blame(call(s, d, v))
+	return 0, call(s, d, v)
 }
 
 // Refuse waits until the other ranks have heard why this one does not make the call that they make now.
@@ -335,7 +335,7 @@ func (g *GPU) Fault() error {
 	for _, d := range g.dispatchers {
 		err = errors.Join(err, d.inner.Fault())
 	}
-	return g.comm.blame(err)
+	return err
 }
 
 // Alloc submits an allocation of symmetric memory for work on a CUstream. Every rank submits the same ones. The heap grows
