@@ -2,15 +2,12 @@
 
 package cuda
 
-import (
-	"fmt"
-	"unsafe"
-)
+import "unsafe"
 
 type table = *struct{}
 
 func openTable() (table, error) {
-	return nil, fmt.Errorf("%w: built without cgo or not for linux", ErrUnavailable)
+	return nil, ErrNotBuilt
 }
 
 func closeTable(table) {}

@@ -8,6 +8,8 @@ import (
 var (
 	// ErrUnavailable is returned by Open where there is no CUDA driver, no device the driver can talk to, or no cgo.
 	ErrUnavailable = errors.New("cuda: no CUDA driver on this machine")
+	// ErrNotBuilt is the ErrUnavailable of a build that cannot talk to a driver.
+	ErrNotBuilt = fmt.Errorf("%w: built without cgo or not for linux", ErrUnavailable)
 	// ErrUnsupported is returned for what this driver or these devices cannot do.
 	ErrUnsupported = errors.New("cuda: not supported")
 	// ErrClosed is returned for use of a driver or context after Close.

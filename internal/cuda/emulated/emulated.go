@@ -11,7 +11,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"strings"
 	"sync"
 	"testing"
 
@@ -179,7 +178,7 @@ func run(t *testing.T, build func() ([]byte, error)) bool {
 	}
 	if d, err := cuda.Open(); err == nil {
 		require.NoError(t, d.Close())
-	} else if strings.Contains(err.Error(), "built without cgo") {
+	} else if errors.Is(err, cuda.ErrNotBuilt) {
 		t.Skip(err)
 	}
 	library, err := build()
