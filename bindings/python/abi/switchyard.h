@@ -1,4 +1,4 @@
-// The C ABI of Switchyard. What the functions do is said in abi.go.
+// The C ABI of Switchyard. The comments of the functions are in the Go files of this folder.
 #ifndef SWITCHYARD_H
 #define SWITCHYARD_H
 

@@ -1,0 +1,110 @@
+package main
+
+// #include <stdlib.h>
+// #include "switchyard.h"
+import "C"
+
+import (
+	"unsafe"
+
+	"github.com/switchyard-moe/switchyard/bindings/python/core"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// switchyard_all_to_all exchanges memory of a place: a communicator, which stands for the host, or one of its GPUs. shape is
+// a core.Shape, which the caller may change afterwards. On a GPU the exchange is enqueued on a stream, a CUstream, and waits
+// for nothing; what becomes of it a later call or switchyard_fault tells. On the host, where the stream is 0, it is
+// submitted as the calls below are.
+//
+//export switchyard_all_to_all
+func switchyard_all_to_all(place, stream C.uint64_t, dst, src unsafe.Pointer, shape *C.struct_switchyard_shape_head, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.AllToAll(uintptr(stream), uintptr(dst), uintptr(src), shapeOf(p, shape))
+	})
+}
+
+// switchyard_explain says how an exchange into dst would be carried. text holds room bytes and gets as much of the answer as
+// fits, 0-terminated.
+//
+//export switchyard_explain
+func switchyard_explain(place C.uint64_t, dst unsafe.Pointer, shape *C.struct_switchyard_shape_head, text *C.char, room C.int64_t) C.int32_t {
+	return guard(func() error {
+		p, err := placeOf(place)
+		if err != nil {
+			return err
+		}
+		why, err := p.Explain(uintptr(dst), shapeOf(p, shape))
+		if err == nil && room > 0 {
+			out := unsafe.Slice((*byte)(unsafe.Pointer(text)), int(room))
+			out[copy(out[:room-1], why)] = 0
+		}
+		return err
+	})
+}
+
+// switchyard_fault is the error that exchanges of a place which have run by now have come to and that no ticket tells.
+//
+//export switchyard_fault
+func switchyard_fault(place C.uint64_t) C.int32_t {
+	return guard(func() error {
+		p, err := placeOf(place)
+		if err != nil {
+			return err
+		}
+		return p.Fault()
+	})
+}
+
+// switchyard_refuse tells ranks that compare their calls that this one does not make the next one, because of an error with this code and
+// text. It always fails: with that error, or on the host, where it does not wait, with Again.
+//
+//export switchyard_refuse
+func switchyard_refuse(place C.uint64_t, code C.int32_t, text *C.char, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, 0, func(p core.Place) (core.Ticket, error) {
+		return p.Refuse(core.Refusal(core.Code(code), C.GoString(text)))
+	})
+}
+
+// switchyard_all_reduce combines src of all ranks into every rank's dst, which may be src. The place, the stream and the ticket are as
+// in switchyard_all_to_all.
+//
+//export switchyard_all_reduce
+func switchyard_all_reduce(place, stream C.uint64_t, dst, src unsafe.Pointer, bytes C.int64_t, dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.AllReduce(uintptr(stream), buffer(dst, bytes), buffer(src, bytes), kernels.DType(dtype), kernels.ReduceOp(op))
+	})
+}
+
+// switchyard_reduce_scatter combines src of all ranks and leaves this rank's slice in dst, likewise.
+//
+//export switchyard_reduce_scatter
+func switchyard_reduce_scatter(place, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
+	dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.ReduceScatter(uintptr(stream), buffer(dst, dstBytes), buffer(src, srcBytes), kernels.DType(dtype), kernels.ReduceOp(op))
+	})
+}
+
+// switchyard_all_gather puts src of rank k into slice k of every rank's dst, likewise.
+//
+//export switchyard_all_gather
+func switchyard_all_gather(place, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
+	wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.AllGather(uintptr(stream), buffer(dst, dstBytes), buffer(src, srcBytes))
+	})
+}
+
+// switchyard_barrier completes once all ranks have submitted it. This call and those below submit an operation on a stream, 0 for the
+// communicator's own, and wait for it for wait microseconds; Again says that it is still under way, and its buffers are in use until the
+// ticket is complete.
+//
+//export switchyard_barrier
+func switchyard_barrier(communicator, stream C.uint64_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
+		if err := hostStream(stream); err != nil {
+			return 0, err
+		}
+		return c.Barrier()
+	})
+}

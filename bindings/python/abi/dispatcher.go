@@ -1,0 +1,216 @@
+package main
+
+// #include <stdlib.h>
+// #include "switchyard.h"
+import "C"
+
+import (
+	"context"
+	"errors"
+	"time"
+	"unsafe"
+
+	"github.com/switchyard-moe/switchyard/bindings/python/core"
+	"github.com/switchyard-moe/switchyard/dispatch"
+)
+
+// switchyard_dispatcher makes a dispatcher of a place. opts is a dispatch.Options. The ticket's value is its handle.
+//
+//export switchyard_dispatcher
+func switchyard_dispatcher(communicator, place C.uint64_t, opts *C.char, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		var o dispatch.Options
+		if err := options(opts, &o); err != nil {
+			return 0, err
+		}
+		p, err := placeOf(place)
+		if err != nil {
+			return 0, err
+		}
+		return p.NewDispatcher(o, put[*core.Dispatcher])
+	})
+}
+
+// switchyard_dispatcher_info is the most rows that this rank can get, how many dispatches are alive, and this rank's experts, of which
+// there are experts and room for room in expert.
+//
+//export switchyard_dispatcher_info
+func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows, alive, experts, expert *C.int64_t, room C.int64_t) C.int32_t {
+	return guard(func() error {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return err
+		}
+		local := d.Experts()
+		*maxRows, *alive, *experts = C.int64_t(d.MaxRows()), C.int64_t(d.Alive()), C.int64_t(len(local))
+		out := numbers(expert, room)
+		for i, e := range local[:min(len(local), len(out))] {
+			out[i] = int64(e)
+		}
+		return nil
+	})
+}
+
+// switchyard_dispatcher_counters is what this rank has done so far: for each of experts how many choices of its tokens that got, and for
+// each of ranks the bytes of rows sent there and the nanoseconds waited for it.
+//
+//export switchyard_dispatcher_counters
+func switchyard_dispatcher_counters(dispatcher C.uint64_t, choices *C.int64_t, experts C.int64_t, bytes, waited *C.int64_t, ranks C.int64_t) C.int32_t {
+	return guard(func() error {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return err
+		}
+		c, err := d.Counters()
+		if err != nil {
+			return err
+		}
+		copy(numbers(choices, experts), c.Choices)
+		copy(numbers(bytes, ranks), c.Bytes)
+		out := numbers(waited, ranks)
+		for i, w := range c.Waited[:min(len(c.Waited), len(out))] {
+			out[i] = w.Nanoseconds()
+		}
+		return nil
+	})
+}
+
+// switchyard_dispatcher_close ends a dispatcher.
+//
+//export switchyard_dispatcher_close
+func switchyard_dispatcher_close(communicator, dispatcher C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return 0, err
+		}
+		handles.Drop(uint64(dispatcher))
+		return d.Close()
+	})
+}
+
+// dispatching makes a call of a dispatcher, as switchyard_all_to_all describes for a place.
+func dispatching(dispatcher C.uint64_t, ticket *C.uint64_t, wait C.int64_t, handle uint64, call func(*core.Dispatcher, *core.Handle) (core.Ticket, error)) C.int32_t {
+	return guarded(func() (core.Code, error) {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return 0, err
+		}
+		var h *core.Handle
+		if handle != 0 {
+			if h, err = core.Get[*core.Handle](handles, handle); err != nil {
+				return 0, err
+			}
+		}
+		t, err := call(d, h)
+		if err != nil || d.OnGPU() {
+			return core.OK, err
+		}
+		return await(d.Comm(), t, ticket, wait)
+	})
+}
+
+// switchyard_dispatch makes a core.DispatchCall. It is enqueued or submitted as switchyard_all_to_all describes. The ticket's value is a
+// handle of the dispatch, which is in the call where that was enqueued.
+//
+//export switchyard_dispatch
+func switchyard_dispatch(dispatcher, stream C.uint64_t, call *C.struct_switchyard_dispatch_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.DispatchCall)(unsafe.Pointer(call))
+	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.Dispatch(uintptr(stream), c, h, put[*core.Handle])
+	})
+}
+
+// switchyard_combine makes a core.CombineCall, likewise.
+//
+//export switchyard_combine
+func switchyard_combine(dispatcher, stream C.uint64_t, call *C.struct_switchyard_combine_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.CombineCall)(unsafe.Pointer(call))
+	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.Combine(uintptr(stream), c, h)
+	})
+}
+
+// switchyard_combine_backward makes a core.BackwardCall, likewise.
+//
+//export switchyard_combine_backward
+func switchyard_combine_backward(dispatcher, stream C.uint64_t, call *C.struct_switchyard_backward_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.BackwardCall)(unsafe.Pointer(call))
+	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.CombineBackward(uintptr(stream), c, h)
+	})
+}
+
+// switchyard_receive makes the second half of the dispatch, or of the combine, that a handle is in, likewise.
+//
+//export switchyard_receive
+func switchyard_receive(dispatcher, stream, handle C.uint64_t, combine C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return dispatching(dispatcher, ticket, wait, uint64(handle), func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.Receive(uintptr(stream), h, combine != 0)
+	})
+}
+
+// switchyard_output is where what a dispatch leaves lies, as core.Handle.Output has it: an address and bytes for each of 9 parts.
+//
+//export switchyard_output
+func switchyard_output(handle C.uint64_t, out *C.int64_t) C.int32_t {
+	return guard(func() error {
+		h, err := core.Get[*core.Handle](handles, uint64(handle))
+		if err != nil {
+			return err
+		}
+		to := numbers(out, 18)
+		for i, b := range h.Output() {
+			to[2*i], to[2*i+1] = int64(b.Addr), b.Bytes
+		}
+		return nil
+	})
+}
+
+// switchyard_counts waits wait microseconds for how many rows a dispatch brought, and else returns Again: the length of the output, and
+// for each of local experts how many, for each of groups the first row and one behind the last, and for each of ranks how many came from
+// there.
+//
+//export switchyard_counts
+func switchyard_counts(handle C.uint64_t, wait C.int64_t, rows, counts *C.int64_t, local C.int64_t, offsets *C.int64_t, groups C.int64_t, rankCounts *C.int64_t, ranks C.int64_t) C.int32_t {
+	return guarded(func() (core.Code, error) {
+		h, err := core.Get[*core.Handle](handles, uint64(handle))
+		if err != nil {
+			return 0, err
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), time.Duration(wait)*time.Microsecond)
+		defer cancel()
+		c, err := h.HostCounts(ctx)
+		if errors.Is(err, context.DeadlineExceeded) {
+			return core.Again, nil
+		}
+		if err != nil {
+			return 0, err
+		}
+		*rows = C.int64_t(c.Rows)
+		widen(numbers(counts, local), c.Counts)
+		widen(numbers(offsets, groups+1), c.Offsets)
+		widen(numbers(rankCounts, ranks), c.RankCounts)
+		return core.OK, nil
+	})
+}
+
+func widen(to []int64, from []int32) {
+	for i, v := range from[:min(len(from), len(to))] {
+		to[i] = int64(v)
+	}
+}
+
+// switchyard_release gives the output of a dispatch back.
+//
+//export switchyard_release
+func switchyard_release(handle C.uint64_t) C.int32_t {
+	return guard(func() error {
+		h, err := core.Get[*core.Handle](handles, uint64(handle))
+		if err == nil {
+			handles.Drop(uint64(handle))
+			h.Release()
+		}
+		return err
+	})
+}
