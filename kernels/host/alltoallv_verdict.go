@@ -1,0 +1,184 @@
+package host
+
+import (
+	"fmt"
+
+	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+func (x *exchange) sizes(peer int) string {
+	if x.a.Barrier {
+		return ""
+	}
+	return fmt.Sprintf("%d bytes from it and %d to it", x.a.Routes.RecvBytes[peer], x.a.Routes.SendBytes[peer])
+}
+
+// readSplits puts the splits in memory in the place of the launch's. It returns what does not fit.
+func (x *exchange) readSplits() *kernels.SplitsError {
+	a, r, n := x.a, &x.routes, x.c.Size
+	order := *a.Routes
+	table := shm.View[int64](a.Splits.Mem)
+	for i, v := range [...]*[]int64{&r.SendBytes, &r.SendOffsets, &r.RecvBytes, &r.RecvOffsets} {
+		*v = append((*v)[:0], table[i*n:][:n]...)
+	}
+	order.SendBytes, order.SendOffsets, order.RecvBytes, order.RecvOffsets = r.SendBytes, r.SendOffsets, r.RecvBytes, r.RecvOffsets
+	*r = order
+	me := x.e.space.Rank
+	r.RecvBytes[me] = r.SendBytes[me]
+	x.own = *a
+	x.own.Routes = r
+	x.a = &x.own
+	for _, d := range [...]struct {
+		send           bool
+		bytes, offsets []int64
+		limit          int64
+	}{{true, r.SendBytes, r.SendOffsets, a.Src.Bytes}, {false, r.RecvBytes, r.RecvOffsets, a.Dst.Bytes}} {
+		for p, bytes := range d.bytes {
+			if off := d.offsets[p]; bytes < 0 || off < 0 || off > d.limit-bytes {
+				return &kernels.SplitsError{Rank: me, Peer: p, Send: d.send, Bytes: bytes, Offset: off, Limit: d.limit, Epoch: x.epoch}
+			}
+		}
+	}
+	return nil
+}
+
+// refuse tells all peers of splits that do not fit, in the place of a message and of a credit. It returns when each has sent its message
+// or, if it waited for a credit, answered: then what was written here may be written over by the next call.
+func (x *exchange) refuse(why *kernels.SplitsError) error {
+	me := x.e.space.Rank
+	part := uint64(why.Peer) << 32
+	if why.Send {
+		part |= 1
+	}
+	order := x.a.Routes.Order
+	for _, p := range order {
+		line := x.c.Signal(x.epoch, me) + lineRefused
+		for i, v := range [...]uint64{uint64(why.Bytes), uint64(why.Offset), uint64(why.Limit), part} {
+			x.e.word(int(p), line+8*int64(i)).Store(v)
+		}
+		h := half{peer: int(p), total: -1, seq: x.e.word(int(p), x.c.Signal(x.epoch, me))} // the total is refused
+		x.signal(&h, kernels.LastSeq(x.epoch))
+		x.postCredit(&h, 1, 0, refused)
+	}
+	for len(order) > 0 {
+		p := int(order[0])
+		if x.e.word(me, x.c.Signal(x.epoch, p)).Load() >= kernels.LastSeq(x.epoch) ||
+			x.c.PacketBytes > 0 && x.e.word(me, x.c.Packet(x.epoch, p)).Load()>>32 == PacketFlag(x.epoch) {
+			order = order[1:]
+			x.w.busy()
+		} else if err := x.w.idle(p); err != nil {
+			return x.w.fail(p, err)
+		}
+	}
+	return why
+}
+
+// refusal is what a peer has said of splits that it refuses.
+func (x *exchange) refusal(peer int) *kernels.SplitsError {
+	word := func(i int64) uint64 {
+		return x.e.word(x.e.space.Rank, x.c.Signal(x.epoch, peer)+lineRefused+8*i).Load()
+	}
+	part := word(3)
+	return &kernels.SplitsError{Rank: peer, Peer: int(part >> 32), Send: part&1 != 0, Bytes: int64(word(0)), Offset: int64(word(1)), Limit: int64(word(2)), Epoch: x.epoch}
+}
+
+// mismatch ends a receive whose sender has another size in mind, or has refused its splits. A sender that waits for a credit is refused, and has to
+// say that it knows before this rank may go on to a call whose credits would overwrite the refusal.
+func (x *exchange) mismatch(h *half, sent uint64) {
+	if sent == refused {
+		x.failed, h.chunk = x.refusal(h.peer), 0
+		return
+	}
+	x.failed = &kernels.CountMismatchError{Src: h.peer, Dst: x.e.space.Rank, Sent: sent, Expected: uint64(h.total), Epoch: x.epoch}
+	if x.c.Mode(int64(sent)) == kernels.CreditMode {
+		h.refuse = true
+		x.postCredit(h, 1, 0, refused)
+		return
+	}
+	h.chunk = 0
+	line := x.c.Complaint(x.e.space.Rank)
+	x.e.word(h.peer, line+complaintSent).Store(sent)
+	x.e.word(h.peer, line+complaintExpected).Store(uint64(h.total))
+	x.e.word(h.peer, line).Store(x.epoch)
+	x.e.word(h.peer, x.c.Complaints()).Add(1)
+	x.e.ring(h.peer)
+}
+
+// outcome is what this rank and its receivers make of the call. A sender that needed no credit is through before its receiver
+// has looked, and learns of a complaint at the end of the next call at the latest: the receiver has signalled in that after it
+// complained. One call tells of one; there is an error for each call, and not more.
+func (x *exchange) outcome() error {
+	f, me := x.f, x.e.space.Rank
+	if x.failed != nil {
+		f.mismatched = x.epoch
+		return x.failed
+	}
+	n := x.e.word(me, x.c.Complaints()).Load()
+	if n == f.complaints {
+		return nil
+	}
+	if f.heard == nil {
+		f.heard = make([]uint64, x.c.Size)
+	}
+	var first *kernels.CountMismatchError
+	more := false
+	for d := range x.c.Size {
+		line := x.c.Complaint(d)
+		epoch := x.e.word(me, line).Load()
+		switch {
+		case epoch <= f.heard[d]:
+		case epoch == f.mismatched:
+			f.heard[d] = epoch
+		case first != nil && first.Epoch <= epoch:
+			more = true
+		default:
+			more = more || first != nil
+			first = &kernels.CountMismatchError{Src: me, Dst: d, Sent: x.e.word(me, line+complaintSent).Load(),
+				Expected: x.e.word(me, line+complaintExpected).Load(), Epoch: epoch}
+		}
+	}
+	if !more {
+		f.complaints = n
+	}
+	if first == nil {
+		return nil
+	}
+	f.heard[first.Dst], f.mismatched = first.Epoch, first.Epoch
+	return first
+}
+
+// lookForMismatch finds messages that arrived in another mode than their receiver waits for.
+func (x *exchange) lookForMismatch() {
+	me, c := x.e.space.Rank, x.c
+	for i := x.rHead; i < x.rOpen; i++ {
+		h := &x.recvs[i]
+		if h.chunk == 0 || h.refuse {
+			continue
+		}
+		if c.PacketBytes > 0 && h.mode != kernels.PacketMode {
+			if head := x.e.word(me, c.Packet(x.epoch, h.peer)).Load(); head>>32 == PacketFlag(x.epoch) {
+				x.mismatch(h, uint64(uint32(head)))
+				continue
+			}
+		}
+		if h.seq.Load() >= kernels.Seq(x.epoch, 0) {
+			if total := x.e.word(me, c.Signal(x.epoch, h.peer)+LineTotal).Load(); int64(total) != h.total {
+				x.mismatch(h, total)
+			}
+		}
+	}
+}
+
+// late is the first peer that has not done its part.
+func (x *exchange) late() int {
+	for i := x.rHead; i < len(x.recvs); i++ {
+		if x.recvs[i].chunk > 0 {
+			return x.recvs[i].peer
+		}
+	}
+	if x.sHead < len(x.sends) {
+		return x.sends[x.sHead].peer
+	}
+	return x.e.space.Rank
+}
