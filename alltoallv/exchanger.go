@@ -89,8 +89,7 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 //
 //   - A *kernels.SplitsError is about Splits.Live of some rank, and every rank gets it from this call.
 //   - A *kernels.CountMismatchError has the sizes on both ranks, and its Epoch the number of the call. A rank whose small message
-//     had another size than its receiver expected gets it from the next call, on a CUDA stream perhaps from the one after that.
-//     The call that returns it is complete.
+//     had another size than its receiver expected gets it from the next call, which is complete.
 //
 // After any other error the Exchanger can only be closed. All of these name the peer: comm.ErrPeerLost if it is lost,
 // comm.ErrTimeout if it does not come within Options.Timeout, and comm.ErrOutOfStep if it waits in a call that this rank has not

@@ -30,24 +30,22 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1)
 	if (a.world.size > 1)
 		ahead = x.look_ahead();
 	call now = call::open(a.world);
+	u64 last = warp < a.world.size - 1 ? last_complaint(a) : 0; // comes with the number
 	x.preload(ahead);
 	u64 epoch = now.epoch();
 	if (__any_sync(~0u, epoch == 0)) // a fault may be written just now
 		return;
 	if (a.world.size > 1) {
 		if (lane == 0)
-			x.announce(epoch, warp, warps);
+			x.announce(epoch, last, warp, warps);
 		x.send(epoch);
 	}
 	__syncthreads(); // every warp has read the number
 	now.advance_by_last();
 	release_stream();
 	copy_own(a, r, warps - 1 - warp, warps, lane); // first by the warps that have sent least
-	if (a.world.size > 1) {
+	if (a.world.size > 1)
 		x.receive(epoch);
-		if (warp == (warps - 1) / 2)
-			hear(a, lane, 32);
-	}
 }
 
 extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, 1)
@@ -96,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		out.run();
 	} else if (warp == send_warps) {
 		if (blockIdx.x == 0)
-			x.announce(epoch, lane, 32);
+			x.announce(epoch, last_complaint(a), lane, 32);
 		if (sends)
 			send_watch(a, r, epoch, b, lane).run();
 	} else if (warp == send_warps + 1) {
@@ -105,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		if (staged && receives)
 			recv_watch(a, r, epoch, b, lane).run(in);
 		if (blockIdx.x == 0)
-			hear(a, lane, 32);
+			hear_of_large(a, r, epoch, lane, 32);
 	} else if (!receives) {
 		if (warp < send_warps + 2 + tellers)
 			teller(a, r, epoch, b, lane, warp - send_warps - 2).run();

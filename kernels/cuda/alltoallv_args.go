@@ -35,7 +35,7 @@ type exchangeBlock struct {
 	control       place // struct sw_control
 	signals       place // [2][size][stripes] lines: {seq, total}, and of a message through staging {seq of its end, seq}
 	credits       place // [size] lines: {seq, offset or SW_NOWHERE} {seq, total}
-	complaints    place // [size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected
+	complaints    place // [2][size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected
 	stripeCredits place // [size][stripes] lines: {seq of the last chunk taken out of staging, 0}
 	packets       place // [2][size][packet_stride]
 	slots         place // [size][stripes][slot_count][slot_bytes]
@@ -49,7 +49,7 @@ func layExchangeBlock(offset, size, stripes, slotCount, slotBytes, packetBytes i
 	b.control, at = at, at+controlAlign
 	b.signals, at = at, at+2*size*stripes*lineBytes
 	b.credits, at = at, at+size*lineBytes
-	b.complaints, at = at, at+size*lineBytes
+	b.complaints, at = at, at+2*size*lineBytes
 	b.stripeCredits, at = at, kernels.AlignUp(at+size*stripes*lineBytes, kernels.LineBytes)
 	b.packets, at = at, at+2*size*b.packetStride
 	b.slots, at = at, at+size*stripes*slotCount*slotBytes

@@ -75,7 +75,7 @@ type controlWords struct {
 	epoch      uint64 // calls so far
 	readers    uint32 // blocks of the running kernel that have read epoch
 	fault      uint32 // kind of the first fault; later kernels return at once, except after a mismatch
-	mismatched uint64 // the call of the last mismatch of a reduction
+	mismatched uint64 // the last call of a reduction or dispatch that ranks disagree on, or in which this rank complained of a message
 }
 
 // worldWords is what every kernel knows of the heap and its rank. It comes first in every family's arguments.

@@ -133,10 +133,16 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"bool past = x.a > seq(epoch, 0);", "bool past = false;",
 		},
 		"the sender of a packet does not hear that another length was expected": {
-			"heed(a, p);", ";",
+			"hear(a, header, peer, epoch);\n\t\t\tif", "if",
+		},
+		"who receives large messages does not hear what their senders say of its own": {
+			"\t\t\thear_of_large(a, r, epoch, lane, 32);", "\t\t\t;",
+		},
+		"complaints of two calls share a place": {
+			"(packet::parity(epoch) * a.world.size + dst) * SW_LINE_BYTES", "dst * SW_LINE_BYTES",
 		},
 		"a sender whose receiver has given its message up does not hear why": {
-			"heed(a, peer);\n", ";\n",
+			"\t\t\thear_why(a, r[s].to, epoch, true);", "\t\t\t;",
 		},
 		"a rank that refuses its splits goes on before its peers have come": {
 			"\tawait_peers(s, a, epoch);", "",

@@ -169,7 +169,7 @@ struct sw_control {
 	uint64_t epoch; /* calls so far */
 	uint32_t readers; /* blocks of the running kernel that have read epoch */
 	uint32_t fault; /* kind of the first fault; later kernels return at once, except after a mismatch */
-	uint64_t mismatched; /* the call of the last mismatch of a reduction */
+	uint64_t mismatched; /* the last call of a reduction or dispatch that ranks disagree on, or in which this rank complained of a message */
 };
 
 /* What every kernel knows of the heap and its rank. It comes first in every family's arguments. */
@@ -329,7 +329,7 @@ struct sw_exchange_block {
 	uint64_t control; /* struct sw_control */
 	uint64_t signals; /* [2][size][stripes] lines: {seq, total}, and of a message through staging {seq of its end, seq} */
 	uint64_t credits; /* [size] lines: {seq, offset or SW_NOWHERE} {seq, total} */
-	uint64_t complaints; /* [size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected */
+	uint64_t complaints; /* [2][size] lines: {epoch, sent} {epoch, expected} of a message that had another length than its receiver expected */
 	uint64_t stripe_credits; /* [size][stripes] lines: {seq of the last chunk taken out of staging, 0} */
 	uint64_t packets; /* [2][size][packet_stride] */
 	uint64_t slots; /* [size][stripes][slot_count][slot_bytes] */
@@ -465,7 +465,7 @@ static inline struct sw_exchange_block sw_lay_exchange_block(int64_t offset, int
 	b.credits = at;
 	at = at + size * SW_LINE_BYTES;
 	b.complaints = at;
-	at = at + size * SW_LINE_BYTES;
+	at = at + 2 * size * SW_LINE_BYTES;
 	b.stripe_credits = at;
 	at = (at + size * stripes * SW_LINE_BYTES + 128 - 1) / 128 * 128;
 	b.packets = at;

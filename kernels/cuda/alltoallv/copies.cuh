@@ -33,9 +33,8 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	receiver in{a, r, epoch};
 	in.grant(threadIdx.x, SW_COPY_THREADS);
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
-	x.announce(epoch, threadIdx.x, SW_COPY_THREADS, true);
+	x.announce(epoch, last_complaint(a), threadIdx.x, SW_COPY_THREADS, by_copies);
 	x.send(epoch);
-	hear(a, threadIdx.x, SW_COPY_THREADS);
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += SW_COPY_THREADS) {
 		u32 p = r[i].to;
@@ -52,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 			}
 		pair64 place = load16_relaxed_sys(line), expected = load16_relaxed_sys(line + 16);
 		if (place.a != seq(epoch, 0) || expected.a != seq(epoch, 0))
-			hear_why(a, p, epoch);
+			hear_why(a, p, epoch, true);
 		else if (expected.b != static_cast<u64>(n))
 			disagree(a, p, epoch, true, static_cast<u64>(n), expected.b);
 		else if (place.b != static_cast<u64>(c.places[p]))
@@ -89,4 +88,5 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 	}
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
 	x.receive(epoch);
+	hear_of_large(a, r, epoch, threadIdx.x, SW_COPY_THREADS);
 }

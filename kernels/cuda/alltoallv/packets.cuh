@@ -4,7 +4,7 @@
 // All warps of a kernel may send and receive packets. Writes this rank's packet places in the peers' segments (double
 // buffered by the call's parity) and, after a disagreement, its credit line or its complaint there; reads and wipes the
 // places in its own segment, and the peers' complaints. Places lie behind a header, whose first packet tells the
-// message's length.
+// message's length, and whether its sender has a complaint of the call before.
 #pragma once
 
 #include "../packet.cuh"
@@ -46,12 +46,29 @@ struct refused_part {
 	}
 };
 
-// Where rank src finds what dst says of a message that had another length than dst expected. The sender of a packet
-// needs no credit and may be through before dst looks; it hears of it in its next call, or in the one after where that
-// begins at once.
-__device__ __forceinline__ u64 complaint(const sw_exchange_args &a, u32 src, u32 dst)
+// What the third word of a header says: copy engines write the large messages; and the rank has complained in the call
+// before of somebody's message.
+constexpr u32 by_copies = 1, has_complained = 2;
+
+// Where rank src finds what dst says of a message of call epoch that had another length than dst expected. The sender
+// of a packet needs no credit and may be through before dst looks; dst's header in the next call tells it to look here.
+__device__ __forceinline__ u64 complaint(const sw_exchange_args &a, u64 epoch, u32 src, u32 dst)
 {
-	return segment(a.world, src) + a.block.complaints + dst * SW_LINE_BYTES;
+	return segment(a.world, src) + a.block.complaints +
+	       (packet::parity(epoch) * a.world.size + dst) * SW_LINE_BYTES;
+}
+
+// The last call in which this rank has complained, 0 before the first. To be asked early, with the call's number.
+__device__ __forceinline__ u64 last_complaint(const sw_exchange_args &a)
+{
+	return load_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched) +
+	                        zero_of_lane());
+}
+
+// What the header of call epoch says of the one before.
+__device__ __forceinline__ u32 complains(u64 last, u64 epoch)
+{
+	return last != 0 && last == epoch - 1 ? has_complained : 0;
 }
 
 // Records that a peer and this rank have different sizes in mind, or that the peer has refused its splits, which it has
@@ -62,10 +79,12 @@ __device__ __noinline__ void disagree(const sw_exchange_args &a, u32 peer, u64 e
 	if ((sending ? expected : sent) != refused) {
 		give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, sending, sent, expected);
 		if (!sending) {
-			u64 line = complaint(a, peer, a.world.rank);
+			u64 line = complaint(a, epoch, peer, a.world.rank);
 			store16_relaxed_sys(line + 16, epoch, expected);
 			fence_acq_rel_sys();
 			store16_relaxed_sys(line, epoch, sent);
+			store_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched),
+			                  epoch); // for the headers of the next call
 		}
 		return;
 	}
@@ -75,33 +94,43 @@ __device__ __noinline__ void disagree(const sw_exchange_args &a, u32 peer, u64 e
 	x.record(a.world, peer, epoch);
 }
 
-// Records a complaint of a peer, and forgets it.
-__device__ __noinline__ void heed(const sw_exchange_args &a, u32 peer)
+// Records what a peer in a later call has said of this rank's message of call epoch: of a large one while its sender is
+// in that call, of a packet in the next.
+__device__ __noinline__ void hear_why(const sw_exchange_args &a, u32 peer, u64 epoch, bool large)
 {
-	u64 line = complaint(a, a.world.rank, peer);
+	u64 line = complaint(a, epoch, a.world.rank, peer);
 	fence_acq_rel_sys();
 	pair64 sent = load16_relaxed_sys(line), expected = load16_relaxed_sys(line + 16);
-	store16_relaxed_sys(line, 0, 0);
-	give_up(a.world, SW_FAULT_MISMATCH, peer, sent.a, true, sent.b, expected.b);
+	if (sent.a == epoch && (sent.b > static_cast<u64>(a.packet_bytes)) == large)
+		give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, true, sent.b, expected.b);
 }
 
-// What the ranks first, first+step, ... have said of packets of an earlier call. For threads that have nothing urgent
-// to do.
-__device__ __noinline__ void hear(const sw_exchange_args &a, u32 first, u32 step)
+// What a peer's header of this call says of the call before.
+__device__ __forceinline__ void hear(const sw_exchange_args &a, const packet &header, u32 peer, u64 epoch)
+{
+	if ((header.word(2) & has_complained) != 0)
+		hear_why(a, peer, epoch - 1, false);
+}
+
+// The same of the senders of large messages, of whose headers nothing else needs to wait.
+template <typename Steps>
+__device__ __noinline__ void hear_of_large(const sw_exchange_args &a, Steps r, u64 epoch, u32 first, u32 step)
 {
 #pragma unroll 1
-	for (u32 p = first; p < a.world.size; p += step) {
-		pair64 told = load16_relaxed_sys(complaint(a, a.world.rank, p));
-		if (told.a != 0 && told.b <= static_cast<u64>(a.packet_bytes))
-			heed(a, p);
+	for (u32 i = first; i < a.world.size - 1; i += step) {
+		u32 p = r[i].from;
+		if (r[i].recv_bytes <= a.packet_bytes)
+			continue;
+		packet header;
+		wait w;
+#pragma unroll 1
+		while (!(header = packet::get(packet_place(a, epoch, a.world.rank, p))).has(packet::flag(epoch)))
+			if (!w.slow(a.world)) {
+				give_up(a.world, w.kind, p, epoch, false);
+				return;
+			}
+		hear(a, header, p, epoch);
 	}
-}
-
-// For the sender of a large message whose receiver is in a later call: it has given the message up.
-__device__ __noinline__ void hear_why(const sw_exchange_args &a, u32 peer, u64 epoch)
-{
-	if (load16_relaxed_sys(complaint(a, a.world.rank, peer)).a == epoch)
-		heed(a, peer);
 }
 
 __device__ __noinline__ void send_odd(u64 wire, u64 src, i64 left, u32 flag)
@@ -175,6 +204,7 @@ __device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place
 	for (;;) {
 		packet header = packet::get(place);
 		if (header.has(flag)) {
+			hear(a, header, peer, epoch);
 			if (header.low() == static_cast<u64>(bytes))
 				return true;
 			disagree(a, peer, epoch, false, header.low(), static_cast<u64>(bytes));
@@ -255,15 +285,15 @@ template <typename Steps> struct packets {
 			first.load(x.src, x.left);
 	}
 
-	// The headers of the steps first, first+step, ... by_copy says that copy engines write large messages, also to
-	// a rank that has refused its splits.
-	__device__ __forceinline__ void announce(u64 epoch, u32 first, u32 step, bool by_copy = false)
+	// The headers of the steps first, first+step, ... by_copies says that copy engines write large messages, also
+	// to a rank that has refused its splits.
+	__device__ __forceinline__ void announce(u64 epoch, u64 last, u32 first, u32 step, u32 also = 0)
 	{
 		u32 flag = packet::flag(epoch);
 #pragma unroll 1
 		for (u32 i = first; i < a.world.size - 1; i += step)
 			packet::put(packet_place(a, epoch, r[i].to, a.world.rank), flag,
-			            static_cast<u64>(r[i].send_bytes), by_copy);
+			            static_cast<u64>(r[i].send_bytes), also | complains(last, epoch));
 	}
 
 	__device__ __forceinline__ void send(u64 epoch)

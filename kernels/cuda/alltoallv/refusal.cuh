@@ -38,6 +38,7 @@ __device__ __noinline__ refused_part find_refused(const gathered::store &s, cons
 __device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_exchange_args &a, u64 epoch,
                                              const refused_part &x)
 {
+	u32 earlier = complains(last_complaint(a), epoch);
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += blockDim.x) {
 		u32 p = s.steps[i].to;
@@ -45,7 +46,7 @@ __device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_
 		    credit = segment(a.world, p) + a.block.credits + a.world.rank * SW_LINE_BYTES;
 		x.store(place);
 		fence_acq_rel_sys(); // whoever sees what follows sees that
-		packet::put(place, packet::flag(epoch), refused, 0);
+		packet::put(place, packet::flag(epoch), refused, earlier);
 		store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
 		store16_relaxed_sys(credit + 16, seq(epoch, 0), refused);
 	}
@@ -65,9 +66,12 @@ __device__ __forceinline__ void await_peers(const gathered::store &s, const sw_e
 #pragma unroll 1
 		for (;;) {
 			packet header = packet::get(place);
-			bool copied = (header.word(2) & 1) != 0 && header.low() > static_cast<u64>(a.packet_bytes);
-			if (header.has(flag) && (!copied || load_relaxed_sys(line) >= last_seq(epoch)))
+			bool copied =
+			    (header.word(2) & by_copies) != 0 && header.low() > static_cast<u64>(a.packet_bytes);
+			if (header.has(flag) && (!copied || load_relaxed_sys(line) >= last_seq(epoch))) {
+				hear(a, header, p, epoch);
 				break;
+			}
 			if (!w.slow(a.world)) {
 				give_up(a.world, w.kind, p, epoch, false);
 				return;

@@ -149,7 +149,7 @@ struct send_watch : watch {
 		atomicCAS(&b.begin, 0u, static_cast<u32>(clock()) | 1u);
 		store_relaxed_cta(&b.place[s], !past && y.b == n ? resolve(a.world, r[s].to, x.b) : skip_message);
 		if (past)
-			hear_why(a, r[s].to, epoch);
+			hear_why(a, r[s].to, epoch, true);
 		else if (y.b != n)
 			disagree(a, r[s].to, epoch, true, n, y.b);
 		fresh = true;
