@@ -51,7 +51,8 @@ type Communicator struct {
 
 	calls  sync.Mutex
 	closed bool
-	last   device.Stream // of the last launch that was not captured; nil before the first, and for the caller itself
+	apart  sync.WaitGroup // calls of LaunchApart
+	last   device.Stream  // of the last launch that was not captured; nil before the first, and for the caller itself
 
 	broken atomic.Pointer[error] // a launch failed half-way: the control block is in no known state
 }
@@ -211,9 +212,7 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 // stream, has failed. On a stream the owner's Done gets the result, and calls c.Done. c is locked.
 func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 	defer cuda.StartRange(op.Operation()).End()
-	if c.trace != nil {
-		c.trace.Log(context.Background(), env.LevelTrace, "call", "group", c.Group.Name(), "rank", c.Group.Rank(), "operation", op.Operation(), "stream", s != nil)
-	}
+	c.log(s, op)
 	err := c.order(s)
 	if err == nil {
 		if err = c.port.Launch(s, op); err != nil && s == nil {
@@ -224,6 +223,34 @@ func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 		return fmt.Errorf("%s: %w", c.name, err)
 	}
 	return nil
+}
+
+// LaunchApart enqueues op on s, or runs it if s is nil. Unlike Launch it does not order op behind other launches, which may wait for what op
+// does, and an error of op leaves c usable. c is not locked.
+func (c *Communicator) LaunchApart(s device.Stream, op kernels.Operation) error {
+	c.Lock()
+	err := c.Usable()
+	if err == nil {
+		c.apart.Add(1)
+	}
+	c.Unlock()
+	if err != nil {
+		return err
+	}
+	defer c.apart.Done()
+	defer cuda.StartRange(op.Operation()).End()
+	c.log(s, op)
+	if err := c.port.Launch(s, op); err != nil {
+		return fmt.Errorf("%s: %w", c.name, err)
+	}
+	return nil
+}
+
+// log writes a line of trace.
+func (c *Communicator) log(s device.Stream, op kernels.Operation) {
+	if c.trace != nil {
+		c.trace.Log(context.Background(), env.LevelTrace, "call", "group", c.Group.Name(), "rank", c.Group.Rank(), "operation", op.Operation(), "stream", s != nil)
+	}
 }
 
 // order makes s wait for the last launch. A captured launch is outside that order: the program that replays it orders it.
@@ -264,6 +291,8 @@ func (c *Communicator) Close(ctx context.Context) error {
 		return nil
 	}
 	err := c.port.Drain(ctx, last)
+	// A call of LaunchApart may have been let in just before c was closed, and reach the port only now.
+	err = errors.Join(err, kernels.Drain(ctx, func() error { c.apart.Wait(); return nil }, func() { _ = c.port.Drain(ctx, last) }))
 	if errors.Is(err, kernels.ErrRunning) {
 		return fmt.Errorf("%s: close: %w", c.name, err)
 	}

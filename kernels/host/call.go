@@ -12,8 +12,8 @@ import (
 // call is one call of one communicator, as peers can tell it.
 type call struct {
 	op    opcode
-	at    int64 // offset of the word that counts the communicator's calls: its place is the communicator's name
-	epoch uint64
+	at    int64  // offset of the word that counts the communicator's calls: its place is the communicator's name
+	epoch uint64 // 0 where the ranks do not count their calls alike
 }
 
 // A call's word is its communicator's offset in lines, the low bits of its epoch and its operation. It is never 0, because no control block
@@ -53,6 +53,9 @@ const (
 // for the other. The word of where this rank waits stays, for the peer to see.
 func (w *waiter) elsewhere(peer int) error {
 	e := w.e
+	if w.call.epoch == 0 { // a transfer between two ranks: the peer may make it on another thread
+		return nil
+	}
 	if err := w.control(peer); err != nil {
 		return err
 	}
@@ -112,7 +115,6 @@ func (w *waiter) fail(peer int, err error) error {
 // doing says what can be seen of a peer that has not come.
 func (w *waiter) doing(peer int) string {
 	e := w.e
-	begun := e.word(peer, w.call.at).Load()
 	at := ""
 	if call, seq := e.space.Instead(peer); seq != 0 {
 		at = " and waits in " + call
@@ -120,6 +122,10 @@ func (w *waiter) doing(peer int) string {
 	if c, _, ok := w.callOf(e.peers[peer].waiting.Load()); ok {
 		at = fmt.Sprintf(" and waits in %v, call %d of that kind", c.op, c.epoch)
 	}
+	if d, ok := w.with.(interface{ doing(peer int) string }); ok && w.call.epoch == 0 {
+		return d.doing(peer) + at
+	}
+	begun := e.word(peer, w.call.at).Load()
 	if begun < w.call.epoch {
 		calls := "calls"
 		if begun == 1 {

@@ -3,6 +3,7 @@ package host
 import (
 	"context"
 	"fmt"
+	"sync"
 	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/device"
@@ -15,7 +16,8 @@ type port struct {
 	name    string
 	fam     family
 	ops     map[string]opcode
-	leaving atomic.Bool // its waits are over
+	leaving atomic.Bool    // its waits are over
+	pending sync.WaitGroup // launches that have not ended
 }
 
 // Defaults are those of the host device.
@@ -56,17 +58,24 @@ func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 		return fmt.Errorf("kernels: %s on a port of %s", op.Operation(), p.name)
 	}
 	if s == nil {
+		p.pending.Add(1)
 		return p.run(op)
 	}
 	hs, ok := s.(*device.HostStream)
 	if !ok {
 		return fmt.Errorf("kernels: the host engine needs a host stream, not one of %v", s.Device())
 	}
-	return hs.Enqueue(p.e.task(p, op))
+	p.pending.Add(1)
+	err := hs.Enqueue(p.e.task(p, op))
+	if err != nil {
+		p.pending.Done()
+	}
+	return err
 }
 
 // run is a launch, from its beginning to its end.
 func (p *port) run(op kernels.Operation) error {
+	defer p.pending.Done()
 	err := p.fam.run(p, op)
 	op.Finish(err)
 	return err
@@ -80,9 +89,13 @@ func (p *port) call(op kernels.Operation, at int64, epoch uint64) call {
 // Fault is nil: operations are done when they have run.
 func (*port) Fault() error { return nil }
 
-// Drain waits for the last stream.
+// Drain waits for the last stream, and for launches on all others.
 func (p *port) Drain(ctx context.Context, last device.Stream) error {
-	return kernels.Drain(ctx, func() error { return device.Follow(nil, last) }, func() {
+	return kernels.Drain(ctx, func() error {
+		err := device.Follow(nil, last)
+		p.pending.Wait()
+		return err
+	}, func() {
 		p.leaving.Store(true) // a wait looks at it once in sleepFor
 	})
 }

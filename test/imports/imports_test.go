@@ -75,18 +75,18 @@ func TestNothingDependsOnNVML(t *testing.T) {
 var floors = [][]string{
 	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "internal/proctest", "."}, // the process around the library, and the version
 	{"internal/shm", "internal/vec", "internal/cuda"},                                                      // mappings, vector loops, the CUDA driver
-	{"comm", "device"},               // ranks meet; streams and events of a device
-	{"device/nvml"},                  // what NVIDIA's management library tells
-	{"kernels"},                      // the launch language of plans and engines
-	{"kernels/host", "kernels/cuda"}, // the engines, in Go and in CUDA C++
-	{"internal/agree"},               // ranks find out whether they make the same call with the same values
-	{"memory"},                       // the symmetric heap, pool and registration; it chooses the engine
-	{"internal/communicator"},        // the life of a communicator
-	{"alltoallv", "allreduce"},       // plans, choice of algorithm, gradient buckets
-	{"dispatch"},                     // MoE routing, expert placement
-	{"stack"},                        // all that a worker opens on a group
-	{"internal/worldtest", "test"},   // tests of several ranks, and of pages
-	{"bindings", "cmd", "examples"},  // programs
+	{"comm", "device"},                // ranks meet; streams and events of a device
+	{"device/nvml"},                   // what NVIDIA's management library tells
+	{"kernels"},                       // the launch language of plans and engines
+	{"kernels/host", "kernels/cuda"},  // the engines, in Go and in CUDA C++
+	{"internal/agree"},                // ranks find out whether they make the same call with the same values
+	{"memory"},                        // the symmetric heap, pool and registration; it chooses the engine
+	{"internal/communicator"},         // the life of a communicator
+	{"alltoallv", "allreduce", "p2p"}, // plans, choice of algorithm, gradient buckets; two ranks
+	{"dispatch"},                      // MoE routing, expert placement
+	{"stack"},                         // all that a worker opens on a group
+	{"internal/worldtest", "test"},    // tests of several ranks, and of pages
+	{"bindings", "cmd", "examples"},   // programs
 }
 
 // importers bounds who imports a package beyond what the floors say.
