@@ -396,6 +396,8 @@ def overflow(rank: int, size: int, device: str) -> None:
     d = sw.Dispatcher(size, 1, 16, max_tokens=8, layout="padded", capacity=8, device=device)
     x, weights = torch.ones(8, 16, device=device), torch.ones(8, 1, device=device)
     here = torch.full((8, 1), rank, device=device)
+    wrong = here.clone()
+    wrong[3] += size  # the only one: a GPU names any of several
 
     def fails(idx: torch.Tensor) -> None:
         got = d.dispatch(x, idx, weights)
@@ -409,8 +411,8 @@ def overflow(rank: int, size: int, device: str) -> None:
         sw.barrier()
         got = d.dispatch(x * 2, here, weights)
         assert (d.combine(got.rows, got) == 2).all()
-        with pytest.raises(sw.errors.InvalidArgument, match=f"token 0 of rank 0 has expert {size} as choice 0"):
-            fails(here + (size if rank == 0 else 0))
+        with pytest.raises(sw.errors.InvalidArgument, match=f"token 3 of rank 0 has expert {size} as choice 0"):
+            fails(wrong if rank == 0 else here)
         sw.barrier()
     del got
     d.close()
