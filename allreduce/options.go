@@ -54,7 +54,7 @@ type Options struct {
 	// switch adds is not known, so results of floats may differ from run to run; all ranks get the same bits.
 	Multicast string
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
-	// On the host a peer that moves bytes of the communicator's calls is not silent.
+	// A peer that moves bytes of the communicator's calls is not silent.
 	Timeout time.Duration
 	// Validate has the ranks compare every call on the control plane first, so that a rank that refuses its arguments is an error
 	// on every rank, with nothing enqueued. It costs a round of socket messages a call. Without it, ranks that make different calls

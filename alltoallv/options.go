@@ -46,7 +46,7 @@ type Options struct {
 	// Algorithm "copy", for ranks with a GPU each: ranks that share one can hold up each other's copies until Timeout.
 	NoSMs bool
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
-	// On the host a peer that moves bytes of the communicator's calls is not silent.
+	// A peer that moves bytes of the communicator's calls is not silent.
 	Timeout time.Duration
 	// Validate has the ranks compare their counts on the control plane before every call, so that a disagreement is an
 	// error on every rank with nothing enqueued. It costs a round of socket messages a call and waits for the slowest

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1)
 	if (a.world.size > 1)
 		ahead = x.look_ahead();
 	call now = call::open(a.world);
-	u64 last = warp < a.world.size - 1 ? last_complaint(a) : 0; // comes with the number
+	pair64 last = warp < a.world.size - 1 ? last_complaints(a) : pair64{0, 0}; // come with the number
 	x.preload(ahead);
 	u64 epoch = now.epoch();
 	if (__any_sync(~0u, epoch == 0)) // a fault may be written just now
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		out.run();
 	} else if (warp == send_warps) {
 		if (blockIdx.x == 0)
-			x.announce(epoch, last_complaint(a), lane, 32);
+			x.announce(epoch, last_complaints(a), lane, 32);
 		if (sends)
 			send_watch(a, r, epoch, b, lane).run();
 	} else if (warp == send_warps + 1) {

@@ -302,6 +302,22 @@ func TestF1_AMissingRankIsNamedWithinTheDeadline(t *testing.T) {
 	}
 }
 
+// A message of 20 MiB at 8 MB/s, written in place: its one signal comes at its end, three times later than the deadline. The receiver waits
+// for it, and the sender in the next call for the receiver's.
+func TestF1_WhoWritesALongMessageIsNotSilent(t *testing.T) {
+	w := newWorld(t, 2, 64<<20, testBounds)
+	defer w.close()
+	c := w.newCall([][]int64{{0, 20 << 20}, {200_000, 0}}, none)
+	c.timeout, c.schedule = 800*time.Millisecond, kernels.Schedule{Window: 1, Blocks: 1, Rate: 0.0082}
+	w.prepare(c)
+	start := time.Now()
+	w.launch(c)
+	w.launch(c)
+	w.sync()
+	require.Greater(t, time.Since(start), 4*c.timeout, "the message is to take long")
+	w.verifyHost(c, "a long message")
+}
+
 // endsWaits has a rank wait for one that does not come, in small and large calls, until end has returned.
 func endsWaits(t *testing.T, end func(w *world, k *rank)) {
 	for _, bytes := range []int64{100, 100_000} {

@@ -68,14 +68,16 @@ type faultWords struct {
 	stop       uint64 // set by the host: every wait of the communicator's kernels returns
 }
 
-// controlWords are the words of a control block that only its own rank touches.
+// controlWords are the words of a control block that only its own rank writes.
 type controlWords struct {
 	_ structs.HostLayout
 
-	epoch      uint64 // calls so far
-	readers    uint32 // blocks of the running kernel that have read epoch
-	fault      uint32 // kind of the first fault; later kernels return at once, except after a mismatch
-	mismatched uint64 // the last call of a reduction or dispatch that ranks disagree on, or in which this rank complained of a message
+	epoch      uint64    // calls so far
+	readers    uint32    // blocks of the running kernel that have read epoch
+	fault      uint32    // kind of the first fault; later kernels return at once, except after a mismatch
+	mismatched uint64    // the last call of a reduction or dispatch that ranks disagree on
+	moved      uint64    // the time when this rank last moved bytes, told now and then; peers look at it before they blame
+	complained [2]uint64 // by parity, the last call of an exchange in which this rank complained of the size of a peer's message
 }
 
 // worldWords is what every kernel knows of the heap and its rank. It comes first in every family's arguments.

@@ -57,13 +57,36 @@ __device__ __forceinline__ u64 resolve(const sw_world &w, u32 peer, u64 place)
 __device__ __forceinline__ bool of_one_call(u32 kind) { return kind == SW_FAULT_MISMATCH || kind >= SW_FAULT_ORDER; }
 
 constexpr u32 host_polls = 8192; // of a wait between two looks at the host's word
+constexpr u32 moved_looks = 8;   // of a wait, until its deadline, at what the ranks have moved
+
+__device__ __forceinline__ u64 moved_word(const sw_world &w, u32 rank)
+{
+	return segment(w, rank) + w.control + offsetof(sw_control, moved);
+}
+
+// This rank moves bytes. One thread.
+__device__ __forceinline__ void tell_moved(u64 word) { store_relaxed_sys(word, now_ns()); }
+
+// A number that differs once any rank has moved bytes of the communicator's calls.
+__device__ __noinline__ u64 all_moved(const sw_world &w)
+{
+	u64 sum = 0;
+#pragma unroll 1
+	for (u32 p = 0; p < w.size; p++)
+		sum += load_relaxed_sys(moved_word(w, p));
+	return sum;
+}
 
 // A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at
 // once in a while. So is, less often, the host's word, which reaches kernels also while the driver is busy, as it is in
 // a thread that frees memory and waits for them. Reading it takes the way to the host: 30,000 threads that do it at
 // once need 300 us.
+//
+// The deadline measures silence (F1). A rank that moves bytes is alive, though it may signal nothing for long, and so
+// is one that waits for such a rank. The bytes of a call are finite, so no wait is endless.
 struct wait {
-	u64 since = 0;
+	static constexpr u64 never = ~0ull;
+	u64 since = 0, looked = 0, moved = never; // moved is what the last look saw
 	u32 polls = 0;
 	u32 kind = SW_FAULT_NONE;
 	u64 epoch = 0; // of a reduction: its waits also end when the ranks' calls turn out to differ
@@ -89,7 +112,13 @@ struct wait {
 		}
 		u64 t = now_ns();
 		if (since == 0)
-			since = t;
+			since = looked = t;
+		if (t - looked > w.timeout_ns / moved_looks) {
+			u64 before = moved;
+			looked = t, moved = all_moved(w);
+			if (moved != before) // so too at the first look
+				since = t;
+		}
 		if (t - since > w.timeout_ns) {
 			kind = SW_FAULT_TIMEOUT;
 			return false;

@@ -38,7 +38,8 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 	dir := t.TempDir()
 	sources, err := fatbin.Sources(os.DirFS("../.."))
 	require.NoError(t, err)
-	edits := append([]string{"constexpr u32 steps = 8;", "constexpr u32 steps = 2;", "host_polls = 8192", "host_polls = 256"}, bugs...)
+	edits := append([]string{"constexpr u32 steps = 8;", "constexpr u32 steps = 2;", "host_polls = 8192", "host_polls = 256",
+		"moved_tiles = 64", "moved_tiles = 2"}, bugs...)
 	found := make([]int, len(edits))
 	for name := range sources {
 		b, err := os.ReadFile(filepath.Join("../..", name))
@@ -137,6 +138,9 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		},
 		"who receives large messages does not hear what their senders say of its own": {
 			"\t\t\thear_of_large(a, r, epoch, lane, 32);", "\t\t\t;",
+		},
+		"who complains has forgotten the call before": {
+			"8 * packet::parity(epoch), epoch); // for", "8, epoch); // for", "packet::parity(epoch) != 0 ? last.a : last.b", "last.b",
 		},
 		"complaints of two calls share a place": {
 			"(packet::parity(epoch) * a.world.size + dst) * SW_LINE_BYTES", "dst * SW_LINE_BYTES",

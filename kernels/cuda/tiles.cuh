@@ -79,6 +79,21 @@ struct tile {
 	}
 };
 
+constexpr u32 moved_tiles = 64; // of a warp, from one time that it says so to the next
+
+// A warp's count of the tiles that it has moved. It tells peers that wait for longer than a signal takes.
+struct progress {
+	u64 word = 0; // moved_word; 0 tells nobody
+	u32 tiles = 0;
+
+	// One more. All lanes of a warp.
+	__device__ __forceinline__ void step(u32 lane)
+	{
+		if ((++tiles & (moved_tiles - 1)) == 0 && word != 0 && lane == 0)
+			tell_moved(word);
+	}
+};
+
 constexpr u32 far_ahead = 1u << 30; // cycles: what is due then was due long ago
 
 // Returns when the clock has come to due, and at once where that was long ago.
@@ -96,10 +111,12 @@ struct pace {
 	u32 due = 0, interval = 0; // the clock at the warp's next tile, and cycles from one to the next; with a
 	                           // counter, of the block's first and its next
 	u32 *turn = nullptr;
+	progress made = {};
 
 	// Returns when a tile that crosses so many links may begin, as the counter has it. All lanes of a warp.
 	__device__ __forceinline__ void next(u32 crossings, u32 lane)
 	{
+		made.step(lane);
 		if (interval == 0 || crossings == 0)
 			return;
 		if (turn == nullptr) {

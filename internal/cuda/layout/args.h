@@ -164,12 +164,14 @@ struct sw_fault {
 	uint64_t stop; /* set by the host: every wait of the communicator's kernels returns */
 };
 
-/* The words of a control block that only its own rank touches. */
+/* The words of a control block that only its own rank writes. */
 struct sw_control {
 	uint64_t epoch; /* calls so far */
 	uint32_t readers; /* blocks of the running kernel that have read epoch */
 	uint32_t fault; /* kind of the first fault; later kernels return at once, except after a mismatch */
-	uint64_t mismatched; /* the last call of a reduction or dispatch that ranks disagree on, or in which this rank complained of a message */
+	uint64_t mismatched; /* the last call of a reduction or dispatch that ranks disagree on */
+	uint64_t moved; /* the time when this rank last moved bytes, told now and then; peers look at it before they blame */
+	uint64_t complained[2]; /* by parity, the last call of an exchange in which this rank complained of the size of a peer's message */
 };
 
 /* What every kernel knows of the heap and its rank. It comes first in every family's arguments. */

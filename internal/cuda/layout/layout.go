@@ -36,6 +36,8 @@ func Of() map[string]int {
 		m["control.readers"] = int(unsafe.Offsetof(s.readers))
 		m["control.fault"] = int(unsafe.Offsetof(s.fault))
 		m["control.mismatched"] = int(unsafe.Offsetof(s.mismatched))
+		m["control.moved"] = int(unsafe.Offsetof(s.moved))
+		m["control.complained"] = int(unsafe.Offsetof(s.complained))
 	}
 	{
 		var s C.struct_sw_world

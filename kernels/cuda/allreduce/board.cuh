@@ -58,7 +58,7 @@ struct reduce_board {
 	__device__ __forceinline__ pace held(const sw_reduce_args &a, u32 crossings, u32 warp, u32 warps) const
 	{
 		u32 each = crossings * a.interval;
-		return {met + warp * each, warps * each};
+		return {met + warp * each, warps * each, nullptr, {moved_word(a.world, a.world.rank)}};
 	}
 
 	// Waits until what the watching warp writes is at least want, and returns it. 0 when the block gives up.

@@ -132,8 +132,10 @@ template <typename E, int wide> __device__ __noinline__ void fold_sums(const fol
 template <typename E> __device__ __noinline__ void fold_rows(const fold_table &t, const fold_run &f)
 {
 	constexpr int each = E::per == 16 ? 2 : 4;
+	progress made = f.when.made;
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile + tile_bytes <= f.bytes; tile += f.step * tile_bytes) {
+		made.step(f.lane);
 #pragma unroll 1
 		for (i64 o = tile + 16 * f.lane; o < tile + tile_bytes; o += 512 * each) {
 			typename E::value a[each][E::per];
@@ -167,11 +169,13 @@ template <typename E> __device__ __noinline__ void fold_rows(const fold_table &t
 template <typename E> __device__ __noinline__ void fold_odd(const fold_table &t, const fold_run &f)
 {
 	i64 whole = t.aligned != 0 ? f.bytes / tile_bytes * tile_bytes : 0;
+	progress made = f.when.made;
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile < f.bytes; tile += f.step * tile_bytes) {
 		i64 end = min(tile + tile_bytes, f.bytes);
 		if (tile < whole)
 			continue;
+		made.step(f.lane);
 #pragma unroll 1
 		for (i64 o = tile + 16 * f.lane; o < end; o += 512) {
 			u32 n = static_cast<u32>(min(static_cast<i64>(16), end - o));

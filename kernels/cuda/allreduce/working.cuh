@@ -43,6 +43,8 @@ struct reduce_worker {
 		__syncwarp();
 		if (lane == 0)
 			r[j % a.slots].report();
+		if (warp == 0 && lane == 0)
+			tell_moved(moved_word(a.world, a.world.rank));
 	}
 
 	__device__ __forceinline__ void push()

@@ -1,5 +1,6 @@
 // The kernels around copies by the copy engines. The first grants and waits for credits, the copies follow in the
-// stream, the second signals and waits for signals. Both have one block.
+// stream, the last signals and waits for signals. Another tells between long copies that this rank is alive. Each has
+// one block.
 //
 // Write this rank's credit and signal lines in the peers' segments and its packets; read those in its own.
 #pragma once
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 	receiver in{a, r, epoch};
 	in.grant(threadIdx.x, SW_COPY_THREADS);
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
-	x.announce(epoch, last_complaint(a), threadIdx.x, SW_COPY_THREADS, by_copies);
+	x.announce(epoch, last_complaints(a), threadIdx.x, SW_COPY_THREADS, by_copies);
 	x.send(epoch);
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += SW_COPY_THREADS) {
@@ -57,6 +58,14 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 		else if (place.b != static_cast<u64>(c.places[p]))
 			give_up(a.world, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), place.b);
 	}
+}
+
+// Between copies, which say nothing of how far they are.
+extern "C" __global__ void __launch_bounds__(32, 1) alltoallv_copied(const __grid_constant__ sw_copy_args c)
+{
+	using namespace sw;
+	if (threadIdx.x == 0)
+		tell_moved(moved_word(c.exchange.world, c.exchange.world.rank));
 }
 
 extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close(const __grid_constant__ sw_copy_args c)

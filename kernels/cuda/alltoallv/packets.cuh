@@ -58,17 +58,22 @@ __device__ __forceinline__ u64 complaint(const sw_exchange_args &a, u64 epoch, u
 	       (packet::parity(epoch) * a.world.size + dst) * SW_LINE_BYTES;
 }
 
-// The last call in which this rank has complained, 0 before the first. To be asked early, with the call's number.
-__device__ __forceinline__ u64 last_complaint(const sw_exchange_args &a)
+// The last calls, even and odd, in which this rank has complained. Threads of this call may write one of them
+// meanwhile, the headers ask for the other.
+__device__ __forceinline__ u64 complained_at(const sw_exchange_args &a)
 {
-	return load_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched) +
-	                        zero_of_lane());
+	return own_segment(a.world) + a.world.control + offsetof(sw_control, complained);
+}
+__device__ __forceinline__ pair64 last_complaints(const sw_exchange_args &a)
+{
+	return load16_relaxed_sys(complained_at(a) + zero_of_lane());
 }
 
 // What the header of call epoch says of the one before.
-__device__ __forceinline__ u32 complains(u64 last, u64 epoch)
+__device__ __forceinline__ u32 complains(pair64 last, u64 epoch)
 {
-	return last != 0 && last == epoch - 1 ? has_complained : 0;
+	u64 call = packet::parity(epoch) != 0 ? last.a : last.b;
+	return call != 0 && call == epoch - 1 ? has_complained : 0;
 }
 
 // Records that a peer and this rank have different sizes in mind, or that the peer has refused its splits, which it has
@@ -83,8 +88,7 @@ __device__ __noinline__ void disagree(const sw_exchange_args &a, u32 peer, u64 e
 			store16_relaxed_sys(line + 16, epoch, expected);
 			fence_acq_rel_sys();
 			store16_relaxed_sys(line, epoch, sent);
-			store_relaxed_sys(own_segment(a.world) + a.world.control + offsetof(sw_control, mismatched),
-			                  epoch); // for the headers of the next call
+			store_relaxed_sys(complained_at(a) + 8 * packet::parity(epoch), epoch); // for the next headers
 		}
 		return;
 	}
@@ -287,7 +291,7 @@ template <typename Steps> struct packets {
 
 	// The headers of the steps first, first+step, ... by_copies says that copy engines write large messages, also
 	// to a rank that has refused its splits.
-	__device__ __forceinline__ void announce(u64 epoch, u64 last, u32 first, u32 step, u32 also = 0)
+	__device__ __forceinline__ void announce(u64 epoch, pair64 last, u32 first, u32 step, u32 also = 0)
 	{
 		u32 flag = packet::flag(epoch);
 #pragma unroll 1

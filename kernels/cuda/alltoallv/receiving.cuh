@@ -131,6 +131,8 @@ struct receiver {
 		__syncwarp();
 		if (k + a.slot_count <= o.chunks && lane == 0)
 			b.taken[i * a.slot_count + slot].report();
+		if (warp == 0 && lane == 0)
+			tell_moved(moved_word(a.world, a.world.rank));
 		return k == o.chunks;
 	}
 

@@ -38,7 +38,7 @@ __device__ __noinline__ refused_part find_refused(const gathered::store &s, cons
 __device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_exchange_args &a, u64 epoch,
                                              const refused_part &x)
 {
-	u32 earlier = complains(last_complaint(a), epoch);
+	u32 earlier = complains(last_complaints(a), epoch);
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += blockDim.x) {
 		u32 p = s.steps[i].to;

@@ -13,7 +13,8 @@ namespace sw {
 // takes every send_warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it
 // through staging is passed over. With an interval each tile has its time, counted from when the first receiver was
 // ready: ranks that begin together stay in step. False when the block gives up.
-__device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 start, u32 warp, u32 lane, u32 interval)
+__device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 start, u32 warp, u32 lane, u32 interval,
+                                            progress made)
 {
 	walk order(peers, each, start);
 	u32 mine = warp, before = 0,
@@ -68,6 +69,7 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 			if (interval != 0)
 				await_clock(begin + mine * interval);
 			t.store(from + to);
+			made.step(lane);
 		}
 	}
 	return true;
@@ -77,7 +79,7 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 // takes every send_warps-th, and each has its time, counted from when the first warp came here. The warps report chunk
 // by chunk. False when the block gives up.
 __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 slot_bytes, u32 slots, u32 warp,
-                                          u32 lane, u32 interval)
+                                          u32 lane, u32 interval, u64 moved)
 {
 	u32 each = static_cast<u32>((slot_bytes + tile_bytes - 1) /
 	                            tile_bytes); // tiles of a chunk, but for the last one of an item
@@ -91,6 +93,8 @@ __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 s
 		__syncwarp();
 		if (lane == 0)
 			b.written[written % chunks_ahead].report();
+		if (warp == 0 && lane == 0)
+			tell_moved(moved);
 		written++;
 		return true;
 	};
@@ -166,10 +170,12 @@ struct sender {
 	__device__ __forceinline__ bool write(const items &all)
 	{
 		walk order(a, all);
+		u64 moved = moved_word(a.world, a.world.rank);
 		bool any;
-		return write_in_place(b, all.peers, all.mine, order.start, warp, lane, a.interval) &&
+		return write_in_place(b, all.peers, all.mine, order.start, warp, lane, a.interval, {moved}) &&
 		       await_credits(all, any) &&
-		       (!any || write_staged(b, order, all.count, a.slot_bytes, a.slot_count, warp, lane, a.interval));
+		       (!any ||
+		        write_staged(b, order, all.count, a.slot_bytes, a.slot_count, warp, lane, a.interval, moved));
 	}
 
 	__device__ __forceinline__ void run()

@@ -480,6 +480,26 @@ bool end_of_waits(bool aborted)
 	return run(w, streams, {}, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }
 
+// One rank's slice takes four times as long as the deadline to reduce, at a rate, and signals at its end.
+bool slow_slice()
+{
+	world w(2, 1, 1 + draw(3), SW_TILE_BYTES, 3000, 1 << 20);
+	job j;
+	u32 slow = draw(2);
+	i64 first = slow == 0 ? 160'000 : 4000;
+	j.c = {SW_REDUCE_SCATTER | SW_ALL_GATHER, SW_TYPE_FLOAT32, SW_OP_SUM, 0, 1, 24'000, false, {0, first, 164'000}};
+	part k;
+	k.src = w.heap + 256, k.dst = w.heap + 256 + 196'608;
+	k.timeout_ns = 240'000;
+	j.ranks.assign(2, k);
+	fill(w, j, 1);
+	std::vector<stream> streams(w.size);
+	for (stream &s : streams)
+		s.jobs = {&j};
+	std::vector<u8> whole = outcome(w, j);
+	return run(w, streams, [&](u32 r) { return no_faults(w) && right(w, j, whole, r); });
+}
+
 } // namespace
 
 int main(int count, char **words)
@@ -491,6 +511,9 @@ int main(int count, char **words)
 			   {"disagreement", disagreement},
 			   {"deadline", [] { return end_of_waits(false); }},
 			   {"abort", [] { return end_of_waits(true); }},
+			   {"a slow slice", slow_slice},
 		       },
-	               [](u64 i) { return i % 8 < 4 ? 0 : i % 8 - 3; });
+	               [](u64 i) { return i % 64 == 15 ? 5
+		                          : i % 8 < 4  ? 0
+		                                       : i % 8 - 3; });
 }

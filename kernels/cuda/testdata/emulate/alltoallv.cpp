@@ -374,6 +374,40 @@ bool end_of_waits(bool aborted)
 	return run(w, streams, aborted ? abort_in(w) : nullptr) && gave_up(w, away, aborted);
 }
 
+// A message in place takes four times as long as the deadline. Its receiver waits for it, and a third rank, in the next
+// call, for the receiver.
+bool slow_message()
+{
+	world w(3, 1 + draw(2), 1 + draw(3), 128 * (1 + draw(64)), draw(2) * 1000, 2 << 20);
+	call c = make_call(w, [] { return draw(4) == 0 ? 0 : 2000 + draw(8000); }, [] { return 16 * draw(3); });
+	u32 from = draw(3), to = (from + 1 + draw(2)) % 3;
+	c.ranks[from].send[to] = c.ranks[to].recv[from] = 160'000;
+	c.src = static_cast<i64>(w.heap), c.dst = c.src + (1 << 20);
+	for (part &k : c.ranks) {
+		i64 send_at = 0, recv_at = 0;
+		for (u32 p = 0; p < w.size; p++) { // the long message moves what lies behind it
+			k.send_at[p] = send_at, k.recv_at[p] = recv_at;
+			send_at += (k.send[p] + 15) / 16 * 16, recv_at += (k.recv[p] + 15) / 16 * 16;
+		}
+		k.blocks = 1 + draw(w.stripes);
+		k.timeout_ns = 240'000;
+	}
+	c.ranks[from].blocks = 1;
+	c.ranks[from].interval = 48'000; // 24 us a tile, of which there are 40
+	prepare(w, c, 1);
+	std::vector<stream> streams(w.size);
+	for (stream &s : streams)
+		s.calls = {&c, &c};
+	if (!run(w, streams))
+		return false;
+	for (u32 r = 0; r < w.size; r++)
+		if (w.fault(r) != SW_FAULT_NONE) {
+			printf("rank %u: fault %u with rank %u\n", r, w.fault(r), w.faults[r].peer);
+			return false;
+		}
+	return right(w, c, 1);
+}
+
 // Splits in device memory that reach past a buffer, between calls that are right: all ranks hear whose they are and
 // which, nobody waits for its deadline, nothing of the rank that has refused is written once its call is over, and the
 // next call works.
@@ -430,6 +464,9 @@ int main(int count, char **words)
 			   {"deadline", [] { return end_of_waits(false); }},
 			   {"abort", [] { return end_of_waits(true); }},
 			   {"splits outside", outside},
+			   {"a slow message", slow_message},
 		       },
-	               [](u64 i) { return i % 8 < 4 ? 0 : i % 8 - 3; });
+	               [](u64 i) { return i % 64 == 15 ? 5
+		                          : i % 8 < 4  ? 0
+		                                       : i % 8 - 3; });
 }
