@@ -5,11 +5,8 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"os"
 	"strings"
 	"time"
-
-	"github.com/switchyard-moe/switchyard/internal/env"
 )
 
 // Defaults of [Config].
@@ -39,9 +36,16 @@ type Config struct {
 
 	// Addr is where rank 0 listens while ranks join: "host:port", or "@name", a
 	// name of a unix socket that is this user's alone, on this host and in its
-	// network namespace, and leaves nothing behind. It is not used by [Listen],
-	// nor by a group of one.
+	// network namespace, and leaves nothing behind; or an [ID]; or "file:///path"
+	// of a file that all ranks can read, in which rank 0 leaves an ID until the
+	// join ends. It is not used by [Listen], nor by a group of one.
 	Addr string
+	// Job tells this start of a job from others that meet at the same Addr, such
+	// as those whose ranks were stopped and not ended. Ranks of another job are
+	// refused. [FromEnv] sets it.
+	Job string
+	// Launcher is the name of the launcher that [FromEnv] found. Nothing reads it.
+	Launcher string
 	// Secret, when set, must be proven by every rank that joins, without being
 	// revealed. It should have the strength of a key, 16 random bytes or more:
 	// who listens to a join can try guesses on what it heard.
@@ -65,47 +69,13 @@ type Config struct {
 	Late bool
 
 	members          int           // Admit: ranks that are there already
-	gid              uint64        // Admit: what tells its ranks from others
+	gid              uint64        // what tells ranks of an Admit, or of a Job, from others
+	file             string        // where another rank finds the ID that rank 0 leaves
+	secretOfFile     bool          // Secret is that of the file
 	handshakeTimeout time.Duration // for those who connect; shorter in tests
 	unproven         int           // connections that may be unproven at once; fewer in tests
 	version          uint16        // of the protocol; others in tests
 	delay            func()        // before everything that is sent, in tests
-}
-
-// FromEnv returns the configuration that the environment describes: the
-// variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-// MASTER_ADDR, MASTER_PORT), and those of Switchyard: SWITCHYARD_PORT,
-// SWITCHYARD_SECRET, SWITCHYARD_JOIN_TIMEOUT, SWITCHYARD_PEER_TIMEOUT,
-// SWITCHYARD_DEBUG. An environment that has none gives the zero Config, a
-// group of one.
-//
-// torchrun keeps a store of its own on MASTER_PORT, and the port behind it may
-// be a connection's. So ranks of one host meet at a name, which is made of the
-// user, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID and
-// TORCHELASTIC_RESTART_COUNT, or on SWITCHYARD_PORT if that is set.
-func FromEnv() (Config, error) {
-	w, err := env.ReadWorld()
-	if err != nil {
-		return Config{}, fmt.Errorf("comm: environment: %w", err)
-	}
-	log, err := env.Logger(os.Stderr)
-	if err != nil {
-		return Config{}, fmt.Errorf("comm: environment: %w", err)
-	}
-	if _, err := env.Profiler(); err != nil {
-		return Config{}, fmt.Errorf("comm: environment: %w", err)
-	}
-	return Config{
-		Rank:        w.Rank,
-		Size:        w.Size,
-		LocalRank:   w.LocalRank,
-		LocalSize:   w.LocalSize,
-		Addr:        w.Addr,
-		Secret:      w.Secret,
-		JoinTimeout: w.JoinTimeout,
-		PeerTimeout: w.PeerTimeout,
-		Logger:      log,
-	}, nil
 }
 
 func (c *Config) validate() error {
@@ -175,7 +145,7 @@ func (c *Config) hint() string {
 }
 
 func (c *Config) validateAddr() error {
-	if c.Size == 1 && !c.Late {
+	if c.Size == 1 && !c.Late || c.file != "" {
 		return nil
 	}
 	if name, ok := strings.CutPrefix(c.Addr, "@"); ok && name != "" && len(c.Addr) <= maxSocketName {
@@ -183,7 +153,7 @@ func (c *Config) validateAddr() error {
 	}
 	host, port, err := net.SplitHostPort(c.Addr)
 	if err != nil || host == "" || port == "" || port == "0" {
-		return fmt.Errorf("addr %q, want the host:port of rank 0, or a name of 1 to %d bytes behind @", c.Addr, maxSocketName-1)
+		return fmt.Errorf("addr %q, want the host:port of rank 0, a name of 1 to %d bytes behind @, an ID, or file:///path", c.Addr, maxSocketName-1)
 	}
 	return nil
 }

@@ -40,6 +40,11 @@ func join(caller context.Context, cfg Config) (*Group, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
 	}
+	done, err := cfg.findPlace()
+	if err != nil {
+		return nil, err
+	}
+	defer done()
 	if err := cfg.validateAddr(); err != nil {
 		return nil, err
 	}
@@ -119,6 +124,9 @@ func newMeeting(cfg *Config, addr string, cancel context.CancelCauseFunc) *meeti
 			return lc.Listen(ctx, cfg.network(), cfg.Addr)
 		},
 		dial: func(ctx context.Context) (net.Conn, error) {
+			if err := cfg.readPlace(); err != nil {
+				return nil, err
+			}
 			var d net.Dialer
 			return d.DialContext(ctx, cfg.network(), cfg.Addr)
 		},

@@ -82,7 +82,7 @@ func TestJoinArguments(t *testing.T) {
 		{Config{Size: 2}, `addr "", want the host:port of rank 0`},
 		{Config{Size: 2, Addr: "here"}, `addr "here"`},
 		{Config{Size: 2, Addr: "@"}, `addr "@"`},
-		{Config{Size: 2, Addr: "@" + strings.Repeat("x", 107)}, `addr "@` + strings.Repeat("x", 107) + `", want the host:port of rank 0, or a name of 1 to 106 bytes behind @`},
+		{Config{Size: 2, Addr: "@" + strings.Repeat("x", 107)}, `addr "@` + strings.Repeat("x", 107) + `", want the host:port of rank 0, a name of 1 to 106 bytes behind @, an ID, or file:///path`},
 	} {
 		_, err := Join(context.Background(), c.cfg)
 		require.ErrorContains(t, err, "comm: join: "+c.want)

@@ -31,7 +31,8 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 			return nil, final.err
 		}
 		var refused *errRefused
-		before := m.cfg.members > 0 && errors.As(err, &refused) && refused.group // rank 0's former self, of an Admit before: it goes
+		// Rank 0 of another start of the job, or its former self, of an Admit before: it goes.
+		before := (m.cfg.members > 0 || m.cfg.Job != "") && errors.As(err, &refused) && refused.group
 		if errors.Is(err, ErrMismatch) && !before {
 			return nil, err
 		}

@@ -10,9 +10,9 @@
 //
 // # Run
 //
-// Run starts n copies of a program, the ranks, on this host. Each has the variables that torchrun sets (RANK, WORLD_SIZE,
-// LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), a SWITCHYARD_PORT on which they meet, and a random
-// SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. The
+// Run starts n copies of a program, the ranks, on this host. Each has SWITCHYARD_RANK, SWITCHYARD_WORLD_SIZE and their relatives, the
+// variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), a SWITCHYARD_PORT on which
+// they meet, and a random SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. The
 // ranks' standard input is empty.
 //
 // What ranks print appears line by line behind a prefix with the rank's number. A program that a rank leaves behind keeps
@@ -35,6 +35,7 @@ import (
 	"os"
 	"runtime"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"unicode/utf8"
 
@@ -112,7 +113,7 @@ func environment(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprint(stdout, markdown())
 		return 0
 	}
-	fmt.Fprint(stdout, list(env.Variables(), columns(stdout)))
+	fmt.Fprint(stdout, list(told(), columns(stdout)))
 	return 0
 }
 
@@ -124,6 +125,11 @@ func columns(out io.Writer) int {
 		}
 	}
 	return 80
+}
+
+// told are the variables that a person wants to see: those of launchers that set none of them are left out.
+func told() []env.Variable {
+	return slices.DeleteFunc(env.Variables(), func(v env.Variable) bool { return v.Launcher != "" && v.Value() == "" })
 }
 
 // list says what variables are set to and what they mean, in lines of at most width columns.
@@ -192,15 +198,17 @@ func markdown() string {
 
 <!-- Made by "go run ./cmd/switchyard env -markdown" from internal/env. Do not edit. -->
 
-Everything that Switchyard reads from the environment, in Go and in Python. A variable that is set but empty counts as not set.
+What Switchyard reads from the environment, in Go and in Python. A variable that is set but empty counts as not set.
 ` + "`switchyard env`" + ` prints this list with the values that are set. Options in code win over variables, but for the last three, which only
-forbid. Words in this page are in the [glossary](glossary.md).
+forbid. [Launchers](launchers.md) set variables of their own, which that page lists. Words in this page are in the [glossary](glossary.md).
 
 | variable | default | meaning |
 |---|---|---|
 `)
 	for _, v := range env.Variables() {
-		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", v.Name, v.Default, v.Meaning)
+		if v.Launcher == "" {
+			fmt.Fprintf(&b, "| `%s` | %s | %s |\n", v.Name, v.Default, v.Meaning)
+		}
 	}
 	b.WriteString(`
 Three more are read when Switchyard is built: ` + "`GO`" + ` names the go command for ` + "`pip install`" + `, ` + "`CC`" + ` its C compiler, which is fetched

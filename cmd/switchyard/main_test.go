@@ -103,6 +103,14 @@ func TestVariables(t *testing.T) {
 	m := regexp.MustCompile(`127\.\S+`).FindAllString(out, -1)
 	require.Equal(t, m[0], m[1], "one place to meet, and one of their own")
 
+	// In a task of Slurm, ranks are this command's.
+	self, err := os.Executable()
+	require.NoError(t, err)
+	inner := theCommand(t, "run", "-n", "2", "env", "SLURM_STEP_ID=0", "SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS=1", proctest.As("worker"), self)
+	require.Zero(t, inner.Wait())
+	out, _ = inner.Output()
+	require.Equal(t, []string{"[0] rank 0 of 2 met ab, secret 26", "[1] rank 1 of 2 met ab, secret 26"}, sorted(out))
+
 	p := start(t, proctest.Spec{Env: []string{"SWITCHYARD_SECRET=mine", "RANK=9"},
 		Args: []string{"run", "-n", "1", "-port", "4000", "-prefix=false", "sh", "-c", "echo $MASTER_PORT $SWITCHYARD_PORT $SWITCHYARD_SECRET"}})
 	require.Zero(t, p.Wait())
@@ -412,6 +420,12 @@ func TestEnv(t *testing.T) {
 	require.Regexp(t, `SWITCHYARD_SECRET +\(set\) `, out.String())
 	require.Regexp(t, `SWITCHYARD_PORT +1234 `, out.String())
 	require.Regexp(t, `RANK +- `, out.String())
+	require.NotContains(t, out.String(), "SLURM_PROCID")
+	t.Setenv("SLURM_PROCID", "3")
+	require.Zero(t, command([]string{"env"}, &out, nil))
+	require.Regexp(t, `SLURM_PROCID +3 `, out.String())
+	require.Contains(t, out.String(), "Slurm: this rank's number.")
+	require.NotContains(t, out.String(), "OMPI_COMM_WORLD_RANK")
 }
 
 // The list fits a terminal of any width that has room for the names, and 80 columns where it goes elsewhere. Nothing of it is lost.

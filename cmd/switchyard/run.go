@@ -96,7 +96,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 			return 1
 		}
 	}
-	w := &world{n: *n, host: loopback.Host(), port: *port, prefix: *prefix, grace: *grace, path: path, args: flags.Args(), secret: env.Secret(),
+	w := &world{n: *n, host: loopback.Host(), port: *port, prefix: *prefix, grace: *grace, path: path, args: flags.Args(), secret: env.Secret(), id: rand.Text(),
 		stdout: &lines{to: stdout}, stderr: &lines{to: stderr}}
 	if w.secret == "" {
 		w.secret = rand.Text()

@@ -24,6 +24,7 @@ type world struct {
 	prefix         bool
 	grace          time.Duration
 	path, secret   string
+	id             string   // tells this start from others
 	args           []string // the program's name first
 	stdout, stderr *lines
 	ranks          []*exec.Cmd // nil: has ended
@@ -187,7 +188,9 @@ func (w *world) say(after <-chan struct{}, format string, args ...any) {
 func (w *world) start(rank int, ends chan<- ended) error {
 	c := &exec.Cmd{Path: w.path, Args: w.args, SysProcAttr: &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}}
 	local, size := strconv.Itoa(rank), strconv.Itoa(w.n)
-	c.Env = append(os.Environ(), "RANK="+local, "WORLD_SIZE="+size, "LOCAL_RANK="+local, "LOCAL_WORLD_SIZE="+size,
+	c.Env = append(os.Environ(), "SWITCHYARD_RANK="+local, "SWITCHYARD_WORLD_SIZE="+size, "SWITCHYARD_LOCAL_RANK="+local,
+		"SWITCHYARD_LOCAL_WORLD_SIZE="+size, "SWITCHYARD_RUN_ID="+w.id,
+		"RANK="+local, "WORLD_SIZE="+size, "LOCAL_RANK="+local, "LOCAL_WORLD_SIZE="+size,
 		"MASTER_ADDR="+w.host, "MASTER_PORT="+strconv.Itoa(w.port), "SWITCHYARD_PORT="+strconv.Itoa(w.port+1), "SWITCHYARD_SECRET="+w.secret)
 	prefix := ""
 	if w.prefix {

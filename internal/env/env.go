@@ -5,11 +5,9 @@
 package env
 
 import (
-	"crypto/sha256"
 	"fmt"
 	"io"
 	"log/slog"
-	"net"
 	"os"
 	"strconv"
 	"strings"
@@ -26,6 +24,14 @@ const (
 	runID          = "TORCHELASTIC_RUN_ID"
 	restartCount   = "TORCHELASTIC_RESTART_COUNT"
 
+	ownRank      = "SWITCHYARD_RANK"
+	ownSize      = "SWITCHYARD_WORLD_SIZE"
+	ownLocalRank = "SWITCHYARD_LOCAL_RANK"
+	ownLocalSize = "SWITCHYARD_LOCAL_WORLD_SIZE"
+	ownRunID     = "SWITCHYARD_RUN_ID"
+
+	chosen      = "SWITCHYARD_LAUNCHER"
+	addr        = "SWITCHYARD_ADDR"
 	port        = "SWITCHYARD_PORT"
 	secret      = "SWITCHYARD_SECRET"
 	joinTimeout = "SWITCHYARD_JOIN_TIMEOUT"
@@ -46,31 +52,57 @@ type Variable struct {
 	Name    string
 	Default string // what holds where it is not set
 	Meaning string // one sentence
+	// Launcher names the launcher that sets it, where it is neither Switchyard's nor torchrun's.
+	Launcher string
 }
 
 // Variables lists all variables that this package reads: first those in torchrun's words, which say who runs the ranks,
-// then Switchyard's own.
+// then Switchyard's own, then those of other launchers.
 func Variables() []Variable {
+	all := known()
+	listed := map[string]bool{}
+	for _, v := range all {
+		listed[v.Name] = true
+	}
+	for _, l := range Launchers() {
+		for _, name := range l.Names() {
+			if !listed[name] {
+				listed[name] = true
+				all = append(all, Variable{Name: name, Default: "not set", Meaning: l.meaning(name), Launcher: l.Name})
+			}
+		}
+	}
+	return all
+}
+
+func known() []Variable {
 	return []Variable{
-		{rank, "0, in a group of one", "This rank's number. It needs WORLD_SIZE too."},
-		{worldSize, "1", "The number of ranks. It needs RANK too."},
-		{localRank, "RANK", "This rank's number on its host. Programs choose their GPU by it."},
-		{localWorldSize, "WORLD_SIZE", "The number of ranks on this host."},
-		{masterAddr, "127.0.0.1", "The host of rank 0."},
-		{masterPort, "29500", "A port on that host. torchrun's own store listens there, so ranks meet at a name that is made of it, without a port."},
-		{runID, "none", "torchrun's name of the job, which is part of that name: jobs one after the other do not meet each other."},
-		{restartCount, "none", "How often torchrun has restarted the job, which is part of that name too."},
-		{port, "none: a name", "The port on which rank 0 listens while ranks join. Without it they meet at a name on their host, where no port is needed. Ranks of several hosts take MASTER_PORT + 1."},
-		{secret, "none", "The secret that ranks prove to know when they join. Without it everybody who reaches the port counts as a rank, and at the name every process of the same user."},
-		{joinTimeout, "2m", "How long a join may take, such as 90s."},
-		{peerTimeout, "10s", "How long a rank may be silent before it counts as lost, at least 100ms."},
-		{debug, "silent", "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},
-		{nvtx, "0", "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
-		{injection, "no profiler", "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
-		{cudaHeap, "36M and 20M a rank", "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
-		{ncclNVLS, "1", "NCCL's variable. 0 keeps Switchyard from NVLink multicast too, also where an option asks for it."},
-		{nvshmemMulticast, "0", "NVSHMEM's variable. 1 does the same."},
-		{torchMulticast, "0", "torch's variable. 1 does the same."},
+		{Name: rank, Default: "0, in a group of one", Meaning: "This rank's number. It needs WORLD_SIZE too."},
+		{Name: worldSize, Default: "1", Meaning: "The number of ranks. It needs RANK too."},
+		{Name: localRank, Default: "RANK", Meaning: "This rank's number on its host. Programs choose their GPU by it."},
+		{Name: localWorldSize, Default: "WORLD_SIZE", Meaning: "The number of ranks on this host."},
+		{Name: masterAddr, Default: "127.0.0.1", Meaning: "The host of rank 0."},
+		{Name: masterPort, Default: "29500", Meaning: "A port on that host. torchrun's own store listens there, so ranks meet at a name that is made of it, without a port."},
+		{Name: runID, Default: "none", Meaning: "torchrun's name of the job, which is part of that name: jobs one after the other do not meet each other."},
+		{Name: restartCount, Default: "none", Meaning: "How often torchrun has restarted the job, which is part of that name too."},
+		{Name: ownRank, Default: "0, in a group of one", Meaning: "This rank's number, asked before RANK. switchyard run sets it. It needs SWITCHYARD_WORLD_SIZE too."},
+		{Name: ownSize, Default: "1", Meaning: "The number of ranks. It may be set alone where a launcher tells ranks their number only: PMIx and indexed Jobs."},
+		{Name: ownLocalRank, Default: "SWITCHYARD_RANK", Meaning: "This rank's number on its host, where the launcher does not tell it."},
+		{Name: ownLocalSize, Default: "SWITCHYARD_WORLD_SIZE", Meaning: "The number of ranks on this host, where the launcher does not tell it."},
+		{Name: ownRunID, Default: "none", Meaning: "The name that switchyard run gives to this start of the ranks, so that others do not meet them."},
+		{Name: chosen, Default: "all are asked", Meaning: "The one launcher whose variables count: " + ids() + "."},
+		{Name: addr, Default: "as the launcher says", Meaning: "Where ranks meet: host:port, @name, file:///path, or what comm.NewID made."},
+		{Name: port, Default: "none: a name", Meaning: "The port on which rank 0 listens while ranks join. Without it they meet at a name on their host, where no port is needed. Ranks of several hosts take MASTER_PORT + 1."},
+		{Name: secret, Default: "none", Meaning: "The secret that ranks prove to know when they join. Without it everybody who reaches the port counts as a rank, and at the name every process of the same user."},
+		{Name: joinTimeout, Default: "2m", Meaning: "How long a join may take, such as 90s."},
+		{Name: peerTimeout, Default: "10s", Meaning: "How long a rank may be silent before it counts as lost, at least 100ms."},
+		{Name: debug, Default: "silent", Meaning: "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},
+		{Name: nvtx, Default: "0", Meaning: "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
+		{Name: injection, Default: "no profiler", Meaning: "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
+		{Name: cudaHeap, Default: "36M and 20M a rank", Meaning: "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
+		{Name: ncclNVLS, Default: "1", Meaning: "NCCL's variable. 0 keeps Switchyard from NVLink multicast too, also where an option asks for it."},
+		{Name: nvshmemMulticast, Default: "0", Meaning: "NVSHMEM's variable. 1 does the same."},
+		{Name: torchMulticast, Default: "0", Meaning: "torch's variable. 1 does the same."},
 	}
 }
 
@@ -79,93 +111,6 @@ func (v Variable) Value() string { return os.Getenv(v.Name) }
 
 // Secret is what ranks must prove to know when they join, empty where nobody has said.
 func Secret() string { return os.Getenv(secret) }
-
-// World is who runs the ranks and where they meet. Zero durations and a nil
-// secret mean that the variable is not set.
-type World struct {
-	Rank, Size           int
-	LocalRank, LocalSize int
-	Addr                 string // where ranks meet: host:port, or @ and a name on this host
-	Secret               []byte
-	JoinTimeout          time.Duration
-	PeerTimeout          time.Duration
-}
-
-// ReadWorld reads the variables about the ranks. Without RANK and WORLD_SIZE
-// it is a world of one, without an address; one without the other is an error.
-func ReadWorld() (World, error) {
-	var w World
-	var err error
-	if w.JoinTimeout, err = duration(joinTimeout); err != nil {
-		return World{}, err
-	}
-	if w.PeerTimeout, err = duration(peerTimeout); err != nil {
-		return World{}, err
-	}
-	if s := Secret(); s != "" {
-		w.Secret = []byte(s)
-	}
-	hasRank, hasSize := os.Getenv(rank) != "", os.Getenv(worldSize) != ""
-	switch {
-	case !hasRank && !hasSize:
-		w.Size, w.LocalSize = 1, 1
-		return w, nil
-	case !hasRank:
-		return World{}, fmt.Errorf("%s is %s but %s is not set", worldSize, os.Getenv(worldSize), rank)
-	case !hasSize:
-		return World{}, fmt.Errorf("%s is %s but %s is not set", rank, os.Getenv(rank), worldSize)
-	}
-	if w.Rank, err = integer(rank, 0); err != nil {
-		return World{}, err
-	}
-	if w.Size, err = integer(worldSize, 1); err != nil {
-		return World{}, err
-	}
-	if w.LocalSize, err = integer(localWorldSize, w.Size); err != nil {
-		return World{}, err
-	}
-	if w.LocalRank, err = integer(localRank, w.Rank); err != nil {
-		return World{}, err
-	}
-	host := os.Getenv(masterAddr)
-	if host == "" {
-		host = "127.0.0.1"
-	}
-	p, err := integer(masterPort, 29500)
-	if err != nil {
-		return World{}, err
-	}
-	if p < 1 || p > 65535 {
-		return World{}, fmt.Errorf("%s is %d, not a port", masterPort, p)
-	}
-	if os.Getenv(port) == "" && w.LocalSize == w.Size {
-		w.Addr = meetingName(host, p)
-		return w, nil
-	}
-	if p++; p > 65535 {
-		p -= 2
-	}
-	if p, err = integer(port, p); err != nil {
-		return World{}, err
-	}
-	if p < 1 || p > 65535 {
-		return World{}, fmt.Errorf("%s is %d, not a port", port, p)
-	}
-	w.Addr = net.JoinHostPort(host, strconv.Itoa(p))
-	return w, nil
-}
-
-// meetingName is where the ranks of one host meet if nobody has chosen a port: a
-// unix socket in the abstract namespace. The port behind MASTER_PORT may be a
-// connection's by then. All that tells jobs apart is part of the name: the user,
-// the store's address, torchrun's job, and how often that was restarted.
-func meetingName(host string, port int) string {
-	if host == "localhost" {
-		host = "127.0.0.1"
-	}
-	job := sha256.Sum256(fmt.Appendf(nil, "%q %q %q", host, os.Getenv(runID), os.Getenv(restartCount)))
-	return fmt.Sprintf("@switchyard-meet-%d-%d-%x", os.Geteuid(), port, job[:8])
-}
 
 // CUDAHeap is the size in bytes that SWITCHYARD_CUDA_HEAP asks for, 0 if it is
 // not set. The units K, M and G are powers of 1024.
@@ -247,8 +192,8 @@ func Logger(w io.Writer) (*slog.Logger, error) {
 		},
 	})
 	l := slog.New(h).With("lib", "switchyard")
-	if r := os.Getenv(rank); r != "" {
-		l = l.With("world_rank", r)
+	if c, err := who(); err == nil && c.launcher != nil {
+		l = l.With("world_rank", c.rank)
 	}
 	return l, nil
 }

@@ -24,8 +24,12 @@ func set(t *testing.T, env map[string]string) {
 }
 
 func TestEveryVariableIsListed(t *testing.T) {
-	src, err := os.ReadFile("env.go")
-	require.NoError(t, err)
+	var src []byte
+	for _, name := range []string{"env.go", "launchers.go", "world.go"} {
+		text, err := os.ReadFile(name)
+		require.NoError(t, err)
+		src = append(src, text...)
+	}
 	listed := map[string]bool{}
 	for _, v := range Variables() {
 		require.False(t, listed[v.Name], v.Name)
@@ -33,9 +37,13 @@ func TestEveryVariableIsListed(t *testing.T) {
 		require.NotEmpty(t, v.Default, v.Name)
 		require.Regexp(t, `^[^|\n]+\.$`, v.Meaning, "a sentence that fits a table")
 	}
-	for _, m := range regexp.MustCompile(`= +"([A-Z][A-Z0-9_]{3,})"`).FindAllSubmatch(src, -1) {
+	read := map[string]bool{}
+	for _, m := range regexp.MustCompile(`"([A-Z][A-Z0-9]*_\w+|RANK)"`).FindAllSubmatch(src, -1) {
 		require.True(t, listed[string(m[1])], "%s is read and not listed", m[1])
-		delete(listed, string(m[1]))
+		read[string(m[1])] = true
+	}
+	for name := range read {
+		delete(listed, name)
 	}
 	require.Empty(t, listed, "listed, but not read")
 }
@@ -88,7 +96,10 @@ func TestReadWorld(t *testing.T) {
 		"MASTER_ADDR": "node7", "MASTER_PORT": "1234", "SWITCHYARD_SECRET": "s", "SWITCHYARD_JOIN_TIMEOUT": "90s"})
 	w, err = ReadWorld()
 	require.NoError(t, err)
-	require.Equal(t, World{Rank: 5, Size: 8, LocalRank: 1, LocalSize: 4, Addr: "node7:1235", Secret: []byte("s"), JoinTimeout: 90 * time.Second}, w)
+	require.Equal(t, World{Launcher: "torchrun", Rank: 5, Size: 8, LocalRank: 1, LocalSize: 4, Addr: "node7:1235"}, w)
+	settings, err := ReadSettings()
+	require.NoError(t, err)
+	require.Equal(t, Settings{Secret: []byte("s"), JoinTimeout: 90 * time.Second}, settings)
 
 	set(t, map[string]string{"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "SWITCHYARD_PORT": "99"})
 	w, err = ReadWorld()
@@ -101,16 +112,23 @@ func TestReadWorld(t *testing.T) {
 	require.Equal(t, "127.0.0.1:65534", w.Addr)
 
 	for want, env := range map[string]map[string]string{
-		`RANK is 1 but WORLD_SIZE is not set`:                         {"RANK": "1"},
-		`WORLD_SIZE is 2 but RANK is not set`:                         {"WORLD_SIZE": "2"},
-		`RANK is "x", not a number`:                                   {"RANK": "x", "WORLD_SIZE": "2"},
-		`MASTER_PORT is 0, not a port`:                                {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "0"},
-		`SWITCHYARD_PORT is 70000, not a port`:                        {"RANK": "1", "WORLD_SIZE": "2", "SWITCHYARD_PORT": "70000"},
+		`RANK is 1 but WORLD_SIZE is not set`:  {"RANK": "1"},
+		`WORLD_SIZE is 2 but RANK is not set`:  {"WORLD_SIZE": "2"},
+		`RANK is "x", not a number`:            {"RANK": "x", "WORLD_SIZE": "2"},
+		`MASTER_PORT is 0, not a port`:         {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "0"},
+		`SWITCHYARD_PORT is 70000, not a port`: {"RANK": "1", "WORLD_SIZE": "2", "SWITCHYARD_PORT": "70000"},
+		`SWITCHYARD_PORT is 0, not a port`:     {"RANK": "1", "WORLD_SIZE": "2", "SWITCHYARD_PORT": "0"},
+	} {
+		set(t, env)
+		_, err := ReadWorld()
+		require.ErrorContains(t, err, want)
+	}
+	for want, env := range map[string]map[string]string{
 		`SWITCHYARD_PEER_TIMEOUT is "10", not a duration such as 10s`: {"SWITCHYARD_PEER_TIMEOUT": "10"},
 		`SWITCHYARD_JOIN_TIMEOUT is "-1s", not a duration`:            {"SWITCHYARD_JOIN_TIMEOUT": "-1s"},
 	} {
 		set(t, env)
-		_, err := ReadWorld()
+		_, err := ReadSettings()
 		require.ErrorContains(t, err, want)
 	}
 }
@@ -157,7 +175,7 @@ func TestLogger(t *testing.T) {
 	require.ErrorContains(t, err, `SWITCHYARD_DEBUG is "loud", want warn, info or trace`)
 
 	for level, want := range map[string][]string{"warn": {"WARN"}, "INFO": {"WARN", "INFO"}, "trace": {"WARN", "INFO", "TRACE"}} {
-		set(t, map[string]string{"SWITCHYARD_DEBUG": level, "RANK": "3"})
+		set(t, map[string]string{"SWITCHYARD_DEBUG": level, "RANK": "3", "WORLD_SIZE": "4"})
 		var out bytes.Buffer
 		l, err := Logger(&out)
 		require.NoError(t, err)

@@ -14,6 +14,30 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/shm"
 )
 
+// switchyard_new_id makes an ID for ranks that meet at host, or on this host if it is empty, and writes it, 0-terminated, to id, which
+// holds room bytes.
+//
+//export switchyard_new_id
+func switchyard_new_id(host *C.char, id *C.char, room C.int64_t) C.int32_t {
+	return guard(func() error {
+		text, err := core.NewID(C.GoString(host))
+		if err != nil {
+			return err
+		}
+		return write(id, room, text)
+	})
+}
+
+// write writes text, 0-terminated, to a caller's room bytes.
+func write(to *C.char, room C.int64_t, text string) error {
+	if len(text) >= int(room) {
+		return fmt.Errorf("switchyard: %w: room for %d bytes, the text has %d", core.ErrInvalid, int64(room), len(text))
+	}
+	out := unsafe.Slice((*byte)(unsafe.Pointer(to)), int(room))
+	out[copy(out, text)] = 0
+	return nil
+}
+
 // switchyard_listen opens this rank's socket and writes its address, 0-terminated, to addr, which holds room bytes.
 //
 //export switchyard_listen
@@ -27,13 +51,10 @@ func switchyard_listen(opts *C.char, listener *C.uint64_t, addr *C.char, room C.
 		if err != nil {
 			return err
 		}
-		text := l.Addr()
-		if len(text) >= int(room) {
+		if err := write(addr, room, l.Addr()); err != nil {
 			_ = l.Close()
-			return fmt.Errorf("switchyard: listen: %w: room for %d bytes, the address has %d", core.ErrInvalid, int64(room), len(text))
+			return err
 		}
-		out := unsafe.Slice((*byte)(unsafe.Pointer(addr)), int(room))
-		out[copy(out, text)] = 0
 		*listener = C.uint64_t(put(l))
 		return nil
 	})

@@ -12,11 +12,12 @@ import (
 
 // Options of a Comm and of a Listener. Zero values leave the environment's or the library's defaults.
 type Options struct {
-	// Rank, Size, LocalRank and LocalSize say who this rank is. With Env they come from torchrun's variables instead.
+	// Rank, Size, LocalRank and LocalSize say who this rank is. With Env the launcher's variables do instead, and with Launched a process
+	// that no launcher has started is an error.
 	Rank, Size           int
 	LocalRank, LocalSize int
-	Env                  bool
-	// Addr is the host:port where the ranks meet. It is not used with a Listener.
+	Env, Launched        bool
+	// Addr is where the ranks meet, as in comm.Config. It is not used with a Listener.
 	Addr   string
 	Secret string
 	Name   string
@@ -76,14 +77,20 @@ func (o *Options) config() (comm.Config, error) {
 		return comm.Config{}, badEnvironment(err)
 	}
 	c := comm.Config{Rank: o.Rank, Size: o.Size, LocalRank: o.LocalRank, LocalSize: o.LocalSize, Addr: o.Addr, Logger: log}
-	world, err := env.ReadWorld()
-	if err != nil && o.Env {
+	if o.Env {
+		if c, err = comm.FromEnv(); err != nil {
+			return comm.Config{}, fmt.Errorf("core: %w: %w", ErrInvalid, err)
+		}
+		if o.Launched && c.Launcher == "" {
+			return comm.Config{}, fmt.Errorf("core: %w: no group: call switchyard.init(), start the ranks with torchrun, srun, mpirun or another "+
+				"launcher, or initialise torch.distributed", ErrInvalid)
+		}
+	}
+	settings, err := env.ReadSettings()
+	if err != nil {
 		return comm.Config{}, badEnvironment(err)
 	}
-	if o.Env {
-		c.Rank, c.Size, c.LocalRank, c.LocalSize, c.Addr = world.Rank, world.Size, world.LocalRank, world.LocalSize, world.Addr
-	}
-	c.Secret, c.JoinTimeout, c.PeerTimeout = world.Secret, world.JoinTimeout, world.PeerTimeout
+	c.Secret, c.JoinTimeout, c.PeerTimeout = settings.Secret, settings.JoinTimeout, settings.PeerTimeout
 	if o.Secret != "" {
 		c.Secret = []byte(o.Secret)
 	}
@@ -95,6 +102,15 @@ func (o *Options) config() (comm.Config, error) {
 	}
 	c.Name = o.Name
 	return c, nil
+}
+
+// NewID makes an ID, see comm.NewID. A host that is not this one is the caller's mistake.
+func NewID(host string) (string, error) {
+	id, err := comm.NewID(host)
+	if err != nil {
+		return "", fmt.Errorf("core: %w: %w", ErrInvalid, err)
+	}
+	return string(id), nil
 }
 
 // Listen opens this rank's socket for callers with a store of their own.

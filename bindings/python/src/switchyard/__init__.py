@@ -45,6 +45,7 @@ __all__ = [
     "free",
     "init",
     "mem_pool",
+    "new_id",
     "reduce_scatter_tensor",
     "shrink",
     "shutdown",
@@ -204,13 +205,14 @@ def init(
 ) -> Communicator:
     """Meet the other ranks without torch and return the communicator.
 
-    Without arguments the variables that torchrun sets say who this rank is: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-    ``MASTER_PORT``. Otherwise this one is ``rank`` of ``world_size``, and rank 0 listens at ``addr``, a "host:port", until all
-    have come. ``secret`` keeps strangers out. ``timeout`` bounds every wait of an operation for a peer (30 s by default),
-    ``join_timeout`` the meeting and ``peer_timeout`` the silence of a process, all in seconds. ``heap`` is the size in bytes
-    of the first part of the symmetric heap. With ``validate`` the ranks compare every call before they make it, so that a
-    disagreement is an error on every rank and nothing has moved; that costs a round of socket messages a call. Calls without a
-    group use the communicator, unless ``default`` is false: they then stay with the one that they had.
+    Without arguments the launcher says who this rank is: torchrun, Slurm, Open MPI, MPICH, Kubernetes and others, which the
+    page docs/launchers.md lists. Otherwise this one is ``rank`` of ``world_size``, and rank 0 listens at ``addr``, a
+    "host:port", until all have come; or the ranks meet at "@name" on this host, by a file, "file:///path", or with what
+    ``new_id`` made. ``secret`` keeps strangers out. ``timeout`` bounds every wait of an operation for a peer (30 s by
+    default), ``join_timeout`` the meeting and ``peer_timeout`` the silence of a process, all in seconds. ``heap`` is the size
+    in bytes of the first part of the symmetric heap. With ``validate`` the ranks compare every call before they make it, so
+    that a disagreement is an error on every rank and nothing has moved; that costs a round of socket messages a call. Calls
+    without a group use the communicator, unless ``default`` is false: they then stay with the one that they had.
     """
     from ._core import comm as core
     from ._core.arguments import address, flag, integer, seconds, text
@@ -247,6 +249,18 @@ def init(
     if default:
         core.set_default(comm)
     return comm
+
+
+def new_id(host: str = "") -> str:
+    """Make an address where the ranks of one group can meet, and a secret that they prove there, in one text.
+
+    One process makes it and hands it to all ranks by any channel; each passes it to ``init`` as ``addr``. ``host`` is an
+    address of rank 0's host, where a port is chosen that is free now. Without it the ranks are on one host and need none.
+    """
+    from ._core import comm as core
+    from ._core.arguments import text
+
+    return core.new_id(text("host", host))
 
 
 def communicator(

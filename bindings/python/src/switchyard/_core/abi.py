@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 6
+VERSION = 7
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
 #: Arguments of the functions, by name without the prefix. Addresses of arrays and structures are passed as integers: c_void_p.
 PROTOTYPES: dict[str, list[Any]] = {
+    "new_id": [c_char_p, c_char_p, c_int64],
     "listen": [c_char_p, _u64p, c_char_p, c_int64],
     "unlisten": [c_uint64],
     "open": [c_char_p, _u64p, _u64p],

@@ -53,8 +53,9 @@ def flag(name: str, value: Any) -> bool:
 
 
 def address(name: str, value: Any) -> str:
-    """Where ranks meet."""
+    """Where ranks meet. The library looks at what is behind the prefixes."""
     host, colon, port = text(name, value).rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise errors.InvalidArgument(f'switchyard: {name} is {value!r}, want "host:port"')
+    known = value.startswith(("@", "file://", "id:"))
+    if not known and not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise errors.InvalidArgument(f'switchyard: {name} is {value!r}, want "host:port", "@name", "file:///path" or an id')
     return str(value)

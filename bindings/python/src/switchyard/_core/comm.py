@@ -529,30 +529,28 @@ def _end() -> None:
 
 
 def _environ() -> dict[str, str]:
-    """What the library may want to know of the environment, which it cannot see itself."""
-    known = (
-        "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SWITCHYARD_", "NCCL_NVLS_", "TORCH_SYMM_",
-        "NVSHMEM_", "NVTX_",
-    )  # fmt: skip
-    return {name: value for name, value in os.environ.items() if name.startswith(known)}
+    """The environment as it is now: the library has the one with which the process began, and takes from this what it reads."""
+    return dict(os.environ)
+
+
+def new_id(host: str) -> str:
+    """An address of a group to be, with a secret."""
+    room = ctypes.create_string_buffer(1024)
+    library().check(library().new_id(host.encode(), room, len(room)))
+    return room.value.decode()
 
 
 _default: Communicator | None = None
 _default_lock = threading.Lock()
 
 
-def default(create: bool = True) -> Communicator:
-    """The communicator of calls without a group: what init made, or the one that torchrun's variables describe."""
+def default() -> Communicator:
+    """The communicator of calls without a group: what init made, or the one that the launcher's variables describe."""
     global _default
     if _default is None or _default._closed:
         with _default_lock:
             if _default is None or _default._closed:
-                if not create or "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-                    raise errors.Error(
-                        "switchyard: no group: call switchyard.init(), start the ranks with torchrun, or initialise "
-                        "torch.distributed"
-                    )
-                _default = Communicator._open({"Env": True})
+                _default = Communicator._open({"Env": True, "Launched": True})
     return _default
 
 
