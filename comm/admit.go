@@ -35,6 +35,9 @@ func (g *Group) Admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 }
 
 func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
+	if n := g.topology.Hosts; n > 1 {
+		return nil, fmt.Errorf("%w: the ranks of %s are on %d hosts", ErrUnsupported, g.name, n)
+	}
 	cfg.Rank, cfg.Size, cfg.LocalRank, cfg.LocalSize = g.rank, len(g.members)+n, g.rank, 0
 	cfg.members = len(g.members)
 	refused := cfg.validate()

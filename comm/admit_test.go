@@ -13,7 +13,7 @@ import (
 
 // A group loses a rank, shrinks, and grows again; then once more by two at a time.
 func TestF2_AdmitReplacesALostRank(t *testing.T) {
-	eachWorld(t, 4, func(t *testing.T, gs []*Group) {
+	onOneHost(t, 4, func(t *testing.T, gs []*Group) {
 		cfg := Config{Addr: freeName(t), Secret: []byte("sesame"), Name: "workers"}
 		gs[1].Kill()
 		rest := requireSurvivors(t, []*Group{gs[0], gs[2], gs[3]}, 0, 2, 3)
@@ -70,7 +70,7 @@ func TestF2_AdmitReplacesALostRank(t *testing.T) {
 }
 
 func TestF2_AdmitWithoutNewcomers(t *testing.T) {
-	eachWorld(t, 3, func(t *testing.T, gs []*Group) {
+	onOneHost(t, 3, func(t *testing.T, gs []*Group) {
 		cfg := Config{Addr: freeAddr(t), JoinTimeout: 600 * time.Millisecond}
 		ctx, cancel := context.WithCancel(testContext(t))
 		defer cancel()
@@ -135,7 +135,7 @@ func TestF2_AdmitBehindOneThatLingers(t *testing.T) {
 }
 
 func TestF3_AdmitArguments(t *testing.T) {
-	eachWorld(t, 2, func(t *testing.T, gs []*Group) {
+	onOneHost(t, 2, func(t *testing.T, gs []*Group) {
 		addr := freeAddr(t)
 		for _, c := range []struct {
 			name string
@@ -193,7 +193,7 @@ func TestF4_AdmitRefusesOthers(t *testing.T) {
 
 // A rank that dies while newcomers are awaited is named, and the rest can go on without it.
 func TestF2_LossDuringAdmit(t *testing.T) {
-	eachWorld(t, 3, func(t *testing.T, gs []*Group) {
+	onOneHost(t, 3, func(t *testing.T, gs []*Group) {
 		cfg := Config{Addr: freeAddr(t)}
 		ctx, cancel := context.WithCancel(testContext(t))
 		defer cancel()

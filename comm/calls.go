@@ -125,9 +125,9 @@ func (g *Group) finishCall(ctx context.Context, c *call, m message) ([]message, 
 		l    link
 	}
 	var peers []peer
-	for r, w := range g.members {
+	for _, w := range g.n.inTurn(g.members) {
 		if w != g.n.id && g.n.links[w] != nil && g.n.gone[w] == nil {
-			peers = append(peers, peer{r, g.n.links[w]})
+			peers = append(peers, peer{g.rankOf[w], g.n.links[w]})
 		}
 	}
 	then := g.handle(g.n.id, own)

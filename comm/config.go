@@ -31,7 +31,10 @@ type Config struct {
 	// LocalRank is this rank's number on its host, from 0 to LocalSize-1. It
 	// serves callers to choose a device; this package only checks it.
 	LocalRank int
-	// LocalSize is the number of ranks on this host. Default Size.
+	// LocalSize is the number of ranks on this host. Default Size. Less than
+	// Size says that the group may span hosts: then this rank can be called on a
+	// port of its own while ranks join, on the interface that leads to Addr. It
+	// is not checked that LocalSize ranks are here.
 	LocalSize int
 
 	// Addr is where rank 0 listens while ranks join: "host:port", or "@name", a
@@ -75,6 +78,7 @@ type Config struct {
 	handshakeTimeout time.Duration // for those who connect; shorter in tests
 	unproven         int           // connections that may be unproven at once; fewer in tests
 	version          uint16        // of the protocol; others in tests
+	host             string        // which this rank is on; others in tests
 	delay            func()        // before everything that is sent, in tests
 }
 
@@ -86,6 +90,7 @@ func (c *Config) validate() error {
 	c.Name = cmp.Or(c.Name, "world")
 	c.handshakeTimeout = cmp.Or(c.handshakeTimeout, handshakeGrace)
 	c.version = cmp.Or(c.version, protocolVersion)
+	c.host = cmp.Or(c.host, hostID())
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}

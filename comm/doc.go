@@ -21,7 +21,10 @@
 //	group, err := comm.Join(ctx, cfg)
 //
 // Rank 0 listens on a TCP port while the ranks find each other; then all are
-// connected to all by unix sockets, which is why a group spans one host. Callers
+// connected to all by unix sockets, on one host. If [Config.LocalSize] is less
+// than the size, a group may span hosts: unix sockets connect the ranks of each,
+// the first rank of a host is connected to the first ranks of all others, and
+// passes on what the ranks of its host say and hear ([Group.Topology]). Callers
 // with a store of their own to exchange addresses use [Listen] and
 // [Listener.Join] and need no port.
 //
@@ -63,6 +66,9 @@
 // refuse other users, secret or not. A connection that says something else, or
 // nothing, is turned away and disturbs no other. Without a secret, a process
 // that speaks the protocol is taken for a rank, and can make a join fail.
+// Connections between hosts prove a key that is made of the secret and of the
+// addresses of all ranks, and every frame on them is signed with it. Nothing is
+// encrypted.
 // Messages are of bounded length, and a malformed one closes its connection and
 // nothing else. A connection that has proven nothing gets 2 KiB and 10 seconds.
 // At most 256 such connections are open, or a quarter of the process's

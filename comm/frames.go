@@ -23,6 +23,7 @@ const (
 	frameTable   frameType = 'T' // the socket addresses of all ranks
 	frameFail    frameType = 'F' // the join has failed: a failure
 	frameDone    frameType = 'D' // the sender has joined
+	frameStream  frameType = 'S' // bytes of a connection between hosts
 )
 
 // session is a connection after the hellos.
@@ -81,7 +82,7 @@ func (s *session) recv() (frameType, []byte, error) {
 		return 0, nil, err
 	}
 	switch frameType(s.in[0]) {
-	case frameProof, frameAccept, frameReject, framePresent, frameTable, frameFail, frameDone:
+	case frameProof, frameAccept, frameReject, framePresent, frameTable, frameFail, frameDone, frameStream:
 	default:
 		return 0, nil, fmt.Errorf("%w frame: type %q", errMalformed, s.in[0])
 	}

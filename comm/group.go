@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"slices"
 	"strconv"
+	"sync"
 )
 
 // Group is one rank's end of a group of ranks that have met. Its methods may
@@ -40,9 +41,14 @@ type Group struct {
 	parent uint64
 
 	// Set by activate, before any caller has the group.
-	rank    int
-	members []int       // world rank of every rank
-	rankOf  map[int]int // its inverse
+	rank       int
+	members    []int       // world rank of every rank
+	rankOf     map[int]int // its inverse
+	topology   Topology
+	home, rail *Group // nil where they are g, or this rank alone
+
+	making sync.Mutex // of single
+	single *Group
 
 	done chan struct{} // closed when the group has failed or is closed
 
@@ -111,10 +117,14 @@ func (g *Group) String() string {
 }
 
 // InProcess reports whether all ranks of the group are known to live in this
-// process, so that [Group.Share] works. It is the same on every rank.
+// process and on one host, so that [Group.Share] works. It is the same on every
+// rank.
 func (g *Group) InProcess() bool {
-	if len(g.members) == 1 {
+	switch {
+	case len(g.members) == 1:
 		return true
+	case g.topology.Hosts > 1:
+		return false
 	}
 	g.n.mu.Lock()
 	defer g.n.mu.Unlock()
@@ -181,8 +191,12 @@ const MaxFDs = 1024
 // fds remain the caller's too and may be closed as soon as the call returns.
 // After an error nothing is left open. A rank may pass none, and at most
 // [MaxFDs]. When descriptors of one rank could not be duplicated or received,
-// the call fails and the group lives on.
+// the call fails and the group lives on. Descriptors do not cross hosts: of a
+// group on several the error is [ErrUnsupported], and [Group.Home] can do it.
 func (g *Group) ExchangeFDs(ctx context.Context, fds []int) ([][]int, error) {
+	if n := g.topology.Hosts; n > 1 {
+		return nil, fmt.Errorf("comm: %v: ranks of %s are on %d hosts: %w", opExchangeFDs, g, n, ErrUnsupported)
+	}
 	parts, err := g.exchange(ctx, opExchangeFDs, message{fds: fds})
 	if err != nil {
 		return nil, err
@@ -273,6 +287,9 @@ func decodeSplit(b []byte) (color, key int, err error) {
 // are too. Close is idempotent and returns nil, also on a group that failed.
 func (g *Group) Close() error {
 	n := g.n
+	for _, d := range g.derived() {
+		d.Close()
+	}
 	n.mu.Lock()
 	if g.closed {
 		n.mu.Unlock()

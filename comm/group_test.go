@@ -17,9 +17,18 @@ import (
 )
 
 // eachWorld runs a test on ranks in one process and on ranks that meet over
-// sockets, since both promise the same.
+// sockets, on one host and on several, since all promise the same.
 func eachWorld(t *testing.T, n int, test func(t *testing.T, gs []*Group)) {
-	for _, kind := range worldKinds {
+	inWorlds(t, worldKinds, n, test)
+}
+
+// onOneHost is eachWorld without ranks on several hosts.
+func onOneHost(t *testing.T, n int, test func(t *testing.T, gs []*Group)) {
+	inWorlds(t, worldKinds[:3], n, test)
+}
+
+func inWorlds(t *testing.T, kinds []worldKind, n int, test func(t *testing.T, gs []*Group)) {
+	for _, kind := range kinds {
 		t.Run(kind.name, func(t *testing.T) {
 			gs := kind.start(t, n)
 			t.Cleanup(func() {
@@ -53,6 +62,23 @@ var worldKinds = []worldKind{
 		}
 		return gs
 	}},
+	{"local hosts", func(t testing.TB, n int) []*Group {
+		gs, err := Local(n, LocalOptions{PerHost: 2})
+		require.NoError(t, err)
+		return gs
+	}},
+	{"hosts", func(t testing.TB, n int) []*Group { return startHosts(t, n, 2, Config{}) }},
+}
+
+// startHosts makes a world on hosts of perHost ranks each, as the ranks believe.
+func startHosts(t testing.TB, n, perHost int, cfg Config) []*Group {
+	gs, errs := startJoin(t, n, func(rank int) Config {
+		c := cfg
+		c.Rank, c.Size, c.LocalSize, c.host = rank, n, min(perHost, n-1), fmt.Sprintf("host %d", rank/perHost)
+		return c
+	})
+	require.NoError(t, errors.Join(errs...))
+	return gs
 }
 
 // startListen makes a world by Listen and Listener.Join, with the test as the store.
@@ -248,7 +274,7 @@ func TestShare(t *testing.T) {
 func TestExchangeFDs(t *testing.T) {
 	for _, per := range []int{0, 1, 3, 300} {
 		t.Run(fmt.Sprint(per), func(t *testing.T) {
-			eachWorld(t, 3, func(t *testing.T, gs []*Group) {
+			onOneHost(t, 3, func(t *testing.T, gs []*Group) {
 				before := countFDs(t)
 				requireAll(t, onEach(gs, func(g *Group) error {
 					var files []*os.File
@@ -298,7 +324,7 @@ func TestExchangeFDs(t *testing.T) {
 }
 
 func TestExchangeFDsErrors(t *testing.T) {
-	eachWorld(t, 3, func(t *testing.T, gs []*Group) {
+	onOneHost(t, 3, func(t *testing.T, gs []*Group) {
 		before := countFDs(t)
 		f, err := os.Open(os.DevNull)
 		require.NoError(t, err)

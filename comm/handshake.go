@@ -117,6 +117,8 @@ type identity struct {
 	host        string // of the sender, as far as known
 	addr        string // toRendezvous: its socket
 	name        string // toRendezvous: of the group
+
+	spans bool // toMesh, and not said: the table of addresses has ranks of several hosts
 }
 
 const identityFixed = 1 + 4 + 4 + 4 + 1 + 8 + 8
@@ -364,8 +366,8 @@ func (s *session) examine(version uint16, me identity) (identity, error) {
 		return c, &errRefused{proven: true, text: fmt.Sprintf("rank: a rank that connects says it is %d, want 0 to %d", c.rank, c.size-1)}
 	case c.peerTimeout != me.peerTimeout:
 		return c, refuse(c, "peer timeout", "%v", time.Duration(me.peerTimeout), time.Duration(c.peerTimeout))
-	case c.host != me.host && c.host != "" && me.host != "":
-		return c, refuse(c, "host", "%q (groups span one host and one network namespace)", me.host, c.host)
+	case c.host != me.host && c.host != "" && me.host != "" && !me.spans && !(spans(me.addr) && spans(c.addr)):
+		return c, refuse(c, "host", "%q (a group spans hosts where LocalSize, LOCAL_WORLD_SIZE, is below its size on all ranks, and they meet on a port)", me.host, c.host)
 	case !late && c.gid != me.gid:
 		return c, refuse(c, "addresses", "the list %016x", me.gid, c.gid)
 	}

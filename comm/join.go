@@ -11,7 +11,9 @@ import (
 // Join meets the other ranks, one process each, and returns when all are
 // connected. Rank 0 listens at Config.Addr until then; the others find it there,
 // in whatever order they start, learn each other's unix sockets, and connect
-// all to all.
+// all to all. Of ranks on several hosts (see Config.LocalSize) those of one host
+// are connected so, and the first of each host to the first of all others, by
+// TCP connections over which everything is signed.
 //
 // Config.JoinTimeout and ctx bound the whole; the error is then [ErrTimeout] and
 // names the ranks that are missing. Ranks that were configured differently make
@@ -48,7 +50,7 @@ func join(caller context.Context, cfg Config) (*Group, error) {
 	if err := cfg.validateAddr(); err != nil {
 		return nil, err
 	}
-	l, err := Listen(cfg)
+	l, err := listen(cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -58,6 +60,9 @@ func join(caller context.Context, cfg Config) (*Group, error) {
 	}
 	whole, stop := withJoinTimeout(caller, &cfg)
 	defer stop()
+	if err := l.openToHosts(whole); err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithCancelCause(whole) // ends when the join fails elsewhere
 	defer cancel(nil)
 
@@ -116,7 +121,7 @@ func newMeeting(cfg *Config, addr string, cancel context.CancelCauseFunc) *meeti
 	return &meeting{
 		cfg: cfg,
 		me: identity{purpose: toRendezvous, rank: cfg.Rank, size: cfg.Size, late: cfg.Late, peerTimeout: int64(cfg.PeerTimeout),
-			gid: cfg.gid, host: hostID(), addr: addr, name: cfg.Name},
+			gid: cfg.gid, host: cfg.host, addr: addr, name: cfg.Name},
 		began:  time.Now(),
 		cancel: cancel,
 		listen: func(ctx context.Context) (net.Listener, error) {

@@ -785,7 +785,7 @@ func TestExchangeFDsWithoutRoom(t *testing.T) {
 		require.NoError(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &tight))
 		return func() { require.NoError(t, syscall.Setrlimit(syscall.RLIMIT_NOFILE, &old)) }
 	}
-	eachWorld(t, 2, func(t *testing.T, gs []*Group) {
+	onOneHost(t, 2, func(t *testing.T, gs []*Group) {
 		before := countFDs(t)
 		restore := limit(60) // one set fits, two do not
 		errs := onEach(gs, func(g *Group) error {

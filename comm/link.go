@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sockLink is a link over a unix socket. It has two goroutines. The writer
+// sockLink is a link over a unix socket, or over a sealed connection to another host. It has two goroutines. The writer
 // sends what is queued, and a sign of life when there is nothing to send. The
 // reader delivers what arrives and decides alone when the peer is lost: at the
 // end of the stream without a goodbye, at a malformed frame, or when nothing
@@ -21,7 +21,7 @@ import (
 type sockLink struct {
 	n       *node
 	peer    int
-	conn    *net.UnixConn
+	conn    net.Conn
 	timeout time.Duration // silence that means the peer is lost
 
 	wake chan struct{} // the writer has something to do
@@ -41,7 +41,7 @@ type outgoing struct {
 
 // startLink makes a link of a connection whose handshake is done. If it
 // reports false the link was not wanted, and the connection is closed.
-func startLink(n *node, peer int, conn *net.UnixConn, timeout time.Duration) bool {
+func startLink(n *node, peer int, conn net.Conn, timeout time.Duration) bool {
 	l := &sockLink{n: n, peer: peer, conn: conn, timeout: timeout, wake: make(chan struct{}, 1)}
 	conn.SetDeadline(time.Time{})
 	if !n.setLink(peer, l, 2) {
@@ -161,17 +161,9 @@ func (l *sockLink) write() {
 }
 
 func (l *sockLink) writeMessage(m *message) error {
-	h := header{kind: m.kind, op: m.op, gid: m.gid, seq: m.seq}
-	data := m.data
-	switch {
-	case m.poison != "":
-		h.flags, data = flagPoison, []byte(clip(m.poison, maxText))
-	case len(m.fds) > 0:
-		return l.writeFDs(h, m.fds)
-	case m.fail != nil:
-		data = encodeFail(m.fail)
-	case m.decided:
-		h.flags = flagDecided
+	h, data := m.frame()
+	if conn, ok := l.conn.(*net.UnixConn); ok && len(m.fds) > 0 && m.poison == "" {
+		return writeFDs(conn, h, m.fds)
 	}
 	for {
 		part := data[:min(len(data), maxFrame)]
@@ -200,11 +192,11 @@ func (l *sockLink) writeMessage(m *message) error {
 // fdsPerWrite is below the kernel's limit for one control message, 253.
 const fdsPerWrite = 250
 
-func (l *sockLink) writeFDs(h header, fds []int) error {
+func writeFDs(conn *net.UnixConn, h header, fds []int) error {
 	h.length, h.fds = len(fds), len(fds)
 	var b [frameHeader]byte
 	h.encode(&b)
-	if _, err := l.conn.Write(b[:]); err != nil {
+	if _, err := conn.Write(b[:]); err != nil {
 		return err
 	}
 	var zeros [fdsPerWrite]byte
@@ -212,17 +204,17 @@ func (l *sockLink) writeFDs(h header, fds []int) error {
 		some := fds[:min(len(fds), fdsPerWrite)]
 		fds = fds[len(some):]
 		payload := zeros[:len(some)]
-		sent, _, err := l.conn.WriteMsgUnix(payload, unix.UnixRights(some...), nil)
+		sent, _, err := conn.WriteMsgUnix(payload, unix.UnixRights(some...), nil)
 		if err != nil && sent <= 0 && !errors.Is(err, os.ErrDeadlineExceeded) {
 			// Too many descriptors in flight, say. The bytes alone tell the
 			// receiver that some are missing.
-			sent, err = l.conn.Write(payload)
+			sent, err = conn.Write(payload)
 		}
 		if err != nil {
 			return err
 		}
 		if sent < len(payload) {
-			if _, err := l.conn.Write(payload[sent:]); err != nil {
+			if _, err := conn.Write(payload[sent:]); err != nil {
 				return err
 			}
 		}
@@ -252,7 +244,7 @@ func (l *sockLink) read() {
 			l.ended = true
 			l.mu.Unlock()
 			if !l.isClosing() {
-				l.n.lose(l.peer, l.blame(err))
+				l.n.cutOff(l.peer, l.blame(err))
 			}
 			return
 		}
@@ -261,7 +253,7 @@ func (l *sockLink) read() {
 		l.mu.Unlock()
 		bye := m.kind == kindBye
 		l.n.deliver(l.peer, m)
-		if bye {
+		if bye && !l.n.listensTo(l.peer) {
 			return
 		}
 	}
@@ -348,7 +340,11 @@ func (r *fdReader) Read(b []byte) (int, error) {
 }
 
 func (r *fdReader) readOnce(b []byte) (int, error) {
-	n, oobn, flags, _, err := r.l.conn.ReadMsgUnix(b, r.oob)
+	conn, ok := r.l.conn.(*net.UnixConn)
+	if !ok {
+		return r.l.conn.Read(b)
+	}
+	n, oobn, flags, _, err := conn.ReadMsgUnix(b, r.oob)
 	n = max(n, 0) // it may be -1 with an error
 	if oobn > 0 {
 		msgs, perr := unix.ParseSocketControlMessage(r.oob[:oobn])

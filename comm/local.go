@@ -11,6 +11,9 @@ import (
 type LocalOptions struct {
 	// Name of the group, for logs and messages. Default "world".
 	Name string
+	// PerHost, when set, makes hosts of that many ranks each, as far as
+	// [Group.Topology] tells: for tests of several hosts in one process.
+	PerHost int
 	// Logger gets what is worth knowing. Default: nothing is logged.
 	Logger *slog.Logger
 }
@@ -21,6 +24,9 @@ const MaxSize = 4096
 func (o *LocalOptions) validate(n int) error {
 	if n < 1 || n > MaxSize {
 		return fmt.Errorf("comm: local: %d ranks, want 1 to %d", n, MaxSize)
+	}
+	if o.PerHost < 0 {
+		return fmt.Errorf("comm: local: %d ranks a host", o.PerHost)
 	}
 	if o.Name == "" {
 		o.Name = "world"
@@ -44,6 +50,13 @@ func Local(n int, opts ...LocalOptions) ([]*Group, error) {
 	nodes := make([]*node, n)
 	for i := range nodes {
 		nodes[i] = newNode(i, n, o.Logger)
+		if o.PerHost > 0 && o.PerHost < n {
+			of := make([]int, n)
+			for r := range of {
+				of[r] = r / o.PerHost
+			}
+			nodes[i].hosts = &hosts{Topology: newTopology(of, i)}
+		}
 	}
 	members := make([]int, n)
 	groups := make([]*Group, n)

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -19,28 +20,49 @@ import (
 type Listener struct {
 	cfg  Config
 	ln   *net.UnixListener
+	tcp  net.Listener // for other hosts; nil where the group spans none
 	addr string
 }
 
-// Listen opens this rank's socket. Config.Addr is not used.
+// Listen opens this rank's socket. Config.Addr is only used if the group may
+// span hosts (see Config.LocalSize): as the host:port to which the interface
+// leads on which others call this rank. Nobody needs to listen there.
 func Listen(cfg Config) (*Listener, error) {
-	if err := cfg.validate(); err != nil {
+	l, err := listen(cfg)
+	if err == nil {
+		ctx, cancel := context.WithTimeout(context.Background(), l.cfg.JoinTimeout)
+		defer cancel()
+		if err = l.openToHosts(ctx); err != nil {
+			l.Close()
+		}
+	}
+	if err != nil {
 		return nil, fmt.Errorf("comm: listen: %w", err)
+	}
+	return l, nil
+}
+
+func listen(cfg Config) (*Listener, error) {
+	if err := cfg.validate(); err != nil {
+		return nil, err
 	}
 	ln, err := listenSocket()
 	if err != nil {
-		return nil, fmt.Errorf("comm: listen: %w", err)
+		return nil, err
 	}
 	return &Listener{cfg: cfg, ln: ln, addr: ln.Addr().String()}, nil
 }
 
 // Addr is the address of this rank, for the others: a printable text of less
-// than 100 bytes, different every time.
+// than 150 bytes, different every time.
 func (l *Listener) Addr() string { return l.addr }
 
 // Close gives up the address. Connections of a group that has been joined live on.
 func (l *Listener) Close() error {
 	l.ln.Close()
+	if l.tcp != nil {
+		l.tcp.Close()
+	}
 	return nil
 }
 
@@ -73,15 +95,24 @@ func joinError(err error) error {
 
 // meshing is a mesh under construction.
 type meshing struct {
-	l        *Listener
-	n        *node
-	me       identity
-	addrs    []string
-	ctx      context.Context
-	linked   chan struct{} // one for every link
-	fatal    chan error
+	l      *Listener
+	n      *node
+	me     identity
+	addrs  []string
+	ctx    context.Context
+	linked chan struct{} // one for every link
+	fatal  chan error
+	key    []byte // what connections between hosts prove
+	wg     sync.WaitGroup
+
+	refused atomic.Int64 // connections that were turned away
+}
+
+// door is where ranks connect to this one.
+type door struct {
+	ln       net.Listener
 	unproven unproven
-	wg       sync.WaitGroup
+	abroad   bool // for other hosts
 }
 
 // join builds the mesh. report, which may be nil, tells others why it cannot be
@@ -99,6 +130,10 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	gid := meshID(addrs)
 	n := newNode(cfg.Rank, cfg.Size, cfg.Logger)
 	n.delay = cfg.delay
+	var err error
+	if n.hosts, err = hostsOf(addrs, cfg.Rank); err != nil {
+		return nil, err
+	}
 	g, err := n.register(gid, cfg.Name, 0)
 	if err != nil {
 		return nil, err
@@ -113,18 +148,24 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	ctx, cancel := context.WithCancel(ctx)
 	m := &meshing{
 		l: l, n: n, addrs: addrs, ctx: ctx,
-		me:       identity{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: hostID()},
-		linked:   make(chan struct{}, cfg.Size),
-		fatal:    make(chan error, 1),
-		unproven: newUnproven(cfg),
+		me:     identity{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: cfg.host, spans: n.hosts != nil},
+		linked: make(chan struct{}, cfg.Size),
+		fatal:  make(chan error, 1),
+		key:    meshKey(cfg.Secret, addrs),
 	}
-	m.wg.Go(m.accept)
+	m.wg.Go(func() { m.accept(&door{ln: l.ln, unproven: newUnproven(cfg)}) })
+	if n.hosts != nil && n.hosts.isFirst(cfg.Rank) {
+		m.wg.Go(func() { m.accept(&door{ln: l.tcp, unproven: newUnproven(cfg), abroad: true}) })
+	}
 	for r := range cfg.Rank {
-		m.wg.Go(func() { m.dial(r) })
+		if m.direct(r) {
+			m.wg.Go(func() { m.dial(r) })
+		}
 	}
 	err = m.wait(g, began)
 	if err == nil {
 		l.Close()
+		n.addRelays()
 		_, err = g.exchange(ctx, opJoin, message{})
 		var why *PeerError
 		if err != nil && errors.As(context.Cause(ctx), &why) {
@@ -155,7 +196,7 @@ func (m *meshing) wait(g *Group, began time.Time) error {
 	var grace <-chan time.Time
 	say := time.NewTicker(sayEvery)
 	defer say.Stop()
-	for links := 0; links < len(m.addrs)-1; {
+	for links := 0; links < m.directs(); {
 		select {
 		case <-m.linked:
 			links++
@@ -184,11 +225,31 @@ func (m *meshing) missing() []int {
 	defer m.n.mu.Unlock()
 	var out []int
 	for r, l := range m.n.links {
-		if l == nil && r != m.me.rank {
+		if l == nil && r != m.me.rank && m.direct(r) {
 			out = append(out, r)
 		}
 	}
 	return out
+}
+
+// direct says that this rank and another have a connection.
+func (m *meshing) direct(rank int) bool {
+	return m.n.hosts == nil || m.n.hosts.direct(m.me.rank, rank)
+}
+
+// directs is to how many ranks this one has a connection.
+func (m *meshing) directs() (n int) {
+	for r := range m.addrs {
+		if r != m.me.rank && m.direct(r) {
+			n++
+		}
+	}
+	return n
+}
+
+// abroad says that a rank is on another host.
+func (m *meshing) abroad(rank int) bool {
+	return m.n.hosts != nil && m.n.hosts.of[rank] != m.n.hosts.Host
 }
 
 func (m *meshing) fail(err error) {
@@ -199,17 +260,17 @@ func (m *meshing) fail(err error) {
 }
 
 // accept takes the connections of higher ranks, and of whoever else finds the
-// socket: each is looked at by a goroutine of its own, so that a silent one
+// door: each is looked at by a goroutine of its own, so that a silent one
 // holds up nobody.
-func (m *meshing) accept() {
+func (m *meshing) accept(d *door) {
 	for {
-		conn, err := m.l.ln.AcceptUnix()
+		conn, err := d.ln.Accept()
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
 		if err != nil { // out of descriptors, say
 			m.n.log.Warn("accept", "rank", m.me.rank, "err", err)
-			m.unproven.closeOldest()
+			d.unproven.closeOldest()
 			if !sleep(m.ctx, time.Millisecond) {
 				return
 			}
@@ -219,10 +280,10 @@ func (m *meshing) accept() {
 			m.refuse(conn, err)
 			continue
 		}
-		m.unproven.add(conn)
+		d.unproven.add(conn)
 		m.wg.Go(func() {
-			err := m.admit(conn)
-			m.unproven.remove(conn)
+			err := m.admit(d, conn)
+			d.unproven.remove(conn)
 			if err != nil {
 				m.refuse(conn, err)
 			}
@@ -230,16 +291,16 @@ func (m *meshing) accept() {
 	}
 }
 
-func (m *meshing) refuse(conn *net.UnixConn, err error) {
+func (m *meshing) refuse(conn net.Conn, err error) {
 	conn.Close()
-	m.n.log.Warn("connection refused", "rank", m.me.rank, "err", err)
+	m.n.log.Warn("connection refused", "rank", m.me.rank, "err", err, "refused", m.refused.Add(1))
 }
 
-func (m *meshing) admit(conn *net.UnixConn) error {
+func (m *meshing) admit(d *door, conn net.Conn) error {
 	conn.SetDeadline(time.Now().Add(m.l.cfg.handshakeTimeout))
 	stop := context.AfterFunc(m.ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	defer stop()
-	s, c, err := m.examine(conn, true, m.me)
+	s, c, err := m.examine(conn, true, d.abroad, m.me)
 	if err != nil {
 		var refused *errRefused
 		if errors.As(err, &refused) && refused.proven {
@@ -250,24 +311,28 @@ func (m *meshing) admit(conn *net.UnixConn) error {
 	m.n.mu.Lock()
 	known := m.n.links[c.rank] != nil
 	m.n.mu.Unlock()
-	if c.to != m.me.rank || c.rank <= m.me.rank || known {
+	if c.to != m.me.rank || c.rank <= m.me.rank || known || !m.direct(c.rank) || m.abroad(c.rank) != d.abroad {
 		err := fmt.Errorf("rank %d connects to rank %d, which is %d and has its connection: %v", c.rank, c.to, m.me.rank, known)
 		s.reject(err.Error())
 		return err
 	}
-	if !m.unproven.remove(conn) {
+	if !d.unproven.remove(conn) {
 		return errCrowded // and tries again: it has not been accepted
 	}
 	if err := s.send(frameAccept, nil); err != nil {
 		return err
 	}
-	return m.start(c.rank, conn, stop)
+	return m.start(c.rank, s, conn, stop)
 }
 
 // examine greets the other side and compares the cards.
-func (m *meshing) examine(conn net.Conn, server bool, me identity) (*session, identity, error) {
+func (m *meshing) examine(conn net.Conn, server, abroad bool, me identity) (*session, identity, error) {
 	cfg := &m.l.cfg
-	s, err := greet(cfg.slow(conn), server, cfg.version, cfg.Secret, me)
+	secret := cfg.Secret
+	if abroad {
+		secret = m.key
+	}
+	s, err := greet(cfg.slow(conn), server, cfg.version, secret, me)
 	if err != nil {
 		return nil, identity{}, err
 	}
@@ -284,9 +349,12 @@ func (m *meshing) examine(conn net.Conn, server bool, me identity) (*session, id
 
 // start makes a link of a connection, which the end of m.ctx must not touch
 // any more.
-func (m *meshing) start(rank int, conn *net.UnixConn, stop func() bool) error {
+func (m *meshing) start(rank int, s *session, conn net.Conn, stop func() bool) error {
 	if !stop() {
 		return ctxErr(m.ctx)
+	}
+	if m.abroad(rank) {
+		conn = newSealedConn(conn, s)
 	}
 	if !startLink(m.n, rank, conn, m.l.cfg.PeerTimeout) {
 		return fmt.Errorf("rank %d is connected already, or the join is over", rank)
@@ -319,11 +387,18 @@ func (m *meshing) dial(rank int) {
 
 func (m *meshing) dialOnce(rank int) (err error) {
 	var d net.Dialer
-	c, err := d.DialContext(m.ctx, "unix", m.addrs[rank])
+	to, err := parseAddress(m.addrs[rank])
 	if err != nil {
 		return err
 	}
-	conn := c.(*net.UnixConn)
+	network, where := "unix", to.socket
+	if m.abroad(rank) {
+		network, where = "tcp", to.tcp
+	}
+	conn, err := d.DialContext(m.ctx, network, where)
+	if err != nil {
+		return err
+	}
 	defer func() {
 		if err != nil {
 			conn.Close()
@@ -336,14 +411,14 @@ func (m *meshing) dialOnce(rank int) (err error) {
 	}
 	me := m.me
 	me.to = rank
-	s, _, err := m.examine(conn, false, me)
+	s, _, err := m.examine(conn, false, m.abroad(rank), me)
 	if err != nil {
 		return err
 	}
 	if _, err := s.verdict(); err != nil {
 		return err
 	}
-	return m.start(rank, conn, stop)
+	return m.start(rank, s, conn, stop)
 }
 
 // meshID is the number of the group that meets at these addresses.

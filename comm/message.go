@@ -4,14 +4,16 @@ package comm
 type kind uint8
 
 const (
-	kindData   kind = 1 // a rank's part in a collective call
-	kindFail   kind = 2 // the group has failed: who is to blame, and why
-	kindLeave  kind = 3 // the sender has closed its end of the group
-	kindShrink kind = 4 // a round of the agreement on who survives
-	kindBeat   kind = 5 // the sender is alive
-	kindBye    kind = 6 // the sender has closed all its groups; end of stream follows
-	kindAsk    kind = 7 // whom does the receiver wait for?
-	kindAnswer kind = 8 // whom the sender waits for
+	kindData   kind = 1  // a rank's part in a collective call
+	kindFail   kind = 2  // the group has failed: who is to blame, and why
+	kindLeave  kind = 3  // the sender has closed its end of the group
+	kindShrink kind = 4  // a round of the agreement on who survives
+	kindBeat   kind = 5  // the sender is alive
+	kindBye    kind = 6  // the sender has closed all its groups; end of stream follows
+	kindAsk    kind = 7  // whom does the receiver wait for?
+	kindAnswer kind = 8  // whom the sender waits for
+	kindRelay  kind = 9  // a message that is passed on between hosts
+	kindLost   kind = 10 // the sender, first of its host, knows of a lost rank
 )
 
 // opcode names a collective call, so that ranks which call different things
@@ -67,7 +69,36 @@ type message struct {
 	poison string
 
 	decided bool     // kindShrink: data is the decision
-	fail    *failure // kindFail
+	fail    *failure // kindFail, kindLost
+}
+
+// frame is the header and the payload of m, in one piece. The header's length is the caller's to set.
+func (m *message) frame() (header, []byte) {
+	h := header{kind: m.kind, op: m.op, gid: m.gid, seq: m.seq}
+	switch {
+	case m.poison != "":
+		h.flags = flagPoison
+		return h, []byte(clip(m.poison, maxText))
+	case m.fail != nil:
+		return h, encodeFail(m.fail)
+	case m.decided:
+		h.flags = flagDecided
+	}
+	return h, m.data
+}
+
+// unframe finds in the data of a message what its header says that it is.
+func (m *message) unframe(h header) (err error) {
+	switch {
+	case h.flags&flagPoison != 0:
+		m.poison, m.data = string(m.data), nil
+	case h.kind == kindShrink:
+		m.decided = h.flags&flagDecided != 0
+	case h.kind == kindFail, h.kind == kindLost:
+		m.fail, err = decodeFail(m.data)
+		m.data = nil
+	}
+	return err
 }
 
 // drop releases what a message owns when nobody will take it.

@@ -2,6 +2,7 @@ package comm
 
 import (
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 )
@@ -30,11 +31,15 @@ type node struct {
 	onStop func() // called once, after the last group was closed
 	delay  func() // before every frame, in tests
 
-	mu     sync.Mutex
-	links  []link // by world rank; nil for this rank and for peers not met yet
-	groups map[uint64]*Group
-	gone   map[int]*failure // peers that are no more, and how they went
-	dead   bool             // closed or killed: nothing is delivered any more
+	hosts *hosts // nil: all ranks are on one host
+
+	mu      sync.Mutex
+	held    map[int][]message // what is passed on to peers that are not linked yet
+	lingers bool              // dead, and still passes on
+	links   []link            // by world rank; nil for this rank and for peers not met yet
+	groups  map[uint64]*Group
+	gone    map[int]*failure // peers that are no more, and how they went
+	dead    bool             // closed or killed: nothing is delivered any more
 }
 
 func newNode(id, size int, log *slog.Logger) *node {
@@ -47,6 +52,7 @@ func newNode(id, size int, log *slog.Logger) *node {
 		links:  make([]link, size),
 		groups: make(map[uint64]*Group),
 		gone:   make(map[int]*failure),
+		held:   make(map[int][]message),
 		pulse:  pulse{last: time.Now()},
 	}
 }
@@ -61,6 +67,10 @@ func (n *node) setLink(peer int, l link, goroutines int) bool {
 	}
 	n.links[peer] = l
 	n.wg.Add(goroutines)
+	for _, m := range n.held[peer] {
+		l.send(m)
+	}
+	delete(n.held, peer)
 	return true
 }
 
@@ -69,12 +79,29 @@ func (n *node) setLink(peer int, l link, goroutines int) bool {
 // the last one. The caller holds mu.
 func (n *node) linksTo(members []int, last int) []link {
 	out := make([]link, 0, len(members))
-	for _, m := range members {
+	for _, m := range n.inTurn(members) {
 		if m != n.id && n.links[m] != nil && (n.gone[m] == nil || m == last) {
 			out = append(out, n.links[m])
 		}
 	}
 	return out
+}
+
+// inTurn is members in the order in which this rank tells them anything.
+func (n *node) inTurn(members []int) []int {
+	if n.hosts == nil || !n.hosts.relayed {
+		return members
+	}
+	out := slices.Clone(members)
+	slices.SortStableFunc(out, func(a, b int) int { return n.hosts.turn(n.id, a) - n.hosts.turn(n.id, b) })
+	return out
+}
+
+// listensTo says that a peer which has left has still something to say.
+func (n *node) listensTo(peer int) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.needed(peer)
 }
 
 // alone reports whether no peer has given a sign of life in the time of a few.
@@ -102,6 +129,12 @@ func (n *node) deliver(from int, m message) {
 	case kindBye:
 		n.lose(from, &failure{code: failLeft, culprit: from})
 		return
+	case kindRelay:
+		n.pass(from, m)
+		return
+	case kindLost:
+		n.hearLoss(from, m.fail)
+		return
 	}
 	n.mu.Lock()
 	g := n.groups[m.gid]
@@ -126,12 +159,12 @@ func (n *node) deliver(from int, m message) {
 // member. A peer that left in order is only news to calls that still need it.
 func (n *node) lose(peer int, f *failure) {
 	n.mu.Lock()
-	if n.dead || n.gone[peer] != nil {
+	if n.dead && !n.lingers || n.gone[peer] != nil {
 		n.mu.Unlock()
 		return
 	}
 	var then []func()
-	for _, g := range n.groups {
+	for _, g := range n.groups { // none of one that lingers
 		if !g.active {
 			continue // activation looks at n.gone
 		}
@@ -141,7 +174,13 @@ func (n *node) lose(peer int, f *failure) {
 	}
 	n.gone[peer] = f
 	l := n.links[peer]
+	closes := !(f.code == failLeft && n.needed(peer))
+	var tell []link
+	if f.code != failLeft || f.detail != "" { // that it leaves it says itself
+		tell = n.toTell(peer)
+	}
 	n.mu.Unlock()
+	defer n.letGo()
 
 	if f.code != failLeft {
 		n.log.Warn("peer lost", "rank", n.id, "peer", peer, "why", f.detail)
@@ -149,7 +188,13 @@ func (n *node) lose(peer int, f *failure) {
 	for _, fn := range then {
 		fn()
 	}
-	if l != nil {
+	for _, t := range tell {
+		t.send(message{kind: kindLost, fail: f})
+	}
+	if f.code != failLeft && n.hosts != nil {
+		n.unreachable(peer, f)
+	}
+	if l != nil && closes {
 		grace := time.Duration(0)
 		if f.code != failLeft {
 			// The peer may only be stopped. The failed groups have left it a word
@@ -163,6 +208,21 @@ func (n *node) lose(peer int, f *failure) {
 // register makes a group known before its members are. Messages for it are
 // kept until activate.
 func (n *node) register(id uint64, name string, parent uint64) (*Group, error) {
+	g := n.newGroup(id, name, parent)
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.dead {
+		return nil, ErrClosed
+	}
+	n.groups[id] = g
+	if n.hosts != nil {
+		g.home, g.rail = n.newGroup(groupID(id, "home", 0, 0), name+"/home", id), n.newGroup(groupID(id, "rail", 0, 0), name+"/rail", id)
+		n.groups[g.home.id], n.groups[g.rail.id] = g.home, g.rail
+	}
+	return g, nil
+}
+
+func (n *node) newGroup(id uint64, name string, parent uint64) *Group {
 	g := &Group{
 		n:       n,
 		log:     n.log,
@@ -179,20 +239,22 @@ func (n *node) register(id uint64, name string, parent uint64) (*Group, error) {
 		inquiries: make(map[uint64]*inquiry),
 	}
 	g.shrink.wake = make(chan struct{}, 1)
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.dead {
-		return nil, ErrClosed
-	}
-	n.groups[id] = g
-	return g, nil
+	return g
 }
 
 // activate gives a registered group its members (world ranks, in the order of
 // their ranks in the group) and replays what has arrived for it.
 func (n *node) activate(g *Group, members []int) {
-	var then []func()
 	n.mu.Lock()
+	then := n.activateLocked(g, members)
+	n.mu.Unlock()
+	for _, fn := range then {
+		fn()
+	}
+}
+
+// activateLocked is activate where the caller holds mu, and calls what it returns afterwards.
+func (n *node) activateLocked(g *Group, members []int) (then []func()) {
 	g.members = members
 	g.rankOf = make(map[int]int, len(members))
 	for r, m := range members {
@@ -201,6 +263,7 @@ func (n *node) activate(g *Group, members []int) {
 			g.rank = r
 		}
 	}
+	then = n.divide(g)
 	g.active = true
 	early := g.early
 	g.early = nil
@@ -219,10 +282,41 @@ func (n *node) activate(g *Group, members []int) {
 			}
 		}
 	}
-	n.mu.Unlock()
-	for _, fn := range then {
-		fn()
+	return then
+}
+
+// divide finds on which hosts the ranks of a group are, and activates its home and its rail. The caller holds mu.
+func (n *node) divide(g *Group) (then []func()) {
+	if n.hosts == nil {
+		g.topology = Topology{Hosts: 1, PerHost: len(g.members), Local: g.rank}
+		return nil
 	}
+	of := make([]int, len(g.members))
+	for r, m := range g.members {
+		of[r] = n.hosts.of[m]
+	}
+	g.topology = newTopology(of, g.rank)
+	t := &g.topology
+	part := func(d **Group, in func(r int) bool) {
+		if *d == nil { // g is one itself
+			return
+		}
+		var members []int
+		for r, m := range g.members {
+			if in(r) {
+				members = append(members, m)
+			}
+		}
+		if len(members) <= 1 || len(members) == len(g.members) {
+			delete(n.groups, (*d).id)
+			*d = nil
+			return
+		}
+		then = append(then, n.activateLocked(*d, members)...)
+	}
+	part(&g.home, func(r int) bool { return t.HostOf(r) == t.Host })
+	part(&g.rail, func(r int) bool { return t.Hosts > 1 && t.LocalOf(r) == t.Local })
+	return then
 }
 
 // unregister forgets a group. With the last group the node says goodbye and stops.
@@ -246,10 +340,18 @@ func (n *node) unregister(g *Group) {
 	var ls []link
 	if last {
 		n.dead = true
-		for peer, l := range n.links {
-			if l != nil && n.gone[peer] == nil {
-				ls = append(ls, l)
-			}
+		n.lingers = n.passesOn()
+		all := make([]int, len(n.links))
+		for peer := range all {
+			all[peer] = peer
+		}
+		ls = n.linksTo(all, -1)
+	}
+	lingers := n.lingers
+	var open []link // also to ranks that have left and passed on what others said
+	for _, l := range n.links {
+		if l != nil {
+			open = append(open, l)
 		}
 	}
 	n.mu.Unlock()
@@ -263,7 +365,14 @@ func (n *node) unregister(g *Group) {
 	for _, l := range ls {
 		l.send(message{kind: kindBye})
 	}
-	n.stop(ls, closeGrace)
+	if lingers { // and the process may end now
+		deadline := time.Now().Add(closeGrace)
+		for _, l := range ls {
+			l.flush(deadline)
+		}
+		return
+	}
+	n.stop(open, closeGrace)
 }
 
 // stop closes the links and waits for their goroutines.

@@ -79,6 +79,11 @@ func (g *Group) signalShrink() {
 // out learns it as soon as it runs: from this group, and from its own Shrink.
 // Ranks that leave each other out both go on, each without the other.
 //
+// Where survivors are on several hosts, a host that has lost a rank leaves whole.
+// Its other ranks get an error that names that rank, [ErrPeerLost]. Survivors of
+// one host all stay. A rank whose host has lost its first rank reaches no other
+// host, and leaves too.
+//
 // A rank that the others gave up, because it was stopped for too long or left
 // out, gets an error that says so, [ErrPeerLost] with its own number. The old
 // group stays as it is, and is still to be closed. A call that was cancelled can
@@ -138,9 +143,14 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (*Group, error) {
 		next.Close()
 		return nil, fmt.Errorf("comm: shrink: %s: %w", g.name, ErrClosed)
 	}
+	left := g.withHosts(dec)
+	if left.has(g.rank) {
+		next.Close()
+		return nil, fmt.Errorf("comm: shrink: %w", g.leaves(dec))
+	}
 	var members []int
 	for r, w := range g.members {
-		if !dec.has(r) {
+		if !left.has(r) {
 			members = append(members, w)
 		}
 	}
@@ -165,7 +175,7 @@ func (g *Group) shrinkable() error {
 		}
 		return &PeerError{Rank: g.rank, Err: fmt.Errorf("this rank is not among the survivors: %w", why)}
 	}
-	return nil
+	return g.stranded()
 }
 
 // agree runs rounds until there is a decision: the set of ranks that are gone.
@@ -186,7 +196,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		if s.dec == nil {
 			if s.round == 0 {
 				say = g.nextRound(g.goneRanks())
-			} else if union, same, complete := g.roundState(); complete {
+			} else if union, same, complete := g.roundState(); complete && g.stranded() == nil {
 				if same {
 					s.dec = union
 				} else {
@@ -196,7 +206,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		}
 		dec, said := s.dec, s.said
 		err := error(nil)
-		if dec == nil && (g.closed || n.dead || g.out[n.id]) {
+		if dec == nil && (g.closed || n.dead || g.out[n.id] || g.stranded() != nil) {
 			busy := s.busy
 			s.busy = false
 			err = g.shrinkable()
@@ -224,6 +234,55 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 			return nil, q.waitError(ctx, "shrink", round, missing, time.Since(began))
 		}
 	}
+}
+
+// withHosts adds to the ranks that are gone those that leave with them: all of a host that has lost one, where the others are on several.
+func (g *Group) withHosts(gone rankSet) rankSet {
+	t := &g.topology
+	hurt, alive, hosts := make([]bool, t.Hosts), make([]bool, t.Hosts), 0
+	for r := range g.members {
+		h := t.HostOf(r)
+		hurt[h] = hurt[h] || gone.has(r)
+		if !gone.has(r) && !alive[h] {
+			alive[h] = true
+			hosts++
+		}
+	}
+	left := gone.clone()
+	for r := range g.members {
+		if hosts > 1 && hurt[t.HostOf(r)] {
+			left.set(r)
+		}
+	}
+	return left
+}
+
+// leaves is the error of a survivor whose host has lost a rank.
+func (g *Group) leaves(gone rankSet) error {
+	t := &g.topology
+	for r := range g.members {
+		if gone.has(r) && t.HostOf(r) == t.Host {
+			return &PeerError{Rank: r, Err: fmt.Errorf("%w: host %d has lost it, and leaves whole", ErrPeerLost, t.Host)}
+		}
+	}
+	return nil
+}
+
+// stranded is the error of a rank that reaches no other host, because the first rank of its own is gone. The caller holds n.mu.
+func (g *Group) stranded() error {
+	h := g.n.hosts
+	if h == nil || !h.relayed || g.topology.Hosts == 1 || h.isFirst(g.n.id) {
+		return nil
+	}
+	first := h.first(h.Host)
+	if g.n.gone[first] == nil {
+		return nil
+	}
+	rank, ok := g.rankOf[first]
+	if !ok {
+		rank = -1
+	}
+	return &PeerError{Rank: rank, Err: fmt.Errorf("%w: host %d has lost it and reaches no other host without it", ErrPeerLost, g.topology.Host)}
 }
 
 // nextRound begins a round. The caller holds n.mu.

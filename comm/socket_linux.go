@@ -9,6 +9,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/switchyard-moe/switchyard/internal/env"
 )
 
 // listenSocket opens a unix socket of a random name in the abstract namespace,
@@ -60,7 +62,8 @@ func credentials(conn *net.UnixConn) (peer *unix.Ucred, err error) {
 }
 
 // hostID names what ranks must share to reach each other's sockets: the boot
-// and the network namespace. It is empty if that is not known.
+// and the network namespace, and what the environment calls the host. It is
+// empty if that is not known.
 func hostID() string {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -70,5 +73,9 @@ func hostID() string {
 	if err != nil {
 		return ""
 	}
-	return strings.TrimSpace(string(boot)) + " " + ns
+	id := strings.TrimSpace(string(boot)) + " " + ns
+	if name := env.HostID(); name != "" {
+		id = name + " " + id
+	}
+	return id
 }

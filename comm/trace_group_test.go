@@ -14,7 +14,8 @@ import (
 )
 
 // TestGroupTraces runs a group that has joined, of 3 ranks if "group" does not say
-// otherwise, as the first command: group size=4. The others are
+// otherwise, as the first command: group size=4. With perhost=2 it is on hosts of
+// 2 ranks, which are connected as by Join. The others are
 //
 //	shrink RANK...     these ranks call Shrink: timeout=, without= (a rank to leave out)
 //	settle RANK=OUTCOME...  these ranks agree whether a joint action, such as Admit, has failed: ok or failed
@@ -39,31 +40,38 @@ type traceGroup struct {
 	wg    sync.WaitGroup
 }
 
-func (w *traceGroup) open(size int) {
-	gs, err := Local(size)
+func (w *traceGroup) open(size, perHost int) {
+	gs, err := Local(size, LocalOptions{PerHost: perHost})
 	require.NoError(w.t, err)
 	w.gs = gs
 	for i, g := range gs {
+		if g.n.hosts != nil {
+			g.n.hosts.relayed = true
+		}
 		for j, l := range g.n.links {
-			if l != nil {
+			if l != nil && g.n.hosts != nil && !g.n.hosts.direct(i, j) {
+				g.n.links[j] = nil
+			} else if l != nil {
 				link := &traceLink{link: l, w: w, from: i, to: j, out: make(chan func(), 100)}
 				go link.carry()
 				w.links[link.arrow()] = link
 				g.n.links[j] = link
 			}
 		}
+		g.n.addRelays()
 	}
 }
 
 func (w *traceGroup) do(c command) {
 	if w.gs == nil {
-		size := 3
+		size, perHost := 3, 0
 		if c.name == "group" {
 			var err error
 			size, err = strconv.Atoi(c.options["size"])
 			require.NoError(w.t, err)
+			perHost, _ = strconv.Atoi(c.options["perhost"])
 		}
-		w.open(size)
+		w.open(size, perHost)
 	}
 	switch c.name {
 	case "group":
@@ -264,6 +272,14 @@ func (w *traceGroup) describe(m message) string {
 			text += ", it has failed"
 		}
 		return text
+	case kindRelay:
+		inner, err := unrelayed(m.data)
+		if err != nil {
+			return err.Error()
+		}
+		return fmt.Sprintf("from %d for %d: %s", m.data[0], m.data[4], w.describe(inner))
+	case kindLost:
+		return fmt.Sprintf("is lost: rank %d: %v", m.fail.culprit, reason{m.fail})
 	case kindAsk:
 		return "whom do you wait for?"
 	case kindAnswer:

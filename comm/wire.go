@@ -32,7 +32,7 @@ const (
 	maxMessage  = 1 << 30
 	maxText     = 4 << 10 // of an error
 
-	flagMore    = 1 << 0 // kindData
+	flagMore    = 1 << 0 // kindData, kindRelay
 	flagPoison  = 1 << 1 // kindData: the payload is an error text
 	flagDecided = 1 << 2 // kindShrink
 )
@@ -107,9 +107,14 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 		if h.length > MaxSize/8+1 {
 			return bad("a set of %d bytes", h.length)
 		}
-	case kindFail:
+	case kindFail, kindLost:
 		if h.length > failHeader+2*maxText {
 			return bad("a failure of %d bytes", h.length)
+		}
+	case kindRelay:
+		allowed = flagMore
+		if h.flags&flagMore != 0 && h.length == 0 {
+			return bad("flags %#x with %d bytes", h.flags, h.length)
 		}
 	case kindLeave, kindBeat, kindBye, kindAsk:
 		if h.length != 0 {
@@ -143,10 +148,10 @@ func readMessage(r io.Reader, takeFDs func(n int) ([]int, error)) (message, erro
 		if part == 0 {
 			first = h
 			m = message{kind: h.kind, op: h.op, gid: h.gid, seq: h.seq}
-		} else if h.kind != kindData || h.op != first.op || h.gid != first.gid || h.seq != first.seq || h.flags&flagPoison != 0 || h.fds != 0 {
+		} else if h.kind != first.kind || h.op != first.op || h.gid != first.gid || h.seq != first.seq || h.flags&flagPoison != 0 || h.fds != 0 {
 			return message{}, fmt.Errorf("%w frame: kind %d in the middle of a message", errMalformed, h.kind)
 		}
-		if len(m.data)+h.length > maxMessage {
+		if len(m.data)+h.length > maxMessage+relayHead {
 			return message{}, fmt.Errorf("%w message: more than %d bytes", errMalformed, maxMessage)
 		}
 		if m.data, err = readAppend(r, m.data, h.length); err != nil {
@@ -155,21 +160,15 @@ func readMessage(r io.Reader, takeFDs func(n int) ([]int, error)) (message, erro
 		if h.flags&flagMore != 0 {
 			continue
 		}
-		switch {
-		case h.flags&flagPoison != 0:
-			m.poison, m.data = string(m.data), nil
-		case h.fds > 0:
+		if h.fds > 0 {
 			m.data = nil
 			if m.fds, err = takeFDs(h.fds); err != nil {
 				m.poison = err.Error()
 			}
-		case h.kind == kindShrink:
-			m.decided = h.flags&flagDecided != 0
-		case h.kind == kindFail:
-			if m.fail, err = decodeFail(m.data); err != nil {
-				return message{}, err
-			}
-			m.data = nil
+			return m, nil
+		}
+		if err = m.unframe(h); err != nil {
+			return message{}, err
 		}
 		return m, nil
 	}

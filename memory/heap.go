@@ -63,7 +63,7 @@ type Heap struct {
 // Every rank reserves one range of addresses and maps the segments of all ranks in it at equal
 // distances; ranks that share a process share the range. The memory is zero. The error on every rank
 // is comm.ErrMismatch when options, devices or versions differ, ErrInvalid for options out of range
-// and ErrUnsupported for a device that has no heap, GPUs of which one cannot reach the other, or ranks of one
+// and ErrUnsupported for a group on several hosts, a device that has no heap, GPUs of which one cannot reach the other, or ranks of one
 // process that share a GPU without Options.ShareGPUs.
 //
 // The heap does not own d, which is closed after it.
@@ -76,6 +76,9 @@ func newHeap(
 ) (*Heap, error) {
 	if g == nil {
 		return nil, fmt.Errorf("memory: new heap: %w: no group", ErrInvalid)
+	}
+	if n := g.Topology().Hosts; n > 1 {
+		return nil, fmt.Errorf("memory: new heap: %w: the ranks of %s are on %d hosts", ErrUnsupported, g.Name(), n)
 	}
 	h := &Heap{group: g, dev: d, log: o.Logger}
 	if h.log == nil {

@@ -36,6 +36,7 @@ const (
 	secret      = "SWITCHYARD_SECRET"
 	joinTimeout = "SWITCHYARD_JOIN_TIMEOUT"
 	peerTimeout = "SWITCHYARD_PEER_TIMEOUT"
+	hostID      = "SWITCHYARD_HOSTID"
 	debug       = "SWITCHYARD_DEBUG"
 	nvtx        = "SWITCHYARD_NVTX"
 	cudaHeap    = "SWITCHYARD_CUDA_HEAP"
@@ -96,6 +97,7 @@ func known() []Variable {
 		{Name: secret, Default: "none", Meaning: "The secret that ranks prove to know when they join. Without it everybody who reaches the port counts as a rank, and at the name every process of the same user."},
 		{Name: joinTimeout, Default: "2m", Meaning: "How long a join may take, such as 90s."},
 		{Name: peerTimeout, Default: "10s", Meaning: "How long a rank may be silent before it counts as lost, at least 100ms."},
+		{Name: hostID, Default: "none", Meaning: "A name in front of what tells hosts apart, the boot of the machine and the network namespace: ranks with different names are on different hosts. Ranks of one host have the same."},
 		{Name: debug, Default: "silent", Meaning: "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},
 		{Name: nvtx, Default: "0", Meaning: "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
 		{Name: injection, Default: "no profiler", Meaning: "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
@@ -111,6 +113,9 @@ func (v Variable) Value() string { return os.Getenv(v.Name) }
 
 // Secret is what ranks must prove to know when they join, empty where nobody has said.
 func Secret() string { return os.Getenv(secret) }
+
+// HostID is the name that the environment gives to this host, empty where it gives none.
+func HostID() string { return os.Getenv(hostID) }
 
 // CUDAHeap is the size in bytes that SWITCHYARD_CUDA_HEAP asks for, 0 if it is
 // not set. The units K, M and G are powers of 1024.

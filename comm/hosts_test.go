@@ -1,0 +1,422 @@
+package comm
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
+)
+
+func TestTopology(t *testing.T) {
+	top := newTopology([]int{7, 3, 7, 3, 3}, 3)
+	require.Equal(t, []int{2, 0, 1, 1}, []int{top.Hosts, top.PerHost, top.Host, top.Local})
+	for r, want := range [][2]int{{0, 0}, {1, 0}, {0, 1}, {1, 1}, {1, 2}} {
+		require.Equal(t, want, [2]int{top.HostOf(r), top.LocalOf(r)})
+		require.Equal(t, r, top.RankOf(want[0], want[1]))
+	}
+	require.Equal(t, []int{-1, -1, -1, -1}, []int{top.RankOf(0, 2), top.RankOf(2, 0), top.RankOf(-1, 0), top.RankOf(0, -1)})
+	one := newTopology([]int{4, 4, 4}, 2)
+	require.Equal(t, []int{1, 3, 0, 2}, []int{one.Hosts, one.PerHost, one.Host, one.Local})
+	require.Equal(t, []int{0, 2, 2, -1}, []int{one.HostOf(2), one.LocalOf(2), one.RankOf(0, 2), one.RankOf(0, 3)})
+}
+
+// Home and Rail are of the right ranks, work, and are closed with their group.
+func TestHomeAndRail(t *testing.T) {
+	for _, c := range []struct{ n, perHost int }{{2, 1}, {4, 2}, {6, 2}, {5, 2}, {3, 3}} {
+		t.Run(fmt.Sprintf("%d ranks, %d a host", c.n, c.perHost), func(t *testing.T) {
+			requireNoGoroutines(t)
+			gs := startHosts(t, c.n, c.perHost, Config{Secret: []byte("sesame")})
+			requireAll(t, onEach(gs, func(g *Group) error {
+				top := g.Topology()
+				for name, want := range map[string][]int{"home": {top.Host, -1}, "rail": {-1, top.Local}} {
+					sub, err := g.Home()
+					if name == "rail" {
+						sub, err = g.Rail()
+					}
+					if err != nil {
+						return err
+					}
+					var ranks []string
+					for r := range g.Size() {
+						if top.HostOf(r) == want[0] || top.LocalOf(r) == want[1] {
+							ranks = append(ranks, strconv.Itoa(r))
+						}
+					}
+					all, err := sub.AllGather(testContext(t), []byte(strconv.Itoa(g.Rank())))
+					var got []string
+					for _, b := range all {
+						got = append(got, string(b))
+					}
+					if err != nil || fmt.Sprint(got) != fmt.Sprint(ranks) {
+						return fmt.Errorf("%s of rank %d: %v, want %v: %w", name, g.Rank(), got, ranks, err)
+					}
+					again, err := g.Home()
+					if name == "rail" {
+						again, err = g.Rail()
+					}
+					if again != sub || err != nil {
+						return fmt.Errorf("another %s: %w", name, err)
+					}
+				}
+				return nil
+			}))
+			requireAll(t, onEach(gs, (*Group).Close))
+			requireNoGoroutines(t)
+		})
+	}
+}
+
+// What a rank says to one on another host arrives whole and in order, whatever its size.
+func TestRelayLarge(t *testing.T) {
+	gs := startHosts(t, 4, 2, Config{})
+	for _, size := range []int{0, 1, maxSealed - 1, maxFrame, maxFrame + 1, 3*maxFrame + 17} {
+		requireAll(t, onEach(gs, func(g *Group) error {
+			mine := strings.Repeat(strconv.Itoa(g.Rank()), size)
+			all, err := g.AllGather(testContext(t), []byte(mine))
+			for r := range all {
+				if string(all[r]) != strings.Repeat(strconv.Itoa(r), size) {
+					return fmt.Errorf("%d bytes from rank %d are wrong", size, r)
+				}
+			}
+			return err
+		}))
+	}
+	require.Error(t, errors.Join(onEach(gs, func(g *Group) error {
+		if g.Rank() == 3 { // the text of a rank that cannot take part
+			_, err := g.exchange(testContext(t), opAllGather, message{poison: "no room"})
+			return err
+		}
+		_, err := g.AllGather(testContext(t), nil)
+		requirePeer(t, err, 3, err)
+		require.ErrorContains(t, err, "no room")
+		return err
+	})...))
+	requireAll(t, onEach(gs, (*Group).Close))
+}
+
+func TestDescriptorsDoNotCrossHosts(t *testing.T) {
+	gs := startHosts(t, 4, 2, Config{})
+	requireAll(t, onEach(gs, func(g *Group) error {
+		_, err := g.ExchangeFDs(testContext(t), nil)
+		require.ErrorIs(t, err, ErrUnsupported)
+		require.ErrorContains(t, err, "2 hosts")
+		_, err = g.Share(testContext(t), nil)
+		require.ErrorIs(t, err, errors.ErrUnsupported)
+		_, err = g.Admit(testContext(t), 1, Config{Addr: freeAddr(t)})
+		require.ErrorIs(t, err, ErrUnsupported)
+		home, err := g.Home()
+		if err != nil {
+			return err
+		}
+		null, err := os.Open(os.DevNull)
+		if err != nil {
+			return err
+		}
+		defer null.Close()
+		all, err := home.ExchangeFDs(testContext(t), []int{int(null.Fd())})
+		for _, fds := range all {
+			closeFDs(fds)
+		}
+		return err
+	}))
+	requireAll(t, onEach(gs, (*Group).Close))
+}
+
+// First ranks that close before the others still pass on what these say, in a subgroup of theirs.
+func TestFirstRanksLeaveFirst(t *testing.T) {
+	requireNoGoroutines(t)
+	gs := startHosts(t, 6, 3, Config{})
+	rails := make([]*Group, 6)
+	requireAll(t, onEach(gs, func(g *Group) (err error) {
+		rails[g.Rank()], err = g.Split(testContext(t), g.Topology().Local, 0)
+		if err == nil {
+			err = g.Barrier(testContext(t))
+		}
+		return errors.Join(err, g.Close())
+	}))
+	for local := range 3 {
+		for range 3 {
+			requireAll(t, onEach([]*Group{rails[2], rails[5]}, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		}
+		rails[local].Close()
+		rails[local+3].Close()
+	}
+	requireNoGoroutines(t)
+}
+
+// The loss of a rank is known on all hosts, under its number, and the host that lost it leaves whole.
+func TestF2_LossesOnSeveralHosts(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		lost int
+		// survivors, and whom the others on the host blame
+		survivors []int
+	}{{"a rank", 3, []int{0, 1, 4, 5}}, {"the first rank of a host", 2, []int{0, 1, 4, 5}}, {"rank 0", 0, []int{2, 3, 4, 5}}} {
+		t.Run(c.name, func(t *testing.T) {
+			requireNoGoroutines(t)
+			gs := startHosts(t, 6, 2, Config{})
+			start := time.Now()
+			errs := onEach(gs, func(g *Group) error {
+				if g.Rank() == c.lost {
+					g.Kill()
+					return nil
+				}
+				return g.Barrier(testContext(t))
+			})
+			require.Less(t, time.Since(start), time.Second)
+			for r, err := range errs {
+				if r != c.lost {
+					requirePeer(t, err, c.lost, ErrPeerLost)
+				}
+			}
+			next := make([]*Group, 6)
+			for r, err := range onEach(gs, func(g *Group) (err error) {
+				if g.Rank() != c.lost {
+					next[g.Rank()], err = g.Shrink(testContext(t))
+				}
+				return err
+			}) {
+				if r == c.lost^1 {
+					requirePeer(t, err, c.lost, ErrPeerLost)
+					require.ErrorContains(t, err, fmt.Sprintf("host %d has lost it", r/2))
+					continue
+				}
+				require.NoError(t, err, "rank %d", r)
+			}
+			var rest []*Group
+			for _, r := range c.survivors {
+				rest = append(rest, next[r])
+			}
+			requireAll(t, onEach(rest, func(g *Group) error {
+				if top := g.Topology(); g.Size() != 4 || top.Hosts != 2 || top.PerHost != 2 {
+					return fmt.Errorf("%d survivors on %d hosts", g.Size(), top.Hosts)
+				}
+				return g.Barrier(testContext(t))
+			}))
+			for _, g := range append(gs, rest...) {
+				g.Close()
+			}
+			requireNoGoroutines(t)
+		})
+	}
+}
+
+// Survivors of one host all stay, whether theirs has lost a rank or not.
+func TestF2_SurvivorsOfOneHost(t *testing.T) {
+	gs := startHosts(t, 4, 2, Config{})
+	for _, r := range []int{0, 2, 3} {
+		gs[r].Kill()
+	}
+	waitDone(t, gs[1])
+	_, err := gs[1].Shrink(testContext(t)) // it has lost its first rank
+	requirePeer(t, err, 0, ErrPeerLost)
+
+	gs = startHosts(t, 6, 3, Config{})
+	for _, r := range []int{2, 3, 4, 5} {
+		gs[r].Kill()
+	}
+	next := make([]*Group, 2)
+	requireAll(t, onEach(gs[:2], func(g *Group) (err error) {
+		waitDone(t, g)
+		if next[g.Rank()], err = g.Shrink(testContext(t)); err == nil {
+			err = next[g.Rank()].Barrier(testContext(t))
+		}
+		return err
+	}))
+	for _, g := range append(gs[:2], next...) {
+		g.Close()
+	}
+}
+
+// Ranks of which some expect one host say so, on all ranks.
+func TestF3_HostsThatAreNotExpected(t *testing.T) {
+	_, errs := startJoin(t, 3, func(rank int) Config {
+		c := Config{Rank: rank, Size: 3, host: fmt.Sprint("host ", rank), LocalSize: 1}
+		if rank == 1 {
+			c.LocalSize = 3
+		}
+		return c
+	})
+	for _, err := range errs {
+		require.ErrorIs(t, err, ErrMismatch)
+		require.ErrorContains(t, err, "LOCAL_WORLD_SIZE")
+	}
+}
+
+// Strangers at the door for other hosts change nothing, and are counted.
+func TestF4_StrangersBetweenHosts(t *testing.T) {
+	for _, secret := range [][]byte{nil, []byte("secret")} {
+		requireNoGoroutines(t)
+		var log lockedBuffer
+		ls, addrs := make([]*Listener, 4), make([]string, 4)
+		for r := range ls {
+			l, err := Listen(Config{Rank: r, Size: 4, LocalSize: 2, host: fmt.Sprint("host ", r/2), Secret: secret, Addr: freeAddr(t), Logger: newTestLogger(&log)})
+			require.NoError(t, err)
+			ls[r], addrs[r] = l, l.Addr()
+			require.Less(t, len(addrs[r]), 150)
+		}
+		open, err := parseAddress(addrs[0])
+		require.NoError(t, err)
+		stop := strangers(t, "tcp", open.tcp)
+		// One that knows the protocol and the secret, and not the addresses.
+		conn, err := net.Dial("tcp", open.tcp)
+		require.NoError(t, err)
+		defer conn.Close()
+		guess := make(chan error)
+		go func() {
+			_, err := greet(conn, false, protocolVersion, meshKey(secret, addrs[1:]), identity{purpose: toMesh, rank: 2, size: 4})
+			guess <- err
+		}()
+		gs, errs := make([]*Group, 4), make([]error, 4)
+		var wg sync.WaitGroup
+		for r, l := range ls {
+			wg.Go(func() { gs[r], errs[r] = l.Join(testContext(t), addrs) })
+		}
+		require.ErrorIs(t, <-guess, ErrMismatch)
+		wg.Wait()
+		requireAll(t, errs)
+		_, err = net.Dial("tcp", open.tcp)
+		require.Error(t, err)
+		stop()
+		requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+		require.Regexp(t, `connection refused.*rank=0.*refused=[1-9]`, log.String())
+		requireAll(t, onEach(gs, (*Group).Close))
+		requireNoGoroutines(t)
+	}
+}
+
+// A frame between hosts that was changed on its way loses the host it came from, and does nothing else.
+func TestF4_TamperedStream(t *testing.T) {
+	server, client, err, cerr := pipeGreet(t, meshKey(nil, []string{"a"}), meshKey(nil, []string{"a"}))
+	require.NoError(t, errors.Join(err, cerr))
+	in, out := newSealedConn(server.conn, server), newSealedConn(client.conn, client)
+	go out.Write([]byte("good"))
+	b := make([]byte, 16)
+	n, err := in.Read(b)
+	require.NoError(t, err)
+	require.Equal(t, "good", string(b[:n]))
+	forged := append([]byte{byte(frameStream), 4, 0, 0, 0}, "evil"...)
+	go client.conn.Write(append(forged, make([]byte, macSize)...))
+	_, err = in.Read(b)
+	require.ErrorIs(t, err, errMalformed)
+}
+
+// A message that is passed on is only taken from a rank that may pass it on.
+func TestF4_RelaysAreChecked(t *testing.T) {
+	h := &hosts{Topology: newTopology([]int{0, 0, 1, 1, 2}, 0), relayed: true}
+	for _, c := range []struct {
+		me, peer, from, to int
+		ok                 bool
+	}{
+		{0, 1, 1, 2, true}, {0, 1, 1, 3, true}, {0, 2, 3, 1, true}, {0, 2, 3, 0, true}, {1, 0, 3, 1, true}, {1, 0, 2, 1, true},
+		{0, 1, 0, 2, false}, {0, 1, 3, 0, false}, {0, 2, 1, 3, false}, {0, 2, 4, 1, false}, {0, 2, 3, 4, false}, {0, 1, 1, 0, false},
+		{1, 0, 3, 0, false}, {1, 0, 0, 1, false}, {0, 1, 9, 2, false}, {0, 1, 1, 9, false},
+	} {
+		b := relayed(c.from, c.to, message{kind: kindLeave}).data
+		_, _, ok := h.relayEnds(c.me, c.peer, b)
+		require.Equal(t, c.ok, ok, "%+v", c)
+		_, _, ok = h.relayEnds(c.me, c.peer, b[:len(b)-1])
+		require.False(t, ok)
+	}
+	for _, m := range []message{{kind: kindBeat}, {kind: kindRelay}, {kind: kindLost, fail: &failure{code: failLost}}} {
+		_, err := unrelayed(relayed(1, 2, m).data)
+		require.ErrorIs(t, err, errMalformed)
+	}
+}
+
+// hostProcs starts ranks as processes, perHost in each network namespace.
+func hostProcs(t *testing.T, spaces []*proctest.Namespace, perHost int, part string, env ...string) []*proc {
+	n := len(spaces) * perHost
+	addr := net.JoinHostPort(spaces[0].IP, "29411")
+	ps := make([]*proc, n)
+	for r := range ps {
+		ps[r] = &proc{proctest.Rank(t, r, n, addr, proctest.Spec{Part: "rank", Args: []string{part}, Within: time.Minute, Via: spaces[r/perHost].Via,
+			Env: append([]string{"LOCAL_RANK=" + strconv.Itoa(r%perHost), "LOCAL_WORLD_SIZE=" + strconv.Itoa(perHost)}, env...)}), t}
+	}
+	return ps
+}
+
+func TestHostsEndInSequence(t *testing.T) {
+	spaces := proctest.Namespaces(t, 3)
+	for _, p := range hostProcs(t, spaces, 2, "sequence", "SWITCHYARD_SECRET=a secret of the test") {
+		p.expect("joined")
+		defer p.exit(0)
+	}
+}
+
+// lostHost is how survivors report a loss, and when.
+func lostHost(t *testing.T, ps []*proc, lost int, since time.Time, within time.Duration) {
+	t.Helper()
+	for _, p := range ps {
+		f := p.expect("lost")
+		require.Equal(t, []string{strconv.Itoa(lost), "true"}, f[:2], "rank %d: %v", p.Rank, f)
+		require.Less(t, time.Since(since), within, "rank %d", p.Rank)
+	}
+}
+
+func TestF2_HostsLoseRanks(t *testing.T) {
+	spaces := proctest.Namespaces(t, 3)
+	for _, c := range []struct {
+		name   string
+		victim int
+		signal syscall.Signal
+		within time.Duration
+	}{
+		{"killed", 3, syscall.SIGKILL, time.Second}, {"first rank killed", 2, syscall.SIGKILL, time.Second},
+		{"stopped", 5, syscall.SIGSTOP, 3 * time.Second}, {"first rank stopped", 4, syscall.SIGSTOP, 3 * time.Second},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			ps := hostProcs(t, spaces, 2, "survive", "SWITCHYARD_PEER_TIMEOUT=1s")
+			for _, p := range ps {
+				p.expect("joined")
+			}
+			start := time.Now()
+			ps[c.victim].Signal(c.signal)
+			mate := ps[c.victim^1]
+			var rest []*proc
+			var ranks []string
+			for r, p := range ps {
+				if r/2 != c.victim/2 {
+					rest, ranks = append(rest, p), append(ranks, strconv.Itoa(r))
+				}
+			}
+			lostHost(t, append(rest, mate), c.victim, start, c.within)
+			mate.expect("outcast")
+			for _, p := range rest {
+				require.Equal(t, strings.Join(ranks, ","), p.expect("survivors")[0])
+				p.exit(0)
+			}
+		})
+	}
+}
+
+// A link that is cut is noticed by silence: the first rank of the host behind it is named, and the host leaves.
+func TestF2_HostIsCutOff(t *testing.T) {
+	spaces := proctest.Namespaces(t, 3)
+	ps := hostProcs(t, spaces, 2, "survive", "SWITCHYARD_PEER_TIMEOUT=1s")
+	for _, p := range ps {
+		p.expect("joined")
+	}
+	start := time.Now()
+	spaces[2].Cut()
+	lostHost(t, ps[:4], 4, start, 3*time.Second)
+	for _, p := range ps[:4] {
+		require.Equal(t, "0,1,2,3", p.expect("survivors")[0])
+		p.exit(0)
+	}
+	for _, p := range ps[4:] { // they find that the others are gone
+		require.Equal(t, "true", p.expect("lost")[1])
+		require.Equal(t, "4,5", p.expect("survivors")[0])
+		p.exit(0)
+	}
+}

@@ -1,0 +1,217 @@
+package comm
+
+import (
+	"encoding/binary"
+	"fmt"
+	"time"
+)
+
+// Ranks of different hosts that are not both first on theirs have no connection. What one says to the other goes over the first ranks of
+// their hosts, whole, with the ranks it is from and for in front. Each hop checks that the ranks fit whom it comes from.
+
+// relayHead is the ranks (u32 each) and the header of the message.
+const relayHead = 8 + frameHeader
+
+// relayLink is the link to a rank that is reached over another.
+type relayLink struct {
+	from, to int
+	via      link
+}
+
+func (l *relayLink) send(m message) {
+	m.drop() // descriptors do not cross
+	l.via.send(relayed(l.from, l.to, m))
+}
+
+func (l *relayLink) flush(deadline time.Time) { l.via.flush(deadline) }
+func (l *relayLink) close(time.Duration)      {}
+func (l *relayLink) cut()                     {}
+
+// relayed is m as it is passed on.
+func relayed(from, to int, m message) message {
+	h, data := m.frame()
+	h.length = min(len(data), maxFrame)
+	b := make([]byte, relayHead, relayHead+len(data))
+	binary.LittleEndian.PutUint32(b[0:], uint32(from))
+	binary.LittleEndian.PutUint32(b[4:], uint32(to))
+	h.encode((*[frameHeader]byte)(b[8:]))
+	return message{kind: kindRelay, data: append(b, data...)}
+}
+
+// unrelayed is what was passed on.
+func unrelayed(b []byte) (message, error) {
+	h, err := decodeHeader((*[frameHeader]byte)(b[8:]))
+	data := b[relayHead:]
+	switch {
+	case err != nil:
+		return message{}, err
+	case h.kind == kindRelay || h.kind == kindLost || h.kind == kindBeat || h.fds > 0 || h.flags&flagMore != 0 ||
+		len(data) != h.length && (h.length != maxFrame || h.kind != kindData || len(data) < maxFrame):
+		return message{}, fmt.Errorf("%w frame: kind %d, flags %#x, %d bytes of %d, passed on", errMalformed, h.kind, h.flags, len(data), h.length)
+	}
+	m := message{kind: h.kind, op: h.op, gid: h.gid, seq: h.seq, data: data}
+	return m, m.unframe(h)
+}
+
+// relayEnds are the ranks of a message that is passed on, ok if rank me may get it from peer.
+func (h *hosts) relayEnds(me, peer int, b []byte) (from, to int, ok bool) {
+	if h == nil || !h.relayed || len(b) < relayHead {
+		return 0, 0, false
+	}
+	from, to = int(binary.LittleEndian.Uint32(b)), int(binary.LittleEndian.Uint32(b[4:]))
+	if from >= len(h.of) || to >= len(h.of) || h.of[from] == h.of[to] {
+		return 0, 0, false
+	}
+	return from, to, h.next(me, from) == peer && (to == me || h.isFirst(me) && (h.of[from] == h.of[me] || h.of[to] == h.of[me]))
+}
+
+// pass takes a message that peer passes on, to this rank or to the next.
+func (n *node) pass(peer int, m message) {
+	from, to, ok := n.hosts.relayEnds(n.id, peer, m.data)
+	if !ok {
+		n.lose(peer, &failure{code: failLost, culprit: peer, detail: "it passed on a malformed message"})
+		return
+	}
+	if to == n.id {
+		inner, err := unrelayed(m.data)
+		if err != nil {
+			n.lose(from, &failure{code: failLost, culprit: from, detail: "it sent a " + err.Error()})
+			return
+		}
+		n.deliver(from, inner)
+		return
+	}
+	next := n.hosts.next(n.id, to)
+	n.mu.Lock()
+	l := n.links[next]
+	if l == nil && n.gone[next] == nil { // its connection is still being made
+		n.held[next] = append(n.held[next], m)
+	}
+	n.mu.Unlock()
+	if l != nil {
+		l.send(m)
+	}
+}
+
+// addRelays makes the ranks reachable to which this one has no connection. All that it has are linked.
+func (n *node) addRelays() {
+	if n.hosts == nil {
+		return
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for r := range n.links {
+		if r != n.id && !n.hosts.direct(n.id, r) {
+			n.links[r] = &relayLink{n.id, r, n.links[n.hosts.next(n.id, r)]}
+		}
+	}
+}
+
+// toTell are the links over which this rank, the first of its host, tells of a loss: of a rank of its host to all other hosts, of another
+// one to its own. The caller holds mu.
+func (n *node) toTell(lost int) (out []link) {
+	h := n.hosts
+	if h == nil || !h.relayed || !h.isFirst(n.id) {
+		return nil
+	}
+	for r, l := range n.links {
+		here := h.of[r] == h.of[n.id]
+		if l != nil && r != lost && n.gone[r] == nil && h.direct(n.id, r) && here == (h.of[lost] != h.of[n.id]) {
+			out = append(out, l)
+		}
+	}
+	return out
+}
+
+// hearLoss takes the news that another rank is lost. It comes from the first rank of that one's host, or of this one's.
+func (n *node) hearLoss(from int, f *failure) {
+	h := n.hosts
+	if h == nil || !h.relayed || f.culprit >= len(h.of) || h.of[f.culprit] == h.of[n.id] ||
+		from != h.next(n.id, f.culprit) && from != h.first(h.of[f.culprit]) {
+		return
+	}
+	n.lose(f.culprit, f)
+}
+
+// unreachable loses the ranks that are reached over peer, which is gone. If it left in order, so have they for this rank.
+func (n *node) unreachable(peer int, f *failure) {
+	for _, r := range n.hosts.behind(n.id, peer) {
+		n.lose(r, &failure{code: f.code, culprit: r, detail: fmt.Sprintf("it is reached over rank %d, which %s", peer, f.gone())})
+	}
+}
+
+// gone says how a rank has gone.
+func (f *failure) gone() string {
+	if f.code == failLeft {
+		return "has ended"
+	}
+	return "is lost: " + f.detail
+}
+
+// cutOff takes the end of a peer's connection. One that had left in order may still have passed on what others said.
+func (n *node) cutOff(peer int, f *failure) {
+	n.mu.Lock()
+	before := n.gone[peer]
+	n.mu.Unlock()
+	if before == nil {
+		n.lose(peer, f)
+	} else if before.code == failLeft && n.hosts != nil {
+		n.unreachable(peer, before)
+	}
+}
+
+// needed says that peer, which has left, still passes on what others say. The caller holds mu.
+func (n *node) needed(peer int) bool {
+	if n.hosts == nil {
+		return false
+	}
+	for _, r := range n.hosts.behind(n.id, peer) {
+		if n.gone[r] == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// passesOn says that this rank is the first of its host and others of it are still there, in a world of several hosts. The caller holds mu.
+func (n *node) passesOn() bool {
+	h := n.hosts
+	if h == nil || !h.relayed || !h.isFirst(n.id) {
+		return false
+	}
+	for _, r := range h.ranks[h.Host] {
+		if r != n.id && n.gone[r] == nil {
+			return true
+		}
+	}
+	return false
+}
+
+// letGo closes the connections that only served to pass on, once nobody needs them.
+func (n *node) letGo() {
+	if n.hosts == nil || !n.hosts.relayed {
+		return
+	}
+	n.mu.Lock()
+	var ls, all []link
+	for peer, l := range n.links {
+		if l == nil || !n.hosts.direct(n.id, peer) {
+			continue
+		}
+		all = append(all, l)
+		if f := n.gone[peer]; f != nil && f.code == failLeft && !n.needed(peer) {
+			ls = append(ls, l)
+		}
+	}
+	over := n.lingers && !n.passesOn()
+	if over {
+		n.lingers = false
+	}
+	n.mu.Unlock()
+	for _, l := range ls {
+		l.close(0)
+	}
+	if over {
+		go n.stop(all, closeGrace)
+	}
+}
