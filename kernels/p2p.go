@@ -3,6 +3,8 @@ package kernels
 import (
 	"fmt"
 	"sync/atomic"
+
+	"github.com/switchyard-moe/switchyard/comm"
 )
 
 // PointBounds is the family of transfers between two ranks.
@@ -10,6 +12,14 @@ type PointBounds struct {
 	Size int // ranks
 	// Semaphores is how many there are from each rank to each other.
 	Semaphores int
+	// Boxes is how many messages of a rank can be on their way to another, received or not.
+	Boxes int
+	// EagerBytes bounds messages that are copied into their box, so that their sender is done with them.
+	EagerBytes int64
+	// StagingBytes is the size of each of the two buffers from one rank to another for messages that the receiver cannot read at their sender.
+	StagingBytes int64
+	// ParkBytes bounds the copies that a rank keeps of messages whose receivers are late.
+	ParkBytes int64
 }
 
 // Family is "p2p".
@@ -43,6 +53,14 @@ func (k TransferKind) String() string {
 	return fmt.Sprintf("transfer of kind %d", uint8(k))
 }
 
+// Turn is the place of a launch among those of its communicator.
+type Turn struct {
+	// Number is this launch's, Issued the last number so far. When a wait for a peer fails, so does every launch that was issued by then, at
+	// once when it would have to wait for that peer (F1). Later launches wait anew.
+	Number uint64
+	Issued *atomic.Uint64
+}
+
 // Transfer is one launch between this rank and Peer.
 //
 // The number of signals of a semaphore only grows, and so does that of the signals that its rank has consumed. A wait that fails consumes
@@ -57,11 +75,58 @@ type Transfer struct {
 	Place  int64
 	// Semaphore is that of signals and waits.
 	Semaphore int
-	// Number is this launch's among those of the communicator, Issued the last number so far. When a wait for a peer fails, so does every
-	// launch that was issued by then, at once when it would have to wait for that peer (F1). Later launches wait anew.
-	Number uint64
-	Issued *atomic.Uint64
+	Turn
 }
 
 // Operation is the name of the kind.
 func (t *Transfer) Operation() string { return t.Kind.String() }
+
+// Messages is one launch of messages that go on at the same time: none of them has to wait for another.
+//
+// The k-th message of a tag from one rank to another is received by the k-th receive of that tag there, in the order in which launches begin,
+// and in that of the list. A message that is withdrawn after a failed wait does not count.
+type Messages struct {
+	Launched
+	List []Message
+	Turn
+}
+
+// Message is one end of a message between this rank and Peer.
+type Message struct {
+	Receive bool
+	Peer    int
+	Tag     uint64
+	Buffer  Buffer
+}
+
+// MessageOperations are the names of launches of messages.
+func MessageOperations() []string { return []string{"send", "recv", "batch"} }
+
+// Operation is "send" or "recv" where the list has one message, else "batch".
+func (m *Messages) Operation() string {
+	switch {
+	case len(m.List) != 1:
+		return "batch"
+	case m.List[0].Receive:
+		return "recv"
+	}
+	return "send"
+}
+
+// MessageMismatchError says that two ranks disagree on the size of a message.
+type MessageMismatchError struct {
+	Src, Dst       int    // ranks
+	Tag            uint64 // of the message
+	Number         uint64 // among those from Src to Dst
+	Sent, Expected uint64 // bytes, as the sender and the receiver have it
+}
+
+// Error states both sizes.
+func (e *MessageMismatchError) Error() string {
+	return fmt.Sprintf("kernels: message %d, tag %d: rank %d sends %d bytes to rank %d, which expects %d", e.Number, e.Tag, e.Src, e.Sent, e.Dst, e.Expected)
+}
+
+// Unwrap is comm.ErrMismatch.
+func (e *MessageMismatchError) Unwrap() error { return comm.ErrMismatch }
+
+func (*MessageMismatchError) recoverable() {}

@@ -26,6 +26,7 @@ type Endpoint struct {
 	options Options
 	issued  atomic.Uint64
 	idle    communicator.Pool[op]
+	quiet   communicator.Pool[messages]
 }
 
 // op is one launch, and keeps its arguments alive until it has run.
@@ -43,7 +44,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Endpoint, error) {
 	x.bounds, err = o.validate(h.Group().Size(), h.Engine())
 	x.options = o
 	x.c, err = communicator.Open(ctx, h, communicator.Config{
-		Name: "p2p", Must: []string{fingerprint(&x.bounds)}, Family: &x.bounds, Timeout: o.Timeout,
+		Name: "p2p", Must: []string{fingerprint(&x.bounds)}, Family: &x.bounds, Timeout: o.Timeout, Rest: true,
 	}, err)
 	if err != nil {
 		return nil, err
@@ -77,14 +78,11 @@ func (x *Endpoint) Wait(s device.Stream, peer, semaphore int) error {
 
 // move is a put or a get.
 func (x *Endpoint) move(s device.Stream, kind kernels.TransferKind, peer int, at, mine memory.View) error {
-	if err := x.other(kind, peer); err != nil {
+	if err := x.other(kind.String(), peer); err != nil {
 		return err
 	}
-	if err := mine.Valid(); err != nil {
-		return fmt.Errorf("p2p: %v: %w", kind, err)
-	}
-	if !x.c.Heap.Serves(mine) {
-		return invalid("%v: a buffer at %#x is not memory of %v", kind, mine.Ptr(), x.c.Heap.Device())
+	if err := x.serves(kind.String(), mine); err != nil {
+		return err
 	}
 	if at.Len() != mine.Len() {
 		return invalid("%v: %d bytes here, %d at rank %d", kind, mine.Len(), at.Len(), peer)
@@ -101,7 +99,7 @@ func (x *Endpoint) move(s device.Stream, kind kernels.TransferKind, peer int, at
 
 // flag is a signal or a wait.
 func (x *Endpoint) flag(s device.Stream, kind kernels.TransferKind, peer, semaphore int) error {
-	if err := x.other(kind, peer); err != nil {
+	if err := x.other(kind.String(), peer); err != nil {
 		return err
 	}
 	if semaphore < 0 || semaphore >= x.bounds.Semaphores {
@@ -113,9 +111,20 @@ func (x *Endpoint) flag(s device.Stream, kind kernels.TransferKind, peer, semaph
 }
 
 // other refuses a peer that is not another rank.
-func (x *Endpoint) other(kind kernels.TransferKind, peer int) error {
+func (x *Endpoint) other(kind string, peer int) error {
 	if peer < 0 || peer >= x.bounds.Size || peer == x.c.Group.Rank() {
-		return invalid("%v: rank %d, want another of the %d ranks than %d", kind, peer, x.bounds.Size, x.c.Group.Rank())
+		return invalid("%s: rank %d, want another of the %d ranks than %d", kind, peer, x.bounds.Size, x.c.Group.Rank())
+	}
+	return nil
+}
+
+// serves refuses memory that does not exist any more, or is another device's.
+func (x *Endpoint) serves(kind string, v memory.View) error {
+	if err := v.Valid(); err != nil {
+		return fmt.Errorf("p2p: %s: %w", kind, err)
+	}
+	if !x.c.Heap.Serves(v) {
+		return invalid("%s: a buffer at %#x is not memory of %v", kind, v.Ptr(), x.c.Heap.Device())
 	}
 	return nil
 }

@@ -290,12 +290,12 @@ func TestF2_AWaitForADeadProcessNamesIt(t *testing.T) {
 		x := endpoint(r, p2p.Options{Timeout: time.Minute})
 		if r.Rank() == 1 {
 			for _, peer := range []int{0, 2} {
-				r.Must(x.Signal(nil, peer, 1))
+				r.Must(x.Wait(nil, peer, 1))
 			}
 			os.Exit(0)
 		}
+		r.Must(x.Signal(nil, 1, 1))
 		start := time.Now()
-		r.Must(x.Wait(nil, 1, 1))
 		err := x.Wait(nil, 1, 0)
 		var pe *comm.PeerError
 		if !errors.As(err, &pe) || pe.Rank != 1 || !errors.Is(err, comm.ErrPeerLost) || time.Since(start) > 10*time.Second {

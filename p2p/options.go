@@ -20,14 +20,25 @@ var (
 
 func invalid(format string, args ...any) error { return comm.Invalid("p2p", format, args...) }
 
-// maxSemaphores bounds Options.Semaphores.
-const maxSemaphores = 1 << 10
+// maxLines bounds Options.Semaphores and Boxes.
+const maxLines = 1 << 10
 
 // Options of an Endpoint. The zero value works. All ranks pass the same; New compares them, and its error names both values of an option
 // that differs.
 type Options struct {
 	// Semaphores is how many there are from each rank to each other; default 8, at most 1024. Each takes 128 bytes a peer.
 	Semaphores int
+	// Boxes is how many messages of a rank can be on their way to another, received or not; default 32, at most 1024. One more waits for room.
+	Boxes int
+	// EagerBytes bounds messages whose sender is done with them at once; default 8 KiB, at most 1 MiB. Every rank holds Boxes times as much
+	// for every peer. Negative is for empty messages only.
+	EagerBytes int64
+	// StagingBytes is the size of each of two buffers from a peer, for messages that this rank cannot read in their sender's memory; default
+	// 64 KiB, at most 64 MiB.
+	StagingBytes int64
+	// ParkBytes bounds the copies that this rank keeps of larger messages whose receivers are late, so that a rank which sends first comes to
+	// its receives; default 256 MiB, negative for none. Ranks may pass different values.
+	ParkBytes int64
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer. A peer that moves bytes of the Endpoint's calls
 	// is not silent.
 	Timeout time.Duration
@@ -35,9 +46,18 @@ type Options struct {
 
 // validate checks the options and completes them by the defaults of an engine.
 func (o *Options) validate(size int, e kernels.Engine) (kernels.PointBounds, error) {
-	c := kernels.PointBounds{Size: size, Semaphores: o.Semaphores}
-	if o.Semaphores < 0 || o.Semaphores > maxSemaphores || o.Timeout < 0 {
-		return c, invalid("Options.Semaphores is %d, want 0 to %d; Timeout %v", o.Semaphores, maxSemaphores, o.Timeout)
+	c := kernels.PointBounds{Size: size, Semaphores: o.Semaphores, Boxes: o.Boxes, EagerBytes: o.EagerBytes, StagingBytes: o.StagingBytes, ParkBytes: o.ParkBytes}
+	switch {
+	case o.Semaphores < 0 || o.Semaphores > maxLines:
+		return c, invalid("Options.Semaphores is %d, want 0 to %d", o.Semaphores, maxLines)
+	case o.Boxes < 0 || o.Boxes > maxLines:
+		return c, invalid("Options.Boxes is %d, want 0 to %d", o.Boxes, maxLines)
+	case o.EagerBytes > 1<<20:
+		return c, invalid("Options.EagerBytes is %d, more than %d", o.EagerBytes, 1<<20)
+	case o.StagingBytes < 0 || o.StagingBytes > 64<<20 || o.StagingBytes%kernels.LineBytes != 0:
+		return c, invalid("Options.StagingBytes is %d, want a multiple of %d, at most %d", o.StagingBytes, kernels.LineBytes, 64<<20)
+	case o.Timeout < 0:
+		return c, invalid("Options.Timeout is %v", o.Timeout)
 	}
 	e.Defaults(&c)
 	o.Timeout = cmp.Or(o.Timeout, communicator.DefaultTimeout)
@@ -45,4 +65,6 @@ func (o *Options) validate(size int, e kernels.Engine) (kernels.PointBounds, err
 }
 
 // fingerprint has the options that must be equal on all ranks.
-func fingerprint(c *kernels.PointBounds) string { return fmt.Sprintf("%d semaphores", c.Semaphores) }
+func fingerprint(c *kernels.PointBounds) string {
+	return fmt.Sprintf("%d semaphores, %d boxes, eager to %d bytes, staging of %d", c.Semaphores, c.Boxes, c.EagerBytes, c.StagingBytes)
+}

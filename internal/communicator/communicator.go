@@ -35,6 +35,8 @@ type Config struct {
 	Settle func(extra memory.View) error
 	// Timeout bounds Agree.
 	Timeout time.Duration
+	// Rest has Close look for what launches have left behind, when all ranks' launches have ended, and report it. It costs a meeting.
+	Rest bool
 }
 
 // Communicator is one rank's end. Its owner holds Lock throughout a call.
@@ -47,6 +49,7 @@ type Communicator struct {
 	extra  memory.View
 	port   kernels.Port
 	within time.Duration
+	rest   bool
 	trace  *slog.Logger // gets a line for every call; nil without trace level
 
 	calls  sync.Mutex
@@ -60,7 +63,7 @@ type Communicator struct {
 // Open makes a communicator together with all ranks. refused is the reason why this rank cannot take part. A failure on one rank is
 // an error on all, with its cause and at once, and nothing is left.
 func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Communicator, error) {
-	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, within: o.Timeout}
+	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, within: o.Timeout, rest: o.Rest}
 	if log := c.Group.Logger(); log.Enabled(ctx, env.LevelTrace) {
 		c.trace = log
 	}
@@ -295,6 +298,13 @@ func (c *Communicator) Close(ctx context.Context) error {
 	err = errors.Join(err, kernels.Drain(ctx, func() error { c.apart.Wait(); return nil }, func() { _ = c.port.Drain(ctx, last) }))
 	if errors.Is(err, kernels.ErrRunning) {
 		return fmt.Errorf("%s: close: %w", c.name, err)
+	}
+	if p, ok := c.port.(interface{ Rest() error }); ok && c.rest && c.Group.Err() == nil {
+		if met := c.Group.Barrier(ctx); met != nil {
+			err = errors.Join(err, met)
+		} else {
+			err = errors.Join(err, p.Rest())
+		}
 	}
 	if c.Group.Err() == nil {
 		err = errors.Join(err, c.Group.Barrier(ctx))

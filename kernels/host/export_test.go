@@ -1,6 +1,10 @@
 package host
 
-import "fmt"
+import (
+	"fmt"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
 
 // SetStep has f called at every point of the engine's kernels, with words for what comes next; waiting is true for a pass
 // that found nothing to do. An error of f ends a waiting kernel.
@@ -18,6 +22,21 @@ func (e *Engine) SetStep(f func(what string, waiting bool) error) {
 		}
 	}
 	e.step = func(p point, peer int) error { return f(words[peer][p], p == idlePass) }
+}
+
+// SetUnreadable has messages between two ranks go through staging, SetImpatient has them copied aside at once. p is a port of transfers.
+func SetUnreadable(p kernels.Port) {
+	for i := range p.(*port).fam.(*transfers).pairs {
+		p.(*port).fam.(*transfers).pairs[i].readable = false
+	}
+}
+
+// SetImpatient is described above.
+func SetImpatient(p kernels.Port) { p.(*port).fam.(*transfers).patience = 0 }
+
+// StateOf is the word of a slot that offers a message, and of one that has been taken.
+func StateOf(number uint64) (offers, took uint64) {
+	return stateOf(number, offered), stateOf(number, taken)
 }
 
 // SetPull has messages from a length on read in their senders' memory, some bytes at a time.

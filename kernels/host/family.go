@@ -31,7 +31,7 @@ func families() []entry {
 		entryOf(newExchanges, "alltoallv", "barrier"),
 		entryOf(newReductions, names(kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast)...),
 		entryOf(newDispatches, names(kernels.OpDispatch, kernels.OpRedispatch, kernels.OpCombine, kernels.OpCombineBackward, kernels.OpDispatchBackward)...),
-		entryOf(newTransfers, names(kernels.TransferKinds()...)...),
+		entryOf(newTransfers, append(names(kernels.TransferKinds()...), kernels.MessageOperations()...)...),
 	}
 }
 

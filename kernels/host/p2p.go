@@ -1,9 +1,11 @@
 package host
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/shm"
@@ -15,76 +17,116 @@ import (
 type transfers struct {
 	c      PointBlock
 	failed []atomic.Uint64 // by peer: the last launch that was issued when a wait for it failed
-	mu     sync.Mutex
-	idle   []*transferring
+	pairs  []pair          // by peer
+	parked atomic.Int64    // bytes of messages that are copied aside
+	nonce  *shm.Nonce
+	// patience is how long a sender waits at least before it copies a message aside.
+	patience time.Duration
+
+	mu      sync.Mutex
+	moving  []*transferring // idle kernels
+	talking []*messaging
 }
 
 // The defaults of transfers.
-const defaultSemaphores = 8
+const (
+	defaultSemaphores   = 8
+	defaultBoxes        = 32
+	defaultEager        = 8 << 10
+	defaultPointStaging = 64 << 10
+	defaultPark         = 256 << 20
+)
 
 func newTransfers(c *kernels.PointBounds, offset int64) *transfers {
-	return &transfers{c: PointBlock{c, offset}, failed: make([]atomic.Uint64, c.Size)}
+	return &transfers{c: PointBlock{c, offset}, patience: leastPatience}
 }
 
 func (f *transfers) defaults() {
-	f.c.Semaphores = int(kernels.Default(int64(f.c.Semaphores), defaultSemaphores))
+	c := f.c.PointBounds
+	c.Semaphores = int(kernels.Default(int64(c.Semaphores), defaultSemaphores))
+	c.Boxes = int(kernels.Default(int64(c.Boxes), defaultBoxes))
+	c.EagerBytes, c.StagingBytes = kernels.Default(c.EagerBytes, defaultEager), kernels.Default(c.StagingBytes, defaultPointStaging)
+	c.ParkBytes = kernels.Default(c.ParkBytes, defaultPark)
 }
 
 func (f *transfers) layout() kernels.Layout {
-	return kernels.Layout{Bytes: f.c.Bytes(), Zero: f.c.Bytes()}
+	return kernels.Layout{Bytes: f.c.Bytes(), Zero: f.c.ControlBytes()}
 }
 
-func (*transfers) open(*Engine)                 {}
-func (*transfers) ready(*Engine) kernels.Traits { return kernels.Traits{} }
+// open leaves word of where this rank's memory is.
+func (f *transfers) open(e *Engine) {
+	space := &e.space
+	f.failed, f.pairs = make([]atomic.Uint64, space.Size), make([]pair, space.Size)
+	for p := range f.pairs {
+		f.pairs[p].boxes = make([]outgoing, f.c.Boxes)
+	}
+	f.nonce = shm.NewNonce()
+	card := shm.View[uint64](space.Range(space.Rank, f.c.Card(), 32))
+	self := shm.Self(f.nonce)
+	card[0], card[1] = uint64(self.PID), uint64(self.At)
+	copy(shm.Bytes(card[2:]), self.Nonce[:])
+}
+
+// ready tries to read the memory of every peer. Messages of those of which it cannot go through staging.
+func (f *transfers) ready(e *Engine) kernels.Traits {
+	space := &e.space
+	var errs []error
+	for r := range f.pairs {
+		w := &f.pairs[r]
+		if r == space.Rank {
+			continue
+		}
+		if e.bells == nil {
+			card := shm.View[uint64](space.Range(r, f.c.Card(), 32))
+			w.memory = shm.Process{PID: int(card[0]), At: uintptr(card[1]), Nonce: shm.Nonce(shm.Bytes(card[2:]))}
+			if err := w.memory.Probe(); err != nil {
+				errs = append(errs, fmt.Errorf("rank %d: %w", r, err))
+				continue
+			}
+		}
+		w.readable = true
+		e.word(space.Rank, f.c.Wanted(r)+wantedReads).Store(1)
+	}
+	return kernels.Traits{Pulls: len(errs) == 0, Slow: errors.Join(errs...)}
+}
 
 func (f *transfers) run(p *port, op kernels.Operation) error {
-	x := f.take()
-	err := x.run(p, op.(*kernels.Transfer))
-	x.w.leave()
-	f.give(x)
+	if a, ok := op.(*kernels.Messages); ok {
+		x := takeIdle(f, &f.talking)
+		err := x.run(p, f, a)
+		giveIdle(f, &f.talking, x)
+		return err
+	}
+	x := takeIdle(f, &f.moving)
+	err := x.run(p, f, op.(*kernels.Transfer))
+	giveIdle(f, &f.moving, x)
 	return err
 }
 
-// take is an idle kernel or a new one.
-func (f *transfers) take() *transferring {
+// takeIdle is a kernel from the list of idle ones, or a new one.
+func takeIdle[K any](f *transfers, list *[]*K) *K {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	n := len(f.idle)
+	n := len(*list)
 	if n == 0 {
-		return &transferring{f: f}
+		return new(K)
 	}
-	x := f.idle[n-1]
-	f.idle = f.idle[:n-1]
+	x := (*list)[n-1]
+	*list = (*list)[:n-1]
 	return x
 }
 
-func (f *transfers) give(x *transferring) {
-	x.a, x.e = nil, nil
+func giveIdle[K any](f *transfers, list *[]*K, x *K) {
 	f.mu.Lock()
-	f.idle = append(f.idle, x)
+	*list = append(*list, x)
 	f.mu.Unlock()
 }
 
-// PointBlock is the control block of one communicator for transfers: the same layout at the same Offset of every rank's segment. Methods
-// return offsets from the start of a segment.
-type PointBlock struct {
-	*kernels.PointBounds
-	Offset int64
-}
+// late reports whether a launch of this turn has to fail at once instead of waiting for peer.
+func (f *transfers) late(peer int, t *kernels.Turn) bool { return t.Number <= f.failed[peer].Load() }
 
-// Calls is the word that counts this rank's launches. It names the communicator to the engine; the ranks' numbers need not agree.
-func (c *PointBlock) Calls() int64 { return c.Offset }
-
-// Signals is the word that src adds to in its peer's segment.
-func (c *PointBlock) Signals(src, semaphore int) int64 {
-	return c.Offset + kernels.LineBytes*int64(1+src*c.Semaphores+semaphore)
-}
-
-// Consumed is the word in which a rank counts the signals of src that it has consumed, in its own segment.
-func (c *PointBlock) Consumed(src, semaphore int) int64 { return c.Signals(src, semaphore) + 8 }
-
-// Bytes is the size of the block. All of it must be zero before the first launch.
-func (c *PointBlock) Bytes() int64 { return c.Signals(c.Size, 0) - c.Offset }
+// gaveUp says that a launch of this turn has waited long enough for peer, on behalf of all that were issued by now.
+func (f *transfers) gaveUp(peer int, t *kernels.Turn) { f.failed[peer].Store(t.Issued.Load()) }
 
 // transferring is one launch of the kernel on one rank.
 type transferring struct {
@@ -111,8 +153,9 @@ func (x *transferring) doing(peer int) string {
 		x.e.word(me, c.Signals(peer, x.a.Semaphore)).Load(), x.e.word(me, c.Consumed(peer, x.a.Semaphore)).Load())
 }
 
-func (x *transferring) run(p *port, a *kernels.Transfer) error {
-	x.e, x.a = p.e, a
+func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
+	x.f, x.e, x.a = f, p.e, a
+	defer x.reset()
 	e, me := p.e, p.e.space.Rank
 	e.count(x.f.c.Calls())
 	x.w.begin(p, x, p.call(a, x.f.c.Calls(), 0), a.Timeout)
@@ -132,6 +175,11 @@ func (x *transferring) run(p *port, a *kernels.Transfer) error {
 	return nil
 }
 
+func (x *transferring) reset() {
+	x.w.leave()
+	x.f, x.e, x.a = nil, nil, nil
+}
+
 // consume waits for a signal that no other launch consumes.
 func (x *transferring) consume() error {
 	e, me, a := x.e, x.e.space.Rank, x.a
@@ -145,19 +193,21 @@ func (x *transferring) consume() error {
 			}
 			continue
 		}
-		if a.Number <= x.f.failed[a.Peer].Load() {
+		if x.f.late(a.Peer, &a.Turn) {
 			return &comm.PeerError{Rank: a.Peer, Op: a.Operation(), Err: kernels.ErrFailed}
 		}
 		if err := x.w.idle(a.Peer); err != nil {
-			x.f.failed[a.Peer].Store(a.Issued.Load())
+			x.f.gaveUp(a.Peer, &a.Turn)
 			return x.w.fail(a.Peer, err)
 		}
 	}
 }
 
 // copy moves bytes through the caches, or around them where they do not fit.
-func (x *transferring) copy(dst, src []byte) {
-	stream := int64(len(src)) >= x.e.cacheBytes
+func (x *transferring) copy(dst, src []byte) { x.w.copy(dst, src, int64(len(src)) >= x.e.cacheBytes) }
+
+// copy moves bytes and counts them, through the caches or around them.
+func (w *waiter) copy(dst, src []byte, stream bool) {
 	for len(src) > 0 {
 		n := min(len(src), movedBytes)
 		if stream {
@@ -165,7 +215,7 @@ func (x *transferring) copy(dst, src []byte) {
 		} else {
 			copy(dst, src[:n])
 		}
-		x.w.moved(int64(n))
+		w.moved(int64(n))
 		dst, src = dst[n:], src[n:]
 	}
 	if stream {

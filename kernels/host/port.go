@@ -100,5 +100,13 @@ func (p *port) Drain(ctx context.Context, last device.Stream) error {
 	})
 }
 
+// Rest is what launches have left behind that no later one can put right. All launches of all ranks have ended.
+func (p *port) Rest() error {
+	if f, ok := p.fam.(interface{ rest(e *Engine) error }); ok {
+		return f.rest(p.e)
+	}
+	return nil
+}
+
 // Close does nothing.
 func (*port) Close() error { return nil }

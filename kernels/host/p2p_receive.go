@@ -1,0 +1,253 @@
+package host
+
+import (
+	"slices"
+	"sync/atomic"
+
+	"github.com/switchyard-moe/switchyard/internal/shm"
+)
+
+// enlist puts a receive behind those that wait for the same peer.
+func (x *messaging) enlist(h *end) {
+	pr := &x.f.pairs[h.m.Peer]
+	pr.in.Lock()
+	pr.pending = append(pr.pending, h)
+	pr.in.Unlock()
+}
+
+// want tells the peer what this rank waits for. The pair is locked.
+func (x *messaging) want(h *end) {
+	pr, at, me := &x.f.pairs[h.m.Peer], x.f.c.Wanted(h.m.Peer), x.e.space.Rank
+	if h.seenPosted == ^uint64(0) {
+		x.e.word(me, at+wantedTag).Store(h.m.Tag)
+		x.e.word(me, at+wantedBytes).Store(uint64(h.m.Buffer.Bytes))
+	}
+	x.e.word(me, at+wantedCount).Store(uint64(len(pr.pending)))
+}
+
+// delist takes a receive out again. The pair is locked.
+func (x *messaging) delist(h *end) {
+	pr := &x.f.pairs[h.m.Peer]
+	if i := slices.Index(pr.pending, h); i >= 0 {
+		pr.pending = slices.Delete(pr.pending, i, i+1)
+	}
+	pr.changed.Add(1)
+	x.e.word(x.e.space.Rank, x.f.c.Wanted(h.m.Peer)+wantedCount).Store(uint64(len(pr.pending)))
+}
+
+// receive takes a message to this rank further. It reports whether it has done anything.
+func (x *messaging) receive(h *end) bool {
+	if h.stage == inStaging {
+		return x.drain(h)
+	}
+	e, c, pr := x.e, &x.f.c, &x.f.pairs[h.m.Peer]
+	last, changed := e.word(e.space.Rank, c.Posted(h.m.Peer)).Load(), pr.changed.Load()
+	if last == h.seenPosted && changed == h.seenChanged {
+		return false
+	}
+	if !x.claim(h, last, changed) {
+		return false
+	}
+	if h.stage != inBox {
+		return true
+	}
+	e.order(h.m.Peer)
+	return x.read(h)
+}
+
+// claim looks for the message of h, and claims it or refuses its size. It reports whether it has found one.
+func (x *messaging) claim(h *end, last, changed uint64) bool {
+	e, c, me, pr := x.e, &x.f.c, x.e.space.Rank, &x.f.pairs[h.m.Peer]
+	pr.in.Lock()
+	defer pr.in.Unlock()
+	for _, o := range pr.pending {
+		if o == h {
+			break
+		}
+		if o.m.Tag == h.m.Tag { // it came first
+			x.want(h)
+			h.seenPosted, h.seenChanged = last, changed
+			return false
+		}
+	}
+	box, state, held := x.find(h, last)
+	if box < 0 {
+		x.want(h)
+		if !held {
+			h.seenPosted, h.seenChanged = last, changed
+		}
+		return false
+	}
+	at := c.Box(h.m.Peer, box)
+	word, number, to := e.word(me, at+boxState), state>>phaseBits, uint64(claimed)
+	if sent := e.word(me, at+boxBytes).Load(); sent != uint64(h.m.Buffer.Bytes) {
+		e.word(me, at+boxExpected).Store(uint64(h.m.Buffer.Bytes))
+		to = disagreed
+	}
+	e.at(postingCredit, h.m.Peer)
+	if !word.CompareAndSwap(state, stateOf(number, to)) {
+		return true // its sender has been faster: look again
+	}
+	if number == pr.gone+1 {
+		pr.gone++
+	}
+	x.delist(h)
+	h.box, h.number, h.state, h.stage = box, number, word, inBox
+	if to == claimed {
+		return true
+	}
+	err := x.f.disagreement(e, h.m.Peer, me, box, number)
+	e.word(h.m.Peer, c.Complaints(me)).Add(1)
+	e.ring(h.m.Peer)
+	return h.finish(err)
+}
+
+// find is the box with the least number that has the tag of h, -1 if there is none. held says that its sender is about to offer it again. The
+// pair is locked.
+func (x *messaging) find(h *end, last uint64) (box int, state uint64, isHeld bool) {
+	e, c, me, pr := x.e, &x.f.c, x.e.space.Rank, &x.f.pairs[h.m.Peer]
+	if last == pr.gone {
+		return -1, 0, false
+	}
+	// Most often the next message is the one, where its sender looks for room first.
+	box = int(pr.gone % uint64(c.Boxes))
+	at := c.Box(h.m.Peer, box)
+	if state = e.word(me, at+boxState).Load(); state == stateOf(pr.gone+1, offered) && e.word(me, at+boxTag).Load() == h.m.Tag {
+		return box, state, false
+	}
+	box = -1
+	least := last + 1 // of the messages that are there, of any tag
+	for k := range c.Boxes {
+		at := c.Box(h.m.Peer, k)
+		s := e.word(me, at+boxState).Load()
+		if phase := s & phaseMask; phase < offered || phase > offeredAgain {
+			continue
+		}
+		least = min(least, s>>phaseBits)
+		if e.word(me, at+boxTag).Load() == h.m.Tag && (box < 0 || s>>phaseBits < state>>phaseBits) {
+			box, state = k, s
+		}
+	}
+	pr.gone = max(pr.gone, least-1)
+	if box >= 0 && state&phaseMask == held {
+		return -1, 0, true
+	}
+	return box, state, false
+}
+
+// read copies a message that h has claimed.
+func (x *messaging) read(h *end) bool {
+	e, c, me, peer := x.e, &x.f.c, x.e.space.Rank, h.m.Peer
+	at, dst := c.Box(peer, h.box), h.m.Buffer.Mem
+	source := e.word(me, at+boxSource).Load()
+	e.at(takingData, peer)
+	switch {
+	case source == 0:
+		copy(dst, e.space.Range(me, c.Payload(peer, h.box), int64(len(dst))))
+	case source&inSegment != 0:
+		x.w.copy(dst, e.space.Range(peer, int64(source&^inSegment), int64(len(dst))), int64(len(dst)) >= e.cacheBytes)
+	case !x.pull(h, uintptr(source)):
+		e.at(signalling, peer)
+		if !h.state.CompareAndSwap(stateOf(h.number, claimed), stateOf(h.number, wantsStaging)) {
+			return x.again(h)
+		}
+		h.stage = inStaging
+		e.ring(peer)
+		return true
+	}
+	e.order(peer)
+	return x.took(h, claimed)
+}
+
+// pull reads a message in its sender's memory. It fails where that cannot be read.
+func (x *messaging) pull(h *end, source uintptr) bool {
+	pr, dst := &x.f.pairs[h.m.Peer], h.m.Buffer.Mem
+	if !pr.readable {
+		return false
+	}
+	if x.e.bells != nil {
+		x.w.copy(dst, shm.At(source, int64(len(dst))), int64(len(dst)) >= x.e.cacheBytes)
+		return true
+	}
+	for at := int64(0); at < int64(len(dst)); at += x.e.pullBytes {
+		part := dst[at:min(at+x.e.pullBytes, int64(len(dst)))]
+		if pr.memory.Read(part, source+uintptr(at)) != nil {
+			return false
+		}
+		x.w.moved(int64(len(part)))
+	}
+	return true
+}
+
+// took ends a message that has been copied, if its sender has not withdrawn it meanwhile.
+func (x *messaging) took(h *end, from uint64) bool {
+	x.e.at(signalling, h.m.Peer)
+	if !h.state.CompareAndSwap(stateOf(h.number, from), stateOf(h.number, taken)) {
+		return x.again(h)
+	}
+	x.e.ring(h.m.Peer)
+	return h.finish(nil)
+}
+
+// again has h wait for another message, before the receives that came later.
+func (x *messaging) again(h *end) bool {
+	pr := &x.f.pairs[h.m.Peer]
+	h.stage, h.moved, h.chunk, h.turn, h.seenPosted = unposted, 0, 0, 0, ^uint64(0)
+	pr.in.Lock()
+	pr.pending = slices.Insert(pr.pending, 0, h)
+	pr.in.Unlock()
+	return true
+}
+
+// drain copies chunks out of staging.
+func (x *messaging) drain(h *end) (moved bool) {
+	e, c, me, peer := x.e, &x.f.c, x.e.space.Rank, h.m.Peer
+	line := c.Staging(peer)
+	if h.state.Load() != stateOf(h.number, wantsStaging) {
+		return x.again(h)
+	}
+	if e.word(me, line+stagingOwner).Load() != h.number {
+		return false
+	}
+	filled := e.word(me, line+stagingFilled).Load()
+	if h.turn == 0 {
+		h.turn = filled >> chunkBits
+	}
+	for dst := h.m.Buffer.Mem; h.moved < int64(len(dst)) && filled > h.turn<<chunkBits|h.chunk; moved = true {
+		n := min(c.StagingBytes, int64(len(dst))-h.moved)
+		e.at(takingData, peer)
+		x.w.copy(dst[h.moved:h.moved+n], e.space.Range(me, c.Buffer(peer, h.chunk), n), false)
+		h.moved += n
+		h.chunk++
+		e.at(signalling, peer)
+		raise(e.word(me, line+stagingDrained), h.turn<<chunkBits|h.chunk)
+		e.ring(peer)
+	}
+	if h.moved == int64(len(h.m.Buffer.Mem)) {
+		return x.took(h, wantsStaging)
+	}
+	return moved
+}
+
+// raise stores v in a word that has less. A receive that has lost its message meanwhile may come late.
+func raise(word *atomic.Uint64, v uint64) {
+	for {
+		had := word.Load()
+		if had >= v || word.CompareAndSwap(had, v) {
+			return
+		}
+	}
+}
+
+// forget ends a receive that this rank does not wait for any longer.
+func (x *messaging) forget(h *end, why error) {
+	pr := &x.f.pairs[h.m.Peer]
+	if h.stage == inStaging {
+		h.state.CompareAndSwap(stateOf(h.number, wantsStaging), stateOf(h.number, withdrawn))
+		x.e.ring(h.m.Peer)
+	}
+	pr.in.Lock()
+	x.delist(h)
+	pr.in.Unlock()
+	h.finish(why)
+}
