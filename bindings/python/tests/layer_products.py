@@ -1,0 +1,171 @@
+"""The layers' kernels against plain torch. A program: `python layer_products.py cuda`, or with TRITON_INTERPRET=1 `... cpu`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from layer_cases import by_hand, leaves, near
+
+from switchyard.layers import experts, lists, plain
+from switchyard.layers.tables import Plan, Tiles
+
+RANKS, TOP_K = 3, 3
+GARBAGE = float("nan")
+
+
+def interpretable() -> None:
+    """Let loops of the interpreter take bounds that it has loaded: numpy 2.4 refuses what Triton 3.4 does there."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *rest):
+        patch(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
+
+    interpreter._patch_lang_tensor = patched
+
+
+def tiles(block: int, columns: int, depth: int, swap: bool = False, rows: int = 0) -> Plan:
+    products = Tiles(rows or block, columns, depth, 4, 3, group=2, swap=swap)
+    back = products._replace(swap=False)
+    return Plan(block, products, products, back, products, back._replace(depth=min(depth, rows or block)))
+
+
+def plans(device: str, float8: bool) -> list[Plan]:
+    if device == "cpu":
+        return [tiles(16, 16, 16), tiles(16, 16, 32, swap=True), tiles(32, 16, 16, rows=16)]
+    if float8:
+        return [tiles(128, 128, 128), tiles(64, 128, 128), tiles(16, 128, 128, swap=True), tiles(128, 128, 128, rows=64)]
+    return [tiles(128, 128, 64), tiles(64, 64, 64), tiles(16, 128, 64, swap=True), tiles(128, 128, 64, rows=64)]
+
+
+def case(device: str, kind: torch.dtype, seed: int, hidden: int, inner: int, rows: int, count: int) -> tuple:
+    """Rows of RANKS ranks with room behind each, what is there is not a number; one expert has no row."""
+    g = torch.Generator().manual_seed(seed)
+    each = rows // RANKS
+    offsets = torch.arange(RANKS + 1, dtype=torch.int32) * each
+    counts = torch.tensor([each - 5 * r for r in range(RANKS)], dtype=torch.int32)
+    indices = torch.rand(rows, count + 2, generator=g).argsort(1)[:, :TOP_K]
+    indices = torch.where(indices < count - 1, indices, -1)
+    there = (torch.arange(rows) % each < counts.repeat_interleave(each)).unsqueeze(1)
+    x = torch.where(there, torch.randn(rows, hidden, generator=g), GARBAGE)
+    gate_up = torch.randn(count, 2 * inner, hidden, generator=g) * hidden**-0.5
+    down = torch.randn(count, hidden, inner, generator=g) * inner**-0.5
+    weights = torch.where(there, torch.rand(rows, TOP_K, generator=g), GARBAGE)
+    wide = [t.to(device, kind) for t in (x, gate_up, down)]
+    return (*wide, weights.to(device), indices.to(device), offsets.to(device), counts.to(device), there[:, 0].to(device))
+
+
+def tokens(device: str, kind: torch.dtype, hidden: int, inner: int, rows: int, count: int, bound: float) -> None:
+    """Rows by token, forward and all gradients."""
+    for seed, plan in enumerate(plans(device, False)):
+        x, gate_up, down, weights, indices, offsets, counts, there = case(device, kind, seed, hidden, inner, rows, count)
+        came = experts.Came(offsets, counts, indices, lists.room_for(rows * TOP_K, count, plan.block))
+        out = torch.full_like(x, 7)
+        a = leaves(x, weights, gate_up, down)
+        y = experts.apply(*a, came, plan, out)
+        assert (y[~there] == 7).all(), "rows that did not come were written"
+        dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(device, kind)
+        y.backward(torch.where(there[:, None], dy, GARBAGE))
+        b = leaves(torch.where(there[:, None], x, 0), weights.nan_to_num(), gate_up, down)
+        used = torch.where(there[:, None], indices, -1)
+        want = by_hand(b[0], used, *b[1:])
+        want.backward(torch.where(there[:, None], dy, 0).float())
+        near("y", y[there], want[there], bound)
+        near("dx", a[0].grad[there], b[0].grad[there], bound)
+        for name, mine, theirs in zip(("d weights", "d gate_up", "d down"), a[1:], b[1:]):
+            near(name, mine.grad, theirs.grad, bound)
+        assert not a[1].grad[used < 0].any(), "a weight without a row has a gradient"
+        again = torch.empty_like(x)
+        experts.forward(x, None, weights, experts.Matrices(gate_up, down), came, plan, again)
+        assert torch.equal(again[there], y[there]), "other bits"
+
+
+def by_expert(device: str, kind: torch.dtype, hidden: int, inner: int, bound: float) -> None:
+    """Rows by expert with room behind them, and the words of what has landed and what is ready."""
+    for seed, plan in enumerate(plans(device, False)):
+        x, gate_up, down, *_ = case(device, kind, seed, hidden, inner, 5 * 60, 5)
+        counts = torch.tensor([0, 60, 3, 17, 33], dtype=torch.int32, device=device)
+        offsets = torch.arange(6, dtype=torch.int32, device=device) * 60
+        came = experts.Came(offsets, counts, None, lists.room_for(150, 5, plan.block))
+        there = (torch.arange(300, device=device) % 60) < counts.repeat_interleave(60)
+        x = torch.where(there[:, None], x.nan_to_num(), GARBAGE)
+        out, ready = torch.full_like(x, 7), torch.zeros_like(counts)
+        m = experts.Matrices(gate_up, down)
+        experts.forward(x, None, None, m, came, plan, out, experts.Words(counts.clone(), ready))
+        assert (out[~there] == 7).all(), "rows that are none were written"
+        assert torch.equal(ready, counts), f"ready {ready.tolist()}, want {counts.tolist()}"
+        a = leaves(x, gate_up, down)
+        y = experts.apply(a[0], None, *a[1:], came, plan, torch.empty_like(x))
+        assert torch.equal(y[there], out[there]), "other bits"
+        dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).to(device, kind)
+        y.backward(torch.where(there[:, None], dy, GARBAGE))
+        b = leaves(torch.where(there[:, None], x, 0), gate_up, down)
+        want = plain.by_expert(b[0].float(), offsets[:-1].tolist(), counts.tolist(), b[1].float(), b[2].float())
+        want.backward(torch.where(there[:, None], dy, 0).float())
+        near("y", y[there], want[there], bound)
+        near("dx", a[0].grad[there], b[0].grad[there], bound)
+        for name, mine, theirs in zip(("d gate_up", "d down"), a[1:], b[1:]):
+            near(name, mine.grad, theirs.grad, bound)
+
+
+def float8(device: str, columns: bool) -> None:
+    """Rows and matrices of float8; the scales of rows also in column-major order."""
+    for seed, plan in enumerate(plans(device, True)):
+        x, gate_up, down, weights, indices, offsets, counts, there = case(device, torch.float32, seed, 512, 256, 300, 6)
+        scales = x.view(len(x), -1, 128).abs().amax(2) / 448
+        small = (x.view(len(x), -1, 128) / scales[:, :, None]).view(x.shape).to(torch.float8_e4m3fn)
+        parts = [plain.quantized(w) for w in (gate_up, down)]
+        m = experts.Matrices(parts[0][0], parts[1][0], parts[0][1], parts[1][1])
+        came = experts.Came(offsets, counts, indices, lists.room_for(900, 6, plan.block))
+        out = torch.full(x.shape, 7, dtype=torch.bfloat16, device=device)
+        laid = scales.t().contiguous().t() if columns else scales
+        experts.forward(small, laid, weights, m, came, plan, out)
+        assert (out[~there] == 7).all()
+        wide = torch.where(there[:, None], plain.widened(small, scales), 0)
+        used = torch.where(there[:, None], indices, -1)
+        want = by_hand(wide, used, weights.nan_to_num(), *(plain.widened(*p) for p in parts))
+        near("float8 y", out[there], want[there], 4e-2)
+
+
+def lists_are_right(device: str) -> None:
+    """Each choice has one entry, in blocks of its expert, in the order of choices; few rows and many."""
+    for rows, count, block in ((6, 3, 16), (300, 9, 16), (3000, 70, 64)):
+        *_, indices, offsets, counts, there = case(device, torch.float32, rows, 16, 16, rows, count)
+        made = lists.by_token(indices, offsets, counts, count, block, lists.room_for(rows * TOP_K, count, block))
+        used = torch.where(there[:, None], indices, -1).flatten()
+        each = [(used == e).nonzero().flatten() for e in range(count)]
+        blocks = [-(-len(c) // block) for c in each]
+        firsts = [sum(blocks[:e]) for e in range(count + 1)]
+        assert made.starts.tolist() == firsts
+        assert made.experts[: firsts[-1]].tolist() == [e for e, n in enumerate(blocks) for _ in range(n)]
+        for e, choices in enumerate(each):
+            mine = made.entries[firsts[e] * block : firsts[e + 1] * block]
+            assert mine[: len(choices)].tolist() == choices.tolist()
+            assert (mine[len(choices) :] == -1).all()
+            assert made.places[choices].tolist() == list(range(firsts[e] * block, firsts[e] * block + len(choices)))
+        assert (made.places[used < 0] == -1).all()
+        assert lists.room_of([len(c) for c in each], block) == max(firsts[-1], 1) * block
+
+
+def main(device: str) -> None:
+    lists_are_right(device)
+    if device == "cpu":
+        tokens(device, torch.float32, 32, 48, 30, 5, 1e-5)
+        by_expert(device, torch.float32, 32, 48, 1e-5)
+        return
+    tokens(device, torch.float32, 64, 96, 90, 6, 1e-5)
+    tokens(device, torch.bfloat16, 512, 384, 300, 7, 1e-2)
+    tokens(device, torch.float16, 512, 384, 3000, 7, 1e-2)
+    by_expert(device, torch.bfloat16, 256, 128, 1e-2)
+    for columns in (False, True):
+        float8(device, columns)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "cpu":
+        interpretable()
+    main(sys.argv[1])

@@ -1,0 +1,112 @@
+"""switchyard.layers on GPUs: the cases of the host, graphs, and products next to the dispatcher's kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import layer_cases as cases  # noqa: E402
+import layer_products  # noqa: E402
+import world as worlds_module  # noqa: E402
+
+import switchyard as sw  # noqa: E402
+from switchyard import layers  # noqa: E402
+
+CUDA = "cuda"
+
+
+def test_kernels():
+    layer_products.main(CUDA)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", list(cases.LAYOUTS))
+def test_gradients(cuda, layout, dtype):
+    cuda.run(cases.gradients, CUDA, layout, dtype, {})
+
+
+@pytest.mark.parametrize("layout", ["flat", "token_major"])
+def test_gradients_with_counts_on_the_host(cuda, layout):
+    cuda.run(cases.gradients, CUDA, layout, "float16", {"host_counts": True, "row_weights": True})
+
+
+@pytest.mark.parametrize("layout", ["flat", "token_major"])
+def test_router_shared_expert_and_lora(cuda, layout):
+    cuda.run(cases.trained, CUDA, layout)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("layout", list(cases.LAYOUTS))
+def test_float8(cuda, layout, columns):
+    cuda.run(cases.float8, CUDA, layout, {"scale_columns": columns})
+
+
+def test_refused(cuda):
+    cuda.run(cases.refused, CUDA)
+
+
+def overlapped(rank, size, layout, options):
+    """Products that wait for rows as they land give the same bits, in turns and in a graph."""
+    d = cases.dispatcher(size, CUDA, layout, dtype="bfloat16", landed=True, max_sms=24, **options)
+    layer = layers.MoE(d, cases.INNER, shared=32)
+    with torch.no_grad():
+        results = {}
+        for overlap in (0, 24):
+            layer.overlap = overlap
+            results[overlap] = []
+            for seed in range(8):
+                x, idx, weights = cases.routing(rank, size, CUDA, seed)
+                results[overlap].append(layer(x.bfloat16(), idx, weights))
+        for plain, beside in zip(*results.values()):
+            assert torch.equal(plain, beside)
+        x, idx, weights = cases.routing(rank, size, CUDA, 0)
+        x = x.bfloat16()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x, idx, weights)
+        for seed in range(8):
+            for mine, new in zip((x, idx, weights), cases.routing(rank, size, CUDA, seed)):
+                mine.copy_(new)
+            graph.replay()
+            assert torch.equal(y, results[0][seed])
+    del graph, y
+    layer.close()
+    d.close()
+
+
+@pytest.mark.parametrize(("layout", "options"), [("flat", {}), ("slab", {"low_latency": True})], ids=["flat", "slab"])
+def test_products_next_to_the_dispatcher(worlds, layout, options):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("ranks that share a GPU share its multiprocessors")
+    worlds.get(2, worlds_module.cuda).run(overlapped, layout, options, timeout=60)
+
+
+def captured(rank, size, layout):
+    """A layer in a graph, replayed with other routing."""
+    d = cases.dispatcher(size, CUDA, layout, dtype="bfloat16", host_counts=True)
+    layer = layers.MoE(d, cases.INNER)
+    with torch.no_grad():
+        want = [layer(x.bfloat16(), *rest) for x, *rest in (cases.routing(rank, size, CUDA, s) for s in range(6))]
+        x, idx, weights = cases.routing(rank, size, CUDA, 0)
+        x = x.bfloat16()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x, idx, weights)
+        for seed in range(6):
+            for mine, new in zip((x, idx, weights), cases.routing(rank, size, CUDA, seed)):
+                mine.copy_(new)
+            graph.replay()
+            assert torch.equal(y, want[seed])
+    sw.barrier()
+    del graph, y
+    layer.close()
+    d.close()
+
+
+@pytest.mark.parametrize("layout", ["flat", "slab", "token_major"])
+def test_graphs(cuda, layout):
+    cuda.run(captured, layout)
