@@ -7,6 +7,8 @@ import (
 	"net"
 	"strings"
 	"time"
+
+	"github.com/switchyard-moe/switchyard"
 )
 
 // Defaults of [Config].
@@ -79,6 +81,7 @@ type Config struct {
 	unproven         int           // connections that may be unproven at once; fewer in tests
 	version          uint16        // of the protocol; others in tests
 	host             string        // which this rank is on; others in tests
+	release          string        // of Switchyard; others in tests
 	delay            func()        // before everything that is sent, in tests
 }
 
@@ -91,6 +94,7 @@ func (c *Config) validate() error {
 	c.handshakeTimeout = cmp.Or(c.handshakeTimeout, handshakeGrace)
 	c.version = cmp.Or(c.version, protocolVersion)
 	c.host = cmp.Or(c.host, hostID())
+	c.release = cmp.Or(c.release, switchyard.Version)
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}

@@ -27,9 +27,11 @@ import (
 // connection carries a HMAC over the hellos, the direction and a counter.
 //
 // The layout of the hello's head and of the proofs is the same in every version
-// of the protocol, so that ranks of different versions can tell each other.
+// of the protocol, so that ranks of different versions can tell each other. From
+// protocol 4 on they tell their release too. docs/upgrading.md has the protocol
+// of each release.
 const (
-	protocolVersion = 3
+	protocolVersion = 4
 
 	helloHead = 8 + 2 + 1 + 1 + 2 + nonceSize
 	nonceSize = 32
@@ -117,6 +119,7 @@ type identity struct {
 	host        string // of the sender, as far as known
 	addr        string // toRendezvous: its socket
 	name        string // toRendezvous: of the group
+	release     string // of Switchyard: ranks map each other's control blocks, whose layout is a release's
 
 	spans bool // toMesh, and not said: the table of addresses has ranks of several hosts
 }
@@ -137,7 +140,8 @@ func (c *identity) encode() []byte {
 	b = binary.LittleEndian.AppendUint64(b, c.gid)
 	b = appendString(b, c.host)
 	b = appendString(b, c.addr)
-	return appendString(b, c.name)
+	b = appendString(b, c.name)
+	return appendString(b, c.release)
 }
 
 func decodeIdentity(b []byte) (identity, error) {
@@ -153,13 +157,14 @@ func decodeIdentity(b []byte) (identity, error) {
 		peerTimeout: int64(binary.LittleEndian.Uint64(b[14:])),
 		gid:         binary.LittleEndian.Uint64(b[22:]),
 	}
-	var ok1, ok2, ok3 bool
+	var ok1, ok2, ok3, ok4 bool
 	flag := b[13]
 	b = b[identityFixed:]
 	c.host, b, ok1 = takeString(b)
 	c.addr, b, ok2 = takeString(b)
 	c.name, b, ok3 = takeString(b)
-	if !ok1 || !ok2 || !ok3 || len(b) != 0 || flag > 1 || c.purpose < toRendezvous || c.purpose > toYieldPort {
+	c.release, b, ok4 = takeString(b)
+	if !ok1 || !ok2 || !ok3 || !ok4 || len(b) != 0 || flag > 1 || c.purpose < toRendezvous || c.purpose > toYieldPort {
 		return identity{}, fmt.Errorf("%w identity: purpose %d, %d bytes left", errMalformed, c.purpose, len(b))
 	}
 	return c, nil
@@ -344,7 +349,7 @@ func (s *session) examine(version uint16, me identity) (identity, error) {
 			server, client = v, version
 		}
 		return identity{}, &errRefused{proven: true, text: fmt.Sprintf(
-			"version: the rank that connects speaks protocol %d, the rank it connects to %d", client, server)}
+			"version: the rank that connects speaks protocol %d, the rank it connects to %d, and this one has Switchyard %s: a group has one release", client, server, me.release)}
 	}
 	c, err := decodeIdentity(s.peer.body)
 	if err != nil {
@@ -356,6 +361,9 @@ func (s *session) examine(version uint16, me identity) (identity, error) {
 		return c, nil
 	case c.purpose != me.purpose:
 		return c, fmt.Errorf("%w handshake: purpose %d on a connection for %d", errMalformed, c.purpose, me.purpose)
+	case c.release != me.release:
+		return c, &errRefused{proven: true, text: fmt.Sprintf("version: the rank that connects has Switchyard %s, the rank it connects to %s: a group has one release",
+			s.ofHost(c, me).release, s.ofHost(me, c).release)}
 	case late && c.name != me.name:
 		return c, &errRefused{text: fmt.Sprintf("name: the group is %q, a newcomer asks for %q", s.ofHost(me, c).name, s.ofHost(c, me).name)}
 	case !late && c.gid != me.gid && me.purpose == toRendezvous:

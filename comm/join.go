@@ -121,7 +121,7 @@ func newMeeting(cfg *Config, addr string, cancel context.CancelCauseFunc) *meeti
 	return &meeting{
 		cfg: cfg,
 		me: identity{purpose: toRendezvous, rank: cfg.Rank, size: cfg.Size, late: cfg.Late, peerTimeout: int64(cfg.PeerTimeout),
-			gid: cfg.gid, host: cfg.host, addr: addr, name: cfg.Name},
+			gid: cfg.gid, host: cfg.host, addr: addr, name: cfg.Name, release: cfg.release},
 		began:  time.Now(),
 		cancel: cancel,
 		listen: func(ctx context.Context) (net.Listener, error) {

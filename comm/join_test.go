@@ -20,6 +20,8 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard"
 )
 
 func TestJoinAlone(t *testing.T) {
@@ -254,6 +256,8 @@ func TestF3_ConfigurationsDiffer(t *testing.T) {
 		{"size", Config{Rank: 1, Size: 4}, []string{"size: rank 0 has 3, rank 1 has 4"}},
 		{"duplicate", Config{Rank: 2, Size: 3}, []string{"rank: two processes say they are rank 2, at @switchyard-"}},
 		{"peer timeout", Config{Rank: 1, Size: 3, PeerTimeout: time.Second}, []string{"peer timeout: rank 0 has 10s, rank 1 has 1s"}},
+		{"release", Config{Rank: 1, Size: 3, release: "9.9.9"}, []string{
+			fmt.Sprintf("version: the rank that connects has Switchyard 9.9.9, the rank it connects to %s: a group has one release", switchyard.Version)}},
 		{"version", Config{Rank: 1, Size: 3, version: 7}, []string{fmt.Sprintf("version: the rank that connects speaks protocol 7, the rank it connects to %d", protocolVersion)}},
 		{"secret", Config{Rank: 1, Size: 3, Secret: []byte("sesame")}, []string{"secret: the rank that connects has one, the rank it connects to has none"}},
 	} {

@@ -148,7 +148,7 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	ctx, cancel := context.WithCancel(ctx)
 	m := &meshing{
 		l: l, n: n, addrs: addrs, ctx: ctx,
-		me:     identity{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: cfg.host, spans: n.hosts != nil},
+		me:     identity{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: cfg.host, release: cfg.release, spans: n.hosts != nil},
 		linked: make(chan struct{}, cfg.Size),
 		fatal:  make(chan error, 1),
 		key:    meshKey(cfg.Secret, addrs),
