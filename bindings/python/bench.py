@@ -343,7 +343,7 @@ class Exchanges:
 
     def __call__(self) -> None:
         self.at = (self.at + 1) % self.buffers.sets
-        self.module.all_to_all_single(self.buffers.y[self.at], self.buffers.x[self.at])
+        self.module.all_to_all_single(self.buffers.y[self.at], self.buffers.x[self.at], async_op=True).wait()
 
     def check(self) -> None:
         for y in self.buffers.y:

@@ -104,6 +104,7 @@ def all_to_all_single(
     says where they are. The next call works.
 
     ``max_sms``, ``copy_sms`` and ``no_sms`` say for this call what :func:`communicator` says for all; ranks need not agree.
+    With ``async_op`` and none of them, ``max_sms`` is 8: the other multiprocessors are left to what runs meanwhile.
     ``peer_displs[k]`` is the row of rank k's output from which on this rank's rows lie there. Copy engines need it, and an
     output in symmetric memory at the same place on every rank. It must be right.
     """
