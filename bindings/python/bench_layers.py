@@ -182,13 +182,28 @@ def forward_row(args: argparse.Namespace, shape: str, tokens: int, made: dict[st
             alone = functools.partial(layer._made, held[-1], layer.dispatcher.by_token, False)
             variants[name + ": experts"] = (captured(alone), 2)
             variants[name + ": rows"] = (captured(functools.partial(pair, layer)), 2)
+        variants["dense"] = (captured(functools.partial(dense, *dense_sides(args.bfloat16))), 2)
         times = turns(variants, args.rounds)
     if dist.get_rank() == 0:
         first = next(iter(results))
         apart = {n: ((r - results[first]).norm() / results[first].norm()).item() for n, r in results.items()}
         row = {"shape": shape, "tokens": tokens, "zipf": args.zipf, "bfloat16": args.bfloat16}
         row |= {n: round(t, 1) for n, t in times.items()}
+        row["dense, TFLOP/s"] = round(2 * 4096 * 8192 * 8192 / row.pop("dense") / 1e6)
         print("FORWARD", json.dumps(row), "apart", {n: round(v, 4) for n, v in apart.items() if n != first}, flush=True)
+
+
+def dense_sides(bfloat16: bool) -> list[Tensor]:
+    sides = [torch.randn(n, 8192, device="cuda", dtype=BFLOAT16) for n in (4096, 8192)]
+    return sides if bfloat16 else [s.to(FLOAT8) for s in sides]
+
+
+def dense(a: Tensor, b: Tensor) -> Tensor:
+    """One product of torch's, which says what the GPU gives in this company: its clock falls under load."""
+    if a.dtype is not FLOAT8:
+        return a @ b.t()
+    one = torch.ones((), device="cuda")
+    return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=BFLOAT16)
 
 
 def close(made: dict[str, layers.MoE]) -> None:

@@ -46,7 +46,7 @@ def dot(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 def up(
     x, x_scales, w, w_scales, entries, experts, starts, weights, h, out, out_scales, landed, counts,
-    x_row, xs_row, xs_word, os_row, os_word,
+    x_row, xs_row, xs_word, xs_high, xs_block, os_row, os_word,
     EXPERTS: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, FLOAT8: tl.constexpr, KEEP: tl.constexpr,
     WEIGH: tl.constexpr, WAIT: tl.constexpr, PRECISION: tl.constexpr,
@@ -71,20 +71,27 @@ def up(
             first = expert * (2 * INNER) + column * BN
             g = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
             u = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+            if FLOAT8:  # scales are loaded a step ahead: what waits for a product must not wait for them too
+                side = x_scales + row // xs_high * xs_block + row % xs_high * xs_row
+                sw = w_scales + (first // 128) * (K // 128)
+                below = (INNER // 128) * (K // 128)
+                sa, sg, su = tl.load(side, mask=there, other=0.0), tl.load(sw), tl.load(sw + below)
             for step in range(0, K // BK):
+                if FLOAT8:
+                    word = (step + 1) * BK // 128
+                    more = word < K // 128
+                    next_a = tl.load(side + word * xs_word, mask=there & more, other=0.0)
+                    next_g, next_u = tl.load(sw + word, mask=more, other=0.0), tl.load(sw + below + word, mask=more, other=0.0)
                 a = tl.load(at, mask=there[:, None], other=0.0)
                 at += BK
                 gate = w.load([first, step * BK])
                 rest = w.load([first + INNER, step * BK])
                 if FLOAT8:
-                    word = step * BK // 128
-                    sa = tl.load(x_scales + row * xs_row + word * xs_word, mask=there, other=0.0)
-                    sw = w_scales + (first // 128) * (K // 128) + word
-                    sg, su = tl.load(sw), tl.load(sw + (INNER // 128) * (K // 128))
-                    side = sa[None, :] if SWAP else sa[:, None]
+                    each = sa[None, :] if SWAP else sa[:, None]
                     none = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-                    g += dot(a, gate, none, SWAP, PRECISION) * (side * sg)
-                    u += dot(a, rest, none, SWAP, PRECISION) * (side * su)
+                    g += dot(a, gate, none, SWAP, PRECISION) * (each * sg)
+                    u += dot(a, rest, none, SWAP, PRECISION) * (each * su)
+                    sa, sg, su = next_a, next_g, next_u
                 else:
                     g = dot(a, gate, g, SWAP, PRECISION)
                     u = dot(a, rest, u, SWAP, PRECISION)
@@ -121,19 +128,26 @@ def down(
         if tl.max(entry, 0) >= 0:  # parts of an expert's last block can have none
             expert = tl.load(experts + block // PARTS)
             acc = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+            if FLOAT8:
+                side = a_scales + slot * as_row
+                of_w = w_scales + (expert * (N // 128) + column * BN // 128) * (K // 128)
+                sa, sw = tl.load(side), tl.load(of_w)
             for step in range(0, K // BK):
+                if FLOAT8:
+                    word = (step + 1) * BK // 128
+                    more = word < K // 128
+                    next_a = tl.load(side + word * as_word, mask=tl.full((BM,), 1, tl.int1) & more, other=0.0)
+                    next_w = tl.load(of_w + word, mask=more, other=0.0)
                 rows = a.load([block * BM, step * BK])
                 if ACROSS:
                     tile = tl.trans(w.load([expert * K + step * BK, column * BN]))
                 else:
                     tile = w.load([expert * N + column * BN, step * BK])
                 if FLOAT8:
-                    word = step * BK // 128
-                    sa = tl.load(a_scales + slot * as_row + word * as_word)
-                    sw = tl.load(w_scales + (expert * (N // 128) + column * BN // 128) * (K // 128) + word)
-                    side = sa[None, :] if SWAP else sa[:, None]
+                    each = sa[None, :] if SWAP else sa[:, None]
                     none = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-                    acc += dot(rows, tile, none, SWAP, PRECISION) * (side * sw)
+                    acc += dot(rows, tile, none, SWAP, PRECISION) * (each * sw)
+                    sa, sw = next_a, next_w
                 else:
                     acc = dot(rows, tile, acc, SWAP, PRECISION)
             if SWAP:

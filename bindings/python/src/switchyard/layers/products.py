@@ -47,6 +47,15 @@ def _strides(scales: Tensor | None) -> tuple[int, ...]:
     return (0, 0) if scales is None else scales.stride()
 
 
+def _scale_strides(scales: Tensor | None) -> tuple[int, int, int, int]:
+    """Strides of rows and words; how many rows lie together, [groups, rows, words], and the stride of these."""
+    if scales is None:
+        return 0, 0, 1, 0
+    if scales.dim() == 2:
+        return scales.stride(0), scales.stride(1), 1 << 30, 0
+    return scales.stride(1), scales.stride(2), scales.shape[1], scales.stride(0)
+
+
 def _tile(t: Tiles, parts: tuple[int, int]) -> dict[str, Any]:
     """What every product is told of its tiles, but for weights."""
     sizes = {"BM": parts[0], "PARTS": parts[1], "BN": t.columns, "BK": t.depth, "GROUP": t.group}
@@ -72,7 +81,7 @@ def up(
     h = torch.empty((n, both), dtype=x.dtype, device=x.device) if keep else None
     forward.up[_grid(x, n // parts[0] * (inner // t.columns), t, sms)](
         x, scales, _matrix(w, t.columns, t.depth), w_scales, lists.entries, lists.experts, lists.starts, weights,
-        _entries(h, t, lists), _entries(out, t, lists), out_scales, landed, counts, x.stride(0), *_strides(scales),
+        _entries(h, t, lists), _entries(out, t, lists), out_scales, landed, counts, x.stride(0), *_scale_strides(scales),
         *_strides(out_scales), EXPERTS=experts, K=depth, INNER=inner, TOP_K=lists.top_k, SWAP=t.swap, FLOAT8=float8, KEEP=keep,
         WEIGH=weights is not None, WAIT=landed is not None, PRECISION=_precision(x), **_tile(t, parts),
     )  # fmt: skip
