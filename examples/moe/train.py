@@ -1,15 +1,15 @@
 """Trains a small MoE language model with torch, its experts divided among the ranks, on the CPU or on GPUs.
 
     python examples/moe/train.py                      # 2 ranks; torch's all_to_all_single and Switchyard's, side by side
-    python examples/moe/train.py --impl dispatcher    # switchyard.Dispatcher instead of exchanges by hand
-    python examples/moe/train.py --device cuda        # a rank for each GPU, beside NCCL
+    python examples/moe/train.py --impl layer         # switchyard.layers instead of exchanges and experts by hand
+    python examples/moe/train.py --device cuda        # a rank for each GPU: NCCL and a loop over experts, and switchyard.layers
     torchrun --nproc-per-node 4 examples/moe/train.py # ranks that torchrun starts
 
 With more ranks than GPUs the ranks share them, and torch's calls are gloo's.
 
-Both implementations make every step on the same tokens from the same weights, each with a model of its own. What differs
-is one import: where all_to_all_single and all_reduce come from. The losses are the same; the step times are printed side
-by side.
+Both implementations make every step on the same tokens from the same weights, each with a model of its own. On the CPU what
+differs is one import: where all_to_all_single and all_reduce come from. The losses are the same. On GPUs the second one has
+layers.MoE, whose sums round elsewhere. The step times are printed side by side.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import switchyard
+from switchyard import layers
 
-IMPLEMENTATIONS = ("torch", "switchyard", "dispatcher")
+IMPLEMENTATIONS = ("torch", "switchyard", "layer")
 
 
 class Exchange(torch.autograd.Function):
@@ -51,10 +52,12 @@ class Exchange(torch.autograd.Function):
 class Expert(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(hidden, 2 * hidden), nn.Linear(2 * hidden, hidden)
+        self.gate_up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
 
 
 class MoE(nn.Module):
@@ -66,25 +69,26 @@ class MoE(nn.Module):
         self.count, self.top_k, self.local = experts, top_k, experts // self.size
         self.router = nn.Linear(hidden, experts, bias=False)
         every = [Expert(hidden) for _ in range(experts)]  # the same random numbers on every rank
-        self.experts = nn.ModuleList(every[self.rank * self.local : (self.rank + 1) * self.local])
+        own = every[self.rank * self.local : (self.rank + 1) * self.local]
         self.module = dist if impl == "torch" else switchyard
-        self.dispatcher = None
-        if impl == "dispatcher":
-            self.dispatcher = switchyard.Dispatcher(
-                experts, top_k, hidden, max_tokens=max_tokens, handles=2, device=device, host_counts=True
+        self.whole = impl == "layer"
+        self.experts: nn.Module
+        if self.whole:
+            dispatcher = switchyard.Dispatcher(
+                experts, top_k, hidden, max_tokens=max_tokens, layout="token_major", handles=2, device=device, host_counts=True
             )
+            with torch.random.fork_rng(devices=[]):  # what comes after has the same random numbers with all implementations
+                self.experts = layers.MoE(dispatcher, 2 * hidden)
+            self.experts.load(*(torch.stack([getattr(e, name).weight for e in own]) for name in ("gate_up", "down")))
+        else:
+            self.experts = nn.ModuleList(own)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen = self.router(tokens).softmax(-1).topk(self.top_k)
         weights = weights / weights.sum(-1, keepdim=True)
-        carry = self.by_dispatcher if self.dispatcher is not None else self.by_exchanges
+        carry = self.experts if self.whole else self.by_exchanges
         return carry(tokens, chosen, weights).view_as(x)
-
-    def by_dispatcher(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        got = self.dispatcher.dispatch(tokens, chosen, weights)
-        done = [expert(rows) for expert, rows in zip(self.experts, got.expert_rows())]
-        return self.dispatcher.combine(torch.cat(done), got)
 
     def by_exchanges(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         # Rows in the order of their experts, and so of their ranks.
@@ -191,7 +195,8 @@ def train(args: argparse.Namespace, report: Callable[[str], None]) -> dict[str, 
     rank, size = dist.get_rank(), dist.get_world_size()
     if args.experts % size:
         raise SystemExit(f"{args.experts} experts do not divide among {size} ranks")
-    impls = ("torch", "switchyard") if args.impl == "both" else (args.impl,)
+    both = ("torch", "layer" if args.device == "cuda" else "switchyard")
+    impls = both if args.impl == "both" else (args.impl,)
     if args.device == "cuda":
         # So that the losses can be compared to the last bit. cuBLAS reads its variable when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

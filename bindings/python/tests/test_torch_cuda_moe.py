@@ -241,7 +241,7 @@ def test_a_rank_that_does_not_come(cuda):
 def trained(rank, size, steps):
     example = host.load()
     losses = {}
-    for impl in ("torch", "dispatcher"):
+    for impl in ("torch", "layer"):
         arguments = ["--device", CUDA, "--impl", impl, "--steps", str(steps), "--experts", str(4 * size)]
         losses.update(example.train(example.arguments(arguments), lambda line: None))
     return losses
@@ -250,4 +250,4 @@ def trained(rank, size, steps):
 def test_training_gives_the_losses_of_torch(cuda):
     losses = cuda.run(trained, 60, timeout=300)[0]
     assert losses["torch"][-1] < losses["torch"][0] - 0.1
-    assert max(abs(a - b) for a, b in zip(losses["dispatcher"], losses["torch"])) < 1e-2
+    assert max(abs(a - b) for a, b in zip(losses["layer"], losses["torch"])) < 1e-2

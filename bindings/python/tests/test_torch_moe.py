@@ -150,6 +150,6 @@ def test_training_gives_the_same_losses(worlds):
     assert losses["torch"] == losses["switchyard"]  # to the last bit: two ranks add in one order
     assert losses["torch"][-1] < losses["torch"][0] - 0.4
     assert "the losses are the same" in line
-    dispatcher, _ = worlds.get(2, worlds_module.gloo).run(trained, "dispatcher", 50)[0]
-    apart = [abs(a - b) for a, b in zip(dispatcher["dispatcher"], losses["torch"])]
+    layer, _ = worlds.get(2, worlds_module.gloo).run(trained, "layer", 50)[0]
+    apart = [abs(a - b) for a, b in zip(layer["layer"], losses["torch"])]
     assert max(apart) < 1e-2
