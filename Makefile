@@ -9,7 +9,7 @@ OLDEST_TORCH := 2.8.0
 # CUDA C++, C++ and C. What is generated is in .clang-format-ignore.
 C_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' '*.c')
 
-.PHONY: build test race bench kernels python python-torch python-company package docs lint fmt
+.PHONY: build test race bench kernels python python-torch python-company deep-ep deep-ep-tests package docs lint fmt
 
 build:
 	$(GO) build ./...
@@ -56,6 +56,17 @@ python-company:
 	CC=$$(command -v cc || true) $(VENV)-company/bin/pip install --quiet --disable-pip-version-check ./bindings/python
 	$(VENV)-company/bin/python bindings/python/company.py
 
+# The package deep_ep and its tests, with the torch that is in .venv-torch.
+deep-ep:
+	CC=$$(command -v cc || true) $(VENV)-torch/bin/pip install --quiet --disable-pip-version-check ./bindings/python
+	$(VENV)-torch/bin/pip install --quiet --disable-pip-version-check --no-deps ./bindings/python/deep_ep
+	$(VENV)-torch/bin/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python -r bindings/python/deep_ep/tests/requirements.txt
+	cd bindings/python/deep_ep && ../../../$(VENV)-torch/bin/python -m pytest -q
+
+# DeepEP's own tests, unmodified, on the CPU: DEEPEP names a checkout of DeepEP 2.1. After make deep-ep.
+deep-ep-tests:
+	cd bindings/python/deep_ep && PYTHON=../../../$(VENV)-torch/bin/python ./tests/peer.sh "$(DEEPEP)"
+
 # Builds the sdist and the wheel into bindings/python/dist, checks them and installs each into a clean environment.
 package: $(VENV)/ready
 	$(VENV)/bin/python bindings/python/check_package.py bindings/python/dist
@@ -77,6 +88,7 @@ lint: $(VENV)/ready
 	CGO_ENABLED=0 $(GO) vet ./...
 	$(GO) tool staticcheck ./...
 	cd bindings/python && ../../$(VENV)/bin/ruff check && ../../$(VENV)/bin/mypy
+	cd bindings/python/deep_ep && ../../../$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_SOURCES)
 
 fmt: $(VENV)/ready

@@ -1,0 +1,113 @@
+"""What arguments of calls have to be. What is wrong is refused before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+from switchyard import errors
+from torch import Tensor
+
+from ._engine import SUMS
+
+
+class Tokens(NamedTuple):
+    """Tokens to send, with scales where they are float8."""
+
+    x: Tensor
+    scales: Optional[Tensor]
+    #: The format of the scales, as Shape has it.
+    kind: str
+    #: The type that the caller's scales have.
+    words: Any
+
+    def returned(self, rows: Tensor, scales: Optional[Tensor]) -> Any:
+        """Rows as the caller gets them: with scales of the type that came."""
+        return rows if scales is None or self.words is None else (rows, scales.view(self.words))
+
+
+def tokens(call: str, x: Any) -> Tokens:
+    """Tokens [n, hidden], or those of float8 with scales."""
+    scales = None
+    if isinstance(x, (tuple, list)):
+        if len(x) != 2:
+            raise NotImplementedError(f"deep_ep: {call}: x has {len(x)} parts, want rows and scales: no nvfp4")
+        x, scales = x
+    x = matrix(call, "x", x)
+    if x.dtype not in SUMS:
+        raise errors.InvalidType(f"deep_ep: {call}: x is {x.dtype}, want bfloat16, float16, float32 or float8_e4m3fn")
+    if (x.element_size() == 1) != (scales is not None):
+        raise errors.InvalidType(f"deep_ep: {call}: x is {x.dtype} with{'out' if scales is None else ''} scales")
+    if scales is None:
+        return Tokens(x, None, "", None)
+    scales = matrix(call, "scales", scales, rows=x.shape[0], device=x.device)
+    n, words, hidden = x.shape[0], scales.shape[1], x.shape[1]
+    if scales.dtype not in (torch.float32, torch.int32):
+        raise errors.InvalidType(f"deep_ep: {call}: scales are {scales.dtype}, want float32 or int32")
+    blocks = -(-hidden // 128)
+    if scales.dtype is torch.int32 and words == -(-blocks // 4):
+        return Tokens(x, scales, "ue8m0", torch.int32)
+    if words in (blocks, 1):
+        return Tokens(x, scales.view(torch.float32), "float32" if words == blocks else "row", scales.dtype)
+    raise errors.InvalidArgument(
+        f"deep_ep: {call}: scales are [{n}, {words}] of {scales.dtype}, want [{n}, {blocks}] or [{n}, 1], or four in an int32"
+    )
+
+
+def matrix(call: str, name: str, x: Any, rows: int = -1, columns: int = -1, device: Any = None) -> Tensor:
+    """A tensor of two dimensions with its numbers one after the other."""
+    if not isinstance(x, Tensor):
+        raise errors.InvalidType(f"deep_ep: {call}: {name} is {type(x).__name__}, want a tensor")
+    if x.dim() != 2 or rows not in (-1, x.shape[0]) or columns not in (-1, x.shape[1]):
+        want = ", ".join("any" if n < 0 else str(n) for n in (rows, columns))
+        raise errors.InvalidArgument(f"deep_ep: {call}: {name} has shape {tuple(x.shape)}, want ({want})")
+    if device is not None and x.device != device:
+        raise errors.InvalidArgument(f"deep_ep: {call}: {name} is on {x.device}, x on {device}")
+    x = x.detach()
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def choices(call: str, topk_idx: Any, topk_weights: Any, x: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+    """Expert indices and weights of tokens."""
+    idx = matrix(call, "topk_idx", topk_idx, rows=x.shape[0], device=x.device)
+    if idx.dtype not in (torch.int64, torch.int32):
+        raise errors.InvalidType(f"deep_ep: {call}: topk_idx is {idx.dtype}, want int64 or int32")
+    if topk_weights is None:
+        return idx, None
+    weights = matrix(call, "topk_weights", topk_weights, rows=x.shape[0], columns=idx.shape[1], device=x.device)
+    if weights.dtype is not torch.float32:
+        raise errors.InvalidType(f"deep_ep: {call}: topk_weights is {weights.dtype}, want float32")
+    return idx, weights
+
+
+def rows(call: str, x: Any) -> Tensor:
+    """Rows to combine."""
+    x = matrix(call, "x", x)
+    if x.element_size() == 1 or x.dtype not in SUMS:
+        raise errors.InvalidType(f"deep_ep: {call}: x is {x.dtype}, want bfloat16, float16 or float32")
+    return x
+
+
+def biases(call: str, bias: Any, x: Tensor, count: int) -> Sequence[Tensor]:
+    """None, one or two biases."""
+    given = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
+    if len(given) > 2:
+        raise errors.InvalidArgument(f"deep_ep: {call}: {len(given)} biases, want at most 2")
+    made = [matrix(call, "bias", b, rows=count, columns=x.shape[1], device=x.device) for b in given]
+    for b in made:
+        if b.dtype is not x.dtype:
+            raise errors.InvalidType(f"deep_ep: {call}: bias is {b.dtype}, x is {x.dtype}")
+    return made
+
+
+def experts(call: str, num_experts: int, size: int) -> int:
+    """A number of experts of which each rank has as many."""
+    if num_experts < size or num_experts % size:
+        raise errors.InvalidArgument(f"deep_ep: {call}: {num_experts} experts for {size} ranks, want a multiple of {size}")
+    return num_experts
+
+
+def at_most(call: str, x: Tensor, most: int, name: str) -> None:
+    if x.shape[0] > most:
+        raise errors.InvalidArgument(f"deep_ep: {call}: x has {x.shape[0]} tokens, {name} is {most}")

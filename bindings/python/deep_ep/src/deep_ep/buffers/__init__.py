@@ -1,0 +1,1 @@
+"""The buffers of both generations of DeepEP."""

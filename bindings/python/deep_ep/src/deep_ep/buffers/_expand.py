@@ -1,0 +1,84 @@
+"""Rows one for each token and rows one for each choice: the way there and back, on this rank alone."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..utils.sizes import align
+
+
+def starts_of(counts: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
+    """The first row of each expert, where each begins at a multiple of alignment, and where its last row ends."""
+    room = torch.div(counts + alignment - 1, alignment, rounding_mode="floor") * alignment
+    first = (room.cumsum(0) - room).to(torch.int32)
+    return first, first + counts
+
+
+def most_rows(rows: int, top_k: int, local: int, alignment: int) -> int:
+    """How many rows choices can take at most."""
+    return align(rows * min(top_k, local) + (alignment - 1) * local, alignment)
+
+
+def slots_of(indices: Tensor, counts: Tensor, alignment: int) -> Tensor:
+    """The row of each choice [rows, top_k], -1 for none: experts one after the other, their rows in the order of tokens."""
+    flat, local = indices.flatten(), counts.shape[0]
+    expert = torch.where(flat < 0, local, flat)
+    order = expert.argsort(stable=True)
+    first, _ = starts_of(counts, alignment)
+    shift = torch.cat((first - (counts.cumsum(0) - counts), first.new_zeros(1)))
+    place = torch.arange(flat.shape[0], device=flat.device) + shift[expert[order]]
+    slots = torch.empty_like(flat).scatter_(0, order, place)
+    return torch.where(flat < 0, -1, slots).view(indices.shape).to(torch.int32)
+
+
+def tokens_of(slots: Tensor, length: int) -> Tensor:
+    """The choice that each of length rows is, token by token, -1 in padding."""
+    flat = slots.flatten().to(torch.int64)
+    choice = torch.arange(flat.shape[0], device=flat.device)
+    found = torch.full((length + 1,), -1, dtype=torch.int64, device=flat.device)
+    return found.scatter_(0, torch.where(flat < 0, length, flat), choice)[:length]
+
+
+def spread(x: Tensor, found: Tensor, top_k: int) -> Tensor:
+    """Rows one for each choice. Padding is zero."""
+    if not x.shape[0]:
+        return torch.zeros((found.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+    plain = x.view(torch.uint8) if x.element_size() == 1 else x
+    token = torch.div(found, top_k, rounding_mode="floor").clamp(min=0)
+    rows = plain.index_select(0, token).masked_fill_((found < 0)[:, None], 0)
+    return rows.view(x.dtype)
+
+
+def weights_of(weights: Tensor, found: Tensor) -> Tensor:
+    """The weight of each row, 0 in padding."""
+    if not weights.numel():
+        return torch.zeros(found.shape, dtype=weights.dtype, device=weights.device)
+    return torch.where(found < 0, 0.0, weights.flatten()[found.clamp(min=0)])
+
+
+def gather(x: Tensor, slots: Tensor) -> Tensor:
+    """The entry of each choice [rows, top_k], 0 for none."""
+    if not x.shape[0]:
+        return torch.zeros(slots.shape, dtype=x.dtype, device=x.device)
+    return torch.where(slots < 0, 0.0, x[slots.clamp(min=0)])
+
+
+def fold(x: Tensor, slots: Tensor, dtype: Optional[torch.dtype] = None) -> Tensor:
+    """Rows one for each token: the sums of the rows of its choices, in float32 and in the order of choices."""
+    made = torch.zeros((slots.shape[0], x.shape[1]), dtype=torch.float32, device=x.device)
+    if x.shape[0]:
+        for slot in slots.unbind(1):
+            rows = x.index_select(0, slot.clamp(min=0)).to(torch.float32)
+            made += rows.masked_fill_((slot < 0)[:, None], 0)
+    return made.to(x.dtype if dtype is None else dtype)
+
+
+def column_major(scales: Tensor) -> Tensor:
+    """Scales with the rows of a column one after the other, and columns at multiples of 16 bytes."""
+    n, words = scales.shape
+    made = torch.empty((words, align(max(n, 1), 4)), dtype=scales.dtype, device=scales.device)
+    view = made.t()[:n]
+    return view.copy_(scales)

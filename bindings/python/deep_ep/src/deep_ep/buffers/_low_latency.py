@@ -1,0 +1,194 @@
+"""The low-latency calls of the first generation: rows by expert, in room for all tokens of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+import torch
+from switchyard import errors
+from torch import Tensor
+
+from .. import _checks as checks
+from .._engine import Shape, engine_of
+from .._handles import FewHandle
+from .._streams import Streams, device_of
+from ..utils.event import EventOverlap
+from ..utils.sizes import ALIGNMENT, align
+
+Hook = Optional[Callable[[], None]]
+
+
+class FewTokens:
+    """Dispatch and combine of few tokens. Two results can be held at a time: later ones take their memory."""
+
+    group: Any
+    group_size: int
+    _streams: Streams
+    _combine_buffers: dict[Any, Tensor]
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """The bytes of two results and two combines. Memory is taken by calls, as they need it."""
+        return align(4 * num_experts * num_max_dispatch_tokens_per_rank * hidden * 2, ALIGNMENT)
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing is to be cleaned."""
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Optional[Tensor] = None,
+        dispatch_wait_recv_cost_stats: Optional[Tensor] = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        use_nvfp4: bool = False,
+        x_global_scale: Optional[Tensor] = None,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, Tensor, FewHandle, EventOverlap, Hook]:
+        """Send tokens to their experts: rows [local experts, ranks * most tokens, hidden], with scales for float8, their
+        numbers, a handle, an event and a hook that ends the call."""
+        call = "low_latency_dispatch"
+        if use_nvfp4 or x_global_scale is not None:
+            raise NotImplementedError(f"deep_ep: {call}: use_nvfp4 is not supported")
+        if dispatch_wait_recv_cost_stats is not None:
+            raise NotImplementedError(f"deep_ep: {call}: dispatch_wait_recv_cost_stats is not supported")
+        if use_ue8m0 and not (use_fp8 and round_scale):
+            raise AssertionError(f"deep_ep: {call}: use_ue8m0 needs use_fp8 and round_scale")
+        _one_way(call, async_finish, return_recv_hook)
+        x = checks.rows(call, x)
+        most = num_max_dispatch_tokens_per_rank
+        checks.at_most(call, x, most, "num_max_dispatch_tokens_per_rank")
+        experts = checks.experts(call, num_experts, self.group_size)
+        idx, _ = checks.choices(call, topk_idx, None, x)
+        engine = engine_of(self.group, device_of(f"{call}: x", x))
+        quantize = "" if not use_fp8 else "ue8m0" if round_scale else "float32"
+        shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, slab=True, quantize=quantize)
+        local = experts // self.group_size
+        counts = torch.empty(local, dtype=torch.int32, device=x.device)
+
+        def send() -> Any:
+            return engine.send_slab(shape, x, idx.to(torch.int64, copy=True), return_recv_hook)
+
+        (got, routing), event = self._streams.run(engine.device, None, async_finish, (x, idx), send)
+        rows = got.rows.view(local, -1, shape.hidden)
+        scales = got.scales if use_fp8 else None
+        unpacked = _unpacked_like(scales, shape.hidden) if round_scale and not use_ue8m0 else None
+
+        def receive() -> None:
+            got.wait()
+            counts.copy_(torch.as_tensor(got.counts, dtype=torch.int32, device=x.device))
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(counts)
+            if unpacked is not None:
+                _unpack(scales, unpacked)
+
+        hook: Hook = receive
+        if not return_recv_hook:
+            hook = None
+            _, event = self._streams.run(engine.device, event, async_finish, (counts,), receive)
+        handle = FewHandle(routing, got.sources, counts)
+        result = rows if scales is None else (rows, scales if unpacked is None else unpacked)
+        return result, counts, handle, EventOverlap(event, (x, topk_idx) if async_finish else None), hook
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: FewHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Optional[Tensor] = None,
+        combine_wait_recv_cost_stats: Optional[Tensor] = None,
+        **signals: Any,
+    ) -> tuple[Tensor, EventOverlap, Hook]:
+        """Bring rows back: the sums of each token's rows times its weights, an event and a hook that ends the call."""
+        call = "low_latency_combine"
+        if signals:
+            raise NotImplementedError(f"deep_ep: {call}: {', '.join(sorted(signals))}: overlap signals are not supported")
+        if combine_wait_recv_cost_stats is not None:
+            raise NotImplementedError(f"deep_ep: {call}: combine_wait_recv_cost_stats is not supported")
+        _one_way(call, async_finish, return_recv_hook)
+        if not isinstance(handle, FewHandle):
+            raise errors.InvalidType(f"deep_ep: {call}: handle is {type(handle).__name__}, want low_latency_dispatch's")
+        engine = engine_of(self.group, device_of(f"{call}: x", x))
+        routing = handle.routing
+        shape, tokens = routing.shape, routing.idx.shape[0]
+        if routing.engine is not engine:
+            raise errors.InvalidArgument(f"deep_ep: {call}: the handle is of another group or device")
+        if zero_copy:
+            x = self.get_next_low_latency_combine_buffer(handle)
+        want = (shape.experts // self.group_size, self.group_size * shape.tokens, shape.hidden)
+        if tuple(x.shape) != want:
+            raise errors.InvalidArgument(f"deep_ep: {call}: x has shape {tuple(x.shape)}, want {want}")
+        rows = checks.rows(call, x.reshape(-1, shape.hidden))
+        like = torch.empty((tokens, 0), device=rows.device)
+        idx, weights = checks.choices(call, topk_idx, topk_weights, like)
+        if weights is None or idx.shape != routing.idx.shape:
+            ways = tuple(routing.idx.shape)
+            raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has shape {tuple(idx.shape)}, want {ways}")
+        if out is None:
+            out = torch.empty((tokens, shape.hidden), dtype=rows.dtype, device=rows.device)
+        elif out.shape != (tokens, shape.hidden) or out.dtype is not rows.dtype or out.device != rows.device:
+            about = f"{tuple(out.shape)} of {out.dtype}, want {(tokens, shape.hidden)} of {rows.dtype}"
+            raise errors.InvalidArgument(f"deep_ep: {call}: out is {about}")
+        result = out
+
+        def send() -> Any:
+            return engine.combine_slab(rows, routing, weights.masked_fill(idx < 0, 0), True)
+
+        def receive() -> None:
+            result.copy_(engine.ended(combining))
+
+        inputs = (rows, idx, weights, out)
+        combining, event = self._streams.run(engine.device, None, async_finish, inputs, send)
+        hook: Hook = receive
+        if not return_recv_hook:
+            hook = None
+            _, event = self._streams.run(engine.device, event, async_finish, inputs, receive)
+        return out, EventOverlap(event, inputs if async_finish else None), hook
+
+    def get_next_low_latency_combine_buffer(self, handle: FewHandle) -> Tensor:
+        """A tensor that low_latency_combine with zero_copy takes its rows from."""
+        shape, device = handle.routing.shape, handle.routing.engine.device
+        key = (shape.experts, shape.tokens, shape.hidden, device)
+        if key not in self._combine_buffers:
+            size = (shape.experts // self.group_size, self.group_size * shape.tokens, shape.hidden)
+            self._combine_buffers[key] = torch.empty(size, dtype=torch.bfloat16, device=device)
+        return self._combine_buffers[key]
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        raise NotImplementedError("deep_ep: low_latency_update_mask_buffer: enable_shrink is not supported")
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        raise NotImplementedError("deep_ep: low_latency_query_mask_buffer: enable_shrink is not supported")
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        raise NotImplementedError("deep_ep: low_latency_clean_mask_buffer: enable_shrink is not supported")
+
+
+def _one_way(call: str, async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise AssertionError(f"deep_ep: {call}: async_finish and return_recv_hook exclude each other")
+
+
+def _unpacked_like(scales: Tensor, hidden: int) -> Tensor:
+    """Room for scales as float32, in column-major order."""
+    local, rows, _ = scales.shape
+    return torch.empty((local, -(-hidden // 128), rows), dtype=torch.float32, device=scales.device).transpose(1, 2)
+
+
+def _unpack(scales: Tensor, out: Tensor) -> None:
+    """Write the powers of two whose exponents lie four in a word."""
+    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
+    exponents = ((scales[..., None] >> shifts) & 255) << 23
+    out.copy_(exponents.flatten(2)[:, :, : out.shape[2]].contiguous().view(torch.float32))

@@ -1,0 +1,352 @@
+"""The buffer of DeepEP's second generation."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Optional
+
+import torch
+from switchyard import errors
+from torch import Tensor
+
+from .. import _checks as checks
+from .._engine import Result, Routing, Shape, close_all, communicator, engine_of, ranks_of
+from .._handles import places
+from .._streams import Streams, device_of
+from ..utils.event import EventHandle, EventOverlap
+from ..utils.sizes import ALIGNMENT, align, get_logical_domain_size, get_physical_domain_size
+from . import _expand
+from .legacy import checked
+
+
+class EPHandle:
+    """Where the tokens of a dispatch went, and what this rank got.
+
+    - ``psum_num_recv_tokens_per_expert``: [local experts], where the rows of each end: with do_expand its last row, else
+      all that came up to it, at multiples of expert_alignment;
+    - ``psum_num_recv_tokens_per_scaleup_rank``: [ranks], the tokens that came from each rank and those before it;
+    - ``recv_src_metadata``: [tokens, top_k + 2], the token's number among all ranks, that on its rank, and with do_expand
+      the rows of its choices, -1 for none;
+    - ``dst_buffer_slot_idx``: [tokens, top_k], the number of a sent token among those to the rank of each choice, -1 for none;
+    - ``num_recv_tokens_per_expert_list``: rows of each local expert at multiples of expert_alignment, empty without a wait of
+      the host.
+
+    Tensors that the host does not need are made when they are read.
+    """
+
+    token_metadata_at_forward: Optional[Tensor] = None
+    channel_linked_list: Optional[Tensor] = None
+
+    def __init__(
+        self, routing: Routing, result: Result, topk_idx: Tensor, do_expand: bool, alignment: int, most: int, num_sms: int
+    ) -> None:
+        self.do_expand, self.num_experts, self.expert_alignment = do_expand, routing.shape.experts, alignment
+        self.num_max_tokens_per_rank, self.num_sms, self.topk_idx = most, num_sms, topk_idx
+        self._routing, self._sources, self._indices = routing, result.sources, result.indices
+        self._rank_counts = result.rank_counts
+        self._length = 0 if routing.counted else result.indices.shape[0]
+        self.num_unaligned_recv_tokens_per_expert = result.counts
+        aligned = [] if not routing.counted else [align(n, alignment) for n in result.host.counts]
+        self.num_recv_tokens_per_expert_list: list[int] = aligned
+        self.num_recv_tokens = result.indices.shape[0]
+        local = routing.shape.experts // routing.engine.size
+        self.num_expanded_tokens = (
+            sum(aligned) if routing.counted else _expand.most_rows(self.num_recv_tokens, topk_idx.shape[1], local, alignment)
+        )
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> Tensor:
+        first, end = _expand.starts_of(self.num_unaligned_recv_tokens_per_expert, self.expert_alignment)
+        if self.do_expand:
+            return end
+        room = torch.div(end - first + self.expert_alignment - 1, self.expert_alignment, rounding_mode="floor")
+        return first + (room * self.expert_alignment).to(torch.int32)
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
+        return self._rank_counts.cumsum(0).to(torch.int32)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[tokens, top_k]: with do_expand the row of each choice, -1 for none."""
+        return _expand.slots_of(self._indices, self.num_unaligned_recv_tokens_per_expert, self.expert_alignment)
+
+    @cached_property
+    def found(self) -> Tensor:
+        """With do_expand the choice that each row is, -1 in padding."""
+        return _expand.tokens_of(self.slots, self.num_expanded_tokens)
+
+    @cached_property
+    def recv_src_metadata(self) -> Tensor:
+        rank, token = self._sources.unbind(1)
+        slots = self.slots if self.do_expand else torch.full_like(self._indices, -1, dtype=torch.int32)
+        number = rank * self.num_max_tokens_per_rank + token
+        return torch.cat((number[:, None], token[:, None], slots), 1)
+
+    @cached_property
+    def dst_buffer_slot_idx(self) -> Tensor:
+        size, idx = self._routing.engine.size, self._routing.idx
+        inside, _ = ranks_of(idx, self.num_experts, size)
+        rank = torch.div(idx.clamp(min=0), self.num_experts // size, rounding_mode="floor")
+        return torch.where(idx < 0, -1, places(inside).gather(1, rank))
+
+
+class ElasticBuffer:
+    """Dispatch and combine for a group of ranks. Memory is taken by calls, as they need it, together with all ranks."""
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: Optional[int] = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+    ) -> None:
+        if num_cpu_bytes:
+            raise NotImplementedError("deep_ep: ElasticBuffer: num_cpu_bytes: Engram is not supported")
+        communicator(group)
+        self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
+        self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
+        self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        hint = self.get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+        self.num_bytes = hint if num_bytes is None else num_bytes
+        self.num_allocated_qps = num_allocated_qps or 1
+        self.num_scaleout_ranks, self.num_scaleup_ranks = get_logical_domain_size(group)
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.num_rdma_ranks, self.num_nvlink_ranks = get_physical_domain_size(group)
+        self._streams = Streams()
+        self._destroyed = False
+
+    # What there is
+
+    @property
+    def runtime(self) -> Optional[ElasticBuffer]:
+        """This object until destroy, None after it."""
+        return None if self._destroyed else self
+
+    def destroy(self) -> None:
+        """Give back the memory that the group's calls have taken, together with all ranks. Results and handles stay as they
+        are; calls of other buffers of the group take memory anew."""
+        if not self._destroyed:
+            self._destroyed = True
+            close_all(self.group)
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """A number of bytes that grows with rows and ranks. Memory is taken by calls, as they need it."""
+        return align(max(2 * group.size() * num_max_tokens_per_rank * hidden * 2, 1), ALIGNMENT)
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        return get_logical_domain_size(self.group)
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        return get_physical_domain_size(self.group)
+
+    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+        """0: calls take the multiprocessors that they need."""
+        return 0
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        return self.num_allocated_qps
+
+    @staticmethod
+    def capture() -> EventHandle:
+        return EventHandle()
+
+    def get_comm_stream(self) -> Any:
+        """The stream of asynchronous calls."""
+        return self._streams.side()
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Wait on the host until all ranks are here, and have run what they had enqueued."""
+        import switchyard
+
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        switchyard.barrier(self.group)
+
+    # Calls
+
+    def dispatch(
+        self,
+        x: Any,
+        topk_idx: Optional[Tensor] = None,
+        topk_weights: Optional[Tensor] = None,
+        cumulative_local_expert_recv_stats: Optional[Tensor] = None,
+        num_experts: Optional[int] = None,
+        num_max_tokens_per_rank: Optional[int] = None,
+        expert_alignment: Optional[int] = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: Optional[EPHandle] = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: Optional[bool] = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+    ) -> tuple[Any, Optional[Tensor], Optional[Tensor], EPHandle, EventOverlap]:
+        """Send tokens to the ranks of their experts: rows, local experts (None with do_expand), weights, a handle and an event.
+        With a handle the rows go the ways of an earlier dispatch."""
+        sent = checks.tokens("dispatch", x)
+        engine = engine_of(self.group, device_of("dispatch: x", sent.x))
+        if handle is not None:
+            routing = self._routing("dispatch", handle, topk_idx, do_cpu_sync, do_expand)
+            num_max_tokens_per_rank = self._same("num_max_tokens_per_rank", num_max_tokens_per_rank, handle)
+            expert_alignment = self._same("expert_alignment", expert_alignment, handle)
+            num_experts = self._same("num_experts", num_experts, handle)
+            topk_idx, length = routing.idx, handle._length
+        elif topk_idx is None or num_experts is None:
+            raise errors.InvalidArgument("deep_ep: dispatch: topk_idx and num_experts are needed where there is no handle")
+        else:
+            checks.experts("dispatch", num_experts, self.num_ranks)
+        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        alignment = expert_alignment or 1
+        if most:
+            checks.at_most("dispatch", sent.x, most, "num_max_tokens_per_rank")
+        idx, weights = checks.choices("dispatch", topk_idx, topk_weights, sent.x)
+        if handle is None:
+            length = 0 if do_cpu_sync is None or do_cpu_sync else self.num_ranks * most
+            if not most and do_cpu_sync is not None and not do_cpu_sync:
+                raise errors.InvalidArgument("deep_ep: dispatch: num_max_tokens_per_rank is needed without do_cpu_sync")
+
+        def send() -> tuple[Any, ...]:
+            bound = most or engine.agree(sent.x.shape[0])
+            x, kept = sent.x, handle
+            shape = Shape(num_experts, idx.shape[1], x.shape[1], x.dtype, bound, scales=sent.kind, max_sms=num_sms)
+            if kept is None:
+                ways = idx.to(torch.int64, copy=True) if do_handle_copy or idx.dtype is not torch.int64 else idx
+                result, routing = engine.dispatch(shape, x, sent.scales, ways, weights, length)
+                kept = EPHandle(routing, result, ways if do_handle_copy else topk_idx, do_expand, alignment, bound, num_sms)
+            else:
+                result = engine.redispatch(x, sent.scales, weights, kept._routing, shape, length)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(result.counts)
+            rows, scales, indices, beside = result.rows, result.scales, result.indices, result.weights
+            if kept.do_expand:
+                rows = _expand.spread(rows, kept.found, idx.shape[1])
+                scales = None if scales is None else _expand.spread(scales, kept.found, idx.shape[1])
+                beside = None if beside is None else _expand.weights_of(beside, kept.found)
+            if scales is not None and use_tma_aligned_col_major_sf:
+                scales = _expand.column_major(scales)
+            return rows, scales, indices, beside, kept
+
+        inputs = (sent.x, sent.scales, idx, weights)
+        made, event = self._streams.run(engine.device, previous_event, async_with_compute_stream, inputs, send)
+        rows, scales, indices, beside, kept = made
+        recv = sent.returned(rows, scales)
+        return recv, None if kept.do_expand else indices, beside, kept, EventOverlap(event)
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Optional[Tensor] = None,
+        bias: Any = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Optional[Tensor], EventOverlap]:
+        """Bring rows back: the sums of each token's rows, the weight of each choice, and an event."""
+        x = checks.rows("combine", x)
+        engine = engine_of(self.group, device_of("combine: x", x))
+        if not isinstance(handle, EPHandle):
+            raise errors.InvalidType(f"deep_ep: combine: handle is {type(handle).__name__}, want an EPHandle")
+        routing = checked("combine", handle._routing, engine)
+        biases = checks.biases("combine", bias, x, routing.idx.shape[0])
+        want = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
+        if x.shape[0] != want:
+            raise errors.InvalidArgument(f"deep_ep: combine: x has {x.shape[0]} rows, the dispatch brought {want}")
+        if topk_weights is not None:
+            shape = (want,) if handle.do_expand else (want, handle.topk_idx.shape[1])
+            if topk_weights.shape != shape or topk_weights.dtype is not torch.float32:
+                about = f"{tuple(topk_weights.shape)} of {topk_weights.dtype}"
+                raise errors.InvalidArgument(f"deep_ep: combine: topk_weights is {about}, want {shape} of torch.float32")
+            topk_weights = topk_weights.contiguous()
+
+        def back() -> tuple[Tensor, Optional[Tensor]]:
+            rows, weights = x, topk_weights
+            if handle.do_expand:
+                rows = _expand.fold(rows, handle.slots)
+                weights = None if weights is None else _expand.gather(weights, handle.slots)
+            made = engine.combine(rows, routing, weights, biases)
+            return (made, None) if weights is None else made
+
+        inputs = (x, topk_weights, biases)
+        (y, sums), event = self._streams.run(engine.device, previous_event, async_with_compute_stream, inputs, back)
+        return y, sums, EventOverlap(event)
+
+    def _routing(
+        self, call: str, handle: Any, topk_idx: Optional[Tensor], do_cpu_sync: Optional[bool], do_expand: bool
+    ) -> Routing:
+        """The routing of a handle that is dispatched by once more."""
+        if not isinstance(handle, EPHandle):
+            raise errors.InvalidType(f"deep_ep: {call}: handle is {type(handle).__name__}, want an EPHandle")
+        if topk_idx is not None or do_cpu_sync:
+            raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx and do_cpu_sync do not go with a handle")
+        if do_expand and not handle.do_expand:
+            raise errors.InvalidArgument(f"deep_ep: {call}: do_expand with a handle of a dispatch without it")
+        routing: Routing = handle._routing
+        return checked(call, routing, engine_of(self.group, routing.engine.device))
+
+    @staticmethod
+    def _same(name: str, given: Optional[int], handle: EPHandle) -> int:
+        """What a handle says, which an argument may say again."""
+        value: int = getattr(handle, name)
+        if given not in (None, value):
+            raise errors.InvalidArgument(f"deep_ep: dispatch: {name} is {given}, that of the handle {value}")
+        return value
+
+
+def _refused(name: str, what: str) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"deep_ep: ElasticBuffer.{name}: {what} is not supported")
+
+    return refuse
+
+
+for _name, _what in {
+    "get_engram_storage_size_hint": "Engram",
+    "engram_write": "Engram",
+    "engram_fetch": "Engram",
+    "get_pp_buffer_size_hint": "sending between pipeline stages",
+    "pp_set_config": "sending between pipeline stages",
+    "pp_send": "sending between pipeline stages",
+    "pp_recv": "sending between pipeline stages",
+    "get_agrs_num_max_session_bytes": "gathering and scattering",
+    "get_agrs_buffer_size_hint": "gathering and scattering",
+    "create_agrs_session": "gathering and scattering",
+    "destroy_agrs_session": "gathering and scattering",
+    "agrs_set_config": "gathering and scattering",
+    "agrs_new_session": "gathering and scattering",
+    "agrs_get_inplace_tensor": "gathering and scattering",
+    "all_gather": "gathering and scattering",
+}.items():
+    setattr(ElasticBuffer, _name, staticmethod(_refused(_name, _what)))
