@@ -98,7 +98,7 @@ func (d *Dispatcher) checkX(x, scales memory.View, tokens int) error {
 	}
 	if d.options.DType == kernels.Float8E4M3 {
 		t := kernels.Float32
-		if d.options.ScaleFormat != 0 {
+		if d.options.ScaleFormat == UE8M0Scales {
 			t = kernels.Int32 // bytes, four in a word
 		}
 		return d.check("scales", scales, 4*int64(tokens)*int64(d.bounds.ScaleWords()), t)

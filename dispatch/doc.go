@@ -43,7 +43,7 @@
 //     order. Every product and every sum is rounded on its own. p is rounded to Options.CombineDType and crosses so.
 //     (This holds on the token's own rank too. With Options.Float8Combine p is quantized instead, by the rule above with float32 scales for
 //     each 128 elements.)
-//   - On the rank of the token, y = 0 + p0 + p1 + ... in float32, over the ranks in ascending order, then the biases; rounded
+//   - On the rank of the token, y = 0 + biases + p0 + p1 + ... in float32, over the ranks in ascending order; rounded
 //     once.
 //
 // In token-major layouts the caller's row is p. Gradients of weights are inner products in float32, in the order that

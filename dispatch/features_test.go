@@ -481,7 +481,7 @@ func TestExtremes(t *testing.T) {
 
 // A NaN or an infinity makes its block NaN and nothing else; zeros stay zeros.
 func TestQuantizedSpecials(t *testing.T) {
-	for _, format := range []dispatch.ScaleFormat{dispatch.Float32Scales, dispatch.UE8M0Scales} {
+	for _, format := range []dispatch.ScaleFormat{dispatch.Float32Scales, dispatch.UE8M0Scales, dispatch.PowerScales} {
 		local(t, 1, func(r *rank) {
 			o := dispatch.Options{Experts: 1, TopK: 1, Hidden: 512, Quantize: true, ScaleFormat: format, HostCounts: true}
 			d := r.dispatcher(o)
@@ -512,6 +512,28 @@ func TestQuantizedSpecials(t *testing.T) {
 				}
 			}
 			h.Release()
+			require.NoError(r, d.Close(r.Ctx))
+		})
+	}
+}
+
+// Scales that a caller gives are float32, or words of exponents.
+func TestScalesOfTokensHaveTheElementsOfTheirFormat(t *testing.T) {
+	float, words := memory.As[float32](numbers([]float32{1})), memory.As[int32](numbers([]int32{127}))
+	for format, right := range map[dispatch.ScaleFormat]memory.View{
+		dispatch.Float32Scales: float, dispatch.PowerScales: float, dispatch.UE8M0Scales: words,
+	} {
+		local(t, 1, func(r *rank) {
+			d := r.dispatcher(dispatch.Options{Experts: 1, TopK: 1, Hidden: 128, DType: kernels.Float8E4M3, ScaleFormat: format})
+			for _, scales := range []memory.View{float, words} {
+				h, err := d.Dispatch(nil, dispatch.Tokens{X: memory.Host(make([]byte, 128)), Experts: numbers([]int32{0}), Scales: scales})
+				if scales.Element() != right.Element() {
+					require.ErrorIs(r, err, dispatch.ErrInvalid, "format %d", format)
+					continue
+				}
+				require.NoError(r, err, "format %d", format)
+				h.Release()
+			}
 			require.NoError(r, d.Close(r.Ctx))
 		})
 	}

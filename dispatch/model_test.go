@@ -148,18 +148,20 @@ func quantize(x []float32, block int, format dispatch.ScaleFormat) (q []float32,
 			most = max(most, float32(math.Abs(float64(v))))
 		}
 		scale, factor := most/448, 448/most
-		if format == dispatch.UE8M0Scales {
+		if format != dispatch.Float32Scales {
 			fraction, exponent := math.Frexp(float64(scale))
 			if fraction == 0.5 {
 				exponent--
 			}
-			factor = float32(math.Ldexp(1, -exponent))
-			if i%4 == 0 {
-				words = append(words, 0)
-			}
-			words[i/4] |= uint32(exponent+127) << (8 * (i % 4))
+			scale, factor = float32(math.Ldexp(1, exponent)), float32(math.Ldexp(1, -exponent))
+		}
+		bits := math.Float32bits(scale)
+		if format != dispatch.UE8M0Scales {
+			words = append(words, bits)
+		} else if i%4 == 0 {
+			words = append(words, bits>>23)
 		} else {
-			words = append(words, math.Float32bits(scale))
+			words[i/4] |= bits >> 23 << (8 * (i % 4))
 		}
 		for _, v := range part {
 			q = append(q, vec.ToFloat8E4M3(v*factor).Float32())
@@ -298,13 +300,13 @@ func (b *batch) partial(rank, src, token int, weight func(routed) float32, row f
 // combined is the result of a combine for one token.
 func (b *batch) combined(src, token int, weight func(routed) float32, row func(int, routed) []float32, bias ...[]float32) []float32 {
 	y := make([]float32, b.o.Hidden)
-	for r := range b.n {
-		for i, v := range b.partial(r, src, token, weight, row) {
+	for _, bias := range bias {
+		for i, v := range bias {
 			y[i] += v
 		}
 	}
-	for _, bias := range bias {
-		for i, v := range bias {
+	for r := range b.n {
+		for i, v := range b.partial(r, src, token, weight, row) {
 			y[i] += v
 		}
 	}

@@ -68,6 +68,8 @@ const (
 	Float32Scales = kernels.Float32Scales
 	// UE8M0Scales are powers of two, by their exponents: four bytes in an int32.
 	UE8M0Scales = kernels.UE8M0Scales
+	// PowerScales are powers of two, as float32 numbers.
+	PowerScales = kernels.PowerScales
 )
 
 // Weighting says what a combine multiplies rows by.
@@ -129,9 +131,9 @@ type Options struct {
 	// Handles is how many handles can be alive at a time, each with an output of its own; default 4. Training needs one for each
 	// MoE layer, inference one or two.
 	Handles int
-	// LowLatency takes kernels for few tokens on GPUs, one each way. They need MaxTokens of at most 256, at most 1024 expert slots (fewer in
-	// expert-major layouts, whose tables share memory with the tokens' choices: 928 with 256 tokens and TopK 8), a layout other than
-	// TokenMajor, and for rows that are quantised a float32 scale for each 128 elements. With other options it changes nothing.
+	// LowLatency takes kernels for few tokens on GPUs, one each way. They need MaxTokens of at most 1024, at most 1024 expert slots (fewer in
+	// expert-major layouts, whose tables share memory with the tokens' choices: 928 with 256 tokens and TopK 8, 352 with 1024), a layout other than
+	// TokenMajor, and for rows that are quantised a scale for each 128 elements. With other options it changes nothing.
 	LowLatency bool
 	// Sources makes dispatches fill Handle.Sources. RowWeights makes them fill Handle.Weights, which token-major layouts always have.
 	Sources, RowWeights bool
@@ -224,7 +226,7 @@ func (o *Options) types(m *kernels.DispatchBounds) error {
 		return invalid("Options.IndexType is %v, want int32 or int64", o.IndexType)
 	case o.Quantize && o.DType == kernels.Float8E4M3:
 		return invalid("Options.Quantize is set, but DType is float8_e4m3 already")
-	case o.ScaleFormat > UE8M0Scales:
+	case !o.ScaleFormat.Valid():
 		return invalid("Options.ScaleFormat is %d", o.ScaleFormat)
 	}
 	m.TokenType, m.RowType, m.SumType, m.IndexBytes = o.DType, o.DType, o.CombineDType, int(o.IndexType.Size())

@@ -123,7 +123,7 @@ func anyOptions(rng *rand.Rand, n int) dispatch.Options {
 	}
 	if o.Quantize || o.DType == kernels.Float8E4M3 {
 		o.ScalePerToken, o.ScaleColumns = rng.IntN(4) == 0, rng.IntN(2) == 0
-		o.ScaleFormat = dispatch.ScaleFormat(rng.IntN(2))
+		o.ScaleFormat = dispatch.ScaleFormat(rng.IntN(3))
 	} else if rng.IntN(4) == 0 {
 		o.CombineDType = wideTypes[rng.IntN(3)]
 	}

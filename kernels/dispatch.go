@@ -54,15 +54,21 @@ const (
 	// UE8M0Scales: the biased exponent of a power of two (2^(e-127), 255 is NaN), four of them in an int32, the first in the
 	// low byte. Those after the row's last are 0.
 	UE8M0Scales
+	// PowerScales: a float32 that is a power of two, or NaN.
+	PowerScales
+	scaleFormats
 )
+
+// Valid reports whether f is one of the constants.
+func (f ScaleFormat) Valid() bool { return f < scaleFormats }
 
 // Scales says how the scales beside rows of a quantized type lie, and how an engine makes them. For a block of elements x of a
 // token:
 //
 //   - a is the largest |x|, at least 1e-4 (as float32); with a NaN in the block it is NaN;
-//   - the scale is s = a/448, rounded to float32; with UE8M0Scales it is the least power of two that is not below that (NaN
+//   - the scale is s = a/448, rounded to float32; with UE8M0Scales and PowerScales it is the least power of two that is not below that (NaN
 //     above the largest);
-//   - an element is x*(448/a), the quotient and the product each rounded to float32, with UE8M0Scales x/s; then rounded to
+//   - an element is x*(448/a), the quotient and the product each rounded to float32, with powers of two x/s; then rounded to
 //     nearest even to Float8E4M3. With a NaN or infinity in a block its elements times its scale are NaN.
 type Scales struct {
 	// Block is how many elements of a row have one scale; the row's last block may be shorter. 0: there are no scales.
@@ -309,8 +315,8 @@ func (w Weighting) String() string {
 // value of an element is float32(q)*scale, rounded to float32. In token-major layouts the caller's row is that partial sum: it
 // crosses as it is, or quantized.
 //
-// The token's rank sums y = 0 + p0 + p1 + ... over the ranks that have rows of the token, ascending, in float32, then adds Bias[0]
-// and Bias[1], and rounds to SumType once. A token with no row gets its biases, or 0.
+// The token's rank sums y = 0 + Bias[0] + Bias[1] + p0 + p1 + ... in float32, over the ranks that have rows of the token, ascending,
+// and rounds to SumType once. A token with no row gets its biases, or 0.
 type Combine struct {
 	DispatchCall
 	// Release says that the handle is given back: what the dispatch left is not read any more when the call begins. Rows stay as

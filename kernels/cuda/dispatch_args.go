@@ -16,7 +16,7 @@ const (
 	dispatchSumThreads     = 512               // of a block of combine_rows
 	dispatchPassThreads    = 512               // of a block of the passes over this rank's memory
 	dispatchMaxBlocks      = 160               // of a kernel that peers wait for
-	dispatchFewTokens      = 256               // the most tokens of the kernels for few
+	dispatchFewTokens      = 1024              // the most tokens of the kernels for few
 	dispatchFewSlots       = 1024              // and the most slots
 	dispatchTable          = 1024              // experts whose places a block keeps in shared memory
 	dispatchSums           = kernels.OpCombine // the least operation that reads peers' rows
@@ -47,6 +47,7 @@ const (
 	dispatchWeigh     = 1024 // rows are multiplied by the weights of the dispatch
 	dispatchGiven     = 2048 // or by those beside the rows
 	dispatchBeside    = 4096 // the two kernels of the call run beside each other
+	dispatchPowers    = 8192 // scales are float32 powers of two
 )
 
 // dispatchBlock is where the words of a handle lie. All must be zero before the first call.

@@ -142,7 +142,7 @@ func (l *dispatchCall) send(a dispatchArgs, quantises bool) error {
 	case l.c.Tokens <= dispatchSendMostTokens:
 		blocks = min(blocks, dispatchSendMostBlocks)
 	}
-	if part > dispatchPart && (!quantises || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) {
+	if part > dispatchPart && (!quantises || m.Scales.Block == 128 && m.Scales.Format != kernels.UE8M0Scales) {
 		n := (part + dispatchPart - 1) / dispatchPart
 		part = kernels.AlignUp((part+n-1)/n, 2048)
 	}
@@ -216,8 +216,11 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	if d.Op == kernels.OpRedispatch {
 		a.mode |= dispatchCached
 	}
-	if m.Scales.Format == kernels.UE8M0Scales {
+	switch m.Scales.Format {
+	case kernels.UE8M0Scales:
 		a.mode |= dispatchExponents
+	case kernels.PowerScales:
+		a.mode |= dispatchPowers
 	}
 	if m.Scales.Columns {
 		a.mode |= dispatchColumns

@@ -26,7 +26,7 @@ func (x *dispatches) block(offset int64) dispatchBlock {
 func (x *dispatches) few() bool {
 	m := x.m
 	return m.LowLatency && m.MaxTokens <= dispatchFewTokens && m.Slots() <= dispatchFewSlots && m.Layout != kernels.TokenRows &&
-		(!m.Quantizes() || m.Scales.Block == 128 && m.Scales.Format == kernels.Float32Scales) && x.fewShared() <= dispatchFewShared
+		(!m.Quantizes() || m.Scales.Block == 128) && x.fewShared() <= dispatchFewShared
 }
 
 // fewShared is the dynamic shared memory of a block for few tokens: that of the block which tells where tokens go, then where the experts' rows are.

@@ -105,10 +105,10 @@ func TestX10_CallsLeaveMultiprocessorsToOthers(t *testing.T) {
 	defer func() { require.NoError(t, e.Close()) }()
 	const left = 132 - 36
 	for _, layout := range []kernels.RowLayout{kernels.FlatRows, kernels.PaddedRows, kernels.SlabRows, kernels.TokenRows, kernels.RankRows} {
-		for _, tokens := range []int{1, 16, 48, 49, 128, 256, 257, 4096, 20000} {
+		for _, tokens := range []int{1, 16, 48, 49, 128, 1024, 1025, 4096, 20000} {
 			for _, quantised := range []bool{false, true} {
 				m := &kernels.DispatchBounds{
-					Ranks: 2, Experts: 64, First: []int32{0, 32, 64}, TopK: 8, MaxTokens: tokens, Hidden: 7168, IndexBytes: 4, LowLatency: tokens <= 256,
+					Ranks: 2, Experts: 64, First: []int32{0, 32, 64}, TopK: 8, MaxTokens: tokens, Hidden: 7168, IndexBytes: 4, LowLatency: tokens <= 1024,
 					TokenType: kernels.BFloat16, RowType: kernels.BFloat16, SumType: kernels.BFloat16, Layout: layout, Rows: 64, Align: 1, Capacity: 2 * int64(tokens),
 					Handles: make([]kernels.DispatchHandle, 1),
 				}

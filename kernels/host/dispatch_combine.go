@@ -126,7 +126,7 @@ type gatherer[T float32 | vec.Float16 | vec.BFloat16] struct {
 	some        [][]T
 	someWeights []float32
 	partials    []T
-	// Partial sums as they are after crossing as float8, and the biases behind them.
+	// The biases, and behind them partial sums as they are after crossing as float8.
 	wide   [][]float32
 	ones   []float32
 	widths []float32
@@ -140,7 +140,7 @@ func (g *gatherer[T]) begin(m *dispatching, n int) {
 	x := m.m
 	g.m, g.size = m, x.SumBytes()
 	g.out = sized(g.out, x.Hidden)
-	g.partials = sized(g.partials, x.Hidden*min(x.TopK, x.Ranks))
+	g.partials = sized(g.partials, x.Hidden*(min(x.TopK, x.Ranks)+2))
 	g.widths = sized(g.widths, x.Hidden*(min(x.TopK, x.Ranks)+2))
 	g.stream = m.e.streams(n, g.size)
 }
@@ -198,31 +198,36 @@ func (g *gatherer[T]) token(a *kernels.Combine, t int) {
 	m, r := g.m, g.m.r
 	rows := r.rows[r.first[t]:r.first[t+1]]
 	float8 := m.m.Float8Partials
-	g.wide, g.ones = g.wide[:0], g.ones[:0]
+	g.biases(a, t)
 	if _, exact := any(g.out).([]float32); float8 || !exact || !g.direct(a, rows) {
 		g.sumRanks(a, rows)
 	}
 	if a.SumWeights.Bytes > 0 {
 		g.sumWeights(a, t, rows)
 	}
-	for _, bias := range a.Bias {
-		if bias.Bytes == 0 {
-			continue
-		}
-		b := shm.View[T](bias.Mem[int64(t)*g.size:][:g.size])
-		if float8 {
-			wide := g.widths[len(g.wide)*m.m.Hidden:][:m.m.Hidden]
-			vec.Load(wide, b)
-			g.wide, g.ones = append(g.wide, wide), append(g.ones, 1)
-		} else {
-			g.rows, g.weights = append(g.rows, b), append(g.weights, 1)
-		}
-	}
 	y := a.Y.Mem[int64(t)*g.size:][:g.size]
 	if float8 {
 		write(g, y, g.wide, g.ones)
 	} else {
 		write(g, y, g.rows, g.weights)
+	}
+}
+
+// biases begins the lists of what is summed for a token.
+func (g *gatherer[T]) biases(a *kernels.Combine, t int) {
+	g.rows, g.weights, g.wide, g.ones = g.rows[:0], g.weights[:0], g.wide[:0], g.ones[:0]
+	for _, bias := range a.Bias {
+		if bias.Bytes == 0 {
+			continue
+		}
+		b := shm.View[T](bias.Mem[int64(t)*g.size:][:g.size])
+		if g.m.m.Float8Partials {
+			wide := g.widths[len(g.wide)*g.m.m.Hidden:][:g.m.m.Hidden]
+			vec.Load(wide, b)
+			g.wide, g.ones = append(g.wide, wide), append(g.ones, 1)
+		} else {
+			g.rows, g.weights = append(g.rows, b), append(g.weights, 1)
+		}
 	}
 }
 
@@ -237,10 +242,10 @@ func (g *gatherer[T]) weight(w kernels.Weighting, row *routedRow) float32 {
 	return 1
 }
 
-// direct lists a token's rows of float32 to be summed at once, and reports whether that has the same bits as the sum of the ranks'
-// partial sums: no rank but the first has several of them.
+// direct lists a token's rows of float32 to be summed at once, behind the biases, and reports whether that has the same bits as the sum
+// of the ranks' partial sums: no rank has several of them, but for the first where there are no biases.
 func (g *gatherer[T]) direct(a *kernels.Combine, rows []routedRow) bool {
-	g.rows, g.weights = g.rows[:0], g.weights[:0]
+	biases := len(g.rows)
 	byToken, notices := g.m.m.Layout.ByToken(), g.m.r.notices
 	for i := range rows {
 		row := &rows[i]
@@ -248,7 +253,8 @@ func (g *gatherer[T]) direct(a *kernels.Combine, rows []routedRow) bool {
 			if byToken {
 				continue
 			}
-			if row.rank != rows[0].rank {
+			if row.rank != rows[0].rank || biases > 0 {
+				g.rows, g.weights = g.rows[:biases], g.weights[:biases]
 				return false
 			}
 		}
@@ -258,11 +264,10 @@ func (g *gatherer[T]) direct(a *kernels.Combine, rows []routedRow) bool {
 	return true
 }
 
-// sumRanks makes the partial sums of a token, and lists them as rows of weight 1.
+// sumRanks makes the partial sums of a token, and lists them as rows of weight 1 behind the biases.
 func (g *gatherer[T]) sumRanks(a *kernels.Combine, rows []routedRow) {
 	m := g.m
 	byToken, notices := m.m.Layout.ByToken(), m.r.notices
-	g.rows, g.weights = g.rows[:0], g.weights[:0]
 	for i := 0; i < len(rows); {
 		end := i + 1
 		for end < len(rows) && rows[end].rank == rows[i].rank {

@@ -139,7 +139,7 @@ func moeCases(all bool) (cases []moeCase) {
 		s.Tokens = tokens
 		add(s, dispatch.RankPadded, 24, everyCall, graph, false, 1, 2)
 	}
-	for _, tokens := range []int{1, 8, 32, 64, 256} {
+	for _, tokens := range []int{1, 8, 32, 64, 256, 512, 1024} {
 		few.Tokens = tokens
 		add(few, dispatch.RankPadded, 0, everyCall, graph, true, 1)
 		add(few, dispatch.Slab, 0, everyCall, graph, true, 1)

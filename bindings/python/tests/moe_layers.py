@@ -232,6 +232,8 @@ def float8(rank: int, size: int, device: str, layout: str, options: dict) -> Non
         assert scales.stride(-2) == 1
         scales = scales.reshape(-1, words)
     assert scales.shape[1] == words
+    if options.get("scale_format") == "power_of_two":
+        assert (torch.frexp(scales[places(got)[1].nonzero()[:, 0]])[0] == 0.5).all()
     _, used = places(got)
     at = used.nonzero()[:, 0]
     source = got.sources[at].long()

@@ -47,7 +47,7 @@ enum {
 	SW_DISPATCH_SUM_THREADS = 512, /* of a block of combine_rows */
 	SW_DISPATCH_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */
 	SW_DISPATCH_MAX_BLOCKS = 160, /* of a kernel that peers wait for */
-	SW_DISPATCH_FEW_TOKENS = 256, /* the most tokens of the kernels for few */
+	SW_DISPATCH_FEW_TOKENS = 1024, /* the most tokens of the kernels for few */
 	SW_DISPATCH_FEW_SLOTS = 1024, /* and the most slots */
 	SW_DISPATCH_TABLE = 1024, /* experts whose places a block keeps in shared memory */
 	SW_DISPATCH_SUMS = 3, /* the least operation that reads peers' rows */
@@ -78,6 +78,7 @@ enum {
 	SW_DISPATCH_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
 	SW_DISPATCH_GIVEN = 2048, /* or by those beside the rows */
 	SW_DISPATCH_BESIDE = 4096, /* the two kernels of the call run beside each other */
+	SW_DISPATCH_POWERS = 8192, /* scales are float32 powers of two */
 };
 
 /* Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it

@@ -89,16 +89,17 @@ struct scaling {
 	float factor;
 	u32 word; // a float32, or a biased exponent
 
-	__device__ __forceinline__ scaling(u32 most, bool exponents)
+	// mode is that of the launch, or 0 for float32 scales of any value.
+	__device__ __forceinline__ scaling(u32 most, u32 mode)
 	{
 		float a = __uint_as_float(max(most, 0x38d1b717u)), scale = __fdiv_rn(a, 448.f); // 1e-4 at least
-		if (!exponents) {
+		if ((mode & (SW_DISPATCH_EXPONENTS | SW_DISPATCH_POWERS)) == 0) {
 			word = __float_as_uint(scale);
 			factor = __fdiv_rn(448.f, a);
 			return;
 		}
 		u32 b = __float_as_uint(scale), e = (b >> 23) + ((b & 0x7fffff) != 0 ? 1 : 0);
-		word = min(e, 255u);
+		word = (mode & SW_DISPATCH_EXPONENTS) != 0 ? min(e, 255u) : e >= 255 ? 0x7fc00000 : e << 23;
 		factor = e >= 255 ? 0 : __uint_as_float((254 - e) << 23);
 	}
 };
@@ -134,7 +135,7 @@ __device__ __forceinline__ u32 most_of(u32 most, u32 span)
 // A warp turns `bytes` of a row in shared memory into float8 in their place, and the words of its scales, blocks of 128
 // elements or all of it.
 template <kind type>
-__device__ __forceinline__ void quantise(u8 *row, u32 bytes, u32 *scales, u32 block, bool exponents, u32 lane)
+__device__ __forceinline__ void quantise(u8 *row, u32 bytes, u32 *scales, u32 block, u32 mode, u32 lane)
 {
 	using number = numbers<type>;
 	constexpr u32 each = 128 * number::size / 16; // vectors of a block of 128: 16 or 32
@@ -159,7 +160,7 @@ __device__ __forceinline__ void quantise(u8 *row, u32 bytes, u32 *scales, u32 bl
 #pragma unroll
 			for (u32 by = 1; by < lanes; by *= 2)
 				most = max(most, __shfl_xor_sync(~0u, most, by));
-			scaling s(most, exponents);
+			scaling s(most, mode);
 			__syncwarp(); // all have read what is overwritten now
 #pragma unroll
 			for (u32 j = 0; j < vectors; j++) {
@@ -182,7 +183,7 @@ __device__ __forceinline__ void quantise(u8 *row, u32 bytes, u32 *scales, u32 bl
 #pragma unroll 1
 	for (u32 i = lane; i < count; i += 32)
 		most = max(most, number::most(*reinterpret_cast<const uint4 *>(row + 16 * i)));
-	scaling s(most_of(most, 32), exponents);
+	scaling s(most_of(most, 32), mode);
 #pragma unroll 1
 	for (u32 first = 0; first < count; first += 32) {
 		u32 i = first + lane, low, high;

@@ -97,6 +97,7 @@ __device__ __forceinline__ void sum_rows(const sw_dispatch_args &a, const combin
 #pragma unroll 1
 		for (u32 i = lane * 16; i < bytes; i += 512) {
 			sum<type> s;
+			s.add_biases(a, static_cast<u64>(t) * a.row_bytes + at + i);
 #pragma unroll 1
 			for (u64 left = there; left != 0; left &= left - 1) {
 				if constexpr (float8) {
@@ -113,7 +114,6 @@ __device__ __forceinline__ void sum_rows(const sw_dispatch_args &a, const combin
 					    mine + (place * n + __ffsll(left) - 1) * a.part + i));
 				}
 			}
-			s.add_biases(a, static_cast<u64>(t) * a.row_bytes + at + i);
 			store_vector(a.sum.y + static_cast<u64>(t) * a.row_bytes + at + i, s.value());
 		}
 		if (part == 0 && a.sum.weights != 0)

@@ -1,5 +1,5 @@
-// Rows on their way back to their tokens: the token's rank reads the rows of all ranks that have one, sums them by rank
-// and adds biases. A rank's row is its partial sum; it lies where the rank has said in the line of its begin.
+// Rows on their way back to their tokens: the token's rank reads the rows of all ranks that have one and sums them in
+// the order of ranks, after the biases. A rank's row is its partial sum; it lies where the rank has said in the line of its begin.
 //
 // combine_rows and combine_weights call this, and others that sum its sums. It reads rows of peers' segments, and
 // places and who of the handle's state; it writes the caller's sums.
@@ -63,7 +63,7 @@ __device__ __forceinline__ bool await_made(const sw_dispatch_args &a, u32 src, i
 	return true;
 }
 
-// 16 bytes of a sum: 0 and then the rows in the order of their ranks, and the biases.
+// 16 bytes of a sum: 0, then the biases, then the rows in the order of their ranks.
 template <kind type> struct sum {
 	float f[numbers<type>::count];
 
@@ -117,7 +117,7 @@ template <kind type> struct sum {
 #pragma unroll
 		for (u32 i = 0; i < numbers<type>::count; i++)
 			most = max(most, __float_as_uint(f[i]) & 0x7fffffff);
-		scaling s(most_of(most, 128 / numbers<type>::count), false);
+		scaling s(most_of(most, 128 / numbers<type>::count), 0);
 		uint2 v;
 		narrow<numbers<type>::count>(f, s.factor, v.x, v.y);
 		scale = s.word;

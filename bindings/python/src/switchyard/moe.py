@@ -41,10 +41,10 @@ class Dispatcher(Calls):
     - ``index_dtype``: of expert indices, int64 or int32. Others are converted;
     - ``combine_dtype``: of what is combined, and of gradients; by default ``dtype``, or bfloat16 where that is float8;
     - ``quantize``: rows arrive as float8_e4m3fn with ``scales``, one for 128 elements, or for a row with ``scale_per_token``.
-      They are float32 or, with ``scale_format="ue8m0"``, exponents of powers of two, four in an int32; with ``scale_columns``
-      in column-major order. Tokens of float8 come with such scales, row-major;
+      They are float32 or, with ``scale_format="ue8m0"``, exponents of powers of two, four in an int32, or with ``"power_of_two"``
+      powers of two in float32; with ``scale_columns`` in column-major order. Tokens of float8 come with such scales, row-major;
     - ``float8_combine``: sums cross as float8 with scales; on GPUs that has run in an emulation only;
-    - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 256, any layout but "token_major";
+    - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 1,024, any layout but "token_major";
     - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;
     - ``host_counts``: a GPU tells the host how many rows came, see :meth:`Dispatched.host_counts`;
     - ``max_sms``: how many multiprocessors of a GPU a call takes at most; on the host it says nothing.
@@ -159,7 +159,7 @@ class Dispatcher(Calls):
 
         - ``weights``: float32 beside the rows, like ``row_weights``, instead of those of the dispatch; ``weighted=False``: none
           at all;
-        - ``bias``: a tensor like the result, or two of them, added to the sums;
+        - ``bias``: a tensor like the result, or two of them, which each sum begins with;
         - ``sum_weights``: return also the entries of ``weights`` for each token's choices, [tokens, top_k], 0 where there is
           none;
         - ``ready``: int32 words on the device, one for each of this rank's experts (with rows by token for each rank), zero at

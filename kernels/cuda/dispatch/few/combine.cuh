@@ -125,8 +125,13 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	{
 		bool given = (a.mode & SW_DISPATCH_GIVEN) != 0;
 		few_tasks tasks(0, gridDim.x);
+		u32 most = 0; // the most rows that came from a rank: no task behind them has any
 #pragma unroll 1
-		for (u32 task = tasks.first; task < errands(); task += tasks.step) {
+		for (u32 p = lane; p < n; p += 32)
+			most = max(most, state::arrived(a)[p]);
+		u32 count = __reduce_max_sync(~0u, most) * n * Wire::parts(a.row_bytes);
+#pragma unroll 1
+		for (u32 task = tasks.first; task < count; task += tasks.step) {
 			if (task != tasks.first)
 				load(task, x);
 			if (!x.there)
@@ -153,7 +158,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 						s[j].add(x.v.v[j]);
 				set(words, s);
 			} else {
-				words.make(x.v, lane, false);
+				words.make(x.v, lane, 0);
 			}
 			words.write_packets(row_place(a, x.src, a.world.rank, x.t, epoch), x.part,
 			                    Wire::used(a.row_bytes, x.part, lane), lane, row_flag);
@@ -188,6 +193,12 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			u32 t = task / parts, part = task - t * parts, used = Wire::used(a.row_bytes, part, lane);
 			u64 left = ranks(places, t);
 			sum<type> s[vectors];
+#pragma unroll
+			for (u32 i = 0; i < vectors; i++) {
+				u32 at = (part * vectors + i) * 512 + lane * 16;
+				if (at < a.row_bytes)
+					s[i].add_biases(a, static_cast<u64>(t) * a.row_bytes + at);
+			}
 #pragma unroll 1
 			while (left != 0) {
 				Wire x[sources];
@@ -228,10 +239,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 #pragma unroll
 			for (u32 i = 0; i < vectors; i++) {
 				u32 at = (part * vectors + i) * 512 + lane * 16;
-				if (at >= a.row_bytes)
-					continue;
-				s[i].add_biases(a, static_cast<u64>(t) * a.row_bytes + at);
-				store_vector(a.sum.y + static_cast<u64>(t) * a.row_bytes + at, s[i].value());
+				if (at < a.row_bytes)
+					store_vector(a.sum.y + static_cast<u64>(t) * a.row_bytes + at, s[i].value());
 			}
 			if (part == 0 && a.sum.weights != 0 && !take_weights(t))
 				return false;

@@ -58,7 +58,7 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 			ranks = f.ranks(t);
 		}
 		Wire x;
-		x.make(row, lane, (a.mode & SW_DISPATCH_EXPONENTS) != 0);
+		x.make(row, lane, a.mode);
 #pragma unroll 1
 		for (u64 left = ranks; left != 0; left &= left - 1)
 			x.write_packets(row_place(a, __ffsll(left) - 1, a.world.rank, t, epoch), part,

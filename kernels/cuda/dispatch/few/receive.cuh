@@ -46,10 +46,24 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			if constexpr (Wire::scaled) {
 				u32 block = Wire::block(a.row_bytes, part, lane);
 				if (block != ~0u)
-					*view<volatile u32>(row_scale(a, static_cast<u32>(row), block,
-					                              static_cast<u32>(slot))) = x.w[Wire::last];
+					write_scale(static_cast<u32>(row), static_cast<u32>(slot), block, x.w[Wire::last]);
 			}
 		});
+	}
+
+	// Puts the scale of a block where it goes. The last block's exponent has zeros up to the end of its word.
+	__device__ __forceinline__ void write_scale(u32 row, u32 slot, u32 block, u32 scale) const
+	{
+		if ((a.mode & SW_DISPATCH_EXPONENTS) == 0) {
+			*view<volatile u32>(row_scale(a, row, block, slot)) = scale;
+			return;
+		}
+		volatile u8 *word = view<volatile u8>(row_scale(a, row, block / 4, slot));
+		u32 blocks = (a.wire_bytes + 127) / 128;
+		word[block % 4] = static_cast<u8>(scale);
+#pragma unroll 1
+		for (u32 i = block % 4 + 1; block + 1 == blocks && i < 4; i++)
+			word[i] = 0;
 	}
 
 	// The scales that the sender's caller has given.

@@ -105,7 +105,7 @@ template <u32 count> struct few_whole : few_words<4 * count> {
 		return make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
 	}
 
-	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32, bool)
+	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32, u32)
 	{
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++)
@@ -228,7 +228,7 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 		return __uint_as_float(__shfl_sync(~0u, w[last], lane / span * span + i));
 	}
 
-	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32 lane, bool exponents)
+	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32 lane, u32 mode)
 	{
 		u32 most[vectors];
 #pragma unroll
@@ -241,7 +241,7 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 				most[i] = max(most[i], __shfl_xor_sync(~0u, most[i], by));
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
-			scaling s(most[i], exponents);
+			scaling s(most[i], mode);
 			u32 low, high;
 			narrow<type>(r.v[i], s.factor, low, high);
 			set(i, low, high, s.word, lane);

@@ -124,7 +124,7 @@ template <kind type> struct to_float8 {
 	                                             u32 at, u32 t, u32 *scales)
 	{
 		bool exponents = (a.mode & SW_DISPATCH_EXPONENTS) != 0;
-		quantise<type>(row, bytes, scales, a.send.scale_block == 128 ? 128 : 0, exponents, r.lane);
+		quantise<type>(row, bytes, scales, a.send.scale_block == 128 ? 128 : 0, a.mode, r.lane);
 		u32 blocks = (out(bytes) + a.send.scale_block - 1) / a.send.scale_block,
 		    words = exponents ? (blocks + 3) / 4 : blocks, first = out(at) / a.send.scale_block;
 #pragma unroll 1

@@ -33,6 +33,7 @@ struct world : segments {
 	                                 // partial sums cross as float8
 	bool few,
 	    given; // few: by the kernels for few tokens; given: scales beside tokens, whose rows cross as they are
+	u32 scales_are = 0, biases; // scales_are: the mode of a launch says that too
 	i64 align = 1, capacity = 0, most_rows;
 	u64 timeout_ns = u64{1} << 50;
 	std::vector<u32> first, table; // slots before each rank; the placement
@@ -48,7 +49,11 @@ struct world : segments {
 		                         (hidden + 15) / 16 * 16
 		                   : 2 * hidden;
 	}
-	u32 scale_words() const { return float8 || given ? (hidden + 127) / 128 : 0; }
+	u32 scale_words() const
+	{
+		u32 blocks = float8 || given ? (hidden + 127) / 128 : 0;
+		return scales_are == SW_DISPATCH_EXPONENTS ? (blocks + 3) / 4 : blocks;
+	}
 	u64 note_bytes() const { return (16 * (1 + top_k + (scale_words() + 2) / 3) + 127) / 128 * 128; }
 	u64 packet_bytes() const // rows of float8 take less
 	{
@@ -70,6 +75,9 @@ world random_world()
 	if (w.float8)
 		w.hidden = (w.hidden + 15) / 16 * 16;
 	w.few = w.rows_by != compact && draw(2) == 0, w.given = !w.float8 && draw(4) == 0;
+	if (w.float8 && draw(2) == 0)
+		w.scales_are = draw(2) == 0 ? SW_DISPATCH_EXPONENTS : SW_DISPATCH_POWERS;
+	w.biases = draw(3);
 	// some experts have copies
 	std::vector<std::vector<u32>> at(w.size), copies(w.experts);
 	for (u32 e = 0; e < w.experts; e++)
@@ -132,6 +140,8 @@ struct batch {
 	std::vector<std::vector<int>> choice;
 	std::vector<rows_t> weight, x, dy, scale;
 	std::vector<std::vector<u16>> narrow_x, narrow_dy;
+	std::vector<rows_t> bias[2];
+	std::vector<std::vector<u16>> narrow_bias[2];
 };
 
 float bf16(float f) { return __uint_as_float(bf16_of(f) << 16); }
@@ -162,6 +172,8 @@ batch random_batch(const world &w)
 			return n;
 		};
 		b.narrow_x.push_back(narrow(b.x.back())), b.narrow_dy.push_back(narrow(b.dy.back()));
+		for (u32 i = 0; i < w.biases; i++)
+			b.bias[i].push_back(fill(t * w.hidden)), b.narrow_bias[i].push_back(narrow(b.bias[i].back()));
 	}
 	return b;
 }
@@ -338,6 +350,7 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 	sw_dispatch_args a = arguments(w, b, rank, again ? op_redispatch : op_dispatch);
 	a.send.x = reinterpret_cast<u64>(b.narrow_x[rank].data());
 	a.mode |= again ? SW_DISPATCH_CACHED : 0;
+	a.mode |= w.scales_are;
 	a.scale_words = w.scale_words(), a.send.scale_block = 128,
 	a.send.scales = reinterpret_cast<const u32 *>(b.scale[rank].data());
 	if (w.by_token()) {
@@ -390,6 +403,10 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	bool halves = draw(2) == 0;
 	sw_dispatch_args a = arguments(w, b, rank, op_combine);
 	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.sum.y = w.segment(rank) + sums_at(w);
+	if (w.biases > 0)
+		a.sum.bias0 = reinterpret_cast<u64>(b.narrow_bias[0][rank].data());
+	if (w.biases > 1)
+		a.sum.bias1 = reinterpret_cast<u64>(b.narrow_bias[1][rank].data());
 	bool staged = !w.by_token() || w.float8_sums || !in_place;
 	a.mode |= w.by_token() ? 0 : SW_DISPATCH_FREE; // as kernels/cuda/dispatch_launch.go has it
 	if (w.few) {
@@ -522,16 +539,26 @@ void crossed(const world &w, const batch &b, u32 src, u32 token, std::vector<u8>
 		u32 n = min(128u, w.hidden - h);
 		for (u32 i = 0; i < n; i++)
 			most = fmaxf(most, fabsf(x[h + i]));
+		float scale = most / 448, factor = 448 / most;
+		if (w.scales_are != 0) {
+			int e;
+			if (frexpf(scale, &e) == 0.5f)
+				e--;
+			scale = ldexpf(1, e), factor = ldexpf(1, -e);
+		}
 		for (u32 i = 0; i < n; i++) {
 			if (w.float8) {
-				bytes.push_back(static_cast<u8>(e4m3_of_float(x[h + i] * (448 / most))));
+				bytes.push_back(static_cast<u8>(e4m3_of_float(x[h + i] * factor)));
 				continue;
 			}
 			u32 v = bf16_of(x[h + i]);
 			bytes.push_back(static_cast<u8>(v)), bytes.push_back(static_cast<u8>(v >> 8));
 		}
-		if (w.float8)
-			scales.push_back(__float_as_uint(most / 448));
+		u32 bits = __float_as_uint(scale), block = h / 128;
+		if (w.scales_are == SW_DISPATCH_EXPONENTS && block % 4 != 0)
+			scales.back() |= bits >> 23 << 8 * (block % 4);
+		else if (w.float8)
+			scales.push_back(w.scales_are == SW_DISPATCH_EXPONENTS ? bits >> 23 : bits);
 		else if (w.given)
 			scales.push_back(__float_as_uint(b.scale[src][token * w.scale_words() + h / 128]));
 	}
@@ -620,6 +647,9 @@ bool right_sums(world &w, const batch &b, bool staged, const std::vector<std::ve
 	for (u32 rank = 0; rank < w.size; rank++)
 		for (u32 t = 0; t < b.tokens[rank]; t++) {
 			rows_t y(w.hidden), part(w.hidden);
+			for (u32 i = 0; i < w.biases; i++)
+				for (u32 h = 0; h < w.hidden; h++)
+					y[h] += b.bias[i][rank][t * w.hidden + h];
 			for (u32 r = 0; r < w.size; r++) {
 				bool any = false;
 				std::fill(part.begin(), part.end(), 0.f);

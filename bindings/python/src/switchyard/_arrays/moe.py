@@ -90,7 +90,7 @@ class Arrays:
         return x
 
     def _scales(self, scales: Any) -> Any:
-        return None if scales is None else np.ascontiguousarray(scales, ("float32", "int32")[self._calls._format])
+        return None if scales is None else np.ascontiguousarray(scales, ("float32", "int32")[self._calls._exponents])
 
 
 def _place(x: Any) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class Calls:
         #: The type of the rows that arrive.
         self.row_dtype = "float8_e4m3fn" if values["quantize"] else self.dtype
         self._float8 = options.BYTES[self.row_dtype] == 1
-        self._format, self._columns = options.SCALE_FORMATS.index(values["scale_format"]), values["scale_columns"]
+        self._exponents, self._columns = values["scale_format"] == "ue8m0", values["scale_columns"]
         self._scale_per_token, self._capacity = values["scale_per_token"], values["capacity"]
         self._tells_sources, self._tells_landed = values["sources"], values["landed"]
         self._weighs_rows = self.by_token or values["row_weights"]
@@ -156,7 +156,7 @@ class Calls:
         if name == "rows":
             return self.row_dtype, (self.max_rows, self.hidden)
         if name == "scales":
-            return ("float32", "int32")[self._format], (size // 4,)
+            return ("float32", "int32")[self._exponents], (size // 4,)
         if name == "indices":
             return "int64", (self.max_rows, self.top_k)
         if name == "row_weights":

@@ -15,7 +15,7 @@ INDEX_BYTES = {"int32": 4, "int64": 8}
 #: The types in which sums are made, and cross.
 WIDE = ("float32", "bfloat16", "float16")
 LAYOUTS = ("flat", "padded", "slab", "token_major", "rank_padded")
-SCALE_FORMATS = ("float32", "ue8m0")
+SCALE_FORMATS = ("float32", "ue8m0", "power_of_two")
 
 
 def dtype_of(*names: str) -> Callable[[str, Any], str]:

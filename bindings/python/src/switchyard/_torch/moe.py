@@ -117,7 +117,7 @@ def _scales_of(d: Calls, scales: Any, x: Tensor) -> tuple[int, int]:
     """Where the scales lie that come with tokens."""
     if scales is None:
         return 0, 0
-    scales = _plain(d, "scales", scales, (torch.float32, torch.int32)[d._format])
+    scales = _plain(d, "scales", scales, (torch.float32, torch.int32)[d._exponents])
     return scales.data_ptr(), scales.numel() * 4
 
 

@@ -49,7 +49,7 @@ def _(x, scales, idx, weights, dispatcher):  # type: ignore[no-untyped-def]
     scaled = _scales_shape(d, rows) if d._float8 else (0,)
     local = len(d.local_experts)
     shapes = {
-        "scales": (scaled, (torch.float32, torch.int32)[d._format] if d._float8 else torch.int32),
+        "scales": (scaled, (torch.float32, torch.int32)[d._exponents] if d._float8 else torch.int32),
         "counts": ((local,), torch.int32),
         "offsets": ((d._groups + 1,), torch.int32),
         "rank_counts": ((size,), torch.int32),
@@ -67,7 +67,7 @@ def _(x, scales, idx, weights, dispatcher):  # type: ignore[no-untyped-def]
 
 def _scales_shape(d: Calls, rows: Any) -> tuple[Any, ...]:
     blocks = 1 if d._scale_per_token else -(-d.hidden // 128)
-    words = -(-blocks // 4) if d._format else blocks
+    words = -(-blocks // 4) if d._exponents else blocks
     if d._columns and d.layout in ("padded", "slab"):
         capacity = d._row_capacity()
         return d.max_rows // capacity, capacity, words
