@@ -80,6 +80,7 @@ var floors = [][]string{
 	{"kernels"},                       // the launch language of plans and engines
 	{"kernels/host", "kernels/cuda"},  // the engines, in Go and in CUDA C++
 	{"internal/agree"},                // ranks find out whether they make the same call with the same values
+	{"internal/rails"},                // what carries bytes between hosts
 	{"memory"},                        // the symmetric heap, pool and registration; it chooses the engine
 	{"internal/communicator"},         // the life of a communicator
 	{"alltoallv", "allreduce", "p2p"}, // plans, choice of algorithm, gradient buckets; two ranks
@@ -91,20 +92,22 @@ var floors = [][]string{
 
 // importers bounds who imports a package beyond what the floors say.
 var importers = map[string][]string{
-	"kernels/host":           {"memory", "test/explore"}, // plans know of no engine
-	"kernels/cuda":           {"memory"},
-	"internal/cuda":          {"device", "kernels/cuda", "memory", "internal/communicator", "internal/cuda/emulated", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
-	"internal/cuda/emulated": {},                                                                                                   // only files of tests
-	"device/nvml":            {"test/soak"},
-	"internal/worldtest":     {},
-	"internal/proctest":      {"internal/worldtest"},
+	"kernels/host":            {"memory", "test/explore"}, // plans know of no engine
+	"kernels/cuda":            {"memory"},
+	"internal/cuda":           {"device", "kernels/cuda", "memory", "internal/communicator", "internal/cuda/emulated", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
+	"internal/cuda/emulated":  {},                                                                                                   // only files of tests
+	"device/nvml":             {"test/soak"},
+	"internal/rails/double":   {}, // only files of tests
+	"internal/rails/railtest": {},
+	"internal/worldtest":      {},
+	"internal/proctest":       {"internal/worldtest"},
 }
 
 // uses says what packages import besides floors. internal/cuda and bindings/python/abi are C on the other side; unsafe is for mapped memory, for the
 // processor's vectors, and at those two borders.
 var uses = map[string][]string{
-	"C":      {"internal/cuda", "internal/cuda/layout", "bindings/python/abi", "device/nvml"},
-	"unsafe": {"internal/cuda", "internal/cuda/layout", "bindings/python/abi", "device/nvml", "internal/shm", "internal/vec"},
+	"C":      {"internal/rails/ucx", "internal/cuda", "internal/cuda/layout", "bindings/python/abi", "device/nvml"},
+	"unsafe": {"internal/rails/ucx", "internal/cuda", "internal/cuda/layout", "bindings/python/abi", "device/nvml", "internal/shm", "internal/vec"},
 }
 
 // inside is the path of a package in this module, "." for the root.

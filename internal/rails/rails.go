@@ -1,0 +1,47 @@
+// Package rails carries bytes between hosts. A rail delivers what a peer on the host would have written: bytes at a place in this rank's
+// segment of a heap, then a number that only grows, then a bell. So waits and plans inside a host know nothing of it.
+//
+// Package ucx is the rail over UCX, for memory of the host, and package double one within the process, for tests.
+package rails
+
+import "context"
+
+// Config is what a rail is made of.
+type Config struct {
+	// Rank is this rank's number and Size the number of ranks that may put: rails know ranks by these.
+	Rank, Size int
+	// Key is the same on all ranks of a rail, and not known to others. A message without it changes nothing.
+	Key uint64
+	// Segment is this rank's segment, as far as it is reserved. Places count bytes from its beginning.
+	Segment []byte
+	// Ring is called, from any goroutine, after puts have landed in the segment.
+	Ring func()
+}
+
+// Rail is one rank's end. Its methods may be called from several goroutines.
+//
+// The signals of the puts of one rank that name the same word grow in the order of these puts: a word that holds k says that all bytes
+// of the first k of them have landed. Puts with different words have no order. Only one rank names a word.
+type Rail interface {
+	// Address is where peers connect to. They get it by other means.
+	Address() []byte
+	// Connect makes a peer reachable, at its address. It waits for nobody. The error is comm.ErrMismatch where the two ends do not fit.
+	Connect(peer int, address []byte) error
+	// Open lets peers put into n bytes of the segment from off on, until Close.
+	Open(off, n int64) error
+	// Put sends src to a place of a peer's segment, and then sets the 64-bit word at place signal there to the number of puts of this
+	// rank that have named it. It returns before src has left: Flush says when it has. The error is comm.ErrPeerLost where the peer
+	// is known to be gone, and after Close or Interrupt.
+	Put(peer int, place int64, src []byte, signal int64) error
+	// Flush returns when the memory of all puts so far may be written again.
+	Flush(ctx context.Context) error
+	// Progress does what there is to do at once. It reports whether anything has landed. A rank that waits need not call it: something
+	// else sleeps until there is something to do, and rings.
+	Progress() bool
+	// Refused counts the messages that have changed nothing: without the key, or with places that are not open.
+	Refused() int64
+	// Interrupt makes Put and Flush fail from now on, at once.
+	Interrupt()
+	// Close ends the rail. After it nothing lands any more, and the segment may be given back. It is idempotent.
+	Close() error
+}

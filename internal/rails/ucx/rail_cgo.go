@@ -1,0 +1,278 @@
+//go:build cgo && linux
+
+package ucx
+
+/*
+#cgo LDFLAGS: -ldl
+#cgo noescape swu_put
+#cgo nocallback swu_put
+#cgo nocallback swu_progress
+#cgo nocallback swu_arm
+#include "swucx.h"
+*/
+import "C"
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/rails"
+)
+
+// maxAddress is the most bytes that a worker's address has.
+const maxAddress = 16 << 10
+
+// Rail is one rank's end. One goroutine of it sleeps on the worker's event descriptor, and rings once something has landed.
+type Rail struct {
+	cfg     rails.Config
+	address []byte
+
+	interrupted atomic.Bool
+	ended       chan struct{} // the goroutine has
+
+	mu     sync.Mutex
+	r      *C.swu_rail // nil after Close
+	closed bool
+	landed uint64 // puts that have been rung for
+	pins   runtime.Pinner
+	pinned bool
+}
+
+// Open opens UCX and makes a rank's end of a rail.
+func Open(cfg rails.Config) (rails.Rail, error) {
+	why := make([]byte, 512)
+	var r *C.swu_rail
+	if C.swu_open(&r, C.uint32_t(cfg.Rank), C.uint32_t(cfg.Size), C.uint64_t(cfg.Key), unsafe.Pointer(unsafe.SliceData(cfg.Segment)),
+		C.int64_t(len(cfg.Segment)), (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
+		return nil, fmt.Errorf("ucx: %w: %s", ErrUnavailable, text(why))
+	}
+	var major, minor C.unsigned
+	C.swu_version(r, &major, &minor)
+	address := make([]byte, maxAddress)
+	var n C.size_t
+	if C.swu_address(r, unsafe.Pointer(&address[0]), C.size_t(len(address)), &n, (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
+		C.swu_close(r)
+		return nil, fmt.Errorf("ucx: %w: %s", ErrUnavailable, text(why))
+	}
+	version := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, uint32(major)), uint32(minor))
+	rail := &Rail{cfg: cfg, r: r, address: append(version, address[:n]...), ended: make(chan struct{})}
+	go rail.attend(int32(C.swu_efd(r)))
+	return rail, nil
+}
+
+func text(b []byte) string {
+	if i := bytes.IndexByte(b, 0); i >= 0 {
+		b = b[:i]
+	}
+	return string(b)
+}
+
+// Address is the version of UCX and the worker's address.
+func (r *Rail) Address() []byte { return bytes.Clone(r.address) }
+
+func version(address []byte) string {
+	if len(address) <= 8 {
+		return "no version"
+	}
+	return fmt.Sprintf("%d.%d", binary.LittleEndian.Uint32(address), binary.LittleEndian.Uint32(address[4:]))
+}
+
+// Connect refuses a peer with another minor version: UCX does not promise that they understand each other.
+func (r *Rail) Connect(peer int, address []byte) error {
+	if ours, theirs := version(r.address), version(address); ours != theirs {
+		return fmt.Errorf("ucx: %w: rank %d has UCX %s, rank %d has UCX %s", comm.ErrMismatch, r.cfg.Rank, ours, peer, theirs)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := r.usable(peer); err != nil {
+		return err
+	}
+	why := make([]byte, 256)
+	if C.swu_connect(r.r, C.uint32_t(peer), unsafe.Pointer(&address[8]), (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
+		return fmt.Errorf("ucx: connect to rank %d: %s", peer, text(why))
+	}
+	return nil
+}
+
+// usable returns why there is nothing to be done with a peer. The caller holds mu.
+func (r *Rail) usable(peer int) error {
+	switch {
+	case r.closed:
+		return fmt.Errorf("ucx: %w", comm.ErrClosed)
+	case r.interrupted.Load():
+		return fmt.Errorf("ucx: %w", comm.ErrAborted)
+	case peer < 0 || peer >= r.cfg.Size || peer == r.cfg.Rank:
+		return comm.Invalid("ucx", "rank %d, want another than %d of %d", peer, r.cfg.Rank, r.cfg.Size)
+	}
+	return nil
+}
+
+// Open opens a window.
+func (r *Rail) Open(off, n int64) error {
+	if off < 0 || n < 0 || off > int64(len(r.cfg.Segment))-n {
+		return comm.Invalid("ucx", "a window of %d bytes at %d of a segment of %d", n, off, len(r.cfg.Segment))
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return fmt.Errorf("ucx: %w", comm.ErrClosed)
+	}
+	if C.swu_window(r.r, C.int64_t(off), C.int64_t(n)) != 0 {
+		return fmt.Errorf("ucx: %w: too many windows", comm.ErrOutOfMemory)
+	}
+	return nil
+}
+
+// Put sends one active message.
+func (r *Rail) Put(peer int, place int64, src []byte, signal int64) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := r.usable(peer); err != nil {
+		return err
+	}
+	if C.swu_failed(r.r, C.uint32_t(peer)) != 0 {
+		return fmt.Errorf("ucx: put: %w", &comm.PeerError{Rank: peer, Err: fmt.Errorf("%w: its connection has failed", comm.ErrPeerLost)})
+	}
+	if len(src) > 0 { // it is read after the call
+		r.pins.Pin(unsafe.SliceData(src))
+		r.pinned = true
+	}
+	var why [256]byte
+	if C.swu_put(r.r, C.uint32_t(peer), C.int64_t(place), unsafe.Pointer(unsafe.SliceData(src)), C.int64_t(len(src)), C.int64_t(signal),
+		(*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
+		return fmt.Errorf("ucx: put to rank %d: %s", peer, text(why[:]))
+	}
+	C.swu_progress(r.r)
+	if r.counts().sending > 0 {
+		C.swu_wake(r.r) // the goroutine may sleep, and has to go on with it
+	}
+	return nil
+}
+
+// counts are those of now. Memory that nothing reads any more is let go. The caller holds mu.
+func (r *Rail) counts() C.swu_counts {
+	var c C.swu_counts
+	C.swu_counted(r.r, &c)
+	if c.sending == 0 && r.pinned {
+		r.pins.Unpin()
+		r.pinned = false
+	}
+	return c
+}
+
+// flushPoll is how long Flush sleeps between two looks, after it has done what there was to do at once.
+const flushPoll = 20 * time.Microsecond
+
+// Flush waits until nothing is read any more.
+func (r *Rail) Flush(ctx context.Context) error {
+	for {
+		r.mu.Lock()
+		err := r.usable(-1)
+		if r.closed || r.interrupted.Load() {
+			r.mu.Unlock()
+			return err
+		}
+		sending := r.counts().sending
+		r.mu.Unlock()
+		if sending == 0 {
+			return nil
+		}
+		if !r.Progress() {
+			select {
+			case <-ctx.Done():
+				return fmt.Errorf("ucx: flush: %w", context.Cause(ctx))
+			case <-time.After(flushPoll):
+			}
+		}
+	}
+}
+
+// Progress does nothing while another goroutine does it.
+func (r *Rail) Progress() bool {
+	if !r.mu.TryLock() {
+		return false
+	}
+	_, landed := r.progress()
+	r.mu.Unlock()
+	if landed {
+		r.cfg.Ring()
+	}
+	return landed
+}
+
+// progress does what there is to do. The caller holds mu, and rings after it if something has landed.
+func (r *Rail) progress() (busy, landed bool) {
+	if r.closed {
+		return false, false
+	}
+	busy = C.swu_progress(r.r) > 0
+	c := r.counts()
+	landed = uint64(c.landed) != r.landed
+	r.landed = uint64(c.landed)
+	return busy, landed
+}
+
+// attend sleeps until UCX has something to do, does it and rings, until Close.
+func (r *Rail) attend(efd int32) {
+	defer close(r.ended)
+	for {
+		r.mu.Lock()
+		busy, landed := r.progress()
+		closed := r.closed
+		sleep := !closed && !busy && !landed && C.swu_arm(r.r) == 0
+		r.mu.Unlock()
+		if landed {
+			r.cfg.Ring()
+		}
+		switch {
+		case closed:
+			return
+		case sleep:
+			_, _ = unix.Poll([]unix.PollFd{{Fd: efd, Events: unix.POLLIN}}, -1) // whatever ends it, there is a look
+		}
+	}
+}
+
+// Refused is the receiver's count.
+func (r *Rail) Refused() int64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return 0
+	}
+	return int64(r.counts().refused)
+}
+
+// Interrupt only says so: what is under way ends by itself, or with Close.
+func (r *Rail) Interrupt() { r.interrupted.Store(true) }
+
+// Close ends the goroutine, then the connections by force, and the worker.
+func (r *Rail) Close() error {
+	r.mu.Lock()
+	was := r.closed
+	r.closed = true
+	if !was {
+		C.swu_wake(r.r)
+	}
+	r.mu.Unlock()
+	<-r.ended
+	if was {
+		return nil
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	C.swu_close(r.r)
+	r.r = nil
+	r.pins.Unpin()
+	return nil
+}

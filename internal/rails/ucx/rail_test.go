@@ -1,0 +1,82 @@
+package ucx
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/rails"
+	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
+)
+
+// need skips the test where there is no UCX.
+func need(t testing.TB) {
+	t.Helper()
+	r, err := Open(rails.Config{Size: 1})
+	if errors.Is(err, ErrUnavailable) {
+		t.Skip("needs UCX: ", err)
+	}
+	require.NoError(t, err)
+	require.NoError(t, r.Close())
+}
+
+func TestMain(m *testing.M) {
+	os.Setenv("UCX_TLS", "tcp,self")
+	os.Exit(m.Run())
+}
+
+func TestRail(t *testing.T) {
+	need(t)
+	railtest.Run(t, Open)
+}
+
+func TestVersionsMustAgree(t *testing.T) {
+	need(t)
+	ends := railtest.Ends(t, 2, Open)
+	other := ends[1].Address()
+	other[4]++
+	err := ends[0].Connect(1, other)
+	require.ErrorContains(t, err, "rank 0 has UCX 1.")
+	require.ErrorContains(t, err, ", rank 1 has UCX 1.")
+	require.Error(t, ends[0].Connect(1, nil))
+}
+
+// One put there and one back, where both ends sleep until they are rung.
+func BenchmarkRoundTrip(b *testing.B) {
+	need(b)
+	for _, bytes := range []int{8, 1 << 10, 64 << 10, 256 << 10, 1 << 20} {
+		b.Run(fmt.Sprint(bytes), func(b *testing.B) {
+			rings := [2]chan struct{}{make(chan struct{}, 1), make(chan struct{}, 1)}
+			ends := railtest.Ends(b, 2, func(c rails.Config) (rails.Rail, error) {
+				c.Ring = func() {
+					select {
+					case rings[c.Rank] <- struct{}{}:
+					default:
+					}
+				}
+				return Open(c)
+			})
+			src := ends[0].Segment[1<<20:][:bytes]
+			b.ResetTimer()
+			go func() {
+				for k := 1; k <= b.N; k++ {
+					for ends[1].Word(0) < uint64(k) {
+						<-rings[1]
+					}
+					_ = ends[1].Put(0, 4096, src, 0)
+				}
+			}()
+			for k := range b.N {
+				if err := ends[0].Put(1, 4096, src, 0); err != nil {
+					b.Fatal(err)
+				}
+				for ends[0].Word(0) <= uint64(k) {
+					<-rings[0]
+				}
+			}
+		})
+	}
+}
