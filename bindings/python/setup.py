@@ -22,6 +22,8 @@ LIBRARY = "libswitchyard.so"
 #: What C programs include, and tests read: the functions, and the structures that they take.
 HEADERS = ("libswitchyard.h", "switchyard.h")
 PACKAGE = "./bindings/python/abi"
+#: What kernels of others include.
+DEVICE_HEADER = Path("kernels/cuda/include/switchyard_device.cuh")
 # The C library that wheels run on, and what PEP 600 calls that.
 GLIBC = (2, 28)
 
@@ -64,6 +66,7 @@ def build_library(out: Path) -> None:
     flags = ["-buildmode=c-shared", "-trimpath", "-tags=netgo,osusergo", "-ldflags=-s -w"]
     go("build", *flags, "-o", str(out), PACKAGE, at=module(), CGO_ENABLED="1", CC=compiler())
     shutil.copy(module() / PACKAGE / HEADERS[1], out.with_name(HEADERS[1]))  # which the other includes
+    shutil.copy(module() / DEVICE_HEADER, out.with_name(DEVICE_HEADER.name))
 
 
 class BuildWithLibrary(build_py):
@@ -75,7 +78,7 @@ class BuildWithLibrary(build_py):
         build_library(root.resolve() / "switchyard" / LIBRARY)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        made = [os.path.join(self.build_lib, "switchyard", name) for name in (LIBRARY, *HEADERS)]
+        made = [os.path.join(self.build_lib, "switchyard", name) for name in (LIBRARY, *HEADERS, DEVICE_HEADER.name)]
         return [*super().get_outputs(include_bytecode), *made]
 
 
@@ -114,6 +117,8 @@ class WithSources(sdist):
                 target = inside / folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(root / folder / name, target)
+        (inside / DEVICE_HEADER).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / DEVICE_HEADER, inside / DEVICE_HEADER)
         if root != HERE / "go":
             for name in ("go.mod", "go.sum"):
                 shutil.copy(root / name, inside / name)

@@ -46,6 +46,12 @@ def test_prototypes_are_those_of_the_header():
             assert given in known, (name, kind, given)
 
 
+def test_the_header_for_kernels_is_installed():
+    text = (FOLDER / "switchyard_device.cuh").read_text()
+    assert re.search(r"^#define SWITCHYARD_DEVICE_VERSION 1$", text, re.MULTILINE)
+    assert not re.search(r'^#include "', text, re.MULTILINE)  # it stands alone
+
+
 def fields(body: str) -> list[tuple[str, object, int]]:
     """Names, types and lengths of arrays, in order."""
     listed = []
