@@ -9,7 +9,7 @@ OLDEST_TORCH := 2.8.0
 # CUDA C++, C++ and C. What is generated is in .clang-format-ignore.
 C_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' '*.c')
 
-.PHONY: build test race bench kernels python python-torch python-company deep-ep deep-ep-tests package docs lint fmt
+.PHONY: build test race bench kernels python python-torch python-company deep-ep deep-ep-tests package release release-twice docs lint fmt
 
 build:
 	$(GO) build ./...
@@ -70,6 +70,18 @@ deep-ep-tests:
 # Builds the sdist and the wheel into bindings/python/dist, checks them and installs each into a clean environment.
 package: $(VENV)/ready
 	$(VENV)/bin/python bindings/python/check_package.py bindings/python/dist
+
+# The files of a release, from the commit that the version's tag names, into dist.
+release: $(VENV)/release
+	$(VENV)/bin/python bindings/python/release.py dist
+
+# The files of a release from HEAD, built twice in different folders, which must be the same to the byte.
+release-twice: $(VENV)/release
+	$(VENV)/bin/python bindings/python/release.py dist --trial --twice
+
+$(VENV)/release: $(VENV)/ready bindings/python/requirements-release.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r bindings/python/requirements-release.txt
+	touch $@
 
 $(VENV)/ready: bindings/python/requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)

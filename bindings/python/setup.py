@@ -50,11 +50,24 @@ def go(*arguments: str, at: Path, **env: str) -> str:
     return done.stdout
 
 
+#: What Python and what Go call a machine.
+MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def machine() -> str:
+    """The machine that the wheel is for: GOARCH says another than this one."""
+    wanted = os.environ.get("GOARCH") or MACHINES.get(platform.machine())
+    for name, arch in MACHINES.items():
+        if arch == wanted:
+            return name
+    sys.exit(f"switchyard: machines are x86_64 and aarch64: it cannot be built for {wanted or platform.machine()}")
+
+
 def compiler() -> str:
     """A C compiler that asks for no newer C library than wheels may: zig's, which comes from PyPI, unless CC says another."""
     if os.environ.get("CC"):
         return os.environ["CC"]
-    target = f"{platform.machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
+    target = f"{machine()}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
     return f"{shlex.quote(sys.executable)} -m ziglang cc -target {target}"
 
 
@@ -63,8 +76,8 @@ def build_library(out: Path) -> None:
     if sys.platform != "linux":
         sys.exit(f"switchyard: Linux is what this package is for: it cannot be built on {sys.platform}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    flags = ["-buildmode=c-shared", "-trimpath", "-tags=netgo,osusergo", "-ldflags=-s -w"]
-    go("build", *flags, "-o", str(out), PACKAGE, at=module(), CGO_ENABLED="1", CC=compiler())
+    flags = ["-buildmode=c-shared", "-trimpath", "-tags=netgo,osusergo", "-ldflags=-s -w -buildid=", "-buildvcs=false"]
+    go("build", *flags, "-o", str(out), PACKAGE, at=module(), CGO_ENABLED="1", GOARCH=MACHINES[machine()], CC=compiler())
     shutil.copy(module() / PACKAGE / HEADERS[1], out.with_name(HEADERS[1]))  # which the other includes
     shutil.copy(module() / DEVICE_HEADER, out.with_name(DEVICE_HEADER.name))
 
@@ -90,16 +103,16 @@ class OneForAll(bdist_wheel):
         self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
-        _, _, platform = super().get_tag()
+        _, _, tag = super().get_tag()
         library = Path(self.bdist_dir) / "switchyard" / LIBRARY
         if not library.exists():
             library = HERE / "src" / "switchyard" / LIBRARY  # an editable install
-        if platform.startswith("linux_") and library.exists():
+        if tag.startswith("linux_") and library.exists():
             # The versions of glibc's symbols that the library needs stand in it as text.
             needed = {tuple(map(int, v)) for v in re.findall(rb"GLIBC_(\d+)\.(\d+)", library.read_bytes())}
             major, minor = max(needed | {GLIBC})
-            platform = f"manylinux_{major}_{minor}_{platform.removeprefix('linux_')}"
-        return "py3", "none", platform
+            tag = f"manylinux_{major}_{minor}_{machine()}"
+        return "py3", "none", tag
 
 
 class WithSources(sdist):

@@ -4,9 +4,9 @@
 //	switchyard version
 //	switchyard env
 //
-// Install it with
+// Install it from a clone with
 //
-//	go install github.com/switchyard-moe/switchyard/cmd/switchyard@latest
+//	go install ./cmd/switchyard
 //
 // # Run
 //
