@@ -1,7 +1,8 @@
-"""Runs one of DeepEP's own test programs, unmodified, on CPUs: python peer.py FOLDER PROGRAM RANKS ARGUMENTS...
+"""Runs one of DeepEP's own test programs, unmodified: python peer.py FOLDER PROGRAM RANKS ARGUMENTS...
 
-FOLDER is a checkout of DeepEP 2.1, of which tests/PROGRAM runs and deep_ep/utils is imported. Its device "cuda" becomes the
-host, NCCL becomes gloo, and timers do not measure. RANKS processes are made here.
+FOLDER is a checkout of DeepEP 2.1, of which tests/PROGRAM runs and deep_ep/utils is imported. RANKS processes are made here.
+Timers do not measure: they look for kernels of DeepEP. Without a GPU for each rank the device "cuda" becomes the host and NCCL
+becomes gloo.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def is_float8(x: Any) -> bool:
 
 
 def prepare(folder: Path) -> None:
-    """What the programs import from DeepEP apart from what is here, and what they ask of a GPU."""
+    """What the programs import from DeepEP apart from what is here."""
     import deep_ep
     import deep_ep.utils
 
@@ -63,6 +64,10 @@ def prepare(folder: Path) -> None:
         return one if isinstance(kernel_names, str) else [one] * len(kernel_names)
 
     testing.bench, testing.bench_kineto = once, each
+
+
+def on_host() -> None:
+    """What the programs ask of a GPU, and of NCCL, for the host and for gloo."""
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.set_device = lambda *_: None
     torch.set_default_device = lambda *_: None
@@ -84,6 +89,10 @@ def rank_of(rank: int, folder: str, program: str, ranks: int, arguments: list[st
     sys.argv = [str(path), "--num-processes", str(ranks), *arguments]
     # Each process runs the program, whose spawn calls the function for this process's rank alone.
     torch.multiprocessing.spawn = lambda function, args, nprocs: function(rank, *args)
+    if torch.cuda.device_count() >= ranks:
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    on_host()
     with OnHost():
         runpy.run_path(str(path), run_name="__main__")
 

@@ -1,0 +1,113 @@
+"""The low-latency calls of Buffer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from layers import HIDDEN, TOP_K, factors, routing, want
+
+import deep_ep
+
+MOST = 12
+
+
+def served(rank, size, use_fp8, scales, way, most):
+    """Several layers; weights are given at the combine. Two results are alive at a time."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=4)
+    stats = torch.zeros(4, dtype=torch.int32)
+    came, waiting = 0, []
+    hooked, later = way == "hook", way == "async"
+    for seed in range(6):
+        x, idx, weights = routing(rank, size, min(most, 3 * seed), seed)
+        x = x.bfloat16()
+        rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+            x, idx, most, 4 * size, cumulative_local_expert_recv_stats=stats, use_fp8=use_fp8, async_finish=later,
+            return_recv_hook=hooked, round_scale=scales != "float32", use_ue8m0=scales == "ue8m0",
+        )  # fmt: skip
+        assert (event.event is not None, hook is not None) == (later, hooked)
+        waiting.append((x, idx, weights, rows, counts, handle, event, hook))
+        if len(waiting) < 2 and seed < 5:
+            continue
+        for x, idx, weights, rows, counts, handle, event, hook in waiting:
+            hook() if hooked else event.current_stream_wait() if later else None
+            came += int(counts.sum())
+            if use_fp8:
+                rows = plain(*rows)
+            assert rows.shape == (4, size * most, HIDDEN)
+            info, ranges, *about = handle
+            assert about == [most, HIDDEN, 4 * size]
+            assert (ranges & 0xFFFFFFFF).sum(1).tolist() == counts.tolist()
+            for e in range(4):
+                first, n = int(ranges[e, rank]) >> 32, int(ranges[e, rank]) & 0xFFFFFFFF
+                mine = x[info[e, first : first + n].long()]
+                torch.testing.assert_close(rows[e, first : first + n].float(), mine.float(), rtol=0.1, atol=0.02)
+            y = torch.empty(x.shape, dtype=torch.bfloat16)
+            out = rows * factors(size).view(size, 4)[rank].bfloat16()[:, None, None]
+            if way == "zero copy":
+                buffer.get_next_low_latency_combine_buffer(handle).copy_(out)
+            got, event, hook = buffer.low_latency_combine(
+                out, idx, weights, handle, async_finish=later, return_recv_hook=hooked, out=y, zero_copy=way == "zero copy"
+            )
+            assert got is y
+            hook() if hooked else event.current_stream_wait() if later else None
+            torch.testing.assert_close(y.float(), want(x.float(), idx, weights, size), rtol=0.1, atol=0.1)
+        waiting = []
+    assert int(stats.sum()) == came
+    buffer.clean_low_latency_buffer(most, HIDDEN, 4 * size)
+    buffer.destroy()
+
+
+def plain(q, scales):
+    """Rows of float8 as bfloat16."""
+    if scales.dtype is torch.int32:
+        parts = torch.stack([(scales >> shift) & 255 for shift in (0, 8, 16, 24)], -1).flatten(2)[:, :, : HIDDEN // 128]
+        scales = torch.exp2(parts.float() - 127)
+    return (q.float().unflatten(2, (-1, 128)) * scales[..., None]).flatten(2).bfloat16()
+
+
+@pytest.mark.parametrize("way", ["plain", "hook", "async", "zero copy"])
+@pytest.mark.parametrize(("use_fp8", "scales"), [(False, "float32"), (True, "float32"), (True, "round"), (True, "ue8m0")])
+def test_layers(pair, use_fp8, scales, way):
+    pair.run(served, use_fp8, scales, way, MOST)
+
+
+def test_layers_of_1024_tokens_at_most(gloo):
+    gloo.run(served, True, "float32", "hook", 1024)
+
+
+def refused(rank, size):
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    x, idx, weights = routing(rank, size, MOST)
+    x = x.bfloat16()
+    _, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, 4 * size, use_fp8=False)
+    rows = torch.zeros(4, size * MOST, HIDDEN, dtype=torch.bfloat16)
+
+    def send(x=x, most=MOST, **arguments):
+        return buffer.low_latency_dispatch(x, idx, most, 4 * size, **arguments)
+
+    def back(rows=rows, idx=idx, weights=weights, **arguments):
+        return buffer.low_latency_combine(rows, idx, weights, handle, **arguments)
+
+    for kind, text, call in (
+        (NotImplementedError, "use_nvfp4", lambda: send(use_nvfp4=True)),
+        (NotImplementedError, "dispatch_wait_recv_cost_stats", lambda: send(dispatch_wait_recv_cost_stats=idx)),
+        (NotImplementedError, "comp_signal, overlap", lambda: back(overlap=True, comp_signal=idx)),
+        (NotImplementedError, "enable_shrink", lambda: buffer.low_latency_query_mask_buffer(idx)),
+        (AssertionError, "use_ue8m0 needs", lambda: send(use_ue8m0=True)),
+        (AssertionError, "exclude each other", lambda: send(async_finish=True, return_recv_hook=True)),
+        (ValueError, "12 tokens, num_max_dispatch_tokens_per_rank is 11", lambda: send(most=11)),
+        (ValueError, r"x has shape \(4, 3, 256\), want", lambda: back(rows[:, :3])),
+        (ValueError, r"topk_idx has shape \(12, 2\)", lambda: back(idx=idx[:, :2], weights=weights[:, :2])),
+        (ValueError, "topk_weights has shape", lambda: back(weights=weights[:, : TOP_K - 1])),
+        (ValueError, "out is", lambda: back(out=rows[0])),
+        (TypeError, "handle is tuple", lambda: buffer.low_latency_combine(rows, idx, weights, ())),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    assert not back()[0].any()
+    buffer.destroy()
+
+
+def test_wrong_arguments(pair):
+    pair.run(refused)
