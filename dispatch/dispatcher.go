@@ -127,6 +127,7 @@ func (c *cutter) cut(n int64) (memory.View, kernels.Buffer) {
 // handleViews are the views of one handle's memory that its user gets.
 type handleViews struct {
 	rows, scales, counts, offsets, rankCounts, indices, weights, sources, landed memory.View
+	routing                                                                      memory.View // its part of DispatchHandle.State
 }
 
 // mappedBytes is the length of a handle's piece of Dispatcher.mapped: whole lines.
@@ -141,7 +142,10 @@ func (d *Dispatcher) layOut(c *cutter, l kernels.Layout) (zero int64) {
 	d.counters, m.Counters = c.cut(8 * int64(m.CounterWords()))
 	m.Handles, d.views = make([]kernels.DispatchHandle, d.options.Handles), make([]handleViews, d.options.Handles)
 	for i := range m.Handles {
-		_, m.Handles[i].State = c.cut(l.State)
+		var state memory.View
+		if state, m.Handles[i].State = c.cut(l.State); c.heap != nil {
+			d.views[i].routing = state.Slice(l.Routing, l.RoutingBytes)
+		}
 	}
 	zero = c.used
 	// Places are the same on all ranks, so sizes are those of the rank that needs most.
@@ -398,7 +402,7 @@ func (d *Dispatcher) op(kind kernels.DispatchOp, h *Handle) *op {
 
 // launchOf are the fields that all launches have.
 func (d *Dispatcher) launchOf(kind kernels.DispatchOp, h *Handle) kernels.DispatchCall {
-	return kernels.DispatchCall{Handle: h.memory, Op: kind, Tokens: h.tokens, Blocks: d.options.MaxSMs, Launched: kernels.Launched{Timeout: d.options.Timeout}}
+	return kernels.DispatchCall{Handle: h.memory, Op: kind, Tokens: h.tokens, Routing: d.routing(h), Blocks: d.options.MaxSMs, Launched: kernels.Launched{Timeout: d.options.Timeout}}
 }
 
 // launch puts a call, or the half of it in phase, on s. After the first half the handle keeps the second.

@@ -87,6 +87,13 @@
 // for Combine and the backward calls are best in the symmetric heap too: in the output itself, or in buffers of
 // [Dispatcher.MaxRows] rows from Heap.Alloc. Peers then reach them in place; others are copied to or from staging.
 //
+// # Routings without outputs
+//
+// [Handle.Keep] copies the routing of a dispatch to memory of the caller, of [Dispatcher.RoutingBytes]. The [Routing] needs no output, so the
+// handle can be released. [Dispatcher.Route] returns a handle that goes by it, for combines, gradients, or other rows of the same
+// tokens, which come into an output of their own. Any number of routings can be alive, and a rank drops one whenever it likes: only
+// handles, between Route or Dispatch and Release, are taken and given back by all ranks alike.
+//
 // # Experts on several ranks
 //
 // A [Placement] puts experts on ranks, contiguously by default. It may put an expert on several ranks to spread its load. The

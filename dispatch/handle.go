@@ -21,17 +21,18 @@ import (
 // undefined. The views are valid when the dispatch is complete, in stream order; Counts, Offsets and RankCounts already after
 // DispatchSend. They are dead after Release.
 type Handle struct {
-	d      *Dispatcher
-	memory int // index of its memory in the dispatcher's
-	tokens int
-	local  []int
-	ticket uint64
-	alive  bool
-	users  int   // launches that have not run yet
-	half   *op   // the second half of a call that has had its first
-	err    error // why the dispatch failed
-	lost   bool  // no call can be made with it
-	counts HostCounts
+	d       *Dispatcher
+	memory  int // index of its memory in the dispatcher's
+	tokens  int
+	local   []int
+	routing *Routing // by which its calls go; nil: its own dispatch
+	ticket  uint64
+	alive   bool
+	users   int   // launches that have not run yet
+	half    *op   // the second half of a call that has had its first
+	err     error // why the dispatch failed
+	lost    bool  // no call can be made with it
+	counts  HostCounts
 }
 
 // Rows is the output: [Dispatcher.MaxRows, Options.Hidden] as Options.Layout says. Experts may
@@ -43,27 +44,27 @@ func (h *Handle) Rows() memory.View { return h.views().rows }
 func (h *Handle) Scales() memory.View { return h.views().scales }
 
 // Counts is the number of choices of each of LocalExperts, in int32. In an expert-major layout that is its number of rows.
-func (h *Handle) Counts() memory.View { return h.views().counts }
+func (h *Handle) Counts() memory.View { return h.routed().counts }
 
 // Offsets is the first row of each of LocalExperts (in token-major layouts, from each rank), and one more number, the length of
 // the output with its padding. In int32.
-func (h *Handle) Offsets() memory.View { return h.views().offsets }
+func (h *Handle) Offsets() memory.View { return h.routed().offsets }
 
 // RankCounts is how many rows came from each rank, in int32.
-func (h *Handle) RankCounts() memory.View { return h.views().rankCounts }
+func (h *Handle) RankCounts() memory.View { return h.routed().rankCounts }
 
 // Indices belong to rows of token-major layouts: [Dispatcher.MaxRows, TopK] in int64. Entry k is the index in LocalExperts of
 // the row's choice k, -1 if that is masked or on another rank. Empty in other layouts.
-func (h *Handle) Indices() memory.View { return h.views().indices }
+func (h *Handle) Indices() memory.View { return h.ofDispatch().indices }
 
 // Weights are the weights of the rows' choices, in float32: [Dispatcher.MaxRows], or in token-major layouts
 // [Dispatcher.MaxRows, TopK] with 0 where Indices has -1. They are 1 if Tokens.Weights was empty. Expert-major layouts have
 // them only with Options.RowWeights.
-func (h *Handle) Weights() memory.View { return h.views().weights }
+func (h *Handle) Weights() memory.View { return h.ofDispatch().weights }
 
 // Sources says where each row comes from, if Options.Sources is set: [Dispatcher.MaxRows, 2] in int32, the rank and the token's
 // number there. It is -1, -1 in padding that is zero.
-func (h *Handle) Sources() memory.View { return h.views().sources }
+func (h *Handle) Sources() memory.View { return h.ofDispatch().sources }
 
 // Landed are 32-bit words, if Options.Landed is set: the number of rows of each of LocalExperts that have arrived so far. Work that
 // runs together with DispatchReceive may read all rows of an expert when it has read the expert's word with acquire semantics
@@ -72,6 +73,22 @@ func (h *Handle) Sources() memory.View { return h.views().sources }
 func (h *Handle) Landed() memory.View { return h.views().landed }
 
 func (h *Handle) views() *handleViews { return &h.d.views[h.memory] }
+
+// routed are the views of its routing.
+func (h *Handle) routed() routingViews {
+	if h.routing != nil {
+		return h.routing.views
+	}
+	return h.d.routingOf(h.memory)
+}
+
+// ofDispatch are the views of what its own dispatch has left next to the rows.
+func (h *Handle) ofDispatch() *handleViews {
+	if h.routing != nil {
+		return &handleViews{}
+	}
+	return h.views()
+}
 
 // LocalExperts lists the experts that were on this rank at the time of the dispatch, in ascending order.
 func (h *Handle) LocalExperts() []int { return h.local }
@@ -104,6 +121,9 @@ func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 	d := h.d
 	if !d.options.HostCounts {
 		return HostCounts{}, fmt.Errorf("%w: Options.HostCounts is not set", ErrInvalid)
+	}
+	if h.routing != nil {
+		return HostCounts{}, fmt.Errorf("%w: the handle goes by a kept routing, its dispatch had another", ErrInvalid)
 	}
 	tells := d.c.Heap.Device().Kind() == device.HostKind // streams report errors, so no call of Fault is needed
 	for start := time.Now(); ; {
@@ -206,7 +226,7 @@ func (d *Dispatcher) take(tokens int) (*Handle, error) {
 	}
 	d.ticket++
 	h.memory, h.tokens, h.local, h.ticket, h.err, h.alive = free, tokens, d.local, d.ticket, nil, true
-	h.lost, d.holders[h.memory] = false, h
+	h.lost, h.routing, d.holders[h.memory] = false, nil, h
 	if d.options.HostCounts && h.counts.Offsets == nil {
 		local, groups := d.bounds.Local(d.bounds.Rank), d.bounds.Groups(d.bounds.Rank)
 		h.counts = HostCounts{Counts: make([]int32, local), Offsets: make([]int32, groups+1), RankCounts: make([]int32, d.bounds.Ranks)}

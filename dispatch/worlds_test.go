@@ -233,6 +233,9 @@ func randomWorld(r *rank, o dispatch.Options, rng, own *rand.Rand, stream device
 				s.redispatch(st, &next)
 				s.checkRows()
 			}
+			if rng.IntN(3) == 0 {
+				s.reroute(st)
+			}
 			c := combineWith{weighting: dispatch.Weighting(rng.IntN(3)), sums: rng.IntN(3) == 0, ready: rng.IntN(4) == 0, biases: rng.IntN(3)}
 			if s.b.byToken() {
 				c.weighting = 0

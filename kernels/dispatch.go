@@ -256,6 +256,12 @@ func (o DispatchOp) String() string {
 	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward"}[o]
 }
 
+// DispatchRouting is a copy of what a handle has of the routing of its dispatch, in memory of the device that only this rank reads:
+// Layout.RoutingBytes of its State from Layout.Routing on, and its Counts, Offsets and RankCounts.
+type DispatchRouting struct {
+	State, Counts, Offsets, RankCounts Buffer
+}
+
 // DispatchCall is what every launch has. The engine uses it until it calls Done.
 type DispatchCall struct {
 	Handle int // of DispatchBounds.Handles
@@ -263,6 +269,9 @@ type DispatchCall struct {
 	Phase  Phase
 	// Tokens is the number of this rank's tokens in the dispatch that the call belongs to.
 	Tokens int
+	// Routing, when set, is that of another dispatch, which the call goes by: its handle is only the memory by which it crosses, and its
+	// output. Not for OpDispatch.
+	Routing DispatchRouting
 	// Blocks bounds the multiprocessors that the launch takes; 0 is the engine's choice. The host engine runs on its caller or
 	// stream.
 	Blocks int
@@ -391,6 +400,19 @@ func (e *OverflowError) Error() string {
 }
 
 func (*OverflowError) recoverable() {}
+
+// RoutingError says that a rank's call goes by memory without a routing of its tokens: the dispatch has failed, which it has on every rank,
+// or the memory was written since. The rank has not begun the call, and the dispatcher can be used further.
+type RoutingError struct {
+	Tokens int
+}
+
+// Error states the number.
+func (e *RoutingError) Error() string {
+	return fmt.Sprintf("kernels: the memory holds no routing of %d tokens", e.Tokens)
+}
+
+func (*RoutingError) recoverable() {}
 
 // IndexError says that a rank's token has a choice that is no expert. It is the same on every rank, nothing has been moved, and the
 // dispatcher can be used further.

@@ -72,6 +72,8 @@ type Layout struct {
 	Bytes, Zero int64
 	// State and Staging are the bytes of the buffers of these names in each of a dispatcher's handles.
 	State, Staging int64
+	// Routing is where in State the routing of a dispatch lies, and RoutingBytes how long it is, see DispatchRouting.
+	Routing, RoutingBytes int64
 }
 
 // Traits is what plans may want to know of how a port moves bytes. It is this rank's: peers may have others.

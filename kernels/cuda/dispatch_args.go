@@ -107,6 +107,14 @@ func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, 
 	return b
 }
 
+// moveRouting has the block's routing lie elsewhere, in memory that only this rank uses. Kernels add places to the address of their own
+// segment and wrap around, so it may lie anywhere.
+func (b *dispatchBlock) moveRouting(by place) {
+	for _, at := range []*place{&b.arrived, &b.places, &b.who, &b.spread, &b.indices, &b.weights, &b.sources} {
+		*at += by
+	}
+}
+
 // dispatchSendWords is what only the kernels of a dispatch have: this rank's tokens, where they go, and what the caller wants to know of what comes.
 type dispatchSendWords struct {
 	_ structs.HostLayout

@@ -69,6 +69,10 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 	for i, n := range m.First {
 		l.base.first[i] = uint32(n)
 	}
+	if r := &c.Routing; r.State.Bytes > 0 {
+		l.base.state.moveRouting(place(int64(r.State.Ptr) - int64(p.e.space.Addr(m.Rank, int64(b.arrived)))))
+		l.base.out.counts, l.base.out.offsets, l.base.out.rankCounts = uint64(r.Counts.Ptr), uint64(r.Offsets.Ptr), uint64(r.RankCounts.Ptr)
+	}
 	if c.Phase&kernels.Send != 0 {
 		l.base.mode |= dispatchSend
 	}

@@ -91,5 +91,6 @@ func (x *dispatches) layout() kernels.Layout {
 	return kernels.Layout{
 		Bytes: controlAlign, Zero: controlAlign,
 		State: x.block(0).end, Staging: x.weightsAt() + 4*x.staged()*int64(x.m.TopK),
+		Routing: int64(x.block(0).arrived), RoutingBytes: int64(x.block(0).wiped - x.block(0).arrived),
 	}
 }

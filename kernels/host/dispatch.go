@@ -123,6 +123,9 @@ func (m *dispatching) enter(p *port, f *dispatches, op kernels.Operation) {
 	c := callIn(op)
 	m.e, m.m, m.block, m.call = p.e, f.m, &f.block, c
 	m.r, m.h = &f.handles[c.Handle], &f.m.Handles[c.Handle]
+	if c.Routing.State.Bytes > 0 && c.Phase&kernels.Send != 0 {
+		m.recall(c.Routing.State.Mem)
+	}
 	m.w.begin(p, m, p.call(op, m.block.epoch(), m.r.epoch), c.Timeout)
 }
 

@@ -22,6 +22,7 @@ type dispatchBlock struct {
 	rowBytes  int64 // of all rows of a combine,
 	weight    int64 // and of all their weights
 	readyAt   int64 // in State
+	keptAt    int64 // likewise: the routing
 	stateSize int64
 }
 
@@ -33,7 +34,8 @@ func newDispatchBlock(m *kernels.DispatchBounds, offset int64) dispatchBlock {
 	l.rowBytes = kernels.AlignUp(m.Rows*m.SumBytes(), kernels.LineBytes)
 	l.weight = kernels.AlignUp(m.Rows*int64(m.WeightsPerRow())*4, kernels.LineBytes)
 	l.readyAt = int64(l.n) * kernels.LineBytes
-	l.stateSize = kernels.AlignUp(l.readyAt+8*int64(max(m.MostLocal(), m.Ranks)), kernels.LineBytes)
+	l.keptAt = kernels.AlignUp(l.readyAt+8*int64(max(m.MostLocal(), m.Ranks)), kernels.LineBytes)
+	l.stateSize = l.keptAt + keptBytes(m)
 	return l
 }
 
@@ -41,6 +43,7 @@ func (l *dispatchBlock) layout() kernels.Layout {
 	return kernels.Layout{
 		Bytes: l.counts(0, 2*l.n) - l.control, Zero: l.counts(0, 0) - l.control,
 		State: l.stateSize, Staging: l.twinBytes()*int64(l.n) + 2*l.rowBytes + 2*l.weight,
+		Routing: l.keptAt, RoutingBytes: l.stateSize - l.keptAt,
 	}
 }
 

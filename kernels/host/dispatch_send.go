@@ -42,6 +42,7 @@ func (m *dispatching) send(a *kernels.Dispatch) (err error) {
 	m.openOutlets()
 	if a.Op == kernels.OpDispatch {
 		m.number()
+		m.keep(true)
 	}
 	m.scatter(a)
 	me := m.m.Rank
@@ -85,6 +86,9 @@ func (m *dispatching) agree(a *kernels.Dispatch) (failed, err error) {
 		clear(r.from)
 		clear(m.counts)
 		clear(r.counts)
+	}
+	if err != nil || failed != nil {
+		m.keep(false)
 	}
 	m.publish(a, err == nil && failed == nil)
 	return failed, err

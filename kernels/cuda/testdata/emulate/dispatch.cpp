@@ -34,6 +34,8 @@ struct world : segments {
 	bool few,
 	    given; // few: by the kernels for few tokens; given: scales beside tokens, whose rows cross as they are
 	u32 scales_are = 0, biases; // scales_are: the mode of a launch says that too
+	bool keeps; // calls go by a routing in memory of the caller
+	std::vector<std::vector<u64>> kept;
 	i64 align = 1, capacity = 0, most_rows;
 	u64 timeout_ns = u64{1} << 50;
 	std::vector<u32> first, table; // slots before each rank; the placement
@@ -115,6 +117,9 @@ world random_world()
 		w.most_rows = all;
 	w.state = sw_lay_dispatch_block(65536, w.size, w.slots, w.max_tokens, w.top_k, all, w.few ? w.note_bytes() : 0,
 	                                w.few ? w.packet_bytes() : 0);
+	w.keeps = draw(2) == 0, w.kept.resize(w.size);
+	for (auto &k : w.kept)
+		k.resize((w.state.wiped - w.state.arrived) / 8);
 	u64 place = w.state.end;
 	auto take = [&](u64 n) {
 		place = (place + 255) / 256 * 256;
@@ -263,6 +268,11 @@ sw_dispatch_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	u64 own = w.segment(rank);
 	a.world = w.seen_by(rank, w.state.control, w.timeout_ns);
 	a.state = w.state;
+	if (w.keeps && op != op_dispatch) { // as dispatchBlock.moveRouting does
+		u64 by = reinterpret_cast<u64>(w.kept[rank].data()) - own - w.state.arrived;
+		for (auto *at : {&a.state.arrived, &a.state.places, &a.state.who, &a.state.spread, &a.state.indices, &a.state.weights, &a.state.sources})
+			*at += by;
+	}
 	a.send.choices = reinterpret_cast<u64>(b.choice[rank].data()), a.send.weights = b.weight[rank].data();
 	a.table = w.table.data();
 	a.out.rows = own + w.rows, a.out.scales = own + w.row_scales, a.out.weights = memory{own + w.row_weights},
@@ -734,6 +744,18 @@ struct memories {
 	}
 };
 
+// The caller's copy of the routing, on a rank's stream. The state has it no more.
+void keep_routing(world &w, u32 rank, program &p)
+{
+	if (!w.keeps)
+		return;
+	p.push_back(memories::by_caller([&w, rank] {
+		void *from = reinterpret_cast<void *>(w.segment(rank) + w.state.arrived);
+		memcpy(w.kept[rank].data(), from, 8 * w.kept[rank].size());
+		memset(from, 0, 8 * w.kept[rank].size());
+	}));
+}
+
 // The same tokens with the same experts, but other rows.
 batch other_rows(const batch &b)
 {
@@ -771,6 +793,7 @@ bool calls()
 			};
 			add_dispatch(w, l.b, r, false, l.halves, p);
 			p.push_back(l.rows.keep(w, r));
+			keep_routing(w, r, p);
 			if (l.again) {
 				add_dispatch(w, l.other, r, true, l.halves, p);
 				p.push_back(l.other_rows.keep(w, r));
@@ -826,6 +849,7 @@ bool forgets()
 		for (u32 r = 0; r < w.size; r++) {
 			weights[r].resize(w.max_tokens * w.top_k);
 			add_dispatch(w, b, r, false, draw(2) == 0, programs[r]);
+			keep_routing(w, r, programs[r]);
 			programs[r].push_back(memories::by_caller([&w, &b, r] { make_rows(w, b, r); }));
 			add_combine(w, b, r, false, weights[r], programs[r]);
 		}
