@@ -79,7 +79,7 @@ func (h *Heap) Close(ctx context.Context) (err error) {
 	}
 	switch {
 	case h.space.Segments != nil: // nothing is mapped in the range
-	case !h.group.InProcess():
+	case !h.home.InProcess():
 		for _, e := range extents {
 			h.displaceAll(h.peers(), h.everyone(e))
 		}

@@ -12,10 +12,10 @@ import (
 // extent is a piece of a segment that was committed at once.
 type extent struct{ off, n int64 }
 
-// adopt has all ranks of this process use the range of rank 0.
+// adopt has all ranks of this process use the range of the first.
 func (h *Heap) adopt(ctx context.Context) error {
-	all, err := h.group.Share(ctx, h.back)
-	if err == nil && h.group.Rank() != 0 {
+	all, err := h.home.Share(ctx, h.back)
+	if err == nil && h.home.Rank() != 0 {
 		err = h.back.adopt(all[0].(backing))
 	}
 	_, err = agree.On(ctx, h.group, agree.Claim{Op: "adopt"}, err)
@@ -36,7 +36,7 @@ func (h *Heap) commit(ctx context.Context, op string, e extent) error {
 		return err
 	}
 	if err = h.bindAll(ctx, op, fd, e); err != nil {
-		if !h.group.InProcess() {
+		if !h.home.InProcess() {
 			h.displaceAll(h.peers(), parts)
 		}
 		h.displaceAll([]int{h.space.Rank}, parts)
@@ -44,9 +44,9 @@ func (h *Heap) commit(ctx context.Context, op string, e extent) error {
 	return err
 }
 
-// everyone is e in every rank's segment.
+// everyone is e in the segment of every rank of the host.
 func (h *Heap) everyone(e extent) []part {
-	parts := make([]part, h.group.Size())
+	parts := make([]part, h.home.Size())
 	for r := range parts {
 		parts[r] = part{place: e.off, n: e.n}
 	}
@@ -57,10 +57,10 @@ func (h *Heap) everyone(e extent) []part {
 // its segment.
 type part struct{ place, off, n int64 }
 
-// placeAll maps every rank's part everywhere, this rank's from fd. err is this rank's reason not to, if
+// placeAll maps the part of every rank of the host on all of them, this rank's from fd. err is this rank's reason not to, if
 // it has one already. On an error this rank has mapped nothing.
 func (h *Heap) placeAll(ctx context.Context, op string, fd int, parts []part, err error) error {
-	me := h.group.Rank()
+	me := h.home.Rank()
 	var placed []int
 	place := func(r, fd int) error {
 		p := parts[r]
@@ -76,7 +76,7 @@ func (h *Heap) placeAll(ctx context.Context, op string, fd int, parts []part, er
 	if err == nil {
 		err = place(me, fd)
 	}
-	if !h.group.InProcess() {
+	if !h.home.InProcess() {
 		// ranks pass descriptors only if all can, and if there are any
 		some := slices.ContainsFunc(parts, func(p part) bool { return p.n > 0 })
 		if _, err = agree.On(ctx, h.group, agree.Claim{Op: op + ": export"}, err); err == nil && some {
@@ -96,12 +96,12 @@ func (h *Heap) placeAll(ctx context.Context, op string, fd int, parts []part, er
 
 // importAll maps the parts of the other ranks.
 func (h *Heap) importAll(ctx context.Context, fd int, parts []part, place func(r, fd int) error) error {
-	me := h.group.Rank()
+	me := h.home.Rank()
 	var mine []int
 	if parts[me].n > 0 {
 		mine = []int{fd}
 	}
-	fds, err := h.group.ExchangeFDs(ctx, mine)
+	fds, err := h.home.ExchangeFDs(ctx, mine)
 	for r := range fds {
 		for i, fd := range fds[r] {
 			if r != me && i == 0 && err == nil {
@@ -124,7 +124,7 @@ func (h *Heap) displaceAll(ranks []int, parts []part) {
 			continue
 		}
 		if err := h.back.displace(h.at(r, parts[r].place), parts[r].n); err != nil {
-			h.log.Warn("memory: displace", "rank", h.group.Rank(), "of", r, "error", err)
+			h.log.Warn("memory: displace", "rank", h.space.Rank, "of", r, "error", err)
 		}
 	}
 }

@@ -25,7 +25,8 @@ const version = 1
 // every rank, and change nothing. After a collective call that its context or a lost rank has cut
 // off, the heap can only be closed.
 type Heap struct {
-	group   *comm.Group
+	group   *comm.Group // whose ranks agree on everything
+	home    *comm.Group // those of this host, whose segments are mapped here
 	dev     device.Device
 	log     *slog.Logger
 	back    backing
@@ -60,10 +61,14 @@ type Heap struct {
 
 // NewHeap makes a symmetric heap over the ranks of g with memory of d. It is collective.
 //
+// Of ranks on several hosts those of each host have a heap of their own: segments of other hosts are not mapped. All ranks make its
+// collective calls together, so an offset is the same on all hosts, and Verify compares all ranks. Hosts have equally many ranks, and
+// their memory is that of the host.
+//
 // Every rank reserves one range of addresses and maps the segments of all ranks in it at equal
 // distances; ranks that share a process share the range. The memory is zero. The error on every rank
 // is comm.ErrMismatch when options, devices or versions differ, ErrInvalid for options out of range
-// and ErrUnsupported for a group on several hosts, a device that has no heap, GPUs of which one cannot reach the other, or ranks of one
+// and ErrUnsupported for hosts with different numbers of ranks, a device that has no heap, GPUs on several hosts, GPUs of which one cannot reach the other, or ranks of one
 // process that share a GPU without Options.ShareGPUs.
 //
 // The heap does not own d, which is closed after it.
@@ -77,10 +82,11 @@ func newHeap(
 	if g == nil {
 		return nil, fmt.Errorf("memory: new heap: %w: no group", ErrInvalid)
 	}
-	if n := g.Topology().Hosts; n > 1 {
-		return nil, fmt.Errorf("memory: new heap: %w: the ranks of %s are on %d hosts", ErrUnsupported, g.Name(), n)
+	home, err := homeOf(g)
+	if err != nil {
+		return nil, fmt.Errorf("memory: new heap: %w", err)
 	}
-	h := &Heap{group: g, dev: d, log: o.Logger}
+	h := &Heap{group: g, home: home, dev: d, log: o.Logger}
 	if h.log == nil {
 		h.log = g.Logger()
 	}
@@ -94,7 +100,7 @@ func newHeap(
 }
 
 func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (backing, error)) error {
-	g := h.group
+	g, home := h.group, h.home
 	lay, err := h.choose(o, back)
 	what := agree.Claim{Op: "new heap", Must: []agree.Value{
 		agree.Named("version", version),
@@ -106,6 +112,9 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		agree.Named("multicast", o.Multicast),
 		agree.Named("granule", h.granule),
 	}}
+	if g.Topology().Hosts > 1 { // else all of them find the same
+		what.Must = append(what.Must, agree.Named("ranks of a host in one process", home.InProcess()))
+	}
 	if err == nil {
 		what.Info = h.back.who()
 		if h.gpu != nil {
@@ -117,19 +126,19 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		return err
 	}
 	devices := claims.Infos()
-	if err = h.back.reach(devices); err == nil && h.gpu != nil && !o.ShareGPUs && g.InProcess() {
+	if err = h.back.reach(devices); err == nil && h.gpu != nil && !o.ShareGPUs && home.InProcess() {
 		err = apart(devices)
 	}
 	if err == nil {
 		if err = h.teamUp(o.Multicast, devices); err == nil {
-			lay, err = o.validate(g.Size(), h.granule)
+			lay, err = o.validate(home.Size(), h.granule)
 		}
 	}
 
 	// The range. By default take what the process with the least addresses can have.
-	if err == nil && (!g.InProcess() || g.Rank() == 0) {
+	if err == nil && (!home.InProcess() || home.Rank() == 0) {
 		for {
-			err = h.back.reserve(lay.stride() * int64(g.Size()))
+			err = h.back.reserve(lay.stride() * int64(home.Size()))
 			if err == nil || lay.limit/2 < lay.atLeast {
 				break
 			}
@@ -144,8 +153,8 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		lay.limit = min(lay.limit, l.Info[0])
 	}
 	h.limit = lay.limit
-	h.space = kernels.Space{Stride: lay.stride(), Rank: g.Rank(), Size: g.Size(), Log: h.log, AwaitedBy: g.AwaitedBy}
-	if g.InProcess() {
+	h.space = kernels.Space{Stride: lay.stride(), Rank: home.Rank(), Size: home.Size(), Log: h.log, AwaitedBy: h.awaitedBy}
+	if home.InProcess() {
 		if err := h.adopt(ctx); err != nil {
 			return err
 		}
@@ -153,7 +162,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	h.space.Mem, h.space.Base = h.back.mem(), h.back.base()
 	h.window.add(h.limit, h.limit)
 	if h.gpu != nil {
-		h.space.Aliases, h.rows = new(kernels.Aliases), make([]bool, kernels.AliasRows(g.Size()))
+		h.space.Aliases, h.rows = new(kernels.Aliases), make([]bool, kernels.AliasRows(home.Size()))
 	}
 
 	if h.multi != nil {
@@ -194,6 +203,9 @@ func (h *Heap) choose(o Options, back func(device.Device) (backing, error)) (lay
 	}
 	h.back, h.granule = b, b.granule()
 	if h.gpu, _ = b.(*cudaBacking); h.gpu != nil {
+		if n := h.group.Topology().Hosts; n > 1 {
+			return layout{}, fmt.Errorf("%w: GPUs on %d hosts", ErrUnsupported, n)
+		}
 		h.gpu.scattered = h.gpu.scattered || o.LegacyIPC
 	} else if o.LegacyIPC {
 		return layout{}, fmt.Errorf("%w: CUDA IPC on a heap of the host", ErrInvalid)
@@ -204,7 +216,25 @@ func (h *Heap) choose(o Options, back func(device.Device) (backing, error)) (lay
 	case o.Multicast != NoMulticast && (h.gpu == nil || o.LegacyIPC):
 		return layout{}, fmt.Errorf("%w: multicast on a heap of the host or of CUDA IPC memory", ErrInvalid)
 	}
-	return o.validate(h.group.Size(), h.granule)
+	return o.validate(h.home.Size(), h.granule)
+}
+
+// homeOf is the group of this rank's host, if heaps on all hosts of g can have the same layout.
+func homeOf(g *comm.Group) (*comm.Group, error) {
+	if t := g.Topology(); t.PerHost == 0 {
+		counts := make([]int, t.Hosts)
+		for r := range g.Size() {
+			counts[t.HostOf(r)]++
+		}
+		return nil, fmt.Errorf("%w: a heap on hosts with different numbers of ranks, %v", ErrUnsupported, counts)
+	}
+	return g.Home()
+}
+
+// awaitedBy is the group's word on a rank of this host.
+func (h *Heap) awaitedBy(peer int) (call string, seq uint64) {
+	t := h.group.Topology()
+	return h.group.AwaitedBy(t.RankOf(t.Host, peer))
 }
 
 func kindOf(d device.Device) string {

@@ -165,12 +165,16 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 		return nil, err
 	}
 	r = &Registration{heap: h, id: src.id, from: src.at, n: v.n, room: h.granule}
-	size := len(claims)
-	r.parts, r.leads, r.names, r.lens = make([]part, size), make([]int64, size), make([]name, size), make([]int64, size)
-	for i, o := range claims.Infos() {
-		r.parts[i], r.leads[i], r.lens[i] = part{off: o[0], n: o[1]}, o[2], o[3]
-		copy(r.names[i][:], o[4:])
+	size := h.home.Size()
+	r.parts, r.leads, r.names, r.lens = make([]part, size), make([]int64, size), make([]name, size), make([]int64, len(claims))
+	t := h.group.Topology()
+	for rank, o := range claims.Infos() {
+		r.lens[rank] = o[3]
 		r.room = max(r.room, o[1])
+		if i := t.LocalOf(rank); t.HostOf(rank) == t.Host {
+			r.parts[i], r.leads[i] = part{off: o[0], n: o[1]}, o[2]
+			copy(r.names[i][:], o[4:])
+		}
 	}
 	if r.room = roundUp(r.room, h.granule); r.room < 0 || r.room > maxAlloc {
 		return nil, fmt.Errorf("%w: %d bytes", ErrInvalid, r.room)
@@ -180,7 +184,7 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 	}
 	if err = h.placeAll(ctx, "register: commit", src.fd, r.parts, nil); err == nil && h.gpu != nil {
 		if err = h.alias(ctx, r, v.ptr); err != nil {
-			if !h.group.InProcess() {
+			if !h.home.InProcess() {
 				h.displaceAll(h.peers(), r.parts)
 			}
 			h.displaceAll([]int{h.space.Rank}, r.parts)
@@ -261,11 +265,11 @@ func (h *Heap) find(id identity, off, n int64) *Registration {
 	return nil
 }
 
-// peers are the ranks other than this one.
+// peers are the other ranks of the host, as their segments are numbered.
 func (h *Heap) peers() []int {
-	out := make([]int, 0, h.group.Size())
-	for r := range h.group.Size() {
-		if r != h.group.Rank() {
+	out := make([]int, 0, h.home.Size())
+	for r := range h.home.Size() {
+		if r != h.home.Rank() {
 			out = append(out, r)
 		}
 	}
@@ -318,11 +322,11 @@ func (r *Registration) deregister(ctx context.Context, broken error) (err error)
 	if h.gpu != nil {
 		h.unalias(r)
 	}
-	if !h.group.InProcess() {
+	if !h.home.InProcess() {
 		h.displaceAll(h.peers(), r.parts)
 	}
 	_, err = agree.On(ctx, h.group, agree.Claim{Op: "deregister: exporter"}, nil)
-	h.displaceAll([]int{h.group.Rank()}, r.parts)
+	h.displaceAll([]int{h.space.Rank}, r.parts)
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.releaseRoom(r)

@@ -36,6 +36,7 @@ var scenarios = map[string]scenario{
 	"abort":      abortScenario,
 	"killed":     killedScenario,
 	"cut":        cutScenario,
+	"hosts":      hostsScenario,
 
 	"cuda bytes":    cudaBytesScenario,
 	"cuda register": cudaRegisterScenario,

@@ -68,6 +68,9 @@ func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Commun
 		c.trace = log
 	}
 	var layout kernels.Layout
+	if n := c.Group.Topology().Hosts; n > 1 && refused == nil {
+		refused = fmt.Errorf("%s: %w: the ranks of %s are on %d hosts", o.Name, comm.ErrUnsupported, c.Group.Name(), n)
+	}
 	if refused == nil {
 		var err error
 		if layout, err = h.Engine().Layout(o.Family); err != nil {

@@ -1,0 +1,46 @@
+package communicator_test
+
+import (
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/allreduce"
+	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// Every communicator refuses a group on several hosts, on all ranks and at once.
+func TestCommunicatorsDoNotSpanHosts(t *testing.T) {
+	gs, err := comm.Local(4, comm.LocalOptions{PerHost: 2})
+	require.NoError(t, err)
+	var wg sync.WaitGroup
+	for _, g := range gs {
+		wg.Go(func() {
+			h, err := memory.NewHeap(t.Context(), g, device.Host(), memory.Options{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			_, exchanges := alltoallv.New(t.Context(), h, alltoallv.Options{})
+			_, reductions := allreduce.New(t.Context(), h, allreduce.Options{})
+			_, dispatches := dispatch.New(t.Context(), h, dispatch.Options{Experts: 8, Hidden: 64, MaxTokens: 16, TopK: 2})
+			for _, err := range []error{exchanges, reductions, dispatches} {
+				if !errors.Is(err, comm.ErrUnsupported) || !strings.Contains(err.Error(), "2 hosts") {
+					t.Errorf("rank %d: %v", g.Rank(), err)
+				}
+			}
+			if err := h.Close(t.Context()); err != nil {
+				t.Error(err)
+			}
+			g.Close()
+		})
+	}
+	wg.Wait()
+}
