@@ -16,7 +16,7 @@
 #include <vector>
 
 #define __device__
-#define __global__
+#define __global__ inline // the compiler leaves out kernels that nobody launches
 #define __forceinline__ inline
 #define __noinline__
 #define __grid_constant__
