@@ -200,9 +200,13 @@ func TestCommands(t *testing.T) {
 
 var suite = regexp.MustCompile(`^go test(?: -short)?((?: \./[\w/]+)+)(?: -run (\w+))?$`)
 
-// partOfTheSuite reports whether a command runs tests that go test ./... runs too, and requires that there are such tests.
+// partOfTheSuite reports whether a command runs tests that go test ./... runs too, and requires that there are such tests. All short tests
+// run under the race detector.
 func partOfTheSuite(t *testing.T, ci, command string) bool {
 	t.Helper()
+	if command == "go test -short ./..." {
+		return strings.Contains(ci, "go test ./...") && strings.Contains(ci, "go test -race -short ./...")
+	}
 	m := suite.FindStringSubmatch(command)
 	if m == nil || !strings.Contains(ci, "go test ./...") {
 		return false
