@@ -134,6 +134,7 @@ type Options struct {
 	// LowLatency takes kernels for few tokens on GPUs, one each way. They need MaxTokens of at most 1024, at most 1024 expert slots (fewer in
 	// expert-major layouts, whose tables share memory with the tokens' choices: 928 with 256 tokens and TopK 8, 352 with 1024), a layout other than
 	// TokenMajor, and for rows that are quantised a scale for each 128 elements. With other options it changes nothing.
+	// Calls of 1024 tokens are slower so: on 2 H200 a pair by rank takes 126 us, with the other kernels 98.
 	LowLatency bool
 	// Sources makes dispatches fill Handle.Sources. RowWeights makes them fill Handle.Weights, which token-major layouts always have.
 	Sources, RowWeights bool
