@@ -19,6 +19,8 @@ from torch import Tensor
 
 # How many outputs a dispatcher keeps. Two micro-batches of a server are between dispatch and combine at a time.
 OUTPUTS = 2
+# The most tokens that kernels for few take.
+FEW = 1024
 
 _FLOAT8 = torch.float8_e4m3fn
 #: The types of rows that are sent, and of their sums.
@@ -44,7 +46,7 @@ class Shape(NamedTuple):
     rows: int = 0
     #: One row for each choice, in room for all tokens of all ranks, and not one for each token.
     slab: bool = False
-    #: Rows arrive as float8, with scales of this format: "float32" or "ue8m0".
+    #: Rows arrive as float8, with scales of this format: "float32", "power_of_two" or "ue8m0".
     quantize: str = ""
     #: Tokens of float8 come with scales: "float32", "ue8m0" (four in a word of int32) or "row" (one for a token).
     scales: str = ""
@@ -287,7 +289,6 @@ class Engine:
         return made
 
     def _make(self, s: Shape) -> Any:
-        few = s.slab and (self.device.type != "cuda" or (s.tokens <= 256 and s.quantize != "ue8m0"))
         return switchyard.Dispatcher(
             s.experts,
             s.top_k,
@@ -297,11 +298,11 @@ class Engine:
             dtype=s.dtype,
             combine_dtype=SUMS[s.dtype],
             layout="slab" if s.slab else "token_major",
-            low_latency=few,
+            low_latency=s.slab and s.tokens <= FEW,
             quantize=bool(s.quantize),
             scale_columns=bool(s.quantize),
             scale_per_token=s.scales == "row",
-            scale_format="ue8m0" if "ue8m0" in (s.quantize, s.scales) else "float32",
+            scale_format=s.quantize or ("ue8m0" if s.scales == "ue8m0" else "float32"),
             row_weights=s.weighed,
             sources=True,
             handles=OUTPUTS,

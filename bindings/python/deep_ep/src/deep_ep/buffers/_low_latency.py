@@ -68,7 +68,7 @@ class FewTokens:
         experts = checks.experts(call, num_experts, self.group_size)
         idx, _ = checks.choices(call, topk_idx, None, x)
         engine = engine_of(self.group, device_of(f"{call}: x", x))
-        quantize = "" if not use_fp8 else "ue8m0" if round_scale else "float32"
+        quantize = "" if not use_fp8 else "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32"
         shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, slab=True, quantize=quantize)
         local = experts // self.group_size
         counts = torch.empty(local, dtype=torch.int32, device=x.device)
@@ -78,23 +78,19 @@ class FewTokens:
 
         (got, routing), event = self._streams.run(engine.device, None, async_finish, (x, idx), send)
         rows = got.rows.view(local, -1, shape.hidden)
-        scales = got.scales if use_fp8 else None
-        unpacked = _unpacked_like(scales, shape.hidden) if round_scale and not use_ue8m0 else None
 
         def receive() -> None:
             got.wait()
             counts.copy_(torch.as_tensor(got.counts, dtype=torch.int32, device=x.device))
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts)
-            if unpacked is not None:
-                _unpack(scales, unpacked)
 
         hook: Hook = receive
         if not return_recv_hook:
             hook = None
             _, event = self._streams.run(engine.device, event, async_finish, (counts,), receive)
         handle = FewHandle(routing, got.sources, counts)
-        result = rows if scales is None else (rows, scales if unpacked is None else unpacked)
+        result = (rows, got.scales) if use_fp8 else rows
         return result, counts, handle, EventOverlap(event, (x, topk_idx) if async_finish else None), hook
 
     def low_latency_combine(
@@ -179,16 +175,3 @@ class FewTokens:
 def _one_way(call: str, async_finish: bool, return_recv_hook: bool) -> None:
     if async_finish and return_recv_hook:
         raise AssertionError(f"deep_ep: {call}: async_finish and return_recv_hook exclude each other")
-
-
-def _unpacked_like(scales: Tensor, hidden: int) -> Tensor:
-    """Room for scales as float32, in column-major order."""
-    local, rows, _ = scales.shape
-    return torch.empty((local, -(-hidden // 128), rows), dtype=torch.float32, device=scales.device).transpose(1, 2)
-
-
-def _unpack(scales: Tensor, out: Tensor) -> None:
-    """Write the powers of two whose exponents lie four in a word."""
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-    exponents = ((scales[..., None] >> shifts) & 255) << 23
-    out.copy_(exponents.flatten(2)[:, :, : out.shape[2]].contiguous().view(torch.float32))
