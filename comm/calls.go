@@ -289,8 +289,8 @@ func (g *Group) pendingAt(seq uint64) *pending {
 	return p
 }
 
-// handle takes a message for the group. What it returns is to be called after
-// n.mu, which the caller holds, is released.
+// handle takes a message for the group. The caller holds n.mu, and calls the
+// function that handle returns after it has released that.
 func (g *Group) handle(from int, m message) (then func()) {
 	r, ok := g.rankOf[from]
 	if !ok || g.closed {

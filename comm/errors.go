@@ -32,8 +32,8 @@ var (
 	ErrMismatch = errors.New("mismatch")
 
 	// ErrOutOfStep means that ranks wait for each other in calls of different
-	// kinds, one in an exchange and one in a reduction for example. What the
-	// call belongs to can then only be closed.
+	// kinds, one in an exchange and one in a reduction for example. The
+	// object that made the call can then only be closed.
 	ErrOutOfStep = errors.New("out of step")
 
 	// ErrInvalid means that an argument is out of its range; the message holds
@@ -68,7 +68,7 @@ type PeerError struct {
 	Rank int
 	// Op is what this rank was doing when it learned of it, empty if nothing.
 	Op string
-	// Epoch is the epoch that was waited for: of a channel on the data plane,
+	// Epoch is the epoch that was waited for: of a call of a communicator on the data plane,
 	// of a collective call in this package (the first call is 1). 0 means unknown.
 	Epoch uint64
 	// Err is the condition and its cause.

@@ -121,7 +121,7 @@ func (g *Group) failed(f *failure, tell bool) {
 		g.signalShrink()
 	}
 	if g.err != nil {
-		// Who is lost beside the first may only be stopped, and learns it later.
+		// A second lost rank may only be stopped, and learns it later.
 		var late link
 		if f.code == failLost && tell && !own && !told {
 			late = n.links[f.culprit]

@@ -107,7 +107,7 @@ func (s *session) recv() (frameType, []byte, error) {
 	return frameType(b[0]), b[sealedHead:end], nil
 }
 
-// fill reads until so many bytes of a frame are there, and never more.
+// fill reads until n bytes of a frame are there, and never more.
 func (s *session) fill(n int) error {
 	have := len(s.in)
 	if have >= n {

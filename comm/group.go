@@ -95,7 +95,7 @@ func (g *Group) Logger() *slog.Logger { return g.log }
 func (g *Group) Mute() { g.log = slog.New(slog.DiscardHandler) }
 
 // AwaitedBy is the earliest call of the group in which a peer waits for this rank, which has not made it: the call in words, and its
-// number, which is never 0. It is "" and 0 where there is none. Nobody is asked.
+// number, which is never 0. It is "" and 0 if no peer waits. It sends no message.
 func (g *Group) AwaitedBy(peer int) (call string, seq uint64) {
 	g.n.mu.Lock()
 	defer g.n.mu.Unlock()
@@ -165,8 +165,8 @@ func (g *Group) Barrier(ctx context.Context) error {
 // Share hands every rank's value to every rank, as it is: entry i of the
 // result is what rank i passed. It serves groups whose ranks all live in this
 // process and returns an error that wraps [errors.ErrUnsupported] in others.
-// What the values point to is shared between the ranks, who must agree on who
-// may change it.
+// The ranks share the memory that the values point to, and must agree on which
+// rank may change it.
 func (g *Group) Share(ctx context.Context, v any) ([]any, error) {
 	if !g.InProcess() {
 		return nil, fmt.Errorf("comm: share: ranks of %s live in other processes: %w", g, errors.ErrUnsupported)

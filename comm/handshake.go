@@ -23,7 +23,7 @@ import (
 //
 // The nonces are fresh, so an old proof is worth nothing; the two roles sign
 // different texts, so a proof cannot be sent back to its maker; the server
-// proves nothing to a client that has not. What follows on the same
+// proves nothing to a client that has not. Each later message on the same
 // connection carries a HMAC over the hellos, the direction and a counter.
 //
 // The layout of the hello's head and of the proofs is the same in every version
@@ -39,7 +39,7 @@ const (
 	maxHello  = 1 << 10 // of the body
 
 	sealedHead = 5
-	// What a side may say at once: before it has proven anything, as a rank that connects, and as the one it connects to.
+	// Limits of the bytes that a side may send at once: before it has proven anything, as a rank that connects, and as the one it connects to.
 	maxUnproven = 1 << 10
 	maxGuest    = failHeader + 2*maxText
 	maxHost     = 1 << 20

@@ -145,8 +145,8 @@ func (h *hosts) next(me, rank int) int {
 	return h.first(h.of[me])
 }
 
-// turn is when rank me tells another, among all: first ranks last, and that of its own host at the very end. What goes to them is
-// behind what they pass on, so a first rank that has heard from all has passed on all.
+// turn is when rank me tells another, among all: first ranks last, and that of its own host at the very end. News for them come
+// behind the news that they pass on, so a first rank that has heard from all has passed on all.
 func (h *hosts) turn(me, rank int) int {
 	switch {
 	case h.of[rank] == h.of[me] && h.isFirst(rank):

@@ -431,7 +431,7 @@ func meshID(addrs []string) uint64 {
 	return binary.LittleEndian.Uint64(sum[:])
 }
 
-// ended reports whether ctx is over. What has its deadline may end a moment before it.
+// ended reports whether ctx is over. A call with its deadline may end a moment before it.
 func ended(ctx context.Context) bool {
 	deadline, ok := ctx.Deadline()
 	return ctx.Err() != nil || ok && !time.Now().Before(deadline)

@@ -57,7 +57,7 @@ func newNode(id, size int, log *slog.Logger) *node {
 	}
 }
 
-// setLink makes a peer reachable by a link with so many goroutines. It reports
+// setLink makes a peer reachable by a link with this number of goroutines. It reports
 // false when the node is dead or has such a link already.
 func (n *node) setLink(peer int, l link, goroutines int) bool {
 	n.mu.Lock()

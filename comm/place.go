@@ -12,7 +12,7 @@ import (
 )
 
 // ID is where the ranks of one group meet, and a secret that they prove there, in
-// one line of text. Who has it can join.
+// one line of text. A process that has it can join.
 type ID string
 
 const (

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// Ranks of different hosts that are not both first on theirs have no connection. What one says to the other goes over the first ranks of
+// Ranks of different hosts that are not both first on theirs have no connection. Their messages go over the first ranks of
 // their hosts, whole, with the ranks it is from and for in front. Each hop checks that the ranks fit whom it comes from.
 
 // relayHead is the ranks (u32 each) and the header of the message.

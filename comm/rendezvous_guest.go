@@ -148,8 +148,8 @@ func (g *guest) logUntil(over <-chan struct{}) {
 	}
 }
 
-// listenToHost hears rank 0 while the mesh is built. What comes after the end
-// changes nothing.
+// listenToHost hears rank 0 while the mesh is built. Frames after the end
+// change nothing.
 func (g *guest) listenToHost() {
 	defer close(g.heard)
 	kind, body, err := g.s.recv()

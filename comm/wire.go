@@ -8,7 +8,7 @@ import (
 	"strings"
 )
 
-// What crosses the mesh is a stream of frames, little endian:
+// Ranks send each other a stream of frames over the mesh, little endian:
 //
 //	 0  u32  payload bytes, at most maxFrame
 //	 4  u8   kind

@@ -199,7 +199,7 @@ type Reduction struct {
 	// device looks at none of it.
 	Packets, Pull, Push bool
 	Blocks              int
-	// Rate holds what a rank reads and writes of its peers' memory on a GPU to so many GB/s together; 0 lets it go as fast as it can.
+	// Rate holds what a rank reads and writes of its peers' memory on a GPU to this many GB/s together; 0 lets it go as fast as it can.
 	Rate float64
 	// Multicast has a call that is Multicastable go by multicast, in two shots. All ranks of a call have the same. Only GPUs do that, on a heap
 	// with Space.Multicast.

@@ -62,7 +62,7 @@ const (
 // Valid reports whether f is one of the constants.
 func (f ScaleFormat) Valid() bool { return f < scaleFormats }
 
-// Scales says how the scales beside rows of a quantized type lie, and how an engine makes them. For a block of elements x of a
+// Scales says how the scales of rows of a quantized type lie, and how an engine makes them. For a block of elements x of a
 // token:
 //
 //   - a is the largest |x|, at least 1e-4 (as float32); with a NaN in the block it is NaN;
@@ -75,8 +75,8 @@ type Scales struct {
 	Block  int
 	Format ScaleFormat
 	// Columns puts the scales of the output in column-major order: all rows' first scale word, then all rows' second. For
-	// PaddedRows and SlabRows that is within each expert, [local experts, words, capacity], else [words, DispatchBounds.Rows]. What the
-	// caller gives beside tokens is row-major always.
+	// PaddedRows and SlabRows that is within each expert, [local experts, words, capacity], else [words, DispatchBounds.Rows]. The
+	// scales that the caller gives with tokens are always row-major.
 	Columns bool
 }
 
@@ -94,7 +94,7 @@ type DispatchBounds struct {
 	// TokenType is the type of the tokens that are dispatched. RowType is what arrives: the same, or Float8E4M3 where the
 	// engine quantizes. SumType is the type of the rows and tokens of Combine and both backward calls.
 	TokenType, RowType, SumType DType
-	// Scales of the rows that are dispatched; they are given beside the tokens when TokenType is Float8E4M3 and made by the engine
+	// Scales of the rows that are dispatched; the caller gives those of the tokens when TokenType is Float8E4M3 and the engine makes them
 	// when only RowType is.
 	Scales Scales
 	// Float8Partials: what crosses in a combine is Float8E4M3 with a scale for each 128 elements, see Combine.
@@ -173,7 +173,7 @@ func (m *DispatchBounds) Groups(r int) int {
 	return m.Local(r)
 }
 
-// WeightsPerRow is how many weights lie beside a row: one where each choice is a row, otherwise one for each choice.
+// WeightsPerRow is how many weights a row has: one where each choice is a row, otherwise one for each choice.
 func (m *DispatchBounds) WeightsPerRow() int {
 	if m.Layout.ByToken() {
 		return m.TopK
@@ -196,7 +196,7 @@ type DispatchHandle struct {
 	// State and Staging are the engine's: the routing as Combine and the backward calls need it, signals, rows on their way.
 	// State is zero at first, Staging is not.
 	State, Staging Buffer
-	// Rows is [DispatchBounds.Rows, Hidden]; Scales beside it are [DispatchBounds.Rows, ScaleWords] of 4 bytes, or as Scales.Columns says.
+	// Rows is [DispatchBounds.Rows, Hidden]; their Scales are [DispatchBounds.Rows, ScaleWords] of 4 bytes, or as Scales.Columns says.
 	Rows, Scales Buffer
 	// Counts are 32-bit: for each slot of this rank how many choices came. Offsets are 32-bit: the first row of each group, and
 	// one more, behind the last group's last row, padding inside groups included. RankCounts are 32-bit: how many rows came
@@ -284,7 +284,7 @@ func (c *DispatchCall) Operation() string { return c.Op.String() }
 // Dispatch is one launch of the kernel that sends tokens to their experts. A token crosses to a rank once.
 type Dispatch struct {
 	DispatchCall
-	// X is [tokens, Hidden] of TokenType, Scales beside it [tokens, ScaleWords] of 4 bytes where TokenType is Float8E4M3.
+	// X is [tokens, Hidden] of TokenType, its Scales are [tokens, ScaleWords] of 4 bytes where TokenType is Float8E4M3.
 	X, Scales Buffer
 	// Experts is [tokens, TopK] of IndexBytes, Weights [tokens, TopK] in float32 or none. A OpRedispatch has neither: it sends
 	// other tokens the same ways.
@@ -334,14 +334,14 @@ type Combine struct {
 	Weighting Weighting
 	Y         Buffer // [tokens, Hidden] of SumType
 	Rows      Buffer // laid out like DispatchHandle.Rows, of SumType; it may end with the last row of the dispatch
-	// RowWeights, beside Rows, are float32 [rows, WeightsPerRow]. They weigh rows with GivenWeights, and go to SumWeights.
+	// RowWeights, of the rows in Rows, are float32 [rows, WeightsPerRow]. They weigh rows with GivenWeights, and go to SumWeights.
 	RowWeights Buffer
-	// SumWeights, when set, is float32 [tokens, TopK] and gets for each choice the entry of RowWeights that lies beside it, 0
+	// SumWeights, when set, is float32 [tokens, TopK] and gets for each choice the entry of RowWeights of its row, 0
 	// for masked ones.
 	SumWeights Buffer
 	Bias       [2]Buffer // [tokens, Hidden] of SumType, or none
 	// Ready, when set, are 32-bit words, one for each group of the handle: the caller's kernel adds to them (release at system
-	// scope) after it has written so many rows. The rows of a group may be read when its word is not below their number (for
+	// scope) the number of rows that it has written. The rows of a group may be read when its word is not below their number (for
 	// expert-major layouts Counts, else RankCounts).
 	Ready Buffer
 }

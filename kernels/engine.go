@@ -40,7 +40,7 @@ type Port interface {
 	// perhaps before Launch returns.
 	Launch(s device.Stream, op Operation) error
 	// Fault is what operations that were done before they had run have come to; nil while all is well. It costs a load, and
-	// says nothing of what still runs. What is Recoverable is told once: Fault then forgets it, and waits until later launches
+	// says nothing of what still runs. Fault tells a Recoverable error once: it then forgets it, and waits until later launches
 	// see that.
 	Fault() error
 	// Drain returns when everything that was launched has run; the last of it was on the stream last, nil if on none. Nothing is launched
@@ -84,7 +84,7 @@ type Traits struct {
 	// Multiprocessors says that kernels run on as many multiprocessors as Schedule wants, CopyEngines that whole messages can
 	// be moved without them.
 	Multiprocessors, CopyEngines bool
-	// Shared says that other ranks run on this rank's device and that their kernels must fit beside its own.
+	// Shared says that other ranks run on this rank's device and that their kernels must fit next to its own.
 	Shared bool
 	// Slow says what works, but not as well as it could. nil when there is nothing.
 	Slow error
@@ -126,7 +126,7 @@ type Schedule struct {
 	// CopyBlocks has as many more blocks as send copy messages out of staging, where there is room for them and not more than
 	// this; what a multiprocessor writes to its own memory takes from what it can send. 0 has the senders do it.
 	CopyBlocks int
-	// Rate spreads the stores of the senders together over time, to so many bytes a nanosecond. Senders that offer a little
+	// Rate spreads the stores of the senders together over time, to this many bytes a nanosecond. Senders that offer a little
 	// less than a link carries keep their order around the ring, and the link is then used better than by all they could store.
 	// 0 means as fast as they can.
 	Rate float64
@@ -135,7 +135,7 @@ type Schedule struct {
 	Copies bool
 }
 
-// Launched is what every operation has beside its arguments.
+// Launched is the part of an operation that is the same for every family.
 type Launched struct {
 	// Timeout bounds every wait for a peer.
 	Timeout time.Duration

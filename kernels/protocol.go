@@ -53,7 +53,7 @@ type Space struct {
 	// Segments are the addresses of the ranks' segments on a device where they do not lie at equal distances; nil where they do.
 	Segments []uintptr
 	// Multicast is the address at which kernels reach what lies at the beginning of all ranks' segments at once, and at equal distances from
-	// it what lies at other places of the pool. Only multimem instructions may be used there. 0 where there is none.
+	// it what lies at other places of the pool. Only multimem instructions may be used there. It is 0 without multicast.
 	Multicast uintptr
 	// Aliases are the addresses of registered memory on GPUs, nil elsewhere.
 	Aliases *Aliases

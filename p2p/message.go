@@ -30,7 +30,7 @@ type messages struct {
 //
 // The send is done when its user may write src again. That does not say that the peer has received it: messages to Options.EagerBytes are
 // copied at once, and larger ones when their receiver is late, as far as Options.ParkBytes goes. So ranks that all send first do not lock.
-// What nobody has received when the Endpoint is closed is an error of Close on both ranks.
+// A message that is not received when the Endpoint is closed is an error of Close on both ranks.
 //
 // Ranks with different lengths both get a *kernels.MessageMismatchError (comm.ErrMismatch) with both, and the message is gone; a sender that
 // was done gets it from its next send to that rank, which has then sent nothing. A message that nobody receives within Options.Timeout is a

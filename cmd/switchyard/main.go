@@ -15,7 +15,7 @@
 // they meet, and a random SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. The
 // ranks' standard input is empty.
 //
-// What ranks print appears line by line behind a prefix with the rank's number. A program that a rank leaves behind keeps
+// The output of ranks appears line by line behind a prefix with the rank's number. A program that a rank leaves behind keeps
 // nobody: its output ends once it was silent for 200 ms in all, or has printed 4 MiB.
 //
 // The first rank that fails ends all: the others get SIGTERM, and SIGKILL when the time of -grace is over. The exit code is

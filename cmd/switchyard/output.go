@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// source is our end of a rank's pipe. A deadline that is over says that the rank has ended. What it has started and left behind may
-// hold the pipe, and that must keep nobody. So from then on source ends when it has found the pipe empty for some time, or has read
+// source is our end of a rank's pipe. A deadline that is over says that the rank has ended. A process that it has started and left behind may
+// hold the pipe, and must keep nobody. So from then on source ends when it has found the pipe empty for some time, or has read
 // very much. The time in which a slow reader keeps us from reading does not count: nothing is lost by it.
 type source struct {
 	*os.File

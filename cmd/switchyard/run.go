@@ -34,7 +34,7 @@ const (
 	afterKill = 3 * time.Second
 )
 
-// What a shell answers for a program that does not exist or cannot be run.
+// The exit codes of a shell for a program that does not exist or cannot be run.
 const (
 	exitNotRunnable = 126
 	exitNotFound    = 127
@@ -112,7 +112,7 @@ func here(name string) string {
 	return "; did you mean ./" + name + "?"
 }
 
-// freePort finds a port for a store that a program may have beside Switchyard, torch's for one. It may be taken again before the
+// freePort finds a port for a store that a program may have of its own, such as torch's. It may be taken again before the
 // ranks get to it. Switchyard's own needs no such luck: the ranks meet at an address of their own.
 func freePort() (int, error) {
 	l, err := net.Listen("tcp", ":0")

@@ -44,8 +44,8 @@ type GPU struct {
 	Slowed []string
 
 	ECC ECC
-	// Fabric is the state of the NVSwitch fabric that the GPU belongs to: "completed" when it may be used, "" where there is
-	// none.
+	// Fabric is the state of the NVSwitch fabric that the GPU belongs to: "completed" when it may be used, "" without a
+	// fabric.
 	Fabric string
 	// Links are its NVLinks, Peers the other GPUs in order of their index.
 	Links []Link

@@ -95,7 +95,7 @@ func (e *CutError) Error() string { return e.Err.Error() }
 func (e *CutError) Unwrap() error { return e.Err }
 
 // On brings claim, or failed if that is not nil, to all ranks and returns the claims of all. The error is failed itself, a
-// *RefusedError, or comm.ErrMismatch with both values; then every rank gets one. With a *CutError, alone or beside failed,
+// *RefusedError, or comm.ErrMismatch with both values; then every rank gets one. With a *CutError, alone or joined with failed,
 // the others may have gone on.
 func On(ctx context.Context, g *comm.Group, claim Claim, failed error) (Claims, error) {
 	if failed != nil {

@@ -176,7 +176,7 @@ func (c *Context) WriteValue(s Stream, addr uintptr, value uint64) error {
 type CaptureMode uint64
 
 // The modes: calls that could reach into a capture are forbidden to every thread, to the one that began it, or to none.
-// What this package calls is exempt.
+// Calls of this package are exempt.
 const (
 	GlobalCapture CaptureMode = iota
 	ThreadLocalCapture

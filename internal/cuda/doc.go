@@ -8,7 +8,7 @@
 // its own duration and leaves the thread as it was. Streams, events, modules and addresses are plain handles, so that
 // those of other libraries can be used; whoever made one releases it.
 //
-// What an exchange enqueues is collected in a [Batch] and submitted in one cgo crossing.
+// The operations that an exchange enqueues are collected in a [Batch] and submitted in one cgo crossing.
 //
 // Multicast objects have been used with a driver that package emulated emulates, and never on hardware.
 package cuda

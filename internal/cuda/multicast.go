@@ -17,7 +17,7 @@ func (c *Context) MulticastGranularity(devices int, t HandleType, recommended bo
 	return int64(a[0]), err
 }
 
-// MulticastCreate makes an object of n bytes for so many devices, which leaves the process as t says.
+// MulticastCreate makes an object of n bytes for this number of devices, which leaves the process as t says.
 func (c *Context) MulticastCreate(devices int, n int64, t HandleType) (MemHandle, error) {
 	a := args{uint64(devices), uint64(n), uint64(t)}
 	if err := c.call(opMulticastCreate, &a, nil); err != nil {

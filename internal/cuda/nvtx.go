@@ -12,7 +12,7 @@ var profiled = sync.OnceValue(func() bool {
 	return err == nil && path != "" && openProfiler(path)
 })
 
-// Range is a stretch of time that a profiler shows by name, beside those of others that use NVTX. The zero Range is none.
+// Range is a stretch of time that a profiler shows by name, next to those of others that use NVTX. The zero Range is none.
 type Range struct{ id uint64 }
 
 // StartRange begins a range, "switchyard: " and then the name; names of more than 115 bytes are cut. Where SWITCHYARD_NVTX is

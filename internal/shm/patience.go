@@ -29,7 +29,7 @@ const (
 	// lookSaves is what a look that pays saves: a sleep and a wake-up take that much longer. (Two processes that exchange 8 KiB: 21 us with two sleeps
 	// instead of 2.6 us.)
 	lookSaves = 10 * time.Microsecond
-	// Rests. A loss takes a slice of each thread that is ready for the core: 3 to 15 ms beside 2 to 8 busy loops on 2 cores.
+	// Rests. A loss takes a slice of each thread that is ready for the core: 3 to 15 ms with 2 to 8 busy loops on 2 cores.
 	shortestRest = 10 * time.Millisecond
 	longestRest  = time.Second
 	restGrowth   = 4

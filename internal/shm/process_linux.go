@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Nonce is a random number in this process's own memory. Who reads it there has read this process's memory and no
+// Nonce is a random number in this process's own memory. A read of it there is a read of this process's memory and no
 // other's: not that of a process that got the same number later, or has it in another namespace.
 type Nonce [16]byte
 
@@ -39,8 +39,8 @@ func Self(n *Nonce) Process {
 var errStranger = errors.New("another process has its number")
 
 // Read fills dst with what lies at addr of the process's memory, in one copy and without its help. It needs the
-// permission to trace the process. After an error dst holds anything. What the process writes meanwhile may or may not
-// be read; memory that it cannot read itself is an error.
+// permission to trace the process. After an error dst holds anything. A write of the process meanwhile may or may not
+// be seen; memory that it cannot read itself is an error.
 func (p *Process) Read(dst []byte, addr uintptr) error {
 	var seen Nonce
 	local := [...]unix.Iovec{{Base: unsafe.SliceData(dst)}, {Base: &seen[0]}}

@@ -1,6 +1,6 @@
 // Package vec is the arithmetic of the host: the loops that reduce and combine what the host engine moves.
 //
-// # What there is
+// # Operations
 //
 //   - [ReduceRows] folds the same chunk of several ranks in rank order, in one pass, for every element type and
 //     operation. [Load], [Accumulate] and [Store] are its three steps for an algorithm that folds one peer at a time:

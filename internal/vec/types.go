@@ -113,7 +113,7 @@ func ToBFloat16(f float32) BFloat16 {
 // Float32 is exact.
 func (h BFloat16) Float32() float32 { return math.Float32frombits(uint32(h) << 16) }
 
-// ToFloat8E4M3 rounds to nearest, ties to even. What rounds above 448, infinities and NaN become NaN (0x7f and a sign),
+// ToFloat8E4M3 rounds to nearest, ties to even. Values that round above 448, infinities and NaN become NaN (0x7f and a sign),
 // as in PyTorch: the conversion does not saturate.
 func ToFloat8E4M3(f float32) Float8E4M3 {
 	b := math.Float32bits(f)
@@ -141,7 +141,7 @@ func (h Float8E4M3) Float32() float32 {
 	return math.Float32frombits(sign | (b<<20 + 120<<23))
 }
 
-// ToFloat8E5M2 rounds to nearest, ties to even. What rounds above 57344 becomes infinity, NaN becomes 0x7f and a sign,
+// ToFloat8E5M2 rounds to nearest, ties to even. Values that round above 57344 become infinity, NaN becomes 0x7f and a sign,
 // as in PyTorch.
 func ToFloat8E5M2(f float32) Float8E5M2 {
 	b := math.Float32bits(f)

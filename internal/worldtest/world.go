@@ -70,7 +70,7 @@ func inProcess(t testing.TB, n int, f func(ctx context.Context, g *comm.Group)) 
 }
 
 // GPUs runs f on n ranks of this process with a heap of GPU memory. Ranks share a GPU where there are fewer. The test is
-// skipped where there is none.
+// skipped without a GPU.
 func GPUs(t testing.TB, n int, segment int64, f func(r *Rank)) {
 	t.Helper()
 	GPUHeaps(t, n, memory.Options{SegmentBytes: segment}, f)
@@ -83,7 +83,7 @@ func GPUHeaps(t testing.TB, n int, o memory.Options, f func(r *Rank)) {
 	inProcess(t, n, func(ctx context.Context, g *comm.Group) { runGPURank(t, ctx, g, gpus, o, f) })
 }
 
-// countGPUs skips the test where there is none.
+// countGPUs counts the GPUs. It skips the test without one.
 func countGPUs(t testing.TB) int {
 	t.Helper()
 	gpus, err := device.CUDACount()

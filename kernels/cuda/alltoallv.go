@@ -32,7 +32,7 @@ const (
 	exchangeThreads  = sendThreads + watchThreads + recvThreads
 	apartThreads     = sendThreads + recvThreads
 	maxSharedBytes   = 96 << 10 // of a block, asked for at launch
-	fixedSharedBytes = 8 << 10  // more than the kernel has beside that
+	fixedSharedBytes = 8 << 10  // more than the rest of what the kernel has
 	copyPiece        = 1 << 30  // what copy engines copy before the rank tells that it is alive: 3 ms over NVLink, 0.1 s over PCIe
 )
 
@@ -251,8 +251,8 @@ func (a *exchangeArgs) fill(space *kernels.Space, fault uintptr, flags, interval
 	}
 }
 
-// addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast. What stays on the
-// rank takes some of their time where they copy it too, least when it comes before the peers are awaited.
+// addCopies appends an exchange by the copy engines: one message after the other, since they need order to be fast. The message
+// to the rank itself takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 	e, c, r, b := p.e, x, a.Routes, &p.batch
 	x.args.exchange.fill(&e.space, p.fault.Addr(), 0, 0, 0, c, a)
@@ -288,7 +288,7 @@ func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 	b.Launch(0, l)
 }
 
-// ownAside appends, on a stream of its own, the copy of what stays on the rank: by a kernel of so many blocks, or by a copy engine. It reports
+// ownAside appends, on a stream of its own, the copy of what stays on the rank: by a kernel of `blocks` blocks, or by a copy engine. It reports
 // whether there is one; join has the call's stream wait for it.
 func (x *exchanges) ownAside(p *port, a *kernels.AllToAllV, blocks int) bool {
 	r, me, b := a.Routes, p.e.space.Rank, &p.batch

@@ -2,6 +2,6 @@
 // that users need neither nvcc nor a toolkit; `make kernels` builds them anew.
 //
 // The engine enqueues on streams and never waits, allocates or synchronises: a launch is one cgo crossing and can be
-// captured into a CUDA graph. What a kernel could not finish, because a peer did not come in time, because of the abort word,
-// or because two ranks disagree on a size, it writes to a record that the port's Fault reads.
+// captured into a CUDA graph. A kernel that cannot finish, because a peer did not come in time, because of the abort word,
+// or because two ranks disagree on a size, writes that to a record that the port's Fault reads.
 package cuda

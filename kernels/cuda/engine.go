@@ -88,9 +88,9 @@ func (e *Engine) Interrupt() {
 // family is what the engine has for one communicator: the layout of its control block, and how its operations are put
 // together.
 type family interface {
-	// defaults fills in what the bounds leave open, for a rank that has so many multiprocessors.
+	// defaults fills in what the bounds leave open, for a rank with that number of multiprocessors.
 	defaults(multiprocessors int)
-	// check says what of the bounds the engine cannot do on a heap of so many ranks. The methods below come after it.
+	// check says what of the bounds the engine cannot do on a heap of that number of ranks. The methods below come after it.
 	check(ranks int) error
 	layout() kernels.Layout
 	// controls are the places of the struct sw_controls that launches leave faults in; offset is that of the control block.

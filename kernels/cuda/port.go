@@ -23,7 +23,7 @@ type port struct {
 
 	fault *cuda.HostBuffer // a struct sw_fault
 	own   cuda.Stream      // of launches without one, and of what clears a fault
-	side  cuda.Stream      // of copies that stay on the device, beside a launch
+	side  cuda.Stream      // of copies that stay on the device, next to a launch
 	fork  cuda.Event       // orders side behind a launch's stream,
 	join  cuda.Event       // and the other way round
 

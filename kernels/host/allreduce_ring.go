@@ -53,7 +53,7 @@ func (x *reducing) ring() error {
 	if sent == 0 {
 		return nil
 	}
-	// What the next rank has not read yet belongs to this call.
+	// Chunks that the next rank has not read yet belong to this call.
 	return x.w.until(next.peer, next.progress, kernels.Seq(x.epoch, sent))
 }
 

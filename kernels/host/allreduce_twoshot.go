@@ -157,7 +157,7 @@ func (x *reducing) reduceChunk(k int) {
 	}
 }
 
-// tell says that chunk k of this rank's slice is reduced. Who needs no staging waits for the last chunk only.
+// tell says that chunk k of this rank's slice is reduced. A peer that needs no staging waits for the last chunk only.
 func (x *reducing) tell(k int) {
 	c := x.a.Call.Collective
 	for i := range x.links {

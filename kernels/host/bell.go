@@ -15,7 +15,7 @@ type Bell struct {
 	ordered  atomic.Uint32
 }
 
-// NewBells makes a bell for each of so many ranks.
+// NewBells makes a bell for each of n ranks.
 func NewBells(ranks int) []*Bell {
 	bells := make([]*Bell, ranks)
 	for i := range bells {

@@ -137,7 +137,7 @@ func (w *waiter) doing(peer int) string {
 	return fmt.Sprintf("rank %d has begun call %d, %v, and not come further (it waits for another rank, or is stopped)", peer, w.call.epoch, w.call.op)
 }
 
-// await tells the others for whom this rank waits. What it says stays when the wait is in vain.
+// await tells the others for whom this rank waits. The word stays when the wait fails.
 func (w *waiter) await(peer int) {
 	if word := uint32(peer) + 1; word != w.awaits {
 		w.awaits = word
@@ -145,7 +145,7 @@ func (w *waiter) await(peer int) {
 	}
 }
 
-// lateError is a wait that was in vain, for a rank that may not be the one that was waited for.
+// lateError is the error of a wait for a rank that may not be the one that was waited for.
 type lateError struct {
 	rank int
 	error
@@ -153,7 +153,7 @@ type lateError struct {
 
 func (e *lateError) Unwrap() error { return e.error }
 
-// gaveUp is the error of a wait for peer. Who waits itself is not to blame.
+// gaveUp is the error of a wait for peer. A peer that itself waits for another rank is not to blame.
 func (w *waiter) gaveUp(peer int) error {
 	culprit := w.e.culprit(peer, w.call.at)
 	waits := ""

@@ -9,7 +9,7 @@ import "github.com/switchyard-moe/switchyard/kernels"
 // in its own segment rows may be written or read, and waits for the notices of all. A dispatch adds how many rows its writer
 // has for every slot and every rank. So each rank then knows every displacement of every rank, and whether an output would
 // overflow; what follows from the notices is the same on all ranks. Rows are written in the Send half of a dispatch and read in
-// the Receive half of a combine. Whoever is through with a peer's memory writes a done line into the peer's handle, and Receive
+// the Receive half of a combine. A rank that is through with a peer's memory writes a done line into the peer's handle, and Receive
 // ends when all have come.
 //
 // Two parities of notices are enough: a rank writes that of call e+2 when it has all notices of call e+1, which their writers
@@ -75,8 +75,8 @@ const (
 // The flags of a notice.
 const (
 	flagReady   = 1 << iota // rows may be read only when the writer's ready words say so
-	flagAsks                // for the weights beside its tokens' rows
-	flagHasNone             // there are no weights beside its rows, which would take noticeWriteWeights bytes
+	flagAsks                // for the weights of its tokens' rows
+	flagHasNone             // its rows have no weights, which would take noticeWriteWeights bytes
 )
 
 // Why a rank refuses, in place of the dispatch in its call word, and what the next words are then.
@@ -112,7 +112,7 @@ func (l *dispatchBlock) rows(h *kernels.DispatchHandle, which int) int64 {
 	return l.twinList(h, l.n) + int64(which)*l.rowBytes
 }
 
-// weights is staging for the weights beside them.
+// weights is staging for the rows' weights.
 func (l *dispatchBlock) weights(h *kernels.DispatchHandle, which int) int64 {
 	return l.rows(h, 2) + int64(which)*l.weight
 }

@@ -160,8 +160,8 @@ func (g *gatherer[T]) bytes(p int32, off uint64, i int32) []byte {
 	return g.m.e.space.Range(int(p), int64(off)+int64(i)*g.size, g.size)
 }
 
-// beside is entry i of the weights that rank p shows at off.
-func (g *gatherer[T]) beside(p int32, off uint64, i int64) *float32 {
+// shownWeight is entry i of the weights that rank p shows at off.
+func (g *gatherer[T]) shownWeight(p int32, off uint64, i int64) *float32 {
 	return &shm.View[float32](g.m.e.space.Range(int(p), int64(off)+4*i, 4))[0]
 }
 
@@ -237,7 +237,7 @@ func (g *gatherer[T]) weight(w kernels.Weighting, row *routedRow) float32 {
 	case kernels.DispatchedWeights:
 		return row.weight
 	case kernels.GivenWeights:
-		return *g.beside(row.rank, g.m.r.notices[row.rank].readWeights, int64(row.row))
+		return *g.shownWeight(row.rank, g.m.r.notices[row.rank].readWeights, int64(row.row))
 	}
 	return 1
 }
@@ -299,7 +299,7 @@ func (g *gatherer[T]) sumRanks(a *kernels.Combine, rows []routedRow) {
 	}
 }
 
-// sumWeights fetches what lies beside the rows of a token.
+// sumWeights fetches the weights of the rows of a token.
 func (g *gatherer[T]) sumWeights(a *kernels.Combine, t int, rows []routedRow) {
 	x := g.m.m
 	sums := shm.View[float32](a.SumWeights.Mem)[t*x.TopK : (t+1)*x.TopK]
@@ -309,7 +309,7 @@ func (g *gatherer[T]) sumWeights(a *kernels.Combine, t int, rows []routedRow) {
 		if x.Layout.ByToken() {
 			at = at*int64(x.TopK) + int64(row.choice)
 		}
-		sums[row.choice] = *g.beside(row.rank, g.m.r.notices[row.rank].readWeights, at)
+		sums[row.choice] = *g.shownWeight(row.rank, g.m.r.notices[row.rank].readWeights, at)
 	}
 }
 

@@ -111,7 +111,7 @@ func (g *gatherer[T]) spread(m *dispatching, a *kernels.CombineBackward) {
 				y := shm.View[T](g.bytes(row.rank, n.read, row.row))
 				dw := m.sums.dot(widen(y, g.widths[hidden:2*hidden]), wide)
 				if given {
-					*g.beside(row.rank, n.writeWeights, int64(row.row)) = dw
+					*g.shownWeight(row.rank, n.writeWeights, int64(row.row)) = dw
 				} else {
 					dWeights[t*x.TopK+int(row.choice)] = dw
 				}

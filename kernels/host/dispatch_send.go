@@ -206,7 +206,7 @@ func (m *dispatching) tokenRow(a *kernels.Dispatch, t int, size, words int64) (r
 	return a.X.Mem[int64(t)*size:][:size], scales
 }
 
-// number gives every row its place, and writes there what lies beside the row.
+// number gives every row its place, and writes its source and weight there.
 func (m *dispatching) number() {
 	me, byToken := int32(m.m.Rank), m.m.Layout.ByToken()
 	weights, sources := m.h.Weights.Bytes > 0, m.h.Sources.Bytes > 0
@@ -218,7 +218,7 @@ func (m *dispatching) number() {
 			to := &m.outlets[row.rank]
 			if byToken {
 				row.row += int32(m.base[row.rank])
-				m.beside(to, row, row.rank != rank)
+				m.label(to, row, row.rank != rank)
 			} else {
 				row.row += int32(m.base[row.slot])
 				if weights {
@@ -233,8 +233,8 @@ func (m *dispatching) number() {
 	}
 }
 
-// beside writes the index and weight of a choice in a token-major layout. first says that it is the token's first on its rank.
-func (m *dispatching) beside(to *outlet, row *routedRow, first bool) {
+// label writes the index and weight of a choice in a token-major layout. first says that it is the token's first on its rank.
+func (m *dispatching) label(to *outlet, row *routedRow, first bool) {
 	x := m.m
 	at := int(row.row)
 	indices, weights := to.indices[at*x.TopK:][:x.TopK], to.weights[at*x.TopK:][:x.TopK]
@@ -334,7 +334,7 @@ func (m *dispatching) eachPadding(f func(from, to int64)) {
 	}
 }
 
-// clearPadding zeroes padding rows and their scales; beside them, where asked, their weights, and they have no source.
+// clearPadding zeroes padding rows and their scales, and their weights where asked. They have no source.
 func (m *dispatching) clearPadding(beside bool) {
 	size, sources, weights := m.m.RowBytes(), shm.View[int32](m.h.Sources.Mem), shm.View[float32](m.h.Weights.Mem)
 	m.token.scales = sized(m.token.scales, 4*m.m.ScaleWords())

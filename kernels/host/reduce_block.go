@@ -9,7 +9,7 @@ type ReduceBlock struct {
 	Offset int64
 }
 
-// Byte offsets of the words of an entry line, beside LineSeq. They are written before the line's first sequence number of
+// Byte offsets of the words of an entry line, next to LineSeq. They are written before the line's first sequence number of
 // a call and stay for the whole call.
 const (
 	entryCount = 8  // elements of the whole call

@@ -67,7 +67,7 @@ func (w *waiter) begin(p *port, with sizer, c call, timeout time.Duration) {
 	e := p.e
 	w.e, w.leaving, w.with, w.call, w.timeout, w.polls, w.other, w.meets, w.woken, w.awaits = e, &p.leaving, with, c, timeout, 0, 0, 0, false, 0
 	if own := &e.peers[e.space.Rank]; own.awaited.Load() != 0 && own.waiting.Load() == 0 {
-		own.awaited.Store(0) // it has waited in vain, and goes on
+		own.awaited.Store(0) // its wait has failed, and it goes on
 	}
 }
 

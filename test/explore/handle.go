@@ -12,7 +12,7 @@ type HandleLayout uint8
 const (
 	// ByExpert rows land in staging, where each source has a part, and are taken from there. Partial sums are made in staging too.
 	ByExpert HandleLayout = iota
-	// ByExpertBeside is the same with passes that run beside the kernels which cross links.
+	// ByExpertBeside is the same with passes that run next to the kernels which cross links.
 	ByExpertBeside
 	// ByRank rows land in the output, where each source has a part, and are read there.
 	ByRank

@@ -9,7 +9,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
-// What a protocol can be found guilty of.
+// The defects that the search finds in a protocol.
 var (
 	ErrDeadlock = errors.New("deadlock")
 	ErrData     = errors.New("wrong data in an output")

@@ -75,7 +75,8 @@ func switchyard_all_reduce(place, stream C.uint64_t, dst, src unsafe.Pointer, by
 	})
 }
 
-// switchyard_reduce_scatter combines src of all ranks and leaves this rank's slice in dst, likewise.
+// switchyard_reduce_scatter combines src of all ranks and leaves this rank's slice in dst. place, stream, wait and ticket are as for
+// switchyard_all_reduce.
 //
 //export switchyard_reduce_scatter
 func switchyard_reduce_scatter(place, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
@@ -85,7 +86,8 @@ func switchyard_reduce_scatter(place, stream C.uint64_t, dst unsafe.Pointer, dst
 	})
 }
 
-// switchyard_all_gather puts src of rank k into slice k of every rank's dst, likewise.
+// switchyard_all_gather puts src of rank k into slice k of every rank's dst. place, stream, wait and ticket are as for
+// switchyard_all_reduce.
 //
 //export switchyard_all_gather
 func switchyard_all_gather(place, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,

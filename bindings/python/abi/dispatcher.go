@@ -121,7 +121,7 @@ func switchyard_dispatch(dispatcher, stream C.uint64_t, call *C.struct_switchyar
 	})
 }
 
-// switchyard_combine makes a core.CombineCall, likewise.
+// switchyard_combine makes a core.CombineCall; wait and ticket are as for switchyard_dispatch.
 //
 //export switchyard_combine
 func switchyard_combine(dispatcher, stream C.uint64_t, call *C.struct_switchyard_combine_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
@@ -131,7 +131,7 @@ func switchyard_combine(dispatcher, stream C.uint64_t, call *C.struct_switchyard
 	})
 }
 
-// switchyard_combine_backward makes a core.BackwardCall, likewise.
+// switchyard_combine_backward makes a core.BackwardCall; wait and ticket are as for switchyard_dispatch.
 //
 //export switchyard_combine_backward
 func switchyard_combine_backward(dispatcher, stream C.uint64_t, call *C.struct_switchyard_backward_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
@@ -141,7 +141,8 @@ func switchyard_combine_backward(dispatcher, stream C.uint64_t, call *C.struct_s
 	})
 }
 
-// switchyard_receive makes the second half of the dispatch, or of the combine, that a handle is in, likewise.
+// switchyard_receive makes the second half of the dispatch, or of the combine, that a handle is in; wait and ticket are as
+// for switchyard_dispatch.
 //
 //export switchyard_receive
 func switchyard_receive(dispatcher, stream, handle C.uint64_t, combine C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {

@@ -7,7 +7,7 @@ import (
 )
 
 // Arena is symmetric memory of a GPU that this rank hands out by itself, for an allocator that asks when it likes to, such
-// as torch's. All of it is one Block. What is handed out lies at other offsets on every rank, which exchanges do not mind:
+// as torch's. All of it is one Block. The pieces lie at other offsets on every rank, which exchanges allow:
 // a receiver tells where its output is. Peers write only what an exchange on this rank names as its output, and only while
 // that runs.
 type Arena struct {

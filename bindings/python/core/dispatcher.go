@@ -133,7 +133,7 @@ type CombineCall struct {
 	Bias                         [2]Buffer
 	Ready                        Buffer
 	Handle                       uint64
-	// Backward is not 0 for the gradient of a dispatch: Y that of the tokens, Rows of the rows, Weights of those beside rows and
+	// Backward is not 0 for the gradient of a dispatch: Y that of the tokens, Rows of the rows, Weights of the weights of rows and
 	// SumWeights of those of the tokens.
 	Backward  int64
 	Weighting int64

@@ -51,7 +51,7 @@ var conditions = []struct {
 	err  error
 	code Code
 }{
-	// What happened to a peer comes first: it explains what else went wrong.
+	// A peer's end comes first: it explains the other errors.
 	{comm.ErrPeerLost, PeerLost},
 	{comm.ErrAborted, Aborted},
 	{comm.ErrOutOfStep, OutOfStep},

@@ -20,7 +20,7 @@ import (
 type GPUOptions struct {
 	// Device is the GPU's ordinal as CUDA_VISIBLE_DEVICES has it.
 	Device int
-	// HeapBytes is what the heap there has at first, for channels and staging of the exchanges and for symmetric memory. 0 is
+	// HeapBytes is what the heap there has at first, for control blocks and staging of the exchanges and for symmetric memory. 0 is
 	// SWITCHYARD_CUDA_HEAP, and defaultGPUHeap without that.
 	HeapBytes int64
 	// MaxSMs bounds the multiprocessors that an exchange above packets takes, and a reduction. CopySMs is for exchanges only, and so is
@@ -31,7 +31,7 @@ type GPUOptions struct {
 	Environ map[string]string
 }
 
-// defaultGPUHeap has room for the channels and staging of exchanges, 17 MiB for each rank of the group, and some for tensors. A heap on a
+// defaultGPUHeap has room for the control blocks and staging of exchanges, 17 MiB for each rank of the group, and some for tensors. A heap on a
 // GPU takes its memory at once. It grows for a reducer, which takes 108 MiB.
 func defaultGPUHeap(ranks int) int64 { return (36 + 20*int64(ranks)) << 20 }
 
@@ -56,7 +56,7 @@ type GPU struct {
 }
 
 // OpenGPU submits the making of the Comm's end on a GPU, which every rank does with one of its own or a shared one. put
-// names it; the name is the ticket's value. It takes up to some seconds. What fails on one rank is an error on all;
+// names it; the name is the ticket's value. It takes up to some seconds. A failure on one rank is an error on all;
 // memory.ErrUnsupported says that these GPUs cannot do it.
 func (c *Comm) OpenGPU(o GPUOptions, put func(*GPU) uint64) (Ticket, error) {
 	return c.do(func() (int64, error) {
@@ -132,8 +132,8 @@ func (c *Comm) meeting() (context.Context, context.CancelFunc) {
 	return context.WithTimeout(c.ctx, limit)
 }
 
-// OpenReducer submits the making of the GPU's reducer, which every rank does before its first reduction there. What fails on one rank is
-// an error on all. Once there is one nothing is done.
+// OpenReducer submits the making of the GPU's reducer, which every rank does before its first reduction there. A failure on one rank is
+// an error on all. A second call does nothing.
 func (g *GPU) OpenReducer() (Ticket, error) {
 	return g.comm.do(func() (int64, error) { return 0, g.openReducer() })
 }
@@ -251,12 +251,12 @@ func (g *GPU) AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o ker
 	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllReduce(s, d, v, dt, o) })
 }
 
-// ReduceScatter enqueues a reduce-scatter, likewise.
+// ReduceScatter enqueues a reduce-scatter, as Place describes.
 func (g *GPU) ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error) {
 	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.ReduceScatter(s, d, v, dt, o) })
 }
 
-// AllGather enqueues an all-gather, likewise.
+// AllGather enqueues an all-gather, as Place describes.
 func (g *GPU) AllGather(stream uintptr, dst, src Buffer) (Ticket, error) {
 	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllGather(s, d, v, kernels.Uint8) })
 }

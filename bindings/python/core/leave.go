@@ -80,8 +80,8 @@ func (c *Comm) Abort(reason string) {
 	c.cancel()
 }
 
-// Abandon ends the Comm without its peers, when the process is about to end or its group has been dropped. What is under
-// way gets the time drain to become complete and is aborted then; nothing of it touches a caller's memory after Abandon.
+// Abandon ends the Comm without its peers, when the process is about to end or its group has been dropped. Operations that are under
+// way get the time drain to become complete and are aborted then; none of them touches a caller's memory after Abandon.
 // With keep the symmetric memory stays mapped. It reports whether everything had become complete.
 func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 	c.end()
@@ -100,7 +100,7 @@ func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 	c.mu.Unlock()
 	c.cancel()
 	for _, gpu := range c.onGPUs() {
-		// Its kernels have seen the abort word. What still runs is somebody else's, and the memory stays for it.
+		// Its kernels have seen the abort word. A kernel that still runs is not Switchyard's, and the memory stays for it.
 		if stopped && gpu.drain(grace) {
 			_ = gpu.stop(c.ctx) // a context that is over, as below
 			if !keep {

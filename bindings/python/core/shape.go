@@ -15,7 +15,8 @@ type Place interface {
 	// on the stream and the ticket is 0.
 	AllToAll(stream, dst, src uintptr, shape Shape) (Ticket, error)
 	// AllReduce submits an all-reduce, ReduceScatter a reduce-scatter (src has one slice of dst's size for every rank) and AllGather an
-	// all-gather (dst has one slice of src's size for every rank), likewise. dst may be src, or where one of them is a slice of the other,
+	// all-gather (dst has one slice of src's size for every rank). Stream and ticket are as for AllToAll. dst may be
+	// src, or where one of them is a slice of the other,
 	// this rank's slice.
 	AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
 	ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
