@@ -217,12 +217,12 @@ type reduceRig interface {
 	close(ctx context.Context) error
 }
 
-// newReduceRig makes buffers of so many bytes, and room for the channels of a reducer.
+// newReduceRig makes buffers of in and out bytes, and room for the control block of a reducer.
 func newReduceRig(ctx context.Context, g *comm.Group, c config, in, out int64) (reduceRig, error) {
 	if c.Device == "cuda" {
-		return newCUDARig(ctx, g, c, in, out, cudaChannels)
+		return newCUDARig(ctx, g, c, in, out, cudaControl)
 	}
-	return newHostRig(ctx, g, c, in, out, hostChannels)
+	return newHostRig(ctx, g, c, in, out, hostControl)
 }
 
 func (r *hostRig) reduce(ctx context.Context, x *allreduce.Reducer, d reduction, size int64) ([]float64, error) {

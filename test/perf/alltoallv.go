@@ -112,7 +112,7 @@ type rig interface {
 	close(ctx context.Context) error
 }
 
-// newRig makes buffers for the largest of some matrices, and room for the channels of exchangers.
+// newRig makes buffers for the largest of some matrices, and room for the control blocks of exchangers.
 func newRig(ctx context.Context, g *comm.Group, c config, matrices [][][]int64, exchangers int) (rig, error) {
 	var send, recv int64
 	for _, m := range matrices {
@@ -121,15 +121,15 @@ func newRig(ctx context.Context, g *comm.Group, c config, matrices [][][]int64, 
 		}
 	}
 	if c.Device == "cuda" {
-		return newCUDARig(ctx, g, c, send, recv, int64(exchangers)*cudaChannels)
+		return newCUDARig(ctx, g, c, send, recv, int64(exchangers)*cudaControl)
 	}
-	return newHostRig(ctx, g, c, send, recv, int64(exchangers)*hostChannels)
+	return newHostRig(ctx, g, c, send, recv, int64(exchangers)*hostControl)
 }
 
 // How much heap an exchanger and what goes with it may take.
 const (
-	hostChannels = 128 << 20
-	cudaChannels = 512 << 20
+	hostControl = 128 << 20
+	cudaControl = 512 << 20
 )
 
 func matricesOf(c config, n int) ([][][]int64, error) {
@@ -234,8 +234,8 @@ type hostRig struct {
 	splits   *alltoallv.Splits
 }
 
-func newHostRig(ctx context.Context, g *comm.Group, c config, send, recv, channels int64) (*hostRig, error) {
-	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: send + recv + channels + 256<<20})
+func newHostRig(ctx context.Context, g *comm.Group, c config, send, recv, control int64) (*hostRig, error) {
+	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: send + recv + control + 256<<20})
 	if err != nil {
 		return nil, err
 	}

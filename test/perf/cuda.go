@@ -28,7 +28,7 @@ type cudaRig struct {
 	splits   *alltoallv.Splits
 }
 
-func newCUDARig(ctx context.Context, g *comm.Group, c config, send, recv, channels int64) (_ *cudaRig, err error) {
+func newCUDARig(ctx context.Context, g *comm.Group, c config, send, recv, control int64) (_ *cudaRig, err error) {
 	gpus, err := device.CUDACount()
 	if err != nil {
 		return nil, err
@@ -42,7 +42,7 @@ func newCUDARig(ctx context.Context, g *comm.Group, c config, send, recv, channe
 	if r.dev, err = device.CUDA(g.Rank() % gpus); err != nil {
 		return nil, err
 	}
-	if r.h, err = memory.NewHeap(ctx, g, r.dev, memory.Options{SegmentBytes: send + recv + channels}); err != nil {
+	if r.h, err = memory.NewHeap(ctx, g, r.dev, memory.Options{SegmentBytes: send + recv + control}); err != nil {
 		return nil, err
 	}
 	s, err := r.dev.NewStream()
