@@ -22,7 +22,7 @@ type dispatchBlock struct {
 	rowBytes  int64 // of all rows of a combine,
 	weight    int64 // and of all their weights
 	readyAt   int64 // in State
-	keptAt    int64 // likewise: the routing
+	keptAt    int64 // the routing, in State
 	stateSize int64
 }
 
