@@ -56,9 +56,9 @@ def plan(rows: float, float8: bool, wide: bool, hopper: bool) -> Plan:
         elif rows <= 96:
             up, down = Tiles(64, 128, 128, 4, 4), Tiles(64, 128, 128, 4, 3, programs=2)
         else:
-            up, down = Tiles(128, 128, 128, 8, 3), Tiles(64, 128, 128, 4, 4, programs=2)
+            up, down = Tiles(128, 128, 128, 8, 3), Tiles(128, 128, 128, 8, 4)
         return Plan(up.rows, up, down, up, up, up)
-    back = Tiles(64, 64, 64, 4, 4, programs=2)
+    back = Tiles(64, 128, 64, 4, 4, programs=2)
     if rows <= 16:
         few = Tiles(16, 128, 64, 4, 4, swap=True)
         return Plan(16, few._replace(columns=64, programs=2), few, back, few, Tiles(128, 128, 16, 4, 3))
@@ -66,4 +66,4 @@ def plan(rows: float, float8: bool, wide: bool, hopper: bool) -> Plan:
         half = Tiles(64, 128, 64, 4, 4)
         return Plan(64, half, half, back, Tiles(64, 256, 64, 4, 4), Tiles(128, 128, 64, 8, 4))
     down = Tiles(128, 256, 64, 8, 3, group=4)
-    return Plan(128, Tiles(128, 128, 64, 8, 4), down, back, down, Tiles(128, 256, 64, 8, 4))
+    return Plan(128, Tiles(128, 128, 64, 8, 4), down, back, down, Tiles(128, 256, 64, 8, 3))
