@@ -18,6 +18,9 @@
 //
 // A kernel that waits must leave room for those that it waits for. They are launched before it, and it has at most
 // free_multiprocessors blocks of which none shares a multiprocessor.
+//
+// Load kernels before one of them waits, for example with cudaFuncGetAttributes: the driver loads a kernel when it is
+// first launched, and that waits for kernels which run.
 #pragma once
 
 #include <cstdint>
