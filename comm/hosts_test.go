@@ -238,6 +238,57 @@ func TestF2_SurvivorsOfOneHost(t *testing.T) {
 	}
 }
 
+// The first rank of a host that ends before the mesh stands is named, on its host and on the others.
+func TestF2_FirstRankIsLostInTheJoin(t *testing.T) {
+	ls, addrs := make([]*Listener, 4), make([]string, 4)
+	for r := range ls {
+		l, err := Listen(Config{Rank: r, Size: 4, LocalSize: 2, host: fmt.Sprint("host ", r/2), Addr: freeAddr(t), JoinTimeout: 600 * time.Millisecond})
+		require.NoError(t, err)
+		ls[r], addrs[r] = l, l.Addr()
+	}
+	ls[2].Close()
+	errs := make([]error, 4)
+	var wg sync.WaitGroup
+	for _, r := range []int{0, 1, 3} {
+		wg.Go(func() { _, errs[r] = ls[r].Join(testContext(t), addrs) })
+	}
+	wg.Wait()
+	for _, r := range []int{0, 1, 3} {
+		var pe *PeerError
+		require.ErrorAs(t, errs[r], &pe, "rank %d", r)
+		require.Equal(t, 2, pe.Rank, "rank %d: %v", r, errs[r])
+	}
+	requireNoGoroutines(t)
+}
+
+// 64 ranks on 8 hosts meet, and 20 rounds of losing a host leave nothing.
+func TestManyHosts(t *testing.T) {
+	start := time.Now()
+	gs := startHosts(t, 64, 8, Config{})
+	t.Logf("64 ranks on 8 hosts, in one process: %v", time.Since(start))
+	requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
+	requireAll(t, onEach(gs, (*Group).Close))
+
+	fds := countFDs(t)
+	for range 20 {
+		gs := startHosts(t, 6, 2, Config{})
+		gs[4].Kill()
+		next := make([]*Group, 4)
+		requireAll(t, onEach(gs[:4], func(g *Group) (err error) {
+			waitDone(t, g)
+			if next[g.Rank()], err = g.Shrink(testContext(t)); err == nil {
+				err = next[g.Rank()].Barrier(testContext(t))
+			}
+			return err
+		}))
+		for _, g := range append(gs, next...) {
+			g.Close()
+		}
+		requireNoGoroutines(t)
+	}
+	requireFDs(t, fds)
+}
+
 // Ranks of which some expect one host say so, on all ranks.
 func TestF3_HostsThatAreNotExpected(t *testing.T) {
 	_, errs := startJoin(t, 3, func(rank int) Config {
