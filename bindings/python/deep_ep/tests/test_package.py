@@ -31,7 +31,6 @@ def test_an_import_starts_nothing():
         "from deep_ep.utils import EventHandle, EventOverlap\n"
         "assert threading.active_count() == before and not torch.cuda.is_initialized()\n"
         "assert deep_ep.topk_idx_t is torch.int64 and deep_ep.__version__ == '2.1.0'\n"
-        "import switchyard._core.comm as core\nassert core.default.__module__\n"
         "assert 'switchyard.torch' not in __import__('sys').modules\n"
         "deep_ep.Buffer.capture().current_stream_wait()\n"
         "with deep_ep.EventOverlap(deep_ep.EventHandle())(release_handle=True) as event: pass\n"
