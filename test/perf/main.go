@@ -6,6 +6,7 @@
 //	go run ./test/perf allreduce -device cuda -ranks 2 -dtype bfloat16 -collective all-gather
 //	go run ./test/perf dispatch -tokens 4096 -hidden 1024
 //	go run ./test/perf dispatch -device cuda -ranks 2
+//	go run ./test/perf p2p -procs
 //	go run ./test/perf tune -device cuda -ranks 2,4,8 -o table.json
 //	go run ./test/perf tune -of allreduce -device cuda -ranks 2,4 -o table.json
 //
@@ -108,7 +109,7 @@ func (r row) timed(us []float64) row {
 // bench runs one operation on one rank; rank 0 returns the rows.
 type bench func(ctx context.Context, g *comm.Group, c config) ([]row, error)
 
-var benches = map[string]bench{"alltoallv": benchAllToAllV, "allreduce": benchAllReduce, "dispatch": benchDispatch, "tune": benchTune}
+var benches = map[string]bench{"alltoallv": benchAllToAllV, "allreduce": benchAllReduce, "dispatch": benchDispatch, "p2p": benchP2P, "tune": benchTune}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -156,7 +157,7 @@ func (s *stagings) Set(v string) error {
 
 func run(ctx context.Context, args []string) (err error) {
 	if len(args) == 0 || benches[args[0]] == nil {
-		return errors.New("usage: perf alltoallv|allreduce|dispatch|tune [flags]; perf OP -h lists them")
+		return errors.New("usage: perf alltoallv|allreduce|dispatch|p2p|tune [flags]; perf OP -h lists them")
 	}
 	var (
 		c                         = config{Op: args[0], Device: "host"}
@@ -169,6 +170,9 @@ func run(ctx context.Context, args []string) (err error) {
 	defSizes, defRanks := "8KiB,32KiB,128KiB,512KiB,2MiB,8MiB,32MiB", "2,4"
 	if c.Op == "dispatch" {
 		defSizes, defRanks = "", "4"
+	}
+	if c.Op == "p2p" {
+		defSizes, defRanks = "8B,1KiB,8KiB,64KiB,256KiB,1MiB,8MiB,64MiB", "2"
 	}
 	fs.StringVar(&ranks, "ranks", defRanks, "numbers of ranks, comma separated")
 	fs.BoolVar(&c.Procs, "procs", false, "one process a rank instead of one goroutine")
