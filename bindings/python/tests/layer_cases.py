@@ -190,6 +190,11 @@ def refused(rank: int, size: int, device: str) -> None:
     d = dispatcher(size, device, "flat")
     with pytest.raises(sw.errors.InvalidArgument, match="overlap is for a GPU"):
         layers.MoE(d, INNER, overlap=24)
+    for options in ({"scale_per_token": True}, {"scale_format": "ue8m0"}):
+        other = dispatcher(size, device, "flat", hidden=128, dtype="bfloat16", quantize=True, **options)
+        with pytest.raises(sw.errors.InvalidArgument, match="want float32 for 128 columns"):
+            layers.MoE(other, 128)
+        other.close()
     layer = layers.MoE(d, INNER)
     with pytest.raises(sw.errors.InvalidArgument, match="has no router"):
         layer(torch.zeros(4, HIDDEN, device=device))

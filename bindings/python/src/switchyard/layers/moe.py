@@ -73,6 +73,8 @@ class MoE(nn.Module):
                 raise errors.InvalidArgument(f"switchyard: layers: {name} is {value}, want a multiple of {unit} on a GPU")
         if self.float8 and hidden % 128:
             raise errors.InvalidArgument(f"switchyard: layers: hidden is {hidden}, want a multiple of 128 for float8")
+        if self.float8 and (d._scale_per_token or d._exponents):
+            raise errors.InvalidArgument("switchyard: layers: scales are for a row or exponents, want float32 for 128 columns")
         if overlap and (self.device.type != "cuda" or d.by_token or not d._tells_landed):
             raise errors.InvalidArgument("switchyard: layers: overlap is for a GPU, rows by expert and landed=True")
         shapes = {"gate_up": (local, 2 * inner, hidden), "down": (local, hidden, inner)}
