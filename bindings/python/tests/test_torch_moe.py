@@ -92,7 +92,8 @@ def test_outputs_live_as_long_as_they_are_needed(gloo):
     gloo.run(lifetimes)
 
 
-SCALES = [{}, {"scale_per_token": True}, {"scale_format": "ue8m0"}, {"scale_format": "power_of_two"}, {"scale_columns": True}, {"low_latency": True}]
+FORMATS = [{"scale_format": "ue8m0"}, {"scale_format": "power_of_two"}]
+SCALES = [{}, {"scale_per_token": True}, *FORMATS, {"scale_columns": True}, {"low_latency": True}]
 WAYS = ["weighted", "halves", "given", "unweighted", "weighted"]
 
 

@@ -41,8 +41,9 @@ class Dispatcher(Calls):
     - ``index_dtype``: of expert indices, int64 or int32. Others are converted;
     - ``combine_dtype``: of what is combined, and of gradients; by default ``dtype``, or bfloat16 where that is float8;
     - ``quantize``: rows arrive as float8_e4m3fn with ``scales``, one for 128 elements, or for a row with ``scale_per_token``.
-      They are float32 or, with ``scale_format="ue8m0"``, exponents of powers of two, four in an int32, or with ``"power_of_two"``
-      powers of two in float32; with ``scale_columns`` in column-major order. Tokens of float8 come with such scales, row-major;
+      They are float32 or, with ``scale_format="ue8m0"``, exponents of powers of two, four in an int32, or with
+      ``"power_of_two"`` powers of two in float32; with ``scale_columns`` in column-major order. Tokens of float8 come with
+      such scales, row-major;
     - ``float8_combine``: sums cross as float8 with scales; on GPUs that has run in an emulation only;
     - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 1,024, any layout but "token_major";
     - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;

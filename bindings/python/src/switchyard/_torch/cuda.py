@@ -78,8 +78,8 @@ def has_backend(pg: Any, device: torch.device, but: type | None = None) -> bool:
 # What only calls on GPUs can say: peer_displs, max_sms, copy_sms and no_sms.
 Extra = tuple[Any, Optional[int], Optional[int], Optional[bool]]
 
-# What a call with async_op says where its caller says nothing: 8 multiprocessors send, and at most as many copy out of staging. The others
-# are left to what the caller has to do meanwhile, of which 16 more cost products of 8192 x 8192 matrices 10 to 25%.
+# What a call with async_op says where its caller says nothing: 8 multiprocessors send, and at most as many copy out of
+# staging. The others are left to what the caller has to do meanwhile: 16 more cost products of 8192 x 8192 matrices 10 to 25%.
 BESIDE: Extra = (None, 8, None, None)
 
 
