@@ -142,7 +142,7 @@ func (g *Group) errorOf(f *failure) error {
 	}
 	if f.code == failLeft && f.detail == "" {
 		left := *f
-		left.detail = "it has closed its end of " + g.name
+		left.detail = "it has left " + g.name
 		f = &left
 	}
 	return &PeerError{Rank: rank, Err: reason{f}}

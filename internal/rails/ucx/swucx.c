@@ -1,4 +1,4 @@
-//go:build cgo && linux
+// go:build cgo && linux
 
 #define _GNU_SOURCE
 #include "swucx.h"
@@ -36,27 +36,28 @@ enum {
 	MAX_WINDOWS = 4096,
 };
 
-#define ENTRIES(X)                                                                                                             \
-	X(ucp_init_version, int8_t, (unsigned, unsigned, const swu_params *, const void *, void **))                           \
-	X(ucp_cleanup, void, (void *))                                                                                         \
-	X(ucp_config_read, int8_t, (const char *, const char *, void **))                                                      \
-	X(ucp_config_modify, int8_t, (void *, const char *, const char *))                                                     \
-	X(ucp_config_release, void, (void *))                                                                                  \
-	X(ucp_get_version, void, (unsigned *, unsigned *, unsigned *))                                                         \
-	X(ucp_worker_create, int8_t, (void *, const swu_worker_params *, void **))                                             \
-	X(ucp_worker_destroy, void, (void *))                                                                                  \
-	X(ucp_worker_progress, unsigned, (void *))                                                                             \
-	X(ucp_worker_get_efd, int8_t, (void *, int *))                                                                         \
-	X(ucp_worker_arm, int8_t, (void *))                                                                                    \
-	X(ucp_worker_signal, int8_t, (void *))                                                                                 \
-	X(ucp_worker_get_address, int8_t, (void *, void **, size_t *))                                                         \
-	X(ucp_worker_release_address, void, (void *, void *))                                                                  \
-	X(ucp_worker_set_am_recv_handler, int8_t, (void *, const swu_am_handler *))                                            \
-	X(ucp_ep_create, int8_t, (void *, const swu_ep_params *, void **))                                                     \
-	X(ucp_ep_close_nbx, void *, (void *, const swu_request_param *))                                                       \
-	X(ucp_am_send_nbx, void *, (void *, unsigned, const void *, size_t, const void *, size_t, const swu_request_param *))  \
-	X(ucp_am_recv_data_nbx, void *, (void *, void *, void *, size_t, const swu_request_param *))                           \
-	X(ucp_request_check_status, int8_t, (void *))                                                                          \
+#define ENTRIES(X) \
+	X(ucp_init_version, int8_t, (unsigned, unsigned, const swu_params *, const void *, void **)) \
+	X(ucp_cleanup, void, (void *)) \
+	X(ucp_config_read, int8_t, (const char *, const char *, void **)) \
+	X(ucp_config_modify, int8_t, (void *, const char *, const char *)) \
+	X(ucp_config_release, void, (void *)) \
+	X(ucp_get_version, void, (unsigned *, unsigned *, unsigned *)) \
+	X(ucp_worker_create, int8_t, (void *, const swu_worker_params *, void **)) \
+	X(ucp_worker_destroy, void, (void *)) \
+	X(ucp_worker_progress, unsigned, (void *)) \
+	X(ucp_worker_get_efd, int8_t, (void *, int *)) \
+	X(ucp_worker_arm, int8_t, (void *)) \
+	X(ucp_worker_signal, int8_t, (void *)) \
+	X(ucp_worker_get_address, int8_t, (void *, void **, size_t *)) \
+	X(ucp_worker_release_address, void, (void *, void *)) \
+	X(ucp_worker_set_am_recv_handler, int8_t, (void *, const swu_am_handler *)) \
+	X(ucp_ep_create, int8_t, (void *, const swu_ep_params *, void **)) \
+	X(ucp_ep_close_nbx, void *, (void *, const swu_request_param *)) \
+	X(ucp_am_send_nbx, void *, \
+	  (void *, unsigned, const void *, size_t, const void *, size_t, const swu_request_param *)) \
+	X(ucp_am_recv_data_nbx, void *, (void *, void *, void *, size_t, const swu_request_param *)) \
+	X(ucp_request_check_status, int8_t, (void *)) \
 	X(ucp_request_free, void, (void *))
 
 // What travels in front of the bytes of a put.
@@ -121,10 +122,10 @@ struct swu_rail {
 	swu_counts counts;
 };
 
-#define FAIL(...)                                       \
-	do {                                            \
-		snprintf(why, why_len, __VA_ARGS__);    \
-		return -1;                              \
+#define FAIL(...) \
+	do { \
+		snprintf(why, why_len, __VA_ARGS__); \
+		return -1; \
 	} while (0)
 
 static int is_error(const void *p) { return (uintptr_t)p >= (uintptr_t)-100; }
@@ -192,7 +193,8 @@ static void on_landed(void *request, int8_t status, size_t length, void *arg)
 		r->ucp_request_free(request);
 }
 
-static int8_t on_put(void *arg, const void *header, size_t header_length, void *data, size_t length, const uint64_t *recv_attr)
+static int8_t on_put(void *arg, const void *header, size_t header_length, void *data, size_t length,
+                     const uint64_t *recv_attr)
 {
 	swu_rail *r = arg;
 	head h;
@@ -201,8 +203,9 @@ static int8_t on_put(void *arg, const void *header, size_t header_length, void *
 	if (header_length != sizeof h)
 		goto refuse;
 	memcpy(&h, header, sizeof h);
-	if (h.key != r->key || h.zero != 0 || h.from >= r->size || h.from == r->rank || h.n < 0 || (uint64_t)h.n != length ||
-	    h.place < 0 || h.signal < 0 || h.signal % 8 != 0 || !is_open(r, h.signal, 8) || (h.n > 0 && !is_open(r, h.place, h.n)))
+	if (h.key != r->key || h.zero != 0 || h.from >= r->size || h.from == r->rank || h.n < 0 ||
+	    (uint64_t)h.n != length || h.place < 0 || h.signal < 0 || h.signal % 8 != 0 || !is_open(r, h.signal, 8) ||
+	    (h.n > 0 && !is_open(r, h.place, h.n)))
 		goto refuse;
 	stream *s = find(r->got, h.from, h.signal);
 	if (s == NULL || h.seq <= s->seq)
@@ -247,7 +250,8 @@ static void on_failure(void *arg, void *ep, int8_t status)
 	p->rail->counts.failures++;
 }
 
-// UCX would take over the signals that Go handles, print to standard output, and patch the calls that map memory, which Go makes without it.
+// UCX would take over the signals that Go handles, print to standard output, and patch the calls that map memory, which
+// Go makes without it.
 static void quiet(void)
 {
 	setenv("UCX_ERROR_SIGNALS", "", 0);
@@ -263,8 +267,9 @@ static int open_worker(swu_rail *r, char *why, size_t why_len)
 		FAIL("ucp_config_read failed");
 	// Larger messages shake hands, which waits behind bulk data.
 	r->ucp_config_modify(config, "RNDV_THRESH", "256k");
-	// UCX 1.13.1 aborts the process when a peer goes while it sends to it without a copy over TCP (uct_iface.h: comp->count > 0): in 6 of 40
-	// runs of the test that closes an end. 1.22.0 does not. Those between were not tried.
+	// UCX 1.13.1 aborts the process when a peer goes while it sends to it without a copy over TCP (uct_iface.h:
+	// comp->count > 0): in 6 of 40 runs of the test that closes an end. 1.22.0 does not. Those between were not
+	// tried.
 	if (r->major == 1 && r->minor < 22)
 		r->ucp_config_modify(config, "ZCOPY_THRESH", "inf");
 	swu_params p = {.mask = PARAM_FEATURES, .features = FEATURE_AM | FEATURE_WAKEUP};
@@ -283,7 +288,8 @@ static int open_worker(swu_rail *r, char *why, size_t why_len)
 	return 0;
 }
 
-int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *segment, int64_t bytes, char *why, size_t why_len)
+int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *segment, int64_t bytes, char *why,
+             size_t why_len)
 {
 	*out = NULL;
 	quiet();
@@ -300,8 +306,8 @@ int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *s
 	}
 	r->lib = lib, r->rank = rank, r->size = size, r->key = key, r->segment = segment, r->bytes = bytes, r->efd = -1;
 	const char *missing = NULL;
-#define LOAD(name, result, params)                              \
-	if ((*(void **)&r->name = dlsym(lib, #name)) == NULL)   \
+#define LOAD(name, result, params) \
+	if ((*(void **)&r->name = dlsym(lib, #name)) == NULL) \
 		missing = #name;
 	ENTRIES(LOAD)
 #undef LOAD
@@ -375,7 +381,8 @@ int swu_window(swu_rail *r, int64_t off, int64_t n)
 	return 0;
 }
 
-int swu_put(swu_rail *r, uint32_t to, int64_t place, const void *src, int64_t n, int64_t signal, char *why, size_t why_len)
+int swu_put(swu_rail *r, uint32_t to, int64_t place, const void *src, int64_t n, int64_t signal, char *why,
+            size_t why_len)
 {
 	peer *p = &r->peers[to];
 	if (p->ep == NULL)

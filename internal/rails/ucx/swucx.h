@@ -1,5 +1,6 @@
-// swucx.h: what this package uses of UCX (libucp 1.13 or newer), which is opened at run time. The structures are those of ucp.h, as far as
-// their first fields; a mask says which fields count, and the library reads no others. A test compares them with the header.
+// swucx.h: what this package uses of UCX (libucp 1.13 or newer), which is opened at run time. The structures are those
+// of ucp.h, as far as their first fields; a mask says which fields count, and the library reads no others. A test
+// compares them with the header.
 #ifndef SWUCX_H
 #define SWUCX_H
 
@@ -31,7 +32,8 @@ typedef struct {
 	uint64_t mask;
 	uint32_t id;
 	uint32_t flags;
-	int8_t (*cb)(void *arg, const void *header, size_t header_length, void *data, size_t length, const uint64_t *recv_attr);
+	int8_t (*cb)(void *arg, const void *header, size_t header_length, void *data, size_t length,
+	             const uint64_t *recv_attr);
 	void *arg;
 } swu_am_handler;
 
@@ -59,13 +61,15 @@ typedef struct {
 } swu_counts;
 
 // Functions return 0 or a text in why.
-int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *segment, int64_t bytes, char *why, size_t why_len);
+int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *segment, int64_t bytes, char *why,
+             size_t why_len);
 int swu_version(const swu_rail *r, unsigned *major, unsigned *minor);
 int swu_efd(const swu_rail *r);
 int swu_address(swu_rail *r, void *out, size_t room, size_t *n, char *why, size_t why_len);
 int swu_connect(swu_rail *r, uint32_t peer, const void *address, char *why, size_t why_len);
 int swu_window(swu_rail *r, int64_t off, int64_t n);
-int swu_put(swu_rail *r, uint32_t peer, int64_t place, const void *src, int64_t n, int64_t signal, char *why, size_t why_len);
+int swu_put(swu_rail *r, uint32_t peer, int64_t place, const void *src, int64_t n, int64_t signal, char *why,
+            size_t why_len);
 int swu_failed(const swu_rail *r, uint32_t peer);
 unsigned swu_progress(swu_rail *r);
 int swu_arm(swu_rail *r); // 1: there is something to do
