@@ -18,9 +18,14 @@ type PointBounds struct {
 	EagerBytes int64
 	// StagingBytes is the size of each of the two buffers from one rank to another for messages that the receiver cannot read at their sender.
 	StagingBytes int64
+	// Blocks bounds how many blocks of a GPU copy for a put or a get, a multiprocessor each. The host has none.
+	Blocks int
 	// ParkBytes bounds the copies that a rank keeps of messages whose receivers are late.
 	ParkBytes int64
 }
+
+// DefaultSemaphores is what engines take where PointBounds.Semaphores is 0.
+const DefaultSemaphores = 8
 
 // Family is "p2p".
 func (*PointBounds) Family() string { return "p2p" }
@@ -130,3 +135,14 @@ func (e *MessageMismatchError) Error() string {
 func (e *MessageMismatchError) Unwrap() error { return comm.ErrMismatch }
 
 func (*MessageMismatchError) recoverable() {}
+
+// WaitError is a wait for a signal that has failed, where it is told later. The signal is not lost, so a later wait can consume it.
+type WaitError struct{ Err *comm.PeerError }
+
+// Error is that of Err.
+func (e *WaitError) Error() string { return e.Err.Error() }
+
+// Unwrap is Err.
+func (e *WaitError) Unwrap() error { return e.Err }
+
+func (*WaitError) recoverable() {}

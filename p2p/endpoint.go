@@ -20,6 +20,10 @@ import (
 // alone, which names the peer: comm.ErrTimeout if it does not come within Options.Timeout, comm.ErrPeerLost if it is lost. It consumes
 // nothing, and every other call goes on, except that calls which were enqueued before the failure and would have to wait for the same peer
 // fail at once. On a host stream the error is one of the stream.
+//
+// On GPUs there are Put, Get, Signal and Wait, which CUDA graphs capture, and no messages yet (ErrUnsupported). A failed wait is an error of
+// Fault and of the next call, which then has not happened; later calls go on. Signals of one semaphore come from one stream at a time, and so
+// do the waits for them. Calls without a stream share one: a Wait there holds up the others.
 type Endpoint struct {
 	c       *communicator.Communicator
 	bounds  kernels.PointBounds

@@ -14,6 +14,8 @@ import (
 var (
 	// ErrInvalid is the cause of every error about arguments. Nothing has been enqueued then.
 	ErrInvalid = comm.ErrInvalid
+	// ErrUnsupported means that the device does not have the call. Nothing has been enqueued then.
+	ErrUnsupported = comm.ErrUnsupported
 	// ErrClosed is returned by calls on a closed Endpoint.
 	ErrClosed = comm.ErrClosed
 )
@@ -39,6 +41,8 @@ type Options struct {
 	// ParkBytes bounds the copies that this rank keeps of larger messages whose receivers are late, so that a rank which sends first comes to
 	// its receives; default 256 MiB, negative for none. Ranks may pass different values.
 	ParkBytes int64
+	// MaxSMs bounds the multiprocessors of a GPU that a put or a get of less than 4 MiB takes; default 32. Larger ones take a copy engine.
+	MaxSMs int
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer. A peer that moves bytes of the Endpoint's calls
 	// is not silent.
 	Timeout time.Duration
@@ -46,7 +50,7 @@ type Options struct {
 
 // validate checks the options and completes them by the defaults of an engine.
 func (o *Options) validate(size int, e kernels.Engine) (kernels.PointBounds, error) {
-	c := kernels.PointBounds{Size: size, Semaphores: o.Semaphores, Boxes: o.Boxes, EagerBytes: o.EagerBytes, StagingBytes: o.StagingBytes, ParkBytes: o.ParkBytes}
+	c := kernels.PointBounds{Size: size, Semaphores: o.Semaphores, Boxes: o.Boxes, EagerBytes: o.EagerBytes, StagingBytes: o.StagingBytes, ParkBytes: o.ParkBytes, Blocks: o.MaxSMs}
 	switch {
 	case o.Semaphores < 0 || o.Semaphores > maxLines:
 		return c, invalid("Options.Semaphores is %d, want 0 to %d", o.Semaphores, maxLines)
@@ -56,8 +60,8 @@ func (o *Options) validate(size int, e kernels.Engine) (kernels.PointBounds, err
 		return c, invalid("Options.EagerBytes is %d, more than %d", o.EagerBytes, 1<<20)
 	case o.StagingBytes < 0 || o.StagingBytes > 64<<20 || o.StagingBytes%kernels.LineBytes != 0:
 		return c, invalid("Options.StagingBytes is %d, want a multiple of %d, at most %d", o.StagingBytes, kernels.LineBytes, 64<<20)
-	case o.Timeout < 0:
-		return c, invalid("Options.Timeout is %v", o.Timeout)
+	case o.Timeout < 0 || o.MaxSMs < 0:
+		return c, invalid("Options.Timeout is %v, MaxSMs %d", o.Timeout, o.MaxSMs)
 	}
 	e.Defaults(&c)
 	o.Timeout = cmp.Or(o.Timeout, communicator.DefaultTimeout)

@@ -20,32 +20,63 @@
 #include "allreduce/packets.cuh"
 #include "allreduce/watching.cuh"
 
+namespace sw {
+
+// The work of a warp of the packet kernel: it moves data, meets the peers, or advances the number of the call.
+enum class packet_role { mover, meeter, counter };
+
+__device__ __forceinline__ packet_role packet_role_of(u32 warp)
+{
+	return warp < packet_warps    ? packet_role::mover
+	       : warp == packet_warps ? packet_role::meeter
+	                              : packet_role::counter;
+}
+
+// The work of a warp of the kernel through memory.
+enum class memory_role { worker, input_signaller, result_signaller, watcher };
+
+__device__ __forceinline__ memory_role memory_role_of(u32 warp)
+{
+	return warp == work_warps + 2   ? memory_role::watcher
+	       : warp == work_warps     ? memory_role::input_signaller
+	       : warp == work_warps + 1 ? memory_role::result_signaller
+	                                : memory_role::worker;
+}
+
+} // namespace sw
+
 extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1)
     allreduce_packet(const __grid_constant__ sw_reduce_args a)
 {
 	using namespace sw;
 	SW_SHARED(u64, verdict);
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-	bool moves = warp < packet_warps, meets = warp == packet_warps;
+	packet_role role = packet_role_of(warp);
+
+	// The warp's first packet is known before the call's number, and loaded while that comes.
 	// neighbouring warps of the grid lie in different blocks, so that few groups use many multiprocessors
 	packet_warp p(a, &verdict, warp * gridDim.x + blockIdx.x, packet_warps * gridDim.x, lane);
-	packet_warp::task task = p.input(moves ? p.warp : 0);
+	packet_warp::task task = p.input(role == packet_role::mover ? p.warp : 0);
 	u32 tasks = p.tasks(), groups = packet_groups(span(a, a.world.rank).bytes),
 	    most = gathers(a) && !one_shot(a) ? p.most_groups() : 0;
 	call now = call::open(a.world); // all that is above goes on while the kernel before runs
-	p.preload(task, moves);
+	p.preload(task, role == packet_role::mover);
 	u64 epoch = p.epoch = now.epoch();
 	if (__any_sync(~0u, epoch == 0) != 0) // a fault may be written just now
 		return;
-	if (moves)
+
+	// Packets and entries go out.
+	if (role == packet_role::mover)
 		p.send(task, tasks);
-	else if (meets && blockIdx.x == 0)
+	else if (role == packet_role::meeter && blockIdx.x == 0)
 		enter(a, epoch, lane);
-	if (meets && lane == 0)
+	if (role == packet_role::meeter && lane == 0)
 		verdict = 0;
 	__syncthreads(); // every warp has read the number
 	release_stream();
-	if (meets) {
+
+	// The meeter tells the movers whether the ranks' calls agree, before they write the user's memory.
+	if (role == packet_role::meeter) {
 		bool good = meet(a, epoch, lane, [](u32, const entry &) {});
 		if (lane == 0)
 			store_relaxed_cta(&verdict, good ? calls_agree : calls_differ);
@@ -54,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_PACKET_THREADS, 1)
 			wipe_one(a, epoch, a.block.results, q,
 			         gathers(a) && !one_shot(a) ? packet_groups(span(a, q).bytes) : 0);
 		}
-	} else if (!moves) { // takes long, and nobody waits for it
+	} else if (role == packet_role::counter) { // takes long, and nobody waits for it
 		if (lane == 0)
 			now.advance();
 	} else if (!reduces(a)) {
@@ -70,19 +101,24 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_THREADS, 1) allreduce(con
 	using namespace sw;
 	SW_SHARED(reduce_board, b);
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-	bool watches = warp == work_warps + 2, good = true;
-	if (watches)
+	memory_role role = memory_role_of(warp);
+	bool good = true;
+
+	// The watcher makes the board, the first part while the kernel before runs, and meets the peers.
+	if (role == memory_role::watcher)
 		b.begin(a, lane);
-	call now = call::open(a.world); // all that is above goes on while the kernel before runs
+	call now = call::open(a.world);
 	u64 epoch = now.epoch();
-	if (watches && epoch != 0) {
+	if (role == memory_role::watcher && epoch != 0) {
 		if (blockIdx.x == 0) // the sooner the better
 			enter(a, epoch, lane);
 		good = b.make(a, epoch, lane);
 	}
-	bool stops =
-	    __syncthreads_or(epoch == 0 || !good) != 0;   // for all or none: warps of a block wait for one another
-	if (epoch != 0 && threadIdx.x == 32 * work_warps) // takes long, and nobody waits for this warp yet
+
+	// All warps go on, or none: those of a block wait for one another. The first signaller, for which nobody waits
+	// yet, advances the number, which takes long.
+	bool stops = __syncthreads_or(epoch == 0 || !good) != 0;
+	if (epoch != 0 && threadIdx.x == 32 * work_warps)
 		now.advance();
 	release_stream();
 	if (stops)
@@ -92,15 +128,17 @@ extern "C" __global__ void __launch_bounds__(SW_REDUCE_THREADS, 1) allreduce(con
 			move(a.dst, a.src, a.bounds[1], warp * gridDim.x + blockIdx.x, work_warps * gridDim.x, lane);
 		return;
 	}
-	if (watches) {
+
+	// Each warp does its part.
+	if (role == memory_role::watcher) {
 		reduce_watch(a, epoch, b, lane).run();
 		for (u32 p = lane; blockIdx.x == 0 && p < a.world.size; p += 32) {
 			wipe_one(a, epoch, a.block.inputs, p, 0);
 			wipe_one(a, epoch, a.block.results, p, 0);
 		}
-	} else if (warp == work_warps) {
+	} else if (role == memory_role::input_signaller) {
 		reduce_signaller{a, epoch, b, lane}.run_inputs();
-	} else if (warp == work_warps + 1) {
+	} else if (role == memory_role::result_signaller) {
 		reduce_signaller{a, epoch, b, lane}.run_results();
 	} else {
 		reduce_worker{a, b, warp, lane}.run();

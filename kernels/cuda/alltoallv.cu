@@ -26,6 +26,8 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1)
 	// neighbouring warps of the grid lie in different blocks, so that few groups use many multiprocessors
 	u32 warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
 	packets<direct> x(a, r, warp, warps, lane);
+
+	// The warp's first packet is loaded while the kernel before runs, and while the call's number comes.
 	packets<direct>::ahead ahead{0, 0, false};
 	if (a.world.size > 1)
 		ahead = x.look_ahead();
@@ -35,11 +37,15 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1)
 	u64 epoch = now.epoch();
 	if (__any_sync(~0u, epoch == 0)) // a fault may be written just now
 		return;
+
+	// Headers and packets go out.
 	if (a.world.size > 1) {
 		if (lane == 0)
 			x.announce(epoch, last, warp, warps);
 		x.send(epoch);
 	}
+
+	// The next kernel may begin, and what stays here is copied while packets come.
 	__syncthreads(); // every warp has read the number
 	now.advance_by_last();
 	release_stream();
@@ -48,6 +54,24 @@ extern "C" __global__ void __launch_bounds__(SW_PACKET_THREADS, 1)
 		x.receive(epoch);
 }
 
+namespace sw {
+
+// The work of a warp of the exchange kernel. A block sends, or takes messages in, or both (sw_exchange_args.senders).
+enum class role { sender, send_watcher, recv_watcher, teller, receiver };
+
+__device__ __forceinline__ role role_of(u32 warp, bool sends, bool receives)
+{
+	if (warp == send_warps)
+		return role::send_watcher;
+	if (warp == send_warps + 1)
+		return role::recv_watcher;
+	if (warp < send_warps ? !sends : receives)
+		return role::receiver;
+	return warp < send_warps || warp >= send_warps + 2 + tellers ? role::sender : role::teller;
+}
+
+} // namespace sw
+
 extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, 1)
     alltoallv(const __grid_constant__ sw_exchange_args a)
 {
@@ -55,21 +79,26 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	SW_DYNAMIC_SHARED(memory);
 	SW_SHARED(gathered::store, steps);
 	SW_SHARED(board, b);
+
+	// The threads make the board while the kernel before runs.
 	if (threadIdx.x == 0)
 		b.packets = 0;
 	bool outside = gathered::fill(steps, a);
 	__syncthreads();
 	if (a.world.size > 1)
 		b.make(a, {steps}, memory, items(a));
-	call now = call::open(a.world); // all that is above goes on while the kernel before runs
+	call now = call::open(a.world);
 	gathered r{steps};
 	u64 epoch = now.epoch();
 	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31, warps = blockDim.x / 32 * gridDim.x;
+
+	// Credits go out as soon as the call has a number. All threads look at splits from device memory first.
 	receiver in{a, r, epoch};
 	bool grants = blockIdx.x == 0 && warp == send_warps + 1;
-	if (grants && a.splits == 0 &&
-	    epoch != 0) // the sooner the better; splits from device memory are to be looked at by all threads first
+	if (grants && a.splits == 0 && epoch != 0)
 		in.grant(lane, 32);
+
+	// After a fault the call does nothing; with splits that reach past a buffer it only tells the peers.
 	if (__syncthreads_or(outside || epoch == 0)) { // for all or none: warps of a block wait for one another
 		if (__syncthreads_or(epoch == 0))
 			return;
@@ -78,6 +107,8 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 			refuse(steps, a, epoch);
 		return;
 	}
+
+	// The next kernel may begin.
 	now.advance_by_last();
 	release_stream();
 	packets<gathered> x(a, r, warp * alike(a) + among_alike(a), alike(a) * send_warps, lane);
@@ -86,27 +117,29 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 		copy_own(a, r, x.warp, warps, lane);
 		return;
 	}
+
+	// Each warp does its part.
+	role mine = role_of(warp, sends, receives);
 	bool staged = through_staging(a);
-	if (warp < send_warps && sends) {
-		if ((b.packets & 1) != 0)
+	if (mine == role::sender) {
+		if (warp < send_warps && (b.packets & 1) != 0)
 			x.send(epoch);
-		sender out{a, r, epoch, b, warp, lane};
+		sender out{a, r, epoch, b, warp < send_warps ? warp : warp - 2 - tellers, lane};
 		out.run();
-	} else if (warp == send_warps) {
+	} else if (mine == role::send_watcher) {
 		if (blockIdx.x == 0)
 			x.announce(epoch, last_complaints(a), lane, 32);
 		if (sends)
 			send_watch(a, r, epoch, b, lane).run();
-	} else if (warp == send_warps + 1) {
+	} else if (mine == role::recv_watcher) {
 		if (grants && a.splits != 0)
 			in.grant(lane, 32);
 		if (staged && receives)
 			recv_watch(a, r, epoch, b, lane).run(in);
 		if (blockIdx.x == 0)
 			hear_of_large(a, r, epoch, lane, 32);
-	} else if (!receives) {
-		if (warp < send_warps + 2 + tellers)
-			teller(a, r, epoch, b, lane, warp - send_warps - 2).run();
+	} else if (mine == role::teller) {
+		teller(a, r, epoch, b, lane, warp - send_warps - 2).run();
 	} else {
 		if (warp > send_warps)
 			warp -= send_warps + recv_warps + 2 - takers(a);
@@ -117,6 +150,8 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 			in.await_in_place(b, warp * 32 + lane, SW_RECV_THREADS);
 		}
 	}
+
+	// All warps share the packets that come.
 	if ((b.packets & 2) != 0) {
 		x.warp = threadIdx.x / 32 * gridDim.x + blockIdx.x;
 		x.warps = warps;
@@ -124,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(SW_SEND_THREADS + SW_WATCH_THREADS 
 	}
 }
 
-// What stays on this rank, beside copies by the copy engines.
+// Copies what stays on this rank, while copy engines move the rest.
 extern "C" __global__ void __launch_bounds__(SW_OWN_THREADS, 1)
     alltoallv_own(const __grid_constant__ sw_exchange_args a)
 {

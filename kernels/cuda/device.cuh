@@ -1,4 +1,4 @@
-// What kernels of all families share: ordered memory accesses, waiting with a deadline, faults, copies of any
+// The ground of the kernels of all families: ordered memory accesses, waiting with a deadline, faults, copies of any
 // alignment.
 #pragma once
 
@@ -41,7 +41,7 @@ __device__ __forceinline__ u64 segment(const sw_world &w, u32 rank)
 	return w.base + rank * w.stride;
 }
 
-// What to add to segment(w, peer) to get to a place that peer has told. Mostly it is the place itself. A place of
+// The distance from segment(w, peer) to a place that peer has told. Mostly it is the place itself. A place of
 // memory that is registered but not mapped in the segment names a row of the alias table instead: its address, here, by
 // rank.
 __device__ __forceinline__ u64 resolve(const sw_world &w, u32 peer, u64 place)
@@ -57,7 +57,7 @@ __device__ __forceinline__ u64 resolve(const sw_world &w, u32 peer, u64 place)
 __device__ __forceinline__ bool of_one_call(u32 kind) { return kind == SW_FAULT_MISMATCH || kind >= SW_FAULT_ORDER; }
 
 constexpr u32 host_polls = 8192; // of a wait between two looks at the host's word
-constexpr u32 moved_looks = 8;   // of a wait, until its deadline, at what the ranks have moved
+constexpr u32 moved_looks = 8;   // of a wait, until its deadline, at what the ranks have moved; below 16
 
 __device__ __forceinline__ u64 moved_word(const sw_world &w, u32 rank)
 {
@@ -67,14 +67,14 @@ __device__ __forceinline__ u64 moved_word(const sw_world &w, u32 rank)
 // This rank moves bytes. One thread.
 __device__ __forceinline__ void tell_moved(u64 word) { store_relaxed_sys(word, now_ns()); }
 
-// A number that differs once any rank has moved bytes of the communicator's calls.
-__device__ __noinline__ u64 all_moved(const sw_world &w)
+// A number that differs once any rank has moved bytes of the communicator's calls: a multiple of 16, never 0.
+__device__ __forceinline__ u32 all_moved(const sw_world &w)
 {
 	u64 sum = 0;
 #pragma unroll 1
 	for (u32 p = 0; p < w.size; p++)
 		sum += load_relaxed_sys(moved_word(w, p));
-	return sum;
+	return static_cast<u32>(sum) << 4 | 1u << 31;
 }
 
 // A wait polls; slow() is called after every failed poll and says whether to go on. Clock and abort word are looked at
@@ -85,8 +85,8 @@ __device__ __noinline__ u64 all_moved(const sw_world &w)
 // The deadline measures silence (F1). A rank that moves bytes is alive, though it may signal nothing for long, and so
 // is one that waits for such a rank. The bytes of a call are finite, so no wait is endless.
 struct wait {
-	static constexpr u64 never = ~0ull;
-	u64 since = 0, looked = 0, moved = never; // moved is what the last look saw
+	u32 since = 0; // when it last looked at what the ranks have moved, in 1,024 ns; small, for these lie on stacks
+	u32 seen = 0;  // what it saw, and in the last 4 bits how many looks in a row have seen the same
 	u32 polls = 0;
 	u32 kind = SW_FAULT_NONE;
 	u64 epoch = 0; // of a reduction: its waits also end when the ranks' calls turn out to differ
@@ -110,16 +110,16 @@ struct wait {
 			kind = SW_FAULT_ABORTED;
 			return false;
 		}
-		u64 t = now_ns();
+		u32 t = static_cast<u32>(now_ns() >> 10) | 1;
 		if (since == 0)
-			since = looked = t;
-		if (t - looked > w.timeout_ns / moved_looks) {
-			u64 before = moved;
-			looked = t, moved = all_moved(w);
-			if (moved != before) // so too at the first look
-				since = t;
-		}
-		if (t - since > w.timeout_ns) {
+			since = t;
+		if (static_cast<u64>(t - since) << 10 <= w.timeout_ns / moved_looks)
+			return true;
+		u32 moved = all_moved(w);
+		since = t;
+		if (moved != (seen & ~15u)) // so too at the first look
+			seen = moved;
+		else if ((++seen & 15) == moved_looks) {
 			kind = SW_FAULT_TIMEOUT;
 			return false;
 		}
@@ -159,7 +159,7 @@ struct call {
 	const sw_world &w;
 	pair64 v;
 
-	// Asks for the number. What comes before it in the code goes on while the kernel before runs.
+	// Asks for the number. Code in front of it runs while the kernel before runs.
 	static __device__ __forceinline__ call open(const sw_world &w)
 	{
 		await_stream();

@@ -111,6 +111,7 @@ func families() []func(f kernels.Family, offset int64) family {
 		of(newExchanges),
 		of(newReductions),
 		of(newDispatches),
+		of(newPoints),
 	}
 }
 

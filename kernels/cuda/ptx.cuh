@@ -98,7 +98,7 @@ __device__ __forceinline__ void release_stream()
 }
 
 // Words in shared memory between the warps of a block, as atomics, so that racecheck knows that they are meant to be
-// shared. What a thread has written before store_release_cta is seen by one that has read the new value. The release is
+// shared. A write of a thread before store_release_cta is seen by one that has read the new value. The release is
 // a fence, which waits for the thread's own stores, also those to peers; the acquire waits for nothing.
 __device__ __forceinline__ u32 shared_address(const void *p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
@@ -231,7 +231,7 @@ __device__ __forceinline__ u32 add_acq_rel_gpu(u32 *p, u32 n)
 	return before;
 }
 
-// What arrives in shared memory by bulk copies: a barrier object that counts bytes. One thread expects, any thread
+// Arrivals in shared memory by bulk copies: a barrier object that counts bytes. One thread expects, any thread
 // awaits.
 struct arrivals {
 	u64 state;
@@ -241,7 +241,7 @@ struct arrivals {
 		asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
 	}
 
-	// Begins a phase that ends when so many bytes have come.
+	// Begins a phase that ends when `bytes` bytes have come.
 	__device__ __forceinline__ void expect([[maybe_unused]] u32 bytes)
 	{
 #if __CUDA_ARCH__ >= 900

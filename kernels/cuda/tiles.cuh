@@ -1,6 +1,6 @@
 // Bulk data: a warp moves 4 KiB tiles of a message through its registers.
 //
-// Whoever sends or copies calls this. Reads and writes only what its caller names, with plain vector accesses: order
+// Sends and copies call this. It reads and writes only what its caller names, with plain vector accesses: order
 // comes from the caller.
 #pragma once
 
@@ -79,20 +79,14 @@ struct tile {
 	}
 };
 
-constexpr u32 moved_tiles = 64; // of a warp, from one time that it says so to the next
+constexpr u32 moved_tiles = 512; // of those that warps share, from one that is told of to the next
 
-// A warp's count of the tiles that it has moved. It tells peers that wait for longer than a signal takes.
-struct progress {
-	u64 word = 0; // moved_word; 0 tells nobody
-	u32 tiles = 0;
-
-	// One more. All lanes of a warp.
-	__device__ __forceinline__ void step(u32 lane)
-	{
-		if ((++tiles & (moved_tiles - 1)) == 0 && word != 0 && lane == 0)
-			tell_moved(word);
-	}
-};
+// A warp is about to move a tile. It tells peers now and then, since signals may take longer than they wait.
+__device__ __forceinline__ void tell_tile(u64 moved, u32 tile, u32 lane)
+{
+	if ((tile & (moved_tiles - 1)) == 0 && lane == 0)
+		tell_moved(moved);
+}
 
 constexpr u32 far_ahead = 1u << 30; // cycles: what is due then was due long ago
 
@@ -111,12 +105,11 @@ struct pace {
 	u32 due = 0, interval = 0; // the clock at the warp's next tile, and cycles from one to the next; with a
 	                           // counter, of the block's first and its next
 	u32 *turn = nullptr;
-	progress made = {};
+	u64 moved = 0; // moved_word, for whoever waits for more than chunks
 
-	// Returns when a tile that crosses so many links may begin, as the counter has it. All lanes of a warp.
+	// Returns when a tile that crosses `crossings` links may begin, as the counter has it. All lanes of a warp.
 	__device__ __forceinline__ void next(u32 crossings, u32 lane)
 	{
-		made.step(lane);
 		if (interval == 0 || crossings == 0)
 			return;
 		if (turn == nullptr) {
@@ -138,6 +131,8 @@ __device__ __noinline__ void move(u64 dst, u64 src, i64 bytes, u32 first, u32 st
 	for (i64 at = first * tile_bytes - static_cast<i64>(src & 127); at < bytes; at += step * tile_bytes) {
 		i64 from = at < 0 ? 0 : at, to = at + tile_bytes < bytes ? at + tile_bytes : bytes;
 		when.next(1, lane);
+		if (when.moved != 0)
+			tell_tile(when.moved, static_cast<u32>((at + 127) / tile_bytes), lane);
 		t.load(src + from, static_cast<u32>(to - from));
 		t.store(dst + from);
 	}

@@ -46,7 +46,7 @@ extern "C" __global__ void spin(uint64_t ns)
 	while (now - from < ns);
 }
 
-// What a launch costs: kernels that do nothing, with few and with many bytes of arguments.
+// The cost of a launch: kernels that do nothing, with few and with many bytes of arguments.
 extern "C" __global__ void empty(message m)
 {
 	if (m.n == 1)

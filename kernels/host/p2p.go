@@ -30,7 +30,6 @@ type transfers struct {
 
 // The defaults of transfers.
 const (
-	defaultSemaphores   = 8
 	defaultBoxes        = 32
 	defaultEager        = 8 << 10
 	defaultPointStaging = 64 << 10
@@ -43,7 +42,8 @@ func newTransfers(c *kernels.PointBounds, offset int64) *transfers {
 
 func (f *transfers) defaults() {
 	c := f.c.PointBounds
-	c.Semaphores = int(kernels.Default(int64(c.Semaphores), defaultSemaphores))
+	c.Semaphores = int(kernels.Default(int64(c.Semaphores), kernels.DefaultSemaphores))
+	c.Blocks = 0
 	c.Boxes = int(kernels.Default(int64(c.Boxes), defaultBoxes))
 	c.EagerBytes, c.StagingBytes = kernels.Default(c.EagerBytes, defaultEager), kernels.Default(c.StagingBytes, defaultPointStaging)
 	c.ParkBytes = kernels.Default(c.ParkBytes, defaultPark)

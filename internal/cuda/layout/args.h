@@ -39,6 +39,12 @@ enum {
 	SW_FAULT_SPLITS = 8, /* peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length */
 };
 
+/* Transfers between two ranks. */
+enum {
+	SW_POINT_THREADS = 256, /* of a block that copies */
+	SW_POINT_WAITERS = 32, /* of the one block of a signal or a wait, of which one does something */
+};
+
 /* MoE dispatch. */
 enum {
 	SW_DISPATCH_THREADS = 1024, /* of a block of dispatch_rows */
@@ -185,6 +191,27 @@ struct sw_world {
 	uint64_t timeout_ns; /* bounds every wait for a peer */
 	uint32_t rank;
 	uint32_t size;
+};
+
+/* Where the words of a control block for transfers lie. All of it must be zero before the first launch. */
+struct sw_point_block {
+	uint64_t control; /* struct sw_control [size], one for each peer, so that a fault with one holds up no other; controlAlign bytes each */
+	uint64_t signals; /* [size][semaphores] lines: {signals of the rank so far}, written by that rank */
+	uint64_t sent; /* [size][semaphores] words: this rank's signals to the rank so far */
+	uint64_t consumed; /* [size][semaphores] words: the rank's signals that have been consumed */
+	uint64_t end; /* the offset behind the block */
+};
+
+/* One launch of a transfer. */
+struct sw_point_args {
+	struct sw_world world; /* control is that of peer */
+	struct sw_point_block block;
+	uint64_t dst; /* of a put or a get: addresses here */
+	uint64_t src;
+	int64_t bytes;
+	uint32_t peer;
+	uint32_t semaphore; /* of a signal or a wait */
+	uint32_t semaphores;
 };
 
 /* Where the words of a handle lie. All must be zero before the first call. */
@@ -379,6 +406,23 @@ struct sw_copy_args {
 	struct sw_exchange_args exchange;
 	int64_t places[SW_MAX_RANKS]; /* where in each peer's segment this rank's message goes, as the host knows it */
 };
+
+/* Lays the block out from offset on. */
+static inline struct sw_point_block sw_lay_point_block(int64_t offset, int64_t size, int64_t semaphores)
+{
+	struct sw_point_block b;
+	int64_t at = offset;
+	b.control = at;
+	at = at + size * SW_CONTROL_ALIGN;
+	b.signals = at;
+	at = at + size * semaphores * SW_LINE_BYTES;
+	b.sent = at;
+	at = at + size * semaphores * 8;
+	b.consumed = at;
+	at = at + size * semaphores * 8;
+	b.end = at;
+	return b;
+}
 
 /* Lays the block out from offset on. */
 static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int64_t size, int64_t slots, int64_t max_tokens, int64_t top_k, int64_t staged, int64_t note_stride, int64_t packet_stride)

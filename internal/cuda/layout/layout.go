@@ -52,6 +52,27 @@ func Of() map[string]int {
 		m["world.size"] = int(unsafe.Offsetof(s.size))
 	}
 	{
+		var s C.struct_sw_point_block
+		m["point_block"] = int(unsafe.Sizeof(s))
+		m["point_block.control"] = int(unsafe.Offsetof(s.control))
+		m["point_block.signals"] = int(unsafe.Offsetof(s.signals))
+		m["point_block.sent"] = int(unsafe.Offsetof(s.sent))
+		m["point_block.consumed"] = int(unsafe.Offsetof(s.consumed))
+		m["point_block.end"] = int(unsafe.Offsetof(s.end))
+	}
+	{
+		var s C.struct_sw_point_args
+		m["point_args"] = int(unsafe.Sizeof(s))
+		m["point_args.world"] = int(unsafe.Offsetof(s.world))
+		m["point_args.block"] = int(unsafe.Offsetof(s.block))
+		m["point_args.dst"] = int(unsafe.Offsetof(s.dst))
+		m["point_args.src"] = int(unsafe.Offsetof(s.src))
+		m["point_args.bytes"] = int(unsafe.Offsetof(s.bytes))
+		m["point_args.peer"] = int(unsafe.Offsetof(s.peer))
+		m["point_args.semaphore"] = int(unsafe.Offsetof(s.semaphore))
+		m["point_args.semaphores"] = int(unsafe.Offsetof(s.semaphores))
+	}
+	{
 		var s C.struct_sw_dispatch_block
 		m["dispatch_block"] = int(unsafe.Sizeof(s))
 		m["dispatch_block.note_stride"] = int(unsafe.Offsetof(s.note_stride))

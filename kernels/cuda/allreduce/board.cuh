@@ -1,5 +1,5 @@
-// What the warps of a block tell one another in an exchange through memory: who is read and written directly, who
-// through staging, and how far everybody is.
+// The board of a block in an exchange through memory: its warps read there which ranks are read and written directly,
+// which through staging, and how far each is.
 //
 // The watching warp makes it when it has met the peers, and keeps it up to date; the working warps (working.cuh) and
 // those that signal (watching.cuh) read it. Touches shared memory only.
@@ -58,7 +58,7 @@ struct reduce_board {
 	__device__ __forceinline__ pace held(const sw_reduce_args &a, u32 crossings, u32 warp, u32 warps) const
 	{
 		u32 each = crossings * a.interval;
-		return {met + warp * each, warps * each, nullptr, {moved_word(a.world, a.world.rank)}};
+		return {met + warp * each, warps * each, nullptr, moved_word(a.world, a.world.rank)};
 	}
 
 	// Waits until what the watching warp writes is at least want, and returns it. 0 when the block gives up.
@@ -78,7 +78,7 @@ struct reduce_board {
 	}
 };
 
-// A block's chunks of so many bytes. Those of a slice go round the blocks.
+// A block's share of the chunks of `bytes` bytes. Those of a slice go round the blocks.
 __device__ __forceinline__ u32 chunks_of(const sw_reduce_args &a, i64 bytes)
 {
 	u32 all = static_cast<u32>((bytes + a.chunk_bytes - 1) / a.chunk_bytes);
@@ -105,11 +105,33 @@ __device__ __forceinline__ u64 slots_of(const sw_reduce_args &a, u64 region, u32
 	       (static_cast<u64>(src) * a.lines + blockIdx.x) * a.slots * a.chunk_bytes;
 }
 
+// The lines of src's block in dst's segment: a word for each that the block tells of.
 __device__ __forceinline__ u64 line_of(const sw_reduce_args &a, u32 dst, u32 src)
 {
 	return segment(a.world, dst) + a.block.lines +
 	       (static_cast<u64>(src) * a.lines + blockIdx.x) * SW_REDUCE_LINE_BYTES;
 }
+
+// One word of the lines between this block and those of the peers.
+struct reduce_lines {
+	const sw_reduce_args &a;
+	u64 epoch;
+	const reduce_board &b;
+	u64 word;
+
+	// Tells a peer of chunks.
+	__device__ __forceinline__ void signal(u32 peer, u32 chunks) const
+	{
+		line{b.line[peer] + word}.signal(seq(epoch, chunks));
+	}
+
+	// Tells a peer that the block is through with the call, and waits until the peer is.
+	__device__ __forceinline__ void signal(u32 peer) const { line{b.line[peer] + word}.signal(last_seq(epoch)); }
+	__device__ __forceinline__ bool await(u32 peer) const
+	{
+		return line{line_of(a, a.world.rank, peer) + word}.await(a.world, peer, epoch, last_seq(epoch));
+	}
+};
 
 // Whether this rank writes its result to the peers.
 __device__ __forceinline__ bool hands_to_peers(const sw_reduce_args &a)
@@ -128,7 +150,7 @@ __device__ __forceinline__ bool touches(const sw_reduce_args &a, u64 x_src, u64 
 	return pull && y_src != SW_NOWHERE ? true : !(pull && x_src != SW_NOWHERE) && y_dst != SW_NOWHERE;
 }
 
-// What is known before the peers are: the watching warp writes it while the kernel before still runs.
+// The part that needs no word of the peers: the watching warp writes it while the kernel before still runs.
 __device__ __forceinline__ void reduce_board::begin(const sw_reduce_args &a, u32 lane)
 {
 	span mine(a, a.world.rank);
@@ -141,6 +163,7 @@ __device__ __forceinline__ void reduce_board::begin(const sw_reduce_args &a, u32
 		if (reduces(a) || own != a.src)
 			fold.to[fold.targets++] = own;
 		fold.type = call_type(a), fold.op = call_op(a), fold.end = ending(call_op(a), a.world.size);
+		fold.moved = moved_word(a.world, a.world.rank);
 		ready = room = push_room = over = turn = 0;
 	}
 	for (u32 p = lane; p < a.world.size; p += 32) {

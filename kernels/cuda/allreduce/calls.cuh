@@ -1,10 +1,11 @@
-// What a rank tells its peers of a call, and what it makes of what they tell: the ranks agree on it before a peer's
-// memory is touched.
+// Entries: a rank tells its peers of a call and compares what they tell. The ranks agree before one touches a peer's
+// memory.
 //
 // The kernels of reductions begin here. Writes this rank's entries in the peers' segments, reads those in its own, and
 // records it when calls differ.
 #pragma once
 
+#include "../lines.cuh"
 #include "../packet.cuh"
 
 namespace sw {
@@ -16,7 +17,7 @@ __device__ __forceinline__ bool gathers(const sw_reduce_args &a) { return (a.cal
 __device__ __forceinline__ bool has(const sw_reduce_args &a, u32 flag) { return (a.call >> 24 & flag) != 0; }
 __device__ __forceinline__ bool one_shot(const sw_reduce_args &a) { return has(a, SW_REDUCE_ONE_SHOT); }
 
-// What a rank reduces, or hands out: all of it in one shot, else its slice.
+// The elements that a rank reduces or hands out: all of them in one shot, else its slice.
 struct span {
 	i64 at, bytes;
 
@@ -102,12 +103,8 @@ template <typename Each> __device__ __forceinline__ bool meet(const sw_reduce_ar
 		entry e;
 		wait w;
 		w.epoch = epoch;
-		bool there;
-#pragma unroll 1
-		while (!(there = e.get(entry_place(a, epoch, a.world.rank, p), flag)) && w.slow(a.world))
-			;
-		if (!there) {
-			give_up(a.world, w.kind, p, epoch, false);
+		u64 from = entry_place(a, epoch, a.world.rank, p);
+		if (!await(w, a.world, p, epoch, false, [&] { return e.get(from, flag); })) {
 			good = false;
 		} else if (e.count != a.count || e.shape != a.shape || e.call != a.call || e.blocks != gridDim.x) {
 			give_up_call(a, p, epoch, e);

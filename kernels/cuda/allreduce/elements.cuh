@@ -224,7 +224,7 @@ template <typename E, bool sums> __device__ __forceinline__ void combine(typenam
 	}
 }
 
-// What is done to sums at the end: for averages of n ranks.
+// The last step of a reduction: averages of n ranks divide.
 struct ending {
 	u32 op;
 	float n, inverse;

@@ -17,6 +17,7 @@ struct fold_table {
 	u32 rows, targets;
 	u32 aligned; // all of them, to 16 bytes
 	u32 type, op;
+	u64 moved; // moved_word
 	ending end;
 
 	__device__ __forceinline__ u64 row(u32 i, i64 at, i64 slot_at) const
@@ -29,8 +30,8 @@ struct fold_table {
 	}
 };
 
-// What one warp folds: tiles first, first+step, ... of `bytes` bytes from offset `at` of the slice on, or slot_at of
-// staging.
+// The share of one warp in a fold: tiles first, first+step, ... of `bytes` bytes from offset `at` of the slice on, or
+// slot_at of staging.
 struct fold_run {
 	i64 at, slot_at, bytes;
 	u32 first, step, lane;
@@ -85,6 +86,7 @@ template <typename E, int wide> __device__ __noinline__ void fold_sums(const fol
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile + tile_bytes <= f.bytes; tile += f.step * tile_bytes) {
 		when.next(f.crossings, f.lane);
+		tell_tile(t.moved, static_cast<u32>(tile / tile_bytes), f.lane);
 #pragma unroll 1
 		for (i64 o = tile + 16 * f.lane; o < tile + tile_bytes; o += 512 * each) {
 			typename E::value a[each][E::per];
@@ -132,10 +134,9 @@ template <typename E, int wide> __device__ __noinline__ void fold_sums(const fol
 template <typename E> __device__ __noinline__ void fold_rows(const fold_table &t, const fold_run &f)
 {
 	constexpr int each = E::per == 16 ? 2 : 4;
-	progress made = f.when.made;
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile + tile_bytes <= f.bytes; tile += f.step * tile_bytes) {
-		made.step(f.lane);
+		tell_tile(t.moved, static_cast<u32>(tile / tile_bytes), f.lane);
 #pragma unroll 1
 		for (i64 o = tile + 16 * f.lane; o < tile + tile_bytes; o += 512 * each) {
 			typename E::value a[each][E::per];
@@ -169,13 +170,12 @@ template <typename E> __device__ __noinline__ void fold_rows(const fold_table &t
 template <typename E> __device__ __noinline__ void fold_odd(const fold_table &t, const fold_run &f)
 {
 	i64 whole = t.aligned != 0 ? f.bytes / tile_bytes * tile_bytes : 0;
-	progress made = f.when.made;
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile < f.bytes; tile += f.step * tile_bytes) {
 		i64 end = min(tile + tile_bytes, f.bytes);
 		if (tile < whole)
 			continue;
-		made.step(f.lane);
+		tell_tile(t.moved, static_cast<u32>(tile / tile_bytes), f.lane);
 #pragma unroll 1
 		for (i64 o = tile + 16 * f.lane; o < end; o += 512) {
 			u32 n = static_cast<u32>(min(static_cast<i64>(16), end - o));
@@ -199,6 +199,7 @@ __device__ __noinline__ void hand_out(const fold_table &t, const fold_run &f)
 #pragma unroll 1
 	for (i64 tile = f.first * tile_bytes; tile < f.bytes; tile += f.step * tile_bytes) {
 		when.next(f.crossings, f.lane);
+		tell_tile(t.moved, static_cast<u32>(tile / tile_bytes), f.lane);
 		i64 end = min(tile + tile_bytes, f.bytes), o = tile + 16 * f.lane;
 		if (t.aligned == 0 || end != tile + tile_bytes) {
 #pragma unroll 1

@@ -21,7 +21,7 @@ constexpr u32 multicast_warps = SW_MULTICAST_THREADS / 32;
 
 enum : u32 { stager, reducer, taker };
 
-// What the threads of a block know of a call.
+// The board of a block: what its threads know of a call.
 struct multicast_board {
 	u64 from, to; // multicast addresses of the input and the output, SW_NOWHERE: they go through staging
 	u32 go[3];    // what a team's first warp has found out
@@ -85,16 +85,16 @@ struct multicast_team {
 	const sw_reduce_args &a;
 	u64 epoch;
 	multicast_board &b;
-	u32 role, line, lines; // of so many teams with this role on the rank
+	u32 role, row, rows;   // of the teams with this role on the rank, of which there are rows
 	u32 warp, warps, lane; // of the team
 
 	__device__ __forceinline__ void sync() { part_sync(1 + role, 32 * warps); }
 
-	// What the same teams of a rank tell those of another, or of itself.
-	__device__ __forceinline__ u64 word(u32 dst, u32 src, u64 which) const
+	// A line of a team: src's team tells the same team of dst, which may be the same rank.
+	__device__ __forceinline__ line line_of(u32 dst, u32 src, u64 which) const
 	{
-		return segment(a.world, dst) + a.block.lines +
-		       (static_cast<u64>(src) * a.lines + line) * SW_REDUCE_LINE_BYTES + which;
+		return {segment(a.world, dst) + a.block.lines +
+		        (static_cast<u64>(src) * a.lines + row) * SW_REDUCE_LINE_BYTES + which};
 	}
 
 	// Tells all ranks, or only this one, how many groups the team is through with.
@@ -108,7 +108,7 @@ struct multicast_team {
 #pragma unroll 1
 		for (u32 p = lane; p < a.world.size; p += 32)
 			if (all || p == a.world.rank)
-				store_relaxed_sys(word(p, a.world.rank, which), seq(epoch, groups));
+				line_of(p, a.world.rank, which).signal(seq(epoch, groups));
 	}
 
 	// Waits until all ranks' teams, or only this rank's, have told so. False, for all threads, when the call cannot
@@ -121,15 +121,8 @@ struct multicast_team {
 			for (u32 p = lane; p < a.world.size; p += 32) {
 				if (!all && p != a.world.rank)
 					continue;
-				wait w;
-				w.epoch = epoch;
-#pragma unroll 1
-				while (load_acquire_sys(word(a.world.rank, p, which)) < seq(epoch, groups))
-					if (!w.slow(a.world)) {
-						give_up(a.world, w.kind, p, epoch, false);
-						good = false;
-						break;
-					}
+				good &=
+				    line_of(a.world.rank, p, which).await(a.world, p, epoch, seq(epoch, groups), true);
 			}
 			fence_alias();
 			good = __any_sync(~0u, !good) == 0;
@@ -164,12 +157,12 @@ struct multicast_team {
 	{
 		bool stages = b.from == SW_NOWHERE, takes = b.to == SW_NOWHERE;
 		i64 bytes = a.bounds[a.world.size];
-		// A short call is cut finer, so that all lines have a share of it.
-		i64 shares = static_cast<i64>(a.world.size) * lines;
+		// A short call is cut finer, so that all rows have a share of it.
+		i64 shares = static_cast<i64>(a.world.size) * rows;
 		i64 piece = min(static_cast<i64>(a.chunk_bytes), ((bytes + shares - 1) / shares + 511) / 512 * 512);
-		i64 each = piece * a.world.size, stride = each * lines, first = each * line;
+		i64 each = piece * a.world.size, stride = each * rows, first = each * row;
 		u32 groups = first < bytes ? static_cast<u32>((bytes - first + stride - 1) / stride) : 0;
-		u64 slots = a.block.input_slots + static_cast<u64>(line) * a.slots * a.world.size * a.chunk_bytes;
+		u64 slots = a.block.input_slots + static_cast<u64>(row) * a.slots * a.world.size * a.chunk_bytes;
 		u64 own = own_segment(a.world), peers = m.multicast;
 #pragma unroll 1
 		for (u32 j = 0; j < groups; j++) {

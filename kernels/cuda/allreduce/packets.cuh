@@ -65,8 +65,8 @@ __device__ __forceinline__ bool get_part(quad &q, i64 left, u64 wire, u32 flag)
 	return all;
 }
 
-// What the warp that compares the ranks' calls tells the others of its block, which ask before they first write the
-// user's memory.
+// The verdict of the warp that compares the ranks' calls. The others of its block ask for it before they first write
+// the user's memory.
 constexpr u64 calls_agree = 1, calls_differ = 2; // 0: not known yet; they differ also where it was given up
 
 struct packet_warp {
@@ -103,7 +103,7 @@ struct packet_warp {
 		return p < a.world.size ? p : p - a.world.size;
 	}
 
-	// What this rank sends at first: its input to everybody that reduces it, or its slice to all. The same bytes to
+	// This rank's first sends: its input to everybody that reduces it, or its slice to all. The same bytes to
 	// all peers are one task.
 	struct task {
 		u32 peer;
@@ -215,13 +215,7 @@ struct packet_warp {
 				for (int r = 0; r < wide; r++)
 					if (first + r == a.world.rank)
 						load_part(q[r], in, src);
-#pragma unroll 1
-				while (!there())
-					if (!w.slow(a.world)) {
-						give_up(a.world, w.kind, late, epoch, false);
-						good = false;
-						break;
-					}
+				good = await(w, a.world, late, epoch, false, there);
 #pragma unroll
 				for (int r = 0; r < wide; r++)
 #pragma unroll
@@ -279,15 +273,8 @@ struct packet_warp {
 			u64 dst = a.dst + static_cast<u64>(s.at);
 			part x(packet_place(a, epoch, a.block.results, a.world.rank, p), dst, s.bytes, group, lane);
 			quad q;
-			bool good = true;
-#pragma unroll 1
-			while (!get_part(q, x.left, x.wire, flag))
-				if (!w.slow(a.world)) {
-					give_up(a.world, w.kind, p, epoch, false);
-					good = false;
-					break;
-				}
-			if (!go_on(good))
+			auto there = [&] { return get_part(q, x.left, x.wire, flag); };
+			if (!go_on(await(w, a.world, p, epoch, false, there)))
 				return false;
 			store_part(q, x, dst);
 		}

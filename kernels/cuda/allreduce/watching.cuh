@@ -39,16 +39,15 @@ struct reduce_signaller {
 	// Tells the ranks of a mask, each of at most as many chunks as it has.
 	__device__ __forceinline__ void tell(u64 ranks, u64 word, u32 chunks, bool own)
 	{
+		reduce_lines lines{a, epoch, b, word};
 		fence_acq_rel_sys(); // X4: what the warps wrote comes before the signal
 #pragma unroll 1
 		for (u32 p = lane; p < a.world.size; p += 32)
 			if (ranks >> p & 1)
-				store_relaxed_sys(
-				    b.line[p] + word,
-				    seq(epoch, own ? chunks : min(chunks, chunks_of(a, span(a, p).bytes))));
+				lines.signal(p, own ? chunks : min(chunks, chunks_of(a, span(a, p).bytes)));
 	}
 
-	// What has been pushed.
+	// Signals chunks of inputs that have been pushed.
 	__device__ __forceinline__ void run_inputs()
 	{
 		u32 most = b.pushes != 0 ? most_chunks(a, all_peers(a)) : 0;
@@ -60,7 +59,7 @@ struct reduce_signaller {
 		}
 	}
 
-	// What has been reduced, and the end of all work on peers' memory.
+	// Signals chunks of results, and the end of all work on peers' memory.
 	__device__ __forceinline__ void run_results()
 	{
 		u32 mine = b.handing != 0 ? chunks_of(a, span(a, a.world.rank).bytes) : 0;
@@ -73,12 +72,13 @@ struct reduce_signaller {
 		b.end_work();
 		if (b.touching == 0 || atom_acquire_cta(&b.over) != 0)
 			return;
+		reduce_lines lines{a, epoch, b, all_done};
 		if (b.stores != 0) // loads have been used by now, and need none
 			fence_acq_rel_sys();
 #pragma unroll 1
 		for (u32 p = lane; p < a.world.size; p += 32)
 			if (b.touching >> p & 1)
-				store_relaxed_sys(b.line[p] + all_done, last_seq(epoch));
+				lines.signal(p);
 	}
 };
 
@@ -122,11 +122,11 @@ struct reduce_watch {
 		if (__shfl_sync(~0u, empty, 0) == 0)
 			return false;
 		given++;
+		reduce_lines lines{a, epoch, b, word}; // X3: what the warps have read they have stored
 #pragma unroll 1
 		for (u32 p = lane; p < a.world.size; p += 32)
 			if (ranks >> p & 1)
-				store_relaxed_sys(b.line[p] + word,
-				                  seq(epoch, given)); // X3: what the warps have read they have stored
+				lines.signal(p, given);
 		return true;
 	}
 
@@ -136,18 +136,13 @@ struct reduce_watch {
 	{
 		if (b.any_staged())
 			watch_staging();
+		reduce_lines lines{a, epoch, b, all_done};
 #pragma unroll 1
-		for (u32 p = lane; p < a.world.size; p += 32) {
-			wait w;
-#pragma unroll 1
-			while ((b.touched >> p & 1) &&
-			       load_acquire_sys(line_of(a, a.world.rank, p) + all_done) < last_seq(epoch))
-				if (!w.slow(a.world)) {
-					give_up(a.world, w.kind, p, epoch, false);
-					store_release_cta(&b.over, 1u);
-					return;
-				}
-		}
+		for (u32 p = lane; p < a.world.size; p += 32)
+			if ((b.touched >> p & 1) && !lines.await(p)) {
+				store_release_cta(&b.over, 1u);
+				return;
+			}
 	}
 
 	// Runs until nothing more is to come through staging, or the block gives up.

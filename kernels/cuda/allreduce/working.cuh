@@ -2,8 +2,8 @@
 // cannot read it; some reduce this rank's slice and hand the result out; some copy the peers' slices of the result out
 // of staging, or out of the peers' memory.
 //
-// Reads and writes the user's buffers, those of peers where they can be reached, and staging slots here and there. What
-// peers write is read only after the watching warp has seen that it is there.
+// Reads and writes the user's buffers, those of peers where they can be reached, and staging slots here and there.
+// Peers' writes are read only after the watching warp has seen that it is there.
 #pragma once
 
 #include "board.cuh"

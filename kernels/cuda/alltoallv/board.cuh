@@ -1,5 +1,5 @@
-// What the warps of a block tell one another: one table in shared memory, worked out by all threads while the kernel
-// before still runs.
+// The board of a block, by which its warps tell one another how far they are: one table in shared memory, worked out by
+// all threads while the kernel before still runs.
 //
 // The halves of a block (sending.cuh, receiving.cuh) read what peers have said from it, the watching warps
 // (watching.cuh) write that. Touches shared memory only.
@@ -18,8 +18,8 @@ constexpr u64 skip_message =
 constexpr u32 all_chunks = (1u << chunk_bits) - 1; // of an item that has arrived: last_seq
 constexpr u32 no_chunks = ~0u;                     // of an item that will not: its sender has another size in mind
 
-// What a block sends of one stripe of a message, and what it receives. They are worked out before the call begins,
-// because one warp takes long for that.
+// A block's share of one stripe of a message that it sends, and of one that it receives. They are worked out before the
+// call begins, because one warp takes long for that.
 struct stripe_out {
 	u64 src, to;         // of the message; in place, it goes to `to` plus the place that the receiver tells
 	u64 slots;           // the receiver's staging
@@ -73,7 +73,11 @@ struct walk {
 	}
 };
 
-// How many warps of a block copy messages out of staging.
+// How many warps of a block send, and how many copy messages out of staging.
+__device__ __forceinline__ u32 senders(const sw_exchange_args &a)
+{
+	return a.senders != 0 ? send_warps + recv_warps - tellers : send_warps;
+}
 __device__ __forceinline__ u32 takers(const sw_exchange_args &a)
 {
 	return a.senders != 0 ? send_warps + recv_warps : recv_warps;
@@ -86,12 +90,13 @@ __device__ __forceinline__ u32 read_by_one(u32 *word, u32 lane)
 	return __shfl_sync(~0u, v, 0);
 }
 
-// What the warps of a block tell one another.
+// The board of a block.
 struct board {
 	u64 place[SW_MAX_RANKS]; // by step: where the receiver wants the message, from its segment on; 0 before it has
 	                         // said
 	reports written[chunks_ahead]; // the sending warps have written staged chunk k, of all those with the same
 	                               // remainder
+	u64 moved;                     // moved_word
 	u32 told;                      // staged chunks that are signalled, or about to be
 	u32 written_all;               // everything is written, and its signals are on their way
 	u32 begin;                     // clock when the first receiver had said where it wants its message
@@ -152,7 +157,7 @@ struct board {
 		for (u32 i = threadIdx.x; i < 3 * count; i += blockDim.x)
 			words[i] = 0;
 		if (threadIdx.x < chunks_ahead)
-			written[threadIdx.x].expect(send_warps);
+			written[threadIdx.x].expect(senders(a));
 		if (threadIdx.x < SW_MAX_RANKS) {
 			place[threadIdx.x] = 0;
 			if (threadIdx.x < peers) {
@@ -164,6 +169,7 @@ struct board {
 			}
 		}
 		if (threadIdx.x == 0) {
+			moved = moved_word(a.world, a.world.rank);
 			told = written_all = failed = over = begin = begin_staged = 0;
 			out = o, in = n, taken = t;
 			room = words, arrived = words + count, given = words + 2 * count, next = words + 3 * count;

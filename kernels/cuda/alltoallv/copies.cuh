@@ -42,21 +42,15 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_open(
 		i64 n = r[i].send_bytes;
 		if (n <= a.packet_bytes)
 			continue;
-		u64 line = own_segment(a.world) + a.block.credits + p * SW_LINE_BYTES;
-		wait w;
-#pragma unroll 1
-		while (load_acquire_sys(line) < seq(epoch, 0) || load_acquire_sys(line + 16) < seq(epoch, 0))
-			if (!w.slow(a.world)) {
-				give_up(a.world, w.kind, p, epoch, true);
-				return;
-			}
-		pair64 place = load16_relaxed_sys(line), expected = load16_relaxed_sys(line + 16);
-		if (place.a != seq(epoch, 0) || expected.a != seq(epoch, 0))
+		if (!credit::await(a, p, epoch))
+			return;
+		credit x = credit::look(a, p);
+		if (!x.is_of(epoch))
 			hear_why(a, p, epoch, true);
-		else if (expected.b != static_cast<u64>(n))
-			disagree(a, p, epoch, true, static_cast<u64>(n), expected.b);
-		else if (place.b != static_cast<u64>(c.places[p]))
-			give_up(a.world, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), place.b);
+		else if (x.expected.b != static_cast<u64>(n))
+			disagree(a, p, epoch, true, static_cast<u64>(n), x.expected.b);
+		else if (x.place.b != static_cast<u64>(c.places[p]))
+			give_up(a.world, SW_FAULT_PLACE, p, epoch, true, static_cast<u64>(c.places[p]), x.place.b);
 	}
 }
 
@@ -84,16 +78,14 @@ extern "C" __global__ void __launch_bounds__(SW_COPY_THREADS, 1) alltoallv_close
 		u32 p = r[i / a.stripes].to, stripe = i % a.stripes;
 		i64 n = r[i / a.stripes].send_bytes;
 		if (n > a.packet_bytes && stripe < stripes(a, n).count)
-			store16_relaxed_sys(signal_line(a, p, a.world.rank, stripe) + parity_bytes(a, epoch),
-			                    last_seq(epoch), static_cast<u64>(n));
+			stripe_line{a, epoch, signal_line(a, p, a.world.rank, stripe)}.signal(static_cast<u64>(n));
 	}
 	receiver in{a, r, epoch};
 	for (u32 i = threadIdx.x; i < (a.world.size - 1) * a.stripes; i += SW_COPY_THREADS) {
 		const sw_step &m = r[i / a.stripes];
 		u32 stripe = i % a.stripes;
 		if (m.recv_bytes > a.packet_bytes && stripe < stripes(a, m.recv_bytes).count)
-			in.await_line(signal_line(a, a.world.rank, m.from, stripe) + parity_bytes(a, epoch), m.from,
-			              m.recv_bytes);
+			in.await({a, epoch, signal_line(a, a.world.rank, m.from, stripe)}, m.from, m.recv_bytes);
 	}
 	packets<gathered> x(a, r, threadIdx.x / 32, SW_COPY_THREADS / 32, threadIdx.x & 31);
 	x.receive(epoch);

@@ -1,5 +1,5 @@
 // Messages as packets: words of 16 bytes, 12 of data and a flag that tells the call, so that data and signal arrive as
-// one. A small message needs no credit, no fence and no signal beside it.
+// one. A small message needs no credit, no fence and no signal of its own.
 //
 // All warps of a kernel may send and receive packets. Writes this rank's packet places in the peers' segments (double
 // buffered by the call's parity) and, after a disagreement, its credit line or its complaint there; reads and wipes the
@@ -7,6 +7,7 @@
 // message's length, and whether its sender has a complaint of the call before.
 #pragma once
 
+#include "../lines.cuh"
 #include "../packet.cuh"
 #include "steps.cuh"
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ u64 packet_place(const sw_exchange_args &a, u64 epoch
 // memory. The rest of the header then says which: refusal.cuh.
 constexpr u64 refused = ~0ull;
 
-// What a rank has said of its refused splits in the header at place: two vectors behind the first packet.
+// A refused part of a rank's splits, in the header at place: two vectors behind the first packet.
 struct refused_part {
 	u64 bytes, offset, limit, whose; // the part's peer, and from bit 32 on whether it is sent
 
@@ -46,9 +47,53 @@ struct refused_part {
 	}
 };
 
-// What the third word of a header says: copy engines write the large messages; and the rank has complained in the call
-// before of somebody's message.
+// The flags in the third word of a header: copy engines write the large messages; and the rank has complained in the
+// call before of somebody's message.
 constexpr u32 by_copies = 1, has_complained = 2;
+
+// A line of credits: the receiver tells its sender where a large message goes, and how long it expects it.
+struct credit {
+	pair64 place, expected; // each with a number
+
+	static __device__ __forceinline__ u64 line_of(const sw_exchange_args &a, u32 src, u32 dst)
+	{
+		return segment(a.world, src) + a.block.credits + dst * SW_LINE_BYTES;
+	}
+
+	// Tells the sender.
+	static __device__ __forceinline__ void signal(const sw_exchange_args &a, u32 src, u64 epoch, u64 place,
+	                                              u64 expected)
+	{
+		u64 at = line_of(a, src, a.world.rank);
+		line{at}.signal(seq(epoch, 0), place);
+		line{at + 16}.signal(seq(epoch, 0), expected);
+	}
+
+	// Waits until the receiver has. False when the wait was given up.
+	static __device__ __forceinline__ bool await(const sw_exchange_args &a, u32 dst, u64 epoch)
+	{
+		u64 at = line_of(a, a.world.rank, dst);
+		wait w;
+		return sw::await(w, a.world, dst, epoch, true, [&] {
+			return load_acquire_sys(at) >= seq(epoch, 0) && load_acquire_sys(at + 16) >= seq(epoch, 0);
+		});
+	}
+
+	// The line as the receiver has written it by now.
+	static __device__ __forceinline__ credit look(const sw_exchange_args &a, u32 dst)
+	{
+		u64 at = line_of(a, a.world.rank, dst);
+		return {load16_relaxed_sys(at), load16_relaxed_sys(at + 16)};
+	}
+
+	// Whether both words are those of the call.
+	__device__ __forceinline__ bool is_of(u64 epoch) const
+	{
+		return place.a == seq(epoch, 0) && expected.a == seq(epoch, 0);
+	}
+	// Whether the receiver has given the message of the call up, and gone on.
+	__device__ __forceinline__ bool past(u64 epoch) const { return place.a > seq(epoch, 0); }
+};
 
 // Where rank src finds what dst says of a message of call epoch that had another length than dst expected. The sender
 // of a packet needs no credit and may be through before dst looks; dst's header in the next call tells it to look here.
@@ -69,7 +114,7 @@ __device__ __forceinline__ pair64 last_complaints(const sw_exchange_args &a)
 	return load16_relaxed_sys(complained_at(a) + zero_of_lane());
 }
 
-// What the header of call epoch says of the one before.
+// The word about the call before in the header of call epoch.
 __device__ __forceinline__ u32 complains(pair64 last, u64 epoch)
 {
 	u64 call = packet::parity(epoch) != 0 ? last.a : last.b;
@@ -109,7 +154,7 @@ __device__ __noinline__ void hear_why(const sw_exchange_args &a, u32 peer, u64 e
 		give_up(a.world, SW_FAULT_MISMATCH, peer, epoch, true, sent.b, expected.b);
 }
 
-// What a peer's header of this call says of the call before.
+// Reads the word about the call before in a peer's header of this call.
 __device__ __forceinline__ void hear(const sw_exchange_args &a, const packet &header, u32 peer, u64 epoch)
 {
 	if ((header.word(2) & has_complained) != 0)
@@ -201,30 +246,20 @@ __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place,
 }
 
 // The sender of a packet as its receiver knows it: waits for the header and compares the length. One thread.
-__device__ __forceinline__ bool recv_header(const sw_exchange_args &a, u64 place, i64 bytes, u32 flag, u32 peer,
-                                            u64 epoch, wait &w)
+__device__ __forceinline__ void recv_header(const sw_exchange_args &a, u64 place, i64 bytes, u32 flag, u32 peer,
+                                            u64 epoch)
 {
-#pragma unroll 1
-	for (;;) {
-		packet header = packet::get(place);
-		if (header.has(flag)) {
-			hear(a, header, peer, epoch);
-			if (header.low() == static_cast<u64>(bytes))
-				return true;
-			disagree(a, peer, epoch, false, header.low(), static_cast<u64>(bytes));
-			if (header.low() > static_cast<u64>(a.packet_bytes) &&
-			    header.low() != refused) { // its sender waits for a credit: tell it what is wrong
-				u64 credit = segment(a.world, peer) + a.block.credits + a.world.rank * SW_LINE_BYTES;
-				store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
-				store16_relaxed_sys(credit + 16, seq(epoch, 0), static_cast<u64>(bytes));
-			}
-			return false;
-		}
-		if (!w.slow(a.world)) {
-			give_up(a.world, w.kind, peer, epoch, false);
-			return false;
-		}
-	}
+	packet header;
+	wait w;
+	if (!await(w, a.world, peer, epoch, false, [&] { return (header = packet::get(place)).has(flag); }))
+		return;
+	hear(a, header, peer, epoch);
+	if (header.low() == static_cast<u64>(bytes))
+		return;
+	disagree(a, peer, epoch, false, header.low(), static_cast<u64>(bytes));
+	// The sender of a large message waits for a credit: it tells what is wrong.
+	if (header.low() > static_cast<u64>(a.packet_bytes) && header.low() != refused)
+		credit::signal(a, peer, epoch, SW_NOWHERE, static_cast<u64>(bytes));
 }
 
 // Wipes one place of a peer that the call did not use.
@@ -352,8 +387,7 @@ template <typename Steps> struct packets {
 			if (lane != 0 || m.recv_bytes > a.packet_bytes)
 				continue;
 			u64 place = packet_place(a, epoch, a.world.rank, m.from);
-			wait h;
-			recv_header(a, place, m.recv_bytes, flag, m.from, epoch, h);
+			recv_header(a, place, m.recv_bytes, flag, m.from, epoch);
 			wipe_one(a, place, m.recv_bytes, epoch);
 		}
 	}

@@ -25,10 +25,8 @@ struct receiver {
 			i64 n = r[i].recv_bytes;
 			if (n <= a.packet_bytes)
 				continue;
-			u64 line = segment(a.world, p) + a.block.credits + a.world.rank * SW_LINE_BYTES;
-			store16_relaxed_sys(line, seq(epoch, 0),
-			                    in_place ? static_cast<u64>(a.dst_offset + r[i].recv_offset) : SW_NOWHERE);
-			store16_relaxed_sys(line + 16, seq(epoch, 0), static_cast<u64>(n));
+			u64 place = in_place ? static_cast<u64>(a.dst_offset + r[i].recv_offset) : SW_NOWHERE;
+			credit::signal(a, p, epoch, place, static_cast<u64>(n));
 		}
 	}
 
@@ -63,7 +61,7 @@ struct receiver {
 		    min(0.75f * static_cast<float>(a.interval) * sends / static_cast<float>(r.own_bytes()), 1e6f));
 	}
 
-	// Copies a warp's tiles of what stays on this rank beside sends that are held to a rate: one at once, while
+	// Copies a warp's tiles of what stays on this rank next to sends that are held to a rate: one at once, while
 	// they wait for credits, the others spread out, or the sends would be late.
 	__device__ __forceinline__ void copy_own_beside(u32 warp, u32 lane)
 	{
@@ -94,27 +92,23 @@ struct receiver {
 				continue;
 			u32 p = r[o.step].from;
 			i64 n = r[o.step].recv_bytes;
-			u64 line = o.line + parity_bytes(a, epoch);
-			await_line(line, p, n);
+			await(stripe_line{a, epoch, o.line}, p, n);
 		}
 	}
 
 	// Waits for the signal that a message written in place is there.
-	__device__ __forceinline__ void await_line(u64 line, u32 p, i64 n)
+	__device__ __forceinline__ void await(stripe_line line, u32 p, i64 n)
 	{
 		wait w;
 		pair64 v;
-#pragma unroll 1
-		while ((v = load16_relaxed_sys(line)).a <
-		       last_seq(epoch)) { // nobody reads the bytes before the kernel ends
-			if (!w.slow(a.world)) {
-				give_up(a.world, w.kind, p, epoch, false);
-				return;
-			}
-			if ((w.polls & 255) == 0 && other_size(p, n))
-				return;
-		}
-		right_size(v.b, p, n);
+		bool differs = false;
+		auto come = [&] {
+			differs = w.polls != 0 && (w.polls & 255) == 0 && other_size(p, n);
+			v = line.look(); // nobody reads the bytes before the kernel ends
+			return differs || v.a >= last_seq(epoch);
+		};
+		if (sw::await(w, a.world, p, epoch, false, come) && !differs)
+			right_size(v.b, p, n);
 	}
 
 	// Copies a warp's tiles of chunk k of an item out of staging. True when it was the last.
@@ -132,7 +126,7 @@ struct receiver {
 		if (k + a.slot_count <= o.chunks && lane == 0)
 			b.taken[i * a.slot_count + slot].report();
 		if (warp == 0 && lane == 0)
-			tell_moved(moved_word(a.world, a.world.rank));
+			tell_moved(b.moved);
 		return k == o.chunks;
 	}
 

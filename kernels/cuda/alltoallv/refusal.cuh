@@ -42,13 +42,11 @@ __device__ __forceinline__ void tell_refusal(const gathered::store &s, const sw_
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += blockDim.x) {
 		u32 p = s.steps[i].to;
-		u64 place = packet_place(a, epoch, p, a.world.rank),
-		    credit = segment(a.world, p) + a.block.credits + a.world.rank * SW_LINE_BYTES;
+		u64 place = packet_place(a, epoch, p, a.world.rank);
 		x.store(place);
 		fence_acq_rel_sys(); // whoever sees what follows sees that
 		packet::put(place, packet::flag(epoch), refused, earlier);
-		store16_relaxed_sys(credit, seq(epoch, 0), SW_NOWHERE);
-		store16_relaxed_sys(credit + 16, seq(epoch, 0), refused);
+		credit::signal(a, p, epoch, SW_NOWHERE, refused);
 	}
 }
 
@@ -60,23 +58,19 @@ __device__ __forceinline__ void await_peers(const gathered::store &s, const sw_e
 #pragma unroll 1
 	for (u32 i = threadIdx.x; i < a.world.size - 1; i += blockDim.x) {
 		u32 p = s.steps[i].from;
-		u64 place = packet_place(a, epoch, a.world.rank, p),
-		    line = signal_line(a, a.world.rank, p, 0) + parity_bytes(a, epoch);
+		u64 place = packet_place(a, epoch, a.world.rank, p);
+		stripe_line line{a, epoch, signal_line(a, a.world.rank, p, 0)};
+		packet header;
 		wait w;
-#pragma unroll 1
-		for (;;) {
-			packet header = packet::get(place);
+		auto come = [&] {
+			header = packet::get(place);
 			bool copied =
 			    (header.word(2) & by_copies) != 0 && header.low() > static_cast<u64>(a.packet_bytes);
-			if (header.has(flag) && (!copied || load_relaxed_sys(line) >= last_seq(epoch))) {
-				hear(a, header, p, epoch);
-				break;
-			}
-			if (!w.slow(a.world)) {
-				give_up(a.world, w.kind, p, epoch, false);
-				return;
-			}
-		}
+			return header.has(flag) && (!copied || line.look().a >= last_seq(epoch));
+		};
+		if (!await(w, a.world, p, epoch, false, come))
+			return;
+		hear(a, header, p, epoch);
 	}
 }
 

@@ -10,11 +10,11 @@
 namespace sw {
 
 // A warp sends its part of the messages that are written in place: of the tiles of all of a block's items in a row it
-// takes every send_warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it
+// takes every warps-th, so that a message without work for it costs it nothing. A message whose receiver wants it
 // through staging is passed over. With an interval each tile has its time, counted from when the first receiver was
 // ready: ranks that begin together stay in step. False when the block gives up.
-__device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 start, u32 warp, u32 lane, u32 interval,
-                                            progress made)
+__device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 start, u32 warp, u32 warps, u32 lane,
+                                            u32 interval)
 {
 	walk order(peers, each, start);
 	u32 mine = warp, before = 0,
@@ -34,7 +34,7 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 		    place = 0; // the tile and the message in src; what to add to get to where it goes
 		i64 stride = 0;
 #pragma unroll 1
-		for (; mine < before; mine += send_warps, cur += stride) {
+		for (; mine < before; mine += warps, cur += stride) {
 			if (mine >= last) {
 				u32 who = __popc(__ballot_sync(~0u, end <= mine));
 				last = __shfl_sync(~0u, end, who);
@@ -43,10 +43,10 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 				stride = o.stripes * tile_bytes;
 				cur = (low & ~127ull) + o.stripe * tile_bytes +
 				      (mine - last + __shfl_sync(~0u, count, who)) * stride;
-				stride *= send_warps;
+				stride *= warps;
 				place = b.seen(step);
 				if (place >= skip_message) {
-					mine += (last - 1 - mine) / send_warps * send_warps; // and one more by the loop
+					mine += (last - 1 - mine) / warps * warps; // and one more by the loop
 					continue;
 				}
 				to += place;
@@ -59,7 +59,7 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 				if (!await_place(b, true, step, place))
 					return false;
 				if (place >= skip_message) {
-					mine += (last - 1 - mine) / send_warps * send_warps;
+					mine += (last - 1 - mine) / warps * warps;
 					continue;
 				}
 				to += place;
@@ -69,17 +69,17 @@ __device__ __noinline__ bool write_in_place(board &b, u32 peers, u32 each, u32 s
 			if (interval != 0)
 				await_clock(begin + mine * interval);
 			t.store(from + to);
-			made.step(lane);
+			tell_tile(b.moved, mine, lane);
 		}
 	}
 	return true;
 }
 
 // A warp sends its part of the messages that go through staging: of the tiles of all of a block's items in a row it
-// takes every send_warps-th, and each has its time, counted from when the first warp came here. The warps report chunk
+// takes every warps-th, and each has its time, counted from when the first warp came here. The warps report chunk
 // by chunk. False when the block gives up.
 __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 slot_bytes, u32 slots, u32 warp,
-                                          u32 lane, u32 interval, u64 moved)
+                                          u32 warps, u32 lane, u32 interval)
 {
 	u32 each = static_cast<u32>((slot_bytes + tile_bytes - 1) /
 	                            tile_bytes); // tiles of a chunk, but for the last one of an item
@@ -94,7 +94,7 @@ __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 s
 		if (lane == 0)
 			b.written[written % chunks_ahead].report();
 		if (warp == 0 && lane == 0)
-			tell_moved(moved);
+			tell_moved(b.moved);
 		written++;
 		return true;
 	};
@@ -112,7 +112,7 @@ __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 s
 		before += (o.chunks - 1) * each +
 		          static_cast<u32>((left - (o.chunks - 1) * slot_bytes + tile_bytes - 1) / tile_bytes);
 #pragma unroll 1
-		for (; mine < before; mine += send_warps) {
+		for (; mine < before; mine += warps) {
 #pragma unroll 1
 			for (; mine >= first + each; first += each) {
 				if (!report())
@@ -143,8 +143,8 @@ __device__ __noinline__ bool write_staged(board &b, walk order, u32 items, i64 s
 }
 
 // The sending half of a block. Its warps go along the same messages in the same order, each with tiles of its own, and
-// do not wait for one another: while some wait for memory others store. What is written in place comes first; the
-// others begin when all receivers are ready, which keeps the ranks in step.
+// do not wait for one another: while some wait for memory others store. Messages that are written in place come first;
+// the others begin when all receivers are ready, which keeps the ranks in step.
 struct sender {
 	const sw_exchange_args &a;
 	gathered r;
@@ -170,12 +170,11 @@ struct sender {
 	__device__ __forceinline__ bool write(const items &all)
 	{
 		walk order(a, all);
-		u64 moved = moved_word(a.world, a.world.rank);
 		bool any;
-		return write_in_place(b, all.peers, all.mine, order.start, warp, lane, a.interval, {moved}) &&
+		return write_in_place(b, all.peers, all.mine, order.start, warp, senders(a), lane, a.interval) &&
 		       await_credits(all, any) &&
-		       (!any ||
-		        write_staged(b, order, all.count, a.slot_bytes, a.slot_count, warp, lane, a.interval, moved));
+		       (!any || write_staged(b, order, all.count, a.slot_bytes, a.slot_count, warp, senders(a), lane,
+		                             a.interval));
 	}
 
 	__device__ __forceinline__ void run()
@@ -183,7 +182,7 @@ struct sender {
 		items all(a);
 		if (!write(all) && lane == 0)
 			store_release_cta(&b.failed, 1u);
-		part_sync(send_part, SW_SEND_THREADS);
+		part_sync(send_part, 32 * senders(a));
 		if (warp == 0 && b.failed == 0)
 			finish(all);
 	}
@@ -195,22 +194,22 @@ struct sender {
 			store_relaxed_cta(&b.written_all, 1u);
 #pragma unroll 1
 		for (u32 first = 0; first < all.count; first += 32) {
-			u64 line = 0, bytes = 0;
+			u64 even = 0, bytes = 0;
 			bool staged = false;
 			if (first + lane < all.count) {
 				const stripe_out &o = b.out[first + lane];
 				u64 place = load_acquire_cta(&b.place[o.step]);
 				staged = place == SW_NOWHERE;
 				if (o.chunks != 0 && place != skip_message)
-					line = o.line + parity_bytes(a, epoch),
-					bytes = static_cast<u64>(r[o.step].send_bytes);
+					even = o.line, bytes = static_cast<u64>(r[o.step].send_bytes);
 			}
 			if (first == 0)
 				fence_acq_rel_sys();
-			if (line != 0 && staged)
-				store_relaxed_sys(line + end_of_staged, last_seq(epoch));
-			else if (line != 0)
-				store16_relaxed_sys(line, last_seq(epoch), bytes);
+			stripe_line line{a, epoch, even};
+			if (even != 0 && staged)
+				line.signal_word(end_of_staged, last_seq(epoch));
+			else if (even != 0)
+				line.signal(bytes);
 		}
 	}
 };

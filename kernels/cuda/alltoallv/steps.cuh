@@ -1,4 +1,4 @@
-// What an exchange moves, step by step: in each step this rank sends to one peer and receives from another.
+// The steps of an exchange: in each step this rank sends to one peer and receives from another.
 //
 // Every kernel begins here. Reads the arguments and, where splits are in device memory, those; writes shared memory.
 #pragma once

@@ -4,6 +4,7 @@
 // Called by whoever sends, receives or watches such messages. Touches no memory: addresses only.
 #pragma once
 
+#include "../lines.cuh"
 #include "steps.cuh"
 
 namespace sw {
@@ -50,6 +51,25 @@ __device__ __forceinline__ u64 parity_bytes(const sw_exchange_args &a, u64 epoch
 {
 	return (epoch & 1) * a.world.size * a.stripes * SW_LINE_BYTES;
 }
+
+// The line of a stripe in a call.
+struct stripe_line {
+	const sw_exchange_args &a;
+	u64 epoch, even; // of parity 0
+
+	__device__ __forceinline__ u64 at() const { return even + parity_bytes(a, epoch); }
+
+	// Tells the receiver of the stripe's end, or of chunks, and of the message's length.
+	__device__ __forceinline__ void signal(u64 bytes) const { line{at()}.signal(last_seq(epoch), bytes); }
+	__device__ __forceinline__ void signal(u64 number, u64 bytes) const { line{at()}.signal(number, bytes); }
+
+	// The same in a word of its own.
+	__device__ __forceinline__ void signal_word(u64 word, u64 number) const { line{at() + word}.signal(number); }
+
+	// look reads a word. see makes visible what the sender wrote before that.
+	__device__ __forceinline__ void see(u64 word) const { load_acquire_sys(at() + word); }
+	__device__ __forceinline__ pair64 look(u64 word = 0) const { return load16_relaxed_sys(at() + word); }
+};
 
 __device__ __forceinline__ u64 stripe_credit(const sw_exchange_args &a, u32 src, u32 dst, u32 stripe)
 {

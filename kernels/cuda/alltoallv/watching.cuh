@@ -105,11 +105,12 @@ struct teller {
 
 	__device__ __forceinline__ void signal(const stripe_out &o, u32 chunk)
 	{
-		u64 line = o.line + parity_bytes(a, epoch), s = chunk == o.chunks ? last_seq(epoch) : seq(epoch, chunk);
+		stripe_line line{a, epoch, o.line};
+		u64 number = chunk == o.chunks ? last_seq(epoch) : seq(epoch, chunk);
 		if (word == 0)
-			store16_relaxed_sys(line, s, static_cast<u64>(r[o.step].send_bytes));
+			line.signal(number, static_cast<u64>(r[o.step].send_bytes));
 		else
-			store_relaxed_sys(line + other_teller, s);
+			line.signal_word(other_teller, number);
 	}
 
 	// True when the sending warps have signalled everything, or are about to.
@@ -138,25 +139,25 @@ struct send_watch : watch {
 	{
 		if (b.place[s] != 0 || b.out[s].chunks == 0)
 			return false;
-		u64 line = own_segment(a.world) + a.block.credits + r[s].to * SW_LINE_BYTES,
-		    n = static_cast<u64>(r[s].send_bytes);
-		pair64 x = load16_relaxed_sys(line), y = load16_relaxed_sys(line + 16);
-		bool past = x.a > seq(epoch, 0); // the receiver has given this message up and gone on
-		if (!past && (x.a < seq(epoch, 0) || y.a != seq(epoch, 0))) {
+		u64 n = static_cast<u64>(r[s].send_bytes);
+		credit x = credit::look(a, r[s].to);
+		bool past = x.past(epoch);
+		if (!past && !x.is_of(epoch)) {
 			wait_for(r[s].to, true);
 			return true;
 		}
 		atomicCAS(&b.begin, 0u, static_cast<u32>(clock()) | 1u);
-		store_relaxed_cta(&b.place[s], !past && y.b == n ? resolve(a.world, r[s].to, x.b) : skip_message);
+		store_relaxed_cta(&b.place[s],
+		                  !past && x.expected.b == n ? resolve(a.world, r[s].to, x.place.b) : skip_message);
 		if (past)
 			hear_why(a, r[s].to, epoch, true);
-		else if (y.b != n)
-			disagree(a, r[s].to, epoch, true, n, y.b);
+		else if (x.expected.b != n)
+			disagree(a, r[s].to, epoch, true, n, x.expected.b);
 		fresh = true;
 		return false;
 	}
 
-	// What the receiver of a staged message has made room for.
+	// Looks how many chunks the receiver of a staged message has room for.
 	__device__ __forceinline__ void look_for_room(u32 i)
 	{
 		const stripe_out &o = b.out[i];
@@ -213,16 +214,12 @@ struct recv_watch : watch {
 			return false;
 		u32 p = r[o.step].from;
 		i64 n = r[o.step].recv_bytes;
-		u64 line = o.line + parity_bytes(a, epoch);
-		pair64 v = load16_relaxed_sys(line), w = load16_relaxed_sys(line + end_of_staged);
+		stripe_line line{a, epoch, o.line};
+		pair64 v = line.look(), w = line.look(end_of_staged);
 		u64 last = max(v.a, max(w.a, w.b));
 		u32 c = chunks(last);
 		if (c > b.arrived[i]) {
-			load_acquire_sys(
-			    line + (last == v.a ? 0
-			            : last == w.a
-			                ? end_of_staged
-			                : other_teller)); // no older than that: what it tells of is seen behind it
+			line.see(last == v.a ? 0 : last == w.a ? end_of_staged : other_teller);
 			if (last == v.a && !in.right_size(v.b, p, n))
 				c = no_chunks;
 			store_relaxed_cta(&b.arrived[i], c);

@@ -1,5 +1,6 @@
 // Rows on their way back to their tokens: the token's rank reads the rows of all ranks that have one and sums them in
-// the order of ranks, after the biases. A rank's row is its partial sum; it lies where the rank has said in the line of its begin.
+// the order of ranks, after the biases. A rank's row is its partial sum; it lies where the rank has said in the line of
+// its begin.
 //
 // combine_rows and combine_weights call this, and others that sum its sums. It reads rows of peers' segments, and
 // places and who of the handle's state; it writes the caller's sums.

@@ -6,7 +6,7 @@
 
 // Blocks have fewer threads than on a GPU, so that a run is short.
 #define SW_SEND_THREADS 96
-#define SW_RECV_THREADS 64
+#define SW_RECV_THREADS 96
 #define SW_PACKET_THREADS 128
 #define SW_COPY_THREADS 64
 

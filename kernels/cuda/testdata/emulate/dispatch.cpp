@@ -34,7 +34,7 @@ struct world : segments {
 	bool few,
 	    given; // few: by the kernels for few tokens; given: scales beside tokens, whose rows cross as they are
 	u32 scales_are = 0, biases; // scales_are: the mode of a launch says that too
-	bool keeps; // calls go by a routing in memory of the caller
+	bool keeps;                 // calls go by a routing in memory of the caller
 	std::vector<std::vector<u64>> kept;
 	i64 align = 1, capacity = 0, most_rows;
 	u64 timeout_ns = u64{1} << 50;
@@ -270,7 +270,8 @@ sw_dispatch_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	a.state = w.state;
 	if (w.keeps && op != op_dispatch) { // as dispatchBlock.moveRouting does
 		u64 by = reinterpret_cast<u64>(w.kept[rank].data()) - own - w.state.arrived;
-		for (auto *at : {&a.state.arrived, &a.state.places, &a.state.who, &a.state.spread, &a.state.indices, &a.state.weights, &a.state.sources})
+		for (auto *at : {&a.state.arrived, &a.state.places, &a.state.who, &a.state.spread, &a.state.indices,
+		                 &a.state.weights, &a.state.sources})
 			*at += by;
 	}
 	a.send.choices = reinterpret_cast<u64>(b.choice[rank].data()), a.send.weights = b.weight[rank].data();
