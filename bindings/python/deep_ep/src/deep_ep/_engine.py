@@ -274,7 +274,7 @@ class Engine:
     # Dispatchers
 
     def _dispatcher(self, shape: Shape) -> Made:
-        """A dispatcher for a shape, which all ranks make together where there is none with room."""
+        """A dispatcher for a shape, which all ranks make together unless one has room."""
         if self.device.type != "cuda":
             shape = shape._replace(max_sms=0)
         key = shape if shape.slab else shape._replace(tokens=0)
@@ -328,7 +328,7 @@ class Engine:
     # What lies in outputs
 
     def _alive(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Live:
-        """The output of a routing for rows of a type; where there is none, by empty rows that go its ways."""
+        """The output of a routing for rows of a type; after it has been given back, by empty rows that go its ways."""
         live = routing.live
         if live is not None and live.got is not None:
             shape = live.made.shape

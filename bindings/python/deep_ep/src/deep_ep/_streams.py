@@ -37,7 +37,7 @@ class Streams:
         """Make a call and return what it returns, with the event of its end where it is asynchronous.
 
         Without an event and without is_async the call stays on the current stream. Otherwise the side stream waits for the
-        event alone, or for the current stream where there is none.
+        event alone, or for the current stream if no event is given.
         """
         event = event_of(previous)
         if device.type != "cuda":
