@@ -38,17 +38,19 @@ func TestHomeAndRail(t *testing.T) {
 			gs := startHosts(t, c.n, c.perHost, Config{Secret: []byte("sesame")})
 			requireAll(t, onEach(gs, func(g *Group) error {
 				top := g.Topology()
-				for name, want := range map[string][]int{"home": {top.Host, -1}, "rail": {-1, top.Local}} {
-					sub, err := g.Home()
-					if name == "rail" {
-						sub, err = g.Rail()
-					}
+				// All ranks take them in the same order: each gather waits for the others of its group.
+				for _, c := range []struct {
+					name        string
+					of          func() (*Group, error)
+					host, local int
+				}{{"home", g.Home, top.Host, -1}, {"rail", g.Rail, -1, top.Local}} {
+					sub, err := c.of()
 					if err != nil {
 						return err
 					}
 					var ranks []string
 					for r := range g.Size() {
-						if top.HostOf(r) == want[0] || top.LocalOf(r) == want[1] {
+						if top.HostOf(r) == c.host || top.LocalOf(r) == c.local {
 							ranks = append(ranks, strconv.Itoa(r))
 						}
 					}
@@ -58,14 +60,11 @@ func TestHomeAndRail(t *testing.T) {
 						got = append(got, string(b))
 					}
 					if err != nil || fmt.Sprint(got) != fmt.Sprint(ranks) {
-						return fmt.Errorf("%s of rank %d: %v, want %v: %w", name, g.Rank(), got, ranks, err)
+						return fmt.Errorf("%s of rank %d: %v, want %v: %w", c.name, g.Rank(), got, ranks, err)
 					}
-					again, err := g.Home()
-					if name == "rail" {
-						again, err = g.Rail()
-					}
+					again, err := c.of()
 					if again != sub || err != nil {
-						return fmt.Errorf("another %s: %w", name, err)
+						return fmt.Errorf("another %s: %w", c.name, err)
 					}
 				}
 				return nil
