@@ -1,4 +1,4 @@
-// Command pictures draws the pictures of the README, as SVG, from what this file and the README's own table say:
+// Command pictures draws the pictures of the README, as SVG, from what this file and the first table of docs/figures.md say:
 //
 //	go run ./test/docs/pictures
 //
@@ -13,11 +13,11 @@ import (
 )
 
 func main() {
-	readme, err := os.ReadFile("README.md")
+	figures, err := os.ReadFile(filepath.Join("docs", "figures.md"))
 	if err != nil {
 		log.Fatal(err)
 	}
-	pictures, err := draw(string(readme))
+	pictures, err := draw(string(figures))
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -29,10 +29,10 @@ func main() {
 }
 
 // draw makes all pictures, by file name.
-func draw(readme string) (map[string]string, error) {
-	points, err := table(readme)
+func draw(figures string) (map[string]string, error) {
+	points, err := table(figures)
 	if err != nil {
-		return nil, fmt.Errorf("the table of README.md: %w", err)
+		return nil, fmt.Errorf("the table of docs/figures.md: %w", err)
 	}
 	return map[string]string{"token.svg": token(), "all-to-all.svg": chart(points)}, nil
 }
