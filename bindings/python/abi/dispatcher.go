@@ -31,11 +31,11 @@ func switchyard_dispatcher(communicator, place C.uint64_t, opts *C.char, ticket 
 	})
 }
 
-// switchyard_dispatcher_info is the most rows that this rank can get, how many dispatches are alive, and this rank's experts, of which
-// there are experts and room for room in expert.
+// switchyard_dispatcher_info is the most rows that this rank can get, how many dispatches are alive, the bytes of a routing, and this rank's
+// experts, of which there are experts and room for room in expert.
 //
 //export switchyard_dispatcher_info
-func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows, alive, experts, expert *C.int64_t, room C.int64_t) C.int32_t {
+func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows, alive, routing, experts, expert *C.int64_t, room C.int64_t) C.int32_t {
 	return guard(func() error {
 		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
 		if err != nil {
@@ -43,6 +43,7 @@ func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows, alive, experts, 
 		}
 		local := d.Experts()
 		*maxRows, *alive, *experts = C.int64_t(d.MaxRows()), C.int64_t(d.Alive()), C.int64_t(len(local))
+		*routing = C.int64_t(d.RoutingBytes())
 		out := numbers(expert, room)
 		for i, e := range local[:min(len(local), len(out))] {
 			out[i] = int64(e)
@@ -151,6 +152,32 @@ func switchyard_receive(dispatcher, stream, handle C.uint64_t, combine C.int32_t
 	})
 }
 
+// switchyard_keep copies the routing of the handle in a core.RoutingCall; wait and ticket are as for switchyard_dispatch. The ticket's value
+// names the routing, and that of an enqueued one is in the call.
+//
+//export switchyard_keep
+func switchyard_keep(dispatcher, stream C.uint64_t, call *C.struct_switchyard_routing_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.RoutingCall)(unsafe.Pointer(call))
+	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
+		return d.Keep(uintptr(stream), c, h, put[*core.Routing])
+	})
+}
+
+// switchyard_route takes a handle that goes by the routing in a core.RoutingCall; wait, ticket and the handle's name are as for
+// switchyard_dispatch.
+//
+//export switchyard_route
+func switchyard_route(dispatcher, stream C.uint64_t, call *C.struct_switchyard_routing_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.RoutingCall)(unsafe.Pointer(call))
+	return dispatching(dispatcher, ticket, wait, 0, func(d *core.Dispatcher, _ *core.Handle) (core.Ticket, error) {
+		r, err := core.Get[*core.Routing](handles, c.Routing)
+		if err != nil {
+			return 0, err
+		}
+		return d.Route(uintptr(stream), c, r, put[*core.Handle])
+	})
+}
+
 // switchyard_output is where what a dispatch leaves lies, as core.Handle.Output has it: an address and bytes for each of 9 parts.
 //
 //export switchyard_output
@@ -202,11 +229,15 @@ func widen(to []int64, from []int32) {
 	}
 }
 
-// switchyard_release gives the output of a dispatch back.
+// switchyard_release gives the output of a dispatch back, or forgets a routing. Calls that go by that go on.
 //
 //export switchyard_release
 func switchyard_release(handle C.uint64_t) C.int32_t {
 	return guard(func() error {
+		if _, err := core.Get[*core.Routing](handles, uint64(handle)); err == nil {
+			handles.Drop(uint64(handle))
+			return nil
+		}
 		h, err := core.Get[*core.Handle](handles, uint64(handle))
 		if err == nil {
 			handles.Drop(uint64(handle))

@@ -8,7 +8,7 @@
 const char *switchyard_last_error(void);
 int32_t switchyard_last_error_rank(void);
 
-// What several tensors hold together: the handle of a dispatch, which is released when the last of its users has gone.
+// What several tensors hold together: the handle of a dispatch, or a routing, which is released when the last of its users has gone.
 // It begins with the handle, and is NULL where there is no memory for it. Its first user is who calls switchyard_hold,
 // until switchyard_unhold.
 void *switchyard_hold(uint64_t handle);
@@ -57,6 +57,15 @@ struct switchyard_combine_call {
 	struct switchyard_buffer Y, Rows, Weights, SumWeights, Bias[2], Ready;
 	uint64_t Handle;
 	int64_t Backward, Weighting, Half, Release;
+};
+
+// core.RoutingCall. Made and Rows are results.
+struct switchyard_routing_call {
+	struct switchyard_buffer Into;
+	uint64_t Handle;
+	uint64_t Routing;
+	uint64_t Made;
+	uint64_t Rows;
 };
 
 // core.BackwardCall.

@@ -253,13 +253,77 @@ func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, put fu
 		if err != nil {
 			return 0, err
 		}
-		d.alive.Add(1)
-		made := put(&Handle{d: d, inner: inner})
-		if d.gpu != nil { // the caller is still here
-			c.Made, c.Rows = made, inner.Rows().Ptr()
+		return d.named(inner, &c.Made, &c.Rows, put), nil
+	})
+}
+
+// RoutingCall is Keep or Route as C callers describe it.
+type RoutingCall struct {
+	// Into is what Keep fills with the routing of Handle: RoutingBytes of the dispatcher's device, from a multiple of 128 on. It belongs to
+	// the routing until that is dropped and the calls that go by it are complete.
+	Into   Buffer
+	Handle uint64
+	// Routing names the one that Route goes by.
+	Routing uint64
+	// Made and Rows are results on a GPU: the name of what was made, and where the rows of a routed handle lie.
+	Made uint64
+	Rows uintptr
+}
+
+// Routing is a dispatch.Routing of a Dispatcher.
+type Routing struct {
+	d     *Dispatcher
+	inner *dispatch.Routing
+}
+
+// RoutingBytes is the size of a routing.
+func (d *Dispatcher) RoutingBytes() int64 { return d.inner.RoutingBytes() }
+
+// Keep copies the routing of a dispatch to memory of the caller. put names it. The name is the ticket's value, and on a GPU left in the call.
+func (d *Dispatcher) Keep(stream uintptr, c *RoutingCall, h *Handle, put func(*Routing) uint64) (Ticket, error) {
+	into, err := d.view(c.Into)
+	if err != nil {
+		return 0, err
+	}
+	inner, err := d.handle(h)
+	if err != nil {
+		return 0, err
+	}
+	return d.run(stream, func(s device.Stream) (uint64, error) {
+		kept, err := inner.Keep(s, into)
+		if err != nil {
+			return 0, err
+		}
+		made := put(&Routing{d: d, inner: kept})
+		if d.gpu != nil {
+			c.Made = made
 		}
 		return made, nil
 	})
+}
+
+// Route takes a handle whose calls go by a routing, as dispatch.Dispatcher.Route does. put names it, as for Dispatch.
+func (d *Dispatcher) Route(stream uintptr, c *RoutingCall, r *Routing, put func(*Handle) uint64) (Ticket, error) {
+	if r.d != d {
+		return 0, fmt.Errorf("core: %w: the routing is of another dispatcher", ErrInvalid)
+	}
+	return d.run(stream, func(device.Stream) (uint64, error) {
+		inner, err := d.inner.Route(r.inner)
+		if err != nil {
+			return 0, err
+		}
+		return d.named(inner, &c.Made, &c.Rows, put), nil
+	})
+}
+
+// named names a handle that a call has made. On a GPU the caller is still here, and finds the name and the place of the rows in the call.
+func (d *Dispatcher) named(inner *dispatch.Handle, name *uint64, rows *uintptr, put func(*Handle) uint64) uint64 {
+	d.alive.Add(1)
+	made := put(&Handle{d: d, inner: inner})
+	if d.gpu != nil {
+		*name, *rows = made, inner.Rows().Ptr()
+	}
+	return made
 }
 
 // Receive makes the second half of the call that the handle is in.

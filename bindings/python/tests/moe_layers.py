@@ -201,6 +201,74 @@ def again(rank: int, size: int, device: str) -> None:
     d.close()
 
 
+def kept(rank: int, size: int, device: str, layout: str) -> None:
+    """64 routings outlive their outputs, of which there are two, and serve calls in any order, until each rank drops them."""
+    d = dispatcher(size, device, layout, handles=2)
+    mine = local(d, matrices(size, device))
+    routings = []
+    for seed in range(64):
+        batch = routing(rank, size, device, seed, tokens=0 if seed % 9 == rank else None)
+        got = d.dispatch(*batch, async_op=seed % 2 == 0).wait()
+        routings.append((batch, got.keep(), experts(got, mine)))
+        assert routings[-1][1].tokens == len(batch[0])
+        assert routings[-1][1].memory.numel() < d.routing_bytes + 128
+        del got
+    for at in torch.randperm(64, generator=torch.Generator().manual_seed(2)).tolist():
+        batch, routed, made = routings[at]
+        want, half = reference(*batch, matrices(size, device)), at % 2 == 1
+        way = d.route(routed)
+        y = torch.full_like(want, -1)
+        assert d.combine(made, way, out=y) is y
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+        if at % 3 == 0:  # again from the routing that was taken from a routing, with other rows, and with gradients
+            again = way.keep()
+            del way
+            way = d.route(again)
+            other = torch.randn_like(batch[0])
+            new = d.redispatch(other, way, async_op=half).wait()
+            fresh = d.dispatch(other, batch[1], batch[2])
+            assert on(new, "counts").tolist() == on(fresh, "counts").tolist()
+            assert on(new, "offsets").tolist() == on(fresh, "offsets").tolist()
+            sums = [d.combine(g.rows, g, weighted=False) for g in (new, fresh)]
+            assert torch.equal(*sums)
+            del new
+            leaves = [made.clone().requires_grad_() for _ in range(2)]
+            for leaf, g in zip(leaves, (way, fresh)):
+                y = d.combine(leaf, g, async_op=half)
+                (y.wait() if half else y).square().sum().backward()
+            _, used = places(fresh)
+            assert torch.equal(leaves[0].grad[used], leaves[1].grad[used])
+            del fresh, g, again
+        del way, y
+        if rank:
+            routings[at] = None
+    del routed
+    other = dispatcher(size, device, layout, handles=1)
+    with pytest.raises(ValueError, match="another dispatcher"):
+        other.route(routings[0][1] if rank == 0 else d.dispatch(*batch).keep())
+    if rank == 0:
+        d.dispatch(*batch)
+    with pytest.raises(TypeError, match="want what keep returned"):
+        d.route(batch)
+    got = d.dispatch(*batch)
+    for kind, text, out in (
+        (ValueError, "out is .3, 32., want", torch.empty(3, HIDDEN, device=device)),
+        (TypeError, "out is torch.float64", torch.empty(len(batch[0]), HIDDEN, device=device, dtype=torch.float64)),
+        (TypeError, "out is an int", 3),
+        (ValueError, "not contiguous", torch.empty(HIDDEN, len(batch[0]), device=device).t()),
+    ):
+        with pytest.raises(kind, match=text):
+            d.combine(got.rows, got, out=out)
+    with pytest.raises(ValueError, match="out, and gradients"):
+        d.combine(got.rows.clone().requires_grad_(), got, out=torch.empty(len(batch[0]), HIDDEN, device=device))
+    last = got.keep()
+    del got
+    other.close()
+    d.close()
+    with pytest.raises(sw.errors.InvalidArgument):
+        d.route(last)
+
+
 def float8(rank: int, size: int, device: str, layout: str, options: dict) -> None:
     """Tokens quantised on the way, or before."""
     tokens = sizes(rank, size)[1]

@@ -30,6 +30,7 @@ STRUCTURES = {
     "shape_head": abi.ShapeHead,
     "dispatch_call": abi.DispatchCall,
     "combine_call": abi.CombineCall,
+    "routing_call": abi.RoutingCall,
     "backward_call": abi.BackwardCall,
 }
 
@@ -94,6 +95,11 @@ def test_calls_are_in_the_order_of_their_structures():
     assert numbers(abi.BackwardCall.from_buffer(abi.backward_call(range(1, 11), 11, 12))) == [
         ("DRows", (1, 2)), ("DWeights", (3, 4)), ("DY", (5, 6)), ("Rows", (7, 8)), ("Weights", (9, 10)), ("Handle", 11),
         ("Weighting", 12),
+    ]  # fmt: skip
+    call = abi.routing_call((1, 2), 3, 4)
+    call[abi.ROUTING_MADE], call[abi.ROUTING_ROWS] = 5, 6
+    assert numbers(abi.RoutingCall.from_buffer(call)) == [
+        ("Into", (1, 2)), ("Handle", 3), ("Routing", 4), ("Made", 5), ("Rows", 6),
     ]  # fmt: skip
     head = abi.shape_head(1, 2, 3)
     assert len(head) == abi.HEAD

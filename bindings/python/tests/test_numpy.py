@@ -449,8 +449,17 @@ def mixture(rank, size, layout, redundant):
             out[first : first + len(part)] = part * (expert + 1)
         y = d.combine(out, got)
         np.testing.assert_allclose(y, reference(x, idx, weights, experts, rank, size, lambda e, r: (e + 1) * r), rtol=1e-4)
+        routing, made = got.keep(), out
+        del got, part, out
+        way, again = d.route(routing), np.full_like(y, np.nan)
+        assert d.combine(made, way, out=again) is again
+        np.testing.assert_array_equal(again, y)
+        np.testing.assert_array_equal(d.combine(d.redispatch(x, way).rows, way, weighted=False), (idx >= 0).sum(1)[:, None] * x)
+        for bad in (again[:1], again.T, again.astype("f8"), [1]):
+            with pytest.raises((errors.InvalidArgument, errors.InvalidType), match="out is"):
+                d.combine(made, way, out=bad)
+        del way
     assert sum(d.traffic()) > 0
-    del got, part
     d.close()
 
 

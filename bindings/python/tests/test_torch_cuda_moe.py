@@ -46,6 +46,11 @@ def test_dispatches(cuda, check):
 
 
 @pytest.mark.parametrize("layout", list(layers.LAYOUTS))
+def test_routings_outlive_their_outputs(cuda, layout):
+    run(cuda, layers.kept, CUDA, layout)
+
+
+@pytest.mark.parametrize("layout", list(layers.LAYOUTS))
 @pytest.mark.parametrize("options", host.SCALES, ids=str)
 def test_float8(worlds, layout, options):
     run(worlds.get(2, worlds_module.cuda), layers.float8, CUDA, layout, options)

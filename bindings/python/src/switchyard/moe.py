@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import _sides, errors
 from ._core import options
-from ._core.dispatched import Combining, Dispatched, HostCounts, named
+from ._core.dispatched import Combining, Dispatched, HostCounts, Routing, named
 from ._core.dispatcher import Calls, Counters
 
 if TYPE_CHECKING:
     from ._types import Device, DType, Group, Numbers
 
-__all__ = ["Combining", "Counters", "Dispatched", "Dispatcher", "HostCounts"]
+__all__ = ["Combining", "Counters", "Dispatched", "Dispatcher", "HostCounts", "Routing"]
 
 _numbers = itertools.count()
 
@@ -55,6 +55,7 @@ class Dispatcher(Calls):
 
     - ``local_experts``: this rank's experts;
     - ``max_rows``: the most rows of a dispatch, and ``row_dtype``, their data type by name;
+    - ``routing_bytes``: how large what :meth:`Dispatched.keep` makes is;
     - ``by_token``: whether a row is for a token and not for one of its experts;
     - ``comm``: the communicator; ``name``: what compiled graphs know the dispatcher by.
     """
@@ -140,6 +141,19 @@ class Dispatcher(Calls):
             return _sides.tensor_moe().redispatch(self, x, dispatched, scales, async_op)
         return self._of_arrays("x").redispatch(x, dispatched, scales, async_op)
 
+    def route(self, routing: Routing) -> Dispatched:
+        """Take an output whose calls go by a routing that :meth:`Dispatched.keep` made: :meth:`combine`, :meth:`redispatch`
+        and gradients work with it as with the dispatch, in halves and in CUDA graphs too.
+
+        All ranks call it where the others do, as they would :meth:`dispatch`, and it is one of the ``handles`` that can be
+        alive until it is given back. ``rows`` are undefined until :meth:`redispatch` has sent some; ``indices``,
+        ``row_weights``, ``scales``, ``sources`` and ``landed`` are those of the dispatch only."""
+        self._check_routing(routing)
+        output = self._route(routing)
+        got = Dispatched(self, routing._side, output, routing.tokens, routing._weights, {})
+        got.rows = routing._side.rows(output)
+        return got
+
     def combine(
         self,
         rows: Numbers,
@@ -150,6 +164,7 @@ class Dispatcher(Calls):
         bias: Numbers | Sequence[Numbers] | None = None,
         sum_weights: bool = False,
         ready: Numbers | None = None,
+        out: Numbers | None = None,
         release: bool = False,
         async_op: bool = False,
     ) -> Any:
@@ -166,16 +181,18 @@ class Dispatcher(Calls):
         - ``ready``: int32 words on the device, one for each of this rank's experts (with rows by token for each rank), zero at
           first. A kernel adds to one, with release semantics at system scope, when it has written so many of the rows. They are
           sent back as their word says so;
+        - ``out``: where the result is written, [tokens, hidden] of ``combine_dtype`` on the dispatcher's device, contiguous; it
+          is what is returned;
         - ``release``: give the output back with the call. Rows stay as they are until a later dispatch, and ranks wait for one
           another less;
         - ``async_op``: make the first half, and return a :class:`Combining`, whose ``wait`` is the second and returns the
           result.
 
         The gradient of ``rows`` is undefined where padding is, and behind the last row: mask it, or do not read it.
-        ``sum_weights``, ``ready`` and ``release`` have none.
+        ``sum_weights``, ``ready``, ``out`` and ``release`` have none.
         """
         self._check_dispatched(dispatched)
-        arguments = (rows, dispatched, weights, weighted, bias, sum_weights, ready, release, async_op)
+        arguments = (rows, dispatched, weights, weighted, bias, sum_weights, ready, out, release, async_op)
         if _sides.is_tensor(rows):
             return _sides.tensor_moe().combine(self, *arguments)
         return self._of_arrays("rows").combine(*arguments)

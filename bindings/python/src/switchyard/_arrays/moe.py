@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from .. import errors
-from .._core.dispatched import BESIDE_ROWS, Combining, Dispatched, Output, biases_of
+from .._core.arguments import type_of
+from .._core.dispatched import BESIDE_ROWS, ROUTING_ALIGN, Combining, Dispatched, Output, biases_of
 from .._core.dispatcher import Calls
 
 
@@ -16,10 +17,12 @@ class Arrays:
 
     def __init__(self, d: Calls) -> None:
         self._calls = d
+        self._dtype: Any = None  # of the tokens
 
     def dispatch(self, x: Any, idx: Any, weights: Any, scales: Any, async_op: bool) -> Dispatched:
         d = self._calls
         x = self._rows("x", x, d.dtype)
+        self._dtype = x.dtype
         idx = np.asarray(idx)
         if idx.dtype.kind not in "iu" and idx.size:
             raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
@@ -32,7 +35,7 @@ class Arrays:
         output = d._dispatch(x.ctypes.data, _place(scales), idx.ctypes.data, at, x.shape[0], async_op, held)
         got = Dispatched(d, self, output, x.shape[0], weights, {})
         got._half = async_op
-        got.rows = self.part(output, "rows").view(x.dtype if d.row_dtype == d.dtype else np.uint8)
+        got.rows = self.rows(output)
         return got
 
     def redispatch(self, x: Any, dispatched: Dispatched, scales: Any, async_op: bool) -> Dispatched:
@@ -48,7 +51,7 @@ class Arrays:
 
     def combine(
         self, rows: Any, dispatched: Dispatched, weights: Any, weighted: bool, bias: Any, sum_weights: bool, ready: Any,
-        release: bool, async_op: bool,
+        out: Any, release: bool, async_op: bool,
     ) -> Any:  # fmt: skip
         d = self._calls
         rows, output = self._rows("rows", rows, d.combine_dtype), dispatched._output
@@ -60,7 +63,9 @@ class Arrays:
         biases = [self._rows("bias", b, d.combine_dtype) for b in biases_of(bias)]
         shape = None if given is None else given.shape
         d._check_combine(rows.shape[0], dispatched.tokens, shape, sum_weights, [b.shape for b in biases])
-        y = np.empty((dispatched.tokens, d.hidden), rows.dtype)
+        if out is not None:
+            self._check_out(out, rows.dtype, dispatched.tokens)
+        y = np.empty((dispatched.tokens, d.hidden), rows.dtype) if out is None else out
         sums = np.zeros((dispatched.tokens, d.top_k), np.float32) if sum_weights else None
         held = [y, rows, given, sums, *biases, *(None,) * (3 - len(biases))]
         buffers = [n for a in held for n in _place(a)]
@@ -68,6 +73,16 @@ class Arrays:
         output.released = output.released or release
         result = (y, sums) if sum_weights else y
         return Combining(dispatched, result, held) if async_op else result
+
+    def rows(self, output: Output) -> Any:
+        """The rows of an output, of the type of the tokens, or bytes where they became float8."""
+        d = self._calls
+        return self.part(output, "rows").view(self._dtype if d.row_dtype == d.dtype else np.uint8)
+
+    def room(self, size: int) -> tuple[Any, int]:
+        """Memory for a routing."""
+        memory = np.empty(size + ROUTING_ALIGN - 1, np.uint8)
+        return memory, -(-memory.ctypes.data // ROUTING_ALIGN) * ROUTING_ALIGN
 
     def part(self, output: Output, name: str) -> Any:
         """A part of an output as an array, as long as rows came."""
@@ -88,6 +103,15 @@ class Arrays:
             raise errors.InvalidType(f"switchyard: {name} is {x.dtype}, the dispatcher was made for {dtype}")
         self._calls._check_rows(name, x.shape)
         return x
+
+    def _check_out(self, out: Any, dtype: Any, tokens: int) -> None:
+        """Refuse what a combine cannot write."""
+        if not isinstance(out, np.ndarray) or out.dtype != dtype:
+            kind = f"an array of {out.dtype}" if isinstance(out, np.ndarray) else type_of(out)
+            raise errors.InvalidType(f"switchyard: combine: out is {kind}, want an array of {dtype}")
+        self._calls._check_out(out.shape, tokens)
+        if not out.flags.c_contiguous or not out.flags.writeable:
+            raise errors.InvalidArgument("switchyard: combine: out is not contiguous, or read-only")
 
     def _scales(self, scales: Any) -> Any:
         return None if scales is None else np.ascontiguousarray(scales, ("float32", "int32")[self._calls._exponents])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 7
+VERSION = 8
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
@@ -46,13 +46,15 @@ PROTOTYPES: dict[str, list[Any]] = {
     "abandon": [c_uint64, c_int64, c_int32],
     "drop": [c_uint64],
     "dispatcher": [c_uint64, c_uint64, c_char_p, _u64p],
-    "dispatcher_info": [c_uint64, _i64p, _i64p, _i64p, c_void_p, c_int64],
+    "dispatcher_info": [c_uint64, _i64p, _i64p, _i64p, _i64p, c_void_p, c_int64],
     "dispatcher_counters": [c_uint64, c_void_p, c_int64, c_void_p, c_void_p, c_int64],
     "dispatcher_close": [c_uint64, c_uint64, _u64p],
     "dispatch": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "combine": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "combine_backward": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "receive": [c_uint64, c_uint64, c_uint64, c_int32, c_int64, _u64p],
+    "keep": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "route": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "output": [c_uint64, c_void_p],
     "counts": [c_uint64, c_int64, _i64p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
     "release": [c_uint64],
@@ -97,6 +99,12 @@ class CombineCall(Structure):
     ]
 
 
+class RoutingCall(Structure):
+    """A routing is kept, or gone by. Made and Rows are results."""
+
+    _fields_ = [("Into", Buffer), *((name, c_uint64) for name in ("Handle", "Routing", "Made", "Rows"))]
+
+
 class BackwardCall(Structure):
     """The gradients of a combine."""
 
@@ -114,6 +122,7 @@ def word(field: Any) -> int:
 
 # Where to look in the arrays of calls.
 MADE, ROWS = word(DispatchCall.Made), word(DispatchCall.Rows)
+ROUTING_MADE, ROUTING_ROWS = word(RoutingCall.Made), word(RoutingCall.Rows)
 HEAD = sizeof(ShapeHead) // sizeof(c_int64)
 LIVE, PLACED = word(ShapeHead.Live), word(ShapeHead.Placed)
 MAX_SMS, COPY_SMS, NO_SMS = word(ShapeHead.MaxSMs), word(ShapeHead.CopySMs), word(ShapeHead.NoSMs)
@@ -137,6 +146,11 @@ def combine_call(
 ) -> array[int]:
     """A CombineCall. buffers are addresses and bytes of Y, Rows, Weights, SumWeights, both of Bias, and Ready."""
     return array("q", (*buffers, handle, backward, weighting, half, release))
+
+
+def routing_call(into: Memory, handle: int, routing: int) -> array[int]:
+    """A RoutingCall."""
+    return array("q", (*into, handle, routing, 0, 0))
 
 
 def backward_call(buffers: Sequence[int], handle: int, weighting: int) -> array[int]:

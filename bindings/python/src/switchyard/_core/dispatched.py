@@ -18,9 +18,11 @@ COUNTS = frozenset(("counts", "offsets", "rank_counts"))
 #: Those with an entry for each row.
 BESIDE_ROWS = frozenset(("rows", "scales", "indices", "row_weights", "sources"))
 
+#: Where routings begin: a multiple of this.
+ROUTING_ALIGN = 128
+
 # What combine multiplies rows by.
 DISPATCHED, GIVEN, UNWEIGHTED = range(3)
-
 
 
 class Maker(Protocol):
@@ -40,12 +42,21 @@ class Maker(Protocol):
     def _receive(self, output: Output, combine: bool, keep: object) -> None:
         """The second half of a call."""
 
+    def _keep(self, dispatched: Dispatched) -> Routing:
+        """The routing of a dispatch."""
+
 
 class Side(Protocol):
     """What makes arrays or tensors of outputs."""
 
     def part(self, output: Output, name: str) -> Any:
         """A part of an output."""
+
+    def rows(self, output: Output) -> Any:
+        """The rows of an output, of their type."""
+
+    def room(self, size: int) -> tuple[Any, int]:
+        """Bytes of fresh memory on the dispatcher's device, and where among them a routing begins."""
 
 
 #: Dispatchers by the names that compiled graphs know them by.
@@ -80,13 +91,17 @@ class Slot:
 class Output:
     """The output of a dispatch, given back with the last reference to it and to what lies on it."""
 
-    __slots__ = ("_hold", "_unhold", "counts", "dispatcher", "handle", "released", "slot")
+    __slots__ = ("_hold", "_unhold", "counts", "dispatcher", "handle", "released", "routing", "slot")
 
-    def __init__(self, dispatcher: Maker, handle: int, rows: int) -> None:
+    def __init__(self, dispatcher: Maker, handle: int, rows: int, routing: Routing | None = None) -> None:
         lib = dispatcher.comm._lib
         self._unhold, self._hold = lib.unhold, lib.hold(handle)
         self.dispatcher, self.handle, self.released = dispatcher, handle, False
         self.counts: HostCounts | None = None
+        self.routing = routing
+        if routing is not None:  # counts lie there, not where those of other outputs with these rows do
+            self.counts, self.slot = routing._counts, Slot(dispatcher, handle)
+            return
         slot = dispatcher._slots.get(rows)
         if slot is None:
             slot = Slot(dispatcher, handle)
@@ -118,6 +133,35 @@ class Output:
     def memory(self, name: str) -> memoryview:
         """Bytes of a part on the host, which hold the output."""
         return memory(*self.slot.parts[name], self)
+
+
+class Routing:
+    """Where the tokens of a dispatch went: :meth:`Dispatched.keep` makes it, and :meth:`Dispatcher.route` goes by it.
+
+    It needs no output, so any number may be alive, and each serves any number of calls. It is this rank's alone: a rank drops
+    one by forgetting it, whenever it likes. ``memory`` is what it lies in, a tensor or an array of bytes that nobody else may
+    write; calls on a stream other than the current one of :meth:`Dispatched.keep` are ordered behind that by their caller, who
+    tells torch's allocator of them (``routing.memory.record_stream``).
+    """
+
+    def __init__(self, dispatcher: Maker, side: Side, name: int, memory: Any, dispatched: Dispatched) -> None:
+        self._dispatcher, self._side, self._name, self.memory = dispatcher, side, name, memory
+        lib = dispatcher.comm._lib
+        self._unhold, self._hold = lib.unhold, lib.hold(name)
+        self._tokens, self._counts = dispatched.tokens, dispatched._output.counts
+        weights = dispatched._weights
+        self._weights = weights if getattr(weights, "requires_grad", False) else None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens this rank has sent."""
+        return self._tokens
+
+    def __repr__(self) -> str:
+        return f"<switchyard.Routing of {self._tokens} tokens>"
+
+    def __del__(self) -> None:
+        self._unhold(self._hold)
 
 
 class Dispatched:
@@ -231,6 +275,14 @@ class Dispatched:
             raise errors.InvalidArgument("switchyard: expert_rows: the rows lie by token")
         host = self.host_counts()
         return [self.rows[first : first + n] for first, n in zip(host.offsets, host.counts)]
+
+    def keep(self) -> Routing:
+        """Where the tokens went, in fresh memory of torch or numpy: :meth:`Dispatcher.route` goes by it when this output has
+        been given back. No other rank takes part. On a GPU the copy is enqueued on the current stream, and a graph can
+        capture it. ``host_counts`` of what goes by it are those that the host knew at this call; on the host it always does."""
+        if self._output is None:
+            raise errors.Unsupported("switchyard: keep in a compiled graph")
+        return self._dispatcher._keep(self)
 
     def wait(self) -> Dispatched:
         """The second half of a dispatch with ``async_op``: ``rows`` may be used after it, on a GPU on the then current stream.

@@ -13,7 +13,7 @@ from .. import errors
 from . import abi, options
 from .arguments import type_of
 from .comm import Communicator, Place
-from .dispatched import COUNTS, DISPATCHED, GIVEN, UNWEIGHTED, Dispatched, Output, Side, Slot
+from .dispatched import COUNTS, DISPATCHED, GIVEN, UNWEIGHTED, Dispatched, Output, Routing, Side, Slot
 from .native import AGAIN, SLICE
 
 
@@ -63,7 +63,7 @@ class Calls:
         self._sum_bytes = self.hidden * options.BYTES[self.combine_dtype]
         self._choice_bytes = self.top_k * options.INDEX_BYTES[self.index_dtype]
         self._counted = values["host_counts"] or self._index < 0
-        self.max_rows, _, self._local_experts = self._info()
+        self.max_rows, _, self.routing_bytes, self._local_experts = self._info()
         self._groups = self.comm.size if self.by_token else len(self._local_experts)
         self.comm._dispatchers.add(self)
 
@@ -77,14 +77,16 @@ class Calls:
     def _bind(self) -> None:
         """Take the library's functions."""
         lib, prefix = self.comm._lib, "enqueue_" if self._index >= 0 else ""
-        self._calls = [getattr(lib, prefix + name) for name in ("dispatch", "combine", "combine_backward", "receive")]
+        names = ("dispatch", "combine", "combine_backward", "receive", "keep", "route")
+        self._calls = [getattr(lib, prefix + name) for name in names]
 
-    def _info(self) -> tuple[int, int, list[int]]:
-        """The most rows of a dispatch, how many dispatches are alive, and this rank's experts."""
-        rows, alive, n, lib = c_int64(), c_int64(), c_int64(), self.comm._lib
+    def _info(self) -> tuple[int, int, int, list[int]]:
+        """The most rows of a dispatch, how many dispatches are alive, the bytes of a routing, and this rank's experts."""
+        (rows, alive, routing, n), lib = (c_int64() for _ in range(4)), self.comm._lib
         local = array("q", bytes(8 * max(self.experts, 1)))
-        lib.check(lib.dispatcher_info(self._handle, byref(rows), byref(alive), byref(n), local.buffer_info()[0], len(local)))
-        return rows.value, alive.value, local[: n.value].tolist()
+        out = (byref(rows), byref(alive), byref(routing), byref(n), local.buffer_info()[0], len(local))
+        lib.check(lib.dispatcher_info(self._handle, *out))
+        return rows.value, alive.value, routing.value, local[: n.value].tolist()
 
     def _alive(self) -> int:
         return 0 if self._closed else self._info()[1]
@@ -113,13 +115,32 @@ class Calls:
         call = abi.dispatch_call(
             (x, tokens * self._token_bytes), scales, (idx, tokens * self._choice_bytes), (weights, weighed), 0, first
         )
+        made = self._take(0, keep, call)
+        return Output(self, made, 0) if made else Output(self, call[abi.MADE], call[abi.ROWS])
+
+    def _take(self, which: int, keep: object, call: array[int]) -> int:
+        """Make a call that takes an output."""
         address = call.buffer_info()[0]
         try:
-            made = self._run(0, keep, address)
+            return self._run(which, keep, address)
         except errors.NoHandle:
             gc.collect()  # outputs may hang in cycles
-            made = self._run(0, keep, address)
-        return Output(self, made, 0) if made else Output(self, call[abi.MADE], call[abi.ROWS])
+            return self._run(which, keep, address)
+
+    def _keep(self, dispatched: Dispatched) -> Routing:
+        output, side = dispatched._output, dispatched._side
+        if self._index < 0:
+            output.counts = output.counts or output.host()
+        memory, at = side.room(self.routing_bytes)
+        call = abi.routing_call((at, self.routing_bytes), output.alive(), 0)
+        name = self._run(4, (memory, output), call.buffer_info()[0]) or call[abi.ROUTING_MADE]
+        return Routing(self, side, name, memory, dispatched)
+
+    def _route(self, routing: Routing) -> Output:
+        """Take an output whose calls go by a routing."""
+        call = abi.routing_call((0, 0), 0, routing._name)
+        made = self._take(5, routing, call)
+        return Output(self, made or call[abi.ROUTING_MADE], call[abi.ROUTING_ROWS], routing)
 
     def _redispatch(self, x: int, scales: tuple[int, int], output: Output, tokens: int, first: bool, keep: object) -> None:
         x_at = (x, tokens * self._token_bytes)
@@ -192,6 +213,16 @@ class Calls:
             raise errors.InvalidType(f"switchyard: dispatched is {type_of(dispatched)}, want what dispatch returned")
         if dispatched._dispatcher is not self:
             raise errors.InvalidArgument("switchyard: dispatched is of another dispatcher")
+
+    def _check_routing(self, routing: Any) -> None:
+        if not isinstance(routing, Routing):
+            raise errors.InvalidType(f"switchyard: routing is {type_of(routing)}, want what keep returned")
+        if routing._dispatcher is not self:
+            raise errors.InvalidArgument("switchyard: routing is of another dispatcher")
+
+    def _check_out(self, shape: Sequence[int], tokens: int) -> None:
+        if tuple(shape) != (tokens, self.hidden):
+            raise errors.InvalidArgument(f"switchyard: combine: out is {tuple(shape)}, want {(tokens, self.hidden)}")
 
     def _check_length(self, name: str, rows: int, output: Output) -> None:
         """Refuse rows that are not those of a dispatch: all that there is room for, or as many as came."""

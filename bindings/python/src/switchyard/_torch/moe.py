@@ -10,7 +10,17 @@ from torch import Tensor
 
 from .. import errors
 from .._core.arguments import type_of
-from .._core.dispatched import BESIDE_ROWS, DISPATCHED, GIVEN, UNWEIGHTED, Combining, Dispatched, Output, biases_of
+from .._core.dispatched import (
+    BESIDE_ROWS,
+    DISPATCHED,
+    GIVEN,
+    ROUTING_ALIGN,
+    UNWEIGHTED,
+    Combining,
+    Dispatched,
+    Output,
+    biases_of,
+)
 from .._core.dispatcher import Calls
 from .tensors import description, tensor_on
 
@@ -41,6 +51,16 @@ class Kinds:
             return x
         d = self.dispatcher
         return d._scales(x, output.host().rows if self.trims else d.max_rows)
+
+    def rows(self, output: Output) -> Tensor:
+        """The rows of an output."""
+        return self.part(output, "rows")
+
+    def room(self, size: int) -> tuple[Tensor, int]:
+        """Memory for a routing."""
+        slack = 0 if self.device.type == "cuda" else ROUTING_ALIGN - 1  # torch begins those of GPUs at multiples of 512
+        memory = torch.empty(size + slack, dtype=torch.uint8, device=self.device)
+        return memory, -(-memory.data_ptr() // ROUTING_ALIGN) * ROUTING_ALIGN
 
     def _describe(self, output: Output, name: str) -> Any:
         address, size = output.slot.parts[name]
@@ -278,9 +298,18 @@ def combine_backward(
     return d_rows, d_weights
 
 
+def _check_out(d: Calls, out: Any, tokens: int) -> None:
+    """Refuse what a combine cannot write."""
+    _plain(d, "out", out, kinds(d).sum)  # which would write to a copy of what is not contiguous
+    d._check_out(out.shape, tokens)
+    if not out.is_contiguous() or (out.is_cuda and out.data_ptr() % 16):
+        raise errors.InvalidArgument("switchyard: combine: out is not contiguous, or does not begin at a multiple of 16 bytes")
+    torch.autograd.graph.increment_version(out)
+
+
 def combine(
     d: Calls, rows: Tensor, dispatched: Dispatched, weights: Any, weighted: bool, bias: Any, sum_weights: bool, ready: Any,
-    release: bool, async_op: bool,
+    out: Any, release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
     weighting = d._weighting(weights, weighted)
     k = kinds(d)
@@ -291,7 +320,7 @@ def combine(
         d._check_length("rows", n, output)
     if weighting != DISPATCHED:
         by_choice = None
-    if weights is None and bias is None and ready is None and not sum_weights:  # what is asked most, soonest
+    if weights is None and bias is None and ready is None and out is None and not sum_weights:  # what is asked most, soonest
         gradients = rows.requires_grad or (by_choice is not None and by_choice.requires_grad)
         if not gradients or not torch.is_grad_enabled():
             y, size = rows.new_empty((tokens, d.hidden)), d._sum_bytes
@@ -307,10 +336,12 @@ def combine(
     first, second = (*biases, None, None)[:2]
     if ready is not None:
         ready = _plain(d, "ready", ready, torch.int32)
+    if out is not None:
+        _check_out(d, out, tokens)
     sums = torch.empty((tokens, d.top_k), dtype=torch.float32, device=k.device) if sum_weights else None
 
     def make() -> Tensor:
-        y = torch.empty((tokens, d.hidden), dtype=k.sum, device=k.device)
+        y: Tensor = torch.empty((tokens, d.hidden), dtype=k.sum, device=k.device) if out is None else out
         held = (y, rows, weights, sums, first, second, ready)
         buffers = [n for x in held for n in _place(x)]
         d._combine(buffers, output.alive(), (0, weighting, async_op, release), held)
@@ -321,6 +352,8 @@ def combine(
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         if release:
             raise errors.InvalidArgument("switchyard: combine: release, and gradients need the dispatch")
+        if out is not None:
+            raise errors.InvalidArgument("switchyard: combine: out, and gradients are asked for")
         y = _Combine.apply(*inputs, d, output, make, weighting)
     else:
         y = make()

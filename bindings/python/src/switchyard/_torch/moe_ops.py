@@ -184,12 +184,12 @@ def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Tensor | Non
 
 def combine(
     d: Calls, rows: Tensor, dispatched: Dispatched, weights: Tensor | None, weighted: bool, bias: Any, sum_weights: bool,
-    ready: Any, release: bool, async_op: bool,
+    ready: Any, out: Any, release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
     if dispatched._handle is None:
         raise errors.Unsupported("switchyard: combine in a compiled graph, of a dispatch outside")
-    if sum_weights or ready is not None or release:
-        raise errors.Unsupported("switchyard: combine: sum_weights, ready and release in a compiled graph")
+    if sum_weights or ready is not None or out is not None or release:
+        raise errors.Unsupported("switchyard: combine: sum_weights, ready, out and release in a compiled graph")
     weighting = d._weighting(weights, weighted)
     first, second = (*biases_of(bias), None, None)[:2]
     by_choice = dispatched._weights if weighting == DISPATCHED else None
