@@ -27,6 +27,12 @@ def alive(rank, size):
         assert event.event is None
         assert counts == [int((indices == e).sum()) for e in range(4)]
         kept.append((seed, handle, applied(rows, indices, beside, rank, size)))
+    (made,) = handle.routing.engine._made.values()
+    sent = made.dispatcher.counters().choices
+    for seed, handle, out in kept:
+        y, _, _ = buffer.combine(out, handle)
+        torch.testing.assert_close(y, want(*routing(rank, size, 5 + (seed + rank) % 3, seed), size), rtol=1e-4, atol=1e-5)
+    assert made.dispatcher.counters().choices == sent  # no dispatch was needed to find the ways
     buffer.destroy()
     other = buffer_of()
     for seed, handle, out in reversed(kept):

@@ -1,9 +1,12 @@
 """Dispatch and combine for the buffers: all that the package asks of switchyard.Dispatcher is here.
 
-A routing is made of tensors of the caller's device and lives as long as somebody wants it. A dispatcher has few outputs; the
-latest calls of each dispatcher, which all ranks make in the same order, keep theirs. A combine by a routing whose output was
-taken by later calls sends empty rows once more to find its way. Results are copied out of the outputs into torch's memory, so
-callers drop results and routings when they like.
+A routing lives as long as somebody wants it, in torch's memory. A dispatcher has few outputs; the latest calls of each
+dispatcher, which all ranks make in the same order, have theirs. When a later call takes an output, its routing is copied out
+if somebody has it yet, and combines go by that copy. Results are copied out of the outputs into torch's memory, so callers drop
+results and routings when they like.
+
+A combine of rows of another size or type than the dispatch, or after the dispatcher was made anew for more tokens, sends empty
+rows once more to find its way.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class Shape(NamedTuple):
     hidden: int
     #: Of the tokens that are sent; sums are of the type in SUMS.
     dtype: torch.dtype
-    #: The most tokens of a rank.
+    #: The most tokens of a rank. 0: as many as one has, which the others hear of when it is more than ever before.
     tokens: int
     #: The most rows that come to a rank, 0 for all that can.
     rows: int = 0
@@ -53,6 +56,8 @@ class Shape(NamedTuple):
     #: Weights lie beside the rows of a slab.
     weighed: bool = False
     max_sms: int = 0
+    #: A rank may come with more tokens than there is room for, and then all make more together.
+    open: bool = False
 
 
 class Result(NamedTuple):
@@ -80,7 +85,10 @@ class Routing:
 
     def __init__(self, engine: Engine, shape: Shape, idx: Tensor, counted: bool) -> None:
         self.engine, self.shape, self.idx, self.counted = engine, shape, idx, counted
+        self.made: Optional[Made] = None
         self.live: Optional[Live] = None
+        #: The routing out of the output, once a later call took that.
+        self.kept: Any = None
         self._by_rank: Optional[Routing] = None
 
     def by_rank(self) -> Routing:
@@ -112,10 +120,21 @@ def choices_of(inside: Tensor) -> Tensor:
 class Live:
     """A dispatch whose output has not been taken by a later call."""
 
-    def __init__(self, made: Made, got: Any) -> None:
-        self.made, self.got = made, got
+    def __init__(self, made: Made, got: Any, routing: Routing) -> None:
+        self.made, self.got, self._routing = made, got, weakref.ref(routing)
+        routing.live = self
 
     def retire(self) -> None:
+        """Give the output back, and keep the routing for who has it yet."""
+        routing = self._routing()
+        if routing is not None and routing.live is self:
+            routing.live = None
+            if routing.kept is None and not self.got.between_halves:
+                routing.kept = self.got.keep()
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the output back."""
         got, self.got = self.got, None
         got.release()
 
@@ -126,13 +145,22 @@ class Made:
     def __init__(self, shape: Shape, dispatcher: Any) -> None:
         self.shape, self.dispatcher = shape, dispatcher
         self.ring: list[Live] = []
-        self.captured = False
+        self.captured = self.closed = False
 
     def close(self) -> None:
         for live in self.ring:
-            live.retire()
+            live.drop()  # a routing of a closed dispatcher says nothing
         self.ring.clear()
         self.dispatcher.close()
+        self.closed = True
+
+    def take(self, call: Any, routing: Routing) -> Live:
+        """Make a call that takes an output, for the longest of which others wait no more."""
+        if len(self.ring) == OUTPUTS:
+            self.ring.pop(0).retire()
+        live = Live(self, call(), routing)
+        self.ring.append(live)
+        return live
 
 
 _engines: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
@@ -182,7 +210,6 @@ class Engine:
     def agree(self, tokens: int) -> int:
         """The most tokens of any rank."""
         if self.size > 1:
-            self._refuse_capture("a call whose number of tokens the ranks have to agree on")
             self._most[0] = tokens
             switchyard.all_reduce(self._most, "max", self.group)
             tokens = int(self._most[0])
@@ -202,6 +229,8 @@ class Engine:
     ) -> tuple[Result, Routing]:
         """Send tokens. Without a length the host waits for the counts, and the result has as many rows as came; otherwise it
         has this many rows."""
+        if not shape.tokens:  # what is no expert of the caller's must be none of the dispatcher's
+            idx = idx.masked_fill(idx >= shape.experts, shape.experts + self.size)
         routing = Routing(self, shape, idx, not length)
         return self.redispatch(x, scales, weights, routing, shape, length), routing
 
@@ -209,10 +238,23 @@ class Engine:
         self, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor], routing: Routing, shape: Shape, length: int = 0
     ) -> Result:
         """Send other tokens the ways of a routing, into fresh memory."""
+        if not shape.tokens:
+            self._refuse_capture("a call whose number of tokens the host does not know")
+            shape = self._sized(shape, x.shape[0])
         live = self.send(shape, x, scales, routing, weights)
+        if shape.open and live.got.host_counts().counts[-1]:
+            # Some rank has more tokens than there is room for, and sent a plea in their place.
+            live = self.send(shape._replace(tokens=self.agree(x.shape[0])), x, scales, routing, weights)
+        routing.shape = routing.shape._replace(tokens=live.made.shape.tokens, open=shape.open)
         result = self._result(live.got, live.made, weights is not None, length)
         self._mark()
         return result
+
+    def _sized(self, shape: Shape, tokens: int) -> Shape:
+        """A shape of any number of tokens as one of the tokens that there is room for. The first is agreed on."""
+        shape = shape._replace(open=True)
+        made = self._made.get(self._key(shape))
+        return shape._replace(tokens=made.shape.tokens if made is not None else self.agree(tokens))
 
     def combine(
         self, x: Tensor, routing: Routing, weights: Optional[Tensor] = None, bias: Sequence[Tensor] = (),
@@ -264,37 +306,54 @@ class Engine:
         """Make a dispatch whose output stays where it is until OUTPUTS more of the same dispatcher have been made."""
         made = self._dispatcher(shape)
         self._follow()
-        if len(made.ring) == OUTPUTS:
-            made.ring.pop(0).retire()
-        live = Live(made, made.dispatcher.dispatch(x, routing.idx, weights, scales=scales, async_op=first))
-        made.ring.append(live)
-        routing.live = live
-        return live
+        idx = routing.idx
+        if idx.shape[0] > made.shape.tokens:
+            x, scales, idx, weights = self._plea(made.shape, x, scales, weights)
+        routing.made, routing.kept = made, None
+        return made.take(lambda: made.dispatcher.dispatch(x, idx, weights, scales=scales, async_op=first), routing)
+
+    def _plea(self, s: Shape, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor]) -> Any:
+        """Tokens in place of more than there is room for: one for each rank, whose last expert says that this rank has more."""
+        n = self.size
+        idx = torch.full((n, s.top_k), -1, dtype=torch.int64, device=self.device)
+        idx[:, 0] = torch.arange(s.experts, s.experts + n, device=self.device)
+        beside = [None if t is None else t.new_zeros((n, *t.shape[1:])) for t in (scales, weights)]
+        return x.new_zeros((n, s.hidden)), beside[0], idx, beside[1]
 
     # Dispatchers
 
     def _dispatcher(self, shape: Shape) -> Made:
         """A dispatcher for a shape, which all ranks make together unless one has room."""
-        if self.device.type != "cuda":
-            shape = shape._replace(max_sms=0)
-        key = shape if shape.slab else shape._replace(tokens=0)
+        key = self._key(shape)
         made = self._made.get(key)
         if made is None or made.shape.tokens < shape.tokens:
             self._refuse_capture(f"the first call of {shape.tokens} tokens of {shape.hidden} x {shape.dtype}")
             if made is not None:
                 self._drop(made)
-            tokens = shape.tokens if shape.slab or shape.rows else max(64, 1 << (shape.tokens - 1).bit_length())
+            tokens = shape.tokens
+            if not shape.slab and not shape.rows:
+                tokens = max(64, self.size, 1 << (tokens - 1).bit_length())
             made = self._made[key] = Made(shape._replace(tokens=tokens), self._make(shape._replace(tokens=tokens)))
         made.captured = made.captured or self._capturing()
         return made
 
+    def _key(self, shape: Shape) -> Shape:
+        """By which the dispatcher for a shape is found."""
+        if self.device.type != "cuda":
+            shape = shape._replace(max_sms=0)
+        return shape if shape.slab else shape._replace(tokens=0)
+
     def _make(self, s: Shape) -> Any:
+        # An open one has one more expert on each rank, see _plea.
+        more, here = (self.size if s.open else 0), s.experts // self.size
+        placement = [[e // here] for e in range(s.experts)] + [[r] for r in range(more)] if more else None
         return switchyard.Dispatcher(
-            s.experts,
+            s.experts + more,
             s.top_k,
             s.hidden,
             max_tokens=s.tokens,
             max_rows=s.rows,
+            placement=placement,
             dtype=s.dtype,
             combine_dtype=SUMS[s.dtype],
             layout="slab" if s.slab else "token_major",
@@ -328,15 +387,17 @@ class Engine:
     # What lies in outputs
 
     def _alive(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Live:
-        """The output of a routing for rows of a type; after it has been given back, by empty rows that go its ways."""
-        live = routing.live
-        if live is not None and live.got is not None:
-            shape = live.made.shape
-            if shape.hidden == hidden and SUMS[shape.dtype] is dtype:
-                live.made.ring.remove(live)
-                live.made.ring.append(live)
-                self._follow()
+        """An output that goes by a routing, for rows of a type: of its dispatch, for the kept routing, or of empty
+        rows that go its ways."""
+        live, made, kept = routing.live, routing.made, routing.kept
+        if made is not None and made.shape.hidden == hidden and SUMS[made.shape.dtype] is dtype and not made.closed:
+            self._follow()
+            if live is not None:
+                made.ring.remove(live)
+                made.ring.append(live)
                 return live
+            if kept is not None:
+                return made.take(lambda: made.dispatcher.route(kept), routing)
         shape = routing.shape._replace(hidden=hidden, dtype=dtype, scales="", quantize="")
         empty = torch.empty((routing.idx.shape[0], hidden), dtype=dtype, device=self.device)
         return self.send(shape, empty, None, routing)
@@ -366,6 +427,9 @@ class Engine:
             if weighed:
                 parts[3].masked_fill_(behind[:, None], 0)
         counts = torch.as_tensor(got.counts, dtype=torch.int32, device=self.device)
+        if made.shape.open:
+            counts = counts[:-1]
+            host = None if host is None else host._replace(counts=host.counts[:-1])
         from_ranks = torch.as_tensor(got.rank_counts, dtype=torch.int32, device=self.device)
         if self.device.type == "cuda":
             counts, from_ranks = counts.clone(), from_ranks.clone()

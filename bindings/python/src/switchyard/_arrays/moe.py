@@ -79,6 +79,10 @@ class Arrays:
         d = self._calls
         return self.part(output, "rows").view(self._dtype if d.row_dtype == d.dtype else np.uint8)
 
+    def capturing(self) -> bool:
+        """Nothing captures calls on arrays."""
+        return False
+
     def room(self, size: int) -> tuple[Any, int]:
         """Memory for a routing."""
         memory = np.empty(size + ROUTING_ALIGN - 1, np.uint8)

@@ -55,6 +55,9 @@ class Side(Protocol):
     def rows(self, output: Output) -> Any:
         """The rows of an output, of their type."""
 
+    def capturing(self) -> bool:
+        """Whether calls go into a graph and do not run."""
+
     def room(self, size: int) -> tuple[Any, int]:
         """Bytes of fresh memory on the dispatcher's device, and where among them a routing begins."""
 
@@ -276,10 +279,16 @@ class Dispatched:
         host = self.host_counts()
         return [self.rows[first : first + n] for first, n in zip(host.offsets, host.counts)]
 
+    @property
+    def between_halves(self) -> bool:
+        """Whether this is a dispatch with ``async_op`` whose :meth:`wait` has not been called."""
+        return self._half
+
     def keep(self) -> Routing:
         """Where the tokens went, in fresh memory of torch or numpy: :meth:`Dispatcher.route` goes by it when this output has
         been given back. No other rank takes part. On a GPU the copy is enqueued on the current stream, and a graph can
-        capture it. ``host_counts`` of what goes by it are those that the host knew at this call; on the host it always does."""
+        capture it. ``host_counts`` of what goes by it are those of this call: where there are some the host waits for them,
+        except while a graph is captured."""
         if self._output is None:
             raise errors.Unsupported("switchyard: keep in a compiled graph")
         return self._dispatcher._keep(self)

@@ -129,7 +129,7 @@ class Calls:
 
     def _keep(self, dispatched: Dispatched) -> Routing:
         output, side = dispatched._output, dispatched._side
-        if self._index < 0:
+        if self._counted and not side.capturing():
             output.counts = output.counts or output.host()
         memory, at = side.room(self.routing_bytes)
         call = abi.routing_call((at, self.routing_bytes), output.alive(), 0)

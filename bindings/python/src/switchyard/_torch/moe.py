@@ -56,6 +56,10 @@ class Kinds:
         """The rows of an output."""
         return self.part(output, "rows")
 
+    def capturing(self) -> bool:
+        """Whether the current stream is captured."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def room(self, size: int) -> tuple[Tensor, int]:
         """Memory for a routing."""
         slack = 0 if self.device.type == "cuda" else ROUTING_ALIGN - 1  # torch begins those of GPUs at multiples of 512

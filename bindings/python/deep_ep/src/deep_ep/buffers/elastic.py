@@ -235,12 +235,12 @@ class ElasticBuffer:
                 raise errors.InvalidArgument("deep_ep: dispatch: num_max_tokens_per_rank is needed without do_cpu_sync")
 
         def send() -> tuple[Any, ...]:
-            bound = most or engine.agree(sent.x.shape[0])
             x, kept = sent.x, handle
-            shape = Shape(num_experts, idx.shape[1], x.shape[1], x.dtype, bound, scales=sent.kind, max_sms=num_sms)
+            shape = Shape(num_experts, idx.shape[1], x.shape[1], x.dtype, most, scales=sent.kind, max_sms=num_sms)
             if kept is None:
                 ways = idx.to(torch.int64, copy=True) if do_handle_copy or idx.dtype is not torch.int64 else idx
                 result, routing = engine.dispatch(shape, x, sent.scales, ways, weights, length)
+                bound = routing.shape.tokens
                 kept = EPHandle(routing, result, ways if do_handle_copy else topk_idx, do_expand, alignment, bound, num_sms)
             else:
                 result = engine.redispatch(x, sent.scales, weights, kept._routing, shape, length)

@@ -200,13 +200,14 @@ class Buffer(FewTokens):
             checks.at_most("dispatch", sent.x, num_worst_tokens, "num_worst_tokens")
 
         def send() -> tuple[Any, ...]:
-            ways = idx.to(torch.int64, copy=True) if topk_idx is not None else choices_of(idx.to(torch.bool))
+            # The engine copies the indices of calls without a bound.
+            ways = idx.to(torch.int64, copy=num_worst_tokens > 0) if topk_idx is not None else choices_of(idx.to(torch.bool))
             shape = Shape(
                 experts=experts if topk_idx is not None else self.group_size,
                 top_k=ways.shape[1],
                 hidden=sent.x.shape[1],
                 dtype=sent.x.dtype,
-                tokens=num_worst_tokens or engine.agree(sent.x.shape[0]),
+                tokens=num_worst_tokens,
                 rows=num_worst_tokens,
                 scales=sent.kind,
                 max_sms=sms,
