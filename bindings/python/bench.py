@@ -1,13 +1,13 @@
-"""Switchyard beside torch's own collectives, in one run.
+"""Switchyard next to torch's own collectives, in one run.
 
-    python bench.py [--op ...] [--ranks 2,4] [--sizes 8K,...] [--seconds 3] [--symmetric [both]]  on the CPU, beside gloo
+    python bench.py [--op ...] [--ranks 2,4] [--sizes 8K,...] [--seconds 3] [--symmetric [both]]  on the CPU, next to gloo
     python bench.py --busy 4                                                                      where others compute, too
-    python bench.py --device cuda [--ranks 8] [--sizes 8K,...] [--symmetric [both]]               on GPUs, beside NCCL
-    python bench.py --beside [--ranks 2] [--sizes 8M,...] [--product 8192] [--max-sms 8]          on GPUs, beside compute
+    python bench.py --device cuda [--ranks 8] [--sizes 8K,...] [--symmetric [both]]               on GPUs, next to NCCL
+    python bench.py --beside [--ranks 2] [--sizes 8M,...] [--product 8192] [--max-sms 8]          on GPUs, next to compute
     python bench.py --op dispatch [--device cuda] [--ranks 2] [--tokens 128,4096] [--hidden 7168] [--experts 256] [--top-k 8]
 
 Both move the same tensors, in blocks of calls that alternate; a block's time is the slowest rank's. The ratio is the
-median over the pairs of blocks, with the quartiles beside it. Every size is checked: on the CPU against gloo's result, on
+median over the pairs of blocks, with the quartiles next to it. Every size is checked: on the CPU against gloo's result, on
 GPUs every element against what it has to be, on poisoned outputs, before and after the timing.
 
 On GPUs it is all_to_all_single with equal splits, one process a GPU: eager, which is what a call costs from Python back to
@@ -16,10 +16,10 @@ them is larger than a cache. With more ranks than GPUs ranks share them; NCCL re
 say only that it works. --ranks 1 measures the call itself.
 
 --beside says what exchanges cost the compute that runs at the same time: matrix products on one stream, exchanges on
-another, both busy from the beginning of a block to its end. A product alone, beside NCCL's exchanges and beside ours; and the
-exchanges alone and beside products. Blocks alternate, every rank does the same, and the exchanges are checked.
+another, both busy from the beginning of a block to its end. A product alone, next to NCCL's exchanges and next to ours;
+and the exchanges alone and next to products. Blocks alternate, every rank does the same, and the exchanges are checked.
 
---op dispatch sends tokens to experts and back: switchyard.Dispatcher beside the same by hand on torch's calls, with uniform
+--op dispatch sends tokens to experts and back: switchyard.Dispatcher next to the same by hand on torch's calls, with uniform
 random routing. The experts return what they get, so every element of the result is checked, before and after. A dispatch and a
 combine are measured alone and as a pair; by hand a dispatch is counts, permutation, exchange and the sort by experts. Bytes
 over the link are those of tokens that go to other ranks, once for each of these, as ours go.
@@ -295,7 +295,7 @@ def on_gpus(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool) ->
             print(f"{name_of(size_of(size)):>12}   {line}", flush=True)
 
 
-# Beside compute
+# Next to compute
 
 
 class Beside:
@@ -310,7 +310,7 @@ class Beside:
         torch.mm(self.a, self.b, out=self.c)
 
     def block(self, products: int, exchange, exchanges: int) -> tuple[float, float]:
-        """Seconds that one of so many products takes, and one of so many exchanges; the slowest rank's. 0 for none."""
+        """Seconds that a product and an exchange take when these numbers of them run; the slowest rank's. 0 for none."""
         torch.cuda.synchronize()
         switchyard.barrier()
         took = []

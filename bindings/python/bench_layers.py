@@ -63,7 +63,7 @@ def captured(run: Callable[[], Any]) -> Callable[[], None]:
 
 
 def turns(variants: dict[str, tuple[Callable[[], Any], int]], rounds: int) -> dict[str, float]:
-    """The median time of each variant's call, where one of its calls makes so many layers."""
+    """The median time of a layer in each variant: a function, and how many layers its call makes."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, (run, layers_of) in variants.items():
@@ -313,7 +313,7 @@ def train_row(
 
 
 def warm(args: argparse.Namespace) -> None:
-    """Compiles kernels that the others use, one of so many parts of them, on one GPU without other ranks."""
+    """Compiles one of a number of parts of the kernels that the others use, on one GPU without other ranks."""
     part, of = (int(n) for n in args.part.split("/"))
     torch.cuda.set_device(part % torch.cuda.device_count())
     training = args.what == "train"
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--bfloat16", action="store_true", help="forward in bfloat16 in place of float8")
     parser.add_argument("--zipf", action="store_true", help="some experts are chosen more often")
-    parser.add_argument("--overlap", type=int, default=0, help="also the layer whose products leave so many multiprocessors")
+    parser.add_argument("--overlap", type=int, default=0, help="also the layer whose products leave these multiprocessors")
     parser.add_argument("--part", default="", help="k/n: only compile part k of n of the kernels")
     args = parser.parse_args()
     if args.part:

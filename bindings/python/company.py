@@ -1,9 +1,9 @@
-"""Installs libraries that are often in one process with this package, and runs tests/company_probe.py beside each.
+"""Installs libraries that are often in one process with this package, and runs tests/company_probe.py in a process with each.
 
     python company.py        installs into the environment of this Python, where torch and switchyard are
 
 It says which of them have a package, which of those can be imported on this machine, and ends with 1 where the probe fails
-beside one that can.
+next to one that can.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 PROBE = Path(__file__).resolve().parent / "tests" / "company_probe.py"
-#: What is installed, and what is imported. DeepEP is built from source; its users have it already.
+#: The packages to install, and the modules to import. DeepEP is built from source; its users have it already.
 COMPANY = {
     "flashinfer": ("flashinfer-python", "flashinfer"),
     "DeepEP": ("", "deep_ep"),
@@ -36,7 +36,7 @@ def run(*command: object) -> tuple[int, str]:
 
 
 def beside(name: str, package: str, module: str) -> tuple[str, bool]:
-    """What there is to say of a library, and whether that is good."""
+    """A line about a library, and whether its result is good."""
     if package:
         # Its torch stays what it is: a library that wants another one does not go with this one.
         status, why = run("-m", "pip", "install", "--quiet", "--disable-pip-version-check", package)

@@ -32,7 +32,7 @@ COMMAND = "./cmd/switchyard"
 
 
 def run(*command: object, at: Path, **env: str) -> str:
-    """What a command prints."""
+    """Runs a command and returns what it prints."""
     words = [str(c) for c in command]
     done = subprocess.run(words, cwd=at, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -94,7 +94,7 @@ def plain(sdist: Path, epoch: int) -> None:
 
 
 def sbom(tree: Path, release: str, commit: str) -> str:
-    """What is in the shared library and the command, as CycloneDX 1.6."""
+    """The list of what is in the shared library and the command, as CycloneDX 1.6."""
     form = "{{with .Module}}{{if not .Main}}{{.Path}} {{.Version}}{{end}}{{end}}"
     modules: dict[str, str] = {}
     for arch in MACHINES:

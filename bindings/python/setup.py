@@ -22,7 +22,7 @@ LIBRARY = "libswitchyard.so"
 #: What C programs include, and tests read: the functions, and the structures that they take.
 HEADERS = ("libswitchyard.h", "switchyard.h")
 PACKAGE = "./bindings/python/abi"
-#: What kernels of others include.
+#: The headers that kernels of others include.
 DEVICE_HEADER = Path("kernels/cuda/include/switchyard_device.cuh")
 # The C library that wheels run on, and what PEP 600 calls that.
 GLIBC = (2, 28)
@@ -83,7 +83,7 @@ def build_library(out: Path) -> None:
 
 
 class BuildWithLibrary(build_py):
-    """build_py, and the shared library and its headers beside the modules."""
+    """build_py, and the shared library and its headers next to the modules."""
 
     def run(self) -> None:
         super().run()

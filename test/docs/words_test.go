@@ -4,6 +4,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -20,7 +21,24 @@ var hidden = regexp.MustCompile(`in vain|\b[Ll]ikewise\b|where there is none|\b[
 var (
 	plain    = []string{"allreduce", "alltoallv", "device", "dispatch", "internal/communicator", "internal/curve", "internal/env", "memory", "stack"}
 	products = []string{"bindings/python/abi", "bindings/python/core", "cmd/switchyard", "comm", "device/nvml", "internal/agree", "internal/cuda",
-		"internal/platform", "internal/proctest", "internal/shm", "internal/vec", "internal/worldtest", "kernels", "kernels/host", "p2p", "test/explore"}
+		"internal/platform", "internal/proctest", "internal/shm",
+		"internal/vec", "internal/worldtest", "kernels", "kernels/host", "p2p", "test/explore"}
+)
+
+// foreign are the sources in other languages whose comments the test reads, and what a comment is there: lines that begin alike, or a
+// docstring of Python.
+var foreign = map[string]*regexp.Regexp{
+	"bindings/python/*.py":                  hashes,
+	"bindings/python/src/switchyard/*.py":   hashes,
+	"bindings/python/src/switchyard/*/*.py": hashes,
+	"bindings/python/deep_ep/src/*/*.py":    hashes,
+	"bindings/python/deep_ep/src/*/*/*.py":  hashes,
+}
+
+var (
+	hashes = regexp.MustCompile(`(?m)(?:^[^"'\n]*?#[^\n]*\n)(?:^[ \t]*#[^\n]*\n)*|"""[^"]*"""`)
+	// marker is what begins a line of a comment, with the code before it.
+	marker = regexp.MustCompile(`(?m)^.*?(?:#|""") ?|"""$`)
 )
 
 // code and indented are text of a page that is not prose.
@@ -67,6 +85,26 @@ func TestCommentsArePlain(t *testing.T) {
 			require.NoError(t, err)
 			for _, c := range parsed.Comments {
 				for _, p := range paragraphs(comment(c)) {
+					if m := hidden.FindString(p); m != "" {
+						t.Errorf("%s: %q in %q", f, m, p)
+					}
+				}
+			}
+		}
+	}
+}
+
+// So do those of Python.
+func TestCommentsOfOtherLanguagesArePlain(t *testing.T) {
+	for pattern, comment := range foreign {
+		files, err := filepath.Glob(filepath.Join(root, pattern))
+		require.NoError(t, err)
+		require.NotEmpty(t, files, pattern)
+		for _, f := range files {
+			text, err := os.ReadFile(f)
+			require.NoError(t, err)
+			for _, c := range comment.FindAllString(string(text), -1) {
+				for _, p := range paragraphs(marker.ReplaceAllString(c, "")) {
 					if m := hidden.FindString(p); m != "" {
 						t.Errorf("%s: %q in %q", f, m, p)
 					}

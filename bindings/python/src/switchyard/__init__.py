@@ -5,7 +5,7 @@ Importing this package loads nothing; the first call loads the shared library an
 group's own store where there is one.
 
 They take torch tensors, and without torch numpy arrays and everything with DLPack or the buffer protocol.
-On the host and on NVIDIA GPUs the calls are Switchyard's. What it does not do itself goes to the process group's backend; the
+On the host and on NVIDIA GPUs the calls are Switchyard's. Other calls go to the process group's backend; the
 table in the package's README lists it.
 """
 
@@ -53,7 +53,7 @@ __all__ = [
     "verify",
 ]
 
-# What is loaded when it is asked for.
+# Names that are loaded when they are asked for.
 _LAZY = {"Communicator": "_core.comm", "Work": "_core.work", "Dispatcher": "moe", "Dispatched": "moe", "Combining": "moe"}
 
 
@@ -93,9 +93,9 @@ def all_to_all_single(
     Returns ``None``, or with ``async_op`` a work object: output is complete after its ``wait()``, and neither tensor may
     be changed before. The meaning, the results and the errors are those of ``torch.distributed.all_to_all_single``.
 
-    On CUDA tensors the call is enqueued: on the current stream, or with ``async_op`` on one beside it that begins where the
+    On CUDA tensors the call is enqueued: on the current stream, or with ``async_op`` on a second one that begins where the
     current stream is now, and ``wait()`` makes the then current stream wait. CUDA graphs can capture it, after one call
-    outside. What goes wrong while it runs, the next call raises, and :func:`check` and :func:`synchronize` do. The first call
+    outside. An error while it runs is raised by the next call, and :func:`check` and :func:`synchronize` do. The first call
     of a group with tensors of a GPU is collective, like making a group, and takes up to some seconds.
 
     Split sizes of CUDA tensors may lie on the GPU themselves, both as int64 tensors. They are read there when the call runs,
@@ -343,7 +343,7 @@ def shrink(group: Group = None, leave_out: Iterable[int] = (), timeout: float | 
     :class:`switchyard.errors.TimedOut` names it, and the call can be made again.
 
     What is returned goes wherever a group does, for tensors and arrays. It takes the place of the default communicator where
-    that was the group. The one before is still to be closed. What was made on it is of no more use: symmetric memory,
+    that was the group. The one before is still to be closed. Objects that were made on it are of no more use: symmetric memory,
     dispatchers.
     """
     from ._core import comm as core
@@ -379,7 +379,7 @@ def empty(*size: int | Iterable[int], dtype: DType = None, group: Group = None, 
 def mem_pool(size: int, group: Group = None, device: Device = "cuda") -> Any:
     """A ``torch.cuda.MemPool`` with size bytes of the symmetric heap of a GPU, the current one by default.
 
-    Making it is collective, as ``empty`` is. What is allocated in ``torch.cuda.use_mem_pool(pool)`` is this rank's own
+    Making it is collective, as ``empty`` is. Memory allocated in ``torch.cuda.use_mem_pool(pool)`` is this rank's own
     business: tensors come and go by torch's rules, in any order and at any place of the pool, and exchanges write them in
     place. torch takes 2 MiB at a time for tensors up to 1 MiB, 20 MiB up to 10 MiB, and multiples of 2 MiB above; with no room
     left it raises its ``OutOfMemoryError``. The memory stays the pool's until the process ends; a process can make 16.

@@ -1,4 +1,4 @@
-"""What the arguments of the package's functions may be. Only type checkers load this module."""
+"""Types of the arguments of the package's functions. Only type checkers load this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong. Every error of the library is an :class:`Error`, which is a ``RuntimeError`` as torch's are."""
+"""Errors. Every error of the library is an :class:`Error`, which is a ``RuntimeError`` as torch's are."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Dispatcher(Calls):
       ``max_rows`` in all; "padded" gives each expert ``capacity`` rows. Padding is zero. "slab" gives each expert room for all
       tokens of all ranks, with undefined padding; tokens that have an expert twice need more, and can be an
       :class:`switchyard.errors.Overflow`. "token_major" has one row for a token and rank, at most ``max_rows``, those
-      from each rank after those from the rank before; "rank_padded" likewise with ``max_tokens`` rows for each rank. There the
+      from each rank after those from the rank before; "rank_padded" has ``max_tokens`` rows for each rank. There the
       caller applies the experts of ``indices`` with ``row_weights``, and hands back one row a token;
     - ``placement``: which ranks have each expert, a list of ranks for every expert; by default the first experts are on
       rank 0, the next on rank 1 and so on;
@@ -51,7 +51,7 @@ class Dispatcher(Calls):
     - ``max_sms``: how many multiprocessors of a GPU a call takes at most; on the host it says nothing.
 
     What it was made with is in ``experts``, ``top_k``, ``hidden``, ``max_tokens``, ``layout``, and by name in ``dtype``,
-    ``index_dtype`` and ``combine_dtype``. Beside these there are:
+    ``index_dtype`` and ``combine_dtype``. There are also:
 
     - ``local_experts``: this rank's experts;
     - ``max_rows``: the most rows of a dispatch, and ``row_dtype``, their data type by name;
@@ -108,7 +108,7 @@ class Dispatcher(Calls):
         )
 
     def _of_arrays(self, name: str) -> Any:
-        """What it is for arrays, of which an argument is one."""
+        """The dispatcher for arrays, of which an argument is one."""
         if self._index >= 0:
             raise errors.InvalidType(f"switchyard: {name} is not a tensor, and the dispatcher is on cuda:{self._index}")
         return _sides.array_moe().Arrays(self)
@@ -120,7 +120,7 @@ class Dispatcher(Calls):
 
         ``x`` is [tokens, hidden]; ``idx`` [tokens, top_k] are the experts of each token, -1 for none; ``weights``, of that
         shape too, are what :meth:`combine` multiplies their rows by, ``None`` for 1. Tokens may be none and differ from rank to
-        rank. ``scales`` lie beside tokens of float8. The gradient of ``x`` is the sum of those of its rows; that of ``weights``
+        rank. ``scales`` go with tokens of float8. The gradient of ``x`` is the sum of those of its rows; that of ``weights``
         comes with :meth:`combine`, and where ``row_weights`` is used with that.
 
         CUDA tensors are sent on the current stream, and CUDA graphs can capture it. With ``async_op`` only the first half is
@@ -173,13 +173,13 @@ class Dispatcher(Calls):
         ``rows`` is laid out like ``dispatched.rows``, which it may be, and of ``combine_dtype``. Sums are made in float32. With
         rows by token a row is what its rank made of the token, and nothing is weighted.
 
-        - ``weights``: float32 beside the rows, like ``row_weights``, instead of those of the dispatch; ``weighted=False``: none
+        - ``weights``: float32 for each row, like ``row_weights``, instead of those of the dispatch; ``weighted=False``: none
           at all;
         - ``bias``: a tensor like the result, or two of them, which each sum begins with;
-        - ``sum_weights``: return also the entries of ``weights`` for each token's choices, [tokens, top_k], 0 where there is
-          none;
+        - ``sum_weights``: return also the entries of ``weights`` for each token's choices, [tokens, top_k], 0 for those
+          without an expert;
         - ``ready``: int32 words on the device, one for each of this rank's experts (with rows by token for each rank), zero at
-          first. A kernel adds to one, with release semantics at system scope, when it has written so many of the rows. They are
+          first. A kernel adds to one, with release semantics at system scope, as many as it has written rows. They are
           sent back as their word says so;
         - ``out``: where the result is written, [tokens, hidden] of ``combine_dtype`` on the dispatcher's device, contiguous; it
           is what is returned;

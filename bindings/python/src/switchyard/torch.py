@@ -105,7 +105,7 @@ def _a2a_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _a2a_backward(ctx: Any, grad: Tensor) -> Any:
-    # What came from a rank goes back to it.
+    # Rows that came from a rank go back to it.
     return _a2a_op(grad.contiguous(), ctx.input_splits, ctx.output_splits, ctx.group_name), None, None, None
 
 
@@ -271,8 +271,8 @@ def all_gather_into_tensor(input: Tensor, group: Any = None) -> Tensor:
 
 def average_hook(group, bucket):  # type: ignore[no-untyped-def]  # torch wants classes here or nothing, not their names
     """Average the gradients of ``torch.nn.parallel.DistributedDataParallel``: ``model.register_comm_hook(None, average_hook)``,
-    where None is the default process group. The reductions of a backward run in its order, beside what it computes next. Floats
-    of 16 bits are added in float32."""
+    where None is the default process group. The reductions of a backward run in its order, next to its later computations.
+    Floats of 16 bits are added in float32."""
     gradients = bucket.buffer()
     work = calls.all_reduce(gradients, "avg", group, True)
     return work.get_future().then(lambda done: done.value()[0])
@@ -285,7 +285,7 @@ def _op(op: Any) -> str:
     return name
 
 
-# What switchyard's own functions are in a compiled graph: operators that write their output.
+# In a compiled graph switchyard's own functions are operators that write their output.
 
 
 class _Complete:

@@ -1,4 +1,4 @@
-"""What arguments of calls have to be. What is wrong is refused before anything is sent."""
+"""Checks of arguments. A wrong one is refused before anything is sent."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SUMS = {
 
 
 class Shape(NamedTuple):
-    """What a call says of itself, the same on all ranks."""
+    """The sizes of a call, the same on all ranks."""
 
     experts: int
     top_k: int
@@ -53,7 +53,7 @@ class Shape(NamedTuple):
     quantize: str = ""
     #: Tokens of float8 come with scales: "float32", "ue8m0" (four in a word of int32) or "row" (one for a token).
     scales: str = ""
-    #: Weights lie beside the rows of a slab.
+    #: Weights lie next to the rows of a slab.
     weighed: bool = False
     max_sms: int = 0
     #: A rank may come with more tokens than there is room for, and then all make more together.
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a dispatch brought, in torch's memory."""
+    """The rows that a dispatch brought, in torch's memory."""
 
     rows: Tensor
     scales: Optional[Tensor]
@@ -176,7 +176,7 @@ def engine_of(group: Any, device: torch.device) -> Engine:
 
 
 def communicator(group: Any) -> Any:
-    """What the ranks of a group share. The first call for a group is collective."""
+    """The dispatchers that the ranks of a group share. The first call for a group is collective."""
     comm = switchyard.communicator(group)
     if comm is None:
         raise errors.Unsupported("deep_ep: the ranks of this group are on several hosts, and there are buffers on one")
@@ -277,7 +277,7 @@ class Engine:
         return self.combine(wide, routing.by_rank())[:, :top_k]  # type: ignore[no-any-return]
 
     def send_slab(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> tuple[Any, Routing]:
-        """Send few tokens to their experts. What comes lies in the dispatcher's memory until OUTPUTS more calls were made."""
+        """Send few tokens to their experts. The rows lie in the dispatcher's memory until OUTPUTS more calls were made."""
         routing = Routing(self, shape, idx, False)
         got = self.send(shape, x, None, routing, first=first).got
         self._mark()
@@ -384,7 +384,7 @@ class Engine:
             self._drop(made)
         self._made.clear()
 
-    # What lies in outputs
+    # Outputs
 
     def _alive(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Live:
         """An output that goes by a routing, for rows of a type: of its dispatch, for the kept routing, or of empty

@@ -37,7 +37,7 @@ class Array(NamedTuple):
 
 
 def array_of(x: Any, name: str, write: bool = False) -> Array:
-    """What x is. It must be contiguous host memory, writable if it is to be written."""
+    """The description of x. It must be contiguous host memory, writable if it is to be written."""
     found = _interface(x, name, write) or _dlpack(x, name, write) or _buffer(x, name, write)
     if found is None:
         raise errors.InvalidType(

@@ -68,7 +68,7 @@ class Buffer(Structure):
 
 
 class ShapeHead(Structure):
-    """What an exchange has for all ranks. Rows to send and to receive, for each rank, lie behind it."""
+    """The fields of an exchange that all ranks share. Rows to send and to receive, for each rank, lie behind it."""
 
     _fields_ = [
         (name, c_int64) for name in ("Row", "DstBytes", "SrcBytes", "Live", "Placed", "MaxSMs", "CopySMs", "NoSMs")

@@ -1,4 +1,4 @@
-"""What is asked of arguments that are no tensors, in Python's words."""
+"""Checks of arguments that are no tensors, with Python's words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .. import errors
 
 
 def type_of(value: Any) -> str:
-    """What a value is, in a sentence: "None", "a str", "an int"."""
+    """The kind of a value, for a sentence: "None", "a str", "an int"."""
     if value is None:
         return "None"
     name = type(value).__name__

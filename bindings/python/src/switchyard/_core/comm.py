@@ -1,4 +1,4 @@
-"""Communicators: a group's operations on raw memory. What tensors and arrays are is others' business."""
+"""Communicators: a group's operations on raw memory. Other modules know tensors and arrays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Place:
     _comm: Communicator
     _lib: Library
     _handle: int
-    #: What exchanges of the same shape have in common.
+    #: The parts that exchanges of the same shape have in common.
     _shapes: Shapes
 
     def _alloc(self, size: int, stream: int = 0) -> Block:
@@ -83,7 +83,7 @@ class Place:
         self._lib.check(self._lib.fault(self._handle))
 
     def _prepare(self, make: Callable[..., Made], *arguments: Any) -> Made:
-        """What make returns of a call's arguments. What it refuses, ranks that compare their calls hear of."""
+        """The result of make for a call's arguments. Ranks that compare their calls hear of a refusal."""
         try:
             return make(*arguments)
         except errors.Error as err:
@@ -113,7 +113,7 @@ class Gpu(Place):
         self._shapes = Shapes(comm.rank, comm.size)
         self.side: Any = None
         self.reduces = False  # open_reducer has been called
-        # What only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
+        # A call that only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
         self._prefix = "" if comm.validate else "enqueue_"
         self._lib.bind(self)
         weakref.finalize(self, _drop, comm._lib, handle).atexit = False

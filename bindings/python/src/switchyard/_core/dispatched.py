@@ -1,4 +1,4 @@
-"""What dispatches leave behind, on the host and on GPUs."""
+"""Outputs and handles of dispatches, on the host and on GPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import errors
 from .comm import Communicator, memory
 from .native import AGAIN, SLICE
 
-#: What a dispatch leaves, in the order in which the library tells.
+#: The parts of an output, in the order in which the library tells them.
 PARTS = ("rows", "scales", "counts", "offsets", "rank_counts", "indices", "row_weights", "sources", "landed")
 #: Those that the host knows as lists.
 COUNTS = frozenset(("counts", "offsets", "rank_counts"))
@@ -21,12 +21,12 @@ BESIDE_ROWS = frozenset(("rows", "scales", "indices", "row_weights", "sources"))
 #: Where routings begin: a multiple of this.
 ROUTING_ALIGN = 128
 
-# What combine multiplies rows by.
+# The weights that combine multiplies rows by.
 DISPATCHED, GIVEN, UNWEIGHTED = range(3)
 
 
 class Maker(Protocol):
-    """What outputs ask of the dispatcher that made them."""
+    """The questions that outputs ask of the dispatcher that made them."""
 
     comm: Communicator
     by_token: bool
@@ -47,7 +47,7 @@ class Maker(Protocol):
 
 
 class Side(Protocol):
-    """What makes arrays or tensors of outputs."""
+    """The maker of arrays or tensors of outputs."""
 
     def part(self, output: Output, name: str) -> Any:
         """A part of an output."""
@@ -170,7 +170,7 @@ class Routing:
 class Dispatched:
     """A dispatch: the rows that this rank's experts got, and the way back.
 
-    ``rows`` is [rows, hidden], laid out as the dispatcher was made for. Beside it there are, where the dispatcher has them:
+    ``rows`` is [rows, hidden], laid out as the dispatcher was made for. There are also, if the dispatcher has them:
 
     - ``experts``: this rank's experts; ``tokens``: how many tokens this rank has sent;
     - ``counts``: how many choices each of ``experts`` got;
@@ -247,7 +247,7 @@ class Dispatched:
 
     @property
     def row_weights(self) -> Any:
-        """The weights of the dispatch beside the rows."""
+        """The weights of the dispatch, one for each row."""
         return self._part("row_weights")
 
     @property

@@ -18,7 +18,7 @@ from .native import AGAIN, SLICE
 
 
 class Counters(NamedTuple):
-    """What a rank has done so far."""
+    """Counters of a rank's calls so far."""
 
     #: How many choices of this rank's tokens each expert got.
     choices: list[int]
@@ -29,11 +29,11 @@ class Counters(NamedTuple):
 
 
 class Calls:
-    """A dispatcher of a place. What it was made with are attributes; moe.Dispatcher says which."""
+    """A dispatcher of a place. Its attributes are its options, which moe.Dispatcher lists."""
 
     #: By which compiled graphs know it.
     name: str
-    #: What it is for tensors, once the first is used.
+    #: The maker of tensors, once the first is used.
     _torch: Any = None
 
     def __init__(self, place: Place, values: dict[str, Any], stream: Callable[[int], int] | None) -> None:
@@ -173,7 +173,7 @@ class Calls:
     # Shapes
 
     def _shape(self, name: str, size: int) -> tuple[str, tuple[int, ...]]:
-        """The type and the shape of a part that has so many bytes in all."""
+        """The type and the shape of a part that has this number of bytes in all."""
         if name == "rows":
             return self.row_dtype, (self.max_rows, self.hidden)
         if name == "scales":
@@ -237,7 +237,7 @@ class Calls:
     def _check_combine(
         self, rows: int, tokens: int, weights: Sequence[int] | None, sum_weights: bool, biases: Sequence[Sequence[int]]
     ) -> None:
-        """Refuse what comes beside so many rows, by its shape, where it does not go with them."""
+        """Refuse an array whose shape does not go with this number of rows."""
         want = (rows, self.top_k) if self.by_token else (rows,)
         if weights is None and sum_weights:
             raise errors.InvalidArgument("switchyard: combine: sum_weights without weights")
@@ -257,7 +257,7 @@ class Calls:
     # The whole
 
     def counters(self) -> Counters:
-        """What this rank has done so far. It waits for no stream: on a GPU what has run is counted."""
+        """Counters of this rank's calls so far. It waits for no stream: on a GPU what has run is counted."""
         n, ranks, lib = self.experts, self.comm.size, self.comm._lib
         choices, sent, waited = (array("q", bytes(8 * k)) for k in (n, ranks, ranks))
         places = (choices.buffer_info()[0], n, sent.buffer_info()[0], waited.buffer_info()[0], ranks)

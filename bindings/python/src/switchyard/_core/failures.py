@@ -25,7 +25,7 @@ _OF_CODE: dict[int, type[errors.Error]] = {
 
 
 def code_of(error: errors.Error) -> int:
-    """What the library calls errors of this kind."""
+    """The library's name of errors of this kind."""
     return 3 if isinstance(error, errors.Unsupported) else 2
 
 

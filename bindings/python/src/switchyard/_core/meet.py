@@ -24,7 +24,7 @@ class Store(Protocol):
     def put(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes | None:
-        """What was left there, None for nothing. It does not wait."""
+        """The value that was left there, None for nothing. It does not wait."""
 
     def forget(self, key: str) -> None: ...
 
@@ -53,7 +53,7 @@ def gather(
     """Exchange what the ranks tell about themselves.
 
     A rank may have tried before and failed, and its peers another number of times. So everybody leaves a card with a name
-    of its own, and beside it the names of the cards that it sees. The ranks have met when all of them see the same.
+    of its own, and next to it the names of the cards that it sees. The ranks have met when all of them see the same.
     """
 
     def read(what: str) -> list[Any]:
@@ -144,7 +144,7 @@ class Meeting(Generic[Found]):
             return operation
 
     def wait(self) -> Found:
-        """What the ranks found when they met, everybody in line having been served."""
+        """The result of the ranks' meeting, once everybody in line has been served."""
         self._over.wait()
         if self.error is not None:
             raise self.error

@@ -19,8 +19,8 @@ AGAIN = 1
 # thread, so this only bounds the delay of one that did not.
 SLICE = 100_000
 
-# What only enqueues keeps the interpreter's lock, as torch's operators do: to let it go and wait for another thread to give
-# it back can take milliseconds. These functions have a second name for that.
+# A call that only enqueues keeps the interpreter's lock, as torch's operators do: to let it go and wait for another thread to
+# give it back can take milliseconds. These functions have a second name for that.
 _QUICK = {
     f"enqueue_{name}": name
     for name in (

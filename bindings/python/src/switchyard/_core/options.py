@@ -19,7 +19,7 @@ SCALE_FORMATS = ("float32", "ue8m0", "power_of_two")
 
 
 def dtype_of(*names: str) -> Callable[[str, Any], str]:
-    """A check for data types of torch or numpy, or their names. What it returns is the name."""
+    """A check for data types of torch or numpy, or their names. It returns the name."""
 
     def check(argument: str, dtype: Any) -> str:
         name = str(dtype).removeprefix("torch.")
@@ -60,8 +60,8 @@ class Option(NamedTuple):
 
     name: str
     go: str  #: Its field of dispatch.Options.
-    check: Callable[[str, Any], Any]  #: What the value is in Python, from its name and what was given.
-    encode: Callable[[Any], Any] = lambda value: value  #: What it is in Go.
+    check: Callable[[str, Any], Any]  #: The value in Python, from its name and what was given.
+    encode: Callable[[Any], Any] = lambda value: value  #: The value in Go.
 
 
 TABLE = (

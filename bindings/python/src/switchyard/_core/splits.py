@@ -10,14 +10,14 @@ from .. import errors
 from .abi import shape_head
 from .arguments import type_of
 
-# What can be iterated over and is yet no list: its order is nobody's, or its entries are no sizes.
+# Types that can be iterated over and are yet no list: its order is nobody's, or its entries are no sizes.
 _NO_LISTS = (dict, set, frozenset, str, bytes, bytearray)
 # How many shapes of calls a place remembers.
 _MOST = 1024
 
 
 class Shapes:
-    """What exchanges of the same shape have in common, worked out once. It knows nothing of tensors."""
+    """The parts that exchanges of the same shape have in common, worked out once. It knows nothing of tensors."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -158,7 +158,7 @@ def _equally(sizes: Any) -> bool:
 
 
 def splits(sizes: Any, rows: int, ranks: int, side: str) -> array[int]:
-    """The split sizes of a buffer with so many rows, which is the output or the input."""
+    """The split sizes of a buffer with this number of rows, which is the output or the input."""
     if _equally(sizes):
         if rows % ranks:
             raise errors.InvalidArgument(

@@ -17,7 +17,7 @@ class Completion(Protocol):
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong with it, known once poll has said that it has run."""
+        """Its error, known once poll has said that it has run."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the operation and raise its error. False means that timeout seconds have passed without it."""
@@ -71,7 +71,7 @@ class Ticket:
 
 
 class Deferred:
-    """An operation that cannot be submitted yet. Who can, calls :meth:`become`."""
+    """An operation that cannot be submitted yet. The one that can calls :meth:`become`."""
 
     def __init__(self) -> None:
         self._known = threading.Event()

@@ -1,10 +1,10 @@
-"""What torch calls when it is imported (entry point torch.backends), so that "switchyard" is a backend's name."""
+"""Torch calls this when it is imported (entry point torch.backends), so that "switchyard" is a backend's name."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Register the backend's name. What it stands for is loaded when a process group is made of it."""
+    """Register the backend's name. The backend is loaded when a process group is made of it."""
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, "SWITCHYARD"):

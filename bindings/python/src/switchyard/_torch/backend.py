@@ -233,7 +233,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             return self._wrapped.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return _all([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs)], outputs)
 
-    # What torch calls them from 2.15 on.
+    # Torch's names of them from 2.15 on.
     all_to_all_single = alltoall_base
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -251,7 +251,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         self._wrapped._start_coalescing(device)
 
     def _end_coalescing(self, device):  # type: ignore[no-untyped-def]
-        """What torch's backend has coalesced, which is nothing where all calls were Switchyard's."""
+        """The calls that torch's backend has coalesced: none if all calls were Switchyard's."""
         return self._wrapped._end_coalescing(device) or Work(cuda.Enqueued(), [])
 
     def shutdown(self) -> None:
@@ -352,7 +352,7 @@ def _all(parts: list[Any], outputs: list[Tensor]) -> Any:
 
 
 def process_group(options: Any, backend_options: Any = None) -> SwitchyardProcessGroup:
-    """What torch calls to make a process group of the backend "switchyard"."""
+    """Torch calls this to make a process group of the backend "switchyard"."""
     pg = SwitchyardProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, backend_options)
     pg._set_group_name(options.group_id)
     return pg

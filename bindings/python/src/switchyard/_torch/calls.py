@@ -52,7 +52,7 @@ _KINDS: dict[tuple[torch.dtype, str], tuple[int, int] | None] = {
 }
 
 
-#: What torch has and Switchyard has not, by name.
+#: Names that torch has and Switchyard has not.
 _TORCHS = {
     name: getattr(dist.ReduceOp, name.upper()) for name in ("band", "bor", "bxor") if dist.is_available()
 }

@@ -1,7 +1,7 @@
 """Exchanges and reductions of CUDA tensors, and symmetric tensors and pools on GPUs. Imported only where torch is.
 
 A call is enqueued on torch's current stream by one call into the library, which waits for nothing, so that CUDA
-graphs capture it. What a call has in common with others of the same shape is worked out once.
+graphs capture it. The parts that calls of the same shape have in common are worked out once.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def has_backend(pg: Any, device: torch.device, but: type | None = None) -> bool:
 
 # Exchanges
 
-# What only calls on GPUs can say: peer_displs, max_sms, copy_sms and no_sms.
+# Options that only calls on GPUs have: peer_displs, max_sms, copy_sms and no_sms.
 Extra = tuple[Any, Optional[int], Optional[int], Optional[bool]]
 
-# What a call with async_op says where its caller says nothing: 8 multiprocessors send, and at most as many copy out of
+# The options of a call with async_op whose caller gives none: 8 multiprocessors send, and at most as many copy out of
 # staging. The others are left to what the caller has to do meanwhile: 16 more cost products of 8192 x 8192 matrices 10 to 25%.
 BESIDE: Extra = (None, 8, None, None)
 
@@ -125,7 +125,7 @@ def _plain(x: Tensor, name: str) -> Tensor:
 def shape_of(
     gpu: Gpu, output: Tensor, input: Tensor, output_splits: Any, input_splits: Any, extra: Extra | None
 ) -> tuple[int, Any]:
-    """What the library wants to know of such a call: its address, and what holds it."""
+    """Such a call as the library takes it: its address, and the object that holds it."""
     live = None
     if _on_gpu(output_splits) or _on_gpu(input_splits):
         shape, live = _live(gpu, output, input, output_splits, input_splits)
@@ -254,7 +254,7 @@ def _beside(
     outputs: list[Tensor],
     back: Callable[[], None] | None = None,
 ) -> Work:
-    """Enqueue a call that uses tensors, and back after it, behind what the current stream has, and beside what it gets next."""
+    """Enqueue a call that uses tensors, and back after it: behind what the current stream has, next to what it gets later."""
     side, stream = _side(gpu), torch.cuda.current_stream()
     event = side.event()
     # In a graph, calls of one communicator are ordered only by the stream that they are on.
@@ -337,13 +337,13 @@ class Recorded:
         self._gpu, self._side, self._stream, self._event = gpu, side, stream, event
 
     def __del__(self) -> None:
-        # What waits for the event has been told which of its records it waits for. One of a graph stays the graph's.
+        # A call that waits for the event has been told which of its records it waits for. One of a graph stays the graph's.
         if self._stream is self._side.stream:
             self._side.events.append(self._event)
 
     @property
     def error(self) -> BaseException | None:
-        """What an exchange of the group has come to so far."""
+        """The state of the group's exchanges so far."""
         try:
             self._gpu.check()
         except errors.Error as err:

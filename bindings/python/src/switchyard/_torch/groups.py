@@ -61,7 +61,7 @@ Submission = tuple[Callable[..., Any], tuple[Any, ...], Union[Callable[[], None]
 
 
 class Group:
-    """What is known of a process group: its communicator once its ranks have met."""
+    """The state of a process group: its communicator once its ranks have met."""
 
     def __init__(self, pg: Any, store: Any, rank: int, size: int, timeout: timedelta | None, name: str) -> None:
         self.rank, self.size, self.name = rank, size, name or "torch"
@@ -93,7 +93,7 @@ class Group:
         return self.comm
 
     def prepare(self, make: Callable[..., Submission], *arguments: Any) -> Submission:
-        """What make returns of a call's arguments. What it refuses, ranks that compare their calls hear of."""
+        """The result of make for a call's arguments. Ranks that compare their calls hear of a refusal."""
         try:
             return make(*arguments)
         except errors.Error as err:
@@ -180,7 +180,7 @@ _groups: dict[int, tuple[weakref.ref[Any], Group]] = {}
 
 
 def group_of(pg: Any) -> Group:
-    """What is known of a process group."""
+    """The state of a process group."""
     known = _groups.get(id(pg))
     if known is not None and known[0]() is pg:
         return known[1]

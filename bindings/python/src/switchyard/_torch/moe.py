@@ -26,7 +26,7 @@ from .tensors import description, tensor_on
 
 
 class Kinds:
-    """What a dispatcher is in torch's words."""
+    """A dispatcher in torch's words."""
 
     def __init__(self, d: Calls) -> None:
         self.device = torch.device("cuda", d._index) if d._index >= 0 else torch.device("cpu")

@@ -162,7 +162,7 @@ def _(dy, rows, given, handle, weighting, dispatcher):  # type: ignore[no-untype
     return torch.empty_like(rows), _empty(dy, tuple(shape), torch.float32)
 
 
-# What the methods of a dispatcher are in a compiled graph. Halves are made as one: the compiler orders calls by itself.
+# The methods of a dispatcher in a compiled graph. Halves are made as one: the compiler orders calls by itself.
 
 
 def dispatch(

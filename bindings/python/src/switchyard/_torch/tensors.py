@@ -1,4 +1,4 @@
-"""What is asked of torch tensors before their memory is handed to the library."""
+"""Checks of torch tensors before their memory is handed to the library."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def writable(x: Tensor, name: str) -> tuple[Tensor, Callable[[], None] | None]:
 
 
 def into(x: Tensor, fresh: Tensor, name: str) -> Callable[[], None]:
-    """What copies fresh into x. It refuses an x whose elements share memory."""
+    """The function that copies fresh into x. It refuses an x whose elements share memory."""
     if torch._debug_has_internal_overlap(x) == 1:
         raise errors.InvalidArgument(
             f"switchyard: {name} of shape {tuple(x.shape)} has strides {x.stride()}: elements share memory, so it cannot be "
@@ -90,7 +90,7 @@ def dense(x: Tensor) -> bool:
     return True
 
 
-#: What peers take apart by dimensions of images, and yet is without gaps.
+#: Layouts that peers take apart by dimensions of images, and yet are without gaps.
 _IMAGES = (torch.channels_last, torch.channels_last_3d)
 
 

@@ -42,7 +42,7 @@ def lists_of(came: Came, rows: int, experts: int, block: int, wait: bool = False
 
 
 class Matrices(NamedTuple):
-    """What this rank's experts multiply by, with scales if they are float8."""
+    """The matrices that this rank's experts multiply by, with scales if they are float8."""
 
     gate_up: Tensor
     down: Tensor
@@ -54,7 +54,7 @@ def forward(
     rows: Tensor, scales: Tensor | None, weights: Tensor | None, m: Matrices, came: Came, plan: Plan, out: Tensor,
     words: Words | None = None, keep: bool = False, sms: int = 0,
 ) -> tuple[Tensor, Lists, Tensor | None]:  # fmt: skip
-    """What the experts make of rows, in out: with rows by token the sum for each token, by expert a row for each. Rows that did
+    """The experts' products of rows, in out: with rows by token the sum for each token, by expert a row for each. Rows that did
     not come are left as they are."""
     landed, ready = words or (None, None)
     by_token = came.indices is not None

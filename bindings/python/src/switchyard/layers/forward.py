@@ -17,7 +17,7 @@ def tile_of(j, blocks, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def await_rows(landed, counts, expert):
-    """Waits until all rows of an expert have landed. What is read after it is what was written."""
+    """Waits until all rows of an expert have landed. Later reads see what was written."""
     want = tl.load(counts + expert, volatile=True)
     have = tl.atomic_add(landed + expert, 0, sem="acquire", scope="sys")
     while have != want:

@@ -135,12 +135,12 @@ def _power(n: int) -> int:
 
 
 def room_for(choices: int, experts: int, block: int) -> int:
-    """The most entries that so many choices of so many experts can have."""
+    """The most entries that these numbers of choices and experts can have."""
     return max(choices // block + min(experts, choices), 1) * block
 
 
 def room_of(counts: Sequence[int], block: int) -> int:
-    """How many entries experts with so many choices have."""
+    """How many entries experts with these numbers of choices have."""
     return max(sum(-(-n // block) for n in counts), 1) * block
 
 

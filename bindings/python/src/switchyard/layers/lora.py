@@ -1,4 +1,4 @@
-"""Small matrices beside the experts' own."""
+"""Small matrices next to the experts' own."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class LoRA(nn.Module):
             setattr(self, f"{name}_b", nn.Parameter(torch.zeros(experts, rows, rank, dtype=dtype, device=device)))
 
     def forward(self, name: str, w: Tensor) -> Tensor:
-        """What the experts multiply by in place of w, which is "gate_up" or "down"."""
+        """The matrix that the experts multiply by in place of w, which is "gate_up" or "down"."""
         a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
         return torch.baddbmm(w, b, a, alpha=self.scale)

@@ -137,7 +137,7 @@ class MoE(nn.Module):
         return d.combine(made, got, weighted=not weigh, bias=beside).view(x.shape)
 
     def matrices(self) -> tuple[Tensor, ...]:
-        """What the experts multiply by in this call, and the scales of float8."""
+        """The matrices that the experts multiply by in this call, and the scales of float8."""
         pair = (self.gate_up, self.down)
         if self.float8:
             return (*pair, self.gate_up_scales, self.down_scales)
@@ -146,7 +146,7 @@ class MoE(nn.Module):
         return self.adapt("gate_up", pair[0]), self.adapt("down", pair[1])
 
     def _made(self, got: switchyard.Dispatched, weigh: bool, gradients: bool) -> Tensor:
-        """What the experts make of a dispatch's rows."""
+        """The experts' products of a dispatch's rows."""
         d, m = self.dispatcher, self.matrices()
         rows, weights = got.rows, got.row_weights if weigh else None
         if self.device.type == "cpu":

@@ -31,7 +31,7 @@ def by_token(
 
 
 def by_expert(rows: Tensor, offsets: list[int], counts: list[int], gate_up: Tensor, down: Tensor) -> Tensor:
-    """What each expert makes of its rows, counts of them from offsets on. Other rows become zero."""
+    """Each expert's products of its rows, counts of them from offsets on. Other rows become zero."""
     out = torch.zeros_like(rows)
     for e, (first, many) in enumerate(zip(offsets, counts)):
         at = torch.arange(first, first + many, device=rows.device)

@@ -57,7 +57,7 @@ def _scale_strides(scales: Tensor | None) -> tuple[int, int, int, int]:
 
 
 def _tile(t: Tiles, parts: tuple[int, int]) -> dict[str, Any]:
-    """What every product is told of its tiles, but for weights."""
+    """The arguments of every product about its tiles, but for weights."""
     sizes = {"BM": parts[0], "PARTS": parts[1], "BN": t.columns, "BK": t.depth, "GROUP": t.group}
     return {**sizes, "num_warps": t.warps, "num_stages": t.stages}
 

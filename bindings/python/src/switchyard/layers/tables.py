@@ -1,4 +1,4 @@
-"""What tiles the products take, by their shape. The figures come from measurements on H200."""
+"""The tiles of products, by their shape. The figures come from measurements on H200."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def part_of(n: int, most: int) -> int:
 
 
 def fitted(t: Tiles, columns: int, depth: int) -> Tiles:
-    """The tiles for matrices that have so many columns and such a depth."""
+    """The tiles for matrices of this number of columns and this depth."""
     return t._replace(columns=part_of(columns, t.columns), depth=part_of(depth, t.depth))
 
 
@@ -43,8 +43,8 @@ class Plan(NamedTuple):
 
 
 def plan(rows: float, float8: bool, wide: bool, hopper: bool) -> Plan:
-    """The tiles for experts that have so many rows on average. wide says that elements have 4 bytes, and hopper that the GPU is
-    of that generation or a later one. Those of earlier GPUs are not measured."""
+    """The tiles for experts that have this number of rows on average. wide says that elements have 4 bytes, and hopper
+    that the GPU is of that generation or a later one. Those of earlier GPUs are not measured."""
     if wide or not hopper:
         t = Tiles(16 if rows <= 16 else 64, 64, 32, 4, 2)
         if float8:  # scales are for 128 columns

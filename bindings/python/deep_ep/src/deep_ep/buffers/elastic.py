@@ -130,7 +130,7 @@ class ElasticBuffer:
         self._streams = Streams()
         self._destroyed = False
 
-    # What there is
+    # Sizes and ranks
 
     @property
     def runtime(self) -> Optional[ElasticBuffer]:
@@ -318,7 +318,7 @@ class ElasticBuffer:
 
     @staticmethod
     def _same(name: str, given: Optional[int], handle: EPHandle) -> int:
-        """What a handle says, which an argument may say again."""
+        """A value of a handle, which an argument may say again."""
         value: int = getattr(handle, name)
         if given not in (None, value):
             raise errors.InvalidArgument(f"deep_ep: dispatch: {name} is {given}, that of the handle {value}")

@@ -68,7 +68,7 @@ class Buffer(FewTokens):
         self._destroyed = False
         self._combine_buffers: dict[Any, Tensor] = {}
 
-    # What there is
+    # Sizes and ranks
 
     @property
     def runtime(self) -> Optional[Buffer]:

@@ -1,4 +1,4 @@
-"""What callers import from here: events."""
+"""Callers import events from here."""
 
 from .event import EventHandle, EventOverlap
 

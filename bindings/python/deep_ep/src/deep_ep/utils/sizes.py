@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# What sizes of buffers are multiples of.
+# Sizes of buffers are multiples of this.
 ALIGNMENT = 2 << 20
 
 
