@@ -1,5 +1,5 @@
 /* The part of the CUDA driver API that Switchyard uses, declared from NVIDIA's public documentation so that building
- * needs no CUDA header. Every name is prefixed: this file can stand beside <cuda.h>. */
+ * needs no CUDA header. Every name is prefixed: this file can stand next to <cuda.h>. */
 #ifndef SWCUDA_H
 #define SWCUDA_H
 

@@ -21,13 +21,15 @@ var hidden = regexp.MustCompile(`in vain|\b[Ll]ikewise\b|where there is none|\b[
 var (
 	plain    = []string{"allreduce", "alltoallv", "device", "dispatch", "internal/communicator", "internal/curve", "internal/env", "memory", "stack"}
 	products = []string{"bindings/python/abi", "bindings/python/core", "cmd/switchyard", "comm", "device/nvml", "internal/agree", "internal/cuda",
-		"internal/platform", "internal/proctest", "internal/shm",
-		"internal/vec", "internal/worldtest", "kernels", "kernels/host", "p2p", "test/explore"}
+		"internal/platform", "internal/proctest", "internal/rails", "internal/rails/double", "internal/rails/railtest", "internal/rails/ucx", "internal/shm",
+		"internal/vec", "internal/worldtest", "kernels", "kernels/host", "p2p", "test/explore", "test/perf", "test/soak"}
 )
 
 // foreign are the sources in other languages whose comments the test reads, and what a comment is there: lines that begin alike, or a
 // docstring of Python.
 var foreign = map[string]*regexp.Regexp{
+	"internal/cuda/*.[ch]":                  slashes,
+	"internal/rails/ucx/*.[ch]":             slashes,
 	"bindings/python/*.py":                  hashes,
 	"bindings/python/src/switchyard/*.py":   hashes,
 	"bindings/python/src/switchyard/*/*.py": hashes,
@@ -36,9 +38,10 @@ var foreign = map[string]*regexp.Regexp{
 }
 
 var (
-	hashes = regexp.MustCompile(`(?m)(?:^[^"'\n]*?#[^\n]*\n)(?:^[ \t]*#[^\n]*\n)*|"""[^"]*"""`)
+	slashes = regexp.MustCompile(`(?m)(?:^.*?//[^\n]*\n)(?:^[ \t]*//[^\n]*\n)*`)
+	hashes  = regexp.MustCompile(`(?m)(?:^[^"'\n]*?#[^\n]*\n)(?:^[ \t]*#[^\n]*\n)*|"""[^"]*"""`)
 	// marker is what begins a line of a comment, with the code before it.
-	marker = regexp.MustCompile(`(?m)^.*?(?:#|""") ?|"""$`)
+	marker = regexp.MustCompile(`(?m)^.*?(?://|#|""") ?|"""$`)
 )
 
 // code and indented are text of a page that is not prose.
@@ -94,7 +97,7 @@ func TestCommentsArePlain(t *testing.T) {
 	}
 }
 
-// So do those of Python.
+// So do those of kernels and of Python.
 func TestCommentsOfOtherLanguagesArePlain(t *testing.T) {
 	for pattern, comment := range foreign {
 		files, err := filepath.Glob(filepath.Join(root, pattern))

@@ -144,7 +144,7 @@ func (r *cudaRig) calls(ctx context.Context, size int64, fault, call func() erro
 	return t, fault()
 }
 
-// timeOnGPU times so many runs of one, which makes calls, on a stream of this rank.
+// timeOnGPU times a number of runs of one, which makes calls, on a stream of this rank.
 func timeOnGPU(
 	ctx context.Context, g *comm.Group, dev *device.CUDADevice, stream *device.CUDAStream, samples, calls int, one func() error,
 ) (t timer, err error) {

@@ -49,7 +49,7 @@ func dispatchOptions(c config) (dispatch.Options, error) {
 }
 
 // benchHostDispatch times Dispatch followed by Combine, with experts that do nothing, so that every token comes back as its
-// own multiple. Beside it stands the time of copying the bytes that had to move, once, with copy, by the same ranks at
+// own multiple. Next to it stands the time of copying the bytes that had to move, once, with copy, by the same ranks at
 // the same time.
 func benchHostDispatch(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
 	n, me := g.Size(), g.Rank()

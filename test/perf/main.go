@@ -1,4 +1,4 @@
-// Command perf measures Switchyard's operations and sets them beside a peer's.
+// Command perf measures Switchyard's operations and sets them next to a peer's.
 //
 //	go run ./test/perf alltoallv -ranks 2,4 -procs -splits uniform,zipf
 //	go run ./test/perf alltoallv -procs -busy 4
@@ -84,7 +84,7 @@ type row struct {
 	P90          float64  `json:"us_p90"`
 	GBpsLink     float64  `json:"gbps_link"`
 	Checked      bool     `json:"checked"`
-	Busy         int      `json:"busy"` // busy loops beside it
+	Busy         int      `json:"busy"` // busy loops next to it
 	Peer         string   `json:"peer"`
 	PeerUS       *float64 `json:"peer_us"`
 	CopyUS       *float64 `json:"copy_us,omitempty"`

@@ -27,7 +27,7 @@ type moeModel struct {
 	ranks   int
 	o       dispatch.Options
 	idx     [][]int32   // [tokens, TopK] by rank
-	weights [][]float32 // likewise
+	weights [][]float32 // in the order of choices
 	place   [][][]int32 // [rank][source rank][token]: the row there of a token-major layout, or -1
 	spread  [][][]int32 // [rank][source rank][token, TopK]: the row of each choice in an expert-major layout, or -1
 	rows    [][]placed  // by rank: its rows
@@ -236,7 +236,7 @@ func (m *moeModel) token(rank, t int) []byte {
 	return m.pattern[stretch(rank, t)*size:][:m.Hidden*size]
 }
 
-// scale is scale i beside token t of a rank, where tokens come with them.
+// scale is scale i of token t of a rank, where tokens come with them.
 func (m *moeModel) scale(rank, t, i int) float32 { return 1 + float32((rank*31+t*7+i)%1021)/1024 }
 
 // row is row i of what a rank's experts make.

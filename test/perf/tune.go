@@ -55,7 +55,7 @@ func variants(c config, n int) []*variant {
 		if c.Device != "cuda" {
 			continue
 		}
-		if most := slices.Max(sms); most != alltoallv.DefaultMaxSMs { // which has as many beside it for staging
+		if most := slices.Max(sms); most != alltoallv.DefaultMaxSMs { // which has as many again for staging
 			v.options.MaxSMs = most
 		}
 		if v != packet {

@@ -83,7 +83,7 @@ func (k *desk) usedKB() (int64, error) {
 	return max(used, 0) >> 10, err
 }
 
-// gpus is how many GPUs there are, and an error where there is none.
+// gpus is how many GPUs there are, and an error if there are none.
 func gpus() (int, error) {
 	n, err := device.CUDACount()
 	if err == nil && n == 0 {

@@ -6,7 +6,7 @@
 // The ranks make calls that they draw together: exchanges, reductions, dispatches and combines of random sizes, by changing
 // algorithms, into memory in and outside the heap, with splits that the host knows and splits in memory of the device; allocations,
 // growth, subgroups, verification, calls that some refuse or give up. Every byte is checked. When a rank is lost the others have to
-// name it, shrink, reopen and go on, and let the process in that is started in its place. What the survivors hold, memory,
+// name it, shrink, reopen and go on, and let the process in that is started in its place. The holdings of survivors, memory,
 // descriptors, goroutines and mappings, has to stay where it was. Between most losses all ranks make calls for a while; every fourth
 // comes at once.
 //
@@ -31,7 +31,7 @@ func main() {
 	}
 	var o options
 	flag.Float64Var(&o.Minutes, "minutes", 0, "how long; 0: 1, and 6 s more for each of -kills")
-	flag.IntVar(&o.Kills, "kills", 0, "end after so many kills, when all ranks are there again")
+	flag.IntVar(&o.Kills, "kills", 0, "end after this number of kills, when all ranks are there again")
 	on := flag.String("device", "host", "where the ranks are: host or cuda, where they share GPUs if there are fewer than ranks")
 	flag.IntVar(&o.Ranks, "ranks", 4, "how many ranks, 3 at least")
 	flag.Uint64Var(&o.Seed, "seed", uint64(time.Now().UnixNano()), "what everything is drawn from")

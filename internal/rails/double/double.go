@@ -32,7 +32,7 @@ func New(seed uint64, latest time.Duration) *Net {
 	return &Net{latest: latest, rng: rand.New(rand.NewPCG(seed, 0)), lost: map[int]bool{}}
 }
 
-// Lose cuts a rank off. What is on its way is lost.
+// Lose cuts a rank off. Messages on their way are lost.
 func (n *Net) Lose(rank int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -146,7 +146,7 @@ func order(t *testing.T, ends []*End) {
 	}
 }
 
-// What is not open, and what comes without the key, changes nothing and is counted.
+// A message to memory that is not open, or without the key, changes nothing and is counted.
 func bounds(t *testing.T, ends []*End, open func(rails.Config) (rails.Rail, error)) {
 	before := bytes.Clone(ends[1].Segment)
 	src := bytes.Repeat([]byte{0xab}, 300<<10)

@@ -60,7 +60,7 @@ enum {
 	X(ucp_request_check_status, int8_t, (void *)) \
 	X(ucp_request_free, void, (void *))
 
-// What travels in front of the bytes of a put.
+// The header that travels in front of the bytes of a put.
 typedef struct {
 	uint64_t key;
 	uint32_t from, zero;
