@@ -336,7 +336,9 @@ def warm(args: argparse.Namespace) -> None:
             share = torch.ones(x.shape[0], top_k, device="cuda") if indices is not None else None
             scales = new(x.shape[0], hidden // 128, dtype=torch.float32) if float8 else None
             out = new(x.shape[0], hidden, dtype=BFLOAT16)
-            words = experts.Words(ranks[1:].clone(), ranks[1:].clone()) if args.overlap and indices is None else None
+            words = None
+            if args.overlap and indices is None:
+                words = lists.Words(*(ranks[1:].clone() for _ in range(4)), 10**9)
             for w in (None, words) if words else (None,):
                 experts.forward(x, scales, share, m, came, plan, out, w)
             if training:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 from layer_cases import by_hand, leaves, near
@@ -15,8 +16,13 @@ GARBAGE = float("nan")
 
 
 def interpretable() -> None:
-    """Let loops of the interpreter take bounds that it has loaded: numpy 2.4 refuses what Triton 3.4 does there."""
+    """Let loops of the interpreter take bounds that it has loaded: numpy 2.4 refuses what Triton 3.4 does there. And have a
+    clock, which is an instruction of the GPU."""
     from triton.runtime import interpreter
+
+    from switchyard.layers import waits
+
+    waits.now_ns = time.monotonic_ns
 
     patch = interpreter._patch_lang_tensor
 
@@ -83,6 +89,31 @@ def tokens(device: str, kind: torch.dtype, hidden: int, inner: int, rows: int, c
         assert torch.equal(again[there], y[there]), "other bits"
 
 
+def words_of(counts: torch.Tensor, short: int = 0, over: int = 0, patience: int = 600 * 10**9) -> lists.Words:
+    """Words of a dispatch that has landed all rows, but for some of the last expert's."""
+    landed, one = counts.clone(), counts.new_zeros(1)
+    landed[-1] -= short
+    return lists.Words(landed, torch.zeros_like(counts), one + over, one.clone(), patience)
+
+
+def gives_up(x: torch.Tensor, m: experts.Matrices, came: experts.Came, plan: Plan) -> None:
+    """Rows that never come: products end when the dispatch has, or by the clock, and no row is said to be made."""
+    unknown = came._replace(counts=torch.full_like(came.counts, -1))
+    second = 10**9
+    for name, of, words in (
+        ("a row, the dispatch has ended", came, words_of(came.counts, 1, 1)),
+        ("a row, by the clock", came, words_of(came.counts, 1, 0, second)),
+        ("counts, the dispatch has ended", unknown, words_of(came.counts, 0, 1)),
+        ("counts, by the clock", unknown, words_of(came.counts, 0, 0, second)),
+    ):
+        began = time.monotonic()
+        experts.forward(x, None, None, m, of, plan, torch.empty_like(x), words)
+        assert words.failed.item() != 0, f"{name}: not noticed"
+        assert not words.ready.any(), f"{name}: ready {words.ready.tolist()}"
+        took = time.monotonic() - began
+        assert "clock" not in name or took >= 0.9, f"{name}: {took} s"
+
+
 def by_expert(device: str, kind: torch.dtype, hidden: int, inner: int, bound: float) -> None:
     """Rows by expert with room behind them, and the words of what has landed and what is ready."""
     for seed, plan in enumerate(plans(device, False)):
@@ -92,11 +123,14 @@ def by_expert(device: str, kind: torch.dtype, hidden: int, inner: int, bound: fl
         came = experts.Came(offsets, counts, None, lists.room_for(150, 5, plan.block))
         there = (torch.arange(300, device=device) % 60) < counts.repeat_interleave(60)
         x = torch.where(there[:, None], x.nan_to_num(), GARBAGE)
-        out, ready = torch.full_like(x, 7), torch.zeros_like(counts)
-        m = experts.Matrices(gate_up, down)
-        experts.forward(x, None, None, m, came, plan, out, experts.Words(counts.clone(), ready))
+        out = torch.full_like(x, 7)
+        m, words = experts.Matrices(gate_up, down), words_of(counts)
+        experts.forward(x, None, None, m, came, plan, out, words)
         assert (out[~there] == 7).all(), "rows that are none were written"
-        assert torch.equal(ready, counts), f"ready {ready.tolist()}, want {counts.tolist()}"
+        assert torch.equal(words.ready, counts), f"ready {words.ready.tolist()}, want {counts.tolist()}"
+        assert words.failed.item() == 0
+        if seed == 0:
+            gives_up(x, m, came, plan)
         a = leaves(x, gate_up, down)
         y = experts.apply(a[0], None, *a[1:], came, plan, torch.empty_like(x))
         assert torch.equal(y[there], out[there]), "other bits"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,6 +12,7 @@ pytest.importorskip("triton")
 import layer_cases as cases  # noqa: E402
 import layer_products  # noqa: E402
 import world as worlds_module  # noqa: E402
+from cuda_rig import START, end, run  # noqa: E402
 
 import switchyard as sw  # noqa: E402
 from switchyard import layers  # noqa: E402
@@ -82,6 +85,43 @@ def test_products_next_to_the_dispatcher(worlds, layout, options):
     if torch.cuda.device_count() < 2:
         pytest.skip("ranks that share a GPU share its multiprocessors")
     worlds.get(2, worlds_module.cuda).run(overlapped, layout, options, timeout=60)
+
+
+def test_products_next_to_the_dispatcher_end_when_a_rank_is_lost():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("ranks that share a GPU share its multiprocessors")
+    code = START.format(timeout=60) + """
+    from switchyard import layers
+
+    options = {"max_tokens": 256, "dtype": "bfloat16", "device": "cuda", "landed": True, "max_sms": 24, "handles": 2}
+    layer = layers.MoE(sw.Dispatcher(8, 2, 256, **options), 128, overlap=24)
+    x, idx = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16), torch.arange(512, device="cuda").view(256, 2) % 8
+    with torch.no_grad():
+        for _ in range(2):
+            layer(x, idx)
+        torch.cuda.synchronize()
+        sw.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), 9)
+        time.sleep(0.01)
+        began = time.monotonic()
+        for _ in range(2):
+            try:
+                layer(x, idx)
+                torch.cuda.synchronize()
+            except sw.errors.PeerLost as err:
+                assert err.rank == 1, err
+                break
+        else:
+            sys.exit("no error")
+        torch.cuda.synchronize()
+    assert time.monotonic() - began < 15
+    assert (x @ x).sum().item() == 256**3, "products go on"
+    os._exit(0)
+    """
+    first, second = run(code)
+    end(first)
+    end(second, code=-signal.SIGKILL)
 
 
 def captured(rank, size, layout):

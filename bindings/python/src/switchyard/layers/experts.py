@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import lists, products
-from .lists import Lists
+from .lists import Lists, Words
 from .tables import Plan
 
 
@@ -25,20 +25,11 @@ class Came(NamedTuple):
     room: int
 
 
-class Words(NamedTuple):
-    """Words by which kernels of other streams and these products wait for one another."""
-
-    #: How many rows of each expert have landed.
-    landed: Tensor | None
-    #: How many rows of each expert are made.
-    ready: Tensor | None
-
-
-def lists_of(came: Came, rows: int, experts: int, block: int, wait: bool = False) -> Lists:
-    """The row lists of what came. With wait the counts may still be unknown to the device."""
+def lists_of(came: Came, rows: int, experts: int, block: int, words: Words | None = None) -> Lists:
+    """The row lists of what came. With words the counts may still be unknown to the device."""
     if came.indices is not None:
         return lists.by_token(came.indices, came.offsets, came.counts, experts, block, came.room)
-    return lists.by_expert(rows, came.offsets, came.counts, block, came.room, wait)
+    return lists.by_expert(rows, came.offsets, came.counts, block, came.room, words)
 
 
 class Matrices(NamedTuple):
@@ -56,16 +47,15 @@ def forward(
 ) -> tuple[Tensor, Lists, Tensor | None]:  # fmt: skip
     """The experts' products of rows, in out: with rows by token the sum for each token, by expert a row for each. Rows that did
     not come are left as they are."""
-    landed, ready = words or (None, None)
     by_token = came.indices is not None
-    made = lists_of(came, rows.shape[0], m.gate_up.shape[0], plan.block, landed is not None)
+    made = lists_of(came, rows.shape[0], m.gate_up.shape[0], plan.block, words)
     a, a_scales, h = products.up(
-        rows, m.gate_up, made, plan.up, weights=weights, scales=scales, w_scales=m.gate_up_scales, keep=keep, landed=landed,
+        rows, m.gate_up, made, plan.up, weights=weights, scales=scales, w_scales=m.gate_up_scales, keep=keep, words=words,
         counts=came.counts, sms=sms,
     )  # fmt: skip
     y = torch.empty((a.shape[0], out.shape[1]), dtype=out.dtype, device=out.device) if by_token else out
     products.down(
-        a, m.down, made, plan.down, out=y, scatter=not by_token, scales=a_scales, w_scales=m.down_scales, ready=ready, sms=sms
+        a, m.down, made, plan.down, out=y, scatter=not by_token, scales=a_scales, w_scales=m.down_scales, words=words, sms=sms
     )
     if by_token:
         products.add_up(y, made, came.offsets, came.counts, out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .waits import await_rows, unless
+
 
 @triton.jit
 def tile_of(j, blocks, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
@@ -13,16 +15,6 @@ def tile_of(j, blocks, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
     first = j // each * GROUP
     tall = tl.minimum(blocks - first, GROUP)
     return first + j % each % tall, j % each // tall
-
-
-@triton.jit
-def await_rows(landed, counts, expert):
-    """Waits until all rows of an expert have landed. Later reads see what was written."""
-    want = tl.load(counts + expert, volatile=True)
-    have = tl.atomic_add(landed + expert, 0, sem="acquire", scope="sys")
-    while have != want:
-        want = tl.load(counts + expert, volatile=True)
-        have = tl.atomic_add(landed + expert, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -45,7 +37,7 @@ def dot(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def up(
-    x, x_scales, w, w_scales, entries, experts, starts, weights, h, out, out_scales, landed, counts,
+    x, x_scales, w, w_scales, entries, experts, starts, weights, h, out, out_scales, landed, counts, over, failed, patience,
     x_row, xs_row, xs_word, xs_high, xs_block, os_row, os_word,
     EXPERTS: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, FLOAT8: tl.constexpr, KEEP: tl.constexpr,
@@ -53,19 +45,23 @@ def up(
 ):  # fmt: skip
     """out = silu(x gate^T) * (x up^T) of each entry's row, times its weight. w is a descriptor of [experts * 2 * INNER, K], the
     gate's rows before the up's; out and h are descriptors of entries. h keeps both products. With FLOAT8 both sides have scales
-    by 128 columns, w also by 128 rows, and out is quantised alike. A block of the lists is PARTS tiles high."""
+    by 128 columns, w also by 128 rows, and out is quantised alike. A block of the lists is PARTS tiles high. With WAIT tiles
+    whose rows do not land are left out, and failed is not zero."""
     blocks = tl.load(starts + EXPERTS) * PARTS
+    if WAIT:
+        blocks = unless(failed, blocks)
     COLUMNS: tl.constexpr = INNER // BN
     for j in range(tl.program_id(0), blocks * COLUMNS, tl.num_programs(0)):
         block, column = tile_of(j, blocks, COLUMNS, GROUP)
         slot = block * BM + tl.arange(0, BM)
         entry = tl.load(entries + slot)
-        if tl.max(entry, 0) >= 0:  # parts of an expert's last block can have none
-            expert = tl.load(experts + block // PARTS)
+        some = tl.max(entry, 0) >= 0  # parts of an expert's last block can have none
+        expert = tl.load(experts + block // PARTS)
+        if WAIT:
+            some &= await_rows(landed, counts, expert, over, failed, patience)
+        if some:
             there = entry >= 0
             row = tl.where(there, entry // TOP_K, 0).to(tl.int64)
-            if WAIT:
-                await_rows(landed, counts, expert)
             k = tl.arange(0, BK)
             at = x + row[:, None] * x_row + k[None, :]
             first = expert * (2 * INNER) + column * BN
@@ -112,14 +108,17 @@ def up(
 
 @triton.jit
 def down(
-    a, a_scales, w, w_scales, entries, experts, starts, y, ready, done, as_row, as_word,
+    a, a_scales, w, w_scales, entries, experts, starts, y, ready, done, failed, as_row, as_word,
     EXPERTS: tl.constexpr, K: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, ACROSS: tl.constexpr, FLOAT8: tl.constexpr,
     SCATTER: tl.constexpr, READY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y = a w^T by expert. a is a descriptor of entries. w is one of [experts * N, K], or with ACROSS of [experts * K, N].
-    A row of y is that of the entry, or with SCATTER of what the entry names."""
+    A row of y is that of the entry, or with SCATTER of what the entry names. With READY nothing is made or told if the first
+    product has failed."""
     blocks = tl.load(starts + EXPERTS) * PARTS
+    if READY:
+        blocks = unless(failed, blocks)
     COLUMNS: tl.constexpr = N // BN
     for j in range(tl.program_id(0), blocks * COLUMNS, tl.num_programs(0)):
         block, column = tile_of(j, blocks, COLUMNS, GROUP)

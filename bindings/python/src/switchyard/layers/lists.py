@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .waits import await_counts
+
 #: How many choices a program of the kernels that count and fill has.
 _CHOICES = 128
 #: How many programs make lists of rows by expert: few, since they may wait for a kernel that wants a multiprocessor too.
@@ -31,6 +33,26 @@ class Lists(NamedTuple):
     top_k: int
     #: How many rows of tokens there can be.
     rows: int
+
+
+class Words(NamedTuple):
+    """Words by which kernels of other streams and these products wait for one another."""
+
+    #: How many rows of each expert have landed.
+    landed: Tensor
+    #: How many rows of each expert are made.
+    ready: Tensor
+    #: Not zero once the dispatch has ended, well or not.
+    over: Tensor
+    #: Zero at first; not zero once a wait for rows was given up. Then nothing more is made, and ready stays as it is.
+    failed: Tensor
+    #: For how many ns a wait lasts in which nothing lands.
+    patience: int
+
+
+def ends_of(words: Words | None) -> tuple[Any, Any, int]:
+    """The arguments that end a kernel's waits."""
+    return (words.over, words.failed, words.patience) if words is not None else (None, None, 0)
 
 
 @triton.jit
@@ -107,15 +129,15 @@ def _fill(
 
 @triton.jit
 def _by_expert(
-    offsets, counts, entries, experts, starts, most, EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr,
-    WAIT: tl.constexpr,
+    offsets, counts, entries, experts, starts, most, over, failed, patience,
+    EXPERTS: tl.constexpr, E: tl.constexpr, BLOCK: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """The same of rows that lie by expert: the entries of an expert are its rows."""
     e = tl.arange(0, E)
-    many = tl.load(counts + e, mask=e < EXPERTS, other=0, volatile=True)
-    if WAIT:  # they are negative until they are known
-        while tl.min(many, 0) < 0:
-            many = tl.load(counts + e, mask=e < EXPERTS, other=0, volatile=True)
+    if WAIT:
+        many = await_counts(counts, e, e < EXPERTS, over, failed, patience)
+    else:
+        many = tl.load(counts + e, mask=e < EXPERTS, other=0)
     tiles = (many + BLOCK - 1) // BLOCK
     end = tl.cumsum(tiles, 0)
     if tl.program_id(0) == 0:
@@ -164,13 +186,14 @@ def by_token(indices: Tensor, offsets: Tensor, counts: Tensor, experts: int, blo
     return Lists(block, entries, owners, starts, places, top_k, rows)
 
 
-def by_expert(rows: int, offsets: Tensor, counts: Tensor, block: int, room: int, wait: bool = False) -> Lists:
-    """The lists of rows by expert: there are counts from offsets on. With wait they are waited for, as they are -1 until the
+def by_expert(rows: int, offsets: Tensor, counts: Tensor, block: int, room: int, words: Words | None = None) -> Lists:
+    """The lists of rows by expert: there are counts from offsets on. With words they are waited for, as they are -1 until the
     call that is under way knows them."""
     experts, tiles = counts.shape[0], room // block
     new = lambda n: torch.empty(max(n, 1), dtype=torch.int32, device=counts.device)  # noqa: E731
     entries, owners, starts = new((tiles + 1) * block), new(tiles), new(experts + 1)
     _by_expert[(max(min(tiles, _WAITING), 1),)](
-        offsets, counts, entries, owners, starts, tiles, EXPERTS=experts, E=_power(experts), BLOCK=block, WAIT=wait, num_warps=1
-    )
+        offsets, counts, entries, owners, starts, tiles, *ends_of(words), EXPERTS=experts, E=_power(experts), BLOCK=block,
+        WAIT=words is not None, num_warps=1,
+    )  # fmt: skip
     return Lists(block, entries, owners, starts, counts.new_empty(0), 1, rows)

@@ -16,6 +16,10 @@ from . import plain
 #: Gets "gate_up" or "down" and this rank's matrices, and returns what to multiply by.
 Adapt = Callable[[str, Tensor], Tensor]
 
+#: How long overlapped products wait for rows while none lands and the dispatch has not ended: longer than a dispatch waits
+#: for a rank, whose end ends them too, and which names the rank. It bounds the wait for a dispatch that does not run at all.
+PATIENCE_NS = 600_000_000_000
+
 
 class Router(nn.Module):
     """Chooses experts: the largest of a softmax over a linear map. Weights add up to 1 with ``normalize``, and are float32."""
@@ -193,27 +197,29 @@ class MoE(nn.Module):
 
     def _overlapped(self, tokens: Tensor, idx: Tensor, weights: Tensor | None, scales: Tensor | None) -> Tensor:
         """The same on two streams: products on the current one, the dispatcher's second halves on another."""
-        from . import experts
+        from . import experts, lists
 
         d, m, main = self.dispatcher, self.matrices(), torch.cuda.current_stream(self.device)
         side = self._side = self._side or torch.cuda.Stream(self.device)
         plan = self._plan(tokens.shape[0])
-        ready = torch.zeros(len(d.local_experts), dtype=torch.int32, device=self.device)
+        words = torch.zeros(len(d.local_experts) + 2, dtype=torch.int32, device=self.device)
+        ready, over, failed = words[:-2], words[-2:-1], words[-1:]
         got = d.dispatch(tokens, idx, weights, scales=scales, async_op=True)
         beside = plain.swiglu(tokens, *self.shared) if self.shared else None
         came = experts.Came(got.offsets, got.counts, None, self._most(plan.block))
-        words = experts.Words(got.landed, ready)
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count - self.overlap
         side.wait_stream(main)
         with torch.cuda.stream(side):
             got.wait()
+            over.fill_(1)
         out = self._results[0]
         row_scales = got.scales if self.float8 else None
-        experts.forward(got.rows, row_scales, None, experts.Matrices(*m), came, plan, out, words, sms=sms)
+        waits = lists.Words(got.landed, ready, over, failed, PATIENCE_NS)
+        experts.forward(got.rows, row_scales, None, experts.Matrices(*m), came, plan, out, waits, sms=sms)
         with torch.cuda.stream(side):
             y = d.combine(out, got, bias=beside, ready=ready)
         main.wait_stream(side)
-        for x in (tokens, idx, weights, scales, ready, beside):
+        for x in (tokens, idx, weights, scales, words, beside):
             if x is not None:
                 x.record_stream(side)
         y.record_stream(main)

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import backward, forward
-from .lists import Lists, _power
+from .lists import Lists, Words, _power, ends_of
 from .tables import Tiles, fitted
 
 
@@ -64,16 +64,16 @@ def _tile(t: Tiles, parts: tuple[int, int]) -> dict[str, Any]:
 
 def up(
     x: Tensor, w: Tensor, lists: Lists, t: Tiles, *, weights: Tensor | None = None, scales: Tensor | None = None,
-    w_scales: Tensor | None = None, keep: bool = False, landed: Tensor | None = None, counts: Tensor | None = None,
+    w_scales: Tensor | None = None, keep: bool = False, words: Words | None = None, counts: Tensor | None = None,
     sms: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """silu(x gate^T) * (x up^T) * weight of each entry, with its scales if x has some, and what the products were with keep.
-    With landed a tile waits for its expert's rows; there are at most sms programs then, so that what makes the rows finds a
+    With words a tile waits for its expert's rows; there are at most sms programs then, so that what makes the rows finds a
     multiprocessor."""
     experts, both, depth = w.shape
     inner, float8 = both // 2, scales is not None
     t = fitted(t, inner, depth)
-    if landed is not None:
+    if words is not None:
         t = t._replace(programs=1)
     n, parts = lists.experts.shape[0] * lists.block, _parts(t, lists)
     out = torch.empty((n, inner), dtype=x.dtype, device=x.device)
@@ -81,29 +81,31 @@ def up(
     h = torch.empty((n, both), dtype=x.dtype, device=x.device) if keep else None
     forward.up[_grid(x, n // parts[0] * (inner // t.columns), t, sms)](
         x, scales, _matrix(w, t.columns, t.depth), w_scales, lists.entries, lists.experts, lists.starts, weights,
-        _entries(h, t, lists), _entries(out, t, lists), out_scales, landed, counts, x.stride(0), *_scale_strides(scales),
-        *_strides(out_scales), EXPERTS=experts, K=depth, INNER=inner, TOP_K=lists.top_k, SWAP=t.swap, FLOAT8=float8, KEEP=keep,
-        WEIGH=weights is not None, WAIT=landed is not None, PRECISION=_precision(x), **_tile(t, parts),
+        _entries(h, t, lists), _entries(out, t, lists), out_scales, words and words.landed, counts, *ends_of(words),
+        x.stride(0), *_scale_strides(scales), *_strides(out_scales), EXPERTS=experts, K=depth, INNER=inner, TOP_K=lists.top_k,
+        SWAP=t.swap, FLOAT8=float8, KEEP=keep, WEIGH=weights is not None, WAIT=words is not None, PRECISION=_precision(x),
+        **_tile(t, parts),
     )  # fmt: skip
     return out, out_scales, h
 
 
 def down(
     a: Tensor, w: Tensor, lists: Lists, t: Tiles, *, out: Tensor, across: bool = False, scatter: bool = False,
-    scales: Tensor | None = None, w_scales: Tensor | None = None, ready: Tensor | None = None, sms: int = 0,
+    scales: Tensor | None = None, w_scales: Tensor | None = None, words: Words | None = None, sms: int = 0,
 ) -> Tensor:  # fmt: skip
-    """a w^T by expert, or a w with across, in the rows of entries or of what they name. ready counts each expert's rows."""
+    """a w^T by expert, or a w with across, in the rows of entries or of what they name. words count each expert's."""
     experts, depth = w.shape[0], a.shape[1]
     columns = w.shape[2] if across else w.shape[1]
     t = fitted(t, columns, depth)
     parts = _parts(t, lists)
     blocks = lists.experts.shape[0] * parts[1]
     box = (t.depth, t.columns) if across else (t.columns, t.depth)
-    done = torch.zeros(blocks, dtype=torch.int32, device=a.device) if ready is not None else None
+    done = torch.zeros(blocks, dtype=torch.int32, device=a.device) if words is not None else None
     forward.down[_grid(a, blocks * (columns // t.columns), t, sms)](
         TensorDescriptor.from_tensor(a, [parts[0], t.depth]), scales, _matrix(w, *box), w_scales, lists.entries, lists.experts,
-        lists.starts, out if scatter else _entries(out, t, lists), ready, done, *_strides(scales), EXPERTS=experts, K=depth,
-        N=columns, SWAP=t.swap, ACROSS=across, FLOAT8=scales is not None, SCATTER=scatter, READY=ready is not None,
+        lists.starts, out if scatter else _entries(out, t, lists), words and words.ready, done,
+        words and words.failed, *_strides(scales), EXPERTS=experts, K=depth,
+        N=columns, SWAP=t.swap, ACROSS=across, FLOAT8=scales is not None, SCATTER=scatter, READY=words is not None,
         PRECISION=_precision(a), **_tile(t, parts),
     )  # fmt: skip
     return out
