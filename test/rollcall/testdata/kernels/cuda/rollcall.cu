@@ -2,7 +2,7 @@
 // peer.
 //
 // Writes this rank's line in the peers' segments; reads the peers' lines in its own.
-#include "device.cuh"
+#include "lines.cuh"
 
 extern "C" __global__ void __launch_bounds__(SW_ROLLCALL_THREADS, 1)
     rollcall(const __grid_constant__ sw_rollcall_args a)
@@ -20,14 +20,9 @@ extern "C" __global__ void __launch_bounds__(SW_ROLLCALL_THREADS, 1)
 	if (peer >= a.world.size || peer == a.world.rank)
 		return;
 	fence_acq_rel_sys();
-	store_relaxed_sys(segment(a.world, peer) + a.block.signals + a.world.rank * SW_LINE_BYTES, last_seq(epoch));
+	line{segment(a.world, peer) + a.block.signals + a.world.rank * SW_LINE_BYTES}.signal(last_seq(epoch));
 
 	// Wait. A peer may be in the next call already, so its number is at least this call's.
-	u64 line = own_segment(a.world) + a.block.signals + peer * SW_LINE_BYTES;
-	wait w;
-	while (load_acquire_sys(line) < last_seq(epoch))
-		if (!w.slow(a.world)) {
-			give_up(a.world, w.kind, peer, epoch, false);
-			return;
-		}
+	line theirs{own_segment(a.world) + a.block.signals + peer * SW_LINE_BYTES};
+	theirs.await(a.world, peer, epoch, last_seq(epoch));
 }
