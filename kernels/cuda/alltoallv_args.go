@@ -57,7 +57,7 @@ func layExchangeBlock(offset, size, stripes, slotCount, slotBytes, packetBytes i
 	return b
 }
 
-// stepWords is a step of an exchange: the rank that this rank sends to in it, the one it receives from, and what. What one warp needs lies
+// stepWords is a step of an exchange: the rank that this rank sends to in it, the one it receives from, and what. The words of one warp lie
 // together, because a first access to a line of arguments takes as long as one to memory.
 type stepWords struct {
 	_ structs.HostLayout

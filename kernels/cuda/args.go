@@ -104,7 +104,7 @@ func worldOf(space *kernels.Space, control int64, fault uintptr, timeoutNs int64
 	}
 }
 
-// addressOf is a buffer's address, 0 where there is none; placeOf its place.
+// addressOf is a buffer's address, 0 for none; placeOf its place.
 func addressOf(b *kernels.Buffer) uint64 {
 	if b.Bytes == 0 {
 		return 0

@@ -37,7 +37,7 @@ type dispatches struct {
 	k *dispatchKernels
 }
 
-// dispatchFixedShared is more than the kernels have beside what is asked for at launch.
+// dispatchFixedShared is more than the kernels have next to what is asked for at launch.
 const dispatchFixedShared = 28 << 10
 
 func newDispatches(m *kernels.DispatchBounds, _ int64) *dispatches {

@@ -32,7 +32,7 @@ const (
 	dispatchWindow         = 64                // rows of one rank that are told together when they are made
 )
 
-// What a launch for MoE does.
+// The bits of a launch's mode.
 const (
 	dispatchSend      = 1    // the first half of a call
 	dispatchReceive   = 2    // the second half
@@ -45,8 +45,8 @@ const (
 	dispatchExponents = 256  // scales are exponents, four in a word
 	dispatchZero      = 512  // padding is zero
 	dispatchWeigh     = 1024 // rows are multiplied by the weights of the dispatch
-	dispatchGiven     = 2048 // or by those beside the rows
-	dispatchBeside    = 4096 // the two kernels of the call run beside each other
+	dispatchGiven     = 2048 // or by those next to the rows
+	dispatchBeside    = 4096 // the two kernels of the call run at the same time
 	dispatchPowers    = 8192 // scales are float32 powers of two
 )
 
@@ -61,20 +61,20 @@ type dispatchBlock struct {
 	begins       place // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
 	dones        place // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
 	slotCounts   place // [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch
-	rankTotals   place // [size][size]: rows of each rank for each rank, likewise
-	blockCounts  place // [blocks][size]: rows of this rank's blocks for each rank, likewise
-	blockSlots   place // [blocks][slots]: choices of this rank's blocks for each slot, likewise
+	rankTotals   place // [size][size]: rows of each rank for each rank, as above
+	blockCounts  place // [blocks][size]: rows of this rank's blocks for each rank, as above
+	blockSlots   place // [blocks][slots]: choices of this rank's blocks for each slot, as above
 	made         place // [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows
 	making       place // [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls
 	arrived      place // [size]: rows in staging from each rank
 	places       place // [max_tokens][size]: the row of each token among those of this rank on each rank, or -1
 	who          place // [max_tokens][top_k]: the rank of each choice, or -1
 	spread       place // [staged][top_k]: the expert's row of each choice of a row in staging, or -1
-	indices      place // [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them
-	weights      place // [staged][top_k] float32, likewise
-	sources      place // [staged][2], likewise
+	indices      place // [staged][top_k]: each choice next to rows in staging, as routing.cuh numbers them
+	weights      place // [staged][top_k] float32, in the order of indices
+	sources      place // [staged][2], in the order of indices
 	wiped        place // [2]: by parity of calls, the token of which places that are not used are wiped next
-	notes        place // [2][size][max_tokens][note_stride]: what lies beside a row of few tokens, as packets
+	notes        place // [2][size][max_tokens][note_stride]: what lies next to a row of few tokens, as packets
 	packets      place // [2][size][max_tokens][packet_stride]: rows of few tokens
 	end          place // the offset behind the block
 }
@@ -120,7 +120,7 @@ type dispatchSendWords struct {
 	_ structs.HostLayout
 
 	x            uint64 // address of the tokens, or of their gradients
-	scales       uint64 `c:"const uint32_t *"` // address of the scales beside them
+	scales       uint64 `c:"const uint32_t *"` // address of the scales next to them
 	choices      uint64 // address of [tokens][top_k] experts
 	weights      uint64 `c:"const float *"` // address of [tokens][top_k] float32; 0: all are 1
 	toRows       uint64 // place to which rows are sent
@@ -183,7 +183,7 @@ type dispatchArgs struct {
 	local      uint32
 	rowBytes   uint32 // of a token here
 	wireBytes  uint32 // of a row that crosses
-	scaleWords uint32 // 32-bit words of scales beside a row
+	scaleWords uint32 // 32-bit words of scales next to a row
 	part       uint32 // bytes of a row that a warp moves at a time
 	parts      uint32 // of a row
 	movers     uint32 // warps that move

@@ -26,7 +26,7 @@ const (
 	dispatchReadBesideBlocks = 40
 	dispatchTakeBesideBlocks = 56
 
-	// What all blocks together offer to one peer, in bytes a nanosecond, and ask of one. On 2 H200 with 24 blocks 365 was fastest for rows of 14 KiB, 352 for rows of 7,
+	// The bytes a nanosecond that all blocks together offer to one peer, and ask of one. On 2 H200 with 24 blocks 365 was fastest for rows of 14 KiB, 352 for rows of 7,
 	// and 340 for reading.
 	dispatchSendRate, dispatchSendRateShort, dispatchReadRate = 365, 352, 340
 	dispatchShort                                             = 8 << 10
@@ -82,7 +82,7 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 	return l, nil
 }
 
-// crossing is how many blocks the kernel has that sends rows, or reads and sums them: alone, or beside a pass.
+// crossing is how many blocks the kernel has that sends rows, or reads and sums them: alone, or next to a pass.
 func (l *dispatchCall) crossing(beside bool) int {
 	switch {
 	case !beside:
@@ -93,9 +93,9 @@ func (l *dispatchCall) crossing(beside bool) int {
 	return dispatchReadBesideBlocks
 }
 
-// beside reports whether a pass over this rank's rows runs beside the kernel of the same call that crosses: if one can begin before the other
+// overlaps reports whether a pass over this rank's rows runs next to the kernel of the same call that crosses: if one can begin before the other
 // has ended, there are multiprocessors for both and the caller sets no bound.
-func (l *dispatchCall) beside() bool {
+func (l *dispatchCall) overlaps() bool {
 	return l.c.Phase == kernels.Both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 && l.k.byDefault >= 2*l.crossing(true)
 }
 
@@ -110,7 +110,7 @@ func (l *dispatchCall) blocks(byDefault int) int {
 	return min(byDefault, l.k.byDefault)
 }
 
-// making is how many blocks the pass has that makes partial sums beside the kernel which reads and sums them. It waits for no peer's part of
+// making is how many blocks the pass has that makes partial sums next to the kernel which reads and sums them. It waits for no peer's part of
 // this call, so it takes all that the other leaves, unless it waits for the caller's own kernel to mark rows as done.
 func (l *dispatchCall) making(c *kernels.Combine) int {
 	all := l.k.blocks
@@ -176,7 +176,7 @@ func (l *dispatchCall) send(a dispatchArgs, quantises bool) error {
 	return nil
 }
 
-// interval is how many cycles a warp has for a part that crosses, where so many warps share what a link carries.
+// interval is how many cycles a warp has for a part that crosses, where all of them share a link.
 func (l *dispatchCall) interval(bytes, warps int64, rate float64) uint32 {
 	if l.m.Ranks == 1 || l.p.e.sharers > 1 {
 		return 0
@@ -252,7 +252,7 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		return nil
 	}
 	blocks := l.blocks(dispatchMaxBlocks)
-	if l.beside() {
+	if l.overlaps() {
 		a.mode |= dispatchBeside
 		blocks = min(dispatchTakeBesideBlocks, l.k.byDefault-l.crossing(true))
 	}
@@ -372,7 +372,7 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	}
 	if staged && c.Phase&kernels.Send != 0 {
 		blocks := l.blocks(dispatchMaxBlocks)
-		if !m.Layout.ByToken() && l.beside() {
+		if !m.Layout.ByToken() && l.overlaps() {
 			a.mode |= dispatchBeside
 			blocks = l.making(c)
 		}
@@ -448,7 +448,7 @@ func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
 		a.mode |= dispatchZero
 	}
 	l.launch(x.k.spread[numberKind(m.SumType)], &a, l.spreading(), dispatchPassThreads, 0)
-	if back { // a sum of nothing but what lies beside rows
+	if back { // a sum of nothing but what lies next to rows
 		a.mode, a.rowBytes, a.tokens = dispatchSend|dispatchReceive|dispatchKeep, 0, uint32(b.Tokens)
 		a.sum.weights = addressOf(&b.DWeights)
 		l.launch(x.k.weights, &a, l.blocks(dispatchBlocks), dispatchFewSumThreads, 0)

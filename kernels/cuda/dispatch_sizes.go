@@ -38,7 +38,7 @@ func (x *dispatches) fewShared() int64 {
 	return max(4*tables*int64(m.Slots())+6*int64(m.MaxTokens)*int64(m.TopK), 4*(2*local+1+int64(m.Ranks)*local))
 }
 
-// noteBytes is what lies beside a row of few tokens: a packet for the row, one for each choice, and scales that the caller gives.
+// noteBytes is what lies next to a row of few tokens: a packet for the row, one for each choice, and scales that the caller gives.
 func (x *dispatches) noteBytes() int64 {
 	packets := 1 + int64(x.m.TopK)
 	if !x.m.Quantizes() {
@@ -76,7 +76,7 @@ func (x *dispatches) partialBytes() int64 {
 	return (elements+dispatchStretch-1)/dispatchStretch*dispatchStretchScales + kernels.AlignUp(elements, 16)
 }
 
-// The parts of a handle's staging, from its start: rows and scales that arrive, rows that peers read, and weights beside them.
+// The parts of a handle's staging, from its start: rows and scales that arrive, rows that peers read, and weights next to them.
 func (x *dispatches) scalesAt() int64 {
 	return kernels.AlignUp(x.staged()*max(x.m.RowBytes(), x.m.SumBytes()), kernels.LineBytes)
 }

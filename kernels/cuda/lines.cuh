@@ -23,6 +23,23 @@ __device__ __forceinline__ bool await(wait &w, const sw_world &world, const u32 
 	return true;
 }
 
+// Waits until what another warp of the block writes is at least want, which is not 0, and returns it. 0 when over says
+// that the block has given up.
+__device__ __forceinline__ u32 await_warp(u32 *word, u32 want, u32 *over, u32 lane)
+{
+	u32 here = 0;
+	if (lane == 0)
+#pragma unroll 1
+		while ((here = atom_acquire_cta(word)) < want) {
+			if (atom_acquire_cta(over) != 0) {
+				here = 0;
+				break;
+			}
+			__nanosleep(20);
+		}
+	return __shfl_sync(~0u, here, 0);
+}
+
 // One line.
 struct line {
 	u64 at;

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(SW_POINT_THREADS) p2p_move(const __
 	}
 }
 
-// What came before in the stream is seen by a peer that has consumed the signal (X4).
+// Work before it in the stream is seen by a peer that has consumed the signal (X4).
 extern "C" __global__ void __launch_bounds__(SW_POINT_WAITERS, 1) p2p_signal(const __grid_constant__ sw_point_args a)
 {
 	using namespace sw;

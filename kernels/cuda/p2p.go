@@ -75,7 +75,7 @@ func (x *points) controls(offset int64) (all []int64) {
 	return all
 }
 
-// fault says what a wait has seen of its peer. What it waited for is not lost, so the communicator stays usable.
+// fault says what a wait has seen of its peer. The signal that it waited for is not lost, so the communicator stays usable.
 func (x *points) fault(f *faultWords, _ int) error {
 	if f.kind != faultTimeout {
 		return nil

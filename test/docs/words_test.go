@@ -22,7 +22,7 @@ var (
 	plain    = []string{"allreduce", "alltoallv", "device", "dispatch", "internal/communicator", "internal/curve", "internal/env", "memory", "stack"}
 	products = []string{"bindings/python/abi", "bindings/python/core", "cmd/switchyard", "comm", "device/nvml", "internal/agree", "internal/cuda",
 		"internal/platform", "internal/proctest", "internal/rails", "internal/rails/double", "internal/rails/railtest", "internal/rails/ucx", "internal/shm",
-		"internal/vec", "internal/worldtest", "kernels", "kernels/host", "p2p", "test/explore", "test/perf", "test/soak"}
+		"internal/vec", "internal/worldtest", "kernels", "kernels/cuda", "kernels/host", "p2p", "test/explore", "test/perf", "test/soak"}
 )
 
 // foreign are the sources in other languages whose comments the test reads, and what a comment is there: lines that begin alike, or a
@@ -30,6 +30,11 @@ var (
 var foreign = map[string]*regexp.Regexp{
 	"internal/cuda/*.[ch]":                  slashes,
 	"internal/rails/ucx/*.[ch]":             slashes,
+	"kernels/cuda/*.cu*":                    slashes,
+	"kernels/cuda/*/*.cu*":                  slashes,
+	"kernels/cuda/dispatch/*/*.cuh":         slashes,
+	"kernels/cuda/include/*.cuh":            slashes,
+	"kernels/cuda/testdata/emulate/*":       slashes,
 	"bindings/python/*.py":                  hashes,
 	"bindings/python/src/switchyard/*.py":   hashes,
 	"bindings/python/src/switchyard/*/*.py": hashes,

@@ -69,7 +69,7 @@ enum {
 	SW_DISPATCH_WINDOW = 64, /* rows of one rank that are told together when they are made */
 };
 
-/* What a launch for MoE does. */
+/* The bits of a launch's mode. */
 enum {
 	SW_DISPATCH_SEND = 1, /* the first half of a call */
 	SW_DISPATCH_RECEIVE = 2, /* the second half */
@@ -82,8 +82,8 @@ enum {
 	SW_DISPATCH_EXPONENTS = 256, /* scales are exponents, four in a word */
 	SW_DISPATCH_ZERO = 512, /* padding is zero */
 	SW_DISPATCH_WEIGH = 1024, /* rows are multiplied by the weights of the dispatch */
-	SW_DISPATCH_GIVEN = 2048, /* or by those beside the rows */
-	SW_DISPATCH_BESIDE = 4096, /* the two kernels of the call run beside each other */
+	SW_DISPATCH_GIVEN = 2048, /* or by those next to the rows */
+	SW_DISPATCH_BESIDE = 4096, /* the two kernels of the call run at the same time */
 	SW_DISPATCH_POWERS = 8192, /* scales are float32 powers of two */
 };
 
@@ -223,20 +223,20 @@ struct sw_dispatch_block {
 	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
 	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
 	uint64_t slot_counts; /* [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch */
-	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, likewise */
-	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, likewise */
-	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, likewise */
+	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, as above */
+	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, as above */
+	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, as above */
 	uint64_t made; /* [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows */
 	uint64_t making; /* [size][windows]: parts of the partial sums that this rank has made for each; 0 between calls */
 	uint64_t arrived; /* [size]: rows in staging from each rank */
 	uint64_t places; /* [max_tokens][size]: the row of each token among those of this rank on each rank, or -1 */
 	uint64_t who; /* [max_tokens][top_k]: the rank of each choice, or -1 */
 	uint64_t spread; /* [staged][top_k]: the expert's row of each choice of a row in staging, or -1 */
-	uint64_t indices; /* [staged][top_k]: each choice beside rows in staging, as routing.cuh numbers them */
-	uint64_t weights; /* [staged][top_k] float32, likewise */
-	uint64_t sources; /* [staged][2], likewise */
+	uint64_t indices; /* [staged][top_k]: each choice next to rows in staging, as routing.cuh numbers them */
+	uint64_t weights; /* [staged][top_k] float32, in the order of indices */
+	uint64_t sources; /* [staged][2], in the order of indices */
 	uint64_t wiped; /* [2]: by parity of calls, the token of which places that are not used are wiped next */
-	uint64_t notes; /* [2][size][max_tokens][note_stride]: what lies beside a row of few tokens, as packets */
+	uint64_t notes; /* [2][size][max_tokens][note_stride]: what lies next to a row of few tokens, as packets */
 	uint64_t packets; /* [2][size][max_tokens][packet_stride]: rows of few tokens */
 	uint64_t end; /* the offset behind the block */
 };
@@ -244,7 +244,7 @@ struct sw_dispatch_block {
 /* What only the kernels of a dispatch have: this rank's tokens, where they go, and what the caller wants to know of what comes. */
 struct sw_dispatch_send {
 	uint64_t x; /* address of the tokens, or of their gradients */
-	const uint32_t *scales; /* address of the scales beside them */
+	const uint32_t *scales; /* address of the scales next to them */
 	uint64_t choices; /* address of [tokens][top_k] experts */
 	const float *weights; /* address of [tokens][top_k] float32; 0: all are 1 */
 	uint64_t to_rows; /* place to which rows are sent */
@@ -301,7 +301,7 @@ struct sw_dispatch_args {
 	uint32_t local;
 	uint32_t row_bytes; /* of a token here */
 	uint32_t wire_bytes; /* of a row that crosses */
-	uint32_t scale_words; /* 32-bit words of scales beside a row */
+	uint32_t scale_words; /* 32-bit words of scales next to a row */
 	uint32_t part; /* bytes of a row that a warp moves at a time */
 	uint32_t parts; /* of a row */
 	uint32_t movers; /* warps that move */
@@ -366,7 +366,7 @@ struct sw_exchange_block {
 	uint64_t end; /* the offset behind the block */
 };
 
-/* A step of an exchange: the rank that this rank sends to in it, the one it receives from, and what. What one warp needs lies
+/* A step of an exchange: the rank that this rank sends to in it, the one it receives from, and what. The words of one warp lie
  * together, because a first access to a line of arguments takes as long as one to memory. */
 struct sw_step {
 	uint32_t to;

@@ -190,17 +190,7 @@ struct board {
 	// up.
 	__device__ __forceinline__ u32 await(u32 *word, u32 want, u32 lane)
 	{
-		u32 here = 0;
-		if (lane == 0)
-#pragma unroll 1
-			while ((here = atom_acquire_cta(word)) < want) {
-				if (atom_acquire_cta(&over) != 0) {
-					here = 0;
-					break;
-				}
-				__nanosleep(20);
-			}
-		return __shfl_sync(~0u, here, 0);
+		return await_warp(word, want, &over, lane);
 	}
 };
 

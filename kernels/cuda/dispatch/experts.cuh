@@ -4,7 +4,7 @@
 // read it while it is made.
 //
 // experts_take, experts_sum and experts_spread call this, and dispatch_few for where rows go. It reads staging and what
-// lies beside it in the handle's state, and writes the handle's outputs, spread, landing and arrived; on the way back
+// lies next to it in the handle's state, and writes the handle's outputs, spread, landing and arrived; on the way back
 // the other way round, and the words made.
 #pragma once
 
@@ -277,7 +277,7 @@ struct taker {
 		return true;
 	}
 
-	// Copies a row in staging to those of its experts, and what lies beside it. A warp that moves.
+	// Copies a row in staging to those of its experts, and what lies next to it. A warp that moves.
 	__device__ __forceinline__ void copy(u32 src, u32 staged)
 	{
 		u32 part = 0;
@@ -402,7 +402,7 @@ struct taker {
 	}
 };
 
-// The weight of an expert's row, which is that of entry i of what lies beside rows in staging.
+// The weight of an expert's row, which is that of entry i of what lies next to rows in staging.
 __device__ __forceinline__ float weight_of(const sw_dispatch_args &a, u64 i, int row)
 {
 	if ((a.mode & SW_DISPATCH_GIVEN) != 0)

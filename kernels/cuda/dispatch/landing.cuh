@@ -27,7 +27,7 @@ __device__ __forceinline__ void begin_landing(const sw_dispatch_args &a, u64 epo
 	}
 }
 
-// Counts the rows of a lane's two choices, or -1, as landed. What the lane knows to be written comes before.
+// Counts the rows of a lane's two choices, or -1, as landed. The writes that the lane knows of come before.
 __device__ __forceinline__ void count_landed(const sw_dispatch_args &a, const int *rows, const int *slots)
 {
 #pragma unroll

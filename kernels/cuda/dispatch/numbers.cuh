@@ -1,6 +1,6 @@
 // Rows of numbers: 16 bytes of a row as float32 and back, and float8 with scales by the rule of kernels.Scales.
 //
-// Whoever sums, scales or quantises rows calls this. It works on registers, and on the shared memory that its caller
+// Code that sums, scales or quantises rows calls this. It works on registers, and on the shared memory that its caller
 // names.
 #pragma once
 

@@ -1,7 +1,7 @@
 // The pass that makes the partial sums of this rank's rows before peers read them, or while they do.
 //
-// experts_sum calls this. It reads the caller's rows and what lies beside rows in staging; it writes staging, the words
-// made of peers, and making of the handle's state.
+// experts_sum calls this. It reads the caller's rows and what lies next to rows in staging; it writes staging, the
+// words made of peers, and making of the handle's state.
 #pragma once
 
 #include "experts.cuh"
@@ -75,8 +75,8 @@ struct pass_board {
 
 // A pass over this rank's rows: makes the partial sums of rows by expert in staging, or copies rows by token there or,
 // with y, out of it. In each round every warp has a part of a row. With SW_DISPATCH_BESIDE the kernel behind it, which
-// reads and sums, runs beside it: the block's last warp tells ranks of each window of rows that is complete, so that no
-// other waits for what it has stored.
+// reads and sums, runs next to it: the block's last warp tells ranks of each window of rows that is complete, so that
+// no other waits for what it has stored.
 template <kind type, bool float8> struct partials {
 	static constexpr u32 vectors = SW_DISPATCH_PASS_PART / 512,
 			     workers = SW_DISPATCH_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
@@ -103,7 +103,7 @@ template <kind type, bool float8> struct partials {
 		return (round * workers + warp) * gridDim.x + blockIdx.x;
 	}
 
-	// The experts' rows of a row's choices lane and lane+32, and their weights; -1 where there is none.
+	// The experts' rows of a row's choices lane and lane+32, and their weights; -1 for no row.
 	__device__ __forceinline__ void load_choices(const pass_order::task &k, int *row, float *weight) const
 	{
 		bool given = (a.mode & SW_DISPATCH_GIVEN) != 0;

@@ -1,5 +1,5 @@
 // The kernel that reads the rows of this rank's tokens on all ranks and sums them, and the one that does so with what
-// lies beside them only.
+// lies next to them only.
 //
 // combine_rows and combine_weights call this. It reads what sums.cuh does and writes the caller's sums.
 #pragma once
@@ -161,7 +161,7 @@ __device__ __forceinline__ void combine_rows(const sw_dispatch_args &a, combine_
 		await_read(a, epoch);
 }
 
-// The weights that lie beside rows go back to their tokens.
+// The weights that lie next to rows go back to their tokens.
 __device__ __forceinline__ void combine_beside(const sw_dispatch_args &a, combine_board &b)
 {
 	if (threadIdx.x == 0)

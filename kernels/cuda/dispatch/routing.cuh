@@ -54,7 +54,7 @@ __device__ __forceinline__ i64 choice(const sw_dispatch_args &a, u32 t, u32 k)
 	           : static_cast<i64>(__ldg(reinterpret_cast<const int *>(a.send.choices) + i));
 }
 
-// A choice beside a row in staging: the local slot, and which of its rank's choices for that slot it is. All bits are
+// A choice next to a row in staging: the local slot, and which of its rank's choices for that slot it is. All bits are
 // set where a choice is not for the rank.
 __device__ __forceinline__ u64 numbered_choice(u32 number, u32 slot) { return static_cast<u64>(number) << 32 | slot; }
 __device__ __forceinline__ int slot_in(u64 v) { return static_cast<int>(static_cast<u32>(v)); }
@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 number_in(u64 v) { return static_cast<u32>(v >> 3
 __device__ __forceinline__ bool is_expert(const sw_dispatch_args &a, i64 e) { return e >= 0 && e < a.experts; }
 
 // Calls f with token, number, slot and rank of each choice of `tokens` tokens from the first on that has an expert, by
-// all threads of a block. What is no expert is noted in bad.
+// all threads of a block. A choice that is no expert is noted in bad.
 template <typename F>
 __device__ __forceinline__ void each_choice(const sw_dispatch_args &a, const placement &p, u32 first, u32 tokens,
                                             u64 &bad, F f)

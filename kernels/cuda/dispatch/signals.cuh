@@ -1,4 +1,4 @@
-// What ranks tell each other about a call with a handle. A rank says in one line that it begins, what it does and where
+// The words of ranks about a call with a handle. A rank says in one line that it begins, what it does and where
 // its rows may be read; and each of its blocks says in a word how many of its rows are there. Numbers that are wanted
 // early carry the low half of the call's number with them.
 //
@@ -12,7 +12,7 @@
 
 namespace sw {
 
-// What a rank says in its line: what the call is, how many blocks it has, whether its output may be written from now
+// The line of a rank: what the call is, how many blocks it has, whether its output may be written from now
 // on, and whether its rows are made while peers read them. A call whose second half is a launch of its own says 0
 // blocks; the first of them says how many there are.
 __device__ __forceinline__ u64 begin_word(const sw_dispatch_args &a, u32 blocks)
@@ -25,7 +25,7 @@ __device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_DISPATC
 __device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
 __device__ __forceinline__ bool makes(u64 word) { return (word >> 32 & 1) != 0; }
 
-// What a block says: how many of its rows are there, the place of the first among those of its rank, and whether that
+// The word of a block: how many of its rows are there, the place of the first among those of its rank, and whether that
 // is all. The highest bit says in place of that which choice is no expert (each_choice).
 constexpr u64 done_all = 1ull << 62;
 __device__ __forceinline__ u64 done(u32 rows, u32 first, bool all)
@@ -143,7 +143,7 @@ __device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 s
 	return good;
 }
 
-// Waits until a peer has begun the call, and reads where its rows are. What it wrote before is visible then. False when
+// Waits until a peer has begun the call, and reads where its rows are. Its earlier writes are visible then. False when
 // the wait was given up, or the peer makes another call.
 __device__ __forceinline__ bool await_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u64 &word, u64 &place)
 {
@@ -194,7 +194,7 @@ __device__ __forceinline__ bool await_room(const sw_dispatch_args &a, u32 peer, 
 	return true;
 }
 
-// Waits until a block of a rank has more than so many rows there, or all. False when the wait was given up.
+// Waits until a block of a rank has more than this number of rows there, or all. False when the wait was given up.
 __device__ __forceinline__ bool await_rows_of(const sw_dispatch_args &a, u32 peer, u32 block, u64 epoch, u32 rows,
                                               u64 &word)
 {

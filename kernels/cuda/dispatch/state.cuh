@@ -7,7 +7,7 @@
 
 namespace sw {
 
-// What lies at an address.
+// The value at an address.
 template <typename T> __device__ __forceinline__ T *view(u64 address) { return reinterpret_cast<T *>(address); }
 
 // The words of kernels.DispatchHandle.Mapped from word `first` behind its ticket on, or null.

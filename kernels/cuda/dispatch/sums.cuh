@@ -36,7 +36,7 @@ __device__ __forceinline__ bool await_ranks(const sw_dispatch_args &a, combine_b
 	return !__syncthreads_or(!good);
 }
 
-// Rows that a rank makes while others read them are told in windows of so many, each by a word of the readers.
+// Rows that a rank makes while others read them are told in windows of this size, each by a word of the readers.
 __device__ __forceinline__ u32 windows(const sw_dispatch_args &a)
 {
 	return (a.max_tokens + SW_DISPATCH_WINDOW - 1) / SW_DISPATCH_WINDOW;
@@ -126,7 +126,7 @@ template <kind type> struct sum {
 	}
 };
 
-// The weights beside the rows of token t, by a warp.
+// The weights next to the rows of token t, by a warp.
 __device__ __forceinline__ void sum_weights(const sw_dispatch_args &a, u32 t, u32 lane)
 {
 	const int *who = state::who(a), *places = state::places(a);

@@ -1,5 +1,5 @@
-// What kernels of others need to run next to a dispatch or a combine: to begin with rows that have landed, and to have
-// rows sent back as they are made. It includes nothing of Switchyard, and no object of it.
+// Device functions by which kernels of others run next to a dispatch or a combine: to begin with rows that have landed,
+// and to have rows sent back as they are made. It includes nothing of Switchyard, and no object of it.
 //
 //	words landed{got.landed, got.counts, expert_of_tile};   // from the dispatcher, which was made with landed
 //	if (!switchyard::wait_rows(landed, tile))
@@ -10,11 +10,11 @@
 // A word counts rows. Today there is one for each expert of the rank, so a tile waits for all rows of its expert; a
 // null pointer in place of `word_of` says that each tile has a word of its own.
 //
-// Memory order. Whoever writes rows adds to their word with release at system scope; wait_rows reads it with acquire at
-// system scope and then meets the threads of the block, so every thread reads what was written. rows_done meets the
-// threads of the block, and then one adds with release at system scope, so whoever sees the sum sees the rows of all
-// threads, also on another GPU. Rows that were read before by a thread may be in its L1 cache: read them once, after
-// the wait.
+// Memory order. A block that writes rows adds to their word with release at system scope; wait_rows reads it with
+// acquire at system scope and then meets the threads of the block, so every thread reads what was written. rows_done
+// meets the threads of the block, and then one adds with release at system scope, so a thread that sees the sum sees
+// the rows of all threads, also on another GPU. Rows that were read before by a thread may be in its L1 cache: read
+// them once, after the wait.
 //
 // A kernel that waits must leave room for those that it waits for. They are launched before it, and it has at most
 // free_multiprocessors blocks of which none shares a multiprocessor.
@@ -113,8 +113,8 @@ SWITCHYARD_FUNCTION bool wait_rows(const words &w, uint32_t tile, uint64_t timeo
 	return !detail::meet(failed);
 }
 
-// Says that the block has written so many rows of a tile. All threads of the block call it. The words are zero before
-// the first tile.
+// Says that the block has written this number of rows of a tile. All threads of the block call it. The words are zero
+// before the first tile.
 SWITCHYARD_FUNCTION void rows_done(uint32_t *ready, const int32_t *word_of, uint32_t tile, uint32_t rows)
 {
 	detail::meet(false);

@@ -90,7 +90,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		}
 	}
 
-	// What is known of a task before it is known which call this is.
+	// The parts of a task that are known before the call is.
 	struct errand {
 		u32 r, part, src, t; // row r, from rank src; its token
 		bool there;
@@ -257,7 +257,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		return static_cast<u64>(high) << 32 | low;
 	}
 
-	// The weights that lie beside the rows of token t.
+	// The weights that lie next to the rows of token t.
 	__device__ __forceinline__ bool take_weights(u32 t)
 	{
 		const int *who = state::who(a);
@@ -287,7 +287,7 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 	few_combiner<type, float8, by_expert> c(a, w);
 	few_tasks tasks(0, gridDim.x);
 	call now = call::open(a.world);
-	// What takes long to read is asked for together: the number, and the rows of the first task.
+	// Reads that take long are issued together: the number, and the rows of the first task.
 	wiping wiped(a);
 	typename few_combiner<type, float8, by_expert>::errand first;
 	if (sends && tasks.first < c.errands())

@@ -23,7 +23,7 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 		f.clear();
 	__syncthreads();
 	call now = call::open(a.world);
-	// What takes long to read is asked for together: the number, the first row, the choices.
+	// Reads that take long are issued together: the number, the first row, the choices.
 	wiping wiped(a);
 	few_vectors<Wire::vectors> row;
 	u64 ranks = 0;

@@ -91,7 +91,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		return true;
 	}
 
-	// What lies beside row r of token k of rank src.
+	// The note of row r of token k of rank src.
 	__device__ __forceinline__ void write_beside(u32 r, u64 source, const u32 *number, const float *weight) const
 	{
 #pragma unroll

@@ -17,7 +17,7 @@ struct few_board {
 	take_board take;
 };
 
-// The sending half of a dispatch. The last block of a grid tells what lies beside rows; the others send those, without
+// The sending half of a dispatch. The last block of a grid tells what lies next to rows; the others send those, without
 // waiting for it.
 struct few_sender {
 	const sw_dispatch_args &a;
@@ -111,7 +111,7 @@ struct few_sender {
 					atomicOr(&b.wants[i / n][i % n / 32], 1u << (i % n & 31));
 			return;
 		}
-		constexpr u32 early = 4; // weights of a thread that are on their way beside choices
+		constexpr u32 early = 4; // weights of a thread that are on their way next to choices
 		const float *from = a.send.weights;
 		u32 all = a.tokens * a.top_k;
 		float w[early];

@@ -1,4 +1,4 @@
-// Few tokens: rows, and what lies beside them, cross as packets to places of their own, from which the receiver puts
+// Few tokens: rows, and what lies next to them, cross as packets to places of their own, from which the receiver puts
 // them where they belong. Data says by itself that it is there. So no rank waits for another before it sends, and
 // nothing is fenced. This is how rows are packets, and where those are.
 //
@@ -11,7 +11,7 @@
 
 namespace sw {
 
-// Where the note of token t of rank src is on rank dst: what lies beside its row. It is a packet for the row, one for
+// Where the note of token t of rank src is on rank dst: what lies next to its row. It is a packet for the row, one for
 // each choice, and those of the scales that the caller has given. And where the packets of the row are.
 __device__ __forceinline__ u64 note_place(const sw_dispatch_args &a, u32 dst, u32 src, u32 t, u64 epoch)
 {
@@ -24,7 +24,7 @@ __device__ __forceinline__ u64 row_place(const sw_dispatch_args &a, u32 dst, u32
 	       ((packet::parity(epoch) * a.world.size + src) * a.max_tokens + t) * a.state.packet_stride;
 }
 
-// A row has parts of so many vectors a lane.
+// A row has parts of this number of vectors a lane.
 template <u32 vectors> __device__ __forceinline__ u32 few_parts(u32 bytes)
 {
 	return max((bytes + 512 * vectors - 1) / (512 * vectors), 1u);
@@ -88,7 +88,7 @@ template <u32 count> struct few_words {
 	}
 };
 
-// A row as it is: words of so many vectors.
+// A row as it is: words of this number of vectors.
 template <u32 count> struct few_whole : few_words<4 * count> {
 	using few_words<4 * count>::w;
 	static constexpr u32 vectors = count;
@@ -115,7 +115,7 @@ template <u32 count> struct few_whole : few_words<4 * count> {
 
 // A row as it is, on its way to experts: a lane has seven vectors of a part. Its packets have 14 bytes and a flag of 16
 // bits: one for all but the end of each vector, and one for their ends. On the way back, where a warp has several rows
-// at once, so many registers cost more than fewer bytes save.
+// at once, the registers cost more than fewer bytes save.
 struct few_dense : few_whole<SW_DISPATCH_DENSE_PART / 512> {
 	static constexpr u32 packets = vectors + 1;
 	static_assert(vectors == 7, "their ends fill a packet");

@@ -1,10 +1,10 @@
 // Tokens on their way to ranks, many at a time. Each block takes a stretch of this rank's tokens. Its threads find out
 // together where they go; then some warps move rows, by bulk copies through places in shared memory of their own, and
-// the others write what lies beside rows. A warp that moves keeps to a rate, so that all blocks together offer what a
+// the others write what lies next to rows. A warp that moves keeps to a rate, so that all blocks together offer what a
 // link carries: more than that is slower.
 //
 // dispatch_rows calls this. It reads the caller's tokens and writes rows of peers' outputs (or staging) and what lies
-// beside them, this rank's places and who of the handle's state, and the words of signals.cuh.
+// next to them, this rank's places and who of the handle's state, and the words of signals.cuh.
 #pragma once
 
 #include "../landing.cuh"
@@ -41,7 +41,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 		b.bad = 0, b.failed = 0;
 	fence_bulk();
 	call now = call::open(a.world);
-	// What takes long to read is asked for together.
+	// Reads that take long are issued together.
 	begun seen;
 	if (threadIdx.x < n)
 		seen.load(a, threadIdx.x);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 		__syncthreads();
 	}
 	// The roles of warps: the first move rows; of the others one numbers choices, and the rest write what lies
-	// beside rows and then tell how far the movers are.
+	// next to rows and then tell how far the movers are.
 	if (moves)
 		m.run(good);
 	else if (good) {

@@ -1,7 +1,7 @@
 // Many tokens on their way to ranks: what the threads of a block find out together about its stretch of this rank's
-// tokens, and what lies beside rows.
+// tokens, and what lies next to rows.
 //
-// rows/send.cuh calls this. It reads the caller's tokens and writes what lies beside rows of peers' outputs (or
+// rows/send.cuh calls this. It reads the caller's tokens and writes what lies next to rows of peers' outputs (or
 // staging), this rank's places and who of the handle's state, and the words of signals.cuh.
 #pragma once
 
@@ -22,7 +22,7 @@ struct stretch {
 	}
 };
 
-// What the threads of a block know of its tokens, in dynamic shared memory behind the ring.
+// The state that the threads of a block share about its tokens, in dynamic shared memory behind the ring.
 struct stretch_board {
 	int *place;  // [tokens][ranks]: the row there, or -1
 	u32 *groups; // [groups of 32 tokens][ranks]: how many go there
@@ -279,8 +279,8 @@ struct rows_sender {
 		}
 	}
 
-	// What lies beside the rows, by the threads that do not move: a warp for each token and rank in turn. By weak
-	// stores, which a warp's lanes make together: strong ones cross one by one.
+	// Sends what lies next to the rows, by the threads that do not move: a warp for each token and rank in turn. By
+	// weak stores, which a warp's lanes make together: strong ones cross one by one.
 	__device__ __forceinline__ void write_beside(u32 first, u32 step, bool scales)
 	{
 		placement p{a, b.slot_cache};
@@ -344,7 +344,7 @@ struct rows_sender {
 	}
 
 	// Tells ranks how far the block's rows are while some warps move them, which report what is written. One warp
-	// of the others, when what lies beside rows is written.
+	// of the others, when what lies next to rows is written.
 	__device__ __forceinline__ void publish_progress()
 	{
 		constexpr u32 steps = 8;
@@ -368,7 +368,7 @@ struct rows_sender {
 		}
 	}
 
-	// What a block says at its end.
+	// The last words of a block.
 	__device__ __forceinline__ void publish_done()
 	{
 		if (threadIdx.x >= n)

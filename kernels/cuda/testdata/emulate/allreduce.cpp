@@ -32,7 +32,7 @@ struct world : segments {
 	}
 };
 
-// What all ranks of a call do.
+// A call, as all ranks make it.
 struct call {
 	u32 collective, type, op, flags, blocks, interval;
 	bool packets;
@@ -46,7 +46,7 @@ struct call {
 	i64 dst_bytes(u32 r) const { return gathers() ? bytes() : bounds[r + 1] - bounds[r]; }
 };
 
-// What one rank does on its own: where its buffers are, and whether peers can reach them.
+// The part of a call that is one rank's own: where its buffers are, and whether peers can reach them.
 struct part {
 	u64 src = 0, dst = 0;                  // in its segment
 	bool src_far = false, dst_far = false; // only through staging
@@ -234,7 +234,7 @@ void fill(world &w, job &j, u64 number)
 	}
 }
 
-// What all ranks' outputs make together.
+// The result of all ranks' outputs together.
 std::vector<u8> outcome(const world &w, const job &j)
 {
 	const call &c = j.c;

@@ -32,7 +32,7 @@ struct world : segments {
 	}
 };
 
-// What one rank does in a call; only sizes have to agree.
+// A call of one rank; only sizes have to agree.
 struct part {
 	bool staged = false, mesh = false, table = false;
 	bool copies = false; // by copy engines
@@ -159,7 +159,7 @@ struct stream {
 	size_t next = 0;
 	std::vector<emu::block *> blocks;
 	const call *copying = nullptr; // alltoallv_open is running or has run
-	u32 pace = 1;                  // runs in about one sweep of so many
+	u32 pace = 1;                  // runs in about one sweep of this number
 };
 
 // The kernel before the copies, or the one after them.

@@ -140,7 +140,7 @@ uint64_t emu_put(uint64_t stream)
 	return queues[stream].put;
 }
 
-// Whether so many have run, now or after a wait.
+// Whether this number have run, now or after a wait.
 int emu_ran(uint64_t stream, uint64_t n, int wait)
 {
 	std::unique_lock<std::mutex> guard(queues_lock);

@@ -32,7 +32,7 @@ struct world : segments {
 	bool float8, lands, float8_sums; // lands: the caller wants to know how many rows have landed; float8_sums:
 	                                 // partial sums cross as float8
 	bool few,
-	    given; // few: by the kernels for few tokens; given: scales beside tokens, whose rows cross as they are
+	    given; // few: by the kernels for few tokens; given: scales next to tokens, whose rows cross as they are
 	u32 scales_are = 0, biases; // scales_are: the mode of a launch says that too
 	bool keeps;                 // calls go by a routing in memory of the caller
 	std::vector<std::vector<u64>> kept;
@@ -624,7 +624,7 @@ bool right_rows(world &w, const batch &b)
 	return true;
 }
 
-// What the experts of a rank make of a row.
+// The result of a rank's experts for a row.
 float made(const batch &b, const world &w, u32 rank, const row &q, u32 h)
 {
 	return bf16(b.x[q.src][q.token * w.hidden + h] * (1 + static_cast<float>(rank + q.choice + 1) / 4));
@@ -640,7 +640,7 @@ void make_rows(world &w, const batch &b, u32 rank)
 			    static_cast<u16>(bf16_of(made(b, w, rank, q, h)));
 }
 
-// What is left of a partial sum that has crossed as float8.
+// The value of a partial sum that has crossed as float8.
 void cross_as_float8(rows_t &v)
 {
 	for (size_t first = 0; first < v.size(); first += 128) {
@@ -715,7 +715,7 @@ bool right_gradients(world &w, const batch &b, const std::vector<std::vector<flo
 	return true;
 }
 
-// What the ranks' memory had at some place of their streams, behind the handle's state.
+// The contents of the ranks' memory at some place of their streams, behind the handle's state.
 struct memories {
 	std::vector<std::vector<u8>> of;
 

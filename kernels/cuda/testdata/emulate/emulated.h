@@ -50,7 +50,7 @@ struct fiber {
 	bool done;
 };
 
-// Threads that meet: those of a warp or a block, or so many.
+// Threads that meet: those of a warp or a block, or a given number.
 struct meeting {
 	u64 rounds = 0;
 	u32 here = 0;

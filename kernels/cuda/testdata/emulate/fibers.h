@@ -127,7 +127,7 @@ inline bool ended(std::vector<emu::block *> &blocks)
 	return true;
 }
 
-// Tells who is still running after so many sweeps that it cannot be right.
+// Tells who is still running after more sweeps than a correct run takes.
 inline bool hangs(u64 sweep)
 {
 	if (sweep <= 500'000)
@@ -137,7 +137,7 @@ inline bool hangs(u64 sweep)
 	return true;
 }
 
-// What a rank is at in a sweep: it has blocks, it has none, or the run is to end.
+// The state of a rank in a sweep: it has blocks, it has none, or the run is to end.
 enum class at_work { yes, no, stop };
 
 // Sweeps until no rank is at work; go_on retires the blocks of a rank that have ended, and launches what comes next.
@@ -170,7 +170,7 @@ struct segments {
 	std::vector<u8> memory;
 	std::vector<sw_fault> faults;
 
-	// Gives so many ranks so many bytes each.
+	// Gives each of the ranks its bytes.
 	void take(u32 ranks, u64 bytes)
 	{
 		size = ranks, stride = bytes;

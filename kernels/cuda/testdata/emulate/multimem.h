@@ -7,7 +7,7 @@
 namespace emu {
 
 // Where the ranks' memory behind a multicast address is, in the order of ranks. The program that runs the kernels
-// knows, and ends where there is none.
+// knows, and ends at any other address.
 inline std::vector<u64> (*multicast)(u64 p);
 
 // The same for an instruction, which may use whole vectors.

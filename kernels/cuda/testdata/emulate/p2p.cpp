@@ -29,7 +29,7 @@ u8 value(u64 round, u32 src, u32 dst, u64 i)
 	return static_cast<u8>(z >> 40);
 }
 
-// What src puts to dst in a round.
+// The data that src puts to dst in a round.
 struct part {
 	u64 off, n, shift;
 };
