@@ -3,7 +3,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import world
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name == "test_cuda.py":
+            item.add_marker(pytest.mark.skipif(torch.cuda.device_count() == 0, reason="there is no GPU"))
 
 
 @pytest.fixture(scope="session")

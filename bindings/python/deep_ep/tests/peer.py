@@ -1,15 +1,16 @@
-"""Runs one of DeepEP's own test programs, unmodified: python peer.py FOLDER PROGRAM RANKS ARGUMENTS...
+"""Runs one of DeepEP's own test programs, unmodified: python peer.py FOLDER PROGRAM RANKS [--cases FIRST:END] ARGUMENTS...
 
 FOLDER is a checkout of DeepEP 2.1, of which tests/PROGRAM runs and deep_ep/utils is imported. RANKS processes are made here.
-Timers do not measure: they look for kernels of DeepEP. Without a GPU for each rank the device "cuda" becomes the host and NCCL
-becomes gloo.
+--cases runs a part of the cases of elastic/test_ep.py, so that each of several short runs has some of them. Timers do not
+measure: they look for kernels of DeepEP. Without a GPU for each rank the device "cuda" becomes the host and NCCL becomes gloo.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import os
-import runpy
 import sys
 import types
 from datetime import timedelta
@@ -81,7 +82,18 @@ def on_host() -> None:
     dist.init_process_group = by_gloo
 
 
-def rank_of(rank: int, folder: str, program: str, ranks: int, arguments: list[str]) -> None:
+def execute(path: Path, cases: str) -> None:
+    """Run a program, of whose cases those of a range FIRST:END are made."""
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": str(path)}
+    program = ast.parse(path.read_text()).body
+    exec(compile(ast.Module(program[:-1], []), str(path), "exec"), names)
+    if cases:
+        modes, bounds = names["enumerate_ep_modes"], [int(n) for n in cases.split(":")]
+        names["enumerate_ep_modes"] = lambda: itertools.islice(modes(), *bounds)
+    exec(compile(ast.Module(program[-1:], []), str(path), "exec"), names)  # which calls what the others define
+
+
+def rank_of(rank: int, folder: str, program: str, ranks: int, cases: str, arguments: list[str]) -> None:
     torch.set_num_threads(1)
     prepare(Path(folder))
     path = Path(folder) / "tests" / program
@@ -90,18 +102,21 @@ def rank_of(rank: int, folder: str, program: str, ranks: int, arguments: list[st
     # Each process runs the program, whose spawn calls the function for this process's rank alone.
     torch.multiprocessing.spawn = lambda function, args, nprocs: function(rank, *args)
     if torch.cuda.device_count() >= ranks:
-        runpy.run_path(str(path), run_name="__main__")
+        execute(path, cases)
         return
     on_host()
     with OnHost():
-        runpy.run_path(str(path), run_name="__main__")
+        execute(path, cases)
 
 
 def main(folder: str, program: str, ranks: int, arguments: list[str]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), OMP_NUM_THREADS="1")
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
-    torch.multiprocessing.spawn(rank_of, args=(folder, program, ranks, arguments), nprocs=ranks)
+    cases = ""
+    if arguments[:1] == ["--cases"]:
+        cases, arguments = arguments[1], arguments[2:]
+    torch.multiprocessing.spawn(rank_of, args=(folder, program, ranks, cases, arguments), nprocs=ranks)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ rows once more to find its way.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
@@ -24,6 +25,8 @@ from torch import Tensor
 OUTPUTS = 2
 # The most tokens that kernels for few take.
 FEW = 1024
+
+_NO_EXPERT = re.compile(r"has expert (\d+) as choice (\d+), there are \d+ experts")
 
 _FLOAT8 = torch.float8_e4m3fn
 #: The types of rows that are sent, and of their sums.
@@ -89,6 +92,8 @@ class Routing:
         self.live: Optional[Live] = None
         #: The routing out of the output, once a later call took that.
         self.kept: Any = None
+        #: The error of a dispatch whose host did not wait for it.
+        self.failed: Optional[errors.Error] = None
         self._by_rank: Optional[Routing] = None
 
     def by_rank(self) -> Routing:
@@ -130,7 +135,10 @@ class Live:
         if routing is not None and routing.live is self:
             routing.live = None
             if routing.kept is None and not self.got.between_halves:
-                routing.kept = self.got.keep()
+                try:
+                    routing.kept = self.got.keep()
+                except errors.Error as error:  # of this routing, and not of the call that takes the output
+                    routing.failed = error
         self.drop()
 
     def drop(self) -> None:
@@ -177,10 +185,7 @@ def engine_of(group: Any, device: torch.device) -> Engine:
 
 def communicator(group: Any) -> Any:
     """The dispatchers that the ranks of a group share. The first call for a group is collective."""
-    comm = switchyard.communicator(group)
-    if comm is None:
-        raise errors.Unsupported("deep_ep: the ranks of this group are on several hosts, and there are buffers on one")
-    return comm
+    return switchyard.communicator(group)
 
 
 def close_all(group: Any) -> None:
@@ -229,8 +234,8 @@ class Engine:
     ) -> tuple[Result, Routing]:
         """Send tokens. Without a length the host waits for the counts, and the result has as many rows as came; otherwise it
         has this many rows."""
-        if not shape.tokens:  # what is no expert of the caller's must be none of the dispatcher's
-            idx = idx.masked_fill(idx >= shape.experts, shape.experts + self.size)
+        if not shape.tokens:  # what is no expert of the caller's must be none of the dispatcher's, see _restated
+            idx = torch.where(idx < shape.experts, idx, idx + self.size)
         routing = Routing(self, shape, idx, not length)
         return self.redispatch(x, scales, weights, routing, shape, length), routing
 
@@ -241,14 +246,27 @@ class Engine:
         if not shape.tokens:
             self._refuse_capture("a call whose number of tokens the host does not know")
             shape = self._sized(shape, x.shape[0])
-        live = self.send(shape, x, scales, routing, weights)
-        if shape.open and live.got.host_counts().counts[-1]:
-            # Some rank has more tokens than there is room for, and sent a plea in their place.
-            live = self.send(shape._replace(tokens=self.agree(x.shape[0])), x, scales, routing, weights)
+        try:
+            live = self.send(shape, x, scales, routing, weights)
+            if shape.open and live.got.host_counts().counts[-1]:
+                # Some rank has more tokens than there is room for, and sent a plea in their place.
+                live = self.send(shape._replace(tokens=self.agree(x.shape[0])), x, scales, routing, weights)
+        except errors.InvalidArgument as error:
+            routing.live = None  # nobody goes by it
+            raise (self._restated(error, shape.experts) if shape.open else error) from None
         routing.shape = routing.shape._replace(tokens=live.made.shape.tokens, open=shape.open)
         result = self._result(live.got, live.made, weights is not None, length)
         self._mark()
         return result
+
+    def _restated(self, error: errors.InvalidArgument, experts: int) -> errors.InvalidArgument:
+        """The error of an index that is no expert, in the caller's numbers: the dispatcher has one more expert a rank."""
+        said = _NO_EXPERT.search(str(error))
+        if said is None:
+            return error
+        number, choice = int(said[1]) - self.size, said[2]
+        text = f"has expert {number} as choice {choice}, there are {experts} experts"
+        return errors.InvalidArgument(str(error).replace(said[0], text))
 
     def _sized(self, shape: Shape, tokens: int) -> Shape:
         """A shape of any number of tokens as one of the tokens that there is room for. The first is agreed on."""
@@ -389,6 +407,8 @@ class Engine:
     def _alive(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Live:
         """An output that goes by a routing, for rows of a type: of its dispatch, for the kept routing, or of empty
         rows that go its ways."""
+        if routing.failed is not None:
+            raise routing.failed
         live, made, kept = routing.live, routing.made, routing.kept
         if made is not None and made.shape.hidden == hidden and SUMS[made.shape.dtype] is dtype and not made.closed:
             self._follow()

@@ -1,0 +1,254 @@
+"""What is refused, by kind: wrong devices, indices, bounds and groups, lost ranks, and buffers destroyed early."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import switchyard._core.comm as meeting
+import torch
+import torch.distributed as dist
+import world
+from layers import HIDDEN, applied, dispatched, routing, want
+from switchyard import errors
+
+import deep_ep
+
+MOST = 12
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def works(buffer, rank, size):
+    """A right call after wrong ones."""
+    x, idx, weights = routing(rank, size, 6, 1)
+    rows, indices, beside, _, handle, _ = dispatched(buffer, x, idx, weights)
+    y = buffer.combine(applied(rows, indices, beside, rank, size), handle)[0]
+    torch.testing.assert_close(y, want(x, idx, weights, size), **CLOSE)
+
+
+def few_works(buffer, rank, size):
+    x, idx, weights = routing(rank, size, MOST, 1)
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False)
+    y = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+    torch.testing.assert_close(y.float(), x * weights.sum(1, keepdim=True), rtol=0.05, atol=0.05)
+
+
+def elastic_works(buffer, rank, size):
+    x, idx, weights = routing(rank, size, 6, 1)
+    rows, indices, beside, handle, _ = buffer.dispatch(x, idx, weights, num_experts=4 * size)
+    y, sums, _ = buffer.combine(applied(rows, indices, beside, rank, size), handle, beside)
+    torch.testing.assert_close(y, want(x, idx, weights, size), **CLOSE)
+    assert torch.equal(sums, weights)
+
+
+def devices(rank, size):
+    """Tensors of another device than the tokens, and tokens that are nowhere."""
+    buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    per_rank, _, per_expert, inside, _ = buffer.get_dispatch_layout(idx, 4 * size)
+    about = {"num_tokens_per_rank": per_rank, "is_token_in_rank": inside, "num_tokens_per_expert": per_expert}
+    bf16 = x.bfloat16()
+    for kind, text, call in (
+        (ValueError, "x is on meta, want", lambda: buffer.dispatch(x.to("meta"), topk_idx=idx, **about)),
+        (ValueError, "topk_idx is on meta, x on cpu", lambda: buffer.dispatch(x, topk_idx=idx.to("meta"), **about)),
+        (ValueError, "topk_weights is on meta",
+         lambda: buffer.dispatch(x, topk_idx=idx, topk_weights=weights.to("meta"), **about)),
+        (ValueError, "scales is on meta",
+         lambda: buffer.dispatch((x.to(torch.float8_e4m3fn), torch.ones(6, 2, device="meta")), topk_idx=idx, **about)),
+        (TypeError, "x is list, want a tensor", lambda: buffer.combine([1], None)),
+        (ValueError, "topk_idx is on meta", lambda: buffer.get_dispatch_layout(idx.to("meta"), 4 * size)),
+        (ValueError, "x is on meta", lambda: buffer.low_latency_dispatch(bf16.to("meta"), idx.to("meta"), 6, 4 * size)),
+        (ValueError, "topk_idx is on meta", lambda: buffer.low_latency_dispatch(bf16, idx.to("meta"), 6, 4 * size)),
+        (ValueError, "topk_idx is on meta", lambda: elastic.dispatch(x, idx.to("meta"), num_experts=4 * size)),
+        (ValueError, "x is on meta", lambda: elastic.dispatch(x.to("meta"), idx, num_experts=4 * size)),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=text):
+            call()
+    works(buffer, rank, size)
+    elastic_works(elastic, rank, size)
+    elastic.destroy()
+    buffer.destroy()
+
+
+def test_wrong_devices(pair):
+    pair.run(devices)
+
+
+def kinds(rank, size):
+    """Wrong shapes and types of every tensor of the calls that the tests of each call do not have."""
+    buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    bf16 = x.bfloat16()
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(bf16, idx, MOST, 4 * size, use_fp8=False)
+    rows = rows.clone()
+    got, _, beside, kept, _ = elastic.dispatch(x, idx, weights, num_experts=4 * size)
+    for kind, text, call in (
+        (TypeError, "topk_idx is torch.float32, want int64 or int32",
+         lambda: buffer.low_latency_dispatch(bf16, idx.float(), MOST, 4 * size)),
+        (TypeError, "x is torch.int64", lambda: buffer.low_latency_dispatch(idx, idx, MOST, 4 * size)),
+        (ValueError, r"x has shape \(6,\)", lambda: buffer.low_latency_dispatch(bf16[:, 0], idx, MOST, 4 * size)),
+        (ValueError, "7 experts for 2 ranks", lambda: buffer.low_latency_dispatch(bf16, idx, MOST, 7)),
+        (TypeError, "x is torch.float64", lambda: buffer.low_latency_combine(rows.double(), idx, weights, handle)),
+        (TypeError, "topk_weights is torch.float64",
+         lambda: buffer.low_latency_combine(rows, idx, weights.double(), handle)),
+        (TypeError, "x is torch.float64", lambda: elastic.dispatch(x.double(), idx, num_experts=4 * size)),
+        (ValueError, r"topk_idx has shape \(5, 3\)", lambda: elastic.dispatch(x, idx[:5], num_experts=4 * size)),
+        (ValueError, "topk_weights has shape", lambda: elastic.dispatch(x, idx, weights[:, :2], num_experts=4 * size)),
+        (ValueError, "7 experts for 2 ranks", lambda: elastic.dispatch(x, idx, num_experts=7)),
+        (ValueError, "num_max_tokens_per_rank is needed",
+         lambda: elastic.dispatch(x, idx, num_experts=4 * size, do_cpu_sync=False)),
+        (TypeError, "x is torch.int64", lambda: elastic.combine(got.long(), kept, beside)),
+        (TypeError, "bias is torch.float64", lambda: elastic.combine(got, kept, bias=x.double())),
+        (ValueError, "3 biases", lambda: elastic.combine(got, kept, bias=(x, x, x))),
+        (NotImplementedError, "nvfp4", lambda: elastic.dispatch((x, x, x), idx, num_experts=4 * size)),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=text):
+            call()
+    few_works(buffer, rank, size)
+    elastic_works(elastic, rank, size)
+    elastic.destroy()
+    buffer.destroy()
+
+
+def test_wrong_shapes_and_types(pair):
+    pair.run(kinds)
+
+
+def experts(rank, size):
+    """An index that is no expert, on one rank: an error on all that names it."""
+    buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    layout = buffer.get_dispatch_layout(idx, 4 * size)
+    about = {"num_tokens_per_rank": layout[0], "is_token_in_rank": layout[3], "num_tokens_per_expert": layout[2]}
+    beyond = idx.clone()
+    if rank == 1:
+        beyond[3, 1] = 4 * size
+    said = f"token 3 of rank 1 has expert {4 * size} as choice 1, there are {4 * size} experts"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=said):
+            buffer.dispatch(x, topk_idx=beyond, topk_weights=weights, **about)
+        with pytest.raises(RuntimeError, match=said):
+            buffer.dispatch(x, topk_idx=beyond, topk_weights=weights, num_worst_tokens=6 * size, **about)
+        with pytest.raises(RuntimeError, match=said):
+            buffer.low_latency_dispatch(x.bfloat16(), beyond, MOST, 4 * size)
+        with pytest.raises(RuntimeError, match=said):
+            elastic.dispatch(x, beyond, weights, num_experts=4 * size)
+        works(buffer, rank, size)
+        few_works(buffer, rank, size)
+        elastic_works(elastic, rank, size)
+    elastic.destroy()
+    buffer.destroy()
+
+
+def test_an_index_that_is_no_expert(gloo):
+    gloo.run(experts)
+
+
+def bounds(rank, size):
+    """Few enough tokens on each rank, and more rows for rank 0 than num_worst_tokens."""
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    x = torch.randn(6, HIDDEN)
+    idx = torch.zeros(6, 3, dtype=torch.int64) + torch.arange(3)  # all of rank 0
+    with pytest.raises(RuntimeError, match=r"\b8\b"):
+        dispatched(buffer, x, idx, torch.ones(6, 3), num_worst_tokens=8)
+    works(buffer, rank, size)
+    rows = dispatched(buffer, x, idx, torch.ones(6, 3), num_worst_tokens=6 * size)[0]
+    assert rows.shape[0] == 6 * size
+    buffer.destroy()
+
+
+def test_more_rows_than_bounds_allow(gloo):
+    gloo.run(bounds)
+
+
+def groups(rank, size):
+    """Handles of another group."""
+    alone = [dist.new_group([r]) for r in range(size)][rank]
+    x, idx, weights = routing(rank, size, 6)
+    local = torch.where(idx >= 0, idx % 4, -1)
+    mine, all_of = deep_ep.Buffer(alone), deep_ep.Buffer(dist.group.WORLD)
+    one, elastic = deep_ep.ElasticBuffer(alone), deep_ep.ElasticBuffer(dist.group.WORLD)
+    few = mine.low_latency_dispatch(x.bfloat16(), local, MOST, 4, use_fp8=False)[2]
+    rows = torch.zeros(4, size * MOST, HIDDEN, dtype=torch.bfloat16)
+    got, _, _, kept, _ = one.dispatch(x, local, weights, num_experts=4)
+    for call in (
+        lambda: all_of.low_latency_combine(rows, idx, weights, few),
+        lambda: elastic.combine(got, kept),
+        lambda: elastic.dispatch(x, handle=kept),
+    ):
+        with pytest.raises(ValueError, match="of another group or device"):
+            call()
+    few_works(all_of, rank, size)
+    elastic_works(elastic, rank, size)
+    for buffer in (mine, one, elastic, all_of):
+        buffer.destroy()
+
+
+def test_handles_of_another_group(pair):
+    pair.run(groups)
+
+
+def several_hosts(rank, size):
+    """Groups across hosts are an error on all ranks, and each host may have buffers."""
+    own = meeting.place
+    meeting.place = lambda: f"host {rank // 2}"
+    try:
+        spread = dist.new_group(list(range(size)))
+        for kind in (deep_ep.Buffer, deep_ep.ElasticBuffer):
+            with pytest.raises(NotImplementedError, match="not on one host"):
+                kind(spread)
+        inside = [dist.new_group([2 * h, 2 * h + 1]) for h in range(size // 2)][rank // 2]
+        buffer = deep_ep.ElasticBuffer(inside)
+        elastic_works(buffer, rank % 2, 2)
+        buffer.destroy()
+    finally:
+        meeting.place = own
+
+
+def test_groups_across_hosts(worlds):
+    worlds.get(4, world.gloo).run(several_hosts)
+
+
+def early(rank, size):
+    """destroy with results and hooks alive, twice, and by one of two buffers."""
+    buffer, other = deep_ep.Buffer(dist.group.WORLD), deep_ep.Buffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    rows, indices, beside, _, handle, _ = dispatched(buffer, x, idx, weights)
+    before = rows.clone()
+    few = buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False)
+    buffer.destroy()
+    buffer.destroy()
+    assert buffer.runtime is None
+    assert torch.equal(rows, before)
+    y = other.combine(applied(rows, indices, beside, rank, size), handle)[0]
+    torch.testing.assert_close(y, want(x, idx, weights, size), **CLOSE)
+    del few
+    few_works(other, rank, size)
+    other.destroy()
+    works(deep_ep.Buffer(dist.group.WORLD), rank, size)
+    deep_ep.Buffer(dist.group.WORLD).destroy()
+
+
+def test_destroy_with_results_alive(gloo):
+    gloo.run(early)
+
+
+def lost(rank, size):
+    """The last rank goes: the others' calls are errors that name it."""
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    works(buffer, rank, size)
+    if rank == size - 1:
+        os._exit(0)
+    with pytest.raises(errors.PeerLost, match=rf"rank {size - 1}\b") as caught:
+        works(buffer, rank, size)
+    assert caught.value.rank == size - 1
+
+
+def test_a_lost_rank(tmp_path):
+    ranks = world.World(3, world.gloo, str(tmp_path / "store"))
+    try:
+        with pytest.raises(AssertionError) as caught:
+            ranks.run(lost, timeout=60)
+        assert str(caught.value) == "lost: rank 2 has ended"  # and the others saw what they should
+    finally:
+        ranks.close()

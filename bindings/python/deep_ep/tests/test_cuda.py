@@ -1,0 +1,506 @@
+"""Buffers of CUDA tensors: side streams, events, graphs, groups of gloo and defaults of the caller's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import world
+from layers import HIDDEN, applied, dispatched, factors, routing, want
+from switchyard import errors
+
+import deep_ep
+
+CUDA, CLOSE = "cuda", {"rtol": 1e-4, "atol": 1e-5}
+# Cycles of a GPU's clock: 25 to 50 ms.
+LONG = 50_000_000
+
+
+def cuda_gloo(rank: int, size: int, store: str) -> None:
+    """A GPU for each rank, or GPUs that ranks share, and a group of gloo, as vLLM has it."""
+    world._take_gpu(rank)
+    world._torch("gloo", rank, size, store)
+
+
+@pytest.fixture
+def cuda(worlds):
+    return worlds.get(2, world.cuda)
+
+
+def on(stream):
+    return torch.cuda.stream(stream)
+
+
+def ended(event) -> bool:
+    return event.event._event.query()
+
+
+# Side streams
+
+
+def dropped(rank, size):
+    """Results of every call are dropped while a side stream has yet to read them; the next calls take other memory."""
+    buffer, side, sums = deep_ep.Buffer(dist.group.WORLD), torch.cuda.Stream(), []
+
+    def read_late(*results):
+        before = [t.double().sum() for t in results]
+        side.wait_stream(torch.cuda.current_stream())
+        with on(side):
+            torch.cuda._sleep(LONG // 5)
+            sums.extend((want, t.double().sum()) for want, t in zip(before, results))
+        for t in results:
+            t.record_stream(side)
+
+    for seed in range(8):
+        x, idx, weights = routing(rank, size, 2000, seed, CUDA)
+        rows, indices, beside, _, handle, _ = dispatched(buffer, x, idx, weights)
+        read_late(rows, indices, beside)
+        del rows, indices, beside
+        again = buffer.dispatch(x, handle=handle)[0]
+        y = buffer.combine(again, handle)[0]
+        read_late(again, y)
+        del again, y
+    torch.cuda.synchronize()
+    assert len(sums) == 8 * 5
+    for before, late in sums:
+        assert torch.equal(before, late)
+    buffer.destroy()
+
+
+def test_results_dropped_while_a_side_stream_reads_them(cuda):
+    cuda.run(dropped, timeout=60)
+
+
+def many(rank, size):
+    """64 routings at a time, used in the other order, after their rows are gone."""
+    buffer, kept = deep_ep.Buffer(dist.group.WORLD), []
+    for seed in range(64):
+        x, idx, weights = routing(rank, size, 5 + (seed + rank) % 3, seed, CUDA)
+        rows, indices, beside, _, handle, _ = dispatched(buffer, x, idx, weights)
+        kept.append((x, idx, weights, handle, applied(rows, indices, beside, rank, size)))
+    for x, idx, weights, handle, out in reversed(kept):
+        torch.testing.assert_close(buffer.combine(out, handle)[0], want(x, idx, weights, size), **CLOSE)
+    buffer.destroy()
+
+
+def test_64_routings_at_a_time(cuda):
+    cuda.run(many, timeout=60)
+
+
+# Events
+
+
+def events(rank, size, second):
+    """A call with previous_event waits for that alone, one without it for the current stream; with async_finish the current
+    stream does not wait for the call."""
+    buffer = deep_ep.ElasticBuffer(dist.group.WORLD) if second else deep_ep.Buffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 100, 0, CUDA)
+    layout = None if second else buffer.get_dispatch_layout(idx, 4 * size)
+
+    def call(later, **arguments):
+        if second:
+            made = buffer.dispatch(
+                x, idx, weights, num_experts=4 * size, num_max_tokens_per_rank=100, do_cpu_sync=False,
+                async_with_compute_stream=later, **arguments,
+            )  # fmt: skip
+        else:
+            made = buffer.dispatch(
+                x, topk_idx=idx, topk_weights=weights, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
+                num_tokens_per_expert=layout[2], num_worst_tokens=100 * size, async_finish=later, **arguments,
+            )  # fmt: skip
+        return made[0], made[3 if second else 4], made[-1]
+
+    current, comm = torch.cuda.current_stream(), buffer.get_comm_stream()
+    rows, _, _ = call(False)
+    for _ in range(2):  # torch's memory for the other stream
+        call(True)[2].current_stream_wait()
+    torch.cuda.synchronize()
+    dist.barrier()
+
+    def busy(stream):
+        """Work of 25 ms at least on a stream, and an event behind it."""
+        with on(stream):
+            torch.cuda._sleep(LONG)
+            done = torch.cuda.Event()
+            done.record()
+        return done
+
+    # previous_event alone: the call ends while the current stream is busy.
+    before = buffer.capture()
+    work = busy(current)
+    again, handle, event = call(True, previous_event=before, allocate_on_comm_stream=True)
+    event.event._event.synchronize()
+    assert not work.query()
+    event.current_stream_wait()
+    assert torch.equal(again, rows)
+    # No event: the call begins behind the current stream.
+    work = busy(current)
+    _, _, event = call(True)
+    event.event._event.synchronize()
+    assert work.query()
+    # async_finish: the current stream goes on while the call's stream is busy.
+    work = busy(comm)
+    _, _, event = call(True)
+    current.synchronize()
+    assert not work.query()
+    assert not ended(event)
+    event.current_stream_wait()
+    current.synchronize()
+    assert work.query()
+    # previous_event without async_finish: the current stream waits for the call.
+    work = busy(comm)
+    again, _, event = call(False, previous_event=buffer.capture())
+    assert event.event is None
+    current.synchronize()
+    assert work.query()
+    assert torch.equal(again, rows)
+    # A combine has the same words.
+    later = {"async_with_compute_stream" if second else "async_finish": True}
+    sums, _, event = buffer.combine(rows, handle, previous_event=buffer.capture(), allocate_on_comm_stream=True, **later)
+    event.current_stream_wait()
+    to = torch.stack([((idx >= 4 * r) & (idx < 4 * r + 4)).any(1) for r in range(size)]).sum(0)
+    torch.testing.assert_close(sums, x * to[:, None])
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["Buffer", "ElasticBuffer"])
+def test_events(cuda, second):
+    cuda.run(events, second, timeout=60)
+
+
+def alone(rank, size):
+    """A call without event and async_finish does not take the buffer's stream."""
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 100, 0, CUDA)
+    dispatched(buffer, x, idx, weights)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with on(buffer.get_comm_stream()):
+        torch.cuda._sleep(LONG)
+        work = torch.cuda.Event()
+        work.record()
+    rows, _, _, _, handle, _ = dispatched(buffer, x, idx, weights)
+    buffer.combine(rows, handle)
+    torch.cuda.current_stream().synchronize()
+    assert not work.query()
+    buffer.destroy()
+
+
+def test_plain_calls_stay_on_the_current_stream(cuda):
+    cuda.run(alone, timeout=60)
+
+
+def few_events(rank, size):
+    """Low latency: a hook ends a call on the current stream, an event a call on the buffer's."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    x, idx, weights = routing(rank, size, 12, 0, CUDA)
+    x, mine = x.bfloat16(), factors(size, CUDA).view(size, 4)[rank].bfloat16()[:, None, None]
+    for way in ("hook", "async", "plain", "hook", "async"):
+        hooked, later = way == "hook", way == "async"
+        rows, _, handle, event, hook = buffer.low_latency_dispatch(
+            x, idx, 12, 4 * size, use_fp8=False, return_recv_hook=hooked, async_finish=later
+        )
+        assert (hook is not None, event.event is not None) == (hooked, later)
+        hook() if hooked else event.current_stream_wait() if later else None
+        y, event, hook = buffer.low_latency_combine(
+            rows * mine, idx, weights, handle, return_recv_hook=hooked, async_finish=later
+        )
+        hook() if hooked else event.current_stream_wait() if later else None
+        torch.testing.assert_close(y.float(), want(x.float(), idx, weights, size), rtol=0.1, atol=0.1)
+    buffer.destroy()
+
+
+def test_low_latency_events(cuda):
+    cuda.run(few_events, timeout=60)
+
+
+# Graphs
+
+
+def replayed(size, step, still, seeds):
+    """Capture a step, and replay it with tokens and routings of other seeds."""
+    graph, tokens = torch.cuda.CUDAGraph(), still[0].shape[0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with on(stream):
+        for _ in range(2):  # makes what the capture cannot
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.cuda.graph(graph):
+        y = step()
+    for seed in seeds:
+        other = routing(dist.get_rank(), size, tokens, seed, CUDA)
+        for t, value in zip(still, other):
+            t.copy_(value)
+        y.fill_(7)
+        graph.replay()
+        right = want(*(t.float() if t.is_floating_point() else t for t in still), size)
+        near = CLOSE if y.dtype is torch.float32 else {"rtol": 0.1, "atol": 0.1}
+        torch.testing.assert_close(y.float(), right, **near)
+    return graph
+
+
+def few_graph(rank, size, hooked, use_fp8):
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    still = routing(rank, size, 12, 0, CUDA)
+    still = (still[0].bfloat16(), *still[1:])
+    x, idx, weights = still
+    mine = factors(size, CUDA).view(size, 4)[rank].bfloat16()[:, None, None]
+
+    def step():
+        rows, _, handle, _, hook = buffer.low_latency_dispatch(x, idx, 12, 4 * size, use_fp8=use_fp8, return_recv_hook=hooked)
+        if hooked:
+            hook()
+        if use_fp8:
+            q, scales = rows
+            rows = (q.float().unflatten(2, (-1, 128)) * scales[..., None]).flatten(2).bfloat16()
+        y, _, hook = buffer.low_latency_combine(rows * mine, idx, weights, handle, return_recv_hook=hooked)
+        if hooked:
+            hook()
+        return y
+
+    graph = replayed(size, step, still, range(1, 6))
+    torch.testing.assert_close(step().float(), want(x.float(), idx, weights, size), rtol=0.1, atol=0.1)  # in turns with it
+    graph.replay()
+    torch.cuda.synchronize()
+    del graph
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hook"])
+@pytest.mark.parametrize("use_fp8", [False, True], ids=["bf16", "fp8"])
+def test_graph_of_low_latency(cuda, hooked, use_fp8):
+    cuda.run(few_graph, hooked, use_fp8, timeout=60)
+
+
+def worst_graph(rank, size, weighed):
+    """num_worst_tokens: a layer in a graph, with the layout and the weights of all ranks."""
+    buffer, still = deep_ep.Buffer(dist.group.WORLD), routing(rank, size, 24, 0, CUDA)
+    x, idx, weights = still
+    mine = factors(size, CUDA).view(size, 4)[rank]
+    beside_of = []
+
+    def step():
+        rows, indices, beside, _, handle, _ = dispatched(buffer, x, idx, weights, num_worst_tokens=24 * size)
+        scale = torch.where(indices >= 0, beside * mine[indices.clamp(min=0)], 0).sum(1, keepdim=True)
+        rows = torch.where(scale != 0, rows, 0)  # rows behind the last are anything
+        y, sums, _ = buffer.combine(rows * scale, handle, topk_weights=beside if weighed else None)
+        beside_of[:] = [sums]
+        return y
+
+    graph = replayed(size, step, still, range(1, 6))
+    if weighed:
+        assert torch.equal(beside_of[0], weights)
+    del graph
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("weighed", [False, True], ids=["rows", "rows and weights"])
+def test_graph_of_worst_case_lengths(cuda, weighed):
+    cuda.run(worst_graph, weighed, timeout=60)
+
+
+def elastic_graph(rank, size, expand):
+    """ElasticBuffer without a wait of the host."""
+    buffer, still = deep_ep.ElasticBuffer(dist.group.WORLD), routing(rank, size, 24, 0, CUDA)
+    x, idx, weights = still
+    mine = factors(size, CUDA).view(size, 4)[rank]
+
+    def step():
+        rows, indices, beside, handle, _ = buffer.dispatch(
+            x, idx, weights, num_experts=4 * size, num_max_tokens_per_rank=24, expert_alignment=8, do_cpu_sync=False,
+            do_expand=expand,
+        )  # fmt: skip
+        if expand:
+            ends = handle.psum_num_recv_tokens_per_expert
+            expert = torch.searchsorted(ends, torch.arange(rows.shape[0], device=CUDA, dtype=ends.dtype), right=True)
+            scale = (beside * mine[expert.clamp(max=3)])[:, None]
+        else:
+            scale = torch.where(indices >= 0, beside * mine[indices.clamp(min=0)], 0).sum(1, keepdim=True)
+        rows = torch.where(scale != 0, rows, 0)
+        return buffer.combine(rows * scale, handle)[0]
+
+    graph = replayed(size, step, still, range(1, 6))
+    del graph
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])
+def test_graph_of_elastic_buffer(cuda, expand):
+    cuda.run(elastic_graph, expand, timeout=60)
+
+
+def unprepared(rank, size):
+    """What a capture cannot make is an error on all ranks, and the next right call works."""
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 12, 0, CUDA)
+    buffer.get_dispatch_layout(idx, 4 * size)
+    torch.cuda.synchronize()
+    dist.barrier()
+    for worst in (0, 12 * size):
+        with pytest.raises(errors.Unsupported, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            dispatched(buffer, x, idx, weights, num_worst_tokens=worst)
+    with pytest.raises(errors.Unsupported, match="captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        buffer.low_latency_dispatch(x.bfloat16(), idx, 12, 4 * size)
+    rows, indices, beside, _, handle, _ = dispatched(buffer, x, idx, weights)
+    y = buffer.combine(applied(rows, indices, beside, rank, size), handle)[0]
+    torch.testing.assert_close(y, want(x, idx, weights, size), **CLOSE)
+    buffer.destroy()
+
+
+def test_a_capture_that_was_not_prepared(worlds):
+    worlds.get(2, world.cuda).run(unprepared, timeout=60)
+
+
+def failed(rank, size):
+    """An index that is no expert: an error on all ranks at once where the host waits; otherwise of what goes by the handle,
+    and not of other calls, at any number of calls later."""
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 12, 0, CUDA)
+    per_rank, _, per_expert, inside, _ = buffer.get_dispatch_layout(idx, 4 * size)
+    beyond = idx.clone()
+    if rank == 1:
+        beyond[3, 1] = 4 * size
+
+    def send(ways, worst=0):
+        made = buffer.dispatch(
+            x, topk_idx=ways, topk_weights=weights, num_tokens_per_rank=per_rank, is_token_in_rank=inside,
+            num_tokens_per_expert=per_expert, num_worst_tokens=worst,
+        )  # fmt: skip
+        return made[0], made[4]
+
+    with pytest.raises(RuntimeError, match=f"token 3 of rank 1 has expert {4 * size} as choice 1") as kept:
+        send(beyond)
+    assert kept.value.__traceback__ is not None  # which holds what the call had
+    _, bad = send(beyond, 12 * size)
+    for _ in range(4):
+        rows, handle = send(idx, 12 * size)
+        to = torch.stack([((idx >= 4 * r) & (idx < 4 * r + 4)).any(1) for r in range(size)]).sum(0)
+        torch.testing.assert_close(buffer.combine(rows, handle)[0], x * to[:, None])
+    with pytest.raises(RuntimeError, match=f"has expert {4 * size}"):
+        buffer.combine(rows, bad)
+    for _ in range(4):
+        torch.testing.assert_close(buffer.combine(*send(idx))[0], x * to[:, None])
+    buffer.destroy()
+
+
+def test_an_index_that_is_no_expert(worlds):
+    worlds.get(2, world.cuda).run(failed, timeout=60)
+
+
+# Groups and defaults
+
+
+def layers_of_all(rank, size):
+    """A layer of each kind of call on CUDA tensors."""
+    x, idx, weights = (t.to(CUDA) for t in routing(rank, size, 40))
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    rows, indices, beside, counts, handle, _ = dispatched(buffer, x, idx, weights)
+    assert (rows.device.type, rows.dtype, indices.dtype, beside.dtype) == (CUDA, x.dtype, torch.int64, torch.float32)
+    assert counts == [int((indices == e).sum()) for e in range(4)]
+    y, sums, _ = buffer.combine(applied(rows, indices, beside, rank, size), handle, topk_weights=beside)
+    torch.testing.assert_close(y, want(x, idx, weights, size), **CLOSE)
+    assert torch.equal(sums, weights)
+    assert [t.device.type for t in handle] == [CUDA] * 6
+    small = x[:12].bfloat16()
+    (q, scales), _, few, _, _ = buffer.low_latency_dispatch(small, idx[:12], 12, 4 * size)
+    assert (q.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+    rows = torch.zeros(q.shape, dtype=torch.bfloat16, device=CUDA)
+    assert not buffer.low_latency_combine(rows, idx[:12], weights[:12], few)[0].any()
+    assert [t.device.type for t in few[:2]] == [CUDA] * 2
+    elastic = deep_ep.ElasticBuffer(dist.group.WORLD)
+    for expand in (False, True):
+        rows, _, beside, kept, _ = elastic.dispatch(x, idx, weights, num_experts=4 * size, do_expand=expand)
+        y, sums, _ = elastic.combine(rows, kept, beside)
+        assert torch.equal(sums, weights)
+        assert kept.recv_src_metadata.device.type == CUDA
+        assert torch.equal(kept.dst_buffer_slot_idx >= 0, idx >= 0)
+    elastic.destroy()
+    buffer.destroy()
+
+
+def test_groups_of_gloo_with_cuda_tensors(worlds):
+    worlds.get(2, cuda_gloo).run(layers_of_all, timeout=60)
+
+
+def with_defaults(rank, size):
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device(CUDA)
+    try:
+        with torch.device("cpu"):
+            x, idx, weights = (t.float() if t.is_floating_point() else t for t in routing(rank, size, 40))
+        x, idx, weights = x.to(CUDA), idx.to(CUDA), weights.to(CUDA)
+        buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+        rows, indices, beside, _, handle, _ = dispatched(buffer, x, idx, weights)
+        y, sums, _ = buffer.combine(applied(rows, indices, beside, rank, size), handle, topk_weights=beside)
+        torch.testing.assert_close(y, want(x, idx, weights, size), **CLOSE)
+        assert torch.equal(sums, weights)
+        assert [t.is_floating_point() for t in handle] == [False] * 6
+        for expand in (False, True):
+            rows, _, beside, kept, _ = elastic.dispatch(x, idx, weights, num_experts=4 * size, do_expand=expand)
+            assert torch.equal(elastic.combine(rows, kept, beside)[1], weights)
+        few = buffer.low_latency_dispatch(x[:12].bfloat16(), idx[:12], 12, 4 * size, use_fp8=False)
+        y = buffer.low_latency_combine(few[0], idx[:12], torch.ones_like(weights[:12]), few[2])[0]
+        chosen = (idx[:12] >= 0).sum(1, keepdim=True)
+        torch.testing.assert_close(y, x[:12].bfloat16() * chosen, rtol=0.05, atol=0.05)
+        elastic.destroy()
+        buffer.destroy()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_default_device_and_type(cuda):
+    cuda.run(with_defaults, timeout=60)
+
+
+# Memory
+
+
+def steps(rank, size):
+    """Memory of torch and of the GPU does not grow with the number of steps."""
+    buffer, older, free = deep_ep.Buffer(dist.group.WORLD), [], []
+    for seed in range(1000):
+        x, idx, weights = routing(rank, size, 30 + seed % 7, seed % 11, CUDA)
+        rows, indices, beside, _, handle, _ = dispatched(buffer, x, idx, weights)
+        older = [*older[-3:], (handle, rows)]
+        buffer.combine(older[0][1], older[0][0])
+        if seed in (100, 999):
+            torch.cuda.synchronize()
+            free.append((torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]))
+        del rows, indices, beside, handle
+    (before, room), (after, left) = free
+    assert after - before < 1 << 20
+    assert room - left < 32 << 20
+    buffer.destroy()
+
+
+def test_memory_is_flat(cuda):
+    cuda.run(steps, timeout=90)
+
+
+def routing_bytes(rank, size):
+    """Bytes that live routings take, for each token sent and each row received."""
+    buffer, tokens, kept = deep_ep.Buffer(dist.group.WORLD), 4096, []
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=CUDA)
+    idx = torch.rand(tokens, 4 * size, generator=generator).argsort(1)[:, :8].to(CUDA)
+    weights = torch.ones(idx.shape, device=CUDA)
+    for seed in range(12):
+        rows, _, _, _, handle, _ = dispatched(buffer, x, idx, weights)
+        if seed == 3:  # dispatchers and what torch loads are there
+            torch.cuda.synchronize()
+            before, came = torch.cuda.memory_allocated(), rows.shape[0]
+            kept.clear()
+        kept.append(handle)
+        del rows, _
+    torch.cuda.synchronize()
+    each = (torch.cuda.memory_allocated() - before) / (len(kept) - 1)
+    assert each <= 256 * (tokens + came), f"{each / (tokens + came):.0f} bytes for each token and row"
+    buffer.destroy()
+
+
+def test_a_routing_is_small(cuda):
+    cuda.run(routing_bytes, timeout=60)
