@@ -40,6 +40,8 @@ type Dispatcher struct {
 	table, counters memory.View
 	views           []handleViews
 	ops             communicator.Pool[op]
+	opened          time.Time
+	countsPatience  shm.Patience // of waits in Handle.HostCounts
 
 	// mu guards the fields that launches on streams change too: the placement, and the lives of handles. It is not held during a wait
 	// for a stream.
@@ -68,7 +70,7 @@ type op struct {
 // an error on all. The caller closes the Dispatcher before the heap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	g := h.Group()
-	d := &Dispatcher{}
+	d := &Dispatcher{opened: time.Now()}
 	m, err := o.validate(g.Rank(), g.Size())
 	own := communicator.Config{Name: "dispatch", Timeout: o.Timeout}
 	if err == nil {

@@ -126,18 +126,22 @@ func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 		return HostCounts{}, fmt.Errorf("%w: the handle goes by a kept routing, its dispatch had another", ErrInvalid)
 	}
 	tells := d.c.Heap.Device().Kind() == device.HostKind // streams report errors, so no call of Fault is needed
-	for start := time.Now(); ; {
+	clock := func() time.Duration { return time.Since(d.opened) }
+	for w := waitForCounts(&d.countsPatience, clock()); ; {
 		c, ok, err := h.look()
 		switch {
-		case ok || err != nil:
+		case ok:
+			w.done(clock())
+			return c, nil
+		case err != nil:
 			return c, err
 		case d.c.Group.Err() != nil:
 			return HostCounts{}, d.c.Group.Err()
 		case ctx.Err() != nil:
 			return HostCounts{}, ctx.Err()
 		}
-		wait := time.Since(start)
-		if wait <= time.Millisecond {
+		pause := w.pause(clock())
+		if pause == 0 {
 			runtime.Gosched()
 			continue
 		}
@@ -146,7 +150,7 @@ func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 				return HostCounts{}, err
 			}
 		}
-		time.Sleep(min(wait/8, time.Millisecond))
+		time.Sleep(pause)
 	}
 }
 
