@@ -118,7 +118,7 @@ func build(flags ...string) ([]byte, error) {
 	if err := os.WriteFile(from, source, 0o666); err != nil {
 		return nil, err
 	}
-	args := append([]string{"-std=c++20", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", to, from}, flags...)
+	args := append([]string{"-std=c++20", "-Og", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", to, from}, flags...)
 	if out, err := exec.Command(compiler, args...).CombinedOutput(); err != nil {
 		return nil, fmt.Errorf("compile the driver: %w\n%s", err, out)
 	}
