@@ -1,6 +1,7 @@
 // Command switchyard starts the ranks of a program, and says what this version of Switchyard is and reads.
 //
 //	switchyard run -n 4 ./worker -its -own -flags
+//	switchyard doctor
 //	switchyard version
 //	switchyard env
 //
@@ -26,6 +27,12 @@
 // signal, unless a rank has failed before. After a second of waiting a line on standard error says for whom. Output that nobody
 // reads is given up at that time, or 3 seconds after the kill. SIGUSR1 and SIGUSR2 are passed on and have no other effect. Should
 // switchyard itself be killed, the ranks are too.
+//
+// # Doctor
+//
+// Doctor looks at this machine: versions, limits, launchers, containers, the driver, GPUs and their links. Two ranks, each a process, then
+// exchange bytes, on the host and where there are GPUs on those. Every finding that is not fine comes with its cure. The exit code is 1 if one
+// is a problem. -json prints an object a line: check, state (ok, note or problem), says, cure.
 package main
 
 import (
@@ -50,6 +57,8 @@ const usage = `usage: switchyard COMMAND
 
   run -n RANKS PROGRAM [ARGUMENT...]   start a program's ranks on this host;
                                        run -h lists the flags
+  doctor                               look at this machine, and have two ranks
+                                       exchange bytes; every finding has its cure
   version                              print the version
   env                                  list the environment variables that
                                        Switchyard reads, and their values
@@ -66,6 +75,8 @@ func command(args []string, stdout, stderr io.Writer) int {
 	switch name, rest := args[0], args[1:]; name {
 	case "run":
 		return run(rest, stdout, stderr)
+	case "doctor":
+		return doctor(rest, stdout, stderr)
 	case "version", "-version", "--version":
 		if len(rest) > 0 {
 			fmt.Fprintf(stderr, "switchyard version: %q is too much\n", rest)

@@ -96,7 +96,7 @@ var importers = map[string][]string{
 	"kernels/cuda":            {"memory"},
 	"internal/cuda":           {"device", "kernels/cuda", "memory", "internal/communicator", "internal/cuda/emulated", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
 	"internal/cuda/emulated":  {},                                                                                                   // only files of tests
-	"device/nvml":             {"test/soak"},
+	"device/nvml":             {"cmd/switchyard", "test/soak"},
 	"internal/rails/double":   {}, // only files of tests
 	"internal/rails/railtest": {},
 	"internal/worldtest":      {},
