@@ -22,7 +22,9 @@ class Parts:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return tuple(self[j] for j in range(self._length)[i])
         if not -self._length <= i < self._length:
             raise IndexError(f"deep_ep: a handle has {self._length} parts, not one of number {i}")
         i %= self._length
