@@ -29,7 +29,6 @@ const (
 	dispatchPlainPart      = 1536              // the same on the way back, 2048
 	dispatchNarrowPart     = 2048              // the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes
 	dispatchStretch        = 512               // elements of a float8 partial sum behind one group of scales
-	dispatchStayers        = 16                // blocks of a kernel for few tokens that keep their multiprocessors however long they wait
 	dispatchWindow         = 64                // rows of one rank that are told together when they are made
 )
 
@@ -75,8 +74,6 @@ type dispatchBlock struct {
 	weights      place // [staged][top_k] float32, in the order of indices
 	sources      place // [staged][2], in the order of indices
 	wiped        place // [2]: by parity of calls, the token of which places that are not used are wiped next
-	crew         place // the word of few/crew.cuh
-	left         place // [blocks][16]: tasks that warps have left, behind the low half of the epoch
 	notes        place // [2][size][max_tokens][note_stride]: what lies next to a row of few tokens, as packets
 	packets      place // [2][size][max_tokens][packet_stride]: rows of few tokens
 	end          place // the offset behind the block
@@ -104,8 +101,6 @@ func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, 
 	b.weights, at = at, kernels.AlignUp(at+staged*topK*4, kernels.LineBytes)
 	b.sources, at = at, kernels.AlignUp(at+staged*8, kernels.LineBytes)
 	b.wiped, at = at, kernels.AlignUp(at+controlAlign, kernels.LineBytes)
-	b.crew, at = at, at+controlAlign
-	b.left, at = at, kernels.AlignUp(at+dispatchMaxBlocks*16*8, kernels.LineBytes)
 	b.notes, at = at, kernels.AlignUp(at+2*size*maxTokens*b.noteStride, kernels.LineBytes)
 	b.packets, at = at, at+2*size*maxTokens*b.packetStride
 	b.end = at

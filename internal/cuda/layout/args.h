@@ -66,7 +66,6 @@ enum {
 	SW_DISPATCH_PLAIN_PART = 1536, /* the same on the way back, 2048 */
 	SW_DISPATCH_NARROW_PART = 2048, /* the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes */
 	SW_DISPATCH_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
-	SW_DISPATCH_STAYERS = 16, /* blocks of a kernel for few tokens that keep their multiprocessors however long they wait */
 	SW_DISPATCH_WINDOW = 64, /* rows of one rank that are told together when they are made */
 };
 
@@ -237,8 +236,6 @@ struct sw_dispatch_block {
 	uint64_t weights; /* [staged][top_k] float32, in the order of indices */
 	uint64_t sources; /* [staged][2], in the order of indices */
 	uint64_t wiped; /* [2]: by parity of calls, the token of which places that are not used are wiped next */
-	uint64_t crew; /* the word of few/crew.cuh */
-	uint64_t left; /* [blocks][16]: tasks that warps have left, behind the low half of the epoch */
 	uint64_t notes; /* [2][size][max_tokens][note_stride]: what lies next to a row of few tokens, as packets */
 	uint64_t packets; /* [2][size][max_tokens][packet_stride]: rows of few tokens */
 	uint64_t end; /* the offset behind the block */
@@ -470,10 +467,6 @@ static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int
 	at = (at + staged * 8 + 128 - 1) / 128 * 128;
 	b.wiped = at;
 	at = (at + SW_CONTROL_ALIGN + 128 - 1) / 128 * 128;
-	b.crew = at;
-	at = at + SW_CONTROL_ALIGN;
-	b.left = at;
-	at = (at + SW_DISPATCH_MAX_BLOCKS * 16 * 8 + 128 - 1) / 128 * 128;
 	b.notes = at;
 	at = (at + 2 * size * max_tokens * b.note_stride + 128 - 1) / 128 * 128;
 	b.packets = at;

@@ -95,8 +95,6 @@ func Of() map[string]int {
 		m["dispatch_block.weights"] = int(unsafe.Offsetof(s.weights))
 		m["dispatch_block.sources"] = int(unsafe.Offsetof(s.sources))
 		m["dispatch_block.wiped"] = int(unsafe.Offsetof(s.wiped))
-		m["dispatch_block.crew"] = int(unsafe.Offsetof(s.crew))
-		m["dispatch_block.left"] = int(unsafe.Offsetof(s.left))
 		m["dispatch_block.notes"] = int(unsafe.Offsetof(s.notes))
 		m["dispatch_block.packets"] = int(unsafe.Offsetof(s.packets))
 		m["dispatch_block.end"] = int(unsafe.Offsetof(s.end))

@@ -44,7 +44,6 @@ struct take_board {
 	u32 from[SW_MAX_RANKS];      // rows by expert from each rank, in the first block
 	u32 first[SW_MAX_RANKS + 1]; // of all ranks' blocks, counted one after the other
 	u32 over;                    // the first slot that overflows
-	u32 late;                    // a wait for counts has ended because it was long
 	arrivals full[SW_DISPATCH_PASS_THREADS / 32];
 };
 
@@ -97,9 +96,9 @@ struct taker {
 	u32 *count, *first, *base; // by local slot: rows, the first of them, and by rank and slot the first from there
 	u64 epoch;
 	u32 warp, lane, n;
-	u32 moved;                   // parts of rows that this warp has loaded
-	u8 *place;                   // where it has them
-	bool cached, leaves = false; // leaves: waits for counts end when they are long
+	u32 moved; // parts of rows that this warp has loaded
+	u8 *place; // where it has them
+	bool cached;
 
 	// The bytes of dynamic shared memory in front of the warps' places.
 	static __device__ __forceinline__ u32 front(const sw_dispatch_args &a)
@@ -125,25 +124,22 @@ struct taker {
 		if (threadIdx.x < n)
 			b.total[threadIdx.x] = b.from[threadIdx.x] = 0;
 		if (threadIdx.x == 0)
-			b.over = ~0u, b.late = 0;
+			b.over = ~0u;
 		__syncthreads();
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i - lane < a.slots; i += blockDim.x) {
 			u32 slot = min(i, a.slots - 1), rows = 0, r = 0;
 			bool mine = slot >= a.first[me] && slot < a.first[me + 1];
-			good &= each_slot_count(
-			    a, slot, epoch,
-			    [&](u32 src, u32 some) {
-				    if (mine)
-					    base[src * a.local + slot - a.first[me]] = rows;
-				    rows += some;
-				    if (!teller)
-					    return;
-				    some = __reduce_add_sync(~0u, mine && i < a.slots ? some : 0);
-				    if (lane == 0 && some != 0)
-					    atomicAdd(&b.from[src], some);
-			    },
-			    leaves ? &b.late : nullptr);
+			good &= each_slot_count(a, slot, epoch, [&](u32 src, u32 some) {
+				if (mine)
+					base[src * a.local + slot - a.first[me]] = rows;
+				rows += some;
+				if (!teller)
+					return;
+				some = __reduce_add_sync(~0u, mine && i < a.slots ? some : 0);
+				if (lane == 0 && some != 0)
+					atomicAdd(&b.from[src], some);
+			});
 			if (i >= a.slots)
 				continue;
 			if (mine)

@@ -93,7 +93,6 @@ __device__ __forceinline__ void sum_rows(const sw_dispatch_args &a, const combin
 		u32 t = task / a.parts, part = task - t * a.parts, at = part * part_bytes<type, float8>(a),
 		    bytes = min(part_bytes<type, float8>(a), a.row_bytes - at), place = k % a.depth;
 		full[place].await(k / a.depth);
-		tell_part(a, k, lane);
 		u64 there = has[place];
 #pragma unroll 1
 		for (u32 i = lane * 16; i < bytes; i += 512) {

@@ -53,15 +53,6 @@ __device__ __forceinline__ u64 slot_count(const sw_dispatch_args &a, u32 dst, u3
 	return segment(a.world, dst) + a.state.slot_counts + (((epoch & 1) * a.world.size + src) * a.slots + slot) * 8;
 }
 
-constexpr u32 told_parts = 4; // parts that a warp moves from one of which it tells to the next
-
-// A warp is about to move its part k over a link: it tells now and then, since signals may take longer than they wait.
-__device__ __forceinline__ void tell_part(const sw_dispatch_args &a, u32 k, u32 lane)
-{
-	if (threadIdx.x < 32 && (k & (told_parts - 1)) == 0 && lane == 0)
-		tell_moved(moved_word(a.world, a.world.rank));
-}
-
 // A number behind the low half of a call's. Each is in a word of its own and written once a call.
 __device__ __forceinline__ u64 numbered(u64 epoch, u32 n) { return epoch << 32 | n; }
 __device__ __forceinline__ bool is_of(u64 word, u64 epoch)
@@ -76,8 +67,6 @@ __device__ __forceinline__ void signal_begin(const sw_dispatch_args &a, u32 peer
 	store16_relaxed_sys(line + 16, epoch, a.sum.from_rows);
 	store16_relaxed_sys(line, epoch, begin_word(a, blocks));
 }
-
-constexpr u64 late_ns = 100'000; // waits are a few us long where peers have begun
 
 // Waits that a thread makes for a peer, with what it has cost.
 struct patience {
@@ -104,9 +93,6 @@ struct patience {
 		return false;
 	}
 
-	// Whether it has been long, as a poll finds now and then.
-	__device__ __forceinline__ bool is_late() const { return (w.polls & 63) == 0 && now_ns() - since > late_ns; }
-
 	// Counts the time that has been waited.
 	__device__ __forceinline__ void count() const
 	{
@@ -116,28 +102,22 @@ struct patience {
 	}
 };
 
-// A word that carries the call's number: its number, when it has come. False when the wait was given up, or ended since
-// it was long, which it then says in *late.
-__device__ __forceinline__ bool await_number(const sw_dispatch_args &a, u64 place, u64 epoch, u32 peer, u32 &n,
-                                             u32 *late = nullptr)
+// A word that carries the call's number: its number, when it has come. False when the wait was given up.
+__device__ __forceinline__ bool await_number(const sw_dispatch_args &a, u64 place, u64 epoch, u32 peer, u32 &n)
 {
 	patience p(a, peer, epoch);
 	u64 v;
 #pragma unroll 1
-	while (!is_of(v = load_relaxed_sys(place), epoch)) {
+	while (!is_of(v = load_relaxed_sys(place), epoch))
 		if (!p.more(epoch, false))
 			return false;
-		if (late != nullptr && p.is_late())
-			return *late = 1, false;
-	}
 	n = static_cast<u32>(v);
 	return true;
 }
 
 // Calls f with each rank and how many rows it has for a slot, in order. False when a wait was given up.
 template <typename F>
-__device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 slot, u64 epoch, F f,
-                                                u32 *late = nullptr)
+__device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 slot, u64 epoch, F f)
 {
 	constexpr u32 batch = 4; // that are on their way together
 	bool good = true;
@@ -155,8 +135,8 @@ __device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 s
 			if (src >= a.world.size)
 				continue;
 			if (!is_of(v[j], epoch))
-				good &= await_number(a, slot_count(a, a.world.rank, src, slot, epoch), epoch, src, rows,
-				                     late);
+				good &=
+				    await_number(a, slot_count(a, a.world.rank, src, slot, epoch), epoch, src, rows);
 			f(src, rows);
 		}
 	}

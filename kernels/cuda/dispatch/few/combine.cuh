@@ -19,9 +19,9 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	const sw_dispatch_args &a;
 	u64 epoch, own;
 	u32 flag, row_flag, lane, n;
-	few_wait &w;
+	wait &w;
 
-	__device__ __forceinline__ few_combiner(const sw_dispatch_args &a, few_wait &w)
+	__device__ __forceinline__ few_combiner(const sw_dispatch_args &a, wait &w)
 	    : a(a), own(own_segment(a.world)), lane(threadIdx.x & 31), n(a.world.size), w(w)
 	{
 	}
@@ -175,8 +175,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		}
 	}
 
-	// Sums what comes.
-	__device__ __forceinline__ void receive(u32 wiped)
+	// Sums what comes. False when a wait was given up.
+	__device__ __forceinline__ bool receive(u32 wiped)
 	{
 		u32 parts = Wire::parts(a.row_bytes);
 		const int *places = state::places(a);
@@ -188,18 +188,10 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 				if ((come >> src & 1) == 0)
 					wipe(a, src, wiped, epoch, 0, lane);
 		}
-		crew others(a, epoch);
-		u32 task = tasks.first;
 #pragma unroll 1
-		for (;;) {
-			if (task >= a.tokens * parts) {
-				if (!w.stays || (task = others.take_over()) == no_task)
-					return;
-				continue;
-			}
+		for (u32 task = tasks.first; task < a.tokens * parts; task += tasks.step) {
 			u32 t = task / parts, part = task - t * parts, used = Wire::used(a.row_bytes, part, lane);
 			u64 left = ranks(places, t);
-			bool whole = true;
 			sum<type> s[vectors];
 #pragma unroll
 			for (u32 i = 0; i < vectors; i++) {
@@ -228,13 +220,11 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 							         << j;
 					if (there == (1u << some) - 1)
 						break;
-					if (!(good = w.slow(a.world)) && !w.late)
+					if (!(good = w.slow(a.world)))
 						give_up(a.world, w.kind, from[__ffs(~there) - 1], epoch, false);
 				}
-				if (__any_sync(~0u, !good)) {
-					whole = false;
-					break;
-				}
+				if (__any_sync(~0u, !good))
+					return false;
 #pragma unroll
 				for (u32 j = 0; j < sources; j++)
 #pragma unroll
@@ -246,21 +236,16 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 								s[i].add(x[j].vector(i));
 						}
 			}
-			whole = whole && (part != 0 || a.sum.weights == 0 || take_weights(t));
 #pragma unroll
-			for (u32 i = 0; whole && i < vectors; i++) {
+			for (u32 i = 0; i < vectors; i++) {
 				u32 at = (part * vectors + i) * 512 + lane * 16;
 				if (at < a.row_bytes)
 					store_vector(a.sum.y + static_cast<u64>(t) * a.row_bytes + at, s[i].value());
 			}
-			if (whole) {
-				task += tasks.step;
-			} else {
-				if (!w.is_late() || !others.stay_with(task))
-					return;
-				w.stays = true, w.late = false;
-			}
+			if (part == 0 && a.sum.weights != 0 && !take_weights(t))
+				return false;
 		}
+		return true;
 	}
 
 	// The ranks that have rows of token t, as bits.
@@ -285,7 +270,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 #pragma unroll 1
 			while (d >= 0 && good &&
 			       (v = packet::get(note_place(a, a.world.rank, d, t, epoch) + 16 * (1 + k)), !v.has(flag)))
-				if (!(good = w.slow(a.world)) && !w.late)
+				if (!(good = w.slow(a.world)))
 					give_up(a.world, w.kind, d, epoch, false);
 			a.sum.weights[i] = __uint_as_float(v.word(0));
 		}
@@ -298,7 +283,7 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 {
 	u32 lane = threadIdx.x & 31, n = a.world.size;
 	bool sends = (a.mode & SW_DISPATCH_SEND) != 0;
-	few_wait w;
+	wait w;
 	few_combiner<type, float8, by_expert> c(a, w);
 	few_tasks tasks(0, gridDim.x);
 	call now = call::open(a.world);
@@ -310,37 +295,31 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 	u64 epoch = now.epoch();
 	if (!now.begins())
 		return;
-	if (sends && now.advance_by_last()) {
+	if (sends && now.advance_by_last())
 		wiped.advance(a, epoch);
-		few_begin(a, epoch, 0);
-	}
 	epoch -= sends ? 0 : 1;
-	// Peers hear that no block of this rank reads their rows.
+	// Peers hear of the call, and that no block of this rank reads their rows.
 	c.begin(epoch);
 	u32 peer = threadIdx.x;
-	if (sends && blockIdx.x == 0 && peer < n && peer != a.world.rank)
+	if (sends && blockIdx.x == 0 && peer < n && peer != a.world.rank) {
+		signal_begin(a, peer, epoch, 0);
 		store16_relaxed_sys(done_word(a, peer, a.world.rank, 0, epoch), epoch,
 		                    done(0, 0, true)); // none of its blocks reads rows of peers
+	}
 	// Partial sums go to the ranks of their tokens.
 	if (sends)
 		c.send(first);
-	// As in few_dispatch, the kernel behind this one begins when all blocks of all ranks have.
-	bool receives = (a.mode & SW_DISPATCH_RECEIVE) != 0;
-	if (!receives || blockIdx.x != 0)
-		release_stream();
-	if (!receives)
+	release_stream();
+	if ((a.mode & SW_DISPATCH_RECEIVE) == 0)
 		return;
 	// A warp looks for ranks that make another call. All sum what comes.
-	if (blockIdx.x == 0 && threadIdx.x < 32) {
+	if (blockIdx.x == 0 && threadIdx.x < 32)
 #pragma unroll 1
 		for (u32 p = lane; p < n; p += 32) {
 			u64 word, place;
 			if (p != a.world.rank && !await_begin(a, p, epoch, word, place))
 				end_waits(a, epoch);
 		}
-		__syncwarp();
-		release_stream();
-	}
 	c.receive(wiped.token(a, epoch, sends));
 }
 

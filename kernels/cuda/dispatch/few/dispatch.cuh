@@ -40,11 +40,11 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 	// Peers hear of the call, and of counts, places and choices.
 	epoch -= sends ? 0 : 1;
 	if (sends) {
-		if (now.advance_by_last()) {
+		if (now.advance_by_last())
 			wiped.advance(a, epoch);
-			few_begin(a, epoch, 1);
-		}
 		begin_landing(a, epoch);
+		if (blockIdx.x == 0 && threadIdx.x < n)
+			signal_begin(a, threadIdx.x, epoch, 1);
 		if (f.publishes())
 			f.publish(epoch);
 	}
@@ -66,40 +66,29 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 		if (part == 0 && !Wire::scaled && a.scale_words != 0)
 			send_scales(a, t, ranks, epoch, lane);
 	}
-	// The kernel behind this one begins early, but not before all blocks of all ranks have: it would hold
-	// multiprocessors that they need. One block watches for that.
-	bool receives = (a.mode & SW_DISPATCH_RECEIVE) != 0, watches = blockIdx.x == (gridDim.x > 2 ? 1 : 0);
-	if (!receives || !watches)
-		release_stream();
-	if (!receives)
+	release_stream();
+	if ((a.mode & SW_DISPATCH_RECEIVE) == 0)
 		return;
 	// The receiving half.
 	taker t(a, b.take, reinterpret_cast<u8 *>(memory), epoch);
 	__syncthreads();
-	few_wait w;
+	wait w;
 	w.epoch = epoch;
 	few_receiver<Wire, by_expert> in(a, t, w, epoch, wiped.token(a, epoch, sends));
 	u64 word, place;
 	// A warp looks for ranks that make another call, which tell nothing else.
-	if (watches && threadIdx.x >= blockDim.x - 32) {
+	if (blockIdx.x == (gridDim.x > 2 ? 1 : 0) && threadIdx.x >= blockDim.x - 32) {
 #pragma unroll 1
 		for (u32 p = lane; p < n; p += 32)
 			if (!await_begin(a, p, epoch, word, place))
 				end_waits(a, epoch);
-		__syncwarp();
-		release_stream();
 		if (cached)
 			in.wipe_cached();
 	}
 	// Each block works out where rows by expert begin.
-	if constexpr (by_expert) {
-		t.leaves = blockIdx.x != 0;
-		while (!t.prepare()) {
-			if (!t.leaves || t.b.late == 0 || !in.stays())
-				return;
-			t.leaves = false;
-		}
-	}
+	if constexpr (by_expert)
+		if (!t.prepare())
+			return;
 	// The first block hears how many rows come and publishes what the caller wants to know.
 	if (blockIdx.x == 0) {
 		rows_receiver counts{a, b.take.sum, epoch};

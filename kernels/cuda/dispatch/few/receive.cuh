@@ -15,11 +15,11 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	taker &t;
 	u64 epoch, own;
 	u32 flag, row_flag, lane, n, wiped; // the token whose unused places are wiped
-	few_wait &w;
+	wait &w;
 	int rows[2], slots[2]; // of choices lane and lane+32: the rows that the token goes to, or -1; where a token has
 	                       // one, lane 0 has it
 
-	__device__ __forceinline__ few_receiver(const sw_dispatch_args &a, taker &t, few_wait &w, u64 epoch, u32 wiped)
+	__device__ __forceinline__ few_receiver(const sw_dispatch_args &a, taker &t, wait &w, u64 epoch, u32 wiped)
 	    : a(a), t(t), epoch(epoch), own(own_segment(a.world)), flag(packet::flag(epoch)),
 	      row_flag(Wire::flag(epoch)), lane(threadIdx.x & 31), n(a.world.size), wiped(wiped), w(w)
 	{
@@ -237,41 +237,16 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		}
 	}
 
-	// This block's share of rows: the first looks after counts.
-	static __device__ __forceinline__ few_tasks tasks()
-	{
-		u32 busy = gridDim.x > 1 ? 1 : 0;
-		return few_tasks(busy, gridDim.x - busy);
-	}
-
-	// Whether a block that has waited for long before its first row goes on. Else its warps have left theirs.
-	__device__ __forceinline__ bool stays()
-	{
-		crew others(a, epoch);
-		if (__syncthreads_or(threadIdx.x == 0 && others.stay(blockDim.x / 32, t.b.over)))
-			return w.stays = true;
-		if (lane == 0)
-			others.leave(t.b.over + threadIdx.x / 32, tasks().first);
-		return false;
-	}
-
 	// All rows. The caller's count of rows that have landed wants them whole.
 	__device__ __forceinline__ void run(bool cached)
 	{
 		u32 all = Wire::parts(a.row_bytes), parts = a.send.landed != 0 ? 1 : all;
 		u64 through = 0; // ranks that have no more tokens
 		const u32 *arrived = state::arrived(a);
-		few_tasks mine = tasks();
-		u32 task = mine.first, count = a.max_tokens * n * parts;
-		crew others(a, epoch);
+		u32 busy = gridDim.x > 1 ? 1 : 0; // the first block looks after counts
+		few_tasks tasks(busy, gridDim.x - busy);
 #pragma unroll 1
-		for (;;) {
-			if (task >= count) {
-				if (!w.stays || (task = others.take_over()) == no_task)
-					return;
-				through = 0;
-				continue;
-			}
+		for (u32 task = tasks.first; task < a.max_tokens * n * parts; task += tasks.step) {
 			u32 i = task / (n * parts), rest = task - i * n * parts, src = rest / parts,
 			    part = rest - src * parts, end = a.send.landed != 0 ? all : part + 1;
 			bool good = true, absent = false;
@@ -282,13 +257,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 				good = take(src, i, part, end, absent);
 				through |= static_cast<u64>(absent) << src;
 			}
-			if (good) {
-				task += mine.step;
-			} else if (w.is_late()) {
-				w.late = false;
-				if (!(w.stays = others.stay_with(task)))
-					return;
-			} else {
+			if (!good) {
 				give_up(a.world, w.kind, src, epoch, false);
 				return;
 			}

@@ -3,7 +3,7 @@
 // Kernels for few tokens call this. It writes the notes and packets of this rank's state, and its words wiped.
 #pragma once
 
-#include "crew.cuh"
+#include "wire.cuh"
 
 namespace sw {
 

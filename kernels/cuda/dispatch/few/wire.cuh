@@ -270,15 +270,6 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 	}
 };
 
-// Tells all ranks that all blocks of this one's kernel have begun: what is waited for of the call needs no
-// multiprocessor that is not its own. One thread.
-__device__ __forceinline__ void few_begin(const sw_dispatch_args &a, u64 epoch, u32 blocks)
-{
-#pragma unroll 1
-	for (u32 p = 0; p < a.world.size; p++)
-		signal_begin(a, p, epoch, blocks);
-}
-
 // Parts of rows as tasks of the warps of some of a grid's blocks. Neighbouring warps lie in different blocks.
 struct few_tasks {
 	u32 first, step;

@@ -66,7 +66,6 @@ template <typename Quantiser> struct mover {
 					return;
 				continue;
 			}
-			tell_part(a, k, r.lane);
 			int to = r.lane < n ? r.s.place[t * n + r.lane] : -1;
 			Quantiser::apply(a, r, row, bytes, at, t, scales);
 			if (a.interval != 0) {
