@@ -32,7 +32,7 @@ func doctor(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard doctor", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	flags.Usage = func() {
-		fmt.Fprintln(stderr, "usage: switchyard doctor [-json]\n\nLooks at this machine: versions, limits, GPUs and links, what joins ranks, and two\nranks that exchange bytes. Every finding comes with its cure. The exit code is 1 if\none of them is a problem.")
+		fmt.Fprintln(stderr, "usage: switchyard doctor [-json]\n\nLooks at this machine: versions, limits, GPUs, links, what joins ranks, and has\ntwo ranks exchange bytes. Every finding comes with its cure. The exit code is 1\nif one of them is a problem.")
 	}
 	asJSON := flags.Bool("json", false, "print a JSON object for each finding")
 	where := flags.String("trial", "", "be a rank of the exchange that doctor makes, on host or cuda")

@@ -58,7 +58,7 @@ const usage = `usage: switchyard COMMAND
   run -n RANKS PROGRAM [ARGUMENT...]   start a program's ranks on this host;
                                        run -h lists the flags
   doctor                               look at this machine, and have two ranks
-                                       exchange bytes; every finding has its cure
+                                       exchange bytes; findings have cures
   version                              print the version
   env                                  list the environment variables that
                                        Switchyard reads, and their values

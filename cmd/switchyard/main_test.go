@@ -383,7 +383,7 @@ func TestCommandLines(t *testing.T) {
 }
 
 func TestHelpIsNotTooWide(t *testing.T) {
-	for _, args := range []string{"help", "run -h", "env -h"} {
+	for _, args := range []string{"help", "run -h", "env -h", "doctor -h"} {
 		var text bytes.Buffer
 		command(strings.Fields(args), &text, &text)
 		require.NotEmpty(t, text.String())
