@@ -8,9 +8,9 @@
 const char *switchyard_last_error(void);
 int32_t switchyard_last_error_rank(void);
 
-// What several tensors hold together: the handle of a dispatch, or a routing, which is released when the last of its users has gone.
-// It begins with the handle, and is NULL where there is no memory for it. Its first user is who calls switchyard_hold,
-// until switchyard_unhold.
+// What several tensors hold together: the handle of a dispatch, or a routing, which is released when the last of its
+// users has gone. It begins with the handle, and is NULL where there is no memory for it. Its first user is who calls
+// switchyard_hold, until switchyard_unhold.
 void *switchyard_hold(uint64_t handle);
 void switchyard_unhold(void *hold);
 
