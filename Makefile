@@ -92,7 +92,7 @@ $(VENV)/ready: bindings/python/requirements-dev.txt
 docs:
 	$(GO) run ./cmd/switchyard env -markdown >docs/environment.md
 	$(GO) run ./test/docs/pictures
-	$(GO) test ./test/docs -run "Code|Promises|Floors|Launchers" -update
+	$(GO) test ./test/docs -run "Code|Promises|Floors|Launchers|Troubleshooting" -update
 
 lint: $(VENV)/ready
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "gofmt: $$out"; exit 1; fi
