@@ -10,15 +10,11 @@ type Attribute int32
 
 // The attributes that Switchyard asks for.
 const (
-	MaxThreadsPerBlock       Attribute = 1
 	ClockRate                Attribute = 13 // of a multiprocessor, in kHz
 	Multiprocessors          Attribute = 16
-	L2Bytes                  Attribute = 38
-	ThreadsPerMultiprocessor Attribute = 39
 	CopyEngines              Attribute = 40
 	UnifiedAddressing        Attribute = 41
 	ComputeMajor             Attribute = 75
-	ComputeMinor             Attribute = 76
 	CooperativeLaunch        Attribute = 95
 	SharedBytesPerBlockOptIn Attribute = 97
 	VirtualMemory            Attribute = 102
@@ -26,16 +22,6 @@ const (
 	StreamMemOps64           Attribute = 122
 	FabricHandles            Attribute = 128
 	MulticastObjects         Attribute = 132
-)
-
-// PeerAttribute is a property of an ordered pair of devices (CUdevice_P2PAttribute).
-type PeerAttribute int32
-
-// The attributes of a pair.
-const (
-	PeerPerformanceRank PeerAttribute = 1
-	PeerAccess          PeerAttribute = 2
-	PeerNativeAtomics   PeerAttribute = 3
 )
 
 // Device is one GPU of this process.
@@ -101,11 +87,4 @@ func (v *Device) CanAccess(peer *Device) (bool, error) {
 	a := args{v.handle, peer.handle}
 	err := v.d.call(0, opDeviceCanAccessPeer, &a, nil)
 	return err == nil && a[0] != 0, err
-}
-
-// PeerAttribute is a property of accesses from v to peer.
-func (v *Device) PeerAttribute(peer *Device, which PeerAttribute) (int, error) {
-	a := args{v.handle, peer.handle, uint64(which)}
-	err := v.d.call(0, opDeviceGetP2PAttribute, &a, nil)
-	return int(int32(a[0])), err
 }

@@ -17,7 +17,6 @@ const (
 	opDeviceGetUUID
 	opDeviceGetAttribute
 	opDeviceCanAccessPeer
-	opDeviceGetP2PAttribute
 	opPrimaryCtxRetain
 	opPrimaryCtxRelease
 	opCtxGetCurrent
@@ -87,7 +86,7 @@ const (
 var opNames = [opCount]string{
 	"cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetUuid",
 	"cuDeviceGetAttribute", "cuDeviceCanAccessPeer",
-	"cuDeviceGetP2PAttribute", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxGetCurrent",
+	"cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxGetCurrent",
 	"cuCtxSynchronize", "cuCtxEnablePeerAccess", "cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority",
 	"cuStreamDestroy", "cuStreamSynchronize", "cuStreamWaitEvent", "cuStreamIsCapturing",
 	"cuStreamGetCtx", "cuStreamWaitValue64", "cuStreamWriteValue64", "cuStreamBeginCapture", "cuStreamEndCapture",

@@ -21,22 +21,14 @@ type Code int32
 
 // The codes that callers tell apart.
 const (
-	InvalidValue           Code = 1
-	OutOfMemory            Code = 2
-	NotInitialized         Code = 3
-	InvalidDevice          Code = 101
-	InvalidContext         Code = 201
-	PeerAccessUnsupported  Code = 217
-	NotFound               Code = 500
-	NotReady               Code = 600
-	IllegalAddress         Code = 700
-	LaunchOutOfResources   Code = 701
-	LaunchTimeout          Code = 702
-	PeerAccessEnabled      Code = 704
-	CooperativeTooLarge    Code = 720
-	NotPermitted           Code = 800
-	NotSupported           Code = 801
-	StreamCaptureForbidden Code = 900
+	InvalidValue        Code = 1
+	OutOfMemory         Code = 2
+	InvalidDevice       Code = 101
+	NotFound            Code = 500
+	NotReady            Code = 600
+	PeerAccessEnabled   Code = 704
+	CooperativeTooLarge Code = 720
+	NotSupported        Code = 801
 
 	codeNoDriver   Code = -1
 	codeNoEntry    Code = -2

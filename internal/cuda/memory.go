@@ -67,12 +67,8 @@ func (c *Context) Read(s Stream, dst []byte, src uintptr) error {
 // MemoryType says what kind of memory an address is.
 type MemoryType uint32
 
-// The types. UnknownMemory is memory the driver has not been told of.
-const (
-	UnknownMemory MemoryType = 0
-	HostMemory    MemoryType = 1
-	DeviceMemory  MemoryType = 2
-)
+// DeviceMemory is memory of a GPU. A type of 0 is memory that the driver has not been told of.
+const DeviceMemory MemoryType = 2
 
 // Pointer is what the driver knows of an address.
 type Pointer struct {

@@ -17,13 +17,8 @@ type FunctionAttribute int32
 
 // The attributes that Switchyard asks for.
 const (
-	FunctionMaxThreads         FunctionAttribute = 0
-	FunctionSharedBytes        FunctionAttribute = 1
-	FunctionLocalBytes         FunctionAttribute = 3
-	FunctionRegisters          FunctionAttribute = 4
-	FunctionBinaryVersion      FunctionAttribute = 6
-	FunctionMaxDynamicShared   FunctionAttribute = 8
-	FunctionNonPortableCluster FunctionAttribute = 14
+	FunctionRegisters        FunctionAttribute = 4
+	FunctionMaxDynamicShared FunctionAttribute = 8
 )
 
 // LoadModule loads a fatbin, cubin or PTX image. It can wait for running kernels, so it belongs to the control plane.

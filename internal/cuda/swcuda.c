@@ -211,9 +211,6 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 	case SW_OP_cuDeviceCanAccessPeer:
 		NEED(cuDeviceCanAccessPeer);
 		GIVE(int32_t, 0, 0, d->cuDeviceCanAccessPeer(&v, (int32_t)a[0], (int32_t)a[1]));
-	case SW_OP_cuDeviceGetP2PAttribute:
-		NEED(cuDeviceGetP2PAttribute);
-		GIVE(int32_t, 0, 0, d->cuDeviceGetP2PAttribute(&v, (int32_t)a[2], (int32_t)a[0], (int32_t)a[1]));
 	case SW_OP_cuDevicePrimaryCtxRetain:
 		NEED(cuDevicePrimaryCtxRetain);
 		GIVE(sw_handle, NULL, 0, d->cuDevicePrimaryCtxRetain(&v, (int32_t)a[0]));

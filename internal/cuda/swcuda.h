@@ -82,7 +82,6 @@ typedef struct {
 	X(cuDeviceGetUuid, 11040, (void *, int32_t)) \
 	X(cuDeviceGetAttribute, 2000, (int32_t *, int32_t, int32_t)) \
 	X(cuDeviceCanAccessPeer, 4000, (int32_t *, int32_t, int32_t)) \
-	X(cuDeviceGetP2PAttribute, 8000, (int32_t *, int32_t, int32_t, int32_t)) \
 	X(cuDevicePrimaryCtxRetain, 7000, (sw_handle *, int32_t)) \
 	X(cuDevicePrimaryCtxRelease, 11000, (int32_t)) \
 	X(cuCtxGetCurrent, 4000, (sw_handle *)) \
@@ -172,7 +171,7 @@ enum {
 /* clang-format off */
 #define SW_OPS(X) \
 	X(cuDriverGetVersion) X(cuDeviceGetCount) X(cuDeviceGet) X(cuDeviceGetName) X(cuDeviceGetUuid) \
-	X(cuDeviceGetAttribute) X(cuDeviceCanAccessPeer) X(cuDeviceGetP2PAttribute) \
+	X(cuDeviceGetAttribute) X(cuDeviceCanAccessPeer) \
 	X(cuDevicePrimaryCtxRetain) X(cuDevicePrimaryCtxRelease) X(cuCtxGetCurrent) \
 	X(cuCtxSynchronize) X(cuCtxEnablePeerAccess) X(cuCtxGetStreamPriorityRange) X(cuStreamCreateWithPriority) \
 	X(cuStreamDestroy) X(cuStreamSynchronize) X(cuStreamWaitEvent) X(cuStreamIsCapturing) \

@@ -449,8 +449,6 @@ i32 emu_cuDeviceCanAccessPeer(i32 *yes, i32 device, i32)
 	return *yes = 1, OK;
 }
 
-i32 emu_cuDeviceGetP2PAttribute(i32 *v, i32, i32, i32) { return *v = 1, OK; }
-
 i32 emu_cuDevicePrimaryCtxRetain(u64 *c, i32 device)
 {
 	CALL_OR_FAIL(device);
@@ -1088,7 +1086,6 @@ i32 cuGetProcAddress_v2(const char *name, void **fn, i32, u64, i32 *found)
 	    ENTRY(cuDeviceGetUuid),
 	    ENTRY(cuDeviceGetAttribute),
 	    ENTRY(cuDeviceCanAccessPeer),
-	    ENTRY(cuDeviceGetP2PAttribute),
 	    ENTRY(cuDevicePrimaryCtxRetain),
 	    ENTRY(cuDevicePrimaryCtxRelease),
 	    ENTRY(cuCtxGetCurrent),
