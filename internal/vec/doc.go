@@ -22,7 +22,7 @@
 // # Assembly
 //
 // On amd64 the loops are assembly for AVX2 with FMA and F16C, and some for AVX-512, chosen at run time. Other
-// processors, other architectures and the build tag purego use plain Go. gen.go writes the assembly.
+// processors, other architectures and the build tag purego use plain Go. package main in gen writes the assembly.
 package vec
 
-//go:generate go run gen.go
+//go:generate go run ./gen

@@ -468,13 +468,13 @@ func TestAssemblyIsWhatTheGeneratorWrites(t *testing.T) {
 		t.Skip("no go command")
 	}
 	dir := t.TempDir()
-	out, err := exec.Command(tool, "run", "gen.go", "-dir", dir).CombinedOutput()
+	out, err := exec.Command(tool, "run", "./gen", "-dir", dir).CombinedOutput()
 	require.NoError(t, err, string(out))
 	for _, name := range []string{"vec_amd64.s", "vec_amd64.go"} {
 		want, err := os.ReadFile(filepath.Join(dir, name))
 		require.NoError(t, err)
 		got, err := os.ReadFile(name)
 		require.NoError(t, err)
-		require.True(t, string(want) == string(got), "%s is not what gen.go writes: run go generate", name)
+		require.True(t, string(want) == string(got), "%s is not what gen writes: run go generate", name)
 	}
 }
