@@ -6,6 +6,7 @@
 //	go run ./examples/moe -check     1 rank and 4 ranks compute the same losses
 //	go run ./examples/moe -text DIR  another text
 //	go run ./examples/moe -html F    a report with pictures
+//	go run ./examples/moe -save F    keeps the model, for examples/serve
 //	go run ./examples/moe -kill-rank 1 -at-step 500    the others go on
 //	go run ./examples/moe -procs -kill-rank 1 -at-step 500 -replace-at-step 1000    and then a fresh rank comes
 //
@@ -235,6 +236,9 @@ func (p *process) show(ctx context.Context, err error) error {
 		err = stoppedAfter(err, r)
 	case err != nil && some:
 		err = fmt.Errorf("gave up in step %d of %d, which did not end: %w", r.Steps+1, p.Steps, context.Cause(ctx))
+	}
+	if r.Saved != "" {
+		fmt.Fprintf(p.out, "\nthe model is in %s\n", r.Saved)
 	}
 	if p.HTML != "" && r.Steps > 0 {
 		err = errors.Join(err, r.WriteHTML(p.HTML))

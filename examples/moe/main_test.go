@@ -64,7 +64,7 @@ func TestExitCodeForWrongFlags(t *testing.T) {
 		"-frobnicate":           "not defined",
 		"go":                    `unexpected argument "go"`,
 		"-check -json x":        "-check makes no report",
-		"-json /no/such/folder": "report: open /no/such/folder",
+		"-json /no/such/folder": "output: open /no/such/folder",
 	} {
 		code, _, errs := start(t, strings.Fields(args)...).end()
 		require.Equal(t, 2, code, args)

@@ -47,6 +47,7 @@ type Config struct {
 	Text  string `json:"text"`
 	JSON  string `json:"-"`
 	HTML  string `json:"-"`
+	Save  string `json:"save,omitempty"`
 	Check bool   `json:"check"`
 }
 
@@ -95,6 +96,7 @@ func Parse(args []string, out io.Writer) (Config, error) {
 	f.StringVar(&c.Text, "text", "", "train on this file, or the files of this directory; default the Go sources of GOROOT")
 	f.StringVar(&c.JSON, "json", "", "write the report as JSON to this file, - for standard output")
 	f.StringVar(&c.HTML, "html", "", "write the report with pictures to this file, to look at in a browser")
+	f.StringVar(&c.Save, "save", "", "write the trained model to this file, for examples/serve")
 	f.IntVar(&c.KillRank, "kill-rank", c.KillRank, "kill this rank in the middle of a step; the others go on without it")
 	f.IntVar(&c.AtStep, "at-step", 0, "the step of -kill-rank (default half of -steps)")
 	f.IntVar(&c.ReplaceAt, "replace-at-step", 0, "before this step a fresh rank takes the place of the one that was killed (default never)")
@@ -183,6 +185,8 @@ func (c *Config) Validate() error {
 		return Usagef("-check makes no report: -json %s would stay empty", c.JSON)
 	case c.Check && c.HTML != "":
 		return Usagef("-check makes no report: -html %s would stay empty", c.HTML)
+	case c.Check && c.Save != "":
+		return Usagef("-check makes no model to keep: leave out -save")
 	case c.HTML == "-":
 		return Usagef("-html wants the name of a file")
 	case c.Check && c.KillRank >= 0:
@@ -210,17 +214,17 @@ func (c Config) TryFiles() error {
 	if c.Join {
 		return nil
 	}
-	for _, name := range []string{c.JSON, c.HTML} {
+	for _, name := range []string{c.JSON, c.HTML, c.Save} {
 		if name == "" || name == "-" {
 			continue
 		}
 		_, missing := os.Stat(name)
 		f, err := os.OpenFile(name, os.O_CREATE|os.O_WRONLY, 0o644)
 		if err != nil {
-			return Usagef("report: %w", err)
+			return Usagef("output: %w", err)
 		}
 		if err := f.Close(); err != nil {
-			return Usagef("report: %w", err)
+			return Usagef("output: %w", err)
 		}
 		if missing != nil {
 			_ = os.Remove(name) // no empty report if there will be none

@@ -24,7 +24,7 @@ func TestKillRankFlags(t *testing.T) {
 		"-html -":                              "-html wants the name of a file",
 		"-check -html x":                       "-check makes no report",
 		"-rate Inf":                            "-rate is +Inf",
-		"-html /no/such/folder/x":              "report: open /no/such/folder/x",
+		"-html /no/such/folder/x":              "output: open /no/such/folder/x",
 		"-ranks 100000 -batch 100000 -steps 3": "lower -ranks",
 	} {
 		c, err := Parse(strings.Fields(args), nil)

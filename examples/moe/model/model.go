@@ -75,15 +75,23 @@ func StageSizes(c config.Config) []int {
 }
 
 // New makes this rank's part of a model. The weights depend on the seed, not on the number of ranks. grads is memory
-// for the gradients of each stage, made for what the experts of each layer make.
+// for the gradients of each stage, nil for a model that is not trained; made is for what the experts of each layer make.
 func New(c config.Config, rank int, d *dispatch.Dispatcher, grads [][]float32, made []memory.View) *Model {
 	m := blank(c)
-	for _, g := range grads {
-		m.Slabs = append(m.Slabs, nn.NewSlab(g))
+	mine := d.Placement().Local(rank)
+	size := c.Layers * len(mine) * c.ExpertSize()
+	experts := nn.WeightsAlone(size)
+	if grads != nil {
+		experts = nn.NewSlab(make([]float32, size))
+		for _, g := range grads {
+			m.Slabs = append(m.Slabs, nn.NewSlab(g))
+		}
+	} else {
+		for _, n := range StageSizes(c) {
+			m.Slabs = append(m.Slabs, nn.WeightsAlone(n))
+		}
 	}
 	m.takeDense(m.Slabs)
-	mine := d.Placement().Local(rank)
-	experts := nn.NewSlab(make([]float32, c.Layers*len(mine)*c.ExpertSize()))
 	m.Slabs = append(m.Slabs, experts)
 	for i, l := range m.Layers {
 		l.dispatcher, l.made = d, made[i]
@@ -191,6 +199,24 @@ func (m *Model) Dense() (parts [][]float32) {
 
 // Experts is the slab of the experts of this rank.
 func (m *Model) Experts() *nn.Slab { return m.Slabs[len(m.Slabs)-1] }
+
+// Weights is the weights of the dense part alone, by stage of backward.
+func (m *Model) Weights() (parts [][]float32) {
+	for _, s := range m.Slabs[:len(m.Slabs)-1] {
+		parts = append(parts, s.W)
+	}
+	return parts
+}
+
+// ExpertWeights is the weights of the expert in a slot alone, layer by layer.
+func (m *Model) ExpertWeights(slot int) (parts [][]float32) {
+	n := m.cfg.ExpertSize()
+	for i, l := range m.Layers {
+		at := (i*len(l.experts) + slot) * n
+		parts = append(parts, m.Experts().W[at:at+n])
+	}
+	return parts
+}
 
 // Expert is the weights of the expert in a slot and their moments, layer by layer.
 func (m *Model) Expert(slot int) (parts [][]float32) {

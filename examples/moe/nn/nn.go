@@ -12,8 +12,8 @@ import (
 // Tensor is a weight and its gradient.
 type Tensor struct{ W, G []float32 }
 
-// Slab holds the weights that one optimizer updates, in one piece each: weights W, gradients G, and Adam's two moments M and V. The zero
-// Slab has no memory and counts only.
+// Slab holds the weights that one optimizer updates, in one piece each: weights W, gradients G, and Adam's two moments M and V. A slab of
+// weights alone has none of the others. The zero Slab has no memory and counts only.
 type Slab struct {
 	W, G, M, V []float32
 	n          int // handed out so far
@@ -26,6 +26,9 @@ func (s *Slab) Take(n int) Tensor {
 	if s.W == nil {
 		return Tensor{}
 	}
+	if s.G == nil {
+		return Tensor{W: s.W[lo:s.n:s.n]}
+	}
 	return Tensor{s.W[lo:s.n:s.n], s.G[lo:s.n:s.n]}
 }
 
@@ -37,6 +40,9 @@ func NewSlab(g []float32) *Slab {
 	n := len(g)
 	return &Slab{W: make([]float32, n), G: g, M: make([]float32, n), V: make([]float32, n)}
 }
+
+// WeightsAlone makes a Slab of n weights that are not trained.
+func WeightsAlone(n int) *Slab { return &Slab{W: make([]float32, n)} }
 
 // Normal fills a weight with random numbers of the given standard deviation.
 func Normal(w []float32, std float64, r *rand.Rand) {

@@ -44,6 +44,8 @@ func (h *History) Since() int {
 
 // Report is what a run has to say, of all ranks together. What a run that ended early has not found out is empty.
 type Report struct {
+	Saved string `json:"-"` // the file of the model
+
 	// Version is that of Switchyard.
 	Version string        `json:"version"`
 	Go      string        `json:"go"`

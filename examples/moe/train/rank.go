@@ -201,7 +201,14 @@ func (w *worker) run(ctx, inner context.Context, watch func(*worker)) (*report.R
 	if w.cfg.Check || err != nil && !errors.Is(err, ErrStopped) {
 		return r, err
 	}
-	return r, errors.Join(err, w.finish(inner, r, err != nil))
+	if w.cfg.Save != "" {
+		failed := w.save(inner)
+		if r != nil && failed == nil {
+			r.Saved = w.cfg.Save
+		}
+		err = errors.Join(err, failed)
+	}
+	return r, errors.Join(err, w.finish(inner, r, errors.Is(err, ErrStopped)))
 }
 
 // agree makes sure that all ranks were given the same flags and the same text.
