@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 
 if TYPE_CHECKING:
-    from ._core.comm import Communicator, Place
+    from ._core.comm import Communicator
+    from ._core.places import Place
 
 
 def is_tensor(x: Any) -> bool:

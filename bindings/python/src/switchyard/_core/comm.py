@@ -10,172 +10,20 @@ import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from ctypes import byref, c_int32, c_int64, c_uint64
-from typing import Any, TypeVar
+from typing import Any
 
 from .. import errors
-from . import failures
 from .arguments import integer, seconds
 from .meet import Store, gather, join_all, place, stop_all
 from .native import AGAIN, SLICE, Library, library, usable
+from .places import Block, Gpu, Place, drop
 from .splits import Shapes
 from .work import Ticket
 
-Made = TypeVar("Made")
-
 # How long operations that are under way get to become complete when the process ends, in milliseconds.
 _DRAIN = 2000
-
-
-class Block:
-    """Symmetric memory of the host or a GPU: the same offset in every rank's segment. Views of it hold it; :meth:`free` gives
-    it back."""
-
-    def __init__(self, comm: Communicator, handle: int, size: int) -> None:
-        address, offset = c_uint64(), c_int64()
-        comm._lib.check(comm._lib.block(handle, byref(address), byref(offset)))
-        self.comm, self.handle, self.size = comm, handle, size
-        self.address, self.offset, self.freed = address.value, offset.value, False
-
-    def memory(self) -> memoryview:
-        """The bytes, as an object with the buffer protocol."""
-        return memory(self.address, self.size, self)
-
-    def free(self, stream: int = 0) -> None:
-        """Give the memory back, memory of a GPU once the CUstream has run what it has been given."""
-        if self.freed:
-            raise errors.Freed("switchyard: this memory was given back before")
-        self.freed = True
-        ticket = c_uint64()
-        comm = self.comm
-        comm._blocks.pop(self.address, None)
-        comm._control(comm._lib.free(comm._handle, self.handle, stream, byref(ticket)), ticket)
-
-
-class Place:
-    """Where operations of a communicator work: on the host, which is the communicator itself, or on one of its GPUs. Memory and
-    CUstreams are integers here."""
-
-    _comm: Communicator
-    _lib: Library
-    _handle: int
-    #: The parts that exchanges of the same shape have in common.
-    _shapes: Shapes
-
-    def _alloc(self, size: int, stream: int = 0) -> Block:
-        """Take symmetric memory for work on a stream. Every rank makes the same calls of alloc and free, in the same order."""
-        comm, ticket = self._comm, c_uint64()
-        block = Block(
-            comm, comm._control(self._lib.alloc(comm._handle, self._handle, stream, size, byref(ticket)), ticket), size
-        )
-        if size:
-            comm._blocks[block.address] = block
-        return block
-
-    def verify(self) -> None:
-        """Compare what the ranks have allocated and freed so far; every rank calls it and gets the same answer."""
-        comm, ticket = self._comm, c_uint64()
-        comm._control(self._lib.verify(comm._handle, self._handle, byref(ticket)), ticket)
-
-    def check(self) -> None:
-        """Raise what exchanges that have run by now have come to and that no ticket tells. It waits for nothing."""
-        self._lib.check(self._lib.fault(self._handle))
-
-    def _prepare(self, make: Callable[..., Made], *arguments: Any) -> Made:
-        """The result of make for a call's arguments. Ranks that compare their calls hear of a refusal."""
-        try:
-            return make(*arguments)
-        except errors.Error as err:
-            self._refuse(err)
-            raise
-
-    def _refuse(self, err: errors.Error) -> None:
-        """Tell ranks that compare their calls why this one does not make the next one. They get an error with it."""
-        if self._comm.validate:
-            text = str(err).removeprefix("switchyard: ")
-            # The answer is this error, or that it is under way.
-            self._lib.refuse(self._handle, failures.code_of(err), text.encode(), byref(c_uint64()))
-
-    def _explain(self, dst: int, shape: int) -> str:
-        """How an exchange into dst would be carried, in words."""
-        text = ctypes.create_string_buffer(4096)
-        self._lib.check(self._lib.explain(self._handle, dst, shape, text, len(text)))
-        return text.value.decode(errors="replace")
-
-
-class Gpu(Place):
-    """A communicator's end on one GPU: a symmetric heap there, and exchanges and reductions of device memory. These are
-    enqueued by their caller; the rest runs in the queue of the communicator."""
-
-    def __init__(self, comm: Communicator, device: int, handle: int) -> None:
-        self._comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
-        self._shapes = Shapes(comm.rank, comm.size)
-        self.side: Any = None
-        self.reduces = False  # open_reducer has been called
-        # A call that only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
-        self._prefix = "" if comm.validate else "enqueue_"
-        self._lib.bind(self)
-        weakref.finalize(self, _drop, comm._lib, handle).atexit = False
-
-    def _bind(self) -> None:
-        """Take the library's functions."""
-        names = ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
-        self._exchange, self._reduce, self._scatter, self._gather = (
-            getattr(self._lib, self._prefix + name) for name in names
-        )
-
-    def _all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
-        """Enqueue an exchange on a CUstream."""
-        code = self._exchange(self._handle, stream, dst, src, shape, 0, None)
-        if code:
-            raise self._lib.error(code)
-
-    def open_reducer(self) -> None:
-        """Make the GPU ready for reductions and gathers, before the first of them. It is collective, and blocks until all ranks
-        have come."""
-        comm = self._comm
-        with comm._opening:
-            if not self.reduces:
-                ticket = c_uint64()
-                comm._control(self._lib.gpu_reducer(comm._handle, self._handle, byref(ticket)), ticket)
-                self.reduces = True
-
-    def _all_reduce(self, stream: int, dst: int, src: int, size: int, dtype: int, op: int) -> None:
-        """Enqueue an all-reduce of size bytes on a CUstream."""
-        code = self._reduce(self._handle, stream, dst, src, size, dtype, op, 0, None)
-        if code:
-            raise self._lib.error(code)
-
-    def _reduce_scatter(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int, dtype: int, op: int) -> None:
-        """Enqueue a reduce-scatter on a CUstream."""
-        code = self._scatter(self._handle, stream, dst, dst_bytes, src, src_bytes, dtype, op, 0, None)
-        if code:
-            raise self._lib.error(code)
-
-    def _all_gather(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int) -> None:
-        """Enqueue an all-gather on a CUstream."""
-        code = self._gather(self._handle, stream, dst, dst_bytes, src, src_bytes, 0, None)
-        if code:
-            raise self._lib.error(code)
-
-    def pool(self, size: int, stream: int) -> int:
-        """Take symmetric memory for an allocator of torch and return the number of its functions. It stays taken."""
-        comm, ticket = self._comm, c_uint64()
-        number = comm._control(self._lib.gpu_pool(comm._handle, self._handle, stream, size, byref(ticket)), ticket)
-        comm._pools += 1
-        return number
-
-
-class _Memory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
-    """All of memory from an address on. It holds its owner."""
-
-
-def memory(address: int, size: int, owner: object) -> memoryview:
-    """Bytes at an address as an object with the buffer protocol, which holds owner."""
-    everything = _Memory.from_address(address)
-    everything.owner = owner
-    return memoryview(everything)[:size]
 
 
 class Communicator(Place):
@@ -196,7 +44,7 @@ class Communicator(Place):
         self._no_gpus: dict[int, errors.Unsupported] = {}
         self._opening = threading.Lock()
         self._pools = 0
-        weakref.finalize(self, _drop, lib, handle).atexit = False
+        weakref.finalize(self, drop, lib, handle).atexit = False
         _alive.add(self)
 
     @property
@@ -503,11 +351,6 @@ class Communicator(Place):
 
     def __repr__(self) -> str:
         return f"<switchyard.Communicator {self.name!r} rank {self.rank} of {self.size}>"
-
-
-def _drop(lib: Library, handle: int) -> None:
-    if usable():
-        lib.drop(handle)
 
 
 _alive: set[Communicator] = set()

@@ -8,8 +8,9 @@ from ctypes import byref, c_int64
 from typing import Any, NamedTuple, Protocol
 
 from .. import errors
-from .comm import Communicator, memory
+from .comm import Communicator
 from .native import AGAIN, SLICE
+from .places import memory
 
 #: The parts of an output, in the order in which the library tells them.
 PARTS = ("rows", "scales", "counts", "offsets", "rank_counts", "indices", "row_weights", "sources", "landed")

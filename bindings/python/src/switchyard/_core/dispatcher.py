@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from .. import errors
 from . import abi, options
 from .arguments import type_of
-from .comm import Communicator, Place
+from .comm import Communicator
 from .dispatched import COUNTS, DISPATCHED, GIVEN, UNWEIGHTED, Dispatched, Output, Routing, Side, Slot
 from .native import AGAIN, SLICE
+from .places import Place
 
 
 class Counters(NamedTuple):

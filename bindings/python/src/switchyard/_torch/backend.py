@@ -13,7 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from .. import errors
-from .._core.comm import Gpu
+from .._core.places import Gpu
 from .._core.work import Several
 from . import calls, cuda, groups
 from .groups import Submission

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .. import errors
 from .._core.arguments import type_of
-from .._core.comm import Communicator, Gpu
+from .._core.comm import Communicator
 from .._core.dtypes import reduction
+from .._core.places import Gpu
 from .._core.splits import Shapes
 from . import cuda
 from .groups import Submission, communicator, find, process_group

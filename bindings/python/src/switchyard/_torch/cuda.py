@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import errors
 from .._core.abi import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED
-from .._core.comm import Communicator, Gpu
+from .._core.comm import Communicator
+from .._core.places import Gpu
 from .._core.splits import integers
 from .groups import Submission, warn_alone
 from .tensors import PLAIN, as_bytes, contiguous, real, same_dtype

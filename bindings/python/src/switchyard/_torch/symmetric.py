@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import errors
 from .._core import native
-from .._core.comm import Block, Gpu
+from .._core.places import Block, Gpu
 from .calls import gpu
 from .cuda import raw_stream
 from .groups import communicator
