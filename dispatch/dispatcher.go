@@ -60,6 +60,7 @@ type op struct {
 	dispatch kernels.Dispatch
 	combine  kernels.Combine
 	backward kernels.CombineBackward
+	results  kernels.Results
 	kind     kernels.DispatchOp
 	handle   *Handle
 	done     func(error) // for launches on a stream
@@ -439,6 +440,11 @@ func (o *op) operation(phase kernels.Phase, streamed bool) kernels.Operation {
 	var call *kernels.DispatchCall
 	var operation kernels.Operation
 	switch o.kind {
+	case kernels.OpResults:
+		if o.results.Done = nil; streamed {
+			o.results.Done = o.done
+		}
+		return &o.results
 	case kernels.OpDispatch, kernels.OpRedispatch:
 		call, operation = &o.dispatch.DispatchCall, &o.dispatch
 	case kernels.OpCombineBackward:
@@ -488,6 +494,8 @@ func (d *Dispatcher) recycle(o *op) {
 		o.dispatch = kernels.Dispatch{}
 	case kernels.OpCombineBackward:
 		o.backward = kernels.CombineBackward{}
+	case kernels.OpResults:
+		o.results = kernels.Results{}
 	default:
 		o.combine = kernels.Combine{}
 	}

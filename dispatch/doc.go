@@ -94,6 +94,9 @@
 // tokens, which come into an output of their own. Any number of routings can be alive, and a rank drops one whenever it likes: only
 // handles, between Route or Dispatch and Release, are taken and given back by all ranks alike.
 //
+// [Handle.CopyTo] copies the rows and what lies next to them too, to memory of any size, with one launch. Then nothing is left in the handle that
+// the caller needs.
+//
 // # Experts on several ranks
 //
 // A [Placement] puts experts on ranks, contiguously by default. It may put an expert on several ranks to spread its load. The

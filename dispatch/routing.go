@@ -57,39 +57,10 @@ func (d *Dispatcher) routingOf(handle int) routingViews {
 // enqueued on s, the stream of the dispatch; a later call on another stream is ordered behind it by the caller, as one that reads the
 // output. Without a stream it is complete on return.
 func (h *Handle) Keep(s device.Stream, into memory.View) (*Routing, error) {
-	d := h.d
-	d.c.Lock()
-	defer d.c.Unlock()
-	if err := d.ready(h, false); err != nil {
-		return nil, err
+	if into.Len() == 0 {
+		return nil, invalid("routing has 0 bytes, want %d", h.d.RoutingBytes())
 	}
-	if err := d.check("routing", into, d.RoutingBytes(), kernels.Uint8); err != nil {
-		return nil, err
-	}
-	if into.Ptr()%kernels.LineBytes != 0 {
-		return nil, invalid("routing begins at %#x, which is no multiple of %d", into.Ptr(), kernels.LineBytes)
-	}
-	r := &Routing{d: d, tokens: h.tokens, local: h.local, memory: into}
-	from, at := d.routingOf(h.memory), int64(0)
-	if h.routing != nil {
-		from = h.routing.views
-	}
-	to := r.views.parts()
-	for i, v := range from.parts() {
-		*to[i] = into.Slice(at, v.Len())
-		if e := v.Element(); e == "int32" {
-			*to[i] = memory.As[int32](*to[i])
-		}
-		at += kernels.AlignUp(v.Len(), kernels.LineBytes)
-		copies := memory.Copy
-		if s == nil {
-			copies = func(_ device.Stream, dst, src memory.View) error { return transfer(d.c.Heap, dst, src) }
-		}
-		if err := copies(s, *to[i], *v); err != nil {
-			return nil, fmt.Errorf("dispatch: keep: %w", err)
-		}
-	}
-	return r, nil
+	return h.CopyTo(s, Result{Routing: into})
 }
 
 // Route returns a handle that goes by a routing which was kept: Combine, Redispatch and both backward calls work with it, in halves too. A

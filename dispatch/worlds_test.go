@@ -233,6 +233,10 @@ func randomWorld(r *rank, o dispatch.Options, rng, own *rand.Rand, stream device
 				s.redispatch(st, &next)
 				s.checkRows()
 			}
+			if own.IntN(3) == 0 {
+				_, came := s.place(s.b.groups(s.me()))
+				s.checkCopy(st, own.IntN(came+3))
+			}
 			if rng.IntN(3) == 0 {
 				s.reroute(st)
 			}

@@ -239,7 +239,7 @@ const (
 // DispatchOp is the kind of a call on a dispatcher.
 type DispatchOp uint8
 
-// The calls. OpRefused is a rank that cannot take part in what it was called for.
+// The calls. OpRefused is a rank that cannot take part in what it was called for, and OpResults a copy that other ranks hear nothing of.
 const (
 	OpRefused DispatchOp = iota
 	OpDispatch
@@ -247,11 +247,12 @@ const (
 	OpCombine
 	OpCombineBackward
 	OpDispatchBackward
+	OpResults
 )
 
 // String is the call's name in reports.
 func (o DispatchOp) String() string {
-	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward"}[o]
+	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward", "results"}[o]
 }
 
 // DispatchRouting is a copy of what a handle has of the routing of its dispatch, in memory of the device that only this rank reads:

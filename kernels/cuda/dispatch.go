@@ -11,6 +11,7 @@ import (
 // dispatchKernels are the kernels of MoE dispatch. Those by number type are indexed by it.
 type dispatchKernels struct {
 	rows, receive, begin, take, weights cuda.Function
+	results                             cuda.Function
 	rowsFloat8, spread                  [3]cuda.Function
 	few                                 [2]fewKernels // for rows by token and by expert
 	sums, sumsFloat8                    [3]sumKernels // float8: in which partial sums cross as that
@@ -113,6 +114,9 @@ func (k *dispatchKernels) load(e *Engine) error {
 	if err := e.loadModule("dispatch", entries...); err != nil {
 		return err
 	}
+	if err := e.loadModule("results", entry{"copy_results", &k.results}); err != nil {
+		return err
+	}
 	k.shared = e.maxShared - dispatchFixedShared
 	large := append([]cuda.Function{k.rows, k.take}, k.rowsFloat8[:]...)
 	for i := range k.few {
@@ -144,6 +148,8 @@ func (x *dispatches) add(p *port, op kernels.Operation) error {
 		return x.addCombine(p, a)
 	case *kernels.CombineBackward:
 		return x.addBackward(p, a)
+	case *kernels.Results:
+		return x.addResults(p, a)
 	}
 	return fmt.Errorf("kernels: %s on a dispatcher", op.Operation())
 }

@@ -332,4 +332,18 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"if (p != a.world.rank && !await_begin(a, p, epoch, word, place))", "if (false && !await_begin(a, p, epoch, word, place))",
 		},
 	})
+	findsBugs(t, "results", map[string][]string{
+		"rows that did not come are copied": {
+			"u64 bytes = came * p.row;", "u64 bytes = p.bytes;",
+		},
+		"a dispatch that was given up has rows": {
+			"u64 came = failed ? 0 : ", "u64 came = ",
+		},
+		"a column is copied to the place of another": {
+			"p.from + c * p.pitch", "p.from + c * p.bytes",
+		},
+		"nothing is written behind the last row": {
+			"p.fills != 0 && at < p.bytes", "false && at < p.bytes",
+		},
+	})
 }

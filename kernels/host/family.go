@@ -30,7 +30,7 @@ func families() []entry {
 	return []entry{
 		entryOf(newExchanges, "alltoallv", "barrier"),
 		entryOf(newReductions, names(kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast)...),
-		entryOf(newDispatches, names(kernels.OpDispatch, kernels.OpRedispatch, kernels.OpCombine, kernels.OpCombineBackward, kernels.OpDispatchBackward)...),
+		entryOf(newDispatches, names(kernels.OpDispatch, kernels.OpRedispatch, kernels.OpCombine, kernels.OpCombineBackward, kernels.OpDispatchBackward, kernels.OpResults)...),
 		entryOf(newTransfers, append(names(kernels.TransferKinds()...), kernels.MessageOperations()...)...),
 	}
 }

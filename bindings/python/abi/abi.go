@@ -19,7 +19,7 @@ import (
 var handles = core.NewHandles()
 
 // abiVersion changes when a function does. The Python package refuses another than its own.
-const abiVersion = 8
+const abiVersion = 9
 
 // guard runs the body of an export: it turns errors and panics into a code and keeps the text for the thread. An export
 // runs on the thread of its caller, so that is whose text it is.
@@ -88,7 +88,8 @@ var (
 	_ [unsafe.Sizeof(core.ShapeHead{})]byte    = [C.sizeof_struct_switchyard_shape_head]byte{}
 	_ [unsafe.Sizeof(core.DispatchCall{})]byte = [C.sizeof_struct_switchyard_dispatch_call]byte{}
 	_ [unsafe.Sizeof(core.CombineCall{})]byte  = [C.sizeof_struct_switchyard_combine_call]byte{}
-	_ [unsafe.Sizeof(core.RoutingCall{})]byte  = [C.sizeof_struct_switchyard_routing_call]byte{}
+	_ [unsafe.Sizeof(core.ResultCall{})]byte   = [C.sizeof_struct_switchyard_result_call]byte{}
+	_ [unsafe.Sizeof(core.RouteCall{})]byte    = [C.sizeof_struct_switchyard_route_call]byte{}
 	_ [unsafe.Sizeof(core.BackwardCall{})]byte = [C.sizeof_struct_switchyard_backward_call]byte{}
 )
 

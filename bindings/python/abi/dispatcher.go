@@ -128,7 +128,14 @@ func switchyard_dispatch(dispatcher, stream C.uint64_t, call *C.struct_switchyar
 func switchyard_combine(dispatcher, stream C.uint64_t, call *C.struct_switchyard_combine_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
 	c := (*core.CombineCall)(unsafe.Pointer(call))
 	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
-		return d.Combine(uintptr(stream), c, h)
+		var r *core.Routing
+		if c.Routing != 0 {
+			var err error
+			if r, err = core.Get[*core.Routing](handles, c.Routing); err != nil {
+				return 0, err
+			}
+		}
+		return d.Combine(uintptr(stream), c, h, r)
 	})
 }
 
@@ -152,23 +159,33 @@ func switchyard_receive(dispatcher, stream, handle C.uint64_t, combine C.int32_t
 	})
 }
 
-// switchyard_keep copies the routing of the handle in a core.RoutingCall; wait and ticket are as for switchyard_dispatch. The ticket's value
-// names the routing, and that of an enqueued one is in the call.
+// switchyard_results copies what the dispatch of a core.ResultCall has left: enqueued on a GPU, at once on the host.
 //
-//export switchyard_keep
-func switchyard_keep(dispatcher, stream C.uint64_t, call *C.struct_switchyard_routing_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	c := (*core.RoutingCall)(unsafe.Pointer(call))
-	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
-		return d.Keep(uintptr(stream), c, h, put[*core.Routing])
+//export switchyard_results
+func switchyard_results(dispatcher, stream C.uint64_t, call *C.struct_switchyard_result_call) C.int32_t {
+	return guard(func() error {
+		c := (*core.ResultCall)(unsafe.Pointer(call))
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return err
+		}
+		h, err := core.Get[*core.Handle](handles, c.Handle)
+		if err != nil {
+			return err
+		}
+		if err = d.Results(uintptr(stream), c, h, put[*core.Routing]); err == nil && c.Release != 0 {
+			handles.Drop(c.Handle)
+		}
+		return err
 	})
 }
 
-// switchyard_route takes a handle that goes by the routing in a core.RoutingCall; wait, ticket and the handle's name are as for
+// switchyard_route takes a handle that goes by the routing in a core.RouteCall; wait, ticket and the handle's name are as for
 // switchyard_dispatch.
 //
 //export switchyard_route
-func switchyard_route(dispatcher, stream C.uint64_t, call *C.struct_switchyard_routing_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	c := (*core.RoutingCall)(unsafe.Pointer(call))
+func switchyard_route(dispatcher, stream C.uint64_t, call *C.struct_switchyard_route_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	c := (*core.RouteCall)(unsafe.Pointer(call))
 	return dispatching(dispatcher, ticket, wait, 0, func(d *core.Dispatcher, _ *core.Handle) (core.Ticket, error) {
 		r, err := core.Get[*core.Routing](handles, c.Routing)
 		if err != nil {

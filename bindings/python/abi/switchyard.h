@@ -56,13 +56,20 @@ struct switchyard_dispatch_call {
 struct switchyard_combine_call {
 	struct switchyard_buffer Y, Rows, Weights, SumWeights, Bias[2], Ready;
 	uint64_t Handle;
+	uint64_t Routing;
 	int64_t Backward, Weighting, Half, Release;
 };
 
-// core.RoutingCall. Made and Rows are results.
-struct switchyard_routing_call {
-	struct switchyard_buffer Into;
+// core.ResultCall. Made is a result.
+struct switchyard_result_call {
+	struct switchyard_buffer Rows, Scales, Indices, Weights, Sources, Counts, Offsets, RankCounts, Routing;
 	uint64_t Handle;
+	int64_t Length, Release;
+	uint64_t Made;
+};
+
+// core.RouteCall. Made and Rows are results.
+struct switchyard_route_call {
 	uint64_t Routing;
 	uint64_t Made;
 	uint64_t Rows;

@@ -133,6 +133,8 @@ type CombineCall struct {
 	Bias                         [2]Buffer
 	Ready                        Buffer
 	Handle                       uint64
+	// Routing names the routing that the call goes by in place of a handle. Not for halves.
+	Routing uint64
 	// Backward is not 0 for the gradient of a dispatch: Y that of the tokens, Rows of the rows, Weights of the weights of rows and
 	// SumWeights of those of the tokens.
 	Backward  int64
@@ -257,15 +259,23 @@ func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, put fu
 	})
 }
 
-// RoutingCall is Keep or Route as C callers describe it.
-type RoutingCall struct {
-	// Into is what Keep fills with the routing of Handle: RoutingBytes of the dispatcher's device, from a multiple of 128 on. It belongs to
-	// the routing until that is dropped and the calls that go by it are complete.
-	Into   Buffer
-	Handle uint64
-	// Routing names the one that Route goes by.
+// ResultCall is a copy of what a dispatch has left, as C callers describe it; see dispatch.Result. Buffers without bytes are not wanted.
+type ResultCall struct {
+	Rows, Scales, Indices, Weights, Sources, Counts, Offsets, RankCounts Buffer
+	// Routing is filled with the routing: RoutingBytes of the dispatcher's device, from a multiple of 128 on. It belongs to the routing until
+	// that is dropped and the calls that go by it are complete.
+	Routing Buffer
+	Handle  uint64
+	Length  int64
+	Release int64 // not 0: give the handle back with the call
+	// Made is a result: the name of the routing, 0 without one.
+	Made uint64
+}
+
+// RouteCall is Route as C callers describe it.
+type RouteCall struct {
 	Routing uint64
-	// Made and Rows are results on a GPU: the name of what was made, and where the rows of a routed handle lie.
+	// Made and Rows are results on a GPU: the name of the handle, and where its rows lie.
 	Made uint64
 	Rows uintptr
 }
@@ -279,33 +289,59 @@ type Routing struct {
 // RoutingBytes is the size of a routing.
 func (d *Dispatcher) RoutingBytes() int64 { return d.inner.RoutingBytes() }
 
-// Keep copies the routing of a dispatch to memory of the caller. put names it. The name is the ticket's value, and on a GPU left in the call.
-func (d *Dispatcher) Keep(stream uintptr, c *RoutingCall, h *Handle, put func(*Routing) uint64) (Ticket, error) {
-	into, err := d.view(c.Into)
-	if err != nil {
-		return 0, err
+// Results copies what a complete dispatch has left to memory of the caller: on a GPU on the stream, on the host before it returns, in the
+// caller's thread. put names the routing.
+func (d *Dispatcher) Results(stream uintptr, c *ResultCall, h *Handle, put func(*Routing) uint64) error {
+	to := dispatch.Result{Length: int(c.Length)}
+	for _, part := range [...]struct {
+		to   *memory.View
+		from Buffer
+	}{
+		{&to.Rows, c.Rows}, {&to.Scales, c.Scales}, {&to.Indices, c.Indices}, {&to.Weights, c.Weights}, {&to.Sources, c.Sources},
+		{&to.Counts, c.Counts}, {&to.Offsets, c.Offsets}, {&to.RankCounts, c.RankCounts}, {&to.Routing, c.Routing},
+	} {
+		if part.from.Bytes == 0 {
+			continue
+		}
+		v, err := d.view(part.from)
+		if err != nil {
+			return err
+		}
+		*part.to = v
 	}
 	inner, err := d.handle(h)
 	if err != nil {
-		return 0, err
+		return err
 	}
-	return d.run(stream, func(s device.Stream) (uint64, error) {
-		kept, err := inner.Keep(s, into)
-		if err != nil {
-			return 0, err
+	var s device.Stream
+	if g := d.gpu; g != nil {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		if g.closed {
+			return ErrClosed
 		}
-		made := put(&Routing{d: d, inner: kept})
-		if d.gpu != nil {
-			c.Made = made
+		if s, err = g.wrap(stream); err != nil {
+			return err
 		}
-		return made, nil
-	})
+	}
+	routing, err := inner.CopyTo(s, to)
+	if err != nil {
+		return err
+	}
+	if routing != nil {
+		c.Made = put(&Routing{d: d, inner: routing})
+	}
+	if c.Release != 0 && h.gone() {
+		h.back.Store(true)
+		inner.Release()
+	}
+	return nil
 }
 
 // Route takes a handle whose calls go by a routing, as dispatch.Dispatcher.Route does. put names it, as for Dispatch.
-func (d *Dispatcher) Route(stream uintptr, c *RoutingCall, r *Routing, put func(*Handle) uint64) (Ticket, error) {
-	if r.d != d {
-		return 0, fmt.Errorf("core: %w: the routing is of another dispatcher", ErrInvalid)
+func (d *Dispatcher) Route(stream uintptr, c *RouteCall, r *Routing, put func(*Handle) uint64) (Ticket, error) {
+	if err := d.owns(r); err != nil {
+		return 0, err
 	}
 	return d.run(stream, func(device.Stream) (uint64, error) {
 		inner, err := d.inner.Route(r.inner)
@@ -314,6 +350,14 @@ func (d *Dispatcher) Route(stream uintptr, c *RoutingCall, r *Routing, put func(
 		}
 		return d.named(inner, &c.Made, &c.Rows, put), nil
 	})
+}
+
+// owns refuses a routing of another dispatcher.
+func (d *Dispatcher) owns(r *Routing) error {
+	if r.d != d {
+		return fmt.Errorf("core: %w: the routing is of another dispatcher", ErrInvalid)
+	}
+	return nil
 }
 
 // named names a handle that a call has made. On a GPU the caller is still here, and finds the name and the place of the rows in the call.
@@ -340,13 +384,21 @@ func (d *Dispatcher) Receive(stream uintptr, h *Handle, combine bool) (Ticket, e
 	})
 }
 
-// Combine makes a combine, or the gradient of a dispatch.
-func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle) (Ticket, error) {
+// Combine makes a combine, or the gradient of a dispatch, by a handle or by a routing.
+func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle, r *Routing) (Ticket, error) {
 	v, err := d.views(&c.Y, &c.Rows, &c.Weights, &c.SumWeights, &c.Bias[0], &c.Bias[1], &c.Ready)
 	if err != nil {
 		return 0, err
 	}
-	inner, err := d.handle(h)
+	var inner *dispatch.Handle
+	switch {
+	case r == nil:
+		inner, err = d.handle(h)
+	case c.Half == First || c.Release != 0:
+		err = fmt.Errorf("core: %w: a combine by a routing in halves, or with the handle's release", ErrInvalid)
+	default:
+		err = d.owns(r)
+	}
 	if err != nil {
 		return 0, err
 	}
@@ -355,6 +407,15 @@ func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle) (Ticket,
 	}
 	backward, first := c.Backward != 0, c.Half == First
 	return d.run(stream, func(s device.Stream) (uint64, error) {
+		inner := inner
+		if r != nil {
+			routed, err := d.inner.Route(r.inner)
+			if err != nil {
+				return 0, err
+			}
+			defer routed.Release()
+			inner = routed
+		}
 		switch {
 		case backward:
 			return 0, d.inner.DispatchBackward(s, v[0], v[3], v[1], v[2], inner)

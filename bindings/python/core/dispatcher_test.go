@@ -114,7 +114,7 @@ func (r *moeRig) combine(h *Handle, n int, want float32, o CombineCall) error {
 		return err
 	}
 	o.Y, o.Rows = b, h.Output()[0]
-	if _, err := r.wait(r.d.Combine(r.handle(), &o, h)); err != nil {
+	if _, err := r.wait(r.d.Combine(r.handle(), &o, h, nil)); err != nil {
 		return err
 	}
 	if o.Half == First {
@@ -202,7 +202,7 @@ func testMoE(c *Comm, g *GPU) error {
 		}
 	}
 	other := &Handle{d: &Dispatcher{}}
-	if _, err := r.d.Combine(r.handle(), &CombineCall{}, other); !errors.Is(err, dispatch.ErrReleased) {
+	if _, err := r.d.Combine(r.handle(), &CombineCall{}, other, nil); !errors.Is(err, dispatch.ErrReleased) {
 		return fmt.Errorf("a combine of another dispatcher's: %w", err)
 	}
 	if _, err := r.d.Dispatch(1, &DispatchCall{}, nil, r.put); g == nil && !errors.Is(err, ErrInvalid) {
@@ -260,6 +260,8 @@ func TestDispatchersOnAGPU(t *testing.T) {
 // A call's shape is what C callers fill in: numbers of 64 bits without gaps.
 func TestCallsAreNumbersWithoutGaps(t *testing.T) {
 	require.EqualValues(t, 12*8, reflect.TypeFor[DispatchCall]().Size())
-	require.EqualValues(t, 19*8, reflect.TypeFor[CombineCall]().Size())
+	require.EqualValues(t, 20*8, reflect.TypeFor[CombineCall]().Size())
+	require.EqualValues(t, 22*8, reflect.TypeFor[ResultCall]().Size())
+	require.EqualValues(t, 3*8, reflect.TypeFor[RouteCall]().Size())
 	require.EqualValues(t, 12*8, reflect.TypeFor[BackwardCall]().Size())
 }

@@ -269,6 +269,59 @@ def kept(rank: int, size: int, device: str, layout: str) -> None:
         d.route(last)
 
 
+def taken(rank: int, size: int, device: str, layout: str) -> None:
+    """The caller owns all that a dispatch left, in exact size or in another, and the way back is a routing."""
+    by_row = {"sources": True, "row_weights": layout not in ("token_major", "rank_padded")}
+    d = dispatcher(size, device, layout, handles=1, host_counts=True, **by_row)
+    mine = local(d, matrices(size, device))
+    names = ("rows", "scales", "indices", "row_weights", "sources")
+    for seed, more in enumerate((None, 0, -2, 3)):
+        batch = routing(rank, size, device, seed, tokens=0 if seed % 2 == rank else None)
+        got = d.dispatch(*batch, async_op=seed % 2 == 0)
+        if seed % 2 == 0:
+            with pytest.raises(sw.errors.InvalidArgument, match="second half"):
+                got.take(1)
+        got.wait()
+        host, y = got.host_counts(), d.combine(experts(got, mine), got)
+        made = experts(got, mine)[: host.rows].clone()
+        want = {}
+        for name in names[:1] + names[2:]:
+            try:
+                want[name] = getattr(got, name)[: host.rows].clone()
+            except sw.errors.InvalidArgument:
+                assert name == "indices"
+        lists = [on(got, name).tolist() for name in ("counts", "offsets", "rank_counts")]
+        length = None if more is None else max(host.rows + more, 0)
+        left = got.take(length)
+        with pytest.raises(sw.errors.Freed):
+            got.keep()
+        del got
+        d.dispatch(*routing(rank, size, device, seed + 10)).release()  # which takes the one output
+        n = host.rows if length is None else length
+        assert left.scales is None
+        assert (left.indices is None) == (layout not in ("token_major", "rank_padded"))
+        for name, x in want.items():
+            part, came = getattr(left, name), min(n, host.rows)
+            assert part.shape == (n, *x.shape[1:])
+            assert part.dtype is x.dtype
+            assert torch.equal(part[:came].nan_to_num(), x[:came].nan_to_num()) or layout in ("slab", "rank_padded")
+            if name in ("indices", "row_weights"):
+                assert (part[came:] == (-1 if name == "indices" else 0)).all()
+        known = (left.counts, left.offsets, left.rank_counts)
+        assert [x.tolist() for x in known] == lists
+        assert all(x.dtype is torch.int32 and x.device.type in device for x in known)
+        for _ in range(2):
+            assert torch.equal(d.combine(made, left.routing), y)
+            assert torch.equal(d.combine(made, left.routing, out=torch.empty_like(y)), y)
+        with pytest.raises(sw.errors.InvalidArgument, match="route first"):
+            d.combine(made, left.routing, release=True)
+        with pytest.raises(sw.errors.InvalidArgument, match="route first"):
+            d.combine(made, left.routing, async_op=True)
+        with pytest.raises(sw.errors.Unsupported, match="route first"):
+            d.combine(made.requires_grad_(), left.routing)
+    d.close()
+
+
 def float8(rank: int, size: int, device: str, layout: str, options: dict) -> None:
     """Tokens quantised on the way, or before."""
     tokens = sizes(rank, size)[1]

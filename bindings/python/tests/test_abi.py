@@ -30,7 +30,8 @@ STRUCTURES = {
     "shape_head": abi.ShapeHead,
     "dispatch_call": abi.DispatchCall,
     "combine_call": abi.CombineCall,
-    "routing_call": abi.RoutingCall,
+    "result_call": abi.ResultCall,
+    "route_call": abi.RouteCall,
     "backward_call": abi.BackwardCall,
 }
 
@@ -88,19 +89,24 @@ def test_calls_are_in_the_order_of_their_structures():
         ("X", (1, 2)), ("Scales", (3, 4)), ("Experts", (5, 6)), ("Weights", (7, 8)), ("Handle", 9), ("Half", 10), ("Made", 11),
         ("Rows", 12),
     ]  # fmt: skip
-    assert numbers(abi.CombineCall.from_buffer(abi.combine_call(range(1, 15), 15, 16, 17, 18, 19))) == [
+    assert numbers(abi.CombineCall.from_buffer(abi.combine_call(range(1, 15), 15, 16, 17, 18, 19, 20))) == [
         ("Y", (1, 2)), ("Rows", (3, 4)), ("Weights", (5, 6)), ("SumWeights", (7, 8)), ("Bias", [(9, 10), (11, 12)]),
-        ("Ready", (13, 14)), ("Handle", 15), ("Backward", 16), ("Weighting", 17), ("Half", 18), ("Release", 19),
+        ("Ready", (13, 14)), ("Handle", 15), ("Routing", 16), ("Backward", 17), ("Weighting", 18), ("Half", 19),
+        ("Release", 20),
     ]  # fmt: skip
     assert numbers(abi.BackwardCall.from_buffer(abi.backward_call(range(1, 11), 11, 12))) == [
         ("DRows", (1, 2)), ("DWeights", (3, 4)), ("DY", (5, 6)), ("Rows", (7, 8)), ("Weights", (9, 10)), ("Handle", 11),
         ("Weighting", 12),
     ]  # fmt: skip
-    call = abi.routing_call((1, 2), 3, 4)
-    call[abi.ROUTING_MADE], call[abi.ROUTING_ROWS] = 5, 6
-    assert numbers(abi.RoutingCall.from_buffer(call)) == [
-        ("Into", (1, 2)), ("Handle", 3), ("Routing", 4), ("Made", 5), ("Rows", 6),
+    call = abi.result_call(range(1, 19), 19, 20, 21)
+    call[abi.RESULT_MADE] = 22
+    assert numbers(abi.ResultCall.from_buffer(call)) == [
+        *((name, (2 * i + 1, 2 * i + 2)) for i, name in enumerate(abi.RESULTS)), ("Handle", 19), ("Length", 20),
+        ("Release", 21), ("Made", 22),
     ]  # fmt: skip
+    call = abi.route_call(1)
+    call[abi.ROUTE_MADE], call[abi.ROUTE_ROWS] = 2, 3
+    assert numbers(abi.RouteCall.from_buffer(call)) == [("Routing", 1), ("Made", 2), ("Rows", 3)]
     head = abi.shape_head(1, 2, 3)
     assert len(head) == abi.HEAD
     for at, value in ((abi.LIVE, 4), (abi.PLACED, 5), (abi.MAX_SMS, 6), (abi.COPY_SMS, 7), (abi.NO_SMS, 8)):

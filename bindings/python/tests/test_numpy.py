@@ -459,6 +459,13 @@ def mixture(rank, size, layout, redundant):
             with pytest.raises((errors.InvalidArgument, errors.InvalidType), match="out is"):
                 d.combine(made, way, out=bad)
         del way
+        got = d.dispatch(x, idx, weights)
+        rows, counts, came = got.rows.copy(), got.counts, got.num_rows
+        left = got.take(came + 2)
+        np.testing.assert_array_equal(left.rows[:came], rows)
+        assert left.rows.shape == (came + 2, hidden)
+        assert (left.counts.tolist(), left.host.rows) == (counts, came)
+        np.testing.assert_array_equal(d.combine(made, left.routing), y)
     assert sum(d.traffic()) > 0
     d.close()
 

@@ -51,6 +51,11 @@ def test_routings_outlive_their_outputs(cuda, layout):
 
 
 @pytest.mark.parametrize("layout", list(layers.LAYOUTS))
+def test_what_a_dispatch_left_is_the_callers(cuda, layout):
+    run(cuda, layers.taken, CUDA, layout)
+
+
+@pytest.mark.parametrize("layout", list(layers.LAYOUTS))
 @pytest.mark.parametrize("options", host.SCALES, ids=str)
 def test_float8(worlds, layout, options):
     run(worlds.get(2, worlds_module.cuda), layers.float8, CUDA, layout, options)

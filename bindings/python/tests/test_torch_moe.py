@@ -124,6 +124,11 @@ def test_routings_outlive_their_outputs(gloo, layout):
 
 
 @pytest.mark.parametrize("layout", list(layers.LAYOUTS))
+def test_what_a_dispatch_left_is_the_callers(gloo, layout):
+    gloo.run(layers.taken, "cpu", layout)
+
+
+@pytest.mark.parametrize("layout", list(layers.LAYOUTS))
 @pytest.mark.parametrize("options", SCALES, ids=str)
 def test_float8(worlds, layout, options):
     worlds.get(2, worlds_module.gloo).run(layers.float8, "cpu", layout, options)

@@ -45,6 +45,12 @@ enum {
 	SW_POINT_WAITERS = 32, /* of the one block of a signal or a wait, of which one does something */
 };
 
+/* The copy of what a dispatch has left. */
+enum {
+	SW_RESULT_THREADS = 256, /* of a block */
+	SW_RESULT_PARTS = 14, /* entries of result_args.parts */
+};
+
 /* MoE dispatch. */
 enum {
 	SW_DISPATCH_THREADS = 1024, /* of a block of dispatch_rows */
@@ -212,6 +218,28 @@ struct sw_point_args {
 	uint32_t peer;
 	uint32_t semaphore; /* of a signal or a wait */
 	uint32_t semaphores;
+};
+
+/* A kernels.ResultPart. */
+struct sw_result_part {
+	uint64_t to; /* addresses */
+	uint64_t from;
+	uint64_t row; /* bytes of a row; 0: the part does not go by rows */
+	uint64_t bytes; /* of a column at the address to */
+	uint64_t pitch; /* from one column to the next at the address from */
+	uint32_t columns;
+	uint32_t fills; /* 1: behind is in all words behind the last row */
+	uint32_t behind;
+	uint32_t unused;
+};
+
+/* One launch of the copy. */
+struct sw_result_args {
+	uint64_t fault; /* address of the handle's fault */
+	uint64_t rows; /* address of the number of rows that came */
+	struct sw_result_part parts[SW_RESULT_PARTS];
+	uint32_t count;
+	uint32_t spare;
 };
 
 /* Where the words of a handle lie. All must be zero before the first call. */

@@ -73,6 +73,28 @@ func Of() map[string]int {
 		m["point_args.semaphores"] = int(unsafe.Offsetof(s.semaphores))
 	}
 	{
+		var s C.struct_sw_result_part
+		m["result_part"] = int(unsafe.Sizeof(s))
+		m["result_part.to"] = int(unsafe.Offsetof(s.to))
+		m["result_part.from"] = int(unsafe.Offsetof(s.from))
+		m["result_part.row"] = int(unsafe.Offsetof(s.row))
+		m["result_part.bytes"] = int(unsafe.Offsetof(s.bytes))
+		m["result_part.pitch"] = int(unsafe.Offsetof(s.pitch))
+		m["result_part.columns"] = int(unsafe.Offsetof(s.columns))
+		m["result_part.fills"] = int(unsafe.Offsetof(s.fills))
+		m["result_part.behind"] = int(unsafe.Offsetof(s.behind))
+		m["result_part.unused"] = int(unsafe.Offsetof(s.unused))
+	}
+	{
+		var s C.struct_sw_result_args
+		m["result_args"] = int(unsafe.Sizeof(s))
+		m["result_args.fault"] = int(unsafe.Offsetof(s.fault))
+		m["result_args.rows"] = int(unsafe.Offsetof(s.rows))
+		m["result_args.parts"] = int(unsafe.Offsetof(s.parts))
+		m["result_args.count"] = int(unsafe.Offsetof(s.count))
+		m["result_args.spare"] = int(unsafe.Offsetof(s.spare))
+	}
+	{
 		var s C.struct_sw_dispatch_block
 		m["dispatch_block"] = int(unsafe.Sizeof(s))
 		m["dispatch_block.note_stride"] = int(unsafe.Offsetof(s.note_stride))

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import _sides, errors
 from ._core import options
-from ._core.dispatched import Combining, Dispatched, HostCounts, Routing, named
+from ._core.dispatched import Combining, Dispatched, HostCounts, Result, Routing, named
 from ._core.dispatcher import Calls, Counters
 
 if TYPE_CHECKING:
     from ._types import Device, DType, Group, Numbers
 
-__all__ = ["Combining", "Counters", "Dispatched", "Dispatcher", "HostCounts", "Routing"]
+__all__ = ["Combining", "Counters", "Dispatched", "Dispatcher", "HostCounts", "Result", "Routing"]
 
 _numbers = itertools.count()
 
@@ -150,14 +150,12 @@ class Dispatcher(Calls):
         ``row_weights``, ``scales``, ``sources`` and ``landed`` are those of the dispatch only."""
         self._check_routing(routing)
         output = self._route(routing)
-        got = Dispatched(self, routing._side, output, routing.tokens, routing._weights, {})
-        got.rows = routing._side.rows(output)
-        return got
+        return Dispatched(self, routing._side, output, routing.tokens, routing._weights, {})
 
     def combine(
         self,
         rows: Numbers,
-        dispatched: Dispatched,
+        dispatched: Dispatched | Routing,
         *,
         weights: Numbers | Sequence[float] | None = None,
         weighted: bool = True,
@@ -170,6 +168,7 @@ class Dispatcher(Calls):
     ) -> Any:
         """Bring rows back: the result is [tokens, hidden], for each token the sum of weight times row over its experts.
 
+        ``dispatched`` is the dispatch, or its routing, by which an output is taken for the call and given back with it.
         ``rows`` is laid out like ``dispatched.rows``, which it may be, and of ``combine_dtype``. Sums are made in float32. With
         rows by token a row is what its rank made of the token, and nothing is weighted.
 
@@ -189,9 +188,9 @@ class Dispatcher(Calls):
           result.
 
         The gradient of ``rows`` is undefined where padding is, and behind the last row: mask it, or do not read it.
-        ``sum_weights``, ``ready``, ``out`` and ``release`` have none.
+        ``sum_weights``, ``ready``, ``out``, ``release`` and a combine by a routing have none.
         """
-        self._check_dispatched(dispatched)
+        self._check_way(dispatched)
         arguments = (rows, dispatched, weights, weighted, bias, sum_weights, ready, out, release, async_op)
         if _sides.is_tensor(rows):
             return _sides.tensor_moe().combine(self, *arguments)

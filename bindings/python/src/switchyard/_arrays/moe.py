@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import errors
 from .._core.arguments import type_of
-from .._core.dispatched import BESIDE_ROWS, ROUTING_ALIGN, Combining, Dispatched, Output, biases_of
+from .._core.dispatched import BESIDE_ROWS, ROUTING_ALIGN, Combining, Dispatched, Output, Routing, biases_of
 from .._core.dispatcher import Calls
 
 
@@ -50,12 +50,15 @@ class Arrays:
         return got
 
     def combine(
-        self, rows: Any, dispatched: Dispatched, weights: Any, weighted: bool, bias: Any, sum_weights: bool, ready: Any,
-        out: Any, release: bool, async_op: bool,
+        self, rows: Any, dispatched: Dispatched | Routing, weights: Any, weighted: bool, bias: Any, sum_weights: bool,
+        ready: Any, out: Any, release: bool, async_op: bool,
     ) -> Any:  # fmt: skip
         d = self._calls
-        rows, output = self._rows("rows", rows, d.combine_dtype), dispatched._output
-        d._check_length("rows", rows.shape[0], output)
+        rows = self._rows("rows", rows, d.combine_dtype)
+        way: Output | Routing = dispatched if isinstance(dispatched, Routing) else dispatched._output
+        d._check_length("rows", rows.shape[0], way)
+        if isinstance(way, Routing):
+            d._check_by_routing(release, async_op, False)
         if ready is not None:
             raise errors.Unsupported("switchyard: combine: ready of arrays")
         weighting = d._weighting(weights, weighted)
@@ -69,8 +72,7 @@ class Arrays:
         sums = np.zeros((dispatched.tokens, d.top_k), np.float32) if sum_weights else None
         held = [y, rows, given, sums, *biases, *(None,) * (3 - len(biases))]
         buffers = [n for a in held for n in _place(a)]
-        d._combine(buffers, output.alive(), (0, weighting, async_op, release), held)
-        output.released = output.released or release
+        d._combine(buffers, way, (0, weighting, async_op, release), held)
         result = (y, sums) if sum_weights else y
         return Combining(dispatched, result, held) if async_op else result
 
@@ -82,6 +84,15 @@ class Arrays:
     def capturing(self) -> bool:
         """Nothing captures calls on arrays."""
         return False
+
+    def fresh(self, name: str, *shape: int) -> tuple[Any, int]:
+        """Memory for a part of an output."""
+        d = self._calls
+        kind: Any = d._shape(name, 0)[0]
+        if name == "rows":
+            kind = self._dtype if d.row_dtype == d.dtype else np.uint8
+        x = np.empty(shape, kind)
+        return x, x.ctypes.data
 
     def room(self, size: int) -> tuple[Any, int]:
         """Memory for a routing."""
@@ -99,7 +110,7 @@ class Arrays:
             return items
         output.counts = output.counts or output.host()
         rows = output.counts.rows
-        return d._scales(items, rows) if name == "scales" else items[:rows]
+        return d._scales(items, rows, d.max_rows) if name == "scales" else items[:rows]
 
     def _rows(self, name: str, x: Any, dtype: str) -> Any:
         x = np.ascontiguousarray(x)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 8
+VERSION = 9
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
@@ -53,7 +53,7 @@ PROTOTYPES: dict[str, list[Any]] = {
     "combine": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "combine_backward": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "receive": [c_uint64, c_uint64, c_uint64, c_int32, c_int64, _u64p],
-    "keep": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "results": [c_uint64, c_uint64, c_void_p],
     "route": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "output": [c_uint64, c_void_p],
     "counts": [c_uint64, c_int64, _i64p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
@@ -95,14 +95,31 @@ class CombineCall(Structure):
         ("Bias", Buffer * 2),
         ("Ready", Buffer),
         ("Handle", c_uint64),
+        ("Routing", c_uint64),
         *((name, c_int64) for name in ("Backward", "Weighting", "Half", "Release")),
     ]
 
 
-class RoutingCall(Structure):
-    """A routing is kept, or gone by. Made and Rows are results."""
+#: The parts that a dispatch has left, in the order of ResultCall.
+RESULTS = ("Rows", "Scales", "Indices", "Weights", "Sources", "Counts", "Offsets", "RankCounts", "Routing")
 
-    _fields_ = [("Into", Buffer), *((name, c_uint64) for name in ("Handle", "Routing", "Made", "Rows"))]
+
+class ResultCall(Structure):
+    """All that a dispatch has left is copied. Made is a result."""
+
+    _fields_ = [
+        *((name, Buffer) for name in RESULTS),
+        ("Handle", c_uint64),
+        ("Length", c_int64),
+        ("Release", c_int64),
+        ("Made", c_uint64),
+    ]
+
+
+class RouteCall(Structure):
+    """A routing is gone by. Made and Rows are results."""
+
+    _fields_ = [(name, c_uint64) for name in ("Routing", "Made", "Rows")]
 
 
 class BackwardCall(Structure):
@@ -122,7 +139,8 @@ def word(field: Any) -> int:
 
 # Where to look in the arrays of calls.
 MADE, ROWS = word(DispatchCall.Made), word(DispatchCall.Rows)
-ROUTING_MADE, ROUTING_ROWS = word(RoutingCall.Made), word(RoutingCall.Rows)
+RESULT_MADE = word(ResultCall.Made)
+ROUTE_MADE, ROUTE_ROWS = word(RouteCall.Made), word(RouteCall.Rows)
 HEAD = sizeof(ShapeHead) // sizeof(c_int64)
 LIVE, PLACED = word(ShapeHead.Live), word(ShapeHead.Placed)
 MAX_SMS, COPY_SMS, NO_SMS = word(ShapeHead.MaxSMs), word(ShapeHead.CopySMs), word(ShapeHead.NoSMs)
@@ -142,15 +160,20 @@ def dispatch_call(x: Memory, scales: Memory, experts: Memory, weights: Memory, h
 
 
 def combine_call(
-    buffers: Sequence[int], handle: int, backward: int, weighting: int, half: int, release: int
+    buffers: Sequence[int], handle: int, routing: int, backward: int, weighting: int, half: int, release: int
 ) -> array[int]:
     """A CombineCall. buffers are addresses and bytes of Y, Rows, Weights, SumWeights, both of Bias, and Ready."""
-    return array("q", (*buffers, handle, backward, weighting, half, release))
+    return array("q", (*buffers, handle, routing, backward, weighting, half, release))
 
 
-def routing_call(into: Memory, handle: int, routing: int) -> array[int]:
-    """A RoutingCall."""
-    return array("q", (*into, handle, routing, 0, 0))
+def result_call(buffers: Sequence[int], handle: int, length: int, release: int) -> array[int]:
+    """A ResultCall. buffers are addresses and bytes of RESULTS."""
+    return array("q", (*buffers, handle, length, release, 0))
+
+
+def route_call(routing: int) -> array[int]:
+    """A RouteCall."""
+    return array("q", (routing, 0, 0))
 
 
 def backward_call(buffers: Sequence[int], handle: int, weighting: int) -> array[int]:

@@ -46,6 +46,9 @@ class Maker(Protocol):
     def _keep(self, dispatched: Dispatched) -> Routing:
         """The routing of a dispatch."""
 
+    def _take(self, dispatched: Dispatched, length: int | None) -> Result:
+        """All that a dispatch has left, in fresh memory."""
+
 
 class Side(Protocol):
     """The maker of arrays or tensors of outputs."""
@@ -58,6 +61,9 @@ class Side(Protocol):
 
     def capturing(self) -> bool:
         """Whether calls go into a graph and do not run."""
+
+    def fresh(self, name: str, *shape: int) -> tuple[Any, int]:
+        """An array or a tensor for a part of an output, and its address."""
 
     def room(self, size: int) -> tuple[Any, int]:
         """Bytes of fresh memory on the dispatcher's device, and where among them a routing begins."""
@@ -104,7 +110,7 @@ class Output:
         self.counts: HostCounts | None = None
         self.routing = routing
         if routing is not None:  # counts lie there, not where those of other outputs with these rows do
-            self.counts, self.slot = routing._counts, Slot(dispatcher, handle)
+            self.counts, self.slot = routing.counts, Slot(dispatcher, handle)
             return
         slot = dispatcher._slots.get(rows)
         if slot is None:
@@ -140,7 +146,9 @@ class Output:
 
 
 class Routing:
-    """Where the tokens of a dispatch went: :meth:`Dispatched.keep` makes it, and :meth:`Dispatcher.route` goes by it.
+    """Where the tokens of a dispatch went: :meth:`Dispatched.keep` and :meth:`Dispatched.take` make it,
+    :meth:`Dispatcher.combine` and :meth:`Dispatcher.route` go by it. ``counts`` are those of the dispatch for the host, if it
+    knows them.
 
     It needs no output, so any number may be alive, and each serves any number of calls. It is this rank's alone: a rank drops
     one by forgetting it, whenever it likes. ``memory`` is what it lies in, a tensor or an array of bytes that nobody else may
@@ -152,7 +160,7 @@ class Routing:
         self._dispatcher, self._side, self._name, self.memory = dispatcher, side, name, memory
         lib = dispatcher.comm._lib
         self._unhold, self._hold = lib.unhold, lib.hold(name)
-        self._tokens, self._counts = dispatched.tokens, dispatched._output.counts
+        self._tokens, self.counts = dispatched.tokens, dispatched._output.counts
         weights = dispatched._weights
         self._weights = weights if getattr(weights, "requires_grad", False) else None
 
@@ -161,11 +169,33 @@ class Routing:
         """How many tokens this rank has sent."""
         return self._tokens
 
+    def host(self) -> HostCounts:
+        """The counts, which this has not."""
+        raise errors.InvalidArgument("switchyard: the host does not know how many rows this dispatch brought")
+
     def __repr__(self) -> str:
         return f"<switchyard.Routing of {self._tokens} tokens>"
 
     def __del__(self) -> None:
         self._unhold(self._hold)
+
+
+class Result(NamedTuple):
+    """All that a dispatch has left on this rank, in memory of the caller, by the names of :class:`Dispatched`; ``None`` for a
+    part that the dispatcher has not. All but ``routing`` and ``host`` are tensors or arrays."""
+
+    rows: Any
+    scales: Any
+    indices: Any
+    row_weights: Any
+    sources: Any
+    counts: Any
+    offsets: Any
+    rank_counts: Any
+    #: The way back, for :meth:`Dispatcher.combine` and :meth:`Dispatcher.route`.
+    routing: Routing
+    #: The counts, if the host knows them.
+    host: HostCounts | None
 
 
 class Dispatched:
@@ -199,6 +229,12 @@ class Dispatched:
         self._tokens = tokens
         self._half = False
         self._handle: Any = None  # in a compiled graph: a tensor that holds the output
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "rows" or self._output is None:
+            raise AttributeError(name)
+        self.rows = rows = self._side.rows(self._output)
+        return rows
 
     def _part(self, name: str) -> Any:
         part = self._parts.get(name)
@@ -294,6 +330,18 @@ class Dispatched:
             raise errors.Unsupported("switchyard: keep in a compiled graph")
         return self._dispatcher._keep(self)
 
+    def take(self, length: int | None = None) -> Result:
+        """Copy all that the dispatch has left, and where the tokens went, to fresh memory of torch or numpy, by one call. The
+        output is given back. No other rank takes part. On a GPU the copy is enqueued on the current stream, and a graph can
+        capture it.
+
+        ``length`` is how many rows ``rows``, ``scales``, ``indices``, ``row_weights`` and ``sources`` have. If more came the
+        first are there; if fewer, ``indices`` have -1 and ``row_weights`` 0 behind the last, and the others are undefined
+        there. ``None``: as many as came where :meth:`host_counts` says, for which the host waits, else all that could come."""
+        if self._output is None:
+            raise errors.Unsupported("switchyard: take in a compiled graph")
+        return self._dispatcher._take(self, length)
+
     def wait(self) -> Dispatched:
         """The second half of a dispatch with ``async_op``: ``rows`` may be used after it, on a GPU on the then current stream.
         It returns this object, and does nothing when there is no second half."""
@@ -313,7 +361,7 @@ class Dispatched:
 class Combining:
     """The first half of a combine. :meth:`wait` is the second."""
 
-    def __init__(self, dispatched: Dispatched | None, result: Any, keep: object) -> None:
+    def __init__(self, dispatched: Any, result: Any, keep: object) -> None:
         self._dispatched, self._result, self._keep = dispatched, result, keep
 
     def wait(self) -> Any:

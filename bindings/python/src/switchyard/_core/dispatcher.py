@@ -13,7 +13,7 @@ from .. import errors
 from . import abi, options
 from .arguments import type_of
 from .comm import Communicator
-from .dispatched import COUNTS, DISPATCHED, GIVEN, UNWEIGHTED, Dispatched, Output, Routing, Side, Slot
+from .dispatched import BESIDE_ROWS, COUNTS, DISPATCHED, GIVEN, UNWEIGHTED, Dispatched, Output, Result, Routing, Side, Slot
 from .native import AGAIN, SLICE
 from .places import Place
 
@@ -48,6 +48,9 @@ class Calls:
         self._float8 = options.BYTES[self.row_dtype] == 1
         self._exponents, self._columns = values["scale_format"] == "ue8m0", values["scale_columns"]
         self._scale_per_token, self._capacity = values["scale_per_token"], values["capacity"]
+        blocks = 1 if self._scale_per_token else -(-self.hidden // 128)
+        #: How many words the scales of a row take.
+        self._scale_words = -(-blocks // 4) if self._exponents else blocks
         self._tells_sources, self._tells_landed = values["sources"], values["landed"]
         self._weighs_rows = self.by_token or values["row_weights"]
         self.comm: Communicator = place._comm
@@ -56,6 +59,7 @@ class Calls:
         self._handle = self.comm._control(lib.dispatcher(self.comm._handle, place._handle, text, ticket), ticket)
         self._closed = False
         self._slots: dict[int, Slot] = {}
+        self._left: list[tuple[str, int, tuple[int, ...] | None]] = []
         #: The GPU's ordinal, -1 for the host.
         self._index: int = getattr(place, "device", -1)
         self._stream: Any = stream
@@ -78,8 +82,9 @@ class Calls:
     def _bind(self) -> None:
         """Take the library's functions."""
         lib, prefix = self.comm._lib, "enqueue_" if self._index >= 0 else ""
-        names = ("dispatch", "combine", "combine_backward", "receive", "keep", "route")
+        names = ("dispatch", "combine", "combine_backward", "receive", "route")
         self._calls = [getattr(lib, prefix + name) for name in names]
+        self._results = getattr(lib, prefix + "results")
 
     def _info(self) -> tuple[int, int, int, list[int]]:
         """The most rows of a dispatch, how many dispatches are alive, the bytes of a routing, and this rank's experts."""
@@ -116,10 +121,10 @@ class Calls:
         call = abi.dispatch_call(
             (x, tokens * self._token_bytes), scales, (idx, tokens * self._choice_bytes), (weights, weighed), 0, first
         )
-        made = self._take(0, keep, call)
+        made = self._occupy(0, keep, call)
         return Output(self, made, 0) if made else Output(self, call[abi.MADE], call[abi.ROWS])
 
-    def _take(self, which: int, keep: object, call: array[int]) -> int:
+    def _occupy(self, which: int, keep: object, call: array[int]) -> int:
         """Make a call that takes an output."""
         address = call.buffer_info()[0]
         try:
@@ -133,26 +138,89 @@ class Calls:
         if self._counted and not side.capturing():
             output.counts = output.counts or output.host()
         memory, at = side.room(self.routing_bytes)
-        call = abi.routing_call((at, self.routing_bytes), output.alive(), 0)
-        name = self._run(4, (memory, output), call.buffer_info()[0]) or call[abi.ROUTING_MADE]
+        name = self._copy((*(0,) * 16, at, self.routing_bytes), output, 0, False)
         return Routing(self, side, name, memory, dispatched)
+
+    def _copy(self, buffers: Sequence[int], output: Output, length: int, release: bool) -> int:
+        """Copy what a dispatch has left. The name of its routing is returned."""
+        call = abi.result_call(buffers, output.alive(), length, release)
+        stream = self._stream(self._index) if self._index >= 0 else 0
+        code = self._results(self._handle, stream, call.buffer_info()[0])
+        if code:
+            raise self.comm._lib.error(code)
+        output.released = output.released or release
+        return call[abi.RESULT_MADE]
+
+    def _take(self, dispatched: Dispatched, length: int | None) -> Result:
+        output, side = dispatched._output, dispatched._side
+        host = output.counts
+        if host is None and self._counted and (length is None or self._index < 0) and not side.capturing():
+            host = output.counts = output.host()
+        if length is None:
+            length = self.max_rows if host is None else host.rows
+        made: list[Any] = []
+        buffers: list[int] = []
+        for name, each, tail in self._left or self._leaves(output):
+            if not each:
+                made.append(None)
+                buffers += (0, 0)
+            elif tail is None:  # no entry for each row
+                x, at = side.fresh(name, each // 4)
+                made.append(x)
+                buffers += (at, each)
+            else:
+                x, at = side.fresh(name, length, *tail)
+                made.append(x)
+                buffers += (at, length * each)
+        memory, at = side.room(self.routing_bytes)
+        buffers += (at, self.routing_bytes)
+        routing = Routing(self, side, self._copy(buffers, output, length, True), memory, dispatched)
+        rows, scales, *others = made
+        if scales is not None:
+            scales = self._scales(scales.reshape(-1), length, length)
+        return Result(rows, scales, *others, routing, host)  # type: ignore[call-arg]
+
+    def _leaves(self, output: Output) -> list[tuple[str, int, tuple[int, ...] | None]]:
+        """The parts of outputs, in the order of abi.RESULTS: the name, the bytes for each row and the extents behind the rows,
+        or the bytes of all where there is no entry for each row."""
+        self._left = []
+        for name in ("rows", "scales", "indices", "row_weights", "sources", "counts", "offsets", "rank_counts"):
+            size, rows = output.slot.parts[name][1], max(self.max_rows, 1)
+            if name not in BESIDE_ROWS:
+                self._left.append((name, size, None))
+            elif name == "scales":
+                self._left.append((name, size // rows, (size // rows // 4,)))
+            else:
+                self._left.append((name, size // rows, self._shape(name, size)[1][1:]))
+        return self._left
 
     def _route(self, routing: Routing) -> Output:
         """Take an output whose calls go by a routing."""
-        call = abi.routing_call((0, 0), 0, routing._name)
-        made = self._take(5, routing, call)
-        return Output(self, made or call[abi.ROUTING_MADE], call[abi.ROUTING_ROWS], routing)
+        call = abi.route_call(routing._name)
+        made = self._occupy(4, routing, call)
+        return Output(self, made or call[abi.ROUTE_MADE], call[abi.ROUTE_ROWS], routing)
 
     def _redispatch(self, x: int, scales: tuple[int, int], output: Output, tokens: int, first: bool, keep: object) -> None:
         x_at = (x, tokens * self._token_bytes)
         call = abi.dispatch_call(x_at, scales, (0, 0), (0, 0), output.alive(), first)
         self._run(0, keep, call.buffer_info()[0])
 
-    def _combine(self, buffers: Sequence[int], handle: int, how: tuple[int, int, bool, bool], keep: object) -> None:
-        """Make a combine. buffers are addresses and bytes of y, rows, weights, summed weights, two biases and words that say
-        what is ready; how is whether it is the gradient of a dispatch, what rows are weighted with, whether it is the first
-        half, and whether the handle is given back."""
-        call = abi.combine_call(buffers, handle, *how)
+    def _combine(
+        self, buffers: Sequence[int], way: Output | Routing, how: tuple[int, int, bool, bool], keep: object
+    ) -> None:
+        """Make a combine by an output or a routing. buffers are addresses and bytes of y, rows, weights, summed weights, two
+        biases and words that say what is ready; how is whether it is the gradient of a dispatch, what rows are weighted with,
+        whether it is the first half, and whether the output is given back."""
+        if isinstance(way, Routing):
+            self._combine_by(buffers, 0, way._name, how, keep)
+            return
+        self._combine_by(buffers, way.alive(), 0, how, keep)
+        way.released = way.released or how[3]
+
+    def _combine_by(
+        self, buffers: Sequence[int], handle: int, routing: int, how: tuple[int, int, bool, bool], keep: object
+    ) -> None:
+        call = abi.combine_call(buffers, handle, routing, *how)
         self._run(1, keep, call.buffer_info()[0])
 
     def _combine_backward(self, buffers: Sequence[int], handle: int, weighting: int, keep: object) -> None:
@@ -185,14 +253,14 @@ class Calls:
             return "float32", (self.max_rows, self.top_k) if self.by_token else (self.max_rows,)
         return "int32", (self.max_rows, 2) if name == "sources" else (size // 4,)
 
-    def _scales(self, words: Any, rows: int) -> Any:
-        """The scales of an output as [rows, words], in a layout by padded experts as [experts, capacity, words]."""
-        n = words.shape[0] // max(self.max_rows, 1)
+    def _scales(self, words: Any, rows: int, room: int) -> Any:
+        """The first of scales for room rows as [rows, words], in a layout by padded experts as [experts, capacity, words]."""
+        n = self._scale_words
         if not self._columns:
-            return words.reshape(self.max_rows, n)[:rows]
+            return words.reshape(room, n)[:rows]
         if self.layout in ("padded", "slab"):
             return words.reshape(-1, n, self._row_capacity()).swapaxes(1, 2)
-        return words.reshape(n, self.max_rows).swapaxes(0, 1)[:rows]
+        return words.reshape(n, room).swapaxes(0, 1)[:rows]
 
     def _row_capacity(self) -> int:
         """How many rows each expert has in a padded layout."""
@@ -208,6 +276,12 @@ class Calls:
         if tuple(idx) != want or (weights is not None and tuple(weights) != want):
             beside, both = ("", "") if weights is None else (f" and weights {tuple(weights)}", " for both")
             raise errors.InvalidArgument(f"switchyard: idx is {tuple(idx)}{beside}, want {want}{both}")
+
+    def _check_way(self, way: Any) -> None:
+        if isinstance(way, Routing):
+            self._check_routing(way)
+        else:
+            self._check_dispatched(way)
 
     def _check_dispatched(self, dispatched: Any) -> None:
         if not isinstance(dispatched, Dispatched):
@@ -225,7 +299,14 @@ class Calls:
         if tuple(shape) != (tokens, self.hidden):
             raise errors.InvalidArgument(f"switchyard: combine: out is {tuple(shape)}, want {(tokens, self.hidden)}")
 
-    def _check_length(self, name: str, rows: int, output: Output) -> None:
+    def _check_by_routing(self, release: bool, async_op: bool, gradients: bool) -> None:
+        """Refuse what a combine by a routing cannot do."""
+        if release or async_op:
+            raise errors.InvalidArgument("switchyard: combine: release or async_op by a routing: it has no output, route first")
+        if gradients:
+            raise errors.Unsupported("switchyard: combine: gradients by a routing: route first, or detach the rows")
+
+    def _check_length(self, name: str, rows: int, output: Output | Routing) -> None:
         """Refuse rows that are not those of a dispatch: all that there is room for, or as many as came."""
         if rows == self.max_rows:
             return

@@ -25,7 +25,7 @@ _QUICK = {
     f"enqueue_{name}": name
     for name in (
         "all_to_all", "all_reduce", "reduce_scatter", "all_gather", "dispatch", "combine", "combine_backward", "receive",
-        "keep", "route",
+        "results", "route",
     )
 }  # fmt: skip
 

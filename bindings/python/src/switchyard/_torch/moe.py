@@ -14,11 +14,13 @@ from .._core.dispatched import (
     BESIDE_ROWS,
     DISPATCHED,
     GIVEN,
+    PARTS,
     ROUTING_ALIGN,
     UNWEIGHTED,
     Combining,
     Dispatched,
     Output,
+    Routing,
     biases_of,
 )
 from .._core.dispatcher import Calls
@@ -34,6 +36,7 @@ class Kinds:
             getattr(torch, name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype)
         )
         self.dispatcher, self.trims = d, d._index < 0
+        self._types = {name: getattr(torch, d._shape(name, 0)[0]) for name in PARTS}
 
     def part(self, output: Output, name: str) -> Tensor:
         """A part of an output. On the host it is as long as rows came."""
@@ -50,7 +53,7 @@ class Kinds:
         if name != "scales":
             return x
         d = self.dispatcher
-        return d._scales(x, output.host().rows if self.trims else d.max_rows)
+        return d._scales(x, output.host().rows if self.trims else d.max_rows, d.max_rows)
 
     def rows(self, output: Output) -> Tensor:
         """The rows of an output."""
@@ -59,6 +62,11 @@ class Kinds:
     def capturing(self) -> bool:
         """Whether the current stream is captured."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def fresh(self, name: str, *shape: int) -> tuple[Tensor, int]:
+        """Memory for a part of an output."""
+        x = torch.empty(shape, dtype=self._types[name], device=self.device)
+        return x, x.data_ptr()
 
     def room(self, size: int) -> tuple[Tensor, int]:
         """Memory for a routing."""
@@ -197,7 +205,7 @@ def dispatch_backward(
         d_row_weights = d_row_weights.contiguous()
         d_weights = torch.empty((tokens, d.top_k), dtype=torch.float32, device=k.device)
     buffers = [*_place(dx), *_place(d_rows), *_place(d_row_weights), *_place(d_weights), 0, 0, 0, 0, 0, 0]
-    d._combine(buffers, handle, (1, UNWEIGHTED, False, False), (dx, d_rows, d_row_weights, d_weights))
+    d._combine_by(buffers, handle, 0, (1, UNWEIGHTED, False, False), (dx, d_rows, d_row_weights, d_weights))
     return dx, d_weights
 
 
@@ -225,10 +233,7 @@ def _recorded(d: Calls, x: Tensor, weights: Tensor | None, send: Callable[[], Ou
 
 def _plainly(d: Calls, x: Tensor, output: Output) -> Dispatched:
     """A dispatch that was made without gradients."""
-    k = kinds(d)
-    got = Dispatched(d, k, output, x.shape[0], None, {})
-    got.rows = k.part(output, "rows")
-    return got
+    return Dispatched(d, kinds(d), output, x.shape[0], None, {})
 
 
 def dispatch(d: Calls, x: Tensor, idx: Any, weights: Any, scales: Any, async_op: bool) -> Dispatched:
@@ -312,16 +317,17 @@ def _check_out(d: Calls, out: Any, tokens: int) -> None:
 
 
 def combine(
-    d: Calls, rows: Tensor, dispatched: Dispatched, weights: Any, weighted: bool, bias: Any, sum_weights: bool, ready: Any,
-    out: Any, release: bool, async_op: bool,
+    d: Calls, rows: Tensor, dispatched: Dispatched | Routing, weights: Any, weighted: bool, bias: Any, sum_weights: bool,
+    ready: Any, out: Any, release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
     weighting = d._weighting(weights, weighted)
     k = kinds(d)
     rows = _rows(d, "rows", rows, k.sum)
-    output, tokens, by_choice = dispatched._output, dispatched.tokens, dispatched._weights
+    way: Output | Routing = dispatched if isinstance(dispatched, Routing) else dispatched._output
+    tokens, by_choice = dispatched.tokens, dispatched._weights
     n = rows.shape[0]
     if n != d.max_rows:
-        d._check_length("rows", n, output)
+        d._check_length("rows", n, way)
     if weighting != DISPATCHED:
         by_choice = None
     if weights is None and bias is None and ready is None and out is None and not sum_weights:  # what is asked most, soonest
@@ -329,8 +335,9 @@ def combine(
         if not gradients or not torch.is_grad_enabled():
             y, size = rows.new_empty((tokens, d.hidden)), d._sum_bytes
             buffers = (y.data_ptr(), tokens * size, rows.data_ptr(), n * size, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-            d._combine(buffers, output.alive(), (0, weighting, async_op, release), (y, rows))
-            output.released = output.released or release
+            if way is dispatched:
+                d._check_by_routing(release, async_op, False)
+            d._combine(buffers, way, (0, weighting, async_op, release), (y, rows))
             return Combining(dispatched, y, (y, rows)) if async_op else y
     biases: list[Any] = biases_of(bias)
     if weights is not None:
@@ -348,17 +355,19 @@ def combine(
         y: Tensor = torch.empty((tokens, d.hidden), dtype=k.sum, device=k.device) if out is None else out
         held = (y, rows, weights, sums, first, second, ready)
         buffers = [n for x in held for n in _place(x)]
-        d._combine(buffers, output.alive(), (0, weighting, async_op, release), held)
-        output.released = output.released or release
+        d._combine(buffers, way, (0, weighting, async_op, release), held)
         return y
 
     inputs = (rows, by_choice, weights, first, second)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if way is dispatched:
+        d._check_by_routing(release, async_op, gradients)
+    if gradients:
         if release:
             raise errors.InvalidArgument("switchyard: combine: release, and gradients need the dispatch")
         if out is not None:
             raise errors.InvalidArgument("switchyard: combine: out, and gradients are asked for")
-        y = _Combine.apply(*inputs, d, output, make, weighting)
+        y = _Combine.apply(*inputs, d, way, make, weighting)
     else:
         y = make()
     result = y if sums is None else (y, sums)

@@ -1,0 +1,54 @@
+package cuda
+
+import (
+	"fmt"
+	"math"
+
+	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// addResults appends the copy of what a dispatch has left. It begins when all before it on the stream has ended.
+func (x *dispatches) addResults(p *port, r *kernels.Results) error {
+	if r.Handle < 0 || r.Handle >= len(x.m.Handles) {
+		return fmt.Errorf("kernels: results: handle %d of %d", r.Handle, len(x.m.Handles))
+	}
+	s, control := &p.e.space, x.m.Handles[r.Handle].State.Place
+	a, bytes := resultArgs{fault: uint64(s.Addr(s.Rank, control)) + controlFault, rows: uint64(r.Rows.Ptr)}, int64(0)
+	for i := range r.Parts[:r.Count] {
+		from := &r.Parts[i]
+		columns := int64(max(from.Columns, 1))
+		part := resultPart{
+			to: uint64(from.To.Ptr), from: uint64(from.From.Ptr), row: uint64(from.Row), bytes: uint64(from.To.Bytes / columns),
+			pitch: uint64(from.From.Bytes / columns), columns: uint32(columns), behind: from.Behind,
+		}
+		if from.Fills || from.State {
+			part.fills = 1
+		}
+		if from.State { // no row has arrived, and no choice has a place
+			b := x.block(0)
+			arrived := part
+			arrived.bytes = uint64(b.places - b.arrived)
+			a.add(arrived)
+			part.to, part.from, part.bytes = part.to+arrived.bytes, part.from+arrived.bytes, part.bytes-arrived.bytes
+			part.behind = math.MaxUint32
+		}
+		a.add(part)
+		bytes += from.To.Bytes
+	}
+	blocks := x.k.byDefault
+	if r.Blocks > 0 {
+		blocks = min(r.Blocks, x.k.blocks)
+	}
+	const each = resultThreads / 32 * tileBytes // a tile for each warp
+	p.batch.Launch(0, cuda.Launch{
+		Function: x.k.results, Grid: [3]uint32{uint32(max(1, min(int64(blocks), (bytes+each-1)/each))), 1, 1},
+		Block: [3]uint32{resultThreads, 1, 1}, Args: cuda.BytesOf(&a),
+	})
+	return nil
+}
+
+func (a *resultArgs) add(p resultPart) {
+	a.parts[a.count] = p
+	a.count++
+}
