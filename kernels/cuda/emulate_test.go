@@ -1,13 +1,17 @@
 package cuda_test
 
 import (
+	"encoding/json"
 	"errors"
+	"flag"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -63,6 +67,9 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 	return program
 }
 
+// searched is the number of rounds in which the emulation has to find a bug.
+const searched = 1500
+
 func emulate(program string, seed, rounds int) (string, error) {
 	out, err := exec.Command(program, strconv.Itoa(seed), strconv.Itoa(rounds)).CombinedOutput()
 	return string(out), err
@@ -93,20 +100,50 @@ func TestKernelsKeepTheirPromisesInAnyOrderOfThreads(t *testing.T) {
 	}
 }
 
+var update = flag.Bool("update", false, "write anew by which seeds the emulation finds bugs")
+
 // findsBugs puts bugs into a family's kernels, one at a time, and requires that the emulation finds each. A bug is an old text and a new one,
-// or several such pairs; the old texts occur once in the sources of all families.
+// or several such pairs; the old texts occur once in the sources of all families. The round that found a bug before, as the family's file of
+// seeds says, comes first: it is one of the rounds that a search goes through, and most searches are much longer.
 func findsBugs(t *testing.T, family string, bugs map[string][]string) {
 	if testing.Short() || worldtest.Race { // which sees nothing of it
 		t.Skip("compiles the kernels several times")
 	}
+	file, before, now := filepath.Join("testdata/emulate", family+".seeds.json"), map[string]int{}, map[string]int{}
+	if b, err := os.ReadFile(file); err == nil && !*update {
+		require.NoError(t, json.Unmarshal(b, &before))
+	}
+	for what := range before {
+		require.Contains(t, bugs, what, "%s has a bug that is not there", file)
+	}
+	var mu sync.Mutex
 	for what, bug := range bugs {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
-			out, err := emulate(emulation(t, family, bug...), 1, 1500)
+			program := emulation(t, family, bug...)
 			var exit *exec.ExitError
+			if seed, ok := before[what]; ok {
+				if _, err := emulate(program, seed, 1); errors.As(err, &exit) {
+					return
+				}
+			}
+			out, err := emulate(program, 1, searched)
 			require.True(t, errors.As(err, &exit), "not found: %s", out)
+			t.Logf("found by a search: %s", out)
+			if m := regexp.MustCompile(`, seed (\d+)\n$`).FindStringSubmatch(out); m != nil {
+				mu.Lock()
+				defer mu.Unlock()
+				now[what], _ = strconv.Atoi(m[1])
+			}
 		})
 	}
+	t.Cleanup(func() {
+		if *update && !t.Failed() {
+			b, err := json.MarshalIndent(now, "", "\t")
+			require.NoError(t, err)
+			require.NoError(t, os.WriteFile(file, append(b, '\n'), 0o666))
+		}
+	})
 }
 
 // Bugs that the kernels have had, put back.

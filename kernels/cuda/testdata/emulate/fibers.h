@@ -216,7 +216,7 @@ struct scenario {
 	std::function<bool()> run;
 };
 
-// Runs rounds of scenarios, which `which` picks by the round's number.
+// Runs rounds of scenarios. `which` picks each by its seed, counted from 0, so that a failure comes again from its seed and one round.
 inline int run_all(int count, char **words, const std::vector<scenario> &scenarios,
                    const std::function<size_t(u64)> &which)
 {
@@ -224,7 +224,7 @@ inline int run_all(int count, char **words, const std::vector<scenario> &scenari
 	    rounds = count > 2 ? strtoull(words[2], nullptr, 10) : 100;
 	for (u64 i = 0; i < rounds; i++) {
 		emu::dice.seed(seed + i);
-		auto &s = scenarios[which(i)];
+		auto &s = scenarios[which(seed + i - 1)];
 		if (!s.run()) {
 			printf("%s, seed %llu\n", s.name, static_cast<unsigned long long>(seed + i));
 			return 1;
