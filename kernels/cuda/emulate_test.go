@@ -61,7 +61,7 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 		require.Equal(t, 1, found[i], "%q in the sources", edits[i])
 	}
 	program := filepath.Join(dir, "emulate")
-	out, err := exec.Command(compiler, "-O1", "-std=c++20", "-Wno-unknown-pragmas", `-DSW_EMULATED="emulated.h"`, "-Itestdata/emulate", "-I"+filepath.Join(dir, "kernels/cuda"),
+	out, err := exec.Command(compiler, "-Og", "-std=c++20", "-Wno-unknown-pragmas", `-DSW_EMULATED="emulated.h"`, "-Itestdata/emulate", "-I"+filepath.Join(dir, "kernels/cuda"),
 		"-o", program, "testdata/emulate/"+family+".cpp").CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	return program
