@@ -23,6 +23,8 @@ type Model struct {
 	// Dense is the dense part, by stage of backward. Experts[e] is expert e, layer by layer.
 	Dense   [][]float32
 	Experts [][][]float32
+	// Digest tells models apart that were read from files.
+	Digest uint64
 }
 
 // header is the first line of the file.
@@ -102,6 +104,7 @@ func Read(path string) (*Model, error) {
 		return nil, fmt.Errorf("model %s: %w", path, err)
 	}
 	m := New(h.Config)
+	m.Digest = h.Digest
 	floats := 0
 	for _, p := range m.parts() {
 		floats += len(p)

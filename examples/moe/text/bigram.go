@@ -52,7 +52,7 @@ func (b *Bigram) Continue(prev byte, bytes int, temperature float64, r *rand.Ran
 		for i := range p {
 			p[i] /= float32(sum)
 		}
-		text = append(text, Draw(p, r))
+		text = append(text, Draw(p, r.Float32()))
 	}
 	return text[1:]
 }

@@ -2,7 +2,6 @@ package text
 
 import (
 	"bytes"
-	"math/rand/v2"
 	"strings"
 	"unicode"
 	"unicode/utf8"
@@ -32,9 +31,8 @@ func Prompt(text []byte, context int) []byte {
 	return p
 }
 
-// Draw picks a byte by its probability.
-func Draw(p []float32, r *rand.Rand) byte {
-	u := r.Float32()
+// Draw picks a byte by its probability. u is a random number of [0, 1).
+func Draw(p []float32, u float32) byte {
 	for i, v := range p {
 		if u -= v; u < 0 {
 			return byte(i)

@@ -141,7 +141,7 @@ func (w *worker) sample(stopped bool) (text.Sample, error) {
 			p[i] = v / temperature
 		}
 		nn.Softmax(p)
-		all[len(all)-1] = text.Draw(p, r)
+		all[len(all)-1] = text.Draw(p, r.Float32())
 	}
 	w.model.Clock.Stop()
 

@@ -1,0 +1,322 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+)
+
+// request is one text that is being continued.
+type request struct {
+	ctx         context.Context // ends when the client goes
+	text        []byte          // the prompt, and what was made of it
+	left        int             // bytes that are still to be made
+	temperature float32
+	seed        uint64
+
+	next chan byte // with room for all, so that no client holds up a step
+	err  error     // why it ended early; read once next is closed
+}
+
+var (
+	errFull     = errors.New("too many requests wait")
+	errStopping = errors.New("the server stops")
+	errNoRanks  = errors.New("all ranks are lost")
+)
+
+// The states of a front.
+const (
+	starting = "starting"
+	ready    = "ready"
+	stopping = "stopping"
+	failed   = "failed"
+)
+
+// front has the queue, and the ranks carry out its orders. It makes the steps: between two of them requests come in and leave, and ranks
+// are lost and admitted. A text is on no rank between steps, so a step that fails is made again, by the ranks that are left.
+type front struct {
+	options
+	log    *slog.Logger
+	meet   joining
+	window int // bytes that the model sees
+	wake   chan struct{}
+
+	mu      sync.Mutex
+	state   string
+	queue   []*request // that wait
+	running []*request
+	seats   []*seat // in the order of their ranks
+	lost    int     // ranks, so far
+	came    int     // fresh ranks, so far
+	steps   int     // so far
+	bytes   int     // made so far
+
+	// Of the loop alone.
+	fresh    *seat     // a rank that is not in the group yet
+	reading  bool      // that it was told to read the model
+	retry    time.Time // when another one may be started
+	started  int       // ranks that ever were
+	failures int       // steps in a row that failed
+}
+
+func newFront(o options, meet joining, window int, log *slog.Logger) *front {
+	return &front{options: o, log: log, meet: meet, window: window, wake: make(chan struct{}, 1), state: starting}
+}
+
+// stir has the loop look at what there is to do.
+func (f *front) stir() {
+	select {
+	case f.wake <- struct{}{}:
+	default:
+	}
+}
+
+// submit queues a request. It does not wait: a queue that is full is the client's to know.
+func (f *front) submit(r *request) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch f.state {
+	case ready:
+	case failed:
+		return errNoRanks
+	case stopping:
+		return errStopping
+	default:
+		return fmt.Errorf("the server is %s", f.state)
+	}
+	if len(f.queue) >= f.Queue {
+		f.queue = slices.DeleteFunc(f.queue, (*request).gone)
+	}
+	if len(f.queue) >= f.Queue {
+		return fmt.Errorf("%w: %d run and %d wait", errFull, len(f.running), len(f.queue))
+	}
+	f.queue = append(f.queue, r)
+	f.stir()
+	return nil
+}
+
+// gone ends a request whose client has gone.
+func (r *request) gone() bool {
+	if r.ctx.Err() == nil {
+		return false
+	}
+	r.end(context.Cause(r.ctx))
+	return true
+}
+
+// end is the last that happens to a request.
+func (r *request) end(err error) {
+	r.err = err
+	close(r.next)
+}
+
+// open starts the ranks and has them meet.
+func (f *front) open() error {
+	var seats []*seat
+	for range f.Ranks {
+		s, err := f.sit()
+		if err != nil {
+			return errors.Join(err, f.dismiss(seats))
+		}
+		seats = append(seats, s)
+	}
+	for i, s := range seats {
+		if _, ok := <-s.replies; !ok {
+			return errors.Join(fmt.Errorf("rank %d ended: %w", i, s.why), f.dismiss(seats))
+		}
+		s.rank = i
+	}
+	for _, do := range []string{"read", "join"} {
+		answers := ask(seats, func(i int) *order {
+			j := f.meet
+			j.Rank, j.Size = i, f.Ranks
+			return &order{Do: do, Join: j}
+		})
+		for i, a := range answers {
+			if a.failed() {
+				return errors.Join(fmt.Errorf("rank %d: %s: %s", i, do, a.Error), f.dismiss(seats))
+			}
+			seats[i].experts = a.Experts
+		}
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.seats, f.state = seats, ready
+	return nil
+}
+
+// sit starts one rank.
+func (f *front) sit() (*seat, error) {
+	f.started++
+	s, err := sit(f.started, f.Procs, f.stir)
+	if err == nil && s.pid > 0 {
+		f.log.Info("a rank is started", "process", s.pid)
+	}
+	return s, err
+}
+
+// dismiss kills ranks that are of no use.
+func (f *front) dismiss(seats []*seat) error {
+	for _, s := range seats {
+		s.kill()
+		<-s.ended
+	}
+	return nil
+}
+
+// loop makes steps until ctx ends, and then until nothing is left to do or f.Grace has passed.
+func (f *front) loop(ctx context.Context) error {
+	over, told := make(chan struct{}), false
+	defer context.AfterFunc(ctx, func() {
+		f.mu.Lock()
+		if f.state == ready {
+			f.state = stopping
+		}
+		f.mu.Unlock()
+		f.stir()
+		time.AfterFunc(f.Grace, func() { close(over); f.stir() })
+	})()
+	for {
+		if slices.ContainsFunc(f.seats, (*seat).gone) {
+			f.heal()
+		}
+		if ctx.Err() != nil && !told {
+			c := f.condition()
+			f.log.Info("stopping", "running", c.Running, "waiting", c.Waiting)
+			told = true
+		}
+		f.replace(ctx)
+		batch := f.fill()
+		select {
+		case <-over:
+			batch = nil
+		default:
+		}
+		switch {
+		case len(f.seats) == 0:
+			f.fail(failed, errNoRanks)
+			return errNoRanks
+		case len(batch) > 0:
+			f.step(batch)
+		case ctx.Err() != nil:
+			f.fail(stopping, errStopping)
+			f.leave()
+			return nil
+		default:
+			select {
+			case <-f.wake:
+			case <-ctx.Done():
+			case <-time.After(time.Second): // to try again to start a fresh rank
+			}
+		}
+	}
+}
+
+// fill lets requests in, up to what the ranks take in a step, and returns those of the next step.
+func (f *front) fill() []*request {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.queue, f.running = slices.DeleteFunc(f.queue, (*request).gone), slices.DeleteFunc(f.running, (*request).gone)
+	room := f.Batch * len(f.seats)
+	n := min(max(0, room-len(f.running)), len(f.queue))
+	f.running = append(f.running, f.queue[:n]...)
+	f.queue = slices.Delete(f.queue, 0, n)
+	return slices.Clone(f.running[:min(room, len(f.running))]) // after a loss fewer may have room
+}
+
+// step makes a byte for each request of a batch. The ranks share it; a request is on any rank in any step.
+func (f *front) step(batch []*request) {
+	seats := f.seats
+	orders := make([]*order, len(seats))
+	for i := range orders {
+		orders[i] = &order{Do: "step"}
+	}
+	for k, r := range batch {
+		o := orders[k%len(seats)]
+		o.Contexts = append(o.Contexts, r.text[len(r.text)-f.window:]...)
+		o.Temperatures = append(o.Temperatures, r.temperature)
+		o.Draws = append(o.Draws, r.draw())
+	}
+	answers := ask(seats, func(i int) *order { return orders[i] })
+	f.mu.Lock()
+	f.steps++
+	for k, r := range batch {
+		a := answers[k%len(seats)]
+		if a.failed() {
+			continue // as if it had not been asked
+		}
+		r.give(a.Next[k/len(seats)])
+		f.bytes++
+	}
+	f.running = slices.DeleteFunc(f.running, func(r *request) bool { return r.left == 0 })
+	f.mu.Unlock()
+	for i, a := range answers {
+		if a.ok && a.Error != "" {
+			f.log.Warn("a step failed", "rank", seats[i].rank, "error", a.Error)
+		}
+	}
+	if !slices.ContainsFunc(answers, answered.failed) {
+		f.failures = 0
+		return
+	}
+	if f.failures++; f.failures == maxFailures { // which other ranks cannot mend either
+		f.fail("", fmt.Errorf("%d steps in a row failed, the last: %s", maxFailures, reason(answers)))
+		f.failures = 0
+	}
+	f.heal()
+}
+
+// maxFailures is how many steps in a row fail before their requests do.
+const maxFailures = 4
+
+// reason is the first error of the answers.
+func reason(answers []answered) string {
+	for _, a := range answers {
+		if a.ok && a.Error != "" {
+			return a.Error
+		}
+	}
+	return "ranks ended"
+}
+
+// draw is the random number of the next byte: the same if the step is made again.
+func (r *request) draw() float32 { return rand.New(rand.NewPCG(r.seed, uint64(len(r.text)))).Float32() }
+
+// give hands a byte to the client.
+func (r *request) give(b byte) {
+	r.text = append(r.text, b)
+	r.left--
+	r.next <- b
+	if r.left == 0 {
+		r.end(nil)
+	}
+}
+
+// fail ends all requests, in another state if there is one.
+func (f *front) fail(state string, why error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.state = cmp.Or(state, f.state)
+	for _, r := range slices.Concat(f.running, f.queue) {
+		r.end(why)
+	}
+	f.running, f.queue = nil, nil
+}
+
+// leave ends the ranks in good order.
+func (f *front) leave() {
+	if f.fresh != nil {
+		f.fresh.kill()
+		<-f.fresh.ended
+	}
+	ask(f.seats, sameOrder(&order{Do: "leave"}))
+	for _, s := range f.seats {
+		<-s.ended
+	}
+}

@@ -1,0 +1,131 @@
+package main
+
+import (
+	"fmt"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// strike kills a rank as a crash would.
+func (s *server) strike(rank int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.seats[rank].kill()
+}
+
+// crowd asks for texts at the same time, each by a seed of its own, and returns the texts and the errors.
+func (s *server) crowd(n, tokens int, stream bool) (texts, refused []string, wait func()) {
+	var all sync.WaitGroup
+	texts, refused = make([]string, n), make([]string, n)
+	for i := range n {
+		all.Go(func() {
+			texts[i], refused[i], _ = s.ask(fmt.Sprintf(`{"prompt": "the train", "max_tokens": %d, "temperature": 1, "seed": %d, "stream": %v}`, tokens, i, stream))
+		})
+	}
+	return texts, refused, all.Wait
+}
+
+// Requests that are under way when ranks are lost get the answers that they would have had: no byte is missing, and none is there twice.
+// Fresh ranks come in.
+func TestRequestsOutliveTheirRanks(t *testing.T) {
+	const tokens = 400
+	calm := startServer(t, "-ranks", "1")
+	want, _, wait := calm.crowd(24, tokens, false)
+	wait()
+	require.NoError(t, calm.end())
+
+	for _, lost := range [][]int{{0}, {2}, {1, 2}} {
+		s := startServer(t, "-ranks", "4")
+		got, refused, wait := s.crowd(24, tokens, true)
+		for i, rank := range lost {
+			s.until(func(c condition) bool { return c.Running == 24 && c.Steps > 50*(i+1) })
+			s.strike(rank)
+		}
+		wait()
+		require.Equal(t, make([]string, 24), refused)
+		require.Equal(t, want, got, "seeds alone decide, not ranks: %v", lost)
+		s.until(func(c condition) bool { return len(c.Ranks) == 4 && c.Lost == len(lost) && c.Fresh == len(lost) })
+		text, _, _ := s.ask(fmt.Sprintf(`{"prompt": "the train", "max_tokens": %d, "temperature": 1, "seed": 3}`, tokens))
+		require.Equal(t, want[3], text)
+		require.NoError(t, s.end())
+	}
+}
+
+// A rank that is lost while nobody asks is noticed and replaced.
+func TestIdleRankIsReplaced(t *testing.T) {
+	s := startServer(t, "-ranks", "2")
+	s.strike(1)
+	s.until(func(c condition) bool { return len(c.Ranks) == 2 && c.Lost == 1 && c.Fresh == 1 })
+	_, _, code := s.ask(`{"prompt": "x"}`)
+	require.Equal(t, http.StatusOK, code)
+}
+
+// The last rank serves all, and where it is lost too, requests end with the reason and the server with an error.
+func TestLastRankIsLost(t *testing.T) {
+	s := startServer(t, "-ranks", "2")
+	s.mu.Lock()
+	s.Ranks = 1 // so that none is replaced
+	s.mu.Unlock()
+	_, refused, wait := s.crowd(8, 4096, true)
+	s.until(func(c condition) bool { return c.Running == 8 && c.Steps > 10 })
+	s.strike(0)
+	s.until(func(c condition) bool { return len(c.Ranks) == 1 })
+	before := s.health().Tokens
+	s.until(func(c condition) bool { return c.Tokens > before+80 })
+	s.strike(0)
+	wait()
+	for _, why := range refused {
+		require.Equal(t, errNoRanks.Error(), why)
+	}
+	require.ErrorIs(t, <-s.ended, errNoRanks)
+	s.ended <- nil
+}
+
+// A fresh rank that cannot come in costs the others nothing but the time of one try.
+func TestFreshRankThatFails(t *testing.T) {
+	s := startServer(t, "-ranks", "3")
+	b, err := os.ReadFile(s.model)
+	require.NoError(t, err)
+	s.mu.Lock()
+	s.meet.Model = s.model + "-gone"
+	s.mu.Unlock()
+	_, refused, wait := s.crowd(8, 300, true)
+	s.until(func(c condition) bool { return c.Steps > 10 })
+	s.strike(1)
+	wait()
+	require.Equal(t, make([]string, 8), refused)
+	c := s.health()
+	require.Zero(t, c.Fresh)
+	require.Equal(t, 1, c.Lost, "and none since")
+	require.Len(t, c.Ranks, 2)
+
+	// Another model at the same place is refused too.
+	require.NoError(t, os.WriteFile(s.model+"-gone", []byte(strings.Replace(string(b), `"seed":1`, `"seed":2`, 1)), 0o600))
+	t.Cleanup(func() { _ = os.Remove(s.model + "-gone") })
+	s.until(func(c condition) bool { return len(c.Ranks) == 3 })
+	require.NoError(t, s.end())
+	require.Contains(t, s.log.String(), "no such file")
+}
+
+// A step that fails on all ranks again and again ends its requests, not the server.
+func TestStepsThatFail(t *testing.T) {
+	s := startServer(t, "-ranks", "2", "-batch", "1")
+	s.mu.Lock()
+	s.Batch = 2 // more than the ranks have room for
+	s.mu.Unlock()
+	_, refused, wait := s.crowd(4, 100, false)
+	wait()
+	for _, why := range refused {
+		if why != "" {
+			require.Contains(t, why, "4 steps in a row failed, the last: dispatch: dispatch: invalid argument: 2 tokens, Options.MaxTokens is 1")
+		}
+	}
+	require.NotEqual(t, make([]string, 4), refused)
+	require.Eventually(t, func() bool { return s.health().State == ready }, 20*time.Second, 10*time.Millisecond)
+}

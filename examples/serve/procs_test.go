@@ -1,0 +1,129 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"net/http"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
+)
+
+// program is the program in a process of its own.
+type program struct {
+	*proctest.Process
+	t   *testing.T
+	url string
+}
+
+// startProgram starts a server whose ranks are processes.
+func startProgram(t *testing.T, args ...string) program {
+	args = append([]string{"-procs", "-addr", "127.0.0.1:0", "-model", modelFile(t)}, args...)
+	p := program{Process: proctest.Start(t, proctest.Spec{Part: "serve", Args: args}), t: t}
+	p.Saw(`msg=ready at=\S+`)
+	out, _ := p.Output()
+	p.url = regexp.MustCompile(`at=(\S+)`).FindStringSubmatch(out)[1]
+	return p
+}
+
+func (p program) health() (c condition) {
+	r, err := http.Get(p.url + "/healthz")
+	require.NoError(p.t, err)
+	defer r.Body.Close()
+	require.NoError(p.t, json.NewDecoder(r.Body).Decode(&c))
+	return c
+}
+
+func (p program) until(ok func(c condition) bool) {
+	p.t.Helper()
+	require.Eventually(p.t, func() bool { return ok(p.health()) }, 30*time.Second, 10*time.Millisecond)
+}
+
+// gone waits until processes have ended.
+func gone(t *testing.T, ranks []at) {
+	for _, r := range ranks {
+		require.Eventually(t, func() bool {
+			stat, err := os.ReadFile("/proc/" + strconv.Itoa(r.Process) + "/stat")
+			return err != nil || strings.Contains(string(stat), ") Z ") // dead, if not buried
+		}, 20*time.Second, 5*time.Millisecond, "process %d", r.Process)
+	}
+}
+
+// Under load a rank is killed and another one stopped. All requests are answered, fresh ranks come, and the server stops in good order.
+func TestLoadWhileRanksAreKilled(t *testing.T) {
+	p := startProgram(t, "-ranks", "3", "-peer-timeout", "500ms")
+	ctx, stop := context.WithCancel(t.Context())
+	var out strings.Builder
+	ended := make(chan error, 1)
+	go func() { ended <- load(ctx, p.url, 20, 40, &out) }()
+	p.until(func(c condition) bool { return c.Tokens > 500 })
+	for i, signal := range []syscall.Signal{syscall.SIGKILL, syscall.SIGSTOP} {
+		before := p.health()
+		require.NoError(t, syscall.Kill(before.Ranks[1+i].Process, signal))
+		p.until(func(c condition) bool { return c.Fresh == i+1 && c.Tokens > before.Tokens+500 })
+		require.Len(t, p.health().Ranks, 3)
+		gone(t, before.Ranks[1+i:2+i])
+	}
+	stop()
+	require.NoError(t, <-ended, "%s", &out)
+	require.Regexp(t, `(?s)^20 clients, \d+\.\d s: \d+ answers, \d+ tokens, \d+ tokens a second
+first token   p50 \d+\.\d ms, p99 \d+\.\d ms
+whole answer  p50 \d+\.\d ms, p99 \d+\.\d ms
+refused 0, failed 0
+$`, out.String())
+	ranks := p.health().Ranks
+	p.Signal(syscall.SIGTERM)
+	require.Zero(t, p.Wait())
+	gone(t, ranks)
+}
+
+// Ranks end with the front, however it ends.
+func TestRanksDoNotOutliveTheFront(t *testing.T) {
+	p := startProgram(t, "-ranks", "2")
+	ranks := p.health().Ranks
+	require.Len(t, ranks, 2)
+	p.Signal(syscall.SIGKILL)
+	gone(t, ranks)
+}
+
+func TestExitCodes(t *testing.T) {
+	run := func(args ...string) (int, string) {
+		p := proctest.Start(t, proctest.Spec{Part: "serve", Args: args})
+		code := p.Wait()
+		_, errs := p.Output()
+		return code, errs
+	}
+	for args, want := range map[string]string{
+		"-ranks 0":     "-ranks is 0",
+		"-frobnicate":  "not defined",
+		"go":           `unexpected argument "go"`,
+		"-tokens 9999": "-tokens is 9999, want 1 to 4096",
+	} {
+		code, errs := run(strings.Fields(args)...)
+		require.Equal(t, 2, code, args)
+		require.Contains(t, errs, want)
+	}
+	code, errs := run("-addr", "127.0.0.1:0", "-model", "/no/such/model")
+	require.Equal(t, 1, code)
+	require.Contains(t, errs, "/no/such/model: no such file")
+	code, errs = run("-load", "2", "-for", "300ms", "-url", "http://127.0.0.1:1")
+	require.Equal(t, 1, code)
+	require.Contains(t, errs, "connection refused")
+}
+
+// The program trains where it is given no model.
+func TestServerTrains(t *testing.T) {
+	p := program{t: t, Process: proctest.Start(t, proctest.Spec{Part: "serve", Args: []string{"-addr", "127.0.0.1:0", "-steps", "3", "-text", poem(t), "-ranks", "2"}})}
+	p.Saw(`trained for \d+ s on .*poem.txt: loss`)
+	p.Saw(`msg=ready`)
+	p.Signal(syscall.SIGINT)
+	require.Zero(t, p.Wait())
+}

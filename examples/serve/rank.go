@@ -1,0 +1,281 @@
+package main
+
+import (
+	"context"
+	"encoding/gob"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/examples/moe/checkpoint"
+	"github.com/switchyard-moe/switchyard/examples/moe/model"
+	"github.com/switchyard-moe/switchyard/examples/moe/nn"
+	"github.com/switchyard-moe/switchyard/examples/moe/text"
+	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/stack"
+)
+
+// order is what the front asks of a rank. All ranks get orders of the same kind in the same sequence, so they make the same calls.
+type order struct {
+	Do   string // read, join, step, heal, admit or leave
+	Join joining
+	// Of a step: the last bytes of each text, one after the other, and for each text a temperature and a number of [0, 1) that picks the
+	// byte.
+	Contexts     []byte
+	Temperatures []float32
+	Draws        []float32
+}
+
+// joining says where ranks meet, and what they serve.
+type joining struct {
+	Rank, Size  int
+	Late        bool // the others have begun
+	Addr        string
+	Secret      []byte
+	Patience    time.Duration // with ranks that do not come
+	PeerTimeout time.Duration
+	Model       string // a file that examples/moe -save wrote
+	Digest      uint64 // of the model in it, so that a fresh rank does not read another one
+	Batch       int    // texts of a rank in a step
+}
+
+// reply answers an order. The first of a rank answers none: it says that the rank runs.
+type reply struct {
+	Next    []byte // of a step: a byte for each text
+	Rank    int
+	Experts []int
+	Error   string
+	Lost    int // the rank that the error names, -1 if it names none
+}
+
+// How long ranks wait for each other.
+const (
+	callTimeout  = 10 * time.Second // in a call of a step
+	joinTimeout  = 30 * time.Second
+	admitTimeout = 3 * time.Second // no step is made meanwhile
+	stopTimeout  = 5 * time.Second
+)
+
+// rank is one rank: it carries out orders until its connection ends.
+type rank struct {
+	joining
+	whole *checkpoint.Model // of which this rank uses a part
+	stack *stack.Stack
+	model *model.Model // that part
+	at    []int
+
+	mu    sync.Mutex // of what kill uses too
+	group *comm.Group
+	dead  bool
+}
+
+// run reads orders and writes replies.
+func (r *rank) run(orders io.Reader, replies io.Writer) error {
+	in, out := gob.NewDecoder(orders), gob.NewEncoder(replies)
+	answer := reply{Lost: -1}
+	for {
+		if err := out.Encode(&answer); err != nil {
+			return errors.Join(err, r.leave())
+		}
+		var o order
+		if err := in.Decode(&o); err != nil || o.Do == "leave" {
+			return errors.Join(err, r.leave())
+		}
+		answer = r.answer(&o)
+	}
+}
+
+// answer carries out one order.
+func (r *rank) answer(o *order) (a reply) {
+	a.Lost = -1
+	var err error
+	switch o.Do {
+	case "step":
+		a.Next, err = r.step(o)
+	case "read":
+		err = r.read(o.Join)
+	case "join":
+		r.joining = o.Join
+		err = r.join()
+	case "heal":
+		err = r.heal()
+	case "admit":
+		err = r.admit(o.Join)
+	default:
+		err = fmt.Errorf("order %q", o.Do)
+	}
+	if err != nil {
+		a.Error = err.Error()
+		var who *comm.PeerError
+		if errors.As(err, &who) && (r.group == nil || who.Rank != r.group.Rank()) {
+			a.Lost = who.Rank
+		}
+	}
+	if r.group != nil {
+		a.Rank = r.group.Rank()
+	}
+	if err == nil && o.Do != "step" && r.stack != nil {
+		a.Experts = r.stack.Dispatcher.Placement().Local(a.Rank)
+	}
+	return a
+}
+
+// step predicts a byte for each text of this rank. A rank without texts takes part: its experts are for the texts of all.
+func (r *rank) step(o *order) ([]byte, error) {
+	texts, window := len(o.Draws), len(o.Contexts)/max(1, len(o.Draws))
+	r.at = r.at[:0]
+	for i := range texts {
+		r.at = append(r.at, (i+1)*window)
+	}
+	if err := r.model.Forward(o.Contexts, r.at); err != nil {
+		return nil, err
+	}
+	r.model.Release()
+	next := make([]byte, texts)
+	for i := range next {
+		next[i] = pick(r.model.Logits[i*256:(i+1)*256], o.Temperatures[i], o.Draws[i])
+	}
+	return next, nil
+}
+
+// pick chooses a byte: the likeliest at temperature 0.
+func pick(logits []float32, temperature, draw float32) byte {
+	if temperature == 0 {
+		return byte(slices.Index(logits, slices.Max(logits)))
+	}
+	for i := range logits {
+		logits[i] /= temperature
+	}
+	nn.Softmax(logits)
+	return text.Draw(logits, draw)
+}
+
+// read reads the model, so that a rank that cannot is no rank yet.
+func (r *rank) read(j joining) (err error) {
+	if r.whole, err = checkpoint.Read(j.Model); err != nil {
+		return err
+	}
+	if r.whole.Digest != j.Digest {
+		return fmt.Errorf("model %s is not the one that this server began with: it has changed", j.Model)
+	}
+	return nil
+}
+
+// join meets the other ranks and opens what a step needs.
+func (r *rank) join() error {
+	ctx := context.Background()
+	g, err := comm.Join(ctx, r.meeting(r.joining))
+	if err != nil {
+		return err
+	}
+	r.use(g)
+	c := r.whole.Config
+	r.stack, err = stack.Open(ctx, g, device.Host(), stack.Options{Dispatcher: &dispatch.Options{
+		Experts: c.Experts, TopK: c.TopK, Hidden: c.Hidden, MaxTokens: r.Batch, Handles: c.Layers, HostCounts: true, Timeout: callTimeout,
+	}})
+	if err != nil {
+		return err
+	}
+	return r.load(ctx)
+}
+
+func (r *rank) meeting(j joining) comm.Config {
+	return comm.Config{Rank: j.Rank, Size: j.Size, Late: j.Late, Addr: j.Addr, Secret: j.Secret, PeerTimeout: r.PeerTimeout,
+		JoinTimeout: j.Patience, Name: "serve"}
+}
+
+// heal goes on without the ranks that are lost. Experts of theirs come to others, which have the whole model.
+func (r *rank) heal() error {
+	ctx, stop := context.WithTimeout(context.Background(), callTimeout)
+	defer stop()
+	g, err := r.group.Shrink(ctx)
+	if err != nil {
+		return err
+	}
+	return r.reopen(ctx, g)
+}
+
+// admit lets a fresh rank in. If it does not come, the group is what it was.
+func (r *rank) admit(j joining) error {
+	ctx, stop := context.WithTimeout(context.Background(), callTimeout)
+	defer stop()
+	g, err := r.group.Admit(ctx, 1, r.meeting(j))
+	if err != nil {
+		return err
+	}
+	return r.reopen(ctx, g)
+}
+
+// reopen opens on the next group what was open on the last one. If a rank is lost meanwhile, the next heal begins with the stack that this
+// rank still has.
+func (r *rank) reopen(ctx context.Context, g *comm.Group) error {
+	last := r.use(g)
+	next, err := r.stack.Reopen(ctx, g)
+	if err != nil {
+		return err
+	}
+	r.stack = next
+	return errors.Join(r.load(ctx), last.Close())
+}
+
+// load makes this rank's part of the model on its stack: the dense part, and the experts that the placement gives it.
+func (r *rank) load(ctx context.Context) error {
+	c, d := r.whole.Config, r.stack.Dispatcher
+	n := 4 * int64(d.MaxRows()*c.Hidden)
+	rows, err := r.stack.Heap.Alloc(n)
+	if errors.Is(err, memory.ErrOutOfMemory) {
+		if err = r.stack.Heap.Grow(ctx, n); err == nil {
+			rows, err = r.stack.Heap.Alloc(n)
+		}
+	}
+	if err != nil {
+		return err
+	}
+	made := make([]memory.View, c.Layers)
+	for i := range made {
+		made[i] = rows.View() // a layer's combine has read it when the next layer begins
+	}
+	r.model = model.New(c, r.group.Rank(), d, nil, made)
+	r.whole.Load(r.model, d.Placement().Local(r.group.Rank()))
+	return nil
+}
+
+// use makes g the group of this rank, and returns the last one.
+func (r *rank) use(g *comm.Group) (last *comm.Group) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	last, r.group = r.group, g
+	if r.dead {
+		g.Kill()
+	}
+	return last
+}
+
+// kill ends a rank that is a goroutine as a crash would end a process.
+func (r *rank) kill() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.dead = true
+	if r.group != nil {
+		r.group.Kill()
+	}
+}
+
+// leave ends a rank in good order, together with the others.
+func (r *rank) leave() (err error) {
+	ctx, stop := context.WithTimeout(context.Background(), stopTimeout)
+	defer stop()
+	if r.stack != nil {
+		err = r.stack.Close(ctx)
+	}
+	if r.group != nil {
+		err = errors.Join(err, r.group.Close())
+	}
+	return err
+}

@@ -1,0 +1,160 @@
+package main
+
+import (
+	"encoding/gob"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"syscall"
+	"time"
+)
+
+// answerTimeout is how long the front waits for answers. Calls of ranks have shorter timeouts, so a rank without an answer is stopped.
+const answerTimeout = 45 * time.Second
+
+// seat is the front's end of a rank, which is a goroutine or a process.
+type seat struct {
+	number  int // of all that were ever started
+	pid     int // 0 for a goroutine
+	rank    int // in the group
+	experts []int
+	orders  *gob.Encoder
+	replies chan reply // closed when the rank has ended
+	kill    func()
+	ended   chan struct{}
+	why     error // how it ended
+}
+
+// sit starts a rank. It reads and writes gobs: orders and replies.
+func sit(number int, process bool, changed func()) (*seat, error) {
+	s := &seat{number: number, replies: make(chan reply, 1), ended: make(chan struct{})}
+	var from io.Reader
+	var wait func() error
+	if process {
+		self, err := os.Executable()
+		if err != nil {
+			return nil, err
+		}
+		cmd := exec.Command(self, "-rank")
+		cmd.Stderr = os.Stderr
+		cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C in a terminal comes to the front alone
+		to, err := cmd.StdinPipe()
+		if err != nil {
+			return nil, err
+		}
+		if from, err = cmd.StdoutPipe(); err != nil {
+			return nil, err
+		}
+		if err := cmd.Start(); err != nil {
+			return nil, fmt.Errorf("start a rank: %w", err)
+		}
+		s.pid, s.orders = cmd.Process.Pid, gob.NewEncoder(to)
+		s.kill = func() { _ = cmd.Process.Kill() } // an error means that it has ended
+		wait = cmd.Wait
+	} else {
+		r := new(rank)
+		orders, to := io.Pipe()
+		back, replies := io.Pipe()
+		from, s.orders = back, gob.NewEncoder(to)
+		over := make(chan error, 1)
+		s.kill = func() {
+			r.kill()
+			_ = orders.CloseWithError(errKilled)
+			_ = back.CloseWithError(errKilled)
+		}
+		go func() {
+			err := r.run(orders, replies)
+			_ = orders.CloseWithError(io.EOF)
+			_ = replies.Close()
+			over <- err
+		}()
+		wait = func() error { return <-over }
+	}
+	go func() {
+		in := gob.NewDecoder(from)
+		for {
+			var a reply
+			if err := in.Decode(&a); err != nil {
+				break
+			}
+			s.replies <- a
+			changed()
+		}
+		s.why = wait()
+		close(s.ended)
+		close(s.replies)
+		changed()
+	}()
+	return s, nil
+}
+
+var errKilled = errors.New("killed")
+
+// gone says whether the rank has ended.
+func (s *seat) gone() bool {
+	select {
+	case <-s.ended:
+		return true
+	default:
+		return false
+	}
+}
+
+// answered is what one rank said. ok is false if it has ended.
+type answered struct {
+	reply
+	ok bool
+}
+
+func (a answered) failed() bool { return !a.ok || a.Error != "" }
+
+// ask gives each rank its order and waits for all answers. A rank that another one names as lost is killed, whatever it does: a stopped
+// process, say. So every rank answers or ends.
+func ask(seats []*seat, orders func(i int) *order) []answered {
+	type one struct {
+		at int
+		answered
+	}
+	all, got := make([]answered, len(seats)), make(chan one, len(seats))
+	for i, s := range seats {
+		o := orders(i)
+		go func() {
+			if err := s.orders.Encode(o); err != nil {
+				s.kill()
+			}
+			a, ok := <-s.replies
+			got <- one{i, answered{a, ok}}
+		}()
+	}
+	late := time.NewTimer(answerTimeout)
+	defer late.Stop()
+	done := make([]bool, len(seats))
+	for range seats {
+		var o one
+		select {
+		case o = <-got:
+		case <-late.C:
+			for i, s := range seats {
+				if !done[i] {
+					s.kill()
+				}
+			}
+			o = <-got
+		}
+		done[o.at], all[o.at] = true, o.answered
+		if !o.ok || !o.failed() || o.Lost < 0 {
+			continue
+		}
+		for i, s := range seats {
+			if s.rank == o.Lost && !done[i] {
+				s.kill()
+			}
+		}
+	}
+	return all
+}
+
+// sameOrder is an order for all ranks.
+func sameOrder(o *order) func(int) *order { return func(int) *order { return o } }
