@@ -210,8 +210,11 @@ func (f *front) serve(ctx context.Context, at net.Listener) error {
 		stop()
 		err = errors.Join(err, <-ended)
 	}
-	// Answers are complete, and on their way.
-	last, cancel := context.WithTimeout(context.Background(), stopTimeout)
+	// Answers are complete, and on their way. Connections that carry none hold nothing up for long.
+	last, cancel := context.WithTimeout(context.Background(), flushTimeout)
 	defer cancel()
-	return errors.Join(err, api.Shutdown(last))
+	if api.Shutdown(last) != nil {
+		err = errors.Join(err, api.Close())
+	}
+	return err
 }

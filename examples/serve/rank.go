@@ -60,6 +60,7 @@ const (
 	joinTimeout  = 30 * time.Second
 	admitTimeout = 3 * time.Second // no step is made meanwhile
 	stopTimeout  = 5 * time.Second
+	flushTimeout = 3 * time.Second // for clients to read the ends of their answers
 )
 
 // rank is one rank: it carries out orders until its connection ends.
