@@ -58,6 +58,22 @@ func Balance(load []float64, o BalanceOptions) (*Placement, error) {
 	return p, nil
 }
 
+// Imbalance is the load of the busiest rank over the mean of all ranks, where copies of an expert share its load: 1 where all are equally
+// busy, and where there is no load. load[e] is the work of expert e.
+func (p *Placement) Imbalance(load []float64, ranks int) float64 {
+	held, all := make([]float64, ranks), 0.0
+	for e, at := range p.Ranks {
+		all += load[e]
+		for _, r := range at {
+			held[r] += load[e] / float64(len(at))
+		}
+	}
+	if all == 0 {
+		return 1
+	}
+	return slices.Max(held) * float64(ranks) / all
+}
+
 // dealGroups lists the experts of each node.
 func (o *BalanceOptions) dealGroups(load []float64) [][]int {
 	size := len(load) / o.Groups

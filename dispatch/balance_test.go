@@ -4,25 +4,12 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/dispatch"
 )
-
-// imbalance is the load of the busiest rank over the mean, where copies of an expert share its load.
-func imbalance(p *dispatch.Placement, load []float64, ranks int) float64 {
-	held, all := make([]float64, ranks), 0.0
-	for e, at := range p.Ranks {
-		all += load[e]
-		for _, r := range at {
-			held[r] += load[e] / float64(len(at))
-		}
-	}
-	return slices.Max(held) * float64(ranks) / all
-}
 
 // Every expert is somewhere, every rank has its number of slots and no expert twice, and groups stay on their node.
 func checkPlacement(t *testing.T, p *dispatch.Placement, experts int, o dispatch.BalanceOptions) {
@@ -66,7 +53,7 @@ func TestBalanceOfSkewedLoads(t *testing.T) {
 			p, err := dispatch.Balance(load, c.o)
 			require.NoError(t, err)
 			checkPlacement(t, p, c.experts, c.o)
-			before, after := imbalance(dispatch.Contiguous(c.experts, c.o.Ranks), load, c.o.Ranks), imbalance(p, load, c.o.Ranks)
+			before, after := dispatch.Contiguous(c.experts, c.o.Ranks).Imbalance(load, c.o.Ranks), p.Imbalance(load, c.o.Ranks)
 			t.Logf("busiest rank over mean: %.3f before, %.3f after", before, after)
 			require.Less(t, after, c.most)
 			require.Less(t, after, before)

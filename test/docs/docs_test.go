@@ -434,10 +434,10 @@ func TestPictures(t *testing.T) {
 // What pages mention of this module's packages is there: names like comm.Join, and fields and methods like memory.Options.SegmentBytes.
 func TestNamesExist(t *testing.T) {
 	exported := map[string]map[string]bool{}
-	for _, p := range []string{"comm", "memory", "device", "dispatch", "alltoallv", "allreduce", "kernels"} {
+	for _, p := range []string{"comm", "memory", "device", "dispatch", "alltoallv", "allreduce", "kernels", "rebalance"} {
 		exported[p] = names(t, filepath.Join(root, p))
 	}
-	mention := regexp.MustCompile(`\b(comm|memory|device|dispatch|alltoallv|allreduce|kernels)\.([A-Z]\w*)((?:\.|\{)([A-Z]\w*))?`)
+	mention := regexp.MustCompile(`\b(comm|memory|device|dispatch|alltoallv|allreduce|kernels|rebalance)\.([A-Z]\w*)((?:\.|\{)([A-Z]\w*))?`)
 	for _, page := range everyPage(t) {
 		for _, m := range mention.FindAllStringSubmatch(fence.ReplaceAllString(read(t, page), ""), -1) {
 			if page == "ARCHITECTURE.md" && m[0] == "kernels.RollCall" {

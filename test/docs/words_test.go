@@ -19,7 +19,7 @@ var hidden = regexp.MustCompile(`in vain|\b[Ll]ikewise\b|where there is none|\b[
 
 // plain are the folders of packages whose comments the test reads, and those of products whose tests it leaves out.
 var (
-	plain    = []string{"allreduce", "alltoallv", "device", "dispatch", "internal/communicator", "internal/curve", "internal/env", "memory", "stack"}
+	plain    = []string{"allreduce", "alltoallv", "device", "dispatch", "internal/communicator", "internal/curve", "internal/env", "memory", "rebalance", "stack"}
 	products = []string{"bindings/python/abi", "bindings/python/core", "cmd/switchyard", "comm", "device/nvml", "internal/agree", "internal/cuda",
 		"internal/platform", "internal/proctest", "internal/rails", "internal/rails/double", "internal/rails/railtest", "internal/rails/ucx", "internal/shm",
 		"internal/vec", "internal/worldtest", "kernels", "kernels/cuda", "kernels/host", "p2p", "test/explore", "test/perf", "test/soak"}

@@ -85,7 +85,7 @@ var floors = [][]string{
 	{"internal/communicator"},         // the life of a communicator
 	{"alltoallv", "allreduce", "p2p"}, // plans, choice of algorithm, gradient buckets; two ranks
 	{"dispatch"},                      // MoE routing, expert placement
-	{"stack"},                         // all that a worker opens on a group
+	{"stack", "rebalance"},            // all that a worker opens on a group; experts move to where ranks are equally busy
 	{"internal/worldtest", "test"},    // tests of several ranks, and of pages
 	{"bindings", "cmd", "examples"},   // programs
 }
