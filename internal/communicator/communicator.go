@@ -18,6 +18,9 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
+// ErrEarlier is the condition of a call that was not made, because an earlier one is known now to have failed.
+var ErrEarlier = errors.New("an earlier call failed")
+
 // DefaultTimeout bounds every wait for a peer where the options of an owner do not.
 const DefaultTimeout = 30 * time.Second
 
@@ -169,7 +172,7 @@ func (c *Communicator) Usable() error {
 		return err
 	}
 	if broken := c.broken.Load(); broken != nil {
-		return fmt.Errorf("%s: an earlier call failed: %w", c.name, *broken)
+		return fmt.Errorf("%s: %w: %w", c.name, ErrEarlier, *broken)
 	}
 	select {
 	case <-c.Group.Done():
@@ -196,7 +199,7 @@ func (c *Communicator) LockedFault() error {
 		return nil
 	}
 	c.Done(err)
-	return fmt.Errorf("%s: an earlier call failed: %w", c.name, err)
+	return fmt.Errorf("%s: %w: %w", c.name, ErrEarlier, err)
 }
 
 // Agree compares what the ranks bring to a call on the control plane, with all of them, and returns everybody's Own. refused is

@@ -37,8 +37,9 @@ func guard(f func() error) (code C.int32_t) {
 
 func report(err error) C.int32_t {
 	code, rank := core.Classify(err)
-	text := err.Error()
-	C.switchyard_set_error((*C.char)(unsafe.Pointer(unsafe.StringData(text))), C.uint64_t(len(text)), C.int32_t(rank))
+	text, detail := err.Error(), core.DetailOf(err)
+	C.switchyard_set_error((*C.char)(unsafe.Pointer(unsafe.StringData(text))), C.uint64_t(len(text)), C.int32_t(rank),
+		(*C.struct_switchyard_detail)(unsafe.Pointer(&detail)))
 	return C.int32_t(code)
 }
 
@@ -85,6 +86,7 @@ func placeOf(place C.uint64_t) (core.Place, error) {
 
 // Structures of callers are those of package core.
 var (
+	_ [unsafe.Sizeof(core.Detail{})]byte       = [C.sizeof_struct_switchyard_detail]byte{}
 	_ [unsafe.Sizeof(core.ShapeHead{})]byte    = [C.sizeof_struct_switchyard_shape_head]byte{}
 	_ [unsafe.Sizeof(core.DispatchCall{})]byte = [C.sizeof_struct_switchyard_dispatch_call]byte{}
 	_ [unsafe.Sizeof(core.CombineCall{})]byte  = [C.sizeof_struct_switchyard_combine_call]byte{}

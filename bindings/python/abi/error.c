@@ -8,6 +8,7 @@
 // bytes left. So the text hangs on a pthread key and not on a __thread variable.
 struct failure {
 	int32_t rank;
+	struct switchyard_detail detail;
 	char text[4096];
 };
 
@@ -35,7 +36,13 @@ int32_t switchyard_last_error_rank(void)
 	return f ? f->rank : -1;
 }
 
-void switchyard_set_error(const char *text, uint64_t n, int32_t rank)
+void switchyard_last_error_detail(struct switchyard_detail *out)
+{
+	struct failure *f = mine();
+	*out = f ? f->detail : (struct switchyard_detail){.Rank = -1};
+}
+
+void switchyard_set_error(const char *text, uint64_t n, int32_t rank, const struct switchyard_detail *detail)
 {
 	struct failure *f = mine();
 	if (!f) {
@@ -50,4 +57,5 @@ void switchyard_set_error(const char *text, uint64_t n, int32_t rank)
 	memcpy(f->text, text, n);
 	f->text[n] = 0;
 	f->rank = rank;
+	f->detail = *detail;
 }

@@ -8,6 +8,12 @@
 const char *switchyard_last_error(void);
 int32_t switchyard_last_error_rank(void);
 
+// core.Detail of that error.
+struct switchyard_detail {
+	int64_t Earlier, Rank, Token, Choice, Expert;
+};
+void switchyard_last_error_detail(struct switchyard_detail *out);
+
 // What several tensors hold together: the handle of a dispatch, or a routing, which is released when the last of its
 // users has gone. It begins with the handle, and is NULL where there is no memory for it. Its first user is who calls
 // switchyard_hold, until switchyard_unhold.
@@ -83,6 +89,6 @@ struct switchyard_backward_call {
 };
 
 // For the Go side.
-void switchyard_set_error(const char *text, uint64_t n, int32_t rank);
+void switchyard_set_error(const char *text, uint64_t n, int32_t rank, const struct switchyard_detail *detail);
 
 #endif

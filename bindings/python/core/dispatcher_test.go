@@ -9,8 +9,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -264,4 +266,12 @@ func TestCallsAreNumbersWithoutGaps(t *testing.T) {
 	require.EqualValues(t, 22*8, reflect.TypeFor[ResultCall]().Size())
 	require.EqualValues(t, 3*8, reflect.TypeFor[RouteCall]().Size())
 	require.EqualValues(t, 12*8, reflect.TypeFor[BackwardCall]().Size())
+}
+
+func TestErrorsHaveDetails(t *testing.T) {
+	index := &kernels.IndexError{Rank: 1, Token: 2, Choice: 3, Expert: 44, Experts: 8}
+	require.Equal(t, Detail{Rank: 1, Token: 2, Choice: 3, Expert: 44}, DetailOf(fmt.Errorf("x: %w", index)))
+	require.Equal(t, Detail{Earlier: 1, Rank: 1, Token: 2, Choice: 3, Expert: 44}, DetailOf(fmt.Errorf("x: %w: %w", communicator.ErrEarlier, index)))
+	require.Equal(t, Detail{Earlier: 1, Rank: -1}, DetailOf(fmt.Errorf("%w: %w", communicator.ErrEarlier, &kernels.OverflowError{})))
+	require.Equal(t, Detail{Rank: -1}, DetailOf(fmt.Errorf("%w: %w", communicator.ErrEarlier, &comm.PeerError{Err: comm.ErrTimeout})))
 }

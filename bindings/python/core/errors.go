@@ -10,6 +10,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -126,4 +127,25 @@ func Classify(err error) (code Code, rank int) {
 		}
 	}
 	return Failed, rank
+}
+
+// Detail is more about an error, as C callers see it.
+type Detail struct {
+	// Earlier is not 0 where an earlier call of the ranks is found to have failed, this one was not made, and it can be made now.
+	Earlier int64
+	// Rank is the one whose Token has as Choice an Expert that there is not, -1 for other errors.
+	Rank, Token, Choice, Expert int64
+}
+
+// DetailOf tells more about an error.
+func DetailOf(err error) Detail {
+	d := Detail{Rank: -1}
+	if errors.Is(err, communicator.ErrEarlier) && kernels.Recoverable(err) {
+		d.Earlier = 1
+	}
+	var index *dispatch.IndexError
+	if errors.As(err, &index) {
+		d.Rank, d.Token, d.Choice, d.Expert = int64(index.Rank), int64(index.Token), int64(index.Choice), index.Expert
+	}
+	return d
 }

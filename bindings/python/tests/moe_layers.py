@@ -534,8 +534,9 @@ def overflow(rank: int, size: int, device: str) -> None:
         sw.barrier()
         got = d.dispatch(x * 2, here, weights)
         assert (d.combine(got.rows, got) == 2).all()
-        with pytest.raises(sw.errors.InvalidArgument, match=f"token 3 of rank 0 has expert {size} as choice 0"):
+        with pytest.raises(sw.errors.InvalidArgument, match=f"token 3 of rank 0 has expert {size} as choice 0") as caught:
             fails(wrong if rank == 0 else here)
+        assert caught.value.choice == (0, 3, 0, size)
         sw.barrier()
     del got
     d.close()

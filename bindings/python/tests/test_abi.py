@@ -28,6 +28,7 @@ APART = {"abi_version", "threads", "live", "pool_take", "pool_give"}
 STRUCTURES = {
     "buffer": abi.Buffer,
     "shape_head": abi.ShapeHead,
+    "detail": abi.Detail,
     "dispatch_call": abi.DispatchCall,
     "combine_call": abi.CombineCall,
     "result_call": abi.ResultCall,

@@ -13,6 +13,7 @@ from layers import HIDDEN, applied, dispatched, routing, want
 from switchyard import errors
 
 import deep_ep
+from deep_ep._engine import taken_up
 
 MOST = 12
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -207,6 +208,25 @@ def several_hosts(rank, size):
 
 def test_groups_across_hosts(worlds):
     worlds.get(4, world.gloo).run(several_hosts)
+
+
+def test_a_call_is_made_when_it_tells_of_an_earlier_one():
+    made = []
+
+    def call(earlier=True):
+        made.append(earlier)
+        if len(made) == 1:
+            error = errors.InvalidArgument("switchyard: token 3 has no expert")
+            error.earlier = earlier
+            raise error
+        return len(made)
+
+    with pytest.warns(RuntimeWarning, match="did not wait for brought no rows: switchyard: token 3 has no expert"):
+        assert taken_up(call) == 2
+    made.clear()
+    with pytest.raises(errors.InvalidArgument, match="token 3"):
+        taken_up(lambda: call(False))
+    assert made == [False]
 
 
 def early(rank, size):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 __all__ = [
     "Aborted",
     "BuildError",
+    "Choice",
     "Closed",
     "Diverged",
     "Error",
@@ -27,10 +30,23 @@ def __dir__() -> list[str]:
     return __all__
 
 
+class Choice(NamedTuple):
+    """A choice of a token that is no expert: the token's rank, the token and which of its choices, and what it says."""
+
+    rank: int
+    token: int
+    number: int
+    expert: int
+
+
 class Error(RuntimeError):
-    """An error of Switchyard. ``rank`` is the rank it is about, ``None`` for none in particular."""
+    """An error of Switchyard. ``rank`` is the rank it is about, ``None`` for none in particular; ``choice`` is a
+    :class:`Choice` that is no expert, if the error is about one. ``earlier`` says that it is of an earlier call, for which
+    nobody had waited, that this call was not made, and that it can be made now."""
 
     rank: int | None = None
+    choice: Choice | None = None
+    earlier: bool = False
 
 
 class BuildError(Error, ImportError):

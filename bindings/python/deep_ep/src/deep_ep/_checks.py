@@ -64,7 +64,8 @@ def matrix(call: str, name: str, x: Any, rows: int = -1, columns: int = -1, devi
         raise errors.InvalidArgument(f"deep_ep: {call}: {name} has shape {tuple(x.shape)}, want ({want})")
     if device is not None and x.device != device:
         raise errors.InvalidArgument(f"deep_ep: {call}: {name} is on {x.device}, x on {device}")
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     return x if x.is_contiguous() else x.contiguous()
 
 

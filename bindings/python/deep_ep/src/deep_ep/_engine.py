@@ -1,9 +1,9 @@
 """Dispatch and combine for the buffers: all that the package asks of switchyard.Dispatcher is here.
 
-A routing lives as long as somebody wants it, in torch's memory. A dispatcher has few outputs; the latest calls of each
-dispatcher, which all ranks make in the same order, have theirs. When a later call takes an output, its routing is copied out
-if somebody has it yet, and combines go by that copy. Results are copied out of the outputs into torch's memory, so callers drop
-results and routings when they like.
+Results and routings are in torch's memory. A dispatch copies them there by one call of the library and gives its output back,
+so callers drop results and routings when they like. Only results of low latency are lent: a dispatcher has a few outputs for
+them, which its calls take in turn, on all ranks alike. When a later call takes an output, the routing is copied out if somebody
+has it yet, and combines go by that copy.
 
 A combine of rows of another size or type than the dispatch, or after the dispatcher was made anew for more tokens, sends empty
 rows once more to find its way.
@@ -11,22 +11,22 @@ rows once more to find its way.
 
 from __future__ import annotations
 
-import re
+import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import switchyard
 import torch
 from switchyard import errors
 from torch import Tensor
 
-# How many outputs a dispatcher keeps. Two micro-batches of a server are between dispatch and combine at a time.
-OUTPUTS = 2
+# How many results of low latency are lent at a time. Two micro-batches of a server are between dispatch and combine at a time.
+LENT = 2
 # The most tokens that kernels for few take.
 FEW = 1024
 
-_NO_EXPERT = re.compile(r"has expert (\d+) as choice (\d+), there are \d+ experts")
+T = TypeVar("T")
 
 _FLOAT8 = torch.float8_e4m3fn
 #: The types of rows that are sent, and of their sums.
@@ -89,12 +89,15 @@ class Routing:
     def __init__(self, engine: Engine, shape: Shape, idx: Tensor, counted: bool) -> None:
         self.engine, self.shape, self.idx, self.counted = engine, shape, idx, counted
         self.made: Optional[Made] = None
+        #: The result that is lent, until a later call takes it.
         self.live: Optional[Live] = None
-        #: The routing out of the output, once a later call took that.
+        #: The routing in torch's memory.
         self.kept: Any = None
-        #: The error of a dispatch whose host did not wait for it.
-        self.failed: Optional[errors.Error] = None
         self._by_rank: Optional[Routing] = None
+
+    def sized(self) -> Shape:
+        """The shape, with the number of tokens that there is room for."""
+        return self.shape if self.made is None else self.made.shape
 
     def by_rank(self) -> Routing:
         """The same ways where each rank is one expert."""
@@ -103,7 +106,7 @@ class Routing:
             return self
         if self._by_rank is None:
             _, idx = ranks_of(self.idx, self.shape.experts, size)
-            shape = self.shape._replace(experts=size, top_k=size)
+            shape = self.sized()._replace(experts=size, top_k=size)
             self._by_rank = Routing(self.engine, shape, idx, self.counted)
         return self._by_rank
 
@@ -123,7 +126,7 @@ def choices_of(inside: Tensor) -> Tensor:
 
 
 class Live:
-    """A dispatch whose output has not been taken by a later call."""
+    """A dispatch whose result is lent."""
 
     def __init__(self, made: Made, got: Any, routing: Routing) -> None:
         self.made, self.got, self._routing = made, got, weakref.ref(routing)
@@ -135,10 +138,7 @@ class Live:
         if routing is not None and routing.live is self:
             routing.live = None
             if routing.kept is None and not self.got.between_halves:
-                try:
-                    routing.kept = self.got.keep()
-                except errors.Error as error:  # of this routing, and not of the call that takes the output
-                    routing.failed = error
+                routing.kept = taken_up(self.got.keep)
         self.drop()
 
     def drop(self) -> None:
@@ -148,7 +148,7 @@ class Live:
 
 
 class Made:
-    """A dispatcher and the latest dispatches that it made."""
+    """A dispatcher and the results that it lends."""
 
     def __init__(self, shape: Shape, dispatcher: Any) -> None:
         self.shape, self.dispatcher = shape, dispatcher
@@ -162,35 +162,50 @@ class Made:
         self.dispatcher.close()
         self.closed = True
 
-    def take(self, call: Any, routing: Routing) -> Live:
-        """Make a call that takes an output, for the longest of which others wait no more."""
-        if len(self.ring) == OUTPUTS:
+    def lend(self, call: Callable[[], Any], routing: Routing) -> Live:
+        """Make a call whose result is lent, for the longest of which others wait no more."""
+        if len(self.ring) == LENT:
             self.ring.pop(0).retire()
         live = Live(self, call(), routing)
         self.ring.append(live)
         return live
 
 
+def taken_up(call: Callable[[], T]) -> T:
+    """Make a call. On a GPU the error of a call that the host did not wait for is told by a later one, which has not been made
+    then: it is made, as other ranks may have done that did not know yet, and the error is a warning."""
+    try:
+        return call()
+    except errors.Error as error:
+        if not error.earlier:
+            raise
+        warnings.warn(f"deep_ep: a call that the host did not wait for brought no rows: {error}", RuntimeWarning, stacklevel=4)
+        return call()
+
+
 _engines: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
 
 
-def engine_of(group: Any, device: torch.device) -> Engine:
-    """The engine of a group's ranks on a device. Buffers of a group share it."""
-    engines = _engines.setdefault(communicator(group), {})
-    engine = engines.get(device)
-    if engine is None:
-        engine = engines[device] = Engine(group, device)
-    return engine
+class Engines:
+    """The engines of a buffer's group, one for each device. Buffers of a group share them; to make the first is collective."""
 
+    def __init__(self, group: Any) -> None:
+        self._shared = _engines.setdefault(switchyard.communicator(group), {})
+        self._group, self._own = group, {}  # type: Any, dict[torch.device, Engine]
 
-def communicator(group: Any) -> Any:
-    """The dispatchers that the ranks of a group share. The first call for a group is collective."""
-    return switchyard.communicator(group)
+    def of(self, device: torch.device) -> Engine:
+        engine = self._own.get(device)
+        if engine is None:
+            engine = self._shared.get(device)
+            if engine is None:
+                engine = self._shared[device] = Engine(self._group, device)
+            self._own[device] = engine
+        return engine
 
 
 def close_all(group: Any) -> None:
     """Give the memory of a group back, together with all ranks. Routings stay as they are."""
-    for engine in _engines.get(communicator(group), {}).values():
+    for engine in _engines.get(switchyard.communicator(group), {}).values():
         engine.close()
 
 
@@ -201,6 +216,8 @@ class Engine:
         # Weak, because the table of engines must not keep a group alive.
         self._group, self.device, self.size = weakref.ref(group), device, int(group.size())
         self._made: dict[Shape, Made] = {}
+        #: Dispatchers by the shapes of calls that they have served.
+        self._found: dict[Shape, Made] = {}
         self._replayed: list[Made] = []
         self._most = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._event: Any = None
@@ -234,58 +251,80 @@ class Engine:
     ) -> tuple[Result, Routing]:
         """Send tokens. Without a length the host waits for the counts, and the result has as many rows as came; otherwise it
         has this many rows."""
-        if not shape.tokens:  # what is no expert of the caller's must be none of the dispatcher's, see _restated
-            idx = torch.where(idx < shape.experts, idx, idx + self.size)
-        routing = Routing(self, shape, idx, not length)
+        routing = Routing(self, shape, idx if shape.tokens else self._shifted(idx, shape.experts), not length)
         return self.redispatch(x, scales, weights, routing, shape, length), routing
+
+    def _shifted(self, idx: Tensor, experts: int) -> Tensor:
+        """A copy of indices in which no expert of the caller's is none of the dispatcher's, see _restated."""
+        if self.device.type == "cpu" and (not idx.numel() or int(idx.max()) < experts):
+            return idx.clone()
+        return torch.where(idx < experts, idx, idx + self.size)
 
     def redispatch(
         self, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor], routing: Routing, shape: Shape, length: int = 0
     ) -> Result:
         """Send other tokens the ways of a routing, into fresh memory."""
-        if not shape.tokens:
+        if not shape.tokens or shape.open:
             self._refuse_capture("a call whose number of tokens the host does not know")
-            shape = self._sized(shape, x.shape[0])
+        made = self._ready(shape, x.shape[0])
         try:
-            live = self.send(shape, x, scales, routing, weights)
-            if shape.open and live.got.host_counts().counts[-1]:
+            left = self._send(made, x, scales, routing.idx, weights, length or None)
+            if made.shape.open and left.host.counts[-1]:
                 # Some rank has more tokens than there is room for, and sent a plea in their place.
-                live = self.send(shape._replace(tokens=self.agree(x.shape[0])), x, scales, routing, weights)
+                made = self._dispatcher(made.shape._replace(tokens=self.agree(x.shape[0])))
+                left = self._send(made, x, scales, routing.idx, weights, length or None)
         except errors.InvalidArgument as error:
-            routing.live = None  # nobody goes by it
-            raise (self._restated(error, shape.experts) if shape.open else error) from None
-        routing.shape = routing.shape._replace(tokens=live.made.shape.tokens, open=shape.open)
-        result = self._result(live.got, live.made, weights is not None, length)
-        self._mark()
-        return result
+            raise (self._restated(error, shape.experts) if made.shape.open else error) from None
+        routing.made, routing.kept = made, left.routing
+        counts, host = left.counts, left.host
+        if made.shape.open:
+            counts, host = counts[:-1], None if host is None else host._replace(counts=host.counts[:-1])
+        beside = None if weights is None else left.row_weights
+        return Result(left.rows, left.scales, left.indices, beside, left.sources, counts, left.rank_counts, host)
 
     def _restated(self, error: errors.InvalidArgument, experts: int) -> errors.InvalidArgument:
         """The error of an index that is no expert, in the caller's numbers: the dispatcher has one more expert a rank."""
-        said = _NO_EXPERT.search(str(error))
-        if said is None:
+        choice = error.choice
+        if choice is None:
             return error
-        number, choice = int(said[1]) - self.size, said[2]
-        text = f"has expert {number} as choice {choice}, there are {experts} experts"
-        return errors.InvalidArgument(str(error).replace(said[0], text))
+        return errors.InvalidArgument(
+            f"deep_ep: dispatch: token {choice.token} of rank {choice.rank} has expert {choice.expert - self.size} as choice "
+            f"{choice.number}, there are {experts} experts (-1 masks a choice)"
+        )
 
-    def _sized(self, shape: Shape, tokens: int) -> Shape:
-        """A shape of any number of tokens as one of the tokens that there is room for. The first is agreed on."""
-        shape = shape._replace(open=True)
-        made = self._made.get(self._key(shape))
-        return shape._replace(tokens=made.shape.tokens if made is not None else self.agree(tokens))
+    def _ready(self, shape: Shape, tokens: int) -> Made:
+        """The dispatcher for calls of a shape. One that is open has room for as many tokens as it was made for, on which all
+        ranks agree at first."""
+        made = self._found.get(shape)
+        if made is None:
+            wanted = shape
+            if not shape.tokens:
+                wanted = shape._replace(open=True)
+                before = self._made.get(self._key(wanted))
+                wanted = wanted._replace(tokens=before.shape.tokens if before is not None else self.agree(tokens))
+            made = self._dispatcher(wanted)
+            self._found[shape] = made
+        made.captured = made.captured or self._capturing()
+        return made
 
     def combine(
         self, x: Tensor, routing: Routing, weights: Optional[Tensor] = None, bias: Sequence[Tensor] = (),
     ) -> Any:  # fmt: skip
         """The sums of rows over the ranks that each token went to, [tokens, hidden]. With weights [rows, top_k] also those of
         each choice, from the rank of the choice."""
-        live = self._alive(routing, x.shape[1], x.dtype)
-        rows = self._fitted("x", x, live, routing)
+        made = routing.made
+        if made is None or made.shape.hidden != x.shape[1] or SUMS[made.shape.dtype] is not x.dtype or made.closed:
+            made = self._find(routing, x.shape[1], x.dtype)
+        kept = routing.kept
+        rows = self._fitted("x", x, kept, routing)
         if weights is not None:
-            weights = self._fitted("topk_weights", weights, live, routing)
-        y = live.made.dispatcher.combine(rows, live.got, weights=weights, sum_weights=weights is not None, bias=bias or None)
-        self._mark()
-        return y
+            weights = self._fitted("topk_weights", weights, kept, routing)
+        if self.device.type == "cuda":
+            kept.memory.record_stream(torch.cuda.current_stream(self.device))
+        sums = weights is not None
+        return taken_up(
+            lambda: made.dispatcher.combine(rows, kept, weights=weights, sum_weights=sums, bias=bias or None)
+        )
 
     def sum_over_ranks(self, weights: Tensor, routing: Routing) -> Tensor:
         """The sums of weights [rows, top_k] over all ranks that each token went to, choice by choice."""
@@ -295,9 +334,9 @@ class Engine:
         return self.combine(wide, routing.by_rank())[:, :top_k]  # type: ignore[no-any-return]
 
     def send_slab(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> tuple[Any, Routing]:
-        """Send few tokens to their experts. The rows lie in the dispatcher's memory until OUTPUTS more calls were made."""
+        """Send few tokens to their experts. The rows lie in the dispatcher's memory until LENT more calls were made."""
         routing = Routing(self, shape, idx, False)
-        got = self.send(shape, x, None, routing, first=first).got
+        got = self._lend(shape, x, routing, first=first).got
         self._mark()
         return got, routing
 
@@ -306,8 +345,8 @@ class Engine:
         live = self._alive(routing, x.shape[1], x.dtype)
         small = routing.shape._replace(hidden=16, dtype=torch.bfloat16, quantize="", weighed=True)
         empty = torch.empty((weights.shape[0], 16), dtype=torch.bfloat16, device=weights.device)
-        beside = self.send(small, empty, None, Routing(self, small, routing.idx, False), weights).got.row_weights
-        made = live.made.dispatcher.combine(x, live.got, weights=beside, async_op=first)
+        beside = self._lend(small, empty, Routing(self, small, routing.idx, False), weights).got.row_weights
+        made = taken_up(lambda: live.made.dispatcher.combine(x, live.got, weights=beside, async_op=first))
         self._mark()
         return made
 
@@ -317,18 +356,29 @@ class Engine:
         self._mark()
         return y
 
-    def send(
-        self, shape: Shape, x: Tensor, scales: Optional[Tensor], routing: Routing, weights: Optional[Tensor] = None,
-        first: bool = False,
-    ) -> Live:  # fmt: skip
-        """Make a dispatch whose output stays where it is until OUTPUTS more of the same dispatcher have been made."""
-        made = self._dispatcher(shape)
-        self._follow()
-        idx = routing.idx
+    def _send(
+        self, made: Made, x: Tensor, scales: Optional[Tensor], idx: Tensor, weights: Optional[Tensor], length: Optional[int]
+    ) -> Any:
+        """Make a dispatch, and take what it leaves."""
         if idx.shape[0] > made.shape.tokens:
             x, scales, idx, weights = self._plea(made.shape, x, scales, weights)
+        call = made.dispatcher.dispatch
+        got = taken_up(lambda: call(x, idx, weights, scales=scales))
+        try:
+            return taken_up(lambda: got.take(length))
+        except errors.Error:
+            got.release()  # whoever keeps the error keeps what this call has
+            raise
+
+    def _lend(
+        self, shape: Shape, x: Tensor, routing: Routing, weights: Optional[Tensor] = None, first: bool = False
+    ) -> Live:
+        """Make a dispatch whose result stays where it is until LENT more of the same dispatcher have been made."""
+        made = self._ready(shape, 0)
+        self._follow()
         routing.made, routing.kept = made, None
-        return made.take(lambda: made.dispatcher.dispatch(x, idx, weights, scales=scales, async_op=first), routing)
+        call = made.dispatcher.dispatch
+        return made.lend(lambda: taken_up(lambda: call(x, routing.idx, weights, async_op=first)), routing)
 
     def _plea(self, s: Shape, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor]) -> Any:
         """Tokens in place of more than there is room for: one for each rank, whose last expert says that this rank has more."""
@@ -351,8 +401,8 @@ class Engine:
             tokens = shape.tokens
             if not shape.slab and not shape.rows:
                 tokens = max(64, self.size, 1 << (tokens - 1).bit_length())
+            self._found.clear()
             made = self._made[key] = Made(shape._replace(tokens=tokens), self._make(shape._replace(tokens=tokens)))
-        made.captured = made.captured or self._capturing()
         return made
 
     def _key(self, shape: Shape) -> Shape:
@@ -382,7 +432,7 @@ class Engine:
             scale_format=s.quantize or ("ue8m0" if s.scales == "ue8m0" else "float32"),
             row_weights=s.weighed,
             sources=True,
-            handles=OUTPUTS,
+            handles=LENT if s.slab else 1,
             host_counts=self.device.type == "cuda" and not s.slab,
             max_sms=s.max_sms,
             group=self.group,
@@ -401,69 +451,42 @@ class Engine:
         for made in self._made.values():
             self._drop(made)
         self._made.clear()
+        self._found.clear()
 
-    # Outputs
+    # Ways back
+
+    def _find(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Made:
+        """Send empty rows of a type the ways of a routing, for one that combines of that type go by."""
+        made = self._dispatcher(routing.sized()._replace(hidden=hidden, dtype=dtype, scales="", quantize=""))
+        empty = torch.empty((routing.idx.shape[0], hidden), dtype=dtype, device=self.device)
+        left = self._send(made, empty, None, routing.idx, None, None if routing.counted else 0)
+        routing.made, routing.kept = made, left.routing
+        return made
 
     def _alive(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Live:
-        """An output that goes by a routing, for rows of a type: of its dispatch, for the kept routing, or of empty
-        rows that go its ways."""
-        if routing.failed is not None:
-            raise routing.failed
+        """An output that goes by the routing of a slab: of its dispatch, for the kept routing, or of empty rows that go its
+        ways."""
         live, made, kept = routing.live, routing.made, routing.kept
-        if made is not None and made.shape.hidden == hidden and SUMS[made.shape.dtype] is dtype and not made.closed:
+        if made is not None and SUMS[made.shape.dtype] is dtype and not made.closed:
             self._follow()
             if live is not None:
                 made.ring.remove(live)
                 made.ring.append(live)
                 return live
             if kept is not None:
-                return made.take(lambda: made.dispatcher.route(kept), routing)
+                return made.lend(lambda: taken_up(lambda: made.dispatcher.route(kept)), routing)
         shape = routing.shape._replace(hidden=hidden, dtype=dtype, scales="", quantize="")
         empty = torch.empty((routing.idx.shape[0], hidden), dtype=dtype, device=self.device)
-        return self.send(shape, empty, None, routing)
+        return self._lend(shape, empty, routing)
 
-    def _fitted(self, name: str, x: Tensor, live: Live, routing: Routing) -> Tensor:
-        """Rows as a combine takes them: as many as came where the host knows, else all that there is room for."""
-        if routing.counted or self.device.type != "cuda":
-            came = live.got.host_counts().rows
-            if x.shape[0] < came or (routing.counted and x.shape[0] != came):
-                raise errors.InvalidArgument(f"deep_ep: combine: {name} has {x.shape[0]} rows, the dispatch brought {came}")
-            return x[:came]
-        room = live.made.dispatcher.max_rows
-        if x.shape[0] >= room:
-            return x[:room]
-        wide = torch.empty((room, x.shape[1]), dtype=x.dtype, device=x.device)
-        wide[: x.shape[0]] = x
-        return wide
-
-    def _result(self, got: Any, made: Made, weighed: bool, length: int) -> Result:
-        host = got.host_counts() if not length or self.device.type != "cuda" else None
-        parts = [got.rows, got.scales if made.shape.scales else None, got.indices, got.row_weights if weighed else None]
-        parts = [None if x is None else self._copy(x, host, length) for x in (*parts, got.sources)]
-        if length:
-            end = host.rows if host is not None else got.offsets[-1:]
-            behind = torch.arange(length, device=self.device) >= end
-            parts[2].masked_fill_(behind[:, None], -1)  # type: ignore[union-attr]
-            if weighed:
-                parts[3].masked_fill_(behind[:, None], 0)
-        counts = torch.as_tensor(got.counts, dtype=torch.int32, device=self.device)
-        if made.shape.open:
-            counts = counts[:-1]
-            host = None if host is None else host._replace(counts=host.counts[:-1])
-        from_ranks = torch.as_tensor(got.rank_counts, dtype=torch.int32, device=self.device)
-        if self.device.type == "cuda":
-            counts, from_ranks = counts.clone(), from_ranks.clone()
-        rows, scales, indices, weights, sources = parts
-        return Result(rows, scales, indices, weights, sources, counts, from_ranks, host)  # type: ignore[arg-type]
-
-    def _copy(self, x: Tensor, host: Any, length: int) -> Tensor:
-        """A part of an output in torch's memory: as many rows as came, or a length."""
-        n = x.shape[0] if host is None else host.rows
-        if not length or n >= length:
-            return x[: length or n].clone(memory_format=torch.contiguous_format)
-        wide = torch.empty((length, *x.shape[1:]), dtype=x.dtype, device=x.device)
-        wide[:n] = x[:n]
-        return wide
+    def _fitted(self, name: str, x: Tensor, kept: Any, routing: Routing) -> Tensor:
+        """Rows as a combine takes them: as many as came where the host knows, else at most all that there is room for."""
+        counts = kept.counts
+        if counts is None:
+            return x[: routing.made.dispatcher.max_rows]  # type: ignore[union-attr]
+        if x.shape[0] < counts.rows or (routing.counted and x.shape[0] != counts.rows):
+            raise errors.InvalidArgument(f"deep_ep: combine: {name} has {x.shape[0]} rows, the dispatch brought {counts.rows}")
+        return x if x.shape[0] == counts.rows else x[: counts.rows]
 
     # Streams
 

@@ -67,6 +67,12 @@ class Buffer(Structure):
     _fields_ = [("Addr", c_uint64), ("Bytes", c_int64)]
 
 
+class Detail(Structure):
+    """More about an error."""
+
+    _fields_ = [(name, c_int64) for name in ("Earlier", "Rank", "Token", "Choice", "Expert")]
+
+
 class ShapeHead(Structure):
     """The fields of an exchange that all ranks share. Rows to send and to receive, for each rank, lie behind it."""
 

@@ -307,8 +307,9 @@ class Calls:
             raise errors.Unsupported("switchyard: combine: gradients by a routing: route first, or detach the rows")
 
     def _check_length(self, name: str, rows: int, output: Output | Routing) -> None:
-        """Refuse rows that are not those of a dispatch: all that there is room for, or as many as came."""
-        if rows == self.max_rows:
+        """Refuse rows that are not those of a dispatch: all that there is room for, or as many as came. By a routing of whose
+        rows the host knows nothing it is as many as its caller says that came."""
+        if rows == self.max_rows or (rows < self.max_rows and isinstance(output, Routing) and output.counts is None):
             return
         if not self._counted:
             raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatcher {self.max_rows}")

@@ -51,10 +51,12 @@ class Library:
             raise errors.BuildError(f"switchyard: {path} has ABI version {version}, this package needs {abi.VERSION}")
         lib.switchyard_last_error.restype = c_char_p
         lib.switchyard_last_error_rank.restype = c_int32
+        lib.switchyard_last_error_detail.restype = None
         lib.switchyard_live.restype = c_int64
-        self._error, self._error_rank, self.live = (
+        self._error, self._error_rank, self._error_detail, self.live = (
             lib.switchyard_last_error,
             lib.switchyard_last_error_rank,
+            lib.switchyard_last_error_detail,
             lib.switchyard_live,
         )
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -74,7 +76,13 @@ class Library:
 
     def error(self, code: int) -> errors.Error:
         """The error of the call that returned code last, on this thread."""
-        return failures.of(code, self._error().decode(errors="replace"), self._error_rank())
+        detail = abi.Detail()
+        self._error_detail(ctypes.byref(detail))
+        error = failures.of(code, self._error().decode(errors="replace"), self._error_rank())
+        error.earlier = detail.Earlier != 0
+        if detail.Rank >= 0:
+            error.choice = errors.Choice(detail.Rank, detail.Token, detail.Choice, detail.Expert)
+        return error
 
     def check(self, code: int) -> None:
         if code:

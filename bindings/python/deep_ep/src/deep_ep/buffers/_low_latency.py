@@ -9,7 +9,7 @@ from switchyard import errors
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Shape, engine_of
+from .._engine import Engines, Shape
 from .._handles import FewHandle
 from .._streams import Streams, device_of
 from ..utils.event import EventOverlap
@@ -24,6 +24,7 @@ class FewTokens:
     group: Any
     group_size: int
     _streams: Streams
+    _engines: Engines
     _combine_buffers: dict[Any, Tensor]
 
     @staticmethod
@@ -67,7 +68,7 @@ class FewTokens:
         checks.at_most(call, x, most, "num_max_dispatch_tokens_per_rank")
         experts = checks.experts(call, num_experts, self.group_size)
         idx, _ = checks.choices(call, topk_idx, None, x)
-        engine = engine_of(self.group, device_of(f"{call}: x", x))
+        engine = self._engines.of(device_of(f"{call}: x", x))
         quantize = "" if not use_fp8 else "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32"
         shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, slab=True, quantize=quantize)
         local = experts // self.group_size
@@ -116,7 +117,7 @@ class FewTokens:
         _one_way(call, async_finish, return_recv_hook)
         if not isinstance(handle, FewHandle):
             raise errors.InvalidType(f"deep_ep: {call}: handle is {type(handle).__name__}, want low_latency_dispatch's")
-        engine = engine_of(self.group, device_of(f"{call}: x", x))
+        engine = self._engines.of(device_of(f"{call}: x", x))
         routing = handle.routing
         shape, tokens = routing.shape, routing.idx.shape[0]
         if routing.engine is not engine:

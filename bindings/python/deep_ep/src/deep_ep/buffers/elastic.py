@@ -10,7 +10,7 @@ from switchyard import errors
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Result, Routing, Shape, close_all, communicator, engine_of, ranks_of
+from .._engine import Engines, Result, Routing, Shape, close_all, ranks_of
 from .._handles import places
 from .._streams import Streams, device_of
 from ..utils.event import EventHandle, EventOverlap
@@ -115,7 +115,6 @@ class ElasticBuffer:
     ) -> None:
         if num_cpu_bytes:
             raise NotImplementedError("deep_ep: ElasticBuffer: num_cpu_bytes: Engram is not supported")
-        communicator(group)
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
         self.num_max_tokens_per_rank, self.explicitly_destroy = num_max_tokens_per_rank, explicitly_destroy
         self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
@@ -128,6 +127,7 @@ class ElasticBuffer:
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = get_physical_domain_size(group)
         self._streams = Streams()
+        self._engines = Engines(group)
         self._destroyed = False
 
     # Sizes and ranks
@@ -213,7 +213,7 @@ class ElasticBuffer:
         """Send tokens to the ranks of their experts: rows, local experts (None with do_expand), weights, a handle and an event.
         With a handle the rows go the ways of an earlier dispatch."""
         sent = checks.tokens("dispatch", x)
-        engine = engine_of(self.group, device_of("dispatch: x", sent.x))
+        engine = self._engines.of(device_of("dispatch: x", sent.x))
         if handle is not None:
             routing = self._routing("dispatch", handle, topk_idx, do_cpu_sync, do_expand)
             num_max_tokens_per_rank = self._same("num_max_tokens_per_rank", num_max_tokens_per_rank, handle)
@@ -276,7 +276,7 @@ class ElasticBuffer:
     ) -> tuple[Tensor, Optional[Tensor], EventOverlap]:
         """Bring rows back: the sums of each token's rows, the weight of each choice, and an event."""
         x = checks.rows("combine", x)
-        engine = engine_of(self.group, device_of("combine: x", x))
+        engine = self._engines.of(device_of("combine: x", x))
         if not isinstance(handle, EPHandle):
             raise errors.InvalidType(f"deep_ep: combine: handle is {type(handle).__name__}, want an EPHandle")
         routing = checked("combine", handle._routing, engine)
@@ -314,7 +314,7 @@ class ElasticBuffer:
         if do_expand and not handle.do_expand:
             raise errors.InvalidArgument(f"deep_ep: {call}: do_expand with a handle of a dispatch without it")
         routing: Routing = handle._routing
-        return checked(call, routing, engine_of(self.group, routing.engine.device))
+        return checked(call, routing, self._engines.of(routing.engine.device))
 
     @staticmethod
     def _same(name: str, given: Optional[int], handle: EPHandle) -> int:

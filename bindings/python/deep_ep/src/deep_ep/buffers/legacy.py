@@ -9,7 +9,7 @@ from switchyard import errors
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Engine, Routing, Shape, choices_of, close_all, communicator, engine_of, ranks_of
+from .._engine import Engine, Engines, Routing, Shape, choices_of, close_all, ranks_of
 from .._handles import Handle
 from .._streams import Streams, check, device_of
 from ..utils.event import EventHandle, EventOverlap
@@ -60,11 +60,11 @@ class Buffer(FewTokens):
             raise NotImplementedError("deep_ep: Buffer: comm: groups of MPI are not supported, pass group=")
         if enable_shrink:
             raise NotImplementedError("deep_ep: Buffer: enable_shrink is not supported")
-        communicator(group)
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, False
         self._streams = Streams()
+        self._engines = Engines(group)
         self._destroyed = False
         self._combine_buffers: dict[Any, Tensor] = {}
 
@@ -178,7 +178,7 @@ class Buffer(FewTokens):
         check("dispatch", previous_event, async_finish, allocate_on_comm_stream)
         sent = checks.tokens("dispatch", x)
         device = device_of("dispatch: x", sent.x)
-        engine = engine_of(self.group, device)
+        engine = self._engines.of(device)
         sms = config.num_sms if config is not None else Buffer.num_sms if Buffer._bounded else 0
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
@@ -230,8 +230,8 @@ class Buffer(FewTokens):
         tokens, engine = routing.idx.shape[0], routing.engine
         if sent.x.shape[0] != tokens:
             raise errors.InvalidArgument(f"deep_ep: dispatch: x has {sent.x.shape[0]} tokens, those of the handle are {tokens}")
-        x, shape = sent.x, routing.shape
-        shape = shape._replace(hidden=x.shape[1], dtype=x.dtype, scales=sent.kind, max_sms=sms)
+        x = sent.x
+        shape = routing.sized()._replace(hidden=x.shape[1], dtype=x.dtype, scales=sent.kind, max_sms=sms)
         result, event = self._streams.run(
             engine.device,
             previous,
@@ -255,7 +255,7 @@ class Buffer(FewTokens):
         """Bring rows back: the sums of each token's rows, those of its weights, and an event."""
         check("combine", previous_event, async_finish, allocate_on_comm_stream)
         x = checks.rows("combine", x)
-        engine = engine_of(self.group, device_of("combine: x", x))
+        engine = self._engines.of(device_of("combine: x", x))
         routing = self._routing("combine", handle, engine)
         biases = checks.biases("combine", bias, x, routing.idx.shape[0])
         weights: Optional[Tensor] = None
