@@ -6,6 +6,7 @@
 //	go run ./examples/moe -check     1 rank and 4 ranks compute the same losses
 //	go run ./examples/moe -text DIR  another text
 //	go run ./examples/moe -html F    a report with pictures
+//	go run ./examples/moe -balance 200    experts move to where ranks are equally busy
 //	go run ./examples/moe -save F    keeps the model, for examples/serve
 //	go run ./examples/moe -kill-rank 1 -at-step 500    the others go on
 //	go run ./examples/moe -procs -kill-rank 1 -at-step 500 -replace-at-step 1000    and then a fresh rank comes
@@ -27,6 +28,7 @@
 //
 //   - model/layer.go: a mixture-of-experts layer, forward and backward, around four calls of the dispatcher
 //   - train/train.go: what a rank makes of comm, memory, dispatch and allreduce, and one step of training
+//   - train/balance.go: how experts move to where ranks are equally busy
 //   - train/heal.go: how ranks go on without one that is lost, and let a fresh one in
 //   - model/model.go, nn: the rest of the model and its arithmetic, in plain Go, with matrix products in assembly for amd64
 //   - procs.go: a process for every rank

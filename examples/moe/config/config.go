@@ -37,6 +37,8 @@ type Config struct {
 	Rate  Number `json:"rate"` // learning rate
 	Seed  uint64 `json:"seed"`
 
+	Balance int `json:"balance"` // steps between two looks at the load of ranks, 0 for never
+
 	KillRank int `json:"kill_rank"` // in step AtStep, -1 for nobody
 	AtStep   int `json:"at_step"`
 	// Before step ReplaceAt a fresh rank takes its place, 0 for never. The ranks meet at MeetAt, with Secret.
@@ -96,6 +98,7 @@ func Parse(args []string, out io.Writer) (Config, error) {
 	f.StringVar(&c.Text, "text", "", "train on this file, or the files of this directory; default the Go sources of GOROOT")
 	f.StringVar(&c.JSON, "json", "", "write the report as JSON to this file, - for standard output")
 	f.StringVar(&c.HTML, "html", "", "write the report with pictures to this file, to look at in a browser")
+	f.IntVar(&c.Balance, "balance", 0, "every this many steps move experts to where ranks are equally busy, and leave routers alone")
 	f.StringVar(&c.Save, "save", "", "write the trained model to this file, for examples/serve")
 	f.IntVar(&c.KillRank, "kill-rank", c.KillRank, "kill this rank in the middle of a step; the others go on without it")
 	f.IntVar(&c.AtStep, "at-step", 0, "the step of -kill-rank (default half of -steps)")
@@ -177,6 +180,10 @@ func (c *Config) Validate() error {
 		}
 	}
 	switch {
+	case c.Balance < 0:
+		return Usagef("-balance is %d, want at least 0", c.Balance)
+	case c.Balance > 0 && c.Experts%c.Ranks != 0:
+		return Usagef("-balance needs equally many experts on every rank: -experts is %d, -ranks %d", c.Experts, c.Ranks)
 	case c.TopK > c.Experts:
 		return Usagef("-topk %d is more than -experts %d", c.TopK, c.Experts)
 	case c.Batch < c.Ranks:

@@ -19,6 +19,7 @@ import (
 	"github.com/switchyard-moe/switchyard/examples/moe/report"
 	"github.com/switchyard-moe/switchyard/examples/moe/text"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/rebalance"
 )
 
 // worker is one rank at work: its part of the model and what connects it with the others.
@@ -33,7 +34,8 @@ type worker struct {
 	buckets    *allreduce.Buckets
 
 	model *model.Model
-	stats []float32 // of a step, summed over the ranks: see statLoss
+	loop  *rebalance.Loop // nil without -balance, and where ranks have different numbers of experts
+	stats []float32       // of a step, summed over the ranks: see statLoss
 
 	at     []int // the batch
 	final  int   // the step whose gradients of this rank's experts are whole
@@ -107,6 +109,9 @@ func (w *worker) open(ctx context.Context, p *dispatch.Placement) (err error) {
 		}
 	}
 	w.model = model.New(c, w.rank, w.dispatcher, grads, made)
+	if w.loop, err = w.balance(ctx); err != nil {
+		return err
+	}
 	w.at = make([]int, c.Batch)
 	w.Tokens = make([]int64, c.Layers*c.Experts)
 	return nil
@@ -129,6 +134,9 @@ func alloc(ctx context.Context, h *memory.Heap, n int) (memory.View, error) {
 // close is collective as well, but does not wait for ranks that are lost.
 func (w *worker) close(ctx context.Context) error {
 	var errs []error
+	if w.loop != nil {
+		errs = append(errs, w.loop.Close(ctx))
+	}
 	if w.buckets != nil {
 		errs = append(errs, w.buckets.Close(ctx))
 	}
@@ -160,6 +168,9 @@ func (w *worker) train(ctx context.Context, watch func(*worker)) error {
 		if stop && n < w.cfg.Steps {
 			return ErrStopped
 		}
+		if err := w.even(context.WithoutCancel(ctx), n); err != nil {
+			return fmt.Errorf("after step %d: %w", n, err)
+		}
 	}
 	return nil
 }
@@ -180,7 +191,7 @@ func (w *worker) step(n int, stop bool) (stopped bool, err error) {
 	if stop {
 		w.stats[statStop] = 1
 	}
-	if n == c.AtStep && w.rank == c.KillRank && len(w.Events) == 0 {
+	if n == c.AtStep && w.rank == c.KillRank && len(w.Changes) == 0 {
 		return false, w.kill()
 	}
 	communication, all := m.Clock.Total()
@@ -224,7 +235,9 @@ func (w *worker) step(n int, stop bool) (stopped bool, err error) {
 	}
 	for i, l := range m.Layers {
 		load := w.stats[statLoad+i*c.Experts:][:c.Experts]
-		l.Rebalance(load, c.Batch)
+		if c.Balance == 0 {
+			l.Rebalance(load, c.Batch)
+		}
 		for e, n := range load {
 			w.Tokens[i*c.Experts+e] += int64(n)
 		}
