@@ -253,6 +253,8 @@ type at struct {
 	Rank    int   `json:"rank"`
 	Process int   `json:"process,omitempty"`
 	Experts []int `json:"experts"`
+	// Waited is the seconds that this rank has waited for each rank since they met.
+	Waited []float64 `json:"waited_seconds"`
 }
 
 // condition is how the server is now.
@@ -261,7 +263,11 @@ func (f *front) condition() condition {
 	defer f.mu.Unlock()
 	c := condition{State: f.state, Lost: f.lost, Fresh: f.came, Running: len(f.running), Waiting: len(f.queue), Steps: f.steps, Tokens: f.bytes}
 	for _, s := range f.seats {
-		c.Ranks = append(c.Ranks, at{s.rank, s.pid, s.experts})
+		waited := []float64{}
+		for _, d := range s.waited {
+			waited = append(waited, math.Round(1e3*d.Seconds())/1e3)
+		}
+		c.Ranks = append(c.Ranks, at{s.rank, s.pid, s.experts, waited})
 	}
 	return c
 }

@@ -142,7 +142,7 @@ func (f *front) open() error {
 			if a.failed() {
 				return errors.Join(fmt.Errorf("rank %d: %s: %s", i, do, a.Error), f.dismiss(seats))
 			}
-			seats[i].experts = a.Experts
+			seats[i].experts, seats[i].waited = a.Experts, nil
 		}
 	}
 	f.mu.Lock()
@@ -246,6 +246,11 @@ func (f *front) step(batch []*request) {
 	answers := ask(seats, func(i int) *order { return orders[i] })
 	f.mu.Lock()
 	f.steps++
+	for i, a := range answers {
+		if a.Waited != nil {
+			seats[i].waited = a.Waited
+		}
+	}
 	for k, r := range batch {
 		a := answers[k%len(seats)]
 		if a.failed() {

@@ -57,7 +57,7 @@ func (f *front) seated(seats []*seat, answers []answered) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for i, a := range answers {
-		seats[i].rank, seats[i].experts = a.Rank, a.Experts
+		seats[i].rank, seats[i].experts, seats[i].waited = a.Rank, a.Experts, nil
 	}
 	f.seats = slices.SortedFunc(slices.Values(seats), func(a, b *seat) int { return a.rank - b.rank })
 	return true

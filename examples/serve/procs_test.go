@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"io"
 	"net/http"
 	"os"
 	"regexp"
@@ -83,6 +84,30 @@ $`, out.String())
 	p.Signal(syscall.SIGTERM)
 	require.Zero(t, p.Wait())
 	gone(t, ranks)
+}
+
+// /healthz shows which rank the others wait for.
+func TestSlowRankIsSeen(t *testing.T) {
+	p := startProgram(t, "-ranks", "3", "-peer-timeout", "10s")
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	ended := make(chan error, 1)
+	go func() { ended <- load(ctx, p.url, 5, 40, io.Discard) }()
+	p.until(func(c condition) bool {
+		return c.Tokens > 200 && len(c.Ranks[0].Waited) == 3 && len(c.Ranks[1].Waited) == 3
+	})
+	before := p.health().Ranks
+	slow := before[2].Process
+	require.NoError(t, syscall.Kill(slow, syscall.SIGSTOP))
+	time.Sleep(2 * time.Second)
+	require.NoError(t, syscall.Kill(slow, syscall.SIGCONT))
+	p.until(func(c condition) bool {
+		more := func(rank, peer int) float64 { return c.Ranks[rank].Waited[peer] - before[rank].Waited[peer] }
+		return more(0, 2) > more(0, 1)+1 && more(1, 2) > more(1, 0)+1
+	})
+	stop()
+	require.NoError(t, <-ended)
+	require.Zero(t, p.health().Lost)
 }
 
 // Ranks end with the front, however it ends.

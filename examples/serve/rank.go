@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -47,7 +48,8 @@ type joining struct {
 
 // reply answers an order. The first of a rank answers none: it says that the rank runs.
 type reply struct {
-	Next    []byte // of a step: a byte for each text
+	Next    []byte          // of a step: a byte for each text
+	Waited  []time.Duration // of a step, now and then: how long this rank has waited for each rank
 	Rank    int
 	Experts []int
 	Error   string
@@ -60,6 +62,7 @@ const (
 	joinTimeout  = 30 * time.Second
 	admitTimeout = 3 * time.Second // no step is made meanwhile
 	stopTimeout  = 5 * time.Second
+	waitedEvery  = 200 * time.Millisecond
 	flushTimeout = 3 * time.Second // for clients to read the ends of their answers
 )
 
@@ -70,6 +73,7 @@ type rank struct {
 	stack *stack.Stack
 	model *model.Model // that part
 	at    []int
+	asked time.Time // how long it has waited
 
 	mu    sync.Mutex // of what kill uses too
 	group *comm.Group
@@ -99,6 +103,7 @@ func (r *rank) answer(o *order) (a reply) {
 	switch o.Do {
 	case "step":
 		a.Next, err = r.step(o)
+		a.Waited = r.waited()
 	case "read":
 		err = r.read(o.Join)
 	case "join":
@@ -145,6 +150,19 @@ func (r *rank) step(o *order) ([]byte, error) {
 	return next, nil
 }
 
+// waited is how long this rank has waited for each rank since they met, and nil if that was asked a short while ago.
+func (r *rank) waited() []time.Duration {
+	if time.Since(r.asked) < waitedEvery {
+		return nil
+	}
+	r.asked = time.Now()
+	c, err := r.stack.Dispatcher.Counters()
+	if err != nil { // the stack is closed, which the step says
+		return nil
+	}
+	return c.Waited
+}
+
 // pick chooses a byte: the likeliest at temperature 0.
 func pick(logits []float32, temperature, draw float32) byte {
 	if temperature == 0 {
@@ -188,7 +206,16 @@ func (r *rank) join() error {
 
 func (r *rank) meeting(j joining) comm.Config {
 	return comm.Config{Rank: j.Rank, Size: j.Size, Late: j.Late, Addr: j.Addr, Secret: j.Secret, PeerTimeout: r.PeerTimeout,
-		JoinTimeout: j.Patience, Name: "serve"}
+		JoinTimeout: j.Patience, Name: "serve", Logger: logger()}
+}
+
+// logger is what SWITCHYARD_DEBUG asks for.
+func logger() *slog.Logger {
+	conf, err := comm.FromEnv()
+	if err != nil { // the variables of a launcher, which is none of this server's
+		return nil
+	}
+	return conf.Logger
 }
 
 // heal goes on without the ranks that are lost. Experts of theirs come to others, which have the whole model.

@@ -20,6 +20,7 @@ type seat struct {
 	pid     int // 0 for a goroutine
 	rank    int // in the group
 	experts []int
+	waited  []time.Duration // for each rank, in this group
 	orders  *gob.Encoder
 	replies chan reply // closed when the rank has ended
 	kill    func()
