@@ -46,6 +46,9 @@ func (h *Heap) abort() {
 	if !h.mapped {
 		return
 	}
+	if h.rail != nil { // before waits end, after which memory is given back
+		h.rail.Interrupt()
+	}
 	h.engine.Interrupt()
 	if h.gpu == nil {
 		return
@@ -108,8 +111,11 @@ func (h *Heap) release() error {
 		return nil
 	}
 	var err error
+	if h.rail != nil { // before its segment goes, in which puts land until then
+		err = h.rail.Close()
+	}
 	if h.engine != nil {
-		err = h.engine.Close()
+		err = errors.Join(err, h.engine.Close())
 	}
 	if h.multi != nil {
 		err = errors.Join(err, h.multi.close())

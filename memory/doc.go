@@ -17,6 +17,8 @@
 // objects, extent by extent, and maps these as a whole. This has run on the emulated driver of the tests only, never on
 // hardware.
 //
+// Ranks on several hosts have a heap for each host, and UCX carries bytes between them, into the pool's memory only.
+//
 // # Pool
 //
 // [Heap.Alloc] and [Buffer.Free] manage a segment's memory without a word to other ranks. One rule makes

@@ -75,6 +75,9 @@ func (h *Heap) grow(ctx context.Context, n int64, broken error) (err error) {
 	if err = h.commit(ctx, "grow: commit", e); err != nil {
 		return err
 	}
+	if err = h.extendRail(ctx, e); err != nil {
+		return err
+	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.extents = append(h.extents, e)

@@ -10,6 +10,8 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/rails"
+	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -34,7 +36,8 @@ type Heap struct {
 	multi   *multicast   // nil on a heap without multicast addresses
 	space   kernels.Space
 	engine  kernels.Engine
-	limit   int64 // of the pool, and where the window for registrations begins
+	rail    rails.Rail // nil on one host
+	limit   int64      // of the pool, and where the window for registrations begins
 	granule int64
 	// noMulticast is the reason for a nil multi though Options asked for multicast.
 	noMulticast string
@@ -63,21 +66,22 @@ type Heap struct {
 //
 // Of ranks on several hosts those of each host have a heap of their own: segments of other hosts are not mapped. All ranks make its
 // collective calls together, so an offset is the same on all hosts, and Verify compares all ranks. Hosts have equally many ranks, and
-// their memory is that of the host.
+// their memory is that of the host. Between hosts UCX carries bytes.
 //
 // Every rank reserves one range of addresses and maps the segments of all ranks in it at equal
 // distances; ranks that share a process share the range. The memory is zero. The error on every rank
 // is comm.ErrMismatch when options, devices or versions differ, ErrInvalid for options out of range
-// and ErrUnsupported for hosts with different numbers of ranks, a device that has no heap, GPUs on several hosts, GPUs of which one cannot reach the other, or ranks of one
-// process that share a GPU without Options.ShareGPUs.
+// and ErrUnsupported for hosts with different numbers of ranks, a host without UCX where there are several, a device that has no heap,
+// GPUs on several hosts, GPUs of which one cannot reach the other, or ranks of one process that share a GPU without Options.ShareGPUs.
+// Between hosts, versions of UCX differ when their minor versions do.
 //
 // The heap does not own d, which is closed after it.
 func NewHeap(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Heap, error) {
-	return newHeap(ctx, g, d, o, newBacking)
+	return newHeap(ctx, g, d, o, newBacking, ucx.Open)
 }
 
 func newHeap(
-	ctx context.Context, g *comm.Group, d device.Device, o Options, back func(device.Device) (backing, error),
+	ctx context.Context, g *comm.Group, d device.Device, o Options, back func(device.Device) (backing, error), rail openRail,
 ) (*Heap, error) {
 	if g == nil {
 		return nil, fmt.Errorf("memory: new heap: %w: no group", ErrInvalid)
@@ -90,7 +94,7 @@ func newHeap(
 	if h.log == nil {
 		h.log = g.Logger()
 	}
-	if err := h.open(ctx, o, back); err != nil {
+	if err := h.open(ctx, o, back, rail); err != nil {
 		h.release()
 		return nil, fmt.Errorf("memory: new heap: %w", err)
 	}
@@ -99,7 +103,7 @@ func newHeap(
 	return h, nil
 }
 
-func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (backing, error)) error {
+func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (backing, error), rail openRail) error {
 	g, home := h.group, h.home
 	lay, err := h.choose(o, back)
 	what := agree.Claim{Op: "new heap", Must: []agree.Value{
@@ -186,6 +190,9 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	h.mapped = true
 	h.engine, err = h.back.engine(h.space, g.Err)
 	if _, err = agree.On(ctx, g, agree.Claim{Op: "make the engine"}, err); err != nil {
+		return err
+	}
+	if err = h.joinRail(ctx, rail); err != nil {
 		return err
 	}
 	h.unhook = g.OnFailure(func(error) { h.abort() })

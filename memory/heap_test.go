@@ -20,6 +20,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -445,7 +446,7 @@ func cutScenario(t *rankT, g *comm.Group) {
 		}
 		return nil
 	}
-	h, err = newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), nil, deny))
+	h, err = newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), nil, deny), ucx.Open)
 	require.NoError(t, err)
 	m := mapped(t, object(t, 10), 0, 10)
 	_, err = h.Register(t.ctx, m.View())
@@ -503,7 +504,7 @@ func TestM4_ImportersCloseBeforeExporters(t *testing.T) {
 	var stride int64
 	runRanks(t, socketRanks(t, n), func(t *rankT, g *comm.Group) {
 		chance := rand.New(rand.NewPCG(uint64(g.Rank()), 5))
-		h, err := newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20, ReserveBytes: 8 << 20}, sawBackings(g.Rank(), saw, nil))
+		h, err := newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20, ReserveBytes: 8 << 20}, sawBackings(g.Rank(), saw, nil), ucx.Open)
 		require.NoError(t, err)
 		require.NoError(t, h.Grow(t.ctx, 1))
 		m, err := MapFile(int(f.Fd()), 0, 5000)
@@ -571,7 +572,7 @@ func TestHeapFailsOnAllRanksOrNone(t *testing.T) {
 							return nil
 						}
 						o := Options{SegmentBytes: 1 << 20, ReserveBytes: 32 << 20}
-						h, err := newHeap(t.ctx, g, device.Host(), o, sawBackings(g.Rank(), nil, deny))
+						h, err := newHeap(t.ctx, g, device.Host(), o, sawBackings(g.Rank(), nil, deny), ucx.Open)
 						if at == "grow" {
 							require.NoError(t, err)
 							armed = true
@@ -615,7 +616,7 @@ func TestF1_GrowEndsWithItsContext(t *testing.T) {
 			}
 			return waited
 		}
-		made, err := newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), nil, deny))
+		made, err := newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), nil, deny), ucx.Open)
 		require.NoError(t, err)
 		h = made
 		ctx, cancel := context.WithTimeout(t.ctx, 200*time.Millisecond)
@@ -640,7 +641,7 @@ func TestHeapTakesTheAddressesThereAre(t *testing.T) {
 			}
 			return nil
 		}
-		h, err := newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), nil, deny))
+		h, err := newHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), nil, deny), ucx.Open)
 		require.NoError(t, err)
 		limits[g.Rank()] = h.limit
 		b, err := h.Alloc(10)

@@ -1,18 +1,26 @@
 package memory
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
+	"github.com/switchyard-moe/switchyard/internal/rails"
+	"github.com/switchyard-moe/switchyard/internal/rails/double"
+	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // onHosts runs f on every rank of a group on hosts of perHost ranks.
@@ -35,18 +43,20 @@ func onHosts(t *testing.T, n, perHost int, f func(g *comm.Group) error) {
 // Each host has its segments, at the same offsets on all hosts, also after growing and registering.
 func TestM1_OffsetsAreTheSameOnAllHosts(t *testing.T) {
 	for _, c := range []struct{ n, perHost int }{{2, 1}, {4, 2}, {6, 2}} {
-		onHosts(t, c.n, c.perHost, func(g *comm.Group) error { return useHosts(t.Context(), g) })
+		net := double.New(uint64(c.n), time.Millisecond)
+		onHosts(t, c.n, c.perHost, func(g *comm.Group) error { return useHosts(t.Context(), g, net.Open) })
 	}
 }
 
 // The same with a process for every rank, in network namespaces.
 func TestHeapOfProcessesOnHosts(t *testing.T) {
+	needUCX(t)
 	spaces := proctest.Namespaces(t, 2)
 	ps := make([]*proctest.Process, 4)
 	for r := range ps {
 		host, local := r/2, r%2
 		ps[r] = proctest.Rank(t, r, len(ps), spaces[0].IP+":29412", proctest.Spec{Part: "scenario", Args: []string{"hosts"}, Via: spaces[host].Via,
-			Env: []string{fmt.Sprint("LOCAL_RANK=", local), "LOCAL_WORLD_SIZE=2"}})
+			Env: []string{fmt.Sprint("LOCAL_RANK=", local), "LOCAL_WORLD_SIZE=2", "UCX_TLS=tcp,self"}})
 	}
 	for _, err := range proctest.Failures(ps) {
 		require.NoError(t, err)
@@ -55,13 +65,24 @@ func TestHeapOfProcessesOnHosts(t *testing.T) {
 
 func hostsScenario(t *rankT, g *comm.Group) {
 	require.Equal(t, 2, g.Topology().Hosts)
-	require.NoError(t, useHosts(t.ctx, g))
+	require.NoError(t, useHosts(t.ctx, g, ucx.Open))
 }
 
-// useHosts is what one rank does: it grows, allocates and registers, and compares where it did.
-func useHosts(ctx context.Context, g *comm.Group) error {
+// needUCX skips a test where there is no UCX.
+func needUCX(t *testing.T) {
+	t.Helper()
+	r, err := ucx.Open(rails.Config{Size: 1})
+	if errors.Is(err, ucx.ErrUnavailable) {
+		t.Skip("needs UCX: ", err)
+	}
+	require.NoError(t, err)
+	require.NoError(t, r.Close())
+}
+
+// useHosts is what one rank does: it grows, allocates and registers, compares where it did, and puts into the other hosts.
+func useHosts(ctx context.Context, g *comm.Group, open openRail) error {
 	top := g.Topology()
-	h, err := NewHeap(ctx, g, device.Host(), Options{SegmentBytes: 1 << 20, ReserveBytes: 64 << 20})
+	h, err := newHeap(ctx, g, device.Host(), Options{SegmentBytes: 1 << 20, ReserveBytes: 64 << 20}, newBacking, open)
 	if err != nil {
 		return err
 	}
@@ -123,13 +144,160 @@ func useHosts(ctx context.Context, g *comm.Group) error {
 			}
 		}
 	}
+	if err := g.Barrier(ctx); err != nil { // all have read what puts now replace
+		return err
+	}
+	if err := putAcross(ctx, h, b); err != nil {
+		return err
+	}
 	return errors.Join(after.Deregister(ctx), h.Verify(ctx), b.Free(), h.Close(ctx))
+}
+
+// putAcross has each rank put 1 MiB and 3 bytes behind it, in two puts, into a buffer of those of its local rank, who await and check them.
+func putAcross(ctx context.Context, h *Heap, b *Buffer) error {
+	const n, piece, words = 1 << 20, 1<<20 + 64, 4 << 20 // each host has a piece of the buffer, and a word behind them
+	top, me := h.group.Topology(), h.group.Rank()
+	src := bytes.Repeat([]byte{byte(me + 1)}, n)
+	mine := b.Offset() + int64(top.Host)*piece
+	for host := range top.Hosts {
+		if peer := top.RankOf(host, top.Local); peer != me {
+			signal := b.Offset() + words + int64(top.Host)*8
+			if err := errors.Join(h.Rail().Put(peer, mine, src, signal), h.Rail().Put(peer, mine+n, []byte("put"), signal)); err != nil {
+				return err
+			}
+		}
+	}
+	if err := h.Rail().Flush(ctx); err != nil {
+		return err
+	}
+	for host := range top.Hosts {
+		peer := top.RankOf(host, top.Local)
+		if peer == me {
+			continue
+		}
+		word := shm.Word(b.Bytes(), words+int64(host)*8)
+		for end := time.Now().Add(20 * time.Second); word.Load() < 2; time.Sleep(50 * time.Microsecond) {
+			if time.Now().After(end) {
+				return fmt.Errorf("rank %d: %d puts of rank %d have landed, want 2", me, word.Load(), peer)
+			}
+		}
+		want := append(bytes.Repeat([]byte{byte(peer + 1)}, n), "put"...)
+		if !bytes.Equal(b.Bytes()[host*piece:][:len(want)], want) {
+			return fmt.Errorf("rank %d has other bytes than rank %d has put", me, peer)
+		}
+	}
+	return nil
+}
+
+// watchedRail notes what is done with a rail.
+type watchedRail struct {
+	rails.Rail
+	note func(op string)
+}
+
+func (r *watchedRail) Close() error {
+	r.note("rail close")
+	return r.Rail.Close()
+}
+
+// A rail ends before its segment does, in which puts land until then; after a failure too, and then it takes no more puts.
+func TestM4_TheRailEndsBeforeTheMemory(t *testing.T) {
+	for _, fails := range []bool{false, true} {
+		net := double.New(1, time.Millisecond)
+		onHosts(t, 4, 2, func(g *comm.Group) error {
+			var mu sync.Mutex
+			var ops []string
+			note := func(op string) {
+				mu.Lock()
+				defer mu.Unlock()
+				ops = append(ops, op)
+			}
+			open := func(c rails.Config) (rails.Rail, error) {
+				r, err := net.Open(c)
+				return &watchedRail{r, note}, err
+			}
+			saw := func(_ int, op string, _, _ int64) { note(op) }
+			h, err := newHeap(t.Context(), g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), saw, nil), open)
+			if err != nil {
+				return err
+			}
+			if fails {
+				g.Abort(errors.New("a test"))
+				<-g.Done()
+				top := g.Topology()
+				peer := top.RankOf(1-top.Host, top.Local)
+				for end := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) { // hooks run after Done
+					err := h.Rail().Put(peer, kernels.HeaderBytes, nil, kernels.HeaderBytes)
+					if errors.Is(err, comm.ErrAborted) {
+						break
+					}
+					if time.Now().After(end) {
+						return fmt.Errorf("a put after a failure: %w", err)
+					}
+				}
+			}
+			if err := h.Close(t.Context()); err != nil {
+				return err
+			}
+			if last := fmt.Sprint(ops[len(ops)-2:]); last != "[rail close close]" {
+				return fmt.Errorf("the end of %v", ops)
+			}
+			return nil
+		})
+	}
+}
+
+// A rank that cannot open its rail, or finds that another's does not fit, is every rank's error, and no rail is left.
+func TestF3_RailsThatDoNotFit(t *testing.T) {
+	noUCX := fmt.Errorf("ucx: %w: libucp.so.0: cannot open shared object file", ucx.ErrUnavailable)
+	for _, c := range []struct {
+		refuse func(r rails.Rail) (rails.Rail, error)
+		want   error
+		words  []string
+	}{
+		{refuse: func(rails.Rail) (rails.Rail, error) { return nil, noUCX }, want: ErrUnsupported, words: []string{"2 hosts", "libucp.so.0: cannot open", "libucx0"}},
+		{refuse: func(r rails.Rail) (rails.Rail, error) { return &otherVersion{r}, nil }, want: comm.ErrMismatch, words: []string{"rank 3 has 1.22, rank 1 has 1.13"}},
+	} {
+		net := double.New(1, time.Millisecond)
+		var open atomic.Int64
+		onHosts(t, 4, 2, func(g *comm.Group) error {
+			_, err := newHeap(t.Context(), g, device.Host(), Options{SegmentBytes: 1 << 20}, newBacking, func(cfg rails.Config) (rails.Rail, error) {
+				r, err := net.Open(cfg)
+				if err == nil && g.Rank() == 3 {
+					r, err = c.refuse(r)
+				}
+				if err != nil {
+					return nil, err
+				}
+				open.Add(1)
+				return &watchedRail{r, func(string) { open.Add(-1) }}, nil
+			})
+			if !errors.Is(err, c.want) {
+				return fmt.Errorf("rank %d: %w", g.Rank(), err)
+			}
+			for _, w := range c.words {
+				if !strings.Contains(err.Error(), w) {
+					return fmt.Errorf("rank %d: no %q in %w", g.Rank(), w, err)
+				}
+			}
+			return nil
+		})
+		require.Zero(t, open.Load())
+	}
+}
+
+// otherVersion connects to nobody.
+type otherVersion struct{ rails.Rail }
+
+func (*otherVersion) Connect(int, []byte) error {
+	return fmt.Errorf("%w: rank 3 has 1.22, rank 1 has 1.13", comm.ErrMismatch)
 }
 
 // A rank that allocates something else than those of another host is named on all.
 func TestM3_HostsThatDivergeAreNamed(t *testing.T) {
+	net := double.New(1, 0)
 	onHosts(t, 4, 2, func(g *comm.Group) error {
-		h, err := NewHeap(t.Context(), g, device.Host(), Options{SegmentBytes: 1 << 20})
+		h, err := newHeap(t.Context(), g, device.Host(), Options{SegmentBytes: 1 << 20}, newBacking, net.Open)
 		if err != nil {
 			return err
 		}

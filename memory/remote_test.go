@@ -14,6 +14,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -405,7 +406,7 @@ func TestAGPUWithoutFileDescriptorsMakesAHeapOfLegacyIPC(t *testing.T) {
 			}
 			return b, err
 		}
-		h, err := newHeap(t.ctx, g, d, Options{SegmentBytes: 2 << 20}, lacking)
+		h, err := newHeap(t.ctx, g, d, Options{SegmentBytes: 2 << 20}, lacking, ucx.Open)
 		require.NoError(t, err)
 		require.Len(t, h.Space().Segments, 3)
 		err = h.Grow(t.ctx, 1)

@@ -54,7 +54,8 @@ func Namespaces(t testing.TB, n int) []*Namespace {
 
 func newNamespace(t testing.TB) *Namespace {
 	t.Helper()
-	cmd := exec.Command("unshare", "--net", "cat")
+	// Interfaces are looked up in /sys too, which shows those of the namespace it was mounted in.
+	cmd := exec.Command("unshare", "--net", "--mount", "sh", "-c", "mount -t sysfs sysfs /sys && exec cat")
 	in, err := cmd.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -75,9 +76,9 @@ func newNamespace(t testing.TB) *Namespace {
 		t.Fatal(err)
 	}
 	if _, err := io.ReadFull(out, make([]byte, 1)); err != nil {
-		t.Skip("needs the right to make network namespaces (unshare --net)")
+		t.Skip("needs the right to make network namespaces (unshare --net --mount)")
 	}
-	s := &Namespace{t: t, pid: cmd.Process.Pid, Via: []string{"nsenter", "--net", "--target", strconv.Itoa(cmd.Process.Pid), "--"}}
+	s := &Namespace{t: t, pid: cmd.Process.Pid, Via: []string{"nsenter", "--net", "--mount", "--target", strconv.Itoa(cmd.Process.Pid), "--"}}
 	s.run("ip", "link", "set", "lo", "up")
 	return s
 }

@@ -40,7 +40,7 @@ type Rail interface {
 	Progress() bool
 	// Refused counts the messages that have changed nothing: without the key, or with places that are not open.
 	Refused() int64
-	// Interrupt makes Put and Flush fail from now on, at once.
+	// Interrupt makes Put and Flush fail from now on, at once. When it returns nothing lands in the segment any more.
 	Interrupt()
 	// Close ends the rail. After it nothing lands any more, and the segment may be given back. It is idempotent.
 	Close() error

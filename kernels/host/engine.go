@@ -75,6 +75,12 @@ func (e *Engine) Interrupt() {
 	e.ring(e.space.Rank)
 }
 
+// Ring wakes this rank if it sleeps. It comes after bytes that another goroutine of this process has written in its segment.
+func (e *Engine) Ring() {
+	e.order(e.space.Rank)
+	e.ring(e.space.Rank)
+}
+
 // word is a 64-bit word of rank p's segment.
 func (e *Engine) word(p int, off int64) *atomic.Uint64 {
 	return shm.Word(e.space.Mem, int64(p)*e.space.Stride+off)

@@ -56,6 +56,29 @@ func TestWaitsSayForWhom(t *testing.T) {
 	require.ErrorContains(t, err, "alltoallv: rank 1, epoch 2: timed out after 30ms (7 bytes from it and 5 to it): rank 1 has made 1 call; this is call 2, alltoallv")
 }
 
+// A rank that sleeps wakes at once when bytes come from elsewhere, in one process and over several.
+func TestRingEndsASleep(t *testing.T) {
+	for _, inProcess := range []bool{true, false} {
+		w := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 0)
+		e := w.engines[0]
+		if !inProcess {
+			e.bells = nil
+		}
+		var s sleeper
+		bell := e.enter(&s)
+		slept := make(chan time.Duration, 1)
+		go func() {
+			start := time.Now()
+			e.sleep(&s, bell, 20*time.Second)
+			slept <- time.Since(start)
+		}()
+		time.Sleep(20 * time.Millisecond)
+		e.Ring()
+		require.Less(t, <-slept, 10*time.Second, "bells: %v", inProcess)
+		e.leave(&s)
+	}
+}
+
 // A rank that waits itself is not blamed by those that wait for it in a later call: rank 1 has reached only rank 0 with its last messages.
 func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
 	for _, c := range []struct {

@@ -60,17 +60,17 @@ type end struct {
 	cfg  rails.Config
 	name int
 
-	refused     atomic.Int64
-	interrupted atomic.Bool
+	refused atomic.Int64
 
-	mu      sync.Mutex // after net.mu
-	closed  bool
-	windows [][2]int64
-	peers   map[int]*end
-	sent    map[stream]uint64
-	got     map[stream][]uint64 // numbers that have landed, the first of which is in the word
-	under   int                 // puts that have not left
-	left    chan struct{}
+	mu          sync.Mutex // after net.mu
+	closed      bool
+	interrupted bool
+	windows     [][2]int64
+	peers       map[int]*end
+	sent        map[stream]uint64
+	got         map[stream][]uint64 // numbers that have landed, the first of which is in the word
+	under       int                 // puts that have not left
+	left        chan struct{}
 }
 
 // Open makes an end.
@@ -115,7 +115,7 @@ func (e *end) usable() error {
 	switch {
 	case e.closed:
 		return fmt.Errorf("double: %w", comm.ErrClosed)
-	case e.interrupted.Load():
+	case e.interrupted:
 		return fmt.Errorf("double: %w", comm.ErrAborted)
 	}
 	return nil
@@ -164,7 +164,7 @@ func (e *end) Put(peer int, place int64, src []byte, signal int64) error {
 func (e *end) land(p *put) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.closed {
+	if e.closed || e.interrupted {
 		return false
 	}
 	n := int64(len(p.data))
@@ -208,7 +208,12 @@ func (e *end) Flush(ctx context.Context) error {
 
 func (e *end) Progress() bool { return false }
 func (e *end) Refused() int64 { return e.refused.Load() }
-func (e *end) Interrupt()     { e.interrupted.Store(true) }
+
+func (e *end) Interrupt() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.interrupted = true
+}
 
 func (e *end) Close() error {
 	e.mu.Lock()

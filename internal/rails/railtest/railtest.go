@@ -185,10 +185,28 @@ func bounds(t *testing.T, ends []*End, open func(rails.Config) (rails.Rail, erro
 	require.ErrorIs(t, ends[0].Open(segment-8, 16), comm.ErrInvalid)
 }
 
+// After Interrupt nothing is sent, and nothing lands of what peers go on sending, so the segment may be used for other things.
 func interrupt(t *testing.T, ends []*End) {
+	src := bytes.Repeat([]byte{0xef}, 512<<10)
+	send := func() {
+		for _, n := range []int{0, 64, len(src)} {
+			require.NoError(t, ends[1].Put(0, signals, src[:n], 64))
+		}
+	}
+	for range 10 {
+		send()
+	}
+	Await(t, ends[0], 64, 1)
 	ends[0].Interrupt()
 	require.ErrorIs(t, ends[0].Put(1, signals, nil, 0), comm.ErrAborted)
 	require.ErrorIs(t, ends[0].Flush(t.Context()), comm.ErrAborted)
+	clear(ends[0].Segment)
+	for range 10 {
+		send()
+		ends[0].Progress()
+		time.Sleep(5 * time.Millisecond)
+	}
+	require.True(t, bytes.Equal(ends[0].Segment, make([]byte, segment)))
 }
 
 // After Close nothing lands, whatever is still sent.

@@ -212,7 +212,7 @@ func (r *Rail) Progress() bool {
 
 // progress does what there is to do. The caller holds mu, and rings after it if something has landed.
 func (r *Rail) progress() (busy, landed bool) {
-	if r.closed {
+	if r.closed || r.interrupted.Load() {
 		return false, false
 	}
 	busy = C.swu_progress(r.r) > 0
@@ -222,20 +222,20 @@ func (r *Rail) progress() (busy, landed bool) {
 	return busy, landed
 }
 
-// attend sleeps until UCX has something to do, does it and rings, until Close.
+// attend sleeps until UCX has something to do, does it and rings, until Interrupt or Close.
 func (r *Rail) attend(efd int32) {
 	defer close(r.ended)
 	for {
 		r.mu.Lock()
 		busy, landed := r.progress()
-		closed := r.closed
-		sleep := !closed && !busy && !landed && C.swu_arm(r.r) == 0
+		over := r.closed || r.interrupted.Load()
+		sleep := !over && !busy && !landed && C.swu_arm(r.r) == 0
 		r.mu.Unlock()
 		if landed {
 			r.cfg.Ring()
 		}
 		switch {
-		case closed:
+		case over:
 			return
 		case sleep:
 			_, _ = unix.Poll([]unix.PollFd{{Fd: efd, Events: unix.POLLIN}}, -1) // whatever ends it, there is a look
@@ -253,8 +253,14 @@ func (r *Rail) Refused() int64 {
 	return int64(r.counts().refused)
 }
 
-// Interrupt only says so: what is under way ends by itself, or with Close.
-func (r *Rail) Interrupt() { r.interrupted.Store(true) }
+// Interrupt ends the goroutine. Bytes land in calls of UCX only, of which there are none until Close.
+func (r *Rail) Interrupt() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.closed && !r.interrupted.Swap(true) {
+		C.swu_wake(r.r)
+	}
+}
 
 // Close ends the goroutine, then the connections by force, and the worker.
 func (r *Rail) Close() error {
