@@ -144,6 +144,9 @@ type CombineOptions struct {
 	// Weights belong to the rows, in float32: [rows] in an expert-major layout, [rows, TopK] in a token-major one. GivenWeights and
 	// SumWeights use them.
 	Weights memory.View
+	// TokenWeights are the factors of the rows with the weighting of that name: [T, TopK] of float32, like Tokens.Weights, of this rank's
+	// tokens. In expert-major layouts only.
+	TokenWeights memory.View
 	// SumWeights gets the Weights of each token's choices, [T, TopK] of float32, 0 for masked ones. If Weights is the gradient of
 	// Handle.Weights, that is the gradient of Tokens.Weights. Some ranks may leave it empty.
 	SumWeights memory.View
@@ -194,8 +197,11 @@ func (d *Dispatcher) weighting(o CombineOptions) (Weighting, error) {
 	if !o.Weighting.Valid() {
 		return 0, invalid("CombineOptions.Weighting is %d", o.Weighting)
 	}
-	if d.bounds.Layout.ByToken() {
+	if d.bounds.Layout.ByToken() && o.Weighting != TokenWeights {
 		return Unweighted, nil
+	}
+	if d.bounds.Layout.ByToken() {
+		return 0, invalid("CombineOptions.Weighting is %v in the %v layout, where rows are not weighted", o.Weighting, d.bounds.Layout)
 	}
 	return o.Weighting, nil
 }
@@ -229,6 +235,13 @@ func (d *Dispatcher) combine(
 	if err := d.check(names[2], o.Weights, -1, kernels.Float32); err != nil {
 		return err
 	}
+	if w == TokenWeights {
+		if err := d.check("token weights", o.TokenWeights, 4*int64(h.tokens)*int64(d.options.TopK), kernels.Float32); err != nil {
+			return err
+		}
+	} else if o.TokenWeights.Len() > 0 {
+		return invalid("there are token weights, but CombineOptions.Weighting is %v", w)
+	}
 	if w != GivenWeights && o.Weights.Len() > 0 && kind == kernels.OpCombine && o.SumWeights.Len() == 0 && h.tokens > 0 {
 		return invalid("there are weights, but CombineOptions.Weighting is %v and there are no SumWeights", w)
 	}
@@ -255,7 +268,8 @@ func (d *Dispatcher) combine(
 	l := d.op(kind, h)
 	l.combine = kernels.Combine{
 		DispatchCall: d.launchOf(kind, h), Release: o.Release, Weighting: w, Y: d.own(y), Rows: d.shown(rows), RowWeights: d.shown(o.Weights),
-		SumWeights: d.own(o.SumWeights), Bias: [2]kernels.Buffer{d.own(o.Bias[0]), d.own(o.Bias[1])}, Ready: d.own(o.Ready),
+		TokenWeights: d.own(o.TokenWeights),
+		SumWeights:   d.own(o.SumWeights), Bias: [2]kernels.Buffer{d.own(o.Bias[0]), d.own(o.Bias[1])}, Ready: d.own(o.Ready),
 	}
 	if err := d.launch(s, l, phase); err != nil || !o.Release {
 		return err
@@ -283,6 +297,8 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 		return err
 	}
 	switch {
+	case w == TokenWeights:
+		return invalid("combine backward by %v: dispatch the weights, or give those of rows", w)
 	case o.SumWeights.Len() > 0 || o.Bias[0].Len() > 0 || o.Bias[1].Len() > 0 || o.Ready.Len() > 0:
 		return invalid("combine backward takes no options but Weighting and Weights")
 	case w == Unweighted && dWeights.Len() > 0:

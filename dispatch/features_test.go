@@ -538,3 +538,27 @@ func TestScalesOfTokensHaveTheElementsOfTheirFormat(t *testing.T) {
 		})
 	}
 }
+
+func TestF3_TokenWeightsThatAreRefused(t *testing.T) {
+	local(t, 1, func(r *rank) {
+		for _, layout := range []dispatch.Layout{dispatch.Flat, dispatch.TokenMajor} {
+			d := r.dispatcher(dispatch.Options{Experts: 2, TopK: 2, Hidden: 4, MaxTokens: 3, Layout: layout})
+			h, err := d.Dispatch(nil, r.tokens(numbers(make([]float32, 8)), []int32{0, 1, 1, 0}, nil))
+			require.NoError(r, err)
+			y, weights := numbers(make([]float32, 8)), numbers(make([]float32, 4))
+			o := dispatch.CombineOptions{Weighting: dispatch.TokenWeights, TokenWeights: weights}
+			back := func(o dispatch.CombineOptions) error { return d.Combine(nil, y, h.Rows(), h, o) }
+			if layout == dispatch.TokenMajor {
+				require.ErrorContains(r, back(o), "weights of tokens in the token-major layout, where rows are not weighted")
+			} else {
+				require.NoError(r, back(o))
+				require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), memory.View{}, y, h.Rows(), h, o), "combine backward by weights of tokens")
+				require.ErrorContains(r, back(dispatch.CombineOptions{TokenWeights: weights}), "there are token weights, but CombineOptions.Weighting is dispatched weights")
+				o.TokenWeights = weights.Slice(0, 12)
+				require.ErrorContains(r, back(o), "token weights has 12 bytes, want 16")
+			}
+			h.Release()
+			require.NoError(r, d.Close(r.Ctx))
+		}
+	})
+}

@@ -83,6 +83,8 @@ const (
 	GivenWeights = kernels.GivenWeights
 	// Unweighted sums rows as they are.
 	Unweighted = kernels.Unweighted
+	// TokenWeights are CombineOptions.TokenWeights.
+	TokenWeights = kernels.TokenWeights
 )
 
 // Options of a Dispatcher. Experts, TopK and Hidden must be set. All ranks pass the same; New compares them, and its error names

@@ -272,7 +272,7 @@ func (b *batch) weighting(c combineWith) func(routed) float32 {
 	switch c.weighting {
 	case dispatch.Unweighted:
 		return one
-	case dispatch.GivenWeights:
+	case dispatch.GivenWeights, dispatch.TokenWeights:
 		return b.givenWeight
 	}
 	return b.weight
@@ -284,6 +284,9 @@ func (s *side) combine(st device.Stream, rows memory.View, c combineWith) {
 	o := dispatch.CombineOptions{Weighting: c.weighting}
 	if c.weighting == dispatch.GivenWeights || c.sums {
 		o.Weights = s.floats(s.perRow(b.givenWeight))
+	}
+	if c.weighting == dispatch.TokenWeights {
+		o.TokenWeights = s.floats(b.given[me])
 	}
 	if c.sums {
 		o.SumWeights = s.floats(nans(len(b.idx[me])))

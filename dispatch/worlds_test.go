@@ -247,6 +247,11 @@ func randomWorld(r *rank, o dispatch.Options, rng, own *rand.Rand, stream device
 			rows := s.ownMade()
 			view := place(s, 0, rows)
 			s.combine(st, view, c)
+			if !s.b.byToken() && rng.IntN(2) == 0 {
+				late := c
+				late.weighting = dispatch.TokenWeights
+				s.combine(st, view, late)
+			}
 			dRows := place(s, 1, rows)
 			if own.IntN(4) == 0 {
 				dRows = view

@@ -239,7 +239,8 @@ const (
 // DispatchOp is the kind of a call on a dispatcher.
 type DispatchOp uint8
 
-// The calls. OpRefused is a rank that cannot take part in what it was called for, and OpResults a copy that other ranks hear nothing of.
+// The calls. OpRefused is a rank that cannot take part in what it was called for, OpResults a copy that other ranks hear nothing of, and
+// OpTokenWeights the part of a combine by which an engine sends weights.
 const (
 	OpRefused DispatchOp = iota
 	OpDispatch
@@ -248,11 +249,12 @@ const (
 	OpCombineBackward
 	OpDispatchBackward
 	OpResults
+	OpTokenWeights
 )
 
 // String is the call's name in reports.
 func (o DispatchOp) String() string {
-	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward", "results"}[o]
+	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward", "results", "token weights"}[o]
 }
 
 // DispatchRouting is a copy of what a handle has of the routing of its dispatch, in memory of the device that only this rank reads:
@@ -300,6 +302,7 @@ const (
 	DispatchedWeights Weighting = iota // those of the dispatch, 1 where it had none
 	GivenWeights                       // RowWeights
 	Unweighted
+	TokenWeights // Combine.TokenWeights, of the rank that the token is from
 	weightings
 )
 
@@ -311,7 +314,7 @@ func (w Weighting) String() string {
 	if !w.Valid() {
 		return fmt.Sprintf("Weighting(%d)", uint8(w))
 	}
-	return [...]string{"dispatched weights", "given weights", "no weights"}[w]
+	return [...]string{"dispatched weights", "given weights", "no weights", "weights of tokens"}[w]
 }
 
 // Combine is one launch of the kernel that brings rows back to their tokens, for OpCombine and OpDispatchBackward.
@@ -335,6 +338,8 @@ type Combine struct {
 	Rows      Buffer // laid out like DispatchHandle.Rows, of SumType; it may end with the last row of the dispatch
 	// RowWeights, of the rows in Rows, are float32 [rows, WeightsPerRow]. They weigh rows with GivenWeights, and go to SumWeights.
 	RowWeights Buffer
+	// TokenWeights is [tokens, TopK] of float32 with the weighting of that name, in expert-major layouts.
+	TokenWeights Buffer
 	// SumWeights, when set, is float32 [tokens, TopK] and gets for each choice the entry of RowWeights of its row, 0
 	// for masked ones.
 	SumWeights Buffer

@@ -11,7 +11,7 @@ import (
 // dispatchKernels are the kernels of MoE dispatch. Those by number type are indexed by it.
 type dispatchKernels struct {
 	rows, receive, begin, take, weights cuda.Function
-	results                             cuda.Function
+	results, tokenWeights               cuda.Function
 	rowsFloat8, spread                  [3]cuda.Function
 	few                                 [2]fewKernels // for rows by token and by expert
 	sums, sumsFloat8                    [3]sumKernels // float8: in which partial sums cross as that
@@ -117,6 +117,9 @@ func (k *dispatchKernels) load(e *Engine) error {
 	if err := e.loadModule("results", entry{"copy_results", &k.results}); err != nil {
 		return err
 	}
+	if err := e.loadModule("token_weights", entry{"token_weights", &k.tokenWeights}); err != nil {
+		return err
+	}
 	k.shared = e.maxShared - dispatchFixedShared
 	large := append([]cuda.Function{k.rows, k.take}, k.rowsFloat8[:]...)
 	for i := range k.few {
@@ -166,7 +169,7 @@ func numberKind(d kernels.DType) int {
 
 // weighs is what rows are multiplied by, as a launch's mode says it.
 func weighs(w kernels.Weighting) uint32 {
-	return [...]uint32{kernels.Unweighted: 0, kernels.DispatchedWeights: dispatchWeigh, kernels.GivenWeights: dispatchGiven}[w]
+	return [...]uint32{kernels.Unweighted: 0, kernels.DispatchedWeights: dispatchWeigh, kernels.GivenWeights: dispatchGiven, kernels.TokenWeights: dispatchWeigh}[w]
 }
 
 // aligned refuses memory that vectors of 16 bytes cannot be moved to and from.

@@ -30,6 +30,7 @@ const (
 	dispatchNarrowPart     = 2048              // the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes
 	dispatchStretch        = 512               // elements of a float8 partial sum behind one group of scales
 	dispatchWindow         = 64                // rows of one rank that are told together when they are made
+	tokenWeightsThreads    = 256               // of a block of token_weights
 )
 
 // The bits of a launch's mode.

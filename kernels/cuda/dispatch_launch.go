@@ -358,6 +358,12 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
 		a.sum.fromWeights = l.place(l.weightsAt())
 	}
+	if c.Weighting == kernels.TokenWeights {
+		a.state.weights = place(l.place(x.tokenWeightsAt()))
+		if c.Phase&kernels.Send != 0 {
+			l.tokenWeights(a, c)
+		}
+	}
 	if x.few() {
 		a.sum.fromRows, a.out.most = 0, c.Rows.Bytes/int64(a.rowBytes)
 		l.launch(l.sums().few[l.order()], &a, l.fewBlocks(), dispatchFewSumThreads, 0)
@@ -388,6 +394,13 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	}
 	l.sum(a)
 	return nil
+}
+
+// tokenWeights appends the kernel that sends the weights of this rank's tokens, which is a call of its own.
+func (l *dispatchCall) tokenWeights(a dispatchArgs, c *kernels.Combine) {
+	a.op, a.mode, a.send.weights = uint32(kernels.OpTokenWeights), dispatchSend|dispatchReceive, addressOf(&c.TokenWeights)
+	choices := l.c.Tokens * l.m.TopK
+	l.launch(l.k.tokenWeights, &a, max(1, min(l.blocks(dispatchBlocks), (choices+tokenWeightsThreads-1)/tokenWeightsThreads)), tokenWeightsThreads, 0)
 }
 
 // sum appends the kernel that reads and sums the rows of a rank's tokens.

@@ -87,10 +87,19 @@ func (x *dispatches) weightsAt() int64 {
 	return kernels.AlignUp(x.sumsAt()+x.staged()*max(x.m.SumBytes(), x.partialBytes()), kernels.LineBytes)
 }
 
+// tokenWeightsAt is where peers write the weights of their tokens, for a combine by them.
+func (x *dispatches) tokenWeightsAt() int64 {
+	return kernels.AlignUp(x.weightsAt()+4*x.staged()*int64(x.m.TopK), kernels.LineBytes)
+}
+
 func (x *dispatches) layout() kernels.Layout {
+	staging := x.tokenWeightsAt()
+	if !x.m.Layout.ByToken() {
+		staging += 4 * x.staged() * int64(x.m.TopK)
+	}
 	return kernels.Layout{
 		Bytes: controlAlign, Zero: controlAlign,
-		State: x.block(0).end, Staging: x.weightsAt() + 4*x.staged()*int64(x.m.TopK),
+		State: x.block(0).end, Staging: staging,
 		Routing: int64(x.block(0).arrived), RoutingBytes: int64(x.block(0).wiped - x.block(0).arrived),
 	}
 }

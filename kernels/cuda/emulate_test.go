@@ -368,6 +368,15 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"a rank goes on before its peers have begun a combine of few tokens": {
 			"if (p != a.world.rank && !await_begin(a, p, epoch, word, place))", "if (false && !await_begin(a, p, epoch, word, place))",
 		},
+		"weights of tokens are written before a peer has begun the call": {
+			"__syncthreads_or(talks && !await_begin(a, peer, epoch, word, place))", "__syncthreads_or(talks && false)", "b < blocks_of(word)", "b < 1",
+		},
+		"a combine begins before its weights of tokens are there": {
+			"b < blocks_of(word)", "b < 0",
+		},
+		"weights of tokens are told of before all threads have written theirs": {
+			"	__threadfence_system();\n	__syncthreads();\n	if (talks)", "	if (talks)",
+		},
 	})
 	findsBugs(t, "results", map[string][]string{
 		"rows that did not come are copied": {

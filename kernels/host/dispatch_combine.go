@@ -199,8 +199,8 @@ func (g *gatherer[T]) token(a *kernels.Combine, t int) {
 	rows := r.rows[r.first[t]:r.first[t+1]]
 	float8 := m.m.Float8Partials
 	g.biases(a, t)
-	if _, exact := any(g.out).([]float32); float8 || !exact || !g.direct(a, rows) {
-		g.sumRanks(a, rows)
+	if _, exact := any(g.out).([]float32); float8 || !exact || !g.direct(a, t, rows) {
+		g.sumRanks(a, t, rows)
 	}
 	if a.SumWeights.Bytes > 0 {
 		g.sumWeights(a, t, rows)
@@ -231,7 +231,15 @@ func (g *gatherer[T]) biases(a *kernels.Combine, t int) {
 	}
 }
 
-// weight is what a row is multiplied by.
+// weightOf is what a row of token t is multiplied by in a combine.
+func (g *gatherer[T]) weightOf(a *kernels.Combine, t int, row *routedRow) float32 {
+	if a.Weighting == kernels.TokenWeights {
+		return shm.View[float32](a.TokenWeights.Mem)[t*g.m.m.TopK+int(row.choice)]
+	}
+	return g.weight(a.Weighting, row)
+}
+
+// weight is what a row is multiplied by, if its rank knows.
 func (g *gatherer[T]) weight(w kernels.Weighting, row *routedRow) float32 {
 	switch w {
 	case kernels.DispatchedWeights:
@@ -244,7 +252,7 @@ func (g *gatherer[T]) weight(w kernels.Weighting, row *routedRow) float32 {
 
 // direct lists a token's rows of float32 to be summed at once, behind the biases, and reports whether that has the same bits as the sum
 // of the ranks' partial sums: no rank has several of them, but for the first where there are no biases.
-func (g *gatherer[T]) direct(a *kernels.Combine, rows []routedRow) bool {
+func (g *gatherer[T]) direct(a *kernels.Combine, t int, rows []routedRow) bool {
 	biases := len(g.rows)
 	byToken, notices := g.m.m.Layout.ByToken(), g.m.r.notices
 	for i := range rows {
@@ -259,13 +267,13 @@ func (g *gatherer[T]) direct(a *kernels.Combine, rows []routedRow) bool {
 			}
 		}
 		g.rows = append(g.rows, shm.View[T](g.bytes(row.rank, notices[row.rank].read, row.row)))
-		g.weights = append(g.weights, g.weight(a.Weighting, row))
+		g.weights = append(g.weights, g.weightOf(a, t, row))
 	}
 	return true
 }
 
 // sumRanks makes the partial sums of a token, and lists them as rows of weight 1 behind the biases.
-func (g *gatherer[T]) sumRanks(a *kernels.Combine, rows []routedRow) {
+func (g *gatherer[T]) sumRanks(a *kernels.Combine, t int, rows []routedRow) {
 	m := g.m
 	byToken, notices := m.m.Layout.ByToken(), m.r.notices
 	for i := 0; i < len(rows); {
@@ -277,7 +285,7 @@ func (g *gatherer[T]) sumRanks(a *kernels.Combine, rows []routedRow) {
 		for j := i; j < end; j++ {
 			row := &rows[j]
 			g.some = append(g.some, shm.View[T](g.bytes(row.rank, notices[row.rank].read, row.row)))
-			g.someWeights = append(g.someWeights, g.weight(a.Weighting, row))
+			g.someWeights = append(g.someWeights, g.weightOf(a, t, row))
 			if byToken {
 				break
 			}

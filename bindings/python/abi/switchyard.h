@@ -60,7 +60,7 @@ struct switchyard_dispatch_call {
 
 // core.CombineCall.
 struct switchyard_combine_call {
-	struct switchyard_buffer Y, Rows, Weights, SumWeights, Bias[2], Ready;
+	struct switchyard_buffer Y, Rows, Weights, SumWeights, Bias[2], Ready, TokenWeights;
 	uint64_t Handle;
 	uint64_t Routing;
 	int64_t Backward, Weighting, Half, Release;

@@ -131,7 +131,7 @@ type DispatchCall struct {
 type CombineCall struct {
 	Y, Rows, Weights, SumWeights Buffer
 	Bias                         [2]Buffer
-	Ready                        Buffer
+	Ready, TokenWeights          Buffer
 	Handle                       uint64
 	// Routing names the routing that the call goes by in place of a handle. Not for halves.
 	Routing uint64
@@ -214,7 +214,7 @@ func (d *Dispatcher) own(b Buffer) (memory.View, bool) {
 }
 
 // views are several of them.
-func (d *Dispatcher) views(of ...*Buffer) (v [7]memory.View, err error) {
+func (d *Dispatcher) views(of ...*Buffer) (v [8]memory.View, err error) {
 	for i, b := range of {
 		if v[i], err = d.view(*b); err != nil {
 			return v, err
@@ -386,7 +386,7 @@ func (d *Dispatcher) Receive(stream uintptr, h *Handle, combine bool) (Ticket, e
 
 // Combine makes a combine, or the gradient of a dispatch, by a handle or by a routing.
 func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle, r *Routing) (Ticket, error) {
-	v, err := d.views(&c.Y, &c.Rows, &c.Weights, &c.SumWeights, &c.Bias[0], &c.Bias[1], &c.Ready)
+	v, err := d.views(&c.Y, &c.Rows, &c.Weights, &c.SumWeights, &c.Bias[0], &c.Bias[1], &c.Ready, &c.TokenWeights)
 	if err != nil {
 		return 0, err
 	}
@@ -403,7 +403,8 @@ func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle, r *Routi
 		return 0, err
 	}
 	o := dispatch.CombineOptions{
-		Weighting: dispatch.Weighting(c.Weighting), Weights: v[2], SumWeights: v[3], Bias: [2]memory.View{v[4], v[5]}, Ready: v[6], Release: c.Release != 0,
+		Weighting: dispatch.Weighting(c.Weighting), Weights: v[2], SumWeights: v[3], Bias: [2]memory.View{v[4], v[5]}, Ready: v[6], TokenWeights: v[7],
+		Release: c.Release != 0,
 	}
 	backward, first := c.Backward != 0, c.Half == First
 	return d.run(stream, func(s device.Stream) (uint64, error) {

@@ -272,7 +272,7 @@ def kept(rank: int, size: int, device: str, layout: str) -> None:
 def taken(rank: int, size: int, device: str, layout: str) -> None:
     """The caller owns all that a dispatch left, in exact size or in another, and the way back is a routing."""
     by_row = {"sources": True, "row_weights": layout not in ("token_major", "rank_padded")}
-    d = dispatcher(size, device, layout, handles=1, host_counts=True, **by_row)
+    d = dispatcher(size, device, layout, handles=2, host_counts=True, **by_row)
     mine = local(d, matrices(size, device))
     names = ("rows", "scales", "indices", "row_weights", "sources")
     for seed, more in enumerate((None, 0, -2, 3)):
@@ -296,7 +296,8 @@ def taken(rank: int, size: int, device: str, layout: str) -> None:
         with pytest.raises(sw.errors.Freed):
             got.keep()
         del got
-        d.dispatch(*routing(rank, size, device, seed + 10)).release()  # which takes the one output
+        for _ in range(2):  # which take both outputs
+            d.dispatch(*routing(rank, size, device, seed + 10)).release()
         n = host.rows if length is None else length
         assert left.scales is None
         assert (left.indices is None) == (layout not in ("token_major", "rank_padded"))
@@ -310,6 +311,22 @@ def taken(rank: int, size: int, device: str, layout: str) -> None:
         known = (left.counts, left.offsets, left.rank_counts)
         assert [x.tolist() for x in known] == lists
         assert all(x.dtype is torch.int32 and x.device.type in device for x in known)
+        if layout not in ("token_major", "rank_padded"):
+            late = torch.rand_like(batch[2])
+            weighed = d.dispatch(batch[0], batch[1], late)
+            for way in (left.routing, weighed):
+                assert torch.equal(d.combine(made, way, token_weights=late), d.combine(made, weighed))
+            assert torch.equal(d.combine(made, weighed, token_weights=late, async_op=True).wait(), d.combine(made, weighed))
+            with pytest.raises(sw.errors.InvalidArgument, match="token_weights are"):
+                d.combine(made, weighed, token_weights=late[:, :1])
+            with pytest.raises(sw.errors.InvalidArgument, match="token_weights and weights"):
+                d.combine(made, weighed, token_weights=late, weighted=False)
+            with pytest.raises(sw.errors.Unsupported, match="give weights to dispatch"):
+                d.combine(made, weighed, token_weights=late.clone().requires_grad_())
+            del way, weighed
+        else:
+            with pytest.raises(sw.errors.InvalidArgument, match="rows by token"):
+                d.combine(made, left.routing, token_weights=batch[2])
         for _ in range(2):
             assert torch.equal(d.combine(made, left.routing), y)
             assert torch.equal(d.combine(made, left.routing, out=torch.empty_like(y)), y)

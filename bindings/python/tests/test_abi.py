@@ -90,10 +90,10 @@ def test_calls_are_in_the_order_of_their_structures():
         ("X", (1, 2)), ("Scales", (3, 4)), ("Experts", (5, 6)), ("Weights", (7, 8)), ("Handle", 9), ("Half", 10), ("Made", 11),
         ("Rows", 12),
     ]  # fmt: skip
-    assert numbers(abi.CombineCall.from_buffer(abi.combine_call(range(1, 15), 15, 16, 17, 18, 19, 20))) == [
+    assert numbers(abi.CombineCall.from_buffer(abi.combine_call(range(1, 17), 17, 18, 19, 20, 21, 22))) == [
         ("Y", (1, 2)), ("Rows", (3, 4)), ("Weights", (5, 6)), ("SumWeights", (7, 8)), ("Bias", [(9, 10), (11, 12)]),
-        ("Ready", (13, 14)), ("Handle", 15), ("Routing", 16), ("Backward", 17), ("Weighting", 18), ("Half", 19),
-        ("Release", 20),
+        ("Ready", (13, 14)), ("TokenWeights", (15, 16)), ("Handle", 17), ("Routing", 18), ("Backward", 19),
+        ("Weighting", 20), ("Half", 21), ("Release", 22),
     ]  # fmt: skip
     assert numbers(abi.BackwardCall.from_buffer(abi.backward_call(range(1, 11), 11, 12))) == [
         ("DRows", (1, 2)), ("DWeights", (3, 4)), ("DY", (5, 6)), ("Rows", (7, 8)), ("Weights", (9, 10)), ("Handle", 11),

@@ -466,6 +466,7 @@ def mixture(rank, size, layout, redundant):
         assert left.rows.shape == (came + 2, hidden)
         assert (left.counts.tolist(), left.host.rows) == (counts, came)
         np.testing.assert_array_equal(d.combine(made, left.routing), y)
+        np.testing.assert_array_equal(d.combine(made, left.routing, token_weights=weights), y)
     assert sum(d.traffic()) > 0
     d.close()
 

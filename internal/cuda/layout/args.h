@@ -73,6 +73,7 @@ enum {
 	SW_DISPATCH_NARROW_PART = 2048, /* the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes */
 	SW_DISPATCH_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
 	SW_DISPATCH_WINDOW = 64, /* rows of one rank that are told together when they are made */
+	SW_TOKEN_WEIGHTS_THREADS = 256, /* of a block of token_weights */
 };
 
 /* The bits of a launch's mode. */

@@ -159,6 +159,7 @@ class Dispatcher(Calls):
         *,
         weights: Numbers | Sequence[float] | None = None,
         weighted: bool = True,
+        token_weights: Numbers | None = None,
         bias: Numbers | Sequence[Numbers] | None = None,
         sum_weights: bool = False,
         ready: Numbers | None = None,
@@ -174,6 +175,9 @@ class Dispatcher(Calls):
 
         - ``weights``: float32 for each row, like ``row_weights``, instead of those of the dispatch; ``weighted=False``: none
           at all;
+        - ``token_weights``: float32 [tokens, top_k], like ``weights`` of :meth:`dispatch`, instead of those of the dispatch:
+          all ranks give them, each for its own tokens. With rows by expert only, and without gradients. On GPUs it has run in
+          an emulation only;
         - ``bias``: a tensor like the result, or two of them, which each sum begins with;
         - ``sum_weights``: return also the entries of ``weights`` for each token's choices, [tokens, top_k], 0 for those
           without an expert;
@@ -191,7 +195,7 @@ class Dispatcher(Calls):
         ``sum_weights``, ``ready``, ``out``, ``release`` and a combine by a routing have none.
         """
         self._check_way(dispatched)
-        arguments = (rows, dispatched, weights, weighted, bias, sum_weights, ready, out, release, async_op)
+        arguments = (rows, dispatched, weights, weighted, token_weights, bias, sum_weights, ready, out, release, async_op)
         if _sides.is_tensor(rows):
             return _sides.tensor_moe().combine(self, *arguments)
         return self._of_arrays("rows").combine(*arguments)

@@ -13,7 +13,10 @@
 #define SW_DISPATCH_SUM_PASS_THREADS 96
 #define SW_DISPATCH_PASS_PART 512
 
+#define SW_TOKEN_WEIGHTS_THREADS 64
+
 #include "dispatch.cu"
+#include "token_weights.cu"
 
 #include "fibers.h"
 
@@ -23,7 +26,7 @@ namespace {
 
 using u16 = uint16_t;
 
-constexpr u32 op_dispatch = 1, op_redispatch = 2, op_combine = 3, op_backward = 4;
+constexpr u32 op_dispatch = 1, op_redispatch = 2, op_combine = 3, op_backward = 4, op_token_weights = 7;
 enum layout { flat, padded, compact, by_rank };
 
 struct world : segments {
@@ -35,12 +38,14 @@ struct world : segments {
 	    given; // few: by the kernels for few tokens; given: scales next to tokens, whose rows cross as they are
 	u32 scales_are = 0, biases; // scales_are: the mode of a launch says that too
 	bool keeps;                 // calls go by a routing in memory of the caller
+	bool late;                  // weights are given at the combine
 	std::vector<std::vector<u64>> kept;
 	i64 align = 1, capacity = 0, most_rows;
 	u64 timeout_ns = u64{1} << 50;
 	std::vector<u32> first, table; // slots before each rank; the placement
 	sw_dispatch_block state;
-	u64 staging, sums, weights, scales, rows, row_scales, row_weights, row_indices, row_sources, counts;
+	u64 staging, sums, weights, token_weights, scales, rows, row_scales, row_weights, row_indices, row_sources,
+	    counts;
 
 	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
 	u32 local(u32 r) const { return first[r + 1] - first[r]; }
@@ -129,6 +134,7 @@ world random_world()
 	};
 	w.staging = take(all * 2 * w.hidden), w.scales = take(4 * all * w.scale_words()),
 	w.sums = take(all * w.partial()), w.weights = take(4 * all * w.top_k);
+	w.token_weights = take(4 * all * w.top_k), w.late = !w.by_token() && draw(3) == 0;
 	w.rows = take(w.most_rows * 2 * w.hidden), w.row_scales = take(4 * w.most_rows * w.scale_words()),
 	w.row_weights = take(4 * w.most_rows * w.top_k);
 	w.row_indices = take(8 * w.most_rows * w.top_k), w.row_sources = take(8 * w.most_rows), w.counts = take(4096);
@@ -143,7 +149,7 @@ using rows_t = std::vector<float>;
 struct batch {
 	std::vector<u32> tokens;
 	std::vector<std::vector<int>> choice;
-	std::vector<rows_t> weight, x, dy, scale;
+	std::vector<rows_t> weight, late, x, dy, scale; // late: the weights of a combine
 	std::vector<std::vector<u16>> narrow_x, narrow_dy;
 	std::vector<rows_t> bias[2];
 	std::vector<std::vector<u16>> narrow_bias[2];
@@ -168,8 +174,9 @@ batch random_batch(const world &w)
 				f = some_float();
 			return v;
 		};
-		b.weight.push_back(fill(t * w.top_k)), b.x.push_back(fill(t * w.hidden)),
-		    b.dy.push_back(fill(t * w.hidden)), b.scale.push_back(fill(t * w.scale_words()));
+		b.weight.push_back(fill(t * w.top_k)), b.late.push_back(fill(t * w.top_k)),
+		    b.x.push_back(fill(t * w.hidden)), b.dy.push_back(fill(t * w.hidden)),
+		    b.scale.push_back(fill(t * w.scale_words()));
 		auto narrow = [](const rows_t &v) {
 			std::vector<u16> n;
 			for (float f : v)
@@ -418,6 +425,12 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 		a.sum.bias0 = reinterpret_cast<u64>(b.narrow_bias[0][rank].data());
 	if (w.biases > 1)
 		a.sum.bias1 = reinterpret_cast<u64>(b.narrow_bias[1][rank].data());
+	if (w.late) {
+		sw_dispatch_args t = a;
+		t.op = op_token_weights, t.state.weights = a.state.weights = w.token_weights,
+		t.send.weights = b.late[rank].data();
+		p.push_back(with(token_weights, t, 1 + draw(3), SW_TOKEN_WEIGHTS_THREADS));
+	}
 	bool staged = !w.by_token() || w.float8_sums || !in_place;
 	a.mode |= w.by_token() ? 0 : SW_DISPATCH_FREE; // as kernels/cuda/dispatch_launch.go has it
 	if (w.few) {
@@ -673,7 +686,8 @@ bool right_sums(world &w, const batch &b, bool staged, const std::vector<std::ve
 					for (u32 h = 0; h < w.hidden; h++)
 						part[h] += w.by_token()
 						               ? made(b, w, r, q, h)
-						               : b.weight[rank][t * w.top_k + k] * made(b, w, r, q, h);
+						               : (w.late ? b.late : b.weight)[rank][t * w.top_k + k] *
+						                     made(b, w, r, q, h);
 				}
 				if (w.float8_sums)
 					cross_as_float8(part);
@@ -833,14 +847,14 @@ bool calls()
 	return true;
 }
 
-// Calls without tokens, as many as a handle has room for tokens: none is left in the places of few tokens, so none can
-// be taken for a later one.
+// Calls without tokens, as many as a handle has room for tokens, and with weights at the combine one more, because
+// those are calls that forget nothing: none is left in the places of few tokens, so none can be taken for a later one.
 bool forgets()
 {
 	world w = random_world();
 	while (!w.few || w.max_tokens > 12)
 		w = random_world();
-	std::vector<batch> batches(1 + w.max_tokens);
+	std::vector<batch> batches(1 + w.max_tokens + w.late);
 	std::vector<std::vector<float>> weights(w.size);
 	std::vector<program> programs(w.size);
 	for (batch &b : batches) {

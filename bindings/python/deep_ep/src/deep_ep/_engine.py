@@ -56,8 +56,6 @@ class Shape(NamedTuple):
     quantize: str = ""
     #: Tokens of float8 come with scales: "float32", "ue8m0" (four in a word of int32) or "row" (one for a token).
     scales: str = ""
-    #: Weights lie next to the rows of a slab.
-    weighed: bool = False
     max_sms: int = 0
     #: A rank may come with more tokens than there is room for, and then all make more together.
     open: bool = False
@@ -343,10 +341,7 @@ class Engine:
     def combine_slab(self, x: Tensor, routing: Routing, weights: Tensor, first: bool) -> Any:
         """The sums of weight times row over the experts of each token; weights [tokens, top_k] are this rank's."""
         live = self._alive(routing, x.shape[1], x.dtype)
-        small = routing.shape._replace(hidden=16, dtype=torch.bfloat16, quantize="", weighed=True)
-        empty = torch.empty((weights.shape[0], 16), dtype=torch.bfloat16, device=weights.device)
-        beside = self._lend(small, empty, Routing(self, small, routing.idx, False), weights).got.row_weights
-        made = taken_up(lambda: live.made.dispatcher.combine(x, live.got, weights=beside, async_op=first))
+        made = taken_up(lambda: live.made.dispatcher.combine(x, live.got, token_weights=weights, async_op=first))
         self._mark()
         return made
 
@@ -370,15 +365,13 @@ class Engine:
             got.release()  # whoever keeps the error keeps what this call has
             raise
 
-    def _lend(
-        self, shape: Shape, x: Tensor, routing: Routing, weights: Optional[Tensor] = None, first: bool = False
-    ) -> Live:
+    def _lend(self, shape: Shape, x: Tensor, routing: Routing, first: bool = False) -> Live:
         """Make a dispatch whose result stays where it is until LENT more of the same dispatcher have been made."""
         made = self._ready(shape, 0)
         self._follow()
         routing.made, routing.kept = made, None
         call = made.dispatcher.dispatch
-        return made.lend(lambda: taken_up(lambda: call(x, routing.idx, weights, async_op=first)), routing)
+        return made.lend(lambda: taken_up(lambda: call(x, routing.idx, async_op=first)), routing)
 
     def _plea(self, s: Shape, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor]) -> Any:
         """Tokens in place of more than there is room for: one for each rank, whose last expert says that this rank has more."""
@@ -430,7 +423,6 @@ class Engine:
             scale_columns=bool(s.quantize),
             scale_per_token=s.scales == "row",
             scale_format=s.quantize or ("ue8m0" if s.scales == "ue8m0" else "float32"),
-            row_weights=s.weighed,
             sources=True,
             handles=LENT if s.slab else 1,
             host_counts=self.device.type == "cuda" and not s.slab,

@@ -50,8 +50,8 @@ class Arrays:
         return got
 
     def combine(
-        self, rows: Any, dispatched: Dispatched | Routing, weights: Any, weighted: bool, bias: Any, sum_weights: bool,
-        ready: Any, out: Any, release: bool, async_op: bool,
+        self, rows: Any, dispatched: Dispatched | Routing, weights: Any, weighted: bool, token_weights: Any,
+        bias: Any, sum_weights: bool, ready: Any, out: Any, release: bool, async_op: bool,
     ) -> Any:  # fmt: skip
         d = self._calls
         rows = self._rows("rows", rows, d.combine_dtype)
@@ -61,7 +61,10 @@ class Arrays:
             d._check_by_routing(release, async_op, False)
         if ready is not None:
             raise errors.Unsupported("switchyard: combine: ready of arrays")
-        weighting = d._weighting(weights, weighted)
+        weighting = d._weighting(weights, weighted, token_weights)
+        late = None if token_weights is None else np.ascontiguousarray(token_weights, np.float32)
+        if late is not None:
+            d._check_token_weights(late.shape, dispatched.tokens)
         given = None if weights is None else np.ascontiguousarray(weights, np.float32)
         biases = [self._rows("bias", b, d.combine_dtype) for b in biases_of(bias)]
         shape = None if given is None else given.shape
@@ -70,7 +73,7 @@ class Arrays:
             self._check_out(out, rows.dtype, dispatched.tokens)
         y = np.empty((dispatched.tokens, d.hidden), rows.dtype) if out is None else out
         sums = np.zeros((dispatched.tokens, d.top_k), np.float32) if sum_weights else None
-        held = [y, rows, given, sums, *biases, *(None,) * (3 - len(biases))]
+        held = [y, rows, given, sums, *biases, *(None,) * (3 - len(biases)), late]
         buffers = [n for a in held for n in _place(a)]
         d._combine(buffers, way, (0, weighting, async_op, release), held)
         result = (y, sums) if sum_weights else y

@@ -100,6 +100,7 @@ class CombineCall(Structure):
         *((name, Buffer) for name in ("Y", "Rows", "Weights", "SumWeights")),
         ("Bias", Buffer * 2),
         ("Ready", Buffer),
+        ("TokenWeights", Buffer),
         ("Handle", c_uint64),
         ("Routing", c_uint64),
         *((name, c_int64) for name in ("Backward", "Weighting", "Half", "Release")),
@@ -168,7 +169,8 @@ def dispatch_call(x: Memory, scales: Memory, experts: Memory, weights: Memory, h
 def combine_call(
     buffers: Sequence[int], handle: int, routing: int, backward: int, weighting: int, half: int, release: int
 ) -> array[int]:
-    """A CombineCall. buffers are addresses and bytes of Y, Rows, Weights, SumWeights, both of Bias, and Ready."""
+    """A CombineCall. buffers are addresses and bytes of Y, Rows, Weights, SumWeights, both of Bias, Ready and
+    TokenWeights."""
     return array("q", (*buffers, handle, routing, backward, weighting, half, release))
 
 

@@ -23,7 +23,7 @@ BESIDE_ROWS = frozenset(("rows", "scales", "indices", "row_weights", "sources"))
 ROUTING_ALIGN = 128
 
 # The weights that combine multiplies rows by.
-DISPATCHED, GIVEN, UNWEIGHTED = range(3)
+DISPATCHED, GIVEN, UNWEIGHTED, OF_TOKENS = range(4)
 
 
 class Maker(Protocol):

@@ -13,7 +13,20 @@ from .. import errors
 from . import abi, options
 from .arguments import type_of
 from .comm import Communicator
-from .dispatched import BESIDE_ROWS, COUNTS, DISPATCHED, GIVEN, UNWEIGHTED, Dispatched, Output, Result, Routing, Side, Slot
+from .dispatched import (
+    BESIDE_ROWS,
+    COUNTS,
+    DISPATCHED,
+    GIVEN,
+    OF_TOKENS,
+    UNWEIGHTED,
+    Dispatched,
+    Output,
+    Result,
+    Routing,
+    Side,
+    Slot,
+)
 from .native import AGAIN, SLICE
 from .places import Place
 
@@ -209,8 +222,8 @@ class Calls:
         self, buffers: Sequence[int], way: Output | Routing, how: tuple[int, int, bool, bool], keep: object
     ) -> None:
         """Make a combine by an output or a routing. buffers are addresses and bytes of y, rows, weights, summed weights, two
-        biases and words that say what is ready; how is whether it is the gradient of a dispatch, what rows are weighted with,
-        whether it is the first half, and whether the output is given back."""
+        biases, words that say what is ready and weights of tokens; how is whether it is the gradient of a dispatch, what rows
+        are weighted with, whether it is the first half, and whether the output is given back."""
         if isinstance(way, Routing):
             self._combine_by(buffers, 0, way._name, how, keep)
             return
@@ -299,6 +312,11 @@ class Calls:
         if tuple(shape) != (tokens, self.hidden):
             raise errors.InvalidArgument(f"switchyard: combine: out is {tuple(shape)}, want {(tokens, self.hidden)}")
 
+    def _check_token_weights(self, shape: Sequence[int], tokens: int) -> None:
+        want = (tokens, self.top_k)
+        if tuple(shape) != want:
+            raise errors.InvalidArgument(f"switchyard: combine: token_weights are {tuple(shape)}, want {want}")
+
     def _check_by_routing(self, release: bool, async_op: bool, gradients: bool) -> None:
         """Refuse what a combine by a routing cannot do."""
         if release or async_op:
@@ -330,7 +348,12 @@ class Calls:
             if n != tokens:
                 raise errors.InvalidArgument(f"switchyard: bias has {n} rows, the dispatch had {tokens} tokens")
 
-    def _weighting(self, weights: Any, weighted: bool) -> int:
+    def _weighting(self, weights: Any, weighted: bool, token_weights: Any) -> int:
+        if token_weights is not None:
+            if weights is not None or not weighted or self.by_token:
+                why = "rows by token" if self.by_token else "weights, or weighted=False"
+                raise errors.InvalidArgument(f"switchyard: combine: token_weights and {why}")
+            return OF_TOKENS
         if weights is not None and not weighted:
             raise errors.InvalidArgument("switchyard: combine: weights, and weighted=False")
         if self.by_token or not weighted:

@@ -14,6 +14,7 @@ from .._core.dispatched import (
     BESIDE_ROWS,
     DISPATCHED,
     GIVEN,
+    OF_TOKENS,
     PARTS,
     ROUTING_ALIGN,
     UNWEIGHTED,
@@ -204,7 +205,7 @@ def dispatch_backward(
     if d_row_weights is not None:
         d_row_weights = d_row_weights.contiguous()
         d_weights = torch.empty((tokens, d.top_k), dtype=torch.float32, device=k.device)
-    buffers = [*_place(dx), *_place(d_rows), *_place(d_row_weights), *_place(d_weights), 0, 0, 0, 0, 0, 0]
+    buffers = [*_place(dx), *_place(d_rows), *_place(d_row_weights), *_place(d_weights), 0, 0, 0, 0, 0, 0, 0, 0]
     d._combine_by(buffers, handle, 0, (1, UNWEIGHTED, False, False), (dx, d_rows, d_row_weights, d_weights))
     return dx, d_weights
 
@@ -317,10 +318,10 @@ def _check_out(d: Calls, out: Any, tokens: int) -> None:
 
 
 def combine(
-    d: Calls, rows: Tensor, dispatched: Dispatched | Routing, weights: Any, weighted: bool, bias: Any, sum_weights: bool,
-    ready: Any, out: Any, release: bool, async_op: bool,
+    d: Calls, rows: Tensor, dispatched: Dispatched | Routing, weights: Any, weighted: bool, token_weights: Any, bias: Any,
+    sum_weights: bool, ready: Any, out: Any, release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
-    weighting = d._weighting(weights, weighted)
+    weighting = d._weighting(weights, weighted, token_weights)
     k = kinds(d)
     rows = _rows(d, "rows", rows, k.sum)
     way: Output | Routing = dispatched if isinstance(dispatched, Routing) else dispatched._output
@@ -330,11 +331,12 @@ def combine(
         d._check_length("rows", n, way)
     if weighting != DISPATCHED:
         by_choice = None
-    if weights is None and bias is None and ready is None and out is None and not sum_weights:  # what is asked most, soonest
+    asked = weights is None and bias is None and ready is None and out is None and not sum_weights
+    if asked and weighting != OF_TOKENS:  # what is asked most, soonest
         gradients = rows.requires_grad or (by_choice is not None and by_choice.requires_grad)
         if not gradients or not torch.is_grad_enabled():
             y, size = rows.new_empty((tokens, d.hidden)), d._sum_bytes
-            buffers = (y.data_ptr(), tokens * size, rows.data_ptr(), n * size, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+            buffers = (y.data_ptr(), tokens * size, rows.data_ptr(), n * size, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
             if way is dispatched:
                 d._check_by_routing(release, async_op, False)
             d._combine(buffers, way, (0, weighting, async_op, release), (y, rows))
@@ -347,18 +349,23 @@ def combine(
     first, second = (*biases, None, None)[:2]
     if ready is not None:
         ready = _plain(d, "ready", ready, torch.int32)
+    if token_weights is not None:
+        token_weights = _plain(d, "token_weights", token_weights, torch.float32)
+        d._check_token_weights(token_weights.shape, tokens)
     if out is not None:
         _check_out(d, out, tokens)
     sums = torch.empty((tokens, d.top_k), dtype=torch.float32, device=k.device) if sum_weights else None
 
     def make() -> Tensor:
         y: Tensor = torch.empty((tokens, d.hidden), dtype=k.sum, device=k.device) if out is None else out
-        held = (y, rows, weights, sums, first, second, ready)
+        held = (y, rows, weights, sums, first, second, ready, token_weights)
         buffers = [n for x in held for n in _place(x)]
         d._combine(buffers, way, (0, weighting, async_op, release), held)
         return y
 
     inputs = (rows, by_choice, weights, first, second)
+    if token_weights is not None and torch.is_grad_enabled() and (rows.requires_grad or token_weights.requires_grad):
+        raise errors.Unsupported("switchyard: combine: token_weights, and gradients are asked for: give weights to dispatch")
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if way is dispatched:
         d._check_by_routing(release, async_op, gradients)
@@ -371,4 +378,4 @@ def combine(
     else:
         y = make()
     result = y if sums is None else (y, sums)
-    return Combining(dispatched, result, (rows, weights, biases, ready)) if async_op else result
+    return Combining(dispatched, result, (rows, weights, token_weights, biases, ready)) if async_op else result

@@ -118,7 +118,7 @@ def _combine_op(
     biases = [None if b is None else moe._rows(d, "bias", b, k.sum) for b in (first, second)]
     factors = None if given is None else moe._plain(d, "weights", given, torch.float32)
     y = _empty(rows, (tokens, d.hidden), k.sum)
-    held = (y, rows, factors, None, *biases, None)
+    held = (y, rows, factors, None, *biases, None, None)
     d._combine_by([n for x in held for n in moe._place(x)], int(handle[0]), 0, (0, weighting, False, False), held)
     return y
 
@@ -183,14 +183,14 @@ def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Tensor | Non
 
 
 def combine(
-    d: Calls, rows: Tensor, dispatched: Dispatched, weights: Tensor | None, weighted: bool, bias: Any, sum_weights: bool,
-    ready: Any, out: Any, release: bool, async_op: bool,
+    d: Calls, rows: Tensor, dispatched: Dispatched, weights: Tensor | None, weighted: bool, token_weights: Any, bias: Any,
+    sum_weights: bool, ready: Any, out: Any, release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
-    if dispatched._handle is None:
+    if getattr(dispatched, "_handle", None) is None:
         raise errors.Unsupported("switchyard: combine in a compiled graph, of a dispatch outside")
-    if sum_weights or ready is not None or out is not None or release:
-        raise errors.Unsupported("switchyard: combine: sum_weights, ready, out and release in a compiled graph")
-    weighting = d._weighting(weights, weighted)
+    if sum_weights or token_weights is not None or ready is not None or out is not None or release:
+        raise errors.Unsupported("switchyard: combine: token_weights, sum_weights, ready, out and release in a compiled graph")
+    weighting = d._weighting(weights, weighted, None)
     first, second = (*biases_of(bias), None, None)[:2]
     by_choice = dispatched._weights if weighting == DISPATCHED else None
     y = torch.ops.switchyard.combine(
