@@ -245,7 +245,11 @@ func (r *registry) choose(p *plan, at int, c *kernels.ExchangeBounds, rank int) 
 	routes, d := &p.routes[at], &p.chosen[at]
 	*d = Decision{InPlace: t.InPlace, Forced: l.Algorithm != "" || l.NoSMs}
 	for k := range c.Size {
-		if k != rank {
+		switch {
+		case k == rank:
+		case c.Hosts != nil && !slices.Contains(c.Hosts.Ranks, k):
+			d.Across++
+		default:
 			d.Modes[c.Mode(routes.SendBytes[k])]++
 		}
 	}

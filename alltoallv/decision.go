@@ -25,7 +25,9 @@ type Decision struct {
 	CopySMs int
 	// Rate is the bound of the senders on a GPU together, in GB/s; 0 is no bound.
 	Rate float64
-	// Modes counts the messages to other ranks by wire mode: packet, eager, credit.
+	// Across counts the messages to ranks of other hosts. Each goes straight to its rank, through staging there.
+	Across int
+	// Modes counts the messages to other ranks of the host by wire mode: packet, eager, credit.
 	Modes [3]int
 	// Candidates holds every algorithm's estimate, in the order of the attempts.
 	Candidates []Candidate
@@ -53,6 +55,9 @@ func (d Decision) String() string {
 		fmt.Fprintf(&b, " at %g GB/s", d.Rate)
 	}
 	fmt.Fprintf(&b, " (%s); messages: %d packet, %d eager, %d credit", how, d.Modes[0], d.Modes[1], d.Modes[2])
+	if d.Across > 0 {
+		fmt.Fprintf(&b, "; to other hosts: %d, straight", d.Across)
+	}
 	switch {
 	case d.InPlace:
 		b.WriteString("; output in place")

@@ -49,7 +49,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 	}
 	x := &Exchanger{}
 	mine, err := x.configure(h, o)
-	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.bounds, Timeout: x.options.Timeout}
+	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.bounds, Timeout: x.options.Timeout, Hosts: true, Rest: x.bounds.Hosts != nil}
 	if x.counters = !h.Serves(memory.Host(make([]byte, 1))); x.counters {
 		own.ExtraBytes = 16 * int64(h.Group().Size())
 	}
@@ -68,6 +68,9 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 	rank, size, kind := h.Group().Rank(), h.Group().Size(), h.Device().Kind()
 	if x.bounds, err = o.complete(size, h.Engine(), kind); err != nil {
 		return "", err
+	}
+	if rail := h.Rail(); rail != nil {
+		x.bounds.Hosts = &kernels.Hosts{Rank: rank, Ranks: h.Space().Ranks, Rail: rail}
 	}
 	r, err := newRegistry(&o, rank, size, kind)
 	if err != nil {
@@ -95,6 +98,8 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 // comm.ErrTimeout if it does not come within Options.Timeout, and comm.ErrOutOfStep if it waits in a call that this rank has not
 // made. That is known after 2 seconds or half of the timeout, whichever is shorter, and for a call of the control plane such as
 // Group.Barrier after half of the timeout.
+//
+// Ranks of other hosts find a disagreement on counts in its own call, also for small messages.
 //
 // On a host stream the errors of calls that have begun are errors of the stream; on a CUDA stream Fault and the next call return them.
 func (x *Exchanger) Exchange(s device.Stream, dst, src memory.View, sp *Splits) error {

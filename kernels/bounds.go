@@ -1,5 +1,7 @@
 package kernels
 
+import "context"
+
 // ExchangeBounds is the family of exchanges, and the bounds of one communicator for them.
 type ExchangeBounds struct {
 	Size int // ranks
@@ -15,6 +17,23 @@ type ExchangeBounds struct {
 	// Stripes is how many parts a large message is cut into, each with signals and slots of its own: one for every block that may
 	// send. The host device has one sender a rank and looks at none of it.
 	Stripes int
+	// Hosts is for ranks on several hosts; nil on one.
+	Hosts *Hosts
+}
+
+// Hosts is what launches of ranks on several hosts need. Operations have the ranks of the group; the space has those of this host, and
+// knows their numbers in the group (Space.Ranks).
+type Hosts struct {
+	Rank  int   // this rank in the group
+	Ranks []int // those of this host, of which every host has equally many
+	Rail  Rail
+}
+
+// Rail carries bytes to ranks of other hosts, as package internal/rails says.
+type Rail interface {
+	Put(peer int, place int64, src []byte, signal int64) error
+	Flush(ctx context.Context) error
+	Forget(from, to int64)
 }
 
 // Family is "alltoallv".

@@ -60,10 +60,20 @@ type Space struct {
 	// Stride is the distance of two ranks' segments in bytes.
 	Stride     int64
 	Rank, Size int
+	// Ranks are the numbers of the space's ranks in the group, where there are several hosts and a space for each; nil where they are the same.
+	Ranks []int
 	// Log hears who waits for whom, at level info. nil is silent.
 	Log *slog.Logger
 	// AwaitedBy is the call of the control plane in which a peer waits for this rank, in words, and its number, 0 for none. nil: not known.
 	AwaitedBy func(peer int) (call string, seq uint64)
+}
+
+// Name is the number in the group of rank p of the space.
+func (s *Space) Name(p int) int {
+	if s.Ranks == nil {
+		return p
+	}
+	return s.Ranks[p]
 }
 
 // Instead is what AwaitedBy says, or that it is not known.

@@ -158,6 +158,11 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	}
 	h.limit = lay.limit
 	h.space = kernels.Space{Stride: lay.stride(), Rank: home.Rank(), Size: home.Size(), Log: h.log, AwaitedBy: h.awaitedBy}
+	if t := g.Topology(); t.Hosts > 1 {
+		for local := range home.Size() {
+			h.space.Ranks = append(h.space.Ranks, t.RankOf(t.Host, local))
+		}
+	}
 	if home.InProcess() {
 		if err := h.adopt(ctx); err != nil {
 			return err

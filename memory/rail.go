@@ -19,8 +19,7 @@ type openRail func(rails.Config) (rails.Rail, error)
 // ringer is an engine whose waits a goroutine of the process can end.
 type ringer interface{ Ring() }
 
-// Rail carries bytes to the ranks of other hosts that have this rank's local rank. It knows ranks by their numbers in the group, and its
-// places are offsets in the heap's pool: registrations are not open to puts. A put that has landed wakes this rank's engine. It is nil on
+// Rail carries bytes to all ranks of other hosts. It knows ranks by their numbers in the group, and its places are offsets in the heap's pool: registrations are not open to puts. A put that has landed wakes this rank's engine. It is nil on
 // one host. It belongs to the heap, which closes it.
 func (h *Heap) Rail() rails.Rail { return h.rail }
 
@@ -57,8 +56,8 @@ func (h *Heap) joinRail(ctx context.Context, open openRail) error {
 		return err
 	}
 
-	for host := range t.Hosts {
-		if peer := t.RankOf(host, t.Local); host != t.Host && err == nil {
+	for peer := range g.Size() {
+		if t.HostOf(peer) != t.Host && err == nil {
 			var address []byte
 			if address, err = base64.StdEncoding.DecodeString(claims[peer].Own); err == nil {
 				err = h.rail.Connect(peer, address)

@@ -38,6 +38,8 @@ type Config struct {
 	Settle func(extra memory.View) error
 	// Timeout bounds Agree.
 	Timeout time.Duration
+	// Hosts says that launches may span hosts.
+	Hosts bool
 	// Rest has Close look for what launches have left behind, when all ranks' launches have ended, and report it. It costs a meeting.
 	Rest bool
 }
@@ -71,7 +73,7 @@ func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Commun
 		c.trace = log
 	}
 	var layout kernels.Layout
-	if n := c.Group.Topology().Hosts; n > 1 && refused == nil {
+	if n := c.Group.Topology().Hosts; n > 1 && !o.Hosts && refused == nil {
 		refused = fmt.Errorf("%s: %w: the ranks of %s are on %d hosts", o.Name, comm.ErrUnsupported, c.Group.Name(), n)
 	}
 	if refused == nil {

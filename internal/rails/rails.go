@@ -33,6 +33,9 @@ type Rail interface {
 	// rank that have named it. It returns before src has left: Flush says when it has. The error is comm.ErrPeerLost where the peer
 	// is known to be gone, and after Close or Interrupt.
 	Put(peer int, place int64, src []byte, signal int64) error
+	// Forget has the next put that names a word at a place between two begin anew: the word will hold 1. That goes for the puts of this rank
+	// to others as for those of others to it. None is under way, and all ranks that name such a word call it before the next put.
+	Forget(from, to int64)
 	// Flush returns when the memory of all puts so far may be written again.
 	Flush(ctx context.Context) error
 	// Progress does what there is to do at once. It reports whether anything has landed. A rank that waits need not call it: something

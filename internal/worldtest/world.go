@@ -16,6 +16,8 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
+	"github.com/switchyard-moe/switchyard/internal/rails"
+	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -55,10 +57,55 @@ func Local(t testing.TB, n int, segment int64, f func(r *Rank)) {
 	})
 }
 
+// Hosts is Local for ranks on hosts of perHost each, joined by UCX. The test is skipped without UCX.
+func Hosts(t testing.TB, n, perHost int, segment int64, f func(r *Rank)) {
+	t.Helper()
+	needUCX(t)
+	onHosts(t, n, perHost, func(ctx context.Context, g *comm.Group) {
+		runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f)
+	})
+}
+
+// HostProcs is Procs for ranks in network namespaces of perHost each, joined by UCX. The test is skipped where one or the other cannot be.
+func HostProcs(t *testing.T, n, perHost int, segment int64, f func(r *Rank)) {
+	t.Helper()
+	needUCX(t)
+	if !proctest.Again() {
+		spaces := proctest.Namespaces(t, n/perHost)
+		ps := make([]*proctest.Process, n)
+		for r := range ps {
+			ps[r] = proctest.Rank(t, r, n, spaces[0].IP+":29412", proctest.Spec{Within: 6 * time.Minute, Via: spaces[r/perHost].Via,
+				Env: []string{fmt.Sprint("LOCAL_RANK=", r%perHost), fmt.Sprint("LOCAL_WORLD_SIZE=", perHost)}})
+		}
+		require.NoError(t, errors.Join(proctest.Failures(ps)...))
+		return
+	}
+	procs(t, n, func(ctx context.Context, g *comm.Group) {
+		runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f)
+	})
+}
+
+// needUCX skips the test without UCX, and has it use nothing but TCP.
+func needUCX(t testing.TB) {
+	t.Helper()
+	t.Setenv("UCX_TLS", "tcp,self")
+	r, err := ucx.Open(rails.Config{Size: 1})
+	if errors.Is(err, ucx.ErrUnavailable) {
+		t.Skip("needs UCX: ", err)
+	}
+	require.NoError(t, err)
+	require.NoError(t, r.Close())
+}
+
 // inProcess runs f for n ranks of this process, each on a goroutine of its own.
 func inProcess(t testing.TB, n int, f func(ctx context.Context, g *comm.Group)) {
 	t.Helper()
-	groups, err := comm.Local(n)
+	onHosts(t, n, n, f)
+}
+
+func onHosts(t testing.TB, n, perHost int, f func(ctx context.Context, g *comm.Group)) {
+	t.Helper()
+	groups, err := comm.Local(n, comm.LocalOptions{PerHost: perHost})
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()

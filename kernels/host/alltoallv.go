@@ -10,9 +10,11 @@ import (
 
 // exchanges are the launches of one communicator. It is a family.
 type exchanges struct {
-	c       ExchangeBlock
-	nonce   *shm.Nonce // by which peers know this rank's memory
-	sources []source   // by rank
+	bounds  *kernels.ExchangeBounds
+	c       ExchangeBlock // among the ranks of this host
+	across  *across       // nil on one host
+	nonce   *shm.Nonce    // by which peers know this rank's memory
+	sources []source      // by rank
 
 	complaints uint64   // how many of this rank's receivers' it has taken in
 	heard      []uint64 // by rank: the call of the last
@@ -35,20 +37,41 @@ const (
 )
 
 func newExchanges(c *kernels.ExchangeBounds, offset int64) *exchanges {
-	return &exchanges{c: ExchangeBlock{c, offset}}
+	f := &exchanges{bounds: c, c: ExchangeBlock{c, offset}}
+	if c.Hosts != nil {
+		f.across = newAcross(c, offset)
+		f.c = f.across.block
+	}
+	return f
 }
 
 func (f *exchanges) defaults() {
-	c := f.c.ExchangeBounds
+	c := f.bounds
 	c.PacketBytes, c.EagerBytes = kernels.Default(c.PacketBytes, defaultPacketBytes), kernels.Default(c.EagerBytes, defaultEagerBytes)
 	c.DefaultSlots(defaultSlots, defaultStagingBytes, maxSlotBytes, c.Size)
 }
 
 func (f *exchanges) layout() kernels.Layout {
+	if f.across != nil {
+		return f.across.layout()
+	}
 	return kernels.Layout{Bytes: f.c.Bytes(), Zero: f.c.ControlBytes()}
 }
 
-func (f *exchanges) open(e *Engine) { f.show(e) }
+func (f *exchanges) open(e *Engine) {
+	if f.across != nil {
+		f.across.open(e)
+	}
+	f.show(e)
+}
+
+// rest has all that crosses hosts landed.
+func (f *exchanges) rest(e *Engine) error {
+	if f.across == nil {
+		return nil
+	}
+	return f.across.rest(e)
+}
 
 func (f *exchanges) ready(e *Engine) kernels.Traits {
 	err := f.look(e)
@@ -139,20 +162,34 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 	}
 	x.stream = all >= e.cacheBytes
 
+	if f.across != nil {
+		if err := f.across.begin(x, nil); err != nil {
+			return err
+		}
+	}
 	for _, p := range r.ReverseOrder {
+		peer := f.index(int(p))
+		if peer < 0 {
+			continue
+		}
 		n := r.RecvBytes[p]
-		x.recvs = append(x.recvs, half{peer: int(p), mode: c.Mode(n), total: n, chunk: 1, grants: 1,
-			buf: a.Dst.Mem[r.RecvOffsets[p] : r.RecvOffsets[p]+n], seq: e.word(me, c.Signal(x.epoch, int(p)))})
+		x.recvs = append(x.recvs, half{peer: peer, mode: c.Mode(n), total: n, chunk: 1, grants: 1,
+			buf: a.Dst.Mem[r.RecvOffsets[p] : r.RecvOffsets[p]+n], seq: e.word(me, c.Signal(x.epoch, peer))})
 	}
 	x.open()
 	for _, p := range r.Order {
+		peer := f.index(int(p))
+		if peer < 0 {
+			continue
+		}
 		n := r.SendBytes[p]
-		x.sends = append(x.sends, half{peer: int(p), mode: c.Mode(n), total: n, chunk: 1,
-			buf: a.Src.Mem[r.SendOffsets[p] : r.SendOffsets[p]+n], seq: e.word(int(p), c.Signal(x.epoch, me))})
+		x.sends = append(x.sends, half{peer: peer, mode: c.Mode(n), total: n, chunk: 1,
+			buf: a.Src.Mem[r.SendOffsets[p] : r.SendOffsets[p]+n], seq: e.word(peer, c.Signal(x.epoch, me))})
 		x.begin(&x.sends[len(x.sends)-1])
 	}
-	if n := r.SendBytes[me]; n > 0 {
-		src, dst := a.Src.Mem[r.SendOffsets[me]:][:n], a.Dst.Mem[r.RecvOffsets[me]:][:n]
+	if self := e.space.Name(me); r.SendBytes[self] > 0 {
+		n := r.SendBytes[self]
+		src, dst := a.Src.Mem[r.SendOffsets[self]:][:n], a.Dst.Mem[r.RecvOffsets[self]:][:n]
 		if shm.Addr(src) != shm.Addr(dst) {
 			x.copy(dst, src)
 		}
@@ -162,7 +199,21 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 		if x.pullRecvs() {
 			moved = true
 		}
-		if x.sHead == len(x.sends) && x.rHead == len(x.recvs) {
+		home := x.sHead == len(x.sends) && x.rHead == len(x.recvs)
+		if f.across != nil {
+			crossed, err := f.across.pass(x)
+			if err != nil {
+				x.withdraw()
+				return err
+			}
+			moved = moved || crossed
+		}
+		if home {
+			if f.across != nil {
+				if err := f.across.finish(x); err != nil {
+					return err
+				}
+			}
 			return x.outcome()
 		}
 		if moved {

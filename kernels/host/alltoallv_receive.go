@@ -33,7 +33,7 @@ func (x *exchange) grant(h *half) bool {
 		if chunk > 0 {
 			n = min(n, chunk)
 		}
-		at = x.a.Dst.Place + r.RecvOffsets[h.peer] + h.asked
+		at = x.a.Dst.Place + r.RecvOffsets[x.e.space.Name(h.peer)] + h.asked
 	} else {
 		n = min(left, c.SlotBytes)
 		at = c.Slot(h.peer, h.grants)

@@ -75,7 +75,7 @@ func (x *exchange) sendChunk(h *half) bool {
 		if total == refused {
 			x.failed = x.refusal(h.peer)
 		} else {
-			x.failed = &kernels.CountMismatchError{Src: me, Dst: h.peer, Sent: uint64(h.total), Expected: total, Epoch: x.epoch}
+			x.failed = &kernels.CountMismatchError{Src: x.e.space.Name(me), Dst: x.e.space.Name(h.peer), Sent: uint64(h.total), Expected: total, Epoch: x.epoch}
 		}
 		x.signal(h, kernels.LastSeq(x.epoch))
 		h.chunk = 0

@@ -11,12 +11,13 @@ func (x *exchange) sizes(peer int) string {
 	if x.a.Barrier {
 		return ""
 	}
-	return fmt.Sprintf("%d bytes from it and %d to it", x.a.Routes.RecvBytes[peer], x.a.Routes.SendBytes[peer])
+	rank := x.e.space.Name(peer)
+	return fmt.Sprintf("%d bytes from it and %d to it", x.a.Routes.RecvBytes[rank], x.a.Routes.SendBytes[rank])
 }
 
 // readSplits puts the splits in memory in the place of the launch's. It returns what does not fit.
 func (x *exchange) readSplits() *kernels.SplitsError {
-	a, r, n := x.a, &x.routes, x.c.Size
+	a, r, n := x.a, &x.routes, x.f.bounds.Size
 	order := *a.Routes
 	table := shm.View[int64](a.Splits.Mem)
 	for i, v := range [...]*[]int64{&r.SendBytes, &r.SendOffsets, &r.RecvBytes, &r.RecvOffsets} {
@@ -24,7 +25,7 @@ func (x *exchange) readSplits() *kernels.SplitsError {
 	}
 	order.SendBytes, order.SendOffsets, order.RecvBytes, order.RecvOffsets = r.SendBytes, r.SendOffsets, r.RecvBytes, r.RecvOffsets
 	*r = order
-	me := x.e.space.Rank
+	me := x.e.space.Name(x.e.space.Rank)
 	r.RecvBytes[me] = r.SendBytes[me]
 	x.own = *a
 	x.own.Routes = r
@@ -51,7 +52,17 @@ func (x *exchange) refuse(why *kernels.SplitsError) error {
 	if why.Send {
 		part |= 1
 	}
-	order := x.a.Routes.Order
+	if x.f.across != nil {
+		if err := x.f.across.begin(x, why); err != nil {
+			return err
+		}
+	}
+	var order []int32
+	for _, p := range x.a.Routes.Order {
+		if peer := x.f.index(int(p)); peer >= 0 {
+			order = append(order, int32(peer))
+		}
+	}
 	for _, p := range order {
 		line := x.c.Signal(x.epoch, me) + lineRefused
 		for i, v := range [...]uint64{uint64(why.Bytes), uint64(why.Offset), uint64(why.Limit), part} {
@@ -71,6 +82,11 @@ func (x *exchange) refuse(why *kernels.SplitsError) error {
 			return x.w.fail(p, err)
 		}
 	}
+	if x.f.across != nil {
+		if err := x.f.across.finish(x); err != nil {
+			return err
+		}
+	}
 	return why
 }
 
@@ -80,7 +96,7 @@ func (x *exchange) refusal(peer int) *kernels.SplitsError {
 		return x.e.word(x.e.space.Rank, x.c.Signal(x.epoch, peer)+lineRefused+8*i).Load()
 	}
 	part := word(3)
-	return &kernels.SplitsError{Rank: peer, Peer: int(part >> 32), Send: part&1 != 0, Bytes: int64(word(0)), Offset: int64(word(1)), Limit: int64(word(2)), Epoch: x.epoch}
+	return &kernels.SplitsError{Rank: x.e.space.Name(peer), Peer: int(part >> 32), Send: part&1 != 0, Bytes: int64(word(0)), Offset: int64(word(1)), Limit: int64(word(2)), Epoch: x.epoch}
 }
 
 // mismatch ends a receive whose sender has another size in mind, or has refused its splits. A sender that waits for a credit is refused, and has to
@@ -90,7 +106,7 @@ func (x *exchange) mismatch(h *half, sent uint64) {
 		x.failed, h.chunk = x.refusal(h.peer), 0
 		return
 	}
-	x.failed = &kernels.CountMismatchError{Src: h.peer, Dst: x.e.space.Rank, Sent: sent, Expected: uint64(h.total), Epoch: x.epoch}
+	x.failed = &kernels.CountMismatchError{Src: x.e.space.Name(h.peer), Dst: x.e.space.Name(x.e.space.Rank), Sent: sent, Expected: uint64(h.total), Epoch: x.epoch}
 	if x.c.Mode(int64(sent)) == kernels.CreditMode {
 		h.refuse = true
 		x.postCredit(h, 1, 0, refused)
@@ -122,7 +138,7 @@ func (x *exchange) outcome() error {
 		f.heard = make([]uint64, x.c.Size)
 	}
 	var first *kernels.CountMismatchError
-	more := false
+	more, at := false, 0 // first's receiver
 	for d := range x.c.Size {
 		line := x.c.Complaint(d)
 		epoch := x.e.word(me, line).Load()
@@ -133,8 +149,8 @@ func (x *exchange) outcome() error {
 		case first != nil && first.Epoch <= epoch:
 			more = true
 		default:
-			more = more || first != nil
-			first = &kernels.CountMismatchError{Src: me, Dst: d, Sent: x.e.word(me, line+complaintSent).Load(),
+			more, at = more || first != nil, d
+			first = &kernels.CountMismatchError{Src: x.e.space.Name(me), Dst: x.e.space.Name(d), Sent: x.e.word(me, line+complaintSent).Load(),
 				Expected: x.e.word(me, line+complaintExpected).Load(), Epoch: epoch}
 		}
 	}
@@ -144,7 +160,7 @@ func (x *exchange) outcome() error {
 	if first == nil {
 		return nil
 	}
-	f.heard[first.Dst], f.mismatched = first.Epoch, first.Epoch
+	f.heard[at], f.mismatched = first.Epoch, first.Epoch
 	return first
 }
 

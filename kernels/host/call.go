@@ -76,7 +76,7 @@ func (w *waiter) elsewhere(peer int) error {
 	e.leave(&w.sleeper)
 	time.Sleep(elsewhereGrace)
 	return fmt.Errorf("%w: rank %d waits in %v, call %d of that kind, which this rank has not made; this is %v, call %d of its kind",
-		comm.ErrOutOfStep, peer, c.op, c.epoch, w.call.op, w.call.epoch)
+		comm.ErrOutOfStep, e.space.Name(peer), c.op, c.epoch, w.call.op, w.call.epoch)
 }
 
 // control looks whether peer waits on the control plane for this rank, in one call all the time. Another thread of this rank may be on its way
@@ -93,7 +93,7 @@ func (w *waiter) control(peer int) error {
 	if seq == 0 || waited < w.timeout/2 || waited-w.meetsFrom < w.timeout/8 {
 		return nil
 	}
-	return fmt.Errorf("%w: rank %d waits in %s, which this rank has not made; this is %v, call %d of its kind", comm.ErrOutOfStep, peer, call, w.call.op, w.call.epoch)
+	return fmt.Errorf("%w: rank %d waits in %s, which this rank has not made; this is %v, call %d of its kind", comm.ErrOutOfStep, w.e.space.Name(peer), call, w.call.op, w.call.epoch)
 }
 
 // fail is the error of a wait for peer that has ended without success. It names that peer, or the one that this peer waits for itself, or the
@@ -109,7 +109,7 @@ func (w *waiter) fail(peer int, err error) error {
 	if l, ok := err.(*lateError); ok {
 		peer = l.rank
 	}
-	return &comm.PeerError{Rank: peer, Op: op, Epoch: epoch, Err: err}
+	return &comm.PeerError{Rank: w.e.space.Name(peer), Op: op, Epoch: epoch, Err: err}
 }
 
 // doing says what can be seen of a peer that has not come.
@@ -132,9 +132,9 @@ func (w *waiter) doing(peer int) string {
 			calls = "call"
 		}
 		return fmt.Sprintf("rank %d has made %d %s%s; this is call %d, %v (it is busy, stopped, or makes other calls)",
-			peer, begun, calls, at, w.call.epoch, w.call.op)
+			e.space.Name(peer), begun, calls, at, w.call.epoch, w.call.op)
 	}
-	return fmt.Sprintf("rank %d has begun call %d, %v, and not come further (it waits for another rank, or is stopped)", peer, w.call.epoch, w.call.op)
+	return fmt.Sprintf("rank %d has begun call %d, %v, and not come further (it waits for another rank, or is stopped)", e.space.Name(peer), w.call.epoch, w.call.op)
 }
 
 // await tells the others for whom this rank waits. The word stays when the wait fails.
@@ -158,7 +158,7 @@ func (w *waiter) gaveUp(peer int) error {
 	culprit := w.e.culprit(peer, w.call.at)
 	waits := ""
 	if culprit != peer {
-		waits = fmt.Sprintf("rank %d waits for rank %d itself; ", peer, culprit)
+		waits = fmt.Sprintf("rank %d waits for rank %d itself; ", w.e.space.Name(peer), w.e.space.Name(culprit))
 	}
 	return &lateError{culprit, fmt.Errorf("%w after %v%s: %s%s", comm.ErrTimeout, w.timeout, w.sizes(peer), waits, w.doing(culprit))}
 }

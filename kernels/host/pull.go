@@ -59,7 +59,7 @@ func (f *exchanges) look(e *Engine) error {
 		w.memory = shm.Process{PID: int(card[0]), At: uintptr(card[1]), Nonce: shm.Nonce(shm.Bytes(card[2:]))}
 		err := w.memory.Probe()
 		if w.readable = err == nil; err != nil {
-			errs = append(errs, fmt.Errorf("rank %d: %w", r, err))
+			errs = append(errs, fmt.Errorf("rank %d: %w", space.Name(r), err))
 		}
 	}
 	return errors.Join(errs...)
@@ -75,7 +75,7 @@ func (x *exchange) offer(h *half) {
 	x.e.order(x.e.space.Rank)
 	source := uint64(shm.Addr(h.buf))
 	if x.a.Src.Reach && x.e.bells == nil {
-		source = inSegment | uint64(x.a.Src.Place+x.a.Routes.SendOffsets[h.peer])
+		source = inSegment | uint64(x.a.Src.Place+x.a.Routes.SendOffsets[x.e.space.Name(h.peer)])
 	}
 	x.e.word(h.peer, x.c.Signal(x.epoch, x.e.space.Rank)+LineSource).Store(source)
 	x.signal(h, kernels.Seq(x.epoch, 0))

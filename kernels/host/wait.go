@@ -175,7 +175,7 @@ func (w *waiter) sizes(peer int) string {
 func (w *waiter) tell(peer int, waited time.Duration) {
 	w.told = waited
 	if log := w.e.space.Log; log != nil {
-		log.Info("waiting", "rank", w.e.space.Rank, "for", peer, "call", fmt.Sprintf("%d, %v%s", w.call.epoch, w.call.op, w.sizes(peer)),
+		log.Info("waiting", "rank", w.e.space.Name(w.e.space.Rank), "for", w.e.space.Name(peer), "call", fmt.Sprintf("%d, %v%s", w.call.epoch, w.call.op, w.sizes(peer)),
 			"waited", waited.Round(time.Second), "timeout", w.timeout, "seen", w.doing(peer))
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -55,6 +56,12 @@ type put struct {
 	seq      uint64
 }
 
+// landed is how far the puts of a stream have: all up to seq, which is in the word, and some early ones.
+type landed struct {
+	seq   uint64
+	early []uint64
+}
+
 type end struct {
 	net  *Net
 	cfg  rails.Config
@@ -68,8 +75,8 @@ type end struct {
 	windows     [][2]int64
 	peers       map[int]*end
 	sent        map[stream]uint64
-	got         map[stream][]uint64 // numbers that have landed, the first of which is in the word
-	under       int                 // puts that have not left
+	got         map[stream]*landed
+	under       int // puts that have not left
 	left        chan struct{}
 }
 
@@ -77,7 +84,7 @@ type end struct {
 func (n *Net) Open(cfg rails.Config) (rails.Rail, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	e := &end{net: n, cfg: cfg, name: len(n.ends), peers: map[int]*end{}, sent: map[stream]uint64{}, got: map[stream][]uint64{}, left: make(chan struct{}, 1)}
+	e := &end{net: n, cfg: cfg, name: len(n.ends), peers: map[int]*end{}, sent: map[stream]uint64{}, got: map[stream]*landed{}, left: make(chan struct{}, 1)}
 	n.ends = append(n.ends, e)
 	return e, nil
 }
@@ -175,14 +182,26 @@ func (e *end) land(p *put) bool {
 	copy(e.cfg.Segment[p.place:], p.data)
 	s := stream{p.from, p.signal}
 	word := shm.Word(e.cfg.Segment, p.signal)
-	have := append(e.got[s], p.seq)
-	slices.Sort(have)
-	for len(have) > 0 && have[0] == word.Load()+1 {
-		word.Store(have[0])
-		have = have[1:]
+	l := e.got[s]
+	if l == nil {
+		l = &landed{}
+		e.got[s] = l
 	}
-	e.got[s] = have
+	l.early = append(l.early, p.seq)
+	slices.Sort(l.early)
+	for len(l.early) > 0 && l.early[0] == l.seq+1 {
+		l.seq, l.early = l.early[0], l.early[1:]
+	}
+	word.Store(l.seq)
 	return true
+}
+
+func (e *end) Forget(from, to int64) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	within := func(s stream) bool { return s.signal >= from && s.signal < to }
+	maps.DeleteFunc(e.sent, func(s stream, _ uint64) bool { return within(s) })
+	maps.DeleteFunc(e.got, func(s stream, _ *landed) bool { return within(s) })
 }
 
 func (e *end) isOpen(off, n int64) bool {

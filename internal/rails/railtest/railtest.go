@@ -94,6 +94,7 @@ func fill(b []byte, seed uint64) {
 func Run(t *testing.T, open func(rails.Config) (rails.Rail, error)) {
 	t.Run("bytes then signal", func(t *testing.T) { bytesThenSignal(t, Ends(t, 2, open)) })
 	t.Run("order", func(t *testing.T) { order(t, Ends(t, 3, open)) })
+	t.Run("forget", func(t *testing.T) { forget(t, Ends(t, 2, open)) })
 	t.Run("bounds", func(t *testing.T) { bounds(t, Ends(t, 2, open), open) })
 	t.Run("interrupt", func(t *testing.T) { interrupt(t, Ends(t, 2, open)) })
 	t.Run("close", func(t *testing.T) { closing(t, Ends(t, 2, open)) })
@@ -144,6 +145,25 @@ func order(t *testing.T, ends []*End) {
 		require.NoError(t, ends[from].Flush(t.Context()))
 		require.EqualValues(t, rounds, ends[2].Word(int64(8*from)))
 	}
+}
+
+// Words that both ends forget count from 1 again, whatever they hold, and the others go on.
+func forget(t *testing.T, ends []*End) {
+	const word, next = 640, 648
+	for k := range uint64(3) {
+		require.NoError(t, ends[0].Put(1, signals, nil, word))
+		require.NoError(t, ends[0].Put(1, signals, nil, next))
+		Await(t, ends[1], word, k+1)
+		Await(t, ends[1], next, k+1)
+	}
+	ends[0].Forget(word, next)
+	ends[1].Forget(word, next)
+	shm.Word(ends[1].Segment, word).Store(0)
+	require.NoError(t, ends[0].Put(1, signals, nil, next))
+	Await(t, ends[1], next, 4)
+	require.NoError(t, ends[0].Put(1, signals, nil, word))
+	Await(t, ends[1], word, 1)
+	require.EqualValues(t, 1, ends[1].Word(word))
 }
 
 // A message to memory that is not open, or without the key, changes nothing and is counted.

@@ -159,6 +159,15 @@ func (r *Rail) Put(peer int, place int64, src []byte, signal int64) error {
 	return nil
 }
 
+// Forget drops the numbers of puts.
+func (r *Rail) Forget(from, to int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.closed {
+		C.swu_forget(r.r, C.int64_t(from), C.int64_t(to))
+	}
+}
+
 // counts are those of now. Memory that nothing reads any more is let go. The caller holds mu.
 func (r *Rail) counts() C.swu_counts {
 	var c C.swu_counts

@@ -412,12 +412,17 @@ int swu_arm(swu_rail *r) { return r->ucp_worker_arm(r->worker) != OK; }
 void swu_wake(swu_rail *r) { r->ucp_worker_signal(r->worker); }
 void swu_counted(const swu_rail *r, swu_counts *out) { *out = r->counts; }
 
-static void drop(stream **table)
+// drop ends the streams of words from one place to before another.
+static void drop(stream **table, int64_t from, int64_t to)
 {
 	for (int i = 0; i < BUCKETS; i++)
-		while (table[i] != NULL) {
-			stream *s = table[i];
-			table[i] = s->next;
+		for (stream **at = &table[i]; *at != NULL;) {
+			stream *s = *at;
+			if (s->signal < from || s->signal >= to) {
+				at = &s->next;
+				continue;
+			}
+			*at = s->next;
 			while (s->early != NULL) {
 				early *e = s->early;
 				s->early = e->next;
@@ -425,6 +430,12 @@ static void drop(stream **table)
 			}
 			free(s);
 		}
+}
+
+void swu_forget(swu_rail *r, int64_t from, int64_t to)
+{
+	drop(r->sent, from, to);
+	drop(r->got, from, to);
 }
 
 // close_eps ends all connections by force, which completes what is under way on them. It takes a second at most.
@@ -460,8 +471,8 @@ void swu_close(swu_rail *r)
 	}
 	if (r->context != NULL)
 		r->ucp_cleanup(r->context);
-	drop(r->sent);
-	drop(r->got);
+	drop(r->sent, INT64_MIN, INT64_MAX);
+	drop(r->got, INT64_MIN, INT64_MAX);
 	dlclose(r->lib);
 	free(r->peers);
 	free(r);

@@ -70,6 +70,7 @@ int swu_connect(swu_rail *r, uint32_t peer, const void *address, char *why, size
 int swu_window(swu_rail *r, int64_t off, int64_t n);
 int swu_put(swu_rail *r, uint32_t peer, int64_t place, const void *src, int64_t n, int64_t signal, char *why,
             size_t why_len);
+void swu_forget(swu_rail *r, int64_t from, int64_t to);
 int swu_failed(const swu_rail *r, uint32_t peer);
 unsigned swu_progress(swu_rail *r);
 int swu_arm(swu_rail *r); // 1: there is something to do
