@@ -43,6 +43,8 @@ def served(rank, size, use_fp8, scales, way, most):
                 mine = x[info[e, first : first + n].long()]
                 torch.testing.assert_close(rows[e, first : first + n].float(), mine.float(), rtol=0.1, atol=0.02)
             y = torch.empty(x.shape, dtype=torch.bfloat16)
+            if way == "strided":
+                y = torch.empty((2 * x.shape[0], HIDDEN), dtype=torch.bfloat16)[::2]
             out = rows * factors(size).view(size, 4)[rank].bfloat16()[:, None, None]
             if way == "zero copy":
                 buffer.get_next_low_latency_combine_buffer(handle).copy_(out)
@@ -66,7 +68,7 @@ def plain(q, scales):
     return (q.float().unflatten(2, (-1, 128)) * scales[..., None]).flatten(2).bfloat16()
 
 
-@pytest.mark.parametrize("way", ["plain", "hook", "async", "zero copy"])
+@pytest.mark.parametrize("way", ["plain", "hook", "async", "zero copy", "strided"])
 @pytest.mark.parametrize(("use_fp8", "scales"), [(False, "float32"), (True, "float32"), (True, "round"), (True, "ue8m0")])
 def test_layers(pair, use_fp8, scales, way):
     pair.run(served, use_fp8, scales, way, MOST)

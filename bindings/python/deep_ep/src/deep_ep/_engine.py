@@ -338,10 +338,12 @@ class Engine:
         self._mark()
         return got, routing
 
-    def combine_slab(self, x: Tensor, routing: Routing, weights: Tensor, first: bool) -> Any:
-        """The sums of weight times row over the experts of each token; weights [tokens, top_k] are this rank's."""
+    def combine_slab(self, x: Tensor, routing: Routing, weights: Tensor, first: bool, out: Optional[Tensor]) -> Any:
+        """The sums of weight times row over the experts of each token, or the first half; weights [tokens, top_k] are this
+        rank's."""
         live = self._alive(routing, x.shape[1], x.dtype)
-        made = taken_up(lambda: live.made.dispatcher.combine(x, live.got, token_weights=weights, async_op=first))
+        call = live.made.dispatcher.combine
+        made = taken_up(lambda: call(x, live.got, token_weights=weights, out=out, async_op=first))
         self._mark()
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Callable, Optional
 
 import torch
@@ -77,19 +78,24 @@ class FewTokens:
         def send() -> Any:
             return engine.send_slab(shape, x, idx.to(torch.int64, copy=True), return_recv_hook)
 
-        (got, routing), event = self._streams.run(engine.device, None, async_finish, (x, idx), send)
-        rows = got.rows.view(local, -1, shape.hidden)
-
-        def receive() -> None:
+        def receive(got: Any) -> None:
             got.wait()
             counts.copy_(torch.as_tensor(got.counts, dtype=torch.int32, device=x.device))
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(counts)
 
-        hook: Hook = receive
-        if not return_recv_hook:
-            hook = None
-            _, event = self._streams.run(engine.device, event, async_finish, (counts,), receive)
+        def whole() -> Any:
+            made = send()
+            receive(made[0])
+            return made
+
+        hook, event = None, None  # type: Hook, Any
+        if return_recv_hook:
+            got, routing = send()
+            hook = partial(receive, got)
+        else:
+            (got, routing), event = self._streams.run(engine.device, None, async_finish, (x, idx, counts), whole)
+        rows = got.rows.view(local, -1, shape.hidden)
         handle = FewHandle(routing, got.sources, counts)
         result = (rows, got.scales) if use_fp8 else rows
         return result, counts, handle, EventOverlap(event, (x, topk_idx) if async_finish else None), hook
@@ -141,18 +147,22 @@ class FewTokens:
         result = out
 
         def send() -> Any:
-            return engine.combine_slab(rows, routing, weights.masked_fill(idx < 0, 0), True)
+            # Sums are written where they belong, unless a combine cannot write there.
+            plain = result.is_contiguous() and result.data_ptr() % 16 == 0
+            given = weights.masked_fill(idx < 0, 0)
+            return engine.combine_slab(rows, routing, given, return_recv_hook, result if plain else None)
 
-        def receive() -> None:
-            result.copy_(engine.ended(combining))
+        def receive(made: Any) -> None:
+            y = engine.ended(made) if return_recv_hook else made
+            if y is not result:
+                result.copy_(y)
 
         inputs = (rows, idx, weights, out)
-        combining, event = self._streams.run(engine.device, None, async_finish, inputs, send)
-        hook: Hook = receive
-        if not return_recv_hook:
-            hook = None
-            _, event = self._streams.run(engine.device, event, async_finish, inputs, receive)
-        return out, EventOverlap(event, inputs if async_finish else None), hook
+        if return_recv_hook:
+            combining = send()
+            return out, EventOverlap(None), partial(receive, combining)
+        _, event = self._streams.run(engine.device, None, async_finish, inputs, lambda: receive(send()))
+        return out, EventOverlap(event, inputs if async_finish else None), None
 
     def get_next_low_latency_combine_buffer(self, handle: FewHandle) -> Tensor:
         """A tensor that low_latency_combine with zero_copy takes its rows from."""
