@@ -26,6 +26,7 @@ type request struct {
 
 var (
 	errFull     = errors.New("too many requests wait")
+	errStarting = errors.New("the server is starting")
 	errStopping = errors.New("the server stops")
 	errNoRanks  = errors.New("all ranks are lost")
 )
@@ -85,10 +86,10 @@ func (f *front) submit(r *request) error {
 	case ready:
 	case failed:
 		return errNoRanks
+	case starting:
+		return errStarting
 	case stopping:
 		return errStopping
-	default:
-		return fmt.Errorf("the server is %s", f.state)
 	}
 	if len(f.queue) >= f.Queue {
 		f.queue = slices.DeleteFunc(f.queue, (*request).gone)
@@ -116,8 +117,27 @@ func (r *request) end(err error) {
 	close(r.next)
 }
 
+// openAnew starts as many ranks as there were at the beginning, after all were lost. Requests that are under way go on with them.
+func (f *front) openAnew() error {
+	if f.fresh != nil {
+		f.drop()
+	}
+	f.become(ready, starting)
+	return f.open()
+}
+
+// become changes the state if it is what it was.
+func (f *front) become(was, now string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.state == was {
+		f.state = now
+	}
+}
+
 // open starts the ranks and has them meet.
 func (f *front) open() error {
+	where := fmt.Sprintf("%s-from-%d", f.meet.Addr, f.started)
 	var seats []*seat
 	for range f.Ranks {
 		s, err := f.sit()
@@ -133,9 +153,13 @@ func (f *front) open() error {
 		s.rank = i
 	}
 	for _, do := range []string{"read", "join"} {
-		answers := ask(seats, func(i int) *order {
+		lag := f.PeerTimeout
+		if do == "read" { // which each does by itself
+			lag = answerTimeout
+		}
+		answers := ask(seats, lag, func(i int) *order {
 			j := f.meet
-			j.Rank, j.Size = i, f.Ranks
+			j.Rank, j.Size, j.Addr = i, f.Ranks, where
 			return &order{Do: do, Join: j}
 		})
 		for i, a := range answers {
@@ -146,8 +170,10 @@ func (f *front) open() error {
 		}
 	}
 	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.seats, f.state = seats, ready
+	f.seats = seats
+	f.mu.Unlock()
+	f.become(starting, ready)
+	f.log.Info("ready", "ranks", f.Ranks, "experts", f.experts())
 	return nil
 }
 
@@ -174,11 +200,8 @@ func (f *front) dismiss(seats []*seat) error {
 func (f *front) loop(ctx context.Context) error {
 	over, told := make(chan struct{}), false
 	defer context.AfterFunc(ctx, func() {
-		f.mu.Lock()
-		if f.state == ready {
-			f.state = stopping
-		}
-		f.mu.Unlock()
+		f.become(ready, stopping)
+		f.become(starting, stopping)
 		f.stir()
 		time.AfterFunc(f.Grace, func() { close(over); f.stir() })
 	})()
@@ -200,8 +223,11 @@ func (f *front) loop(ctx context.Context) error {
 		}
 		switch {
 		case len(f.seats) == 0:
-			f.fail(failed, errNoRanks)
-			return errNoRanks
+			if err := f.openAnew(); err != nil {
+				err = fmt.Errorf("%w, and others do not start: %w", errNoRanks, err)
+				f.fail(failed, err)
+				return err
+			}
 		case len(batch) > 0:
 			f.step(batch)
 		case ctx.Err() != nil:
@@ -243,7 +269,7 @@ func (f *front) step(batch []*request) {
 		o.Temperatures = append(o.Temperatures, r.temperature)
 		o.Draws = append(o.Draws, r.draw())
 	}
-	answers := ask(seats, func(i int) *order { return orders[i] })
+	answers := ask(seats, f.PeerTimeout, func(i int) *order { return orders[i] })
 	f.mu.Lock()
 	f.steps++
 	for i, a := range answers {
@@ -320,7 +346,7 @@ func (f *front) leave() {
 		f.fresh.kill()
 		<-f.fresh.ended
 	}
-	ask(f.seats, sameOrder(&order{Do: "leave"}))
+	ask(f.seats, stopTimeout, sameOrder(&order{Do: "leave"}))
 	for _, s := range f.seats {
 		<-s.ended
 	}

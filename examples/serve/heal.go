@@ -32,7 +32,7 @@ func (f *front) heal() {
 		if len(left) == 0 {
 			return
 		}
-		answers := ask(left, sameOrder(&order{Do: "heal"}))
+		answers := ask(left, f.PeerTimeout, sameOrder(&order{Do: "heal"}))
 		if f.seated(left, answers) {
 			f.log.Info("the ranks go on", "ranks", len(left), "after", time.Since(begin).Round(time.Millisecond), "experts", f.experts())
 			return
@@ -120,7 +120,7 @@ func (f *front) admit() {
 	late := f.meet
 	late.Late, late.Addr, late.Patience = true, here.Addr, admitTimeout
 	seats := append(slices.Clone(f.seats), fresh)
-	answers := ask(seats, func(i int) *order {
+	answers := ask(seats, f.PeerTimeout, func(i int) *order {
 		if seats[i] == fresh {
 			return &order{Do: "join", Join: late}
 		}

@@ -1,7 +1,9 @@
 package main
 
 import (
+	"encoding/gob"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"strings"
@@ -66,11 +68,31 @@ func TestIdleRankIsReplaced(t *testing.T) {
 	require.Equal(t, http.StatusOK, code)
 }
 
-// The last rank serves all, and where it is lost too, requests end with the reason and the server with an error.
-func TestLastRankIsLost(t *testing.T) {
+// The last rank serves all. Where it is lost too, others start, and requests that are under way go on with them.
+func TestAllRanksAreLost(t *testing.T) {
+	const tokens = 300
+	s := startServer(t, "-ranks", "3")
+	want, _, wait := s.crowd(8, tokens, false)
+	wait()
+	got, refused, wait := s.crowd(8, tokens, true)
+	s.until(func(c condition) bool { return c.Running == 8 })
+	s.mu.Lock()
+	for _, seat := range s.seats {
+		seat.kill()
+	}
+	s.mu.Unlock()
+	wait()
+	require.Equal(t, make([]string, 8), refused)
+	require.Equal(t, want, got)
+	require.Equal(t, 3, s.health().Lost)
+	require.NoError(t, s.end())
+}
+
+// If no rank can start, requests end with the reason, and the server with an error.
+func TestNoRankIsLeft(t *testing.T) {
 	s := startServer(t, "-ranks", "2")
 	s.mu.Lock()
-	s.Ranks = 1 // so that none is replaced
+	s.meet.Model = s.model + "-gone"
 	s.mu.Unlock()
 	_, refused, wait := s.crowd(8, 4096, true)
 	s.until(func(c condition) bool { return c.Running == 8 && c.Steps > 10 })
@@ -81,7 +103,8 @@ func TestLastRankIsLost(t *testing.T) {
 	s.strike(0)
 	wait()
 	for _, why := range refused {
-		require.Equal(t, errNoRanks.Error(), why)
+		require.Contains(t, why, errNoRanks.Error()+", and others do not start: ")
+		require.Contains(t, why, "no such file")
 	}
 	require.ErrorIs(t, <-s.ended, errNoRanks)
 	s.ended <- nil
@@ -129,3 +152,26 @@ func TestStepsThatFail(t *testing.T) {
 	require.NotEqual(t, make([]string, 4), refused)
 	require.Eventually(t, func() bool { return s.health().State == ready }, 20*time.Second, 10*time.Millisecond)
 }
+
+// A rank that was stopped when its part of a step was done holds nobody up in a call. It is given up all the same.
+func TestRankThatDoesNotAnswerIsGivenUp(t *testing.T) {
+	var seats []*seat
+	for i := range 2 {
+		orders, to := io.Pipe()
+		s := &seat{rank: i, orders: gob.NewEncoder(to), replies: make(chan reply, 1)}
+		s.kill = sync.OnceFunc(func() { close(s.replies) })
+		seats = append(seats, s)
+		go func() {
+			if new(order).read(orders) == nil && i == 0 {
+				s.replies <- reply{Lost: -1}
+			}
+		}()
+	}
+	begin := time.Now()
+	answers := ask(seats, 50*time.Millisecond, sameOrder(&order{Do: "step"}))
+	require.False(t, answers[0].failed())
+	require.True(t, answers[1].failed())
+	require.Less(t, time.Since(begin), answerTimeout/2)
+}
+
+func (o *order) read(from io.Reader) error { return gob.NewDecoder(from).Decode(o) }

@@ -195,10 +195,10 @@ func (f *front) serve(ctx context.Context, at net.Listener) error {
 	api := &http.Server{Handler: f.handler(), ReadHeaderTimeout: 5 * time.Second, IdleTimeout: 2 * time.Minute}
 	gone := make(chan error, 1)
 	go func() { gone <- api.Serve(at) }()
+	f.log.Info("listening", "at", "http://"+at.Addr().String())
 	if err := f.open(); err != nil {
 		return errors.Join(err, api.Close())
 	}
-	f.log.Info("ready", "at", "http://"+at.Addr().String(), "ranks", f.Ranks, "experts", f.experts())
 	inner, stop := context.WithCancel(ctx)
 	defer stop()
 	ended := make(chan error, 1)

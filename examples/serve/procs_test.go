@@ -29,7 +29,7 @@ type program struct {
 func startProgram(t *testing.T, args ...string) program {
 	args = append([]string{"-procs", "-addr", "127.0.0.1:0", "-model", modelFile(t)}, args...)
 	p := program{Process: proctest.Start(t, proctest.Spec{Part: "serve", Args: args}), t: t}
-	p.Saw(`msg=ready at=\S+`)
+	p.Saw(`msg=ready`)
 	out, _ := p.Output()
 	p.url = regexp.MustCompile(`at=(\S+)`).FindStringSubmatch(out)[1]
 	return p

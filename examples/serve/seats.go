@@ -112,8 +112,9 @@ type answered struct {
 func (a answered) failed() bool { return !a.ok || a.Error != "" }
 
 // ask gives each rank its order and waits for all answers. A rank that another one names as lost is killed, whatever it does: a stopped
-// process, say. So every rank answers or ends.
-func ask(seats []*seat, orders func(i int) *order) []answered {
+// process, say. So is one that is later than another one by more than lag: it may have done its part for the others before it was stopped,
+// and then none of them waits for it. So every rank answers or ends.
+func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered {
 	type one struct {
 		at int
 		answered
@@ -129,7 +130,7 @@ func ask(seats []*seat, orders func(i int) *order) []answered {
 			got <- one{i, answered{a, ok}}
 		}()
 	}
-	late := time.NewTimer(answerTimeout)
+	late := time.NewTimer(answerTimeout) // and after the first answer lag
 	defer late.Stop()
 	done := make([]bool, len(seats))
 	for range seats {
@@ -145,6 +146,10 @@ func ask(seats []*seat, orders func(i int) *order) []answered {
 			o = <-got
 		}
 		done[o.at], all[o.at] = true, o.answered
+		if !o.failed() && lag > 0 {
+			late.Reset(lag)
+			lag = 0
+		}
 		if !o.ok || !o.failed() || o.Lost < 0 {
 			continue
 		}
