@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"math/rand/v2"
 	"net/http"
 	"os"
 	"regexp"
@@ -84,6 +85,34 @@ $`, out.String())
 	p.Signal(syscall.SIGTERM)
 	require.Zero(t, p.Wait())
 	gone(t, ranks)
+}
+
+// Ranks are killed and stopped at any time: while others heal, while fresh ones come, and all that are left. No request fails.
+func TestRanksAreKilledAtAnyTime(t *testing.T) {
+	if testing.Short() {
+		t.Skip("takes 20 s")
+	}
+	p := startProgram(t, "-ranks", "4", "-peer-timeout", "300ms")
+	ctx, stop := context.WithCancel(t.Context())
+	var out strings.Builder
+	ended := make(chan error, 1)
+	go func() { ended <- load(ctx, p.url, 20, 40, &out) }()
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 30 {
+		time.Sleep(time.Duration(10+random.IntN(800)) * time.Millisecond)
+		for _, r := range p.health().Ranks {
+			if random.IntN(3) == 0 {
+				_ = syscall.Kill(r.Process, []syscall.Signal{syscall.SIGKILL, syscall.SIGSTOP}[random.IntN(2)])
+			}
+		}
+	}
+	p.until(func(c condition) bool { return c.State == ready && len(c.Ranks) == 4 })
+	c := p.health()
+	stop()
+	require.NoError(t, <-ended, "%s", &out)
+	t.Logf("%d ranks were lost, %d came one by one\n%s", c.Lost, c.Fresh, &out)
+	p.Signal(syscall.SIGTERM)
+	require.Zero(t, p.Wait())
 }
 
 // /healthz shows which rank the others wait for.

@@ -113,7 +113,8 @@ func (a answered) failed() bool { return !a.ok || a.Error != "" }
 
 // ask gives each rank its order and waits for all answers. A rank that another one names as lost is killed, whatever it does: a stopped
 // process, say. So is one that is later than another one by more than lag: it may have done its part for the others before it was stopped,
-// and then none of them waits for it. So every rank answers or ends.
+// and then none of them waits for it. After an error ranks get more time, in which they find out that others are silent. So every rank
+// answers or ends.
 func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered {
 	type one struct {
 		at int
@@ -130,8 +131,12 @@ func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered
 			got <- one{i, answered{a, ok}}
 		}()
 	}
-	late := time.NewTimer(answerTimeout) // and after the first answer lag
+	late := time.NewTimer(answerTimeout)
+	if len(seats) == 1 { // which waits for nobody
+		late.Reset(3 * lag)
+	}
 	defer late.Stop()
+	inTime, ended := false, false // a rank has answered; one has ended or failed
 	done := make([]bool, len(seats))
 	for range seats {
 		var o one
@@ -146,9 +151,13 @@ func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered
 			o = <-got
 		}
 		done[o.at], all[o.at] = true, o.answered
-		if !o.failed() && lag > 0 {
+		switch {
+		case !o.failed() && !inTime:
 			late.Reset(lag)
-			lag = 0
+			inTime = true
+		case !ended && !inTime:
+			late.Reset(3 * lag)
+			ended = true
 		}
 		if !o.ok || !o.failed() || o.Lost < 0 {
 			continue
