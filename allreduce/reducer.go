@@ -164,6 +164,7 @@ func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCa
 		return err
 	}
 	o.dst, o.src, o.args.Done = dst, src, nil
+	o.args.Note.Algorithm, o.args.Note.Payload = o.args.Algorithm.String(), src.Len()
 	if s != nil {
 		o.args.Done = o.done
 	}

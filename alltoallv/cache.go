@@ -1,12 +1,14 @@
 package alltoallv
 
+import "sync/atomic"
+
 // cache keeps plans by their splits, least recently used ones leave first. It belongs to one rank: a hit says
 // nothing about other ranks and needs nothing from them (X2).
 type cache struct {
 	limit        int
 	plans        map[uint64]*plan // equality is checked on a hit; of two plans with one hash the newer stays
 	root         plan             // sentinel: root.next is the most recently used
-	hits, misses uint64
+	hits, misses atomic.Uint64
 }
 
 func newCache(limit int) *cache {
@@ -25,16 +27,16 @@ func (c *cache) pushFront(p *plan) {
 // get returns the plan of these splits, nil when there is none.
 func (c *cache) get(s *Splits) (*plan, uint64) {
 	if p := c.root.next; p != &c.root && p.splits.equal(s) {
-		c.hits++
+		c.hits.Add(1)
 		return p, p.hash
 	}
 	h := s.hash()
 	p := c.plans[h]
 	if p == nil || !p.splits.equal(s) {
-		c.misses++
+		c.misses.Add(1)
 		return nil, h
 	}
-	c.hits++
+	c.hits.Add(1)
 	c.unlink(p)
 	c.pushFront(p)
 	return p, h

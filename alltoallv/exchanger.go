@@ -49,7 +49,7 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
 	}
 	x := &Exchanger{}
 	mine, err := x.configure(h, o)
-	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.bounds, Timeout: x.options.Timeout, Hosts: true, Rest: x.bounds.Hosts != nil}
+	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.bounds, Timeout: x.options.Timeout, Hosts: true, Rest: x.bounds.Hosts != nil, Counters: x.tell}
 	if x.counters = !h.Serves(memory.Host(make([]byte, 1))); x.counters {
 		own.ExtraBytes = 16 * int64(h.Group().Size())
 	}
@@ -143,6 +143,10 @@ func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, 
 	o.plan, o.dst, o.src, o.live = p, dst, src, sp.Live
 	a := &o.args
 	a.Routes, a.Schedule, a.Barrier, a.Timeout = &p.routes[at], p.schedule[at], barrier, x.options.Timeout
+	a.Note.Algorithm, a.Note.Payload, a.Note.Send, a.Note.Recv = p.chosen[at].Algorithm, p.sendAll, p.routes[0].SendBytes, p.routes[0].RecvBytes
+	if sp.Live.Len() > 0 { // the splits are a guess
+		a.Note.Payload, a.Note.Send, a.Note.Recv = -1, nil, nil
+	}
 	h := x.c.Heap
 	a.Dst, a.Src, a.Splits = h.Operand(dst), h.Operand(src), h.Operand(sp.Live)
 	if a.Dst.Place, a.Dst.Reach = place, at == 1; x.c.Traits.Pulls {
@@ -393,11 +397,17 @@ type CacheStats struct {
 	Entries      int
 }
 
+// tell tells of the cache of plans.
+func (x *Exchanger) tell(add func(name string, n uint64)) {
+	add("plan_cache_hits", x.plans.hits.Load())
+	add("plan_cache_misses", x.plans.misses.Load())
+}
+
 // CacheStats returns this rank's counters.
 func (x *Exchanger) CacheStats() CacheStats {
 	x.c.Lock()
 	defer x.c.Unlock()
-	return CacheStats{x.plans.hits, x.plans.misses, len(x.plans.plans)}
+	return CacheStats{x.plans.hits.Load(), x.plans.misses.Load(), len(x.plans.plans)}
 }
 
 // Close waits for the exchanges on streams and gives the control block back. It is collective and idempotent: no rank frees

@@ -133,6 +133,7 @@ func (g *Group) failed(f *failure, tell bool) {
 		return
 	}
 	g.err = g.errorOf(f)
+	n.note(f, g.err)
 	var ls []link
 	if tell {
 		last := -1

@@ -5,6 +5,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/switchyard-moe/switchyard/internal/flight"
 )
 
 // link carries messages to one peer, in order.
@@ -33,6 +35,10 @@ type node struct {
 
 	hosts *hosts // nil: all ranks are on one host
 
+	flight *flight.Rank // what is known of this rank
+	noted  map[flight.Fault]bool
+	dumb   func() // ends what it tells of the links
+
 	mu      sync.Mutex
 	held    map[int][]message // what is passed on to peers that are not linked yet
 	lingers bool              // dead, and still passes on
@@ -53,6 +59,8 @@ func newNode(id, size int, log *slog.Logger) *node {
 		groups: make(map[uint64]*Group),
 		gone:   make(map[int]*failure),
 		held:   make(map[int][]message),
+		flight: flight.New(id, size),
+		noted:  make(map[flight.Fault]bool),
 		pulse:  pulse{last: time.Now()},
 	}
 }
@@ -264,6 +272,9 @@ func (n *node) activateLocked(g *Group, members []int) (then []func()) {
 		}
 	}
 	then = n.divide(g)
+	if n.dumb == nil { // g is the group that met
+		n.tell(g)
+	}
 	g.active = true
 	early := g.early
 	g.early = nil
@@ -347,7 +358,7 @@ func (n *node) unregister(g *Group) {
 		}
 		ls = n.linksTo(all, -1)
 	}
-	lingers := n.lingers
+	lingers, dumb := n.lingers, n.dumb
 	var open []link // also to ranks that have left and passed on what others said
 	for _, l := range n.links {
 		if l != nil {
@@ -361,6 +372,9 @@ func (n *node) unregister(g *Group) {
 	}
 	if !last {
 		return
+	}
+	if dumb != nil {
+		dumb()
 	}
 	for _, l := range ls {
 		l.send(message{kind: kindBye})
@@ -396,6 +410,7 @@ func (n *node) kill() {
 		return
 	}
 	n.dead = true
+	dumb := n.dumb
 	var gs []*Group
 	for _, g := range n.groups {
 		if g.active {
@@ -416,6 +431,9 @@ func (n *node) kill() {
 		g.failed(n.killed(), false)
 	}
 	n.stop(nil, 0)
+	if dumb != nil {
+		dumb()
+	}
 }
 
 func (n *node) killed() *failure {

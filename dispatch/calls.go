@@ -77,6 +77,7 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*
 		DispatchCall: d.launchOf(l.kind, h), X: d.own(t.X), Scales: d.own(t.Scales), Experts: d.own(t.Experts), Weights: d.own(t.Weights),
 		Ticket: h.ticket,
 	}
+	l.dispatch.Note.Payload = t.X.Len()
 	if err := d.launch(s, l, phase); err != nil {
 		h.Release()
 		d.mu.Lock()
@@ -134,6 +135,7 @@ func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.Vie
 	}
 	l := d.op(kernels.OpRedispatch, h)
 	l.dispatch = kernels.Dispatch{DispatchCall: d.launchOf(l.kind, h), X: d.own(x), Scales: d.own(scales)}
+	l.dispatch.Note.Payload = x.Len()
 	return d.launch(s, l, phase)
 }
 

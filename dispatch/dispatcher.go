@@ -405,7 +405,11 @@ func (d *Dispatcher) op(kind kernels.DispatchOp, h *Handle) *op {
 
 // launchOf are the fields that all launches have.
 func (d *Dispatcher) launchOf(kind kernels.DispatchOp, h *Handle) kernels.DispatchCall {
-	return kernels.DispatchCall{Handle: h.memory, Op: kind, Tokens: h.tokens, Routing: d.routing(h), Blocks: d.options.MaxSMs, Launched: kernels.Launched{Timeout: d.options.Timeout}}
+	l := kernels.Launched{Timeout: d.options.Timeout, Note: kernels.Note{Algorithm: d.options.Layout.String(), Payload: -1}}
+	if d.options.LowLatency {
+		l.Note.Algorithm = "low latency"
+	}
+	return kernels.DispatchCall{Handle: h.memory, Op: kind, Tokens: h.tokens, Routing: d.routing(h), Blocks: d.options.MaxSMs, Launched: l}
 }
 
 // launch puts a call, or the half of it in phase, on s. After the first half the handle keeps the second.

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 )
 
 // Engine launches the kernels of one rank of one symmetric heap. The heap makes it, for the device its memory is on, and
@@ -64,6 +65,8 @@ type Operation interface {
 	Operation() string
 	// Finish calls Done, if it is set. Engines call it.
 	Finish(error)
+	// Noted is what the rank notes of the call.
+	Noted() *Note
 }
 
 // Layout is the size of a control block.
@@ -142,7 +145,23 @@ type Launched struct {
 	// Done, when set, is called once after the engine's last use of the operation, with the error that is known by then. An
 	// operation that could not be enqueued is not done.
 	Done func(error)
+	// Note is what the rank notes of the call.
+	Note Note
 }
+
+// Note is what a rank notes of a call, for those who look on.
+type Note struct {
+	// Algorithm is a name, and Payload the length of the rank's input, -1 where it is not known.
+	Algorithm string
+	Payload   int64
+	// Send and Recv are the bytes to and from each rank, nil where splits do not say that.
+	Send, Recv []int64
+	// Ticket is the call, once it has begun. Engines that run it on the host say when it starts and ends.
+	flight.Ticket
+}
+
+// Noted is the note.
+func (l *Launched) Noted() *Note { return &l.Note }
 
 // Finish calls Done, if it is set.
 func (l *Launched) Finish(err error) {

@@ -70,6 +70,7 @@ func (h *Heap) Close(ctx context.Context) (err error) {
 	if h.closed.Swap(true) {
 		return nil
 	}
+	h.mute()
 	end := h.bounded(ctx)
 	defer func() { err = end(err) }()
 	h.mu.Lock()

@@ -45,6 +45,7 @@ type Heap struct {
 	// together serialises this rank's collective calls.
 	together sync.Mutex
 	unhook   func()
+	mute     func() // ends what it tells of itself
 	closed   atomic.Bool
 	// registered is what lookups by identity go through, newest last.
 	registered atomic.Pointer[[]*Registration]
@@ -201,6 +202,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		return err
 	}
 	h.unhook = g.OnFailure(func(error) { h.abort() })
+	h.mute = h.tell()
 	return nil
 }
 

@@ -2,6 +2,8 @@
 //
 //	switchyard run -n 4 ./worker -its -own -flags
 //	switchyard doctor
+//	switchyard status
+//	switchyard dump
 //	switchyard version
 //	switchyard env
 //
@@ -33,6 +35,12 @@
 // Doctor looks at this machine: versions, limits, launchers, containers, the driver, GPUs and their links. Two ranks, each a process, then
 // exchange bytes, on the host and where there are GPUs on those. Every finding that is not fine comes with its cure. The exit code is 1 if one
 // is a problem. -json prints an object a line: check, state (ok, note or problem), says, cure.
+//
+// # Status and dump
+//
+// Status asks the processes of this user on this host, in this network namespace, what their ranks do: who waits for whom and since when,
+// calls, heaps, faults. A process that does not answer within 2 s is stopped, or has no core. -pid asks one process, -every 1s asks again and
+// again. Dump prints the last 2,048 calls of each rank as JSON lines, behind a line with the state. The exit code is 1 if no process answers.
 package main
 
 import (
@@ -59,6 +67,9 @@ const usage = `usage: switchyard COMMAND
                                        run -h lists the flags
   doctor                               look at this machine, and have two ranks
                                        exchange bytes; findings have cures
+  status [-json] [-pid N] [-every 1s]  ask running ranks who waits for whom,
+                                       what they call, what their heaps hold
+  dump [-pid N]                        print the last calls of running ranks
   version                              print the version
   env                                  list the environment variables that
                                        Switchyard reads, and their values
@@ -77,6 +88,10 @@ func command(args []string, stdout, stderr io.Writer) int {
 		return run(rest, stdout, stderr)
 	case "doctor":
 		return doctor(rest, stdout, stderr)
+	case "status":
+		return status(rest, stdout, stderr)
+	case "dump":
+		return dump(rest, stdout, stderr)
 	case "version", "-version", "--version":
 		if len(rest) > 0 {
 			fmt.Fprintf(stderr, "switchyard version: %q is too much\n", rest)

@@ -14,8 +14,10 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/internal/env"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/observe"
 )
 
 // ErrEarlier is the condition of a call that was not made, because an earlier one is known now to have failed.
@@ -40,6 +42,8 @@ type Config struct {
 	Timeout time.Duration
 	// Hosts says that launches may span hosts.
 	Hosts bool
+	// Counters, when set, tells numbers that only grow, by name. Any goroutine may call it, also while a call runs.
+	Counters func(add func(name string, n uint64))
 	// Rest has Close look for what launches have left behind, when all ranks' launches have ended, and report it. It costs a meeting.
 	Rest bool
 }
@@ -56,6 +60,8 @@ type Communicator struct {
 	within time.Duration
 	rest   bool
 	trace  *slog.Logger // gets a line for every call; nil without trace level
+	notes  *flight.Recorder
+	mute   func() // ends what it tells of itself
 
 	calls  sync.Mutex
 	closed bool
@@ -90,6 +96,10 @@ func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Commun
 		return nil, errors.Join(fmt.Errorf("%s: memory for control block and staging: %w", o.Name, err), c.release())
 	}
 	c.Traits = c.port.Ready()
+	rank, members := c.Group.Flight()
+	c.notes = rank.Recorder(c.Group.Name(), c.block.Offset(), members)
+	c.mute = rank.Add(&flight.Part{Counters: o.Counters})
+	observe.FromEnv(c.Group.Logger())
 	return c, nil
 }
 
@@ -224,14 +234,31 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 	defer cuda.StartRange(op.Operation()).End()
 	c.log(s, op)
+	t := c.begin(s, op)
 	err := c.order(s)
 	if err == nil {
 		if err = c.port.Launch(s, op); err != nil && s == nil {
 			c.Done(err)
 		}
 	}
+	return c.launched(t, err)
+}
+
+// begin notes a call.
+func (c *Communicator) begin(s device.Stream, op kernels.Operation) flight.Ticket {
+	n := op.Noted()
+	n.Ticket = c.notes.Begin(op.Operation(), n.Algorithm, n.Payload, s != nil, n.Send, n.Recv)
+	return n.Ticket
+}
+
+// launched is the error of a launch, and notes what the engine does not.
+func (c *Communicator) launched(t flight.Ticket, err error) error {
 	if err != nil {
+		t.Finished(err)
 		return fmt.Errorf("%s: %w", c.name, err)
+	}
+	if c.Traits.Multiprocessors {
+		t.Unseen()
 	}
 	return nil
 }
@@ -251,10 +278,8 @@ func (c *Communicator) LaunchApart(s device.Stream, op kernels.Operation) error 
 	defer c.apart.Done()
 	defer cuda.StartRange(op.Operation()).End()
 	c.log(s, op)
-	if err := c.port.Launch(s, op); err != nil {
-		return fmt.Errorf("%s: %w", c.name, err)
-	}
-	return nil
+	t := c.begin(s, op)
+	return c.launched(t, c.port.Launch(s, op))
 }
 
 // log writes a line of trace.
@@ -301,6 +326,7 @@ func (c *Communicator) Close(ctx context.Context) error {
 	if was {
 		return nil
 	}
+	c.mute()
 	err := c.port.Drain(ctx, last)
 	// A call of LaunchApart may have been let in just before c was closed, and reach the port only now.
 	err = errors.Join(err, kernels.Drain(ctx, func() error { c.apart.Wait(); return nil }, func() { _ = c.port.Drain(ctx, last) }))

@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -35,7 +36,7 @@ func (s *stream) Device() device.Device       { return device.Host() }
 func (*stream) Record() (device.Event, error) { return device.Event{}, nil }
 
 func TestALaunchWaitsForTheOneBefore(t *testing.T) {
-	c, a, b := &Communicator{port: &port{}}, &stream{}, &stream{}
+	c, a, b := &Communicator{notes: notes(), port: &port{}}, &stream{}, &stream{}
 	for _, s := range []*stream{a, a, b, b, a} {
 		require.NoError(t, c.Launch(s, &kernels.AllToAllV{}))
 	}
@@ -45,7 +46,7 @@ func TestALaunchWaitsForTheOneBefore(t *testing.T) {
 // A graph has no past: what is captured waits for nobody, and nobody waits for it.
 func TestACapturedLaunchHasNoPlaceInTheOrder(t *testing.T) {
 	p := &port{}
-	c, a, b, graph := &Communicator{port: p}, &stream{}, &stream{}, &stream{captured: true}
+	c, a, b, graph := &Communicator{notes: notes(), port: p}, &stream{}, &stream{}, &stream{captured: true}
 	for _, s := range []*stream{a, graph, graph, a} {
 		require.NoError(t, c.Launch(s, &kernels.AllToAllV{}))
 	}
@@ -60,7 +61,7 @@ func TestACapturedLaunchHasNoPlaceInTheOrder(t *testing.T) {
 
 func TestOnlyWhatFailsHalfWayBreaks(t *testing.T) {
 	p := &port{err: errors.New("no room in the stream")}
-	c, s := &Communicator{port: p}, &stream{}
+	c, s := &Communicator{notes: notes(), port: p}, &stream{}
 	require.Error(t, c.Launch(s, &kernels.AllToAllV{}))
 	require.Nil(t, c.broken.Load(), "it was not enqueued")
 	c.Done(nil)
@@ -76,3 +77,5 @@ func TestOnlyWhatFailsHalfWayBreaks(t *testing.T) {
 	c.Done(errors.New("later"))
 	require.ErrorIs(t, *c.broken.Load(), p.err, "the first stays")
 }
+
+func notes() *flight.Recorder { return flight.New(0, 1).Recorder("world", 0, []int{0}) }

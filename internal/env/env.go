@@ -39,6 +39,9 @@ const (
 	hostID      = "SWITCHYARD_HOSTID"
 	debug       = "SWITCHYARD_DEBUG"
 	nvtx        = "SWITCHYARD_NVTX"
+	metrics     = "SWITCHYARD_METRICS"
+	status      = "SWITCHYARD_STATUS"
+	dump        = "SWITCHYARD_DUMP"
 	cudaHeap    = "SWITCHYARD_CUDA_HEAP"
 
 	injection = "NVTX_INJECTION64_PATH"
@@ -99,6 +102,9 @@ func known() []Variable {
 		{Name: peerTimeout, Default: "10s", Meaning: "How long a rank may be silent before it counts as lost, at least 100ms."},
 		{Name: hostID, Default: "none", Meaning: "A name in front of what tells hosts apart, the boot of the machine and the network namespace: ranks with different names are on different hosts. Ranks of one host have the same."},
 		{Name: debug, Default: "silent", Meaning: "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},
+		{Name: metrics, Default: "none", Meaning: "Where metrics can be had: :9400 is a port on this host's loopback, plus the local rank; 0.0.0.0:9400 serves other hosts too; a path names a file for node_exporter."},
+		{Name: status, Default: "1", Meaning: "0 closes the socket by which switchyard status and switchyard dump ask a process of the same user, and serves no metrics."},
+		{Name: dump, Default: "none", Meaning: "A folder for dumps: when a group fails, every process writes the last calls of its ranks there."},
 		{Name: nvtx, Default: "0", Meaning: "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
 		{Name: injection, Default: "no profiler", Meaning: "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
 		{Name: cudaHeap, Default: "36M and 20M a rank", Meaning: "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
@@ -113,6 +119,15 @@ func (v Variable) Value() string { return os.Getenv(v.Name) }
 
 // Secret is what ranks must prove to know when they join, empty where nobody has said.
 func Secret() string { return os.Getenv(secret) }
+
+// Metrics says where metrics are to be had, empty where nowhere.
+func Metrics() string { return strings.TrimSpace(os.Getenv(metrics)) }
+
+// Status reports whether a process shows what its ranks do.
+func Status() bool { return strings.TrimSpace(os.Getenv(status)) != "0" }
+
+// DumpFolder is where a process dumps its last calls when a group fails, empty where nowhere.
+func DumpFolder() string { return os.Getenv(dump) }
 
 // HostID is the name that the environment gives to this host, empty where it gives none.
 func HostID() string { return os.Getenv(hostID) }

@@ -327,6 +327,7 @@ func (a *across) rest(e *Engine) error {
 // idleAcross waits a little for a rank of another host. It sleeps at once: what brings the bytes needs a core, and rings.
 func (w *waiter) idleAcross(rank int) error {
 	w.polls++
+	w.rank = rank
 	if w.polls == 1 {
 		w.since, w.told, w.looks = time.Now(), 0, false
 	}
@@ -342,6 +343,7 @@ func (w *waiter) idleAcross(rank int) error {
 		log.Info("waiting", "rank", w.e.space.Name(w.e.space.Rank), "for", rank, "call", fmt.Sprintf("%d, %v", w.call.epoch, w.call.op),
 			"waited", waited.Round(time.Second), "timeout", w.timeout)
 	}
+	w.port.waits.show(w)
 	if !w.entered {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)

@@ -32,8 +32,11 @@ type Engine struct {
 	began      time.Time                     // from which patience counts
 	patience   shm.Patience                  // of all waits of this rank
 
+	waited []atomic.Pointer[[]atomic.Int64] // nanoseconds, by opcode and peer
+
 	mu    sync.Mutex
 	tasks []*task
+	ports []*port // open ones
 }
 
 // coreCacheBytes is the working set up to which a core copies fast: 2 MiB of L2 and what a line or two of L3 adds, on the
@@ -55,6 +58,7 @@ func New(space kernels.Space, bells []*Bell, why func() error) *Engine {
 	}
 	own := space.Segment(space.Rank)
 	e.abort = shm.Word(own, kernels.AbortOffset)
+	e.waited = make([]atomic.Pointer[[]atomic.Int64], len(families())<<numberBits)
 	e.peers = make([]peer, space.Size)
 	if bells != nil {
 		e.pullFrom = 0
@@ -99,6 +103,7 @@ func (t *task) Run() error {
 	p.e.mu.Lock()
 	p.e.tasks = append(p.e.tasks, t)
 	p.e.mu.Unlock()
+	op.Noted().Started()
 	return p.run(op)
 }
 

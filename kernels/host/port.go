@@ -3,6 +3,7 @@ package host
 import (
 	"context"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -17,6 +18,7 @@ type port struct {
 	fam     family
 	ops     map[string]opcode
 	leaving atomic.Bool    // its waits are over
+	waits   waits          // the wait of the call that runs
 	pending sync.WaitGroup // launches that have not ended
 }
 
@@ -43,7 +45,11 @@ func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
 		return nil, err
 	}
 	x.open(e)
-	return &port{e: e, name: f.Family(), fam: x, ops: opcodesOf(place)}, nil
+	p := &port{e: e, name: f.Family(), fam: x, ops: opcodesOf(place)}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.ports = append(e.ports, p)
+	return p, nil
 }
 
 // Close does nothing: the heap has the memory.
@@ -77,6 +83,8 @@ func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 func (p *port) run(op kernels.Operation) error {
 	defer p.pending.Done()
 	err := p.fam.run(p, op)
+	p.waits.end()
+	op.Noted().Finished(err)
 	op.Finish(err)
 	return err
 }
@@ -108,5 +116,10 @@ func (p *port) Rest() error {
 	return nil
 }
 
-// Close does nothing.
-func (*port) Close() error { return nil }
+// Close forgets the port.
+func (p *port) Close() error {
+	p.e.mu.Lock()
+	defer p.e.mu.Unlock()
+	p.e.ports = slices.DeleteFunc(p.e.ports, func(q *port) bool { return q == p })
+	return nil
+}

@@ -3,7 +3,6 @@ package host
 import (
 	"fmt"
 	"runtime"
-	"sync/atomic"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -33,7 +32,8 @@ const (
 // that did.
 type waiter struct {
 	e       *Engine
-	leaving *atomic.Bool // the port's: not to wait any more
+	port    *port
+	rank    int // of the group, that it has waited for last
 	call    call
 	with    sizer
 	timeout time.Duration
@@ -65,17 +65,14 @@ type sizer interface{ sizes(peer int) string }
 // begin is the beginning of a call.
 func (w *waiter) begin(p *port, with sizer, c call, timeout time.Duration) {
 	e := p.e
-	w.e, w.leaving, w.with, w.call, w.timeout, w.polls, w.other, w.meets, w.woken, w.awaits = e, &p.leaving, with, c, timeout, 0, 0, 0, false, 0
+	w.e, w.port, w.with, w.call, w.timeout, w.polls, w.other, w.meets, w.woken, w.awaits = e, p, with, c, timeout, 0, 0, 0, false, 0
 	if own := &e.peers[e.space.Rank]; own.awaited.Load() != 0 && own.waiting.Load() == 0 {
 		own.awaited.Store(0) // its wait has failed, and it goes on
 	}
 }
 
 func (w *waiter) busy() {
-	if w.polls > 1 && w.looks {
-		w.looked(true)
-	}
-	w.polls = 0
+	w.ended()
 	if w.awaits != 0 {
 		w.e.peers[w.e.space.Rank].awaited.CompareAndSwap(w.awaits, 0)
 		w.awaits = 0
@@ -84,6 +81,7 @@ func (w *waiter) busy() {
 }
 
 func (w *waiter) leave() {
+	w.ended()
 	if w.entered {
 		w.entered = false
 		w.e.leave(&w.sleeper)
@@ -95,6 +93,7 @@ func (w *waiter) leave() {
 // comm.ErrOutOfStep when the wait is over without success.
 func (w *waiter) idle(peer int) error {
 	w.polls++
+	w.rank = w.e.space.Name(peer)
 	if w.e.step != nil {
 		return w.e.step(idlePass, peer)
 	}
@@ -120,7 +119,7 @@ func (w *waiter) idle(peer int) error {
 			w.e.yield()
 			return nil
 		}
-		w.looked(false)
+		w.looked(time.Now(), false)
 	}
 	if w.over() {
 		return comm.ErrAborted
@@ -139,6 +138,7 @@ func (w *waiter) idle(peer int) error {
 		w.tell(peer, waited)
 	}
 	w.await(peer)
+	w.port.waits.show(w)
 	if !w.entered {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)
@@ -154,14 +154,27 @@ func (w *waiter) idle(peer int) error {
 }
 
 // looked ends the part of a wait in which this rank looks.
-func (w *waiter) looked(answered bool) {
+func (w *waiter) looked(now time.Time, answered bool) {
 	w.looks = false
-	now := time.Now()
 	w.e.patience.Looked(now.Sub(w.e.began), now.Sub(w.since), answered)
 }
 
+// ended is the end of a wait, if this rank waits.
+func (w *waiter) ended() {
+	polls := w.polls
+	if w.polls = 0; polls <= 1 || w.e.step != nil {
+		return
+	}
+	now := time.Now()
+	if w.looks {
+		w.looked(now, true)
+	}
+	w.e.note(w.call.op, w.rank, now.Sub(w.since))
+	w.port.waits.end()
+}
+
 // over reports whether waiting has no sense any more, for the heap or for the port.
-func (w *waiter) over() bool { return w.e.abort.Load() != 0 || w.leaving.Load() }
+func (w *waiter) over() bool { return w.e.abort.Load() != 0 || w.port.leaving.Load() }
 
 // sizes is what this call exchanges with peer, in parentheses.
 func (w *waiter) sizes(peer int) string {

@@ -74,20 +74,21 @@ func TestNothingDependsOnNVML(t *testing.T) {
 // line names is a unit with all packages below it, unless they have a line themselves. make docs copies the table to ARCHITECTURE.md.
 var floors = [][]string{
 	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "internal/proctest", "."}, // the process around the library, and the version
-	{"internal/shm", "internal/vec", "internal/cuda"},                                                      // mappings, vector loops, the CUDA driver
-	{"comm", "device"},                // ranks meet; streams and events of a device
-	{"device/nvml"},                   // what NVIDIA's management library tells
-	{"kernels"},                       // the launch language of plans and engines
-	{"kernels/host", "kernels/cuda"},  // the engines, in Go and in CUDA C++
-	{"internal/agree"},                // ranks find out whether they make the same call with the same values
-	{"internal/rails"},                // what carries bytes between hosts
-	{"memory"},                        // the symmetric heap, pool and registration; it chooses the engine
-	{"internal/communicator"},         // the life of a communicator
-	{"alltoallv", "allreduce", "p2p"}, // plans, choice of algorithm, gradient buckets; two ranks
-	{"dispatch"},                      // MoE routing, expert placement
-	{"stack", "rebalance"},            // all that a worker opens on a group; experts move to where ranks are equally busy
-	{"internal/worldtest", "test"},    // tests of several ranks, and of pages
-	{"bindings", "cmd", "examples"},   // programs
+	{"internal/flight"}, // what ranks note of their calls
+	{"internal/shm", "internal/vec", "internal/cuda"}, // mappings, vector loops, the CUDA driver
+	{"comm", "device", "observe"},                     // ranks meet; streams and events of a device; what ranks do, for those who look on
+	{"device/nvml"},                                   // what NVIDIA's management library tells
+	{"kernels"},                                       // the launch language of plans and engines
+	{"kernels/host", "kernels/cuda"},                  // the engines, in Go and in CUDA C++
+	{"internal/agree"},                                // ranks find out whether they make the same call with the same values
+	{"internal/rails"},                                // what carries bytes between hosts
+	{"memory"},                                        // the symmetric heap, pool and registration; it chooses the engine
+	{"internal/communicator"},                         // the life of a communicator
+	{"alltoallv", "allreduce", "p2p"},                 // plans, choice of algorithm, gradient buckets; two ranks
+	{"dispatch"},                                      // MoE routing, expert placement
+	{"stack", "rebalance"},                            // all that a worker opens on a group; experts move to where ranks are equally busy
+	{"internal/worldtest", "test"},                    // tests of several ranks, and of pages
+	{"bindings", "cmd", "examples"},                   // programs
 }
 
 // importers bounds who imports a package beyond what the floors say.

@@ -1,0 +1,94 @@
+package observe
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Process is a process of this user that has a socket.
+type Process struct {
+	Pid int
+	// State is what its ranks know. Err says why it did not tell it; a process that is stopped has not answered in time.
+	State State
+	Err   error
+}
+
+// askWithin bounds the time that a process gets to answer.
+const askWithin = 2 * time.Second
+
+// Processes asks all processes of this user in this network namespace for their state, side by side. A process that does not answer within 2 s
+// has an error.
+func Processes(ctx context.Context) ([]Process, error) {
+	pids, err := listening()
+	if err != nil {
+		return nil, fmt.Errorf("observe: %w", err)
+	}
+	ps := make([]Process, len(pids))
+	var all sync.WaitGroup
+	for i, pid := range pids {
+		ps[i].Pid = pid
+		all.Go(func() {
+			ps[i].Err = Ask(ctx, pid, "/state", func(r io.Reader) error { return json.NewDecoder(r).Decode(&ps[i].State) })
+		})
+	}
+	all.Wait()
+	return ps, nil
+}
+
+// Ask gets a path of a process's [Handler] by its socket.
+func Ask(ctx context.Context, pid int, path string, read func(io.Reader) error) error {
+	ctx, cancel := context.WithTimeout(ctx, askWithin)
+	defer cancel()
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+		var d net.Dialer
+		return d.DialContext(ctx, "unix", socketPrefix(os.Geteuid())+strconv.Itoa(pid))
+	}}}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://switchyard"+path, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return fmt.Errorf("observe: process %d: %w", pid, err)
+	}
+	defer func() { _ = resp.Body.Close() }()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("observe: process %d: %s", pid, resp.Status)
+	}
+	if err := read(resp.Body); err != nil {
+		return fmt.Errorf("observe: process %d: %w", pid, err)
+	}
+	return nil
+}
+
+// listening are the processes of this user whose sockets are in the kernel's list.
+func listening() (pids []int, err error) {
+	f, err := os.Open("/proc/net/unix")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	prefix := socketPrefix(os.Geteuid())
+	for lines := bufio.NewScanner(f); lines.Scan(); {
+		words := strings.Fields(lines.Text())
+		if number, ok := strings.CutPrefix(words[len(words)-1], prefix); ok {
+			if pid, err := strconv.Atoi(number); err == nil && !slices.Contains(pids, pid) {
+				pids = append(pids, pid)
+			}
+		}
+	}
+	slices.SortFunc(pids, cmp.Compare[int])
+	return pids, nil
+}

@@ -1,0 +1,104 @@
+package observe
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// notable is the least wait that a verdict tells of.
+const notable = 5 * time.Millisecond
+
+// verdict says who is waited for, in words: the rank that most waiting ranks wait for in the end, and what it has not done. It is empty where
+// no rank has waited for 5 ms.
+func verdict(ranks []Rank) string {
+	type blame struct {
+		group   string
+		rank    int
+		waiting int           // ranks that wait for it in the end
+		longest time.Duration // of their waits
+		call    *Waiting
+		absent  bool
+	}
+	var blames []*blame
+	answers := map[string]map[int]bool{} // ranks by group
+	for i := range ranks {
+		if answers[ranks[i].Group] == nil {
+			answers[ranks[i].Group] = map[int]bool{}
+		}
+		answers[ranks[i].Group][ranks[i].Rank] = true
+	}
+	for i := range ranks {
+		r := &ranks[i]
+		longest := slices.MaxFunc(append([]Waiting{{}}, r.Waiting...), func(a, b Waiting) int { return int((a.Seconds - b.Seconds) * 1e9) })
+		if longest.Seconds < notable.Seconds() {
+			continue
+		}
+		culprit, absent := longest.For, slices.Contains(longest.Absent, longest.For)
+		if len(longest.Absent) > 0 && !absent {
+			culprit, absent = longest.Absent[0], true
+		}
+		if !absent {
+			culprit = follow(r, culprit, answers[r.Group])
+		}
+		at := slices.IndexFunc(blames, func(b *blame) bool { return b.group == r.Group && b.rank == culprit })
+		if at < 0 {
+			at = len(blames)
+			blames = append(blames, &blame{group: r.Group, rank: culprit})
+		}
+		b := blames[at]
+		b.waiting++
+		if d := time.Duration(longest.Seconds * 1e9); d > b.longest {
+			b.longest, b.call, b.absent = d, &longest, absent
+		}
+	}
+	slices.SortStableFunc(blames, func(a, b *blame) int { return b.waiting - a.waiting })
+	var words []string
+	for _, b := range blames {
+		call := b.call.Operation
+		if b.call.Call != 0 {
+			call = fmt.Sprintf("%s %d", call, b.call.Call)
+		}
+		what := fmt.Sprintf("rank %d does not come further in %s", b.rank, call)
+		if b.absent {
+			what = fmt.Sprintf("rank %d has not entered %s", b.rank, call)
+		}
+		wait := "ranks wait"
+		if b.waiting == 1 {
+			wait = "rank waits"
+		}
+		words = append(words, fmt.Sprintf("%s of group %s; %d %s, the longest %v", what, b.call.Group, b.waiting, wait, b.longest.Round(time.Millisecond)))
+	}
+	return strings.Join(words, ". ")
+}
+
+// follow goes from a rank on along those that it waits for itself, as the memory of r's heaps tells. It ends at a rank that waits for nobody, or
+// whose process does not answer while others do: a rank that was stopped in a wait still says that it waits. Where the way leads in a circle
+// for another reason, the one that most ranks wait for is to blame, among those the first on the way.
+func follow(r *Rank, peer int, answers map[int]bool) int {
+	for _, h := range r.Heaps {
+		if len(h.Awaits) == 0 {
+			continue
+		}
+		waiting := make([]int, len(h.Awaits)) // ranks that wait for a rank
+		for _, whom := range h.Awaits {
+			if whom >= 0 {
+				waiting[whom]++
+			}
+		}
+		var way []int
+		for {
+			next := h.Awaits[peer]
+			if next < 0 || next == r.Rank || len(answers) > 1 && !answers[peer] {
+				return peer
+			}
+			if at := slices.Index(way, peer); at >= 0 {
+				return slices.MaxFunc(way[at:], func(a, b int) int { return waiting[a] - waiting[b] })
+			}
+			way = append(way, peer)
+			peer = next
+		}
+	}
+	return peer
+}
