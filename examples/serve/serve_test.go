@@ -247,6 +247,24 @@ func TestRequestEndsWithItsClient(t *testing.T) {
 	}
 }
 
+// Clients that do not read their streams, and connections without a request, hold up nobody: the ranks make the answers all the same.
+func TestSlowReadersHoldUpNobody(t *testing.T) {
+	s := startServer(t, "-ranks", "2")
+	for range 50 {
+		c, err := net.Dial("tcp", strings.TrimPrefix(s.url, "http://"))
+		require.NoError(t, err)
+		defer c.Close()
+	}
+	const each = 1500
+	for range 8 {
+		r := s.post(t.Context(), fmt.Sprintf(`{"prompt": "x", "max_tokens": %d, "stream": true}`, each))
+		defer r.Body.Close()
+	}
+	_, refused, code := s.ask(`{"prompt": "x", "max_tokens": 20}`)
+	require.Equal(t, http.StatusOK, code, refused)
+	s.until(func(c condition) bool { return c.Running == 0 && c.Tokens == 8*each+20 })
+}
+
 // What is under way when the server is told to stop is answered. Others are refused, with the reason.
 func TestStopAnswersWhatIsUnderWay(t *testing.T) {
 	s := startServer(t, "-ranks", "1", "-batch", "2")
