@@ -18,6 +18,11 @@
 // they meet, and a random SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. The
 // ranks' standard input is empty.
 //
+// Ranks on several hosts are started by the command on each of them, with -nodes, -node and -addr, and a SWITCHYARD_SECRET that is the same:
+//
+//	switchyard run -nodes 2 -node 0 -addr node0:29500 -n 4 ./worker
+//	switchyard run -nodes 2 -node 1 -addr node0:29500 -n 4 ./worker
+//
 // The output of ranks appears line by line behind a prefix with the rank's number. A program that a rank leaves behind keeps
 // nobody: its output ends once it was silent for 200 ms in all, or has printed 4 MiB.
 //

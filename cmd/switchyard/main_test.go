@@ -342,6 +342,25 @@ func TestRanksEndWithTheLauncher(t *testing.T) {
 }
 
 // runs reports whether a process is there and not just waiting to be reaped.
+// Runs on two hosts, each started by itself, make one world.
+func TestRanksOfSeveralHostsMeet(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	spaces := proctest.Namespaces(t, 2)
+	var nodes []*proctest.Process
+	for i, s := range spaces {
+		nodes = append(nodes, start(t, proctest.Spec{Via: s.Via, Env: []string{"SWITCHYARD_SECRET=mine"}, Args: []string{"run", "-nodes", "2", "-node", strconv.Itoa(i),
+			"-addr", spaces[0].IP + ":29500", "-n", "2", "env", proctest.As("worker"), self}}))
+	}
+	for i, want := range [][]string{{"[0] rank 0 of 4 met abcd, secret 4", "[1] rank 1 of 4 met abcd, secret 4"},
+		{"[2] rank 2 of 4 met abcd, secret 4", "[3] rank 3 of 4 met abcd, secret 4"}} {
+		code := nodes[i].Wait()
+		out, errs := nodes[i].Output()
+		require.Zero(t, code, errs)
+		require.Equal(t, want, sorted(out))
+	}
+}
+
 func runs(pid int) bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	return err == nil && !bytes.Contains(stat, []byte(") Z "))
@@ -365,6 +384,12 @@ func TestCommandLines(t *testing.T) {
 		{"run -n 2", 2, "which program?"},
 		{"run -n x sh", 2, "invalid value"},
 		{"run -n 2 -port 65535 sh", 2, "-port 65535, want 1 to 65534"},
+		{"run -n 2 -nodes 2 sh", 2, `-addr "", want HOST:PORT of node 0`},
+		{"run -n 2 -nodes 2 -addr host sh", 2, `-addr "host", want HOST:PORT of node 0`},
+		{"run -n 2 -nodes 2 -addr host:65535 sh", 2, "a port of 1 to 65534"},
+		{"run -n 2 -nodes 2 -node 2 -addr host:29500 sh", 2, "-node 2 of -nodes 2"},
+		{"run -n 2 -nodes 2 -port 7 -addr host:29500 sh", 2, "-port 7 with -addr host:29500"},
+		{"run -n 2 -nodes 2 -addr host:29500 sh", 2, "need one SWITCHYARD_SECRET"},
 		{"run -n 2 ./not-there", exitNotFound, "not-there"},
 		{"run -n 2 not-there", exitNotFound, "not found in $PATH\n"},
 		{"run -n 2 my-worker", exitNotFound, "not found in $PATH; did you mean ./my-worker?\n"},

@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"strconv"
 	"syscall"
 	"time"
 
@@ -56,7 +57,10 @@ func run(args []string, stdout, stderr io.Writer) int {
 		flags.PrintDefaults()
 		fmt.Fprint(stderr, signalsHelp)
 	}
-	n := flags.Int("n", 0, "how many `ranks` to start")
+	n := flags.Int("n", 0, "how many `ranks` to start on this host")
+	nodes := flags.Int("nodes", 1, "on how many `hosts` this command is run, with equal flags\nbut for -node")
+	node := flags.Int("node", 0, "which of them this is, the `number` from 0 on; ranks count on\nfrom host to host")
+	addr := flags.String("addr", "", "with -nodes: `host:port` of node 0, which is MASTER_ADDR and\nMASTER_PORT of all ranks; they meet on the port behind it.\nSWITCHYARD_SECRET has to be the same on all hosts")
 	port := flags.Int("port", 0, "MASTER_PORT of the ranks, which meet on the `port` behind it;\n0: one that is free")
 	prefix := flags.Bool("prefix", true, "begin every line that a rank prints with its number")
 	grace := flags.Duration("grace", 5*time.Second, "how long ranks may take to end once one has failed,\nor a signal told them to; then they are killed")
@@ -82,6 +86,16 @@ func run(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "switchyard run: which program? It comes behind the flags: switchyard run -n 4 ./worker")
 		return 2
 	}
+	host, secret := loopback.Host(), env.Secret()
+	id := rand.Text()
+	if *nodes != 1 || *node != 0 || *addr != "" {
+		var err error
+		if host, *port, err = across(*nodes, *node, *addr, *port, secret); err != nil {
+			fmt.Fprintf(stderr, "switchyard run: %v\n", err)
+			return 2
+		}
+		id = fmt.Sprintf("%s, %d hosts", *addr, *nodes)
+	}
 	path, err := exec.LookPath(flags.Arg(0))
 	if err != nil {
 		fmt.Fprintf(stderr, "switchyard run: %v%s\n", err, here(flags.Arg(0)))
@@ -96,12 +110,32 @@ func run(args []string, stdout, stderr io.Writer) int {
 			return 1
 		}
 	}
-	w := &world{n: *n, host: loopback.Host(), port: *port, prefix: *prefix, grace: *grace, path: path, args: flags.Args(), secret: env.Secret(), id: rand.Text(),
+	w := &world{n: *n, first: *node * *n, size: *nodes * *n, host: host, port: *port, prefix: *prefix, grace: *grace, path: path, args: flags.Args(), secret: secret, id: id,
 		stdout: &lines{to: stdout}, stderr: &lines{to: stderr}}
 	if w.secret == "" {
 		w.secret = rand.Text()
 	}
 	return w.run()
+}
+
+// across checks the flags of a run on several hosts, and returns where its ranks meet.
+func across(nodes, node int, addr string, port int, secret string) (host string, at int, err error) {
+	if nodes < 1 || node < 0 || node >= nodes {
+		return "", 0, fmt.Errorf("-node %d of -nodes %d, want 0 to one below -nodes", node, nodes)
+	}
+	host, text, err := net.SplitHostPort(addr)
+	if err == nil {
+		at, err = strconv.Atoi(text)
+	}
+	switch {
+	case err != nil || host == "" || at < 1 || at > maxPort:
+		return "", 0, fmt.Errorf("-addr %q, want HOST:PORT of node 0, a port of 1 to %d", addr, maxPort)
+	case port != 0:
+		return "", 0, fmt.Errorf("-port %d with -addr %s, which has the port", port, addr)
+	case secret == "":
+		return "", 0, errors.New("ranks on several hosts need one SWITCHYARD_SECRET: make a random text, and set it on all of them")
+	}
+	return host, at, nil
 }
 
 // here asks whether the program of that name in this directory was meant, if there is one.

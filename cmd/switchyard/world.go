@@ -20,6 +20,7 @@ import (
 // world is the ranks of one program.
 type world struct {
 	n, port        int
+	first, size    int // the number of the first rank, and how many there are on all hosts
 	host           string
 	prefix         bool
 	grace          time.Duration
@@ -54,7 +55,7 @@ func (w *world) run() int {
 	ends := make(chan ended, w.n)
 	for rank := range w.n {
 		if err := w.start(rank, ends); err != nil {
-			w.fail(exitNotRunnable, nil, "rank %d does not start: %v", rank, err)
+			w.fail(exitNotRunnable, nil, "rank %d does not start: %v", w.first+rank, err)
 			break
 		}
 		w.alive++
@@ -77,7 +78,7 @@ func (w *world) run() int {
 			w.ranks[e.rank] = nil
 			if e.err != nil {
 				c, how := exit(e.err)
-				w.fail(c, e.printed, "rank %d %s", e.rank, how)
+				w.fail(c, e.printed, "rank %d %s", w.first+e.rank, how)
 			}
 		case s := <-signals:
 			w.receive(s.(syscall.Signal))
@@ -160,7 +161,7 @@ func (w *world) left() string {
 	var left []string
 	for rank, c := range w.ranks {
 		if c != nil {
-			left = append(left, strconv.Itoa(rank))
+			left = append(left, strconv.Itoa(w.first+rank))
 		}
 	}
 	return fmt.Sprintf("%d of %d ranks (%s)", len(left), w.n, strings.Join(left, ", "))
@@ -187,14 +188,15 @@ func (w *world) say(after <-chan struct{}, format string, args ...any) {
 // signal reaches what it has started.
 func (w *world) start(rank int, ends chan<- ended) error {
 	c := &exec.Cmd{Path: w.path, Args: w.args, SysProcAttr: &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}}
-	local, size := strconv.Itoa(rank), strconv.Itoa(w.n)
-	c.Env = append(os.Environ(), "SWITCHYARD_RANK="+local, "SWITCHYARD_WORLD_SIZE="+size, "SWITCHYARD_LOCAL_RANK="+local,
-		"SWITCHYARD_LOCAL_WORLD_SIZE="+size, "SWITCHYARD_RUN_ID="+w.id,
-		"RANK="+local, "WORLD_SIZE="+size, "LOCAL_RANK="+local, "LOCAL_WORLD_SIZE="+size,
+	number, size := strconv.Itoa(w.first+rank), strconv.Itoa(w.size)
+	local, here := strconv.Itoa(rank), strconv.Itoa(w.n)
+	c.Env = append(os.Environ(), "SWITCHYARD_RANK="+number, "SWITCHYARD_WORLD_SIZE="+size, "SWITCHYARD_LOCAL_RANK="+local,
+		"SWITCHYARD_LOCAL_WORLD_SIZE="+here, "SWITCHYARD_RUN_ID="+w.id,
+		"RANK="+number, "WORLD_SIZE="+size, "LOCAL_RANK="+local, "LOCAL_WORLD_SIZE="+here,
 		"MASTER_ADDR="+w.host, "MASTER_PORT="+strconv.Itoa(w.port), "SWITCHYARD_PORT="+strconv.Itoa(w.port+1), "SWITCHYARD_SECRET="+w.secret)
 	prefix := ""
 	if w.prefix {
-		prefix = fmt.Sprintf("[%*d] ", len(strconv.Itoa(w.n-1)), rank)
+		prefix = fmt.Sprintf("[%*d] ", len(strconv.Itoa(w.size-1)), w.first+rank)
 	}
 	var printed chan struct{} // standard error's, which is the last
 	var theirs, ours []*os.File
@@ -215,7 +217,7 @@ func (w *world) start(rank int, ends chan<- ended) error {
 			from := &source{File: read}
 			p.our.copy(prefix, from)
 			if from.bytes >= behindMost {
-				w.stderr.say("switchyard: rank %d has ended, and what it left behind prints on: the rest is not shown\n", rank)
+				w.stderr.say("switchyard: rank %d has ended, and what it left behind prints on: the rest is not shown\n", w.first+rank)
 			}
 			_ = read.Close()
 		})
