@@ -153,6 +153,7 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 		x.window = c.Size
 	}
 	x.w.begin(p, x, p.call(a, c.Epoch(), x.epoch), a.Timeout)
+	x.w.asleep = f.across != nil
 	if refused != nil {
 		return x.refuse(refused)
 	}

@@ -47,6 +47,7 @@ type waiter struct {
 	woken   bool      // the wait has been prolonged
 	other   uint64    // the call in which the peer waited for is instead,
 	seen    time.Time // and since when
+	asleep  bool      // it waits for other hosts too, and leaves its core to what brings their bytes
 	near    bool      // the peer waited for needs our core
 	looks   bool      // this wait has not slept yet, and looks before it does
 	// The call of the control plane in which the peer waits for this rank, and how long this rank had waited when that was seen first.
@@ -99,7 +100,7 @@ func (w *waiter) idle(peer int) error {
 	}
 	if w.polls == 1 {
 		w.since, w.told, w.heard, w.lookAt, w.moves = time.Now(), 0, 0, w.timeout/looksAtMoved, w.moves[:0]
-		w.near, w.looks = w.e.near(peer), w.e.patience.Looks(w.since.Sub(w.e.began))
+		w.near, w.looks = w.e.near(peer), !w.asleep && w.e.patience.Looks(w.since.Sub(w.e.began))
 		if w.over() {
 			return comm.ErrAborted
 		}
