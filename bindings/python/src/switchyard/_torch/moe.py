@@ -15,7 +15,6 @@ from .._core.dispatched import (
     DISPATCHED,
     GIVEN,
     OF_TOKENS,
-    PARTS,
     ROUTING_ALIGN,
     UNWEIGHTED,
     Combining,
@@ -37,7 +36,8 @@ class Kinds:
             getattr(torch, name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype)
         )
         self.dispatcher, self.trims = d, d._index < 0
-        self._types = {name: getattr(torch, d._shape(name, 0)[0]) for name in PARTS}
+        #: By name a tensor like a part: to make another from it takes less than from a type and a device.
+        self._like: dict[str, Tensor] = {}
 
     def part(self, output: Output, name: str) -> Tensor:
         """A part of an output. On the host it is as long as rows came."""
@@ -66,7 +66,11 @@ class Kinds:
 
     def fresh(self, name: str, *shape: int) -> tuple[Tensor, int]:
         """Memory for a part of an output."""
-        x = torch.empty(shape, dtype=self._types[name], device=self.device)
+        like = self._like.get(name)
+        if like is None:
+            kind = getattr(torch, self.dispatcher._shape(name, 0)[0])
+            like = self._like[name] = torch.empty(0, dtype=kind, device=self.device)
+        x = like.new_empty(shape)
         return x, x.data_ptr()
 
     def room(self, size: int) -> tuple[Tensor, int]:
