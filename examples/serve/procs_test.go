@@ -127,12 +127,15 @@ func TestSlowRankIsSeen(t *testing.T) {
 	})
 	before := p.health().Ranks
 	slow := before[2].Process
-	require.NoError(t, syscall.Kill(slow, syscall.SIGSTOP))
-	time.Sleep(2 * time.Second)
-	require.NoError(t, syscall.Kill(slow, syscall.SIGCONT))
+	for range 12 { // some of which come between two steps, where the front waits and no rank does
+		require.NoError(t, syscall.Kill(slow, syscall.SIGSTOP))
+		time.Sleep(200 * time.Millisecond)
+		require.NoError(t, syscall.Kill(slow, syscall.SIGCONT))
+		time.Sleep(20 * time.Millisecond)
+	}
 	p.until(func(c condition) bool {
 		more := func(rank, peer int) float64 { return c.Ranks[rank].Waited[peer] - before[rank].Waited[peer] }
-		return more(0, 2) > more(0, 1)+1 && more(1, 2) > more(1, 0)+1
+		return more(0, 2) > more(0, 1)+0.5 && more(1, 2) > more(1, 0)+0.5
 	})
 	stop()
 	require.NoError(t, <-ended)
