@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -45,6 +46,36 @@ func Processes(ctx context.Context) ([]Process, error) {
 	}
 	all.Wait()
 	return ps, nil
+}
+
+// ErrNobody is the error where no process of this user has ranks that answer.
+var ErrNobody = errors.New("no process of this user with ranks answers on this host")
+
+// Everybody is the state of all processes of this user that answer, as one, or of the one with a number that is not 0. Those that do not
+// answer are silent.
+func Everybody(ctx context.Context, pid int) (all State, silent []Process, err error) {
+	processes, err := Processes(ctx)
+	if err != nil {
+		return all, nil, err
+	}
+	var states []State
+	for _, p := range processes {
+		switch {
+		case pid != 0 && p.Pid != pid:
+		case p.Err != nil:
+			silent = append(silent, p)
+		default:
+			states = append(states, p.State)
+		}
+	}
+	if len(states) > 0 {
+		return Merge(states...), silent, nil
+	}
+	errs := []error{fmt.Errorf("observe: %w", ErrNobody)}
+	for _, p := range silent {
+		errs = append(errs, p.Err)
+	}
+	return all, silent, errors.Join(errs...)
 }
 
 // Ask gets a path of a process's [Handler] by its socket.

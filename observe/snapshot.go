@@ -120,7 +120,7 @@ func Snapshot() State {
 
 // Merge is the state of several processes as one: ranks in the order of their numbers, and a verdict about all of them.
 func Merge(states ...State) State {
-	var all State
+	all := State{Ranks: []Rank{}}
 	for _, s := range states {
 		if all.Version = s.Version; s.At.After(all.At) {
 			all.At = s.At

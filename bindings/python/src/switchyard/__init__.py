@@ -45,6 +45,7 @@ __all__ = [
     "free",
     "init",
     "mem_pool",
+    "metrics",
     "new_id",
     "reduce_scatter_tensor",
     "shrink",
@@ -308,6 +309,18 @@ def check(group: Group = None) -> None:
     """Raise what exchanges of CUDA tensors that have run by now have come to: a lost rank, a rank that did not come in
     time, ranks that disagree on sizes. It waits for nothing. The next call does the same."""
     communicator(group).check()
+
+
+def metrics() -> dict[str, Any]:
+    """The state of the ranks of this process: calls, times, bytes by peer, for whom they wait and since when, heaps,
+    faults. It works while calls hang, from another thread. docs/observability.md and package observe in Go have the names;
+    SWITCHYARD_METRICS serves the same to Prometheus."""
+    import json
+
+    from ._core.observe import OWN, observe
+
+    state: dict[str, Any] = json.loads(observe(OWN))
+    return state
 
 
 def synchronize(group: Group = None) -> None:

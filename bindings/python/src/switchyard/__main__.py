@@ -12,6 +12,7 @@ from . import __version__, errors
 USAGE = """\
 usage: python -m switchyard             says what is installed, and makes a group of one rank
        python -m switchyard --version   says the version
+       python -m switchyard status      says who waits for whom in this user's jobs on this host; --json: all of it
        python -m switchyard.torch ...   runs a script, or a module with -m, with Switchyard in the place of gloo and NCCL
 """
 
@@ -39,10 +40,23 @@ def _works() -> str:
     return "a group of one rank works"
 
 
+def _status(flags: list[str]) -> int:
+    from ._core.observe import ALL, TABLE, observe
+
+    try:
+        print(observe(ALL if flags else TABLE), end="" if not flags else "\n")
+    except errors.Error as err:
+        print(err, file=sys.stderr)
+        return 1
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"switchyard {__version__}")
         return 0
+    if arguments in (["status"], ["status", "--json"]):
+        return _status(arguments[1:])
     if arguments:
         asked = arguments[0] in ("-h", "--help")
         print(USAGE, end="", file=sys.stdout if asked else sys.stderr)

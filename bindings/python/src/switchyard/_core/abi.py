@@ -27,6 +27,7 @@ PROTOTYPES: dict[str, list[Any]] = {
     "all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p, c_int64, _u64p],
     "explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
     "fault": [c_uint64],
+    "observe": [c_int32, c_char_p, c_int64, _i64p],
     "refuse": [c_uint64, c_int32, c_char_p, _u64p],
     "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
     "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],

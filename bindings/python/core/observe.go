@@ -1,0 +1,40 @@
+package core
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+
+	"github.com/switchyard-moe/switchyard/observe"
+)
+
+// Observed says whose ranks to look at, and how to tell.
+type Observed int32
+
+// The answers.
+const (
+	OwnRanks Observed = iota
+	AllRanks
+	AllRanksTable
+)
+
+// Observe says what ranks do, as JSON or as a table.
+func Observe(what Observed) ([]byte, error) {
+	if what == OwnRanks {
+		return json.Marshal(observe.Snapshot())
+	}
+	if what != AllRanks && what != AllRanksTable {
+		return nil, fmt.Errorf("switchyard: %w: observe %d", ErrInvalid, what)
+	}
+	s, silent, err := observe.Everybody(context.Background(), 0)
+	if err != nil {
+		return nil, err
+	}
+	if what == AllRanks {
+		return json.Marshal(s)
+	}
+	var b bytes.Buffer
+	s.Table(&b, silent)
+	return b.Bytes(), nil
+}
