@@ -276,6 +276,9 @@ func (f *front) step(batch []*request) {
 		if a.Waited != nil {
 			seats[i].waited = a.Waited
 		}
+		if a.Moved != "" {
+			seats[i].experts = a.Experts
+		}
 	}
 	for k, r := range batch {
 		a := answers[k%len(seats)]
@@ -294,6 +297,9 @@ func (f *front) step(batch []*request) {
 	}
 	if !slices.ContainsFunc(answers, answered.failed) {
 		f.failures = 0
+		if answers[0].Moved != "" {
+			f.log.Info("experts moved", "busiest", answers[0].Moved, "experts", f.experts())
+		}
 		return
 	}
 	if f.failures++; f.failures == maxFailures { // which other ranks cannot mend either

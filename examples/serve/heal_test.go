@@ -63,6 +63,30 @@ func TestRequestsOutliveTheirRanks(t *testing.T) {
 	}
 }
 
+// Experts move while requests are answered, to copies of the busiest, and ranks are lost meanwhile. The answers stay the same.
+func TestExpertsMoveUnderLoad(t *testing.T) {
+	const tokens = 200
+	calm := startServer(t, "-ranks", "1")
+	want, _, wait := calm.crowd(24, tokens, false)
+	wait()
+	require.NoError(t, calm.end())
+	for _, spare := range []string{"0", "1", "3"} {
+		s := startServer(t, "-ranks", "4", "-balance", "15", "-spare", spare)
+		got, refused, wait := s.crowd(24, tokens, true)
+		s.until(func(c condition) bool { return c.Running == 24 && c.Steps > 100 })
+		s.strike(1)
+		wait()
+		require.Equal(t, make([]string, 24), refused)
+		require.Equal(t, want, got)
+		s.until(func(c condition) bool { return len(c.Ranks) == 4 && c.Fresh == 1 })
+		again, _, wait := s.crowd(24, tokens, true)
+		wait()
+		require.Equal(t, want, again)
+		require.NoError(t, s.end())
+		require.Regexp(t, `msg="experts moved" busiest="1\.\d\d times the mean, now 1\.\d\d" experts="0:`, s.log.String())
+	}
+}
+
 // A rank that is lost while nobody asks is noticed and replaced.
 func TestIdleRankIsReplaced(t *testing.T) {
 	s := startServer(t, "-ranks", "2")

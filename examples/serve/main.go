@@ -16,6 +16,7 @@
 //     lost, and let a fresh one in.
 //   - batch.go: the front, which makes the steps: the queue, the batch, the end
 //   - heal.go, seats.go: ranks as the front sees them, goroutines or processes
+//   - balance.go: experts move to where ranks are equally busy, and the busiest have copies
 //   - api.go: HTTP
 //   - load.go: the clients
 //
@@ -52,6 +53,8 @@ type options struct {
 	Procs       bool
 	Batch       int // texts of a rank in a step
 	Queue       int // requests that wait
+	Spare       int // expert slots of a rank for copies of experts
+	Balance     int // steps between two looks at the load of ranks
 	Grace       time.Duration
 	PeerTimeout time.Duration
 
@@ -72,6 +75,8 @@ func parse(args []string, out io.Writer) (o options, err error) {
 	f.BoolVar(&o.Procs, "procs", false, "run every rank in a process of its own, over shared memory")
 	f.IntVar(&o.Batch, "batch", 64, "requests of a rank in a step")
 	f.IntVar(&o.Queue, "queue", 256, "requests that wait; more are refused with 429")
+	f.IntVar(&o.Balance, "balance", 0, "every this many steps move experts to where ranks are equally busy; 0 for never")
+	f.IntVar(&o.Spare, "spare", 0, "places of a rank for copies of experts that are on other ranks too")
 	f.DurationVar(&o.Grace, "grace", 30*time.Second, "time for requests under way after SIGTERM")
 	f.DurationVar(&o.PeerTimeout, "peer-timeout", 2*time.Second, "silence after which a rank is lost")
 	f.StringVar(&o.addr, "addr", "127.0.0.1:8080", "listen at this `host:port`")
@@ -92,6 +97,8 @@ func parse(args []string, out io.Writer) (o options, err error) {
 	case o.Ranks < 1 || o.Batch < 1 || o.Queue < 0 || o.steps < 1 || o.load < 0:
 		err = fmt.Errorf("-ranks is %d, -batch %d, -steps %d, want at least 1; -queue is %d, -load %d, want at least 0",
 			o.Ranks, o.Batch, o.steps, o.Queue, o.load)
+	case o.Balance < 0 || o.Spare < 0:
+		err = fmt.Errorf("-balance is %d, -spare %d, want at least 0", o.Balance, o.Spare)
 	case o.tokens < 1 || o.tokens > maxTokens:
 		err = fmt.Errorf("-tokens is %d, want 1 to %d", o.tokens, maxTokens)
 	}
@@ -185,7 +192,8 @@ func prepare(o options, log *slog.Logger) (*front, error) {
 		return nil, err
 	}
 	meet := joining{Addr: "@switchyard-serve-" + rand.Text(), Secret: []byte(rand.Text()), PeerTimeout: o.PeerTimeout,
-		Model: o.model, Digest: m.Digest, Batch: o.Batch, Patience: joinTimeout}
+		Model: o.model, Digest: m.Digest, Batch: o.Batch, Patience: joinTimeout,
+		Spare: o.Spare, Balance: o.Balance}
 	return newFront(o, meet, m.Config.Context, log), nil
 }
 

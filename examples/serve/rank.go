@@ -19,6 +19,7 @@ import (
 	"github.com/switchyard-moe/switchyard/examples/moe/nn"
 	"github.com/switchyard-moe/switchyard/examples/moe/text"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/rebalance"
 	"github.com/switchyard-moe/switchyard/stack"
 )
 
@@ -44,6 +45,8 @@ type joining struct {
 	Model       string // a file that examples/moe -save wrote
 	Digest      uint64 // of the model in it, so that a fresh rank does not read another one
 	Batch       int    // texts of a rank in a step
+	Spare       int    // expert slots of a rank for copies of experts
+	Balance     int    // steps between two looks at the load of ranks, 0 for never
 }
 
 // reply answers an order. The first of a rank answers none: it says that the rank runs.
@@ -52,6 +55,7 @@ type reply struct {
 	Waited  []time.Duration // of a step, now and then: how long this rank has waited for each rank
 	Rank    int
 	Experts []int
+	Moved   string // of a step after which experts have moved: how busy the busiest rank was and would be
 	Error   string
 	Lost    int // the rank that the error names, -1 if it names none
 }
@@ -71,7 +75,8 @@ type rank struct {
 	joining
 	whole *checkpoint.Model // of which this rank uses a part
 	stack *stack.Stack
-	model *model.Model // that part
+	model *model.Model    // that part
+	loop  *rebalance.Loop // nil where ranks have different numbers of experts
 	at    []int
 	asked time.Time // how long it has waited
 
@@ -104,6 +109,9 @@ func (r *rank) answer(o *order) (a reply) {
 	case "step":
 		a.Next, err = r.step(o)
 		a.Waited = r.waited()
+		if err == nil {
+			a.Moved, err = r.even()
+		}
 	case "read":
 		err = r.read(o.Join)
 	case "join":
@@ -126,7 +134,7 @@ func (r *rank) answer(o *order) (a reply) {
 	if r.group != nil {
 		a.Rank = r.group.Rank()
 	}
-	if err == nil && o.Do != "step" && r.stack != nil {
+	if err == nil && (o.Do != "step" || a.Moved != "") && r.stack != nil {
 		a.Experts = r.stack.Dispatcher.Placement().Local(a.Rank)
 	}
 	return a
@@ -197,6 +205,7 @@ func (r *rank) join() error {
 	c := r.whole.Config
 	r.stack, err = stack.Open(ctx, g, device.Host(), stack.Options{Dispatcher: &dispatch.Options{
 		Experts: c.Experts, TopK: c.TopK, Hidden: c.Hidden, MaxTokens: r.Batch, Handles: c.Layers, HostCounts: true, Timeout: callTimeout,
+		Placement: r.placement(g.Size()),
 	}})
 	if err != nil {
 		return err
@@ -244,6 +253,12 @@ func (r *rank) admit(j joining) error {
 // rank still has.
 func (r *rank) reopen(ctx context.Context, g *comm.Group) error {
 	last := r.use(g)
+	if r.loop != nil {
+		if err := r.loop.Close(ctx); err != nil {
+			return err
+		}
+		r.loop = nil
+	}
 	next, err := r.stack.Reopen(ctx, g)
 	if err != nil {
 		return err
@@ -271,7 +286,8 @@ func (r *rank) load(ctx context.Context) error {
 	}
 	r.model = model.New(c, r.group.Rank(), d, nil, made)
 	r.whole.Load(r.model, d.Placement().Local(r.group.Rank()))
-	return nil
+	r.loop, err = r.balance(ctx)
+	return err
 }
 
 // use makes g the group of this rank, and returns the last one.
@@ -299,8 +315,11 @@ func (r *rank) kill() {
 func (r *rank) leave() (err error) {
 	ctx, stop := context.WithTimeout(context.Background(), stopTimeout)
 	defer stop()
+	if r.loop != nil {
+		err = r.loop.Close(ctx)
+	}
 	if r.stack != nil {
-		err = r.stack.Close(ctx)
+		err = errors.Join(err, r.stack.Close(ctx))
 	}
 	if r.group != nil {
 		err = errors.Join(err, r.group.Close())
