@@ -3,12 +3,14 @@ package alltoallv_test
 import (
 	"errors"
 	"fmt"
+	"os"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -194,5 +196,38 @@ func TestF1_DeadlineNamesARankOfAnotherHost(t *testing.T) {
 		m := [][]int64{{1, 2, 3, 4}, {5, 6, 7, 8}, {9, 1000, 11, 12}, {13, 14, 70000, 16}}
 		r.Must(exchange(r, y, nil, memory.Host(make([]byte, 80000)), memory.Host(make([]byte, 80000)), m, 1, 1))
 		r.Must(y.Close(r.Ctx))
+	})
+}
+
+// A process that ends in the middle of calls is named by the exchanges of all ranks, on its host and on the other, within a second.
+func TestF2_ARankOfAnotherHostDies(t *testing.T) {
+	worldtest.HostProcs(t, 4, 2, 64<<20, func(r *worldtest.Rank) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{})
+		r.Must(err)
+		src, dst := memory.Host(make([]byte, 4<<18)), memory.Host(make([]byte, 4<<18))
+		sp := &alltoallv.Splits{Send: []int64{1 << 18, 1 << 18, 1 << 18, 1 << 18}, Recv: []int64{1 << 18, 1 << 18, 1 << 18, 1 << 18}}
+		for call := range 50 {
+			if r.Rank() == 3 && call == 5 {
+				os.Exit(0) // without a word
+			}
+			start := time.Now()
+			err := x.Exchange(nil, dst, src, sp)
+			if err == nil {
+				continue
+			}
+			if took := time.Since(start); took > 5*time.Second { // a loaded machine is slow
+				r.Must(fmt.Errorf("after %v: %w", took, err))
+			}
+			var peer *comm.PeerError
+			if !errors.Is(err, comm.ErrPeerLost) || !errors.As(err, &peer) || peer.Rank != 3 {
+				r.Must(fmt.Errorf("call %d: got %w", call, err))
+			}
+			if err := x.Close(r.Ctx); err != nil && !errors.Is(err, comm.ErrPeerLost) { // the group may hear of it only now
+				r.Must(err)
+			}
+			r.Must(r.Heap.Close(r.Ctx))
+			return
+		}
+		r.Must(errors.New("no call has failed"))
 	})
 }

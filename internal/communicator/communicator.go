@@ -333,15 +333,18 @@ func (c *Communicator) Close(ctx context.Context) error {
 	if errors.Is(err, kernels.ErrRunning) {
 		return fmt.Errorf("%s: close: %w", c.name, err)
 	}
+	var unrest error
 	if p, ok := c.port.(interface{ Rest() error }); ok && c.rest && c.Group.Err() == nil {
-		if met := c.Group.Barrier(ctx); met != nil {
-			err = errors.Join(err, met)
-		} else {
-			err = errors.Join(err, p.Rest())
+		if unrest = c.Group.Barrier(ctx); unrest == nil {
+			unrest = p.Rest()
 		}
+		err = errors.Join(err, unrest)
 	}
 	if c.Group.Err() == nil {
 		err = errors.Join(err, c.Group.Barrier(ctx))
+	}
+	if rail := c.Heap.Rail(); rail != nil && (c.Group.Err() != nil || unrest != nil) {
+		rail.Interrupt() // puts may be on their way to the memory
 	}
 	if err = errors.Join(err, c.release()); err != nil {
 		return fmt.Errorf("%s: close: %w", c.name, err)

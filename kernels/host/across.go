@@ -183,7 +183,7 @@ func (a *across) finish(x *exchange) error {
 		}
 		late := a.late()
 		if late < 0 {
-			return a.flush(x.a.Timeout)
+			return a.flush(x)
 		}
 		if moved {
 			x.w.busy()
@@ -193,10 +193,15 @@ func (a *across) finish(x *exchange) error {
 	}
 }
 
-func (a *across) flush(timeout time.Duration) error {
-	ctx, cancel := context.WithTimeoutCause(context.Background(), timeout, comm.ErrTimeout)
+// flush returns when the memory that was sent is free.
+func (a *across) flush(x *exchange) error {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), x.a.Timeout, comm.ErrTimeout)
 	defer cancel()
-	if err := a.bounds.Hosts.Rail.Flush(ctx); err != nil {
+	err := a.bounds.Hosts.Rail.Flush(ctx)
+	switch {
+	case errors.Is(err, comm.ErrAborted):
+		return x.w.fail(x.e.space.Rank, comm.ErrAborted)
+	case err != nil:
 		return fmt.Errorf("kernels: alltoallv: between hosts: %w", err)
 	}
 	return nil
