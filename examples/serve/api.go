@@ -77,6 +77,7 @@ func (f *front) handler() http.Handler {
 		write(w, http.StatusOK, map[string]any{"object": "list", "data": []any{map[string]any{"id": modelName, "object": "model"}}})
 	})
 	mux.HandleFunc("GET /healthz", f.health)
+	mux.HandleFunc("GET /metrics", f.metrics)
 	return mux
 }
 

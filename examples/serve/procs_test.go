@@ -142,6 +142,25 @@ func TestSlowRankIsSeen(t *testing.T) {
 	require.Zero(t, p.health().Lost)
 }
 
+// /metrics has the ranks of all processes, and of this one where they are goroutines.
+func TestMetricsAreOfAllRanks(t *testing.T) {
+	p, s := startProgram(t, "-ranks", "2"), startServer(t, "-ranks", "2")
+	for _, url := range []string{p.url, s.url} {
+		ctx, stop := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		defer stop()
+		require.NoError(t, load(ctx, url, 2, 10, io.Discard))
+		r, err := http.Get(url + "/metrics")
+		require.NoError(t, err)
+		b, err := io.ReadAll(r.Body)
+		require.NoError(t, err)
+		require.NoError(t, r.Body.Close())
+		for _, rank := range []string{"0", "1"} {
+			require.Regexp(t, `(?m)^switchyard_\w*calls\w*\{[^}]*operation="combine"[^}]*\}`, string(b))
+			require.Contains(t, string(b), `rank="`+rank+`"`)
+		}
+	}
+}
+
 // Ranks end with the front, however it ends.
 func TestRanksDoNotOutliveTheFront(t *testing.T) {
 	p := startProgram(t, "-ranks", "2")
