@@ -683,10 +683,10 @@ func TestRanksOfAProcessDoNotShareAGPU(t *testing.T) {
 		return
 	}
 	heaps := func(ranks int, o Options, check func(t *rankT, err error)) {
+		o.SegmentBytes = 2 << 20
 		runRanks(t, localRanks(t, ranks), func(t *rankT, g *comm.Group) {
 			d := rankGPU(t, g.Rank())
 			defer d.Close()
-			o.SegmentBytes = 2 << 20
 			h, err := NewHeap(t.ctx, g, d, o)
 			check(t, err)
 			if err == nil {
