@@ -4,6 +4,7 @@
 //	switchyard doctor
 //	switchyard status
 //	switchyard dump
+//	switchyard trace
 //	switchyard version
 //	switchyard env
 //
@@ -41,11 +42,13 @@
 // exchange bytes, on the host and where there are GPUs on those. Every finding that is not fine comes with its cure. The exit code is 1 if one
 // is a problem. -json prints an object a line: check, state (ok, note or problem), says, cure.
 //
-// # Status and dump
+// # Status, dump and trace
 //
 // Status asks the processes of this user on this host, in this network namespace, what their ranks do: who waits for whom and since when,
 // calls, heaps, faults. A process that does not answer within 2 s is stopped, or has no core. -pid asks one process, -every 1s asks again and
-// again. Dump prints the last 2,048 calls of each rank as JSON lines, behind a line with the state. The exit code is 1 if no process answers.
+// again. Dump prints the last 2,048 calls of each rank as JSON lines, behind a line with the state. Trace prints
+// these calls as a Chrome trace, which Perfetto opens; with -d 2s it waits 2 s and leaves out what had ended before. The exit code is 1 if no
+// process answers.
 package main
 
 import (
@@ -75,6 +78,7 @@ const usage = `usage: switchyard COMMAND
   status [-json] [-pid N] [-every 1s]  ask running ranks who waits for whom,
                                        what they call, what their heaps hold
   dump [-pid N]                        print the last calls of running ranks
+  trace [-pid N] [-d 2s]               print them as a timeline for Perfetto
   version                              print the version
   env                                  list the environment variables that
                                        Switchyard reads, and their values
@@ -97,6 +101,8 @@ func command(args []string, stdout, stderr io.Writer) int {
 		return status(rest, stdout, stderr)
 	case "dump":
 		return dump(rest, stdout, stderr)
+	case "trace":
+		return trace(rest, stdout, stderr)
 	case "version", "-version", "--version":
 		if len(rest) > 0 {
 			fmt.Fprintf(stderr, "switchyard version: %q is too much\n", rest)

@@ -94,8 +94,13 @@ func dump(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintf(stderr, "switchyard dump: %v\n", err)
 		return 1
 	}
+	return callLines(stdout, s, silent, flags.Name(), stderr)
+}
+
+// callLines prints the last calls of all ranks of a state. A process that does not tell them is named, and makes the exit code 1.
+func callLines(w io.Writer, s observe.State, silent []observe.Process, command string, stderr io.Writer) (code int) {
 	for _, p := range silent {
-		fmt.Fprintf(stderr, "switchyard dump: %v\n", p.Err)
+		fmt.Fprintf(stderr, "%s: %v\n", command, p.Err)
 		code = 1
 	}
 	asked := map[int]bool{}
@@ -109,11 +114,11 @@ func dump(args []string, stdout, stderr io.Writer) int {
 			if _, err := lines.ReadBytes('\n'); err != nil { // the state of this process alone
 				return err
 			}
-			_, err := io.Copy(stdout, lines)
+			_, err := io.Copy(w, lines)
 			return err
 		})
 		if err != nil {
-			fmt.Fprintf(stderr, "switchyard dump: %v\n", err)
+			fmt.Fprintf(stderr, "%s: %v\n", command, err)
 			code = 1
 		}
 	}

@@ -49,6 +49,21 @@ func TestStatusNamesTheRankThatIsWaitedFor(t *testing.T) {
 			var c observe.Call
 			require.NoError(r.T, json.Unmarshal([]byte(lines[2]), &c))
 			require.Equal(r.T, "started", c.State)
+			var timeline struct {
+				Events []struct {
+					Phase string `json:"ph"`
+				} `json:"traceEvents"`
+			}
+			phases := func(args ...string) string {
+				require.NoError(r.T, json.Unmarshal([]byte(asked(r.T.(*testing.T), append([]string{"trace"}, args...)...)), &timeline))
+				all := ""
+				for _, e := range timeline.Events {
+					all += e.Phase
+				}
+				return all
+			}
+			require.Equal(r.T, [2]int{2, 1}, [2]int{strings.Count(phases(), "X"), strings.Count(phases(), "B")})
+			require.Equal(r.T, "MMB", phases("-d", "1ms"), "what had ended before is left out")
 		}
 		exchange()
 		r.Must(x.Close(r.Ctx))

@@ -1,0 +1,54 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/observe"
+)
+
+// trace prints the last calls of running ranks as a timeline.
+func trace(args []string, stdout, stderr io.Writer) int {
+	flags := flag.NewFlagSet("switchyard trace", flag.ContinueOnError)
+	flags.SetOutput(stderr)
+	pid := flags.Int("pid", 0, "ask this process `N` only")
+	during := flags.Duration("d", 0, "wait this long, and leave out calls that had ended before")
+	if code, ok := parsed(flags, args, stderr); !ok {
+		return code
+	}
+	from := time.Time{}
+	if *during > 0 {
+		from = time.Now()
+		time.Sleep(*during)
+	}
+	s, silent, code := ask(*pid, stderr)
+	if code != 0 {
+		return code
+	}
+	var lines bytes.Buffer
+	code = callLines(&lines, s, silent, flags.Name(), stderr)
+	var calls []observe.Call
+	for d := json.NewDecoder(&lines); ; {
+		var c observe.Call
+		err := d.Decode(&c)
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil { // a process has ended in the middle of a line
+			fmt.Fprintf(stderr, "switchyard trace: %v\n", err)
+			code = 1
+			break
+		}
+		calls = append(calls, c)
+	}
+	if err := observe.Timeline(stdout, calls, from); err != nil {
+		fmt.Fprintf(stderr, "switchyard trace: %v\n", err)
+		return 1
+	}
+	return code
+}
