@@ -39,7 +39,7 @@ def everything(rank, size):
     assert part.item() == rank * size
     dist.barrier()
     assert comm._ran.value - before == 6  # all of them were ours
-    # What it does not have is gloo's.
+    # Some of the others are gloo's.
     z = torch.tensor([float(rank)])
     dist.broadcast(z, 1)
     assert z.item() == 1
@@ -109,6 +109,9 @@ def served(rank, size):
     def scatter(dtype, op):
         dist.reduce_scatter_tensor(torch.empty(2).to(dtype), like(2 * size, dtype=dtype), op)
 
+    def scatter_lists(dtype, op):
+        dist.reduce_scatter(torch.empty(2).to(dtype), [like(2, dtype=dtype)] * size, op)
+
     ours = {
         "`all_to_all_single`": [
             lambda: dist.all_to_all_single(like(size), like(size)),
@@ -119,6 +122,11 @@ def served(rank, size):
         "`all_to_all` of lists": [lambda: dist.all_to_all(lists(), lists())],
         "`all_reduce`": [*reductions(lambda dtype, op: dist.all_reduce(torch.ones(2).to(dtype), op))],
         "`reduce_scatter_tensor`": [*reductions(scatter)],
+        "`reduce`": [*reductions(lambda dtype, op: dist.reduce(torch.ones(2).to(dtype), 0, op))],
+        "`reduce_scatter` of lists": [*reductions(scatter_lists)],
+        "`gather`": [lambda: dist.gather(like(1), lists() if rank == 0 else None)],
+        "`scatter`": [lambda: dist.scatter(like(1), lists() if rank == 0 else None)],
+        "`all_gather` of lists": [lambda: dist.all_gather(lists(), like(1))],
     }
     for name in ("all_gather_single", "reduce_scatter_single"):  # of torch 2.15
         if hasattr(dist, name):
@@ -127,11 +135,6 @@ def served(rank, size):
     theirs = {
         "other operators": [lambda: dist.all_reduce(like(2, dtype=torch.int32), R.BXOR)],
         "`broadcast`": [lambda: dist.broadcast(like(2), 0)],
-        "`reduce`": [lambda: dist.reduce(like(2), 0)],
-        "`gather`": [lambda: dist.gather(like(1), lists() if rank == 0 else None)],
-        "`scatter`": [lambda: dist.scatter(like(1), lists() if rank == 0 else None)],
-        "`all_gather`": [lambda: dist.all_gather(lists(), like(1))],
-        "`reduce_scatter` of lists": [lambda: dist.reduce_scatter(like(1), lists())],
         "`send`, `recv`": [lambda: dist.send(like(1), 1) if rank == 0 else dist.recv(like(1), 0)],
         "objects": [lambda: dist.all_gather_object([None] * size, rank)],
     }
@@ -158,17 +161,10 @@ def let_go(rank, size):
     """Calls that gloo serves, with tensors that nobody else holds by the time they have run. So gloo's threads free them, for
     which they need the interpreter."""
 
-    def lists():
-        return [torch.empty(1) for _ in range(size)]
-
     calls = [
         lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), R.BXOR, async_op=True),
         lambda: dist.broadcast(torch.ones(2), 0, async_op=True),
-        lambda: dist.reduce(torch.ones(2), 0, async_op=True),
-        lambda: dist.gather(torch.ones(1), lists() if rank == 0 else None, async_op=True),
-        lambda: dist.scatter(torch.ones(1), lists() if rank == 0 else None, async_op=True),
-        lambda: dist.all_gather(lists(), torch.ones(1), async_op=True),
-        lambda: dist.reduce_scatter(torch.ones(1), lists(), async_op=True),
+        lambda: dist.reduce(torch.ones(2, dtype=torch.int32), 0, R.BXOR, async_op=True),
     ]
     for call in calls:
         for _ in range(1000):

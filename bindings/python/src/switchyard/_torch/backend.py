@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import errors
 from .._core.places import Gpu
 from .._core.work import Several
-from . import calls, cuda, groups
+from . import calls, cuda, groups, lists
 from .groups import Submission
 from .tensors import as_bytes, dense
 from .work import Work
@@ -233,6 +233,64 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             return self._wrapped.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         return _all([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs)], outputs)
 
+    def allgather(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
+        opts = opts or c10d.AllgatherOptions()
+        if len(outputs) != 1 or len(inputs) != 1 or not _ours(*outputs[0], *inputs):
+            return self._wrapped.allgather(outputs, inputs, opts)
+        return self._submit(
+            lambda: lists.all_gather(self._group.size, outputs[0], inputs[0]),
+            lambda pg: pg.allgather(outputs, inputs, opts),
+            outputs[0],
+        )
+
+    def reduce_scatter(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
+        opts = opts or dist.ReduceScatterOptions()
+        self._refuse_averages("reduce_scatter", outputs, opts)
+        kind = calls.kind_of(outputs[0], calls.op_name(opts.reduceOp)) if len(outputs) == len(inputs) == 1 else None
+        if kind is None or not _ours(*outputs, *inputs[0]):
+            return self._wrapped.reduce_scatter(outputs, inputs, opts)
+        return self._submit(
+            lambda: lists.reduce_scatter(self._group.size, outputs[0], inputs[0], kind),
+            lambda pg: pg.reduce_scatter(outputs, inputs, opts),
+            outputs,
+        )
+
+    def gather(self, *arguments, **named):  # type: ignore[no-untyped-def]
+        if named or len(arguments) != 3 or not isinstance(arguments[2], dist.GatherOptions):  # torch's variant of one tensor
+            return self._wrapped.gather(*arguments, **named)
+        (outputs, inputs, opts), group = arguments, self._group
+        targets = [x for each in outputs for x in each]
+        if len(inputs) != 1 or not _ours(*inputs, *targets):
+            return self._wrapped.gather(outputs, inputs, opts)
+        return self._submit(
+            lambda: lists.gather(group.shapes, group.rank, opts.rootRank, targets, inputs[0]),
+            lambda pg: pg.gather(outputs, inputs, opts),
+            targets,
+        )
+
+    def scatter(self, *arguments, **named):  # type: ignore[no-untyped-def]
+        if named or len(arguments) != 3 or not isinstance(arguments[2], dist.ScatterOptions):  # torch's variant of one tensor
+            return self._wrapped.scatter(*arguments, **named)
+        (outputs, inputs, opts), group = arguments, self._group
+        sources = [x for each in inputs for x in each]
+        if len(outputs) != 1 or not _ours(*outputs, *sources):
+            return self._wrapped.scatter(outputs, inputs, opts)
+        return self._submit(
+            lambda: lists.scatter(group.shapes, group.rank, opts.rootRank, outputs[0], sources),
+            lambda pg: pg.scatter(outputs, inputs, opts),
+            outputs,
+        )
+
+    def reduce(self, tensors, opts=None, **named):  # type: ignore[no-untyped-def]
+        if opts is None:  # torch's variants with an operator by name, whose backend refuses
+            return self._wrapped.reduce(tensors, **named)
+        self._refuse_averages("reduce", tensors, opts)
+        if len(tensors) != 1 or not _reducible(tensors[0], opts):
+            return self._wrapped.reduce(tensors, opts)
+        if self._group.rank != opts.rootRank:  # all ranks reduce, and what the root alone is to get stays in a copy
+            return self._reduce([tensors[0].detach().clone()], opts)
+        return self._reduce(tensors, opts)
+
     # Torch's names of them from 2.15 on.
     all_to_all_single = alltoall_base
     all_gather_single = _allgather_base
@@ -273,26 +331,6 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         return self._wrapped.broadcast(tensors, opts or dist.BroadcastOptions())
-
-    def reduce(self, tensors, opts=None, **named):  # type: ignore[no-untyped-def]
-        if opts is not None:  # else torch's variants with an operator by name, whose backend refuses
-            self._refuse_averages("reduce", tensors, opts)
-            return self._wrapped.reduce(tensors, opts)
-        return self._wrapped.reduce(tensors, **named)
-
-    def gather(self, *arguments, **named):  # type: ignore[no-untyped-def]
-        return self._wrapped.gather(*arguments, **named)
-
-    def scatter(self, *arguments, **named):  # type: ignore[no-untyped-def]
-        return self._wrapped.scatter(*arguments, **named)
-
-    def allgather(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
-        return self._wrapped.allgather(outputs, inputs, opts or c10d.AllgatherOptions())
-
-    def reduce_scatter(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
-        opts = opts or dist.ReduceScatterOptions()
-        self._refuse_averages("reduce_scatter", outputs, opts)
-        return self._wrapped.reduce_scatter(outputs, inputs, opts)
 
     def send(self, tensors, dst, tag=0):  # type: ignore[no-untyped-def]
         return self._wrapped.send(tensors, dst, tag)
