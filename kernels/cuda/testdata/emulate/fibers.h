@@ -216,7 +216,8 @@ struct scenario {
 	std::function<bool()> run;
 };
 
-// Runs rounds of scenarios. `which` picks each by its seed, counted from 0, so that a failure comes again from its seed and one round.
+// Runs rounds of scenarios. `which` picks each by its seed, counted from 0, so that a failure comes again from its seed
+// and one round.
 inline int run_all(int count, char **words, const std::vector<scenario> &scenarios,
                    const std::function<size_t(u64)> &which)
 {
