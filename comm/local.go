@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"time"
 )
 
@@ -47,9 +48,10 @@ func Local(n int, opts ...LocalOptions) ([]*Group, error) {
 	if err := o.validate(n); err != nil {
 		return nil, err
 	}
-	nodes := make([]*node, n)
+	nodes, job := make([]*node, n), rand.Uint64()
 	for i := range nodes {
 		nodes[i] = newNode(i, n, o.Logger)
+		nodes[i].flight.Job = job
 		if o.PerHost > 0 && o.PerHost < n {
 			of := make([]int, n)
 			for r := range of {

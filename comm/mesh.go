@@ -130,6 +130,7 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	gid := meshID(addrs)
 	n := newNode(cfg.Rank, cfg.Size, cfg.Logger)
 	n.delay = cfg.delay
+	n.flight.Job = gid
 	var err error
 	if n.hosts, err = hostsOf(addrs, cfg.Rank); err != nil {
 		return nil, err

@@ -51,7 +51,7 @@ func (h *Handle) CopyTo(s device.Stream, to Result) (*Routing, error) {
 // results describes the copy.
 func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result) (*Routing, error) {
 	m, v, routed, rows := d.bounds, h.ofDispatch(), h.routed(), int64(to.Length)
-	*r = kernels.Results{Handle: h.memory, Rows: d.own(routed.offsets.Slice(routed.offsets.Len()-4, 4)), Blocks: d.options.MaxSMs}
+	*r = kernels.Results{Launched: kernels.Launched{Note: kernels.Note{Payload: -1, Alone: true}}, Handle: h.memory, Rows: d.own(routed.offsets.Slice(routed.offsets.Len()-4, 4)), Blocks: d.options.MaxSMs}
 	words := int64(m.ScaleWords())
 	scales := kernels.ResultPart{Row: 4 * words}
 	if m.Scales.Columns {

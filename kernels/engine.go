@@ -154,6 +154,8 @@ type Note struct {
 	// Algorithm is a name, and Payload the length of the rank's input, -1 where it is not known.
 	Algorithm string
 	Payload   int64
+	// Alone says that no other rank takes part.
+	Alone bool
 	// Send and Recv are the bytes to and from each rank, nil where splits do not say that.
 	Send, Recv []int64
 	// Ticket is the call, once it has begun. Engines that run it on the host say when it starts and ends.

@@ -78,6 +78,12 @@ func Everybody(ctx context.Context, pid int) (all State, silent []Process, err e
 	return all, silent, errors.Join(errs...)
 }
 
+// OfJob is the state without ranks of other jobs than those whose identity begins with job.
+func (s State) OfJob(job string) State {
+	s.Ranks = slices.DeleteFunc(slices.Clone(s.Ranks), func(r Rank) bool { return !strings.HasPrefix(r.Job, job) })
+	return Merge(s)
+}
+
 // Ask gets a path of a process's [Handler] by its socket.
 func Ask(ctx context.Context, pid int, path string, read func(io.Reader) error) error {
 	ctx, cancel := context.WithTimeout(ctx, askWithin)

@@ -12,11 +12,12 @@ import (
 
 // Call is one of the last calls of a rank.
 type Call struct {
+	Job       string `json:"job"`
 	Rank      int    `json:"rank"`
 	Seq       uint64 `json:"seq"` // among the calls of the rank
 	Group     string `json:"group"`
 	ID        int64  `json:"communicator"` // the same on all ranks of the group
-	Call      uint64 `json:"call"`         // among the calls of the communicator
+	Call      uint64 `json:"call"`         // among the calls of the communicator, 0 for one that not all ranks make
 	Operation string `json:"operation"`
 	Algorithm string `json:"algorithm,omitempty"`
 	// PayloadBytes is the length of the rank's input, -1 where it is not known.
@@ -50,7 +51,7 @@ func callOf(s *flight.State, c *flight.Call) Call {
 		return &t
 	}
 	k := Call{
-		Rank: s.Number, Seq: c.Seq, Group: c.Group, ID: c.ID, Call: c.Number, Operation: c.Operation, Algorithm: c.Algorithm, PayloadBytes: c.Payload,
+		Job: jobOf(s), Rank: s.Number, Seq: c.Seq, Group: c.Group, ID: c.ID, Call: c.Number, Operation: c.Operation, Algorithm: c.Algorithm, PayloadBytes: c.Payload,
 		Streamed: c.Streamed, Enqueued: s.Began.Add(c.Enqueued), Started: at(c.Started), Finished: at(c.Finished), State: "enqueued",
 	}
 	switch {

@@ -142,6 +142,22 @@ func TestAStoppedRankIsNamed(t *testing.T) {
 	require.Equal(t, fmt.Sprintf(want, "2 ranks wait"), observe.Merge(zero, observe.State{Ranks: []observe.Rank{waits(2, 1)}}).Verdict)
 }
 
+// Ranks of equal numbers of two jobs are not taken for one.
+func TestJobsAreToldApart(t *testing.T) {
+	waits := func(job string, rank, whom int) observe.Rank {
+		return observe.Rank{Rank: rank, Group: "world", Job: job, Waiting: []observe.Waiting{{Group: "world", Operation: "combine", Call: 3, For: whom, Seconds: 2}}}
+	}
+	s := observe.Merge(observe.State{Ranks: []observe.Rank{waits("a1", 0, 1), {Rank: 1, Group: "world", Job: "a1"}, waits("b2", 2, 1)}})
+	require.Equal(t, "job a1: rank 1 does not come further in combine 3 of group world; 1 rank waits, the longest 2s. "+
+		"job b2: rank 1 does not come further in combine 3 of group world; 1 rank waits, the longest 2s", s.Verdict)
+	var b bytes.Buffer
+	s.Table(&b, nil)
+	require.Regexp(t, `(?m)^JOB +RANK .*\n^a1 +0 .*\n^a1 +1 .*\n^b2 +2 `, b.String())
+	one := s.OfJob("b")
+	require.Len(t, one.Ranks, 1)
+	require.NotContains(t, one.Verdict, "job")
+}
+
 // A wait of less than 5 ms is none to speak of.
 func TestShortWaitsAreNoVerdict(t *testing.T) {
 	short := observe.Rank{Waiting: []observe.Waiting{{Operation: "combine", For: 1, Seconds: 0.0049}}}

@@ -26,6 +26,7 @@ type Rank struct {
 	Size  int       `json:"size"` // of the group that met
 	Host  int       `json:"host"`
 	Group string    `json:"group"`
+	Job   string    `json:"job"` // the same on all ranks that met, and on no others
 	Pid   int       `json:"pid"`
 	Began time.Time `json:"began"`
 
@@ -127,13 +128,17 @@ func Merge(states ...State) State {
 		}
 		all.Ranks = append(all.Ranks, s.Ranks...)
 	}
-	slices.SortStableFunc(all.Ranks, func(a, b Rank) int { return cmp.Or(cmp.Compare(a.Group, b.Group), a.Rank-b.Rank) })
+	slices.SortStableFunc(all.Ranks, func(a, b Rank) int {
+		return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Job, b.Job), a.Rank-b.Rank)
+	})
 	all.Verdict = verdict(all.Ranks)
 	return all
 }
 
+func jobOf(s *flight.State) string { return fmt.Sprintf("%016x", s.Job) }
+
 func rankOf(s *flight.State) Rank {
-	r := Rank{Rank: s.Number, Size: s.Size, Host: s.Host, Group: s.Group, Pid: os.Getpid(), Began: s.Began, Operations: []Operation{}, Peers: []Peer{}, Counters: s.Counters}
+	r := Rank{Rank: s.Number, Size: s.Size, Host: s.Host, Group: s.Group, Job: jobOf(s), Pid: os.Getpid(), Began: s.Began, Operations: []Operation{}, Peers: []Peer{}, Counters: s.Counters}
 	for _, k := range s.Kinds {
 		r.Operations = append(r.Operations, Operation{
 			Operation: k.Operation, Algorithm: k.Algorithm, Calls: k.Begun, Failed: k.Failed, InFlight: k.Begun - k.Ended - k.Unseen, PayloadBytes: k.Payload,

@@ -3,6 +3,7 @@ package observe
 import (
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"text/tabwriter"
@@ -21,6 +22,10 @@ func (s State) Table(w io.Writer, silent []Process) {
 	}
 	fmt.Fprintln(w)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	several := len(s.Ranks) > 0 && slices.ContainsFunc(s.Ranks, func(r Rank) bool { return r.Job != s.Ranks[0].Job })
+	if several {
+		fmt.Fprint(t, "JOB\t")
+	}
 	fmt.Fprintln(t, "RANK\tPROCESS\tCALLS\tIN FLIGHT\tWAITS FOR\tSINCE\tIN\tWAITED MOST FOR\tHEAP USED")
 	for i := range s.Ranks {
 		r := &s.Ranks[i]
@@ -42,6 +47,9 @@ func (s State) Table(w io.Writer, silent []Process) {
 		var heaps []string
 		for _, h := range r.Heaps {
 			heaps = append(heaps, fmt.Sprintf("%s %d of %d MiB", h.Device, h.UsedBytes>>20, h.ReservedBytes>>20))
+		}
+		if several {
+			fmt.Fprintf(t, "%s\t", r.Job)
 		}
 		fmt.Fprintf(t, "%d\t%d\t%d\t%d\t%s\t%s\t%s\t%s\t%s\n", r.Rank, r.Pid, calls, inFlight, whom, since, in, most, strings.Join(heaps, ", "))
 	}

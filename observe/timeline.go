@@ -40,21 +40,30 @@ func Timeline(w io.Writer, calls []Call, from time.Time) error {
 	}
 	at := func(x time.Time) float64 { return float64(x.UnixNano()-t.Base) / 1e3 }
 
+	jobs := map[string]int{}
+	// Ranks of a second job are shown as processes from 100,000 on.
+	process := func(c *Call) int {
+		if _, ok := jobs[c.Job]; !ok {
+			jobs[c.Job] = len(jobs)
+		}
+		return 100_000*jobs[c.Job] + c.Rank
+	}
 	tracks := tracks{at: map[communicator][]int{}, free: map[int][]*time.Time{}}
 	type entered struct{ first, last event }
 	together := map[meeting]*entered{}
 	var order []meeting
 	for i := range calls {
 		c := &calls[i]
-		if !tracks.known(c.Rank) {
-			t.Events = append(t.Events, event{Name: "process_name", Phase: "M", Pid: c.Rank, Args: map[string]any{"name": fmt.Sprintf("rank %d", c.Rank)}})
+		pid := process(c)
+		if !tracks.known(pid) {
+			t.Events = append(t.Events, event{Name: "process_name", Phase: "M", Pid: pid, Args: map[string]any{"name": fmt.Sprintf("rank %d of job %s", c.Rank, c.Job)}})
 		}
-		tid, fresh := tracks.of(c)
+		tid, fresh := tracks.of(c, pid)
 		if fresh {
-			t.Events = append(t.Events, event{Name: "thread_name", Phase: "M", Pid: c.Rank, Tid: tid,
+			t.Events = append(t.Events, event{Name: "thread_name", Phase: "M", Pid: pid, Tid: tid,
 				Args: map[string]any{"name": fmt.Sprintf("%s, communicator %d", c.Group, c.ID)}})
 		}
-		e := event{Name: c.Operation, Cat: "call", Pid: c.Rank, Tid: tid, At: at(c.shown()), Args: map[string]any{
+		e := event{Name: c.Operation, Cat: "call", Pid: pid, Tid: tid, At: at(c.shown()), Args: map[string]any{
 			"call": c.Call, "algorithm": c.Algorithm, "payload_bytes": c.PayloadBytes, "state": c.State,
 		}}
 		if c.Error != "" {
@@ -71,11 +80,10 @@ func Timeline(w io.Writer, calls []Call, from time.Time) error {
 			e.Args["queued_us"] = float64(c.Started.Sub(c.Enqueued)) / 1e3
 		}
 		t.Events = append(t.Events, e)
-		// Calls between two ranks have no algorithm, and numbers of their own. Results are copied by each rank alone.
-		if c.Started == nil || c.Algorithm == "" || c.Operation == "results" {
+		if c.Started == nil || c.Call == 0 {
 			continue
 		}
-		k := meeting{c.Group, c.ID, c.Call, c.Operation}
+		k := meeting{c.Job, c.Group, c.ID, c.Call, c.Operation}
 		if m := together[k]; m != nil {
 			m.last = e
 		} else {
@@ -121,6 +129,7 @@ func (c *Call) over(at time.Time) bool {
 
 // meeting is one call as all ranks know it.
 type meeting struct {
+	job       string
 	group     string
 	id        int64
 	call      uint64
@@ -129,7 +138,7 @@ type meeting struct {
 
 // communicator is one rank's end.
 type communicator struct {
-	rank  int
+	pid   int
 	group string
 	id    int64
 }
@@ -137,26 +146,26 @@ type communicator struct {
 // tracks are those of the timeline. A track has one call at a time.
 type tracks struct {
 	at   map[communicator][]int // the numbers of a communicator's tracks
-	free map[int][]*time.Time   // by rank and number: when its last call ended, nil if it has not
+	free map[int][]*time.Time   // by process and number: when its last call ended, nil if it has not
 }
 
-func (t *tracks) known(rank int) bool { return len(t.free[rank]) > 0 }
+func (t *tracks) known(pid int) bool { return len(t.free[pid]) > 0 }
 
 // of is the track of a call, and whether it is a new one. Calls come in the order of their beginnings.
-func (t *tracks) of(c *Call) (tid int, fresh bool) {
-	k := communicator{c.Rank, c.Group, c.ID}
+func (t *tracks) of(c *Call, pid int) (tid int, fresh bool) {
+	k := communicator{pid, c.Group, c.ID}
 	ends := c.Finished
 	if c.Started == nil {
 		ends = &c.Enqueued // a point
 	}
-	free := t.free[c.Rank]
+	free := t.free[pid]
 	for _, tid := range t.at[k] {
 		if until := free[tid]; until != nil && until.Compare(c.shown()) <= 0 {
 			free[tid] = ends
 			return tid, false
 		}
 	}
-	t.free[c.Rank] = append(free, ends)
+	t.free[pid] = append(free, ends)
 	t.at[k] = append(t.at[k], len(free))
 	return len(free), true
 }

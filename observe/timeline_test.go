@@ -52,7 +52,7 @@ func made(rank int, number uint64, enqueued, started, finished int) observe.Call
 		x := noon.Add(time.Duration(us) * time.Microsecond)
 		return &x
 	}
-	return observe.Call{Rank: rank, Group: "world", ID: 64, Call: number, Operation: "alltoallv", Algorithm: "ring", Enqueued: *at(enqueued), Started: at(started), Finished: at(finished)}
+	return observe.Call{Job: "a", Rank: rank, Group: "world", ID: 64, Call: number, Operation: "alltoallv", Algorithm: "ring", Enqueued: *at(enqueued), Started: at(started), Finished: at(finished)}
 }
 
 func TestATimelineHasATrackForEachCommunicator(t *testing.T) {
@@ -81,7 +81,7 @@ func TestATimelineHasATrackForEachCommunicator(t *testing.T) {
 	for _, e := range events["M"] {
 		names = append(names, e.Args["name"])
 	}
-	require.Equal(t, []any{"rank 0", "world, communicator 64", "world, communicator 128", "world, communicator 64", "rank 1", "world, communicator 64"}, names)
+	require.Equal(t, []any{"rank 0 of job a", "world, communicator 64", "world, communicator 128", "world, communicator 64", "rank 1 of job a", "world, communicator 64"}, names)
 	require.Empty(t, events["s"])
 }
 
@@ -97,10 +97,10 @@ func TestAnArrowLeadsFromTheLastRankToTheFirst(t *testing.T) {
 
 	two := []observe.Call{made(0, 1, 0, 0, 100), made(1, 1, 50, 50, 100)}
 	for i := range two {
-		two[i].Operation, two[i].Algorithm = "put", ""
+		two[i].Operation, two[i].Call = "put", 0
 	}
 	_, events = timeline(t, two, time.Time{})
-	require.Empty(t, events["s"], "numbers of calls between two ranks are their own")
+	require.Empty(t, events["s"], "calls between two ranks have no number")
 }
 
 func TestATimelineBeginsLater(t *testing.T) {

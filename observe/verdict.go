@@ -14,7 +14,7 @@ const notable = 5 * time.Millisecond
 // no rank has waited for 5 ms.
 func verdict(ranks []Rank) string {
 	type blame struct {
-		group   string
+		job     string
 		rank    int
 		waiting int           // ranks that wait for it in the end
 		longest time.Duration // of their waits
@@ -22,12 +22,12 @@ func verdict(ranks []Rank) string {
 		absent  bool
 	}
 	var blames []*blame
-	answers := map[string]map[int]bool{} // ranks by group
+	answers := map[string]map[int]bool{} // ranks by job
 	for i := range ranks {
-		if answers[ranks[i].Group] == nil {
-			answers[ranks[i].Group] = map[int]bool{}
+		if answers[ranks[i].Job] == nil {
+			answers[ranks[i].Job] = map[int]bool{}
 		}
-		answers[ranks[i].Group][ranks[i].Rank] = true
+		answers[ranks[i].Job][ranks[i].Rank] = true
 	}
 	for i := range ranks {
 		r := &ranks[i]
@@ -40,12 +40,12 @@ func verdict(ranks []Rank) string {
 			culprit, absent = longest.Absent[0], true
 		}
 		if !absent {
-			culprit = follow(r, culprit, answers[r.Group])
+			culprit = follow(r, culprit, answers[r.Job])
 		}
-		at := slices.IndexFunc(blames, func(b *blame) bool { return b.group == r.Group && b.rank == culprit })
+		at := slices.IndexFunc(blames, func(b *blame) bool { return b.job == r.Job && b.rank == culprit })
 		if at < 0 {
 			at = len(blames)
-			blames = append(blames, &blame{group: r.Group, rank: culprit})
+			blames = append(blames, &blame{job: r.Job, rank: culprit})
 		}
 		b := blames[at]
 		b.waiting++
@@ -68,7 +68,11 @@ func verdict(ranks []Rank) string {
 		if b.waiting == 1 {
 			wait = "rank waits"
 		}
-		words = append(words, fmt.Sprintf("%s of group %s; %d %s, the longest %v", what, b.call.Group, b.waiting, wait, b.longest.Round(time.Millisecond)))
+		of := ""
+		if len(answers) > 1 {
+			of = fmt.Sprintf("job %s: ", b.job)
+		}
+		words = append(words, of+fmt.Sprintf("%s of group %s; %d %s, the longest %v", what, b.call.Group, b.waiting, wait, b.longest.Round(time.Millisecond)))
 	}
 	return strings.Join(words, ". ")
 }

@@ -45,7 +45,7 @@
 // # Status, dump and trace
 //
 // Status asks the processes of this user on this host, in this network namespace, what their ranks do: who waits for whom and since when,
-// calls, heaps, faults. A process that does not answer within 2 s is stopped, or has no core. -pid asks one process, -every 1s asks again and
+// calls, heaps, faults. A process that does not answer within 2 s is stopped, or has no core. -pid asks one process, -job shows one job of several, -every 1s asks again and
 // again. Dump prints the last 2,048 calls of each rank as JSON lines, behind a line with the state. Trace prints
 // these calls as a Chrome trace, which Perfetto opens; with -d 2s it waits 2 s and leaves out what had ended before. The exit code is 1 if no
 // process answers.

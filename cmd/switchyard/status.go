@@ -20,12 +20,13 @@ func status(args []string, stdout, stderr io.Writer) int {
 	flags.SetOutput(stderr)
 	asJSON := flags.Bool("json", false, "print an object")
 	pid := flags.Int("pid", 0, "ask this process `N` only")
+	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
 	every := flags.Duration("every", 0, "ask again after this time, until interrupted")
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
 	}
 	for {
-		s, silent, code := ask(*pid, stderr)
+		s, silent, code := ask(*pid, *job, stderr)
 		switch {
 		case *asJSON && code == 0:
 			if err := json.NewEncoder(stdout).Encode(s); err != nil {
@@ -69,8 +70,11 @@ func isTerminal(w io.Writer) bool {
 }
 
 // ask is the state of all processes that answer, and those that do not.
-func ask(pid int, stderr io.Writer) (all observe.State, silent []observe.Process, code int) {
+func ask(pid int, job string, stderr io.Writer) (all observe.State, silent []observe.Process, code int) {
 	all, silent, err := observe.Everybody(context.Background(), pid)
+	if all = all.OfJob(job); err == nil && len(all.Ranks) == 0 {
+		err = fmt.Errorf("no rank of a job %s answers", job)
+	}
 	if err != nil {
 		fmt.Fprintf(stderr, "switchyard: %v\n", err)
 		return all, silent, 1
@@ -83,10 +87,11 @@ func dump(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard dump", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	pid := flags.Int("pid", 0, "ask this process `N` only")
+	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
 	}
-	s, silent, code := ask(*pid, stderr)
+	s, silent, code := ask(*pid, *job, stderr)
 	if code != 0 {
 		return code
 	}

@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"strings"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/observe"
@@ -17,6 +18,7 @@ func trace(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard trace", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	pid := flags.Int("pid", 0, "ask this process `N` only")
+	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
 	during := flags.Duration("d", 0, "wait this long, and leave out calls that had ended before")
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
@@ -26,7 +28,7 @@ func trace(args []string, stdout, stderr io.Writer) int {
 		from = time.Now()
 		time.Sleep(*during)
 	}
-	s, silent, code := ask(*pid, stderr)
+	s, silent, code := ask(*pid, *job, stderr)
 	if code != 0 {
 		return code
 	}
@@ -44,7 +46,9 @@ func trace(args []string, stdout, stderr io.Writer) int {
 			code = 1
 			break
 		}
-		calls = append(calls, c)
+		if strings.HasPrefix(c.Job, *job) {
+			calls = append(calls, c)
+		}
 	}
 	if err := observe.Timeline(stdout, calls, from); err != nil {
 		fmt.Fprintf(stderr, "switchyard trace: %v\n", err)

@@ -234,7 +234,7 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 	defer cuda.StartRange(op.Operation()).End()
 	c.log(s, op)
-	t := c.begin(s, op)
+	t := c.begin(s, op, false)
 	err := c.order(s)
 	if err == nil {
 		if err = c.port.Launch(s, op); err != nil && s == nil {
@@ -244,10 +244,10 @@ func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 	return c.launched(t, err)
 }
 
-// begin notes a call.
-func (c *Communicator) begin(s device.Stream, op kernels.Operation) flight.Ticket {
+// begin notes a call. apart says that other ranks may make none.
+func (c *Communicator) begin(s device.Stream, op kernels.Operation, apart bool) flight.Ticket {
 	n := op.Noted()
-	n.Ticket = c.notes.Begin(op.Operation(), n.Algorithm, n.Payload, s != nil, n.Send, n.Recv)
+	n.Ticket = c.notes.Begin(op.Operation(), n.Algorithm, n.Payload, s != nil, apart || n.Alone, n.Send, n.Recv)
 	return n.Ticket
 }
 
@@ -278,7 +278,7 @@ func (c *Communicator) LaunchApart(s device.Stream, op kernels.Operation) error 
 	defer c.apart.Done()
 	defer cuda.StartRange(op.Operation()).End()
 	c.log(s, op)
-	t := c.begin(s, op)
+	t := c.begin(s, op, true)
 	return c.launched(t, c.port.Launch(s, op))
 }
 

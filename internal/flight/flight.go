@@ -25,8 +25,9 @@ const (
 type Rank struct {
 	// Number is the rank in the group that met, Size that group's, Host its host there, and Local its local rank.
 	Number, Size, Host, Local int
-	// Group is that group's name.
+	// Group is that group's name, and Job an identity that its ranks share and those of other jobs do not.
 	Group string
+	Job   uint64
 
 	began time.Time
 
@@ -45,7 +46,8 @@ type Rank struct {
 type Call struct {
 	// Seq is its number among the calls of this rank, from 1.
 	Seq uint64
-	// Group is the group of its communicator. ID is the communicator's, the same on all ranks of its group, and Number the call's number there.
+	// Group is the group of its communicator. ID is the communicator's, the same on all ranks of its group, and Number the call's number there,
+	// 0 for a call that not all ranks make.
 	Group  string
 	ID     int64
 	Number uint64
@@ -212,8 +214,9 @@ type Ticket struct {
 	seq uint64
 }
 
-// Begin notes a call. Send and recv are the bytes from and to the ranks of the communicator's group, nil where splits do not say that.
-func (c *Recorder) Begin(operation, algorithm string, payload int64, streamed bool, send, recv []int64) Ticket {
+// Begin notes a call. Alone says that not all ranks make it. Send and recv are the bytes from and to the ranks of the communicator's group,
+// nil where splits do not say that.
+func (c *Recorder) Begin(operation, algorithm string, payload int64, streamed, alone bool, send, recv []int64) Ticket {
 	r := c.r
 	now := time.Since(r.began)
 	r.mu.Lock()
@@ -223,9 +226,13 @@ func (c *Recorder) Begin(operation, algorithm string, payload int64, streamed bo
 		k.Payload += uint64(payload)
 	}
 	r.made++
-	c.made++
+	var number uint64
+	if !alone {
+		c.made++
+		number = c.made
+	}
 	e := &r.calls[r.made%Kept]
-	*e = Call{Seq: r.made, Group: c.group, ID: c.id, Number: c.made, Operation: operation, Algorithm: algorithm, Payload: payload, Streamed: streamed, Enqueued: now}
+	*e = Call{Seq: r.made, Group: c.group, ID: c.id, Number: number, Operation: operation, Algorithm: algorithm, Payload: payload, Streamed: streamed, Enqueued: now}
 	if !streamed {
 		e.Started = now
 	}

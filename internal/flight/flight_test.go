@@ -14,7 +14,7 @@ func TestCallsAreCountedAndTheLastAreKept(t *testing.T) {
 	c := r.Recorder("world", 4096, []int{0, 1, 2})
 	bad := errors.New("bad")
 	for i := range Kept + 10 {
-		k := c.Begin("alltoallv", "ring", 100, i%2 == 0, []int64{1, 2, 3}, []int64{4, 5, 6})
+		k := c.Begin("alltoallv", "ring", 100, i%2 == 0, false, []int64{1, 2, 3}, []int64{4, 5, 6})
 		k.Started()
 		if i%4 == 0 {
 			k.Finished(bad)
@@ -23,7 +23,7 @@ func TestCallsAreCountedAndTheLastAreKept(t *testing.T) {
 		}
 		k.Finished(nil) // counts once
 	}
-	open := c.Begin("barrier", "", -1, true, nil, nil)
+	open := c.Begin("barrier", "", -1, true, false, nil, nil)
 	s := r.State(true)
 	require.Len(t, s.Calls, Kept)
 	require.Equal(t, uint64(Kept+11), s.Calls[Kept-1].Seq)
@@ -46,6 +46,10 @@ func TestCallsAreCountedAndTheLastAreKept(t *testing.T) {
 	require.Equal(t, Traffic{k.Begun, 4 * k.Begun}, s.Peers[0])
 	require.Equal(t, Traffic{}, s.Peers[1], "a rank's own part")
 	require.Zero(t, s.Kinds[1].Ended)
+	c.Begin("put", "", 1, false, true, nil, nil)
+	s = r.State(true)
+	require.Zero(t, s.Calls[Kept-1].Number, "a call of this rank alone")
+	require.Equal(t, uint64(Kept+11), s.Calls[Kept-2].Number)
 	open.Finished(bad) // it was not enqueued: no time of it is known
 	require.Zero(t, r.State(false).Kinds[1].Timed)
 	require.Equal(t, uint64(1), r.State(false).Kinds[1].Failed)
@@ -55,9 +59,9 @@ func TestCallsAreCountedAndTheLastAreKept(t *testing.T) {
 func TestACallOfLongAgoEnds(t *testing.T) {
 	r := New(0, 1)
 	c := r.Recorder("world", 0, []int{0})
-	old := c.Begin("dispatch", "flat", 1, true, nil, nil)
+	old := c.Begin("dispatch", "flat", 1, true, false, nil, nil)
 	for range Kept {
-		c.Begin("combine", "flat", 1, false, nil, nil).Finished(nil)
+		c.Begin("combine", "flat", 1, false, false, nil, nil).Finished(nil)
 	}
 	old.Started()
 	old.Finished(nil)
@@ -69,7 +73,7 @@ func TestDurationsFallIntoBuckets(t *testing.T) {
 	r := New(0, 1)
 	c := r.Recorder("world", 0, []int{0})
 	for _, d := range []time.Duration{0, 999, time.Microsecond, 3 * time.Microsecond, time.Hour} {
-		k := c.Begin("x", "", 0, false, nil, nil)
+		k := c.Begin("x", "", 0, false, false, nil, nil)
 		k.call().Started -= d // so long ago
 		k.Finished(nil)
 	}
@@ -119,7 +123,7 @@ func TestRecordersOfManyGoroutines(t *testing.T) {
 	for range 4 {
 		wg.Go(func() {
 			for range 2000 {
-				k := c.Begin("put", "", 1, false, nil, nil)
+				k := c.Begin("put", "", 1, false, false, nil, nil)
 				k.Started()
 				k.Finished(nil)
 			}
@@ -140,7 +144,7 @@ func TestNotingAllocatesNothing(t *testing.T) {
 	c := r.Recorder("world", 0, []int{0, 1, 2, 3, 4, 5, 6, 7})
 	send := make([]int64, 8)
 	require.Zero(t, testing.AllocsPerRun(100, func() {
-		c.Begin("alltoallv", "ring", 1, false, send, send).Finished(nil)
+		c.Begin("alltoallv", "ring", 1, false, false, send, send).Finished(nil)
 	}))
 }
 
@@ -150,6 +154,6 @@ func BenchmarkNote(b *testing.B) {
 	c := r.Recorder("world", 0, []int{0, 1, 2, 3, 4, 5, 6, 7})
 	send := make([]int64, 8)
 	for b.Loop() {
-		c.Begin("alltoallv", "ring", 1, false, send, send).Finished(nil)
+		c.Begin("alltoallv", "ring", 1, false, false, send, send).Finished(nil)
 	}
 }

@@ -11,6 +11,7 @@ import (
 type State struct {
 	Number, Size, Host int
 	Group              string
+	Job                uint64
 	Began, At          time.Time
 	Kinds              []Kind
 	Calls              []Call // the latest ones, oldest first
@@ -28,7 +29,7 @@ type State struct {
 func (r *Rank) State(calls bool) State {
 	r.mu.Lock()
 	s := State{
-		Number: r.Number, Size: r.Size, Host: r.Host, Group: r.Group, Began: r.began, At: time.Now(),
+		Number: r.Number, Size: r.Size, Host: r.Host, Group: r.Group, Job: r.Job, Began: r.began, At: time.Now(),
 		Peers: slices.Clone(r.peers), Waited: maps.Clone(r.waited), Faults: maps.Clone(r.faults), Last: r.last, Counters: map[string]uint64{},
 	}
 	for _, k := range r.kinds {
