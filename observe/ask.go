@@ -51,31 +51,31 @@ func Processes(ctx context.Context) ([]Process, error) {
 // ErrNobody is the error where no process of this user has ranks that answer.
 var ErrNobody = errors.New("no process of this user with ranks answers on this host")
 
-// Everybody is the state of all processes of this user that answer, as one, or of the one with a number that is not 0. Those that do not
-// answer are silent.
-func Everybody(ctx context.Context, pid int) (all State, silent []Process, err error) {
+// Everybody is the state of all processes of this user that answer, as one, or of the one with a number that is not 0.
+func Everybody(ctx context.Context, pid int) (State, error) {
 	processes, err := Processes(ctx)
 	if err != nil {
-		return all, nil, err
+		return State{}, err
 	}
 	var states []State
+	var silent []Silent
+	errs := []error{fmt.Errorf("observe: %w", ErrNobody)}
 	for _, p := range processes {
 		switch {
 		case pid != 0 && p.Pid != pid:
 		case p.Err != nil:
-			silent = append(silent, p)
+			silent = append(silent, Silent{p.Pid, p.Err.Error()})
+			errs = append(errs, p.Err)
 		default:
 			states = append(states, p.State)
 		}
 	}
-	if len(states) > 0 {
-		return Merge(states...), silent, nil
+	if len(states) == 0 {
+		return State{}, errors.Join(errs...)
 	}
-	errs := []error{fmt.Errorf("observe: %w", ErrNobody)}
-	for _, p := range silent {
-		errs = append(errs, p.Err)
-	}
-	return all, silent, errors.Join(errs...)
+	all := Merge(states...)
+	all.Silent = silent
+	return all, nil
 }
 
 // OfJob is the state without ranks of other jobs than those whose identity begins with job.

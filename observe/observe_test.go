@@ -151,7 +151,7 @@ func TestJobsAreToldApart(t *testing.T) {
 	require.Equal(t, "job a1: rank 1 does not come further in combine 3 of group world; 1 rank waits, the longest 2s. "+
 		"job b2: rank 1 does not come further in combine 3 of group world; 1 rank waits, the longest 2s", s.Verdict)
 	var b bytes.Buffer
-	s.Table(&b, nil)
+	s.Table(&b)
 	require.Regexp(t, `(?m)^JOB +RANK .*\n^a1 +0 .*\n^a1 +1 .*\n^b2 +2 `, b.String())
 	one := s.OfJob("b")
 	require.Len(t, one.Ranks, 1)

@@ -18,6 +18,14 @@ type State struct {
 	// Verdict says in words who waits for whom; it is empty where no rank has waited for 5 ms.
 	Verdict string `json:"verdict,omitempty"`
 	Ranks   []Rank `json:"ranks"`
+	// Silent are processes that were asked and did not answer: they are stopped, or get no core.
+	Silent []Silent `json:"silent,omitempty"`
+}
+
+// Silent is a process that did not answer.
+type Silent struct {
+	Pid   int    `json:"pid"`
+	Error string `json:"error"`
 }
 
 // Rank is one rank. All counts are since Began.
@@ -127,6 +135,7 @@ func Merge(states ...State) State {
 			all.At = s.At
 		}
 		all.Ranks = append(all.Ranks, s.Ranks...)
+		all.Silent = append(all.Silent, s.Silent...)
 	}
 	slices.SortStableFunc(all.Ranks, func(a, b Rank) int {
 		return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Job, b.Job), a.Rank-b.Rank)

@@ -11,13 +11,13 @@ import (
 )
 
 // Table prints the state for a person: the verdict, the processes that do not answer, a line a rank, and the last faults.
-func (s State) Table(w io.Writer, silent []Process) {
+func (s State) Table(w io.Writer) {
 	verdict := s.Verdict
 	if verdict == "" {
 		verdict = "no rank has waited for another for 5 ms"
 	}
 	fmt.Fprintln(w, verdict)
-	for _, p := range silent {
+	for _, p := range s.Silent {
 		fmt.Fprintf(w, "process %d does not answer: it is stopped, or gets no core\n", p.Pid)
 	}
 	fmt.Fprintln(w)

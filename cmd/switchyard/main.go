@@ -3,6 +3,7 @@
 //	switchyard run -n 4 ./worker -its -own -flags
 //	switchyard doctor
 //	switchyard status
+//	switchyard top -http :8090
 //	switchyard dump
 //	switchyard trace
 //	switchyard version
@@ -16,10 +17,11 @@
 //
 // Run starts n copies of a program, the ranks, on this host. Each has SWITCHYARD_RANK, SWITCHYARD_WORLD_SIZE and their relatives, the
 // variables that torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), a SWITCHYARD_PORT on which
-// they meet, and a random SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do not meet. The
-// ranks' standard input is empty.
+// they meet, and a random SWITCHYARD_SECRET where none is set. MASTER_ADDR is a loopback address of their own, so runs side by side do
+// not meet. The ranks' standard input is empty.
 //
-// Ranks on several hosts are started by the command on each of them, with -nodes, -node and -addr, and a SWITCHYARD_SECRET that is the same:
+// Ranks on several hosts are started by the command on each of them, with -nodes, -node and -addr, and a SWITCHYARD_SECRET that is the
+// same:
 //
 //	switchyard run -nodes 2 -node 0 -addr node0:29500 -n 4 ./worker
 //	switchyard run -nodes 2 -node 1 -addr node0:29500 -n 4 ./worker
@@ -38,17 +40,18 @@
 //
 // # Doctor
 //
-// Doctor looks at this machine: versions, limits, launchers, containers, the driver, GPUs and their links. Two ranks, each a process, then
-// exchange bytes, on the host and where there are GPUs on those. Every finding that is not fine comes with its cure. The exit code is 1 if one
-// is a problem. -json prints an object a line: check, state (ok, note or problem), says, cure.
+// Doctor looks at this machine: versions, limits, launchers, containers, the driver, GPUs and their links. Two ranks, each a process,
+// then exchange bytes, on the host and where there are GPUs on those. Every finding that is not fine comes with its cure. The exit code
+// is 1 if one is a problem. -json prints an object a line: check, state (ok, note or problem), says, cure.
 //
 // # Status, dump and trace
 //
 // Status asks the processes of this user on this host, in this network namespace, what their ranks do: who waits for whom and since when,
-// calls, heaps, faults. A process that does not answer within 2 s is stopped, or has no core. -pid asks one process, -job shows one job of several, -every 1s asks again and
-// again. Dump prints the last 2,048 calls of each rank as JSON lines, behind a line with the state. Trace prints
-// these calls as a Chrome trace, which Perfetto opens; with -d 2s it waits 2 s and leaves out what had ended before. The exit code is 1 if no
-// process answers.
+// calls, heaps, faults. A process that does not answer within 2 s is stopped, or has no core. -pid asks one process, -job shows one job
+// of several, -every 1s asks again and again. Top does that in the terminal, or serves a page: its address has a random path, since other
+// users of this host reach the port as well. Dump prints the last 2,048 calls of each rank as JSON lines, behind a line with the state.
+// Trace prints these calls as a Chrome trace, which Perfetto opens; with -d 2s it waits 2 s and leaves out what had ended before. The
+// exit code is 1 if no process answers.
 package main
 
 import (
@@ -77,6 +80,8 @@ const usage = `usage: switchyard COMMAND
                                        exchange bytes; findings have cures
   status [-json] [-pid N] [-every 1s]  ask running ranks who waits for whom,
                                        what they call, what their heaps hold
+  top [-http ADDRESS]                  the same once a second; with -http on a
+                                       page, for a browser
   dump [-pid N]                        print the last calls of running ranks
   trace [-pid N] [-d 2s]               print them as a timeline for Perfetto
   version                              print the version
@@ -99,6 +104,8 @@ func command(args []string, stdout, stderr io.Writer) int {
 		return doctor(rest, stdout, stderr)
 	case "status":
 		return status(rest, stdout, stderr)
+	case "top":
+		return top(rest, stdout, stderr)
 	case "dump":
 		return dump(rest, stdout, stderr)
 	case "trace":

@@ -26,7 +26,7 @@ func status(args []string, stdout, stderr io.Writer) int {
 		return code
 	}
 	for {
-		s, silent, code := ask(*pid, *job, stderr)
+		s, code := ask(*pid, *job, stderr)
 		switch {
 		case *asJSON && code == 0:
 			if err := json.NewEncoder(stdout).Encode(s); err != nil {
@@ -37,7 +37,7 @@ func status(args []string, stdout, stderr io.Writer) int {
 			if *every > 0 && isTerminal(stdout) {
 				fmt.Fprint(stdout, "\x1b[H\x1b[2J")
 			}
-			s.Table(stdout, silent)
+			s.Table(stdout)
 		}
 		if *every <= 0 {
 			return code
@@ -69,17 +69,17 @@ func isTerminal(w io.Writer) bool {
 	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }
 
-// ask is the state of all processes that answer, and those that do not.
-func ask(pid int, job string, stderr io.Writer) (all observe.State, silent []observe.Process, code int) {
-	all, silent, err := observe.Everybody(context.Background(), pid)
+// ask is the state of all processes.
+func ask(pid int, job string, stderr io.Writer) (all observe.State, code int) {
+	all, err := observe.Everybody(context.Background(), pid)
 	if all = all.OfJob(job); err == nil && len(all.Ranks) == 0 {
 		err = fmt.Errorf("no rank of a job %s answers", job)
 	}
 	if err != nil {
 		fmt.Fprintf(stderr, "switchyard: %v\n", err)
-		return all, silent, 1
+		return all, 1
 	}
-	return all, silent, 0
+	return all, 0
 }
 
 // dump prints the last calls of running ranks.
@@ -91,7 +91,7 @@ func dump(args []string, stdout, stderr io.Writer) int {
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
 	}
-	s, silent, code := ask(*pid, *job, stderr)
+	s, code := ask(*pid, *job, stderr)
 	if code != 0 {
 		return code
 	}
@@ -99,13 +99,13 @@ func dump(args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintf(stderr, "switchyard dump: %v\n", err)
 		return 1
 	}
-	return callLines(stdout, s, silent, flags.Name(), stderr)
+	return callLines(stdout, s, flags.Name(), stderr)
 }
 
 // callLines prints the last calls of all ranks of a state. A process that does not tell them is named, and makes the exit code 1.
-func callLines(w io.Writer, s observe.State, silent []observe.Process, command string, stderr io.Writer) (code int) {
-	for _, p := range silent {
-		fmt.Fprintf(stderr, "%s: %v\n", command, p.Err)
+func callLines(w io.Writer, s observe.State, command string, stderr io.Writer) (code int) {
+	for _, p := range s.Silent {
+		fmt.Fprintf(stderr, "%s: %s\n", command, p.Error)
 		code = 1
 	}
 	asked := map[int]bool{}

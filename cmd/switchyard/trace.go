@@ -28,12 +28,12 @@ func trace(args []string, stdout, stderr io.Writer) int {
 		from = time.Now()
 		time.Sleep(*during)
 	}
-	s, silent, code := ask(*pid, *job, stderr)
+	s, code := ask(*pid, *job, stderr)
 	if code != 0 {
 		return code
 	}
 	var lines bytes.Buffer
-	code = callLines(&lines, s, silent, flags.Name(), stderr)
+	code = callLines(&lines, s, flags.Name(), stderr)
 	var calls []observe.Call
 	for d := json.NewDecoder(&lines); ; {
 		var c observe.Call

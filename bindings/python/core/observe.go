@@ -27,7 +27,7 @@ func Observe(what Observed) ([]byte, error) {
 	if what != AllRanks && what != AllRanksTable {
 		return nil, fmt.Errorf("switchyard: %w: observe %d", ErrInvalid, what)
 	}
-	s, silent, err := observe.Everybody(context.Background(), 0)
+	s, err := observe.Everybody(context.Background(), 0)
 	if err != nil {
 		return nil, err
 	}
@@ -35,6 +35,6 @@ func Observe(what Observed) ([]byte, error) {
 		return json.Marshal(s)
 	}
 	var b bytes.Buffer
-	s.Table(&b, silent)
+	s.Table(&b)
 	return b.Bytes(), nil
 }
