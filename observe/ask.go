@@ -84,6 +84,37 @@ func (s State) OfJob(job string) State {
 	return Merge(s)
 }
 
+// Calls asks the processes of a state for the last calls of their ranks, and returns those of the ranks that the state has. An error of some
+// processes comes with the calls of the others.
+func (s State) Calls(ctx context.Context) (calls []Call, err error) {
+	asked := map[int]bool{}
+	for _, r := range s.Ranks {
+		if asked[r.Pid] {
+			continue
+		}
+		asked[r.Pid] = true
+		err = errors.Join(err, Ask(ctx, r.Pid, "/dump", func(body io.Reader) error {
+			d := json.NewDecoder(body)
+			var state json.RawMessage // of this process alone
+			if err := d.Decode(&state); err != nil {
+				return err
+			}
+			for {
+				var c Call
+				if err := d.Decode(&c); err == io.EOF {
+					return nil
+				} else if err != nil {
+					return err
+				}
+				if slices.ContainsFunc(s.Ranks, func(r Rank) bool { return r.Job == c.Job }) {
+					calls = append(calls, c)
+				}
+			}
+		}))
+	}
+	return calls, err
+}
+
 // Ask gets a path of a process's [Handler] by its socket.
 func Ask(ctx context.Context, pid int, path string, read func(io.Reader) error) error {
 	ctx, cancel := context.WithTimeout(ctx, askWithin)

@@ -17,6 +17,7 @@ type Call struct {
 	Seq       uint64 `json:"seq"` // among the calls of the rank
 	Group     string `json:"group"`
 	ID        int64  `json:"communicator"` // the same on all ranks of the group
+	Members   []int  `json:"members"`      // the ranks of that group
 	Call      uint64 `json:"call"`         // among the calls of the communicator, 0 for one that not all ranks make
 	Operation string `json:"operation"`
 	Algorithm string `json:"algorithm,omitempty"`
@@ -51,7 +52,7 @@ func callOf(s *flight.State, c *flight.Call) Call {
 		return &t
 	}
 	k := Call{
-		Job: jobOf(s), Rank: s.Number, Seq: c.Seq, Group: c.Group, ID: c.ID, Call: c.Number, Operation: c.Operation, Algorithm: c.Algorithm, PayloadBytes: c.Payload,
+		Job: jobOf(s), Rank: s.Number, Seq: c.Seq, Group: c.Group, ID: c.ID, Members: c.Members, Call: c.Number, Operation: c.Operation, Algorithm: c.Algorithm, PayloadBytes: c.Payload,
 		Streamed: c.Streamed, Enqueued: s.Began.Add(c.Enqueued), Started: at(c.Started), Finished: at(c.Finished), State: "enqueued",
 	}
 	switch {

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -95,37 +94,31 @@ func dump(args []string, stdout, stderr io.Writer) int {
 	if code != 0 {
 		return code
 	}
-	if err := json.NewEncoder(stdout).Encode(s); err != nil {
+	out := json.NewEncoder(stdout)
+	if err := out.Encode(s); err != nil {
 		fmt.Fprintf(stderr, "switchyard dump: %v\n", err)
 		return 1
 	}
-	return callLines(stdout, s, flags.Name(), stderr)
+	calls, code := callsOf(s, flags.Name(), stderr)
+	for _, c := range calls {
+		if err := out.Encode(c); err != nil {
+			fmt.Fprintf(stderr, "switchyard dump: %v\n", err)
+			return 1
+		}
+	}
+	return code
 }
 
-// callLines prints the last calls of all ranks of a state. A process that does not tell them is named, and makes the exit code 1.
-func callLines(w io.Writer, s observe.State, command string, stderr io.Writer) (code int) {
+// callsOf are the last calls of all ranks of a state. A process that does not tell them is named, and makes the exit code 1.
+func callsOf(s observe.State, command string, stderr io.Writer) (calls []observe.Call, code int) {
 	for _, p := range s.Silent {
 		fmt.Fprintf(stderr, "%s: %s\n", command, p.Error)
 		code = 1
 	}
-	asked := map[int]bool{}
-	for _, r := range s.Ranks {
-		if asked[r.Pid] {
-			continue
-		}
-		asked[r.Pid] = true
-		err := observe.Ask(context.Background(), r.Pid, "/dump", func(body io.Reader) error {
-			lines := bufio.NewReader(body)
-			if _, err := lines.ReadBytes('\n'); err != nil { // the state of this process alone
-				return err
-			}
-			_, err := io.Copy(w, lines)
-			return err
-		})
-		if err != nil {
-			fmt.Fprintf(stderr, "%s: %v\n", command, err)
-			code = 1
-		}
+	calls, err := s.Calls(context.Background())
+	if err != nil {
+		fmt.Fprintf(stderr, "%s: %v\n", command, err)
+		code = 1
 	}
-	return code
+	return calls, code
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/observe"
 )
 
 func TestThePageHasAPathThatIsNotKnown(t *testing.T) {
@@ -50,7 +51,7 @@ func TestABrowserShowsThePage(t *testing.T) {
 			time.Sleep(20 * time.Millisecond)
 			server := httptest.NewServer(pageAt("/ABC/"))
 			out, err := exec.Command(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-				"--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--user-data-dir="+t.TempDir(), "--virtual-time-budget=4000", "--dump-dom", server.URL+"/ABC/").CombinedOutput()
+				"--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--user-data-dir="+t.TempDir(), "--virtual-time-budget=4000", "--dump-dom", server.URL+"/ABC/#"+observe.Snapshot().Ranks[0].Job).CombinedOutput() // other tests have jobs, too
 			server.Close()
 			r.Must(err)
 			text := string(out)

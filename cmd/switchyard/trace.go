@@ -1,13 +1,9 @@
 package main
 
 import (
-	"bytes"
-	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
-	"strings"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/observe"
@@ -32,24 +28,7 @@ func trace(args []string, stdout, stderr io.Writer) int {
 	if code != 0 {
 		return code
 	}
-	var lines bytes.Buffer
-	code = callLines(&lines, s, flags.Name(), stderr)
-	var calls []observe.Call
-	for d := json.NewDecoder(&lines); ; {
-		var c observe.Call
-		err := d.Decode(&c)
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		if err != nil { // a process has ended in the middle of a line
-			fmt.Fprintf(stderr, "switchyard trace: %v\n", err)
-			code = 1
-			break
-		}
-		if strings.HasPrefix(c.Job, *job) {
-			calls = append(calls, c)
-		}
-	}
+	calls, code := callsOf(s, flags.Name(), stderr)
 	if err := observe.Timeline(stdout, calls, from); err != nil {
 		fmt.Fprintf(stderr, "switchyard trace: %v\n", err)
 		return 1

@@ -51,6 +51,8 @@ type Call struct {
 	Group  string
 	ID     int64
 	Number uint64
+	// Members are the ranks of that group, as ranks of the group that met. They are not to be changed.
+	Members []int
 	// Operation and Algorithm are names.
 	Operation, Algorithm string
 	// Payload is the length of this rank's input in bytes, -1 where it is not known before the call runs.
@@ -232,7 +234,7 @@ func (c *Recorder) Begin(operation, algorithm string, payload int64, streamed, a
 		number = c.made
 	}
 	e := &r.calls[r.made%Kept]
-	*e = Call{Seq: r.made, Group: c.group, ID: c.id, Number: number, Operation: operation, Algorithm: algorithm, Payload: payload, Streamed: streamed, Enqueued: now}
+	*e = Call{Seq: r.made, Group: c.group, ID: c.id, Number: number, Members: c.members, Operation: operation, Algorithm: algorithm, Payload: payload, Streamed: streamed, Enqueued: now}
 	if !streamed {
 		e.Started = now
 	}

@@ -10,7 +10,7 @@ import (
 )
 
 // switchyard_observe tells the state of ranks: 0 asks for those of this process and 1 for those of all processes of this user on this host, as JSON,
-// 2 for the latter as a table. text holds room bytes and gets the answer, 0-terminated, if that has room; needed gets its length with the 0.
+// 2 for the latter as a table, 3 for the last calls of all of them as JSON. text holds room bytes and gets the answer, 0-terminated, if that has room; needed gets its length with the 0.
 //
 //export switchyard_observe
 func switchyard_observe(what C.int32_t, text *C.char, room C.int64_t, needed *C.int64_t) C.int32_t {

@@ -13,6 +13,8 @@ USAGE = """\
 usage: python -m switchyard             says what is installed, and makes a group of one rank
        python -m switchyard --version   says the version
        python -m switchyard status      says who waits for whom in this user's jobs on this host; --json: all of it
+       python -m switchyard dump PREFIX [JOB]
+                                        writes the last calls of each rank to PREFIX and its number, for torchfrtrace --prefix
        python -m switchyard.torch ...   runs a script, or a module with -m, with Switchyard in the place of gloo and NCCL
 """
 
@@ -51,12 +53,25 @@ def _status(flags: list[str]) -> int:
     return 0
 
 
+def _dump(prefix: str, job: str = "") -> int:
+    from ._core.flight import write
+
+    try:
+        print("\n".join(write(prefix, job)))
+    except (errors.Error, ValueError, OSError) as err:
+        print(err, file=sys.stderr)
+        return 1
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"switchyard {__version__}")
         return 0
     if arguments in (["status"], ["status", "--json"]):
         return _status(arguments[1:])
+    if len(arguments) in (2, 3) and arguments[0] == "dump":
+        return _dump(*arguments[1:])
     if arguments:
         asked = arguments[0] in ("-h", "--help")
         print(USAGE, end="", file=sys.stdout if asked else sys.stderr)

@@ -8,7 +8,7 @@ from ctypes import byref, c_int64
 from .native import library
 
 #: Whose ranks, and how: numbers of the ABI.
-OWN, ALL, TABLE = 0, 1, 2
+OWN, ALL, TABLE, CALLS = 0, 1, 2, 3
 
 
 def observe(what: int) -> str:
