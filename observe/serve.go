@@ -18,6 +18,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/flight"
+	_ "github.com/switchyard-moe/switchyard/internal/platform" // a clear word on other systems
 )
 
 // Limits of what others can ask of a process.
