@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -28,11 +29,7 @@ func metrics() []metric {
 		{"switchyard_sent_bytes", "counter", "bytes", "Bytes of exchanges to a rank, as their splits say.", perPeer("_total", func(p *Peer) (float64, bool) { return float64(p.SentBytes), true })},
 		{"switchyard_received_bytes", "counter", "bytes", "Bytes of exchanges from a rank, as their splits say.", perPeer("_total", func(p *Peer) (float64, bool) { return float64(p.ReceivedBytes), true })},
 		{"switchyard_peer_silence_seconds", "gauge", "seconds", "Time since the last sign of life of a rank's process.", perPeer("", func(p *Peer) (float64, bool) { return p.SilentSeconds, p.SilentSeconds >= 0 })},
-		{"switchyard_waited_seconds", "counter", "seconds", "Time that calls on the host have waited for a rank.", func(r *Rank, add func(string, float64, ...string)) {
-			for _, w := range r.Waited {
-				add("_total", w.Seconds, "operation", w.Operation, "peer", strconv.Itoa(w.Peer))
-			}
-		}},
+		{"switchyard_waited_seconds", "counter", "seconds", "Time that calls on the host have waited for a rank.", waited},
 		{"switchyard_waiting_seconds", "gauge", "seconds", "How long calls that wait now have waited, by the rank that they wait for.", func(r *Rank, add func(string, float64, ...string)) {
 			longest := map[[2]string]float64{}
 			var order [][2]string
@@ -95,6 +92,27 @@ func perDevice(value func(h *Heap) int64) func(*Rank, func(string, float64, ...s
 		}
 		for _, d := range order {
 			add("", float64(sums[d]), "device", d)
+		}
+	}
+}
+
+// waited has a sample for every peer of an operation that has waited for one: a rank that nobody waits for counts in a median.
+func waited(r *Rank, add func(string, float64, ...string)) {
+	seconds := map[string][]float64{}
+	var order []string
+	for _, w := range r.Waited {
+		if seconds[w.Operation] == nil {
+			seconds[w.Operation] = make([]float64, r.Size)
+			order = append(order, w.Operation)
+		}
+		seconds[w.Operation][w.Peer] += w.Seconds
+	}
+	slices.Sort(order)
+	for _, op := range order {
+		for peer, s := range seconds[op] {
+			if peer != r.Rank {
+				add("_total", s, "operation", op, "peer", strconv.Itoa(peer))
+			}
 		}
 	}
 }

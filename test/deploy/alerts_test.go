@@ -1,0 +1,117 @@
+package deploy
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/internal/worldtest"
+	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/observe"
+)
+
+// alerts puts the rules in a folder, changed by pairs of an old text and a new one, and returns that.
+func alerts(t *testing.T, program string, changes ...string) string {
+	t.Helper()
+	if _, err := exec.LookPath(program); err != nil {
+		t.Skip("needs " + program)
+	}
+	dir := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "alerts.yml"), []byte(strings.NewReplacer(changes...).Replace(read(t, "alerts.yml"))), 0o666))
+	return dir
+}
+
+func TestAlertsFireForTheirSeries(t *testing.T) {
+	dir := alerts(t, "promtool")
+	series, err := os.ReadFile("testdata/alerts_test.yml")
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "alerts_test.yml"), series, 0o666))
+	cmd := exec.Command("promtool", "test", "rules", "alerts_test.yml")
+	cmd.Dir = dir
+	out, err := cmd.CombinedOutput()
+	require.NoError(t, err, string(out))
+}
+
+// Prometheus scrapes 4 ranks of which rank 2 comes late to every call, and the alert names it.
+func TestPrometheusFindsTheStraggler(t *testing.T) {
+	if testing.Short() {
+		t.Skip("runs Prometheus for some seconds")
+	}
+	dir := alerts(t, "prometheus", "for: 1m", "for: 0s")
+	free, err := net.Listen("tcp", "localhost:0")
+	require.NoError(t, err)
+	address := free.Addr().String()
+	require.NoError(t, free.Close())
+	metrics := httptest.NewServer(observe.Handler())
+	defer metrics.Close()
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "prometheus.yml"), fmt.Appendf(nil, `
+global: {scrape_interval: 1s, evaluation_interval: 1s}
+rule_files: [alerts.yml]
+scrape_configs:
+  - job_name: train
+    static_configs: [{targets: [%q]}]
+`, strings.TrimPrefix(metrics.URL, "http://")), 0o666))
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address="+address)
+	cmd.Dir = dir
+	require.NoError(t, cmd.Start())
+	defer func() { cancel(); _ = cmd.Wait() }()
+
+	found := ""
+	worldtest.Local(t, 4, 16<<20, func(r *worldtest.Rank) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{})
+		r.Must(err)
+		sp := &alltoallv.Splits{Send: []int64{1, 1, 1, 1}, Recv: []int64{1, 1, 1, 1}}
+		from, to := make([]byte, 4), make([]byte, 4)
+		for begun := time.Now(); to[2] == 0; {
+			if r.Rank() == 2 {
+				time.Sleep(50 * time.Millisecond)
+				if found = straggler(address); found != "" || time.Since(begun) > 90*time.Second {
+					copy(from, []byte{1, 1, 1, 1}) // it is over
+				}
+			}
+			r.Must(x.Exchange(nil, memory.Host(to), memory.Host(from), sp))
+		}
+		r.Must(x.Close(r.Ctx))
+	})
+	require.Equal(t, "2", found)
+}
+
+// straggler is the rank of the alert that fires, empty if none does.
+func straggler(address string) string {
+	resp, err := http.Get("http://" + address + "/api/v1/alerts")
+	if err != nil {
+		return "" // it begins
+	}
+	defer func() { _ = resp.Body.Close() }()
+	var answer struct {
+		Data struct {
+			Alerts []struct {
+				State  string
+				Labels map[string]string
+			}
+		}
+	}
+	if json.NewDecoder(resp.Body).Decode(&answer) != nil {
+		return ""
+	}
+	for _, a := range answer.Data.Alerts {
+		if a.Labels["alertname"] == "SwitchyardStraggler" && a.State == "firing" {
+			return a.Labels["peer"]
+		}
+	}
+	return ""
+}
