@@ -8,9 +8,8 @@ import (
 	"os"
 	"strings"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/switchyard-moe/switchyard/internal/env"
+	"github.com/switchyard-moe/switchyard/internal/platform"
 )
 
 // listenSocket opens a unix socket of a random name in the abstract namespace,
@@ -28,7 +27,7 @@ func checkUser(c net.Conn) error {
 	if !ok {
 		return nil
 	}
-	peer, err := credentials(conn)
+	peer, err := platform.Credentials(conn)
 	if err != nil {
 		return fmt.Errorf("peer credentials: %w", err)
 	}
@@ -41,24 +40,11 @@ func checkUser(c net.Conn) error {
 // peerName names the other end of a connection in logs.
 func peerName(c net.Conn) string {
 	if conn, ok := c.(*net.UnixConn); ok {
-		if peer, err := credentials(conn); err == nil {
+		if peer, err := platform.Credentials(conn); err == nil {
 			return fmt.Sprintf("process %d", peer.Pid)
 		}
 	}
 	return c.RemoteAddr().String()
-}
-
-func credentials(conn *net.UnixConn) (peer *unix.Ucred, err error) {
-	raw, err := conn.SyscallConn()
-	if err != nil {
-		return nil, err
-	}
-	if cerr := raw.Control(func(fd uintptr) {
-		peer, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); cerr != nil {
-		return nil, cerr
-	}
-	return peer, err
 }
 
 // hostID names what ranks must share to reach each other's sockets: the boot

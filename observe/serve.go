@@ -14,11 +14,9 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/flight"
-	_ "github.com/switchyard-moe/switchyard/internal/platform" // a clear word on other systems
+	"github.com/switchyard-moe/switchyard/internal/platform"
 )
 
 // Limits of what others can ask of a process.
@@ -165,25 +163,11 @@ func (o own) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		if user, err := userOf(c); err == nil && user == os.Geteuid() {
+		if peer, err := platform.Credentials(c); err == nil && int(peer.Uid) == os.Geteuid() {
 			return c, nil
 		}
 		_ = c.Close()
 	}
-}
-
-func userOf(c *net.UnixConn) (int, error) {
-	raw, err := c.SyscallConn()
-	if err != nil {
-		return 0, err
-	}
-	var peer *unix.Ucred
-	if cerr := raw.Control(func(fd uintptr) {
-		peer, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); cerr != nil || err != nil {
-		return 0, errors.Join(cerr, err)
-	}
-	return int(peer.Uid), nil
 }
 
 // named is a path with a rank's number in front of its ending.
