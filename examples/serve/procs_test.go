@@ -46,7 +46,8 @@ func (p program) health() (c condition) {
 
 func (p program) until(ok func(c condition) bool) {
 	p.t.Helper()
-	require.Eventually(p.t, func() bool { return ok(p.health()) }, 30*time.Second, 10*time.Millisecond)
+	// Where all ranks are stopped at once, nobody says so before answerTimeout.
+	require.Eventually(p.t, func() bool { return ok(p.health()) }, answerTimeout+30*time.Second, 10*time.Millisecond)
 }
 
 // gone waits until processes have ended.
