@@ -123,8 +123,10 @@ func (x *messaging) find(h *end, last uint64) (box int, state uint64, isHeld boo
 		if phase := s & phaseMask; phase < offered || phase > offeredAgain {
 			continue
 		}
-		least = min(least, s>>phaseBits)
-		if e.word(me, at+boxTag).Load() == h.m.Tag && (box < 0 || s>>phaseBits < state>>phaseBits) {
+		number := s >> phaseBits
+		least = min(least, number)
+		// A message behind the last one may have come after this look has passed the box of one before it.
+		if number <= last && e.word(me, at+boxTag).Load() == h.m.Tag && (box < 0 || number < state>>phaseBits) {
 			box, state = k, s
 		}
 	}
