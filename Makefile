@@ -9,23 +9,30 @@ OLDEST_TORCH := 2.8.0
 # CUDA C++, C++ and C. What is generated is in .clang-format-ignore.
 C_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' '*.c')
 
-.PHONY: build test race bench kernels python python-torch python-company deep-ep deep-ep-tests package release release-twice docs lint fmt
+# Modules of their own, so that the library does not need what they do.
+MODULES := observe/prom observe/otel
+
+.PHONY: build test modules race bench kernels python python-torch torch-venv torch-tests python-company deep-ep deep-ep-tests deep-ep-hosts package release release-trial image docs screenshot site lint fmt
 
 build:
 	$(GO) build ./...
 	CGO_ENABLED=0 $(GO) build ./...
+	for m in $(MODULES); do (cd $$m && $(GO) build ./...) || exit 1; done
 
-# Some minutes; with -short less than two.
+# Eight minutes; with -short two and a half.
 test:
 	$(GO) test ./...
+	$(MAKE) modules
+
+# Tests of the modules, a few seconds after the build of what they need.
+modules:
+	for m in $(MODULES); do (cd $$m && $(GO) test -race ./...) || exit 1; done
 
 race:
 	$(GO) test -race ./...
 
 bench:
-	$(GO) run ./test/perf alltoallv
-	$(GO) run ./test/perf allreduce
-	$(GO) run ./test/perf dispatch
+	$(GO) run ./test/perf all -o bench -python $(or $(wildcard $(VENV)-torch/bin/python),$(PYTHON))
 
 # Rebuilds what is generated and committed: the layouts that kernels and Go share, and the fatbins. Needs nvcc, or PyPI to fetch it from.
 kernels:
@@ -37,15 +44,31 @@ python: $(VENV)/ready
 	CC=$$(command -v cc || true) $(VENV)/bin/pip install --quiet --disable-pip-version-check ./bindings/python
 	cd bindings/python && ../../$(VENV)/bin/python -m pytest -q
 
-# The package's tests with the oldest torch that it supports and then with the newest, which stays in .venv-torch. Some 6 GB to fetch; one torch
-# at a time is on the disk, and 10 GB are enough.
+# The package's tests with the oldest torch that it supports and then with the newest, which stays in .venv-torch, or with TORCH=oldest or newest
+# alone; TESTS names files of tests to run no others. Some 6 GB to fetch; one torch at a time is on the disk, and 10 GB are enough. What torch-venv has made before is used once, so that the
+# newest torch is that of the day.
 python-torch: $(VENV)/ready
-	for torch in torch==$(OLDEST_TORCH) torch; do \
-		rm -rf $(VENV)-torch && $(PYTHON) -m venv $(VENV)-torch && \
-		$(VENV)-torch/bin/pip install --quiet --disable-pip-version-check --no-cache-dir $$torch -r bindings/python/requirements-dev.txt && \
+	for torch in $(or $(TORCH),oldest newest); do \
+		[ "$$(cat $(VENV)-torch/fresh 2>/dev/null)" = $$torch ] || $(MAKE) torch-venv TORCH=$$torch || exit 1; \
+		rm $(VENV)-torch/fresh && \
 		CC=$$(command -v cc || true) $(VENV)-torch/bin/pip install --quiet --disable-pip-version-check ./bindings/python && \
 		$(VENV)-torch/bin/python -c 'import torch; print("torch", torch.__version__)' && \
-		(cd bindings/python && ../../$(VENV)-torch/bin/python -m pytest -q) || exit 1; \
+		(cd bindings/python && ../../$(VENV)-torch/bin/python -m pytest -q $(TESTS)) || exit 1; \
+	done
+
+# The environment that python-torch needs, for TORCH=oldest or newest. It only waits for the network and unpacks, so other steps can run beside it.
+torch-venv:
+	rm -rf $(VENV)-torch && $(PYTHON) -m venv $(VENV)-torch
+	$(VENV)-torch/bin/pip install --quiet --disable-pip-version-check --no-cache-dir \
+		$(if $(filter oldest,$(TORCH)),torch==$(OLDEST_TORCH),torch) -r bindings/python/requirements-dev.txt
+	echo $(TORCH) >$(VENV)-torch/fresh
+
+# torch's own tests of the backend's calls, on the CPU, with the torch that is in .venv-torch, with 2, 3 and 4 ranks.
+torch-tests:
+	CC=$$(command -v cc || true) $(VENV)-torch/bin/pip install --quiet --disable-pip-version-check ./bindings/python expecttest
+	for n in 2 3 4; do \
+		WORLD_SIZE=$$n $(VENV)-torch/bin/python bindings/python/tests/torchs_own.py >$(VENV)-torch/own.log 2>&1 || { cat $(VENV)-torch/own.log; exit 1; }; \
+		echo "$$n ranks: $$(tail -n 3 $(VENV)-torch/own.log)"; \
 	done
 
 # The package next to FlashInfer, NCCL EP, xformers, numba and cupy, imported before it and after it, as far as they have packages and can be
@@ -67,17 +90,32 @@ deep-ep:
 deep-ep-tests:
 	cd bindings/python/deep_ep && PYTHON=../../../$(VENV)-torch/bin/python ./tests/peer.sh "$(DEEPEP)"
 
+# vLLM, SGLang and torchtitan over the package deep_ep, on the CPU, with the torch that is in .venv-torch. After make deep-ep. Some 2 GB to fetch.
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+deep-ep-hosts:
+	rm -rf $(VENV)-hosts && $(VENV)-torch/bin/python -m venv $(VENV)-hosts
+	$(VENV)-torch/bin/python $(PURELIB) >"$$($(VENV)-hosts/bin/python $(PURELIB))/torch.pth"
+	$(VENV)-hosts/bin/pip install --quiet --disable-pip-version-check --no-cache-dir -r bindings/python/deep_ep/tests/hosts/imports.txt
+	$(VENV)-hosts/bin/pip install --quiet --disable-pip-version-check --no-cache-dir --no-deps -r bindings/python/deep_ep/tests/hosts/requirements.txt
+	cd bindings/python/deep_ep && ../../../$(VENV)-hosts/bin/python -m pytest -q tests/hosts
+
 # Builds the sdist and the wheel into bindings/python/dist, checks them and installs each into a clean environment.
 package: $(VENV)/ready
 	$(VENV)/bin/python bindings/python/check_package.py bindings/python/dist
 
-# The files of a release, from the commit that the version's tag names, into dist.
+# The files of a release, from the commit that the version's tag names, into dist. Built twice in different folders, which must be the same to
+# the byte.
 release: $(VENV)/release
-	$(VENV)/bin/python bindings/python/release.py dist
+	$(VENV)/bin/python bindings/python/release.py dist --twice
 
-# The files of a release from HEAD, built twice in different folders, which must be the same to the byte.
-release-twice: $(VENV)/release
-	$(VENV)/bin/python bindings/python/release.py dist --trial --twice
+# The files of a release from HEAD, built once.
+release-trial: $(VENV)/release
+	$(VENV)/bin/python bindings/python/release.py dist --trial
+
+# Builds the image of examples/deploy by buildah, as root, and has it look at itself, run ranks and measure. Base images come from their
+# registry, or BASES=debootstrap makes them of Debian's packages and this machine's Go.
+image:
+	$(GO) test ./test/deploy -run TestImage -count 1 -v -timeout 40m -image $(or $(BASES),pull)
 
 $(VENV)/release: $(VENV)/ready bindings/python/requirements-release.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r bindings/python/requirements-release.txt
@@ -88,18 +126,36 @@ $(VENV)/ready: bindings/python/requirements-dev.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r bindings/python/requirements-dev.txt
 	touch $@
 
-# Writes into the pages what is made: code, pictures, the environment variables.
+# Writes into the pages what is made: code, pictures, the environment variables. Then builds the site.
 docs:
 	$(GO) run ./cmd/switchyard env -markdown >docs/environment.md
 	$(GO) run ./test/docs/pictures
 	$(GO) test ./test/docs -run "Code|Promises|Floors|Launchers|Troubleshooting" -update
+	$(MAKE) site
+
+# Takes the picture of the page of switchyard top for the README, in Chromium, of a job that loses a rank and moves its experts.
+screenshot:
+	$(GO) run ./test/docs/screenshot
+
+# Builds the pages as a web site into site, and tests it, in Chromium where that is installed.
+site: $(VENV)/site
+	$(VENV)/bin/python docs/site/build.py site
+	$(VENV)/bin/python -m pytest -q docs/site
+
+$(VENV)/site: $(VENV)/ready docs/site/requirements.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
+	touch $@
 
 lint: $(VENV)/ready
 	@out=$$(gofmt -l .); if [ -n "$$out" ]; then echo "gofmt: $$out"; exit 1; fi
 	$(GO) vet ./...
 	CGO_ENABLED=0 $(GO) vet ./...
 	$(GO) tool staticcheck ./...
+	check=$$($(GO) tool -n staticcheck); for m in $(MODULES); do \
+		(cd $$m && $(GO) vet ./... && $$check ./...) || exit 1; \
+	done
 	cd bindings/python && ../../$(VENV)/bin/ruff check && ../../$(VENV)/bin/mypy
+	$(VENV)/bin/ruff check --config bindings/python/pyproject.toml docs/site
 	cd bindings/python/deep_ep && ../../../$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_SOURCES)
 

@@ -2,21 +2,26 @@ package allreduce
 
 import (
 	"fmt"
+	"iter"
 	"math"
 	"strings"
 
 	"github.com/switchyard-moe/switchyard/internal/curve"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/plan"
 )
 
 // way is one way for a call to travel: its algorithm and, on GPUs, the fields of kernels.Reduction with these names.
 type way struct {
 	algorithm           kernels.ReduceAlgorithm
 	packets, pull, push bool
+	plan                *plan.Checked // of kernels.Planned
 }
 
 func (w way) String() string {
 	switch name := w.algorithm.String(); {
+	case w.plan != nil:
+		return name + " " + w.plan.Plan.Name
 	case w.packets:
 		return name + " packet"
 	case w.pull:
@@ -28,7 +33,15 @@ func (w way) String() string {
 	}
 }
 
-// serves reports whether a GPU can do a collective this way. One step of packets is enough for half an all-reduce.
+// option is the value of Options.Algorithm that leaves only this way, or this one and those that differ in how the data travels.
+func (w way) option() string {
+	if w.plan != nil {
+		return w.plan.Plan.Name
+	}
+	return w.algorithm.String()
+}
+
+// serves reports whether a collective can be done this way. One step of packets is enough for half an all-reduce.
 func (w way) serves(c kernels.Collective) bool {
 	switch both := c == kernels.AllReduce; {
 	case w.pull:
@@ -55,38 +68,50 @@ var (
 
 // selector chooses the way of calls. Its fields and inputs are the same on all ranks, so all of them choose alike.
 type selector struct {
-	forced string // the name of an algorithm, or empty
+	forced string // the name of an algorithm or a plan, or empty
+	plans  []*plan.Checked
 	gpu    bool
 	bounds *kernels.ReduceBounds
 	table  estimates // on GPUs
 	byMulticast
 }
 
-// ways are those that a call can take.
-func (s *selector) ways(c kernels.Collective) (ways []way) {
-	if !s.gpu {
-		return hostWays
-	}
-	for _, w := range gpuWays {
-		if w.serves(c) {
-			ways = append(ways, w)
+// ways are those of a collective, plans among them. Only plans do an all-to-all.
+func (s *selector) ways(c kernels.Collective) iter.Seq[way] {
+	return func(yield func(way) bool) {
+		all := hostWays
+		if s.gpu {
+			all = gpuWays
+		}
+		for _, w := range all {
+			if c != kernels.AllToAll && w.serves(c) && !yield(w) {
+				return
+			}
+		}
+		for _, p := range s.plans {
+			if string(p.Plan.Collective) == c.String() && !yield(way{algorithm: kernels.Planned, plan: p}) {
+				return
+			}
 		}
 	}
-	return ways
 }
 
 // choose sets the way of a call.
 func (s *selector) choose(r *kernels.Reduction) error {
-	all := hostWays
-	if s.gpu {
-		all = gpuWays
+	planned := r.Call.Collective == kernels.AllToAll
+	if s.bounds.Hosts != nil && !planned {
+		s.set(r, way{algorithm: kernels.TwoShot})
+		return nil
 	}
 	best, at, lowest := way{}, curve.Setting{}, math.Inf(1)
-	for _, w := range all {
-		if s.gpu && !w.serves(r.Call.Collective) || s.forced != "" && s.forced != w.algorithm.String() {
+	forced := s.forces(&r.Call)
+	for w := range s.ways(r.Call.Collective) {
+		if forced != "" && forced != w.option() {
 			continue
 		}
-		if us, setting, _ := s.cost(r, w); us < lowest {
+		us, setting, _ := s.cost(r, w)
+		untimed := (planned || forced != "") && best.plan == nil && w.plan != nil && unfit(w.plan, &r.Call) == ""
+		if us < lowest || untimed {
 			best, at, lowest = w, setting, us
 		}
 	}
@@ -99,7 +124,12 @@ func (s *selector) choose(r *kernels.Reduction) error {
 		r.Blocks = max(1, min(r.Blocks, s.bounds.Blocks))
 	}
 	s.overrule(r)
-	if math.IsInf(lowest, 1) {
+	switch {
+	case best.plan != nil:
+		return nil
+	case planned:
+		return fmt.Errorf("allreduce: %v: no plan of %d does that: %w", r.Call, len(s.plans), ErrUnsupported)
+	case math.IsInf(lowest, 1):
 		c := s.bounds
 		return invalid("%v, %d bytes for one peer: algorithm %q with OneShotBytes %d and SlotBytes %d cannot do that",
 			r.Call, r.PushBytes(), s.forced, c.OneShotBytes, c.SlotBytes)
@@ -108,7 +138,7 @@ func (s *selector) choose(r *kernels.Reduction) error {
 }
 
 func (*selector) set(r *kernels.Reduction, w way) {
-	r.Algorithm, r.Packets, r.Pull, r.Push = w.algorithm, w.packets, w.pull, w.push
+	r.Algorithm, r.Packets, r.Pull, r.Push, r.Plan = w.algorithm, w.packets, w.pull, w.push, w.plan
 }
 
 // packetBlocks is the number of blocks that is fastest for a call by packets: on 2 H200 it grows as the square root of the bytes.
@@ -122,6 +152,10 @@ func (s *selector) cost(r *kernels.Reduction, w way) (us float64, at curve.Setti
 	s.set(r, w)
 	if s.gpu {
 		return s.gpuCost(r, w)
+	}
+	if w.plan != nil {
+		us, why = planCost(r)
+		return us, at, why
 	}
 	us, why = hostCost(r)
 	return us, at, why
@@ -195,7 +229,7 @@ func (s *selector) gpuCost(r *kernels.Reduction, w way) (us float64, at curve.Se
 
 // Decision is the answer of Explain.
 type Decision struct {
-	// Algorithm is the chosen one: one-shot, two-shot or ring.
+	// Algorithm is the chosen one: one-shot, two-shot, ring or plan.
 	Algorithm string
 	// Way is the name among the candidates, which on GPUs also says how the data travels.
 	Way string
@@ -205,13 +239,15 @@ type Decision struct {
 	Blocks int
 	// Rate bounds a rank's reads and writes of the others' memory on a GPU, in GB/s; 0 is no bound.
 	Rate float64
-	// Forced says that Options.Algorithm left no choice.
+	// Forced says that Options.Algorithm left no choice: it does where it names an algorithm, or a plan that can do the call.
 	Forced bool
 	// Chunks is the largest number of chunks from one rank to another; 0 in one-shot and in packets. Buffers that a GPU's peers can reach
 	// need none.
 	Chunks int64
 	// Multicast is the pipeline of a call that goes by multicast, which then has two shots.
 	Multicast kernels.Pipeline
+	// Hosts is the number of hosts where there are several. Then all calls go in two shots: hosts combine the partial results of each.
+	Hosts int
 	// Candidates holds every estimate, and with Options.Multicast an entry about that.
 	Candidates []Candidate
 }
@@ -235,6 +271,9 @@ func (d Decision) String() string {
 	if d.Multicast != kernels.NoMulticast {
 		name, how = d.Way+" "+d.Multicast.String(), "asked for"
 	}
+	if d.Hosts > 0 {
+		return fmt.Sprintf("%s, with a partial result of each of %d hosts", name, d.Hosts)
+	}
 	fmt.Fprintf(&b, "%s (%s); %d chunks", name, how, d.Chunks)
 	if d.Blocks > 0 {
 		fmt.Fprintf(&b, ", %d multiprocessors", d.Blocks)
@@ -254,14 +293,17 @@ func (d Decision) String() string {
 
 // explain describes the choice that has been made for r. It changes r.
 func (s *selector) explain(r *kernels.Reduction) Decision {
-	d := Decision{Algorithm: r.Algorithm.String(), Way: way{r.Algorithm, r.Packets, r.Pull, r.Push}.String(), Packets: r.Packets, Blocks: r.Blocks, Rate: r.Rate, Forced: s.forced != "", Multicast: r.Multicast}
+	if h := s.bounds.Hosts; h != nil {
+		return Decision{Algorithm: r.Algorithm.String(), Way: r.Algorithm.String(), Hosts: h.Count()}
+	}
+	d := Decision{Algorithm: r.Algorithm.String(), Way: way{r.Algorithm, r.Packets, r.Pull, r.Push, r.Plan}.String(), Packets: r.Packets, Blocks: r.Blocks, Rate: r.Rate, Forced: s.forces(&r.Call) != "", Multicast: r.Multicast}
 	if d.Multicast != kernels.NoMulticast {
 		d.Way = multicastWay
 	}
-	if r.Algorithm != kernels.OneShot && !r.Packets {
+	if (r.Algorithm == kernels.TwoShot || r.Algorithm == kernels.Ring) && !r.Packets {
 		d.Chunks = r.Messages()
 	}
-	for _, w := range s.ways(r.Call.Collective) {
+	for w := range s.ways(r.Call.Collective) {
 		us, _, why := s.cost(r, w)
 		d.Candidates = append(d.Candidates, Candidate{w.String(), us, why})
 	}

@@ -223,6 +223,9 @@ func (b *Buckets) Ready(s device.Stream, i int) error {
 	if i < 0 || i >= len(b.gradients) {
 		return invalid("gradient %d of %d", i, len(b.gradients))
 	}
+	if err := b.reducer.c.Takes(s); err != nil {
+		return err
+	}
 	g := &b.gradients[i]
 	if g.isReady {
 		return invalid("gradient %d is ready already", i)
@@ -256,6 +259,9 @@ func (b *Buckets) Wait(s device.Stream) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if err := b.usable(); err != nil {
+		return err
+	}
+	if err := b.reducer.c.Takes(s); err != nil {
 		return err
 	}
 	if b.launched < len(b.buckets) {

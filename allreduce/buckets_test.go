@@ -241,7 +241,6 @@ func TestF2_BucketsNameTheLostRank(t *testing.T) {
 }
 
 func TestBucketsAllocateNothingOnceWarm(t *testing.T) {
-	const runs = 30
 	worldtest.Local(t, 2, 16<<20, func(r *worldtest.Rank) {
 		b, err := NewBuckets(r.Ctx, r.Heap, someGradients(), BucketOptions{BucketBytes: 8 << 10})
 		r.Must(err)
@@ -251,18 +250,7 @@ func TestBucketsAllocateNothingOnceWarm(t *testing.T) {
 			}
 			r.Must(b.Wait(nil))
 		}
-		for range 10 {
-			step()
-		}
-		r.Barrier()
-		if r.Rank() != 0 {
-			for range runs + 1 {
-				step()
-			}
-		} else if got := testing.AllocsPerRun(runs, step); got > 0 && !worldtest.Race {
-			r.Must(fmt.Errorf("%v allocations a step", got))
-		}
-		r.Barrier()
+		r.AllocatesNothing(step)
 		r.Must(b.Close(r.Ctx))
 	})
 }

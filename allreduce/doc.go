@@ -43,4 +43,10 @@
 // on every rank and every time, in place or not, with any alignment. By multicast it is the same bits on every rank; the order in which a
 // switch adds floats is not known. Integers wrap around. Min and Max propagate NaN.
 // An average is the sum divided by the number of ranks, and is refused for integers.
+//
+// # Several hosts
+//
+// On several hosts the ranks of each combine what they have, in the order of ranks, and each slice of that, in float32 where elements are
+// narrower, crosses to the ranks of equal local rank on the other hosts. These combine the hosts' results in the order of hosts, and round
+// once. So results are the same bits on every rank and every time. A byte of the result crosses once from each host to each other host.
 package allreduce

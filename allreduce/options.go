@@ -10,6 +10,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/curve"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/plan"
 )
 
 // Conditions that callers tell apart with errors.Is. They are those of package comm.
@@ -29,8 +30,14 @@ func invalid(format string, args ...any) error {
 // Options of a Reducer. The zero value works. All ranks pass the same; New compares them, and its error names both values of
 // an option that differs.
 type Options struct {
-	// Algorithm forces "one-shot", "two-shot" or "ring". Empty selects by the size of each call.
+	// Algorithm forces "one-shot", "two-shot", "ring" or a plan by its name, for the plan's collective. Empty selects by the size of each call.
+	// Ranks on several hosts have one way for all calls, whatever it says.
 	Algorithm string
+	// Plans are collectives as steps (package kernels/plan), for as many ranks as the group has. A call takes one where its time is less than the
+	// estimates of all other ways; without times it is taken only by its name, or if nothing else does the collective. Calls with slices of
+	// different lengths never take one, nor do floats of 16 and 8 bits if it hands partial results on, because those are rounded once (R2).
+	// All ranks get the same bits, in the order that the plan combines. Only the host device has plans, for ranks on one host.
+	Plans []*plan.Checked
 	// OneShotBytes bounds what a rank pushes to a peer in the one-shot algorithm, and on GPUs in packets; negative for nothing. The
 	// default is 16 KiB, on GPUs 2 MiB divided by the number of ranks. Every rank holds two such buffers for every peer, on GPUs four.
 	OneShotBytes int64
@@ -64,16 +71,23 @@ type Options struct {
 
 // validate checks the options and completes them by the defaults of an engine.
 func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.ReduceBounds, error) {
+	if err := o.validatePlans(size, gpu); err != nil {
+		return kernels.ReduceBounds{}, err
+	}
 	c := kernels.ReduceBounds{Size: size, OneShotBytes: o.OneShotBytes, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes, Blocks: o.MaxSMs, Multicast: o.Multicast != ""}
 	switch {
-	case o.Algorithm != "" && !slices.ContainsFunc(kernels.ReduceAlgorithms(), func(a kernels.ReduceAlgorithm) bool { return a.String() == o.Algorithm }):
-		return c, invalid("no algorithm is called %q; there are %v", o.Algorithm, kernels.ReduceAlgorithms())
+	case o.Algorithm != "" && o.plan(o.Algorithm) == nil && !slices.ContainsFunc(kernels.ReduceAlgorithms(), func(a kernels.ReduceAlgorithm) bool { return a.String() == o.Algorithm }):
+		return c, invalid("no algorithm is called %q; there are %v and %d plans", o.Algorithm, kernels.ReduceAlgorithms(), len(o.Plans))
 	case gpu && o.Algorithm == kernels.Ring.String():
 		return c, fmt.Errorf("allreduce: algorithm %q on GPUs: %w", o.Algorithm, ErrUnsupported)
 	case o.OneShotBytes > 64<<20:
 		return c, invalid("Options.OneShotBytes is %d, more than %d", o.OneShotBytes, 64<<20)
-	case o.StagingBytes < 0 || o.Timeout < 0 || o.MaxSMs < 0:
-		return c, invalid("Options.StagingBytes is %d, Timeout %v, MaxSMs %d", o.StagingBytes, o.Timeout, o.MaxSMs)
+	case o.StagingBytes < 0:
+		return c, invalid("Options.StagingBytes is %d, want at least 0", o.StagingBytes)
+	case o.MaxSMs < 0:
+		return c, invalid("Options.MaxSMs is %d, want at least 0", o.MaxSMs)
+	case o.Timeout < 0:
+		return c, invalid("Options.Timeout is %v, want at least 0", o.Timeout)
 	case o.Slots != 0 && o.Slots < 2 || o.Slots > 1<<10:
 		return c, invalid("Options.Slots is %d, want 2 to %d", o.Slots, 1<<10)
 	case o.SlotBytes < 0 || o.SlotBytes > 1<<30 || o.SlotBytes%kernels.LineBytes != 0:
@@ -95,6 +109,9 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 			return c, err
 		}
 	}
+	for _, p := range o.Plans {
+		c.Plans.Add(p)
+	}
 	e.Defaults(&c)
 	if o.Multicast == blockMulticast && c.Blocks < leastPipelineBlocks {
 		return c, invalid("Options.Multicast is %q with %d multiprocessors, want at least %d", o.Multicast, c.Blocks, leastPipelineBlocks)
@@ -105,6 +122,6 @@ func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.Reduce
 
 // fingerprint has the options that must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.ReduceBounds) string {
-	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, table %s, multicast %q, validate %v",
-		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, curve.Digest(o.Table), o.Multicast, o.Validate)
+	return fmt.Sprintf("algorithm %q, one-shot to %d bytes, %d slots of %d, at most %d multiprocessors, table %s, multicast %q, validate %v%s",
+		o.Algorithm, c.OneShotBytes, c.Slots, c.SlotBytes, c.Blocks, curve.Digest(o.Table), o.Multicast, o.Validate, o.planNames())
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -22,6 +23,9 @@ import (
 //
 // A call is enqueued on its stream; with a nil stream it is complete on return. Its buffers belong to it until then. A call on
 // another stream than the last call waits for that; a program that replays a CUDA graph orders the calls in it.
+//
+// The elements of a buffer that are known, as those of memory.Wrap, are of the call's data type. Gathers and all-to-alls as uint8 move
+// bytes of any.
 //
 // Bad arguments return an error (ErrInvalid, ErrUnsupported, ErrClosed, memory.ErrFreed) before anything is enqueued: the
 // call has not happened and may be repeated, and the other ranks wait for it. If the ranks' calls differ in collective,
@@ -35,19 +39,14 @@ type Reducer struct {
 	bounds   kernels.ReduceBounds
 	options  Options
 	selector selector
-	idle     communicator.Pool[op]
-}
-
-// op is one launch, and keeps its arguments alive until it has run.
-type op struct {
-	args     kernels.Reduction
-	done     func(error) // for launches on a stream
-	dst, src memory.View
+	launches communicator.Launches[kernels.Reduction, *kernels.Reduction]
 }
 
 // New makes a Reducer. It is collective: every rank of the heap's group calls it, in the same order as its other
 // allocations, with equal options. The heap grows if it has no room. A failure on one rank is an error on all. The caller
 // closes the Reducer before the heap.
+//
+// A ctx that ends while ranks wait for each other may leave the group out of step, as in memory.NewHeap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Reducer, error) {
 	return newReducer(ctx, h, o, owner{})
 }
@@ -60,12 +59,18 @@ type owner struct {
 }
 
 func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Reducer, error) {
+	if h == nil {
+		return nil, invalid("the heap is nil")
+	}
 	x := &Reducer{}
 	gpu := !h.Serves(memory.Host(make([]byte, 1)))
 	c, err := o.validate(h.Group().Size(), h.Engine(), gpu)
 	reaches, whyNot := h.Multicast()
 	if err == nil && o.Multicast != "" && !reaches && whyNot == "" {
 		err = invalid("Options.Multicast is %q on a heap without memory.Options.Multicast", o.Multicast)
+	}
+	if err == nil && len(o.Plans) > 0 && h.Hosts() != nil {
+		err = fmt.Errorf("allreduce: %d plans on several hosts: %w", len(o.Plans), ErrUnsupported)
 	}
 	if own.err != nil {
 		err = own.err
@@ -78,13 +83,20 @@ func newReducer(ctx context.Context, h *memory.Heap, o Options, own owner) (*Red
 		c, err = o.validate(h.Group().Size(), h.Engine(), gpu)
 	}
 	c.Multicast = c.Multicast && reaches
+	c.Hosts = h.Hosts()
 	x.bounds, x.options = c, o
-	x.selector = selector{forced: o.Algorithm, gpu: gpu, bounds: &x.bounds, table: o.Table.forWorld(c.Size, c.Blocks), byMulticast: byMulticast{o.Multicast, whyNot}}
+	x.selector = selector{forced: o.Algorithm, plans: o.Plans, gpu: gpu, bounds: &x.bounds, table: o.Table.forWorld(c.Size, c.Blocks), byMulticast: byMulticast{o.Multicast, whyNot}}
 	x.c, err = communicator.Open(ctx, h, communicator.Config{
 		Name: "allreduce", Must: []string{own.must + o.fingerprint(&c)}, Family: &x.bounds, ExtraBytes: own.bytes, ZeroExtra: own.bytes, Timeout: o.Timeout,
+		Hosts: true, Rest: c.Hosts != nil,
 	}, err)
 	if err != nil {
 		return nil, err
+	}
+	x.launches.C, x.launches.Reset = x.c, func(a *kernels.Reduction) {
+		if *a = (kernels.Reduction{Family: &x.bounds, Bounds: a.Bounds}); a.Bounds == nil {
+			a.Bounds = make([]int64, c.Size+1)
+		}
 	}
 	return x, nil
 }
@@ -141,6 +153,13 @@ func (x *Reducer) AllGatherV(s device.Stream, dst, src memory.View, counts []int
 	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllGather, DType: dt}, counts)
 }
 
+// AllToAll puts slice d of rank s's src in slice s of rank d's dst. The buffers have the same length on every rank, a multiple of the number of
+// ranks, and are the same memory or do not overlap. Only a plan of Options.Plans does that: without one the error is ErrUnsupported, and an
+// alltoallv.Exchanger is the way.
+func (x *Reducer) AllToAll(s device.Stream, dst, src memory.View, dt kernels.DType) error {
+	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllToAll, DType: dt}, nil)
+}
+
 // Broadcast copies buf of rank root to buf of every rank. buf has the same length on all ranks, and bytes of any type.
 func (x *Reducer) Broadcast(s device.Stream, buf memory.View, root int) error {
 	src := buf
@@ -154,24 +173,36 @@ func (x *Reducer) Broadcast(s device.Stream, buf memory.View, root int) error {
 func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCall, counts []int64) error {
 	x.c.Lock()
 	defer x.c.Unlock()
-	o := x.take()
-	err := x.prepare(&o.args, dst, src, c, counts)
+	o := x.launches.Take()
+	a := &o.Args
+	err := x.prepare(a, dst, src, c, counts)
 	if x.options.Validate {
-		_, err = x.c.Agree(agree.Claim{Must: agree.Same(o.args.Call.String())}, err)
+		_, err = x.c.Agree(agree.Claim{Must: agree.Same(a.Call.String())}, err)
 	}
 	if err != nil {
-		x.give(o)
+		x.launches.Give(o)
 		return err
 	}
-	o.dst, o.src, o.args.Done = dst, src, nil
-	o.args.Note.Algorithm, o.args.Note.Payload = o.args.Algorithm.String(), src.Len()
-	if s != nil {
-		o.args.Done = o.done
+	a.Note.Algorithm, a.Note.Payload, a.Note.Staged = a.Algorithm.String(), src.Len(), staging(a)
+	if a.Plan != nil {
+		a.Note.Algorithm = a.Plan.Plan.Name
 	}
-	if err = x.c.Launch(s, &o.args); s == nil || err != nil {
-		x.give(o)
+	return x.launches.Launch(s, o)
+}
+
+// staging is why a call goes through staging: one shot and packets always do, and are the fastest way of the few bytes that they carry.
+func staging(a *kernels.Reduction) flight.Staging {
+	switch {
+	case a.Packets || a.Algorithm == kernels.OneShot:
+		return flight.NotStaged
+	case a.Push:
+		return flight.StagedAlgorithm
+	case a.Src.Bytes > 0 && !a.Src.Reach:
+		return flight.StagedInput
+	case a.Dst.Bytes > 0 && !a.Dst.Reach:
+		return flight.StagedOutput
 	}
-	return err
+	return flight.NotStaged
 }
 
 // prepare checks the arguments of a call and turns them into a launch.
@@ -180,18 +211,16 @@ func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.
 	if err := x.c.Usable(); err != nil {
 		return err
 	}
-	if err := src.Valid(); err != nil {
-		return fmt.Errorf("allreduce: source: %w", err)
+	if err := x.c.Serves("source", src); err != nil {
+		return err
 	}
-	if err := dst.Valid(); err != nil {
-		return fmt.Errorf("allreduce: destination: %w", err)
-	}
-	for _, v := range [2]memory.View{src, dst} {
-		if !x.c.Heap.Serves(v) {
-			return invalid("%v: a buffer at %#x is not memory of %v", c.Collective, v.Ptr(), x.c.Heap.Device())
-		}
+	if err := x.c.Serves("destination", dst); err != nil {
+		return err
 	}
 	if err := supported(c); err != nil {
+		return err
+	}
+	if err := holds(c, dst, src); err != nil {
 		return err
 	}
 	whole, part := src, dst
@@ -203,7 +232,7 @@ func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.
 	}
 	// The slice of the larger buffer that may be the other buffer.
 	mine, all, p := whole.Ptr(), whole.Ptr(), part.Ptr()
-	if c.Collective != kernels.AllReduce {
+	if c.Collective != kernels.AllReduce && c.Collective != kernels.AllToAll {
 		at, _ := a.Slice(x.c.Group.Rank())
 		mine += uintptr(at * c.DType.Size())
 	}
@@ -231,6 +260,21 @@ func supported(c kernels.ReduceCall) error {
 	return nil
 }
 
+// holds refuses memory that is known to have elements of another type than the call's. Calls that move bytes as uint8 take any.
+func holds(c kernels.ReduceCall, dst, src memory.View) error {
+	if c.Collective == kernels.Broadcast || !c.Collective.Reduces() && c.DType == kernels.Uint8 {
+		return nil
+	}
+	name, v := "source", src
+	if v.Holds(c.DType) {
+		name, v = "destination", dst
+	}
+	if !v.Holds(c.DType) {
+		return invalid("the %s has elements of %s, the %v is of %v", name, v.Element(), c.Collective, c.DType)
+	}
+	return nil
+}
+
 // slice divides the elements among the ranks. whole is the length in bytes of the buffer with all slices, part that of the
 // other.
 func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part int64, counts []int64) error {
@@ -254,6 +298,14 @@ func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part 
 		each := ((a.Call.Count+size-1)/size + grain - 1) / grain * grain
 		for p := range size {
 			b[p+1] = min(b[p]+each, a.Call.Count)
+		}
+		return nil
+	case c.Collective == kernels.AllToAll:
+		if part != whole || a.Call.Count%size != 0 {
+			return invalid("the source has %d bytes, the destination %d, want equally many and a multiple of %d elements of %v", part, whole, size, c.DType)
+		}
+		for p := range size {
+			b[p+1] = b[p] + a.Call.Count/size
 		}
 		return nil
 	case c.Collective == kernels.Broadcast:
@@ -298,28 +350,6 @@ func (x *Reducer) slice(a *kernels.Reduction, c kernels.ReduceCall, whole, part 
 	return nil
 }
 
-// take is an idle op or a new one.
-func (x *Reducer) take() *op {
-	o := x.idle.Take()
-	if o == nil {
-		o = new(op)
-		o.args.Family = &x.bounds
-		o.args.Bounds = make([]int64, x.bounds.Size+1)
-		o.done = func(err error) {
-			x.c.Done(err)
-			x.give(o)
-		}
-	}
-	return o
-}
-
-// give takes an op back.
-func (x *Reducer) give(o *op) {
-	o.dst, o.src = memory.View{}, memory.View{}
-	o.args.Src, o.args.Dst = kernels.Buffer{}, kernels.Buffer{}
-	x.idle.Give(o)
-}
-
 // Explain says which algorithm a call would use, and why: a call that reduces count elements of every rank, that gathers count
 // elements in all, or that broadcasts count elements. It exchanges no message.
 func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (Decision, error) {
@@ -327,6 +357,11 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 	defer x.c.Unlock()
 	if err := x.c.Alive(); err != nil {
 		return Decision{}, err
+	}
+	switch c {
+	case kernels.AllReduce, kernels.ReduceScatter, kernels.AllGather, kernels.Broadcast, kernels.AllToAll:
+	default:
+		return Decision{}, invalid("explain: no collective is %v", c)
 	}
 	call := kernels.ReduceCall{Collective: c, DType: dt}
 	if c == kernels.Broadcast {
@@ -340,19 +375,19 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 		return Decision{}, invalid("%d elements of %v", count, dt)
 	}
 	part := count * dt.Size()
-	if c != kernels.AllReduce {
+	if c != kernels.AllReduce && c != kernels.AllToAll {
 		part /= size
 	}
-	o := x.take()
-	defer x.give(o)
-	o.args.Call = call
-	if err := x.slice(&o.args, call, count*dt.Size(), part, nil); err != nil {
+	o := x.launches.Take()
+	defer x.launches.Give(o)
+	o.Args.Call = call
+	if err := x.slice(&o.Args, call, count*dt.Size(), part, nil); err != nil {
 		return Decision{}, err
 	}
-	if err := x.selector.choose(&o.args); err != nil {
+	if err := x.selector.choose(&o.Args); err != nil {
 		return Decision{}, err
 	}
-	return x.selector.explain(&o.args), nil
+	return x.selector.explain(&o.Args), nil
 }
 
 // Fault returns the error of calls that have run by now, nil if there is none, on a device whose streams do not report it; the host's

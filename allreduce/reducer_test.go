@@ -25,6 +25,8 @@ import (
 	"github.com/switchyard-moe/switchyard/test/reference"
 )
 
+func init() { worldtest.Unseen() }
+
 const (
 	f32     = kernels.Float32
 	segment = 64 << 20 // of a rank; pages that nobody touches take no memory
@@ -456,7 +458,7 @@ func TestF1_DeadlineNamesThePeer(t *testing.T) {
 		var waited sync.WaitGroup
 		waited.Add(2)
 		worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
-			x := newReducer(r, allreduce.Options{Algorithm: algorithm, Timeout: 50 * time.Millisecond})
+			x := newReducer(r, allreduce.Options{Algorithm: algorithm, Timeout: 500 * time.Millisecond})
 			r.Barrier()
 			if r.Rank() == 1 {
 				waited.Wait() // does not call
@@ -478,27 +480,9 @@ func TestF1_DeadlineNamesThePeer(t *testing.T) {
 
 // Of the calls queued on a stream only the first waits for the deadline.
 func TestF1_QueuedCallsFailAtOnce(t *testing.T) {
-	waited := make(chan struct{})
-	worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
-		x := newReducer(r, allreduce.Options{Timeout: 300 * time.Millisecond})
-		r.Barrier()
-		if r.Rank() == 1 {
-			<-waited
-			return
-		}
-		defer close(waited)
-		s, err := device.Host().NewStream()
-		r.Must(err)
-		b := hostBuf(1000)
-		start := time.Now()
-		for range 20 {
-			r.Must(x.AllReduce(s, b, b, f32, kernels.Sum))
-		}
-		err = s.Synchronize()
-		if took := time.Since(start); !errors.Is(err, comm.ErrTimeout) || took > 3*time.Second { // 6 if each waited
-			r.Must(fmt.Errorf("got %v after %v", err, took))
-		}
-		r.Must(s.Close())
+	worldtest.QueuedCallsFailAtOnce(t, segment, func(r *worldtest.Rank, timeout time.Duration) func(device.Stream) error {
+		x, b := newReducer(r, allreduce.Options{Timeout: timeout}), hostBuf(1000)
+		return func(s device.Stream) error { return x.AllReduce(s, b, b, f32, kernels.Sum) }
 	})
 }
 
@@ -520,7 +504,7 @@ func TestF2_AbortEndsWaits(t *testing.T) {
 			start := time.Now()
 			err := x.AllReduce(nil, b, b, f32, kernels.Sum)
 			var pe *comm.PeerError
-			if !errors.As(err, &pe) || pe.Rank != 2 || !errors.Is(err, comm.ErrAborted) || time.Since(start) > 5*time.Second {
+			if !errors.As(err, &pe) || pe.Rank != 2 || !errors.Is(err, comm.ErrAborted) || time.Since(start) > time.Minute {
 				t.Errorf("rank %d: got %v after %v", r.Rank(), err, time.Since(start))
 			}
 			if err := x.AllReduce(nil, b, b, f32, kernels.Sum); !errors.Is(err, comm.ErrAborted) {
@@ -537,17 +521,16 @@ func TestF2_DeadProcessIsNamed(t *testing.T) {
 	worldtest.Procs(t, 3, segment, func(r *worldtest.Rank) {
 		x := newReducer(r, allreduce.Options{Timeout: time.Minute})
 		b := hostBuf(1 << 20)
-		r.Must(x.AllReduce(nil, b, b, f32, kernels.Sum))
+		err := x.AllReduce(nil, b, b, f32, kernels.Sum)
 		if r.Rank() == 1 {
-			os.Exit(0)
+			os.Exit(0) // the others may still be in that call
 		}
 		start := time.Now()
-		var err error
-		for err == nil && time.Since(start) < 20*time.Second {
+		for err == nil && time.Since(start) < 30*time.Second {
 			err = x.AllReduce(nil, b, b, f32, kernels.Sum)
 		}
 		var pe *comm.PeerError
-		if !errors.As(err, &pe) || pe.Rank != 1 || !errors.Is(err, comm.ErrPeerLost) || time.Since(start) > 10*time.Second {
+		if !errors.As(err, &pe) || pe.Rank != 1 || !errors.Is(err, comm.ErrPeerLost) || time.Since(start) > 30*time.Second {
 			r.T.Errorf("rank %d: got %v after %v", r.Rank(), err, time.Since(start))
 		}
 	})
@@ -561,6 +544,7 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 		stale := freed.View()
 		r.Must(freed.Free())
 		b, c := hostBuf(100), hostBuf(100)
+		i64, i16 := memory.Wrap(make([]int64, 10)), memory.Wrap(make([]int16, 10))
 		sum := kernels.Sum
 		for i, bad := range []struct {
 			err  error
@@ -583,6 +567,12 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 			{x.ReduceScatterV(nil, b, c, []int64{-1, 26}, f32, sum), allreduce.ErrInvalid, []string{"-1", "rank 0"}},
 			{x.ReduceScatterV(nil, b, c, []int64{1, math.MaxInt64 / 4}, f32, sum), allreduce.ErrInvalid, []string{"overflows"}},
 			{x.AllGatherV(nil, b, c.Slice(0, 4), []int64{3, 4}, f32), allreduce.ErrInvalid, []string{"100", "28"}},
+			{x.AllReduce(nil, b.Slice(0, 80), i64, f32, sum), allreduce.ErrInvalid, []string{"the source has elements of int64, the all-reduce is of float32"}},
+			{x.AllReduce(nil, i64, b.Slice(0, 80), f32, sum), allreduce.ErrInvalid, []string{"the destination has elements of int64"}},
+			{x.AllReduce(nil, i64, i64, kernels.Uint8, sum), allreduce.ErrInvalid, []string{"elements of int64", "uint8"}},
+			{x.ReduceScatter(nil, b.Slice(0, 40), i64, f32, sum), allreduce.ErrInvalid, []string{"elements of int64"}},
+			{x.AllGather(nil, b.Slice(0, 80), i64.Slice(0, 40), f32), allreduce.ErrInvalid, []string{"elements of int64"}},
+			{x.AllReduce(nil, i16, i16, kernels.Int32, sum), allreduce.ErrInvalid, []string{"elements of int16"}},
 		} {
 			if !errors.Is(bad.err, bad.is) {
 				r.Must(fmt.Errorf("case %d: got %v, want %v", i, bad.err, bad.is))
@@ -591,7 +581,24 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 				require.ErrorContains(r.T, bad.err, s, "case %d", i)
 			}
 		}
+		var none *device.HostStream
+		_, nilHeap := allreduce.New(r.Ctx, nil, allreduce.Options{})
+		_, unknown := x.Explain(99, 1, f32)
+		for says, err := range map[string]error{
+			"the stream is a nil *device.HostStream":   x.AllReduce(none, b, c, f32, sum),
+			"the heap is nil":                          nilHeap,
+			"explain: no collective is Collective(99)": unknown,
+		} {
+			require.ErrorIs(r.T, err, allreduce.ErrInvalid)
+			require.ErrorContains(r.T, err, says)
+		}
 		// Nothing of this has happened: the next call works.
+		for _, dt := range []kernels.DType{kernels.BFloat16, kernels.Float16} {
+			r.Must(x.AllReduce(nil, i16, i16, dt, sum))
+		}
+		gathered := memory.Wrap(make([]int64, 20))
+		r.Must(x.AllGather(nil, gathered, i64, kernels.Int64))
+		r.Must(x.AllGather(nil, gathered, i64, kernels.Uint8))
 		a := newArena(r, 1000, 1)
 		r.Must(job{coll: kernels.AllReduce, dt: f32, count: 100}.run(r, x, nil, a))
 		r.Must(x.Close(r.Ctx))
@@ -767,10 +774,6 @@ func TestExplainAndForce(t *testing.T) {
 }
 
 func TestNothingIsAllocatedOnceWarm(t *testing.T) {
-	if worldtest.Race {
-		t.Skip("sync.Pool drops objects at random under the race detector")
-	}
-	const runs = 50
 	for _, algorithm := range algorithms {
 		worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
 			x := newReducer(r, allreduce.Options{Algorithm: algorithm, OneShotBytes: 64 << 10, SlotBytes: 4096})
@@ -793,20 +796,8 @@ func TestNothingIsAllocatedOnceWarm(t *testing.T) {
 				r.Must(x.AllGather(s, sym.View(), foreign.Slice(0, 32<<10), f32))
 				r.Must(s.Synchronize())
 			}
-			for _, f := range []func(){step, onStream} {
-				for range 5 {
-					f()
-				}
-				r.Barrier()
-				if r.Rank() != 0 {
-					for range runs + 1 {
-						f()
-					}
-				} else if got := testing.AllocsPerRun(runs, f); got > 0 {
-					r.Must(fmt.Errorf("%s: %v allocations a run", algorithm, got))
-				}
-				r.Barrier()
-			}
+			r.AllocatesNothing(step)
+			r.AllocatesNothing(onStream)
 			r.Must(s.Close())
 			r.Must(x.Close(r.Ctx))
 			r.Must(sym.Free())

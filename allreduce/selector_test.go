@@ -57,7 +57,7 @@ func TestSelectionOnGPUsFollowsTheMeasurements(t *testing.T) {
 	} {
 		r := gpuReduction(c, m.coll, m.bytes)
 		require.NoError(t, s.choose(r))
-		require.Contains(t, m.ways, way{r.Algorithm, r.Packets, r.Pull, r.Push}.String(), "%v", r.Call)
+		require.Contains(t, m.ways, way{r.Algorithm, r.Packets, r.Pull, r.Push, r.Plan}.String(), "%v", r.Call)
 		require.GreaterOrEqual(t, r.Blocks, m.least, "%v", r.Call)
 		require.LessOrEqual(t, r.Blocks, m.most, "%v", r.Call)
 		require.True(t, !r.Packets || r.Rate == 0, "%v", r.Call)

@@ -248,7 +248,9 @@ func (r *registry) choose(p *plan, at int, c *kernels.ExchangeBounds, rank int) 
 		switch {
 		case k == rank:
 		case c.Hosts != nil && !slices.Contains(c.Hosts.Ranks, k):
-			d.Across++
+			if d.Across++; routes.SendBytes[k] <= c.BundleBytes {
+				d.Bundled++
+			}
 		default:
 			d.Modes[c.Mode(routes.SendBytes[k])]++
 		}

@@ -13,6 +13,8 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
+func init() { worldtest.Unseen() }
+
 // backwards is a user's algorithm: a ring the other way round, for skewed traffic only.
 type backwards struct{ broken bool }
 

@@ -25,8 +25,9 @@ type Decision struct {
 	CopySMs int
 	// Rate is the bound of the senders on a GPU together, in GB/s; 0 is no bound.
 	Rate float64
-	// Across counts the messages to ranks of other hosts. Each goes straight to its rank, through staging there.
-	Across int
+	// Across counts the messages to ranks of other hosts. Those of them that are Bundled go together with the others for their host; the rest
+	// go straight to their ranks.
+	Across, Bundled int
 	// Modes counts the messages to other ranks of the host by wire mode: packet, eager, credit.
 	Modes [3]int
 	// Candidates holds every algorithm's estimate, in the order of the attempts.
@@ -56,7 +57,7 @@ func (d Decision) String() string {
 	}
 	fmt.Fprintf(&b, " (%s); messages: %d packet, %d eager, %d credit", how, d.Modes[0], d.Modes[1], d.Modes[2])
 	if d.Across > 0 {
-		fmt.Fprintf(&b, "; to other hosts: %d, straight", d.Across)
+		fmt.Fprintf(&b, "; to other hosts: %d bundled, %d straight", d.Bundled, d.Across-d.Bundled)
 	}
 	switch {
 	case d.InPlace:

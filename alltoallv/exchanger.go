@@ -11,6 +11,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -34,22 +35,25 @@ type Exchanger struct {
 
 // op is one launch, and keeps its arguments alive until it has run.
 type op struct {
-	args     kernels.AllToAllV
-	plan     *plan
-	dst, src memory.View
-	live     memory.View // Splits.Live
+	args kernels.AllToAllV
+	plan *plan
 }
 
 // New makes an Exchanger. It is collective: every rank of the heap's group calls it, in the same order as its other
 // allocations, with equal options. The heap grows if it has no room. A failure on one rank is an error on all. The
 // caller closes the Exchanger before the heap.
+//
+// A ctx that ends while ranks wait for each other may leave the group out of step, as in memory.NewHeap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Exchanger, error) {
+	if h == nil {
+		return nil, invalid("the heap is nil")
+	}
 	if o.Logger == nil {
 		o.Logger = h.Group().Logger()
 	}
 	x := &Exchanger{}
 	mine, err := x.configure(h, o)
-	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.bounds, Timeout: x.options.Timeout, Hosts: true, Rest: x.bounds.Hosts != nil, Counters: x.tell}
+	own := communicator.Config{Name: "alltoallv", Must: []string{mine}, Family: &x.bounds, Timeout: x.options.Timeout, Hosts: true, GPUs: true, Rest: x.bounds.Hosts != nil, Counters: x.tell}
 	if x.counters = !h.Serves(memory.Host(make([]byte, 1))); x.counters {
 		own.ExtraBytes = 16 * int64(h.Group().Size())
 	}
@@ -69,8 +73,8 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 	if x.bounds, err = o.complete(size, h.Engine(), kind); err != nil {
 		return "", err
 	}
-	if rail := h.Rail(); rail != nil {
-		x.bounds.Hosts = &kernels.Hosts{Rank: rank, Ranks: h.Space().Ranks, Rail: rail}
+	if x.bounds.Hosts = h.Hosts(); x.bounds.Hosts != nil {
+		x.bounds.BundleBytes = o.bundleBytes(&x.bounds)
 	}
 	r, err := newRegistry(&o, rank, size, kind)
 	if err != nil {
@@ -118,7 +122,9 @@ func (x *Exchanger) Barrier(s device.Stream) error {
 		x.nothing = Splits{Send: none, Recv: none}
 	}
 	err := x.exchange(s, memory.View{}, memory.View{}, &x.nothing, true)
-	if errors.Is(err, comm.ErrMismatch) || errors.Is(err, comm.ErrOutOfStep) {
+	var peer *comm.PeerError
+	named := errors.As(err, &peer) && peer.Op == "barrier"
+	if !named && (errors.Is(err, comm.ErrMismatch) || errors.Is(err, comm.ErrOutOfStep)) {
 		err = fmt.Errorf("barrier: %w", err) // peers send bytes
 	}
 	return err
@@ -140,10 +146,11 @@ func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, 
 	if s != nil {
 		o = x.op()
 	}
-	o.plan, o.dst, o.src, o.live = p, dst, src, sp.Live
+	o.plan = p
 	a := &o.args
 	a.Routes, a.Schedule, a.Barrier, a.Timeout = &p.routes[at], p.schedule[at], barrier, x.options.Timeout
 	a.Note.Algorithm, a.Note.Payload, a.Note.Send, a.Note.Recv = p.chosen[at].Algorithm, p.sendAll, p.routes[0].SendBytes, p.routes[0].RecvBytes
+	a.Note.Staged = x.staging(p, at)
 	if sp.Live.Len() > 0 { // the splits are a guess
 		a.Note.Payload, a.Note.Send, a.Note.Recv = -1, nil, nil
 	}
@@ -161,6 +168,21 @@ func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, 
 		x.idle.Give(o)
 	}
 	return err
+}
+
+// staging is why the largest message to this rank goes through slots of staging, where it is too large to be eager or a packet.
+func (x *Exchanger) staging(p *plan, at int) flight.Staging {
+	switch {
+	case p.schedule[at].Staged:
+		return flight.StagedAlgorithm
+	case at == 1 || x.bounds.Mode(p.largestRecv) != kernels.CreditMode:
+		return flight.NotStaged
+	case x.c.Traits.Slow != nil:
+		return flight.StagedUnreadable
+	case p.chosen[at].Pulled:
+		return flight.NotStaged // this rank reads it where the sender has it
+	}
+	return flight.StagedOutput
 }
 
 // equalParts is the estimate for splits in device memory without one.
@@ -187,11 +209,11 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, at int, 
 	if p, err = x.plans.of(sp); err != nil {
 		return nil, 0, 0, err
 	}
-	if err := src.Valid(); err != nil {
-		return nil, 0, 0, fmt.Errorf("alltoallv: source: %w", err)
+	if err := x.c.Serves("source", src); err != nil {
+		return nil, 0, 0, err
 	}
-	if err := dst.Valid(); err != nil {
-		return nil, 0, 0, fmt.Errorf("alltoallv: destination: %w", err)
+	if err := x.c.Serves("destination", dst); err != nil {
+		return nil, 0, 0, err
 	}
 	srcBytes, dstBytes, largestRecv := p.srcBytes, p.dstBytes, p.largestRecv
 	live := sp.live()
@@ -206,11 +228,6 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, at int, 
 	}
 	if dst.Len() < dstBytes {
 		return nil, 0, 0, invalid("the destination has %d bytes, the receive splits %v of %d-byte elements need %d", dst.Len(), sp.Recv, sp.elem(), dstBytes)
-	}
-	for _, v := range [2]memory.View{src, dst} {
-		if !x.c.Heap.Serves(v) {
-			return nil, 0, 0, invalid("a buffer at %#x is not memory of %v", v.Ptr(), x.c.Heap.Device())
-		}
 	}
 	if a, b := src.Ptr(), dst.Ptr(); srcBytes > 0 && dstBytes > 0 && a < b+uintptr(dstBytes) && b < a+uintptr(srcBytes) {
 		return nil, 0, 0, invalid("source and destination overlap")
@@ -272,7 +289,7 @@ func (x *Exchanger) op() *op {
 // release drops the memory that a launch used.
 func (o *op) release() {
 	o.plan.users.Add(-1)
-	o.plan, o.dst, o.src, o.live = nil, memory.View{}, memory.View{}, memory.View{}
+	o.plan = nil
 	o.args.Src, o.args.Dst, o.args.Splits = kernels.Buffer{}, kernels.Buffer{}, kernels.Buffer{}
 }
 
@@ -332,6 +349,14 @@ func (x *Exchanger) Counts(s device.Stream, send, recv []int64) error {
 	size := x.bounds.Size
 	if len(send) != size || len(recv) != size {
 		return invalid("%d counts to send and %d to receive for %d ranks", len(send), len(recv), size)
+	}
+	for k, n := range send {
+		if n < 0 {
+			return invalid("the count for rank %d is %d", k, n)
+		}
+	}
+	if err := x.c.Takes(s); err != nil {
+		return err
 	}
 	if x.counters {
 		if capturing, err := device.Capturing(s); err != nil || capturing {

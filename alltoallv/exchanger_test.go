@@ -436,7 +436,7 @@ func TestBarrier(t *testing.T) { worldtest.Local(t, 4, 32<<20, nobodyLeavesEarly
 func nobodyLeavesEarly(size int) func(r *worldtest.Rank) {
 	var came atomic.Int64
 	return func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 20 * time.Second})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
 		r.Must(err)
 		s, err := r.Heap.Device().NewStream()
 		r.Must(err)
@@ -470,7 +470,7 @@ func TestF1_DeadlineNamesThePeer(t *testing.T) {
 			var waited sync.WaitGroup
 			waited.Add(2)
 			worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
-				x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 50 * time.Millisecond})
+				x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 500 * time.Millisecond})
 				r.Must(err)
 				r.Barrier()
 				if r.Rank() == 1 {
@@ -495,7 +495,7 @@ func TestF2_AbortEndsWaits(t *testing.T) {
 	var others sync.WaitGroup // that are past the barrier, which would end with the abort
 	others.Add(2)
 	worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 5 * time.Minute})
 		r.Must(err)
 		r.Barrier()
 		if r.Rank() == 2 {
@@ -509,7 +509,7 @@ func TestF2_AbortEndsWaits(t *testing.T) {
 		start := time.Now()
 		err = x.Exchange(nil, memory.Host(make([]byte, 3)), memory.Host(make([]byte, 3)), &alltoallv.Splits{Send: one, Recv: one})
 		var pe *comm.PeerError
-		if !errors.As(err, &pe) || pe.Rank != 2 || time.Since(start) > 5*time.Second {
+		if !errors.As(err, &pe) || pe.Rank != 2 || time.Since(start) > time.Minute {
 			t.Errorf("rank %d: got %v after %v", r.Rank(), err, time.Since(start))
 		}
 	})
@@ -553,6 +553,17 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 			}
 			require.ErrorContains(r.T, err, bad.says)
 		}
+		var none *device.HostStream
+		for _, err := range []error{x.Exchange(none, b, c, &alltoallv.Splits{Send: ok, Recv: ok}), x.Barrier(none), x.Counts(none, ok, make([]int64, 2))} {
+			require.ErrorIs(r.T, err, alltoallv.ErrInvalid)
+			require.ErrorContains(r.T, err, "the stream is a nil *device.HostStream")
+		}
+		_, err = alltoallv.New(r.Ctx, nil, alltoallv.Options{})
+		require.ErrorIs(r.T, err, alltoallv.ErrInvalid)
+		require.ErrorContains(r.T, err, "the heap is nil")
+		err = x.Counts(nil, []int64{4, -5}, make([]int64, 2))
+		require.ErrorIs(r.T, err, alltoallv.ErrInvalid)
+		require.ErrorContains(r.T, err, "the count for rank 1 is -5")
 		if r.Rank() == 0 {
 			uneven := []int64{2, 1}
 			if err := x.Exchange(nil, b, c, &alltoallv.Splits{Send: uneven, Recv: ok}); !errors.Is(err, alltoallv.ErrInvalid) {
@@ -574,7 +585,7 @@ func TestF3_DisagreementOnCountsIsNamed(t *testing.T) {
 			for _, inPlace := range []bool{false, true} {
 				t.Run(fmt.Sprintf("%d_%d/validate=%v/inplace=%v", pair[0], pair[1], validate, inPlace), func(t *testing.T) {
 					worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
-						x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{EagerBytes: 8 << 10, Validate: validate, Timeout: 5 * time.Second})
+						x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{EagerBytes: 8 << 10, Validate: validate, Timeout: time.Minute})
 						r.Must(err)
 						buf, err := r.Heap.Alloc(1 << 20)
 						r.Must(err)
@@ -696,10 +707,11 @@ func TestF3_ClosedGroupIsRefused(t *testing.T) {
 
 // Close ends with its context while an exchange on a stream, and one behind it, wait for a rank that does not call.
 func TestF1_CloseEndsWithItsContext(t *testing.T) {
+	t.Parallel() // it mostly waits
 	run := func(t *testing.T, world func(testing.TB, int, int64, func(*worldtest.Rank))) {
 		for _, bytes := range []int64{8, 1 << 20} {
 			world(t, 2, 64<<20, func(r *worldtest.Rank) {
-				x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
+				x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 5 * time.Minute})
 				r.Must(err)
 				b, err := r.Heap.Alloc(4 * bytes)
 				r.Must(err)
@@ -716,7 +728,7 @@ func TestF1_CloseEndsWithItsContext(t *testing.T) {
 				defer cancel()
 				start := time.Now()
 				err = x.Close(ctx)
-				if took := time.Since(start); took > 5*time.Second || errors.Is(err, kernels.ErrRunning) {
+				if took := time.Since(start); took > time.Minute || errors.Is(err, kernels.ErrRunning) {
 					r.Must(fmt.Errorf("close after %v: %w", took, err))
 				}
 				if r.Rank() == 0 {

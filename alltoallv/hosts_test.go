@@ -1,29 +1,27 @@
 package alltoallv_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
-	"os"
+	"slices"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
-	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// worlds on several hosts: ranks, and those of a host.
-var hostWorlds = [][2]int{{2, 1}, {4, 2}, {6, 2}, {3, 1}}
-
 // Exchanges of any splits cross hosts, with rings of any number of slots, and with slots so small that a message takes many.
 func TestX5_AcrossHosts(t *testing.T) {
-	for _, w := range hostWorlds {
-		for i, o := range []alltoallv.Options{{}, {Slots: 1, SlotBytes: 128}, {Slots: 3, SlotBytes: 2048, Algorithm: "ring"}, {Algorithm: "pipelined"}} {
+	for _, w := range worldtest.HostWorlds() {
+		for i, o := range []alltoallv.Options{{}, {BundleBytes: -1}, {Slots: 1, SlotBytes: 128, BundleBytes: 300}, {Slots: 3, SlotBytes: 2048, Algorithm: "ring"}, {Algorithm: "pipelined"}} {
 			t.Run(fmt.Sprintf("%d of %d/%d", w[0], w[1], i), func(t *testing.T) {
 				limit := int64(64 << 10)
 				if o.SlotBytes == 128 {
@@ -43,13 +41,7 @@ func TestX5_AcrossHosts(t *testing.T) {
 
 // The same with a process for every rank, in network namespaces.
 func TestX5_AcrossHostsOfProcesses(t *testing.T) {
-	for _, w := range hostWorlds {
-		t.Run(fmt.Sprintf("%d_of_%d", w[0], w[1]), func(t *testing.T) {
-			worldtest.HostProcs(t, w[0], w[1], 64<<20, func(r *worldtest.Rank) {
-				random(r, alltoallv.Options{}, 5, 5, 300<<10)
-			})
-		})
-	}
+	worldtest.EachHostWorld(t, 64<<20, func(r *worldtest.Rank) { random(r, alltoallv.Options{}, 5, 5, 300<<10) })
 }
 
 func TestBarrierAcrossHosts(t *testing.T) { worldtest.Hosts(t, 4, 2, 32<<20, nobodyLeavesEarly(4)) }
@@ -94,7 +86,7 @@ func TestLiveSplitsAcrossHosts(t *testing.T) {
 // Splits in memory that do not fit are every rank's error, on all hosts, and the next call works.
 func TestF3_BadLiveSplitsAcrossHosts(t *testing.T) {
 	worldtest.Hosts(t, 4, 2, 64<<20, func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 10 * time.Second})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
 		r.Must(err)
 		for bad := range 4 {
 			live := make([]int64, 16)
@@ -123,7 +115,7 @@ func TestF3_BadLiveSplitsAcrossHosts(t *testing.T) {
 func TestF3_DisagreementAcrossHosts(t *testing.T) {
 	for _, pair := range [][2]int64{{5, 6}, {0, 100}, {100, 0}, {5000, 60000}, {60000, 5000}, {900000, 10}, {10, 900000}} {
 		worldtest.Hosts(t, 4, 2, 64<<20, func(r *worldtest.Rank) {
-			x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 10 * time.Second, SlotBytes: 16 << 10})
+			x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute, SlotBytes: 16 << 10})
 			r.Must(err)
 			src, dst := memory.Host(make([]byte, 1<<20)), memory.Host(make([]byte, 1<<20))
 			for call := range 3 {
@@ -155,7 +147,7 @@ func TestF3_DisagreementAcrossHosts(t *testing.T) {
 // A disagreement inside a host names the ranks by their numbers in the group.
 func TestF3_DisagreementOfRanksOfALaterHost(t *testing.T) {
 	worldtest.Hosts(t, 4, 2, 64<<20, func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 10 * time.Second})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
 		r.Must(err)
 		sp := &alltoallv.Splits{Send: make([]int64, 4), Recv: make([]int64, 4)}
 		if r.Rank() == 2 {
@@ -174,20 +166,23 @@ func TestF3_DisagreementOfRanksOfALaterHost(t *testing.T) {
 
 // A rank of another host that does not come is named at the deadline, and Explain says what crosses.
 func TestF1_DeadlineNamesARankOfAnotherHost(t *testing.T) {
+	var waited sync.WaitGroup
+	waited.Add(3)
 	worldtest.Hosts(t, 4, 2, 64<<20, func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 300 * time.Millisecond})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Second})
 		r.Must(err)
 		sp := &alltoallv.Splits{Send: []int64{5, 5, 5, 5}, Recv: []int64{5, 5, 5, 5}}
 		d, err := x.Explain(sp, false)
 		r.Must(err)
 		require.Equal(r.T, 2, d.Across)
-		require.Contains(r.T, d.String(), "1 packet, 0 eager, 0 credit; to other hosts: 2, straight")
+		require.Contains(r.T, d.String(), "1 packet, 0 eager, 0 credit; to other hosts: 2 bundled, 0 straight")
 		if r.Rank() != 3 {
 			err = x.Exchange(nil, memory.Host(make([]byte, 20)), memory.Host(make([]byte, 20)), sp)
+			waited.Done()
 			require.ErrorContains(r.T, err, "rank 3")
 			require.ErrorContains(r.T, err, "timed out")
 		} else {
-			time.Sleep(600 * time.Millisecond)
+			waited.Wait() // a barrier before would be a mistake of its own
 		}
 		r.Barrier()
 		r.Must(x.Close(r.Ctx))
@@ -201,33 +196,12 @@ func TestF1_DeadlineNamesARankOfAnotherHost(t *testing.T) {
 
 // A process that ends in the middle of calls is named by the exchanges of all ranks, on its host and on the other, within a second.
 func TestF2_ARankOfAnotherHostDies(t *testing.T) {
-	worldtest.HostProcs(t, 4, 2, 64<<20, func(r *worldtest.Rank) {
+	worldtest.HostDies(t, 64<<20, func(r *worldtest.Rank) (func() error, func(context.Context) error) {
 		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{})
 		r.Must(err)
 		src, dst := memory.Host(make([]byte, 4<<18)), memory.Host(make([]byte, 4<<18))
-		sp := &alltoallv.Splits{Send: []int64{1 << 18, 1 << 18, 1 << 18, 1 << 18}, Recv: []int64{1 << 18, 1 << 18, 1 << 18, 1 << 18}}
-		for call := range 50 {
-			if r.Rank() == 3 && call == 5 {
-				os.Exit(0) // without a word
-			}
-			start := time.Now()
-			err := x.Exchange(nil, dst, src, sp)
-			if err == nil {
-				continue
-			}
-			if took := time.Since(start); took > 5*time.Second { // a loaded machine is slow
-				r.Must(fmt.Errorf("after %v: %w", took, err))
-			}
-			var peer *comm.PeerError
-			if !errors.Is(err, comm.ErrPeerLost) || !errors.As(err, &peer) || peer.Rank != 3 {
-				r.Must(fmt.Errorf("call %d: got %w", call, err))
-			}
-			if err := x.Close(r.Ctx); err != nil && !errors.Is(err, comm.ErrPeerLost) { // the group may hear of it only now
-				r.Must(err)
-			}
-			r.Must(r.Heap.Close(r.Ctx))
-			return
-		}
-		r.Must(errors.New("no call has failed"))
+		each := slices.Repeat([]int64{1 << 18}, 4)
+		sp := &alltoallv.Splits{Send: each, Recv: each}
+		return func() error { return x.Exchange(nil, dst, src, sp) }, x.Close
 	})
 }

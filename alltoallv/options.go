@@ -32,6 +32,10 @@ type Options struct {
 	Slots     int
 	// StagingBytes bounds the slots of one rank together if SlotBytes is 0; default 32 MiB, on GPUs 128 MiB.
 	StagingBytes int64
+	// BundleBytes bounds messages to ranks of other hosts that go together with the others for that host, in one put; larger ones go straight
+	// to their rank. 0 is what a table of measured times says, negative is none. Every rank holds two such messages for every rank of other
+	// hosts.
+	BundleBytes int64
 	// CacheEntries is the number of plans that the cache keeps; default 256.
 	CacheEntries int
 	// Table has the times by which an algorithm is selected. nil is a table measured on H200s for GPUs, and rules of thumb for the host.
@@ -92,8 +96,11 @@ func (o *Options) complete(size int, e kernels.Engine, dev device.Kind) (kernels
 	if c.SlotBytes < 0 || c.SlotBytes%kernels.LineBytes != 0 {
 		return c, invalid("Options.SlotBytes is %d, want a multiple of %d", o.SlotBytes, kernels.LineBytes)
 	}
-	if c.PacketBytes > 1<<20 || c.EagerBytes > 1<<30 {
-		return c, invalid("Options.PacketBytes %d or EagerBytes %d is too large", c.PacketBytes, c.EagerBytes)
+	if c.PacketBytes > 1<<20 {
+		return c, invalid("Options.PacketBytes is %d, want at most %d", c.PacketBytes, 1<<20)
+	}
+	if c.EagerBytes > 1<<30 {
+		return c, invalid("Options.EagerBytes is %d, want at most %d", c.EagerBytes, 1<<30)
 	}
 	if o.Table == nil && dev.String() == defaultTableDevice {
 		var err error
@@ -117,6 +124,6 @@ func (o *Options) complete(size int, e kernels.Engine, dev device.Kind) (kernels
 
 // fingerprint has the options that must be equal on all ranks.
 func (o *Options) fingerprint(c *kernels.ExchangeBounds, names []string) string {
-	return fmt.Sprintf("algorithm %q of %v (no multiprocessors: %v), packets to %d bytes, eager to %d, %d slots of %d, %d multiprocessors and %d, table %s, validate %v",
-		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, o.MaxSMs, o.CopySMs, curve.Digest(o.Table), o.Validate)
+	return fmt.Sprintf("algorithm %q of %v (no multiprocessors: %v), packets to %d bytes, eager to %d, %d slots of %d, bundles to %d, %d multiprocessors and %d, table %s, validate %v",
+		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, c.BundleBytes, o.MaxSMs, o.CopySMs, curve.Digest(o.Table), o.Validate)
 }

@@ -13,6 +13,13 @@ import (
 // boundary, say. A newcomer is a process of its own that calls [Join] with
 // Config.Late and otherwise the same cfg; it may do so before or after.
 //
+// A group on several hosts takes whole hosts: n is a multiple of its ranks a
+// host, Addr is a port, and newcomers give their LocalRank and LocalSize. Hosts
+// come in the order of their first newcomers, and the ranks of each are in the
+// order of LocalRank. Hosts then still have equally many ranks: else the error
+// on every rank, newcomers included, is [ErrMismatch] with both numbers. A group
+// on one host takes others in too, if cfg.LocalSize is its size.
+//
 // Of cfg, Addr says where this group's rank 0 listens meanwhile, and Secret,
 // JoinTimeout, PeerTimeout, Name and Logger are as for Join. Name tells the
 // groups apart that newcomers may ask for; it is not this group's own, which
@@ -23,9 +30,9 @@ import (
 // JoinTimeout, or until ctx ends, the error on every rank is [ErrTimeout] and
 // names the first that is missing; this group then works as before, and Admit
 // can be called again.
-func (g *Group) Admit(ctx context.Context, n int, cfg Config) (*Group, error) {
-	next, err := g.admit(ctx, n, cfg)
-	if err != nil {
+func (g *Group) Admit(ctx context.Context, n int, cfg Config) (next *Group, err error) {
+	defer g.span(ctx, opAdmit.String())(&next, &err)
+	if next, err = g.admit(ctx, n, cfg); err != nil {
 		if pe, ok := err.(*PeerError); ok {
 			return nil, withOp(pe, opAdmit.String(), pe.Epoch)
 		}
@@ -35,20 +42,17 @@ func (g *Group) Admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 }
 
 func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
-	if n := g.topology.Hosts; n > 1 {
-		return nil, fmt.Errorf("%w: the ranks of %s are on %d hosts", ErrUnsupported, g.name, n)
+	if g.topology.Hosts > 1 && !g.n.hosts.relayed {
+		return nil, fmt.Errorf("%w: the hosts of %s are those of LocalOptions.PerHost", ErrUnsupported, g.name)
 	}
-	cfg.Rank, cfg.Size, cfg.LocalRank, cfg.LocalSize = g.rank, len(g.members)+n, g.rank, 0
-	cfg.members = len(g.members)
-	refused := cfg.validate()
-	if refused == nil {
-		refused = cfg.validateAddr()
-	}
-	if refused == nil && (n < 1 || cfg.Late) {
-		refused = fmt.Errorf("%w: %d newcomers, late: %v", ErrInvalid, n, cfg.Late)
-	}
+	refused := cfg.admitting(g, n)
 	data := binary.LittleEndian.AppendUint64(nil, uint64(n))
 	data = binary.LittleEndian.AppendUint64(data, uint64(cfg.PeerTimeout))
+	perHost := 0
+	if cfg.maySpan() {
+		perHost = cfg.LocalSize
+	}
+	data = binary.LittleEndian.AppendUint64(data, uint64(perHost))
 	data = appendString(appendString(data, cfg.Addr), cfg.Name)
 	m := message{data: data}
 	if refused != nil {
@@ -78,7 +82,7 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 			return nil, fmt.Errorf("%w: %s and %s", ErrMismatch, admission(0, parts[0].data), admission(r, p.data))
 		}
 	}
-	cfg.gid = groupID(g.id, "admit", c.seq, 0)
+	cfg.gid, cfg.epoch = groupID(g.id, "admit", c.seq, 0), g.n.flight.Epoch()+1
 	whole, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer g.OnFailure(func(err error) { cancel(err) })()
@@ -88,6 +92,7 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 	}
 	failed, verr := verdict.settle(ctx, err != nil)
 	if verr == nil && !failed {
+		next.n.flight.Succeeds(g.n.flight)
 		return next, nil // which may have lost ranks by now, as all will find
 	}
 	if next != nil {
@@ -102,6 +107,31 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 		return nil, verr
 	}
 	return nil, fmt.Errorf("%w: a rank could not connect to all others", ErrAborted)
+}
+
+// admitting makes cfg that of a rank of g in a join with n newcomers.
+func (cfg *Config) admitting(g *Group, n int) error {
+	size, t := len(g.members), &g.topology
+	whole := t.Hosts > 1 || cfg.LocalSize == size && n%size == 0 && cfg.network() == "tcp"
+	cfg.Rank, cfg.Size, cfg.LocalRank, cfg.LocalSize = g.rank, size+n, t.Local, 0
+	if whole {
+		cfg.LocalSize = t.PerHost
+	}
+	cfg.members, cfg.onHosts = size, t.Hosts > 1
+	switch {
+	case n < 1 || cfg.Late:
+		return fmt.Errorf("%w: %d newcomers, late: %v", ErrInvalid, n, cfg.Late)
+	case whole && t.PerHost == 0:
+		return fmt.Errorf("%w: %s: a group that admits hosts has equally many on each", ErrInvalid, t.counts())
+	case whole && n%t.PerHost != 0:
+		return fmt.Errorf("%w: %d newcomers, and %d ranks a host: they come in whole hosts", ErrInvalid, n, t.PerHost)
+	case t.Hosts > 1 && cfg.network() != "tcp":
+		return fmt.Errorf("%w: addr %q: ranks of several hosts meet on a port", ErrInvalid, cfg.Addr)
+	}
+	if err := cfg.validate(); err != nil {
+		return err
+	}
+	return cfg.validateAddr()
 }
 
 // settle has the ranks that are left agree on whether a joint action has failed:
@@ -126,11 +156,15 @@ func (g *Group) settle(ctx context.Context, failed bool) (bool, error) {
 
 // admission is what a rank has called Admit with, in words.
 func admission(rank int, b []byte) string {
-	if len(b) < 16 {
+	if len(b) < 24 {
 		return fmt.Sprintf("rank %d: malformed", rank)
 	}
-	addr, rest, _ := takeString(b[16:])
+	addr, rest, _ := takeString(b[24:])
 	name, _, _ := takeString(rest)
-	return fmt.Sprintf("rank %d admits %d newcomers to %q at %s, peer timeout %v", rank, binary.LittleEndian.Uint64(b), name, addr,
+	text := fmt.Sprintf("rank %d admits %d newcomers to %q at %s, peer timeout %v", rank, binary.LittleEndian.Uint64(b), name, addr,
 		time.Duration(binary.LittleEndian.Uint64(b[8:])))
+	if perHost := binary.LittleEndian.Uint64(b[16:]); perHost > 0 {
+		text += fmt.Sprintf(", %d ranks a host", perHost)
+	}
+	return text
 }

@@ -70,8 +70,10 @@ func TestF2_AdmitReplacesALostRank(t *testing.T) {
 }
 
 func TestF2_AdmitWithoutNewcomers(t *testing.T) {
+	t.Parallel() // it mostly waits
 	onOneHost(t, 3, func(t *testing.T, gs []*Group) {
-		cfg := Config{Addr: freeAddr(t), JoinTimeout: 600 * time.Millisecond}
+		t.Parallel()
+		cfg := Config{Addr: freeAddr(t), JoinTimeout: 2 * time.Second}
 		ctx, cancel := context.WithCancel(testContext(t))
 		defer cancel()
 		for range 2 {
@@ -85,7 +87,7 @@ func TestF2_AdmitWithoutNewcomers(t *testing.T) {
 			// It was only looked for: the group is as it was.
 			requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
 		}
-		cfg.JoinTimeout = 10 * time.Second
+		cfg.JoinTimeout = time.Minute
 		late := cfg
 		late.Late = true
 		done := make(chan error)
@@ -126,10 +128,10 @@ func TestF2_AdmitBehindOneThatLingers(t *testing.T) {
 			errs[i] = err
 		})
 	}
-	start(1, config(1, 2, 10*time.Second))
+	start(1, config(1, 2, time.Minute))
 	time.Sleep(100 * time.Millisecond) // it finds the one that lingers
-	start(2, Config{Addr: addr, JoinTimeout: 10 * time.Second, Late: true})
-	start(0, config(0, 2, 10*time.Second))
+	start(2, Config{Addr: addr, JoinTimeout: time.Minute, Late: true})
+	start(0, config(0, 2, time.Minute))
 	wg.Wait()
 	requireAll(t, errs)
 }

@@ -50,6 +50,8 @@ type call struct {
 	op  opcode
 	seq uint64
 	p   *pending
+
+	past []message // of a lost rank, whose place this process has taken; then p is nil
 }
 
 // exchange is a whole collective call: m is this rank's part, the result
@@ -70,6 +72,10 @@ func (g *Group) startCall(op opcode) (*call, error) {
 		n.mu.Unlock()
 		return nil, err
 	}
+	if g.replays() {
+		defer n.mu.Unlock()
+		return g.replayed(op)
+	}
 	c := &call{op: op, seq: g.seq}
 	g.seq++
 	c.p = g.pendingAt(c.seq)
@@ -83,7 +89,9 @@ func (g *Group) startCall(op opcode) (*call, error) {
 	}
 	for r := range c.p.parts {
 		if bad == nil && c.p.parts[r] == nil && g.left[g.members[r]] {
-			bad = &failure{code: failLeft, culprit: g.members[r]}
+			if bad = g.lost[g.members[r]]; bad == nil {
+				bad = &failure{code: failLeft, culprit: g.members[r]}
+			}
 		}
 	}
 	n.mu.Unlock()
@@ -97,6 +105,9 @@ func (g *Group) startCall(op opcode) (*call, error) {
 
 // finishCall sends this rank's part and waits for the others'.
 func (g *Group) finishCall(ctx context.Context, c *call, m message) ([]message, error) {
+	if c.past != nil {
+		return c.remembered()
+	}
 	began := time.Now()
 	m.kind, m.op, m.gid, m.seq = kindData, c.op, g.id, c.seq
 	fds := m.fds
@@ -206,6 +217,9 @@ func (g *Group) collect(c *call) ([]message, error) {
 	g.n.mu.Lock()
 	delete(g.pending, c.seq)
 	parts := c.p.take()
+	if len(parts) == len(g.members) {
+		g.past.keep(c.seq, parts)
+	}
 	g.n.mu.Unlock()
 	if len(parts) != len(g.members) { // Close has emptied it meanwhile
 		for i := range parts {
@@ -214,21 +228,29 @@ func (g *Group) collect(c *call) ([]message, error) {
 		return nil, g.opError(c.op, c.seq)
 	}
 	for r := range parts {
-		if parts[r].poison == "" {
-			continue
+		if parts[r].poison != "" {
+			return nil, c.poisoned(parts, r)
 		}
-		for i := range parts {
-			parts[i].drop()
-		}
-		return nil, &PeerError{Rank: r, Op: c.op.String(), Epoch: c.seq, Err: errors.New(parts[r].poison)}
 	}
 	return parts, nil
+}
+
+// poisoned is the error of a call of which a rank could not take part properly.
+func (c *call) poisoned(parts []message, rank int) error {
+	for i := range parts {
+		parts[i].drop()
+	}
+	return &PeerError{Rank: rank, Op: c.op.String(), Epoch: c.seq, Err: errors.New(parts[rank].poison)}
 }
 
 // giveUp forgets a call that will not be completed and returns the ranks that
 // were missing. Parts that come later are dropped.
 func (g *Group) giveUp(c *call) []int {
+	if c.past != nil {
+		return nil
+	}
 	g.n.mu.Lock()
+	g.past.lose(fmt.Sprintf("this rank has not waited for the end of call %d, %v", c.seq, c.op))
 	delete(g.pending, c.seq)
 	missing := c.p.absent()
 	g.gaveUp.seq, g.gaveUp.missing = c.seq, missing

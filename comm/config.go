@@ -2,13 +2,14 @@ package comm
 
 import (
 	"cmp"
+	"crypto/rand"
 	"fmt"
 	"log/slog"
 	"net"
+	"os"
+	"path/filepath"
 	"strings"
 	"time"
-
-	"github.com/switchyard-moe/switchyard"
 )
 
 // Defaults of [Config].
@@ -45,6 +46,12 @@ type Config struct {
 	// of a file that all ranks can read, in which rank 0 leaves an ID until the
 	// join ends. It is not used by [Listen], nor by a group of one.
 	Addr string
+	// Sockets is a folder in which this rank has its unix socket, an absolute path
+	// without spaces of at most 80 bytes. Ranks that have mounted the same folder
+	// are on one host, also in network namespaces of their own, as pods are. It is
+	// for this user alone, as are the sockets. Default: a name in the network
+	// namespace, and only ranks in one namespace are on one host.
+	Sockets string
 	// Job tells this start of a job from others that meet at the same Addr, such
 	// as those whose ranks were stopped and not ended. Ranks of another job are
 	// refused. [FromEnv] sets it.
@@ -70,31 +77,49 @@ type Config struct {
 
 	// Late has Join find a group that runs already, and whose ranks admit it
 	// by [Group.Admit]. Rank and Size are left out: they are given. Addr, Secret,
-	// PeerTimeout and Name are those of the Admit.
+	// PeerTimeout and Name are those of the Admit. A newcomer to a group on
+	// several hosts has LocalRank and LocalSize, of the newcomers on its host;
+	// for others LocalSize is left out.
 	Late bool
 
+	// Replaceable has this rank keep what its collective calls return, descriptors
+	// of memory included, so that a process can take the place of a rank that is
+	// lost, see [Group.Replace]: at most 4096 calls, 16 MiB and 1024 descriptors.
+	Replaceable bool
+	// Replaces has Join take the place of rank Rank in a group of Size ranks that
+	// runs, of which one calls [Group.Replace]. Addr, Secret, PeerTimeout and
+	// Name are those of that call. Launchers set Rank and Size for a process
+	// that they start again.
+	Replaces bool
+
 	members          int           // Admit: ranks that are there already
+	onHosts          bool          // Admit: they are on several hosts
 	gid              uint64        // what tells ranks of an Admit, or of a Job, from others
+	epoch            int           // of the group to be: 0, and in an Admit 1 more than that of the group before
 	file             string        // where another rank finds the ID that rank 0 leaves
 	secretOfFile     bool          // Secret is that of the file
 	handshakeTimeout time.Duration // for those who connect; shorter in tests
 	unproven         int           // connections that may be unproven at once; fewer in tests
 	version          uint16        // of the protocol; others in tests
 	host             string        // which this rank is on; others in tests
-	release          string        // of Switchyard; others in tests
+	release          string        // and build of Switchyard; others in tests
 	delay            func()        // before everything that is sent, in tests
 }
 
 func (c *Config) validate() error {
 	c.Size = cmp.Or(c.Size, 1)
-	c.LocalSize = cmp.Or(c.LocalSize, c.Size)
+	if !c.Late {
+		c.LocalSize = cmp.Or(c.LocalSize, c.Size)
+	}
 	c.JoinTimeout = cmp.Or(c.JoinTimeout, DefaultJoinTimeout)
 	c.PeerTimeout = cmp.Or(c.PeerTimeout, DefaultPeerTimeout)
 	c.Name = cmp.Or(c.Name, "world")
 	c.handshakeTimeout = cmp.Or(c.handshakeTimeout, handshakeGrace)
 	c.version = cmp.Or(c.version, protocolVersion)
-	c.host = cmp.Or(c.host, hostID())
-	c.release = cmp.Or(c.release, switchyard.Version)
+	if err := c.findHost(); err != nil {
+		return err
+	}
+	c.release = cmp.Or(c.release, build())
 	if c.Logger == nil {
 		c.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -105,9 +130,11 @@ func (c *Config) validate() error {
 		return fmt.Errorf("size %d, want 1 to %d", c.Size, MaxSize)
 	case c.Rank < 0 || c.Rank >= c.Size:
 		return fmt.Errorf("rank %d of %d, want 0 to %d", c.Rank, c.Size, c.Size-1)
-	case c.LocalSize < 1 || c.LocalSize > c.Size:
+	case !c.Late && (c.LocalSize < 1 || c.LocalSize > c.Size):
 		return fmt.Errorf("local size %d of %d ranks", c.LocalSize, c.Size)
-	case c.LocalRank < 0 || c.LocalRank >= c.LocalSize:
+	case c.Late && (c.LocalSize < 0 || c.LocalSize >= MaxSize):
+		return fmt.Errorf("local size %d with Late, want 0 to %d", c.LocalSize, MaxSize-1)
+	case c.LocalRank < 0 || c.LocalRank >= max(c.LocalSize, 1):
 		return fmt.Errorf("local rank %d of %d, want 0 to %d", c.LocalRank, c.LocalSize, c.LocalSize-1)
 	case c.JoinTimeout < 0:
 		return fmt.Errorf("join timeout %v is negative", c.JoinTimeout)
@@ -118,6 +145,9 @@ func (c *Config) validate() error {
 	}
 	return nil
 }
+
+// maySpan says that the group may span hosts.
+func (c *Config) maySpan() bool { return c.Late && c.LocalSize > 0 || !c.Late && c.LocalSize < c.Size }
 
 // slow is conn, with the delay of tests before whatever is written.
 func (c *Config) slow(conn net.Conn) net.Conn {
@@ -139,16 +169,38 @@ func (c *slowConn) Write(b []byte) (int, error) {
 
 // network is what Addr is an address of.
 func (c *Config) network() string {
-	if strings.HasPrefix(c.Addr, "@") {
+	if strings.HasPrefix(c.Addr, "@") || c.inSockets(c.Addr) {
 		return "unix"
 	}
 	return "tcp"
 }
 
+// inSockets says that addr is one of newSocketName in the folder of sockets.
+func (c *Config) inSockets(addr string) bool {
+	return c.Sockets != "" && filepath.Dir(addr) == c.Sockets
+}
+
+// findHost finds out on which host this rank is.
+func (c *Config) findHost() (err error) {
+	if c.Sockets != "" {
+		most := maxSocketName - len("/"+rand.Text())
+		if c.Sockets = filepath.Clean(c.Sockets); !filepath.IsAbs(c.Sockets) || strings.Contains(c.Sockets, " ") || len(c.Sockets) > most {
+			return fmt.Errorf("sockets %q of %d bytes, want an absolute path of at most %d without spaces", c.Sockets, len(c.Sockets), most)
+		}
+		if info, err := os.Stat(c.Sockets); err == nil && !info.IsDir() {
+			return fmt.Errorf("sockets %q is not a folder", c.Sockets)
+		}
+	}
+	if c.host == "" {
+		c.host, err = hostID(c.Sockets)
+	}
+	return err
+}
+
 // hint is why rank 0 may not be found at Addr though it is there.
 func (c *Config) hint() string {
-	if c.network() == "unix" {
-		return "a name of one user in one network namespace; SWITCHYARD_PORT has ranks meet on a port; "
+	if c.network() == "unix" && c.Sockets == "" {
+		return "a name of one user in one network namespace; SWITCHYARD_PORT has ranks meet on a port, SWITCHYARD_SOCKETS in a folder; "
 	}
 	return ""
 }
@@ -157,7 +209,7 @@ func (c *Config) validateAddr() error {
 	if c.Size == 1 && !c.Late || c.file != "" {
 		return nil
 	}
-	if name, ok := strings.CutPrefix(c.Addr, "@"); ok && name != "" && len(c.Addr) <= maxSocketName {
+	if name, ok := strings.CutPrefix(c.Addr, "@"); ok && name != "" && len(c.Addr) <= maxSocketName || c.inSockets(c.Addr) {
 		return nil
 	}
 	host, port, err := net.SplitHostPort(c.Addr)

@@ -4,13 +4,14 @@ import (
 	"context"
 	"errors"
 	"flag"
-	"fmt"
 	"math/rand/v2"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/loopback"
 )
 
 var joins = flag.Int("comm.joins", 400, "how many joins TestJoinWhateverTheSchedule makes")
@@ -57,8 +58,8 @@ func delayedJoin(t *testing.T, seed uint64) error {
 	if rng.IntN(2) == 0 {
 		secret = []byte("sesame")
 	}
-	addr := fmt.Sprintf("127.1.%d.%d:29555", seed>>8&255, seed&255) // of its own: joins run side by side
-	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	addr := loopback.Addr() // of its own: joins run side by side
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	gs, errs := make([]*Group, size), make([]error, size)
 	var wg sync.WaitGroup
@@ -96,7 +97,7 @@ func TestAcceptPrecedesTable(t *testing.T) {
 	var wg sync.WaitGroup
 	for r := range 4 {
 		wg.Go(func() {
-			cfg := Config{Rank: r, Size: 4, Addr: addr, JoinTimeout: 3 * time.Second}
+			cfg := Config{Rank: r, Size: 4, Addr: addr}
 			if r == 0 {
 				cfg.delay = func() { time.Sleep(2 * time.Millisecond) }
 			}

@@ -3,6 +3,8 @@ package comm
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 )
@@ -70,6 +72,44 @@ func (g *Group) OnFailure(f func(error)) (stop func()) {
 	}
 }
 
+// OnLoss keeps the group when it loses a rank that no call of this package waits for, until stop is called: f is called with that
+// rank, and the group fails, with the loss and on every rank, only when one of them next makes a call of this package. So work in
+// shared memory that can do without the rank goes on. ended says that the rank's process has ended; otherwise it may only be stopped
+// or cut off, and go on later. All ranks call OnLoss: one that has not fails the group. After stop has returned, f is not running and
+// will not be; f itself must not call it.
+func (g *Group) OnLoss(f func(rank int, ended bool)) (stop func()) {
+	o := &outliving{f: f}
+	g.n.mu.Lock()
+	if g.outlive == nil {
+		g.outlive = make(map[*outliving]struct{})
+	}
+	g.outlive[o] = struct{}{}
+	g.n.mu.Unlock()
+	return func() {
+		g.n.mu.Lock()
+		delete(g.outlive, o)
+		g.n.mu.Unlock()
+		o.mu.Lock()
+		o.stopped = true
+		o.mu.Unlock()
+	}
+}
+
+// outliving is a function of OnLoss.
+type outliving struct {
+	mu      sync.Mutex
+	f       func(rank int, ended bool)
+	stopped bool
+}
+
+func (o *outliving) invoke(rank int, ended bool) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if !o.stopped {
+		o.f(rank, ended)
+	}
+}
+
 type callback struct {
 	mu      sync.Mutex
 	f       func(error)
@@ -93,8 +133,9 @@ func (g *Group) lose(peer int, f *failure) (then func()) {
 		return nil
 	}
 	g.signalShrink()
-	if f.code != failLeft {
-		return func() { g.failed(f, true) }
+	if f.code != failLeft && (len(g.outlive) == 0 || f.culprit != peer || g.err != nil) {
+		alone := g.n.replaced && len(g.outlive) == 0 // it has yet to call OnLoss, and the others go on
+		return func() { g.failed(f, !alone) }
 	}
 	g.left[peer] = true
 	for _, p := range g.pending {
@@ -102,7 +143,16 @@ func (g *Group) lose(peer int, f *failure) (then func()) {
 			return func() { g.failed(f, true) }
 		}
 	}
-	return nil
+	if f.code == failLeft {
+		return nil
+	}
+	g.lost[peer] = f
+	told := slices.Collect(maps.Keys(g.outlive))
+	return func() {
+		for _, o := range told {
+			o.invoke(r, f.ended)
+		}
+	}
 }
 
 // failed fails the group and tells the others if told to. Only the first

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 )
 
@@ -33,6 +34,10 @@ type failure struct {
 	// severed says that this rank concluded it from the end of a connection. It
 	// does not cross the wire: the others are told of a loss.
 	severed bool
+	// ended says that the culprit's process has closed its connection, as one that ends does. It does not cross the wire.
+	ended bool
+	// before says that the culprit was lost before this process took a place in the group. It does not cross the wire.
+	before bool
 }
 
 // unknownRank is the culprit of a failure that stays on its rank.
@@ -142,8 +147,13 @@ func (g *Group) errorOf(f *failure) error {
 	}
 	if f.code == failLeft && f.detail == "" {
 		left := *f
-		left.detail = "it has left " + g.name
+		left.detail = "it has closed its end of group " + g.name + " or ended its process"
 		f = &left
+	}
+	if t := &g.topology; ok && t.Hosts > 1 && f.condition() == ErrPeerLost {
+		where := *f
+		where.detail = strings.TrimSuffix(fmt.Sprintf("on host %d: %s", t.HostOf(rank), f.detail), ": ")
+		f = &where
 	}
 	return &PeerError{Rank: rank, Err: reason{f}}
 }

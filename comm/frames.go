@@ -149,29 +149,31 @@ func decodePlace(b []byte) (rank, size int, err error) {
 	return rank, size, nil
 }
 
-// A table is the number of ranks (u32) and their addresses.
-func encodeTable(addrs []string) []byte {
+// A table is the number of ranks (u32), the epoch of their group (u32), which newcomers do not know, and the addresses.
+func encodeTable(addrs []string, epoch int) []byte {
 	b := binary.LittleEndian.AppendUint32(nil, uint32(len(addrs)))
+	b = binary.LittleEndian.AppendUint32(b, uint32(epoch))
 	for _, a := range addrs {
 		b = appendString(b, a)
 	}
 	return b
 }
 
-func decodeTable(b []byte, size int) ([]string, error) {
-	if len(b) < 4 || int(binary.LittleEndian.Uint32(b)) != size {
-		return nil, fmt.Errorf("%w table: not of %d ranks", errMalformed, size)
+func decodeTable(b []byte, size int) (addrs []string, epoch int, err error) {
+	if len(b) < 8 || int(binary.LittleEndian.Uint32(b)) != size {
+		return nil, 0, fmt.Errorf("%w table: not of %d ranks", errMalformed, size)
 	}
-	b = b[4:]
-	addrs := make([]string, size)
+	epoch = int(binary.LittleEndian.Uint32(b[4:]))
+	b = b[8:]
+	addrs = make([]string, size)
 	for i := range addrs {
 		var ok bool
 		if addrs[i], b, ok = takeString(b); !ok {
-			return nil, fmt.Errorf("%w table: it ends at rank %d", errMalformed, i)
+			return nil, 0, fmt.Errorf("%w table: it ends at rank %d", errMalformed, i)
 		}
 	}
 	if len(b) != 0 {
-		return nil, fmt.Errorf("%w table: %d bytes left", errMalformed, len(b))
+		return nil, 0, fmt.Errorf("%w table: %d bytes left", errMalformed, len(b))
 	}
-	return addrs, nil
+	return addrs, epoch, nil
 }

@@ -29,7 +29,7 @@ func encodeMessage(t testing.TB, m message) []byte {
 }
 
 func socketPair(t testing.TB) (a, b *net.UnixConn) {
-	ln, err := listenSocket()
+	ln, err := listenSocket("")
 	require.NoError(t, err)
 	defer ln.Close()
 	a, err = net.DialUnix("unix", nil, ln.Addr().(*net.UnixAddr))
@@ -237,17 +237,17 @@ func FuzzIdentity(f *testing.F) {
 }
 
 func FuzzTable(f *testing.F) {
-	f.Add(encodeTable([]string{"@a", "@b"}), 2)
+	f.Add(encodeTable([]string{"@a", "@b"}, 3), 2)
 	f.Fuzz(func(t *testing.T, b []byte, size int) {
 		if size < 1 || size > MaxSize {
 			return
 		}
-		addrs, err := decodeTable(b, size)
+		addrs, epoch, err := decodeTable(b, size)
 		if err != nil {
 			require.ErrorIs(t, err, errMalformed)
 			return
 		}
-		require.True(t, bytes.Equal(b, encodeTable(addrs)))
+		require.True(t, bytes.Equal(b, encodeTable(addrs, epoch)))
 	})
 }
 

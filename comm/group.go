@@ -57,13 +57,17 @@ type Group struct {
 	early   []inbound
 	seq     uint64 // number of the next collective call, from 1; 0 is the join
 	pending map[uint64]*pending
-	left    map[int]bool // world ranks that have closed their end
-	out     map[int]bool // world ranks that died or aborted, as far as told
-	err     error        // why the group failed
+	left    map[int]bool     // world ranks that have closed their end
+	out     map[int]bool     // world ranks that died or aborted, as far as told
+	lost    map[int]*failure // why ranks of left have died, where OnLoss kept the group
+	outlive map[*outliving]struct{}
+	err     error // why the group failed
 	closed  bool
 	ended   bool // done is closed
 	cbs     map[*callback]struct{}
 	shrink  shrinking
+	past    *past // nil without Config.Replaceable
+	replay  *past // of a lost rank, whose place this process has taken
 
 	inquiries   map[uint64]*inquiry // that wait for answers
 	lastInquiry uint64
@@ -109,6 +113,13 @@ func (g *Group) AwaitedBy(peer int) (call string, seq uint64) {
 		return "", 0
 	}
 	return fmt.Sprintf("%v, call %d of group %s", op, seq, g.name), seq
+}
+
+// Left reports whether a rank has closed the group on its side. It sends no message.
+func (g *Group) Left(rank int) bool {
+	g.n.mu.Lock()
+	defer g.n.mu.Unlock()
+	return rank >= 0 && rank < len(g.members) && g.left[g.members[rank]]
 }
 
 // String returns the name with the rank and the size.
@@ -269,6 +280,9 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 		members[i] = g.members[p.rank]
 	}
 	g.n.activate(sub, members)
+	if c.past != nil {
+		g.n.recall(sub)
+	}
 	return sub, nil
 }
 

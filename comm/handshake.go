@@ -105,6 +105,7 @@ const (
 	toRendezvous purpose = 1
 	toMesh       purpose = 2
 	toYieldPort  purpose = 3 // to take the port of a rendezvous that has failed
+	toReplace    purpose = 4 // to take the place of a lost rank
 )
 
 // identity is the body of a hello: who the sender is and how it was configured.
@@ -113,13 +114,13 @@ type identity struct {
 	rank        int
 	size        int
 	to          int    // the rank it takes the other side for
-	late        bool   // it does not know rank and size yet
+	late        bool   // it does not know rank and size yet: these are its local ones, size 0 where it has not told
 	peerTimeout int64  // ns
 	gid         uint64 // toMesh: of the group to be; toRendezvous: of Admit, 0 for a group that starts
 	host        string // of the sender, as far as known
 	addr        string // toRendezvous: its socket
 	name        string // toRendezvous: of the group
-	release     string // of Switchyard: ranks map each other's control blocks, whose layout is a release's
+	release     string // and build of Switchyard: ranks map each other's control blocks, whose layout is a release's
 
 	spans bool // toMesh, and not said: the table of addresses has ranks of several hosts
 }
@@ -164,7 +165,7 @@ func decodeIdentity(b []byte) (identity, error) {
 	c.addr, b, ok2 = takeString(b)
 	c.name, b, ok3 = takeString(b)
 	c.release, b, ok4 = takeString(b)
-	if !ok1 || !ok2 || !ok3 || !ok4 || len(b) != 0 || flag > 1 || c.purpose < toRendezvous || c.purpose > toYieldPort {
+	if !ok1 || !ok2 || !ok3 || !ok4 || len(b) != 0 || flag > 1 || c.purpose < toRendezvous || c.purpose > toReplace {
 		return identity{}, fmt.Errorf("%w identity: purpose %d, %d bytes left", errMalformed, c.purpose, len(b))
 	}
 	return c, nil
@@ -362,7 +363,7 @@ func (s *session) examine(version uint16, me identity) (identity, error) {
 	case c.purpose != me.purpose:
 		return c, fmt.Errorf("%w handshake: purpose %d on a connection for %d", errMalformed, c.purpose, me.purpose)
 	case c.release != me.release:
-		return c, &errRefused{proven: true, text: fmt.Sprintf("version: the rank that connects has Switchyard %s, the rank it connects to %s: a group has one release",
+		return c, &errRefused{proven: true, text: fmt.Sprintf("version: the rank that connects has Switchyard %s, the rank it connects to %s: a group has one build of one release",
 			s.ofHost(c, me).release, s.ofHost(me, c).release)}
 	case late && c.name != me.name:
 		return c, &errRefused{text: fmt.Sprintf("name: the group is %q, a newcomer asks for %q", s.ofHost(me, c).name, s.ofHost(c, me).name)}

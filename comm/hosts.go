@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strings"
 	"time"
 )
@@ -52,7 +53,7 @@ func spans(addr string) bool { return strings.Contains(addr, " ") }
 // That may be a name that is not known yet, so it tries until ctx ends.
 func (l *Listener) openToHosts(ctx context.Context) error {
 	cfg := &l.cfg
-	if l.tcp != nil || cfg.LocalSize == cfg.Size {
+	if l.tcp != nil || !cfg.maySpan() {
 		return nil
 	}
 	for wait := 2 * time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
@@ -95,8 +96,8 @@ type hosts struct {
 	relayed bool
 }
 
-// hostsOf reads addresses. It is nil if they are of one host.
-func hostsOf(addrs []string, me int) (*hosts, error) {
+// hostsOf reads addresses. It is nil if they are of one host. Admit takes whole hosts.
+func hostsOf(addrs []string, cfg *Config) (*hosts, error) {
 	numbers := map[string]int{}
 	of := make([]int, len(addrs))
 	without := -1
@@ -120,7 +121,18 @@ func hostsOf(addrs []string, me int) (*hosts, error) {
 	case without >= 0:
 		return nil, mismatched("hosts: %d hosts, and rank %d expects one (its Config.LocalSize, LOCAL_WORLD_SIZE, is Config.Size, or it was given no host:port)", len(numbers), without)
 	}
-	return &hosts{Topology: newTopology(of, me), relayed: true}, nil
+	h := &hosts{Topology: newTopology(of, cfg.Rank), relayed: true}
+	if h.PerHost == 0 && (cfg.Late || cfg.members > 0) {
+		return nil, mismatched("hosts: %s: newcomers come in whole hosts", h.counts())
+	}
+	return h, nil
+}
+
+// counts says of two hosts with different numbers of ranks how many they have. PerHost is 0.
+func (t *Topology) counts() string {
+	n := len(t.ranks[0])
+	i := slices.IndexFunc(t.ranks, func(of []int) bool { return len(of) != n })
+	return fmt.Sprintf("host 0 has %d ranks, host %d has %d", n, i, len(t.ranks[i]))
 }
 
 // first is the first rank of a host, over which it is reached.

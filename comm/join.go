@@ -6,6 +6,9 @@ import (
 	"net"
 	"sync"
 	"time"
+
+	"github.com/switchyard-moe/switchyard/internal/flight"
+	"github.com/switchyard-moe/switchyard/observe"
 )
 
 // Join meets the other ranks, one process each, and returns when all are
@@ -26,13 +29,22 @@ import (
 // seconds at most: so ranks that start late learn it at once. A repeated Join
 // takes the port over, and the end of ctx gives it back.
 //
-// With Config.Late the process joins a group that runs already, see [Group.Admit].
-func Join(ctx context.Context, cfg Config) (*Group, error) {
-	g, err := join(ctx, cfg)
-	if err != nil {
+// With Config.Late the process joins a group that runs already, see [Group.Admit],
+// with Config.Replaces it takes a lost rank's place there, see [Group.Replace].
+func Join(ctx context.Context, cfg Config) (g *Group, err error) {
+	defer cfg.span(ctx)(&g, &err)
+	if g, err = join(ctx, cfg); err != nil {
 		return nil, joinError(err)
 	}
 	return g, nil
+}
+
+// span is a join with cfg. A process that is late has no number yet.
+func (cfg *Config) span(ctx context.Context) (end func(made **Group, err *error)) {
+	if cfg.Late {
+		return span(ctx, opJoin.String(), cfg.Name, -1, 0)
+	}
+	return span(ctx, opJoin.String(), cfg.Name, cfg.Rank, cfg.Size)
 }
 
 // join has two steps. In the rendezvous every rank tells rank 0 its address and
@@ -50,6 +62,9 @@ func join(caller context.Context, cfg Config) (*Group, error) {
 	if err := cfg.validateAddr(); err != nil {
 		return nil, err
 	}
+	if cfg.Replaces {
+		return takePlace(caller, cfg)
+	}
 	l, err := listen(cfg)
 	if err != nil {
 		return nil, err
@@ -66,12 +81,14 @@ func join(caller context.Context, cfg Config) (*Group, error) {
 	ctx, cancel := context.WithCancelCause(whole) // ends when the join fails elsewhere
 	defer cancel(nil)
 
-	meet, err := newRendezvous(ctx, caller, newMeeting(&cfg, l.addr, cancel))
+	m := newMeeting(&cfg, l.addr, cancel)
+	defer m.tell()()
+	meet, err := newRendezvous(ctx, caller, m)
 	if err != nil {
 		return nil, err
 	}
-	l.cfg = cfg // one that is late knows its rank now
 	addrs, err := meet.addrs(ctx)
+	l.cfg = cfg // one that is late knows its rank now, and the epoch
 	var g *Group
 	if err != nil {
 		err = meet.giveUp(err)
@@ -114,14 +131,46 @@ type meeting struct {
 	mu    sync.Mutex
 	phase joinPhase
 	why   *failure // not nil once the phase has been failed
+	// lacks says who is missing, on rank 0; what says what this rank waits for, on the others. Both are for those who look on.
+	lacks func() (ranks []int, what string)
+	what  string
+}
+
+// tell has those who look on see that this rank joins, until over is called.
+func (m *meeting) tell() (over func()) {
+	if m.cfg.Late { // it may wait for long, and that is no trouble
+		return func() {}
+	}
+	observe.Listen(m.cfg.Logger)
+	j := flight.Join{Rank: m.cfg.Rank, Size: m.cfg.Size, Group: m.cfg.Name, At: m.cfg.Addr, Since: m.began}
+	return flight.Joining(func() flight.Join {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		k := j
+		if k.What = m.what; m.lacks != nil {
+			k.Missing, k.What = m.lacks()
+		}
+		return k
+	})
+}
+
+// waitsFor notes what this rank waits for.
+func (m *meeting) waitsFor(what string) {
+	m.mu.Lock()
+	m.what = what
+	m.mu.Unlock()
 }
 
 // newMeeting is for a rank that can be reached at addr.
 func newMeeting(cfg *Config, addr string, cancel context.CancelCauseFunc) *meeting {
+	me := identity{purpose: toRendezvous, rank: cfg.Rank, size: cfg.Size, late: cfg.Late, peerTimeout: int64(cfg.PeerTimeout),
+		gid: cfg.gid, host: cfg.host, addr: addr, name: cfg.Name, release: cfg.release}
+	if cfg.Late {
+		me.rank, me.size = cfg.LocalRank, cfg.LocalSize
+	}
 	return &meeting{
-		cfg: cfg,
-		me: identity{purpose: toRendezvous, rank: cfg.Rank, size: cfg.Size, late: cfg.Late, peerTimeout: int64(cfg.PeerTimeout),
-			gid: cfg.gid, host: cfg.host, addr: addr, name: cfg.Name, release: cfg.release},
+		cfg:    cfg,
+		me:     me,
 		began:  time.Now(),
 		cancel: cancel,
 		listen: func(ctx context.Context) (net.Listener, error) {
@@ -195,10 +244,26 @@ func (m *meeting) greetHost(ctx context.Context, me identity) (s *session, err e
 	}
 	conn = m.cfg.slow(conn)
 	conn.SetDeadline(time.Now().Add(m.cfg.handshakeTimeout))
-	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
-	defer stop()
+	stop := cutOff(ctx, conn.SetDeadline)
 	if s, err = greet(conn, false, m.cfg.version, m.cfg.Secret, me); err != nil {
 		conn.Close()
 	}
+	stop()
 	return s, err
+}
+
+// cutOff has a deadline that has passed set when ctx ends. After stop, which reports whether that has happened, it is not set any more.
+func cutOff(ctx context.Context, setDeadline func(time.Time) error) (stop func() bool) {
+	cut := make(chan struct{})
+	undo := context.AfterFunc(ctx, func() {
+		_ = setDeadline(time.Unix(1, 0))
+		close(cut)
+	})
+	return func() bool {
+		if undo() {
+			return false
+		}
+		<-cut
+		return true
+	}
 }

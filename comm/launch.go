@@ -23,7 +23,7 @@ import (
 // Ranks of one host meet at a name that is made of the user and the job, so no
 // port is needed and jobs do not meet. Ranks of several hosts, or with
 // SWITCHYARD_PORT, meet at a port of rank 0's host. SWITCHYARD_ADDR has them
-// meet where it says.
+// meet where it says, and SWITCHYARD_SOCKETS in a folder ([Config.Sockets]).
 func FromEnv() (Config, error) {
 	fail := func(err error) (Config, error) { return Config{}, fmt.Errorf("comm: environment: %w", err) }
 	w, err := env.ReadWorld()
@@ -51,6 +51,7 @@ func FromEnv() (Config, error) {
 		LocalRank:   w.LocalRank,
 		LocalSize:   w.LocalSize,
 		Addr:        w.Addr,
+		Sockets:     s.Sockets,
 		Job:         w.Job,
 		Launcher:    w.Launcher,
 		Secret:      s.Secret,

@@ -11,6 +11,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/switchyard-moe/switchyard/internal/platform"
 )
 
 // sockLink is a link over a unix socket, or over a sealed connection to another host. It has two goroutines. The writer
@@ -23,6 +25,7 @@ type sockLink struct {
 	peer    int
 	conn    net.Conn
 	timeout time.Duration // silence that means the peer is lost
+	pid     int           // the peer's process, 0 where it is on another host
 
 	wake chan struct{} // the writer has something to do
 
@@ -43,6 +46,11 @@ type outgoing struct {
 // reports false the link was not wanted, and the connection is closed.
 func startLink(n *node, peer int, conn net.Conn, timeout time.Duration) bool {
 	l := &sockLink{n: n, peer: peer, conn: conn, timeout: timeout, wake: make(chan struct{}, 1)}
+	if c, ok := conn.(*net.UnixConn); ok {
+		if other, err := platform.Credentials(c); err == nil {
+			l.pid = int(other.Pid)
+		}
+	}
 	conn.SetDeadline(time.Time{})
 	if !n.setLink(peer, l, 2) {
 		conn.Close()
@@ -273,7 +281,12 @@ func (l *sockLink) blame(err error) *failure {
 		return &failure{code: failLost, culprit: l.n.id, detail: fmt.Sprintf(
 			"this process did not run for %v, and rank %d has gone on without it", slept.Round(time.Millisecond), l.peer)}
 	}
-	return &failure{code: failLost, culprit: l.peer, detail: l.why(err)}
+	return &failure{code: failLost, culprit: l.peer, detail: l.why(err), ended: hungUp(err)}
+}
+
+// hungUp reports whether err is the end of a stream, which a process that ends closes.
+func hungUp(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, unix.ECONNRESET)
 }
 
 // pulse tells whether this process has been running.
@@ -312,7 +325,7 @@ func (l *sockLink) why(err error) string {
 		return fmt.Sprintf("nothing heard of it for %v", l.timeout)
 	case errors.Is(err, errMalformed):
 		return "it sent a " + err.Error()
-	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, unix.ECONNRESET):
+	case hungUp(err):
 		return "its connection ended without a goodbye"
 	default:
 		return err.Error()

@@ -14,6 +14,10 @@ const (
 	kindAnswer kind = 8  // whom the sender waits for
 	kindRelay  kind = 9  // a message that is passed on between hosts
 	kindLost   kind = 10 // the sender, first of its host, knows of a lost rank
+
+	kindReplace  kind = 11 // a process is in a lost rank's place: connect with it
+	kindReplaced kind = 12 // the sender has, or could not; and to the process, that all have
+	kindPast     kind = 13 // a rank's part in a collective call of the past
 )
 
 // opcode names a collective call, so that ranks which call different things

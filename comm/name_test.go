@@ -47,22 +47,30 @@ func joinAll(t *testing.T, cfgs ...Config) ([]*Group, []error) {
 
 // The ports behind MASTER_PORT may be taken, by connections for instance.
 func TestJoinNeedsNoPort(t *testing.T) {
-	host := loopback.Host()
-	for port := 29500; port < 29504; port++ {
-		l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port)))
-		require.NoError(t, err)
-		defer l.Close()
+	host, first := loopback.Host(), 0
+	for base := 29500; first == 0; base += 10 { // another program may have one of them at all addresses, as torchrun does
+		require.Less(t, base, 29700)
+		var taken []net.Listener
+		for port := base; port < base+4; port++ {
+			if l, err := net.Listen("tcp", net.JoinHostPort(host, strconv.Itoa(port))); err == nil {
+				taken = append(taken, l)
+				defer l.Close()
+			}
+		}
+		if len(taken) == 4 {
+			first = base
+		}
 	}
-	env := map[string]string{"MASTER_ADDR": host, "MASTER_PORT": "29500"}
+	env := map[string]string{"MASTER_ADDR": host, "MASTER_PORT": strconv.Itoa(first)}
 	gs, errs := joinAll(t, fromEnv(t, 0, 2, env), fromEnv(t, 1, 2, env))
 	requireAll(t, errs)
 	requireAll(t, onEach(gs, func(g *Group) error { return errors.Join(g.Barrier(testContext(t)), g.Close()) }))
 
 	// A port that was asked for is not replaced by another, and the error says who asked.
-	env["SWITCHYARD_PORT"] = "29501"
+	env["SWITCHYARD_PORT"] = strconv.Itoa(first + 1)
 	_, err := Join(testContext(t), fromEnv(t, 0, 2, env))
 	require.ErrorIs(t, err, syscall.EADDRINUSE)
-	require.ErrorContains(t, err, "rank 0 cannot listen at "+host+":29501, which Config.Addr or SWITCHYARD_PORT chooses")
+	require.ErrorContains(t, err, "rank 0 cannot listen at "+host+":"+env["SWITCHYARD_PORT"]+", which Config.Addr or SWITCHYARD_PORT chooses")
 }
 
 // A job of torchrun's that was restarted, or comes after another at the same MASTER_PORT, does not meet ranks of the one before.
@@ -121,6 +129,7 @@ func asNobody(t *testing.T, part string, args ...string) *exec.Cmd {
 
 // Another user at the name where ranks meet is neither heard nor believed, on either side.
 func TestF4_AnotherUserAtTheName(t *testing.T) {
+	t.Parallel() // it mostly waits
 	name := freeName(t)
 	ctx, cancel := context.WithCancel(testContext(t))
 	var log lockedBuffer
@@ -135,7 +144,7 @@ func TestF4_AnotherUserAtTheName(t *testing.T) {
 			c.Close()
 		}
 		return err == nil
-	}, 10*time.Second, time.Millisecond)
+	}, soon, time.Millisecond)
 	guest := asNobody(t, "stranger", name)
 	out, err := guest.CombinedOutput()
 	if errors.Is(err, fs.ErrPermission) {
@@ -143,7 +152,7 @@ func TestF4_AnotherUserAtTheName(t *testing.T) {
 	}
 	require.NoError(t, err, "%s", out)
 	require.Contains(t, string(out), "closed")
-	require.Eventually(t, func() bool { return strings.Contains(log.String(), "it belongs to user 65534") }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return strings.Contains(log.String(), "it belongs to user 65534") }, soon, time.Millisecond)
 	cancel()
 	require.ErrorIs(t, <-done, context.Canceled)
 
@@ -160,7 +169,7 @@ func TestF4_AnotherUserAtTheName(t *testing.T) {
 	n, err := said.Read(line)
 	require.NoError(t, err)
 	require.Contains(t, string(line[:n]), "squatting")
-	_, errs := joinAll(t, Config{Size: 2, Addr: name}, Config{Rank: 1, Size: 2, Addr: name, JoinTimeout: 300 * time.Millisecond})
+	_, errs := joinAll(t, Config{Size: 2, Addr: name}, Config{Rank: 1, Size: 2, Addr: name, JoinTimeout: 2 * time.Second})
 	require.ErrorIs(t, errs[0], syscall.EADDRINUSE)
 	require.ErrorContains(t, errs[0], "SWITCHYARD_PORT")
 	requirePeer(t, errs[1], 0, ErrTimeout)

@@ -34,18 +34,28 @@ type node struct {
 	delay  func() // before every frame, in tests
 
 	hosts *hosts // nil: all ranks are on one host
+	keeps bool   // Config.Replaceable
+
+	replaced bool // this process has taken a lost rank's place
 
 	flight *flight.Rank // what is known of this rank
 	noted  map[flight.Fault]bool
 	dumb   func() // ends what it tells of the links
+	epoch  int    // of the group that met
 
 	mu      sync.Mutex
+	current *Group            // the group that met, or what it has become by Shrink
 	held    map[int][]message // what is passed on to peers that are not linked yet
 	lingers bool              // dead, and still passes on
 	links   []link            // by world rank; nil for this rank and for peers not met yet
 	groups  map[uint64]*Group
-	gone    map[int]*failure // peers that are no more, and how they went
-	dead    bool             // closed or killed: nothing is delivered any more
+	gone    map[int]*failure     // peers that are no more, and how they went
+	dead    bool                 // closed or killed: nothing is delivered any more
+	told    map[int]bool         // peers of whose loss all that outlives it knows
+	vacant  map[int]bool         // lost peers in whose place a process is about to come
+	seats   map[int]chan message // of Replace: where peers say that they are connected with a process, by its rank
+	pasts   map[uint64]*past     // of groups that the lost rank was in whose place this process has taken
+	arrival *arrival             // of a process that takes a lost rank's place, until it is in
 }
 
 func newNode(id, size int, log *slog.Logger) *node {
@@ -70,10 +80,13 @@ func newNode(id, size int, log *slog.Logger) *node {
 func (n *node) setLink(peer int, l link, goroutines int) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.dead || n.links[peer] != nil {
+	if n.dead || n.links[peer] != nil && !n.vacant[peer] {
 		return false
 	}
 	n.links[peer] = l
+	if n.vacant[peer] {
+		n.fill(peer)
+	}
 	n.wg.Add(goroutines)
 	for _, m := range n.held[peer] {
 		l.send(m)
@@ -143,6 +156,15 @@ func (n *node) deliver(from int, m message) {
 	case kindLost:
 		n.hearLoss(from, m.fail)
 		return
+	case kindReplace:
+		n.replace(from, m)
+		return
+	case kindReplaced:
+		n.hearReplaced(from, m)
+		return
+	case kindPast:
+		n.learnPast(m)
+		return
 	}
 	n.mu.Lock()
 	g := n.groups[m.gid]
@@ -196,6 +218,12 @@ func (n *node) lose(peer int, f *failure) {
 	for _, fn := range then {
 		fn()
 	}
+	n.mu.Lock()
+	if n.told == nil {
+		n.told = make(map[int]bool)
+	}
+	n.told[peer] = true
+	n.mu.Unlock()
 	for _, t := range tell {
 		t.send(message{kind: kindLost, fail: f})
 	}
@@ -240,11 +268,15 @@ func (n *node) newGroup(id uint64, name string, parent uint64) *Group {
 		seq:     1,
 		pending: make(map[uint64]*pending),
 		left:    make(map[int]bool),
+		lost:    make(map[int]*failure),
 		out:     make(map[int]bool),
 		done:    make(chan struct{}),
 		cbs:     make(map[*callback]struct{}),
 
 		inquiries: make(map[uint64]*inquiry),
+	}
+	if n.keeps {
+		g.past = newPast()
 	}
 	g.shrink.wake = make(chan struct{}, 1)
 	return g
@@ -287,7 +319,10 @@ func (n *node) activateLocked(g *Group, members []int) (then []func()) {
 		then = append(then, func() { g.failed(n.killed(), false) })
 	}
 	for _, m := range members {
-		if f := n.gone[m]; f != nil {
+		if f := n.gone[m]; f != nil && f.before {
+			g.left[m] = true
+			g.lost[m] = f
+		} else if f != nil {
 			if fn := g.lose(m, f); fn != nil {
 				then = append(then, fn)
 			}
@@ -347,6 +382,9 @@ func (n *node) unregister(g *Group) {
 		drop = append(drop, p.take()...)
 	}
 	g.pending = nil
+	g.past.drop()
+	g.replay.drop()
+	g.past, g.replay = nil, nil
 	last := len(n.groups) == 0 && !n.dead
 	var ls []link
 	if last {
@@ -358,7 +396,7 @@ func (n *node) unregister(g *Group) {
 		}
 		ls = n.linksTo(all, -1)
 	}
-	lingers, dumb := n.lingers, n.dumb
+	lingers, dumb, pasts := n.lingers, n.dumb, n.pasts
 	var open []link // also to ranks that have left and passed on what others said
 	for _, l := range n.links {
 		if l != nil {
@@ -372,6 +410,9 @@ func (n *node) unregister(g *Group) {
 	}
 	if !last {
 		return
+	}
+	for _, p := range pasts {
+		p.drop()
 	}
 	if dumb != nil {
 		dumb()
@@ -387,55 +428,4 @@ func (n *node) unregister(g *Group) {
 		return
 	}
 	n.stop(open, closeGrace)
-}
-
-// stop closes the links and waits for their goroutines.
-func (n *node) stop(ls []link, grace time.Duration) {
-	var wg sync.WaitGroup
-	for _, l := range ls {
-		wg.Go(func() { l.close(grace) })
-	}
-	wg.Wait()
-	n.wg.Wait()
-	if n.onStop != nil {
-		n.onStop()
-	}
-}
-
-// kill drops this rank the way a crash would: no goodbye to anybody.
-func (n *node) kill() {
-	n.mu.Lock()
-	if n.dead {
-		n.mu.Unlock()
-		return
-	}
-	n.dead = true
-	dumb := n.dumb
-	var gs []*Group
-	for _, g := range n.groups {
-		if g.active {
-			gs = append(gs, g)
-		}
-	}
-	var ls []link
-	for _, l := range n.links {
-		if l != nil {
-			ls = append(ls, l)
-		}
-	}
-	n.mu.Unlock()
-	for _, l := range ls {
-		l.cut()
-	}
-	for _, g := range gs {
-		g.failed(n.killed(), false)
-	}
-	n.stop(nil, 0)
-	if dumb != nil {
-		dumb()
-	}
-}
-
-func (n *node) killed() *failure {
-	return &failure{code: failLost, culprit: n.id, detail: "killed"}
 }

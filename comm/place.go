@@ -26,8 +26,11 @@ const (
 // rank sets Config.Addr to it. host is an address of rank 0's host, where a port
 // is chosen that is free now; with "" the ranks are on one host and need none.
 // Nothing is open after NewID, so an ID that is not used costs nothing.
-func NewID(host string) (ID, error) {
-	addr := "@switchyard-id-" + rand.Text()
+func NewID(host string) (ID, error) { return newID(host, "") }
+
+// newID is NewID for ranks whose sockets are in a folder, if that is not empty.
+func newID(host, sockets string) (ID, error) {
+	addr := newSocketName(sockets)
 	if host != "" {
 		l, err := net.Listen("tcp", net.JoinHostPort(host, "0"))
 		if err != nil {
@@ -76,17 +79,17 @@ func (c *Config) findPlace() (done func(), err error) {
 	switch {
 	case isFile && !filepath.IsAbs(path):
 		return done, fmt.Errorf("addr %q, want file:// and an absolute path", c.Addr)
-	case isFile && (c.Rank > 0 || c.Late):
+	case isFile && (c.Rank > 0 || c.Late || c.Replaces):
 		c.file, c.secretOfFile = path, len(c.Secret) == 0
 		return done, nil
 	case isFile:
 		host := ""
-		if c.LocalSize < c.Size {
+		if c.maySpan() {
 			if host, err = os.Hostname(); err != nil {
 				return done, err
 			}
 		}
-		id, err := NewID(host)
+		id, err := newID(host, c.Sockets)
 		if err != nil {
 			return done, err
 		}

@@ -3,6 +3,7 @@ package comm
 import (
 	"errors"
 	"io/fs"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -40,13 +41,14 @@ func TestRanksMeetByAnID(t *testing.T) {
 
 // A rank that knows the address of an ID and not its secret is refused, and no error shows a secret.
 func TestAnIDIsASecret(t *testing.T) {
+	t.Parallel() // it mostly waits
 	id, err := NewID("")
 	require.NoError(t, err)
 	addr, secret, err := id.parse()
 	require.NoError(t, err)
 	require.Len(t, secret, secretSize)
-	short := Config{Size: 2, Addr: string(id), JoinTimeout: 500 * time.Millisecond}
-	stranger := Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: 300 * time.Millisecond}
+	short := Config{Size: 2, Addr: string(id), JoinTimeout: 5 * time.Second}
+	stranger := Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: 4 * time.Second}
 	_, errs := joinAll(t, short, stranger)
 	require.ErrorIs(t, errs[0], ErrTimeout)
 	require.ErrorIs(t, errs[1], ErrMismatch)
@@ -105,17 +107,23 @@ func TestRanksMeetByAFile(t *testing.T) {
 
 // A worker that torchrun has restarted, or one of another job, does not get into a group that meets at the same port.
 func TestAStaleWorkerDoesNotJoin(t *testing.T) {
+	t.Parallel() // it mostly waits
 	addr := loopback.Addr()
-	now := Config{Size: 2, Addr: addr, Job: `torchrun ["job" "1"]`, JoinTimeout: 5 * time.Second}
-	stale := Config{Rank: 1, Size: 2, Addr: addr, Job: `torchrun ["job" "0"]`, JoinTimeout: 300 * time.Millisecond}
+	now := Config{Size: 2, Addr: addr, Job: `torchrun ["job" "1"]`, JoinTimeout: time.Minute}
+	stale := Config{Rank: 1, Size: 2, Addr: addr, Job: `torchrun ["job" "0"]`, JoinTimeout: time.Second}
 	fresh := now
 	fresh.Rank = 1
-	fresh.delay = func() { time.Sleep(50 * time.Millisecond) } // so that the stale one knocks first
-	gs, errs := joinAll(t, now, stale, fresh)
-	require.NoError(t, errs[0])
-	require.NoError(t, errs[2])
-	require.ErrorContains(t, errs[1], "it is not a rank of the group that meets here")
-	requireAll(t, onEach([]*Group{gs[0], gs[2]}, func(g *Group) error { return errors.Join(g.Barrier(testContext(t)), g.Close()) }))
+	refused, ended := make(chan error, 1), make(chan struct{})
+	go func() {
+		defer close(ended)
+		_, err := Join(testContext(t), stale)
+		refused <- err
+	}()
+	fresh.delay = func() { <-ended } // so that the stale one knocks first
+	gs, errs := joinAll(t, now, fresh)
+	requireAll(t, errs)
+	require.ErrorContains(t, <-refused, "it is not a rank of the group that meets here")
+	requireAll(t, onEach(gs, func(g *Group) error { return errors.Join(g.Barrier(testContext(t)), g.Close()) }))
 
 	// Nor does a fresh one join a rank 0 of before, which goes while the fresh one waits for its own.
 	before := stale
@@ -135,4 +143,73 @@ func TestAStaleWorkerDoesNotJoin(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, <-met)
 	require.NoError(t, errors.Join(g0.Close(), g1.Close()))
+}
+
+// Ranks whose sockets are in a folder meet there and leave nothing, however they find each other.
+func TestSocketsInAFolder(t *testing.T) {
+	folder := t.TempDir()
+	id, err := newID("", folder)
+	require.NoError(t, err)
+	for _, addr := range []string{"file://" + folder + "/meet", loopback.Addr(), string(id)} {
+		var cfgs []Config
+		for r := range 3 {
+			cfgs = append(cfgs, Config{Rank: r, Size: 3, Addr: addr, Sockets: folder + "/"})
+		}
+		gs, errs := joinAll(t, cfgs...)
+		requireAll(t, errs)
+		require.Equal(t, 1, gs[0].Topology().Hosts)
+		requireAll(t, onEach(gs, func(g *Group) error { return errors.Join(g.Barrier(testContext(t)), g.Close()) }))
+		left, err := os.ReadDir(folder)
+		require.NoError(t, err)
+		require.Empty(t, left, addr)
+	}
+}
+
+// What is left of ranks that were killed while they joined is in nobody's way.
+func TestAFolderWithSocketsOfTheDead(t *testing.T) {
+	folder := t.TempDir()
+	meet := filepath.Join(folder, "meet")
+	dead, err := newID("", folder)
+	require.NoError(t, err)
+	addr, _, err := dead.parse()
+	require.NoError(t, err)
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: addr})
+	require.NoError(t, err)
+	l.SetUnlinkOnClose(false)
+	require.NoError(t, l.Close())
+	require.NoError(t, os.WriteFile(meet, []byte(dead), 0o600))
+	var cfgs []Config
+	for r := range 2 {
+		cfgs = append(cfgs, Config{Rank: r, Size: 2, Addr: "file://" + meet, Sockets: folder})
+	}
+	cfgs[0].delay = func() { time.Sleep(20 * time.Millisecond) } // rank 1 finds the dead one first
+	gs, errs := joinAll(t, cfgs...)
+	requireAll(t, errs)
+	requireAll(t, onEach(gs, func(g *Group) error { return g.Close() }))
+}
+
+func TestF3_BadFoldersOfSockets(t *testing.T) {
+	folder := t.TempDir()
+	file := filepath.Join(folder, "file")
+	require.NoError(t, os.WriteFile(file, nil, 0o600))
+	long := "/" + strings.Repeat("x", 90)
+	for sockets, want := range map[string]string{
+		"here":             `sockets "here" of 4 bytes, want an absolute path of at most 80 without spaces`,
+		"/a b":             `sockets "/a b" of 4 bytes`,
+		long:               "of 91 bytes, want an absolute path of at most 80",
+		folder + "/absent": "no such file or directory",
+		file:               "is not a folder",
+	} {
+		_, err := Join(testContext(t), Config{Size: 2, Addr: "file:///x", Sockets: sockets})
+		require.ErrorContains(t, err, want)
+	}
+	// One rank has a folder and the other has none, or another one.
+	for _, other := range []string{"", t.TempDir()} {
+		addr := loopback.Addr()
+		_, errs := joinAll(t, Config{Size: 2, Addr: addr, Sockets: folder, JoinTimeout: 10 * time.Second}, Config{Rank: 1, Size: 2, Addr: addr, Sockets: other, JoinTimeout: 10 * time.Second})
+		for _, err := range errs {
+			require.ErrorIs(t, err, ErrMismatch)
+			require.ErrorContains(t, err, "folder:[")
+		}
+	}
 }

@@ -24,6 +24,10 @@ import (
 // Tests of this file run ranks as processes, each of which plays a part.
 func TestMain(m *testing.M) {
 	proctest.Play(proctest.Parts{"rank": playRank, "flood": playFlood, "stranger": playStranger, "squatter": playSquatter})
+	flag.Parse()
+	if err := flag.Set("test.parallel", "8"); err != nil { // such tests mostly wait, so there may be more of them than cores
+		panic(err)
+	}
 	os.Exit(m.Run())
 }
 
@@ -34,7 +38,7 @@ func say(format string, args ...any) {
 
 func playRank(args []string) int {
 	part := args[0]
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 90*time.Second)
 	defer cancel()
 	cfg, err := FromEnv()
 	if err != nil {
@@ -60,7 +64,7 @@ func playRank(args []string) int {
 		}
 	case "leave out":
 		for {
-			short, stop := context.WithTimeout(ctx, 300*time.Millisecond)
+			short, stop := context.WithTimeout(ctx, 1500*time.Millisecond)
 			err := g.Barrier(short)
 			stop()
 			if err == nil {
@@ -74,10 +78,10 @@ func playRank(args []string) int {
 			}
 			say("late %d %v %v", pe.Rank, errors.Is(err, ErrTimeout), err)
 			start := time.Now()
-			short, stop = context.WithTimeout(ctx, 300*time.Millisecond)
+			short, stop = context.WithTimeout(ctx, 1500*time.Millisecond)
 			s, err := g.Shrink(short) // waits for one that lives, and no longer than its context
 			stop()
-			say("waited %v %v %v", errors.Is(err, ErrTimeout), time.Since(start) < 3*time.Second, err)
+			say("waited %v %v %v", errors.Is(err, ErrTimeout), time.Since(start) < soon, err)
 			var leaveOut []int
 			if pe.Rank != g.Rank() {
 				leaveOut = []int{pe.Rank}
@@ -93,7 +97,7 @@ func playRank(args []string) int {
 			start = time.Now()
 			g.Close()
 			s.Close()
-			say("closed %v", time.Since(start) < 3*time.Second)
+			say("closed %v", time.Since(start) < soon)
 			return 0
 		}
 	case "crash":
@@ -245,7 +249,7 @@ func startProcs(t *testing.T, n int, part string, env ...string) []*proc {
 }
 
 func startProc(t *testing.T, r, n int, addr, part string, env ...string) *proc {
-	return &proc{proctest.Rank(t, r, n, addr, proctest.Spec{Part: "rank", Args: []string{part}, Env: env, Within: time.Minute}), t}
+	return &proc{proctest.Rank(t, r, n, addr, proctest.Spec{Part: "rank", Args: []string{part}, Env: env}), t}
 }
 
 // expect returns the fields of the next line, whose first must be word.
@@ -277,7 +281,7 @@ func TestJoinProcesses(t *testing.T) {
 		slowest = max(slowest, us)
 	}
 	t.Logf("8 processes: %v from start to joined, Join took %d us at most", time.Since(start), slowest)
-	require.Less(t, time.Since(start), 10*time.Second)
+	require.Less(t, time.Since(start), soon)
 	for _, p := range ps {
 		require.Equal(t, "8", p.expect("fds")[0])
 		p.exit(0)
@@ -315,45 +319,52 @@ func requireLoss(t *testing.T, ps []*proc, lost int, since time.Time, within tim
 	}
 }
 
+// soon is far below the silence that patient ranks bear, and long enough for a busy machine.
+const (
+	soon    = 40 * time.Second
+	patient = "SWITCHYARD_PEER_TIMEOUT=1m"
+)
+
 func TestF2_KilledProcessIsNamed(t *testing.T) {
-	ps := startProcs(t, 4, "survive")
+	ps := startProcs(t, 4, "survive", patient)
 	for _, p := range ps {
 		p.expect("joined")
 	}
 	start := time.Now()
 	ps[2].Signal(syscall.SIGKILL)
-	requireLoss(t, ps, 2, start, 5*time.Second) // at once, on a busy machine too; far below PeerTimeout
+	requireLoss(t, ps, 2, start, soon)
 }
 
 func TestF2_KilledRankZeroIsNamed(t *testing.T) {
-	ps := startProcs(t, 3, "survive")
+	ps := startProcs(t, 3, "survive", patient)
 	for _, p := range ps {
 		p.expect("joined")
 	}
 	start := time.Now()
 	ps[0].Signal(syscall.SIGKILL)
-	requireLoss(t, ps, 0, start, 5*time.Second)
+	requireLoss(t, ps, 0, start, soon)
 }
 
 func TestF2_ExitWithoutCloseIsALoss(t *testing.T) {
-	ps := startProcs(t, 3, "crash")
+	ps := startProcs(t, 3, "crash", patient)
 	for _, p := range ps {
 		p.expect("joined")
 	}
 	start := time.Now()
 	ps[1].Tell("")
-	requireLoss(t, ps, 1, start, 5*time.Second)
+	requireLoss(t, ps, 1, start, soon)
 }
 
 func TestF2_StoppedProcessIsNamed(t *testing.T) {
-	const timeout = 600 * time.Millisecond
+	t.Parallel() // it mostly waits
+	const timeout = 4 * time.Second
 	ps := startProcs(t, 4, "survive", "SWITCHYARD_PEER_TIMEOUT="+timeout.String())
 	for _, p := range ps {
 		p.expect("joined")
 	}
 	start := time.Now()
 	ps[1].Signal(syscall.SIGSTOP)
-	requireLoss(t, ps, 1, start, timeout+5*time.Second)
+	requireLoss(t, ps, 1, start, timeout+soon)
 	// When it wakes up it learns that the others have gone on without it, and
 	// does not go on alone.
 	ps[1].Signal(syscall.SIGCONT)
@@ -365,6 +376,7 @@ func TestF2_StoppedProcessIsNamed(t *testing.T) {
 
 // A rank that hangs but lives is left out when the others say so, long before PeerTimeout, and learns it when it wakes up.
 func TestF2_StoppedProcessIsLeftOut(t *testing.T) {
+	t.Parallel() // it mostly waits
 	ps := startProcs(t, 4, "leave out", "SWITCHYARD_PEER_TIMEOUT=1m")
 	for _, p := range ps {
 		p.expect("joined")
@@ -396,7 +408,8 @@ func TestF2_StoppedProcessIsLeftOut(t *testing.T) {
 
 // A rank that was stopped for longer than PeerTimeout blames nobody but itself, though who could tell it is dead by then.
 func TestF2_WokenProcessBlamesItself(t *testing.T) {
-	const timeout = 400 * time.Millisecond
+	t.Parallel() // it mostly waits
+	const timeout = 1500 * time.Millisecond
 	ps := startProcs(t, 2, "survive", "SWITCHYARD_PEER_TIMEOUT="+timeout.String())
 	for _, p := range ps {
 		p.expect("joined")
@@ -412,7 +425,8 @@ func TestF2_WokenProcessBlamesItself(t *testing.T) {
 
 // A stop that is shorter than PeerTimeout harms nobody.
 func TestF2_ShortStopIsNoLoss(t *testing.T) {
-	ps := startProcs(t, 2, "wait", "SWITCHYARD_PEER_TIMEOUT=2s")
+	t.Parallel() // it mostly waits
+	ps := startProcs(t, 2, "wait", "SWITCHYARD_PEER_TIMEOUT=10s")
 	for _, p := range ps {
 		p.expect("joined")
 	}
@@ -448,13 +462,13 @@ func TestF2_InterruptEndsARank(t *testing.T) {
 	if signal.Ignored(syscall.SIGINT) {
 		t.Skip("interrupts are ignored here, as a shell has them for what it runs in the background")
 	}
-	ps := startProcs(t, 3, "survive")
+	ps := startProcs(t, 3, "survive", patient)
 	for _, p := range ps {
 		p.expect("joined")
 	}
 	start := time.Now()
 	ps[0].Signal(syscall.SIGINT)
-	requireLoss(t, ps, 0, start, 5*time.Second)
+	requireLoss(t, ps, 0, start, soon)
 	ps[0].exit(-1)
 	require.Equal(t, syscall.SIGINT, ps[0].State().Sys().(syscall.WaitStatus).Signal())
 }
@@ -543,7 +557,7 @@ func TestF2_KilledInTheJoin(t *testing.T) {
 					default:
 						t.Fatalf("rank %d, victim %d: %s", w.rank, victim, w.line)
 					}
-				case <-time.After(20 * time.Second):
+				case <-time.After(time.Minute):
 					t.Fatalf("victim %d: the ranks that have joined are %v", victim, in)
 				}
 				same = len(in) == size

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"time"
 )
@@ -24,8 +25,10 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 	for wait := 2 * time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
 		s, err := m.visit(ctx)
 		if err == nil {
+			m.waitsFor(fmt.Sprintf("not all %d ranks have come to rank 0", m.cfg.Size))
 			return &guest{meeting: m, s: s}, nil
 		}
+		m.waitsFor(fmt.Sprintf("rank 0 was not found there: %v", err))
 		var final *finalError
 		if errors.As(err, &final) {
 			return nil, final.err
@@ -52,45 +55,40 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 	}
 }
 
-// visit tries once to get a slot.
-func (m *meeting) visit(ctx context.Context) (_ *session, err error) {
+// visit tries once to get a slot. Where ctx ends once rank 0 may have given this rank one, it is told: it would wait for one that comes back.
+func (m *meeting) visit(ctx context.Context) (*session, error) {
 	s, err := m.greetHost(ctx, m.me)
 	if err != nil {
 		return nil, err
 	}
-	defer func() {
-		if err != nil {
-			s.conn.Close()
-		}
-	}()
-	stop := context.AfterFunc(ctx, func() { s.conn.SetDeadline(time.Unix(1, 0)) })
-	defer stop()
-	if _, err = s.examine(m.cfg.version, m.me); err != nil {
+	if _, err := s.examine(m.cfg.version, m.me); err != nil {
+		s.conn.Close()
 		return nil, err
 	}
+	stop := cutOff(ctx, s.conn.SetDeadline)
 	place, err := s.verdict()
+	if err == nil && m.cfg.Late {
+		if m.me.rank, m.me.size, err = decodePlace(place); err == nil {
+			m.cfg.Rank, m.cfg.Size = m.me.rank, m.me.size
+		}
+	}
+	over := stop()
+	if over && errors.Is(err, os.ErrDeadlineExceeded) && !m.cfg.Late {
+		s.conn.SetDeadline(time.Now().Add(lastWordGrace))
+		_ = s.send(frameFail, encodeFail(failureOf(m.absent(ctx, nil, "waiting for the other ranks"), m.cfg.Rank)))
+		_, _, _ = s.recv() // its verdict, before which it does not listen
+		err = ctxErr(ctx)
+	}
 	if err != nil {
+		s.conn.Close()
 		return nil, err
 	}
-	if m.cfg.Late {
-		if m.me.rank, m.me.size, err = decodePlace(place); err != nil {
-			return nil, err
-		}
-		m.cfg.Rank, m.cfg.Size = m.me.rank, m.me.size
-	}
-	if !stop() {
-		return nil, ctxErr(ctx)
-	}
-	s.conn.SetDeadline(time.Time{})
+	s.conn.SetDeadline(time.Time{}) // where ctx has ended, the wait for the addresses says so
 	return s, nil
 }
 
 func (g *guest) addrs(ctx context.Context) ([]string, error) {
-	cut := make(chan struct{})
-	stop := context.AfterFunc(ctx, func() {
-		g.s.conn.SetReadDeadline(time.Unix(1, 0))
-		close(cut)
-	})
+	stop := cutOff(ctx, g.s.conn.SetReadDeadline)
 	answered := make(chan struct{})
 	var saying sync.WaitGroup
 	saying.Go(func() { g.logUntil(answered) })
@@ -102,11 +100,8 @@ func (g *guest) addrs(ctx context.Context) ([]string, error) {
 	}
 	close(answered)
 	saying.Wait()
-	if !stop() {
-		<-cut // the connection is still to be read
-		if err != nil {
-			return nil, g.absent(ctx, nil, "waiting for the other ranks")
-		}
+	if stop() && err != nil { // the connection is still to be read
+		return nil, g.absent(ctx, nil, "waiting for the other ranks")
 	}
 	switch {
 	case err != nil:
@@ -122,10 +117,11 @@ func (g *guest) addrs(ctx context.Context) ([]string, error) {
 	case kind != frameTable:
 		return nil, fmt.Errorf("%w frame: %q instead of the table", errMalformed, byte(kind))
 	}
-	addrs, err := decodeTable(body, g.cfg.Size)
+	addrs, epoch, err := decodeTable(body, g.cfg.Size)
 	if err != nil {
 		return nil, err
 	}
+	g.cfg.epoch = epoch
 	g.mu.Lock()
 	g.enter(met)
 	g.mu.Unlock()

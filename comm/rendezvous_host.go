@@ -55,6 +55,9 @@ func newHost(ctx, caller context.Context, m *meeting) (*host, error) {
 		conns:    make(map[net.Conn]struct{}),
 	}
 	h.slots[0] = memberSlot{phase: slotPresent, told: true, addr: m.me.addr}
+	m.mu.Lock()
+	m.lacks = h.missing
+	m.mu.Unlock()
 	h.wg.Go(func() { h.accept(caller) })
 	return h, nil
 }
@@ -240,7 +243,7 @@ func (h *host) addrs(ctx context.Context) ([]string, error) {
 			return nil, joinFailed(why)
 		}
 		if allMet {
-			h.broadcast(frameTable, encodeTable(addrs))
+			h.broadcast(frameTable, encodeTable(addrs, h.cfg.epoch))
 			return addrs, nil
 		}
 		sendAll(ask, framePresent, nil)

@@ -35,6 +35,9 @@ func (h *host) admit(ctx context.Context, conn net.Conn) (*session, int, error) 
 		return nil, 0, errKnows
 	}
 	rank := id.rank
+	if id.late {
+		rank = 0 // until it has a slot
+	}
 	if err == nil {
 		rank, err = h.claim(ctx, s, id)
 	}
@@ -70,16 +73,16 @@ func (h *host) claim(ctx context.Context, s *session, id identity) (int, error) 
 	// A rank that was started again may be here before its end was noticed.
 	for deadline := time.Now().Add(returnGrace); ; {
 		h.mu.Lock()
-		if h.why != nil {
-			h.mu.Unlock()
-			return id.rank, errKnows
-		}
-		rank := id.rank
+		rank, err := id.rank, error(nil)
 		if id.late {
-			if rank = h.freeSlot(); rank < 0 {
-				h.mu.Unlock()
-				return rank, errNoSlot
-			}
+			rank, err = h.newcomer(id)
+		}
+		if h.why != nil {
+			err = errKnows
+		}
+		if err != nil {
+			h.mu.Unlock()
+			return max(rank, 0), err
 		}
 		slot := &h.slots[rank]
 		if slot.move(rankClaims) {
@@ -99,17 +102,48 @@ func (h *host) claim(ctx context.Context, s *session, id identity) (int, error) 
 	}
 }
 
-// freeSlot is the first for one that is late, or -1. The caller holds mu.
-func (h *host) freeSlot() int {
-	if h.cfg.members == 0 || h.phase != gathering {
-		return -1
+// newcomer finds a slot for one that is late: the first that is free, or in a group on several hosts that of its local rank among
+// those of its host. The caller holds mu.
+func (h *host) newcomer(id identity) (int, error) {
+	cfg := h.cfg
+	if cfg.members == 0 || h.phase != gathering {
+		return 0, errNoSlot
 	}
-	for r := h.cfg.members; r < len(h.slots); r++ {
-		if h.slots[r].phase == slotFree {
-			return r
+	if !cfg.maySpan() || id.size == 0 && !cfg.onHosts {
+		for r := cfg.members; r < len(h.slots); r++ {
+			if h.slots[r].phase == slotFree {
+				return r, nil
+			}
+		}
+		return 0, errNoSlot
+	}
+	if id.size != cfg.LocalSize {
+		return 0, &errRefused{proven: true, text: fmt.Sprintf(
+			"local size: the group has %d ranks a host, a newcomer has %d (its Config.LocalSize)", cfg.LocalSize, id.size)}
+	}
+	addr, err := parseAddress(id.addr)
+	if err != nil || id.rank < 0 || id.rank >= id.size {
+		return 0, fmt.Errorf("%w identity: local rank %d of %d at %q", errMalformed, id.rank, id.size, id.addr)
+	}
+	free := -1
+	for first := cfg.members; first < len(h.slots); first += cfg.LocalSize {
+		host := ""
+		for _, slot := range h.slots[first : first+cfg.LocalSize] {
+			if a, err := parseAddress(slot.addr); err == nil && slot.phase != slotFree {
+				host = a.host
+			}
+		}
+		switch {
+		case host != "" && host == addr.host:
+			return first + id.rank, nil
+		case host == "" && free < 0:
+			free = first
 		}
 	}
-	return -1
+	if free < 0 {
+		return 0, errNoSlot
+	}
+	return free + id.rank, nil
 }
 
 // tellLate tells a rank why there will be no group, if that is so and it has

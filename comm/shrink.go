@@ -89,7 +89,8 @@ func (g *Group) signalShrink() {
 // group stays as it is, and is still to be closed. A call that was cancelled can
 // be repeated. Shrinking a group that has not failed makes a second one of the
 // same ranks. A group shrinks once.
-func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (*Group, error) {
+func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (small *Group, err error) {
+	defer g.span(ctx, "shrink")(&small, &err)
 	n := g.n
 	s := &g.shrink
 	for _, r := range leaveOut {
@@ -155,6 +156,7 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (*Group, error) {
 		}
 	}
 	n.activate(next, members)
+	n.regroup(g, next)
 	g.log.Info("group shrunk", "group", g.name, "rank", g.rank, "size", len(g.members), "survivors", len(members))
 	return next, nil
 }

@@ -2,22 +2,32 @@ package comm
 
 import (
 	"crypto/rand"
-	"encoding/hex"
 	"fmt"
 	"net"
 	"os"
+	"path/filepath"
 	"strings"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/platform"
 )
 
-// listenSocket opens a unix socket of a random name in the abstract namespace,
-// where nothing is left behind by a process that is killed.
-func listenSocket() (*net.UnixListener, error) {
-	var name [16]byte
-	rand.Read(name[:])
-	return net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: "@switchyard-" + hex.EncodeToString(name[:])})
+// newSocketName is a random name for a unix socket: in a folder, or, where that is
+// empty, in the abstract namespace, where nothing is left behind by a process
+// that is killed.
+func newSocketName(folder string) string {
+	if folder != "" {
+		return filepath.Join(folder, rand.Text())
+	}
+	return "@switchyard-" + rand.Text()
+}
+
+// listenSocket opens a unix socket of such a name. The file of one in a folder
+// goes when it is closed.
+func listenSocket(folder string) (*net.UnixListener, error) {
+	return net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: newSocketName(folder)})
 }
 
 // checkUser refuses the other end of a unix socket's connection if another user
@@ -48,20 +58,28 @@ func peerName(c net.Conn) string {
 }
 
 // hostID names what ranks must share to reach each other's sockets: the boot
-// and the network namespace, and what the environment calls the host. It is
-// empty if that is not known.
-func hostID() string {
+// and the network namespace, or the folder of the sockets, and what the
+// environment calls the host. It is empty if that is not known, which is an
+// error only where there is a folder.
+func hostID(sockets string) (string, error) {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
-		return ""
+		return "", nil
 	}
-	ns, err := os.Readlink("/proc/self/ns/net")
+	within, err := os.Readlink("/proc/self/ns/net")
+	if sockets != "" {
+		var stat unix.Stat_t
+		if err = unix.Stat(sockets, &stat); err != nil {
+			return "", fmt.Errorf("sockets %q: %w", sockets, err)
+		}
+		within = fmt.Sprintf("folder:[%x:%d]", stat.Dev, stat.Ino)
+	}
 	if err != nil {
-		return ""
+		return "", nil
 	}
-	id := strings.TrimSpace(string(boot)) + " " + ns
+	id := strings.TrimSpace(string(boot)) + " " + within
 	if name := env.HostID(); name != "" {
 		id = name + " " + id
 	}
-	return id
+	return id, nil
 }

@@ -5,9 +5,9 @@ import (
 	"slices"
 )
 
-// Topology says on which hosts the ranks of a group are. A host is a boot of a machine and a network namespace of it, with
-// SWITCHYARD_HOSTID in front where that is set. Hosts are numbered in the order of their first ranks in the group. The local rank of a
-// rank is its index among the ranks of its host, in the order of ranks.
+// Topology says on which hosts the ranks of a group are. A host is a boot of a machine and a network namespace of it, or Config.Sockets
+// instead of the namespace, with SWITCHYARD_HOSTID in front where that is set. Hosts are numbered in the order of their first ranks in
+// the group. The local rank of a rank is its index among the ranks of its host, in the order of ranks.
 type Topology struct {
 	// Hosts is the number of hosts, and PerHost that of ranks on each of them: 0 where hosts have different numbers.
 	Hosts, PerHost int

@@ -373,7 +373,7 @@ func (p *pipeConn) describe(b []byte) string {
 		}
 		return "present?"
 	case frameTable:
-		addrs, err := decodeTable(body, int(binary.LittleEndian.Uint32(body)))
+		addrs, _, err := decodeTable(body, int(binary.LittleEndian.Uint32(body)))
 		if err != nil {
 			return err.Error()
 		}

@@ -16,7 +16,7 @@ func TestF4_AcceptedRanksAreNotEvicted(t *testing.T) {
 	for range joins {
 		ls, addrs := make([]*Listener, size), make([]string, size)
 		for r := range ls {
-			l, err := Listen(Config{Rank: r, Size: size, unproven: 2, JoinTimeout: 10 * time.Second})
+			l, err := Listen(Config{Rank: r, Size: size, unproven: 2, JoinTimeout: time.Minute})
 			require.NoError(t, err)
 			ls[r], addrs[r] = l, l.Addr()
 		}

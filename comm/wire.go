@@ -81,12 +81,12 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 	if h.length > maxFrame {
 		return bad("%d bytes, at most %d", h.length, maxFrame)
 	}
-	if h.kind != kindData && (h.op != opNone || h.fds != 0) {
+	if h.kind != kindData && h.kind != kindPast && (h.op != opNone || h.fds != 0) {
 		return bad("kind %d with op %d and %d descriptors", h.kind, h.op, h.fds)
 	}
 	allowed := uint8(0)
 	switch h.kind {
-	case kindData:
+	case kindData, kindPast:
 		allowed = flagMore | flagPoison
 		if h.op == opNone || h.op > opLast {
 			return bad("op %d", h.op)
@@ -110,6 +110,10 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 	case kindFail, kindLost:
 		if h.length > failHeader+2*maxText {
 			return bad("a failure of %d bytes", h.length)
+		}
+	case kindReplace, kindReplaced:
+		if h.length > maxReplacement {
+			return bad("%d bytes about a process that takes a place", h.length)
 		}
 	case kindRelay:
 		allowed = flagMore

@@ -28,6 +28,18 @@ func Follow(s, before Stream) error {
 	return nil
 }
 
+// IsNil reports whether s is a nil pointer to a stream of this package. Such a pointer is no stream, and unlike nil itself not the
+// caller either: calls refuse it.
+func IsNil(s Stream) bool {
+	switch s := s.(type) {
+	case *HostStream:
+		return s == nil
+	case *CUDAStream:
+		return s == nil
+	}
+	return false
+}
+
 // Capturing reports whether work enqueued on s, which may be nil, is being captured into a graph instead of running. Streams that
 // can be captured have a method Capturing.
 func Capturing(s Stream) (bool, error) {

@@ -3,6 +3,7 @@ package device
 import (
 	"fmt"
 	"sync"
+	"sync/atomic"
 )
 
 // HostDevice is the memory and the processors of this machine.
@@ -31,6 +32,8 @@ type Task interface{ Run() error }
 // HostStream is a first-in first-out queue with one worker goroutine. Enqueue allocates nothing once the queue is deep
 // enough for its user.
 type HostStream struct {
+	number uint64
+
 	mu      sync.Mutex
 	more    sync.Cond // work arrived or the stream closes: the worker waits here
 	less    sync.Cond // work was finished: Synchronize and event waits wait here
@@ -43,9 +46,12 @@ type HostStream struct {
 	stopped  chan struct{}
 }
 
+// made counts the host streams of this process.
+var made atomic.Uint64
+
 // NewHostStream starts a host stream. Close stops its worker.
 func NewHostStream() *HostStream {
-	s := &HostStream{queue: make([]Task, 16), stopped: make(chan struct{})}
+	s := &HostStream{number: made.Add(1), queue: make([]Task, 16), stopped: make(chan struct{})}
 	s.more.L, s.less.L = &s.mu, &s.mu
 	go s.work()
 	return s
@@ -102,6 +108,9 @@ func (s *HostStream) Device() Device { return Host() }
 
 // Handle is 0.
 func (s *HostStream) Handle() uintptr { return 0 }
+
+// Number tells the stream from others of this process, which have numbers in the order in which they were made, from 1.
+func (s *HostStream) Number() uint64 { return s.number }
 
 type hostMark struct {
 	s  *HostStream

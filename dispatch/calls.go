@@ -1,9 +1,12 @@
 package dispatch
 
 import (
+	"cmp"
 	"fmt"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -43,6 +46,9 @@ func (d *Dispatcher) DispatchReceive(s device.Stream, h *Handle) error {
 }
 
 func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*Handle, error) {
+	if err := d.whole(phase); err != nil {
+		return nil, err
+	}
 	d.c.Lock()
 	defer d.c.Unlock()
 	if err := d.usable(); err != nil {
@@ -122,6 +128,9 @@ func (d *Dispatcher) RedispatchSend(s device.Stream, h *Handle, x, scales memory
 }
 
 func (d *Dispatcher) redispatch(s device.Stream, h *Handle, x, scales memory.View, phase kernels.Phase) error {
+	if err := cmp.Or(d.unmaskable("Redispatch"), d.whole(phase)); err != nil {
+		return err
+	}
 	d.c.Lock()
 	defer d.c.Unlock()
 	if err := d.ready(h, false); err != nil {
@@ -211,6 +220,9 @@ func (d *Dispatcher) weighting(o CombineOptions) (Weighting, error) {
 func (d *Dispatcher) combine(
 	s device.Stream, kind kernels.DispatchOp, y, rows memory.View, h *Handle, o CombineOptions, phase kernels.Phase,
 ) error {
+	if err := d.whole(phase); err != nil {
+		return err
+	}
 	d.c.Lock()
 	defer d.c.Unlock()
 	if err := d.ready(h, false); err != nil {
@@ -227,6 +239,9 @@ func (d *Dispatcher) combine(
 	if err := d.checkRows(names[1], rows, sum); err != nil {
 		return err
 	}
+	if err := d.mine(names[1], rows, h.rowsTurn); err != nil {
+		return err
+	}
 	if overlap(y, rows) {
 		return invalid("%s and the rows overlap", names[0])
 	}
@@ -234,10 +249,13 @@ func (d *Dispatcher) combine(
 	if err != nil {
 		return err
 	}
-	if err := d.check(names[2], o.Weights, -1, kernels.Float32); err != nil {
+	if err := d.checkGiven(names[2], w, o.Weights, rows); err != nil {
 		return err
 	}
 	if w == TokenWeights {
+		if d.options.Masks && d.c.Heap.Device().Kind() != device.HostKind {
+			return fmt.Errorf("dispatch: %w: CombineOptions.TokenWeights with Options.Masks on a GPU", comm.ErrUnsupported)
+		}
 		if err := d.check("token weights", o.TokenWeights, 4*int64(h.tokens)*int64(d.options.TopK), kernels.Float32); err != nil {
 			return err
 		}
@@ -273,6 +291,7 @@ func (d *Dispatcher) combine(
 		TokenWeights: d.own(o.TokenWeights),
 		SumWeights:   d.own(o.SumWeights), Bias: [2]kernels.Buffer{d.own(o.Bias[0]), d.own(o.Bias[1])}, Ready: d.own(o.Ready),
 	}
+	l.combine.Note.Staged = staging(&l.combine.Rows, nil)
 	if err := d.launch(s, l, phase); err != nil || !o.Release {
 		return err
 	}
@@ -289,6 +308,9 @@ func (d *Dispatcher) combine(
 // rows and dRows are laid out like Handle.Rows; if rows were not weighted, rows is not read and may be empty. The two may be the
 // same memory; otherwise they must not overlap each other or dy. Rows outside the symmetric heap go through staging.
 func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows memory.View, h *Handle, o CombineOptions) error {
+	if err := d.unmaskable("CombineBackward"); err != nil {
+		return err
+	}
 	d.c.Lock()
 	defer d.c.Unlock()
 	if err := d.ready(h, false); err != nil {
@@ -308,7 +330,7 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 	case w != GivenWeights && o.Weights.Len() > 0:
 		return invalid("there are weights, but CombineOptions.Weighting is %v", w)
 	}
-	if err := d.check("weights", o.Weights, -1, kernels.Float32); err != nil {
+	if err := d.checkGiven("weights", w, o.Weights, rows); err != nil {
 		return err
 	}
 	if n := int64(h.tokens) * int64(d.options.TopK); dWeights.Len() > 0 && w == DispatchedWeights && dWeights.Len() != 4*n {
@@ -324,6 +346,9 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 	if err := d.checkRows("rows", rows, sum); err != nil {
 		return err
 	}
+	if err := d.mine("rows", rows, h.rowsTurn); err != nil {
+		return err
+	}
 	if err := d.checkRows("dRows", dRows, sum); err != nil {
 		return err
 	}
@@ -335,5 +360,17 @@ func (d *Dispatcher) CombineBackward(s device.Stream, dRows, dWeights, dy, rows 
 		DispatchCall: d.launchOf(l.kind, h), Weighting: w, DY: d.own(dy), Rows: d.shown(rows), DRows: d.shown(dRows),
 		RowWeights: d.shown(o.Weights), DWeights: d.shown(dWeights),
 	}
+	l.backward.Note.Staged = staging(&l.backward.Rows, &l.backward.DRows)
 	return d.launch(s, l, kernels.Both)
+}
+
+// staging is why rows go through staging: peers reach them in the heap only. A buffer that is empty goes nowhere.
+func staging(rows, dRows *kernels.Buffer) flight.Staging {
+	switch {
+	case rows.Bytes > 0 && !rows.Reach:
+		return flight.StagedInput
+	case dRows != nil && dRows.Bytes > 0 && !dRows.Reach:
+		return flight.StagedOutput
+	}
+	return flight.NotStaged
 }

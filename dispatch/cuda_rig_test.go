@@ -23,6 +23,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "" {
 		os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 	}
+	worldtest.Unseen()
 	os.Exit(m.Run())
 }
 

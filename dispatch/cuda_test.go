@@ -1,6 +1,7 @@
 package dispatch_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -440,6 +441,57 @@ func works(r *rank, d *dispatch.Dispatcher, s device.Stream, l dispatch.Layout) 
 	got := wide(kernels.Float32, r.down(y))
 	for i, v := range wide(kernels.Float32, r.down(x)) {
 		require.Equal(r, 2*v, got[i]) // of two ranks
+	}
+}
+
+// The copy of a dispatch that failed is the same on every rank, whether the failure is known there or not: no rows. The next call tells it.
+func TestCUDA_F3_ResultsOfADispatchThatFailedAreNone(t *testing.T) {
+	for name, o := range map[string]dispatch.Options{
+		"many": {Layout: dispatch.TokenMajor}, "few": {Layout: dispatch.RankPadded, LowLatency: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			gpus(t, 2, func(r *rank) {
+				o := o
+				o.Timeout = 10 * time.Second
+				d, s := r.dispatcher(small(o)), r.gpuStream()
+				for range 3 {
+					works(r, d, s, o.Layout)
+					x, idx, weights := smallBatch(r, 8)
+					if r.Group.Rank() == 1 {
+						idx[11] = 4
+					}
+					h, err := d.Dispatch(s, r.tokens(x, idx, weights))
+					require.NoError(r, err)
+					copied := func() {
+						to := dispatch.Result{
+							Length: 5, Indices: r.untouched(5 * 16), Counts: r.untouched(h.Counts().Len()),
+							Routing: r.untouched(d.RoutingBytes() + kernels.LineBytes),
+						}
+						to.Routing = to.Routing.Slice(int64(-to.Routing.Ptr()%kernels.LineBytes), d.RoutingBytes())
+						_, err := h.CopyTo(s, to)
+						require.NoError(r, err)
+						require.NoError(r, s.Synchronize())
+						require.Equal(r, bytes.Repeat([]byte{0xff}, 5*16), r.down(to.Indices))
+						require.Equal(r, make([]byte, to.Counts.Len()), r.down(to.Counts))
+					}
+					if r.Group.Rank() == 0 {
+						copied() // this rank may not know
+					}
+					require.NoError(r, s.Synchronize())
+					copied()
+					require.NoError(r, r.Group.Barrier(r.Ctx))
+					var index *dispatch.IndexError
+					_, err = d.Dispatch(s, r.tokens(x, idx, weights))
+					require.ErrorAs(r, err, &index)
+					copied()
+					h.Release()
+					require.NoError(r, r.Group.Barrier(r.Ctx))
+				}
+				works(r, d, s, o.Layout)
+				require.NoError(r, d.Close(r.Ctx))
+				require.NoError(r, s.Close())
+			})
+		})
 	}
 }
 

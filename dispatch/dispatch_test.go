@@ -3,6 +3,7 @@ package dispatch_test
 import (
 	"math"
 	"math/rand/v2"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -12,7 +13,6 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
-	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -133,7 +133,11 @@ func TestMemoryIsTakenInTurn(t *testing.T) {
 
 // X1: a call ends only when all ranks have made it, also where nothing is sent.
 func TestX1_EveryPairMeetsForNoTokens(t *testing.T) {
-	const late = 60 * time.Millisecond
+	const late = 30 * time.Millisecond
+	var waiting [3]sync.WaitGroup // for each call the ranks that have begun it, as the last rank then does
+	for i := range waiting {
+		waiting[i].Add(2)
+	}
 	local(t, 3, func(r *rank) {
 		d := r.dispatcher(small(dispatch.Options{}))
 		for range 200 {
@@ -146,17 +150,18 @@ func TestX1_EveryPairMeetsForNoTokens(t *testing.T) {
 			},
 			func(h *dispatch.Handle) error { return d.DispatchBackward(nil, rowsFor(0), none, h.Rows(), none, h) },
 		}
-		for _, call := range calls {
+		for i, call := range calls {
 			h, _, _, _ := dispatchSmall(r, d, nil, 0)
 			require.NoError(r, r.Group.Barrier(r.Ctx))
-			if r.Group.Rank() == 1 {
-				time.Sleep(late)
-			}
 			start := time.Now()
-			require.NoError(r, call(h))
-			if r.Group.Rank() != 1 {
-				require.Greater(r, time.Since(start), late/2)
+			if r.Group.Rank() == 1 {
+				waiting[i].Wait()
+				time.Sleep(late)
+			} else {
+				waiting[i].Done()
 			}
+			require.NoError(r, call(h))
+			require.GreaterOrEqual(r, time.Since(start), late)
 			h.Release()
 		}
 		require.NoError(r, d.Close(r.Ctx))
@@ -401,6 +406,7 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 			{dispatch.CombineOptions{Weighting: 7}, "CombineOptions.Weighting is 7"},
 			{dispatch.CombineOptions{Bias: [2]memory.View{none, rowsFor(1)}}, "bias 1 has 16 bytes, 2 tokens of 4 x float32 need 32"},
 			{dispatch.CombineOptions{Ready: numbers(two[:1])}, "ready has 4 bytes, want 8"},
+			{dispatch.CombineOptions{Weighting: dispatch.GivenWeights}, "CombineOptions.Weighting is given weights and CombineOptions.Weights is empty, for "},
 			{dispatch.CombineOptions{Weighting: dispatch.GivenWeights, Weights: odd}, "weights is not aligned"},
 			{dispatch.CombineOptions{Weighting: dispatch.GivenWeights, Weights: freed.View()}, "weights"},
 		} {
@@ -410,6 +416,8 @@ func TestF3_BadArgumentsAreRefused(t *testing.T) {
 		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), numbers(make([]float32, 4)), x, h.Rows(), h, unweighted), "the rows are not weighted")
 		ready := dispatch.CombineOptions{Ready: numbers(two)}
 		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), none, x, h.Rows(), h, ready), "takes no options but")
+		given := dispatch.CombineOptions{Weighting: dispatch.GivenWeights}
+		require.ErrorContains(r, d.CombineBackward(nil, h.Rows(), none, x, h.Rows(), h, given), "CombineOptions.Weights is empty")
 		require.ErrorContains(r, d.Redispatch(nil, h, rowsFor(1), none), "x has 16 bytes")
 		require.ErrorContains(r, d.Redispatch(nil, h, h.Rows().Slice(0, 32), none), "overlap")
 		require.ErrorIs(r, d.DispatchReceive(nil, h), dispatch.ErrHalf)
@@ -478,19 +486,28 @@ func TestBadOptions(t *testing.T) {
 			{dispatch.Options{Experts: 2, TopK: 1}, "Options.Hidden is 0"},
 			{small(dispatch.Options{DType: kernels.Int32}), "Options.DType is int32"},
 			{small(dispatch.Options{Layout: 9}), "Options.Layout is 9"},
+			{small(dispatch.Options{Layout: dispatch.Padded, Capacity: 1 << 31}), "Options.Capacity is 2147483648, want 0 to 2147483647"},
+			{small(dispatch.Options{Layout: dispatch.Padded, Capacity: 1<<62 + 8}), "Options.Capacity is 4611686018427387912"},
+			{small(dispatch.Options{Layout: dispatch.Padded, Capacity: math.MaxInt32}), "rows in one call, at most 2147483647 can be counted"},
+			{dispatch.Options{Experts: 1<<20 + 1, TopK: 1, Hidden: 1}, "Options.Experts is 1048577, want 1 to 1048576"},
+			{dispatch.Options{Experts: 1 << 20, TopK: 1, Hidden: 1, Layout: dispatch.Slab, MaxTokens: math.MaxInt32, Align: math.MaxInt32}, "at most 2147483647 can be counted"},
+			{dispatch.Options{Experts: 2, TopK: 1, Hidden: math.MaxInt32, MaxTokens: 1 << 20}, "are more than 2^46 elements: lower MaxTokens"},
+			{dispatch.Options{Experts: 2, TopK: 1, Hidden: 1 << 10, Handles: 1 << 14, MaxTokens: 1 << 24}, "outputs of 16384 handles of"},
+			{small(dispatch.Options{Handles: 1<<14 + 1}), "Options.Handles is 16385, want 1 to 16384"},
+			{small(dispatch.Options{MaxRows: -1}), "Options.MaxRows is -1, want at least 0"},
 			{small(dispatch.Options{Layout: dispatch.Slab, Capacity: 3}), "Options.Capacity is 3, but the layout is slab"},
-			{small(dispatch.Options{Layout: dispatch.RankPadded, MaxRows: 3}), "MaxRows is 3 and Align 1, but the layout is rank-padded"},
+			{small(dispatch.Options{Layout: dispatch.RankPadded, MaxRows: 3}), "Options.MaxRows is 3, but the layout is rank-padded"},
 			{small(dispatch.Options{Layout: dispatch.TokenMajor, Landed: true}), "Options.Landed is set, but the layout is token-major"},
 			{small(dispatch.Options{IndexType: kernels.Float32}), "Options.IndexType is float32"},
 			{small(dispatch.Options{CombineDType: kernels.Float8E4M3}), "Options.CombineDType is float8_e4m3"},
 			{small(dispatch.Options{DType: kernels.Float8E4M3, Quantize: true}), "DType is float8_e4m3 already"},
 			{small(dispatch.Options{ScalePerToken: true}), "options for scales, but rows are float32"},
 			{small(dispatch.Options{Quantize: true, ScaleFormat: 7}), "Options.ScaleFormat is 7"},
-			{small(dispatch.Options{MaxSMs: -1}), "MaxSMs -1"},
+			{small(dispatch.Options{MaxSMs: -1}), "Options.MaxSMs is -1"},
 			{small(dispatch.Options{Capacity: 3}), "Options.Capacity is 3, but the layout is flat"},
-			{small(dispatch.Options{Layout: dispatch.Padded, Align: 2}), "Align 2, but the layout is padded"},
+			{small(dispatch.Options{Layout: dispatch.Padded, Align: 2}), "Options.Align is 2, but the layout is padded"},
 			{small(dispatch.Options{Handles: -1}), "Options.Handles is -1"},
-			{small(dispatch.Options{Timeout: -1}), "Timeout -1ns"},
+			{small(dispatch.Options{Timeout: -1}), "Options.Timeout is -1ns"},
 			{small(dispatch.Options{Placement: &dispatch.Placement{}}), "the placement has 0 experts, Options.Experts is 4"},
 			{small(dispatch.Options{Placement: &dispatch.Placement{Ranks: [][]int{{0}, {0}, {}, {0}}}}), "expert 2 on no rank"},
 			{small(dispatch.Options{Placement: &dispatch.Placement{Ranks: [][]int{{0}, {0}, {1}, {0}}}}), "expert 2 on rank 1 of 1"},
@@ -500,7 +517,11 @@ func TestBadOptions(t *testing.T) {
 			_, err := dispatch.New(r.Ctx, r.Heap, c.o)
 			require.ErrorIs(r, err, dispatch.ErrInvalid)
 			require.ErrorContains(r, err, c.text)
+			require.Equal(r, 1, strings.Count(err.Error(), "invalid argument"), err)
 		}
+		_, err := dispatch.New(r.Ctx, nil, small(dispatch.Options{}))
+		require.ErrorIs(r, err, dispatch.ErrInvalid)
+		require.ErrorContains(r, err, "the heap is nil")
 	})
 }
 
@@ -528,7 +549,7 @@ func TestF3_OneRanksLackOfMemoryIsEveryRanksError(t *testing.T) {
 
 // F1, F2: a rank that does not come is named within the timeout; the dispatcher is then good for Close only.
 func TestF1_AHungRankIsNamed(t *testing.T) {
-	const timeout = 150 * time.Millisecond
+	const timeout = 2 * time.Second
 	var waited sync.WaitGroup
 	waited.Add(2)
 	local(t, 3, func(r *rank) {
@@ -549,7 +570,7 @@ func TestF1_AHungRankIsNamed(t *testing.T) {
 				require.Equal(r, "dispatch", peer.Op)
 				require.EqualValues(r, 3, peer.Epoch)
 				require.Greater(r, time.Since(start), timeout*9/10)
-				require.Less(r, time.Since(start), 10*timeout)
+				require.Less(r, time.Since(start), time.Minute)
 				_, err = d.Dispatch(nil, tokens(x, idx, weights))
 				require.ErrorIs(r, err, comm.ErrTimeout)
 				require.ErrorContains(r, err, "an earlier call failed")
@@ -567,15 +588,16 @@ func TestF2_ALostRankIsNamed(t *testing.T) {
 		require.NoError(r, err)
 		h, _, _, _ := dispatchSmall(r, d, st, 2)
 		if r.Group.Rank() == 1 {
-			time.Sleep(20 * time.Millisecond)
+			require.NoError(r, r.Group.Barrier(r.Ctx)) // the others wait in their combine
 			r.Group.Kill()
 		} else {
 			require.NoError(r, d.Combine(st, rowsFor(2), h.Rows(), h, plain))
+			_ = r.Group.Barrier(r.Ctx) // which rank 1's death may overtake
 			start := time.Now()
 			err = st.Synchronize()
 			require.ErrorIs(r, err, comm.ErrPeerLost)
 			require.ErrorContains(r, err, "rank 1")
-			require.Less(r, time.Since(start), 5*time.Second)
+			require.Less(r, time.Since(start), time.Minute)
 			require.ErrorIs(r, d.Combine(nil, rowsFor(2), h.Rows(), h, plain), comm.ErrPeerLost)
 		}
 		require.NoError(r, st.Close())
@@ -746,10 +768,6 @@ func TestGradientsNumerically(t *testing.T) {
 
 // The data plane allocates nothing once warm.
 func TestNoAllocationOnceWarm(t *testing.T) {
-	if worldtest.Race {
-		t.Skip("the race detector empties pools at will")
-	}
-	const calls = 50
 	for _, dtype := range []kernels.DType{kernels.Float32, kernels.BFloat16} {
 		local(t, 2, func(r *rank) {
 			o := small(dispatch.Options{DType: dtype, Placement: dispatch.Contiguous(4, 2)})
@@ -787,17 +805,7 @@ func TestNoAllocationOnceWarm(t *testing.T) {
 				}
 				h.Release()
 			}
-			for range 5 {
-				step()
-			}
-			require.NoError(r, r.Group.Barrier(r.Ctx))
-			if me == 0 {
-				require.Zero(r, testing.AllocsPerRun(calls, step))
-			} else {
-				for range calls + 1 {
-					step()
-				}
-			}
+			r.AllocatesNothing(step)
 			require.NoError(r, d.Close(r.Ctx))
 		})
 	}

@@ -44,7 +44,8 @@
 //     (This holds on the token's own rank too. With Options.Float8Combine p is quantized instead, by the rule above with float32 scales for
 //     each 128 elements.)
 //   - On the rank of the token, y = 0 + biases + p0 + p1 + ... in float32, over the ranks in ascending order; rounded
-//     once.
+//     once. On several hosts there is a sum for each host first, over its ranks, which is rounded or quantized as p is; y is
+//     the sum of these, over the hosts in ascending order.
 //
 // In token-major layouts the caller's row is p. Gradients of weights are inner products in float32, in the order that
 // kernels.DotChains states.
@@ -86,6 +87,8 @@
 // New takes the outputs of [Options].Handles handles from the heap, each with room for the worst case unless Options bound it. Rows
 // for Combine and the backward calls are best in the symmetric heap too: in the output itself, or in buffers of
 // [Dispatcher.MaxRows] rows from Heap.Alloc. Peers then reach them in place; others are copied to or from staging.
+//
+// Dispatchers of several shapes can have that memory in common, as much as the largest of them wants: see [Shared].
 //
 // # Routings without outputs
 //

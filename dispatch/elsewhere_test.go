@@ -19,9 +19,9 @@ import (
 // One rank reduces where the others exchange: all learn it long before their timeout, from what they see of each other.
 func TestF3_DifferentCollectivesAreNamed(t *testing.T) {
 	run := func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Minute})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 5 * time.Minute})
 		r.Must(err)
-		red, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{Timeout: time.Minute})
+		red, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{Timeout: 5 * time.Minute})
 		r.Must(err)
 		n := int64(r.Size())
 		v := memory.Host(make([]byte, 1<<10*n))
@@ -36,7 +36,7 @@ func TestF3_DifferentCollectivesAreNamed(t *testing.T) {
 			}
 			err = x.Exchange(nil, w, v, &alltoallv.Splits{Send: parts, Recv: parts})
 		}
-		require.Less(r.T, time.Since(start), 20*time.Second)
+		require.Less(r.T, time.Since(start), time.Minute)
 		var pe *comm.PeerError
 		if errors.Is(err, comm.ErrMismatch) || !errors.Is(err, comm.ErrOutOfStep) || !errors.As(err, &pe) || (pe.Rank == 1) == (r.Rank() == 1) {
 			r.Must(fmt.Errorf("got %v", err))
@@ -49,6 +49,7 @@ func TestF3_DifferentCollectivesAreNamed(t *testing.T) {
 		r.Must(red.Close(r.Ctx))
 		r.Must(x.Close(r.Ctx))
 	}
-	t.Run("threads", func(t *testing.T) { worldtest.Local(t, 3, 32<<20, run) })
-	t.Run("processes", func(t *testing.T) { worldtest.Procs(t, 2, 32<<20, run) })
+	t.Parallel() // it mostly waits
+	t.Run("threads", func(t *testing.T) { t.Parallel(); worldtest.Local(t, 3, 32<<20, run) })
+	t.Run("processes", func(t *testing.T) { t.Parallel(); worldtest.Procs(t, 2, 32<<20, run) })
 }

@@ -76,7 +76,7 @@ func TestSetPlacement(t *testing.T) {
 
 // Counters say what each expert was asked for, what crossed, and who was waited for.
 func TestCounters(t *testing.T) {
-	const late = 50 * time.Millisecond
+	const late = 400 * time.Millisecond
 	local(t, 3, func(r *rank) {
 		d := r.dispatcher(small(dispatch.Options{Placement: &dispatch.Placement{Ranks: [][]int{{0}, {1}, {2}, {2}}}}))
 		require.NoError(r, r.Group.Barrier(r.Ctx))
@@ -95,7 +95,7 @@ func TestCounters(t *testing.T) {
 		}
 		require.Equal(r, sent, c.Bytes)
 		if r.Group.Rank() != 1 {
-			require.Greater(r, c.Waited[1], late/2)
+			require.Greater(r, c.Waited[1], late/8)
 			require.Less(r, c.Waited[1], 100*late)
 		}
 		require.Zero(r, c.Waited[r.Group.Rank()])
@@ -354,7 +354,7 @@ func TestLandedBeforeReceive(t *testing.T) {
 				if all {
 					break
 				}
-				require.Less(r, time.Since(start), 10*time.Second)
+				require.Less(r, time.Since(start), time.Minute)
 				time.Sleep(time.Millisecond)
 			}
 			s.checkRows()
@@ -371,7 +371,7 @@ func TestLandedBeforeReceive(t *testing.T) {
 func TestRowsGoBackWhenMarked(t *testing.T) {
 	for _, layout := range []dispatch.Layout{dispatch.Flat, dispatch.Padded, dispatch.TokenMajor} {
 		o := dispatch.Options{
-			Experts: 7, TopK: 3, Hidden: 16, MaxTokens: 12, HostCounts: true, Layout: layout, DType: kernels.BFloat16, Timeout: 5 * time.Second,
+			Experts: 7, TopK: 3, Hidden: 16, MaxTokens: 12, HostCounts: true, Layout: layout, DType: kernels.BFloat16, Timeout: time.Minute,
 		}
 		local(t, 3, func(r *rank) {
 			d, st := r.dispatcher(o), r.stream()
@@ -406,7 +406,7 @@ func TestRowsGoBackWhenMarked(t *testing.T) {
 		})
 	}
 	local(t, 2, func(r *rank) {
-		d := r.dispatcher(small(dispatch.Options{Timeout: 100 * time.Millisecond}))
+		d := r.dispatcher(small(dispatch.Options{Timeout: 2 * time.Second}))
 		h, _, _, _ := dispatchSmall(r, d, nil, 3)
 		words := []uint32{6, 6}
 		if r.Group.Rank() == 1 {

@@ -33,6 +33,8 @@ type Handle struct {
 	err     error // why the dispatch failed
 	lost    bool  // no call can be made with it
 	counts  HostCounts
+	// Of Options.Shared: the turns in which its dispatch was made, and its rows were written.
+	turn, rowsTurn uint64
 }
 
 // Rows is the output: [Dispatcher.MaxRows, Options.Hidden] as Options.Layout says. Experts may
@@ -54,7 +56,7 @@ func (h *Handle) Offsets() memory.View { return h.routed().offsets }
 func (h *Handle) RankCounts() memory.View { return h.routed().rankCounts }
 
 // Indices belong to rows of token-major layouts: [Dispatcher.MaxRows, TopK] in int64. Entry k is the index in LocalExperts of
-// the row's choice k, -1 if that is masked or on another rank. Empty in other layouts.
+// the row's choice k, -1 if that is masked or on another rank, and undefined in the padding of RankPadded. Empty in other layouts.
 func (h *Handle) Indices() memory.View { return h.ofDispatch().indices }
 
 // Weights are the weights of the rows' choices, in float32: [Dispatcher.MaxRows], or in token-major layouts
@@ -231,6 +233,7 @@ func (d *Dispatcher) take(tokens int) (*Handle, error) {
 	d.ticket++
 	h.memory, h.tokens, h.local, h.ticket, h.err, h.alive = free, tokens, d.local, d.ticket, nil, true
 	h.lost, h.routing, d.holders[h.memory] = false, nil, h
+	h.turn, h.rowsTurn = 0, 0
 	if d.options.HostCounts && h.counts.Offsets == nil {
 		local, groups := d.bounds.Local(d.bounds.Rank), d.bounds.Groups(d.bounds.Rank)
 		h.counts = HostCounts{Counts: make([]int32, local), Offsets: make([]int32, groups+1), RankCounts: make([]int32, d.bounds.Ranks)}

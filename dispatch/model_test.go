@@ -23,6 +23,7 @@ type batch struct {
 	dy      [][]float32 // what CombineDType can hold
 	given   [][]float32 // [tokens, TopK]: weights for a combine
 	bias    [2][][]float32
+	hosts   [][]int // their ranks, where there are several
 }
 
 // routed is one row. In a token-major layout its choice is -1.
@@ -287,6 +288,11 @@ func (b *batch) partial(rank, src, token int, weight func(routed) float32, row f
 			}
 		}
 	}
+	return b.crossed(sum)
+}
+
+// crossed is a sum as it is when it has crossed.
+func (b *batch) crossed(sum []float32) []float32 {
 	if !b.o.Float8Combine {
 		return round(b.sumType(), sum)
 	}
@@ -305,9 +311,25 @@ func (b *batch) combined(src, token int, weight func(routed) float32, row func(i
 			y[i] += v
 		}
 	}
-	for r := range b.n {
-		for i, v := range b.partial(r, src, token, weight, row) {
-			y[i] += v
+	if b.hosts == nil {
+		for r := range b.n {
+			for i, v := range b.partial(r, src, token, weight, row) {
+				y[i] += v
+			}
+		}
+	}
+	for _, ranks := range b.hosts { // each host's sum, and then the sum of hosts
+		sum, there := make([]float32, b.o.Hidden), false
+		for _, r := range ranks {
+			for i, v := range b.partial(r, src, token, weight, row) {
+				sum[i] += v
+				there = true
+			}
+		}
+		if there {
+			for i, v := range b.crossed(sum) {
+				y[i] += v
+			}
 		}
 	}
 	return round(b.sumType(), y)

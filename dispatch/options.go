@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"time"
+	"unicode/utf8"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
@@ -36,6 +37,8 @@ type (
 	OverflowError = kernels.OverflowError
 	// IndexError says that a rank's token has a choice that is no expert.
 	IndexError = kernels.IndexError
+	// MaskedError says that the other ranks go on without this one, see Dispatcher.Mask.
+	MaskedError = kernels.MaskedError
 )
 
 // Layout is the order of the rows of a rank's experts in memory. A row that belongs to no token is called padding.
@@ -50,12 +53,14 @@ const (
 	Flat = kernels.FlatRows
 	// Padded gives each expert Options.Capacity rows: [local experts, capacity, hidden]. Padding is zero.
 	Padded = kernels.PaddedRows
-	// Slab is [local experts, ranks x MaxTokens, hidden], for few tokens. Padding is undefined. There is room for one row of every token
+	// Slab is [local experts, ranks x MaxTokens, hidden], for few tokens. Padding is undefined: all rows of an expert behind its
+	// Handle.Counts, which hold what the memory held before. Gradients of weights have to leave them out: they may be NaN. There is room for one row of every token
 	// that any rank can have; tokens that have an expert twice need more, and where all are there that is an *OverflowError.
 	Slab = kernels.SlabRows
 	// TokenMajor puts the rows from each rank after those from the rank with the next lower number. There is no padding.
 	TokenMajor = kernels.TokenRows
-	// RankPadded is [ranks, MaxTokens, hidden]. Padding is undefined.
+	// RankPadded is [ranks, MaxTokens, hidden]. Padding is undefined: all rows of a rank behind its Handle.RankCounts, in Handle.Rows as
+	// in Handle.Indices and Handle.Weights, which may hold any number there.
 	RankPadded = kernels.RankRows
 )
 
@@ -119,7 +124,8 @@ type Options struct {
 
 	// Layout of the output.
 	Layout Layout
-	// Align is the multiple of rows at which each expert begins in a Flat output; default 1.
+	// Align is the multiple of rows at which each expert begins in a Flat or Slab output. The default is 1, in a Slab of rows with scales
+	// 64: products of float8 store whole blocks of 64 rows, and with less room would write over the rows of the next expert.
 	Align int
 	// Capacity is the number of rows of each expert in a Padded output. By default it is MaxTokens times the number of ranks. That
 	// overflows only if a token has an expert twice, but each call writes zeros in all rows without a token: set it.
@@ -130,7 +136,7 @@ type Options struct {
 
 	// Placement of the experts; default Contiguous.
 	Placement *Placement
-	// Handles is how many handles can be alive at a time, each with an output of its own; default 4. Training needs one for each
+	// Handles is how many handles can be alive at a time, each with an output of its own; default 4, at most 16384. Training needs one for each
 	// MoE layer, inference one or two.
 	Handles int
 	// LowLatency takes kernels for few tokens on GPUs, one each way. They need MaxTokens of at most 1024, at most 1024 expert slots (fewer in
@@ -142,6 +148,17 @@ type Options struct {
 	Sources, RowWeights bool
 	// Landed makes dispatches count in Handle.Landed. It is for expert-major layouts only.
 	Landed bool
+	// Masks makes Mask and Unmask work, by which calls go on without ranks, and masks ranks that are lost. It is for at most 16 ranks
+	// of one host, and leaves out Redispatch and CombineBackward. On GPUs it needs LowLatency with a layout other than TokenMajor, Handles
+	// of 1, NVLink between the GPUs or one GPU for all, and no CombineOptions.TokenWeights. A call takes longer then; graphs that were
+	// captured before a rank is masked go on without it.
+	Masks bool
+	// Layer, when set, names the layer of the model whose tokens the dispatcher carries, in status and metrics: these then tell its tokens by
+	// expert. The host counts them anyway. On a GPU they are told as the last call of Counters has found them. Dispatchers of one name are one
+	// layer, and a dispatcher that several layers use counts all of them.
+	Layer string
+	// Shared has the dispatcher take turns with others in memory for rows, see Shared. All ranks set it alike.
+	Shared *Shared
 	// HostCounts makes Handle.HostCounts work, which tells the host how many rows came.
 	HostCounts bool
 	// MaxSMs bounds the multiprocessors of a GPU that a call takes. By default a call takes 24 for rows by token, and 64 with LowLatency for
@@ -155,12 +172,21 @@ type Options struct {
 	Timeout time.Duration
 }
 
-const scaleBlock = 128
+const (
+	scaleBlock   = 128
+	productBlock = 64 // rows that a product of float8 stores at a time
+	mostElements = 1 << 46
+	mostExperts  = 1 << 20
+	mostHandles  = 1 << 14
+)
+
+// maxLayer bounds the name of a layer, which is a label of metrics.
+const maxLayer = 80
 
 // validate fills in the defaults and describes the dispatcher to an engine, except for its memory.
 func (o *Options) validate(rank, ranks int) (*kernels.DispatchBounds, error) {
 	setDefault(&o.MaxTokens, 4096)
-	setDefault(&o.Align, 1)
+	setDefault(&o.Align, o.defaultAlign())
 	setDefault(&o.Handles, 4)
 	o.Timeout = cmp.Or(o.Timeout, communicator.DefaultTimeout)
 	for _, v := range []struct {
@@ -168,19 +194,33 @@ func (o *Options) validate(rank, ranks int) (*kernels.DispatchBounds, error) {
 		value int
 		most  int
 	}{
-		{"Experts", o.Experts, math.MaxInt32}, {"TopK", o.TopK, 64}, {"Hidden", o.Hidden, math.MaxInt32},
-		{"MaxTokens", o.MaxTokens, math.MaxInt32}, {"Align", o.Align, math.MaxInt32}, {"Handles", o.Handles, 1 << 20},
+		{"Experts", o.Experts, mostExperts}, {"TopK", o.TopK, 64}, {"Hidden", o.Hidden, math.MaxInt32},
+		{"MaxTokens", o.MaxTokens, math.MaxInt32}, {"Align", o.Align, math.MaxInt32}, {"Handles", o.Handles, mostHandles},
 	} {
 		if v.value < 1 || v.value > v.most {
 			return nil, invalid("Options.%s is %d, want 1 to %d", v.name, v.value, v.most)
 		}
 	}
-	if o.Capacity < 0 || o.MaxRows < 0 || o.MaxSMs < 0 || o.Timeout < 0 {
-		return nil, invalid("Options.Capacity is %d, MaxRows %d, MaxSMs %d, Timeout %v", o.Capacity, o.MaxRows, o.MaxSMs, o.Timeout)
+	if !utf8.ValidString(o.Layer) || len(o.Layer) > maxLayer {
+		return nil, invalid("Options.Layer is %.80q, want a name of at most %d bytes in UTF-8", o.Layer, maxLayer)
+	}
+	if most := math.MaxInt32; o.Capacity < 0 || o.Capacity > most {
+		return nil, invalid("Options.Capacity is %d, want 0 to %d", o.Capacity, most)
+	}
+	switch {
+	case o.MaxRows < 0:
+		return nil, invalid("Options.MaxRows is %d, want at least 0", o.MaxRows)
+	case o.MaxSMs < 0:
+		return nil, invalid("Options.MaxSMs is %d, want at least 0", o.MaxSMs)
+	case o.Timeout < 0:
+		return nil, invalid("Options.Timeout is %v, want at least 0", o.Timeout)
 	}
 	m := &kernels.DispatchBounds{
 		Rank: rank, Ranks: ranks, Experts: o.Experts, TopK: o.TopK, MaxTokens: o.MaxTokens, Hidden: o.Hidden,
-		Layout: o.Layout, Align: int64(o.Align), LowLatency: o.LowLatency, Landed: o.Landed, Float8Partials: o.Float8Combine,
+		Layout: o.Layout, Align: int64(o.Align), LowLatency: o.LowLatency, Landed: o.Landed, Masks: o.Masks, Float8Partials: o.Float8Combine,
+	}
+	if o.Masks && ranks > kernels.MaxMaskedRanks {
+		return nil, invalid("Options.Masks is set for %d ranks, at most %d can be masked", ranks, kernels.MaxMaskedRanks)
 	}
 	if err := o.types(m); err != nil {
 		return nil, err
@@ -195,6 +235,14 @@ func (o *Options) validate(rank, ranks int) (*kernels.DispatchBounds, error) {
 	}
 	m.First = o.Placement.slots(ranks)
 	return m, o.rows(m)
+}
+
+// defaultAlign is Align where nothing is said.
+func (o *Options) defaultAlign() int {
+	if o.Layout == Slab && (o.Quantize || o.DType == kernels.Float8E4M3) {
+		return productBlock
+	}
+	return 1
 }
 
 func setDefault(v *int, d int) {
@@ -258,8 +306,10 @@ func (o *Options) rows(m *kernels.DispatchBounds) error {
 		return invalid("Options.Layout is %d", uint8(o.Layout))
 	case o.Capacity > 0 && o.Layout != Padded:
 		return invalid("Options.Capacity is %d, but the layout is %v", o.Capacity, o.Layout)
-	case o.MaxRows > 0 && !flat && !tokens || o.Align > 1 && !flat:
-		return invalid("Options.MaxRows is %d and Align %d, but the layout is %v", o.MaxRows, o.Align, o.Layout)
+	case o.MaxRows > 0 && !flat && !tokens:
+		return invalid("Options.MaxRows is %d, but the layout is %v", o.MaxRows, o.Layout)
+	case o.Align > 1 && !flat && o.Layout != Slab:
+		return invalid("Options.Align is %d, but the layout is %v", o.Align, o.Layout)
 	case o.Landed && o.Layout.ByToken():
 		return invalid("Options.Landed is set, but the layout is %v", o.Layout)
 	}
@@ -270,9 +320,12 @@ func (o *Options) rows(m *kernels.DispatchBounds) error {
 			setDefault(&o.Capacity, int(all))
 			m.Capacity = int64(o.Capacity)
 		} else {
-			m.Capacity = all
+			m.Capacity = kernels.AlignUp(all, m.Align)
 		}
-		m.Rows = m.Capacity * most
+		m.Rows = math.MaxInt64
+		if m.Capacity <= math.MaxInt64/most {
+			m.Rows = m.Capacity * most
+		}
 	case RankPadded:
 		m.Rows = all
 	default:
@@ -288,6 +341,10 @@ func (o *Options) rows(m *kernels.DispatchBounds) error {
 		return invalid("a rank could get %d rows in one call, at most %d can be counted: lower MaxTokens, MaxRows or Capacity",
 			m.Rows, math.MaxInt32)
 	}
+	// Sizes of memory are sums of products of this, which must not pass what 64 bits hold.
+	if rows, row := max(m.Rows, all), int64(o.Hidden)*int64(o.Handles); rows > mostElements/row {
+		return invalid("outputs of %d handles of %d rows of Hidden %d are more than 2^46 elements: lower MaxTokens, MaxRows or Capacity", o.Handles, rows, o.Hidden)
+	}
 	return nil
 }
 
@@ -302,6 +359,7 @@ func (o *Options) fields() []string {
 		fmt.Sprintf("Capacity %d", o.Capacity), fmt.Sprintf("MaxRows %d", o.MaxRows),
 		fmt.Sprintf("Placement %v", o.Placement), fmt.Sprintf("Handles %d", o.Handles), fmt.Sprintf("LowLatency %v", o.LowLatency),
 		fmt.Sprintf("Sources %v", o.Sources), fmt.Sprintf("RowWeights %v", o.RowWeights), fmt.Sprintf("Landed %v", o.Landed),
-		fmt.Sprintf("HostCounts %v", o.HostCounts),
+		fmt.Sprintf("HostCounts %v", o.HostCounts), fmt.Sprintf("Masks %v", o.Masks), fmt.Sprintf("Layer %q", o.Layer),
+		fmt.Sprintf("Shared %v", o.Shared != nil),
 	}
 }

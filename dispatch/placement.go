@@ -3,6 +3,7 @@ package dispatch
 import (
 	"fmt"
 	"slices"
+	"sort"
 	"strings"
 )
 
@@ -80,6 +81,20 @@ func (p *Placement) table(first []int32) []int32 {
 	}
 	copies[experts] = n
 	return t
+}
+
+// placementOf is the placement of a table.
+func placementOf(table, first []int32) *Placement {
+	slots := int(first[len(first)-1])
+	experts := len(table) - 1 - 2*slots
+	p := &Placement{Ranks: make([][]int, experts)}
+	for e := range p.Ranks {
+		for _, slot := range table[experts+1:][table[e]:table[e+1]] {
+			after := sort.Search(len(first), func(r int) bool { return first[r] > slot })
+			p.Ranks[e] = append(p.Ranks[e], after-1)
+		}
+	}
+	return p
 }
 
 // String is like "0:[0] 1:[0 2] 2:[1]", expert by expert.

@@ -20,17 +20,21 @@ type Result struct {
 	Counts, Offsets, RankCounts             memory.View
 	// Routing is for the routing, as Handle.Keep has it.
 	Routing memory.View
+	// From is other memory of the heap's device, which the same launch copies to To, of that size: the choices of the tokens for example, so
+	// that their owner may change them when the copy is complete.
+	From, To memory.View
 }
 
 // CopyTo copies what a dispatch has left to memory of the heap's device, with one launch, and returns the routing if that is wanted. The
 // dispatch is complete, and no other rank takes part. The copy is enqueued on s, the stream of the dispatch, and a graph can capture it:
-// every replay has its own number of rows. Without a stream it is complete on return. The handle may be released then. A dispatch that has
-// failed on this rank, which on a GPU may be known later, has brought no rows, and its routing says that no token went anywhere.
+// every replay has its own number of rows. Without a stream it is complete on return. The handle may be released then. After a
+// dispatch on a GPU that failed, known yet or not, there are no rows, the routing says that no token went anywhere, and the next call
+// tells the error.
 func (h *Handle) CopyTo(s device.Stream, to Result) (*Routing, error) {
 	d := h.d
 	d.c.Lock()
 	defer d.c.Unlock()
-	if err := d.ready(h, false); err != nil {
+	if err := d.copyable(h); err != nil {
 		return nil, err
 	}
 	if to.Length < 0 || to.Length > 1<<31-1 {
@@ -48,10 +52,24 @@ func (h *Handle) CopyTo(s device.Stream, to Result) (*Routing, error) {
 	return routing, nil
 }
 
+// copyable refuses a handle that cannot be copied. That ranks disagreed in its dispatch is no reason: ranks hear of it at different times, and
+// all of them hear of it in their next call that others take part in.
+func (d *Dispatcher) copyable(h *Handle) error {
+	if err := d.c.Whole(); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.held(h, false)
+}
+
 // results describes the copy.
 func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result) (*Routing, error) {
 	m, v, routed, rows := d.bounds, h.ofDispatch(), h.routed(), int64(to.Length)
-	*r = kernels.Results{Launched: kernels.Launched{Note: kernels.Note{Payload: -1, Alone: true}}, Handle: h.memory, Rows: d.own(routed.offsets.Slice(routed.offsets.Len()-4, 4)), Blocks: d.options.MaxSMs}
+	*r = kernels.Results{
+		Launched: kernels.Launched{Note: kernels.Note{Payload: -1, Alone: true}}, Handle: h.memory, Failed: h.err != nil,
+		Rows: d.own(routed.offsets.Slice(routed.offsets.Len()-4, 4)), Blocks: d.options.MaxSMs,
+	}
 	words := int64(m.ScaleWords())
 	scales := kernels.ResultPart{Row: 4 * words}
 	if m.Scales.Columns {
@@ -74,15 +92,16 @@ func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result) (*Routin
 		want     int64
 		kind     kernels.DType
 		part     kernels.ResultPart
+		turn     uint64
 	}{
-		{"rows", to.Rows, h.views().rows, rows * m.RowBytes(), m.RowType, kernels.ResultPart{Row: m.RowBytes()}},
-		{"scales", to.Scales, v.scales, rows * 4 * words, kind, scales},
-		{"indices", to.Indices, v.indices, rows * k, kernels.Int64, kernels.ResultPart{Row: k, Fills: true, Behind: math.MaxUint32}},
-		{"weights", to.Weights, v.weights, rows * w, kernels.Float32, kernels.ResultPart{Row: w, Fills: true}},
-		{"sources", to.Sources, v.sources, rows * 8, kernels.Int32, kernels.ResultPart{Row: 8}},
-		{"counts", to.Counts, routed.counts, routed.counts.Len(), kernels.Int32, kernels.ResultPart{Fills: true}},
-		{"offsets", to.Offsets, routed.offsets, routed.offsets.Len(), kernels.Int32, kernels.ResultPart{Fills: true}},
-		{"rank counts", to.RankCounts, routed.rankCounts, routed.rankCounts.Len(), kernels.Int32, kernels.ResultPart{Fills: true}},
+		{"rows", to.Rows, h.views().rows, rows * m.RowBytes(), m.RowType, kernels.ResultPart{Row: m.RowBytes()}, h.rowsTurn},
+		{"scales", to.Scales, v.scales, rows * 4 * words, kind, scales, h.rowsTurn},
+		{"indices", to.Indices, v.indices, rows * k, kernels.Int64, kernels.ResultPart{Row: k, Fills: true, Behind: math.MaxUint32}, h.turn},
+		{"weights", to.Weights, v.weights, rows * w, kernels.Float32, kernels.ResultPart{Row: w, Fills: true}, h.turn},
+		{"sources", to.Sources, v.sources, rows * 8, kernels.Int32, kernels.ResultPart{Row: 8}, h.turn},
+		{"counts", to.Counts, routed.counts, routed.counts.Len(), kernels.Int32, kernels.ResultPart{Fills: true}, h.turn},
+		{"offsets", to.Offsets, routed.offsets, routed.offsets.Len(), kernels.Int32, kernels.ResultPart{Fills: true}, h.turn},
+		{"rank counts", to.RankCounts, routed.rankCounts, routed.rankCounts.Len(), kernels.Int32, kernels.ResultPart{Fills: true}, h.turn},
 	} {
 		if p.to.Len() == 0 {
 			continue
@@ -93,8 +112,20 @@ func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result) (*Routin
 		if err := d.check(p.name, p.to, p.want, p.kind); err != nil {
 			return nil, err
 		}
+		if err := d.mine(p.name, p.from, p.turn); err != nil {
+			return nil, err
+		}
 		p.part.From, p.part.To = d.own(p.from), d.own(p.to)
 		r.Add(p.part)
+	}
+	if to.From.Len() > 0 || to.To.Len() > 0 {
+		if err := d.check("from", to.From, -1, kernels.Uint8); err != nil {
+			return nil, err
+		}
+		if err := d.check("to", to.To, to.From.Len(), kernels.Uint8); err != nil {
+			return nil, err
+		}
+		r.Add(kernels.ResultPart{From: d.own(to.From), To: d.own(to.To)})
 	}
 	if to.Routing.Len() == 0 {
 		return nil, nil

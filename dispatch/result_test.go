@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -42,10 +43,13 @@ func (s *side) checkCopy(st device.Stream, length int) {
 		Weights: perRow(h.Weights(), 4*n), Sources: perRow(h.Sources(), 8),
 		Counts: r.untouched(h.Counts().Len()), Offsets: r.untouched(h.Offsets().Len()), RankCounts: r.untouched(h.RankCounts().Len()),
 	}
+	beside := bytes.Repeat([]byte{1, 2, 3}, 25) // of no whole number of words
+	to.From, to.To = r.up(beside), r.untouched(int64(len(beside)))
 	routing, err := h.CopyTo(st, to)
 	require.NoError(r, err)
 	require.Nil(r, routing)
 	s.sync(st)
+	require.Equal(r, beside, r.down(to.To))
 	require.Equal(r, r.down(h.Counts()), r.down(to.Counts))
 	require.Equal(r, r.down(h.Offsets()), r.down(to.Offsets))
 	require.Equal(r, r.down(h.RankCounts()), r.down(to.RankCounts))
@@ -57,8 +61,8 @@ func (s *side) checkCopy(st device.Stream, length int) {
 		for c := range columns {
 			pitch, width := len(was)/columns, len(is)/columns
 			column, used := is[c*width:][:width], min(came, length)*int(each)/columns
-			require.Equal(r, was[c*pitch:][:used], column[:used], "%s", name)
-			require.Equal(r, bytes.Repeat([]byte{behind}, width-used), column[used:], "%s behind the last", name)
+			require.Truef(r, bytes.Equal(was[c*pitch:][:used], column[:used]), "%s", name)
+			require.Truef(r, bytes.Equal(bytes.Repeat([]byte{behind}, width-used), column[used:]), "%s behind the last", name)
 		}
 	}
 	same("rows", h.Rows(), to.Rows, row, 0xa5, 1)
@@ -125,6 +129,8 @@ func TestF3_ResultsThatAreRefused(t *testing.T) {
 			"a result of 2147483648 rows":              {Length: math.MaxInt32 + 1},
 			"routing has 5 bytes, want":                {Routing: room(5)},
 			"sources":                                  {Length: 1, Sources: room(8)},
+			"to has 4 bytes, want 8":                   {From: room(8), To: room(4)},
+			"to has 4 bytes, want 0":                   {To: room(4)},
 		} {
 			_, err = h.CopyTo(nil, to)
 			require.ErrorIs(r, err, dispatch.ErrInvalid)
@@ -134,5 +140,26 @@ func TestF3_ResultsThatAreRefused(t *testing.T) {
 		_, err = h.CopyTo(nil, dispatch.Result{})
 		require.ErrorIs(r, err, dispatch.ErrReleased)
 		require.NoError(r, d.Close(r.Ctx))
+	})
+}
+
+// The copy of a dispatch that failed brings no row, also after the failure was told. A combine is refused.
+func TestF3_ResultsOfADispatchThatFailedAreNone(t *testing.T) {
+	local(t, 1, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{Layout: dispatch.Flat}))
+		h, _, _, _ := dispatchSmall(r, d, nil, 2)
+		failed := &dispatch.IndexError{Experts: 4, Expert: 4}
+		require.ErrorIs(r, d.FailsLate(failed, h), failed)
+		rows, counts := r.untouched(64), r.untouched(h.Counts().Len())
+		_, err := h.CopyTo(nil, dispatch.Result{Length: 4, Rows: rows, Counts: counts})
+		require.NoError(r, err)
+		require.Equal(r, r.down(r.untouched(64)), r.down(rows))
+		require.Equal(r, make([]byte, counts.Len()), r.down(counts))
+		require.ErrorIs(r, d.Combine(nil, r.empty(2), h.Rows(), h, plain), failed)
+		h.Release()
+		roundTrip(r, d, nil, 7)
+		require.NoError(r, d.Close(r.Ctx))
+		_, err = h.CopyTo(nil, dispatch.Result{})
+		require.ErrorIs(r, err, comm.ErrClosed)
 	})
 }

@@ -83,6 +83,7 @@ func (d *Dispatcher) Route(r *Routing) (*Handle, error) {
 		return nil, err
 	}
 	h.routing, h.local = r, r.local
+	d.options.Shared.called(d, h, kernels.OpRedispatch)
 	return h, nil
 }
 

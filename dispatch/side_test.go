@@ -78,6 +78,15 @@ func (s *side) redispatch(st device.Stream, next *batch) {
 	s.sync(st)
 }
 
+// slabRows is how many rows an expert has in a slab.
+func (b *batch) slabRows() int {
+	align := b.o.Align
+	if align == 0 {
+		align = b.o.DefaultAlign()
+	}
+	return (b.n*b.o.MaxTokens + align - 1) / align * align
+}
+
 // place finds the first row of each group, and the length of the output.
 func (s *side) place(groups [][]routed) (first []int, length int) {
 	o := &s.b.o
@@ -90,7 +99,7 @@ func (s *side) place(groups [][]routed) (first []int, length int) {
 		case dispatch.Padded:
 			length += o.Capacity
 		case dispatch.Slab:
-			length += s.b.n * o.MaxTokens
+			length += s.b.slabRows()
 		case dispatch.RankPadded:
 			length += o.MaxTokens
 		default:
@@ -135,7 +144,7 @@ func (s *side) scalesOf(all []uint32, at int) []uint32 {
 	case dispatch.Padded:
 		rows = s.b.o.Capacity
 	case dispatch.Slab:
-		rows = s.b.n * s.b.o.MaxTokens
+		rows = s.b.slabRows()
 	}
 	group, i := at/rows, at%rows
 	var scales []uint32

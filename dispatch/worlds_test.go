@@ -37,7 +37,9 @@ func randomBatch(rng *rand.Rand, o dispatch.Options, n int, skew bool) *batch {
 
 // batchOf makes an input of that many tokens on each rank.
 func batchOf(rng *rand.Rand, o dispatch.Options, counts []int, skew, weighted bool) *batch {
-	o.Align = max(o.Align, 1)
+	if o.Layout != dispatch.Slab {
+		o.Align = max(o.Align, 1)
+	}
 	if o.Layout == dispatch.Padded && o.Capacity == 0 {
 		o.Capacity = len(counts) * o.MaxTokens
 	}
@@ -131,6 +133,8 @@ func anyOptions(rng *rand.Rand, n int) dispatch.Options {
 	switch o.Layout {
 	case dispatch.Flat:
 		o.Align = []int{1, 2, 8, 16}[rng.IntN(4)]
+	case dispatch.Slab:
+		o.Align = []int{0, 1, 8, 64}[rng.IntN(4)]
 	case dispatch.Padded:
 		o.Capacity = n * o.MaxTokens
 	}
@@ -216,6 +220,7 @@ func randomWorld(r *rank, o dispatch.Options, rng, own *rand.Rand, stream device
 		halves := rng.IntN(2) == 0
 		for i := range sides {
 			sides[i] = &side{r: r, d: d, b: randomBatch(rng, o, n, round == 1), halves: halves}
+			sides[i].b.hosts = hostsOf(r)
 			sides[i].dispatch(st)
 		}
 		if rng.IntN(2) == 0 {

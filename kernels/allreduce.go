@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/kernels/plan"
 )
 
 // Collective says which halves of an all-reduce a call is.
@@ -16,6 +17,7 @@ const (
 	AllGather                                             // every rank's slice goes to all ranks
 	AllReduce     = ReduceScatter | AllGather             // both
 	Broadcast     = AllGather | 1<<2                      // an all-gather where one rank's slice is everything
+	AllToAll      = Collective(1 << 3)                    // slice d of rank s goes to slice s of rank d: only plans do that
 )
 
 // Reduces reports whether the call combines elements of several ranks.
@@ -35,6 +37,8 @@ func (c Collective) String() string {
 		return "all-reduce"
 	case Broadcast:
 		return "broadcast"
+	case AllToAll:
+		return string(plan.AllToAll)
 	}
 	return fmt.Sprintf("Collective(%d)", uint8(c))
 }
@@ -50,10 +54,12 @@ const (
 	TwoShot
 	// Ring: partial results travel once around to reduce and once around to gather.
 	Ring
+	// Planned: the call does what Reduction.Plan says.
+	Planned
 	reduceAlgorithms
 )
 
-// ReduceAlgorithms lists the algorithms.
+// ReduceAlgorithms lists the algorithms that an engine has without a plan.
 func ReduceAlgorithms() []ReduceAlgorithm { return []ReduceAlgorithm{OneShot, TwoShot, Ring} }
 
 // String is the name that options use.
@@ -61,7 +67,7 @@ func (a ReduceAlgorithm) String() string {
 	if a >= reduceAlgorithms {
 		return fmt.Sprintf("ReduceAlgorithm(%d)", uint8(a))
 	}
-	return [...]string{"one-shot", "two-shot", "ring"}[a]
+	return [...]string{"one-shot", "two-shot", "ring", "plan"}[a]
 }
 
 // Pipeline is how an all-reduce by multicast shares its work out: its steps are to stage input, to reduce and to take results.
@@ -134,6 +140,37 @@ type ReduceBounds struct {
 	Blocks int
 	// Multicast has the engine be ready for reductions by multicast.
 	Multicast bool
+	// Hosts is for ranks on several hosts; nil on one.
+	Hosts *Hosts
+	// Plans is the room for plans, all zero without any. Only the host engine runs them.
+	Plans PlanBounds
+}
+
+// PlanBounds is what the plans of a communicator need at most.
+type PlanBounds struct {
+	// Semaphores is how many there are from a rank to another, Chunks how many chunks a rank has of each buffer.
+	Semaphores int
+	Chunks     [plan.Buffers]int
+	// SlotBytes is how much of a chunk moves at once.
+	SlotBytes int64
+}
+
+// The default of PlanBounds.SlotBytes: chunks together take at most planStaging, unless least is more.
+const (
+	planStaging      = 16 << 20
+	largestPlanSlot  = 256 << 10
+	smallestPlanSlot = 4 << 10
+)
+
+// Add makes room for a plan.
+func (b *PlanBounds) Add(p *plan.Checked) {
+	b.Semaphores = max(b.Semaphores, p.Semaphores)
+	chunks := int64(0)
+	for i := range plan.Buffers {
+		b.Chunks[i] = max(b.Chunks[i], p.Chunks(i))
+		chunks += int64(b.Chunks[i])
+	}
+	b.SlotBytes = min(max(planStaging/chunks/smallestPlanSlot*smallestPlanSlot, smallestPlanSlot), largestPlanSlot)
 }
 
 // Family is "allreduce".
@@ -193,6 +230,8 @@ type Reduction struct {
 	Family    *ReduceBounds
 	Call      ReduceCall
 	Algorithm ReduceAlgorithm
+	// Plan is that of Planned.
+	Plan *plan.Checked
 	// Packets has every word of the call carry its flag with it. Pull has the ranks of an all-gather read the others' slices where they
 	// can, instead of having them written. Push has the input of a reduction written into the others' staging, also where they could
 	// read it. Blocks is how many blocks of a GPU run the call, a multiprocessor each. All ranks of a call have the same. The host

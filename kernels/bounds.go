@@ -1,6 +1,9 @@
 package kernels
 
-import "context"
+import (
+	"context"
+	"time"
+)
 
 // ExchangeBounds is the family of exchanges, and the bounds of one communicator for them.
 type ExchangeBounds struct {
@@ -14,26 +17,41 @@ type ExchangeBounds struct {
 	EagerBytes int64
 	// PacketBytes bounds messages whose words carry their flag with them.
 	PacketBytes int64
+	// BundleBytes bounds messages to ranks of other hosts that go together with the others for that host.
+	BundleBytes int64
 	// Stripes is how many parts a large message is cut into, each with signals and slots of its own: one for every block that may
 	// send. The host device has one sender a rank and looks at none of it.
 	Stripes int
 	// Hosts is for ranks on several hosts; nil on one.
 	Hosts *Hosts
+	// RailAt is where Layout.Rail bytes of the rail segment are.
+	RailAt int64
 }
+
+// PlaceRail sets RailAt.
+func (c *ExchangeBounds) PlaceRail(at int64) { c.RailAt = at }
 
 // Hosts is what launches of ranks on several hosts need. Operations have the ranks of the group; the space has those of this host, and
 // knows their numbers in the group (Space.Ranks).
 type Hosts struct {
 	Rank  int   // this rank in the group
 	Ranks []int // those of this host, of which every host has equally many
+	Host  []int // that of each rank of the group, from 0 on
+	Limit int64 // puts reach places of a segment that are below it: of the heap's on the host, of the rail's on GPUs
 	Rail  Rail
 }
+
+// Count is the number of hosts.
+func (h *Hosts) Count() int { return len(h.Host) / len(h.Ranks) }
 
 // Rail carries bytes to ranks of other hosts, as package internal/rails says.
 type Rail interface {
 	Put(peer int, place int64, src []byte, signal int64) error
+	Left() (begun, left uint64, err error)
 	Flush(ctx context.Context) error
 	Forget(from, to int64)
+	Wait(d time.Duration)
+	Resume()
 }
 
 // Family is "alltoallv".

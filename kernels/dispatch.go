@@ -1,6 +1,7 @@
 package kernels
 
 import (
+	"context"
 	"fmt"
 )
 
@@ -99,13 +100,15 @@ type DispatchBounds struct {
 	Float8Partials bool
 
 	Layout RowLayout
-	// Rows is how many rows the output of one rank holds. Align and Capacity belong to FlatRows, and to PaddedRows and SlabRows.
+	// Rows is how many rows the output of one rank holds. Align belongs to FlatRows, and Capacity to PaddedRows and SlabRows.
 	Rows, Align, Capacity int64
 
 	// LowLatency asks for the protocol for few tokens.
 	LowLatency bool
 	// Landed says that handles have the words of that name.
 	Landed bool
+	// Masks says that calls can go on without ranks, see Masker.
+	Masks bool
 
 	// Placement is a table of 32-bit integers in device memory that says which expert is in which slot: Experts+1 numbers, of which
 	// C[e] to C[e+1] are the indices in what follows, the slots of all experts, expert by expert, of expert e; then for each
@@ -116,6 +119,47 @@ type DispatchBounds struct {
 	Counters Buffer
 	// Handles is the memory of all handles, at the same places of every rank's segment.
 	Handles []DispatchHandle
+	// Hosts is for ranks on several hosts; nil on one.
+	Hosts *Hosts
+	// Shared is for dispatchers that take turns with memory; nil for one that has its own.
+	Shared *DispatchShared
+}
+
+// DispatchShared is what dispatchers have in common whose handles have Staging, Rows, Scales, Indices, Weights and Sources in the same memory.
+// All ranks make their calls in one order, whichever dispatcher a call is of, and none in halves. So a call of theirs ends on a rank when no
+// peer reads or writes that memory for it any more, and a peer writes there only when the rank has begun the call in which it does.
+// There are no Masks and no Hosts.
+type DispatchShared struct {
+	// Shape is the dispatcher's number among them, from 1, on all ranks alike.
+	Shape int
+	// Words are Layout.Common bytes, zero at first.
+	Words Buffer
+	// Differ says in words in what two of them differ.
+	Differ func(a, b int) (of, other string)
+}
+
+// Shape is the number of DispatchShared, 0 without.
+func (m *DispatchBounds) Shape() int {
+	if m.Shared == nil {
+		return 0
+	}
+	return m.Shared.Shape
+}
+
+// MaxMaskedRanks is how many ranks a dispatcher with Masks has at most.
+const MaxMaskedRanks = 16
+
+// Masker is a port of a dispatcher with DispatchBounds.Masks.
+type Masker interface {
+	// Mask has the calls of all ranks, also those under way, go on without a rank. It counts as one without tokens. Its rows that have not come
+	// in a call under way become padding: zeros of no source. A masked rank's own calls return a MaskedError. ended says that its process has
+	// ended; otherwise calls to which it may be writing wait until it is through or has ended, where it writes rows in place.
+	Mask(rank int, ended bool)
+	// Masked are the ranks that are masked, as this rank knows.
+	Masked() []int
+	// Unmask has the other ranks take this one in again, which it is after their next combine, and tells how many calls they have made
+	// then. None of its own launches runs.
+	Unmask(ctx context.Context) (calls uint64, err error)
 }
 
 // Family is "dispatch".
@@ -328,6 +372,9 @@ func (w Weighting) String() string {
 //
 // The token's rank sums y = 0 + Bias[0] + Bias[1] + p0 + p1 + ... in float32, over the ranks that have rows of the token, ascending,
 // and rounds to SumType once. A token with no row gets its biases, or 0.
+//
+// On several hosts there is a sum for each host that has rows of the token, s = 0 + p0 + p1 + ... in float32 over its ranks, ascending. It is
+// rounded to SumType, or quantized and widened again as a partial sum is, and y is the sum of biases and of these, over hosts, ascending.
 type Combine struct {
 	DispatchCall
 	// Release says that the handle is given back: what the dispatch left is not read any more when the call begins. Rows stay as

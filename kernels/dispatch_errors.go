@@ -52,6 +52,18 @@ func (e *RoutingError) Error() string {
 
 func (*RoutingError) recoverable() {}
 
+// MaskedError says that this rank is masked: the others go on without it. It can be unmasked.
+type MaskedError struct {
+	Rank int
+}
+
+// Error names the rank.
+func (e *MaskedError) Error() string {
+	return fmt.Sprintf("kernels: rank %d is masked: the other ranks go on without it", e.Rank)
+}
+
+func (*MaskedError) recoverable() {}
+
 // IndexError says that a rank's token has a choice that is no expert. It is the same on every rank, nothing has been moved, and the
 // dispatcher can be used further.
 type IndexError struct {
@@ -76,6 +88,8 @@ type OrderError struct {
 	Call        uint64
 	Rank        int    // that differs from rank 0
 	First, Here uint64 // CallWord of rank 0 and of Rank
+	// In what the calls' dispatchers differ, where they share memory.
+	FirstIs, HereIs string
 }
 
 // CallWord says in one word what a call is: its kind, what a combine or its backward weighs with, and the epoch of the dispatch
@@ -84,20 +98,41 @@ func CallWord(o DispatchOp, w Weighting, dispatch uint64) uint64 {
 	return dispatch<<8 | uint64(w)<<4 | uint64(o)
 }
 
+// shapeShift is where a call word has the number of DispatchShared.
+const shapeShift = 48
+
+// Disorder is the error of ranks in different calls.
+func (m *DispatchBounds) Disorder(call uint64, rank int, first, here uint64) *OrderError {
+	e := &OrderError{Call: call, Rank: rank, First: first, Here: here}
+	if a, b := int(first>>shapeShift), int(here>>shapeShift); a != b && m.Shared != nil {
+		e.FirstIs, e.HereIs = m.Shared.Differ(a, b)
+	}
+	return e
+}
+
+// CallWord is the word of a call of the dispatcher.
+func (m *DispatchBounds) CallWord(o DispatchOp, w Weighting, dispatch uint64) uint64 {
+	return uint64(m.Shape())<<shapeShift | CallWord(o, w, dispatch&(1<<(shapeShift-8)-1))
+}
+
 // CalledOp is the kind of call in a call word.
 func CalledOp(word uint64) DispatchOp { return DispatchOp(word & 0xf) }
 
 // Error states both calls.
 func (e *OrderError) Error() string {
-	return fmt.Sprintf("kernels: call %d: rank 0 is in %s, rank %d in %s", e.Call, callText(e.First), e.Rank, callText(e.Here))
+	first, here := callText(e.First), callText(e.Here)
+	if e.FirstIs != e.HereIs {
+		first, here = first+" ("+e.FirstIs+")", here+" ("+e.HereIs+")"
+	}
+	return fmt.Sprintf("kernels: call %d: rank 0 is in %s, rank %d in %s", e.Call, first, e.Rank, here)
 }
 
 func callText(word uint64) string {
-	op, w := CalledOp(word), Weighting(word>>4&0xf)
+	op, w, dispatch := CalledOp(word), Weighting(word>>4&0xf), word&(1<<shapeShift-1)>>8
 	if op == OpCombine || op == OpCombineBackward {
-		return fmt.Sprintf("%v with %v of dispatch %d", op, w, word>>8)
+		return fmt.Sprintf("%v with %v of dispatch %d", op, w, dispatch)
 	}
-	return fmt.Sprintf("%v of dispatch %d", op, word>>8)
+	return fmt.Sprintf("%v of dispatch %d", op, dispatch)
 }
 
 // Unwrap is comm.ErrMismatch.
@@ -115,7 +150,7 @@ type ShortError struct {
 
 // Error states both sizes.
 func (e *ShortError) Error() string {
-	return fmt.Sprintf("kernels: call %d: rank %d passed %d bytes of rows where its dispatch has %d", e.Call, e.Rank, e.Have, e.Need)
+	return fmt.Sprintf("kernels: call %d: rank %d passed %d bytes of rows or of their weights where its dispatch has %d", e.Call, e.Rank, e.Have, e.Need)
 }
 
 func (*ShortError) recoverable() {}

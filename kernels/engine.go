@@ -63,6 +63,8 @@ type Family interface {
 type Operation interface {
 	// Operation is the name in messages. No operation of another family has it.
 	Operation() string
+	// Within bounds every wait for a peer.
+	Within() time.Duration
 	// Finish calls Done, if it is set. Engines call it.
 	Finish(error)
 	// Noted is what the rank notes of the call.
@@ -75,6 +77,10 @@ type Layout struct {
 	Bytes, Zero int64
 	// State and Staging are the bytes of the buffers of these names in each of a dispatcher's handles.
 	State, Staging int64
+	// Rail is what a communicator takes of the rail segment, on GPUs of several hosts.
+	Rail int64
+	// Common are the bytes of DispatchShared.Words.
+	Common int64
 	// Routing is where in State the routing of a dispatch lies, and RoutingBytes how long it is, see DispatchRouting.
 	Routing, RoutingBytes int64
 }
@@ -154,6 +160,8 @@ type Note struct {
 	// Algorithm is a name, and Payload the length of the rank's input, -1 where it is not known.
 	Algorithm string
 	Payload   int64
+	// Staged is why messages go through staging, as far as the call's buffers and algorithm say.
+	Staged flight.Staging
 	// Alone says that no other rank takes part.
 	Alone bool
 	// Send and Recv are the bytes to and from each rank, nil where splits do not say that.
@@ -162,8 +170,14 @@ type Note struct {
 	flight.Ticket
 }
 
+// Within is the timeout.
+func (l *Launched) Within() time.Duration { return l.Timeout }
+
 // Noted is the note.
 func (l *Launched) Noted() *Note { return &l.Note }
+
+// WhenDone sets Done.
+func (l *Launched) WhenDone(f func(error)) { l.Done = f }
 
 // Finish calls Done, if it is set.
 func (l *Launched) Finish(err error) {

@@ -17,11 +17,28 @@ type PointBounds struct {
 	// EagerBytes bounds messages that are copied into their box, so that their sender is done with them.
 	EagerBytes int64
 	// StagingBytes is the size of each of the two buffers from one rank to another for messages that the receiver cannot read at their sender.
+	// A GPU has two for each block.
 	StagingBytes int64
-	// Blocks bounds how many blocks of a GPU copy for a put or a get, a multiprocessor each. The host has none.
+	// Blocks bounds how many blocks of a GPU copy for a put or a get, or for the messages of one rank and direction, a multiprocessor each. The
+	// host has none.
 	Blocks int
 	// ParkBytes bounds the copies that a rank keeps of messages whose receivers are late.
 	ParkBytes int64
+	// Hosts is where the ranks are when they are on several hosts; nil on one.
+	Hosts *Hosts
+}
+
+// The defaults of messages.
+const (
+	defaultBoxes        = 32
+	defaultEager        = 8 << 10
+	defaultPointStaging = 64 << 10
+)
+
+// DefaultMessages fills in Boxes, EagerBytes and StagingBytes where they are 0.
+func (c *PointBounds) DefaultMessages() {
+	c.Boxes = int(Default(int64(c.Boxes), defaultBoxes))
+	c.EagerBytes, c.StagingBytes = Default(c.EagerBytes, defaultEager), Default(c.StagingBytes, defaultPointStaging)
 }
 
 // DefaultSemaphores is what engines take where PointBounds.Semaphores is 0.
@@ -94,14 +111,22 @@ type Messages struct {
 	Launched
 	List []Message
 	Turn
+	// Begun, when set, is called once: the messages of launches that begin from then on come behind those of this one. Sends that find no
+	// room delay it, and a launch that fails before that does not call it.
+	Begun func()
 }
+
+// AnyRank is the peer of a receive that takes a message of any other rank.
+const AnyRank = -1
 
 // Message is one end of a message between this rank and Peer.
 type Message struct {
 	Receive bool
-	Peer    int
+	Peer    int // of a receive also AnyRank
 	Tag     uint64
 	Buffer  Buffer
+	// From, when set, gets the rank whose message a receive has taken. It is the launch's until that has run.
+	From *int
 }
 
 // MessageOperations are the names of launches of messages.
@@ -136,7 +161,8 @@ func (e *MessageMismatchError) Unwrap() error { return comm.ErrMismatch }
 
 func (*MessageMismatchError) recoverable() {}
 
-// WaitError is a wait for a signal that has failed, where it is told later. The signal is not lost, so a later wait can consume it.
+// WaitError is a wait for a signal or a message that has failed, where it is told later. The signal is not lost, so a later wait can consume
+// it, and neither is the message, unless it stopped on the way.
 type WaitError struct{ Err *comm.PeerError }
 
 // Error is that of Err.

@@ -66,6 +66,9 @@ type Space struct {
 	Log *slog.Logger
 	// AwaitedBy is the call of the control plane in which a peer waits for this rank, in words, and its number, 0 for none. nil: not known.
 	AwaitedBy func(peer int) (call string, seq uint64)
+	// Left reports whether a peer has left the group in good order, and ReportLeft fails the group because this rank waits for it. nil: not known.
+	Left       func(peer int) bool
+	ReportLeft func(peer int)
 }
 
 // Name is the number in the group of rank p of the space.

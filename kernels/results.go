@@ -23,6 +23,8 @@ type ResultPart struct {
 // failed no row has come.
 type Results struct {
 	Handle int // of DispatchBounds.Handles
+	// Failed says that the dispatch is known to have failed. An engine also finds out by itself, until it has told the failure.
+	Failed bool
 	// Rows is where the number of rows is: the last of the handle's Offsets, or of those of a routing.
 	Rows Buffer
 	// Parts has Count of them.

@@ -33,9 +33,11 @@ type backing interface {
 	identify(v View) (source, error)
 	// locate is the identity alone, of a view without an owner, and the view's offset there.
 	locate(v View) (id identity, at int64, ok bool)
-	// who names the device to other ranks; reach checks, by those of all ranks, that it works with them.
+	// who names the device to other ranks; reach checks, by those of all ranks and of this host's, that it works with them.
 	who() []int64
-	reach(all [][]int64) error
+	reach(all, home [][]int64) error
+	// build is that of the kernels, with the release.
+	build() string
 	// engine runs kernels on the heap, which space describes. why says for which reason the abort word was set.
 	engine(space kernels.Space, why func() error) (kernels.Engine, error)
 	// clear makes n bytes at at of the range zero before it returns. They lie in this rank's segment.
@@ -156,8 +158,9 @@ func (*hostBacking) identify(v View) (source, error) {
 // Memory of the host without an owner has no identity.
 func (*hostBacking) locate(View) (identity, int64, bool) { return identity{}, 0, false }
 
-func (*hostBacking) who() []int64          { return nil }
-func (*hostBacking) reach([][]int64) error { return nil }
+func (*hostBacking) who() []int64               { return nil }
+func (*hostBacking) build() string              { return host.Build() }
+func (*hostBacking) reach(_, _ [][]int64) error { return nil }
 
 func (b *hostBacking) engine(space kernels.Space, why func() error) (kernels.Engine, error) {
 	return host.New(space, b.shared.ranks(space.Size), why), nil

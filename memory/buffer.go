@@ -27,6 +27,9 @@ func (b *Buffer) Clear(off, n int64) error {
 	if n == 0 {
 		return nil
 	}
+	if err := b.view.Valid(); err != nil {
+		return fmt.Errorf("memory: clear %d bytes: %w", n, err)
+	}
 	if err := b.heap.back.clear(b.heap.at(b.heap.space.Rank, b.own.off+off), n); err != nil {
 		return fmt.Errorf("memory: clear %d bytes: %w", n, err)
 	}
@@ -113,6 +116,9 @@ func (h *Heap) alloc(s device.Stream, n int64) (*Buffer, error) {
 func (h *Heap) foreign(s device.Stream) error {
 	if s == nil {
 		return nil
+	}
+	if device.IsNil(s) {
+		return fmt.Errorf("%w: the stream is a nil %T", ErrInvalid, s)
 	}
 	if d := s.Device(); d.Kind() != h.dev.Kind() || d.Index() != h.dev.Index() {
 		return fmt.Errorf("%w: a stream of %v on a heap of %v", ErrInvalid, d, h.dev)

@@ -46,10 +46,11 @@ func (h *Heap) abort() {
 	if !h.mapped {
 		return
 	}
-	if h.rail != nil { // before waits end, after which memory is given back
+	if h.rail != nil && h.across == nil { // before waits end, after which memory is given back
 		h.rail.Interrupt()
 	}
 	h.engine.Interrupt()
+	h.across.end() // what lands is not in memory that kernels give back: the segment goes last
 	if h.gpu == nil {
 		return
 	}
@@ -60,7 +61,8 @@ func (h *Heap) abort() {
 
 // Close releases the heap: its buffers, views and registrations are dead. It is collective and
 // idempotent. Every rank first unmaps its peers' memory and then, after a barrier, releases its own (M4).
-// The caller has waited for all work that touches the heap.
+// The caller has waited for all work that touches the heap, and closes what it has made on the heap before: later calls of it
+// are an ErrClosed.
 //
 // If the group has failed, or ctx ends before all ranks have called it, Close still releases everything
 // that this rank holds. The latter is an error, because another rank may still use the memory.
@@ -80,6 +82,9 @@ func (h *Heap) Close(ctx context.Context) (err error) {
 	registrations := h.registrations()
 	for _, r := range registrations {
 		r.own.freed.Store(true)
+	}
+	if e, ok := h.engine.(ringer); ok && h.rail != nil {
+		e.Leave()
 	}
 	switch {
 	case h.space.Segments != nil: // nothing is mapped in the range
@@ -106,13 +111,20 @@ func (h *Heap) Close(ctx context.Context) (err error) {
 	return errors.Join(err, h.release())
 }
 
+// Closed reports whether Close has been called on this rank.
+func (h *Heap) Closed() bool { return h.closed.Load() }
+
 // release gives back the range and everything in it.
 func (h *Heap) release() error {
 	if h.back == nil {
 		return nil
 	}
 	var err error
+	h.across.end()
 	if h.rail != nil { // before its segment goes, in which puts land until then
+		if n := h.rail.Refused(); n > 0 {
+			h.log.Warn("memory: messages of strangers over the network", "group", h.group.Name(), "rank", h.group.Rank(), "refused", n)
+		}
 		err = h.rail.Close()
 	}
 	if h.engine != nil {
@@ -127,7 +139,7 @@ func (h *Heap) release() error {
 	h.mu.Lock()
 	h.mapped = false
 	h.mu.Unlock()
-	if err = errors.Join(err, h.back.close()); err != nil {
+	if err = errors.Join(err, h.across.close(), h.back.close()); err != nil {
 		return fmt.Errorf("memory: close heap: %w", err)
 	}
 	return nil

@@ -21,6 +21,9 @@ func Copy(s device.Stream, dst, src View) error {
 }
 
 func copyView(s device.Stream, dst, src View) error {
+	if device.IsNil(s) {
+		return fmt.Errorf("%w: the stream is a nil %T", ErrInvalid, s)
+	}
 	if dst.n != src.n {
 		return fmt.Errorf("%w: into %d bytes", ErrInvalid, dst.n)
 	}

@@ -19,6 +19,8 @@ func TestCopyOnTheHost(t *testing.T) {
 	require.NoError(t, Copy(nil, View{}, View{}))
 
 	require.ErrorIs(t, Copy(nil, Host(b), Host(a[1:])), ErrInvalid)
+	require.ErrorContains(t, Copy((*device.HostStream)(nil), Host(b), Host(a)), "the stream is a nil *device.HostStream")
+	require.ErrorContains(t, Copy((*device.CUDAStream)(nil), Host(b), Host(a)), "the stream is a nil *device.CUDAStream")
 	err := Copy(nil, Device(4096, 10), Host(a))
 	require.ErrorIs(t, err, ErrInvalid)
 	require.EqualError(t, err, "memory: copy 10 bytes: invalid argument: from the host to a GPU by a stream of the caller")

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"sync"
 
@@ -62,17 +63,21 @@ func newCUDABacking(d *device.CUDADevice) (*cudaBacking, error) {
 
 func (b *cudaBacking) granule() int64 { return b.unit }
 
-// who is the GPU's UUID and whether it has to do with CUDA IPC.
+// who is the GPU's UUID, and whether this rank passes memory by CUDA IPC in place of descriptors.
 func (b *cudaBacking) who() []int64 {
 	scattered := int64(0)
 	if b.scattered {
 		scattered = 1
 	}
-	id, err := b.ctx.Device().UUID()
-	if err != nil {
-		return []int64{0, 0, scattered} // nobody's: mapping will tell
+	w := []int64{0, 0} // nobody's: mapping will tell
+	if id, err := b.ctx.Device().UUID(); err == nil {
+		w = uuidWords(id)
 	}
-	return append(uuidWords(id), scattered)
+	pid, pids, err := thisProcess()
+	if err != nil {
+		pid = int64(os.Getpid())
+	}
+	return append(w, scattered, pid, pids)
 }
 
 func uuidWords(id [16]byte) []int64 {
@@ -80,8 +85,9 @@ func uuidWords(id [16]byte) []int64 {
 }
 
 // reach checks the GPUs that this process sees. One that it does not see, because of CUDA_VISIBLE_DEVICES,
-// is found out about when its memory is mapped. Where one rank has to do with CUDA IPC all do.
-func (b *cudaBacking) reach(all [][]int64) error {
+// is found out about when its memory is mapped. Where one rank passes memory by CUDA IPC all do. Ranks on one GPU share it, also where they
+// count as on several hosts; only those of this host reach each other's memory.
+func (b *cudaBacking) reach(all, home [][]int64) error {
 	me := b.who()
 	for _, w := range all {
 		b.scattered = b.scattered || w[2] != 0
@@ -104,7 +110,7 @@ func (b *cudaBacking) reach(all [][]int64) error {
 		if err != nil {
 			return err
 		}
-		if slices.ContainsFunc(all, func(w []int64) bool { return slices.Equal(w[:2], uuidWords(id)) }) {
+		if slices.ContainsFunc(home, func(w []int64) bool { return slices.Equal(w[:2], uuidWords(id)) }) {
 			used = append(used, v)
 		}
 	}
@@ -115,11 +121,13 @@ func (b *cudaBacking) reach(all [][]int64) error {
 	return nil
 }
 
-// apart is an error if two ranks, which live in one process, share a GPU.
+// apart is an error if two ranks that live in one process share a GPU. Processes of several hosts may have the same number, but not the same
+// GPU.
 func apart(all [][]int64) error {
 	for b, w := range all {
-		if a := slices.IndexFunc(all[:b], func(v []int64) bool { return slices.Equal(v[:2], w[:2]) }); a >= 0 {
-			return fmt.Errorf("%w: ranks %d and %d of this process share a GPU: their kernels wait for each other, and the driver can hold one "+
+		a := slices.IndexFunc(all[:b], func(v []int64) bool { return slices.Equal(v[:2], w[:2]) && slices.Equal(v[3:5], w[3:5]) })
+		if a >= 0 {
+			return fmt.Errorf("%w: ranks %d and %d of one process share a GPU: their kernels wait for each other, and the driver can hold one "+
 				"back until the other has ended; give each a GPU or a process of its own, or set Options.ShareGPUs in tests", ErrUnsupported, a, b)
 		}
 	}
@@ -310,6 +318,8 @@ func (b *cudaBacking) locate(v View) (identity, int64, bool) {
 func (b *cudaBacking) raise(at int64) error {
 	return b.ctx.WriteValue(b.alarm, b.origin+uintptr(at), 1)
 }
+
+func (b *cudaBacking) build() string { return kernelscuda.Build() }
 
 func (b *cudaBacking) engine(space kernels.Space, why func() error) (kernels.Engine, error) {
 	e, err := kernelscuda.New(b.ctx, space, b.sharers, why)

@@ -697,7 +697,7 @@ func TestRanksOfAProcessDoNotShareAGPU(t *testing.T) {
 	heaps(emulated.Devices, Options{}, func(t *rankT, err error) { require.NoError(t, err) })
 	heaps(emulated.Devices+2, Options{}, func(t *rankT, err error) {
 		require.ErrorIs(t, err, ErrUnsupported)
-		require.ErrorContains(t, err, "ranks 0 and 4 of this process share a GPU")
+		require.ErrorContains(t, err, "ranks 0 and 4 of one process share a GPU")
 	})
 	heaps(emulated.Devices+2, Options{ShareGPUs: true}, func(t *rankT, err error) { require.NoError(t, err) })
 }

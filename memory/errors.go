@@ -50,8 +50,8 @@ type DivergenceError struct {
 // RankCall is one call of one rank.
 type RankCall struct {
 	Rank int
-	// Kind is "alloc", "free", "grow", "register" or "deregister", or "none" when the rank made
-	// fewer calls.
+	// Kind is "alloc", "free", "grow", "register", "deregister", "alloc on the rail" or "free on the rail", or "none" when the rank
+	// made fewer calls.
 	Kind string
 	// Size is the size that was requested (alloc, grow, register) or given back, in bytes.
 	Size int64

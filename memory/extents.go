@@ -36,12 +36,18 @@ func (h *Heap) commit(ctx context.Context, op string, e extent) error {
 		return err
 	}
 	if err = h.bindAll(ctx, op, fd, e); err != nil {
-		if !h.home.InProcess() {
-			h.displaceAll(h.peers(), parts)
-		}
-		h.displaceAll([]int{h.space.Rank}, parts)
+		h.uncommit(e)
 	}
 	return err
+}
+
+// uncommit takes back what commit has mapped.
+func (h *Heap) uncommit(e extent) {
+	parts := h.everyone(e)
+	if !h.home.InProcess() {
+		h.displaceAll(h.peers(), parts)
+	}
+	h.displaceAll([]int{h.space.Rank}, parts)
 }
 
 // everyone is e in the segment of every rank of the host.
@@ -101,10 +107,11 @@ func (h *Heap) importAll(ctx context.Context, fd int, parts []part, place func(r
 	if parts[me].n > 0 {
 		mine = []int{fd}
 	}
+	again := h.home.Replaying() // then the others have mapped what the lost rank had
 	fds, err := h.home.ExchangeFDs(ctx, mine)
 	for r := range fds {
 		for i, fd := range fds[r] {
-			if r != me && i == 0 && err == nil {
+			if (r != me || again) && i == 0 && err == nil {
 				err = place(r, fd)
 			}
 			err = errors.Join(err, closeFD(fd))

@@ -41,7 +41,8 @@ func (h *Heap) end() { h.together.Unlock() }
 //
 // On a GPU it can wait for kernels. If ctx ends during that wait, this rank's calls on the heap give up (comm.ErrAborted), and the heap can
 // only be closed. The same holds for Register, Deregister and Close.
-func (h *Heap) Grow(ctx context.Context, n int64) error {
+func (h *Heap) Grow(ctx context.Context, n int64) (err error) {
+	defer h.span(ctx, n)(&err)
 	err, broken := h.begin()
 	defer h.end()
 	if err == nil {
@@ -76,6 +77,7 @@ func (h *Heap) grow(ctx context.Context, n int64, broken error) (err error) {
 		return err
 	}
 	if err = h.extendRail(ctx, e); err != nil {
+		h.uncommit(e)
 		return err
 	}
 	h.mu.Lock()

@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
@@ -27,18 +28,20 @@ const version = 1
 // every rank, and change nothing. After a collective call that its context or a lost rank has cut
 // off, the heap can only be closed.
 type Heap struct {
-	group   *comm.Group // whose ranks agree on everything
-	home    *comm.Group // those of this host, whose segments are mapped here
-	dev     device.Device
-	log     *slog.Logger
-	back    backing
-	gpu     *cudaBacking // back on a GPU, nil on the host
-	multi   *multicast   // nil on a heap without multicast addresses
-	space   kernels.Space
-	engine  kernels.Engine
-	rail    rails.Rail // nil on one host
-	limit   int64      // of the pool, and where the window for registrations begins
-	granule int64
+	group     *comm.Group // whose ranks agree on everything
+	home      *comm.Group // those of this host, whose segments are mapped here
+	dev       device.Device
+	log       *slog.Logger
+	back      backing
+	gpu       *cudaBacking // back on a GPU, nil on the host
+	multi     *multicast   // nil on a heap without multicast addresses
+	space     kernels.Space
+	engine    kernels.Engine
+	rail      rails.Rail // nil on one host
+	across    *across    // of GPUs on several hosts, else nil
+	limit     int64      // of the pool, and where the window for registrations begins
+	railBytes int64      // of the rail segment, on GPUs of several hosts
+	granule   int64
 	// noMulticast is the reason for a nil multi though Options asked for multicast.
 	noMulticast string
 
@@ -66,15 +69,20 @@ type Heap struct {
 // NewHeap makes a symmetric heap over the ranks of g with memory of d. It is collective.
 //
 // Of ranks on several hosts those of each host have a heap of their own: segments of other hosts are not mapped. All ranks make its
-// collective calls together, so an offset is the same on all hosts, and Verify compares all ranks. Hosts have equally many ranks, and
-// their memory is that of the host. Between hosts UCX carries bytes.
+// collective calls together, so an offset is the same on all hosts, and Verify compares all ranks. Hosts have equally many ranks. Between
+// hosts UCX carries bytes: between GPUs those that kernels have put in a rail segment (Options.RailBytes).
 //
 // Every rank reserves one range of addresses and maps the segments of all ranks in it at equal
 // distances; ranks that share a process share the range. The memory is zero. The error on every rank
-// is comm.ErrMismatch when options, devices or versions differ, ErrInvalid for options out of range
+// is comm.ErrMismatch when options, devices, versions or kernels differ, ErrInvalid for options out of range
 // and ErrUnsupported for hosts with different numbers of ranks, a host without UCX where there are several, a device that has no heap,
-// GPUs on several hosts, GPUs of which one cannot reach the other, or ranks of one process that share a GPU without Options.ShareGPUs.
+// GPUs of which one cannot reach the other on its host, multicast on several hosts, or ranks of one process that share a GPU without
+// Options.ShareGPUs.
 // Between hosts, versions of UCX differ when their minor versions do.
+//
+// A ctx that ends while ranks wait for each other may leave the group out of step: some ranks have taken part in an exchange that others have
+// not. The next collective call then fails the group with comm.ErrMismatch. All ranks call Group.Shrink, which makes a group of the same
+// ranks, and begin anew on that.
 //
 // The heap does not own d, which is closed after it.
 func NewHeap(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Heap, error) {
@@ -90,6 +98,9 @@ func newHeap(
 	home, err := homeOf(g)
 	if err != nil {
 		return nil, fmt.Errorf("memory: new heap: %w", err)
+	}
+	if g.Replaying() && d != nil && d.Kind() != device.HostKind {
+		return nil, fmt.Errorf("memory: new heap: %w: a process takes the place of a lost rank on a heap of the host only, not on %v", ErrUnsupported, d)
 	}
 	h := &Heap{group: g, home: home, dev: d, log: o.Logger}
 	if h.log == nil {
@@ -115,12 +126,14 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		agree.Named("legacy IPC", o.LegacyIPC),
 		agree.Named("share GPUs", o.ShareGPUs),
 		agree.Named("multicast", o.Multicast),
+		agree.Named("rail bytes", o.RailBytes),
 		agree.Named("granule", h.granule),
 	}}
 	if g.Topology().Hosts > 1 { // else all of them find the same
 		what.Must = append(what.Must, agree.Named("ranks of a host in one process", home.InProcess()))
 	}
 	if err == nil {
+		what.Must = append(what.Must, agree.Named("kernels", h.back.build()))
 		what.Info = h.back.who()
 		if h.gpu != nil {
 			what.Info = append(what.Info, int64(h.hurdle(o.Multicast)))
@@ -131,7 +144,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 		return err
 	}
 	devices := claims.Infos()
-	if err = h.back.reach(devices); err == nil && h.gpu != nil && !o.ShareGPUs && home.InProcess() {
+	if err = h.back.reach(devices, h.ofHome(devices)); err == nil && h.gpu != nil && !o.ShareGPUs {
 		err = apart(devices)
 	}
 	if err == nil {
@@ -154,11 +167,19 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	if err != nil {
 		return err
 	}
+	has := lay.limit
+	lay.limit = limits[0].Info[0] // where this process replaces another, its own is not among them
 	for _, l := range limits {
 		lay.limit = min(lay.limit, l.Info[0])
 	}
-	h.limit = lay.limit
-	h.space = kernels.Space{Stride: lay.stride(), Rank: home.Rank(), Size: home.Size(), Log: h.log, AwaitedBy: h.awaitedBy}
+	if h.limit = lay.limit; has < h.limit {
+		return fmt.Errorf("%w: this process has addresses for segments of %d bytes, the others have mapped %d", ErrOutOfMemory, has, h.limit)
+	}
+	h.space = kernels.Space{Stride: lay.stride(), Rank: home.Rank(), Size: home.Size(), Log: h.log,
+		AwaitedBy:  func(peer int) (string, uint64) { return h.group.AwaitedBy(h.named(peer)) },
+		Left:       func(peer int) bool { return h.group.Left(h.named(peer)) },
+		ReportLeft: func(peer int) { h.group.ReportLeft(h.named(peer)) },
+	}
 	if t := g.Topology(); t.Hosts > 1 {
 		for local := range home.Size() {
 			h.space.Ranks = append(h.space.Ranks, t.RankOf(t.Host, local))
@@ -215,11 +236,8 @@ func (h *Heap) choose(o Options, back func(device.Device) (backing, error)) (lay
 	if err != nil {
 		return layout{}, err
 	}
-	h.back, h.granule = b, b.granule()
+	h.back, h.granule, h.railBytes = b, b.granule(), cmp.Or(o.RailBytes, defaultRail)
 	if h.gpu, _ = b.(*cudaBacking); h.gpu != nil {
-		if n := h.group.Topology().Hosts; n > 1 {
-			return layout{}, fmt.Errorf("%w: GPUs on %d hosts", ErrUnsupported, n)
-		}
 		h.gpu.scattered = h.gpu.scattered || o.LegacyIPC
 	} else if o.LegacyIPC {
 		return layout{}, fmt.Errorf("%w: CUDA IPC on a heap of the host", ErrInvalid)
@@ -229,6 +247,10 @@ func (h *Heap) choose(o Options, back func(device.Device) (backing, error)) (lay
 		return layout{}, fmt.Errorf("%w: %v", ErrInvalid, o.Multicast)
 	case o.Multicast != NoMulticast && (h.gpu == nil || o.LegacyIPC):
 		return layout{}, fmt.Errorf("%w: multicast on a heap of the host or of CUDA IPC memory", ErrInvalid)
+	case o.Multicast != NoMulticast && h.group.Topology().Hosts > 1:
+		return layout{}, fmt.Errorf("%w: multicast on %d hosts", ErrUnsupported, h.group.Topology().Hosts)
+	case o.RailBytes < 0 || o.RailBytes > maxAlloc:
+		return layout{}, fmt.Errorf("%w: a rail segment of %d bytes", ErrInvalid, o.RailBytes)
 	}
 	return o.validate(h.home.Size(), h.granule)
 }
@@ -245,10 +267,20 @@ func homeOf(g *comm.Group) (*comm.Group, error) {
 	return g.Home()
 }
 
-// awaitedBy is the group's word on a rank of this host.
-func (h *Heap) awaitedBy(peer int) (call string, seq uint64) {
+// ofHome are the elements of all, one a rank of the group, that belong to ranks of this host, in their order.
+func (h *Heap) ofHome(all [][]int64) [][]int64 {
 	t := h.group.Topology()
-	return h.group.AwaitedBy(t.RankOf(t.Host, peer))
+	home := make([][]int64, h.home.Size())
+	for local := range home {
+		home[local] = all[t.RankOf(t.Host, local)]
+	}
+	return home
+}
+
+// named is the number in the group of a rank of this host.
+func (h *Heap) named(peer int) int {
+	t := h.group.Topology()
+	return t.RankOf(t.Host, peer)
 }
 
 func kindOf(d device.Device) string {

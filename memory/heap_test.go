@@ -23,6 +23,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/host"
 )
 
 // gather returns every rank's numbers.
@@ -286,6 +287,11 @@ func growScenario(t *rankT, g *comm.Group) {
 
 func TestF3_RanksThatDifferLearnIt(t *testing.T) { everywhere(t, 3, "mismatch") }
 
+// otherBuild is what a rank with other kernels has.
+type otherBuild struct{ backing }
+
+func (otherBuild) build() string { return "0.0.1 (build 0123456789ab)" }
+
 func mismatchScenario(t *rankT, g *comm.Group) {
 	o := Options{SegmentBytes: 1 << 20}
 	if g.Rank() == 2 {
@@ -294,6 +300,16 @@ func mismatchScenario(t *rankT, g *comm.Group) {
 	_, err := NewHeap(t.ctx, g, device.Host(), o)
 	require.ErrorIs(t, err, comm.ErrMismatch)
 	require.EqualError(t, err, "memory: new heap: mismatch: segment bytes: rank 0 has 1048576, rank 2 has 3145728")
+
+	_, err = newHeap(t.ctx, g, device.Host(), Options{}, func(d device.Device) (backing, error) {
+		b, err := newBacking(d)
+		if g.Rank() == 1 {
+			b = otherBuild{b}
+		}
+		return b, err
+	}, ucx.Open)
+	require.ErrorIs(t, err, comm.ErrMismatch)
+	require.EqualError(t, err, "memory: new heap: mismatch: kernels: rank 0 has "+host.Build()+", rank 1 has 0.0.1 (build 0123456789ab)")
 
 	o = Options{}
 	if g.Rank() == 0 {
@@ -353,8 +369,11 @@ func closeScenario(t *rankT, g *comm.Group) {
 	// a rank that does not come: the others give up with ctx and release what they have
 	h = heapOf(t, g, Options{})
 	require.NoError(t, g.Barrier(t.ctx))
+	beside, err := g.Split(t.ctx, 0, g.Rank()) // for a barrier that is none of the heap's calls
+	require.NoError(t, err)
+	defer beside.Close()
 	if g.Rank() == 0 {
-		time.Sleep(500 * time.Millisecond)
+		require.NoError(t, beside.Barrier(t.ctx))
 		require.NoError(t, h.Close(t.ctx), "the others were here")
 		return
 	}
@@ -363,7 +382,8 @@ func closeScenario(t *rankT, g *comm.Group) {
 	start := time.Now()
 	err = h.Close(ctx)
 	require.Error(t, err)
-	require.Less(t, time.Since(start), 5*time.Second)
+	require.Less(t, time.Since(start), time.Minute)
+	require.NoError(t, beside.Barrier(t.ctx))
 	require.NoError(t, h.Close(t.ctx))
 }
 
@@ -379,11 +399,11 @@ func abortScenario(t *rankT, g *comm.Group) {
 	if g.Rank() == 1 {
 		g.Kill()
 	}
-	require.Eventually(t, func() bool { return word.Load() != 0 }, 10*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return word.Load() != 0 }, time.Minute, time.Millisecond)
 	// closing does not wait for the dead
 	start := time.Now()
 	require.NoError(t, h.Close(context.Background()))
-	require.Less(t, time.Since(start), 2*time.Second)
+	require.Less(t, time.Since(start), time.Minute)
 	_, err := NewHeap(t.ctx, g, device.Host(), Options{})
 	require.Error(t, err)
 }
@@ -400,18 +420,18 @@ func killedScenario(t *rankT, g *comm.Group) {
 	require.NoError(t, err)
 	copy(b.Bytes(), "still here")
 	require.NoError(t, g.Barrier(t.ctx))
+	_ = g.Barrier(t.ctx) // which rank 1's death may overtake
 	if g.Rank() == 1 {
-		time.Sleep(50 * time.Millisecond)
 		require.NoError(t, unix.Kill(os.Getpid(), unix.SIGKILL))
 	}
 	start := time.Now()
 	err = h.Verify(t.ctx)
 	require.ErrorIs(t, err, comm.ErrPeerLost)
-	require.Less(t, time.Since(start), 5*time.Second)
+	require.Less(t, time.Since(start), time.Minute)
 	sp := h.Space()
 	require.Equal(t, "still here", string(sp.Range(1, b.Offset(), 10)))
 	own := shm.Word(sp.Segment(g.Rank()), kernels.AbortOffset)
-	require.Eventually(t, func() bool { return own.Load() != 0 }, 5*time.Second, time.Millisecond)
+	require.Eventually(t, func() bool { return own.Load() != 0 }, time.Minute, time.Millisecond)
 	require.NoError(t, h.Close(t.ctx))
 
 	// the survivors go on, with a heap of their own
@@ -464,8 +484,11 @@ func cutScenario(t *rankT, g *comm.Group) {
 	// a call that rank 1 does not wait for: nothing can be said about the heap any more, except that
 	// it can be closed
 	h = heapOf(t, g, Options{SegmentBytes: 1 << 20})
+	beside, err := g.Split(t.ctx, 0, g.Rank())
+	require.NoError(t, err)
+	defer beside.Close()
 	if g.Rank() == 0 {
-		time.Sleep(200 * time.Millisecond)
+		require.NoError(t, beside.Barrier(t.ctx))
 		_, err = h.Register(t.ctx, View{})
 		require.ErrorIs(t, err, comm.ErrMismatch)
 	} else {
@@ -473,6 +496,7 @@ func cutScenario(t *rankT, g *comm.Group) {
 		_, err = h.Register(ctx, View{})
 		cancel()
 		require.ErrorIs(t, err, context.DeadlineExceeded)
+		require.NoError(t, beside.Barrier(t.ctx))
 		_, err = h.Alloc(1)
 		require.ErrorContains(t, err, "cut off")
 		require.ErrorContains(t, h.Grow(t.ctx, 1), "cut off") // meets what rank 0 is in
@@ -609,7 +633,7 @@ func TestF1_GrowEndsWithItsContext(t *testing.T) {
 			if h == nil || op != "create" || rank != 0 {
 				return nil
 			}
-			for until := time.Now().Add(10 * time.Second); time.Now().Before(until); time.Sleep(time.Millisecond) {
+			for until := time.Now().Add(2 * time.Minute); time.Now().Before(until); time.Sleep(time.Millisecond) {
 				if shm.Word(h.space.Segment(0), kernels.AbortOffset).Load() != 0 {
 					return nil
 				}
@@ -623,7 +647,7 @@ func TestF1_GrowEndsWithItsContext(t *testing.T) {
 		defer cancel()
 		began := time.Now()
 		err = h.Grow(ctx, 1<<20)
-		require.Less(t, time.Since(began), 5*time.Second)
+		require.Less(t, time.Since(began), time.Minute)
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		require.NotErrorIs(t, err, waited)
 		short, stop := context.WithTimeout(t.ctx, 200*time.Millisecond)

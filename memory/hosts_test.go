@@ -5,6 +5,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -66,6 +72,64 @@ func TestHeapOfProcessesOnHosts(t *testing.T) {
 func hostsScenario(t *rankT, g *comm.Group) {
 	require.Equal(t, 2, g.Topology().Hosts)
 	require.NoError(t, useHosts(t.ctx, g, ucx.Open))
+}
+
+// Another libucp on one of two hosts, or none that can be opened, is every rank's error, with both values or the words of the system.
+func TestF3_HostsWithAnotherUCX(t *testing.T) {
+	needUCX(t)
+	for _, c := range []struct {
+		name  string
+		make  func(t *testing.T, folder string) // a libucp.so.0
+		words []string                          // patterns
+	}{
+		{"none", func(t *testing.T, folder string) {
+			require.NoError(t, os.WriteFile(filepath.Join(folder, "libucp.so.0"), []byte("no library"), 0o600))
+		}, []string{"not supported: a heap on 2 hosts", `libucp\.so\.0: file too short`, "libucx0"}},
+		{"of another version", otherUCX, []string{`mismatch: rank \d has UCX 1\.\d+, rank \d has UCX 1\.\d+`}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			spaces := proctest.Namespaces(t, 2)
+			folder := t.TempDir()
+			c.make(t, folder)
+			ps := make([]*proctest.Process, 4)
+			for r := range ps {
+				env := []string{fmt.Sprint("LOCAL_RANK=", r%2), "LOCAL_WORLD_SIZE=2", "UCX_TLS=tcp,self"}
+				if r >= 2 {
+					env = append(env, "LD_LIBRARY_PATH="+folder)
+				}
+				ps[r] = proctest.Rank(t, r, len(ps), spaces[0].IP+":29413", proctest.Spec{Part: "scenario", Args: []string{"no rail"}, Via: spaces[r/2].Via, Env: env})
+			}
+			for r, err := range proctest.Failures(ps) {
+				require.NoError(t, err)
+				out, _ := ps[r].Output()
+				for _, w := range c.words {
+					require.Regexp(t, w, out, "rank %d", r)
+				}
+			}
+		})
+	}
+}
+
+func noRailScenario(t *rankT, g *comm.Group) {
+	_, err := NewHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20})
+	require.Error(t, err)
+	fmt.Println(err)
+}
+
+// otherUCX makes a libucp of the next minor version.
+func otherUCX(t *testing.T, folder string) {
+	cc, err := exec.LookPath("cc")
+	if err != nil || runtime.GOARCH != "amd64" {
+		t.Skip("needs cc, and amd64")
+	}
+	known, err := exec.Command("ldconfig", "-p").Output()
+	require.NoError(t, err)
+	real := regexp.MustCompile(`libucp\.so\.0 .*=> (\S+)`).FindSubmatch(known)
+	if real == nil {
+		t.Skip("needs a libucp that ldconfig knows")
+	}
+	out, err := exec.Command(cc, "-shared", "-fPIC", `-DREAL_UCX="`+string(real[1])+`"`, "-o", filepath.Join(folder, "libucp.so.0"), "testdata/otherucx.c", "-ldl").CombinedOutput()
+	require.NoError(t, err, string(out))
 }
 
 // needUCX skips a test where there is no UCX.
@@ -176,7 +240,7 @@ func putAcross(ctx context.Context, h *Heap, b *Buffer) error {
 			continue
 		}
 		word := shm.Word(b.Bytes(), words+int64(host)*8)
-		for end := time.Now().Add(20 * time.Second); word.Load() < 2; time.Sleep(50 * time.Microsecond) {
+		for end := time.Now().Add(time.Minute); word.Load() < 2; time.Sleep(50 * time.Microsecond) {
 			if time.Now().After(end) {
 				return fmt.Errorf("rank %d: %d puts of rank %d have landed, want 2", me, word.Load(), peer)
 			}
@@ -204,6 +268,8 @@ func (r *watchedRail) Close() error {
 func TestM4_TheRailEndsBeforeTheMemory(t *testing.T) {
 	for _, fails := range []bool{false, true} {
 		net := double.New(1, time.Millisecond)
+		var made sync.WaitGroup
+		made.Add(4)
 		onHosts(t, 4, 2, func(g *comm.Group) error {
 			var mu sync.Mutex
 			var ops []string
@@ -218,15 +284,17 @@ func TestM4_TheRailEndsBeforeTheMemory(t *testing.T) {
 			}
 			saw := func(_ int, op string, _, _ int64) { note(op) }
 			h, err := newHeap(t.Context(), g, device.Host(), Options{SegmentBytes: 1 << 20}, sawBackings(g.Rank(), saw, nil), open)
+			made.Done()
 			if err != nil {
 				return err
 			}
 			if fails {
+				made.Wait() // an abort may take along what others have not left yet
 				g.Abort(errors.New("a test"))
 				<-g.Done()
 				top := g.Topology()
 				peer := top.RankOf(1-top.Host, top.Local)
-				for end := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) { // hooks run after Done
+				for end := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) { // hooks run after Done
 					err := h.Rail().Put(peer, kernels.HeaderBytes, nil, kernels.HeaderBytes)
 					if errors.Is(err, comm.ErrAborted) {
 						break
@@ -245,6 +313,105 @@ func TestM4_TheRailEndsBeforeTheMemory(t *testing.T) {
 			return nil
 		})
 	}
+}
+
+// Where one rank's rail refuses more of the pool, no rank keeps memory for it, and the heap grows when the rail allows it.
+func TestF3_ARailThatDoesNotGrow(t *testing.T) {
+	net := double.New(1, 0)
+	onHosts(t, 4, 2, func(g *comm.Group) error {
+		refuse := false
+		open := func(c rails.Config) (rails.Rail, error) {
+			r, err := net.Open(c)
+			return &narrowRail{r, &refuse}, err
+		}
+		placed := 0
+		saw := func(_ int, op string, _, _ int64) {
+			switch op {
+			case "place":
+				placed++
+			case "displace":
+				placed--
+			}
+		}
+		h, err := newHeap(t.Context(), g, device.Host(), Options{SegmentBytes: 1 << 20, ReserveBytes: 8 << 20}, sawBackings(g.Rank(), saw, nil), open)
+		if err != nil {
+			return err
+		}
+		before := placed
+		refuse = g.Rank() == 1
+		if err := h.Grow(t.Context(), 4<<20); !errors.Is(err, comm.ErrOutOfMemory) || !strings.Contains(err.Error(), "rank 1") && !refuse {
+			return fmt.Errorf("rank %d: grow: %w", g.Rank(), err)
+		}
+		if placed != before {
+			return fmt.Errorf("rank %d has %d pieces of memory, %d before", g.Rank(), placed, before)
+		}
+		refuse = false
+		if err := h.Grow(t.Context(), 4<<20); err != nil {
+			return err
+		}
+		b, err := h.Alloc(4 << 20)
+		if err != nil {
+			return err
+		}
+		return errors.Join(b.Free(), h.Close(t.Context()))
+	})
+}
+
+// narrowRail refuses to open more of the segment.
+type narrowRail struct {
+	rails.Rail
+	refuse *bool
+}
+
+func (r *narrowRail) Open(off, n int64) error {
+	if *r.refuse {
+		return fmt.Errorf("%w: too many windows", comm.ErrOutOfMemory)
+	}
+	return r.Rail.Open(off, n)
+}
+
+// Messages without the key change nothing, and the rank that gets them says at the end how many there were.
+func TestF4_MessagesOfStrangersAreCounted(t *testing.T) {
+	net := double.New(1, 0)
+	var mu sync.Mutex
+	var log bytes.Buffer
+	onHosts(t, 2, 1, func(g *comm.Group) error {
+		open := func(c rails.Config) (rails.Rail, error) {
+			r, err := net.Open(c)
+			if err != nil || g.Rank() != 1 {
+				return r, err
+			}
+			return r, func() error {
+				c.Key, c.Rank, c.Segment, c.Ring = c.Key+1, 0, make([]byte, 1<<20), func() {}
+				stranger, err := net.Open(c)
+				if err != nil {
+					return err
+				}
+				return errors.Join(r.Open(0, 4096), stranger.Connect(1, r.Address()), stranger.Put(1, 128, []byte("evil"), 0), stranger.Flush(t.Context()))
+			}()
+		}
+		h, err := newHeap(t.Context(), g, device.Host(), Options{SegmentBytes: 1 << 20, Logger: slog.New(slog.NewTextHandler(lockedWriter{&mu, &log}, nil))}, newBacking, open)
+		if err != nil {
+			return err
+		}
+		for end := time.Now().Add(time.Minute); g.Rank() == 1 && h.Rail().Refused() == 0 && time.Now().Before(end); {
+			time.Sleep(time.Millisecond)
+		}
+		return h.Close(t.Context())
+	})
+	require.Regexp(t, `messages of strangers over the network.*rank=1 refused=1\n`, log.String())
+	require.NotContains(t, log.String(), "rank=0 refused")
+}
+
+type lockedWriter struct {
+	mu *sync.Mutex
+	b  *bytes.Buffer
+}
+
+func (w lockedWriter) Write(b []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.b.Write(b)
 }
 
 // A rank that cannot open its rail, or finds that another's does not fit, is every rank's error, and no rail is left.

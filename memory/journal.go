@@ -17,10 +17,12 @@ const (
 	callGrow
 	callRegister
 	callDeregister
+	callAllocRail
+	callFreeRail
 	callKinds
 )
 
-var callNames = [callKinds]string{"none", "alloc", "free", "grow", "register", "deregister"}
+var callNames = [callKinds]string{"none", "alloc", "free", "grow", "register", "deregister", "alloc on the rail", "free on the rail"}
 
 func (k callKind) String() string {
 	if k < callKinds {

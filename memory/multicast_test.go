@@ -238,7 +238,7 @@ func TestAFailureOfAnyDriverCallLeaksNothing(t *testing.T) {
 	const ranks = 3
 	type outcome struct{ made, grown, closed error }
 	try := func(g *comm.Group, d *device.CUDADevice, by Multicast) (o outcome) {
-		ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		defer cancel()
 		h, err := NewHeap(ctx, g, d, Options{SegmentBytes: 6 << 20, Multicast: by, ShareGPUs: true})
 		if o.made = err; err != nil {
@@ -313,7 +313,7 @@ func TestM4_BindsLastUntilAllRanksClose(t *testing.T) {
 			views := emulated.Mappings.Of(t, d)
 			require.Equal(t, 2, emulated.Binds.Of(t, d))
 			r.barrier()
-			require.Eventually(t, func() bool { return emulated.Mappings.Of(t, d) < views }, 10*time.Second, time.Millisecond)
+			require.Eventually(t, func() bool { return emulated.Mappings.Of(t, d) < views }, time.Minute, time.Millisecond)
 			time.Sleep(10 * time.Millisecond)
 			require.Equal(t, 2, emulated.Binds.Of(t, d))
 			require.NoError(t, r.d.Context().Write(0, r.h.Space().Multicast+64<<10, []byte{1}))

@@ -41,6 +41,9 @@ type Options struct {
 	// NVSHMEM_DISABLE_NVLS=1 or TORCH_SYMM_MEM_DISABLE_MULTICAST=1, if a GPU lacks it and if ranks share a GPU; Heap.Multicast then says
 	// why. A refusal of the driver is an error. On the host and with LegacyIPC the option is an ErrInvalid.
 	Multicast Multicast
+	// RailBytes is the pinned host memory that each rank of a heap of GPUs on several hosts has for what crosses between hosts, 64 MiB if 0.
+	// Communicators take rings of it when they are made, and keep them. Other heaps take none of it.
+	RailBytes int64
 	// Logger gets the events of the heap, and the waits for peers in calls on it. nil is the group's.
 	Logger *slog.Logger
 }

@@ -10,18 +10,42 @@ import (
 
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/rails"
+	"github.com/switchyard-moe/switchyard/internal/rails/proxy"
 	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
+	"github.com/switchyard-moe/switchyard/kernels"
+	kernelscuda "github.com/switchyard-moe/switchyard/kernels/cuda"
 )
 
 // openRail makes a rank's end of a rail: ucx.Open but in tests.
 type openRail func(rails.Config) (rails.Rail, error)
 
-// ringer is an engine whose waits a goroutine of the process can end.
-type ringer interface{ Ring() }
+// ringer is an engine whose waits a goroutine of the process can end. After Leave it does so for its own rank alone.
+type ringer interface {
+	Ring()
+	Leave()
+}
 
-// Rail carries bytes to all ranks of other hosts. It knows ranks by their numbers in the group, and its places are offsets in the heap's pool: registrations are not open to puts. A put that has landed wakes this rank's engine. It is nil on
-// one host. It belongs to the heap, which closes it.
+// Rail carries bytes to all ranks of other hosts. It knows ranks by their numbers in the group. On the host its places are offsets in the
+// heap's pool: registrations are not open to puts, and a put that has landed wakes this rank's engine. On GPUs they are those of AllocRail.
+// It is nil on one host. It belongs to the heap, which closes it.
 func (h *Heap) Rail() rails.Rail { return h.rail }
+
+// Hosts is what launches of ranks on several hosts need, nil on one host.
+func (h *Heap) Hosts() *kernels.Hosts {
+	if h.rail == nil {
+		return nil
+	}
+	t := h.group.Topology()
+	host := make([]int, h.group.Size())
+	for r := range host {
+		host[r] = t.HostOf(r)
+	}
+	limit := h.limit
+	if h.across != nil {
+		limit = h.RailBytes()
+	}
+	return &kernels.Hosts{Rank: h.group.Rank(), Ranks: h.space.Ranks, Host: host, Limit: limit, Rail: h.rail}
+}
 
 // joinRail makes this rank's end of the heap's rail and connects it, together with all ranks. The pool's first extent is committed.
 func (h *Heap) joinRail(ctx context.Context, open openRail) error {
@@ -42,15 +66,21 @@ func (h *Heap) joinRail(ctx context.Context, open openRail) error {
 	}
 
 	claim := agree.Claim{Op: "open the rail"}
-	h.rail, err = open(rails.Config{
-		Rank: g.Rank(), Size: g.Size(), Key: key, Segment: h.space.Segment(h.space.Rank), Ring: h.engine.(ringer).Ring,
-	})
+	cfg, first := rails.Config{Rank: g.Rank(), Size: g.Size(), Key: key}, h.extents[0].n
+	if h.gpu == nil {
+		cfg.Segment, cfg.Ring = h.space.Segment(h.space.Rank), h.engine.(ringer).Ring
+	} else if h.across, err = h.pinRail(); err == nil {
+		cfg.Segment, cfg.Ring, first = h.across.segment.Bytes(), func() {}, h.RailBytes() // kernels look themselves
+	}
+	if err == nil {
+		h.rail, err = open(cfg)
+	}
 	switch {
 	case errors.Is(err, ucx.ErrUnavailable):
 		err = fmt.Errorf("%w: a heap on %d hosts: %w", ErrUnsupported, t.Hosts, err)
 	case err == nil:
 		claim.Own = base64.StdEncoding.EncodeToString(h.rail.Address())
-		err = h.rail.Open(0, h.extents[0].n)
+		err = h.rail.Open(0, first)
 	}
 	if claims, err = agree.On(ctx, g, claim, err); err != nil {
 		return err
@@ -64,13 +94,17 @@ func (h *Heap) joinRail(ctx context.Context, open openRail) error {
 			}
 		}
 	}
-	_, err = agree.On(ctx, g, agree.Claim{Op: "connect the rail"}, err)
+	if _, err = agree.On(ctx, g, agree.Claim{Op: "connect the rail"}, err); err == nil && h.across != nil {
+		s := h.across.segment
+		h.across.proxy = proxy.New(h.rail, s.Bytes())
+		h.engine.(*kernelscuda.Engine).Cross(kernelscuda.Crossing{Segment: s.Bytes(), Address: s.Addr(), Proxy: h.across.proxy})
+	}
 	return err
 }
 
-// extendRail opens an extent of the pool to puts, on all ranks before any of them returns.
+// extendRail opens an extent of the pool to puts, on all ranks before any of them returns. Those between GPUs do not go to the pool.
 func (h *Heap) extendRail(ctx context.Context, e extent) error {
-	if h.rail == nil {
+	if h.rail == nil || h.gpu != nil {
 		return nil
 	}
 	_, err := agree.On(ctx, h.group, agree.Claim{Op: "grow: rail"}, h.rail.Open(e.off, e.n))

@@ -144,6 +144,8 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 	switch {
 	case broken != nil:
 		err = broken
+	case h.group.Replaying():
+		err = fmt.Errorf("%w: the lost rank has registered memory, which the process in its place cannot have", ErrUnsupported)
 	case v.n == 0:
 	default:
 		if err = v.Valid(); err == nil {

@@ -227,8 +227,8 @@ func (h *Heap) scatter(ctx context.Context, n int64) error {
 	if err != nil {
 		return err
 	}
-	names := make([]name, len(claims))
-	for r, w := range claims.Infos() {
+	names := make([]name, h.home.Size())
+	for r, w := range h.ofHome(claims.Infos()) {
 		copy(names[r][:], w)
 	}
 	segments, err := h.attachAll(ctx, "commit", names)

@@ -37,6 +37,7 @@ var scenarios = map[string]scenario{
 	"killed":     killedScenario,
 	"cut":        cutScenario,
 	"hosts":      hostsScenario,
+	"no rail":    noRailScenario,
 
 	"cuda bytes":    cudaBytesScenario,
 	"cuda register": cudaRegisterScenario,

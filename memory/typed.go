@@ -127,8 +127,11 @@ type Matrix[T Element] struct {
 	buffer     *Buffer // of AllocMatrix
 }
 
-// NewMatrix is a matrix of zeros in Go memory. It panics when a size is negative.
+// NewMatrix is a matrix of zeros in Go memory. It panics when a size is negative, or when 64 bits do not hold that many bytes.
 func NewMatrix[T Element](rows, cols int) Matrix[T] {
+	if rows < 0 || cols < 0 || cols > 0 && rows > math.MaxInt/shm.SizeOf[T]()/cols {
+		panic(fmt.Sprintf("memory: a matrix of %d rows of %d", rows, cols))
+	}
 	data := make([]T, rows*cols)
 	return Matrix[T]{rows: rows, cols: cols, data: data, view: Wrap(data)}
 }
@@ -154,7 +157,7 @@ func MatrixOf[T Element](v View, cols int) (Matrix[T], error) {
 	if e := elementOf[T](); v.elem.unlike(e) {
 		return Matrix[T]{}, fmt.Errorf("memory: a view of %v, which have %d bytes, has no rows of %T, which have %d: %w", v.elem, v.elem.size, *new(T), size, ErrInvalid)
 	}
-	if cols < 1 || v.Len()%(int64(cols)*size) != 0 || v.Ptr()%uintptr(size) != 0 {
+	if cols < 1 || int64(cols) > math.MaxInt64/size || v.Len()%(int64(cols)*size) != 0 || v.Ptr()%uintptr(size) != 0 {
 		return Matrix[T]{}, fmt.Errorf("memory: %d bytes at address %#x are not rows of %d %T: %w", v.Len(), v.Ptr(), cols, *new(T), ErrInvalid)
 	}
 	return Matrix[T]{rows: int(v.Len() / (int64(cols) * size)), cols: cols, data: Of[T](v), view: As[T](v)}, nil

@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"fmt"
 	"math"
 	"testing"
 
@@ -107,7 +108,9 @@ func TestMatrix(t *testing.T) {
 	}
 	require.Panics(t, func() { m.Row(3) })
 	require.ErrorIs(t, m.Free(), ErrInvalid)
-	require.Panics(t, func() { NewMatrix[float32](-1, 2) })
+	for _, size := range [][2]int{{-1, 2}, {-2, -3}, {math.MinInt, math.MinInt}, {1 << 32, 1 << 32}, {1, math.MaxInt}} {
+		require.PanicsWithValue(t, fmt.Sprintf("memory: a matrix of %d rows of %d", size[0], size[1]), func() { NewMatrix[float32](size[0], size[1]) })
+	}
 	require.Zero(t, Matrix[float32]{}.Rows())
 
 	same, err := MatrixOf[BFloat16](m.View(), 6)
@@ -124,8 +127,10 @@ func TestMatrix(t *testing.T) {
 		_, err = MatrixOf[BFloat16](v, 6)
 		require.ErrorIs(t, err, ErrInvalid)
 	}
-	_, err = MatrixOf[float32](m.View(), 0)
-	require.ErrorIs(t, err, ErrInvalid)
+	for _, cols := range []int{0, -1, 1 << 62, 1<<62 + 6, math.MaxInt} {
+		_, err = MatrixOf[float32](m.View(), cols)
+		require.ErrorIs(t, err, ErrInvalid, cols)
+	}
 }
 
 func TestAllocMatrix(t *testing.T) {

@@ -16,6 +16,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/switchyard-moe/switchyard"
 )
 
 // Process is a process of this user that has a socket.
@@ -24,7 +26,12 @@ type Process struct {
 	// State is what its ranks know. Err says why it did not tell it; a process that is stopped has not answered in time.
 	State State
 	Err   error
+	// Vitals are what the kernel tells of it, with the number 0 where it tells nothing.
+	Vitals Vitals
 }
+
+// lookFor is the least time between two looks at a process, from which its rates come.
+const lookFor = 100 * time.Millisecond
 
 // askWithin bounds the time that a process gets to answer.
 const askWithin = 2 * time.Second
@@ -41,7 +48,18 @@ func Processes(ctx context.Context) ([]Process, error) {
 	for i, pid := range pids {
 		ps[i].Pid = pid
 		all.Go(func() {
+			was, _ := look(procOf(pid)) // it may have ended
+			from := time.Now()
 			ps[i].Err = Ask(ctx, pid, "/state", func(r io.Reader) error { return json.NewDecoder(r).Decode(&ps[i].State) })
+			select {
+			case <-ctx.Done():
+			case <-time.After(lookFor - time.Since(from)):
+			}
+			now, _ := look(procOf(pid))
+			if now.Pid == was.Pid && now.DiskReads > was.DiskReads {
+				now.DiskReadsASecond = float64(now.DiskReads-was.DiskReads) / time.Since(from).Seconds()
+			}
+			ps[i].Vitals = now
 		})
 	}
 	all.Wait()
@@ -51,7 +69,8 @@ func Processes(ctx context.Context) ([]Process, error) {
 // ErrNobody is the error where no process of this user has ranks that answer.
 var ErrNobody = errors.New("no process of this user with ranks answers on this host")
 
-// Everybody is the state of all processes of this user that answer, as one, or of the one with a number that is not 0.
+// Everybody is the state of all processes of this user, as one, or of the one with a number that is not 0. Those that do not answer are named
+// in it.
 func Everybody(ctx context.Context, pid int) (State, error) {
 	processes, err := Processes(ctx)
 	if err != nil {
@@ -59,28 +78,37 @@ func Everybody(ctx context.Context, pid int) (State, error) {
 	}
 	var states []State
 	var silent []Silent
-	errs := []error{fmt.Errorf("observe: %w", ErrNobody)}
+	var vitals []Vitals
 	for _, p := range processes {
+		if pid != 0 && p.Pid != pid {
+			continue
+		}
+		if p.Vitals.Pid != 0 {
+			vitals = append(vitals, p.Vitals)
+		}
 		switch {
-		case pid != 0 && p.Pid != pid:
 		case p.Err != nil:
-			silent = append(silent, Silent{p.Pid, p.Err.Error()})
-			errs = append(errs, p.Err)
+			silent = append(silent, Silent{Pid: p.Pid, Error: p.Err.Error()})
 		default:
 			states = append(states, p.State)
 		}
 	}
-	if len(states) == 0 {
-		return State{}, errors.Join(errs...)
+	if len(states)+len(silent) == 0 {
+		return State{}, fmt.Errorf("observe: %w", ErrNobody)
 	}
-	all := Merge(states...)
-	all.Silent = silent
-	return all, nil
+	return Merge(append(states, State{Version: switchyard.Version, Silent: silent, Processes: vitals})...), nil
 }
 
 // OfJob is the state without ranks of other jobs than those whose identity begins with job.
 func (s State) OfJob(job string) State {
 	s.Ranks = slices.DeleteFunc(slices.Clone(s.Ranks), func(r Rank) bool { return !strings.HasPrefix(r.Job, job) })
+	if job != "" {
+		s.Joins = nil // they have no job yet
+	}
+	s.Silent = slices.DeleteFunc(slices.Clone(s.Silent), func(p Silent) bool { return !strings.HasPrefix(p.Job, job) })
+	s.Processes = slices.DeleteFunc(slices.Clone(s.Processes), func(v Vitals) bool {
+		return !slices.ContainsFunc(s.Ranks, func(r Rank) bool { return r.Pid == v.Pid }) && !slices.ContainsFunc(s.Silent, func(p Silent) bool { return p.Pid == v.Pid })
+	})
 	return Merge(s)
 }
 

@@ -11,6 +11,9 @@
 //   - The commands switchyard status and switchyard dump ask every process of their user by a socket, which processes of other users are
 //     turned away from.
 //
+// [OnEvent] tells of joins, growth, shrinking and admission, and [Families] has all metrics as values. Two modules of their own are written along
+// them: observe/prom for client_golang, and observe/otel for OpenTelemetry. This package needs neither.
+//
 // Times of calls are those of the host. A GPU runs what it was given when the host has gone on, so calls on GPUs are counted and not timed.
 // Numbers of ranks are those in the group that met first; after Shrink they stay as they were.
 package observe

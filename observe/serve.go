@@ -1,7 +1,7 @@
 package observe
 
 import (
-	"encoding/json"
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/internal/env"
@@ -22,64 +23,45 @@ import (
 // Limits of what others can ask of a process.
 const (
 	snapshotEvery = 100 * time.Millisecond // requests in between get the one before
+	dumpEvery     = 500 * time.Millisecond // requests in between wait, and share the next one
+	answerEvery   = 10 * time.Millisecond  // of a socket or a port
+	acceptEvery   = 4 * time.Millisecond   // a connection; those that were given up come out of the queue as fast
 	requestWithin = 5 * time.Second        // a request that takes longer to send, or an answer to read, is given up
 	headerBytes   = 4 << 10
 	connections   = 32 // at a time; others wait until one ends
 )
 
-// Handler serves GET and HEAD: the metrics at any path, the [State] as JSON at paths that end in /state, and a [Dump] at those that end in
-// /dump. Requests less than 100 ms apart get the same snapshot.
-func Handler() http.Handler {
-	var mu sync.Mutex
-	var last State
-	snapshot := func() State {
-		mu.Lock()
-		defer mu.Unlock()
-		if time.Since(last.At) > snapshotEvery {
-			last = Snapshot()
-		}
-		return last
-	}
-	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if r.Method != http.MethodGet && r.Method != http.MethodHead {
-			w.Header().Set("Allow", "GET, HEAD")
-			http.Error(w, "GET only", http.StatusMethodNotAllowed)
-			return
-		}
-		switch {
-		case strings.HasSuffix(r.URL.Path, "/state"):
-			w.Header().Set("Content-Type", "application/json")
-			_ = json.NewEncoder(w).Encode(snapshot())
-		case strings.HasSuffix(r.URL.Path, "/dump"):
-			w.Header().Set("Content-Type", "application/jsonl")
-			_ = Dump(w)
-		case strings.Contains(r.Header.Get("Accept"), "application/openmetrics-text"):
-			w.Header().Set("Content-Type", "application/openmetrics-text; version=1.0.0; charset=utf-8")
-			_ = WriteMetrics(w, snapshot(), OpenMetrics)
-		default:
-			w.Header().Set("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-			_ = WriteMetrics(w, snapshot(), PrometheusText)
-		}
-	})
-}
-
 // socketPrefix begins the names of the sockets of a user's processes, in the abstract namespace; the process's number ends it.
 func socketPrefix(uid int) string { return fmt.Sprintf("@switchyard-status-%d-", uid) }
 
-var start sync.Once
+var start, opened sync.Once
 
-// FromEnv has this process serve what the environment asks for: the socket for switchyard status, metrics, and dumps on faults. Only the
-// first call counts. Communicators make it.
-func FromEnv(log *slog.Logger) {
-	start.Do(func() {
+// Listen opens the socket for switchyard status, unless the environment says otherwise. Only the first call counts. A rank that joins makes it.
+func Listen(log *slog.Logger) {
+	opened.Do(func() {
 		if !env.Status() {
 			return
 		}
 		name := socketPrefix(os.Geteuid()) + strconv.Itoa(os.Getpid())
 		if l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: name}); err != nil {
+			if errors.Is(err, syscall.EADDRINUSE) {
+				err = fmt.Errorf("process %d of another PID namespace is found in its place: start both in one PID namespace (docker run --pid, "+
+					"shareProcessNamespace of a pod)", os.Getpid())
+			}
 			log.Warn("observe: switchyard status will not find this process", "err", err)
 		} else {
 			go serve(own{l}, log)
+		}
+	})
+}
+
+// FromEnv has this process serve what the environment asks for: the socket for switchyard status, metrics, and dumps on faults. Only the
+// first call counts. Communicators make it.
+func FromEnv(log *slog.Logger) {
+	Listen(log)
+	start.Do(func() {
+		if !env.Status() {
+			return
 		}
 		first := flight.Ranks()[0]
 		if to := env.Metrics(); strings.Contains(to, "/") {
@@ -89,7 +71,7 @@ func FromEnv(log *slog.Logger) {
 		}
 		if dir := env.DumpFolder(); dir != "" {
 			flight.OnFailure(func(r *flight.Rank) {
-				if err := dumpTo(dir, r.Number); err != nil {
+				if err := dumpTo(dir, r); err != nil {
 					log.Warn("observe: no dump", "err", err)
 				}
 			})
@@ -121,20 +103,66 @@ func listen(address string, local int, log *slog.Logger) {
 }
 
 func serve(l net.Listener, log *slog.Logger) {
-	s := &http.Server{Handler: Handler(), ReadTimeout: requestWithin, WriteTimeout: requestWithin, IdleTimeout: requestWithin, MaxHeaderBytes: headerBytes, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0)}
-	if err := s.Serve(&bounded{l, make(chan struct{}, connections)}); err != nil {
+	handler, answers := Handler(), newPace(answerEvery)
+	paced := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if answers.begin(r.Context()) { // else the client has gone
+			answers.end()
+			handler.ServeHTTP(w, r)
+		}
+	})
+	s := &http.Server{Handler: paced, ReadTimeout: requestWithin, WriteTimeout: requestWithin, IdleTimeout: requestWithin, MaxHeaderBytes: headerBytes, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0)}
+	if err := s.Serve(&bounded{l, make(chan struct{}, connections), newPace(acceptEvery)}); err != nil {
 		log.Warn("observe: not served any more", "err", err)
 	}
 }
 
-// bounded accepts few connections at a time.
+// pace lets things happen one after the other, some time apart.
+type pace struct {
+	every time.Duration
+	turn  chan struct{} // held by the one whose turn it is
+	last  time.Time
+}
+
+func newPace(every time.Duration) *pace { return &pace{every: every, turn: make(chan struct{}, 1)} }
+
+// begin waits for its turn, and end ends that. A request that gives up takes none of the time of others.
+func (p *pace) begin(ctx context.Context) bool {
+	select {
+	case p.turn <- struct{}{}:
+	case <-ctx.Done():
+		return false
+	}
+	if p.pause(ctx) {
+		return true
+	}
+	p.end()
+	return false
+}
+
+// pause waits until the last thing was long enough ago.
+func (p *pace) pause(ctx context.Context) bool {
+	select {
+	case <-time.After(p.every - time.Since(p.last)):
+		p.last = time.Now()
+		return true
+	case <-ctx.Done():
+		return false
+	}
+}
+
+func (p *pace) end() { <-p.turn }
+
+// bounded accepts few connections at a time, and few a second.
 type bounded struct {
 	net.Listener
 	open chan struct{}
+	pace *pace
 }
 
 func (b *bounded) Accept() (net.Conn, error) {
 	b.open <- struct{}{}
+	b.pace.begin(context.Background())
+	defer b.pace.end()
 	c, err := b.Listener.Accept()
 	if err != nil {
 		<-b.open

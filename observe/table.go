@@ -10,19 +10,27 @@ import (
 	"time"
 )
 
-// Table prints the state for a person: the verdict, the processes that do not answer, a line a rank, and the last faults.
+// Table prints the state for a person: the verdict, the findings, and a line a rank.
 func (s State) Table(w io.Writer) {
-	verdict := s.Verdict
-	if verdict == "" {
-		verdict = "no rank has waited for another for 5 ms"
+	several := len(jobsOf(s.Ranks)) > 1
+	switch {
+	case s.Verdict != "":
+		fmt.Fprintln(w, s.Verdict)
+	case len(s.Findings) == 0:
+		fmt.Fprintln(w, "no rank has waited for another for 5 ms")
 	}
-	fmt.Fprintln(w, verdict)
-	for _, p := range s.Silent {
-		fmt.Fprintf(w, "process %d does not answer: it is stopped, or gets no core\n", p.Pid)
+	for _, f := range s.Findings {
+		if several && f.Job != "" {
+			fmt.Fprintf(w, "job %s: ", f.Job)
+		}
+		fmt.Fprintln(w, f.Text)
+	}
+	if len(s.Ranks) == 0 {
+		return
 	}
 	fmt.Fprintln(w)
+	s.epochs(w, several)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	several := len(s.Ranks) > 0 && slices.ContainsFunc(s.Ranks, func(r Rank) bool { return r.Job != s.Ranks[0].Job })
 	if several {
 		fmt.Fprint(t, "JOB\t")
 	}
@@ -54,9 +62,26 @@ func (s State) Table(w io.Writer) {
 		fmt.Fprintf(t, "%d\t%d\t%d\t%d\t%s\t%s\t%s\t%s\t%s\n", r.Rank, r.Pid, calls, inFlight, whom, since, in, most, strings.Join(heaps, ", "))
 	}
 	_ = t.Flush()
-	for i := range s.Ranks {
-		if f := s.Ranks[i].LastFault; f != nil {
-			fmt.Fprintf(w, "\nrank %d had a fault at %s: %s\n", s.Ranks[i].Rank, f.At.Format(time.TimeOnly), f.Error)
+	s.notes(w, several)
+	s.lost(w, several)
+}
+
+// epochs has a line for each group that is not the one that met any more, with the last fault of a group that it came from.
+func (s State) epochs(w io.Writer, several bool) {
+	for _, job := range jobsOf(s.Ranks) {
+		at := slices.IndexFunc(s.Ranks, func(r Rank) bool { return r.Job == job && r.Epoch > 0 })
+		if at < 0 {
+			continue
 		}
+		r := &s.Ranks[at]
+		if several {
+			fmt.Fprintf(w, "job %s: ", job)
+		}
+		fmt.Fprintf(w, "group %s is in epoch %d, of %d ranks", r.Group, r.Epoch, r.now())
+		if n := len(r.Past); n > 0 && r.LastFault == nil {
+			l := &r.Past[n-1]
+			fmt.Fprintf(w, "; before, rank %d of group %s %s at %s: %s%s", l.Culprit, l.Group, faultWords[l.Kind], l.At.Format(time.TimeOnly), l.Error, l.healed(r))
+		}
+		fmt.Fprintln(w)
 	}
 }

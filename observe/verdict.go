@@ -29,10 +29,11 @@ func verdict(ranks []Rank) string {
 		}
 		answers[ranks[i].Job][ranks[i].Rank] = true
 	}
+	words, crossed := different(ranks, len(answers) > 1)
 	for i := range ranks {
 		r := &ranks[i]
-		longest := slices.MaxFunc(append([]Waiting{{}}, r.Waiting...), func(a, b Waiting) int { return int((a.Seconds - b.Seconds) * 1e9) })
-		if longest.Seconds < notable.Seconds() {
+		longest := r.longest()
+		if longest.Seconds < notable.Seconds() || crossed[i] {
 			continue
 		}
 		culprit, absent := longest.For, slices.Contains(longest.Absent, longest.For)
@@ -54,12 +55,8 @@ func verdict(ranks []Rank) string {
 		}
 	}
 	slices.SortStableFunc(blames, func(a, b *blame) int { return b.waiting - a.waiting })
-	var words []string
 	for _, b := range blames {
-		call := b.call.Operation
-		if b.call.Call != 0 {
-			call = fmt.Sprintf("%s %d", call, b.call.Call)
-		}
+		call := callName(b.call.Operation, b.call.Call)
 		what := fmt.Sprintf("rank %d does not come further in %s", b.rank, call)
 		if b.absent {
 			what = fmt.Sprintf("rank %d has not entered %s", b.rank, call)
@@ -75,6 +72,56 @@ func verdict(ranks []Rank) string {
 		words = append(words, of+fmt.Sprintf("%s of group %s; %d %s, the longest %v", what, b.call.Group, b.waiting, wait, b.longest.Round(time.Millisecond)))
 	}
 	return strings.Join(words, ". ")
+}
+
+// longest is the call of a rank that has waited longest.
+func (r *Rank) longest() Waiting {
+	return slices.MaxFunc(append([]Waiting{{}}, r.Waiting...), func(a, b Waiting) int { return int((a.Seconds - b.Seconds) * 1e9) })
+}
+
+// different says which ranks wait for each other in calls that the other has not begun, and which places of ranks that are. Threads that make
+// calls side by side may be as far apart for a moment.
+func different(ranks []Rank, several bool) (words []string, crossed map[int]bool) {
+	crossed = map[int]bool{}
+	for i := range ranks {
+		a := ranks[i].longest()
+		for k := range ranks {
+			b := ranks[k].longest()
+			if ranks[i].Job == ranks[k].Job && min(a.Seconds, b.Seconds) >= apart.Seconds() && slices.Contains(a.Absent, ranks[k].Rank) && slices.Contains(b.Absent, ranks[i].Rank) {
+				crossed[i], crossed[k] = true, true
+			}
+		}
+	}
+	for _, job := range jobsOf(ranks) {
+		in := map[string][]int{}
+		var calls []string
+		for i := range ranks {
+			if crossed[i] && ranks[i].Job == job {
+				w := ranks[i].longest()
+				call := callName(w.Operation, w.Call) + " of group " + w.Group
+				if in[call] == nil {
+					calls = append(calls, call)
+				}
+				in[call] = append(in[call], ranks[i].Rank)
+			}
+		}
+		if calls == nil {
+			continue
+		}
+		slices.SortStableFunc(calls, func(a, b string) int { return len(in[a]) - len(in[b]) })
+		text := "ranks make different calls, and wait for each other: "
+		if several {
+			text = "job " + job + ": " + text
+		}
+		for i, call := range calls {
+			if i > 0 {
+				text += "; "
+			}
+			text += severalRanks(in[call]) + " in " + call
+		}
+		words = append(words, text)
+	}
+	return words, crossed
 }
 
 // follow goes from a rank on along those that it waits for itself, as the memory of r's heaps tells. It ends at a rank that waits for nobody, or

@@ -149,11 +149,11 @@ func TestCUDA_F1_AWaitNamesThePeerAndLeavesOtherCallsAlone(t *testing.T) {
 			}
 			g.Must(g.x.Signal(nil, 0, 0))
 		}
-		require.ErrorIs(g.T, g.x.Send(nil, (g.Rank.Rank()+1)%3, 0, alloc(g.Rank, 8)), p2p.ErrUnsupported)
 	})
 }
 
-// One way of a signal and its wait, of a put with them, and large puts next to copies by the driver; in graphs, medians.
+// One way of a signal and its wait, of a put with them and of a message, messages both ways, and large puts next to copies by the driver; in
+// graphs, medians.
 func TestCUDA_MeasureTransfers(t *testing.T) {
 	if !*measure {
 		t.Skip("measures; -measure")
@@ -203,6 +203,33 @@ func TestCUDA_MeasureTransfers(t *testing.T) {
 		for _, n := range []int64{0, 8 << 10, 64 << 10, 1 << 20} {
 			replay(fmt.Sprintf("put of %d, signal, wait, one way", n), 2*turns, pingPong(n))
 		}
+		away, free := g.foreign(512 << 20)
+		for _, n := range []int64{0, 8 << 10, 64 << 10, 1 << 20} {
+			replay(fmt.Sprintf("message of %d, one way", n), 2*turns, func() (err error) {
+				for i := range 2 * turns {
+					if i%2 == me {
+						err = errors.Join(err, g.x.Send(g.s, peer, 0, out.Slice(0, n)))
+					} else {
+						err = errors.Join(err, g.x.Recv(g.s, peer, 0, in.Slice(0, n)))
+					}
+				}
+				return err
+			})
+		}
+		for _, n := range []int64{8 << 10, 1 << 20, 8 << 20, 64 << 20, 512 << 20} {
+			for where, src := range map[string]memory.View{"of the heap": out, "of other memory": away} {
+				const each = 10
+				replay(fmt.Sprintf("messages of %d %s, both ways", n, where), each, func() (err error) {
+					for range each {
+						err = errors.Join(err, g.x.Batch(g.s, p2p.Message{Peer: peer, View: src.Slice(0, n)},
+							p2p.Message{Receive: true, Peer: peer, View: in.Slice(0, n)}))
+					}
+					return err
+				})
+			}
+		}
+		g.Barrier()
+		free()
 		direct := func(n int64) error {
 			d := g.Device.(*device.CUDADevice)
 			place, err := g.Heap.Counterpart(in, peer)

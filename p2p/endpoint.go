@@ -3,6 +3,7 @@ package p2p
 import (
 	"context"
 	"fmt"
+	"sync"
 	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/device"
@@ -21,44 +22,59 @@ import (
 // nothing, and every other call goes on, except that calls which were enqueued before the failure and would have to wait for the same peer
 // fail at once. On a host stream the error is one of the stream.
 //
-// On GPUs there are Put, Get, Signal and Wait, which CUDA graphs capture, and no messages yet (ErrUnsupported). A failed wait is an error of
-// Fault and of the next call, which then has not happened; later calls go on. Signals of one semaphore come from one stream at a time, and so
-// do the waits for them. Calls without a stream share one: a Wait there holds up the others.
+// On GPUs, CUDA graphs capture the calls. A failed wait is an error of Fault and of the next call, which then has not happened; later calls go
+// on. Signals of one semaphore come from one stream at a time, and so do the waits for them. Messages to one rank follow each other in the
+// order of their calls, also on different streams, and so do those from one; captured ones, and those without a stream, the caller orders.
+// Calls without a stream share one: a Wait there holds up the others.
 type Endpoint struct {
 	c       *communicator.Communicator
 	bounds  kernels.PointBounds
 	options Options
 	issued  atomic.Uint64
-	idle    communicator.Pool[op]
-	quiet   communicator.Pool[messages]
-}
+	turns   sync.Mutex
+	last    []turn            // on GPUs: of the last messages to each rank, and from each
+	list    []kernels.Message // that are launched
 
-// op is one launch, and keeps its arguments alive until it has run.
-type op struct {
-	args        kernels.Transfer
-	done        func(error) // for launches on a stream
-	mine, peers memory.View
+	transfers communicator.Launches[kernels.Transfer, *kernels.Transfer]
+	messages  communicator.Launches[kernels.Messages, *kernels.Messages]
 }
 
 // New makes an Endpoint. It is collective: every rank of the heap's group calls it, in the same order as its other allocations, with equal
 // options. The heap grows if it has no room. A failure on one rank is an error on all. The caller closes the Endpoint before the heap.
+//
+// A ctx that ends while ranks wait for each other may leave the group out of step, as in memory.NewHeap.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Endpoint, error) {
+	if h == nil {
+		return nil, invalid("the heap is nil")
+	}
 	x := &Endpoint{}
 	var err error
-	x.bounds, err = o.validate(h.Group().Size(), h.Engine())
+	x.bounds, err = o.validate(h)
 	x.options = o
 	x.c, err = communicator.Open(ctx, h, communicator.Config{
-		Name: "p2p", Must: []string{fingerprint(&x.bounds)}, Family: &x.bounds, Timeout: o.Timeout, Rest: true,
+		Name: "p2p", Must: []string{fingerprint(&x.bounds)}, Family: &x.bounds, Timeout: o.Timeout, Rest: true, Hosts: true,
 	}, err)
 	if err != nil {
 		return nil, err
+	}
+	x.transfers.C, x.transfers.Apart, x.transfers.Reset = x.c, true, func(a *kernels.Transfer) {
+		*a = kernels.Transfer{}
+		a.Issued, a.Timeout = &x.issued, o.Timeout
+	}
+	x.messages.C, x.messages.Apart, x.messages.Reset = x.c, true, func(a *kernels.Messages) {
+		clear(a.List)
+		*a = kernels.Messages{List: a.List[:0]}
+		a.Issued, a.Timeout = &x.issued, o.Timeout
+	}
+	if h.Device().Kind() != device.HostKind {
+		x.last = make([]turn, 2*x.bounds.Size)
 	}
 	return x, nil
 }
 
 // Put copies src to the memory of rank peer that lies there where at lies here. at is a view of symmetric memory, a buffer of the heap or
 // registered memory, and as long as src, which is any memory of the heap's device. The peer may use the bytes after it has consumed a signal
-// that came behind the put in this stream.
+// that came behind the put in this stream. Registered memory of a rank on another host is refused (ErrUnsupported).
 func (x *Endpoint) Put(s device.Stream, peer int, at, src memory.View) error {
 	return x.move(s, kernels.PutTransfer, peer, at, src)
 }
@@ -70,7 +86,7 @@ func (x *Endpoint) Get(s device.Stream, peer int, dst, at memory.View) error {
 }
 
 // Signal counts a semaphore at rank peer up by one: what this rank has put before, on this stream, is there. Semaphores of the two directions
-// have nothing to do with each other.
+// have nothing to do with each other. On another host 64 signals of a semaphore can wait for the peer; one more waits for room.
 func (x *Endpoint) Signal(s device.Stream, peer, semaphore int) error {
 	return x.flag(s, kernels.SignalTransfer, peer, semaphore)
 }
@@ -85,7 +101,7 @@ func (x *Endpoint) move(s device.Stream, kind kernels.TransferKind, peer int, at
 	if err := x.other(kind.String(), peer); err != nil {
 		return err
 	}
-	if err := x.serves(kind.String(), mine); err != nil {
+	if err := x.c.Serves(kind.String(), mine); err != nil {
 		return err
 	}
 	if at.Len() != mine.Len() {
@@ -95,10 +111,12 @@ func (x *Endpoint) move(s device.Stream, kind kernels.TransferKind, peer int, at
 	if err != nil {
 		return fmt.Errorf("p2p: %v: %w", kind, err)
 	}
-	o := x.take(kind, peer)
-	o.mine, o.peers = mine, at
-	o.args.Buffer, o.args.Place = x.c.Heap.Operand(mine), place
-	return x.launch(s, o)
+	if o := x.bounds.Hosts; o != nil && o.Host[peer] != o.Host[o.Rank] && place >= o.Limit {
+		return fmt.Errorf("p2p: %v: %w: registered memory of rank %d on host %d, want a buffer of the heap", kind, ErrUnsupported, peer, o.Host[peer])
+	}
+	return x.launch(s, func(a *kernels.Transfer) {
+		a.Kind, a.Peer, a.Buffer, a.Place = kind, peer, x.c.Heap.Operand(mine), place
+	})
 }
 
 // flag is a signal or a wait.
@@ -109,9 +127,7 @@ func (x *Endpoint) flag(s device.Stream, kind kernels.TransferKind, peer, semaph
 	if semaphore < 0 || semaphore >= x.bounds.Semaphores {
 		return invalid("%v: semaphore %d, want 0 to %d", kind, semaphore, x.bounds.Semaphores-1)
 	}
-	o := x.take(kind, peer)
-	o.args.Semaphore = semaphore
-	return x.launch(s, o)
+	return x.launch(s, func(a *kernels.Transfer) { a.Kind, a.Peer, a.Semaphore = kind, peer, semaphore })
 }
 
 // other refuses a peer that is not another rank.
@@ -122,47 +138,12 @@ func (x *Endpoint) other(kind string, peer int) error {
 	return nil
 }
 
-// serves refuses memory that does not exist any more, or is another device's.
-func (x *Endpoint) serves(kind string, v memory.View) error {
-	if err := v.Valid(); err != nil {
-		return fmt.Errorf("p2p: %s: %w", kind, err)
-	}
-	if !x.c.Heap.Serves(v) {
-		return invalid("%s: a buffer at %#x is not memory of %v", kind, v.Ptr(), x.c.Heap.Device())
-	}
-	return nil
-}
-
-// take is an idle op or a new one.
-func (x *Endpoint) take(kind kernels.TransferKind, peer int) *op {
-	o := x.idle.Take()
-	if o == nil {
-		o = new(op)
-		o.args.Issued, o.args.Timeout = &x.issued, x.options.Timeout
-		o.done = func(error) { x.give(o) }
-	}
-	o.args.Kind, o.args.Peer = kind, peer
-	return o
-}
-
-// give takes an op back.
-func (x *Endpoint) give(o *op) {
-	o.mine, o.peers = memory.View{}, memory.View{}
-	o.args.Buffer = kernels.Buffer{}
-	x.idle.Give(o)
-}
-
-func (x *Endpoint) launch(s device.Stream, o *op) error {
-	o.args.Done = nil
-	if s != nil {
-		o.args.Done = o.done
-	}
-	o.args.Number = x.issued.Add(1)
-	err := x.c.LaunchApart(s, &o.args)
-	if s == nil || err != nil {
-		x.give(o)
-	}
-	return err
+// launch makes a launch of which set fills in the arguments.
+func (x *Endpoint) launch(s device.Stream, set func(a *kernels.Transfer)) error {
+	o := x.transfers.Take()
+	set(&o.Args)
+	o.Args.Number = x.issued.Add(1)
+	return x.transfers.Launch(s, o)
 }
 
 // Fault returns the error of calls that have run by now, nil if there is none, on a device whose streams do not report it; the host's

@@ -22,6 +22,8 @@ import (
 	"github.com/switchyard-moe/switchyard/p2p"
 )
 
+func init() { worldtest.Unseen() }
+
 const segment = 16 << 20
 
 // endpoint makes an Endpoint that ends with the test.
@@ -172,7 +174,7 @@ func TestRegisteredMemoryIsReached(t *testing.T) {
 func TestEachSignalIsConsumedOnce(t *testing.T) {
 	const threads, each = 4, 500
 	worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: 10 * time.Second})
+		x := endpoint(r, p2p.Options{Timeout: time.Minute})
 		call := x.Signal
 		if r.Rank() == 1 {
 			call = x.Wait
@@ -190,7 +192,7 @@ func TestEachSignalIsConsumedOnce(t *testing.T) {
 		}
 		all.Wait()
 		r.Must(x.Close(r.Ctx))
-		y := endpoint(r, p2p.Options{Timeout: 50 * time.Millisecond}) // the same memory, and no signal in it
+		y := endpoint(r, p2p.Options{Timeout: time.Second}) // the same memory, and no signal in it
 		if r.Rank() == 1 {
 			err := y.Wait(nil, 0, 3)
 			require.ErrorIs(r.T, err, comm.ErrTimeout)
@@ -222,7 +224,7 @@ func TestAWaitHoldsUpNoOtherStream(t *testing.T) {
 func TestF1_AWaitNamesThePeerAndLeavesOtherCallsAlone(t *testing.T) {
 	var late atomic.Bool
 	worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: 300 * time.Millisecond})
+		x := endpoint(r, p2p.Options{Timeout: 3 * time.Second})
 		r.Barrier()
 		switch r.Rank() {
 		case 0:
@@ -240,10 +242,10 @@ func TestF1_AWaitNamesThePeerAndLeavesOtherCallsAlone(t *testing.T) {
 			}
 			err = s.Synchronize()
 			var pe *comm.PeerError
-			if took := time.Since(start); !errors.Is(err, comm.ErrTimeout) || !errors.As(err, &pe) || pe.Rank != 1 || took > 3*time.Second {
-				r.Must(fmt.Errorf("got %v after %v", err, took)) // 6 s if each waited
+			if took := time.Since(start); !errors.Is(err, comm.ErrTimeout) || !errors.As(err, &pe) || pe.Rank != 1 || took > 40*time.Second {
+				r.Must(fmt.Errorf("got %v after %v", err, took)) // 60 s if each waited
 			}
-			require.ErrorContains(r.T, err, "wait: rank 1: timed out after 300ms (semaphore 0): it has signalled 0 times, and this rank has consumed 0")
+			require.ErrorContains(r.T, err, "wait: rank 1: timed out after 3s (semaphore 0): it has signalled 0 times, and this rank has consumed 0")
 			late.Store(true)
 			r.Must(x.Wait(nil, 1, 0))
 		case 1:
@@ -264,7 +266,7 @@ func TestF1_AWaitNamesThePeerAndLeavesOtherCallsAlone(t *testing.T) {
 
 func TestF1_CloseEndsWithItsContext(t *testing.T) {
 	worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: time.Minute})
+		x := endpoint(r, p2p.Options{Timeout: 5 * time.Minute})
 		s, err := r.Device.NewStream()
 		r.Must(err)
 		other := make(chan error, 1)
@@ -277,7 +279,7 @@ func TestF1_CloseEndsWithItsContext(t *testing.T) {
 		err = x.Close(ctx)
 		require.ErrorIs(r.T, err, context.DeadlineExceeded)
 		require.NotErrorIs(r.T, err, kernels.ErrRunning)
-		require.Less(r.T, time.Since(start), 5*time.Second)
+		require.Less(r.T, time.Since(start), time.Minute)
 		require.Error(r.T, <-other)
 		require.Error(r.T, s.Synchronize())
 		require.ErrorIs(r.T, x.Signal(nil, 1-r.Rank(), 0), p2p.ErrClosed)
@@ -298,7 +300,7 @@ func TestF2_AWaitForADeadProcessNamesIt(t *testing.T) {
 		start := time.Now()
 		err := x.Wait(nil, 1, 0)
 		var pe *comm.PeerError
-		if !errors.As(err, &pe) || pe.Rank != 1 || !errors.Is(err, comm.ErrPeerLost) || time.Since(start) > 10*time.Second {
+		if !errors.As(err, &pe) || pe.Rank != 1 || !errors.Is(err, comm.ErrPeerLost) || time.Since(start) > 40*time.Second {
 			r.T.Errorf("rank %d: got %v after %v", r.Rank(), err, time.Since(start))
 		}
 	})
@@ -312,6 +314,7 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 		r.Must(err)
 		stale := freed.View()
 		r.Must(freed.Free())
+		_, nilHeap := p2p.New(r.Ctx, nil, p2p.Options{})
 		for i, bad := range []struct {
 			err  error
 			is   error
@@ -326,6 +329,9 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 			{x.Put(nil, me, at, foreign), p2p.ErrInvalid, []string{fmt.Sprintf("rank %d, want another of the 2 ranks than %d", me, me)}},
 			{x.Put(nil, 2, at, foreign), p2p.ErrInvalid, []string{"rank 2"}},
 			{x.Signal(nil, -1, 0), p2p.ErrInvalid, []string{"rank -1"}},
+			{x.Signal((*device.HostStream)(nil), peer, 0), p2p.ErrInvalid, []string{"the stream is a nil *device.HostStream"}},
+			{x.Send((*device.HostStream)(nil), peer, 0, foreign), p2p.ErrInvalid, []string{"the stream is a nil *device.HostStream"}},
+			{nilHeap, p2p.ErrInvalid, []string{"the heap is nil"}},
 			{x.Signal(nil, peer, 8), p2p.ErrInvalid, []string{"semaphore 8, want 0 to 7"}},
 			{x.Wait(nil, peer, -1), p2p.ErrInvalid, []string{"semaphore -1, want 0 to 7"}},
 		} {
@@ -352,7 +358,6 @@ func TestF3_DifferentOptionsAreNamedAtNew(t *testing.T) {
 }
 
 func TestTransfersAllocateNothingOnceWarm(t *testing.T) {
-	const runs = 50
 	worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
 		x := endpoint(r, p2p.Options{})
 		at, peer := alloc(r, 64<<10), 1-r.Rank()
@@ -365,14 +370,7 @@ func TestTransfersAllocateNothingOnceWarm(t *testing.T) {
 			r.Must(x.Get(nil, peer, at.Slice(32<<10, 32<<10), at.Slice(32<<10, 32<<10)))
 			r.Must(s.Synchronize())
 		}
-		call()
-		if r.Rank() != 0 {
-			for range runs + 1 {
-				call()
-			}
-		} else if got := testing.AllocsPerRun(runs, call); got > 0 && !worldtest.Race {
-			r.Must(fmt.Errorf("%v allocations a call", got))
-		}
+		r.AllocatesNothing(call)
 		r.Must(s.Close())
 		r.Must(x.Close(r.Ctx))
 	})

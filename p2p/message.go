@@ -3,27 +3,30 @@ package p2p
 import (
 	"fmt"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // Message is one end of a message, for Batch.
 type Message struct {
-	// Receive says that this rank receives it from Peer; otherwise it sends it there.
+	// Receive says that this rank receives it from Peer, which may be AnyRank; otherwise it sends it there.
 	Receive bool
 	Peer    int
 	Tag     uint64
+	// From, when set, gets the rank from which a message was received. It is the call's until that has run.
+	From *int
 	// View is any memory of the heap's device, of the same length on both ranks.
 	View memory.View
 }
 
-// messages is one launch, and keeps its arguments alive until it has run.
-type messages struct {
-	args  kernels.Messages
-	done  func(error) // for launches on a stream
-	views []memory.View
-}
+// AnyRank is the peer of a Recv that takes the next message of its tag from whichever other rank has one.
+const AnyRank = kernels.AnyRank
+
+// messages is a launch of some.
+type messages = communicator.Op[kernels.Messages]
 
 // Send sends src to rank peer, which receives it by a Recv or in a Batch with the same tag and length. The k-th message of a tag to a rank goes
 // to its k-th receive of that tag from this rank; on different streams at the same time, k counts in the order in which they come to run.
@@ -33,26 +36,30 @@ type messages struct {
 // A message that is not received when the Endpoint is closed is an error of Close on both ranks.
 //
 // Ranks with different lengths both get a *kernels.MessageMismatchError (comm.ErrMismatch) with both, and the message is gone; a sender that
-// was done gets it from its next send to that rank, which has then sent nothing. A message that nobody receives within Options.Timeout is a
+// was done gets it from its next send to that rank, which has then sent nothing; between hosts from a later one, or from Close. A message that nobody receives within Options.Timeout is a
 // comm.ErrTimeout that says what the peer waits for instead, and is taken back.
 func (x *Endpoint) Send(s device.Stream, peer int, tag uint64, src memory.View) error {
 	return x.message(s, Message{Peer: peer, Tag: tag, View: src})
 }
 
-// Recv receives a message into dst. See Send.
+// Recv receives a message into dst, from rank peer or from AnyRank. See Send. A receive from any rank takes its turn among those of each rank.
+// If nobody sends, its comm.ErrTimeout names no rank.
 func (x *Endpoint) Recv(s device.Stream, peer int, tag uint64, dst memory.View) error {
 	return x.message(s, Message{Receive: true, Peer: peer, Tag: tag, View: dst})
 }
 
 func (x *Endpoint) message(s device.Stream, m Message) error {
-	o := x.takeMessages()
+	o := x.messages.Take()
 	return x.launchMessages(s, o, x.add(o, m))
 }
 
 // Batch sends and receives several messages at the same time, in any order of the list: none of them waits for another, but those of one peer
 // and tag pair up in the order of the list. It is one call, done when all of them are, and its error has those of all.
 func (x *Endpoint) Batch(s device.Stream, list ...Message) error {
-	o := x.takeMessages()
+	return x.batch(s, x.messages.Take(), list)
+}
+
+func (x *Endpoint) batch(s device.Stream, o *messages, list []Message) error {
 	var err error
 	for i := range list {
 		if err = x.add(o, list[i]); err != nil {
@@ -63,54 +70,110 @@ func (x *Endpoint) Batch(s device.Stream, list ...Message) error {
 	return x.launchMessages(s, o, err)
 }
 
+// Ordered is Batch, complete on return, for a caller that makes several at the same time from goroutines of its own: begun is called once
+// messages of calls that begin from then on come behind those of this one. A call that fails may not call it.
+func (x *Endpoint) Ordered(begun func(), list ...Message) error {
+	o := x.messages.Take()
+	o.Args.Begun = begun
+	return x.batch(nil, o, list)
+}
+
 // add checks a message and puts it on the list.
 func (x *Endpoint) add(o *messages, m Message) error {
 	kind := "send"
 	if m.Receive {
 		kind = "recv"
 	}
-	if err := x.other(kind, m.Peer); err != nil {
+	any := m.Receive && m.Peer == AnyRank && x.bounds.Size > 1
+	if any && x.last != nil {
+		return fmt.Errorf("p2p: recv: %w: from any rank on %v", comm.ErrUnsupported, x.c.Heap.Device())
+	}
+	if !any {
+		if err := x.other(kind, m.Peer); err != nil {
+			return err
+		}
+	}
+	if err := x.c.Serves(kind, m.View); err != nil {
 		return err
 	}
-	if err := x.serves(kind, m.View); err != nil {
-		return err
-	}
-	o.args.List = append(o.args.List, kernels.Message{Receive: m.Receive, Peer: m.Peer, Tag: m.Tag, Buffer: x.c.Heap.SymmetricOperand(m.View)})
-	o.views = append(o.views, m.View)
+	o.Args.List = append(o.Args.List, kernels.Message{Receive: m.Receive, Peer: m.Peer, Tag: m.Tag, Buffer: x.c.Heap.SymmetricOperand(m.View), From: m.From})
 	return nil
-}
-
-// takeMessages is an idle launch or a new one.
-func (x *Endpoint) takeMessages() *messages {
-	o := x.quiet.Take()
-	if o == nil {
-		o = new(messages)
-		o.args.Issued, o.args.Timeout = &x.issued, x.options.Timeout
-		o.done = func(error) { x.giveMessages(o) }
-	}
-	return o
-}
-
-// giveMessages takes a launch back.
-func (x *Endpoint) giveMessages(o *messages) {
-	clear(o.args.List)
-	clear(o.views)
-	o.args.List, o.views = o.args.List[:0], o.views[:0]
-	x.quiet.Give(o)
 }
 
 // launchMessages launches messages, if nothing is wrong with them.
 func (x *Endpoint) launchMessages(s device.Stream, o *messages, err error) error {
-	o.args.Done = nil
-	if s != nil {
-		o.args.Done = o.done
-	}
 	if err == nil {
-		o.args.Number = x.issued.Add(1)
-		err = x.c.LaunchApart(s, &o.args)
+		err = x.c.Takes(s)
 	}
-	if s == nil || err != nil {
-		x.giveMessages(o)
+	if err != nil {
+		x.messages.Give(o)
+		return err
+	}
+	o.Args.Number = x.issued.Add(1)
+	if x.last == nil {
+		return x.messages.Launch(s, o)
+	}
+	x.turns.Lock()
+	err = x.order(s, o.Args.List)
+	switch {
+	case err != nil:
+		x.messages.Give(o)
+	case s != nil:
+		err = x.launchBehind(s, o)
+	}
+	x.turns.Unlock()
+	if s != nil || err != nil {
+		return err
+	}
+	return x.messages.Launch(nil, o)
+}
+
+// turn is the last launch with messages to one rank, or from one: its stream, and an event behind it.
+type turn struct {
+	s device.Stream
+	e device.Event
+}
+
+// turn is that of a message. turns is held.
+func (x *Endpoint) turn(m *kernels.Message) *turn {
+	if m.Receive {
+		return &x.last[x.bounds.Size+m.Peer]
+	}
+	return &x.last[m.Peer]
+}
+
+// order makes s wait for the last launches with messages of the same ranks and directions, on a device where those follow each other. It waits
+// for nothing that their streams got later, which may wait for what s does. turns is held.
+func (x *Endpoint) order(s device.Stream, list []kernels.Message) error {
+	captured, err := device.Capturing(s)
+	for i := 0; i < len(list) && err == nil && !captured; i++ {
+		switch last := x.turn(&list[i]); {
+		case last.s == nil || last.s == s:
+		case s == nil:
+			err = last.e.Wait()
+		default:
+			err = s.Wait(last.e)
+		}
 	}
 	return err
+}
+
+// launchBehind launches messages on s, and marks where they are. turns is held.
+func (x *Endpoint) launchBehind(s device.Stream, o *messages) error {
+	x.list = append(x.list[:0], o.Args.List...) // o is given back when it is launched
+	defer clear(x.list)
+	if err := x.messages.Launch(s, o); err != nil {
+		return err
+	}
+	if captured, err := device.Capturing(s); err != nil || captured {
+		return err
+	}
+	e, err := s.Record()
+	if err != nil {
+		return err
+	}
+	for i := range x.list {
+		*x.turn(&x.list[i]) = turn{s, e}
+	}
+	return nil
 }

@@ -60,7 +60,7 @@ func shuffled(rnd *rand.Rand, list []note) []note {
 // sends and of receives, or message by message, sends first. Sources are overwritten as soon as their send is done.
 func messages(rounds int) func(r *worldtest.Rank) {
 	return func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: 20 * time.Second})
+		x := endpoint(r, p2p.Options{Timeout: time.Minute})
 		n, me := r.Size(), r.Rank()
 		heap := alloc(r, 4<<20)
 		s, err := r.Device.NewStream()
@@ -132,7 +132,7 @@ func TestMessagesFollowTheModel(t *testing.T) {
 // Rings in which all ranks send first come to their receives, with messages of any size and without a stream.
 func TestRingsInWhichAllSendFirst(t *testing.T) {
 	ring := func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: 20 * time.Second})
+		x := endpoint(r, p2p.Options{Timeout: time.Minute})
 		next, last := (r.Rank()+1)%r.Size(), (r.Rank()+r.Size()-1)%r.Size()
 		for call, bytes := range []int64{0, 1, 8 << 10, 8<<10 + 1, 1 << 20, 20 << 20} {
 			src, dst := make([]byte, bytes), make([]byte, bytes)
@@ -151,7 +151,7 @@ func TestRingsInWhichAllSendFirst(t *testing.T) {
 // Without room for copies a ring of large messages is a batch.
 func TestABatchIsARingWithoutCopies(t *testing.T) {
 	worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{ParkBytes: -1, EagerBytes: -1, Timeout: 5 * time.Second})
+		x := endpoint(r, p2p.Options{ParkBytes: -1, EagerBytes: -1, Timeout: time.Minute})
 		next, last := (r.Rank()+1)%3, (r.Rank()+2)%3
 		src, dst := make([]byte, 1<<20), make([]byte, 1<<20)
 		fill(src, 1, r.Rank(), next)
@@ -164,7 +164,7 @@ func TestABatchIsARingWithoutCopies(t *testing.T) {
 // Boxes are bounded: a send waits for one, and the receives that come then make room.
 func TestSendsWaitForBoxes(t *testing.T) {
 	worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Boxes: 3, Timeout: 5 * time.Second})
+		x := endpoint(r, p2p.Options{Boxes: 3, Timeout: time.Minute})
 		for call := range 200 {
 			b := make([]byte, 1+call*37)
 			if r.Rank() == 0 {
@@ -190,7 +190,7 @@ func TestF3_SizesThatDisagreeAreNamedOnBothRanks(t *testing.T) {
 	}
 	worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
 		for _, park := range []int64{0, -1} {
-			x := endpoint(r, p2p.Options{Timeout: 5 * time.Second, ParkBytes: park})
+			x := endpoint(r, p2p.Options{Timeout: time.Minute, ParkBytes: park})
 			for _, sent := range []int64{10, 100 << 10} {
 				v := memory.Host(make([]byte, sent))
 				if r.Rank() == 1 {
@@ -216,10 +216,11 @@ func TestF3_SizesThatDisagreeAreNamedOnBothRanks(t *testing.T) {
 // taken back, and the next right ones work.
 func TestF3_ATagThatNobodyReceivesIsNamed(t *testing.T) {
 	worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: 300 * time.Millisecond, ParkBytes: -1})
+		x := endpoint(r, p2p.Options{Timeout: 3 * time.Second, ParkBytes: -1})
 		v := memory.Host(make([]byte, 100<<10))
 		var err error
 		var pe *comm.PeerError
+		r.Barrier()
 		if r.Rank() == 0 {
 			err = x.Send(nil, 1, 7, v)
 			require.ErrorContains(r.T, err, "tag 7, 102400 bytes to rank 1")
@@ -243,7 +244,7 @@ func TestF3_ATagThatNobodyReceivesIsNamed(t *testing.T) {
 // What a sender was done with and nobody has received is an error of Close on both ranks.
 func TestF3_CloseNamesWhatNobodyHasReceived(t *testing.T) {
 	worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: 5 * time.Second})
+		x := endpoint(r, p2p.Options{Timeout: time.Minute})
 		switch r.Rank() {
 		case 0:
 			r.Must(x.Send(nil, 1, 5, memory.Host(make([]byte, 10))))
@@ -270,7 +271,7 @@ func TestF3_CloseNamesWhatNobodyHasReceived(t *testing.T) {
 func TestF1_QueuedMessagesFailAtOnce(t *testing.T) {
 	waited := make(chan struct{})
 	worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: 300 * time.Millisecond, ParkBytes: -1})
+		x := endpoint(r, p2p.Options{Timeout: 3 * time.Second, ParkBytes: -1})
 		v := memory.Host(make([]byte, 100<<10))
 		r.Barrier()
 		switch r.Rank() {
@@ -287,8 +288,8 @@ func TestF1_QueuedMessagesFailAtOnce(t *testing.T) {
 			}
 			err = s.Synchronize()
 			var pe *comm.PeerError
-			if took := time.Since(start); !errors.Is(err, comm.ErrTimeout) || !errors.As(err, &pe) || pe.Rank != 1 || took > 3*time.Second {
-				r.Must(fmt.Errorf("got %v after %v", err, took)) // 6 s if each waited
+			if took := time.Since(start); !errors.Is(err, comm.ErrTimeout) || !errors.As(err, &pe) || pe.Rank != 1 || took > 40*time.Second {
+				r.Must(fmt.Errorf("got %v after %v", err, took)) // 60 s if each waited
 			}
 			r.Must(s.Close())
 			close(waited)
@@ -325,14 +326,13 @@ func TestF2_MessagesOfADeadProcessNameIt(t *testing.T) {
 			err = x.Send(nil, 1, 1, memory.Host(make([]byte, 300<<20))) // too much to be copied aside
 		}
 		var pe *comm.PeerError
-		if !errors.As(err, &pe) || pe.Rank != 1 || !errors.Is(err, comm.ErrPeerLost) || time.Since(start) > 10*time.Second {
+		if !errors.As(err, &pe) || pe.Rank != 1 || !errors.Is(err, comm.ErrPeerLost) || time.Since(start) > 40*time.Second {
 			r.T.Errorf("rank %d: got %v after %v", r.Rank(), err, time.Since(start))
 		}
 	})
 }
 
 func TestMessagesAllocateNothingOnceWarm(t *testing.T) {
-	const runs = 50
 	worldtest.Local(t, 2, segment, func(r *worldtest.Rank) {
 		x := endpoint(r, p2p.Options{ParkBytes: -1})
 		at, peer := alloc(r, 64<<10), 1-r.Rank()
@@ -341,14 +341,7 @@ func TestMessagesAllocateNothingOnceWarm(t *testing.T) {
 				r.Must(x.Batch(nil, p2p.Message{Peer: peer, View: at.Slice(0, n)}, p2p.Message{Receive: true, Peer: peer, View: at.Slice(32<<10, n)}))
 			}
 		}
-		call()
-		if r.Rank() != 0 {
-			for range runs + 1 {
-				call()
-			}
-		} else if got := testing.AllocsPerRun(runs, call); got > 0 && !worldtest.Race {
-			r.Must(fmt.Errorf("%v allocations a call", got))
-		}
+		r.AllocatesNothing(call)
 		r.Must(x.Close(r.Ctx))
 	})
 }

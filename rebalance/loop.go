@@ -10,6 +10,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/agree"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -151,7 +152,18 @@ func (l *Loop) look(ctx context.Context, s device.Stream) (*Change, error) {
 		return nil, err
 	}
 	c.After = after
+	l.tell(c)
 	return c, nil
+}
+
+// tell has those who look on see a change.
+func (l *Loop) tell(c *Change) {
+	rank, members := l.group.Flight()
+	told := flight.Change{Group: l.group.Name(), Layer: l.d.Layer(), Before: c.Before, After: c.After}
+	for _, m := range c.Moves {
+		told.Moves = append(told.Moves, flight.Move{Expert: m.Expert, From: members[m.From], To: members[m.To]})
+	}
+	rank.Changed(told)
 }
 
 // load is how often each expert was chosen in the window, on all ranks. A new window begins.

@@ -9,7 +9,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -17,6 +16,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/observe"
 )
 
 const (
@@ -51,7 +51,7 @@ func run(t *testing.T, ranks int, p *dispatch.Placement, part func(w *world)) {
 				t.Error(err)
 				return
 			}
-			d, err := dispatch.New(t.Context(), h, dispatch.Options{Experts: len(p.Ranks), TopK: topK, Hidden: hidden, MaxTokens: tokens, Placement: p})
+			d, err := dispatch.New(t.Context(), h, dispatch.Options{Experts: len(p.Ranks), TopK: topK, Hidden: hidden, MaxTokens: tokens, Placement: p, Layer: "busy"})
 			if err != nil {
 				t.Error(err)
 				return
@@ -186,6 +186,9 @@ func TestBusyExpertsMove(t *testing.T) {
 						all = append(all, change)
 					}
 				}
+				if err := told(w.g.Rank(), all[0]); err != nil {
+					t.Error(err)
+				}
 				if err := l.Close(t.Context()); err != nil || l.Close(t.Context()) != nil {
 					t.Error(err)
 				}
@@ -205,6 +208,29 @@ func TestBusyExpertsMove(t *testing.T) {
 			})
 		})
 	}
+}
+
+// told says whether those who look on see one change of a rank of this process, and that it is c.
+func told(rank int, c *Change) error {
+	for _, r := range observe.Snapshot().Ranks {
+		if r.Rank != rank {
+			continue
+		}
+		if len(r.Changes) != 1 {
+			return fmt.Errorf("rank %d tells of %d changes, want 1", rank, len(r.Changes))
+		}
+		seen := r.Changes[0]
+		for i, m := range c.Moves {
+			if i >= len(seen.Moves) || seen.Moves[i] != (observe.Move{Expert: m.Expert, From: m.From, To: m.To}) {
+				return fmt.Errorf("rank %d tells of moves %v, want %v", rank, seen.Moves, c.Moves)
+			}
+		}
+		if seen.Layer != "busy" || seen.Before != c.Before || seen.After != c.After || seen.At.IsZero() {
+			return fmt.Errorf("rank %d tells of %+v, want %+v", rank, seen, c)
+		}
+		return nil
+	}
+	return fmt.Errorf("rank %d tells nothing", rank)
 }
 
 // Loads that are alike, or none, move nothing.
@@ -323,8 +349,8 @@ func TestLostRankLeavesWeightsWhole(t *testing.T) {
 		if err := w.step(r, []float64{30, 30, 1, 1, 1, 1}); err != nil {
 			t.Error(err)
 		}
+		_ = w.g.Barrier(t.Context()) // all have stepped once rank 2 has passed it; its death may overtake the others in it
 		if w.g.Rank() == 2 {
-			time.Sleep(time.Millisecond)
 			w.g.Kill()
 			return
 		}

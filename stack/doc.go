@@ -1,5 +1,5 @@
-// Package stack opens the objects that an expert-parallel worker has on a group of ranks, heap, exchanger, reducer and dispatcher, and
-// opens them again when the group has changed.
+// Package stack opens the objects that an expert-parallel worker has on a group of ranks, heap, exchanger, reducer, endpoint and
+// dispatcher, and opens them again when the group has changed.
 //
 // A worker makes its stack once:
 //

@@ -13,15 +13,17 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/p2p"
 )
 
 // Options say what a Stack has. All ranks pass the same, also those that join later.
 type Options struct {
 	// Heap are the options of the heap.
 	Heap memory.Options
-	// Exchanger, Reducer and Dispatcher are opened if their options are not nil.
+	// Exchanger, Reducer, Endpoint and Dispatcher are opened if their options are not nil.
 	Exchanger  *alltoallv.Options
 	Reducer    *allreduce.Options
+	Endpoint   *p2p.Options
 	Dispatcher *dispatch.Options
 }
 
@@ -33,6 +35,7 @@ type Stack struct {
 	Heap       *memory.Heap
 	Exchanger  *alltoallv.Exchanger
 	Reducer    *allreduce.Reducer
+	Endpoint   *p2p.Endpoint
 	Dispatcher *dispatch.Dispatcher
 	// Moves are the experts that have come to a rank which did not have them in the last stack, the same list on every rank. The caller
 	// sends their parameters there, or loads those that are lost.
@@ -45,7 +48,8 @@ type Stack struct {
 }
 
 // Open makes a stack on g. It is collective: every rank of g calls Open or, if it has a stack on the group before, Reopen. A failure on
-// one rank is an error on all, and nothing is left.
+// one rank is an error on all, and nothing is left. A ctx that ends while ranks wait for each other may leave the group out of step, as in
+// memory.NewHeap: call Open again on what Group.Shrink makes of it.
 //
 // A rank that is admitted to a group with stacks calls Open with the options of the others; Moves lists the experts that it gets.
 func Open(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Stack, error) {
@@ -97,6 +101,11 @@ func (s *Stack) openAll(ctx context.Context) error {
 	}
 	if o := s.options.Reducer; o != nil {
 		if s.Reducer, err = allreduce.New(ctx, s.Heap, *o); err != nil {
+			return err
+		}
+	}
+	if o := s.options.Endpoint; o != nil {
+		if s.Endpoint, err = p2p.New(ctx, s.Heap, *o); err != nil {
 			return err
 		}
 	}
@@ -184,6 +193,9 @@ func (s *Stack) Close(ctx context.Context) error {
 	var err error
 	if s.Dispatcher != nil {
 		err = errors.Join(err, s.Dispatcher.Close(ctx))
+	}
+	if s.Endpoint != nil {
+		err = errors.Join(err, s.Endpoint.Close(ctx))
 	}
 	if s.Reducer != nil {
 		err = errors.Join(err, s.Reducer.Close(ctx))

@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib.util
 import json
 import os
 import socket
 import statistics
+import time
 from typing import Any, Callable
 
 import torch
@@ -31,6 +33,8 @@ from switchyard.layers import experts, lists, tables
 #: Hidden, inner, experts, top-k.
 SHAPES = {"v3": (7168, 2048, 256, 8), "flash": (4096, 2048, 256, 6), "qwen3-30b": (2048, 768, 128, 8)}
 FLOAT8, BFLOAT16 = torch.float8_e4m3fn, torch.bfloat16
+#: Makers of other layers by name, of a shape and Weights; they make calls of tokens, scales, choices and weights.
+PEERS: dict[str, Callable[..., Any]] = {}
 
 
 def slowest(us: float) -> float:
@@ -80,17 +84,29 @@ def turns(variants: dict[str, tuple[Callable[[], Any], int]], rounds: int) -> di
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def routing(experts_of: int, top_k: int, tokens: int, zipf: bool) -> tuple[Tensor, Tensor]:
+def routing(experts_of: int, top_k: int, tokens: int, args: argparse.Namespace) -> tuple[Tensor, Tensor]:
+    """Choices and weights: uniform, by 1/i, or by a lognormal popularity whose largest load is ``skew`` above the mean."""
     g = torch.Generator(device="cuda").manual_seed(7000 + dist.get_rank())
-    if zipf:
+    if args.zipf or args.skew:
         same = torch.Generator(device="cuda").manual_seed(3)
-        share = (1 / torch.arange(1, experts_of + 1, device="cuda").float())[
-            torch.randperm(experts_of, device="cuda", generator=same)
-        ]
+        share = 1 / torch.arange(1, experts_of + 1, device="cuda").float()
+        if args.skew:
+            share = lognormal(torch.randn(experts_of, device="cuda", generator=same), args.skew)
+        share = share[torch.randperm(experts_of, device="cuda", generator=same)]
         idx = torch.multinomial(share.expand(tokens, experts_of), top_k, generator=g)
     else:
         idx = torch.rand((tokens, experts_of), device="cuda", generator=g).topk(top_k, 1)[1]
     return idx.contiguous(), torch.rand((tokens, top_k), device="cuda", generator=g)
+
+
+def lognormal(normal: Tensor, most: float) -> Tensor:
+    """Shares exp(sigma * normal) with a sigma by which the largest is ``most`` above the mean (MaxVio)."""
+    low, high = 0.0, 8.0
+    for _ in range(40):
+        share = (normal * (low + high) / 2).exp()
+        above = (share.max() / share.mean()).item() - 1
+        low, high = ((low + high) / 2, high) if above < most else (low, (low + high) / 2)
+    return share
 
 
 def blocks_of_128(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +145,7 @@ class Weights:
 def layer_of(shape: str, weights: Weights, float8: bool, tokens: int, layout: str, **options: Any) -> layers.MoE:
     hidden, inner, count, top_k = SHAPES[shape]
     overlap = options.pop("overlap", 0)
-    kinds = {"dtype": FLOAT8, "combine_dtype": BFLOAT16, "scale_columns": False} if float8 else {"dtype": BFLOAT16}
+    kinds = {"dtype": FLOAT8, "combine_dtype": BFLOAT16} if float8 else {"dtype": BFLOAT16}
     options |= {"max_tokens": tokens, "layout": layout, "device": "cuda", "handles": 2, **kinds}
     d = switchyard.Dispatcher(count, top_k, hidden, **options)
     layer = layers.MoE(d, inner, overlap=overlap)
@@ -140,9 +156,10 @@ def layer_of(shape: str, weights: Weights, float8: bool, tokens: int, layout: st
 def forward(args: argparse.Namespace, shape: str) -> None:
     """Layers in graphs, without gradients: the whole, the experts alone, dispatch and combine alone."""
     weights = Weights(shape, not args.bfloat16)
+    peers = {name: peer(shape, weights) for name, peer in PEERS.items()}
     for tokens in args.tokens:
         made = forward_layers(args, shape, tokens, weights)
-        forward_row(args, shape, tokens, made)
+        forward_row(args, shape, tokens, made, peers)
         close(made)
 
 
@@ -151,20 +168,54 @@ def forward_layers(args: argparse.Namespace, shape: str, tokens: int, weights: W
     by_token, by_expert = "rank_padded" if few else "token_major", "slab" if tokens <= 512 else "flat"
     float8 = not args.bfloat16
     made = {layout: layer_of(shape, weights, float8, tokens, layout, **few) for layout in (by_token, by_expert)}
+    if float8 and by_expert == "flat" and importlib.util.find_spec("deep_gemm"):
+        deep = {"align": 128, "scale_columns": True, "max_rows": padded_rows(shape, tokens, args)}
+        made["flat, DeepGEMM"] = layer_of(shape, weights, float8, tokens, "flat", **deep)
     if args.overlap:
         options = {**few, "landed": True, "max_sms": args.overlap, "overlap": args.overlap}
         made[f"{by_expert}, overlapped"] = layer_of(shape, weights, float8, tokens, by_expert, **options)
     return made
 
 
-def forward_row(args: argparse.Namespace, shape: str, tokens: int, made: dict[str, layers.MoE]) -> None:
+def padded_rows(shape: str, tokens: int, args: argparse.Namespace) -> int:
+    """The most rows of a rank with each expert's at multiples of 128."""
+    _, _, count, top_k = SHAPES[shape]
+    each = torch.bincount(routing(count, top_k, tokens, args)[0].flatten(), minlength=count)
+    dist.all_reduce(each)
+    return int(((each + 127) // 128 * 128).view(dist.get_world_size(), -1).sum(1).max())
+
+
+def waited(call: Callable[[], Any]) -> float:
+    """How long a call takes from the host's beginning to the device's end, on the slowest rank, in microseconds."""
+    torch.cuda.synchronize()
+    together()
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return round(slowest((time.perf_counter() - began) * 1e6), 1)
+
+
+def first_calls(call: Callable[[], Any], idle: float) -> list[float]:
+    """Times of a graph of two layers, warm, after idle seconds, and once more."""
+    times = [waited(call)]
+    torch.cuda.synchronize()
+    time.sleep(idle)
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    times.append(round(slowest((time.perf_counter() - began) * 1e6), 1))
+    return [*times, waited(call)]
+
+
+def forward_row(args: argparse.Namespace, shape: str, tokens: int, made: dict[str, layers.MoE], peers: dict[str, Any]) -> None:
     hidden, _, count, top_k = SHAPES[shape]
-    idx, share = routing(count, top_k, tokens, args.zipf)
+    idx, share = routing(count, top_k, tokens, args)
     x = torch.randn(tokens, hidden, device="cuda", dtype=BFLOAT16)
     given, scales = (x, None) if args.bfloat16 else blocks_of_128(x)
     variants: dict[str, tuple[Callable[[], Any], int]] = {}
     results: dict[str, Tensor] = {}
     held = []
+    begins: dict[str, list[float]] = {}
 
     def dispatch(layer: layers.MoE) -> switchyard.Dispatched:
         return layer.dispatcher.dispatch(given, idx, share, scales=scales)
@@ -174,20 +225,30 @@ def forward_row(args: argparse.Namespace, shape: str, tokens: int, made: dict[st
 
     with torch.no_grad():
         for name, layer in made.items():
-            results[name] = layer(given, idx, share, scales=scales).float()
-            variants[name] = (captured(functools.partial(layer, given, idx, share, scales=scales)), 2)
+            call = functools.partial(layer, given, idx, share, scales=scales)
+            begins[name] = [waited(call) for _ in range(3)]
+            results[name] = call().float()
+            variants[name] = (captured(call), 2)
             if layer.overlap:
                 continue
             held.append(dispatch(layer))
             alone = functools.partial(layer._made, held[-1], layer.dispatcher.by_token, False)
             variants[name + ": experts"] = (captured(alone), 2)
             variants[name + ": rows"] = (captured(functools.partial(pair, layer)), 2)
+        for name, peer in peers.items():
+            call = peer(given, scales, idx, share)
+            results[name] = call().float()
+            variants[name] = (captured(call), 2)
+        if args.idle:
+            late = {name: first_calls(variants[name][0], args.idle) for name in made}
+            if dist.get_rank() == 0:
+                print("IDLE", json.dumps({"shape": shape, "tokens": tokens, "eager, first": begins, "graph": late}), flush=True)
         variants["dense"] = (captured(functools.partial(dense, *dense_sides(args.bfloat16))), 2)
         times = turns(variants, args.rounds)
     if dist.get_rank() == 0:
         first = next(iter(results))
         apart = {n: ((r - results[first]).norm() / results[first].norm()).item() for n, r in results.items()}
-        row = {"shape": shape, "tokens": tokens, "zipf": args.zipf, "bfloat16": args.bfloat16}
+        row = {"shape": shape, "tokens": tokens, "zipf": args.zipf, "skew": args.skew, "bfloat16": args.bfloat16}
         row |= {n: round(t, 1) for n, t in times.items()}
         row["dense, TFLOP/s"] = round(2 * 4096 * 8192 * 8192 / row.pop("dense") / 1e6)
         print("FORWARD", json.dumps(row), "apart", {n: round(v, 4) for n, v in apart.items() if n != first}, flush=True)
@@ -273,7 +334,7 @@ def train_row(
     args: argparse.Namespace, shape: str, tokens: int, made: dict[str, layers.MoE], hand: list[Tensor]
 ) -> None:
     hidden, _, count, top_k = SHAPES[shape]
-    idx, share = routing(count, top_k, tokens, args.zipf)
+    idx, share = routing(count, top_k, tokens, args)
     share = (share / share.sum(1, keepdim=True)).requires_grad_()
     x = torch.randn(tokens, hidden, device="cuda", dtype=BFLOAT16).requires_grad_()
     dy = torch.randn(tokens, hidden, device="cuda", dtype=BFLOAT16)
@@ -361,7 +422,7 @@ def worker(rank: int, args: argparse.Namespace, port: int) -> None:
     os._exit(0)  # whatever a failure of another rank holds
 
 
-def main() -> None:
+def main(of_rank: Callable[..., None] = worker) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("forward", "train"))
     parser.add_argument("--shape", type=lambda s: s.split(","), default=["v3"], help="of " + ", ".join(SHAPES))
@@ -370,6 +431,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--bfloat16", action="store_true", help="forward in bfloat16 in place of float8")
     parser.add_argument("--zipf", action="store_true", help="some experts are chosen more often")
+    parser.add_argument("--skew", type=float, default=0, help="experts are chosen by a lognormal popularity of this MaxVio")
+    parser.add_argument("--idle", type=float, default=0, help="also first calls, and graphs after so many idle seconds")
     parser.add_argument("--overlap", type=int, default=0, help="also the layer whose products leave these multiprocessors")
     parser.add_argument("--part", default="", help="k/n: only compile part k of n of the kernels")
     args = parser.parse_args()
@@ -379,7 +442,7 @@ def main() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (args, port), args.ranks)
+    torch.multiprocessing.spawn(of_rank, (args, port), args.ranks)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,19 @@ print("works:", comm)
 """
 
 
+# A rank of two. It says how the join went.
+MEET = """
+import sys
+import switchyard as sw
+
+try:
+    with sw.init(int(sys.argv[1]), 2, addr=sys.argv[2]) as comm:
+        print(sw.__version__, "works")
+except sw.Error as err:
+    print(sw.__version__, "refused:", err)
+"""
+
+
 def run(*command: object, **options: object) -> None:
     print("+", *command, flush=True)
     subprocess.run([str(c) for c in command], check=True, **options)  # type: ignore[call-overload]
@@ -56,6 +69,53 @@ def install(package: Path, version: str, path: str) -> None:
         run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package, env={**env, "PATH": path})
         text = TRY.replace("VERSION", repr(version))
         run(python, "-c", text, cwd=folder, env={**env, "PATH": os.path.join(folder, "bin")})
+
+
+def later(sdist: Path, version: str, out: Path) -> Path:
+    """The wheel of the next minor version, which is these sources with another number."""
+    major, minor, _ = version.split(".", 2)
+    following = f"{major}.{int(minor) + 1}.0"
+    with tarfile.open(sdist) as t:
+        t.extractall(out, filter="data")
+    (tree,) = out.iterdir()
+    for file in (tree / "go/switchyard.go", tree / "src/switchyard/_version.py"):
+        text = file.read_text()
+        assert text.count(f'"{version}"') == 1, file
+        file.write_text(text.replace(f'"{version}"', f'"{following}"'))
+    env = {name: value for name, value in os.environ.items() if name != "CC"}
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", out, tree, env=env, stdout=subprocess.DEVNULL)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def upgrade(wheel: Path, sdist: Path, version: str) -> None:
+    """Two wheels of one version work in one group, and one of this and one of the next are refused with both numbers."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "later").mkdir()
+        wheels = [wheel, later(sdist, version, place / "later")]
+        for i, w in enumerate(wheels):
+            with zipfile.ZipFile(w) as z:
+                z.extractall(place / str(i))
+        following = wheels[1].name.split("-")[1]
+        for ranks in ((0, 0), (0, 1), (1, 0)):
+            ps = [
+                subprocess.Popen(
+                    [sys.executable, "-c", MEET, str(rank), f"@switchyard-upgrade-{os.getpid()}-{ranks[0]}{ranks[1]}"],
+                    cwd=folder, env={**os.environ, "PYTHONPATH": str(place / str(which))}, stdout=subprocess.PIPE, text=True,
+                )
+                for rank, which in enumerate(ranks)
+            ]  # fmt: skip
+            said = [p.communicate(timeout=180)[0].strip() for p in ps]
+            if ranks == (0, 0):
+                assert said == [f"{version} works"] * 2, said
+                continue
+            connects, connected = (following, version)[:: 1 if ranks[1] else -1]
+            build = r"\(build \w+\)"
+            want = f"the rank that connects has Switchyard {connects} {build}, the rank it connects to {connected} {build}"
+            for text in said:
+                assert re.search(want, text), (want, said)
+            print("refused:", said[0].split(": ", 1)[1])
 
 
 def main(out: Path) -> None:
@@ -83,6 +143,7 @@ def main(out: Path) -> None:
             assert f"switchyard_moe-{version}/{name}" in names, f"the sdist lacks {name}"
     install(wheel, version, "/nowhere")
     install(sdist, version, os.environ["PATH"])
+    upgrade(wheel, sdist, version)
 
 
 if __name__ == "__main__":

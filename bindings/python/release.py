@@ -1,8 +1,8 @@
-"""Builds the files of a release from one commit: wheels, sdist, the command, an SBOM, notes and checksums.
+"""Builds the files of a release from one commit: wheels, sdist, the command, the benchmark, an SBOM, notes and checksums.
 
     python release.py FOLDER             the commit that the tag of the version names, from a clean checkout
     python release.py FOLDER --trial     HEAD as it is committed, whatever its tag; nothing to publish
-    python release.py FOLDER --twice     builds it twice in different folders, and compares every byte
+    python release.py FOLDER --twice     builds it twice in different folders with caches of their own, and compares every byte
 
 Needs git and Go, and requirements-release.txt in this Python. zig, which is there, is the C compiler for both machines.
 """
@@ -17,18 +17,23 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import uuid
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MACHINES = ("amd64", "arm64")
+MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # what Go and compilers call them
+GLIBC = "2.28"  # the oldest that files run on, as for wheels
 LIBRARY = "./bindings/python/abi"
-COMMAND = "./cmd/switchyard"
+# By the names that their files begin with. Doctor and the benchmark call the GPUs' driver, so both need cgo. They are built
+# without NVML, whose package asks for a flag that zig's linker lacks.
+COMMANDS = {"switchyard": "./cmd/switchyard", "perf": "./test/perf"}
 
 
 def run(*command: object, at: Path, **env: str) -> str:
@@ -73,6 +78,10 @@ def check_tag(release: str) -> None:
         sys.exit("release: the checkout has changes that are not committed: a release is a commit")
     tag = f"v{release}"
     tags = run("git", "tag", "--points-at", "HEAD", at=ROOT).split()
+    if tag not in tags and tag in run("git", "tag", "--list", tag, at=ROOT).split():
+        named, head = (run("git", "rev-parse", "--short", of, at=ROOT) for of in (f"{tag}^{{commit}}", "HEAD"))
+        cure = "a version is released once: check that commit out, or raise the version"
+        sys.exit(f"release: {tag} is commit {named} already, HEAD is {head}: {cure}")
     if tag not in tags:
         sys.exit(f"release: HEAD has the tags {tags}, not {tag}: git tag -s {tag}")
 
@@ -94,18 +103,18 @@ def plain(sdist: Path, epoch: int) -> None:
 
 
 def sbom(tree: Path, release: str, commit: str) -> str:
-    """The list of what is in the shared library and the command, as CycloneDX 1.6."""
+    """The list of what is in the shared library and the commands, as CycloneDX 1.6."""
     form = "{{with .Module}}{{if not .Main}}{{.Path}} {{.Version}}{{end}}{{end}}"
     modules: dict[str, str] = {}
     for arch in MACHINES:
-        for package in (LIBRARY, COMMAND):
+        for package in (LIBRARY, *COMMANDS.values()):
             for line in run("go", "list", "-deps", "-f", form, package, at=tree, GOARCH=arch, CGO_ENABLED="1").splitlines():
                 if line:
                     modules.update([line.split()])
     sums = dict(re.findall(r"^(\S+ v\S+) h1:(\S+)$", (tree / "go.sum").read_text(), re.MULTILINE))
     parts = [
         {
-            "type": "library", "name": path, "version": v, "purl": f"pkg:golang/{path}@{v}",
+            "type": "library", "name": path, "version": v, "purl": f"pkg:golang/{path.lower()}@{v}",
             "properties": [{"name": "go:sum", "value": f"h1:{sums[f'{path} {v}']}"}],
         }
         for path, v in sorted(modules.items())
@@ -127,6 +136,19 @@ def sbom(tree: Path, release: str, commit: str) -> str:
         "components": parts,
     }  # fmt: skip
     return json.dumps(document, indent=2) + "\n"
+
+
+def check_places(out: Path, places: list[str]) -> None:
+    """No file names a folder in which it was made, since those of another build differ."""
+    for file in sorted(out.iterdir()):
+        parts = {"": file.read_bytes()}
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as wheel:
+                parts = {f" {name}": wheel.read(name) for name in wheel.namelist()}
+        for name, data in parts.items():
+            for place in places:
+                if place.encode() in data:
+                    sys.exit(f"release: {file.name}{name} names {place}, where it was built: another build would differ")
 
 
 def make(out: Path, commit: str, trial: bool) -> None:
@@ -151,9 +173,13 @@ def make(out: Path, commit: str, trial: bool) -> None:
         for arch in MACHINES:
             run(*build, "--wheel", "--outdir", out, unpacked, at=tree, GOARCH=arch, **env)
             shutil.rmtree(unpacked / "build", ignore_errors=True)
-            program = out / f"switchyard-{release}-linux-{arch}"
-            flags = ["-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid="]
-            run("go", "build", *flags, "-o", program, COMMAND, at=tree, CGO_ENABLED="0", GOARCH=arch)
+            zig = f"{shlex.quote(sys.executable)} -m ziglang cc -target {MACHINES[arch]}-linux-gnu.{GLIBC}"
+            link = "-ldflags=-s -w -buildid= -extldflags=-Wl,-s"
+            flags = ["-trimpath", "-buildvcs=false", "-tags=netgo,osusergo,nonvml", link]
+            for name, package in COMMANDS.items():
+                program = out / f"{name}-{release}-linux-{arch}"
+                run("go", "build", *flags, "-o", program, package, at=tree, CGO_ENABLED="1", GOARCH=arch, CC=zig)
+        check_places(out, [folder, *([sys.prefix] if sys.prefix != sys.base_prefix else [])])
         (out / f"switchyard-{release}.cdx.json").write_text(sbom(tree, release, commit))
         (out / "NOTES.md").write_text(notes(tree))
     lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(out.iterdir())]
@@ -166,6 +192,7 @@ def main() -> None:
     parser.add_argument("--trial", action="store_true")
     parser.add_argument("--twice", action="store_true")
     chosen = parser.parse_args()
+    os.umask(0o022)  # a wheel has the modes of its files
     if not chosen.trial:
         check_tag(version(ROOT, False))
     commit = run("git", "rev-parse", "HEAD", at=ROOT)
@@ -175,7 +202,10 @@ def main() -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        make(folder, commit, chosen.trial)
+        with tempfile.TemporaryDirectory() as caches:
+            if folder != folders[0]:  # objects of the first build would be taken again
+                os.environ.update(GOCACHE=f"{caches}/go", ZIG_GLOBAL_CACHE_DIR=f"{caches}/zig")
+            make(folder, commit, chosen.trial)
     names = sorted(file.name for file in folders[0].iterdir())
     for name in names:
         print(f"{(folders[0] / name).stat().st_size:>10}  {name}")

@@ -23,7 +23,7 @@ LIBRARY = "libswitchyard.so"
 HEADERS = ("libswitchyard.h", "switchyard.h")
 PACKAGE = "./bindings/python/abi"
 #: The headers that kernels of others include.
-DEVICE_HEADER = Path("kernels/cuda/include/switchyard_device.cuh")
+DEVICE_HEADERS = [Path("kernels/cuda/include") / name for name in ("switchyard.cuh", "switchyard_device.cuh")]
 # The C library that wheels run on, and what PEP 600 calls that.
 GLIBC = (2, 28)
 
@@ -76,10 +76,13 @@ def build_library(out: Path) -> None:
     if sys.platform != "linux":
         sys.exit(f"switchyard: Linux is what this package is for: it cannot be built on {sys.platform}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    flags = ["-buildmode=c-shared", "-trimpath", "-tags=netgo,osusergo", "-ldflags=-s -w -buildid=", "-buildvcs=false"]
+    # The C compiler's own objects have debug information with the folder that it is installed in: -Wl,-s leaves it out.
+    link = "-ldflags=-s -w -buildid= -extldflags=-Wl,-s"
+    flags = ["-buildmode=c-shared", "-trimpath", "-tags=netgo,osusergo", link, "-buildvcs=false"]
     go("build", *flags, "-o", str(out), PACKAGE, at=module(), CGO_ENABLED="1", GOARCH=MACHINES[machine()], CC=compiler())
     shutil.copy(module() / PACKAGE / HEADERS[1], out.with_name(HEADERS[1]))  # which the other includes
-    shutil.copy(module() / DEVICE_HEADER, out.with_name(DEVICE_HEADER.name))
+    for header in DEVICE_HEADERS:
+        shutil.copy(module() / header, out.with_name(header.name))
 
 
 class BuildWithLibrary(build_py):
@@ -91,7 +94,8 @@ class BuildWithLibrary(build_py):
         build_library(root.resolve() / "switchyard" / LIBRARY)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        made = [os.path.join(self.build_lib, "switchyard", name) for name in (LIBRARY, *HEADERS, DEVICE_HEADER.name)]
+        names = (LIBRARY, *HEADERS, *(header.name for header in DEVICE_HEADERS))
+        made = [os.path.join(self.build_lib, "switchyard", name) for name in names]
         return [*super().get_outputs(include_bytecode), *made]
 
 
@@ -130,8 +134,9 @@ class WithSources(sdist):
                 target = inside / folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(root / folder / name, target)
-        (inside / DEVICE_HEADER).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / DEVICE_HEADER, inside / DEVICE_HEADER)
+        for header in DEVICE_HEADERS:
+            (inside / header).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / header, inside / header)
         if root != HERE / "go":
             for name in ("go.mod", "go.sum"):
                 shutil.copy(root / name, inside / name)

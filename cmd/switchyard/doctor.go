@@ -6,29 +6,14 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"os"
 	"strings"
+
+	"github.com/switchyard-moe/switchyard/internal/doctor"
 )
 
-// state is how bad a finding is.
-type state string
-
-// The states. A problem keeps something from working; a note says what is slower, or not there.
-const (
-	fine    state = "ok"
-	note    state = "note"
-	problem state = "problem"
-)
-
-// finding is what a check found.
-type finding struct {
-	Check string `json:"check"` // its name, one word
-	State state  `json:"state"`
-	Says  string `json:"says"`           // one sentence with the values
-	Cure  string `json:"cure,omitempty"` // what to do, of what is not fine
-}
-
-// doctor looks at this machine and has ranks exchange bytes. The exit code is 1 if there is a problem.
-func doctor(args []string, stdout, stderr io.Writer) int {
+// examine looks at this machine and has ranks exchange bytes. The exit code is 1 if there is a problem.
+func examine(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard doctor", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	flags.Usage = func() {
@@ -46,11 +31,19 @@ func doctor(args []string, stdout, stderr io.Writer) int {
 		return 2
 	}
 	if *where != "" {
-		return trial(*where, stdout, stderr)
+		line, err := doctor.Trial(*where)
+		if err != nil {
+			fmt.Fprintln(stderr, err)
+			return 1
+		}
+		if line != nil {
+			fmt.Fprintf(stdout, "%s\n", line)
+		}
+		return 0
 	}
 	code := 0
-	show := func(f finding) {
-		if f.State == problem {
+	show := func(f doctor.Finding) {
+		if f.State == doctor.Problem {
 			code = 1
 		}
 		if *asJSON {
@@ -58,25 +51,26 @@ func doctor(args []string, stdout, stderr io.Writer) int {
 			fmt.Fprintf(stdout, "%s\n", line)
 			return
 		}
-		fmt.Fprint(stdout, f.text(columns(stdout)))
+		fmt.Fprint(stdout, textOf(f, columns(stdout)))
 	}
-	for _, f := range newMachine().examine() {
+	for _, f := range doctor.Host() {
 		show(f)
 	}
-	gpus := false
-	for _, f := range examineGPUs() {
-		gpus = gpus || (f.Check == "driver" && f.State == fine)
+	gpus := examineGPUs()
+	for _, f := range gpus {
 		show(f)
 	}
-	show(exchanged("host"))
-	if gpus {
-		show(exchanged("cuda"))
+	self, err := os.Executable()
+	if err != nil {
+		show(doctor.Finding{Check: "exchange", State: doctor.Problem, Says: fmt.Sprintf("this program cannot be started again: %v", err), Cure: "start it from a folder that can be read"})
+		return code
 	}
+	doctor.Rest(gpus, []string{self, "doctor", "-trial"}, show)
 	return code
 }
 
-// text is the finding for a person, in lines of at most width columns.
-func (f finding) text(width int) string {
+// textOf is a finding for a person, in lines of at most width columns.
+func textOf(f doctor.Finding, width int) string {
 	const indent = "                     "
 	var b strings.Builder
 	head := fmt.Sprintf("%-8s %-11s ", f.State, f.Check)

@@ -1,16 +1,16 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"strings"
 
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/device/nvml"
+	"github.com/switchyard-moe/switchyard/internal/doctor"
 )
 
 // examineGPUs makes the checks of GPUs.
-func examineGPUs() []finding {
+func examineGPUs() []doctor.Finding {
 	count, err := device.CUDACount()
 	report, asked := nvml.Report()
 	return judgeGPUs(count, err, report, asked)
@@ -18,26 +18,28 @@ func examineGPUs() []finding {
 
 // judgeGPUs says what is to be known of GPUs: count of them are for this process, or err says why none, and report has all of the machine,
 // or asked says why not.
-func judgeGPUs(count int, err error, report *nvml.System, asked error) (all []finding) {
+func judgeGPUs(count int, err error, report *nvml.System, asked error) (all []doctor.Finding) {
 	switch {
 	case err != nil && asked == nil:
-		return []finding{{"driver", problem, fmt.Sprintf("driver %s implements CUDA %s, and its library does not open: %v", report.Driver, report.CUDA, err),
-			"install driver 580 or newer, and give the container its libcuda.so.1 (--gpus all)"}}
-	case errors.Is(err, device.ErrUnavailable):
-		return []finding{{"driver", note, err.Error(), "nothing is to be done where only processors are used; GPUs need NVIDIA's driver 580 or newer, and a build with cgo"}}
-	case err != nil:
-		return []finding{{"driver", problem, err.Error(), "nvidia-smi says more; GPUs need NVIDIA's driver 580 or newer"}}
-	case asked != nil:
-		return []finding{{"driver", fine, fmt.Sprintf("%d GPUs for this process; links are unknown: %v", count, asked), ""}}
+		return []doctor.Finding{doctor.Found("driver", doctor.Problem, fmt.Sprintf("driver %s implements CUDA %s, and cannot be used: %v", report.Driver, report.CUDA, err),
+			"install driver 550 or newer, and give the container its libcuda.so.1 (--gpus all)")}
+	case err != nil || asked != nil:
+		return []doctor.Finding{doctor.Driver(count, err, asked)}
 	}
-	all = append(all, finding{"driver", fine, fmt.Sprintf("driver %s implements CUDA %s; %d of %d GPUs are for this process", report.Driver, report.CUDA, count, len(report.GPUs)), ""})
+	says := fmt.Sprintf("driver %s implements CUDA %s; %d of %d GPUs are for this process", report.Driver, report.CUDA, count, len(report.GPUs))
+	if major, _, _ := strings.Cut(report.CUDA, "."); major == "12" {
+		all = append(all, doctor.Found("driver", doctor.Note, says+"; drivers older than 580 load kernels that have not run on such a driver yet",
+			"let the tests of CONTRIBUTING for GPUs run here before you rely on it, or install driver 580 or newer"))
+	} else {
+		all = append(all, doctor.Found("driver", doctor.Fine, says, ""))
+	}
 	for i := range report.GPUs {
 		all = append(all, judgeGPU(&report.GPUs[i]))
 	}
 	return append(all, judgePeers(report))
 }
 
-func judgeGPU(g *nvml.GPU) finding {
+func judgeGPU(g *nvml.GPU) doctor.Finding {
 	says := fmt.Sprintf("GPU %d is %s at %s", g.Index, g.Name, g.PCI)
 	if g.MemoryTotal > 0 {
 		says += fmt.Sprintf(", %d of %d MiB in use", g.MemoryUsed>>20, g.MemoryTotal>>20)
@@ -46,13 +48,13 @@ func judgeGPU(g *nvml.GPU) finding {
 		says += fmt.Sprintf(", %d NVLinks of %.0f GB/s a direction together", n, speed)
 	}
 	if bad := g.Problems(); len(bad) > 0 {
-		return finding{"gpu", note, says + "; " + strings.Join(bad, "; "), "nvidia-smi -q says more; a GPU with errors of its memory is to be reset or replaced"}
+		return doctor.Found("gpu", doctor.Note, says+"; "+strings.Join(bad, "; "), "nvidia-smi -q says more; a GPU with errors of its memory is to be reset or replaced")
 	}
-	return finding{"gpu", fine, says, ""}
+	return doctor.Found("gpu", doctor.Fine, says, "")
 }
 
 // judgePeers says whether all GPUs reach each other, and how.
-func judgePeers(report *nvml.System) finding {
+func judgePeers(report *nvml.System) doctor.Finding {
 	var none, slow []string
 	pairs := 0
 	for _, g := range report.GPUs {
@@ -68,11 +70,11 @@ func judgePeers(report *nvml.System) finding {
 	}
 	switch {
 	case len(none) > 0:
-		return finding{"peers", problem, "kernels cannot reach the memory of GPU " + strings.Join(none, ", "), "take GPUs that reach each other for a group, by CUDA_VISIBLE_DEVICES; in virtual machines allow peer access, and switch ACS off"}
+		return doctor.Found("peers", doctor.Problem, "kernels cannot reach the memory of GPU "+strings.Join(none, ", "), "take GPUs that reach each other for a group, by CUDA_VISIBLE_DEVICES; in virtual machines allow peer access, and switch ACS off")
 	case len(slow) > 0:
-		return finding{"peers", note, "PCIe and not NVLink leads from GPU " + strings.Join(slow, ", "), "take GPUs with NVLink where there are some: all figures of the pages are from NVLink"}
+		return doctor.Found("peers", doctor.Note, "PCIe and not NVLink leads from GPU "+strings.Join(slow, ", "), "take GPUs with NVLink where there are some: all figures of the pages are from NVLink")
 	case pairs == 0:
-		return finding{"peers", fine, "there is one GPU", ""}
+		return doctor.Found("peers", doctor.Fine, "there is one GPU", "")
 	}
-	return finding{"peers", fine, fmt.Sprintf("all %d pairs of GPUs reach each other over NVLink", pairs), ""}
+	return doctor.Found("peers", doctor.Fine, fmt.Sprintf("all %d pairs of GPUs reach each other over NVLink", pairs), "")
 }

@@ -3,6 +3,7 @@
 //	switchyard run -n 4 ./worker -its -own -flags
 //	switchyard doctor
 //	switchyard status
+//	switchyard explain
 //	switchyard top -http :8090
 //	switchyard dump
 //	switchyard trace
@@ -44,12 +45,13 @@
 // then exchange bytes, on the host and where there are GPUs on those. Every finding that is not fine comes with its cure. The exit code
 // is 1 if one is a problem. -json prints an object a line: check, state (ok, note or problem), says, cure.
 //
-// # Status, dump and trace
+// # Status, explain, dump and trace
 //
 // Status asks the processes of this user on this host, in this network namespace, what their ranks do: who waits for whom and since when,
 // calls, heaps, faults. A process that does not answer within 2 s is stopped, or has no core. -pid asks one process, -job shows one job
-// of several, -every 1s asks again and again. Top does that in the terminal, or serves a page: its address has a random path, since other
-// users of this host reach the port as well. Dump prints the last 2,048 calls of each rank as JSON lines, behind a line with the state.
+// of several, -every 1s asks again and again, -json prints an object. Top does that in the terminal, or serves a page: its address has a random path, since other
+// users of this host reach the port as well. Dump prints the last 2,048 calls of each rank as JSON lines, behind a line with the state; -torch
+// writes them for torch's analyzer of flight records.
 // Trace prints these calls as a Chrome trace, which Perfetto opens; with -d 2s it waits 2 s and leaves out what had ended before. The
 // exit code is 1 if no process answers.
 package main
@@ -80,7 +82,9 @@ const usage = `usage: switchyard COMMAND
                                        exchange bytes; findings have cures
   status [-json] [-pid N] [-every 1s]  ask running ranks who waits for whom,
                                        what they call, what their heaps hold
-  top [-http ADDRESS]                  the same once a second; with -http on a
+  explain [-d 1s] [-json]              say why steps take their time: calls,
+                                       algorithms, who is waited for
+  top [-json] [-n N] [-http ADDRESS]   status once a second; with -http on a
                                        page, for a browser
   dump [-pid N]                        print the last calls of running ranks
   trace [-pid N] [-d 2s]               print them as a timeline for Perfetto
@@ -101,9 +105,11 @@ func command(args []string, stdout, stderr io.Writer) int {
 	case "run":
 		return run(rest, stdout, stderr)
 	case "doctor":
-		return doctor(rest, stdout, stderr)
+		return examine(rest, stdout, stderr)
 	case "status":
 		return status(rest, stdout, stderr)
+	case "explain":
+		return explain(rest, stdout, stderr)
 	case "top":
 		return top(rest, stdout, stderr)
 	case "dump":

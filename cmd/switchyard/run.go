@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"crypto/rand"
 	"errors"
 	"flag"
@@ -15,6 +16,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
 )
@@ -79,6 +81,9 @@ func run(args []string, stdout, stderr io.Writer) int {
 	case *n < 1:
 		fmt.Fprintf(stderr, "switchyard run: -n %d: how many ranks? At least 1\n", *n)
 		return 2
+	case *n > comm.MaxSize/max(*nodes, 1):
+		fmt.Fprintf(stderr, "switchyard run: -n %d on %d hosts: at most %d ranks in all\n", *n, *nodes, comm.MaxSize)
+		return 2
 	case *port < 0 || *port > maxPort:
 		fmt.Fprintf(stderr, "switchyard run: -port %d, want 1 to %d\n", *port, maxPort)
 		return 2
@@ -94,7 +99,6 @@ func run(args []string, stdout, stderr io.Writer) int {
 			fmt.Fprintf(stderr, "switchyard run: %v\n", err)
 			return 2
 		}
-		id = fmt.Sprintf("%s, %d hosts", *addr, *nodes)
 	}
 	path, err := exec.LookPath(flags.Arg(0))
 	if err != nil {
@@ -107,6 +111,12 @@ func run(args []string, stdout, stderr io.Writer) int {
 	if *port == 0 {
 		if *port, err = freePort(); err != nil {
 			fmt.Fprintf(stderr, "switchyard run: a free port: %v\n", err)
+			return 1
+		}
+	}
+	if *nodes > 1 {
+		if id, err = meet(host, *port+1, *node, *nodes, secret); err != nil {
+			fmt.Fprintf(stderr, "switchyard run: the commands of %d hosts meet at %s, -node is their rank: %v\n", *nodes, *addr, err)
 			return 1
 		}
 	}
@@ -136,6 +146,26 @@ func across(nodes, node int, addr string, port int, secret string) (host string,
 		return "", 0, errors.New("ranks on several hosts need one SWITCHYARD_SECRET: make a random text, and set it on all of them")
 	}
 	return host, at, nil
+}
+
+// meet has the commands of one start meet where its ranks will, and returns an id that is this start's alone: ranks of an earlier one that are
+// still there cannot join it.
+func meet(host string, port, node, nodes int, secret string) (id string, err error) {
+	settings, err := env.ReadSettings()
+	if err != nil {
+		return "", err
+	}
+	g, err := comm.Join(context.Background(), comm.Config{Rank: node, Size: nodes, LocalSize: 1, Addr: net.JoinHostPort(host, strconv.Itoa(port)),
+		Secret: []byte(secret), JoinTimeout: settings.JoinTimeout, Job: "a start of switchyard run", Name: "hosts"})
+	if err != nil {
+		return "", err
+	}
+	defer func() { err = errors.Join(err, g.Close()) }()
+	ids, err := g.AllGather(context.Background(), []byte(rand.Text()))
+	if err != nil {
+		return "", err
+	}
+	return string(ids[0]), nil
 }
 
 // here asks whether the program of that name in this directory was meant, if there is one.

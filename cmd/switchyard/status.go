@@ -20,12 +20,20 @@ func status(args []string, stdout, stderr io.Writer) int {
 	asJSON := flags.Bool("json", false, "print an object")
 	pid := flags.Int("pid", 0, "ask this process `N` only")
 	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
-	every := flags.Duration("every", 0, "ask again after this time, until interrupted")
+	every := flags.Duration("every", 0, "ask again after this time, until interrupted; what ranks waited for then counts from the time before")
+	times := flags.Int("n", 0, "with -every, ask `N` times, for ever if 0")
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
 	}
-	for {
+	var before *observe.State
+	for n := 1; ; n++ {
 		s, code := ask(*pid, *job, stderr)
+		if now := s; code == 0 {
+			if before != nil {
+				s = s.Since(*before)
+			}
+			before = &now
+		}
 		switch {
 		case *asJSON && code == 0:
 			if err := json.NewEncoder(stdout).Encode(s); err != nil {
@@ -33,12 +41,15 @@ func status(args []string, stdout, stderr io.Writer) int {
 				return 1
 			}
 		case code == 0:
-			if *every > 0 && isTerminal(stdout) {
-				fmt.Fprint(stdout, "\x1b[H\x1b[2J")
+			if *every > 0 {
+				if isTerminal(stdout) {
+					fmt.Fprint(stdout, "\x1b[H\x1b[2J")
+				}
+				fmt.Fprintln(stdout, s.At.Format(time.TimeOnly))
 			}
 			s.Table(stdout)
 		}
-		if *every <= 0 {
+		if *every <= 0 || n == *times {
 			return code
 		}
 		time.Sleep(*every)
@@ -71,7 +82,7 @@ func isTerminal(w io.Writer) bool {
 // ask is the state of all processes.
 func ask(pid int, job string, stderr io.Writer) (all observe.State, code int) {
 	all, err := observe.Everybody(context.Background(), pid)
-	if all = all.OfJob(job); err == nil && len(all.Ranks) == 0 {
+	if all = all.OfJob(job); err == nil && len(all.Ranks)+len(all.Joins)+len(all.Silent) == 0 {
 		err = fmt.Errorf("no rank of a job %s answers", job)
 	}
 	if err != nil {
@@ -87,11 +98,25 @@ func dump(args []string, stdout, stderr io.Writer) int {
 	flags.SetOutput(stderr)
 	pid := flags.Int("pid", 0, "ask this process `N` only")
 	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
+	records := flags.String("torch", "", "write a file for each rank, of this `PREFIX` and the rank's number, for torch's analyzer of flight records, and print their names")
+	flags.Bool("json", true, "print JSON, as it does anyway")
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
 	}
 	s, code := ask(*pid, *job, stderr)
 	if code != 0 {
+		return code
+	}
+	if *records != "" {
+		calls, code := callsOf(s, flags.Name(), stderr)
+		files, err := observe.WriteRecords(*records, calls)
+		for _, f := range files {
+			fmt.Fprintln(stdout, f)
+		}
+		if err != nil {
+			fmt.Fprintf(stderr, "switchyard dump: %v\n", err)
+			return 1
+		}
 		return code
 	}
 	out := json.NewEncoder(stdout)

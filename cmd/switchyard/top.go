@@ -2,13 +2,16 @@ package main
 
 import (
 	"crypto/rand"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
+	"strconv"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/device/nvml"
 	"github.com/switchyard-moe/switchyard/observe"
 )
 
@@ -17,11 +20,13 @@ func top(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard top", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	at := flags.String("http", "", "serve a page at this `ADDRESS`, such as :8090 on the loopback")
+	asJSON := flags.Bool("json", false, "without -http, print an object for each table")
+	times := flags.Int("n", 0, "without -http, show `N` tables, for ever if 0")
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
 	}
 	if *at == "" {
-		return status([]string{"-every", "1s"}, stdout, stderr)
+		return status([]string{"-every", "1s", "-n", strconv.Itoa(*times), "-json=" + strconv.FormatBool(*asJSON)}, stdout, stderr)
 	}
 	host, port, err := net.SplitHostPort(*at)
 	if err != nil {
@@ -49,9 +54,34 @@ const pageWithin = 10 * time.Second
 
 // pageAt is the page of all jobs of this user, at a path.
 func pageAt(path string) http.Handler {
+	gpus := new(gpus)
 	mux := http.NewServeMux()
 	mux.Handle(path, observe.Page(func(r *http.Request) (observe.State, error) {
-		return observe.Everybody(r.Context(), 0)
+		s, err := observe.Everybody(r.Context(), 0)
+		s.GPUs = gpus.now()
+		return s, err
 	}))
 	return mux
+}
+
+// gpus are those of this host.
+type gpus struct {
+	asked time.Time
+	last  []observe.GPU
+	none  bool
+}
+
+// gpusEvery is the time between two questions to the driver, each of which takes some milliseconds a GPU.
+const gpusEvery = 3 * time.Second
+
+func (g *gpus) now() []observe.GPU {
+	if g.none || time.Since(g.asked) < gpusEvery {
+		return g.last
+	}
+	report, err := nvml.Report()
+	if g.none = errors.Is(err, nvml.ErrUnavailable); err == nil { // else the driver may tell more the next time
+		g.last = report.Observed()
+	}
+	g.asked = time.Now()
+	return g.last
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/observe"
@@ -39,8 +40,9 @@ func TestABrowserShowsThePage(t *testing.T) {
 	if err != nil {
 		t.Skip("needs chromium")
 	}
+	profile := proctest.Folder(t)
 	worldtest.Local(t, 2, 16<<20, func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 4 * time.Minute}) // a browser may take long to start
 		r.Must(err)
 		exchange := func() {
 			sp := &alltoallv.Splits{Send: []int64{8, 8}, Recv: []int64{8, 8}}
@@ -51,7 +53,7 @@ func TestABrowserShowsThePage(t *testing.T) {
 			time.Sleep(20 * time.Millisecond)
 			server := httptest.NewServer(pageAt("/ABC/"))
 			out, err := exec.Command(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-				"--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--user-data-dir="+t.TempDir(), "--virtual-time-budget=4000", "--dump-dom", server.URL+"/ABC/#"+observe.Snapshot().Ranks[0].Job).CombinedOutput() // other tests have jobs, too
+				"--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--user-data-dir="+profile, "--virtual-time-budget=4000", "--dump-dom", server.URL+"/ABC/#"+observe.Snapshot().Ranks[0].Job).CombinedOutput() // other tests have jobs, too
 			server.Close()
 			r.Must(err)
 			text := string(out)

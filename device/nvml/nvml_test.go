@@ -6,6 +6,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/observe"
 )
 
 func TestReportOfThisMachine(t *testing.T) {
@@ -71,4 +73,12 @@ GPU 1: NVIDIA H200  0000:3b:00.0  GPU-1
 	n, speed := s.GPUs[1].ActiveLinks()
 	require.Equal(t, 2, n)
 	require.InDelta(t, 53, speed, 0.01)
+	o := s.Observed()
+	require.Equal(t, observe.GPU{
+		Name: "NVIDIA H200", MemoryUsedBytes: 5 << 20, MemoryTotalBytes: 143771 << 20, TemperatureCelsius: 30, PowerWatts: 76.4, Links: 2, LinkGigabytesPerSecond: 53,
+		Peers: []observe.GPUPeer{{Index: 1, Links: 2, Path: "system"}},
+	}, o[0])
+	require.Equal(t, []any{2, 1, -1}, []any{o[1].Links, o[1].LinksDown, o[1].BusyPercent})
+	require.Equal(t, s.GPUs[1].Problems(), o[1].Problems)
+	require.Equal(t, []observe.GPUPeer{{Index: 0, Refused: "the topology does not support it"}}, o[1].Peers)
 }

@@ -1,4 +1,4 @@
-//go:build !cgo || !linux
+//go:build !cgo || !linux || nonvml
 
 package nvml
 
@@ -12,5 +12,5 @@ func ProcessMemory(uuid string, pid int) (int64, error) {
 
 // Report asks the management library. Here there is none: ErrUnavailable.
 func Report() (*System, error) {
-	return nil, fmt.Errorf("%w: built without cgo or not for linux", ErrUnavailable)
+	return nil, fmt.Errorf("%w: built without cgo, without NVML or not for linux", ErrUnavailable)
 }

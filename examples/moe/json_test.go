@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -83,10 +84,16 @@ func TestASignalThatComesTwiceLeavesTheReport(t *testing.T) {
 		require.True(t, r.Stopped)
 	}
 
-	// The report of this takes seconds.
-	p := start(t, "-text", text, "-batch", "4096", "-layers", "4", "-inner", "1024")
+	// Nobody reads the pipe, so the report is not over until somebody does. SIGINT has no effect
+	// again where a shell has started the tests in the background.
+	pipe := filepath.Join(t.TempDir(), "report.json")
+	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
+	reader, err := os.OpenFile(pipe, os.O_RDWR, 0) // the program tries at its start whether it can write
+	require.NoError(t, err)
+	p := start(t, small("-json", pipe, "-text", text, "-steps", "100000000")...)
 	p.Saw(`step \d+/`)
-	p.Signal(syscall.SIGINT)
+	require.NoError(t, reader.Close())
+	p.Signal(syscall.SIGTERM)
 	ended := make(chan struct{})
 	go func() {
 		p.Wait()
@@ -97,7 +104,7 @@ func TestASignalThatComesTwiceLeavesTheReport(t *testing.T) {
 		case <-ended:
 			over = true
 		case <-time.After(again / 4):
-			p.Signal(syscall.SIGINT)
+			p.Signal(syscall.SIGTERM)
 		}
 	}
 	code, _, _ := p.end()

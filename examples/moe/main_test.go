@@ -98,14 +98,14 @@ func TestManyRanksSayWhatTheyCost(t *testing.T) {
 	p := start(t, "-ranks", "300", "-steps", "2000", "-text", poem(t))
 	begin := time.Now()
 	p.Saw(`That many ranks on \d+ processors? cost about .* a step\n +and .* of memory: .* in all\n`)
-	require.Less(t, time.Since(begin), 20*time.Second, "a fraction of a second where nothing else runs")
+	require.Less(t, time.Since(begin), time.Minute, "a fraction of a second where nothing else runs")
 	// A signal ends the program before all ranks are made.
 	begin = time.Now()
 	p.Signal(syscall.SIGTERM)
 	code, _, errs := p.end()
 	require.Equal(t, 130, code)
 	require.Equal(t, "moe: stopped before the first step: terminated signal received\n", errs)
-	require.Less(t, time.Since(begin), 10*time.Second, "no time at all where nothing else runs")
+	require.Less(t, time.Since(begin), time.Minute, "no time at all where nothing else runs")
 
 	p = start(t, "-ranks", "1000000", "-batch", "1000000", "-text", poem(t))
 	code, _, errs = p.end()
@@ -304,6 +304,6 @@ func gone(t *testing.T, pids []int) {
 		require.Eventually(t, func() bool {
 			stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
 			return err != nil || bytes.Contains(stat, []byte(") Z ")) // dead, if not buried
-		}, 20*time.Second, 5*time.Millisecond, "process %d", pid)
+		}, time.Minute, 5*time.Millisecond, "process %d", pid)
 	}
 }

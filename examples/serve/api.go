@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"math/rand/v2"
 	"net/http"
@@ -20,7 +21,7 @@ type completion struct {
 	Prompt      string   `json:"prompt"`
 	MaxTokens   *int     `json:"max_tokens"` // a token is a byte
 	Temperature *float64 `json:"temperature"`
-	Seed        *uint64  `json:"seed"`
+	Seed        *int64   `json:"seed"`
 	Stream      bool     `json:"stream"`
 	User        string   `json:"user"`
 }
@@ -78,6 +79,8 @@ func (f *front) handler() http.Handler {
 	})
 	mux.HandleFunc("GET /healthz", f.health)
 	mux.HandleFunc("GET /metrics", f.metrics)
+	mux.HandleFunc("GET /status", f.status)
+	mux.Handle("/ranks/", f.page())
 	return mux
 }
 
@@ -95,12 +98,18 @@ func (f *front) parse(w http.ResponseWriter, r *http.Request) (*completion, *req
 	if err := in.Decode(&c); err != nil {
 		return nil, nil, fmt.Errorf("the request is not one of this server: %w", err)
 	}
+	switch _, err := in.Token(); {
+	case err == nil:
+		return nil, nil, errors.New("the request is not one of this server: more follows behind its object")
+	case !errors.Is(err, io.EOF):
+		return nil, nil, fmt.Errorf("the request is not one of this server: behind its object: %w", err)
+	}
 	q := &request{ctx: r.Context(), left: fewTokens, temperature: temperature, seed: rand.Uint64()}
 	if c.MaxTokens != nil {
 		q.left = *c.MaxTokens
 	}
 	if c.Seed != nil {
-		q.seed = *c.Seed
+		q.seed = uint64(*c.Seed)
 	}
 	t := float64(temperature)
 	if c.Temperature != nil {

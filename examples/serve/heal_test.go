@@ -70,7 +70,11 @@ func TestExpertsMoveUnderLoad(t *testing.T) {
 	want, _, wait := calm.crowd(24, tokens, false)
 	wait()
 	require.NoError(t, calm.end())
-	for _, spare := range []string{"0", "1", "3"} {
+	spares := []string{"1", "0", "3"}
+	if testing.Short() {
+		spares = spares[:1]
+	}
+	for _, spare := range spares {
 		s := startServer(t, "-ranks", "4", "-balance", "15", "-spare", spare)
 		got, refused, wait := s.crowd(24, tokens, true)
 		s.until(func(c condition) bool { return c.Running == 24 && c.Steps > 100 })
@@ -173,7 +177,7 @@ func TestStepsThatFail(t *testing.T) {
 	s.mu.Lock()
 	s.Batch = 2 // more than the ranks have room for
 	s.mu.Unlock()
-	_, refused, wait := s.crowd(4, 100, false)
+	_, refused, wait := s.crowd(4, 2000, false) // of which three are there at once, however late they come
 	wait()
 	for _, why := range refused {
 		if why != "" {
@@ -181,7 +185,7 @@ func TestStepsThatFail(t *testing.T) {
 		}
 	}
 	require.NotEqual(t, make([]string, 4), refused)
-	require.Eventually(t, func() bool { return s.health().State == ready }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { return s.health().State == ready }, time.Minute, 10*time.Millisecond)
 }
 
 // A rank that was stopped when its part of a step was done holds nobody up in a call. It is given up all the same.

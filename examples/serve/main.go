@@ -18,6 +18,7 @@
 //   - heal.go, seats.go: ranks as the front sees them, goroutines or processes
 //   - balance.go: experts move to where ranks are equally busy, and the busiest have copies
 //   - api.go: HTTP
+//   - metrics.go: metrics, a table and a page of what the ranks do
 //   - load.go: the clients
 //
 // It exits with 0 after SIGINT or SIGTERM, 2 for wrong flags, and 1 for everything else.
@@ -84,12 +85,15 @@ func parse(args []string, out io.Writer) (o options, err error) {
 	f.StringVar(&o.text, "text", "", "train on this `file or folder`; default the Go sources of GOROOT")
 	f.IntVar(&o.steps, "steps", 300, "training steps")
 	f.IntVar(&o.load, "load", 0, "be this many clients of a server that runs")
-	f.StringVar(&o.url, "url", "http://127.0.0.1:8080", "with -load: where the server is")
+	f.StringVar(&o.url, "url", "", "with -load: where the server is; default what -addr says")
 	f.DurationVar(&o.span, "for", 10*time.Second, "with -load: how long")
 	f.IntVar(&o.tokens, "tokens", 64, "with -load: tokens of an answer")
 	f.BoolVar(&o.rank, "rank", false, "be one rank, for a server that talks on standard input and output (what -procs starts)")
 	if err := f.Parse(args); err != nil {
 		return o, errors.Join(errUsage, err)
+	}
+	if o.url == "" {
+		o.url = "http://" + o.addr
 	}
 	switch {
 	case f.NArg() > 0:

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"net/http"
@@ -17,6 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/internal/proctest"
+	"github.com/switchyard-moe/switchyard/observe"
 )
 
 // program is the program in a process of its own.
@@ -47,7 +49,7 @@ func (p program) health() (c condition) {
 func (p program) until(ok func(c condition) bool) {
 	p.t.Helper()
 	// Where all ranks are stopped at once, nobody says so before answerTimeout.
-	require.Eventually(p.t, func() bool { return ok(p.health()) }, answerTimeout+30*time.Second, 10*time.Millisecond)
+	require.Eventually(p.t, func() bool { return ok(p.health()) }, answerTimeout+2*time.Minute, 10*time.Millisecond)
 }
 
 // gone waits until processes have ended.
@@ -56,23 +58,26 @@ func gone(t *testing.T, ranks []at) {
 		require.Eventually(t, func() bool {
 			stat, err := os.ReadFile("/proc/" + strconv.Itoa(r.Process) + "/stat")
 			return err != nil || strings.Contains(string(stat), ") Z ") // dead, if not buried
-		}, 20*time.Second, 5*time.Millisecond, "process %d", r.Process)
+		}, time.Minute, 5*time.Millisecond, "process %d", r.Process)
 	}
 }
 
 // Under load a rank is killed and another one stopped. All requests are answered, fresh ranks come, and the server stops in good order.
 func TestLoadWhileRanksAreKilled(t *testing.T) {
-	p := startProgram(t, "-ranks", "3", "-peer-timeout", "500ms")
+	p := startProgram(t, "-ranks", "3", "-peer-timeout", "2s")
 	ctx, stop := context.WithCancel(t.Context())
 	var out strings.Builder
 	ended := make(chan error, 1)
 	go func() { ended <- load(ctx, p.url, 20, 40, &out) }()
 	p.until(func(c condition) bool { return c.Tokens > 500 })
 	for i, signal := range []syscall.Signal{syscall.SIGKILL, syscall.SIGSTOP} {
-		before := p.health()
+		var before condition
+		p.until(func(c condition) bool { before = c; return len(c.Ranks) == 3 })
 		require.NoError(t, syscall.Kill(before.Ranks[1+i].Process, signal))
-		p.until(func(c condition) bool { return c.Fresh == i+1 && c.Tokens > before.Tokens+500 })
-		require.Len(t, p.health().Ranks, 3)
+		// On a busy machine a rank that lives may be late too.
+		p.until(func(c condition) bool {
+			return c.Fresh > before.Fresh && len(c.Ranks) == 3 && c.Tokens > before.Tokens+500
+		})
 		gone(t, before.Ranks[1+i:2+i])
 	}
 	stop()
@@ -88,12 +93,32 @@ $`, out.String())
 	gone(t, ranks)
 }
 
+// Requests that are under way when a process is killed get the answers that they would have had: no byte is missing, and none is there twice.
+func TestRequestsOutliveTheirProcesses(t *testing.T) {
+	const tokens = 600
+	calm := startServer(t, "-ranks", "1")
+	want, _, wait := calm.crowd(24, tokens, false)
+	wait()
+	require.NoError(t, calm.end())
+	p := startProgram(t, "-ranks", "3")
+	got, refused, wait := (&server{url: p.url, t: t}).crowd(24, tokens, true)
+	var before condition
+	p.until(func(c condition) bool { before = c; return c.Running > 0 && c.Tokens > 100 })
+	require.NoError(t, syscall.Kill(before.Ranks[1].Process, syscall.SIGKILL))
+	wait()
+	require.Equal(t, make([]string, 24), refused)
+	require.Equal(t, want, got)
+	p.until(func(c condition) bool { return len(c.Ranks) == 3 && c.Lost > 0 && c.Fresh > 0 })
+	p.Signal(syscall.SIGTERM)
+	require.Zero(t, p.Wait())
+}
+
 // Ranks are killed and stopped at any time: while others heal, while fresh ones come, and all that are left. No request fails.
 func TestRanksAreKilledAtAnyTime(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes 20 s")
 	}
-	p := startProgram(t, "-ranks", "4", "-peer-timeout", "300ms")
+	p := startProgram(t, "-ranks", "4", "-peer-timeout", "1500ms")
 	ctx, stop := context.WithCancel(t.Context())
 	var out strings.Builder
 	ended := make(chan error, 1)
@@ -128,38 +153,67 @@ func TestSlowRankIsSeen(t *testing.T) {
 	})
 	before := p.health().Ranks
 	slow := before[2].Process
-	for range 12 { // some of which come between two steps, where the front waits and no rank does
+	for seen, end := false, time.Now().Add(time.Minute); !seen; {
+		c := p.health()
+		more := func(rank, peer int) float64 { return c.Ranks[rank].Waited[peer] - before[rank].Waited[peer] }
+		seen = more(0, 2) > more(0, 1)+0.5 && more(1, 2) > more(1, 0)+0.5
+		require.True(t, time.Now().Before(end), "%+v, before %+v", c, before)
+		// Some stops come between two steps, where the front waits and no rank does.
 		require.NoError(t, syscall.Kill(slow, syscall.SIGSTOP))
 		time.Sleep(200 * time.Millisecond)
 		require.NoError(t, syscall.Kill(slow, syscall.SIGCONT))
 		time.Sleep(20 * time.Millisecond)
 	}
-	p.until(func(c condition) bool {
-		more := func(rank, peer int) float64 { return c.Ranks[rank].Waited[peer] - before[rank].Waited[peer] }
-		return more(0, 2) > more(0, 1)+0.5 && more(1, 2) > more(1, 0)+0.5
-	})
 	stop()
 	require.NoError(t, <-ended)
 	require.Zero(t, p.health().Lost)
 }
 
-// /metrics has the ranks of all processes, and of this one where they are goroutines.
-func TestMetricsAreOfAllRanks(t *testing.T) {
+// Metrics, the table and the page have the ranks of all processes, and of this one where they are goroutines.
+func TestWhatRanksDoIsShown(t *testing.T) {
 	p, s := startProgram(t, "-ranks", "2"), startServer(t, "-ranks", "2")
 	for _, url := range []string{p.url, s.url} {
-		ctx, stop := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		ctx, stop := context.WithCancel(t.Context())
 		defer stop()
-		require.NoError(t, load(ctx, url, 2, 10, io.Discard))
-		r, err := http.Get(url + "/metrics")
-		require.NoError(t, err)
-		b, err := io.ReadAll(r.Body)
-		require.NoError(t, err)
-		require.NoError(t, r.Body.Close())
+		ended := make(chan error, 1)
+		go func() { ended <- load(ctx, url, 2, 10, io.Discard) }()
+		program{t: t, url: url}.until(func(c condition) bool { return c.Tokens > 100 })
+		stop()
+		require.NoError(t, <-ended)
+		metrics := got(t, url+"/metrics")
 		for _, rank := range []string{"0", "1"} {
-			require.Regexp(t, `(?m)^switchyard_\w*calls\w*\{[^}]*operation="combine"[^}]*\}`, string(b))
-			require.Contains(t, string(b), `rank="`+rank+`"`)
+			require.Regexp(t, `(?m)^switchyard_\w*calls\w*\{[^}]*operation="combine"[^}]*\}`, metrics)
+			require.Contains(t, metrics, `rank="`+rank+`"`)
 		}
+		require.Regexp(t, `(?m)^RANK +PROCESS +CALLS .*\n0 +\d+ .*\n1 +\d+ `, got(t, url+"/status"))
+		require.Contains(t, got(t, url+"/ranks/"), "<title>Switchyard</title>")
+		var state observe.State
+		require.NoError(t, json.Unmarshal([]byte(got(t, url+"/ranks/state")), &state))
+		require.Len(t, state.Ranks, 2)
 	}
+}
+
+// A process that is stopped is named while the others wait for it.
+func TestAStoppedRankIsShown(t *testing.T) {
+	p := startProgram(t, "-ranks", "2", "-peer-timeout", "30s")
+	stopped := p.health().Ranks[1].Process
+	require.NoError(t, syscall.Kill(stopped, syscall.SIGSTOP))
+	defer func() { _ = syscall.Kill(stopped, syscall.SIGCONT) }()
+	want, deadline := fmt.Sprintf("rank 1, process %d, does not answer", stopped), time.Now().Add(time.Minute)
+	for said := ""; !strings.Contains(said, want); said = got(t, p.url+"/status") { // its threads stop one after another
+		require.True(t, time.Now().Before(deadline), said)
+	}
+}
+
+func got(t *testing.T, url string) string {
+	t.Helper()
+	r, err := http.Get(url)
+	require.NoError(t, err)
+	defer r.Body.Close()
+	require.Equal(t, http.StatusOK, r.StatusCode, url)
+	b, err := io.ReadAll(r.Body)
+	require.NoError(t, err)
+	return string(b)
 }
 
 // Ranks end with the front, however it ends.
@@ -194,6 +248,8 @@ func TestExitCodes(t *testing.T) {
 	code, errs = run("-load", "2", "-for", "300ms", "-url", "http://127.0.0.1:1")
 	require.Equal(t, 1, code)
 	require.Contains(t, errs, "connection refused")
+	_, errs = run("-load", "1", "-for", "300ms", "-addr", "127.0.0.1:1")
+	require.Contains(t, errs, "127.0.0.1:1/v1/completions")
 }
 
 // The program trains where it is given no model.

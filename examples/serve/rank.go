@@ -205,7 +205,7 @@ func (r *rank) join() error {
 	c := r.whole.Config
 	r.stack, err = stack.Open(ctx, g, device.Host(), stack.Options{Dispatcher: &dispatch.Options{
 		Experts: c.Experts, TopK: c.TopK, Hidden: c.Hidden, MaxTokens: r.Batch, Handles: c.Layers, HostCounts: true, Timeout: callTimeout,
-		Placement: r.placement(g.Size()),
+		Placement: r.placement(g.Size()), Layer: "experts",
 	}})
 	if err != nil {
 		return err

@@ -114,6 +114,14 @@ func On(ctx context.Context, g *comm.Group, claim Claim, failed error) (Claims, 
 	case failed != nil:
 		return nil, failed
 	}
+	if past := all[g.Rank()]; string(past) != string(text) {
+		// This process has taken the place of a lost rank, whose claim that was. It has to claim the same, but for what may differ.
+		all[g.Rank()] = text
+		if _, err := compare(all); err != nil {
+			return nil, err
+		}
+		all[g.Rank()] = past
+	}
 	return compare(all)
 }
 
@@ -141,21 +149,29 @@ func compare(all [][]byte) (Claims, error) {
 	}
 	for r := range claims {
 		theirs := &claims[r]
-		if len(theirs.Must) != len(first.Must) || len(theirs.Info) != len(first.Info) {
-			return nil, fmt.Errorf("%w: rank 0 has %s; rank %d has %s: they call different things, or run different versions",
-				comm.ErrMismatch, first.words(), r, theirs.words())
-		}
-		for i, v := range theirs.Must {
+		same := len(theirs.Must) == len(first.Must) && len(theirs.Info) == len(first.Info)
+		for i, v := range theirs.Must[:min(len(theirs.Must), len(first.Must))] {
 			switch w := first.Must[i]; {
 			case v == w:
+			case v.Name != w.Name || w.Name == "" && !same:
+				return nil, shapes(first, theirs, r)
 			case w.Name == "":
 				return nil, fmt.Errorf("%w: rank 0 has %s; rank %d has %s", comm.ErrMismatch, w.Value, r, v.Value)
 			default:
 				return nil, fmt.Errorf("%w: %s: rank 0 has %s, rank %d has %s", comm.ErrMismatch, w.Name, w.Value, r, v.Value)
 			}
 		}
+		if !same {
+			return nil, shapes(first, theirs, r)
+		}
 	}
 	return claims, nil
+}
+
+// shapes is the error of rank r, whose claim has other names or another number of values than rank 0's.
+func shapes(first, theirs *Claim, r int) error {
+	return fmt.Errorf("%w: rank 0 has %s; rank %d has %s: they call different things, or run different versions",
+		comm.ErrMismatch, first.words(), r, theirs.words())
 }
 
 // words is what a claim of another shape has.

@@ -76,6 +76,7 @@ func TestF3_ClaimsAreCompared(t *testing.T) {
 	for want, bad := range map[string]Claim{
 		`mismatch: rank 0 calls "x", rank 2 calls "y"`:              {Op: "y", Must: ok.Must, Info: ok.Info},
 		`mismatch: size: rank 0 has 1, rank 2 has 2`:                {Op: "x", Must: []Value{{"size", "2"}}, Info: ok.Info},
+		`mismatch: size: rank 0 has 1, rank 2 has 3`:                {Op: "x", Must: []Value{{"size", "3"}}},
 		`rank 2 has [] and 1 numbers: they call different things`:   {Op: "x", Info: ok.Info},
 		`rank 2 has [1]: they call different things, or run differ`: {Op: "x", Must: ok.Must},
 	} {
@@ -92,7 +93,7 @@ func TestF3_ClaimsAreCompared(t *testing.T) {
 	require.EqualError(t, err, "rank 1 refused: why")
 }
 
-// A meeting that does not take place is known as such, beside this rank's own reason.
+// A meeting that does not take place is known as such, next to this rank's own reason.
 func TestACutMeetingIsNamed(t *testing.T) {
 	groups, err := comm.Local(2)
 	require.NoError(t, err)

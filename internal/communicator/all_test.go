@@ -2,11 +2,9 @@ package communicator_test
 
 import (
 	"bytes"
-	"context"
 	"errors"
 	"log/slog"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -21,17 +19,13 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// member is a communicator of any kind. call makes one call, with arguments that are refused where bad.
-type member struct {
-	call  func(s device.Stream, bad bool) error
-	close func(ctx context.Context) error
-}
-
-// kind opens communicators. bad has an option refused; validate sets Options.Validate, where there is one.
+// kind opens communicators for tests of all kinds; validates says that there is an Options.Validate.
 type kind struct {
-	open      func(r *worldtest.Rank, bad, validate bool) (*member, error)
+	worldtest.Kind
 	validates bool
 }
+
+type member = worldtest.Member
 
 func or(bad bool, no, yes int64) int64 {
 	if bad {
@@ -41,8 +35,8 @@ func or(bad bool, no, yes int64) int64 {
 }
 
 var kinds = map[string]kind{
-	"exchanger": {validates: true, open: func(r *worldtest.Rank, bad, validate bool) (*member, error) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{SlotBytes: or(bad, 100, 0), Validate: validate})
+	"exchanger": {validates: true, Kind: func(r *worldtest.Rank, o worldtest.Opening) (*member, error) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{SlotBytes: or(o.Bad, 100, 0), Validate: o.Validate})
 		if err != nil {
 			return nil, err
 		}
@@ -54,35 +48,35 @@ var kinds = map[string]kind{
 			return sp
 		}
 		buffer := func() memory.View { return memory.Host(make([]byte, 4*r.Size())) }
-		return &member{func(s device.Stream, bad bool) error { return x.Exchange(s, buffer(), buffer(), sp(bad)) }, x.Close}, nil
+		return &member{Call: func(s device.Stream, bad bool) error { return x.Exchange(s, buffer(), buffer(), sp(bad)) }, Close: x.Close}, nil
 	}},
-	"reducer": {validates: true, open: func(r *worldtest.Rank, bad, validate bool) (*member, error) {
-		x, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{SlotBytes: or(bad, 100, 0), Validate: validate})
+	"reducer": {validates: true, Kind: func(r *worldtest.Rank, o worldtest.Opening) (*member, error) {
+		x, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{SlotBytes: or(o.Bad, 100, 0), Validate: o.Validate})
 		if err != nil {
 			return nil, err
 		}
-		return &member{func(s device.Stream, bad bool) error {
+		return &member{Call: func(s device.Stream, bad bool) error {
 			return x.AllReduce(s, memory.Host(make([]byte, or(bad, 5, 8))), memory.Host(make([]byte, 8)), kernels.Float32, kernels.Sum)
-		}, x.Close}, nil
+		}, Close: x.Close}, nil
 	}},
-	"buckets": {open: func(r *worldtest.Rank, bad, _ bool) (*member, error) {
-		b, err := allreduce.NewBuckets(r.Ctx, r.Heap, []allreduce.Gradient{{Len: int(or(bad, -1, 1<<20))}}, allreduce.BucketOptions{})
+	"buckets": {Kind: func(r *worldtest.Rank, o worldtest.Opening) (*member, error) {
+		b, err := allreduce.NewBuckets(r.Ctx, r.Heap, []allreduce.Gradient{{Len: int(or(o.Bad, -1, 1<<20))}}, allreduce.BucketOptions{})
 		if err != nil {
 			return nil, err
 		}
-		return &member{func(_ device.Stream, bad bool) error {
+		return &member{Call: func(_ device.Stream, bad bool) error {
 			if err := b.Ready(nil, int(or(bad, 7, 0))); err != nil {
 				return err
 			}
 			return b.Wait(nil)
-		}, b.Close}, nil
+		}, Close: b.Close}, nil
 	}},
-	"dispatcher": {open: func(r *worldtest.Rank, bad, _ bool) (*member, error) {
-		d, err := dispatch.New(r.Ctx, r.Heap, dispatch.Options{Experts: r.Size(), TopK: 1, Hidden: 16, MaxTokens: int(or(bad, -1, 8))})
+	"dispatcher": {Kind: func(r *worldtest.Rank, o worldtest.Opening) (*member, error) {
+		d, err := dispatch.New(r.Ctx, r.Heap, dispatch.Options{Experts: r.Size(), TopK: 1, Hidden: 16, MaxTokens: int(or(o.Bad, -1, 8))})
 		if err != nil {
 			return nil, err
 		}
-		return &member{dispatchCall(d), d.Close}, nil
+		return &member{Call: dispatchCall(d), Close: d.Close}, nil
 	}},
 }
 
@@ -91,6 +85,21 @@ func each(t *testing.T, ranks int, segment int64, f func(r *worldtest.Rank, k ki
 		t.Run(name, func(t *testing.T) {
 			worldtest.Local(t, ranks, segment, func(r *worldtest.Rank) { f(r, k) })
 		})
+	}
+}
+
+func TestF3_AnOptionThatOneRankRefusesIsInvalidOnAll(t *testing.T) { promised(t, worldtest.Refused) }
+func TestF3_OneRankWithoutMemoryIsEveryRanksErrorAtOnce(t *testing.T) {
+	promised(t, worldtest.NoMemory)
+}
+func TestTheHeapGrowsWhereNoRankHasRoom(t *testing.T)   { promised(t, worldtest.Growth) }
+func TestCallsOnWhatIsClosedEndAtOnce(t *testing.T)     { promised(t, worldtest.Closed) }
+func TestACallThatWasRefusedCanBeRepeated(t *testing.T) { promised(t, worldtest.Repeated) }
+
+// promised holds a promise of all communicators.
+func promised(t *testing.T, p worldtest.Promise) {
+	for name, k := range kinds {
+		t.Run(name, func(t *testing.T) { p.Holds(t, k.Kind) })
 	}
 }
 
@@ -104,10 +113,10 @@ func TestTraceHasALineForEachCall(t *testing.T) {
 				require.NoError(t, err)
 				h, err := memory.NewHeap(t.Context(), groups[0], device.Host(), memory.Options{SegmentBytes: 16 << 20})
 				require.NoError(t, err)
-				m, err := k.open(&worldtest.Rank{T: t, Ctx: t.Context(), Group: groups[0], Device: device.Host(), Heap: h}, false, false)
+				m, err := k.Kind(&worldtest.Rank{T: t, Ctx: t.Context(), Group: groups[0], Device: device.Host(), Heap: h}, worldtest.Opening{})
 				require.NoError(t, err)
-				require.NoError(t, m.call(nil, false))
-				require.NoError(t, errors.Join(m.close(t.Context()), h.Close(t.Context()), groups[0].Close()))
+				require.NoError(t, m.Call(nil, false))
+				require.NoError(t, errors.Join(m.Close(t.Context()), h.Close(t.Context()), groups[0].Close()))
 				if level == env.LevelTrace {
 					require.Regexp(t, `msg=call group=world rank=0 operation=(alltoallv|all-reduce|dispatch) stream=`, said.String())
 				} else {
@@ -118,79 +127,21 @@ func TestTraceHasALineForEachCall(t *testing.T) {
 	}
 }
 
-func TestF3_AnOptionThatOneRankRefusesIsInvalidOnAll(t *testing.T) {
-	each(t, 3, 16<<20, func(r *worldtest.Rank, k kind) {
-		_, err := k.open(r, r.Rank() == 1, false)
-		require.ErrorIs(r.T, err, comm.ErrInvalid)
-		require.NotErrorIs(r.T, err, comm.ErrMismatch)
-		if r.Rank() != 1 {
-			require.ErrorContains(r.T, err, "rank 1")
-		}
-		require.Zero(r.T, r.Heap.Stats().InUse)
-	})
-}
-
-func TestF3_OneRankWithoutMemoryIsEveryRanksErrorAtOnce(t *testing.T) {
-	each(t, 3, 16<<20, func(r *worldtest.Rank, k kind) {
-		if r.Rank() == 1 {
-			b, err := r.Heap.Alloc(r.Heap.Stats().LargestFree)
-			r.Must(err)
-			defer func() { r.Must(b.Free()) }()
-		}
-		start := time.Now()
-		_, err := k.open(r, false, false)
-		require.ErrorIs(r.T, err, memory.ErrOutOfMemory)
-		require.ErrorContains(r.T, err, "rank 1")
-		require.Less(r.T, time.Since(start), 5*time.Second)
-	})
-}
-
-func TestTheHeapGrowsWhereNoRankHasRoom(t *testing.T) {
-	each(t, 2, 1<<20, func(r *worldtest.Rank, k kind) {
-		all, err := r.Heap.Alloc(r.Heap.Stats().LargestFree)
-		r.Must(err)
-		m, err := k.open(r, false, false)
-		r.Must(err)
-		r.Must(m.call(nil, false))
-		r.Must(m.close(r.Ctx))
-		r.Must(all.Free())
-		require.Zero(r.T, r.Heap.Stats().InUse)
-		r.Must(r.Heap.Verify(r.Ctx))
-	})
-}
-
-// Nobody else makes the call: a rank that is closed has nobody to compare it with.
-func TestCallsOnWhatIsClosedEndAtOnce(t *testing.T) {
-	each(t, 2, 16<<20, func(r *worldtest.Rank, k kind) {
-		m, err := k.open(r, false, true)
-		r.Must(err)
-		r.Must(m.call(nil, false))
-		r.Must(m.close(r.Ctx))
-		if r.Rank() == 0 {
-			start := time.Now()
-			require.ErrorIs(r.T, m.call(nil, false), comm.ErrClosed)
-			require.ErrorIs(r.T, m.call(nil, true), comm.ErrClosed)
-			require.Less(r.T, time.Since(start), 5*time.Second)
-		}
-		r.Must(m.close(r.Ctx))
-	})
-}
-
 func TestF3_WithValidateAnInvalidArgumentIsInvalidOnAll(t *testing.T) {
 	each(t, 3, 16<<20, func(r *worldtest.Rank, k kind) {
 		if !k.validates {
 			return
 		}
-		m, err := k.open(r, false, true)
+		m, err := k.Kind(r, worldtest.Opening{Validate: true})
 		r.Must(err)
-		err = m.call(nil, r.Rank() == 1)
+		err = m.Call(nil, r.Rank() == 1)
 		require.ErrorIs(r.T, err, comm.ErrInvalid)
 		require.NotErrorIs(r.T, err, comm.ErrMismatch)
 		if r.Rank() != 1 {
 			require.ErrorContains(r.T, err, "rank 1")
 		}
-		r.Must(m.call(nil, false)) // which it has not broken
-		r.Must(m.close(r.Ctx))
+		r.Must(m.Call(nil, false)) // which it has not broken
+		r.Must(m.Close(r.Ctx))
 	})
 }
 
@@ -199,30 +150,17 @@ func TestF3_WithValidateDifferentCallsAreNamed(t *testing.T) {
 	worldtest.Local(t, 2, 16<<20, func(r *worldtest.Rank) {
 		var ms []*member
 		for _, name := range []string{"exchanger", "reducer"} {
-			m, err := kinds[name].open(r, false, true)
+			m, err := kinds[name].Kind(r, worldtest.Opening{Validate: true})
 			r.Must(err)
 			ms = append(ms, m)
 		}
-		err := ms[r.Rank()].call(nil, false)
+		err := ms[r.Rank()].Call(nil, false)
 		require.ErrorIs(r.T, err, comm.ErrMismatch)
 		require.ErrorContains(r.T, err, "rank 0 has an exchange; rank 1 has all-reduce (sum) of 2 float32")
 		for _, m := range ms {
-			r.Must(m.call(nil, false))
-			r.Must(m.close(r.Ctx))
+			r.Must(m.Call(nil, false))
+			r.Must(m.Close(r.Ctx))
 		}
-	})
-}
-
-// Without, a rank that refuses may repeat the call, for which the others wait.
-func TestACallThatWasRefusedCanBeRepeated(t *testing.T) {
-	each(t, 2, 16<<20, func(r *worldtest.Rank, k kind) {
-		m, err := k.open(r, false, false)
-		r.Must(err)
-		if r.Rank() == 1 {
-			require.ErrorIs(r.T, m.call(nil, true), comm.ErrInvalid)
-		}
-		r.Must(m.call(nil, false))
-		r.Must(m.close(r.Ctx))
 	})
 }
 

@@ -40,13 +40,40 @@ type Config struct {
 	Settle func(extra memory.View) error
 	// Timeout bounds Agree.
 	Timeout time.Duration
-	// Hosts says that launches may span hosts.
+	// Hosts says that launches may span hosts, of ranks in memory of the host.
 	Hosts bool
+	// GPUs says that they may on GPUs too.
+	GPUs bool
 	// Counters, when set, tells numbers that only grow, by name. Any goroutine may call it, also while a call runs.
 	Counters func(add func(name string, n uint64))
+	// Layer, when set, tells what a dispatcher has routed, by ranks of the group. It may be called as Counters may.
+	Layer func() flight.Layer
+	// Traffic, when set, tells the bytes of its rows, by rank of the group. It may be called as Counters may.
+	Traffic func(add func(rank int, t flight.Traffic))
+	// Turn, when set, is that of other communicators with which this one has calls in one order, as if they were one's.
+	Turn *Turn
 	// Rest has Close look for what launches have left behind, when all ranks' launches have ended, and report it. It costs a meeting.
 	Rest bool
 }
+
+// Turn has the calls of communicators follow each other: one is made at a time, and each launch comes behind the last of any.
+type Turn struct {
+	calls    sync.Mutex
+	last     device.Stream // of the last launch that was not captured; nil before the first, and for the caller itself
+	captured bool          // a launch was
+}
+
+// Lock begins a call of one of the communicators, or another look at what calls change; Unlock ends it.
+func (t *Turn) Lock() { t.calls.Lock() }
+
+// Unlock ends what Lock began.
+func (t *Turn) Unlock() { t.calls.Unlock() }
+
+// Wait returns when the launches so far have run, but for captured ones. t is locked.
+func (t *Turn) Wait() error { return device.Follow(nil, t.last) }
+
+// Captured reports whether a launch was captured, so that a graph may repeat it. t is locked.
+func (t *Turn) Captured() bool { return t.captured }
 
 // Communicator is one rank's end. Its owner holds Lock throughout a call.
 type Communicator struct {
@@ -55,6 +82,7 @@ type Communicator struct {
 	Traits kernels.Traits
 	name   string
 	block  *memory.Buffer
+	rail   *memory.RailBuffer // nil where a launch needs none
 	extra  memory.View
 	port   kernels.Port
 	within time.Duration
@@ -63,10 +91,9 @@ type Communicator struct {
 	notes  *flight.Recorder
 	mute   func() // ends what it tells of itself
 
-	calls  sync.Mutex
+	*Turn  // of this one, or of several
 	closed bool
 	apart  sync.WaitGroup // calls of LaunchApart
-	last   device.Stream  // of the last launch that was not captured; nil before the first, and for the caller itself
 
 	broken atomic.Pointer[error] // a launch failed half-way: the control block is in no known state
 }
@@ -74,12 +101,17 @@ type Communicator struct {
 // Open makes a communicator together with all ranks. refused is the reason why this rank cannot take part. A failure on one rank is
 // an error on all, with its cause and at once, and nothing is left.
 func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Communicator, error) {
-	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, within: o.Timeout, rest: o.Rest}
+	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, within: o.Timeout, rest: o.Rest, Turn: o.Turn}
+	if c.Turn == nil {
+		c.Turn = &Turn{}
+	}
 	if log := c.Group.Logger(); log.Enabled(ctx, env.LevelTrace) {
 		c.trace = log
 	}
 	var layout kernels.Layout
-	if n := c.Group.Topology().Hosts; n > 1 && !o.Hosts && refused == nil {
+	if n := c.Group.Topology().Hosts; n > 1 && !o.GPUs && h.Device().Kind() != device.HostKind {
+		refused = fmt.Errorf("%s: %w", o.Name, memory.NoGPUsOn(n))
+	} else if n > 1 && !o.Hosts && refused == nil {
 		refused = fmt.Errorf("%s: %w: the ranks of %s are on %d hosts", o.Name, comm.ErrUnsupported, c.Group.Name(), n)
 	}
 	if refused == nil {
@@ -89,29 +121,45 @@ func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Commun
 		}
 	}
 	if _, err := agree.On(ctx, c.Group, agree.Claim{Must: agree.Same(o.Must...)}, refused); err != nil {
+		if refused != nil {
+			return nil, err // it has the name
+		}
 		return nil, fmt.Errorf("%s: compare options: %w", o.Name, err)
 	}
 	control := kernels.AlignUp(layout.Bytes, kernels.LineBytes)
-	if err := c.open(ctx, &o, layout.Zero, control); err != nil {
-		return nil, errors.Join(fmt.Errorf("%s: memory for control block and staging: %w", o.Name, err), c.release())
+	if err := c.open(ctx, &o, &layout, control); err != nil {
+		return nil, errors.Join(fmt.Errorf("%s: memory for control block and staging: %w", o.Name, err), c.release(false))
 	}
 	c.Traits = c.port.Ready()
 	rank, members := c.Group.Flight()
-	c.notes = rank.Recorder(c.Group.Name(), c.block.Offset(), members)
-	c.mute = rank.Add(&flight.Part{Counters: o.Counters})
+	c.notes = rank.Recorder(c.Group.Name(), c.block.Offset(), members, h.Device().String())
+	tells := &flight.Part{Memory: h, Counters: o.Counters}
+	if o.Layer != nil {
+		tells.Traffic = func(add func(rank int, t flight.Traffic)) {
+			o.Traffic(func(rank int, t flight.Traffic) { add(members[rank], t) })
+		}
+		tells.Layer = func() flight.Layer { return o.Layer().Of(members, rank.Size) }
+	}
+	c.mute = rank.Add(tells)
 	observe.FromEnv(c.Group.Logger())
 	return c, nil
 }
 
-// open takes the memory and opens the port, when the first zero bytes are so.
-func (c *Communicator) open(ctx context.Context, o *Config, zero, control int64) (err error) {
+// open takes the memory and opens the port, when the bytes that have to be zero are so.
+func (c *Communicator) open(ctx context.Context, o *Config, l *kernels.Layout, control int64) (err error) {
 	if c.block, err = Allocate(ctx, c.Heap, control+o.ExtraBytes); err != nil {
 		return err
 	}
 	var claim agree.Claim
-	err = c.block.Clear(0, zero)
-	if err == nil {
-		err = c.block.Clear(control, o.ZeroExtra)
+	if !c.Group.Replaying() { // else peers use it, and it is as the lost rank has left it
+		if err = c.block.Clear(0, l.Zero); err == nil {
+			err = c.block.Clear(control, o.ZeroExtra)
+		}
+	}
+	if err == nil && l.Rail > 0 {
+		if c.rail, err = c.Heap.AllocRail(l.Rail); err == nil {
+			o.Family.(interface{ PlaceRail(at int64) }).PlaceRail(c.rail.Offset())
+		}
 	}
 	if c.extra = c.block.View().Slice(control, o.ExtraBytes); err == nil && o.Settle != nil {
 		err = o.Settle(c.extra)
@@ -161,25 +209,33 @@ func Allocate(ctx context.Context, h *memory.Heap, n int64) (*memory.Buffer, err
 	return b, err
 }
 
+// Port is the engine's end of it.
+func (c *Communicator) Port() kernels.Port { return c.port }
+
 // Extra is the owner's memory behind the control block.
 func (c *Communicator) Extra() memory.View { return c.extra }
 
-// Lock begins a call, or another look at what calls change; Unlock ends it.
-func (c *Communicator) Lock() { c.calls.Lock() }
-
-// Unlock ends what Lock began.
-func (c *Communicator) Unlock() { c.calls.Unlock() }
-
-// Alive returns comm.ErrClosed once c is closed. c is locked.
+// Alive returns comm.ErrClosed once c or its heap is closed. c is locked.
 func (c *Communicator) Alive() error {
-	if c.closed {
+	switch {
+	case c.closed:
 		return fmt.Errorf("%s: %w", c.name, comm.ErrClosed)
+	case c.Heap.Closed():
+		return fmt.Errorf("%s: its heap is %w", c.name, comm.ErrClosed)
 	}
 	return nil
 }
 
 // Usable returns the error of a call that is not possible. c is locked.
 func (c *Communicator) Usable() error {
+	if err := c.Whole(); err != nil {
+		return err
+	}
+	return c.LockedFault()
+}
+
+// Whole returns the error after which no call is possible. A disagreement of ranks is none, and a later call is told of it. c is locked.
+func (c *Communicator) Whole() error {
 	if err := c.Alive(); err != nil {
 		return err
 	}
@@ -190,8 +246,8 @@ func (c *Communicator) Usable() error {
 	case <-c.Group.Done():
 		return fmt.Errorf("%s: %w", c.name, c.Group.Err())
 	default:
+		return nil
 	}
-	return c.LockedFault()
 }
 
 // Fault returns the error of launches that have run by now, nil if there is none. It returns a disagreement of ranks once.
@@ -217,7 +273,7 @@ func (c *Communicator) LockedFault() error {
 // Agree compares what the ranks bring to a call on the control plane, with all of them, and returns everybody's Own. refused is
 // this rank's own complaint, which every rank hears of and it gets back. A rank that is closed meets nobody. c is locked.
 func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error) {
-	if c.closed {
+	if c.closed || c.Heap.Closed() {
 		return nil, refused
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), c.within)
@@ -232,7 +288,10 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 // Launch enqueues op on s behind the last launch, or runs it if s is nil. After an error op was not enqueued, or, without a
 // stream, has failed. On a stream the owner's Done gets the result, and calls c.Done. c is locked.
 func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
-	defer cuda.StartRange(op.Operation()).End()
+	if err := c.Takes(s); err != nil {
+		return err
+	}
+	defer cuda.StartRange(op.Operation(), op.Noted().Payload).End()
 	c.log(s, op)
 	t := c.begin(s, op, false)
 	err := c.order(s)
@@ -247,8 +306,19 @@ func (c *Communicator) Launch(s device.Stream, op kernels.Operation) error {
 // begin notes a call. apart says that other ranks may make none.
 func (c *Communicator) begin(s device.Stream, op kernels.Operation, apart bool) flight.Ticket {
 	n := op.Noted()
-	n.Ticket = c.notes.Begin(op.Operation(), n.Algorithm, n.Payload, s != nil, apart || n.Alone, n.Send, n.Recv)
+	n.Ticket = c.notes.Begin(op.Operation(), n.Algorithm, n.Payload, n.Staged, numberOf(s), apart || n.Alone, n.Send, n.Recv)
 	return n.Ticket
+}
+
+// numberOf is a stream as notes have it.
+func numberOf(s device.Stream) flight.Stream {
+	switch on := s.(type) {
+	case nil:
+		return flight.NoStream
+	case *device.HostStream:
+		return flight.OnStream(on.Number())
+	}
+	return flight.OnStream(uint64(s.Handle()))
 }
 
 // launched is the error of a launch, and notes what the engine does not.
@@ -269,6 +339,9 @@ func (c *Communicator) LaunchApart(s device.Stream, op kernels.Operation) error 
 	c.Lock()
 	err := c.Usable()
 	if err == nil {
+		err = c.Takes(s)
+	}
+	if err == nil {
 		c.apart.Add(1)
 	}
 	c.Unlock()
@@ -276,7 +349,7 @@ func (c *Communicator) LaunchApart(s device.Stream, op kernels.Operation) error 
 		return err
 	}
 	defer c.apart.Done()
-	defer cuda.StartRange(op.Operation()).End()
+	defer cuda.StartRange(op.Operation(), op.Noted().Payload).End()
 	c.log(s, op)
 	t := c.begin(s, op, true)
 	return c.launched(t, c.port.Launch(s, op))
@@ -295,6 +368,7 @@ func (c *Communicator) order(s device.Stream) error {
 		return nil
 	}
 	if captured, err := device.Capturing(s); err != nil || captured {
+		c.captured = c.captured || captured
 		return err
 	}
 	if err := device.Follow(s, c.last); err != nil {
@@ -304,62 +378,12 @@ func (c *Communicator) order(s device.Stream) error {
 	return nil
 }
 
-// Wait returns when the launches so far have run, but for captured ones. c is locked.
-func (c *Communicator) Wait() error { return device.Follow(nil, c.last) }
-
 // Done gets the result of a launch. An error leaves c broken, unless ranks have only disagreed (kernels.Recoverable).
 func (c *Communicator) Done(err error) {
 	if err != nil && !kernels.Recoverable(err) {
 		why := err
-		c.broken.CompareAndSwap(nil, &why)
-	}
-}
-
-// Close waits for the launches on streams and gives the memory back. It is collective and idempotent: no rank frees a control
-// block that a peer may still write. After a failure of the group it releases this rank's memory and returns. When ctx ends, launches
-// that wait for peers give up; memory of launches that still run is not released.
-func (c *Communicator) Close(ctx context.Context) error {
-	c.Lock()
-	was, last := c.closed, c.last
-	c.closed = true
-	c.Unlock()
-	if was {
-		return nil
-	}
-	c.mute()
-	err := c.port.Drain(ctx, last)
-	// A call of LaunchApart may have been let in just before c was closed, and reach the port only now.
-	err = errors.Join(err, kernels.Drain(ctx, func() error { c.apart.Wait(); return nil }, func() { _ = c.port.Drain(ctx, last) }))
-	if errors.Is(err, kernels.ErrRunning) {
-		return fmt.Errorf("%s: close: %w", c.name, err)
-	}
-	var unrest error
-	if p, ok := c.port.(interface{ Rest() error }); ok && c.rest && c.Group.Err() == nil {
-		if unrest = c.Group.Barrier(ctx); unrest == nil {
-			unrest = p.Rest()
+		if c.broken.CompareAndSwap(nil, &why) {
+			c.notes.Broke()
 		}
-		err = errors.Join(err, unrest)
 	}
-	if c.Group.Err() == nil {
-		err = errors.Join(err, c.Group.Barrier(ctx))
-	}
-	if rail := c.Heap.Rail(); rail != nil && (c.Group.Err() != nil || unrest != nil) {
-		rail.Interrupt() // puts may be on their way to the memory
-	}
-	if err = errors.Join(err, c.release()); err != nil {
-		return fmt.Errorf("%s: close: %w", c.name, err)
-	}
-	return nil
-}
-
-// release gives back the memory and the port that Open took.
-func (c *Communicator) release() error {
-	var err error
-	if c.port != nil {
-		err = c.port.Close()
-	}
-	if c.block != nil {
-		err = errors.Join(err, c.block.Free())
-	}
-	return err
 }

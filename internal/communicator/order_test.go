@@ -33,10 +33,11 @@ type stream struct {
 func (s *stream) Capturing() (bool, error)    { return s.captured, nil }
 func (s *stream) Wait(device.Event) error     { s.waits++; return nil }
 func (s *stream) Device() device.Device       { return device.Host() }
+func (*stream) Handle() uintptr               { return 0 }
 func (*stream) Record() (device.Event, error) { return device.Event{}, nil }
 
 func TestALaunchWaitsForTheOneBefore(t *testing.T) {
-	c, a, b := &Communicator{notes: notes(), port: &port{}}, &stream{}, &stream{}
+	c, a, b := &Communicator{Turn: &Turn{}, notes: notes(), port: &port{}}, &stream{}, &stream{}
 	for _, s := range []*stream{a, a, b, b, a} {
 		require.NoError(t, c.Launch(s, &kernels.AllToAllV{}))
 	}
@@ -46,7 +47,7 @@ func TestALaunchWaitsForTheOneBefore(t *testing.T) {
 // A graph has no past: what is captured waits for nobody, and nobody waits for it.
 func TestACapturedLaunchHasNoPlaceInTheOrder(t *testing.T) {
 	p := &port{}
-	c, a, b, graph := &Communicator{notes: notes(), port: p}, &stream{}, &stream{}, &stream{captured: true}
+	c, a, b, graph := &Communicator{Turn: &Turn{}, notes: notes(), port: p}, &stream{}, &stream{}, &stream{captured: true}
 	for _, s := range []*stream{a, graph, graph, a} {
 		require.NoError(t, c.Launch(s, &kernels.AllToAllV{}))
 	}
@@ -61,7 +62,7 @@ func TestACapturedLaunchHasNoPlaceInTheOrder(t *testing.T) {
 
 func TestOnlyWhatFailsHalfWayBreaks(t *testing.T) {
 	p := &port{err: errors.New("no room in the stream")}
-	c, s := &Communicator{notes: notes(), port: p}, &stream{}
+	c, s := &Communicator{Turn: &Turn{}, notes: notes(), port: p}, &stream{}
 	require.Error(t, c.Launch(s, &kernels.AllToAllV{}))
 	require.Nil(t, c.broken.Load(), "it was not enqueued")
 	c.Done(nil)
@@ -78,4 +79,4 @@ func TestOnlyWhatFailsHalfWayBreaks(t *testing.T) {
 	require.ErrorIs(t, *c.broken.Load(), p.err, "the first stays")
 }
 
-func notes() *flight.Recorder { return flight.New(0, 1).Recorder("world", 0, []int{0}) }
+func notes() *flight.Recorder { return flight.New(0, 1).Recorder("world", 0, []int{0}, "host") }

@@ -51,9 +51,15 @@ func TestErrorsSayWhatFailed(t *testing.T) {
 }
 
 func TestFeatureErrorsNameTheDevices(t *testing.T) {
-	err := errors.Join(&FeatureError{Feature: "peer access", Device: 2, Peer: 5}, &FeatureError{Feature: "file descriptor handles", Device: 1, Peer: -1})
-	require.ErrorIs(t, err, ErrUnsupported)
-	require.EqualError(t, err, "cuda: device 2 lacks peer access to device 5\ncuda: device 1 lacks file descriptor handles")
+	for want, err := range map[string]error{
+		"cuda: device 1 lacks file descriptor handles": &FeatureError{Feature: "file descriptor handles", Device: 1},
+		"cuda: no peer access from device 2 to 5: take GPUs that reach each other, by CUDA_VISIBLE_DEVICES; switch MIG and, on PCIe bridges, ACS off": &PeerError{Pairs: [][2]int{{2, 5}}},
+		"cuda: no peer access from device 0 to 1, 1 to 0, 0 to 2, 2 to 0, 2 more: take GPUs that reach each other, by CUDA_VISIBLE_DEVICES; switch MIG and, on PCIe bridges, ACS off": &PeerError{
+			Pairs: [][2]int{{0, 1}, {1, 0}, {0, 2}, {2, 0}, {1, 2}, {2, 1}}},
+	} {
+		require.ErrorIs(t, err, ErrUnsupported)
+		require.EqualError(t, err, want)
+	}
 }
 
 func TestWithoutADriverOpenSaysSo(t *testing.T) {

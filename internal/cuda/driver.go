@@ -2,6 +2,7 @@ package cuda
 
 import (
 	"bytes"
+	"fmt"
 	"runtime"
 	"unsafe"
 )
@@ -111,8 +112,12 @@ type Driver struct {
 	version int
 }
 
+// leastVersion is that of the latest interface that Switchyard cannot do without, and of the oldest assembler that kernels come from.
+const leastVersion = 12040
+
 // Open opens libcuda.so.1, looks its entry points up and initialises it. It may be called any number of times; each
-// Driver is closed on its own. The error wraps ErrUnavailable where there is no usable driver.
+// Driver is closed on its own. The error wraps ErrUnavailable where there is no driver; one that is older than CUDA 12.4 is
+// refused with another error, with both versions, so that nobody takes it for a machine without GPUs.
 func Open() (*Driver, error) {
 	t, err := openTable()
 	if err != nil {
@@ -125,8 +130,16 @@ func Open() (*Driver, error) {
 		return nil, err
 	}
 	d.version = int(a[0])
+	if d.version < leastVersion {
+		closeTable(t)
+		return nil, fmt.Errorf("cuda: the driver implements CUDA %s, and the kernels need %s: install NVIDIA's driver 550 or newer",
+			release(d.version), release(leastVersion))
+	}
 	return d, nil
 }
+
+// release is a version as people write it, "12.4" of 12040.
+func release(version int) string { return fmt.Sprintf("%d.%d", version/1000, version%1000/10) }
 
 // Version is the CUDA version the driver implements: 13000 for 13.0.
 func (d *Driver) Version() int { return d.version }

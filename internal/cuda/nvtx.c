@@ -1,4 +1,6 @@
-// go:build cgo && linux
+// clang-format off
+//go:build cgo && linux
+// clang-format on
 
 /*
  * NVTX has no library of its own: a profiler names one in NVTX_INJECTION64_PATH, and who has ranges to show opens it
@@ -10,12 +12,26 @@
 #include <string.h>
 
 typedef void (*function)(void);
-typedef uint64_t (*range_start)(const char *);
+/* attributes of a range: version 3, and those of its fields that have a kind */
+struct attributes {
+	uint16_t version, size;
+	uint32_t category;
+	int32_t color_kind;
+	uint32_t color;
+	int32_t payload_kind, reserved;
+	int64_t payload;
+	int32_t message_kind;
+	const char *message;
+};
+
+enum { PAYLOAD_INT64 = 2, MESSAGE_ASCII = 1 };
+
+typedef uint64_t (*range_start)(const struct attributes *);
 typedef void (*range_end)(uint64_t);
 
 enum { CALLBACKS = 1, VERSION_INFO = 3 };                /* export tables */
 enum { CORE = 1 };                                       /* the module with ranges */
-enum { RANGE_START = 5, RANGE_END = 7, CORE_SIZE = 16 }; /* places in its table */
+enum { RANGE_START = 4, RANGE_END = 7, CORE_SIZE = 16 }; /* places in its table */
 
 static function functions[CORE_SIZE];
 static function *core[CORE_SIZE + 1]; /* ends with a null pointer, and begins with one */
@@ -67,12 +83,20 @@ int sw_nvtx_open(const char *path)
 	return 1;
 }
 
-uint64_t sw_nvtx_start(const char *name, size_t n)
+uint64_t sw_nvtx_start(const char *name, size_t n, int64_t bytes)
 {
 	char text[128] = "switchyard: ";
 	const size_t at = strlen(text), room = sizeof text - 1 - at;
 	memcpy(text + at, name, n < room ? n : room);
-	return ((range_start)functions[RANGE_START])(text);
+	const struct attributes a = {
+	    .version = 3,
+	    .size = sizeof a,
+	    .payload_kind = bytes < 0 ? 0 : PAYLOAD_INT64,
+	    .payload = bytes,
+	    .message_kind = MESSAGE_ASCII,
+	    .message = text,
+	};
+	return ((range_start)functions[RANGE_START])(&a);
 }
 
 void sw_nvtx_end(uint64_t range) { ((range_end)functions[RANGE_END])(range); }

@@ -15,13 +15,14 @@ var profiled = sync.OnceValue(func() bool {
 // Range is a stretch of time that a profiler shows by name, next to those of others that use NVTX. The zero Range is none.
 type Range struct{ id uint64 }
 
-// StartRange begins a range, "switchyard: " and then the name; names of more than 115 bytes are cut. Where SWITCHYARD_NVTX is
-// not 1, no profiler runs, or the build has no cgo, it does nothing, in 3 ns (BenchmarkRangeOff).
-func StartRange(name string) Range {
+// StartRange begins a range, "switchyard: " and then the name; names of more than 115 bytes are cut. Its payload is a number of bytes, and it
+// has none where bytes is negative. Where SWITCHYARD_NVTX is not 1, no profiler runs, or the build has no cgo, it does nothing, in 3 ns
+// (BenchmarkRangeOff).
+func StartRange(name string, bytes int64) Range {
 	if !profiled() {
 		return Range{}
 	}
-	return Range{rangeStart(name)}
+	return Range{rangeStart(name, bytes)}
 }
 
 // End ends the range, on whatever thread.

@@ -8,9 +8,9 @@
  * a process. */
 int sw_nvtx_open(const char *path);
 
-/* sw_nvtx_start begins a range with the name "switchyard: " and n bytes of name, which need no end. sw_nvtx_end ends
- * it, on any thread. */
-uint64_t sw_nvtx_start(const char *name, size_t n);
+/* sw_nvtx_start begins a range with the name "switchyard: " and n bytes of name, which need no end. Its payload is
+ * bytes, none if that is negative. sw_nvtx_end ends the range, on any thread. */
+uint64_t sw_nvtx_start(const char *name, size_t n, int64_t bytes);
 void sw_nvtx_end(uint64_t range);
 
 #endif

@@ -20,8 +20,8 @@ func openProfiler(path string) bool {
 	return C.sw_nvtx_open(p) != 0
 }
 
-func rangeStart(name string) uint64 {
-	return uint64(C.sw_nvtx_start((*C.char)(unsafe.Pointer(unsafe.StringData(name))), C.size_t(len(name))))
+func rangeStart(name string, bytes int64) uint64 {
+	return uint64(C.sw_nvtx_start((*C.char)(unsafe.Pointer(unsafe.StringData(name))), C.size_t(len(name)), C.int64_t(bytes)))
 }
 
 func rangeEnd(id uint64) { C.sw_nvtx_end(C.uint64_t(id)) }

@@ -29,7 +29,28 @@ typedef struct { size_t bytes; uint32_t version, reserved; void (*set)(uint32_t)
 static uint64_t ranges;
 static FILE *out;
 
-static uint64_t start(const char *name) { fprintf(out, "start %lu %s\n", ++ranges, name); fflush(out); return ranges; }
+typedef struct {
+	uint16_t version, size;
+	uint32_t category;
+	int32_t color_kind;
+	uint32_t color;
+	int32_t payload_kind, reserved;
+	union { int64_t number; double real; } payload;
+	int32_t message_kind;
+	union { const char *ascii; const wchar_t *wide; } message;
+} attributes;
+
+static uint64_t start(const attributes *a)
+{
+	if (a->version != 3 || a->size != 48 || a->size != sizeof *a || a->message_kind != 1)
+		abort();
+	fprintf(out, "start %lu %s", ++ranges, a->message.ascii);
+	if (a->payload_kind == 2)
+		fprintf(out, ", %ld", a->payload.number);
+	fprintf(out, "\n");
+	fflush(out);
+	return ranges;
+}
 static void end(uint64_t range) { fprintf(out, "end %lu\n", range); fflush(out); }
 
 int InitializeInjectionNvtx2(const void *(*export)(uint32_t))
@@ -44,18 +65,18 @@ int InitializeInjectionNvtx2(const void *(*export)(uint32_t))
 	if (c->table(1, &table, &size) != 1 || size != 16 || table[0] != NULL || table[size] != NULL)
 		return 0;
 	out = fopen(getenv("RANGES"), "w");
-	*table[5] = (function)start;
+	*table[4] = (function)start;
 	*table[7] = (function)end;
 	*table[15] = NULL;
 	return 1;
 }
 `
 
-// A process that a profiler runs shows its ranges there. The profiler is one in 40 lines; the process is this test again.
+// A process that a profiler runs shows its ranges there. The profiler is one in 50 lines; the process is this test again.
 func TestRanges(t *testing.T) {
 	if proctest.Again() {
-		outer := StartRange("outer")
-		inner := StartRange(strings.Repeat("x", 200))
+		outer := StartRange("outer", 4096)
+		inner := StartRange(strings.Repeat("x", 200), -1)
 		done := make(chan struct{})
 		go func() { defer close(done); outer.End() }()
 		<-done
@@ -79,7 +100,7 @@ func TestRanges(t *testing.T) {
 		require.NoError(t, err)
 		return string(got)
 	}
-	require.Equal(t, "start 1 switchyard: outer\nstart 2 switchyard: "+strings.Repeat("x", 115)+"\nend 1\nend 2\n", run("SWITCHYARD_NVTX=1", "NVTX_INJECTION64_PATH="+lib))
+	require.Equal(t, "start 1 switchyard: outer, 4096\nstart 2 switchyard: "+strings.Repeat("x", 115)+"\nend 1\nend 2\n", run("SWITCHYARD_NVTX=1", "NVTX_INJECTION64_PATH="+lib))
 	require.Empty(t, run("SWITCHYARD_NVTX=", "NVTX_INJECTION64_PATH="+lib), "nobody asked")
 	require.Empty(t, run("SWITCHYARD_NVTX=1", "NVTX_INJECTION64_PATH="), "no profiler")
 	require.Empty(t, run("SWITCHYARD_NVTX=1", "NVTX_INJECTION64_PATH=/nowhere.so"), "a profiler that is not there")
@@ -88,6 +109,6 @@ func TestRanges(t *testing.T) {
 func BenchmarkRangeOff(b *testing.B) {
 	b.ReportAllocs()
 	for b.Loop() {
-		StartRange("all_to_all").End()
+		StartRange("all_to_all", 1).End()
 	}
 }

@@ -3,6 +3,7 @@ package cuda
 import (
 	"errors"
 	"fmt"
+	"strings"
 )
 
 // Features is what a device offers to share memory with.
@@ -39,23 +40,41 @@ func (v *Device) Features() (Features, error) {
 	return f, nil
 }
 
-// FeatureError says which device, or which ordered pair of devices, lacks what. errors.Is(err, ErrUnsupported) holds.
+// FeatureError says which device lacks what. errors.Is(err, ErrUnsupported) holds.
 type FeatureError struct {
-	Feature string // "virtual memory management", "peer access"
+	Feature string // "virtual memory management"
 	Device  int    // ordinal
-	Peer    int    // ordinal of the device that Device cannot reach, -1 where the feature is of one device
 }
 
-// Error names the devices.
+// Error names the device.
 func (e *FeatureError) Error() string {
-	if e.Peer < 0 {
-		return fmt.Sprintf("cuda: device %d lacks %s", e.Device, e.Feature)
-	}
-	return fmt.Sprintf("cuda: device %d lacks %s to device %d", e.Device, e.Feature, e.Peer)
+	return fmt.Sprintf("cuda: device %d lacks %s", e.Device, e.Feature)
 }
 
 // Unwrap returns ErrUnsupported.
 func (e *FeatureError) Unwrap() error { return ErrUnsupported }
+
+// PeerError says which devices cannot reach which. errors.Is(err, ErrUnsupported) holds.
+type PeerError struct {
+	Pairs [][2]int // ordinals: kernels of the first cannot read and write memory of the second
+}
+
+// Error is one sentence that names up to 4 pairs and the cure.
+func (e *PeerError) Error() string {
+	var pairs []string
+	for i, p := range e.Pairs {
+		if i == 4 {
+			pairs = append(pairs, fmt.Sprintf("%d more", len(e.Pairs)-i))
+			break
+		}
+		pairs = append(pairs, fmt.Sprintf("%d to %d", p[0], p[1]))
+	}
+	return fmt.Sprintf("cuda: no peer access from device %s: take GPUs that reach each other, by CUDA_VISIBLE_DEVICES; switch MIG and, on PCIe bridges, ACS off",
+		strings.Join(pairs, ", "))
+}
+
+// Unwrap returns ErrUnsupported.
+func (e *PeerError) Unwrap() error { return ErrUnsupported }
 
 // Requirements is what CheckDevices insists on. The zero value asks for peer access alone.
 type Requirements struct {
@@ -64,9 +83,10 @@ type Requirements struct {
 }
 
 // CheckDevices tests every device, and every ordered pair for peer access. The error joins one FeatureError for each
-// thing missing.
+// thing missing, and one PeerError.
 func CheckDevices(devices []*Device, need Requirements) error {
 	var missing []error
+	var apart PeerError
 	for _, v := range devices {
 		f, err := v.Features()
 		if err != nil {
@@ -83,7 +103,7 @@ func CheckDevices(devices []*Device, need Requirements) error {
 			{need.CooperativeLaunch, f.CooperativeLaunch, "cooperative launch"},
 		} {
 			if q.need && !q.have {
-				missing = append(missing, &FeatureError{Feature: q.what, Device: v.ordinal, Peer: -1})
+				missing = append(missing, &FeatureError{Feature: q.what, Device: v.ordinal})
 			}
 		}
 		for _, w := range devices {
@@ -92,9 +112,12 @@ func CheckDevices(devices []*Device, need Requirements) error {
 				return fmt.Errorf("probe %v to %v: %w", v, w, err)
 			}
 			if !ok {
-				missing = append(missing, &FeatureError{Feature: "peer access", Device: v.ordinal, Peer: w.ordinal})
+				apart.Pairs = append(apart.Pairs, [2]int{v.ordinal, w.ordinal})
 			}
 		}
+	}
+	if len(apart.Pairs) > 0 {
+		missing = append(missing, &apart)
 	}
 	return errors.Join(missing...)
 }

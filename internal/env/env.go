@@ -37,12 +37,14 @@ const (
 	joinTimeout = "SWITCHYARD_JOIN_TIMEOUT"
 	peerTimeout = "SWITCHYARD_PEER_TIMEOUT"
 	hostID      = "SWITCHYARD_HOSTID"
+	sockets     = "SWITCHYARD_SOCKETS"
 	debug       = "SWITCHYARD_DEBUG"
 	nvtx        = "SWITCHYARD_NVTX"
 	metrics     = "SWITCHYARD_METRICS"
 	status      = "SWITCHYARD_STATUS"
 	dump        = "SWITCHYARD_DUMP"
 	cudaHeap    = "SWITCHYARD_CUDA_HEAP"
+	olderCode   = "SWITCHYARD_OLDER_KERNELS"
 
 	injection = "NVTX_INJECTION64_PATH"
 
@@ -101,13 +103,15 @@ func known() []Variable {
 		{Name: joinTimeout, Default: "2m", Meaning: "How long a join may take, such as 90s."},
 		{Name: peerTimeout, Default: "10s", Meaning: "How long a rank may be silent before it counts as lost, at least 100ms."},
 		{Name: hostID, Default: "none", Meaning: "A name in front of what tells hosts apart, the boot of the machine and the network namespace: ranks with different names are on different hosts. Ranks of one host have the same."},
+		{Name: sockets, Default: "none", Meaning: "A folder that all ranks of a host have mounted, for their sockets. Ranks that share it are on one host, also in pods of their own."},
 		{Name: debug, Default: "silent", Meaning: "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},
 		{Name: metrics, Default: "none", Meaning: "Where metrics can be had: :9400 is a port on this host's loopback, plus the local rank; 0.0.0.0:9400 serves other hosts too; a path names a file for node_exporter."},
 		{Name: status, Default: "1", Meaning: "0 closes the socket by which switchyard status and switchyard dump ask a process of the same user, and serves no metrics."},
-		{Name: dump, Default: "none", Meaning: "A folder for dumps: when a group fails, every process writes the last calls of its ranks there."},
-		{Name: nvtx, Default: "0", Meaning: "1 puts an NVTX range around every call, so that Nsight Systems shows it by name."},
+		{Name: dump, Default: "none", Meaning: "A folder for dumps: when a group fails, or a call so that its communicator can only be closed, every process writes the last calls of its ranks there, as JSON lines and for torch's analyzer of flight records."},
+		{Name: nvtx, Default: "0", Meaning: "1 puts an NVTX range around every call, so that Nsight Systems shows it by name. Its payload is the bytes of the input."},
 		{Name: injection, Default: "no profiler", Meaning: "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
 		{Name: cudaHeap, Default: "36M and 20M a rank", Meaning: "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},
+		{Name: olderCode, Default: "0", Meaning: "1 loads the machine code for drivers older than 580 on newer ones too."},
 		{Name: ncclNVLS, Default: "1", Meaning: "NCCL's variable. 0 keeps Switchyard from NVLink multicast too, also where an option asks for it."},
 		{Name: nvshmemMulticast, Default: "0", Meaning: "NVSHMEM's variable. 1 does the same."},
 		{Name: torchMulticast, Default: "0", Meaning: "torch's variable. 1 does the same."},
@@ -156,13 +160,24 @@ func CUDAHeap() (int64, error) {
 // Profiler is the library of the profiler that runs this process, to which SWITCHYARD_NVTX=1 has ranges told; empty where it
 // is not asked for or no profiler runs.
 func Profiler() (string, error) {
-	switch v := strings.TrimSpace(os.Getenv(nvtx)); v {
+	on, err := zeroOrOne(nvtx)
+	if !on {
+		return "", err
+	}
+	return os.Getenv(injection), nil
+}
+
+// OlderKernels reports whether the kernels for older drivers are wanted whatever the driver is.
+func OlderKernels() (bool, error) { return zeroOrOne(olderCode) }
+
+func zeroOrOne(name string) (bool, error) {
+	switch v := strings.TrimSpace(os.Getenv(name)); v {
 	case "", "0":
-		return "", nil
+		return false, nil
 	case "1":
-		return os.Getenv(injection), nil
+		return true, nil
 	default:
-		return "", fmt.Errorf("%s is %q, want 0 or 1", nvtx, v)
+		return false, fmt.Errorf("%s is %q, want 0 or 1", name, v)
 	}
 }
 

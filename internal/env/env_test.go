@@ -60,6 +60,18 @@ func TestProfiler(t *testing.T) {
 	require.EqualError(t, err, `SWITCHYARD_NVTX is "yes", want 0 or 1`)
 }
 
+func TestOlderKernels(t *testing.T) {
+	for text, want := range map[string]bool{"": false, "0": false, "1": true} {
+		set(t, map[string]string{"SWITCHYARD_OLDER_KERNELS": text})
+		older, err := OlderKernels()
+		require.NoError(t, err)
+		require.Equal(t, want, older, text)
+	}
+	set(t, map[string]string{"SWITCHYARD_OLDER_KERNELS": "12.4"})
+	_, err := OlderKernels()
+	require.EqualError(t, err, `SWITCHYARD_OLDER_KERNELS is "12.4", want 0 or 1`)
+}
+
 func TestMulticastDisabledBy(t *testing.T) {
 	for want, env := range map[string]map[string]string{
 		"":                                   {"NCCL_NVLS_ENABLE": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "0", "NVSHMEM_DISABLE_NVLS": "false"},
@@ -105,6 +117,33 @@ func TestReadWorld(t *testing.T) {
 	w, err = ReadWorld()
 	require.NoError(t, err)
 	require.Equal(t, "[::1]:99", w.Addr)
+
+	// Ranks of one host meet in the folder of their sockets, others and those who chose a port do not; and no two jobs in one file.
+	pod := map[string]string{"JOB_COMPLETION_INDEX": "1", "SWITCHYARD_WORLD_SIZE": "2", "SWITCHYARD_LOCAL_WORLD_SIZE": "2", "SWITCHYARD_SOCKETS": "/run/x"}
+	set(t, pod)
+	w, err = ReadWorld()
+	require.NoError(t, err)
+	require.Regexp(t, `^file:///run/x/meet-\d+-[0-9a-f]{16}$`, w.Addr)
+	require.Equal(t, [3]int{1, 2, 2}, [3]int{w.Rank, w.Size, w.LocalSize})
+	settings, err = ReadSettings()
+	require.NoError(t, err)
+	require.Equal(t, "/run/x", settings.Sockets)
+	first := w.Addr
+	pod["MASTER_ADDR"] = "other"
+	set(t, pod)
+	w, err = ReadWorld()
+	require.NoError(t, err)
+	require.NotEqual(t, first, w.Addr)
+	pod["SWITCHYARD_LOCAL_WORLD_SIZE"], pod["MASTER_ADDR"], pod["MASTER_PORT"] = "1", "node1", "5000"
+	set(t, pod)
+	w, err = ReadWorld()
+	require.NoError(t, err)
+	require.Equal(t, "node1:5001", w.Addr)
+	pod["SWITCHYARD_LOCAL_WORLD_SIZE"], pod["SWITCHYARD_PORT"] = "2", "99"
+	set(t, pod)
+	w, err = ReadWorld()
+	require.NoError(t, err)
+	require.Equal(t, "node1:99", w.Addr)
 
 	set(t, map[string]string{"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "65535"})
 	w, err = ReadWorld()

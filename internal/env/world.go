@@ -19,6 +19,7 @@ import (
 // variable is not set.
 type Settings struct {
 	Secret      []byte
+	Sockets     string // the folder of sockets, "" without one
 	JoinTimeout time.Duration
 	PeerTimeout time.Duration
 }
@@ -33,6 +34,7 @@ func ReadSettings() (Settings, error) {
 	if s.PeerTimeout, err = duration(peerTimeout); err != nil {
 		return Settings{}, err
 	}
+	s.Sockets = os.Getenv(sockets)
 	if text := Secret(); text != "" {
 		s.Secret = []byte(text)
 	}
@@ -250,7 +252,11 @@ func (w *World) place(l *Launcher) (string, error) {
 		return "", err
 	}
 	asked := p != 0
+	folder := os.Getenv(sockets)
 	here := w.LocalSize == w.Size && !l.RankPerHost
+	if folder != "" && w.LocalSize == w.Size && w.Size > 1 && !asked {
+		return "file://" + filepath.Join(folder, fmt.Sprintf("meet-%d-%s", os.Geteuid(), digest(fmt.Sprintf("%q %d %s", host, store, w.Job)))), nil
+	}
 	switch {
 	case here && !asked && l.Port != "":
 		return meetingName(host, store), nil

@@ -21,6 +21,7 @@ import (
 	"os"
 	"os/exec"
 	"regexp"
+	"runtime"
 	"strconv"
 	"strings"
 	"sync"
@@ -69,12 +70,12 @@ type Spec struct {
 	Via []string
 	// Stdout takes the standard output, which is not collected then.
 	Stdout *os.File
-	// Within is the deadline, counted from the start; the default is 2 minutes.
+	// Within is the deadline, counted from the start; the default is 5 minutes, which is long for a busy machine.
 	Within time.Duration
 }
 
 const (
-	defaultWithin = 2 * time.Minute
+	defaultWithin = 5 * time.Minute
 	lastWords     = 2 * time.Second  // from SIGQUIT, at which a Go program prints its goroutines, to SIGKILL
 	leftOpen      = 10 * time.Second // how long others may hold the output of a process that has ended
 )
@@ -100,6 +101,11 @@ type Process struct {
 // Start starts a process, which ends with the test at the latest.
 func Start(t testing.TB, s Spec) *Process {
 	t.Helper()
+	return start(t, 0, s)
+}
+
+func start(t testing.TB, rank int, s Spec) *Process {
+	t.Helper()
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
@@ -107,16 +113,17 @@ func Start(t testing.TB, s Spec) *Process {
 	line, part := append([]string{self}, s.Args...), s.Part
 	if part == "" {
 		part = again
-		line = append([]string{self, "-test.run", only(t.Name()), "-test.count=1"}, s.Args...)
+		line = append([]string{self, "-test.run", only(t.Name()), "-test.count=1", fmt.Sprint("-test.short=", testing.Short())}, s.Args...)
 	}
 	line = append(s.Via[:len(s.Via):len(s.Via)], line...)
-	p := &Process{t: t, cmd: exec.Command(line[0], line[1:]...), ended: make(chan struct{})}
+	p := &Process{Rank: rank, t: t, cmd: exec.Command(line[0], line[1:]...), ended: make(chan struct{})}
 	p.news.L = &p.mu
 	p.cmd.Env = append(os.Environ(), As(part))
 	if os.Getenv("GORACE") == "" {
 		p.cmd.Env = append(p.cmd.Env, "GORACE=atexit_sleep_ms=0") // the race detector has a program wait for a second at its end
 	}
 	p.cmd.Env = append(p.cmd.Env, s.Env...)
+	p.cmd.SysProcAttr = endsWithTest()
 	p.cmd.WaitDelay = leftOpen
 	p.cmd.Stdout, p.cmd.Stderr = stream{p, &p.out}, stream{p, &p.err}
 	if s.Stdout != nil {
@@ -125,10 +132,15 @@ func Start(t testing.TB, s Spec) *Process {
 	if p.stdin, err = p.cmd.StdinPipe(); err != nil {
 		t.Fatal(err)
 	}
-	if err := p.cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	began := make(chan error)
 	go func() {
+		runtime.LockOSThread() // the kernel takes the end of the thread that started the process for that of the test
+		defer runtime.UnlockOSThread()
+		err := p.cmd.Start()
+		began <- err
+		if err != nil {
+			return
+		}
 		_ = p.cmd.Wait() // ProcessState says how it ended
 		p.mu.Lock()
 		p.over = true
@@ -136,6 +148,9 @@ func Start(t testing.TB, s Spec) *Process {
 		p.news.Broadcast()
 		close(p.ended)
 	}()
+	if err := <-began; err != nil {
+		t.Fatal(err)
+	}
 	within := s.Within
 	if within == 0 {
 		within = defaultWithin
@@ -192,9 +207,7 @@ func Rank(t testing.TB, r, n int, addr string, s Spec) *Process {
 	}
 	s.Env = append([]string{"RANK=" + strconv.Itoa(r), "WORLD_SIZE=" + strconv.Itoa(n), "LOCAL_RANK=" + strconv.Itoa(r),
 		"MASTER_ADDR=" + host, "SWITCHYARD_PORT=" + port}, s.Env...)
-	p := Start(t, s)
-	p.Rank = r
-	return p
+	return start(t, r, s)
 }
 
 // Ranks starts all ranks of a group.

@@ -5,16 +5,20 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest/netns"
 )
 
 func TestMain(m *testing.M) {
-	Play(Parts{"echo": echo, "sleeper": sleeper})
+	Play(Parts{"echo": echo, "sleeper": sleeper, "starter": starter})
 	os.Exit(m.Run())
 }
 
@@ -76,11 +80,11 @@ func TestRanksPlayAPart(t *testing.T) {
 
 func TestATestRunsAgain(t *testing.T) {
 	if Again() {
-		fmt.Println("here I am, of", os.Getenv("OF"))
+		fmt.Println("here I am, of", os.Getenv("OF"), "short:", testing.Short())
 		return
 	}
 	p := Start(t, Spec{Env: []string{"OF=a test"}})
-	p.Saw("here I am, of a test")
+	p.Saw(fmt.Sprint("here I am, of a test short: ", testing.Short(), "\n"))
 	require.Zero(t, p.Wait())
 	t.Run("in part (of it)", func(t *testing.T) {
 		p := Start(t, Spec{Env: []string{"OF=a part"}})
@@ -110,13 +114,23 @@ func TestDeadline(t *testing.T) {
 	begin := time.Now()
 	p := Start(r, Spec{Part: "sleeper", Within: 300 * time.Millisecond})
 	require.NotZero(t, p.Wait())
-	require.Less(t, time.Since(begin), lastWords+20*time.Second)
+	require.Less(t, time.Since(begin), lastWords+time.Minute)
 	for _, f := range r.after {
 		f()
 	}
 	all := strings.Join(r.failures, "\n")
 	require.Contains(t, all, "still runs after 300ms")
 	require.Contains(t, all, "proctest.sleeper")
+}
+
+// A deadline may pass before Rank returns: what it prints of the process is complete by then.
+func TestDeadlineOfARankThatStarts(t *testing.T) {
+	r := &record{TB: t}
+	require.NotZero(t, Rank(r, 2, 3, "127.0.0.9:123", Spec{Part: "sleeper", Within: time.Nanosecond}).Wait())
+	for _, f := range r.after {
+		f()
+	}
+	require.Contains(t, strings.Join(r.failures, "\n"), "rank 2 still runs after 1ns")
 }
 
 // A process that is still there at the end of its test is killed, without a word.
@@ -136,4 +150,55 @@ func TestAPartThatIsNotThere(t *testing.T) {
 	require.Equal(t, 2, p.Wait())
 	_, errs := p.Output()
 	require.Equal(t, "proctest: no part \"nobody\"\n", errs)
+}
+
+// starter makes namespaces and starts a process in one, prints the numbers of their processes, and sleeps.
+func starter([]string) int {
+	net, err := netns.New(1)
+	if err != nil {
+		fmt.Println("unavailable:", err)
+		return 0
+	}
+	defer net.Close()
+	t := &record{}
+	p := Start(t, Spec{Part: "sleeper", Via: net.Spaces[0].Via})
+	pids := append(net.Pids(), p.Pid())
+	space := func(pid int) string {
+		link, _ := os.Readlink(fmt.Sprintf("/proc/%d/ns/net", pid))
+		return link
+	}
+	for space(pids[2]) != space(pids[1]) {
+		time.Sleep(time.Millisecond)
+	}
+	p.Signal(syscall.SIGSTOP)
+	fmt.Println(pids)
+	return sleeper(nil)
+}
+
+// A test that is killed leaves no process, not even a stopped one, and no namespace.
+func TestNothingIsLeftOfAKilledTest(t *testing.T) {
+	p := Start(t, Spec{Part: "starter"})
+	line, ok := p.Line()
+	if strings.HasPrefix(line, "unavailable:") {
+		t.Skip(line)
+	}
+	require.True(t, ok)
+	pids := strings.Fields(strings.Trim(line, "[]"))
+	require.Len(t, pids, 3)
+	links := map[string]bool{}
+	for _, pid := range pids {
+		link, err := os.Readlink("/proc/" + pid + "/ns/net")
+		require.NoError(t, err)
+		links[link] = true
+	}
+	require.Len(t, links, 2)
+	p.Signal(syscall.SIGKILL)
+	require.Eventually(t, func() bool {
+		all, err := filepath.Glob("/proc/[0-9]*/ns/net")
+		require.NoError(t, err)
+		return !slices.ContainsFunc(all, func(path string) bool {
+			link, _ := os.Readlink(path) // it may have ended
+			return links[link]
+		})
+	}, time.Minute, 10*time.Millisecond)
 }

@@ -4,7 +4,10 @@
 // Package ucx is the rail over UCX, for memory of the host, and package double one within the process, for tests.
 package rails
 
-import "context"
+import (
+	"context"
+	"time"
+)
 
 // Config is what a rail is made of.
 type Config struct {
@@ -36,11 +39,19 @@ type Rail interface {
 	// Forget has the next put that names a word at a place between two begin anew: the word will hold 1. That goes for the puts of this rank
 	// to others as for those of others to it. None is under way, and all ranks that name such a word call it before the next put.
 	Forget(from, to int64)
+	// Left is how many puts of this rank have begun, and of these, from the first on, how many have left: their memory may be written again. The
+	// error is that of a Put at that time.
+	Left() (begun, left uint64, err error)
 	// Flush returns when the memory of all puts so far may be written again.
 	Flush(ctx context.Context) error
 	// Progress does what there is to do at once. It reports whether anything has landed. A rank that waits need not call it: something
 	// else sleeps until there is something to do, and rings.
 	Progress() bool
+	// Wait sleeps until there is something to do, does it and returns, after d at most. It may return early. The caller does what the rail's own
+	// goroutine does otherwise, which leaves the rail to such callers from then on: until Resume, or a millisecond after the last Wait.
+	Wait(d time.Duration)
+	// Resume has the rail's own goroutine see to it again.
+	Resume()
 	// Refused counts the messages that have changed nothing: without the key, or with places that are not open.
 	Refused() int64
 	// Interrupt makes Put and Flush fail from now on, at once. When it returns nothing lands in the segment any more.

@@ -60,6 +60,31 @@ func TestReadsTheMemoryOfAnotherProcess(t *testing.T) {
 	require.ErrorIs(t, c.Process.Read(dst, c.Text), unix.ESRCH)
 }
 
+func TestACardTellsOfAProcess(t *testing.T) {
+	p := Process{PID: 1<<22 - 1, Space: 0xf0000001, At: 0xc000123456, Nonce: Nonce{1, 15: 2}}
+	card := make([]byte, CardBytes)
+	p.Write(card)
+	require.Equal(t, p, ReadCard(card))
+	nonce := NewNonce()
+	defer runtime.KeepAlive(nonce)
+	self := Self(nonce)
+	require.NotZero(t, self.Space)
+	require.NoError(t, self.Probe())
+}
+
+// A number of another namespace may be that of any process here, this one too.
+func TestAProcessOfAnotherNamespaceIsNotRead(t *testing.T) {
+	nonce := NewNonce()
+	defer runtime.KeepAlive(nonce)
+	self := Self(nonce)
+	self.Space++
+	err := self.Probe()
+	require.ErrorIs(t, err, errElsewhere)
+	require.ErrorContains(t, err, "is in another PID namespace than this process: start both in one")
+	self.Space = 0 // not known
+	require.NoError(t, self.Probe())
+}
+
 func TestAPartOfAMessageIsNotEnough(t *testing.T) {
 	nonce := NewNonce()
 	defer runtime.KeepAlive(nonce)

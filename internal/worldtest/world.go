@@ -5,7 +5,10 @@ package worldtest
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
+	"os"
+	"os/exec"
 	"sync"
 	"testing"
 	"time"
@@ -28,6 +31,25 @@ type Rank struct {
 	Group  *comm.Group
 	Device device.Device
 	Heap   *memory.Heap
+	ends   []func() error // of what Stream and Alloc have made
+}
+
+// Stream is a stream of the rank's device. The world closes it.
+func (r *Rank) Stream() device.Stream {
+	r.T.Helper()
+	s, err := r.Device.NewStream()
+	r.Must(err)
+	r.ends = append(r.ends, s.Close)
+	return s
+}
+
+// Alloc is memory of the heap, in the same order on all ranks. The world frees it.
+func (r *Rank) Alloc(bytes int64) memory.View {
+	r.T.Helper()
+	b, err := r.Heap.Alloc(bytes)
+	r.Must(err)
+	r.ends = append(r.ends, b.Free)
+	return b.View()
 }
 
 // Rank and Size of the world.
@@ -49,9 +71,20 @@ func (r *Rank) Must(err error) {
 // Barrier waits for all ranks.
 func (r *Rank) Barrier() { r.T.Helper(); r.Must(r.Group.Barrier(r.Ctx)) }
 
-// Local runs f on n ranks of this process, each on a goroutine of its own, with a heap of segment bytes a rank.
+// Unseen hides this process from switchyard status. Tests of other packages ask every process of the user at any time, and what the answer
+// allocates would count in a test that allows no allocation. It is called before a communicator is opened.
+func Unseen() { os.Setenv("SWITCHYARD_STATUS", "0") }
+
+var perTest = flag.Int("hosts", 1, "put the ranks of Local on so many hosts, where there are as many on each")
+
+// Local runs f on n ranks of this process, each on a goroutine of its own, with a heap of segment bytes a rank. With the flag hosts the ranks
+// are on several.
 func Local(t testing.TB, n int, segment int64, f func(r *Rank)) {
 	t.Helper()
+	if *perTest > 1 && n%*perTest == 0 {
+		Hosts(t, n, n / *perTest, 32<<20+segment, f)
+		return
+	}
 	inProcess(t, n, func(ctx context.Context, g *comm.Group) {
 		runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f)
 	})
@@ -60,18 +93,36 @@ func Local(t testing.TB, n int, segment int64, f func(r *Rank)) {
 // Hosts is Local for ranks on hosts of perHost each, joined by UCX. The test is skipped without UCX.
 func Hosts(t testing.TB, n, perHost int, segment int64, f func(r *Rank)) {
 	t.Helper()
-	needUCX(t)
+	NeedUCX(t)
 	onHosts(t, n, perHost, func(ctx context.Context, g *comm.Group) {
 		runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f)
 	})
 }
 
-// HostProcs is Procs for ranks in network namespaces of perHost each, joined by UCX. The test is skipped where one or the other cannot be.
-func HostProcs(t *testing.T, n, perHost int, segment int64, f func(r *Rank)) {
+// Again runs the tests of this binary once more, as short ones and with their ranks on two hosts, but for those whose names match skip. It does
+// so once: the test that calls it is not run again, and it is skipped without UCX.
+func Again(t *testing.T, skip string) {
 	t.Helper()
-	needUCX(t)
+	if *perTest > 1 {
+		t.Skip("this is the second run")
+	}
+	NeedUCX(t)
+	out, err := exec.Command(os.Args[0], "-test.short", "-hosts=2", "-test.skip=Hosts|Processes|CUDA|"+skip).CombinedOutput()
+	require.NoError(t, err, "%s", out)
+}
+
+// hostProcs is Procs for ranks in network namespaces of perHost each, joined by UCX. A rate such as 2gbit bounds what each namespace sends.
+// The test is skipped where namespaces or UCX cannot be had.
+func hostProcs(t *testing.T, n, perHost int, rate string, segment int64, f func(r *Rank)) {
+	t.Helper()
+	NeedUCX(t)
 	if !proctest.Again() {
 		spaces := proctest.Namespaces(t, n/perHost)
+		for _, s := range spaces {
+			if rate != "" {
+				s.Limit(rate)
+			}
+		}
 		ps := make([]*proctest.Process, n)
 		for r := range ps {
 			ps[r] = proctest.Rank(t, r, n, spaces[0].IP+":29412", proctest.Spec{Within: 6 * time.Minute, Via: spaces[r/perHost].Via,
@@ -85,10 +136,12 @@ func HostProcs(t *testing.T, n, perHost int, segment int64, f func(r *Rank)) {
 	})
 }
 
-// needUCX skips the test without UCX, and has it use nothing but TCP.
-func needUCX(t testing.TB) {
+// NeedUCX skips the test without UCX, and has it use nothing but TCP.
+func NeedUCX(t testing.TB) {
 	t.Helper()
-	t.Setenv("UCX_TLS", "tcp,self")
+	if *perTest == 1 { // else Again has set it, before tests that run at the same time
+		t.Setenv("UCX_TLS", "tcp,self")
+	}
 	r, err := ucx.Open(rails.Config{Size: 1})
 	if errors.Is(err, ucx.ErrUnavailable) {
 		t.Skip("needs UCX: ", err)
@@ -130,6 +183,14 @@ func GPUHeaps(t testing.TB, n int, o memory.Options, f func(r *Rank)) {
 	inProcess(t, n, func(ctx context.Context, g *comm.Group) { runGPURank(t, ctx, g, gpus, o, f) })
 }
 
+// Devices runs f on worlds of each of the numbers of ranks, on the host and, if there are GPUs, on those.
+func Devices(t *testing.T, segment int64, f func(r *Rank), ranks ...int) {
+	for _, n := range ranks {
+		t.Run(fmt.Sprintf("host/ranks=%d", n), func(t *testing.T) { Local(t, n, segment, f) })
+		t.Run(fmt.Sprintf("cuda/ranks=%d", n), func(t *testing.T) { GPUs(t, n, segment, f) })
+	}
+}
+
 // countGPUs counts the GPUs. It skips the test without one.
 func countGPUs(t testing.TB) int {
 	t.Helper()
@@ -167,7 +228,11 @@ func runRank(t testing.TB, ctx context.Context, g *comm.Group, d device.Device, 
 			panic(p)
 		}
 	}()
-	f(&Rank{T: t, Ctx: ctx, Group: g, Device: d, Heap: h})
+	r := &Rank{T: t, Ctx: ctx, Group: g, Device: d, Heap: h}
+	f(r)
+	for _, end := range r.ends {
+		r.Must(end())
+	}
 }
 
 // stop ends one rank's goroutine after a failure; the others end by the abort.

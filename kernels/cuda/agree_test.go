@@ -21,25 +21,37 @@ import (
 )
 
 func TestFatbinsAreBuiltFromTheseSources(t *testing.T) {
-	sources, err := fatbin.Sources(os.DirFS("../.."))
-	if err != nil || len(sources) == 0 {
-		t.Skip("the sources are not beside the test binary")
+	root := os.DirFS("../..")
+	tree, err := fatbin.Tree(root)
+	if err != nil || len(tree) == 0 {
+		t.Skip("the sources are not next to the test binary")
 	}
 	text, err := os.ReadFile("manifest.json")
 	require.NoError(t, err)
 	m, err := fatbin.Parse(text)
 	require.NoError(t, err)
-	const run = "run `make kernels` and commit what it writes"
-	require.Equal(t, sources, m.Sources, run)
-	require.Equal(t, fatbin.Flags(), m.Flags, run)
+	targets, err := fatbin.Targets(root, m.NVCC)
+	require.NoError(t, err)
 	families, err := fatbin.Families(os.DirFS("."))
 	require.NoError(t, err)
-	require.Len(t, m.Families, len(families))
-	for _, name := range families {
-		image, err := images.ReadFile(name + ".fatbin")
+	require.Len(t, targets, len(families)*(1+len(fatbin.Olders())))
+	const run = "run `make kernels` and commit what it writes"
+	want := map[string]fatbin.File{}
+	for _, target := range targets {
+		image, err := images.ReadFile(target.File)
 		require.NoError(t, err, run)
-		require.Equal(t, fatbin.Family{SHA256: fatbin.Sum(image), Bytes: len(image)}, m.Families[name], run)
+		want[target.File] = fatbin.FileOf(target.Inputs, image)
 	}
+	require.Equal(t, want, m.Files, run)
+	embedded := 0
+	require.NoError(t, fs.WalkDir(images, ".", func(name string, d fs.DirEntry, err error) error {
+		if err == nil && !d.IsDir() {
+			embedded++
+			require.Contains(t, want, name, run)
+		}
+		return err
+	}))
+	require.Len(t, want, embedded)
 }
 
 // described is what the sources of this package say that kernels share with it.
@@ -49,7 +61,7 @@ func described(t *testing.T) *shared.Layout {
 		t.Skip("needs the go command")
 	}
 	if _, err := os.Stat("args.go"); err != nil {
-		t.Skip("the sources are not beside the test binary")
+		t.Skip("the sources are not next to the test binary")
 	}
 	l, err := shared.Read("../..")
 	require.NoError(t, err)
@@ -62,7 +74,7 @@ func TestTheHeaderIsWrittenFromTheseSources(t *testing.T) {
 	for name, text := range files {
 		b, err := os.ReadFile(filepath.Join("../..", name))
 		if errors.Is(err, fs.ErrNotExist) {
-			t.Skip("the sources are not beside the test binary")
+			t.Skip("the sources are not next to the test binary")
 		}
 		require.NoError(t, err)
 		require.Equal(t, text, string(b), "%s: run `make kernels` and commit what it writes", name)
@@ -84,15 +96,14 @@ func TestArgumentsOfAnExchange(t *testing.T) {
 	c := newExchanges(&kernels.ExchangeBounds{Size: 2, Stripes: 4, Slots: 2, SlotBytes: 256, PacketBytes: 100}, 4096)
 	x := &kernels.AllToAllV{
 		Src: kernels.Buffer{Ptr: 11, Bytes: 18}, Dst: kernels.Buffer{Ptr: 12, Bytes: 20}, Splits: kernels.Buffer{Ptr: 17},
-		Launched: kernels.Launched{Timeout: time.Second},
 		Routes: &kernels.Routes{
 			SendBytes: []int64{1, 2}, SendOffsets: []int64{3, 4}, RecvBytes: []int64{5, 6}, RecvOffsets: []int64{7, 8},
 			Order: []int32{0}, ReverseOrder: []int32{0},
 		},
 	}
 	var a exchangeArgs
-	space := &kernels.Space{Base: 9, Stride: 10, Rank: 1, Size: 2, Segments: []uintptr{14, 19}}
-	a.fill(space, 13, flagMesh, 15, 16, c, x)
+	world := worldOf(&kernels.Space{Base: 9, Stride: 10, Rank: 1, Size: 2, Segments: []uintptr{14, 19}}, c.offset, 13, time.Second)
+	a.fill(world, flagMesh, 15, 16, c, x)
 	b := cuda.BytesOf(&a)
 	block := c.block()
 	for field, want := range map[string]uint64{
@@ -119,7 +130,7 @@ func TestArgumentsOfAnExchange(t *testing.T) {
 	for i, want := range []uint64{1, 3, 5, 7} {
 		require.Equal(t, want, binary.LittleEndian.Uint64(steps[at["step.send_bytes"]+8*i:]))
 	}
-	require.Zero(t, testing.AllocsPerRun(10, func() { a.fill(space, 13, flagMesh, 15, 16, c, x) }))
+	require.Zero(t, testing.AllocsPerRun(10, func() { a.fill(world, flagMesh, 15, 16, c, x) }))
 }
 
 func TestPartsOfAnExchangeBlockDoNotOverlap(t *testing.T) {

@@ -16,6 +16,7 @@ type reductionKernels struct {
 
 // reductions are the launches of one communicator. It is a family.
 type reductions struct {
+	common
 	c         *kernels.ReduceBounds
 	offset    int64
 	k         *reductionKernels
@@ -39,17 +40,17 @@ func newReductions(c *kernels.ReduceBounds, offset int64) *reductions {
 }
 
 // defaults take a block on each multiprocessor at most, also where Blocks says more.
-func (x *reductions) defaults(multiprocessors int) {
+func (x *reductions) defaults(multiprocessors, free int) {
 	c := x.c
 	c.OneShotBytes = kernels.Default(c.OneShotBytes, max(reducePacketRoom/int64(max(c.Size, 2)), minReducePackets))
-	c.Blocks = max(1, min(int(kernels.Default(int64(c.Blocks), maxReduceBlocks)), multiprocessors))
+	c.Blocks = max(1, min(int(kernels.Default(int64(c.Blocks), int64(min(maxReduceBlocks, free)))), multiprocessors))
 	c.DefaultSlots(reduceSlots, reduceStaging, maxReduceChunk, 2*c.Size*c.Blocks)
 }
 
-func (x *reductions) check(ranks int) error {
+func (x *reductions) members() int { return x.c.Size }
+
+func (x *reductions) check() error {
 	switch c := x.c; {
-	case c.Size != ranks:
-		return fmt.Errorf("kernels: allreduce: bounds of %d ranks on a heap of %d", c.Size, ranks)
 	case c.Blocks < 1 || c.OneShotBytes < 0:
 		return fmt.Errorf("kernels: allreduce: bounds %+v", *c)
 	case c.Slots < 2 || c.Slots > reduceMaxSlots:
@@ -69,10 +70,6 @@ func (x *reductions) layout() kernels.Layout {
 	b := x.block()
 	return kernels.Layout{Bytes: b.end - x.offset, Zero: b.inputSlots - x.offset}
 }
-
-func (*reductions) controls(offset int64) []int64 { return []int64{offset} }
-
-func (*reductions) hit(err error, _ []int) error { return err }
 
 // fault decodes a record. Ranks that disagree record what both call; the upper half of these words is the number of blocks.
 func (*reductions) fault(f *faultWords, me int) error {
@@ -117,7 +114,7 @@ func (k *reductionKernels) load(e *Engine) (err error) {
 func (x *reductions) add(p *port, op kernels.Operation) error {
 	a, ok := op.(*kernels.Reduction)
 	if !ok {
-		return fmt.Errorf("kernels: %s on a port of reductions", op.Operation())
+		return errForeign
 	}
 	if err := x.validate(a); err != nil {
 		return err
@@ -152,8 +149,6 @@ func (x *reductions) validate(a *kernels.Reduction) error {
 		return fmt.Errorf("kernels: allreduce: %d blocks, want 1 to %d", a.Blocks, c.Blocks)
 	case !a.Packets && (message+c.SlotBytes-1)/c.SlotBytes > int64(a.Blocks)*kernels.MaxChunks:
 		return fmt.Errorf("kernels: allreduce: %d bytes for one peer are too many chunks of %d", message, c.SlotBytes)
-	case a.Timeout <= 0:
-		return fmt.Errorf("kernels: allreduce: timeout %v", a.Timeout)
 	case !(a.Rate >= 0):
 		return fmt.Errorf("kernels: allreduce: rate %v", a.Rate)
 	}
@@ -184,7 +179,7 @@ func (x *reductions) fill(p *port, a *kernels.Reduction) {
 		srcPlace = nowhere
 	}
 	x.args = multicastArgs{multicast: uint64(space.Multicast), reduce: reduceArgs{
-		world: worldOf(space, x.offset, p.fault.Addr(), a.Timeout.Nanoseconds()),
+		world: p.world(x.offset, a.Timeout),
 		src:   uint64(a.Src.Ptr), dst: uint64(a.Dst.Ptr), srcPlace: srcPlace, dstPlace: uint64(a.Dst.PlaceOr(-1)),
 		block: x.block(), count: uint64(a.Call.Count), shape: a.Call.Shape, call: call,
 		lines: uint32(c.Blocks), slots: uint32(c.Slots), chunkBytes: uint32(c.SlotBytes), interval: x.interval(a, p.e.cycles), packetBytes: c.OneShotBytes,

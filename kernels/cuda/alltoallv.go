@@ -22,6 +22,7 @@ type exchangeKernels struct {
 // one block of each rank, so that blocks never wait for each other.
 type exchanges struct {
 	*kernels.ExchangeBounds
+	common
 	offset int64
 	k      *exchangeKernels
 	args   copyArgs
@@ -54,7 +55,7 @@ func newExchanges(c *kernels.ExchangeBounds, offset int64) *exchanges {
 }
 
 // defaults are for Stripes that are set. Packets take the place of eager messages.
-func (x *exchanges) defaults(int) {
+func (x *exchanges) defaults(int, int) {
 	c := x.ExchangeBounds
 	packets := int64(512 << 10)
 	if c.Size > 4 {
@@ -64,11 +65,10 @@ func (x *exchanges) defaults(int) {
 	c.DefaultSlots(8, 128<<20, 128<<10, c.Size*max(c.Stripes, 1))
 }
 
-func (x *exchanges) check(ranks int) error {
-	switch c := x.ExchangeBounds; {
-	case c.Size != ranks:
-		return fmt.Errorf("kernels: alltoallv: bounds of %d ranks on a heap of %d", c.Size, ranks)
-	case c.Stripes < 1 || c.Slots < 1 || c.SlotBytes < 128 || c.SlotBytes%128 != 0 || c.PacketBytes < 0:
+func (x *exchanges) members() int { return x.Size }
+
+func (x *exchanges) check() error {
+	if c := x.ExchangeBounds; c.Stripes < 1 || c.Slots < 1 || c.SlotBytes < 128 || c.SlotBytes%128 != 0 || c.PacketBytes < 0 {
 		return fmt.Errorf("kernels: alltoallv: bounds %+v", *c)
 	}
 	return nil
@@ -82,10 +82,6 @@ func (x *exchanges) layout() kernels.Layout {
 	b := x.block()
 	return kernels.Layout{Bytes: b.end - x.offset, Zero: b.slots - x.offset}
 }
-
-func (*exchanges) controls(offset int64) []int64 { return []int64{offset} }
-
-func (*exchanges) hit(err error, _ []int) error { return err }
 
 func (*exchanges) fault(f *faultWords, me int) error {
 	peer, sending := int(f.peer), f.sending != 0
@@ -134,7 +130,7 @@ func (k *exchangeKernels) load(e *Engine) (err error) {
 func (x *exchanges) add(p *port, op kernels.Operation) error {
 	a, ok := op.(*kernels.AllToAllV)
 	if !ok {
-		return fmt.Errorf("kernels: %s on a port of exchanges", op.Operation())
+		return errForeign
 	}
 	if err := x.validate(a); err != nil {
 		return err
@@ -154,8 +150,6 @@ func (x *exchanges) validate(a *kernels.AllToAllV) error {
 		return fmt.Errorf("kernels: alltoallv: orders of %d and %d peers for %d ranks", len(r.Order), len(r.ReverseOrder), size)
 	case s.Copies && (len(r.PeerOffsets) != size || a.Splits.Bytes > 0 || !a.Dst.Reach):
 		return errors.New("kernels: alltoallv: copies need a place on every rank, splits known to the host and an output that peers can write")
-	case a.Timeout <= 0:
-		return fmt.Errorf("kernels: alltoallv: timeout %v", a.Timeout)
 	case s.Rate < 0:
 		return fmt.Errorf("kernels: alltoallv: rate %v", s.Rate)
 	}
@@ -210,7 +204,7 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 		}
 		l.Grid = [3]uint32{uint32(max(1, min(blocks, k.small))), 1, 1}
 	}
-	x.args.exchange.fill(&e.space, p.fault.Addr(), flags, interval, senders, c, a)
+	x.args.exchange.fill(p.world(c.offset, a.Timeout), flags, interval, senders, c, a)
 	if aside = aside && x.ownAside(p, a, 0); aside {
 		x.args.exchange.ownBytes = 0
 	}
@@ -229,10 +223,10 @@ func sharedBytes(c *exchanges, blocks, takers int) int {
 }
 
 // fill sets the arguments of an exchange.
-func (a *exchangeArgs) fill(space *kernels.Space, fault uintptr, flags, interval uint32, senders int, c *exchanges, x *kernels.AllToAllV) {
-	r, me := x.Routes, space.Rank
+func (a *exchangeArgs) fill(world worldWords, flags, interval uint32, senders int, c *exchanges, x *kernels.AllToAllV) {
+	r, me := x.Routes, world.rank
 	*a = exchangeArgs{
-		world: worldOf(space, c.offset, fault, x.Timeout.Nanoseconds()),
+		world: world,
 		src:   uint64(x.Src.Ptr), dst: uint64(x.Dst.Ptr), dstOffset: x.Dst.PlaceOr(-1), splits: uint64(x.Splits.Ptr),
 		block: c.block(), packetBytes: c.PacketBytes, slotBytes: c.SlotBytes, stripes: uint32(c.Stripes), slotCount: uint32(c.Slots),
 		flags: flags, interval: interval, senders: uint32(senders),
@@ -255,7 +249,7 @@ func (a *exchangeArgs) fill(space *kernels.Space, fault uintptr, flags, interval
 // to the rank itself takes some of their time where they copy it too, least when it comes before the peers are awaited.
 func (x *exchanges) addCopies(p *port, a *kernels.AllToAllV) {
 	e, c, r, b := p.e, x, a.Routes, &p.batch
-	x.args.exchange.fill(&e.space, p.fault.Addr(), 0, 0, 0, c, a)
+	x.args.exchange.fill(p.world(c.offset, a.Timeout), 0, 0, 0, c, a)
 	x.places = x.places[:0]
 	for q, at := range r.PeerOffsets {
 		x.places = append(x.places, a.Dst.Place+at)

@@ -4,6 +4,7 @@ package cuda
 
 import (
 	"structs"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -44,6 +45,7 @@ const (
 	faultIndex    = 6 // peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert
 	faultOverflow = 7 // peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole
 	faultSplits   = 8 // peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length
+	faultMasked   = 9 // this rank is masked: the others go on without it
 )
 
 // place is a distance in bytes, mostly from the start of a rank's segment. C has it without a sign.
@@ -96,10 +98,10 @@ type worldWords struct {
 
 // worldOf is the part of the arguments that all families share. control is the place of the communicator's struct sw_control, fault
 // the address of its fault record.
-func worldOf(space *kernels.Space, control int64, fault uintptr, timeoutNs int64) worldWords {
+func worldOf(space *kernels.Space, control int64, fault uintptr, timeout time.Duration) worldWords {
 	return worldWords{
 		base: uint64(space.Base), stride: uint64(space.Stride), segments: uint64(space.SegmentTable()),
-		control: uint64(control), fault: uint64(fault), timeoutNs: uint64(timeoutNs),
+		control: uint64(control), fault: uint64(fault), timeoutNs: uint64(timeout.Nanoseconds()),
 		rank: uint32(space.Rank), size: uint32(space.Size),
 	}
 }

@@ -5,7 +5,9 @@
 //	numbers       rows of numbers: sums, rounding, float8 with scales
 //	signals       what ranks tell each other about a call
 //	state         typed views of a handle's state
+//	masks         calls that go on without ranks
 //	routing       where tokens go
+//	padding       rows that belong to no token
 //	landing       how many rows have landed, for callers that watch
 //	rows/         many tokens on their way to ranks
 //	few/          few tokens, both ways
@@ -18,8 +20,7 @@
 // A call with a handle is counted in its struct sw_control by the kernel of its first half. A kernel that gives up
 // leaves a fault and returns.
 #include "dispatch/experts.cuh"
-#include "dispatch/few/combine.cuh"
-#include "dispatch/few/dispatch.cuh"
+#include "dispatch/few/kernels.cuh"
 #include "dispatch/gradients.cuh"
 #include "dispatch/partial_sums.cuh"
 #include "dispatch/reduce_rows.cuh"
@@ -40,26 +41,6 @@ SW_DISPATCH_ROWS(dispatch_rows_f32, to_float8<kind::f32>)
 SW_DISPATCH_ROWS(dispatch_rows_bf16, to_float8<kind::bf16>)
 SW_DISPATCH_ROWS(dispatch_rows_f16, to_float8<kind::f16>)
 
-// One kernel for rows by token, and one for rows by expert, so that neither has code of the other on its way.
-#define SW_DISPATCH_FEW(name, wire, by_expert) \
-	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_FEW_THREADS, 1) \
-	    name(const __grid_constant__ sw_dispatch_args a) \
-	{ \
-		using namespace sw; \
-		SW_DYNAMIC_LINES(memory); \
-		SW_SHARED(few_board, b); \
-		few_dispatch<wire, by_expert>(a, b, memory); \
-	}
-
-SW_DISPATCH_FEW(dispatch_few, few_dense, false)
-SW_DISPATCH_FEW(dispatch_few_f32, few_float8<kind::f32>, false)
-SW_DISPATCH_FEW(dispatch_few_bf16, few_float8<kind::bf16>, false)
-SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, false)
-SW_DISPATCH_FEW(dispatch_few_by_expert, few_dense, true)
-SW_DISPATCH_FEW(dispatch_few_by_expert_f32, few_float8<kind::f32>, true)
-SW_DISPATCH_FEW(dispatch_few_by_expert_bf16, few_float8<kind::bf16>, true)
-SW_DISPATCH_FEW(dispatch_few_by_expert_f16, few_float8<kind::f16>, true)
-
 // Float8: partial sums cross as float8.
 #define SW_COMBINE(suffix, type, float8) \
 	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_SUM_THREADS, 1) \
@@ -69,18 +50,6 @@ SW_DISPATCH_FEW(dispatch_few_by_expert_f16, few_float8<kind::f16>, true)
 		SW_DYNAMIC_LINES(memory); \
 		SW_SHARED(combine_board, b); \
 		combine_rows<type, float8>(a, b, reinterpret_cast<u8 *>(memory)); \
-	} \
-	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_FEW_SUM_THREADS, 1) \
-	    combine_few_##suffix(const __grid_constant__ sw_dispatch_args a) \
-	{ \
-		using namespace sw; \
-		few_combine<type, float8, false>(a); \
-	} \
-	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_FEW_SUM_THREADS, 1) \
-	    combine_few_by_expert_##suffix(const __grid_constant__ sw_dispatch_args a) \
-	{ \
-		using namespace sw; \
-		few_combine<type, float8, true>(a); \
 	} \
 	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_SUM_PASS_THREADS, 1) \
 	    experts_sum_##suffix(const __grid_constant__ sw_dispatch_args a) \

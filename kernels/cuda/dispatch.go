@@ -26,6 +26,13 @@ type fewKernels struct {
 	float8 [3]cuda.Function
 }
 
+// maskedKernels are those of calls that can go on without ranks, which are loaded for dispatchers that have them.
+type maskedKernels struct {
+	mask, unmask     cuda.Function
+	few              [2]fewKernels
+	sums, sumsFloat8 [3][2]cuda.Function
+}
+
 // sumKernels are those of a combine: the pass that makes partial sums, and those that sum them, or make and sum those of few tokens by token and by expert.
 type sumKernels struct {
 	partials, rows cuda.Function
@@ -34,29 +41,34 @@ type sumKernels struct {
 
 // dispatches are the launches of one dispatcher. It is a family.
 type dispatches struct {
-	m *kernels.DispatchBounds
-	k *dispatchKernels
+	common
+	m      *kernels.DispatchBounds
+	k      *dispatchKernels
+	masks  place          // of struct sw_mask, 0 for none
+	masked *maskedKernels // with Masks
 }
 
 // dispatchFixedShared is more than the kernels have next to what is asked for at launch.
 const dispatchFixedShared = 28 << 10
 
-func newDispatches(m *kernels.DispatchBounds, _ int64) *dispatches {
-	return &dispatches{m: m}
+func newDispatches(m *kernels.DispatchBounds, offset int64) *dispatches {
+	x := &dispatches{m: m}
+	if m.Masks {
+		x.masks = offset
+	}
+	return x
 }
 
-func (*dispatches) defaults(int) {}
+func (x *dispatches) members() int { return x.m.Ranks }
 
-func (x *dispatches) check(ranks int) error {
+func (x *dispatches) check() error {
 	switch m := x.m; {
-	case m.Ranks != ranks:
-		return fmt.Errorf("kernels: dispatch: %d ranks on a heap of %d", m.Ranks, ranks)
 	case m.RowBytes()%16 != 0 || m.TokenBytes()%16 != 0 || m.SumBytes()%16 != 0:
 		return fmt.Errorf("kernels: dispatch: %d elements of %v, %v and %v: rows of GPUs are multiples of 16 bytes", m.Hidden, m.TokenType, m.RowType, m.SumType)
 	case m.Quantizes() && m.Scales.Block != 128 && m.TokenBytes() > 128<<10:
 		return fmt.Errorf("kernels: dispatch: tokens of %d bytes with one scale: at most %d on a GPU", m.TokenBytes(), 128<<10)
 	}
-	return nil
+	return x.maskable()
 }
 
 // controls are the places of what a fault leaves behind: each handle counts its calls by itself.
@@ -76,6 +88,8 @@ func (x *dispatches) fault(f *faultWords, me int) error {
 			first, here, other = f.sent, f.expected, me // as seen from rank 0, if peer is it
 		}
 		return &kernels.OrderError{Call: f.epoch, Rank: other, First: kernels.CallWord(kernels.DispatchOp(first), kernels.Unweighted, f.epoch), Here: kernels.CallWord(kernels.DispatchOp(here), kernels.Unweighted, f.epoch)}
+	case faultMasked:
+		return &kernels.MaskedError{Rank: me}
 	case faultIndex:
 		return &kernels.IndexError{Call: f.epoch, Rank: peer, Token: int(f.sent), Choice: int(f.expected), Expert: int64(f.limit), Experts: m.Experts}
 	case faultOverflow:
@@ -94,21 +108,70 @@ func (*dispatches) hit(err error, handles []int) error {
 }
 
 func (x *dispatches) load(e *Engine) (err error) {
-	x.k, err = loadOnce[dispatchKernels](e)
+	if x.k, err = loadOnce[dispatchKernels](e); err != nil || !x.m.Masks {
+		return err
+	}
+	x.masked, err = loadOnce[maskedKernels](e)
 	return err
+}
+
+// entries are the kernels for few tokens.
+func fewEntries(few *[2]fewKernels, sums func(kind, order int, float8 bool) *cuda.Function) (entries []entry) {
+	entries = append(entries, entry{"dispatch_few", &few[0].plain}, entry{"dispatch_few_by_expert", &few[1].plain})
+	for i, t := range [...]string{"f32", "bf16", "f16"} {
+		entries = append(entries, entry{"dispatch_few_" + t, &few[0].float8[i]}, entry{"dispatch_few_by_expert_" + t, &few[1].float8[i]})
+		for _, float8 := range [...]bool{false, true} {
+			suffix := t
+			if float8 {
+				suffix += "_float8"
+			}
+			entries = append(entries, entry{"combine_few_" + suffix, sums(i, 0, float8)}, entry{"combine_few_by_expert_" + suffix, sums(i, 1, float8)})
+		}
+	}
+	return entries
+}
+
+func (k *maskedKernels) load(e *Engine) error {
+	entries := fewEntries(&k.few, func(kind, order int, float8 bool) *cuda.Function {
+		if float8 {
+			return &k.sumsFloat8[kind][order]
+		}
+		return &k.sums[kind][order]
+	})
+	entries = append(entries, entry{"dispatch_mask", &k.mask}, entry{"dispatch_unmask", &k.unmask})
+	if err := e.loadModule("dispatch_masked", entries...); err != nil {
+		return err
+	}
+	return k.share(e)
+}
+
+// share lets the dispatches of few tokens have all of a multiprocessor's shared memory that they may ask for.
+func (k *maskedKernels) share(e *Engine) error {
+	for i := range k.few {
+		for _, f := range append([]cuda.Function{k.few[i].plain}, k.few[i].float8[:]...) {
+			if err := e.ctx.SetFunctionAttribute(f, cuda.FunctionMaxDynamicShared, e.maxShared-dispatchFixedShared); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 func (k *dispatchKernels) load(e *Engine) error {
 	entries := []entry{
-		{"dispatch_rows", &k.rows}, {"dispatch_few", &k.few[0].plain}, {"dispatch_few_by_expert", &k.few[1].plain}, {"dispatch_receive", &k.receive},
-		{"combine_begin", &k.begin}, {"experts_take", &k.take}, {"combine_weights", &k.weights},
+		{"dispatch_rows", &k.rows}, {"dispatch_receive", &k.receive}, {"combine_begin", &k.begin}, {"experts_take", &k.take},
+		{"combine_weights", &k.weights},
 	}
+	entries = append(entries, fewEntries(&k.few, func(kind, order int, float8 bool) *cuda.Function {
+		if float8 {
+			return &k.sumsFloat8[kind].few[order]
+		}
+		return &k.sums[kind].few[order]
+	})...)
 	for i, t := range [...]string{"f32", "bf16", "f16"} {
-		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"experts_spread_" + t, &k.spread[i]},
-			entry{"dispatch_few_" + t, &k.few[0].float8[i]}, entry{"dispatch_few_by_expert_" + t, &k.few[1].float8[i]})
+		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"experts_spread_" + t, &k.spread[i]})
 		for suffix, s := range map[string]*sumKernels{t: &k.sums[i], t + "_float8": &k.sumsFloat8[i]} {
-			entries = append(entries, entry{"experts_sum_" + suffix, &s.partials}, entry{"combine_rows_" + suffix, &s.rows},
-				entry{"combine_few_" + suffix, &s.few[0]}, entry{"combine_few_by_expert_" + suffix, &s.few[1]})
+			entries = append(entries, entry{"experts_sum_" + suffix, &s.partials}, entry{"combine_rows_" + suffix, &s.rows})
 		}
 	}
 	if err := e.loadModule("dispatch", entries...); err != nil {
@@ -135,7 +198,7 @@ func (k *dispatchKernels) load(e *Engine) error {
 	}
 	// Each takes a multiprocessor; ranks that share a GPU have theirs.
 	k.blocks = min(e.multiprocessors/e.sharers, dispatchMaxBlocks)
-	k.byDefault = max(min(e.multiprocessors-dispatchOthers, dispatchMaxBlocks)/e.sharers, 1)
+	k.byDefault = min(e.free(), dispatchMaxBlocks)
 	if k.blocks == 0 {
 		return fmt.Errorf("%d ranks do not fit on %v", e.sharers, e.ctx.Device())
 	}
@@ -154,7 +217,7 @@ func (x *dispatches) add(p *port, op kernels.Operation) error {
 	case *kernels.Results:
 		return x.addResults(p, a)
 	}
-	return fmt.Errorf("kernels: %s on a dispatcher", op.Operation())
+	return errForeign
 }
 
 func numberKind(d kernels.DType) int {

@@ -31,6 +31,8 @@ const (
 	dispatchStretch        = 512               // elements of a float8 partial sum behind one group of scales
 	dispatchWindow         = 64                // rows of one rank that are told together when they are made
 	tokenWeightsThreads    = 256               // of a block of token_weights
+	maskedRanks            = kernels.MaxMaskedRanks
+	maskEnded              = 32 // of a mask word: the bit of rank 0 among those of ranks whose processes have ended
 )
 
 // The bits of a launch's mode.
@@ -168,6 +170,44 @@ type dispatchSumWords struct {
 	bias1       uint64
 }
 
+// maskWords is the control block of a dispatcher with Masks, in every rank's segment.
+type maskWords struct {
+	_ structs.HostLayout
+
+	mask  uint64              // bit r: rank r is masked, bit maskEnded+r: its process has ended, too. Any rank sets bits, only this one clears them
+	asks  uint64              // not 0 while this rank wants to be unmasked
+	taken uint64              // rank 0's counts: what was decided at a combine, see masks.cuh
+	call  uint64              // whom the last call does without, see masks.cuh
+	lost  uint32              // ranks whose data has not come to all blocks of the running kernel
+	ended uint32              // blocks of it that are through
+	total uint32              // requests of this rank's host that mask has,
+	seen  [maskedRanks]uint32 // and those for each rank
+}
+
+// maskRequests is what a rank's host wants to be masked, in pinned host memory, which kernels read also while the driver is busy. Numbers
+// only grow, and total is written last.
+type maskRequests struct {
+	_ structs.HostLayout
+
+	number [maskedRanks]uint32 // of requests to mask each rank
+	ended  uint32              // bits of the ranks whose processes have ended
+	total  uint32              // of requests
+}
+
+// maskArgs is a launch of dispatch_mask or dispatch_unmask.
+type maskArgs struct {
+	_ structs.HostLayout
+
+	world   worldWords
+	masks   place  // of struct sw_mask
+	bits    uint64 // to set in all mask words, or the whole of this rank's
+	rank    uint32 // that is masked
+	number  uint32 // of the request among those for the rank,
+	total   uint32 // and among all
+	epoch   uint64 // calls that the others have made
+	control place  // of the handle's struct sw_control
+}
+
 // dispatchArgs is one launch for MoE dispatch. Places are the same on every rank.
 type dispatchArgs struct {
 	_ structs.HostLayout
@@ -196,4 +236,6 @@ type dispatchArgs struct {
 	out        dispatchRowsWords
 	sum        dispatchSumWords
 	first      [dispatchFirst]uint32 // slots before each rank's
+	masks      place                 // of struct sw_mask, by which calls go on without ranks; 0: none do
+	requests   uint64                // address of struct sw_mask_requests
 }

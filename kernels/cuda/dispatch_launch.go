@@ -8,10 +8,6 @@ import (
 )
 
 const (
-	// A call leaves these multiprocessors to others, unless its caller says how many it takes: kernels that wait for each other's peers have to run at the same time, in
-	// whatever order each rank began them (X10). NCCL's kernels take up to 32 blocks, each most of a multiprocessor; on 2 H200 an all-reduce took 24.
-	dispatchOthers = 36
-
 	// How many multiprocessors calls for many tokens take where nothing is said, and those for few. Next to a pass over this rank's memory rows cross with more: on 2 H200,
 	// sending with 24, 32 and 40 made a flat dispatch of 58 MB 272, 268 and 272 us, reading with 16, 24 and 32 a combine 412, 310 and 256. With 40, 48, 56, 64 and 100 for the
 	// pass behind the rows that are sent, the dispatch took 306, 288, 277, 286 and 270 us.
@@ -49,14 +45,12 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 		return l, fmt.Errorf("kernels: %v: handle %d of %d", c.Op, c.Handle, len(x.m.Handles))
 	case c.Tokens < 0 || c.Tokens > x.m.MaxTokens:
 		return l, fmt.Errorf("kernels: %v: %d tokens of at most %d", c.Op, c.Tokens, x.m.MaxTokens)
-	case c.Timeout <= 0:
-		return l, fmt.Errorf("kernels: %v: timeout %v", c.Op, c.Timeout)
 	}
 	m, h := x.m, &x.m.Handles[c.Handle]
 	b := x.block(h.State.Place)
 	l = dispatchCall{dispatches: x, p: p, c: c, h: h}
 	l.base = dispatchArgs{
-		world: worldOf(&p.e.space, b.control, p.fault.Addr(), c.Timeout.Nanoseconds()), state: b,
+		world: p.world(b.control, c.Timeout), state: b,
 		op: uint32(c.Op), tokens: uint32(c.Tokens), topK: uint32(m.TopK), maxTokens: uint32(m.MaxTokens), experts: uint32(m.Experts),
 		slots: uint32(m.Slots()), local: uint32(m.Local(m.Rank)),
 		table: uint64(m.Placement.Ptr), counters: uint64(m.Counters.Ptr),
@@ -68,6 +62,9 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 	}
 	for i, n := range m.First {
 		l.base.first[i] = uint32(n)
+	}
+	if m.Masks {
+		l.base.masks, l.base.requests = x.masks, uint64(p.fault.Addr())+maskRequestsAt
 	}
 	if r := &c.Routing; r.State.Bytes > 0 {
 		l.base.state.moveRouting(place(int64(r.State.Ptr) - int64(p.e.space.Addr(m.Rank, int64(b.arrived)))))
@@ -272,6 +269,9 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 // dispatchFew appends the kernel of a dispatch of few tokens, or of its halves.
 func (l *dispatchCall) dispatchFew(a *dispatchArgs) {
 	k := &l.k.few[l.order()]
+	if l.m.Masks {
+		k = &l.masked.few[l.order()]
+	}
 	f := k.plain
 	if l.m.Quantizes() {
 		f = k.float8[numberKind(l.m.TokenType)]
@@ -321,150 +321,4 @@ func (l *dispatchCall) pass(a dispatchArgs, blocks int) {
 		f = l.sums().partials
 	}
 	l.launch(f, &a, blocks, dispatchSumPassThreads, 0)
-}
-
-// sums are the kernels of a combine.
-func (l *dispatchCall) sums() *sumKernels {
-	kind := numberKind(l.m.SumType)
-	if l.m.Float8Partials {
-		return &l.k.sumsFloat8[kind]
-	}
-	return &l.k.sums[kind]
-}
-
-func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
-	l, err := x.call(p, &c.DispatchCall)
-	if err == nil {
-		err = aligned(c.Op, &c.Rows, &c.Y, &c.Bias[0], &c.Bias[1])
-	}
-	if err != nil {
-		return err
-	}
-	m, a := x.m, l.base
-	a.rowBytes, a.wireBytes = uint32(m.SumBytes()), uint32(x.partialBytes())
-	a.out.rows, a.out.weights = uint64(c.Rows.Ptr), addressOf(&c.RowWeights)
-	a.sum = dispatchSumWords{
-		ready: addressOf(&c.Ready), fromRows: uint64(c.Rows.Place),
-		y: uint64(c.Y.Ptr), weights: addressOf(&c.SumWeights), bias0: addressOf(&c.Bias[0]), bias1: addressOf(&c.Bias[1]),
-	}
-	if !m.Layout.ByToken() {
-		a.mode |= weighs(c.Weighting)
-	}
-	// Rows by expert are this rank's business, and so is what peers write by the end of a dispatch. In an output by rank each
-	// peer has a part of its own.
-	if !m.Layout.ByToken() || c.Release && m.Layout == kernels.RankRows {
-		a.mode |= dispatchFree
-	}
-	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
-		a.sum.fromWeights = l.place(l.weightsAt())
-	}
-	if c.Weighting == kernels.TokenWeights {
-		a.state.weights = place(l.place(x.tokenWeightsAt()))
-		if c.Phase&kernels.Send != 0 {
-			l.tokenWeights(a, c)
-		}
-	}
-	if x.few() {
-		a.sum.fromRows, a.out.most = 0, c.Rows.Bytes/int64(a.rowBytes)
-		l.launch(l.sums().few[l.order()], &a, l.fewBlocks(), dispatchFewSumThreads, 0)
-		return nil
-	}
-	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
-	if staged {
-		a.sum.fromRows = l.place(l.sumsAt())
-	}
-	if staged || c.Release {
-		a.mode |= dispatchKeep
-	}
-	if staged && c.Phase&kernels.Send != 0 {
-		blocks := l.blocks(dispatchMaxBlocks)
-		if !m.Layout.ByToken() && l.overlaps() {
-			a.mode |= dispatchBeside
-			blocks = l.making(c)
-		}
-		makes := a
-		if makes.sum.y = 0; c.RowWeights.Bytes == 0 {
-			makes.sum.fromWeights = 0
-		}
-		l.pass(makes, blocks)
-	}
-	if c.Phase&kernels.Receive == 0 {
-		l.launch(x.k.begin, &a, 1, maxRanks, 0)
-		return nil
-	}
-	l.sum(a)
-	return nil
-}
-
-// tokenWeights appends the kernel that sends the weights of this rank's tokens, which is a call of its own.
-func (l *dispatchCall) tokenWeights(a dispatchArgs, c *kernels.Combine) {
-	a.op, a.mode, a.send.weights = uint32(kernels.OpTokenWeights), dispatchSend|dispatchReceive, addressOf(&c.TokenWeights)
-	choices := l.c.Tokens * l.m.TopK
-	l.launch(l.k.tokenWeights, &a, max(1, min(l.blocks(dispatchBlocks), (choices+tokenWeightsThreads-1)/tokenWeightsThreads)), tokenWeightsThreads, 0)
-}
-
-// sum appends the kernel that reads and sums the rows of a rank's tokens.
-func (l *dispatchCall) sum(a dispatchArgs) {
-	m, blocks, row, n, whole := l.m, l.crossing(a.mode&dispatchBeside != 0), int64(a.wireBytes), int64(l.m.Ranks), int64(16)
-	movers, depth := int64(dispatchSumThreads/32), int64(3)
-	if n > 4 {
-		movers, depth = 12, 2
-	}
-	if m.Float8Partials {
-		whole = dispatchStretch + dispatchStretchScales
-		movers = min(movers, int64(l.k.shared)/(depth*n*whole))
-	}
-	room := int64(l.k.shared) / (movers * depth * n) / whole * whole
-	parts := (row + room - 1) / room
-	part := kernels.AlignUp((row+parts-1)/parts, whole)
-	a.part, a.parts, a.movers, a.depth = uint32(part), uint32((row+part-1)/part), uint32(movers), uint32(depth)
-	a.interval = l.interval(part, movers*int64(blocks), dispatchReadRate)
-	l.launch(l.sums().rows, &a, blocks, dispatchSumThreads, int(movers*depth*n*part))
-}
-
-func (x *dispatches) addBackward(p *port, b *kernels.CombineBackward) error {
-	l, err := x.call(p, &b.DispatchCall)
-	if err == nil {
-		err = aligned(b.Op, &b.DY, &b.Rows, &b.DRows)
-	}
-	if err != nil {
-		return err
-	}
-	m, a := x.m, l.base
-	if b.Phase != kernels.Both {
-		return fmt.Errorf("kernels: %v in halves", b.Op)
-	}
-	// The gradients of tokens travel as tokens do.
-	a.rowBytes, a.wireBytes, a.send.x = uint32(m.SumBytes()), uint32(m.SumBytes()), uint64(b.DY.Ptr)
-	l.toStaging(&a)
-	a.mode |= dispatchCached
-	if err := l.send(a, false); err != nil {
-		return err
-	}
-	l.launch(x.k.receive, &a, 1, dispatchThreads, 0)
-	a.sum.y = uint64(b.DRows.Ptr)
-	if m.Layout.ByToken() { // out of staging into the caller's rows
-		a.out.rows = uint64(p.e.space.Addr(m.Rank, int64(a.send.toRows)))
-		l.pass(a, l.blocks(dispatchMaxBlocks))
-		return nil
-	}
-	a.out.rows, a.out.weights = uint64(b.Rows.Ptr), addressOf(&b.RowWeights)
-	back := b.Weighting == kernels.DispatchedWeights // on every rank, also on one without tokens
-	if b.DWeights.Bytes > 0 && b.Weighting == kernels.GivenWeights {
-		a.sum.weights = addressOf(&b.DWeights)
-	}
-	if back {
-		a.sum.fromWeights = l.place(l.weightsAt())
-	}
-	a.mode |= weighs(b.Weighting)
-	if m.Layout == kernels.PaddedRows || m.Layout == kernels.FlatRows {
-		a.mode |= dispatchZero
-	}
-	l.launch(x.k.spread[numberKind(m.SumType)], &a, l.spreading(), dispatchPassThreads, 0)
-	if back { // a sum of nothing but what lies next to rows
-		a.mode, a.rowBytes, a.tokens = dispatchSend|dispatchReceive|dispatchKeep, 0, uint32(b.Tokens)
-		a.sum.weights = addressOf(&b.DWeights)
-		l.launch(x.k.weights, &a, l.blocks(dispatchBlocks), dispatchFewSumThreads, 0)
-	}
-	return nil
 }

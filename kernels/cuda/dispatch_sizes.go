@@ -97,8 +97,12 @@ func (x *dispatches) layout() kernels.Layout {
 	if !x.m.Layout.ByToken() {
 		staging += 4 * x.staged() * int64(x.m.TopK)
 	}
+	control := int64(controlAlign)
+	if x.m.Masks {
+		control = kernels.AlignUp(maskBytes, controlAlign)
+	}
 	return kernels.Layout{
-		Bytes: controlAlign, Zero: controlAlign,
+		Bytes: control, Zero: control,
 		State: x.block(0).end, Staging: staging,
 		Routing: int64(x.block(0).arrived), RoutingBytes: int64(x.block(0).wiped - x.block(0).arrived),
 	}

@@ -1,6 +1,7 @@
 package cuda_test
 
 import (
+	"debug/elf"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -16,36 +17,57 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels/cuda/internal/fatbin"
 )
 
-// emulation compiles the kernels of a family for this processor, with testdata/emulate in place of a GPU, and returns the program. Bugs
-// are changes of the sources, each of an old text to a new one.
-func emulation(t *testing.T, family string, bugs ...string) string {
+// The head of a scenario's file is its kernels; this line ends it.
+const endOfKernels = "#include \"fibers.h\"\n"
+
+// emulator compiles the kernels of a family for this processor, with testdata/emulate in place of a GPU.
+type emulator struct{ dir string }
+
+func newEmulator(t *testing.T) emulator {
 	t.Helper()
 	if runtime.GOARCH != "amd64" {
 		t.Skip("the emulation switches stacks in the instructions of amd64")
 	}
-	if _, err := os.Stat(family + ".cu"); err != nil {
-		t.Skip("the sources are not beside the test binary")
+	if _, err := os.Stat("dispatch.cu"); err != nil {
+		t.Skip("the sources are not next to the test binary")
 	}
-	compiler := os.Getenv("CXX")
-	for _, name := range []string{"c++", "g++", "clang++"} {
-		if _, err := exec.LookPath(name); err == nil && compiler == "" {
-			compiler = name
-		}
-	}
-	if compiler == "" {
+	if _, err := emulated.Compiler(); err != nil {
 		t.Skip("needs a C++ compiler")
 	}
-	dir := t.TempDir()
-	sources, err := fatbin.Sources(os.DirFS("../.."))
+	return emulator{t.TempDir()}
+}
+
+// compile is what the compiler makes of the kernels, with bugs put into them, each an old text and a new one, and of what paths name, whose
+// sources are in inputs and testdata/emulate. What the same sources have become before is taken again.
+func (e emulator) compile(t *testing.T, what string, bugs, inputs, flags, paths []string) string {
+	t.Helper()
+	dir := e.sources(t, bugs)
+	headers := []string{"-Itestdata/emulate", "-I" + filepath.Join(dir, "kernels/cuda"), "-I" + filepath.Join(dir, "kernels/cuda/include"),
+		"-I" + filepath.Join(dir, "examples/kernels")}
+	made, err := emulated.Compile(e.dir, what, append(inputs, dir, "testdata/emulate"), append(dialect, flags...), append(headers, paths...))
 	require.NoError(t, err)
+	return made
+}
+
+// dialect has the flags of all that is compiled.
+var dialect = []string{"-std=c++20", "-Wno-unknown-pragmas", `-DSW_EMULATED="emulated.h"`}
+
+// sources is a folder of the sources of the kernels, changed so that runs are short, and with bugs.
+func (e emulator) sources(t *testing.T, bugs []string) string {
+	t.Helper()
+	dir := t.TempDir()
+	sources, err := fatbin.Tree(os.DirFS("../.."))
+	require.NoError(t, err)
+	sources = append(sources, "examples/kernels/all_gather.cu") // of a user's
 	edits := append([]string{"constexpr u32 steps = 8;", "constexpr u32 steps = 2;", "host_polls = 8192", "host_polls = 256",
 		"moved_tiles = 512", "moved_tiles = 4"}, bugs...)
 	found := make([]int, len(edits))
-	for name := range sources {
+	for _, name := range sources {
 		b, err := os.ReadFile(filepath.Join("../..", name))
 		require.NoError(t, err)
 		text := string(b)
@@ -60,15 +82,60 @@ func emulation(t *testing.T, family string, bugs ...string) string {
 	for i := 0; i < len(edits); i += 2 {
 		require.Equal(t, 1, found[i], "%q in the sources", edits[i])
 	}
-	program := filepath.Join(dir, "emulate")
-	out, err := exec.Command(compiler, "-Og", "-std=c++20", "-Wno-unknown-pragmas", `-DSW_EMULATED="emulated.h"`, "-Itestdata/emulate", "-I"+filepath.Join(dir, "kernels/cuda"),
-		"-o", program, "testdata/emulate/"+family+".cpp").CombinedOutput()
-	require.NoError(t, err, "%s", out)
-	return program
+	return dir
+}
+
+// program is a family's kernels and its scenario.
+func (e emulator) program(t *testing.T, family string) string {
+	t.Helper()
+	return e.compile(t, family, nil, nil, []string{"-Og"}, []string{"testdata/emulate/" + family + ".cpp"})
+}
+
+// standard is a precompiled header of the standard headers of emulated.h.
+func (e emulator) standard(t *testing.T) string {
+	t.Helper()
+	text, err := os.ReadFile("testdata/emulate/emulated.h")
+	require.NoError(t, err)
+	header := filepath.Join(e.dir, "standard.h")
+	includes := regexp.MustCompile(`(?m)^#include <.*\n`).FindAllString(string(text), -1)
+	require.NoError(t, os.WriteFile(header, []byte(strings.Join(includes, "")), 0o666))
+	made, err := emulated.Compile(e.dir, "standard.h", []string{header}, append(dialect, "-x", "c++-header"), []string{header})
+	require.NoError(t, err)
+	require.NoError(t, os.Symlink(made, header+".gch"))
+	return header
+}
+
+// scenario is an object of a family's scenario, and the source of an object of the kernels that it launches. A program of both takes kernels,
+// and functions of their headers, from the object that comes first (-z muldefs).
+func (e emulator) scenario(t *testing.T, family string) (object, kernels string) {
+	t.Helper()
+	source := "testdata/emulate/" + family + ".cpp"
+	object = e.compile(t, family+".o", nil, nil, []string{"-Og", "-fno-inline", "-c"}, []string{source})
+	text, err := os.ReadFile(source)
+	require.NoError(t, err)
+	head, _, found := strings.Cut(string(text), endOfKernels)
+	require.True(t, found, "%s has no line %s", source, endOfKernels)
+	compiled, err := elf.Open(object)
+	require.NoError(t, err)
+	defer compiled.Close()
+	symbols, err := compiled.Symbols()
+	require.NoError(t, err)
+	head += "extern \"C\" { [[gnu::used]] void *const launched[] = {\n"
+	n := 0
+	for _, s := range symbols {
+		if elf.ST_BIND(s.Info) == elf.STB_WEAK && elf.ST_TYPE(s.Info) == elf.STT_FUNC && !strings.HasPrefix(s.Name, "_Z") {
+			head += "(void *)" + s.Name + ",\n"
+			n++
+		}
+	}
+	require.NotZero(t, n, "%s launches no kernel", source)
+	kernels = filepath.Join(e.dir, family+"_kernels.cpp")
+	require.NoError(t, os.WriteFile(kernels, []byte(head+"}; }\n"), 0o666))
+	return object, kernels
 }
 
 // searched is the number of rounds in which the emulation has to find a bug.
-const searched = 1500
+const searched = 2000
 
 func emulate(program string, seed, rounds int) (string, error) {
 	out, err := exec.Command(program, strconv.Itoa(seed), strconv.Itoa(rounds)).CombinedOutput()
@@ -82,14 +149,16 @@ func TestKernelsKeepTheirPromisesInAnyOrderOfThreads(t *testing.T) {
 	if worldtest.Race {
 		t.Skip("the kernels run in a process of their own, of which the race detector sees nothing")
 	}
+	e := newEmulator(t)
 	families, err := fatbin.Families(os.DirFS("."))
 	require.NoError(t, err)
-	for _, family := range families {
+	for _, family := range append(families, "devcomm") {
 		if _, err := os.Stat("testdata/emulate/" + family + ".cpp"); err != nil {
 			continue // a kernel of tests
 		}
 		t.Run(family, func(t *testing.T) {
-			program := emulation(t, family)
+			t.Parallel()
+			program := e.program(t, family)
 			rounds := 120
 			if testing.Short() {
 				rounds = 16
@@ -109,40 +178,50 @@ func findsBugs(t *testing.T, family string, bugs map[string][]string) {
 	if testing.Short() || worldtest.Race { // which sees nothing of it
 		t.Skip("compiles the kernels several times")
 	}
-	file, before, now := filepath.Join("testdata/emulate", family+".seeds.json"), map[string]int{}, map[string]int{}
-	if b, err := os.ReadFile(file); err == nil && !*update {
-		require.NoError(t, json.Unmarshal(b, &before))
-	}
-	for what := range before {
-		require.Contains(t, bugs, what, "%s has a bug that is not there", file)
-	}
-	var mu sync.Mutex
-	for what, bug := range bugs {
-		t.Run(what, func(t *testing.T) {
-			t.Parallel()
-			program := emulation(t, family, bug...)
-			var exit *exec.ExitError
-			if seed, ok := before[what]; ok {
-				if _, err := emulate(program, seed, 1); errors.As(err, &exit) {
-					return
+	t.Run(family, func(t *testing.T) {
+		t.Parallel() // so that families are compiled side by side
+		file, before, now := filepath.Join("testdata/emulate", family+".seeds.json"), map[string]int{}, map[string]int{}
+		if b, err := os.ReadFile(file); err == nil {
+			require.NoError(t, json.Unmarshal(b, &before))
+		}
+		for what := range before {
+			require.Contains(t, bugs, what, "%s has a bug that is not there", file)
+		}
+		e := newEmulator(t)
+		standard, sound := e.standard(t), e.sources(t, nil)
+		scenario, kernels := e.scenario(t, family)
+		var mu sync.Mutex
+		for what, bug := range bugs {
+			t.Run(what, func(t *testing.T) {
+				t.Parallel()
+				// A found bug takes one round, which is less than an optimizing compiler.
+				program := e.compile(t, family+" with a bug", bug, []string{kernels, sound}, []string{"-Wl,-z,muldefs"}, []string{"-include", standard, kernels, scenario})
+				var exit *exec.ExitError
+				if seed, ok := before[what]; ok {
+					if _, err := emulate(program, seed, 1); errors.As(err, &exit) {
+						mu.Lock()
+						defer mu.Unlock()
+						now[what] = seed
+						return
+					}
 				}
-			}
-			out, err := emulate(program, 1, searched)
-			require.True(t, errors.As(err, &exit), "not found: %s", out)
-			t.Logf("found by a search: %s", out)
-			if m := regexp.MustCompile(`, seed (\d+)\n$`).FindStringSubmatch(out); m != nil {
-				mu.Lock()
-				defer mu.Unlock()
-				now[what], _ = strconv.Atoi(m[1])
+				out, err := emulate(program, 1, searched)
+				require.True(t, errors.As(err, &exit), "not found: %s", out)
+				t.Logf("found by a search: %s", out)
+				if m := regexp.MustCompile(`, seed (\d+)\n$`).FindStringSubmatch(out); m != nil {
+					mu.Lock()
+					defer mu.Unlock()
+					now[what], _ = strconv.Atoi(m[1])
+				}
+			})
+		}
+		t.Cleanup(func() {
+			if *update && !t.Failed() {
+				b, err := json.MarshalIndent(now, "", "\t")
+				require.NoError(t, err)
+				require.NoError(t, os.WriteFile(file, append(b, '\n'), 0o666))
 			}
 		})
-	}
-	t.Cleanup(func() {
-		if *update && !t.Failed() {
-			b, err := json.MarshalIndent(now, "", "\t")
-			require.NoError(t, err)
-			require.NoError(t, os.WriteFile(file, append(b, '\n'), 0o666))
-		}
 	})
 }
 
@@ -329,6 +408,12 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"a rank's rows are its own again before peers have read them": {
 			"i = threadIdx.x; i < blocks; i += blockDim.x)", "i = blocks; i < blocks; i += blockDim.x)",
 		},
+		"a combine leaves memory to other shapes before peers have read it": {
+			"signal_read(a, epoch);\n\tif ((a.mode & SW_DISPATCH_KEEP) == 0)\n\t\tawait_read(a, epoch);\n}\n\n// The weights", "signal_read(a, epoch);\n}\n\n// The weights",
+		},
+		"rows are sent to memory that a rank still has for other shapes": {
+			"before.a + 1 == epoch && frees(before.b)", "before.a + 1 == epoch && op_of(before.b) >= SW_DISPATCH_SUMS",
+		},
 		"the second half of a combine is taken for one block": {
 			"signal_begin(a, threadIdx.x, epoch, 0);", "signal_begin(a, threadIdx.x, epoch, 1);",
 		},
@@ -366,7 +451,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"if ((come >> src & 1) == 0)", "if (true)",
 		},
 		"a rank goes on before its peers have begun a combine of few tokens": {
-			"if (p != a.world.rank && !await_begin(a, p, epoch, word, place))", "if (false && !await_begin(a, p, epoch, word, place))",
+			"if (p != a.world.rank && !await_begin(a, p, epoch, word, place, gone) && !gone)", "if (false && !await_begin(a, p, epoch, word, place))",
 		},
 		"weights of tokens are written before a peer has begun the call": {
 			"__syncthreads_or(talks && !await_begin(a, peer, epoch, word, place))", "__syncthreads_or(talks && false)", "b < blocks_of(word)", "b < 1",

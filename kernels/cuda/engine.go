@@ -7,6 +7,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/cuda/internal/fatbin"
 )
 
 // Engine launches the kernels of one rank on one symmetric heap of GPU memory. Its methods may be called from several
@@ -16,14 +17,17 @@ type Engine struct {
 	space           kernels.Space
 	sharers         int
 	why             func() error
+	code            *fatbin.Older    // that the driver loads in place of the fatbins; nil: the fatbins
 	flags           cuda.LaunchFlags // of every kernel
 	cycles          float64          // of a multiprocessor in a nanosecond
 	multiprocessors int
-	maxShared       int // dynamic shared memory that a block can ask for
+	maxShared       int       // dynamic shared memory that a block can ask for
+	crossing        *Crossing // nil on one host
 
 	mu      sync.Mutex
 	modules []cuda.Module
-	kernels []any // those of each family that loadOnce has loaded, of a type of their own
+	named   map[string]cuda.Module // those of the library, by name
+	kernels []any                  // those of each family that loadOnce has loaded, of a type of their own
 
 	portsMu     sync.Mutex // never held while the driver is called
 	ports       map[*port]bool
@@ -48,6 +52,10 @@ func New(ctx *cuda.Context, space kernels.Space, sharers int, why func() error) 
 		if *a.value, err = ctx.Device().Attribute(a.which); err != nil {
 			return nil, fmt.Errorf("kernels: cuda engine: %w", err)
 		}
+	}
+	var err error
+	if e.code, err = codeFor(ctx.Device()); err != nil {
+		return nil, fmt.Errorf("kernels: cuda engine: %w", err)
 	}
 	e.cycles = float64(kilohertz) / 1e6
 	if major >= 9 && e.sharers == 1 {
@@ -88,10 +96,12 @@ func (e *Engine) Interrupt() {
 // family is what the engine has for one communicator: the layout of its control block, and how its operations are put
 // together.
 type family interface {
-	// defaults fills in what the bounds leave open, for a rank with that number of multiprocessors.
-	defaults(multiprocessors int)
-	// check says what of the bounds the engine cannot do on a heap of that number of ranks. The methods below come after it.
-	check(ranks int) error
+	// defaults fills in what the bounds leave open, for a rank that has that many multiprocessors and may take free of them where nothing is said.
+	defaults(multiprocessors, free int)
+	// members is the number of ranks in the bounds.
+	members() int
+	// check says what else of the bounds the engine cannot do. The methods below come after it.
+	check() error
 	layout() kernels.Layout
 	// controls are the places of the struct sw_controls that launches leave faults in; offset is that of the control block.
 	controls(offset int64) []int64
@@ -99,19 +109,30 @@ type family interface {
 	fault(f *faultWords, me int) error
 	// hit is a fault that was found in the structs sw_control of these numbers.
 	hit(err error, controls []int) error
-	// add appends op to p's batch: stream 0 is the caller's, stream 1 the port's. p.mu is held.
+	// add appends op to p's batch: stream 0 is the caller's, stream 1 the port's. p.mu is held. errForeign is the error of an operation of
+	// another family.
 	add(p *port, op kernels.Operation) error
 	// load makes sure that the engine has the family's kernels. e.mu is held.
 	load(e *Engine) error
 }
 
+// common is what most families share. A family embeds it, and has methods of its own where it differs.
+type common struct{}
+
+func (common) defaults(int, int)             {}
+func (common) controls(offset int64) []int64 { return []int64{offset} }
+func (common) hit(err error, _ []int) error  { return err }
+
+var errForeign = errors.New("an operation of another family")
+
 // families is the table of families, one line each: a function that makes a family of bounds, nil if they belong to another.
 func families() []func(f kernels.Family, offset int64) family {
 	return []func(f kernels.Family, offset int64) family{
-		of(newExchanges),
+		of(openExchanges),
 		of(newReductions),
 		of(newDispatches),
 		of(newPoints),
+		of(newDevices),
 	}
 }
 
@@ -142,16 +163,26 @@ func (e *Engine) checked(f kernels.Family, offset int64) (family, error) {
 		return nil, fmt.Errorf("kernels: the CUDA engine has no %s", f.Family())
 	case e.space.Size > maxRanks:
 		return nil, fmt.Errorf("kernels: %d ranks: the CUDA engine serves 1 to %d", e.space.Size, maxRanks)
+	case x.members() != e.space.Size:
+		return nil, fmt.Errorf("kernels: %s: bounds of %d ranks on a heap of %d", f.Family(), x.members(), e.space.Size)
 	}
-	return x, x.check(e.space.Size)
+	return x, x.check()
 }
 
 // Defaults are those of GPUs. An Engine that is not open has them too.
 func (e *Engine) Defaults(f kernels.Family) {
 	if x := familyOf(f, 0); x != nil {
-		x.defaults(e.multiprocessors / max(e.sharers, 1))
+		x.defaults(e.multiprocessors/max(e.sharers, 1), e.free())
 	}
 }
+
+// forOthers are the multiprocessors that a call leaves to others, unless its caller says how many it takes: kernels that wait for each
+// other's peers have to run at the same time, in whatever order each rank began them (X10). NCCL's kernels take up to 32 blocks, each most
+// of a multiprocessor; on 2 H200 an all-reduce took 24.
+const forOthers = 36
+
+// free is how many multiprocessors a call takes at most where nothing is said. Ranks that share a GPU have as many each.
+func (e *Engine) free() int { return max((e.multiprocessors-forOthers)/max(e.sharers, 1), 1) }
 
 // Layout tells the size of a communicator's control block.
 func (e *Engine) Layout(f kernels.Family) (kernels.Layout, error) {
@@ -178,6 +209,9 @@ func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
 	if err != nil {
 		return nil, err
 	}
+	if d, ok := x.(*devices); ok {
+		return d.opened(p)
+	}
 	return p, nil
 }
 
@@ -189,7 +223,7 @@ func (e *Engine) Close() error {
 	for _, m := range e.modules {
 		err = errors.Join(err, e.ctx.UnloadModule(m))
 	}
-	e.modules, e.kernels = nil, nil
+	e.modules, e.named, e.kernels = nil, nil, nil
 	return err
 }
 
@@ -211,23 +245,28 @@ func loadOnce[K any, P interface {
 	return k, nil
 }
 
-// entry is a kernel of a fatbin, by its name.
+// entry is a kernel of a module, by its name.
 type entry struct {
 	name string
 	f    *cuda.Function
 }
 
-// loadModule loads the fatbin of this name and finds kernels in it. e.mu is held.
-func (e *Engine) loadModule(name string, kernels ...entry) error {
-	image, err := images.ReadFile(name + ".fatbin")
-	if err != nil {
-		return fmt.Errorf("%w: make kernels builds it", err)
+// loadModule finds kernels in the module of this name, which it loads once. e.mu is held.
+func (e *Engine) loadModule(name string, kernels ...entry) (err error) {
+	m, ok := e.named[name]
+	if !ok {
+		image, err := imageOf(e.code, name)
+		if err != nil {
+			return err
+		}
+		if m, err = e.ctx.LoadModule(image); err != nil {
+			return err
+		}
+		if e.named == nil {
+			e.named = make(map[string]cuda.Module)
+		}
+		e.modules, e.named[name] = append(e.modules, m), m
 	}
-	m, err := e.ctx.LoadModule(image)
-	if err != nil {
-		return err
-	}
-	e.modules = append(e.modules, m)
 	for _, k := range kernels {
 		if *k.f, err = e.ctx.Function(m, k.name); err != nil {
 			return err

@@ -125,7 +125,7 @@ func newWorld(t testing.TB, size int, segment int64, family kernels.ExchangeBoun
 		if *local {
 			k.e.flags &^= cuda.RemoteDomain
 		}
-		image, err := images.ReadFile("verify.fatbin")
+		image, err := imageOf(k.e.code, "verify")
 		require.NoError(t, err)
 		k.verify, err = k.ctx.LoadModule(image)
 		require.NoError(t, err)

@@ -15,7 +15,7 @@ func words(t *testing.T, old, fresh string) *exec.Cmd {
 	t.Helper()
 	header, err := os.ReadFile("include/switchyard_device.cuh")
 	if err != nil {
-		t.Skip("the sources are not beside the test binary")
+		t.Skip("the sources are not next to the test binary")
 	}
 	compiler, err := exec.LookPath("c++")
 	if err != nil {

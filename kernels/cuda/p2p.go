@@ -10,46 +10,43 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// pointKernels are the kernels of transfers between two ranks.
-type pointKernels struct{ move, signal, wait cuda.Function }
-
-func (k *pointKernels) load(e *Engine) error {
-	return e.loadModule("p2p", entry{"p2p_move", &k.move}, entry{"p2p_signal", &k.signal}, entry{"p2p_wait", &k.wait})
-}
-
 const (
 	// copyEngineBytes is the size from which a copy engine moves a put or a get.
 	copyEngineBytes = 4 << 20
 	// blockBytes is what each block of a smaller one has, up to the most blocks.
 	blockBytes    = 16 << 10
 	defaultMovers = 32
+	mostMovers    = 128
 )
 
 // points are the launches of one communicator between two ranks. It is a family. Launches on different streams run at the same time.
 type points struct {
 	*kernels.PointBounds
-	offset  int64
-	k       *pointKernels
-	timeout time.Duration // of the last wait
-	args    pointArgs
+	offset                       int64
+	move, signal, wait, messages cuda.Function
+	resident                     int           // blocks of messages that run at the same time
+	timeout                      time.Duration // of the last wait
+	args                         pointArgs
+	list                         messagesArgs // of the last messages
+	p                            *port        // of messages, nil before the first
 }
 
 func newPoints(b *kernels.PointBounds, offset int64) *points {
 	return &points{PointBounds: b, offset: offset}
 }
 
-// defaults have no boxes, which are for messages.
-func (x *points) defaults(multiprocessors int) {
+// defaults are the host's, but for copies of messages whose receivers are late.
+func (x *points) defaults(multiprocessors, free int) {
 	x.Semaphores = int(kernels.Default(int64(x.Semaphores), kernels.DefaultSemaphores))
-	x.Blocks = min(int(kernels.Default(int64(x.Blocks), defaultMovers)), max(multiprocessors, 1))
-	x.Boxes, x.EagerBytes, x.StagingBytes, x.ParkBytes = 0, 0, 0, 0
+	x.Blocks = min(int(kernels.Default(int64(x.Blocks), int64(min(defaultMovers, free)))), max(multiprocessors, 1), mostMovers)
+	x.DefaultMessages()
+	x.ParkBytes = 0
 }
 
-func (x *points) check(ranks int) error {
-	switch c := x.PointBounds; {
-	case c.Size != ranks:
-		return fmt.Errorf("kernels: p2p: bounds of %d ranks on a heap of %d", c.Size, ranks)
-	case c.Semaphores < 1 || c.Blocks < 1:
+func (x *points) members() int { return x.Size }
+
+func (x *points) check() error {
+	if c := x.PointBounds; c.Semaphores < 1 || c.Blocks < 1 || c.Boxes < 1 || c.EagerBytes < 0 || c.StagingBytes < kernels.LineBytes {
 		return fmt.Errorf("kernels: p2p: bounds %+v", *c)
 	}
 	return nil
@@ -59,9 +56,20 @@ func (x *points) block() pointBlock {
 	return layPointBlock(x.offset, int64(x.Size), int64(x.Semaphores))
 }
 
-func (x *points) layout() kernels.Layout {
+// messageBlock lies behind it.
+func (x *points) messageBlock() messageBlock {
 	b := x.block()
-	return kernels.Layout{Bytes: b.end - b.control, Zero: b.end - b.control}
+	return layMessageBlock(kernels.AlignUp(b.end, controlAlign), b.control, int64(x.Size), int64(x.Boxes), x.payload(), int64(x.Blocks), x.StagingBytes)
+}
+
+// payload is the bytes of a box.
+func (x *points) payload() int64 {
+	return (x.EagerBytes + packetGroupPayload - 1) / packetGroupPayload * packetGroupBytes
+}
+
+func (x *points) layout() kernels.Layout {
+	b := x.messageBlock()
+	return kernels.Layout{Bytes: b.end - x.offset, Zero: b.staging - x.offset}
 }
 
 // control is the place of the struct sw_control for a peer.
@@ -76,46 +84,59 @@ func (x *points) controls(offset int64) (all []int64) {
 }
 
 // fault says what a wait has seen of its peer. The signal that it waited for is not lost, so the communicator stays usable.
-func (x *points) fault(f *faultWords, _ int) error {
-	if f.kind != faultTimeout {
+func (x *points) fault(f *faultWords, me int) error {
+	switch {
+	case f.part == messageFault && f.kind != faultAborted:
+		return x.messageFault(f, me)
+	case f.kind != faultTimeout:
 		return nil
 	}
 	return &kernels.WaitError{Err: &comm.PeerError{Rank: int(f.peer), Op: kernels.WaitTransfer.String(), Err: fmt.Errorf(
 		"%w after %v (semaphore %d): it has signalled %d times, and this rank has consumed %d", comm.ErrTimeout, x.timeout, f.part, f.sent, f.expected)}}
 }
 
-// hit names the other peers for which this rank has waited too long; of those there is no record.
+// hit names the other peers of which this rank has a fault; of those there is no record.
 func (x *points) hit(err error, controls []int) error {
-	var first *comm.PeerError
-	errors.As(err, &first)
+	var named *comm.PeerError
+	var sizes *kernels.MessageMismatchError
 	for _, peer := range controls {
-		if peer != first.Rank {
-			err = errors.Join(err, &kernels.WaitError{Err: &comm.PeerError{Rank: peer, Op: kernels.WaitTransfer.String(), Err: comm.ErrTimeout}})
+		if errors.As(err, &named) && peer == named.Rank || errors.As(err, &sizes) && (peer == sizes.Src || peer == sizes.Dst) {
+			continue
 		}
+		err = errors.Join(err, &kernels.WaitError{Err: &comm.PeerError{Rank: peer, Op: x.Family(), Err: errAlso}})
 	}
 	return err
 }
 
-func (x *points) load(e *Engine) (err error) {
-	x.k, err = loadOnce[pointKernels](e)
+// errAlso is of a peer whose fault there is no room to describe.
+var errAlso = fmt.Errorf("%w, or it has another size for a message", comm.ErrTimeout)
+
+func (x *points) load(e *Engine) error {
+	err := e.loadModule("p2p", entry{"p2p_move", &x.move}, entry{"p2p_signal", &x.signal}, entry{"p2p_wait", &x.wait})
+	if err == nil {
+		err = e.loadModule("messages", entry{"p2p_messages", &x.messages})
+	}
+	if err == nil {
+		x.resident, err = e.blocks(x.messages, messageThreads, 0)
+	}
 	return err
 }
 
-// add appends a transfer. A large put or get goes to a copy engine.
+// add appends a transfer, or messages. A large put or get goes to a copy engine.
 func (x *points) add(p *port, op kernels.Operation) error {
-	a, ok := op.(*kernels.Transfer)
-	switch {
-	case !ok:
-		return fmt.Errorf("kernels: %s between two ranks on GPUs: %w", op.Operation(), comm.ErrUnsupported)
-	case a.Timeout <= 0:
-		return fmt.Errorf("kernels: %s: timeout %v", op.Operation(), a.Timeout)
+	if m, ok := op.(*kernels.Messages); ok {
+		return x.addMessages(p, m)
 	}
-	x.args = pointArgs{world: worldOf(&p.e.space, x.control(a.Peer), p.fault.Addr(), a.Timeout.Nanoseconds()), block: x.block(),
+	a, ok := op.(*kernels.Transfer)
+	if !ok {
+		return errForeign
+	}
+	x.args = pointArgs{world: p.world(x.control(a.Peer), a.Timeout), block: x.block(),
 		peer: uint32(a.Peer), semaphore: uint32(a.Semaphore), semaphores: uint32(x.Semaphores), bytes: a.Buffer.Bytes}
-	l := cuda.Launch{Function: x.k.signal, Grid: [3]uint32{1, 1, 1}, Block: [3]uint32{pointWaiters, 1, 1}, Flags: p.e.flags}
+	l := cuda.Launch{Function: x.signal, Grid: [3]uint32{1, 1, 1}, Block: [3]uint32{pointWaiters, 1, 1}, Flags: p.e.flags}
 	switch a.Kind {
 	case kernels.WaitTransfer:
-		l.Function, x.timeout = x.k.wait, a.Timeout
+		l.Function, x.timeout = x.wait, a.Timeout
 	case kernels.PutTransfer, kernels.GetTransfer:
 		n := a.Buffer.Bytes
 		dst, src := p.e.space.Addr(a.Peer, a.Place), a.Buffer.Ptr
@@ -131,7 +152,7 @@ func (x *points) add(p *port, op kernels.Operation) error {
 		}
 		x.args.dst, x.args.src = uint64(dst), uint64(src)
 		blocks := min(int64(x.Blocks), (n+blockBytes-1)/blockBytes)
-		l.Function, l.Grid[0], l.Block[0] = x.k.move, uint32(blocks), pointThreads
+		l.Function, l.Grid[0], l.Block[0] = x.move, uint32(blocks), pointThreads
 	}
 	l.Args = cuda.BytesOf(&x.args)
 	p.batch.Launch(0, l)

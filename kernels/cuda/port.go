@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
@@ -26,9 +27,15 @@ type port struct {
 	side  cuda.Stream      // of copies that stay on the device, next to a launch
 	fork  cuda.Event       // orders side behind a launch's stream,
 	join  cuda.Event       // and the other way round
+	queue *portQueue       // of launches that cross hosts, else nil
 
 	mu    sync.Mutex // held while a launch is put together and submitted
 	batch cuda.Batch
+
+	masksMu   sync.Mutex  // guards the fields below, of a dispatcher with Masks
+	masking   cuda.Stream // of the kernels that mask, and of reads
+	maskBatch cuda.Batch
+	maskErr   atomic.Pointer[error] // why a rank could not be masked
 }
 
 func newPort(e *Engine, fam family, name string, offset int64) (_ *port, err error) {
@@ -41,13 +48,25 @@ func newPort(e *Engine, fam family, name string, offset int64) (_ *port, err err
 	if p.fault, err = e.ctx.NewHostBuffer(4096); err != nil {
 		return nil, err
 	}
-	for _, s := range []*cuda.Stream{&p.own, &p.side} {
+	streams := []*cuda.Stream{&p.own, &p.side}
+	if x, ok := fam.(*dispatches); ok && x.m.Masks {
+		if e.space.SegmentTable() != 0 {
+			return nil, errors.New("masks need memory that stays when its process ends: not a heap with LegacyIPC")
+		}
+		streams = append(streams, &p.masking)
+	}
+	for _, s := range streams {
 		if *s, err = e.ctx.NewStream(0); err != nil {
 			return nil, err
 		}
 	}
 	for _, ev := range []*cuda.Event{&p.fork, &p.join} {
 		if *ev, err = e.ctx.NewEvent(false); err != nil {
+			return nil, err
+		}
+	}
+	if _, ok := fam.(*hostExchanges); ok {
+		if p.queue, err = e.newQueue(); err != nil {
 			return nil, err
 		}
 	}
@@ -85,16 +104,32 @@ func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 
 // submit enqueues op on a CUstream.
 func (p *port) submit(stream uintptr, op kernels.Operation) error {
+	if op.Within() <= 0 && !op.Noted().Alone {
+		return fmt.Errorf("kernels: %s: timeout %v", op.Operation(), op.Within())
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.batch.Reset()
-	if err := p.fam.add(p, op); err != nil {
+	switch err := p.fam.add(p, op); {
+	case errors.Is(err, errForeign):
+		return fmt.Errorf("kernels: %s on a port of %s", op.Operation(), p.name)
+	case err != nil:
 		return err
 	}
 	if err := p.e.ctx.Submit(&p.batch, stream, uintptr(p.side)); err != nil {
 		return fmt.Errorf("kernels: %s: %w", op.Operation(), err)
 	}
-	return nil
+	if p.queue == nil {
+		return nil
+	}
+	captured, err := p.e.ctx.Capturing(cuda.Stream(stream))
+	p.queue.submitted(captured || err != nil) // a proxy that looks for too long is better than one that does not look
+	return err
+}
+
+// world is worldOf for launches of the port.
+func (p *port) world(control int64, timeout time.Duration) worldWords {
+	return worldOf(&p.e.space, control, p.fault.Addr(), timeout)
 }
 
 // Fault is what a kernel of this rank could not finish: a *comm.PeerError with the group's reason where it was told to give up, an
@@ -102,7 +137,9 @@ func (p *port) submit(stream uintptr, op kernels.Operation) error {
 // another error than a recoverable one later launches return at once without doing anything.
 func (p *port) Fault() error {
 	err := p.err()
-	switch {
+	switch failed := p.maskErr.Load(); {
+	case err == nil && failed != nil:
+		return *failed
 	case err == nil:
 		return nil
 	case kernels.Recoverable(err):
@@ -129,11 +166,20 @@ func (p *port) err() error {
 	if err := p.fam.fault(&f, p.e.space.Rank); err != nil {
 		return err
 	}
+	x, crosses := p.fam.(*hostExchanges)
 	if f.kind == faultAborted {
+		if crosses {
+			f.peer = uint32(x.name(f.peer))
+		}
 		return &comm.PeerError{Rank: int(f.peer), Op: p.name, Epoch: f.epoch, Err: comm.ErrAborted}
 	}
+	if crosses {
+		if err := x.late(p, &f); err != nil {
+			return err
+		}
+	}
 	peer, does := p.culprit(int(f.peer))
-	return &comm.PeerError{Rank: peer, Op: p.name, Epoch: f.epoch, Err: fmt.Errorf("%w: %s", comm.ErrTimeout, does)}
+	return &comm.PeerError{Rank: p.e.space.Name(peer), Op: p.name, Epoch: f.epoch, Err: fmt.Errorf("%w: %s", comm.ErrTimeout, does)}
 }
 
 // culprit is the rank to blame for a wait for peer, and what it does as far as can be seen: of all ranks the one that has begun the fewest
@@ -192,6 +238,14 @@ func (p *port) Drain(ctx context.Context, _ device.Stream) error {
 	return kernels.Drain(ctx, p.e.ctx.Synchronize, p.stop)
 }
 
+// Rest is what launches have left behind that no later one can put right. All launches of all ranks have ended.
+func (p *port) Rest() error {
+	if f, ok := p.fam.(interface{ rest(p *port) error }); ok {
+		return f.rest(p)
+	}
+	return nil
+}
+
 // stop makes kernels that wait return, and those that come after them as soon as they wait, or at once after a fault. No call of the driver
 // is needed: another thread may be in one that waits for these kernels.
 func (p *port) stop() { atomic.StoreUint64(&record(p.fault.Bytes()).stop, 1) }
@@ -201,14 +255,14 @@ func (p *port) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.e.leave(p)
-	err := p.fault.Close()
+	err := errors.Join(p.queue.close(), p.fault.Close())
 	for _, ev := range []*cuda.Event{&p.fork, &p.join} {
 		if *ev != 0 {
 			err = errors.Join(err, p.e.ctx.DestroyEvent(*ev))
 			*ev = 0
 		}
 	}
-	for _, s := range []*cuda.Stream{&p.side, &p.own} {
+	for _, s := range []*cuda.Stream{&p.masking, &p.side, &p.own} {
 		if *s != 0 {
 			err = errors.Join(err, p.e.ctx.DestroyStream(*s))
 			*s = 0

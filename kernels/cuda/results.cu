@@ -22,7 +22,7 @@ __device__ __forceinline__ u64 copied(const sw_result_part &p, bool failed, u64 
 extern "C" __global__ void __launch_bounds__(SW_RESULT_THREADS) copy_results(const __grid_constant__ sw_result_args a)
 {
 	using namespace sw;
-	bool failed = load32_relaxed_gpu(a.fault) != SW_FAULT_NONE;
+	bool failed = a.fault == 0 || load32_relaxed_gpu(a.fault) != SW_FAULT_NONE;
 	u64 came = failed ? 0 : load32_relaxed_gpu(a.rows);
 	u32 thread = blockIdx.x * SW_RESULT_THREADS + threadIdx.x, threads = gridDim.x * SW_RESULT_THREADS;
 	tile t;

@@ -14,7 +14,10 @@ func (x *dispatches) addResults(p *port, r *kernels.Results) error {
 		return fmt.Errorf("kernels: results: handle %d of %d", r.Handle, len(x.m.Handles))
 	}
 	s, control := &p.e.space, x.m.Handles[r.Handle].State.Place
-	a, bytes := resultArgs{fault: uint64(s.Addr(s.Rank, control)) + controlFault, rows: uint64(r.Rows.Ptr)}, int64(0)
+	a, bytes := resultArgs{rows: uint64(r.Rows.Ptr)}, int64(0)
+	if !r.Failed { // else there is no address, which says so
+		a.fault = uint64(s.Addr(s.Rank, control)) + controlFault
+	}
 	for i := range r.Parts[:r.Count] {
 		from := &r.Parts[i]
 		columns := int64(max(from.Columns, 1))

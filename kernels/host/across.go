@@ -1,107 +1,119 @@
 package host
 
 import (
-	"context"
-	"encoding/binary"
-	"errors"
-	"fmt"
-	"math"
+	"slices"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// A message to a rank of another host goes straight to it, over the rail, through a ring of slots in the receiver's segment. Its first chunk
-// begins with a head, which says how much the sender sends and how much it expects itself: so both ranks of a pair know of a
-// disagreement from this call, and it costs nothing. A message that its receiver does not want is taken out of the ring and dropped.
+// A call sends a bundle to each other host: to the rank of equal local rank there, and all ranks of that host read it in that rank's
+// segment. A bundle has a head for each of them, which says how much its sender sends and how much it expects itself: so both ranks of a
+// pair know of a disagreement from this call, and it costs nothing. Behind the heads are the small messages. The next but one call of the
+// sender writes over a bundle. Before that it has heard from all readers in the call between, so they are through with it.
 //
-// Chunks are counted on for ever. The rail counts them in a word of the receiver, and the receiver gives slots back in halves of the ring, by
-// puts without bytes, which the rail counts in a word of the sender.
+// A larger message goes straight to its rank: to its place in the output, which the receiver's head names, or through a ring of slots in the
+// receiver's segment. One that its receiver does not want is taken out of the ring and dropped.
+//
+// Puts are counted on for ever. The rail counts bundles, chunks in place and chunks in the ring in words of the receiver. The receiver
+// gives slots back in halves of the ring, by puts without bytes, which the rail counts in a word of the sender.
 
 // across is what a communicator has for ranks of other hosts.
 type across struct {
-	bounds *kernels.ExchangeBounds
-	offset int64
-	block  ExchangeBlock // of this host, between the lines and the slots
-	peers  []remote
-	to     []int // index in peers by rank, -1 for ranks of this host
-	at     []int // by rank: its number in the space, -1 for ranks of other hosts
+	hostRanks
+	bounds  *kernels.ExchangeBounds
+	offset  int64
+	block   ExchangeBlock // of this host, between the lines and the slots
+	peers   []remote
+	bundles []bundle // by host
+	refused bool     // this rank refuses its splits of this call
+	shared  bool     // large messages of this call take turns with those of other ranks of this host
+	to      []int    // index in peers by rank, -1 for ranks of this host
 }
 
 // remote is a rank of another host.
 type remote struct {
-	rank   int
-	sent   uint64 // chunks
-	taken  uint64 // of its chunks, out of the ring
+	rank, host int
+
+	sent   uint64 // chunks into the ring,
+	placed uint64 // and into its output
+	taken  uint64 // of its chunks, out of the ring,
+	landed uint64 // and in the output of this rank, before this call
 	gave   uint64 // puts that give slots back
-	first  []byte // a message's first chunk
+
 	out    []byte // of this call
 	in     []byte
 	pushed int64
-	begun  bool  // the head is on its way
-	ended  bool  // and all the rest
-	size   int64 // of the message that comes, -1 before its head has
-	drop   bool  // it is not wanted
-	done   int64 // how much of it has been taken
+	size   int64    // of the message that comes, -1 before its head has
+	way    wayCross // in which it comes,
+	goes   wayCross // and this rank's message goes
+	place  int64    // in the receiver's output
+	done   int64    // how much of the message that comes has been taken
+	heard  time.Time
 }
 
-// The words of a head.
+// wayCross is how a message gets to another host.
+type wayCross uint8
+
 const (
-	headEpoch    = 0
-	headSent     = 8
-	headExpected = 16
-	headRefused  = 24 // bytes, offset, limit and part of splits that are refused
-	headBytes    = 64
-	// firstBytes is the most of a message that goes with its head. It is copied once more for that.
-	firstBytes = 16 << 10
+	bundled wayCross = iota
+	ringed
+	inPlace
+	dropped // through the ring, and nobody wants it
 )
 
-// The lines of a rank in a segment: the count of its chunks here, that of its puts for slots, and where it says how many there were.
+// putBytes is how much of a message one put brings to its place.
+const putBytes = 256 << 10
+
+// The words of a rank's line in a segment: how many of its bundles, chunks in place and chunks in the ring are here, and how many puts for
+// slots. Behind them are those of Engine.rest.
 const (
-	chunksLine = iota
-	slotsLine
-	restLine
-	linesPerRank
+	bundlesWord = 8 * iota
+	placedWord
+	chunksWord
+	slotsWord
 )
 
-func (a *across) line(rank, which int) int64 {
-	return a.offset + int64(rank*linesPerRank+which)*kernels.LineBytes
+func newAcross(c *kernels.ExchangeBounds, offset int64) *across {
+	a := &across{hostRanks: newHostRanks(c.Hosts), bounds: c, offset: offset}
+	inner := *c
+	inner.Size = a.perHost
+	a.block = ExchangeBlock{&inner, offset + int64(len(a.others))*kernels.LineBytes}
+	return a
 }
 
-// slot is where chunk k of a rank lands.
-func (a *across) slot(rank int, k uint64) int64 {
+// line is a word of rank from in the segments of a host.
+func (a *across) line(host, from int, word int64) int64 {
+	return a.offset + a.number(host, from)*kernels.LineBytes + word
+}
+
+// slots is where the rings begin.
+func (a *across) slots() int64 { return a.block.Offset + a.block.Bytes() }
+
+// slot is where chunk k of rank from lands on a host.
+func (a *across) slot(host, from int, k uint64) int64 {
 	slots := uint64(a.bounds.Slots)
-	return a.block.Offset + a.block.Bytes() + (int64(rank)*int64(slots)+int64(k%slots))*a.bounds.SlotBytes
+	return a.slots() + (a.number(host, from)*int64(slots)+int64(k%slots))*a.bounds.SlotBytes
 }
 
 // gives is how many slots one put gives back.
 func (a *across) gives() uint64 { return uint64(max(1, a.bounds.Slots/2)) }
 
-func newAcross(c *kernels.ExchangeBounds, offset int64) *across {
-	a, inner := &across{bounds: c, offset: offset}, *c
-	inner.Size = len(c.Hosts.Ranks)
-	a.block = ExchangeBlock{&inner, a.line(c.Size, 0)}
-	return a
-}
-
 func (a *across) layout() kernels.Layout {
-	return kernels.Layout{Bytes: a.slot(a.bounds.Size, 0) - a.offset, Zero: a.block.Offset + a.block.ControlBytes() - a.offset}
+	slots := int64(len(a.others)*a.bounds.Slots) * a.bounds.SlotBytes
+	bundles := int64(len(a.of)-1) * 2 * a.bundleBytes()
+	return kernels.Layout{Bytes: a.slots() + slots + bundles - a.offset, Zero: a.block.Offset + a.block.ControlBytes() - a.offset}
 }
 
 func (a *across) open(e *Engine) {
-	a.at, a.to = make([]int, a.bounds.Size), make([]int, a.bounds.Size)
-	for r := range a.at {
-		a.at[r], a.to[r] = -1, -1
+	a.hostRanks.open(e)
+	a.to, a.bundles = make([]int, a.bounds.Size), make([]bundle, len(a.of))
+	for r := range a.to {
+		a.to[r] = -1
 	}
-	for p := range e.space.Size {
-		a.at[e.space.Name(p)] = p
-	}
-	for r, p := range a.at {
-		if p < 0 {
-			a.to[r] = len(a.peers)
-			a.peers = append(a.peers, remote{rank: r, first: make([]byte, headBytes+min(firstBytes, a.bounds.SlotBytes-headBytes))})
-		}
+	for _, r := range a.others {
+		a.to[r] = len(a.peers)
+		a.peers = append(a.peers, remote{rank: r, host: a.hosts.Host[r]})
 	}
 }
 
@@ -113,35 +125,27 @@ func (f *exchanges) index(rank int) int {
 	return f.across.at[rank]
 }
 
-// begin starts the call. refused are this rank's splits if it refuses them: then it sends and takes nothing.
+// begin starts the call. refused are this rank's splits if it refuses them: then it sends nothing but that, and takes nothing.
 func (a *across) begin(x *exchange, refused *kernels.SplitsError) error {
-	r := x.a.Routes
+	r, now := x.a.Routes, time.Now()
+	a.refused, a.shared = refused != nil, false
+	for i := range a.peers {
+		p := &a.peers[i]
+		p.out, p.in, p.pushed, p.size, p.way, p.goes, p.place, p.done, p.heard = nil, nil, 0, -1, bundled, bundled, 0, 0, now
+		if refused == nil {
+			p.out = x.a.Src.Mem[r.SendOffsets[p.rank]:][:r.SendBytes[p.rank]]
+			p.in = x.a.Dst.Mem[r.RecvOffsets[p.rank]:][:r.RecvBytes[p.rank]]
+			a.shared = a.shared || a.perHost > 1 && max(r.SendBytes[p.rank], r.RecvBytes[p.rank]) > a.bounds.BundleBytes
+		}
+	}
+	if a.shared {
+		a.hosts.Rail.Resume()
+	}
 	for _, rank := range r.Order {
-		if a.to[rank] < 0 {
-			continue
-		}
-		p := &a.peers[a.to[rank]]
-		p.pushed, p.begun, p.ended, p.size, p.drop, p.done = 0, false, false, -1, refused != nil, 0
-		head := p.first[:headBytes]
-		clear(head)
-		if p.out, p.in = nil, nil; refused == nil {
-			p.out = x.a.Src.Mem[r.SendOffsets[rank]:][:r.SendBytes[rank]]
-			p.in = x.a.Dst.Mem[r.RecvOffsets[rank]:][:r.RecvBytes[rank]]
-			binary.LittleEndian.PutUint64(head[headSent:], uint64(len(p.out)))
-		} else {
-			part := uint64(refused.Peer) << 32
-			if refused.Send {
-				part |= 1
+		if slices.Contains(a.railPeers, int(rank)) {
+			if err := a.send(x, a.hosts.Host[rank], refused); err != nil {
+				return err
 			}
-			binary.LittleEndian.PutUint64(head[headSent:], ^uint64(0))
-			for i, v := range [...]uint64{uint64(refused.Bytes), uint64(refused.Offset), uint64(refused.Limit), part} {
-				binary.LittleEndian.PutUint64(head[headRefused+8*i:], v)
-			}
-		}
-		binary.LittleEndian.PutUint64(head[headEpoch:], x.epoch)
-		binary.LittleEndian.PutUint64(head[headExpected:], uint64(len(p.in)))
-		if _, err := a.push(x, p); err != nil {
-			return err
 		}
 	}
 	return nil
@@ -151,6 +155,10 @@ func (a *across) begin(x *exchange, refused *kernels.SplitsError) error {
 func (a *across) pass(x *exchange) (moved bool, err error) {
 	for i := range a.peers {
 		p := &a.peers[i]
+		read, err := a.read(x, p)
+		if err != nil {
+			return false, err
+		}
 		pushed, err := a.push(x, p)
 		if err != nil {
 			return false, err
@@ -159,91 +167,121 @@ func (a *across) pass(x *exchange) (moved bool, err error) {
 		if err != nil {
 			return false, err
 		}
-		moved = moved || pushed || took
+		if read || pushed || took {
+			moved, p.heard = true, time.Now()
+		}
 	}
 	return moved, nil
 }
 
-// late is the first rank that has not done its part, -1 if all have.
-func (a *across) late() int {
+// ended reports whether the rank has done its part.
+func (p *remote) ended() bool {
+	return p.size >= 0 && p.done == p.size && p.pushed == int64(len(p.out))
+}
+
+// late is the rank that has been silent for longest, of those that have not done their part; nil if all have.
+func (a *across) late() (late *remote) {
 	for i := range a.peers {
-		if p := &a.peers[i]; !p.ended || p.size < 0 || p.done < p.size {
-			return p.rank
+		if p := &a.peers[i]; !p.ended() && (late == nil || p.heard.Before(late.heard)) {
+			late = p
 		}
 	}
-	return -1
+	return late
 }
 
 // finish goes on until all have done their parts, and the memory that was sent is free.
 func (a *across) finish(x *exchange) error {
+	now := time.Now()
+	for i := range a.peers {
+		a.peers[i].heard = now // this rank has waited for others
+	}
 	for {
 		moved, err := a.pass(x)
 		if err != nil {
 			return err
 		}
 		late := a.late()
-		if late < 0 {
-			return a.flush(x)
+		if late == nil {
+			return x.w.flush(a.hosts.Rail)
 		}
 		if moved {
 			x.w.busy()
-		} else if err := x.w.idleAcross(late); err != nil {
-			return err
+		} else {
+			x.w.absent = late.size < 0 // nothing of its part of the call has come
+			if err := x.w.idleAcross(late.rank, late.heard, a.rail()); err != nil {
+				return err
+			}
 		}
 	}
 }
 
-// flush returns when the memory that was sent is free.
-func (a *across) flush(x *exchange) error {
-	ctx, cancel := context.WithTimeoutCause(context.Background(), x.a.Timeout, comm.ErrTimeout)
-	defer cancel()
-	err := a.bounds.Hosts.Rail.Flush(ctx)
-	switch {
-	case errors.Is(err, comm.ErrAborted):
-		return x.w.fail(x.e.space.Rank, comm.ErrAborted)
-	case err != nil:
-		return fmt.Errorf("kernels: alltoallv: between hosts: %w", err)
+// rail is the rail if this rank sleeps on that: something that it waits for comes by it, and nothing hangs in the meantime on what other ranks
+// of its host bring. Elsewhere it is nil.
+func (a *across) rail() kernels.Rail {
+	for i := range a.peers {
+		if p := &a.peers[i]; !a.shared && !p.ended() && (p.size >= 0 || slices.Contains(a.railPeers, p.rank)) {
+			return a.hosts.Rail
+		}
 	}
 	return nil
 }
 
-// push sends chunks while there are slots for them.
+// put sends bytes to a place of a rank.
+func (a *across) put(x *exchange, rank int, place int64, src []byte, word int64) error {
+	return x.w.putAcross(a.hosts.Rail, rank, place, src, a.line(a.hosts.Host[rank], a.hosts.Rank, word))
+}
+
+// push sends chunks while there is room for them. It sends none before the receiver has said where to.
 func (a *across) push(x *exchange, p *remote) (moved bool, err error) {
-	e, me := x.e, a.bounds.Hosts.Rank
-	room := e.word(e.space.Rank, a.line(p.rank, slotsLine)).Load()*a.gives() + uint64(a.bounds.Slots)
-	for !p.ended && p.sent < room {
-		var chunk []byte
-		if !p.begun {
-			n := copy(p.first[headBytes:], p.out)
-			chunk, p.pushed, p.begun = p.first[:headBytes+n], int64(n), true
-		} else {
-			chunk = p.out[p.pushed:min(p.pushed+a.bounds.SlotBytes, int64(len(p.out)))]
+	me, all := a.hosts.Rank, int64(len(p.out))
+	if p.size < 0 {
+		return false, nil
+	}
+	if p.goes == inPlace {
+		for ; p.pushed < all; moved = true {
+			chunk := p.out[p.pushed:min(p.pushed+putBytes, all)]
+			if err := a.put(x, p.rank, p.place+p.pushed, chunk, placedWord); err != nil {
+				return false, err
+			}
 			p.pushed += int64(len(chunk))
+			p.placed++
 		}
-		if err := a.bounds.Hosts.Rail.Put(p.rank, a.slot(me, p.sent), chunk, a.line(me, chunksLine)); err != nil {
-			return false, x.w.failAcross(p.rank, err)
+		return moved, nil
+	}
+	room := x.e.word(x.e.space.Rank, a.line(a.host, p.rank, slotsWord)).Load()*a.gives() + uint64(a.bounds.Slots)
+	for ; p.pushed < all && p.sent < room; moved = true {
+		chunk := p.out[p.pushed:min(p.pushed+a.bounds.SlotBytes, all)]
+		if err := a.put(x, p.rank, a.slot(p.host, me, p.sent), chunk, chunksWord); err != nil {
+			return false, err
 		}
-		x.w.moved(int64(len(chunk)))
+		p.pushed += int64(len(chunk))
 		p.sent++
-		p.ended, moved = p.pushed == int64(len(p.out)), true
 	}
 	return moved, nil
 }
 
-// take takes the chunks of this call out of the ring.
+// take takes in what has come of the rank's message.
 func (a *across) take(x *exchange, p *remote) (moved bool, err error) {
-	e, me := x.e, a.bounds.Hosts.Rank
-	landed := e.word(e.space.Rank, a.line(p.rank, chunksLine)).Load()
-	for p.taken < landed && (p.size < 0 || p.done < p.size) {
-		chunk := e.space.Range(e.space.Rank, a.slot(p.rank, p.taken), a.bounds.SlotBytes)
-		if p.size < 0 {
-			if err := a.head(x, p, chunk); err != nil {
-				return false, err
-			}
-			chunk = chunk[headBytes:len(p.first)]
+	e, me := x.e, x.e.space.Rank
+	switch {
+	case p.size < 0 || p.done == p.size:
+		return false, nil
+	case p.way == inPlace:
+		n := int64(e.word(me, a.line(a.host, p.rank, placedWord)).Load() - p.landed)
+		if moved = min(n*putBytes, p.size) > p.done; moved {
+			x.w.moved(min(n*putBytes, p.size) - p.done)
+			p.done = min(n*putBytes, p.size)
 		}
-		n := min(int64(len(chunk)), p.size-p.done)
-		if !p.drop {
+		if p.done == p.size {
+			p.landed += uint64(n)
+		}
+		return moved, nil
+	}
+	landed := e.word(me, a.line(a.host, p.rank, chunksWord)).Load()
+	for p.taken < landed && p.done < p.size {
+		chunk := e.space.Range(me, a.slot(a.host, p.rank, p.taken), a.bounds.SlotBytes)
+		n := min(a.bounds.SlotBytes, p.size-p.done)
+		if p.way != dropped {
 			x.copy(p.in[p.done:p.done+n], chunk[:n])
 		}
 		p.done += n
@@ -251,118 +289,25 @@ func (a *across) take(x *exchange, p *remote) (moved bool, err error) {
 		moved = true
 		if p.taken%a.gives() == 0 {
 			p.gave++
-			if err := a.bounds.Hosts.Rail.Put(p.rank, 0, nil, a.line(me, slotsLine)); err != nil {
-				return false, x.w.failAcross(p.rank, err)
+			if err := a.put(x, p.rank, 0, nil, slotsWord); err != nil {
+				return false, err
 			}
 		}
 	}
 	return moved, nil
 }
 
-// head reads a message's head, and compares sizes. The error is that of a rank in another call.
-func (a *across) head(x *exchange, p *remote, chunk []byte) error {
-	word := func(at int) uint64 { return binary.LittleEndian.Uint64(chunk[at:]) }
-	me := a.bounds.Hosts.Rank
-	if epoch := word(headEpoch); epoch != x.epoch {
-		return x.w.failAcross(p.rank, fmt.Errorf("%w: it makes call %d, this is call %d", comm.ErrOutOfStep, epoch, x.epoch))
-	}
-	sent, expected := word(headSent), word(headExpected)
-	if sent == math.MaxUint64 {
-		part := word(headRefused + 24)
-		x.failed = &kernels.SplitsError{Rank: p.rank, Peer: int(part >> 32), Send: part&1 != 0, Bytes: int64(word(headRefused)),
-			Offset: int64(word(headRefused + 8)), Limit: int64(word(headRefused + 16)), Epoch: x.epoch}
-		p.size, p.drop = 0, true
-		return nil
-	}
-	if p.size = int64(sent); p.drop { // this rank has refused its splits
-		return nil
-	}
-	var refused *kernels.SplitsError
-	if errors.As(x.failed, &refused) {
-		p.drop = sent != uint64(len(p.in))
-		return nil
-	}
-	if expected != uint64(len(p.out)) {
-		x.failed = &kernels.CountMismatchError{Src: me, Dst: p.rank, Sent: uint64(len(p.out)), Expected: expected, Epoch: x.epoch}
-	}
-	if sent != uint64(len(p.in)) {
-		p.drop = true
-		x.failed = &kernels.CountMismatchError{Src: p.rank, Dst: me, Sent: sent, Expected: uint64(len(p.in)), Epoch: x.epoch}
-	}
-	return nil
-}
-
-// restFor bounds the wait for what is still under way when a communicator closes.
-const restFor = 10 * time.Second
-
-// rest returns when all that was put here has landed, after which the memory may be given back. All ranks' launches have ended, also those
-// that have failed. Each rank tells the others how many puts there were.
+// rest returns when all that was put here has landed.
 func (a *across) rest(e *Engine) error {
-	me, rail := a.bounds.Hosts.Rank, a.bounds.Hosts.Rail
+	h := a.hosts
+	counts := make([]restCount, len(a.peers))
 	for i := range a.peers {
 		p := &a.peers[i]
-		counts := binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(p.first[:0], p.sent), p.gave)
-		if err := rail.Put(p.rank, a.line(me, restLine)+8, counts, a.line(me, restLine)); err != nil {
-			return fmt.Errorf("kernels: rank %d: %w", p.rank, err)
-		}
+		counts[i] = restCount{p.rank, a.line(p.host, h.Rank, 0), a.line(a.host, p.rank, 0), []uint64{a.sentTo(p.rank), p.placed, p.sent, p.gave}}
 	}
-	end := time.Now().Add(restFor)
-	for i := range a.peers {
-		p := &a.peers[i]
-		word := func(which int, at int64) uint64 { return e.word(e.space.Rank, a.line(p.rank, which)+at).Load() }
-		for word(restLine, 0) == 0 || word(chunksLine, 0) < word(restLine, 8) || word(slotsLine, 0) < word(restLine, 16) {
-			if e.abort.Load() != 0 {
-				return nil // nothing lands any more
-			}
-			if time.Now().After(end) {
-				return &comm.PeerError{Rank: p.rank, Op: "close", Err: comm.ErrTimeout}
-			}
-			time.Sleep(20 * time.Microsecond)
-		}
+	over, err := e.rest(h.Rail, counts)
+	if over {
+		h.Rail.Forget(a.offset, a.block.Offset)
 	}
-	ctx, cancel := context.WithDeadlineCause(context.Background(), end, comm.ErrTimeout)
-	defer cancel()
-	if err := rail.Flush(ctx); err != nil {
-		return err
-	}
-	rail.Forget(a.offset, a.block.Offset)
-	return nil
-}
-
-// idleAcross waits a little for a rank of another host. It sleeps at once: what brings the bytes needs a core, and rings.
-func (w *waiter) idleAcross(rank int) error {
-	w.polls++
-	w.rank = rank
-	if w.polls == 1 {
-		w.since, w.told, w.looks = time.Now(), 0, false
-	}
-	waited := time.Since(w.since)
-	switch {
-	case w.over():
-		return w.failAcross(rank, comm.ErrAborted)
-	case waited > w.timeout:
-		return w.failAcross(rank, fmt.Errorf("%w after %v: it is on another host", comm.ErrTimeout, w.timeout))
-	}
-	if log := w.e.space.Log; waited >= w.told+w.e.tellEvery && log != nil {
-		w.told = waited
-		log.Info("waiting", "rank", w.e.space.Name(w.e.space.Rank), "for", rank, "call", fmt.Sprintf("%d, %v", w.call.epoch, w.call.op),
-			"waited", waited.Round(time.Second), "timeout", w.timeout)
-	}
-	w.port.waits.show(w)
-	if !w.entered {
-		w.entered = true
-		w.doorbell = w.e.enter(&w.sleeper)
-		return nil // the caller looks once more
-	}
-	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-waited+time.Microsecond))
-	w.doorbell = w.e.doorbell.Load()
-	return nil
-}
-
-// failAcross is the error of a wait for a rank of another host, or of a put to it.
-func (w *waiter) failAcross(rank int, err error) error {
-	if errors.Is(err, comm.ErrAborted) {
-		return w.fail(w.e.space.Rank, comm.ErrAborted)
-	}
-	return &comm.PeerError{Rank: rank, Op: w.call.op.String(), Epoch: w.call.epoch, Err: err}
+	return err
 }

@@ -8,7 +8,11 @@ import (
 )
 
 // reductions are the launches of one communicator. It is a family.
-type reductions struct{ c ReduceBlock }
+type reductions struct {
+	common
+	c      ReduceBlock
+	across *reductionsAcross // on several hosts
+}
 
 // The defaults of reductions. Slots are smaller where they would exceed their bound together.
 const (
@@ -19,7 +23,11 @@ const (
 )
 
 func newReductions(c *kernels.ReduceBounds, offset int64) *reductions {
-	return &reductions{ReduceBlock{c, offset}}
+	f := &reductions{c: ReduceBlock{c, offset}}
+	if c.Hosts != nil {
+		f.across = newReductionsAcross(c, offset)
+	}
+	return f
 }
 
 func (f *reductions) defaults() {
@@ -29,16 +37,32 @@ func (f *reductions) defaults() {
 }
 
 func (f *reductions) layout() kernels.Layout {
+	if f.across != nil {
+		return f.across.layout()
+	}
 	return kernels.Layout{Bytes: f.c.Bytes(), Zero: f.c.ControlBytes()}
 }
 
-func (*reductions) open(*Engine) {}
+func (f *reductions) open(e *Engine) {
+	if f.across != nil {
+		f.across.open(e)
+	}
+}
 
-func (*reductions) ready(*Engine) kernels.Traits { return kernels.Traits{} }
+func (f *reductions) rest(e *Engine) error {
+	if f.across == nil {
+		return nil
+	}
+	return f.across.rest(e)
+}
 
 func (f *reductions) run(p *port, op kernels.Operation) error {
+	if f.across != nil {
+		return f.across.do(p, op, f.across)
+	}
 	x := reduceScratch.Get().(*reducing)
-	err := x.run(p, &f.c, op.(*kernels.Reduction))
+	x.c, x.offset = &f.c, f.c.Offset
+	err := x.do(p, op, x)
 	x.reset()
 	reduceScratch.Put(x)
 	return err
@@ -66,12 +90,10 @@ type link struct {
 
 // reducing is one call of the kernel on one rank.
 type reducing struct {
-	e        *Engine
+	counted
 	c        *ReduceBlock
 	a        *kernels.Reduction
 	me       int
-	epoch    uint64
-	w        waiter
 	links    []link // the next rank first
 	met      int
 	mismatch error // the ranks' calls differ
@@ -83,29 +105,24 @@ type reducing struct {
 	fold    fold
 	rows    [][]byte // one a rank
 	targets [][]byte
+	plan    planRun
 }
 
 func (x *reducing) reset() {
-	x.w.leave()
 	clear(x.links)
 	clear(x.rows)
 	clear(x.targets[:cap(x.targets)])
 	x.links, x.rows, x.targets = x.links[:0], x.rows[:0], x.targets[:0]
 	x.e, x.c, x.a, x.fold, x.mismatch = nil, nil, nil, nil, nil
 	x.met, x.mine, x.reduced = 0, 0, 0
+	x.plan = planRun{}
 }
 
 func (x *reducing) sizes(int) string { return x.a.Call.String() }
 
-func (x *reducing) run(p *port, c *ReduceBlock, a *kernels.Reduction) error {
-	e := p.e
-	x.e, x.c, x.a, x.me = e, c, a, e.space.Rank
-	failed := e.word(x.me, c.Failed())
-	if failed.Load() != 0 {
-		return kernels.ErrFailed
-	}
-	x.epoch = e.count(c.Epoch())
-	x.w.begin(p, x, p.call(a, c.Epoch(), x.epoch), a.Timeout)
+func (x *reducing) call(op kernels.Operation) error {
+	e, c, a := x.e, x.c, op.(*kernels.Reduction)
+	x.a, x.me = a, e.space.Rank
 	if c.Size == 1 {
 		move(a.Dst.Mem, a.Src.Mem)
 		return nil
@@ -122,19 +139,15 @@ func (x *reducing) run(p *port, c *ReduceBlock, a *kernels.Reduction) error {
 	for len(x.rows) < c.Size {
 		x.rows = append(x.rows, nil)
 	}
-	var err error
 	switch a.Algorithm {
 	case kernels.OneShot:
-		err = x.oneShot()
+		return x.oneShot()
 	case kernels.TwoShot:
-		err = x.twoShot()
-	default:
-		err = x.ring()
+		return x.twoShot()
+	case kernels.Planned:
+		return x.planned()
 	}
-	if err != nil && err != x.mismatch {
-		failed.Store(1)
-	}
-	return err
+	return x.ring()
 }
 
 // move copies src to dst unless they are the same memory. It writes through the caches, like all copies of this kernel,

@@ -17,6 +17,8 @@ type fold interface {
 	step(partial, in, src []byte, op kernels.ReduceOp)
 	// end is dst = in op src, no longer partial. dst may be src.
 	end(dst, in, src []byte, op kernels.ReduceOp, ranks int)
+	// join combines partial results, in order, into dst, no longer partial.
+	join(dst []byte, partials [][]byte, op kernels.ReduceOp, ranks int)
 }
 
 // folds keeps the fold of every type that was needed, with its scratch.
@@ -99,6 +101,10 @@ func (f *ownFold[T]) end(dst, in, src []byte, op kernels.ReduceOp, ranks int) {
 	f.pair = [2][]byte{}
 }
 
+func (f *ownFold[T]) join(dst []byte, partials [][]byte, op kernels.ReduceOp, ranks int) {
+	f.rows(dst, partials, 0, int64(len(dst)), op, ranks)
+}
+
 // wideFold is for types that are reduced in float32.
 type wideFold[T vec.Float] struct {
 	rowFold[T]
@@ -128,5 +134,23 @@ func (f *wideFold[T]) end(dst, in, src []byte, op kernels.ReduceOp, ranks int) {
 		vec.Accumulate(acc, from[:n], o)
 		vec.Store(to[:n], acc, div)
 		to, from, partial = to[n:], from[n:], partial[n:]
+	}
+}
+
+func (f *wideFold[T]) join(dst []byte, partials [][]byte, op kernels.ReduceOp, ranks int) {
+	o, div := vecOp(op, ranks)
+	to := shm.View[T](dst)
+	for at := 0; at < len(to); at += len(f.acc) {
+		n := min(len(f.acc), len(to)-at)
+		acc := f.acc[:n]
+		for i, p := range partials {
+			row := shm.View[float32](p)[at : at+n]
+			if i == 0 {
+				copy(acc, row)
+			} else {
+				vec.Accumulate(acc, row, o)
+			}
+		}
+		vec.Store(to[at:at+n], acc, div)
 	}
 }

@@ -9,7 +9,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/host"
 	"github.com/switchyard-moe/switchyard/test/explore"
@@ -29,12 +28,9 @@ type reduceCall struct {
 
 // reduceRig runs the reduction kernel under schedules of its own choice, on a heap that is a piece of Go memory.
 type reduceRig struct {
+	*segments
 	c       host.ReduceBlock
 	calls   []reduceCall
-	mem     []byte
-	stride  int64
-	engines []*host.Engine
-	ports   []kernels.Port
 	foreign [][]byte // of each rank, two areas as in the segment
 	// point, when set, runs at every point of a rank. It is where tests put bugs in.
 	point func(rank int, what string)
@@ -45,13 +41,8 @@ const area = 64 // bytes of a rank's source, and of its destination
 func newReduceRig(n int, calls ...reduceCall) *reduceRig {
 	g := &reduceRig{calls: calls, c: host.ReduceBlock{Offset: kernels.HeaderBytes,
 		ReduceBounds: &kernels.ReduceBounds{Size: n, OneShotBytes: area, Slots: 2, SlotBytes: 4}}}
-	g.stride = g.area(2)
-	raw := make([]byte, int64(n)*g.stride+kernels.LineBytes)
-	g.mem = raw[-int64(shm.Addr(raw))&(kernels.LineBytes-1):][:int64(n)*g.stride]
-	bells := host.NewBells(n)
-	for r := range n {
-		g.engines = append(g.engines, host.New(g.space(r), bells, func() error { return nil }))
-		g.ports = append(g.ports, open(g.engines[r], g.c.ReduceBounds, g.c.Offset))
+	g.segments = newSegments(n, g.area(2), g.c.ReduceBounds)
+	for range n {
 		g.foreign = append(g.foreign, make([]byte, 2*area))
 	}
 	return g
@@ -62,29 +53,22 @@ func (g *reduceRig) area(k int64) int64 {
 	return (g.c.Offset+g.c.Bytes()+kernels.LineBytes-1)/kernels.LineBytes*kernels.LineBytes + k*area
 }
 
-func (g *reduceRig) space(rank int) kernels.Space {
-	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.c.Size}
-}
-
 // buffer is n bytes of an area of a rank, and its place in the segment or -1.
 func (g *reduceRig) buffer(rank int, k int64, symmetric bool, n int64) kernels.Buffer {
 	if !symmetric {
 		return buffer(g.foreign[rank][k*area:][:n], -1)
 	}
-	s := g.space(rank)
-	return buffer(s.Range(rank, g.area(k), n), g.area(k))
+	return buffer(g.at(rank, g.area(k), n), g.area(k))
 }
 
 // poison fills the buffers of a rank outside of its calls.
 func (g *reduceRig) poison(rank int) {
-	s := g.space(rank)
-	fill(s.Range(rank, g.area(0), 2*area), poisoned)
+	fill(g.at(rank, g.area(0), 2*area), poisoned)
 	fill(g.foreign[rank], poisoned)
 }
 
 func (g *reduceRig) untouched(rank int) error {
-	s := g.space(rank)
-	for _, b := range [][]byte{s.Range(rank, g.area(0), 2*area), g.foreign[rank]} {
+	for _, b := range [][]byte{g.at(rank, g.area(0), 2*area), g.foreign[rank]} {
 		for i, v := range b {
 			if v != poisoned {
 				return fmt.Errorf("%w: byte %d of rank %d is %d", explore.ErrLate, i, rank, v)
@@ -97,136 +81,116 @@ func (g *reduceRig) untouched(rank int) error {
 // input is what a rank has at element i.
 func input(call, rank int, i int64) byte { return byte(1 + (int64(call*5+rank*11)+i*3)%40) }
 
-func (g *reduceRig) run(rank int, turn explore.Turn) error {
-	n := g.c.Size
-	for number, c := range g.calls {
-		if err := turn(fmt.Sprintf("begins call %d", number+1), false); err != nil {
-			return err
+// one is a call of a rank, numbered from 1.
+func (g *reduceRig) one(rank, call int, turn explore.Turn) error {
+	n, number, c := g.c.Size, call-1, &g.calls[call-1]
+	if err := g.untouched(rank); err != nil {
+		return err
+	}
+	a := kernels.Reduction{Family: g.c.ReduceBounds, Call: kernels.ReduceCall{Collective: c.coll, DType: kernels.Uint8}, Algorithm: c.alg,
+		Bounds: []int64{0}, Launched: kernels.Launched{Timeout: time.Minute}}
+	for p, k := range c.counts {
+		if p == rank && c.odd == rank {
+			k++
 		}
-		if err := g.untouched(rank); err != nil {
-			return fmt.Errorf("before call %d: %w", number+1, err)
+		a.Bounds = append(a.Bounds, a.Bounds[p]+k)
+	}
+	a.Call.Count = a.Bounds[n]
+	at, mine := a.Slice(rank)
+	whole := a.Call.Count
+	var want []byte
+	reduced := func(i int64) (v byte) {
+		for p := range n {
+			v += input(number, p, i)
 		}
-		a := kernels.Reduction{Family: g.c.ReduceBounds, Call: kernels.ReduceCall{Collective: c.coll, DType: kernels.Uint8}, Algorithm: c.alg,
-			Bounds: []int64{0}, Launched: kernels.Launched{Timeout: 20 * time.Second}}
-		for p, k := range c.counts {
-			if p == rank && c.odd == rank {
-				k++
-			}
-			a.Bounds = append(a.Bounds, a.Bounds[p]+k)
+		return v
+	}
+	in, out := whole, whole
+	switch c.coll {
+	case kernels.ReduceScatter:
+		out = mine
+		for i := range mine {
+			want = append(want, reduced(at+i))
 		}
-		a.Call.Count = a.Bounds[n]
-		at, mine := a.Slice(rank)
-		whole := a.Call.Count
-		var want []byte
-		reduced := func(i int64) (v byte) {
-			for p := range n {
-				v += input(number, p, i)
-			}
-			return v
-		}
-		in, out := whole, whole
-		switch c.coll {
-		case kernels.ReduceScatter:
-			out = mine
-			for i := range mine {
-				want = append(want, reduced(at+i))
-			}
-		case kernels.AllGather:
-			in = mine
-			for p := range n {
-				for i := a.Bounds[p]; i < a.Bounds[p+1]; i++ {
-					want = append(want, input(number, p, i))
-				}
-			}
-		default:
-			for i := range whole {
-				want = append(want, reduced(i))
+	case kernels.AllGather:
+		in = mine
+		for p := range n {
+			for i := a.Bounds[p]; i < a.Bounds[p+1]; i++ {
+				want = append(want, input(number, p, i))
 			}
 		}
-		switch place := c.places[rank]; place {
-		case "in", "fn":
-			a.Src = g.buffer(rank, 0, place == "in", whole)
-			a.Dst = a.Src
-			if c.coll != kernels.AllReduce {
-				part := buffer(a.Src.Mem[at:at+mine], -1)
-				if a.Src.Reach {
-					part = buffer(part.Mem, a.Src.Place+at)
-				}
-				if c.coll == kernels.AllGather {
-					a.Src = part
-				} else {
-					a.Dst = part
-				}
+	default:
+		for i := range whole {
+			want = append(want, reduced(i))
+		}
+	}
+	switch place := c.places[rank]; place {
+	case "in", "fn":
+		a.Src = g.buffer(rank, 0, place == "in", whole)
+		a.Dst = a.Src
+		if c.coll != kernels.AllReduce {
+			part := buffer(a.Src.Mem[at:at+mine], -1)
+			if a.Src.Reach {
+				part = buffer(part.Mem, a.Src.Place+at)
 			}
-		default:
-			a.Src = g.buffer(rank, 0, place[0] == 's', in)
-			a.Dst = g.buffer(rank, 1, place[1] == 's', out)
-		}
-		first := int64(0)
-		if c.coll == kernels.AllGather {
-			first = at
-		}
-		for i := range in {
-			a.Src.Mem[i] = input(number, rank, first+i)
-		}
-		err := g.ports[rank].Launch(nil, &a)
-		if c.odd >= 0 {
-			var m *kernels.CallMismatchError
-			if !errors.As(err, &m) || (m.Peer == c.odd) == (rank == c.odd) {
-				return fmt.Errorf("call %d: the disagreement became: %w", number+1, err)
+			if c.coll == kernels.AllGather {
+				a.Src = part
+			} else {
+				a.Dst = part
 			}
-			g.poison(rank)
-			continue
 		}
-		if err != nil {
-			return fmt.Errorf("call %d: %w", number+1, err)
-		}
-		if places := c.places[rank]; places != "in" && places != "fn" {
-			fill(a.Src.Mem, spoiled)
-		}
-		if err := turn(fmt.Sprintf("looks at the output of call %d", number+1), false); err != nil {
-			return err
-		}
-		if !slices.Equal(a.Dst.Mem, want) {
-			return fmt.Errorf("call %d: %w: %d, want %d", number+1, explore.ErrData, a.Dst.Mem, want)
+	default:
+		a.Src = g.buffer(rank, 0, place[0] == 's', in)
+		a.Dst = g.buffer(rank, 1, place[1] == 's', out)
+	}
+	first := int64(0)
+	if c.coll == kernels.AllGather {
+		first = at
+	}
+	for i := range in {
+		a.Src.Mem[i] = input(number, rank, first+i)
+	}
+	err := g.ports[rank].Launch(nil, &a)
+	if c.odd >= 0 {
+		var m *kernels.CallMismatchError
+		if !errors.As(err, &m) || (m.Peer == c.odd) == (rank == c.odd) {
+			return fmt.Errorf("the disagreement became: %w", err)
 		}
 		g.poison(rank)
+		return nil
 	}
+	if err != nil {
+		return err
+	}
+	if places := c.places[rank]; places != "in" && places != "fn" {
+		fill(a.Src.Mem, spoiled)
+	}
+	if err := turn(fmt.Sprintf("looks at the output of call %d", call), false); err != nil {
+		return err
+	}
+	if !slices.Equal(a.Dst.Mem, want) {
+		return fmt.Errorf("%w: %d, want %d", explore.ErrData, a.Dst.Mem, want)
+	}
+	g.poison(rank)
 	return nil
 }
 
 // start is a fresh run, for explore.Schedules.
 func (g *reduceRig) start() explore.Program {
-	clear(g.mem)
-	p := explore.Program{End: func() error {
+	c := calls{segments: g.segments, times: len(g.calls), one: g.one, point: g.point}
+	p := c.start()
+	for r := range g.engines {
+		g.poison(r)
+	}
+	p.End = func() error {
 		for r := range g.engines {
 			if err := g.untouched(r); err != nil {
 				return err
 			}
 		}
 		return nil
-	}}
-	for r, e := range g.engines {
-		g.poison(r)
-		p.Ranks = append(p.Ranks, func(turn explore.Turn) error {
-			e.SetStep(func(what string, waiting bool) error {
-				if g.point != nil {
-					g.point(r, what)
-				}
-				return turn(what, waiting)
-			})
-			return g.run(r, turn)
-		})
 	}
 	return p
-}
-
-func reduceHolds(t *testing.T, g *reduceRig, s explore.Schedules) {
-	t.Helper()
-	start := time.Now()
-	r := s.Explore(g.start)
-	require.Nil(t, r.Violation, "after %d schedules: %v", r.Schedules, r.Violation)
-	t.Logf("%d schedules, %d turns, %v", r.Schedules, r.Turns, time.Since(start).Round(time.Millisecond))
 }
 
 func TestExploreReductions(t *testing.T) {
@@ -257,7 +221,7 @@ func TestExploreReductions(t *testing.T) {
 			call(kernels.AllGather, kernels.Ring, three, "in", "ff", "fn"), call(kernels.ReduceScatter, kernels.Ring, three, "in", "ff", "fn"),
 			call(kernels.AllGather, kernels.OneShot, three, "in", "ff", "ss")}, budget(1, 500)},
 	} {
-		t.Run(name, func(t *testing.T) { reduceHolds(t, newReduceRig(len(v.calls[0].counts), v.calls...), v.s) })
+		t.Run(name, func(t *testing.T) { holds(t, newReduceRig(len(v.calls[0].counts), v.calls...), v.s) })
 	}
 }
 
@@ -269,7 +233,7 @@ func TestExploreReductionMismatch(t *testing.T) {
 				places := []string{"ff", "in", "sf"}
 				ok := reduceCall{kernels.AllReduce, then, []int64{7, 5, 6}, places, -1}
 				odd := reduceCall{kernels.AllReduce, alg, []int64{7, 5, 6}, places, 1}
-				reduceHolds(t, newReduceRig(3, ok, odd, ok, odd, ok), budget(1, 200))
+				holds(t, newReduceRig(3, ok, odd, ok, odd, ok), budget(1, 200))
 			})
 		}
 	}
@@ -311,26 +275,17 @@ func TestExploreFindsEarlyReductionSignals(t *testing.T) {
 			}
 			g := newReduceRig(v.ranks, c, c)
 			g.point = func(rank int, what string) { v.bug(g, rank, (rank+1)%v.ranks, (rank+v.ranks-1)%v.ranks, what) }
-			r := explore.Schedules{Deviations: 2, Random: 500, Seed: 1}.Explore(g.start)
-			require.NotNil(t, r.Violation, "not found in %d schedules", r.Schedules)
-			t.Logf("found in schedule %d", r.Schedules)
+			found(t, g, explore.Schedules{Deviations: 2, Random: 500, Seed: 1}, nil)
 		})
 	}
 }
 
-func (g *reduceRig) epoch(rank int) uint64 {
-	s := g.space(rank)
-	return shm.Word(s.Segment(rank), g.c.Epoch()).Load()
-}
+func (g *reduceRig) epoch(rank int) uint64 { return *g.word(rank, g.c.Epoch()) }
 
 // early raises a line at a rank by one, if the line belongs to the call already.
 func (g *reduceRig) early(at int, line int64, epoch uint64) {
-	s := g.space(at)
-	if w := shm.Word(s.Segment(at), line); w.Load() >= kernels.Seq(epoch, 0) {
-		w.Add(1)
-	} else {
-		w.Store(kernels.Seq(epoch, 1))
-	}
+	w := g.word(at, line)
+	*w = max(*w, kernels.Seq(epoch, 0)) + 1
 }
 
 // The heap is Go memory here and the slices are shorter than a vector, so the race detector sees every access: a signal
@@ -347,7 +302,13 @@ func TestX4_ReductionsReleaseTheirData(t *testing.T) {
 			p := g.start()
 			errs := make(chan error, len(p.Ranks))
 			for r := range p.Ranks {
-				go func() { errs <- g.run(r, func(string, bool) error { return nil }) }()
+				go func() {
+					var err error
+					for call := 1; call <= len(calls) && err == nil; call++ {
+						err = g.one(r, call, func(string, bool) error { return nil })
+					}
+					errs <- err
+				}()
 			}
 			for range p.Ranks {
 				require.NoError(t, <-errs)

@@ -120,7 +120,7 @@ func TestAllToAllVModesAndSchedules(t *testing.T) {
 									dst[i] = 0xee
 								}
 								a := &kernels.AllToAllV{Routes: ro, Schedule: kernels.Schedule{Window: window, ChunkBytes: int64(call%3) * 128},
-									Src: buffer(src, -1), Dst: buffer(dst, place), Launched: kernels.Launched{Timeout: 10 * time.Second}}
+									Src: buffer(src, -1), Dst: buffer(dst, place), Launched: kernels.Launched{Timeout: time.Minute}}
 								if err := w.ports[r].Launch(nil, a); err != nil {
 									t.Errorf("rank %d call %d: %v", r, call, err)
 									return

@@ -53,6 +53,7 @@ const (
 // for the other. The word of where this rank waits stays, for the peer to see.
 func (w *waiter) elsewhere(peer int) error {
 	e := w.e
+	w.behind(peer)
 	if w.call.epoch == 0 { // a transfer between two ranks: the peer may make it on another thread
 		return nil
 	}
@@ -74,9 +75,23 @@ func (w *waiter) elsewhere(peer int) error {
 	}
 	w.entered = false
 	e.leave(&w.sleeper)
+	e.misses(peer, c, w.call)
 	time.Sleep(elsewhereGrace)
 	return fmt.Errorf("%w: rank %d waits in %v, call %d of that kind, which this rank has not made; this is %v, call %d of its kind",
 		comm.ErrOutOfStep, e.space.Name(peer), c.op, c.epoch, w.call.op, w.call.epoch)
+}
+
+// behind fails the group when peer has left it and what this rank waits for has not come a while after. Where masks end waits, the caller may
+// know better.
+func (w *waiter) behind(peer int) {
+	switch left := w.e.space.Left; {
+	case left == nil || w.masks != nil || !left(peer):
+		w.gone = 0
+	case w.gone == 0:
+		w.gone = max(time.Since(w.since), 1)
+	case time.Since(w.since)-w.gone > newsGrace:
+		w.e.space.ReportLeft(peer)
+	}
 }
 
 // control looks whether peer waits on the control plane for this rank, in one call all the time. Another thread of this rank may be on its way
@@ -100,16 +115,20 @@ func (w *waiter) control(peer int) error {
 // reason for which the group gave up.
 func (w *waiter) fail(peer int, err error) error {
 	op, epoch := w.call.op.String(), w.call.epoch
+	if absent := w.e.absent(w.call.at, epoch); absent != nil {
+		w.port.absent.Store(&absent)
+	}
 	if errors.Is(err, comm.ErrAborted) {
 		if why := w.e.why(); why != nil {
 			err = why
 		}
 		return fmt.Errorf("kernels: %s call %d: %w", op, epoch, err)
 	}
+	rank := w.e.space.Name(peer)
 	if l, ok := err.(*lateError); ok {
-		peer = l.rank
+		rank = l.rank
 	}
-	return &comm.PeerError{Rank: w.e.space.Name(peer), Op: op, Epoch: epoch, Err: err}
+	return &comm.PeerError{Rank: rank, Op: op, Epoch: epoch, Err: err}
 }
 
 // doing says what can be seen of a peer that has not come.
@@ -137,7 +156,8 @@ func (w *waiter) doing(peer int) string {
 	return fmt.Sprintf("rank %d has begun call %d, %v, and not come further (it waits for another rank, or is stopped)", e.space.Name(peer), w.call.epoch, w.call.op)
 }
 
-// await tells the others for whom this rank waits. The word stays when the wait fails.
+// await tells the others of this host for whom this rank waits: a rank of the space, or behind those, by its number in the group, one of
+// another host. The word stays when the wait fails.
 func (w *waiter) await(peer int) {
 	if word := uint32(peer) + 1; word != w.awaits {
 		w.awaits = word
@@ -145,7 +165,13 @@ func (w *waiter) await(peer int) {
 	}
 }
 
-// lateError is the error of a wait for a rank that may not be the one that was waited for.
+// beyond is the rank of another host for which a rank of the space waits.
+func (e *Engine) beyond(peer int) (rank int, waits bool) {
+	rank = int(e.peers[peer].awaited.Load()) - 1 - len(e.peers)
+	return rank, e.space.Ranks != nil && rank >= 0
+}
+
+// lateError is the error of a wait for a rank of the group that may not be the one that was waited for.
 type lateError struct {
 	rank int
 	error
@@ -156,11 +182,14 @@ func (e *lateError) Unwrap() error { return e.error }
 // gaveUp is the error of a wait for peer. A peer that itself waits for another rank is not to blame.
 func (w *waiter) gaveUp(peer int) error {
 	culprit := w.e.culprit(peer, w.call.at)
+	if rank, waits := w.e.beyond(culprit); waits {
+		return &lateError{rank, fmt.Errorf("%w after %v%s: rank %d waits for rank %d of another host", comm.ErrTimeout, w.timeout, w.sizes(peer), w.e.space.Name(culprit), rank)}
+	}
 	waits := ""
 	if culprit != peer {
 		waits = fmt.Sprintf("rank %d waits for rank %d itself; ", w.e.space.Name(peer), w.e.space.Name(culprit))
 	}
-	return &lateError{culprit, fmt.Errorf("%w after %v%s: %s%s", comm.ErrTimeout, w.timeout, w.sizes(peer), waits, w.doing(culprit))}
+	return &lateError{w.e.space.Name(culprit), fmt.Errorf("%w after %v%s: %s%s", comm.ErrTimeout, w.timeout, w.sizes(peer), waits, w.doing(culprit))}
 }
 
 // culprit follows from a peer who waits for whom. A rank that was stopped in a wait of its own says that it waits, though

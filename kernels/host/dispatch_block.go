@@ -15,8 +15,14 @@ import "github.com/switchyard-moe/switchyard/kernels"
 // Two parities of notices are enough: a rank writes that of call e+2 when it has all notices of call e+1, which their writers
 // wrote after they had read all of call e. A done line exists once for each handle: whoever writes that of the handle's next
 // call has the receiver's notice of it, which the receiver writes after it has seen the line of this one.
+//
+// Dispatchers that share memory have their calls counted together, and their notices in one place (kernels.DispatchShared.Words): ranks in calls
+// of different ones hear of it in their notices.
 type dispatchBlock struct {
-	control   int64
+	control   int64 // epoch and notices
+	masksAt   int64 // with Masks
+	wordsEnd  int64
+	countsAt  int64
 	n, slots  int
 	twins     int64 // the most rows that one rank can have another make from rows it has sent
 	rowBytes  int64 // of all rows of a combine,
@@ -24,10 +30,14 @@ type dispatchBlock struct {
 	readyAt   int64 // in State
 	keptAt    int64 // the routing, in State
 	stateSize int64
+	beyond    beyondBlock // nothing on one host
 }
 
 func newDispatchBlock(m *kernels.DispatchBounds, offset int64) dispatchBlock {
 	l := dispatchBlock{control: offset, n: m.Ranks, slots: m.Slots()}
+	if m.Shared != nil {
+		l.control = m.Shared.Words.Place
+	}
 	if !m.Layout.ByToken() {
 		l.twins = int64(m.MaxTokens) * int64(m.TopK-1)
 	}
@@ -36,13 +46,28 @@ func newDispatchBlock(m *kernels.DispatchBounds, offset int64) dispatchBlock {
 	l.readyAt = int64(l.n) * kernels.LineBytes
 	l.keptAt = kernels.AlignUp(l.readyAt+8*int64(max(m.MostLocal(), m.Ranks)), kernels.LineBytes)
 	l.stateSize = l.keptAt + keptBytes(m)
+	if m.Hosts != nil {
+		l.beyond = newBeyondBlock(m)
+	}
+	l.masksAt = l.beyondLine(l.n)
+	if l.wordsEnd = l.masksAt; m.Masks {
+		l.wordsEnd += kernels.AlignUp(8*int64(l.n), kernels.LineBytes)
+	}
+	if l.countsAt = l.wordsEnd; m.Shared != nil {
+		l.countsAt = offset
+	}
 	return l
 }
 
-func (l *dispatchBlock) layout() kernels.Layout {
+func (l *dispatchBlock) layout(m *kernels.DispatchBounds) kernels.Layout {
+	words := l.wordsEnd - l.control
+	bytes, zero, common := words+l.inbox(l.beyond.hosts)-l.countsAt, words, int64(0)
+	if m.Shared != nil {
+		bytes, zero, common = bytes-words, 0, words
+	}
 	return kernels.Layout{
-		Bytes: l.counts(0, 2*l.n) - l.control, Zero: l.counts(0, 0) - l.control,
-		State: l.stateSize, Staging: l.twinBytes()*int64(l.n) + 2*l.rowBytes + 2*l.weight,
+		Bytes: bytes, Zero: zero, Common: common,
+		State: l.stateSize, Staging: l.twinBytes()*int64(l.n) + 2*l.rowBytes + 2*l.weight + l.beyond.returns,
 		Routing: l.keptAt, RoutingBytes: l.stateSize - l.keptAt,
 	}
 }
@@ -58,25 +83,18 @@ func (l *dispatchBlock) notice(epoch uint64, src int) int64 {
 // counts is where src says how many rows it has for each slot and, in a token-major layout, for each rank: 32-bit numbers,
 // valid with its notice.
 func (l *dispatchBlock) counts(epoch uint64, src int) int64 {
-	return l.notice(0, 2*l.n) + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.AlignUp(4*int64(l.slots+l.n), kernels.LineBytes)
+	return l.countsAt + (int64(epoch&1)*int64(l.n)+int64(src))*kernels.AlignUp(4*int64(l.slots+l.n), kernels.LineBytes)
 }
 
-// Byte offsets of the words of a notice, after LineSeq. The places are the writer's.
-const (
-	noticeCall         = 8  // kernels.CallWord of the call
-	noticeRead         = 16 // where rows may be read
-	noticeWrite        = 24 // and written
-	noticeReadWeights  = 32
-	noticeWriteWeights = 40
-	noticeHandle       = 48
-	noticeFlags        = 56
-)
+// noticeWords is how many words a notice has behind LineSeq. Its places are the writer's.
+const noticeWords = 7
 
 // The flags of a notice.
 const (
 	flagReady   = 1 << iota // rows may be read only when the writer's ready words say so
 	flagAsks                // for the weights of its tokens' rows
-	flagHasNone             // its rows have no weights, which would take noticeWriteWeights bytes
+	flagHasNone             // its rows have no weights, which would take writeWeights bytes
+	flagTerm    = 8         // where the writer's term begins, with Masks
 )
 
 // Why a rank refuses, in place of the dispatch in its call word, and what the next words are then.

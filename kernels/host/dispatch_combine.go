@@ -47,7 +47,7 @@ func staged(b kernels.Buffer, at int64) (place int64, stage bool) {
 }
 
 // stage is n bytes of staging.
-func (m *dispatching) stage(at, n int64) []byte { return m.e.space.Range(m.m.Rank, at, n) }
+func (m *dispatching) stage(at, n int64) []byte { return m.e.space.Range(m.e.space.Rank, at, n) }
 
 // show is the first half of a combine: it tells the peers where this rank's rows are.
 func (m *dispatching) show(a *kernels.Combine) (err error) {
@@ -55,7 +55,9 @@ func (m *dispatching) show(a *kernels.Combine) (err error) {
 	if err := undone(a.Op, m.r); err != nil {
 		return err
 	}
-	m.begin()
+	if err := m.begin(); err != nil {
+		return err
+	}
 	size, beside := m.m.SumBytes(), 4*int64(m.m.WeightsPerRow())
 	have, need, ok := m.shortest(size, a.Rows.Mem)
 	none := a.RowWeights.Bytes == 0
@@ -74,7 +76,7 @@ func (m *dispatching) show(a *kernels.Combine) (err error) {
 				m.copyRows(beside, m.stage(weights, m.m.Rows*beside), a.RowWeights.Mem)
 			}
 		}
-		word = notice{call: kernels.CallWord(a.Op, a.Weighting, m.r.call), read: uint64(rows), readWeights: uint64(weights)}
+		word = notice{call: m.m.CallWord(a.Op, a.Weighting, m.r.call), read: uint64(rows), readWeights: uint64(weights)}
 		if a.Ready.Bytes > 0 {
 			word.flags |= flagReady
 		}
@@ -89,6 +91,9 @@ func (m *dispatching) show(a *kernels.Combine) (err error) {
 	failed, err := m.meet(word, nil)
 	if err == nil {
 		err = failed
+	}
+	if err == nil && m.b != nil {
+		err = m.askBeyond(a)
 	}
 	return err
 }
@@ -133,6 +138,10 @@ type gatherer[T float32 | vec.Float16 | vec.BFloat16] struct {
 	// stream says that results are made in out and then written around the caches.
 	stream bool
 	out    []T
+	// Of several hosts: a token's choices on this one, and their sum.
+	here     []routedRow
+	hostSum  []T
+	hostWide []float32
 }
 
 // begin prepares for writing n rows.
@@ -157,12 +166,12 @@ func (g *gatherer[T]) end() {
 
 // bytes are those of row i of the rows that rank p shows at off.
 func (g *gatherer[T]) bytes(p int32, off uint64, i int32) []byte {
-	return g.m.e.space.Range(int(p), int64(off)+int64(i)*g.size, g.size)
+	return g.m.e.space.Range(g.m.at(int(p)), int64(off)+int64(i)*g.size, g.size)
 }
 
 // shownWeight is entry i of the weights that rank p shows at off.
 func (g *gatherer[T]) shownWeight(p int32, off uint64, i int64) *float32 {
-	return &shm.View[float32](g.m.e.space.Range(int(p), int64(off)+4*i, 4))[0]
+	return &shm.View[float32](g.m.e.space.Range(g.m.at(int(p)), int64(off)+4*i, 4))[0]
 }
 
 // write stores the weighted sum of rows in dst.
@@ -180,6 +189,9 @@ func (g *gatherer[T]) combine(m *dispatching, a *kernels.Combine) error {
 	r := m.r
 	g.begin(m, a.Tokens)
 	defer g.end()
+	if m.b != nil {
+		return g.combineBeyond(a)
+	}
 	if !m.anyReady() {
 		for t := range a.Tokens {
 			g.token(a, t)
@@ -190,13 +202,15 @@ func (g *gatherer[T]) combine(m *dispatching, a *kernels.Combine) error {
 	for t := range a.Tokens {
 		m.idle = append(m.idle, int32(t))
 	}
-	return m.whenReady(a, func(t int) { g.token(a, t) }, func(t int) []routedRow { return r.rows[r.first[t]:r.first[t+1]] })
+	return m.whenReady(a, func(t int) { g.token(a, t) }, func(t int) (rows []routedRow, src int) {
+		return r.rows[r.first[t]:r.first[t+1]], m.m.Rank
+	})
 }
 
 // token sums the rows of one token.
 func (g *gatherer[T]) token(a *kernels.Combine, t int) {
 	m, r := g.m, g.m.r
-	rows := r.rows[r.first[t]:r.first[t+1]]
+	rows := m.present(r.rows[r.first[t]:r.first[t+1]])
 	float8 := m.m.Float8Partials
 	g.biases(a, t)
 	if _, exact := any(g.out).([]float32); float8 || !exact || !g.direct(a, t, rows) {
@@ -233,7 +247,10 @@ func (g *gatherer[T]) biases(a *kernels.Combine, t int) {
 
 // weightOf is what a row of token t is multiplied by in a combine.
 func (g *gatherer[T]) weightOf(a *kernels.Combine, t int, row *routedRow) float32 {
-	if a.Weighting == kernels.TokenWeights {
+	switch {
+	case t < 0 && a.Weighting != kernels.GivenWeights: // a token of another host, which has sent it
+		return row.weight
+	case a.Weighting == kernels.TokenWeights:
 		return shm.View[float32](a.TokenWeights.Mem)[t*g.m.m.TopK+int(row.choice)]
 	}
 	return g.weight(a.Weighting, row)
@@ -321,19 +338,19 @@ func (g *gatherer[T]) sumWeights(a *kernels.Combine, t int, rows []routedRow) {
 	}
 }
 
-// anyReady reports whether a rank shows its rows by and by.
+// anyReady reports whether a rank of this host shows its rows by and by.
 func (m *dispatching) anyReady() bool {
-	for _, n := range m.r.notices {
-		if n.flags&flagReady != 0 {
+	for q := range m.e.space.Size {
+		if m.r.notices[m.name(q)].flags&flagReady != 0 {
 			return true
 		}
 	}
 	return false
 }
 
-// whenReady calls do for every token in m.idle once the rows of all its choices may be read. Meanwhile it passes on what this
-// rank's caller marks as done.
-func (m *dispatching) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t int) []routedRow) error {
+// whenReady calls do for every token in m.idle once the rows of all its choices on this host may be read. rowsOf are these choices and the
+// rank of the token. Meanwhile it passes on what this rank's caller marks as done.
+func (m *dispatching) whenReady(a *kernels.Combine, do func(t int), rowsOf func(t int) (rows []routedRow, src int)) error {
 	x, r, me := m.m, m.r, m.m.Rank
 	groups := max(x.MostLocal(), x.Ranks)
 	m.open = sized(m.open, x.Ranks*groups)
@@ -346,14 +363,21 @@ func (m *dispatching) whenReady(a *kernels.Combine, do func(t int), rowsOf func(
 	if a.Ready.Bytes == 0 {
 		shown = len(r.groups)
 	}
-	isOpen := func(row *routedRow) bool {
+	isOpen := func(row *routedRow, src int) bool {
 		p, group := int(row.rank), int(row.slot-x.First[row.rank])
 		if x.Layout.ByToken() {
-			group = me
+			group = src
+		}
+		if m.at(p) < 0 {
+			return true
 		}
 		open := &m.open[p*groups+group]
 		if !*open {
-			*open = m.e.word(p, m.block.ready(m.peer(p), group)).Load() >= kernels.LastSeq(r.epoch)
+			*open = m.e.word(m.at(p), m.block.ready(m.peer(p), group)).Load() >= kernels.LastSeq(r.epoch)
+		}
+		if !*open && m.m.Masks && m.without(p) {
+			m.lost |= 1 << p
+			return true
 		}
 		return *open
 	}
@@ -366,9 +390,9 @@ func (m *dispatching) whenReady(a *kernels.Combine, do func(t int), rowsOf func(
 		left, waitFor := m.idle[:0], me
 	tokens:
 		for _, t := range m.idle {
-			rows := rowsOf(int(t))
+			rows, src := rowsOf(int(t))
 			for i := range rows {
-				if !isOpen(&rows[i]) {
+				if !isOpen(&rows[i], src) {
 					left = append(left, t)
 					waitFor = int(rows[i].rank)
 					continue tokens
@@ -386,9 +410,12 @@ func (m *dispatching) whenReady(a *kernels.Combine, do func(t int), rowsOf func(
 			m.w.busy()
 			continue
 		}
+		if err := m.unmasked(); err != nil {
+			return err
+		}
 		idleFor = waitFor
-		if err := m.w.idle(waitFor); err != nil {
-			return m.w.fail(waitFor, err)
+		if err := m.w.idle(m.at(waitFor)); err != nil {
+			return m.w.fail(m.at(waitFor), err)
 		}
 	}
 	return nil
@@ -401,7 +428,7 @@ func (m *dispatching) showReady(a *kernels.Combine) (n int) {
 	}
 	size, beside := m.m.SumBytes(), 4*int64(m.m.WeightsPerRow())
 	for g, rows := range m.r.groups {
-		word := m.e.word(m.m.Rank, m.block.ready(m.h, g))
+		word := m.e.word(m.e.space.Rank, m.block.ready(m.h, g))
 		if word.Load() >= kernels.LastSeq(m.r.epoch) || int64(shm.Word32(a.Ready.Mem, 4*int64(g)).Load()) < rows {
 			continue
 		}
@@ -415,10 +442,8 @@ func (m *dispatching) showReady(a *kernels.Combine) (n int) {
 		n++
 	}
 	if n > 0 {
-		for p := range m.m.Ranks {
-			if p != m.m.Rank {
-				m.e.ring(p)
-			}
+		for i := 1; i < m.e.space.Size; i++ {
+			m.e.ring(m.e.peer(i))
 		}
 	}
 	return n

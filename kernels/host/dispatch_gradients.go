@@ -11,7 +11,9 @@ func (m *dispatching) gradients(a *kernels.CombineBackward) error {
 	if err := undone(a.Op, r); err != nil {
 		return err
 	}
-	m.begin()
+	if err := m.begin(); err != nil {
+		return err
+	}
 	size := m.m.SumBytes()
 	given := a.Weighting == kernels.GivenWeights
 	weighted := a.Weighting != kernels.Unweighted // so somebody may read the rows
@@ -42,7 +44,7 @@ func (m *dispatching) gradients(a *kernels.CombineBackward) error {
 			dWeights, stageDWeights = staged(a.DWeights, m.block.weights(m.h, 1))
 		}
 		word = notice{
-			call: kernels.CallWord(a.Op, a.Weighting, r.call), read: uint64(rows), write: uint64(dRows),
+			call: m.m.CallWord(a.Op, a.Weighting, r.call), read: uint64(rows), write: uint64(dRows),
 			readWeights: uint64(weights), writeWeights: uint64(dWeights),
 		}
 	}
@@ -56,13 +58,21 @@ func (m *dispatching) gradients(a *kernels.CombineBackward) error {
 	if !given {
 		clear(a.DWeights.Mem) // of masked choices
 	}
+	if m.b != nil {
+		if err := m.sendGradients(a); err != nil {
+			return err
+		}
+	}
 	switch m.m.SumType {
 	case kernels.Float16:
-		m.f16.spread(m, a)
+		err = m.f16.spread(m, a)
 	case kernels.BFloat16:
-		m.bf16.spread(m, a)
+		err = m.bf16.spread(m, a)
 	default:
-		m.f32.spread(m, a)
+		err = m.f32.spread(m, a)
+	}
+	if err != nil {
+		return err
 	}
 	m.eachPadding(func(from, to int64) { clear(a.DRows.Mem[from*size : to*size]) })
 	if weighted {
@@ -83,7 +93,7 @@ func (m *dispatching) gradients(a *kernels.CombineBackward) error {
 }
 
 // spread writes the gradient of every row to its rank, and computes those of the weights.
-func (g *gatherer[T]) spread(m *dispatching, a *kernels.CombineBackward) {
+func (g *gatherer[T]) spread(m *dispatching, a *kernels.CombineBackward) error {
 	r, x := m.r, m.m
 	g.begin(m, len(r.rows))
 	defer g.end()
@@ -102,28 +112,41 @@ func (g *gatherer[T]) spread(m *dispatching, a *kernels.CombineBackward) {
 		last := int32(-1)
 		for i := r.first[t]; i < r.first[t+1]; i++ {
 			row := &r.rows[i]
-			if byToken && row.rank == last {
+			if byToken && row.rank == last || m.at(int(row.rank)) < 0 {
 				continue
 			}
 			last = row.rank
-			n := &r.notices[row.rank]
-			if given && n.writeWeights != 0 || !given && len(dWeights) > 0 {
-				y := shm.View[T](g.bytes(row.rank, n.read, row.row))
-				dw := m.sums.dot(widen(y, g.widths[hidden:2*hidden]), wide)
-				if given {
-					*g.shownWeight(row.rank, n.writeWeights, int64(row.row)) = dw
-				} else {
-					dWeights[t*x.TopK+int(row.choice)] = dw
-				}
+			dw := g.gradient(a, row, g.weight(a.Weighting, row), wide, len(dWeights) > 0)
+			if !given && len(dWeights) > 0 {
+				dWeights[t*x.TopK+int(row.choice)] = dw
 			}
-			g.weights[0] = g.weight(a.Weighting, row)
-			write(g, g.bytes(row.rank, n.write, row.row), g.rows, g.weights)
 			m.wrote[row.rank] += g.size
 		}
 	}
 	for p, bytes := range m.wrote {
 		m.sent(p, bytes)
 	}
+	if m.b != nil {
+		return g.spreadBeyond(a)
+	}
+	return nil
+}
+
+// gradient writes the gradient of a row, which g.rows has and wide in float32, and returns that of its weight if anybody asks: itself where
+// weights are given, or else the token's rank.
+func (g *gatherer[T]) gradient(a *kernels.CombineBackward, row *routedRow, weight float32, wide []float32, asks bool) (dw float32) {
+	m, n, hidden := g.m, &g.m.r.notices[row.rank], g.m.m.Hidden
+	given := a.Weighting == kernels.GivenWeights
+	if given && n.writeWeights != 0 || !given && asks {
+		y := shm.View[T](g.bytes(row.rank, n.read, row.row))
+		dw = m.sums.dot(widen(y, g.widths[hidden:2*hidden]), wide)
+		if given {
+			*g.shownWeight(row.rank, n.writeWeights, int64(row.row)) = dw
+		}
+	}
+	g.weights[0] = weight
+	write(g, g.bytes(row.rank, n.write, row.row), g.rows, g.weights)
+	return dw
 }
 
 // widen is row in float32: itself, or in buf.

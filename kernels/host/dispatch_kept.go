@@ -23,7 +23,7 @@ func keptBytes(m *kernels.DispatchBounds) int64 {
 
 // kept is the routing part of this rank's State.
 func (m *dispatching) kept() []byte {
-	return m.e.space.Range(m.m.Rank, m.h.State.Place+m.block.keptAt, keptBytes(m.m))
+	return m.e.space.Range(m.e.space.Rank, m.h.State.Place+m.block.keptAt, keptBytes(m.m))
 }
 
 // keep writes the routing of a dispatch, which failed if ok is false, for those who copy it.

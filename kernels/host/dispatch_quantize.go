@@ -84,6 +84,29 @@ func (q *quantized) quantize(m *kernels.DispatchBounds, token []byte) (row, scal
 // partialBlock is how many elements of a partial sum have one scale.
 const partialBlock = 128
 
+// narrow writes a sum as it crosses to another host: float8, and behind them scales, all from multiples of 4 bytes on. It changes the sum.
+func (q *quantized) narrow(sum []float32, to []byte) {
+	scales := shm.View[float32](to[kernels.AlignUp(int64(len(sum)), 4):])
+	for i := 0; len(sum) > 0; i++ {
+		block := sum[:min(partialBlock, len(sum))]
+		scale, factor, _ := scaleOf(block, kernels.Float32Scales)
+		vec.Scale(block, block, factor)
+		vec.Store(shm.View[vec.Float8E4M3](to[:len(block)]), block, 1)
+		scales[i], sum, to = scale, sum[len(block):], to[len(block):]
+	}
+}
+
+// widen is the inverse of narrow: what roundTrip makes of the sum.
+func (q *quantized) widen(sum []float32, from []byte) {
+	scales := shm.View[float32](from[kernels.AlignUp(int64(len(sum)), 4):])
+	for i := 0; len(sum) > 0; i++ {
+		block := sum[:min(partialBlock, len(sum))]
+		vec.Load(block, shm.View[vec.Float8E4M3](from[:len(block)]))
+		vec.Scale(block, block, scales[i])
+		sum, from = sum[len(block):], from[len(block):]
+	}
+}
+
 // roundTrip turns a partial sum into what is left of it after it has crossed as float8.
 func (q *quantized) roundTrip(sum []float32) {
 	q.row = sized(q.row, partialBlock)

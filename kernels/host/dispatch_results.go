@@ -7,7 +7,7 @@ import (
 
 // copyResults copies what a dispatch has left on this rank.
 func (f *dispatches) copyResults(a *kernels.Results) {
-	failed, came := f.handles[a.Handle].err != nil, int64(0)
+	failed, came := a.Failed || f.handles[a.Handle].err != nil, int64(0)
 	if !failed {
 		came = int64(shm.View[int32](a.Rows.Mem)[0])
 	}

@@ -36,6 +36,16 @@ type routing struct {
 	half       error    // of the call's Send
 	unreceived bool     // a dispatch had its Send, and no Receive yet
 	notices    []notice // by rank
+	cast       uint64   // with Masks: bits of the ranks that take part in the call,
+	came       []int32  // and how many rows each rank has for each slot of this one
+
+	// Of a call on several hosts: its number among those that went on, whether it is a redispatch, whether what other hosts have sent has
+	// been taken, and how many answers of each rank it waits for.
+	beyond uint64
+	again  bool
+	taken  bool
+	awaits []uint64
+	asked  []message // by other hosts, in a combine
 }
 
 func (r *routing) init(m *kernels.DispatchBounds, rankOf []int32) {
@@ -69,13 +79,18 @@ type badIndex struct {
 // route reads the choices of a dispatch.
 func (m *dispatching) route(a *kernels.Dispatch) (badIndex, bool) {
 	weights := shm.View[float32](a.Weights.Mem)
-	if m.m.IndexBytes == 8 {
-		return route(m.m, m.r, shm.View[int64](a.Experts.Mem)[:a.Tokens*m.m.TopK], weights)
+	masked := uint64(0)
+	if m.m.Masks {
+		masked = m.maskedRanks()
 	}
-	return route(m.m, m.r, shm.View[int32](a.Experts.Mem)[:a.Tokens*m.m.TopK], weights)
+	if m.m.IndexBytes == 8 {
+		return route(m.m, m.r, shm.View[int64](a.Experts.Mem)[:a.Tokens*m.m.TopK], weights, masked)
+	}
+	return route(m.m, m.r, shm.View[int32](a.Experts.Mem)[:a.Tokens*m.m.TopK], weights, masked)
 }
 
-func route[I int32 | int64](m *kernels.DispatchBounds, r *routing, idx []I, weights []float32) (badIndex, bool) {
+// route passes over copies of experts on masked ranks.
+func route[I int32 | int64](m *kernels.DispatchBounds, r *routing, idx []I, weights []float32, masked uint64) (badIndex, bool) {
 	table := shm.View[int32](m.Placement.Mem)
 	copies, at := table[:m.Experts+1], table[m.Experts+1:]
 	r.first, r.rows = append(r.first[:0], 0), r.rows[:0]
@@ -94,6 +109,12 @@ func route[I int32 | int64](m *kernels.DispatchBounds, r *routing, idx []I, weig
 			slot := at[copies[e]]
 			if n := copies[e+1] - copies[e]; n > 1 {
 				slot = at[copies[e]+int32(m.Rank+t)%n]
+				for i := int32(1); i < n && masked>>rankOf[slot]&1 != 0; i++ {
+					slot = at[copies[e]+(int32(m.Rank+t)+i)%n]
+				}
+			}
+			if masked>>rankOf[slot]&1 != 0 {
+				continue // no rank has it
 			}
 			row := routedRow{rank: rankOf[slot], slot: slot, row: r.counts[slot], choice: int32(k), weight: 1}
 			if len(weights) > 0 {
@@ -207,6 +228,15 @@ func (m *dispatching) placeTokens() error {
 	return nil
 }
 
+// rankCounts are the places of how many rows came from each rank, the last empty where the host is not told.
+func (m *dispatching) rankCounts() (places [2][]int32) {
+	places[0] = shm.View[int32](m.h.RankCounts.Mem)
+	if n := len(m.h.Mapped.Mem) / 4; n > 0 {
+		places[1] = shm.View[int32](m.h.Mapped.Mem)[n-m.m.Ranks:]
+	}
+	return places
+}
+
 // expert is the one in a slot.
 func (m *dispatching) expert(slot int) int32 {
 	table := shm.View[int32](m.m.Placement.Mem)
@@ -217,6 +247,7 @@ func (m *dispatching) expert(slot int) int32 {
 func (m *dispatching) publish(a *kernels.Dispatch, ok bool) {
 	x, r := m.m, m.r
 	counts, offsets, from := shm.View[int32](m.h.Counts.Mem), shm.View[int32](m.h.Offsets.Mem), shm.View[int32](m.h.RankCounts.Mem)
+	m.noteCame()
 	clear(counts)
 	for src := range x.Ranks {
 		for i, n := range m.counts[src*len(r.counts)+int(x.First[x.Rank]):][:len(counts)] {

@@ -23,15 +23,19 @@ func (m *dispatching) send(a *kernels.Dispatch) (err error) {
 			return err
 		}
 	}
-	m.begin()
+	if err := m.begin(); err != nil {
+		return err
+	}
+	m.mayWrite(true)
+	defer m.mayWrite(false)
 	for i := range len(m.h.Landed.Mem) / 4 {
-		m.landedWord(m.m.Rank, m.h, i).Store(0)
+		m.landedWord(m.e.space.Rank, m.h, i).Store(0)
 	}
 	var failed error
 	if a.Op == kernels.OpDispatch {
 		failed, err = m.agree(a)
 	} else {
-		failed, err = m.meet(notice{call: kernels.CallWord(a.Op, 0, m.r.call)}, nil)
+		failed, err = m.meet(notice{call: m.m.CallWord(a.Op, 0, m.r.call)}, nil)
 	}
 	switch {
 	case err != nil:
@@ -45,14 +49,19 @@ func (m *dispatching) send(a *kernels.Dispatch) (err error) {
 		m.keep(true)
 	}
 	m.scatter(a)
-	me := m.m.Rank
-	for i := 1; i < m.m.Ranks; i++ {
+	for i := 1; i < m.e.space.Size; i++ {
 		p := m.e.peer(i)
-		h := m.peer(p)
-		m.e.word(p, m.block.done(h, me)+doneTwins).Store(uint64(m.outlets[p].twins))
+		if !m.in(p) {
+			continue
+		}
+		h := m.peer(m.name(p))
+		m.e.word(p, m.block.done(h, m.e.space.Rank)+doneTwins).Store(uint64(m.outlets[m.name(p)].twins))
 		m.done(h).signal(p)
 	}
 	m.r.unreceived = true
+	if m.b != nil {
+		return m.sendBeyond(a)
+	}
 	return nil
 }
 
@@ -64,20 +73,19 @@ func (m *dispatching) agree(a *kernels.Dispatch) (failed, err error) {
 	each := len(r.counts)
 	m.counts = sized(m.counts, n*each)
 	copy(m.counts[me*each:], r.counts)
-	for p := range n {
-		if p != me {
-			copy(m.countsOf(p, me), r.counts)
-		}
+	for i := 1; i < m.e.space.Size; i++ {
+		copy(m.countsOf(m.e.peer(i), me), r.counts)
 	}
-	word := notice{call: kernels.CallWord(kernels.OpDispatch, 0, r.call)}
+	word := notice{call: m.m.CallWord(kernels.OpDispatch, 0, r.call)}
 	if refused {
 		word = notice{
 			call: kernels.CallWord(kernels.OpRefused, 0, refusedIndex),
 			read: uint64(bad.token), write: uint64(bad.expert), readWeights: uint64(bad.choice),
 		}
 	}
-	failed, err = m.meet(word, func(src int) { copy(m.counts[src*each:(src+1)*each], m.countsOf(me, src)) })
+	failed, err = m.meet(word, m.counts)
 	if err == nil && failed == nil {
+		m.dropOut()
 		failed = m.place()
 	}
 	if err != nil || failed != nil {
@@ -100,15 +108,21 @@ func (m *dispatching) receive(a *kernels.Dispatch) error {
 		return m.r.half
 	}
 	m.clearPadding(a.Op == kernels.OpDispatch)
-	me := m.m.Rank
-	return m.received(func(src int) {
-		m.makeTwins(src, int64(m.e.word(me, m.block.done(m.h, src)+doneTwins).Load()))
+	return m.received(func(peer int) {
+		m.makeTwins(m.name(peer), int64(m.e.word(m.e.space.Rank, m.block.done(m.h, peer)+doneTwins).Load()))
 	})
 }
 
 // received waits for the rows of all peers.
 func (m *dispatching) received(arrived func(src int)) error {
+	m.rowsComing = true
 	err := m.await(m.done(m.h), arrived)
+	if err == nil {
+		m.lostRows()
+	}
+	if err == nil && m.b != nil {
+		err = m.takeBeyond(m.r, m.h)
+	}
 	m.r.unreceived = err != nil
 	return err
 }
@@ -126,11 +140,13 @@ type outlet struct {
 
 func (m *dispatching) openOutlets() {
 	m.outlets = sized(m.outlets, m.m.Ranks)
-	for p := range m.outlets {
-		m.outlets[p] = m.outletOf(p, m.peer(p))
+	for q := range m.e.space.Size {
+		p := m.name(q)
+		m.outlets[p] = m.outletOf(q, m.peer(p))
 	}
 }
 
+// outletOf is that of rank p of the space.
 func (m *dispatching) outletOf(p int, h *kernels.DispatchHandle) outlet {
 	at := func(b kernels.Buffer) []byte { return m.e.space.Range(p, b.Place, b.Bytes) }
 	return outlet{
@@ -159,6 +175,9 @@ func (m *dispatching) scatter(a *kernels.Dispatch) {
 		rank, from := int32(-1), int32(0)
 		for i := r.first[t]; i < r.first[t+1]; i++ {
 			row := &r.rows[i]
+			if m.at(int(row.rank)) < 0 {
+				continue
+			}
 			to := &m.outlets[row.rank]
 			again := row.rank == rank // it has the token already
 			if again && (byToken || rank != me) {
@@ -209,27 +228,34 @@ func (m *dispatching) tokenRow(a *kernels.Dispatch, t int, size, words int64) (r
 // number gives every row its place, and writes its source and weight there.
 func (m *dispatching) number() {
 	me, byToken := int32(m.m.Rank), m.m.Layout.ByToken()
-	weights, sources := m.h.Weights.Bytes > 0, m.h.Sources.Bytes > 0
 	rows, first := m.r.rows, m.r.first
 	for t := range m.r.tokens() {
 		rank := int32(-1)
 		for i := first[t]; i < first[t+1]; i++ {
 			row := &rows[i]
-			to := &m.outlets[row.rank]
 			if byToken {
 				row.row += int32(m.base[row.rank])
-				m.label(to, row, row.rank != rank)
 			} else {
 				row.row += int32(m.base[row.slot])
-				if weights {
-					to.weights[row.row] = row.weight
-				}
 			}
-			if sources && (!byToken || row.rank != rank) {
-				to.sources[2*row.row], to.sources[2*row.row+1] = me, int32(t)
+			if m.at(int(row.rank)) >= 0 {
+				m.describe(&m.outlets[row.rank], row, me, int32(t), row.rank != rank)
 			}
 			rank = row.rank
 		}
+	}
+}
+
+// describe writes what an output has of a row but the row itself. first says that it is the token's first on its rank.
+func (m *dispatching) describe(to *outlet, row *routedRow, src, token int32, first bool) {
+	byToken := m.m.Layout.ByToken()
+	if byToken {
+		m.label(to, row, first)
+	} else if len(to.weights) > 0 {
+		to.weights[row.row] = row.weight
+	}
+	if len(to.sources) > 0 && (!byToken || first) {
+		to.sources[2*row.row], to.sources[2*row.row+1] = src, token
 	}
 }
 
@@ -288,12 +314,13 @@ func (m *dispatching) tellLanded(stream bool) {
 	if stream {
 		shm.Fence()
 	}
-	for p := range m.m.Ranks {
+	for q := range m.e.space.Size {
+		p := m.name(q)
 		first := m.m.First[p]
 		for s := first; s < m.m.First[p+1]; s++ {
 			if n := m.landed[s]; n > 0 {
 				m.landed[s] = 0
-				m.landedWord(p, m.peer(p), int(s-first)).Add(uint32(n))
+				m.landedWord(q, m.peer(p), int(s-first)).Add(uint32(n))
 			}
 		}
 	}
@@ -304,7 +331,7 @@ func (m *dispatching) makeTwins(src int, n int64) {
 	if n == 0 {
 		return
 	}
-	me, size := m.m.Rank, m.m.RowBytes()
+	me, size := m.e.space.Rank, m.m.RowBytes()
 	list := shm.View[int32](m.e.space.Range(me, m.block.twinList(m.h, src), 8*n))
 	m.token.scales = sized(m.token.scales, 4*m.m.ScaleWords())
 	for i := 0; i < len(list); i += 2 {
@@ -336,23 +363,32 @@ func (m *dispatching) eachPadding(f func(from, to int64)) {
 
 // clearPadding zeroes padding rows and their scales, and their weights where asked. They have no source.
 func (m *dispatching) clearPadding(beside bool) {
-	size, sources, weights := m.m.RowBytes(), shm.View[int32](m.h.Sources.Mem), shm.View[float32](m.h.Weights.Mem)
+	m.eachPadding(func(from, to int64) { m.clearRows(from, to, beside) })
+}
+
+// clearRows makes padding of rows.
+func (m *dispatching) clearRows(from, to int64, beside bool) {
+	size, each := m.m.RowBytes(), int64(m.m.WeightsPerRow())
+	sources, weights, indices := shm.View[int32](m.h.Sources.Mem), shm.View[float32](m.h.Weights.Mem), shm.View[int64](m.h.Indices.Mem)
 	m.token.scales = sized(m.token.scales, 4*m.m.ScaleWords())
-	m.eachPadding(func(from, to int64) {
-		clear(m.h.Rows.Mem[from*size : to*size])
-		if zero := m.token.scales; len(zero) > 0 {
-			clear(zero)
-			for row := from; row < to; row++ {
-				m.putScales(m.h.Scales.Mem, row, zero)
-			}
+	clear(m.h.Rows.Mem[from*size : to*size])
+	if zero := m.token.scales; len(zero) > 0 {
+		clear(zero)
+		for row := from; row < to; row++ {
+			m.putScales(m.h.Scales.Mem, row, zero)
 		}
-		if beside && len(sources) > 0 {
-			for i := 2 * from; i < 2*to; i++ {
-				sources[i] = -1
-			}
+	}
+	if beside && len(sources) > 0 {
+		for i := 2 * from; i < 2*to; i++ {
+			sources[i] = -1
 		}
-		if beside && len(weights) > 0 {
-			clear(weights[from:to])
+	}
+	if beside && len(weights) > 0 {
+		clear(weights[from*each : to*each])
+	}
+	if beside && len(indices) > 0 {
+		for i := from * each; i < to*each; i++ {
+			indices[i] = -1
 		}
-	})
+	}
 }

@@ -32,11 +32,16 @@ type Engine struct {
 	began      time.Time                     // from which patience counts
 	patience   shm.Patience                  // of all waits of this rank
 
-	waited []atomic.Pointer[[]atomic.Int64] // nanoseconds, by opcode and peer
+	waited []atomic.Pointer[[]waitedFor] // by opcode and peer
+	pauses pauses
 
 	mu    sync.Mutex
 	tasks []*task
 	ports []*port // open ones
+
+	ringing sync.Mutex
+	ringAll bool // bytes of other hosts concern all ranks of this one
+	landed  map[any]func()
 }
 
 // coreCacheBytes is the working set up to which a core copies fast: 2 MiB of L2 and what a line or two of L3 adds, on the
@@ -52,13 +57,13 @@ type peer struct {
 // elsewhere there are none. why says for which reason the abort word was set.
 func New(space kernels.Space, bells []*Bell, why func() error) *Engine {
 	cores := runtime.GOMAXPROCS(0)
-	e := &Engine{space: space, bells: bells, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes, tellEvery: tellEvery, began: time.Now()}
+	e := &Engine{space: space, bells: bells, why: why, crowded: space.Size > cores, cores: shm.Cores(), cacheBytes: coreCacheBytes / 2, pullFrom: pullFromBytes, pullBytes: pullBytes, tellEvery: tellEvery, began: time.Now(), pauses: pauses{ring: make([]pause, keptPauses)}}
 	if e.crowded {
 		e.cacheBytes = e.cacheBytes * int64(cores) / int64(space.Size)
 	}
 	own := space.Segment(space.Rank)
 	e.abort = shm.Word(own, kernels.AbortOffset)
-	e.waited = make([]atomic.Pointer[[]atomic.Int64], len(families())<<numberBits)
+	e.waited = make([]atomic.Pointer[[]waitedFor], len(families())<<numberBits)
 	e.peers = make([]peer, space.Size)
 	if bells != nil {
 		e.pullFrom = 0
@@ -69,7 +74,12 @@ func New(space kernels.Space, bells []*Bell, why func() error) *Engine {
 		w.doorbell, w.sleepers, w.core = shm.Word32(seg, doorbellOffset), shm.Word32(seg, sleepersOffset), shm.Word32(seg, coreOffset)
 		w.waiting, w.awaited = shm.Word(seg, waitingOffset), shm.Word32(seg, awaitedOffset)
 	}
-	e.doorbell, e.sleepers = e.peers[space.Rank].doorbell, e.peers[space.Rank].sleepers
+	mine := &e.peers[space.Rank]
+	e.doorbell, e.sleepers = mine.doorbell, mine.sleepers
+	e.abort.Store(0) // a process in whose place this one has come may have left these
+	e.sleepers.Store(0)
+	mine.waiting.Store(0)
+	mine.awaited.Store(0)
 	return e
 }
 
@@ -79,10 +89,46 @@ func (e *Engine) Interrupt() {
 	e.ring(e.space.Rank)
 }
 
-// Ring wakes this rank if it sleeps. It comes after bytes that another goroutine of this process has written in its segment.
+// Ring wakes this rank if it sleeps, and the others of this host where they read what comes. It comes after bytes that another goroutine of this process has written in its segment.
 func (e *Engine) Ring() {
 	e.order(e.space.Rank)
 	e.ring(e.space.Rank)
+	e.ringing.Lock()
+	defer e.ringing.Unlock()
+	for i := 1; e.ringAll && i < e.space.Size; i++ {
+		e.ring(e.peer(i))
+	}
+	for _, f := range e.landed {
+		f()
+	}
+}
+
+// landing has Ring call f, which does not wait, for key from now on; nil for none.
+func (e *Engine) landing(key any, f func()) {
+	e.ringing.Lock()
+	defer e.ringing.Unlock()
+	if f == nil {
+		delete(e.landed, key)
+		return
+	}
+	if e.landed == nil {
+		e.landed = make(map[any]func())
+	}
+	e.landed[key] = f
+}
+
+// ringMates has Ring wake all ranks of this host from now on, until Leave.
+func (e *Engine) ringMates() {
+	e.ringing.Lock()
+	defer e.ringing.Unlock()
+	e.ringAll = true
+}
+
+// Leave comes before the memory of other ranks of this host goes. Ring does not touch it any more.
+func (e *Engine) Leave() {
+	e.ringing.Lock()
+	defer e.ringing.Unlock()
+	e.ringAll = false
 }
 
 // word is a 64-bit word of rank p's segment.

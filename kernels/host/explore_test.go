@@ -40,11 +40,8 @@ func element(n, call, src, dst int, i int64) byte {
 
 // rig is a workload on a heap that is a piece of Go memory, so that the race detector sees all of it.
 type rig struct {
+	*segments
 	w       *explore.Workload
-	mem     []byte
-	stride  int64
-	engines []*host.Engine
-	ports   []kernels.Port
 	sources [][]byte // by rank
 	epoch   uint64   // calls that have been made before
 	timeout time.Duration
@@ -71,14 +68,9 @@ func newRig(w *explore.Workload) *rig {
 	for r := range n {
 		end = max(end, w.Outputs()+w.OutputBytes(r))
 	}
-	g.stride = (end + 4095) / 4096 * 4096
-	raw := make([]byte, int64(n)*g.stride+kernels.LineBytes)
-	g.mem = raw[-int64(shm.Addr(raw))&(kernels.LineBytes-1):][:int64(n)*g.stride]
-	bells := host.NewBells(n)
-	for r := range n {
-		g.engines = append(g.engines, host.New(g.space(r), bells, func() error { return nil }))
-		g.engines[r].SetPull(0, 16)
-		g.ports = append(g.ports, open(g.engines[r], w.Block.ExchangeBounds, w.Block.Offset))
+	g.segments = newSegments(n, (end+4095)/4096*4096, w.Block.ExchangeBounds)
+	for r, e := range g.engines {
+		e.SetPull(0, 16)
 		var longest int64
 		for _, c := range w.Calls {
 			longest = max(longest, c.SourceBytes(r))
@@ -89,33 +81,7 @@ func newRig(w *explore.Workload) *rig {
 	return g
 }
 
-func open(e *host.Engine, f kernels.Family, offset int64) kernels.Port {
-	p, err := e.Open(f, offset)
-	if err != nil {
-		panic(err)
-	}
-	return p
-}
-
-// buffer is b as an operation gets it, at a place of its rank's segment or at -1.
-func buffer(b []byte, place int64) kernels.Buffer {
-	return kernels.Buffer{Mem: b, Bytes: int64(len(b)), Place: place, Reach: place >= 0}
-}
-
-func (g *rig) space(rank int) kernels.Space {
-	return kernels.Space{Mem: g.mem, Stride: g.stride, Rank: rank, Size: g.w.Block.Size}
-}
-
-func (g *rig) output(rank int) []byte {
-	s := g.space(rank)
-	return s.Range(rank, g.w.Outputs(), g.w.OutputBytes(rank))
-}
-
-// word is a word of a rank's segment, for tests that tamper with it.
-func (g *rig) word(rank int, off int64) *uint64 {
-	s := g.space(rank)
-	return &shm.View[uint64](s.Range(rank, off, 8))[0]
-}
+func (g *rig) output(rank int) []byte { return g.at(rank, g.w.Outputs(), g.w.OutputBytes(rank)) }
 
 func fill(b []byte, v byte) {
 	for i := range b {
@@ -287,16 +253,21 @@ func two(a, b int64) [][]int64 { return [][]int64{{0, a}, {b, 0}} }
 
 func three(n int64) [][]int64 { return [][]int64{{0, n, n}, {n, 0, n}, {n, n, 0}} }
 
-// budget is how many deviations to enumerate and how many random schedules to add. The race detector has nothing to see in
-// ranks that take turns, and makes every turn ten times as dear.
+// budget is how many deviations to enumerate and how many random schedules to add; short tests do with fewer. The race detector has nothing to
+// see in ranks that take turns, and makes every turn ten times as dear.
 func budget(deviations, random int) explore.Schedules {
 	if worldtest.Race {
 		deviations, random = deviations-1, random/10
+	} else if testing.Short() {
+		deviations, random = min(deviations, 2), random/4
 	}
 	return explore.Schedules{Deviations: deviations, Random: random, Seed: 1}
 }
 
-func holds(t *testing.T, g *rig, s explore.Schedules) {
+// runs are fresh runs under schedules of the tests' choice.
+type runs interface{ start() explore.Program }
+
+func holds(t *testing.T, g runs, s explore.Schedules) {
 	t.Helper()
 	start := time.Now()
 	r := s.Explore(g.start)
@@ -304,7 +275,7 @@ func holds(t *testing.T, g *rig, s explore.Schedules) {
 	t.Logf("%d schedules with up to %d deviations, %d of them random, %d turns, %v", r.Schedules, s.Deviations, s.Random, r.Turns, time.Since(start).Round(time.Millisecond))
 }
 
-func found(t *testing.T, g *rig, s explore.Schedules, way error) {
+func found(t *testing.T, g runs, s explore.Schedules, way error) {
 	t.Helper()
 	r := s.Explore(g.start)
 	require.NotNil(t, r.Violation, "not found in %d schedules", r.Schedules)
@@ -381,8 +352,8 @@ func TestExploreCountMismatch(t *testing.T) {
 	}
 }
 
-// TestF3_RefusedSplitsAreToldToAll has a rank refuse its splits between calls that are right: all have the same error, nobody waits in
-// vain, and the call after it works.
+// TestF3_RefusedSplitsAreToldToAll has a rank refuse its splits between calls that are right: all have the same error, no
+// rank waits for its deadline, and the call after it works.
 func TestF3_RefusedSplitsAreToldToAll(t *testing.T) {
 	table := func(r *kernels.Routes) []int64 {
 		return slices.Concat(r.SendBytes, r.SendOffsets, r.RecvBytes, r.RecvOffsets)

@@ -29,7 +29,7 @@ type entry struct {
 func families() []entry {
 	return []entry{
 		entryOf(newExchanges, "alltoallv", "barrier"),
-		entryOf(newReductions, names(kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast)...),
+		entryOf(newReductions, names(kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast, kernels.AllToAll)...),
 		entryOf(newDispatches, names(kernels.OpDispatch, kernels.OpRedispatch, kernels.OpCombine, kernels.OpCombineBackward, kernels.OpDispatchBackward, kernels.OpResults)...),
 		entryOf(newTransfers, append(names(kernels.TransferKinds()...), kernels.MessageOperations()...)...),
 	}

@@ -29,8 +29,13 @@ func (l lines) awaitAll(arrived func(peer int)) error {
 	for len(w.waiting) > 0 {
 		left := w.waiting[:0]
 		for _, p := range w.waiting {
-			if e.word(e.space.Rank, l.first+int64(p)*kernels.LineBytes).Load() < kernels.LastSeq(w.call.epoch) {
-				left = append(left, p)
+			line := e.word(e.space.Rank, l.first+int64(p)*kernels.LineBytes)
+			if line.Load() < kernels.LastSeq(w.call.epoch) {
+				if w.masks == nil || !w.masks.without(int(p)) || line.Load() >= kernels.LastSeq(w.call.epoch) {
+					left = append(left, p)
+				} else {
+					w.masks.lost |= 1 << p
+				}
 			} else if arrived != nil {
 				arrived(int(p))
 			}
@@ -40,6 +45,11 @@ func (l lines) awaitAll(arrived func(peer int)) error {
 		if moved {
 			w.busy()
 			continue
+		}
+		if w.masks != nil {
+			if err := w.masks.unmasked(); err != nil {
+				return err
+			}
 		}
 		if err := w.idle(int(left[0])); err != nil {
 			return w.fail(int(left[0]), err)

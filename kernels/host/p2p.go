@@ -15,10 +15,13 @@ import (
 // transfers are the launches of one communicator between two ranks. It is a family. Launches on different streams run at the same time, so
 // each has a kernel of its own.
 type transfers struct {
-	c      PointBlock
+	bounds *kernels.PointBounds
+	c      PointBlock      // of the ranks of this host, whose numbers are those in the space
+	across *pointsAcross   // nil on one host
 	failed []atomic.Uint64 // by peer: the last launch that was issued when a wait for it failed
 	pairs  []pair          // by peer
 	parked atomic.Int64    // bytes of messages that are copied aside
+	took   atomic.Int32    // the rank of the last message that a receive from any has taken
 	nonce  *shm.Nonce
 	// patience is how long a sender waits at least before it copies a message aside.
 	patience time.Duration
@@ -28,28 +31,30 @@ type transfers struct {
 	talking []*messaging
 }
 
-// The defaults of transfers.
-const (
-	defaultBoxes        = 32
-	defaultEager        = 8 << 10
-	defaultPointStaging = 64 << 10
-	defaultPark         = 256 << 20
-)
+// defaultPark is how much of messages a rank copies aside.
+const defaultPark = 256 << 20
 
 func newTransfers(c *kernels.PointBounds, offset int64) *transfers {
-	return &transfers{c: PointBlock{c, offset}, patience: leastPatience}
+	f := &transfers{bounds: c, c: PointBlock{c, offset}, patience: leastPatience}
+	if c.Hosts != nil {
+		f.across, f.c = newPointsAcross(c, offset)
+		f.across.parked = &f.parked
+	}
+	return f
 }
 
 func (f *transfers) defaults() {
-	c := f.c.PointBounds
+	c := f.bounds
 	c.Semaphores = int(kernels.Default(int64(c.Semaphores), kernels.DefaultSemaphores))
 	c.Blocks = 0
-	c.Boxes = int(kernels.Default(int64(c.Boxes), defaultBoxes))
-	c.EagerBytes, c.StagingBytes = kernels.Default(c.EagerBytes, defaultEager), kernels.Default(c.StagingBytes, defaultPointStaging)
+	c.DefaultMessages()
 	c.ParkBytes = kernels.Default(c.ParkBytes, defaultPark)
 }
 
 func (f *transfers) layout() kernels.Layout {
+	if f.across != nil {
+		return f.across.layout(&f.c)
+	}
 	return kernels.Layout{Bytes: f.c.Bytes(), Zero: f.c.ControlBytes()}
 }
 
@@ -61,11 +66,33 @@ func (f *transfers) open(e *Engine) {
 		f.pairs[p].boxes = make([]outgoing, f.c.Boxes)
 	}
 	f.nonce = shm.NewNonce()
-	card := shm.View[uint64](space.Range(space.Rank, f.c.Card(), 32))
 	self := shm.Self(f.nonce)
-	card[0], card[1] = uint64(self.PID), uint64(self.At)
-	copy(shm.Bytes(card[2:]), self.Nonce[:])
+	self.Write(space.Range(space.Rank, f.c.Card(), shm.CardBytes))
+	if f.across != nil {
+		f.across.openFars(e)
+	}
 }
+
+// stop comes before the memory goes.
+func (f *transfers) stop(e *Engine) {
+	if f.across != nil && f.across.quit != nil {
+		f.across.stop(e)
+	}
+}
+
+// index is the number in the space of a rank of the group, or far the rank where it is on another host.
+func (f *transfers) index(rank int) (index int, far *far) {
+	if f.across == nil || rank == kernels.AnyRank {
+		return rank, nil
+	}
+	if far = f.across.far(rank); far != nil {
+		return elsewhere, far
+	}
+	return f.across.at[rank], nil
+}
+
+// elsewhere is the index of a rank of another host.
+const elsewhere = -2
 
 // ready tries to read the memory of every peer. Messages of those of which it cannot go through staging.
 func (f *transfers) ready(e *Engine) kernels.Traits {
@@ -77,10 +104,9 @@ func (f *transfers) ready(e *Engine) kernels.Traits {
 			continue
 		}
 		if e.bells == nil {
-			card := shm.View[uint64](space.Range(r, f.c.Card(), 32))
-			w.memory = shm.Process{PID: int(card[0]), At: uintptr(card[1]), Nonce: shm.Nonce(shm.Bytes(card[2:]))}
+			w.memory = shm.ReadCard(space.Range(r, f.c.Card(), shm.CardBytes))
 			if err := w.memory.Probe(); err != nil {
-				errs = append(errs, fmt.Errorf("rank %d: %w", r, err))
+				errs = append(errs, fmt.Errorf("rank %d: %w", space.Name(r), err))
 				continue
 			}
 		}
@@ -130,10 +156,11 @@ func (f *transfers) gaveUp(peer int, t *kernels.Turn) { f.failed[peer].Store(t.I
 
 // transferring is one launch of the kernel on one rank.
 type transferring struct {
-	f *transfers
-	e *Engine
-	a *kernels.Transfer
-	w waiter
+	f    *transfers
+	e    *Engine
+	a    *kernels.Transfer
+	w    waiter
+	peer int // number in the space, or elsewhere
 }
 
 func (x *transferring) sizes(int) string {
@@ -146,8 +173,8 @@ func (x *transferring) sizes(int) string {
 // doing says what can be seen of a peer that has not come.
 func (x *transferring) doing(peer int) string {
 	me, c := x.e.space.Rank, &x.f.c
-	if peer != x.a.Peer {
-		return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", peer)
+	if peer != x.peer {
+		return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", x.e.space.Name(peer))
 	}
 	return fmt.Sprintf("it has signalled %d times, and this rank has consumed %d",
 		x.e.word(me, c.Signals(peer, x.a.Semaphore)).Load(), x.e.word(me, c.Consumed(peer, x.a.Semaphore)).Load())
@@ -159,16 +186,20 @@ func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
 	e, me := p.e, p.e.space.Rank
 	e.count(x.f.c.Calls())
 	x.w.begin(p, x, p.call(a, x.f.c.Calls(), 0), a.Timeout)
+	var there *far
+	if x.peer, there = f.index(a.Peer); there != nil {
+		return x.transferFar(there)
+	}
 	switch a.Kind {
 	case kernels.PutTransfer:
-		x.copy(e.space.Range(a.Peer, a.Place, a.Buffer.Bytes), a.Buffer.Mem)
+		x.copy(e.space.Range(x.peer, a.Place, a.Buffer.Bytes), a.Buffer.Mem)
 	case kernels.GetTransfer:
-		x.copy(a.Buffer.Mem, e.space.Range(a.Peer, a.Place, a.Buffer.Bytes))
+		x.copy(a.Buffer.Mem, e.space.Range(x.peer, a.Place, a.Buffer.Bytes))
 	case kernels.SignalTransfer:
-		e.at(signalling, a.Peer)
-		e.order(a.Peer)
-		e.word(a.Peer, x.f.c.Signals(me, a.Semaphore)).Add(1)
-		e.ring(a.Peer)
+		e.at(signalling, x.peer)
+		e.order(x.peer)
+		e.word(x.peer, x.f.c.Signals(me, a.Semaphore)).Add(1)
+		e.ring(x.peer)
 	case kernels.WaitTransfer:
 		return x.consume()
 	}
@@ -183,7 +214,7 @@ func (x *transferring) reset() {
 // consume waits for a signal that no other launch consumes.
 func (x *transferring) consume() error {
 	e, me, a := x.e, x.e.space.Rank, x.a
-	signals, consumed := e.word(me, x.f.c.Signals(a.Peer, a.Semaphore)), e.word(me, x.f.c.Consumed(a.Peer, a.Semaphore))
+	signals, consumed := e.word(me, x.f.c.Signals(x.peer, a.Semaphore)), e.word(me, x.f.c.Consumed(x.peer, a.Semaphore))
 	for {
 		had := consumed.Load()
 		if signals.Load() > had {
@@ -193,12 +224,12 @@ func (x *transferring) consume() error {
 			}
 			continue
 		}
-		if x.f.late(a.Peer, &a.Turn) {
+		if x.f.late(x.peer, &a.Turn) {
 			return &comm.PeerError{Rank: a.Peer, Op: a.Operation(), Err: kernels.ErrFailed}
 		}
-		if err := x.w.idle(a.Peer); err != nil {
-			x.f.gaveUp(a.Peer, &a.Turn)
-			return x.w.fail(a.Peer, err)
+		if err := x.w.idle(x.peer); err != nil {
+			x.f.gaveUp(x.peer, &a.Turn)
+			return x.w.fail(x.peer, err)
 		}
 	}
 }

@@ -20,19 +20,14 @@ import (
 // How large messages travel: read in the heap, read in their sender's memory, copied aside and read there, or through staging.
 var travels = []string{"heap", "pulled", "aside", "staged"}
 
-const (
-	pointStride = kernels.HeaderBytes + 64<<10
-	pointHeap   = kernels.HeaderBytes + 32<<10 // sources of the heap
-)
+const pointHeap = kernels.HeaderBytes + 32<<10 // where sources of the heap are
 
 // points is n ranks of one process that run the kernel of messages with a few bytes each, for explore.Schedules.
 type points struct {
-	travel  string
-	mem     []byte
-	engines []*host.Engine
-	ports   []kernels.Port
-	issued  []atomic.Uint64
-	block   host.PointBlock
+	*segments
+	travel string
+	issued []atomic.Uint64
+	block  host.PointBlock
 }
 
 func newPoints(n int, travel string) *points {
@@ -40,14 +35,7 @@ func newPoints(n int, travel string) *points {
 	if travel == "aside" {
 		bounds.ParkBytes = 1 << 20
 	}
-	raw := make([]byte, int64(n)*pointStride+kernels.LineBytes)
-	w := &points{travel: travel, mem: raw[-int64(shm.Addr(raw))&(kernels.LineBytes-1):][:int64(n)*pointStride], issued: make([]atomic.Uint64, n),
-		block: host.PointBlock{PointBounds: &bounds, Offset: kernels.HeaderBytes}}
-	bells := host.NewBells(n)
-	for r := range n {
-		e := host.New(kernels.Space{Mem: w.mem, Stride: pointStride, Rank: r, Size: n}, bells, func() error { return nil })
-		w.engines, w.ports = append(w.engines, e), append(w.ports, open(e, &bounds, kernels.HeaderBytes))
-	}
+	w := &points{newSegments(n, roomy, &bounds), travel, make([]atomic.Uint64, n), host.PointBlock{PointBounds: &bounds, Offset: kernels.HeaderBytes}}
 	for _, p := range w.ports {
 		p.Ready()
 		if travel == "staged" {
@@ -65,7 +53,7 @@ func (w *points) source(r int, at int64, n int, v byte) kernels.Buffer {
 	place, b := int64(-1), make([]byte, n)
 	if w.travel == "heap" {
 		place = pointHeap + at
-		b = w.mem[int64(r)*pointStride+place:][:n:n]
+		b = w.at(r, place, int64(n))
 	}
 	for i := range b {
 		b[i] = v
@@ -147,6 +135,50 @@ func TestMessagesArriveInAnySchedule(t *testing.T) {
 	}
 }
 
+// Rank 0 takes two messages of each of two others, of any rank and of one, while these send.
+func TestMessagesFromAnyRankInAnySchedule(t *testing.T) {
+	for _, travel := range travels {
+		r := budget(1, 200).Explore(func() (p explore.Program) {
+			w := newPoints(3, travel)
+			takes := func(turn explore.Turn) error {
+				w.engines[0].SetStep(turn)
+				var list []kernels.Message
+				var from [4]int
+				for i, peer := range []int{kernels.AnyRank, 2, kernels.AnyRank, kernels.AnyRank} {
+					list = append(list, kernels.Message{Receive: true, Peer: peer, Buffer: buffer(make([]byte, 20), -1), From: &from[i]})
+				}
+				if err := errors.Join(w.launch(0, list[:2]...), w.launch(0, list[2:]...)); err != nil {
+					return err
+				}
+				var sent [3]byte
+				for _, i := range []int{0, 1, 2, 3} {
+					sent[from[i]]++
+					if err := is(list[i].Buffer, byte(10*from[i])+sent[from[i]]); err != nil {
+						return fmt.Errorf("receive %d, from rank %d: %w", i, from[i], err)
+					}
+				}
+				return nil
+			}
+			p.Ranks = append(p.Ranks, takes)
+			for r := 1; r < 3; r++ {
+				p.Ranks = append(p.Ranks, func(turn explore.Turn) error {
+					w.engines[r].SetStep(turn)
+					for i := range 2 {
+						b := w.source(r, int64(100*i), 20, byte(10*r+i+1))
+						if err := w.launch(r, kernels.Message{Buffer: b}); err != nil {
+							return err
+						}
+						clear(b.Mem)
+					}
+					return nil
+				})
+			}
+			return p
+		})
+		require.Nil(t, r.Violation, "%s, after %d schedules: %v", travel, r.Schedules, r.Violation)
+	}
+}
+
 // A sender that gives up at some look has its source at once: either its message has been received, or nobody ever receives it, and the
 // receiver gets the next one.
 func TestMessagesThatAreTakenBack(t *testing.T) {
@@ -179,7 +211,7 @@ func TestMessagesThatAreTakenBack(t *testing.T) {
 					w.engines[1].SetStep(turn)
 					for len(got) == 0 || got[len(got)-1] != 2 {
 						b := buffer(make([]byte, 300), -1)
-						if err := w.launch(1, kernels.Message{Receive: true, Buffer: b}); err != nil {
+						if err := w.launch(1, kernels.Message{Receive: true, Peer: []int{0, kernels.AnyRank}[looks%2], Buffer: b}); err != nil {
 							return err
 						}
 						if err := is(b, b.Mem[0]); err != nil {
@@ -206,10 +238,10 @@ func TestSchedulesFindBugsOfMessages(t *testing.T) {
 	for name, bug := range map[string]func(w *points, rank int, what string){
 		"a message is offered before it is in its box": func(w *points, rank int, what string) {
 			if rank == 0 && what == "puts data to rank 1" {
-				posted := shm.Word(w.mem, pointStride+w.block.Posted(0))
+				posted := shm.Word(w.mem, w.stride+w.block.Posted(0))
 				number := posted.Load() + 1
 				for box := range w.block.Boxes {
-					state := shm.Word(w.mem, pointStride+w.block.Box(0, box))
+					state := shm.Word(w.mem, w.stride+w.block.Box(0, box))
 					if _, took := host.StateOf(number - 1); number > 1 && state.Load() == took {
 						offers, _ := host.StateOf(number)
 						state.Store(offers)
@@ -222,7 +254,7 @@ func TestSchedulesFindBugsOfMessages(t *testing.T) {
 		"a message is let go before it is read": func(w *points, rank int, what string) {
 			if rank == 1 && what == "takes data of rank 0" {
 				for box := range w.block.Boxes {
-					state := shm.Word(w.mem, pointStride+w.block.Box(0, box))
+					state := shm.Word(w.mem, w.stride+w.block.Box(0, box))
 					for number := uint64(1); number < 20; number++ {
 						offers, took := host.StateOf(number)
 						if s := state.Load(); s > offers && s < took {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -66,23 +67,40 @@ type messaging struct {
 	a     *kernels.Messages
 	w     waiter
 	ends  []end
+	begun bool
 	since time.Time // of the first look that found nothing to do
+	began time.Time // zero where no peer can be on another host
 }
 
 // end is this rank's end of one message during a launch.
 type end struct {
 	m      *kernels.Message
+	want   int // kernels.AnyRank, elsewhere, or the number of the peer in the space
+	peer   int // number in the space; kernels.AnyRank until a receive from any rank has claimed a message
+	rank   int // that of the peer in the group; kernels.AnyRank until then
 	stage  stage
 	box    int
 	number uint64
 	state  *atomic.Uint64
 	err    error
-	// A receive that has found nothing looks again when one of these has changed.
-	seenPosted, seenChanged uint64
+	seen   look
+	others []look // in the place of seen, by rank, of a receive from any
 	// Staging: the turn, and how many chunks and bytes have been moved.
 	turn, chunk uint64
 	moved       int64
+	// A peer on another host, and the message in a box there, or the one that comes.
+	far    *far
+	out    *sending
+	in     *incoming
+	wanted bool // the peer has been told
+	listed bool // a receive from any rank is among those that wait
 }
+
+// look is what a receive has seen of a peer's messages when it found none for itself. It looks again when that has changed.
+type look struct{ posted, changed uint64 }
+
+// never is the look of a receive that has not looked yet.
+var never = look{posted: ^uint64(0)}
 
 func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 	x.f, x.e, x.a = f, p.e, a
@@ -91,16 +109,23 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 	e.count(f.c.Calls())
 	x.w.begin(p, x, p.call(a, f.c.Calls(), 0), a.Timeout)
 	for i := range a.List {
-		x.ends = append(x.ends, end{m: &a.List[i], seenPosted: ^uint64(0)})
+		m := &a.List[i]
+		peer, far := f.index(m.Peer)
+		x.ends = append(x.ends, end{m: m, want: peer, peer: peer, rank: m.Peer, far: far, seen: never})
+	}
+	if f.across != nil {
+		x.began = time.Now()
+		f.across.active.Add(1)
+		defer f.across.active.Add(-1)
 	}
 	e.order(e.space.Rank)
 	for i := range x.ends {
 		if h := &x.ends[i]; h.m.Receive {
-			x.enlist(h)
+			x.enlist(h, false)
 		}
 	}
 	for {
-		moved, waits := false, (*end)(nil)
+		moved, waits, posted := false, (*end)(nil), true
 		for i := range x.ends {
 			h := &x.ends[i]
 			if h.stage == ended {
@@ -114,20 +139,29 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 			if h.stage != ended && waits == nil {
 				waits = h
 			}
+			posted = posted && (h.m.Receive || h.stage != unposted)
+		}
+		if posted && !x.begun {
+			if x.begun = true; a.Begun != nil {
+				a.Begun()
+			}
 		}
 		switch {
 		case waits == nil:
 			e.order(e.space.Rank)
+			if slices.ContainsFunc(x.ends, func(h end) bool { return h.m.Receive && h.turn > 0 }) {
+				a.Noted().Stage(flight.StagedUnreadable)
+			}
 			return x.outcome()
 		case moved:
 			x.since = time.Time{}
 			x.w.busy()
 			continue
-		case f.late(waits.m.Peer, &a.Turn):
-			x.leave(waits, &comm.PeerError{Rank: waits.m.Peer, Op: a.Operation(), Err: kernels.ErrFailed})
+		case x.late(waits):
+			x.leave(waits, &comm.PeerError{Rank: waits.rank, Op: a.Operation(), Err: kernels.ErrFailed})
 			continue
 		}
-		if err := x.w.idle(waits.m.Peer); err != nil {
+		if err := x.idle(waits); err != nil {
 			x.giveUp(waits, err)
 			e.order(e.space.Rank)
 			return x.outcome()
@@ -135,11 +169,62 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 	}
 }
 
+// late reports whether the launch has to fail at once instead of waiting for h.
+func (x *messaging) late(h *end) bool {
+	switch {
+	case h.rank == kernels.AnyRank:
+		return false
+	case h.far != nil:
+		return h.far.late(&x.a.Turn)
+	}
+	return x.f.late(h.peer, &x.a.Turn)
+}
+
+// idle waits a little for h, or for anything else.
+func (x *messaging) idle(h *end) error {
+	a := x.f.across
+	switch {
+	case h.far != nil:
+	case a != nil && h.rank == kernels.AnyRank:
+		heard := x.began
+		for _, f := range a.fars {
+			f.mu.Lock()
+			if f.heard.After(heard) {
+				heard = f.heard
+			}
+			f.mu.Unlock()
+		}
+		return x.w.idleAcross(a.fars[0].rank, heard, nil)
+	default:
+		return x.w.idle(x.someone(h))
+	}
+	f := h.far
+	f.mu.Lock()
+	heard := f.heard
+	f.mu.Unlock()
+	if heard.Before(x.began) {
+		heard = x.began
+	}
+	rail := a.hosts.Rail
+	if a.active.Load() > 1 || slices.ContainsFunc(x.ends, func(h end) bool { return h.far == nil && h.stage != ended }) {
+		rail = nil // something else may do what this rank waits for
+	}
+	return x.w.idleAcross(f.rank, heard, rail)
+}
+
 func (x *messaging) reset() {
 	x.w.leave()
 	clear(x.ends)
 	x.ends = x.ends[:0]
-	x.f, x.e, x.a, x.since = nil, nil, nil, time.Time{}
+	x.f, x.e, x.a, x.since, x.begun = nil, nil, nil, time.Time{}, false
+}
+
+// someone is the peer that an end waits for, or one of them.
+func (x *messaging) someone(h *end) int {
+	if h.peer == kernels.AnyRank {
+		return (x.e.space.Rank + 1) % x.f.c.Size
+	}
+	return h.peer
 }
 
 // outcome is the errors of all messages, each once.
@@ -164,26 +249,50 @@ func (h *end) finish(err error) bool {
 
 // giveUp ends all messages when the wait for one has failed.
 func (x *messaging) giveUp(first *end, err error) {
-	why := x.w.fail(first.m.Peer, err)
+	why := err
+	if first.far == nil && (x.f.across == nil || first.rank != kernels.AnyRank) {
+		why = x.w.fail(x.someone(first), err)
+	}
 	for i := range x.ends {
 		h := &x.ends[i]
 		if h.stage == ended {
 			continue
 		}
-		x.f.gaveUp(h.m.Peer, &x.a.Turn)
 		own := why
-		if h != first && errors.Is(err, comm.ErrTimeout) {
-			own = &comm.PeerError{Rank: h.m.Peer, Op: x.a.Operation(), Err: fmt.Errorf("%w (%s): %s", comm.ErrTimeout, h, x.seen(h))}
+		if errors.Is(err, comm.ErrTimeout) {
+			switch where := x.where(h); {
+			case h.rank == kernels.AnyRank:
+				own = fmt.Errorf("kernels: %s: %w (%s): %s", x.a.Operation(), comm.ErrTimeout, h, x.instead(h))
+			case h != first || h.far != nil:
+				own = &comm.PeerError{Rank: h.rank, Op: x.a.Operation(), Err: fmt.Errorf("%w%s (%s): %s", comm.ErrTimeout, where, h, x.instead(h))}
+			}
+		}
+		switch {
+		case h.far != nil:
+			h.far.failed.Store(x.a.Turn.Issued.Load())
+		case h.rank != kernels.AnyRank:
+			x.f.gaveUp(h.peer, &x.a.Turn)
 		}
 		x.leave(h, own)
 	}
 }
 
+// where says on which host the peer of a message is, if on another.
+func (x *messaging) where(h *end) string {
+	if h.far == nil {
+		return ""
+	}
+	return fmt.Sprintf(" after %v: on host %d", x.a.Timeout, h.far.host)
+}
+
 // leave ends a message that this rank does not wait for any longer.
 func (x *messaging) leave(h *end, why error) {
-	if h.m.Receive {
+	switch {
+	case h.m.Receive:
 		x.forget(h, why)
-	} else {
+	case h.far != nil:
+		x.withdrawFar(h, why)
+	default:
 		x.withdraw(h, why)
 	}
 }
@@ -194,13 +303,16 @@ func (h *end) String() string {
 	if h.m.Receive {
 		way = "from"
 	}
-	return fmt.Sprintf("tag %d, %d bytes %s rank %d", h.m.Tag, h.m.Buffer.Bytes, way, h.m.Peer)
+	if h.rank == kernels.AnyRank {
+		return fmt.Sprintf("tag %d, %d bytes %s any rank", h.m.Tag, h.m.Buffer.Bytes, way)
+	}
+	return fmt.Sprintf("tag %d, %d bytes %s rank %d", h.m.Tag, h.m.Buffer.Bytes, way, h.rank)
 }
 
 // first is the message that the launch waits for, of those with peer if there is one.
 func (x *messaging) first(peer int) (found *end) {
 	for i := range x.ends {
-		if h := &x.ends[i]; h.stage != ended && (found == nil || h.m.Peer == peer && found.m.Peer != peer) {
+		if h := &x.ends[i]; h.stage != ended && (found == nil || h.peer == peer && found.want != peer) {
 			found = h
 		}
 	}
@@ -216,31 +328,55 @@ func (x *messaging) sizes(peer int) string {
 
 // doing says what can be seen of a peer that has not come.
 func (x *messaging) doing(peer int) string {
-	if h := x.first(peer); h != nil && h.m.Peer == peer {
-		return x.seen(h)
+	if h := x.first(peer); h != nil && h.peer == peer {
+		return x.instead(h)
 	}
-	return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", peer)
+	return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", x.e.space.Name(peer))
 }
 
-// seen says what the peer of a message does instead.
-func (x *messaging) seen(h *end) string {
-	if h.m.Receive {
-		return x.f.unreceived(x.e, h.m.Peer, x.e.space.Rank)
+// instead says what the peer of a message does instead.
+func (x *messaging) instead(h *end) string {
+	if h.far != nil {
+		return x.insteadFar(h)
 	}
-	return x.f.wants(x.e, h.m.Peer)
+	if h.rank == kernels.AnyRank {
+		var list []string
+		for p := range x.f.c.Size {
+			if p != x.e.space.Rank && len(x.f.left(x.e, p, x.e.space.Rank)) > 0 {
+				list = append(list, x.f.unreceived(x.e, p, x.e.space.Rank))
+			}
+		}
+		if a := x.f.across; a != nil {
+			for _, f := range a.fars {
+				f.mu.Lock()
+				if left := f.unclaimed(); len(left) > 0 {
+					list = append(list, unreceivedOf(f.rank, a.hosts.Rank, left))
+				}
+				f.mu.Unlock()
+			}
+		}
+		if len(list) == 0 {
+			return fmt.Sprintf("no rank has sent a message that rank %d has not received", x.e.space.Name(x.e.space.Rank))
+		}
+		return strings.Join(list[:min(len(list), mostNamed)], "; ")
+	}
+	if h.m.Receive {
+		return x.f.unreceived(x.e, h.peer, x.e.space.Rank)
+	}
+	return x.f.wants(x.e, h.peer)
 }
 
 // wants says which message of this rank a peer waits for.
 func (f *transfers) wants(e *Engine, peer int) string {
 	at := f.c.Wanted(e.space.Rank)
-	tag, bytes := e.word(peer, at+wantedTag).Load(), e.word(peer, at+wantedBytes).Load()
+	tag, bytes, name := e.word(peer, at+wantedTag).Load(), e.word(peer, at+wantedBytes).Load(), e.space.Name(peer)
 	switch {
 	case e.word(peer, at+wantedCount).Load() != 0:
-		return fmt.Sprintf("rank %d waits for tag %d, %d bytes", peer, tag, bytes)
+		return fmt.Sprintf("rank %d waits for tag %d, %d bytes", name, tag, bytes)
 	case tag|bytes != 0:
-		return fmt.Sprintf("rank %d waits for no message of this rank; the last was tag %d, %d bytes", peer, tag, bytes)
+		return fmt.Sprintf("rank %d waits for no message of this rank; the last was tag %d, %d bytes", name, tag, bytes)
 	}
-	return fmt.Sprintf("rank %d waits for no message of this rank", peer)
+	return fmt.Sprintf("rank %d waits for no message of this rank", name)
 }
 
 // mostNamed bounds the messages that an error lists.
@@ -248,8 +384,11 @@ const mostNamed = 4
 
 // unreceived says which messages from src wait at dst.
 func (f *transfers) unreceived(e *Engine, src, dst int) string {
-	var list []string
-	more := 0
+	return unreceivedOf(e.space.Name(src), e.space.Name(dst), f.left(e, src, dst))
+}
+
+// left is the messages from src that wait at dst, in words.
+func (f *transfers) left(e *Engine, src, dst int) (list []string) {
 	for box := range f.c.Boxes {
 		at, back := f.c.Box(src, box), ""
 		switch phase := e.word(dst, at+boxState).Load() & phaseMask; {
@@ -258,25 +397,18 @@ func (f *transfers) unreceived(e *Engine, src, dst int) string {
 		case phase < offered || phase > offeredAgain:
 			continue
 		}
-		if len(list) == mostNamed {
-			more++
-			continue
-		}
 		list = append(list, fmt.Sprintf("tag %d, %d bytes%s", e.word(dst, at+boxTag).Load(), e.word(dst, at+boxBytes).Load(), back))
 	}
-	if more > 0 {
-		list = append(list, fmt.Sprintf("%d more", more))
-	}
-	if len(list) == 0 {
-		return fmt.Sprintf("rank %d has sent no message that rank %d has not received", src, dst)
-	}
-	return fmt.Sprintf("rank %d has sent what rank %d has not received: %s", src, dst, strings.Join(list, "; "))
+	return list
 }
 
 // rest is the messages of this rank, and to it, that nobody has received and that no launch waits for. All launches of all ranks have
 // ended.
 func (f *transfers) rest(e *Engine) error {
 	var errs []error
+	if f.across != nil {
+		errs = append(errs, f.across.rest(e))
+	}
 	me := e.space.Rank
 	for p := range f.pairs {
 		if p == me {
@@ -295,7 +427,7 @@ func (f *transfers) rest(e *Engine) error {
 				if src == me {
 					wanted = "; " + f.wants(e, dst)
 				}
-				errs = append(errs, &comm.PeerError{Rank: p, Op: "close", Err: fmt.Errorf("%w: %s%s", comm.ErrMismatch, f.unreceived(e, src, dst), wanted)})
+				errs = append(errs, &comm.PeerError{Rank: e.space.Name(p), Op: "close", Err: fmt.Errorf("%w: %s%s", comm.ErrMismatch, f.unreceived(e, src, dst), wanted)})
 				break
 			}
 		}

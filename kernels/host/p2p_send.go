@@ -19,10 +19,13 @@ const (
 // send takes a message of this rank further. It reports whether it has done anything.
 func (x *messaging) send(i int) bool {
 	h := &x.ends[i]
+	if h.far != nil {
+		return x.sendFar(i)
+	}
 	switch h.stage {
 	case unposted:
 		for j := range x.ends[:i] { // a message does not overtake one that found no box
-			if o := &x.ends[j]; !o.m.Receive && o.m.Peer == h.m.Peer && o.stage == unposted {
+			if o := &x.ends[j]; !o.m.Receive && o.far == nil && o.peer == h.peer && o.stage == unposted {
 				return false
 			}
 		}
@@ -44,7 +47,7 @@ func (x *messaging) send(i int) bool {
 // post puts a message into a free box.
 func (x *messaging) post(h *end) bool {
 	e, c, f := x.e, &x.f.c, x.f
-	me, peer, pr := e.space.Rank, h.m.Peer, &f.pairs[h.m.Peer]
+	me, peer, pr := e.space.Rank, h.peer, &f.pairs[h.peer]
 	pr.out.Lock()
 	defer pr.out.Unlock()
 	if err := f.complaint(e, peer); err != nil {
@@ -135,19 +138,19 @@ func (f *transfers) complaint(e *Engine, peer int) error {
 // disagreement is the error of a message of which the ranks have different sizes.
 func (f *transfers) disagreement(e *Engine, src, dst, box int, number uint64) error {
 	at := f.c.Box(src, box)
-	return &kernels.MessageMismatchError{Src: src, Dst: dst, Number: number, Tag: e.word(dst, at+boxTag).Load(),
+	return &kernels.MessageMismatchError{Src: e.space.Name(src), Dst: e.space.Name(dst), Number: number, Tag: e.word(dst, at+boxTag).Load(),
 		Sent: e.word(dst, at+boxBytes).Load(), Expected: e.word(dst, at+boxExpected).Load()}
 }
 
 // ended takes note of the end of a message that this rank has waited for.
 func (x *messaging) ended(h *end, state uint64) bool {
-	pr := &x.f.pairs[h.m.Peer]
+	pr := &x.f.pairs[h.peer]
 	var err error
 	switch state & phaseMask {
 	case disagreed:
-		err = x.f.disagreement(x.e, x.e.space.Rank, h.m.Peer, h.box, h.number)
+		err = x.f.disagreement(x.e, x.e.space.Rank, h.peer, h.box, h.number)
 	case withdrawn:
-		err = &comm.PeerError{Rank: h.m.Peer, Op: x.a.Operation(), Err: fmt.Errorf("%w: it has given up (%s)", comm.ErrTimeout, h)}
+		err = &comm.PeerError{Rank: h.rank, Op: x.a.Operation(), Err: fmt.Errorf("%w: it has given up (%s)", comm.ErrTimeout, h)}
 	}
 	pr.out.Lock()
 	pr.boxes[h.box].owned, pr.boxes[h.box].told = false, true
@@ -169,7 +172,7 @@ func (x *messaging) park(h *end, state uint64) bool {
 		return false
 	}
 	if f.patience > 0 && (x.w.polls%spinsPerLook != 0 && !x.w.entered || time.Since(x.since) < max(f.patience, time.Duration(n/copySpeed))) ||
-		e.word(h.m.Peer, f.c.Wanted(e.space.Rank)+wantedReads).Load() == 0 {
+		e.word(h.peer, f.c.Wanted(e.space.Rank)+wantedReads).Load() == 0 {
 		return false
 	}
 	f.reap(e)
@@ -179,22 +182,22 @@ func (x *messaging) park(h *end, state uint64) bool {
 	}
 	aside := make([]byte, n)
 	x.w.copy(aside, h.m.Buffer.Mem, false)
-	pr := &f.pairs[h.m.Peer]
-	e.word(h.m.Peer, f.c.Box(e.space.Rank, h.box)+boxSource).Store(uint64(shm.Addr(aside)))
+	pr := &f.pairs[h.peer]
+	e.word(h.peer, f.c.Box(e.space.Rank, h.box)+boxSource).Store(uint64(shm.Addr(aside)))
 	e.order(e.space.Rank)
 	pr.out.Lock()
 	pr.boxes[h.box].aside, pr.boxes[h.box].owned = aside, false
 	pr.out.Unlock()
-	e.at(signalling, h.m.Peer)
+	e.at(signalling, h.peer)
 	h.state.Store(stateOf(h.number, offeredAgain))
-	e.ring(h.m.Peer)
+	e.ring(h.peer)
 	return h.finish(nil)
 }
 
 // fill copies chunks to staging, while it is this message's turn.
 func (x *messaging) fill(h *end) (moved bool) {
 	e, c := x.e, &x.f.c
-	me, peer, pr := e.space.Rank, h.m.Peer, &x.f.pairs[h.m.Peer]
+	me, peer, pr := e.space.Rank, h.peer, &x.f.pairs[h.peer]
 	line := c.Staging(me)
 	owner, filled, drained := e.word(peer, line+stagingOwner), e.word(peer, line+stagingFilled), e.word(peer, line+stagingDrained)
 	if h.stage == inBox {
@@ -247,12 +250,12 @@ func (x *messaging) withdraw(h *end, why error) {
 			x.ended(h, state)
 			return
 		case phase == claimed && x.e.bells != nil:
-			if x.e.pause(h.m.Peer) != nil {
+			if x.e.pause(h.peer) != nil {
 				runtime.Gosched()
 			}
 			continue
 		}
-		x.e.at(withdrawing, h.m.Peer)
+		x.e.at(withdrawing, h.peer)
 		if h.state.CompareAndSwap(state, stateOf(h.number, withdrawn)) {
 			x.ended(h, stateOf(h.number, withdrawn))
 			h.err = why

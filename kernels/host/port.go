@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -16,10 +17,13 @@ type port struct {
 	e       *Engine
 	name    string
 	fam     family
+	offset  int64 // of its control block
 	ops     map[string]opcode
-	leaving atomic.Bool    // its waits are over
-	waits   waits          // the wait of the call that runs
-	pending sync.WaitGroup // launches that have not ended
+	leaving atomic.Bool           // its waits are over
+	waits   waits                 // the wait of the call that runs
+	absent  atomic.Pointer[[]int] // ranks of the group that had not begun the call when a wait of it failed
+	missed  atomic.Pointer[error] // see Fault
+	pending sync.WaitGroup        // launches that have not ended
 }
 
 // Defaults are those of the host device.
@@ -45,7 +49,7 @@ func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
 		return nil, err
 	}
 	x.open(e)
-	p := &port{e: e, name: f.Family(), fam: x, ops: opcodesOf(place)}
+	p := &port{e: e, name: f.Family(), fam: x, offset: offset, ops: opcodesOf(place)}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.ports = append(e.ports, p)
@@ -82,9 +86,17 @@ func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 // run is a launch, from its beginning to its end.
 func (p *port) run(op kernels.Operation) error {
 	defer p.pending.Done()
-	err := p.fam.run(p, op)
+	err := p.Fault()
+	if err == nil {
+		err = p.fam.run(p, op)
+	}
 	p.waits.end()
-	op.Noted().Finished(err)
+	var absent []int
+	if ranks := p.absent.Load(); ranks != nil {
+		absent = *ranks
+		p.absent.Store(nil)
+	}
+	op.Noted().Finished(err, absent...)
 	op.Finish(err)
 	return err
 }
@@ -94,8 +106,32 @@ func (p *port) call(op kernels.Operation, at int64, epoch uint64) call {
 	return call{p.ops[op.Operation()], at, epoch}
 }
 
-// Fault is nil: operations are done when they have run.
-func (*port) Fault() error { return nil }
+// Fault is nil, since operations are done when they have run, but for a call that a peer gave up because this rank was in one of another port.
+// Bytes that the peer sent for it may lie here, and no later call may take them for its own.
+func (p *port) Fault() error {
+	if err := p.missed.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+// misses ends the communicator of a call that peer gives up, since this rank has not made it and is in another itself.
+func (e *Engine) misses(peer int, c, in call) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var of *port
+	for _, p := range e.ports {
+		if p.offset <= c.at && (of == nil || p.offset > of.offset) {
+			of = p
+		}
+	}
+	if of == nil {
+		return
+	}
+	var err error = &comm.PeerError{Rank: e.space.Name(peer), Op: c.op.String(), Epoch: c.epoch,
+		Err: fmt.Errorf("%w: it waited there while this rank waited in %v, call %d of its kind", comm.ErrOutOfStep, in.op, in.epoch)}
+	of.missed.CompareAndSwap(nil, &err)
+}
 
 // Drain waits for the last stream, and for launches on all others.
 func (p *port) Drain(ctx context.Context, last device.Stream) error {
@@ -118,6 +154,9 @@ func (p *port) Rest() error {
 
 // Close forgets the port.
 func (p *port) Close() error {
+	if f, ok := p.fam.(interface{ stop(e *Engine) }); ok {
+		f.stop(p.e)
+	}
 	p.e.mu.Lock()
 	defer p.e.mu.Unlock()
 	p.e.ports = slices.DeleteFunc(p.e.ports, func(q *port) bool { return q == p })

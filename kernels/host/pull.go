@@ -40,10 +40,8 @@ func (f *exchanges) show(e *Engine) {
 		f.sources[r].readable = e.bells != nil
 	}
 	f.nonce = shm.NewNonce()
-	card := shm.View[uint64](space.Range(space.Rank, f.c.Card(), 32))
 	self := shm.Self(f.nonce)
-	card[0], card[1] = uint64(self.PID), uint64(self.At)
-	copy(shm.Bytes(card[2:]), self.Nonce[:])
+	self.Write(space.Range(space.Rank, f.c.Card(), shm.CardBytes))
 }
 
 // look tries to read the memory of every peer. The error says of which it cannot; their messages go through staging.
@@ -55,8 +53,7 @@ func (f *exchanges) look(e *Engine) error {
 		if w.readable || r == space.Rank {
 			continue
 		}
-		card := shm.View[uint64](space.Range(r, f.c.Card(), 32))
-		w.memory = shm.Process{PID: int(card[0]), At: uintptr(card[1]), Nonce: shm.Nonce(shm.Bytes(card[2:]))}
+		w.memory = shm.ReadCard(space.Range(r, f.c.Card(), shm.CardBytes))
 		err := w.memory.Probe()
 		if w.readable = err == nil; err != nil {
 			errs = append(errs, fmt.Errorf("rank %d: %w", space.Name(r), err))

@@ -64,7 +64,7 @@ func (w *world) place(rank int, b []byte) int64 {
 func (w *world) swaps(t *testing.T, src [2][]byte) {
 	for call := range 20 {
 		n := int64(500 + 700*call%3000)
-		dst, errs := w.swap(call, n, src, 10*time.Second)
+		dst, errs := w.swap(call, n, src, time.Minute)
 		require.NoError(t, errors.Join(errs[:]...))
 		for r := range dst {
 			for i, got := range dst[r] {
@@ -208,7 +208,7 @@ func TestF1_NobodyTakesWhatItsSenderHasTakenBack(t *testing.T) {
 			w.engines[0].abort.Store(1)
 		})
 		wg.Go(func() {
-			if w.launch(0, m, src, -1, nil, 10*time.Second) != nil {
+			if w.launch(0, m, src, -1, nil, time.Minute) != nil {
 				fill(src, 0xee)
 			}
 		})

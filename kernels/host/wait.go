@@ -2,6 +2,7 @@ package host
 
 import (
 	"fmt"
+	"math"
 	"runtime"
 	"time"
 
@@ -26,6 +27,8 @@ const (
 	newsGrace = 200 * time.Millisecond
 	// spinsPerLook is how many polls pass between two looks at the clock.
 	spinsPerLook = 8
+	// lastLook is the number of the poll at which a wait has found that it is interrupted. No other wait polls so often.
+	lastLook = math.MaxInt / 2
 )
 
 // waiter paces one kernel's polling loop. idle is called after every pass that found nothing to do, busy after one
@@ -36,6 +39,7 @@ type waiter struct {
 	rank    int // of the group, that it has waited for last
 	call    call
 	with    sizer
+	masks   *dispatching // whose masks end its waits, if any
 	timeout time.Duration
 	since   time.Time     // of the first idle pass after work
 	told    time.Duration // how long it had waited when it last told,
@@ -50,9 +54,12 @@ type waiter struct {
 	asleep  bool      // it waits for other hosts too, and leaves its core to what brings their bytes
 	near    bool      // the peer waited for needs our core
 	looks   bool      // this wait has not slept yet, and looks before it does
+	shown   int       // the rank that others were told this wait is for,
+	absent  bool      // and whether it had not begun the call then
 	// The call of the control plane in which the peer waits for this rank, and how long this rank had waited when that was seen first.
 	meets     uint64
 	meetsFrom time.Duration
+	gone      time.Duration // how long this rank had waited when it saw that the peer has left
 	sleeper   sleeper
 	entered   bool
 	doorbell  uint32
@@ -99,10 +106,10 @@ func (w *waiter) idle(peer int) error {
 		return w.e.step(idlePass, peer)
 	}
 	if w.polls == 1 {
-		w.since, w.told, w.heard, w.lookAt, w.moves = time.Now(), 0, 0, w.timeout/looksAtMoved, w.moves[:0]
+		w.since, w.told, w.heard, w.gone, w.lookAt, w.moves = time.Now(), 0, 0, 0, w.timeout/looksAtMoved, w.moves[:0]
 		w.near, w.looks = w.e.near(peer), !w.asleep && w.e.patience.Looks(w.since.Sub(w.e.began))
 		if w.over() {
-			return comm.ErrAborted
+			return w.aborted()
 		}
 		return nil // that took long enough for another look
 	}
@@ -123,7 +130,7 @@ func (w *waiter) idle(peer int) error {
 		w.looked(time.Now(), false)
 	}
 	if w.over() {
-		return comm.ErrAborted
+		return w.aborted()
 	}
 	silent := w.silent(peer, waited)
 	if silent > w.timeout+lateWake && !w.woken {
@@ -139,7 +146,9 @@ func (w *waiter) idle(peer int) error {
 		w.tell(peer, waited)
 	}
 	w.await(peer)
-	w.port.waits.show(w)
+	if first := w.port.waits.show(w); first || w.shown != w.rank {
+		w.shown, w.absent = w.rank, w.call.epoch != 0 && w.e.word(peer, w.call.at).Load() < w.call.epoch
+	}
 	if !w.entered {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)
@@ -170,12 +179,27 @@ func (w *waiter) ended() {
 	if w.looks {
 		w.looked(now, true)
 	}
-	w.e.note(w.call.op, w.rank, now.Sub(w.since))
+	took := now.Sub(w.since)
+	w.e.note(w.call.op, w.rank, took, w.absent)
+	if took >= shownPause && w.call.epoch != 0 {
+		w.e.pauses.add(pause{w.port.offset, w.rank, w.since.Sub(w.e.began), took})
+	}
+	w.absent = false
 	w.port.waits.end()
 }
 
 // over reports whether waiting has no sense any more, for the heap or for the port.
 func (w *waiter) over() bool { return w.e.abort.Load() != 0 || w.port.leaving.Load() }
+
+// aborted ends a wait that is over once the caller has looked again: what it waits for may have come before the interruption, since it looked
+// last.
+func (w *waiter) aborted() error {
+	if w.polls > lastLook {
+		return comm.ErrAborted
+	}
+	w.polls = lastLook
+	return nil
+}
 
 // sizes is what this call exchanges with peer, in parentheses.
 func (w *waiter) sizes(peer int) string {

@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -67,6 +68,56 @@ func TestContainerfile(t *testing.T) {
 	require.Contains(t, string(text), "rank 1 of 2")
 }
 
+// container is one of a pod, with the fields of Kubernetes' API that the files use.
+type container struct {
+	Name    string   `yaml:"name"`
+	Image   string   `yaml:"image"`
+	Command []string `yaml:"command"`
+	Args    []string `yaml:"args"`
+	Env     []struct {
+		Name  string `yaml:"name"`
+		Value string `yaml:"value"`
+	} `yaml:"env"`
+	VolumeMounts []struct {
+		Name      string `yaml:"name"`
+		MountPath string `yaml:"mountPath"`
+	} `yaml:"volumeMounts"`
+	Resources struct {
+		Limits map[string]int `yaml:"limits"`
+	} `yaml:"resources"`
+}
+
+// jobSpec is that of an indexed Job.
+type jobSpec struct {
+	BackoffLimit   *int   `yaml:"backoffLimit"`
+	Completions    int    `yaml:"completions"`
+	Parallelism    int    `yaml:"parallelism"`
+	CompletionMode string `yaml:"completionMode"`
+	Template       struct {
+		Spec struct {
+			RestartPolicy string `yaml:"restartPolicy"`
+			Affinity      struct {
+				PodAffinity struct {
+					Required []struct {
+						TopologyKey   string `yaml:"topologyKey"`
+						LabelSelector struct {
+							MatchLabels map[string]string `yaml:"matchLabels"`
+						} `yaml:"labelSelector"`
+					} `yaml:"requiredDuringSchedulingIgnoredDuringExecution"`
+				} `yaml:"podAffinity"`
+			} `yaml:"affinity"`
+			Containers []container `yaml:"containers"`
+			Volumes    []struct {
+				Name     string `yaml:"name"`
+				HostPath struct {
+					Path string `yaml:"path"`
+					Type string `yaml:"type"`
+				} `yaml:"hostPath"`
+			} `yaml:"volumes"`
+		} `yaml:"spec"`
+	} `yaml:"template"`
+}
+
 // jobSet has the fields of JobSet's API v1alpha2 and of Kubernetes' Jobs and pods that the file uses. Others are errors.
 type jobSet struct {
 	APIVersion string            `yaml:"apiVersion"`
@@ -77,39 +128,57 @@ type jobSet struct {
 			Name     string `yaml:"name"`
 			Replicas int    `yaml:"replicas"`
 			Template struct {
-				Spec struct {
-					BackoffLimit   *int   `yaml:"backoffLimit"`
-					Completions    int    `yaml:"completions"`
-					Parallelism    int    `yaml:"parallelism"`
-					CompletionMode string `yaml:"completionMode"`
-					Template       struct {
-						Spec struct {
-							RestartPolicy string `yaml:"restartPolicy"`
-							Containers    []struct {
-								Name  string   `yaml:"name"`
-								Image string   `yaml:"image"`
-								Args  []string `yaml:"args"`
-								Env   []struct {
-									Name  string `yaml:"name"`
-									Value string `yaml:"value"`
-								} `yaml:"env"`
-								Resources struct {
-									Limits map[string]int `yaml:"limits"`
-								} `yaml:"resources"`
-							} `yaml:"containers"`
-						} `yaml:"spec"`
-					} `yaml:"template"`
-				} `yaml:"spec"`
+				Spec jobSpec `yaml:"spec"`
 			} `yaml:"template"`
 		} `yaml:"replicatedJobs"`
 	} `yaml:"spec"`
 }
 
+// podsJob is the Job of pods.yaml.
+type podsJob struct {
+	APIVersion string            `yaml:"apiVersion"`
+	Kind       string            `yaml:"kind"`
+	Metadata   map[string]string `yaml:"metadata"`
+	Spec       jobSpec           `yaml:"spec"`
+}
+
+// decode reads a file into v, which has all fields that the file may have.
+func decode(t *testing.T, name string, v any) {
+	t.Helper()
+	decoder := yaml.NewDecoder(bytes.NewBufferString(read(t, name)))
+	decoder.KnownFields(true)
+	require.NoError(t, decoder.Decode(v))
+}
+
+// podOfEachRank reads pods.yaml.
+func podOfEachRank(t *testing.T) (job podsJob, env map[string]string) {
+	t.Helper()
+	decode(t, "pods.yaml", &job)
+	env = map[string]string{}
+	for _, v := range job.Spec.Template.Spec.Containers[0].Env {
+		env[v.Name] = v.Value
+	}
+	return job, env
+}
+
+// Each pod is one rank on one host, and has the folder of the sockets.
+func TestPods(t *testing.T) {
+	job, env := podOfEachRank(t)
+	spec, pod := job.Spec, job.Spec.Template.Spec
+	require.Equal(t, []string{"batch/v1", "Job"}, []string{job.APIVersion, job.Kind})
+	require.Equal(t, []any{"Indexed", "Never", spec.Completions}, []any{spec.CompletionMode, pod.RestartPolicy, spec.Parallelism})
+	require.Equal(t, "kubernetes.io/hostname", pod.Affinity.PodAffinity.Required[0].TopologyKey)
+	require.Equal(t, map[string]string{"batch.kubernetes.io/job-name": job.Metadata["name"]}, pod.Affinity.PodAffinity.Required[0].LabelSelector.MatchLabels)
+	ranks := strconv.Itoa(spec.Completions)
+	mount := pod.Containers[0].VolumeMounts[0]
+	require.Equal(t, map[string]string{"SWITCHYARD_WORLD_SIZE": ranks, "SWITCHYARD_LOCAL_WORLD_SIZE": ranks, "SWITCHYARD_SOCKETS": mount.MountPath}, env)
+	require.Equal(t, mount.Name, pod.Volumes[0].Name)
+	require.Equal(t, "DirectoryOrCreate", pod.Volumes[0].HostPath.Type)
+}
+
 func TestJobSet(t *testing.T) {
 	var set jobSet
-	decoder := yaml.NewDecoder(bytes.NewBufferString(read(t, "jobset.yaml")))
-	decoder.KnownFields(true)
-	require.NoError(t, decoder.Decode(&set))
+	decode(t, "jobset.yaml", &set)
 	require.Equal(t, []string{"jobset.x-k8s.io/v1alpha2", "JobSet"}, []string{set.APIVersion, set.Kind})
 	require.Len(t, set.Spec.ReplicatedJobs, 1)
 	job := set.Spec.ReplicatedJobs[0]

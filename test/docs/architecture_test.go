@@ -49,10 +49,17 @@ func TestWhereThingsAre(t *testing.T) {
 	}
 }
 
-// declarations are the names that a file declares: functions, types, and Type.Method in Go; functions of the device and structs in CUDA C++.
+// declarations are the names that a file declares: functions, types, and Type.Method in Go; functions of the device and structs in CUDA C++;
+// functions and classes in Python.
 func declarations(t *testing.T, file string) (names []string) {
 	t.Helper()
 	text := read(t, file)
+	if filepath.Ext(file) == ".py" {
+		for _, m := range regexp.MustCompile(`(?m)^(?:class|def) (\w+)`).FindAllStringSubmatch(text, -1) {
+			names = append(names, m[1])
+		}
+		return names
+	}
 	if filepath.Ext(file) != ".go" {
 		for _, m := range regexp.MustCompile(`(?m)^\t?__device__ [^(\n]*?(\w+)\(|^(?:template <.*> )?struct (\w+)`).FindAllStringSubmatch(text, -1) {
 			names = append(names, m[1]+m[2])

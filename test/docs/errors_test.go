@@ -66,7 +66,7 @@ func textsOf(t *testing.T, file string) (all []string) {
 	require.NoError(t, err)
 	folder, _ := filepath.Rel(root, filepath.Dir(file))
 	name := parsed.Name.Name
-	if strings.HasPrefix(folder, "kernels/") { // engines speak for it
+	if folder == "kernels/host" || strings.HasPrefix(folder, "kernels/cuda") { // engines speak for it
 		name = "kernels"
 	}
 	keep := func(e ast.Expr, words int) bool {

@@ -74,27 +74,29 @@ func TestNothingDependsOnNVML(t *testing.T) {
 // line names is a unit with all packages below it, unless they have a line themselves. make docs copies the table to ARCHITECTURE.md.
 var floors = [][]string{
 	{"internal/env", "internal/loopback", "internal/platform", "internal/curve", "internal/proctest", "."}, // the process around the library, and the version
-	{"internal/flight"}, // what ranks note of their calls
+	{"internal/fingerprint"}, // what tells builds of a release apart
+	{"internal/flight"},      // what ranks note of their calls
+	{"observe"},              // what ranks do, for those who look on
 	{"internal/shm", "internal/vec", "internal/cuda"}, // mappings, vector loops, the CUDA driver
-	{"comm", "device", "observe"},                     // ranks meet; streams and events of a device; what ranks do, for those who look on
-	{"device/nvml"},                                   // what NVIDIA's management library tells
-	{"kernels"},                                       // the launch language of plans and engines
-	{"kernels/host", "kernels/cuda"},                  // the engines, in Go and in CUDA C++
-	{"internal/agree"},                                // ranks find out whether they make the same call with the same values
-	{"internal/rails"},                                // what carries bytes between hosts
-	{"memory"},                                        // the symmetric heap, pool and registration; it chooses the engine
-	{"internal/communicator"},                         // the life of a communicator
-	{"alltoallv", "allreduce", "p2p"},                 // plans, choice of algorithm, gradient buckets; two ranks
-	{"dispatch"},                                      // MoE routing, expert placement
-	{"stack", "rebalance"},                            // all that a worker opens on a group; experts move to where ranks are equally busy
-	{"internal/worldtest", "test"},                    // tests of several ranks, and of pages
-	{"bindings", "cmd", "examples"},                   // programs
+	{"comm", "device"},               // ranks meet; streams and events of a device
+	{"device/nvml", "kernels/plan"},  // what NVIDIA's management library tells; collectives that users write, and their check
+	{"kernels"},                      // the launch language of plans and engines
+	{"kernels/host", "kernels/cuda"}, // the engines, in Go and in CUDA C++
+	{"internal/agree"},               // ranks find out whether they make the same call with the same values
+	{"internal/rails"},               // what carries bytes between hosts
+	{"memory"},                       // the symmetric heap, pool and registration; it chooses the engine
+	{"internal/communicator"},        // the life of a communicator
+	{"alltoallv", "allreduce", "p2p", "memory/devcomm"}, // plans, choice of algorithm, gradient buckets; two ranks; kernels of users
+	{"dispatch"}, // MoE routing, expert placement
+	{"stack", "rebalance", "internal/doctor"}, // all that a worker opens on a group; experts move to where ranks are equally busy; a look at the machine
+	{"internal/worldtest", "test"},            // tests of several ranks, and of pages
+	{"bindings", "cmd", "examples"},           // programs
 }
 
 // importers bounds who imports a package beyond what the floors say.
 var importers = map[string][]string{
-	"kernels/host":            {"memory", "test/explore"}, // plans know of no engine
-	"kernels/cuda":            {"memory"},
+	"kernels/host":            {"memory", "test/explore", "test/sim"}, // plans know of no engine
+	"kernels/cuda":            {"memory", "internal/rails/proxy"},
 	"internal/cuda":           {"device", "kernels/cuda", "memory", "internal/communicator", "internal/cuda/emulated", "test/perf"}, // devices are device's, but for their engine, their memory and ranges of a profile
 	"internal/cuda/emulated":  {},                                                                                                   // only files of tests
 	"device/nvml":             {"cmd/switchyard", "test/soak"},
@@ -190,7 +192,7 @@ func TestOnlyEnvReadsTheEnvironment(t *testing.T) {
 	seen := 0
 	require.NoError(t, filepath.WalkDir(root, func(path string, d os.DirEntry, err error) error {
 		if err != nil || d.IsDir() {
-			if err == nil && path != root && strings.HasPrefix(d.Name(), ".") {
+			if err == nil && path != root && (strings.HasPrefix(d.Name(), ".") || d.Name() == "testdata") {
 				return filepath.SkipDir
 			}
 			return err
@@ -214,4 +216,20 @@ func TestOnlyEnvReadsTheEnvironment(t *testing.T) {
 		return nil
 	}))
 	require.Positive(t, seen)
+}
+
+// Packages whose builds ranks compare embed all of their sources.
+func TestFingerprintsHaveAllSources(t *testing.T) {
+	const own = module + "/internal/fingerprint"
+	form := `{{.ImportPath}}|{{join .GoFiles " "}} {{join .CgoFiles " "}} {{join .IgnoredGoFiles " "}}|{{join .EmbedFiles " "}}|{{join .Imports " "}}`
+	var found []string
+	for _, line := range goList(t, "-f", form, "./...") {
+		parts := strings.Split(line, "|")
+		if !slices.Contains(strings.Fields(parts[3]), own) {
+			continue
+		}
+		found = append(found, strings.TrimPrefix(parts[0], module+"/"))
+		require.Subset(t, strings.Fields(parts[2]), strings.Fields(parts[1]), "%s: add the file to the lines go:embed", parts[0])
+	}
+	require.ElementsMatch(t, []string{"comm", "kernels/host", "kernels/cuda"}, found)
 }

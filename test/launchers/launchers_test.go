@@ -31,14 +31,14 @@ func TestMain(m *testing.M) {
 
 // playRank joins as the launcher says, and tells what it was told.
 func playRank([]string) int {
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	cfg, err := comm.FromEnv()
 	if err != nil {
 		fmt.Println(err)
 		return 1
 	}
-	cfg.JoinTimeout = 20 * time.Second
+	cfg.JoinTimeout = time.Minute
 	g, err := comm.Join(ctx, cfg)
 	if err != nil {
 		fmt.Println(err)
@@ -59,7 +59,7 @@ func launch(t *testing.T, environ []string, command []string, want ...string) {
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, command[0], append(command[1:], self)...)
 	for _, name := range os.Environ() {
@@ -200,7 +200,7 @@ PartitionName=p Nodes=ALL Default=YES
 	}
 	daemon(munged, "--foreground", "--force", "--socket="+in("munge", "socket"), "--key-file="+in("munge", "key"), "--pid-file="+in("munge", "pid"),
 		"--log-file="+in("munge", "log"), "--seed-file="+in("munge", "seed"))
-	require.Eventually(t, func() bool { _, err := os.Stat(in("munge", "socket")); return err == nil }, 20*time.Second, 10*time.Millisecond)
+	require.Eventually(t, func() bool { _, err := os.Stat(in("munge", "socket")); return err == nil }, time.Minute, 10*time.Millisecond)
 	daemon(ctld, "-D")
 	daemon(slurmd, "-D")
 	sinfo := need(t, "sinfo", "Debian's slurm-client")
@@ -210,6 +210,6 @@ PartitionName=p Nodes=ALL Default=YES
 		cmd.Env = append(os.Environ(), "SLURM_CONF="+conf)
 		out, err := cmd.Output()
 		return err == nil && idle.Match(out)
-	}, 30*time.Second, 200*time.Millisecond, "the node does not become idle")
+	}, 2*time.Minute, 200*time.Millisecond, "the node does not become idle")
 	return conf
 }

@@ -7,6 +7,8 @@
 //	go run ./test/perf dispatch -tokens 4096 -hidden 1024
 //	go run ./test/perf dispatch -device cuda -ranks 2
 //	go run ./test/perf p2p -procs
+//	go run ./test/perf hosts -rate 2gbit -dispatch
+//	go run ./test/perf all -o bench -python .venv/bin/python
 //	go run ./test/perf tune -device cuda -ranks 2,4,8 -o table.json
 //	go run ./test/perf tune -of allreduce -device cuda -ranks 2,4 -o table.json
 //
@@ -14,7 +16,8 @@
 // reported. Bandwidth counts the bytes that the busiest rank sends to other ranks, or receives from them. Every element that
 // was received is checked in the same run. tune measures all algorithms and writes the table by which alltoallv selects
 // (alltoallv.Options.Table), or allreduce on GPUs (allreduce.Options.Table). With -peer, another program's benchmark runs in alternation with ours, round by round, and the
-// medians stand side by side; -h says what it must print. With -busy, processes that only compute share the cores with what is measured.
+// medians stand side by side; -h says what it must print. With -busy, processes that only compute share the cores with what is measured. all measures
+// everything that a machine has, next to the peers that are installed, and writes bench.json and bench.html.
 package main
 
 import (
@@ -67,6 +70,7 @@ type config struct {
 	All         bool
 	Only        string
 	JSON        bool
+	Bundle      int64 // of hosts
 }
 
 // row is one line of the result.
@@ -109,7 +113,7 @@ func (r row) timed(us []float64) row {
 // bench runs one operation on one rank; rank 0 returns the rows.
 type bench func(ctx context.Context, g *comm.Group, c config) ([]row, error)
 
-var benches = map[string]bench{"alltoallv": benchAllToAllV, "allreduce": benchAllReduce, "dispatch": benchDispatch, "p2p": benchP2P, "tune": benchTune}
+var benches = map[string]bench{"alltoallv": benchAllToAllV, "allreduce": benchAllReduce, "dispatch": benchDispatch, "p2p": benchP2P, "tune": benchTune, "hosts": benchHosts, hostsDispatch: benchHosts}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -156,8 +160,14 @@ func (s *stagings) Set(v string) error {
 }
 
 func run(ctx context.Context, args []string) (err error) {
+	if len(args) > 0 && args[0] == "all" {
+		return measureAll(ctx, args[1:])
+	}
 	if len(args) == 0 || benches[args[0]] == nil {
-		return errors.New("usage: perf alltoallv|allreduce|dispatch|p2p|tune [flags]; perf OP -h lists them")
+		return errors.New("usage: perf all|alltoallv|allreduce|dispatch|p2p|tune|hosts [flags]; perf OP -h lists them")
+	}
+	if args[0] == "hosts" || args[0] == hostsDispatch {
+		return measureHosts(ctx, args[1:])
 	}
 	var (
 		c                         = config{Op: args[0], Device: "host"}

@@ -2,6 +2,8 @@ package main
 
 import (
 	"fmt"
+	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -16,10 +18,13 @@ import (
 
 // What is checked beside the times on GPUs holds for the host device, which knows nothing of the model, and notices a single byte.
 func TestMoEModel(t *testing.T) {
-	for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.TokenMajor, dispatch.Flat, dispatch.Slab} {
-		for _, types := range rowTypes {
+	for i, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.TokenMajor, dispatch.Flat, dispatch.Slab} {
+		for j, types := range rowTypes {
 			t.Run(fmt.Sprintf("%v/%s", layout, types.name), func(t *testing.T) {
 				k := &moeCase{moeShape: moeShape{Tokens: 37, Hidden: 304, Experts: 7, TopK: 3, Zipf: true}, o: types.o}
+				if (i+j)%2 == 0 {
+					k.Zipf, k.MaxVio, k.Spares = false, 2, 2
+				}
 				k.o.Experts, k.o.TopK, k.o.Hidden, k.o.MaxTokens = k.Experts, k.TopK, k.Hidden, k.Tokens
 				k.o.Layout, k.o.CombineDType, k.o.Handles, k.o.LowLatency = layout, kernels.BFloat16, 2, layout == dispatch.Slab
 				groups, err := comm.Local(3)
@@ -71,10 +76,37 @@ func TestMoEModel(t *testing.T) {
 // The bytes of the table's largest case are those that the floor in the design is made of.
 func TestMoEBytesOverTheLink(t *testing.T) {
 	c := moeCases(false)[0]
-	m := newMoEModel(c.moeShape, 2, c.o)
+	m, err := newMoEModel(c.moeShape, 2, c.o)
+	require.NoError(t, err)
 	link, all := m.busiest()
 	require.InDelta(t, 4080, link, 20) // of 4096 tokens nearly each goes to the other rank
 	require.InDelta(t, 2*4080, all, 40)
+}
+
+// Popularities are as skewed as was asked for, and copies of busy experts make ranks equally busy.
+func TestMoESkew(t *testing.T) {
+	for _, maxVio := range []float64{.2, 1, 4} {
+		p := lognormal(rand.New(rand.NewPCG(1, 2)), 64, maxVio)
+		sum := 0.0
+		for _, v := range p {
+			sum += v
+		}
+		require.InDelta(t, 1+maxVio, slices.Max(p)*64/sum, 1e-6)
+	}
+	rows := func(spares int) (most, all int) {
+		m, err := newMoEModel(moeShape{Tokens: 500, Hidden: 16, Experts: 16, TopK: 2, MaxVio: 4, Spares: spares}, 4,
+			dispatch.Options{DType: kernels.BFloat16, Layout: dispatch.Flat})
+		require.NoError(t, err)
+		for _, r := range m.rows {
+			most, all = max(most, len(r)), all+len(r)
+		}
+		return most, all
+	}
+	for _, spares := range []int{0, 2} {
+		most, all := rows(spares)
+		require.Equal(t, 4*500*2, all)
+		require.Equal(t, spares > 0, most < all/4*11/10, "the busiest rank of 4 has %d of %d rows, with %d copies", most, all, spares)
+	}
 }
 
 // A list of multiprocessors takes the place of each case's own, and no case runs twice.

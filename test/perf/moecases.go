@@ -104,6 +104,16 @@ func moeCases(all bool) (cases []moeCase) {
 	for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.TokenMajor, dispatch.Flat} {
 		add(skewed, layout, 0, everyCall, graph, false, 1, 2)
 	}
+	for _, skew := range []struct {
+		maxVio float64
+		spares int
+	}{{.2, 0}, {1, 0}, {4, 0}, {.2, 16}, {1, 16}, {4, 16}} {
+		s := many
+		s.MaxVio, s.Spares = skew.maxVio, skew.spares
+		for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.Flat} {
+			add(s, layout, 0, []string{"pair"}, graph, false, 1, 2)
+		}
+	}
 	for _, sms := range []int{8, 16, 32, 48, 64, 96} {
 		add(many, dispatch.RankPadded, sms, everyCall, graph, false, 0, 1, 2)
 		add(many, dispatch.Flat, sms, []string{"pair"}, graph, false, 1, 2)
@@ -132,8 +142,14 @@ func (c *moeCase) name() string {
 
 func (c *moeCase) routing() string {
 	kind := "uniform"
-	if c.Zipf {
+	switch {
+	case c.Zipf:
 		kind = "zipf"
+	case c.MaxVio > 0:
+		kind = fmt.Sprintf("lognormal %g", c.MaxVio)
+	}
+	if c.Spares > 0 {
+		kind += fmt.Sprintf(", %d copies", c.Spares)
 	}
 	return fmt.Sprintf("top-%d of %d %s", c.TopK, c.Experts, kind)
 }

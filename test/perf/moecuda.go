@@ -105,7 +105,11 @@ func (r *moeRig) open(ctx context.Context, k *moeCase) (_ *moeRun, err error) {
 	if o.MaxSMs = k.sms; k.sms == allSMs {
 		o.MaxSMs = r.all
 	}
-	x := &moeRun{moeRig: r, k: k, m: newMoEModel(k.moeShape, r.g.Size(), o)}
+	x := &moeRun{moeRig: r, k: k}
+	if x.m, err = newMoEModel(k.moeShape, r.g.Size(), o); err != nil {
+		return nil, err
+	}
+	o.Placement = x.m.at
 	if o.Layout == dispatch.Flat { // some room, and not for all tokens of all ranks
 		o.MaxRows = x.m.mostRows() + 1024
 	}

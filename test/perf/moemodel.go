@@ -18,6 +18,10 @@ import (
 type moeShape struct {
 	Tokens, Hidden, Experts, TopK int
 	Zipf                          bool // experts are popular in unequal parts
+	// MaxVio is how much more popular than the mean the most popular expert is, where popularities are lognormal; 0: they are not.
+	MaxVio float64
+	// Spares is how many copies of busy experts each rank has besides its share of the experts, by dispatch.Balance.
+	Spares int
 }
 
 // moeModel is the input of all ranks, and what dispatch and combine make of it. Rows are stretches of two patterns, so that it costs
@@ -26,6 +30,7 @@ type moeModel struct {
 	moeShape
 	ranks   int
 	o       dispatch.Options
+	at      *dispatch.Placement
 	idx     [][]int32   // [tokens, TopK] by rank
 	weights [][]float32 // in the order of choices
 	place   [][][]int32 // [rank][source rank][token]: the row there of a token-major layout, or -1
@@ -42,8 +47,8 @@ type placed struct{ row, src, token int32 }
 const moePattern = 1 << 16 // elements of a pattern before it comes again
 
 // newMoEModel draws the routing. Every rank draws the same.
-func newMoEModel(s moeShape, ranks int, o dispatch.Options) *moeModel {
-	m := &moeModel{moeShape: s, ranks: ranks, o: o}
+func newMoEModel(s moeShape, ranks int, o dispatch.Options) (m *moeModel, err error) {
+	m = &moeModel{moeShape: s, ranks: ranks, o: o}
 	rnd := rand.New(rand.NewPCG(uint64(s.Tokens), uint64(s.Hidden)))
 	popularity := make([]float64, s.Experts)
 	for i, e := range rnd.Perm(s.Experts) {
@@ -51,6 +56,9 @@ func newMoEModel(s moeShape, ranks int, o dispatch.Options) *moeModel {
 		if s.Zipf {
 			popularity[e] = 1 / float64(i+1)
 		}
+	}
+	if s.MaxVio > 0 {
+		popularity = lognormal(rnd, s.Experts, s.MaxVio)
 	}
 	for range ranks {
 		idx, weights := make([]int32, 0, s.Tokens*s.TopK), make([]float32, s.Tokens*s.TopK)
@@ -77,8 +85,47 @@ func newMoEModel(s moeShape, ranks int, o dispatch.Options) *moeModel {
 	}
 	fill(m.pattern, element)
 	fill(m.made, 2)
+	if m.at, err = m.placement(); err != nil {
+		return nil, err
+	}
 	m.lay()
-	return m
+	return m, nil
+}
+
+// lognormal is n popularities exp(sigma*z), z normal, with a sigma by which the largest is above the mean by maxVio times the mean.
+func lognormal(rnd *rand.Rand, n int, maxVio float64) []float64 {
+	z, p := make([]float64, n), make([]float64, n)
+	for i := range z {
+		z[i] = rnd.NormFloat64()
+	}
+	low, high := 0.0, 8.0
+	for range 50 {
+		most, sum := 0.0, 0.0
+		for i := range z {
+			p[i] = math.Exp((low + high) / 2 * z[i])
+			most, sum = max(most, p[i]), sum+p[i]
+		}
+		if most/(sum/float64(n))-1 < maxVio {
+			low = (low + high) / 2
+		} else {
+			high = (low + high) / 2
+		}
+	}
+	return p
+}
+
+// placement is where experts and their copies are.
+func (m *moeModel) placement() (*dispatch.Placement, error) {
+	if m.Spares == 0 {
+		return dispatch.Contiguous(m.Experts, m.ranks), nil
+	}
+	load := make([]float64, m.Experts)
+	for _, idx := range m.idx {
+		for _, e := range idx {
+			load[e]++
+		}
+	}
+	return dispatch.Balance(load, dispatch.BalanceOptions{Ranks: m.ranks, Slots: (m.Experts+m.ranks-1)/m.ranks + m.Spares})
 }
 
 // draw is k different experts, each as likely as it is popular.
@@ -118,29 +165,21 @@ func (m *moeModel) scaleWords() int {
 	return (m.Hidden + 127) / 128
 }
 
-// local is how many experts a rank has: they lie as dispatch.Contiguous has them.
-func (m *moeModel) local(rank int) int {
-	n := m.Experts / m.ranks
-	if rank < m.Experts%m.ranks {
-		n++
-	}
-	return n
-}
-
 // lay finds the row of every token or choice on every rank.
 func (m *moeModel) lay() {
-	var owner, local []int // of each expert
-	for r := range m.ranks {
-		for i := range m.local(r) {
-			owner, local = append(owner, r), append(local, i)
-		}
-	}
 	align := int32(max(m.o.Align, 1))
+	if m.o.Align == 0 && m.o.Layout == dispatch.Slab && (m.o.Quantize || m.o.DType == kernels.Float8E4M3) {
+		align = 64 // Options.Align says so
+	}
 	for r := range m.ranks {
-		counts, next, at := make([]int32, m.local(r)), make([]int32, m.local(r)), int32(0)
+		here, local := m.at.Local(r), make([]int, m.Experts)
+		for i, e := range here {
+			local[e] = i
+		}
+		counts, next, at := make([]int32, len(here)), make([]int32, len(here)), int32(0)
 		for src := range m.ranks {
-			for _, e := range m.idx[src] {
-				if owner[e] == r {
+			for i, e := range m.idx[src] {
+				if m.at.Rank(src, i/m.TopK, int(e)) == r {
 					counts[local[e]]++
 				}
 			}
@@ -149,10 +188,9 @@ func (m *moeModel) lay() {
 		for i, c := range counts { // the first row of each expert
 			next[i] = at
 			if m.o.Layout == dispatch.Slab {
-				at += int32(m.ranks * m.o.MaxTokens)
-			} else {
-				at += (c + align - 1) / align * align
+				c = int32(m.ranks * m.o.MaxTokens)
 			}
+			at += (c + align - 1) / align * align
 		}
 		place, spread, row := make([][]int32, m.ranks), make([][]int32, m.ranks), int32(0)
 		var rows []placed
@@ -165,7 +203,7 @@ func (m *moeModel) lay() {
 				place[src][t] = -1
 				for k, e := range m.idx[src][t*m.TopK:][:m.TopK] {
 					to := &spread[src][t*m.TopK+k]
-					if *to = -1; owner[e] != r {
+					if *to = -1; m.at.Rank(src, t, int(e)) != r {
 						continue
 					}
 					if place[src][t] < 0 {

@@ -18,7 +18,7 @@ import (
 const (
 	mostFiles = 14
 	mostEdits = 3
-	mostLines = 500
+	mostLines = 400
 )
 
 // edit is a line that is put before the one that begins with anchor, which is the only one in the file.

@@ -27,15 +27,20 @@ const (
 func (r *rank) call(seed uint64) error {
 	rng := rand.New(rand.NewPCG(seed, 5)) // the same on every rank
 	r.desk.used = 0
+	if r.Only == onlyMessages {
+		return r.talk(rng, seed)
+	}
 	switch n := rng.IntN(100); {
-	case n < 42:
+	case n < 30:
 		return r.exchange(rng, seed)
-	case n < 45:
+	case n < 33:
 		return r.refuse(rng)
-	case n < 65:
+	case n < 51:
 		return r.reduce(rng, seed)
-	case n < 80:
+	case n < 65:
 		return r.route(rng, seed)
+	case n < 80:
+		return r.talk(rng, seed)
 	case n < 88:
 		return r.allocate(rng)
 	case n < 90:

@@ -25,6 +25,7 @@ type options struct {
 	Pause   time.Duration
 	Calls   int // of every rank, before a rank is harmed in most cases
 	Harm    string
+	Only    string // the kind of calls, "" for all
 	Verbose bool
 }
 

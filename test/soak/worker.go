@@ -20,6 +20,7 @@ import (
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/p2p"
 	"github.com/switchyard-moe/switchyard/stack"
 )
 
@@ -179,7 +180,9 @@ func (r *rank) options() stack.Options {
 		Reducer:    &allreduce.Options{Timeout: callTimeout},
 		Dispatcher: &dispatch.Options{Experts: 12, TopK: 2, Hidden: hidden, MaxTokens: maxTokens, Timeout: callTimeout},
 	}
-	if r.desk.onGPU() { // where packets are long by default, and staging is deep
+	if !r.desk.onGPU() {
+		o.Endpoint = &p2p.Options{Timeout: callTimeout}
+	} else { // where packets are long by default, and staging is deep
 		o.Heap.SegmentBytes = 96 << 20
 		o.Exchanger.PacketBytes, o.Exchanger.StagingBytes = 16<<10, 16<<20
 	}

@@ -21,6 +21,7 @@ type task struct {
 	Spare          bool // it is told when to begin
 	GPU            int  // -1: none
 	Addr           string
+	Only           string // the kind of its calls, "" for all
 	Seed           uint64
 }
 
@@ -56,7 +57,7 @@ func (s *soak) start(t task) (*worker, error) {
 	if err != nil {
 		return nil, err
 	}
-	t.ID, t.Addr, t.Seed, t.Full, t.Calls = s.next, s.addr, s.rng.Uint64(), s.Ranks, s.Calls
+	t.ID, t.Addr, t.Seed, t.Full, t.Calls, t.Only = s.next, s.addr, s.rng.Uint64(), s.Ranks, s.Calls, s.Only
 	s.next++
 	spec, err := json.Marshal(t)
 	if err != nil {

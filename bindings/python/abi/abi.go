@@ -19,7 +19,7 @@ import (
 var handles = core.NewHandles()
 
 // abiVersion changes when a function does. The Python package refuses another than its own.
-const abiVersion = 9
+const abiVersion = 14
 
 // guard runs the body of an export: it turns errors and panics into a code and keeps the text for the thread. An export
 // runs on the thread of its caller, so that is whose text it is.
@@ -93,6 +93,8 @@ var (
 	_ [unsafe.Sizeof(core.ResultCall{})]byte   = [C.sizeof_struct_switchyard_result_call]byte{}
 	_ [unsafe.Sizeof(core.RouteCall{})]byte    = [C.sizeof_struct_switchyard_route_call]byte{}
 	_ [unsafe.Sizeof(core.BackwardCall{})]byte = [C.sizeof_struct_switchyard_backward_call]byte{}
+	_ [unsafe.Sizeof(core.MessageCall{})]byte  = [C.sizeof_struct_switchyard_message_call]byte{}
+	_ [unsafe.Sizeof(core.TransferCall{})]byte = [C.sizeof_struct_switchyard_transfer_call]byte{}
 )
 
 func shapeOf(p core.Place, shape *C.struct_switchyard_shape_head) core.Shape {

@@ -34,12 +34,37 @@ func switchyard_explain(place C.uint64_t, dst unsafe.Pointer, shape *C.struct_sw
 			return err
 		}
 		why, err := p.Explain(uintptr(dst), shapeOf(p, shape))
-		if err == nil && room > 0 {
-			out := unsafe.Slice((*byte)(unsafe.Pointer(text)), int(room))
-			out[copy(out[:room-1], why)] = 0
+		if err == nil {
+			fit(text, room, why)
 		}
 		return err
 	})
+}
+
+// switchyard_explain_reduction says how a collective of the host (kernels.Collective) of dtype would be carried. bytes are those of its larger
+// buffer. text and room are as for switchyard_explain.
+//
+//export switchyard_explain_reduction
+func switchyard_explain_reduction(communicator C.uint64_t, collective C.int32_t, bytes C.int64_t, dtype C.int32_t, text *C.char, room C.int64_t) C.int32_t {
+	return guard(func() error {
+		c, err := core.Get[*core.Comm](handles, uint64(communicator))
+		if err != nil {
+			return err
+		}
+		why, err := c.ExplainReduction(kernels.Collective(collective), int64(bytes), kernels.DType(dtype))
+		if err == nil {
+			fit(text, room, why)
+		}
+		return err
+	})
+}
+
+// fit writes as much of an answer to a caller's room bytes as they hold, 0-terminated.
+func fit(text *C.char, room C.int64_t, answer string) {
+	if room > 0 {
+		out := unsafe.Slice((*byte)(unsafe.Pointer(text)), int(room))
+		out[copy(out[:room-1], answer)] = 0
+	}
 }
 
 // switchyard_fault is the error that exchanges of a place which have run by now have come to and that no ticket tells.
@@ -94,6 +119,28 @@ func switchyard_all_gather(place, stream C.uint64_t, dst unsafe.Pointer, dstByte
 	wait C.int64_t, ticket *C.uint64_t) C.int32_t {
 	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
 		return p.AllGather(uintptr(stream), buffer(dst, dstBytes), buffer(src, srcBytes))
+	})
+}
+
+// switchyard_broadcast copies bytes of rank root to all ranks. place, stream, wait and ticket are as for switchyard_all_reduce.
+//
+//export switchyard_broadcast
+func switchyard_broadcast(place, stream C.uint64_t, data unsafe.Pointer, bytes C.int64_t, root C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.Broadcast(uintptr(stream), buffer(data, bytes), int(root))
+	})
+}
+
+// switchyard_all_to_all_by_plan puts slice k of rank r's src into slice r of rank k's dst, by a plan of the communicator. dst may be src; stream,
+// wait and ticket are as for switchyard_barrier.
+//
+//export switchyard_all_to_all_by_plan
+func switchyard_all_to_all_by_plan(communicator, stream C.uint64_t, dst, src unsafe.Pointer, bytes, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
+		if err := hostStream(stream); err != nil {
+			return 0, err
+		}
+		return c.AllToAllByPlan(buffer(dst, bytes), buffer(src, bytes))
 	})
 }
 

@@ -14,12 +14,12 @@ import (
 	"github.com/switchyard-moe/switchyard/dispatch"
 )
 
-// switchyard_dispatcher makes a dispatcher of a place. opts is a dispatch.Options. The ticket's value is its handle.
+// switchyard_dispatcher makes a dispatcher of a place. opts is a core.DispatcherOptions. The ticket's value is its handle.
 //
 //export switchyard_dispatcher
 func switchyard_dispatcher(communicator, place C.uint64_t, opts *C.char, ticket *C.uint64_t) C.int32_t {
 	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
-		var o dispatch.Options
+		var o core.DispatcherOptions
 		if err := options(opts, &o); err != nil {
 			return 0, err
 		}
@@ -76,6 +76,48 @@ func switchyard_dispatcher_counters(dispatcher C.uint64_t, choices *C.int64_t, e
 	})
 }
 
+// switchyard_dispatcher_mask has the calls of all ranks go on without a rank. It waits for nothing.
+//
+//export switchyard_dispatcher_mask
+func switchyard_dispatcher_mask(dispatcher C.uint64_t, rank C.int64_t) C.int32_t {
+	return guard(func() error {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err == nil {
+			err = d.Mask(int(rank))
+		}
+		return err
+	})
+}
+
+// switchyard_dispatcher_masked is the ranks that are masked, a bit for each, as this rank knows.
+//
+//export switchyard_dispatcher_masked
+func switchyard_dispatcher_masked(dispatcher C.uint64_t, ranks *C.uint64_t) C.int32_t {
+	return guard(func() error {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return err
+		}
+		bits, err := d.Masked()
+		*ranks = C.uint64_t(bits)
+		return err
+	})
+}
+
+// switchyard_dispatcher_unmask submits that the other ranks take this one in again, for which it waits within microseconds, 0 for the
+// communicator's timeout. The ticket's value is how many calls they have made by then.
+//
+//export switchyard_dispatcher_unmask
+func switchyard_dispatcher_unmask(communicator, dispatcher C.uint64_t, within C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(*core.Comm) (core.Ticket, error) {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return 0, err
+		}
+		return d.Unmask(time.Duration(within) * time.Microsecond)
+	})
+}
+
 // switchyard_dispatcher_close ends a dispatcher.
 //
 //export switchyard_dispatcher_close
@@ -120,6 +162,87 @@ func switchyard_dispatch(dispatcher, stream C.uint64_t, call *C.struct_switchyar
 	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
 		return d.Dispatch(uintptr(stream), c, h, put[*core.Handle])
 	})
+}
+
+// switchyard_deliver makes a new dispatch as switchyard_dispatch does. Where there is room for counts it waits for them: numbers as those of
+// switchyard_counts, one after the other. Where there are results it copies these as switchyard_results does; their Handle is this dispatch's.
+// The handle's name and the place of its rows are in the call, on the host too, and no name where the results have released it. Again says
+// that wait was too short: for the dispatch if the call has no name, whose ticket is as for switchyard_dispatch, else for the counts. Then
+// nothing was copied.
+//
+//export switchyard_deliver
+func switchyard_deliver(dispatcher, stream C.uint64_t, call *C.struct_switchyard_dispatch_call, results *C.struct_switchyard_result_call, wait C.int64_t, ticket *C.uint64_t, counts *C.int64_t, room C.int64_t) C.int32_t {
+	c := (*core.DispatchCall)(unsafe.Pointer(call))
+	return guarded(func() (core.Code, error) {
+		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
+		if err != nil {
+			return 0, err
+		}
+		t, err := d.Dispatch(uintptr(stream), c, nil, put[*core.Handle])
+		if err != nil {
+			return 0, err
+		}
+		if !d.OnGPU() {
+			*ticket = C.uint64_t(t)
+			done, made, err := d.Comm().Wait(t, time.Duration(wait)*time.Microsecond)
+			switch {
+			case err != nil:
+				return 0, err
+			case !done:
+				return core.Again, nil
+			}
+			c.Made = uint64(made)
+		}
+		h, err := core.Get[*core.Handle](handles, c.Made)
+		if err != nil {
+			return 0, err
+		}
+		c.Rows = h.Place()
+		if room > 0 {
+			code, err := counted(h, wait, func(n dispatch.HostCounts) {
+				to := numbers(counts, room)
+				to[0], to = int64(n.Rows), to[1:]
+				for _, part := range [...][]int32{n.Counts, n.Offsets, n.RankCounts} {
+					widen(to, part)
+					to = to[min(len(part), len(to)):]
+				}
+			})
+			if code != core.OK || err != nil {
+				return code, err
+			}
+		}
+		if results == nil {
+			return core.OK, nil
+		}
+		r := (*core.ResultCall)(unsafe.Pointer(results))
+		r.Handle = c.Made
+		return core.OK, copied(d, uintptr(stream), r, h, &c.Made)
+	})
+}
+
+// copied makes a core.ResultCall. made is the name of the handle, which goes with its release.
+func copied(d *core.Dispatcher, stream uintptr, r *core.ResultCall, h *core.Handle, made *uint64) error {
+	err := d.Results(stream, r, h, put[*core.Routing])
+	if err == nil && r.Release != 0 {
+		handles.Drop(*made)
+		*made = 0
+	}
+	return err
+}
+
+// counted hands the counts of a dispatch over, for which it waits wait microseconds.
+func counted(h *core.Handle, wait C.int64_t, tell func(dispatch.HostCounts)) (core.Code, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(wait)*time.Microsecond)
+	defer cancel()
+	c, err := h.HostCounts(ctx)
+	if errors.Is(err, context.DeadlineExceeded) {
+		return core.Again, nil
+	}
+	if err != nil {
+		return 0, err
+	}
+	tell(c)
+	return core.OK, nil
 }
 
 // switchyard_combine makes a core.CombineCall; wait and ticket are as for switchyard_dispatch.
@@ -173,10 +296,7 @@ func switchyard_results(dispatcher, stream C.uint64_t, call *C.struct_switchyard
 		if err != nil {
 			return err
 		}
-		if err = d.Results(uintptr(stream), c, h, put[*core.Routing]); err == nil && c.Release != 0 {
-			handles.Drop(c.Handle)
-		}
-		return err
+		return copied(d, uintptr(stream), c, h, &c.Handle)
 	})
 }
 
@@ -223,20 +343,12 @@ func switchyard_counts(handle C.uint64_t, wait C.int64_t, rows, counts *C.int64_
 		if err != nil {
 			return 0, err
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), time.Duration(wait)*time.Microsecond)
-		defer cancel()
-		c, err := h.HostCounts(ctx)
-		if errors.Is(err, context.DeadlineExceeded) {
-			return core.Again, nil
-		}
-		if err != nil {
-			return 0, err
-		}
-		*rows = C.int64_t(c.Rows)
-		widen(numbers(counts, local), c.Counts)
-		widen(numbers(offsets, groups+1), c.Offsets)
-		widen(numbers(rankCounts, ranks), c.RankCounts)
-		return core.OK, nil
+		return counted(h, wait, func(c dispatch.HostCounts) {
+			*rows = C.int64_t(c.Rows)
+			widen(numbers(counts, local), c.Counts)
+			widen(numbers(offsets, groups+1), c.Offsets)
+			widen(numbers(rankCounts, ranks), c.RankCounts)
+		})
 	})
 }
 

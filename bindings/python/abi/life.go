@@ -145,6 +145,33 @@ func switchyard_shrink(communicator C.uint64_t, leaveOut *C.int64_t, n, within C
 	})
 }
 
+// switchyard_admit makes a communicator of the ranks and n processes that come to addr, and waits for them for within microseconds, 0 for as
+// long as operations do. The ticket's value is the communicator; words is as in switchyard_open.
+//
+//export switchyard_admit
+func switchyard_admit(communicator C.uint64_t, n C.int64_t, addr *C.char, within C.int64_t, words *C.uint64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
+		w := newWords()
+		*words = C.uint64_t(shm.Addr(w))
+		return c.Admit(int(n), C.GoString(addr), time.Duration(within)*time.Microsecond, w, put[*core.Comm])
+	})
+}
+
+// switchyard_replace lets the process that comes to addr in a lost rank's place. It returns when it is in, after within microseconds at most, 0
+// for as long as operations wait. Operations go on meanwhile.
+//
+//export switchyard_replace
+func switchyard_replace(communicator C.uint64_t, rank C.int64_t, addr *C.char, within C.int64_t) C.int32_t {
+	at := C.GoString(addr)
+	return guard(func() error {
+		c, err := core.Get[*core.Comm](handles, uint64(communicator))
+		if err == nil {
+			err = c.Replace(int(rank), at, time.Duration(within)*time.Microsecond)
+		}
+		return err
+	})
+}
+
 // switchyard_close ends a communicator, together with all its ranks. keep leaves the symmetric memory mapped. The caller
 // drops the handle when the ticket is complete.
 //

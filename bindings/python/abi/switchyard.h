@@ -14,7 +14,7 @@ struct switchyard_detail {
 };
 void switchyard_last_error_detail(struct switchyard_detail *out);
 
-// What several tensors hold together: the handle of a dispatch, or a routing, which is released when the last of its
+// What several tensors hold together: the handle of a dispatch, which is released when the last of its
 // users has gone. It begins with the handle, and is NULL where there is no memory for it. Its first user is who calls
 // switchyard_hold, until switchyard_unhold.
 void *switchyard_hold(uint64_t handle);
@@ -68,7 +68,8 @@ struct switchyard_combine_call {
 
 // core.ResultCall. Made is a result.
 struct switchyard_result_call {
-	struct switchyard_buffer Rows, Scales, Indices, Weights, Sources, Counts, Offsets, RankCounts, Routing;
+	struct switchyard_buffer Rows, Scales, Indices, Weights, Sources, Counts, Offsets, RankCounts, Routing, From,
+	    To;
 	uint64_t Handle;
 	int64_t Length, Release;
 	uint64_t Made;
@@ -79,6 +80,19 @@ struct switchyard_route_call {
 	uint64_t Routing;
 	uint64_t Made;
 	uint64_t Rows;
+};
+
+// core.MessageCall.
+struct switchyard_message_call {
+	struct switchyard_buffer Buffer;
+	int64_t Receive, Peer;
+	uint64_t Tag;
+};
+
+// core.TransferCall.
+struct switchyard_transfer_call {
+	struct switchyard_buffer Mine, At;
+	int64_t Kind, Peer, Semaphore;
 };
 
 // core.BackwardCall.

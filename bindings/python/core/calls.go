@@ -29,6 +29,10 @@ func (c *Comm) run(o *op) (int64, error) {
 		return 0, c.reducer.AllReduce(nil, o.dst, o.src, o.dtype, o.reduce)
 	case opReduceScatter:
 		return 0, c.reducer.ReduceScatter(nil, o.dst, o.src, o.dtype, o.reduce)
+	case opAllToAllByPlan:
+		return 0, c.reducer.AllToAll(nil, o.dst, o.src, o.dtype)
+	case opBroadcast:
+		return 0, c.reducer.Broadcast(nil, o.dst, o.root)
 	default:
 		return 0, c.reducer.AllGather(nil, o.dst, o.src, kernels.Uint8)
 	}
@@ -132,6 +136,29 @@ func (c *Comm) ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, 
 // AllGather submits an all-gather, as Place describes.
 func (c *Comm) AllGather(stream uintptr, dst, src Buffer) (Ticket, error) {
 	return c.reduction(opAllGather, stream, dst, src, kernels.Uint8, kernels.Sum)
+}
+
+// Broadcast submits a broadcast, as Place describes.
+func (c *Comm) Broadcast(stream uintptr, bytes Buffer, root int) (Ticket, error) {
+	if err := broadcasts(c.Size(), root); err != nil {
+		return 0, err
+	}
+	if stream != 0 {
+		return 0, fmt.Errorf("core: %w: stream %#x on the host, which has none", ErrInvalid, stream)
+	}
+	v, err := c.view(bytes)
+	if err != nil {
+		return 0, err
+	}
+	return c.put(func(o *op) { o.kind, o.dst, o.src, o.root = opBroadcast, v, memory.View{}, root })
+}
+
+// broadcasts refuses a root that is no rank.
+func broadcasts(size, root int) error {
+	if root < 0 || root >= size {
+		return fmt.Errorf("core: %w: broadcast of rank %d, want 0 to %d", ErrInvalid, root, size-1)
+	}
+	return nil
 }
 
 func (c *Comm) reduction(kind opKind, stream uintptr, dst, src Buffer, dt kernels.DType, r kernels.ReduceOp) (Ticket, error) {

@@ -12,31 +12,41 @@ import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
+	"github.com/switchyard-moe/switchyard/kernels/plan"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/p2p"
 )
 
 // Comm is one rank's end of a group. Its operations run in the order of their submission, which must be the same on all
 // ranks.
 type Comm struct {
 	queue
-	options Options
-	ctx     context.Context
-	cancel  context.CancelFunc
+	requests requests
+	options  Options
+	ctx      context.Context
+	cancel   context.CancelFunc
 
 	// Set by the worker: by the first operation, which joins. Others read them once a ticket of it is complete.
 	mu      sync.Mutex
 	root    *comm.Group   // what was joined; it makes the other groups, and survives what ends them
 	group   *comm.Group   // the same ranks; operations run in it
 	watched []*comm.Group // the same ranks; see watchPeers
+	unwatch context.CancelFunc
 	heap    *memory.Heap
+	point   *p2p.Endpoint
 	gpus    []*GPU // in the order in which they were made
 	leaving bool
 
 	// The worker's own.
 	exchanger   *alltoallv.Exchanger
 	reducer     *allreduce.Reducer
+	plans       []*plan.Checked // the reducer's, but for registered ones
+	registered  []*plan.Checked // the reducer's others
 	dispatchers []*Dispatcher
+	masks       bool // a dispatcher has had masks
+	shared      dispatch.Shared
 
 	blocks blocks // on the host
 }
@@ -62,6 +72,7 @@ func Open(o Options, l *comm.Listener, words []byte) (*Comm, error) {
 func open(o Options, words []byte, join func(context.Context) (*comm.Group, error)) (*Comm, error) {
 	c := &Comm{options: o}
 	c.ctx, c.cancel = context.WithCancel(context.Background())
+	c.requests.start(c.queue.watch)
 	c.start(words, c.run)
 	_, err := c.do(func() (int64, error) {
 		g, err := join(c.ctx)
@@ -83,6 +94,9 @@ func (c *Comm) build(root *comm.Group) error {
 	c.mu.Unlock()
 	ctx, cancel := c.meeting()
 	defer cancel()
+	if c.options.Replaceable { // as the group of operations does where a dispatcher has masks
+		root.OnLoss(func(int, bool) {})
+	}
 	g, err := root.Split(ctx, 0, 0)
 	if err != nil {
 		return err
@@ -104,9 +118,16 @@ func (c *Comm) build(root *comm.Group) error {
 	if c.exchanger, err = alltoallv.New(ctx, h, alltoallv.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
 		return err
 	}
-	if c.reducer, err = allreduce.New(ctx, h, allreduce.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
+	if err := c.makeReducer(ctx, g); err != nil {
 		return err
 	}
+	x, err := p2p.New(ctx, h, p2p.Options{Timeout: timeout})
+	if err != nil {
+		return err
+	}
+	c.mu.Lock()
+	c.point = x
+	c.mu.Unlock()
 	return nil
 }
 
@@ -183,7 +204,7 @@ func (c *Comm) derive(words []byte, put func(*Comm) uint64, from func(root *comm
 		if err != nil || sub == nil {
 			return 0, err
 		}
-		o := c.options
+		o := c.bequeath(sub.Size())
 		o.Name, o.Listener, o.Addrs = sub.Name(), 0, nil
 		child, err := open(o, words, func(context.Context) (*comm.Group, error) { return sub, nil })
 		if err != nil {

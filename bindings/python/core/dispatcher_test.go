@@ -43,7 +43,7 @@ func newMoERig(c *Comm, g *GPU, o dispatch.Options) (*moeRig, error) {
 			return nil, err
 		}
 	}
-	ticket, err := place.NewDispatcher(o, func(d *Dispatcher) uint64 { r.d = d; return 1 })
+	ticket, err := place.NewDispatcher(DispatcherOptions{Options: o}, func(d *Dispatcher) uint64 { r.d = d; return 1 })
 	_, err = await(c, ticket, err)
 	return r, err
 }
@@ -239,11 +239,9 @@ func TestDispatchersOnTheHost(t *testing.T) {
 }
 
 func TestDispatchersOnAGPU(t *testing.T) {
-	if n, err := device.CUDACount(); err != nil || n == 0 {
-		t.Skip("needs a GPU")
-	}
+	needGPUs(t, 2)
 	each(t, 2, func(c *Comm) error {
-		g, err := openGPU(c, GPUOptions{})
+		g, err := openGPU(c, GPUOptions{Device: ownGPU(c)})
 		if err != nil {
 			return err
 		}
@@ -263,7 +261,7 @@ func TestDispatchersOnAGPU(t *testing.T) {
 func TestCallsAreNumbersWithoutGaps(t *testing.T) {
 	require.EqualValues(t, 12*8, reflect.TypeFor[DispatchCall]().Size())
 	require.EqualValues(t, 22*8, reflect.TypeFor[CombineCall]().Size())
-	require.EqualValues(t, 22*8, reflect.TypeFor[ResultCall]().Size())
+	require.EqualValues(t, 26*8, reflect.TypeFor[ResultCall]().Size())
 	require.EqualValues(t, 3*8, reflect.TypeFor[RouteCall]().Size())
 	require.EqualValues(t, 12*8, reflect.TypeFor[BackwardCall]().Size())
 }

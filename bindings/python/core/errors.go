@@ -46,6 +46,7 @@ const (
 	Failed      Code = 14 // anything else
 	Panic       Code = 15
 	OutOfStep   Code = 16
+	Masked      Code = 17
 )
 
 var conditions = []struct {
@@ -111,6 +112,10 @@ func Classify(err error) (code Code, rank int) {
 	var overflow *dispatch.OverflowError
 	if errors.As(err, &overflow) {
 		return Overflow, rank
+	}
+	var masked *kernels.MaskedError
+	if errors.As(err, &masked) {
+		return Masked, masked.Rank
 	}
 	var short *kernels.ShortError
 	var index *dispatch.IndexError

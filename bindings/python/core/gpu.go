@@ -10,10 +10,12 @@ import (
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
+	"github.com/switchyard-moe/switchyard/p2p"
 )
 
 // GPUOptions say what a Comm has on a GPU.
@@ -42,6 +44,7 @@ type GPU struct {
 	dev       *device.CUDADevice
 	heap      *memory.Heap
 	exchanger *alltoallv.Exchanger
+	point     *p2p.Endpoint
 	reduces   allreduce.Options // of the reducer
 	blocks    blocks
 	base, end uintptr // of this rank's segment
@@ -50,6 +53,8 @@ type GPU struct {
 	closed      bool
 	reducer     *allreduce.Reducer
 	dispatchers []*Dispatcher
+	kernels     []*Kernels
+	shared      dispatch.Shared
 	streams     map[uintptr]*device.CUDAStream
 	last        *device.CUDAStream // of the streams, the one that was asked for last
 	splits      alltoallv.Splits
@@ -99,6 +104,9 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 			return nil, fmt.Errorf("core: %w on rank %d: %s", memory.ErrUnsupported, r, why)
 		}
 	}
+	if n := group.Topology().Hosts; n > 1 { // a heap could be made, but not what calls need
+		return nil, fmt.Errorf("core: %w", memory.NoGPUsOn(n))
+	}
 	if g.heap, err = memory.NewHeap(ctx, group, g.dev, memory.Options{SegmentBytes: heapBytes}); err != nil {
 		return nil, err
 	}
@@ -118,6 +126,9 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 			break
 		}
 		g.exchanger, err = alltoallv.New(ctx, g.heap, x)
+	}
+	if err == nil {
+		g.point, err = p2p.New(ctx, g.heap, p2p.Options{Timeout: x.Timeout, MaxSMs: o.MaxSMs})
 	}
 	g.reduces = allreduce.Options{Timeout: x.Timeout, Validate: x.Validate, MaxSMs: o.MaxSMs}
 	return g, err
@@ -261,6 +272,14 @@ func (g *GPU) AllGather(stream uintptr, dst, src Buffer) (Ticket, error) {
 	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllGather(s, d, v, kernels.Uint8) })
 }
 
+// Broadcast enqueues a broadcast, as Place describes.
+func (g *GPU) Broadcast(stream uintptr, bytes Buffer, root int) (Ticket, error) {
+	if err := broadcasts(g.Size(), root); err != nil {
+		return 0, err
+	}
+	return g.reduce(stream, bytes, Buffer{}, func(s device.Stream, d, _ memory.View) error { return g.reducer.Broadcast(s, d, root) })
+}
+
 // reduce is enqueue of a call of the reducer.
 func (g *GPU) reduce(stream uintptr, dst, src Buffer, call func(s device.Stream, d, v memory.View) error) (Ticket, error) {
 	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error {
@@ -328,12 +347,15 @@ func (g *GPU) Fault() error {
 	if g.closed {
 		return ErrClosed
 	}
-	err := g.exchanger.Fault()
+	err := errors.Join(g.exchanger.Fault(), g.point.Fault())
 	if g.reducer != nil {
 		err = errors.Join(err, g.reducer.Fault())
 	}
 	for _, d := range g.dispatchers {
 		err = errors.Join(err, d.inner.Fault())
+	}
+	for _, k := range g.kernels {
+		err = errors.Join(err, k.inner.Fault())
 	}
 	return err
 }
@@ -376,14 +398,20 @@ func (g *GPU) Verify() (Ticket, error) {
 func (g *GPU) stop(ctx context.Context) error {
 	g.mu.Lock()
 	g.closed = true
-	dispatchers := g.dispatchers
+	dispatchers, kernels := g.dispatchers, g.kernels
 	g.mu.Unlock()
 	var errs []error
+	for _, k := range kernels {
+		errs = append(errs, k.inner.Close(ctx))
+	}
 	for _, d := range dispatchers {
 		errs = append(errs, d.inner.Close(ctx))
 	}
 	if g.reducer != nil {
 		errs = append(errs, g.reducer.Close(ctx))
+	}
+	if g.point != nil {
+		errs = append(errs, g.point.Close(ctx))
 	}
 	if g.exchanger != nil {
 		errs = append(errs, g.exchanger.Close(ctx))

@@ -36,6 +36,20 @@ func openGPU(c *Comm, o GPUOptions) (*GPU, error) {
 	return g, err
 }
 
+// needGPUs skips the test without a GPU for each of n ranks: those of one process do not share one.
+func needGPUs(t *testing.T, n int) {
+	t.Helper()
+	if have, err := device.CUDACount(); err != nil || have < n {
+		t.Skipf("needs %d GPUs: %d, %v", n, have, err)
+	}
+}
+
+// ownGPU is the GPU of a rank.
+func ownGPU(c *Comm) int {
+	rank, _, _ := c.Rank()
+	return rank
+}
+
 func TestF3_WithoutAGPUAllRanksHearThatThereIsNone(t *testing.T) {
 	if n, err := device.CUDACount(); err == nil && n > 0 {
 		t.Skip("there is one")
@@ -71,12 +85,10 @@ func TestF3_RanksThatWantOtherHeapsOnGPUsHearOfIt(t *testing.T) {
 }
 
 func TestExchangesOnAGPU(t *testing.T) {
-	if n, err := device.CUDACount(); err != nil || n == 0 {
-		t.Skip("needs a GPU")
-	}
+	needGPUs(t, 2)
 	const rows = 70_000 // of 8 bytes for each rank: more than goes by packets
 	each(t, 2, func(c *Comm) error {
-		g, err := openGPU(c, GPUOptions{HeapBytes: 1 << 20}) // which has to grow for the channels
+		g, err := openGPU(c, GPUOptions{Device: ownGPU(c), HeapBytes: 1 << 20}) // which has to grow for the channels
 		if err != nil {
 			return err
 		}

@@ -14,23 +14,30 @@ func (c *Comm) Close(keep bool) (Ticket, error) {
 	t, err := c.do(func() (int64, error) { return 0, c.release(keep) })
 	if err == nil {
 		c.end()
+		c.requests.close()
 	}
 	return t, err
 }
 
 func (c *Comm) release(keep bool) error {
 	c.mu.Lock()
-	root, g, h, watched, gpus := c.root, c.group, c.heap, c.watched, c.gpus
+	root, g, h, watched, gpus, point := c.root, c.group, c.heap, c.watched, c.gpus, c.point
 	c.leaving = true
 	c.mu.Unlock()
 	var errs []error
+	ctx, cancel := c.meeting()
+	defer cancel()
+	if c.masks { // a rank may be lost of which the group says nothing before a call
+		_ = g.Barrier(ctx)
+	}
 	for _, gpu := range gpus {
 		errs = append(errs, gpu.stop(c.ctx))
 	}
-	ctx, cancel := c.meeting()
-	defer cancel()
 	for _, d := range c.dispatchers {
 		errs = append(errs, d.inner.Close(ctx))
+	}
+	if point != nil {
+		errs = append(errs, point.Close(ctx)) // it waits for requests
 	}
 	if c.reducer != nil {
 		errs = append(errs, c.reducer.Close(ctx))
@@ -85,14 +92,17 @@ func (c *Comm) Abort(reason string) {
 // With keep the symmetric memory stays mapped. It reports whether everything had become complete.
 func (c *Comm) Abandon(drain time.Duration, keep bool) bool {
 	c.end()
+	c.requests.close()
+	began := time.Now()
 	clean := c.settle(drain)
+	clean = c.requests.settle(max(drain-time.Since(began), 0)) && clean
 	for _, gpu := range c.onGPUs() {
 		clean = clean && gpu.drain(drain)
 	}
 	stopped := clean
 	if !clean {
 		c.Abort("the process has ended with operations under way")
-		stopped = c.settle(time.Minute)
+		stopped = c.settle(time.Minute) && c.requests.settle(time.Minute)
 	}
 	c.mu.Lock()
 	root, g, h, watched := c.root, c.group, c.heap, c.watched

@@ -8,6 +8,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/env"
+	"github.com/switchyard-moe/switchyard/kernels/plan"
 )
 
 // Options of a Comm and of a Listener. Zero values leave the environment's or the library's defaults.
@@ -17,7 +18,9 @@ type Options struct {
 	Rank, Size           int
 	LocalRank, LocalSize int
 	Env, Launched        bool
-	// Addr is where the ranks meet, as in comm.Config. It is not used with a Listener.
+	// Late, Replaces and Replaceable are those of comm.Config.
+	Late, Replaces, Replaceable bool
+	// Addr is where the ranks meet, as in comm.Config. It is not used with a Listener. With Env it is that of the launcher, if empty.
 	Addr   string
 	Secret string
 	Name   string
@@ -27,6 +30,10 @@ type Options struct {
 	SegmentBytes int64
 	// Validate has the ranks compare every call before they make it; see alltoallv.Options and allreduce.Options.
 	Validate bool
+	// Plans and Algorithm are those of allreduce.Options, for the host.
+	Plans     []PlanSource
+	Algorithm string
+	inherited []*plan.Checked // of the Comm that this one comes from
 	// Listener and Addrs, by rank, join ranks that have a store of their own to meet in.
 	Listener uint64
 	Addrs    []string
@@ -86,11 +93,16 @@ func (o *Options) config() (comm.Config, error) {
 				"launcher, or initialise torch.distributed", ErrInvalid)
 		}
 	}
+	if o.Env && o.Addr != "" {
+		c.Addr = o.Addr
+	}
+	c.Late, c.Replaces, c.Replaceable = o.Late, o.Replaces, o.Replaceable
 	settings, err := env.ReadSettings()
 	if err != nil {
 		return comm.Config{}, badEnvironment(err)
 	}
 	c.Secret, c.JoinTimeout, c.PeerTimeout = settings.Secret, settings.JoinTimeout, settings.PeerTimeout
+	c.Sockets = settings.Sockets
 	if o.Secret != "" {
 		c.Secret = []byte(o.Secret)
 	}

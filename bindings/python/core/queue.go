@@ -71,6 +71,8 @@ const (
 	opAllReduce
 	opReduceScatter
 	opAllGather
+	opAllToAllByPlan
+	opBroadcast
 )
 
 // op is one operation in the queue. It is used again, so that the hot ones allocate nothing.
@@ -80,6 +82,7 @@ type op struct {
 	splits   alltoallv.Splits
 	dtype    kernels.DType
 	reduce   kernels.ReduceOp
+	root     int
 	do       func() (int64, error)
 }
 

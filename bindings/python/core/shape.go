@@ -2,7 +2,6 @@ package core
 
 import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
-	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -21,9 +20,17 @@ type Place interface {
 	AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
 	ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
 	AllGather(stream uintptr, dst, src Buffer) (Ticket, error)
+	// Broadcast submits the copy of rank root's bytes to all ranks. Stream and ticket are as for AllToAll.
+	Broadcast(stream uintptr, bytes Buffer, root int) (Ticket, error)
 	// Refuse tells the ranks that compare their calls, with Options.Validate, that this one does not make the next one, and why. They get
 	// an error that says so, and this one why. On the host the ticket says when they have heard.
 	Refuse(why error) (Ticket, error)
+	// Transfer makes a put, a get, a signal or a wait. On the host they are complete on return, but for a wait, which is a Request. On a GPU
+	// they are enqueued on the stream.
+	Transfer(stream uintptr, call *TransferCall) (*Request, error)
+	// Messages sends and receives messages at the same time. On the host the stream is 0, and their memory is the Request's until it is over.
+	// On a GPU they are enqueued on the stream, and there is no Request.
+	Messages(stream uintptr, calls []MessageCall) (*Request, error)
 	// Explain says how an exchange into dst would be carried.
 	Explain(dst uintptr, shape Shape) (string, error)
 	// Fault is the error that exchanges which have run by now have come to and that no ticket tells.
@@ -33,7 +40,7 @@ type Place interface {
 	Alloc(stream uintptr, n int64, put func(*Block) uint64) (Ticket, error)
 	// NewDispatcher submits the making of a dispatcher over the place's heap, which every rank submits with equal options. Its timeout is
 	// that of all operations. put names it; the name is the ticket's value.
-	NewDispatcher(o dispatch.Options, put func(*Dispatcher) uint64) (Ticket, error)
+	NewDispatcher(o DispatcherOptions, put func(*Dispatcher) uint64) (Ticket, error)
 	// Verify submits a comparison of what the ranks have allocated and freed.
 	Verify() (Ticket, error)
 }

@@ -17,6 +17,8 @@ const grace = time.Second
 // that are never complete, in groups of their own: for every bit of a rank's number one that ranks with a 0 there do not
 // make, and one that those with a 1 do not. Any two ranks differ in a bit.
 func (c *Comm) watchPeers(ctx context.Context, g *comm.Group) error {
+	watching, stop := context.WithCancel(c.ctx)
+	c.unwatch = stop
 	for bit := 0; 1<<bit < g.Size(); bit++ {
 		for absent := range 2 {
 			w, err := g.Split(ctx, 0, 0)
@@ -28,7 +30,7 @@ func (c *Comm) watchPeers(ctx context.Context, g *comm.Group) error {
 			c.watched = append(c.watched, w)
 			c.mu.Unlock()
 			if g.Rank()>>bit&1 != absent {
-				go c.watch(w)
+				go c.watch(watching, w)
 			}
 		}
 	}
@@ -36,13 +38,17 @@ func (c *Comm) watchPeers(ctx context.Context, g *comm.Group) error {
 }
 
 // watch waits for a peer to leave, and then for an operation that waits for it.
-func (c *Comm) watch(w *comm.Group) {
-	err := w.Barrier(c.ctx)
+func (c *Comm) watch(ctx context.Context, w *comm.Group) {
+	err := w.Barrier(ctx)
 	var gone *comm.PeerError
 	if !errors.As(err, &gone) || !errors.Is(err, comm.ErrPeerLost) {
-		return // this rank has left, or the group has failed
+		return // this rank has left, the group has failed, or a dispatcher has masks
 	}
-	var running Ticket
+	type state struct {
+		running Ticket
+		waiting uint64 // the first request that may wait for that peer
+	}
+	var was state
 	since := time.Now()
 	for {
 		select {
@@ -54,9 +60,10 @@ func (c *Comm) watch(w *comm.Group) {
 		}
 		// Whether a GPU waits cannot be asked without disturbing those who capture its work into a graph. Nothing on it
 		// that waits for that peer still, a while after, will see it come.
-		switch t, busy := c.current(); {
-		case !busy && len(c.onGPUs()) == 0 || t != running:
-			running, since = t, time.Now()
+		t, busy := c.current()
+		switch now := (state{t, c.requests.oldest(gone.Rank)}); {
+		case !busy && now.waiting == 0 && len(c.onGPUs()) == 0 || now != was:
+			was, since = now, time.Now()
 		case time.Since(since) > grace:
 			c.mu.Lock()
 			leaving := c.leaving

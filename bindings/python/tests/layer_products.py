@@ -8,7 +8,7 @@ import time
 import torch
 from layer_cases import by_hand, leaves, near
 
-from switchyard.layers import experts, lists, plain
+from switchyard.layers import deepgemm, experts, lists, plain
 from switchyard.layers.tables import Plan, Tiles
 
 RANKS, TOP_K = 3, 3
@@ -164,6 +164,48 @@ def float8(device: str, columns: bool) -> None:
         near("float8 y", out[there], want[there], 4e-2)
 
 
+def around_deepgemm(device: str) -> None:
+    """The owners of rows and the activation around DeepGEMM's products, which are plain torch here."""
+
+    def product(rows: tuple, matrices: tuple, out: torch.Tensor, owners: torch.Tensor) -> None:
+        assert rows[1].stride() == (1, len(out))
+        assert owners.is_contiguous()
+        wide, w = plain.widened(*rows), plain.widened(*matrices)
+        for at in range(0, len(out), deepgemm.BLOCK):
+            owner = owners[at].item()
+            assert (owners[at : at + deepgemm.BLOCK] == owner).all()
+            if owner >= 0:
+                out[at : at + deepgemm.BLOCK] = (wide[at : at + deepgemm.BLOCK] @ w[owner].t()).to(out.dtype)
+
+    def fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = x.view(len(x), -1, 128)
+        scales = parts.abs().amax(2).clamp(min=1e-4) / 448
+        return (parts / scales[:, :, None]).view(x.shape).to(torch.float8_e4m3fn), scales
+
+    bound = 4e-2 if device == "cuda" else 8e-2  # Triton 3.4's interpreter rounds some numbers to the wrong float8
+    g = torch.Generator().manual_seed(2)
+    counts = torch.tensor([5, 0, 130], device=device)
+    offsets = torch.tensor([0, 128, 128, 384], dtype=torch.int32, device=device)
+    there = (torch.arange(512) < 5) | (torch.arange(512) >= 128) & (torch.arange(512) < 258)
+    x = torch.where(there[:, None], torch.randn(512, 256, generator=g), 0).to(device)
+    weights = torch.rand(512, generator=g).to(device)
+    pairs = [plain.quantized(torch.randn(3, *size, generator=g).to(device) / 16) for size in ((256, 256), (256, 128))]
+    m = experts.Matrices(pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1])
+    before, deepgemm.product = deepgemm.product, lambda: product
+    try:
+        for given in (None, weights):
+            out = torch.full((512, 256), 7, dtype=torch.bfloat16, device=device)
+            came = experts.Came(offsets, counts, None, 512)
+            deepgemm.forward(*fp8(x), given, m, came, out)
+            wide = plain.widened(*fp8(x))
+            want = plain.by_expert(wide, offsets[:-1].tolist(), counts.tolist(), *(plain.widened(*p) for p in pairs))
+            want = want if given is None else want * given[:, None]
+            near("around DeepGEMM", out[there], want[there], bound)
+            assert (out[384:] == 7).all(), "rows behind the last were written"
+    finally:
+        deepgemm.product = before
+
+
 def lists_are_right(device: str) -> None:
     """Each choice has one entry, in blocks of its expert, in the order of choices; few rows and many."""
     for rows, count, block in ((6, 3, 16), (300, 9, 16), (3000, 70, 64)):
@@ -189,6 +231,7 @@ def main(device: str) -> None:
     if device == "cpu":
         tokens(device, torch.float32, 32, 48, 30, 5, 1e-5)
         by_expert(device, torch.float32, 32, 48, 1e-5)
+        around_deepgemm(device)
         return
     tokens(device, torch.float32, 64, 96, 90, 6, 1e-5)
     tokens(device, torch.bfloat16, 512, 384, 300, 7, 1e-2)
@@ -196,6 +239,7 @@ def main(device: str) -> None:
     by_expert(device, torch.bfloat16, 256, 128, 1e-2)
     for columns in (False, True):
         float8(device, columns)
+    around_deepgemm(device)
     torch.cuda.synchronize()
 
 

@@ -339,6 +339,35 @@ def taken(rank: int, size: int, device: str, layout: str) -> None:
     d.close()
 
 
+def shared(rank: int, size: int, device: str, layout: str) -> None:
+    """Dispatchers that share memory have the results of those with memory of their own, while they grow."""
+    options = {"handles": 1, "host_counts": True}
+    kept, makers, alone = [], [], dispatcher(size, device, layout, max_tokens=MOST, **options)
+    for most in (MOST, 40 * MOST, 2 * MOST):
+        makers.append(dispatcher(size, device, layout, max_tokens=most, share_memory=True, **options))
+        for seed, d in enumerate(makers):
+            batch = routing(rank, size, device, 10 * len(makers) + seed, tokens=0 if seed % 2 == rank else None)
+            got = d.dispatch(*batch)
+            made = got.rows[: got.host_counts().rows].nan_to_num() * (1 + rank)
+            left = got.take()
+            other = alone.dispatch(*batch)
+            want = alone.combine(other.rows[: other.host_counts().rows].nan_to_num() * (1 + rank), other)
+            other.release()
+            kept.append((d, left.routing, made, want))
+        for d, way, made, want in kept:
+            assert torch.equal(d.combine(made, way), want)
+    got = makers[0].dispatch(*batch)
+    rows = got.rows
+    makers[1].dispatch(*batch).release()
+    with pytest.raises(sw.errors.InvalidArgument, match="another dispatcher has made a call since"):
+        makers[0].combine(rows, got)
+    with pytest.raises(sw.errors.Unsupported, match="halves"):
+        makers[1].dispatch(*batch, async_op=True)
+    got.release()
+    for d in (*makers, alone):
+        d.close()
+
+
 def float8(rank: int, size: int, device: str, layout: str, options: dict) -> None:
     """Tokens quantised on the way, or before."""
     tokens = sizes(rank, size)[1]
@@ -419,7 +448,7 @@ def lifetimes(rank: int, size: int, device: str) -> None:
     del sources
     third = d.dispatch(x.detach() * 3, idx)
     assert (other.rows[0, 0].item(), third.rows[0, 0].item()) == (2, 3)
-    with pytest.raises(sw.errors.InvalidArgument, match="2 dispatches"):
+    with pytest.raises(sw.errors.InvalidArgument, match="are alive: 2"):
         d.close()
     third.release()
     third.release()
@@ -555,5 +584,5 @@ def overflow(rank: int, size: int, device: str) -> None:
             fails(wrong if rank == 0 else here)
         assert caught.value.choice == (0, 3, 0, size)
         sw.barrier()
-    del got
+    del got, caught  # its traceback has the output of the call that failed
     d.close()

@@ -34,6 +34,8 @@ STRUCTURES = {
     "result_call": abi.ResultCall,
     "route_call": abi.RouteCall,
     "backward_call": abi.BackwardCall,
+    "message_call": abi.MessageCall,
+    "transfer_call": abi.TransferCall,
 }
 
 
@@ -49,9 +51,10 @@ def test_prototypes_are_those_of_the_header():
             assert given in known, (name, kind, given)
 
 
-def test_the_header_for_kernels_is_installed():
-    text = (FOLDER / "switchyard_device.cuh").read_text()
-    assert re.search(r"^#define SWITCHYARD_DEVICE_VERSION 1$", text, re.MULTILINE)
+@pytest.mark.parametrize("name", ["SWITCHYARD", "SWITCHYARD_DEVICE"])
+def test_the_headers_for_kernels_are_installed(name):
+    text = (FOLDER / f"{name.lower()}.cuh").read_text()
+    assert re.search(rf"^#define {name}_VERSION 1$", text, re.MULTILINE)
     assert not re.search(r'^#include "', text, re.MULTILINE)  # it stands alone
 
 
@@ -99,11 +102,17 @@ def test_calls_are_in_the_order_of_their_structures():
         ("DRows", (1, 2)), ("DWeights", (3, 4)), ("DY", (5, 6)), ("Rows", (7, 8)), ("Weights", (9, 10)), ("Handle", 11),
         ("Weighting", 12),
     ]  # fmt: skip
-    call = abi.result_call(range(1, 19), 19, 20, 21)
-    call[abi.RESULT_MADE] = 22
+    assert numbers(abi.MessageCall.from_buffer(abi.message_call(True, 2, 3, (4, 5)))) == [
+        ("Buffer", (4, 5)), ("Receive", 1), ("Peer", 2), ("Tag", 3),
+    ]  # fmt: skip
+    assert numbers(abi.TransferCall.from_buffer(abi.transfer_call(abi.WAIT, 2, (3, 4), (5, 6), 7))) == [
+        ("Mine", (3, 4)), ("At", (5, 6)), ("Kind", 3), ("Peer", 2), ("Semaphore", 7),
+    ]  # fmt: skip
+    call = abi.result_call(range(1, 23), 23, 24, 25)
+    call[abi.RESULT_MADE] = 26
     assert numbers(abi.ResultCall.from_buffer(call)) == [
-        *((name, (2 * i + 1, 2 * i + 2)) for i, name in enumerate(abi.RESULTS)), ("Handle", 19), ("Length", 20),
-        ("Release", 21), ("Made", 22),
+        *((name, (2 * i + 1, 2 * i + 2)) for i, name in enumerate(abi.RESULTS)), ("Handle", 23), ("Length", 24),
+        ("Release", 25), ("Made", 26),
     ]  # fmt: skip
     call = abi.route_call(1)
     call[abi.ROUTE_MADE], call[abi.ROUTE_ROWS] = 2, 3

@@ -14,7 +14,7 @@ from switchyard import errors
 CODE = """
 import sys
 import switchyard as sw
-comm = sw.init(*eval(sys.argv[1]), join_timeout=20)
+comm = sw.init(*eval(sys.argv[1]), join_timeout=60)
 sw.barrier()
 print(comm.rank, comm.size)
 sw.shutdown()
@@ -43,7 +43,7 @@ def meet(environment, arguments=lambda rank: ()):
         for rank in range(2)
     ]  # fmt: skip
     for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=200)
         assert (process.returncode, out) == (0, f"{rank} 2\n"), err
 
 
@@ -84,3 +84,26 @@ def test_what_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(errors.InvalidArgument, match="say rank 0 of 1, PMI_RANK and PMI_SIZE say rank 0 of 2"):
         sw.init()
+
+
+def test_the_benchmark_measures_by_any_launcher(tmp_path):
+    def start(rank, *sizes):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "SWITCHYARD_ADDR": f"file://{tmp_path}/meet"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "switchyard", "bench", *sizes], env={**os.environ, **environment},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    processes = [start(rank, "8K", "30") for rank in range(2)]
+    (rows, err), (nothing, _) = (p.communicate(timeout=200) for p in processes)
+    assert [p.returncode for p in processes] == [0, 0], err
+    assert nothing == ""
+    words = [row.split() for row in rows.splitlines()]
+    assert words[0][:2] == ["2", "ranks,"]
+    calls = [("all_to_all_single", "8192"), ("all_to_all_single", "30"), ("all_reduce", "8192"), ("all_reduce", "32")]
+    assert [tuple(w[:2]) for w in words[2:]] == calls
+    assert all(float(w[2]) > 0 for w in words[2:])
+
+    p = start(0, "8X")
+    assert "switchyard: bench: '8X' is no size such as 8K or 1M" in p.communicate(timeout=200)[1]
+    assert p.returncode == 1

@@ -351,7 +351,7 @@ def test_ranks_that_disagree_learn_it(plain, n):
 
 def refuse(rank, size, port):
     # Rank 1 refuses a call before the library sees it. The others hear of that at once, and why.
-    comm = sw.init(rank, size, f"127.0.0.1:{port}", timeout=20, validate=True, default=False)
+    comm = sw.init(rank, size, f"127.0.0.1:{port}", timeout=60, validate=True, default=False)
     n, bad = 2 * size, rank == 1
     x, y, z = np.ones(n, "f4"), np.zeros(n, "f4"), np.zeros(n * size, "f4")
     began = time.monotonic()
@@ -372,7 +372,7 @@ def refuse(rank, size, port):
             assert isinstance(caught.value, errors.Unsupported) is (kind is NotImplementedError)
         assert (x == 1).all()
         assert (y == 0).all()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     sw.all_to_all_single(y, x, group=comm)
     assert (y == 1).all()
     comm.close()
@@ -485,7 +485,7 @@ def too_many(rank, size):
     few = d.dispatch(x[:1], np.full((1, 1), rank), weights[:1])
     with pytest.raises(errors.NoHandle):
         d.dispatch(x[:1], np.full((1, 1), rank), weights[:1])
-    with pytest.raises(errors.InvalidArgument, match="alive"):
+    with pytest.raises(errors.InvalidArgument, match=r"alive: 1\. .*`release\(\)`"):
         d.close()
     del few
     again = d.dispatch(x[:1], np.full((1, 1), rank), weights[:1])

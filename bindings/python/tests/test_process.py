@@ -42,7 +42,7 @@ def ranks(code: str, size: int) -> list[subprocess.Popen]:
     return [start(code, rank, size, port) for rank in range(size)]
 
 
-def end(process: subprocess.Popen, text: str = "", timeout: float = 30) -> str:
+def end(process: subprocess.Popen, text: str = "", timeout: float = 100) -> str:
     try:
         out, err = process.communicate(text, timeout)
     except subprocess.TimeoutExpired:
@@ -145,7 +145,7 @@ def test_exit_with_work_under_way_that_nobody_completes():
     first, second = ranks(code, 2)
     began = time.monotonic()
     end(first)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 25
     end(second)
 
 
@@ -155,25 +155,30 @@ def test_a_rank_that_has_left_is_named():
         import switchyard as sw
         comm = sw.init()
         sw.barrier()
+        print("met", flush=True)
         if comm.rank == 0:
             try:
                 sw.barrier()
             except sw.errors.PeerLost as err:
-                assert err.rank == 1 and "left" in str(err), err
+                assert err.rank == 1 and "closed its end" in str(err), err
             else:
                 sys.exit(3)
+        else:
+            sys.stdin.read()  # the end of a rank may overtake others in the barrier
     """
+    first, second = ranks(code, 2)
+    assert first.stdout.readline() == "met\n"
     began = time.monotonic()
-    for process in ranks(code, 2):
-        end(process)
-    assert time.monotonic() - began < 15
+    end(second)
+    end(first)
+    assert time.monotonic() - began < 25
 
 
 def test_a_barrier_that_a_rank_does_not_come_to():
     code = """
         import sys
         import switchyard as sw
-        comm = sw.init(timeout=0.5)
+        comm = sw.init(timeout=4)
         sw.barrier()
         if comm.rank == 1:
             sys.stdin.read()  # until the other has given up
@@ -186,7 +191,7 @@ def test_a_barrier_that_a_rank_does_not_come_to():
     """
     first, second = ranks(code, 2)
     said = end(first)
-    assert "barrier: rank 1, call 2: Timed out after 500ms: rank 1 has made 1 call; this is call 2, barrier" in said
+    assert "barrier: rank 1, call 2: Timed out after 4s: rank 1 has made 1 call; this is call 2, barrier" in said
     second.communicate()
 
 
@@ -197,7 +202,9 @@ def test_a_lost_rank_is_named():
         comm = sw.init()
         sw.barrier()
         if comm.rank == 1:
+            sys.stdin.read()
             os.kill(os.getpid(), 9)
+        print("met", flush=True)
         try:
             sw.barrier()
         except sw.errors.PeerLost as err:
@@ -206,10 +213,11 @@ def test_a_lost_rank_is_named():
             sys.exit(3)
     """
     first, second = ranks(code, 2)
+    assert first.stdout.readline() == "met\n"  # its end may overtake others in the barrier
+    second.communicate()
     began = time.monotonic()
     end(first)
-    assert time.monotonic() - began < 15
-    second.communicate()
+    assert time.monotonic() - began < 25
 
 
 WAITING = """
@@ -240,11 +248,11 @@ WAITING = """
 def test_ctrl_c_ends_a_wait_and_leaves_the_group_whole():
     first, second = ranks(WAITING, 2)
     assert first.stdout.readline() == "waiting\n"
-    time.sleep(0.5)
+    time.sleep(1)
     began = time.monotonic()
     first.send_signal(signal.SIGINT)
     assert first.stdout.readline() == "interrupted\n"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
     second.stdin.write("2\n")
     second.stdin.flush()
     assert "done [] [3.0, 3.0]" in end(first)
@@ -279,7 +287,7 @@ def test_ctrl_c_ends_a_join():
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert end(process) == "interrupted\n"
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_errors_belong_to_their_thread():
@@ -341,8 +349,24 @@ PROFILER = """
     typedef void (*function)(void);
     typedef struct { size_t bytes; int (*table)(int, function ***, unsigned int *); } callbacks;
 
+    typedef struct {
+        uint16_t version, size;
+        uint32_t category;
+        int32_t color_kind;
+        uint32_t color;
+        int32_t payload_kind, reserved;
+        int64_t payload;
+        int32_t message_kind;
+        const char *message;
+    } attributes;
+
     static FILE *out;
-    static uint64_t start(const char *name) { fprintf(out, "%s\\n", name); fflush(out); return 1; }
+    static uint64_t start(const attributes *a)
+    {
+        fprintf(out, "%s, %ld\\n", a->message, a->payload_kind == 2 ? a->payload : -1L);
+        fflush(out);
+        return 1;
+    }
     static void end(uint64_t range) { }
 
     int InitializeInjectionNvtx2(const void *(*export)(uint32_t))
@@ -352,7 +376,7 @@ PROFILER = """
         const callbacks *c = export(1);
         if (!c->table(1, &table, &size) || !(out = fopen(getenv("RANGES"), "w")))
             return 0;
-        *table[5] = (function)start;
+        *table[4] = (function)start;
         *table[7] = (function)end;
         return 1;
     }
@@ -384,7 +408,7 @@ def test_a_profiler_is_told_of_calls(tmp_path, monkeypatch):
     assert end(start(code), "0") == ""
     assert not said.exists()
     assert end(start(code), "1") == ""
-    assert "all-reduce" in said.read_text()
+    assert "all-reduce, 24\n" in said.read_text()  # and the bytes of its input
 
 
 def test_ranks_that_do_not_come_are_named():

@@ -127,6 +127,19 @@ def served(rank, size):
         "`gather`": [lambda: dist.gather(like(1), lists() if rank == 0 else None)],
         "`scatter`": [lambda: dist.scatter(like(1), lists() if rank == 0 else None)],
         "`all_gather` of lists": [lambda: dist.all_gather(lists(), like(1))],
+        "`broadcast`": [lambda: dist.broadcast(like(2), 0)],
+    }
+
+    def in_a_batch():
+        kind = dist.isend if rank == 0 else dist.irecv
+        for work in dist.batch_isend_irecv([dist.P2POp(kind, like(1), 1 - rank)]):
+            work.wait()
+
+    pairs = {  # which are no collectives, and have no number
+        "`send`, `recv`": lambda: dist.send(like(1), 1) if rank == 0 else dist.recv(like(1), 0),
+        "any rank": lambda: dist.send(like(1), 1) if rank == 0 else dist.recv(like(1)),
+        "`isend`, `irecv`": lambda: (dist.isend(like(1), 1) if rank == 0 else dist.irecv(like(1), 0)).wait(),
+        "`batch_isend_irecv`": in_a_batch,
     }
     for name in ("all_gather_single", "reduce_scatter_single"):  # of torch 2.15
         if hasattr(dist, name):
@@ -134,8 +147,6 @@ def served(rank, size):
             ours[name] = [lambda name=name, shapes=shapes: getattr(dist, name)(like(*shapes[0]), like(*shapes[1]))]
     theirs = {
         "other operators": [lambda: dist.all_reduce(like(2, dtype=torch.int32), R.BXOR)],
-        "`broadcast`": [lambda: dist.broadcast(like(2), 0)],
-        "`send`, `recv`": [lambda: dist.send(like(1), 1) if rank == 0 else dist.recv(like(1), 0)],
         "objects": [lambda: dist.all_gather_object([None] * size, rank)],
     }
     comm = sw.communicator()
@@ -147,7 +158,11 @@ def served(rank, size):
                 if name == "objects":  # from torch 2.15 on they are gathered in one tensor
                     continue
                 assert comm._ran.value - before == one, f"{name}: {'gloo' if one else 'Switchyard'} has served it"
-    return [*ours, *theirs]
+    wrapped, dist.group.WORLD._wrapped = dist.group.WORLD._wrapped, None
+    for call in pairs.values():
+        call()
+    dist.group.WORLD._wrapped = wrapped
+    return [*ours, *theirs, *pairs]
 
 
 def test_who_serves_which_call(backend):
@@ -181,7 +196,7 @@ def test_nothing_is_deprecated(tmp_path):
     script.write_text(textwrap.dedent(QUIET))
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-W", "error", "-W", "ignore:::torch", str(script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr.lower()
 
@@ -355,8 +370,10 @@ def refused(rank, size):
     text = rf"output_tensor_list\[{rank}\] has shape \(3,\), input_tensor_list\[{rank}\] \(2,\): what a rank sends to itself"
     with pytest.raises(ValueError, match=text):
         dist.all_to_all(*lists)
-    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+    with pytest.raises(RuntimeError, match=r"all_reduce: tensor is torch.int16 on cpu, .*Invalid scalar type"):
         dist.all_reduce(torch.ones(1, dtype=torch.int16))
+    with pytest.raises(RuntimeError, match=r"switchyard: reduce_scatter_tensor: tensor is torch.int8"):
+        dist.reduce_scatter_tensor(torch.ones(1, dtype=torch.int8), torch.ones(size, dtype=torch.int8), dist.ReduceOp.AVG)
     dist.barrier()
 
 
@@ -408,6 +425,6 @@ def test_a_script_runs_unchanged(tmp_path, arguments, runner, expected):
         )
         for rank in range(2)
     ]  # fmt: skip
-    answers = [p.communicate(timeout=100) for p in processes]
+    answers = [p.communicate(timeout=200) for p in processes]
     assert [p.returncode for p in processes] == [0, 0], answers
     assert answers[0][0].strip().splitlines()[-1] == expected  # gloo may say something before

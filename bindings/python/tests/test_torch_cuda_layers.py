@@ -124,6 +124,39 @@ def test_products_next_to_the_dispatcher_end_when_a_rank_is_lost():
     end(second, code=-signal.SIGKILL)
 
 
+def by_deepgemm(rank, size, options):
+    """DeepGEMM's products next to Triton's, which quantise the same rows."""
+    options = {"dtype": "bfloat16", "quantize": True, "layout": "flat", "align": 128, "handles": 2, **options}
+    d = sw.Dispatcher(4 * size, 2, 512, max_tokens=512, device=CUDA, **options)
+    layer = layers.MoE(d, 256)
+    layer.load(*(w[d.local_experts].to(CUDA) for w in cases.matrices(d.experts, 512, 256)))
+    g = torch.Generator().manual_seed(rank)
+    x = torch.randn(512, 512, generator=g).bfloat16().to(CUDA)
+    weights = torch.rand(512, 2, generator=g).to(CUDA)
+    with torch.no_grad():
+        for masked in (0.0, 0.2, 1.0):
+            idx = torch.rand(512, 4 * size - 1, generator=g).argsort(1)[:, :2]
+            idx = torch.where(torch.rand(idx.shape, generator=g) < masked, -1, idx).to(CUDA)
+            assert layer._deep(512, torch.empty(128)), "DeepGEMM does not run"
+            y = layer(x, idx, weights)
+            assert torch.equal(y, layer(x, idx, weights)), "other bits"
+            layer._deep = lambda *_: False
+            want = layer(x, idx, weights)
+            del layer._deep
+            cases.near(f"y, {masked} masked", y, want, 2e-2)
+    del y, want
+    layer.close()
+    d.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_columns": True, "host_counts": True}, {"row_weights": True}])
+def test_deepgemm(cuda, options):
+    pytest.importorskip("deep_gemm")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("DeepGEMM's products of rows in one piece are for Hopper here")
+    cuda.run(by_deepgemm, options)
+
+
 def captured(rank, size, layout):
     """A layer in a graph, replayed with other routing."""
     d = cases.dispatcher(size, CUDA, layout, dtype="bfloat16", host_counts=True)

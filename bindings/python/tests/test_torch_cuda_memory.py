@@ -155,6 +155,7 @@ def test_handles_and_memory_are_given_back():
     import gc, os
     import torch
     import switchyard as sw
+    from switchyard._core import native
     os.environ["SWITCHYARD_CUDA_HEAP"] = "64M"
     torch.ones(1, device="cuda")
 

@@ -55,6 +55,11 @@ def test_what_a_dispatch_left_is_the_callers(cuda, layout):
     run(cuda, layers.taken, CUDA, layout)
 
 
+@pytest.mark.parametrize("layout", ["flat", "token_major", "rank_padded"])
+def test_dispatchers_share_memory(cuda, layout):
+    run(cuda, layers.shared, CUDA, layout)
+
+
 @pytest.mark.parametrize("layout", list(layers.LAYOUTS))
 @pytest.mark.parametrize("options", host.SCALES, ids=str)
 def test_float8(worlds, layout, options):

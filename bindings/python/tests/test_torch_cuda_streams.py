@@ -1,4 +1,4 @@
-"""Calls on CUDA tensors on streams, beside what the caller enqueues, and in graphs."""
+"""Calls on CUDA tensors on streams, next to what the caller enqueues, and in graphs."""
 
 from __future__ import annotations
 
@@ -146,3 +146,51 @@ def graphs(rank, size):
 
 def test_cuda_graphs(cuda):
     cuda.run(graphs)
+
+
+def on_another_stream(rank, size):
+    other = torch.cuda.Stream()
+    for stream in (other, other.cuda_stream):
+        x, y = torch.zeros(size, device=CUDA), torch.zeros(size, device=CUDA)
+        total = torch.zeros(3, device=CUDA)
+        ready()
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(20_000_000)  # what the calls have to come behind
+            x.fill_(rank + 1)
+            total.fill_(rank + 1)
+        sw.all_to_all_single(y, x, stream=stream)
+        sw.all_reduce(total, stream=stream)
+        assert torch.cuda.current_stream() != other
+        other.synchronize()
+        assert y.tolist() == [p + 1 for p in range(size)]
+        assert total[0].item() == size * (size + 1) / 2
+    with pytest.raises(TypeError, match="stream is a str"):
+        sw.all_reduce(total, stream="x")
+
+
+def test_calls_on_a_stream_that_is_named(cuda):
+    cuda.run(on_another_stream)
+
+
+def between_two(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    place, got = sw.empty(4, dtype=torch.int64, device=CUDA), torch.zeros(2, dtype=torch.int64, device=CUDA)
+    place.fill_(-1)
+    ready()
+    sw.barrier()
+    for n in range(5):
+        sw.put(torch.full((2,), 10 * rank + n, device=CUDA), place[1:3], after)
+        sw.signal(after, 2, device=CUDA)
+        sw.wait(before, 2, device=CUDA)
+        assert place.tolist() == [-1, 10 * before + n, 10 * before + n, -1]
+        sw.signal(before, 3, device=CUDA)
+        sw.wait(after, 3, device=CUDA)
+    sw.get(got, place[1:3], after, stream=torch.cuda.Stream())
+    torch.cuda.synchronize()
+    assert got.tolist() == [10 * rank + 4] * 2
+    sw.barrier()
+    sw.free(place)
+
+
+def test_puts_gets_and_signals(cuda):
+    cuda.run(between_two)

@@ -104,6 +104,35 @@ def disagreements(rank, size):
     assert rank != 0 or [x[0].item() for x in out] == list(range(size))
 
 
-@pytest.mark.parametrize("case", [against_a_model, at_the_same_time, disagreements], ids=lambda f: f.__name__)
+def a_rank_that_hears_late(rank, size):
+    """Rank 1 sends 20 bytes where rank 0 expects 12, so little that it need not wait. It hears of that in its next call at the
+    latest, which all others make as if nothing had been wrong."""
+    for n in range(20):
+        out = [torch.zeros(3) for _ in range(size)]
+        late = None
+        if rank == 0:
+            with pytest.raises(sw.errors.Mismatch, match="sends 20 bytes to rank 0, which expects 12"):
+                dist.gather(torch.ones(3), out)
+        elif rank == 1:
+            try:
+                dist.gather(torch.ones(5))
+            except sw.errors.Mismatch as err:
+                late = err
+        else:
+            dist.gather(torch.ones(3))
+        mine, all_equal = torch.full((3,), float(rank + n)), [float(p + n) for p in range(size)]
+        if rank == 1 and late is None:
+            with pytest.raises(sw.errors.Mismatch, match="sends 20 bytes to rank 0, which expects 12"):
+                dist.gather(mine)
+        else:
+            dist.gather(mine, out if rank == 0 else None)
+            assert rank != 0 or [x[0].item() for x in out] == all_equal
+        dist.gather(mine, out if rank == 0 else None)
+        assert rank != 0 or [x[0].item() for x in out] == all_equal
+
+
+@pytest.mark.parametrize(
+    "case", [against_a_model, at_the_same_time, disagreements, a_rank_that_hears_late], ids=lambda f: f.__name__
+)
 def test_lists(ranks, case):
     ranks.run(case)

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -33,7 +34,7 @@ def crossed(rank, size):
         assert work.wait(timedelta(seconds=30))
         assert work.is_success()
         assert isinstance(work, sw.Work)
-    assert took < 2, took
+    assert took < 20, took
     for t in x.values():
         assert t.tolist() == [float(size * sum(range(1, size + 1)))] * 3
     # The same without a word of waiting in between, with outputs that have to be copied to where they belong.
@@ -50,7 +51,7 @@ def crossed(rank, size):
 
 
 def test_two_groups_in_different_orders(gloo):
-    gloo.run(crossed, timeout=60)
+    gloo.run(crossed, timeout=200)
 
 
 def threads(rank, size):
@@ -79,7 +80,7 @@ def threads(rank, size):
         time.sleep(0.2)
     began = time.monotonic()
     sw.barrier(group=quick)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     dist.barrier()
     if rank == 0:
         waiting.join(0.05)
@@ -92,7 +93,7 @@ def threads(rank, size):
 
 
 def test_two_groups_in_two_threads(gloo):
-    gloo.run(threads, timeout=60)
+    gloo.run(threads, timeout=200)
 
 
 def backend_crossed(rank, size):
@@ -109,54 +110,54 @@ def backend_crossed(rank, size):
 
 
 def test_two_groups_of_the_backend(backend):
-    backend.run(backend_crossed, timeout=60)
+    backend.run(backend_crossed, timeout=200)
 
 
 def again(rank, size):
     # Rank 0 has tried twice in vain, the others once, or not at all; then all come.
     store = dist.distributed_c10d._get_default_store()
     options = {"TimeoutSeconds": 20.0, "JoinSeconds": 0.4}
-    from switchyard._core.comm import Communicator
+    from switchyard._core.joining import join
     from switchyard._torch.groups import _Store
 
     inside = _Store(dist.PrefixStore("again", store))
     for who in (0, 0, 1, 0):
         if rank == who:
             with pytest.raises(errors.TimedOut, match="have not come"):
-                Communicator._meet(rank, size, inside, options, "again")
+                join(rank, size, inside, options, "again")
         dist.barrier()
-    options["JoinSeconds"] = 30.0
+    options["JoinSeconds"] = 60.0
     if rank == 1:
         time.sleep(0.7)
-    comm = Communicator._meet(rank, size, inside, options, "again")
+    comm = join(rank, size, inside, options, "again")
     x = torch.ones(2)
     sw.all_reduce(x, group=comm)
     assert x.tolist() == [size, size]
     comm.close()
     # And once more in the same store, where the cards of the first time lie.
-    with Communicator._meet(rank, size, inside, options, "again") as comm:
+    with join(rank, size, inside, options, "again") as comm:
         sw.barrier(group=comm)
     # A rank that cannot listen says so to all, once.
     if rank == 0:
         os.environ["SWITCHYARD_DEBUG"] = "loud"
         with pytest.raises(errors.Error, match="SWITCHYARD_DEBUG"):
-            Communicator._meet(rank, size, inside, options, "again")
+            join(rank, size, inside, options, "again")
         del os.environ["SWITCHYARD_DEBUG"]
     else:
         with pytest.raises(errors.Mismatch, match="rank 0 cannot join"):
-            Communicator._meet(rank, size, inside, options, "again")
+            join(rank, size, inside, options, "again")
     dist.barrier()
-    with Communicator._meet(rank, size, inside, options, "again") as comm:
+    with join(rank, size, inside, options, "again") as comm:
         sw.barrier(group=comm)
 
 
 def test_ranks_that_failed_to_meet_do_so_later(gloo):
-    gloo.run(again, timeout=60)
+    gloo.run(again, timeout=200)
 
 
 def failed(rank, size):
     # Nobody else comes: an asynchronous call gets the error at its wait, and the group can be used afterwards.
-    g = dist.new_group(timeout=timedelta(seconds=1))
+    g = dist.new_group(timeout=timedelta(seconds=4))
     x = torch.ones(1)
     if rank == 0:
         work = sw.all_reduce(x, group=g, async_op=True)
@@ -172,12 +173,12 @@ def failed(rank, size):
 
 
 def test_an_asynchronous_call_that_nobody_answers(gloo):
-    gloo.run(failed, timeout=60)
+    gloo.run(failed, timeout=200)
 
 
 def alone(rank, size):
     # torch's tests look for these words in what a barrier raises that a rank does not join.
-    g = dist.new_group(timeout=timedelta(seconds=1))
+    g = dist.new_group(timeout=timedelta(seconds=4))
     sw.barrier(group=g)
     if rank == 0:
         with pytest.raises(errors.TimedOut, match=r"(Timed out|closed|timeout)") as caught:
@@ -188,15 +189,15 @@ def alone(rank, size):
 
 
 def test_the_words_of_a_timeout(gloo):
-    gloo.run(alone, timeout=60)
+    gloo.run(alone, timeout=200)
 
 
 def apart(rank, size):
     # Ranks that say they are on several hosts: everything goes to gloo, also what is asked for before that is known.
-    import switchyard._core.comm as comm_module
+    import switchyard._core.joining as joining
 
-    own = comm_module.place
-    comm_module.place = lambda: f"host {rank % 2}"
+    own = joining.place
+    joining.place = lambda: f"host/{rank % 2}"  # two users
     try:
         g = dist.new_group()
         x, y = torch.full((2,), rank + 1.0), torch.empty(size, 2)
@@ -211,14 +212,61 @@ def apart(rank, size):
         work.wait()
         assert x.tolist() == [float(size * size * sum(range(1, size + 1)))] * 2
         sw.barrier(group=g)
-        with pytest.raises(errors.Unsupported, match="not on one host"):
+        with pytest.raises(errors.Unsupported, match="no symmetric memory"):
             sw.communicator(g)
     finally:
-        comm_module.place = own
+        joining.place = own
 
 
-def test_ranks_of_several_hosts(gloo):
-    gloo.run(apart, timeout=60)
+def test_ranks_that_do_not_reach_each_other(gloo):
+    gloo.run(apart, timeout=200)
+
+
+def test_a_card_that_is_forgotten_while_it_is_read():
+    from switchyard._torch.groups import _Store
+
+    store = dist.HashStore()
+    other = _Store(store)
+
+    class Between:
+        """A store of a rank that another one overtakes between a check and what follows."""
+
+        def check(self, keys):
+            found = store.check(keys)
+            other.forget(keys[0])
+            return found
+
+        def get(self, key):
+            assert store.check([key]), "the get waits for a key that nobody sets any more"
+            return store.get(key)
+
+    other.put("card", b"1")
+    reader = _Store(Between())
+    assert reader.get("card") is None
+    assert reader.get("card") is None
+    assert other.get("no card") is None
+    other.put("card", b"2")
+    assert other.get("card") == b"2"
+
+
+def unequal(rank, size):
+    """Hosts with different numbers of ranks have no symmetric memory: torch does the calls, and one rank says why."""
+    os.environ["SWITCHYARD_HOSTID"] = f"host {min(rank, 1)}"
+    try:
+        g = dist.new_group()
+        x = torch.full((2,), rank + 1.0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            sw.all_reduce(x, group=g)
+        assert x.tolist() == [float(sum(range(1, size + 1)))] * 2
+        words = [str(w.message) for w in said if "several hosts" in str(w.message)]
+        assert len(words) == (rank == 0), said
+    finally:
+        del os.environ["SWITCHYARD_HOSTID"]
+
+
+def test_hosts_with_different_numbers_of_ranks(worlds):
+    worlds.get(4, world.gloo).run(unequal, timeout=120)
 
 
 LEAVES = """
@@ -246,13 +294,13 @@ def test_a_process_that_ends_while_its_ranks_meet(tmp_path, pause):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [p.communicate(timeout=100)[0] for p in processes]
+    said = [p.communicate(timeout=200)[0] for p in processes]
     assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
     assert all("end" in text for text in said)
 
 
 def validated(rank, size):
-    g = dist.new_group(timeout=timedelta(seconds=20))
+    g = dist.new_group(timeout=timedelta(seconds=60))
     comm = sw.communicator(g, validate=True)
     assert comm.validate
     with pytest.raises(errors.InvalidArgument, match="in use"):
@@ -278,11 +326,11 @@ def validated(rank, size):
         with pytest.raises(errors.InvalidArgument, match=None if rank == 1 else "rank 1 refused"):
             run(int(rank == 1))
     # So do those of a group that has not met.
-    late = dist.new_group(timeout=timedelta(seconds=20))
+    late = dist.new_group(timeout=timedelta(seconds=60))
     sw._sides.configure(late, Validate=True)
     with pytest.raises(errors.InvalidArgument, match=None if rank == 1 else "rank 1 refused"):
         sw.all_to_all_single(y, x, [2 + (rank == 1)] * size, [2] * size, late, True).wait()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 50
     sw.all_to_all_single(y, torch.full((2 * size,), float(rank)), group=g)
     assert y[::2].tolist() == list(range(size))
     with pytest.raises(errors.InvalidArgument, match="CUDA"):

@@ -128,6 +128,11 @@ def test_what_a_dispatch_left_is_the_callers(gloo, layout):
     gloo.run(layers.taken, "cpu", layout)
 
 
+@pytest.mark.parametrize("layout", ["flat", "token_major", "rank_padded"])
+def test_dispatchers_share_memory(gloo, layout):
+    gloo.run(layers.shared, "cpu", layout)
+
+
 @pytest.mark.parametrize("layout", list(layers.LAYOUTS))
 @pytest.mark.parametrize("options", SCALES, ids=str)
 def test_float8(worlds, layout, options):

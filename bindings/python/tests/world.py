@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
+import random
 import socket
 import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import switchyard as sw
+
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port below those that the system gives to connections, so that none of them has it before it is used."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port))
+            return port
+
+
+def hears_of(call: Callable[[], Any], words: str) -> bool:
+    """Whether the call fails since ranks disagree. Then the error has these words."""
+    try:
+        call()
+    except sw.errors.Mismatch as err:
+        if words not in str(err):
+            raise
+        return True
+    return False
 
 
 def _serve(pipe: Any, rank: int, size: int, env: dict[str, str], setup: str, arguments: tuple[Any, ...]) -> None:
@@ -75,14 +93,13 @@ class World:
     def _collect(self, what: str, timeout: float) -> list[Any]:
         results, failures = [], []
         for rank, pipe in enumerate(self.pipes):
-            if self.broken or not pipe.poll(timeout):
-                self.broken = True
+            if not pipe.poll(timeout):
                 failures.append(f"rank {rank} did not answer within {timeout} s")
+                timeout = min(timeout, 1)  # the others may have said why
                 continue
             try:
                 state, value = pipe.recv()
             except EOFError:
-                self.broken = True
                 failures.append(f"rank {rank} has ended")
                 continue
             results.append(value)
@@ -94,12 +111,14 @@ class World:
             raise AssertionError(f"{what}: " + "\n".join(failures))
         return results
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Have the processes end."""
         for pipe in self.pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send((None, ()))
-            except OSError:
-                pass
+
+    def close(self) -> None:
+        self.leave()
         for process in self.processes:
             process.join(1 if self.broken else 10)
             if process.is_alive():
@@ -125,6 +144,8 @@ class Worlds:
 
     def close(self) -> None:
         for world in self.known.values():
+            world.leave()  # all at the same time
+        for world in self.known.values():
             world.close()
 
 
@@ -135,7 +156,7 @@ def plain(rank: int, size: int, store: str) -> None:
     """Switchyard alone."""
     import switchyard
 
-    switchyard.init(timeout=20)
+    switchyard.init(timeout=60)
 
 
 def gloo(rank: int, size: int, store: str) -> None:
@@ -165,7 +186,7 @@ def cuda_plain(rank: int, size: int, store: str) -> None:
     import switchyard
 
     _take_gpu(rank)
-    switchyard.init(timeout=20)
+    switchyard.init(timeout=60)
 
 
 def _take_gpu(rank: int) -> int:

@@ -92,7 +92,7 @@ func (w *worker) open(ctx context.Context, p *dispatch.Placement) (err error) {
 		Experts: c.Experts, TopK: c.TopK, Hidden: c.Hidden,
 		MaxTokens: (c.Batch + w.ranks - 1) / w.ranks,
 		Handles:   c.Layers,
-		Placement: p, HostCounts: true,
+		Placement: p, HostCounts: true, Layer: "experts",
 	})
 	if err != nil {
 		return err

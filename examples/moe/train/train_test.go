@@ -80,7 +80,7 @@ func TestExpertsAreWhatTheyWere(t *testing.T) {
 // Where no fresh rank comes, the others go on as they are.
 func TestNoFreshRankComes(t *testing.T) {
 	defer func(d time.Duration) { admitFor = d }(admitFor)
-	admitFor = 200 * time.Millisecond
+	admitFor = time.Second
 	c := tiny()
 	c.Ranks, c.Steps, c.ReplaceAt = 2, 5, 3
 	c.MeetAt = loopback.Addr()
@@ -95,7 +95,7 @@ func TestNoFreshRankComes(t *testing.T) {
 	r, err := trainRank(context.Background(), gs[0], c, from, nil)
 	wg.Wait()
 	require.NoError(t, err)
-	require.Equal(t, []string{"No fresh rank came within 200ms before step 3."}, r.Events)
+	require.Equal(t, []string{"No fresh rank came within 1s before step 3."}, r.Events)
 	require.Equal(t, 5, r.Steps)
 	require.Equal(t, 1, r.TrafficSince)
 }
@@ -113,7 +113,7 @@ func TestLostRankInOneProcessIsNamed(t *testing.T) {
 	})
 	require.ErrorIs(t, err, comm.ErrPeerLost)
 	require.ErrorContains(t, err, "rank 2")
-	require.Less(t, time.Since(begin), 20*time.Second)
+	require.Less(t, time.Since(begin), time.Minute)
 }
 
 func TestRanksWithDifferentFlagsLearnIt(t *testing.T) {

@@ -1,17 +1,15 @@
 // Package emulated runs tests on a CUDA driver that needs no GPU (testdata/driver.cpp): memory, its handles and mappings, multicast
-// objects, streams that run at once, and kernels, which do nothing or, those of reductions, run on the processor. It counts who refers to what,
-// refuses what the driver's documentation forbids, and fails on demand. Only files of tests import it.
+// objects, streams that run at once, and kernels, which do nothing or, those of exchanges, of reductions, of rings and one of a user's, run on the processor. It
+// counts who refers to what, refuses what the driver's documentation forbids, and fails on demand. Only files of tests import it.
 package emulated
 
 import (
 	_ "embed"
 	"errors"
-	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -55,6 +53,7 @@ const (
 	Launches                   // of kernels of multicast
 	BlockLaunches              // of those in which blocks work together
 	Blocks                     // of all kernels that have been launched
+	ElfModules                 // that have been loaded, and were no fatbins
 )
 
 // Leaks are the counts that are as before when all has been given back.
@@ -65,7 +64,7 @@ func Leaks() []Count {
 // String is the count's name.
 func (c Count) String() string {
 	return [...]string{"handles", "mappings", "binds", "files", "MiB of memory", "MiB of multicast objects", "reservations", "streams, events and the like",
-		"mistakes", "calls", "failures", "launches", "launches of blocks", "blocks"}[c]
+		"mistakes", "calls", "failures", "launches", "launches of blocks", "blocks", "ELF files"}[c]
 }
 
 // The driver's ways of hearing a test.
@@ -75,6 +74,9 @@ const (
 
 	failAttribute        = 0
 	noMulticastAttribute = 1
+	versionAttribute     = 2
+	majorAttribute       = 3
+	noPeersAttribute     = 4
 )
 
 // Of is the count of a device.
@@ -95,48 +97,49 @@ func WithoutMulticast(t *testing.T, c *cuda.Context) {
 	t.Cleanup(func() { require.NoError(t, c.SetFunctionAttribute(settings, noMulticastAttribute, 0)) })
 }
 
+// WithoutPeers has devices say that they do not reach each other's memory, until the test ends.
+func WithoutPeers(t *testing.T, c *cuda.Context) {
+	require.NoError(t, c.SetFunctionAttribute(settings, noPeersAttribute, 1))
+	t.Cleanup(func() { require.NoError(t, c.SetFunctionAttribute(settings, noPeersAttribute, 0)) })
+}
+
+// Version has the driver, when it is opened next, implement that version of CUDA, 12040 for 12.4, for GPUs of compute capability major.0, until
+// the test ends. It then refuses entry points and code that such a driver does not have or load.
+func Version(t *testing.T, c *cuda.Context, version, major int) {
+	set := func(version, major int) {
+		require.NoError(t, c.SetFunctionAttribute(settings, versionAttribute, version))
+		require.NoError(t, c.SetFunctionAttribute(settings, majorAttribute, major))
+	}
+	set(version, major)
+	t.Cleanup(func() { set(13000, 9) })
+}
+
 // child names the variable that tells a test that it runs on the emulated driver.
 const child = "SWITCHYARD_TEST_EMULATED"
 
-// build compiles the driver, and more sources.
-func build(flags ...string) ([]byte, error) {
-	compiler := os.Getenv("CXX")
-	for _, name := range []string{"c++", "g++", "clang++"} {
-		if _, err := exec.LookPath(name); err == nil && compiler == "" {
-			compiler = name
-		}
+// build compiles the driver, and more sources, which are in inputs, and has a library in dir be that driver.
+func build(dir string, inputs []string, paths ...string) error {
+	driver := filepath.Join(dir, "driver.cpp")
+	if err := os.WriteFile(driver, source, 0o666); err != nil {
+		return err
 	}
-	if compiler == "" {
-		return nil, exec.ErrNotFound
-	}
-	dir, err := os.MkdirTemp("", "switchyard-driver-")
+	flags := []string{"-std=c++20", "-Og", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-Wno-unknown-pragmas", `-DSW_EMULATED="emulated.h"`}
+	library, err := Compile(dir, "driver", append(inputs, driver), flags, append(paths, driver, "-lpthread"))
 	if err != nil {
-		return nil, err
+		return err
 	}
-	defer os.RemoveAll(dir)
-	from, to := filepath.Join(dir, "driver.cpp"), filepath.Join(dir, "driver.so")
-	if err := os.WriteFile(from, source, 0o666); err != nil {
-		return nil, err
-	}
-	args := append([]string{"-std=c++20", "-Og", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", to, from}, flags...)
-	if out, err := exec.Command(compiler, args...).CombinedOutput(); err != nil {
-		return nil, fmt.Errorf("compile the driver: %w\n%s", err, out)
-	}
-	return os.ReadFile(to)
+	return os.Symlink(library, filepath.Join(dir, "libcuda.so.1"))
 }
 
-// idle builds the driver whose kernels do nothing, once a process.
-var idle = sync.OnceValues(func() ([]byte, error) { return build() })
-
-// Driver reports whether this process has the emulated driver. Where it has not, it builds one, runs the test again in a process that has,
+// Driver reports whether this process has the emulated driver. Where it has not, it has one built, runs the test again in a process that has,
 // and reports false when that has passed: the test then returns. In that process nothing forbids multicast; a real driver is never there.
 func Driver(t *testing.T) bool {
 	t.Helper()
-	return run(t, idle)
+	return run(t, nil)
 }
 
-// Kernels is Driver for a test that has kernels of reductions run, whose sources are in folder, kernels/cuda from the module's root. A
-// processor takes turns among all of their threads, so the fewer the better.
+// Kernels is Driver for a test that has kernels of exchanges, of reductions, of rings, between two ranks, or the one of examples/kernels run,
+// whose sources are in folder, kernels/cuda from the module's root. A processor takes turns among all of their threads, so the fewer the better.
 func Kernels(t *testing.T, folder string) bool {
 	t.Helper()
 	if runtime.GOARCH != "amd64" {
@@ -144,23 +147,14 @@ func Kernels(t *testing.T, folder string) bool {
 	}
 	emulation := filepath.Join(folder, "testdata", "emulate")
 	if _, err := os.Stat(emulation); err != nil {
-		t.Skip("the sources are not beside the test binary")
+		t.Skip("the sources are not next to the test binary")
 	}
-	// Look at every source, so that go test does not take a result from its cache that they have outdated.
-	for _, root := range []string{folder, filepath.Join(folder, "..", "..", "internal", "cuda", "layout")} {
-		require.NoError(t, filepath.WalkDir(root, func(path string, d os.DirEntry, err error) error {
-			if err == nil && !d.IsDir() {
-				_, err = os.Stat(path)
-			}
-			return err
-		}))
-	}
-	return run(t, func() ([]byte, error) {
-		return build("-Wno-unknown-pragmas", `-DSW_EMULATED="emulated.h"`, "-I"+emulation, "-I"+folder, filepath.Join(emulation, "device.cpp"), "-lpthread")
-	})
+	examples := filepath.Join(folder, "..", "..", "examples", "kernels")
+	return run(t, []string{folder, filepath.Join(folder, "..", "..", "internal", "cuda", "layout"), examples},
+		"-I"+emulation, "-I"+folder, "-I"+filepath.Join(folder, "include"), "-I"+examples, filepath.Join(emulation, "device.cpp"))
 }
 
-func run(t *testing.T, build func() ([]byte, error)) bool {
+func run(t *testing.T, inputs []string, paths ...string) bool {
 	t.Helper()
 	if os.Getenv(child) != "" {
 		d, err := cuda.Open()
@@ -181,14 +175,13 @@ func run(t *testing.T, build func() ([]byte, error)) bool {
 	} else if errors.Is(err, cuda.ErrNotBuilt) {
 		t.Skip(err)
 	}
-	library, err := build()
+	dir := t.TempDir()
+	err := build(dir, inputs, paths...)
 	if errors.Is(err, exec.ErrNotFound) {
 		t.Skip("needs a C++ compiler")
 	}
 	require.NoError(t, err)
-	dir := t.TempDir()
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "libcuda.so.1"), library, 0o777))
-	args := []string{"-test.run=^" + t.Name() + "$", "-test.count=1", "-test.timeout=5m"}
+	args := []string{"-test.run=^" + t.Name() + "$", "-test.count=1", "-test.timeout=20m"}
 	if testing.Short() {
 		args = append(args, "-test.short")
 	}

@@ -37,6 +37,7 @@ enum {
 	SW_FAULT_INDEX = 6, /* peer's token has a choice that is no expert: sent holds the token, expected the choice, limit the expert */
 	SW_FAULT_OVERFLOW = 7, /* peer would get more rows than it has room for: sent rows, limit; expected holds the expert, or all bits where it is the output as a whole */
 	SW_FAULT_SPLITS = 8, /* peer, which can be this rank, has splits in device memory that reach past a buffer: sent holds the bytes, expected the offset, limit the buffer's length */
+	SW_FAULT_MASKED = 9, /* this rank is masked: the others go on without it */
 };
 
 /* Transfers between two ranks. */
@@ -74,6 +75,8 @@ enum {
 	SW_DISPATCH_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
 	SW_DISPATCH_WINDOW = 64, /* rows of one rank that are told together when they are made */
 	SW_TOKEN_WEIGHTS_THREADS = 256, /* of a block of token_weights */
+	SW_MASKED_RANKS = 16,
+	SW_MASK_ENDED = 32, /* of a mask word: the bit of rank 0 among those of ranks whose processes have ended */
 };
 
 /* The bits of a launch's mode. */
@@ -316,6 +319,38 @@ struct sw_dispatch_sum {
 	uint64_t bias1;
 };
 
+/* The control block of a dispatcher with Masks, in every rank's segment. */
+struct sw_mask {
+	uint64_t mask; /* bit r: rank r is masked, bit maskEnded+r: its process has ended, too. Any rank sets bits, only this one clears them */
+	uint64_t asks; /* not 0 while this rank wants to be unmasked */
+	uint64_t taken; /* rank 0's counts: what was decided at a combine, see masks.cuh */
+	uint64_t call; /* whom the last call does without, see masks.cuh */
+	uint32_t lost; /* ranks whose data has not come to all blocks of the running kernel */
+	uint32_t ended; /* blocks of it that are through */
+	uint32_t total; /* requests of this rank's host that mask has, */
+	uint32_t seen[SW_MASKED_RANKS]; /* and those for each rank */
+};
+
+/* What a rank's host wants to be masked, in pinned host memory, which kernels read also while the driver is busy. Numbers
+ * only grow, and total is written last. */
+struct sw_mask_requests {
+	uint32_t number[SW_MASKED_RANKS]; /* of requests to mask each rank */
+	uint32_t ended; /* bits of the ranks whose processes have ended */
+	uint32_t total; /* of requests */
+};
+
+/* A launch of dispatch_mask or dispatch_unmask. */
+struct sw_mask_args {
+	struct sw_world world;
+	uint64_t masks; /* of struct sw_mask */
+	uint64_t bits; /* to set in all mask words, or the whole of this rank's */
+	uint32_t rank; /* that is masked */
+	uint32_t number; /* of the request among those for the rank, */
+	uint32_t total; /* and among all */
+	uint64_t epoch; /* calls that the others have made */
+	uint64_t control; /* of the handle's struct sw_control */
+};
+
 /* One launch for MoE dispatch. Places are the same on every rank. */
 struct sw_dispatch_args {
 	struct sw_world world;
@@ -342,6 +377,8 @@ struct sw_dispatch_args {
 	struct sw_dispatch_rows out;
 	struct sw_dispatch_sum sum;
 	uint32_t first[SW_DISPATCH_FIRST]; /* slots before each rank's */
+	uint64_t masks; /* of struct sw_mask, by which calls go on without ranks; 0: none do */
+	uint64_t requests; /* address of struct sw_mask_requests */
 };
 
 /* Where the words of a reduction's control block lie. All but the slots must be zero before the first call. */

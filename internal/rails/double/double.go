@@ -77,14 +77,19 @@ type end struct {
 	sent        map[stream]uint64
 	got         map[stream]*landed
 	under       int // puts that have not left
+	begun       uint64
+	first       uint64          // puts that have left with all before them
+	gone        map[uint64]bool // and those that have left before an older one
 	left        chan struct{}
+	came        chan struct{} // a put has landed, or the end is interrupted
 }
 
 // Open makes an end.
 func (n *Net) Open(cfg rails.Config) (rails.Rail, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	e := &end{net: n, cfg: cfg, name: len(n.ends), peers: map[int]*end{}, sent: map[stream]uint64{}, got: map[stream]*landed{}, left: make(chan struct{}, 1)}
+	e := &end{net: n, cfg: cfg, name: len(n.ends), peers: map[int]*end{}, sent: map[stream]uint64{}, got: map[stream]*landed{}, left: make(chan struct{}, 1), gone: map[uint64]bool{},
+		came: make(chan struct{}, 1)}
 	n.ends = append(n.ends, e)
 	return e, nil
 }
@@ -148,11 +153,22 @@ func (e *end) Put(peer int, place int64, src []byte, signal int64) error {
 	e.sent[s]++
 	p := put{from: e.cfg.Rank, to: peer, key: e.cfg.Key, dst: dst, place: place, signal: signal, seq: e.sent[s]}
 	e.under++
+	e.begun++
+	number := e.begun
 	time.AfterFunc(takes, func() {
-		p.data = slices.Clone(src) // not before: its memory is the rail's until now
 		e.mu.Lock()
+		closed := e.closed // then its memory may be gone
+		if !closed {
+			p.data = slices.Clone(src) // not before: its memory is the rail's until now
+		}
 		e.under--
+		for e.gone[number] = true; e.gone[e.first+1]; e.first++ {
+			delete(e.gone, e.first+1)
+		}
 		e.mu.Unlock()
+		if closed {
+			return
+		}
 		select {
 		case e.left <- struct{}{}:
 		default:
@@ -179,7 +195,6 @@ func (e *end) land(p *put) bool {
 		e.refused.Add(1)
 		return false
 	}
-	copy(e.cfg.Segment[p.place:], p.data)
 	s := stream{p.from, p.signal}
 	word := shm.Word(e.cfg.Segment, p.signal)
 	l := e.got[s]
@@ -187,12 +202,18 @@ func (e *end) land(p *put) bool {
 		l = &landed{}
 		e.got[s] = l
 	}
+	if p.seq <= l.seq || slices.Contains(l.early, p.seq) {
+		e.refused.Add(1)
+		return false
+	}
+	copy(e.cfg.Segment[p.place:], p.data)
 	l.early = append(l.early, p.seq)
 	slices.Sort(l.early)
 	for len(l.early) > 0 && l.early[0] == l.seq+1 {
 		l.seq, l.early = l.early[0], l.early[1:]
 	}
 	word.Store(l.seq)
+	e.wake()
 	return true
 }
 
@@ -206,6 +227,12 @@ func (e *end) Forget(from, to int64) {
 
 func (e *end) isOpen(off, n int64) bool {
 	return slices.ContainsFunc(e.windows, func(w [2]int64) bool { return off >= w[0] && off <= w[1] && n <= w[1]-off })
+}
+
+func (e *end) Left() (begun, left uint64, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.begun, e.first, e.usable()
 }
 
 func (e *end) Flush(ctx context.Context) error {
@@ -225,13 +252,29 @@ func (e *end) Flush(ctx context.Context) error {
 	}
 }
 
+func (e *end) wake() {
+	select {
+	case e.came <- struct{}{}:
+	default:
+	}
+}
+
+func (e *end) Wait(d time.Duration) {
+	select {
+	case <-e.came:
+	case <-time.After(d):
+	}
+}
+
 func (e *end) Progress() bool { return false }
+func (e *end) Resume()        {}
 func (e *end) Refused() int64 { return e.refused.Load() }
 
 func (e *end) Interrupt() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.interrupted = true
+	e.wake()
 }
 
 func (e *end) Close() error {

@@ -5,7 +5,10 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
+	"fmt"
 	"math/rand/v2"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -24,7 +27,7 @@ const Key = 0x5157495443485952
 const (
 	segment = 8 << 20
 	signals = 4096 // words that puts name; bytes begin behind them
-	wait    = 20 * time.Second
+	wait    = time.Minute
 )
 
 // End is one rank of a test.
@@ -62,6 +65,25 @@ func Ends(t testing.TB, n int, open func(rails.Config) (rails.Rail, error)) []*E
 	return ends
 }
 
+// Rung is Ends with a channel for each, which holds something once the end has been rung since.
+func Rung(t testing.TB, n int, open func(rails.Config) (rails.Rail, error)) ([]*End, []chan struct{}) {
+	rings := make([]chan struct{}, n)
+	for i := range rings {
+		rings[i] = make(chan struct{}, 1)
+	}
+	return Ends(t, n, func(c rails.Config) (rails.Rail, error) {
+		ring, rung := c.Ring, rings[c.Rank]
+		c.Ring = func() {
+			ring()
+			select {
+			case rung <- struct{}{}:
+			default:
+			}
+		}
+		return open(c)
+	}), rings
+}
+
 // mapped is a segment: memory outside of Go's, which goes after the rails have been closed.
 func mapped(t testing.TB) []byte {
 	b, err := unix.Mmap(-1, 0, segment, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
@@ -96,6 +118,9 @@ func Run(t *testing.T, open func(rails.Config) (rails.Rail, error)) {
 	t.Run("order", func(t *testing.T) { order(t, Ends(t, 3, open)) })
 	t.Run("forget", func(t *testing.T) { forget(t, Ends(t, 2, open)) })
 	t.Run("bounds", func(t *testing.T) { bounds(t, Ends(t, 2, open), open) })
+	t.Run("twice", func(t *testing.T) { twice(t, Ends(t, 2, open), open) })
+	t.Run("wait", func(t *testing.T) { waiting(t, Ends(t, 2, open)) })
+	t.Run("rings", func(t *testing.T) { ringing(t, open) })
 	t.Run("interrupt", func(t *testing.T) { interrupt(t, Ends(t, 2, open)) })
 	t.Run("close", func(t *testing.T) { closing(t, Ends(t, 2, open)) })
 }
@@ -113,6 +138,9 @@ func bytesThenSignal(t *testing.T, ends []*End) {
 		require.True(t, bytes.Equal(src, ends[1].Segment[place:place+int64(size)]), "%d bytes", size)
 		require.Eventually(t, func() bool { return ends[1].rings.Load() > before }, wait, time.Millisecond, "%d bytes", size)
 		require.NoError(t, ends[0].Flush(t.Context()))
+		begun, left, err := ends[0].Left()
+		require.NoError(t, err)
+		require.EqualValues(t, []uint64{uint64(k + 1), uint64(k + 1)}, []uint64{begun, left})
 	}
 	require.Zero(t, ends[0].Word(64))
 	require.Zero(t, ends[1].Refused())
@@ -166,6 +194,84 @@ func forget(t *testing.T, ends []*End) {
 	require.EqualValues(t, 1, ends[1].Word(word))
 }
 
+// A rank that sleeps on the rail lands what comes itself. Later puts land without it, and an interrupt ends its sleep.
+func waiting(t *testing.T, ends []*End) {
+	const rounds = 50
+	go func() {
+		for k := range uint64(rounds) {
+			for ends[1].Word(128) < k+1 {
+				ends[1].Wait(wait)
+			}
+			if ends[1].Put(0, signals, make([]byte, 100), 128) != nil {
+				return
+			}
+		}
+	}()
+	for k := range uint64(rounds) {
+		require.NoError(t, ends[0].Put(1, signals, make([]byte, 100), 128))
+		for end := time.Now().Add(wait); ends[0].Word(128) < k+1; ends[0].Wait(time.Second) {
+			require.Less(t, time.Now(), end, "round %d", k)
+		}
+	}
+	for k := range uint64(20) {
+		if k%2 == 0 {
+			ends[1].Wait(0)
+			ends[1].Resume()
+		} else {
+			ends[1].Wait(0)
+		}
+		require.NoError(t, ends[0].Put(1, signals, nil, 256))
+		Await(t, ends[1], 256, k+1)
+	}
+	asleep := make(chan struct{})
+	go func() {
+		defer close(asleep)
+		ends[1].Wait(0)
+		for ends[1].Put(0, signals, nil, 512) == nil {
+			ends[1].Wait(wait)
+		}
+	}()
+	time.Sleep(10 * time.Millisecond)
+	start := time.Now()
+	ends[1].Interrupt()
+	<-asleep
+	require.Less(t, time.Since(start), wait/2)
+}
+
+// Each call that lands something rings for it: ranks that sleep until then wake up, also where another goroutine of theirs puts.
+func ringing(t *testing.T, open func(rails.Config) (rails.Rail, error)) {
+	const rounds, word, other = 200, 128, 256
+	ends, rings := Rung(t, 2, open)
+	var all sync.WaitGroup
+	errs := make([]error, 4)
+	for i, e := range ends {
+		all.Go(func() {
+			late := time.After(wait)
+			for k := range uint64(rounds) {
+				if errs[i] = e.Put(1-i, signals, make([]byte, 100), word); errs[i] != nil {
+					return
+				}
+				for e.Word(word) <= k {
+					select {
+					case <-rings[i]:
+					case <-late:
+						errs[i] = fmt.Errorf("rank %d was not rung for put %d, and there are %d", i, k+1, e.Word(word))
+						return
+					}
+				}
+			}
+		})
+		all.Go(func() {
+			for range rounds {
+				errs[2+i] = errors.Join(errs[2+i], e.Put(1-i, 2*signals, make([]byte, 10), other))
+				time.Sleep(20 * time.Microsecond)
+			}
+		})
+	}
+	all.Wait()
+	require.NoError(t, errors.Join(errs...))
+}
+
 // A message to memory that is not open, or without the key, changes nothing and is counted.
 func bounds(t *testing.T, ends []*End, open func(rails.Config) (rails.Rail, error)) {
 	before := bytes.Clone(ends[1].Segment)
@@ -205,6 +311,38 @@ func bounds(t *testing.T, ends []*End, open func(rails.Config) (rails.Rail, erro
 	require.ErrorIs(t, ends[0].Open(segment-8, 16), comm.ErrInvalid)
 }
 
+// A put that is delivered again changes nothing and is counted, whether its word tells of it or an earlier one has not come.
+func twice(t *testing.T, ends []*End, open func(rails.Config) (rails.Rail, error)) {
+	const word = 512
+	var bad int64
+	for i := range byte(3) { // each is a rank 0, whose first put is refused
+		c := rails.Config{Rank: 0, Size: 2, Key: Key, Segment: mapped(t), Ring: func() {}}
+		r, err := open(c)
+		require.NoError(t, err)
+		defer r.Close()
+		require.NoError(t, r.Connect(1, ends[1].Address()))
+		require.NoError(t, r.Put(1, -1, []byte{1}, word))
+		require.NoError(t, r.Put(1, signals, []byte{10 + i}, word))
+		if bad++; i > 0 {
+			bad++
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), wait)
+		require.NoError(t, r.Flush(ctx))
+		cancel()
+		require.Eventually(t, func() bool { return ends[1].Refused() >= bad && ends[1].Segment[signals] == 10 }, wait, time.Millisecond)
+		if i == 1 { // the earlier one
+			require.Zero(t, ends[1].Word(word))
+			require.NoError(t, ends[0].Put(1, 2*signals, []byte{20}, word))
+			Await(t, ends[1], word, 2)
+		}
+	}
+	require.EqualValues(t, []any{bad, uint64(2), byte(10)}, []any{ends[1].Refused(), ends[1].Word(word), ends[1].Segment[signals]})
+	require.NoError(t, ends[0].Put(1, signals, []byte{30}, word)) // number 2 again
+	require.NoError(t, ends[0].Put(1, signals, []byte{40}, word))
+	Await(t, ends[1], word, 3)
+	require.Eventually(t, func() bool { return ends[1].Refused() == bad+1 }, wait, time.Millisecond)
+}
+
 // After Interrupt nothing is sent, and nothing lands of what peers go on sending, so the segment may be used for other things.
 func interrupt(t *testing.T, ends []*End) {
 	src := bytes.Repeat([]byte{0xef}, 512<<10)
@@ -220,6 +358,8 @@ func interrupt(t *testing.T, ends []*End) {
 	ends[0].Interrupt()
 	require.ErrorIs(t, ends[0].Put(1, signals, nil, 0), comm.ErrAborted)
 	require.ErrorIs(t, ends[0].Flush(t.Context()), comm.ErrAborted)
+	_, _, err := ends[0].Left()
+	require.ErrorIs(t, err, comm.ErrAborted)
 	clear(ends[0].Segment)
 	for range 10 {
 		send()

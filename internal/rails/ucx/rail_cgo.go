@@ -32,18 +32,26 @@ import (
 // maxAddress is the most bytes that a worker's address has.
 const maxAddress = 16 << 10
 
-// Rail is one rank's end. One goroutine of it sleeps on the worker's event descriptor, and rings once something has landed.
+// Rail is one rank's end. One goroutine of it sleeps on the worker's event descriptor, and rings once something has landed. A rank that waits
+// for nothing but the rail sleeps there itself, which saves two changes of threads a put.
 type Rail struct {
 	cfg     rails.Config
 	address []byte
 
+	efd         int32
+	bell        int // a semaphore: something has landed, or the rail is over, while a rank slept
 	interrupted atomic.Bool
 	ended       chan struct{} // the goroutine has
+	waited      atomic.Bool   // a rank has slept on the descriptor since the goroutine looked
+	paused      atomic.Bool   // the goroutine leaves the rail to such ranks
+	back        chan struct{} // the goroutine is wanted back
 
 	mu     sync.Mutex
 	r      *C.swu_rail // nil after Close
 	closed bool
 	landed uint64 // puts that have been rung for
+	seen   uint64 // of these, before the last Wait returned
+	asleep int    // ranks that sleep, and have not been woken
 	pins   runtime.Pinner
 	pinned bool
 }
@@ -64,9 +72,15 @@ func Open(cfg rails.Config) (rails.Rail, error) {
 		C.swu_close(r)
 		return nil, fmt.Errorf("ucx: %w: %s", ErrUnavailable, text(why))
 	}
+	bell, err := unix.Eventfd(0, unix.EFD_NONBLOCK|unix.EFD_CLOEXEC|unix.EFD_SEMAPHORE)
+	if err != nil {
+		C.swu_close(r)
+		return nil, fmt.Errorf("ucx: eventfd: %w", err)
+	}
 	version := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, uint32(major)), uint32(minor))
-	rail := &Rail{cfg: cfg, r: r, address: append(version, address[:n]...), ended: make(chan struct{})}
-	go rail.attend(int32(C.swu_efd(r)))
+	rail := &Rail{cfg: cfg, r: r, address: append(version, address[:n]...), ended: make(chan struct{}),
+		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell}
+	go rail.attend()
 	return rail, nil
 }
 
@@ -133,15 +147,23 @@ func (r *Rail) Open(off, n int64) error {
 	return nil
 }
 
-// Put sends one active message.
+// Put sends one active message. It does what there is to do, so something else may land.
 func (r *Rail) Put(peer int, place int64, src []byte, signal int64) error {
+	landed, err := r.put(peer, place, src, signal)
+	if landed {
+		r.cfg.Ring()
+	}
+	return err
+}
+
+func (r *Rail) put(peer int, place int64, src []byte, signal int64) (landed bool, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if err := r.usable(peer); err != nil {
-		return err
+		return false, err
 	}
 	if C.swu_failed(r.r, C.uint32_t(peer)) != 0 {
-		return fmt.Errorf("ucx: put: %w", &comm.PeerError{Rank: peer, Err: fmt.Errorf("%w: its connection has failed", comm.ErrPeerLost)})
+		return false, fmt.Errorf("ucx: put: %w", &comm.PeerError{Rank: peer, Err: fmt.Errorf("%w: its connection has failed", comm.ErrPeerLost)})
 	}
 	if len(src) > 0 { // it is read after the call
 		r.pins.Pin(unsafe.SliceData(src))
@@ -150,13 +172,13 @@ func (r *Rail) Put(peer int, place int64, src []byte, signal int64) error {
 	var why [256]byte
 	if C.swu_put(r.r, C.uint32_t(peer), C.int64_t(place), unsafe.Pointer(unsafe.SliceData(src)), C.int64_t(len(src)), C.int64_t(signal),
 		(*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
-		return fmt.Errorf("ucx: put to rank %d: %s", peer, text(why[:]))
+		return false, fmt.Errorf("ucx: put to rank %d: %s", peer, text(why[:]))
 	}
-	C.swu_progress(r.r)
+	_, landed = r.progress()
 	if r.counts().sending > 0 {
 		C.swu_wake(r.r) // the goroutine may sleep, and has to go on with it
 	}
-	return nil
+	return landed, nil
 }
 
 // Forget drops the numbers of puts.
@@ -206,6 +228,17 @@ func (r *Rail) Flush(ctx context.Context) error {
 	}
 }
 
+// Left is that of now: Wait, and the rail's own goroutine, go on with puts.
+func (r *Rail) Left() (begun, left uint64, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed || r.interrupted.Load() {
+		return 0, 0, r.usable(-1)
+	}
+	c := r.counts()
+	return uint64(c.begun), uint64(c.left), nil
+}
+
 // Progress does nothing while another goroutine does it.
 func (r *Rail) Progress() bool {
 	if !r.mu.TryLock() {
@@ -219,7 +252,8 @@ func (r *Rail) Progress() bool {
 	return landed
 }
 
-// progress does what there is to do. The caller holds mu, and rings after it if something has landed.
+// progress does what there is to do. The caller holds mu, and rings after it if something has landed. A rank that sleeps is woken: the event
+// that it sleeps on has been taken.
 func (r *Rail) progress() (busy, landed bool) {
 	if r.closed || r.interrupted.Load() {
 		return false, false
@@ -228,26 +262,97 @@ func (r *Rail) progress() (busy, landed bool) {
 	c := r.counts()
 	landed = uint64(c.landed) != r.landed
 	r.landed = uint64(c.landed)
+	if landed {
+		r.rouse()
+	}
 	return busy, landed
 }
 
-// attend sleeps until UCX has something to do, does it and rings, until Interrupt or Close.
-func (r *Rail) attend(efd int32) {
+// rouse wakes the ranks that sleep. The caller holds mu.
+func (r *Rail) rouse() {
+	if r.asleep > 0 {
+		_, _ = unix.Write(r.bell, binary.NativeEndian.AppendUint64(nil, uint64(r.asleep)))
+		r.asleep = 0
+	}
+}
+
+// turn does what there is to do, and rings. If there was nothing the caller may sleep on the event, but for a rank that has not seen what others
+// have landed since its last Wait; it counts as asleep then. over says that the rail is.
+func (r *Rail) turn(rank bool) (sleep, over bool) {
+	r.mu.Lock()
+	busy, landed := r.progress()
+	over = r.closed || r.interrupted.Load()
+	if sleep = !over && !busy && !landed && (!rank || r.seen == r.landed) && C.swu_arm(r.r) == 0; sleep && rank {
+		r.asleep++
+	}
+	if rank {
+		r.seen = r.landed
+	}
+	r.mu.Unlock()
+	if landed {
+		r.cfg.Ring()
+	}
+	return sleep, over
+}
+
+// away is how long the goroutine leaves the rail to ranks that wait.
+const away = time.Millisecond
+
+// attend sees to the rail, until Interrupt or Close.
+func (r *Rail) attend() {
 	defer close(r.ended)
+	timer := time.NewTimer(away)
+	defer timer.Stop()
 	for {
-		r.mu.Lock()
-		busy, landed := r.progress()
-		over := r.closed || r.interrupted.Load()
-		sleep := !over && !busy && !landed && C.swu_arm(r.r) == 0
-		r.mu.Unlock()
-		if landed {
-			r.cfg.Ring()
-		}
-		switch {
-		case over:
+		sleep, over := r.turn(false)
+		if over {
 			return
-		case sleep:
-			_, _ = unix.Poll([]unix.PollFd{{Fd: efd, Events: unix.POLLIN}}, -1) // whatever ends it, there is a look
+		}
+		if sleep {
+			_, _ = unix.Ppoll([]unix.PollFd{{Fd: r.efd, Events: unix.POLLIN}}, nil, nil) // whatever ends it, there is a look
+		}
+		r.paused.Store(true)
+		for r.waited.Swap(false) {
+			timer.Reset(away)
+			select {
+			case <-r.back:
+			case <-timer.C:
+			}
+		}
+		r.paused.Store(false)
+	}
+}
+
+// Wait does what the goroutine does. That, or a Put, may take the event that ends its sleep, and land what came with it: then the bell does.
+func (r *Rail) Wait(d time.Duration) {
+	r.waited.Store(true)
+	if sleep, _ := r.turn(true); !sleep {
+		return
+	}
+	until := unix.NsecToTimespec(int64(d))
+	_, _ = unix.Ppoll([]unix.PollFd{{Fd: r.efd, Events: unix.POLLIN}, {Fd: int32(r.bell), Events: unix.POLLIN}}, &until, nil)
+	r.mu.Lock()
+	switch {
+	case r.asleep > 0:
+		r.asleep--
+	case r.r != nil: // else the bell is closed
+		var ring [8]byte
+		_, _ = unix.Read(r.bell, ring[:])
+	}
+	_, landed := r.progress()
+	r.seen = r.landed
+	r.mu.Unlock()
+	if landed {
+		r.cfg.Ring()
+	}
+}
+
+// Resume ends the goroutine's pause.
+func (r *Rail) Resume() {
+	if r.waited.Store(false); r.paused.Load() {
+		select {
+		case r.back <- struct{}{}:
+		default:
 		}
 	}
 }
@@ -268,6 +373,8 @@ func (r *Rail) Interrupt() {
 	defer r.mu.Unlock()
 	if !r.closed && !r.interrupted.Swap(true) {
 		C.swu_wake(r.r)
+		r.rouse()
+		r.Resume()
 	}
 }
 
@@ -278,6 +385,8 @@ func (r *Rail) Close() error {
 	r.closed = true
 	if !was {
 		C.swu_wake(r.r)
+		r.rouse()
+		r.Resume()
 	}
 	r.mu.Unlock()
 	<-r.ended
@@ -289,5 +398,5 @@ func (r *Rail) Close() error {
 	C.swu_close(r.r)
 	r.r = nil
 	r.pins.Unpin()
-	return nil
+	return unix.Close(r.bell)
 }

@@ -49,16 +49,7 @@ func BenchmarkRoundTrip(b *testing.B) {
 	need(b)
 	for _, bytes := range []int{8, 1 << 10, 64 << 10, 256 << 10, 1 << 20} {
 		b.Run(fmt.Sprint(bytes), func(b *testing.B) {
-			rings := [2]chan struct{}{make(chan struct{}, 1), make(chan struct{}, 1)}
-			ends := railtest.Ends(b, 2, func(c rails.Config) (rails.Rail, error) {
-				c.Ring = func() {
-					select {
-					case rings[c.Rank] <- struct{}{}:
-					default:
-					}
-				}
-				return Open(c)
-			})
+			ends, rings := railtest.Rung(b, 2, Open)
 			src := ends[0].Segment[1<<20:][:bytes]
 			b.ResetTimer()
 			go func() {

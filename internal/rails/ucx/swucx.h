@@ -57,6 +57,8 @@ typedef struct {
 	uint64_t landed;   // puts
 	uint64_t refused;  // messages
 	uint64_t sending;  // puts whose memory is still read
+	uint64_t begun;    // puts of this rank so far
+	uint64_t left;     // of those, from the first on, the ones whose memory is read no more
 	uint64_t failures; // of connections
 } swu_counts;
 

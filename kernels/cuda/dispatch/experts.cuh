@@ -9,6 +9,7 @@
 #pragma once
 
 #include "landing.cuh"
+#include "padding.cuh"
 #include "routing.cuh"
 #include "sums.cuh"
 
@@ -44,51 +45,9 @@ struct take_board {
 	u32 from[SW_MAX_RANKS];      // rows by expert from each rank, in the first block
 	u32 first[SW_MAX_RANKS + 1]; // of all ranks' blocks, counted one after the other
 	u32 over;                    // the first slot that overflows
+	u32 out, gone;               // the ranks that the call does without, and those of which counts are missing
 	arrivals full[SW_DISPATCH_PASS_THREADS / 32];
 };
-
-// How many rows a slot takes in an output.
-__device__ __forceinline__ u32 span_of(const sw_dispatch_args &a, u32 rows)
-{
-	return a.out.capacity != 0 ? static_cast<u32>(a.out.capacity)
-	                           : static_cast<u32>((rows + a.out.align - 1) / a.out.align * a.out.align);
-}
-
-// Where a word of the scales of a row by expert lies.
-__device__ __forceinline__ u64 row_scale(const sw_dispatch_args &a, u32 row, u32 word, u32 slot)
-{
-	if ((a.mode & SW_DISPATCH_COLUMNS) == 0)
-		return a.out.scales + 4 * (static_cast<u64>(row) * a.scale_words + word);
-	if (a.out.capacity != 0)
-		return a.out.scales + 4 * ((static_cast<u64>(slot) * a.scale_words + word) * a.out.capacity + row -
-		                           slot * a.out.capacity);
-	return a.out.scales + 4 * (static_cast<u64>(word) * a.out.most + row);
-}
-
-// Zeroes the rows of width bytes at rows that belong to no token and their scales, and marks them in sources and
-// weights (addresses, or 0). Blocks share the slots, of which counts and offsets say where rows are.
-__device__ __forceinline__ void zero_padding(const sw_dispatch_args &a, u64 rows, u32 width, u64 *sources,
-                                             float *weights, const u32 *counts, const u32 *offsets)
-{
-	if ((a.mode & SW_DISPATCH_ZERO) == 0)
-		return;
-	u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, lane = threadIdx.x & 31;
-#pragma unroll 1
-	for (u32 slot = blockIdx.x; slot < a.local; slot += gridDim.x)
-#pragma unroll 1
-		for (u32 r = offsets[slot] + counts[slot] + warp; r < offsets[slot + 1]; r += warps) {
-#pragma unroll 1
-			for (u32 at = lane * 16; at < width; at += 512)
-				store_vector(rows + static_cast<u64>(r) * width + at, make_uint4(0, 0, 0, 0));
-			if (sources != 0 && lane == 0)
-				sources[r] = ~0ull;
-			if (weights != 0 && lane == 0)
-				weights[r] = 0;
-#pragma unroll 1
-			for (u32 w = lane; w < a.scale_words; w += 32)
-				*view<volatile u32>(row_scale(a, r, w, slot)) = 0;
-		}
-}
 
 struct taker {
 	const sw_dispatch_args &a;
@@ -96,8 +55,9 @@ struct taker {
 	u32 *count, *first, *base; // by local slot: rows, the first of them, and by rank and slot the first from there
 	u64 epoch;
 	u32 warp, lane, n;
-	u32 moved; // parts of rows that this warp has loaded
-	u8 *place; // where it has them
+	u32 moved;   // parts of rows that this warp has loaded
+	u8 *place;   // where it has them
+	u32 out = 0; // the ranks that the call does without, by few tokens
 	bool cached;
 
 	// The bytes of dynamic shared memory in front of the warps' places.
@@ -119,18 +79,44 @@ struct taker {
 	// alike.
 	__device__ __forceinline__ bool load_counts()
 	{
+		do
+			if (!add_counts())
+				return false;
+		while (masks::on(a) && !decided()); // then anew
+		return fits();
+	}
+
+	// Whether all blocks agree on whose counts this one has added up.
+	__device__ __forceinline__ bool decided()
+	{
+		if (threadIdx.x == 0) {
+			u32 now = masks::decide(a, b.gone);
+			b.gone |= now ^ out;
+			b.out = now;
+		}
+		__syncthreads();
+		u32 gone = b.gone;
+		out = b.out;
+		__syncthreads();
+		return gone == 0;
+	}
+
+	__device__ __forceinline__ bool add_counts()
+	{
 		bool good = true, teller = blockIdx.x == 0;
-		u32 me = a.world.rank;
+		u32 me = a.world.rank, gone = 0;
 		if (threadIdx.x < n)
 			b.total[threadIdx.x] = b.from[threadIdx.x] = 0;
 		if (threadIdx.x == 0)
 			b.over = ~0u;
+		if (masks::on(a) && threadIdx.x == 0)
+			b.gone = 0;
 		__syncthreads();
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i - lane < a.slots; i += blockDim.x) {
 			u32 slot = min(i, a.slots - 1), rows = 0, r = 0;
 			bool mine = slot >= a.first[me] && slot < a.first[me + 1];
-			good &= each_slot_count(a, slot, epoch, [&](u32 src, u32 some) {
+			good &= each_slot_count(a, slot, epoch, out, gone, [&](u32 src, u32 some) {
 				if (mine)
 					base[src * a.local + slot - a.first[me]] = rows;
 				rows += some;
@@ -154,8 +140,15 @@ struct taker {
 				r++;
 			atomicAdd(&b.total[r], span_of(a, rows));
 		}
-		if (__syncthreads_or(!good))
-			return false;
+		if (gone != 0)
+			atomicOr(&b.gone, gone);
+		return !__syncthreads_or(!good);
+	}
+
+	// False when an output would overflow.
+	__device__ __forceinline__ bool fits()
+	{
+		u32 me = a.world.rank;
 		if (b.over != ~0u) {
 			if (b.over >= a.first[me] && b.over < a.first[me + 1] && threadIdx.x == 0)
 				overflow(me, b.over, count[b.over - a.first[me]], a.out.capacity);

@@ -12,7 +12,8 @@ namespace sw {
 struct placement {
 	const sw_dispatch_args &a;
 	const u32 *cache; // of the first experts: the slot, or where its copies are
-	static constexpr u32 copies = 1u << 31;
+	u32 out = 0;      // the ranks that the call does without: their copies of experts are passed over
+	static constexpr u32 copies = 1u << 31, none = ~0u;
 
 	// All threads of the block, which meet before the first use. The table does not change while calls are under
 	// way.
@@ -23,14 +24,29 @@ struct placement {
 			cache[e] = __ldg(c + e + 1) - __ldg(c + e) == 1 ? __ldg(slots + __ldg(c + e)) : copies;
 	}
 
-	// The slot for an expert of token t of this rank.
+	// The slot for an expert of token t of this rank, none where the call does without all of its copies.
 	__device__ __forceinline__ u32 slot(u32 e, u32 t) const
 	{
+		if (out != 0)
+			return elsewhere(e, t);
 		if (e < SW_DISPATCH_TABLE && cache[e] != copies)
 			return cache[e];
 		const u32 *c = a.table;
 		u32 first = __ldg(c + e), count = __ldg(c + e + 1) - first;
 		return __ldg(c + a.experts + 1 + first + (a.world.rank + t) % count);
+	}
+
+	__device__ __noinline__ u32 elsewhere(u32 e, u32 t) const
+	{
+		const u32 *c = a.table;
+		u32 first = __ldg(c + e), count = __ldg(c + e + 1) - first;
+#pragma unroll 1
+		for (u32 i = 0; i < count; i++) {
+			u32 s = __ldg(c + a.experts + 1 + first + (a.world.rank + t + i) % count);
+			if ((out >> rank(s) & 1) == 0)
+				return s;
+		}
+		return none;
 	}
 
 	__device__ __forceinline__ u32 rank(u32 slot) const
@@ -63,7 +79,7 @@ __device__ __forceinline__ u32 number_in(u64 v) { return static_cast<u32>(v >> 3
 __device__ __forceinline__ bool is_expert(const sw_dispatch_args &a, i64 e) { return e >= 0 && e < a.experts; }
 
 // Calls f with token, number, slot and rank of each choice of `tokens` tokens from the first on that has an expert, by
-// all threads of a block. A choice that is no expert is noted in bad.
+// all threads of a block, where the call has a rank for it. A choice that is no expert is noted in bad.
 template <typename F>
 __device__ __forceinline__ void each_choice(const sw_dispatch_args &a, const placement &p, u32 first, u32 tokens,
                                             u64 &bad, F f)
@@ -94,7 +110,8 @@ __device__ __forceinline__ void each_choice(const sw_dispatch_args &a, const pla
 			u32 i = begin + j * blockDim.x, t = i / a.top_k, k = i - t * a.top_k;
 			if (is_expert(a, e[j])) {
 				u32 slot = p.slot(static_cast<u32>(e[j]), first + t);
-				f(t, k, slot, p.rank(slot));
+				if (slot != placement::none)
+					f(t, k, slot, p.rank(slot));
 			} else if (e[j] != -1 && bad == 0)
 				bad = 1ull << 63 | static_cast<u64>((first + t) & 0xffffff) << 38 |
 				      static_cast<u64>(k) << 32 | static_cast<u32>(e[j]);

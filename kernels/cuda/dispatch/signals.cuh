@@ -8,7 +8,7 @@
 // one, but not the call after, since it waits for every peer in every call.
 #pragma once
 
-#include "state.cuh"
+#include "masks.cuh"
 
 namespace sw {
 
@@ -74,6 +74,7 @@ struct patience {
 	u32 peer;
 	wait w;
 	u64 since;
+	masks::patient without; // the peer, when it is masked
 
 	__device__ __forceinline__ patience(const sw_dispatch_args &a, u32 peer) : a(a), peer(peer), since(0) {}
 	// One that also ends when the ranks' calls turn out to differ.
@@ -82,13 +83,15 @@ struct patience {
 		w.epoch = epoch;
 	}
 
-	// After a failed poll. False when the wait is given up, which is recorded.
+	// After a failed poll. False when the wait goes on without the peer, or is given up, which is recorded.
 	__device__ __forceinline__ bool more(u64 epoch, bool sending)
 	{
 		if (since == 0)
 			since = now_ns();
-		if (w.slow(a.world))
+		if (without.more(a, w, peer))
 			return true;
+		if (without.gone)
+			return false;
 		give_up(a.world, w.kind, peer, epoch, sending);
 		return false;
 	}
@@ -102,22 +105,35 @@ struct patience {
 	}
 };
 
-// A word that carries the call's number: its number, when it has come. False when the wait was given up.
-__device__ __forceinline__ bool await_number(const sw_dispatch_args &a, u64 place, u64 epoch, u32 peer, u32 &n)
+// A word that carries the call's number: its number, when it has come; 0 where the peer is masked, which `gone` has
+// then. False when the wait was given up.
+__device__ __forceinline__ bool await_number(const sw_dispatch_args &a, u64 place, u64 epoch, u32 peer, u32 &n,
+                                             u32 &gone)
 {
 	patience p(a, peer, epoch);
 	u64 v;
 #pragma unroll 1
 	while (!is_of(v = load_relaxed_sys(place), epoch))
-		if (!p.more(epoch, false))
-			return false;
+		if (!p.more(epoch, false)) {
+			n = 0;
+			gone |= p.without.gone ? 1u << peer : 0;
+			return p.without.gone;
+		}
 	n = static_cast<u32>(v);
 	return true;
 }
 
-// Calls f with each rank and how many rows it has for a slot, in order. False when a wait was given up.
+// The same of this rank's own.
+__device__ __forceinline__ bool await_number(const sw_dispatch_args &a, u64 place, u64 epoch, u32 peer, u32 &n)
+{
+	u32 gone = 0;
+	return await_number(a, place, epoch, peer, n, gone);
+}
+
+// Calls f with each rank and how many rows it has for a slot, in order: 0 for those that the call does without, and for
+// those that are masked before they have told, which `gone` has then. False when a wait was given up.
 template <typename F>
-__device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 slot, u64 epoch, F f)
+__device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 slot, u64 epoch, u32 out, u32 &gone, F f)
 {
 	constexpr u32 batch = 4; // that are on their way together
 	bool good = true;
@@ -134,9 +150,11 @@ __device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 s
 			u32 src = first + j, rows = static_cast<u32>(v[j]);
 			if (src >= a.world.size)
 				continue;
-			if (!is_of(v[j], epoch))
-				good &=
-				    await_number(a, slot_count(a, a.world.rank, src, slot, epoch), epoch, src, rows);
+			if (src < SW_MASKED_RANKS && (out >> src & 1) != 0)
+				rows = 0;
+			else if (!is_of(v[j], epoch))
+				good &= await_number(a, slot_count(a, a.world.rank, src, slot, epoch), epoch, src, rows,
+				                     gone);
 			f(src, rows);
 		}
 	}
@@ -144,8 +162,9 @@ __device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 s
 }
 
 // Waits until a peer has begun the call, and reads where its rows are. Its earlier writes are visible then. False when
-// the wait was given up, or the peer makes another call.
-__device__ __forceinline__ bool await_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u64 &word, u64 &place)
+// the wait was given up, the peer makes another call, or is masked: gone says whether that is it.
+__device__ __forceinline__ bool await_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u64 &word, u64 &place,
+                                            bool &gone)
 {
 	u64 line = begin_line(a, a.world.rank, peer, epoch);
 	patience p(a, peer);
@@ -153,8 +172,11 @@ __device__ __forceinline__ bool await_begin(const sw_dispatch_args &a, u32 peer,
 #pragma unroll 1
 	while (second = load16_relaxed_sys(line + 16), first = load16_acquire_sys(line),
 	       first.a < epoch || second.a < epoch)
-		if (!p.more(epoch, false))
+		if (!p.more(epoch, false)) {
+			gone = p.without.gone;
 			return false;
+		}
+	gone = false;
 	p.count();
 	word = first.b;
 	place = second.b;
@@ -162,6 +184,13 @@ __device__ __forceinline__ bool await_begin(const sw_dispatch_args &a, u32 peer,
 		return true;
 	give_up(a.world, SW_FAULT_ORDER, peer, epoch, false, op_of(word), a.op);
 	return false;
+}
+
+// The same where no call goes on without ranks.
+__device__ __forceinline__ bool await_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u64 &word, u64 &place)
+{
+	bool gone;
+	return await_begin(a, peer, epoch, word, place, gone);
 }
 
 // A peer's lines, read before it is known which call this is.
@@ -194,19 +223,31 @@ __device__ __forceinline__ bool await_room(const sw_dispatch_args &a, u32 peer, 
 	return true;
 }
 
-// Waits until a block of a rank has more than this number of rows there, or all. False when the wait was given up.
+// Waits until a block of a rank has more than this number of rows there, or all. False when the wait was given up; a
+// rank that is masked before is gone, and has none.
 __device__ __forceinline__ bool await_rows_of(const sw_dispatch_args &a, u32 peer, u32 block, u64 epoch, u32 rows,
-                                              u64 &word)
+                                              u64 &word, bool &gone)
 {
 	u64 place = done_word(a, a.world.rank, peer, block, epoch);
 	patience p(a, peer, epoch);
 	pair64 v;
 #pragma unroll 1
 	while (v = load16_acquire_sys(place), v.a < epoch || (!is_all(v.b) && rows_of(v.b) <= rows))
-		if (!p.more(epoch, false))
-			return false;
+		if (!p.more(epoch, false)) {
+			gone = p.without.gone;
+			word = 0;
+			return gone;
+		}
+	gone = false;
 	word = v.b;
 	return true;
+}
+
+__device__ __forceinline__ bool await_rows_of(const sw_dispatch_args &a, u32 peer, u32 block, u64 epoch, u32 rows,
+                                              u64 &word)
+{
+	bool gone;
+	return await_rows_of(a, peer, block, epoch, rows, word, gone);
 }
 
 // Waits for all of them.

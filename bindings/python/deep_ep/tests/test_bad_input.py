@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
-import switchyard._core.comm as meeting
 import torch
 import torch.distributed as dist
 import world
@@ -13,7 +13,7 @@ from layers import HIDDEN, applied, dispatched, routing, want
 from switchyard import errors
 
 import deep_ep
-from deep_ep._engine import taken_up
+from deep_ep._dispatchers import taken_up
 
 MOST = 12
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -191,8 +191,7 @@ def test_handles_of_another_group(pair):
 
 def several_hosts(rank, size):
     """Groups across hosts are an error on all ranks, and each host may have buffers."""
-    own = meeting.place
-    meeting.place = lambda: f"host {rank // 2}"
+    os.environ["SWITCHYARD_HOSTID"] = f"host {rank // 2}"
     try:
         spread = dist.new_group(list(range(size)))
         for kind in (deep_ep.Buffer, deep_ep.ElasticBuffer):
@@ -203,7 +202,7 @@ def several_hosts(rank, size):
         elastic_works(buffer, rank % 2, 2)
         buffer.destroy()
     finally:
-        meeting.place = own
+        del os.environ["SWITCHYARD_HOSTID"]
 
 
 def test_groups_across_hosts(worlds):
@@ -239,6 +238,12 @@ def early(rank, size):
     buffer.destroy()
     buffer.destroy()
     assert buffer.runtime is None
+    with pytest.raises(errors.Closed, match="this buffer was destroyed"):
+        dispatched(buffer, x, idx, weights)
+    with pytest.raises(errors.Closed, match="this buffer was destroyed"):
+        buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False)
+    with pytest.raises(errors.InvalidArgument, match="neither topk_idx nor is_token_in_rank nor a handle is there"):
+        other.dispatch(x)
     assert torch.equal(rows, before)
     y = other.combine(applied(rows, indices, beside, rank, size), handle)[0]
     torch.testing.assert_close(y, want(x, idx, weights, size), **CLOSE)
@@ -256,7 +261,8 @@ def test_destroy_with_results_alive(gloo):
 def lost(rank, size):
     """The last rank goes: the others' calls are errors that name it."""
     buffer = deep_ep.Buffer(dist.group.WORLD)
-    works(buffer, rank, size)
+    with contextlib.suppress(errors.PeerLost):  # the death of the last rank may overtake others here
+        works(buffer, rank, size)
     if rank == size - 1:
         os._exit(0)
     with pytest.raises(errors.PeerLost, match=rf"rank {size - 1}\b") as caught:
@@ -268,7 +274,7 @@ def test_a_lost_rank(tmp_path):
     ranks = world.World(3, world.gloo, str(tmp_path / "store"))
     try:
         with pytest.raises(AssertionError) as caught:
-            ranks.run(lost, timeout=60)
+            ranks.run(lost, timeout=200)
         assert str(caught.value) == "lost: rank 2 has ended"  # and the others saw what they should
     finally:
         ranks.close()

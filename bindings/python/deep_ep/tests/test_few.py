@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from layers import HIDDEN, TOP_K, factors, routing, want
+from switchyard import errors
 
 import deep_ep
 
@@ -93,6 +94,8 @@ def refused(rank, size):
 
     for kind, text, call in (
         (NotImplementedError, "use_nvfp4", lambda: send(use_nvfp4=True)),
+        (NotImplementedError, "topk_weights: weights go with", lambda: send(topk_weights=weights)),
+        (NotImplementedError, "dispatch serves hosts with PCIe", lambda: buffer.dispatch_pcie(x)),
         (NotImplementedError, "dispatch_wait_recv_cost_stats", lambda: send(dispatch_wait_recv_cost_stats=idx)),
         (NotImplementedError, "comp_signal, overlap", lambda: back(overlap=True, comp_signal=idx)),
         (NotImplementedError, "enable_shrink", lambda: buffer.low_latency_query_mask_buffer(idx)),
@@ -113,3 +116,48 @@ def refused(rank, size):
 
 def test_wrong_arguments(pair):
     pair.run(refused)
+
+
+def masked(rank, size):
+    """A combine leaves choices out that are -1: in another tensor, or in that of the dispatch after it was changed."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    x, idx, weights = routing(rank, size, MOST)
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False)
+    out = rows * factors(size).view(size, 4)[rank].bfloat16()[:, None, None]
+    other = idx.clone()
+    other[:, 0] = -1
+    close = {"rtol": 0.1, "atol": 0.1}
+    y = buffer.low_latency_combine(out, idx, weights, handle)[0]
+    torch.testing.assert_close(y.float(), want(x, idx, weights, size), **close)
+    y = buffer.low_latency_combine(out, other, weights, handle)[0]
+    torch.testing.assert_close(y.float(), want(x, idx, weights * (other >= 0), size), **close)
+    idx[:, 0] = -1
+    assert torch.equal(buffer.low_latency_combine(out, idx, weights, handle)[0], y)
+    deep_ep.Buffer(dist.group.WORLD).destroy()  # gives the memory of the group back
+    with pytest.raises(ValueError, match="topk_idx was changed since the dispatch"):
+        buffer.low_latency_combine(out, idx, weights, handle)
+    buffer.destroy()
+    with pytest.raises(errors.Closed, match="this buffer was destroyed"):
+        buffer.low_latency_combine(out, idx, weights, handle)
+
+
+def test_masked_choices(pair):
+    pair.run(masked)
+
+
+def inferred(rank, size):
+    """Results in inference mode and then outside of it, of one dispatcher, may be written to."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            for seed in range(2):
+                x, idx, weights = routing(rank, size, MOST, seed)
+                rows, _, handle, _, _ = buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False)
+                rows.mul_(factors(size).view(size, 4)[rank].bfloat16()[:, None, None])
+                y = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+                torch.testing.assert_close(y.float(), want(x, idx, weights, size), rtol=0.1, atol=0.1)
+    buffer.destroy()
+
+
+def test_inference_mode(pair):
+    pair.run(inferred)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ pytest.importorskip("megatron.core")
 HIDDEN, TOP_K = 32, 2
 
 
-def flex(size):
+def flex(size, backend):
     """A token dispatcher of Megatron's for experts on all ranks."""
     warnings.simplefilter("ignore")
     torch._dynamo.config.disable = True  # Megatron compiles small functions, for a minute
@@ -25,6 +26,8 @@ def flex(size):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     assert fused_a2a.HAVE_DEEP_EP
+    assert fused_a2a.HAVE_HYBRIDEP
+    fused_a2a.reset_hybrid_ep_buffer()
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -34,12 +37,14 @@ def flex(size):
         moe_router_topk=TOP_K,
         moe_router_dtype="fp32",
         moe_token_dispatcher_type="flex",
-        moe_flex_dispatcher_backend="deepep",
+        moe_flex_dispatcher_backend=backend,
     )
     rank, world = dist.get_rank(), dist.group.WORLD
     one = [dist.new_group([r]) for r in range(size)][rank]
     groups = types.SimpleNamespace(ep=world, expt_tp=one, tp_ep=world)
-    return token_dispatcher.MoEFlexTokenDispatcher(4, list(range(4 * rank, 4 * rank + 4)), config, groups)
+    zeros = torch.zeros
+    with mock.patch.object(torch, "zeros", lambda *sizes, device=None, **of: zeros(*sizes, **of)):  # it makes a flag on "cuda"
+        return token_dispatcher.MoEFlexTokenDispatcher(4, list(range(4 * rank, 4 * rank + 4)), config, groups)
 
 
 def layer(dispatcher, x, probs, mine):
@@ -56,9 +61,9 @@ def by_hand(x, probs, size):
     return (torch.tanh(x[:, None] * factors(size)[:, None]) * probs[:, :, None]).sum(1)
 
 
-def trained(rank, size, recompute, layers):
+def trained(rank, size, recompute, layers, backend):
     """Several layers one after the other with all gradients, each layer with its own routing."""
-    dispatcher = flex(size)
+    dispatcher = flex(size, backend)
     mine = factors(size).view(size, -1)[rank]
     for step, tokens in enumerate((6 + rank, 0 if rank == 0 else 40, 9)):
         torch.manual_seed(100 * step + rank)
@@ -87,4 +92,8 @@ def trained(rank, size, recompute, layers):
 
 @pytest.mark.parametrize("recompute", ["", "reentrant", "not reentrant"])
 def test_flex_layers(gloo, recompute):
-    gloo.run(trained, recompute, 4)
+    gloo.run(trained, recompute, 4, "deepep")
+
+
+def test_flex_layers_by_expert(gloo):
+    gloo.run(trained, "", 2, "hybridep")

@@ -15,6 +15,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import _sides, errors
+from ._members import admit, replace, shrink
+from ._pairs import P2POp, batch_isend_irecv, get, irecv, isend, put, recv, send, signal, wait
+from ._plans import all_to_all_by_plan, explain, register_algorithm
 from ._version import __version__ as __version__
 from .errors import Error
 
@@ -23,39 +26,56 @@ if TYPE_CHECKING:
 
     from ._core.comm import Communicator
     from ._core.work import Work
-    from ._types import Device, DType, Group, Memory, Op, Sizes
+    from ._types import Device, DType, Group, Memory, Op, Plans, Sizes, Stream
+    from .devcomm import DeviceCommunicator
     from .moe import Combining, Dispatched, Dispatcher
 
 __all__ = [
     "Combining",
     "Communicator",
+    "DeviceCommunicator",
     "Dispatched",
     "Dispatcher",
     "Error",
+    "P2POp",
     "Work",
+    "admit",
     "all_gather_into_tensor",
     "all_reduce",
+    "all_to_all_by_plan",
     "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "check",
     "communicator",
     "empty",
     "errors",
     "explain",
     "free",
+    "get",
     "init",
+    "irecv",
+    "isend",
     "mem_pool",
     "metrics",
     "new_id",
+    "put",
+    "recv",
     "reduce_scatter_tensor",
+    "register_algorithm",
+    "replace",
+    "send",
     "shrink",
     "shutdown",
+    "signal",
     "synchronize",
     "verify",
+    "wait",
 ]
 
 # Names that are loaded when they are asked for.
-_LAZY = {"Communicator": "_core.comm", "Work": "_core.work", "Dispatcher": "moe", "Dispatched": "moe", "Combining": "moe"}
+_LAZY = {"Communicator": "_core.comm", "Work": "_core.work", "DeviceCommunicator": "devcomm"}
+_LAZY |= dict.fromkeys(("Dispatcher", "Dispatched", "Combining"), "moe")
 
 
 def __getattr__(name: str) -> Any:
@@ -83,6 +103,7 @@ def all_to_all_single(
     max_sms: int | None = None,
     copy_sms: int | None = None,
     no_sms: bool | None = None,
+    stream: Stream = None,
 ) -> Any:
     """Send ``input_split_sizes[k]`` rows of input to rank k and receive ``output_split_sizes[k]`` from it into output.
 
@@ -108,7 +129,15 @@ def all_to_all_single(
     With ``async_op`` and none of them, ``max_sms`` is 8: the other multiprocessors are left to what runs meanwhile.
     ``peer_displs[k]`` is the row of rank k's output from which on this rank's rows lie there. Copy engines need it, and an
     output in symmetric memory at the same place on every rank. It must be right.
+
+    ``stream``, a ``torch.cuda.Stream`` or a CUstream, takes the place of the current stream, here and in the other calls.
     """
+    if stream is not None:
+        with _sides.on_stream(stream, output, input):
+            return all_to_all_single(
+                output, input, output_split_sizes, input_split_sizes, group, async_op, peer_displs=peer_displs,
+                max_sms=max_sms, copy_sms=copy_sms, no_sms=no_sms,
+            )  # fmt: skip
     extra = None
     if peer_displs is not None or max_sms is not None or copy_sms is not None or no_sms is not None:
         _limits(max_sms, copy_sms, no_sms)
@@ -143,12 +172,17 @@ def _limits(max_sms: Any, copy_sms: Any, no_sms: Any) -> None:
         flag("no_sms", no_sms)
 
 
-def all_reduce(tensor: Memory, op: Op = "sum", group: Group = None, async_op: bool = False) -> Any:
+def all_reduce(
+    tensor: Memory, op: Op = "sum", group: Group = None, async_op: bool = False, *, stream: Stream = None
+) -> Any:
     """Combine the ranks' tensors element by element, in place, with the same bits on every rank.
 
     op is a ``torch.distributed.ReduceOp`` or one of "sum", "avg", "min", "max" and "prod". Sums of 16-bit and 8-bit
     floats are made in float32.
     """
+    if stream is not None:
+        with _sides.on_stream(stream, tensor):
+            return all_reduce(tensor, op, group, async_op)
     if _sides.compiling():
         from . import torch as ours
 
@@ -159,9 +193,12 @@ def all_reduce(tensor: Memory, op: Op = "sum", group: Group = None, async_op: bo
 
 
 def reduce_scatter_tensor(
-    output: Memory, input: Memory, op: Op = "sum", group: Group = None, async_op: bool = False
+    output: Memory, input: Memory, op: Op = "sum", group: Group = None, async_op: bool = False, *, stream: Stream = None
 ) -> Any:
     """Combine the ranks' inputs element by element and leave slice r of the result in rank r's output."""
+    if stream is not None:
+        with _sides.on_stream(stream, output, input):
+            return reduce_scatter_tensor(output, input, op, group, async_op)
     if _sides.compiling():
         from . import torch as ours
 
@@ -172,9 +209,12 @@ def reduce_scatter_tensor(
 
 
 def all_gather_into_tensor(
-    output_tensor: Memory, input_tensor: Memory, group: Group = None, async_op: bool = False
+    output_tensor: Memory, input_tensor: Memory, group: Group = None, async_op: bool = False, *, stream: Stream = None
 ) -> Any:
     """Put rank r's input into slice r of every rank's output."""
+    if stream is not None:
+        with _sides.on_stream(stream, output_tensor, input_tensor):
+            return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     if _sides.compiling():
         from . import torch as ours
 
@@ -203,7 +243,12 @@ def init(
     peer_timeout: float | None = None,
     heap: int | None = None,
     validate: bool = False,
+    plans: Plans = None,
+    algorithm: str | None = None,
     default: bool = True,
+    late: bool = False,
+    replaces: bool = False,
+    replaceable: bool = False,
 ) -> Communicator:
     """Meet the other ranks without torch and return the communicator.
 
@@ -213,16 +258,28 @@ def init(
     ``new_id`` made. ``secret`` keeps strangers out. ``timeout`` bounds every wait of an operation for a peer (30 s by
     default), ``join_timeout`` the meeting and ``peer_timeout`` the silence of a process, all in seconds. ``heap`` is the size
     in bytes of the first part of the symmetric heap. With ``validate`` the ranks compare every call before they make it, so
-    that a disagreement is an error on every rank and nothing has moved; that costs a round of socket messages a call. Calls
-    without a group use the communicator, unless ``default`` is false: they then stay with the one that they had.
+    that a disagreement is an error on every rank and nothing has moved; that costs a round of socket messages a call. ``plans``
+    and ``algorithm`` are as for :func:`communicator`. Calls without a group use the communicator, unless ``default`` is false:
+    they then stay with the one that they had.
+
+    With ``late`` this process joins a group that runs, whose ranks call :func:`admit` with ``addr``; its rank comes from there.
+    With ``replaces`` it comes in the place of a rank that was lost, see :func:`replace`, and ``replaceable`` ranks keep what
+    that needs.
     """
     from ._core import comm as core
-    from ._core.arguments import address, flag, integer, seconds, text
+    from ._core.arguments import address, flag, integer, reductions, seconds, text
 
-    options: dict[str, Any] = {}
-    if rank is None and world_size is None:
+    options: dict[str, Any] = reductions(plans, algorithm)
+    options.update(Late=flag("late", late), Replaces=flag("replaces", replaces), Replaceable=flag("replaceable", replaceable))
+    if late:
+        if rank is not None or world_size is not None or addr is None or replaces:
+            raise errors.InvalidArgument("switchyard: init: late goes with addr, and without rank, world_size and replaces")
+        options["Addr"] = address("addr", addr)
+    elif rank is None and world_size is None:
         options["Env"] = True
-        if addr is not None:
+        if replaces and addr is not None:
+            options["Addr"] = address("addr", addr)
+        elif addr is not None:
             raise errors.InvalidArgument("switchyard: init: an address without a rank and a world size")
     elif rank is None or world_size is None:
         raise errors.InvalidArgument("switchyard: init: rank, world_size and addr go together")
@@ -270,6 +327,8 @@ def communicator(
     device: Device = None,
     *,
     validate: bool | None = None,
+    plans: Plans = None,
+    algorithm: str | None = None,
     max_sms: int | None = None,
     copy_sms: int | None = None,
     no_sms: bool | None = None,
@@ -283,7 +342,14 @@ def communicator(
     Options are for the first call of all for a group or a GPU, and the same on all ranks:
 
     - ``validate``: the ranks of the group compare every call before they make it, so that a disagreement is an error on every
-      rank and nothing has moved. That costs a round of socket messages a call, and graphs cannot capture it.
+      rank and nothing has moved. That costs a round of socket messages a call, and graphs cannot capture it. Exchanges
+      and gathers compare bytes, not types.
+    - ``plans``: collectives as steps, which are paths of JSON files, or dicts with what such files have. They are checked now:
+      a cycle, a race, a hole or ranks with other bits is an :class:`switchyard.errors.InvalidArgument` on every rank.
+      Reductions and gathers of the host take one where its times are less than the estimates of other ways, and
+      :func:`all_to_all_by_plan` takes one always. Groups made of this one have those for as many ranks as they have.
+    - ``algorithm``: what reductions and gathers of the host take without a choice: "one-shot", "two-shot", "ring", or the name
+      of a plan, for the plan's collective.
     - ``max_sms``: how many multiprocessors of the GPU a call takes at most to send, where its messages are larger than packets;
       16 by default.
     - ``copy_sms``: how many more copy out of staging, where peers cannot write the output; with ``max_sms`` none by default,
@@ -291,15 +357,18 @@ def communicator(
     - ``no_sms``: none at all: such calls go by the GPU's copy engines, or are refused. They need an output in symmetric memory
       and the ``peer_displs`` of :func:`all_to_all_single`.
     """
-    from ._core.arguments import flag
+    from ._core.arguments import flag, reductions
 
     _limits(max_sms, copy_sms, no_sms)
     given = {"MaxSMs": max_sms, "CopySMs": -1 if copy_sms == 0 else copy_sms, "NoSMs": no_sms}
     options = {name: value for name, value in given.items() if value is not None}
     if options and device is None:
         raise errors.InvalidArgument("switchyard: max_sms, copy_sms and no_sms are for a CUDA device")
+    chosen = reductions(plans, algorithm)
     if validate is not None:
-        _sides.configure(group, Validate=flag("validate", validate))
+        chosen["Validate"] = flag("validate", validate)
+    if chosen:
+        _sides.configure(group, **chosen)
     if device is not None:
         return _sides.tensor_calls().gpu(group, device, **options)._comm
     return _sides.communicator(group)
@@ -329,43 +398,6 @@ def synchronize(group: Group = None) -> None:
     for device in comm._gpus:
         sys.modules["torch"].cuda.synchronize(device)
     comm.check()
-
-
-def explain(
-    output: Memory,
-    input: Memory,
-    output_split_sizes: Sizes = None,
-    input_split_sizes: Sizes = None,
-    group: Group = None,
-) -> str:
-    """Say how ``all_to_all_single`` of these tensors would be carried: by which algorithm, why, and whether peers would write
-    output in place. Nothing is sent, and other ranks need not call it once the group is in use."""
-    if _sides.is_tensor(input) or _sides.is_tensor(output):
-        return _sides.tensor_calls().explain(output, input, output_split_sizes, input_split_sizes, group)
-    return _sides.array_calls().explain(output, input, output_split_sizes, input_split_sizes, _sides.communicator(group))
-
-
-def shrink(group: Group = None, leave_out: Iterable[int] = (), timeout: float | None = None) -> Communicator:
-    """Make a communicator of the ranks that are left of a group, after some were lost; all of them call it.
-
-    They keep their order, and agree on who they are, also when more are lost meanwhile. ``leave_out`` are ranks that the
-    others go on without, though they may live. It is enough that one rank says so. A rank that the others have given up gets
-    a :class:`switchyard.errors.PeerLost` with its own number.
-
-    A rank that lives and does not call it is waited for, ``timeout`` seconds or else as long as in an operation. Then
-    :class:`switchyard.errors.TimedOut` names it, and the call can be made again.
-
-    What is returned goes wherever a group does, for tensors and arrays. It takes the place of the default communicator where
-    that was the group. The one before is still to be closed. Objects that were made on it are of no more use: symmetric memory,
-    dispatchers.
-    """
-    from ._core import comm as core
-
-    comm = communicator(group)
-    smaller = comm.shrink(leave_out, timeout)
-    if comm is core._default:
-        core.set_default(smaller)
-    return smaller
 
 
 def shutdown() -> None:
@@ -403,8 +435,7 @@ def mem_pool(size: int, group: Group = None, device: Device = "cuda") -> Any:
 
 
 def free(tensor: Memory) -> None:
-    """Give the memory of a tensor of ``empty`` back, for later ones to use. Every rank does, in the same order. Memory of a GPU
-    goes back behind what the current stream has been given."""
+    """Give the memory of a tensor of ``empty`` back. Every rank does, in the same order. A GPU's goes back in stream order."""
     _sides.free(tensor)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from . import errors
@@ -23,6 +24,16 @@ def compiling() -> bool:
     """Whether the call is on its way into a graph of torch.compile."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
+
+
+def on_stream(stream: Any, *tensors: Any) -> AbstractContextManager[None]:
+    """Have another stream of CUDA than the current one be it, for a call that uses tensors."""
+    if compiling():
+        raise errors.Unsupported("switchyard: stream in a compiled graph")
+    if not all(map(is_tensor, tensors)):
+        raise errors.InvalidArgument(f"switchyard: stream is {stream!r}: streams are for CUDA tensors")
+    found: AbstractContextManager[None] = tensor_calls().cuda.on_stream(stream, *tensors)
+    return found
 
 
 #: The module of the calls on tensors, once it is in use.
@@ -46,6 +57,46 @@ def array_calls() -> Any:
     return calls
 
 
+def array_pairs() -> Any:
+    """The module of messages and transfers of arrays."""
+    from ._arrays import pairs
+
+    return pairs
+
+
+def tensor_pairs() -> Any:
+    """The module of messages and transfers of tensors."""
+    from ._torch import pairs
+
+    return pairs
+
+
+def array_plans() -> Any:
+    """The module of plans on arrays."""
+    from ._arrays import plans
+
+    return plans
+
+
+def tensor_plans() -> Any:
+    """The module of plans on tensors."""
+    from ._torch import plans
+
+    return plans
+
+
+def peer_of(group: Any, peer: Any) -> Any:
+    """The number in a group of a rank that may be numbered as torch does it."""
+    return tensor_pairs().peer_of(group, peer) if "torch" in sys.modules else peer
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two groups are one: torch's default group has no name, or that of WORLD."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world = None if c10d is None else c10d.GroupMember.WORLD
+    return (None if one is world else one) is (None if other is world else other)
+
+
 def communicator(group: Any) -> Communicator:
     """The communicator of a group: one of ours, or that of a torch process group."""
     from ._core import comm as core
@@ -55,7 +106,7 @@ def communicator(group: Any) -> Communicator:
     if "torch" in sys.modules:
         comm: Communicator | None = tensor_calls().communicator(group)
         if comm is None:
-            raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
+            raise errors.Unsupported("switchyard: the ranks of this group have no symmetric memory: torch does its calls")
         return comm
     if group is not None:
         from ._core.arguments import type_of
@@ -66,13 +117,14 @@ def communicator(group: Any) -> Communicator:
 
 def configure(group: Any, **options: Any) -> None:
     """Options of a group's communicator, before its ranks meet."""
-    from ._core.comm import Communicator
+    if "torch" in sys.modules:
+        from ._torch import groups
 
-    if isinstance(group, Communicator) or "torch" not in sys.modules:
-        raise errors.InvalidArgument("switchyard: validate is an option of switchyard.init for groups that it makes")
-    from ._torch import groups
-
-    groups.configure(group, options)
+        if groups.configure(group, options):
+            return
+    raise errors.InvalidArgument(
+        "switchyard: validate, plans and algorithm are options of switchyard.init for groups that it makes"
+    )
 
 
 def place_of(group: Any, device: Any) -> tuple[Place, Callable[[int], int] | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 if TYPE_CHECKING:
@@ -42,7 +43,11 @@ Group = Union["Communicator", "ProcessGroup", None]
 Op = Union[str, "torch.distributed.ReduceOp", "torch.distributed.ReduceOp.RedOpType"]
 #: A device as torch has it.
 Device = Union["torch.device", str, int, None]
+#: A stream of CUDA: torch's, or a CUstream as an integer. None is the current one.
+Stream = Union["torch.cuda.Stream", int, None]
 #: A data type: its name, or that of torch or numpy.
 DType = Union[str, type, "torch.dtype", Any]
 #: Numbers in rows: a tensor, an array, or nested lists.
 Numbers = Union[HasDlpack, HasArrayInterface, Sequence[Sequence[float]]]
+#: Plans of collectives: paths of their files, or what is in these. None is none.
+Plans = Union[Iterable[Union[str, "os.PathLike[str]", Mapping[str, Any]]], None]

@@ -15,6 +15,7 @@ __all__ = [
     "Freed",
     "InvalidArgument",
     "InvalidType",
+    "Masked",
     "Mismatch",
     "NoHandle",
     "OutOfMemory",
@@ -100,6 +101,10 @@ class Diverged(Error):
 
 class Freed(Error):
     """Symmetric memory, or the output of a dispatch, was used after it had been given back."""
+
+
+class Masked(Error):
+    """The other ranks go on without this one, ``rank``, in the calls of a dispatcher: ``unmask`` of that brings it back."""
 
 
 class Overflow(Error):

@@ -30,10 +30,12 @@ class Dispatcher(Calls):
     - ``max_tokens``: the most tokens that one rank has in a call;
     - ``layout``: "flat" puts each expert's rows after those of the one before, at multiples of ``align`` rows, in at most
       ``max_rows`` in all; "padded" gives each expert ``capacity`` rows. Padding is zero. "slab" gives each expert room for all
-      tokens of all ranks, with undefined padding; tokens that have an expert twice need more, and can be an
-      :class:`switchyard.errors.Overflow`. "token_major" has one row for a token and rank, at most ``max_rows``, those
-      from each rank after those from the rank before; "rank_padded" has ``max_tokens`` rows for each rank. There the
-      caller applies the experts of ``indices`` with ``row_weights``, and hands back one row a token;
+      tokens of all ranks, in a multiple of ``align`` rows, with undefined padding; tokens that have an expert twice need more,
+      and can be an :class:`switchyard.errors.Overflow`. "token_major" has one row for a token and rank, at most
+      ``max_rows``, those from each rank after those from the rank before; "rank_padded" has ``max_tokens`` rows for each
+      rank. There the caller applies the experts of ``indices`` with ``row_weights``, and hands back one row a token;
+    - ``align``: 0 is 1, and 64 for a slab of rows with scales: products of float8 store whole blocks of 64 rows, and with less
+      room would write over the rows of the next expert;
     - ``placement``: which ranks have each expert, a list of ranks for every expert; by default the first experts are on
       rank 0, the next on rank 1 and so on;
     - ``handles``: how many dispatches can be alive at a time. Training needs one for every MoE layer;
@@ -47,8 +49,19 @@ class Dispatcher(Calls):
     - ``float8_combine``: sums cross as float8 with scales; on GPUs that has run in an emulation only;
     - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 1,024, any layout but "token_major";
     - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;
+    - ``masks``: calls go on without ranks that are lost, or left out by :meth:`mask`, in the same group, with tokens at the
+      copies of experts that ``placement`` has: for at most 16 ranks of one host, without gradients, :meth:`redispatch` and
+      ``share_memory``; on GPUs with ``low_latency``, ``handles=1`` and rows by expert, which has run in an emulation only. Rows
+      that a lost rank had not sent are zero, with no source. Calls of other kinds wait for it until the timeout:
+      :func:`switchyard.shrink` makes a group without it, at a quiet moment;
+    - ``share_memory``: its dispatches lie where those of the group's other dispatchers on this device lie that have it, in as
+      much memory as the largest of them wants. Making a larger one lets it grow. A call of another overwrites ``rows`` and what
+      lies next to them, and they are refused from then on: :meth:`Dispatched.take` them before. Combines go by an earlier
+      dispatch all the same. There is no ``async_op``;
     - ``host_counts``: a GPU tells the host how many rows came, see :meth:`Dispatched.host_counts`;
-    - ``max_sms``: how many multiprocessors of a GPU a call takes at most; on the host it says nothing.
+    - ``max_sms``: how many multiprocessors of a GPU a call takes at most; on the host it says nothing;
+    - ``layer``: the name of the model's layer, by which :func:`switchyard.metrics` and status tell its tokens by expert. Layers
+      that share a dispatcher are told as one. On a GPU they are what :meth:`counters` found when it was last called.
 
     What it was made with is in ``experts``, ``top_k``, ``hidden``, ``max_tokens``, ``layout``, and by name in ``dtype``,
     ``index_dtype`` and ``combine_dtype``. There are also:
@@ -69,7 +82,7 @@ class Dispatcher(Calls):
         max_tokens: int = 4096,
         dtype: DType = "float32",
         layout: str = "flat",
-        align: int = 1,
+        align: int = 0,
         capacity: int = 0,
         max_rows: int = 0,
         placement: Sequence[Sequence[int]] | None = None,
@@ -87,8 +100,11 @@ class Dispatcher(Calls):
         row_weights: bool = False,
         sources: bool = False,
         landed: bool = False,
+        masks: bool = False,
+        share_memory: bool = False,
         host_counts: bool = False,
         max_sms: int = 0,
+        layer: str = "",
     ) -> None:
         given = locals()
         values = options.checked({option.name: given[option.name] for option in options.TABLE})

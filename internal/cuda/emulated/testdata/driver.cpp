@@ -48,6 +48,7 @@ enum {
 	OUT_OF_MEMORY = 2,
 	INVALID_DEVICE = 101,
 	INVALID_CONTEXT = 201,
+	NO_BINARY = 209,
 	ILLEGAL_STATE = 401,
 	NOT_FOUND = 500,
 	NOT_READY = 600,
@@ -79,12 +80,13 @@ enum {
 	FIRED,
 	LAUNCHES,
 	BLOCK_LAUNCHES,
-	BLOCKS
+	BLOCKS,
+	ELF_MODULES
 };
 
 // What a test sets: attributes of this function.
 constexpr u64 settings = 0xE000;
-enum { FAIL, NO_MULTICAST };
+enum { FAIL, NO_MULTICAST, VERSION, MAJOR, NO_PEERS };
 
 struct bind {
 	i32 device;
@@ -140,9 +142,10 @@ struct mark {
 std::map<u64, mark> marks; // by event
 i32 retained[devices];
 i32 fail_in[devices], calls[devices], fired[devices];
-i32 mistakes = 0, launches = 0, block_launches = 0, blocks = 0;
-bool no_multicast = false;
-thread_local std::vector<u64> current; // contexts
+i32 mistakes = 0, launches = 0, block_launches = 0, blocks = 0, elf_modules = 0;
+bool no_multicast = false, no_peers = false;
+i32 version = 13000, major_capability = 9; // CUDA's, and of all devices
+thread_local std::vector<u64> current;     // contexts
 
 u64 context_of(i32 device) { return 0xC000 + static_cast<u64>(device); }
 i32 device_of(u64 context)
@@ -371,9 +374,28 @@ i32 count_of(i32 which, i32 device)
 		return launches;
 	case BLOCK_LAUNCHES:
 		return block_launches;
+	case ELF_MODULES:
+		return elf_modules;
 	default:
 		return blocks;
 	}
+}
+
+// Whether a driver of this version loads the image: fatbins by nvcc 13.0 from CUDA 13.0 on; ELF files for the devices'
+// architecture, of the ABI that ptxas of CUDA 12.4 writes or, from 12.8 on, of that which it writes for 10.0.
+i32 loads(const unsigned char *image)
+{
+	u32 magic, elf_flags;
+	memcpy(&magic, image, sizeof magic);
+	if (magic == 0xba55ed50)
+		return version >= 13000 ? OK : NO_BINARY;
+	if (magic != 0x464c457f)
+		return INVALID;
+	memcpy(&elf_flags, image + 48, sizeof elf_flags);
+	bool later = image[7] == 0x41;
+	u32 sm = later ? elf_flags >> 8 & 0xff : elf_flags & 0xff;
+	bool known = later ? version >= 12080 && image[8] <= 8 : image[7] == 0x33 && image[8] <= 7;
+	return known && sm / 10 == static_cast<u32>(major_capability) ? OK : NO_BINARY;
 }
 
 i32 release_other(u64 what) { return others.erase(what) != 0 ? OK : INVALID; }
@@ -405,7 +427,7 @@ i32 emu_cuGetErrorName(i32 r, const char **name)
 	return OK;
 }
 
-i32 emu_cuDriverGetVersion(i32 *v) { return *v = 13000, OK; }
+i32 emu_cuDriverGetVersion(i32 *v) { return *v = version, OK; }
 i32 emu_cuDeviceGetCount(i32 *n) { return *n = devices, OK; }
 
 i32 emu_cuDeviceGet(i32 *d, i32 ordinal)
@@ -433,8 +455,10 @@ i32 emu_cuDeviceGetAttribute(i32 *v, i32 which, i32 device)
 	}
 	CALL_OR_FAIL(device);
 	static const std::map<i32, i32> values = {
-	    {1, 1024}, {13, 1980000}, {16, multiprocessors}, {38, 50 << 20}, {39, 2048}, {40, 3},  {41, 1}, {75, 9},
+	    {1, 1024}, {13, 1980000}, {16, multiprocessors}, {38, 50 << 20}, {39, 2048}, {40, 3},  {41, 1},
 	    {76, 0},   {95, 1},       {97, 227 << 10},       {102, 1},       {103, 1},   {122, 1}, {128, 1}};
+	if (which == 75)
+		return *v = major_capability, OK;
 	if (which == 132)
 		return *v = !no_multicast, OK;
 	auto i = values.find(which);
@@ -446,7 +470,7 @@ i32 emu_cuDeviceGetAttribute(i32 *v, i32 which, i32 device)
 i32 emu_cuDeviceCanAccessPeer(i32 *yes, i32 device, i32)
 {
 	CALL_OR_FAIL(device);
-	return *yes = 1, OK;
+	return *yes = !no_peers, OK;
 }
 
 i32 emu_cuDevicePrimaryCtxRetain(u64 *c, i32 device)
@@ -986,9 +1010,13 @@ i32 emu_cuMulticastGetGranularity(size_t *n, const multicast_prop *p, i32 recomm
 	return *n = recommended != 0 ? good_multicast : least_multicast, OK;
 }
 
-i32 emu_cuModuleLoadData(u64 *m, const void *)
+i32 emu_cuModuleLoadData(u64 *m, const void *image)
 {
 	CALL_OR_FAIL(here());
+	auto bytes = static_cast<const unsigned char *>(image);
+	if (i32 r = loads(bytes); r != OK)
+		return r;
+	elf_modules += bytes[0] == 0x7f ? 1 : 0;
 	others[++last_id] = here();
 	return *m = last_id, OK;
 }
@@ -1025,6 +1053,12 @@ i32 emu_cuFuncSetAttribute(u64 f, i32 which, i32 value)
 		std::lock_guard<std::mutex> guard(lock);
 		if (which == NO_MULTICAST)
 			no_multicast = value != 0;
+		else if (which == NO_PEERS)
+			no_peers = value != 0;
+		else if (which == VERSION)
+			version = value;
+		else if (which == MAJOR)
+			major_capability = value;
 		else if (i32 d = here(); d >= 0)
 			fail_in[d] = value, calls[d] = fired[d] = 0;
 		return OK;
@@ -1073,7 +1107,7 @@ u32 emu_multicast(u64 p, u64 *to, u32 room)
 	return n == m->what->team ? n : 0;
 }
 
-i32 cuGetProcAddress_v2(const char *name, void **fn, i32, u64, i32 *found)
+i32 cuGetProcAddress_v2(const char *name, void **fn, i32 of, u64, i32 *found)
 {
 	static const std::map<std::string, void *> table = {
 #define ENTRY(name) {#name, reinterpret_cast<void *>(emu_##name)}
@@ -1145,6 +1179,10 @@ i32 cuGetProcAddress_v2(const char *name, void **fn, i32, u64, i32 *found)
 	    ENTRY(cuLaunchKernelEx),
 	};
 	auto i = table.find(name);
+	if (of > version) {
+		*found = 2; // CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
+		return *fn = nullptr, OK;
+	}
 	if (i == table.end()) {
 		*found = 1; // CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
 		return *fn = nullptr, OK;

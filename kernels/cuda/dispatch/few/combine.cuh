@@ -134,7 +134,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		for (u32 task = tasks.first; task < count; task += tasks.step) {
 			if (task != tasks.first)
 				load(task, x);
-			if (!x.there)
+			if (!x.there || (masks::on(a) && __any_sync(~0u, masks::without(a, x.src)))) // of one mind
 				continue;
 #pragma unroll
 			for (u32 j = 0; j < 2; j++)
@@ -175,12 +175,32 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		}
 	}
 
-	// Sums what comes. False when a wait was given up.
-	__device__ __forceinline__ bool receive(u32 wiped)
+	// Sums what comes. Where ranks were masked before all of it had come, the last block sums those ranks' tokens
+	// anew, without them. shared is a word of the block.
+	__device__ __forceinline__ void receive(u32 wiped, u32 *shared)
 	{
-		u32 parts = Wire::parts(a.row_bytes);
-		const int *places = state::places(a);
 		few_tasks tasks(0, gridDim.x);
+		forget(wiped, tasks);
+		u32 first = tasks.first, step = tasks.step, without = 0;
+#pragma unroll 1
+		for (;;) {
+			add_parts(first, step, without);
+			if (!masks::on(a) || without != 0)
+				return;
+			u32 last = masks::through(a, shared);
+			if (last != 0 && threadIdx.x == 0)
+				masks::take_in(a, epoch);
+			without = last & masks::all;
+			if (without == 0)
+				return;
+			first = threadIdx.x / 32, step = blockDim.x / 32;
+		}
+	}
+
+	// Forgets what lies in places that are not used.
+	__device__ __forceinline__ void forget(u32 wiped, const few_tasks &tasks)
+	{
+		const int *places = state::places(a);
 		if (tasks.first == tasks.step - 1) { // the warp that has the least to do
 			u64 come = wiped < a.tokens ? ranks(places, wiped) : 0;
 #pragma unroll 1
@@ -188,10 +208,23 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 				if ((come >> src & 1) == 0)
 					wipe(a, src, wiped, epoch, 0, lane);
 		}
+	}
+
+	// Sums parts of tokens: all, or those of tokens that go to ranks of `without`, without these. A warp ends when
+	// a wait is given up.
+	__device__ __forceinline__ void add_parts(u32 first, u32 step, u32 without)
+	{
+		u32 parts = Wire::parts(a.row_bytes);
+		const int *places = state::places(a);
 #pragma unroll 1
-		for (u32 task = tasks.first; task < a.tokens * parts; task += tasks.step) {
+		for (u32 task = first; task < a.tokens * parts; task += step) {
 			u32 t = task / parts, part = task - t * parts, used = Wire::used(a.row_bytes, part, lane);
 			u64 left = ranks(places, t);
+			if (without != 0) {
+				if ((left & without) == 0)
+					continue;
+				left &= ~static_cast<u64>(without);
+			}
 			sum<type> s[vectors];
 #pragma unroll
 			for (u32 i = 0; i < vectors; i++) {
@@ -209,6 +242,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 					left &= left - 1;
 				}
 				bool good = true;
+				u32 gone = 0,
+				    last = 0; // of the sources: those that are masked, and looked at once more
 #pragma unroll 1
 				while (good) {
 #pragma unroll
@@ -220,16 +255,33 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 							         << j;
 					if (there == (1u << some) - 1)
 						break;
-					if (!(good = w.slow(a.world)))
+					if (masks::on(a)) {
+						u32 missing = ((1u << some) - 1) & ~there;
+						gone |= missing & last, there |= missing & last, last = 0;
+#pragma unroll
+						for (u32 j = 0; j < sources; j++)
+							if ((missing >> j & 1) != 0 && masks::without(a, from[j]))
+								last |= 1u << j;
+						if (there == (1u << some) - 1)
+							break;
+					}
+					if (!(good = masks::slow(a, w)))
 						give_up(a.world, w.kind, from[__ffs(~there) - 1], epoch, false);
 				}
 				if (__any_sync(~0u, !good))
-					return false;
+					return;
+				if (masks::on(a)) {
+					gone = __reduce_or_sync(~0u, gone);
+#pragma unroll
+					for (u32 j = 0; j < sources; j++)
+						if ((gone >> j & 1) != 0 && lane == 0)
+							masks::lose(a, 1u << from[j]);
+				}
 #pragma unroll
 				for (u32 j = 0; j < sources; j++)
 #pragma unroll
 					for (u32 i = 0; i < vectors; i++)
-						if (j < some) {
+						if (j < some && (gone >> j & 1) == 0) {
 							if constexpr (float8)
 								s[i].add_scaled(x[j].vector(i), x[j].scale(i, lane));
 							else
@@ -242,10 +294,9 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 				if (at < a.row_bytes)
 					store_vector(a.sum.y + static_cast<u64>(t) * a.row_bytes + at, s[i].value());
 			}
-			if (part == 0 && a.sum.weights != 0 && !take_weights(t))
-				return false;
+			if (part == 0 && a.sum.weights != 0 && !take_weights(t, without))
+				return;
 		}
-		return true;
 	}
 
 	// The ranks that have rows of token t, as bits.
@@ -257,8 +308,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 		return static_cast<u64>(high) << 32 | low;
 	}
 
-	// The weights that lie next to the rows of token t.
-	__device__ __forceinline__ bool take_weights(u32 t)
+	// The weights that lie next to the rows of token t, 0 for those of ranks of `without`.
+	__device__ __forceinline__ bool take_weights(u32 t, u32 without)
 	{
 		const int *who = state::who(a);
 		bool good = true;
@@ -267,11 +318,18 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			u64 i = static_cast<u64>(t) * a.top_k + k;
 			int d = who[i];
 			packet v{};
+			masks::patient wait;
+			if (without != 0 && d >= 0 && (without >> d & 1) != 0)
+				d = -1;
 #pragma unroll 1
 			while (d >= 0 && good &&
 			       (v = packet::get(note_place(a, a.world.rank, d, t, epoch) + 16 * (1 + k)), !v.has(flag)))
-				if (!(good = w.slow(a.world)))
-					give_up(a.world, w.kind, d, epoch, false);
+				good = wait.more(a, w, static_cast<u32>(d));
+			if (wait.gone) {
+				masks::lose(a, 1u << d);
+				v = {}, good = true;
+			} else if (!good)
+				give_up(a.world, w.kind, static_cast<u32>(d), epoch, false);
 			a.sum.weights[i] = __uint_as_float(v.word(0));
 		}
 		return !__any_sync(~0u, !good);
@@ -279,7 +337,8 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 };
 
 // A combine of few tokens, or one of its halves.
-template <kind type, bool float8, bool by_expert> __device__ __forceinline__ void few_combine(const sw_dispatch_args &a)
+template <kind type, bool float8, bool by_expert>
+__device__ __forceinline__ void few_combine(const sw_dispatch_args &a, u32 *shared)
 {
 	u32 lane = threadIdx.x & 31, n = a.world.size;
 	bool sends = (a.mode & SW_DISPATCH_SEND) != 0;
@@ -298,10 +357,15 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 	if (sends && now.advance_by_last())
 		wiped.advance(a, epoch);
 	epoch -= sends ? 0 : 1;
+	if (masks::on(a) && __syncthreads_or(threadIdx.x == 0 && (masks::now(a) >> a.world.rank & 1) != 0)) {
+		if (threadIdx.x == 0)
+			give_up(a.world, SW_FAULT_MASKED, a.world.rank, epoch, sends);
+		return;
+	}
 	// Peers hear of the call, and that no block of this rank reads their rows.
 	c.begin(epoch);
 	u32 peer = threadIdx.x;
-	if (sends && blockIdx.x == 0 && peer < n && peer != a.world.rank) {
+	if (sends && blockIdx.x == 0 && peer < n && peer != a.world.rank && !masks::without(a, peer)) {
 		signal_begin(a, peer, epoch, 0);
 		store16_relaxed_sys(done_word(a, peer, a.world.rank, 0, epoch), epoch,
 		                    done(0, 0, true)); // none of its blocks reads rows of peers
@@ -317,10 +381,11 @@ template <kind type, bool float8, bool by_expert> __device__ __forceinline__ voi
 #pragma unroll 1
 		for (u32 p = lane; p < n; p += 32) {
 			u64 word, place;
-			if (p != a.world.rank && !await_begin(a, p, epoch, word, place))
+			bool gone;
+			if (p != a.world.rank && !await_begin(a, p, epoch, word, place, gone) && !gone)
 				end_waits(a, epoch);
 		}
-	c.receive(wiped.token(a, epoch, sends));
+	c.receive(wiped.token(a, epoch, sends), shared);
 }
 
 } // namespace sw

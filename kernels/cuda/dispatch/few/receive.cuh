@@ -16,13 +16,29 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	u64 epoch, own;
 	u32 flag, row_flag, lane, n, wiped; // the token whose unused places are wiped
 	wait &w;
+	u32 lost;               // ranks of which the warp takes no more
+	masks::patient without; // the rank that a wait is for, when it is masked
 	int rows[2], slots[2]; // of choices lane and lane+32: the rows that the token goes to, or -1; where a token has
 	                       // one, lane 0 has it
 
 	__device__ __forceinline__ few_receiver(const sw_dispatch_args &a, taker &t, wait &w, u64 epoch, u32 wiped)
 	    : a(a), t(t), epoch(epoch), own(own_segment(a.world)), flag(packet::flag(epoch)),
-	      row_flag(Wire::flag(epoch)), lane(threadIdx.x & 31), n(a.world.size), wiped(wiped), w(w)
+	      row_flag(Wire::flag(epoch)), lane(threadIdx.x & 31), n(a.world.size), wiped(wiped), w(w), lost(t.out)
 	{
+	}
+
+	// The end of a wait of all lanes. False where one has given up, or ended without the rank.
+	__device__ __forceinline__ bool came(bool good, u32 src)
+	{
+		if (__any_sync(~0u, without.gone)) {
+			if (lane == 0)
+				masks::lose(a, 1u << src);
+			lost |= 1u << src;
+			without = {};
+			return false;
+		}
+		without.last = false;
+		return !__any_sync(~0u, !good);
 	}
 
 	// Calls f with each row that the token goes to, and its slot.
@@ -68,7 +84,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	}
 
 	// The scales that the sender's caller has given.
-	__device__ __forceinline__ bool write_scales(u64 note, packet v)
+	__device__ __forceinline__ bool write_scales(u32 src, u64 note, packet v)
 	{
 #pragma unroll 1
 		for (u32 begin = 0; begin < a.scale_words; begin += 96) {
@@ -76,8 +92,9 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			bool good = true;
 #pragma unroll 1
 			while (word < a.scale_words && good && !v.has(flag))
-				v = packet::get(note + 16 * (1 + a.top_k + word / 3)), good = w.slow(a.world);
-			if (__any_sync(~0u, !good))
+				v = packet::get(note + 16 * (1 + a.top_k + word / 3)),
+				good = v.has(flag) || without.more(a, w, src);
+			if (!came(good, src))
 				return false;
 			each_row([&, v](int row, int slot) {
 #pragma unroll
@@ -151,9 +168,9 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			if (head.has(flag) &&
 			    (!comes || (there && mine.has(flag) && (a.top_k <= 32 || more.has(flag)))))
 				break;
-			good = w.slow(a.world);
+			good = without.more(a, w, src);
 		}
-		if (__any_sync(~0u, !good))
+		if (!came(good, src))
 			return false;
 		absent = k >= head.word(1);
 		if (!comes) {
@@ -174,7 +191,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			write_beside(r, static_cast<u64>(k) << 32 | src, number, weight);
 		if (!by_expert)
 			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
-		return finish(x, note, scale, place, part, end);
+		return finish(x, src, note, scale, place, part, end);
 	}
 
 	// The same of row r of a rank, whose token and places are known from an earlier dispatch.
@@ -192,30 +209,30 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
 		u64 place = row_place(a, a.world.rank, src, k, epoch);
 		Wire x;
-		return await(x, place, part) &&
-		       finish(x, note_place(a, a.world.rank, src, k, epoch), {}, place, part, end);
+		return await(x, src, place, part) &&
+		       finish(x, src, note_place(a, a.world.rank, src, k, epoch), {}, place, part, end);
 	}
 
-	__device__ __forceinline__ bool await(Wire &x, u64 place, u32 part)
+	__device__ __forceinline__ bool await(Wire &x, u32 src, u64 place, u32 part)
 	{
 		bool good = true;
 		u32 used = Wire::used(a.row_bytes, part, lane);
 #pragma unroll 1
 		while (good && !x.read_packets(place, part, used, lane, row_flag))
-			good = w.slow(a.world);
-		return !__any_sync(~0u, !good);
+			good = without.more(a, w, src);
+		return came(good, src);
 	}
 
-	__device__ __forceinline__ bool finish(Wire &x, u64 note, packet scale, u64 place, u32 part, u32 end)
+	__device__ __forceinline__ bool finish(Wire &x, u32 src, u64 note, packet scale, u64 place, u32 part, u32 end)
 	{
-		if (part == 0 && !Wire::scaled && a.scale_words != 0 && !write_scales(note, scale))
+		if (part == 0 && !Wire::scaled && a.scale_words != 0 && !write_scales(src, note, scale))
 			return false;
 #pragma unroll 1
 		for (;;) {
 			write_rows(x, part);
 			if (++part == end)
 				break;
-			if (!await(x, place, part))
+			if (!await(x, src, place, part))
 				return false;
 		}
 		land();
@@ -250,14 +267,17 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			u32 i = task / (n * parts), rest = task - i * n * parts, src = rest / parts,
 			    part = rest - src * parts, end = a.send.landed != 0 ? all : part + 1;
 			bool good = true, absent = false;
-			if (cached) {
+			if ((lost >> (src & 31) & 1) != 0) { // there are fewer then
+				if (part == 0 && i == wiped)
+					wipe(a, src, i, epoch, 0, lane);
+			} else if (cached) {
 				if (i < arrived[src])
 					good = retake(src, src * a.max_tokens + i, part, end);
 			} else if ((through >> src & 1) == 0 || (part == 0 && i == wiped)) {
 				good = take(src, i, part, end, absent);
 				through |= static_cast<u64>(absent) << src;
 			}
-			if (!good) {
+			if (!good && (lost >> (src & 31) & 1) == 0) {
 				give_up(a.world, w.kind, src, epoch, false);
 				return;
 			}

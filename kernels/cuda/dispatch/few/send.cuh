@@ -14,6 +14,8 @@ struct few_board {
 	u32 goes[SW_DISPATCH_FEW_TOKENS / 32][SW_MAX_RANKS];  // by group of 32 tokens and rank: whose tokens go there
 	u32 wants[SW_DISPATCH_FEW_TOKENS][SW_MAX_RANKS / 32]; // a token's ranks as bits
 	unsigned long long bad;
+	u32 out;  // the ranks that the call does without
+	u32 gone; // those of which the first block misses numbers
 	take_board take;
 };
 
@@ -27,6 +29,7 @@ struct few_sender {
 	float *weights;                  // [tokens][top_k] behind that
 	unsigned short *slots;           // [tokens][top_k] behind those: the slot of each choice, or no_slot
 	u32 lane, warp, n, tables, each; // stretches, and choices of one
+	u32 out = 0;                     // the ranks that the call does without
 	bool cached;
 
 	static constexpr u32 no_slot = 0xffff;
@@ -43,6 +46,7 @@ struct few_sender {
 
 	__device__ __forceinline__ bool publishes() const { return blockIdx.x == gridDim.x - 1; }
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
+	__device__ __forceinline__ bool goes_on(u32 d) const { return out == 0 || (out >> d & 1) == 0; }
 
 	// Before await_stream.
 	__device__ __forceinline__ void clear()
@@ -76,11 +80,12 @@ struct few_sender {
 			for (u32 i = 0; i < 2; i++)
 				bits[i] = __ballot_sync(~0u, lane + 32 * i < n && places[lane + 32 * i] >= 0);
 		} else {
-			placement p{a, b.slot_cache};
+			placement p{a, b.slot_cache, out};
 #pragma unroll 1
 			for (u32 k = lane; k < a.top_k; k += 32) {
 				i64 e = choice(a, t, k);
-				u32 r = is_expert(a, e) ? p.rank(p.slot(static_cast<u32>(e), t)) : ~0u;
+				u32 slot = is_expert(a, e) ? p.slot(static_cast<u32>(e), t) : placement::none,
+				    r = slot != placement::none ? p.rank(slot) : ~0u;
 				bits[0] |= r < 32 ? 1u << r : 0, bits[1] |= r < 64 && r >= 32 ? 1u << (r & 31) : 0;
 			}
 #pragma unroll
@@ -121,12 +126,13 @@ struct few_sender {
 			w[j] = from != nullptr && i < all ? __ldg(from + i) : 1;
 		}
 		u64 bad = 0;
-		each_choice(a, placement{a, b.slot_cache}, 0, a.tokens, bad, [&](u32 t, u32 k, u32 slot, u32 rank) {
-			u32 i = t * a.top_k + k;
-			atomicOr(&b.wants[t][rank / 32], 1u << (rank & 31));
-			slots[i] = static_cast<unsigned short>(slot);
-			atomicAdd(count + (tables == 1 ? 0 : i / each * a.slots) + slot, 1u);
-		});
+		each_choice(a, placement{a, b.slot_cache, out}, 0, a.tokens, bad,
+		            [&](u32 t, u32 k, u32 slot, u32 rank) {
+				    u32 i = t * a.top_k + k;
+				    atomicOr(&b.wants[t][rank / 32], 1u << (rank & 31));
+				    slots[i] = static_cast<unsigned short>(slot);
+				    atomicAdd(count + (tables == 1 ? 0 : i / each * a.slots) + slot, 1u);
+			    });
 		if (bad != 0)
 			atomicExch(&b.bad, static_cast<unsigned long long>(bad));
 #pragma unroll
@@ -153,7 +159,7 @@ struct few_sender {
 		if (!cached)
 			publish_counts(epoch);
 		__syncthreads();
-		if (threadIdx.x < n) {
+		if (threadIdx.x < n && goes_on(threadIdx.x)) {
 			u32 rows = before(a.tokens, threadIdx.x);
 			store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, 0, epoch), epoch,
 			                    b.bad != 0 ? b.bad : done(rows, 0, true));
@@ -185,7 +191,9 @@ struct few_sender {
 			}
 #pragma unroll 1
 			for (u32 d = 0; d < n; d++)
-				store_relaxed_sys(slot_count(a, d, a.world.rank, slot, epoch), numbered(epoch, rows));
+				if (goes_on(d))
+					store_relaxed_sys(slot_count(a, d, a.world.rank, slot, epoch),
+					                  numbered(epoch, rows));
 			if (a.counters != 0 && rows != 0)
 				atomicAdd(a.counters + __ldg(expert + slot), static_cast<unsigned long long>(rows));
 		}
@@ -201,7 +209,9 @@ struct few_sender {
 			u32 t = i / n, d = i - t * n;
 			bool goes = t < a.tokens && (b.goes[t / 32][d] >> (t & 31) & 1) != 0;
 			int row = goes ? static_cast<int>(a.world.rank * a.max_tokens + before(t, d)) : -1;
-			packet::put(note_place(a, d, a.world.rank, t, epoch), flag, static_cast<u32>(row), a.tokens, 0);
+			if (goes_on(d))
+				packet::put(note_place(a, d, a.world.rank, t, epoch), flag, static_cast<u32>(row),
+				            a.tokens, 0);
 			if (t < a.tokens)
 				places[i] = row;
 		}

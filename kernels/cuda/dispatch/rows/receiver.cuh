@@ -41,16 +41,17 @@ struct rows_receiver {
 		return good;
 	}
 
-	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads.
-	__device__ __forceinline__ bool publish_counts(u32 thread, u32 threads)
+	// How many choices each slot of this rank got, which the ranks say early. Some of the block's threads. `out`
+	// are ranks that the call does without, `gone` those of which numbers are missing.
+	__device__ __forceinline__ bool publish_counts(u32 thread, u32 threads, u32 out, u32 &gone)
 	{
 		u32 *counts = a.out.counts, *mapped = mapped_words(a, 0);
 		bool good = true;
 #pragma unroll 1
 		for (u32 i = thread; i < a.local; i += threads) {
 			u32 total = 0;
-			good &=
-			    each_slot_count(a, a.first[a.world.rank] + i, epoch, [&](u32, u32 rows) { total += rows; });
+			good &= each_slot_count(a, a.first[a.world.rank] + i, epoch, out, gone,
+			                        [&](u32, u32 rows) { total += rows; });
 			counts[i] = total;
 			if (mapped != nullptr)
 				mapped[i] = total;
@@ -64,9 +65,10 @@ struct rows_receiver {
 		if (threadIdx.x < a.world.size)
 			sum[threadIdx.x] = 0;
 		__syncthreads();
-		u32 half = blockDim.x / 2;
-		bool good = threadIdx.x < half ? await(threadIdx.x, half)
-		                               : cached || publish_counts(threadIdx.x - half, blockDim.x - half);
+		u32 half = blockDim.x / 2, gone = 0;
+		bool good = threadIdx.x < half
+		                ? await(threadIdx.x, half)
+		                : cached || publish_counts(threadIdx.x - half, blockDim.x - half, 0, gone);
 		if (!__syncthreads_or(!good) && !cached)
 			publish_ranks();
 	}

@@ -4,6 +4,8 @@
 //
 // The tag "c" of a field is the type that C has for it, where Go has an address and C a pointer.
 //
+// What headers names has a header of its own, so that only kernels which include it are compiled anew when it changes. The others are in args.h.
+//
 // A name in C is that of Go in capitals behind SW_ for a constant, in lower case behind sw_ for a struct, without Words at its end, and
 // for a function. Comments go along.
 package layout
@@ -31,26 +33,39 @@ import (
 // source is the folder of package cuda from the module's root.
 const source = "kernels/cuda"
 
+// headers are the headers of files that are not in args.h, which each of them includes.
+var headers = map[string]string{"messages_args.go": "messages.h", "rails_args.go": "rails.h"}
+
+const common = "args.h"
+
 // Layout is everything that is shared.
 type Layout struct {
 	groups    []group
 	structs   []record
-	functions []*ast.FuncDecl
+	functions []function
 	info      types.Info
 	pkg       *types.Package
 }
 
 // group is constants that belong together.
 type group struct {
+	header    string
 	doc       string
 	constants []named
 }
 
 // record is a struct.
 type record struct {
+	header string
 	name   string
 	doc    string
 	fields []field
+}
+
+// function lays a control block out.
+type function struct {
+	*ast.FuncDecl
+	header string
 }
 
 type named struct {
@@ -106,16 +121,17 @@ func Read(root string) (*Layout, error) {
 	if l.pkg, err = conf.Check(source, fset, files, &l.info); err != nil {
 		return nil, fmt.Errorf("layout: %w", err)
 	}
-	for _, f := range files {
+	for i, f := range files {
+		header := cmp.Or(headers[filepath.Base(names[i])], common)
 		for _, d := range f.Decls {
 			switch d := d.(type) {
 			case *ast.GenDecl:
-				if err := l.declare(d); err != nil {
+				if err := l.declare(header, d); err != nil {
 					return nil, err
 				}
 			case *ast.FuncDecl:
 				if strings.HasPrefix(d.Name.Name, "lay") {
-					l.functions = append(l.functions, d)
+					l.functions = append(l.functions, function{d, header})
 				}
 			}
 		}
@@ -126,8 +142,8 @@ func Read(root string) (*Layout, error) {
 // sizes are those of the processors that GPUs are found with. A struct of numbers of 32 and 64 bits is the same on all.
 func sizes() types.Sizes { return types.SizesFor("gc", "amd64") }
 
-func (l *Layout) declare(d *ast.GenDecl) error {
-	g := group{doc: text(d.Doc)}
+func (l *Layout) declare(header string, d *ast.GenDecl) error {
+	g := group{header: header, doc: text(d.Doc)}
 	for _, s := range d.Specs {
 		switch s := s.(type) {
 		case *ast.ValueSpec:
@@ -138,7 +154,7 @@ func (l *Layout) declare(d *ast.GenDecl) error {
 			}
 		case *ast.TypeSpec:
 			if t, ok := s.Type.(*ast.StructType); ok {
-				if err := l.declareStruct(s.Name.Name, text(d.Doc), t); err != nil {
+				if err := l.declareStruct(header, s.Name.Name, text(d.Doc), t); err != nil {
 					return err
 				}
 			}
@@ -150,8 +166,8 @@ func (l *Layout) declare(d *ast.GenDecl) error {
 	return nil
 }
 
-func (l *Layout) declareStruct(name, doc string, t *ast.StructType) error {
-	r := record{name: name, doc: capital(strings.TrimPrefix(strings.TrimPrefix(strings.TrimPrefix(doc, name), " is "), " are "))}
+func (l *Layout) declareStruct(header, name, doc string, t *ast.StructType) error {
+	r := record{header: header, name: name, doc: capital(strings.TrimPrefix(strings.TrimPrefix(strings.TrimPrefix(doc, name), " is "), " are "))}
 	host := false
 	for _, f := range t.Fields.List {
 		for _, id := range f.Names {
@@ -182,15 +198,28 @@ func (l *Layout) declareStruct(name, doc string, t *ast.StructType) error {
 
 // Files are the generated texts by their paths from the module's root.
 func (l *Layout) Files() (map[string]string, error) {
-	header, err := l.header()
-	if err != nil {
-		return nil, fmt.Errorf("layout: %w", err)
-	}
 	cgo, err := l.cgoFile()
 	if err != nil {
 		return nil, fmt.Errorf("layout: %w", err)
 	}
-	return map[string]string{"internal/cuda/layout/args.h": header, "internal/cuda/layout/layout.go": cgo}, nil
+	files := map[string]string{"internal/cuda/layout/layout.go": cgo}
+	for _, name := range l.headers() {
+		if files["internal/cuda/layout/"+name], err = l.header(name); err != nil {
+			return nil, fmt.Errorf("layout: %w", err)
+		}
+	}
+	return files, nil
+}
+
+// headers are the names of all headers that have something in them.
+func (l *Layout) headers() []string {
+	names := []string{common}
+	for _, r := range l.structs {
+		if !slices.Contains(names, r.header) {
+			names = append(names, r.header)
+		}
+	}
+	return names
 }
 
 // Offsets are what the C compiler must agree on: "name" is the size of a struct, "name.field" the offset of a field.

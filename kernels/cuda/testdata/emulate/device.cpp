@@ -1,13 +1,20 @@
-// Runs the kernels of reductions for the emulated driver (internal/cuda/emulated): what streams are told to launch,
-// each stream's in their order, those of different streams at the same time, in a random order of all threads. A thread
-// of the process does nothing else.
+// Runs the kernels of exchanges, of reductions, of rings, between two ranks and one of a user's, for the emulated
+// driver (internal/cuda/emulated): what streams are told to launch, each stream's in their order, those of different
+// streams at the same time, in a random order of all threads. A thread of the process does nothing else.
 #include <cstdio>
 #include <cstdlib>
 #include <unistd.h>
 #define exit(code) (fflush(stdout), _exit(code)) // the process has other threads, which use what an exit would destroy
 
+#include "across_kernels.h"
 #include "allreduce.cu"
+#include "messages_kernels.h"
 #include "multicast.cu"
+#include "p2p.cu"
+#include "rings.cu"
+
+#define SWITCHYARD_PRIMITIVES "switchyard_primitives.h"
+#include "all_gather.cu" // of a user's
 
 #include "fibers.h"
 
@@ -26,11 +33,12 @@ struct kernel {
 	u32 threads;
 	size_t bytes;
 	std::function<void(const void *)> run;
+	size_t shared = 0; // the most that a block asks for
 };
 
-template <typename Args> kernel kernel_of(u32 threads, void (*f)(const Args))
+template <typename Args> kernel kernel_of(u32 threads, void (*f)(const Args), size_t shared = 0)
 {
-	return {threads, sizeof(Args), [f](const void *p) { f(*static_cast<const Args *>(p)); }};
+	return {threads, sizeof(Args), [f](const void *p) { f(*static_cast<const Args *>(p)); }, shared};
 }
 
 const std::map<std::string, kernel> kernels = {
@@ -38,6 +46,16 @@ const std::map<std::string, kernel> kernels = {
     {"allreduce", kernel_of(SW_REDUCE_THREADS, allreduce)},
     {"allreduce_multicast_warps", kernel_of(SW_MULTICAST_THREADS, allreduce_multicast_warps)},
     {"allreduce_multicast_blocks", kernel_of(SW_MULTICAST_THREADS, allreduce_multicast_blocks)},
+    {"all_gather", kernel_of(64, all_gather)},
+    {"p2p_move", kernel_of(SW_POINT_THREADS, p2p_move)},
+    {"p2p_signal", kernel_of(SW_POINT_WAITERS, p2p_signal)},
+    {"p2p_wait", kernel_of(SW_POINT_WAITERS, p2p_wait)},
+    {"p2p_messages", kernel_of(SW_MESSAGE_THREADS, p2p_messages)},
+    {"ring_trial", kernel_of(64, ring_trial)},
+    {"alltoallv_packet", kernel_of(SW_PACKET_THREADS, alltoallv_packet)},
+    {"alltoallv", kernel_of(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, alltoallv, 96 << 10)},
+    {"alltoallv_across", kernel_of(SW_ACROSS_THREADS, alltoallv_across)},
+    {"alltoallv_home", kernel_of(SW_ACROSS_HOME_THREADS, alltoallv_home)},
 };
 
 struct launched {
@@ -87,7 +105,7 @@ bool advance()
 			s.args = std::move(l.args);
 			const void *args = s.args.data();
 			for (u32 i = 0; i < l.grid; i++)
-				s.blocks.push_back(launch(l.device, i, l.grid, l.what->threads, 0,
+				s.blocks.push_back(launch(l.device, i, l.grid, l.what->threads, l.what->shared,
 				                          [k = l.what, args] { k->run(args); }));
 			s.running = true;
 		}

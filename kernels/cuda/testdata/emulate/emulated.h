@@ -294,7 +294,34 @@ template <typename T, typename U> T atomicMin(T *p, U v)
 	*p = before < static_cast<T>(v) ? before : static_cast<T>(v);
 	return before;
 }
+template <typename T, typename U> T atomicMax(T *p, U v)
+{
+	T before = *p;
+	*p = before > static_cast<T>(v) ? before : static_cast<T>(v);
+	return before;
+}
+template <typename T, typename U> T atomicAnd(T *p, U v)
+{
+	T before = *p;
+	*p &= static_cast<T>(v);
+	return before;
+}
 template <typename T, typename U> T atomicAdd_system(T *p, U v) { return atomicAdd(p, v); }
+template <typename T, typename U> T atomicOr_system(T *p, U v)
+{
+	emu::yield();
+	return atomicOr(p, v);
+}
+template <typename T, typename U> T atomicAnd_system(T *p, U v)
+{
+	emu::yield();
+	return atomicAnd(p, v);
+}
+template <typename T, typename U, typename V> T atomicCAS_system(T *p, U expected, V v)
+{
+	emu::yield();
+	return atomicCAS(p, expected, v);
+}
 struct uint2 {
 	uint32_t x, y;
 };

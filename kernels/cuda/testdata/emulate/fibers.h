@@ -211,6 +211,63 @@ inline bool gave_up(const segments &w, u32 away, bool aborted)
 	return true;
 }
 
+// Says which element of what a call has left is wrong.
+inline bool wrong(u32 rank, u64 call, u64 i, u32 from)
+{
+	printf("rank %u, call %llu: element %llu from rank %u\n", rank, static_cast<unsigned long long>(call),
+	       static_cast<unsigned long long>(i), from);
+	return false;
+}
+
+// The trouble of a run. In a third of the runs one rank stays away: the others give up at their deadline, or when they
+// are told to.
+struct trouble {
+	bool aborted = draw(2) != 0;
+	u32 away; // the number of ranks: none
+	u64 timeout_ns;
+
+	explicit trouble(u32 ranks)
+	    : away(draw(3) == 0 ? draw(ranks) : ranks), timeout_ns(away == ranks || aborted ? u64{1} << 50 : 500'000)
+	{
+	}
+};
+
+// Is run_ranks, and requires that all ranks have given up where one was away, and none else.
+template <typename GoOn> bool run_in(segments &w, const trouble &t, GoOn go_on)
+{
+	auto each_sweep = t.away < w.size && t.aborted ? abort_in(w) : std::function<void(u64)>{};
+	if (!run_ranks(w.size, go_on, [](u32 rank) { return 1 + rank; }, each_sweep))
+		return false;
+	if (t.away < w.size)
+		return gave_up(w, t.away, t.aborted);
+	return std::all_of(w.faults.begin(), w.faults.end(), [](const sw_fault &f) { return f.kind == SW_FAULT_NONE; });
+}
+
+// Has all ranks make calls, numbered from 1. begin returns the blocks of a rank's call; end says whether it has left
+// what it should. A rank that leaves a call before all ranks have begun it stops the run, unless its kernel gave up.
+template <typename Begin, typename End> bool make_calls(segments &w, const trouble &t, u64 calls, Begin begin, End end)
+{
+	std::vector<u64> begun(w.size);
+	std::vector<std::vector<emu::block *>> blocks(w.size);
+	return run_in(w, t, [&](u32 r) {
+		if (!blocks[r].empty()) {
+			if (!ended(blocks[r]))
+				return at_work::yes;
+			for (u32 q = 0; q < w.size; q++)
+				if (w.fault(r) == SW_FAULT_NONE && begun[q] < begun[r]) {
+					printf("rank %u left a call before rank %u began it\n", r, q);
+					return at_work::stop;
+				}
+			if (!end(r, begun[r]))
+				return at_work::stop;
+		}
+		if (r == t.away || begun[r] == calls || w.fault(r) != SW_FAULT_NONE)
+			return at_work::no;
+		blocks[r] = begin(r, ++begun[r]);
+		return at_work::yes;
+	});
+}
+
 struct scenario {
 	const char *name;
 	std::function<bool()> run;
@@ -218,8 +275,9 @@ struct scenario {
 
 // Runs rounds of scenarios. `which` picks each by its seed, counted from 0, so that a failure comes again from its seed
 // and one round.
-inline int run_all(int count, char **words, const std::vector<scenario> &scenarios,
-                   const std::function<size_t(u64)> &which)
+inline int run_all(
+    int count, char **words, const std::vector<scenario> &scenarios,
+    const std::function<size_t(u64)> &which = [](u64) { return 0; })
 {
 	u64 seed = count > 1 ? strtoull(words[1], nullptr, 10) : 1,
 	    rounds = count > 2 ? strtoull(words[2], nullptr, 10) : 100;

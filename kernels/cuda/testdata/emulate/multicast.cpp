@@ -2,12 +2,16 @@
 // orders of threads, and checks every byte.
 //
 //	emulate SEED ROUNDS
-#define main emulate_allreduce
-#include "allreduce.cpp"
-#undef main
+#include "allreduce_kernels.h"
 
 #define SW_MULTICAST_THREADS 224
 #include "multicast.cu"
+
+#include "fibers.h"
+
+#define main emulate_allreduce
+#include "allreduce.cpp"
+#undef main
 
 namespace {
 

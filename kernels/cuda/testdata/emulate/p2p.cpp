@@ -60,13 +60,11 @@ bool run()
 {
 	world w(2 + draw(3));
 	u64 seed = draw(1 << 20), rounds = 1 + draw(4);
-	bool aborted = draw(2) != 0;
-	u32 away = draw(3) == 0 ? draw(w.size) : w.size;
-	u64 timeout_ns = away == w.size || aborted ? u64{1} << 50 : 500'000;
+	trouble t(w.size);
 	std::vector<rank_state> ranks(w.size);
 	for (u32 r = 0; r < w.size; r++) {
 		ranks[r].source.resize(room);
-		for (u64 round = 1; round <= rounds && r != away; round++) {
+		for (u64 round = 1; round <= rounds && r != t.away; round++) {
 			auto all = [&](std::vector<does> list, u64 semaphore) {
 				u32 first = draw(w.size);
 				for (u32 i = 0; i < w.size; i++)
@@ -83,12 +81,8 @@ bool run()
 	auto same = [&](u32 r, u64 from, const step &s, u32 src, u32 dst) {
 		part c = part_of(seed, s.round, src, dst);
 		for (u64 i = 0; i < c.n; i++)
-			if (at<u8>(from + c.off + i) != value(s.round, src, dst, i)) {
-				printf("rank %u, round %llu: byte %llu of %llu from rank %u to rank %u\n", r,
-				       static_cast<unsigned long long>(s.round), static_cast<unsigned long long>(i),
-				       static_cast<unsigned long long>(c.n), src, dst);
-				return false;
-			}
+			if (at<u8>(from + c.off + i) != value(s.round, src, dst, i))
+				return wrong(r, s.round, i, src);
 		return true;
 	};
 	auto go_on = [&](u32 r) {
@@ -98,7 +92,7 @@ bool run()
 		while (m.at < m.steps.size() && w.fault(r) == SW_FAULT_NONE) {
 			step s = m.steps[m.at++];
 			auto a = std::make_shared<sw_point_args>();
-			a->world = w.seen_by(r, w.block.control + s.peer * SW_CONTROL_ALIGN, timeout_ns),
+			a->world = w.seen_by(r, w.block.control + s.peer * SW_CONTROL_ALIGN, t.timeout_ns),
 			a->block = w.block;
 			a->peer = s.peer, a->semaphore = static_cast<u32>(s.semaphore), a->semaphores = semaphores;
 			switch (s.what) {
@@ -142,17 +136,9 @@ bool run()
 		}
 		return at_work::no;
 	};
-	auto each_sweep = away < w.size && aborted ? abort_in(w) : std::function<void(u64)>{};
-	if (!run_ranks(w.size, go_on, [](u32 rank) { return 1 + rank; }, each_sweep))
-		return false;
-	if (away < w.size)
-		return gave_up(w, away, aborted);
-	return std::all_of(w.faults.begin(), w.faults.end(), [](const sw_fault &f) { return f.kind == SW_FAULT_NONE; });
+	return run_in(w, t, go_on);
 }
 
 } // namespace
 
-int main(int count, char **words)
-{
-	return run_all(count, words, {{"transfers", run}}, [](u64) { return 0; });
-}
+int main(int count, char **words) { return run_all(count, words, {{"transfers", run}}); }

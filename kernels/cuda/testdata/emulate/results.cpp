@@ -57,7 +57,7 @@ bool copies()
 	u32 rows = draw(4) == 0 ? 0 : draw(40), fault = failed ? SW_FAULT_INDEX : SW_FAULT_NONE;
 	std::vector<part> parts(1 + draw(SW_RESULT_PARTS));
 	sw_result_args a{};
-	a.fault = reinterpret_cast<u64>(&fault), a.rows = reinterpret_cast<u64>(&rows);
+	a.fault = failed && draw(2) == 0 ? 0 : reinterpret_cast<u64>(&fault), a.rows = reinterpret_cast<u64>(&rows);
 	for (part &m : parts)
 		m = random_part(failed, rows), a.parts[a.count++] = m.p;
 	std::vector<emu::block *> blocks;
@@ -83,7 +83,4 @@ bool copies()
 
 } // namespace
 
-int main(int count, char **words)
-{
-	return run_all(count, words, {{"copies", copies}}, [](u64) { return 0; });
-}
+int main(int count, char **words) { return run_all(count, words, {{"copies", copies}}); }

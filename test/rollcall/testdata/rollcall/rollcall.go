@@ -2,6 +2,7 @@
 package rollcall
 
 import (
+	"cmp"
 	"context"
 	"time"
 
@@ -20,16 +21,14 @@ type Options struct {
 // Caller makes the roll calls of one group over one symmetric heap. Its methods may be called from several goroutines, but all ranks must
 // make as many calls.
 type Caller struct {
-	c           *communicator.Communicator // its lock is held during calls
-	bounds      kernels.RollCallBounds
-	now, queued kernels.RollCall // without a stream and on one: all launches are alike
+	c        *communicator.Communicator // its lock is held during calls
+	bounds   kernels.RollCallBounds
+	launches communicator.Launches[kernels.RollCall, *kernels.RollCall]
 }
 
 // New makes a Caller. It is collective. What fails on one rank is an error on all.
 func New(ctx context.Context, h *memory.Heap, o Options) (*Caller, error) {
-	if o.Timeout == 0 {
-		o.Timeout = communicator.DefaultTimeout
-	}
+	o.Timeout = cmp.Or(o.Timeout, communicator.DefaultTimeout)
 	var refused error
 	if o.Timeout < 0 {
 		refused = comm.Invalid("rollcall", "Options.Timeout is %v", o.Timeout)
@@ -37,10 +36,11 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Caller, error) {
 	x := &Caller{bounds: kernels.RollCallBounds{Size: h.Group().Size()}}
 	h.Engine().Defaults(&x.bounds)
 	var err error
-	if x.c, err = communicator.Open(ctx, h, communicator.Config{Name: "rollcall", Family: &x.bounds, Timeout: o.Timeout}, refused); err != nil {
+	x.c, err = communicator.Open(ctx, h, communicator.Config{Name: "rollcall", Family: &x.bounds, Timeout: o.Timeout}, refused)
+	if err != nil {
 		return nil, err
 	}
-	x.now.Timeout, x.queued.Timeout, x.queued.Done = o.Timeout, o.Timeout, x.c.Done
+	x.launches.C, x.launches.Reset = x.c, func(a *kernels.RollCall) { *a = kernels.RollCall{Launched: kernels.Launched{Timeout: o.Timeout}} }
 	return x, nil
 }
 
@@ -51,10 +51,7 @@ func (x *Caller) Call(s device.Stream) error {
 	if err := x.c.Usable(); err != nil {
 		return err
 	}
-	if s == nil {
-		return x.c.Launch(nil, &x.now)
-	}
-	return x.c.Launch(s, &x.queued)
+	return x.launches.Launch(s, x.launches.Take())
 }
 
 // Fault is what calls that have run by now have come to.

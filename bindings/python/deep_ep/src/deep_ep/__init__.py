@@ -15,6 +15,7 @@ import torch  # noqa: E402
 
 from .buffers.elastic import ElasticBuffer, EPHandle  # noqa: E402
 from .buffers.legacy import Buffer, Config  # noqa: E402
+from .hybrid_ep_buffer import HybridEPBuffer  # noqa: E402
 from .utils.event import EventHandle, EventOverlap  # noqa: E402
 from .utils.sizes import get_logical_domain_size, get_physical_domain_size  # noqa: E402
 
@@ -25,6 +26,7 @@ __all__ = [
     "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
+    "HybridEPBuffer",
     "get_logical_domain_size",
     "get_physical_domain_size",
     "topk_idx_t",

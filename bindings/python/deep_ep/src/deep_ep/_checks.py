@@ -9,7 +9,7 @@ import torch
 from switchyard import errors
 from torch import Tensor
 
-from ._engine import SUMS
+from ._results import SUMS
 
 
 class Tokens(NamedTuple):
@@ -24,7 +24,9 @@ class Tokens(NamedTuple):
 
     def returned(self, rows: Tensor, scales: Optional[Tensor]) -> Any:
         """Rows as the caller gets them: with scales of the type that came."""
-        return rows if scales is None or self.words is None else (rows, scales.view(self.words))
+        if scales is None or self.words is None:
+            return rows
+        return rows, scales if scales.dtype is self.words else scales.view(self.words)
 
 
 def tokens(call: str, x: Any) -> Tokens:
@@ -49,7 +51,8 @@ def tokens(call: str, x: Any) -> Tokens:
     if scales.dtype is torch.int32 and words == -(-blocks // 4):
         return Tokens(x, scales, "ue8m0", torch.int32)
     if words in (blocks, 1):
-        return Tokens(x, scales.view(torch.float32), "float32" if words == blocks else "row", scales.dtype)
+        plain = scales if scales.dtype is torch.float32 else scales.view(torch.float32)
+        return Tokens(x, plain, "float32" if words == blocks else "row", scales.dtype)
     raise errors.InvalidArgument(
         f"deep_ep: {call}: scales are [{n}, {words}] of {scales.dtype}, want [{n}, {blocks}] or [{n}, 1], or four in an int32"
     )
@@ -69,14 +72,14 @@ def matrix(call: str, name: str, x: Any, rows: int = -1, columns: int = -1, devi
     return x if x.is_contiguous() else x.contiguous()
 
 
-def choices(call: str, topk_idx: Any, topk_weights: Any, x: Tensor) -> tuple[Tensor, Optional[Tensor]]:
+def choices(call: str, topk_idx: Any, topk_weights: Any, count: int, device: Any) -> tuple[Tensor, Optional[Tensor]]:
     """Expert indices and weights of tokens."""
-    idx = matrix(call, "topk_idx", topk_idx, rows=x.shape[0], device=x.device)
+    idx = matrix(call, "topk_idx", topk_idx, rows=count, device=device)
     if idx.dtype not in (torch.int64, torch.int32):
         raise errors.InvalidType(f"deep_ep: {call}: topk_idx is {idx.dtype}, want int64 or int32")
     if topk_weights is None:
         return idx, None
-    weights = matrix(call, "topk_weights", topk_weights, rows=x.shape[0], columns=idx.shape[1], device=x.device)
+    weights = matrix(call, "topk_weights", topk_weights, rows=count, columns=idx.shape[1], device=device)
     if weights.dtype is not torch.float32:
         raise errors.InvalidType(f"deep_ep: {call}: topk_weights is {weights.dtype}, want float32")
     return idx, weights

@@ -1,4 +1,4 @@
-"""Dispatch and combine for the buffers: all that the package asks of switchyard.Dispatcher is here.
+"""Dispatch and combine for the buffers.
 
 Results and routings are in torch's memory. A dispatch copies them there by one call of the library and gives its output back,
 so callers drop results and routings when they like. Only results of low latency are lent: a dispatcher has a few outputs for
@@ -11,175 +11,19 @@ rows once more to find its way.
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional, TypeVar
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import switchyard
 import torch
 from switchyard import errors
+from switchyard._torch.cuda import raw_stream
+from switchyard._torch.moe_bare import bring, deliver
 from torch import Tensor
 
-# How many results of low latency are lent at a time. Two micro-batches of a server are between dispatch and combine at a time.
-LENT = 2
-# The most tokens that kernels for few take.
-FEW = 1024
-
-T = TypeVar("T")
-
-_FLOAT8 = torch.float8_e4m3fn
-#: The types of rows that are sent, and of their sums.
-SUMS = {
-    torch.bfloat16: torch.bfloat16,
-    torch.float16: torch.float16,
-    torch.float32: torch.float32,
-    _FLOAT8: torch.bfloat16,
-}
-
-
-class Shape(NamedTuple):
-    """The sizes of a call, the same on all ranks."""
-
-    experts: int
-    top_k: int
-    hidden: int
-    #: Of the tokens that are sent; sums are of the type in SUMS.
-    dtype: torch.dtype
-    #: The most tokens of a rank. 0: as many as one has, which the others hear of when it is more than ever before.
-    tokens: int
-    #: The most rows that come to a rank, 0 for all that can.
-    rows: int = 0
-    #: One row for each choice, in room for all tokens of all ranks, and not one for each token.
-    slab: bool = False
-    #: Rows arrive as float8, with scales of this format: "float32", "power_of_two" or "ue8m0".
-    quantize: str = ""
-    #: Tokens of float8 come with scales: "float32", "ue8m0" (four in a word of int32) or "row" (one for a token).
-    scales: str = ""
-    max_sms: int = 0
-    #: A rank may come with more tokens than there is room for, and then all make more together.
-    open: bool = False
-
-
-class Result(NamedTuple):
-    """The rows that a dispatch brought, in torch's memory."""
-
-    rows: Tensor
-    scales: Optional[Tensor]
-    #: [rows, top_k], the local expert of each choice, -1 elsewhere and behind the last row.
-    indices: Tensor
-    weights: Optional[Tensor]
-    #: [rows, 2], rank and token.
-    sources: Tensor
-    #: Choices of each local expert and rows from each rank, int32.
-    counts: Tensor
-    rank_counts: Tensor
-    #: The same for the host and the number of rows, where the host waited for it.
-    host: Any
-
-    def tensors(self) -> tuple[Any, ...]:
-        return self[:-1]
-
-
-class Routing:
-    """Where the tokens of a dispatch went."""
-
-    def __init__(self, engine: Engine, shape: Shape, idx: Tensor, counted: bool) -> None:
-        self.engine, self.shape, self.idx, self.counted = engine, shape, idx, counted
-        self.made: Optional[Made] = None
-        #: The result that is lent, until a later call takes it.
-        self.live: Optional[Live] = None
-        #: The routing in torch's memory.
-        self.kept: Any = None
-        self._by_rank: Optional[Routing] = None
-
-    def sized(self) -> Shape:
-        """The shape, with the number of tokens that there is room for."""
-        return self.shape if self.made is None else self.made.shape
-
-    def by_rank(self) -> Routing:
-        """The same ways where each rank is one expert."""
-        size = self.engine.size
-        if self.shape.experts == size == self.shape.top_k:
-            return self
-        if self._by_rank is None:
-            _, idx = ranks_of(self.idx, self.shape.experts, size)
-            shape = self.sized()._replace(experts=size, top_k=size)
-            self._by_rank = Routing(self.engine, shape, idx, self.counted)
-        return self._by_rank
-
-
-def ranks_of(idx: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
-    """Whether each token goes to each rank, [tokens, size]; and that as choices of ranks, -1 for none."""
-    inside = torch.zeros((idx.shape[0], size + 1), dtype=torch.bool, device=idx.device)
-    rank = torch.div(idx, experts // size, rounding_mode="floor")
-    inside.scatter_(1, torch.where(idx < 0, size, rank), True)
-    return inside[:, :size], choices_of(inside[:, :size])
-
-
-def choices_of(inside: Tensor) -> Tensor:
-    """A mask [tokens, ranks] as choices of ranks."""
-    ranks = torch.arange(inside.shape[1], dtype=torch.int64, device=inside.device)
-    return torch.where(inside, ranks, -1)
-
-
-class Live:
-    """A dispatch whose result is lent."""
-
-    def __init__(self, made: Made, got: Any, routing: Routing) -> None:
-        self.made, self.got, self._routing = made, got, weakref.ref(routing)
-        routing.live = self
-
-    def retire(self) -> None:
-        """Give the output back, and keep the routing for who has it yet."""
-        routing = self._routing()
-        if routing is not None and routing.live is self:
-            routing.live = None
-            if routing.kept is None and not self.got.between_halves:
-                routing.kept = taken_up(self.got.keep)
-        self.drop()
-
-    def drop(self) -> None:
-        """Give the output back."""
-        got, self.got = self.got, None
-        got.release()
-
-
-class Made:
-    """A dispatcher and the results that it lends."""
-
-    def __init__(self, shape: Shape, dispatcher: Any) -> None:
-        self.shape, self.dispatcher = shape, dispatcher
-        self.ring: list[Live] = []
-        self.captured = self.closed = False
-
-    def close(self) -> None:
-        for live in self.ring:
-            live.drop()  # a routing of a closed dispatcher says nothing
-        self.ring.clear()
-        self.dispatcher.close()
-        self.closed = True
-
-    def lend(self, call: Callable[[], Any], routing: Routing) -> Live:
-        """Make a call whose result is lent, for the longest of which others wait no more."""
-        if len(self.ring) == LENT:
-            self.ring.pop(0).retire()
-        live = Live(self, call(), routing)
-        self.ring.append(live)
-        return live
-
-
-def taken_up(call: Callable[[], T]) -> T:
-    """Make a call. On a GPU the error of a call that the host did not wait for is told by a later one, which has not been made
-    then: it is made, as other ranks may have done that did not know yet, and the error is a warning."""
-    try:
-        return call()
-    except errors.Error as error:
-        if not error.earlier:
-            raise
-        warnings.warn(f"deep_ep: a call that the host did not wait for brought no rows: {error}", RuntimeWarning, stacklevel=4)
-        return call()
-
+from ._dispatchers import FEW, LENT, Live, Made, taken_up
+from ._results import SUMS, Result, Routing, Shape
 
 _engines: weakref.WeakKeyDictionary[Any, dict[torch.device, Engine]] = weakref.WeakKeyDictionary()
 
@@ -188,17 +32,28 @@ class Engines:
     """The engines of a buffer's group, one for each device. Buffers of a group share them; to make the first is collective."""
 
     def __init__(self, group: Any) -> None:
-        self._shared = _engines.setdefault(switchyard.communicator(group), {})
+        comm = switchyard.communicator(group)
+        if comm._across:
+            raise errors.Unsupported("deep_ep: the ranks of this group are not on one host")
+        self._shared = _engines.setdefault(comm, {})
         self._group, self._own = group, {}  # type: Any, dict[torch.device, Engine]
+        self._ended = False
 
     def of(self, device: torch.device) -> Engine:
         engine = self._own.get(device)
         if engine is None:
+            if self._ended:
+                raise errors.Closed("deep_ep: this buffer was destroyed: make another one of the group")
             engine = self._shared.get(device)
             if engine is None:
                 engine = self._shared[device] = Engine(self._group, device)
             self._own[device] = engine
         return engine
+
+    def end(self) -> None:
+        """Have later calls raise."""
+        self._ended = True
+        self._own.clear()
 
 
 def close_all(group: Any) -> None:
@@ -217,9 +72,11 @@ class Engine:
         #: Dispatchers by the shapes of calls that they have served.
         self._found: dict[Shape, Made] = {}
         self._replayed: list[Made] = []
-        self._most = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False):  # it is written in calls of either mode
+            self._most = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._event: Any = None
         self._stream: Any = None
+        self._raw, self._now = -1, None  # type: int, Any
 
     @property
     def group(self) -> Any:
@@ -245,40 +102,42 @@ class Engine:
     # Calls
 
     def dispatch(
-        self, shape: Shape, x: Tensor, scales: Optional[Tensor], idx: Tensor, weights: Optional[Tensor], length: int = 0
-    ) -> tuple[Result, Routing]:
+        self, shape: Shape, x: Tensor, scales: Optional[Tensor], idx: Tensor, weights: Optional[Tensor], length: int = 0,
+        theirs: bool = False,
+    ) -> tuple[Result, Routing]:  # fmt: skip
         """Send tokens. Without a length the host waits for the counts, and the result has as many rows as came; otherwise it
-        has this many rows."""
-        routing = Routing(self, shape, idx if shape.tokens else self._shifted(idx, shape.experts), not length)
-        return self.redispatch(x, scales, weights, routing, shape, length), routing
+        has this many rows. theirs says that the caller may change idx after the call."""
+        sent = idx if shape.tokens else self._shifted(idx, shape.experts)
+        routing = Routing(self, shape, sent, not length)
+        return self.redispatch(x, scales, weights, routing, shape, length, theirs and sent is idx), routing
 
     def _shifted(self, idx: Tensor, experts: int) -> Tensor:
-        """A copy of indices in which no expert of the caller's is none of the dispatcher's, see _restated."""
+        """Indices in which no expert of the caller's is none of the dispatcher's, see _restated."""
         if self.device.type == "cpu" and (not idx.numel() or int(idx.max()) < experts):
-            return idx.clone()
-        return torch.where(idx < experts, idx, idx + self.size)
+            return idx
+        return torch.add(idx, idx >= experts, alpha=self.size)
 
     def redispatch(
-        self, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor], routing: Routing, shape: Shape, length: int = 0
-    ) -> Result:
-        """Send other tokens the ways of a routing, into fresh memory."""
+        self, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor], routing: Routing, shape: Shape, length: int = 0,
+        copies: bool = False,
+    ) -> Result:  # fmt: skip
+        """Send other tokens the ways of a routing, into fresh memory. With copies the routing has a copy of its indices
+        after it."""
         if not shape.tokens or shape.open:
             self._refuse_capture("a call whose number of tokens the host does not know")
         made = self._ready(shape, x.shape[0])
         try:
-            left = self._send(made, x, scales, routing.idx, weights, length or None)
+            left = self._send(made, x, scales, routing.idx, weights, length or None, copies)
             if made.shape.open and left.host.counts[-1]:
                 # Some rank has more tokens than there is room for, and sent a plea in their place.
                 made = self._dispatcher(made.shape._replace(tokens=self.agree(x.shape[0])))
-                left = self._send(made, x, scales, routing.idx, weights, length or None)
+                left = self._send(made, x, scales, routing.idx, weights, length or None, copies)
         except errors.InvalidArgument as error:
             raise (self._restated(error, shape.experts) if made.shape.open else error) from None
         routing.made, routing.kept = made, left.routing
-        counts, host = left.counts, left.host
-        if made.shape.open:
-            counts, host = counts[:-1], None if host is None else host._replace(counts=host.counts[:-1])
-        beside = None if weights is None else left.row_weights
-        return Result(left.rows, left.scales, left.indices, beside, left.sources, counts, left.rank_counts, host)
+        if copies:
+            routing.has_copy(left.lists)
+        return Result(left, weights is not None, shape.experts // self.size)
 
     def _restated(self, error: errors.InvalidArgument, experts: int) -> errors.InvalidArgument:
         """The error of an index that is no expert, in the caller's numbers: the dispatcher has one more expert a rank."""
@@ -318,11 +177,8 @@ class Engine:
         if weights is not None:
             weights = self._fitted("topk_weights", weights, kept, routing)
         if self.device.type == "cuda":
-            kept.memory.record_stream(torch.cuda.current_stream(self.device))
-        sums = weights is not None
-        return taken_up(
-            lambda: made.dispatcher.combine(rows, kept, weights=weights, sum_weights=sums, bias=bias or None)
-        )
+            kept.memory.record_stream(self._current())
+        return taken_up(bring, made.dispatcher, rows, kept, weights=weights, biases=bias)
 
     def sum_over_ranks(self, weights: Tensor, routing: Routing) -> Tensor:
         """The sums of weights [rows, top_k] over all ranks that each token went to, choice by choice."""
@@ -333,7 +189,7 @@ class Engine:
 
     def send_slab(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> tuple[Any, Routing]:
         """Send few tokens to their experts. The rows lie in the dispatcher's memory until LENT more calls were made."""
-        routing = Routing(self, shape, idx, False)
+        routing = Routing(self, shape, idx if idx.dtype is torch.int64 else idx.to(torch.int64), False)
         got = self._lend(shape, x, routing, first=first).got
         self._mark()
         return got, routing
@@ -342,8 +198,7 @@ class Engine:
         """The sums of weight times row over the experts of each token, or the first half; weights [tokens, top_k] are this
         rank's."""
         live = self._alive(routing, x.shape[1], x.dtype)
-        call = live.made.dispatcher.combine
-        made = taken_up(lambda: call(x, live.got, token_weights=weights, out=out, async_op=first))
+        made = taken_up(bring, live.made.dispatcher, x, live.got, token_weights=weights, out=out, async_op=first)
         self._mark()
         return made
 
@@ -354,18 +209,13 @@ class Engine:
         return y
 
     def _send(
-        self, made: Made, x: Tensor, scales: Optional[Tensor], idx: Tensor, weights: Optional[Tensor], length: Optional[int]
-    ) -> Any:
-        """Make a dispatch, and take what it leaves."""
+        self, made: Made, x: Tensor, scales: Optional[Tensor], idx: Tensor, weights: Optional[Tensor], length: Optional[int],
+        copies: bool = False,
+    ) -> Any:  # fmt: skip
+        """Make a dispatch, and take what it leaves; with copies also a copy of the indices."""
         if idx.shape[0] > made.shape.tokens:
             x, scales, idx, weights = self._plea(made.shape, x, scales, weights)
-        call = made.dispatcher.dispatch
-        got = taken_up(lambda: call(x, idx, weights, scales=scales))
-        try:
-            return taken_up(lambda: got.take(length))
-        except errors.Error:
-            got.release()  # whoever keeps the error keeps what this call has
-            raise
+        return taken_up(deliver, made.dispatcher, x, idx, weights, scales, length, copies)
 
     def _lend(self, shape: Shape, x: Tensor, routing: Routing, first: bool = False) -> Live:
         """Make a dispatch whose result stays where it is until LENT more of the same dispatcher have been made."""
@@ -373,7 +223,7 @@ class Engine:
         self._follow()
         routing.made, routing.kept = made, None
         call = made.dispatcher.dispatch
-        return made.lend(lambda: taken_up(lambda: call(x, routing.idx, async_op=first)), routing)
+        return made.lend(routing, call, x, routing.idx, async_op=first)
 
     def _plea(self, s: Shape, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor]) -> Any:
         """Tokens in place of more than there is room for: one for each rank, whose last expert says that this rank has more."""
@@ -420,6 +270,7 @@ class Engine:
             dtype=s.dtype,
             combine_dtype=SUMS[s.dtype],
             layout="slab" if s.slab else "token_major",
+            align=1,  # DeepEP's shapes
             low_latency=s.slab and s.tokens <= FEW,
             quantize=bool(s.quantize),
             scale_columns=bool(s.quantize),
@@ -427,6 +278,7 @@ class Engine:
             scale_format=s.quantize or ("ue8m0" if s.scales == "ue8m0" else "float32"),
             sources=True,
             handles=LENT if s.slab else 1,
+            share_memory=not s.slab,  # results of others are copied at once
             host_counts=self.device.type == "cuda" and not s.slab,
             max_sms=s.max_sms,
             group=self.group,
@@ -452,7 +304,7 @@ class Engine:
     def _find(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Made:
         """Send empty rows of a type the ways of a routing, for one that combines of that type go by."""
         made = self._dispatcher(routing.sized()._replace(hidden=hidden, dtype=dtype, scales="", quantize=""))
-        empty = torch.empty((routing.idx.shape[0], hidden), dtype=dtype, device=self.device)
+        empty = torch.empty((routing.tokens, hidden), dtype=dtype, device=self.device)
         left = self._send(made, empty, None, routing.idx, None, None if routing.counted else 0)
         routing.made, routing.kept = made, left.routing
         return made
@@ -468,16 +320,22 @@ class Engine:
                 made.ring.append(live)
                 return live
             if kept is not None:
-                return made.lend(lambda: taken_up(lambda: made.dispatcher.route(kept)), routing)
+                return made.lend(routing, made.dispatcher.route, kept)
+        if routing.given.changed():
+            raise errors.InvalidArgument(
+                "deep_ep: low_latency_combine: topk_idx was changed since the dispatch, and a combine of rows of another type, "
+                "or after destroy, sends by it once more"
+            )
         shape = routing.shape._replace(hidden=hidden, dtype=dtype, scales="", quantize="")
-        empty = torch.empty((routing.idx.shape[0], hidden), dtype=dtype, device=self.device)
+        empty = torch.empty((routing.tokens, hidden), dtype=dtype, device=self.device)
         return self._lend(shape, empty, routing)
 
     def _fitted(self, name: str, x: Tensor, kept: Any, routing: Routing) -> Tensor:
         """Rows as a combine takes them: as many as came where the host knows, else at most all that there is room for."""
         counts = kept.counts
         if counts is None:
-            return x[: routing.made.dispatcher.max_rows]  # type: ignore[union-attr]
+            most = routing.made.dispatcher.max_rows  # type: ignore[union-attr]
+            return x if x.shape[0] <= most else x[:most]
         if x.shape[0] < counts.rows or (routing.counted and x.shape[0] != counts.rows):
             raise errors.InvalidArgument(f"deep_ep: combine: {name} has {x.shape[0]} rows, the dispatch brought {counts.rows}")
         return x if x.shape[0] == counts.rows else x[: counts.rows]
@@ -491,17 +349,24 @@ class Engine:
         if self._capturing():
             raise errors.Unsupported(f"deep_ep: {what} cannot be made while a CUDA graph is captured: make one like it before")
 
+    def _current(self) -> Any:
+        """The current stream of the device, which mostly is that of the last call: an object for it is made once."""
+        raw = raw_stream(self.device.index)
+        if raw != self._raw:
+            self._raw, self._now = raw, torch.cuda.current_stream(self.device)
+        return self._now
+
     def _mark(self) -> None:
         """Remember that outputs have been read so far, for calls on other streams."""
         if self.device.type == "cuda" and not self._capturing():
             if self._event is None:
                 self._event = torch.cuda.Event()
-            self._stream = torch.cuda.current_stream(self.device)
+            self._stream = self._current()
             self._event.record(self._stream)
 
     def _follow(self) -> None:
         """Have this call's stream wait until outputs that it may take have been read."""
         if self._stream is not None and not self._capturing():
-            stream = torch.cuda.current_stream(self.device)
+            stream = self._current()
             if stream != self._stream:
                 stream.wait_event(self._event)

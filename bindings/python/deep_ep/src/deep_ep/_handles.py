@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._engine import Result, Routing, ranks_of
+from ._results import Result, Routing, ranks_of
 
 
 class Parts:
     """A sequence whose parts are made once, when they are read."""
 
     _length = 0
-
-    def __init__(self) -> None:
-        self._parts: dict[int, Any] = {}
+    _parts: dict[int, Any]
 
     def __len__(self) -> int:
         return self._length
@@ -49,20 +47,19 @@ class Handle(Parts):
     _length = 6
 
     def __init__(self, routing: Routing, result: Result, length: int) -> None:
-        super().__init__()
-        self.routing, self.length = routing, length
-        self._sources, self._rank_counts = result.sources, result.rank_counts
+        self.routing, self.length, self._came, self._parts = routing, length, result.came, {}
 
     def _make(self, i: int) -> Tensor:
         size, idx = self.routing.engine.size, self.routing.idx
         if i == 0:
             matrix = torch.full((size, size), -1, dtype=torch.int32, device=idx.device)
-            matrix[:, self.routing.engine.group.rank()] = self._rank_counts.cumsum(0)
+            matrix[:, self.routing.engine.group.rank()] = self._came.rank_counts.cumsum(0)
             return matrix
         if i == 2:
-            return (self._rank_counts.cumsum(0) - self._rank_counts).to(torch.int32)[:, None]
+            counts = self._came.rank_counts
+            return (counts.cumsum(0) - counts).to(torch.int32)[:, None]
         if i == 3:
-            return self._sources[:, 1].contiguous()
+            return self._came.sources[:, 1].contiguous()
         inside, _ = ranks_of(idx, self.routing.shape.experts, size)
         if i == 4:
             return inside
@@ -85,14 +82,13 @@ class FewHandle(Parts):
 
     _length = 5
 
-    def __init__(self, routing: Routing, sources: Tensor, counts: Tensor) -> None:
-        super().__init__()
-        self.routing, self._sources, self._counts = routing, sources, counts
+    def __init__(self, routing: Routing, got: Any, counts: Tensor) -> None:
+        self.routing, self._got, self._counts = routing, got, counts
         shape = routing.shape
         self._parts = {2: shape.tokens, 3: shape.hidden, 4: shape.experts}
 
     def _make(self, i: int) -> Tensor:
-        sources = self._sources.view(self._counts.shape[0], -1, 2)
+        sources = self._got.sources.view(self._counts.shape[0], -1, 2)
         if i == 0:
             return sources[:, :, 1].contiguous()
         size, room = self.routing.engine.size, sources.shape[1]

@@ -40,11 +40,11 @@ class Streams:
         event alone, or for the current stream if no event is given.
         """
         event = event_of(previous)
+        if event is None and not is_async:
+            return call(), None
         if device.type != "cuda":
             made = call()
             return made, EventHandle() if is_async else None
-        if event is None and not is_async:
-            return call(), None
         current, side = torch.cuda.current_stream(device), self.side(device)
         if event is None:
             side.wait_stream(current)

@@ -102,6 +102,12 @@ class Arrays:
         memory = np.empty(size + ROUTING_ALIGN - 1, np.uint8)
         return memory, -(-memory.ctypes.data // ROUTING_ALIGN) * ROUTING_ALIGN
 
+    def within(self, memory: Any, at: int, size: int, name: str) -> Any:
+        """A part of an output that lies in memory for a routing."""
+        begin = at - memory.ctypes.data
+        part = memory[begin : begin + size].view(self._calls._shape(name, size)[0])
+        return part.reshape(-1, 2) if name == "sources" else part
+
     def part(self, output: Output, name: str) -> Any:
         """A part of an output as an array, as long as rows came."""
         d = self._calls

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 9
+VERSION = 14
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
@@ -26,12 +26,23 @@ PROTOTYPES: dict[str, list[Any]] = {
     "wait": [c_uint64, c_uint64, c_int64, _i64p],
     "all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p, c_int64, _u64p],
     "explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
+    "explain_reduction": [c_uint64, c_int32, c_int64, c_int32, c_char_p, c_int64],
     "fault": [c_uint64],
-    "observe": [c_int32, c_char_p, c_int64, _i64p],
+    "observe": [c_int32, c_char_p, c_char_p, c_int64, _i64p],
+    "doctor": [c_char_p, c_char_p, c_int64, _i64p],
+    "records": [c_char_p, c_char_p, c_char_p, c_int64, _i64p],
+    "unmet": [c_char_p, _u64p],
+    "met": [c_uint64, c_uint64],
+    "fell_back": [c_uint64, c_char_p, c_char_p, c_char_p],
     "refuse": [c_uint64, c_int32, c_char_p, _u64p],
     "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
     "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
     "all_gather": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int64, _u64p],
+    "all_to_all_by_plan": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int64, _u64p],
+    "broadcast": [c_uint64, c_uint64, c_void_p, c_int64, c_int32, c_int64, _u64p],
+    "messages": [c_uint64, c_uint64, c_void_p, c_int64, c_int64, c_void_p, _u64p],
+    "transfer": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "request": [c_uint64, c_int64, c_void_p],
     "barrier": [c_uint64, c_uint64, c_int64, _u64p],
     "alloc": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
     "block": [c_uint64, _u64p, _i64p],
@@ -40,8 +51,14 @@ PROTOTYPES: dict[str, list[Any]] = {
     "gpu_open": [c_uint64, c_char_p, _u64p],
     "gpu_reducer": [c_uint64, c_uint64, _u64p],
     "gpu_pool": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
+    "kernels_open": [c_uint64, c_uint64, c_int64, _u64p],
+    "kernels_argument": [c_uint64, _u64p],
+    "kernels_load": [c_uint64, c_void_p, c_int64, c_char_p, _i64p],
+    "kernels_launch": [c_uint64, c_uint64, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64],
     "split": [c_uint64, c_int64, c_int64, _u64p, _u64p],
     "shrink": [c_uint64, c_void_p, c_int64, c_int64, _u64p, _u64p],
+    "admit": [c_uint64, c_int64, c_char_p, c_int64, _u64p, _u64p],
+    "replace": [c_uint64, c_int64, c_char_p, c_int64],
     "close": [c_uint64, c_int32, _u64p],
     "abort": [c_uint64, c_char_p],
     "abandon": [c_uint64, c_int64, c_int32],
@@ -49,8 +66,12 @@ PROTOTYPES: dict[str, list[Any]] = {
     "dispatcher": [c_uint64, c_uint64, c_char_p, _u64p],
     "dispatcher_info": [c_uint64, _i64p, _i64p, _i64p, _i64p, c_void_p, c_int64],
     "dispatcher_counters": [c_uint64, c_void_p, c_int64, c_void_p, c_void_p, c_int64],
+    "dispatcher_mask": [c_uint64, c_int64],
+    "dispatcher_masked": [c_uint64, _u64p],
+    "dispatcher_unmask": [c_uint64, c_uint64, c_int64, _u64p],
     "dispatcher_close": [c_uint64, c_uint64, _u64p],
     "dispatch": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
+    "deliver": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, _u64p, c_void_p, c_int64],
     "combine": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "combine_backward": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "receive": [c_uint64, c_uint64, c_uint64, c_int32, c_int64, _u64p],
@@ -108,8 +129,8 @@ class CombineCall(Structure):
     ]
 
 
-#: The parts that a dispatch has left, in the order of ResultCall.
-RESULTS = ("Rows", "Scales", "Indices", "Weights", "Sources", "Counts", "Offsets", "RankCounts", "Routing")
+#: The parts that a dispatch has left, in the order of ResultCall, and memory that is copied besides.
+RESULTS = ("Rows", "Scales", "Indices", "Weights", "Sources", "Counts", "Offsets", "RankCounts", "Routing", "From", "To")
 
 
 class ResultCall(Structure):
@@ -130,6 +151,24 @@ class RouteCall(Structure):
     _fields_ = [(name, c_uint64) for name in ("Routing", "Made", "Rows")]
 
 
+class MessageCall(Structure):
+    """A message between two ranks."""
+
+    _fields_ = [("Buffer", Buffer), ("Receive", c_int64), ("Peer", c_int64), ("Tag", c_uint64)]
+
+
+class TransferCall(Structure):
+    """A put, a get, a signal or a wait."""
+
+    _fields_ = [("Mine", Buffer), ("At", Buffer), *((name, c_int64) for name in ("Kind", "Peer", "Semaphore"))]
+
+
+#: The kinds of transfers.
+PUT, GET, SIGNAL, WAIT = range(4)
+#: The peer of a receive from any rank.
+ANY = -1
+
+
 class BackwardCall(Structure):
     """The gradients of a combine."""
 
@@ -147,7 +186,7 @@ def word(field: Any) -> int:
 
 # Where to look in the arrays of calls.
 MADE, ROWS = word(DispatchCall.Made), word(DispatchCall.Rows)
-RESULT_MADE = word(ResultCall.Made)
+RESULT_HANDLE, RESULT_MADE = word(ResultCall.Handle), word(ResultCall.Made)
 ROUTE_MADE, ROUTE_ROWS = word(RouteCall.Made), word(RouteCall.Rows)
 HEAD = sizeof(ShapeHead) // sizeof(c_int64)
 LIVE, PLACED = word(ShapeHead.Live), word(ShapeHead.Placed)
@@ -183,6 +222,20 @@ def result_call(buffers: Sequence[int], handle: int, length: int, release: int) 
 def route_call(routing: int) -> array[int]:
     """A RouteCall."""
     return array("q", (routing, 0, 0))
+
+
+def message_call(receive: bool, peer: int, tag: int, at: Memory) -> array[int]:
+    """A MessageCall. Several of them one after the other are a list."""
+    return array("q", (*at, receive, peer, tag))
+
+
+#: The words of a MessageCall.
+CALL = len(message_call(False, 0, 0, (0, 0)))
+
+
+def transfer_call(kind: int, peer: int, mine: Memory = (0, 0), at: Memory = (0, 0), semaphore: int = 0) -> array[int]:
+    """A TransferCall."""
+    return array("q", (*mine, *at, kind, peer, semaphore))
 
 
 def backward_call(buffers: Sequence[int], handle: int, weighting: int) -> array[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import operator
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .. import errors
@@ -40,6 +43,11 @@ def seconds(name: str, value: Any) -> float:
     return number
 
 
+def microseconds(name: str, value: float | None) -> int:
+    """A time in microseconds that a caller may leave open, which is 0."""
+    return 0 if value is None else max(int(seconds(name, value) * 1e6), 1)
+
+
 def text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise errors.InvalidType(f"switchyard: {name} is {type_of(value)}, want a string")
@@ -59,3 +67,34 @@ def address(name: str, value: Any) -> str:
     if not known and not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise errors.InvalidArgument(f'switchyard: {name} is {value!r}, want "host:port", "@name", "file:///path" or an id')
     return str(value)
+
+
+def plans(value: Any) -> list[dict[str, Any]]:
+    """Plans as the library takes them: files, or what their JSON says."""
+    if isinstance(value, (str, bytes, os.PathLike, Mapping)) or not isinstance(value, Iterable):
+        raise errors.InvalidType(f"switchyard: plans is {type_of(value)}, want a list of paths and of plans as dicts")
+    return [_plan(one) for one in value]
+
+
+def _plan(value: Any) -> dict[str, Any]:
+    if isinstance(value, (str, os.PathLike)):
+        path = os.fspath(value)
+        if not isinstance(path, str) or not path:
+            raise errors.InvalidArgument(f"switchyard: plans has the path {path!r}, want a file")
+        return {"Path": path}
+    if not isinstance(value, Mapping):
+        raise errors.InvalidType(f"switchyard: plans has {type_of(value)}, want a path, or a plan as a dict")
+    try:
+        return {"Text": json.loads(json.dumps(dict(value), allow_nan=False))}
+    except (TypeError, ValueError) as err:
+        raise errors.InvalidArgument(f"switchyard: plans has a dict that is no JSON: {err}") from None
+
+
+def reductions(given_plans: Any, algorithm: Any) -> dict[str, Any]:
+    """The options of a reducer that were given."""
+    options: dict[str, Any] = {}
+    if given_plans is not None:
+        options["Plans"] = plans(given_plans)
+    if algorithm is not None:
+        options["Algorithm"] = text("algorithm", algorithm)
+    return options

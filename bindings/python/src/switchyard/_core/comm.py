@@ -15,12 +15,18 @@ from ctypes import byref, c_int32, c_int64, c_uint64
 from typing import Any
 
 from .. import errors
-from .arguments import integer, seconds
-from .meet import Store, gather, join_all, place, stop_all
+from .abi import CALL
+from .algorithms import registered
+from .arguments import address, integer, microseconds
+from .meet import join_all, stop_all
 from .native import AGAIN, SLICE, Library, library, usable
 from .places import Block, Gpu, Place, drop
+from .requests import Request, Requests
 from .splits import Shapes
 from .work import Ticket
+
+#: The calls of a reducer that can be explained, by the number of their collective in the library.
+COLLECTIVES = {"all_reduce": 3, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 2, "all_to_all_by_plan": 8}
 
 # How long operations that are under way get to become complete when the process ends, in milliseconds.
 _DRAIN = 2000
@@ -37,6 +43,7 @@ class Communicator(Place):
         self._lib, self._handle, self.name, self.validate = lib, handle, name, validate
         self._ran = c_uint64.from_address(words)
         self._in_flight: deque[tuple[int, object]] = deque()
+        self._requests = Requests()
         self._blocks: dict[int, Block] = {}
         self._closed = False
         self._dispatchers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -44,6 +51,7 @@ class Communicator(Place):
         self._no_gpus: dict[int, errors.Unsupported] = {}
         self._opening = threading.Lock()
         self._pools = 0
+        self._across = False  # ranks that have met in a store are on several hosts
         weakref.finalize(self, drop, lib, handle).atexit = False
         _alive.add(self)
 
@@ -69,7 +77,9 @@ class Communicator(Place):
         """Join a group. Blocks until all ranks have come."""
         lib = library()
         handle, words = c_uint64(), c_uint64()
-        options = {"Name": name, "Environ": _environ(), **options}
+        options = {"Name": name, "Environ": environ(), **options}
+        if plans := registered():
+            options["Plans"] = [*options.get("Plans", []), *plans]
         lib.check(lib.open(json.dumps(options).encode(), byref(handle), byref(words)))
         comm = cls(lib, handle.value, words.value, name, bool(options.get("Validate")))
         comm._join()
@@ -85,40 +95,6 @@ class Communicator(Place):
             raise
         self._rank, self._size = rank.value, size.value
         self._shapes = Shapes(self._rank, self._size)
-
-    @classmethod
-    def _meet(
-        cls,
-        rank: int,
-        size: int,
-        store: Store,
-        options: dict[str, Any],
-        name: str,
-        stop: threading.Event | None = None,
-    ) -> Communicator | None:
-        """Join ranks that have a store. None means that the ranks are not all in one place, which every rank finds out
-        alike."""
-        lib = library()
-        options = {**options, "Rank": rank, "Size": size, "Name": name, "Environ": _environ()}
-        listener, room = c_uint64(), ctypes.create_string_buffer(256)
-        seconds = options.get("JoinSeconds") or 120.0
-        code = lib.listen(json.dumps(options).encode(), byref(listener), room, len(room))
-        if code:
-            error = lib.error(code)
-            gather(rank, size, store, {"error": str(error)}, seconds)
-            raise error
-        try:
-            cards = gather(rank, size, store, {"place": place(), "addr": room.value.decode()}, seconds, stop)
-            here = all(card["place"] == cards[0]["place"] for card in cards)
-            if stop is not None and stop.is_set():
-                raise errors.Closed("switchyard: the group was closed while its ranks met")
-        except BaseException:
-            lib.unlisten(listener)
-            raise
-        if not here:
-            lib.unlisten(listener)
-            return None
-        return cls._open({**options, "Listener": listener.value, "Addrs": [card["addr"] for card in cards]}, name)
 
     # Running operations
 
@@ -172,6 +148,13 @@ class Communicator(Place):
         self._lib.check(code)
         return value.value
 
+    def _finish(self, code: int, ticket: c_uint64, keep: object) -> int:
+        """Wait for an operation that is under way, and return its value. An interrupted wait leaves it under way."""
+        self._hold(ticket.value, keep)
+        value = self._control(code, ticket)
+        self._let_go()
+        return value
+
     def _all_to_all(self, dst: int, src: int, shape: int, keep: object, async_op: bool) -> Ticket | None:
         """Exchange what a core.Shape at this address says."""
         ticket = c_uint64()
@@ -216,6 +199,61 @@ class Communicator(Place):
             self._run(code, ticket.value, keep)
         return None
 
+    def _broadcast(self, data: int, size: int, root: int, keep: object, async_op: bool) -> Ticket | None:
+        """Copy size bytes of rank root to all ranks."""
+        ticket = c_uint64()
+        code = self._lib.broadcast(self._handle, 0, data, size, root, 0 if async_op else SLICE, ticket)
+        if async_op:
+            return self._ticket(code, ticket.value, keep)
+        if code:
+            self._run(code, ticket.value, keep)
+        return None
+
+    def _all_to_all_by_plan(self, dst: int, src: int, size: int, keep: object, async_op: bool) -> Ticket | None:
+        """Send slice k of size bytes at src to rank k, by a plan."""
+        ticket = c_uint64()
+        code = self._lib.all_to_all_by_plan(self._handle, 0, dst, src, size, 0 if async_op else SLICE, ticket)
+        if async_op:
+            return self._ticket(code, ticket.value, keep)
+        if code:
+            self._run(code, ticket.value, keep)
+        return None
+
+    def _explain_reduction(self, call: str, size: int, dtype: int) -> str:
+        """How a call of COLLECTIVES would be carried, in words. size is the bytes of its larger buffer."""
+        text = ctypes.create_string_buffer(1 << 16)  # a line for each plan
+        self._lib.check(self._lib.explain_reduction(self._handle, COLLECTIVES[call], size, dtype, text, len(text)))
+        return text.value.decode(errors="replace")
+
+    def _messages(self, calls: array[int], keep: object, async_op: bool) -> Request:
+        """Send and receive what MessageCalls say, at the same time."""
+        name, sources = c_uint64(), array("q", (-1,)) * (len(calls) // CALL)
+        at, n = calls.buffer_info()[0], len(sources)
+        code = self._lib.messages(self._handle, 0, at, n, 0 if async_op else SLICE, sources.buffer_info()[0], name)
+        return self._request(code, name.value, sources, keep, async_op)
+
+    def _transfer(self, call: array[int], keep: object = None, async_op: bool = False) -> Request:
+        """Make a TransferCall on the host."""
+        name = c_uint64()
+        code = self._lib.transfer(self._handle, 0, call.buffer_info()[0], 0 if async_op else SLICE, name)
+        return self._request(code, name.value, array("q"), keep, async_op)
+
+    def _request(self, code: int, name: int, sources: array[int], keep: object, async_op: bool) -> Request:
+        """The request that was submitted with this answer, over unless async_op."""
+        if code not in (0, AGAIN):
+            raise self._lib.error(code)
+        request = Request(self._lib, name if code == AGAIN else 0, sources, keep)
+        if async_op and code == AGAIN:
+            self._requests.add(request)
+        elif code == AGAIN:
+            try:
+                request.wait()
+            except BaseException:
+                if not request.poll():
+                    self._requests.add(request)  # interrupted: it goes on
+                raise
+        return request
+
     def _barrier(self, async_op: bool = False) -> Ticket | None:
         """Wait until all ranks have called it."""
         ticket = c_uint64()
@@ -252,7 +290,7 @@ class Communicator(Place):
     def _open_gpu(self, device: int, options: dict[str, Any]) -> Gpu:
         if device in self._no_gpus:
             raise self._no_gpus[device]
-        ticket, options = c_uint64(), {"Device": device, "Environ": _environ(), **options}
+        ticket, options = c_uint64(), {"Device": device, "Environ": environ(), **options}
         try:
             code = self._lib.gpu_open(self._handle, json.dumps(options).encode(), byref(ticket))
             return Gpu(self, device, self._control(code, ticket))
@@ -266,17 +304,11 @@ class Communicator(Place):
         for gpu in self._gpus.values():
             gpu.check()
 
-    # Subgroups and the end
-
     def split(self, color: int, key: int = 0) -> Communicator | None:
         """Make communicators of the ranks that pass the same color, ordered by key. A negative color joins none."""
-        ticket, words = c_uint64(), c_uint64()
         color, key = integer("color", color), integer("key", key)
-        code = self._lib.split(self._handle, color, key, byref(words), byref(ticket))
-        handle = self._control(code, ticket)
-        if handle == 0:
-            return None
-        return self._child(handle, words, str(color))
+        handle, words = self._derive(self._lib.split, color, key)
+        return self._child(handle, words, str(color)) if handle else None
 
     def shrink(self, leave_out: Iterable[int] = (), timeout: float | None = None) -> Communicator:
         """Make a communicator of the ranks that are left after some were lost, as :func:`switchyard.shrink` describes."""
@@ -288,10 +320,31 @@ class Communicator(Place):
                 raise errors.InvalidArgument(
                     f"switchyard: leave_out has rank {rank}, want other ranks of {self.size} than {self.rank}"
                 )
-        within = 0 if timeout is None else max(int(seconds("timeout", timeout) * 1e6), 1)
+        within = microseconds("timeout", timeout)
+        try:
+            child = self._derive(self._lib.shrink, out.buffer_info()[0], len(out), within)
+        except errors.TimedOut as err:
+            if err.rank is None or err.rank == self.rank:
+                raise
+            err.args = (f"{err}: if it hangs, go on without it by leave_out=[{err.rank}]",)
+            raise
+        return self._child(*child, "survivors")
+
+    def admit(self, addr: str, n: int = 1, timeout: float | None = None) -> Communicator:
+        """Make a communicator of these ranks and ``n`` newcomers, as :func:`switchyard.admit` describes."""
+        addr, n, within = address("addr", addr), integer("n", n, 1), microseconds("timeout", timeout)
+        return self._child(*self._derive(self._lib.admit, n, addr.encode(), within), "admitted")
+
+    def replace(self, rank: int, addr: str, timeout: float | None = None) -> None:
+        """Let a process in the place of a lost rank, as :func:`switchyard.replace` describes."""
+        addr, rank, within = address("addr", addr), integer("rank", rank, 0), microseconds("timeout", timeout)
+        self._lib.check(self._lib.replace(self._handle, rank, addr.encode(), within))
+
+    def _derive(self, make: Any, *arguments: Any) -> tuple[int, c_uint64]:
+        """Have a function of the library make a communicator of this one: its handle, 0 for none, and its words."""
         ticket, words = c_uint64(), c_uint64()
-        code = self._lib.shrink(self._handle, out.buffer_info()[0], len(out), within, byref(words), byref(ticket))
-        return self._child(self._control(code, ticket), words, "survivors")
+        code = make(self._handle, *arguments, byref(words), byref(ticket))
+        return self._control(code, ticket), words
 
     def _child(self, handle: int, words: c_uint64, name: str) -> Communicator:
         comm = Communicator(self._lib, handle, words.value, f"{self.name}/{name}", self.validate)
@@ -339,6 +392,7 @@ class Communicator(Place):
     def _forget(self) -> None:
         _alive.discard(self)
         self._in_flight.clear()
+        self._requests.clear()
 
     def __enter__(self) -> Communicator:
         return self
@@ -371,7 +425,7 @@ def _end() -> None:
     join_all()
 
 
-def _environ() -> dict[str, str]:
+def environ() -> dict[str, str]:
     """The environment as it is now: the library has the one with which the process began, and takes from this what it reads."""
     return dict(os.environ)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import weakref
 from array import array
 from ctypes import byref, c_int64
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .. import errors
 from .comm import Communicator
 from .native import AGAIN, SLICE
 from .places import memory
+
+if TYPE_CHECKING:
+    from .taking import Lists
 
 #: The parts of an output, in the order in which the library tells them.
 PARTS = ("rows", "scales", "counts", "offsets", "rank_counts", "indices", "row_weights", "sources", "landed")
@@ -26,13 +29,20 @@ ROUTING_ALIGN = 128
 DISPATCHED, GIVEN, UNWEIGHTED, OF_TOKENS = range(4)
 
 
-class Maker(Protocol):
-    """The questions that outputs ask of the dispatcher that made them."""
+class Counted(Protocol):
+    """A dispatcher, for who wants to know how many rows came."""
 
     comm: Communicator
+    _groups: int
+    _local_experts: list[int]
+
+
+class Maker(Counted, Protocol):
+    """The questions that outputs ask of the dispatcher that made them."""
+
     by_token: bool
     _slots: dict[int, Slot]
-    _groups: int
+    _moves: bool
 
     @property
     def local_experts(self) -> list[int]: ...
@@ -68,6 +78,9 @@ class Side(Protocol):
     def room(self, size: int) -> tuple[Any, int]:
         """Bytes of fresh memory on the dispatcher's device, and where among them a routing begins."""
 
+    def within(self, memory: Any, at: int, size: int, name: str) -> Any:
+        """A part of an output that lies in such memory, from an address on."""
+
 
 #: Dispatchers by the names that compiled graphs know them by.
 named: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -90,36 +103,47 @@ class HostCounts(NamedTuple):
 class Slot:
     """Where the outputs of dispatches lie whose rows begin at one place."""
 
-    def __init__(self, dispatcher: Maker, handle: int) -> None:
+    def __init__(self, dispatcher: Counted, handle: int) -> None:
         lib, words = dispatcher.comm._lib, array("q", bytes(8 * 2 * len(PARTS)))
         lib.check(lib.output(handle, words.buffer_info()[0]))
         self.parts = dict(zip(PARTS, zip(words[::2], words[1::2])))
         #: For torch, by name: what the library reads to describe a tensor.
         self.described: dict[str, array[int]] = {}
+        #: Tensors that do not hold an output.
+        self.made: dict[str, Any] = {}
 
 
 class Output:
     """The output of a dispatch, given back with the last reference to it and to what lies on it."""
 
-    __slots__ = ("_hold", "_unhold", "counts", "dispatcher", "handle", "released", "routing", "slot")
+    __slots__ = ("_hold", "_rows", "_slot", "_unhold", "counts", "dispatcher", "handle", "released", "routing")
 
     def __init__(self, dispatcher: Maker, handle: int, rows: int, routing: Routing | None = None) -> None:
+        """rows is where they begin, 0 if the caller does not know."""
         lib = dispatcher.comm._lib
         self._unhold, self._hold = lib.unhold, lib.hold(handle)
         self.dispatcher, self.handle, self.released = dispatcher, handle, False
-        self.counts: HostCounts | None = None
-        self.routing = routing
-        if routing is not None:  # counts lie there, not where those of other outputs with these rows do
-            self.counts, self.slot = routing.counts, Slot(dispatcher, handle)
-            return
-        slot = dispatcher._slots.get(rows)
-        if slot is None:
-            slot = Slot(dispatcher, handle)
-            dispatcher._slots[slot.parts["rows"][0]] = slot
-        self.slot = slot
+        self.counts: HostCounts | None = None if routing is None else routing.counts
+        self.routing, self._rows = routing, rows
+        self._slot: Slot | None = None
 
     def __del__(self) -> None:
         self._unhold(self._hold)
+
+    @property
+    def slot(self) -> Slot:
+        """Where the parts lie. Most outputs that are taken are not asked."""
+        if self._slot is None:
+            slots = self.dispatcher._slots
+            # Counts of one by a routing lie there, not where those of other outputs with these rows do.
+            keeps = self.routing is None and not self.dispatcher._moves
+            slot = slots.get(self._rows) if keeps else None
+            if slot is None:
+                slot = Slot(self.dispatcher, self.handle)
+                if keeps:  # on the host, where rows is 0, it may be known by now
+                    slot = slots.setdefault(slot.parts["rows"][0], slot)
+            self._slot = slot
+        return self._slot
 
     def alive(self) -> int:
         """The handle, for a call."""
@@ -129,20 +153,24 @@ class Output:
 
     def host(self) -> HostCounts:
         """The counts, waited for. Those of a graph are others after every replay."""
-        d, rows = self.dispatcher, c_int64()
-        lib, ranks = d.comm._lib, d.comm.size
-        parts = [array("q", bytes(8 * n)) for n in (len(d.local_experts), d._groups + 1, ranks)]
-        sizes = (len(d.local_experts), d._groups, ranks)
-        places = [x for part, n in zip(parts, sizes) for x in (part.buffer_info()[0], n)]
-        code, handle = AGAIN, self.alive()
-        while code == AGAIN:
-            code = lib.counts(handle, SLICE, byref(rows), *places)
-        lib.check(code)
-        return HostCounts(rows.value, *(part.tolist() for part in parts))
+        return counts_of(self.dispatcher, self.alive())
 
     def memory(self, name: str) -> memoryview:
         """Bytes of a part on the host, which hold the output."""
         return memory(*self.slot.parts[name], self)
+
+
+def counts_of(d: Counted, handle: int) -> HostCounts:
+    """The counts of a dispatch, waited for."""
+    rows, lib, experts, groups, ranks = c_int64(), d.comm._lib, len(d._local_experts), d._groups, d.comm.size
+    words = array("q", bytes(8 * (experts + groups + 1 + ranks)))
+    at, code = words.buffer_info()[0], AGAIN
+    of_groups, of_ranks = at + 8 * experts, at + 8 * (experts + groups + 1)
+    while code == AGAIN:
+        code = lib.counts(handle, SLICE, byref(rows), at, experts, of_groups, groups, of_ranks, ranks)
+    lib.check(code)
+    known = words.tolist()
+    return HostCounts(rows.value, known[:experts], known[experts:-ranks], known[-ranks:])
 
 
 class Routing:
@@ -156,12 +184,13 @@ class Routing:
     tells torch's allocator of them (``routing.memory.record_stream``).
     """
 
-    def __init__(self, dispatcher: Maker, side: Side, name: int, memory: Any, dispatched: Dispatched) -> None:
+    __slots__ = ("__weakref__", "_dispatcher", "_name", "_side", "_tokens", "_weights", "counts", "memory")
+
+    def __init__(
+        self, dispatcher: Any, side: Side, name: int, memory: Any, tokens: int, counts: HostCounts | None, weights: Any
+    ) -> None:
         self._dispatcher, self._side, self._name, self.memory = dispatcher, side, name, memory
-        lib = dispatcher.comm._lib
-        self._unhold, self._hold = lib.unhold, lib.hold(name)
-        self._tokens, self.counts = dispatched.tokens, dispatched._output.counts
-        weights = dispatched._weights
+        self._tokens, self.counts = tokens, counts
         self._weights = weights if getattr(weights, "requires_grad", False) else None
 
     @property
@@ -177,25 +206,47 @@ class Routing:
         return f"<switchyard.Routing of {self._tokens} tokens>"
 
     def __del__(self) -> None:
-        self._unhold(self._hold)
+        lib = self._dispatcher.comm._lib
+        if not lib.forked:
+            lib.quick_release(self._name)
 
 
-class Result(NamedTuple):
+class Result:
     """All that a dispatch has left on this rank, in memory of the caller, by the names of :class:`Dispatched`; ``None`` for a
-    part that the dispatcher has not. All but ``routing`` and ``host`` are tensors or arrays."""
+    part that the dispatcher has not. All but ``routing``, ``host`` and ``lists`` are tensors or arrays.
 
-    rows: Any
-    scales: Any
-    indices: Any
-    row_weights: Any
-    sources: Any
-    counts: Any
-    offsets: Any
-    rank_counts: Any
-    #: The way back, for :meth:`Dispatcher.combine` and :meth:`Dispatcher.route`.
-    routing: Routing
-    #: The counts, if the host knows them.
-    host: HostCounts | None
+    - ``routing``: the way back, for :meth:`Dispatcher.combine` and :meth:`Dispatcher.route`;
+    - ``host``: the counts, if the host knows them;
+    - ``lists``: what ``sources``, ``counts``, ``offsets`` and ``rank_counts`` lie in, for who drops the rows and keeps these.
+    """
+
+    __slots__ = ("host", "indices", "lists", "routing", "row_weights", "rows", "scales")
+
+    def __init__(
+        self, rows: Any, scales: Any, indices: Any, row_weights: Any, lists: Lists, routing: Routing, host: HostCounts | None
+    ) -> None:
+        self.rows, self.scales, self.indices, self.row_weights = rows, scales, indices, row_weights
+        self.lists, self.routing, self.host = lists, routing, host
+
+    @property
+    def sources(self) -> Any:
+        """Which token of which rank each row is."""
+        return self.lists.part("sources")
+
+    @property
+    def counts(self) -> Any:
+        """How many choices each of this rank's experts got."""
+        return self.lists.part("counts")
+
+    @property
+    def offsets(self) -> Any:
+        """The first row of each group, and where the last one ends."""
+        return self.lists.part("offsets")
+
+    @property
+    def rank_counts(self) -> Any:
+        """How many rows came from each rank."""
+        return self.lists.part("rank_counts")
 
 
 class Dispatched:
@@ -213,7 +264,9 @@ class Dispatched:
       rows of each expert have arrived.
 
     On the host ``counts``, ``offsets`` and ``rank_counts`` are lists, and ``rows`` has as many as came. On a GPU they are int32
-    tensors there, and ``rows`` has as many as could come: what lies behind the last one is undefined.
+    tensors there, and ``rows`` has as many as could come: what lies behind the last one is undefined. So is padding in layouts
+    "slab" and "rank_padded", behind ``counts`` rows of each expert or ``rank_counts`` rows of each rank, in ``rows``,
+    ``indices`` and ``row_weights``: mask it.
 
     The output is given back to the dispatcher when neither this object nor a tensor on it nor a gradient that needs it is left,
     or by :meth:`release`.

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from .. import errors
 from . import abi, options
-from .arguments import type_of
+from .arguments import integer, seconds, type_of
 from .comm import Communicator
 from .dispatched import (
-    BESIDE_ROWS,
     COUNTS,
     DISPATCHED,
     GIVEN,
@@ -22,13 +21,13 @@ from .dispatched import (
     UNWEIGHTED,
     Dispatched,
     Output,
-    Result,
     Routing,
     Side,
     Slot,
 )
 from .native import AGAIN, SLICE
 from .places import Place
+from .taking import Taking
 
 
 class Counters(NamedTuple):
@@ -42,7 +41,7 @@ class Counters(NamedTuple):
     waited: list[int]
 
 
-class Calls:
+class Calls(Taking):
     """A dispatcher of a place. Its attributes are its options, which moe.Dispatcher lists."""
 
     #: By which compiled graphs know it.
@@ -55,6 +54,7 @@ class Calls:
         self.layout, self.dtype, self.combine_dtype = values["layout"], values["dtype"], values["combine_dtype"]
         self.index_dtype, self.experts, self.top_k = values["index_dtype"], values["experts"], values["top_k"]
         self.hidden, self.max_tokens = values["hidden"], values["max_tokens"]
+        self._align = values["align"]
         self.by_token = options.LAYOUTS.index(self.layout) >= options.LAYOUTS.index("token_major")
         #: The type of the rows that arrive.
         self.row_dtype = "float8_e4m3fn" if values["quantize"] else self.dtype
@@ -65,6 +65,8 @@ class Calls:
         #: How many words the scales of a row take.
         self._scale_words = -(-blocks // 4) if self._exponents else blocks
         self._tells_sources, self._tells_landed = values["sources"], values["landed"]
+        #: Rows lie elsewhere when the memory has grown.
+        self._moves = values["share_memory"]
         self._weighs_rows = self.by_token or values["row_weights"]
         self.comm: Communicator = place._comm
         lib, ticket = self.comm._lib, c_uint64()
@@ -72,7 +74,6 @@ class Calls:
         self._handle = self.comm._control(lib.dispatcher(self.comm._handle, place._handle, text, ticket), ticket)
         self._closed = False
         self._slots: dict[int, Slot] = {}
-        self._left: list[tuple[str, int, tuple[int, ...] | None]] = []
         #: The GPU's ordinal, -1 for the host.
         self._index: int = getattr(place, "device", -1)
         self._stream: Any = stream
@@ -98,6 +99,7 @@ class Calls:
         names = ("dispatch", "combine", "combine_backward", "receive", "route")
         self._calls = [getattr(lib, prefix + name) for name in names]
         self._results = getattr(lib, prefix + "results")
+        self._delivers = getattr(lib, prefix + "deliver"), lib.deliver
 
     def _info(self) -> tuple[int, int, int, list[int]]:
         """The most rows of a dispatch, how many dispatches are alive, the bytes of a routing, and this rank's experts."""
@@ -119,12 +121,7 @@ class Calls:
             return 0
         ticket, comm = c_uint64(), self.comm
         code = self._calls[which](self._handle, 0, *arguments, SLICE, ticket)
-        if code != AGAIN:
-            return comm._control(code, ticket)
-        comm._hold(ticket.value, keep)  # an interrupted wait leaves it under way
-        value = comm._control(code, ticket)
-        comm._let_go()
-        return value
+        return comm._control(code, ticket) if code != AGAIN else comm._finish(code, ticket, keep)
 
     def _dispatch(
         self, x: int, scales: tuple[int, int], idx: int, weights: int, tokens: int, first: bool, keep: object
@@ -134,8 +131,13 @@ class Calls:
         call = abi.dispatch_call(
             (x, tokens * self._token_bytes), scales, (idx, tokens * self._choice_bytes), (weights, weighed), 0, first
         )
-        made = self._occupy(0, keep, call)
-        return Output(self, made, 0) if made else Output(self, call[abi.MADE], call[abi.ROWS])
+        if self._index >= 0 or first:
+            made = self._occupy(0, keep, call)
+            return Output(self, made, 0) if made else Output(self, call[abi.MADE], call[abi.ROWS])
+        counts = self._make(call, None, True, keep)  # of the host's calls, which have ended
+        output = Output(self, call[abi.MADE], call[abi.ROWS])
+        output.counts = counts
+        return output
 
     def _occupy(self, which: int, keep: object, call: array[int]) -> int:
         """Make a call that takes an output."""
@@ -145,67 +147,6 @@ class Calls:
         except errors.NoHandle:
             gc.collect()  # outputs may hang in cycles
             return self._run(which, keep, address)
-
-    def _keep(self, dispatched: Dispatched) -> Routing:
-        output, side = dispatched._output, dispatched._side
-        if self._counted and not side.capturing():
-            output.counts = output.counts or output.host()
-        memory, at = side.room(self.routing_bytes)
-        name = self._copy((*(0,) * 16, at, self.routing_bytes), output, 0, False)
-        return Routing(self, side, name, memory, dispatched)
-
-    def _copy(self, buffers: Sequence[int], output: Output, length: int, release: bool) -> int:
-        """Copy what a dispatch has left. The name of its routing is returned."""
-        call = abi.result_call(buffers, output.alive(), length, release)
-        stream = self._stream(self._index) if self._index >= 0 else 0
-        code = self._results(self._handle, stream, call.buffer_info()[0])
-        if code:
-            raise self.comm._lib.error(code)
-        output.released = output.released or release
-        return call[abi.RESULT_MADE]
-
-    def _take(self, dispatched: Dispatched, length: int | None) -> Result:
-        output, side = dispatched._output, dispatched._side
-        host = output.counts
-        if host is None and self._counted and (length is None or self._index < 0) and not side.capturing():
-            host = output.counts = output.host()
-        if length is None:
-            length = self.max_rows if host is None else host.rows
-        made: list[Any] = []
-        buffers: list[int] = []
-        for name, each, tail in self._left or self._leaves(output):
-            if not each:
-                made.append(None)
-                buffers += (0, 0)
-            elif tail is None:  # no entry for each row
-                x, at = side.fresh(name, each // 4)
-                made.append(x)
-                buffers += (at, each)
-            else:
-                x, at = side.fresh(name, length, *tail)
-                made.append(x)
-                buffers += (at, length * each)
-        memory, at = side.room(self.routing_bytes)
-        buffers += (at, self.routing_bytes)
-        routing = Routing(self, side, self._copy(buffers, output, length, True), memory, dispatched)
-        rows, scales, *others = made
-        if scales is not None:
-            scales = self._scales(scales.reshape(-1), length, length)
-        return Result(rows, scales, *others, routing, host)  # type: ignore[call-arg]
-
-    def _leaves(self, output: Output) -> list[tuple[str, int, tuple[int, ...] | None]]:
-        """The parts of outputs, in the order of abi.RESULTS: the name, the bytes for each row and the extents behind the rows,
-        or the bytes of all where there is no entry for each row."""
-        self._left = []
-        for name in ("rows", "scales", "indices", "row_weights", "sources", "counts", "offsets", "rank_counts"):
-            size, rows = output.slot.parts[name][1], max(self.max_rows, 1)
-            if name not in BESIDE_ROWS:
-                self._left.append((name, size, None))
-            elif name == "scales":
-                self._left.append((name, size // rows, (size // rows // 4,)))
-            else:
-                self._left.append((name, size // rows, self._shape(name, size)[1][1:]))
-        return self._left
 
     def _route(self, routing: Routing) -> Output:
         """Take an output whose calls go by a routing."""
@@ -262,6 +203,8 @@ class Calls:
             return ("float32", "int32")[self._exponents], (size // 4,)
         if name == "indices":
             return "int64", (self.max_rows, self.top_k)
+        if name == "choices":
+            return self.index_dtype, (size // self._choice_bytes, self.top_k)
         if name == "row_weights":
             return "float32", (self.max_rows, self.top_k) if self.by_token else (self.max_rows,)
         return "int32", (self.max_rows, 2) if name == "sources" else (size // 4,)
@@ -277,7 +220,11 @@ class Calls:
 
     def _row_capacity(self) -> int:
         """How many rows each expert has in a padded layout."""
-        return (self._capacity if self.layout == "padded" else 0) or self.comm.size * self.max_tokens
+        rows = self.comm.size * self.max_tokens
+        if self.layout == "padded":
+            return self._capacity or rows
+        align = self._align or (64 if self._float8 else 1)
+        return -(-rows // align) * align
 
     def _check_rows(self, name: str, shape: Sequence[int]) -> None:
         """Refuse what is not rows of the dispatcher's."""
@@ -374,13 +321,38 @@ class Calls:
         """Bytes of rows sent to each rank so far."""
         return self.counters().bytes
 
+    def mask(self, rank: int) -> None:
+        """Have the calls of all ranks go on without a rank, also those under way, as they do without one that dies: with
+        ``masks=True``. Any rank calls it, at any time, also another thread of the rank itself. Calls of that rank raise
+        :class:`switchyard.errors.Masked` until it comes back by :meth:`unmask`."""
+        lib = self.comm._lib
+        lib.check(lib.dispatcher_mask(self._handle, integer("rank", rank)))
+
+    def masked(self) -> list[int]:
+        """The ranks that calls go on without, in ascending order, as this rank knows."""
+        bits, lib = c_uint64(), self.comm._lib
+        lib.check(lib.dispatcher_masked(self._handle, byref(bits)))
+        return [rank for rank in range(self.comm.size) if bits.value >> rank & 1]
+
+    def unmask(self, timeout: float | None = None) -> int:
+        """Have the others take this rank in again, which they do during one of their combines, and return how many calls of
+        this dispatcher they have made by then: the next call is this rank's, too. Earlier dispatches can only be released, on
+        all ranks. After ``timeout`` seconds, by default the group's, it is a :class:`switchyard.errors.TimedOut`, and the rank
+        is masked as before."""
+        within = 0 if timeout is None else max(int(seconds("timeout", timeout) * 1e6), 1)
+        ticket, comm = c_uint64(), self.comm
+        return comm._control(comm._lib.dispatcher_unmask(comm._handle, self._handle, within, byref(ticket)), ticket)
+
     def close(self) -> None:
         """Give the memory back, together with all ranks. No output may be in use."""
         if self._closed:
             return
         alive = self._alive()
         if alive:
-            raise errors.InvalidArgument(f"switchyard: close: {alive} dispatches of this dispatcher are alive")
+            raise errors.InvalidArgument(
+                f"switchyard: close: dispatches of this dispatcher are alive: {alive}. A result keeps its dispatch, and so do "
+                "views on it (rows, expert_rows) and a gradient to come: `del` of all, or `release()`, ends it"
+            )
         self._closed = True
         ticket = c_uint64()
         comm = self.comm

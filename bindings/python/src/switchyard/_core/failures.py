@@ -21,6 +21,7 @@ _OF_CODE: dict[int, type[errors.Error]] = {
     12: errors.Overflow,
     13: errors.NoHandle,
     16: errors.OutOfStep,
+    17: errors.Masked,
 }
 
 
@@ -41,6 +42,7 @@ _NAMES = {
     "CopySMs": "copy_sms",
     "NoSMs": "no_sms",
     "Options.Validate": "validate",
+    "Options.Plans": "plans",
     "Options.SegmentBytes": "heap",
     "Options.Timeout": "timeout",
     "Splits.PeerDispls": "peer_displs",

@@ -21,6 +21,9 @@ Found = TypeVar("Found")
 class Store(Protocol):
     """Where ranks leave things for each other."""
 
+    #: Held by the one meeting of this rank that has a card there.
+    turn: threading.Lock
+
     def put(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes | None:
@@ -30,7 +33,8 @@ class Store(Protocol):
 
 
 def place() -> str:
-    """Where this process is: ranks of one place reach each other's memory and sockets."""
+    """Where this process is: ranks of one place reach each other's memory and sockets. The last part is the user, what
+    is before that the host."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
             boot = f.read().strip()
@@ -40,27 +44,83 @@ def place() -> str:
         net = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         net = 0
-    return f"{boot}/{net}/{os.getuid()}"
+    return f"{os.environ.get('SWITCHYARD_HOSTID', '')}/{boot}/{net}/{os.getuid()}"
+
+
+class Chapter:
+    """A part of a store with names of its own."""
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name, self.turn = store, name, store.turn
+
+    def put(self, key: str, value: bytes) -> None:
+        self._store.put(f"{self._name}/{key}", value)
+
+    def get(self, key: str) -> bytes | None:
+        return self._store.get(f"{self._name}/{key}")
+
+    def forget(self, key: str) -> None:
+        self._store.forget(f"{self._name}/{key}")
+
+
+def across(rank: int, places: list[str]) -> tuple[int, int] | None:
+    """The local rank of a rank of several hosts, and how many ranks its host has. None where there is one host, or where ranks
+    of a host do not reach each other."""
+    hosts = [where.rsplit("/", 1)[0] for where in places]
+    if len(set(hosts)) == 1 or len(set(hosts)) != len(set(places)):
+        return None
+    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
 
 
 # Errors that peers left in the store and that this process has raised: once is enough.
 _heard: set[str] = set()
 
 
+#: The terms of a rank's card: the number of changes to the group's options so far, and whether the rank waits for the meeting.
+#: They can change.
+Terms = Callable[[], dict[str, Any]]
+
+
+def ready() -> dict[str, Any]:
+    """The terms of a rank that meets others because a call of it needs that."""
+    return {"again": 0, "waits": True}
+
+
 def gather(
-    rank: int, size: int, store: Store, about: dict[str, Any], seconds: float, stop: threading.Event | None = None
+    rank: int,
+    size: int,
+    store: Store,
+    about: dict[str, Any],
+    seconds: float,
+    stop: threading.Event | None = None,
+    terms: Terms = ready,
 ) -> list[dict[str, Any]]:
     """Exchange what the ranks tell about themselves.
 
     A rank may have tried before and failed, and its peers another number of times. So everybody leaves a card with a name
     of its own, and next to it the names of the cards that it sees. The ranks have met when all of them see the same.
+
+    Ranks of different numbers of options do not meet as long as one of them does not wait: it may be about to get others.
     """
 
+    with store.turn:
+        return _gather(rank, size, store, about, seconds, stop, terms)
+
+
+def _gather(
+    rank: int, size: int, store: Store, about: dict[str, Any], seconds: float, stop: threading.Event | None, terms: Terms
+) -> list[dict[str, Any]]:
     def read(what: str) -> list[Any]:
         found = [store.get(f"switchyard/{what}/{r}") for r in range(size)]
         return [None if text is None else json.loads(text) for text in found]
 
-    mine = {**about, "name": uuid.uuid4().hex, "version": __version__}
+    mine = {**about, **terms(), "name": uuid.uuid4().hex, "version": __version__}
+
+    def fits(card: dict[str, Any]) -> bool:
+        return card["again"] == mine["again"] or (card["waits"] and mine["waits"])
+
+    if stop is not None and stop.is_set():
+        raise errors.Closed("switchyard: the group was closed while its ranks met")
     store.put(f"switchyard/card/{rank}", json.dumps(mine).encode())
     if "error" in mine:
         return []
@@ -68,12 +128,15 @@ def gather(
     met = False
     try:
         while True:
+            if mine != (now := {**mine, **terms()}):
+                mine = now
+                store.put(f"switchyard/card/{rank}", json.dumps(mine).encode())
             cards = read("card")
             for r, card in enumerate(cards):
                 if card is not None and "error" in card and card["name"] not in _heard:
                     _heard.add(card["name"])
                     raise errors.Mismatch(f"switchyard: rank {r} cannot join: {card['error']}")
-            missing = [r for r, card in enumerate(cards) if card is None or "error" in card]
+            missing = [r for r, card in enumerate(cards) if card is None or "error" in card or not fits(card)]
             if not missing:
                 names = [card["name"] for card in cards]
                 if names != told:

@@ -24,10 +24,11 @@ SLICE = 100_000
 _QUICK = {
     f"enqueue_{name}": name
     for name in (
-        "all_to_all", "all_reduce", "reduce_scatter", "all_gather", "dispatch", "combine", "combine_backward", "receive",
-        "results", "route",
+        "all_to_all", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "transfer", "messages", "dispatch",
+        "combine", "combine_backward", "receive", "results", "route", "deliver",
     )
 }  # fmt: skip
+_QUICK["quick_release"] = "release"
 
 
 class Library:
@@ -37,6 +38,7 @@ class Library:
     all_reduce: Callable[..., int]
     reduce_scatter: Callable[..., int]
     all_gather: Callable[..., int]
+    messages: Callable[..., int]
     barrier: Callable[..., int]
     wait: Callable[..., int]
 
@@ -60,6 +62,8 @@ class Library:
             lib.switchyard_live,
         )
         self.bound: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Whether this process was forked since.
+        self.forked = False
         quick = ctypes.PyDLL(path)
         # These wait for nothing, and look after forks themselves.
         self.describe, self.hold, self.unhold = quick.switchyard_describe, quick.switchyard_hold, quick.switchyard_unhold
@@ -90,6 +94,7 @@ class Library:
 
     def forbid(self) -> None:
         """Make every function raise: in a forked child the library's threads do not exist, and calls would hang."""
+        self.forked = True
         for name in (*abi.PROTOTYPES, *_QUICK):
             setattr(self, name, _after_fork)
         for holder in list(self.bound):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from .. import errors
-from .arguments import flag, integer
+from .arguments import flag, integer, text
 from .dtypes import DTYPES
 
 #: Bytes of an element of tokens, and of expert indices.
@@ -86,8 +86,11 @@ TABLE = (
     Option("row_weights", "RowWeights", flag),
     Option("sources", "Sources", flag),
     Option("landed", "Landed", flag),
+    Option("masks", "Masks", flag),
+    Option("share_memory", "ShareMemory", flag),
     Option("host_counts", "HostCounts", flag),
     Option("max_sms", "MaxSMs", integer),
+    Option("layer", "Layer", text),
     Option("placement", "Placement", placement_of, lambda ranks: None if ranks is None else {"Ranks": ranks}),
 )
 
@@ -104,6 +107,6 @@ def checked(given: dict[str, Any]) -> dict[str, Any]:
 def encoded(values: dict[str, Any]) -> dict[str, Any]:
     """The options as Go reads them."""
     found = {option.go: option.encode(values[option.name]) for option in TABLE}
-    if values["layout"] != "flat":
-        found["Align"] = 0  # which only rows one after the other have
+    if values["layout"] not in ("flat", "slab"):
+        found["Align"] = 0  # which others do not have
     return {name: value for name, value in found.items() if value is not None}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Callable
 from ctypes import byref, c_int64, c_uint64
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import errors
 from . import failures
+from .abi import CALL
 from .native import Library, usable
 from .splits import Shapes
 
@@ -109,6 +111,7 @@ class Gpu(Place):
         self._comm, self.device, self._handle, self._lib = comm, device, handle, comm._lib
         self._shapes = Shapes(comm.rank, comm.size)
         self.side: Any = None
+        self.ways: dict[Any, Any] = {}  # as side, of messages
         self.reduces = False  # open_reducer has been called
         # A call that only enqueues keeps the interpreter's lock; ranks that compare their calls first wait for each other.
         self._prefix = "" if comm.validate else "enqueue_"
@@ -117,8 +120,11 @@ class Gpu(Place):
 
     def _bind(self) -> None:
         """Take the library's functions."""
-        names = ("all_to_all", "all_reduce", "reduce_scatter", "all_gather")
-        self._exchange, self._reduce, self._scatter, self._gather = (getattr(self._lib, self._prefix + name) for name in names)
+        names = ("all_to_all", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
+        self._exchange, self._reduce, self._scatter, self._gather, self._spread = (
+            getattr(self._lib, self._prefix + name) for name in names
+        )
+        self._move, self._talk = self._lib.enqueue_transfer, self._lib.enqueue_messages
 
     def _all_to_all(self, stream: int, dst: int, src: int, shape: int) -> None:
         """Enqueue an exchange on a CUstream."""
@@ -151,6 +157,24 @@ class Gpu(Place):
     def _all_gather(self, stream: int, dst: int, dst_bytes: int, src: int, src_bytes: int) -> None:
         """Enqueue an all-gather on a CUstream."""
         code = self._gather(self._handle, stream, dst, dst_bytes, src, src_bytes, 0, None)
+        if code:
+            raise self._lib.error(code)
+
+    def _broadcast(self, stream: int, data: int, size: int, root: int) -> None:
+        """Enqueue a broadcast on a CUstream."""
+        code = self._spread(self._handle, stream, data, size, root, 0, None)
+        if code:
+            raise self._lib.error(code)
+
+    def _transfer(self, stream: int, call: array[int]) -> None:
+        """Enqueue a TransferCall on a CUstream."""
+        code = self._move(self._handle, stream, call.buffer_info()[0], 0, None)
+        if code:
+            raise self._lib.error(code)
+
+    def _messages(self, stream: int, calls: array[int]) -> None:
+        """Enqueue MessageCalls on a CUstream, to be carried at the same time."""
+        code = self._talk(self._handle, stream, calls.buffer_info()[0], len(calls) // CALL, 0, None, None)
         if code:
             raise self._lib.error(code)
 

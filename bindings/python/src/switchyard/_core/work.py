@@ -26,6 +26,19 @@ class Completion(Protocol):
         """Whether the operation has run, well or not."""
 
 
+def in_slices(ask: Callable[[int], bool], timeout: float | None) -> bool:
+    """Ask for slices of time, in microseconds, until ask says that it is over. False: timeout seconds have passed."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        us = SLICE
+        if deadline is not None:
+            us = min(SLICE, int((deadline - time.monotonic()) * 1e6))
+            if us <= 0:
+                return ask(0)
+        if ask(us):
+            return True
+
+
 class Ticket:
     """An operation in the queue of a communicator: what to wait for and what it keeps alive."""
 
@@ -39,35 +52,24 @@ class Ticket:
     def poll(self) -> bool:
         """Whether the operation has run."""
         if not self.done and self.comm._ran.value >= self.number:
-            self._finish(self.comm._lib.wait(self.comm._handle, self.number, 0, byref(c_int64())))
+            self._ask(0)
         return self.done
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the operation and raise its error. False means that timeout seconds have passed without it."""
-        if not self.done:
-            deadline = None if timeout is None else time.monotonic() + timeout
-            comm, value, code = self.comm, c_int64(), AGAIN
-            while code == AGAIN:
-                us = SLICE
-                if deadline is not None:
-                    us = min(SLICE, int((deadline - time.monotonic()) * 1e6))
-                    if us <= 0:
-                        if not self.poll():
-                            return False
-                        break
-                code = comm._lib.wait(comm._handle, self.number, us, byref(value))
-            if not self.done:
-                self._finish(code)
+        if not self.done and not in_slices(self._ask, timeout):
+            return False
         if self.error is not None:
             raise self.error
         return True
 
-    def _finish(self, code: int) -> None:
-        if code == AGAIN:
-            return
-        if code:
-            self.error = self.comm._lib.error(code)
-        self.done, self.keep = True, None
+    def _ask(self, us: int) -> bool:
+        code = self.comm._lib.wait(self.comm._handle, self.number, us, byref(c_int64()))
+        if code != AGAIN and not self.done:
+            if code:
+                self.error = self.comm._lib.error(code)
+            self.done, self.keep = True, None
+        return self.done
 
 
 class Deferred:
@@ -86,6 +88,10 @@ class Deferred:
     @property
     def error(self) -> BaseException | None:
         return self._failed if self._inner is None else self._inner.error
+
+    @property
+    def sources(self) -> Sequence[int]:
+        return getattr(self._inner, "sources", ())
 
     def poll(self) -> bool:
         return self._known.is_set() and (self._inner is None or self._inner.poll())
@@ -167,5 +173,10 @@ class Work:
         return self._outputs
 
     def source_rank(self) -> int:
-        """Collectives have no source."""
-        raise errors.Unsupported("switchyard: sourceRank() may only be called on work objects of a receive from any source")
+        """The rank of the group that a message was received from. Collectives have none."""
+        source = next(iter(getattr(self._done, "sources", ())), -1)
+        if source < 0:
+            raise errors.Unsupported("switchyard: sourceRank() may only be called on work objects of complete receives")
+        return source
+
+    _source_rank = source_rank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,26 +13,28 @@ from torch import Tensor
 
 from .. import errors
 from .._core.places import Gpu
-from .._core.work import Several
-from . import calls, cuda, groups, lists
+from . import calls, cuda, fallback, groups, lists, pairs
+from .arguments import every, flat, kinds_of, known, listed, number, ours, reducible
 from .groups import Submission
-from .tensors import as_bytes, dense
-from .work import Work
+from .tensors import as_bytes
+from .work import Theirs, Work
 
 
 class SwitchyardProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are Switchyard's where it has them.
 
     Everything else goes to the groups it wraps: gloo for host tensors and, where torch can use GPUs, NCCL for CUDA
-    tensors. The ranks of Switchyard meet at the first collective that needs it.
+    tensors. The ranks of Switchyard begin to meet when the group is made, and nobody waits for that before the first call.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Any = None) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._wrapped = dist.ProcessGroup(store, rank, size)
+        self._together: list[tuple[bool, Tensor, Any, int]] | None = None  # messages of torch's batch_isend_irecv
         self._group = groups.remember(self, groups.Group(self, store, rank, size, timeout, ""))
+        self._group.counts = True
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
-        _number(gloo)
+        number(gloo)
         self._backends: list[Any] = [gloo]
         for pg in (self, self._wrapped):
             pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -42,36 +43,52 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             settings = options if isinstance(options, dist.ProcessGroupNCCL.Options) else dist.ProcessGroupNCCL.Options()
             settings._timeout = timeout
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, settings)
-            _number(nccl)
+            number(nccl)
             self._backends.append(nccl)
             for pg in (self, self._wrapped):
                 pg._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
+        self._group.meet_early()
+
     def getBackendName(self) -> str:
         return "switchyard"
 
-    def _submit(self, prepare: Callable[[], Submission], torchs: Callable[[Any], Any], outputs: list[Tensor]) -> Any:
+    def _submit(
+        self, operation: str, prepare: Callable[[], Submission], torchs: Callable[[Any], Any], outputs: list[Tensor]
+    ) -> Any:
         """Submit an operation on tensors that are ours. Nobody waits for the ranks to meet."""
-        return self._group.submit(self._group.prepare(prepare), torchs, outputs)
+        return self._group.submit(operation, self._group.prepare(prepare), torchs, outputs)
+
+    def _theirs(self, operation: str, tensors: list[Tensor], kinds: Any = (), gpus: bool = True) -> Any:
+        """The groups that make a call which is not Switchyard's. It is counted, with the reason; see there."""
+        why = fallback.reason(self._group, tensors, kinds, gpus)
+        self._group.fell_back(operation, why, self._wrapped, tensors)
+        return self._wrapped
 
     def alltoall_base(  # type: ignore[no-untyped-def]
         self, output, input, output_split_sizes, input_split_sizes, opts=None
     ):
         opts = opts or dist.AllToAllOptions()
         if cuda.ours(output, input):
-            return self._alltoall_cuda(output, input, output_split_sizes or None, input_split_sizes or None, opts)
-        if output.dtype is not input.dtype or not _ours(output, input):
-            return self._wrapped.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts)
+            return self._alltoall_cuda(output, input, output_split_sizes, input_split_sizes, opts)
+
+        def torchs(pg: Any) -> Any:
+            return pg.alltoall_base(output, input, listed(output_split_sizes), listed(input_split_sizes), opts)
+
+        if output.dtype is not input.dtype or not ours(output, input):
+            return torchs(self._theirs("all_to_all_single", [output, input]))
         return self._submit(
-            lambda: calls.exchange(self._group.shapes, output, input, output_split_sizes or None, input_split_sizes or None),
-            lambda pg: pg.alltoall_base(output, input, output_split_sizes, input_split_sizes, opts),
+            "all_to_all_single",
+            lambda: calls.exchange(self._group.shapes, output, input, output_split_sizes, input_split_sizes),
+            torchs,
             [output],
         )
 
     def _alltoall_cuda(self, output, input, output_splits, input_splits, opts):  # type: ignore[no-untyped-def]
         gpu = self._gpu_of([input])
         if gpu is None:
-            return self._wrapped.alltoall_base(output, input, output_splits or [], input_splits or [], opts)
+            theirs = self._theirs("all_to_all_single", [output, input])
+            return theirs.alltoall_base(output, input, listed(output_splits), listed(input_splits), opts)
         if getattr(opts, "asyncOp", True):
             return cuda.start(gpu, output, input, output_splits, input_splits)
         cuda.exchange(gpu, output, input, output_splits, input_splits)
@@ -97,63 +114,63 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         opts = opts or dist.AllToAllOptions()
         tensors = [*outputs, *inputs]
         on_gpu = all(cuda.ours(x, x) for x in tensors)
-        if not (on_gpu or _ours(*tensors)) or not all(x.is_contiguous() and not x.is_neg() for x in tensors):
-            return self._wrapped.alltoall(outputs, inputs, opts)
+        if not (on_gpu or ours(*tensors)) or not all(x.is_contiguous() and not x.is_neg() for x in tensors):
+            return self._theirs("all_to_all", tensors).alltoall(outputs, inputs, opts)
         size = self._group.size
         if len(outputs) != size or len(inputs) != size:
             raise errors.InvalidArgument(f"switchyard: {len(outputs)} and {len(inputs)} tensors for {size} ranks")
         if on_gpu:
             gpu = self._gpu_of(tensors)
             if gpu is None:
-                return self._wrapped.alltoall(outputs, inputs, opts)
-            gpu._prepare(_same_own, self._group.rank, outputs, inputs)
+                return self._theirs("all_to_all", tensors).alltoall(outputs, inputs, opts)
+            gpu._prepare(lists.same_own, self._group.rank, outputs, inputs)
             work = cuda.exchange_lists(gpu, outputs, inputs, getattr(opts, "asyncOp", True))
             return work or Work(cuda.Enqueued(), outputs)
         source = torch.cat([as_bytes(x) for x in inputs])
-        target = source.new_empty(sum(map(_nbytes, outputs)))
+        target = source.new_empty(sum(map(lists.nbytes, outputs)))
 
         def back() -> None:
             at = 0
             for x in outputs:
-                as_bytes(x).copy_(target[at : at + _nbytes(x)])
-                at += _nbytes(x)
+                as_bytes(x).copy_(target[at : at + lists.nbytes(x)])
+                at += lists.nbytes(x)
 
-        out_sizes, in_sizes = [*map(_nbytes, outputs)], [*map(_nbytes, inputs)]
+        out_sizes, in_sizes = [*map(lists.nbytes, outputs)], [*map(lists.nbytes, inputs)]
 
         def prepare() -> Submission:
-            _same_own(self._group.rank, outputs, inputs)
+            lists.same_own(self._group.rank, outputs, inputs)
             function, arguments, _ = calls.exchange(self._group.shapes, target, source, out_sizes, in_sizes)
             return function, arguments, back
 
-        return self._submit(prepare, lambda pg: pg.alltoall_base(target, source, out_sizes, in_sizes), outputs)
+        return self._submit("all_to_all", prepare, lambda pg: pg.alltoall_base(target, source, out_sizes, in_sizes), outputs)
 
-    def _refuse_averages(self, call: str, tensors: list[Tensor], opts: Any) -> None:
+    def _refuse_gloos(self, call: str, tensors: list[Tensor], opts: Any) -> None:
         for x in tensors:
-            calls.refuse_average(self, call, x, calls.op_name(opts.reduceOp))
+            calls.refuse_gloos(self, call, x, calls.op_name(opts.reduceOp))
 
     def allreduce(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceOptions()
-        self._refuse_averages("allreduce", tensors, opts)
+        self._refuse_gloos("all_reduce", tensors, opts)
         work = self._reduce_on_gpu(tensors, opts) if len(tensors) == 1 else None
         if work is not None:
             return work
-        if len(tensors) != 1 or not _reducible(tensors[0], opts):
-            return self._wrapped.allreduce(tensors, opts)
-        return self._reduce(tensors, opts)
+        if len(tensors) != 1 or not reducible(tensors[0], opts):
+            return self._theirs("all_reduce", tensors, kinds_of(tensors, opts)).allreduce(tensors, opts)
+        return self._reduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceCoalescedOptions()
-        self._refuse_averages("allreduce_coalesced", tensors, opts)
+        self._refuse_gloos("all_reduce_coalesced", tensors, opts)
         work = self._reduce_on_gpu(tensors, opts)
         if work is not None:
             return work
-        if all(_reducible(t, opts) for t in tensors):
-            return _all([self._reduce([t], opts) for t in tensors], tensors)
-        return self._wrapped.allreduce_coalesced(tensors, opts)
+        if all(reducible(t, opts) for t in tensors):
+            return every([self._reduce("all_reduce_coalesced", [t], opts) for t in tensors], tensors)
+        return self._theirs("all_reduce_coalesced", tensors, kinds_of(tensors, opts)).allreduce_coalesced(tensors, opts)
 
     def _reduce_on_gpu(self, tensors: list[Tensor], opts: Any) -> Any:
         """all_reduce of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
-        if not tensors or not all(cuda.ours(x, x) and _known(x, opts) for x in tensors):
+        if not tensors or not all(cuda.ours(x, x) and known(x, opts) for x in tensors):
             return None
 
         def prepare() -> list[Submission]:
@@ -162,7 +179,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
         return self._on_gpu(opts, tensors, tensors, prepare)
 
-    def _reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+    def _reduce(self, operation: str, tensors: list[Tensor], opts: Any) -> Any:
         (x,) = tensors
         kind = calls._KINDS[x.dtype, calls.op_name(opts.reduceOp)]
         assert kind is not None
@@ -172,17 +189,20 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             options.reduceOp = opts.reduceOp
             return pg.allreduce(tensors, options)
 
-        return self._submit(lambda: calls.reduce(x, kind), torchs, tensors)
+        return self._submit(operation, lambda: calls.reduce(x, kind), torchs, tensors)
 
     def _allgather_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or c10d.AllgatherOptions()
         work = self._gather_on_gpu([output], [input], opts)
         if work is not None:
             return work
-        if not _ours(output, input):
-            return self._wrapped._allgather_base(output, input, opts)
+        if not ours(output, input):
+            return self._theirs("all_gather_into_tensor", [output, input])._allgather_base(output, input, opts)
         return self._submit(
-            lambda: calls.gather(self._group.size, output, input), lambda pg: pg._allgather_base(output, input, opts), [output]
+            "all_gather_into_tensor",
+            lambda: calls.gather(self._group.size, output, input),
+            lambda pg: pg._allgather_base(output, input, opts),
+            [output],
         )
 
     def _gather_on_gpu(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
@@ -196,20 +216,22 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         work = self._gather_on_gpu(outputs, inputs, opts)
         if work is not None:
             return work
-        if not _ours(*outputs, *inputs):
-            return self._wrapped.allgather_into_tensor_coalesced(outputs, inputs, opts or c10d.AllgatherOptions())
-        return _all([self._allgather_base(o, i) for o, i in zip(outputs, inputs)], outputs)
+        if not ours(*outputs, *inputs):
+            theirs = self._theirs("all_gather_into_tensor_coalesced", [*outputs, *inputs])
+            return theirs.allgather_into_tensor_coalesced(outputs, inputs, opts or c10d.AllgatherOptions())
+        return every([self._allgather_base(o, i) for o, i in zip(outputs, inputs)], outputs)
 
     def _reduce_scatter_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
-        self._refuse_averages("_reduce_scatter_base", [input], opts)
+        self._refuse_gloos("reduce_scatter_tensor", [input], opts)
         kind = calls.kind_of(input, calls.op_name(opts.reduceOp))
         work = self._scatter_on_gpu([output], [input], [kind], opts)
         if work is not None:
             return work
-        if kind is None or not _ours(output, input):
-            return self._wrapped._reduce_scatter_base(output, input, opts)
+        if kind is None or not ours(output, input):
+            return self._theirs("reduce_scatter_tensor", [output, input], [kind])._reduce_scatter_base(output, input, opts)
         return self._submit(
+            "reduce_scatter_tensor",
             lambda: calls.scatter(self._group.size, output, input, kind),
             lambda pg: pg._reduce_scatter_base(output, input, opts),
             [output],
@@ -224,20 +246,22 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
-        self._refuse_averages("reduce_scatter_tensor_coalesced", inputs, opts)
+        self._refuse_gloos("reduce_scatter_tensor_coalesced", inputs, opts)
         kinds = [calls.kind_of(x, calls.op_name(opts.reduceOp)) for x in inputs]
         work = self._scatter_on_gpu(outputs, inputs, kinds, opts)
         if work is not None:
             return work
-        if None in kinds or not _ours(*outputs, *inputs):
-            return self._wrapped.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        return _all([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs)], outputs)
+        if None in kinds or not ours(*outputs, *inputs):
+            theirs = self._theirs("reduce_scatter_tensor_coalesced", [*outputs, *inputs], kinds)
+            return theirs.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
+        return every([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs)], outputs)
 
     def allgather(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or c10d.AllgatherOptions()
-        if len(outputs) != 1 or len(inputs) != 1 or not _ours(*outputs[0], *inputs):
-            return self._wrapped.allgather(outputs, inputs, opts)
+        if len(outputs) != 1 or len(inputs) != 1 or not ours(*outputs[0], *inputs):
+            return self._theirs("all_gather", [*flat(outputs), *inputs], gpus=False).allgather(outputs, inputs, opts)
         return self._submit(
+            "all_gather",
             lambda: lists.all_gather(self._group.size, outputs[0], inputs[0]),
             lambda pg: pg.allgather(outputs, inputs, opts),
             outputs[0],
@@ -245,11 +269,13 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
-        self._refuse_averages("reduce_scatter", outputs, opts)
-        kind = calls.kind_of(outputs[0], calls.op_name(opts.reduceOp)) if len(outputs) == len(inputs) == 1 else None
-        if kind is None or not _ours(*outputs, *inputs[0]):
-            return self._wrapped.reduce_scatter(outputs, inputs, opts)
+        self._refuse_gloos("reduce_scatter", outputs, opts)
+        kind = calls.kind_of(outputs[0], calls.op_name(opts.reduceOp)) if outputs else None
+        if kind is None or len(outputs) != 1 or len(inputs) != 1 or not ours(*outputs, *inputs[0]):
+            theirs = self._theirs("reduce_scatter", [*outputs, *flat(inputs)], [kind], gpus=False)
+            return theirs.reduce_scatter(outputs, inputs, opts)
         return self._submit(
+            "reduce_scatter",
             lambda: lists.reduce_scatter(self._group.size, outputs[0], inputs[0], kind),
             lambda pg: pg.reduce_scatter(outputs, inputs, opts),
             outputs,
@@ -257,12 +283,18 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def gather(self, *arguments, **named):  # type: ignore[no-untyped-def]
         if named or len(arguments) != 3 or not isinstance(arguments[2], dist.GatherOptions):  # torch's variant of one tensor
-            return self._wrapped.gather(*arguments, **named)
+            return self._theirs("gather", []).gather(*arguments, **named)
         (outputs, inputs, opts), group = arguments, self._group
-        targets = [x for each in outputs for x in each]
-        if len(inputs) != 1 or not _ours(*inputs, *targets):
-            return self._wrapped.gather(outputs, inputs, opts)
+        targets = flat(outputs)
+        if len(inputs) == 1 and all(cuda.ours(x, x) for x in (*inputs, *targets)):
+            work = self._on_gpu(
+                opts, targets, inputs, lambda: [lists.gather(group.shapes, group.rank, opts.rootRank, targets, inputs[0])]
+            )
+            return work or self._theirs("gather", [*inputs, *targets]).gather(outputs, inputs, opts)
+        if len(inputs) != 1 or not ours(*inputs, *targets):
+            return self._theirs("gather", [*inputs, *targets], gpus=False).gather(outputs, inputs, opts)
         return self._submit(
+            "gather",
             lambda: lists.gather(group.shapes, group.rank, opts.rootRank, targets, inputs[0]),
             lambda pg: pg.gather(outputs, inputs, opts),
             targets,
@@ -270,12 +302,18 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def scatter(self, *arguments, **named):  # type: ignore[no-untyped-def]
         if named or len(arguments) != 3 or not isinstance(arguments[2], dist.ScatterOptions):  # torch's variant of one tensor
-            return self._wrapped.scatter(*arguments, **named)
+            return self._theirs("scatter", []).scatter(*arguments, **named)
         (outputs, inputs, opts), group = arguments, self._group
-        sources = [x for each in inputs for x in each]
-        if len(outputs) != 1 or not _ours(*outputs, *sources):
-            return self._wrapped.scatter(outputs, inputs, opts)
+        sources = flat(inputs)
+        if len(outputs) == 1 and all(cuda.ours(x, x) for x in (*outputs, *sources)):
+            work = self._on_gpu(
+                opts, outputs, sources, lambda: [lists.scatter(group.shapes, group.rank, opts.rootRank, outputs[0], sources)]
+            )
+            return work or self._theirs("scatter", [*outputs, *sources]).scatter(outputs, inputs, opts)
+        if len(outputs) != 1 or not ours(*outputs, *sources):
+            return self._theirs("scatter", [*outputs, *sources], gpus=False).scatter(outputs, inputs, opts)
         return self._submit(
+            "scatter",
             lambda: lists.scatter(group.shapes, group.rank, opts.rootRank, outputs[0], sources),
             lambda pg: pg.scatter(outputs, inputs, opts),
             outputs,
@@ -283,13 +321,17 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def reduce(self, tensors, opts=None, **named):  # type: ignore[no-untyped-def]
         if opts is None:  # torch's variants with an operator by name, whose backend refuses
-            return self._wrapped.reduce(tensors, **named)
-        self._refuse_averages("reduce", tensors, opts)
-        if len(tensors) != 1 or not _reducible(tensors[0], opts):
-            return self._wrapped.reduce(tensors, opts)
+            return self._theirs("reduce", tensors).reduce(tensors, **named)
+        self._refuse_gloos("reduce", tensors, opts)
+        if len(tensors) == 1 and tensors[0].is_cuda:
+            own = tensors if self._group.rank == opts.rootRank else [tensors[0].detach().clone()]
+            work = self._reduce_on_gpu(own, opts)
+            return work or self._theirs("reduce", tensors, kinds_of(tensors, opts)).reduce(tensors, opts)
+        if len(tensors) != 1 or not reducible(tensors[0], opts):
+            return self._theirs("reduce", tensors, kinds_of(tensors, opts), gpus=False).reduce(tensors, opts)
         if self._group.rank != opts.rootRank:  # all ranks reduce, and what the root alone is to get stays in a copy
-            return self._reduce([tensors[0].detach().clone()], opts)
-        return self._reduce(tensors, opts)
+            return self._reduce("reduce", [tensors[0].detach().clone()], opts)
+        return self._reduce("reduce", tensors, opts)
 
     # Torch's names of them from 2.15 on.
     all_to_all_single = alltoall_base
@@ -301,16 +343,24 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
     def barrier(self, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.BarrierOptions()
         if opts.device_ids:
-            return self._wrapped.barrier(opts)
+            return self._theirs("barrier", []).barrier(opts)
         calls.settle()
-        return self._submit(lambda: calls.BARRIER, lambda pg: pg.barrier(opts), [])
+        return self._submit("barrier", lambda: calls.BARRIER, lambda pg: pg.barrier(opts), [])
 
     def _start_coalescing(self, device):  # type: ignore[no-untyped-def]
+        self._together = []
         self._wrapped._start_coalescing(device)
 
     def _end_coalescing(self, device):  # type: ignore[no-untyped-def]
-        """The calls that torch's backend has coalesced: none if all calls were Switchyard's."""
-        return self._wrapped._end_coalescing(device) or Work(cuda.Enqueued(), [])
+        """The messages since then, as one, and the calls that torch's backend has coalesced."""
+        ops, self._together = self._together, None
+        theirs = self._wrapped._end_coalescing(device)
+        if not ops:
+            return theirs or Work(cuda.Enqueued(), [])
+        gpu = self._gpu_of([ops[0][1]])
+        assert gpu is not None
+        ours = pairs.on_gpu(gpu, ops, True)
+        return ours if theirs is None else every([ours, Work(Theirs(theirs), [])], [x for _, x, _, _ in ops])
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -325,68 +375,48 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         for backend in self._backends:
             backend.abort()
 
-    # What Switchyard does not have. torch calls these from C++ too, where a group of Python's has to name them. Those that it
-    # does not name run with the interpreter's lock held in torch 2.15. They wait for a lock of gloo's, whose threads may hold
-    # that one and wait for the interpreter to free a tensor.
+    # torch calls these from C++ too, where a group of Python's has to name them. Those that it does not name run with the
+    # interpreter's lock held in torch 2.15. They wait for a lock of gloo's, whose threads may hold that one and wait for the
+    # interpreter to free a tensor.
 
     def broadcast(self, tensors, opts=None):  # type: ignore[no-untyped-def]
-        return self._wrapped.broadcast(tensors, opts or dist.BroadcastOptions())
+        opts, group = opts or dist.BroadcastOptions(), self._group
+        if len(tensors) != 1 or not (cuda.ours(*tensors, *tensors) or ours(*tensors)):
+            return self._theirs("broadcast", tensors).broadcast(tensors, opts)
+
+        def prepare() -> Submission:
+            return lists.broadcast(group.rank, opts.rootRank, tensors[0])
+
+        if tensors[0].is_cuda:
+            work = self._on_gpu(opts, tensors, tensors, lambda: [prepare()])
+            return work or self._theirs("broadcast", tensors).broadcast(tensors, opts)
+        return self._submit("broadcast", prepare, lambda pg: pg.broadcast(tensors, opts), tensors)
 
     def send(self, tensors, dst, tag=0):  # type: ignore[no-untyped-def]
-        return self._wrapped.send(tensors, dst, tag)
+        return self._message(False, tensors, dst, tag, lambda pg: pg.send(tensors, dst, tag))
 
     def recv(self, tensors, src, tag=0):  # type: ignore[no-untyped-def]
-        return self._wrapped.recv(tensors, src, tag)
+        return self._message(True, tensors, src, tag, lambda pg: pg.recv(tensors, src, tag))
 
     def recv_anysource(self, tensors, tag=0):  # type: ignore[no-untyped-def]
-        return self._wrapped.recv_anysource(tensors, tag)
+        return self._message(True, tensors, None, tag, lambda pg: pg.recv_anysource(tensors, tag))
 
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _same_own(rank: int, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-    """Refuse lists whose tensors for this rank itself are not of one size."""
-    output, input = outputs[rank], inputs[rank]
-    if _nbytes(output) != _nbytes(input):
-        raise errors.InvalidArgument(
-            f"switchyard: output_tensor_list[{rank}] has shape {tuple(output.shape)}, input_tensor_list[{rank}] "
-            f"{tuple(input.shape)}: what a rank sends to itself it receives"
-        )
-
-
-def _number(backend: Any) -> None:
-    """Have a backend number its calls, which those of torch 2.15 do unasked."""
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 15):
-        backend._set_sequence_number_for_group()
-
-
-def _ours(*tensors: Tensor) -> bool:
-    return all(map(calls._ours, tensors))
-
-
-def _reducible(x: Tensor, opts: Any) -> bool:
-    return _ours(x) and _known(x, opts)
-
-
-def _known(x: Tensor, opts: Any) -> bool:
-    """Whether the library reduces the numbers of a tensor where they lie."""
-    if x.is_complex() or x.is_neg() or not dense(x):
-        return False
-    return calls.kind_of(x, calls.op_name(opts.reduceOp)) is not None
-
-
-def _all(parts: list[Any], outputs: list[Tensor]) -> Any:
-    """Several pieces of work as one."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def back() -> None:
-        for part in parts:
-            part.wait()
-
-    return Work(Several([part._done for part in parts]), outputs, back)
+    def _message(self, receive: bool, tensors: list[Tensor], peer: int | None, tag: int, torchs: Callable[[Any], Any]) -> Any:
+        name = "recv" if receive else "send"
+        if len(tensors) == 1 and cuda.ours(*tensors, *tensors) and (peer is not None or not receive):
+            together, self._together = self._together, None  # where the next line raises, torch ends no batch
+            gpu = self._gpu_of(tensors)
+            self._together = together
+            if gpu is None:
+                return torchs(self._theirs(name, tensors))
+            if self._together is not None:  # batch_isend_irecv
+                self._together.append((receive, tensors[0], peer, tag))
+                return Work(cuda.Enqueued(), tensors)
+            return pairs.on_gpu(gpu, [(receive, tensors[0], peer, tag)], True)
+        if len(tensors) != 1 or not ours(*tensors):
+            return torchs(self._theirs(name, tensors, gpus=False))
+        call = self._group.prepare(lambda: pairs.submission(self._group, [(receive, tensors[0], peer, tag)]))
+        return self._group.submit(name, call, torchs, tensors)
 
 
 def process_group(options: Any, backend_options: Any = None) -> SwitchyardProcessGroup:
@@ -394,5 +424,3 @@ def process_group(options: Any, backend_options: Any = None) -> SwitchyardProces
     pg = SwitchyardProcessGroup(options.store, options.group_rank, options.group_size, options.timeout, backend_options)
     pg._set_group_name(options.group_id)
     return pg
-
-

@@ -17,8 +17,9 @@ from .._core.comm import Communicator
 from .._core.dtypes import reduction
 from .._core.places import Gpu
 from .._core.splits import Shapes
-from . import cuda
-from .groups import Submission, communicator, find, process_group
+from . import cuda, fallback
+from .groups import Submission, communicator, find, group_of, process_group
+from .profile import profiled, span
 from .tensors import PLAIN, dense, into, is_tensor, readable, real, same_dtype, splittable, writable
 from .work import Work
 
@@ -52,6 +53,8 @@ _KINDS: dict[tuple[torch.dtype, str], tuple[int, int] | None] = {
     (dtype, op): reduction(name, op) for dtype, name in DTYPE_NAMES.items() for op in _OP_NAMES
 }
 
+#: Types that gloo reduces as little as Switchyard does.
+_NOT_GLOOS = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64))
 
 #: Names that torch has and Switchyard has not.
 _TORCHS = {
@@ -120,18 +123,31 @@ def gpu_for(group: Any, output: Tensor, input: Tensor) -> Gpu | None:
     return comm._gpus.get(device) or cuda.gpu_of(comm, process_group(group), device)
 
 
-def _torchs(group: Any, what: str) -> Any:
-    """The process group that has to do what Switchyard does not."""
+def torchs_group(group: Any, operation: str, what: str, tensors: list[Tensor], kinds: Any = (), gpus: bool = True) -> Any:
+    """The process group that has to do what Switchyard does not: an operation of what. It is counted, with the reason that
+    the rest tells; see there."""
     pg = process_group(group)
     if pg is None:
         raise errors.Unsupported(
-            f"switchyard: {what}: Switchyard does not do that, and there is no process group whose backend could"
+            f"switchyard: {operation}{what}: Switchyard does not do that, and there is no process group whose backend could"
         )
+    known = group_of(pg)
+    if not known.counts:
+        known.fell_back(operation, fallback.reason(known, tensors, kinds, gpus), pg, tensors)
     return pg
 
 
+def _many(tensor: Tensor) -> str:
+    return f" of {tensor.layout} {tensor.device.type} tensors"
+
+
 def _run(
-    group: Any, prepare: Callable[[Shapes], Submission], torchs: Callable[[Any], Any], output: Tensor, async_op: bool
+    operation: str,
+    group: Any,
+    prepare: Callable[[Shapes], Submission],
+    torchs: Callable[[Any], Any],
+    output: Tensor,
+    async_op: bool,
 ) -> Any:
     """An operation on host tensors: prepare says what to submit, and torchs does it in a process group of torch's."""
     comm, known = find(group)
@@ -140,8 +156,15 @@ def _run(
     if comm is None:
         assert known is not None
         call = known.prepare(prepare, known.shapes)
-        return known.submit(call, torchs, [output]) if async_op else torchs(known.elsewhere)
-    return _now(comm, comm._prepare(prepare, comm._shapes), output, async_op)
+        if async_op:
+            return known.submit(operation, call, torchs, [output])
+        known.fell_back(operation, fallback.GROUP, known.elsewhere, [output])
+        return torchs(known.elsewhere)
+    call = comm._prepare(prepare, comm._shapes)
+    if profiled():
+        with span(operation):
+            return _now(comm, call, output, async_op)
+    return _now(comm, call, output, async_op)
 
 
 def _now(comm: Communicator, call: Submission, output: Tensor, async_op: bool) -> Work | None:
@@ -171,16 +194,15 @@ def all_to_all_single(
     if cuda.ours(output, input):
         gpu = gpu_for(group, output, input)
         if gpu is None:
-            return dist.all_to_all_single(
-                output, input, output_split_sizes, input_split_sizes, process_group(group), async_op
-            )
+            pg = torchs_group(group, "all_to_all_single", _many(input), [output, input])
+            return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, pg, async_op)
         if async_op:
             return cuda.start(gpu, output, input, output_split_sizes, input_split_sizes, extra)
         cuda.exchange(gpu, output, input, output_split_sizes, input_split_sizes, extra)
         return None
     is_tensor(output, "output")
     is_tensor(input, "input")
-    if input.is_cuda is not output.is_cuda:
+    if input.device.type != output.device.type:
         raise errors.InvalidArgument(f"switchyard: output is on {output.device}, input on {input.device}")
     if extra is not None:
         raise errors.InvalidArgument("switchyard: peer_displs, max_sms, copy_sms and no_sms are for CUDA tensors")
@@ -197,9 +219,14 @@ def all_to_all_single(
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, pg, async_op)
 
     if not mine:
-        return torchs(_torchs(group, f"all_to_all_single of {input.layout} {input.device.type} tensors"))
+        return torchs(torchs_group(group, "all_to_all_single", _many(input), [output, input]))
     return _run(
-        group, lambda shapes: exchange(shapes, output, input, output_split_sizes, input_split_sizes), torchs, output, async_op
+        "all_to_all_single",
+        group,
+        lambda shapes: exchange(shapes, output, input, output_split_sizes, input_split_sizes),
+        torchs,
+        output,
+        async_op,
     )
 
 
@@ -239,32 +266,35 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
 
     on_gpu = cuda.ours(tensor, tensor)
     if not (on_gpu or _ours(tensor)) or _coalescing(process_group(group)):
-        return torchs(_torchs(group, f"all_reduce of {tensor.layout} {tensor.device.type} tensors"))
+        return torchs(torchs_group(group, "all_reduce", _many(tensor), [tensor]))
     if tensor.is_complex() and how not in ("sum", "avg"):
         raise errors.InvalidArgument(f"switchyard: all_reduce does not support {op} on complex tensors")
-    refuse_average(group, "all_reduce", tensor, how)
+    refuse_gloos(group, "all_reduce", tensor, how)
     kind = kind_of(tensor, how)
     if kind is None:
-        return torchs(_torchs(group, f"all_reduce ({op}) of {tensor.dtype}"))
+        return torchs(torchs_group(group, "all_reduce", f" ({op}) of {tensor.dtype}", [tensor], [kind]))
     if on_gpu:
         gpu = gpu_for(group, tensor, tensor)
         if gpu is None:
-            return torchs(process_group(group))
+            return torchs(torchs_group(group, "all_reduce", _many(tensor), [tensor], [kind]))
         return cuda.reductions(gpu, [gpu._prepare(reduce, tensor, kind)], [tensor], async_op)
-    return _run(group, lambda _: reduce(tensor, kind), torchs, tensor, async_op)
+    return _run("all_reduce", group, lambda _: reduce(tensor, kind), torchs, tensor, async_op)
 
 
-def refuse_average(group: Any, call: str, x: Tensor, how: str) -> None:
-    """Refuse averages of integers that would go to gloo: it fails after it has enqueued them. NCCL has them."""
-    if how != "avg" or x.is_floating_point() or x.is_complex():
+def refuse_gloos(group: Any, call: str, x: Tensor, how: str) -> None:
+    """Refuse what would go to gloo and fail there: averages of integers, after it has enqueued them, and its missing types."""
+    none = x.dtype in _NOT_GLOOS
+    if not none and (how != "avg" or x.is_floating_point() or x.is_complex()):
         return
-    if x.is_cuda and cuda.has_backend(process_group(group), x.device, but=dist.ProcessGroupGloo):
+    pg = process_group(group)
+    if (none and pg is None) or ((x.is_cuda or none) and cuda.has_backend(pg, x.device, but=dist.ProcessGroupGloo)):
         return
 
     def refuse() -> Submission:
-        raise errors.Unsupported(
-            f"switchyard: {call}: tensor is {x.dtype} on {x.device}; op 'avg' takes floats there: convert it, or divide the sum"
-        )
+        what = f"switchyard: {call}: tensor is {x.dtype} on {x.device}"
+        if none:
+            raise errors.Unsupported(f"{what}, which neither Switchyard nor gloo reduces: convert it (Invalid scalar type)")
+        raise errors.Unsupported(f"{what}; op 'avg' takes floats there: convert it, or divide the sum")
 
     comm, known = find(group)
     if comm is not None:
@@ -297,7 +327,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
         return None
     hint_gradient("reduce_scatter_tensor", input)
     how = op_name(op)
-    refuse_average(group, "reduce_scatter_tensor", input, how)
+    refuse_gloos(group, "reduce_scatter_tensor", input, how)
     kind = kind_of(input, how)
 
     def torchs(pg: Any) -> Any:
@@ -305,13 +335,16 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
 
     on_gpu = cuda.ours(output, input)
     if kind is None or not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
-        return torchs(_torchs(group, f"reduce_scatter_tensor ({op}) of {input.dtype} {input.device.type} tensors"))
+        what = f" ({op}) of {input.dtype} {input.device.type} tensors"
+        return torchs(torchs_group(group, "reduce_scatter_tensor", what, [output, input], [kind]))
     if on_gpu:
         gpu = gpu_for(group, output, input)
         if gpu is None:
-            return torchs(process_group(group))
+            return torchs(torchs_group(group, "reduce_scatter_tensor", _many(input), [output, input], [kind]))
         return cuda.reductions(gpu, [gpu._prepare(scatter, gpu._shapes.ranks, output, input, kind)], [output], async_op)
-    return _run(group, lambda shapes: scatter(shapes.ranks, output, input, kind), torchs, output, async_op)
+    return _run(
+        "reduce_scatter_tensor", group, lambda shapes: scatter(shapes.ranks, output, input, kind), torchs, output, async_op
+    )
 
 
 def scatter(ranks: int, output: Tensor, input: Tensor, kind: tuple[int, int]) -> Submission:
@@ -344,13 +377,13 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
 
     on_gpu = cuda.ours(output, input)
     if not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
-        return torchs(_torchs(group, f"all_gather_into_tensor of {input.layout} {input.device.type} tensors"))
+        return torchs(torchs_group(group, "all_gather_into_tensor", _many(input), [output, input]))
     if on_gpu:
         gpu = gpu_for(group, output, input)
         if gpu is None:
-            return torchs(process_group(group))
+            return torchs(torchs_group(group, "all_gather_into_tensor", _many(input), [output, input]))
         return cuda.reductions(gpu, [gpu._prepare(gather, gpu._shapes.ranks, output, input)], [output], async_op)
-    return _run(group, lambda shapes: gather(shapes.ranks, output, input), torchs, output, async_op)
+    return _run("all_gather_into_tensor", group, lambda shapes: gather(shapes.ranks, output, input), torchs, output, async_op)
 
 
 def gather(ranks: int, output: Tensor, input: Tensor) -> Submission:
@@ -379,14 +412,17 @@ def barrier(group: Any, async_op: bool, device_ids: Any = None) -> Any:
         return dist.barrier(pg, async_op, device_ids)
 
     if device_ids is not None:
-        return torchs(_torchs(group, "barrier with device_ids"))
+        return torchs(torchs_group(group, "barrier", " with device_ids", []))
     settle()
     comm, known = find(group)
     if comm is None and not async_op:
         comm = known.wait()  # type: ignore[union-attr]
     if comm is None:
         assert known is not None
-        return known.submit(BARRIER, torchs, []) if async_op else torchs(known.elsewhere)
+        if async_op:
+            return known.submit("barrier", BARRIER, torchs, [])
+        known.fell_back("barrier", fallback.GROUP, known.elsewhere, [])
+        return torchs(known.elsewhere)
     ticket = comm._barrier(async_op)
     return Work(ticket, []) if ticket is not None else None
 
@@ -400,9 +436,14 @@ def settle() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def gpu(group: Any, device: Any, **options: Any) -> Gpu:
-    """The end of a group's communicator on a CUDA device."""
+def here(group: Any) -> Communicator:
+    """The communicator of a group, for what torch's backends do not have."""
     comm = communicator(group)
     if comm is None:
-        raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
-    return comm._gpu(cuda.index_of(device), **options)
+        raise errors.Unsupported("switchyard: the ranks of this group have no symmetric memory: torch does its calls")
+    return comm
+
+
+def gpu(group: Any, device: Any, **options: Any) -> Gpu:
+    """The end of a group's communicator on a CUDA device."""
+    return here(group)._gpu(cuda.index_of(device), **options)

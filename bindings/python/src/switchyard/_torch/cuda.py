@@ -6,10 +6,11 @@ graphs capture it. The parts that calls of the same shape have in common are wor
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from .. import errors
 from .._core.abi import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED
+from .._core.arguments import type_of
 from .._core.comm import Communicator
 from .._core.places import Gpu
 from .._core.splits import integers
 from .groups import Submission, warn_alone
+from .profile import named
 from .tensors import PLAIN, as_bytes, contiguous, real, same_dtype
 from .work import Work
 
@@ -74,6 +77,29 @@ def has_backend(pg: Any, device: torch.device, but: type | None = None) -> bool:
     return but is None or not isinstance(backend, but)
 
 
+@contextlib.contextmanager
+def on_stream(stream: Any, *tensors: Tensor, device: int | None = None) -> Iterator[None]:
+    """Have another stream than the current one be it, for a call that uses tensors: torch's, or a CUstream as an integer."""
+    if stream is None:
+        yield
+        return
+    for x in tensors:
+        if not (isinstance(x, Tensor) and x.is_cuda):
+            raise errors.InvalidArgument(f"switchyard: stream is {stream!r}: streams are for CUDA tensors")
+    if device is None:
+        device = tensors[0].get_device()
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        stream = torch.cuda.ExternalStream(stream, device)
+    elif not isinstance(stream, torch.cuda.Stream):
+        raise errors.InvalidType(f"switchyard: stream is {type_of(stream)}, want a torch.cuda.Stream or a CUstream")
+    if stream.device_index != device:
+        raise errors.InvalidArgument(f"switchyard: stream is one of cuda:{stream.device_index}, the call on cuda:{device}")
+    with torch.cuda.stream(stream):
+        yield
+    for x in tensors:
+        x.record_stream(stream)
+
+
 # Exchanges
 
 # Options that only calls on GPUs have: peer_displs, max_sms, copy_sms and no_sms.
@@ -84,6 +110,7 @@ Extra = tuple[Any, Optional[int], Optional[int], Optional[bool]]
 BESIDE: Extra = (None, 8, None, None)
 
 
+@named("all_to_all_single")
 def exchange(
     gpu: Gpu,
     output: Tensor,
@@ -254,9 +281,11 @@ def _beside(
     tensors: list[Tensor],
     outputs: list[Tensor],
     back: Callable[[], None] | None = None,
+    side: _Side | None = None,
 ) -> Work:
-    """Enqueue a call that uses tensors, and back after it: behind what the current stream has, next to what it gets later."""
-    side, stream = _side(gpu), torch.cuda.current_stream()
+    """Enqueue a call that uses tensors, and back after it: behind what the current stream has, next to what it gets later. It
+    is behind what the side stream has, that of the communicator's collectives if none is given."""
+    side, stream = side or _side(gpu), torch.cuda.current_stream()
     event = side.event()
     # In a graph, calls of one communicator are ordered only by the stream that they are on.
     if not torch.cuda.is_current_stream_capturing():
@@ -274,6 +303,7 @@ def _beside(
     return Work(Recorded(gpu, side, stream, event), outputs)
 
 
+@named("all_to_all")
 def exchange_lists(gpu: Gpu, outputs: list[Tensor], inputs: list[Tensor], async_op: bool) -> Work | None:
     """Enqueue all_to_all of contiguous tensors on this GPU, one for each rank: through two tensors of bytes."""
     if torch.cuda.current_device() != gpu.device:
@@ -298,6 +328,7 @@ def exchange_lists(gpu: Gpu, outputs: list[Tensor], inputs: list[Tensor], async_
     return None
 
 
+@named("reductions")
 def reductions(gpu: Gpu, calls: list[Submission], outputs: list[Tensor], async_op: bool) -> Work | None:
     """Enqueue reductions and gathers that submissions to the host's communicator describe, with the tensors last."""
     if torch.cuda.current_device() != gpu.device:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_uint64
 from datetime import timedelta
 from typing import Any, Union
 
@@ -19,9 +22,13 @@ from .. import errors
 from .._core import comm as core
 from .._core.arguments import type_of
 from .._core.comm import Communicator
+from .._core.joining import join
 from .._core.meet import Meeting
+from .._core.native import library
 from .._core.splits import Shapes
 from .._core.work import Completion
+from . import fallback
+from .profile import profiled, span
 from .work import Theirs, Work
 
 
@@ -31,28 +38,36 @@ def warn_alone(text: str, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
+_FORGOTTEN = b"forgotten"
+
+
 class _Store:
     """A store of torch's, as ranks meet in it."""
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self._store, self.turn = store, threading.Lock()
 
     def put(self, key: str, value: bytes) -> None:
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes | None:
-        try:
-            return bytes(self._store.get(key)) if self._store.check([key]) else None
-        except RuntimeError:
-            if not self._store.check([key]):  # forgotten in between
-                return None
-            raise
+        if not self._store.check([key]):
+            return None
+        value = bytes(self._store.get(key))
+        return None if value == _FORGOTTEN else value
 
     def forget(self, key: str) -> None:
-        try:
-            self._store.delete_key(key)
-        except (RuntimeError, NotImplementedError):  # some stores keep everything; it is out of date there, and no more
-            pass
+        # A key that is deleted between another rank's check and its get has that rank wait for as long as the store's timeout.
+        self._store.set(key, _FORGOTTEN)
+
+
+def _reach(store: Any) -> str | None:
+    """A host that ranks of other hosts reach this one by: the one that torch's own store is on."""
+    if "MASTER_ADDR" in os.environ:
+        return os.environ["MASTER_ADDR"]
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
 
 
 # Operations on host tensors, as they are submitted: the method of Communicator, its arguments without the last one, and what
@@ -65,25 +80,77 @@ class Group:
 
     def __init__(self, pg: Any, store: Any, rank: int, size: int, timeout: timedelta | None, name: str) -> None:
         self.rank, self.size, self.name = rank, size, name or "torch"
-        #: None before the ranks have met, and where they are not on one host.
+        #: None before the ranks have met, and where they cannot have symmetric memory.
         self.comm: Communicator | None = None
-        #: Where they are not: a group of gloo's own, so that it is nobody else's business when who finds that out.
+        #: Where it does not do all calls: a group of gloo's own, so that it is nobody else's business when who finds that out.
         self.elsewhere: Any = None
         self.shapes = Shapes(rank, size)
-        self._store, self._timeout = store, timeout
+        self._store, self._cards, self._timeout = store, _Store(store), timeout
         self._lock = threading.Lock()
         self._meeting: Meeting[None] | None = None
-        self._met = self._over = False
+        self.met = self._over = False
+        self._asked = threading.Event()  # somebody needs the communicator
+        self._again = 0  # how often the options have changed after the ranks had begun to meet
         self._options: dict[str, Any] = {}
+        self._unmet = 0  # the library's handle of this rank for as long as there is no communicator that counts
+        #: Whether the process group is ours, which counts calls that it leaves to torch itself.
+        self.counts = False
+
+    def fell_back(self, operation: str, reason: str, pg: Any, tensors: Sequence[Tensor]) -> None:
+        """Count a call that torch's backend makes. No call fails for that."""
+        named = (operation.encode(), fallback.backend(pg, tensors).encode(), reason.encode())
+        with contextlib.suppress(errors.Error, ValueError), self._lock:
+            lib = library()
+            if self.comm is None and not self._unmet and not self._over:
+                self._unmet = self._stand_alone()
+            lib.check(lib.fell_back(self._unmet if self.comm is None else self.comm._handle, *named))
+
+    def _stand_alone(self) -> int:
+        """A rank without a communicator that counts."""
+        at = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}/{self.name}"
+        local = int(os.environ.get("LOCAL_RANK", self.rank))
+        about = {"Rank": self.rank, "Size": self.size, "LocalRank": local, "Name": self.name, "Job": at}
+        about["Environ"] = core.environ()
+        handle, lib = c_uint64(), library()
+        lib.check(lib.unmet(json.dumps(about).encode(), byref(handle)))
+        return handle.value
+
+    def _counted(self, handle: int) -> None:
+        """Have a communicator count from here on, with what was counted before; 0 is for none. The lock is held."""
+        unmet, self._unmet = self._unmet, 0
+        if unmet:
+            with contextlib.suppress(errors.Error):  # in a forked child
+                library().met(unmet, handle)
+
+    def meet_early(self) -> None:
+        """Have the ranks meet now, behind the caller's back: a message between two of them asks nothing of the others."""
+        with self._lock:
+            if self._meeting is None and not self.met:
+                self._meeting = self._meets()
+
+    def _meets(self) -> Meeting[None]:
+        again, asked = self._again, self._asked
+        return Meeting(lambda stop: self._meet(stop, again, asked), self._done)
 
     def configure(self, options: dict[str, Any]) -> None:
         """Options of the communicator, before the ranks meet."""
         with self._lock:
-            if self._met or self._meeting is not None:
+            begun = self.met or self._meeting is not None
+            if begun and self._asked.is_set():
                 raise errors.InvalidArgument(
                     f"switchyard: group {self.name!r} is in use: its options were those of the first call"
                 )
             self._options.update(options)
+            if not begun:
+                return
+            meeting, comm = self._meeting, self.comm
+            self.comm = self._meeting = self.elsewhere = None
+            self.met, self._asked = False, threading.Event()
+            self._again += 1
+        if meeting is not None:
+            meeting.end()
+        if comm is not None:
+            comm._abandon()
 
     def wait(self) -> Communicator | None:
         """The communicator, once the ranks have met. The first call is collective."""
@@ -109,15 +176,31 @@ class Group:
                     refuse()
             raise
 
-    def submit(self, call: Submission, torchs: Callable[[Any], Any], outputs: list[Tensor]) -> Any:
+    def submit(
+        self,
+        operation: str,
+        call: Submission,
+        torchs: Callable[[Any], Any],
+        outputs: list[Tensor],
+    ) -> Any:
         """Submit an operation without waiting for anybody, not even for the ranks to meet. torchs does it in a process
-        group."""
+        group, and operation is its name there."""
+        if profiled():
+            with span(operation):
+                return self._submit(operation, call, torchs, outputs)
+        return self._submit(operation, call, torchs, outputs)
+
+    def _submit(self, operation: str, call: Submission, torchs: Callable[[Any], Any], outputs: list[Tensor]) -> Any:
         function, arguments, back = call
         meeting = self._begin()
 
+        def theirs() -> Any:
+            self.fell_back(operation, fallback.GROUP, self.elsewhere, outputs)
+            return torchs(self.elsewhere)
+
         def now(_: None = None) -> Completion:
             if self.comm is None:
-                return Theirs(torchs(self.elsewhere))
+                return Theirs(theirs())
             return function(self.comm, *arguments, True)  # type: ignore[no-any-return]
 
         done = None if meeting is None else meeting.defer(now)
@@ -125,7 +208,7 @@ class Group:
             if meeting is not None:
                 meeting.wait()  # it is over: with an error, that is ours too
             if self.comm is None:
-                return torchs(self.elsewhere)
+                return theirs()
             done = now()  # type: ignore[assignment]
         return Work(done, outputs, back)  # type: ignore[arg-type]
 
@@ -134,46 +217,62 @@ class Group:
         with self._lock:
             self._over = True
             meeting, comm = self._meeting, self.comm
+            self._counted(0)
         if meeting is not None:
             meeting.end()
         if comm is not None:
             comm._abandon()
 
     def _begin(self) -> Meeting[None] | None:
-        if self._met:
+        self._asked.set()
+        if self.met:
             return None
         with self._lock:
-            if self._met:
+            if self.met:
                 return None
             if self._meeting is None:
-                self._meeting = Meeting(self._meet, self._done)
+                self._meeting = self._meets()
             return self._meeting
 
-    def _meet(self, stop: threading.Event) -> None:
+    def _meet(self, stop: threading.Event, again: int, asked: threading.Event) -> None:
         options = dict(self._options)
         if self._timeout is not None:
             seconds = self._timeout.total_seconds()
             options = {"TimeoutSeconds": seconds, "JoinSeconds": min(seconds, 600.0), **options}
-        comm = Communicator._meet(self.rank, self.size, _Store(self._store), options, self.name, stop)
+
+        def terms() -> dict[str, Any]:
+            return {"again": again, "waits": asked.is_set()}
+
+        comm, elsewhere, why = None, None, "do not reach each other"  # type: Any, Any, str
+        try:
+            comm = join(self.rank, self.size, self._cards, options, self.name, stop, terms, _reach(self._store))
+        except errors.Unsupported as err:  # on all ranks
+            why = f"are on several hosts, and cannot have symmetric memory ({err})"
         if comm is None:
             if self.rank == 0:
-                warn_alone(f"switchyard: the ranks of group {self.name!r} are not on one host: its calls go to torch", 3)
-            store = dist.PrefixStore("switchyard/gloo/", self._store)
+                warn_alone(f"switchyard: the ranks of group {self.name!r} {why}: its calls go to torch", 3)
+            store = dist.PrefixStore(f"switchyard/gloo/{again or ''}", self._store)
             limit = self._timeout or c10d.default_pg_timeout
-            self.elsewhere = dist.ProcessGroup(store, self.rank, self.size)
+            elsewhere = dist.ProcessGroup(store, self.rank, self.size)
             gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=limit)
-            self.elsewhere._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-            self.elsewhere._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            elsewhere._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            elsewhere._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         with self._lock:
-            self.comm = comm
-            over = self._over
-        if over and comm is not None:
-            comm._abandon()
+            over = self._over or stop.is_set()
+            if not over:
+                self.comm, self.elsewhere = comm, elsewhere
+        if over:
+            if comm is not None:
+                comm._abandon()
+            raise errors.Closed("switchyard: the group was closed while its ranks met")
 
     def _done(self, meeting: Meeting[None]) -> None:
         with self._lock:
-            self._met = meeting.error is None
-            self._meeting = None
+            if meeting is self._meeting:
+                self.met = meeting.error is None
+                self._meeting = None
+                if self.comm is not None:
+                    self._counted(self.comm._handle)
 
 
 _groups: dict[int, tuple[weakref.ref[Any], Group]] = {}
@@ -236,12 +335,13 @@ def process_group(group: Any) -> Any:
     return None if isinstance(group, Communicator) else group
 
 
-def configure(group: Any, options: dict[str, Any]) -> None:
-    """Options of the communicator of a process group, before its ranks meet."""
+def configure(group: Any, options: dict[str, Any]) -> bool:
+    """Options of the communicator of a process group, before its ranks meet; False where it is no process group."""
     pg = process_group(group)
     if pg is None:
-        raise errors.InvalidArgument("switchyard: validate is an option of switchyard.init for groups that it makes")
+        return False
     group_of(pg).configure(options)
+    return True
 
 
 def find(group: Any) -> tuple[Communicator | None, Group | None]:
@@ -252,11 +352,12 @@ def find(group: Any) -> tuple[Communicator | None, Group | None]:
     if pg is None:
         return core.default(), None
     known = group_of(pg)
-    return known.comm if known._met else None, known
+    known._asked.set()
+    return known.comm if known.met else None, known
 
 
 def communicator(group: Any) -> Communicator | None:
-    """The communicator of a group, None where its ranks are not on one host. The first call for a process group is
+    """The communicator of a group, None where its ranks cannot have symmetric memory. The first call for a process group is
     collective: its ranks meet through its own store."""
     comm, known = find(group)
     return comm if known is None or comm is not None else known.wait()

@@ -1,4 +1,4 @@
-"""Collectives of a process group on host tensors in lists, and on those that one rank alone gets or gives."""
+"""Collectives of a process group on tensors in lists, and on those that one rank alone gets or gives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
+from .._core.comm import Communicator
 from .._core.splits import Shapes
 from . import calls
 from .groups import Submission
@@ -23,6 +24,12 @@ def reduce_scatter(ranks: int, output: Tensor, inputs: list[Tensor], kind: tuple
     """reduce_scatter of a list, through one tensor."""
     _alike("input_tensors", ranks, inputs, output)
     return calls.scatter(ranks, output, torch.cat([x.detach().reshape(-1) for x in inputs]), kind)
+
+
+def broadcast(rank: int, root: int, tensor: Tensor) -> Submission:
+    """broadcast of the bytes of rank root."""
+    x, back = (readable(tensor), None) if rank == root else writable(tensor, "tensor")
+    return Communicator._broadcast, (x.data_ptr(), x.numel() * x.element_size(), root, x), back
 
 
 def gather(shapes: Shapes, rank: int, root: int, outputs: list[Tensor], input: Tensor) -> Submission:
@@ -52,7 +59,7 @@ def scatter(shapes: Shapes, rank: int, root: int, output: Tensor, inputs: list[T
 def _spread(name: str, ranks: int, outputs: list[Tensor], input: Tensor):  # type: ignore[no-untyped-def]
     """A tensor for what all ranks give, and what brings it into a list."""
     _alike(name, ranks, outputs, input)
-    fresh = torch.empty((ranks, *input.shape), dtype=input.dtype)
+    fresh = torch.empty((ranks, *input.shape), dtype=input.dtype, device=input.device)
     backs = [into(x, part.view(x.shape), f"{name}[{i}]") for i, (x, part) in enumerate(zip(outputs, fresh))]
 
     def back() -> None:
@@ -71,3 +78,17 @@ def _alike(name: str, ranks: int, tensors: list[Tensor], one: Tensor) -> None:
             raise errors.InvalidType(f"switchyard: {name}[{i}] is {x.dtype}, this rank's tensor {one.dtype}")
         if x.numel() != one.numel():
             raise errors.InvalidArgument(f"switchyard: {name}[{i}] has {x.numel()} elements, this rank's tensor {one.numel()}")
+
+
+def nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def same_own(rank: int, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    """Refuse lists whose tensors for this rank itself are not of one size."""
+    output, input = outputs[rank], inputs[rank]
+    if nbytes(output) != nbytes(input):
+        raise errors.InvalidArgument(
+            f"switchyard: output_tensor_list[{rank}] has shape {tuple(output.shape)}, input_tensor_list[{rank}] "
+            f"{tuple(input.shape)}: what a rank sends to itself it receives"
+        )

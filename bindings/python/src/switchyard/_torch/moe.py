@@ -24,6 +24,7 @@ from .._core.dispatched import (
     biases_of,
 )
 from .._core.dispatcher import Calls
+from .profile import named
 from .tensors import description, tensor_on
 
 
@@ -38,23 +39,39 @@ class Kinds:
         self.dispatcher, self.trims = d, d._index < 0
         #: By name a tensor like a part: to make another from it takes less than from a type and a device.
         self._like: dict[str, Tensor] = {}
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
+        #: Torch begins memory of GPUs at multiples of 512.
+        self._slack = 0 if self.device.type == "cuda" else ROUTING_ALIGN - 1
 
     def part(self, output: Output, name: str) -> Tensor:
         """A part of an output. On the host it is as long as rows came."""
         about = output.slot.described.get(name)
         if about is None:
             about = output.slot.described[name] = self._describe(output, name)
-        if self.trims and name in BESIDE_ROWS and name != "scales":
+        if self.trims and name in BESIDE_ROWS:
             output.counts = output.counts or output.host()
-            about = about[:]
-            about[6] = output.counts.rows
+            if name != "scales":
+                about = about[:]
+                about[6] = output.counts.rows
         x = tensor_on(about.buffer_info()[0], output._hold)
         if name == "rows":
             return x.view(self.row) if self.dispatcher._float8 else x
         if name != "scales":
             return x
         d = self.dispatcher
-        return d._scales(x, output.host().rows if self.trims else d.max_rows, d.max_rows)
+        return d._scales(x, output.counts.rows if self.trims and output.counts else d.max_rows, d.max_rows)
+
+    def lent(self, output: Output, name: str) -> Tensor:
+        """A part of an output, with its padding, for who gives that back by release: the tensor does not hold it."""
+        made = output.slot.made.get(name)
+        if made is None:
+            about, most = self._describe(output, name), self.dispatcher.max_rows
+            with torch.inference_mode(False):  # others may write to aliases
+                x = tensor_on(about.buffer_info()[0])
+                if name == "rows" and self.dispatcher._float8:
+                    x = x.view(self.row)
+                made = output.slot.made[name] = self.dispatcher._scales(x, most, most) if name == "scales" else x
+        return made.detach()  # type: ignore[no-any-return]
 
     def rows(self, output: Output) -> Tensor:
         """The rows of an output."""
@@ -70,14 +87,20 @@ class Kinds:
         if like is None:
             kind = getattr(torch, self.dispatcher._shape(name, 0)[0])
             like = self._like[name] = torch.empty(0, dtype=kind, device=self.device)
-        x = like.new_empty(shape)
+        x = like.new_empty(*shape)  # which is read sooner than a tuple
         return x, x.data_ptr()
 
     def room(self, size: int) -> tuple[Tensor, int]:
         """Memory for a routing."""
-        slack = 0 if self.device.type == "cuda" else ROUTING_ALIGN - 1  # torch begins those of GPUs at multiples of 512
-        memory = torch.empty(size + slack, dtype=torch.uint8, device=self.device)
+        memory = self._bytes.new_empty(size + self._slack)
         return memory, -(-memory.data_ptr() // ROUTING_ALIGN) * ROUTING_ALIGN
+
+    def within(self, memory: Tensor, at: int, size: int, name: str) -> Tensor:
+        """A part of an output that lies in memory for a routing."""
+        begin = at - memory.data_ptr()
+        kind = getattr(torch, self.dispatcher._shape(name, size)[0])
+        part = memory[begin : begin + size].view(kind)
+        return part.view(-1, 2) if name == "sources" else part
 
     def _describe(self, output: Output, name: str) -> Any:
         address, size = output.slot.parts[name]
@@ -120,10 +143,10 @@ def _rows(d: Calls, name: str, x: Any, dtype: torch.dtype) -> Tensor:
     x = _plain(d, name, x, dtype)
     if x.dim() != 2 or x.shape[1] != d.hidden:
         d._check_rows(name, x.shape)
-    return _aligned(x)
+    return aligned(x)
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """A tensor of rows as GPUs move them."""
     if not x.is_contiguous():
         return x.contiguous()
@@ -161,7 +184,7 @@ def _scales_of(d: Calls, scales: Any, x: Tensor) -> tuple[int, int]:
 # Dispatch
 
 
-def _place(x: Tensor | None) -> tuple[int, int]:
+def place(x: Tensor | None) -> tuple[int, int]:
     return (0, 0) if x is None else (x.data_ptr(), x.numel() * x.element_size())
 
 
@@ -196,6 +219,7 @@ class _Dispatch(torch.autograd.Function):
         return None if d._float8 else dx.to(kinds(d).token), d_weights, None, None, None
 
 
+@named("dispatch backward")
 def dispatch_backward(
     d: Calls, d_rows: Tensor | None, d_row_weights: Tensor | None, handle: int, tokens: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -203,13 +227,13 @@ def dispatch_backward(
     k = kinds(d)
     if d_rows is None:
         d_rows = torch.zeros((d.max_rows, d.hidden), dtype=k.sum, device=k.device)
-    d_rows = _aligned(d_rows.to(k.sum))
+    d_rows = aligned(d_rows.to(k.sum))
     dx = torch.empty((tokens, d.hidden), dtype=k.sum, device=k.device)
     d_weights = None
     if d_row_weights is not None:
         d_row_weights = d_row_weights.contiguous()
         d_weights = torch.empty((tokens, d.top_k), dtype=torch.float32, device=k.device)
-    buffers = [*_place(dx), *_place(d_rows), *_place(d_row_weights), *_place(d_weights), 0, 0, 0, 0, 0, 0, 0, 0]
+    buffers = [*place(dx), *place(d_rows), *place(d_row_weights), *place(d_weights), 0, 0, 0, 0, 0, 0, 0, 0]
     d._combine_by(buffers, handle, 0, (1, UNWEIGHTED, False, False), (dx, d_rows, d_row_weights, d_weights))
     return dx, d_weights
 
@@ -241,6 +265,7 @@ def _plainly(d: Calls, x: Tensor, output: Output) -> Dispatched:
     return Dispatched(d, kinds(d), output, x.shape[0], None, {})
 
 
+@named("dispatch")
 def dispatch(d: Calls, x: Tensor, idx: Any, weights: Any, scales: Any, async_op: bool) -> Dispatched:
     x = _rows(d, "x", x, kinds(d).token)
     idx, weights = _choices(d, idx, weights, x.shape[0])
@@ -253,6 +278,7 @@ def dispatch(d: Calls, x: Tensor, idx: Any, weights: Any, scales: Any, async_op:
     return got
 
 
+@named("redispatch")
 def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Any, async_op: bool) -> Dispatched:
     x = _rows(d, "x", x, kinds(d).token)
     if x.shape[0] != dispatched.tokens:
@@ -296,18 +322,19 @@ class _Combine(torch.autograd.Function):
         return d_rows, by_choice, by_row, *biases, None, None, None, None
 
 
+@named("combine backward")
 def combine_backward(
     d: Calls, dy: Tensor, rows: Tensor | None, given: Tensor | None, handle: int, weighting: int, shape: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of rows, and of what weighted them."""
-    dy = _aligned(dy)
+    dy = aligned(dy)
     d_rows = torch.empty(shape, dtype=dy.dtype, device=dy.device)
     d_weights = None
     if weighting == GIVEN:
         d_weights = torch.zeros(given.shape, dtype=torch.float32, device=dy.device)  # type: ignore[union-attr]
     elif weighting != UNWEIGHTED:
         d_weights = torch.empty((dy.shape[0], d.top_k), dtype=torch.float32, device=dy.device)
-    buffers = [*_place(d_rows), *_place(d_weights), *_place(dy), *_place(rows), *_place(given)]
+    buffers = [*place(d_rows), *place(d_weights), *place(dy), *place(rows), *place(given)]
     d._combine_backward(buffers, handle, weighting, (d_rows, d_weights, dy, rows, given))
     return d_rows, d_weights
 
@@ -321,6 +348,7 @@ def _check_out(d: Calls, out: Any, tokens: int) -> None:
     torch.autograd.graph.increment_version(out)
 
 
+@named("combine")
 def combine(
     d: Calls, rows: Tensor, dispatched: Dispatched | Routing, weights: Any, weighted: bool, token_weights: Any, bias: Any,
     sum_weights: bool, ready: Any, out: Any, release: bool, async_op: bool,
@@ -363,7 +391,7 @@ def combine(
     def make() -> Tensor:
         y: Tensor = torch.empty((tokens, d.hidden), dtype=k.sum, device=k.device) if out is None else out
         held = (y, rows, weights, sums, first, second, ready, token_weights)
-        buffers = [n for x in held for n in _place(x)]
+        buffers = [n for x in held for n in place(x)]
         d._combine(buffers, way, (0, weighting, async_op, release), held)
         return y
 

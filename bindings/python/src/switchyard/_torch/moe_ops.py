@@ -119,7 +119,7 @@ def _combine_op(
     factors = None if given is None else moe._plain(d, "weights", given, torch.float32)
     y = _empty(rows, (tokens, d.hidden), k.sum)
     held = (y, rows, factors, None, *biases, None, None)
-    d._combine_by([n for x in held for n in moe._place(x)], int(handle[0]), 0, (0, weighting, False, False), held)
+    d._combine_by([n for x in held for n in moe.place(x)], int(handle[0]), 0, (0, weighting, False, False), held)
     return y
 
 

@@ -27,7 +27,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, group: Any, device: Any) -
         raise errors.Unsupported(f"switchyard: empty: there is no symmetric heap on {place}")
     comm = communicator(group)
     if comm is None:
-        raise errors.Unsupported("switchyard: the ranks of this group are not on one host")
+        raise errors.Unsupported("switchyard: the ranks of this group have no symmetric memory: torch does its calls")
     return _tensor_of(comm._alloc(size), shape, dtype)
 
 

@@ -95,7 +95,9 @@ _IMAGES = (torch.channels_last, torch.channels_last_3d)
 
 
 def splittable(x: Tensor, name: str) -> Tensor:
-    """``readable`` for tensors that are split by rows, of which torch wants that they are contiguous in some format."""
+    """``readable`` for tensors that are split by rows, of which torch wants that they are contiguous in some format, once a
+    pending negation is carried out."""
+    x = x.resolve_neg()
     if not x.is_contiguous() and not any(x.dim() == 4 + i and x.is_contiguous(memory_format=f) for i, f in enumerate(_IMAGES)):
         contiguous(x, name)
     return readable(x)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .._core.work import Work as PlainWork
+from .profile import named
 
 _base: Any = dist.Work if dist.is_available() else object
 
@@ -18,6 +19,10 @@ class Work(PlainWork, _base):
     """Work that is a ``torch.distributed.Work`` too."""
 
     _future: Any = None
+
+    @named("wait")
+    def wait(self, timeout: Any = None) -> bool:
+        return super().wait(timeout)
 
     def get_future(self) -> Any:
         """A ``torch.futures.Future`` of the outputs. Waiting for that of work on a GPU makes the current stream wait."""

@@ -177,15 +177,32 @@ class MoE(nn.Module):
                 out = torch.empty_like(out)
             return experts.apply(rows, weights, m[0], m[1], came, plan, out)
         scales = got.scales if self.float8 else None
+        if self._deep(got.tokens, rows):
+            from . import deepgemm
+
+            return deepgemm.forward(rows, scales, weights, experts.Matrices(*m), came, out)
         return experts.forward(rows, scales, weights, experts.Matrices(*m), came, plan, out)[0]
+
+    def _rows_an_expert(self, tokens: int) -> float:
+        d = self.dispatcher
+        return tokens * d.comm.size * d.top_k / d.experts
 
     def _plan(self, tokens: int) -> Any:
         from . import tables
 
-        d = self.dispatcher
-        rows = tokens * d.comm.size * d.top_k / d.experts
         hopper = torch.cuda.get_device_capability(self.device) >= (9, 0)
-        return tables.plan(rows, self.float8, d.combine_dtype == "float32", hopper)
+        return tables.plan(self._rows_an_expert(tokens), self.float8, self.dispatcher.combine_dtype == "float32", hopper)
+
+    def _deep(self, tokens: int, rows: Tensor) -> bool:
+        """Whether DeepGEMM makes the products of these rows."""
+        d = self.dispatcher
+        if not (self.float8 and d.layout == "flat" and d._align == 128 and d.combine_dtype == "bfloat16"):
+            return False
+        if rows.shape[0] % 128 or not len(rows) or torch.cuda.get_device_capability(self.device) != (9, 0):
+            return False
+        from . import deepgemm
+
+        return self._rows_an_expert(tokens) >= deepgemm.FEWEST and deepgemm.product() is not None
 
     def _most(self, block: int) -> int:
         from . import lists

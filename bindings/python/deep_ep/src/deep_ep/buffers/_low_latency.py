@@ -10,13 +10,14 @@ from switchyard import errors
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Engines, Shape
+from .._engine import Engines
 from .._handles import FewHandle
+from .._results import Given, Shape, lent
 from .._streams import Streams, device_of
 from ..utils.event import EventOverlap
 from ..utils.sizes import ALIGNMENT, align
 
-Hook = Optional[Callable[[], None]]
+Hook = Optional[Callable[[], Any]]
 
 
 class FewTokens:
@@ -53,12 +54,17 @@ class FewTokens:
         x_global_scale: Optional[Tensor] = None,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        topk_weights: Optional[Tensor] = None,
+        use_ue8m0_for_sf: bool = False,
     ) -> tuple[Any, Tensor, FewHandle, EventOverlap, Hook]:
         """Send tokens to their experts: rows [local experts, ranks * most tokens, hidden], with scales for float8, their
         numbers, a handle, an event and a hook that ends the call."""
         call = "low_latency_dispatch"
-        if use_nvfp4 or x_global_scale is not None:
+        if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:
             raise NotImplementedError(f"deep_ep: {call}: use_nvfp4 is not supported")
+        if topk_weights is not None:
+            raise NotImplementedError(f"deep_ep: {call}: topk_weights: weights go with low_latency_combine")
         if dispatch_wait_recv_cost_stats is not None:
             raise NotImplementedError(f"deep_ep: {call}: dispatch_wait_recv_cost_stats is not supported")
         if use_ue8m0 and not (use_fp8 and round_scale):
@@ -68,36 +74,39 @@ class FewTokens:
         most = num_max_dispatch_tokens_per_rank
         checks.at_most(call, x, most, "num_max_dispatch_tokens_per_rank")
         experts = checks.experts(call, num_experts, self.group_size)
-        idx, _ = checks.choices(call, topk_idx, None, x)
+        idx, _ = checks.choices(call, topk_idx, None, x.shape[0], x.device)
         engine = self._engines.of(device_of(f"{call}: x", x))
         quantize = "" if not use_fp8 else "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32"
-        shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, slab=True, quantize=quantize)
+        shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, 0, True, quantize)
         local = experts // self.group_size
-        counts = torch.empty(local, dtype=torch.int32, device=x.device)
 
         def send() -> Any:
-            return engine.send_slab(shape, x, idx.to(torch.int64, copy=True), return_recv_hook)
+            return engine.send_slab(shape, x, idx, return_recv_hook)
 
-        def receive(got: Any) -> None:
+        def receive(got: Any, into: Optional[Tensor] = None) -> Tensor:
+            """End the call; returned are the choices of each expert."""
             got.wait()
-            counts.copy_(torch.as_tensor(got.counts, dtype=torch.int32, device=x.device))
+            came = lent(got, "counts")  # which lie in the dispatcher
+            came = came.clone() if into is None else into.copy_(came)
             if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(counts)
+                cumulative_local_expert_recv_stats.add_(came)
+            return came
 
         def whole() -> Any:
             made = send()
-            receive(made[0])
-            return made
+            return (*made, receive(made[0]))
 
         hook, event = None, None  # type: Hook, Any
         if return_recv_hook:
             got, routing = send()
-            hook = partial(receive, got)
+            counts = torch.empty(local, dtype=torch.int32, device=x.device)
+            hook = partial(receive, got, counts)
         else:
-            (got, routing), event = self._streams.run(engine.device, None, async_finish, (x, idx, counts), whole)
-        rows = got.rows.view(local, -1, shape.hidden)
-        handle = FewHandle(routing, got.sources, counts)
-        result = (rows, got.scales) if use_fp8 else rows
+            (got, routing, counts), event = self._streams.run(engine.device, None, async_finish, (x, idx), whole)
+        routing.given = Given(topk_idx)
+        rows = lent(got, "rows").view(local, -1, shape.hidden)
+        handle = FewHandle(routing, got, counts)
+        result = (rows, lent(got, "scales")) if use_fp8 else rows
         return result, counts, handle, EventOverlap(event, (x, topk_idx) if async_finish else None), hook
 
     def low_latency_combine(
@@ -133,9 +142,8 @@ class FewTokens:
         want = (shape.experts // self.group_size, self.group_size * shape.tokens, shape.hidden)
         if tuple(x.shape) != want:
             raise errors.InvalidArgument(f"deep_ep: {call}: x has shape {tuple(x.shape)}, want {want}")
-        rows = checks.rows(call, x.reshape(-1, shape.hidden))
-        like = torch.empty((tokens, 0), device=rows.device)
-        idx, weights = checks.choices(call, topk_idx, topk_weights, like)
+        rows = checks.rows(call, x.view(-1, shape.hidden) if x.is_contiguous() else x.reshape(-1, shape.hidden))
+        idx, weights = checks.choices(call, topk_idx, topk_weights, tokens, rows.device)
         if weights is None or idx.shape != routing.idx.shape:
             ways = tuple(routing.idx.shape)
             raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has shape {tuple(idx.shape)}, want {ways}")
@@ -149,18 +157,18 @@ class FewTokens:
         def send() -> Any:
             # Sums are written where they belong, unless a combine cannot write there.
             plain = result.is_contiguous() and result.data_ptr() % 16 == 0
-            given = weights.masked_fill(idx < 0, 0)
-            return engine.combine_slab(rows, routing, given, return_recv_hook, result if plain else None)
+            masked = weights if routing.given.says_nothing_new(topk_idx) else weights.masked_fill(idx < 0, 0)
+            return engine.combine_slab(rows, routing, masked, return_recv_hook, result if plain else None)
 
         def receive(made: Any) -> None:
             y = engine.ended(made) if return_recv_hook else made
             if y is not result:
                 result.copy_(y)
 
-        inputs = (rows, idx, weights, out)
         if return_recv_hook:
             combining = send()
             return out, EventOverlap(None), partial(receive, combining)
+        inputs = (rows, idx, weights, out)
         _, event = self._streams.run(engine.device, None, async_finish, inputs, lambda: receive(send()))
         return out, EventOverlap(event, inputs if async_finish else None), None
 

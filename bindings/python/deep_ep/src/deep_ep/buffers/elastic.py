@@ -10,11 +10,12 @@ from switchyard import errors
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Engines, Result, Routing, Shape, close_all, ranks_of
+from .._engine import Engines, close_all
 from .._handles import places
+from .._results import Result, Routing, Shape, ranks_of
 from .._streams import Streams, device_of
 from ..utils.event import EventHandle, EventOverlap
-from ..utils.sizes import ALIGNMENT, align, get_logical_domain_size, get_physical_domain_size
+from ..utils.sizes import ALIGNMENT, align, aligned, get_logical_domain_size, get_physical_domain_size
 from . import _expand
 from .legacy import checked
 
@@ -38,21 +39,32 @@ class EPHandle:
     channel_linked_list: Optional[Tensor] = None
 
     def __init__(
-        self, routing: Routing, result: Result, topk_idx: Tensor, do_expand: bool, alignment: int, most: int, num_sms: int
-    ) -> None:
+        self, routing: Routing, result: Result, topk_idx: Optional[Tensor], do_expand: bool, alignment: int, most: int,
+        num_sms: int,
+    ) -> None:  # fmt: skip
         self.do_expand, self.num_experts, self.expert_alignment = do_expand, routing.shape.experts, alignment
-        self.num_max_tokens_per_rank, self.num_sms, self.topk_idx = most, num_sms, topk_idx
-        self._routing, self._sources, self._indices = routing, result.sources, result.indices
-        self._rank_counts = result.rank_counts
-        self._length = 0 if routing.counted else result.indices.shape[0]
-        self.num_unaligned_recv_tokens_per_expert = result.counts
-        aligned = [] if not routing.counted else [align(n, alignment) for n in result.host.counts]
-        self.num_recv_tokens_per_expert_list: list[int] = aligned
+        self.num_max_tokens_per_rank, self.num_sms = most, num_sms
+        if topk_idx is not None:
+            self.topk_idx = topk_idx
+        self._routing, self._came, self._indices = routing, result.came, result.indices
         self.num_recv_tokens = result.indices.shape[0]
+        self._length = 0 if routing.counted else self.num_recv_tokens
+        self.num_recv_tokens_per_expert_list = aligned(result.chosen, alignment) if routing.counted else []
         local = routing.shape.experts // routing.engine.size
         self.num_expanded_tokens = (
-            sum(aligned) if routing.counted else _expand.most_rows(self.num_recv_tokens, topk_idx.shape[1], local, alignment)
+            sum(self.num_recv_tokens_per_expert_list)
+            if routing.counted
+            else _expand.most_rows(self.num_recv_tokens, routing.shape.top_k, local, alignment)
         )
+
+    @cached_property
+    def topk_idx(self) -> Tensor:
+        """The choices of the dispatch: the very tensor without do_handle_copy."""
+        return self._routing.idx
+
+    @cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
+        return self._came.counts
 
     @cached_property
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
@@ -64,7 +76,7 @@ class EPHandle:
 
     @cached_property
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
-        return self._rank_counts.cumsum(0).to(torch.int32)
+        return self._came.rank_counts.cumsum(0).to(torch.int32)
 
     @cached_property
     def slots(self) -> Tensor:
@@ -78,7 +90,7 @@ class EPHandle:
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
-        rank, token = self._sources.unbind(1)
+        rank, token = self._came.sources.unbind(1)
         slots = self.slots if self.do_expand else torch.full_like(self._indices, -1, dtype=torch.int32)
         number = rank * self.num_max_tokens_per_rank + token
         return torch.cat((number[:, None], token[:, None], slots), 1)
@@ -139,9 +151,10 @@ class ElasticBuffer:
 
     def destroy(self) -> None:
         """Give back the memory that the group's calls have taken, together with all ranks. Results and handles stay as they
-        are; calls of other buffers of the group take memory anew."""
+        are; calls of other buffers of the group take memory anew. Later calls of this one raise."""
         if not self._destroyed:
             self._destroyed = True
+            self._engines.end()
             close_all(self.group)
 
     @staticmethod
@@ -163,7 +176,16 @@ class ElasticBuffer:
     def get_physical_domain_size(self) -> tuple[int, int]:
         return get_physical_domain_size(self.group)
 
-    def get_theoretical_num_sms(self, num_experts: int, num_topk: int) -> int:
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
         """0: calls take the multiprocessors that they need."""
         return 0
 
@@ -228,7 +250,7 @@ class ElasticBuffer:
         alignment = expert_alignment or 1
         if most:
             checks.at_most("dispatch", sent.x, most, "num_max_tokens_per_rank")
-        idx, weights = checks.choices("dispatch", topk_idx, topk_weights, sent.x)
+        idx, weights = checks.choices("dispatch", topk_idx, topk_weights, sent.x.shape[0], sent.x.device)
         if handle is None:
             length = 0 if do_cpu_sync is None or do_cpu_sync else self.num_ranks * most
             if not most and do_cpu_sync is not None and not do_cpu_sync:
@@ -238,14 +260,15 @@ class ElasticBuffer:
             x, kept = sent.x, handle
             shape = Shape(num_experts, idx.shape[1], x.shape[1], x.dtype, most, scales=sent.kind, max_sms=num_sms)
             if kept is None:
-                ways = idx.to(torch.int64, copy=True) if do_handle_copy or idx.dtype is not torch.int64 else idx
-                result, routing = engine.dispatch(shape, x, sent.scales, ways, weights, length)
+                ways = idx.to(torch.int64)
+                theirs = do_handle_copy and ways is idx
+                result, routing = engine.dispatch(shape, x, sent.scales, ways, weights, length, theirs)
                 bound = routing.shape.tokens
-                kept = EPHandle(routing, result, ways if do_handle_copy else topk_idx, do_expand, alignment, bound, num_sms)
+                kept = EPHandle(routing, result, None if do_handle_copy else topk_idx, do_expand, alignment, bound, num_sms)
             else:
                 result = engine.redispatch(x, sent.scales, weights, kept._routing, shape, length)
             if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(result.counts)
+                cumulative_local_expert_recv_stats.add_(result.came.counts)
             rows, scales, indices, beside = result.rows, result.scales, result.indices, result.weights
             if kept.do_expand:
                 rows = _expand.spread(rows, kept.found, idx.shape[1])
@@ -280,12 +303,12 @@ class ElasticBuffer:
         if not isinstance(handle, EPHandle):
             raise errors.InvalidType(f"deep_ep: combine: handle is {type(handle).__name__}, want an EPHandle")
         routing = checked("combine", handle._routing, engine)
-        biases = checks.biases("combine", bias, x, routing.idx.shape[0])
+        biases = checks.biases("combine", bias, x, routing.tokens)
         want = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
         if x.shape[0] != want:
             raise errors.InvalidArgument(f"deep_ep: combine: x has {x.shape[0]} rows, the dispatch brought {want}")
         if topk_weights is not None:
-            shape = (want,) if handle.do_expand else (want, handle.topk_idx.shape[1])
+            shape = (want,) if handle.do_expand else (want, routing.shape.top_k)
             if topk_weights.shape != shape or topk_weights.dtype is not torch.float32:
                 about = f"{tuple(topk_weights.shape)} of {topk_weights.dtype}"
                 raise errors.InvalidArgument(f"deep_ep: combine: topk_weights is {about}, want {shape} of torch.float32")

@@ -9,11 +9,12 @@ from switchyard import errors
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Engine, Engines, Routing, Shape, choices_of, close_all, ranks_of
+from .._engine import Engine, Engines, close_all
 from .._handles import Handle
+from .._results import Routing, Shape, choices_of, ranks_of
 from .._streams import Streams, check, device_of
 from ..utils.event import EventHandle, EventOverlap
-from ..utils.sizes import ALIGNMENT, align
+from ..utils.sizes import ALIGNMENT, align, aligned
 from ._low_latency import FewTokens
 
 
@@ -49,6 +50,7 @@ class Buffer(FewTokens):
         low_latency_mode: bool = False,
         num_qps_per_rank: int = 24,
         *,
+        allow_nvlink_for_normal_mode: bool = True,
         allow_nvlink_for_low_latency_mode: bool = True,
         allow_mnnvl: bool = False,
         use_fabric: bool = False,
@@ -83,9 +85,10 @@ class Buffer(FewTokens):
 
     def destroy(self) -> None:
         """Give back the memory that the group's calls have taken, together with all ranks. Results and handles stay as they
-        are; calls of other buffers of the group take memory anew."""
+        are; calls of other buffers of the group take memory anew. Later calls of this one raise."""
         if not self._destroyed:
             self._destroyed = True
+            self._engines.end()
             close_all(self.group)
 
     @staticmethod
@@ -118,6 +121,12 @@ class Buffer(FewTokens):
 
     def get_local_buffer_tensor(self, *_: Any, **__: Any) -> Tensor:
         raise NotImplementedError("deep_ep: get_local_buffer_tensor: there is no raw buffer")
+
+    def dispatch_pcie(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("deep_ep: dispatch_pcie: dispatch serves hosts with PCIe")
+
+    def combine_pcie(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError("deep_ep: combine_pcie: combine serves hosts with PCIe")
 
     def internode_dispatch(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("deep_ep: internode_dispatch: dispatch serves groups of any size on one host")
@@ -185,38 +194,32 @@ class Buffer(FewTokens):
                 raise errors.InvalidArgument("deep_ep: dispatch: topk_idx and topk_weights do not go with a handle")
             known = self._routing("dispatch", handle, engine)
             return self._again(sent, handle, known, sms, previous_event, async_finish)
+        if topk_idx is None and is_token_in_rank is None:
+            raise errors.InvalidArgument("deep_ep: dispatch: neither topk_idx nor is_token_in_rank nor a handle is there")
         if num_tokens_per_expert is None:
             raise errors.InvalidArgument("deep_ep: dispatch: num_tokens_per_expert is missing")
         experts = checks.experts("dispatch", num_tokens_per_expert.shape[0], self.group_size)
         weights: Optional[Tensor] = None
         if topk_idx is not None:
-            idx, weights = checks.choices("dispatch", topk_idx, topk_weights, sent.x)
+            idx, weights = checks.choices("dispatch", topk_idx, topk_weights, sent.x.shape[0], sent.x.device)
         else:
-            if is_token_in_rank is None:
-                raise errors.InvalidArgument("deep_ep: dispatch: neither topk_idx nor is_token_in_rank nor a handle is there")
             size = self.group_size
             idx = checks.matrix("dispatch", "is_token_in_rank", is_token_in_rank, sent.x.shape[0], size, device)
         if num_worst_tokens:
             checks.at_most("dispatch", sent.x, num_worst_tokens, "num_worst_tokens")
 
         def send() -> tuple[Any, ...]:
-            # The engine copies the indices of calls without a bound.
-            ways = idx.to(torch.int64, copy=num_worst_tokens > 0) if topk_idx is not None else choices_of(idx.to(torch.bool))
+            theirs = topk_idx is not None and idx.dtype is torch.int64
+            ways = idx if theirs else choices_of(idx.to(torch.bool)) if topk_idx is None else idx.to(torch.int64)
+            among, rows = experts if topk_idx is not None else self.group_size, sent.x
             shape = Shape(
-                experts=experts if topk_idx is not None else self.group_size,
-                top_k=ways.shape[1],
-                hidden=sent.x.shape[1],
-                dtype=sent.x.dtype,
-                tokens=num_worst_tokens,
-                rows=num_worst_tokens,
-                scales=sent.kind,
-                max_sms=sms,
+                among, ways.shape[1], rows.shape[1], rows.dtype, num_worst_tokens, num_worst_tokens, False, "", sent.kind, sms
             )
-            result, routing = engine.dispatch(shape, sent.x, sent.scales, ways, weights, num_worst_tokens)
+            result, routing = engine.dispatch(shape, sent.x, sent.scales, ways, weights, num_worst_tokens, theirs)
             chosen: list[int] = []
             if not num_worst_tokens:
-                chosen = result.host.counts if topk_idx is not None else engine.totals(num_tokens_per_expert)
-            return result, routing, [align(n, expert_alignment) for n in chosen]
+                chosen = result.chosen if topk_idx is not None else engine.totals(num_tokens_per_expert)
+            return result, routing, aligned(chosen, expert_alignment)
 
         inputs = (sent.x, sent.scales, idx, weights)
         (result, routing, chosen), event = self._streams.run(device, previous_event, async_finish, inputs, send)
@@ -227,7 +230,7 @@ class Buffer(FewTokens):
 
     def _again(self, sent: checks.Tokens, handle: Handle, routing: Routing, sms: int, previous: Any, is_async: bool) -> Any:
         """Send other tokens the ways of a handle."""
-        tokens, engine = routing.idx.shape[0], routing.engine
+        tokens, engine = routing.tokens, routing.engine
         if sent.x.shape[0] != tokens:
             raise errors.InvalidArgument(f"deep_ep: dispatch: x has {sent.x.shape[0]} tokens, those of the handle are {tokens}")
         x = sent.x
@@ -257,7 +260,7 @@ class Buffer(FewTokens):
         x = checks.rows("combine", x)
         engine = self._engines.of(device_of("combine: x", x))
         routing = self._routing("combine", handle, engine)
-        biases = checks.biases("combine", bias, x, routing.idx.shape[0])
+        biases = checks.biases("combine", bias, x, routing.tokens)
         weights: Optional[Tensor] = None
         if topk_weights is not None:
             weights = checks.matrix("combine", "topk_weights", topk_weights, rows=x.shape[0], device=x.device)

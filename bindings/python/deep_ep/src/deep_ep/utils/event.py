@@ -27,11 +27,12 @@ class EventHandle:
 class EventOverlap:
     """An event, or none, with what is to happen once it was waited for."""
 
+    hook_after_wait: Optional[Callable[[], None]] = None
+    _releases = False
+
     def __init__(self, event: Optional[EventHandle] = None, extra_tensors: Optional[tuple[Any, ...]] = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Optional[Callable[[], None]] = None
-        self._releases = False
 
     def current_stream_wait(self, release_handle: bool = False) -> None:
         """Make the current stream wait; with release_handle the event is given up after it."""

@@ -12,6 +12,11 @@ def align(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
+def aligned(counts: list[int], to: int) -> list[int]:
+    """Counts at multiples of a number."""
+    return counts if to == 1 else [align(n, to) for n in counts]
+
+
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
     """Ranks by network, and ranks of one host. All ranks of a group are of one host."""
     return 1, int(group.size())

@@ -1,0 +1,1 @@
+"""What bench.py times, a module for each kind of run."""

@@ -1,0 +1,137 @@
+"""Messages between two ranks, gather, scatter and reduce of CUDA tensors, of this package and of torch's backend."""
+
+from __future__ import annotations
+
+import pytest
+import world
+from cuda_rig import CUDA
+
+import switchyard as sw
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+SIZES = (0, 1, 1000, 5_000, 3_000_000)
+
+
+def of(value, n, dtype=torch.float32):
+    return torch.full((n,), value, device=CUDA, dtype=torch.int32).to(dtype)
+
+
+def messages(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for n in SIZES:
+        for dtype in (torch.uint8, torch.bfloat16, torch.complex64):
+            out = torch.empty(n, device=CUDA, dtype=dtype)
+            # One after the other: even ranks send first.
+            if rank % 2 == 0:
+                sw.send(of(rank + 1, n, dtype), after, tag=n)
+                assert sw.recv(out, before, tag=n) == before
+            else:
+                sw.recv(out, before, tag=n)
+                sw.send(of(rank + 1, n, dtype), after, tag=n)
+            assert torch.equal(out, of(before + 1, n, dtype))
+            # All send first, next to what the stream does then.
+            out.zero_()
+            sends = sw.isend(of(rank + 2, n, dtype), after)
+            receives = sw.irecv(out, before)
+            receives.wait()
+            sends.wait()
+            assert receives.source_rank() == before
+            assert torch.equal(out, of(before + 2, n, dtype))
+            # As a batch, with tags in another order, and into a tensor that is not row by row.
+            strange = torch.zeros(n, 2, device=CUDA, dtype=dtype).T
+            ops = [sw.P2POp(sw.isend, of(rank + tag, n, dtype), after, tag=tag) for tag in (1, 2)]
+            ops += [sw.P2POp(sw.irecv, strange[tag - 1], before, tag=tag) for tag in (2, 1)]
+            (work,) = sw.batch_isend_irecv(ops)
+            work.wait()
+            assert torch.equal(strange, torch.stack([of(before + tag, n, dtype) for tag in (1, 2)]))
+    with pytest.raises(sw.errors.Unsupported, match="from any rank"):
+        sw.recv(torch.empty(1, device=CUDA))
+    sw.synchronize()
+    sw.barrier()
+
+
+def graphs(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for n in (1000, 1_000_000):
+        x, out = of(0, n), of(-1, n)
+        ops = [sw.P2POp(sw.isend, x, after), sw.P2POp(sw.irecv, out, before)]
+        sw.batch_isend_irecv(ops)[0].wait()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sw.batch_isend_irecv(ops)[0].wait()
+        for step in range(10):
+            x.fill_(step * size + rank)
+            graph.replay()
+            assert torch.equal(out, of(step * size + before, n))
+        del graph
+    sw.barrier()
+
+
+def sizes_that_differ(rank, size):
+    x = torch.ones(100_000, device=CUDA)
+    if rank == 0:
+        sw.send(x, 1)
+    else:
+        sw.recv(x[:10_000], 0)
+    with pytest.raises(sw.errors.Mismatch, match="sends 400000 bytes to rank 1, which expects 40000"):
+        sw.synchronize()
+    sw.barrier()
+    if rank == 0:
+        sw.send(x, 1)
+    else:
+        x.zero_()
+        sw.recv(x, 0)
+        assert x.sum().item() == 100_000
+    sw.barrier()
+
+
+@pytest.mark.parametrize("case", [messages, graphs, sizes_that_differ], ids=lambda f: f.__name__)
+def test_pairs_of_cuda_tensors(worlds, case):
+    worlds.get(2, world.cuda).run(case)
+
+
+def of_torch(rank, size):
+    """Calls of torch's, of which NCCL makes none."""
+    wrapped, dist.group.WORLD._wrapped = dist.group.WORLD._wrapped, None
+    try:
+        peer = 1 - rank
+        for n in SIZES:
+            out = torch.empty(n, device=CUDA)
+            if rank == 0:
+                dist.send(of(1, n), 1, tag=3)
+                dist.recv(out, 1, tag=4)
+            else:
+                dist.recv(out, 0, tag=3)
+                dist.send(of(2, n), 0, tag=4)
+            assert torch.equal(out, of(peer + 1, n))
+            work = [dist.isend(of(rank + 5, n), peer), dist.irecv(out, peer)]
+            for each in work:
+                each.wait()
+            assert torch.equal(out, of(peer + 5, n))
+            for root in range(size):
+                mine = of(rank, n)
+                lists = [torch.empty(n, device=CUDA) for _ in range(size)]
+                dist.gather(mine, lists if rank == root else None, root)
+                if rank == root:
+                    assert all(torch.equal(x, of(p, n)) for p, x in enumerate(lists))
+                dist.scatter(out, [of(p + 7, n) for p in range(size)] if rank == root else None, root)
+                assert torch.equal(out, of(rank + 7, n))
+                total = of(rank + 1, n)
+                dist.reduce(total, root)
+                assert torch.equal(total, of(sum(range(1, size + 1)) if rank == root else rank + 1, n))
+    finally:
+        dist.group.WORLD._wrapped = wrapped
+    x, out = of(rank, 1 << 20), of(-1, 1 << 20)
+    for order in (1, -1):
+        ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, out, 1 - rank)][::order]
+        for each in dist.batch_isend_irecv(ops):
+            each.wait()
+        assert torch.equal(out, of(1 - rank, 1 << 20))
+    dist.barrier()
+
+
+def test_pairs_of_the_backend(worlds):
+    worlds.get(2, world.cuda_backend).run(of_torch)

@@ -1,0 +1,127 @@
+"""Calls that torch's own backends make in the place of Switchyard are counted, with the reason."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import world
+
+import switchyard as sw
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+R = dist.ReduceOp
+
+
+def counted():
+    """Calls by operation, backend and reason, of all groups of this process."""
+    calls = {}
+    for rank in sw.metrics()["ranks"]:
+        for f in rank.get("fallbacks", []):
+            key = f["operation"], f["backend"], f["reason"]
+            calls[key] = calls.get(key, 0) + f["calls"]
+    return calls
+
+
+def new(call, *arguments, **named):
+    """What a call adds."""
+    before = counted()
+    work = call(*arguments, **named)
+    if named.get("async_op"):
+        work.wait()
+    return {key: n - before.get(key, 0) for key, n in counted().items() if n != before.get(key, 0)}
+
+
+class Named(torch.Tensor):
+    """A tensor whose memory may not be what it seems."""
+
+
+def by_the_backend(rank, size):
+    sw.communicator()  # the ranks have met
+    whole, like = torch.ones(2, dtype=torch.int32), torch.ones(2)
+    assert new(dist.all_reduce, like) == {}
+    assert new(dist.barrier) == {}
+    assert new(dist.all_reduce, whole, R.BXOR) == {("all_reduce", "gloo", "reduction"): 1}
+    assert new(dist.all_reduce, whole, R.BXOR, async_op=True) == {("all_reduce", "gloo", "reduction"): 1}
+    assert new(dist.reduce, whole, 0, R.BXOR) == {("reduce", "gloo", "reduction"): 1}
+    assert new(dist.all_reduce, like.to_sparse()) == {("all_reduce", "gloo", "tensor"): 1}
+    assert new(dist.broadcast, like.as_subclass(Named), 0) == {("broadcast", "gloo", "tensor"): 1}
+    outputs = [torch.ones(2).as_subclass(Named) for _ in range(size)]
+    assert new(dist.all_gather, outputs, like) == {("all_gather", "gloo", "tensor"): 1}
+    # The functions of Switchyard leave it to the same backend, which counts.
+    assert new(sw.all_reduce, whole, "bxor") == {("all_reduce", "gloo", "reduction"): 1}
+    swap = (dist.send, like.as_subclass(Named), 1) if rank == 0 else (dist.recv, like.as_subclass(Named), 0)
+    assert new(*swap) == {("send" if rank == 0 else "recv", "gloo", "tensor"): 1}
+    dist.barrier()
+
+
+def test_the_backend_counts_calls_that_it_leaves(backend):
+    backend.run(by_the_backend)
+
+
+def of_functions(rank, size):
+    g = dist.new_group()
+    whole = torch.ones(2, dtype=torch.int32)
+    ranks = len(sw.metrics()["ranks"])
+    assert new(sw.all_reduce, whole, "bxor", group=g) == {("all_reduce", "gloo", "reduction"): 1}
+    assert len(sw.metrics()["ranks"]) == ranks + 1, "the group's ranks have not met"
+    assert new(sw.all_reduce, torch.ones(2), group=g) == {}
+    kept = [f for r in sw.metrics()["ranks"] for f in r.get("fallbacks", []) if r["host"] >= 0 and r["size"] == size]
+    assert {"operation": "all_reduce", "backend": "gloo", "reason": "reduction", "calls": 1} in kept
+    assert len(sw.metrics()["ranks"]) == ranks + 1, "it is one rank, before it has met and afterwards"
+    assert new(sw.all_reduce, whole, "bxor", group=g) == {("all_reduce", "gloo", "reduction"): 1}
+    dist.destroy_process_group(g)
+
+
+def test_functions_count_calls_before_the_ranks_have_met(gloo):
+    gloo.run(of_functions)
+
+
+def without_memory(rank, size):
+    import switchyard._core.joining as joining
+
+    own = joining.place
+    joining.place = lambda: f"host/{rank % 2}"  # two users
+    try:
+        g = dist.new_group()
+        x = torch.ones(2)
+        assert new(sw.all_reduce, x, group=g, async_op=True) == {("all_reduce", "gloo", "group"): 1}
+        assert new(sw.all_reduce, x, group=g) == {("all_reduce", "gloo", "group"): 1}
+        assert new(sw.barrier, group=g) == {("barrier", "gloo", "group"): 1}
+        (alone,) = [r for r in sw.metrics()["ranks"] if r["host"] == -1]
+        assert (alone["rank"], alone["size"]) == (rank, size)
+        dist.destroy_process_group(g)
+        del g
+        assert [r for r in sw.metrics()["ranks"] if r["host"] == -1] == []
+    finally:
+        joining.place = own
+
+
+def test_a_group_without_symmetric_memory_counts_all_calls(gloo):
+    gloo.run(without_memory)
+
+
+def asked(rank, size):
+    """All ranks have made their calls, and none has ended, while rank 0 asks as an operator does."""
+    dist.barrier()
+    for _ in range(10):
+        dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(2, dtype=torch.int32), R.BXOR)
+    dist.barrier()
+    said = ""
+    if rank == 0:
+        command = [sys.executable, "-m", "switchyard", "status"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+    dist.barrier()
+    return said
+
+
+def test_an_operator_sees_that_calls_fall_back(worlds):
+    said = worlds.get(4, world.backend).run(asked)[0]
+    found = "ranks 0, 1, 2 and 3: calls of all_reduce fall back to gloo, 40 in all: "
+    why = "Switchyard does not reduce this element type with this operator"
+    assert re.search(re.escape(found + why) + "$", said, re.MULTILINE), said

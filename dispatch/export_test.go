@@ -1,0 +1,15 @@
+package dispatch
+
+import "github.com/switchyard-moe/switchyard/kernels"
+
+// FailsLate has d take note that the calls of handles have failed, as an engine tells that has no other way.
+func (d *Dispatcher) FailsLate(err error, handles ...*Handle) error {
+	hit := &kernels.HandlesError{Err: err}
+	for _, h := range handles {
+		hit.Handles = append(hit.Handles, h.memory)
+	}
+	return d.late(hit)
+}
+
+// DefaultAlign is Align where nothing is said.
+func (o *Options) DefaultAlign() int { return o.defaultAlign() }

@@ -1,0 +1,310 @@
+package dispatch_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
+)
+
+// alone is how much memory for rows a dispatcher wants.
+func (r *rank) alone(o dispatch.Options) int64 {
+	var s dispatch.Shared
+	o.Shared = &s
+	d := r.dispatcher(o)
+	n := s.Bytes()
+	require.NoError(r, d.Close(r.Ctx))
+	require.Zero(r, s.Bytes())
+	return n
+}
+
+// shapes are dispatchers that take turns, made one after the other while the others make calls.
+type shapes struct {
+	r       *rank
+	s       dispatch.Shared
+	d       []*dispatch.Dispatcher
+	o       []dispatch.Options
+	largest int64
+}
+
+func (x *shapes) add(o dispatch.Options) {
+	x.largest = max(x.largest, x.r.alone(o))
+	o.Shared = &x.s
+	x.d, x.o = append(x.d, x.r.dispatcher(o)), append(x.o, o)
+	require.Equal(x.r, x.largest, x.s.Bytes(), "the memory is that of the largest")
+}
+
+// A dispatch with what its rows are for, between calls of the others: some ranks are slow, some calls go by routings that are kept.
+func (x *shapes) call(rng, own *rand.Rand, stream device.Stream) {
+	r := x.r
+	begin := func() *side {
+		i := rng.IntN(len(x.d))
+		s := &side{r: r, d: x.d[i], b: randomBatch(rng, x.o[i], r.Size(), false)}
+		s.dispatch(stream)
+		return s
+	}
+	s := begin()
+	s.checkRows()
+	if rng.IntN(3) == 0 {
+		next := *s.b
+		other := randomBatch(rng, s.b.o, r.Size(), false)
+		for src := range next.x {
+			next.x[src] = append(other.x[src], next.x[src]...)[:len(next.x[src])]
+			next.scales[src] = append(other.scales[src], next.scales[src]...)[:len(next.scales[src])]
+		}
+		s.redispatch(stream, &next)
+		s.checkRows()
+	}
+	_, came := s.place(s.b.groups(s.me()))
+	s.checkCopy(stream, own.IntN(came+3))
+	if own.IntN(4) == 0 {
+		time.Sleep(time.Duration(own.IntN(400)) * time.Microsecond)
+	}
+	var between []*side
+	for range rng.IntN(3) {
+		between = append(between, begin())
+	}
+	if rng.IntN(3) == 0 {
+		s.reroute(stream)
+	}
+	for _, s := range append(between, s) {
+		c := combineWith{weighting: dispatch.Weighting(rng.IntN(4)), sums: rng.IntN(3) == 0, ready: rng.IntN(4) == 0, biases: rng.IntN(3)}
+		if s.b.byToken() {
+			c.weighting = 0
+		}
+		rows := s.view(s.ownMade())
+		s.combine(stream, rows, c)
+		if c.weighting == dispatch.TokenWeights {
+			c.weighting = dispatch.GivenWeights
+		}
+		if rng.IntN(2) == 0 {
+			s.combineBackward(stream, s.view(nans(len(s.ownMade()))), rows, c)
+		}
+		if rng.IntN(2) == 0 {
+			s.dispatchBackward(stream, s.view(s.made(func(q routed) []float32 { return s.b.dMade(s.me(), q) })), rng.IntN(2) == 0)
+		}
+		s.h.Release()
+	}
+}
+
+// takeTurns makes calls of random dispatchers that share memory, which grows meanwhile.
+func takeTurns(r *rank, seed uint64, count, calls int) {
+	stream, err := r.Device.NewStream()
+	require.NoError(r, err)
+	for i := range uint64(count) {
+		rng, own := rand.New(rand.NewPCG(seed+i, 3)), rand.New(rand.NewPCG(seed+i, uint64(r.Rank.Rank())+50))
+		before := r.Heap.Stats().InUse
+		x := &shapes{r: r}
+		for len(x.d) < 4 {
+			o := randomOptions(rng, r.Size(), r.Device.Kind())
+			o.Handles, o.MaxSMs = 3, 0
+			if o.Layout == dispatch.Slab {
+				o.MaxTokens = min(o.MaxTokens, 16)
+			}
+			x.add(o)
+			for range calls {
+				if r.gpu != nil {
+					r.gpu.reuse()
+				}
+				st := stream
+				if own.IntN(3) == 0 {
+					st = nil
+				}
+				x.call(rng, own, st)
+			}
+		}
+		for _, d := range x.d {
+			require.NoError(r, d.Close(r.Ctx))
+		}
+		require.Equal(r, before, r.Heap.Stats().InUse)
+	}
+	require.NoError(r, stream.Close())
+}
+
+func TestDispatchersThatShareMemoryTakeTurns(t *testing.T) {
+	for _, n := range []int{1, 2, 4} {
+		t.Run(fmt.Sprint(n), func(t *testing.T) {
+			local(t, n, func(r *rank) { takeTurns(r, uint64(100*n), 3, 3) })
+		})
+	}
+}
+
+func TestDispatchersOfProcessesThatShareMemoryTakeTurns(t *testing.T) {
+	processes(t, 2, func(r *rank) { takeTurns(r, 7, 2, 2) })
+}
+
+// As large as the largest, in bytes: eight dispatchers of one size want what one does, but for their words.
+func TestSharedMemoryIsThatOfTheLargest(t *testing.T) {
+	local(t, 2, func(r *rank) {
+		o := dispatch.Options{Experts: 8, TopK: 2, Hidden: 512, MaxTokens: 256, DType: kernels.BFloat16, Layout: dispatch.TokenMajor, Handles: 1}
+		x := &shapes{r: r}
+		x.add(o)
+		one := r.Heap.Stats().InUse
+		for hidden := range 7 {
+			o.Hidden = 512 - 8*hidden
+			x.add(o)
+		}
+		words := (r.Heap.Stats().InUse - one) / 7
+		require.Less(r, words, x.s.Bytes()/20)
+		o.MaxTokens *= 20 // a rank comes with 20 times as many
+		x.add(o)
+		require.Greater(r, x.s.Bytes(), 18*x.largest/20)
+		s := &side{r: r, d: x.d[8], b: batchOf(rand.New(rand.NewPCG(1, 1)), o, []int{0, o.MaxTokens}, false, true)}
+		s.dispatch(nil)
+		s.checkRows()
+		s.combine(nil, s.view(s.ownMade()), combineWith{})
+		s.h.Release()
+		for _, d := range x.d {
+			require.NoError(r, d.Close(r.Ctx))
+		}
+	})
+}
+
+// Views of what another dispatcher has overwritten are refused, before anything is enqueued.
+func TestWhatAnotherDispatcherHasOverwrittenIsRefused(t *testing.T) {
+	local(t, 2, func(r *rank) {
+		x := &shapes{r: r}
+		x.add(small(dispatch.Options{Layout: dispatch.TokenMajor}))
+		x.add(small(dispatch.Options{}))
+		h, input, idx, _ := dispatchSmall(r, x.d[0], nil, 2)
+		rows, copied := h.Rows().Slice(0, 16*int64(r.counts(h).Rows)), rowsFor(r.counts(h).Rows)
+		_, err := h.CopyTo(nil, dispatch.Result{Length: r.counts(h).Rows, Rows: copied})
+		require.NoError(r, err)
+		require.NoError(r, x.d[0].Combine(nil, r.empty(2), rows, h, plain))
+		roundTrip(r, x.d[1], nil, 3)
+		for _, call := range []func() error{
+			func() error { return x.d[0].Combine(nil, r.empty(2), rows, h, plain) },
+			func() error { return x.d[0].Redispatch(nil, h, rows.Slice(0, 32), none) },
+			func() error { return x.d[0].CombineBackward(nil, copied, none, r.empty(2), rows, h, plain) },
+			func() error {
+				_, err := h.CopyTo(nil, dispatch.Result{Length: 1, Rows: rowsFor(1)})
+				return err
+			},
+			func() error {
+				_, err := h.CopyTo(nil, dispatch.Result{Length: 1, Indices: memory.Host(make([]byte, 16))})
+				return err
+			},
+			func() error {
+				_, err := x.d[0].Dispatch(nil, dispatch.Tokens{X: rows.Slice(0, 32), Experts: numbers(idx)})
+				return err
+			},
+		} {
+			err := call()
+			require.ErrorIs(r, err, dispatch.ErrInvalid)
+			require.ErrorContains(r, err, "lies in Options.Shared, where another dispatcher has made a call since: copy results before")
+		}
+		require.NoError(r, x.d[0].Combine(nil, r.empty(2), copied, h, plain))
+		require.NoError(r, x.d[0].Redispatch(nil, h, input, none)) // which writes them again, but for indices
+		require.NoError(r, x.d[0].Combine(nil, r.empty(2), rows, h, plain))
+		_, err = h.CopyTo(nil, dispatch.Result{Length: 1, Indices: memory.Host(make([]byte, 16))})
+		require.ErrorIs(r, err, dispatch.ErrInvalid)
+		_, err = x.d[0].DispatchSend(nil, r.tokens(input, idx, nil))
+		require.ErrorIs(r, err, comm.ErrUnsupported)
+		require.ErrorIs(r, x.d[0].CombineSend(nil, r.empty(2), copied, h, plain), comm.ErrUnsupported)
+		require.ErrorIs(r, x.d[0].RedispatchSend(nil, h, input, none), comm.ErrUnsupported)
+		h.Release()
+		for _, d := range x.d {
+			require.NoError(r, d.Close(r.Ctx))
+		}
+	})
+}
+
+// Ranks in calls of different dispatchers hear of both, nothing moves, and the next right call works.
+func TestRanksInCallsOfDifferentDispatchersHearOfBoth(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		st := r.stream()
+		x := &shapes{r: r}
+		x.add(small(dispatch.Options{}))
+		o := small(dispatch.Options{Layout: dispatch.TokenMajor})
+		o.Experts, o.MaxTokens = 9, 20
+		x.add(o)
+		kept, _, _, _ := dispatchSmall(r, x.d[1], nil, 2)
+		for range 3 {
+			wrong := x.d[0]
+			if r.Rank.Rank() == 1 {
+				wrong = x.d[1]
+			}
+			input, idx, _ := smallBatch(r, 2)
+			_, err := wrong.Dispatch(nil, r.tokens(input, idx, nil))
+			var order *kernels.OrderError
+			require.ErrorAs(r, err, &order)
+			require.Equal(r, 1, order.Rank)
+			require.ErrorIs(r, err, comm.ErrMismatch)
+			require.ErrorContains(r, err, "(Experts 4, MaxTokens 8, ")
+			require.ErrorContains(r, err, "(Experts 9, MaxTokens 20, ")
+			require.NoError(r, x.d[1].Combine(nil, r.empty(2), rowsFor(r.counts(kept).Rows), kept, plain))
+			roundTrip(r, x.d[0], st, 2)
+			roundTrip(r, x.d[1], st, 1)
+		}
+		kept.Release()
+		for _, d := range x.d {
+			require.NoError(r, d.Close(r.Ctx))
+		}
+	})
+}
+
+// Ranks that do not make the same dispatcher hear why, and the next one is made.
+func TestRanksThatShareMemoryMakeTheSameDispatchers(t *testing.T) {
+	local(t, 2, func(r *rank) {
+		odd := r.Rank.Rank() == 1
+		x := &shapes{r: r}
+		x.add(small(dispatch.Options{}))
+		var another dispatch.Shared
+		for _, c := range []struct {
+			what string
+			is   error
+			odd  func(o *dispatch.Options)
+		}{
+			{"Hidden 4; rank 1 has Hidden 8", comm.ErrMismatch, func(o *dispatch.Options) { o.Hidden = 8 }},
+			{"made with this Options.Shared", comm.ErrMismatch, func(o *dispatch.Options) { o.Shared = &another }},
+			{"", comm.ErrMismatch, func(o *dispatch.Options) { o.Shared = nil }},
+			{"TopK is 65", dispatch.ErrInvalid, func(o *dispatch.Options) { o.TopK = 65 }},
+			{"Shared and Masks are both set", dispatch.ErrInvalid, func(o *dispatch.Options) { o.Masks = true }},
+		} {
+			o := small(dispatch.Options{Shared: &x.s})
+			o.MaxTokens = 4000
+			if odd {
+				c.odd(&o)
+			}
+			_, err := dispatch.New(r.Ctx, r.Heap, o)
+			require.ErrorIs(r, err, c.is, c.what)
+			if !strings.Contains(c.what, "this Options.Shared") || odd {
+				require.ErrorContains(r, err, c.what)
+			}
+			require.Equal(r, x.largest, x.s.Bytes())
+			require.Zero(r, another.Bytes())
+			roundTrip(r, x.d[0], nil, 2)
+		}
+		x.add(small(dispatch.Options{Layout: dispatch.TokenMajor}))
+		roundTrip(r, x.d[1], nil, 2)
+		for _, d := range x.d {
+			require.NoError(r, d.Close(r.Ctx))
+		}
+		require.Zero(r, r.Heap.Stats().InUse)
+	})
+}
+
+// Without room for more, the memory stays as it was, on all ranks.
+func TestSharedMemoryStaysWhereItCannotGrow(t *testing.T) {
+	local(t, 2, func(r *rank) {
+		x := &shapes{r: r}
+		x.add(small(dispatch.Options{}))
+		o := small(dispatch.Options{Shared: &x.s})
+		o.Hidden, o.MaxTokens = 1<<27, 1<<12
+		_, err := dispatch.New(r.Ctx, r.Heap, o)
+		require.ErrorIs(r, err, memory.ErrOutOfMemory)
+		require.Equal(r, x.largest, x.s.Bytes())
+		roundTrip(r, x.d[0], nil, 2)
+		require.NoError(r, x.d[0].Close(r.Ctx))
+		require.Zero(r, r.Heap.Stats().InUse)
+	})
+}

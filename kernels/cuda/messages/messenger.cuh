@@ -1,0 +1,290 @@
+// A messenger is the blocks of a launch that carry this rank's messages with one other rank in one direction. The first
+// of them, the leader, decides; the others follow it through what is large.
+//
+// A message has a number, which its sender counts for the rank that gets it, and a box: the number modulo the boxes.
+// The sender writes the box's header and payload, and its state where the message is withdrawn. The receiver writes the
+// answer. Words lie in the segment of the rank that reads them, and the numbers in them only grow.
+#pragma once
+
+#include "../../../internal/cuda/layout/messages.h"
+#include "../packet.cuh"
+#include "../tiles.cuh"
+
+namespace sw {
+
+constexpr u32 message_warps = SW_MESSAGE_THREADS / 32;
+
+struct messenger {
+	const sw_messages_args &a;
+	sw_world world; // whose faults are those with the peer
+	u64 here, there;
+	u32 peer, first, count; // entries
+	u32 block, blocks;      // this one, and how many there are
+	bool receives;
+
+	__device__ __forceinline__ messenger(const sw_messages_args &args) : a(args), world(args.world)
+	{
+		u32 g = 0;
+		while (g + 1 < a.group_count && a.groups[g + 1].block <= blockIdx.x)
+			g++;
+		bool last = g + 1 == a.group_count;
+		peer = a.groups[g].peer, receives = a.groups[g].receive != 0;
+		first = a.groups[g].first, count = (last ? a.count : a.groups[g + 1].first) - first;
+		block = blockIdx.x - a.groups[g].block;
+		blocks = (last ? gridDim.x : a.groups[g + 1].block) - a.groups[g].block;
+		world.control = a.block.control + peer * SW_CONTROL_ALIGN;
+		here = own_segment(world), there = segment(world, peer);
+	}
+
+	__device__ __forceinline__ const sw_message_entry &entry(u32 i) const { return a.entries[first + i]; }
+
+	// The place of a message's word in a table by rank and box.
+	__device__ __forceinline__ u64 of_box(u64 table, u32 rank, u64 number, u64 bytes) const
+	{
+		return table + (rank * static_cast<u64>(a.boxes) + number % a.boxes) * bytes;
+	}
+	// The place of a block's line in a table by rank and block.
+	__device__ __forceinline__ u64 of_block(u64 table, u32 rank) const
+	{
+		return table + (rank * static_cast<u64>(a.blocks) + block) * SW_LINE_BYTES;
+	}
+	__device__ __forceinline__ u64 staging_of(u32 rank, u64 chunk) const
+	{
+		u64 slot = (rank * static_cast<u64>(a.blocks) + block) * SW_STAGING_SLOTS + chunk % SW_STAGING_SLOTS;
+		return a.block.staging + slot * a.staging_bytes;
+	}
+
+	__device__ __forceinline__ u64 counter(u64 which) const
+	{
+		return here + a.block.counters + peer * sizeof(sw_message_counters) + which;
+	}
+	__device__ __forceinline__ u64 items() const
+	{
+		return counter(offsetof(sw_message_counters, items) + (receives ? 8 : 0));
+	}
+	__device__ __forceinline__ u64 item() const
+	{
+		return here + a.block.items + ((receives ? world.size : 0) + peer) * sizeof(sw_message_item);
+	}
+	__device__ __forceinline__ u64 done(u32 b) const
+	{
+		return here + a.block.done +
+		       (((receives ? world.size : 0) + peer) * static_cast<u64>(a.blocks) + b) * 8;
+	}
+	// The word at which the peer looks before it blames this rank.
+	__device__ __forceinline__ u64 moved() const
+	{
+		return here + a.block.control + world.rank * SW_CONTROL_ALIGN + offsetof(sw_control, moved);
+	}
+
+	// Leaves word of what has become of a message.
+	__device__ __forceinline__ void fail(u32 kind, u64 number, u64 tag, u64 sent, u64 expected) const
+	{
+		give_up(world, kind, peer, number, !receives, sent, expected, tag, SW_MESSAGE_FAULT);
+	}
+};
+
+// A deed is the next thing that the threads of a leader do.
+enum class deed : u32 { end, write, push, read, pull, drain };
+
+struct task {
+	deed what;
+	u32 entry;
+	u64 number, claim, from;
+	u32 stripes;
+};
+
+// A leader's first thread shares the task with the others, and keeps the numbers.
+struct leader_board {
+	task now;
+	u64 numbers[SW_MOST_MESSAGES]; // by entry; 0 when nothing is to be done for it, or nothing yet
+};
+
+// ---- small messages, whose packets have the message's number for their flag --------------------------------------
+
+__device__ __forceinline__ void write_small(const messenger &m, const task &t)
+{
+	const sw_message_entry &e = m.entry(t.entry);
+	u64 place = m.there + m.of_box(m.a.block.payload, m.world.rank, t.number, m.a.payload_bytes);
+	u32 flag = packet::flag(t.number), lane = threadIdx.x & 31;
+	for (u32 group = threadIdx.x / 32; group < packet_groups(e.bytes); group += message_warps) {
+		part p(place, e.address, e.bytes, group, lane);
+		quad q;
+		if (p.whole)
+			q.load(e.address + p.at, p.left);
+		else
+			q.load_odd(e.address + p.at, p.left);
+#pragma unroll
+		for (int k = 0; k < 4; k++)
+			q.put(p.wire, k, flag);
+	}
+}
+
+// The header has come, so the packets are on their way. False when this thread has given them up.
+__device__ __forceinline__ bool read_small(const messenger &m, const task &t)
+{
+	const sw_message_entry &e = m.entry(t.entry);
+	u64 place = m.here + m.of_box(m.a.block.payload, m.peer, t.number, m.a.payload_bytes);
+	u32 flag = packet::flag(t.number), lane = threadIdx.x & 31;
+	wait w;
+	for (u32 group = threadIdx.x / 32; group < packet_groups(e.bytes); group += message_warps) {
+		part p(place, e.address, e.bytes, group, lane);
+		quad q;
+		for (int k = 0; k < 4; k++)
+			while (!q.get(p.wire, k, flag))
+				if (!w.slow(m.world)) {
+					m.fail(w.kind, t.number, e.tag, e.bytes, 0);
+					return false;
+				}
+		if (p.whole)
+			q.store(e.address + p.at, p.left);
+		else
+			q.store_odd(e.address + p.at, p.left);
+	}
+	return true;
+}
+
+// ---- large messages, of which each block carries a stripe --------------------------------------------------------
+
+// A large message as all blocks of a messenger see it.
+struct haul {
+	deed what;
+	u64 address, from;
+	i64 bytes;
+	u64 claim;
+	u32 stripes;
+};
+
+// Waits with the whole block for a line to have a number.
+__device__ __forceinline__ bool await_chunk(const messenger &m, const haul &h, u64 line, u64 number)
+{
+	bool late = false;
+	if (threadIdx.x == 0) {
+		wait w;
+		while (!late && load_acquire_sys(line) < number)
+			if (!w.slow(m.world)) {
+				m.fail(w.kind, h.claim, 0, h.bytes, 1);
+				late = true;
+			}
+	}
+	return !__syncthreads_or(late);
+}
+
+// This block's stripe. Chunks of what the receiver cannot read go through staging, block by block: a block's slots are
+// those of the block with its number at the peer. False when the block has given up.
+__device__ __noinline__ bool carry(const messenger &m, const haul &h)
+{
+	u32 warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+	if (m.block >= h.stripes)
+		return true;
+	pace when;
+	when.moved = m.moved();
+	if (h.what == deed::pull) {
+		move(h.address, h.from, h.bytes, warp * h.stripes + m.block, message_warps * h.stripes, lane, when);
+		return true;
+	}
+	for (u64 k = 0;; k++) {
+		i64 at = static_cast<i64>(m.block + k * h.stripes) * m.a.staging_bytes;
+		if (at >= h.bytes)
+			return true;
+		i64 n = h.bytes - at < m.a.staging_bytes ? h.bytes - at : m.a.staging_bytes;
+		if (h.what == deed::push) {
+			u64 drained = m.here + m.of_block(m.a.block.drained, m.peer);
+			if (k >= SW_STAGING_SLOTS &&
+			    !await_chunk(m, h, drained, seq(h.claim, k + 1 - SW_STAGING_SLOTS)))
+				return false;
+			move(m.there + m.staging_of(m.world.rank, k), h.address + at, n, warp, message_warps, lane,
+			     when);
+			__syncthreads();
+			if (threadIdx.x == 0) {
+				fence_acq_rel_sys();
+				store_relaxed_sys(m.there + m.of_block(m.a.block.filled, m.world.rank),
+				                  seq(h.claim, k + 1));
+			}
+			continue;
+		}
+		if (!await_chunk(m, h, m.here + m.of_block(m.a.block.filled, m.peer), seq(h.claim, k + 1)))
+			return false;
+		move(h.address + at, m.here + m.staging_of(m.peer, k), n, warp, message_warps, lane, when);
+		__syncthreads(); // what a thread has stored it has loaded
+		if (threadIdx.x == 0)
+			store_relaxed_sys(m.there + m.of_block(m.a.block.drained, m.world.rank), seq(h.claim, k + 1));
+	}
+}
+
+// The leader's first thread gives the others something to do. They have done what they were given before.
+__device__ __forceinline__ u64 give(const messenger &m, const haul &h)
+{
+	u64 number = load_relaxed_sys(m.items()) + 1, at = m.item();
+	store_relaxed_sys(at + offsetof(sw_message_item, what), static_cast<u64>(h.what));
+	store_relaxed_sys(at + offsetof(sw_message_item, address), h.address);
+	store_relaxed_sys(at + offsetof(sw_message_item, from), h.from);
+	store_relaxed_sys(at + offsetof(sw_message_item, bytes), static_cast<u64>(h.bytes));
+	store_relaxed_sys(at + offsetof(sw_message_item, claim), h.claim);
+	store_relaxed_sys(at + offsetof(sw_message_item, stripes), h.stripes);
+	fence_acq_rel_sys();
+	store_relaxed_sys(at, number);
+	store_relaxed_sys(m.items(), number);
+	return number;
+}
+
+// All threads of the leader. True when all blocks have carried their stripes.
+__device__ __forceinline__ bool carry_together(const messenger &m, const haul &h)
+{
+	u64 number = 0;
+	if (threadIdx.x == 0 && m.blocks > 1)
+		number = give(m, h);
+	bool good = carry(m, h);
+	__syncthreads();
+	if (threadIdx.x == 0)
+		for (u32 b = 1; b < m.blocks; b++) {
+			u64 v;
+			while ((v = load_acquire_sys(m.done(b))) >> 1 < number) // its own waits are bounded
+				__nanosleep(20);
+			good = good && (v & 1) == 0;
+		}
+	return !__syncthreads_or(!good);
+}
+
+// The leader lets the other blocks go. Those that staging is laid out for, but not launched, have done all.
+__device__ __forceinline__ void dismiss(const messenger &m)
+{
+	if (threadIdx.x != 0 || m.blocks == 1)
+		return;
+	u64 number = give(m, {deed::end, 0, 0, 0, 0, 0});
+	for (u32 b = m.blocks; b < m.a.blocks; b++)
+		store_relaxed_sys(m.done(b), number << 1);
+}
+
+// A block that is not the leader.
+__device__ __forceinline__ void follow(const messenger &m)
+{
+	SW_SHARED(haul, h);
+	u64 seen = load_relaxed_sys(m.done(m.block)) >> 1;
+	for (;;) {
+		if (threadIdx.x == 0) {
+			u64 at = m.item(), number;
+			while ((number = load_acquire_sys(at)) <= seen) // the leader's waits are bounded
+				__nanosleep(20);
+			seen = number;
+			h.what = static_cast<deed>(load_relaxed_sys(at + offsetof(sw_message_item, what)));
+			h.address = load_relaxed_sys(at + offsetof(sw_message_item, address));
+			h.from = load_relaxed_sys(at + offsetof(sw_message_item, from));
+			h.bytes = static_cast<i64>(load_relaxed_sys(at + offsetof(sw_message_item, bytes)));
+			h.claim = load_relaxed_sys(at + offsetof(sw_message_item, claim));
+			h.stripes = static_cast<u32>(load_relaxed_sys(at + offsetof(sw_message_item, stripes)));
+		}
+		__syncthreads();
+		haul now = h;
+		bool good = now.what == deed::end || carry(m, now);
+		__syncthreads();
+		if (threadIdx.x == 0) {
+			fence_acq_rel_sys();
+			store_relaxed_sys(m.done(m.block), seen << 1 | (good ? 0 : 1));
+		}
+		if (now.what == deed::end)
+			return;
+	}
+}
+
+} // namespace sw

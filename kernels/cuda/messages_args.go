@@ -1,0 +1,131 @@
+package cuda
+
+//lint:file-ignore U1000 kernels use what Go does not
+
+import "structs"
+
+// Messages between two ranks.
+const (
+	messageThreads = 256     // of a block
+	mostMessages   = 64      // of one launch
+	messageFault   = 1 << 31 // in part of a fault: it is a message's
+	stagingSlots   = 2       // of each block and rank, for chunks of messages that the receiver cannot read at their sender
+)
+
+// Answers to a message, and its states. The number of the message is above these two bits.
+const (
+	answerClaimed   = 1 // the receiver reads it
+	answerTaken     = 2 // the receiver has it
+	answerRefused   = 3 // the receiver expects another size, or has given up where that is all bits
+	answerBits      = 2
+	stateOffered    = 0 // the sender has thought better of withdrawing it
+	stateWithdrawal = 1 // the sender withdraws it, unless it is claimed
+	stateGone       = 2 // the sender has withdrawn it
+)
+
+// messageBlock is where the words for messages lie. All of it before staging must be zero before the first launch. Boxes are those of one rank's
+// messages to another.
+type messageBlock struct {
+	_ structs.HostLayout
+
+	control    place // of the pointBlock
+	headers    place // [size][boxes] lines of two packets: {tag, low half of the size}, {place, high half}, by the sender
+	states     place // [size][boxes] words: the last message of the box that its sender began to withdraw, by the sender
+	filled     place // [size][blocks] lines: {claim and chunks in staging}, by the sender
+	payload    place // [size][boxes] packets of a small message, by the sender
+	answers    place // [size][boxes] {number and answer, claim and blocks or the size that the receiver expects}, by the receiver
+	drained    place // [size][blocks] lines: {claim and chunks copied out of staging}, by the receiver
+	complaints place // [size] two lines: {number, tag}, {sent, expected} of the last small message whose size the receiver refused
+	counters   place // struct sw_message_counters [size], of this rank
+	freed      place // [size][boxes] words: the last message that this rank has withdrawn from the box
+	ended      place // [size][boxes] words: the last message of the rank that this rank is through with
+	items      place // struct sw_message_item [2][size]: what the blocks of a launch are to do, for sends and for receives
+	done       place // [2][size][blocks] words: the last item that a block has done, and whether it has failed
+	staging    place // [size][blocks][stagingSlots] chunks
+	end        place // the offset behind the block
+}
+
+// layMessageBlock lays the block out from offset on. payloadBytes is that of a box.
+func layMessageBlock(offset, control, size, boxes, payloadBytes, blocks, stagingBytes int64) (b messageBlock) {
+	at := offset
+	b.control = control
+	b.headers, at = at, at+size*boxes*lineBytes
+	b.filled, at = at, at+size*blocks*lineBytes
+	b.drained, at = at, at+size*blocks*lineBytes
+	b.complaints, at = at, at+size*2*lineBytes
+	b.answers, at = at, at+size*boxes*16
+	b.counters, at = at, at+size*64
+	b.items, at = at, at+2*size*64
+	b.states, at = at, at+size*boxes*8
+	b.freed, at = at, at+size*boxes*8
+	b.ended, at = at, at+size*boxes*8
+	b.done, at = at, at+2*size*blocks*8
+	at = (at + controlAlign - 1) / controlAlign * controlAlign
+	b.payload, at = at, at+size*boxes*payloadBytes
+	b.staging, at = at, at+size*blocks*stagingSlots*stagingBytes
+	b.end = at
+	return b
+}
+
+// messageCounters are what a rank counts of its messages with another: 64 bytes.
+type messageCounters struct {
+	_ structs.HostLayout
+
+	sent   uint64    // the number of the last message to the rank
+	heard  uint64    // the last of them of whose size the rank has complained, and this rank has told
+	low    uint64    // this rank is through with all messages of the rank below this number
+	claims uint64    // that it has made
+	items  [2]uint64 // of what blocks do together, for sends and for receives
+	rest   [2]uint64
+}
+
+// messageItem is something that the blocks of a group of messages do together: 64 bytes.
+type messageItem struct {
+	_ structs.HostLayout
+
+	number  uint64 // of the item, written last
+	what    uint64
+	address uint64 // of the message in this rank's memory
+	from    uint64 // address of what is read at the sender
+	bytes   uint64
+	claim   uint64
+	stripes uint64 // the blocks that take part
+	rest    uint64
+}
+
+// messageEntry is one message of a launch.
+type messageEntry struct {
+	_ structs.HostLayout
+
+	tag     uint64
+	address uint64
+	place   uint64 // where the receiver reads it at its sender, or nowhere
+	bytes   int64
+}
+
+// messageGroup is the messages of a launch with one rank in one direction, and the first of its blocks.
+type messageGroup struct {
+	_ structs.HostLayout
+
+	peer    uint32
+	receive uint32
+	first   uint32 // of the entries
+	block   uint32
+}
+
+// messagesArgs is one launch of messages.
+type messagesArgs struct {
+	_ structs.HostLayout
+
+	world        worldWords
+	block        messageBlock
+	eagerBytes   int64
+	stagingBytes int64
+	payloadBytes int64
+	boxes        uint32
+	blocks       uint32 // that staging is laid out for
+	count        uint32 // of entries
+	groupCount   uint32
+	entries      [mostMessages]messageEntry
+	groups       [mostMessages]messageGroup
+}

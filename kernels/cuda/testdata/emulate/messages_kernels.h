@@ -1,0 +1,8 @@
+// The kernel of messages with fewer threads than on a GPU, so that a run is short.
+#pragma once
+
+#include "../../internal/cuda/layout/messages.h"
+
+#define SW_MESSAGE_THREADS 64
+
+#include "messages.cu"

@@ -1,0 +1,258 @@
+package host
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
+
+// posts reads the messages that the other rank has posted. f is locked.
+func (f *far) posts() {
+	for n := f.count(postsWord); f.seen < n; f.seen++ {
+		for k := range f.a.c.Boxes { // most often it is the first
+			box := (k + int(f.seen%uint64(f.a.c.Boxes))) % f.a.c.Boxes
+			at := f.here + f.a.boxesAt() + int64(box)*f.a.boxBytes()
+			if f.number(at, 0) == f.seen+1 {
+				f.arrived = append(f.arrived, &incoming{number: f.seen + 1, tag: f.number(at, 1), bytes: int64(f.number(at, 2)), box: box, until: ^uint64(0)})
+				f.back = nil
+				f.steps++
+				break
+			}
+		}
+	}
+}
+
+// withdrawals reads which messages the other rank has taken back. f is locked.
+func (f *far) withdrawals() error {
+	for f.withdrawn < f.count(withdrawnWord) {
+		at := f.here + f.a.withdrawnAt() + int64(f.withdrawn%uint64(f.a.c.Boxes))*farRecord
+		number, chunks := f.number(at, 0), f.number(at, 1)
+		if number > f.seen { // it lands later
+			return nil
+		}
+		f.withdrawn++
+		f.steps++
+		same := func(m *incoming) bool { return m.number == number }
+		if i := slices.IndexFunc(f.arrived, same); i >= 0 {
+			f.back = f.arrived[i]
+			f.arrived = slices.Delete(f.arrived, i, i+1)
+			if err := f.answer(number, withdrawn, 0); err != nil {
+				return err
+			}
+		}
+		i := slices.IndexFunc(f.queue, same)
+		switch {
+		case i == 0 && f.granted:
+			f.queue[0].until = chunks
+		case i >= 0:
+			f.queue[i].phase = withdrawn
+			f.queue = slices.Delete(f.queue, i, i+1)
+			if err := f.answer(number, withdrawn, 0); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// answer tells the other rank what becomes of a message: claimed that this rank wants it, wantsStaging that it does not any longer, or its end.
+// f is locked.
+func (f *far) answer(number, phase, expected uint64) error {
+	k := f.puts[repliedWord] % uint64(len(f.told))
+	return f.put(f.there+f.a.answersAt()+int64(k)*farRecord, record(f.told[k], number, phase, expected), repliedWord)
+}
+
+// grant has the first of the claimed messages come. f is locked.
+func (f *far) grant() error {
+	if f.granted || len(f.queue) == 0 {
+		return nil
+	}
+	f.granted = true
+	f.steps++
+	return f.answer(f.queue[0].number, claimed, 0)
+}
+
+// drain copies chunks out of the ring, or drops those that nobody wants any longer. f is locked.
+func (f *far) drain() error {
+	for f.granted {
+		m, landed := f.queue[0], f.count(pieceWord)
+		all := min(f.a.all(m.bytes), m.until)
+		for ; f.taken < landed && m.chunks < all; f.steps++ {
+			n := min(f.a.c.StagingBytes, m.bytes-m.done)
+			if m.dst != nil {
+				at := f.a.slot(f.a.host, f.rank, f.taken%farSlots)
+				copy(m.dst[m.done:m.done+n], f.e.space.Range(f.e.space.Rank, at, n))
+			}
+			m.done += n
+			m.chunks++
+			f.bytes += n
+			if f.taken++; f.taken%(farSlots/2) == 0 {
+				if err := f.put(0, nil, creditsWord); err != nil {
+					return err
+				}
+			}
+		}
+		if m.chunks < all {
+			return nil
+		}
+		m.phase = withdrawn
+		if m.done == m.bytes && m.dst != nil {
+			m.phase = taken
+		}
+		f.queue, f.granted = slices.Delete(f.queue, 0, 1), false
+		f.steps++
+		if err := f.answer(m.number, m.phase, 0); err != nil {
+			return err
+		}
+		if err := f.grant(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// receiveFar takes a message from another host further, that h has claimed or that is for it. It reports whether it has done anything.
+func (x *messaging) receiveFar(h *end, f *far) bool {
+	f.mu.Lock()
+	moved, err := x.progressFar(f)
+	if err == nil {
+		var did bool
+		did, err = x.receiveOn(h, f)
+		moved = moved || did
+	}
+	f.mu.Unlock()
+	switch {
+	case err != nil:
+		x.forget(h, x.w.failAcross(f.rank, err))
+		return true
+	case h.want == kernels.AnyRank && h.far == nil && !h.listed:
+		x.enlist(h, true)
+	case h.want == kernels.AnyRank && h.far != nil && h.listed:
+		x.delistAll(h, kernels.AnyRank)
+	}
+	return moved
+}
+
+// receiveOn is receiveFar where the pair is locked.
+func (x *messaging) receiveOn(h *end, f *far) (moved bool, err error) {
+	if h.in == nil {
+		return x.claimFar(h, f)
+	}
+	switch h.in.phase {
+	case taken:
+		return x.tookFar(h, f), nil
+	case withdrawn: // its sender has given up
+		h.in, h.stage, h.seen = nil, unposted, never
+		if h.want == kernels.AnyRank {
+			h.far, h.rank = nil, kernels.AnyRank
+		} else {
+			f.pending = slices.Insert(f.pending, 0, h)
+		}
+		return true, nil
+	}
+	return false, nil
+}
+
+func (x *messaging) tookFar(h *end, f *far) bool {
+	if h.m.From != nil {
+		*h.m.From = f.rank
+	}
+	return h.finish(nil)
+}
+
+// claimFar looks for the message of h, and claims it or refuses its size. It reports whether it has found one. The pair is locked.
+func (x *messaging) claimFar(h *end, f *far) (found bool, err error) {
+	for _, o := range f.pending {
+		if o == h {
+			break
+		}
+		if o.m.Tag == h.m.Tag { // it came first
+			return false, nil
+		}
+	}
+	i := slices.IndexFunc(f.arrived, func(m *incoming) bool { return m.tag == h.m.Tag })
+	if i < 0 {
+		return false, x.wantFar(h, f)
+	}
+	m, dst := f.arrived[i], h.m.Buffer.Mem
+	f.arrived = slices.Delete(f.arrived, i, i+1)
+	f.pending = slices.DeleteFunc(f.pending, func(o *end) bool { return o == h })
+	h.far, h.rank = f, f.rank
+	f.steps++
+	switch {
+	case m.bytes != h.m.Buffer.Bytes:
+		if err := f.answer(m.number, disagreed, uint64(h.m.Buffer.Bytes)); err != nil {
+			return false, err
+		}
+		return h.finish(&kernels.MessageMismatchError{Src: f.rank, Dst: f.a.hosts.Rank, Number: m.number, Tag: m.tag,
+			Sent: uint64(m.bytes), Expected: uint64(h.m.Buffer.Bytes)}), nil
+	case m.bytes <= f.a.c.EagerBytes:
+		copy(dst, f.e.space.Range(f.e.space.Rank, f.here+f.a.boxesAt()+int64(m.box)*f.a.boxBytes()+kernels.LineBytes, m.bytes))
+		x.w.moved(m.bytes)
+		if err := f.answer(m.number, taken, 0); err != nil {
+			return false, err
+		}
+		return x.tookFar(h, f), nil
+	}
+	m.h, m.dst = h, dst
+	h.in, h.stage = m, inBox
+	f.queue = append(f.queue, m)
+	return true, f.grant()
+}
+
+// wantAfter is how long a receive waits before it tells the other rank what it waits for. That is for the error of a send with another tag.
+const wantAfter = 50 * time.Millisecond
+
+// wantFar tells the other rank once. The pair is locked.
+func (x *messaging) wantFar(h *end, f *far) error {
+	if h.wanted || time.Since(x.began) < wantAfter || h.want == kernels.AnyRank {
+		return nil
+	}
+	h.wanted = true
+	return f.put(f.there+f.a.wantsAt(), record(make([]byte, farRecord), h.m.Tag, uint64(h.m.Buffer.Bytes)), wantsWord)
+}
+
+// forgetFar ends a receive that this rank does not wait for any longer.
+func (x *messaging) forgetFar(h *end, why error) {
+	f := h.far
+	f.mu.Lock()
+	f.pending = slices.DeleteFunc(f.pending, func(o *end) bool { return o == h })
+	if m := h.in; m != nil && m.phase == 0 {
+		m.h, m.dst, h.in = nil, nil, nil
+		switch i := slices.Index(f.queue, m); {
+		case i == 0 && f.granted:
+			_ = f.answer(m.number, wantsStaging, 0) // else nothing reaches that rank any more
+		case i >= 0: // another receive may have it
+			f.queue = slices.Delete(f.queue, i, i+1)
+			at, _ := slices.BinarySearchFunc(f.arrived, m.number, func(m *incoming, n uint64) int { return int(m.number) - int(n) })
+			f.arrived = slices.Insert(f.arrived, at, m)
+		}
+	}
+	f.mu.Unlock()
+	if h.listed {
+		x.delistAll(h, kernels.AnyRank)
+	}
+	h.finish(why)
+}
+
+// insteadFar says what a rank of another host does instead.
+func (x *messaging) insteadFar(h *end) string {
+	f := h.far
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if h.m.Receive {
+		return unreceivedOf(f.rank, f.a.hosts.Rank, f.unclaimed())
+	}
+	return f.wants()
+}
+
+// wants says which message of this rank the other one waits for, as far as it has told.
+func (f *far) wants() string {
+	if f.count(wantsWord) == 0 {
+		return fmt.Sprintf("rank %d waits for no message of this rank", f.rank)
+	}
+	at := f.here + f.a.wantsAt()
+	return fmt.Sprintf("rank %d waits for tag %d, %d bytes, or did last", f.rank, f.number(at, 0), f.number(at, 1))
+}

@@ -1,0 +1,69 @@
+package observe
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+)
+
+// Vitals are what the kernel tells of a process, from outside: a process that is stopped does not have to answer.
+type Vitals struct {
+	Pid int `json:"pid"`
+	// State is one word: running, sleeping, stopped, traced, "waiting for a device", dead.
+	State string `json:"state"`
+	// SwapBytes of its memory are swapped out. It has read memory from a disk DiskReads times: a page that was swapped out, or one of a file.
+	SwapBytes int64  `json:"swap_bytes"`
+	DiskReads uint64 `json:"disk_reads"`
+	// DiskReadsASecond is how often it has done so while it was asked.
+	DiskReadsASecond float64 `json:"disk_reads_a_second"`
+	// Files are its open descriptors, of which it may have FileLimit; 0 where the kernel does not say.
+	Files     int `json:"files"`
+	FileLimit int `json:"file_limit"`
+}
+
+var processStates = map[string]string{"R": "running", "S": "sleeping", "I": "sleeping", "D": "waiting for a device", "T": "stopped", "t": "traced", "Z": "dead", "X": "dead"}
+
+// look reads what a folder such as /proc/self tells. Descriptors of processes of other users are not told.
+func look(folder string) (p Vitals, err error) {
+	read := func(name string) []byte {
+		b, e := os.ReadFile(filepath.Join(folder, name))
+		err = errors.Join(err, e)
+		return b
+	}
+	stat, status, limits := read("stat"), read("status"), read("limits")
+	if err != nil {
+		return p, fmt.Errorf("observe: %w", err)
+	}
+	// The name of the program is in parentheses and may hold any character.
+	name, rest := bytes.IndexByte(stat, '('), bytes.LastIndexByte(stat, ')')
+	fields := strings.Fields(string(stat[rest+1:]))
+	if name < 0 || len(fields) < 10 {
+		return p, fmt.Errorf("observe: %s: %q is not in the kernel's format", filepath.Join(folder, "stat"), stat)
+	}
+	p.Pid, _ = strconv.Atoi(strings.TrimSpace(string(stat[:name])))
+	if p.State = processStates[fields[0]]; p.State == "" {
+		p.State = fields[0]
+	}
+	p.DiskReads, _ = strconv.ParseUint(fields[9], 10, 64)
+	for line := range strings.Lines(string(status)) {
+		if kb, ok := strings.CutPrefix(line, "VmSwap:"); ok {
+			n, _ := strconv.ParseInt(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(kb), "kB")), 10, 64)
+			p.SwapBytes = n << 10
+		}
+	}
+	for line := range strings.Lines(string(limits)) {
+		if of, ok := strings.CutPrefix(line, "Max open files"); ok {
+			p.FileLimit, _ = strconv.Atoi(strings.Fields(of)[0]) // "unlimited" is no limit
+		}
+	}
+	if open, err := os.ReadDir(filepath.Join(folder, "fd")); err == nil {
+		p.Files = len(open)
+	}
+	return p, nil
+}
+
+func procOf(pid int) string { return filepath.Join("/proc", strconv.Itoa(pid)) }

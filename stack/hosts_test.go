@@ -1,0 +1,243 @@
+package stack_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"runtime"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
+	"github.com/switchyard-moe/switchyard/internal/worldtest"
+	"github.com/switchyard-moe/switchyard/stack"
+)
+
+// hostsOptions has room for what crosses hosts.
+func hostsOptions() stack.Options {
+	o := options()
+	o.Heap.SegmentBytes = 64 << 20
+	return o
+}
+
+// A host that loses a rank leaves whole. The stacks of the others reopen and work, and have its experts, until one host is left.
+func TestF2_StackReopensOnTheHostsLeft(t *testing.T) {
+	worldtest.NeedUCX(t)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	groups, err := comm.Local(6, comm.LocalOptions{PerHost: 2})
+	require.NoError(t, err)
+	ss := openAll(ctx, t, groups, 0, hostsOptions())
+	requireAll(t, each(ss, func(_ int, s *stack.Stack) error { return use(s) }))
+
+	for _, c := range []struct {
+		lost, mate int // ranks of the last group
+		rest       []int
+		moves      []dispatch.Move
+	}{
+		{3, 2, []int{0, 1, 4, 5}, []dispatch.Move{{Expert: 4, From: -1, To: 2}, {Expert: 5, From: -1, To: 3}}},
+		{0, 1, []int{2, 3}, []dispatch.Move{
+			{Expert: 0, From: -1, To: 0}, {Expert: 1, From: -1, To: 1}, {Expert: 2, From: -1, To: 0}, {Expert: 3, From: -1, To: 1}}},
+	} {
+		ss[c.lost].Group.Kill()
+		rest := make([]*stack.Stack, len(c.rest))
+		for i, r := range c.rest {
+			rest[i] = ss[r]
+		}
+		all := append(rest[:len(rest):len(rest)], ss[c.mate])
+		requireAll(t, each(all, func(i int, s *stack.Stack) (err error) {
+			if err := use(s); err == nil {
+				return fmt.Errorf("a call without rank %d", c.lost)
+			}
+			if i == len(rest) {
+				_, err = s.Group.Shrink(ctx)
+				return errors.Join(hasLost(err, c.lost), s.Close(ctx))
+			}
+			if rest[i], err = leave(ctx, s); err != nil {
+				return err
+			}
+			return use(rest[i])
+		}))
+		ss[c.mate].Group.Close()
+		require.NoError(t, ss[c.lost].Close(ctx))
+		for _, s := range rest {
+			require.Equal(t, c.moves, s.Moves)
+		}
+		ss = rest
+	}
+	closeAll(ctx, t, ss)
+}
+
+// hasLost checks that err names that rank as lost.
+func hasLost(err error, rank int) error {
+	var peer *comm.PeerError
+	if !errors.Is(err, comm.ErrPeerLost) || !errors.As(err, &peer) || peer.Rank != rank {
+		return fmt.Errorf("rank %d is lost, got: %v", rank, err)
+	}
+	return nil
+}
+
+var hostRounds = flag.Int("rounds", 10, "how often TestF2_HostsComeAndGo loses a host")
+
+// A group of three hosts loses the last one again and again, goes on without it, and takes a fresh one in.
+// Memory, mappings and descriptors of the ranks that stay do not grow.
+func TestF2_HostsComeAndGo(t *testing.T) {
+	worldtest.NeedUCX(t)
+	t.Run("loopback", func(t *testing.T) {
+		for r, err := range hostsComeAndGo(t, loopback.Addr(), onLoopback, 0) {
+			require.NoError(t, err, "rank %d", r)
+		}
+	})
+	t.Run("namespaces", func(t *testing.T) {
+		spaces := proctest.Namespaces(t, 3)
+		on := func(host int) proctest.Spec { return proctest.Spec{Via: spaces[host].Via} }
+		for r, err := range hostsComeAndGo(t, spaces[0].IP+":29415", on, 0) {
+			require.NoError(t, err, "rank %d", r)
+		}
+	})
+	t.Run("a leak is found", func(t *testing.T) {
+		if *hostRounds < manyRounds {
+			t.Skipf("needs -rounds %d", manyRounds)
+		}
+		require.Error(t, errors.Join(hostsComeAndGo(t, loopback.Addr(), onLoopback, 25)...))
+	})
+}
+
+func onLoopback(host int) proctest.Spec {
+	return proctest.Spec{Env: []string{fmt.Sprint("SWITCHYARD_HOSTID=host ", host)}}
+}
+
+// hostsComeAndGo runs the rounds, in each of which a rank that stays keeps leak KiB. It returns what is wrong with what each of these holds.
+func hostsComeAndGo(t *testing.T, addr string, on func(host int) proctest.Spec, leak int) []error {
+	start := func(r, n, round int) *proctest.Process {
+		spec := on(2)
+		if n == 6 {
+			spec = on(r / 2)
+		}
+		spec.Part, spec.Within = "host that comes or goes", 9*time.Minute
+		spec.Args = []string{strconv.Itoa(round), strconv.Itoa(*hostRounds), strconv.Itoa(leak)}
+		spec.Env = append(spec.Env, "LOCAL_RANK="+strconv.Itoa(r%2), "LOCAL_WORLD_SIZE=2", "SWITCHYARD_SECRET=a secret of the test", oneArena)
+		return proctest.Rank(t, r, n, addr, spec)
+	}
+	stay, last := make([]*proctest.Process, 4), make([]*proctest.Process, 2)
+	for r := range stay {
+		stay[r] = start(r, 6, 0)
+	}
+	for round := range *hostRounds + 1 {
+		for local := range last {
+			if round == 0 {
+				last[local] = start(4+local, 6, 0)
+			} else {
+				last[local] = start(local, 2, round)
+			}
+		}
+		require.NoError(t, errors.Join(proctest.Failures(last)...), "round %d", round)
+	}
+	require.NoError(t, errors.Join(proctest.Failures(stay)...))
+	errs := make([]error, len(stay))
+	for r, p := range stay {
+		out, _ := p.Output()
+		series, err := readHeld(out)
+		require.NoError(t, err)
+		require.Len(t, series, *hostRounds)
+		second, third := thirds(series)
+		t.Logf("rank %d: %v; then %v; then %v", r, series[0], second, third)
+		errs[r] = flat(series)
+	}
+	return errs
+}
+
+func playHostThatComesOrGoes(args []string) int {
+	round, err1 := strconv.Atoi(args[0])
+	rounds, err2 := strconv.Atoi(args[1])
+	leak, err3 := strconv.Atoi(args[2])
+	err := errors.Join(err1, err2, err3)
+	if err == nil {
+		err = comeOrGo(round, rounds, leak)
+	}
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	return 0
+}
+
+// comeOrGo is a rank of three hosts of two. Those of the last host begin in some round, and are lost in it, but for the last round.
+func comeOrGo(round, rounds, leak int) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 8*time.Minute)
+	defer cancel()
+	c, err := comm.FromEnv()
+	if err != nil {
+		return err
+	}
+	late := c
+	if round > 0 {
+		late.Late, late.Rank, late.Size = true, 0, 1
+	}
+	g, err := comm.Join(ctx, late)
+	if err != nil {
+		return err
+	}
+	s, err := stack.Open(ctx, g, device.Host(), hostsOptions())
+	if err != nil {
+		return err
+	}
+	var kept [][]byte
+	for ; ; round++ {
+		if err := use(s); err != nil {
+			return fmt.Errorf("round %d: %w", round, err)
+		}
+		// Then rank 5 may end, and what it has said in the barrier may not have left.
+		if err := s.Group.Barrier(ctx); err != nil && (round == rounds || hasLost(err, 5) != nil) {
+			return fmt.Errorf("round %d: %w", round, err)
+		}
+		if round == rounds {
+			err := s.Close(ctx)
+			s.Group.Close()
+			return err
+		}
+		if s.Group.Rank() == 5 {
+			os.Exit(0) // without a word
+		}
+		if err := use(s); err == nil {
+			return fmt.Errorf("round %d: calls without rank 5", round)
+		}
+		if s.Group.Rank() == 4 {
+			_, err := s.Group.Shrink(ctx)
+			err = errors.Join(hasLost(err, 5), s.Close(ctx))
+			s.Group.Close()
+			return err
+		}
+		if s, err = leave(ctx, s); err != nil {
+			return fmt.Errorf("round %d: %w", round, err)
+		}
+		if err := use(s); err != nil {
+			return fmt.Errorf("round %d: on the hosts left: %w", round, err)
+		}
+		old := s.Group
+		if g, err = old.Admit(ctx, 2, c); err != nil {
+			return fmt.Errorf("round %d: %w", round, err)
+		}
+		if s, err = s.Reopen(ctx, g); err != nil {
+			return fmt.Errorf("round %d: %w", round, err)
+		}
+		old.Close()
+		now, err := holding()
+		runtime.KeepAlive(kept)
+		if err != nil {
+			return err
+		}
+		fmt.Println(now)
+		kept = append(kept, bytes.Repeat([]byte{1}, leak<<10))
+	}
+}
