@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _after(before: Communicator, comm: Communicator) -> Communicator:
-    """What is returned is the default communicator where the one before was."""
+    """Makes comm the default communicator if before was it, and returns comm."""
     from ._core import comm as core
 
     if before is core._default:
