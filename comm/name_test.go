@@ -5,10 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"net"
 	"os"
-	"os/exec"
 	"strconv"
 	"strings"
 	"sync"
@@ -111,22 +109,6 @@ func playSquatter(args []string) int {
 	return 0
 }
 
-// asNobody prepares a process of another user that plays a part.
-func asNobody(t *testing.T, part string, args ...string) *exec.Cmd {
-	if os.Geteuid() != 0 {
-		t.Skip("only root can become another user")
-	}
-	exe, err := os.Open("/proc/self/exe") // another user may not reach it by its name
-	require.NoError(t, err)
-	t.Cleanup(func() { exe.Close() })
-	cmd := exec.Command("/proc/self/fd/3", args...)
-	cmd.ExtraFiles = []*os.File{exe}
-	cmd.Env = append(os.Environ(), proctest.As(part), "GORACE=atexit_sleep_ms=0")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
-	cmd.Dir = "/"
-	return cmd
-}
-
 // Another user at the name where ranks meet is neither heard nor believed, on either side.
 func TestF4_AnotherUserAtTheName(t *testing.T) {
 	t.Parallel() // it mostly waits
@@ -145,11 +127,8 @@ func TestF4_AnotherUserAtTheName(t *testing.T) {
 		}
 		return err == nil
 	}, soon, time.Millisecond)
-	guest := asNobody(t, "stranger", name)
+	guest := proctest.AsNobody(t, "stranger", name)
 	out, err := guest.CombinedOutput()
-	if errors.Is(err, fs.ErrPermission) {
-		t.Skip("cannot become another user: ", err)
-	}
 	require.NoError(t, err, "%s", out)
 	require.Contains(t, string(out), "closed")
 	require.Eventually(t, func() bool { return strings.Contains(log.String(), "it belongs to user 65534") }, soon, time.Millisecond)
@@ -157,7 +136,7 @@ func TestF4_AnotherUserAtTheName(t *testing.T) {
 	require.ErrorIs(t, <-done, context.Canceled)
 
 	name = freeName(t)
-	host := asNobody(t, "squatter", name)
+	host := proctest.AsNobody(t, "squatter", name)
 	in, err := host.StdinPipe()
 	require.NoError(t, err)
 	said, err := host.StdoutPipe()

@@ -126,7 +126,7 @@ func otherUCX(t *testing.T, folder string) {
 	require.NoError(t, err)
 	real := regexp.MustCompile(`libucp\.so\.0 .*=> (\S+)`).FindSubmatch(known)
 	if real == nil {
-		t.Skip("needs a libucp that ldconfig knows")
+		proctest.Missing(t, "ucx", "ldconfig knows no libucp")
 	}
 	out, err := exec.Command(cc, "-shared", "-fPIC", `-DREAL_UCX="`+string(real[1])+`"`, "-o", filepath.Join(folder, "libucp.so.0"), "testdata/otherucx.c", "-ldl").CombinedOutput()
 	require.NoError(t, err, string(out))
@@ -137,7 +137,7 @@ func needUCX(t *testing.T) {
 	t.Helper()
 	r, err := ucx.Open(rails.Config{Size: 1})
 	if errors.Is(err, ucx.ErrUnavailable) {
-		t.Skip("needs UCX: ", err)
+		proctest.Missing(t, "ucx", err)
 	}
 	require.NoError(t, err)
 	require.NoError(t, r.Close())

@@ -39,10 +39,7 @@ func browse(t *testing.T, page http.Handler, dark bool) (address string, until f
 	if testing.Short() {
 		t.Skip("starts a browser")
 	}
-	browser, err := exec.LookPath("chromium")
-	if err != nil {
-		t.Skip("needs chromium")
-	}
+	browser := proctest.Need(t, "chromium")
 	looks := make(chan *seen, 1)
 	mux := http.NewServeMux()
 	mux.Handle("/page/", page)

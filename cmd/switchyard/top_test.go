@@ -36,10 +36,7 @@ func TestABrowserShowsThePage(t *testing.T) {
 	if testing.Short() {
 		t.Skip("starts a browser")
 	}
-	browser, err := exec.LookPath("chromium")
-	if err != nil {
-		t.Skip("needs chromium")
-	}
+	browser := proctest.Need(t, "chromium")
 	profile := proctest.Folder(t)
 	worldtest.Local(t, 2, 16<<20, func(r *worldtest.Rank) {
 		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 4 * time.Minute}) // a browser may take long to start

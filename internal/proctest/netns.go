@@ -12,13 +12,12 @@ type Namespace struct {
 	t testing.TB
 }
 
-// Namespaces makes network namespaces that reach each other, until the end of the test. It skips the test where that is not possible, and
-// names what is missing.
+// Namespaces makes network namespaces that reach each other, until the end of the test. It skips the test where "netns" is Missing.
 func Namespaces(t testing.TB, n int) []*Namespace {
 	t.Helper()
 	net, err := netns.New(n)
 	if err != nil {
-		t.Skip(err)
+		Missing(t, "netns", err)
 	}
 	t.Cleanup(net.Close)
 	spaces := make([]*Namespace, n)
@@ -32,7 +31,7 @@ func Namespaces(t testing.TB, n int) []*Namespace {
 func (s *Namespace) Limit(rate string) {
 	s.t.Helper()
 	if err := s.Namespace.Limit(rate); err != nil {
-		s.t.Skip(err)
+		Missing(s.t, "netns", err)
 	}
 }
 

@@ -202,3 +202,23 @@ func TestNothingIsLeftOfAKilledTest(t *testing.T) {
 		})
 	}, time.Minute, 10*time.Millisecond)
 }
+
+// What a machine lacks skips a test, and is an error where continuous integration says that the machine has it.
+func TestWhatIsMissingSkipsOrFails(t *testing.T) {
+	for has, failed := range map[string]bool{"": false, "other": false, "ucx,a spoon": true} {
+		t.Run(has, func(t *testing.T) {
+			if Again() {
+				Missing(t, "a spoon", "there is none")
+				return
+			}
+			p := Start(t, Spec{Env: []string{"SWITCHYARD_CI_HAS=" + has}, Args: []string{"-test.v"}})
+			require.Equal(t, failed, p.Wait() != 0)
+			out, _ := p.Output()
+			if failed {
+				require.Contains(t, out, "a spoon is missing, and SWITCHYARD_CI_HAS has it: there is none")
+			} else {
+				require.Contains(t, out, "needs a spoon: there is none")
+			}
+		})
+	}
+}

@@ -144,7 +144,7 @@ func NeedUCX(t testing.TB) {
 	}
 	r, err := ucx.Open(rails.Config{Size: 1})
 	if errors.Is(err, ucx.ErrUnavailable) {
-		t.Skip("needs UCX: ", err)
+		proctest.Missing(t, "ucx", err)
 	}
 	require.NoError(t, err)
 	require.NoError(t, r.Close())

@@ -18,6 +18,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/observe"
@@ -26,9 +27,7 @@ import (
 // alerts puts the rules in a folder, changed by pairs of an old text and a new one, and returns that.
 func alerts(t *testing.T, program string, changes ...string) string {
 	t.Helper()
-	if _, err := exec.LookPath(program); err != nil {
-		t.Skip("needs " + program)
-	}
+	proctest.Need(t, program)
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "alerts.yml"), []byte(strings.NewReplacer(changes...).Replace(read(t, "alerts.yml"))), 0o666))
 	return dir

@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/proctest/netns"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
@@ -18,13 +19,13 @@ func needHosts(t *testing.T) {
 	t.Helper()
 	net, err := netns.New(1)
 	if errors.Is(err, netns.ErrUnavailable) {
-		t.Skip(err)
+		proctest.Missing(t, "netns", err)
 	}
 	require.NoError(t, err)
 	net.Close()
 	r, err := ucx.Open(rails.Config{Size: 1})
 	if errors.Is(err, ucx.ErrUnavailable) {
-		t.Skip("needs UCX: ", err)
+		proctest.Missing(t, "ucx", err)
 	}
 	require.NoError(t, err)
 	require.NoError(t, r.Close())

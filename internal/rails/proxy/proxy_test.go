@@ -92,7 +92,7 @@ func needUCX(t testing.TB) {
 	t.Helper()
 	r, err := ucx.Open(rails.Config{Size: 1})
 	if err != nil {
-		t.Skip("needs UCX: ", err)
+		proctest.Missing(t, "ucx", err)
 	}
 	require.NoError(t, r.Close())
 }

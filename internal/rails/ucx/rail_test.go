@@ -8,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
 )
@@ -17,7 +18,7 @@ func need(t testing.TB) {
 	t.Helper()
 	r, err := Open(rails.Config{Size: 1})
 	if errors.Is(err, ErrUnavailable) {
-		t.Skip("needs UCX: ", err)
+		proctest.Missing(t, "ucx", err)
 	}
 	require.NoError(t, err)
 	require.NoError(t, r.Close())
