@@ -12,12 +12,16 @@ C_SOURCES = $(shell git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' '*.c')
 # Modules of their own, so that the library does not need what they do.
 MODULES := observe/prom observe/otel
 
-.PHONY: build test modules race bench kernels python python-torch torch-venv torch-tests python-company deep-ep deep-ep-tests deep-ep-hosts package release release-trial image docs screenshot site lint fmt
+.PHONY: build check test modules race bench kernels python python-torch torch-venv torch-pages torch-tests python-company deep-ep deep-ep-tests deep-ep-hosts package release release-trial image docs screenshot site lint fmt
 
 build:
 	$(GO) build ./...
 	CGO_ENABLED=0 $(GO) build ./...
 	for m in $(MODULES); do (cd $$m && $(GO) build ./...) || exit 1; done
+
+# Everything that can be checked without a GPU, an hour on 2 idle cores.
+check:
+	bash .ci/full
 
 # Eight minutes; with -short two and a half.
 test:
@@ -56,12 +60,22 @@ python-torch: $(VENV)/ready
 		(cd bindings/python && ../../$(VENV)-torch/bin/python -m pytest -q $(TESTS)) || exit 1; \
 	done
 
-# The environment that python-torch needs, for TORCH=oldest or newest. It only waits for the network and unpacks, so other steps can run beside it.
-torch-venv:
-	rm -rf $(VENV)-torch && $(PYTHON) -m venv $(VENV)-torch
-	$(VENV)-torch/bin/pip install --quiet --disable-pip-version-check --no-cache-dir \
+# The environment that python-torch needs, for TORCH=oldest or newest. uv keeps what it has fetched and unpacked in its cache and links to it.
+torch-venv: $(VENV)/ready
+	rm -rf $(VENV)-torch && $(VENV)/bin/uv venv --quiet --seed --python $(PYTHON) $(VENV)-torch
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)-torch/bin/python \
 		$(if $(filter oldest,$(TORCH)),torch==$(OLDEST_TORCH),torch) -r bindings/python/requirements-dev.txt
 	echo $(TORCH) >$(VENV)-torch/fresh
+
+# The commands of the pages that need torch, with the one that is in .venv-torch.
+torch-pages:
+	$(GO) build -o bin/ ./examples/worker
+	. $(VENV)-torch/bin/activate && set -ex && \
+	pip install ./bindings/python && \
+	torchrun --nproc-per-node 2 examples/quickstart/quickstart.py && \
+	torchrun --nproc-per-node 2 examples/quickstart/layer.py && \
+	torchrun --nproc-per-node 2 examples/symmetric/persistent.py --order other && \
+	torchrun --nproc-per-node 4 --no-python bin/worker
 
 # torch's own tests of the backend's calls, on the CPU, with the torch that is in .venv-torch, with 2, 3 and 4 ranks.
 torch-tests:

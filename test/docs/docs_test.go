@@ -14,8 +14,6 @@
 package docs
 
 import (
-	"bytes"
-	"context"
 	"flag"
 	"go/ast"
 	"go/parser"
@@ -27,7 +25,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
@@ -163,108 +160,6 @@ func excerpt(t *testing.T, file, source string, names []string) string {
 		parts = append(parts, at[n])
 	}
 	return strings.Join(parts, "\n\n") + "\n"
-}
-
-// Every command of every page runs, or says why it does not.
-func TestCommands(t *testing.T) {
-	ci := read(t, ".ci/run") + read(t, "Makefile") // and what pages run
-	tree := ""
-	for _, name := range pages(t) {
-		var script strings.Builder
-		for _, b := range blocks(t, name) {
-			switch {
-			case b.language == "sh" && b.rest == "":
-				script.WriteString(b.text)
-				ci += b.text
-			case b.language == "sh" && b.rest == "ci":
-				for line := range strings.Lines(b.text) {
-					line, _, _ = strings.Cut(line, "  #")
-					if line = strings.TrimSpace(line); !partOfTheSuite(t, ci, line) {
-						require.Contains(t, ci, line, "%s says that continuous integration runs it", name)
-					}
-				}
-			}
-		}
-		if script.Len() == 0 {
-			continue
-		}
-		t.Run(name, func(t *testing.T) {
-			if testing.Short() {
-				t.Skip("builds and runs programs")
-			}
-			if tree == "" {
-				tree = copyOfRepository(t)
-			}
-			ctx, cancel := context.WithTimeout(context.Background(), 15*time.Minute)
-			defer cancel()
-			cmd := exec.CommandContext(ctx, "bash", "-euxo", "pipefail", "-c", script.String())
-			cmd.Dir, cmd.WaitDelay = tree, 5*time.Second
-			out, err := cmd.CombinedOutput()
-			require.NoError(t, err, string(out))
-		})
-	}
-}
-
-var suite = regexp.MustCompile(`^go test(?: -short)?((?: \./[\w/]+)+)(?: -run (\w+))?$`)
-
-// partOfTheSuite reports whether a command runs tests that go test ./... runs too, and requires that there are such tests. Short tests
-// run under the race detector, where there are goroutines.
-func partOfTheSuite(t *testing.T, ci, command string) bool {
-	t.Helper()
-	if command == "go test -short ./..." {
-		return strings.Contains(ci, "go test ./...") && strings.Contains(ci, "go test -race -short ")
-	}
-	m := suite.FindStringSubmatch(command)
-	if m == nil || !strings.Contains(ci, "go test ./...") {
-		return false
-	}
-	named := regexp.MustCompile(`(?m)^func Test` + strings.TrimPrefix(m[2], "Test"))
-	for folder := range strings.FieldsSeq(m[1]) {
-		files, err := filepath.Glob(filepath.Join(root, folder, "*_test.go"))
-		require.NoError(t, err)
-		require.True(t, slices.ContainsFunc(files, func(f string) bool {
-			text, err := os.ReadFile(f)
-			require.NoError(t, err)
-			return named.Match(text)
-		}), "%s: %s has no such test", command, folder)
-	}
-	return true
-}
-
-// copyOfRepository is what a commit of everything here would hold, in a folder of its own.
-func copyOfRepository(t *testing.T) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "switchyard-docs-")
-	require.NoError(t, err)
-	copies = append(copies, dir)
-	list := exec.Command("git", "ls-files", "-co", "--exclude-standard", "-z")
-	list.Dir = root
-	out, err := list.Output()
-	if err != nil {
-		t.Skipf("not a git repository: %v", err)
-	}
-	for name := range bytes.SplitSeq(bytes.TrimRight(out, "\x00"), []byte{0}) {
-		from, to := filepath.Join(root, string(name)), filepath.Join(dir, string(name))
-		info, err := os.Lstat(from)
-		if err != nil || !info.Mode().IsRegular() {
-			continue // deleted, or a link
-		}
-		require.NoError(t, os.MkdirAll(filepath.Dir(to), 0o755))
-		b, err := os.ReadFile(from)
-		require.NoError(t, err)
-		require.NoError(t, os.WriteFile(to, b, info.Mode().Perm()))
-	}
-	return dir
-}
-
-var copies []string
-
-func TestMain(m *testing.M) {
-	code := m.Run()
-	for _, dir := range copies {
-		_ = os.RemoveAll(dir)
-	}
-	os.Exit(code)
 }
 
 var link = regexp.MustCompile(`\]\(([^)\s]+)\)`)

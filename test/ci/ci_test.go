@@ -1,0 +1,123 @@
+// Package ci tests what the scripts of continuous integration promise: the last lines name what failed, and nothing of a run outlives it.
+package ci
+
+import (
+	"crypto/rand"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
+)
+
+// mark is the variable by which runs of these tests know their processes: other runs on this machine do not see them.
+var mark = "SWITCHYARD_TEST_RUN_" + rand.Text()
+
+// run prepares a run whose steps are those of a script.
+func run(t *testing.T, steps string) *exec.Cmd {
+	t.Helper()
+	proctest.Need(t, "bash")
+	proctest.Need(t, "python3")
+	cmd := exec.Command("bash", "-c", ". .ci/lib.sh\n"+steps)
+	cmd.Dir = "../.."
+	cmd.Env = append(os.Environ(), "SWITCHYARD_CI_MARK="+mark)
+	cmd.WaitDelay = time.Minute
+	return cmd
+}
+
+const results = `<testsuites><testsuite>
+<testcase classname="github.com/switchyard-moe/switchyard/a" name="TestBroken" time="1.5"><failure message="Failed">%s</failure></testcase>
+<testcase classname="github.com/switchyard-moe/switchyard/a" name="TestNowAndThen" time="0.5"><failure message="Failed">once</failure></testcase>
+<testcase classname="github.com/switchyard-moe/switchyard/a" name="TestNowAndThen" time="0.5"></testcase>
+<testcase classname="github.com/switchyard-moe/switchyard/a" name="TestSkipped" time="0"><skipped message="=== RUN   TestSkipped&#xA;    a_test.go:1: needs the sea&#xA;--- SKIP: TestSkipped (0.00s)&#xA;"></skipped></testcase>
+</testsuite></testsuites>`
+
+func TestTheEndNamesWhatFailed(t *testing.T) {
+	var said strings.Builder
+	for i := range 100 {
+		fmt.Fprintln(&said, "line", i)
+	}
+	file := filepath.Join(t.TempDir(), "results.xml")
+	require.NoError(t, os.WriteFile(file, fmt.Appendf(nil, results, said.String()), 0o666))
+	out, err := run(t, `
+step "tests" 'cp `+file+` "$results/a.xml"; exit 3' || true
+step "more tests" 'true'`).CombinedOutput()
+	require.ErrorContains(t, err, "exit status 1", string(out))
+	lines := strings.Split(strings.TrimSpace(string(out)), "\n")
+	end := strings.Join(lines[max(0, len(lines)-40):], "\n")
+	require.Contains(t, end, "== more tests", "a step that fails does not stop the next one")
+	require.Contains(t, end, "1.5 s  a TestBroken")
+	require.Contains(t, end, "\nneeds the sea (1): a TestSkipped\n")
+	require.Contains(t, end, "\nFLAKY a TestNowAndThen\n")
+	require.Contains(t, end, "\n== FAILED: a TestBroken\nline 80\n")
+	require.Contains(t, end, "\nline 99\n== FAILED: step tests\nfailing tests: a TestBroken")
+	require.NotContains(t, end, "line 79")
+}
+
+func TestARunThatPassesSaysSo(t *testing.T) {
+	out, err := run(t, `step "tests" 'true'`).CombinedOutput()
+	require.NoError(t, err, string(out))
+	require.Regexp(t, `\n== done \(after \d+ s\)\n$`, string(out))
+}
+
+// alive reports whether a process runs.
+func alive(pid int) bool {
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	return err == nil && !strings.Contains(string(status), ") Z ")
+}
+
+// started waits for the number of a process in a file.
+func started(t *testing.T, file string) (pid int) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		b, _ := os.ReadFile(file)
+		var err error
+		pid, err = strconv.Atoi(strings.TrimSpace(string(b)))
+		return err == nil && strings.HasSuffix(string(b), "\n")
+	}, time.Minute, time.Millisecond)
+	return pid
+}
+
+// What a step has left running ends with the run: when it passes, is interrupted or is killed.
+func TestNothingOutlivesARun(t *testing.T) {
+	for name, s := range map[string]syscall.Signal{"passes": 0, "interrupted": syscall.SIGTERM, "killed": syscall.SIGKILL} {
+		t.Run(name, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "pid")
+			steps := `step "leaves one" 'setsid sleep 1000 >/dev/null 2>&1 & echo $! >` + file + `'`
+			if s != 0 {
+				steps += "\n" + `step "takes long" 'sleep 1000'`
+			}
+			cmd := run(t, steps)
+			require.NoError(t, cmd.Start())
+			pid := started(t, file)
+			if s != 0 {
+				require.NoError(t, cmd.Process.Signal(s))
+			}
+			if err := cmd.Wait(); s == 0 {
+				require.NoError(t, err)
+			}
+			require.Eventually(t, func() bool { return !alive(pid) }, time.Minute, 10*time.Millisecond)
+		})
+	}
+}
+
+// A run does not begin while processes of an earlier one live, and names them.
+func TestARunRefusesWhatIsLeftOfAnother(t *testing.T) {
+	left := exec.Command("sleep", "1000")
+	left.Env = append(os.Environ(), fmt.Sprintf("%s=%d.1", mark, os.Getpid()))
+	require.NoError(t, left.Start())
+	defer left.Wait()
+	defer left.Process.Kill()
+	out, err := run(t, `step "tests" 'true'`).CombinedOutput()
+	require.ErrorContains(t, err, "exit status 1")
+	require.Contains(t, string(out), fmt.Sprint(left.Process.Pid, " sleep 1000\n"))
+	require.NotContains(t, string(out), "== tests")
+}
