@@ -11,6 +11,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -72,7 +73,7 @@ func TestMulticastReducesLikeTheHost(t *testing.T) {
 	adds := []kernels.DType{kernels.Float32, kernels.BFloat16, kernels.Float16, kernels.Int32, kernels.Int64, kernels.Float64}
 	for i, by := range []memory.Multicast{memory.MulticastByFile, memory.MulticastByFabric} {
 		for k, pipeline := range []string{"warps", "blocks", "auto"} {
-			if testing.Short() && i != k || worldtest.Race && k != 0 { // pipelines are of the kernels, of which the race detector sees nothing
+			if testing.Short() && i != k || proctest.Race && k != 0 { // pipelines are of the kernels, of which the race detector sees nothing
 				continue
 			}
 			ranks := 2 + (i+k)%2

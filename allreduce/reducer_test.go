@@ -19,6 +19,7 @@ import (
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -63,7 +64,7 @@ func TestR2_RandomWorldsAgainstReference(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
 	t.Logf("seed %d", seed)
 	jobs := 30
-	if worldtest.Race {
+	if proctest.Race {
 		jobs = 12
 	}
 	for n := 1; n <= 9; n++ {
@@ -303,7 +304,7 @@ func TestX3_QueuedCalls(t *testing.T) {
 
 func TestX8_RingFinishesForEveryWorld(t *testing.T) {
 	for n := 2; n <= 64; n++ {
-		if (testing.Short() || worldtest.Race) && n > 9 && n != 64 {
+		if (testing.Short() || proctest.Race) && n > 9 && n != 64 {
 			continue
 		}
 		worldtest.Local(t, n, segment, func(r *worldtest.Rank) {
@@ -327,7 +328,7 @@ func TestX8_RingFinishesForEveryWorld(t *testing.T) {
 func TestM1_PersistentBuffersGiveRightSums(t *testing.T) {
 	const slots, count, n = 8, 256 << 10, 4
 	rounds := 20
-	if worldtest.Race {
+	if proctest.Race {
 		rounds = 4
 	}
 	worldtest.Local(t, n, segment, func(r *worldtest.Rank) {
@@ -458,7 +459,7 @@ func TestF1_DeadlineNamesThePeer(t *testing.T) {
 		var waited sync.WaitGroup
 		waited.Add(2)
 		worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {
-			x := newReducer(r, allreduce.Options{Algorithm: algorithm, Timeout: 500 * time.Millisecond})
+			x := newReducer(r, allreduce.Options{Algorithm: algorithm, Timeout: proctest.Scaled(500 * time.Millisecond)})
 			r.Barrier()
 			if r.Rank() == 1 {
 				waited.Wait() // does not call

@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -138,7 +139,7 @@ func TestExchangeAllocatesNothingOnceWarm(t *testing.T) {
 			one()
 			// Both ranks count, one after the other's warm-up; the counter is of the whole process.
 			r.Barrier()
-			if n := testing.AllocsPerRun(50, one); n != 0 && err == nil && !worldtest.Race {
+			if n := testing.AllocsPerRun(50, one); n != 0 && err == nil && !proctest.Race {
 				err = fmt.Errorf("%v allocations a run", n)
 			}
 			r.Must(err)

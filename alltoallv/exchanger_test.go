@@ -16,6 +16,7 @@ import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -470,7 +471,7 @@ func TestF1_DeadlineNamesThePeer(t *testing.T) {
 			var waited sync.WaitGroup
 			waited.Add(2)
 			worldtest.Local(t, 3, 32<<20, func(r *worldtest.Rank) {
-				x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: 500 * time.Millisecond})
+				x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: proctest.Scaled(500 * time.Millisecond)})
 				r.Must(err)
 				r.Barrier()
 				if r.Rank() == 1 {

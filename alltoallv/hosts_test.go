@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -169,7 +170,7 @@ func TestF1_DeadlineNamesARankOfAnotherHost(t *testing.T) {
 	var waited sync.WaitGroup
 	waited.Add(3)
 	worldtest.Hosts(t, 4, 2, 64<<20, func(r *worldtest.Rank) {
-		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: time.Second})
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{Timeout: proctest.Scaled(time.Second)})
 		r.Must(err)
 		sp := &alltoallv.Splits{Send: []int64{5, 5, 5, 5}, Recv: []int64{5, 5, 5, 5}}
 		d, err := x.Explain(sp, false)

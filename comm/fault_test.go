@@ -38,7 +38,7 @@ func TestF2_JoinNamesTheAbsentNotTheMessenger(t *testing.T) {
 			var wg sync.WaitGroup
 			for _, r := range c.order {
 				wg.Go(func() {
-					_, errs[r] = Join(ctx, Config{Rank: r, Size: 4, Addr: addr, JoinTimeout: 2500 * time.Millisecond})
+					_, errs[r] = Join(ctx, Config{Rank: r, Size: 4, Addr: addr, JoinTimeout: proctest.Scaled(2500 * time.Millisecond)})
 				})
 				time.Sleep(100 * time.Millisecond)
 			}
@@ -127,7 +127,7 @@ func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
 	for _, c := range []struct {
 		name         string
 		first, after time.Duration // how long rank 0 waits in the first call, rank 1 in the one after
-	}{{"it waits", 3 * time.Second, 500 * time.Millisecond}, {"it has given up", 100 * time.Millisecond, 1500 * time.Millisecond}} {
+	}{{"it waits", proctest.Scaled(3 * time.Second), 500 * time.Millisecond}, {"it has given up", 100 * time.Millisecond, proctest.Scaled(1500 * time.Millisecond)}} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			gs, err := Local(3)

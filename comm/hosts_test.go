@@ -242,7 +242,7 @@ func TestF2_SurvivorsOfOneHost(t *testing.T) {
 func TestF2_FirstRankIsLostInTheJoin(t *testing.T) {
 	ls, addrs := make([]*Listener, 4), make([]string, 4)
 	for r := range ls {
-		l, err := Listen(Config{Rank: r, Size: 4, LocalSize: 2, host: fmt.Sprint("host ", r/2), Addr: freeAddr(t), JoinTimeout: 1500 * time.Millisecond})
+		l, err := Listen(Config{Rank: r, Size: 4, LocalSize: 2, host: fmt.Sprint("host ", r/2), Addr: freeAddr(t), JoinTimeout: proctest.Scaled(1500 * time.Millisecond)})
 		require.NoError(t, err)
 		ls[r], addrs[r] = l, l.Addr()
 	}
@@ -517,6 +517,7 @@ func lostHost(t *testing.T, ps []*proc, lost []int, since time.Time, within time
 
 func TestF2_HostsLoseRanks(t *testing.T) {
 	t.Parallel() // it mostly waits
+	silent := proctest.Scaled(2 * time.Second).String()
 	for _, c := range []struct {
 		name    string
 		victims []int
@@ -524,8 +525,8 @@ func TestF2_HostsLoseRanks(t *testing.T) {
 		silent  string // how long a rank may be: who is killed is known before
 	}{
 		{"killed", []int{3}, syscall.SIGKILL, "1m"}, {"first rank killed", []int{2}, syscall.SIGKILL, "1m"},
-		{"stopped", []int{5}, syscall.SIGSTOP, "2s"}, {"first rank stopped", []int{4}, syscall.SIGSTOP, "2s"},
-		{"a whole host killed", []int{2, 3}, syscall.SIGKILL, "1m"}, {"a whole host stopped", []int{2, 3}, syscall.SIGSTOP, "2s"},
+		{"stopped", []int{5}, syscall.SIGSTOP, silent}, {"first rank stopped", []int{4}, syscall.SIGSTOP, silent},
+		{"a whole host killed", []int{2, 3}, syscall.SIGKILL, "1m"}, {"a whole host stopped", []int{2, 3}, syscall.SIGSTOP, silent},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -563,7 +564,7 @@ func TestF2_HostsLoseRanks(t *testing.T) {
 func TestF2_HostIsCutOff(t *testing.T) {
 	t.Parallel() // it mostly waits
 	spaces := proctest.Namespaces(t, 3)
-	ps := hostProcs(t, spaces, 2, "survive", "SWITCHYARD_PEER_TIMEOUT=2s")
+	ps := hostProcs(t, spaces, 2, "survive", "SWITCHYARD_PEER_TIMEOUT="+proctest.Scaled(2*time.Second).String())
 	for _, p := range ps {
 		p.expect("joined")
 	}

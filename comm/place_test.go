@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/internal/loopback"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 func meetAt(t *testing.T, addr string) {
@@ -47,8 +48,8 @@ func TestAnIDIsASecret(t *testing.T) {
 	addr, secret, err := id.parse()
 	require.NoError(t, err)
 	require.Len(t, secret, secretSize)
-	short := Config{Size: 2, Addr: string(id), JoinTimeout: 5 * time.Second}
-	stranger := Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: 4 * time.Second}
+	short := Config{Size: 2, Addr: string(id), JoinTimeout: proctest.Scaled(5 * time.Second)}
+	stranger := Config{Rank: 1, Size: 2, Addr: addr, JoinTimeout: proctest.Scaled(4 * time.Second)}
 	_, errs := joinAll(t, short, stranger)
 	require.ErrorIs(t, errs[0], ErrTimeout)
 	require.ErrorIs(t, errs[1], ErrMismatch)
@@ -110,7 +111,7 @@ func TestAStaleWorkerDoesNotJoin(t *testing.T) {
 	t.Parallel() // it mostly waits
 	addr := loopback.Addr()
 	now := Config{Size: 2, Addr: addr, Job: `torchrun ["job" "1"]`, JoinTimeout: time.Minute}
-	stale := Config{Rank: 1, Size: 2, Addr: addr, Job: `torchrun ["job" "0"]`, JoinTimeout: time.Second}
+	stale := Config{Rank: 1, Size: 2, Addr: addr, Job: `torchrun ["job" "0"]`, JoinTimeout: proctest.Scaled(time.Second)}
 	fresh := now
 	fresh.Rank = 1
 	refused, ended := make(chan error, 1), make(chan struct{})

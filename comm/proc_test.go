@@ -64,7 +64,7 @@ func playRank(args []string) int {
 		}
 	case "leave out":
 		for {
-			short, stop := context.WithTimeout(ctx, 1500*time.Millisecond)
+			short, stop := context.WithTimeout(ctx, proctest.Scaled(1500*time.Millisecond))
 			err := g.Barrier(short)
 			stop()
 			if err == nil {
@@ -78,7 +78,7 @@ func playRank(args []string) int {
 			}
 			say("late %d %v %v", pe.Rank, errors.Is(err, ErrTimeout), err)
 			start := time.Now()
-			short, stop = context.WithTimeout(ctx, 1500*time.Millisecond)
+			short, stop = context.WithTimeout(ctx, proctest.Scaled(1500*time.Millisecond))
 			s, err := g.Shrink(short) // waits for one that lives, and no longer than its context
 			stop()
 			say("waited %v %v %v", errors.Is(err, ErrTimeout), time.Since(start) < soon, err)
@@ -357,7 +357,7 @@ func TestF2_ExitWithoutCloseIsALoss(t *testing.T) {
 
 func TestF2_StoppedProcessIsNamed(t *testing.T) {
 	t.Parallel() // it mostly waits
-	const timeout = 4 * time.Second
+	timeout := proctest.Scaled(4 * time.Second)
 	ps := startProcs(t, 4, "survive", "SWITCHYARD_PEER_TIMEOUT="+timeout.String())
 	for _, p := range ps {
 		p.expect("joined")
@@ -409,7 +409,7 @@ func TestF2_StoppedProcessIsLeftOut(t *testing.T) {
 // A rank that was stopped for longer than PeerTimeout blames nobody but itself, though who could tell it is dead by then.
 func TestF2_WokenProcessBlamesItself(t *testing.T) {
 	t.Parallel() // it mostly waits
-	const timeout = 1500 * time.Millisecond
+	timeout := proctest.Scaled(1500 * time.Millisecond)
 	ps := startProcs(t, 2, "survive", "SWITCHYARD_PEER_TIMEOUT="+timeout.String())
 	for _, p := range ps {
 		p.expect("joined")

@@ -21,7 +21,6 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
-	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/stack"
 )
@@ -115,7 +114,7 @@ func TestASiegeCostsARankLittle(t *testing.T) {
 	took := time.Since(begun) // longer on a busy machine
 	all.Wait()
 	t.Logf("%v of processor time in %v, %d descriptors", after-before, took, open-files)
-	if !worldtest.Race { // which makes it several times as dear
+	if !proctest.Race { // which makes it several times as dear
 		require.Less(t, after-before, took/6)
 	}
 	require.LessOrEqual(t, open-files, 40)

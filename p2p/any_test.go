@@ -12,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/p2p"
@@ -135,7 +136,7 @@ func TestAnyRankTakesItsTurn(t *testing.T) {
 // A receive from any rank that nobody meets names what is there, and of which ranks; sizes that disagree name both; and the next one works.
 func TestF1_AReceiveFromAnyRankHasADeadline(t *testing.T) {
 	worldtest.Local(t, 3, 16<<20, func(r *worldtest.Rank) {
-		x := endpoint(r, p2p.Options{Timeout: 300 * time.Millisecond})
+		x := endpoint(r, p2p.Options{Timeout: proctest.Scaled(300 * time.Millisecond)})
 		b := make([]byte, 4)
 		if r.Rank() == 0 {
 			err := x.Recv(nil, p2p.AnyRank, 7, memory.Host(b))

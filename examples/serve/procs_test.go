@@ -64,7 +64,7 @@ func gone(t *testing.T, ranks []at) {
 
 // Under load a rank is killed and another one stopped. All requests are answered, fresh ranks come, and the server stops in good order.
 func TestLoadWhileRanksAreKilled(t *testing.T) {
-	p := startProgram(t, "-ranks", "3", "-peer-timeout", "2s")
+	p := startProgram(t, "-ranks", "3", "-peer-timeout", proctest.Scaled(2*time.Second).String())
 	ctx, stop := context.WithCancel(t.Context())
 	var out strings.Builder
 	ended := make(chan error, 1)
@@ -118,7 +118,7 @@ func TestRanksAreKilledAtAnyTime(t *testing.T) {
 	if testing.Short() {
 		t.Skip("takes 20 s")
 	}
-	p := startProgram(t, "-ranks", "4", "-peer-timeout", "1500ms")
+	p := startProgram(t, "-ranks", "4", "-peer-timeout", proctest.Scaled(1500*time.Millisecond).String())
 	ctx, stop := context.WithCancel(t.Context())
 	var out strings.Builder
 	ended := make(chan error, 1)

@@ -222,3 +222,9 @@ func TestWhatIsMissingSkipsOrFails(t *testing.T) {
 		})
 	}
 }
+
+func TestScaledIsNeverShorter(t *testing.T) {
+	require.GreaterOrEqual(t, Scaled(time.Second), time.Second)
+	require.LessOrEqual(t, Scaled(time.Second), mostLate*raceFactor*time.Second)
+	require.Equal(t, Scaled(time.Second), Scaled(time.Second), "measured once")
+}

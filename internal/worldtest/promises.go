@@ -8,6 +8,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // The promises of this file are those of every communicator, so its tests only say how one is opened and called.
@@ -25,7 +26,7 @@ func (r *Rank) AllocatesNothing(f func()) {
 		for range runs + 1 { // AllocsPerRun makes one call more than it counts
 			f()
 		}
-	} else if got := testing.AllocsPerRun(runs, f); got > 0 && !Race {
+	} else if got := testing.AllocsPerRun(runs, f); got > 0 && !proctest.Race {
 		r.Must(fmt.Errorf("%v allocations a call", got))
 	}
 	r.Barrier()

@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
-	"github.com/switchyard-moe/switchyard/internal/worldtest"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/kernels/cuda/internal/fatbin"
 )
 
@@ -146,7 +146,7 @@ func emulate(program string, seed, rounds int) (string, error) {
 // outside; reductions of any counts, alignments, types and operators, the ranks' buffers in reach of peers or not, with the same
 // disturbances. Each in a random order of all threads.
 func TestKernelsKeepTheirPromisesInAnyOrderOfThreads(t *testing.T) {
-	if worldtest.Race {
+	if proctest.Race {
 		t.Skip("the kernels run in a process of their own, of which the race detector sees nothing")
 	}
 	e := newEmulator(t)
@@ -175,7 +175,7 @@ var update = flag.Bool("update", false, "write anew by which seeds the emulation
 // or several such pairs; the old texts occur once in the sources of all families. The round that found a bug before, as the family's file of
 // seeds says, comes first: it is one of the rounds that a search goes through, and most searches are much longer.
 func findsBugs(t *testing.T, family string, bugs map[string][]string) {
-	if testing.Short() || worldtest.Race { // which sees nothing of it
+	if testing.Short() || proctest.Race { // which sees nothing of it
 		t.Skip("compiles the kernels several times")
 	}
 	t.Run(family, func(t *testing.T) {

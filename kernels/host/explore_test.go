@@ -12,8 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/host"
 	"github.com/switchyard-moe/switchyard/test/explore"
@@ -256,7 +256,7 @@ func three(n int64) [][]int64 { return [][]int64{{0, n, n}, {n, 0, n}, {n, n, 0}
 // budget is how many deviations to enumerate and how many random schedules to add; short tests do with fewer. The race detector has nothing to
 // see in ranks that take turns, and makes every turn ten times as dear.
 func budget(deviations, random int) explore.Schedules {
-	if worldtest.Race {
+	if proctest.Race {
 		deviations, random = deviations-1, random/10
 	} else if testing.Short() {
 		deviations, random = min(deviations, 2), random/4

@@ -13,6 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/rails/double"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -97,7 +98,7 @@ func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
 	for _, c := range []struct {
 		name         string
 		first, after time.Duration // how long rank 2 waits in the first call, rank 0 in the one after
-	}{{"it waits", time.Minute, time.Second}, {"it has given up", 100 * time.Millisecond, 2 * time.Second}} {
+	}{{"it waits", time.Minute, proctest.Scaled(time.Second)}, {"it has given up", 100 * time.Millisecond, proctest.Scaled(2 * time.Second)}} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, 3, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, EagerBytes: 100, PacketBytes: 20}, 0)

@@ -21,6 +21,7 @@ import (
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/dispatch"
 	"github.com/switchyard-moe/switchyard/internal/flight"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/observe"
@@ -199,7 +200,7 @@ func rest(rests bool) {
 
 // A note stays within its bound of the host's time, and no call allocates, also those of a layer whose tokens are told by expert.
 func TestNotesAreCheap(t *testing.T) {
-	if worldtest.Race {
+	if proctest.Race {
 		t.Skip("the race detector takes longer than what is measured")
 	}
 	worldtest.Local(t, 1, 64<<20, func(r *worldtest.Rank) {
