@@ -67,10 +67,10 @@ torch-venv: $(VENV)/ready
 		$(if $(filter oldest,$(TORCH)),torch==$(OLDEST_TORCH),torch) -r bindings/python/requirements-dev.txt
 	echo $(TORCH) >$(VENV)-torch/fresh
 
-# The commands of the pages that need torch, with the one that is in .venv-torch.
+# The commands of the pages that need torch, with the one that is in .venv-torch. Each torchrun looks for a free port.
 torch-pages:
 	$(GO) build -o bin/ ./examples/worker
-	. $(VENV)-torch/bin/activate && set -ex && \
+	. $(VENV)-torch/bin/activate && export PET_STANDALONE=1 && set -ex && \
 	pip install ./bindings/python && \
 	torchrun --nproc-per-node 2 examples/quickstart/quickstart.py && \
 	torchrun --nproc-per-node 2 examples/quickstart/layer.py && \

@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/loopback"
 )
 
 // Four ranks in one process, each in a goroutine of its own.
@@ -43,7 +44,7 @@ func ExampleLocal() {
 // Each rank is a process that runs the body of this loop. Here they are
 // goroutines, to fit on the page.
 func ExampleJoin() {
-	const addr = "127.0.0.97:29600" // of rank 0
+	addr := loopback.Addr() // that of rank 0, such as 10.0.0.5:29552
 
 	var wg sync.WaitGroup
 	for rank := range 3 {
