@@ -67,37 +67,32 @@ def test_who_waits_is_told_while_it_waits():
     while "rank 1 has not entered all-reduce 1" not in sw.metrics().get("verdict", "") and time.monotonic() < end:
         time.sleep(0.02)
     verdict = sw.metrics()["verdict"]
-    command = [sys.executable, "-m", "switchyard", "status"]
-    table = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    everything = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=200)
-    why = [sys.executable, "-m", "switchyard", "explain"]
-    explained = subprocess.run(why, capture_output=True, text=True, timeout=200)
-    window = subprocess.run([*why, "--json"], capture_output=True, text=True, timeout=200)
-    module = [sys.executable, "-m", "switchyard"]
-    top = subprocess.run([*module, "top", "2"], capture_output=True, text=True, timeout=200)
-    objects = subprocess.run([*module, "top", "1", "--json"], capture_output=True, text=True, timeout=200)
-    lines = subprocess.run([*module, "dump", "--json"], capture_output=True, text=True, timeout=200)
-    trace = subprocess.run([*module, "trace"], capture_output=True, text=True, timeout=200)
-    later = subprocess.run([*module, "trace", "-d", "0.1"], capture_output=True, text=True, timeout=200)
-    job = window_job(json.loads(everything.stdout))
-    of_job, of_none = (
-        {c: subprocess.run([*module, *c.split(), "-job", j], capture_output=True, text=True, timeout=200) for c in OF_JOB}
-        for j in (job, "none")
-    )
+    job = sw.metrics()["ranks"][0]["job"]
+
+    def said(command: str, of: str = job) -> subprocess.CompletedProcess[str]:
+        module = [sys.executable, "-m", "switchyard"]
+        return subprocess.run([*module, *command.split(), "-job", of], capture_output=True, text=True, timeout=200)
+
+    # Other jobs of this user may run, come and go.
+    table, everything, explained, window = said("status"), said("status --json"), said("explain"), said("explain --json")
+    top, objects, lines = said("top 2"), said("top 1 --json"), said("dump --json")
+    trace, later = said("trace"), said("trace -d 0.1")
+    of_none = {c: said(c, of="none") for c in ["status --json", "top 1", "explain", "dump --json", "trace"]}
+    unbound = subprocess.run([sys.executable, "-m", "switchyard", "status"], capture_output=True, text=True, timeout=200)
     late.set()
     for r in ranks:
         r.join()
+    assert unbound.returncode == 0, unbound.stderr
+    assert unbound.stdout
     assert top.stdout.count("rank 1 has not entered all-reduce 1 of group") == 2, top
     assert "rank 1 has not entered" in json.loads(objects.stdout)["verdict"]
-    assert {r["job"] for r in json.loads(of_job["status --json"].stdout)["ranks"]} == {job}
-    for command, done in of_job.items():
-        assert done.returncode == 0, (command, done)
+    assert {r["job"] for r in json.loads(everything.stdout)["ranks"]} == {job}
     for command, done in of_none.items():
         assert done.returncode == 1, (command, done)
         assert 'job "none"' in done.stderr, (command, done)
     state, *calls = map(json.loads, lines.stdout.splitlines())
-    assert job in {r["job"] for r in state["ranks"]}
-    calls = [(c["rank"], c["operation"], c["state"]) for c in calls if c["job"] == job]
+    assert {r["job"] for r in state["ranks"]} == {job}
+    calls = [(c["rank"], c["operation"], c["state"]) for c in calls]
     assert (0, "all-reduce", "started") in calls
     assert (1, "all-reduce", "started") not in calls
     assert len(slices(trace.stdout, "X")) >= len(slices(later.stdout, "X"))
@@ -108,20 +103,10 @@ def test_who_waits_is_told_while_it_waits():
     assert explained.returncode == 0, explained.stderr
     assert "no call began in " in explained.stdout
     assert "rank 1 has not entered all-reduce 1 of group" in explained.stdout
-    waited = [o for o in json.loads(window.stdout)["operations"] if o.get("waited")]  # other jobs of this user may run
+    waited = [o for o in json.loads(window.stdout)["operations"] if o.get("waited")]
     assert ("all-reduce", 1) in [(o["operation"], w["rank"]) for o in waited for w in o["waited"]]
     assert any(r["waiting"] for r in json.loads(everything.stdout)["ranks"] if r.get("waiting"))
     assert x[0][0] == x[1][0] == 3
-
-
-#: Commands that take a job.
-OF_JOB = ["status --json", "top 1", "explain", "dump --json", "trace"]
-
-
-def window_job(state):
-    """The job of the rank that waits."""
-    (job,) = {r["job"] for r in state["ranks"] for w in r.get("waiting", []) if w["operation"] == "all-reduce"}
-    return job
 
 
 def slices(trace, phase):
