@@ -169,7 +169,7 @@ lint: $(VENV)/ready
 		(cd $$m && $(GO) vet ./... && $$check ./...) || exit 1; \
 	done
 	cd bindings/python && ../../$(VENV)/bin/ruff check && ../../$(VENV)/bin/mypy
-	$(VENV)/bin/ruff check --config bindings/python/pyproject.toml docs/site
+	$(VENV)/bin/ruff check --config bindings/python/pyproject.toml .ci docs/site
 	cd bindings/python/deep_ep && ../../../$(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(C_SOURCES)
 

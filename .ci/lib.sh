@@ -3,6 +3,14 @@
 # shellcheck shell=bash
 set -euo pipefail
 
+# Processes of a run have its mark, a variable in their environment: the number and the start of the run's own process. That begins anew with
+# it, since the system shows the environment that a process began with, and a shell's children begin with the shell's.
+mark=${SWITCHYARD_CI_MARK:-SWITCHYARD_CI_RUN}
+export mark
+begun() { cut -d ' ' -f 22 "/proc/$1/stat" 2>/dev/null || true; }
+[ "${!mark:-}" = "$$.$(begun $$)" ] || exec env "$mark=$$.$(begun $$)" bash "$0" "$@"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
 [ -n "${HOME:-}" ] || HOME=$(mktemp -d)
 export HOME CI=true
 exec </dev/null
@@ -13,10 +21,6 @@ export results
 # Builds in another folder find what this machine has compiled before.
 export GOFLAGS="-trimpath${GOFLAGS:+ $GOFLAGS}"
 
-# Processes of a run have its mark, a variable in their environment: the number and the start of the run's own process.
-mark=${SWITCHYARD_CI_MARK:-SWITCHYARD_CI_RUN}
-export mark
-begun() { cut -d ' ' -f 22 "/proc/$1/stat" 2>/dev/null || true; }
 marked() { grep -lszE "^$mark=$1\$" /proc/[0-9]*/environ 2>/dev/null | cut -d / -f 3 || true; }
 
 # left prints the processes of runs that are over.
@@ -38,7 +42,6 @@ if [ -n "$(left)" ]; then
 	left
 	exit 1
 fi
-export "$mark=$$.$(begun $$)"
 
 # over kills what still runs, but for the calling process, until nothing is left that could start more.
 over() {
@@ -46,7 +49,7 @@ over() {
 	while $again; do
 		again=false
 		for pid in $(marked "${!mark}"); do
-			if [ "$pid" != "$BASHPID" ] && kill -KILL "$pid" 2>/dev/null; then again=true; fi
+			if [ "$pid" != "$$" ] && [ "$pid" != "$BASHPID" ] && kill -KILL "$pid" 2>/dev/null; then again=true; fi
 		done
 	done
 }

@@ -27,6 +27,7 @@ def main(folder: pathlib.Path) -> int:
     again: set[str] = set()
     broken: list[str] = []
     for file in sorted(folder.glob("*.xml")):
+        python = file.with_suffix(".again")  # of pytest, whose results do not have what has failed before it ran again
         try:
             cases = list(ElementTree.parse(file).iter("testcase"))
         except ElementTree.ParseError as e:  # the runner was killed
@@ -41,17 +42,23 @@ def main(folder: pathlib.Path) -> int:
                 failures[name] = said.get("failure", said.get("error", ""))
             elif "skipped" in said:
                 skipped[reason(said["skipped"])].append(name)
-            else:
+            elif not python.exists():
                 passed.add(name)
-    for file in sorted(folder.glob("*.again")):  # pytest's, which its results do not have
-        again.update(file.read_text().splitlines())
+        if python.exists():
+            failed = {name.split(" ", 1)[1] for name in failures}
+            again.update(line for line in python.read_text().splitlines() if line.split("::", 1)[-1] not in failed)
 
     print("== the ten slowest tests")
     for seconds, name in sorted(took, reverse=True)[:10]:
         print(f"{seconds:7.1f} s  {name}")
     print("== tests that were skipped")
     for why, names in sorted(skipped.items(), key=lambda item: (-len(item[1]), item[0])):
-        print(textwrap.fill(f"{why} ({len(names)}): {', '.join(names)}", 160, subsequent_indent="    ", break_long_words=False))
+        # Tests of a package together, and parts of a test as one.
+        packages: dict[str, dict[str, None]] = defaultdict(dict)
+        for package, name in (n.split(" ", 1) for n in names):
+            packages[package][re.split(r"[/\[]", name)[0]] = None
+        listed = "; ".join(f"{package} {', '.join(tests)}" for package, tests in packages.items())
+        print(textwrap.fill(f"{why} ({len(names)}): {listed}", 160, subsequent_indent="    ", break_long_words=False))
     for name in sorted(again | failures.keys() & passed):
         print(f"FLAKY {name}")
     failing = [name for name in failures if name not in passed]

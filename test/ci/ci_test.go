@@ -26,8 +26,11 @@ func run(t *testing.T, steps string) *exec.Cmd {
 	t.Helper()
 	proctest.Need(t, "bash")
 	proctest.Need(t, "python3")
-	cmd := exec.Command("bash", "-c", ". .ci/lib.sh\n"+steps)
-	cmd.Dir = "../.."
+	lib, err := filepath.Abs("../../.ci/lib.sh")
+	require.NoError(t, err)
+	script := filepath.Join(t.TempDir(), "run")
+	require.NoError(t, os.WriteFile(script, []byte(". "+lib+"\n"+steps), 0o666))
+	cmd := exec.Command("bash", script)
 	cmd.Env = append(os.Environ(), "SWITCHYARD_CI_MARK="+mark)
 	cmd.WaitDelay = time.Minute
 	return cmd
@@ -74,6 +77,20 @@ func alive(pid int) bool {
 	return err == nil && !strings.Contains(string(status), ") Z ")
 }
 
+// withVariable is the processes with a variable in their environment that begins so.
+func withVariable(t *testing.T, begin string) (found []string) {
+	t.Helper()
+	all, err := filepath.Glob("/proc/[0-9]*/environ")
+	require.NoError(t, err)
+	for _, path := range all {
+		environ, _ := os.ReadFile(path) // it may have ended
+		if strings.HasPrefix(string(environ), begin) || strings.Contains(string(environ), "\x00"+begin) {
+			found = append(found, path)
+		}
+	}
+	return found
+}
+
 // started waits for the number of a process in a file.
 func started(t *testing.T, file string) (pid int) {
 	t.Helper()
@@ -91,7 +108,8 @@ func TestNothingOutlivesARun(t *testing.T) {
 	for name, s := range map[string]syscall.Signal{"passes": 0, "interrupted": syscall.SIGTERM, "killed": syscall.SIGKILL} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "pid")
-			steps := `step "leaves one" 'setsid sleep 1000 >/dev/null 2>&1 & echo $! >` + file + `'`
+			steps := "others() { step \"more\" 'sleep 1000'; step \"yet more\" 'sleep 1000'; }\nbeside others\n" +
+				`step "leaves one" 'setsid sleep 1000 >/dev/null 2>&1 & echo $! >` + file + `'`
 			if s != 0 {
 				steps += "\n" + `step "takes long" 'sleep 1000'`
 			}
@@ -105,6 +123,8 @@ func TestNothingOutlivesARun(t *testing.T) {
 				require.NoError(t, err)
 			}
 			require.Eventually(t, func() bool { return !alive(pid) }, time.Minute, 10*time.Millisecond)
+			own := fmt.Sprintf("%s=%d.", mark, cmd.Process.Pid)
+			require.Eventually(t, func() bool { return len(withVariable(t, own)) == 0 }, time.Minute, 10*time.Millisecond)
 		})
 	}
 }
