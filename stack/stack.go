@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
@@ -42,9 +43,10 @@ type Stack struct {
 	Moves []dispatch.Move
 
 	options Options
-	id      uint64     // of this rank, as long as it has a stack
-	age     int        // how many stacks there were before
-	experts [][]uint64 // which ranks have them, by their ids
+	id      uint64        // of this rank, as long as it has a stack
+	age     int           // how many stacks there were before
+	ids     []uint64      // of the ranks
+	had     map[int][]int // this rank's experts when it left its earlier stacks, by their ages
 }
 
 // Open makes a stack on g. It is collective: every rank of g calls Open or, if it has a stack on the group before, Reopen. A failure on
@@ -54,40 +56,36 @@ type Stack struct {
 // A rank that is admitted to a group with stacks calls Open with the options of the others; Moves lists the experts that it gets.
 func Open(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Stack, error) {
 	s := &Stack{Group: g, Device: d, options: o, id: rand.Uint64()}
-	return s.open(ctx)
+	return s.openAfter(ctx, nil)
 }
 
 // Reopen closes s and makes a stack with the same options on g, a group derived from s.Group by Shrink or Admit. It is collective on g,
 // and if s.Group has failed it needs no rank outside g. Views, buffers, registrations and handles of s are dead; the caller copies their
 // contents out before.
 //
-// Experts stay on their ranks if these are in g, see [dispatch.Placement.Follow]; Moves lists the others. A rank keeps the parameters of
-// experts that it gives away until a call on the new stack has ended. If another rank is lost during Reopen, some ranks have a new stack
-// and others still have s. Each then reopens the stack it has, on the next group, and Moves counts from the last stack that all had.
+// Experts stay on the ranks that have them now, also after [dispatch.Dispatcher.SetPlacement], if these are in g, see
+// [dispatch.Placement.Follow]; Moves lists the others. Where a rank was lost while experts moved, ranks can have different placements: a rank
+// then has the experts of its own. A rank keeps the parameters of experts that it gives away until a call on the new stack has ended. If another
+// rank is lost during Reopen, some ranks have a new stack and others still have s. Each then reopens the stack it has, on the next group, and
+// Moves counts from the last stack that all had.
 func (s *Stack) Reopen(ctx context.Context, g *comm.Group) (*Stack, error) {
 	if err := s.Close(ctx); err != nil {
 		return nil, fmt.Errorf("stack: reopen: %w", err)
 	}
-	next := &Stack{Group: g, Device: s.Device, options: s.options, id: s.id, age: s.age, experts: s.experts}
-	return next.open(ctx)
+	next := &Stack{Group: g, Device: s.Device, options: s.options, id: s.id}
+	return next.openAfter(ctx, s)
 }
 
-// past is what a rank brings from the stack before. Without experts it had none.
-type past struct {
-	ID      uint64
-	Age     int
-	Experts [][]uint64
-}
-
-func (s *Stack) open(ctx context.Context) (*Stack, error) {
-	if err := s.openAll(ctx); err != nil {
+// openAfter opens s after last, the stack that this rank had before, nil if it had none.
+func (s *Stack) openAfter(ctx context.Context, last *Stack) (*Stack, error) {
+	if err := s.openAll(ctx, last); err != nil {
 		return nil, fmt.Errorf("stack: open: %w", errors.Join(err, s.abandon()))
 	}
 	return s, nil
 }
 
-func (s *Stack) openAll(ctx context.Context) error {
-	placement, ids, err := s.follow(ctx)
+func (s *Stack) openAll(ctx context.Context, last *Stack) error {
+	placement, err := s.follow(ctx, last)
 	if err != nil {
 		return err
 	}
@@ -117,74 +115,41 @@ func (s *Stack) openAll(ctx context.Context) error {
 		if s.Dispatcher, err = dispatch.New(ctx, s.Heap, with); err != nil {
 			return err
 		}
-		s.experts = nil
-		for _, at := range s.Dispatcher.Placement().Ranks {
-			var on []uint64
-			for _, r := range at {
-				on = append(on, ids[r])
-			}
-			s.experts = append(s.experts, on)
-		}
 	}
 	return nil
 }
 
-// follow finds out where experts are now, nil where no rank had a stack before, and the ranks' ids. Ranks may come from
-// different stacks, when one was lost while others were being opened: what counts is the oldest, which all have had.
-func (s *Stack) follow(ctx context.Context) (*dispatch.Placement, []uint64, error) {
-	msg, err := json.Marshal(past{s.id, s.age, s.experts})
+// follow finds out where experts are, from what every rank brings of its stack before, and where they come to be; nil where no rank had one.
+func (s *Stack) follow(ctx context.Context, last *Stack) (*dispatch.Placement, error) {
+	mine := past{ID: s.id}
+	if last != nil {
+		mine = last.leave()
+	}
+	msg, err := json.Marshal(mine)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	all, err := s.Group.AllGather(ctx, msg)
 	if err != nil {
-		return nil, nil, err
+		return nil, err
 	}
-	ids, fresh := make([]uint64, len(all)), make([]bool, len(all))
-	var oldest *past
+	pasts := make([]past, len(all))
 	for r, b := range all {
-		var p past
-		if err := json.Unmarshal(b, &p); err != nil {
-			return nil, nil, fmt.Errorf("rank %d: malformed: %w", r, err)
+		if err := json.Unmarshal(b, &pasts[r]); err != nil {
+			return nil, fmt.Errorf("rank %d: malformed: %w", r, err)
 		}
-		ids[r], fresh[r] = p.ID, p.Experts == nil
-		s.age = max(s.age, p.Age)
-		if p.Experts != nil && (oldest == nil || p.Age < oldest.Age) {
-			oldest = &p
-		}
+		s.ids = append(s.ids, pasts[r].ID)
+		s.age = max(s.age, pasts[r].Age+1)
 	}
-	s.age++
-	if oldest == nil || s.options.Dispatcher == nil {
-		return nil, ids, nil
+	before, was, age := together(pasts)
+	if before == nil || s.options.Dispatcher == nil {
+		return nil, nil
 	}
-	// The ranks that had experts get numbers, in any order.
-	number := make(map[uint64]int)
-	before := &dispatch.Placement{Ranks: make([][]int, len(oldest.Experts))}
-	for e, at := range oldest.Experts {
-		for _, id := range at {
-			if _, ok := number[id]; !ok {
-				number[id] = len(number)
-			}
-			before.Ranks[e] = append(before.Ranks[e], number[id])
-		}
-	}
-	was := make([]int, len(ids))
-	unknown := len(number)
-	for r, id := range ids {
-		n, ok := number[id]
-		switch {
-		case ok:
-			was[r] = n
-		case fresh[r]:
-			was[r] = -1
-		default: // it was there, without experts
-			was[r] = unknown
-			unknown++
-		}
-	}
+	s.had = mine.Had
+	maps.DeleteFunc(s.had, func(at int, _ []int) bool { return at < age })
 	now, moves := before.Follow(was)
 	s.Moves = moves
-	return now, ids, nil
+	return now, nil
 }
 
 // Close closes the parts, last opened first. It is collective and idempotent. After a failure of the group it waits for nobody;

@@ -419,6 +419,41 @@ func stackReopens(t *testing.T, gpus int) {
 	closeAll(ctx, t, three)
 }
 
+// Experts that have moved stay where they have moved to, in each stack that follows.
+func TestF2_StackReopensWhereExpertsAre(t *testing.T) { onDevices(t, stackReopensWhereExpertsAre) }
+
+func stackReopensWhereExpertsAre(t *testing.T, gpus int) {
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	groups, err := comm.Local(3)
+	require.NoError(t, err)
+	o := options()
+	o.Dispatcher.Experts = 6
+	ss := openAll(ctx, t, groups, gpus, o)
+	requireAll(t, each(ss, func(_ int, s *stack.Stack) error {
+		return s.Dispatcher.SetPlacement(ctx, &dispatch.Placement{Ranks: [][]int{{2}, {1}, {0}, {2}, {1}, {0}}})
+	}))
+	two := ss[:2]
+	requireAll(t, each(two, func(i int, s *stack.Stack) (err error) {
+		two[i], err = leave(ctx, s, 2)
+		return err
+	}))
+	for _, s := range two {
+		require.Equal(t, []dispatch.Move{{Expert: 0, From: -1, To: 0}, {Expert: 3, From: -1, To: 1}}, s.Moves)
+		require.Equal(t, "0:[0] 1:[1] 2:[0] 3:[1] 4:[1] 5:[0]", s.Dispatcher.Placement().String())
+	}
+	requireAll(t, each(two, func(_ int, s *stack.Stack) error {
+		return s.Dispatcher.SetPlacement(ctx, &dispatch.Placement{Ranks: [][]int{{1}, {0}, {1}, {0}, {1}, {0}}})
+	}))
+	one := two[:1]
+	requireAll(t, each(one, func(i int, s *stack.Stack) (err error) {
+		one[i], err = leave(ctx, s, 1)
+		return err
+	}))
+	require.Equal(t, []dispatch.Move{{Expert: 0, From: -1, To: 0}, {Expert: 2, From: -1, To: 0}, {Expert: 4, From: -1, To: 0}}, one[0].Moves)
+	closeAll(ctx, t, one)
+}
+
 // Close ends with its context while another rank does not come.
 func TestF2_StackClosesWithItsContext(t *testing.T) {
 	groups, err := comm.Local(2)
