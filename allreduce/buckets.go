@@ -189,8 +189,26 @@ func (b *Buckets) divide(all memory.View) {
 	}
 	for i := range b.gradients {
 		g := &b.gradients[i]
-		g.view = b.buckets[g.bucket].view.Slice(g.off, g.n)
+		p := &b.buckets[g.bucket]
+		g.view = as(p.dtype, p.view.Slice(g.off, g.n))
 	}
+}
+
+// as is v with its elements known to be of a floating-point type.
+func as(t kernels.DType, v memory.View) memory.View {
+	switch t {
+	case kernels.Float16:
+		return memory.As[memory.Float16](v)
+	case kernels.BFloat16:
+		return memory.As[memory.BFloat16](v)
+	case kernels.Float64:
+		return memory.As[float64](v)
+	case kernels.Float8E4M3:
+		return memory.As[memory.Float8E4M3](v)
+	case kernels.Float8E5M2:
+		return memory.As[memory.Float8E5M2](v)
+	}
+	return memory.As[float32](v)
 }
 
 // Len is the number of gradients.
@@ -199,7 +217,7 @@ func (b *Buckets) Len() int { return len(b.gradients) }
 // NumBuckets is the number of buckets.
 func (b *Buckets) NumBuckets() int { return len(b.buckets) }
 
-// View is the memory of gradient i, the same until Close.
+// View is the memory of gradient i, whose elements are known, the same until Close.
 func (b *Buckets) View(i int) memory.View { return b.gradients[i].view }
 
 // Float32 is gradient i, for gradients of that type on the host; nil on a GPU. It is dead after Close.

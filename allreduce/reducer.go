@@ -24,8 +24,8 @@ import (
 // A call is enqueued on its stream; with a nil stream it is complete on return. Its buffers belong to it until then. A call on
 // another stream than the last call waits for that; a program that replays a CUDA graph orders the calls in it.
 //
-// The elements of a buffer that are known, as those of memory.Wrap, are of the call's data type. Gathers and all-to-alls as uint8 move
-// bytes of any.
+// The elements of a buffer that are known, as those of memory.Wrap, are of the call's data type; for a minimum or maximum of integers they have
+// its sign. Gathers and all-to-alls as uint8 move bytes of any, from and to elements of one type.
 //
 // Bad arguments return an error (ErrInvalid, ErrUnsupported, ErrClosed, memory.ErrFreed) before anything is enqueued: the
 // call has not happened and may be repeated, and the other ranks wait for it. If the ranks' calls differ in collective,
@@ -262,14 +262,21 @@ func supported(c kernels.ReduceCall) error {
 
 // holds refuses memory that is known to have elements of another type than the call's. Calls that move bytes as uint8 take any.
 func holds(c kernels.ReduceCall, dst, src memory.View) error {
-	if c.Collective == kernels.Broadcast || !c.Collective.Reduces() && c.DType == kernels.Uint8 {
+	if !c.Collective.Reduces() && c.DType == kernels.Uint8 {
+		if !dst.Alike(src) {
+			return invalid("the source has elements of %s, the destination of %s", src.Element(), dst.Element())
+		}
 		return nil
 	}
+	fits := memory.View.Holds
+	if c.Collective.Reduces() && (c.Op == kernels.Min || c.Op == kernels.Max) {
+		fits = memory.View.Orders
+	}
 	name, v := "source", src
-	if v.Holds(c.DType) {
+	if fits(v, c.DType) {
 		name, v = "destination", dst
 	}
-	if !v.Holds(c.DType) {
+	if !fits(v, c.DType) {
 		return invalid("the %s has elements of %s, the %v is of %v", name, v.Element(), c.Collective, c.DType)
 	}
 	return nil

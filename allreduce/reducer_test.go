@@ -545,7 +545,7 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 		stale := freed.View()
 		r.Must(freed.Free())
 		b, c := hostBuf(100), hostBuf(100)
-		i64, i16 := memory.Wrap(make([]int64, 10)), memory.Wrap(make([]int16, 10))
+		i64, i16, u32, i8 := memory.Wrap(make([]int64, 10)), memory.Wrap(make([]int16, 10)), memory.Wrap(make([]uint32, 10)), memory.Wrap(make([]int8, 8))
 		sum := kernels.Sum
 		for i, bad := range []struct {
 			err  error
@@ -574,6 +574,11 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 			{x.ReduceScatter(nil, b.Slice(0, 40), i64, f32, sum), allreduce.ErrInvalid, []string{"elements of int64"}},
 			{x.AllGather(nil, b.Slice(0, 80), i64.Slice(0, 40), f32), allreduce.ErrInvalid, []string{"elements of int64"}},
 			{x.AllReduce(nil, i16, i16, kernels.Int32, sum), allreduce.ErrInvalid, []string{"elements of int16"}},
+			{x.AllGather(nil, i64, b.Slice(0, 40), f32), allreduce.ErrInvalid, []string{"the destination has elements of int64, the all-gather is of float32"}},
+			{x.AllGather(nil, i64, memory.Wrap(make([]int32, 10)), kernels.Uint8), allreduce.ErrInvalid, []string{"the source has elements of int32, the destination of int64"}},
+			{x.AllReduce(nil, u32, u32, kernels.Int32, kernels.Max), allreduce.ErrInvalid, []string{"elements of uint32", "int32"}},
+			{x.AllReduce(nil, memory.As[uint64](i64), i64, kernels.Int64, kernels.Min), allreduce.ErrInvalid, []string{"elements of uint64", "int64"}},
+			{x.ReduceScatter(nil, i8.Slice(0, 4), i8, kernels.Uint8, kernels.Min), allreduce.ErrInvalid, []string{"elements of int8", "uint8"}},
 		} {
 			if !errors.Is(bad.err, bad.is) {
 				r.Must(fmt.Errorf("case %d: got %v, want %v", i, bad.err, bad.is))

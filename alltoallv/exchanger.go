@@ -86,6 +86,8 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 
 // Exchange sends Send[k] elements of src to every rank k and receives Recv[k] elements from it into dst.
 //
+// Elements of src and dst that are known, as those of memory.Wrap, are of the same type, and no part cuts one.
+//
 // The call is enqueued on s; with a nil stream it is complete on return. Both buffers belong to the exchange until it is
 // complete, and must not overlap. A call on another stream than the last call waits for that; a program that replays a
 // CUDA graph orders the calls in it. Peers write a dst in the symmetric heap directly; other memory is written by this rank
@@ -215,6 +217,9 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, at int, 
 	if err := x.c.Serves("destination", dst); err != nil {
 		return nil, 0, 0, err
 	}
+	if !dst.Alike(src) {
+		return nil, 0, 0, invalid("the source has elements of %s, the destination of %s", src.Element(), dst.Element())
+	}
 	srcBytes, dstBytes, largestRecv := p.srcBytes, p.dstBytes, p.largestRecv
 	live := sp.live()
 	if live {
@@ -228,6 +233,12 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, at int, 
 	}
 	if dst.Len() < dstBytes {
 		return nil, 0, 0, invalid("the destination has %d bytes, the receive splits %v of %d-byte elements need %d", dst.Len(), sp.Recv, sp.elem(), dstBytes)
+	}
+	if !live && !src.Whole(p.sendGrain) {
+		return nil, 0, 0, invalid("the source has elements of %s, the send splits %v of %d-byte elements cut one", src.Element(), sp.Send, sp.elem())
+	}
+	if !live && !dst.Whole(p.recvGrain) {
+		return nil, 0, 0, invalid("the destination has elements of %s, the receive splits %v of %d-byte elements cut one", dst.Element(), sp.Recv, sp.elem())
 	}
 	if a, b := src.Ptr(), dst.Ptr(); srcBytes > 0 && dstBytes > 0 && a < b+uintptr(dstBytes) && b < a+uintptr(srcBytes) {
 		return nil, 0, 0, invalid("source and destination overlap")
@@ -260,6 +271,9 @@ func (x *Exchanger) checkLive(v memory.View) error {
 	}
 	if need := LiveBytes(x.bounds.Size); v.Len() < need {
 		return invalid("splits in %d bytes of device memory, %d ranks need %d", v.Len(), x.bounds.Size, need)
+	}
+	if !v.Holds(kernels.Int64) {
+		return invalid("splits have elements of %s, want int64", v.Element())
 	}
 	if !x.c.Heap.Serves(v) || v.Ptr()%8 != 0 {
 		return invalid("splits at %#x are not aligned memory of %v", v.Ptr(), x.c.Heap.Device())

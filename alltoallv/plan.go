@@ -15,6 +15,8 @@ type plan struct {
 	sendAll, recvAll int64 // bytes that leave and reach this rank, own part left out
 	largestSend      int64 // to another rank
 	largestRecv      int64 // from another rank
+	sendGrain        int64 // a power of two of which parts of the buffers are multiples, 0 where all are empty
+	recvGrain        int64
 
 	// routes as the selected algorithms order them: index 0 for outputs that peers cannot write, 1 for those they can.
 	routes   [2]kernels.Routes
@@ -108,6 +110,7 @@ func (p *plan) build(s *Splits, rank, size int) error {
 			return invalid("what rank %d receives from ranks %d and %d overlaps (splits %v, displacements %v)", rank, a, b, s.Recv, s.RecvDispls)
 		}
 	}
+	p.sendGrain, p.recvGrain = grain(r.SendBytes, r.SendOffsets), grain(r.RecvBytes, r.RecvOffsets)
 	p.sendAll, p.recvAll = -r.SendBytes[rank], -r.RecvBytes[rank]
 	p.largestSend, p.largestRecv = 0, 0
 	for k := range size {
@@ -130,6 +133,17 @@ func (p *plan) build(s *Splits, rank, size int) error {
 	p.splits.assign(s)
 	p.routes[1], p.ready, p.rough = *r, [2]bool{}, [2]int{}
 	return nil
+}
+
+// grain is the largest power of two that divides sizes and offsets of all parts that are not empty, 0 if there are none.
+func grain(bytes, offsets []int64) int64 {
+	all := int64(0)
+	for k, n := range bytes {
+		if n > 0 {
+			all |= n | offsets[k]
+		}
+	}
+	return all & -all
 }
 
 // sized is v with length n and undefined content.

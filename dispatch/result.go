@@ -119,10 +119,13 @@ func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result) (*Routin
 		r.Add(p.part)
 	}
 	if to.From.Len() > 0 || to.To.Len() > 0 {
-		if err := d.check("from", to.From, -1, kernels.Uint8); err != nil {
+		if !to.From.Alike(to.To) {
+			return nil, invalid("from has elements of %s, to of %s", to.From.Element(), to.To.Element())
+		}
+		if err := d.check("from", memory.As[uint8](to.From), -1, kernels.Uint8); err != nil {
 			return nil, err
 		}
-		if err := d.check("to", to.To, to.From.Len(), kernels.Uint8); err != nil {
+		if err := d.check("to", memory.As[uint8](to.To), to.From.Len(), kernels.Uint8); err != nil {
 			return nil, err
 		}
 		r.Add(kernels.ResultPart{From: d.own(to.From), To: d.own(to.To)})

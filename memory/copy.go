@@ -7,7 +7,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/cuda"
 )
 
-// Copy enqueues on s a copy of src to dst, which have the same length. Both may be views of any memory; the caller does not
+// Copy enqueues on s a copy of src to dst, which have the same length and, where both are known, the same elements. Both may be views of any memory; the caller does not
 // change or free them until the stream has run the copy.
 //
 // A copy from host memory to host memory takes a nil stream, which copies at once, or a host stream. All other copies take a
@@ -26,6 +26,9 @@ func copyView(s device.Stream, dst, src View) error {
 	}
 	if dst.n != src.n {
 		return fmt.Errorf("%w: into %d bytes", ErrInvalid, dst.n)
+	}
+	if !dst.Alike(src) {
+		return fmt.Errorf("%w: elements of %s into elements of %s", ErrInvalid, src.Element(), dst.Element())
 	}
 	for _, v := range [2]View{dst, src} {
 		if err := v.Valid(); err != nil {

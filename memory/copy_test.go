@@ -24,4 +24,9 @@ func TestCopyOnTheHost(t *testing.T) {
 	err := Copy(nil, Device(4096, 10), Host(a))
 	require.ErrorIs(t, err, ErrInvalid)
 	require.EqualError(t, err, "memory: copy 10 bytes: invalid argument: from the host to a GPU by a stream of the caller")
+
+	err = Copy(nil, Wrap(make([]float32, 4)), Wrap(make([]float64, 2)))
+	require.EqualError(t, err, "memory: copy 16 bytes: invalid argument: elements of float64 into elements of float32")
+	require.NoError(t, Copy(nil, Wrap(make([]uint32, 4)), Wrap(make([]int32, 4))))
+	require.NoError(t, Copy(nil, Host(make([]byte, 16)), Wrap(make([]float64, 2))))
 }

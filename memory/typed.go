@@ -37,30 +37,33 @@ type Element interface {
 type element struct {
 	size  uint8         // in bytes
 	dtype kernels.DType // Uint8 for integers of 16 bits, which may hold numbers of a type that Go lacks
+	sign  bool          // integers that dtype orders otherwise: int8, which is unknown but for that, uint32 and uint64
 }
 
 func elementOf[T Element]() element {
 	switch any(*new(T)).(type) {
 	case Float16:
-		return element{2, kernels.Float16}
+		return element{size: 2, dtype: kernels.Float16}
 	case BFloat16:
-		return element{2, kernels.BFloat16}
+		return element{size: 2, dtype: kernels.BFloat16}
 	case Float8E4M3:
-		return element{1, kernels.Float8E4M3}
+		return element{size: 1, dtype: kernels.Float8E4M3}
 	case Float8E5M2:
-		return element{1, kernels.Float8E5M2}
+		return element{size: 1, dtype: kernels.Float8E5M2}
 	}
-	switch reflect.TypeFor[T]().Kind() {
+	switch kind := reflect.TypeFor[T]().Kind(); kind {
+	case reflect.Int8:
+		return element{sign: true}
 	case reflect.Int16, reflect.Uint16:
-		return element{2, kernels.Uint8}
+		return element{size: 2}
 	case reflect.Int32, reflect.Uint32:
-		return element{4, kernels.Int32}
+		return element{4, kernels.Int32, kind == reflect.Uint32}
 	case reflect.Int64, reflect.Uint64:
-		return element{8, kernels.Int64}
+		return element{8, kernels.Int64, kind == reflect.Uint64}
 	case reflect.Float32:
-		return element{4, kernels.Float32}
+		return element{size: 4, dtype: kernels.Float32}
 	case reflect.Float64:
-		return element{8, kernels.Float64}
+		return element{size: 8, dtype: kernels.Float64}
 	}
 	return element{}
 }
@@ -70,8 +73,12 @@ func (e element) unlike(o element) bool { return e.size > 1 && o.size > 1 && e.s
 
 func (e element) String() string {
 	switch {
+	case e.size == 0 && e.sign:
+		return "int8"
 	case e.size == 0:
 		return "bytes"
+	case e.sign:
+		return "u" + e.dtype.String()
 	case e.size == 2 && e.dtype == kernels.Uint8:
 		return "int16"
 	}
@@ -99,6 +106,27 @@ func (v View) Holds(t kernels.DType) bool {
 		return e.dtype == t
 	}
 }
+
+// Orders is Holds, and false for integers of the other sign than those of t, which compare otherwise: int8, uint32 and uint64.
+func (v View) Orders(t kernels.DType) bool {
+	return v.Holds(t) && !(v.elem.sign && (t == kernels.Uint8 || t == kernels.Int32 || t == kernels.Int64))
+}
+
+// Alike reports whether v and o may consist of the same elements. Integers of either sign are alike, those of 16 bits are like any type of
+// that size, and unknown memory is like any.
+func (v View) Alike(o View) bool {
+	a, b := v.elem, o.elem
+	switch {
+	case a.size == 0 || b.size == 0:
+		return true
+	case a.dtype == kernels.Uint8 || b.dtype == kernels.Uint8:
+		return a.size == b.size
+	}
+	return a.dtype == b.dtype
+}
+
+// Whole reports whether n bytes are a whole number of the elements of v, which of unknown elements any are.
+func (v View) Whole(n int64) bool { return n%max(int64(v.elem.size), 1) == 0 }
 
 // Of is the memory of v as a slice of T, in the machine's byte order; it shares v's bytes and ends where v ends. For memory
 // of a GPU it is nil, like Bytes. Like a slice expression out of range, it panics if the bytes are not a whole number of T or

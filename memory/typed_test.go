@@ -69,6 +69,25 @@ func TestElementsAreKnown(t *testing.T) {
 	}
 }
 
+// Integers are alike whatever their sign, until they are compared.
+func TestElementsAreCompared(t *testing.T) {
+	i8, u8, i16, bf16 := Wrap(make([]int8, 8)), Wrap(make([]byte, 8)), Wrap(make([]int16, 4)), Wrap(make([]BFloat16, 4))
+	i32, u32, f32, f64 := Wrap(make([]int32, 2)), Wrap(make([]uint32, 2)), Wrap(make([]float32, 2)), Wrap(make([]float64, 1))
+	require.Equal(t, []string{"int8", "bytes", "uint32"}, []string{i8.Element(), u8.Element(), u32.Element()})
+	for _, same := range [][2]View{{i8, u8}, {u8, f64}, {i8, f32}, {i16, bf16}, {bf16, i16}, {i32, u32}, {f64, f64}, {View{}, f32}} {
+		require.True(t, same[0].Alike(same[1]), "%s, %s", same[0].Element(), same[1].Element())
+	}
+	for _, other := range [][2]View{{i16, i32}, {f32, i16}, {i32, f32}, {f32, f64}, {bf16, Wrap(make([]Float16, 4))}} {
+		require.False(t, other[0].Alike(other[1]), "%s, %s", other[0].Element(), other[1].Element())
+	}
+	for _, v := range []View{i8, u32, Wrap(make([]uint64, 1)), f32} {
+		require.False(t, v.Orders(kernels.Uint8) && v.Orders(kernels.Int32) && v.Orders(kernels.Int64), v.Element())
+	}
+	require.True(t, u8.Orders(kernels.Uint8) && i32.Orders(kernels.Int32) && i8.Orders(kernels.Float8E4M3) && f32.Orders(kernels.Float32))
+	require.True(t, u8.Whole(3) && f32.Whole(8) && f32.Whole(0) && i16.Whole(2))
+	require.False(t, f32.Whole(6) || i16.Whole(1) || f64.Whole(4))
+}
+
 func hex(p uintptr) string {
 	const digits = "0123456789abcdef"
 	s := ""

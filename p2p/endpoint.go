@@ -107,6 +107,9 @@ func (x *Endpoint) move(s device.Stream, kind kernels.TransferKind, peer int, at
 	if at.Len() != mine.Len() {
 		return invalid("%v: %d bytes here, %d at rank %d", kind, mine.Len(), at.Len(), peer)
 	}
+	if !at.Alike(mine) {
+		return invalid("%v: elements of %s here, of %s at rank %d", kind, mine.Element(), at.Element(), peer)
+	}
 	place, err := x.c.Heap.Counterpart(at, peer)
 	if err != nil {
 		return fmt.Errorf("p2p: %v: %w", kind, err)

@@ -322,6 +322,8 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 		}{
 			{x.Put(nil, peer, at, foreign.Slice(0, 99)), p2p.ErrInvalid, []string{"put", "99 bytes here", "100 at rank"}},
 			{x.Get(nil, peer, foreign.Slice(0, 99), at), p2p.ErrInvalid, []string{"get", "99 bytes here", "100 at rank"}},
+			{x.Put(nil, peer, memory.As[float32](at), memory.As[float64](foreign)), p2p.ErrInvalid, []string{"put: elements of float64 here, of float32 at rank"}},
+			{x.Get(nil, peer, memory.As[int32](foreign), memory.As[float32](at)), p2p.ErrInvalid, []string{"get: elements of int32 here, of float32 at rank"}},
 			{x.Put(nil, peer, foreign, at), p2p.ErrInvalid, []string{"100 bytes at", "not symmetric memory"}},
 			{x.Get(nil, peer, at, stale), memory.ErrFreed, []string{"get"}},
 			{x.Put(nil, peer, at, stale), memory.ErrFreed, []string{"put"}},

@@ -58,6 +58,9 @@ func (o *Options) validate(d *dispatch.Dispatcher, g *comm.Group, h *memory.Heap
 		if t.Len() == 0 || t.Len()%int64(slots) != 0 {
 			return 0, nil, invalid("tensor %d has %d bytes for %d experts, want equal parts", i, t.Len(), slots)
 		}
+		if part := t.Len() / int64(slots); !t.Whole(part) {
+			return 0, nil, invalid("tensor %d has %d bytes for %d experts, whose parts of %d bytes cut an element of %s", i, t.Len(), slots, part, t.Element())
+		}
 		if !h.Serves(t) {
 			return 0, nil, invalid("tensor %d is not memory of %v", i, h.Device())
 		}

@@ -339,6 +339,8 @@ func TestRefusals(t *testing.T) {
 	refused(even, all(Options{Groups: 3}), both, "4 experts in 3 groups")
 	refused(even, all(Options{}), func(*world) []memory.View { return nil }, "there are no tensors")
 	refused(even, all(Options{}), func(w *world) []memory.View { return []memory.View{memory.Wrap(make([]byte, 3))} }, "tensor 0 has 3 bytes for 2 experts")
+	refused(even, all(Options{}), func(*world) []memory.View { return []memory.View{memory.Wrap(make([]float32, 3))} },
+		"tensor 0 has 12 bytes for 2 experts, whose parts of 6 bytes cut an element of float32")
 	refused(even, func(rank int) Options { return Options{Window: 10 + rank} }, both, "Window:10")
 }
 
