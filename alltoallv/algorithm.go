@@ -145,8 +145,8 @@ func (r *registry) find(name string) int {
 // check refuses limits that name no algorithm.
 func (r *registry) check(l Limits) error {
 	switch {
-	case l.MaxSMs < 0:
-		return invalid("MaxSMs is %d", l.MaxSMs)
+	case l.MaxSMs < 0 || l.MaxSMs > mostSMs || l.CopySMs > mostSMs:
+		return invalid("MaxSMs is %d and CopySMs %d, want 0 to %d and at most %d", l.MaxSMs, l.CopySMs, mostSMs, mostSMs)
 	case l.NoSMs && l.Algorithm != "" && l.Algorithm != (copyEngine{}).Name():
 		return invalid("NoSMs with algorithm %q", l.Algorithm)
 	case l.Algorithm != "" && r.find(l.Algorithm) < 0:

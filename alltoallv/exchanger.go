@@ -229,16 +229,16 @@ func (x *Exchanger) prepare(dst, src memory.View, sp *Splits) (p *plan, at int, 
 		srcBytes, dstBytes, largestRecv = src.Len(), dst.Len(), dst.Len()
 	}
 	if src.Len() < srcBytes {
-		return nil, 0, 0, invalid("the source has %d bytes, the send splits %v of %d-byte elements need %d", src.Len(), sp.Send, sp.elem(), srcBytes)
+		return nil, 0, 0, invalid("the source has %d bytes, the send splits %s of %d-byte elements need %d", src.Len(), placed(sp.Send, sp.SendDispls), sp.elem(), srcBytes)
 	}
 	if dst.Len() < dstBytes {
-		return nil, 0, 0, invalid("the destination has %d bytes, the receive splits %v of %d-byte elements need %d", dst.Len(), sp.Recv, sp.elem(), dstBytes)
+		return nil, 0, 0, invalid("the destination has %d bytes, the receive splits %s of %d-byte elements need %d", dst.Len(), placed(sp.Recv, sp.RecvDispls), sp.elem(), dstBytes)
 	}
 	if !live && !src.Whole(p.sendGrain) {
-		return nil, 0, 0, invalid("the source has elements of %s, the send splits %v of %d-byte elements cut one", src.Element(), sp.Send, sp.elem())
+		return nil, 0, 0, invalid("the source has elements of %s, the send splits %s of %d-byte elements cut one", src.Element(), placed(sp.Send, sp.SendDispls), sp.elem())
 	}
 	if !live && !dst.Whole(p.recvGrain) {
-		return nil, 0, 0, invalid("the destination has elements of %s, the receive splits %v of %d-byte elements cut one", dst.Element(), sp.Recv, sp.elem())
+		return nil, 0, 0, invalid("the destination has elements of %s, the receive splits %s of %d-byte elements cut one", dst.Element(), placed(sp.Recv, sp.RecvDispls), sp.elem())
 	}
 	if a, b := src.Ptr(), dst.Ptr(); srcBytes > 0 && dstBytes > 0 && a < b+uintptr(dstBytes) && b < a+uintptr(srcBytes) {
 		return nil, 0, 0, invalid("source and destination overlap")

@@ -526,7 +526,7 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 		r.Must(freed.Free())
 		b := memory.Host(make([]byte, 100))
 		c := memory.Host(make([]byte, 100))
-		ok := []int64{1, 1}
+		ok, empty := []int64{1, 1}, []int64{0, 0}
 		f32, f64 := memory.Wrap(make([]float32, 8)), memory.Wrap(make([]float64, 4))
 		for _, bad := range []struct {
 			dst, src memory.View
@@ -548,10 +548,14 @@ func TestF3_BadArgumentsAreRefusedWithTheirValues(t *testing.T) {
 			{b, b, &alltoallv.Splits{Send: ok, Recv: ok}, "overlap", alltoallv.ErrInvalid},
 			{stale, b, &alltoallv.Splits{Send: ok, Recv: ok}, "freed", memory.ErrFreed},
 			{b, stale, &alltoallv.Splits{Send: ok, Recv: ok}, "freed", memory.ErrFreed},
+			{b.Slice(0, 1), c.Slice(0, 1), &alltoallv.Splits{Send: empty, Recv: empty, SendDispls: []int64{0, 2}}, "the source has 1 bytes, the send splits [0 0] at [0 2] of 1-byte elements need 2", alltoallv.ErrInvalid},
+			{b, c, &alltoallv.Splits{Send: empty, Recv: empty, RecvDispls: []int64{101, 0}}, "the destination has 100 bytes, the receive splits [0 0] at [101 0]", alltoallv.ErrInvalid},
+			{b, c, &alltoallv.Splits{Send: empty, Recv: empty, ElemSize: 8, SendDispls: []int64{0, 1 << 61}}, "overflows", alltoallv.ErrInvalid},
+			{b, c, &alltoallv.Splits{Send: ok, Recv: ok, Limits: alltoallv.Limits{MaxSMs: 1 << 32}}, "MaxSMs is 4294967296", alltoallv.ErrInvalid},
 			{f32, f64, &alltoallv.Splits{Send: ok, Recv: ok, ElemSize: 8}, "the source has elements of float64, the destination of float32", alltoallv.ErrInvalid},
 			{b, f64, &alltoallv.Splits{Send: ok, Recv: ok, ElemSize: 4}, "elements of float64, the send splits [1 1] of 4-byte elements cut one", alltoallv.ErrInvalid},
 			{f64, f64, &alltoallv.Splits{Send: ok, Recv: ok, ElemSize: 8, SendDispls: []int64{0, 4}}, "need 40", alltoallv.ErrInvalid},
-			{f32, b, &alltoallv.Splits{Send: []int64{4, 4}, Recv: []int64{4, 4}, RecvDispls: []int64{0, 6}}, "elements of float32, the receive splits [4 4] of 1-byte elements cut one", alltoallv.ErrInvalid},
+			{f32, b, &alltoallv.Splits{Send: []int64{4, 4}, Recv: []int64{4, 4}, RecvDispls: []int64{0, 6}}, "elements of float32, the receive splits [4 4] at [0 6] of 1-byte elements cut one", alltoallv.ErrInvalid},
 		} {
 			err := x.Exchange(nil, bad.dst, bad.src, bad.s)
 			if err == nil || !errors.Is(err, bad.is) {

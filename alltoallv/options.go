@@ -60,6 +60,13 @@ type Options struct {
 	Logger *slog.Logger
 }
 
+// No GPU has more multiprocessors than mostSMs. Sizes of memory are products of these.
+const (
+	mostSMs       = 1 << 12
+	mostSlots     = 1 << 10
+	mostSlotBytes = 1 << 30
+)
+
 // DefaultMaxSMs is the bound of multiprocessors of a GPU that send if Options.MaxSMs is 0.
 const DefaultMaxSMs = 16
 
@@ -75,8 +82,10 @@ func (o *Options) complete(size int, e kernels.Engine, dev device.Kind) (kernels
 		return kernels.ExchangeBounds{}, invalid("Options.CacheEntries is %d", o.CacheEntries)
 	case o.Timeout < 0:
 		return kernels.ExchangeBounds{}, invalid("Options.Timeout is %v", o.Timeout)
-	case o.MaxSMs < 0:
-		return kernels.ExchangeBounds{}, invalid("Options.MaxSMs is %d", o.MaxSMs)
+	case o.MaxSMs < 0 || o.MaxSMs > mostSMs || o.CopySMs > mostSMs:
+		return kernels.ExchangeBounds{}, invalid("Options.MaxSMs is %d and CopySMs %d, want 0 to %d and at most %d", o.MaxSMs, o.CopySMs, mostSMs, mostSMs)
+	case o.Slots > mostSlots:
+		return kernels.ExchangeBounds{}, invalid("Options.Slots is %d, want at most %d", o.Slots, mostSlots)
 	}
 	if o.CopySMs == 0 && o.MaxSMs == 0 {
 		o.CopySMs = DefaultMaxSMs
@@ -93,8 +102,8 @@ func (o *Options) complete(size int, e kernels.Engine, dev device.Kind) (kernels
 	if c.Slots < 1 {
 		return c, invalid("Options.Slots is %d", o.Slots)
 	}
-	if c.SlotBytes < 0 || c.SlotBytes%kernels.LineBytes != 0 {
-		return c, invalid("Options.SlotBytes is %d, want a multiple of %d", o.SlotBytes, kernels.LineBytes)
+	if c.SlotBytes < 0 || c.SlotBytes > mostSlotBytes || c.SlotBytes%kernels.LineBytes != 0 {
+		return c, invalid("Options.SlotBytes is %d, want a multiple of %d, at most %d", o.SlotBytes, kernels.LineBytes, mostSlotBytes)
 	}
 	if c.PacketBytes > 1<<20 {
 		return c, invalid("Options.PacketBytes is %d, want at most %d", c.PacketBytes, 1<<20)

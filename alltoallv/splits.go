@@ -2,6 +2,7 @@ package alltoallv
 
 import (
 	"encoding/binary"
+	"fmt"
 	"math"
 	"math/bits"
 	"slices"
@@ -30,7 +31,8 @@ func invalid(format string, args ...any) error {
 type Splits struct {
 	// Send[k] elements go to rank k; Recv[k] elements come from rank k.
 	Send, Recv []int64
-	// SendDispls[k] and RecvDispls[k] are the offsets at which these parts begin in their buffers. nil packs them in rank order.
+	// SendDispls[k] and RecvDispls[k] are the offsets at which these parts begin in their buffers, which empty parts lie in too. nil packs
+	// them in rank order.
 	SendDispls, RecvDispls []int64
 	// PeerDispls[k] is the offset at which this rank's part begins in rank k's destination: RecvDispls[this rank] of rank k.
 	// With it, and a destination at the same offset of the symmetric heap on every rank, a GPU's copy engines can do the
@@ -160,6 +162,14 @@ func assignDispls(dst, src []int64) []int64 {
 	return append(dst[:0], src...)
 }
 
+// placed is splits and, where they are given, displacements in words.
+func placed(counts, displs []int64) string {
+	if displs == nil {
+		return fmt.Sprint(counts)
+	}
+	return fmt.Sprintf("%v at %v", counts, displs)
+}
+
 // layout turns counts and displacements of one direction into bytes and offsets, and returns the length that the buffer must
 // have. side is "send" or "receive" in messages.
 func layout(side string, counts, displs []int64, elem int64, ranks int, bytes, offsets []int64) (int64, error) {
@@ -185,9 +195,7 @@ func layout(side string, counts, displs []int64, elem int64, ranks int, bytes, o
 		}
 		bytes[k], offsets[k] = n*elem, at*elem
 		next = at + n
-		if n > 0 {
-			extent = max(extent, next*elem)
-		}
+		extent = max(extent, next*elem)
 	}
 	return extent, nil
 }

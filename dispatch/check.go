@@ -43,14 +43,14 @@ func (d *Dispatcher) check(name string, v memory.View, want int64, t kernels.DTy
 	if err := v.Valid(); err != nil {
 		return fmt.Errorf("dispatch: %s: %w", name, err)
 	}
+	if !v.Holds(t) {
+		return invalid("%s has elements of %s, want %v", name, v.Element(), t)
+	}
 	if v.Len() == 0 && want <= 0 {
 		return nil
 	}
 	if !d.c.Heap.Serves(v) {
 		return invalid("%s is not %v memory", name, d.c.Heap.Device().Kind())
-	}
-	if !v.Holds(t) {
-		return invalid("%s has elements of %s, want %v", name, v.Element(), t)
 	}
 	if err := d.mine(name, v, 0); err != nil {
 		return err

@@ -40,6 +40,9 @@ func (d *Driver) DeviceCount() (int, error) {
 
 // Device is the GPU with an ordinal.
 func (d *Driver) Device(ordinal int) (*Device, error) {
+	if ordinal != int(int32(ordinal)) {
+		return nil, fmt.Errorf("device %d: no int of C", ordinal)
+	}
 	a := args{uint64(ordinal)}
 	if err := d.call(0, opDeviceGet, &a, nil); err != nil {
 		return nil, fmt.Errorf("device %d: %w", ordinal, err)

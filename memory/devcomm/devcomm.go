@@ -30,6 +30,9 @@ func invalid(format string, args ...any) error { return comm.Invalid("devcomm", 
 // maxSignals bounds Options.Signals.
 const maxSignals = 1 << 12
 
+// maxShared bounds Grid.SharedBytes. No multiprocessor has as much.
+const maxShared = 1 << 24
+
 // Options of a Comm. The zero value works. All ranks pass the same number of signals.
 type Options struct {
 	// Signals is how many there are from each rank to each other; default 256, at most 4096. Each takes 32 bytes a peer.
@@ -127,8 +130,8 @@ func (x *Comm) Launch(s device.Stream, k *Kernel, g Grid, args any) error {
 		return err
 	case k == nil || k.of != x:
 		return invalid("launch: the kernel is not one of this Comm")
-	case g.Blocks < 1 || g.Threads < 1 || g.Threads > 1024 || g.SharedBytes < 0:
-		return invalid("launch: %d blocks of %d threads with %d bytes, want at least 1 block, 1 to 1024 threads and no fewer than 0 bytes", g.Blocks, g.Threads, g.SharedBytes)
+	case g.Blocks < 1 || g.Threads < 1 || g.Threads > 1024 || g.SharedBytes < 0 || g.SharedBytes > maxShared:
+		return invalid("launch: %d blocks of %d threads with %d bytes, want at least 1 block, 1 to 1024 threads and 0 to %d bytes", g.Blocks, g.Threads, g.SharedBytes, maxShared)
 	}
 	x.c.Lock()
 	defer x.c.Unlock()

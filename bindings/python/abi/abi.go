@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"runtime"
-	"time"
 	"unsafe"
 
 	"github.com/switchyard-moe/switchyard/bindings/python/core"
@@ -19,7 +18,7 @@ import (
 var handles = core.NewHandles()
 
 // abiVersion changes when a function does. The Python package refuses another than its own.
-const abiVersion = 14
+const abiVersion = 15
 
 // guard runs the body of an export: it turns errors and panics into a code and keeps the text for the thread. An export
 // runs on the thread of its caller, so that is whose text it is.
@@ -64,11 +63,20 @@ func buffer(p unsafe.Pointer, n C.int64_t) core.Buffer {
 	return core.Buffer{Addr: uintptr(p), Bytes: int64(n)}
 }
 
+// numbers are those of a caller's array, none where it is NULL or its length no length.
 func numbers(p *C.int64_t, n C.int64_t) []int64 {
-	if p == nil {
+	if p == nil || n < 0 {
 		return nil
 	}
 	return unsafe.Slice((*int64)(unsafe.Pointer(p)), int(n))
+}
+
+// length refuses what is no number of a caller's things.
+func length(of string, n C.int64_t) error {
+	if n < 0 {
+		return fmt.Errorf("switchyard: %w: %d %s", core.ErrInvalid, int64(n), of)
+	}
+	return nil
 }
 
 // hostStream refuses streams of GPUs where only the host does the work. 0 is the communicator's own.
@@ -97,10 +105,13 @@ var (
 	_ [unsafe.Sizeof(core.TransferCall{})]byte = [C.sizeof_struct_switchyard_transfer_call]byte{}
 )
 
-func shapeOf(p core.Place, shape *C.struct_switchyard_shape_head) core.Shape {
+func shapeOf(p core.Place, shape *C.struct_switchyard_shape_head) (core.Shape, error) {
 	head := (*core.ShapeHead)(unsafe.Pointer(shape))
+	if err := head.Check(); err != nil {
+		return core.Shape{}, err
+	}
 	behind := unsafe.Add(unsafe.Pointer(shape), unsafe.Sizeof(*head))
-	return core.Shape{ShapeHead: head, Ranks: unsafe.Slice((*int64)(behind), head.Behind(p.Size()))}
+	return core.Shape{ShapeHead: head, Ranks: unsafe.Slice((*int64)(behind), head.Behind(p.Size()))}, nil
 }
 
 // guarded is guard for what may also have to be asked again.
@@ -147,7 +158,7 @@ func at(place C.uint64_t, ticket *C.uint64_t, wait C.int64_t, submit func(core.P
 // await hands out a ticket and waits for it for wait microseconds.
 func await(c *core.Comm, t core.Ticket, ticket *C.uint64_t, wait C.int64_t) (core.Code, error) {
 	*ticket = C.uint64_t(t)
-	done, _, err := c.Wait(t, time.Duration(wait)*time.Microsecond)
+	done, _, err := c.Wait(t, core.Microseconds(int64(wait)))
 	if err == nil && !done {
 		return core.Again, nil
 	}
@@ -178,7 +189,7 @@ func switchyard_wait(communicator, ticket C.uint64_t, wait C.int64_t, value *C.i
 		if err != nil {
 			return 0, err
 		}
-		done, v, err := c.Wait(core.Ticket(ticket), time.Duration(wait)*time.Microsecond)
+		done, v, err := c.Wait(core.Ticket(ticket), core.Microseconds(int64(wait)))
 		if err == nil && !done {
 			return core.Again, nil
 		}

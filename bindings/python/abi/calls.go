@@ -19,7 +19,11 @@ import (
 //export switchyard_all_to_all
 func switchyard_all_to_all(place, stream C.uint64_t, dst, src unsafe.Pointer, shape *C.struct_switchyard_shape_head, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
 	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
-		return p.AllToAll(uintptr(stream), uintptr(dst), uintptr(src), shapeOf(p, shape))
+		s, err := shapeOf(p, shape)
+		if err != nil {
+			return 0, err
+		}
+		return p.AllToAll(uintptr(stream), uintptr(dst), uintptr(src), s)
 	})
 }
 
@@ -33,7 +37,11 @@ func switchyard_explain(place C.uint64_t, dst unsafe.Pointer, shape *C.struct_sw
 		if err != nil {
 			return err
 		}
-		why, err := p.Explain(uintptr(dst), shapeOf(p, shape))
+		s, err := shapeOf(p, shape)
+		if err != nil {
+			return err
+		}
+		why, err := p.Explain(uintptr(dst), s)
 		if err == nil {
 			fit(text, room, why)
 		}
@@ -45,13 +53,21 @@ func switchyard_explain(place C.uint64_t, dst unsafe.Pointer, shape *C.struct_sw
 // buffer. text and room are as for switchyard_explain.
 //
 //export switchyard_explain_reduction
-func switchyard_explain_reduction(communicator C.uint64_t, collective C.int32_t, bytes C.int64_t, dtype C.int32_t, text *C.char, room C.int64_t) C.int32_t {
+func switchyard_explain_reduction(communicator C.uint64_t, collective, bytes, dtype C.int64_t, text *C.char, room C.int64_t) C.int32_t {
 	return guard(func() error {
 		c, err := core.Get[*core.Comm](handles, uint64(communicator))
 		if err != nil {
 			return err
 		}
-		why, err := c.ExplainReduction(kernels.Collective(collective), int64(bytes), kernels.DType(dtype))
+		of, err := core.Numbered[kernels.Collective]("collective", int64(collective))
+		if err != nil {
+			return err
+		}
+		t, err := core.Numbered[kernels.DType]("dtype", int64(dtype))
+		if err != nil {
+			return err
+		}
+		why, err := c.ExplainReduction(of, int64(bytes), t)
 		if err == nil {
 			fit(text, room, why)
 		}
@@ -94,10 +110,24 @@ func switchyard_refuse(place C.uint64_t, code C.int32_t, text *C.char, ticket *C
 // in switchyard_all_to_all.
 //
 //export switchyard_all_reduce
-func switchyard_all_reduce(place, stream C.uint64_t, dst, src unsafe.Pointer, bytes C.int64_t, dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+func switchyard_all_reduce(place, stream C.uint64_t, dst, src unsafe.Pointer, bytes, dtype, op, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
 	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
-		return p.AllReduce(uintptr(stream), buffer(dst, bytes), buffer(src, bytes), kernels.DType(dtype), kernels.ReduceOp(op))
+		t, o, err := reduction(dtype, op)
+		if err != nil {
+			return 0, err
+		}
+		return p.AllReduce(uintptr(stream), buffer(dst, bytes), buffer(src, bytes), t, o)
 	})
+}
+
+// reduction is a data type and an operator of a caller.
+func reduction(dtype, op C.int64_t) (kernels.DType, kernels.ReduceOp, error) {
+	t, err := core.Numbered[kernels.DType]("dtype", int64(dtype))
+	if err != nil {
+		return 0, 0, err
+	}
+	o, err := core.Numbered[kernels.ReduceOp]("op", int64(op))
+	return t, o, err
 }
 
 // switchyard_reduce_scatter combines src of all ranks and leaves this rank's slice in dst. place, stream, wait and ticket are as for
@@ -105,9 +135,13 @@ func switchyard_all_reduce(place, stream C.uint64_t, dst, src unsafe.Pointer, by
 //
 //export switchyard_reduce_scatter
 func switchyard_reduce_scatter(place, stream C.uint64_t, dst unsafe.Pointer, dstBytes C.int64_t, src unsafe.Pointer, srcBytes C.int64_t,
-	dtype, op C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	dtype, op, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
 	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
-		return p.ReduceScatter(uintptr(stream), buffer(dst, dstBytes), buffer(src, srcBytes), kernels.DType(dtype), kernels.ReduceOp(op))
+		t, o, err := reduction(dtype, op)
+		if err != nil {
+			return 0, err
+		}
+		return p.ReduceScatter(uintptr(stream), buffer(dst, dstBytes), buffer(src, srcBytes), t, o)
 	})
 }
 
@@ -125,7 +159,7 @@ func switchyard_all_gather(place, stream C.uint64_t, dst unsafe.Pointer, dstByte
 // switchyard_broadcast copies bytes of rank root to all ranks. place, stream, wait and ticket are as for switchyard_all_reduce.
 //
 //export switchyard_broadcast
-func switchyard_broadcast(place, stream C.uint64_t, data unsafe.Pointer, bytes C.int64_t, root C.int32_t, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+func switchyard_broadcast(place, stream C.uint64_t, data unsafe.Pointer, bytes, root, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
 	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
 		return p.Broadcast(uintptr(stream), buffer(data, bytes), int(root))
 	})

@@ -7,7 +7,6 @@ import "C"
 import (
 	"context"
 	"errors"
-	"time"
 	"unsafe"
 
 	"github.com/switchyard-moe/switchyard/bindings/python/core"
@@ -114,7 +113,7 @@ func switchyard_dispatcher_unmask(communicator, dispatcher C.uint64_t, within C.
 		if err != nil {
 			return 0, err
 		}
-		return d.Unmask(time.Duration(within) * time.Microsecond)
+		return d.Unmask(core.Microseconds(int64(within)))
 	})
 }
 
@@ -184,7 +183,7 @@ func switchyard_deliver(dispatcher, stream C.uint64_t, call *C.struct_switchyard
 		}
 		if !d.OnGPU() {
 			*ticket = C.uint64_t(t)
-			done, made, err := d.Comm().Wait(t, time.Duration(wait)*time.Microsecond)
+			done, made, err := d.Comm().Wait(t, core.Microseconds(int64(wait)))
 			switch {
 			case err != nil:
 				return 0, err
@@ -232,7 +231,7 @@ func copied(d *core.Dispatcher, stream uintptr, r *core.ResultCall, h *core.Hand
 
 // counted hands the counts of a dispatch over, for which it waits wait microseconds.
 func counted(h *core.Handle, wait C.int64_t, tell func(dispatch.HostCounts)) (core.Code, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(wait)*time.Microsecond)
+	ctx, cancel := context.WithTimeout(context.Background(), core.Microseconds(int64(wait)))
 	defer cancel()
 	c, err := h.HostCounts(ctx)
 	if errors.Is(err, context.DeadlineExceeded) {

@@ -47,6 +47,9 @@ func switchyard_kernels_load(kernels C.uint64_t, image unsafe.Pointer, bytes C.i
 		if err != nil {
 			return err
 		}
+		if err := length("bytes of an image", bytes); err != nil {
+			return err
+		}
 		n, err := k.Load(unsafe.Slice((*byte)(image), int(bytes)), C.GoString(name))
 		*kernel = C.int64_t(n)
 		return err
@@ -60,6 +63,9 @@ func switchyard_kernels_launch(kernels, stream C.uint64_t, kernel, blocks, threa
 	return guard(func() error {
 		k, err := core.Get[*core.Kernels](handles, uint64(kernels))
 		if err != nil {
+			return err
+		}
+		if err := length("bytes of arguments", bytes); err != nil {
 			return err
 		}
 		grid := devcomm.Grid{Blocks: int(blocks), Threads: int(threads), SharedBytes: int(shared)}

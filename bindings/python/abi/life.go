@@ -135,13 +135,16 @@ func switchyard_split(communicator C.uint64_t, color, key C.int64_t, words *C.ui
 //export switchyard_shrink
 func switchyard_shrink(communicator C.uint64_t, leaveOut *C.int64_t, n, within C.int64_t, words *C.uint64_t, ticket *C.uint64_t) C.int32_t {
 	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
+		if err := length("ranks to leave out", n); err != nil {
+			return 0, err
+		}
 		var out []int
 		for _, r := range numbers(leaveOut, n) {
 			out = append(out, int(r))
 		}
 		w := newWords()
 		*words = C.uint64_t(shm.Addr(w))
-		return c.Shrink(out, time.Duration(within)*time.Microsecond, w, put[*core.Comm])
+		return c.Shrink(out, core.Microseconds(int64(within)), w, put[*core.Comm])
 	})
 }
 
@@ -153,7 +156,7 @@ func switchyard_admit(communicator C.uint64_t, n C.int64_t, addr *C.char, within
 	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
 		w := newWords()
 		*words = C.uint64_t(shm.Addr(w))
-		return c.Admit(int(n), C.GoString(addr), time.Duration(within)*time.Microsecond, w, put[*core.Comm])
+		return c.Admit(int(n), C.GoString(addr), core.Microseconds(int64(within)), w, put[*core.Comm])
 	})
 }
 
@@ -166,7 +169,7 @@ func switchyard_replace(communicator C.uint64_t, rank C.int64_t, addr *C.char, w
 	return guard(func() error {
 		c, err := core.Get[*core.Comm](handles, uint64(communicator))
 		if err == nil {
-			err = c.Replace(int(rank), at, time.Duration(within)*time.Microsecond)
+			err = c.Replace(int(rank), at, core.Microseconds(int64(within)))
 		}
 		return err
 	})

@@ -5,7 +5,6 @@ package main
 import "C"
 
 import (
-	"time"
 	"unsafe"
 
 	"github.com/switchyard-moe/switchyard/bindings/python/core"
@@ -22,6 +21,9 @@ func switchyard_messages(place, stream C.uint64_t, calls *C.struct_switchyard_me
 		p, err := placeOf(place)
 		if err != nil {
 			return 0, err
+		}
+		if err := length("messages", n); err != nil {
+			return core.OK, err
 		}
 		q, err := p.Messages(uintptr(stream), unsafe.Slice((*core.MessageCall)(unsafe.Pointer(calls)), int(n)))
 		if q == nil || err != nil {
@@ -64,7 +66,7 @@ func switchyard_request(request C.uint64_t, wait C.int64_t, from *C.int64_t) C.i
 
 // meet waits for a request, and names it if it is not over by then and name is not nil.
 func meet(q *core.Request, wait C.int64_t, from *C.int64_t, name *C.uint64_t) (core.Code, error) {
-	over, ranks, err := q.Wait(time.Duration(wait) * time.Microsecond)
+	over, ranks, err := q.Wait(core.Microseconds(int64(wait)))
 	switch {
 	case err != nil:
 		return 0, err

@@ -57,6 +57,9 @@ func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, put fu
 	if h != nil && (c.Experts.Bytes != 0 || c.Weights.Bytes != 0) {
 		return 0, fmt.Errorf("core: %w: experts or weights for a dispatch that was routed before", ErrInvalid)
 	}
+	if err := c.Half.check(); err != nil {
+		return 0, err
+	}
 	v, err := d.views(&c.X, &c.Scales, &c.Experts, &c.Weights)
 	if err != nil {
 		return 0, err
@@ -103,6 +106,13 @@ func (d *Dispatcher) Receive(stream uintptr, h *Handle, combine bool) (Ticket, e
 
 // Combine makes a combine, or the gradient of a dispatch, by a handle or by a routing.
 func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle, r *Routing) (Ticket, error) {
+	if err := c.Half.check(); err != nil {
+		return 0, err
+	}
+	weighting, err := Numbered[dispatch.Weighting]("Weighting", c.Weighting)
+	if err != nil {
+		return 0, err
+	}
 	v, err := d.views(&c.Y, &c.Rows, &c.Weights, &c.SumWeights, &c.Bias[0], &c.Bias[1], &c.Ready, &c.TokenWeights)
 	if err != nil {
 		return 0, err
@@ -120,7 +130,7 @@ func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle, r *Routi
 		return 0, err
 	}
 	o := dispatch.CombineOptions{
-		Weighting: dispatch.Weighting(c.Weighting), Weights: v[2], SumWeights: v[3], Bias: [2]memory.View{v[4], v[5]}, Ready: v[6], TokenWeights: v[7],
+		Weighting: weighting, Weights: v[2], SumWeights: v[3], Bias: [2]memory.View{v[4], v[5]}, Ready: v[6], TokenWeights: v[7],
 		Release: c.Release != 0,
 	}
 	backward, first := c.Backward != 0, c.Half == First
@@ -151,6 +161,10 @@ func (d *Dispatcher) Combine(stream uintptr, c *CombineCall, h *Handle, r *Routi
 
 // CombineBackward makes the gradients of a combine.
 func (d *Dispatcher) CombineBackward(stream uintptr, c *BackwardCall, h *Handle) (Ticket, error) {
+	weighting, err := Numbered[dispatch.Weighting]("Weighting", c.Weighting)
+	if err != nil {
+		return 0, err
+	}
 	v, err := d.views(&c.DRows, &c.DWeights, &c.DY, &c.Rows, &c.Weights)
 	if err != nil {
 		return 0, err
@@ -159,7 +173,7 @@ func (d *Dispatcher) CombineBackward(stream uintptr, c *BackwardCall, h *Handle)
 	if err != nil {
 		return 0, err
 	}
-	o := dispatch.CombineOptions{Weighting: dispatch.Weighting(c.Weighting), Weights: v[4]}
+	o := dispatch.CombineOptions{Weighting: weighting, Weights: v[4]}
 	return d.run(stream, func(s device.Stream) (uint64, error) {
 		return 0, d.inner.CombineBackward(s, v[0], v[1], v[2], v[3], inner, o)
 	})

@@ -67,7 +67,7 @@ type Shape struct {
 }
 
 // Behind is how many numbers Ranks has in a group of a size.
-func (h *ShapeHead) Behind(ranks int) int { return (2 + int(min(h.Placed, 1))) * ranks }
+func (h *ShapeHead) Behind(ranks int) int { return (2 + int(h.Placed)) * ranks }
 
 func (s Shape) send(ranks int) []int64 { return s.Ranks[:ranks] }
 func (s Shape) recv(ranks int) []int64 { return s.Ranks[ranks : 2*ranks] }

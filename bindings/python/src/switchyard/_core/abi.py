@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 14
+VERSION = 15
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
@@ -26,7 +26,7 @@ PROTOTYPES: dict[str, list[Any]] = {
     "wait": [c_uint64, c_uint64, c_int64, _i64p],
     "all_to_all": [c_uint64, c_uint64, c_void_p, c_void_p, c_void_p, c_int64, _u64p],
     "explain": [c_uint64, c_void_p, c_void_p, c_char_p, c_int64],
-    "explain_reduction": [c_uint64, c_int32, c_int64, c_int32, c_char_p, c_int64],
+    "explain_reduction": [c_uint64, c_int64, c_int64, c_int64, c_char_p, c_int64],
     "fault": [c_uint64],
     "observe": [c_int32, c_char_p, c_char_p, c_int64, _i64p],
     "doctor": [c_char_p, c_char_p, c_int64, _i64p],
@@ -35,11 +35,11 @@ PROTOTYPES: dict[str, list[Any]] = {
     "met": [c_uint64, c_uint64],
     "fell_back": [c_uint64, c_char_p, c_char_p, c_char_p],
     "refuse": [c_uint64, c_int32, c_char_p, _u64p],
-    "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
-    "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int32, c_int32, c_int64, _u64p],
+    "all_reduce": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, _u64p],
+    "reduce_scatter": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_int64, _u64p],
     "all_gather": [c_uint64, c_uint64, c_void_p, c_int64, c_void_p, c_int64, c_int64, _u64p],
     "all_to_all_by_plan": [c_uint64, c_uint64, c_void_p, c_void_p, c_int64, c_int64, _u64p],
-    "broadcast": [c_uint64, c_uint64, c_void_p, c_int64, c_int32, c_int64, _u64p],
+    "broadcast": [c_uint64, c_uint64, c_void_p, c_int64, c_int64, c_int64, _u64p],
     "messages": [c_uint64, c_uint64, c_void_p, c_int64, c_int64, c_void_p, _u64p],
     "transfer": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "request": [c_uint64, c_int64, c_void_p],
