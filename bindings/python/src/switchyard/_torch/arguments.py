@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._core.work import Several
 from . import calls
-from .tensors import dense
 from .work import Work
 
 
@@ -44,8 +43,8 @@ def kinds_of(tensors: list[Tensor], opts: Any) -> list[Any]:
 
 
 def known(x: Tensor, opts: Any) -> bool:
-    """Whether the library reduces the numbers of a tensor where they lie."""
-    if x.is_complex() or x.is_neg() or not dense(x):
+    """Whether the library reduces such numbers."""
+    if x.is_complex():
         return False
     return calls.kind_of(x, calls.op_name(opts.reduceOp)) is not None
 

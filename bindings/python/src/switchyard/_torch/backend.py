@@ -16,7 +16,7 @@ from .._core.places import Gpu
 from . import calls, cuda, fallback, groups, lists, pairs
 from .arguments import every, flat, kinds_of, known, listed, number, ours, reducible
 from .groups import Submission
-from .tensors import as_bytes
+from .tensors import apart, as_bytes, readable
 from .work import Theirs, Work
 
 
@@ -57,13 +57,13 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         self, operation: str, prepare: Callable[[], Submission], torchs: Callable[[Any], Any], outputs: list[Tensor]
     ) -> Any:
         """Submit an operation on tensors that are ours. Nobody waits for the ranks to meet."""
-        return self._group.submit(operation, self._group.prepare(prepare), torchs, outputs)
+        return self._group.submit(operation, self._group.prepare(prepare), lambda pg: torchs(fallback.Rows(pg)), outputs)
 
     def _theirs(self, operation: str, tensors: list[Tensor], kinds: Any = (), gpus: bool = True) -> Any:
         """The groups that make a call which is not Switchyard's. It is counted, with the reason; see there."""
         why = fallback.reason(self._group, tensors, kinds, gpus)
         self._group.fell_back(operation, why, self._wrapped, tensors)
-        return self._wrapped
+        return fallback.Rows(self._wrapped)
 
     def alltoall_base(  # type: ignore[no-untyped-def]
         self, output, input, output_split_sizes, input_split_sizes, opts=None
@@ -114,7 +114,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         opts = opts or dist.AllToAllOptions()
         tensors = [*outputs, *inputs]
         on_gpu = all(cuda.ours(x, x) for x in tensors)
-        if not (on_gpu or ours(*tensors)) or not all(x.is_contiguous() and not x.is_neg() for x in tensors):
+        if not (on_gpu or ours(*tensors)):
             return self._theirs("all_to_all", tensors).alltoall(outputs, inputs, opts)
         size = self._group.size
         if len(outputs) != size or len(inputs) != size:
@@ -126,15 +126,9 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             gpu._prepare(lists.same_own, self._group.rank, outputs, inputs)
             work = cuda.exchange_lists(gpu, outputs, inputs, getattr(opts, "asyncOp", True))
             return work or Work(cuda.Enqueued(), outputs)
-        source = torch.cat([as_bytes(x) for x in inputs])
+        source = torch.cat([as_bytes(readable(x)) for x in inputs])
         target = source.new_empty(sum(map(lists.nbytes, outputs)))
-
-        def back() -> None:
-            at = 0
-            for x in outputs:
-                as_bytes(x).copy_(target[at : at + lists.nbytes(x)])
-                at += lists.nbytes(x)
-
+        back = apart(outputs, target)
         out_sizes, in_sizes = [*map(lists.nbytes, outputs)], [*map(lists.nbytes, inputs)]
 
         def prepare() -> Submission:
@@ -142,7 +136,10 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             function, arguments, _ = calls.exchange(self._group.shapes, target, source, out_sizes, in_sizes)
             return function, arguments, back
 
-        return self._submit("all_to_all", prepare, lambda pg: pg.alltoall_base(target, source, out_sizes, in_sizes), outputs)
+        def torchs(pg: Any) -> Any:
+            return Work(Theirs(pg.alltoall_base(target, source, out_sizes, in_sizes)), outputs, back)
+
+        return self._submit("all_to_all", prepare, torchs, outputs)
 
     def _refuse_gloos(self, call: str, tensors: list[Tensor], opts: Any) -> None:
         for x in tensors:
@@ -416,7 +413,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         if len(tensors) != 1 or not ours(*tensors):
             return torchs(self._theirs(name, tensors, gpus=False))
         call = self._group.prepare(lambda: pairs.submission(self._group, [(receive, tensors[0], peer, tag)]))
-        return self._group.submit(name, call, torchs, tensors)
+        return self._group.submit(name, call, lambda pg: torchs(fallback.Rows(pg)), tensors)
 
 
 def process_group(options: Any, backend_options: Any = None) -> SwitchyardProcessGroup:

@@ -20,7 +20,7 @@ from .._core.splits import Shapes
 from . import cuda, fallback
 from .groups import Submission, communicator, find, group_of, process_group
 from .profile import profiled, span
-from .tensors import PLAIN, dense, into, is_tensor, readable, real, same_dtype, splittable, writable
+from .tensors import PLAIN, into, is_tensor, readable, real, same_dtype, splittable, writable, written
 from .work import Work
 
 _float8 = {name: kind for name in ("float8_e4m3fn", "float8_e5m2") if (kind := getattr(torch, name, None)) is not None}
@@ -216,7 +216,8 @@ def all_to_all_single(
         return _now(comm, call, output, async_op)
 
     def torchs(pg: Any) -> Any:
-        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, pg, async_op)
+        given = (output, input, output_split_sizes, input_split_sizes, pg, async_op)
+        return fallback.in_rows(dist.all_to_all_single, "wr", given)
 
     if not mine:
         return torchs(torchs_group(group, "all_to_all_single", _many(input), [output, input]))
@@ -239,6 +240,7 @@ def exchange(shapes: Shapes, output: Tensor, input: Tensor, output_split_sizes: 
     if output.is_complex() or output.is_neg() or not output.is_contiguous():
         output, back = writable(output, "output")
     shape = shapes.find(*shapes_of, item, output_split_sizes, input_split_sizes)
+    written(output)
     return Communicator._all_to_all, (output.data_ptr(), input.data_ptr(), shape[0], (output, input, shape)), back
 
 
@@ -250,7 +252,8 @@ def explain(output: Tensor, input: Tensor, output_split_sizes: Any, input_split_
     comm = communicator(group)
     if comm is None or not (_ours(output) and _ours(input)):
         return "torch: Switchyard does not exchange such tensors"
-    _, (dst, _, shape, _), _ = exchange(comm._shapes, output, input, output_split_sizes, input_split_sizes)
+    # Nothing is written, so autograd hears of nothing.
+    _, (dst, _, shape, _), _ = exchange(comm._shapes, output.data, input, output_split_sizes, input_split_sizes)
     return comm._explain(dst, shape)
 
 
@@ -262,7 +265,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
     how = op_name(op)
 
     def torchs(pg: Any) -> Any:
-        return dist.all_reduce(tensor, _torch_op(op), pg, async_op)
+        return fallback.in_rows(dist.all_reduce, "b", (tensor, _torch_op(op), pg, async_op))
 
     on_gpu = cuda.ours(tensor, tensor)
     if not (on_gpu or _ours(tensor)) or _coalescing(process_group(group)):
@@ -313,9 +316,10 @@ def kind_of(x: Tensor, how: str) -> tuple[int, int] | None:
 def reduce(tensor: Tensor, kind: tuple[int, int]) -> Submission:
     """all_reduce of a tensor that is ours."""
     x, back = real(tensor), None
-    if x.is_neg() or not dense(x):
-        fresh = x.resolve_neg().clone(memory_format=torch.contiguous_format)
+    if x.is_neg() or not x.is_contiguous():
+        fresh = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
         x, back = fresh, into(x, fresh, "tensor")
+    written(x)
     address = x.data_ptr()
     return Communicator._all_reduce, (address, address, x.numel() * x.element_size(), *kind, x), back
 
@@ -331,7 +335,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
     kind = kind_of(input, how)
 
     def torchs(pg: Any) -> Any:
-        return dist.reduce_scatter_tensor(output, input, _torch_op(op), pg, async_op)
+        return fallback.in_rows(dist.reduce_scatter_tensor, "wr", (output, input, _torch_op(op), pg, async_op))
 
     on_gpu = cuda.ours(output, input)
     if kind is None or not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
@@ -360,6 +364,7 @@ def scatter(ranks: int, output: Tensor, input: Tensor, kind: tuple[int, int]) ->
             "must be the same size as output size times world size"
         )
     input, (output, back) = readable(input), writable(output, "output")
+    written(output)
     size = output.element_size()
     arguments = (output.data_ptr(), output.numel() * size, input.data_ptr(), input.numel() * size, *kind, (output, input))
     return Communicator._reduce_scatter, arguments, back
@@ -373,7 +378,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
     hint_gradient("all_gather_into_tensor", input)
 
     def torchs(pg: Any) -> Any:
-        return dist.all_gather_into_tensor(output, input, pg, async_op)
+        return fallback.in_rows(dist.all_gather_into_tensor, "wr", (output, input, pg, async_op))
 
     on_gpu = cuda.ours(output, input)
     if not (on_gpu or (_ours(output) and _ours(input))) or _coalescing(process_group(group)):
@@ -399,6 +404,7 @@ def gather(ranks: int, output: Tensor, input: Tensor) -> Submission:
             "output tensor size must be equal to world_size times input tensor size"
         )
     input, (output, back) = readable(input), writable(output, "output_tensor")
+    written(output)
     size = output.element_size()
     arguments = (output.data_ptr(), output.numel() * size, input.data_ptr(), input.numel() * size, (output, input))
     return Communicator._all_gather, arguments, back

@@ -24,7 +24,7 @@ from .._core.places import Gpu
 from .._core.splits import integers
 from .groups import Submission, warn_alone
 from .profile import named
-from .tensors import PLAIN, as_bytes, contiguous, real, same_dtype
+from .tensors import PLAIN, apart, as_bytes, contiguous, readable, real, same_dtype, written
 from .work import Work
 
 # Absent where torch has no CUDA, and then there are no CUDA tensors either.
@@ -136,6 +136,7 @@ def exchange(
     except errors.Error as err:
         gpu._refuse(err)
         raise
+    written(output)
     gpu._all_to_all(
         raw_stream(gpu.device) if stream is None else stream, output.data_ptr(), input.data_ptr(), shape[0]
     )
@@ -305,21 +306,18 @@ def _beside(
 
 @named("all_to_all")
 def exchange_lists(gpu: Gpu, outputs: list[Tensor], inputs: list[Tensor], async_op: bool) -> Work | None:
-    """Enqueue all_to_all of contiguous tensors on this GPU, one for each rank: through two tensors of bytes."""
+    """Enqueue all_to_all of tensors on this GPU, one for each rank: through two tensors of bytes."""
     if torch.cuda.current_device() != gpu.device:
         with torch.cuda.device(gpu.device):
             return exchange_lists(gpu, outputs, inputs, async_op)
-    pieces, sent = [as_bytes(x) for x in outputs], [as_bytes(x) for x in inputs]
-    sizes, in_sizes = [x.numel() for x in pieces], [x.numel() for x in sent]
+    sent = [as_bytes(readable(x)) for x in inputs]
+    sizes, in_sizes = [x.numel() * x.element_size() for x in outputs], [x.numel() for x in sent]
     source = torch.cat(sent)
     target = source.new_empty(sum(sizes))
+    back = apart(outputs, target)
 
     def enqueue(stream: int) -> None:
         exchange(gpu, target, source, sizes, in_sizes, None, stream)
-
-    def back() -> None:
-        for piece, part in zip(pieces, target.split(sizes)):
-            piece.copy_(part)
 
     if async_op:
         return _beside(gpu, enqueue, [source, target, *outputs], outputs, back)

@@ -199,7 +199,9 @@ class Group:
             return torchs(self.elsewhere)
 
         def now(_: None = None) -> Completion:
+            nonlocal back
             if self.comm is None:
+                back = None  # which would bring what the library has not written
                 return Theirs(theirs())
             return function(self.comm, *arguments, True)  # type: ignore[no-any-return]
 
@@ -210,7 +212,8 @@ class Group:
             if self.comm is None:
                 return theirs()
             done = now()  # type: ignore[assignment]
-        return Work(done, outputs, back)  # type: ignore[arg-type]
+        bring = None if back is None else lambda: back() if back is not None else None
+        return Work(done, outputs, bring)  # type: ignore[arg-type]
 
     def end(self) -> None:
         """End the communicator, without the other ranks."""

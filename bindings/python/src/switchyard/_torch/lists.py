@@ -10,7 +10,7 @@ from .._core.comm import Communicator
 from .._core.splits import Shapes
 from . import calls
 from .groups import Submission
-from .tensors import as_bytes, into, readable, writable
+from .tensors import as_bytes, into, readable, writable, written
 
 
 def all_gather(ranks: int, outputs: list[Tensor], input: Tensor) -> Submission:
@@ -29,6 +29,8 @@ def reduce_scatter(ranks: int, output: Tensor, inputs: list[Tensor], kind: tuple
 def broadcast(rank: int, root: int, tensor: Tensor) -> Submission:
     """broadcast of the bytes of rank root."""
     x, back = (readable(tensor), None) if rank == root else writable(tensor, "tensor")
+    if rank != root:
+        written(x)
     return Communicator._broadcast, (x.data_ptr(), x.numel() * x.element_size(), root, x), back
 
 

@@ -25,7 +25,7 @@ from .._core.dispatched import (
 )
 from .._core.dispatcher import Calls
 from .profile import named
-from .tensors import description, tensor_on
+from .tensors import description, tensor_on, written
 
 
 class Kinds:
@@ -289,7 +289,7 @@ def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Any, async_o
         d._redispatch(x.data_ptr(), _scales_of(d, scales, x), output, x.shape[0], async_op, (x, scales))
         return output
 
-    torch.autograd.graph.increment_version(dispatched.rows)  # gradients that need what was there are refused
+    written(dispatched.rows)  # gradients that need what was there are refused
     gradients = x.requires_grad and torch.is_grad_enabled()
     got = _recorded(d, x, None, send) if gradients else _plainly(d, x, send())
     got._weights, got._parts, got._half = dispatched._weights, dispatched._parts, async_op
@@ -345,7 +345,7 @@ def _check_out(d: Calls, out: Any, tokens: int) -> None:
     d._check_out(out.shape, tokens)
     if not out.is_contiguous() or (out.is_cuda and out.data_ptr() % 16):
         raise errors.InvalidArgument("switchyard: combine: out is not contiguous, or does not begin at a multiple of 16 bytes")
-    torch.autograd.graph.increment_version(out)
+    written(out)
 
 
 @named("combine")

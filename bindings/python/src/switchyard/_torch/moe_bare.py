@@ -11,6 +11,7 @@ from .._core.dispatched import OF_TOKENS, UNWEIGHTED, Combining, Dispatched, Res
 from .._core.dispatcher import Calls
 from .moe import aligned, kinds, place
 from .profile import named
+from .tensors import written
 
 
 @named("dispatch")
@@ -35,6 +36,8 @@ def bring(
     weights [rows, top_k] there are also their sums; rows by expert are weighted with token_weights."""
     rows, tokens = aligned(rows), way.tokens
     y = rows.new_empty((tokens, d.hidden)) if out is None else out
+    if out is not None:
+        written(out)
     buffers = [y.data_ptr(), tokens * d._sum_bytes, rows.data_ptr(), rows.shape[0] * d._sum_bytes]
     sums, held = None, (y, rows, weights, token_weights, biases)  # type: Tensor | None, Any
     if weights is not None:

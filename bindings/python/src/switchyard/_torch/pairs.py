@@ -13,10 +13,10 @@ from .. import errors
 from .._core import pairs
 from .._core.comm import Communicator
 from .._core.places import Gpu
-from . import calls, cuda
+from . import calls, cuda, fallback
 from .groups import Submission, communicator, process_group
 from .profile import named
-from .tensors import contiguous, is_tensor, readable, real, writable
+from .tensors import contiguous, is_tensor, readable, real, writable, written
 from .work import Work
 
 
@@ -45,6 +45,8 @@ def submission(ranks: Any, ops: list[tuple[bool, Tensor, Any, Any]]) -> Submissi
         x, back = writable(tensor, "tensor") if receive else (readable(tensor), None)
         numbers += pairs.message(ranks, receive, peer, tag, (x.data_ptr(), x.numel() * x.element_size()))
         keep.append(x)
+        if receive:
+            written(x)
         if back is not None:
             backs.append(back)
 
@@ -108,7 +110,7 @@ def message(receive: bool, tensor: Tensor, peer: Any, group: Any, tag: Any, asyn
     comm = communicator(group)
     if comm is None or not calls._ours(tensor):
         pg = calls.torchs_group(group, name, calls._many(tensor), [tensor], gpus=False)
-        return getattr(dist, name)(tensor, peer, pg, tag)
+        return fallback.in_rows(getattr(dist, name), "w" if receive else "r", (tensor, peer, pg, tag))
     work = _start(comm, [(receive, tensor, peer_of(group, peer), tag)], async_op)
     if async_op:
         return work
@@ -127,8 +129,12 @@ def batch(ops: list[Any]) -> Any:
     if comm is None or not all(calls._ours(op.tensor) for op in ops):
         what, tensors = f" of {ops[0].tensor.device.type} tensors", [op.tensor for op in ops]
         pg = calls.torchs_group(group, "batch_isend_irecv", what, tensors, gpus=False)
-        theirs = [dist.P2POp(getattr(dist, op.op.__name__), op.tensor, op.peer, pg, op.tag) for op in ops]
-        return _TorchBatch(dist.batch_isend_irecv(theirs))
+
+        def call(*made: Tensor) -> _TorchBatch:
+            theirs = [dist.P2POp(getattr(dist, op.op.__name__), x, op.peer, pg, op.tag) for op, x in zip(ops, made)]
+            return _TorchBatch(dist.batch_isend_irecv(theirs))
+
+        return fallback.in_rows(call, "".join("w" if op.op.__name__ == "irecv" else "r" for op in ops), tensors)
     return _start(comm, [(op.op.__name__ == "irecv", op.tensor, peer_of(group, op.peer), op.tag) for op in ops], True)
 
 
@@ -156,17 +162,26 @@ def move(kind: str, tensor: Tensor, at: Tensor, peer: Any, group: Any, stream: A
     on_gpu = cuda.ours(tensor, at)
     if not on_gpu and not (calls._ours(tensor) and calls._ours(at)):
         raise errors.Unsupported(f"switchyard: {kind} of {tensor.device} with memory on {at.device}")
-    memory = [(x.data_ptr(), x.numel() * x.element_size()) for x in (real(tensor), real(at))]
     if on_gpu:
         cuda.one_device(tensor, at)
         with cuda.on_stream(stream, tensor, at):
             gpu = calls.gpu(group, tensor.device)
-            gpu._transfer(cuda.raw_stream(gpu.device), pairs.transfer(gpu._comm, kind, peer, *memory))
+            call = _transfer(gpu._comm, kind, peer, tensor, at)
+            gpu._transfer(cuda.raw_stream(gpu.device), call)
         return
     if stream is not None:
         raise errors.InvalidArgument(f"switchyard: stream is {stream!r}: streams are for CUDA tensors")
     comm = calls.here(group)
-    comm._transfer(pairs.transfer(comm, kind, peer, *memory), (tensor, at))
+    comm._transfer(_transfer(comm, kind, peer, tensor, at), (tensor, at))
+
+
+def _transfer(comm: Communicator, kind: str, peer: Any, tensor: Tensor, at: Tensor) -> array[int]:
+    """A put or a get of tensors that are ours."""
+    memory = [(x.data_ptr(), x.numel() * x.element_size()) for x in (real(tensor), real(at))]
+    call = pairs.transfer(comm, kind, peer, *memory)
+    if kind == "get":
+        written(tensor)
+    return call
 
 
 def flag_on_gpu(kind: str, peer: Any, semaphore: Any, group: Any, device: Any, stream: Any) -> None:

@@ -11,7 +11,7 @@ from .._core.comm import Communicator
 from .._core.dtypes import DTYPES
 from . import calls
 from .groups import Submission
-from .tensors import is_tensor, readable, same_dtype, writable
+from .tensors import is_tensor, readable, same_dtype, writable, written
 
 
 def all_to_all_by_plan(output: Tensor, input: Tensor, group: Any, async_op: bool) -> Any:
@@ -39,6 +39,7 @@ def slices(ranks: int, output: Tensor, input: Tensor) -> Submission:
             f"many rows to each of {ranks} ranks as come from there"
         )
     input, (output, back) = readable(input), writable(output, "output")
+    written(output)
     arguments = (output.data_ptr(), input.data_ptr(), input.numel() * input.element_size(), (output, input))
     return Communicator._all_to_all_by_plan, arguments, back
 
@@ -47,6 +48,7 @@ def explain_reduction(call: str, output: Tensor, input: Tensor, group: Any) -> s
     _on_host("output", output)
     _on_host("input", input)
     comm = calls.here(group)
+    output, input = output.data, input.data  # nothing is written, so autograd hears of nothing
     kind = (DTYPES["uint8"], 0)
     if call in ("all_reduce", "reduce_scatter_tensor"):
         found = calls.kind_of(input, "sum")

@@ -45,8 +45,16 @@ def real(x: Tensor) -> Tensor:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor."""
-    return real(x).detach().reshape(-1).view(torch.uint8)
+    """The bytes of a contiguous tensor. One element is contiguous whatever its strides are, but has no bytes for torch."""
+    x = real(x).detach()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def written(*tensors: Tensor) -> None:
+    """Tell autograd of tensors that the library writes where they lie: gradients that need what was there are refused."""
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -78,16 +86,22 @@ def into(x: Tensor, fresh: Tensor, name: str) -> Callable[[], None]:
     return back
 
 
-def dense(x: Tensor) -> bool:
-    """Whether the tensor's elements fill one stretch of memory, in whatever order."""
-    if x.is_contiguous() or x.numel() == 0:
-        return True
-    step = 1
-    for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape) if n != 1):
-        if stride != step:
-            return False
-        step *= n
-    return True
+def apart(outputs: list[Tensor], target: Tensor) -> Callable[[], None]:
+    """The function that brings bytes into tensors, one after the other."""
+    backs, at = [], 0
+    for i, x in enumerate(outputs):
+        fresh, back = writable(x, f"output_tensor_list[{i}]")
+        n = x.numel() * x.element_size()
+        backs.append((as_bytes(fresh), target[at : at + n], back))
+        at += n
+
+    def bring() -> None:
+        for into_bytes, part, back in backs:
+            into_bytes.copy_(part)
+            if back is not None:
+                back()
+
+    return bring
 
 
 #: Layouts that peers take apart by dimensions of images, and yet are without gaps.
