@@ -1,4 +1,4 @@
-"""What autograd knows of calls: which tensors they have written."""
+"""What autograd knows of calls: which tensors they have written, and which gradients can be differentiated again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import switchyard as sw
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
+
+import switchyard.layers as layers  # noqa: E402
 
 
 def refused(call, w):
@@ -98,3 +100,91 @@ def by_handed_over_calls(rank, size):
 
 def test_autograd_hears_of_what_gloo_writes(backend):
     backend.run(by_handed_over_calls)
+
+
+REFUSED = "have no gradients: second derivatives through it are not there"
+
+
+def second_derivatives(rank, size):
+    hidden, tokens = 8, 4
+    d = sw.Dispatcher(2 * size, 2, hidden, max_tokens=16)
+    idx = torch.arange(2 * tokens).view(tokens, 2) % (2 * size)
+    matrix = torch.randn(hidden, hidden)
+
+    def layer(x, weights, act=torch.tanh):
+        got = d.dispatch(x, idx, weights)
+        return d.combine(act(got.rows @ matrix), got)
+
+    # The penalty of the gradients of tokens goes through experts that are not linear.
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    y = layer(x, torch.ones(tokens, 2))
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(sw.errors.Unsupported, match=REFUSED):
+        (y.sum() + (dx**2).sum()).backward()
+    # What is linear has no second derivative that would be missing.
+    y = layer(x, torch.ones(tokens, 2), lambda rows: 2 * rows)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert not dx.requires_grad
+    # The gradients of rows depend on the weights, and those of weights on the rows.
+    weights = torch.rand(tokens, 2, requires_grad=True)
+    y = layer(x, weights, lambda rows: 2 * rows)
+    dx, dw = torch.autograd.grad(y.sum(), (x, weights), create_graph=True)
+    for part in (dx, dw):
+        with pytest.raises(sw.errors.Unsupported, match=REFUSED):
+            (part**2).sum().backward(retain_graph=True)
+    # Given weights, and those that come with the rows.
+    beside = sw.Dispatcher(2 * size, 2, hidden, max_tokens=16, row_weights=True)
+    got = beside.dispatch(x, idx, weights)
+    y = beside.combine(got.rows * got.row_weights[:, None], got, weighted=False)
+    dx, dw = torch.autograd.grad(y.sum(), (x, weights), create_graph=True)
+    with pytest.raises(sw.errors.Unsupported, match="gradients of a dispatch " + REFUSED):
+        ((dx**2).sum() + (dw**2).sum()).backward()
+    # First derivatives stay what they are, also where a graph of them is made.
+    firsts = []
+    for graph in (False, True):
+        x.grad = None
+        layer(x, torch.ones(tokens, 2)).sum().backward(create_graph=graph)
+        firsts.append(x.grad.detach().clone())
+    torch.testing.assert_close(*firsts)
+    model = layers.MoE(d, 16)
+    y = model(x, idx, torch.ones(tokens, 2))
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(sw.errors.Unsupported, match=REFUSED):
+        (dx**2).sum().backward()
+
+
+def test_second_derivatives_are_refused(gloo):
+    gloo.run(second_derivatives)
+
+
+def compiled(rank, size):
+    import switchyard._torch.moe_ops  # noqa: F401
+
+    hidden, tokens = 8, 4
+    d = sw.Dispatcher(2 * size, 2, hidden, max_tokens=16)
+    idx = torch.arange(2 * tokens).view(tokens, 2) % (2 * size)
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    rows, handle, *_ = torch.ops.switchyard.dispatch(x, None, idx, None, d.name)
+    y = torch.ops.switchyard.combine(torch.tanh(rows), handle, None, None, None, None, 0, tokens, d.name)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="switchyard"):
+        (dx**2).sum().backward()
+
+
+def test_second_derivatives_of_operators_are_refused(gloo):
+    gloo.run(compiled)
+
+
+def exchanged(rank, size):
+    import switchyard.torch as st
+
+    x = torch.randn(2 * size, 3, requires_grad=True)
+    for call in (st.all_to_all_single, st.all_reduce, st.all_gather_into_tensor, st.reduce_scatter_tensor):
+        (dx,) = torch.autograd.grad(call(torch.tanh(x)).pow(2).sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad((dx**2).sum(), x)
+        assert torch.isfinite(again).all()
+        assert again.abs().sum() > 0
+
+
+def test_second_derivatives_of_collectives(gloo):
+    gloo.run(exchanged)

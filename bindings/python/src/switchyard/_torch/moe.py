@@ -24,6 +24,7 @@ from .._core.dispatched import (
     biases_of,
 )
 from .._core.dispatcher import Calls
+from .once import once
 from .profile import named
 from .tensors import description, tensor_on, written
 
@@ -212,6 +213,7 @@ class _Dispatch(torch.autograd.Function):
         return rows if weights is None else (rows, kinds(d).part(output, "row_weights"))
 
     @staticmethod
+    @once("a dispatch")
     def backward(ctx: Any, d_rows: Tensor | None, d_row_weights: Tensor | None = None) -> Any:  # type: ignore[override]
         (token,) = ctx.saved_tensors  # which holds the output
         d = ctx.dispatcher
@@ -313,6 +315,7 @@ class _Combine(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once("a combine", lambda ctx: any(ctx.needs_input_grad[1:3]))  # the gradients of rows and weights depend on the weights
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         token, rows, given = ctx.saved_tensors
         d_rows, d_weights = combine_backward(ctx.dispatcher, dy, rows, given, int(token[0]), ctx.weighting, ctx.shape)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch.once import once
 from . import lists, products
 from .lists import Lists, Words
 from .tables import Plan
@@ -74,6 +75,7 @@ class _Experts(torch.autograd.Function):
         return y.detach()  # whose memory other calls use too
 
     @staticmethod
+    @once("a layer's experts", lambda ctx: any(ctx.needs_input_grad[:4]))
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
         rows, weights, gate_up, down, h, offsets, counts, entries, owners, starts, places = ctx.saved_tensors
         block, top_k, most = ctx.lists
