@@ -490,6 +490,17 @@ def too_many(rank, size):
     del few
     again = d.dispatch(x[:1], np.full((1, 1), rank), weights[:1])
     del again
+    narrow = sw.Dispatcher(size, 1, 4, max_tokens=8, index_dtype="int32")
+    for no in (1 << 32, (1 << 32) - 1, -(1 << 32)):
+        with pytest.raises(errors.InvalidArgument, match=f"idx has {no}, and the dispatcher takes indices of int32"):
+            narrow.dispatch(x[:2], np.array([[0], [no]]), weights[:2])
+    with pytest.raises(errors.InvalidArgument, match=f"idx has {(1 << 64) - 1}, and the dispatcher takes indices of int64"):
+        d.dispatch(x[:1], np.array([[(1 << 64) - 1]], np.uint64), weights[:1])
+    with pytest.raises(errors.InvalidType, match="idx is float64, want integers"):
+        d.dispatch(x[:0], np.zeros((0, 1)), weights[:0])
+    narrow.close()
+    with pytest.raises(errors.InvalidArgument, match=f"size is {4 << 80}, want an integer of 64 bits"):
+        sw.empty(1 << 40, 1 << 40, dtype=np.float32)
     for bad in ((x[:, :3], idx, weights), (x, idx[:3], weights), (x.astype("f8"), idx, weights), (x[:1], [[size]], [[1.0]])):
         with pytest.raises(errors.InvalidArgument):
             d.dispatch(*bad)

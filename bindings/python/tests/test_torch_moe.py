@@ -92,6 +92,28 @@ def test_outputs_live_as_long_as_they_are_needed(gloo):
     gloo.run(lifetimes)
 
 
+def wide_indices(rank, size):
+    x, w = torch.ones(2, 4), torch.ones(2, 1)
+    narrow = sw.Dispatcher(size, 1, 4, max_tokens=8, index_dtype=torch.int32)
+    for no in (1 << 32, (1 << 32) - 1, -(1 << 32)):
+        for idx in (torch.tensor([[0], [no]]), [[0], [no]]):
+            with pytest.raises(sw.errors.InvalidArgument, match=f"idx has {no}, and the dispatcher"):
+                narrow.dispatch(x, idx, w)
+    for dispatcher in (narrow, sw.Dispatcher(size, 1, 4, max_tokens=8)):
+        with pytest.raises(sw.errors.InvalidArgument, match=f"idx has {(1 << 64) - 1}, and"):
+            dispatcher.dispatch(x, torch.tensor([[0], [(1 << 64) - 1]], dtype=torch.uint64), w)
+        with pytest.raises(sw.errors.InvalidType, match=r"idx is torch\.float32, want integers"):
+            dispatcher.dispatch(x[:0], torch.empty(0, 1), w[:0])
+        for kind in (torch.uint8, torch.int16, torch.int32, torch.uint32, torch.int64, torch.uint64):
+            idx = torch.full((2, 1), rank).to(kind)
+            assert dispatcher.dispatch(x, idx, w).counts == [2], kind
+        assert dispatcher.dispatch(x, torch.tensor([[-1], [rank]]), w).counts == [1]
+
+
+def test_indices_are_checked_before_they_are_converted(gloo):
+    gloo.run(wide_indices)
+
+
 FORMATS = [{"scale_format": "ue8m0"}, {"scale_format": "power_of_two"}]
 SCALES = [{}, {"scale_per_token": True}, *FORMATS, {"scale_columns": True}, {"low_latency": True}]
 WAYS = ["weighted", "halves", "given", "unweighted", "weighted"]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .. import errors
 from . import failures
 from .abi import CALL
+from .arguments import integer
 from .native import Library, usable
 from .splits import Shapes
 
@@ -65,6 +66,7 @@ class Place:
     def _alloc(self, size: int, stream: int = 0) -> Block:
         """Take symmetric memory for work on a stream. Every rank makes the same calls of alloc and free, in the same order."""
         comm, ticket = self._comm, c_uint64()
+        size = integer("size", size, 0)
         block = Block(
             comm, comm._control(self._lib.alloc(comm._handle, self._handle, stream, size, byref(ticket)), ticket), size
         )
@@ -181,6 +183,7 @@ class Gpu(Place):
     def pool(self, size: int, stream: int) -> int:
         """Take symmetric memory for an allocator of torch and return the number of its functions. It stays taken."""
         comm, ticket = self._comm, c_uint64()
+        size = integer("size", size, 0)
         number = comm._control(self._lib.gpu_pool(comm._handle, self._handle, stream, size, byref(ticket)), ticket)
         comm._pools += 1
         return number

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import errors
 from .._core.abi import COPY_SMS, LIVE, MAX_SMS, NO_SMS, PLACED
-from .._core.arguments import type_of
+from .._core.arguments import integer, type_of
 from .._core.comm import Communicator
 from .._core.places import Gpu
 from .._core.splits import integers
@@ -172,7 +172,7 @@ def shape_of(
                 raise errors.InvalidArgument("switchyard: peer_displs with split sizes on the GPU, unread by copy engines")
             unit = _row(output) // numbers[0]
             numbers[PLACED] = 1
-            numbers.extend([d * unit for d in integers(peer_displs, "peer_displs", gpu._shapes.ranks)])
+            numbers.extend([integer("peer_displs", d * unit) for d in integers(peer_displs, "peer_displs", gpu._shapes.ranks)])
         numbers[MAX_SMS], numbers[COPY_SMS], numbers[NO_SMS] = max_sms or 0, _none(copy_sms), bool(no_sms)
     return numbers.buffer_info()[0], (numbers, live)
 
@@ -192,6 +192,9 @@ def _row(x: Tensor) -> int:
 
 def _on_gpu(sizes: Any) -> bool:
     return isinstance(sizes, Tensor) and sizes.is_cuda
+
+
+_MOST = (1 << 63) - 1
 
 
 def _live(
@@ -214,8 +217,9 @@ def _live(
     out_bytes, in_bytes = output.numel() * output.element_size(), input.numel() * input.element_size()
     # Sizes and displacements in bytes, of what is sent and of what is received.
     live = torch.empty(2, 2, n, dtype=torch.int64, device=output.device)
-    torch.mul(input_splits, _row(input), out=live[0, 0])
-    torch.mul(output_splits, _row(output), out=live[1, 0])
+    for sizes, x, into in ((input_splits, input, live[0, 0]), (output_splits, output, live[1, 0])):
+        row = max(_row(x), 1)  # bytes beyond 64 bits stay more than there is room for
+        torch.clamp(sizes, -(_MOST // row), _MOST // row, out=into).mul_(_row(x))
     torch.cumsum(live[:, 0], 1, out=live[:, 1])
     live[:, 1] -= live[:, 0]
     guess = array("q", [min(out_bytes, in_bytes) // n]) * n  # by which the algorithm is chosen

@@ -158,10 +158,11 @@ def _choices(d: Calls, idx: Any, weights: Any, tokens: int) -> tuple[Tensor, Ten
     """Expert indices and weights as the library takes them."""
     k, want = kinds(d), (tokens, d.top_k)
     if type(idx) is not Tensor or idx.dtype is not k.index:
-        idx = torch.as_tensor(idx, device=None if isinstance(idx, Tensor) else k.device)
-        if idx.numel() and (idx.dtype.is_floating_point or idx.dtype.is_complex or idx.dtype is torch.bool):
+        given = isinstance(idx, Tensor)
+        idx = torch.as_tensor(idx, device=None if given else k.device)
+        if (given or idx.numel()) and (idx.dtype.is_floating_point or idx.dtype.is_complex or idx.dtype is torch.bool):
             raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
-        idx = idx.to(k.index)
+        idx = _narrowed(idx, k.index)
     idx = _plain(d, "idx", idx, k.index)
     if weights is not None:
         if type(weights) is not Tensor or weights.dtype is not torch.float32:
@@ -172,6 +173,24 @@ def _choices(d: Calls, idx: Any, weights: Any, tokens: int) -> tuple[Tensor, Ten
     if idx.shape != want:
         d._check_choices(tokens, idx.shape, None if weights is None else weights.shape)
     return idx, weights
+
+
+def _narrowed(idx: Tensor, kind: torch.dtype) -> Tensor:
+    """Expert indices as integers of a type. One that this has no room for stays no expert: on the host it is refused here."""
+    if idx.dtype is kind or not idx.numel():
+        return idx.to(kind)
+    wide, kept = idx.to(torch.int64), torch.iinfo(kind)
+    if idx.dtype is torch.uint64:
+        wide = torch.where(wide < 0, torch.iinfo(torch.int64).max, wide)  # what 64 bits have no room for
+    elif torch.iinfo(idx.dtype).max <= kept.max:
+        return wide.to(kind)
+    if wide.is_cuda:
+        return wide.clamp(kept.min, kept.max).to(kind)
+    over = (wide > kept.max - (idx.dtype is torch.uint64)) | (wide < kept.min)
+    if over.any():
+        value = idx.flatten().tolist()[int(over.flatten().to(torch.uint8).argmax())]
+        raise errors.InvalidArgument(f"switchyard: idx has {value}, and the dispatcher takes indices of {kind}")
+    return wide.to(kind)
 
 
 def _scales_of(d: Calls, scales: Any, x: Tensor) -> tuple[int, int]:
