@@ -14,6 +14,7 @@ from switchyard import errors
 
 import deep_ep
 from deep_ep._dispatchers import taken_up
+from deep_ep.hybrid_ep_buffer import indices_to_map
 
 MOST = 12
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -121,11 +122,20 @@ def experts(rank, size):
     x, idx, weights = routing(rank, size, 6)
     layout = buffer.get_dispatch_layout(idx, 4 * size)
     about = {"num_tokens_per_rank": layout[0], "is_token_in_rank": layout[3], "num_tokens_per_expert": layout[2]}
-    beyond = idx.clone()
-    if rank == 1:
-        beyond[3, 1] = 4 * size
-    said = f"token 3 of rank 1 has expert {4 * size} as choice 1, there are {4 * size} experts"
-    for _ in range(2):
+    for no in (4 * size, -2, (1 << 63) - 1):
+        wrong = idx.clone()
+        wrong[3, 1] = no
+        with pytest.raises(errors.InvalidArgument, match=f"get_dispatch_layout: topk_idx has expert {no} of"):
+            buffer.get_dispatch_layout(wrong, 4 * size)
+    for call in (lambda i: buffer.get_dispatch_layout(i, 4 * size), lambda i: indices_to_map(i, None, 6, 4 * size)):
+        with pytest.raises(errors.InvalidType, match=r"topk_idx is torch\.float32, want int64 or int32"):
+            call(idx.float())
+    # -5 is no expert and no masked choice, and the others are none after something was added, or bits were lost.
+    for expert in (4 * size, 4 * size, -5, 1 << 32, (1 << 63) - 1):
+        beyond = idx.clone()
+        if rank == 1:
+            beyond[3, 1] = expert
+        said = f"token 3 of rank 1 has expert {expert} as choice 1, there are {4 * size} experts"
         with pytest.raises(RuntimeError, match=said):
             buffer.dispatch(x, topk_idx=beyond, topk_weights=weights, **about)
         with pytest.raises(RuntimeError, match=said):

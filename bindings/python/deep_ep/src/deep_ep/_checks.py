@@ -72,11 +72,17 @@ def matrix(call: str, name: str, x: Any, rows: int = -1, columns: int = -1, devi
     return x if x.is_contiguous() else x.contiguous()
 
 
-def choices(call: str, topk_idx: Any, topk_weights: Any, count: int, device: Any) -> tuple[Tensor, Optional[Tensor]]:
-    """Expert indices and weights of tokens."""
+def indices(call: str, topk_idx: Any, count: int = -1, device: Any = None) -> Tensor:
+    """Expert indices of tokens."""
     idx = matrix(call, "topk_idx", topk_idx, rows=count, device=device)
     if idx.dtype not in (torch.int64, torch.int32):
         raise errors.InvalidType(f"deep_ep: {call}: topk_idx is {idx.dtype}, want int64 or int32")
+    return idx
+
+
+def choices(call: str, topk_idx: Any, topk_weights: Any, count: int, device: Any) -> tuple[Tensor, Optional[Tensor]]:
+    """Expert indices and weights of tokens."""
+    idx = indices(call, topk_idx, count, device)
     if topk_weights is None:
         return idx, None
     weights = matrix(call, "topk_weights", topk_weights, rows=count, columns=idx.shape[1], device=device)

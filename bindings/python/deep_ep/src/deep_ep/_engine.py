@@ -144,9 +144,14 @@ class Engine:
         choice = error.choice
         if choice is None:
             return error
+        expert = choice.expert
+        if expert >= experts:
+            expert -= self.size
+        elif expert < self.size - (1 << 63):  # which _shifted has brought here from the other end of 64 bits
+            expert += (1 << 64) - self.size
         return errors.InvalidArgument(
-            f"deep_ep: dispatch: token {choice.token} of rank {choice.rank} has expert {choice.expert - self.size} as choice "
-            f"{choice.number}, there are {experts} experts (-1 masks a choice)"
+            f"deep_ep: dispatch: token {choice.token} of rank {choice.rank} has expert {expert} as choice {choice.number}, "
+            f"there are {experts} experts (-1 masks a choice)"
         )
 
     def _ready(self, shape: Shape, tokens: int) -> Made:

@@ -23,7 +23,8 @@ def indices_to_map(
     topk_idx: Tensor, topk_weights: Optional[Tensor], num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Choices [tokens, top_k], -1 for none, as a mask [tokens, experts], and their weights at the same places."""
-    idx, shape = topk_idx.to(torch.int64), (num_of_tokens, num_of_experts + 1)
+    idx = checks.indices("indices_to_map", topk_idx).to(torch.int64)
+    shape = (num_of_tokens, num_of_experts + 1)
     at = torch.where(idx < 0, num_of_experts, idx)
     chosen = torch.zeros(shape, dtype=torch.bool, device=idx.device).scatter_(1, at, True)[:, :num_of_experts]
     if topk_weights is None:

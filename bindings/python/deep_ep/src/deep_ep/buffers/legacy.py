@@ -150,9 +150,11 @@ class Buffer(FewTokens):
         check(call, previous_event, async_finish, allocate_on_comm_stream)
         checks.experts(call, num_experts, self.group_size)
         device = device_of(f"{call}: topk_idx", topk_idx)
-        idx = checks.matrix(call, "topk_idx", topk_idx)
-        if idx.device.type == "cpu" and idx.numel() and int(idx.max()) >= num_experts:
-            raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has expert {int(idx.max())} of {num_experts}")
+        idx = checks.indices(call, topk_idx)
+        if idx.device.type == "cpu" and idx.numel():
+            for expert in (int(idx.min()), int(idx.max())):
+                if not -1 <= expert < num_experts:
+                    raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has expert {expert} of {num_experts}")
 
         def count() -> tuple[Tensor, Tensor, Tensor]:
             wide = idx.to(torch.int64)
