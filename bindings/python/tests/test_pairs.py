@@ -101,6 +101,7 @@ def refused(rank, size):
         (ValueError, "tensor is not contiguous", lambda: sw.send(np.ones((3, 3)).T, (rank + 1) % size)),
         (ValueError, "semaphore is 8, want 0 to 7", lambda: sw.signal((rank + 1) % size, 8)),
         (ValueError, "put: tensor has 24 bytes, at 8", lambda: sw.put(x, np.ones(1), (rank + 1) % size)),
+        (TypeError, "put: tensor is int64, at float64", lambda: sw.put(np.ones(1, np.int64), np.ones(1), (rank + 1) % size)),
         (ValueError, "symmetric", lambda: sw.put(x, x, (rank + 1) % size)),
         (ValueError, "streams are for CUDA tensors", lambda: sw.put(x, x, (rank + 1) % size, stream=7)),
         (ValueError, "the list is empty", lambda: sw.batch_isend_irecv([])),

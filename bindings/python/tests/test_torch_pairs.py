@@ -82,6 +82,7 @@ def symmetric(rank, size):
         ("stream is 3: streams are for CUDA tensors", lambda: sw.all_gather_into_tensor(x, x, stream=3)),
         ("stream is 3: streams are for CUDA tensors", lambda: sw.reduce_scatter_tensor(x, x, stream=3)),
         ("tensor has 4 bytes, at 12", lambda: sw.get(got[:1], x, after)),
+        ("get: tensor is float32, at int32", lambda: sw.get(got.view(torch.float32), x, after)),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -31,4 +31,6 @@ def batch(ops: list[Any], comm: Communicator) -> Work:
 
 def move(kind: str, tensor: Any, at: Any, peer: Any, comm: Communicator) -> None:
     mine, place = array_of(tensor, "tensor", write=kind == "get"), array_of(at, "at")
-    comm._transfer(pairs.transfer(comm, kind, peer, (mine.address, mine.nbytes), (place.address, place.nbytes)), (mine, place))
+    call = pairs.transfer(comm, kind, peer, (mine.address, mine.nbytes), (place.address, place.nbytes))
+    pairs.same_elements(kind, mine.dtype, place.dtype)
+    comm._transfer(call, (mine, place))

@@ -48,6 +48,12 @@ def transfer(comm: Communicator, kind: str, peer: Any, mine: Memory, at: Memory)
     return transfer_call(KINDS[kind], rank_of(comm.rank, comm.size, kind == "get", peer), mine, at)
 
 
+def same_elements(kind: str, mine: str, at: str) -> None:
+    """Refuse a put or a get whose two sides have elements of different types. Bytes are like any, and so are unknown ones."""
+    if mine != at and "uint8" not in (mine, at) and mine and at:
+        raise errors.InvalidType(f"switchyard: {kind}: tensor is {mine}, at {at}")
+
+
 def semaphore_call(comm: Communicator, kind: str, peer: Any, semaphore: Any) -> array[int]:
     """A TransferCall of a signal or a wait."""
     number = integer("semaphore", semaphore, 0)

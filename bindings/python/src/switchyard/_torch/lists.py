@@ -87,7 +87,13 @@ def nbytes(x: Tensor) -> int:
 
 
 def same_own(rank: int, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-    """Refuse lists whose tensors for this rank itself are not of one size."""
+    """Refuse lists whose tensors for this rank itself are not of one size, or that have elements of different types."""
+    for name, tensors in (("output", outputs), ("input", inputs)):
+        for i, x in enumerate(tensors):
+            if x.dtype is not inputs[0].dtype:
+                raise errors.InvalidType(
+                    f"switchyard: {name}_tensor_list[{i}] is {x.dtype}, input_tensor_list[0] {inputs[0].dtype}"
+                )
     output, input = outputs[rank], inputs[rank]
     if nbytes(output) != nbytes(input):
         raise errors.InvalidArgument(

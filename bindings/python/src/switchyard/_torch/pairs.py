@@ -179,6 +179,7 @@ def _transfer(comm: Communicator, kind: str, peer: Any, tensor: Tensor, at: Tens
     """A put or a get of tensors that are ours."""
     memory = [(x.data_ptr(), x.numel() * x.element_size()) for x in (real(tensor), real(at))]
     call = pairs.transfer(comm, kind, peer, *memory)
+    pairs.same_elements(kind, *(str(x.dtype).removeprefix("torch.") for x in (tensor, at)))
     if kind == "get":
         written(tensor)
     return call
