@@ -35,9 +35,10 @@ func (w *worker) kill() error {
 
 // testament is what a rank knows when the ranks change.
 type testament struct {
-	Rank  int // in the old group, -1 for one that is new
-	Done  int // steps
-	Final int // see worker.final
+	Rank  int   // in the old group, -1 for one that is new
+	Done  int   // steps
+	Final int   // see worker.final
+	Mine  []int // the rank's experts
 	// Of one of the ranks that have done the most steps.
 	History *report.History
 	Balance [][]float32 // by layer
@@ -107,7 +108,7 @@ func carryOn(ctx context.Context, g *comm.Group, c config.Config, text *text.Cor
 	// Some ranks may have done one step more than others: the last one's sums can be complete on some when a rank is lost.
 	mine := testament{Rank: -1}
 	if old != nil {
-		mine = testament{Rank: old.rank, Done: old.Done(), Final: old.final}
+		mine = testament{Rank: old.rank, Done: old.Done(), Final: old.final, Mine: old.experts()}
 	}
 	all, err := gather(ctx, g.AllGather, mine)
 	if err != nil {
@@ -132,7 +133,7 @@ func carryOn(ctx context.Context, g *comm.Group, c config.Config, text *text.Cor
 	if err != nil {
 		return fail(err)
 	}
-	common, before := parts[best], &dispatch.Placement{Ranks: parts[best].Experts}
+	common, before := parts[best], standing(parts[best].Experts, all)
 	if done := all[best].Done; old != nil && old.Done() < done {
 		if old.Done() != done-1 || old.final != done {
 			return fail(fmt.Errorf("rank %d has done %d steps, rank %d %d", old.rank, old.Done(), was[best], done))
@@ -154,7 +155,7 @@ func carryOn(ctx context.Context, g *comm.Group, c config.Config, text *text.Cor
 	}
 	if old != nil {
 		w.model.Clock.Spent = old.model.Clock.Spent
-		kept := before.Local(old.rank)
+		kept := old.experts()
 		for slot, e := range p.Local(w.rank) {
 			if s := slices.Index(kept, e); s >= 0 {
 				copyAll(w.model.Expert(slot), old.model.Expert(s))
@@ -166,6 +167,27 @@ func carryOn(ctx context.Context, g *comm.Group, c config.Config, text *text.Cor
 		return fail(errors.Join(err, w.close(ctx)))
 	}
 	return w, nil
+}
+
+// experts are those of this rank, in the order in which its model has them.
+func (w *worker) experts() []int { return w.dispatcher.Placement().Local(w.rank) }
+
+// standing is where experts are, in the numbers of the old group: by one rank's placement, but that of the ranks which are left each has its
+// own. These differ where a rank was lost while experts moved.
+func standing(placement [][]int, left []testament) *dispatch.Placement {
+	p := &dispatch.Placement{Ranks: make([][]int, len(placement))}
+	for e, at := range placement {
+		p.Ranks[e] = slices.DeleteFunc(slices.Clone(at), func(r int) bool {
+			return !slices.ContainsFunc(left, func(t testament) bool { return t.Rank == r && slices.Contains(t.Mine, e) })
+		})
+		found := len(p.Ranks[e]) > 0
+		for _, t := range left {
+			if !found && t.Rank >= 0 && slices.Contains(t.Mine, e) {
+				p.Ranks[e] = append(p.Ranks[e], t.Rank)
+			}
+		}
+	}
+	return p
 }
 
 // inherit brings what is new on a rank there: the dense part from rank best, and the experts that have moved.
@@ -184,7 +206,7 @@ func (w *worker) inherit(ctx context.Context, best int, old *worker, before, now
 		case m.To:
 			mine = w.model.Expert(slices.Index(now.Local(w.rank), m.Expert))
 		case m.From:
-			mine = old.model.Expert(slices.Index(before.Local(old.rank), m.Expert))
+			mine = old.model.Expert(slices.Index(old.experts(), m.Expert))
 		default: // this rank only takes part
 			mine = make([][]float32, 3*w.cfg.Layers)
 			for i := range mine {
@@ -195,7 +217,7 @@ func (w *worker) inherit(ctx context.Context, best int, old *worker, before, now
 			err = errors.Join(err, broadcast(x, mine, m.From))
 		} else if m.To == w.rank && old != nil {
 			if like := copyOf(before, old.rank, m.Expert); like >= 0 {
-				copyWeights(mine, old.model.Expert(slices.Index(before.Local(old.rank), like)))
+				copyWeights(mine, old.model.Expert(slices.Index(old.experts(), like)))
 			}
 		}
 	}
