@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import switchyard as sw
@@ -206,3 +209,9 @@ def test_the_module_lists_its_own_names():
     import switchyard.torch as st
 
     assert dir(st) == sorted(st.__all__)
+
+
+def test_the_compiler_is_not_imported():
+    """It takes as long as the rest of torch, and most programs do not compile."""
+    code = "import sys, switchyard.torch; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
