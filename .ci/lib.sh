@@ -13,6 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 [ -n "${HOME:-}" ] || HOME=$(mktemp -d)
 export HOME CI=true
+unset PYTHONDONTWRITEBYTECODE # with it each process that imports torch compiles its modules anew: 3.4 s of a core instead of 1.6 s
 exec </dev/null
 results=$(mktemp -d)
 : >"$results/failed"
