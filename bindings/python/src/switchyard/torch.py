@@ -62,7 +62,7 @@ def _name_of(group: Any) -> str:
     return group.group_name
 
 
-# torch.compiler.assume_constant_result sets this too, but imports the compiler, which nearly doubles the time to import this module.
+# torch.compiler.assume_constant_result sets this too, but imports the compiler, which takes as long as all else here.
 _name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

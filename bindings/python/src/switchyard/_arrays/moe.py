@@ -23,9 +23,8 @@ class Arrays:
         d = self._calls
         x = self._rows("x", x, d.dtype)
         self._dtype = x.dtype
-        given = isinstance(idx, np.ndarray)
         idx = np.asarray(idx)
-        if idx.dtype.kind not in "iu" and (given or idx.size):
+        if idx.dtype.kind not in "iu" and idx.size:
             raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
         kept = np.iinfo(d.index_dtype)
         if idx.size and (idx.max() > kept.max or idx.min() < kept.min):

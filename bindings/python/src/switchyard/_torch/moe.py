@@ -24,7 +24,7 @@ from .._core.dispatched import (
     biases_of,
 )
 from .._core.dispatcher import Calls
-from .once import once
+from .._once import once
 from .profile import named
 from .tensors import description, tensor_on, written
 

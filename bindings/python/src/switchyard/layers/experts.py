@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.once import once
+from .._once import once
 from . import lists, products
 from .lists import Lists, Words
 from .tables import Plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import errors
+from . import errors
 
 
 class _Refusing(torch.autograd.Function):
