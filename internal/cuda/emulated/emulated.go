@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/internal/cuda"
+	"github.com/switchyard-moe/switchyard/internal/env"
 )
 
 //go:embed testdata/driver.cpp
@@ -133,6 +134,7 @@ func build(dir string, inputs []string, paths ...string) error {
 
 // Driver reports whether this process has the emulated driver. Where it has not, it has one built, runs the test again in a process that has,
 // and reports false when that has passed: the test then returns. In that process nothing forbids multicast; a real driver is never there.
+// Where the environment forbids multicast and there is a real driver, the test is skipped.
 func Driver(t *testing.T) bool {
 	t.Helper()
 	return run(t, nil)
@@ -172,6 +174,9 @@ func run(t *testing.T, inputs []string, paths ...string) bool {
 	}
 	if d, err := cuda.Open(); err == nil {
 		require.NoError(t, d.Close())
+		if by := env.MulticastDisabledBy(); by != "" {
+			t.Skipf("%s: the emulated driver would have multicast, beside the real one", by)
+		}
 	} else if errors.Is(err, cuda.ErrNotBuilt) {
 		t.Skip(err)
 	}
