@@ -229,6 +229,7 @@ func TestAFailureOfAnyDriverCallOfAReducerLeaksNothing(t *testing.T) {
 		}
 		return all
 	}
+	worldtest.GPUHeaps(t, ranks, memory.Options{SegmentBytes: 8 << 20}, func(*worldtest.Rank) {}) // whose contexts stay
 	before := held()
 	for victim := range ranks {
 		told := 0

@@ -30,9 +30,11 @@ func needGPU(t testing.TB) {
 	if n == 0 {
 		t.Skip("needs a GPU: the driver sees none")
 	}
-	d, err := device.CUDA(0) // keeps the context: making one for every rank takes seconds
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, d.Close()) })
+	for i := range n { // keeps the contexts: making one for every rank takes seconds
+		d, err := device.CUDA(i)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, d.Close()) })
+	}
 }
 
 func rankGPU(t require.TestingT, rank int) *device.CUDADevice {

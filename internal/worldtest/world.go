@@ -199,8 +199,20 @@ func countGPUs(t testing.TB) int {
 		t.Skipf("no GPU: %v", err)
 	}
 	require.NoError(t, err)
+	require.NoError(t, keepContexts())
 	return gpus
 }
+
+// keepContexts opens all GPUs of which it has none yet, so that their contexts last as long as the process: it takes a GPU a second to make one.
+var keepContexts = sync.OnceValue(func() error {
+	gpus, err := device.CUDACount()
+	for i := range gpus {
+		if _, openErr := device.CUDA(i); openErr != nil {
+			err = errors.Join(err, openErr)
+		}
+	}
+	return err
+})
 
 func runGPURank(t testing.TB, ctx context.Context, g *comm.Group, gpus int, o memory.Options, f func(r *Rank)) {
 	d, err := device.CUDA(g.Rank() % gpus)
