@@ -406,7 +406,7 @@ func TestAGPUWithoutFileDescriptorsMakesAHeapOfLegacyIPC(t *testing.T) {
 			}
 			return b, err
 		}
-		h, err := newHeap(t.ctx, g, d, Options{SegmentBytes: 2 << 20}, lacking, ucx.Open)
+		h, err := newHeap(t.ctx, g, d, Options{SegmentBytes: 2 << 20, ShareGPUs: true}, lacking, ucx.Open)
 		require.NoError(t, err)
 		require.Len(t, h.Space().Segments, 3)
 		err = h.Grow(t.ctx, 1)
