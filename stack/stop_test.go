@@ -32,7 +32,7 @@ func TestMain(m *testing.M) {
 
 // After a call that timed out, closing, shrinking and reopening take no longer than their contexts, though a rank is stopped: it
 // is left out, and learns it when it wakes up.
-func TestF2_StoppedRankHoldsUpNobody(t *testing.T) { onDevices(t, stoppedRankHoldsUpNobody) }
+func TestF2_StoppedRankHoldsUpNobody(t *testing.T) { onDevices(t, 1, stoppedRankHoldsUpNobody) }
 
 func stoppedRankHoldsUpNobody(t *testing.T, gpus int) {
 	ps := proctest.Ranks(t, 3, loopback.Addr(), proctest.Spec{
