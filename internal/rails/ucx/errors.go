@@ -9,5 +9,5 @@ package ucx
 
 import "errors"
 
-// ErrUnavailable means that there is no usable UCX. The error says why, and which package has it.
-var ErrUnavailable = errors.New("UCX is not available (Debian: libucx0, PyPI: libucx-cu12)")
+// ErrUnavailable means that there is no usable UCX. The error says why, and which package has the library where it is not there.
+var ErrUnavailable = errors.New("UCX is not available")

@@ -46,6 +46,7 @@ func TestLayout(t *testing.T) {
 		"UCS_OK": "0", "UCS_INPROGRESS": "1", "UCS_THREAD_MODE_SERIALIZED": "1", "UCP_FEATURE_WAKEUP": "1 << 4", "UCP_FEATURE_AM": "1 << 6",
 		"UCP_ERR_HANDLING_MODE_PEER": "1", "UCP_OP_ATTR_FIELD_CALLBACK": "1 << 1", "UCP_OP_ATTR_FIELD_USER_DATA": "1 << 2",
 		"UCP_OP_ATTR_FIELD_FLAGS": "1 << 4", "UCP_EP_CLOSE_FLAG_FORCE": "1 << 0", "UCP_AM_RECV_ATTR_FLAG_RNDV": "1 << 17", "UCS_ERR_LAST": "-100",
+		"UCS_ERR_UNREACHABLE": "-6", "UCS_ERR_NO_DEVICE": "-14",
 	} {
 		source += "_Static_assert(" + name + " == (" + value + "), \"" + name + "\");\n"
 	}

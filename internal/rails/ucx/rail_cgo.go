@@ -162,8 +162,9 @@ func (r *Rail) put(peer int, place int64, src []byte, signal int64) (landed bool
 	if err := r.usable(peer); err != nil {
 		return false, err
 	}
-	if C.swu_failed(r.r, C.uint32_t(peer)) != 0 {
-		return false, fmt.Errorf("ucx: put: %w", &comm.PeerError{Rank: peer, Err: fmt.Errorf("%w: its connection has failed", comm.ErrPeerLost)})
+	if how := C.swu_failed(r.r, C.uint32_t(peer)); how != nil {
+		err := fmt.Errorf("%w: its connection has failed: %s", comm.ErrPeerLost, C.GoString(how))
+		return false, fmt.Errorf("ucx: put: %w", &comm.PeerError{Rank: peer, Err: err})
 	}
 	if len(src) > 0 { // it is read after the call
 		r.pins.Pin(unsafe.SliceData(src))

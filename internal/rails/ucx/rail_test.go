@@ -72,3 +72,34 @@ func BenchmarkRoundTrip(b *testing.B) {
 		})
 	}
 }
+
+// Errors of UCX are words, and name the variables that cause them.
+func TestErrorsOfUCXAreWords(t *testing.T) {
+	need(t)
+	opened := func(rank int, tls, devices string) (rails.Rail, error) {
+		for name, value := range map[string]string{"UCX_TLS": tls, "UCX_NET_DEVICES": devices} {
+			t.Setenv(name, value)
+			if value == "" {
+				os.Unsetenv(name)
+			}
+		}
+		r, err := Open(rails.Config{Rank: rank, Size: 2})
+		if err == nil {
+			t.Cleanup(func() { require.NoError(t, r.Close()) })
+		}
+		return r, err
+	}
+	const cure = ": every rank needs a transport and a device that others are reached by, such as UCX_TLS=tcp"
+	_, err := opened(0, "nonsense", "")
+	require.ErrorIs(t, err, ErrUnavailable)
+	require.ErrorContains(t, err, "ucp_init: No such device, with UCX_TLS=nonsense"+cure)
+	require.NotContains(t, err.Error(), "libucx0") // which is there
+	_, err = opened(0, "tcp", "nonsense")
+	require.ErrorContains(t, err, "ucp_init: No such device, with UCX_TLS=tcp and UCX_NET_DEVICES=nonsense"+cure)
+
+	other, err := opened(1, "tcp", "")
+	require.NoError(t, err)
+	r, err := opened(0, "self", "")
+	require.NoError(t, err)
+	require.EqualError(t, r.Connect(1, other.Address()), "ucx: connect to rank 1: ucp_ep_create: Destination is unreachable, with UCX_TLS=self"+cure)
+}

@@ -14,8 +14,8 @@
 static void on_failure(void *arg, void *ep, int8_t status)
 {
 	peer *p = arg;
-	(void)ep, (void)status;
-	p->failed = 1;
+	(void)ep;
+	p->failed = status;
 	p->rail->counts.failures++;
 }
 
@@ -31,6 +31,26 @@ static void quiet(void)
 	// to put them together.
 	setenv("UCX_TCP_TX_SEG_SIZE", "272k", 0);
 	setenv("UCX_TCP_RX_SEG_SIZE", "272k", 0);
+}
+
+// failed says in why what UCX's status means, and which variables may be its cause. It returns -1.
+static int failed(const swu_rail *r, const char *what, int8_t status, char *why, size_t why_len)
+{
+	const char *tls = getenv("UCX_TLS"), *devices = getenv("UCX_NET_DEVICES");
+	int n = snprintf(why, why_len, "%s: %s", what, r->ucs_status_string(status));
+	if ((status != NO_DEVICE && status != UNREACHABLE) || n < 0 || (size_t)n >= why_len)
+		return -1;
+	why += n, why_len -= n;
+	if (tls == NULL && devices == NULL)
+		snprintf(why, why_len, ": UCX finds no network that both ranks are on");
+	else
+		snprintf(
+		    why, why_len,
+		    ", with%s%s%s%s%s: every rank needs a transport and a device that others are reached by, such as UCX_TLS=tcp",
+		    tls != NULL ? " UCX_TLS=" : "", tls != NULL ? tls : "",
+		    tls != NULL && devices != NULL ? " and" : "", devices != NULL ? " UCX_NET_DEVICES=" : "",
+		    devices != NULL ? devices : "");
+	return -1;
 }
 
 static int open_worker(swu_rail *r, char *why, size_t why_len)
@@ -50,15 +70,15 @@ static int open_worker(swu_rail *r, char *why, size_t why_len)
 	int8_t status = r->ucp_init_version(1, 13, &p, config, &r->context);
 	r->ucp_config_release(config);
 	if (status != OK)
-		FAIL("ucp_init: status %d", status);
+		return failed(r, "ucp_init", status, why, why_len);
 	swu_worker_params wp = {.mask = WORKER_THREAD_MODE, .thread_mode = THREAD_SERIALIZED};
 	if ((status = r->ucp_worker_create(r->context, &wp, &r->worker)) != OK)
-		FAIL("ucp_worker_create: status %d", status);
+		return failed(r, "ucp_worker_create", status, why, why_len);
 	if ((status = r->ucp_worker_get_efd(r->worker, &r->efd)) != OK)
-		FAIL("ucp_worker_get_efd: status %d", status);
+		return failed(r, "ucp_worker_get_efd", status, why, why_len);
 	swu_am_handler h = {.mask = HANDLER_ID | HANDLER_CB | HANDLER_ARG, .id = AM_PUT, .cb = swu_on_put, .arg = r};
 	if ((status = r->ucp_worker_set_am_recv_handler(r->worker, &h)) != OK)
-		FAIL("ucp_worker_set_am_recv_handler: status %d", status);
+		return failed(r, "ucp_worker_set_am_recv_handler", status, why, why_len);
 	return 0;
 }
 
@@ -70,7 +90,7 @@ int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *s
 	void *lib = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
 	if (lib == NULL) {
 		const char *e = dlerror();
-		FAIL("%s", e != NULL ? e : "libucp.so.0 cannot be opened");
+		FAIL("%s (Debian: libucx0, PyPI: libucx-cu12)", e != NULL ? e : "libucp.so.0 cannot be opened");
 	}
 	swu_rail *r = calloc(1, sizeof *r);
 	if (r == NULL || (r->peers = calloc(size, sizeof *r->peers)) == NULL) {
@@ -113,7 +133,7 @@ int swu_address(swu_rail *r, void *out, size_t room, size_t *n, char *why, size_
 	void *a = NULL;
 	int8_t status = r->ucp_worker_get_address(r->worker, &a, n);
 	if (status != OK)
-		FAIL("ucp_worker_get_address: status %d", status);
+		return failed(r, "ucp_worker_get_address", status, why, why_len);
 	if (*n <= room)
 		memcpy(out, a, *n);
 	r->ucp_worker_release_address(r->worker, a);
@@ -136,12 +156,16 @@ int swu_connect(swu_rail *r, uint32_t to, const void *address, char *why, size_t
 	int8_t status = r->ucp_ep_create(r->worker, &ep, &p->ep);
 	if (status != OK) {
 		p->ep = NULL;
-		FAIL("ucp_ep_create: status %d", status);
+		return failed(r, "ucp_ep_create", status, why, why_len);
 	}
 	return 0;
 }
 
-int swu_failed(const swu_rail *r, uint32_t to) { return r->peers[to].failed; }
+const char *swu_failed(const swu_rail *r, uint32_t to)
+{
+	return r->peers[to].failed != OK ? r->ucs_status_string(r->peers[to].failed) : NULL;
+}
+
 unsigned swu_progress(swu_rail *r) { return r->ucp_worker_progress(r->worker); }
 int swu_arm(swu_rail *r) { return r->ucp_worker_arm(r->worker) != OK; }
 void swu_wake(swu_rail *r) { r->ucp_worker_signal(r->worker); }

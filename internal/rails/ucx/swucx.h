@@ -73,7 +73,7 @@ int swu_window(swu_rail *r, int64_t off, int64_t n);
 int swu_put(swu_rail *r, uint32_t peer, int64_t place, const void *src, int64_t n, int64_t signal, char *why,
             size_t why_len);
 void swu_forget(swu_rail *r, int64_t from, int64_t to);
-int swu_failed(const swu_rail *r, uint32_t peer);
+const char *swu_failed(const swu_rail *r, uint32_t peer); // how a connection has failed, NULL for one that has not
 unsigned swu_progress(swu_rail *r);
 int swu_arm(swu_rail *r); // 1: there is something to do
 void swu_wake(swu_rail *r);

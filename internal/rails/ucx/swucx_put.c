@@ -82,7 +82,7 @@ static void on_landed(void *request, int8_t status, size_t length, void *arg)
 		r->counts.landed++;
 		publish(r, l->s);
 	} else
-		r->peers[l->s->peer].failed = 1, r->counts.failures++;
+		r->peers[l->s->peer].failed = status, r->counts.failures++;
 	if (request != NULL)
 		r->ucp_request_free(request);
 }
@@ -117,7 +117,7 @@ int8_t swu_on_put(void *arg, const void *header, size_t header_length, void *dat
 	if (q == NULL)
 		on_landed(NULL, OK, h.n, l);
 	else if (is_error(q))
-		on_landed(NULL, -1, 0, l);
+		on_landed(NULL, status_of(q), 0, l);
 	return IN_PROGRESS;
 refuse:
 	r->counts.refused++;
@@ -182,8 +182,8 @@ int swu_put(swu_rail *r, uint32_t to, int64_t place, const void *src, int64_t n,
 	if (request == NULL)
 		on_sent(NULL, OK, q);
 	else if (is_error(request)) {
-		on_sent(NULL, -1, q);
-		p->failed = 1;
+		on_sent(NULL, status_of(request), q);
+		p->failed = status_of(request);
 	}
 	return 0;
 }

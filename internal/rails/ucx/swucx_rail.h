@@ -9,6 +9,8 @@
 enum {
 	OK = 0,
 	IN_PROGRESS = 1,
+	UNREACHABLE = -6,
+	NO_DEVICE = -14,
 	BUSY = -15,
 
 	FEATURE_WAKEUP = 1 << 4,
@@ -33,6 +35,7 @@ enum {
 	MAX_WINDOWS = 4096,
 };
 
+// The last is of libucs, which libucp brings along.
 #define ENTRIES(X) \
 	X(ucp_init_version, int8_t, (unsigned, unsigned, const swu_params *, const void *, void **)) \
 	X(ucp_cleanup, void, (void *)) \
@@ -55,7 +58,8 @@ enum {
 	  (void *, unsigned, const void *, size_t, const void *, size_t, const swu_request_param *)) \
 	X(ucp_am_recv_data_nbx, void *, (void *, void *, void *, size_t, const swu_request_param *)) \
 	X(ucp_request_check_status, int8_t, (void *)) \
-	X(ucp_request_free, void, (void *))
+	X(ucp_request_free, void, (void *)) \
+	X(ucs_status_string, const char *, (int8_t))
 
 // The header that travels in front of the bytes of a put.
 typedef struct {
@@ -77,7 +81,7 @@ typedef struct stream {
 typedef struct {
 	swu_rail *rail;
 	void *ep;
-	int failed;
+	int8_t failed; // how its connection did, else OK
 } peer;
 
 typedef struct sending {
@@ -124,6 +128,9 @@ struct swu_rail {
 		snprintf(why, why_len, __VA_ARGS__); \
 		return -1; \
 	} while (0)
+
+// status_of is the status that an error in place of a request is.
+static inline int8_t status_of(const void *p) { return (int8_t)(intptr_t)p; }
 
 static inline int is_error(const void *p) { return (uintptr_t)p >= (uintptr_t)-100; }
 

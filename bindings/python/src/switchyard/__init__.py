@@ -304,7 +304,13 @@ def init(
     if heap is not None:
         options["SegmentBytes"] = integer("heap", heap, 1)
     options["Validate"] = flag("validate", validate)
-    comm = core.Communicator._open(options)
+    try:
+        comm = core.Communicator._open(options)
+    except errors.Unsupported as err:
+        if " hosts: " in str(err):
+            without = "ranks of one host meet without it, and calls of torch's process groups go to torch's own backends"
+            err.args = (f"{err}; {without}",)
+        raise
     if default:
         core.set_default(comm)
     return comm
