@@ -42,7 +42,8 @@ type Rail interface {
 	// Left is how many puts of this rank have begun, and of these, from the first on, how many have left: their memory may be written again. The
 	// error is that of a Put at that time.
 	Left() (begun, left uint64, err error)
-	// Flush returns when the memory of all puts so far may be written again.
+	// Flush returns when the memory of all puts so far may be written again, or with an error where that has not come about when ctx ends or
+	// the rail is interrupted.
 	Flush(ctx context.Context) error
 	// Progress does what there is to do at once. It reports whether anything has landed. A rank that waits need not call it: something
 	// else sleeps until there is something to do, and rings.
@@ -54,7 +55,7 @@ type Rail interface {
 	Resume()
 	// Refused counts the messages that have changed nothing: without the key, or with places that are not open.
 	Refused() int64
-	// Interrupt makes Put and Flush fail from now on, at once. When it returns nothing lands in the segment any more.
+	// Interrupt makes Put fail from now on, at once, and Flush where puts have not left. When it returns nothing lands in the segment any more.
 	Interrupt()
 	// Close ends the rail. After it nothing lands any more, and the segment may be given back. It is idempotent.
 	Close() error

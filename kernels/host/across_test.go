@@ -297,7 +297,7 @@ func TestF2_TheCulpritIsOnAnotherHost(t *testing.T) {
 	require.ErrorContains(t, err, "rank 1 waits for rank 3 of another host")
 	wait.busy()
 	require.Equal(t, -1, w.engines[0].Awaits()[1])
-	require.Equal(t, []int{1, -1}, w.engines[1].Awaits(), "the word of a wait that failed stays")
+	require.Equal(t, []int{3, -1}, w.engines[1].Awaits(), "the word of a wait that failed says who is to blame")
 }
 
 // An interrupt ends a wait for another host at once.

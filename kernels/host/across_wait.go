@@ -27,7 +27,11 @@ func (w *waiter) idleAcross(rank int, heard time.Time, rail kernels.Rail) error 
 			return w.failAcross(rank, err)
 		}
 		return nil
-	case silent > w.timeout:
+	case silent > w.timeout && !w.prolonged(silent):
+		if w.again() {
+			return nil
+		}
+		w.leaves(len(w.e.peers)+rank, gaveUpBit)
 		return w.failAcross(rank, fmt.Errorf("%w after %v: it is on another host", comm.ErrTimeout, w.timeout))
 	}
 	if log := w.e.space.Log; waited >= w.told+w.e.tellEvery && log != nil {
@@ -37,7 +41,7 @@ func (w *waiter) idleAcross(rank int, heard time.Time, rail kernels.Rail) error 
 	}
 	w.await(len(w.e.peers) + rank)
 	w.port.waits.show(w)
-	most := min(sleepFor, w.timeout-silent+time.Microsecond)
+	most := w.most(silent)
 	if rail != nil {
 		rail.Wait(most)
 		return nil
@@ -52,8 +56,17 @@ func (w *waiter) idleAcross(rank int, heard time.Time, rail kernels.Rail) error 
 	return nil
 }
 
-// failAcross is the error of a wait for a rank of another host, or of a put to it.
+// failAcross is the error of a wait for a rank of another host, or of a put to it. A connection that has failed says nothing of who is lost:
+// the rank at its other end may be well, and have given this one or a third one up. The group knows, or hears of it.
 func (w *waiter) failAcross(rank int, err error) error {
+	if errors.Is(err, comm.ErrPeerLost) {
+		for end := time.Now().Add(min(lostGrace, w.timeout)); !w.over() && time.Now().Before(end); {
+			time.Sleep(time.Millisecond)
+		}
+		if w.over() {
+			err = comm.ErrAborted
+		}
+	}
 	if errors.Is(err, comm.ErrAborted) {
 		return w.fail(w.e.space.Rank, comm.ErrAborted)
 	}

@@ -119,7 +119,11 @@ func (w *waiter) fail(peer int, err error) error {
 		w.port.absent.Store(&absent)
 	}
 	if errors.Is(err, comm.ErrAborted) {
+		w.leaves(peer, failedBit)
 		if why := w.e.why(); why != nil {
+			if err := w.hearsay(why); err != nil {
+				return err
+			}
 			err = why
 		}
 		return fmt.Errorf("kernels: %s call %d: %w", op, epoch, err)
@@ -129,6 +133,48 @@ func (w *waiter) fail(peer int, err error) error {
 		rank = l.rank
 	}
 	return &comm.PeerError{Rank: rank, Op: op, Epoch: epoch, Err: err}
+}
+
+// hearsay is the error of a call that ends since the group has lost a rank of this host which had given up its own wait, and then ended: whom
+// that one blamed is to blame. It is nil where the group has failed for another reason.
+func (w *waiter) hearsay(why error) error {
+	e := w.e
+	var gone *comm.PeerError
+	if !errors.As(why, &gone) {
+		return nil
+	}
+	for p := range e.peers {
+		to, failed := e.awaits(p)
+		if e.space.Name(p) != gone.Rank || p == e.space.Rank || failed != gaveUpBit {
+			continue
+		}
+		rank := to - len(e.peers)
+		if rank < 0 {
+			rank = e.space.Name(to)
+		}
+		return &comm.PeerError{Rank: rank, Op: w.call.op.String(), Epoch: w.call.epoch,
+			Err: fmt.Errorf("%w on rank %d, which waited for it and has ended: %w", comm.ErrTimeout, gone.Rank, why)}
+	}
+	return nil
+}
+
+// spares reports whether a wait for peer goes on although the group has failed: another rank is lost, which may have done its part in this
+// call before, and peer is about to do its own. It does not last long.
+func (w *waiter) spares(peer int) bool {
+	if w.port.leaving.Load() || w.e.why == nil {
+		return false
+	}
+	if w.lostAt.IsZero() {
+		w.lostAt = time.Now()
+		var lost *comm.PeerError
+		why := w.e.why()
+		w.lost = errors.As(why, &lost) && errors.Is(why, comm.ErrPeerLost) && lost.Rank != w.e.space.Name(w.e.space.Rank)
+		if w.lost {
+			w.lostRank = lost.Rank
+		}
+	}
+	_, failed := w.e.awaits(peer)
+	return w.lost && w.lostRank != w.e.space.Name(peer) && failed == 0 && time.Since(w.lostAt) < newsGrace
 }
 
 // doing says what can be seen of a peer that has not come.
@@ -165,9 +211,21 @@ func (w *waiter) await(peer int) {
 	}
 }
 
+// awaits is for whom a rank of this host waits, as its word says, -1 for nobody, and by which bits that wait has failed.
+func (e *Engine) awaits(p int) (peer int, failed uint32) {
+	word := e.peers[p].awaited.Load()
+	return int(word&(failedBit-1)) - 1, word & (gaveUpBit | failedBit)
+}
+
+// leaves has the word of this rank say that its wait has failed.
+func (w *waiter) leaves(peer int, how uint32) {
+	w.e.peers[w.e.space.Rank].awaited.Store(uint32(peer) + 1 | how)
+}
+
 // beyond is the rank of another host for which a rank of the space waits.
 func (e *Engine) beyond(peer int) (rank int, waits bool) {
-	rank = int(e.peers[peer].awaited.Load()) - 1 - len(e.peers)
+	to, _ := e.awaits(peer)
+	rank = to - len(e.peers)
 	return rank, e.space.Ranks != nil && rank >= 0
 }
 
@@ -183,8 +241,10 @@ func (e *lateError) Unwrap() error { return e.error }
 func (w *waiter) gaveUp(peer int) error {
 	culprit := w.e.culprit(peer, w.call.at)
 	if rank, waits := w.e.beyond(culprit); waits {
+		w.leaves(len(w.e.peers)+rank, gaveUpBit)
 		return &lateError{rank, fmt.Errorf("%w after %v%s: rank %d waits for rank %d of another host", comm.ErrTimeout, w.timeout, w.sizes(peer), w.e.space.Name(culprit), rank)}
 	}
+	w.leaves(culprit, gaveUpBit)
 	waits := ""
 	if culprit != peer {
 		waits = fmt.Sprintf("rank %d waits for rank %d itself; ", w.e.space.Name(peer), w.e.space.Name(culprit))
@@ -200,7 +260,7 @@ func (e *Engine) culprit(peer int, at int64) int {
 	waitFor := make([]int, len(e.peers)) // by rank, -1: for nobody
 	count := make([]int, len(e.peers))   // how many wait for a rank
 	for p := range e.peers {
-		waitFor[p] = int(e.peers[p].awaited.Load()) - 1
+		waitFor[p], _ = e.awaits(p)
 		if p == me {
 			waitFor[p] = peer
 		}

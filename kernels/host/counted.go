@@ -1,6 +1,10 @@
 package host
 
-import "github.com/switchyard-moe/switchyard/kernels"
+import (
+	"fmt"
+
+	"github.com/switchyard-moe/switchyard/kernels"
+)
 
 // common is what most families share. A family embeds it, and has methods of its own where it differs.
 type common struct{}
@@ -18,6 +22,7 @@ type counted struct {
 	offset int64  // of the control block
 	epoch  uint64 // of the call that runs
 	w      waiter
+	why    error // of the call that failed half-way
 }
 
 // kernel is what a rank does in a counted call.
@@ -31,13 +36,17 @@ func (c *counted) do(p *port, op kernels.Operation, k kernel) error {
 	e := p.e
 	failed := e.word(e.space.Rank, c.offset+failedOffset)
 	if failed.Load() != 0 {
-		return kernels.ErrFailed
+		if c.why == nil { // of a process in whose place this one has come
+			return kernels.ErrFailed
+		}
+		return fmt.Errorf("%w: %w", kernels.ErrFailed, c.why)
 	}
 	c.e, c.epoch = e, e.count(c.offset)
 	c.w.begin(p, k, p.call(op, c.offset, c.epoch), op.Within())
 	defer c.w.leave()
 	err := k.call(op)
 	if err != nil && !kernels.Recoverable(err) {
+		c.why = err
 		failed.Store(1)
 	}
 	return err

@@ -125,7 +125,7 @@ func (e *Engine) Awaits() []int {
 	for p := range awaits {
 		if rank, waits := e.beyond(p); waits {
 			awaits[p] = rank
-		} else if awaits[p] = int(e.peers[p].awaited.Load()) - 1; awaits[p] >= 0 && awaits[p] < len(e.peers) {
+		} else if awaits[p], _ = e.awaits(p); awaits[p] >= 0 && awaits[p] < len(e.peers) {
 			awaits[p] = e.space.Name(awaits[p])
 		}
 	}

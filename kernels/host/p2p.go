@@ -7,7 +7,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -16,12 +15,12 @@ import (
 // each has a kernel of its own.
 type transfers struct {
 	bounds *kernels.PointBounds
-	c      PointBlock      // of the ranks of this host, whose numbers are those in the space
-	across *pointsAcross   // nil on one host
-	failed []atomic.Uint64 // by peer: the last launch that was issued when a wait for it failed
-	pairs  []pair          // by peer
-	parked atomic.Int64    // bytes of messages that are copied aside
-	took   atomic.Int32    // the rank of the last message that a receive from any has taken
+	c      PointBlock    // of the ranks of this host, whose numbers are those in the space
+	across *pointsAcross // nil on one host
+	failed []failedWait  // by peer
+	pairs  []pair        // by peer
+	parked atomic.Int64  // bytes of messages that are copied aside
+	took   atomic.Int32  // the rank of the last message that a receive from any has taken
 	nonce  *shm.Nonce
 	// patience is how long a sender waits at least before it copies a message aside.
 	patience time.Duration
@@ -61,7 +60,7 @@ func (f *transfers) layout() kernels.Layout {
 // open leaves word of where this rank's memory is.
 func (f *transfers) open(e *Engine) {
 	space := &e.space
-	f.failed, f.pairs = make([]atomic.Uint64, space.Size), make([]pair, space.Size)
+	f.failed, f.pairs = make([]failedWait, space.Size), make([]pair, space.Size)
 	for p := range f.pairs {
 		f.pairs[p].boxes = make([]outgoing, f.c.Boxes)
 	}
@@ -148,11 +147,23 @@ func giveIdle[K any](f *transfers, list *[]*K, x *K) {
 	f.mu.Unlock()
 }
 
-// late reports whether a launch of this turn has to fail at once instead of waiting for peer.
-func (f *transfers) late(peer int, t *kernels.Turn) bool { return t.Number <= f.failed[peer].Load() }
+// failedWait is a wait for a rank that has failed, on behalf of all launches that were issued by then.
+type failedWait struct {
+	last atomic.Uint64 // of these launches
+	why  atomic.Pointer[error]
+}
 
-// gaveUp says that a launch of this turn has waited long enough for peer, on behalf of all that were issued by now.
-func (f *transfers) gaveUp(peer int, t *kernels.Turn) { f.failed[peer].Store(t.Issued.Load()) }
+// fail says that a launch of this turn has waited long enough.
+func (f *failedWait) fail(t *kernels.Turn, why error) {
+	f.why.Store(&why)
+	f.last.Store(t.Issued.Load())
+}
+
+// late reports whether a launch of this turn has to fail at once instead of waiting.
+func (f *failedWait) late(t *kernels.Turn) bool { return t.Number <= f.last.Load() }
+
+// error is that of such a launch. It names whom the one before it does.
+func (f *failedWait) error() error { return fmt.Errorf("%w: %w", kernels.ErrFailed, *f.why.Load()) }
 
 // transferring is one launch of the kernel on one rank.
 type transferring struct {
@@ -224,12 +235,14 @@ func (x *transferring) consume() error {
 			}
 			continue
 		}
-		if x.f.late(x.peer, &a.Turn) {
-			return &comm.PeerError{Rank: a.Peer, Op: a.Operation(), Err: kernels.ErrFailed}
+		failed := &x.f.failed[x.peer]
+		if failed.late(&a.Turn) {
+			return failed.error()
 		}
 		if err := x.w.idle(x.peer); err != nil {
-			x.f.gaveUp(x.peer, &a.Turn)
-			return x.w.fail(x.peer, err)
+			err = x.w.fail(x.peer, err)
+			failed.fail(&a.Turn, err)
+			return err
 		}
 	}
 }

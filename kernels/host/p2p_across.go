@@ -113,7 +113,7 @@ type far struct {
 	rank, host int
 	here       int64 // where it writes in this rank's segment,
 	there      int64 // and this rank in its
-	failed     atomic.Uint64
+	failed     failedWait
 	mu         sync.Mutex
 	puts       []uint64  // of this rank, by word
 	steps      uint64    // that something has been moved

@@ -42,8 +42,8 @@ func (x *transferring) untilFar(f *far, began time.Time, step func() (bool, erro
 		case done:
 			x.w.busy()
 			return nil
-		case f.late(&x.a.Turn):
-			return &comm.PeerError{Rank: f.rank, Op: x.a.Operation(), Err: kernels.ErrFailed}
+		case f.failed.late(&x.a.Turn):
+			return f.failed.error()
 		}
 		if heard.Before(began) {
 			heard = began
@@ -53,8 +53,9 @@ func (x *transferring) untilFar(f *far, began time.Time, step func() (bool, erro
 			rail = nil
 		}
 		if err := x.w.idleAcross(f.rank, heard, rail); err != nil {
-			f.failed.Store(x.a.Issued.Load())
-			return x.lateFar(f, err)
+			err = x.lateFar(f, err)
+			f.failed.fail(&x.a.Turn, err)
+			return err
 		}
 	}
 }
@@ -184,9 +185,6 @@ func (f *far) before(semaphore int) uint64 {
 	at := int64(semaphore*signalLog) + int64(f.consumed[semaphore]%signalLog)
 	return f.number(f.here+f.a.signalsAt()+8*at, 0)
 }
-
-// late reports whether a launch of this turn has to fail at once instead of waiting for the rank.
-func (f *far) late(t *kernels.Turn) bool { return t.Number <= f.failed.Load() }
 
 // serve sends the parts that the other rank has asked for. f is locked.
 func (f *far) serve() error {

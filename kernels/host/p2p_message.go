@@ -157,8 +157,9 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 			x.since = time.Time{}
 			x.w.busy()
 			continue
-		case x.late(waits):
-			x.leave(waits, &comm.PeerError{Rank: waits.rank, Op: a.Operation(), Err: kernels.ErrFailed})
+		}
+		if failed := x.failed(waits); failed != nil && failed.late(&a.Turn) {
+			x.leave(waits, failed.error())
 			continue
 		}
 		if err := x.idle(waits); err != nil {
@@ -169,15 +170,15 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 	}
 }
 
-// late reports whether the launch has to fail at once instead of waiting for h.
-func (x *messaging) late(h *end) bool {
+// failed is the wait for h's peer that has failed, nil for a message of any rank.
+func (x *messaging) failed(h *end) *failedWait {
 	switch {
 	case h.rank == kernels.AnyRank:
-		return false
+		return nil
 	case h.far != nil:
-		return h.far.late(&x.a.Turn)
+		return &h.far.failed
 	}
-	return x.f.late(h.peer, &x.a.Turn)
+	return &x.f.failed[h.peer]
 }
 
 // idle waits a little for h, or for anything else.
@@ -267,11 +268,8 @@ func (x *messaging) giveUp(first *end, err error) {
 				own = &comm.PeerError{Rank: h.rank, Op: x.a.Operation(), Err: fmt.Errorf("%w%s (%s): %s", comm.ErrTimeout, where, h, x.instead(h))}
 			}
 		}
-		switch {
-		case h.far != nil:
-			h.far.failed.Store(x.a.Turn.Issued.Load())
-		case h.rank != kernels.AnyRank:
-			x.f.gaveUp(h.peer, &x.a.Turn)
+		if failed := x.failed(h); failed != nil {
+			failed.fail(&x.a.Turn, own)
 		}
 		x.leave(h, own)
 	}

@@ -48,7 +48,7 @@ func (w *waiter) anyMoved(peer int) (any bool) {
 		if n := e.word(peer, w.call.at+movedOffset).Load(); n != w.moves[peer] {
 			w.moves[peer], any = n, true
 		}
-		next := int(e.peers[peer].awaited.Load()) - 1
+		next, _ := e.awaits(peer)
 		if next < 0 || next >= len(e.peers) || next == e.space.Rank {
 			break
 		}

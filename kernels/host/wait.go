@@ -25,9 +25,12 @@ const (
 	// A wait that ends so much later than its timeout was asleep; it goes on a little.
 	lateWake  = 100 * time.Millisecond
 	newsGrace = 200 * time.Millisecond
+	// lostGrace bounds how long a call whose connection to another host has failed waits to hear why: a rank that was stopped may have been
+	// given up by the one at the other end, and finds that out after a quarter of the peer timeout, which is 10 s by default.
+	lostGrace = 3 * time.Second
 	// spinsPerLook is how many polls pass between two looks at the clock.
 	spinsPerLook = 8
-	// lastLook is the number of the poll at which a wait has found that it is interrupted. No other wait polls so often.
+	// lastLook is the number of the poll at which a wait has found that it is over. No other wait polls so often.
 	lastLook = math.MaxInt / 2
 )
 
@@ -48,14 +51,18 @@ type waiter struct {
 	moves   []uint64      // what the ranks had moved then, none before the first look
 	carried int64         // bytes that this rank has moved since it last told
 	polls   int
-	woken   bool      // the wait has been prolonged
-	other   uint64    // the call in which the peer waited for is instead,
-	seen    time.Time // and since when
-	asleep  bool      // it waits for other hosts too, and leaves its core to what brings their bytes
-	near    bool      // the peer waited for needs our core
-	looks   bool      // this wait has not slept yet, and looks before it does
-	shown   int       // the rank that others were told this wait is for,
-	absent  bool      // and whether it had not begun the call then
+	woken   time.Time // since when the wait is prolonged, if it is
+	lostAt  time.Time // when this call saw that the group has failed, zero before,
+	lost    bool      // and that this is since a rank is lost,
+	// of this number. The call goes on a little for the others.
+	lostRank int
+	other    uint64    // the call in which the peer waited for is instead,
+	seen     time.Time // and since when
+	asleep   bool      // it waits for other hosts too, and leaves its core to what brings their bytes
+	near     bool      // the peer waited for needs our core
+	looks    bool      // this wait has not slept yet, and looks before it does
+	shown    int       // the rank that others were told this wait is for,
+	absent   bool      // and whether it had not begun the call then
 	// The call of the control plane in which the peer waits for this rank, and how long this rank had waited when that was seen first.
 	meets     uint64
 	meetsFrom time.Duration
@@ -73,7 +80,7 @@ type sizer interface{ sizes(peer int) string }
 // begin is the beginning of a call.
 func (w *waiter) begin(p *port, with sizer, c call, timeout time.Duration) {
 	e := p.e
-	w.e, w.port, w.with, w.call, w.timeout, w.polls, w.other, w.meets, w.woken, w.awaits = e, p, with, c, timeout, 0, 0, 0, false, 0
+	w.e, w.port, w.with, w.call, w.timeout, w.polls, w.other, w.meets, w.woken, w.lostAt, w.awaits = e, p, with, c, timeout, 0, 0, 0, time.Time{}, time.Time{}, 0
 	if own := &e.peers[e.space.Rank]; own.awaited.Load() != 0 && own.waiting.Load() == 0 {
 		own.awaited.Store(0) // its wait has failed, and it goes on
 	}
@@ -108,7 +115,7 @@ func (w *waiter) idle(peer int) error {
 	if w.polls == 1 {
 		w.since, w.told, w.heard, w.gone, w.lookAt, w.moves = time.Now(), 0, 0, 0, w.timeout/looksAtMoved, w.moves[:0]
 		w.near, w.looks = w.e.near(peer), !w.asleep && w.e.patience.Looks(w.since.Sub(w.e.began))
-		if w.over() {
+		if w.over() && !w.spares(peer) {
 			return w.aborted()
 		}
 		return nil // that took long enough for another look
@@ -129,17 +136,14 @@ func (w *waiter) idle(peer int) error {
 		}
 		w.looked(time.Now(), false)
 	}
-	if w.over() {
+	if w.over() && !w.spares(peer) {
 		return w.aborted()
 	}
 	silent := w.silent(peer, waited)
-	if silent > w.timeout+lateWake && !w.woken {
-		// This process was stopped, perhaps, and why the group has failed is on its way.
-		w.woken = true
-		w.heard = waited - w.timeout + newsGrace
-		return nil
-	}
-	if silent > w.timeout {
+	if silent > w.timeout && !w.prolonged(silent) {
+		if w.again() {
+			return nil
+		}
 		return w.gaveUp(peer)
 	}
 	if waited >= w.told+w.e.tellEvery {
@@ -158,7 +162,7 @@ func (w *waiter) idle(peer int) error {
 	if err := w.elsewhere(peer); err != nil {
 		return err
 	}
-	w.e.sleep(&w.sleeper, w.doorbell, min(sleepFor, w.timeout-silent+time.Microsecond))
+	w.e.sleep(&w.sleeper, w.doorbell, w.most(silent))
 	w.doorbell = w.e.doorbell.Load()
 	return nil
 }
@@ -191,14 +195,39 @@ func (w *waiter) ended() {
 // over reports whether waiting has no sense any more, for the heap or for the port.
 func (w *waiter) over() bool { return w.e.abort.Load() != 0 || w.port.leaving.Load() }
 
-// aborted ends a wait that is over once the caller has looked again: what it waits for may have come before the interruption, since it looked
-// last.
-func (w *waiter) aborted() error {
+// again reports whether the caller of a wait that is over looks once more: what it waits for may have come since it looked last, before the
+// interruption or the deadline.
+func (w *waiter) again() bool {
 	if w.polls > lastLook {
-		return comm.ErrAborted
+		return false
 	}
 	w.polls = lastLook
-	return nil
+	return true
+}
+
+// aborted ends a wait that is over once the caller has looked again.
+func (w *waiter) aborted() error {
+	if w.again() {
+		return nil
+	}
+	return comm.ErrAborted
+}
+
+// prolonged reports whether a wait goes on that has been silent for longer than its timeout: this process was stopped, perhaps, and why the
+// group has failed is on its way.
+func (w *waiter) prolonged(silent time.Duration) bool {
+	if w.woken.IsZero() && silent > w.timeout+lateWake {
+		w.woken = time.Now()
+	}
+	return !w.woken.IsZero() && time.Since(w.woken) < newsGrace
+}
+
+// most is how long a wait sleeps at most that has been silent for so long.
+func (w *waiter) most(silent time.Duration) time.Duration {
+	if left := w.timeout - silent; left >= 0 {
+		return min(sleepFor, left+time.Microsecond)
+	}
+	return sleepFor
 }
 
 // sizes is what this call exchanges with peer, in parentheses.

@@ -2,10 +2,12 @@ package host
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -205,7 +207,9 @@ func TestF2_WhoGoesOnDoesNotWait(t *testing.T) {
 		Launched: kernels.Launched{Timeout: 20 * time.Millisecond}})
 	require.ErrorIs(t, err, comm.ErrTimeout)
 	own := &w.engines[0].peers[0]
-	require.EqualValues(t, 2, own.awaited.Load())
+	to, failed := w.engines[1].awaits(0)
+	require.Equal(t, 1, to)
+	require.EqualValues(t, gaveUpBit, failed)
 	new(waiter).begin(w.ports[0].(*port), nil, call{at: kernels.HeaderBytes, epoch: 2}, time.Second)
 	require.Zero(t, own.awaited.Load())
 }
@@ -282,6 +286,150 @@ func TestF2_AnInterruptedWaitLooksOnceMore(t *testing.T) {
 		require.NoError(t, wait.idleAcross(1, time.Now(), nil))
 		require.ErrorIs(t, wait.idleAcross(1, time.Now(), nil), comm.ErrAborted)
 	})
+}
+
+type noSizes struct{}
+
+func (noSizes) sizes(int) string { return "" }
+
+// So does one whose time is over: what it waits for may have come between its last look and the deadline.
+func TestF1_AWaitThatIsLateLooksOnceMore(t *testing.T) {
+	here := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
+	across := newAcrossWorld(t, double.New(1, 0), 2, 1, 4, 512)
+	across.open(t)
+	began := time.Now()
+	for name, c := range map[string]struct {
+		port kernels.Port
+		idle func(*waiter) error
+	}{
+		"this host":  {here.ports[0], func(w *waiter) error { return w.idle(1) }},
+		"other host": {across.ports[0], func(w *waiter) error { return w.idleAcross(1, began, nil) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var wait waiter
+			wait.begin(c.port.(*port), noSizes{}, call{at: kernels.HeaderBytes, epoch: 1}, 10*time.Millisecond)
+			for range 2 {
+				for wait.polls < lastLook {
+					require.NoError(t, c.idle(&wait))
+				}
+				wait.busy() // the last look has found it
+			}
+			for wait.polls < lastLook {
+				require.NoError(t, c.idle(&wait))
+			}
+			require.ErrorIs(t, c.idle(&wait), comm.ErrTimeout)
+		})
+	}
+}
+
+// A process that was stopped past its deadline while it waited for a rank of another host hears why its group has failed before it blames
+// anybody, as it does for one of its own host. So does one whose connection to another host has failed.
+func TestF2_AStoppedRankBlamesNoOtherHost(t *testing.T) {
+	why := &comm.PeerError{Rank: 0, Err: comm.ErrPeerLost}
+	for name, c := range map[string]struct {
+		timeout time.Duration
+		wait    func(*waiter) error
+	}{
+		"it wakes late": {time.Second, func(w *waiter) error {
+			for stopped := time.Now().Add(-time.Minute); ; {
+				if err := w.idleAcross(1, stopped, nil); err != nil {
+					return err
+				}
+			}
+		}},
+		"its connection has failed": {time.Minute, func(w *waiter) error {
+			return w.failAcross(1, &comm.PeerError{Rank: 1, Err: comm.ErrPeerLost})
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newAcrossWorld(t, double.New(1, 0), 2, 1, 4, 512)
+			w.open(t)
+			w.engines[0].why = func() error { return why }
+			var wait waiter
+			wait.begin(w.ports[0].(*port), nil, call{at: kernels.HeaderBytes, epoch: 1}, c.timeout)
+			time.AfterFunc(10*time.Millisecond, func() { w.engines[0].abort.Store(1) })
+			err := c.wait(&wait)
+			require.ErrorIs(t, err, why, "%v", err)
+		})
+	}
+}
+
+// A rank that gives its wait up and ends is not blamed by those whose calls end for that: the rank is that it waited for.
+func TestF2_WhoGaveUpAndEndedIsNotBlamed(t *testing.T) {
+	w := newWorld(t, 3, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
+	until := func(rank, peer int, timeout time.Duration) (wait waiter, err error) {
+		wait.begin(w.ports[rank].(*port), noSizes{}, call{at: kernels.HeaderBytes, epoch: 1}, timeout)
+		for err == nil {
+			err = wait.idle(peer)
+		}
+		return wait, err
+	}
+	wait, err := until(1, 2, time.Millisecond)
+	require.ErrorIs(t, err, comm.ErrTimeout)
+	_ = wait.fail(2, err)
+	for rank, want := range map[int]int{1: 2, 2: 2} { // who is lost, and who is to blame
+		why := &comm.PeerError{Rank: rank, Err: comm.ErrPeerLost}
+		w.engines[0].why = func() error { return why }
+		w.engines[0].abort.Store(1)
+		wait, err := until(0, rank, time.Minute)
+		require.ErrorIs(t, err, comm.ErrAborted)
+		var peer *comm.PeerError
+		err = wait.fail(rank, err)
+		require.ErrorAs(t, err, &peer)
+		require.Equal(t, want, peer.Rank, "%v", err)
+		require.ErrorIs(t, err, comm.ErrPeerLost)
+		require.Equal(t, rank != want, errors.Is(err, comm.ErrTimeout), "%v", err)
+	}
+}
+
+// A rank that is lost has done its part in a call perhaps, as one that ends at an error that all have: the others still hear of each other.
+func TestF2_ALossSparesTheOthersCalls(t *testing.T) {
+	w := newWorld(t, 3, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
+	w.engines[0].why = func() error { return &comm.PeerError{Rank: 1, Err: comm.ErrPeerLost} }
+	begin := func() (wait waiter) {
+		wait.begin(w.ports[0].(*port), noSizes{}, call{at: kernels.HeaderBytes, epoch: 1}, time.Minute)
+		return wait
+	}
+	w.engines[0].abort.Store(1)
+	wait := begin()
+	for range 10 {
+		require.NoError(t, wait.idle(2))
+	}
+	require.Less(t, wait.polls, lastLook)
+	wait.busy()
+	require.NoError(t, wait.idle(1))
+	require.GreaterOrEqual(t, wait.polls, lastLook)
+
+	var err error
+	for wait, start := begin(), time.Now(); err == nil; err = wait.idle(2) {
+		require.Less(t, time.Since(start), time.Minute)
+	}
+	require.ErrorIs(t, err, comm.ErrAborted, "it does not last")
+
+	var other waiter // rank 2 gives up, too
+	other.begin(w.ports[2].(*port), noSizes{}, call{at: kernels.HeaderBytes, epoch: 1}, time.Minute)
+	other.leaves(1, failedBit)
+	wait = begin()
+	require.NoError(t, wait.idle(2))
+	require.GreaterOrEqual(t, wait.polls, lastLook)
+}
+
+// A transfer that fails since an earlier one has names whom that one does.
+func TestF2_ATransferBehindAFailedOneNamesItsRank(t *testing.T) {
+	var failed failedWait
+	var first, second kernels.Turn
+	issued := &atomic.Uint64{}
+	first.Issued, second.Issued, first.Number, second.Number = issued, issued, 1, 2
+	issued.Store(2)
+	require.False(t, failed.late(&second))
+	failed.fail(&first, &comm.PeerError{Rank: 2, Err: comm.ErrPeerLost})
+	require.True(t, failed.late(&second))
+	err := failed.error()
+	var peer *comm.PeerError
+	require.ErrorAs(t, err, &peer)
+	require.Equal(t, 2, peer.Rank)
+	require.ErrorIs(t, err, kernels.ErrFailed)
+	require.EqualError(t, err, "kernels: an earlier call of this communicator failed: comm: rank 2: peer lost")
 }
 
 // A rank whose call has ended may interrupt the peer at once: all that the peer waits for is there.

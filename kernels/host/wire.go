@@ -18,7 +18,13 @@ const (
 	doorbellOffset = kernels.EngineOffset + 64  // 32-bit: grows when a peer has signalled a sleeping rank
 	coreOffset     = kernels.EngineOffset + 128 // 32-bit: the processor on which this rank last began to wait, plus 1
 	waitingOffset  = kernels.EngineOffset + 192 // 64-bit: the call in which this rank waits, 0 when it does not
-	awaitedOffset  = kernels.EngineOffset + 256 // 32-bit: the rank for which this rank waits, or waited when it gave up, plus 1
+	awaitedOffset  = kernels.EngineOffset + 256 // 32-bit: the rank for which this rank waits, or waited when it gave up, plus 1, and the bits below
+)
+
+// The bits of that word say that the wait has failed: by its deadline, then the rank is the one to blame, or for another reason.
+const (
+	gaveUpBit = 1 << 31
+	failedBit = 1 << 30
 )
 
 // Byte offsets of the words of a line.

@@ -5,6 +5,7 @@ package double
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -237,17 +238,22 @@ func (e *end) Left() (begun, left uint64, err error) {
 
 func (e *end) Flush(ctx context.Context) error {
 	for {
+		over := ctx.Err() != nil // before the last look
 		e.mu.Lock()
 		err, under := e.usable(), e.under
 		e.mu.Unlock()
-		if err != nil || under == 0 {
+		switch {
+		case under == 0 && !errors.Is(err, comm.ErrClosed):
+			return nil
+		case err != nil:
 			return err
+		case over:
+			return context.Cause(ctx)
 		}
 		select {
 		case <-e.left:
 		case <-time.After(time.Millisecond): // another Flush has taken the word
 		case <-ctx.Done():
-			return context.Cause(ctx)
 		}
 	}
 }

@@ -208,21 +208,24 @@ const flushPoll = 20 * time.Microsecond
 // Flush waits until nothing is read any more.
 func (r *Rail) Flush(ctx context.Context) error {
 	for {
+		over := ctx.Err() != nil // before the last look
 		r.mu.Lock()
-		err := r.usable(-1)
-		if r.closed || r.interrupted.Load() {
+		switch {
+		case !r.closed && r.counts().sending == 0: // perhaps before an interruption
+			r.mu.Unlock()
+			return nil
+		case r.closed || r.interrupted.Load():
+			err := r.usable(-1)
 			r.mu.Unlock()
 			return err
 		}
-		sending := r.counts().sending
 		r.mu.Unlock()
-		if sending == 0 {
-			return nil
+		if over {
+			return fmt.Errorf("ucx: flush: %w", context.Cause(ctx))
 		}
 		if !r.Progress() {
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("ucx: flush: %w", context.Cause(ctx))
 			case <-time.After(flushPoll):
 			}
 		}
