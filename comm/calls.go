@@ -189,6 +189,9 @@ func (g *Group) finishCall(ctx context.Context, c *call, m message) ([]message, 
 	default:
 	}
 	missing := g.giveUp(c)
+	if len(missing) == 0 { // the last part came just now
+		return g.collect(c)
+	}
 	select {
 	case <-g.done:
 		return nil, g.opError(c.op, c.seq)
@@ -244,12 +247,17 @@ func (c *call) poisoned(parts []message, rank int) error {
 }
 
 // giveUp forgets a call that will not be completed and returns the ranks that
-// were missing. Parts that come later are dropped.
+// were missing. Parts that come later are dropped. A call of which none is missing
+// any more is as it was.
 func (g *Group) giveUp(c *call) []int {
 	if c.past != nil {
 		return nil
 	}
 	g.n.mu.Lock()
+	if c.p.missing == 0 {
+		g.n.mu.Unlock()
+		return nil
+	}
 	g.past.lose(fmt.Sprintf("this rank has not waited for the end of call %d, %v", c.seq, c.op))
 	delete(g.pending, c.seq)
 	missing := c.p.absent()

@@ -14,11 +14,19 @@ import (
 // returns when the news has left this process, so that the caller may exit. On
 // a group that has failed already, or is closed, it does nothing. For
 // [Group.Shrink], a rank that aborted counts as lost.
-func (g *Group) Abort(err error) {
+func (g *Group) Abort(err error) { g.AbortFor(g.rank, err) }
+
+// AbortFor is Abort because of a rank of the group that is to blame in place of
+// this one, such as one that hangs: the others' [Group.Err] names that rank, and
+// for [Group.Shrink] it counts as lost. This rank does not.
+func (g *Group) AbortFor(rank int, err error) {
 	if err == nil {
 		err = errors.New("no reason given")
 	}
-	g.failed(&failure{code: failAborted, culprit: g.n.id, cause: err}, true)
+	if rank < 0 || rank >= len(g.members) {
+		rank = g.rank
+	}
+	g.failed(&failure{code: failAborted, culprit: g.members[rank], cause: err}, true)
 }
 
 // ReportLeft fails the group on every rank, at once, because rank has closed its

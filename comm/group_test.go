@@ -729,3 +729,25 @@ func TestMessageTooLarge(t *testing.T) {
 		require.ErrorAs(t, err, &pe)
 	}
 }
+
+// A call whose last part comes at the moment at which this rank gives it up is complete, and nobody is missing.
+func TestF1_AGivenUpCallThatIsCompleteIsComplete(t *testing.T) {
+	gs, err := Local(2)
+	require.NoError(t, err)
+	defer func() { requireAll(t, onEach(gs, (*Group).Close)) }()
+	c, err := gs[0].startCall(opBarrier)
+	require.NoError(t, err)
+	for r, g := range gs {
+		gs[0].n.mu.Lock()
+		then := gs[0].handle(g.n.id, message{kind: kindData, op: opBarrier, gid: gs[0].id, seq: c.seq})
+		gs[0].n.mu.Unlock()
+		require.Nil(t, then)
+		if r == 0 {
+			require.NotZero(t, c.p.missing)
+		}
+	}
+	require.Empty(t, gs[0].giveUp(c))
+	parts, err := gs[0].collect(c)
+	require.NoError(t, err)
+	require.Len(t, parts, 2)
+}

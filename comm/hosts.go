@@ -135,6 +135,19 @@ func (t *Topology) counts() string {
 	return fmt.Sprintf("host 0 has %d ranks, host %d has %d", n, i, len(t.ranks[i]))
 }
 
+// where says on which hosts ranks are, where there are several.
+func (h *hosts) where(ranks []int) string {
+	if h == nil {
+		return ""
+	}
+	var of []int
+	for _, r := range ranks {
+		of = append(of, h.of[r])
+	}
+	slices.Sort(of)
+	return fmt.Sprintf(" of hosts %v", slices.Compact(of))
+}
+
 // first is the first rank of a host, over which it is reached.
 func (h *hosts) first(host int) int { return h.ranks[host][0] }
 

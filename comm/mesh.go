@@ -137,8 +137,14 @@ func (m *meshing) wait(g *Group, began time.Time) error {
 			m.n.log.Info("waiting", "rank", m.me.rank, "to join", fmt.Sprintf("ranks %v have not connected", m.missing()), "waited", time.Since(began).Round(time.Second))
 		case <-m.ctx.Done():
 			missing := m.missing()
+			switch {
+			case g.Err() != nil:
+				return g.Err()
+			case len(missing) == 0: // the last one came just now
+				return nil
+			}
 			return absent(m.ctx, &m.l.cfg, began, missing,
-				fmt.Sprintf("ranks %v have not connected (not started, stopped, or ended early)", missing))
+				fmt.Sprintf("ranks %v%s have not connected (not started, stopped, or ended early)", missing, m.n.hosts.where(missing)))
 		}
 	}
 	return nil

@@ -185,10 +185,23 @@ func (g *guest) giveUp(err error) error {
 		return err
 	}
 	why := g.verdict()
+	if why == nil && mine.code == failAbsent && mine.culprit == g.cfg.Rank {
+		return joinFailed(g.mute(mine.waited, err))
+	}
 	if why == nil || why.severed || why.culprit == mine.culprit && why.code == mine.code {
 		return err
 	}
 	return joinFailed(why)
+}
+
+// mute is the failure of a join in which rank 0, which alone knows who is missing, says nothing.
+func (g *guest) mute(waited time.Duration, err error) *failure {
+	f := &failure{code: failAbsent, culprit: 0, waited: waited, detail: fmt.Sprintf(
+		"after %v: rank 0 at %s, which knows who is missing, does not answer (its host or this one is cut off, or it is stopped)", waited, g.cfg.Addr)}
+	if why := (reason{}); errors.As(err, &why) {
+		f.cause = why.cause
+	}
+	return f
 }
 
 // verdict waits for what rank 0 says of this rank's failure. It is nil if rank 0

@@ -228,7 +228,7 @@ func sendAll(to []*session, kind frameType, body []byte) {
 func (h *host) addrs(ctx context.Context) ([]string, error) {
 	say := time.NewTicker(sayEvery)
 	defer say.Stop()
-	for {
+	for over := false; ; {
 		h.mu.Lock()
 		missing, what := h.missing()
 		ask := h.toAsk()
@@ -246,15 +246,7 @@ func (h *host) addrs(ctx context.Context) ([]string, error) {
 			h.broadcast(frameTable, encodeTable(addrs, h.cfg.epoch))
 			return addrs, nil
 		}
-		sendAll(ask, framePresent, nil)
-		select {
-		case <-h.changed:
-		case <-say.C:
-			h.logWaiting(what)
-		case <-ctx.Done():
-			if why := h.failure(); why != nil {
-				return nil, joinFailed(why)
-			}
+		if over {
 			h.mu.Lock()
 			refused := strings.Join(h.refused, "; ")
 			h.mu.Unlock()
@@ -262,6 +254,14 @@ func (h *host) addrs(ctx context.Context) ([]string, error) {
 				refused = "; turned away: " + refused
 			}
 			return nil, h.absent(ctx, missing, what+refused)
+		}
+		sendAll(ask, framePresent, nil)
+		select {
+		case <-h.changed:
+		case <-say.C:
+			h.logWaiting(what)
+		case <-ctx.Done():
+			over = true // after one more look
 		}
 	}
 }

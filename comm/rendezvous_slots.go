@@ -223,16 +223,20 @@ func (h *host) judge(rank int, f *failure) *failure {
 // and that in words. The caller holds mu.
 func (h *host) missing() (ranks []int, what string) {
 	var silent []int
+	where := ""
 	for r := range h.slots {
 		switch phase := h.slots[r].phase; {
 		case phase < slotAccepted:
 			ranks = append(ranks, r)
 		case phase < slotPresent:
 			silent = append(silent, r)
+			if a, err := parseAddress(h.slots[r].addr); err == nil && a.tcp != "" && where == "" {
+				where = fmt.Sprintf(", or the host is cut off that rank %d called from, %s", r, a.tcp)
+			}
 		}
 	}
 	if len(ranks) == 0 {
-		return silent, fmt.Sprintf("ranks %v have come and do not answer (stopped?)", silent)
+		return silent, fmt.Sprintf("ranks %v have come and do not answer (stopped%s?)", silent, where)
 	}
 	return ranks, fmt.Sprintf("ranks %v have not come (not started, ended early, or given another address)", ranks)
 }

@@ -287,7 +287,9 @@ func (n *node) connected(ctx context.Context, acks chan message, want int, livin
 				return fmt.Errorf("%w: rank %d, while it was to connect", ErrPeerLost, living[lost])
 			}
 		case <-ctx.Done():
-			return fmt.Errorf("%w: %d of %d ranks are connected with the process", ErrTimeout, got, want)
+			if len(acks) == 0 { // else one has come just now
+				return fmt.Errorf("%w: %d of %d ranks are connected with the process", ErrTimeout, got, want)
+			}
 		}
 	}
 	return nil

@@ -152,6 +152,10 @@ func (l *Listener) takePlace(whole, ctx context.Context, cancel context.CancelCa
 		case <-g.done:
 			err = g.Err()
 		case <-ctx.Done():
+			if len(n.arrival.ends) > 0 { // one has come just now
+				heard--
+				continue
+			}
 			missing := slices.DeleteFunc(m.missing(), func(m int) bool { return !slices.Contains(r.Living, m) })
 			if err = absent(ctx, cfg, began, missing, fmt.Sprintf("ranks %v have not connected", missing)); whole.Err() == nil {
 				err = context.Cause(ctx)

@@ -192,7 +192,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		defer n.mu.Unlock()
 		return s.round, g.shrinkAbsent()
 	}
-	for {
+	for over := false; ; {
 		n.mu.Lock()
 		var say *message
 		if s.dec == nil {
@@ -223,6 +223,9 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		case say != nil:
 			g.sendToRanks(*say, said)
 			continue
+		case over:
+			round, missing := awaited()
+			return nil, q.waitError(ctx, "shrink", round, missing, time.Since(began))
 		}
 		select {
 		case <-s.wake:
@@ -232,8 +235,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 			round, missing := awaited()
 			q.logWaiting("shrink", round, missing, time.Since(began))
 		case <-ctx.Done():
-			round, missing := awaited()
-			return nil, q.waitError(ctx, "shrink", round, missing, time.Since(began))
+			over = true // after one more look
 		}
 	}
 }

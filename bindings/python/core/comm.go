@@ -188,7 +188,7 @@ func (c *Comm) Shrink(leaveOut []int, within time.Duration, words []byte, put fu
 		ctx, cancel := context.WithTimeout(c.ctx, cmp.Or(within, c.timeout()))
 		defer cancel()
 		if len(leaveOut) > 0 {
-			c.group.Abort(fmt.Errorf("the group goes on without ranks %v", leaveOut))
+			c.group.AbortFor(leaveOut[0], fmt.Errorf("rank %d goes on without ranks %v", c.group.Rank(), leaveOut))
 		}
 		return root.Shrink(ctx, leaveOut...)
 	})

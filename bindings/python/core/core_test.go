@@ -435,6 +435,48 @@ func TestF3_WithValidateARefusalIsEveryRanksError(t *testing.T) {
 	})
 }
 
+// A rank whose call ends since another goes on without a third hears of that third one, which hangs.
+func TestThoseWhoWaitHearWhoIsLeftOut(t *testing.T) {
+	const hangs = 2
+	each(t, 4, func(c *Comm) error {
+		rank, _, err := c.Rank()
+		if err != nil {
+			return err
+		}
+		var leaveOut []int
+		switch rank {
+		case 0:
+			leaveOut = []int{hangs}
+		case hangs:
+			<-c.group.Done()
+		default:
+			ticket, err := c.Barrier()
+			_, err = await(c, ticket, err)
+			if code, of := Classify(err); code != Aborted || of != hangs {
+				return fmt.Errorf("rank %d: code %d, rank %d: %w", rank, code, of, err)
+			}
+		}
+		var next *Comm
+		ticket, err := c.Shrink(leaveOut, 0, words(), func(made *Comm) uint64 { next = made; return 1 })
+		_, err = await(c, ticket, err)
+		if rank == hangs {
+			if code, of := Classify(err); code != PeerLost || of != hangs {
+				return fmt.Errorf("code %d, rank %d: %w", code, of, err)
+			}
+		} else if err == nil {
+			_, err = await(next, 1, nil)
+			next.Abandon(time.Second, false)
+			if err != nil {
+				return err
+			}
+		} else {
+			return err
+		}
+		c.Abandon(0, false)
+		return nil
+	})
+}
+
 // What ends the operations of a group leaves those that wait for each other able to go on: a rank that is lost, one that leaves in good
 // order and one that is left out.
 func TestThoseThatAreLeftGoOn(t *testing.T) {
