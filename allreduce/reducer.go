@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"strconv"
+	"time"
 
 	"github.com/cespare/xxhash/v2"
 
@@ -242,7 +243,7 @@ func (x *Reducer) prepare(a *kernels.Reduction, dst, src memory.View, c kernels.
 	if err := x.selector.choose(a); err != nil {
 		return err
 	}
-	a.Timeout = x.options.Timeout
+	a.Timeout = x.c.Timeout()
 	a.Src, a.Dst = x.c.Heap.SymmetricOperand(src), x.c.Heap.SymmetricOperand(dst)
 	return nil
 }
@@ -400,6 +401,9 @@ func (x *Reducer) Explain(c kernels.Collective, count int64, dt kernels.DType) (
 // Fault returns the error of calls that have run by now, nil if there is none, on a device whose streams do not report it; the host's
 // streams do.
 func (x *Reducer) Fault() error { return x.c.Fault() }
+
+// SetTimeout sets [Options.Timeout] for the calls of this rank from now on.
+func (x *Reducer) SetTimeout(d time.Duration) error { return x.c.SetTimeout(d) }
 
 // Close waits for the calls on streams and gives the control block back. It is collective and idempotent: no rank frees
 // a block that a peer may still signal. After a failure of the group it releases this rank's memory and returns. When ctx

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
@@ -150,7 +151,7 @@ func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, 
 	}
 	o.plan = p
 	a := &o.args
-	a.Routes, a.Schedule, a.Barrier, a.Timeout = &p.routes[at], p.schedule[at], barrier, x.options.Timeout
+	a.Routes, a.Schedule, a.Barrier, a.Timeout = &p.routes[at], p.schedule[at], barrier, x.c.Timeout()
 	a.Note.Algorithm, a.Note.Payload, a.Note.Send, a.Note.Recv = p.chosen[at].Algorithm, p.sendAll, p.routes[0].SendBytes, p.routes[0].RecvBytes
 	a.Note.Staged = x.staging(p, at)
 	if sp.Live.Len() > 0 { // the splits are a guess
@@ -448,6 +449,9 @@ func (x *Exchanger) CacheStats() CacheStats {
 	defer x.c.Unlock()
 	return CacheStats{x.plans.hits.Load(), x.plans.misses.Load(), len(x.plans.plans)}
 }
+
+// SetTimeout sets [Options.Timeout] for the calls of this rank from now on.
+func (x *Exchanger) SetTimeout(d time.Duration) error { return x.c.SetTimeout(d) }
 
 // Close waits for the exchanges on streams and gives the control block back. It is collective and idempotent: no rank frees
 // a block that a peer may still signal. After a failure of the group it releases this rank's memory and returns. When ctx

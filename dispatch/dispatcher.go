@@ -212,7 +212,7 @@ func (d *Dispatcher) op(kind kernels.DispatchOp, h *Handle) *op {
 
 // launchOf are the fields that all launches have.
 func (d *Dispatcher) launchOf(kind kernels.DispatchOp, h *Handle) kernels.DispatchCall {
-	l := kernels.Launched{Timeout: d.options.Timeout, Note: kernels.Note{Algorithm: d.options.Layout.String(), Payload: -1}}
+	l := kernels.Launched{Timeout: d.c.Timeout(), Note: kernels.Note{Algorithm: d.options.Layout.String(), Payload: -1}}
 	if d.options.LowLatency {
 		l.Note.Algorithm = "low latency"
 	}
@@ -350,6 +350,9 @@ func (d *Dispatcher) late(err error) error {
 	}
 	return err
 }
+
+// SetTimeout sets [Options.Timeout] for the calls of this rank from now on.
+func (d *Dispatcher) SetTimeout(t time.Duration) error { return d.c.SetTimeout(t) }
 
 // Close waits for the launches on streams and gives the memory back; handles are dead. It is collective and idempotent: no rank
 // frees memory that a peer may still write. After a failure of the group it releases this rank's memory and returns. When ctx

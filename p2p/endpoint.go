@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
@@ -59,12 +60,12 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Endpoint, error) {
 	}
 	x.transfers.C, x.transfers.Apart, x.transfers.Reset = x.c, true, func(a *kernels.Transfer) {
 		*a = kernels.Transfer{}
-		a.Issued, a.Timeout = &x.issued, o.Timeout
+		a.Issued, a.Timeout = &x.issued, x.c.Timeout()
 	}
 	x.messages.C, x.messages.Apart, x.messages.Reset = x.c, true, func(a *kernels.Messages) {
 		clear(a.List)
 		*a = kernels.Messages{List: a.List[:0]}
-		a.Issued, a.Timeout = &x.issued, o.Timeout
+		a.Issued, a.Timeout = &x.issued, x.c.Timeout()
 	}
 	if h.Device().Kind() != device.HostKind {
 		x.last = make([]turn, 2*x.bounds.Size)
@@ -152,6 +153,9 @@ func (x *Endpoint) launch(s device.Stream, set func(a *kernels.Transfer)) error 
 // Fault returns the error of calls that have run by now, nil if there is none, on a device whose streams do not report it; the host's
 // streams do.
 func (x *Endpoint) Fault() error { return x.c.Fault() }
+
+// SetTimeout sets [Options.Timeout] for the calls of this rank from now on.
+func (x *Endpoint) SetTimeout(d time.Duration) error { return x.c.SetTimeout(d) }
 
 // Close waits for the calls on streams and gives the control block back. It is collective and idempotent. After a failure of the group it
 // releases this rank's memory and returns. When ctx ends, calls that wait for peers give up.

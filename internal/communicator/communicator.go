@@ -85,7 +85,7 @@ type Communicator struct {
 	rail   *memory.RailBuffer // nil where a launch needs none
 	extra  memory.View
 	port   kernels.Port
-	within time.Duration
+	within atomic.Int64 // time.Duration
 	rest   bool
 	trace  *slog.Logger // gets a line for every call; nil without trace level
 	notes  *flight.Recorder
@@ -98,10 +98,23 @@ type Communicator struct {
 	broken atomic.Pointer[error] // a launch failed half-way: the control block is in no known state
 }
 
+// Timeout bounds the waits of the next call.
+func (c *Communicator) Timeout() time.Duration { return time.Duration(c.within.Load()) }
+
+// SetTimeout sets it.
+func (c *Communicator) SetTimeout(d time.Duration) error {
+	if d <= 0 {
+		return comm.Invalid(c.name, "timeout is %v, want more than 0", d)
+	}
+	c.within.Store(int64(d))
+	return nil
+}
+
 // Open makes a communicator together with all ranks. refused is the reason why this rank cannot take part. A failure on one rank is
 // an error on all, with its cause and at once, and nothing is left.
 func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Communicator, error) {
-	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, within: o.Timeout, rest: o.Rest, Turn: o.Turn}
+	c := &Communicator{Heap: h, Group: h.Group(), name: o.Name, rest: o.Rest, Turn: o.Turn}
+	c.within.Store(int64(o.Timeout))
 	if c.Turn == nil {
 		c.Turn = &Turn{}
 	}
@@ -276,7 +289,7 @@ func (c *Communicator) Agree(claim agree.Claim, refused error) ([]string, error)
 	if c.closed || c.Heap.Closed() {
 		return nil, refused
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), c.within)
+	ctx, cancel := context.WithTimeout(context.Background(), c.Timeout())
 	defer cancel()
 	claims, err := agree.On(ctx, c.Group, claim, refused)
 	if err != nil && refused == nil {

@@ -183,6 +183,15 @@ func switchyard_close(communicator C.uint64_t, keep C.int32_t, ticket *C.uint64_
 	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) { return c.Close(keep != 0) })
 }
 
+// switchyard_set_timeout bounds the waits of a rank's operations behind it, in microseconds.
+//
+//export switchyard_set_timeout
+func switchyard_set_timeout(communicator C.uint64_t, timeout C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return on(communicator, ticket, 0, func(c *core.Comm) (core.Ticket, error) {
+		return c.SetTimeout(time.Duration(timeout) * time.Microsecond)
+	})
+}
+
 // switchyard_abort fails a group on all its ranks.
 //
 //export switchyard_abort

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
@@ -25,6 +26,7 @@ type Comm struct {
 	queue
 	requests requests
 	options  Options
+	limit    atomic.Int64 // of the waits of operations, a time.Duration; 0 for the default
 	ctx      context.Context
 	cancel   context.CancelFunc
 
@@ -71,6 +73,7 @@ func Open(o Options, l *comm.Listener, words []byte) (*Comm, error) {
 
 func open(o Options, words []byte, join func(context.Context) (*comm.Group, error)) (*Comm, error) {
 	c := &Comm{options: o}
+	c.limit.Store(int64(seconds(o.TimeoutSeconds)))
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	c.requests.start(c.queue.watch)
 	c.start(words, c.run)
@@ -114,7 +117,7 @@ func (c *Comm) build(root *comm.Group) error {
 	if err := c.watchPeers(ctx, root); err != nil {
 		return err
 	}
-	timeout := seconds(c.options.TimeoutSeconds)
+	timeout := c.within()
 	if c.exchanger, err = alltoallv.New(ctx, h, alltoallv.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
 		return err
 	}
@@ -165,9 +168,46 @@ func (c *Comm) Size() int {
 	return c.group.Size()
 }
 
-// timeout bounds the waits of an operation.
-func (c *Comm) timeout() time.Duration {
-	return cmp.Or(seconds(c.options.TimeoutSeconds), communicator.DefaultTimeout)
+// within bounds the waits of an operation, 0 for the default.
+func (c *Comm) within() time.Duration { return time.Duration(c.limit.Load()) }
+
+// timeout is within, or the default.
+func (c *Comm) timeout() time.Duration { return cmp.Or(c.within(), communicator.DefaultTimeout) }
+
+// SetTimeout submits that the waits of this rank's operations behind it, on GPUs and of dispatchers too, are bounded by d.
+func (c *Comm) SetTimeout(d time.Duration) (Ticket, error) {
+	return c.do(func() (int64, error) {
+		_, _, err := c.ready()
+		if err != nil {
+			return 0, err
+		}
+		owners := []interface{ SetTimeout(time.Duration) error }{c.exchanger, c.reducer, c.point}
+		for _, d := range c.dispatchers {
+			owners = append(owners, d.inner)
+		}
+		for _, g := range c.onGPUs() {
+			g.mu.Lock()
+			owners = append(owners, g.exchanger)
+			if g.point != nil {
+				owners = append(owners, g.point)
+			}
+			if g.reducer != nil {
+				owners = append(owners, g.reducer)
+			}
+			g.reduces.Timeout = d
+			for _, d := range g.dispatchers {
+				owners = append(owners, d.inner)
+			}
+			g.mu.Unlock()
+		}
+		for _, o := range owners {
+			err = errors.Join(err, o.SetTimeout(d))
+		}
+		if err == nil {
+			c.limit.Store(int64(d))
+		}
+		return 0, err
+	})
 }
 
 // Split submits the making of a subgroup's Comm; see comm.Group.Split. words is memory for its queue and put names it.

@@ -76,7 +76,7 @@ func (g *GPU) NewDispatcher(o DispatcherOptions, put func(*Dispatcher) uint64) (
 
 // open makes the dispatcher over a heap, on the worker.
 func (d *Dispatcher) open(h *memory.Heap, o dispatch.Options) (err error) {
-	o.Timeout = seconds(d.comm.options.TimeoutSeconds)
+	o.Timeout = d.comm.within()
 	ctx, cancel := d.comm.meeting()
 	defer cancel()
 	if o.Masks {

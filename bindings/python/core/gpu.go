@@ -114,7 +114,7 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 	g.base = s.Base + uintptr(int64(s.Rank)*s.Stride)
 	g.end = g.base + uintptr(s.Stride)
 	x := alltoallv.Options{
-		Timeout: seconds(c.options.TimeoutSeconds), Validate: c.options.Validate, MaxSMs: o.MaxSMs, CopySMs: o.CopySMs,
+		Timeout: c.within(), Validate: c.options.Validate, MaxSMs: o.MaxSMs, CopySMs: o.CopySMs,
 		NoSMs: o.NoSMs,
 	}
 	if s.Size > 4 { // most tensors are not symmetric, and then 2 MiB a rank of 8 take half as long in packets as through staging
@@ -136,7 +136,7 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 
 // meeting bounds how long ranks wait for one another to make something: who does not come makes another call.
 func (c *Comm) meeting() (context.Context, context.CancelFunc) {
-	limit := seconds(c.options.TimeoutSeconds)
+	limit := c.within()
 	if limit <= 0 {
 		limit = 2 * time.Minute
 	}

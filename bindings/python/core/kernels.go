@@ -19,7 +19,7 @@ func (g *GPU) OpenKernels(signals int, put func(*Kernels) uint64) (Ticket, error
 	return g.comm.do(func() (int64, error) {
 		ctx, cancel := g.comm.meeting()
 		defer cancel()
-		inner, err := devcomm.New(ctx, g.heap, devcomm.Options{Signals: signals, Timeout: seconds(g.comm.options.TimeoutSeconds)})
+		inner, err := devcomm.New(ctx, g.heap, devcomm.Options{Signals: signals, Timeout: g.comm.within()})
 		if err != nil {
 			return 0, err
 		}

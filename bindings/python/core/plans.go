@@ -53,7 +53,7 @@ func (c *Comm) makeReducer(ctx context.Context, g *comm.Group) error {
 	err := c.loadPlans(ctx, g)
 	if err == nil {
 		c.reducer, err = allreduce.New(ctx, c.heap, allreduce.Options{
-			Timeout: seconds(c.options.TimeoutSeconds), Validate: c.options.Validate,
+			Timeout: c.within(), Validate: c.options.Validate,
 			Plans: slices.Concat(c.plans, c.registered), Algorithm: c.options.Algorithm,
 		})
 	}
@@ -91,6 +91,7 @@ func (c *Comm) loadPlans(ctx context.Context, g *comm.Group) error {
 // is not a plan which it lacks.
 func (c *Comm) bequeath(size int) Options {
 	o := c.options
+	o.TimeoutSeconds = c.within().Seconds()
 	o.inherited = slices.DeleteFunc(slices.Clone(c.plans), func(p *plan.Checked) bool { return p.Plan.Ranks != size })
 	o.Plans = slices.DeleteFunc(slices.Clone(o.Plans), func(s PlanSource) bool { return !s.Registered })
 	named := func(p *plan.Checked) bool { return p.Plan.Name == o.Algorithm }

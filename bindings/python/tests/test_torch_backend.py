@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import world
 from world import free_port
 
 import switchyard as sw
@@ -428,3 +431,58 @@ def test_a_script_runs_unchanged(tmp_path, arguments, runner, expected):
     answers = [p.communicate(timeout=200) for p in processes]
     assert [p.returncode for p in processes] == [0, 0], answers
     assert answers[0][0].strip().splitlines()[-1] == expected  # gloo may say something before
+
+
+def split(rank, size):
+    pg = dist.group.WORLD
+    if not getattr(pg._get_backend(torch.device("cpu")), "supports_splitting", False):
+        g = pg.split_group([1, 0], group_name="turned")  # which torch's own function asks for
+    else:
+        g = dist.split_group(split_ranks=[[1, 0]])
+        assert dist.get_backend(g) == "switchyard"
+    assert (g.rank(), g.size(), g.name()) == (1 - rank, 2, "switchyard")
+    x = torch.full((2,), rank + 1.0)
+    g.allreduce([x]).wait()
+    assert x.tolist() == [3, 3]
+    gathered = torch.empty(2)
+    g._allgather_base(gathered, torch.full((1,), float(rank))).wait()
+    assert gathered.tolist() == [1, 0]
+    alone = pg.split_group([0], group_name="alone")
+    assert (alone is None) == (rank == 1)
+    assert pg.get_group_store() is not None
+    for ranks in ([0, 0], [2], [-1]):
+        with pytest.raises(sw.errors.InvalidArgument, match="split_group: ranks"):
+            pg.split_group(ranks)
+    with pytest.raises(sw.errors.Unsupported, match="merge_remote_group: groups of this backend keep their ranks"):
+        pg.merge_remote_group(dist.HashStore(), 2, pg.get_group_store())
+    with pytest.raises(sw.errors.Unsupported, match="reconfigure: groups of this backend keep their ranks"):
+        pg.reconfigure(None)
+    assert not pg.supports_reconfigure
+
+
+def test_groups_are_split(backend):
+    backend.run(split)
+
+
+def patience(rank, size):
+    """A timeout that is set for a group is that of the calls behind it."""
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+    for place in ("before the ranks meet", "after"):
+        g = dist.new_group()
+        if place == "after":
+            sw.all_reduce(torch.ones(1), group=g)
+        set_timeout(timedelta(seconds=1), g)
+        if rank == 0:
+            start = time.monotonic()
+            with pytest.raises(sw.errors.TimedOut):
+                sw.all_reduce(torch.ones(1), group=g)
+            assert time.monotonic() - start < 50  # and not the 60 s of the group
+        dist.barrier()
+
+
+def test_a_timeout_is_set(backend):
+    backend.run(patience)
+
+
+def test_a_timeout_of_torchs_group_is_set(worlds):
+    worlds.get(2, world.gloo).run(patience)

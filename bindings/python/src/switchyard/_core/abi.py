@@ -60,6 +60,7 @@ PROTOTYPES: dict[str, list[Any]] = {
     "admit": [c_uint64, c_int64, c_char_p, c_int64, _u64p, _u64p],
     "replace": [c_uint64, c_int64, c_char_p, c_int64],
     "close": [c_uint64, c_int32, _u64p],
+    "set_timeout": [c_uint64, c_int64, _u64p],
     "abort": [c_uint64, c_char_p],
     "abandon": [c_uint64, c_int64, c_int32],
     "drop": [c_uint64],

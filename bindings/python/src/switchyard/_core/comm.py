@@ -351,6 +351,11 @@ class Communicator(Place):
         comm._join()
         return comm
 
+    def _set_timeout(self, seconds: float) -> None:
+        """Bound the waits of operations that are submitted from here on."""
+        ticket = c_uint64()
+        self._ticket(self._lib.set_timeout(self._handle, microseconds("timeout", seconds), byref(ticket)), ticket.value, None)
+
     def abort(self, reason: str = "aborted") -> None:
         """Fail the group on all ranks at once: their operations end with an error that names this rank."""
         self._lib.check(self._lib.abort(self._handle, reason.encode()))

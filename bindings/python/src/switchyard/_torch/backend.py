@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,21 @@ from .groups import Submission
 from .tensors import apart, as_bytes, readable
 from .work import Theirs, Work
 
+#: What to do in place of what torch's groups do to get other ranks.
+_NO_OTHERS = "groups of this backend keep their ranks: make one by new_group, or use switchyard.shrink and switchyard.admit"
+
+
+class _Gloo(dist.ProcessGroupGloo):
+    """gloo, which also hears of timeouts that are set for the backends of a group."""
+
+    group: weakref.ref[groups.Group]
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        group = self.group()
+        if group is not None:
+            group.set_timeout(timeout)
+
 
 class SwitchyardProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are Switchyard's where it has them.
@@ -28,12 +44,17 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Any = None) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        try:
+            super().__init__(store, rank, size)
+        except TypeError:  # of a torch whose base class takes a store of its own makers only
+            super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store, self._splits = store, 0
         self._wrapped = dist.ProcessGroup(store, rank, size)
         self._together: list[tuple[bool, Tensor, Any, int]] | None = None  # messages of torch's batch_isend_irecv
         self._group = groups.remember(self, groups.Group(self, store, rank, size, timeout, ""))
         self._group.counts = True
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        gloo = _Gloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        gloo.group = weakref.ref(self._group)
         number(gloo)
         self._backends: list[Any] = [gloo]
         for pg in (self, self._wrapped):
@@ -52,6 +73,52 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "switchyard"
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Bound the waits of this rank's calls from here on, those of torch's groups too."""
+        self._group.set_timeout(timeout)
+        for backend in self._backends:
+            backend._set_default_timeout(timeout)
+
+    def split_group(  # type: ignore[no-untyped-def]
+        self, new_ranks, timeout=None, opts=None, group_name=None, group_desc=None, device_types=None
+    ):
+        """Make a group of some ranks, in their order, where all ranks call it. None is the group of the others."""
+        self._splits += 1
+        rank, ranks = self.rank(), list(new_ranks)
+        kinds = {torch.device(kind).type for kind in device_types or self._device_types}
+        missing = {kind.type for kind in self._device_types} - kinds
+        if missing:
+            without = ", ".join(sorted(missing))
+            raise errors.Unsupported(f"switchyard: split_group: without {without}: a group has all devices of its parent")
+        wrong = [r for r in ranks if not isinstance(r, int) or not 0 <= r < self.size()]
+        if wrong or len(set(ranks)) != len(ranks):
+            raise errors.InvalidArgument(f"switchyard: split_group: ranks {ranks}, want different ones of {self.size()}")
+        if rank not in ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{self._splits}"
+        store = dist.PrefixStore(f"{name}/", self._store)
+        limit = timeout or self._group.timeout or c10d.default_pg_timeout
+        pg = SwitchyardProcessGroup(store, ranks.index(rank), len(ranks), limit, opts)
+        pg._set_group_name(name)
+        pg._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return pg
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return False
+
+    def get_reconfigure_handle(self) -> str:
+        raise errors.Unsupported(f"switchyard: get_reconfigure_handle: {_NO_OTHERS}")
+
+    def reconfigure(self, *arguments: Any, **named: Any) -> Any:
+        raise errors.Unsupported(f"switchyard: reconfigure: {_NO_OTHERS}")
+
+    def merge_remote_group(self, *arguments: Any, **named: Any) -> Any:
+        raise errors.Unsupported(f"switchyard: merge_remote_group: {_NO_OTHERS}")
 
     def _submit(
         self, operation: str, prepare: Callable[[], Submission], torchs: Callable[[Any], Any], outputs: list[Tensor]

@@ -85,7 +85,7 @@ class Group:
         #: Where it does not do all calls: a group of gloo's own, so that it is nobody else's business when who finds that out.
         self.elsewhere: Any = None
         self.shapes = Shapes(rank, size)
-        self._store, self._cards, self._timeout = store, _Store(store), timeout
+        self._store, self._cards, self.timeout = store, _Store(store), timeout
         self._lock = threading.Lock()
         self._meeting: Meeting[None] | None = None
         self.met = self._over = False
@@ -121,6 +121,17 @@ class Group:
         if unmet:
             with contextlib.suppress(errors.Error):  # in a forked child
                 library().met(unmet, handle)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Bound the waits of this rank's calls from here on. Where the ranks have yet to meet, their group begins with it."""
+        with self._lock:
+            if timeout == self.timeout:
+                return
+            self.timeout, comm = timeout, self.comm
+            if self.elsewhere is not None:
+                self.elsewhere._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+        if comm is not None:
+            comm._set_timeout(timeout.total_seconds())
 
     def meet_early(self) -> None:
         """Have the ranks meet now, behind the caller's back: a message between two of them asks nothing of the others."""
@@ -238,9 +249,9 @@ class Group:
             return self._meeting
 
     def _meet(self, stop: threading.Event, again: int, asked: threading.Event) -> None:
-        options = dict(self._options)
-        if self._timeout is not None:
-            seconds = self._timeout.total_seconds()
+        options, timeout = dict(self._options), self.timeout
+        if timeout is not None:
+            seconds = timeout.total_seconds()
             options = {"TimeoutSeconds": seconds, "JoinSeconds": min(seconds, 600.0), **options}
 
         def terms() -> dict[str, Any]:
@@ -255,7 +266,7 @@ class Group:
             if self.rank == 0:
                 warn_alone(f"switchyard: the ranks of group {self.name!r} {why}: its calls go to torch", 3)
             store = dist.PrefixStore(f"switchyard/gloo/{again or ''}", self._store)
-            limit = self._timeout or c10d.default_pg_timeout
+            limit = timeout or c10d.default_pg_timeout
             elsewhere = dist.ProcessGroup(store, self.rank, self.size)
             gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=limit)
             elsewhere._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -264,6 +275,8 @@ class Group:
             over = self._over or stop.is_set()
             if not over:
                 self.comm, self.elsewhere = comm, elsewhere
+                if comm is not None and self.timeout is not None and self.timeout != timeout:
+                    comm._set_timeout(self.timeout.total_seconds())
         if over:
             if comm is not None:
                 comm._abandon()
@@ -355,6 +368,8 @@ def find(group: Any) -> tuple[Communicator | None, Group | None]:
     if pg is None:
         return core.default(), None
     known = group_of(pg)
+    if not known.counts:  # torch's own, which tells nobody that its timeout is set
+        known.set_timeout(_timeout(pg) or c10d.default_pg_timeout)
     known._asked.set()
     return known.comm if known.met else None, known
 
