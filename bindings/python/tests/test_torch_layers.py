@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import switchyard as sw
+
 torch = pytest.importorskip("torch")
 
 import layer_cases as cases  # noqa: E402
@@ -48,3 +50,70 @@ def test_kernels_in_the_interpreter():
         [sys.executable, script, CPU], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def copied(rank, size):
+    """What wrappers of torch do to a module with a layer."""
+    import copy
+    import gc
+    import io
+    import pickle
+
+    from torch.optim.swa_utils import AveragedModel
+
+    from switchyard.layers import MoE, Router
+
+    d = sw.Dispatcher(2 * size, 2, 16, max_tokens=4, handles=8, dtype="float32", combine_dtype="float32")
+    layer = MoE(d, 32, router=Router(16, 2 * size, 2), shared=8)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), layer)
+    x = torch.randn(4, 16)
+    y = model(x)
+    twin = copy.deepcopy(model)
+    assert twin[1].dispatcher is d
+    assert copy.copy(d) is d
+    assert twin[1].gate_up is not layer.gate_up
+    assert twin[1].router is not layer.router
+    assert torch.equal(twin(x), y)
+    twin[1].close()
+    with torch.no_grad():
+        twin[1].down.zero_()
+    assert torch.equal(model(x), y)
+    average = AveragedModel(model)
+    average.update_parameters(twin)
+    assert average(x).shape == y.shape
+    wrapped = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    wrapped(x).sum().backward()
+
+    got = d.dispatch(x, torch.zeros(4, 2, dtype=torch.int64))
+    assert copy.deepcopy(got) is got
+    for thing in (d, got, model, d.comm, got.keep()):
+        with pytest.raises(sw.errors.InvalidType, match=r"lives in its process, and cannot be pickled.*state_dict"):
+            pickle.dumps(thing)
+    with pytest.raises(sw.errors.InvalidType, match=r"a Dispatcher lives in its process.*a Dispatcher of that process"):
+        torch.save(model, io.BytesIO())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file))
+    assert torch.equal(twin(x), y)
+
+    want = torch.autograd.grad(model(x).sum(), layer.gate_up)[0]
+    with torch.autograd.graph.save_on_cpu():
+        y = model(x)
+    assert torch.allclose(torch.autograd.grad(y.sum(), layer.gate_up)[0], want)
+    y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    assert torch.allclose(torch.autograd.grad(y.sum(), layer.gate_up)[0], want)
+
+    empty = copy.deepcopy(model).to("meta")
+    with pytest.raises(sw.errors.InvalidArgument, match="gate_up is on meta, and the layer's dispatcher on cpu"):
+        empty[1](x)
+    empty = empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    assert torch.equal(empty(x), model(x))
+    del got, thing, y, wrapped
+    gc.collect()  # errors hold what they tell of
+    d.close()
+
+
+def test_copies_of_a_layer(backend):
+    backend.run(copied)

@@ -8,13 +8,13 @@ from ctypes import byref, c_int64, c_uint64
 from typing import TYPE_CHECKING, Any
 
 from . import _sides, errors
-from ._core.arguments import integer, type_of
+from ._core.arguments import Bound, integer, type_of
 
 if TYPE_CHECKING:
     from ._types import Device, Group, Stream
 
 
-class DeviceCommunicator:
+class DeviceCommunicator(Bound):
     """The other ranks for kernels of one's own on a GPU: their addresses, signals and waits that end.
 
     All ranks of ``group`` make it together, on the GPU ``device``, by default the current one. ``signals`` is how many there
@@ -45,7 +45,7 @@ class DeviceCommunicator:
         return Kernel(self, number.value)
 
 
-class Kernel:
+class Kernel(Bound):
     """A kernel of a :class:`DeviceCommunicator`. Calling it launches it: all ranks launch the same ones in the same order."""
 
     def __init__(self, of: DeviceCommunicator, number: int) -> None:

@@ -98,3 +98,22 @@ def reductions(given_plans: Any, algorithm: Any) -> dict[str, Any]:
     if algorithm is not None:
         options["Algorithm"] = text("algorithm", algorithm)
     return options
+
+
+class Bound:
+    """What lives in its process, such as a name of the library's. A copy of what holds one holds the same one."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Bound:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        name = type(self).__name__
+        raise errors.InvalidType(
+            f"switchyard: a {name} lives in its process, and cannot be pickled or sent to another: save the state_dict() of "
+            f"a module that has one, and load it where the module has been made with a {name} of that process"
+        )

@@ -8,6 +8,7 @@ from ctypes import byref, c_int64
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .. import errors
+from .arguments import Bound
 from .comm import Communicator
 from .native import AGAIN, SLICE
 from .places import memory
@@ -113,7 +114,7 @@ class Slot:
         self.made: dict[str, Any] = {}
 
 
-class Output:
+class Output(Bound):
     """The output of a dispatch, given back with the last reference to it and to what lies on it."""
 
     __slots__ = ("_hold", "_rows", "_slot", "_unhold", "counts", "dispatcher", "handle", "released", "routing")
@@ -173,7 +174,7 @@ def counts_of(d: Counted, handle: int) -> HostCounts:
     return HostCounts(rows.value, known[:experts], known[experts:-ranks], known[-ranks:])
 
 
-class Routing:
+class Routing(Bound):
     """Where the tokens of a dispatch went: :meth:`Dispatched.keep` and :meth:`Dispatched.take` make it,
     :meth:`Dispatcher.combine` and :meth:`Dispatcher.route` go by it. ``counts`` are those of the dispatch for the host, if it
     knows them.
@@ -249,7 +250,7 @@ class Result:
         return self.lists.part("rank_counts")
 
 
-class Dispatched:
+class Dispatched(Bound):
     """A dispatch: the rows that this rank's experts got, and the way back.
 
     ``rows`` is [rows, hidden], laid out as the dispatcher was made for. There are also, if the dispatcher has them:
@@ -411,7 +412,7 @@ class Dispatched:
             lib.check(lib.release(self._output.handle))
 
 
-class Combining:
+class Combining(Bound):
     """The first half of a combine. :meth:`wait` is the second."""
 
     def __init__(self, dispatched: Any, result: Any, keep: object) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .. import errors
 from . import failures
 from .abi import CALL
-from .arguments import integer
+from .arguments import Bound, integer
 from .native import Library, usable
 from .splits import Shapes
 
@@ -28,7 +28,7 @@ def drop(lib: Library, handle: int) -> None:
         lib.drop(handle)
 
 
-class Block:
+class Block(Bound):
     """Symmetric memory of the host or a GPU: the same offset in every rank's segment. Views of it hold it; :meth:`free` gives
     it back."""
 
@@ -53,7 +53,7 @@ class Block:
         comm._control(comm._lib.free(comm._handle, self.handle, stream, byref(ticket)), ticket)
 
 
-class Place:
+class Place(Bound):
     """Where operations of a communicator work: on the host, which is the communicator itself, or on one of its GPUs. Memory and
     CUstreams are integers here."""
 

@@ -6,11 +6,12 @@ import threading
 from array import array
 from collections import deque
 
+from .arguments import Bound
 from .native import AGAIN, Library, usable
 from .work import in_slices
 
 
-class Request:
+class Request(Bound):
     """Messages, or a wait for a signal: a :class:`Completion`. ``sources`` are the ranks that messages were received from."""
 
     def __init__(self, lib: Library, handle: int, sources: array[int], keep: object) -> None:

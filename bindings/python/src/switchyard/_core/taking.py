@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import errors
 from . import abi
+from .arguments import Bound
 from .dispatched import ROUTING_ALIGN, HostCounts, Result, Routing, Side, Slot, counts_of
 from .native import AGAIN, SLICE
 
@@ -66,7 +67,7 @@ class Lists:
         return found
 
 
-class Taking:
+class Taking(Bound):
     """The part of a dispatcher that copies what its dispatches leave."""
 
     comm: Communicator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -99,6 +100,15 @@ class MoE(nn.Module):
         self._results: tuple[Any, ...] = (results,)  # no buffer: it is no state
         self._side: Optional[torch.cuda.Stream] = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A layer with parameters of its own over the same dispatcher. Both use the results' memory; this one gives it back."""
+        made = self.__class__.__new__(self.__class__)
+        memo[id(self)] = made
+        for name, value in self.__dict__.items():
+            made.__dict__[name] = value if name in ("_results", "_side") else copy.deepcopy(value, memo)
+        made._owned = False
+        return made
+
     def load(self, gate_up: Tensor, down: Tensor) -> None:
         """Take matrices of this rank's experts, quantised where rows are float8."""
         with torch.no_grad():
@@ -143,6 +153,11 @@ class MoE(nn.Module):
     def matrices(self) -> tuple[Tensor, ...]:
         """The matrices that the experts multiply by in this call, and the scales of float8."""
         pair = (self.gate_up, self.down)
+        if pair[0].device != self.device:
+            raise errors.InvalidArgument(
+                f"switchyard: layers: gate_up is on {pair[0].device}, and the layer's dispatcher on {self.device}: move it "
+                "there (meta: to_empty)"
+            )
         if self.float8:
             return (*pair, self.gate_up_scales, self.down_scales)
         if self.adapt is None:
