@@ -67,6 +67,7 @@ func (g *Group) exchange(ctx context.Context, op opcode, m message) ([]message, 
 // startCall takes the next call number.
 func (g *Group) startCall(op opcode) (*call, error) {
 	n := g.n
+	g.awaitEnd()
 	n.mu.Lock()
 	if err := g.usable(op, g.seq); err != nil {
 		n.mu.Unlock()
@@ -283,6 +284,7 @@ func (g *Group) usable(op opcode, epoch uint64) error {
 
 // opError is why a call ended with the group.
 func (g *Group) opError(op opcode, epoch uint64) error {
+	g.awaitEnd()
 	g.n.mu.Lock()
 	defer g.n.mu.Unlock()
 	if err := g.usable(op, epoch); err != nil {

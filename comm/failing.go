@@ -43,12 +43,23 @@ func (g *Group) ReportLeft(rank int) {
 // Err returns nil while the group works, a [*PeerError] once it has failed,
 // and [ErrClosed] after a Close of a group that had not.
 func (g *Group) Err() error {
+	g.awaitEnd()
 	g.n.mu.Lock()
 	defer g.n.mu.Unlock()
 	if g.err == nil && g.closed {
 		return fmt.Errorf("comm: %s: %w", g.name, ErrClosed)
 	}
 	return g.err
+}
+
+// awaitEnd waits, where the group is failing, for what is done before callers learn of it.
+func (g *Group) awaitEnd() {
+	g.n.mu.Lock()
+	failing := g.err != nil && !g.ended
+	g.n.mu.Unlock()
+	if failing {
+		<-g.done
+	}
 }
 
 // Done returns a channel that is closed when the group has failed or was
@@ -191,7 +202,7 @@ func (g *Group) failed(f *failure, tell bool) {
 		return
 	}
 	g.err = g.errorOf(f)
-	n.note(f, g.err)
+	noted := n.note(f, g.err)
 	var ls []link
 	if tell {
 		last := -1
@@ -222,6 +233,9 @@ func (g *Group) failed(f *failure, tell bool) {
 	deadline := time.Now().Add(flushGrace)
 	for _, l := range ls {
 		l.flush(deadline)
+	}
+	if noted { // and so does what is to be left of the calls that the failure ends
+		n.flight.Tell()
 	}
 	n.mu.Lock()
 	cbs := g.cbs

@@ -76,11 +76,11 @@ func (n *node) regroup(g, next *Group) {
 	}
 }
 
-// note tells of a failure once, however many groups it ends. n.mu is held.
-func (n *node) note(f *failure, err error) {
+// note notes a failure once, however many groups it ends, and reports whether it has. n.mu is held.
+func (n *node) note(f *failure, err error) bool {
 	fault := flight.Fault{Kind: faultNames[f.code], Culprit: f.culprit}
 	if n.noted[fault] {
-		return
+		return false
 	}
 	n.noted[fault] = true
 	silent := time.Duration(-1)
@@ -92,4 +92,5 @@ func (n *node) note(f *failure, err error) {
 		}
 	}
 	n.flight.Failed(fault.Kind, fault.Culprit, silent, err)
+	return true
 }

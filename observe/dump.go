@@ -120,7 +120,7 @@ func dumpTo(dir string, r *flight.Rank) error {
 	if epoch := r.Epoch(); epoch > 0 {
 		path, prefix = fmt.Sprintf("switchyard-epoch%d-rank%d.jsonl", epoch, r.Number), fmt.Sprintf(laterRecordPrefix, epoch)
 	}
-	if err := whole(filepath.Join(dir, path), Dump); err != nil {
+	if err := whole(filepath.Join(dir, path), 0o600, Dump); err != nil {
 		return err
 	}
 	s := r.State(false)

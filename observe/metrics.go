@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -322,15 +321,7 @@ func line(b *bytes.Buffer, name string, value float64, labels []string, more ...
 
 // writeFile replaces a file for node_exporter, which never sees half of it.
 func writeFile(path string) error {
-	var b bytes.Buffer
-	if err := WriteMetrics(&b, Snapshot(), PrometheusText); err != nil {
-		return err
-	}
-	next := fmt.Sprintf("%s.%d", path, os.Getpid())
-	if err := os.WriteFile(next, b.Bytes(), 0o644); err != nil {
-		return err
-	}
-	return os.Rename(next, path)
+	return whole(path, 0o644, func(w io.Writer) error { return WriteMetrics(w, Snapshot(), PrometheusText) })
 }
 
 // fileEvery is the time between two writes of the file of metrics.

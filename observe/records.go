@@ -7,8 +7,6 @@ import (
 	"io"
 	"maps"
 	"math"
-	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -52,7 +50,7 @@ func WriteRecords(prefix string, calls []Call) (files []string, err error) {
 	}
 	for _, rank := range slices.Sorted(maps.Keys(ranks)) {
 		name := prefix + strconv.Itoa(rank)
-		if err := whole(name, func(w io.Writer) error { return writeRecords(w, ranks[rank]) }); err != nil {
+		if err := whole(name, 0o600, func(w io.Writer) error { return writeRecords(w, ranks[rank]) }); err != nil {
 			return files, fmt.Errorf("observe: records of calls: %w", err)
 		}
 		files = append(files, name)
@@ -169,21 +167,4 @@ func pickle(b *bytes.Buffer, value any) {
 	default:
 		panic(fmt.Sprintf("observe: a %T in a record", value))
 	}
-}
-
-// whole writes a file that is not there in part.
-func whole(path string, write func(io.Writer) error) error {
-	f, err := os.CreateTemp(filepath.Dir(path), ".switchyard-*")
-	if err != nil {
-		return err
-	}
-	defer func() { _ = os.Remove(f.Name()) }() // it is gone, once it has its name
-	if err := write(f); err != nil {
-		_ = f.Close()
-		return err
-	}
-	if err := f.Close(); err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), path)
 }

@@ -70,7 +70,10 @@ func FromEnv(log *slog.Logger) {
 			listen(to, first.Local, log)
 		}
 		if dir := env.DumpFolder(); dir != "" {
+			var writing sync.Mutex
 			flight.OnFailure(func(r *flight.Rank) {
+				writing.Lock()
+				defer writing.Unlock()
 				if err := dumpTo(dir, r); err != nil {
 					log.Warn("observe: no dump", "err", err)
 				}

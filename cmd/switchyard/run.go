@@ -31,6 +31,8 @@ func forwarded() []os.Signal {
 }
 
 const (
+	// How long the others of a rank that failed may take to end with an error of their own, and to leave their calls (SWITCHYARD_DUMP).
+	lastWords = 2 * time.Second
 	// How long ranks that were told to end may take before we say for whom we wait.
 	patience = time.Second
 	// How long killed ranks may take to end, and their last output to be read, once we were told to end.
@@ -44,11 +46,11 @@ const (
 )
 
 const signalsHelp = `
-The first rank that fails ends all: the others get SIGTERM. SIGINT (Ctrl-C),
-SIGTERM, SIGHUP and SIGQUIT are passed on. In both cases, ranks that are left
-after the time of -grace are killed. A second SIGINT kills them at once. The
-exit code is that of the first rank that failed, or 128 and the number of the
-signal if ranks had to be killed after it.
+The first rank that fails ends all: the others get SIGTERM where they have not
+ended 2 seconds later. SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGQUIT are passed
+on. In both cases, ranks that are left after the time of -grace are killed. A
+second SIGINT kills them at once. The exit code is that of the first rank that
+failed, or 128 and the number of the signal if ranks had to be killed after it.
 `
 
 func run(args []string, stdout, stderr io.Writer) int {
@@ -65,7 +67,7 @@ func run(args []string, stdout, stderr io.Writer) int {
 	addr := flags.String("addr", "", "with -nodes: `host:port` of node 0, which is MASTER_ADDR and\nMASTER_PORT of all ranks; they meet on the port behind it.\nSWITCHYARD_SECRET has to be the same on all hosts")
 	port := flags.Int("port", 0, "MASTER_PORT of the ranks, which meet on the `port` behind it;\n0: one that is free")
 	prefix := flags.Bool("prefix", true, "begin every line that a rank prints with its number")
-	grace := flags.Duration("grace", 5*time.Second, "how long ranks may take to end once one has failed,\nor a signal told them to; then they are killed")
+	grace := flags.Duration("grace", 5*time.Second, "how long ranks may take to end once a signal told them\nto, also SIGTERM after a failure; then they are killed")
 	if err := flags.Parse(args); err != nil {
 		if errors.Is(err, flag.ErrHelp) {
 			return 0

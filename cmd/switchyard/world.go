@@ -32,9 +32,10 @@ type world struct {
 	copies         sync.WaitGroup
 	said           chan struct{} // is closed when what we had to say so far is written
 
-	alive, code          int
-	told                 syscall.Signal   // the first that told us to end, or 0
-	remind, late, giveUp <-chan time.Time // when it is time to say for whom we wait, to kill, and to wait no more
+	alive, code int
+	told        syscall.Signal // the first that told us to end, or 0
+	// When it is time to end the others of a rank that failed, to say for whom we wait, to kill, and to wait no more.
+	end, remind, late, giveUp <-chan time.Time
 }
 
 // ended is a rank's end.
@@ -82,6 +83,9 @@ func (w *world) run() int {
 			}
 		case s := <-signals:
 			w.receive(s.(syscall.Signal))
+		case <-w.end:
+			w.end, w.late = nil, time.After(w.grace)
+			w.signal(syscall.SIGTERM)
 		case <-w.remind:
 			if w.alive == 0 {
 				w.say(nil, "all ranks have ended, but nobody reads what they printed; giving up within %v", w.grace)
@@ -108,15 +112,14 @@ func (w *world) run() int {
 	}
 }
 
-// fail notes the first failure, and ends the other ranks unless a signal has told them to end already.
+// fail notes the first failure, and ends the other ranks in a moment, unless a signal has told them to end already.
 func (w *world) fail(code int, printed <-chan struct{}, format string, args ...any) {
 	if w.code != 0 {
 		return
 	}
 	w.code = code
 	if w.alive > 0 && w.told == 0 {
-		w.signal(syscall.SIGTERM)
-		w.late = time.After(w.grace)
+		w.end = time.After(lastWords)
 		format += "; ending the others"
 	}
 	w.say(printed, format, args...)
@@ -127,7 +130,7 @@ func (w *world) receive(s syscall.Signal) {
 	switch {
 	case s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
 	case w.told == 0:
-		w.told, w.remind = s, time.After(patience)
+		w.told, w.end, w.remind = s, nil, time.After(patience)
 		if w.late == nil {
 			w.late = time.After(w.grace)
 		}
@@ -140,7 +143,7 @@ func (w *world) receive(s syscall.Signal) {
 
 // kill kills the ranks that are left. Where we were told to end, it is also the last that we wait for.
 func (w *world) kill(when string) {
-	w.remind, w.late = nil, nil
+	w.end, w.remind, w.late = nil, nil, nil
 	w.signal(syscall.SIGKILL)
 	wait := time.Duration(0)
 	if w.alive > 0 {

@@ -75,6 +75,12 @@ func (t *Turn) Wait() error { return device.Follow(nil, t.last) }
 // Captured reports whether a launch was captured, so that a graph may repeat it. t is locked.
 func (t *Turn) Captured() bool { return t.captured }
 
+// breakage is the error that left a communicator broken. told is closed when those who look on know of it: callers learn it then.
+type breakage struct {
+	err  error
+	told chan struct{}
+}
+
 // Communicator is one rank's end. Its owner holds Lock throughout a call.
 type Communicator struct {
 	Heap   *memory.Heap
@@ -95,7 +101,7 @@ type Communicator struct {
 	closed bool
 	apart  sync.WaitGroup // calls of LaunchApart
 
-	broken atomic.Pointer[error] // a launch failed half-way: the control block is in no known state
+	broken atomic.Pointer[breakage] // a launch failed half-way: the control block is in no known state
 }
 
 // Timeout bounds the waits of the next call.
@@ -253,7 +259,8 @@ func (c *Communicator) Whole() error {
 		return err
 	}
 	if broken := c.broken.Load(); broken != nil {
-		return fmt.Errorf("%s: %w: %w", c.name, ErrEarlier, *broken)
+		<-broken.told
+		return fmt.Errorf("%s: %w: %w", c.name, ErrEarlier, broken.err)
 	}
 	select {
 	case <-c.Group.Done():
@@ -394,9 +401,10 @@ func (c *Communicator) order(s device.Stream) error {
 // Done gets the result of a launch. An error leaves c broken, unless ranks have only disagreed (kernels.Recoverable).
 func (c *Communicator) Done(err error) {
 	if err != nil && !kernels.Recoverable(err) {
-		why := err
-		if c.broken.CompareAndSwap(nil, &why) {
+		b := &breakage{err, make(chan struct{})}
+		if c.broken.CompareAndSwap(nil, b) {
 			c.notes.Broke()
+			close(b.told)
 		}
 	}
 }

@@ -74,9 +74,9 @@ func TestOnlyWhatFailsHalfWayBreaks(t *testing.T) {
 	}
 	p.err = errors.New("half-way")
 	require.Error(t, c.Launch(nil, &kernels.AllToAllV{}))
-	require.ErrorIs(t, *c.broken.Load(), p.err)
+	require.ErrorIs(t, c.broken.Load().err, p.err)
 	c.Done(errors.New("later"))
-	require.ErrorIs(t, *c.broken.Load(), p.err, "the first stays")
+	require.ErrorIs(t, c.broken.Load().err, p.err, "the first stays")
 }
 
 func notes() *flight.Recorder { return flight.New(0, 1).Recorder("world", 0, []int{0}, "host") }

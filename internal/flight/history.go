@@ -87,26 +87,40 @@ func (r *Rank) Succeeds(old *Rank) {
 	r.past = past
 }
 
-// Failed notes a failure, and tells those who called OnFailure. Silent is how long the culprit gave no sign of life, negative where that is not
-// known.
+// Failed notes a failure. Silent is how long the culprit gave no sign of life, negative where that is not known. Tell follows it.
 func (r *Rank) Failed(kind string, culprit int, silent time.Duration, err error) {
 	r.mu.Lock()
+	defer r.mu.Unlock()
 	f := Failure{Fault: Fault{kind, culprit}, Group: r.Group, Job: r.Job, At: time.Now(), Silent: silent, Err: err}
 	r.faults[f.Fault]++
 	r.last = &f
 	r.past.add(f)
-	r.mu.Unlock()
-	for _, tell := range told() {
-		go tell(r)
+}
+
+// TellWithin bounds how long a failure waits for those who called OnFailure: a folder of theirs may be on a host that does not answer.
+const TellWithin = 2 * time.Second
+
+// Tell tells those who called OnFailure, and waits for them: whoever learns of the failure next may end the process.
+func (r *Rank) Tell() {
+	told := told()
+	if len(told) == 0 {
+		return
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for _, tell := range told {
+			tell(r)
+		}
+	}()
+	select {
+	case <-done:
+	case <-time.After(TellWithin):
 	}
 }
 
-// Broke tells those who called OnFailure, and waits for them, that a call has left the communicator broken: its caller may end the process.
-func (c *Recorder) Broke() {
-	for _, tell := range told() {
-		tell(c.r)
-	}
-}
+// Broke tells those who called OnFailure, and waits for them, that a call has left the communicator broken.
+func (c *Recorder) Broke() { c.r.Tell() }
 
 func told() []func(*Rank) {
 	process.Lock()

@@ -154,8 +154,8 @@ var process struct {
 	joins []*func() Join
 }
 
-// OnFailure has tell called with each rank of this process that notes a failure of its group, in a goroutine of its own, or has a communicator
-// that broke, by the goroutine whose call has failed.
+// OnFailure has tell called with each rank of this process whose group has failed, or that has a communicator that broke, in a goroutine of its
+// own. The news of that waits until tell has returned, for TellWithin at most.
 func OnFailure(tell func(*Rank)) {
 	process.Lock()
 	defer process.Unlock()

@@ -7,6 +7,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -152,6 +153,61 @@ func TestRanksInDifferentCallsThatHaveFailed(t *testing.T) {
 		require.FileExists(t, filepath.Join(j.dumps, fmt.Sprintf("switchyard-rank%d.jsonl", rank)))
 		require.FileExists(t, filepath.Join(j.dumps, fmt.Sprintf("torch_rank_%d", rank)))
 	}
+}
+
+// leftBehind are the files of dumps that ranks leave, but for those of one rank.
+func leftBehind(lost int) (files []string) {
+	for r := range ranks {
+		if r != lost {
+			files = append(files, fmt.Sprintf("switchyard-rank%d.jsonl", r), fmt.Sprintf("torch_rank_%d", r))
+		}
+	}
+	slices.Sort(files)
+	return files
+}
+
+func entries(t *testing.T, dir string) (names []string) {
+	t.Helper()
+	all, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	for _, e := range all {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+// Programs end on their errors, and launchers end the others when one has.
+func TestProgramsThatEndOnTheirErrorsLeaveTheirCalls(t *testing.T) {
+	const lost = 3
+	t.Run("alone", func(t *testing.T) {
+		j := begin(t, 1)
+		dumps := t.TempDir()
+		for r := range ranks {
+			j.ps = append(j.ps, proctest.Rank(t, r, ranks, j.spaces[0].IP+":29431", proctest.Spec{Part: "rank", Args: []string{none, "0"}, Via: j.spaces[0].Via, Env: []string{"SWITCHYARD_DUMP=" + dumps, endsVar + "=1"}}))
+		}
+		for _, p := range j.ps {
+			p.Saw("begins")
+		}
+		j.ps[lost].Signal(syscall.SIGKILL)
+		for _, p := range j.ps {
+			p.Wait()
+		}
+		require.Equal(t, leftBehind(lost), entries(t, dumps))
+	})
+	t.Run("with a launcher", func(t *testing.T) {
+		path, err := command()
+		require.NoError(t, err)
+		dumps := t.TempDir()
+		p := proctest.Start(t, proctest.Spec{Part: "rank", Args: []string{none, "0"}, Via: []string{path, "run", "-n", fmt.Sprint(ranks)}, Env: []string{"SWITCHYARD_DUMP=" + dumps, endsVar + "=1"}})
+		p.Saw(`\[3\] begins`)
+		out, _ := p.Output()
+		var pid int
+		_, err = fmt.Sscanf(out[strings.Index(out, "[3] begins"):], "[3] begins in process %d", &pid)
+		require.NoError(t, err)
+		require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+		p.Wait()
+		require.Equal(t, leftBehind(lost), entries(t, dumps))
+	})
 }
 
 // torch's analyzer finds ranks in different calls of two communicators, while they wait and once the calls have failed, and the rank that makes
