@@ -82,7 +82,7 @@ func (g *Group) admit(ctx context.Context, n int, cfg Config) (*Group, error) {
 			return nil, fmt.Errorf("%w: %s and %s", ErrMismatch, admission(0, parts[0].data), admission(r, p.data))
 		}
 	}
-	cfg.gid, cfg.epoch = groupID(g.id, "admit", c.seq, 0), g.n.flight.Epoch()+1
+	cfg.gid, cfg.epoch, cfg.seats = groupID(g.id, "admit", c.seq, 0), g.n.flight.Epoch()+1, g.seats(n)
 	whole, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer g.OnFailure(func(err error) { cancel(err) })()

@@ -96,6 +96,7 @@ type Config struct {
 	onHosts          bool          // Admit: they are on several hosts
 	gid              uint64        // what tells ranks of an Admit, or of a Job, from others
 	epoch            int           // of the group to be: 0, and in an Admit 1 more than that of the group before
+	seats            []int         // Admit: the ranks' numbers in the group that met first; newcomers get those that are free
 	file             string        // where another rank finds the ID that rank 0 leaves
 	secretOfFile     bool          // Secret is that of the file
 	handshakeTimeout time.Duration // for those who connect; shorter in tests

@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/flight"
 )
 
 // A group that loses a rank and takes another in is two epochs further, on the ranks that were there and on the newcomer. A group of some of
@@ -52,10 +54,15 @@ func TestEpochsGrow(t *testing.T) {
 		for r, g := range all {
 			s := g.n.flight.State(false)
 			require.Equal(t, []any{2, []int{0, 1, 2, 3}}, []any{s.Epoch, s.Members}, "rank %d", r)
+			require.Equal(t, []int{0, 2, 3, 1}, s.Seats, "the newcomer has the place of the lost rank")
+			require.Equal(t, s.Seats[r], g.n.flight.Place())
 			if r < 3 {
 				require.Len(t, s.Past, 1)
 				require.Equal(t, []any{1, "world"}, []any{s.Past[0].Culprit, s.Past[0].Group})
-				require.Empty(t, rest[r].n.flight.State(false).Past)
+				require.Equal(t, map[flight.Fault]uint64{{Kind: "lost", Culprit: 1}: 1}, s.Faults)
+				old := rest[r].n.flight.State(false)
+				require.Empty(t, old.Past)
+				require.True(t, old.Passed)
 			} else {
 				require.Empty(t, s.Past, "it has seen none")
 			}

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/switchyard-moe/switchyard/internal/flight"
 )
 
 // Abort fails the group on every rank, at once: their [Group.Err] names this
@@ -27,6 +29,7 @@ func (g *Group) AbortFor(rank int, err error) {
 		rank = g.rank
 	}
 	g.failed(&failure{code: failAborted, culprit: g.members[rank], cause: err}, true)
+	g.awaitEnd()
 }
 
 // ReportLeft fails the group on every rank, at once, because rank has closed its
@@ -203,6 +206,10 @@ func (g *Group) failed(f *failure, tell bool) {
 	}
 	g.err = g.errorOf(f)
 	noted := n.note(f, g.err)
+	if noted && flight.Listened() {
+		n.telling = make(chan struct{})
+	}
+	telling := n.telling
 	var ls []link
 	if tell {
 		last := -1
@@ -234,9 +241,23 @@ func (g *Group) failed(f *failure, tell bool) {
 	for _, l := range ls {
 		l.flush(deadline)
 	}
-	if noted { // and so does what is to be left of the calls that the failure ends
-		n.flight.Tell()
+	if telling == nil {
+		g.end()
+		return
 	}
+	go func() { // what is to be left of the calls that the failure ends comes first too; messages are read meanwhile
+		if noted {
+			n.flight.Tell()
+			close(telling)
+		}
+		<-telling
+		g.end()
+	}()
+}
+
+// end lets callers learn that the group has failed.
+func (g *Group) end() {
+	n := g.n
 	n.mu.Lock()
 	cbs := g.cbs
 	g.cbs = nil

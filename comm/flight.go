@@ -2,6 +2,7 @@ package comm
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/internal/flight"
@@ -12,7 +13,7 @@ func (g *Group) Flight() (r *flight.Rank, members []int) { return g.n.flight, g.
 
 // tell has the rank tell of its links, as a rank of the group that met. n.mu is held.
 func (n *node) tell(met *Group) {
-	n.flight.Group, n.flight.Host, n.flight.Local = met.name, met.topology.Host, met.topology.Local
+	n.flight.Group, n.flight.Host, n.flight.Hosts, n.flight.Local = met.name, met.topology.Host, met.topology.Hosts, met.topology.Local
 	n.current = met
 	n.flight.Regroup(n.epoch, met.members)
 	n.dumb = n.flight.Add(&flight.Part{Heard: n.heard, Pids: n.pids})
@@ -65,6 +66,22 @@ func (n *node) pids() []int {
 }
 
 var faultNames = map[failCode]string{failLost: "lost", failLeft: "left", failAborted: "aborted", failMismatch: "mismatch", failAbsent: "absent"}
+
+// seats are the numbers in the group that met first of the ranks of a group that is g and n newcomers, who get the lowest that are free: a
+// fresh rank has that of the one whose place it takes.
+func (g *Group) seats(n int) []int {
+	all := make([]int, len(g.members))
+	for r, m := range g.members {
+		all[r] = g.n.flight.Seat(m)
+	}
+	for seat := 0; n > 0; seat++ {
+		if !slices.Contains(all, seat) {
+			all = append(all, seat)
+			n--
+		}
+	}
+	return all
+}
 
 // regroup notes that g has become next, if the rank's group is g: other groups than that one have no epoch.
 func (n *node) regroup(g, next *Group) {

@@ -149,31 +149,50 @@ func decodePlace(b []byte) (rank, size int, err error) {
 	return rank, size, nil
 }
 
-// A table is the number of ranks (u32), the epoch of their group (u32), which newcomers do not know, and the addresses.
-func encodeTable(addrs []string, epoch int) []byte {
-	b := binary.LittleEndian.AppendUint32(nil, uint32(len(addrs)))
-	b = binary.LittleEndian.AppendUint32(b, uint32(epoch))
-	for _, a := range addrs {
+// table is what rank 0 tells all ranks when they have met.
+type table struct {
+	addrs []string
+	// epoch and seats are those of Config, which newcomers do not know.
+	epoch int
+	seats []int
+}
+
+// encode writes the number of ranks (u32), the epoch (u32), the number of seats (u32), which is 0 or that of ranks, the seats (u32 each) and
+// the addresses.
+func (t *table) encode() []byte {
+	b := binary.LittleEndian.AppendUint32(nil, uint32(len(t.addrs)))
+	b = binary.LittleEndian.AppendUint32(b, uint32(t.epoch))
+	b = binary.LittleEndian.AppendUint32(b, uint32(len(t.seats)))
+	for _, s := range t.seats {
+		b = binary.LittleEndian.AppendUint32(b, uint32(s))
+	}
+	for _, a := range t.addrs {
 		b = appendString(b, a)
 	}
 	return b
 }
 
-func decodeTable(b []byte, size int) (addrs []string, epoch int, err error) {
-	if len(b) < 8 || int(binary.LittleEndian.Uint32(b)) != size {
-		return nil, 0, fmt.Errorf("%w table: not of %d ranks", errMalformed, size)
+func decodeTable(b []byte, size int) (t table, err error) {
+	if len(b) < 12 || int(binary.LittleEndian.Uint32(b)) != size {
+		return t, fmt.Errorf("%w table: not of %d ranks", errMalformed, size)
 	}
-	epoch = int(binary.LittleEndian.Uint32(b[4:]))
-	b = b[8:]
-	addrs = make([]string, size)
-	for i := range addrs {
+	t.epoch = int(binary.LittleEndian.Uint32(b[4:]))
+	seats := int(binary.LittleEndian.Uint32(b[8:]))
+	if b = b[12:]; seats != 0 && seats != size || len(b) < 4*seats {
+		return t, fmt.Errorf("%w table: %d seats of %d ranks", errMalformed, seats, size)
+	}
+	for range seats {
+		t.seats, b = append(t.seats, int(binary.LittleEndian.Uint32(b))), b[4:]
+	}
+	t.addrs = make([]string, size)
+	for i := range t.addrs {
 		var ok bool
-		if addrs[i], b, ok = takeString(b); !ok {
-			return nil, 0, fmt.Errorf("%w table: it ends at rank %d", errMalformed, i)
+		if t.addrs[i], b, ok = takeString(b); !ok {
+			return t, fmt.Errorf("%w table: it ends at rank %d", errMalformed, i)
 		}
 	}
 	if len(b) != 0 {
-		return nil, 0, fmt.Errorf("%w table: %d bytes left", errMalformed, len(b))
+		return t, fmt.Errorf("%w table: %d bytes left", errMalformed, len(b))
 	}
-	return addrs, epoch, nil
+	return t, nil
 }

@@ -237,17 +237,18 @@ func FuzzIdentity(f *testing.F) {
 }
 
 func FuzzTable(f *testing.F) {
-	f.Add(encodeTable([]string{"@a", "@b"}, 3), 2)
+	f.Add((&table{[]string{"@a", "@b"}, 3, nil}).encode(), 2)
+	f.Add((&table{[]string{"@a", "@b"}, 3, []int{2, 0}}).encode(), 2)
 	f.Fuzz(func(t *testing.T, b []byte, size int) {
 		if size < 1 || size > MaxSize {
 			return
 		}
-		addrs, epoch, err := decodeTable(b, size)
+		decoded, err := decodeTable(b, size)
 		if err != nil {
 			require.ErrorIs(t, err, errMalformed)
 			return
 		}
-		require.True(t, bytes.Equal(b, encodeTable(addrs, epoch)))
+		require.True(t, bytes.Equal(b, decoded.encode()))
 	})
 }
 

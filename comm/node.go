@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/internal/flight"
+	"github.com/switchyard-moe/switchyard/observe"
 )
 
 // link carries messages to one peer, in order.
@@ -40,8 +41,10 @@ type node struct {
 
 	flight *flight.Rank // what is known of this rank
 	noted  map[flight.Fault]bool
-	dumb   func() // ends what it tells of the links
-	epoch  int    // of the group that met
+	// telling is closed when those who look on know of the last failure, nil where nobody does.
+	telling chan struct{}
+	dumb    func() // ends what it tells of the links
+	epoch   int    // of the group that met
 
 	mu      sync.Mutex
 	current *Group            // the group that met, or what it has become by Shrink
@@ -291,6 +294,7 @@ func (n *node) activate(g *Group, members []int) {
 	for _, fn := range then {
 		fn()
 	}
+	observe.FromEnv(n.log)
 }
 
 // activateLocked is activate where the caller holds mu, and calls what it returns afterwards.

@@ -117,17 +117,17 @@ func (g *guest) addrs(ctx context.Context) ([]string, error) {
 	case kind != frameTable:
 		return nil, fmt.Errorf("%w frame: %q instead of the table", errMalformed, byte(kind))
 	}
-	addrs, epoch, err := decodeTable(body, g.cfg.Size)
+	t, err := decodeTable(body, g.cfg.Size)
 	if err != nil {
 		return nil, err
 	}
-	g.cfg.epoch = epoch
+	g.cfg.epoch, g.cfg.seats = t.epoch, t.seats
 	g.mu.Lock()
 	g.enter(met)
 	g.mu.Unlock()
 	g.heard = make(chan struct{})
 	go g.listenToHost()
-	return addrs, nil
+	return t.addrs, nil
 }
 
 // logUntil says again and again that this rank waits, until over.

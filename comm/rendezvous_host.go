@@ -243,7 +243,7 @@ func (h *host) addrs(ctx context.Context) ([]string, error) {
 			return nil, joinFailed(why)
 		}
 		if allMet {
-			h.broadcast(frameTable, encodeTable(addrs, h.cfg.epoch))
+			h.broadcast(frameTable, (&table{addrs, h.cfg.epoch, h.cfg.seats}).encode())
 			return addrs, nil
 		}
 		if over {

@@ -34,6 +34,7 @@ type replacement struct {
 	Group   uint64
 	Name    string
 	Epoch   int
+	Seats   []int // of Config
 	World   int   // ranks of the group that met
 	Members []int // the group's, as ranks of the group that met
 	Living  []int // of these, those that connect
@@ -230,7 +231,7 @@ func (g *Group) seat(ctx context.Context, s *session, peer int, addr string, cfg
 	n := g.n
 	n.mu.Lock()
 	r := replacement{ // of a group whose ranks all know the same losses
-		Group: g.id, Name: g.name, Epoch: n.flight.Epoch(), World: len(n.links), Members: g.members, Rank: peer, Addr: addr,
+		Group: g.id, Name: g.name, Epoch: n.flight.Epoch(), Seats: n.flight.Seats, World: len(n.links), Members: g.members, Rank: peer, Addr: addr,
 		Key: make([]byte, replaceKey), Timeout: cfg.PeerTimeout, Within: cfg.JoinTimeout,
 	}
 	r.Living = n.living()

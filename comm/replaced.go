@@ -100,7 +100,7 @@ func (m *meeting) ask(ctx context.Context) (*session, *replacement, error) {
 
 // fits reports whether what the group says of the place can be.
 func (r *replacement) fits(cfg *Config) bool {
-	return len(r.Members) == cfg.Size && cfg.Rank < len(r.Members) && r.Members[cfg.Rank] == r.Rank && r.World <= MaxSize && len(r.Key) == replaceKey &&
+	return len(r.Members) == cfg.Size && (len(r.Seats) == 0 || len(r.Seats) == r.World) && cfg.Rank < len(r.Members) && r.Members[cfg.Rank] == r.Rank && r.World <= MaxSize && len(r.Key) == replaceKey &&
 		!slices.ContainsFunc(append(r.Living, r.Members...), func(m int) bool { return m < 0 || m >= r.World })
 }
 
@@ -108,7 +108,7 @@ func (r *replacement) fits(cfg *Config) bool {
 func (l *Listener) takePlace(whole, ctx context.Context, cancel context.CancelCauseFunc, s *session, r *replacement) (g *Group, err error) {
 	cfg, began := &l.cfg, time.Now()
 	n := newNode(r.Rank, r.World, cfg.Logger)
-	n.delay, n.keeps, n.flight.Job, n.epoch = cfg.delay, cfg.Replaceable, r.Group, r.Epoch
+	n.delay, n.keeps, n.flight.Job, n.flight.Seats, n.epoch = cfg.delay, cfg.Replaceable, r.Group, r.Seats, r.Epoch
 	n.replaced = true
 	n.arrival = &arrival{pasts: make(map[uint64]*past), ends: make(chan arrived, r.World)}
 	for m := range r.World {

@@ -373,11 +373,11 @@ func (p *pipeConn) describe(b []byte) string {
 		}
 		return "present?"
 	case frameTable:
-		addrs, _, err := decodeTable(body, int(binary.LittleEndian.Uint32(body)))
+		t, err := decodeTable(body, int(binary.LittleEndian.Uint32(body)))
 		if err != nil {
 			return err.Error()
 		}
-		return "table: " + strings.Join(addrs, " ")
+		return "table: " + strings.Join(t.addrs, " ")
 	case frameFail:
 		f, err := decodeFail(body)
 		if err != nil {

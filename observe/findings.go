@@ -13,7 +13,7 @@ import (
 type Finding struct {
 	Job   string `json:"job,omitempty"`
 	Ranks []int  `json:"ranks"`
-	// Kind is joining, silent, fault, failed, files, swap, late, slow, load, fallback or heap.
+	// Kind is joining, silent, fault, failed, files, swap, late, slow, load, fallback, heap or metrics.
 	Kind string `json:"kind"`
 	Text string `json:"text"`
 }
@@ -43,6 +43,7 @@ func findings(s, before *State) (all []Finding) {
 		f.load(before)
 		f.fallbacks(before)
 		f.heaps()
+		f.mute()
 		all = append(all, f.found...)
 	}
 	for _, p := range s.Silent {
@@ -378,6 +379,15 @@ func (f *finder) heaps() {
 		f.found[at].Text = severalRanks(f.found[at].Ranks) + ": each " + text
 		if len(f.found[at].Ranks) == 1 {
 			f.found[at].Text = severalRanks(f.found[at].Ranks) + " " + text
+		}
+	}
+}
+
+// mute names ranks whose metrics nobody can have.
+func (f *finder) mute() {
+	for i := range f.ranks {
+		if r := &f.ranks[i]; r.NoMetrics != "" {
+			f.add("metrics", []int{r.Rank}, "rank %d, process %d, serves no metrics: %s", r.Rank, r.Pid, r.NoMetrics)
 		}
 	}
 }

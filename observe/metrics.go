@@ -47,7 +47,10 @@ func Families(s State) []Family {
 		f := Family{Name: m.name, Kind: m.kind, Unit: m.unit, Help: m.help}
 		for i := range s.Ranks {
 			r := &s.Ranks[i]
-			of := []string{"rank", strconv.Itoa(r.Rank), "host", strconv.Itoa(r.Host)}
+			if r.Passed {
+				continue
+			}
+			of := []string{"rank", r.label(r.Rank), "host", strconv.Itoa(r.Host)}
 			if r.GPU != "" {
 				of = append(of, "gpu", r.GPU)
 			}
@@ -60,6 +63,9 @@ func Families(s State) []Family {
 	}
 	return all
 }
+
+// label is a rank of the group that met as metrics name it: a number that stays when the group takes others in.
+func (r *Rank) label(rank int) string { return strconv.Itoa(r.seat(rank)) }
 
 // metric is how a family is read from a rank.
 type metric struct {
@@ -85,7 +91,7 @@ func metrics() []metric {
 			longest := map[[2]string]float64{}
 			var order [][2]string
 			for _, w := range r.Waiting {
-				key := [2]string{w.Operation, strconv.Itoa(w.For)}
+				key := [2]string{w.Operation, r.label(w.For)}
 				if _, ok := longest[key]; !ok {
 					order = append(order, key)
 				}
@@ -121,24 +127,24 @@ func metrics() []metric {
 				}
 			}
 		}},
-		{"switchyard_expert_tokens", "counter", "", "Choices of this rank's tokens for an expert, in layers that have a name.", perLayer(func(l *Layer, add func(float64, ...string)) {
+		{"switchyard_expert_tokens", "counter", "", "Choices of this rank's tokens for an expert, in layers that have a name.", perLayer(func(_ *Rank, l *Layer, add func(float64, ...string)) {
 			for e, n := range l.Tokens {
 				add(float64(n), "expert", strconv.Itoa(e))
 			}
 		})},
-		{"switchyard_routed_tokens", "counter", "", "Choices of this rank's tokens, by the rank of their expert.", perLayer(func(l *Layer, add func(float64, ...string)) {
+		{"switchyard_routed_tokens", "counter", "", "Choices of this rank's tokens, by the rank of their expert.", perLayer(func(r *Rank, l *Layer, add func(float64, ...string)) {
 			for p, n := range l.Routed {
-				add(n, "peer", strconv.Itoa(p))
+				add(n, "peer", r.label(p))
 			}
 		})},
-		{"switchyard_imbalance_ratio", "gauge", "", "Tokens of this rank that go to the busiest rank, over those that go to the mean one, since the start.", perLayer(func(l *Layer, add func(float64, ...string)) {
+		{"switchyard_imbalance_ratio", "gauge", "", "Tokens of this rank that go to the busiest rank, over those that go to the mean one, since the start.", perLayer(func(_ *Rank, l *Layer, add func(float64, ...string)) {
 			if l.Imbalance > 0 {
 				add(l.Imbalance)
 			}
 		})},
-		{"switchyard_overflows", "counter", "", "Dispatches that did not fit, by the rank that had no room.", perLayer(func(l *Layer, add func(float64, ...string)) {
+		{"switchyard_overflows", "counter", "", "Dispatches that did not fit, by the rank that had no room.", perLayer(func(r *Rank, l *Layer, add func(float64, ...string)) {
 			for p, n := range l.Overflows {
-				add(float64(n), "peer", strconv.Itoa(p))
+				add(float64(n), "peer", r.label(p))
 			}
 		})},
 		{"switchyard_group_size", "gauge", "", "Ranks of the group now.", func(r *Rank, add func(Sample)) { add(number(float64(r.now()))) }},
@@ -159,7 +165,7 @@ func perPeer(value func(p *Peer) (float64, bool)) func(*Rank, func(Sample)) {
 	return func(r *Rank, add func(Sample)) {
 		for p := range r.Peers {
 			if v, known := value(&r.Peers[p]); known && p != r.Rank {
-				add(number(v, "peer", strconv.Itoa(p)))
+				add(number(v, "peer", r.label(p)))
 			}
 		}
 	}
@@ -184,7 +190,7 @@ func perDevice(value func(h *Heap) int64) func(*Rank, func(Sample)) {
 }
 
 // perLayer labels the samples of a layer by its name, if it has one.
-func perLayer(samples func(l *Layer, add func(value float64, labels ...string))) func(*Rank, func(Sample)) {
+func perLayer(samples func(r *Rank, l *Layer, add func(value float64, labels ...string))) func(*Rank, func(Sample)) {
 	return func(r *Rank, add func(Sample)) {
 		for i := range r.Layers {
 			l := &r.Layers[i]
@@ -192,7 +198,7 @@ func perLayer(samples func(l *Layer, add func(value float64, labels ...string)))
 			if l.Layer != "" {
 				of = []string{"layer", l.Layer}
 			}
-			samples(l, func(value float64, labels ...string) { add(number(value, append(of[:len(of):len(of)], labels...)...)) })
+			samples(r, l, func(value float64, labels ...string) { add(number(value, append(of[:len(of):len(of)], labels...)...)) })
 		}
 	}
 }
@@ -212,7 +218,7 @@ func waited(r *Rank, add func(Sample)) {
 	for _, op := range order {
 		for peer, s := range seconds[op] {
 			if peer != r.Rank {
-				add(number(s, "operation", op, "peer", strconv.Itoa(peer)))
+				add(number(s, "operation", op, "peer", r.label(peer)))
 			}
 		}
 	}

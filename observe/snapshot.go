@@ -58,19 +58,26 @@ type Silent struct {
 
 // Rank is one rank. All counts are since Began.
 type Rank struct {
-	Rank  int       `json:"rank"`
-	Size  int       `json:"size"` // of the group that met
-	Host  int       `json:"host"` // -1 where the ranks have not met
-	Group string    `json:"group"`
-	Job   string    `json:"job"` // the same on all ranks that met, and on no others
-	Pid   int       `json:"pid"`
-	Began time.Time `json:"began"`
+	Rank  int    `json:"rank"`
+	Size  int    `json:"size"` // of the group that met
+	Host  int    `json:"host"` // -1 where the ranks have not met
+	Group string `json:"group"`
+	Job   string `json:"job"` // the same on all ranks that met, and on no others
+	Pid   int    `json:"pid"`
+	// NoMetrics is why the process serves no metrics, though SWITCHYARD_METRICS asks for them.
+	NoMetrics string    `json:"no_metrics,omitempty"`
+	Began     time.Time `json:"began"`
 	// GPU is the one that the rank works on, such as cuda:0; empty on the host.
 	GPU string `json:"gpu,omitempty"`
 	// Epoch is how often the group has shrunk or taken ranks in since its ranks met first, and Members are its ranks now, by their numbers in
 	// the group that met.
 	Epoch   int   `json:"epoch"`
 	Members []int `json:"members"`
+	// Seats are the numbers of all Size ranks in the group that met first, where ranks were admitted since: newcomers have the lowest that were
+	// free. Metrics have these numbers as labels, and Faults as culprits. It is missing where the numbers are the same.
+	Seats []int `json:"seats,omitempty"`
+	// Passed says that a later group has taken this one's place, which Admit has made. It has no metrics any more.
+	Passed bool `json:"passed,omitempty"`
 
 	Operations []Operation       `json:"operations"`
 	Peers      []Peer            `json:"peers"`             // by rank
@@ -265,10 +272,18 @@ func (r *Rank) now() int {
 	return len(r.Members)
 }
 
+// seat is the number of a rank in the group that met first.
+func (r *Rank) seat(rank int) int {
+	if rank >= 0 && rank < len(r.Seats) {
+		return r.Seats[rank]
+	}
+	return rank
+}
+
 func jobOf(s *flight.State) string { return fmt.Sprintf("%016x", s.Job) }
 
 func rankOf(s *flight.State) Rank {
-	r := Rank{Rank: s.Number, Size: s.Size, Host: s.Host, Group: s.Group, Job: jobOf(s), Pid: os.Getpid(), Began: s.Began, Epoch: s.Epoch, Members: s.Members, Operations: []Operation{}, Peers: []Peer{}, Counters: s.Counters}
+	r := Rank{Rank: s.Number, Size: s.Size, Host: s.Host, Group: s.Group, Job: jobOf(s), Pid: os.Getpid(), NoMetrics: flight.Muted(), Began: s.Began, Epoch: s.Epoch, Members: s.Members, Seats: s.Seats, Passed: s.Passed, Operations: []Operation{}, Peers: []Peer{}, Counters: s.Counters}
 	for _, k := range s.Kinds {
 		r.Operations = append(r.Operations, Operation{
 			Operation: k.Operation, Algorithm: k.Algorithm, Calls: k.Begun, Failed: k.Failed, InFlight: k.Begun - k.Ended - k.Unseen, PayloadBytes: k.Payload, Staged: k.Staged(),

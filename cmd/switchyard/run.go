@@ -31,7 +31,8 @@ func forwarded() []os.Signal {
 }
 
 const (
-	// How long the others of a rank that failed may take to end with an error of their own, and to leave their calls (SWITCHYARD_DUMP).
+	// How long the others of a rank that failed may take to end with an error of their own, and to leave their calls (SWITCHYARD_DUMP), besides
+	// what SWITCHYARD_METRICS_HOLD says.
 	lastWords = 2 * time.Second
 	// How long ranks that were told to end may take before we say for whom we wait.
 	patience = time.Second

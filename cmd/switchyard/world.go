@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/switchyard-moe/switchyard/internal/env"
 )
 
 // world is the ranks of one program.
@@ -119,7 +121,8 @@ func (w *world) fail(code int, printed <-chan struct{}, format string, args ...a
 	}
 	w.code = code
 	if w.alive > 0 && w.told == 0 {
-		w.end = time.After(lastWords)
+		hold, _ := env.MetricsHold() // ranks say what is wrong with it
+		w.end = time.After(lastWords + hold)
 		format += "; ending the others"
 	}
 	w.say(printed, format, args...)

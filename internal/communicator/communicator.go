@@ -17,7 +17,6 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
-	"github.com/switchyard-moe/switchyard/observe"
 )
 
 // ErrEarlier is the condition of a call that was not made, because an earlier one is known now to have failed.
@@ -160,7 +159,6 @@ func Open(ctx context.Context, h *memory.Heap, o Config, refused error) (*Commun
 		tells.Layer = func() flight.Layer { return o.Layer().Of(members, rank.Size) }
 	}
 	c.mute = rank.Add(tells)
-	observe.FromEnv(c.Group.Logger())
 	return c, nil
 }
 

@@ -26,6 +26,10 @@ const (
 type Rank struct {
 	// Number is the rank in the group that met, Size that group's, Host its host there, and Local its local rank.
 	Number, Size, Host, Local int
+	// Seats are the numbers of ranks in the group that met first, by their numbers in the one that met: nil where it is that one, and no ranks
+	// were admitted. Hosts is the number of hosts.
+	Seats []int
+	Hosts int
 	// Group is that group's name, and Job an identity that its ranks share and those of other jobs do not.
 	Group string
 	Job   uint64
@@ -35,11 +39,11 @@ type Rank struct {
 	rests atomic.Bool
 
 	mu     sync.Mutex
+	passed bool    // to the rank that Succeeds it
 	calls  []entry // a ring
 	made   uint64  // calls
 	kinds  []*Kind
 	peers  []Traffic
-	faults map[Fault]uint64
 	last   *Failure
 	failed *Call // the last one that did
 	parts  []*Part
@@ -171,7 +175,23 @@ type Part struct {
 
 // New is a rank that has met no others yet.
 func New(number, size int) *Rank {
-	return &Rank{Number: number, Size: size, began: time.Now(), clock: timepiece(), faults: map[Fault]uint64{}, waited: map[Wait]time.Duration{}}
+	return &Rank{Number: number, Size: size, began: time.Now(), clock: timepiece(), waited: map[Wait]time.Duration{}}
+}
+
+// Seat is the number in the group that met first of a rank of the group that met, whose number may be -1 for none.
+func (r *Rank) Seat(rank int) int {
+	if rank >= 0 && rank < len(r.Seats) {
+		return r.Seats[rank]
+	}
+	return rank
+}
+
+// Place is the rank's index among those of its host, on one host also of those that were there before it.
+func (r *Rank) Place() int {
+	if r.Hosts == 1 {
+		return r.Seat(r.Number)
+	}
+	return r.Local
 }
 
 // Began is the time from which durations count.

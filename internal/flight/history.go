@@ -3,6 +3,7 @@ package flight
 import (
 	"math/bits"
 	"slices"
+	"sync"
 	"time"
 )
 
@@ -54,8 +55,9 @@ type history struct {
 	epoch    int
 	members  []int // of the group of today, as ranks of the group that met
 	failures []Failure
-	changes  []Change // of where experts are
-	hurt     bool     // one of these is not healed
+	faults   map[Fault]uint64 // whose culprits are seats
+	changes  []Change         // of where experts are
+	hurt     bool             // one of these is not healed
 	// By kind of fault: from the last sign of life to the report, and from there to the first call that works again.
 	detected, healed map[string]Spread
 }
@@ -75,16 +77,32 @@ func (r *Rank) Epoch() int {
 	return r.past.epoch
 }
 
-// Succeeds has r, a rank of the group that old's group has become, go on with what went wrong before, and with where experts moved. Old has that no more.
+// Succeeds has r, a rank of the group that old's group has become, go on with what went wrong before, and with where experts moved. Old has
+// that no more, and is not in metrics any more: r has its labels.
 func (r *Rank) Succeeds(old *Rank) {
 	old.mu.Lock()
 	past := old.past
+	old.passed = true
+	host, hosts := old.Host, old.Hosts
 	old.past = history{epoch: past.epoch, members: past.members}
 	old.mu.Unlock()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	past.epoch, past.members = r.past.epoch, r.past.members
 	r.past = past
+	if hosts > 1 { // which keep their numbers too
+		r.Host = host
+	}
+}
+
+// LastFault is when the last failure was noted, the zero time where none was.
+func (r *Rank) LastFault() time.Time {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.last == nil {
+		return time.Time{}
+	}
+	return r.last.At
 }
 
 // Failed notes a failure. Silent is how long the culprit gave no sign of life, negative where that is not known. Tell follows it.
@@ -92,37 +110,37 @@ func (r *Rank) Failed(kind string, culprit int, silent time.Duration, err error)
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	f := Failure{Fault: Fault{kind, culprit}, Group: r.Group, Job: r.Job, At: time.Now(), Silent: silent, Err: err}
-	r.faults[f.Fault]++
 	r.last = &f
 	r.past.add(f)
+	if r.past.faults == nil {
+		r.past.faults = map[Fault]uint64{}
+	}
+	r.past.faults[Fault{kind, r.Seat(culprit)}]++
 }
-
-// TellWithin bounds how long a failure waits for those who called OnFailure: a folder of theirs may be on a host that does not answer.
-const TellWithin = 2 * time.Second
 
 // Tell tells those who called OnFailure, and waits for them: whoever learns of the failure next may end the process.
 func (r *Rank) Tell() {
-	told := told()
-	if len(told) == 0 {
-		return
+	var all sync.WaitGroup
+	for _, t := range told() {
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			t.tell(r)
+		}()
+		all.Go(func() {
+			select {
+			case <-done:
+			case <-time.After(t.within):
+			}
+		})
 	}
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		for _, tell := range told {
-			tell(r)
-		}
-	}()
-	select {
-	case <-done:
-	case <-time.After(TellWithin):
-	}
+	all.Wait()
 }
 
 // Broke tells those who called OnFailure, and waits for them, that a call has left the communicator broken.
 func (c *Recorder) Broke() { c.r.Tell() }
 
-func told() []func(*Rank) {
+func told() []listener {
 	process.Lock()
 	defer process.Unlock()
 	return slices.Clone(process.told)

@@ -10,6 +10,8 @@ import (
 // State is a copy of what a rank knows.
 type State struct {
 	Number, Size, Host int
+	Seats              []int
+	Passed             bool // a rank of a later group Succeeds it
 	Group              string
 	Job                uint64
 	Began, At          time.Time
@@ -63,7 +65,7 @@ func (r *Rank) state(calls bool) (s State, whole bool) {
 	r.mu.Lock()
 	s = State{
 		Number: r.Number, Size: r.Size, Host: r.Host, Group: r.Group, Job: r.Job, Began: r.began, At: time.Now(),
-		Peers: slices.Clone(r.peers), Waited: maps.Clone(r.waited), Faults: maps.Clone(r.faults), Fallbacks: maps.Clone(r.fallbacks), Last: r.last, Failed: r.failed,
+		Peers: slices.Clone(r.peers), Waited: maps.Clone(r.waited), Faults: maps.Clone(r.past.faults), Seats: r.Seats, Passed: r.passed, Fallbacks: maps.Clone(r.fallbacks), Last: r.last, Failed: r.failed,
 		Counters: map[string]uint64{}, Epoch: r.past.epoch, Members: r.past.members, Past: slices.Clone(r.past.failures), Changes: slices.Clone(r.past.changes),
 		GPU:      r.gpu,
 		Detected: maps.Clone(r.past.detected), Healed: maps.Clone(r.past.healed),
@@ -149,17 +151,45 @@ func (t *Traffic) add(u Traffic) {
 var process struct {
 	sync.Mutex
 	ranks []*Rank
-	told  []func(*Rank)
+	told  []listener
 	heard []*func(Event)
 	joins []*func() Join
+	mute  string
+}
+
+// listener is one who called OnFailure.
+type listener struct {
+	within time.Duration
+	tell   func(*Rank)
+}
+
+// Listened reports whether anybody has called OnFailure.
+func Listened() bool {
+	process.Lock()
+	defer process.Unlock()
+	return len(process.told) > 0
+}
+
+// Mute notes why this process serves no metrics, though its environment asks for them.
+func Mute(why string) {
+	process.Lock()
+	defer process.Unlock()
+	process.mute = why
+}
+
+// Muted is why this process serves no metrics, empty where it does or is not asked to.
+func Muted() string {
+	process.Lock()
+	defer process.Unlock()
+	return process.mute
 }
 
 // OnFailure has tell called with each rank of this process whose group has failed, or that has a communicator that broke, in a goroutine of its
-// own. The news of that waits until tell has returned, for TellWithin at most.
-func OnFailure(tell func(*Rank)) {
+// own. The news of that waits until tell has returned, for within at most: a folder that it writes to may be on a host that does not answer.
+func OnFailure(within time.Duration, tell func(*Rank)) {
 	process.Lock()
 	defer process.Unlock()
-	process.told = append(process.told, tell)
+	process.told = append(process.told, listener{within, tell})
 }
 
 // Join is a rank that waits for others to make a group.
