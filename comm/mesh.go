@@ -53,7 +53,7 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	gid := meshID(addrs)
 	n := newNode(cfg.Rank, cfg.Size, cfg.Logger)
 	n.delay, n.keeps = cfg.delay, cfg.Replaceable
-	n.flight.Job, n.flight.Seats, n.epoch = gid, cfg.seats, cfg.epoch
+	n.flight.Job, n.flight.Seats, n.flight.PeerTimeout, n.epoch = gid, cfg.seats, cfg.PeerTimeout, cfg.epoch
 	var err error
 	if n.hosts, err = hostsOf(addrs, cfg); err != nil {
 		return nil, err

@@ -20,7 +20,8 @@ func Handler() http.Handler {
 			http.Error(w, "GET only", http.StatusMethodNotAllowed)
 			return
 		}
-		kind, answer := "text/plain; version=0.0.4; charset=utf-8", func(s State, b *bytes.Buffer) error { return WriteMetrics(b, s, PrometheusText) }
+		format, kind := accepted(r)
+		answer := func(s State, b *bytes.Buffer) error { return WriteMetrics(b, s, format) }
 		switch {
 		case strings.HasSuffix(r.URL.Path, "/state"):
 			kind, answer = "application/json", func(s State, b *bytes.Buffer) error { return json.NewEncoder(b).Encode(s) }
@@ -28,12 +29,26 @@ func Handler() http.Handler {
 			w.Header().Set("Content-Type", "application/jsonl")
 			_, _ = w.Write(h.dumps.get(r.Context()))
 			return
-		case strings.Contains(r.Header.Get("Accept"), "application/openmetrics-text"):
-			kind, answer = "application/openmetrics-text; version=1.0.0; charset=utf-8", func(s State, b *bytes.Buffer) error { return WriteMetrics(b, s, OpenMetrics) }
 		}
 		w.Header().Set("Content-Type", kind)
 		_, _ = w.Write(h.get(kind, answer))
 	})
+}
+
+// accepted is the format of metrics that a request accepts, and its type.
+func accepted(r *http.Request) (f Format, kind string) {
+	if strings.Contains(r.Header.Get("Accept"), "application/openmetrics-text") {
+		return OpenMetrics, "application/openmetrics-text; version=1.0.0; charset=utf-8"
+	}
+	return PrometheusText, "text/plain; version=0.0.4; charset=utf-8"
+}
+
+// ServeMetrics answers a request with the metrics of a state, in the format that the request accepts, as [Handler] does with those of this
+// process.
+func ServeMetrics(w http.ResponseWriter, r *http.Request, s State) {
+	format, kind := accepted(r)
+	w.Header().Set("Content-Type", kind)
+	_ = WriteMetrics(w, s, format) // a client that has gone wants no answer
 }
 
 // handler keeps the last snapshot and what was made of it, by type.

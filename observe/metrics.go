@@ -83,9 +83,20 @@ func metrics() []metric {
 		{"switchyard_calls_in_flight", "gauge", "", "Calls on the host that have not ended.", perOperation(func(o *Operation) float64 { return float64(o.InFlight) })},
 		{"switchyard_payload_bytes", "counter", "bytes", "Length of this rank's inputs.", perOperation(func(o *Operation) float64 { return float64(o.PayloadBytes) })},
 		{"switchyard_call_duration_seconds", "histogram", "seconds", "Time from the start of a call on the host to its end.", durations},
-		{"switchyard_sent_bytes", "counter", "bytes", "Bytes to a rank: of exchanges, as their splits say, and of rows of dispatches.", perPeer(func(p *Peer) (float64, bool) { return float64(p.SentBytes), true })},
-		{"switchyard_received_bytes", "counter", "bytes", "Bytes from a rank: of exchanges, as their splits say, and of rows of dispatches.", perPeer(func(p *Peer) (float64, bool) { return float64(p.ReceivedBytes), true })},
-		{"switchyard_peer_silence_seconds", "gauge", "seconds", "Time since the last sign of life of a rank's process.", perPeer(func(p *Peer) (float64, bool) { return p.SilentSeconds, p.SilentSeconds >= 0 })},
+		{"switchyard_sent_bytes", "counter", "bytes", "Bytes to a rank: of exchanges, as their splits say, and of rows of dispatches.", perPeer(func(p *Peer) float64 { return float64(p.SentBytes) })},
+		{"switchyard_received_bytes", "counter", "bytes", "Bytes from a rank: of exchanges, as their splits say, and of rows of dispatches.", perPeer(func(p *Peer) float64 { return float64(p.ReceivedBytes) })},
+		{"switchyard_peer_silence_seconds", "gauge", "seconds", "Time since the last sign of life of a rank's process.", func(r *Rank, add func(Sample)) {
+			for p := range r.Peers {
+				if s := r.Peers[p].SilentSeconds; s >= 0 && p != r.Rank && (r.Members == nil || slices.Contains(r.Members, p)) {
+					add(number(s, "peer", r.label(p)))
+				}
+			}
+		}},
+		{"switchyard_peer_timeout_seconds", "gauge", "seconds", "The silence after which a rank is lost.", func(r *Rank, add func(Sample)) {
+			if r.PeerTimeoutSeconds > 0 {
+				add(number(r.PeerTimeoutSeconds))
+			}
+		}},
 		{"switchyard_waited_seconds", "counter", "seconds", "Time that calls on the host have waited for a rank.", waited},
 		{"switchyard_waiting_seconds", "gauge", "seconds", "How long calls that wait now have waited, by the rank that they wait for.", func(r *Rank, add func(Sample)) {
 			longest := map[[2]string]float64{}
@@ -161,11 +172,11 @@ func perOperation(value func(o *Operation) float64) func(*Rank, func(Sample)) {
 	}
 }
 
-func perPeer(value func(p *Peer) (float64, bool)) func(*Rank, func(Sample)) {
+func perPeer(value func(p *Peer) float64) func(*Rank, func(Sample)) {
 	return func(r *Rank, add func(Sample)) {
 		for p := range r.Peers {
-			if v, known := value(&r.Peers[p]); known && p != r.Rank {
-				add(number(v, "peer", r.label(p)))
+			if p != r.Rank {
+				add(number(value(&r.Peers[p]), "peer", r.label(p)))
 			}
 		}
 	}

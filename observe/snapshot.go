@@ -76,6 +76,8 @@ type Rank struct {
 	// Seats are the numbers of all Size ranks in the group that met first, where ranks were admitted since: newcomers have the lowest that were
 	// free. Metrics have these numbers as labels, and Faults as culprits. It is missing where the numbers are the same.
 	Seats []int `json:"seats,omitempty"`
+	// PeerTimeoutSeconds is the silence after which a rank is lost, 0 where no connection tells it.
+	PeerTimeoutSeconds float64 `json:"peer_timeout_seconds,omitempty"`
 	// Passed says that a later group has taken this one's place, which Admit has made. It has no metrics any more.
 	Passed bool `json:"passed,omitempty"`
 
@@ -283,7 +285,7 @@ func (r *Rank) seat(rank int) int {
 func jobOf(s *flight.State) string { return fmt.Sprintf("%016x", s.Job) }
 
 func rankOf(s *flight.State) Rank {
-	r := Rank{Rank: s.Number, Size: s.Size, Host: s.Host, Group: s.Group, Job: jobOf(s), Pid: os.Getpid(), NoMetrics: flight.Muted(), Began: s.Began, Epoch: s.Epoch, Members: s.Members, Seats: s.Seats, Passed: s.Passed, Operations: []Operation{}, Peers: []Peer{}, Counters: s.Counters}
+	r := Rank{Rank: s.Number, Size: s.Size, Host: s.Host, Group: s.Group, Job: jobOf(s), Pid: os.Getpid(), NoMetrics: flight.Muted(), Began: s.Began, Epoch: s.Epoch, Members: s.Members, Seats: s.Seats, Passed: s.Passed, PeerTimeoutSeconds: s.PeerTimeout.Seconds(), Operations: []Operation{}, Peers: []Peer{}, Counters: s.Counters}
 	for _, k := range s.Kinds {
 		r.Operations = append(r.Operations, Operation{
 			Operation: k.Operation, Algorithm: k.Algorithm, Calls: k.Begun, Failed: k.Failed, InFlight: k.Begun - k.Ended - k.Unseen, PayloadBytes: k.Payload, Staged: k.Staged(),

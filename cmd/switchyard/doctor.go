@@ -2,7 +2,6 @@ package main
 
 import (
 	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -15,20 +14,13 @@ import (
 // examine looks at this machine and has ranks exchange bytes. The exit code is 1 if there is a problem.
 func examine(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard doctor", flag.ContinueOnError)
-	flags.SetOutput(stderr)
 	flags.Usage = func() {
-		fmt.Fprintln(stderr, "usage: switchyard doctor [-json]\n\nLooks at this machine: versions, limits, GPUs, links, what joins ranks, and has\ntwo ranks exchange bytes. Every finding comes with its cure. The exit code is 1\nif one of them is a problem.")
+		fmt.Fprintln(flags.Output(), "usage: switchyard doctor [-json]\n\nLooks at this machine: versions, limits, GPUs, links, what joins ranks, and has\ntwo ranks exchange bytes. Every finding comes with its cure. The exit code is 1\nif one of them is a problem.")
 	}
 	asJSON := flags.Bool("json", false, "print a JSON object for each finding")
 	where := flags.String("trial", "", "be a rank of the exchange that doctor makes, on host or cuda")
-	if err := flags.Parse(args); err != nil || flags.NArg() > 0 {
-		switch {
-		case errors.Is(err, flag.ErrHelp):
-			return 0
-		case err == nil:
-			fmt.Fprintf(stderr, "switchyard doctor: %q is too much\n", flags.Args())
-		}
-		return 2
+	if code, ok := parsed(flags, args, stderr); !ok {
+		return code
 	}
 	if *where != "" {
 		line, err := doctor.Trial(*where)

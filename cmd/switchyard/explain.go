@@ -14,7 +14,6 @@ import (
 // explain looks at running ranks for a time, and says why their steps take it.
 func explain(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard explain", flag.ContinueOnError)
-	flags.SetOutput(stderr)
 	asJSON := flags.Bool("json", false, "print an object")
 	pid := flags.Int("pid", 0, "ask this process `N` only")
 	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")

@@ -85,7 +85,7 @@ const usage = `usage: switchyard COMMAND
                                        what they call, what their heaps hold
   explain [-d 1s] [-json]              say why steps take their time: calls,
                                        algorithms, who is waited for
-  top [-json] [-n N] [-http ADDRESS]   status once a second; with -http on a
+  top [-job JOB] [-http ADDRESS]       status once a second; with -http on a
                                        page, for a browser
   dump [-pid N]                        print the last calls of running ranks
   trace [-pid N] [-d 2s]               print them as a timeline for Perfetto
@@ -152,13 +152,9 @@ func revision() string {
 // environment lists the variables for a person, or as the page of the documentation.
 func environment(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard env", flag.ContinueOnError)
-	flags.SetOutput(stderr)
 	page := flags.Bool("markdown", false, "print docs/environment.md")
-	if err := flags.Parse(args); err != nil || flags.NArg() > 0 {
-		if err == nil {
-			fmt.Fprintf(stderr, "switchyard env: %q is too much\n", flags.Args())
-		}
-		return 2
+	if code, ok := parsed(flags, args, stderr); !ok {
+		return code
 	}
 	if *page {
 		fmt.Fprint(stdout, markdown())

@@ -416,7 +416,8 @@ func TestCommandLines(t *testing.T) {
 		{"run -n 99999 sh", 2, "-n 99999 on 1 hosts: at most 4096 ranks in all"},
 		{"run -n 3000 -nodes 2 -addr host:29500 sh", 2, "-n 3000 on 2 hosts: at most 4096 ranks in all"},
 		{"run -n 2", 2, "which program?"},
-		{"run -n x sh", 2, "invalid value"},
+		{"run -n x sh", 2, `switchyard run: invalid value "x" for flag -n: parse error; -h lists the flags` + "\n"},
+		{"status -every x", 2, `switchyard status: invalid value "x" for flag -every: parse error; -h lists the flags` + "\n"},
 		{"run -n 2 -port 65535 sh", 2, "-port 65535, want 1 to 65534"},
 		{"run -n 2 -nodes 2 sh", 2, `-addr "", want HOST:PORT of node 0`},
 		{"run -n 2 -nodes 2 -addr host sh", 2, `-addr "host", want HOST:PORT of node 0`},
@@ -437,6 +438,9 @@ func TestCommandLines(t *testing.T) {
 		var out, errs bytes.Buffer
 		require.Equal(t, c.code, command(strings.Fields(c.args), &out, &errs), c.args)
 		require.Contains(t, errs.String(), c.says, c.args)
+		if strings.HasSuffix(c.says, "-h lists the flags\n") {
+			require.Equal(t, c.says, errs.String(), "nothing else is said")
+		}
 		require.Empty(t, out.String(), c.args)
 	}
 }

@@ -56,11 +56,10 @@ failed, or 128 and the number of the signal if ranks had to be killed after it.
 
 func run(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard run", flag.ContinueOnError)
-	flags.SetOutput(stderr)
 	flags.Usage = func() {
-		fmt.Fprintln(stderr, "usage: switchyard run -n RANKS [FLAGS] PROGRAM [ARGUMENT...]")
+		fmt.Fprintln(flags.Output(), "usage: switchyard run -n RANKS [FLAGS] PROGRAM [ARGUMENT...]")
 		flags.PrintDefaults()
-		fmt.Fprint(stderr, signalsHelp)
+		fmt.Fprint(flags.Output(), signalsHelp)
 	}
 	n := flags.Int("n", 0, "how many `ranks` to start on this host")
 	nodes := flags.Int("nodes", 1, "on how many `hosts` this command is run, with equal flags\nbut for -node")
@@ -69,11 +68,8 @@ func run(args []string, stdout, stderr io.Writer) int {
 	port := flags.Int("port", 0, "MASTER_PORT of the ranks, which meet on the `port` behind it;\n0: one that is free")
 	prefix := flags.Bool("prefix", true, "begin every line that a rank prints with its number")
 	grace := flags.Duration("grace", 5*time.Second, "how long ranks may take to end once a signal told them\nto, also SIGTERM after a failure; then they are killed")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return 0
-		}
-		return 2
+	if code, ok := understood(flags, args, stderr); !ok {
+		return code
 	}
 	missing := true
 	flags.Visit(func(f *flag.Flag) { missing = missing && f.Name != "n" })

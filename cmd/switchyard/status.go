@@ -16,7 +16,6 @@ import (
 // status asks running ranks for their state.
 func status(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard status", flag.ContinueOnError)
-	flags.SetOutput(stderr)
 	asJSON := flags.Bool("json", false, "print an object")
 	pid := flags.Int("pid", 0, "ask this process `N` only")
 	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
@@ -58,13 +57,24 @@ func status(args []string, stdout, stderr io.Writer) int {
 
 // parsed parses a command line without arguments.
 func parsed(flags *flag.FlagSet, args []string, stderr io.Writer) (code int, ok bool) {
-	switch err := flags.Parse(args); {
+	if code, ok = understood(flags, args, stderr); ok && flags.NArg() > 0 {
+		fmt.Fprintf(stderr, "%s: %q is too much\n", flags.Name(), flags.Args())
+		return 2, false
+	}
+	return code, ok
+}
+
+// understood parses the flags of a command line. A mistake gets a line, and -h all flags.
+func understood(flags *flag.FlagSet, args []string, stderr io.Writer) (code int, ok bool) {
+	flags.SetOutput(io.Discard)
+	err := flags.Parse(args)
+	flags.SetOutput(stderr)
+	switch {
 	case errors.Is(err, flag.ErrHelp):
+		flags.Usage()
 		return 0, false
 	case err != nil:
-		return 2, false
-	case flags.NArg() > 0:
-		fmt.Fprintf(stderr, "%s: %q is too much\n", flags.Name(), flags.Args())
+		fmt.Fprintf(stderr, "%s: %v; -h lists the flags\n", flags.Name(), err)
 		return 2, false
 	}
 	return 0, true
@@ -95,7 +105,6 @@ func ask(pid int, job string, stderr io.Writer) (all observe.State, code int) {
 // dump prints the last calls of running ranks.
 func dump(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard dump", flag.ContinueOnError)
-	flags.SetOutput(stderr)
 	pid := flags.Int("pid", 0, "ask this process `N` only")
 	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
 	records := flags.String("torch", "", "write a file for each rank, of this `PREFIX` and the rank's number, for torch's analyzer of flight records, and print their names")

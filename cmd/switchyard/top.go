@@ -18,15 +18,15 @@ import (
 // top shows running ranks, again and again: in the terminal, or on a page.
 func top(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard top", flag.ContinueOnError)
-	flags.SetOutput(stderr)
 	at := flags.String("http", "", "serve a page at this `ADDRESS`, such as :8090 on the loopback")
 	asJSON := flags.Bool("json", false, "without -http, print an object for each table")
 	times := flags.Int("n", 0, "without -http, show `N` tables, for ever if 0")
+	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so, or whose program has that name")
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
 	}
 	if *at == "" {
-		return status([]string{"-every", "1s", "-n", strconv.Itoa(*times), "-json=" + strconv.FormatBool(*asJSON)}, stdout, stderr)
+		return status([]string{"-every", "1s", "-n", strconv.Itoa(*times), "-json=" + strconv.FormatBool(*asJSON), "-job", *job}, stdout, stderr)
 	}
 	host, port, err := net.SplitHostPort(*at)
 	if err != nil {
@@ -44,7 +44,7 @@ func top(args []string, stdout, stderr io.Writer) int {
 	// Other users of this host reach the port too, and do not know the path.
 	path := "/" + rand.Text() + "/"
 	fmt.Fprintf(stdout, "http://%s%s\n", l.Addr(), path)
-	server := http.Server{Handler: pageAt(path), ReadTimeout: pageWithin, WriteTimeout: pageWithin, IdleTimeout: pageWithin, MaxHeaderBytes: 4 << 10}
+	server := http.Server{Handler: pageAt(path, *job), ReadTimeout: pageWithin, WriteTimeout: pageWithin, IdleTimeout: pageWithin, MaxHeaderBytes: 4 << 10}
 	fmt.Fprintf(stderr, "switchyard top: %v\n", server.Serve(l))
 	return 1
 }
@@ -52,12 +52,15 @@ func top(args []string, stdout, stderr io.Writer) int {
 // pageWithin bounds a request for the page, answer included: processes get 2 s to answer.
 const pageWithin = 10 * time.Second
 
-// pageAt is the page of all jobs of this user, at a path.
-func pageAt(path string) http.Handler {
+// pageAt is the page of the jobs of this user, or of those that job chooses, at a path.
+func pageAt(path, job string) http.Handler {
 	gpus := new(gpus)
 	mux := http.NewServeMux()
 	mux.Handle(path, observe.Page(func(r *http.Request) (observe.State, error) {
 		s, err := observe.Everybody(r.Context(), 0)
+		if job != "" {
+			s = s.OfJob(job)
+		}
 		s.GPUs = gpus.now()
 		return s, err
 	}))

@@ -17,7 +17,7 @@ import (
 )
 
 func TestThePageHasAPathThatIsNotKnown(t *testing.T) {
-	server := httptest.NewServer(pageAt("/ABC/"))
+	server := httptest.NewServer(pageAt("/ABC/", ""))
 	defer server.Close()
 	for path, want := range map[string]int{"/": 404, "/state": 404, "/ABC/": 200, "/ABC/other": 404} {
 		resp, err := server.Client().Get(server.URL + path)
@@ -48,7 +48,7 @@ func TestABrowserShowsThePage(t *testing.T) {
 		exchange()
 		if r.Rank() == 1 {
 			time.Sleep(20 * time.Millisecond)
-			server := httptest.NewServer(pageAt("/ABC/"))
+			server := httptest.NewServer(pageAt("/ABC/", ""))
 			out, err := exec.Command(browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
 				"--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--user-data-dir="+profile, "--virtual-time-budget=4000", "--dump-dom", server.URL+"/ABC/#"+observe.Snapshot().Ranks[0].Job).CombinedOutput() // other tests have jobs, too
 			server.Close()

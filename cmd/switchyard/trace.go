@@ -3,7 +3,6 @@ package main
 import (
 	"compress/gzip"
 	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -17,18 +16,15 @@ import (
 // trace prints calls as a timeline: the last ones of running ranks, or those of dumps, which may come from several hosts.
 func trace(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard trace", flag.ContinueOnError)
-	flags.SetOutput(stderr)
 	pid := flags.Int("pid", 0, "ask this process `N` only")
 	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
 	during := flags.Duration("d", 0, "wait this long, and leave out calls that had ended before")
 	flags.Bool("json", true, "print JSON, as it does anyway")
 	with := flags.String("with", "", "put the calls into this `TRACE` of torch's profiler, of the same run")
-	switch err := flags.Parse(args); {
-	case errors.Is(err, flag.ErrHelp):
-		return 0
-	case err != nil:
-		return 2
-	case flags.NArg() > 0 && (*pid != 0 || *job != "" || *during != 0):
+	if code, ok := understood(flags, args, stderr); !ok {
+		return code
+	}
+	if flags.NArg() > 0 && (*pid != 0 || *job != "" || *during != 0) {
 		fmt.Fprintln(stderr, "switchyard trace: -pid, -job and -d choose running ranks: not with dumps")
 		return 2
 	}

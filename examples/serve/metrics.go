@@ -38,8 +38,7 @@ func (f *front) metrics(w http.ResponseWriter, r *http.Request) {
 		observe.Handler().ServeHTTP(w, r)
 		return
 	}
-	w.Header().Set("Content-Type", "application/openmetrics-text; version=1.0.0; charset=utf-8")
-	_ = observe.WriteMetrics(w, f.observed(r.Context()), observe.OpenMetrics) // a client that has gone wants no answer
+	observe.ServeMetrics(w, r, f.observed(r.Context()))
 }
 
 // status is the same as a table: who waits for whom, and what is wrong.

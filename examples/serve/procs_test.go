@@ -185,6 +185,15 @@ func TestWhatRanksDoIsShown(t *testing.T) {
 			require.Regexp(t, `(?m)^switchyard_\w*calls\w*\{[^}]*operation="combine"[^}]*\}`, metrics)
 			require.Contains(t, metrics, `rank="`+rank+`"`)
 		}
+		for accepts, is := range map[string]string{"application/openmetrics-text;version=1.0.0": "application/openmetrics-text; version=1.0.0; charset=utf-8", "text/plain": "text/plain; version=0.0.4; charset=utf-8"} {
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url+"/metrics", nil)
+			require.NoError(t, err)
+			req.Header.Set("Accept", accepts)
+			r, err := http.DefaultClient.Do(req)
+			require.NoError(t, err)
+			require.NoError(t, r.Body.Close())
+			require.Equal(t, is, r.Header.Get("Content-Type"))
+		}
 		require.Regexp(t, `(?m)^RANK +PROCESS +CALLS .*\n0 +\d+ .*\n1 +\d+ `, got(t, url+"/status"))
 		require.Contains(t, got(t, url+"/ranks/"), "<title>Switchyard</title>")
 		var state observe.State

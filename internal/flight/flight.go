@@ -30,6 +30,8 @@ type Rank struct {
 	// were admitted. Hosts is the number of hosts.
 	Seats []int
 	Hosts int
+	// PeerTimeout is the silence after which a rank is lost, 0 where no connection tells it.
+	PeerTimeout time.Duration
 	// Group is that group's name, and Job an identity that its ranks share and those of other jobs do not.
 	Group string
 	Job   uint64

@@ -11,6 +11,7 @@ import (
 type State struct {
 	Number, Size, Host int
 	Seats              []int
+	PeerTimeout        time.Duration
 	Passed             bool // a rank of a later group Succeeds it
 	Group              string
 	Job                uint64
@@ -65,7 +66,7 @@ func (r *Rank) state(calls bool) (s State, whole bool) {
 	r.mu.Lock()
 	s = State{
 		Number: r.Number, Size: r.Size, Host: r.Host, Group: r.Group, Job: r.Job, Began: r.began, At: time.Now(),
-		Peers: slices.Clone(r.peers), Waited: maps.Clone(r.waited), Faults: maps.Clone(r.past.faults), Seats: r.Seats, Passed: r.passed, Fallbacks: maps.Clone(r.fallbacks), Last: r.last, Failed: r.failed,
+		Peers: slices.Clone(r.peers), Waited: maps.Clone(r.waited), Faults: maps.Clone(r.past.faults), Seats: r.Seats, PeerTimeout: r.PeerTimeout, Passed: r.passed, Fallbacks: maps.Clone(r.fallbacks), Last: r.last, Failed: r.failed,
 		Counters: map[string]uint64{}, Epoch: r.past.epoch, Members: r.past.members, Past: slices.Clone(r.past.failures), Changes: slices.Clone(r.past.changes),
 		GPU:      r.gpu,
 		Detected: maps.Clone(r.past.detected), Healed: maps.Clone(r.past.healed),

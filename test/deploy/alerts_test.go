@@ -1,19 +1,24 @@
 package deploy
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
@@ -44,19 +49,19 @@ func TestAlertsFireForTheirSeries(t *testing.T) {
 	require.NoError(t, err, string(out))
 }
 
-// prometheus starts Prometheus with the rules in a folder, which scrapes the targets every second, and returns its address.
-func prometheus(t *testing.T, dir string, targets ...string) string {
+// prometheus starts Prometheus with the rules in a folder, which scrapes the targets once in a time, and returns its address.
+func prometheus(t *testing.T, dir, every string, targets ...string) string {
 	t.Helper()
 	address := loopback.Addr()
 	list, err := json.Marshal(targets)
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "prometheus.yml"), fmt.Appendf(nil, `
-global: {scrape_interval: 1s, evaluation_interval: 1s}
+global: {scrape_interval: %[1]s, scrape_timeout: %[1]s, evaluation_interval: 1s}
 rule_files: [alerts.yml]
 scrape_configs:
   - job_name: train
-    static_configs: [{targets: %s}]
-`, list), 0o666))
+    static_configs: [{targets: %[2]s}]
+`, every, list), 0o666))
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	cmd := exec.CommandContext(ctx, "prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address="+address)
 	cmd.Dir = dir
@@ -73,7 +78,7 @@ func TestPrometheusFindsTheStraggler(t *testing.T) {
 	dir := alerts(t, "prometheus", "for: 1m", "for: 0s")
 	metrics := httptest.NewServer(observe.Handler())
 	defer metrics.Close()
-	address := prometheus(t, dir, strings.TrimPrefix(metrics.URL, "http://"))
+	address := prometheus(t, dir, "1s", strings.TrimPrefix(metrics.URL, "http://"))
 
 	var found []string
 	worldtest.Local(t, 4, 16<<20, func(r *worldtest.Rank) {
@@ -95,8 +100,11 @@ func TestPrometheusFindsTheStraggler(t *testing.T) {
 	require.Equal(t, []string{"2"}, found)
 }
 
-// firing are the ranks of alerts that fire now.
-func firing(address string) (peers []string) {
+// firing are the ranks of the alerts for stragglers that fire now.
+func firing(address string) []string { return alarms(address)["SwitchyardStraggler"] }
+
+// alarms are the ranks that alerts name which fire now, by alert.
+func alarms(address string) map[string][]string {
 	resp, err := http.Get("http://" + address + "/api/v1/alerts")
 	if err != nil {
 		return nil // it begins
@@ -113,10 +121,60 @@ func firing(address string) (peers []string) {
 	if json.NewDecoder(resp.Body).Decode(&answer) != nil {
 		return nil
 	}
+	all := map[string][]string{}
 	for _, a := range answer.Data.Alerts {
-		if a.Labels["alertname"] == "SwitchyardStraggler" && a.State == "firing" {
-			peers = append(peers, a.Labels["peer"])
+		rank := cmp.Or(a.Labels["peer"], a.Labels["culprit"], a.Labels["rank"])
+		if name := a.Labels["alertname"]; a.State == "firing" && !slices.Contains(all[name], rank) {
+			all[name] = append(all[name], rank)
 		}
 	}
-	return peers
+	return all
+}
+
+// A rank that is killed or stopped is named, with a scrape every 5 seconds, in a job that ends with it and in one that goes on.
+func TestPrometheusFindsTheRankThatIsLost(t *testing.T) {
+	if testing.Short() {
+		t.Skip("runs Prometheus for a minute")
+	}
+	for _, c := range []struct {
+		name   string
+		signal syscall.Signal
+		ends   bool
+		alarms []string
+	}{
+		{"killed, and the others go on", syscall.SIGKILL, false, []string{"SwitchyardFault", "SwitchyardGone"}},
+		{"killed, and the job ends", syscall.SIGKILL, true, []string{"SwitchyardFault"}},
+		{"stopped, and the others go on", syscall.SIGSTOP, false, []string{"SwitchyardFault", "SwitchyardSilent"}},
+		{"stopped, and the job ends", syscall.SIGSTOP, true, []string{"SwitchyardFault", "SwitchyardSilent"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel() // it mostly waits
+			dir := alerts(t, "prometheus")
+			host := loopback.Host()
+			env := []string{"SWITCHYARD_METRICS=" + host + ":9400", "SWITCHYARD_METRICS_HOLD=15s"}
+			if c.ends {
+				env = append(env, endsVar+"=1")
+			}
+			ps := proctest.Ranks(t, 4, net.JoinHostPort(host, "29431"), proctest.Spec{Part: "job", Env: env})
+			var targets []string
+			for r, p := range ps {
+				targets = append(targets, net.JoinHostPort(host, strconv.Itoa(9400+r)))
+				p.Saw("works")
+			}
+			address := prometheus(t, dir, "5s", targets...)
+			require.Eventually(t, func() bool { return len(values(t, address, `switchyard_group_size`)) == 4 }, time.Minute, 200*time.Millisecond)
+			require.Empty(t, alarms(address)["SwitchyardFault"])
+			require.Empty(t, alarms(address)["SwitchyardSilent"])
+			ps[3].Signal(c.signal)
+			seen := map[string][]string{}
+			require.EventuallyWithT(t, func(k *assert.CollectT) {
+				for name, ranks := range alarms(address) {
+					seen[name] = ranks
+				}
+				for _, name := range c.alarms {
+					assert.Equal(k, []string{"3"}, seen[name], "%s of %v", name, seen)
+				}
+			}, 2*time.Minute, 500*time.Millisecond)
+		})
+	}
 }

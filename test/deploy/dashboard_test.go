@@ -130,7 +130,7 @@ func TestEveryPanelOfTheDashboardShowsSomething(t *testing.T) {
 		targets = append(targets, net.JoinHostPort(host, strconv.Itoa(9400+r)))
 		p.Saw("works")
 	}
-	address := prometheus(t, dir, targets...)
+	address := prometheus(t, dir, "1s", targets...)
 	missing := func() (titles []string) {
 		for _, p := range all {
 			for _, q := range queries(t, &p, "train") {
