@@ -99,13 +99,15 @@ func Everybody(ctx context.Context, pid int) (State, error) {
 	return Merge(append(states, State{Version: switchyard.Version, Silent: silent, Processes: vitals})...), nil
 }
 
-// OfJob is the state without ranks of other jobs than those whose identity begins with job.
+// OfJob is the state without ranks of other jobs than those whose identity begins with job, or whose program has that name.
 func (s State) OfJob(job string) State {
-	s.Ranks = slices.DeleteFunc(slices.Clone(s.Ranks), func(r Rank) bool { return !strings.HasPrefix(r.Job, job) })
+	s.Ranks = slices.DeleteFunc(slices.Clone(s.Ranks), func(r Rank) bool { return !strings.HasPrefix(r.Job, job) && r.Program != job })
 	if job != "" {
 		s.Joins = nil // they have no job yet
 	}
-	s.Silent = slices.DeleteFunc(slices.Clone(s.Silent), func(p Silent) bool { return !strings.HasPrefix(p.Job, job) })
+	s.Silent = slices.DeleteFunc(slices.Clone(s.Silent), func(p Silent) bool {
+		return !strings.HasPrefix(p.Job, job) && !slices.ContainsFunc(s.Ranks, func(r Rank) bool { return r.Job == p.Job })
+	})
 	s.Processes = slices.DeleteFunc(slices.Clone(s.Processes), func(v Vitals) bool {
 		return !slices.ContainsFunc(s.Ranks, func(r Rank) bool { return r.Pid == v.Pid }) && !slices.ContainsFunc(s.Silent, func(p Silent) bool { return p.Pid == v.Pid })
 	})

@@ -142,7 +142,7 @@ func (s State) notes(w io.Writer, several bool) {
 	for i := range s.Layers {
 		if l := &s.Layers[i]; l.Imbalance > 0 || len(l.Overflows) > 0 {
 			if several {
-				fmt.Fprintf(w, "job %s: ", l.Job)
+				fmt.Fprintf(w, "job %s: ", s.jobName(l.Job))
 			}
 			fmt.Fprintln(w, l.words())
 		}
@@ -160,7 +160,7 @@ func (s State) notes(w io.Writer, several bool) {
 		return cmp.Or(cmp.Compare(a.job, b.job), cmp.Compare(a.operation, b.operation), cmp.Compare(a.algorithm, b.algorithm), cmp.Compare(a.reason, b.reason))
 	}) {
 		if several {
-			fmt.Fprintf(w, "job %s: ", k.job)
+			fmt.Fprintf(w, "job %s: ", s.jobName(k.job))
 		}
 		fmt.Fprintf(w, "%d calls of %s (%s) went through staging: %s\n", calls[k], k.operation, k.algorithm, flight.Stagings[k.reason])
 	}

@@ -77,7 +77,7 @@ func (s State) lost(w io.Writer, several bool) {
 	fmt.Fprintln(t, "TIME LOST\tBY RANK\tWAITING FOR\tIN")
 	for _, l := range s.Lost[:min(len(s.Lost), lossesShown)] {
 		if several {
-			fmt.Fprintf(t, "%s\t", l.Job)
+			fmt.Fprintf(t, "%s\t", s.jobName(l.Job))
 		}
 		fmt.Fprintf(t, "%s\t%d\t%d\t%s\n", percent(l.Share), l.Rank, l.For, l.Operation)
 	}

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -153,7 +154,17 @@ func TestJobsAreToldApart(t *testing.T) {
 		"job b2: rank 1 does not come further in combine 3 of group world; 1 rank waits, the longest 2s", s.Verdict)
 	var b bytes.Buffer
 	s.Table(&b)
-	require.Regexp(t, `(?m)^JOB +RANK .*\n^a1 +0 .*\n^a1 +1 .*\n^b2 +2 `, b.String())
+	require.Regexp(t, `(?m)^job a1\nRANK .*\n^0 .*\n^1 .*\n\njob b2\nRANK .*\n^2 `, b.String())
+	require.Equal(t, map[string]string{
+		"a1": "rank 1 does not come further in combine 3 of group world; 1 rank waits, the longest 2s",
+		"b2": "rank 1 does not come further in combine 3 of group world; 1 rank waits, the longest 2s"}, s.Verdicts)
+	named := s
+	named.Ranks = slices.Clone(s.Ranks)
+	for i := range named.Ranks {
+		named.Ranks[i].Program = "train_" + named.Ranks[i].Job
+	}
+	require.Contains(t, observe.Merge(named).Verdict, "job train_b2 b2: rank 1 ")
+	require.Len(t, named.OfJob("train_a1").Ranks, 2)
 	one := s.OfJob("b")
 	require.Len(t, one.Ranks, 1)
 	require.NotContains(t, one.Verdict, "job")

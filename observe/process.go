@@ -66,4 +66,33 @@ func look(folder string) (p Vitals, err error) {
 	return p, nil
 }
 
+// programOf is the name of a process's program: of a Python that of its script or module.
+func programOf(folder string) string {
+	b, err := os.ReadFile(filepath.Join(folder, "cmdline"))
+	if err != nil {
+		return ""
+	}
+	words := strings.Split(strings.TrimRight(string(b), "\x00"), "\x00")
+	name := filepath.Base(words[0])
+	if strings.HasPrefix(name, "python") {
+		for i, w := range words[1:] {
+			if w == "-m" && i+2 < len(words) {
+				name = words[i+2]
+				break
+			}
+			if !strings.HasPrefix(w, "-") {
+				name = filepath.Base(w)
+				break
+			}
+		}
+	}
+	letters := []rune(strings.Map(func(r rune) rune { // it is printed in a table
+		if r <= ' ' || r == 0x7f {
+			return '_'
+		}
+		return r
+	}, name))
+	return string(letters[:min(len(letters), longestName)])
+}
+
 func procOf(pid int) string { return filepath.Join("/proc", strconv.Itoa(pid)) }

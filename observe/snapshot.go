@@ -18,7 +18,9 @@ type State struct {
 	At      time.Time `json:"at"`
 	// Verdict says in words who waits for whom; it is empty where no rank has waited for 5 ms.
 	Verdict string `json:"verdict,omitempty"`
-	Ranks   []Rank `json:"ranks"`
+	// Verdicts are those about one job each, where several run.
+	Verdicts map[string]string `json:"verdicts,omitempty"`
+	Ranks    []Rank            `json:"ranks"`
 	// Layers are those of all ranks together, by job.
 	Layers []Layer `json:"layers,omitempty"`
 	// GPUs are those of this host, where the program that shows the state has asked for them.
@@ -64,6 +66,8 @@ type Rank struct {
 	Group string `json:"group"`
 	Job   string `json:"job"` // the same on all ranks that met, and on no others
 	Pid   int    `json:"pid"`
+	// Program is the name of the process\'s program, of a Python that of its script or module.
+	Program string `json:"program,omitempty"`
 	// NoMetrics is why the process serves no metrics, though SWITCHYARD_METRICS asks for them.
 	NoMetrics string    `json:"no_metrics,omitempty"`
 	Began     time.Time `json:"began"`
@@ -262,6 +266,12 @@ func Merge(states ...State) State {
 	all.identify()
 	all.Layers = all.layers(nil)
 	all.Verdict = verdict(all.Ranks)
+	if jobs := jobsOf(all.Ranks); len(jobs) > 1 {
+		all.Verdicts = map[string]string{}
+		for _, job := range jobs {
+			all.Verdicts[job] = verdict(slices.DeleteFunc(slices.Clone(all.Ranks), func(r Rank) bool { return r.Job != job }))
+		}
+	}
 	all.Findings = findings(&all, nil)
 	return all
 }
@@ -285,7 +295,7 @@ func (r *Rank) seat(rank int) int {
 func jobOf(s *flight.State) string { return fmt.Sprintf("%016x", s.Job) }
 
 func rankOf(s *flight.State) Rank {
-	r := Rank{Rank: s.Number, Size: s.Size, Host: s.Host, Group: s.Group, Job: jobOf(s), Pid: os.Getpid(), NoMetrics: flight.Muted(), Began: s.Began, Epoch: s.Epoch, Members: s.Members, Seats: s.Seats, Passed: s.Passed, PeerTimeoutSeconds: s.PeerTimeout.Seconds(), Operations: []Operation{}, Peers: []Peer{}, Counters: s.Counters}
+	r := Rank{Rank: s.Number, Size: s.Size, Host: s.Host, Group: s.Group, Job: jobOf(s), Pid: os.Getpid(), Program: programOf(procOf(os.Getpid())), NoMetrics: flight.Muted(), Began: s.Began, Epoch: s.Epoch, Members: s.Members, Seats: s.Seats, Passed: s.Passed, PeerTimeoutSeconds: s.PeerTimeout.Seconds(), Operations: []Operation{}, Peers: []Peer{}, Counters: s.Counters}
 	for _, k := range s.Kinds {
 		r.Operations = append(r.Operations, Operation{
 			Operation: k.Operation, Algorithm: k.Algorithm, Calls: k.Begun, Failed: k.Failed, InFlight: k.Begun - k.Ended - k.Unseen, PayloadBytes: k.Payload, Staged: k.Staged(),

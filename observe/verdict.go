@@ -67,7 +67,7 @@ func verdict(ranks []Rank) string {
 		}
 		of := ""
 		if len(answers) > 1 {
-			of = fmt.Sprintf("job %s: ", b.job)
+			of = fmt.Sprintf("job %s: ", jobName(ranks, b.job))
 		}
 		words = append(words, of+fmt.Sprintf("%s of group %s; %d %s, the longest %v", what, b.call.Group, b.waiting, wait, b.longest.Round(time.Millisecond)))
 	}
@@ -111,7 +111,7 @@ func different(ranks []Rank, several bool) (words []string, crossed map[int]bool
 		slices.SortStableFunc(calls, func(a, b string) int { return len(in[a]) - len(in[b]) })
 		text := "ranks make different calls, and wait for each other: "
 		if several {
-			text = "job " + job + ": " + text
+			text = "job " + jobName(ranks, job) + ": " + text
 		}
 		for i, call := range calls {
 			if i > 0 {
