@@ -59,6 +59,9 @@ func Processes(ctx context.Context) ([]Process, error) {
 			if now.Pid == was.Pid && now.DiskReads > was.DiskReads {
 				now.DiskReadsASecond = float64(now.DiskReads-was.DiskReads) / time.Since(from).Seconds()
 			}
+			if now.Pid == was.Pid && now.Delayed > was.Delayed { // a thread that has ended takes its time along
+				now.CoreWaits = (now.Delayed - was.Delayed).Seconds() / time.Since(from).Seconds()
+			}
 			ps[i].Vitals = now
 		})
 	}

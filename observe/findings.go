@@ -13,7 +13,7 @@ import (
 type Finding struct {
 	Job   string `json:"job,omitempty"`
 	Ranks []int  `json:"ranks"`
-	// Kind is joining, silent, fault, failed, files, swap, late, slow, load, fallback, heap or metrics.
+	// Kind is joining, silent, fault, failed, files, core, swap, late, slow, load, fallback, heap or metrics.
 	Kind string `json:"kind"`
 	Text string `json:"text"`
 }
@@ -27,6 +27,7 @@ const (
 	waitFactor = 3       // and how many times as long as for the median rank
 	loadFactor = 2       // times the mean of what ranks get
 	awayShare  = 0.01    // of a rank's calls, which fall back for one reason
+	coreWaits  = 0.3     // of the time, in which a thread in the mean waits for a core
 	apart      = 500 * time.Millisecond
 )
 
@@ -214,6 +215,9 @@ func (f *finder) processes() {
 		}
 		if v.crowded() {
 			f.add("files", ranks, "%s, process %d, has %d of %d file descriptors open: ulimit -n is its limit", severalRanks(ranks), v.Pid, v.Files, v.FileLimit)
+		}
+		if v.CoreWaits >= coreWaits {
+			f.add("core", ranks, "%s, process %d, gets too few cores: its threads wait for one %.0f ms a second", severalRanks(ranks), v.Pid, 1e3*v.CoreWaits)
 		}
 		switch {
 		case v.SwapBytes >= swapped:

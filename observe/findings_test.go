@@ -100,13 +100,14 @@ func TestASilentProcessIsARank(t *testing.T) {
 		s := fourRanks(func(*Rank) {})
 		s.Ranks = s.Ranks[:3]
 		s.Silent = []Silent{{Pid: 103}}
-		s.Processes = []Vitals{{Pid: 103, State: state, Files: 3, FileLimit: 1024}, {Pid: 101, State: "running", Files: 60, FileLimit: 64, SwapBytes: 24 << 20, DiskReadsASecond: 300}}
+		s.Processes = []Vitals{{Pid: 103, State: state, Files: 3, FileLimit: 1024}, {Pid: 101, State: "running", Files: 60, FileLimit: 64, SwapBytes: 24 << 20, DiskReadsASecond: 300, CoreWaits: 0.41}}
 		kinds, text := kindsOf(Merge(s))
-		require.Equal(t, "files swap silent", kinds)
+		require.Equal(t, "files core swap silent", kinds)
 		require.Contains(t, text, "rank 3, process 103, ")
 		require.Contains(t, text, want)
 		require.Contains(t, text, "rank 1, process 101, has 60 of 64 file descriptors open")
 		require.Contains(t, text, "rank 1, process 101, has 24 MiB of its memory swapped out, and reads memory from a disk 300 times a second")
+		require.Contains(t, text, "rank 1, process 101, gets too few cores: its threads wait for one 410 ms a second")
 		other := Merge(s).OfJob("b")
 		require.Empty(t, other.Findings, "another job's")
 	}

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // Vitals are what the kernel tells of a process, from outside: a process that is stopped does not have to answer.
@@ -20,6 +21,9 @@ type Vitals struct {
 	DiskReads uint64 `json:"disk_reads"`
 	// DiskReadsASecond is how often it has done so while it was asked.
 	DiskReadsASecond float64 `json:"disk_reads_a_second"`
+	// Delayed is how long its threads have waited for a core, all together, and CoreWaits how many of them did so in the mean while it was asked.
+	Delayed   time.Duration `json:"-"`
+	CoreWaits float64       `json:"core_waits"`
 	// Files are its open descriptors, of which it may have FileLimit; 0 where the kernel does not say.
 	Files     int `json:"files"`
 	FileLimit int `json:"file_limit"`
@@ -58,6 +62,15 @@ func look(folder string) (p Vitals, err error) {
 	for line := range strings.Lines(string(limits)) {
 		if of, ok := strings.CutPrefix(line, "Max open files"); ok {
 			p.FileLimit, _ = strconv.Atoi(strings.Fields(of)[0]) // "unlimited" is no limit
+		}
+	}
+	if threads, err := os.ReadDir(filepath.Join(folder, "task")); err == nil {
+		for _, thread := range threads {
+			text, _ := os.ReadFile(filepath.Join(folder, "task", thread.Name(), "schedstat")) // it may have ended, and not all kernels tell it
+			if words := strings.Fields(string(text)); len(words) > 1 {
+				n, _ := strconv.ParseInt(words[1], 10, 64)
+				p.Delayed += time.Duration(n)
+			}
 		}
 	}
 	if open, err := os.ReadDir(filepath.Join(folder, "fd")); err == nil {

@@ -41,7 +41,7 @@ func TestStatusNamesTheRankThatIsWaitedFor(t *testing.T) {
 			}
 			text := asked(r.T.(*testing.T), "status")
 			require.Contains(r.T, text, verdict)
-			require.Regexp(r.T, `(?m)^0 +`+pid+` +2 +1 +1 +[0-9.]+m?s +alltoallv 2 `, text)
+			require.Regexp(r.T, `(?m)^0 +`+pid+` +2 +1: alltoallv 2, [0-9.]+m?s `, text)
 			var s observe.State
 			require.NoError(r.T, json.Unmarshal([]byte(asked(r.T.(*testing.T), "status", "-json")), &s))
 			require.Contains(r.T, s.Verdict, verdict)

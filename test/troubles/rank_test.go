@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -31,6 +32,7 @@ const (
 	heap        = "heap"        // buffers take nearly all of the heap
 	descriptors = "descriptors" // it has no descriptor left
 	swap        = "swap"        // its memory is not there, again and again
+	core        = "core"        // its threads have to share one core
 	link        = "link"        // exchanges alone, of which some go over a slow link
 	none        = "none"
 )
@@ -141,6 +143,42 @@ func (w *worker) begin() error {
 		}
 	case w.trouble == swap:
 		return w.pageFile()
+	case w.trouble == core:
+		return shareOneCore()
+	}
+	return nil
+}
+
+// shareOneCore has all threads of this process run on its first core, and some of them keep it busy.
+func shareOneCore() error {
+	var may, first unix.CPUSet
+	if err := unix.SchedGetaffinity(0, &may); err != nil {
+		return err
+	}
+	for cpu := range 1024 {
+		if may.IsSet(cpu) {
+			first.Set(cpu)
+			break
+		}
+	}
+	for range 3 {
+		go func() {
+			for {
+			}
+		}()
+	}
+	threads, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		return err
+	}
+	for _, t := range threads { // later ones are made by these
+		tid, err := strconv.Atoi(t.Name())
+		if err != nil {
+			return err
+		}
+		if err := unix.SchedSetaffinity(tid, &first); err != nil && err != unix.ESRCH {
+			return err
+		}
 	}
 	return nil
 }

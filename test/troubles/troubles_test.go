@@ -296,6 +296,23 @@ func TestARankThatSwaps(t *testing.T) {
 	j.asks("The memory of a rank is read from a disk again and again", fmt.Sprintf(`rank 2, process %d, reads memory from a disk \d+ times a second`, j.ps[2].Pid()), "status")
 }
 
+func TestARankWithoutACore(t *testing.T) {
+	j := start(t, 1, ranks, core, 2)
+	j.asks("The threads of a rank share one core", fmt.Sprintf(`rank 2, process %d, gets too few cores: its threads wait for one \d+ ms a second`, j.ps[2].Pid()), "top", "-n", "2")
+}
+
+func TestARankWhoseMetricsPortIsTaken(t *testing.T) {
+	j := begin(t, 1)
+	for r := range ranks {
+		at := "SWITCHYARD_METRICS=:29500"
+		if r == 3 {
+			at = "SWITCHYARD_METRICS=:29499" // and so the port of rank 2
+		}
+		j.ps = append(j.ps, proctest.Rank(t, r, ranks, j.spaces[0].IP+":29431", proctest.Spec{Part: "rank", Args: []string{none, "0"}, Via: j.spaces[0].Via, Env: []string{at}}))
+	}
+	j.asks("The port of a rank's metrics is taken", `rank [23], process \d+, serves no metrics: port 29502, that of SWITCHYARD_METRICS and this rank's place on its host, is taken`, "status")
+}
+
 func TestAGroupThatNeverMeets(t *testing.T) {
 	start(t, 1, ranks-1, none, 3).asks("A rank does not come to the join", `group world of 4 ranks has not met at .*: rank 3 is waited for; ranks 0, 1 and 2 wait here`, "status")
 }
