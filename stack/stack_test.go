@@ -421,7 +421,7 @@ func stackReopens(t *testing.T, gpus int) {
 }
 
 // Experts that have moved stay where they have moved to, in each stack that follows.
-func TestF2_StackReopensWhereExpertsAre(t *testing.T) { onDevices(t, stackReopensWhereExpertsAre) }
+func TestF2_StackReopensWhereExpertsAre(t *testing.T) { onDevices(t, 3, stackReopensWhereExpertsAre) }
 
 func stackReopensWhereExpertsAre(t *testing.T, gpus int) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
