@@ -163,7 +163,7 @@ func shareOneCore() error {
 	}
 	for range 3 {
 		go func() {
-			for {
+			for n := 0; ; n++ { // without end
 			}
 		}()
 	}
