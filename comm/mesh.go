@@ -54,6 +54,9 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	n := newNode(cfg.Rank, cfg.Size, cfg.Logger)
 	n.delay, n.keeps = cfg.delay, cfg.Replaceable
 	n.flight.Job, n.flight.Seats, n.flight.PeerTimeout, n.epoch = gid, cfg.seats, cfg.PeerTimeout, cfg.epoch
+	if l.tcp != nil {
+		n.door = l.tcp.Addr().String()
+	}
 	var err error
 	if n.hosts, err = hostsOf(addrs, cfg); err != nil {
 		return nil, err

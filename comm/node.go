@@ -36,6 +36,7 @@ type node struct {
 
 	hosts *hosts // nil: all ranks are on one host
 	keeps bool   // Config.Replaceable
+	door  string // where this rank listens for other hosts, as the rank of a process
 
 	replaced bool // this process has taken a lost rank's place
 

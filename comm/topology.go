@@ -1,8 +1,11 @@
 package comm
 
 import (
+	"cmp"
 	"errors"
+	"net/netip"
 	"slices"
+	"time"
 )
 
 // Topology says on which hosts the ranks of a group are. A host is a boot of a machine and a network namespace of it, or Config.Sockets
@@ -72,6 +75,19 @@ func newTopology(hosts []int, me int) Topology {
 
 // Topology says on which hosts the ranks of the group are. It is the same on every rank, but for Host and Local.
 func (g *Group) Topology() Topology { return g.topology }
+
+// Door is the address of this host's interface on which its ranks reach those of other hosts. It is not valid in a group of one host, and
+// within a process.
+func (g *Group) Door() netip.Addr {
+	at, err := netip.ParseAddrPort(g.n.door)
+	if err != nil {
+		return netip.Addr{}
+	}
+	return at.Addr().Unmap()
+}
+
+// PeerTimeout is [Config.PeerTimeout].
+func (g *Group) PeerTimeout() time.Duration { return cmp.Or(g.n.flight.PeerTimeout, DefaultPeerTimeout) }
 
 // Home is the group of this rank's host: the ranks of g there, in their order. On one host it is g itself. It is closed with g, and
 // lives and fails as a subgroup of g does (see [Group.Split]).

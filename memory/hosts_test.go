@@ -3,9 +3,12 @@ package memory
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -108,6 +111,77 @@ func TestF3_HostsWithAnotherUCX(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Where the packets of UCX are lost and those of the control plane are not, no rank waits for longer than a rank may be silent: the error names
+// a rank of the other host and that host. What UCX has begun is no reason not to end.
+func TestF2_RailsThatDoNotConnect(t *testing.T) {
+	t.Parallel() // it mostly waits
+	needUCX(t)
+	spaces := proctest.Namespaces(t, 2)
+	for i, s := range spaces {
+		s.Void("void", fmt.Sprint("10.99.0.", 1+i), fmt.Sprint("10.99.0.", 2-i))
+	}
+	ps := make([]*proctest.Process, 4)
+	for r := range ps {
+		ps[r] = proctest.Rank(t, r, len(ps), spaces[0].IP+":29413", proctest.Spec{Part: "scenario", Args: []string{"rail drops"}, Via: spaces[r/2].Via,
+			Env: []string{fmt.Sprint("LOCAL_RANK=", r%2), "LOCAL_WORLD_SIZE=2", "UCX_TLS=tcp,self", "UCX_NET_DEVICES=void", "SWITCHYARD_PEER_TIMEOUT=2s"}})
+	}
+	for r, err := range proctest.Failures(ps) {
+		require.NoError(t, err)
+		out, _ := ps[r].Output()
+		require.Regexp(t, `connect the rail: rank \d: on host \d: timed out after 2s: no connection over UCX`, out, "rank %d", r)
+	}
+}
+
+// The heap's rails let in nobody but the group's other hosts: no user of a rank's own host, and nobody on its loopback.
+func TestF4_RailsLetInOtherHostsAlone(t *testing.T) {
+	needUCX(t)
+	spaces := proctest.Namespaces(t, 2)
+	ps := make([]*proctest.Process, 4)
+	for r := range ps {
+		ps[r] = proctest.Rank(t, r, len(ps), spaces[0].IP+":29413", proctest.Spec{Part: "scenario", Args: []string{"rail doors"}, Via: spaces[r/2].Via,
+			Env: []string{fmt.Sprint("LOCAL_RANK=", r%2), "LOCAL_WORLD_SIZE=2", "UCX_TLS=tcp,self"}})
+	}
+	for _, err := range proctest.Failures(ps) {
+		require.NoError(t, err)
+	}
+}
+
+func railDoorsScenario(t *rankT, g *comm.Group) {
+	h, err := NewHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20})
+	require.NoError(t, err)
+	table, err := os.ReadFile("/proc/self/net/tcp")
+	require.NoError(t, err)
+	doors := 0
+	for line := range strings.Lines(string(table)) {
+		f := strings.Fields(line)
+		var ip, port uint32
+		if _, err := fmt.Sscanf(f[1], "%X:%X", &ip, &port); err != nil || f[3] != "0A" || port == 29413 {
+			continue // it does not listen, or is that of the ranks' meeting
+		}
+		doors++
+		at := netip.AddrPortFrom(netip.AddrFrom4([4]byte(binary.NativeEndian.AppendUint32(nil, ip))), uint16(port))
+		require.Equal(t, g.Door(), at.Addr())
+		conn, err := net.DialTimeout("tcp", at.String(), 300*time.Millisecond)
+		if err == nil {
+			conn.Close()
+		}
+		var late net.Error
+		require.ErrorAs(t, err, &late, "%v", at)
+		require.True(t, late.Timeout(), "%v: %v", at, err)
+	}
+	require.Equal(t, 2, doors, "one for each rank of this host")
+	require.NoError(t, g.Barrier(t.ctx))
+	require.NoError(t, h.Close(t.ctx))
+}
+
+func railDropsScenario(t *rankT, g *comm.Group) {
+	start := time.Now()
+	_, err := NewHeap(t.ctx, g, device.Host(), Options{SegmentBytes: 1 << 20})
+	require.ErrorIs(t, err, comm.ErrTimeout)
+	require.Less(t, time.Since(start), 30*time.Second, "the system tries for two minutes")
+	fmt.Println(err)
 }
 
 func noRailScenario(t *rankT, g *comm.Group) {
@@ -416,7 +490,7 @@ func (w lockedWriter) Write(b []byte) (int, error) {
 
 // A rank that cannot open its rail, or finds that another's does not fit, is every rank's error, and no rail is left.
 func TestF3_RailsThatDoNotFit(t *testing.T) {
-	noUCX := fmt.Errorf("ucx: %w: libucp.so.0: cannot open shared object file", ucx.ErrUnavailable)
+	noUCX := fmt.Errorf("ucx: %w: libucp.so.0: cannot open shared object file (Debian: libucx0)", ucx.ErrUnavailable)
 	for _, c := range []struct {
 		refuse func(r rails.Rail) (rails.Rail, error)
 		want   error

@@ -7,7 +7,12 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/rails/proxy"
@@ -56,7 +61,12 @@ func (h *Heap) joinRail(ctx context.Context, open openRail) error {
 	// The key is made of what all ranks have drawn.
 	var drawn [8]byte
 	_, err := rand.Read(drawn[:])
-	claims, err := agree.On(ctx, g, agree.Claim{Op: "key of the rail", Info: []int64{int64(binary.LittleEndian.Uint64(drawn[:]))}}, err)
+	door := g.Door()
+	claim := agree.Claim{Op: "key of the rail", Info: []int64{int64(binary.LittleEndian.Uint64(drawn[:]))}}
+	if door.IsValid() {
+		claim.Own = addresses(door)
+	}
+	claims, err := agree.On(ctx, g, claim, err)
 	if err != nil {
 		return err
 	}
@@ -65,8 +75,8 @@ func (h *Heap) joinRail(ctx context.Context, open openRail) error {
 		key ^= uint64(c.Info[0])
 	}
 
-	claim := agree.Claim{Op: "open the rail"}
-	cfg, first := rails.Config{Rank: g.Rank(), Size: g.Size(), Key: key}, h.extents[0].n
+	claim = agree.Claim{Op: "open the rail"}
+	cfg, first := rails.Config{Rank: g.Rank(), Size: g.Size(), Key: key, Interface: door, From: othersAddresses(claims.Owns(), &t)}, h.extents[0].n
 	if h.gpu == nil {
 		cfg.Segment, cfg.Ring = h.space.Segment(h.space.Rank), h.engine.(ringer).Ring
 	} else if h.across, err = h.pinRail(); err == nil {
@@ -94,12 +104,65 @@ func (h *Heap) joinRail(ctx context.Context, open openRail) error {
 			}
 		}
 	}
+	if err == nil {
+		err = h.meet(ctx)
+	}
 	if _, err = agree.On(ctx, g, agree.Claim{Op: "connect the rail"}, err); err == nil && h.across != nil {
 		s := h.across.segment
 		h.across.proxy = proxy.New(h.rail, s.Bytes())
 		h.engine.(*kernelscuda.Engine).Cross(kernelscuda.Crossing{Segment: s.Bytes(), Address: s.Addr(), Proxy: h.across.proxy})
 	}
 	return err
+}
+
+// meet waits until the rail has connected all, for no longer than a rank may be silent.
+func (h *Heap) meet(ctx context.Context) error {
+	within := h.group.PeerTimeout()
+	ctx, cancel := context.WithTimeoutCause(ctx, within, fmt.Errorf("%w after %v", comm.ErrTimeout, within))
+	defer cancel()
+	err := h.rail.Meet(ctx)
+	var peer *comm.PeerError
+	if t := h.group.Topology(); errors.As(err, &peer) {
+		return &comm.PeerError{Rank: peer.Rank, Op: "connect the rail", Err: fmt.Errorf("on host %d: %w", t.HostOf(peer.Rank), peer.Err)}
+	}
+	return err
+}
+
+// addresses are those of this host, the one of the control plane first, for its ranks to be known by.
+func addresses(door netip.Addr) string {
+	list := []string{door.String()}
+	all, err := net.InterfaceAddrs()
+	if err != nil {
+		return list[0]
+	}
+	for _, a := range all {
+		p, err := netip.ParsePrefix(a.String())
+		if ip := p.Addr().Unmap(); err == nil && !ip.IsLoopback() && !ip.IsLinkLocalUnicast() && ip != door {
+			list = append(list, ip.String())
+		}
+	}
+	return strings.Join(list, " ")
+}
+
+// othersAddresses are those that ranks of other hosts have told, without those that this host has too, but for their first.
+func othersAddresses(told []string, t *comm.Topology) (from []netip.Addr) {
+	own := map[netip.Addr]bool{}
+	for r, text := range told {
+		for _, a := range strings.Fields(text) {
+			if ip, err := netip.ParseAddr(a); err == nil && t.HostOf(r) == t.Host {
+				own[ip.WithZone("")] = true
+			}
+		}
+	}
+	for r, text := range told {
+		for i, a := range strings.Fields(text) {
+			ip, err := netip.ParseAddr(a)
+			if ip = ip.WithZone(""); err == nil && t.HostOf(r) != t.Host && (i == 0 || !own[ip]) && !slices.Contains(from, ip) {
+				from = append(from, ip)
+			}
+		}
+	}
+	return from
 }
 
 // extendRail opens an extent of the pool to puts, on all ranks before any of them returns. Those between GPUs do not go to the pool.

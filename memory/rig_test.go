@@ -38,6 +38,8 @@ var scenarios = map[string]scenario{
 	"cut":        cutScenario,
 	"hosts":      hostsScenario,
 	"no rail":    noRailScenario,
+	"rail drops": railDropsScenario,
+	"rail doors": railDoorsScenario,
 
 	"cuda bytes":    cudaBytesScenario,
 	"cuda register": cudaRegisterScenario,

@@ -35,6 +35,15 @@ func (s *Namespace) Limit(rate string) {
 	}
 }
 
+// Void gives the namespace an interface of this name whose packets are lost, with an address and a way to another one. It skips the test where
+// that is not possible.
+func (s *Namespace) Void(name, address, to string) {
+	s.t.Helper()
+	if err := s.Namespace.Void(name, address, to); err != nil {
+		s.t.Skip(err)
+	}
+}
+
 // Cut takes the namespace off the others, without a word to those that are connected.
 func (s *Namespace) Cut() {
 	s.t.Helper()

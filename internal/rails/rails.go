@@ -6,6 +6,7 @@ package rails
 
 import (
 	"context"
+	"net/netip"
 	"time"
 )
 
@@ -17,6 +18,10 @@ type Config struct {
 	Key uint64
 	// Segment is this rank's segment, as far as it is reserved. Places count bytes from its beginning.
 	Segment []byte
+	// Interface is the address of the interface that leads to the other ranks. Nobody but From is let in by it. Where it is not valid, as
+	// in one process, any interface serves, and anybody reaches it.
+	Interface netip.Addr
+	From      []netip.Addr
 	// Ring is called, from any goroutine, after puts have landed in the segment.
 	Ring func()
 }
@@ -30,6 +35,9 @@ type Rail interface {
 	Address() []byte
 	// Connect makes a peer reachable, at its address. It waits for nobody. The error is comm.ErrMismatch where the two ends do not fit.
 	Connect(peer int, address []byte) error
+	// Meet returns once all peers that were connected have been heard of. Each calls Connect and Meet with all others. The error is a
+	// *comm.PeerError of one that has not been when ctx ends, or whose connection fails.
+	Meet(ctx context.Context) error
 	// Open lets peers put into n bytes of the segment from off on, until Close.
 	Open(off, n int64) error
 	// Put sends src to a place of a peer's segment, and then sets the 64-bit word at place signal there to the number of puts of this

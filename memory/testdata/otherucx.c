@@ -23,7 +23,8 @@
 	X(ucp_am_send_nbx) \
 	X(ucp_am_recv_data_nbx) \
 	X(ucp_request_check_status) \
-	X(ucp_request_free)
+	X(ucp_request_free) \
+	X(ucs_status_string)
 
 #define PASS(name) \
 	static void *real_##name __attribute__((used)); \

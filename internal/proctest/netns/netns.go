@@ -150,6 +150,12 @@ func (s *Namespace) Limit(rate string) error {
 	return s.run("tc qdisc replace dev " + s.Device + " root tbf rate " + rate + " burst 512kb latency 50ms")
 }
 
+// Void gives the namespace an interface of this name whose packets are lost, with an address and a way to another one.
+func (s *Namespace) Void(name, address, to string) error {
+	return s.run("ip link add "+name+" type veth peer name nowhere", "ip link set "+name+" up", "ip link set nowhere up",
+		"ip addr add "+address+"/24 dev "+name, "ip neigh add "+to+" lladdr 02:00:00:00:00:01 dev "+name)
+}
+
 // SentBytes is how much the namespace has sent on its interface.
 func (s *Namespace) SentBytes() (int64, error) {
 	path := "/sys/class/net/" + s.Device + "/statistics/tx_bytes"

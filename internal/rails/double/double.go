@@ -109,6 +109,20 @@ func (e *end) Connect(peer int, address []byte) error {
 	return nil
 }
 
+// Meet has nobody to wait for but ranks that are lost.
+func (e *end) Meet(context.Context) error {
+	e.net.mu.Lock()
+	defer e.net.mu.Unlock()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for peer := range e.peers {
+		if e.net.lost[peer] || e.net.lost[e.cfg.Rank] {
+			return &comm.PeerError{Rank: peer, Err: fmt.Errorf("double: %w", comm.ErrTimeout)}
+		}
+	}
+	return nil
+}
+
 func (e *end) Open(off, n int64) error {
 	if off < 0 || n < 0 || off > int64(len(e.cfg.Segment))-n {
 		return comm.Invalid("double", "a window of %d bytes at %d of a segment of %d", n, off, len(e.cfg.Segment))

@@ -9,6 +9,7 @@ package ucx
 #cgo nocallback swu_progress
 #cgo nocallback swu_arm
 #include "swucx.h"
+#include <stdlib.h>
 */
 import "C"
 
@@ -16,6 +17,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"runtime"
 	"sync"
@@ -39,9 +41,11 @@ type Rail struct {
 	address []byte
 
 	efd         int32
+	port        int
 	bell        int // a semaphore: something has landed, or the rail is over, while a rank slept
 	interrupted atomic.Bool
 	ended       chan struct{} // the goroutine has
+	told        atomic.Bool   // peers may connect
 	waited      atomic.Bool   // a rank has slept on the descriptor since the goroutine looked
 	paused      atomic.Bool   // the goroutine leaves the rail to such ranks
 	back        chan struct{} // the goroutine is wanted back
@@ -51,6 +55,7 @@ type Rail struct {
 	closed bool
 	landed uint64 // puts that have been rung for
 	seen   uint64 // of these, before the last Wait returned
+	theirs []int  // ports of the ranks that it has connected with
 	asleep int    // ranks that sleep, and have not been woken
 	pins   runtime.Pinner
 	pinned bool
@@ -58,11 +63,10 @@ type Rail struct {
 
 // Open opens UCX and makes a rank's end of a rail.
 func Open(cfg rails.Config) (rails.Rail, error) {
-	why := make([]byte, 512)
-	var r *C.swu_rail
-	if C.swu_open(&r, C.uint32_t(cfg.Rank), C.uint32_t(cfg.Size), C.uint64_t(cfg.Key), unsafe.Pointer(unsafe.SliceData(cfg.Segment)),
-		C.int64_t(len(cfg.Segment)), (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
-		return nil, fmt.Errorf("ucx: %w: %s", ErrUnavailable, text(why))
+	why := make([]byte, 1024)
+	r, port, err := open(&cfg, why)
+	if err != nil {
+		return nil, err
 	}
 	var major, minor C.unsigned
 	C.swu_version(r, &major, &minor)
@@ -78,10 +82,58 @@ func Open(cfg rails.Config) (rails.Rail, error) {
 		return nil, fmt.Errorf("ucx: eventfd: %w", err)
 	}
 	version := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, uint32(major)), uint32(minor))
+	version = binary.LittleEndian.AppendUint32(version, uint32(port))
 	rail := &Rail{cfg: cfg, r: r, address: append(version, address[:n]...), ended: make(chan struct{}),
-		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell}
+		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port}
 	go rail.attend()
 	return rail, nil
+}
+
+// opening is held while UCX reads the environment.
+var opening sync.Mutex
+
+// open makes the end at a port that is free, and shuts it to all but the ranks of other hosts.
+func open(cfg *rails.Config, why []byte) (r *C.swu_rail, port int, err error) {
+	devices, err := devicesOf(cfg.Interface)
+	if err != nil {
+		return nil, 0, err
+	}
+	var names *C.char
+	if devices != "" {
+		names = C.CString(devices)
+		defer C.free(unsafe.Pointer(names))
+	}
+	opening.Lock()
+	defer opening.Unlock()
+	for range portTries {
+		if port, err = freePort(); err != nil {
+			return nil, 0, err
+		}
+		code := C.swu_open(&r, C.uint32_t(cfg.Rank), C.uint32_t(cfg.Size), C.uint64_t(cfg.Key), unsafe.Pointer(unsafe.SliceData(cfg.Segment)),
+			C.int64_t(len(cfg.Segment)), names, C.unsigned(port), (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why)))
+		if code != 0 {
+			err = fmt.Errorf("ucx: %w: %s", ErrUnavailable, text(why))
+		}
+		switch code {
+		case 0:
+		case -2: // somebody else may have taken the port meanwhile
+			continue
+		default:
+			return nil, 0, err
+		}
+		strangers, err := shut(port, cfg)
+		if err == nil && !strangers {
+			return r, port, nil
+		}
+		C.swu_close(r)
+		if err != nil {
+			return nil, 0, err
+		}
+	}
+	if err == nil {
+		err = fmt.Errorf("ucx: %w: strangers connect with each port before it is shut to them", ErrUnavailable)
+	}
+	return nil, 0, err
 }
 
 func text(b []byte) string {
@@ -91,11 +143,17 @@ func text(b []byte) string {
 	return string(b)
 }
 
-// Address is the version of UCX and the worker's address.
-func (r *Rail) Address() []byte { return bytes.Clone(r.address) }
+// head is what is in front of a worker's address.
+const head = 12
+
+// Address is the version of UCX, the port at which it listens for TCP, and the worker's address.
+func (r *Rail) Address() []byte {
+	r.told.Store(true)
+	return bytes.Clone(r.address)
+}
 
 func version(address []byte) string {
-	if len(address) <= 8 {
+	if len(address) <= head {
 		return "no version"
 	}
 	return fmt.Sprintf("%d.%d", binary.LittleEndian.Uint32(address), binary.LittleEndian.Uint32(address[4:]))
@@ -112,10 +170,55 @@ func (r *Rail) Connect(peer int, address []byte) error {
 		return err
 	}
 	why := make([]byte, 256)
-	if C.swu_connect(r.r, C.uint32_t(peer), unsafe.Pointer(&address[8]), (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
+	r.theirs = append(r.theirs, int(binary.LittleEndian.Uint32(address[8:])))
+	if C.swu_connect(r.r, C.uint32_t(peer), unsafe.Pointer(&address[head]), (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
 		return fmt.Errorf("ucx: connect to rank %d: %s", peer, text(why))
 	}
 	return nil
+}
+
+// Meet looks at once, and then again and again.
+func (r *Rail) Meet(ctx context.Context) error {
+	for {
+		over := ctx.Err() != nil // before the last look
+		r.mu.Lock()
+		err, missing := r.usable(-1), -1
+		if r.closed || r.interrupted.Load() {
+			r.mu.Unlock()
+			return err
+		}
+		for peer := range r.cfg.Size {
+			if C.swu_met(r.r, C.uint32_t(peer)) != 0 {
+				continue
+			}
+			if missing < 0 {
+				missing = peer
+			}
+			if how := C.swu_failed(r.r, C.uint32_t(peer)); how != nil {
+				err := fmt.Errorf("%w: no connection over UCX: %s", comm.ErrPeerLost, C.GoString(how))
+				r.mu.Unlock()
+				return fmt.Errorf("ucx: meet: %w", &comm.PeerError{Rank: peer, Err: err})
+			}
+		}
+		r.mu.Unlock()
+		switch {
+		case missing < 0:
+			return nil
+		case over:
+			err := context.Cause(ctx)
+			if !errors.Is(err, comm.ErrTimeout) && errors.Is(err, context.DeadlineExceeded) {
+				err = fmt.Errorf("%w: %w", comm.ErrTimeout, err)
+			}
+			err = fmt.Errorf("%w: no connection over UCX, which listens at port %d here%s", err, r.port, admits(&r.cfg))
+			return fmt.Errorf("ucx: meet: %w", &comm.PeerError{Rank: missing, Err: err})
+		}
+		if !r.Progress() {
+			select {
+			case <-ctx.Done():
+			case <-time.After(meetPoll):
+			}
+		}
+	}
 }
 
 // usable returns why there is nothing to be done with a peer. The caller holds mu.
@@ -201,6 +304,9 @@ func (r *Rail) counts() C.swu_counts {
 	}
 	return c
 }
+
+// meetPoll is how long Meet sleeps between two looks.
+const meetPoll = 200 * time.Microsecond
 
 // flushPoll is how long Flush sleeps between two looks, after it has done what there was to do at once.
 const flushPoll = 20 * time.Microsecond
@@ -399,8 +505,39 @@ func (r *Rail) Close() error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	C.swu_close(r.r)
+	own := r.r
 	r.r = nil
+	stands := C.swu_settle(own) != 0
+	if told := r.told.Load(); !stands || told && len(r.theirs) == 0 && r.cfg.Size > 1 {
+		// Connections are being made, perhaps, and UCX 1.13.1 aborts the process that ends then. So it stays: bytes land in calls of UCX
+		// only, of which there are no more. The memory that it reads stays pinned.
+		seal(r.port, r.theirs)
+		err := unix.Close(r.bell)
+		if !stands {
+			err = errors.Join(errors.New("ucx: close: a connection has not come about, and UCX keeps its memory"), err)
+		}
+		return err
+	}
+	ended := make(chan struct{})
+	go func() {
+		C.swu_close(own)
+		close(ended)
+	}()
+	select {
+	case <-ended:
+	case <-time.After(closeGrace):
+		cut(r.port, r.theirs)
+		select {
+		case <-ended:
+		case <-time.After(closeGrace):
+			// The memory that it reads stays pinned.
+			return errors.Join(fmt.Errorf("ucx: close: UCX has not ended in %v, and goes on", 2*closeGrace), unix.Close(r.bell))
+		}
+	}
 	r.pins.Unpin()
 	return unix.Close(r.bell)
 }
+
+// closeGrace is how long UCX has to end by itself, and then again once its connections have been cut: over a link that is down it may try for
+// ever to write its last words.
+const closeGrace = time.Second

@@ -1,13 +1,16 @@
 package ucx
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
@@ -43,6 +46,32 @@ func TestVersionsMustAgree(t *testing.T) {
 	require.ErrorContains(t, err, "rank 0 has UCX 1.")
 	require.ErrorContains(t, err, ", rank 1 has UCX 1.")
 	require.Error(t, ends[0].Connect(1, nil))
+}
+
+// Ranks that have connected meet. One that is not there, or has not connected, is named when the time is over, and not before.
+func TestRanksMeet(t *testing.T) {
+	need(t)
+	ends := railtest.Ends(t, 3, Open)
+	for _, e := range ends {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		require.NoError(t, e.Meet(ctx))
+		cancel()
+	}
+	alone := make([]rails.Rail, 2)
+	for rank := range alone {
+		var err error
+		alone[rank], err = Open(rails.Config{Rank: rank, Size: 2, Key: railtest.Key})
+		require.NoError(t, err)
+		defer alone[rank].Close()
+	}
+	require.NoError(t, alone[0].Connect(1, alone[1].Address()))
+	ctx, cancel := context.WithTimeoutCause(t.Context(), 50*time.Millisecond, comm.ErrTimeout)
+	defer cancel()
+	err := alone[0].Meet(ctx)
+	var peer *comm.PeerError
+	require.ErrorAs(t, err, &peer)
+	require.Equal(t, 1, peer.Rank)
+	require.ErrorIs(t, err, comm.ErrTimeout)
 }
 
 // One put there and one back, where both ends sleep until they are rung.

@@ -31,6 +31,8 @@ static void quiet(void)
 	// to put them together.
 	setenv("UCX_TCP_TX_SEG_SIZE", "272k", 0);
 	setenv("UCX_TCP_RX_SEG_SIZE", "272k", 0);
+	// Else a connection is waited for in a call of the system, for two minutes where packets are lost.
+	setenv("UCX_TCP_CONN_NB", "y", 0);
 }
 
 // failed says in why what UCX's status means, and which variables may be its cause. It returns -1.
@@ -53,7 +55,7 @@ static int failed(const swu_rail *r, const char *what, int8_t status, char *why,
 	return -1;
 }
 
-static int open_worker(swu_rail *r, char *why, size_t why_len)
+static int open_worker(swu_rail *r, const char *devices, char *why, size_t why_len)
 {
 	void *config = NULL;
 	if (r->ucp_config_read(NULL, NULL, &config) != OK)
@@ -66,6 +68,8 @@ static int open_worker(swu_rail *r, char *why, size_t why_len)
 	// tried.
 	if (r->major == 1 && r->minor < 22)
 		r->ucp_config_modify(config, "ZCOPY_THRESH", "inf");
+	if (devices != NULL)
+		r->ucp_config_modify(config, "NET_DEVICES", devices);
 	swu_params p = {.mask = PARAM_FEATURES, .features = FEATURE_AM | FEATURE_WAKEUP};
 	int8_t status = r->ucp_init_version(1, 13, &p, config, &r->context);
 	r->ucp_config_release(config);
@@ -73,7 +77,7 @@ static int open_worker(swu_rail *r, char *why, size_t why_len)
 		return failed(r, "ucp_init", status, why, why_len);
 	swu_worker_params wp = {.mask = WORKER_THREAD_MODE, .thread_mode = THREAD_SERIALIZED};
 	if ((status = r->ucp_worker_create(r->context, &wp, &r->worker)) != OK)
-		return failed(r, "ucp_worker_create", status, why, why_len);
+		return 2 * failed(r, "ucp_worker_create", status, why, why_len);
 	if ((status = r->ucp_worker_get_efd(r->worker, &r->efd)) != OK)
 		return failed(r, "ucp_worker_get_efd", status, why, why_len);
 	swu_am_handler h = {.mask = HANDLER_ID | HANDLER_CB | HANDLER_ARG, .id = AM_PUT, .cb = swu_on_put, .arg = r};
@@ -82,8 +86,8 @@ static int open_worker(swu_rail *r, char *why, size_t why_len)
 	return 0;
 }
 
-int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *segment, int64_t bytes, char *why,
-             size_t why_len)
+int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *segment, int64_t bytes,
+             const char *devices, unsigned port, char *why, size_t why_len)
 {
 	*out = NULL;
 	quiet();
@@ -112,9 +116,20 @@ int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *s
 	}
 	unsigned release;
 	r->ucp_get_version(&r->major, &r->minor, &release);
-	if (open_worker(r, why, why_len) != 0) {
+	// UCX takes this one from the environment alone. The caller lets one thread at a time in here.
+	const char *range = "UCX_TCP_PORT_RANGE", *was = getenv(range);
+	char *before = was != NULL ? strdup(was) : NULL, own[32];
+	snprintf(own, sizeof own, "%u-%u", port, port);
+	setenv(range, own, 1);
+	int opened = open_worker(r, devices, why, why_len);
+	if (before != NULL)
+		setenv(range, before, 1);
+	else
+		unsetenv(range);
+	free(before);
+	if (opened != 0) {
 		swu_close(r);
-		return -1;
+		return opened;
 	}
 	*out = r;
 	return 0;
@@ -158,7 +173,29 @@ int swu_connect(swu_rail *r, uint32_t to, const void *address, char *why, size_t
 		p->ep = NULL;
 		return failed(r, "ucp_ep_create", status, why, why_len);
 	}
-	return 0;
+	return swu_put(r, to, 0, NULL, 0, GREETING, why, why_len);
+}
+
+int swu_met(const swu_rail *r, uint32_t to)
+{
+	const peer *p = &r->peers[to];
+	return p->ep == NULL || (p->heard && p->greeted);
+}
+
+int swu_settle(swu_rail *r)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	time_t end = t.tv_sec + 1;
+	r->closing = 1;
+	for (uint32_t i = 0; i < r->size; i++)
+		while (!swu_met(r, i)) {
+			clock_gettime(CLOCK_MONOTONIC, &t);
+			if (r->peers[i].failed != OK || t.tv_sec > end)
+				return 0;
+			r->ucp_worker_progress(r->worker);
+		}
+	return 1;
 }
 
 const char *swu_failed(const swu_rail *r, uint32_t to)

@@ -92,11 +92,18 @@ int8_t swu_on_put(void *arg, const void *header, size_t header_length, void *dat
 {
 	swu_rail *r = arg;
 	head h;
-	if (r->closing)
+	if (r->closing && header_length != sizeof h)
 		return OK;
 	if (header_length != sizeof h)
 		goto refuse;
 	memcpy(&h, header, sizeof h);
+	if (h.signal == GREETING && h.n == 0) {
+		if (h.key == r->key && h.zero == 0 && h.from < r->size && h.from != r->rank)
+			r->peers[h.from].heard = 1;
+		return OK;
+	}
+	if (r->closing)
+		return OK;
 	if (h.key != r->key || h.zero != 0 || h.from >= r->size || h.from == r->rank || h.n < 0 ||
 	    (uint64_t)h.n != length || h.place < 0 || h.signal < 0 || h.signal % 8 != 0 || !is_open(r, h.signal, 8) ||
 	    (h.n > 0 && !is_open(r, h.place, h.n)))
@@ -128,15 +135,17 @@ static void on_sent(void *request, int8_t status, void *arg)
 {
 	sending *s = arg;
 	swu_rail *r = s->rail;
-	(void)status; // a peer that is gone is noticed by its error handler
+	// A peer that is gone is noticed by its error handler.
+	if (status == OK && s->h.signal == GREETING)
+		s->to->greeted = 1;
 	r->counts.sending--;
 	s->left = 1;
 	while (r->oldest != NULL && r->oldest->left) {
 		sending *first = r->oldest;
 		if ((r->oldest = first->next) == NULL)
 			r->newest = NULL;
+		r->counts.left += first->h.signal != GREETING;
 		free(first);
-		r->counts.left++;
 	}
 	if (request != NULL)
 		r->ucp_request_free(request);
@@ -169,13 +178,13 @@ int swu_put(swu_rail *r, uint32_t to, int64_t place, const void *src, int64_t n,
 		FAIL("out of memory");
 	}
 	*q = (sending){
-	    NULL, r, {.key = r->key, .from = r->rank, .place = place, .n = n, .signal = signal, .seq = ++s->seq}, 0};
+	    NULL, r, p, {.key = r->key, .from = r->rank, .place = place, .n = n, .signal = signal, .seq = ++s->seq}, 0};
 	if (r->newest != NULL)
 		r->newest->next = q;
 	else
 		r->oldest = q;
 	r->newest = q;
-	r->counts.begun++;
+	r->counts.begun += signal != GREETING;
 	swu_request_param op = {.mask = OP_CALLBACK | OP_USER_DATA, .cb.send = on_sent, .user_data = q};
 	r->counts.sending++;
 	void *request = r->ucp_am_send_nbx(p->ep, AM_PUT, &q->h, sizeof q->h, src, n, &op);

@@ -32,6 +32,7 @@ enum {
 	RECV_RNDV = 1 << 17,
 
 	AM_PUT = 7,
+	GREETING = -8, // in place of a word: the put says that its rank has connected
 	MAX_WINDOWS = 4096,
 };
 
@@ -82,11 +83,14 @@ typedef struct {
 	swu_rail *rail;
 	void *ep;
 	int8_t failed; // how its connection did, else OK
+	int heard;     // its greeting has come,
+	int greeted;   // and this rank's to it has left
 } peer;
 
 typedef struct sending {
 	struct sending *next; // that began after it
 	swu_rail *rail;
+	peer *to;
 	head h;
 	int left;
 } sending;

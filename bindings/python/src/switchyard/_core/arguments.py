@@ -101,7 +101,7 @@ def reductions(given_plans: Any, algorithm: Any) -> dict[str, Any]:
 
 
 class Bound:
-    """What lives in its process, such as a name of the library's. A copy of what holds one holds the same one."""
+    """An object that lives in its process, such as a name of the library's. A copy of its holder holds the same one."""
 
     __slots__ = ()
 

@@ -20,7 +20,7 @@ from .groups import Submission
 from .tensors import apart, as_bytes, readable
 from .work import Theirs, Work
 
-#: What to do in place of what torch's groups do to get other ranks.
+#: The cure where torch's own groups get other ranks.
 _NO_OTHERS = "groups of this backend keep their ranks: make one by new_group, or use switchyard.shrink and switchyard.admit"
 
 
