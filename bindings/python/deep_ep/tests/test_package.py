@@ -14,9 +14,9 @@ def run(text: str, *paths: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("name", ["deep_ep", "deep-ep"])
+@pytest.mark.parametrize("name", ["deep_ep", "deep-ep", "sgl-deep-ep", "deepinfer-ep"])
 def test_another_distribution_is_refused(tmp_path, name):
-    info = tmp_path / "deep_ep-1.0.0.dist-info"
+    info = tmp_path / f"{name.replace('-', '_')}-1.0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0.0\n")
     done = run("import deep_ep", tmp_path)

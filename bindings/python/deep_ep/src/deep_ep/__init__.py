@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 
 _OURS = "switchyard-deep-ep"
-for _theirs in importlib.metadata.distributions(name="deep-ep"):  # of either spelling
+# DeepEP itself, and what others publish of it with files of the same names. Each is found in either spelling.
+for _theirs in (d for name in ("deep-ep", "sgl-deep-ep", "deepinfer-ep") for d in importlib.metadata.distributions(name=name)):
     raise ImportError(
         f"deep_ep: the distributions {_OURS} and {_theirs.metadata['Name']} {_theirs.version} are both installed. They have "
         "files of the same names, and the later one has overwritten those of the other: uninstall both, then install one"
