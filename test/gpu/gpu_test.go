@@ -180,6 +180,9 @@ func TestWhatDoesNotRun(t *testing.T) {
 	require.Regexp(t, `(?m)^other +0 passed +0 skipped +0 failed +0 s  not run: no time was left$`, out)
 	good, out, _ = play(t, all, tests, "--only", "none")
 	require.False(t, good, out)
+	good, out, _ = play(t, []step{{Name: "empty", Package: "empty", Seconds: 60}}, map[string]string{"empty": ""})
+	require.False(t, good)
+	require.Regexp(t, `(?m)^empty +0 passed +0 skipped +0 failed +\d+ s  no test ran$`, out)
 	good, out, _ = play(t, []step{{Name: "sanitizer", Package: "other", Under: "memcheck", Seconds: 60}}, tests)
 	if _, err := exec.LookPath("compute-sanitizer"); err != nil {
 		require.False(t, good)
@@ -195,7 +198,7 @@ func TestPytest(t *testing.T) {
 		t.Skip("needs pytest")
 	}
 	file := "\nimport time\ndef test_good(): pass\ndef test_good_too(): pass\ndef test_bad(): assert 1 == 2, 'wrong'\n" +
-		"def test_hangs(): time.sleep(1000)\ndef test_last(): pass\n"
+		"def test_last(): pass\ndef test_hangs(): time.sleep(1000)\n"
 	folder := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(folder, "test_it.py"), []byte(file), 0o666))
 	good, out, _ := play(t, []step{{Name: "py", Pytest: folder, Files: []string{"test_it.py"}, Silence: 20, Seconds: 300}}, nil)

@@ -42,6 +42,9 @@ ENDS = re.compile(r"^--- (PASS|FAIL|SKIP): (.+?)(?: \([\d.]+s\))?$")
 #: Goroutines and registers of which nobody learns anything.
 RUNTIME = re.compile(r"goroutine \d+ [^\n]*\[(GC |force gc|finalizer|cleanup|GOMAXPROCS)|rax ")
 
+#: pytest's code where there is no test, such as none that is not done yet.
+NO_TESTS = 5
+
 #: How many lines of a failed test are printed. The logs have all of them.
 LINES = 70
 
@@ -207,7 +210,7 @@ def attempt(step: Step, outcome: Outcome, done: list[str], until: float, log: An
             outcome.failed[step.name] = shorten([*last, killed or f"ended with code {code}"])
         else:
             outcome.passed.append(step.name)
-    elif code not in ((0, 1) if outcome.failed else (0,)):  # 1 is what tests end with that have failed
+    elif code not in ((0, 1, NO_TESTS) if outcome.failed else (0, NO_TESTS)):  # 1 is what tests end with that have failed
         outcome.failed[f"{step.name}: the process"] = shorten([*last, killed or f"ended with code {code}"])
     return complete
 
@@ -223,6 +226,8 @@ def play(step: Step, seconds: float, log: Any) -> Outcome:
             outcome.cut = f"cut at its limit of {until - began:.0f} s"
         elif len(done) == before:
             outcome.cut = "it ended before its tests"
+    if not (outcome.cut or outcome.passed or outcome.skipped or outcome.failed):
+        outcome.cut = "no test ran"
     outcome.seconds = time.monotonic() - began
     return outcome
 
