@@ -87,7 +87,9 @@ func (g *Group) Door() netip.Addr {
 }
 
 // PeerTimeout is [Config.PeerTimeout].
-func (g *Group) PeerTimeout() time.Duration { return cmp.Or(g.n.flight.PeerTimeout, DefaultPeerTimeout) }
+func (g *Group) PeerTimeout() time.Duration {
+	return cmp.Or(g.n.flight.PeerTimeout, DefaultPeerTimeout)
+}
 
 // Home is the group of this rank's host: the ranks of g there, in their order. On one host it is g itself. It is closed with g, and
 // lives and fails as a subgroup of g does (see [Group.Split]).
