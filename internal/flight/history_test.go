@@ -79,6 +79,7 @@ func TestTheLastFailuresAreKept(t *testing.T) {
 func TestARankSucceedsAnother(t *testing.T) {
 	old, next := New(1, 3), New(0, 3)
 	old.Group, next.Group = "world", "workers"
+	next.Seats = []int{1, 0, 2}
 	old.Failed("lost", 2, 0, errGone)
 	for i := range KeptChanges + 1 {
 		old.Changed(Change{Layer: "a", Moves: []Move{{Expert: i, To: 1}}})
@@ -89,7 +90,7 @@ func TestARankSucceedsAnother(t *testing.T) {
 	call(next.Recorder("workers", 0, []int{0, 1, 2}, "host"), nil)
 	s := next.State(false)
 	require.Equal(t, []any{2, []int{0, 1, 2}, 1, "world", false}, []any{s.Epoch, s.Members, len(s.Past), s.Past[0].Group, s.Past[0].Healed.IsZero()})
-	require.Empty(t, s.Faults, "whose ranks have other numbers")
+	require.Equal(t, map[Fault]uint64{{"lost", 2}: 1}, s.Faults, "by the number of the group that met first")
 	require.Len(t, s.Changes, KeptChanges)
 	require.Equal(t, 1, s.Changes[0].Moves[0].Expert, "the oldest that is kept")
 	require.Empty(t, old.State(false).Changes)
