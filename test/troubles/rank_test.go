@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"time"
 
@@ -161,6 +162,7 @@ func shareOneCore() error {
 			break
 		}
 	}
+	runtime.GOMAXPROCS(4) // else Go runs no more threads than the process has cores
 	for range 3 {
 		go func() {
 			for n := 0; ; n++ { // without end
