@@ -107,7 +107,7 @@ func (g *Group) startCall(op opcode) (*call, error) {
 // finishCall sends this rank's part and waits for the others'.
 func (g *Group) finishCall(ctx context.Context, c *call, m message) ([]message, error) {
 	if c.past != nil {
-		return c.remembered()
+		return g.remembered(c)
 	}
 	began := time.Now()
 	m.kind, m.op, m.gid, m.seq = kindData, c.op, g.id, c.seq
@@ -233,18 +233,23 @@ func (g *Group) collect(c *call) ([]message, error) {
 	}
 	for r := range parts {
 		if parts[r].poison != "" {
-			return nil, c.poisoned(parts, r)
+			return nil, g.poisoned(c, parts, r)
 		}
 	}
 	return parts, nil
 }
 
-// poisoned is the error of a call of which a rank could not take part properly.
-func (c *call) poisoned(parts []message, rank int) error {
+// poisoned is the error of a call in which a rank could not take part properly: one that could not send its part, or this one, which could
+// not take it in.
+func (g *Group) poisoned(c *call, parts []message, rank int) error {
 	for i := range parts {
 		parts[i].drop()
 	}
-	return &PeerError{Rank: rank, Op: c.op.String(), Epoch: c.seq, Err: errors.New(parts[rank].poison)}
+	culprit := rank
+	if parts[rank].untaken {
+		culprit = g.rank
+	}
+	return &PeerError{Rank: culprit, Op: c.op.String(), Epoch: c.seq, Err: errors.New(parts[rank].poison)}
 }
 
 // giveUp forgets a call that will not be completed and returns the ranks that

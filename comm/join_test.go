@@ -897,6 +897,13 @@ func TestExchangeFDsWithoutRoom(t *testing.T) {
 		restore()
 		require.NoError(t, err)
 		require.Contains(t, got.poison, "of 40 descriptors arrived")
+		gs, err := Local(2)
+		require.NoError(t, err)
+		defer gs[0].Close()
+		defer gs[1].Close()
+		var pe *PeerError
+		require.ErrorAs(t, gs[1].poisoned(&call{op: opExchangeFDs}, []message{got, {}}, 0), &pe)
+		require.Equal(t, 1, pe.Rank, "rank 0 has sent them")
 		require.Equal(t, before, countFDs(t))
 		got, err = readMessage(in, in.take) // the next is not affected
 		require.NoError(t, err)

@@ -71,6 +71,9 @@ type message struct {
 	// poison replaces the data of a rank that could not take part properly.
 	// The others get it as an error instead of waiting for ever.
 	poison string
+	// untaken says that it is this rank which could not take its part in: the
+	// sender has done its own.
+	untaken bool
 
 	decided bool     // kindShrink: data is the decision
 	fail    *failure // kindFail, kindLost

@@ -110,10 +110,10 @@ func (g *Group) replayed(op opcode) (*call, error) {
 }
 
 // remembered is what a call of the past has returned.
-func (c *call) remembered() ([]message, error) {
+func (g *Group) remembered(c *call) ([]message, error) {
 	for r := range c.past {
 		if c.past[r].poison != "" {
-			return nil, c.poisoned(c.past, r)
+			return nil, g.poisoned(c, c.past, r)
 		}
 	}
 	return c.past, nil

@@ -167,7 +167,7 @@ func readMessage(r io.Reader, takeFDs func(n int) ([]int, error)) (message, erro
 		if h.fds > 0 {
 			m.data = nil
 			if m.fds, err = takeFDs(h.fds); err != nil {
-				m.poison = err.Error()
+				m.poison, m.untaken = err.Error(), true
 			}
 			return m, nil
 		}
