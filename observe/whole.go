@@ -23,10 +23,16 @@ func whole(path string, perm os.FileMode, write func(io.Writer) error) error {
 	if err := write(f); err != nil {
 		return err
 	}
+	link := func(name string) error {
+		return unix.Linkat(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd), unix.AT_FDCWD, name, unix.AT_SYMLINK_FOLLOW)
+	}
+	if link(path) == nil {
+		return nil
+	}
 	// A link does not replace a file, and a name does.
 	next := filepath.Join(dir, fmt.Sprintf(".switchyard-%d-%s", os.Getpid(), filepath.Base(path)))
 	for {
-		switch err := unix.Linkat(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd), unix.AT_FDCWD, next, unix.AT_SYMLINK_FOLLOW); {
+		switch err := link(next); {
 		case errors.Is(err, unix.EEXIST): // of a process of that number, whose host went down
 			if err := os.Remove(next); err != nil && !errors.Is(err, os.ErrNotExist) {
 				return err

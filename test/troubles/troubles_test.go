@@ -198,7 +198,8 @@ func TestProgramsThatEndOnTheirErrorsLeaveTheirCalls(t *testing.T) {
 		path, err := command()
 		require.NoError(t, err)
 		dumps := t.TempDir()
-		p := proctest.Start(t, proctest.Spec{Part: "rank", Args: []string{none, "0"}, Via: []string{path, "run", "-n", fmt.Sprint(ranks)}, Env: []string{"SWITCHYARD_DUMP=" + dumps, endsVar + "=1"}})
+		p := proctest.Start(t, proctest.Spec{Part: "rank", Args: []string{none, "0"}, Via: []string{path, "run", "-n", fmt.Sprint(ranks)},
+			Env: []string{"SWITCHYARD_DUMP=" + dumps, endsVar + "=1", "SWITCHYARD_METRICS_HOLD=1m"}}) // the launcher waits longer, for a busy machine
 		p.Saw(`\[3\] begins`)
 		out, _ := p.Output()
 		var pid int
