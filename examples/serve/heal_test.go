@@ -6,12 +6,16 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"os/exec"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // strike kills a rank as a crash would.
@@ -210,3 +214,33 @@ func TestRankThatDoesNotAnswerIsGivenUp(t *testing.T) {
 }
 
 func (o *order) read(from io.Reader) error { return gob.NewDecoder(from).Decode(o) }
+
+// A rank that is stopped while another one is killed has its time from the order on, not from the other's end.
+func TestStoppedRankIsGivenUpBesideAKilledOne(t *testing.T) {
+	process := exec.Command("sleep", "1000")
+	require.NoError(t, process.Start())
+	defer process.Wait()
+	defer process.Process.Kill()
+	require.NoError(t, process.Process.Signal(syscall.SIGSTOP))
+	var seats []*seat
+	for i := range 2 {
+		orders, to := io.Pipe()
+		s := &seat{rank: i, orders: gob.NewEncoder(to), replies: make(chan reply, 1)}
+		s.kill = sync.OnceFunc(func() { close(s.replies) })
+		seats = append(seats, s)
+		go func() {
+			if new(order).read(orders) == nil && i == 0 {
+				s.kill()
+			}
+		}()
+	}
+	seats[1].pid = process.Process.Pid
+	require.Eventually(t, seats[1].stopped, time.Minute, time.Millisecond)
+	lag, begin := proctest.Scaled(time.Second), time.Now()
+	answers := ask(seats, lag, sameOrder(&order{Do: "step"}))
+	took := time.Since(begin)
+	require.False(t, answers[0].ok)
+	require.False(t, answers[1].ok)
+	require.GreaterOrEqual(t, took, lag)
+	require.Less(t, took, 2*lag)
+}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"encoding/gob"
 	"errors"
 	"fmt"
@@ -103,6 +104,16 @@ func (s *seat) gone() bool {
 	}
 }
 
+// stopped says whether the rank's process is stopped, as by SIGSTOP.
+func (s *seat) stopped() bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.pid))
+	if err != nil {
+		return false // a goroutine, or ended
+	}
+	name := bytes.LastIndexByte(stat, ')') // which may hold anything
+	return bytes.HasPrefix(stat[name+1:], []byte(" T"))
+}
+
 // answered is what one rank said. ok is false if it has ended.
 type answered struct {
 	reply
@@ -111,16 +122,16 @@ type answered struct {
 
 func (a answered) failed() bool { return !a.ok || a.Error != "" }
 
-// ask gives each rank its order and waits for all answers. A rank that another one names as lost is killed, whatever it does: a stopped
-// process, say. So is one that is later than another one by more than lag: it may have done its part for the others before it was stopped,
-// and then none of them waits for it. After an error ranks get more time, in which they find out that others are silent. So every rank
-// answers or ends.
+// ask gives each rank its order and waits for all answers. It kills a rank that another one reports as lost, and one whose answer comes more
+// than lag after that of another one: it may have done its part for the others before it was stopped, and then none of them waits for it.
+// After an error ranks get more time, in which they find out that others are silent, but for those whose process is stopped: these have lag
+// from the order on. So every rank answers or ends.
 func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered {
 	type one struct {
 		at int
 		answered
 	}
-	all, got := make([]answered, len(seats)), make(chan one, len(seats))
+	all, got, asked := make([]answered, len(seats)), make(chan one, len(seats)), time.Now()
 	for i, s := range seats {
 		o := orders(i)
 		go func() {
@@ -136,19 +147,29 @@ func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered
 		late.Reset(3 * lag)
 	}
 	defer late.Stop()
+	stopped := time.NewTimer(answerTimeout)
+	defer stopped.Stop()
 	inTime, ended := false, false // a rank has answered; one has ended or failed
 	done := make([]bool, len(seats))
-	for range seats {
+	for left := len(seats); left > 0; {
 		var o one
 		select {
 		case o = <-got:
+			left--
 		case <-late.C:
 			for i, s := range seats {
 				if !done[i] {
 					s.kill()
 				}
 			}
-			o = <-got
+			continue
+		case <-stopped.C:
+			for i, s := range seats {
+				if !done[i] && s.stopped() {
+					s.kill()
+				}
+			}
+			continue
 		}
 		done[o.at], all[o.at] = true, o.answered
 		switch {
@@ -157,6 +178,7 @@ func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered
 			inTime = true
 		case !ended && !inTime:
 			late.Reset(3 * lag)
+			stopped.Reset(time.Until(asked.Add(lag)))
 			ended = true
 		}
 		if !o.ok || !o.failed() || o.Lost < 0 {
