@@ -18,11 +18,12 @@ var Reasons = map[string]string{
 	"form":      "Switchyard does not have it with these options",
 }
 
-// FellBack notes a call that another library makes.
-func (r *Rank) FellBack(f Fallback) {
+// FellBack notes a call that another library makes. It reports whether it is the first of its kind.
+func (r *Rank) FellBack(f Fallback) (first bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.fellBack(f, 1)
+	return r.fallbacks[f] == 1
 }
 
 // fellBack counts n calls. r.mu is held.

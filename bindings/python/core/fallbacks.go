@@ -79,14 +79,19 @@ func (c *Comm) flight() (*flight.Rank, error) {
 // Counts is a Comm or an Unmet: a rank that counts calls which another library makes.
 type Counts interface{ flight() (*flight.Rank, error) }
 
-// FellBack counts a call that one of torch's backends makes in the place of Switchyard.
+// FellBack counts a call that one of torch's backends makes in the place of Switchyard, and logs the first one of its kind.
 func FellBack(c Counts, operation, backend, reason string) error {
 	if flight.Reasons[reason] == "" {
 		return fmt.Errorf("core: %w: reason %q, want one of %v", ErrInvalid, reason, slices.Sorted(maps.Keys(flight.Reasons)))
 	}
 	r, err := c.flight()
-	if err == nil {
-		r.FellBack(flight.Fallback{Operation: operation, Backend: backend, Reason: reason})
+	if err != nil {
+		return err
 	}
-	return err
+	if r.FellBack(flight.Fallback{Operation: operation, Backend: backend, Reason: reason}) {
+		if log, err := env.Logger(os.Stderr); err == nil { // a rank that joins hears of one that cannot be made
+			log.Warn("calls fall back", "rank", r.Number, "group", r.Group, "operation", operation, "to", backend, "because", flight.Reasons[reason])
+		}
+	}
+	return nil
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -125,3 +126,18 @@ def test_an_operator_sees_that_calls_fall_back(worlds):
     found = "ranks 0, 1, 2 and 3: calls of all_reduce fall back to gloo, 40 in all: "
     why = "Switchyard does not reduce this element type with this operator"
     assert re.search(re.escape(found + why) + "$", said, re.MULTILINE), said
+
+
+def test_the_first_call_of_a_kind_that_falls_back_is_logged():
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("switchyard", store=dist.HashStore(), rank=0, world_size=1)
+for _ in range(3):
+    dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.BXOR)
+"""
+    env = {**os.environ, "SWITCHYARD_DEBUG": "warn"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True, env=env)
+    (line,) = [line for line in done.stderr.splitlines() if "calls fall back" in line]
+    assert "rank=0" in line
+    assert "operation=all_reduce to=gloo" in line
+    assert "Switchyard does not reduce this element type with this operator" in line
