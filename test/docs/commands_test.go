@@ -112,14 +112,17 @@ func killMarked(t *testing.T, mark string) (killed []string) {
 // A page whose commands fail, or take too long, leaves no process behind, and neither does one that only forgets one.
 func TestCommandsLeaveNoProcess(t *testing.T) {
 	proctest.Need(t, "bash")
-	for name, page := range map[string]struct{ script, err string }{
-		"fails":      {"sleep 1000 & setsid sleep 1001 & false", "exit status 1"},
-		"takes long": {"setsid sleep 1002 & until false; do sleep 1; done", "signal: killed"},
-		"forgets":    {"setsid sleep 1003 >/dev/null 2>&1 &", "these live on: [sleep 1003]"},
+	for name, page := range map[string]struct {
+		script, err string
+		within      time.Duration
+	}{
+		"fails":      {"sleep 1000 & setsid sleep 1001 & false", "exit status 1", time.Minute},
+		"takes long": {"setsid sleep 1002 & until false; do sleep 1; done", "signal: killed", time.Second},
+		"forgets":    {"setsid sleep 1003 >/dev/null 2>&1 &", "these live on: [", time.Minute},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
-			out, err := runPage(t, dir, "echo $$ >pid\n"+page.script, time.Second)
+			out, err := runPage(t, dir, page.script, page.within)
 			require.ErrorContains(t, err, page.err, out)
 			all, err := filepath.Glob("/proc/[0-9]*/cwd")
 			require.NoError(t, err)
