@@ -89,7 +89,7 @@ func FellBack(c Counts, operation, backend, reason string) error {
 		return err
 	}
 	if r.FellBack(flight.Fallback{Operation: operation, Backend: backend, Reason: reason}) {
-		if log, err := env.Logger(os.Stderr); err == nil { // a rank that joins hears of one that cannot be made
+		if log, err := env.Logger(os.Stderr); err == nil && log != nil { // a rank that joins hears of one that cannot be made
 			log.Warn("calls fall back", "rank", r.Number, "group", r.Group, "operation", operation, "to", backend, "because", flight.Reasons[reason])
 		}
 	}
