@@ -44,14 +44,16 @@ if [ -n "$(left)" ]; then
 	exit 1
 fi
 
-# over kills what still runs, but for the calling process, until nothing is left that could start more.
+# over kills what still runs, but for the calling process, until it has found nothing twice: a process that becomes another program has no
+# environment for a moment.
 over() {
-	local pid again=true
-	while $again; do
-		again=false
+	local pid none=0
+	while [ "$none" -lt 2 ]; do
+		none=$((none + 1))
 		for pid in $(marked "${!mark}"); do
-			if [ "$pid" != "$$" ] && [ "$pid" != "$BASHPID" ] && kill -KILL "$pid" 2>/dev/null; then again=true; fi
+			if [ "$pid" != "$$" ] && [ "$pid" != "$BASHPID" ] && kill -KILL "$pid" 2>/dev/null; then none=0; fi
 		done
+		sleep 0.05
 	done
 }
 

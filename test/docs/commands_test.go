@@ -82,11 +82,12 @@ func runPage(t *testing.T, dir, script string, within time.Duration) (output str
 	return string(out), err
 }
 
-// killMarked kills all processes with a variable in their environment, and returns their command lines.
+// killMarked kills all processes with a variable in their environment, and returns their command lines. It looks until it has found none twice:
+// a process that becomes another program has no environment for a moment.
 func killMarked(t *testing.T, mark string) (killed []string) {
 	t.Helper()
-	for again := true; again; {
-		again = false
+	for none := 0; none < 2; time.Sleep(20 * time.Millisecond) {
+		none++
 		all, err := filepath.Glob("/proc/[0-9]*/environ")
 		require.NoError(t, err)
 		for _, path := range all {
@@ -98,13 +99,12 @@ func killMarked(t *testing.T, mark string) (killed []string) {
 			pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
 			require.NoError(t, err)
 			if syscall.Kill(pid, syscall.SIGKILL) == nil {
-				again = true // until none is left, since they may start others
+				none = 0
 				if text := strings.TrimSpace(strings.ReplaceAll(string(line), "\x00", " ")); !slices.Contains(killed, text) {
 					killed = append(killed, text)
 				}
 			}
 		}
-		time.Sleep(time.Millisecond)
 	}
 	return killed
 }
