@@ -119,6 +119,7 @@ func sockets(f func(fd, port, other int)) error {
 }
 
 // shut has the kernel drop what comes to a port of this process from others than the config's. strangers says that somebody has come before.
+// Some kernels let only privileged processes do that. There the port stays open, which SECURITY.md says.
 func shut(port int, cfg *rails.Config) (strangers bool, err error) {
 	if !cfg.Interface.IsValid() {
 		return false, nil
@@ -132,7 +133,9 @@ func shut(port int, cfg *rails.Config) (strangers bool, err error) {
 			strangers = true
 			return
 		}
-		if err = attach(fd, program); err != nil {
+		if err = attach(fd, program); err == unix.EPERM {
+			err = nil
+		} else if err != nil {
 			err = fmt.Errorf("ucx: %w: shut port %d: %w", ErrUnavailable, port, err)
 		}
 	})
