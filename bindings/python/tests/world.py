@@ -126,20 +126,27 @@ class World:
                 process.join()
 
 
+#: Processes of worlds that are kept. A process that has imported torch takes some 600 MB.
+KEPT = 8
+
+
 class Worlds:
-    """Worlds by what they were set up with; a broken one is replaced."""
+    """Worlds by what they were set up with; a broken one is replaced, and those that were not used for longest end first."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, World] = {}
+        self.known: dict[Any, World] = {}  # the last one used is the last one
 
     def get(self, size: int, setup: Callable[..., Any]) -> World:
         key = (size, _name(setup))
-        world = self.known.get(key)
-        if world is None or world.broken:
-            if world is not None:
-                world.close()
-            store = tempfile.mktemp(prefix="switchyard-test-store-")
-            world = self.known[key] = World(size, setup, store)
+        world = self.known.pop(key, None)
+        if world is not None and world.broken:
+            world.close()
+            world = None
+        if world is None:
+            while self.known and size + sum(w.size for w in self.known.values()) > KEPT:
+                self.known.pop(next(iter(self.known))).close()
+            world = World(size, setup, tempfile.mktemp(prefix="switchyard-test-store-"))
+        self.known[key] = world
         return world
 
     def close(self) -> None:
