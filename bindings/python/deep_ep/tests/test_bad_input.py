@@ -127,6 +127,8 @@ def experts(rank, size):
         wrong[3, 1] = no
         with pytest.raises(errors.InvalidArgument, match=f"get_dispatch_layout: topk_idx has expert {no} of"):
             buffer.get_dispatch_layout(wrong, 4 * size)
+        with pytest.raises(errors.InvalidArgument, match=f"indices_to_map: topk_idx has expert {no} of"):
+            indices_to_map(wrong, None, 6, 4 * size)
     for call in (lambda i: buffer.get_dispatch_layout(i, 4 * size), lambda i: indices_to_map(i, None, 6, 4 * size)):
         with pytest.raises(errors.InvalidType, match=r"topk_idx is torch\.float32, want int64 or int32"):
             call(idx.float())

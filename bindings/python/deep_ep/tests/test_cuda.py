@@ -10,6 +10,7 @@ from layers import HIDDEN, applied, dispatched, factors, routing, want
 from switchyard import errors
 
 import deep_ep
+from deep_ep.hybrid_ep_buffer import indices_to_map
 
 CUDA, CLOSE = "cuda", {"rtol": 1e-4, "atol": 1e-5}
 # Cycles of a GPU's clock: 25 to 50 ms.
@@ -376,6 +377,19 @@ def failed(rank, size):
         )  # fmt: skip
         return made[0], made[4]
 
+    wrong = idx.clone()
+    for expert in (4 * size, -5, 1 << 32, (1 << 63) - 1):
+        wrong[3, 1] = expert
+        with pytest.raises(errors.InvalidArgument, match=f"get_dispatch_layout: topk_idx has expert {expert} of"):
+            buffer.get_dispatch_layout(wrong, 4 * size)
+        with pytest.raises(errors.InvalidArgument, match=f"indices_to_map: topk_idx has expert {expert} of"):
+            indices_to_map(wrong, None, 12, 4 * size)
+        counted = buffer.get_dispatch_layout(torch.where(wrong == expert, -1, wrong), 4 * size)
+        later = buffer.get_dispatch_layout(wrong, 4 * size, async_finish=True)
+        later[4].current_stream_wait()
+        assert all(torch.equal(later[i], counted[i]) for i in (0, 2, 3))
+        with pytest.raises(RuntimeError, match=f"token 3 of rank 1 has expert {expert} as choice"):
+            send(wrong if rank == 1 else idx)
     with pytest.raises(RuntimeError, match=f"token 3 of rank 1 has expert {4 * size} as choice 1") as kept:
         send(beyond)
     assert kept.value.__traceback__ is not None  # which holds what the call had

@@ -80,6 +80,18 @@ def indices(call: str, topk_idx: Any, count: int = -1, device: Any = None) -> Te
     return idx
 
 
+def known(call: str, idx: Tensor, count: int, waits: bool = True) -> Tensor:
+    """Expert indices of 64 bits, -1 where a choice is masked; one that is neither is refused. On a GPU that waits for the
+    current stream. With waits=False, and in a capture, such a choice is masked: a dispatch of it is refused."""
+    wide = idx.to(torch.int64)
+    if wide.is_cuda and (not waits or torch.cuda.is_current_stream_capturing()):
+        return torch.where((wide >= 0) & (wide < count), wide, -1)
+    for expert in torch.stack(wide.aminmax()).tolist() if wide.numel() else ():
+        if not -1 <= expert < count:
+            raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has expert {expert} of {count}")
+    return wide
+
+
 def choices(call: str, topk_idx: Any, topk_weights: Any, count: int, device: Any) -> tuple[Tensor, Optional[Tensor]]:
     """Expert indices and weights of tokens."""
     idx = indices(call, topk_idx, count, device)
