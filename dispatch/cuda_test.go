@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"testing"
 	"time"
@@ -423,6 +424,48 @@ func TestCUDA_RefusedDispatchesAreErrorsOnEveryRank(t *testing.T) {
 				})
 			})
 		}
+	}
+}
+
+// An error of an index of 64 bits has all of them.
+func TestCUDA_AnIndexThatIsNoExpertIsNamedWhole(t *testing.T) {
+	for name, o := range map[string]dispatch.Options{
+		"many": {}, "token-major": {Layout: dispatch.TokenMajor},
+		"few": {Layout: dispatch.RankPadded, LowLatency: true}, "slab": {Layout: dispatch.Slab, LowLatency: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			gpus(t, 2, func(r *rank) {
+				o := o
+				o.Timeout, o.IndexType = 10*time.Second, kernels.Int64
+				d, s := r.dispatcher(small(o)), r.gpuStream()
+				x, narrow, weights := smallBatch(r, 8)
+				idx := make([]int64, len(narrow))
+				send := func() error {
+					h, err := d.Dispatch(s, dispatch.Tokens{X: x, Experts: r.up(shm.Bytes(idx)), Weights: r.up(shm.Bytes(weights))})
+					if err == nil {
+						err = s.Synchronize()
+						h.Release()
+					}
+					return errors.Join(err, d.Fault())
+				}
+				for _, e := range []int64{4, -2, 1 << 32, 1<<40 + 1, -1 << 40, math.MaxInt64, math.MinInt64} {
+					for i, n := range narrow {
+						idx[i] = int64(n)
+					}
+					require.NoError(r, send())
+					require.NoError(r, r.Group.Barrier(r.Ctx))
+					if r.Group.Rank() == 1 {
+						idx[11] = e
+					}
+					var got *dispatch.IndexError
+					require.ErrorAs(r, send(), &got)
+					require.Equal(r, dispatch.IndexError{Call: got.Call, Rank: 1, Token: 5, Choice: 1, Expert: e, Experts: 4}, *got)
+					require.NoError(r, r.Group.Barrier(r.Ctx))
+				}
+				require.NoError(r, d.Close(r.Ctx))
+				require.NoError(r, s.Close())
+			})
+		})
 	}
 }
 

@@ -290,10 +290,12 @@ func (x *hostExchanges) rest(p *port) error {
 	w := cuda.StructOf[acrossWords](b)
 	for i, q := range x.peers {
 		word := shm.Word(p.e.crossing.Segment, x.whole.RailAt+int64(len(x.peers)+i)*acrossLineStep)
+		var late bool // the look behind it is the last one
 		for end := time.Now().Add(restTimeout); word.Load() < w.out[i]/acrossGives; time.Sleep(20 * time.Microsecond) {
-			if time.Now().After(end) {
+			if late {
 				return &comm.PeerError{Rank: q, Op: "rest", Err: fmt.Errorf("%w: on host %d: slots that it has read are not given back", comm.ErrTimeout, x.whole.Hosts.Host[q])}
 			}
+			late = time.Now().After(end)
 		}
 	}
 	return nil

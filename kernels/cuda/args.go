@@ -80,6 +80,7 @@ type controlWords struct {
 	mismatched uint64    // the last call of a reduction or dispatch that ranks disagree on
 	moved      uint64    // the time when this rank last moved bytes, told now and then; peers look at it before they blame
 	complained [2]uint64 // by parity, the last call of an exchange in which this rank complained of the size of a peer's message
+	wrong      [4]uint64 // by parity, a choice of this rank's tokens that is no expert: which one, as a block's word says, and what it is
 }
 
 // worldWords is what every kernel knows of the heap and its rank. It comes first in every family's arguments.

@@ -22,6 +22,9 @@ func TestTheEmulationFindsBugsOfKernelsOfUsers(t *testing.T) {
 		"a signal of an earlier call is taken for this one's": {
 			"detail::load_acquire(word) < it;", "detail::load_acquire(word) == 0;",
 		},
+		"a wait is given up without a last look": {
+			"if (over != 0) {", "if ((over = reason(since)) != 0) {",
+		},
 		"a kernel of another version goes on": {
 			"good = good && c->version == version;", "",
 		},

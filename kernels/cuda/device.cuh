@@ -56,7 +56,8 @@ __device__ __forceinline__ u64 resolve(const sw_world &w, u32 peer, u64 place)
 // Whether a fault is one of a single call: the ranks disagree, or their data is refused.
 __device__ __forceinline__ bool of_one_call(u32 kind) { return kind == SW_FAULT_MISMATCH || kind >= SW_FAULT_ORDER; }
 
-constexpr u32 host_polls = 8192; // of a wait between two looks at the host's word
+constexpr u32 slow_polls = 256;  // of a wait between two looks at the clock and the abort word
+constexpr u32 host_polls = 8192; // and at the host's word
 constexpr u32 moved_looks = 8;   // of a wait, until its deadline, at what the ranks have moved; below 16
 
 __device__ __forceinline__ u64 moved_word(const sw_world &w, u32 rank)
@@ -82,18 +83,38 @@ __device__ __forceinline__ u32 all_moved(const sw_world &w)
 // a thread that frees memory and waits for them. Reading it takes the way to the host: 30,000 threads that do it at
 // once need 300 us.
 //
+// A verdict comes behind a poll that fails after the cause has been seen: what the call waits for may have come before
+// the abort, or in the last moment of the deadline.
+//
 // The deadline measures silence (F1). A rank that moves bytes is alive, though it may signal nothing for long, and so
 // is one that waits for such a rank. The bytes of a call are finite, so no wait is endless.
 struct wait {
 	u32 since = 0; // when it last looked at what the ranks have moved, in 1,024 ns; small, for these lie on stacks
 	u32 seen = 0;  // what it saw, and in the last 4 bits how many looks in a row have seen the same
-	u32 polls = 0;
+	u32 polls = 0; // with the bit `last` from the time when the wait was found to be over
 	u32 kind = SW_FAULT_NONE;
 	u64 epoch = 0; // of a reduction: its waits also end when the ranks' calls turn out to differ
 
+	static constexpr u32 last = 1u << 31;
+
+	// Whether the last call of slow has looked at more than the number of polls.
+	__device__ __forceinline__ bool looked() const { return polls % slow_polls == 0; }
+
+	// Ends the wait once the caller has polled again.
+	__device__ __forceinline__ bool end(u32 why)
+	{
+		if ((polls & last) == 0) {
+			polls = (polls - 1) | last; // the next call of slow comes to the same
+			return true;
+		}
+		kind = why;
+		return false;
+	}
+
 	__device__ __noinline__ bool slow(const sw_world &w)
 	{
-		if ((++polls & 255) != 0)
+		polls++;
+		if (!looked())
 			return true;
 		u64 own = own_segment(w);
 		u32 fault = load32_relaxed_gpu(own + w.control + offsetof(sw_control, fault));
@@ -106,23 +127,20 @@ struct wait {
 			return false;
 		}
 		if (load_relaxed_sys(own + SW_ABORT_OFFSET) != 0 ||
-		    (polls % host_polls == 0 && load_relaxed_sys(w.fault + offsetof(sw_fault, stop)) != 0)) {
-			kind = SW_FAULT_ABORTED;
-			return false;
-		}
+		    (polls % host_polls == 0 && load_relaxed_sys(w.fault + offsetof(sw_fault, stop)) != 0))
+			return end(SW_FAULT_ABORTED);
 		u32 t = static_cast<u32>(now_ns() >> 10) | 1;
 		if (since == 0)
 			since = t;
-		if (static_cast<u64>(t - since) << 10 <= w.timeout_ns / moved_looks)
+		bool late = (seen & 15) == moved_looks;
+		if (!late && static_cast<u64>(t - since) << 10 <= w.timeout_ns / moved_looks)
 			return true;
 		u32 moved = all_moved(w);
 		since = t;
 		if (moved != (seen & ~15u)) // so too at the first look
-			seen = moved;
-		else if ((++seen & 15) == moved_looks) {
-			kind = SW_FAULT_TIMEOUT;
-			return false;
-		}
+			seen = moved, polls &= ~last;
+		else if (late || (++seen & 15) == moved_looks)
+			return end(SW_FAULT_TIMEOUT);
 		return true;
 	}
 };

@@ -16,6 +16,9 @@ func TestTheEmulationFindsBugsOfTransfers(t *testing.T) {
 		"the signals of two ranks share a line": {
 			"a.block.signals + semaphore_of(a, a.world.rank) * SW_LINE_BYTES", "a.block.signals + semaphore_of(a, 0) * SW_LINE_BYTES",
 		},
+		"a wait is given up without a last look": {
+			"if ((polls & last) == 0) {", "if (false) {", "slow_polls = 256", "slow_polls = 2",
+		},
 		"warps of different blocks move the same tiles": {
 			"k = threadIdx.x / 32 * gridDim.x + blockIdx.x; all.has(k); k += warps", "k = threadIdx.x / 32; all.has(k); k += warps",
 		},

@@ -189,6 +189,7 @@ struct sw_control {
 	uint64_t mismatched; /* the last call of a reduction or dispatch that ranks disagree on */
 	uint64_t moved; /* the time when this rank last moved bytes, told now and then; peers look at it before they blame */
 	uint64_t complained[2]; /* by parity, the last call of an exchange in which this rank complained of the size of a peer's message */
+	uint64_t wrong[4]; /* by parity, a choice of this rank's tokens that is no expert: which one, as a block's word says, and what it is */
 };
 
 /* What every kernel knows of the heap and its rank. It comes first in every family's arguments. */

@@ -40,6 +40,7 @@ func Of() map[string]int {
 		m["control.mismatched"] = int(unsafe.Offsetof(s.mismatched))
 		m["control.moved"] = int(unsafe.Offsetof(s.moved))
 		m["control.complained"] = int(unsafe.Offsetof(s.complained))
+		m["control.wrong"] = int(unsafe.Offsetof(s.wrong))
 	}
 	{
 		var s C.struct_sw_world

@@ -213,7 +213,7 @@ __device__ __noinline__ bool recv_odd(const sw_exchange_args &a, u64 place, u64 
 				all &= q.get(wire, k, flag);
 		if (all)
 			break;
-		if (!w.slow(a.world) || ((w.polls & 255) == 0 && other_length(place, bytes, flag)))
+		if (!w.slow(a.world) || (w.looked() && other_length(place, bytes, flag)))
 			return false;
 	}
 	q.store_odd(dst, left);
@@ -238,7 +238,7 @@ __device__ __forceinline__ bool recv_group(const sw_exchange_args &a, u64 place,
 				all &= q.get(t.wire, k, flag);
 		if (all)
 			break;
-		if (!w.slow(a.world) || ((w.polls & 255) == 0 && other_length(place, bytes, flag)))
+		if (!w.slow(a.world) || (w.looked() && other_length(place, bytes, flag)))
 			return false;
 	}
 	q.store(dst + t.at, t.left);

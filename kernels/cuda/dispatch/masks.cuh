@@ -89,14 +89,13 @@ __device__ __noinline__ bool look(const sw_dispatch_args &a, wait &w)
 		take_requests(a);
 	if ((now(a) >> a.world.rank & 1) == 0)
 		return true;
-	w.kind = SW_FAULT_MASKED;
-	return false;
+	return w.end(SW_FAULT_MASKED);
 }
 
 // wait::slow of a call that can go on without ranks: also ends when this rank is masked.
 __device__ __forceinline__ bool slow(const sw_dispatch_args &a, wait &w)
 {
-	return w.slow(a.world) && (!on(a) || (w.polls & 255) != 0 || look(a, w));
+	return w.slow(a.world) && (!on(a) || !w.looked() || look(a, w));
 }
 
 // A lane's wait for a peer's data, which ends without it when the peer is masked.

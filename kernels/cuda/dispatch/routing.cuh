@@ -113,17 +113,33 @@ __device__ __forceinline__ void each_choice(const sw_dispatch_args &a, const pla
 				if (slot != placement::none)
 					f(t, k, slot, p.rank(slot));
 			} else if (e[j] != -1 && bad == 0)
-				bad = 1ull << 63 | static_cast<u64>((first + t) & 0xffffff) << 38 |
-				      static_cast<u64>(k) << 32 | static_cast<u32>(e[j]);
+				bad = 1ull << 63 | static_cast<u64>((first + t) & 0xffffff) << 8 | k;
 		}
 	}
 }
 
-// Records that a rank's token has a choice that is no expert, as each_choice packs it.
-__device__ __noinline__ void complain(const sw_dispatch_args &a, u32 rank, u64 bad, u64 epoch)
+// Where a rank says what it has in place of an expert. A rank that is through a call knows that all have begun it, and
+// so have read what was said in the one before.
+__device__ __forceinline__ u64 wrong_choice(const sw_dispatch_args &a, u32 rank, u64 epoch)
 {
-	give_up(a.world, SW_FAULT_INDEX, rank, epoch, false, bad >> 38 & 0xffffff, bad >> 32 & 0x3f,
-	        static_cast<u64>(static_cast<i64>(static_cast<int>(static_cast<u32>(bad)))));
+	return segment(a.world, rank) + a.world.control + offsetof(sw_control, wrong) + (epoch & 1) * 16;
+}
+__device__ __forceinline__ u32 token_of(u64 bad) { return bad >> 8 & 0xffffff; }
+__device__ __forceinline__ u32 number_of(u64 bad) { return bad & 0xff; }
+
+// Says it, before a fence and the word of a block. Of the choices of several blocks any may stay.
+__device__ __noinline__ void say_wrong(const sw_dispatch_args &a, u64 bad, u64 epoch)
+{
+	store16_relaxed_sys(wrong_choice(a, a.world.rank, epoch), bad,
+	                    static_cast<u64>(choice(a, token_of(bad), number_of(bad))));
+}
+
+// Records that a rank's token has a choice that is no expert, behind the word of a block that says so.
+__device__ __noinline__ void complain(const sw_dispatch_args &a, u32 rank, u64 epoch)
+{
+	fence_acq_rel_sys();
+	pair64 said = load16_relaxed_sys(wrong_choice(a, rank, epoch));
+	give_up(a.world, SW_FAULT_INDEX, rank, epoch, false, token_of(said.a), number_of(said.a), said.b);
 }
 
 } // namespace sw

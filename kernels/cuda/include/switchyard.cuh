@@ -23,8 +23,8 @@
 // peers write once, after the wait.
 //
 // A wait ends without a signal when the communicator's deadline has passed, when the group has failed, or when another
-// wait of this rank has ended so. The kernel then returns. The rank that was waited for is in the error that the
-// communicator has from then on, and later launches do nothing.
+// wait of this rank has ended so; it looks once more then. The kernel then returns. The rank that was waited for is in
+// the error that the communicator has from then on, and later launches do nothing.
 #pragma once
 
 #include <cstdint>
@@ -165,8 +165,15 @@ class call {
 		bool failed = false;
 		if (threadIdx.x == 0) {
 			uint64_t word = own + line(peer, index), since = 0;
+			uint32_t over = 0; // why the wait ends, with the next look
 			for (uint32_t polls = 1; !failed && detail::load_acquire(word) < it; polls++)
-				failed = polls % look_every == 0 && !patient(peer, since);
+				if (over != 0) {
+					give_up(over, peer);
+					failed = true;
+				} else if (polls % look_every == 0) {
+					failed = given_up();
+					over = reason(since);
+				}
 		}
 		return __syncthreads_or(failed) == 0;
 	}
@@ -200,22 +207,21 @@ class call {
 		return before;
 	}
 
-	// Whether a wait goes on.
-	__device__ __noinline__ bool patient(uint32_t peer, uint64_t &since) const
+	// Whether somebody of this rank has given up and said why.
+	__device__ __forceinline__ bool given_up() const
 	{
-		if (detail::load_relaxed(own + c.control + 8) >> 32 != 0)
-			return false; // somebody of this rank has given up and said why
+		return detail::load_relaxed(own + c.control + 8) >> 32 != 0;
+	}
+
+	// Why a wait is to end; 0 where it goes on.
+	__device__ __noinline__ uint32_t reason(uint64_t &since) const
+	{
 		if (detail::load_relaxed(own + c.abort) != 0 ||
-		    detail::load_relaxed(c.record + __builtin_offsetof(detail::record, stop)) != 0) {
-			give_up(detail::aborted, peer);
-			return false;
-		}
+		    detail::load_relaxed(c.record + __builtin_offsetof(detail::record, stop)) != 0)
+			return detail::aborted;
 		uint64_t t = detail::now_ns();
 		since = since == 0 ? t : since;
-		if (t - since <= c.timeout_ns)
-			return true;
-		give_up(detail::late, peer);
-		return false;
+		return t - since <= c.timeout_ns ? 0 : detail::late;
 	}
 
 	// Records the first fault of the rank.

@@ -103,11 +103,14 @@ SWITCHYARD_FUNCTION bool wait_rows(const words &w, uint32_t tile, uint64_t timeo
 	bool failed = false;
 	if (detail::first_thread()) {
 		uint64_t since = 0;
+		bool late = false; // the next look is the last one
 		for (uint32_t polls = 1; !failed && !rows_landed(w, tile); polls++)
-			if (polls % 256 == 0 && timeout_ns != 0) {
+			if (late) {
+				failed = true;
+			} else if (polls % 256 == 0 && timeout_ns != 0) {
 				uint64_t t = detail::now_ns();
 				since = since == 0 ? t : since;
-				failed = t - since > timeout_ns;
+				late = t - since > timeout_ns;
 			}
 	}
 	return !detail::meet(failed);

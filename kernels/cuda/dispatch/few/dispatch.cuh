@@ -48,7 +48,7 @@ __device__ __forceinline__ bool few_take(few_board &b, taker &t, few_receiver<Wi
 					missing = gone ? 1u << (threadIdx.x & 31) : 0;
 				}
 				if (good && is_bad(word))
-					complain(a, threadIdx.x, word, epoch), good = false;
+					complain(a, threadIdx.x, epoch), good = false;
 				b.take.sum[threadIdx.x] = rows_of(word);
 				if (!good)
 					end_waits(a, epoch);

@@ -159,6 +159,10 @@ struct few_sender {
 		if (!cached)
 			publish_counts(epoch);
 		__syncthreads();
+		if (b.bad != 0 && threadIdx.x < n) {
+			say_wrong(a, b.bad, epoch);
+			fence_acq_rel_sys();
+		}
 		if (threadIdx.x < n && goes_on(threadIdx.x)) {
 			u32 rows = before(a.tokens, threadIdx.x);
 			store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, 0, epoch), epoch,
@@ -169,7 +173,7 @@ struct few_sender {
 		}
 		if (b.bad != 0) {
 			if (threadIdx.x == 0)
-				complain(a, a.world.rank, b.bad, epoch);
+				complain(a, a.world.rank, epoch);
 		} else if (!cached) {
 			publish_rows(epoch);
 			publish_choices(epoch);

@@ -34,7 +34,7 @@ struct rows_receiver {
 				if (!await_done(a, src, i, epoch, word))
 					good = false;
 				else if (is_bad(word))
-					complain(a, src, word, epoch), good = false;
+					complain(a, src, epoch), good = false;
 				else if (rows_of(word) != 0)
 					atomicAdd(&sum[src], rows_of(word));
 		}

@@ -104,9 +104,9 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 		release_stream();
 	if (__syncthreads_or(!good))
 		return;
-	if (threadIdx.x == 0 && b.bad != 0)
-		complain(a, a.world.rank, b.bad, epoch);
 	r.publish_done();
+	if (threadIdx.x == 0 && b.bad != 0)
+		complain(a, a.world.rank, epoch);
 	if ((a.mode & SW_DISPATCH_RECEIVE) != 0 && blockIdx.x == 0)
 		rows_receiver{a, b.sum, epoch}.finish(cached);
 }

@@ -373,6 +373,8 @@ struct rows_sender {
 	{
 		if (threadIdx.x >= n)
 			return;
+		if (b.bad != 0)
+			say_wrong(a, b.bad, epoch);
 		fence_acq_rel_sys(); // X4
 		store16_relaxed_sys(done_word(a, threadIdx.x, a.world.rank, blockIdx.x, epoch), epoch,
 		                    b.bad != 0 ? b.bad : done(b.sent[threadIdx.x], first(threadIdx.x), true));

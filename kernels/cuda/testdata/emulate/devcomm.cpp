@@ -44,12 +44,13 @@ struct rank_state {
 	switchyard::communicator seen;
 };
 
-bool run()
+bool run(bool behind)
 {
 	world w(2 + draw(3));
 	u64 calls = 1 + draw(4), seed = draw(1 << 20);
-	trouble t(w.size);
-	u64 old = t.away == w.size && draw(3) == 0 ? 1 + draw(static_cast<u32>(calls)) : 0; // the call of an old kernel
+	trouble t(w.size, behind);
+	u64 old = t.away == w.size && !behind && draw(3) == 0 ? 1 + draw(static_cast<u32>(calls))
+	                                                      : 0; // the call of an old kernel
 	u32 grid = 1 + draw(blocks), threads = 32 * (1 + draw(3));
 	std::vector<rank_state> ranks(w.size);
 	auto count_of = [&](u64 number) { return (seed + number * 7919) % most; };
@@ -113,4 +114,12 @@ bool run()
 
 } // namespace
 
-int main(int count, char **words) { return run_all(count, words, {{"kernels of a user's", run}}); }
+int main(int count, char **words)
+{
+	return run_all(count, words,
+	               {
+			   {"kernels of a user's", [] { return run(false); }},
+			   {"last looks", [] { return run(true); }},
+		       },
+	               [](u64 i) { return i % 4 == 3 ? 1 : 0; });
+}

@@ -134,6 +134,42 @@ bool forgets()
 	return true;
 }
 
+// A rank has a choice that is no expert, of 64 bits: all ranks say which, and what it is. The next call works.
+bool no_expert()
+{
+	world w = random_world();
+	batch b = random_batch(w), next = random_batch(w);
+	u32 who = draw(w.size);
+	while (b.tokens[who] == 0)
+		b = random_batch(w);
+	constexpr i64 wrong[] = {-2, -(1ll << 40), 1ll << 32, (1ll << 40) + 1, INT64_MAX, INT64_MIN};
+	u32 at_choice = draw(b.tokens[who] * w.top_k);
+	i64 value = draw(3) == 0 ? static_cast<i64>(w.experts) : wrong[draw(6)];
+	std::vector<std::vector<i64>> wide;
+	std::vector<program> programs(w.size), after(w.size);
+	for (u32 r = 0; r < w.size; r++)
+		wide.emplace_back(b.choice[r].begin(), b.choice[r].end());
+	wide[who][at_choice] = value;
+	for (u32 r = 0; r < w.size; r++) {
+		w.wide = wide[r].data();
+		add_dispatch(w, b, r, false, draw(2) == 0, programs[r]);
+		w.wide = nullptr;
+		add_dispatch(w, next, r, false, draw(2) == 0, after[r]);
+	}
+	if (!run(w, programs))
+		return false;
+	for (u32 rank = 0; rank < w.size; rank++) {
+		sw_fault &f = w.faults[rank];
+		CHECK("kind of a fault", f.kind, u32{SW_FAULT_INDEX});
+		CHECK("rank of a wrong choice", f.peer, who);
+		CHECK("its token", f.sent, u64{at_choice / w.top_k});
+		CHECK("its number", f.expected, u64{at_choice % w.top_k});
+		CHECK("its value", static_cast<i64>(f.limit), value);
+		f.kind = at<sw_control>(w.segment(rank) + w.state.control).fault = SW_FAULT_NONE; // as the host does
+	}
+	return run(w, after) && no_faults(w) && right_rows(w, next);
+}
+
 // A rank stays away, or the abort word is set: every wait ends, and says why.
 bool end_of_waits(bool aborted)
 {
@@ -161,8 +197,9 @@ int main(int count, char **words)
 			   {"abort", [] { return end_of_waits(true); }},
 			   {"forgets", forgets},
 			   {"turns", turns},
+			   {"no expert", no_expert},
 		       },
-	               [](u64 i) { return i % 7 < 4                      ? 0
-		                          : i % 14 == 11 || i % 14 == 12 ? 4
-		                                                         : i % 7 - 3; });
+	               [](u64 i) {
+			       return i % 7 < 4 ? 0 : i % 28 == 13 ? 5 : i % 14 == 11 || i % 14 == 12 ? 4 : i % 7 - 3;
+		       });
 }

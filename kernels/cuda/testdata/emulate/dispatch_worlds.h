@@ -26,6 +26,7 @@ struct world : segments {
 	sw_mask_requests *requests = nullptr; // by rank, where calls go on without ranks
 	bool shared = false;                  // other worlds have memory for rows in the same place
 	std::vector<std::vector<u64>> kept;
+	const i64 *wide = nullptr; // a rank's choices, in place of those of a batch
 	i64 align = 1, capacity = 0, most_rows;
 	u64 timeout_ns = u64{1} << 50;
 	std::vector<u32> first, table; // slots before each rank; the placement
@@ -342,6 +343,8 @@ sw_dispatch_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	a.op = op, a.mode = SW_DISPATCH_SEND | SW_DISPATCH_RECEIVE, a.tokens = b.tokens[rank], a.top_k = w.top_k,
 	a.max_tokens = w.max_tokens, a.experts = w.experts;
 	a.slots = w.slots, a.local = w.local(rank), a.send.index_bytes = 4;
+	if (w.wide != nullptr)
+		a.send.choices = reinterpret_cast<u64>(w.wide), a.send.index_bytes = 8;
 	for (u32 r = 0; r <= w.size; r++)
 		a.first[r] = w.first[r];
 	return a;

@@ -187,16 +187,34 @@ struct segments {
 	}
 };
 
-// For every sweep of a run: in one of the first, the abort words are set, or the host's.
+// Sets the abort words, or the host's.
+inline void end_waits(segments &w, bool by_host)
+{
+	for (u32 r = 0; r < w.size; r++)
+		if (by_host)
+			w.faults[r].stop = 1;
+		else
+			at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
+}
+
+// For every sweep of a run: in one of the first, waits are to end.
 inline std::function<void(u64)> abort_in(segments &w)
 {
 	return [&w, when = draw(3000), by_host = draw(2) != 0](u64 sweep) {
 		if (sweep == when)
-			for (u32 r = 0; r < w.size; r++)
-				if (by_host)
-					w.faults[r].stop = 1;
-				else
-					at<u64>(w.segment(r) + SW_ABORT_OFFSET) = 1;
+			end_waits(w, by_host);
+	};
+}
+
+// For every sweep of a run: waits are to end when all ranks but one are through. That one has all that it waits for.
+inline std::function<void(u64)> abort_behind(segments &w, std::function<bool(u32)> through)
+{
+	return [&w, through, by_host = draw(2) != 0](u64) {
+		u32 open = 0;
+		for (u32 r = 0; r < w.size; r++)
+			open += through(r) ? 0 : 1;
+		if (open == 1)
+			end_waits(w, by_host);
 	};
 }
 
@@ -220,22 +238,28 @@ inline bool wrong(u32 rank, u64 call, u64 i, u32 from)
 }
 
 // The trouble of a run. In a third of the runs one rank stays away: the others give up at their deadline, or when they
-// are told to.
+// are told to. Or all come, and are told to give up when there is nothing more to wait for.
 struct trouble {
-	bool aborted = draw(2) != 0;
+	bool aborted = draw(2) != 0, behind;
 	u32 away; // the number of ranks: none
 	u64 timeout_ns;
 
-	explicit trouble(u32 ranks)
-	    : away(draw(3) == 0 ? draw(ranks) : ranks), timeout_ns(away == ranks || aborted ? u64{1} << 50 : 500'000)
+	explicit trouble(u32 ranks, bool behind = false)
+	    : behind(behind), away(!behind && draw(3) == 0 ? draw(ranks) : ranks),
+	      timeout_ns(away == ranks || aborted ? u64{1} << 50 : 500'000)
 	{
 	}
 };
 
-// Is run_ranks, and requires that all ranks have given up where one was away, and none else.
-template <typename GoOn> bool run_in(segments &w, const trouble &t, GoOn go_on)
+// Is run_ranks, and requires that all ranks have given up where one was away, and none else. through says whether a
+// rank has made all of its calls.
+template <typename GoOn> bool run_in(segments &w, const trouble &t, GoOn go_on, const std::function<bool(u32)> &through)
 {
-	auto each_sweep = t.away < w.size && t.aborted ? abort_in(w) : std::function<void(u64)>{};
+	std::function<void(u64)> each_sweep;
+	if (t.behind)
+		each_sweep = abort_behind(w, through);
+	else if (t.away < w.size && t.aborted)
+		each_sweep = abort_in(w);
 	if (!run_ranks(w.size, go_on, [](u32 rank) { return 1 + rank; }, each_sweep))
 		return false;
 	if (t.away < w.size)
@@ -249,7 +273,7 @@ template <typename Begin, typename End> bool make_calls(segments &w, const troub
 {
 	std::vector<u64> begun(w.size);
 	std::vector<std::vector<emu::block *>> blocks(w.size);
-	return run_in(w, t, [&](u32 r) {
+	auto go_on = [&](u32 r) {
 		if (!blocks[r].empty()) {
 			if (!ended(blocks[r]))
 				return at_work::yes;
@@ -265,7 +289,8 @@ template <typename Begin, typename End> bool make_calls(segments &w, const troub
 			return at_work::no;
 		blocks[r] = begin(r, ++begun[r]);
 		return at_work::yes;
-	});
+	};
+	return run_in(w, t, go_on, [&](u32 r) { return begun[r] == calls && blocks[r].empty(); });
 }
 
 struct scenario {

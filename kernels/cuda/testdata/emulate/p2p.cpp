@@ -56,11 +56,11 @@ struct rank_state {
 	std::vector<u8> source;
 };
 
-bool run()
+bool run(bool behind)
 {
 	world w(2 + draw(3));
 	u64 seed = draw(1 << 20), rounds = 1 + draw(4);
-	trouble t(w.size);
+	trouble t(w.size, behind);
 	std::vector<rank_state> ranks(w.size);
 	for (u32 r = 0; r < w.size; r++) {
 		ranks[r].source.resize(room);
@@ -136,9 +136,18 @@ bool run()
 		}
 		return at_work::no;
 	};
-	return run_in(w, t, go_on);
+	return run_in(w, t, go_on,
+	              [&](u32 r) { return ranks[r].at == ranks[r].steps.size() && ranks[r].blocks.empty(); });
 }
 
 } // namespace
 
-int main(int count, char **words) { return run_all(count, words, {{"transfers", run}}); }
+int main(int count, char **words)
+{
+	return run_all(count, words,
+	               {
+			   {"transfers", [] { return run(false); }},
+			   {"last looks", [] { return run(true); }},
+		       },
+	               [](u64 i) { return i % 4 == 3 ? 1 : 0; });
+}

@@ -34,11 +34,11 @@ def await_rows(landed, counts, expert, over, failed, patience):
         since = now_ns()
         waits = True
         while waits:
-            last = ended(over, failed)  # looked at before the rows: those that came until then count
-            before = have
+            # Why the wait is over is looked at before the rows: those that came until then count.
+            last = ended(over, failed)
+            before, now = have, now_ns()
             want = tl.load(counts + expert, volatile=True)
             have = tl.atomic_add(landed + expert, 0, sem="acquire", scope="sys")
-            now = now_ns()
             since = tl.where(have != before, now, since)
             waits = (have != want) & (not last) & (now - since < patience)
         if have != want:
@@ -55,8 +55,9 @@ def await_counts(counts, e, mask, over, failed, patience):
     waits = tl.min(many, 0) < 0
     while waits:
         last = ended(over, failed)
+        now = now_ns()
         many = tl.load(counts + e, mask=mask, other=0, volatile=True)
-        waits = (tl.min(many, 0) < 0) & (not last) & (now_ns() - since < patience)
+        waits = (tl.min(many, 0) < 0) & (not last) & (now - since < patience)
     if tl.min(many, 0) < 0:
         tl.store(failed, 1)
     return tl.maximum(many, 0)
