@@ -150,7 +150,7 @@ func (f *front) open() error {
 		if _, ok := <-s.replies; !ok {
 			return errors.Join(fmt.Errorf("rank %d ended: %w", i, s.why), f.dismiss(seats))
 		}
-		s.rank = i
+		s.rank, s.gpu = i, i
 	}
 	for _, do := range []string{"read", "join"} {
 		lag := f.PeerTimeout
@@ -159,7 +159,7 @@ func (f *front) open() error {
 		}
 		answers := ask(seats, lag, func(i int) *order {
 			j := f.meet
-			j.Rank, j.Size, j.Addr = i, f.Ranks, where
+			j.Rank, j.Size, j.Addr, j.GPU = i, f.Ranks, where, i
 			return &order{Do: do, Join: j}
 		})
 		for i, a := range answers {

@@ -84,6 +84,9 @@ func (f *front) replace(ctx context.Context) {
 			f.retry = time.Now().Add(again)
 			return
 		}
+		for slices.ContainsFunc(f.seats, func(other *seat) bool { return other.gpu == s.gpu }) {
+			s.gpu++
+		}
 		s.rank, f.fresh = -1, s
 	case f.fresh == nil:
 		return
@@ -96,7 +99,9 @@ func (f *front) replace(ctx context.Context) {
 			f.drop()
 		case !f.reading:
 			f.reading = true
-			if err := f.fresh.orders.Encode(&order{Do: "read", Join: f.meet}); err != nil {
+			meet := f.meet
+			meet.GPU = f.fresh.gpu
+			if err := f.fresh.orders.Encode(&order{Do: "read", Join: meet}); err != nil {
 				f.drop()
 			}
 		default:

@@ -4,6 +4,7 @@
 //
 //	go run ./examples/serve                  4 ranks in this process learn for some seconds, then answer
 //	go run ./examples/serve -procs           the same with a process for every rank: kill one with kill -9
+//	go run ./examples/serve -cuda -ranks 2   the same with tokens that GPUs carry, one for each rank
 //	go run ./examples/moe -save model        trains for longer, and
 //	go run ./examples/serve -model model     serves that
 //	go run ./examples/serve -load 50         50 clients ask the server, and print tokens a second, p50 and p99
@@ -52,6 +53,7 @@ import (
 type options struct {
 	Ranks       int
 	Procs       bool
+	CUDA        bool
 	Batch       int // texts of a rank in a step
 	Queue       int // requests that wait
 	Spare       int // expert slots of a rank for copies of experts
@@ -74,6 +76,7 @@ func parse(args []string, out io.Writer) (o options, err error) {
 	f.SetOutput(out)
 	f.IntVar(&o.Ranks, "ranks", 4, "ranks that share the work")
 	f.BoolVar(&o.Procs, "procs", false, "run every rank in a process of its own, over shared memory")
+	f.BoolVar(&o.CUDA, "cuda", false, "carry tokens between GPUs, one for each rank; processes can share them")
 	f.IntVar(&o.Batch, "batch", 64, "requests of a rank in a step")
 	f.IntVar(&o.Queue, "queue", 256, "requests that wait; more are refused with 429")
 	f.IntVar(&o.Balance, "balance", 0, "every this many steps move experts to where ranks are equally busy; 0 for never")
@@ -103,6 +106,8 @@ func parse(args []string, out io.Writer) (o options, err error) {
 			o.Ranks, o.Batch, o.steps, o.Queue, o.load)
 	case o.Balance < 0 || o.Spare < 0:
 		err = fmt.Errorf("-balance is %d, -spare %d, want at least 0", o.Balance, o.Spare)
+	case o.CUDA && o.Balance > 0:
+		err = errors.New("-balance moves weights, which are on the host, and so does not go with -cuda")
 	case o.tokens < 1 || o.tokens > maxTokens:
 		err = fmt.Errorf("-tokens is %d, want 1 to %d", o.tokens, maxTokens)
 	}
@@ -197,7 +202,7 @@ func prepare(o options, log *slog.Logger) (*front, error) {
 	}
 	meet := joining{Addr: "@switchyard-serve-" + rand.Text(), Secret: []byte(rand.Text()), PeerTimeout: o.PeerTimeout,
 		Model: o.model, Digest: m.Digest, Batch: o.Batch, Patience: joinTimeout,
-		Spare: o.Spare, Balance: o.Balance}
+		Spare: o.Spare, Balance: o.Balance, CUDA: o.CUDA}
 	return newFront(o, meet, m.Config.Context, log), nil
 }
 

@@ -47,6 +47,8 @@ type joining struct {
 	Batch       int    // texts of a rank in a step
 	Spare       int    // expert slots of a rank for copies of experts
 	Balance     int    // steps between two looks at the load of ranks, 0 for never
+	CUDA        bool   // heap and dispatcher are on a GPU,
+	GPU         int    // this one of those that there are
 }
 
 // reply answers an order. The first of a rank answers none: it says that the rank runs.
@@ -74,6 +76,8 @@ const (
 type rank struct {
 	joining
 	whole *checkpoint.Model // of which this rank uses a part
+	gpu   *device.CUDADevice
+	on    device.Stream // of the GPU, nil on the host
 	stack *stack.Stack
 	model *model.Model    // that part
 	loop  *rebalance.Loop // nil where ranks have different numbers of experts
@@ -183,7 +187,7 @@ func pick(logits []float32, temperature, draw float32) byte {
 	return text.Draw(logits, draw)
 }
 
-// read reads the model, so that a rank that cannot is no rank yet.
+// read reads the model and opens the GPU, if it is to have one, so that a rank that cannot is no rank yet.
 func (r *rank) read(j joining) (err error) {
 	if r.whole, err = checkpoint.Read(j.Model); err != nil {
 		return err
@@ -191,7 +195,17 @@ func (r *rank) read(j joining) (err error) {
 	if r.whole.Digest != j.Digest {
 		return fmt.Errorf("model %s is not the one that this server began with: it has changed", j.Model)
 	}
-	return nil
+	if !j.CUDA {
+		return nil
+	}
+	n, err := device.CUDACount()
+	if err == nil {
+		r.gpu, err = device.CUDA(j.GPU % max(n, 1))
+	}
+	if err == nil {
+		r.on, err = r.gpu.NewStream()
+	}
+	return err
 }
 
 // join meets the other ranks and opens what a step needs.
@@ -202,8 +216,12 @@ func (r *rank) join() error {
 		return err
 	}
 	r.use(g)
+	at := device.Device(device.Host())
+	if r.gpu != nil {
+		at = r.gpu
+	}
 	c := r.whole.Config
-	r.stack, err = stack.Open(ctx, g, device.Host(), stack.Options{Dispatcher: &dispatch.Options{
+	r.stack, err = stack.Open(ctx, g, at, stack.Options{Dispatcher: &dispatch.Options{
 		Experts: c.Experts, TopK: c.TopK, Hidden: c.Hidden, MaxTokens: r.Batch, Handles: c.Layers, HostCounts: true, Timeout: callTimeout,
 		Placement: r.placement(g.Size()), Layer: "experts",
 	}})
@@ -270,24 +288,41 @@ func (r *rank) reopen(ctx context.Context, g *comm.Group) error {
 // load makes this rank's part of the model on its stack: the dense part, and the experts that the placement gives it.
 func (r *rank) load(ctx context.Context) error {
 	c, d := r.whole.Config, r.stack.Dispatcher
-	n := 4 * int64(d.MaxRows()*c.Hidden)
-	rows, err := r.stack.Heap.Alloc(n)
-	if errors.Is(err, memory.ErrOutOfMemory) {
-		if err = r.stack.Heap.Grow(ctx, n); err == nil {
-			rows, err = r.stack.Heap.Alloc(n)
-		}
-	}
+	rows, err := r.alloc(ctx, d.MaxRows()*c.Hidden)
 	if err != nil {
 		return err
 	}
 	made := make([]memory.View, c.Layers)
 	for i := range made {
-		made[i] = rows.View() // a layer's combine has read it when the next layer begins
+		made[i] = rows // a layer's combine has read it when the next layer begins
 	}
 	r.model = model.New(c, r.group.Rank(), d, nil, made)
+	if r.on != nil {
+		carrier := &model.Carrier{Stream: r.on}
+		for i, view := range []*memory.View{&carrier.X, &carrier.Chosen, &carrier.Weights} {
+			if *view, err = r.alloc(ctx, r.Batch*[]int{c.Hidden, c.TopK, c.TopK}[i]); err != nil {
+				return err
+			}
+		}
+		r.model.Carry(carrier)
+	}
 	r.whole.Load(r.model, d.Placement().Local(r.group.Rank()))
 	r.loop, err = r.balance(ctx)
 	return err
+}
+
+// alloc takes n numbers of 32 bits of the heap, after growing it if there is no room. All ranks come to the same.
+func (r *rank) alloc(ctx context.Context, n int) (memory.View, error) {
+	b, err := r.stack.Heap.Alloc(4 * int64(n))
+	if errors.Is(err, memory.ErrOutOfMemory) {
+		if err = r.stack.Heap.Grow(ctx, 4*int64(n)); err == nil {
+			b, err = r.stack.Heap.Alloc(4 * int64(n))
+		}
+	}
+	if err != nil {
+		return memory.View{}, err
+	}
+	return b.View(), nil
 }
 
 // use makes g the group of this rank, and returns the last one.
@@ -323,6 +358,12 @@ func (r *rank) leave() (err error) {
 	}
 	if r.group != nil {
 		err = errors.Join(err, r.group.Close())
+	}
+	if r.on != nil {
+		err = errors.Join(err, r.on.Close())
+	}
+	if r.gpu != nil {
+		err = errors.Join(err, r.gpu.Close())
 	}
 	return err
 }

@@ -20,6 +20,7 @@ type seat struct {
 	number  int // of all that were ever started
 	pid     int // 0 for a goroutine
 	rank    int // in the group
+	gpu     int // of a server on GPUs
 	experts []int
 	waited  []time.Duration // for each rank, in this group
 	orders  *gob.Encoder

@@ -26,6 +26,7 @@ type Layer struct {
 	cfg        config.Config
 	clock      *phase.Clock
 	dispatcher *dispatch.Dispatcher
+	carrier    *Carrier // nil on the host
 
 	norm    nn.Norm
 	router  nn.Linear
@@ -61,9 +62,7 @@ func (l *Layer) Forward(x []float32, tokens int) error {
 
 	// Every token goes to the ranks of its experts. How many rows came is known when the handle's counts are.
 	l.clock.Enter(phase.Dispatch)
-	h, err := l.dispatcher.Dispatch(nil, dispatch.Tokens{
-		X: memory.Wrap(l.normed), Experts: memory.Wrap(l.chosen), Weights: memory.Wrap(l.weights),
-	})
+	h, err := l.send(dispatch.Tokens{X: memory.Wrap(l.normed), Experts: memory.Wrap(l.chosen), Weights: memory.Wrap(l.weights)})
 	if err != nil {
 		return fmt.Errorf("dispatch: %w", err)
 	}
@@ -71,23 +70,44 @@ func (l *Layer) Forward(x []float32, tokens int) error {
 	if l.rows, err = h.HostCounts(context.Background()); err != nil {
 		return fmt.Errorf("dispatch: %w", err)
 	}
+	rows, made := h.Rows(), l.made
+	if l.carrier != nil {
+		if rows, made, err = l.carrier.land(rows.Slice(0, 4*int64(l.rows.Rows*c.Hidden))); err != nil {
+			return fmt.Errorf("dispatch: %w", err)
+		}
+	}
 
 	// The experts of this rank work on the rows of all ranks.
 	l.clock.Enter(phase.Experts)
 	for slot := range l.experts {
-		l.experts[slot].forward(l.part(l.made, slot), l.part(h.Rows(), slot), int(l.rows.Counts[slot]))
+		l.experts[slot].forward(l.part(made, slot), l.part(rows, slot), int(l.rows.Counts[slot]))
 	}
 
 	// Every token gets the sum of what its experts made of it, by their weights.
 	l.clock.Enter(phase.Combine)
 	l.y = nn.Grow(l.y, tokens*c.Hidden)
-	if err := l.dispatcher.Combine(nil, memory.Wrap(l.y), l.made, h, dispatch.CombineOptions{}); err != nil {
+	if err := l.bring(l.y, h); err != nil {
 		return fmt.Errorf("combine: %w", err)
 	}
 
 	l.clock.Enter(phase.Dense)
 	nn.Add(x, l.y)
 	return nil
+}
+
+// send is a dispatch, and bring a combine, from where the dispatcher is.
+func (l *Layer) send(t dispatch.Tokens) (*dispatch.Handle, error) {
+	if l.carrier != nil {
+		return l.carrier.dispatch(l.dispatcher, t)
+	}
+	return l.dispatcher.Dispatch(nil, t)
+}
+
+func (l *Layer) bring(y []float32, h *dispatch.Handle) error {
+	if l.carrier != nil {
+		return l.carrier.combine(l.dispatcher, y, l.made, h)
+	}
+	return l.dispatcher.Combine(nil, memory.Wrap(y), l.made, h, dispatch.CombineOptions{})
 }
 
 // Backward turns dx, the gradient of the output, into the gradient of the input. Those of the weights are complete then: the experts have
