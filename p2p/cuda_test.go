@@ -217,7 +217,8 @@ func TestCUDA_MeasureTransfers(t *testing.T) {
 			})
 		}
 		for _, n := range []int64{8 << 10, 1 << 20, 8 << 20, 64 << 20, 512 << 20} {
-			for where, src := range map[string]memory.View{"of the heap": out, "of other memory": away} {
+			for i, src := range []memory.View{out, away} {
+				where := []string{"of the heap", "of other memory"}[i]
 				const each = 10
 				replay(fmt.Sprintf("messages of %d %s, both ways", n, where), each, func() (err error) {
 					for range each {

@@ -37,7 +37,8 @@ type Options struct {
 	// for every peer. Negative is for empty messages only.
 	EagerBytes int64
 	// StagingBytes is the size of each of two buffers from a peer, for messages that this rank cannot read in their sender's memory; default
-	// 64 KiB, at most 64 MiB. On GPUs there are two for each of MaxSMs, and from a peer on another host there are ten.
+	// 64 KiB, at most 64 MiB. From a peer on another host there are ten. On GPUs there are two for each of MaxSMs, by default of 128 KiB, or of
+	// as much less as lets those of all peers take 32 MiB.
 	StagingBytes int64
 	// ParkBytes bounds the copies that this rank keeps of larger messages whose receivers are late, so that a rank which sends first comes to
 	// its receives; default 256 MiB, negative for none. Ranks may pass different values.

@@ -8,6 +8,7 @@ import "structs"
 const (
 	messageThreads = 256     // of a block
 	mostMessages   = 64      // of one launch
+	messageRate    = 350     // bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered
 	messageFault   = 1 << 31 // in part of a fault: it is a message's
 	stagingSlots   = 2       // of each block and rank, for chunks of messages that the receiver cannot read at their sender
 )
@@ -126,6 +127,8 @@ type messagesArgs struct {
 	blocks       uint32 // that staging is laid out for
 	count        uint32 // of entries
 	groupCount   uint32
+	interval     uint32 // cycles from one tile of a warp to its next into a peer's staging; 0: as they come
+	_            uint32
 	entries      [mostMessages]messageEntry
 	groups       [mostMessages]messageGroup
 }

@@ -26,7 +26,7 @@ func TestTheEmulationFindsBugsOfMessages(t *testing.T) {
 			"m.of_block(m.a.block.filled, m.peer), seq(h.claim, k + 1))", "m.of_block(m.a.block.filled, m.peer), seq(1, k + 1))",
 		},
 		"a leader does not wait for the other blocks": {
-			"while ((v = load_acquire_sys(m.done(b))) >> 1 < number)", "while ((v = load_acquire_sys(m.done(b))) == 1)",
+			"while ((v = load_acquire_sys(m.done(b))) >> 1 < item)", "while ((v = load_acquire_sys(m.done(b))) == 1)",
 		},
 		"the packets of an earlier message are taken for this one's": {
 			"while (!q.get(p.wire, k, flag))", "while (!q.get(p.wire, k, flag) && flag == 1)",

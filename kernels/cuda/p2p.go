@@ -17,6 +17,8 @@ const (
 	blockBytes    = 16 << 10
 	defaultMovers = 32
 	mostMovers    = 128
+	// Staging of messages has slots of the most bytes, or smaller ones so that those of all peers do not take more than the room.
+	mostMessageStaging, messageStagingRoom = 128 << 10, 32 << 20
 )
 
 // points are the launches of one communicator between two ranks. It is a family. Launches on different streams run at the same time.
@@ -35,10 +37,14 @@ func newPoints(b *kernels.PointBounds, offset int64) *points {
 	return &points{PointBounds: b, offset: offset}
 }
 
-// defaults are the host's, but for copies of messages whose receivers are late.
+// defaults are the host's, but for staging, and for copies of messages whose receivers are late.
 func (x *points) defaults(multiprocessors, free int) {
 	x.Semaphores = int(kernels.Default(int64(x.Semaphores), kernels.DefaultSemaphores))
 	x.Blocks = min(int(kernels.Default(int64(x.Blocks), int64(min(defaultMovers, free)))), max(multiprocessors, 1), mostMovers)
+	if x.StagingBytes == 0 {
+		fit := messageStagingRoom / int64(x.Size*x.Blocks*stagingSlots) / tileBytes * tileBytes
+		x.StagingBytes = min(max(fit, tileBytes), mostMessageStaging)
+	}
 	x.DefaultMessages()
 	x.ParkBytes = 0
 }

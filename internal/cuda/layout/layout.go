@@ -383,6 +383,7 @@ func Of() map[string]int {
 		m["messages_args.blocks"] = int(unsafe.Offsetof(s.blocks))
 		m["messages_args.count"] = int(unsafe.Offsetof(s.count))
 		m["messages_args.group_count"] = int(unsafe.Offsetof(s.group_count))
+		m["messages_args.interval"] = int(unsafe.Offsetof(s.interval))
 		m["messages_args.entries"] = int(unsafe.Offsetof(s.entries))
 		m["messages_args.groups"] = int(unsafe.Offsetof(s.groups))
 	}

@@ -11,6 +11,7 @@
 enum {
 	SW_MESSAGE_THREADS = 256, /* of a block */
 	SW_MOST_MESSAGES = 64, /* of one launch */
+	SW_MESSAGE_RATE = 350, /* bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered */
 	SW_STAGING_SLOTS = 2, /* of each block and rank, for chunks of messages that the receiver cannot read at their sender */
 };
 #define SW_MESSAGE_FAULT 0x80000000ull /* in part of a fault: it is a message's */
@@ -95,6 +96,7 @@ struct sw_messages_args {
 	uint32_t blocks; /* that staging is laid out for */
 	uint32_t count; /* of entries */
 	uint32_t group_count;
+	uint32_t interval; /* cycles from one tile of a warp to its next into a peer's staging; 0: as they come */
 	struct sw_message_entry entries[SW_MOST_MESSAGES];
 	struct sw_message_group groups[SW_MOST_MESSAGES];
 };

@@ -59,11 +59,13 @@ struct receiving {
 	__device__ __forceinline__ u64 find(u32 &entry, letter &l)
 	{
 		for (u64 n = low; n < low + m.a.boxes; n++) {
-			if (load_relaxed_sys(ended(n)) >= n)
-				continue;
 			u64 at = m.here + m.of_box(m.a.block.headers, m.peer, n, SW_LINE_BYTES);
+			u64 last = load_relaxed_sys(ended(n)); // these loads are on their way at the same time
 			packet p = packet::get(at), q = packet::get(at + 16);
-			if (gone(n, load_acquire_sys(state(n)))) {
+			u64 now = load_acquire_sys(state(n));
+			if (last >= n)
+				continue;
+			if (gone(n, now)) {
 				end(n);
 				n = low - 1; // from the start
 				continue;

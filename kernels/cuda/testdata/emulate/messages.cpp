@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr u64 boxes = 4, eager = 1700, chunk = 4096, room = 44 << 10, reach_room = 128 << 10;
+constexpr u64 boxes = 4, eager = 1700, chunk = 8192, room = 44 << 10, reach_room = 128 << 10;
 
 struct world : segments {
 	sw_point_block points;
