@@ -330,9 +330,10 @@ __device__ __forceinline__ void make_partials(const sw_dispatch_args &a, pass_bo
 	if (threadIdx.x == 0) {
 		b.staged.make(a, state::arrived(a));
 		b.told = b.failed = 0;
+#pragma unroll
+		for (u32 i = 0; i < pass_board::rounds; i++)
+			b.made[i].expect(partials<type, float8>::workers);
 	}
-	if (threadIdx.x < pass_board::rounds)
-		b.made[threadIdx.x].expect(partials<type, float8>::workers);
 	// Staging is free when peers have read what it had for the call before.
 	call now = call::look(a.world);
 	u64 epoch = now.epoch(); // of the call that comes
