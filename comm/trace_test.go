@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"context"
 	"flag"
 	"fmt"
 	"os"
@@ -13,6 +14,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // Traces are the protocols of this package as text, under testdata. A trace is
@@ -35,6 +38,22 @@ func bubble(t *testing.T, f func(t *testing.T)) {
 	require.NoError(t, err)
 	require.NoError(t, gs[0].Close())
 	synctest.Test(t, f)
+}
+
+// A bubble may be the first thing that a process does.
+func TestABubbleComesFirst(t *testing.T) {
+	if !proctest.Again() {
+		require.Zero(t, proctest.Start(t, proctest.Spec{Within: time.Minute}).Wait())
+		return
+	}
+	bubble(t, func(t *testing.T) {
+		gs, err := Local(2)
+		require.NoError(t, err)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		requirePeer(t, gs[0].Barrier(ctx), 1, ErrTimeout)
+		requireAll(t, onEach(gs, (*Group).Close))
+	})
 }
 
 // odd is added to the times of the script, so that it never acts at the very moment
