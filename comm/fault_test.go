@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"os"
 	"runtime"
@@ -118,7 +117,6 @@ func lateRanksLearn(t *testing.T, addr string) {
 
 // A rank that waits itself is not blamed by those that wait for it in a later call: rank 2 has reached only rank 1 with its last word.
 func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
-	t.Parallel() // it mostly waits
 	barrier := func(g *Group, timeout time.Duration) error {
 		ctx, cancel := context.WithTimeout(context.Background(), timeout)
 		defer cancel()
@@ -127,39 +125,38 @@ func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
 	for _, c := range []struct {
 		name         string
 		first, after time.Duration // how long rank 0 waits in the first call, rank 1 in the one after
-	}{{"it waits", proctest.Scaled(3 * time.Second), 500 * time.Millisecond}, {"it has given up", 100 * time.Millisecond, proctest.Scaled(1500 * time.Millisecond)}} {
+	}{{"it waits", 3 * time.Second, 500 * time.Millisecond}, {"it has given up", 100 * time.Millisecond, 1500 * time.Millisecond}} {
 		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			gs, err := Local(3)
-			require.NoError(t, err)
-			gs[2].n.links[1].send(message{kind: kindData, op: opBarrier, gid: gs[2].id, seq: 1})
-			var wg sync.WaitGroup
-			wg.Go(func() {
-				err := barrier(gs[0], c.first)
+			bubble(t, func(t *testing.T) {
+				gs, err := Local(3)
+				require.NoError(t, err)
+				gs[2].n.links[1].send(message{kind: kindData, op: opBarrier, gid: gs[2].id, seq: 1})
+				var wg sync.WaitGroup
+				wg.Go(func() {
+					err := barrier(gs[0], c.first)
+					requirePeer(t, err, 2, ErrTimeout)
+					assert.ErrorContains(t, err, "rank 2 runs and is in no call")
+				})
+				require.NoError(t, barrier(gs[1], time.Minute))
+				err = barrier(gs[1], c.after)
 				requirePeer(t, err, 2, ErrTimeout)
-				require.ErrorContains(t, err, "rank 2 runs and is in no call")
+				require.ErrorContains(t, err, "waiting for ranks [0 2]")
+				require.ErrorContains(t, err, "rank 0 waits for ranks [2] itself")
+				wg.Wait()
+				for _, g := range gs {
+					g.Kill()
+				}
 			})
-			require.NoError(t, barrier(gs[1], time.Minute))
-			err = barrier(gs[1], c.after)
-			requirePeer(t, err, 2, ErrTimeout)
-			require.ErrorContains(t, err, "waiting for ranks [0 2]")
-			require.ErrorContains(t, err, "rank 0 waits for ranks [2] itself")
-			wg.Wait()
 		})
 	}
 }
 
-// With a logger a rank that waits says so, again and again: in a join on either side, in a call, in Shrink.
+// With a logger a rank that waits to join says so, on either side.
 func TestWaitsAreTold(t *testing.T) {
 	defer func(d time.Duration) { sayEvery = d }(sayEvery)
 	sayEvery = 20 * time.Millisecond
-	var mu sync.Mutex
-	var said strings.Builder
-	log := slog.New(slog.NewTextHandler(writerFunc(func(b []byte) (int, error) {
-		mu.Lock()
-		defer mu.Unlock()
-		return said.Write(b)
-	}), nil))
+	var said lockedBuffer
+	log := newTestLogger(&said)
 	for _, rank := range []int{0, 1} {
 		_, err := Join(testContext(t), Config{Rank: rank, Size: 2, Addr: freeAddr(t), Logger: log, JoinTimeout: time.Second})
 		require.ErrorIs(t, err, ErrTimeout)
@@ -174,36 +171,45 @@ func TestWaitsAreTold(t *testing.T) {
 		})
 	}
 	assert.Eventually(t, func() bool {
-		mu.Lock()
-		defer mu.Unlock()
 		return strings.Contains(said.String(), `msg=waiting rank=2 "to join"="not all 3 ranks have come to rank 0 at 127.`)
 	}, soon, 5*time.Millisecond)
 	giveUp()
 	joins.Wait()
-	gs, err := Local(2, LocalOptions{Logger: log})
-	require.NoError(t, err)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-	defer cancel()
-	requirePeer(t, gs[0].Barrier(ctx), 1, ErrTimeout)
-	ctx, cancel = context.WithTimeout(context.Background(), time.Second)
-	defer cancel()
-	_, err = gs[0].Shrink(ctx)
-	requirePeer(t, err, 1, ErrTimeout)
-	silent, err := Local(2, LocalOptions{Logger: log, Name: "silent"})
-	require.NoError(t, err)
-	silent[0].Mute()
-	ctx, cancel = context.WithTimeout(context.Background(), 100*time.Millisecond)
-	defer cancel()
-	requirePeer(t, silent[0].Barrier(ctx), 1, ErrTimeout)
-	mu.Lock()
-	defer mu.Unlock()
-	for _, want := range []string{
-		`msg=waiting rank=0 "to join"="ranks [1] have not come`, `msg=waiting rank=1 "to join"="rank 0 is not at `,
-		`msg=waiting group=world rank=0 call="1, barrier" for=[1] waited=`, `msg=waiting group=world rank=0 call="1, shrink" for=[1] waited=`,
-	} {
-		require.Contains(t, said.String(), want)
-	}
-	require.NotContains(t, said.String(), "silent")
+	require.Contains(t, said.String(), `msg=waiting rank=0 "to join"="ranks [1] have not come`)
+	require.Contains(t, said.String(), `msg=waiting rank=1 "to join"="rank 0 is not at `)
+}
+
+// With a logger a rank that waits in a call or in Shrink says so, again and again. A muted rank does not.
+func TestWaitsInCallsAreTold(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var said lockedBuffer
+		log := newTestLogger(&said)
+		barrier := func(ctx context.Context, g *Group) error { return g.Barrier(ctx) }
+		waits := func(g *Group, f func(context.Context, *Group) error) (lines []string) {
+			ctx, cancel := context.WithTimeout(context.Background(), 2*sayEvery+time.Second)
+			defer cancel()
+			requirePeer(t, f(ctx, g), 1, ErrTimeout)
+			for line := range strings.Lines(said.String()) {
+				if _, wait, ok := strings.Cut(line, "msg=waiting "); ok {
+					lines = append(lines, strings.TrimSpace(wait))
+				}
+			}
+			return lines
+		}
+		gs, err := Local(2, LocalOptions{Logger: log})
+		require.NoError(t, err)
+		want := []string{`group=world rank=0 call="1, barrier" for=[1] waited=5s`, `group=world rank=0 call="1, barrier" for=[1] waited=10s`}
+		require.Equal(t, want, waits(gs[0], barrier))
+		want = append(want, `group=world rank=0 call="1, shrink" for=[1] waited=5s`, `group=world rank=0 call="1, shrink" for=[1] waited=10s`)
+		require.Equal(t, want, waits(gs[0], func(ctx context.Context, g *Group) error { _, err := g.Shrink(ctx); return err }))
+		silent, err := Local(2, LocalOptions{Logger: log, Name: "silent"})
+		require.NoError(t, err)
+		silent[0].Mute()
+		require.Equal(t, want, waits(silent[0], barrier))
+		for _, g := range append(gs, silent...) {
+			g.Kill()
+		}
+	})
 }
 
 // What a peer waits for this rank in is known without asking.
@@ -235,10 +241,6 @@ func TestAwaitedBy(t *testing.T) {
 		require.Zero(t, seq)
 	})
 }
-
-type writerFunc func([]byte) (int, error)
-
-func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
 
 // Who has proven nothing can pin no more than 4 KiB, whatever it announces.
 func TestF4_MemoryBeforeTrust(t *testing.T) {

@@ -923,14 +923,55 @@ func TestJoin64(t *testing.T) {
 	requireAll(t, onEach(gs, func(g *Group) error { return g.Close() }))
 }
 
-func TestHeartbeatsKeepQuietGroupsAlive(t *testing.T) {
-	t.Parallel() // it mostly waits
-	gs := startListen(t, 3, Config{PeerTimeout: 2 * time.Second})
-	time.Sleep(5 * time.Second)
-	requireAll(t, onEach(gs, func(g *Group) error { return g.Barrier(testContext(t)) }))
-	for _, g := range gs {
-		g.Close()
+// mutable is one end of a connection. Nothing that it sends arrives while it is mute.
+type mutable struct {
+	net.Conn
+	mute *atomic.Bool
+}
+
+func (c mutable) Write(b []byte) (int, error) {
+	if c.mute.Load() {
+		return len(b), nil
 	}
+	return c.Conn.Write(b)
+}
+
+// A group of which nobody says anything lives. Its ranks lose one of which nothing is heard, when the peer timeout is over and not before. The
+// ranks have the links of sockets, on connections in memory.
+func TestHeartbeatsKeepQuietGroupsAlive(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		const timeout = 2 * time.Second
+		gs, err := Local(3)
+		require.NoError(t, err)
+		var mute [3]atomic.Bool
+		for i, a := range gs {
+			for j, b := range gs[:i] {
+				a.n.links[j], b.n.links[i] = nil, nil
+				mine, other := net.Pipe()
+				require.True(t, startLink(a.n, j, mutable{mine, &mute[i]}, timeout))
+				require.True(t, startLink(b.n, i, mutable{other, &mute[j]}, timeout))
+			}
+		}
+		barrier := func(g *Group) error { return g.Barrier(testContext(t)) }
+		requireAll(t, onEach(gs, barrier))
+		time.Sleep(time.Minute)
+		requireAll(t, onEach(gs, barrier))
+
+		time.Sleep(time.Minute)
+		mute[2].Store(true)
+		muted := time.Now()
+		for _, err := range onEach(gs[:2], barrier) {
+			requirePeer(t, err, 2, ErrPeerLost)
+			require.ErrorContains(t, err, "nothing heard of it for 2s")
+		}
+		silent := time.Since(muted)
+		require.LessOrEqual(t, silent, timeout)
+		require.GreaterOrEqual(t, silent, timeout-timeout/beatsPerTimeout, "the last beat was at most so long ago")
+		for _, g := range gs {
+			g.Kill()
+		}
+		time.Sleep(time.Minute) // the links end
+	})
 }
 
 func TestFromEnv(t *testing.T) {

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"context"
 	"flag"
 	"fmt"
 	"os"
@@ -13,6 +14,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
 // Traces are the protocols of this package as text, under testdata. A trace is
@@ -26,6 +29,32 @@ import (
 // writes what happens into the files.
 
 var update = flag.Bool("comm.update", false, "write the traces under testdata anew")
+
+// bubble runs f on the clock of testing/synctest, which passes when all of f's goroutines wait. What a process serves until its end, the socket
+// for switchyard status, begins before f: the clock would stand still in a bubble that has a goroutine of it.
+func bubble(t *testing.T, f func(t *testing.T)) {
+	t.Helper()
+	gs, err := Local(1)
+	require.NoError(t, err)
+	require.NoError(t, gs[0].Close())
+	synctest.Test(t, f)
+}
+
+// A bubble may be the first thing that a process does.
+func TestABubbleComesFirst(t *testing.T) {
+	if !proctest.Again() {
+		require.Zero(t, proctest.Start(t, proctest.Spec{Within: time.Minute}).Wait())
+		return
+	}
+	bubble(t, func(t *testing.T) {
+		gs, err := Local(2)
+		require.NoError(t, err)
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		defer cancel()
+		requirePeer(t, gs[0].Barrier(ctx), 1, ErrTimeout)
+		requireAll(t, onEach(gs, (*Group).Close))
+	})
+}
 
 // odd is added to the times of the script, so that it never acts at the very moment
 // at which a rank's timer ends.
@@ -142,7 +171,7 @@ func runTraces(t *testing.T, dir string, world func(t *testing.T, tr *tracer) tr
 		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
 			text, err := os.ReadFile(path)
 			require.NoError(t, err)
-			synctest.Test(t, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
 				tr := &tracer{began: time.Now()}
 				w := world(t, tr)
 				got := replay(tr, string(text), w)

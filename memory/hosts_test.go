@@ -27,6 +27,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/rails/double"
+	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
 	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -59,7 +60,7 @@ func TestM1_OffsetsAreTheSameOnAllHosts(t *testing.T) {
 
 // The same with a process for every rank, in network namespaces.
 func TestHeapOfProcessesOnHosts(t *testing.T) {
-	needUCX(t)
+	railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 	spaces := proctest.Namespaces(t, 2)
 	ps := make([]*proctest.Process, 4)
 	for r := range ps {
@@ -79,7 +80,7 @@ func hostsScenario(t *rankT, g *comm.Group) {
 
 // Another libucp on one of two hosts, or none that can be opened, is every rank's error, with both values or the words of the system.
 func TestF3_HostsWithAnotherUCX(t *testing.T) {
-	needUCX(t)
+	railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 	for _, c := range []struct {
 		name  string
 		make  func(t *testing.T, folder string) // a libucp.so.0
@@ -117,7 +118,7 @@ func TestF3_HostsWithAnotherUCX(t *testing.T) {
 // a rank of the other host and that host. What UCX has begun is no reason not to end.
 func TestF2_RailsThatDoNotConnect(t *testing.T) {
 	t.Parallel() // it mostly waits
-	needUCX(t)
+	railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 	spaces := proctest.Namespaces(t, 2)
 	for i, s := range spaces {
 		s.Void("void", fmt.Sprint("10.99.0.", 1+i), fmt.Sprint("10.99.0.", 2-i))
@@ -136,7 +137,7 @@ func TestF2_RailsThatDoNotConnect(t *testing.T) {
 
 // The heap's rails let in nobody but the group's other hosts: no user of a rank's own host, and nobody on its loopback.
 func TestF4_RailsLetInOtherHostsAlone(t *testing.T) {
-	needUCX(t)
+	railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 	spaces := proctest.Namespaces(t, 2)
 	ps := make([]*proctest.Process, 4)
 	for r := range ps {
@@ -204,17 +205,6 @@ func otherUCX(t *testing.T, folder string) {
 	}
 	out, err := exec.Command(cc, "-shared", "-fPIC", `-DREAL_UCX="`+string(real[1])+`"`, "-o", filepath.Join(folder, "libucp.so.0"), "testdata/otherucx.c", "-ldl").CombinedOutput()
 	require.NoError(t, err, string(out))
-}
-
-// needUCX skips a test where there is no UCX.
-func needUCX(t *testing.T) {
-	t.Helper()
-	r, err := ucx.Open(rails.Config{Size: 1})
-	if errors.Is(err, ucx.ErrUnavailable) {
-		proctest.Missing(t, "ucx", err)
-	}
-	require.NoError(t, err)
-	require.NoError(t, r.Close())
 }
 
 // useHosts is what one rank does: it grows, allocates and registers, compares where it did, and puts into the other hosts.

@@ -122,7 +122,7 @@ func start(t testing.TB, rank int, s Spec) *Process {
 	line = append(s.Via[:len(s.Via):len(s.Via)], line...)
 	p := &Process{Rank: rank, t: t, cmd: exec.Command(line[0], line[1:]...), ended: make(chan struct{})}
 	p.news.L = &p.mu
-	p.cmd.Env = append(os.Environ(), As(part))
+	p.cmd.Env = append(os.Environ(), As(part), fmt.Sprint(latenessVar, "=", lateness()))
 	if os.Getenv("GORACE") == "" {
 		p.cmd.Env = append(p.cmd.Env, "GORACE=atexit_sleep_ms=0") // the race detector has a program wait for a second at its end
 	}

@@ -18,7 +18,7 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	Play(Parts{"echo": echo, "sleeper": sleeper, "starter": starter})
+	Play(Parts{"echo": echo, "sleeper": sleeper, "starter": starter, "scale": scale})
 	os.Exit(m.Run())
 }
 
@@ -31,6 +31,12 @@ func echo(args []string) int {
 	}
 	fmt.Print("the end")
 	return len(args)
+}
+
+// scale prints how long an hour is.
+func scale([]string) int {
+	fmt.Print(int64(Scaled(time.Hour)))
+	return 0
 }
 
 func sleeper([]string) int {
@@ -227,4 +233,8 @@ func TestScaledIsNeverShorter(t *testing.T) {
 	require.GreaterOrEqual(t, Scaled(time.Second), time.Second)
 	require.LessOrEqual(t, Scaled(time.Second), mostLate*raceFactor*time.Second)
 	require.Equal(t, Scaled(time.Second), Scaled(time.Second), "measured once")
+	p := Start(t, Spec{Part: "scale"})
+	require.Zero(t, p.Wait())
+	out, _ := p.Output()
+	require.Equal(t, fmt.Sprint(int64(Scaled(time.Hour))), out, "in a process of this test")
 }

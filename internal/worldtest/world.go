@@ -19,7 +19,7 @@ import (
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/loopback"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
-	"github.com/switchyard-moe/switchyard/internal/rails"
+	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
 	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/memory"
 )
@@ -142,12 +142,7 @@ func NeedUCX(t testing.TB) {
 	if *perTest == 1 { // else Again has set it, before tests that run at the same time
 		t.Setenv("UCX_TLS", "tcp,self")
 	}
-	r, err := ucx.Open(rails.Config{Size: 1})
-	if errors.Is(err, ucx.ErrUnavailable) {
-		proctest.Missing(t, "ucx", err)
-	}
-	require.NoError(t, err)
-	require.NoError(t, r.Close())
+	railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 }
 
 // inProcess runs f for n ranks of this process, each on a goroutine of its own.

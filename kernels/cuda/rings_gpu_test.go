@@ -17,6 +17,7 @@ import (
 	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/rails/proxy"
+	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
 	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -107,10 +108,8 @@ func (h *hosts) open(d *cuda.Driver, rank, gpu int) *hostRank {
 	require.NoError(t, r.ctx.Set(r.stream, r.device, 0, deviceBytes))
 	require.NoError(t, r.ctx.SynchronizeStream(r.stream))
 
+	railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 	r.rail, err = ucx.Open(rails.Config{Rank: rank, Size: 2, Key: 0x5157, Segment: r.segment.Bytes(), Ring: func() {}})
-	if errors.Is(err, ucx.ErrUnavailable) {
-		t.Skip("needs UCX: ", err)
-	}
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, r.rail.Close()) })
 	require.NoError(t, r.rail.Open(0, h.plan.Segment()))

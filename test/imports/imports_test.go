@@ -101,9 +101,9 @@ var importers = map[string][]string{
 	"internal/cuda/emulated":  {},                                                                                                   // only files of tests
 	"device/nvml":             {"cmd/switchyard", "test/soak"},
 	"internal/rails/double":   {}, // only files of tests
-	"internal/rails/railtest": {},
+	"internal/rails/railtest": {"internal/worldtest"},
 	"internal/worldtest":      {},
-	"internal/proctest":       {"internal/worldtest"},
+	"internal/proctest":       {"internal/worldtest", "internal/rails/railtest"},
 }
 
 // uses says what packages import besides floors. internal/cuda and bindings/python/abi are C on the other side; unsafe is for mapped memory, for the

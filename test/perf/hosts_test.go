@@ -10,7 +10,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/proctest/netns"
-	"github.com/switchyard-moe/switchyard/internal/rails"
+	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
 	"github.com/switchyard-moe/switchyard/internal/rails/ucx"
 )
 
@@ -23,12 +23,7 @@ func needHosts(t *testing.T) {
 	}
 	require.NoError(t, err)
 	net.Close()
-	r, err := ucx.Open(rails.Config{Size: 1})
-	if errors.Is(err, ucx.ErrUnavailable) {
-		proctest.Missing(t, "ucx", err)
-	}
-	require.NoError(t, err)
-	require.NoError(t, r.Close())
+	railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 }
 
 // Ranks in two namespaces exchange in turn with a peer that speaks as they do, and the row says what crossed.

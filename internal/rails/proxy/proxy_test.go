@@ -83,18 +83,9 @@ func engines(t *testing.T, f func(t *testing.T, open func(rails.Config) (rails.R
 		t.Run(fmt.Sprint("double ", seed), func(t *testing.T) { f(t, double.New(seed, time.Millisecond).Open) })
 	}
 	t.Run("UCX", func(t *testing.T) {
-		needUCX(t)
+		railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 		f(t, ucx.Open)
 	})
-}
-
-func needUCX(t testing.TB) {
-	t.Helper()
-	r, err := ucx.Open(rails.Config{Size: 1})
-	if err != nil {
-		proctest.Missing(t, "ucx", err)
-	}
-	require.NoError(t, r.Close())
 }
 
 // start makes the proxy of an end. It is interrupted before the rail is closed.
@@ -206,7 +197,7 @@ func TestTraffic(t *testing.T) {
 
 // The same between processes in two network namespaces.
 func TestTrafficBetweenNamespaces(t *testing.T) {
-	needUCX(t)
+	railtest.NeedUCX(t, ucx.Open, ucx.ErrUnavailable)
 	if !proctest.Again() {
 		var ps []*proctest.Process
 		for rank, s := range proctest.Namespaces(t, 2) {
@@ -426,7 +417,7 @@ func TestItSleepsWhileNothingIsInFlight(t *testing.T) {
 
 // A message of 1 KiB there and one back: by the rails alone, and by queues and proxies. What waits for them sleeps until it is rung.
 func BenchmarkRoundTrip(b *testing.B) {
-	needUCX(b)
+	railtest.NeedUCX(b, ucx.Open, ucx.ErrUnavailable)
 	for _, by := range []string{"rail", "proxy"} {
 		b.Run(by, func(b *testing.B) {
 			ends, rings := railtest.Rung(b, 2, ucx.Open)

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 )
@@ -40,6 +41,18 @@ type End struct {
 // Word is the number at a place.
 func (e *End) Word(place int64) uint64 {
 	return shm.Word(e.Segment, place).Load()
+}
+
+// NeedUCX skips the test where "ucx" is Missing, as an error that is unavailable says. It has the rail of UCX, which open makes, and the error as
+// arguments, since the tests of that rail call it too.
+func NeedUCX(t testing.TB, open func(rails.Config) (rails.Rail, error), unavailable error) {
+	t.Helper()
+	r, err := open(rails.Config{Size: 1})
+	if errors.Is(err, unavailable) {
+		proctest.Missing(t, "ucx", err)
+	}
+	require.NoError(t, err)
+	require.NoError(t, r.Close())
 }
 
 // Ends makes n connected ends of rails that open makes, with all of their segments open but the last 64 KiB.

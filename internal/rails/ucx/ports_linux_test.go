@@ -32,7 +32,7 @@ func needFilters(t *testing.T) {
 // UCX listens on the interface of the control plane alone, and the kernel drops what does not come from the group's other hosts: no byte of a
 // stranger gets to UCX.
 func TestF4_StrangersDoNotReachUCX(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	needFilters(t)
 	t.Setenv("UCX_NET_DEVICES", "")
 	os.Unsetenv("UCX_NET_DEVICES")

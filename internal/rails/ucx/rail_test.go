@@ -2,7 +2,6 @@ package ucx
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"testing"
@@ -11,21 +10,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/comm"
-	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
 )
-
-// need skips the test where there is no UCX.
-func need(t testing.TB) {
-	t.Helper()
-	r, err := Open(rails.Config{Size: 1})
-	if errors.Is(err, ErrUnavailable) {
-		proctest.Missing(t, "ucx", err)
-	}
-	require.NoError(t, err)
-	require.NoError(t, r.Close())
-}
 
 func TestMain(m *testing.M) {
 	os.Setenv("UCX_TLS", "tcp,self")
@@ -33,12 +20,12 @@ func TestMain(m *testing.M) {
 }
 
 func TestRail(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	railtest.Run(t, Open)
 }
 
 func TestVersionsMustAgree(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	ends := railtest.Ends(t, 2, Open)
 	other := ends[1].Address()
 	other[4]++
@@ -50,7 +37,7 @@ func TestVersionsMustAgree(t *testing.T) {
 
 // Ranks that have connected meet. One that is not there, or has not connected, is named when the time is over, and not before.
 func TestRanksMeet(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	ends := railtest.Ends(t, 3, Open)
 	for _, e := range ends {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
@@ -76,7 +63,7 @@ func TestRanksMeet(t *testing.T) {
 
 // One put there and one back, where both ends sleep until they are rung.
 func BenchmarkRoundTrip(b *testing.B) {
-	need(b)
+	railtest.NeedUCX(b, Open, ErrUnavailable)
 	for _, bytes := range []int{8, 1 << 10, 64 << 10, 256 << 10, 1 << 20} {
 		b.Run(fmt.Sprint(bytes), func(b *testing.B) {
 			ends, rings := railtest.Rung(b, 2, Open)
@@ -104,7 +91,7 @@ func BenchmarkRoundTrip(b *testing.B) {
 
 // Errors of UCX are words, and name the variables that cause them.
 func TestErrorsOfUCXAreWords(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	opened := func(rank int, tls, devices string) (rails.Rail, error) {
 		for name, value := range map[string]string{"UCX_TLS": tls, "UCX_NET_DEVICES": devices} {
 			t.Setenv(name, value)

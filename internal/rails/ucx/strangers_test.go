@@ -64,7 +64,7 @@ func resident(t *testing.T) int {
 // Strangers who connect to UCX's own port and say nothing, or something else than UCX does, change nothing and take no memory worth
 // mentioning, and the rail works.
 func TestF4_StrangersAtThePortOfUCX(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	before := doors(t)
 	ends := railtest.Ends(t, 2, Open)
 	segment := bytes.Clone(ends[0].Segment)
@@ -114,7 +114,7 @@ func TestF4_StrangersAtThePortOfUCX(t *testing.T) {
 
 // A range of ports of the user's is kept to.
 func TestPortsOfTheUsersRange(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	free, err := net.Listen("tcp", ":0")
 	require.NoError(t, err)
 	port := free.Addr().(*net.TCPAddr).Port
