@@ -269,10 +269,11 @@ func seal(port int, others []int, g guard) {
 	})
 }
 
-// cut ends the TCP connections of a port of this process, and those with ports of others.
+// cut ends the TCP connections of a port of this process, and those with ports of others. The listener stays: UCX 1.13.1 closes one that is shut
+// down, and still has its number among those that it looks after, so that no more UCX opens in this process once another descriptor has it.
 func cut(port int, others []int) {
 	_ = sockets(func(fd, own, other int) {
-		if own == port || slices.Contains(others, other) {
+		if own == port && other != 0 || slices.Contains(others, other) {
 			_ = unix.Shutdown(fd, unix.SHUT_RDWR)
 		}
 	})

@@ -43,7 +43,8 @@ type Rail struct {
 	efd         int32
 	port        int
 	guard       guard
-	bell        int // a semaphore: something has landed, or the rail is over, while a rank slept
+	quit        func() // ends UCX, for Close
+	bell        int    // a semaphore: something has landed, or the rail is over, while a rank slept
 	interrupted atomic.Bool
 	ended       chan struct{} // the goroutine has
 	told        atomic.Bool   // peers may connect
@@ -85,7 +86,7 @@ func Open(cfg rails.Config) (rails.Rail, error) {
 	version := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, uint32(major)), uint32(minor))
 	version = binary.LittleEndian.AppendUint32(version, uint32(port))
 	rail := &Rail{cfg: cfg, r: r, address: append(version, address[:n]...), ended: make(chan struct{}),
-		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port, guard: guard}
+		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port, guard: guard, quit: func() { end(r, guard) }}
 	go rail.attend()
 	return rail, nil
 }
@@ -527,7 +528,7 @@ func (r *Rail) Close() error {
 	}
 	ended := make(chan struct{})
 	go func() {
-		end(own, r.guard)
+		r.quit()
 		close(ended)
 	}()
 	select {
