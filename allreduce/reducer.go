@@ -161,7 +161,8 @@ func (x *Reducer) AllToAll(s device.Stream, dst, src memory.View, dt kernels.DTy
 	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllToAll, DType: dt}, nil)
 }
 
-// Broadcast copies buf of rank root to buf of every rank. buf has the same length on all ranks, and bytes of any type.
+// Broadcast copies buf of rank root to buf of every rank. buf has the same length on all ranks, and bytes of any type: types of elements are not
+// compared between ranks.
 func (x *Reducer) Broadcast(s device.Stream, buf memory.View, root int) error {
 	src := buf
 	if root != x.c.Group.Rank() {

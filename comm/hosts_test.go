@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"os/exec"
 	"slices"
 	"strconv"
 	"strings"
@@ -448,14 +449,20 @@ func TestF4_RelaysAreChecked(t *testing.T) {
 
 // hostProcs starts ranks as processes, perHost in each network namespace.
 func hostProcs(t *testing.T, spaces []*proctest.Namespace, perHost int, part string, env ...string) []*proc {
-	n := len(spaces) * perHost
-	addr := net.JoinHostPort(spaces[0].IP, "29411")
-	ps := make([]*proc, n)
+	ps := make([]*proc, len(spaces)*perHost)
 	for r := range ps {
-		ps[r] = &proc{proctest.Rank(t, r, n, addr, proctest.Spec{Part: "rank", Args: []string{part}, Via: spaces[r/perHost].Via,
-			Env: append([]string{"LOCAL_RANK=" + strconv.Itoa(r%perHost), "LOCAL_WORLD_SIZE=" + strconv.Itoa(perHost)}, env...)}), t}
+		ps[r] = hostProc(t, spaces, perHost, r, part, env...)
 	}
 	return ps
+}
+
+// meetingPort is where ranks of hostProc meet.
+const meetingPort = 29411
+
+func hostProc(t *testing.T, spaces []*proctest.Namespace, perHost, r int, part string, env ...string) *proc {
+	addr := net.JoinHostPort(spaces[0].IP, strconv.Itoa(meetingPort))
+	return &proc{proctest.Rank(t, r, len(spaces)*perHost, addr, proctest.Spec{Part: "rank", Args: []string{part}, Via: spaces[r/perHost].Via,
+		Env: append([]string{"LOCAL_RANK=" + strconv.Itoa(r%perHost), "LOCAL_WORLD_SIZE=" + strconv.Itoa(perHost)}, env...)}), t}
 }
 
 // A process that is killed during a join, the first rank of its host or another, is named on all hosts: by the join's deadline where that had
@@ -579,5 +586,64 @@ func TestF2_HostIsCutOff(t *testing.T) {
 		require.Equal(t, "true", p.expect("lost")[1])
 		require.Equal(t, "4,5", p.expect("survivors")[0])
 		p.exit(0)
+	}
+}
+
+// A host that is cut off while ranks join is named with its ranks to those whom rank 0 reaches. Those whom it does not reach name rank 0 and its
+// address.
+func TestF2_HostIsCutOffInTheJoin(t *testing.T) {
+	t.Parallel() // it mostly waits
+	const perHost, last = 2, 5
+	const mute = `^error .*rank 0 at 10\.77\.0\.1:\d+, which knows who is missing, does not answer \(its host or this one is cut off, or it is stopped\)`
+	const missing = `^error .*ranks \[5\] have not come`
+	const silent = `^error .*ranks \[2 3\] have come and do not answer \(stopped, or the host is cut off that rank 2 called from, 10\.77\.0\.2`
+	timeout := proctest.Scaled(8 * time.Second)
+	for _, c := range []struct {
+		name string
+		host int    // that is cut off
+		all  bool   // the last rank comes then
+		says string // of those whom rank 0 reaches
+	}{
+		{"that of rank 0", 0, false, missing},
+		{"another one, and a rank is missing", 1, false, missing},
+		{"another one, and then all have come", 1, true, silent},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			spaces := proctest.Namespaces(t, 3)
+			start := func(r int) *proc {
+				return hostProc(t, spaces, perHost, r, "survive", "SWITCHYARD_JOIN_TIMEOUT="+timeout.String())
+			}
+			var ps []*proc
+			for r := range last {
+				ps = append(ps, start(r))
+			}
+			calls := fmt.Sprintf(":%04X ", meetingPort)
+			require.Eventually(t, func() bool { // all have called
+				line := append(slices.Clone(spaces[0].Via), "cat", "/proc/net/tcp", "/proc/net/tcp6")
+				table, err := exec.Command(line[0], line[1:]...).Output()
+				require.NoError(t, err)
+				called := 0
+				for row := range strings.Lines(string(table)) {
+					if f := strings.Fields(row); strings.HasSuffix(f[1]+" ", calls) && f[3] == "01" {
+						called++
+					}
+				}
+				return called == last-1
+			}, timeout, 20*time.Millisecond)
+			spaces[c.host].Cut()
+			if c.all {
+				ps = append(ps, start(last))
+			}
+			for r, p := range ps {
+				line, _ := p.Line()
+				if reached := r/perHost == 0 || r/perHost != c.host && c.host != 0; reached {
+					require.Regexp(t, c.says, line, "rank %d", r)
+				} else {
+					require.Regexp(t, mute, line, "rank %d", r)
+				}
+				p.Wait()
+			}
+		})
 	}
 }

@@ -3,6 +3,7 @@ package host
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -205,10 +206,12 @@ func (w *waiter) doing(peer int) string {
 // await tells the others of this host for whom this rank waits: a rank of the space, or behind those, by its number in the group, one of
 // another host. The word stays when the wait fails.
 func (w *waiter) await(peer int) {
+	own := &w.e.peers[w.e.space.Rank]
 	if word := uint32(peer) + 1; word != w.awaits {
 		w.awaits = word
-		w.e.peers[w.e.space.Rank].awaited.Store(word)
+		own.awaited.Store(word)
 	}
+	own.passes.Add(1)
 }
 
 // awaits is for whom a rank of this host waits, as its word says, -1 for nobody, and by which bits that wait has failed.
@@ -253,8 +256,9 @@ func (w *waiter) gaveUp(peer int) error {
 }
 
 // culprit follows from a peer who waits for whom. A rank that was stopped in a wait of its own says that it waits, though
-// it could go on, so the way may lead in a circle: then the one that has made the fewest calls of the communicator whose
-// counter lies at an offset is to blame, among those the one that most ranks wait for, among those the first on the way.
+// it could go on, so the way may lead in a circle, or back to this rank: then one that is not seen to run is to blame, among those the one that
+// has made the fewest calls of the communicator whose counter lies at an offset, among those the one that most ranks wait for, among those the
+// first on the way, or where that leads back to this rank the last.
 func (e *Engine) culprit(peer int, at int64) int {
 	me := e.space.Rank
 	waitFor := make([]int, len(e.peers)) // by rank, -1: for nobody
@@ -275,20 +279,47 @@ func (e *Engine) culprit(peer int, at int64) int {
 	for p := peer; ; p = waitFor[p] {
 		way = append(way, p)
 		on[p] = len(way)
-		next := waitFor[p]
-		switch {
-		case next < 0 || next == me: // this rank runs
+		switch next := waitFor[p]; {
+		case next < 0:
 			return p
-		case on[next] == 0:
-			continue
-		}
-		worst := next
-		for _, q := range way[on[next]-1:] {
-			begun, least := e.word(q, at).Load(), e.word(worst, at).Load()
-			if begun < least || begun == least && count[q] > count[worst] {
-				worst = q
+		case next == me: // this rank runs
+			if silent := e.silent(way); len(silent) < len(way) {
+				return silent[len(silent)-1]
 			}
+			return p
+		case on[next] > 0:
+			silent := e.silent(way[on[next]-1:])
+			worst := silent[0]
+			for _, q := range silent {
+				begun, least := e.word(q, at).Load(), e.word(worst, at).Load()
+				if begun < least || begun == least && count[q] > count[worst] {
+					worst = q
+				}
+			}
+			return worst
 		}
-		return worst
+	}
+}
+
+// silent are those of some ranks that neither go on with a wait nor have given one up in a while, in their order: all of them if each does.
+// A rank that waits looks every few milliseconds, where it gets a core.
+func (e *Engine) silent(ranks []int) []int {
+	seen := make([]uint32, len(e.peers))
+	for _, p := range ranks {
+		seen[p] = e.peers[p].passes.Load()
+	}
+	rest := slices.Clone(ranks)
+	for end := time.Now().Add(newsGrace); ; time.Sleep(time.Millisecond) {
+		over := time.Now().After(end) // before the last look
+		rest = slices.DeleteFunc(rest, func(p int) bool {
+			_, failed := e.awaits(p)
+			return failed != 0 || e.peers[p].passes.Load() != seen[p]
+		})
+		switch {
+		case len(rest) == 0:
+			return ranks
+		case len(rest) == 1 || over:
+			return rest
+		}
 	}
 }

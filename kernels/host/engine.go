@@ -49,8 +49,8 @@ type Engine struct {
 const coreCacheBytes = 3 << 20
 
 type peer struct {
-	doorbell, sleepers, core, awaited *atomic.Uint32
-	waiting                           *atomic.Uint64
+	doorbell, sleepers, core, awaited, passes *atomic.Uint32
+	waiting                                   *atomic.Uint64
 }
 
 // New makes the engine of space.Rank. The heap outlives it. Where all ranks live in this process, their engines share bells, one for each rank;
@@ -73,6 +73,7 @@ func New(space kernels.Space, bells []*Bell, why func() error) *Engine {
 		w := &e.peers[p]
 		w.doorbell, w.sleepers, w.core = shm.Word32(seg, doorbellOffset), shm.Word32(seg, sleepersOffset), shm.Word32(seg, coreOffset)
 		w.waiting, w.awaited = shm.Word(seg, waitingOffset), shm.Word32(seg, awaitedOffset)
+		w.passes = shm.Word32(seg, passesOffset)
 	}
 	mine := &e.peers[space.Rank]
 	e.doorbell, e.sleepers = mine.doorbell, mine.sleepers

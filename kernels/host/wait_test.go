@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -21,7 +22,7 @@ import (
 )
 
 func TestTheEnginesWordsFitTheHeader(t *testing.T) {
-	require.LessOrEqual(t, awaitedOffset+4, kernels.SegmentsOffset)
+	require.LessOrEqual(t, passesOffset+4, kernels.SegmentsOffset)
 }
 
 type writer func(b []byte) (int, error)
@@ -143,19 +144,25 @@ func TestF2_WhoWaitsItselfIsNotBlamed(t *testing.T) {
 	}
 }
 
-// A rank that was stopped in a wait still says for whom it waited. Rows: who waits for whom, -1 for nobody, and how many calls each has made.
+// A rank that was stopped in a wait still says for whom it waited. Rows: who waits for whom, -1 for nobody, how many calls each has made, and who
+// is seen to run: the others are not, in rows that name nobody.
 func TestF2_TheCulpritOfACircle(t *testing.T) {
 	const at = kernels.HeaderBytes
 	for _, c := range []struct {
 		waitFor, calls []int
 		from, culprit  int
+		runs           []int
 	}{
-		{[]int{-1, -1, -1, -1}, []int{1, 1, 1, 1}, 2, 2},
-		{[]int{1, 2, 3, -1}, []int{1, 1, 1, 1}, 1, 3},
-		{[]int{1, 2, 0, -1}, []int{1, 1, 1, 1}, 1, 2}, // rank 0 asks, so it is not 0
-		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 1}, 1, 3},  // rank 3 is behind
-		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 2}, 1, 2},  // ranks 1 and 3 wait for rank 2
-		{[]int{1, 1, 9, 9}, []int{1, 1, 1, 1}, 1, 1},  // words that make no sense
+		{[]int{-1, -1, -1, -1}, []int{1, 1, 1, 1}, 2, 2, nil},
+		{[]int{1, 2, 3, -1}, []int{1, 1, 1, 1}, 1, 3, nil},
+		{[]int{1, 2, 0, -1}, []int{1, 1, 1, 1}, 1, 2, nil}, // rank 0 asks, so it is not 0
+		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 1}, 1, 3, nil},  // rank 3 is behind
+		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 2}, 1, 2, nil},  // ranks 1 and 3 wait for rank 2
+		{[]int{1, 1, 9, 9}, []int{1, 1, 1, 1}, 1, 1, nil},  // words that make no sense
+		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 2}, 1, 3, []int{0, 1, 2}},
+		{[]int{1, 2, 3, 2}, []int{2, 2, 3, 2}, 1, 2, []int{0, 1, 3}},
+		{[]int{1, 2, 3, 2}, []int{2, 2, 2, 1}, 1, 3, []int{0, 1, 2, 3}},
+		{[]int{1, 2, 0, -1}, []int{1, 1, 1, 1}, 1, 1, []int{0, 2}},
 	} {
 		w := newWorld(t, 4, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256}, 0)
 		e := w.engines[0]
@@ -163,7 +170,23 @@ func TestF2_TheCulpritOfACircle(t *testing.T) {
 			e.peers[p].awaited.Store(uint32(c.waitFor[p] + 1))
 			e.word(p, at).Store(uint64(c.calls[p]))
 		}
-		require.Equal(t, c.culprit, e.culprit(c.from, at), c)
+		over, running := make(chan struct{}), sync.WaitGroup{}
+		running.Go(func() {
+			for {
+				select {
+				case <-over:
+					return
+				default:
+					for _, p := range c.runs {
+						e.peers[p].passes.Add(1)
+					}
+					runtime.Gosched()
+				}
+			}
+		})
+		assert.Equal(t, c.culprit, e.culprit(c.from, at), c)
+		close(over)
+		running.Wait()
 	}
 }
 

@@ -19,6 +19,7 @@ const (
 	coreOffset     = kernels.EngineOffset + 128 // 32-bit: the processor on which this rank last began to wait, plus 1
 	waitingOffset  = kernels.EngineOffset + 192 // 64-bit: the call in which this rank waits, 0 when it does not
 	awaitedOffset  = kernels.EngineOffset + 256 // 32-bit: the rank for which this rank waits, or waited when it gave up, plus 1, and the bits below
+	passesOffset   = awaitedOffset + 4          // 32-bit: how often this rank has looked before it sleeps, so that others see that it runs
 )
 
 // The bits of that word say that the wait has failed: by its deadline, then the rank is the one to blame, or for another reason.

@@ -3,8 +3,11 @@
 package ucx
 
 import (
+	"cmp"
 	"encoding/binary"
+	"errors"
 	"fmt"
+	"io/fs"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -20,7 +23,7 @@ import (
 )
 
 // UCX parses what comes to its port as if it were a rank's: bytes of a stranger end the process. So it listens at one port, on the interface of
-// the control plane alone, and the kernel drops what does not come from an address of another host of the group.
+// the control plane alone, and the kernel brings to it only what comes from an address of another host of the group.
 
 // portTries is how often another port is tried.
 const portTries = 8
@@ -118,37 +121,104 @@ func sockets(f func(fd, port, other int)) error {
 	return nil
 }
 
-// shut has the kernel drop what comes to a port of this process from others than the config's. strangers says that somebody has come before.
-// Some kernels let only privileged processes do that. There the port stays open, which SECURITY.md says.
-func shut(port int, cfg *rails.Config) (strangers bool, err error) {
+// guard has a listener of this process at the address of each of UCX's. Nobody accepts what connects with it.
+type guard []int
+
+// shut has the kernel bring those who connect with a port of this process to the guard, but for the config's. strangers says that somebody has
+// come before. A filter of the listener's own would do that too, but newer kernels let only those with CAP_NET_ADMIN filter a socket of TCP (6.18.44
+// does so; UDP and Unix sockets take the same program), and every process may say which listener of its port has a connection (Linux 4.6).
+func shut(port int, cfg *rails.Config) (g guard, strangers bool, err error) {
 	if !cfg.Interface.IsValid() {
-		return false, nil
+		return nil, false, nil
 	}
-	program := filter(cfg.From)
 	serr := sockets(func(fd, own, _ int) {
 		if own != port || err != nil {
 			return
 		}
 		if listens, lerr := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_ACCEPTCONN); lerr != nil || listens == 0 {
-			strangers = true
 			return
 		}
-		if err = attach(fd, program); err == unix.EPERM {
-			err = nil
-		} else if err != nil {
-			err = fmt.Errorf("ucx: %w: shut port %d: %w", ErrUnavailable, port, err)
+		var s int
+		if s, err = guarding(fd, cfg.From); err == nil {
+			g = append(g, s)
 		}
 	})
 	if err == nil {
 		err = serr
 	}
-	return strangers, err
+	if err == nil {
+		strangers, err = connected(port)
+	}
+	if err != nil {
+		g.close()
+		return nil, false, fmt.Errorf("ucx: %w: shut port %d: %w", ErrUnavailable, port, err)
+	}
+	return g, strangers, nil
 }
 
-// filter is a program for the kernel that takes packets from these addresses only.
-func filter(from []netip.Addr) []unix.SockFilter {
+// guarding makes a listener at another's address, and has the other take connections from these addresses only.
+func guarding(other int, from []netip.Addr) (fd int, err error) {
+	at, err := unix.Getsockname(other)
+	if err != nil {
+		return -1, err
+	}
+	family, err := unix.GetsockoptInt(other, unix.SOL_SOCKET, unix.SO_DOMAIN)
+	if err != nil {
+		return -1, err
+	}
+	if fd, err = unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0); err != nil {
+		return -1, err
+	}
+	err = cmp.Or(
+		unix.SetsockoptInt(other, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1),
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEPORT, 1),
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, 1), // the kernel takes its least
+		unix.Bind(fd, at),
+		unix.Listen(fd, 1),
+		choose(fd, from),
+	)
+	if err != nil {
+		unix.Close(fd)
+		return -1, err
+	}
+	return fd, nil
+}
+
+// choose has the kernel bring connections from these addresses to the first listener of the port of fd, and all others to the second.
+func choose(fd int, from []netip.Addr) error {
+	const first, second = 0, 1
+	return attach(fd, unix.SO_ATTACH_REUSEPORT_CBPF, filter(from, first, second))
+}
+
+// connected says whether there are connections with a port of this process, also some that nobody has accepted yet.
+func connected(port int) (bool, error) {
+	const timeWait, listen = "06", "0A"
+	for _, name := range []string{"tcp", "tcp6"} {
+		table, err := os.ReadFile("/proc/self/net/" + name)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // without IPv6
+		} else if err != nil {
+			return false, err
+		}
+		for line := range strings.Lines(string(table)) {
+			f := strings.Fields(line) // number, own address, the other's, state
+			if len(f) > 3 && strings.HasSuffix(f[1], fmt.Sprintf(":%04X", port)) && f[3] != timeWait && f[3] != listen {
+				return true, nil
+			}
+		}
+	}
+	return false, nil
+}
+
+func (g guard) close() {
+	for _, fd := range g {
+		_ = unix.Close(fd)
+	}
+}
+
+// filter is a program for the kernel that says theirs of packets from these addresses, and others of all others.
+func filter(from []netip.Addr, theirs, others uint32) []unix.SockFilter {
 	const network = ^uint32(0x100000) + 1 // where the header of IP begins, SKF_NET_OFF
-	const accept, drop = 0xffffffff, 0
 	load := func(at uint32) unix.SockFilter {
 		return unix.SockFilter{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: network + at}
 	}
@@ -168,9 +238,9 @@ func filter(from []netip.Addr) []unix.SockFilter {
 		for i := range words {
 			program = append(program, load(source+4*uint32(i)), equal(binary.BigEndian.Uint32(b[4*i:]), 2*(words-i)-1))
 		}
-		program = append(program, end(accept))
+		program = append(program, end(theirs))
 	}
-	return append(program, end(drop))
+	return append(program, end(others))
 }
 
 // admits says who is let in.
@@ -181,24 +251,29 @@ func admits(cfg *rails.Config) string {
 	return fmt.Sprintf(" on the interface of %v, for %v", cfg.Interface, cfg.From)
 }
 
-func attach(fd int, program []unix.SockFilter) error {
+func attach(fd, option int, program []unix.SockFilter) error {
 	prog := unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]}
-	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &prog)
+	return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, option, &prog)
 }
 
-// seal has the kernel drop all that still comes to a port of this process, and from ports of others.
-func seal(port int, others []int) {
+// seal brings all who still connect to the guard, and has the kernel drop what comes over the connections that stand, where it lets this process.
+func seal(port int, others []int, g guard) {
+	for _, fd := range g {
+		_ = choose(fd, nil)
+	}
+	const drop = 0
 	_ = sockets(func(fd, own, other int) {
 		if own == port || slices.Contains(others, other) {
-			_ = attach(fd, filter(nil))
+			_ = attach(fd, unix.SO_ATTACH_FILTER, filter(nil, drop, drop))
 		}
 	})
 }
 
-// cut ends the TCP connections of a port of this process, and those with ports of others.
+// cut ends the TCP connections of a port of this process, and those with ports of others. The listener stays: UCX 1.13.1 closes one that is shut
+// down, and still has its number among those that it looks after, so that no more UCX opens in this process once another descriptor has it.
 func cut(port int, others []int) {
 	_ = sockets(func(fd, own, other int) {
-		if own == port || slices.Contains(others, other) {
+		if own == port && other != 0 || slices.Contains(others, other) {
 			_ = unix.Shutdown(fd, unix.SHUT_RDWR)
 		}
 	})

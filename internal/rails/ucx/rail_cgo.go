@@ -42,7 +42,9 @@ type Rail struct {
 
 	efd         int32
 	port        int
-	bell        int // a semaphore: something has landed, or the rail is over, while a rank slept
+	guard       guard
+	quit        func() // ends UCX, for Close
+	bell        int    // a semaphore: something has landed, or the rail is over, while a rank slept
 	interrupted atomic.Bool
 	ended       chan struct{} // the goroutine has
 	told        atomic.Bool   // peers may connect
@@ -64,7 +66,7 @@ type Rail struct {
 // Open opens UCX and makes a rank's end of a rail.
 func Open(cfg rails.Config) (rails.Rail, error) {
 	why := make([]byte, 1024)
-	r, port, err := open(&cfg, why)
+	r, port, guard, err := open(&cfg, why)
 	if err != nil {
 		return nil, err
 	}
@@ -73,30 +75,36 @@ func Open(cfg rails.Config) (rails.Rail, error) {
 	address := make([]byte, maxAddress)
 	var n C.size_t
 	if C.swu_address(r, unsafe.Pointer(&address[0]), C.size_t(len(address)), &n, (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why))) != 0 {
-		C.swu_close(r)
+		end(r, guard)
 		return nil, fmt.Errorf("ucx: %w: %s", ErrUnavailable, text(why))
 	}
 	bell, err := unix.Eventfd(0, unix.EFD_NONBLOCK|unix.EFD_CLOEXEC|unix.EFD_SEMAPHORE)
 	if err != nil {
-		C.swu_close(r)
+		end(r, guard)
 		return nil, fmt.Errorf("ucx: eventfd: %w", err)
 	}
 	version := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, uint32(major)), uint32(minor))
 	version = binary.LittleEndian.AppendUint32(version, uint32(port))
 	rail := &Rail{cfg: cfg, r: r, address: append(version, address[:n]...), ended: make(chan struct{}),
-		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port}
+		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port, guard: guard, quit: func() { end(r, guard) }}
 	go rail.attend()
 	return rail, nil
+}
+
+// end ends UCX, and then takes the guard away.
+func end(r *C.swu_rail, g guard) {
+	C.swu_close(r)
+	g.close()
 }
 
 // opening is held while UCX reads the environment.
 var opening sync.Mutex
 
 // open makes the end at a port that is free, and shuts it to all but the ranks of other hosts.
-func open(cfg *rails.Config, why []byte) (r *C.swu_rail, port int, err error) {
+func open(cfg *rails.Config, why []byte) (r *C.swu_rail, port int, g guard, err error) {
 	devices, err := devicesOf(cfg.Interface)
 	if err != nil {
-		return nil, 0, err
+		return nil, 0, nil, err
 	}
 	var names *C.char
 	if devices != "" {
@@ -107,7 +115,7 @@ func open(cfg *rails.Config, why []byte) (r *C.swu_rail, port int, err error) {
 	defer opening.Unlock()
 	for range portTries {
 		if port, err = freePort(); err != nil {
-			return nil, 0, err
+			return nil, 0, nil, err
 		}
 		code := C.swu_open(&r, C.uint32_t(cfg.Rank), C.uint32_t(cfg.Size), C.uint64_t(cfg.Key), unsafe.Pointer(unsafe.SliceData(cfg.Segment)),
 			C.int64_t(len(cfg.Segment)), names, C.unsigned(port), (*C.char)(unsafe.Pointer(&why[0])), C.size_t(len(why)))
@@ -119,21 +127,21 @@ func open(cfg *rails.Config, why []byte) (r *C.swu_rail, port int, err error) {
 		case -2: // somebody else may have taken the port meanwhile
 			continue
 		default:
-			return nil, 0, err
+			return nil, 0, nil, err
 		}
-		strangers, err := shut(port, cfg)
+		g, strangers, err := shut(port, cfg)
 		if err == nil && !strangers {
-			return r, port, nil
+			return r, port, g, nil
 		}
-		C.swu_close(r)
+		end(r, g)
 		if err != nil {
-			return nil, 0, err
+			return nil, 0, nil, err
 		}
 	}
 	if err == nil {
 		err = fmt.Errorf("ucx: %w: strangers connect with each port before it is shut to them", ErrUnavailable)
 	}
-	return nil, 0, err
+	return nil, 0, nil, err
 }
 
 func text(b []byte) string {
@@ -511,7 +519,7 @@ func (r *Rail) Close() error {
 	if told := r.told.Load(); !stands || told && len(r.theirs) == 0 && r.cfg.Size > 1 {
 		// Connections are being made, perhaps, and UCX 1.13.1 aborts the process that ends then. So it stays: bytes land in calls of UCX
 		// only, of which there are no more. The memory that it reads stays pinned.
-		seal(r.port, r.theirs)
+		seal(r.port, r.theirs, r.guard)
 		err := unix.Close(r.bell)
 		if !stands {
 			err = errors.Join(errors.New("ucx: close: a connection has not come about, and UCX keeps its memory"), err)
@@ -520,7 +528,7 @@ func (r *Rail) Close() error {
 	}
 	ended := make(chan struct{})
 	go func() {
-		C.swu_close(own)
+		r.quit()
 		close(ended)
 	}()
 	select {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"os/exec"
 	"testing"
 	"time"
 
@@ -33,6 +34,15 @@ func TestVersionsMustAgree(t *testing.T) {
 	require.ErrorContains(t, err, "rank 0 has UCX 1.")
 	require.ErrorContains(t, err, ", rank 1 has UCX 1.")
 	require.Error(t, ends[0].Connect(1, nil))
+}
+
+// UCX with a log for developers does not end a process that opens it again.
+func TestUCXWithALogOpensTwice(t *testing.T) {
+	need(t)
+	cmd := exec.Command(os.Args[0], "-test.run=^TestVersionsMustAgree$")
+	cmd.Env = append(os.Environ(), "UCX_LOG_LEVEL=debug")
+	out, err := cmd.CombinedOutput()
+	require.NoError(t, err, "%s", out[max(0, len(out)-4000):])
 }
 
 // Ranks that have connected meet. One that is not there, or has not connected, is named when the time is over, and not before.

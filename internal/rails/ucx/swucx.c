@@ -91,7 +91,9 @@ int swu_open(swu_rail **out, uint32_t rank, uint32_t size, uint64_t key, void *s
 {
 	*out = NULL;
 	quiet();
-	void *lib = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
+	// It stays when the last rail closes: a libucs that is loaded again where the variables ask for its log reads
+	// what it had before.
+	void *lib = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
 	if (lib == NULL) {
 		const char *e = dlerror();
 		FAIL("%s (Debian: libucx0, PyPI: libucx-cu12)", e != NULL ? e : "libucp.so.0 cannot be opened");

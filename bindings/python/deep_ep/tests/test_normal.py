@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 
 import pytest
+import switchyard
 import torch
 import torch.distributed as dist
 from layers import HIDDEN, TOP_K, applied, dispatched, routing, want
@@ -73,6 +76,30 @@ def keeps(rank, size):
 
 def test_one_rank_keeps_all_results(gloo):
     gloo.run(keeps)
+
+
+def copied(rank, size):
+    """A copy of a module that holds a buffer has the same one, and a handle is its own copy. Neither goes into a file."""
+    normal, elastic = buffer_of(), deep_ep.ElasticBuffer(dist.group.WORLD, num_max_tokens_per_rank=64, hidden=HIDDEN)
+    hybrid = deep_ep.HybridEPBuffer(dist.group.WORLD, HIDDEN, 64, 4)
+    x, idx, weights = routing(rank, size, 5 + rank)
+    rows, indices, beside, _, handle, _ = dispatched(normal, x, idx, weights)
+    _, _, _, other, _ = elastic.dispatch(x, idx, weights, None, 4 * size, 64)
+    model = torch.nn.Linear(2, 2)
+    model.buffers_of_ranks = (normal, elastic, hybrid)
+    twin = torch.optim.swa_utils.AveragedModel(model).module
+    assert all(a is b for a, b in zip(twin.buffers_of_ranks, model.buffers_of_ranks))
+    y, _, _ = twin.buffers_of_ranks[0].combine(applied(rows, indices, beside, rank, size), copy.deepcopy(handle))
+    torch.testing.assert_close(y, want(x, idx, weights, size), rtol=1e-4, atol=1e-5)
+    for thing in (normal, elastic, hybrid, handle, other):
+        with pytest.raises(switchyard.errors.InvalidType, match=r"lives in its process, and cannot be pickled.*state_dict"):
+            torch.save(thing, io.BytesIO())
+    for buffer in model.buffers_of_ranks[:2]:
+        buffer.destroy()
+
+
+def test_copies_of_what_holds_a_buffer(gloo):
+    gloo.run(copied)
 
 
 def grows(rank, size):

@@ -21,8 +21,8 @@ def send(tensor: Memory, dst: int, group: Group = None, tag: int = 0) -> None:
 
     Ranks are numbered as ``torch.distributed`` does it: by the process group ``WORLD`` where the group is torch's, and by the
     group where it is a :class:`switchyard.Communicator`. Ranks that disagree on the size both get both sizes
-    (:class:`switchyard.errors.Mismatch`), a sender that had returned from its next send to that rank. A message that nobody
-    receives is a :class:`switchyard.errors.TimedOut` that says which tags are waited for.
+    (:class:`switchyard.errors.Mismatch`), a sender that had returned from its next send to that rank. Their data types are not
+    compared. A message that nobody receives is a :class:`switchyard.errors.TimedOut` that says which tags are waited for.
     """
     _one(False, tensor, dst, group, tag, False)
 

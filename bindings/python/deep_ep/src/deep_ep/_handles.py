@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from switchyard._core.arguments import Bound
 from torch import Tensor
 
 from ._results import Result, Routing, ranks_of
 
 
-class Parts:
+class Parts(Bound):
     """A sequence whose parts are made once, when they are read."""
 
     _length = 0

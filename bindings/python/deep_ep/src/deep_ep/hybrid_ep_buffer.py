@@ -8,6 +8,7 @@ from typing import Any, Optional
 
 import torch
 from switchyard import errors
+from switchyard._core.arguments import Bound
 from torch import Tensor
 
 from . import _checks as checks
@@ -68,7 +69,7 @@ class HybridHandle(Parts):
         return self.slots, self.found, self.routing.kept.memory
 
 
-class HybridEPBuffer:
+class HybridEPBuffer(Bound):
     """Dispatch and combine for a group of ranks, with rows by expert. Memory is taken by calls, as they need it, together with
     all ranks."""
 

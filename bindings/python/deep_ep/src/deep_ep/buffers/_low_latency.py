@@ -7,6 +7,7 @@ from typing import Any, Callable, Optional
 
 import torch
 from switchyard import errors
+from switchyard._core.arguments import Bound
 from torch import Tensor
 
 from .. import _checks as checks
@@ -20,7 +21,7 @@ from ..utils.sizes import ALIGNMENT, align
 Hook = Optional[Callable[[], Any]]
 
 
-class FewTokens:
+class FewTokens(Bound):
     """Dispatch and combine of few tokens. Two results can be held at a time: later ones take their memory."""
 
     group: Any

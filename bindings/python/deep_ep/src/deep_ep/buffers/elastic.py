@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import torch
 from switchyard import errors
+from switchyard._core.arguments import Bound
 from torch import Tensor
 
 from .. import _checks as checks
@@ -20,7 +21,7 @@ from . import _expand
 from .legacy import checked
 
 
-class EPHandle:
+class EPHandle(Bound):
     """Where the tokens of a dispatch went, and what this rank got.
 
     - ``psum_num_recv_tokens_per_expert``: [local experts], where the rows of each end: with do_expand its last row, else
@@ -103,7 +104,7 @@ class EPHandle:
         return torch.where(idx < 0, -1, places(inside).gather(1, rank))
 
 
-class ElasticBuffer:
+class ElasticBuffer(Bound):
     """Dispatch and combine for a group of ranks. Memory is taken by calls, as they need it, together with all ranks."""
 
     def __init__(
