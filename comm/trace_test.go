@@ -3,6 +3,7 @@ package comm
 import (
 	"flag"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,6 +14,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/switchyard-moe/switchyard/observe"
 )
 
 // Traces are the protocols of this package as text, under testdata. A trace is
@@ -138,6 +141,7 @@ func runTraces(t *testing.T, dir string, world func(t *testing.T, tr *tracer) tr
 	paths, err := filepath.Glob(filepath.Join("testdata", dir, "*.txt"))
 	require.NoError(t, err)
 	require.NotEmpty(t, paths)
+	observe.Listen(slog.New(slog.DiscardHandler)) // opened in a bubble, the socket's goroutine would never let it rest
 	for _, path := range paths {
 		t.Run(strings.TrimSuffix(filepath.Base(path), ".txt"), func(t *testing.T) {
 			text, err := os.ReadFile(path)
