@@ -153,6 +153,14 @@ func TestATakenPortIsTold(t *testing.T) {
 	require.Equal(t, 2, tries)
 }
 
+// Ranks that have all come are not said to be missing while they connect to each other.
+func TestNobodyIsMissingWhenAllHaveCome(t *testing.T) {
+	h := &host{slots: []memberSlot{{phase: slotPresent}, {phase: slotPresent}}}
+	ranks, what := h.missing()
+	require.Empty(t, ranks)
+	require.Equal(t, "all ranks have come, and not all have connected to each other", what)
+}
+
 func TestListenNamesMissingRanks(t *testing.T) {
 	var ls []*Listener
 	var addrs []string

@@ -82,30 +82,31 @@ func joins(waiting []Join) (all []Finding) {
 		if first.Rank == 0 {
 			missing = first.Missing
 		}
-		text := fmt.Sprintf("group %s of %d ranks has not met at %s after %.1fs: %s waited for", first.Group, first.Size, first.At, longest.Seconds, waitedFor(missing))
 		var here []int
+		var who []string
+		if len(missing) > 0 {
+			who = append(who, waitedFor(missing))
+		}
 		for _, w := range waiting[from:to] {
 			if !slices.Contains(missing, w.Rank) {
 				here = append(here, w.Rank)
 			}
 		}
 		if len(here) > 0 {
-			text += fmt.Sprintf("; %s here", severalWait(here))
+			who = append(who, severalWait(here)+" here")
 		}
-		all = append(all, Finding{"", missing, "joining", fmt.Sprintf("%s. %s", text, first.What)})
+		text := fmt.Sprintf("group %s of %d ranks has not met at %s after %.1fs: %s. %s", first.Group, first.Size, first.At, longest.Seconds, strings.Join(who, "; "), first.What)
+		all = append(all, Finding{"", missing, "joining", text})
 		from = to
 	}
 	return all
 }
 
 func waitedFor(ranks []int) string {
-	switch len(ranks) {
-	case 0:
-		return "no rank is"
-	case 1:
-		return severalRanks(ranks) + " is"
+	if len(ranks) == 1 {
+		return severalRanks(ranks) + " is waited for"
 	}
-	return severalRanks(ranks) + " are"
+	return severalRanks(ranks) + " are waited for"
 }
 
 func severalWait(ranks []int) string {
