@@ -60,7 +60,8 @@ type Config struct {
 	Launcher string
 	// Secret, when set, must be proven by every rank that joins, without being
 	// revealed. It should have the strength of a key, 16 random bytes or more:
-	// who listens to a join can try guesses on what it heard.
+	// who listens to a join can try guesses on what it heard. Without it rank 0 of a
+	// group on several hosts warns, also on standard error where there is no Logger.
 	Secret []byte
 
 	// JoinTimeout bounds the join. Default 2 minutes.

@@ -73,10 +73,10 @@ func readHello(r io.Reader) (hello, []byte, error) {
 	raw := make([]byte, helloHead)
 	// The magic first: a stranger may not send more, and wait.
 	if _, err := io.ReadFull(r, raw[:8]); err != nil {
-		return hello{}, nil, fmt.Errorf("no hello: %w", noEOF(err))
+		return hello{}, nil, fmt.Errorf("%w: %w", errNoHello, noEOF(err))
 	}
 	if [8]byte(raw[:8]) != helloMagic {
-		return hello{}, nil, fmt.Errorf("%w hello: it begins with %q", errMalformed, raw[:8])
+		return hello{}, nil, fmt.Errorf("%w: it begins with %q", errNotHello, raw[:8])
 	}
 	if _, err := io.ReadFull(r, raw[8:]); err != nil {
 		return hello{}, nil, fmt.Errorf("half a hello: %w", noEOF(err))

@@ -7,7 +7,9 @@ import (
 	"encoding/hex"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -38,6 +40,20 @@ func parseAddress(text string) (address, error) {
 		return address{words[0], words[1], words[2]}, nil
 	}
 	return address{}, fmt.Errorf("%w address %q", errMalformed, text)
+}
+
+// warnOfStrangers has rank 0 of a group on several hosts say where it has no secret: on standard error if nobody has asked for a log, as those who
+// do not know of the secret have not.
+func (g *Group) warnOfStrangers(cfg *Config) {
+	if g.rank != 0 || g.topology.Hosts == 1 || len(cfg.Secret) > 0 || cfg.epoch > 0 {
+		return
+	}
+	const text = "ranks on several hosts have no secret: whoever reaches the port of rank 0 while they join can be one of them; set SWITCHYARD_SECRET to the same random text on all hosts"
+	if g.log.Enabled(context.Background(), slog.LevelWarn) {
+		g.log.Warn(text, "group", g.name)
+	} else {
+		fmt.Fprintf(os.Stderr, "switchyard: group %s: %s\n", g.name, text)
+	}
 }
 
 // hostDigest is short, and different for different hosts.

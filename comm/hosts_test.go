@@ -3,6 +3,7 @@ package comm
 import (
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -32,6 +33,35 @@ func TestTopology(t *testing.T) {
 	one := newTopology([]int{4, 4, 4}, 2)
 	require.Equal(t, []int{1, 3, 0, 2}, []int{one.Hosts, one.PerHost, one.Host, one.Local})
 	require.Equal(t, []int{0, 2, 2, -1}, []int{one.HostOf(2), one.LocalOf(2), one.RankOf(0, 2), one.RankOf(0, 3)})
+}
+
+// Rank 0 of a group on several hosts without a secret warns once, whoever has asked for a log.
+func TestAGroupOnSeveralHostsWithoutASecretWarns(t *testing.T) {
+	const text = "ranks on several hosts have no secret"
+	for _, c := range []struct {
+		secret  string
+		perHost int
+		warns   int
+	}{{"", 1, 1}, {"sesame", 1, 0}, {"", 2, 0}} {
+		var log lockedBuffer
+		for _, g := range startHosts(t, 2, c.perHost, Config{Secret: []byte(c.secret), Logger: newTestLogger(&log)}) {
+			require.NoError(t, g.Close())
+		}
+		require.Equal(t, c.warns, strings.Count(log.String(), text), "%+v: %s", c, log.String())
+	}
+	read, write, err := os.Pipe()
+	require.NoError(t, err)
+	old := os.Stderr
+	os.Stderr = write
+	gs := startHosts(t, 2, 1, Config{})
+	os.Stderr = old
+	require.NoError(t, write.Close())
+	said, err := io.ReadAll(read)
+	require.NoError(t, err)
+	require.Regexp(t, `^switchyard: group world: `+text+`.*SWITCHYARD_SECRET.*\n$`, string(said))
+	for _, g := range gs {
+		require.NoError(t, g.Close())
+	}
 }
 
 // Home and Rail are of the right ranks, work, and are closed with their group.

@@ -132,6 +132,35 @@ func TestJoinNamesMissingRanks(t *testing.T) {
 	requireNoGoroutines(t)
 }
 
+// Those who look on learn that the port is taken while rank 0 waits for it.
+func TestATakenPortIsTold(t *testing.T) {
+	cfg := Config{Size: 2, Addr: "127.0.0.1:29431"}
+	require.NoError(t, cfg.validate())
+	m := newMeeting(&cfg, "", func(error) {})
+	m.dial = func(context.Context) (net.Conn, error) { return nil, syscall.ECONNREFUSED }
+	tries := 0
+	m.listen = func(context.Context) (net.Listener, error) {
+		if tries++; tries == 1 {
+			return nil, syscall.EADDRINUSE
+		}
+		ranks, what := m.lacks()
+		require.Equal(t, []int{0}, ranks)
+		require.Equal(t, "rank 0 cannot listen there: address already in use", what)
+		return nil, net.ErrClosed
+	}
+	_, err := m.takePort(t.Context())
+	require.ErrorIs(t, err, net.ErrClosed)
+	require.Equal(t, 2, tries)
+}
+
+// Ranks that have all come are not said to be missing while they connect to each other.
+func TestNobodyIsMissingWhenAllHaveCome(t *testing.T) {
+	h := &host{slots: []memberSlot{{phase: slotPresent}, {phase: slotPresent}}}
+	ranks, what := h.missing()
+	require.Empty(t, ranks)
+	require.Equal(t, "all ranks have come, and not all have connected to each other", what)
+}
+
 func TestListenNamesMissingRanks(t *testing.T) {
 	var ls []*Listener
 	var addrs []string

@@ -2,10 +2,12 @@ package comm_test
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 )
 
 // A group whose ranks outlive a loss works in shared memory without the rank, and its next call fails with the loss on all of them.
@@ -54,4 +56,30 @@ func TestALossFailsAGroupThatNeedsTheRank(t *testing.T) {
 		stop()
 		require.NoError(t, groups[0].Close())
 	}
+}
+
+// A group that has failed waits at its Close for those who want to see that, with all that it has told: once, and where it is the last of its
+// rank's groups.
+func TestTheEndOfAFailedGroupIsSeen(t *testing.T) {
+	groups, err := comm.Local(2, comm.LocalOptions{})
+	require.NoError(t, err)
+	g := groups[0]
+	rank, _ := g.Flight()
+	var seen []int
+	flight.OnEnd(time.Minute, func(r *flight.Rank) {
+		if r == rank {
+			require.Contains(t, flight.Ranks(), r)
+			seen = append(seen, r.State(false).Last.Culprit)
+		}
+	})
+	groups[1].Kill()
+	<-g.Done()
+	alone, err := g.Shrink(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, g.Close())
+	require.Empty(t, seen)
+	require.NoError(t, alone.Close())
+	require.NoError(t, alone.Close())
+	require.Equal(t, []int{1}, seen)
+	require.NotContains(t, flight.Ranks(), rank)
 }

@@ -112,6 +112,7 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 		g.Close()
 		return nil, err
 	}
+	g.warnOfStrangers(cfg)
 	cfg.Logger.Info("joined", "group", g.name, "rank", cfg.Rank, "size", cfg.Size)
 	return g, nil
 }

@@ -370,8 +370,14 @@ func (n *node) divide(g *Group) (then []func()) {
 	return then
 }
 
-// unregister forgets a group. With the last group the node says goodbye and stops.
+// unregister forgets a group. With the last group the node says goodbye and stops; what went wrong with it may have to be seen first.
 func (n *node) unregister(g *Group) {
+	n.mu.Lock()
+	over := len(n.groups) == 1 && n.groups[g.id] == g && !n.dead
+	n.mu.Unlock()
+	if over {
+		n.flight.Ends()
+	}
 	n.mu.Lock()
 	if n.groups[g.id] != g {
 		n.mu.Unlock()

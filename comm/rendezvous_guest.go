@@ -22,20 +22,24 @@ type guest struct {
 func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 	var last error
 	said := time.Now()
+	m.waitsFor("rank 0 has not answered there")
 	for wait := 2 * time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
 		s, err := m.visit(ctx)
 		if err == nil {
 			m.waitsFor(fmt.Sprintf("not all %d ranks have come to rank 0", m.cfg.Size))
 			return &guest{meeting: m, s: s}, nil
 		}
+		var refused *errRefused
+		// Rank 0 of another start of the job, or its former self, of an Admit before: it goes.
+		before := (m.cfg.members > 0 || m.cfg.Job != "") && errors.As(err, &refused) && refused.group
+		if before && m.cfg.members == 0 {
+			err = fmt.Errorf("another job, or another start of this one, meets there: %w", err)
+		}
 		m.waitsFor(fmt.Sprintf("rank 0 was not found there: %v", err))
 		var final *finalError
 		if errors.As(err, &final) {
 			return nil, final.err
 		}
-		var refused *errRefused
-		// Rank 0 of another start of the job, or its former self, of an Admit before: it goes.
-		before := (m.cfg.members > 0 || m.cfg.Job != "") && errors.As(err, &refused) && refused.group
 		if errors.Is(err, ErrMismatch) && !before {
 			return nil, err
 		}
@@ -58,7 +62,12 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 // visit tries once to get a slot. Where ctx ends once rank 0 may have given this rank one, it is told: it would wait for one that comes back.
 func (m *meeting) visit(ctx context.Context) (*session, error) {
 	s, err := m.greetHost(ctx, m.me)
-	if err != nil {
+	switch {
+	case errors.Is(err, errNotHello):
+		return nil, fmt.Errorf("another program listens there: %w", err)
+	case errors.Is(err, errNoHello):
+		return nil, fmt.Errorf("another program may listen there, or rank 0 is stopped: %w", err)
+	case err != nil:
 		return nil, err
 	}
 	if _, err := s.examine(m.cfg.version, m.me); err != nil {

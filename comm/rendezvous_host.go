@@ -63,7 +63,8 @@ func newHost(ctx, caller context.Context, m *meeting) (*host, error) {
 }
 
 // takePort waits a little for the port: a rank 0 that joins again may find it
-// still held by its former self, whom it asks to yield it.
+// still held by its former self, whom it asks to yield it. Those who look on learn
+// of others that hold it.
 func (m *meeting) takePort(ctx context.Context) (net.Listener, error) {
 	for deadline := time.Now().Add(portGrace); ; {
 		ln, err := m.listen(ctx)
@@ -73,6 +74,9 @@ func (m *meeting) takePort(ctx context.Context) (net.Listener, error) {
 		if !errors.Is(err, syscall.EADDRINUSE) || time.Now().After(deadline) || !sleep(ctx, 20*time.Millisecond) {
 			return nil, fmt.Errorf("rank 0 cannot listen at %s, which Config.Addr or SWITCHYARD_PORT chooses: %w", m.cfg.Addr, err)
 		}
+		m.mu.Lock()
+		m.lacks = func() ([]int, string) { return []int{0}, fmt.Sprintf("rank 0 cannot listen there: %v", err) }
+		m.mu.Unlock()
 		successor := m.me
 		successor.purpose = toYieldPort
 		short, stop := context.WithTimeout(ctx, yieldGrace)

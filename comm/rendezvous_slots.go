@@ -235,7 +235,10 @@ func (h *host) missing() (ranks []int, what string) {
 			}
 		}
 	}
-	if len(ranks) == 0 {
+	switch {
+	case len(ranks) == 0 && len(silent) == 0:
+		return nil, "all ranks have come, and not all have connected to each other"
+	case len(ranks) == 0:
 		return silent, fmt.Sprintf("ranks %v have come and do not answer (stopped%s?)", silent, where)
 	}
 	return ranks, fmt.Sprintf("ranks %v have not come (not started, ended early, or given another address)", ranks)

@@ -40,6 +40,12 @@ const (
 // errMalformed is what decoders return for bytes no Switchyard would send.
 var errMalformed = errors.New("malformed")
 
+// A stranger says nothing, or something else, in place of a hello.
+var (
+	errNoHello  = errors.New("no hello")
+	errNotHello = fmt.Errorf("%w hello", errMalformed)
+)
+
 type header struct {
 	length int
 	kind   kind

@@ -66,35 +66,47 @@ func jobsOf(ranks []Rank) (jobs []string) {
 	return jobs
 }
 
-// joins says who is missing where ranks wait to make a group: rank 0 knows it. Where it is missing itself the others do.
+// joins says who is missing where ranks wait to make a group: rank 0 knows it. Where it is missing itself, or has found its port taken, the
+// others do.
 func joins(waiting []Join) (all []Finding) {
 	for from := 0; from < len(waiting); {
 		to := from
-		var here []int
-		for ; to < len(waiting) && waiting[to].At == waiting[from].At; to++ {
-			here = append(here, waiting[to].Rank)
-		}
 		first := waiting[from]
+		for to++; to < len(waiting); to++ {
+			if w := waiting[to]; w.At != first.At || w.Group != first.Group || w.Size != first.Size || w.Rank == waiting[to-1].Rank { // of another job
+				break
+			}
+		}
 		longest := slices.MaxFunc(waiting[from:to], func(a, b Join) int { return int((a.Seconds - b.Seconds) * 1e9) })
 		missing := []int{0}
 		if first.Rank == 0 {
 			missing = first.Missing
 		}
-		text := fmt.Sprintf("group %s of %d ranks has not met at %s after %.1fs: %s waited for", first.Group, first.Size, first.At, longest.Seconds, waitedFor(missing))
-		all = append(all, Finding{"", missing, "joining", fmt.Sprintf("%s; %s here. %s", text, severalWait(here), first.What)})
+		var here []int
+		var who []string
+		if len(missing) > 0 {
+			who = append(who, waitedFor(missing))
+		}
+		for _, w := range waiting[from:to] {
+			if !slices.Contains(missing, w.Rank) {
+				here = append(here, w.Rank)
+			}
+		}
+		if len(here) > 0 {
+			who = append(who, severalWait(here)+" here")
+		}
+		text := fmt.Sprintf("group %s of %d ranks has not met at %s after %.1fs: %s. %s", first.Group, first.Size, first.At, longest.Seconds, strings.Join(who, "; "), first.What)
+		all = append(all, Finding{"", missing, "joining", text})
 		from = to
 	}
 	return all
 }
 
 func waitedFor(ranks []int) string {
-	switch len(ranks) {
-	case 0:
-		return "no rank is"
-	case 1:
-		return severalRanks(ranks) + " is"
+	if len(ranks) == 1 {
+		return severalRanks(ranks) + " is waited for"
 	}
-	return severalRanks(ranks) + " are"
+	return severalRanks(ranks) + " are waited for"
 }
 
 func severalWait(ranks []int) string {

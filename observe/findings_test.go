@@ -139,6 +139,23 @@ func TestWhoHasNotJoinedIsNamed(t *testing.T) {
 	require.Equal(t, "group world of 4 ranks has not met at @job after 3.0s: ranks 2 and 3 are waited for; ranks 0 and 1 wait here. ranks [2 3] have not come\n", text)
 	_, text = kindsOf(Merge(State{Joins: []Join{join(1)}}))
 	require.Contains(t, text, "rank 0 is waited for; rank 1 waits here")
+
+	zero.Missing, zero.What = nil, "all ranks have come"
+	_, text = kindsOf(Merge(State{Joins: []Join{join(1)}}, State{Joins: []Join{zero}}))
+	require.Equal(t, "group world of 4 ranks has not met at @job after 3.0s: ranks 0 and 1 wait here. all ranks have come\n", text)
+
+	// Rank 0 finds its port taken, by another job.
+	zero.Missing, zero.What = []int{0}, "rank 0 cannot listen there"
+	other := Join{Group: "world", At: "@job", Size: 2, Seconds: 3, Missing: []int{1}, What: "ranks [1] have not come"}
+	_, text = kindsOf(Merge(State{Joins: []Join{join(1)}}, State{Joins: []Join{zero}}, State{Joins: []Join{other}}))
+	require.Equal(t, "group world of 2 ranks has not met at @job after 3.0s: rank 1 is waited for; rank 0 waits here. ranks [1] have not come\n"+
+		"group world of 4 ranks has not met at @job after 3.0s: rank 0 is waited for; rank 1 waits here. rank 0 cannot listen there\n", text)
+	_, text = kindsOf(Merge(State{Joins: []Join{zero}}))
+	require.Equal(t, "group world of 4 ranks has not met at @job after 3.0s: rank 0 is waited for. rank 0 cannot listen there\n", text)
+	zero.Size = 2
+	_, text = kindsOf(Merge(State{Joins: []Join{other}}, State{Joins: []Join{zero}}))
+	require.Contains(t, text, "rank 1 is waited for; rank 0 waits here. ranks [1] have not come\n")
+	require.Contains(t, text, "rank 0 is waited for. rank 0 cannot listen there\n")
 }
 
 func TestVitalsAreReadFromTheKernel(t *testing.T) {

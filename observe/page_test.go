@@ -33,7 +33,7 @@ type seen struct {
 	Errors, Loaded    []string
 }
 
-// browse has Chromium show a page 420 pixels wide, and returns a function that waits until it sees something.
+// browse has Chromium show a page 390 pixels wide, and returns a function that waits until it sees something.
 func browse(t *testing.T, page http.Handler, dark bool) (address string, until func(what string, see func(s *seen) bool) *seen) {
 	t.Helper()
 	if testing.Short() {
@@ -103,7 +103,9 @@ func TestThePageFollowsAJob(t *testing.T) {
 				require.Contains(t, s.Text, want)
 			}
 			require.Equal(t, 1, strings.Count(s.Text, "layer 7: the busiest rank got 2.00 times the tokens of the mean rank, and 1.10 times with expert 5 from rank 2 to 3, expert 7 from rank 3 to 2"))
-			require.LessOrEqual(t, s.Width, 420, "the page is wider than its window")
+			require.Contains(t, s.Text, "group next of 2 ranks has not met at @next after 3.0s: rank 1 is waited for; rank 0 waits here")
+			require.Regexp(t, `rank 3\t\d+ MiB/s\t\d+ MiB/s\t\d+ MiB/s\t–`, s.Text, "traffic")
+			require.LessOrEqual(t, s.Width, 390, "the page is wider than its window")
 			require.Equal(t, dark, brightness(s.Background) < brightness(s.Color))
 
 			job.change(func() {
@@ -182,6 +184,9 @@ func (j *story) state(*http.Request) (observe.State, error) {
 			Changes: []observe.Change{{At: j.began.Add(time.Duration(r) * time.Millisecond), Group: "world", Layer: "7", Before: 2, After: 1.1, Moves: []observe.Move{{Expert: 5, From: 2, To: 3}, {Expert: 7, From: 3, To: 2}}}},
 			Choices: []float64{2 * float64(n), 2 * float64(n), 5 * float64(n), float64(n)},
 		}
+		for p := range rank.Peers {
+			rank.Peers[p].SentBytes = n << 19 // 500 MiB/s: a wide table
+		}
 		if r == 0 {
 			rank.Waiting = []observe.Waiting{{Group: "world", Operation: "combine", Call: 9, For: 3, Absent: []int{3}, Seconds: 2}}
 		}
@@ -193,7 +198,7 @@ func (j *story) state(*http.Request) (observe.State, error) {
 	if j.other {
 		ranks = append(ranks, observe.Rank{Group: "a", Job: "0000", Size: 1, Pid: 99, Members: []int{0}, Peers: make([]observe.Peer, 1), Operations: []observe.Operation{}})
 	}
-	s := observe.Merge(observe.State{At: time.Now(), Ranks: ranks})
+	s := observe.Merge(observe.State{At: time.Now(), Ranks: ranks, Joins: []observe.Join{{Group: "next", At: "@next", Size: 2, Seconds: 3, Missing: []int{1}}}})
 	s.GPUs = []observe.GPU{
 		{Index: 0, Name: "NVIDIA H200", BusyPercent: 40, MemoryUsedBytes: 5 << 30, MemoryTotalBytes: 140 << 30, TemperatureCelsius: 35, PowerWatts: 200, Links: 18, LinkGigabytesPerSecond: 478,
 			Peers: []observe.GPUPeer{{Index: 1, Links: 18}, {Index: 2, Refused: "the topology does not support it"}}},

@@ -110,7 +110,7 @@ func listen(address string, place int, log *slog.Logger) error {
 	if number != 0 {
 		number += place
 	}
-	hold, err := env.MetricsHold()
+	end, failure, err := env.MetricsHold()
 	if err != nil {
 		return err
 	}
@@ -122,8 +122,9 @@ func listen(address string, place int, log *slog.Logger) error {
 	}
 	log.Info("observe: metrics", "at", "http://"+l.Addr().String()+"/metrics")
 	seen := &scrapes{}
-	if hold > 0 {
-		seen.hold(hold)
+	seen.hold(flight.OnEnd, end)
+	if failure > 0 {
+		seen.hold(flight.OnFailure, failure)
 	}
 	go serve(l, seen, log)
 	return nil
@@ -332,10 +333,10 @@ func (s *scrapes) await(noted time.Time, within time.Duration) {
 	}
 }
 
-// hold holds each failure of a group back until a scrape has seen it.
-func (s *scrapes) hold(within time.Duration) {
+// hold has those who tell of failures, or of their ends, wait until a scrape has seen the last one, once for each.
+func (s *scrapes) hold(on func(time.Duration, func(*flight.Rank)), within time.Duration) {
 	var held sync.Map // faults, by their times
-	flight.OnFailure(within, func(r *flight.Rank) {
+	on(within, func(r *flight.Rank) {
 		at := r.LastFault()
 		if _, again := held.LoadOrStore(at, true); !again && !at.IsZero() {
 			s.await(at, within)

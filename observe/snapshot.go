@@ -259,7 +259,9 @@ func Merge(states ...State) State {
 			all.GPUs = s.GPUs
 		}
 	}
-	slices.SortStableFunc(all.Joins, func(a, b Join) int { return cmp.Or(cmp.Compare(a.At, b.At), a.Rank-b.Rank) })
+	slices.SortStableFunc(all.Joins, func(a, b Join) int {
+		return cmp.Or(cmp.Compare(a.At, b.At), cmp.Compare(a.Group, b.Group), a.Size-b.Size, a.Rank-b.Rank)
+	})
 	slices.SortStableFunc(all.Ranks, func(a, b Rank) int {
 		return cmp.Or(cmp.Compare(a.Group, b.Group), cmp.Compare(a.Job, b.Job), a.Rank-b.Rank)
 	})

@@ -64,6 +64,9 @@ func (s State) ranks(w io.Writer, job string) {
 			}
 			heaps = append(heaps, used)
 		}
+		if len(heaps) == 0 {
+			heaps = []string{"-"}
+		}
 		fmt.Fprintf(t, "%d\t%d\t%d\t%s\t%s\n", r.Rank, r.Pid, calls, waits, strings.Join(heaps, ", "))
 	}
 	_ = t.Flush()

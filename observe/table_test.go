@@ -33,6 +33,7 @@ func TestTablesFit80Columns(t *testing.T) {
 	}
 	require.Greater(t, rows, 8)
 	require.Contains(t, b.String(), "job other 01234567\n")
+	require.Regexp(t, `(?m)^0 +0 +0 +- +-$`, b.String(), "a rank without a heap")
 }
 
 func TestProgramsHaveNames(t *testing.T) {

@@ -30,9 +30,9 @@
 // The output of ranks appears line by line behind a prefix with the rank's number. A program that a rank leaves behind keeps
 // nobody: its output ends once it was silent for 200 ms in all, or has printed 4 MiB.
 //
-// The first rank that fails ends all: the others get SIGTERM where they have not ended 2 seconds later, with an error of their own, and
-// SIGKILL when the time of -grace is over. The exit code is that of the first rank that failed, 128 and the signal's number if a signal
-// ended it.
+// The first rank that fails ends all: the others get SIGTERM where they have not ended 2 seconds later, 17 with SWITCHYARD_METRICS, with an
+// error of their own, and SIGKILL when the time of -grace is over. The exit code is that of the first rank that failed, 128 and the
+// signal's number if a signal ended it.
 //
 // SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to all ranks, but for SIGHUP under nohup. Ranks that have not ended when the
 // time of -grace is over get SIGKILL. A second SIGINT kills them at once. Then the exit code is 128 and the number of the first

@@ -31,8 +31,8 @@ func forwarded() []os.Signal {
 }
 
 const (
-	// How long the others of a rank that failed may take to end with an error of their own, and to leave their calls (SWITCHYARD_DUMP), besides
-	// what SWITCHYARD_METRICS_HOLD says.
+	// How long the others of a rank that failed may take to end with an error of their own, and to leave their calls (SWITCHYARD_DUMP). With
+	// SWITCHYARD_METRICS they may also wait for a scrape.
 	lastWords = 2 * time.Second
 	// How long ranks that were told to end may take before we say for whom we wait.
 	patience = time.Second
@@ -48,10 +48,11 @@ const (
 
 const signalsHelp = `
 The first rank that fails ends all: the others get SIGTERM where they have not
-ended 2 seconds later. SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGQUIT are passed
-on. In both cases, ranks that are left after the time of -grace are killed. A
-second SIGINT kills them at once. The exit code is that of the first rank that
-failed, or 128 and the number of the signal if ranks had to be killed after it.
+ended 2 seconds later, or 17 with SWITCHYARD_METRICS. SIGINT (Ctrl-C), SIGTERM,
+SIGHUP and SIGQUIT are passed on. In both cases, ranks that are left after the
+time of -grace are killed. A second SIGINT kills them at once. The exit code is
+that of the first rank that failed, or 128 and the number of the signal if ranks
+had to be killed after it.
 `
 
 func run(args []string, stdout, stderr io.Writer) int {

@@ -121,7 +121,10 @@ func (w *world) fail(code int, printed <-chan struct{}, format string, args ...a
 	}
 	w.code = code
 	if w.alive > 0 && w.told == 0 {
-		hold, _ := env.MetricsHold() // ranks say what is wrong with it
+		ends, hold, _ := env.MetricsHold() // ranks say what is wrong with it
+		if env.Metrics() != "" {
+			hold = ends
+		}
 		w.end = time.After(lastWords + hold)
 		format += "; ending the others"
 	}

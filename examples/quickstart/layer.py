@@ -23,7 +23,7 @@ router = layers.Router(HIDDEN, EXPERTS, TOP_K, device=device)
 layer = layers.MoE(tokens, INNER, router=router, shared=INNER)
 
 x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
-y = layer(x)  # or layer(x, idx, weights), where the caller routes
+y = layer(x)  # or layer(x, experts, weights), where the caller routes
 y.float().square().mean().backward()
 print(f"rank {dist.get_rank()}:", *(f"{name} {p.grad.norm().item():.3f}" for name, p in layer.named_parameters()))
 

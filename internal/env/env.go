@@ -5,6 +5,7 @@
 package env
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"log/slog"
@@ -107,7 +108,7 @@ func known() []Variable {
 		{Name: sockets, Default: "none", Meaning: "A folder that all ranks of a host have mounted, for their sockets. Ranks that share it are on one host, also in pods of their own."},
 		{Name: debug, Default: "silent", Meaning: "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},
 		{Name: metrics, Default: "none", Meaning: "Where metrics can be had: :9400 is a port on this host's loopback, plus the local rank; 0.0.0.0:9400 serves other hosts too; a path names a file for node_exporter."},
-		{Name: metricsHold, Default: "0", Meaning: "How long a group that has failed holds its error back until the port of SWITCHYARD_METRICS has been scraped, such as 15s: for programs that end on the error. Nothing is held back where nobody has scraped before."},
+		{Name: metricsHold, Default: "15s, when it is closed", Meaning: "How long a group that has failed, and that no other goes on from, waits until the port of SWITCHYARD_METRICS has been scraped: when it is closed, or Python ends. Where this is set it holds back its error too, for programs that end on that without closing it. Nothing waits where nobody has scraped before."},
 		{Name: status, Default: "1", Meaning: "0 closes the socket by which switchyard status and switchyard dump ask a process of the same user, and serves no metrics."},
 		{Name: dump, Default: "none", Meaning: "A folder for dumps: when a group fails, or a call so that its communicator can only be closed, every process writes the last calls of its ranks there, as JSON lines and for torch's analyzer of flight records."},
 		{Name: nvtx, Default: "0", Meaning: "1 puts an NVTX range around every call, so that Nsight Systems shows it by name. Its payload is the bytes of the input."},
@@ -129,8 +130,14 @@ func Secret() string { return os.Getenv(secret) }
 // Metrics says where metrics are to be had, empty where nowhere.
 func Metrics() string { return strings.TrimSpace(os.Getenv(metrics)) }
 
-// MetricsHold is how long a failure waits for a scrape.
-func MetricsHold() (time.Duration, error) { return duration(metricsHold) }
+// endHold is how long the end of a group that has failed waits for a scrape where nobody has said.
+const endHold = 15 * time.Second
+
+// MetricsHold is how long a group that has failed waits for a scrape at its end, and how long before it tells its error.
+func MetricsHold() (end, failure time.Duration, err error) {
+	failure, err = duration(metricsHold)
+	return cmp.Or(failure, endHold), failure, err
+}
 
 // Status reports whether a process shows what its ranks do.
 func Status() bool { return strings.TrimSpace(os.Getenv(status)) != "0" }

@@ -119,9 +119,24 @@ func (r *Rank) Failed(kind string, culprit int, silent time.Duration, err error)
 }
 
 // Tell tells those who called OnFailure, and waits for them: whoever learns of the failure next may end the process.
-func (r *Rank) Tell() {
+func (r *Rank) Tell() { r.tell(func() []listener { return process.told }) }
+
+// Ends tells those who called OnEnd, and waits for them, that the rank leaves its group, where that has failed and it has not gone on since.
+func (r *Rank) Ends() {
+	r.mu.Lock()
+	over := r.past.hurt && !r.passed
+	r.mu.Unlock()
+	if over {
+		r.tell(func() []listener { return process.ends })
+	}
+}
+
+func (r *Rank) tell(whom func() []listener) {
+	process.Lock()
+	listeners := slices.Clone(whom())
+	process.Unlock()
 	var all sync.WaitGroup
-	for _, t := range told() {
+	for _, t := range listeners {
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
@@ -139,12 +154,6 @@ func (r *Rank) Tell() {
 
 // Broke tells those who called OnFailure, and waits for them, that a call has left the communicator broken.
 func (c *Recorder) Broke() { c.r.Tell() }
-
-func told() []listener {
-	process.Lock()
-	defer process.Unlock()
-	return slices.Clone(process.told)
-}
 
 func (h *history) add(f Failure) {
 	if len(h.failures) == Past {

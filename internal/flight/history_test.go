@@ -98,3 +98,20 @@ func TestARankSucceedsAnother(t *testing.T) {
 	require.Equal(t, []any{1, []int{0, 1}, 0}, []any{s.Epoch, s.Members, len(s.Past)})
 	require.Equal(t, 1, old.Epoch())
 }
+
+// A rank tells its end where its group has failed and nothing has gone well since: it has not shrunk, and no other rank has its place.
+func TestARankThatAFailureEndsTellsIt(t *testing.T) {
+	var told []*Rank
+	OnEnd(time.Minute, func(r *Rank) { told = append(told, r) })
+	defer func() { process.ends = nil }()
+	well, over, healed, passed := New(0, 3), New(0, 3), New(0, 3), New(0, 3)
+	for _, r := range []*Rank{over, healed, passed} {
+		r.Failed("lost", 2, 0, errGone)
+	}
+	call(healed.Recorder("world/survivors", 64, []int{0, 1}, "host"), nil)
+	New(0, 3).Succeeds(passed)
+	for _, r := range []*Rank{well, over, healed, passed} {
+		r.Ends()
+	}
+	require.Equal(t, []*Rank{over}, told)
+}

@@ -152,13 +152,14 @@ func (t *Traffic) add(u Traffic) {
 var process struct {
 	sync.Mutex
 	ranks []*Rank
-	told  []listener
+	told  []listener // of failures
+	ends  []listener // of ranks that a failure ends
 	heard []*func(Event)
 	joins []*func() Join
 	mute  string
 }
 
-// listener is one who called OnFailure.
+// listener is one who called OnFailure or OnEnd.
 type listener struct {
 	within time.Duration
 	tell   func(*Rank)
@@ -191,6 +192,14 @@ func OnFailure(within time.Duration, tell func(*Rank)) {
 	process.Lock()
 	defer process.Unlock()
 	process.told = append(process.told, listener{within, tell})
+}
+
+// OnEnd has tell called with each rank of this process that leaves its group after a failure that it has not gone on from. The rank waits until
+// tell has returned, for within at most.
+func OnEnd(within time.Duration, tell func(*Rank)) {
+	process.Lock()
+	defer process.Unlock()
+	process.ends = append(process.ends, listener{within, tell})
 }
 
 // Join is a rank that waits for others to make a group.

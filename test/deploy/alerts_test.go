@@ -151,7 +151,7 @@ func TestPrometheusFindsTheRankThatIsLost(t *testing.T) {
 			t.Parallel() // it mostly waits
 			dir := alerts(t, "prometheus")
 			host := loopback.Host()
-			env := []string{"SWITCHYARD_METRICS=" + host + ":9400", "SWITCHYARD_METRICS_HOLD=15s"}
+			env := []string{"SWITCHYARD_METRICS=" + host + ":9400"}
 			if c.ends {
 				env = append(env, endsVar+"=1")
 			}

@@ -46,6 +46,7 @@ func work(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	defer func() { _ = g.Close() }()
 	s, err := stack.Open(ctx, g, device.Host(), stack.Options{
 		Exchanger: &alltoallv.Options{}, Reducer: &allreduce.Options{},
 		Dispatcher: &dispatch.Options{Experts: experts, TopK: topK, Hidden: hidden, MaxTokens: tokens, MaxRows: tokens * topK * 2, Layer: "7"},

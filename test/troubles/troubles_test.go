@@ -3,6 +3,8 @@ package troubles
 import (
 	"flag"
 	"fmt"
+	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -26,7 +28,7 @@ var (
 )
 
 func TestMain(m *testing.M) {
-	proctest.Play(proctest.Parts{"rank": play, "python": func(args []string) int { panic(unix.Exec(args[0], args, os.Environ())) }})
+	proctest.Play(proctest.Parts{"rank": play, "squatter": squat, "python": func(args []string) int { panic(unix.Exec(args[0], args, os.Environ())) }})
 	code := m.Run()
 	if built != "" {
 		_ = os.RemoveAll(built)
@@ -324,4 +326,50 @@ func TestAGroupWhoseFirstRankIsMissing(t *testing.T) {
 		j.ps = append(j.ps, proctest.Rank(t, r, ranks, j.spaces[0].IP+":29431", proctest.Spec{Part: "rank", Args: []string{none, "0"}, Via: j.spaces[0].Via}))
 	}
 	j.asks("Rank 0 does not come to the join", `group world of 4 ranks has not met at .*: rank 0 is waited for; ranks 1, 2 and 3 wait here`, "status")
+}
+
+// squat is another program at the port of a join, which says a line to everybody, or nothing.
+func squat(args []string) int {
+	l, err := net.Listen("tcp", args[0])
+	if err != nil {
+		panic(err)
+	}
+	fmt.Println("listens")
+	for {
+		c, err := l.Accept()
+		if err != nil {
+			panic(err)
+		}
+		_, _ = io.WriteString(c, args[1])
+	}
+}
+
+// Rank 0 finds the port of the join taken, and ends; the others still look for it there.
+func TestAJoinWhosePortIsTaken(t *testing.T) {
+	for _, c := range []struct{ by, title, want string }{
+		{"a program", "Another program has the port of the join", `another program listens there: malformed hello: it begins with "220 mail"`},
+		{"a silent program", "A program that says nothing has the port of the join", `another program may listen there, or rank 0 is stopped: no hello`},
+		{"a job", "Another job has the port of the join", `another job, or another start of this one, meets there`},
+	} {
+		t.Run(c.by, func(t *testing.T) {
+			t.Parallel() // ranks mostly wait
+			j := begin(t, 1)
+			at := j.spaces[0].IP + ":29431"
+			switch c.by {
+			case "a job":
+				other := proctest.Spec{Part: "rank", Args: []string{none, "0"}, Via: j.spaces[0].Via, Env: []string{"TORCHELASTIC_RUN_ID=other"}}
+				proctest.Rank(t, 0, 2, at, other)
+				j.asks("A rank of the other job is missing", `group world of 2 ranks has not met at .*: rank 1 is waited for; rank 0 waits here`, "status")
+			default:
+				said := map[string]string{"a program": "220 mail.example.com ready\r\n"}[c.by]
+				proctest.Start(t, proctest.Spec{Part: "squatter", Args: []string{at, said}, Via: j.spaces[0].Via}).Saw("listens")
+			}
+			for r := range ranks {
+				spec := proctest.Spec{Part: "rank", Args: []string{none, "0"}, Via: j.spaces[0].Via, Env: []string{"TORCHELASTIC_RUN_ID=this", endsVar + "=1"}}
+				j.ps = append(j.ps, proctest.Rank(t, r, ranks, at, spec))
+			}
+			j.ps[0].Saw(`ended: comm: join: rank 0 cannot listen at ` + at + `, .*address already in use`)
+			j.asks(c.title, `group world of 4 ranks has not met at `+at+` after .*: rank 0 is waited for; ranks 1, 2 and 3 wait here. rank 0 was not found there: `+c.want, "status")
+		})
+	}
 }

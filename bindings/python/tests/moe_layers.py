@@ -532,10 +532,10 @@ def refused(rank: int, size: int, device: str) -> None:
     for kind, text, arguments in (
         (TypeError, "x is torch.float64", (x.double(), idx, weights)),
         (ValueError, "want rows of 32", (x[:, :16], idx, weights)),
-        (TypeError, "idx is torch.float32", (x, weights, weights)),
+        (TypeError, "experts is torch.float32", (x, weights, weights)),
         (ValueError, "want .4, 3. for both", (x, idx[:2], weights)),
         (ValueError, "want .4, 3. for both", (x, idx, weights[:, :2])),
-        (ValueError, r"idx is .4, 2., want .4, 3.$", (x, idx[:, :2])),
+        (ValueError, r"experts is .4, 2., want .4, 3.$", (x, idx[:, :2])),
         (ValueError, "13 tokens", (x.new_ones(13, HIDDEN), idx.new_zeros(13, TOP_K))),
     ):
         with pytest.raises(kind, match=text):

@@ -492,9 +492,9 @@ def too_many(rank, size):
     del again
     narrow = sw.Dispatcher(size, 1, 4, max_tokens=8, index_dtype="int32")
     for no in (1 << 32, (1 << 32) - 1, -(1 << 32)):
-        with pytest.raises(errors.InvalidArgument, match=f"idx has {no}, and the dispatcher takes indices of int32"):
+        with pytest.raises(errors.InvalidArgument, match=f"experts has {no}, and the dispatcher takes indices of int32"):
             narrow.dispatch(x[:2], np.array([[0], [no]]), weights[:2])
-    with pytest.raises(errors.InvalidArgument, match=f"idx has {(1 << 64) - 1}, and the dispatcher takes indices of int64"):
+    with pytest.raises(errors.InvalidArgument, match=f"experts has {(1 << 64) - 1}, and the dispatcher takes indices of int64"):
         d.dispatch(x[:1], np.array([[(1 << 64) - 1]], np.uint64), weights[:1])
     narrow.close()
     with pytest.raises(errors.InvalidArgument, match=f"size is {4 << 80}, want an integer of 64 bits"):

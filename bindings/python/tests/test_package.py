@@ -219,7 +219,7 @@ def test_wrong_arguments_of_a_dispatcher_are_named():
             (TypeError, "combine_dtype is int8, want", lambda: sw.Dispatcher(4, 2, 8, combine_dtype="int8", group=comm)),
             (TypeError, "placement is 3, want a list", lambda: sw.Dispatcher(4, 2, 8, placement=3, group=comm)),
             (TypeError, "placement is 'a', want an integer", lambda: sw.Dispatcher(1, 1, 8, placement=["a"], group=comm)),
-            (TypeError, "idx is float64, want integers", lambda: d.dispatch(x, np.zeros((3, 2)), weights)),
+            (TypeError, "experts is float64, want integers", lambda: d.dispatch(x, experts=np.zeros((3, 2)), weights=weights)),
             (TypeError, "x is float64, the dispatcher was made for", lambda: d.dispatch(x.astype("f8"), idx, weights)),
             (TypeError, "dispatched is None, want what dispatch", lambda: d.combine(x, None)),
         ):

@@ -97,12 +97,12 @@ def wide_indices(rank, size):
     narrow = sw.Dispatcher(size, 1, 4, max_tokens=8, index_dtype=torch.int32)
     for no in (1 << 32, (1 << 32) - 1, -(1 << 32)):
         for idx in (torch.tensor([[0], [no]]), [[0], [no]]):
-            with pytest.raises(sw.errors.InvalidArgument, match=f"idx has {no}, and the dispatcher"):
+            with pytest.raises(sw.errors.InvalidArgument, match=f"experts has {no}, and the dispatcher"):
                 narrow.dispatch(x, idx, w)
     for dispatcher in (narrow, sw.Dispatcher(size, 1, 4, max_tokens=8)):
-        with pytest.raises(sw.errors.InvalidArgument, match=f"idx has {(1 << 64) - 1}, and"):
+        with pytest.raises(sw.errors.InvalidArgument, match=f"experts has {(1 << 64) - 1}, and"):
             dispatcher.dispatch(x, torch.tensor([[0], [(1 << 64) - 1]], dtype=torch.uint64), w)
-        with pytest.raises(sw.errors.InvalidType, match=r"idx is torch\.float32, want integers"):
+        with pytest.raises(sw.errors.InvalidType, match=r"experts is torch\.float32, want integers"):
             dispatcher.dispatch(x[:0], torch.empty(0, 1), w[:0])
         for kind in (torch.uint8, torch.int16, torch.int32, torch.uint32, torch.int64, torch.uint64):
             idx = torch.full((2, 1), rank).to(kind)

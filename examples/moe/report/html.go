@@ -70,7 +70,9 @@ type (
 	}
 	cell struct {
 		X, Y, W, H, TextX, TextY float64
-		Text, Title, Fill, Ink   string
+		Text, Title, Fill        string
+		Heat                     float64 // of a grid: how much of its colour is in it
+		Ink                      string  // of a grid: classes for its text
 	}
 	stepPicture struct {
 		W, H  float64
@@ -217,15 +219,56 @@ func (r *Report) drawLoss() *lossPicture {
 // trim writes a number without zeros at its end.
 func trim(v float64) string { return fmt.Sprintf("%.6g", v) }
 
-// shade is a colour for a part from 0 to 1, white to dark blue, and the one to write on it.
-func shade(part float64) (fill, ink string) {
-	part = min(max(part, 0), 1)
-	mix := func(a, b float64) int { return int(a + (b-a)*part + 0.5) }
-	ink = "#1d2733"
-	if part > 0.55 {
-		ink = "#ffffff"
+// colour is one of the page's, red, green and blue.
+type colour [3]float64
+
+func (c colour) String() string { return fmt.Sprintf("#%02x%02x%02x", int(c[0]), int(c[1]), int(c[2])) }
+
+// luminance is that of WCAG 2, from 0 to 1.
+func (c colour) luminance() float64 {
+	weights, sum := colour{0.2126, 0.7152, 0.0722}, 0.0
+	for i, v := range c {
+		v /= 255
+		if v <= 0.04045 {
+			v /= 12.92
+		} else {
+			v = math.Pow((v+0.055)/1.055, 2.4)
+		}
+		sum += weights[i] * v
 	}
-	return fmt.Sprintf("#%02x%02x%02x", mix(239, 8), mix(245, 69), mix(251, 132)), ink
+	return sum
+}
+
+// theme is what cells of a grid lie on, and what they are of. The page has both as variables.
+type theme struct{ card, heat colour }
+
+var light, dark = theme{colour{255, 255, 255}, colour{8, 69, 132}}, theme{colour{27, 34, 44}, colour{138, 184, 245}}
+
+// cell is the colour of a cell with so much heat.
+func (t theme) cell(heat float64) (c colour) {
+	for i := range c {
+		c[i] = t.card[i] + (t.heat[i]-t.card[i])*heat
+	}
+	return c
+}
+
+// black reports whether black can be read better on a cell than white.
+func (t theme) black(heat float64) bool {
+	const even = 0.179 // where both contrast alike
+	return t.cell(heat).luminance() > even
+}
+
+// shade is how much of a grid's colour is in a cell for a part from 0 to 1, and what to write on it.
+func shade(part float64) (heat float64, ink string) {
+	heat = 0.06 + 0.94*min(max(part, 0), 1)
+	ink = "white"
+	if light.black(heat) {
+		ink = "black"
+	}
+	if dark.black(heat) {
+		return heat, ink + " dark-black"
+	}
+	return heat, ink + " dark-white"
 }
 
 // grid lays rows and columns of cells out.
@@ -254,9 +297,9 @@ func grid(rows, cols []string, at func(row, col int) (part float64, text, title 
 			if 6.5*float64(len(text)) > w-4 {
 				text = ""
 			}
-			fill, ink := shade(part)
+			heat, ink := shade(part)
 			x := g.Left + w*float64(j)
-			g.Cells = append(g.Cells, cell{x, y, w - 1, h - 1, x + w/2, y + h/2 + 4, text, title, fill, ink})
+			g.Cells = append(g.Cells, cell{X: x, Y: y, W: w - 1, H: h - 1, TextX: x + w/2, TextY: y + h/2 + 4, Text: text, Title: title, Heat: heat, Ink: ink})
 		}
 	}
 	g.W, g.H = g.Left+w*float64(len(cols)), g.Top+h*float64(len(rows))+4

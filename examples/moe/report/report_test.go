@@ -128,6 +128,26 @@ func TestPageIsWholeAndSelfContained(t *testing.T) {
 	}
 }
 
+// The numbers in the cells of a grid can be read on a light page and on a dark one: contrast 4.5, as WCAG 2 asks.
+func TestNumbersOfAGridCanBeRead(t *testing.T) {
+	for name, th := range map[string]theme{"light": light, "dark": dark} {
+		require.Contains(t, page, "--card: "+th.card.String(), name)
+		require.Contains(t, page, "--heat: "+th.heat.String(), name)
+		for part := 0.0; part <= 1; part += 1.0 / 256 {
+			heat, ink := shade(part)
+			black := strings.HasPrefix(ink, "black")
+			if name == "dark" {
+				black = strings.HasSuffix(ink, "dark-black")
+			}
+			contrast := 1.05 / (th.cell(heat).luminance() + 0.05)
+			if black {
+				contrast = (th.cell(heat).luminance() + 0.05) / 0.05
+			}
+			require.GreaterOrEqual(t, contrast, 4.5, "%s, %v", name, part)
+		}
+	}
+}
+
 // The chart of the loss has a line for each time that the ranks changed.
 func TestEveryChangeOfRanksHasALine(t *testing.T) {
 	r := made(4, 8, 2)

@@ -27,7 +27,7 @@ func established(t *testing.T, r *Rail) (some bool) {
 
 // A rail whose UCX does not end gets its connections cut. Where that does not help it is closed all the same, and says so. Others open.
 func TestF1_CloseLeavesAUCXThatDoesNotEnd(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	for _, c := range []struct {
 		name string
 		ends bool // once its connections are cut

@@ -38,7 +38,7 @@ func TestVersionsMustAgree(t *testing.T) {
 
 // UCX with a log for developers does not end a process that opens it again.
 func TestUCXWithALogOpensTwice(t *testing.T) {
-	need(t)
+	railtest.NeedUCX(t, Open, ErrUnavailable)
 	cmd := exec.Command(os.Args[0], "-test.run=^TestVersionsMustAgree$")
 	cmd.Env = append(os.Environ(), "UCX_LOG_LEVEL=debug")
 	out, err := cmd.CombinedOutput()

@@ -130,22 +130,23 @@ class Dispatcher(Calls):
         return _sides.array_moe().Arrays(self)
 
     def dispatch(
-        self, x: Numbers, idx: Numbers, weights: Numbers | None = None, *, scales: Numbers | None = None, async_op: bool = False
-    ) -> Dispatched:
+        self, x: Numbers, experts: Numbers, weights: Numbers | None = None, *, scales: Numbers | None = None,
+        async_op: bool = False,
+    ) -> Dispatched:  # fmt: skip
         """Send each token's row of ``x`` to its experts.
 
-        ``x`` is [tokens, hidden]; ``idx`` [tokens, top_k] are the experts of each token, -1 for none; ``weights``, of that
-        shape too, are what :meth:`combine` multiplies their rows by, ``None`` for 1. Tokens may be none and differ from rank to
-        rank. ``scales`` go with tokens of float8. The gradient of ``x`` is the sum of those of its rows; that of ``weights``
-        comes with :meth:`combine`, and where ``row_weights`` is used with that.
+        ``x`` is [tokens, hidden]; ``experts`` [tokens, top_k] are the numbers of each token's experts, -1 for none;
+        ``weights``, of that shape too, are what :meth:`combine` multiplies their rows by, ``None`` for 1. Tokens may be none
+        and differ from rank to rank. ``scales`` go with tokens of float8. The gradient of ``x`` is the sum of those of its
+        rows; that of ``weights`` comes with :meth:`combine`, and where ``row_weights`` is used with that.
 
         CUDA tensors are sent on the current stream, and CUDA graphs can capture it. With ``async_op`` only the first half is
         made, and :meth:`Dispatched.wait` is the second: what is enqueued between them runs while rows are on their way. Other
         dispatches may be made between them too. On the host the first half waits until all ranks have begun it.
         """
         if _sides.is_tensor(x):
-            return _sides.tensor_moe().dispatch(self, x, idx, weights, scales, async_op)
-        return self._of_arrays("x").dispatch(x, idx, weights, scales, async_op)
+            return _sides.tensor_moe().dispatch(self, x, experts, weights, scales, async_op)
+        return self._of_arrays("x").dispatch(x, experts, weights, scales, async_op)
 
     def redispatch(
         self, x: Numbers, dispatched: Dispatched, *, scales: Numbers | None = None, async_op: bool = False

@@ -25,11 +25,12 @@ class Arrays:
         self._dtype = x.dtype
         idx = np.asarray(idx)
         if idx.dtype.kind not in "iu" and idx.size:
-            raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
+            raise errors.InvalidType(f"switchyard: experts is {idx.dtype}, want integers")
         kept = np.iinfo(d.index_dtype)
         if idx.size and (idx.max() > kept.max or idx.min() < kept.min):
             value = idx.max() if idx.max() > kept.max else idx.min()
-            raise errors.InvalidArgument(f"switchyard: idx has {value}, and the dispatcher takes indices of {d.index_dtype}")
+            kind = d.index_dtype
+            raise errors.InvalidArgument(f"switchyard: experts has {value}, and the dispatcher takes indices of {kind}")
         idx = np.ascontiguousarray(idx, d.index_dtype)
         weights = None if weights is None else np.ascontiguousarray(weights, np.float32)
         d._check_choices(x.shape[0], idx.shape, None if weights is None else weights.shape)

@@ -235,7 +235,7 @@ class Calls(Taking):
         want = (tokens, self.top_k)
         if tuple(idx) != want or (weights is not None and tuple(weights) != want):
             beside, both = ("", "") if weights is None else (f" and weights {tuple(weights)}", " for both")
-            raise errors.InvalidArgument(f"switchyard: idx is {tuple(idx)}{beside}, want {want}{both}")
+            raise errors.InvalidArgument(f"switchyard: experts is {tuple(idx)}{beside}, want {want}{both}")
 
     def _check_way(self, way: Any) -> None:
         if isinstance(way, Routing):

@@ -161,9 +161,9 @@ def _choices(d: Calls, idx: Any, weights: Any, tokens: int) -> tuple[Tensor, Ten
         given = isinstance(idx, Tensor)
         idx = torch.as_tensor(idx, device=None if given else k.device)
         if (given or idx.numel()) and (idx.dtype.is_floating_point or idx.dtype.is_complex or idx.dtype is torch.bool):
-            raise errors.InvalidType(f"switchyard: idx is {idx.dtype}, want integers")
+            raise errors.InvalidType(f"switchyard: experts is {idx.dtype}, want integers")
         idx = _narrowed(idx, k.index)
-    idx = _plain(d, "idx", idx, k.index)
+    idx = _plain(d, "experts", idx, k.index)
     if weights is not None:
         if type(weights) is not Tensor or weights.dtype is not torch.float32:
             weights = torch.as_tensor(weights, device=None if isinstance(weights, Tensor) else k.device).to(torch.float32)
@@ -189,7 +189,7 @@ def _narrowed(idx: Tensor, kind: torch.dtype) -> Tensor:
     over = (wide > kept.max - (idx.dtype is torch.uint64)) | (wide < kept.min)
     if over.any():
         value = idx.flatten().tolist()[int(over.flatten().to(torch.uint8).argmax())]
-        raise errors.InvalidArgument(f"switchyard: idx has {value}, and the dispatcher takes indices of {kind}")
+        raise errors.InvalidArgument(f"switchyard: experts has {value}, and the dispatcher takes indices of {kind}")
     return wide.to(kind)
 
 

@@ -36,8 +36,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each token and their weights."""
         share = self.linear(x.to(self.linear.weight.dtype)).float().softmax(-1)
-        weights, idx = share.topk(self.top_k)
-        return idx, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
+        weights, experts = share.topk(self.top_k)
+        return experts, weights / weights.sum(-1, keepdim=True) if self.normalize else weights
 
 
 class MoE(nn.Module):
@@ -130,20 +130,20 @@ class MoE(nn.Module):
         return f"{self.dispatcher!r}, inner={self.inner}"
 
     def forward(
-        self, x: Tensor, idx: Tensor | None = None, weights: Tensor | None = None, *, scales: Tensor | None = None
+        self, x: Tensor, experts: Tensor | None = None, weights: Tensor | None = None, *, scales: Tensor | None = None
     ) -> Tensor:
-        """x is [..., hidden]. idx and weights are [tokens, top_k], as for the dispatcher, where there is no router."""
+        """x is [..., hidden]. experts and weights are [tokens, top_k], as for the dispatcher, where there is no router."""
         d, tokens = self.dispatcher, x.reshape(-1, x.shape[-1])
-        if idx is None:
+        if experts is None:
             if self.router is None:
-                raise errors.InvalidArgument("switchyard: layers: idx is None, and the layer has no router")
-            idx, weights = self.router(tokens)
+                raise errors.InvalidArgument("switchyard: layers: experts is None, and the layer has no router")
+            experts, weights = self.router(tokens)
         if self.float8:
             tokens, weights = tokens.detach(), None if weights is None else weights.detach()
         gradients = torch.is_grad_enabled() and not self.float8
         if self.overlap and not gradients:
-            return self._overlapped(tokens, idx, weights, scales).view(x.shape)
-        got = d.dispatch(tokens, idx, weights, scales=scales, async_op=bool(self.shared))
+            return self._overlapped(tokens, experts, weights, scales).view(x.shape)
+        got = d.dispatch(tokens, experts, weights, scales=scales, async_op=bool(self.shared))
         beside = plain.swiglu(tokens, *self.shared) if self.shared else None
         got.wait()
         weigh = d.by_token or d._weighs_rows
@@ -227,7 +227,7 @@ class MoE(nn.Module):
         choices = d.comm.size * d.max_tokens * min(d.top_k, local)
         return lists.room_for(choices if d.by_token else min(choices, d.max_rows), local, block)
 
-    def _overlapped(self, tokens: Tensor, idx: Tensor, weights: Tensor | None, scales: Tensor | None) -> Tensor:
+    def _overlapped(self, tokens: Tensor, chosen: Tensor, weights: Tensor | None, scales: Tensor | None) -> Tensor:
         """The same on two streams: products on the current one, the dispatcher's second halves on another."""
         from . import experts, lists
 
@@ -236,7 +236,7 @@ class MoE(nn.Module):
         plan = self._plan(tokens.shape[0])
         words = torch.zeros(len(d.local_experts) + 2, dtype=torch.int32, device=self.device)
         ready, over, failed = words[:-2], words[-2:-1], words[-1:]
-        got = d.dispatch(tokens, idx, weights, scales=scales, async_op=True)
+        got = d.dispatch(tokens, chosen, weights, scales=scales, async_op=True)
         beside = plain.swiglu(tokens, *self.shared) if self.shared else None
         came = experts.Came(got.offsets, got.counts, None, self._most(plan.block))
         sms = torch.cuda.get_device_properties(self.device).multi_processor_count - self.overlap
@@ -251,7 +251,7 @@ class MoE(nn.Module):
         with torch.cuda.stream(side):
             y = d.combine(out, got, bias=beside, ready=ready)
         main.wait_stream(side)
-        for x in (tokens, idx, weights, scales, words, beside):
+        for x in (tokens, chosen, weights, scales, words, beside):
             if x is not None:
                 x.record_stream(side)
         y.record_stream(main)
