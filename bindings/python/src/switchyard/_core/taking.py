@@ -80,6 +80,7 @@ class Taking(Bound):
     _stream: Any
     _counted: bool
     _columns: bool
+    _whole: bool
     _groups: int
     _local_experts: list[int]
     _slots: dict[int, Slot]
@@ -103,8 +104,8 @@ class Taking(Bound):
     def _keep(self, dispatched: Dispatched) -> Routing:
         """The routing of a dispatch."""
         output, side = dispatched._output, dispatched._side
-        if self._counted and not side.capturing():
-            output.counts = output.counts or output.host()
+        if output.counts is None and output.routing is None and self._counted and not side.capturing():
+            output.counts = output.host()  # by a routing they are those of the routing, or nobody's
         memory, at = side.room(self.routing_bytes)
         name = self._copy(abi.result_call([*(0,) * 16, at, self.routing_bytes, *(0,) * 4], output.alive(), 0, False))
         return Routing(self, side, name, memory, dispatched.tokens, output.counts, dispatched._weights)
@@ -121,10 +122,11 @@ class Taking(Bound):
         """All that a dispatch has left, in fresh memory. Its output is given back."""
         output, side = dispatched._output, dispatched._side
         host = output.counts
-        if host is None and self._tells(side, length):
+        if host is None and output.routing is None and self._tells(side, length):
             host = output.counts = output.host()
         if length is None:
-            length = self.max_rows if host is None else host.rows
+            # Scales in columns of each expert are copied whole.
+            length = self.max_rows if host is None or self._whole else host.rows
         room = self._room(side, length, NO_MEMORY, output.alive())
         self._copy(room[0])
         output.released = True
@@ -153,8 +155,9 @@ class Taking(Bound):
                 host = self._make(call, room[0], tells, keep)
             else:
                 host = self._make(call, None, tells, keep)
-                rows = host.rows if length is None and host is not None else length or 0
-                room = self._room(side, rows, chosen, call[abi.MADE])
+                if length is None:
+                    length = self.max_rows if host is None or self._whole else host.rows
+                room = self._room(side, length, chosen, call[abi.MADE])
                 self._copy(room[0])
         except BaseException:
             if call[abi.MADE]:  # whoever keeps the error keeps nothing of the call
