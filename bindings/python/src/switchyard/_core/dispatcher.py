@@ -85,7 +85,8 @@ class Calls(Taking):
         self._choice_bytes = self.top_k * options.INDEX_BYTES[self.index_dtype]
         self._counted = values["host_counts"] or self._index < 0
         self.max_rows, _, self.routing_bytes, self._local_experts = self._info()
-        self._groups = self.comm.size if self.by_token else len(self._local_experts)
+        self._ranks = self.comm.size
+        self._groups = self._ranks if self.by_token else len(self._local_experts)
         self.comm._dispatchers.add(self)
 
     @property
