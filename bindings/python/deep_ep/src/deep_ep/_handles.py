@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._results import Result, Routing, ranks_of
+from ._results import Result
+from ._routings import Routing, ranks_of
 
 
 class Parts:
@@ -35,6 +36,13 @@ class Parts:
 
     def _make(self, i: int) -> Any:
         raise NotImplementedError
+
+    def __copy__(self) -> Parts:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Parts:
+        """Itself: nobody changes it."""
+        return self
 
 
 class Handle(Parts):
