@@ -150,6 +150,56 @@ def test_what_a_dispatch_left_is_the_callers(gloo, layout):
     gloo.run(layers.taken, "cpu", layout)
 
 
+def taken_whole(rank, size):
+    """take() without a length where scales lie in columns of each expert, on ranks with more and with fewer experts."""
+    experts, hidden, tokens = 4 * size - 1, 128, 6
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(rank))
+    idx = torch.arange(tokens)[:, None] + torch.tensor([[0, experts // 2]])
+    for layout in ("slab", "padded"):
+        extra = {"capacity": 2 * size * tokens} if layout == "padded" else {}
+        extra.update(layout=layout, quantize=True, scale_columns=True, combine_dtype="bfloat16")
+        d = sw.Dispatcher(experts, 2, hidden, max_tokens=tokens, **extra)
+        assert len(d.local_experts) == (3 if rank == size - 1 else 4)
+        there = d.dispatch(x, idx % experts)
+        rows, scales, offsets = there.rows.clone(), there.scales.clone(), there.offsets
+        left = there.take()
+        assert left.scales.shape == scales.shape
+        for e, n in enumerate(left.host.counts):
+            first = offsets[e]
+            assert torch.equal(left.rows[first : first + n].view(torch.uint8), rows[first : first + n].view(torch.uint8))
+            assert torch.equal(left.scales[e, :n], scales[e, :n])
+        d.close()
+
+
+def test_results_of_ranks_with_fewer_experts(gloo):
+    gloo.run(taken_whole)
+
+
+def kept_again(rank, size):
+    """keep() and take() of what goes by a routing of whose rows the host was not told, as on a GPU after take(n)."""
+    d = sw.Dispatcher(2 * size, 2, 8, max_tokens=6, layout="token_major", handles=2)
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
+    idx = torch.stack([torch.arange(6) % (2 * size), (torch.arange(6) + 1) % (2 * size)], 1)
+    d._tells = lambda side, length: False
+    left = d.dispatch(x, idx).take(6 * size)
+    left.routing.counts = None
+    routed = d.route(left.routing)
+    again = routed.keep()
+    assert again.counts is None
+    n = int(left.rank_counts.sum())
+    y = d.combine(left.rows[:n], again)
+    routed.release()
+    torch.testing.assert_close(y, x * torch.where(idx[:, :1] // 2 == idx[:, 1:] // 2, 1, 2))
+    routed = d.route(again)
+    d.redispatch(x, routed)
+    assert torch.equal(routed.take(6 * size).rows[:n], left.rows[:n])
+    d.close()
+
+
+def test_what_is_kept_of_a_routing(gloo):
+    gloo.run(kept_again)
+
+
 @pytest.mark.parametrize("layout", ["flat", "token_major", "rank_padded"])
 def test_dispatchers_share_memory(gloo, layout):
     gloo.run(layers.shared, "cpu", layout)

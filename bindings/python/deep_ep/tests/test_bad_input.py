@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from layers import HIDDEN, applied, dispatched, routing, want
 from switchyard import errors
 
 import deep_ep
-from deep_ep._dispatchers import taken_up
+from deep_ep._leases import taken_up
 from deep_ep.hybrid_ep_buffer import indices_to_map
 
 MOST = 12
@@ -114,6 +115,80 @@ def kinds(rank, size):
 
 def test_wrong_shapes_and_types(pair):
     pair.run(kinds)
+
+
+def values(rank, size):
+    """Numbers and counts that mean nothing: refused before anything is sent, with the caller's value."""
+    buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    bf16, stats = x.bfloat16(), "cumulative_local_expert_recv_stats"
+
+    def few(counts):
+        return buffer.low_latency_dispatch(bf16, idx, MOST, 4 * size, counts, use_fp8=False)
+
+    def second(**arguments):
+        return elastic.dispatch(x, idx, weights, num_experts=4 * size, **arguments)
+
+    refused = [
+        ("set_num_sms: num_sms is -2, want at least 0", lambda: deep_ep.Buffer.set_num_sms(-2)),
+        ("dispatch: config: num_sms is -2, want at least 0",
+         lambda: dispatched(buffer, x, idx, weights, config=deep_ep.Config(-2))),
+        ("dispatch: num_sms is -4, want at least 0", lambda: second(num_sms=-4)),
+    ]  # fmt: skip
+    for alignment in (0, -4):
+        said = f"dispatch: expert_alignment is {alignment}, want at least 1"
+        refused.append((said, lambda n=alignment: dispatched(buffer, x, idx, weights, expert_alignment=n)))
+        refused.append((said, lambda n=alignment: second(expert_alignment=n)))
+    for shape in ((3,), (4, 4)):
+        said = re.escape(f"dispatch: {stats} has shape {shape}, want (4,)")
+        refused.append((said, lambda n=shape: few(torch.zeros(n, dtype=torch.int32))))
+        refused.append((said, lambda n=shape: second(**{stats: torch.zeros(n, dtype=torch.int32)})))
+    # One rank after the other: one that is refused sends nothing, so the others' calls are in step.
+    for said, call in refused:
+        if rank == 0:
+            with pytest.raises(errors.InvalidArgument, match=f"^deep_ep: (low_latency_)?{said}$"):
+                call()
+    if rank == 0:
+        for call in (few, lambda counts: second(**{stats: counts})):
+            with pytest.raises(errors.InvalidType, match=f"{stats} is torch.float32, want int32 or int64"):
+                call(torch.zeros(4))
+            with pytest.raises(errors.InvalidArgument, match=f"{stats} is on meta, x on cpu"):
+                call(torch.zeros(4, dtype=torch.int32, device="meta"))
+    assert deep_ep.Buffer.num_sms == 20
+    counts = torch.zeros(4, dtype=torch.int64)
+    assert torch.equal(few(counts)[1], counts)
+    second(**{stats: counts})
+    works(buffer, rank, size)
+    elastic_works(elastic, rank, size)
+    elastic.destroy()
+    buffer.destroy()
+
+
+def test_values_that_mean_nothing(pair):
+    pair.run(values)
+
+
+def disagreed(rank, size):
+    """Ranks in calls of two shapes that all have made before: both shapes on all ranks, and the next call works."""
+    buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    narrow = x[:, : HIDDEN // 2].contiguous()
+    for call in (
+        lambda x: dispatched(buffer, x, idx, weights),
+        lambda x: elastic.dispatch(x, idx, weights, num_experts=4 * size),
+    ):
+        call(x)
+        call(narrow)
+        with pytest.raises(errors.Mismatch, match=f"Hidden {HIDDEN}.*Hidden {HIDDEN // 2}"):
+            call(narrow if rank else x)
+        works(buffer, rank, size)
+        elastic_works(elastic, rank, size)
+    elastic.destroy()
+    buffer.destroy()
+
+
+def test_ranks_that_disagree_on_a_shape(gloo):
+    gloo.run(disagreed)
 
 
 def experts(rank, size):
@@ -262,8 +337,9 @@ def early(rank, size):
     del few
     few_works(other, rank, size)
     other.destroy()
-    works(deep_ep.Buffer(dist.group.WORLD), rank, size)
-    deep_ep.Buffer(dist.group.WORLD).destroy()
+    other = deep_ep.Buffer(dist.group.WORLD)
+    works(other, rank, size)
+    other.destroy()
 
 
 def test_destroy_with_results_alive(gloo):

@@ -120,7 +120,8 @@ def test_wrong_arguments(pair):
 
 def masked(rank, size):
     """A combine leaves choices out that are -1: in another tensor, or in that of the dispatch after it was changed."""
-    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    group = dist.new_group(list(range(size)))
+    buffer = deep_ep.Buffer(group, low_latency_mode=True)
     x, idx, weights = routing(rank, size, MOST)
     rows, _, handle, _, _ = buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False)
     out = rows * factors(size).view(size, 4)[rank].bfloat16()[:, None, None]
@@ -133,12 +134,14 @@ def masked(rank, size):
     torch.testing.assert_close(y.float(), want(x, idx, weights * (other >= 0), size), **close)
     idx[:, 0] = -1
     assert torch.equal(buffer.low_latency_combine(out, idx, weights, handle)[0], y)
-    deep_ep.Buffer(dist.group.WORLD).destroy()  # gives the memory of the group back
+    buffer.destroy()  # gives the memory of the group back
+    with pytest.raises(errors.Closed, match="this buffer was destroyed"):
+        buffer.low_latency_combine(out, idx, weights, handle)
+    buffer = deep_ep.Buffer(group)
     with pytest.raises(ValueError, match="topk_idx was changed since the dispatch"):
         buffer.low_latency_combine(out, idx, weights, handle)
     buffer.destroy()
-    with pytest.raises(errors.Closed, match="this buffer was destroyed"):
-        buffer.low_latency_combine(out, idx, weights, handle)
+    dist.destroy_process_group(group)
 
 
 def test_masked_choices(pair):

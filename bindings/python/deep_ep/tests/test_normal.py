@@ -30,7 +30,7 @@ def alive(rank, size):
         assert event.event is None
         assert counts == [int((indices == e).sum()) for e in range(4)]
         kept.append((seed, handle, applied(rows, indices, beside, rank, size)))
-    (made,) = handle.routing.engine._made.values()
+    made = handle.routing.made
     sent = made.dispatcher.counters().choices
     for seed, handle, out in kept:
         y, _, _ = buffer.combine(out, handle)

@@ -9,7 +9,23 @@ import torch
 from switchyard import errors
 from torch import Tensor
 
-from ._results import SUMS
+from ._results import SUMMED, SUMS
+
+
+def known(x: Any, idx: Any, weights: Any) -> Optional[tuple[Any, ...]]:
+    """The sizes and types of tokens without scales, their choices and their weights, by which a caller remembers what checks
+    found; None where the checks have to look, or the tensors are to be copied."""
+    if type(x) is not Tensor or type(idx) is not Tensor or x.requires_grad or not (x.is_contiguous() and idx.is_contiguous()):
+        return None
+    shape, chosen, device = x.shape, idx.shape, x.device
+    if len(shape) != 2 or len(chosen) != 2 or shape[0] != chosen[0] or idx.device != device:
+        return None
+    if weights is not None:
+        if type(weights) is not Tensor or weights.dtype is not torch.float32 or weights.shape != chosen:
+            return None
+        if weights.requires_grad or not weights.is_contiguous() or weights.device != device:
+            return None
+    return shape[1], x.dtype, chosen[1], idx.dtype, device
 
 
 class Tokens(NamedTuple):
@@ -105,6 +121,8 @@ def choices(call: str, topk_idx: Any, topk_weights: Any, count: int, device: Any
 
 def rows(call: str, x: Any) -> Tensor:
     """Rows to combine."""
+    if type(x) is Tensor and x.dtype in SUMMED and x.is_contiguous() and not x.requires_grad and x.dim() == 2:
+        return x  # what is asked most, soonest
     x = matrix(call, "x", x)
     if x.element_size() == 1 or x.dtype not in SUMS:
         raise errors.InvalidType(f"deep_ep: {call}: x is {x.dtype}, want bfloat16, float16 or float32")
@@ -128,6 +146,34 @@ def experts(call: str, num_experts: int, size: int) -> int:
     if num_experts < size or num_experts % size:
         raise errors.InvalidArgument(f"deep_ep: {call}: {num_experts} experts for {size} ranks, want a multiple of {size}")
     return num_experts
+
+
+def alignment(call: str, name: str, value: Any) -> int:
+    """The rows of which each expert has a multiple."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise errors.InvalidArgument(f"deep_ep: {call}: {name} is {value!r}, want at least 1")
+    return value
+
+
+def stats(call: str, name: str, counts: Any, local: int, device: Any) -> None:
+    """Refuse what the counts of local experts cannot be added to."""
+    if counts is None:
+        return
+    if not isinstance(counts, Tensor):
+        raise errors.InvalidType(f"deep_ep: {call}: {name} is {type(counts).__name__}, want a tensor")
+    if counts.shape != (local,):
+        raise errors.InvalidArgument(f"deep_ep: {call}: {name} has shape {tuple(counts.shape)}, want ({local},)")
+    if counts.dtype not in (torch.int32, torch.int64):
+        raise errors.InvalidType(f"deep_ep: {call}: {name} is {counts.dtype}, want int32 or int64")
+    if counts.device != device:
+        raise errors.InvalidArgument(f"deep_ep: {call}: {name} is on {counts.device}, x on {device}")
+
+
+def num_sms(call: str, value: Any) -> int:
+    """A bound of multiprocessors, 0 for none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise errors.InvalidArgument(f"deep_ep: {call}: num_sms is {value!r}, want at least 0")
+    return value
 
 
 def at_most(call: str, x: Tensor, most: int, name: str) -> None:

@@ -9,7 +9,8 @@ import torch
 from switchyard._core.arguments import Bound
 from torch import Tensor
 
-from ._results import Result, Routing, ranks_of
+from ._results import Result
+from ._routings import Routing, ranks_of
 
 
 class Parts(Bound):
@@ -36,6 +37,13 @@ class Parts(Bound):
 
     def _make(self, i: int) -> Any:
         raise NotImplementedError
+
+    def __copy__(self) -> Parts:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Parts:
+        """Itself: nobody changes it."""
+        return self
 
 
 class Handle(Parts):

@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import torch
 from switchyard import errors
+from switchyard._torch.cuda import raw_stream
 
 from .utils.event import EventHandle, event_of
 
@@ -61,6 +62,47 @@ class Streams:
             return made, done
         done.current_stream_wait()
         return made, None
+
+
+class Reads:
+    """Until when lent outputs of a device have been read, for calls on other streams that may take them. On the host every call
+    has ended when it returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        self._event: Any = None
+        self._stream: Any = None
+        self._raw, self._now = -1, None  # type: int, Any
+
+    def capturing(self) -> bool:
+        """Whether the current stream is captured."""
+        return self._cuda and torch.cuda.is_current_stream_capturing()
+
+    def refuse_capture(self, what: str) -> None:
+        if self.capturing():
+            raise errors.Unsupported(f"deep_ep: {what} cannot be made while a CUDA graph is captured: make one like it before")
+
+    def current(self) -> Any:
+        """The current stream of the device, which mostly is that of the last call: an object for it is made once."""
+        raw = raw_stream(self._device.index)
+        if raw != self._raw:
+            self._raw, self._now = raw, torch.cuda.current_stream(self._device)
+        return self._now
+
+    def mark(self) -> None:
+        """Remember that outputs have been read so far."""
+        if self._cuda and not self.capturing():
+            if self._event is None:
+                self._event = torch.cuda.Event()
+            self._stream = self.current()
+            self._event.record(self._stream)
+
+    def follow(self) -> None:
+        """Have this call's stream wait until outputs that it may take have been read."""
+        if self._stream is not None and not self.capturing():
+            stream = self.current()
+            if stream != self._stream:
+                stream.wait_event(self._event)
 
 
 def _tensors(values: Any) -> list[Any]:

@@ -12,9 +12,10 @@ from switchyard._core.arguments import Bound
 from torch import Tensor
 
 from . import _checks as checks
-from ._engine import Engines, close_all
+from ._engine import Engines
 from ._handles import Parts
-from ._results import Result, Routing, Shape
+from ._results import Result, Shape
+from ._routings import Routing
 from ._streams import device_of
 from .buffers import _expand
 from .buffers.legacy import checked
@@ -105,8 +106,9 @@ class HybridEPBuffer(Bound):
         self._engines = Engines(group)
 
     def destroy(self) -> None:
-        """Give back the memory that the group's calls have taken, together with all ranks."""
-        close_all(self.group)
+        """Have later calls of this buffer raise. The memory that the group's calls have taken is given back together with all
+        ranks, with the last buffer of the group that is destroyed."""
+        self._engines.end()
 
     def empty_jit_cache(self) -> None:
         """Nothing is compiled."""
@@ -220,7 +222,7 @@ class HybridEPBuffer(Bound):
         if chosen.dtype is not torch.bool:
             raise errors.InvalidType(f"deep_ep: {call}: routing_map is {chosen.dtype}, want torch.bool")
         experts = checks.experts(call, chosen.shape[1], self.group_size)
-        engine._refuse_capture("a call with a routing_map, whose number of choices the host has to know,")
+        engine.refuse_capture("a call with a routing_map, whose number of choices the host has to know,")
         top_k = max(engine.agree(int(chosen.sum(1).max()) if chosen.numel() else 0), 1)
         order = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :top_k]
         idx = torch.where(chosen.gather(1, order), order, -1)

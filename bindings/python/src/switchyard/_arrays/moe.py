@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import errors
 from .._core.arguments import type_of
-from .._core.dispatched import BESIDE_ROWS, ROUTING_ALIGN, Combining, Dispatched, Output, Routing, biases_of
+from .._core.dispatched import BESIDE_ROWS, ROUTING_ALIGN, Combining, Dispatched, Output, Parts, Routing, biases_of
 from .._core.dispatcher import Calls
 
 
@@ -93,14 +93,23 @@ class Arrays:
         """Nothing captures calls on arrays."""
         return False
 
-    def fresh(self, name: str, *shape: int) -> tuple[Any, int]:
-        """Memory for a part of an output."""
+    def beside(self, parts: Parts, length: int) -> tuple[list[Any], list[int]]:
+        """Memory for parts of an output."""
+        made: list[Any] = []
+        places: list[int] = []
         d = self._calls
-        kind: Any = d._shape(name, 0)[0]
-        if name == "rows":
-            kind = self._dtype if d.row_dtype == d.dtype else np.uint8
-        x = np.empty(shape, kind)
-        return x, x.ctypes.data
+        for name, each, tail in parts:
+            if not each:
+                made.append(None)
+                places += (0, 0)
+                continue
+            kind: Any = d._shape(name, 0)[0]
+            if name == "rows":
+                kind = self._dtype if d.row_dtype == d.dtype else np.uint8
+            x = np.empty((length, *tail), kind)
+            made.append(x)
+            places += (x.ctypes.data, length * each)
+        return made, places
 
     def room(self, size: int) -> tuple[Any, int]:
         """Memory for a routing."""

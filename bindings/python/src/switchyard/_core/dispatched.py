@@ -30,6 +30,10 @@ ROUTING_ALIGN = 128
 DISPATCHED, GIVEN, UNWEIGHTED, OF_TOKENS = range(4)
 
 
+#: Parts of an output that become arrays or tensors: names, the bytes of each row, and the extents behind the rows.
+Parts = list[tuple[str, int, tuple[int, ...]]]
+
+
 class Counted(Protocol):
     """A dispatcher, for who wants to know how many rows came."""
 
@@ -73,8 +77,9 @@ class Side(Protocol):
     def capturing(self) -> bool:
         """Whether calls go into a graph and do not run."""
 
-    def fresh(self, name: str, *shape: int) -> tuple[Any, int]:
-        """An array or a tensor for a part of an output, and its address."""
+    def beside(self, parts: Parts, length: int) -> tuple[list[Any], list[int]]:
+        """Arrays or tensors for parts of an output with this many rows, ``None`` for one that it has not, and their addresses
+        and bytes."""
 
     def room(self, size: int) -> tuple[Any, int]:
         """Bytes of fresh memory on the dispatcher's device, and where among them a routing begins."""

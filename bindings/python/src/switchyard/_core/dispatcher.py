@@ -60,6 +60,8 @@ class Calls(Taking):
         self.row_dtype = "float8_e4m3fn" if values["quantize"] else self.dtype
         self._float8 = options.BYTES[self.row_dtype] == 1
         self._exponents, self._columns = values["scale_format"] == "ue8m0", values["scale_columns"]
+        #: Each expert's scales are in columns of their own, and results have all rows that there is room for.
+        self._whole = self._float8 and self._columns and self.layout in ("padded", "slab")
         self._scale_per_token, self._capacity = values["scale_per_token"], values["capacity"]
         blocks = 1 if self._scale_per_token else -(-self.hidden // 128)
         #: How many words the scales of a row take.
@@ -83,7 +85,8 @@ class Calls(Taking):
         self._choice_bytes = self.top_k * options.INDEX_BYTES[self.index_dtype]
         self._counted = values["host_counts"] or self._index < 0
         self.max_rows, _, self.routing_bytes, self._local_experts = self._info()
-        self._groups = self.comm.size if self.by_token else len(self._local_experts)
+        self._ranks = self.comm.size
+        self._groups = self._ranks if self.by_token else len(self._local_experts)
         self.comm._dispatchers.add(self)
 
     @property

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import errors
 from . import abi
 from .arguments import Bound
-from .dispatched import ROUTING_ALIGN, HostCounts, Result, Routing, Side, Slot, counts_of
+from .dispatched import ROUTING_ALIGN, HostCounts, Parts, Result, Routing, Side, Slot, counts_of
 from .native import AGAIN, SLICE
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Leaves(NamedTuple):
     """Sizes and places of the parts that a dispatch leaves, in the order of abi.RESULTS."""
 
     #: Parts that become tensors of their own: the bytes of each row, and the extents behind the rows.
-    beside: list[tuple[str, int, tuple[int, ...]]]
+    beside: Parts
     #: The lists of Lists, which lie behind a routing: where each begins there, its bytes, and those for each row.
     places: dict[str, tuple[int, int, int]]
     #: Where sources begin, which are the last, and their bytes for each row.
@@ -80,7 +80,9 @@ class Taking(Bound):
     _stream: Any
     _counted: bool
     _columns: bool
+    _whole: bool
     _groups: int
+    _ranks: int
     _local_experts: list[int]
     _slots: dict[int, Slot]
     _moves: bool
@@ -103,8 +105,8 @@ class Taking(Bound):
     def _keep(self, dispatched: Dispatched) -> Routing:
         """The routing of a dispatch."""
         output, side = dispatched._output, dispatched._side
-        if self._counted and not side.capturing():
-            output.counts = output.counts or output.host()
+        if output.counts is None and output.routing is None and self._counted and not side.capturing():
+            output.counts = output.host()  # by a routing they are those of the routing, or nobody's
         memory, at = side.room(self.routing_bytes)
         name = self._copy(abi.result_call([*(0,) * 16, at, self.routing_bytes, *(0,) * 4], output.alive(), 0, False))
         return Routing(self, side, name, memory, dispatched.tokens, output.counts, dispatched._weights)
@@ -121,10 +123,11 @@ class Taking(Bound):
         """All that a dispatch has left, in fresh memory. Its output is given back."""
         output, side = dispatched._output, dispatched._side
         host = output.counts
-        if host is None and self._tells(side, length):
+        if host is None and output.routing is None and self._tells(side, length):
             host = output.counts = output.host()
         if length is None:
-            length = self.max_rows if host is None else host.rows
+            # Scales in columns of each expert are copied whole.
+            length = self.max_rows if host is None or self._whole else host.rows
         room = self._room(side, length, NO_MEMORY, output.alive())
         self._copy(room[0])
         output.released = True
@@ -144,7 +147,7 @@ class Taking(Bound):
         call = abi.dispatch_call((x, tokens * self._token_bytes), scales, chosen, (weights, weighed), 0, 0)
         if not choices:
             chosen = NO_MEMORY
-        tells = self._tells(side, length)
+        tells = self._counted if self._index < 0 else self._tells(side, length)
         if length is None and not tells:
             length = self.max_rows
         try:
@@ -153,8 +156,9 @@ class Taking(Bound):
                 host = self._make(call, room[0], tells, keep)
             else:
                 host = self._make(call, None, tells, keep)
-                rows = host.rows if length is None and host is not None else length or 0
-                room = self._room(side, rows, chosen, call[abi.MADE])
+                if length is None:
+                    length = self.max_rows if host is None or self._whole else host.rows
+                room = self._room(side, length, chosen, call[abi.MADE])
                 self._copy(room[0])
         except BaseException:
             if call[abi.MADE]:  # whoever keeps the error keeps nothing of the call
@@ -165,7 +169,7 @@ class Taking(Bound):
     def _make(self, call: array[int], results: array[int] | None, tells: bool, keep: object) -> HostCounts | None:
         """Make a dispatch. Where it tells its counts wait for them, and where there are results copy these."""
         comm, ticket = self.comm, c_uint64()
-        experts, ranks = len(self._local_experts), comm.size
+        experts, ranks = len(self._local_experts), self._ranks
         known = array("q", bytes(8 * (experts + self._groups + 2 + ranks) if tells else 0))
         stream = self._stream(self._index) if self._index >= 0 else 0
         into = 0 if results is None else results.buffer_info()[0]
@@ -196,16 +200,7 @@ class Taking(Bound):
         """Fresh memory for all that a dispatch leaves, and for a copy of the choices of its tokens where there are some. The
         call fills it and gives the output back."""
         left = self._left or self._leaves(handle)
-        made: list[Any] = []
-        buffers: list[int] = []
-        for name, each, tail in left.beside:
-            if each:
-                x, at = side.fresh(name, length, *tail)
-                made.append(x)
-                buffers += (at, length * each)
-            else:
-                made.append(None)
-                buffers += (0, 0)
+        made, buffers = side.beside(left.beside, length)
         begin, each = left.sources
         end = begin + length * each
         copy = -(-end // ROUTING_ALIGN) * ROUTING_ALIGN
@@ -228,7 +223,7 @@ class Taking(Bound):
         """Those of the dispatches of this dispatcher."""
         rows = max(self.max_rows, 1)
         sizes = {name: part[1] for name, part in Slot(self, handle).parts.items()}
-        beside: list[tuple[str, int, tuple[int, ...]]] = []
+        beside: Parts = []
         for name in ("rows", "scales", "indices", "row_weights"):
             each = sizes[name] // rows
             beside.append((name, each, (each // 4,) if name == "scales" else self._shape(name, sizes[name])[1][1:]))

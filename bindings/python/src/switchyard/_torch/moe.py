@@ -20,6 +20,7 @@ from .._core.dispatched import (
     Combining,
     Dispatched,
     Output,
+    Parts,
     Routing,
     biases_of,
 )
@@ -82,14 +83,23 @@ class Kinds:
         """Whether the current stream is captured."""
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def fresh(self, name: str, *shape: int) -> tuple[Tensor, int]:
-        """Memory for a part of an output."""
-        like = self._like.get(name)
-        if like is None:
-            kind = getattr(torch, self.dispatcher._shape(name, 0)[0])
-            like = self._like[name] = torch.empty(0, dtype=kind, device=self.device)
-        x = like.new_empty(*shape)  # which is read sooner than a tuple
-        return x, x.data_ptr()
+    def beside(self, parts: Parts, length: int) -> tuple[list[Tensor | None], list[int]]:
+        """Memory for parts of an output."""
+        made: list[Tensor | None] = []
+        places: list[int] = []
+        for name, each, tail in parts:
+            if not each:
+                made.append(None)
+                places += (0, 0)
+                continue
+            like = self._like.get(name)
+            if like is None:
+                kind = getattr(torch, self.dispatcher._shape(name, 0)[0])
+                like = self._like[name] = torch.empty(0, dtype=kind, device=self.device)
+            x = like.new_empty(length, *tail)  # which is read sooner than a tuple
+            made.append(x)
+            places += (x.data_ptr(), length * each)
+        return made, places
 
     def room(self, size: int) -> tuple[Tensor, int]:
         """Memory for a routing."""

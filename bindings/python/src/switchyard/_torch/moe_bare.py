@@ -10,38 +10,60 @@ from torch import Tensor
 from .._core.dispatched import OF_TOKENS, UNWEIGHTED, Combining, Dispatched, Result, Routing
 from .._core.dispatcher import Calls
 from .moe import aligned, kinds, place
-from .profile import named
+from .profile import profiled, span
 from .tensors import written
 
 
-@named("dispatch")
 def deliver(
     d: Calls, x: Tensor, idx: Tensor, weights: Tensor | None, scales: Tensor | None, length: int | None, choices: bool
 ) -> Result:
     """A dispatch without gradients, of tensors that are as the dispatcher wants them, and all that it leaves; with choices also
     a copy of idx, in its lists."""
-    x = aligned(x)
+    if d._index >= 0:
+        x = aligned(x)
     at = 0 if weights is None else weights.data_ptr()
     beside = (0, 0) if scales is None else (scales.data_ptr(), scales.numel() * 4)
-    held = (x, idx, weights, scales)
-    return d._deliver(kinds(d), x.data_ptr(), beside, idx.data_ptr(), at, x.shape[0], length, choices, held)
+    side, held = d._torch or kinds(d), (x, idx, weights, scales)
+    call = (side, x.data_ptr(), beside, idx.data_ptr(), at, x.shape[0], length, choices, held)
+    if not profiled():
+        return d._deliver(*call)
+    with span("dispatch"):
+        return d._deliver(*call)
 
 
-@named("combine")
+def lease(d: Calls, x: Tensor, idx: Tensor, first: bool) -> Dispatched:
+    """A dispatch without gradients and weights, or its first half."""
+    if d._index >= 0:
+        x = aligned(x)
+    call = (x.data_ptr(), (0, 0), idx.data_ptr(), 0, x.shape[0], first, (x, idx))
+    if not profiled():
+        output = d._dispatch(*call)
+    else:
+        with span("dispatch"):
+            output = d._dispatch(*call)
+    got = Dispatched(d, d._torch or kinds(d), output, x.shape[0], None, {})
+    got._half = first
+    return got
+
+
 def bring(
     d: Calls, rows: Tensor, way: Dispatched | Routing, *, weights: Tensor | None = None, token_weights: Tensor | None = None,
     biases: Sequence[Tensor] = (), out: Tensor | None = None, async_op: bool = False,
 ) -> Any:  # fmt: skip
     """A combine without gradients, of tensors that are as the dispatcher wants them. Rows by token are not weighted: with
     weights [rows, top_k] there are also their sums; rows by expert are weighted with token_weights."""
-    rows, tokens = aligned(rows), way.tokens
-    y = rows.new_empty((tokens, d.hidden)) if out is None else out
-    if out is not None:
+    if d._index >= 0:
+        rows = aligned(rows)
+    tokens, each = way._tokens, d._sum_bytes
+    if out is None:
+        y = rows.new_empty(tokens, d.hidden)  # which is read sooner than a tuple
+    else:
+        y = out
         written(out)
-    buffers = [y.data_ptr(), tokens * d._sum_bytes, rows.data_ptr(), rows.shape[0] * d._sum_bytes]
+    buffers = [y.data_ptr(), tokens * each, rows.data_ptr(), rows.shape[0] * each]
     sums, held = None, (y, rows, weights, token_weights, biases)  # type: Tensor | None, Any
     if weights is not None:
-        sums = weights.new_empty((tokens, d.top_k))
+        sums = weights.new_empty(tokens, d.top_k)
         held = (held, sums)
         buffers += (*place(weights), *place(sums))
     else:
@@ -52,8 +74,17 @@ def bring(
         buffers += (*place(biases[0]), *(place(biases[1]) if len(biases) > 1 else (0, 0)))
     else:
         buffers += (0, 0, 0, 0)
-    buffers += (0, 0, *place(token_weights))
-    weighting = UNWEIGHTED if token_weights is None else OF_TOKENS
-    d._combine(buffers, way if isinstance(way, Routing) else way._output, (0, weighting, async_op, False), held)
+    weighting = UNWEIGHTED
+    if token_weights is None:
+        buffers += (0, 0, 0, 0)
+    else:
+        weighting = OF_TOKENS
+        buffers += (0, 0, token_weights.data_ptr(), tokens * d.top_k * 4)
+    handle, routing = (0, way._name) if type(way) is Routing else (way._output.alive(), 0)  # type: ignore[union-attr]
+    if not profiled():
+        d._combine_by(buffers, handle, routing, (0, weighting, async_op, False), held)
+    else:
+        with span("combine"):
+            d._combine_by(buffers, handle, routing, (0, weighting, async_op, False), held)
     result = y if sums is None else (y, sums)
     return Combining(way, result, held) if async_op else result

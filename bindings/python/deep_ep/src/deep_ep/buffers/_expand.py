@@ -9,6 +9,10 @@ from torch import Tensor
 
 from ..utils.sizes import align
 
+# The host sums up to so many numbers by one operator of torch, which goes by the order of choices where those are fewer than
+# the second.
+AT_ONCE, IN_ORDER = 1 << 20, 16
+
 
 def starts_of(counts: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
     """The first row of each expert, where each begins at a multiple of alignment, and where its last row ends."""
@@ -42,18 +46,37 @@ def tokens_of(slots: Tensor, length: int) -> Tensor:
     return found.scatter_(0, torch.where(flat < 0, length, flat), choice)[:length]
 
 
-def spread(x: Tensor, found: Tensor, top_k: int) -> Tensor:
+def choices_in_order(indices: Tensor, length: int) -> Tensor:
+    """The choice that each of length rows is where experts follow each other without padding, and length is all of them."""
+    flat = indices.view(-1)
+    return flat.argsort(stable=True)[flat.shape[0] - length :]  # behind those that are none
+
+
+def slots_in_order(indices: Tensor, found: Tensor) -> Tensor:
+    """The row of each choice, -1 for none, where found says which choice each row is."""
+    slots = torch.full((indices.numel(),), -1, dtype=torch.int32, device=indices.device)
+    rows = torch.arange(found.shape[0], dtype=torch.int32, device=indices.device)
+    return slots.scatter_(0, found, rows).view(indices.shape)
+
+
+def spread(x: Tensor, found: Tensor, top_k: int, padded: bool = True) -> Tensor:
     """Rows one for each choice. Padding is zero."""
     if not x.shape[0]:
         return torch.zeros((found.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
     plain = x.view(torch.uint8) if x.element_size() == 1 else x
-    token = torch.div(found, top_k, rounding_mode="floor").clamp(min=0)
+    token = torch.div(found, top_k, rounding_mode="floor")
+    if not padded:
+        rows = plain.index_select(0, token)
+        return rows if plain is x else rows.view(x.dtype)
+    token = token.clamp_(min=0)
     rows = plain.index_select(0, token).masked_fill_((found < 0)[:, None], 0)
     return rows.view(x.dtype)
 
 
-def weights_of(weights: Tensor, found: Tensor) -> Tensor:
+def weights_of(weights: Tensor, found: Tensor, padded: bool = True) -> Tensor:
     """The weight of each row, 0 in padding."""
+    if not padded:
+        return weights.view(-1).index_select(0, found)
     if not weights.numel():
         return torch.zeros(found.shape, dtype=weights.dtype, device=weights.device)
     return torch.where(found < 0, 0.0, weights.flatten()[found.clamp(min=0)])
@@ -74,6 +97,17 @@ def fold(x: Tensor, slots: Tensor, dtype: Optional[torch.dtype] = None) -> Tenso
             rows = x.index_select(0, slot.clamp(min=0)).to(torch.float32)
             made += rows.masked_fill_((slot < 0)[:, None], 0)
     return made.to(x.dtype if dtype is None else dtype)
+
+
+def few(x: Tensor, tokens: int, top_k: int) -> bool:
+    """Whether fold_few takes rows."""
+    return x.is_cpu and tokens * top_k * x.shape[1] <= AT_ONCE and top_k < IN_ORDER
+
+
+def fold_few(x: Tensor, found: Tensor, tokens: int, top_k: int) -> Tensor:
+    """The same as fold in few operators: found says which choice each row is."""
+    by_choice = x.new_zeros(tokens * top_k, x.shape[1]).index_copy_(0, found, x)
+    return by_choice.view(tokens, top_k, -1).sum(1, dtype=torch.float32).to(x.dtype)
 
 
 def column_major(scales: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from .. import _checks as checks
 from .._engine import Engines
 from .._handles import FewHandle
-from .._results import Given, Shape, lent
+from .._results import Shape, lent, remember
+from .._routings import Given
 from .._streams import Streams, device_of
 from ..utils.event import EventOverlap
 from ..utils.sizes import ALIGNMENT, align
@@ -28,6 +29,7 @@ class FewTokens(Bound):
     group_size: int
     _streams: Streams
     _engines: Engines
+    _shapes: dict[Any, Shape]
     _combine_buffers: dict[Any, Tensor]
 
     @staticmethod
@@ -62,48 +64,49 @@ class FewTokens(Bound):
         """Send tokens to their experts: rows [local experts, ranks * most tokens, hidden], with scales for float8, their
         numbers, a handle, an event and a hook that ends the call."""
         call = "low_latency_dispatch"
-        if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:
-            raise NotImplementedError(f"deep_ep: {call}: use_nvfp4 is not supported")
-        if topk_weights is not None:
-            raise NotImplementedError(f"deep_ep: {call}: topk_weights: weights go with low_latency_combine")
-        if dispatch_wait_recv_cost_stats is not None:
-            raise NotImplementedError(f"deep_ep: {call}: dispatch_wait_recv_cost_stats is not supported")
-        if use_ue8m0 and not (use_fp8 and round_scale):
-            raise AssertionError(f"deep_ep: {call}: use_ue8m0 needs use_fp8 and round_scale")
-        _one_way(call, async_finish, return_recv_hook)
-        x = checks.rows(call, x)
-        most = num_max_dispatch_tokens_per_rank
-        checks.at_most(call, x, most, "num_max_dispatch_tokens_per_rank")
-        experts = checks.experts(call, num_experts, self.group_size)
-        idx, _ = checks.choices(call, topk_idx, None, x.shape[0], x.device)
-        engine = self._engines.of(device_of(f"{call}: x", x))
-        quantize = "" if not use_fp8 else "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32"
-        shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, 0, True, quantize)
-        local = experts // self.group_size
-
-        def send() -> Any:
-            return engine.send_slab(shape, x, idx, return_recv_hook)
-
-        def receive(got: Any, into: Optional[Tensor] = None) -> Tensor:
-            """End the call; returned are the choices of each expert."""
-            got.wait()
-            came = lent(got, "counts")  # which lie in the dispatcher
-            came = came.clone() if into is None else into.copy_(came)
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(came)
-            return came
-
-        def whole() -> Any:
-            made = send()
-            return (*made, receive(made[0]))
-
+        stats, most = cumulative_local_expert_recv_stats, num_max_dispatch_tokens_per_rank
+        key = None
+        rare = use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None or topk_weights is not None
+        if not rare and stats is None and dispatch_wait_recv_cost_stats is None:
+            sizes = checks.known(x, topk_idx, None)
+            key = sizes and (sizes, most, num_experts, use_fp8, round_scale, use_ue8m0)
+        shape, idx = self._shapes.get(key), topk_idx
+        if shape is None or x.shape[0] > most or (async_finish and return_recv_hook):
+            if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:
+                raise NotImplementedError(f"deep_ep: {call}: use_nvfp4 is not supported")
+            if topk_weights is not None:
+                raise NotImplementedError(f"deep_ep: {call}: topk_weights: weights go with low_latency_combine")
+            if dispatch_wait_recv_cost_stats is not None:
+                raise NotImplementedError(f"deep_ep: {call}: dispatch_wait_recv_cost_stats is not supported")
+            if use_ue8m0 and not (use_fp8 and round_scale):
+                raise AssertionError(f"deep_ep: {call}: use_ue8m0 needs use_fp8 and round_scale")
+            _one_way(call, async_finish, return_recv_hook)
+            x = checks.rows(call, x)
+            checks.at_most(call, x, most, "num_max_dispatch_tokens_per_rank")
+            experts = checks.experts(call, num_experts, self.group_size)
+            idx, _ = checks.choices(call, topk_idx, None, x.shape[0], x.device)
+            device_of(f"{call}: x", x)
+            checks.stats(call, "cumulative_local_expert_recv_stats", stats, experts // self.group_size, x.device)
+            quantize = "" if not use_fp8 else "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32"
+            shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, 0, True, quantize)
+            remember(self._shapes, key, shape)
+        engine = self._engines.own.get(x.device) or self._engines.of(x.device)
+        local = shape.experts // self.group_size
         hook, event = None, None  # type: Hook, Any
-        if return_recv_hook:
-            got, routing = send()
-            counts = torch.empty(local, dtype=torch.int32, device=x.device)
-            hook = partial(receive, got, counts)
+        if async_finish:
+
+            def whole() -> Any:
+                got, routing = engine.send_slab(shape, x, idx, False)
+                return got, routing, _counts(got, stats)
+
+            (got, routing, counts), event = self._streams.run(engine.device, None, True, (x, idx), whole)
         else:
-            (got, routing, counts), event = self._streams.run(engine.device, None, async_finish, (x, idx), whole)
+            got, routing = engine.send_slab(shape, x, idx, return_recv_hook)
+            if return_recv_hook:
+                counts = torch.empty(local, dtype=torch.int32, device=x.device)
+                hook = partial(_receive_rows, got, counts, stats)
+            else:
+                counts = _counts(got, stats)
         routing.given = Given(topk_idx)
         rows = lent(got, "rows").view(local, -1, shape.hidden)
         handle = FewHandle(routing, got, counts)
@@ -130,48 +133,55 @@ class FewTokens(Bound):
             raise NotImplementedError(f"deep_ep: {call}: {', '.join(sorted(signals))}: overlap signals are not supported")
         if combine_wait_recv_cost_stats is not None:
             raise NotImplementedError(f"deep_ep: {call}: combine_wait_recv_cost_stats is not supported")
-        _one_way(call, async_finish, return_recv_hook)
+        if async_finish:
+            _one_way(call, async_finish, return_recv_hook)
         if not isinstance(handle, FewHandle):
             raise errors.InvalidType(f"deep_ep: {call}: handle is {type(handle).__name__}, want low_latency_dispatch's")
-        engine = self._engines.of(device_of(f"{call}: x", x))
+        if type(x) is not Tensor:
+            device_of(f"{call}: x", x)
+        engine = self._engines.own.get(x.device) or self._engines.of(device_of(f"{call}: x", x))
         routing = handle.routing
-        shape, tokens = routing.shape, routing.idx.shape[0]
+        shape, tokens = routing.shape, routing.tokens
         if routing.engine is not engine:
             raise errors.InvalidArgument(f"deep_ep: {call}: the handle is of another group or device")
         if zero_copy:
             x = self.get_next_low_latency_combine_buffer(handle)
         want = (shape.experts // self.group_size, self.group_size * shape.tokens, shape.hidden)
-        if tuple(x.shape) != want:
+        if x.shape != want:
             raise errors.InvalidArgument(f"deep_ep: {call}: x has shape {tuple(x.shape)}, want {want}")
         rows = checks.rows(call, x.view(-1, shape.hidden) if x.is_contiguous() else x.reshape(-1, shape.hidden))
-        idx, weights = checks.choices(call, topk_idx, topk_weights, tokens, rows.device)
-        if weights is None or idx.shape != routing.idx.shape:
-            ways = tuple(routing.idx.shape)
-            raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has shape {tuple(idx.shape)}, want {ways}")
-        if out is None:
-            out = torch.empty((tokens, shape.hidden), dtype=rows.dtype, device=rows.device)
-        elif out.shape != (tokens, shape.hidden) or out.dtype is not rows.dtype or out.device != rows.device:
-            about = f"{tuple(out.shape)} of {out.dtype}, want {(tokens, shape.hidden)} of {rows.dtype}"
-            raise errors.InvalidArgument(f"deep_ep: {call}: out is {about}")
-        result = out
-
-        def send() -> Any:
-            # Sums are written where they belong, unless a combine cannot write there.
-            plain = result.is_contiguous() and result.data_ptr() % 16 == 0
-            masked = weights if routing.given.says_nothing_new(topk_idx) else weights.masked_fill(idx < 0, 0)
-            return engine.combine_slab(rows, routing, masked, return_recv_hook, result if plain else None)
-
-        def receive(made: Any) -> None:
-            y = engine.ended(made) if return_recv_hook else made
-            if y is not result:
-                result.copy_(y)
-
+        same, weights = routing.given.says_nothing_new(topk_idx), topk_weights
+        plain = same and type(weights) is Tensor and weights.dtype is torch.float32 and weights.shape == topk_idx.shape
+        if not plain or weights.requires_grad or not weights.is_contiguous() or weights.device != rows.device:
+            idx, weights = checks.choices(call, topk_idx, topk_weights, tokens, rows.device)  # type: ignore[assignment]
+            if weights is None or idx.shape != routing.idx.shape:
+                ways = tuple(routing.idx.shape)
+                raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has shape {tuple(idx.shape)}, want {ways}")
+            if not same:
+                weights = weights.masked_fill(idx < 0, 0)
+        into = None  # sums are written where they belong, unless a combine cannot write there
+        if out is not None:
+            if out.shape != (tokens, shape.hidden) or out.dtype is not rows.dtype or out.device != rows.device:
+                about = f"{tuple(out.shape)} of {out.dtype}, want {(tokens, shape.hidden)} of {rows.dtype}"
+                raise errors.InvalidArgument(f"deep_ep: {call}: out is {about}")
+            if out.is_contiguous() and out.data_ptr() % 16 == 0:
+                into = out
         if return_recv_hook:
-            combining = send()
-            return out, EventOverlap(None), partial(receive, combining)
-        inputs = (rows, idx, weights, out)
-        _, event = self._streams.run(engine.device, None, async_finish, inputs, lambda: receive(send()))
-        return out, EventOverlap(event, inputs if async_finish else None), None
+            result = rows.new_empty(tokens, shape.hidden) if out is None else out
+            if out is None:
+                into = result
+            combining = engine.combine_slab(rows, routing, weights, True, into)
+            return result, EventOverlap(None), partial(_receive, engine, combining, result)
+
+        def whole() -> Tensor:
+            made: Tensor = engine.combine_slab(rows, routing, weights, False, into)
+            return made if out is None or made is out else out.copy_(made)
+
+        if not async_finish:
+            return whole(), EventOverlap(), None
+        inputs = (rows, topk_idx, weights, out)
+        result, event = self._streams.run(engine.device, None, True, inputs, whole)
+        return result, EventOverlap(event, inputs), None
 
     def get_next_low_latency_combine_buffer(self, handle: FewHandle) -> Tensor:
         """A tensor that low_latency_combine with zero_copy takes its rows from."""
@@ -190,6 +200,29 @@ class FewTokens(Bound):
 
     def low_latency_clean_mask_buffer(self) -> None:
         raise NotImplementedError("deep_ep: low_latency_clean_mask_buffer: enable_shrink is not supported")
+
+
+def _counts(got: Any, stats: Optional[Tensor]) -> Tensor:
+    """The choices of each expert, which lie in the dispatcher, and in the caller's sums from now on."""
+    counts = lent(got, "counts").clone()
+    if stats is not None:
+        stats.add_(counts)
+    return counts
+
+
+def _receive_rows(got: Any, into: Tensor, stats: Optional[Tensor]) -> None:
+    """End a dispatch."""
+    got.wait()
+    into.copy_(lent(got, "counts"))
+    if stats is not None:
+        stats.add_(into)
+
+
+def _receive(engine: Any, combining: Any, into: Tensor) -> None:
+    """End a combine."""
+    y = engine.ended(combining)
+    if y is not into:
+        into.copy_(y)
 
 
 def _one_way(call: str, async_finish: bool, return_recv_hook: bool) -> None:

@@ -11,9 +11,10 @@ from switchyard._core.arguments import Bound
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Engines, close_all
+from .._engine import Engines
 from .._handles import places
-from .._results import Result, Routing, Shape, ranks_of
+from .._results import Result, Shape, remember
+from .._routings import Routing, ranks_of
 from .._streams import Streams, device_of
 from ..utils.event import EventHandle, EventOverlap
 from ..utils.sizes import ALIGNMENT, align, aligned, get_logical_domain_size, get_physical_domain_size
@@ -58,6 +59,13 @@ class EPHandle(Bound):
             else _expand.most_rows(self.num_recv_tokens, routing.shape.top_k, local, alignment)
         )
 
+    def __copy__(self) -> EPHandle:
+        return self
+
+    def __deepcopy__(self, _: Any) -> EPHandle:
+        """Itself: nobody changes where tokens went."""
+        return self
+
     @cached_property
     def topk_idx(self) -> Tensor:
         """The choices of the dispatch: the very tensor without do_handle_copy."""
@@ -82,11 +90,20 @@ class EPHandle(Bound):
     @cached_property
     def slots(self) -> Tensor:
         """[tokens, top_k]: with do_expand the row of each choice, -1 for none."""
+        if self.dense:
+            return _expand.slots_in_order(self._indices, self.found)
         return _expand.slots_of(self._indices, self.num_unaligned_recv_tokens_per_expert, self.expert_alignment)
+
+    @property
+    def dense(self) -> bool:
+        """Whether there is no padding between the rows of experts, and none behind the last."""
+        return self.expert_alignment == 1 and self._routing.counted
 
     @cached_property
     def found(self) -> Tensor:
         """With do_expand the choice that each row is, -1 in padding."""
+        if self.dense:
+            return _expand.choices_in_order(self._indices, self.num_expanded_tokens)
         return _expand.tokens_of(self.slots, self.num_expanded_tokens)
 
     @cached_property
@@ -142,6 +159,8 @@ class ElasticBuffer(Bound):
         self._streams = Streams()
         self._engines = Engines(group)
         self._destroyed = False
+        #: What checks made of calls with tensors of certain sizes and types.
+        self._shapes: dict[Any, Shape] = {}
 
     # Sizes and ranks
 
@@ -151,12 +170,11 @@ class ElasticBuffer(Bound):
         return None if self._destroyed else self
 
     def destroy(self) -> None:
-        """Give back the memory that the group's calls have taken, together with all ranks. Results and handles stay as they
-        are; calls of other buffers of the group take memory anew. Later calls of this one raise."""
+        """Have later calls of this buffer raise. The memory that the group's calls have taken is given back together with all
+        ranks, with the last buffer of the group that is destroyed. Results and handles stay as they are."""
         if not self._destroyed:
             self._destroyed = True
             self._engines.end()
-            close_all(self.group)
 
     @staticmethod
     def get_buffer_size_hint(
@@ -235,55 +253,95 @@ class ElasticBuffer(Bound):
     ) -> tuple[Any, Optional[Tensor], Optional[Tensor], EPHandle, EventOverlap]:
         """Send tokens to the ranks of their experts: rows, local experts (None with do_expand), weights, a handle and an event.
         With a handle the rows go the ways of an earlier dispatch."""
-        sent = checks.tokens("dispatch", x)
-        engine = self._engines.of(device_of("dispatch: x", sent.x))
-        if handle is not None:
-            routing = self._routing("dispatch", handle, topk_idx, do_cpu_sync, do_expand)
-            num_max_tokens_per_rank = self._same("num_max_tokens_per_rank", num_max_tokens_per_rank, handle)
-            expert_alignment = self._same("expert_alignment", expert_alignment, handle)
-            num_experts = self._same("num_experts", num_experts, handle)
-            topk_idx, length = routing.idx, handle._length
-        elif topk_idx is None or num_experts is None:
-            raise errors.InvalidArgument("deep_ep: dispatch: topk_idx and num_experts are needed where there is no handle")
-        else:
-            checks.experts("dispatch", num_experts, self.num_ranks)
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        key = None
+        if handle is None and cumulative_local_expert_recv_stats is None:
+            sizes = checks.known(x, topk_idx, topk_weights)
+            key = sizes and (sizes, num_experts, most, expert_alignment, num_sms)
+        shape = self._shapes.get(key)
+        if shape is None or (most and x.shape[0] > most):
+            sent, idx, weights = self._checked(
+                x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
+                expert_alignment, num_sms, handle, do_cpu_sync, do_expand,
+            )  # fmt: skip
+            if handle is not None:
+                most, num_experts = handle.num_max_tokens_per_rank, handle.num_experts
+            tokens, scales = sent.x, sent.scales
+            among, hidden = int(num_experts or 0), tokens.shape[1]
+            shape = Shape(among, idx.shape[1], hidden, tokens.dtype, most, 0, False, "", sent.kind, num_sms)
+            remember(self._shapes, key, shape)
+        else:
+            tokens, scales, sent, idx, weights = x, None, None, topk_idx, topk_weights  # type: ignore[assignment]
+        engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
         alignment = expert_alignment or 1
-        if most:
-            checks.at_most("dispatch", sent.x, most, "num_max_tokens_per_rank")
-        idx, weights = checks.choices("dispatch", topk_idx, topk_weights, sent.x.shape[0], sent.x.device)
-        if handle is None:
-            length = 0 if do_cpu_sync is None or do_cpu_sync else self.num_ranks * most
-            if not most and do_cpu_sync is not None and not do_cpu_sync:
-                raise errors.InvalidArgument("deep_ep: dispatch: num_max_tokens_per_rank is needed without do_cpu_sync")
+        if handle is not None:
+            length = handle._length
+        elif do_cpu_sync is None or do_cpu_sync:
+            length = 0
+        elif most:
+            length = self.num_ranks * most
+        else:
+            raise errors.InvalidArgument("deep_ep: dispatch: num_max_tokens_per_rank is needed without do_cpu_sync")
+
+        wide, made, event = idx.dtype is torch.int64, None, None
+        theirs, at_once = do_handle_copy and wide, previous_event is None and not async_with_compute_stream
+        if handle is None and wide and at_once:
+            made = engine.dispatch(shape, tokens, scales, idx, weights, length, theirs)
 
         def send() -> tuple[Any, ...]:
-            x, kept = sent.x, handle
-            shape = Shape(num_experts, idx.shape[1], x.shape[1], x.dtype, most, scales=sent.kind, max_sms=num_sms)
+            kept = handle
             if kept is None:
-                ways = idx.to(torch.int64)
-                theirs = do_handle_copy and ways is idx
-                result, routing = engine.dispatch(shape, x, sent.scales, ways, weights, length, theirs)
+                ways = idx if wide else idx.to(torch.int64)
+                result, routing = made or engine.dispatch(shape, tokens, scales, ways, weights, length, theirs)
                 bound = routing.shape.tokens
                 kept = EPHandle(routing, result, None if do_handle_copy else topk_idx, do_expand, alignment, bound, num_sms)
             else:
-                result = engine.redispatch(x, sent.scales, weights, kept._routing, shape, length)
+                result = engine.redispatch(tokens, scales, weights, kept._routing, shape, length)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(result.came.counts)
-            rows, scales, indices, beside = result.rows, result.scales, result.indices, result.weights
+            rows, factors, indices, beside = result.rows, result.scales, result.indices, result.weights
             if kept.do_expand:
-                rows = _expand.spread(rows, kept.found, idx.shape[1])
-                scales = None if scales is None else _expand.spread(scales, kept.found, idx.shape[1])
-                beside = None if beside is None else _expand.weights_of(beside, kept.found)
-            if scales is not None and use_tma_aligned_col_major_sf:
-                scales = _expand.column_major(scales)
-            return rows, scales, indices, beside, kept
+                found, padded = kept.found, not kept.dense
+                rows = _expand.spread(rows, found, idx.shape[1], padded)
+                factors = None if factors is None else _expand.spread(factors, found, idx.shape[1], padded)
+                beside = None if beside is None else _expand.weights_of(beside, found, padded)
+            if factors is not None and use_tma_aligned_col_major_sf:
+                factors = _expand.column_major(factors)
+            return rows, factors, indices, beside, kept
 
-        inputs = (sent.x, sent.scales, idx, weights)
-        made, event = self._streams.run(engine.device, previous_event, async_with_compute_stream, inputs, send)
-        rows, scales, indices, beside, kept = made
-        recv = sent.returned(rows, scales)
+        if at_once:
+            rows, factors, indices, beside, kept = send()
+        else:
+            inputs = (tokens, scales, idx, weights)
+            came, event = self._streams.run(engine.device, previous_event, async_with_compute_stream, inputs, send)
+            rows, factors, indices, beside, kept = came
+        recv = rows if sent is None else sent.returned(rows, factors)
         return recv, None if kept.do_expand else indices, beside, kept, EventOverlap(event)
+
+    def _checked(
+        self, x: Any, topk_idx: Any, topk_weights: Any, stats: Any, experts: Any, most: Any, alignment: Any, sms: Any,
+        handle: Any, do_cpu_sync: Any, do_expand: bool,
+    ) -> tuple[checks.Tokens, Tensor, Optional[Tensor]]:  # fmt: skip
+        """The tokens of a dispatch, their choices and weights, once all of it was looked at."""
+        sent = checks.tokens("dispatch", x)
+        device = device_of("dispatch: x", sent.x)
+        self._engines.of(device)  # which says that the buffer was destroyed
+        if handle is not None:
+            topk_idx = self._routing("dispatch", handle, topk_idx, do_cpu_sync, do_expand).idx
+            most = self._same("num_max_tokens_per_rank", most, handle)
+            self._same("expert_alignment", alignment, handle)
+            experts = self._same("num_experts", experts, handle)
+        elif topk_idx is None or experts is None:
+            raise errors.InvalidArgument("deep_ep: dispatch: topk_idx and num_experts are needed where there is no handle")
+        checks.experts("dispatch", experts, self.num_ranks)
+        if alignment is not None:
+            checks.alignment("dispatch", "expert_alignment", alignment)
+        checks.num_sms("dispatch", sms)
+        most = most or self.num_max_tokens_per_rank
+        if most:
+            checks.at_most("dispatch", sent.x, most, "num_max_tokens_per_rank")
+        checks.stats("dispatch", "cumulative_local_expert_recv_stats", stats, experts // self.num_ranks, device)
+        return sent, *checks.choices("dispatch", topk_idx, topk_weights, sent.x.shape[0], device)
 
     def combine(
         self,
@@ -304,7 +362,7 @@ class ElasticBuffer(Bound):
         if not isinstance(handle, EPHandle):
             raise errors.InvalidType(f"deep_ep: combine: handle is {type(handle).__name__}, want an EPHandle")
         routing = checked("combine", handle._routing, engine)
-        biases = checks.biases("combine", bias, x, routing.tokens)
+        biases = () if bias is None else checks.biases("combine", bias, x, routing.tokens)
         want = handle.num_expanded_tokens if handle.do_expand else handle.num_recv_tokens
         if x.shape[0] != want:
             raise errors.InvalidArgument(f"deep_ep: combine: x has {x.shape[0]} rows, the dispatch brought {want}")
@@ -318,11 +376,17 @@ class ElasticBuffer(Bound):
         def back() -> tuple[Tensor, Optional[Tensor]]:
             rows, weights = x, topk_weights
             if handle.do_expand:
-                rows = _expand.fold(rows, handle.slots)
+                tokens, top_k = handle.num_recv_tokens, routing.shape.top_k
+                if handle.dense and _expand.few(rows, tokens, top_k):
+                    rows = _expand.fold_few(rows, handle.found, tokens, top_k)
+                else:
+                    rows = _expand.fold(rows, handle.slots)
                 weights = None if weights is None else _expand.gather(weights, handle.slots)
             made = engine.combine(rows, routing, weights, biases)
             return (made, None) if weights is None else made
 
+        if previous_event is None and not async_with_compute_stream:
+            return *back(), EventOverlap()
         inputs = (x, topk_weights, biases)
         (y, sums), event = self._streams.run(engine.device, previous_event, async_with_compute_stream, inputs, back)
         return y, sums, EventOverlap(event)

@@ -9,9 +9,10 @@ from switchyard import errors
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Engine, Engines, close_all
+from .._engine import Engine, Engines
 from .._handles import Handle
-from .._results import Routing, Shape, choices_of, ranks_of
+from .._results import Shape, remember
+from .._routings import Routing, choices_of, ranks_of
 from .._streams import Streams, check, device_of
 from ..utils.event import EventHandle, EventOverlap
 from ..utils.sizes import ALIGNMENT, align, aligned
@@ -68,6 +69,8 @@ class Buffer(FewTokens):
         self._streams = Streams()
         self._engines = Engines(group)
         self._destroyed = False
+        #: What checks made of calls with tensors of certain sizes and types.
+        self._shapes: dict[Any, Shape] = {}
         self._combine_buffers: dict[Any, Tensor] = {}
 
     # Sizes and ranks
@@ -84,12 +87,11 @@ class Buffer(FewTokens):
         return 1
 
     def destroy(self) -> None:
-        """Give back the memory that the group's calls have taken, together with all ranks. Results and handles stay as they
-        are; calls of other buffers of the group take memory anew. Later calls of this one raise."""
+        """Have later calls of this buffer raise. The memory that the group's calls have taken is given back together with all
+        ranks, with the last buffer of the group that is destroyed. Results and handles stay as they are."""
         if not self._destroyed:
             self._destroyed = True
             self._engines.end()
-            close_all(self.group)
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -99,7 +101,7 @@ class Buffer(FewTokens):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Bound the multiprocessors that a dispatch takes, for calls without a config. On the host it says nothing."""
-        if new_num_sms % 2:
+        if checks.num_sms("set_num_sms", new_num_sms) % 2:
             raise AssertionError(f"deep_ep: set_num_sms: {new_num_sms} is odd")
         Buffer.num_sms, Buffer._bounded = new_num_sms, True
 
@@ -183,49 +185,80 @@ class Buffer(FewTokens):
     ) -> tuple[Any, ...]:
         """Send tokens to the ranks of their experts: rows, local experts, weights, rows of each local expert, a handle and an
         event. With a handle the rows go the ways of an earlier dispatch."""
-        check("dispatch", previous_event, async_finish, allocate_on_comm_stream)
-        sent = checks.tokens("dispatch", x)
-        device = device_of("dispatch: x", sent.x)
-        engine = self._engines.of(device)
+        if allocate_on_comm_stream:
+            check("dispatch", previous_event, async_finish, allocate_on_comm_stream)
         sms = config.num_sms if config is not None else Buffer.num_sms if Buffer._bounded else 0
+        key = None
+        if handle is None and num_tokens_per_expert is not None:
+            sizes = checks.known(x, topk_idx, topk_weights)
+            if sizes is not None:
+                key = sizes, num_tokens_per_expert.shape, expert_alignment, num_worst_tokens, sms
+        shape = self._shapes.get(key)
+        if shape is None or (num_worst_tokens and x.shape[0] > num_worst_tokens):
+            sent, shape, idx, weights = self._checked(
+                x, handle, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens,
+                sms,
+            )  # fmt: skip
+            if handle is not None:
+                known = self._routing("dispatch", handle, self._engines.of(sent.x.device))
+                return self._again(sent, handle, known, sms, previous_event, async_finish)
+            remember(self._shapes, key, shape)
+            tokens, scales = sent.x, sent.scales
+        else:
+            tokens, scales, sent, idx, weights = x, None, None, topk_idx, topk_weights
+        engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
+        theirs, totals, event = topk_idx is not None and idx.dtype is torch.int64, None, None
+
+        def send() -> tuple[Any, ...]:
+            ways = idx if theirs else choices_of(idx.to(torch.bool)) if topk_idx is None else idx.to(torch.int64)
+            made = engine.dispatch(shape, tokens, scales, ways, weights, num_worst_tokens, theirs)
+            if topk_idx is not None or num_worst_tokens:
+                return *made, None
+            return *made, engine.totals(num_tokens_per_expert)  # type: ignore[arg-type]
+
+        if theirs and previous_event is None and not async_finish:
+            result, routing = engine.dispatch(shape, tokens, scales, idx, weights, num_worst_tokens, True)
+        else:
+            inputs = (tokens, scales, idx, weights)
+            (result, routing, totals), event = self._streams.run(engine.device, previous_event, async_finish, inputs, send)
+        chosen: list[int] = [] if num_worst_tokens else result.chosen if totals is None else totals
+        if expert_alignment != 1:
+            chosen = aligned(chosen, expert_alignment)
+        handle = Handle(routing, result, num_worst_tokens)
+        indices = result.indices if topk_idx is not None else None
+        rows = result.rows if sent is None else sent.returned(result.rows, result.scales)
+        return rows, indices, result.weights, chosen, handle, EventOverlap(event)
+
+    def _checked(
+        self, x: Any, handle: Any, is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: Any, topk_weights: Any,
+        expert_alignment: int, worst: int, sms: int,
+    ) -> tuple[checks.Tokens, Any, Any, Any]:  # fmt: skip
+        """The tokens of a dispatch, the shape of the call, and what says where they go, once all of it was looked at."""
+        sent = checks.tokens("dispatch", x)
+        device, size = device_of("dispatch: x", sent.x), self.group_size
+        checks.num_sms("dispatch: config", sms)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise errors.InvalidArgument("deep_ep: dispatch: topk_idx and topk_weights do not go with a handle")
-            known = self._routing("dispatch", handle, engine)
-            return self._again(sent, handle, known, sms, previous_event, async_finish)
+            return sent, None, None, None
+        self._engines.of(device)  # which says that the buffer was destroyed
+        checks.alignment("dispatch", "expert_alignment", expert_alignment)
         if topk_idx is None and is_token_in_rank is None:
             raise errors.InvalidArgument("deep_ep: dispatch: neither topk_idx nor is_token_in_rank nor a handle is there")
         if num_tokens_per_expert is None:
             raise errors.InvalidArgument("deep_ep: dispatch: num_tokens_per_expert is missing")
-        experts = checks.experts("dispatch", num_tokens_per_expert.shape[0], self.group_size)
+        experts = checks.experts("dispatch", num_tokens_per_expert.shape[0], size)
         weights: Optional[Tensor] = None
         if topk_idx is not None:
             idx, weights = checks.choices("dispatch", topk_idx, topk_weights, sent.x.shape[0], sent.x.device)
+            among, top_k = experts, idx.shape[1]
         else:
-            size = self.group_size
             idx = checks.matrix("dispatch", "is_token_in_rank", is_token_in_rank, sent.x.shape[0], size, device)
-        if num_worst_tokens:
-            checks.at_most("dispatch", sent.x, num_worst_tokens, "num_worst_tokens")
-
-        def send() -> tuple[Any, ...]:
-            theirs = topk_idx is not None and idx.dtype is torch.int64
-            ways = idx if theirs else choices_of(idx.to(torch.bool)) if topk_idx is None else idx.to(torch.int64)
-            among, rows = experts if topk_idx is not None else self.group_size, sent.x
-            shape = Shape(
-                among, ways.shape[1], rows.shape[1], rows.dtype, num_worst_tokens, num_worst_tokens, False, "", sent.kind, sms
-            )
-            result, routing = engine.dispatch(shape, sent.x, sent.scales, ways, weights, num_worst_tokens, theirs)
-            chosen: list[int] = []
-            if not num_worst_tokens:
-                chosen = result.chosen if topk_idx is not None else engine.totals(num_tokens_per_expert)
-            return result, routing, aligned(chosen, expert_alignment)
-
-        inputs = (sent.x, sent.scales, idx, weights)
-        (result, routing, chosen), event = self._streams.run(device, previous_event, async_finish, inputs, send)
-        handle = Handle(routing, result, num_worst_tokens)
-        indices = result.indices if topk_idx is not None else None
-        rows = sent.returned(result.rows, result.scales)
-        return rows, indices, result.weights, chosen, handle, EventOverlap(event)
+            among, top_k = size, size
+        if worst:
+            checks.at_most("dispatch", sent.x, worst, "num_worst_tokens")
+        rows = sent.x
+        return sent, Shape(among, top_k, rows.shape[1], rows.dtype, worst, worst, False, "", sent.kind, sms), idx, weights
 
     def _again(self, sent: checks.Tokens, handle: Handle, routing: Routing, sms: int, previous: Any, is_async: bool) -> Any:
         """Send other tokens the ways of a handle."""
@@ -255,10 +288,15 @@ class Buffer(FewTokens):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Optional[Tensor], EventOverlap]:
         """Bring rows back: the sums of each token's rows, those of its weights, and an event."""
-        check("combine", previous_event, async_finish, allocate_on_comm_stream)
+        if allocate_on_comm_stream:
+            check("combine", previous_event, async_finish, allocate_on_comm_stream)
         x = checks.rows("combine", x)
-        engine = self._engines.of(device_of("combine: x", x))
-        routing = self._routing("combine", handle, engine)
+        engine = self._engines.own.get(x.device) or self._engines.of(device_of("combine: x", x))
+        routing = handle.routing if type(handle) is Handle else None
+        if routing is None or routing.engine is not engine:
+            routing = self._routing("combine", handle, engine)
+        if topk_weights is None and bias is None and previous_event is None and not async_finish:
+            return engine.combine(x, routing), None, EventOverlap()
         biases = checks.biases("combine", bias, x, routing.tokens)
         weights: Optional[Tensor] = None
         if topk_weights is not None:

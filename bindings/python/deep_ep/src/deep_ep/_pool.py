@@ -1,0 +1,134 @@
+"""The pool of dispatchers of one group on one device: one for each shape, made together with all ranks when a call wants it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Optional
+
+import switchyard
+import torch
+from switchyard import errors
+
+from ._leases import FEW, LENT, Made
+from ._results import SUMS, Shape
+from ._streams import Reads
+
+# How many dispatchers a pool keeps. A call of one shape more gives the one back that was used least recently.
+MOST = 32
+
+
+class Pool:
+    """Dispatchers by their shapes. All ranks use it by the same calls in the same order, so each finds, makes and gives back
+    what the others do."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        # Weak, because the table of engines must not keep a group alive.
+        self._group, self.device, self.size = weakref.ref(group), device, int(group.size())
+        self.reads = Reads(device)
+        self._made: dict[Shape, Made] = {}
+        #: Those that graphs may use, which have no place any more.
+        self._replayed: list[Made] = []
+        #: How many calls there were.
+        self.calls = 0
+        with torch.inference_mode(False):  # it is written in calls of either mode
+            self._most = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    @property
+    def group(self) -> Any:
+        return self._group()
+
+    def agree(self, tokens: int) -> int:
+        """The most tokens of any rank, by a round of the host."""
+        if self.size > 1:
+            self._most[0] = tokens
+            switchyard.all_reduce(self._most, "max", self.group)
+            tokens = int(self._most[0])
+        return tokens
+
+    def wanted(self, shape: Shape, tokens: int) -> Made:
+        """The dispatcher for calls of a shape. One that is open has room for as many tokens as it was made for, on which all
+        ranks agree at first."""
+        if not shape.tokens:
+            shape = shape._replace(open=True)
+            before = self._made.get(self._key(shape))
+            shape = shape._replace(tokens=before.tokens if before is not None else self.agree(tokens))
+        return self.dispatcher(shape)
+
+    def dispatcher(self, shape: Shape) -> Made:
+        """A dispatcher for a shape, which all ranks make together unless one has room."""
+        key = self._key(shape)
+        made = self._made.get(key)
+        if made is None or made.tokens < shape.tokens:
+            self.reads.refuse_capture(f"the first call of {shape.tokens} tokens of {shape.hidden} x {shape.dtype}")
+            if made is not None:
+                self._drop(key)
+            elif len(self._made) >= MOST:
+                self._drop_oldest()
+            tokens = shape.tokens
+            if not shape.slab and not shape.rows:
+                tokens = max(64, self.size, 1 << (tokens - 1).bit_length())
+            shape = shape._replace(tokens=tokens)
+            made = self._made[key] = Made(shape, self._make(shape))
+        self.calls = made.used = self.calls + 1
+        return made
+
+    def close(self) -> None:
+        """Give all dispatchers back that no graph holds, also behind one that cannot be closed since a rank is lost."""
+        failed: Optional[errors.Error] = None
+        for key in list(self._made):
+            try:
+                self._drop(key)
+            except errors.Error as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _drop(self, key: Shape) -> None:
+        """Give a dispatcher back, or keep it where a graph may replay its calls."""
+        made = self._made.pop(key)
+        made.pooled = False
+        if made.captured:
+            self._replayed.append(made)
+        else:
+            made.close()
+
+    def _drop_oldest(self) -> None:
+        """Give the dispatcher back that was used least recently. One in the midst of a call, or in a graph, stays."""
+        free = [(made.used, key) for key, made in self._made.items() if not made.captured and not made.between_halves()]
+        if free:
+            self._drop(min(free, key=lambda each: each[0])[1])
+
+    def _key(self, shape: Shape) -> Shape:
+        """By which the dispatcher for a shape is found."""
+        if self.device.type != "cuda":
+            shape = shape._replace(max_sms=0)
+        return shape if shape.slab else shape._replace(tokens=0)
+
+    def _make(self, s: Shape) -> Any:
+        # An open one has one more expert on each rank, for pleas.
+        more, here = (self.size if s.open else 0), s.experts // self.size
+        placement = [[e // here] for e in range(s.experts)] + [[r] for r in range(more)] if more else None
+        return switchyard.Dispatcher(
+            s.experts + more,
+            s.top_k,
+            s.hidden,
+            max_tokens=s.tokens,
+            max_rows=s.rows,
+            placement=placement,
+            dtype=s.dtype,
+            combine_dtype=SUMS[s.dtype],
+            layout="slab" if s.slab else "token_major",
+            align=1,  # DeepEP's shapes
+            low_latency=s.slab and s.tokens <= FEW,
+            quantize=bool(s.quantize),
+            scale_columns=bool(s.quantize),
+            scale_per_token=s.scales == "row",
+            scale_format=s.quantize or ("ue8m0" if s.scales == "ue8m0" else "float32"),
+            sources=True,
+            handles=LENT if s.slab else 1,
+            share_memory=not s.slab,  # results of others are copied at once
+            host_counts=self.device.type == "cuda" and not s.slab,
+            max_sms=s.max_sms,
+            group=self.group,
+            device=self.device,
+        )

@@ -1,0 +1,99 @@
+"""Routings: where the tokens of a dispatch went, kept for as long as somebody has a handle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from torch import Tensor
+
+from ._results import Shape
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+    from ._leases import Live, Made
+
+
+class Given:
+    """The choices that a low-latency dispatch was given, which are the caller's until the combine."""
+
+    __slots__ = ("_theirs", "_version")
+
+    def __init__(self, theirs: Tensor) -> None:
+        self._theirs = theirs
+        self._version = -1 if theirs.is_inference() else theirs._version
+
+    def changed(self) -> bool:
+        """Whether torch has changed the caller's tensor since. In inference mode nobody knows."""
+        return self._version >= 0 and self._theirs._version != self._version
+
+    def says_nothing_new(self, idx: Tensor) -> bool:
+        """Whether the choices of a combine are those of the dispatch."""
+        return idx is self._theirs and not self.changed()
+
+
+class Routing:
+    """Where the tokens of a dispatch went."""
+
+    made: Optional[Made] = None
+    #: Of low latency, where idx is the caller's tensor.
+    given: Any = None
+    #: The result that is lent, until a later call takes it.
+    live: Optional[Live] = None
+    #: The routing in torch's memory.
+    kept: Any = None
+    _by_rank: Optional[Routing] = None
+    #: The lists with the copy of the choices, before somebody asks for it.
+    _copy: Any = None
+
+    def __init__(self, engine: Engine, shape: Shape, idx: Tensor, counted: bool) -> None:
+        self.engine, self.shape, self.tokens, self.counted = engine, shape, idx.shape[0], counted
+        self._idx: Optional[Tensor] = idx
+
+    @property
+    def idx(self) -> Tensor:
+        """The choices of the tokens."""
+        if self._idx is None:
+            self._idx = self._copy.choices().view(self.tokens, self.shape.top_k)
+            self._copy = None
+        return self._idx  # type: ignore[return-value]
+
+    def has_copy(self, lists: Any) -> None:
+        """Lists of the dispatch have a copy of the choices, which were the caller's."""
+        self._idx, self._copy = None, lists
+
+    def sized(self) -> Shape:
+        """The shape, with the number of tokens that there is room for."""
+        return self.shape if self.made is None else self.made.shape
+
+    def __deepcopy__(self, _: Any) -> Routing:
+        """Itself: nobody changes where tokens went, and its name in the library is given back once."""
+        return self
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise TypeError("deep_ep: a handle cannot be pickled: it holds for this process, and for calls of this rank's group")
+
+    def by_rank(self) -> Routing:
+        """The same ways where each rank is one expert."""
+        size = self.engine.size
+        if self.shape.experts == size == self.shape.top_k:
+            return self
+        if self._by_rank is None:
+            _, idx = ranks_of(self.idx, self.shape.experts, size)
+            shape = self.sized()._replace(experts=size, top_k=size)
+            self._by_rank = Routing(self.engine, shape, idx, self.counted)
+        return self._by_rank
+
+
+def ranks_of(idx: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
+    """Whether each token goes to each rank, [tokens, size]; and that as choices of ranks, -1 for none."""
+    inside = torch.zeros((idx.shape[0], size + 1), dtype=torch.bool, device=idx.device)
+    rank = torch.div(idx, experts // size, rounding_mode="floor")
+    inside.scatter_(1, torch.where(idx < 0, size, rank), True)
+    return inside[:, :size], choices_of(inside[:, :size])
+
+
+def choices_of(inside: Tensor) -> Tensor:
+    """A mask [tokens, ranks] as choices of ranks."""
+    ranks = torch.arange(inside.shape[1], dtype=torch.int64, device=inside.device)
+    return torch.where(inside, ranks, -1)

@@ -1,0 +1,114 @@
+"""The pool of dispatchers: how many there are, and who gives them back."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import world
+from layers import HIDDEN, applied, dispatched, routing, want
+from switchyard import errors
+
+import deep_ep
+from deep_ep import _pool
+
+CPU = torch.device("cpu")
+
+
+def bounded(rank, size):
+    """More shapes than a pool keeps: the least used are given back, and handles work on."""
+    most, _pool.MOST = _pool.MOST, 4
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    try:
+        pool = buffer._engines.of(CPU).pool
+        pool.close()
+        kept = []
+        for n in range(7):
+            x, idx, weights = routing(rank, size, 6, n)
+            wide = x.repeat(1, n + 1)
+            rows, indices, beside, _, handle, _ = dispatched(buffer, wide, idx, weights)
+            kept.append((applied(rows, indices, beside, rank, size), handle, want(wide, idx, weights, size)))
+            buffer.low_latency_dispatch(x.bfloat16(), idx, 6, 4 * size, use_fp8=False)  # which is used all the time
+            assert len(pool._made) <= 4
+            assert sum(shape.slab for shape in pool._made) == 1
+        assert sorted(shape.hidden // HIDDEN for shape in pool._made if not shape.slab) == [5, 6, 7]
+        for rows, handle, sums in kept:
+            torch.testing.assert_close(buffer.combine(rows, handle)[0], sums, rtol=1e-4, atol=1e-5)
+            assert len(pool._made) <= 4
+    finally:
+        _pool.MOST = most
+        buffer.destroy()
+
+
+def test_a_pool_is_bounded(gloo):
+    gloo.run(bounded)
+
+
+def under_way(rank, size):
+    """destroy of one buffer between the halves of another's call."""
+    one, other = deep_ep.Buffer(dist.group.WORLD), deep_ep.Buffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    few = x.bfloat16()
+    rows, _, handle, _, hook = one.low_latency_dispatch(few, idx, 6, 4 * size, use_fp8=False, return_recv_hook=True)
+    other.destroy()
+    hook()
+    y, _, hook = one.low_latency_combine(rows, idx, weights, handle, return_recv_hook=True)
+    deep_ep.ElasticBuffer(dist.group.WORLD).destroy()
+    hook()
+    torch.testing.assert_close(y.float(), x * weights.sum(1, keepdim=True), rtol=0.05, atol=0.05)
+    one.destroy()
+
+
+def test_destroy_beside_a_call_under_way(gloo):
+    gloo.run(under_way)
+
+
+def last(rank, size):
+    """The memory of a group is given back with the last buffer, and not before."""
+    group = dist.new_group(list(range(size)))
+    one, other = deep_ep.Buffer(group), deep_ep.Buffer(group)
+    x, idx, weights = routing(rank, size, 6)
+    dispatched(one, x, idx, weights)
+    pool = one._engines.of(CPU).pool
+    (made,) = pool._made.values()
+    one.destroy()
+    assert not made.closed
+    dispatched(other, x, idx, weights)
+    other.destroy()
+    assert made.closed
+    assert not pool._made
+    dist.destroy_process_group(group)
+
+
+def test_the_last_destroy_gives_memory_back(gloo):
+    gloo.run(last)
+
+
+def left(rank, size):
+    """destroy after the loss of a rank: all is closed, and the error names the rank."""
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    dispatched(buffer, x, idx, weights)
+    buffer.low_latency_dispatch(x.bfloat16(), idx, 6, 4 * size, use_fp8=False)
+    dist.barrier()
+    if rank == size - 1:
+        os._exit(0)
+    every = list(buffer._engines.of(CPU).pool._made.values())
+    assert len(every) == 2
+    with pytest.raises(errors.PeerLost, match=rf"rank {size - 1}\b"):
+        buffer.destroy()
+    assert [made.closed for made in every] == [True, True]
+    assert [made.dispatcher._closed for made in every] == [True, True]
+    buffer.destroy()
+
+
+def test_destroy_after_the_loss_of_a_rank(tmp_path):
+    ranks = world.World(3, world.gloo, str(tmp_path / "store"))
+    try:
+        with pytest.raises(AssertionError) as caught:
+            ranks.run(left, timeout=200)
+        assert str(caught.value) == "left: rank 2 has ended"  # and the others saw what they should
+    finally:
+        ranks.close()
