@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import switchyard_deep_ep
 
-_OURS = "switchyard-deep-ep"
-# DeepEP itself, and what others publish of it with files of the same names. Each is found in either spelling.
-for _theirs in (d for name in ("deep-ep", "sgl-deep-ep", "deepinfer-ep") for d in importlib.metadata.distributions(name=name)):
-    raise ImportError(
-        f"deep_ep: the distributions {_OURS} and {_theirs.metadata['Name']} {_theirs.version} are both installed. They have "
-        "files of the same names, and the later one has overwritten those of the other: uninstall both, then install one"
-    )
+switchyard_deep_ep.check()
 
 import torch  # noqa: E402
 
