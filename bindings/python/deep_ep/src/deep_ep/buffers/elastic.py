@@ -16,7 +16,7 @@ from .._results import Result, Routing, Shape, ranks_of
 from .._streams import Streams, device_of
 from ..utils.event import EventHandle, EventOverlap
 from ..utils.sizes import ALIGNMENT, align, aligned, get_logical_domain_size, get_physical_domain_size
-from . import _expand
+from . import _expand, _in_order
 from .legacy import checked
 
 
@@ -316,11 +316,19 @@ class ElasticBuffer:
 
         def back() -> tuple[Tensor, Optional[Tensor]]:
             rows, weights = x, topk_weights
+            once = handle.do_expand and not self.allow_multiple_reduction
             if handle.do_expand:
-                rows = _expand.fold(rows, handle.slots)
+                # With once any rows, as many as tokens came: only the sums of their weights are wanted.
+                rows = x[: handle.num_recv_tokens] if once else _expand.fold(rows, handle.slots)
                 weights = None if weights is None else _expand.gather(weights, handle.slots)
-            made = engine.combine(rows, routing, weights, biases)
-            return (made, None) if weights is None else made
+            if once:
+                y = _in_order.by_choice(x, routing, handle.slots, biases)
+            elif biases and self.num_ranks > 1:
+                y = _in_order.by_rank(rows, routing, handle._indices, biases)
+            else:
+                made = engine.combine(rows, routing, weights, biases)
+                return (made, None) if weights is None else made
+            return y, None if weights is None else engine.combine(rows, routing, weights)[1]
 
         inputs = (x, topk_weights, biases)
         (y, sums), event = self._streams.run(engine.device, previous_event, async_with_compute_stream, inputs, back)
