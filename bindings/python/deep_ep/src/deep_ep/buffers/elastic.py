@@ -358,7 +358,7 @@ class ElasticBuffer:
 
 def _refused(name: str, what: str) -> Any:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"deep_ep: ElasticBuffer.{name}: {what} is not supported")
+        raise NotImplementedError(f"deep_ep: {name}: {what} is not supported")
 
     return refuse
 
@@ -380,4 +380,4 @@ for _name, _what in {
     "agrs_get_inplace_tensor": "gathering and scattering",
     "all_gather": "gathering and scattering",
 }.items():
-    setattr(ElasticBuffer, _name, staticmethod(_refused(_name, _what)))
+    setattr(ElasticBuffer, _name, staticmethod(_refused(f"ElasticBuffer.{_name}", _what)))
