@@ -44,7 +44,7 @@ def steps(rank, size):
 
 
 def test_memory_is_flat_over_1000_steps(pair):
-    pair.run(steps)
+    pair.run(steps, timeout=600)
 
 
 def tensors() -> int:
