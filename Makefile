@@ -108,7 +108,7 @@ deep-ep-tests:
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 deep-ep-hosts:
 	rm -rf $(VENV)-hosts && $(VENV)-torch/bin/python -m venv $(VENV)-hosts
-	$(VENV)-torch/bin/python $(PURELIB) >"$$($(VENV)-hosts/bin/python $(PURELIB))/torch.pth"
+	$(VENV)-torch/bin/python $(PURELIB) | sed 'p; s,$$,/switchyard_deep_ep,' >"$$($(VENV)-hosts/bin/python $(PURELIB))/torch.pth"
 	$(VENV)-hosts/bin/pip install --quiet --disable-pip-version-check --no-cache-dir -r bindings/python/deep_ep/tests/hosts/imports.txt
 	$(VENV)-hosts/bin/pip install --quiet --disable-pip-version-check --no-cache-dir --no-deps -r bindings/python/deep_ep/tests/hosts/requirements.txt
 	cd bindings/python/deep_ep && ../../../$(VENV)-hosts/bin/python -m pytest -q tests/hosts

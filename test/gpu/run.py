@@ -167,7 +167,9 @@ def lines_of(process: subprocess.Popen[bytes], silence: float, until: float, why
 def attempt(step: Step, outcome: Outcome, done: list[str], until: float, log: Any) -> bool:
     """Run the step without the tests that are done, to which it adds. Whether the step got to its end."""
     environment = {**os.environ, **NO_MULTICAST, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "NO_COLOR": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SITE), str(HERE), str(TREE / "bindings/python/tests")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(SITE), str(SITE / "switchyard_deep_ep"), str(HERE), str(TREE / "bindings/python/tests")]
+    )
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
     environment["SWITCHYARD_TESTS_DONE"] = "\n".join(done)
     process = subprocess.Popen(

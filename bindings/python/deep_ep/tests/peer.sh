@@ -10,7 +10,8 @@ for ranks in 2 4; do
 		"legacy/test_intranode.py --num-tokens 64 --hidden 256 --num-topk 4" \
 		"legacy/test_low_latency.py --num-tokens 32 --hidden 1024 --num-topk 4" \
 		"elastic/test_ep.py --num-tokens 64 --hidden 512 --num-topk 4 --skip-perf-test" \
-		"elastic/test_ep.py --num-tokens 64 --hidden 512 --num-topk 4 --skip-perf-test --do-cpu-sync 0 --test-first-only"; do
+		"elastic/test_ep.py --num-tokens 64 --hidden 512 --num-topk 4 --skip-perf-test --do-cpu-sync 0 --test-first-only" \
+		"elastic/test_ep.py --num-tokens 64 --hidden 512 --num-topk 4 --skip-perf-test --allow-multiple-reduction 0"; do
 		echo "== $ranks ranks: $test"
 		# shellcheck disable=SC2086 # words
 		set -- $test

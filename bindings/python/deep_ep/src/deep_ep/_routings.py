@@ -88,9 +88,14 @@ class Routing:
 def ranks_of(idx: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:
     """Whether each token goes to each rank, [tokens, size]; and that as choices of ranks, -1 for none."""
     inside = torch.zeros((idx.shape[0], size + 1), dtype=torch.bool, device=idx.device)
-    rank = torch.div(idx, experts // size, rounding_mode="floor")
-    inside.scatter_(1, torch.where(idx < 0, size, rank), True)
+    rank = ranks_of_choices(idx, experts, size)
+    inside.scatter_(1, torch.where(rank < 0, size, rank), True)
     return inside[:, :size], choices_of(inside[:, :size])
+
+
+def ranks_of_choices(idx: Tensor, experts: int, size: int) -> Tensor:
+    """The rank of each choice, -1 for none."""
+    return torch.where(idx < 0, -1, torch.div(idx, experts // size, rounding_mode="floor"))
 
 
 def choices_of(inside: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from .._routings import Routing, ranks_of
 from .._streams import Streams, device_of
 from ..utils.event import EventHandle, EventOverlap
 from ..utils.sizes import ALIGNMENT, align, aligned, get_logical_domain_size, get_physical_domain_size
-from . import _expand
+from . import _expand, _in_order
 from .legacy import checked
 
 
@@ -375,15 +375,24 @@ class ElasticBuffer(Bound):
 
         def back() -> tuple[Tensor, Optional[Tensor]]:
             rows, weights = x, topk_weights
+            once = handle.do_expand and not self.allow_multiple_reduction
             if handle.do_expand:
                 tokens, top_k = handle.num_recv_tokens, routing.shape.top_k
-                if handle.dense and _expand.few(rows, tokens, top_k):
+                if once:  # any rows, as many as tokens came: only the sums of their weights are wanted
+                    rows = x[:tokens]
+                elif handle.dense and _expand.few(rows, tokens, top_k):
                     rows = _expand.fold_few(rows, handle.found, tokens, top_k)
                 else:
                     rows = _expand.fold(rows, handle.slots)
                 weights = None if weights is None else _expand.gather(weights, handle.slots)
-            made = engine.combine(rows, routing, weights, biases)
-            return (made, None) if weights is None else made
+            if once:
+                y = _in_order.by_choice(x, routing, handle.slots, biases)
+            elif biases and self.num_ranks > 1:
+                y = _in_order.by_rank(rows, routing, handle._indices, biases)
+            else:
+                made = engine.combine(rows, routing, weights, biases)
+                return (made, None) if weights is None else made
+            return y, None if weights is None else engine.combine(rows, routing, weights)[1]
 
         if previous_event is None and not async_with_compute_stream:
             return *back(), EventOverlap()
@@ -415,7 +424,7 @@ class ElasticBuffer(Bound):
 
 def _refused(name: str, what: str) -> Any:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"deep_ep: ElasticBuffer.{name}: {what} is not supported")
+        raise NotImplementedError(f"deep_ep: {name}: {what} is not supported")
 
     return refuse
 
@@ -437,4 +446,4 @@ for _name, _what in {
     "agrs_get_inplace_tensor": "gathering and scattering",
     "all_gather": "gathering and scattering",
 }.items():
-    setattr(ElasticBuffer, _name, staticmethod(_refused(_name, _what)))
+    setattr(ElasticBuffer, _name, staticmethod(_refused(f"ElasticBuffer.{_name}", _what)))

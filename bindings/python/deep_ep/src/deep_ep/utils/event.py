@@ -27,25 +27,30 @@ class EventHandle:
 class EventOverlap:
     """An event, or none, with what is to happen once it was waited for."""
 
-    hook_after_wait: Optional[Callable[[], None]] = None
+    hook_after_wait: Optional[Callable[[], Any]] = None
     _releases = False
 
     def __init__(self, event: Optional[EventHandle] = None, extra_tensors: Optional[tuple[Any, ...]] = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
-        """Make the current stream wait; with release_handle the event is given up after it."""
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Make the current stream wait, and return what the registered function does, None without one. With release_handle the
+        event is given up after it."""
         if self.event is None:
             raise AssertionError("deep_ep: EventOverlap.current_stream_wait: a call without async_finish has no event")
         self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
-        if hook is not None:
-            hook()
+        made = None if hook is None else hook()
         if release_handle:
             self.event = None
+        return made
 
-    def register_hook_after_wait(self, hook_after_wait: Callable[[], None]) -> None:
+    def wait(self) -> Any:
+        """Make the current stream wait, and return the results of a call with defer_epilogue."""
+        return self.current_stream_wait()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
         """Have a function called after the next wait. There can be one."""
         if self.hook_after_wait is not None:
             raise AssertionError("deep_ep: EventOverlap.register_hook_after_wait: there is a hook already")

@@ -17,6 +17,11 @@ def aligned(counts: list[int], to: int) -> list[int]:
     return counts if to == 1 else [align(n, to) for n in counts]
 
 
+def get_num_allocation_alignment() -> int:
+    """Of what sizes of buffers are multiples."""
+    return ALIGNMENT
+
+
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
     """Ranks by network, and ranks of one host. All ranks of a group are of one host."""
     return 1, int(group.size())
