@@ -54,7 +54,8 @@ struct messenger {
 		return a.block.staging + slot * a.staging_bytes;
 	}
 
-	// What is in staging of a message at a time, by block: a slot full, or less so that all blocks have some.
+	// The bytes of a message that a block has in staging at a time: a slot full, or less so that all blocks have
+	// some.
 	__device__ __forceinline__ i64 chunk_of(i64 bytes, u32 stripes) const
 	{
 		i64 share = (bytes + stripes - 1) / stripes;
@@ -195,7 +196,8 @@ __device__ __noinline__ bool carry(const messenger &m, const haul &h)
 	u32 turns = static_cast<u32>((chunk / tile_bytes + message_warps - 1) / message_warps);
 	if (h.what == deed::push) { // loads from a link keep to its rate by themselves
 		u32 step = m.a.interval / (message_warps * h.stripes);
-		when.interval = m.a.interval, when.due = static_cast<u32>(clock()) + (warp * h.stripes + m.block) * step;
+		when.interval = m.a.interval,
+		when.due = static_cast<u32>(clock()) + (warp * h.stripes + m.block) * step;
 	}
 	for (u64 k = 0;; k++, when.due += turns * when.interval) {
 		i64 at = static_cast<i64>(m.block + k * h.stripes) * chunk;

@@ -96,7 +96,7 @@ def indices(call: str, topk_idx: Any, count: int = -1, device: Any = None) -> Te
     return idx
 
 
-def known(call: str, idx: Tensor, count: int, waits: bool = True) -> Tensor:
+def in_range(call: str, idx: Tensor, count: int, waits: bool = True) -> Tensor:
     """Expert indices of 64 bits, -1 where a choice is masked; one that is neither is refused. On a GPU that waits for the
     current stream. With waits=False, and in a capture, such a choice is masked: a dispatch of it is refused."""
     wide = idx.to(torch.int64)

@@ -28,7 +28,7 @@ from ._routings import Routing
 
 
 class Shared:
-    """What the buffers of a group have in common: its engines, and how many of the buffers are in use."""
+    """The things that buffers of a group share: its engines, and how many of the buffers are in use."""
 
     def __init__(self) -> None:
         self.engines: dict[torch.device, Engine] = {}

@@ -25,7 +25,7 @@ def indices_to_map(
     topk_idx: Tensor, topk_weights: Optional[Tensor], num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Optional[Tensor]]:
     """Choices [tokens, top_k], -1 for none, as a mask [tokens, experts], and their weights at the same places."""
-    idx = checks.known("indices_to_map", checks.indices("indices_to_map", topk_idx), num_of_experts)
+    idx = checks.in_range("indices_to_map", checks.indices("indices_to_map", topk_idx), num_of_experts)
     shape = (num_of_tokens, num_of_experts + 1)
     at = torch.where(idx < 0, num_of_experts, idx)
     chosen = torch.zeros(shape, dtype=torch.bool, device=idx.device).scatter_(1, at, True)[:, :num_of_experts]

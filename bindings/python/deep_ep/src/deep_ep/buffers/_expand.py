@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..utils.sizes import align
 
-# The host sums up to so many numbers by one operator of torch, which goes by the order of choices where those are fewer than
-# the second.
+# The most numbers that the host sums by one operator of torch, and the number of choices below which that operator keeps their
+# order.
 AT_ONCE, IN_ORDER = 1 << 20, 16
 
 

@@ -159,7 +159,7 @@ class ElasticBuffer(Bound):
         self._streams = Streams()
         self._engines = Engines(group)
         self._destroyed = False
-        #: What checks made of calls with tensors of certain sizes and types.
+        #: The results of checks, by the sizes and types of a call's tensors.
         self._shapes: dict[Any, Shape] = {}
 
     # Sizes and ranks

@@ -69,7 +69,7 @@ class Buffer(FewTokens):
         self._streams = Streams()
         self._engines = Engines(group)
         self._destroyed = False
-        #: What checks made of calls with tensors of certain sizes and types.
+        #: The results of checks, by the sizes and types of a call's tensors.
         self._shapes: dict[Any, Shape] = {}
         self._combine_buffers: dict[Any, Tensor] = {}
 
@@ -156,7 +156,7 @@ class Buffer(FewTokens):
         idx = checks.indices(call, topk_idx)
 
         def count() -> tuple[Tensor, Tensor, Tensor]:
-            wide = checks.known(call, idx, num_experts, waits=not async_finish)
+            wide = checks.in_range(call, idx, num_experts, waits=not async_finish)
             inside, _ = ranks_of(wide, num_experts, self.group_size)
             flat = torch.where(wide < 0, num_experts, wide).flatten()
             chosen = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
