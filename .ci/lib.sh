@@ -120,7 +120,7 @@ pytests() {
 export -f gotest pytests
 
 # has installs a program or a library of Debian's, and tells the tests that the machine has it: they are not skipped then.
-there() { command -v "$1" >/dev/null || grep -q "$1\.so" <<<"$(ldconfig -p)"; }
+there() { command -v "$1" >/dev/null || grep -q "^[[:space:]]$1\.so" <<<"$(ldconfig -p)"; }
 has() {
 	if ! there "$1" && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
 		$updated || apt-get update -q >/dev/null || true

@@ -16,7 +16,10 @@ def reason(text: str) -> str:
     """What a test said when it was skipped, without its place in the file and the lines of the runner."""
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line and not line.startswith(("=== ", "--- "))]
-    return re.sub(r"^\S+\.(go|py):\d+: ", "", lines[-1]) if lines else "no reason"
+    if not lines:
+        return "no reason"
+    module = re.fullmatch(r"""\(['"].*['"], \d+, ['"](?:Skipped: )?(.*)['"]\)""", lines[-1])  # pytest's, of a whole file
+    return module[1] if module else re.sub(r"^\S+\.(go|py):\d+: ", "", lines[-1])
 
 
 def main(folder: pathlib.Path) -> int:

@@ -41,6 +41,7 @@ const results = `<testsuites><testsuite>
 <testcase classname="github.com/switchyard-moe/switchyard/a" name="TestNowAndThen" time="0.5"><failure message="Failed">once</failure></testcase>
 <testcase classname="github.com/switchyard-moe/switchyard/a" name="TestNowAndThen" time="0.5"></testcase>
 <testcase classname="github.com/switchyard-moe/switchyard/a" name="TestSkipped" time="0"><skipped message="=== RUN   TestSkipped&#xA;    a_test.go:1: needs the sea&#xA;--- SKIP: TestSkipped (0.00s)&#xA;"></skipped></testcase>
+<testcase classname="tests" name="test_sky" time="0"><skipped message="('/home/tests/test_sky.py', 14, &quot;Skipped: could not import 'sky'&quot;)"></skipped></testcase>
 </testsuite></testsuites>`
 
 func TestTheEndNamesWhatFailed(t *testing.T) {
@@ -59,6 +60,7 @@ step "more tests" 'true'`).CombinedOutput()
 	require.Contains(t, end, "== more tests", "a step that fails does not stop the next one")
 	require.Contains(t, end, "1.5 s  a TestBroken")
 	require.Contains(t, end, "\nneeds the sea (1): a TestSkipped\n")
+	require.Contains(t, end, "\ncould not import 'sky' (1): tests test_sky\n")
 	require.Contains(t, end, "\nFLAKY a TestNowAndThen\n")
 	require.Contains(t, end, "\n== FAILED: a TestBroken\nline 80\n")
 	require.Contains(t, end, "\nline 99\n== FAILED: step tests\nfailing tests: a TestBroken")
@@ -69,6 +71,16 @@ func TestARunThatPassesSaysSo(t *testing.T) {
 	out, err := run(t, `step "tests" 'true'`).CombinedOutput()
 	require.NoError(t, err, string(out))
 	require.Regexp(t, `\n== done \(after \d+ s\)\n$`, string(out))
+}
+
+// A library is one that bears the name, not one whose name ends so.
+func TestWhatAMachineHas(t *testing.T) {
+	out, err := run(t, `
+ldconfig() { printf '\tlibsea.so.1 (libc6,x86-64) => /lib/libsea.so.1\n'; }
+there libsea && echo libsea is there
+there sea || echo sea is not there`).CombinedOutput()
+	require.NoError(t, err, string(out))
+	require.Contains(t, string(out), "libsea is there\nsea is not there\n")
 }
 
 // alive reports whether a process runs.
