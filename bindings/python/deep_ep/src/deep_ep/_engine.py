@@ -42,7 +42,10 @@ class Engines:
     """The engines of a buffer's group, one for each device. Buffers of a group share them; to make the first is collective."""
 
     def __init__(self, group: Any) -> None:
-        comm = switchyard.communicator(group)
+        try:
+            comm = switchyard.communicator(group)
+        except errors.Unsupported as err:
+            raise errors.Unsupported("deep_ep: the ranks of this group are not on one host, or share no memory") from err
         if comm._across:
             raise errors.Unsupported("deep_ep: the ranks of this group are not on one host")
         self._shared = _shared.setdefault(comm, Shared())
