@@ -36,7 +36,7 @@ def copied(rank, size):
         y = buffer.low_latency_combine(few, idx, weights, copying(handle))[0]
         torch.testing.assert_close(y.float(), x * weights.sum(1, keepdim=True), rtol=0.05, atol=0.05)
         for made in (again, twin, handle):
-            with pytest.raises(TypeError, match="deep_ep: a handle cannot be pickled: it holds for this process"):
+            with pytest.raises(TypeError, match="lives in its process, and cannot be pickled"):
                 pickle.dumps(made)
         del again, twin, handle
     elastic.destroy()

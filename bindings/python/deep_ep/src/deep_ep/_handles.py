@@ -38,13 +38,6 @@ class Parts(Bound):
     def _make(self, i: int) -> Any:
         raise NotImplementedError
 
-    def __copy__(self) -> Parts:
-        return self
-
-    def __deepcopy__(self, _: Any) -> Parts:
-        """Itself: nobody changes it."""
-        return self
-
 
 class Handle(Parts):
     """The handle of Buffer.dispatch: rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, recv_src_idx,

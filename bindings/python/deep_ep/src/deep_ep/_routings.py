@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
+from switchyard._core.arguments import Bound
 from torch import Tensor
 
 from ._results import Shape
@@ -32,7 +33,7 @@ class Given:
         return idx is self._theirs and not self.changed()
 
 
-class Routing:
+class Routing(Bound):
     """Where the tokens of a dispatch went."""
 
     made: Optional[Made] = None
@@ -65,13 +66,6 @@ class Routing:
     def sized(self) -> Shape:
         """The shape, with the number of tokens that there is room for."""
         return self.shape if self.made is None else self.made.shape
-
-    def __deepcopy__(self, _: Any) -> Routing:
-        """Itself: nobody changes where tokens went, and its name in the library is given back once."""
-        return self
-
-    def __reduce_ex__(self, _: Any) -> Any:
-        raise TypeError("deep_ep: a handle cannot be pickled: it holds for this process, and for calls of this rank's group")
 
     def by_rank(self) -> Routing:
         """The same ways where each rank is one expert."""

@@ -320,7 +320,8 @@ def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Any, async_o
         d._redispatch(x.data_ptr(), _scales_of(d, scales, x), output, x.shape[0], async_op, (x, scales))
         return output
 
-    written(dispatched.rows)  # gradients that need what was there are refused
+    if "rows" in vars(dispatched):  # somebody has them: gradients that need what was there are refused
+        written(dispatched.rows)
     gradients = x.requires_grad and torch.is_grad_enabled()
     got = _recorded(d, x, None, send) if gradients else _plainly(d, x, send())
     got._weights, got._parts, got._half = dispatched._weights, dispatched._parts, async_op

@@ -59,13 +59,6 @@ class EPHandle(Bound):
             else _expand.most_rows(self.num_recv_tokens, routing.shape.top_k, local, alignment)
         )
 
-    def __copy__(self) -> EPHandle:
-        return self
-
-    def __deepcopy__(self, _: Any) -> EPHandle:
-        """Itself: nobody changes where tokens went."""
-        return self
-
     @cached_property
     def topk_idx(self) -> Tensor:
         """The choices of the dispatch: the very tensor without do_handle_copy."""
