@@ -112,6 +112,33 @@ def test_a_rank_that_is_left_out_learns_it():
         assert end(process) == want
 
 
+def test_the_rank_that_is_left_out_is_to_blame_and_not_the_one_that_leaves_it_out():
+    code = """
+    sys.stdin.readline()
+    if comm.rank == 1:
+        smaller = comm.shrink([2], timeout=60)
+    else:
+        if comm.rank == 2:
+            sys.stdin.readline()  # it hangs
+        try:
+            sw.barrier()
+        except sw.errors.Aborted as err:
+            assert err.rank == 2, err
+            assert "rank 1 goes on without ranks [2]" in str(err), err
+        if comm.rank == 0:
+            smaller = comm.shrink(timeout=60)
+    if comm.rank != 2:
+        check(smaller, group=smaller)
+    print("as it should be")
+    """
+    processes = met(code)
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        assert end(process) == "as it should be\n"
+
+
 def test_a_rank_that_does_not_shrink_is_named():
     code = HEAD + """
     if comm.rank == 0:
