@@ -484,5 +484,32 @@ def test_a_timeout_is_set(backend):
     backend.run(patience)
 
 
+def refused_timeouts(rank, size):
+    """A group keeps no timeout that it refuses."""
+    g = dist.new_group()
+    for place in ("before the ranks meet", "after"):
+        if place == "after":
+            sw.all_reduce(torch.ones(1), group=g)
+        for kind, words, timeout in (
+            (TypeError, "timeout is an int, want a timedelta", 3),
+            (TypeError, "timeout is a str, want a timedelta", "3s"),
+            (TypeError, "timeout is None, want a timedelta", None),
+            (ValueError, "timeout is -1.0, want a positive number of seconds", timedelta(seconds=-1)),
+        ):
+            with pytest.raises(kind, match=f"set_timeout: {words}"):
+                g.set_timeout(timeout)
+            if timeout is not None:  # which is the parent's
+                with pytest.raises(kind, match=f"split_group: {words}"):
+                    g.split_group([0], timeout)
+        turned = g.split_group([1, 0], group_name=f"turned {place}")
+        x = torch.ones(1)
+        turned.allreduce([x]).wait()
+        assert x.item() == 2
+
+
+def test_what_is_no_timeout_is_refused(backend):
+    backend.run(refused_timeouts)
+
+
 def test_a_timeout_of_torchs_group_is_set(worlds):
     worlds.get(2, world.gloo).run(patience)

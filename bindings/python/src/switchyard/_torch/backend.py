@@ -30,6 +30,7 @@ class _Gloo(dist.ProcessGroupGloo):
     group: weakref.ref[groups.Group]
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
+        groups.check_timeout("set_timeout", timeout)
         super()._set_default_timeout(timeout)
         group = self.group()
         if group is not None:
@@ -97,11 +98,12 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         wrong = [r for r in ranks if not isinstance(r, int) or not 0 <= r < self.size()]
         if wrong or len(set(ranks)) != len(ranks):
             raise errors.InvalidArgument(f"switchyard: split_group: ranks {ranks}, want different ones of {self.size()}")
+        limit = (self._group.timeout or c10d.default_pg_timeout) if timeout is None else timeout
+        groups.check_timeout("split_group", limit)
         if rank not in ranks:
             return None
         name = group_name or f"{self.group_name}:split:{self._splits}"
         store = dist.PrefixStore(f"{name}/", self._store)
-        limit = timeout or self._group.timeout or c10d.default_pg_timeout
         pg = SwitchyardProcessGroup(store, ranks.index(rank), len(ranks), limit, opts)
         pg._set_group_name(name)
         pg._set_group_desc(group_desc or f"{self.group_desc}:split")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import errors
 from .._core import comm as core
-from .._core.arguments import type_of
+from .._core.arguments import seconds, type_of
 from .._core.comm import Communicator
 from .._core.joining import join
 from .._core.meet import Meeting
@@ -36,6 +36,13 @@ def warn_alone(text: str, stacklevel: int) -> None:
     """Warn on one rank of several. Where warnings are errors it would part from the others here, so there it says nothing."""
     with contextlib.suppress(UserWarning):
         warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def check_timeout(call: str, timeout: Any) -> None:
+    """Refuse what is no timeout, before anybody keeps it."""
+    if not isinstance(timeout, timedelta):
+        raise errors.InvalidType(f"switchyard: {call}: timeout is {type_of(timeout)}, want a timedelta")
+    seconds(f"{call}: timeout", timeout.total_seconds())
 
 
 _FORGOTTEN = b"forgotten"
@@ -127,6 +134,7 @@ class Group:
         with self._lock:
             if timeout == self.timeout:
                 return
+            check_timeout("set_timeout", timeout)
             self.timeout, comm = timeout, self.comm
             if self.elsewhere is not None:
                 self.elsewhere._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
@@ -251,8 +259,8 @@ class Group:
     def _meet(self, stop: threading.Event, again: int, asked: threading.Event) -> None:
         options, timeout = dict(self._options), self.timeout
         if timeout is not None:
-            seconds = timeout.total_seconds()
-            options = {"TimeoutSeconds": seconds, "JoinSeconds": min(seconds, 600.0), **options}
+            limit = timeout.total_seconds()
+            options = {"TimeoutSeconds": limit, "JoinSeconds": min(limit, 600.0), **options}
 
         def terms() -> dict[str, Any]:
             return {"again": again, "waits": asked.is_set()}
@@ -266,9 +274,8 @@ class Group:
             if self.rank == 0:
                 warn_alone(f"switchyard: the ranks of group {self.name!r} {why}: its calls go to torch", 3)
             store = dist.PrefixStore(f"switchyard/gloo/{again or ''}", self._store)
-            limit = timeout or c10d.default_pg_timeout
             elsewhere = dist.ProcessGroup(store, self.rank, self.size)
-            gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=limit)
+            gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout or c10d.default_pg_timeout)
             elsewhere._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             elsewhere._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         with self._lock:
