@@ -7,8 +7,10 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"os/exec"
 	"runtime"
 	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -240,4 +242,110 @@ func comeOrGo(round, rounds, leak int) error {
 		fmt.Println(now)
 		kept = append(kept, bytes.Repeat([]byte{1}, leak<<10))
 	}
+}
+
+// Of three hosts one is lost, and the packets between the two others are then lost too: those of UCX in Reopen, all of them in Shrink. Neither waits
+// for longer than its context or than a rank may be silent, and an error names the rank of the other host. The ranks of hosts that do not reach each
+// other are lost to each other: each goes on alone.
+func TestF2_PacketsAreLostWhileAGroupGoesOn(t *testing.T) {
+	worldtest.NeedUCX(t)
+	for _, c := range []struct{ name, call, silent, within, words string }{
+		{"Reopen", "Reopen", "2s", "50s", `^Reopen: .*connect the rail: rank %d: on host %[1]d: timed out after 2s: no connection over UCX`},
+		{"Shrink", "Shrink", "2s", "50s", `^Shrink: 1 rank is left`},
+		{"Shrink with a context that ends", "Shrink", "60s", "1s", `^Shrink: .*rank %d\b.*timed out`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel() // it mostly waits
+			spaces := proctest.Namespaces(t, 3)
+			ps := make([]*proctest.Process, len(spaces))
+			for r, s := range spaces {
+				s.Void("void", fmt.Sprint("10.99.0.", 1+r), fmt.Sprint("10.99.0.", 1+(r+1)%2))
+				ps[r] = proctest.Rank(t, r, len(ps), spaces[0].IP+":29416", proctest.Spec{Part: "packets are lost", Via: s.Via,
+					Args: []string{c.call, c.within, spaces[0].IP, spaces[1].IP}, Env: []string{"LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1",
+						"UCX_TLS=tcp,self", "SWITCHYARD_PEER_TIMEOUT=" + c.silent, "SWITCHYARD_SECRET=a secret of the test", oneArena}})
+			}
+			for r, err := range proctest.Failures(ps) {
+				require.NoError(t, err)
+				if out, _ := ps[r].Output(); r < 2 {
+					words := c.words
+					if strings.Contains(words, "%") {
+						words = fmt.Sprintf(words, 1-r)
+					}
+					require.Regexp(t, words, out, "rank %d", r)
+				}
+			}
+		})
+	}
+}
+
+func playPacketsAreLost(args []string) int {
+	within, err := time.ParseDuration(args[1])
+	if err == nil {
+		err = losePackets(args[0], within, args[2:])
+	}
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	return 0
+}
+
+// losePackets is a rank of three hosts, and prints what becomes of the call. addrs are those of the first two.
+func losePackets(call string, within time.Duration, addrs []string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Second)
+	defer cancel()
+	c, err := comm.FromEnv()
+	if err != nil {
+		return err
+	}
+	g, err := comm.Join(ctx, c)
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	s, err := stack.Open(ctx, g, device.Host(), hostsOptions())
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(use(s), g.Barrier(ctx)); err != nil && hasLost(err, 2) != nil {
+		return err
+	}
+	if g.Rank() == 2 {
+		os.Exit(0) // without a word
+	}
+	if err := use(s); err == nil {
+		return errors.New("calls without rank 2")
+	}
+	start := time.Now()
+	if call == "Shrink" {
+		line := fmt.Sprintf("ip neigh replace %s lladdr 02:00:00:00:00:01 dev veth%d nud permanent", addrs[1-g.Rank()], g.Rank())
+		if out, err := exec.Command("sh", "-c", line).CombinedOutput(); err != nil {
+			return fmt.Errorf("%s: %w: %s", line, err, out)
+		}
+		short, stop := context.WithTimeout(ctx, within)
+		defer stop()
+		next, err := g.Shrink(short)
+		if err != nil {
+			fmt.Println("Shrink:", err)
+		} else {
+			fmt.Println("Shrink:", next.Size(), "rank is left")
+			next.Close()
+		}
+	} else {
+		next, err := g.Shrink(ctx)
+		if err != nil {
+			return err
+		}
+		defer next.Close()
+		os.Setenv("UCX_NET_DEVICES", "void")
+		_, err = s.Reopen(ctx, next)
+		fmt.Println("Reopen:", err)
+	}
+	if err := s.Close(ctx); err != nil {
+		return err
+	}
+	if took := time.Since(start); took > 30*time.Second { // the system tries for two minutes
+		return fmt.Errorf("%s and Close took %v", call, took)
+	}
+	return nil
 }
