@@ -13,9 +13,12 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
+	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/observe"
+	"github.com/switchyard-moe/switchyard/p2p"
 )
 
 // records are what Python reads in a file of them.
@@ -90,13 +93,50 @@ func TestRecordsAreThoseOfTorch(t *testing.T) {
 	require.ErrorIs(t, err, os.ErrNotExist)
 }
 
-// When a group fails each process leaves its calls in both forms.
-func TestAFaultIsDumped(t *testing.T) {
+// dumps is the folder that processes of a test dump to.
+func dumps(t *testing.T) string {
 	const folder = "SWITCHYARD_DUMP"
 	if os.Getenv(folder) == "" {
 		t.Setenv(folder, t.TempDir())
 	}
-	dir := os.Getenv(folder)
+	return os.Getenv(folder)
+}
+
+// A program may end on an error that leaves its communicator usable: its dump is there when it gets that.
+func TestAnErrorThatHarmsNothingIsDumped(t *testing.T) {
+	dir := dumps(t)
+	worldtest.Procs(t, 2, 16<<20, func(r *worldtest.Rank) {
+		x, err := alltoallv.New(r.Ctx, r.Heap, alltoallv.Options{})
+		r.Must(err)
+		pair, err := p2p.New(r.Ctx, r.Heap, p2p.Options{})
+		r.Must(err)
+		dump := filepath.Join(dir, fmt.Sprintf("switchyard-rank%d.jsonl", r.Rank()))
+		if r.Rank() == 0 {
+			r.Must(pair.SetTimeout(time.Millisecond))
+			require.ErrorIs(r.T, pair.Recv(nil, 1, 7, memory.Host(make([]byte, 8))), comm.ErrTimeout)
+			b, err := os.ReadFile(dump)
+			r.Must(err)
+			require.Contains(r.T, string(b), comm.ErrTimeout.Error())
+		}
+		r.Must(r.Group.Barrier(r.Ctx))
+		sp := &alltoallv.Splits{Send: []int64{64, 64}, Recv: []int64{64, 64}}
+		if r.Rank() == 0 {
+			sp.Send[1] = 48
+		}
+		err = x.Exchange(nil, memory.Host(make([]byte, 128)), memory.Host(make([]byte, 128)), sp)
+		if r.Rank() == 1 {
+			require.ErrorContains(r.T, err, "rank 0 sends 48 bytes to rank 1, which expects 64")
+			b, rerr := os.ReadFile(dump)
+			r.Must(rerr)
+			require.Contains(r.T, string(b), "rank 0 sends 48 bytes to rank 1, which expects 64")
+		}
+		r.Must(r.Group.Barrier(r.Ctx))
+	})
+}
+
+// When a group fails each process leaves its calls in both forms.
+func TestAFaultIsDumped(t *testing.T) {
+	dir := dumps(t)
 	worldtest.Procs(t, 2, 16<<20, func(r *worldtest.Rank) {
 		appears := func(name string) {
 			path := filepath.Join(dir, name)

@@ -32,6 +32,7 @@ const (
 	headerBytes   = 4 << 10
 	connections   = 32              // at a time; others wait until one ends
 	tellWithin    = 2 * time.Second // that a failure waits for a file to be written
+	dumpAgain     = time.Second     // between dumps to files of a rank whose calls fail and leave it usable, such as receives that time out
 )
 
 // socketPrefix begins the names of the sockets of a user's processes, in the abstract namespace; the process's number ends it.
@@ -86,13 +87,20 @@ func FromEnv(log *slog.Logger) {
 		}
 		if dir := env.DumpFolder(); dir != "" {
 			var writing sync.Mutex
-			flight.OnFailure(tellWithin, func(r *flight.Rank) {
+			written := map[*flight.Rank]time.Time{}
+			write := func(r *flight.Rank, every time.Duration) {
 				writing.Lock()
 				defer writing.Unlock()
+				if time.Since(written[r]) < every {
+					return
+				}
 				if err := dumpTo(dir, r); err != nil {
 					log.Warn("observe: no dump", "err", err)
 				}
-			})
+				written[r] = time.Now()
+			}
+			flight.OnFailure(tellWithin, func(r *flight.Rank) { write(r, 0) })
+			flight.OnError(tellWithin, func(r *flight.Rank) { write(r, dumpAgain) })
 		}
 	})
 }

@@ -370,7 +370,11 @@ func (c *Communicator) LaunchApart(s device.Stream, op kernels.Operation) error 
 	defer cuda.StartRange(op.Operation(), op.Noted().Payload).End()
 	c.log(s, op)
 	t := c.begin(s, op, true)
-	return c.launched(t, c.port.Launch(s, op))
+	err = c.port.Launch(s, op)
+	if s == nil {
+		c.DoneApart(err)
+	}
+	return c.launched(t, err)
 }
 
 // log writes a line of trace.
@@ -398,11 +402,23 @@ func (c *Communicator) order(s device.Stream) error {
 
 // Done gets the result of a launch. An error leaves c broken, unless ranks have only disagreed (kernels.Recoverable).
 func (c *Communicator) Done(err error) {
-	if err != nil && !kernels.Recoverable(err) {
-		b := &breakage{err, make(chan struct{})}
-		if c.broken.CompareAndSwap(nil, b) {
-			c.notes.Broke()
-			close(b.told)
-		}
+	if err == nil {
+		return
+	}
+	if kernels.Recoverable(err) {
+		c.notes.Erred()
+		return
+	}
+	b := &breakage{err, make(chan struct{})}
+	if c.broken.CompareAndSwap(nil, b) {
+		c.notes.Broke()
+		close(b.told)
+	}
+}
+
+// DoneApart gets the result of a launch apart, whose error leaves c usable.
+func (c *Communicator) DoneApart(err error) {
+	if err != nil {
+		c.notes.Erred()
 	}
 }

@@ -36,7 +36,9 @@ func (l *Launches[T, P]) Take() *Op[T] {
 	if o == nil {
 		o = new(Op[T])
 		o.done = func(err error) {
-			if !l.Apart {
+			if l.Apart {
+				l.C.DoneApart(err)
+			} else {
 				l.C.Done(err)
 			}
 			l.Give(o)

@@ -110,7 +110,7 @@ func known() []Variable {
 		{Name: metrics, Default: "none", Meaning: "Where metrics can be had: :9400 is a port on this host's loopback, plus the local rank; 0.0.0.0:9400 serves other hosts too; a path names a file for node_exporter."},
 		{Name: metricsHold, Default: "15s, when it is closed", Meaning: "How long a group that has failed, and that no other goes on from, waits until the port of SWITCHYARD_METRICS has been scraped: when it is closed, or Python ends. Where this is set it holds back its error too, for programs that end on that without closing it. Nothing waits where nobody has scraped before."},
 		{Name: status, Default: "1", Meaning: "0 closes the socket by which switchyard status and switchyard dump ask a process of the same user, and serves no metrics."},
-		{Name: dump, Default: "none", Meaning: "A folder for dumps: when a group fails, or a call so that its communicator can only be closed, every process writes the last calls of its ranks there, as JSON lines and for torch's analyzer of flight records."},
+		{Name: dump, Default: "none", Meaning: "A folder for dumps: when a group or a call fails, every process that learns of it writes the last calls of its ranks there, as JSON lines and for torch's analyzer of flight records."},
 		{Name: nvtx, Default: "0", Meaning: "1 puts an NVTX range around every call, so that Nsight Systems shows it by name. Its payload is the bytes of the input."},
 		{Name: injection, Default: "no profiler", Meaning: "The library of a profiler, which sets it itself. It is opened only with SWITCHYARD_NVTX=1."},
 		{Name: cudaHeap, Default: "36M and 20M a rank", Meaning: "Python only: what a group's heap on a GPU has at first, such as 256M or 1G. The same on all ranks."},

@@ -155,6 +155,9 @@ func (r *Rank) tell(whom func() []listener) {
 // Broke tells those who called OnFailure, and waits for them, that a call has left the communicator broken.
 func (c *Recorder) Broke() { c.r.Tell() }
 
+// Erred tells those who called OnError, and waits for them, that a call has failed and left the communicator usable.
+func (c *Recorder) Erred() { c.r.tell(func() []listener { return process.erred }) }
+
 func (h *history) add(f Failure) {
 	if len(h.failures) == Past {
 		h.failures = slices.Delete(h.failures, 0, 1)

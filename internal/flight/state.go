@@ -153,13 +153,14 @@ var process struct {
 	sync.Mutex
 	ranks []*Rank
 	told  []listener // of failures
+	erred []listener // of calls that failed alone
 	ends  []listener // of ranks that a failure ends
 	heard []*func(Event)
 	joins []*func() Join
 	mute  string
 }
 
-// listener is one who called OnFailure or OnEnd.
+// listener is one who called OnFailure, OnError or OnEnd.
 type listener struct {
 	within time.Duration
 	tell   func(*Rank)
@@ -192,6 +193,14 @@ func OnFailure(within time.Duration, tell func(*Rank)) {
 	process.Lock()
 	defer process.Unlock()
 	process.told = append(process.told, listener{within, tell})
+}
+
+// OnError has tell called with each rank of this process that has a call that failed and left its communicator usable. The error waits until tell
+// has returned, for within at most.
+func OnError(within time.Duration, tell func(*Rank)) {
+	process.Lock()
+	defer process.Unlock()
+	process.erred = append(process.erred, listener{within, tell})
 }
 
 // OnEnd has tell called with each rank of this process that leaves its group after a failure that it has not gone on from. The rank waits until
