@@ -155,12 +155,12 @@ func (x *reductions) validate(a *kernels.Reduction) error {
 	return x.validateMulticast(a)
 }
 
-// interval is how many cycles a block has for a tile that crosses a link, of cycles a nanosecond.
-func (x *reductions) interval(a *kernels.Reduction, cycles float64) uint32 {
+// interval is how many cycles a block has for a tile that crosses a link.
+func (x *reductions) interval(e *Engine, a *kernels.Reduction) uint32 {
 	if a.Rate == 0 || a.Packets {
 		return 0
 	}
-	return uint32(min(tileBytes*float64(a.Blocks)/a.Rate*cycles, 1<<24))
+	return e.cyclesFor(tileBytes*int64(a.Blocks), a.Rate)
 }
 
 // fill sets a launch's arguments, and behind them those that only multicast has.
@@ -182,7 +182,7 @@ func (x *reductions) fill(p *port, a *kernels.Reduction) {
 		world: p.world(x.offset, a.Timeout),
 		src:   uint64(a.Src.Ptr), dst: uint64(a.Dst.Ptr), srcPlace: srcPlace, dstPlace: uint64(a.Dst.PlaceOr(-1)),
 		block: x.block(), count: uint64(a.Call.Count), shape: a.Call.Shape, call: call,
-		lines: uint32(c.Blocks), slots: uint32(c.Slots), chunkBytes: uint32(c.SlotBytes), interval: x.interval(a, p.e.cycles), packetBytes: c.OneShotBytes,
+		lines: uint32(c.Blocks), slots: uint32(c.Slots), chunkBytes: uint32(c.SlotBytes), interval: x.interval(p.e, a), packetBytes: c.OneShotBytes,
 	}}
 	for i, at := range a.Bounds {
 		x.args.reduce.bounds[i] = at * es

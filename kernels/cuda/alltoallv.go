@@ -193,7 +193,7 @@ func (x *exchanges) addKernel(p *port, a *kernels.AllToAllV) {
 		l.SharedBytes = uint32(sharedBytes(c, blocks, takers))
 		aside = blocks < most && a.Splits.Bytes == 0 && r.SendBytes[e.space.Rank] >= ownAsideBytes
 		if s.Rate > 0 {
-			interval = uint32(min(tileBytes*float64(blocks)/s.Rate*e.cycles, 1<<24))
+			interval = e.cyclesFor(tileBytes*int64(blocks), s.Rate)
 		}
 	} else {
 		l.Function, l.Block = k.packet, [3]uint32{packetThreads, 1, 1}

@@ -178,7 +178,7 @@ func (l *dispatchCall) interval(bytes, warps int64, rate float64) uint32 {
 	if l.m.Ranks == 1 || l.p.e.sharers > 1 {
 		return 0
 	}
-	return uint32(min(float64(bytes*warps)/rate*l.p.e.cycles, 1<<24))
+	return l.p.e.cyclesFor(bytes*warps, rate)
 }
 
 // place is where a part of the handle's staging is in every rank's segment.

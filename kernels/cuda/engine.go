@@ -64,6 +64,11 @@ func New(ctx *cuda.Context, space kernels.Space, sharers int, why func() error) 
 	return e, nil
 }
 
+// cyclesFor is in how many cycles bytes cross a link at a rate, in bytes a nanosecond.
+func (e *Engine) cyclesFor(bytes int64, rate float64) uint32 {
+	return uint32(min(float64(bytes)/rate*e.cycles, 1<<24))
+}
+
 // enter and leave keep the ports that Interrupt stops.
 func (e *Engine) enter(p *port) {
 	e.portsMu.Lock()

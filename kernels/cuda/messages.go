@@ -65,7 +65,7 @@ func (x *points) addMessages(p *port, m *kernels.Messages) error {
 		}
 	}
 	if p.e.sharers == 1 {
-		a.interval = uint32(min(tileBytes*float64(each*messageThreads/32)/messageRate*p.e.cycles, 1<<24))
+		a.interval = p.e.cyclesFor(tileBytes*int64(each*messageThreads/32), messageRate)
 	}
 	if grid > 0 {
 		p.batch.Launch(0, cuda.Launch{Function: x.messages, Grid: [3]uint32{grid, 1, 1}, Block: [3]uint32{messageThreads, 1, 1}, Flags: p.e.flags, Args: cuda.BytesOf(a)})
