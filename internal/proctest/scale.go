@@ -9,7 +9,8 @@ import (
 )
 
 // Scaled is how long a test should give what takes at most d on an idle machine: d times how late this one is, as measured once, and
-// more under the race detector. The processes of a test have its factor. It is for bounds that are no promise, such as a deadline that only one of several ranks is to miss.
+// more under the race detector. The processes of a test have its factor. It is for bounds that are no promise, such as a deadline that only one
+// of several ranks is to miss.
 func Scaled(d time.Duration) time.Duration { return time.Duration(float64(d) * lateness()) }
 
 const (
