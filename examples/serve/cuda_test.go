@@ -20,14 +20,20 @@ func onGPUs(t *testing.T) (args []string, ranks int) {
 	return []string{"-cuda", "-ranks", strconv.Itoa(ranks)}, ranks
 }
 
-// Ranks on GPUs answer as ranks on the host do, also when one is lost and a fresh one comes.
-func TestCUDA_AnswersAreThoseOfTheHost(t *testing.T) {
-	const tokens = 150
-	args, ranks := onGPUs(t)
+// onTheHost are the answers of ranks on the host to a crowd of 24.
+func onTheHost(t *testing.T, tokens int) []string {
 	calm := startServer(t, "-ranks", "2")
 	want, _, wait := calm.crowd(24, tokens, false)
 	wait()
 	require.NoError(t, calm.end())
+	return want
+}
+
+// Ranks on GPUs answer as ranks on the host do, also when one is lost and a fresh one comes.
+func TestCUDA_AnswersAreThoseOfTheHost(t *testing.T) {
+	const tokens = 150
+	args, ranks := onGPUs(t)
+	want := onTheHost(t, tokens)
 
 	s := startServer(t, args...)
 	for lost := range 2 {
@@ -48,10 +54,7 @@ func TestCUDA_AnswersAreThoseOfTheHost(t *testing.T) {
 func TestCUDA_RequestsOutliveTheirProcesses(t *testing.T) {
 	const tokens = 600
 	args, ranks := onGPUs(t)
-	calm := startServer(t, "-ranks", "2")
-	want, _, wait := calm.crowd(24, tokens, false)
-	wait()
-	require.NoError(t, calm.end())
+	want := onTheHost(t, tokens)
 
 	p := startProgram(t, args...)
 	for turn := range 2 {

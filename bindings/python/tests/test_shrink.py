@@ -69,6 +69,15 @@ def met(code: str) -> list[subprocess.Popen]:
     return processes
 
 
+def sent_off(code: str) -> list[subprocess.Popen]:
+    """The same, each with a line to read once all are past HEAD."""
+    processes = met(code)
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    return processes
+
+
 def test_survivors_of_a_killed_rank_go_on():
     processes = met("    if comm.rank == 1:\n        sys.stdin.read()\n" + GO_ON)
     time.sleep(0.3)
@@ -104,10 +113,7 @@ def test_a_rank_that_is_left_out_learns_it():
         check(smaller, group=smaller)
         print("went on")
     """
-    processes = met(code)
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
+    processes = sent_off(code)
     for process, want in zip(processes, ("went on\n", "left out\n", "went on\n")):
         assert end(process) == want
 
@@ -131,10 +137,7 @@ def test_the_rank_that_is_left_out_is_to_blame_and_not_the_one_that_leaves_it_ou
         check(smaller, group=smaller)
     print("as it should be")
     """
-    processes = met(code)
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
+    processes = sent_off(code)
     for process in processes:
         assert end(process) == "as it should be\n"
 
