@@ -68,6 +68,8 @@ func Open(ctx context.Context, g *comm.Group, d device.Device, o Options) (*Stac
 // then has the experts of its own. A rank keeps the parameters of experts that it gives away until a call on the new stack has ended. If another
 // rank is lost during Reopen, some ranks have a new stack and others still have s. Each then reopens the stack it has, on the next group, and
 // Moves counts from the last stack that all had.
+//
+// On several hosts, where a link drops the packets of UCX, s is closed within 2 s, and the new heap is refused [comm.Config.PeerTimeout] later.
 func (s *Stack) Reopen(ctx context.Context, g *comm.Group) (*Stack, error) {
 	if err := s.Close(ctx); err != nil {
 		return nil, fmt.Errorf("stack: reopen: %w", err)

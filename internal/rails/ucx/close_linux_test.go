@@ -3,6 +3,7 @@
 package ucx
 
 import (
+	"context"
 	"slices"
 	"testing"
 	"time"
@@ -10,6 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/rails/railtest"
 )
@@ -64,4 +66,30 @@ func TestF1_CloseLeavesAUCXThatDoesNotEnd(t *testing.T) {
 			require.NoError(t, again.Close())
 		})
 	}
+}
+
+// A rail whose peer has not come does not wait for it once more when it is closed.
+func TestF1_CloseWaitsForNobodyAgain(t *testing.T) {
+	railtest.NeedUCX(t, Open, ErrUnavailable)
+	var ends []*Rail
+	for i := range 2 {
+		r, err := Open(rails.Config{Rank: i, Size: 2, Key: railtest.Key})
+		require.NoError(t, err)
+		ends = append(ends, r.(*Rail))
+	}
+	r, mute := ends[0], ends[1]
+	require.NoError(t, r.Connect(1, mute.Address())) // which does not connect in its turn
+	r.grace = time.Hour
+	ctx, cancel := context.WithTimeout(t.Context(), settleGrace)
+	defer cancel()
+	require.ErrorIs(t, r.Meet(ctx), comm.ErrTimeout)
+	closed := make(chan error)
+	go func() { closed <- r.Close() }()
+	select {
+	case err := <-closed:
+		require.EqualError(t, err, "ucx: close: a connection has not come about, and UCX keeps its memory")
+	case <-time.After(time.Minute):
+		t.Fatal("Close waits for the peer")
+	}
+	require.NoError(t, mute.Close())
 }

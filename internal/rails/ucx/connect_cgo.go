@@ -50,7 +50,7 @@ func Open(cfg rails.Config) (rails.Rail, error) {
 	version := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, uint32(major)), uint32(minor))
 	version = binary.LittleEndian.AppendUint32(version, uint32(port))
 	rail := &Rail{cfg: cfg, r: r, address: append(version, address[:n]...), ended: make(chan struct{}),
-		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port, guard: guard, quit: func() { end(r, guard) }}
+		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port, guard: guard, quit: func() { end(r, guard) }, grace: settleGrace}
 	go rail.attend()
 	return rail, nil
 }
@@ -151,6 +151,7 @@ func (r *Rail) Connect(peer int, address []byte) error {
 
 // Meet looks at once, and then again and again.
 func (r *Rail) Meet(ctx context.Context) error {
+	began := time.Now()
 	for {
 		over := ctx.Err() != nil // before the last look
 		r.mu.Lock()
@@ -182,6 +183,9 @@ func (r *Rail) Meet(ctx context.Context) error {
 				err = fmt.Errorf("%w: %w", comm.ErrTimeout, err)
 			}
 			err = fmt.Errorf("%w: no connection over UCX, which listens at port %d here%s", err, r.port, admits(&r.cfg))
+			r.mu.Lock()
+			r.grace = max(0, settleGrace-time.Since(began))
+			r.mu.Unlock()
 			return fmt.Errorf("ucx: meet: %w", &comm.PeerError{Rank: missing, Err: err})
 		}
 		if !r.Progress() {

@@ -48,7 +48,8 @@ type Rail struct {
 	back        chan struct{} // the goroutine is wanted back
 
 	mu     sync.Mutex
-	r      *C.swu_rail // nil after Close
+	grace  time.Duration // for connections to stand, in Close: settleGrace, less the time that Meet has waited
+	r      *C.swu_rail   // nil after Close
 	closed bool
 	landed uint64 // puts that have been rung for
 	seen   uint64 // of these, before the last Wait returned
@@ -331,7 +332,7 @@ func (r *Rail) Close() error {
 	defer r.mu.Unlock()
 	own := r.r
 	r.r = nil
-	stands := C.swu_settle(own) != 0
+	stands := C.swu_settle(own, C.int64_t(r.grace)) != 0
 	if told := r.told.Load(); !stands || told && len(r.theirs) == 0 && r.cfg.Size > 1 {
 		// Connections are being made, perhaps, and UCX 1.13.1 aborts the process that ends then. So it stays: bytes land in calls of UCX
 		// only, of which there are no more. The memory that it reads stays pinned.
@@ -361,6 +362,9 @@ func (r *Rail) Close() error {
 	r.pins.Unpin()
 	return unix.Close(r.bell)
 }
+
+// settleGrace is how long connections have to stand before a rail is closed, where it is closed while they are made.
+const settleGrace = time.Second
 
 // closeGrace is how long UCX has to end by itself, and then again once its connections have been cut: over a link that is down it may try for
 // ever to write its last words.

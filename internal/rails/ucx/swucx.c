@@ -184,16 +184,21 @@ int swu_met(const swu_rail *r, uint32_t to)
 	return p->ep == NULL || (p->heard && p->greeted);
 }
 
-int swu_settle(swu_rail *r)
+// now is a clock in nanoseconds.
+static int64_t now(void)
 {
 	struct timespec t;
 	clock_gettime(CLOCK_MONOTONIC, &t);
-	time_t end = t.tv_sec + 1;
+	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+int swu_settle(swu_rail *r, int64_t within)
+{
+	int64_t began = now();
 	r->closing = 1;
 	for (uint32_t i = 0; i < r->size; i++)
 		while (!swu_met(r, i)) {
-			clock_gettime(CLOCK_MONOTONIC, &t);
-			if (r->peers[i].failed != OK || t.tv_sec > end)
+			if (r->peers[i].failed != OK || now() - began >= within)
 				return 0;
 			r->ucp_worker_progress(r->worker);
 		}
@@ -214,9 +219,7 @@ void swu_counted(const swu_rail *r, swu_counts *out) { *out = r->counts; }
 static void close_eps(swu_rail *r)
 {
 	swu_request_param force = {.mask = OP_FLAGS, .flags = CLOSE_FORCE};
-	struct timespec t;
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	time_t end = t.tv_sec + 1;
+	int64_t end = now() + 1000000000;
 	for (uint32_t i = 0; i < r->size; i++) {
 		if (r->peers[i].ep == NULL)
 			continue;
@@ -224,10 +227,8 @@ static void close_eps(swu_rail *r)
 		r->peers[i].ep = NULL;
 		if (q == NULL || is_error(q))
 			continue;
-		while (r->ucp_request_check_status(q) == IN_PROGRESS && t.tv_sec <= end) {
+		while (r->ucp_request_check_status(q) == IN_PROGRESS && now() < end)
 			r->ucp_worker_progress(r->worker);
-			clock_gettime(CLOCK_MONOTONIC, &t);
-		}
 		r->ucp_request_free(q);
 	}
 }

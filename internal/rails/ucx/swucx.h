@@ -72,10 +72,10 @@ int swu_efd(const swu_rail *r);
 int swu_address(swu_rail *r, void *out, size_t room, size_t *n, char *why, size_t why_len);
 int swu_connect(swu_rail *r, uint32_t peer, const void *address, char *why, size_t why_len);
 // swu_met says whether the connection with a peer stands; 1 also for one with which nobody has connected it. swu_settle
-// gives all those that have begun a second to stand, and returns 0 if one does not: UCX 1.13.1 aborts the process that
-// closes it then (wireup_ep.c: pending_count == 0). Nothing lands any more.
+// gives all those that have begun this many nanoseconds to stand, and returns 0 if one does not: UCX 1.13.1 aborts the
+// process that closes it then (wireup_ep.c: pending_count == 0). Nothing lands any more.
 int swu_met(const swu_rail *r, uint32_t peer);
-int swu_settle(swu_rail *r);
+int swu_settle(swu_rail *r, int64_t within);
 int swu_window(swu_rail *r, int64_t off, int64_t n);
 int swu_put(swu_rail *r, uint32_t peer, int64_t place, const void *src, int64_t n, int64_t signal, char *why,
             size_t why_len);
