@@ -21,9 +21,10 @@ import (
 // on one host takes others in too, if cfg.LocalSize is its size.
 //
 // Of cfg, Addr says where this group's rank 0 listens meanwhile, and Secret,
-// JoinTimeout, PeerTimeout, Name and Logger are as for Join. Name tells the
-// groups apart that newcomers may ask for; it is not this group's own, which
-// names how it was made.
+// JoinTimeout, PeerTimeout, Name and Logger are as for Join. Majority is this
+// group's, and the newcomers' has to be the same. Name tells the groups apart
+// that newcomers may ask for; it is not this group's own, which names how it was
+// made.
 //
 // The new group has connections of its own and is closed by itself. This group
 // stays as it is, and is still to be closed. When no newcomer comes within
@@ -117,7 +118,7 @@ func (cfg *Config) admitting(g *Group, n int) error {
 	if whole {
 		cfg.LocalSize = t.PerHost
 	}
-	cfg.members, cfg.onHosts = size, t.Hosts > 1
+	cfg.members, cfg.onHosts, cfg.Majority = size, t.Hosts > 1, g.n.majority
 	switch {
 	case n < 1 || cfg.Late:
 		return fmt.Errorf("%w: %d newcomers, late: %v", ErrInvalid, n, cfg.Late)

@@ -25,7 +25,7 @@ const maxSocketName = 107
 const maxName = 255
 
 // Config says who this rank is and where the ranks meet. The zero value is a
-// group of one. Size, PeerTimeout and Secret must be the same on every rank.
+// group of one. Size, PeerTimeout, Majority and Secret must be the same on every rank.
 type Config struct {
 	// Rank is this rank's number, from 0 to Size-1.
 	Rank int
@@ -70,6 +70,11 @@ type Config struct {
 	// as lost, for ranks that are stopped or cut off; a process that ends is
 	// noticed at once. Default 10 seconds, at least 100 ms.
 	PeerTimeout time.Duration
+	// Majority has [Group.Shrink] of a group on several hosts refuse to go on with
+	// fewer than half of the ranks, or with half of them and without rank 0. So of
+	// hosts that no longer reach each other one part at most goes on. It costs the
+	// job where most hosts have really stopped. Default: every part goes on.
+	Majority bool
 
 	// Name of the group, for logs and messages. Default "world".
 	Name string
@@ -78,7 +83,7 @@ type Config struct {
 
 	// Late has Join find a group that runs already, and whose ranks admit it
 	// by [Group.Admit]. Rank and Size are left out: they are given. Addr, Secret,
-	// PeerTimeout and Name are those of the Admit. A newcomer to a group on
+	// PeerTimeout, Majority and Name are those of the Admit. A newcomer to a group on
 	// several hosts has LocalRank and LocalSize, of the newcomers on its host;
 	// for others LocalSize is left out.
 	Late bool

@@ -116,6 +116,7 @@ type identity struct {
 	to          int    // the rank it takes the other side for
 	late        bool   // it does not know rank and size yet: these are its local ones, size 0 where it has not told
 	peerTimeout int64  // ns
+	majority    bool   // Config.Majority
 	gid         uint64 // toMesh: of the group to be; toRendezvous: of Admit, 0 for a group that starts
 	host        string // of the sender, as far as known
 	addr        string // toRendezvous: its socket
@@ -125,6 +126,11 @@ type identity struct {
 	spans bool // toMesh, and not said: the table of addresses has ranks of several hosts
 }
 
+const (
+	flagLate     = 1
+	flagMajority = 2
+)
+
 const identityFixed = 1 + 4 + 4 + 4 + 1 + 8 + 8
 
 func (c *identity) encode() []byte {
@@ -132,11 +138,14 @@ func (c *identity) encode() []byte {
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.rank))
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.size))
 	b = binary.LittleEndian.AppendUint32(b, uint32(c.to))
-	late := byte(0)
+	flags := byte(0)
 	if c.late {
-		late = 1
+		flags |= flagLate
 	}
-	b = append(b, late)
+	if c.majority {
+		flags |= flagMajority
+	}
+	b = append(b, flags)
 	b = binary.LittleEndian.AppendUint64(b, uint64(c.peerTimeout))
 	b = binary.LittleEndian.AppendUint64(b, c.gid)
 	b = appendString(b, c.host)
@@ -154,18 +163,19 @@ func decodeIdentity(b []byte) (identity, error) {
 		rank:        int(int32(binary.LittleEndian.Uint32(b[1:]))),
 		size:        int(int32(binary.LittleEndian.Uint32(b[5:]))),
 		to:          int(int32(binary.LittleEndian.Uint32(b[9:]))),
-		late:        b[13] == 1,
+		late:        b[13]&flagLate != 0,
+		majority:    b[13]&flagMajority != 0,
 		peerTimeout: int64(binary.LittleEndian.Uint64(b[14:])),
 		gid:         binary.LittleEndian.Uint64(b[22:]),
 	}
 	var ok1, ok2, ok3, ok4 bool
-	flag := b[13]
+	flags := b[13]
 	b = b[identityFixed:]
 	c.host, b, ok1 = takeString(b)
 	c.addr, b, ok2 = takeString(b)
 	c.name, b, ok3 = takeString(b)
 	c.release, b, ok4 = takeString(b)
-	if !ok1 || !ok2 || !ok3 || !ok4 || len(b) != 0 || flag > 1 || c.purpose < toRendezvous || c.purpose > toReplace {
+	if !ok1 || !ok2 || !ok3 || !ok4 || len(b) != 0 || flags > flagLate|flagMajority || c.purpose < toRendezvous || c.purpose > toReplace {
 		return identity{}, fmt.Errorf("%w identity: purpose %d, %d bytes left", errMalformed, c.purpose, len(b))
 	}
 	return c, nil
@@ -375,6 +385,8 @@ func (s *session) examine(version uint16, me identity) (identity, error) {
 		return c, &errRefused{proven: true, text: fmt.Sprintf("rank: a rank that connects says it is %d, want 0 to %d", c.rank, c.size-1)}
 	case c.peerTimeout != me.peerTimeout:
 		return c, refuse(c, "peer timeout", "%v", time.Duration(me.peerTimeout), time.Duration(c.peerTimeout))
+	case c.majority != me.majority:
+		return c, refuse(c, "majority", "%v", me.majority, c.majority)
 	case c.host != me.host && c.host != "" && me.host != "" && !me.spans && !(spans(me.addr) && spans(c.addr)):
 		return c, refuse(c, "host", "%q (a group spans hosts where LocalSize, LOCAL_WORLD_SIZE, is below its size on all ranks, and they meet on a port)", me.host, c.host)
 	case !late && c.gid != me.gid:

@@ -49,6 +49,11 @@ func (g *Group) warnOfStrangers(cfg *Config) {
 		return
 	}
 	const text = "ranks on several hosts have no secret: whoever reaches the port of rank 0 while they join can be one of them; set SWITCHYARD_SECRET to the same random text on all hosts"
+	g.warn(text)
+}
+
+// warn says on standard error what somebody has to know who has not asked for a log.
+func (g *Group) warn(text string) {
 	if g.log.Enabled(context.Background(), slog.LevelWarn) {
 		g.log.Warn(text, "group", g.name)
 	} else {

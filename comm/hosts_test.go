@@ -269,6 +269,57 @@ func TestF2_SurvivorsOfOneHost(t *testing.T) {
 	}
 }
 
+// With Majority more than half of the ranks go on, or half with rank 0. Fewer do not, and an error says so. On one host any number does.
+func TestF2_TheMajorityGoesOn(t *testing.T) {
+	for _, c := range []struct {
+		ranks, perHost int
+		lost           []int
+		want           string // "" where the others go on
+	}{
+		{6, 2, []int{4, 5}, ""},
+		{6, 2, []int{2, 3, 4, 5}, "ranks [2 3 4 5] are gone, and the 2 that are left are no majority of 6"},
+		{4, 2, []int{2, 3}, ""},
+		{4, 2, []int{0, 1}, "ranks [0 1] are gone, and the 2 that are left are no majority of 4"},
+		{4, 2, []int{3}, ""}, // rank 2 leaves with its host
+		{4, 4, []int{0, 1, 2}, ""},
+	} {
+		t.Run(fmt.Sprint(c.ranks, c.perHost, c.lost), func(t *testing.T) {
+			gs := startHosts(t, c.ranks, c.perHost, Config{Majority: true})
+			for _, r := range c.lost {
+				gs[r].Kill()
+			}
+			next := make([]*Group, c.ranks)
+			errs := onEach(gs, func(g *Group) (err error) {
+				if slices.Contains(c.lost, g.Rank()) {
+					return nil
+				}
+				waitDone(t, g)
+				if next[g.Rank()], err = g.Shrink(testContext(t)); err != nil {
+					return err
+				}
+				return next[g.Rank()].Barrier(testContext(t))
+			})
+			for r, err := range errs {
+				switch {
+				case slices.Contains(c.lost, r):
+				case c.want != "":
+					requirePeer(t, err, c.lost[0], ErrPeerLost)
+					require.ErrorContains(t, err, c.want)
+				case len(c.lost) < c.perHost && r/c.perHost == c.lost[0]/c.perHost && c.perHost < c.ranks:
+					require.ErrorContains(t, err, "leaves whole")
+				default:
+					require.NoError(t, err, "rank %d", r)
+				}
+			}
+			for _, g := range append(gs, next...) {
+				if g != nil {
+					g.Close()
+				}
+			}
+		})
+	}
+}
+
 // The first rank of a host that ends before the mesh stands is named, on its host and on the others.
 func TestF2_FirstRankIsLostInTheJoin(t *testing.T) {
 	ls, addrs := make([]*Listener, 4), make([]string, 4)
@@ -592,30 +643,56 @@ func TestF2_HostsLoseRanks(t *testing.T) {
 			for _, p := range rest {
 				require.Equal(t, strings.Join(ranks, ","), p.expect("survivors")[0])
 				p.exit(0)
+				_, errs := p.Output()
+				warned := p == rest[0] && c.signal == syscall.SIGSTOP && slices.Contains(c.victims, c.victims[0]/2*2) // the first rank of the host
+				require.Equal(t, warned, strings.Contains(errs, "have fallen silent"), "rank %d: %s", p.Rank, errs)
 			}
 		})
 	}
 }
 
-// A link that is cut is noticed by silence: the first rank of the host behind it is named, and the host leaves.
+// A link that is cut is noticed by silence: the first rank of the host behind it is named, and the host leaves. It goes on by itself, of which both
+// parts are warned on standard error; not so where a majority is needed.
 func TestF2_HostIsCutOff(t *testing.T) {
 	t.Parallel() // it mostly waits
-	spaces := proctest.Namespaces(t, 3)
-	ps := hostProcs(t, spaces, 2, "survive", "SWITCHYARD_PEER_TIMEOUT="+proctest.Scaled(2*time.Second).String())
-	for _, p := range ps {
-		p.expect("joined")
-	}
-	start := time.Now()
-	spaces[2].Cut()
-	lostHost(t, ps[:4], []int{4}, start, soon)
-	for _, p := range ps[:4] {
-		require.Equal(t, "0,1,2,3", p.expect("survivors")[0])
-		p.exit(0)
-	}
-	for _, p := range ps[4:] { // they find that the others are gone
-		require.Equal(t, "true", p.expect("lost")[1])
-		require.Equal(t, "4,5", p.expect("survivors")[0])
-		p.exit(0)
+	for _, majority := range []string{"0", "1"} {
+		t.Run("majority "+majority, func(t *testing.T) {
+			t.Parallel()
+			spaces := proctest.Namespaces(t, 3)
+			ps := hostProcs(t, spaces, 2, "survive", "SWITCHYARD_PEER_TIMEOUT="+proctest.Scaled(2*time.Second).String(), "SWITCHYARD_MAJORITY="+majority)
+			for _, p := range ps {
+				p.expect("joined")
+			}
+			start := time.Now()
+			spaces[2].Cut()
+			lostHost(t, ps[:4], []int{4}, start, soon)
+			for _, p := range ps[:4] {
+				require.Equal(t, "0,1,2,3", p.expect("survivors")[0])
+				p.exit(0)
+			}
+			for _, p := range ps[4:] { // they find that the others are gone
+				require.Equal(t, "true", p.expect("lost")[1])
+				if majority == "1" {
+					outcast := strings.Join(p.expect("outcast"), " ")
+					require.Regexp(t, `^true .*ranks \[0 1 2 3\] are gone, and the 2 that are left are no majority of 6`, outcast)
+					p.exit(1)
+					continue
+				}
+				require.Equal(t, "4,5", p.expect("survivors")[0])
+				p.exit(0)
+			}
+			for r, p := range ps {
+				_, errs := p.Output()
+				switch text := "switchyard: group world: hosts %s have fallen silent: those that still run"; {
+				case majority == "0" && r == 0:
+					require.Contains(t, errs, fmt.Sprintf(text, "[2] with ranks [4 5]"))
+				case majority == "0" && r == 4:
+					require.Contains(t, errs, fmt.Sprintf(text, "[0 1] with ranks [0 1 2 3]"))
+				default:
+					require.NotContains(t, errs, "have fallen silent", "rank %d", r)
+				}
+			}
+		})
 	}
 }
 

@@ -163,7 +163,7 @@ func (m *meeting) waitsFor(what string) {
 
 // newMeeting is for a rank that can be reached at addr.
 func newMeeting(cfg *Config, addr string, cancel context.CancelCauseFunc) *meeting {
-	me := identity{purpose: toRendezvous, rank: cfg.Rank, size: cfg.Size, late: cfg.Late, peerTimeout: int64(cfg.PeerTimeout),
+	me := identity{purpose: toRendezvous, rank: cfg.Rank, size: cfg.Size, late: cfg.Late, peerTimeout: int64(cfg.PeerTimeout), majority: cfg.Majority,
 		gid: cfg.gid, host: cfg.host, addr: addr, name: cfg.Name, release: cfg.release}
 	if cfg.Late {
 		me.rank, me.size = cfg.LocalRank, cfg.LocalSize

@@ -357,6 +357,7 @@ func TestF3_ConfigurationsDiffer(t *testing.T) {
 		{"size", Config{Rank: 1, Size: 4}, []string{"size: rank 0 has 3, rank 1 has 4"}},
 		{"duplicate", Config{Rank: 2, Size: 3}, []string{"rank: two processes say they are rank 2, at @switchyard-"}},
 		{"peer timeout", Config{Rank: 1, Size: 3, PeerTimeout: time.Second}, []string{"peer timeout: rank 0 has 10s, rank 1 has 1s"}},
+		{"majority", Config{Rank: 1, Size: 3, Majority: true}, []string{"majority: rank 0 has false, rank 1 has true"}},
 		{"release", Config{Rank: 1, Size: 3, release: "9.9.9 (build 0123456789ab)"}, []string{
 			fmt.Sprintf("version: the rank that connects has Switchyard 9.9.9 (build 0123456789ab), the rank it connects to %s: a group has one build of one release", build())}},
 		{"build", Config{Rank: 1, Size: 3, release: switchyard.Version + " (build 0123456789ab)"}, []string{fmt.Sprintf(

@@ -57,6 +57,7 @@ func FromEnv() (Config, error) {
 		Secret:      s.Secret,
 		JoinTimeout: s.JoinTimeout,
 		PeerTimeout: s.PeerTimeout,
+		Majority:    s.Majority,
 		Logger:      log,
 	}, nil
 }

@@ -52,7 +52,7 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	}
 	gid := meshID(addrs)
 	n := newNode(cfg.Rank, cfg.Size, cfg.Logger)
-	n.delay, n.keeps = cfg.delay, cfg.Replaceable
+	n.delay, n.keeps, n.majority = cfg.delay, cfg.Replaceable, cfg.Majority
 	n.flight.Job, n.flight.Seats, n.flight.PeerTimeout, n.epoch = gid, cfg.seats, cfg.PeerTimeout, cfg.epoch
 	if l.tcp != nil {
 		n.door = l.tcp.Addr().String()
@@ -75,7 +75,7 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 	ctx, cancel := context.WithCancel(ctx)
 	m := &meshing{
 		l: l, n: n, addrs: addrs, ctx: ctx,
-		me:     identity{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), gid: gid, host: cfg.host, release: cfg.release, spans: n.hosts != nil},
+		me:     identity{purpose: toMesh, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), majority: cfg.Majority, gid: gid, host: cfg.host, release: cfg.release, spans: n.hosts != nil},
 		linked: make(chan struct{}, cfg.Size),
 		fatal:  make(chan error, 1),
 		key:    meshKey(cfg.Secret, addrs),

@@ -34,9 +34,10 @@ type node struct {
 	onStop func() // called once, after the last group was closed
 	delay  func() // before every frame, in tests
 
-	hosts *hosts // nil: all ranks are on one host
-	keeps bool   // Config.Replaceable
-	door  string // where this rank listens for other hosts, as the rank of a process
+	hosts    *hosts // nil: all ranks are on one host
+	keeps    bool   // Config.Replaceable
+	majority bool   // Config.Majority
+	door     string // where this rank listens for other hosts, as the rank of a process
 
 	replaced bool // this process has taken a lost rank's place
 

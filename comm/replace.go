@@ -189,7 +189,7 @@ func (g *Group) await(ctx context.Context, rank int, cfg *Config) (s *session, a
 	defer ln.Close()
 	defer context.AfterFunc(ctx, func() { ln.Close() })()
 	began := time.Now()
-	me := identity{purpose: toReplace, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), host: cfg.host, name: cfg.Name, release: cfg.release}
+	me := identity{purpose: toReplace, rank: cfg.Rank, size: cfg.Size, peerTimeout: int64(cfg.PeerTimeout), majority: g.n.majority, host: cfg.host, name: cfg.Name, release: cfg.release}
 	for {
 		conn, err := ln.Accept()
 		if err != nil {
@@ -359,7 +359,7 @@ func (n *node) connect(ctx context.Context, r *replacement) error {
 	addrs[r.Rank] = r.Addr
 	m := &meshing{
 		l: &Listener{cfg: cfg}, n: n, addrs: addrs, ctx: ctx,
-		me:     identity{purpose: toMesh, rank: n.id, size: r.World, peerTimeout: int64(r.Timeout), gid: r.Group, release: cfg.release},
+		me:     identity{purpose: toMesh, rank: n.id, size: r.World, peerTimeout: int64(r.Timeout), majority: n.majority, gid: r.Group, release: cfg.release},
 		linked: make(chan struct{}, 1),
 	}
 	return m.dialOnce(r.Rank)

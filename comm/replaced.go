@@ -108,7 +108,7 @@ func (r *replacement) fits(cfg *Config) bool {
 func (l *Listener) takePlace(whole, ctx context.Context, cancel context.CancelCauseFunc, s *session, r *replacement) (g *Group, err error) {
 	cfg, began := &l.cfg, time.Now()
 	n := newNode(r.Rank, r.World, cfg.Logger)
-	n.delay, n.keeps, n.flight.Job, n.flight.Seats, n.flight.PeerTimeout, n.epoch = cfg.delay, cfg.Replaceable, r.Group, r.Seats, r.Timeout, r.Epoch
+	n.delay, n.keeps, n.majority, n.flight.Job, n.flight.Seats, n.flight.PeerTimeout, n.epoch = cfg.delay, cfg.Replaceable, cfg.Majority, r.Group, r.Seats, r.Timeout, r.Epoch
 	n.replaced = true
 	n.arrival = &arrival{pasts: make(map[uint64]*past), ends: make(chan arrived, r.World)}
 	for m := range r.World {
@@ -132,7 +132,7 @@ func (l *Listener) takePlace(whole, ctx context.Context, cancel context.CancelCa
 	m := &meshing{
 		l: &Listener{cfg: keyed}, n: n, addrs: make([]string, r.World), ctx: ctx, replaces: true,
 		me: identity{
-			purpose: toMesh, rank: r.Rank, size: r.World, peerTimeout: int64(cfg.PeerTimeout), gid: r.Group, host: cfg.host, release: cfg.release,
+			purpose: toMesh, rank: r.Rank, size: r.World, peerTimeout: int64(cfg.PeerTimeout), majority: cfg.Majority, gid: r.Group, host: cfg.host, release: cfg.release,
 		},
 		linked: make(chan struct{}, r.World), fatal: make(chan error, 1),
 	}

@@ -3,6 +3,7 @@ package comm
 import (
 	"context"
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -84,6 +85,13 @@ func (g *Group) signalShrink() {
 // one host all stay. A rank whose host has lost its first rank reaches no other
 // host, and leaves too.
 //
+// Hosts that no longer reach each other are lost to each other, and each part goes
+// on by itself: nothing tells a host that has stopped from one that is cut off. A
+// job that must not become two sets [Config.Majority]: a part that may be the
+// smaller one then gets an error here, [ErrPeerLost]. Without it the first survivor
+// warns where a host has fallen silent, also on standard error where there is no
+// [Config.Logger]; it names that host and its ranks.
+//
 // A rank that the others gave up, because it was stopped for too long or left
 // out, gets an error that says so, [ErrPeerLost] with its own number. The old
 // group stays as it is, and is still to be closed. A call that was cancelled can
@@ -144,6 +152,10 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (small *Group, err 
 		next.Close()
 		return nil, fmt.Errorf("comm: shrink: %s: %w", g.name, ErrClosed)
 	}
+	if err := g.minority(dec); err != nil {
+		next.Close()
+		return nil, fmt.Errorf("comm: shrink: %w", err)
+	}
 	left := g.withHosts(dec)
 	if left.has(g.rank) {
 		next.Close()
@@ -158,6 +170,9 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (small *Group, err 
 	n.activate(next, members)
 	n.regroup(g, next)
 	g.log.Info("group shrunk", "group", g.name, "rank", g.rank, "size", len(g.members), "survivors", len(members))
+	if members[0] == n.id {
+		g.warnOfSilence(next)
+	}
 	return next, nil
 }
 
@@ -270,6 +285,52 @@ func (g *Group) leaves(gone rankSet) error {
 		}
 	}
 	return nil
+}
+
+// minority is the error of survivors that may be the smaller part, where Config.Majority asks for the larger one. All who agreed on gone get it.
+// Ranks that leave with their host have agreed too, so that they count. No two parts are both large enough.
+func (g *Group) minority(gone rankSet) error {
+	var lost []int
+	for r := range g.members {
+		if gone.has(r) {
+			lost = append(lost, r)
+		}
+	}
+	size := len(g.members)
+	left := size - len(lost)
+	if !g.n.majority || g.topology.Hosts == 1 || 2*left > size || 2*left == size && !gone.has(0) {
+		return nil
+	}
+	return &PeerError{Rank: lost[0], Err: fmt.Errorf("%w: ranks %v are gone, and the %d that are left are no majority of %d: the others may go on without them",
+		ErrPeerLost, lost, left, size)}
+}
+
+// warnOfSilence tells of hosts that the survivors have lost and that may still run.
+func (g *Group) warnOfSilence(next *Group) {
+	t := &g.topology
+	if t.Hosts == 1 || g.n.majority || !g.n.hosts.relayed {
+		return
+	}
+	var hosts, ranks []int
+	g.n.mu.Lock()
+	for r, w := range g.members {
+		h := t.HostOf(r)
+		f := g.n.gone[g.n.hosts.first(g.n.hosts.of[w])]
+		if _, stays := next.rankOf[w]; stays || f == nil || f.code != failLost || f.ended {
+			continue
+		}
+		ranks = append(ranks, r)
+		if !slices.Contains(hosts, h) {
+			hosts = append(hosts, h)
+		}
+	}
+	g.n.mu.Unlock()
+	if len(hosts) == 0 {
+		return
+	}
+	text := fmt.Sprintf("hosts %v with ranks %v have fallen silent: those that still run, and are only cut off, go on as a group of their own; "+
+		"set SWITCHYARD_MAJORITY=1 on all ranks to have one part at most go on", hosts, ranks)
+	g.warn(text)
 }
 
 // stranded is the error of a rank that reaches no other host, because the first rank of its own is gone. The caller holds n.mu.

@@ -37,6 +37,7 @@ const (
 	secret      = "SWITCHYARD_SECRET"
 	joinTimeout = "SWITCHYARD_JOIN_TIMEOUT"
 	peerTimeout = "SWITCHYARD_PEER_TIMEOUT"
+	majority    = "SWITCHYARD_MAJORITY"
 	hostID      = "SWITCHYARD_HOSTID"
 	sockets     = "SWITCHYARD_SOCKETS"
 	debug       = "SWITCHYARD_DEBUG"
@@ -104,6 +105,7 @@ func known() []Variable {
 		{Name: secret, Default: "none", Meaning: "The secret that ranks prove to know when they join. Without it everybody who reaches the port counts as a rank, and at the name every process of the same user."},
 		{Name: joinTimeout, Default: "2m", Meaning: "How long a join may take, such as 90s."},
 		{Name: peerTimeout, Default: "10s", Meaning: "How long a rank may be silent before it counts as lost, at least 100ms."},
+		{Name: majority, Default: "0", Meaning: "1 has a group on several hosts that has lost ranks go on only with more than half of them, or with half and rank 0, so that of hosts which no longer reach each other one part at most goes on. The same on all ranks."},
 		{Name: hostID, Default: "none", Meaning: "A name in front of what tells hosts apart, the boot of the machine and the network namespace: ranks with different names are on different hosts. Ranks of one host have the same."},
 		{Name: sockets, Default: "none", Meaning: "A folder that all ranks of a host have mounted, for their sockets. Ranks that share it are on one host, also in pods of their own."},
 		{Name: debug, Default: "silent", Meaning: "Logs of this level and above go to standard error: warn, info or trace. With info a rank that waits on the host says every 5 seconds for whom; trace adds a line a call."},

@@ -22,6 +22,7 @@ type Settings struct {
 	Sockets     string // the folder of sockets, "" without one
 	JoinTimeout time.Duration
 	PeerTimeout time.Duration
+	Majority    bool
 }
 
 // ReadSettings reads them.
@@ -32,6 +33,9 @@ func ReadSettings() (Settings, error) {
 		return Settings{}, err
 	}
 	if s.PeerTimeout, err = duration(peerTimeout); err != nil {
+		return Settings{}, err
+	}
+	if s.Majority, err = zeroOrOne(majority); err != nil {
 		return Settings{}, err
 	}
 	s.Sockets = os.Getenv(sockets)

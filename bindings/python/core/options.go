@@ -102,7 +102,7 @@ func (o *Options) config() (comm.Config, error) {
 		return comm.Config{}, badEnvironment(err)
 	}
 	c.Secret, c.JoinTimeout, c.PeerTimeout = settings.Secret, settings.JoinTimeout, settings.PeerTimeout
-	c.Sockets = settings.Sockets
+	c.Sockets, c.Majority = settings.Sockets, settings.Majority
 	if o.Secret != "" {
 		c.Secret = []byte(o.Secret)
 	}
