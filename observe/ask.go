@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -102,19 +103,64 @@ func Everybody(ctx context.Context, pid int) (State, error) {
 	return Merge(append(states, State{Version: switchyard.Version, Silent: silent, Processes: vitals})...), nil
 }
 
-// OfJob is the state without ranks of other jobs than those whose identity begins with job, or whose program has that name.
-func (s State) OfJob(job string) State {
-	s.Ranks = slices.DeleteFunc(slices.Clone(s.Ranks), func(r Rank) bool { return !strings.HasPrefix(r.Job, job) && r.Program != job })
-	if job != "" {
-		s.Joins = nil // they have no job yet
+// OfJob is the state of one job, of all where name is empty. name is the identity of the job or the name of its program, or the beginning of one.
+// Where it begins several jobs the error names them; jobs of the same processes count as one, as before and after an Admit.
+func (s State) OfJob(name string) (State, error) {
+	if name == "" {
+		return s, nil
 	}
-	s.Silent = slices.DeleteFunc(slices.Clone(s.Silent), func(p Silent) bool {
-		return !strings.HasPrefix(p.Job, job) && !slices.ContainsFunc(s.Ranks, func(r Rank) bool { return r.Job == p.Job })
-	})
+	jobs, several := s.named(name)
+	if several {
+		var names []string
+		for _, job := range jobs {
+			names = append(names, s.jobName(job))
+		}
+		return State{}, fmt.Errorf("observe: %q may be any of these jobs: %s", name, strings.Join(names, ", "))
+	}
+	if len(jobs) == 0 {
+		return State{}, fmt.Errorf("observe: job %q: %w", name, ErrNobody)
+	}
+	s.Joins = nil // they have no job yet
+	s.Ranks = slices.DeleteFunc(slices.Clone(s.Ranks), func(r Rank) bool { return !slices.Contains(jobs, r.Job) })
+	s.Silent = slices.DeleteFunc(slices.Clone(s.Silent), func(p Silent) bool { return !slices.Contains(jobs, p.Job) })
 	s.Processes = slices.DeleteFunc(slices.Clone(s.Processes), func(v Vitals) bool {
 		return !slices.ContainsFunc(s.Ranks, func(r Rank) bool { return r.Pid == v.Pid }) && !slices.ContainsFunc(s.Silent, func(p Silent) bool { return p.Pid == v.Pid })
 	})
-	return Merge(s)
+	return Merge(s), nil
+}
+
+// named are the jobs that have this name or identity, or where none has, those of which one begins so. several says that they have no process in
+// common.
+func (s State) named(name string) (jobs []string, several bool) {
+	programs, pids := map[string]string{}, map[string][]int{}
+	for _, r := range s.Ranks {
+		programs[r.Job] = cmp.Or(programs[r.Job], r.Program)
+		pids[r.Job] = append(pids[r.Job], r.Pid)
+	}
+	for _, p := range s.Silent {
+		if p.Job != "" {
+			programs[p.Job] = cmp.Or(programs[p.Job], "")
+			pids[p.Job] = append(pids[p.Job], p.Pid)
+		}
+	}
+	for _, fits := range []func(word string) bool{
+		func(word string) bool { return word == name },
+		func(word string) bool { return strings.HasPrefix(word, name) },
+	} {
+		for _, job := range slices.Sorted(maps.Keys(programs)) {
+			if fits(job) || fits(programs[job]) {
+				shared := slices.ContainsFunc(jobs, func(other string) bool {
+					return slices.ContainsFunc(pids[job], func(pid int) bool { return slices.Contains(pids[other], pid) })
+				})
+				several = several || len(jobs) > 0 && !shared
+				jobs = append(jobs, job)
+			}
+		}
+		if len(jobs) > 0 {
+			return jobs, several
+		}
+	}
+	return nil, false
 }
 
 // Calls asks the processes of a state for the last calls of their ranks, and returns those of the ranks that the state has. An error of some

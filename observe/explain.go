@@ -64,7 +64,7 @@ type Latecomer struct {
 const shortestWindow = 2 * snapshotEvery
 
 // ExplainFor looks at the processes of this user on this host, or at the one with a number that is not 0, for a time, and explains what
-// ranks of the job did meanwhile whose identity begins with job. The window is at least 200 ms: answers of a process less than 100 ms apart are
+// ranks of a job did meanwhile, as in [State.OfJob]. The window is at least 200 ms: answers of a process less than 100 ms apart are
 // the same snapshot.
 func ExplainFor(ctx context.Context, pid int, job string, window time.Duration) (Explanation, error) {
 	if window < shortestWindow {
@@ -75,10 +75,10 @@ func ExplainFor(ctx context.Context, pid int, job string, window time.Duration) 
 		if err != nil {
 			return s, err
 		}
-		if s = s.OfJob(job); len(s.Ranks) == 0 {
-			return s, fmt.Errorf("observe: job %q: %w", job, ErrNobody)
+		if s, err = s.OfJob(job); err == nil && len(s.Ranks) == 0 {
+			err = fmt.Errorf("observe: job %q: %w", job, ErrNobody)
 		}
-		return s, nil
+		return s, err
 	}
 	before, err := look()
 	if err != nil {

@@ -45,9 +45,10 @@ func TestStepsAreExplained(t *testing.T) {
 						for times := time.Duration(1); times == 1 || times < 64 && !verdict.MatchString(x.Verdict); times *= 2 {
 							slower.Store(int64(times))
 							time.Sleep(times * 200 * time.Millisecond) // all ranks make such steps
-							before := observe.Snapshot().OfJob(job)
+							before, _ := observe.Snapshot().OfJob(job)
 							time.Sleep(times * time.Second)
-							x = observe.Explain(before, observe.Snapshot().OfJob(job), observe.Calls())
+							after, _ := observe.Snapshot().OfJob(job)
+							x = observe.Explain(before, after, observe.Calls())
 						}
 						explained <- x
 						over.Store(true)

@@ -108,7 +108,10 @@ func TestASilentProcessIsARank(t *testing.T) {
 		require.Contains(t, text, "rank 1, process 101, has 60 of 64 file descriptors open")
 		require.Contains(t, text, "rank 1, process 101, has 24 MiB of its memory swapped out, and reads memory from a disk 300 times a second")
 		require.Contains(t, text, "rank 1, process 101, gets too few cores: its threads wait for one 410 ms a second")
-		other := Merge(s).OfJob("b")
+		other := s
+		other.Ranks = append([]Rank{{Job: "other", Pid: 99}}, s.Ranks...)
+		other, err := Merge(other).OfJob("other")
+		require.NoError(t, err)
 		require.Empty(t, other.Findings, "another job's")
 	}
 }

@@ -164,10 +164,44 @@ func TestJobsAreToldApart(t *testing.T) {
 		named.Ranks[i].Program = "train_" + named.Ranks[i].Job
 	}
 	require.Contains(t, observe.Merge(named).Verdict, "job train_b2 b2: rank 1 ")
-	require.Len(t, named.OfJob("train_a1").Ranks, 2)
-	one := s.OfJob("b")
+	one, err := s.OfJob("b")
+	require.NoError(t, err)
 	require.Len(t, one.Ranks, 1)
 	require.NotContains(t, one.Verdict, "job")
+	all, err := named.OfJob("")
+	require.NoError(t, err)
+	require.Len(t, all.Ranks, 3)
+}
+
+// A job is found by the beginning of its identity or of its program's name. Several that begin so are named, unless one has just that name, or
+// they are jobs of the same processes.
+func TestAJobIsFoundByABeginning(t *testing.T) {
+	s := observe.State{
+		Ranks: []observe.Rank{{Job: "a100", Program: "train", Pid: 1}, {Job: "a100", Program: "train", Pid: 2}, {Job: "a200", Program: "trainer", Pid: 3},
+			{Job: "b300", Program: "serve", Pid: 4}, {Job: "c400", Program: "serve", Pid: 5}, {Job: "d500", Program: "grow", Pid: 6}, {Job: "d600", Program: "grow", Pid: 6}},
+		Silent: []observe.Silent{{Job: "e700", Pid: 7}, {Pid: 8}},
+	}
+	for name, want := range map[string]string{
+		"train": "1 2", "trainer": "3", "traine": "3", "a1": "1 2", "a100": "1 2", "b": "4", "c400": "5", "grow": "6 6", "d": "6 6", "e": "",
+	} {
+		got, err := s.OfJob(name)
+		require.NoError(t, err, name)
+		var pids []string
+		for _, r := range got.Ranks {
+			pids = append(pids, fmt.Sprint(r.Pid))
+		}
+		require.Equal(t, want, strings.Join(pids, " "), name)
+		require.Len(t, got.Silent, map[string]int{"e": 1}[name], name)
+	}
+	for name, want := range map[string]string{
+		"tra":   `observe: "tra" may be any of these jobs: train a100, trainer a200`,
+		"a":     `observe: "a" may be any of these jobs: train a100, trainer a200`,
+		"serve": `observe: "serve" may be any of these jobs: serve b300, serve c400`,
+		"x":     `observe: job "x": no process of this user with ranks answers on this host`,
+	} {
+		_, err := s.OfJob(name)
+		require.EqualError(t, err, want)
+	}
 }
 
 // A wait of less than 5 ms is none to speak of.

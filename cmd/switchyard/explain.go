@@ -16,7 +16,7 @@ func explain(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard explain", flag.ContinueOnError)
 	asJSON := flags.Bool("json", false, "print an object")
 	pid := flags.Int("pid", 0, "ask this process `N` only")
-	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
+	job := flags.String("job", "", jobHelp)
 	during := flags.Duration("d", time.Second, "look for this long")
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code

@@ -13,12 +13,14 @@ import (
 	"github.com/switchyard-moe/switchyard/observe"
 )
 
+const jobHelp = "tell of one `JOB` only: its identity or the name of its program, or the beginning of one"
+
 // status asks running ranks for their state.
 func status(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard status", flag.ContinueOnError)
 	asJSON := flags.Bool("json", false, "print an object")
 	pid := flags.Int("pid", 0, "ask this process `N` only")
-	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
+	job := flags.String("job", "", jobHelp)
 	every := flags.Duration("every", 0, "ask again after this time, until interrupted; what ranks waited for then counts from the time before")
 	times := flags.Int("n", 0, "with -every, ask `N` times, for ever if 0")
 	if code, ok := parsed(flags, args, stderr); !ok {
@@ -92,8 +94,8 @@ func isTerminal(w io.Writer) bool {
 // ask is the state of all processes.
 func ask(pid int, job string, stderr io.Writer) (all observe.State, code int) {
 	all, err := observe.Everybody(context.Background(), pid)
-	if all = all.OfJob(job); err == nil && len(all.Ranks)+len(all.Joins)+len(all.Silent) == 0 {
-		err = fmt.Errorf("no rank of a job %s answers", job)
+	if err == nil {
+		all, err = all.OfJob(job)
 	}
 	if err != nil {
 		fmt.Fprintf(stderr, "switchyard: %v\n", err)
@@ -106,7 +108,7 @@ func ask(pid int, job string, stderr io.Writer) (all observe.State, code int) {
 func dump(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard dump", flag.ContinueOnError)
 	pid := flags.Int("pid", 0, "ask this process `N` only")
-	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
+	job := flags.String("job", "", jobHelp)
 	records := flags.String("torch", "", "write a file for each rank, of this `PREFIX` and the rank's number, for torch's analyzer of flight records, and print their names")
 	flags.Bool("json", true, "print JSON, as it does anyway")
 	if code, ok := parsed(flags, args, stderr); !ok {

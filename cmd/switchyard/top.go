@@ -21,7 +21,7 @@ func top(args []string, stdout, stderr io.Writer) int {
 	at := flags.String("http", "", "serve a page at this `ADDRESS`, such as :8090 on the loopback")
 	asJSON := flags.Bool("json", false, "without -http, print an object for each table")
 	times := flags.Int("n", 0, "without -http, show `N` tables, for ever if 0")
-	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so, or whose program has that name")
+	job := flags.String("job", "", jobHelp)
 	if code, ok := parsed(flags, args, stderr); !ok {
 		return code
 	}
@@ -58,8 +58,8 @@ func pageAt(path, job string) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle(path, observe.Page(func(r *http.Request) (observe.State, error) {
 		s, err := observe.Everybody(r.Context(), 0)
-		if job != "" {
-			s = s.OfJob(job)
+		if err == nil {
+			s, err = s.OfJob(job)
 		}
 		s.GPUs = gpus.now()
 		return s, err

@@ -17,7 +17,7 @@ import (
 func trace(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("switchyard trace", flag.ContinueOnError)
 	pid := flags.Int("pid", 0, "ask this process `N` only")
-	job := flags.String("job", "", "tell of the `JOB` only whose identity begins so")
+	job := flags.String("job", "", jobHelp)
 	during := flags.Duration("d", 0, "wait this long, and leave out calls that had ended before")
 	flags.Bool("json", true, "print JSON, as it does anyway")
 	with := flags.String("with", "", "put the calls into this `TRACE` of torch's profiler, of the same run")

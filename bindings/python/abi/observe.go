@@ -12,7 +12,7 @@ import (
 // switchyard_observe tells the state of ranks: 0 asks for those of this process and 1 for those of all processes of this user on this host, as JSON,
 // 2 for the latter as a table, 3 for the last calls of all of them as JSON, 4 for why their steps take their time as JSON and 5 as a table,
 // which takes a second, 6 for a timeline as a Chrome trace, and 7 and 8 for what 1 and 2 tell with findings of the next second. Where job is not
-// empty they are those of the jobs whose identity begins so. text holds room bytes and gets the answer, 0-terminated, if that has room; needed gets its length with the 0.
+// empty they are those of the one job whose identity or program begins so. text holds room bytes and gets the answer, 0-terminated, if that has room; needed gets its length with the 0.
 //
 //export switchyard_observe
 func switchyard_observe(what C.int32_t, job, text *C.char, room C.int64_t, needed *C.int64_t) C.int32_t {
@@ -25,7 +25,7 @@ func switchyard_observe(what C.int32_t, job, text *C.char, room C.int64_t, neede
 	})
 }
 
-// switchyard_records writes the last calls of each rank of this user's job whose identity begins with job, for torch's analyzer of flight records: files
+// switchyard_records writes the last calls of each rank of this user's job whose identity or program begins with job, for torch's analyzer of flight records: files
 // of a prefix and the rank's number. Their names are a list in JSON, given as by switchyard_observe.
 //
 //export switchyard_records

@@ -36,7 +36,7 @@ const (
 	recentWindow  = time.Second
 )
 
-// Observe says what ranks do, as JSON or as a table: those of the jobs whose identity begins with job, except for OwnRanks. A job of
+// Observe says what ranks do, as JSON or as a table: those of a job as in [observe.State.OfJob], except for OwnRanks. A job of
 // which no rank answers is an error.
 func Observe(what Observed, job string) ([]byte, error) {
 	switch what {
@@ -82,13 +82,13 @@ func Observe(what Observed, job string) ([]byte, error) {
 // everybody is the state of the ranks of a job, and of all ranks where it has no name.
 func everybody(job string) (observe.State, error) {
 	s, err := observe.Everybody(context.Background(), 0)
-	if s = s.OfJob(job); err == nil && job != "" && len(s.Ranks)+len(s.Joins)+len(s.Silent) == 0 {
-		err = fmt.Errorf("observe: job %q: %w", job, observe.ErrNobody)
+	if err != nil {
+		return s, err
 	}
-	return s, err
+	return s.OfJob(job)
 }
 
-// Records writes the last calls of a job of this user, whose identity begins with job, for torch's analyzer, and returns the names of the files
+// Records writes the last calls of a job of this user, as in [observe.State.OfJob], for torch's analyzer, and returns the names of the files
 // as a list in JSON.
 func Records(prefix, job string) ([]byte, error) {
 	s, err := everybody(job)

@@ -15,13 +15,13 @@ OWN, ALL, TABLE, CALLS, WHY, WHY_TABLE, TRACE, RECENT, RECENT_TABLE = range(9)
 
 
 def observe(what: int, job: str = "") -> str:
-    """The state of ranks as text, JSON or a table: of the jobs whose identity begins with job, and of all where it is empty."""
+    """The state of ranks as text, JSON or a table: of the job whose identity or program begins so, of all where it is empty."""
     return _answer(lambda *to: library().observe(what, job.encode(), *to))
 
 
 def records(prefix: str, job: str) -> list[str]:
-    """Write the last calls of each rank of this user's job on this host whose identity begins with job in the form of torch's
-    flight recorder, which its analyzer reads: files that the prefix and the rank's number name."""
+    """Write the last calls of each rank of the job whose identity or program begins so in the form of torch's flight recorder,
+    which its analyzer reads: files that the prefix and the rank's number name."""
     return json.loads(_answer(lambda *to: library().records(os.fsencode(prefix), job.encode(), *to)))
 
 
