@@ -211,7 +211,7 @@ func overslept(ctx context.Context) bool {
 func (g *Group) dup(m *message, fds []int) []int {
 	out, err := dupFDs(fds)
 	if err != nil {
-		m.poison = err.Error()
+		m.poison = lacksFiles(g.rank, err).Error()
 	}
 	return out
 }

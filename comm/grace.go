@@ -50,6 +50,8 @@ const (
 
 	// Before a connection is given up.
 
+	// filesGrace is how long a rank that joins tries to connect, or to accept, without a descriptor for it.
+	filesGrace = time.Second
 	// handshakeGrace is how long a connection may stay unproven.
 	handshakeGrace = 10 * time.Second
 	// lastWordGrace bounds a write to a rank that may be stopped, in a join.

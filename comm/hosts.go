@@ -92,7 +92,7 @@ func (l *Listener) openToHosts(ctx context.Context) error {
 			return nil
 		}
 		if !sleep(ctx, wait) {
-			return fmt.Errorf("no interface for other hosts, which leads to %s: %w", cfg.Addr, err)
+			return fmt.Errorf("no interface for other hosts, which leads to %s: %w", cfg.Addr, lacksFiles(cfg.Rank, err))
 		}
 	}
 }

@@ -40,7 +40,7 @@ func listen(cfg Config) (*Listener, error) {
 	}
 	ln, err := listenSocket(cfg.Sockets)
 	if err != nil {
-		return nil, err
+		return nil, lacksFiles(cfg.Rank, err)
 	}
 	return &Listener{cfg: cfg, ln: ln, addr: ln.Addr().String()}, nil
 }

@@ -197,9 +197,14 @@ func (m *meshing) fail(err error) {
 // door: each is looked at by a goroutine of its own, so that a silent one
 // holds up nobody.
 func (m *meshing) accept(d *door) {
+	var lack shortage
 	for {
 		conn, err := d.ln.Accept()
 		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err := lack.lasts(m.me.rank, err); err != nil {
+			m.fail(err)
 			return
 		}
 		if err != nil { // out of descriptors, say
@@ -300,8 +305,13 @@ func (m *meshing) start(rank int, s *session, conn net.Conn, stop func() bool) e
 // dial connects to a lower rank. All sockets are open before their addresses
 // are known, so nobody has to be waited for.
 func (m *meshing) dial(rank int) {
+	var lack shortage
 	for {
 		err := m.dialOnce(rank)
+		if err := lack.lasts(m.me.rank, err); err != nil {
+			m.fail(err)
+			return
+		}
 		switch {
 		case err == nil || m.ctx.Err() != nil:
 			return

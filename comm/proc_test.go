@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"net"
 	"os"
 	"os/signal"
 	"strconv"
@@ -17,6 +18,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
@@ -44,6 +46,12 @@ func playRank(args []string) int {
 	if err != nil {
 		say("error %v", err)
 		return 1
+	}
+	if part == "few files" {
+		if err := haveFiles(args[1]); err != nil {
+			say("error %v", err)
+			return 1
+		}
 	}
 	start := time.Now()
 	g, err := Join(ctx, cfg)
@@ -231,6 +239,56 @@ func report(ctx context.Context, g *Group, err error) int {
 		return 1
 	}
 	return 0
+}
+
+// haveFiles leaves a process room for this many more descriptors.
+func haveFiles(more string) error {
+	room, err := strconv.Atoi(more)
+	if err != nil {
+		return err
+	}
+	c, err := net.Listen("unix", fmt.Sprint("@", rand.Uint64())) // which opens what the runtime needs for sockets
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	open, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		return err
+	}
+	files := uint64(len(open) - 2 + room) // without the folder's own, and the socket's
+	return unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: files, Max: files})
+}
+
+// A rank that gets no descriptor for what a join needs says so, with its limit, and the others hear of it where it has met them. Nobody waits for
+// the end of the join.
+func TestARankWithoutDescriptorsSaysSo(t *testing.T) {
+	for _, poor := range []int{0, 3} {
+		for room := range 4 {
+			t.Run(fmt.Sprintf("rank %d has %d", poor, room), func(t *testing.T) {
+				addr := freeAddr(t)
+				ps := make([]*proc, 4)
+				for r := range ps {
+					args := []string{"crash"}
+					if r == poor {
+						args = []string{"few files", strconv.Itoa(room)}
+					}
+					ps[r] = &proc{proctest.Rank(t, r, len(ps), addr, proctest.Spec{Part: "rank", Args: args}), t}
+				}
+				const want = `rank %d may have \d+ files open and no more \(ulimit -n\): .*too many open files`
+				require.Regexp(t, fmt.Sprintf("^comm: .*"+want, poor), strings.Join(ps[poor].expect("error"), " "))
+				ps[poor].exit(1)
+				if poor == 3 && room == 3 { // it has met rank 0
+					for r, p := range ps {
+						if r != poor {
+							require.Regexp(t, fmt.Sprintf(want, poor), strings.Join(p.expect("error"), " "), "rank %d", r)
+							p.exit(1)
+						}
+					}
+				}
+			})
+		}
+	}
 }
 
 // proc is a rank in a process of its own.

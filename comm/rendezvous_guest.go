@@ -21,6 +21,7 @@ type guest struct {
 
 func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 	var last error
+	var lack shortage
 	said := time.Now()
 	m.waitsFor("rank 0 has not answered there")
 	for wait := 2 * time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
@@ -28,6 +29,9 @@ func newGuest(ctx context.Context, m *meeting) (*guest, error) {
 		if err == nil {
 			m.waitsFor(fmt.Sprintf("not all %d ranks have come to rank 0", m.cfg.Size))
 			return &guest{meeting: m, s: s}, nil
+		}
+		if err := lack.lasts(m.cfg.Rank, err); err != nil {
+			return nil, err
 		}
 		var refused *errRefused
 		// Rank 0 of another start of the job, or its former self, of an Admit before: it goes.

@@ -72,7 +72,7 @@ func (m *meeting) takePort(ctx context.Context) (net.Listener, error) {
 			return ln, nil
 		}
 		if !errors.Is(err, syscall.EADDRINUSE) || time.Now().After(deadline) || !sleep(ctx, 20*time.Millisecond) {
-			return nil, fmt.Errorf("rank 0 cannot listen at %s, which Config.Addr or SWITCHYARD_PORT chooses: %w", m.cfg.Addr, err)
+			return nil, fmt.Errorf("rank 0 cannot listen at %s, which Config.Addr or SWITCHYARD_PORT chooses: %w", m.cfg.Addr, lacksFiles(0, err))
 		}
 		m.mu.Lock()
 		m.lacks = func() ([]int, string) { return []int{0}, fmt.Sprintf("rank 0 cannot listen there: %v", err) }
@@ -88,10 +88,15 @@ func (m *meeting) takePort(ctx context.Context) (net.Listener, error) {
 }
 
 func (h *host) accept(ctx context.Context) {
+	var lack shortage
 	for {
 		conn, err := h.ln.Accept()
 		if errors.Is(err, net.ErrClosed) {
 			return
+		}
+		if err := lack.lasts(0, err); err != nil {
+			h.spread(failureOf(err, 0))
+			lack = shortage{}
 		}
 		if err != nil { // out of descriptors, say
 			h.cfg.Logger.Warn("accept", "err", err)
