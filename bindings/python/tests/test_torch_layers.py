@@ -117,3 +117,44 @@ def copied(rank, size):
 
 def test_copies_of_a_layer(backend):
     backend.run(copied)
+
+
+def sharded(rank, size):
+    """Experts that are left out of FSDP, old and new, train as without it, each rank's own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    from switchyard.layers import MoE, Router
+
+    def make():
+        torch.manual_seed(1)
+        d = sw.Dispatcher(2 * size, 2, 16, max_tokens=4, handles=8, dtype="float32", combine_dtype="float32")
+        layer = MoE(d, 32, router=Router(16, 2 * size, 2))
+        experts = [layer.gate_up, layer.down]
+        with torch.no_grad():
+            for p in experts:
+                p.normal_(generator=torch.Generator().manual_seed(rank))
+        return torch.nn.Sequential(torch.nn.Linear(16, 16), layer, torch.nn.Linear(16, 16)), experts
+
+    def train(model, experts):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(size + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+        return [p.detach() for p in experts]
+
+    mesh = init_device_mesh(CPU, (size,))
+    want = train(*make())
+    model, experts = make()
+    began = [p.detach().clone() for p in experts]
+    wrapped = FullyShardedDataParallel(
+        model, ignored_states=experts, use_orig_params=True, device_mesh=mesh, device_id=torch.device(CPU)
+    )
+    assert all(not torch.equal(a, b) for a, b in zip(train(wrapped, experts), began))
+    torch.testing.assert_close([p.detach() for p in experts], want)
+    model, experts = make()
+    torch.testing.assert_close(train(fully_shard(model, mesh=mesh, ignored_params=set(experts)), experts), want)
+
+
+def test_experts_left_out_of_fsdp(gloo):
+    gloo.run(sharded)

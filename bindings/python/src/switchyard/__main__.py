@@ -27,8 +27,8 @@ usage: python -m switchyard             says what is installed, and makes a grou
                                         writes the last calls of each rank to PREFIX and its number, for torchfrtrace --prefix
        python -m switchyard dump --json prints them as lines of JSON, behind one with the state
        python -m switchyard trace       prints them as a timeline for Perfetto; -d SECONDS: only calls of that time, from now on
-                                        status, top, explain, trace and dump --json take -job JOB: only of the job whose identity
-                                        or program begins so
+                                        status, top, explain, trace and dump --json take -job JOB: only of the job whose
+                                        identity or program begins so
        python -m switchyard.torch ...   runs a script, or a module with -m, with Switchyard in the place of gloo and NCCL
 """
 
