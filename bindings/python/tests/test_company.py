@@ -16,5 +16,5 @@ TORCH = ["torch"] if importlib.util.find_spec("torch") is not None else []
 @pytest.mark.parametrize("modules", [["hostile"], *([["torch", "hostile"]] if TORCH else [])], ids=" ".join)
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_functions_of_the_interpreter_have_types_of_our_own(order, modules):
-    done = subprocess.run([sys.executable, PROBE, order, *modules], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, PROBE, order, *modules], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ def meet(environment, arguments=lambda rank: ()):
         for rank in range(2)
     ]  # fmt: skip
     for rank, process in enumerate(processes):
-        out, err = process.communicate(timeout=200)
+        out, err = process.communicate(timeout=600)
         assert (process.returncode, out) == (0, f"{rank} 2\n"), err
 
 
@@ -95,7 +95,7 @@ def test_the_benchmark_measures_by_any_launcher(tmp_path):
         )  # fmt: skip
 
     processes = [start(rank, "8K", "30") for rank in range(2)]
-    (rows, err), (nothing, _) = (p.communicate(timeout=200) for p in processes)
+    (rows, err), (nothing, _) = (p.communicate(timeout=600) for p in processes)
     assert [p.returncode for p in processes] == [0, 0], err
     assert nothing == ""
     words = [row.split() for row in rows.splitlines()]
@@ -105,5 +105,5 @@ def test_the_benchmark_measures_by_any_launcher(tmp_path):
     assert all(float(w[2]) > 0 for w in words[2:])
 
     p = start(0, "8X")
-    assert "switchyard: bench: '8X' is no size such as 8K or 1M" in p.communicate(timeout=200)[1]
+    assert "switchyard: bench: '8X' is no size such as 8K or 1M" in p.communicate(timeout=600)[1]
     assert p.returncode == 1

@@ -131,7 +131,7 @@ def turns(size):
 def converted(tmp_path, plan):
     theirs = tmp_path / "theirs.json"
     theirs.write_text(json.dumps(plan))
-    return subprocess.run([sys.executable, str(SCRIPT), str(theirs)], capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run([sys.executable, str(SCRIPT), str(theirs)], capture_output=True, text=True, timeout=600, check=False)
 
 
 def runs(rank, size, name, plan):

@@ -267,7 +267,7 @@ def test_ranks_without_experts_are_warned(worlds):
 
 def test_the_package_says_what_it_is():
     def said(*arguments, status=0):
-        done = subprocess.run([sys.executable, "-m", "switchyard", *arguments], capture_output=True, text=True, timeout=200)
+        done = subprocess.run([sys.executable, "-m", "switchyard", *arguments], capture_output=True, text=True, timeout=600)
         assert done.returncode == status, done
         return done.stdout or done.stderr
 

@@ -341,5 +341,5 @@ def test_the_example_runs(tmp_path):
         )
         for r in range(3)
     ]  # fmt: skip
-    said = [p.communicate(timeout=200)[0] for p in ranks]
+    said = [p.communicate(timeout=600)[0] for p in ranks]
     assert [p.returncode for p in ranks] == [0] * 3, "\n".join(said)

@@ -48,5 +48,5 @@ def test_example(tmp_path, ranks, needs, code):
         )
         for r in range(int(ranks))
     ]
-    said = [p.communicate(timeout=200)[0] for p in processes]
+    said = [p.communicate(timeout=600)[0] for p in processes]
     assert [p.returncode for p in processes] == [0] * int(ranks), "\n".join(said)

@@ -199,7 +199,7 @@ def test_nothing_is_deprecated(tmp_path):
     script.write_text(textwrap.dedent(QUIET))
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-W", "error", "-W", "ignore:::torch", str(script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "deprecated" not in done.stderr.lower()
 
@@ -428,7 +428,7 @@ def test_a_script_runs_unchanged(tmp_path, arguments, runner, expected):
         )
         for rank in range(2)
     ]  # fmt: skip
-    answers = [p.communicate(timeout=200) for p in processes]
+    answers = [p.communicate(timeout=600) for p in processes]
     assert [p.returncode for p in processes] == [0, 0], answers
     assert answers[0][0].strip().splitlines()[-1] == expected  # gloo may say something before
 

@@ -269,7 +269,7 @@ def test_f2_a_rank_is_killed(tmp_path, pause):
     try:
         world.run(meet)
         with pytest.raises(AssertionError, match=r"^lost: rank 2 has ended$"):
-            world.run(lost, pause, timeout=200)
+            world.run(lost, pause)
     finally:
         world.close()
 

@@ -116,7 +116,7 @@ def asked(rank, size):
     said = ""
     if rank == 0:
         command = [sys.executable, "-m", "switchyard", "status"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+        said = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     dist.barrier()
     return said
 
@@ -136,7 +136,7 @@ for _ in range(3):
     dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.BXOR)
 """
     env = {**os.environ, "SWITCHYARD_DEBUG": "warn"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True, env=env)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True, env=env)
     (line,) = [line for line in done.stderr.splitlines() if "calls fall back" in line]
     assert "rank=0" in line
     assert "operation=all_reduce to=gloo" in line

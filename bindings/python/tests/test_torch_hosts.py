@@ -106,7 +106,7 @@ def spread(rank, size):
 
 
 def test_ranks_of_several_hosts(gloo):
-    gloo.run(spread, timeout=200)
+    gloo.run(spread)
 
 
 SCRIPT = """

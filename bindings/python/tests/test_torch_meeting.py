@@ -51,7 +51,7 @@ def crossed(rank, size):
 
 
 def test_two_groups_in_different_orders(gloo):
-    gloo.run(crossed, timeout=200)
+    gloo.run(crossed)
 
 
 def threads(rank, size):
@@ -93,7 +93,7 @@ def threads(rank, size):
 
 
 def test_two_groups_in_two_threads(gloo):
-    gloo.run(threads, timeout=200)
+    gloo.run(threads)
 
 
 def backend_crossed(rank, size):
@@ -110,7 +110,7 @@ def backend_crossed(rank, size):
 
 
 def test_two_groups_of_the_backend(backend):
-    backend.run(backend_crossed, timeout=200)
+    backend.run(backend_crossed)
 
 
 def again(rank, size):
@@ -152,7 +152,7 @@ def again(rank, size):
 
 
 def test_ranks_that_failed_to_meet_do_so_later(gloo):
-    gloo.run(again, timeout=200)
+    gloo.run(again)
 
 
 def failed(rank, size):
@@ -173,7 +173,7 @@ def failed(rank, size):
 
 
 def test_an_asynchronous_call_that_nobody_answers(gloo):
-    gloo.run(failed, timeout=200)
+    gloo.run(failed)
 
 
 def alone(rank, size):
@@ -189,7 +189,7 @@ def alone(rank, size):
 
 
 def test_the_words_of_a_timeout(gloo):
-    gloo.run(alone, timeout=200)
+    gloo.run(alone)
 
 
 def apart(rank, size):
@@ -219,7 +219,7 @@ def apart(rank, size):
 
 
 def test_ranks_that_do_not_reach_each_other(gloo):
-    gloo.run(apart, timeout=200)
+    gloo.run(apart)
 
 
 def test_a_card_that_is_forgotten_while_it_is_read():
@@ -266,7 +266,7 @@ def unequal(rank, size):
 
 
 def test_hosts_with_different_numbers_of_ranks(worlds):
-    worlds.get(4, world.gloo).run(unequal, timeout=120)
+    worlds.get(4, world.gloo).run(unequal)
 
 
 LEAVES = """
@@ -294,7 +294,7 @@ def test_a_process_that_ends_while_its_ranks_meet(tmp_path, pause):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [p.communicate(timeout=200)[0] for p in processes]
+    said = [p.communicate(timeout=600)[0] for p in processes]
     assert [p.returncode for p in processes] == [0, 0], "\n".join(said)
     assert all("end" in text for text in said)
 

@@ -214,4 +214,4 @@ def test_the_module_lists_its_own_names():
 def test_the_compiler_is_not_imported():
     """It takes as long as the rest of torch, and most programs do not compile."""
     code = "import sys, switchyard.torch; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=200).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

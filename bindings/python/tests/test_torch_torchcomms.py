@@ -255,7 +255,7 @@ def test_f2_a_rank_that_dies_is_named(tmp_path):
     world = World(3, comms, str(tmp_path / "store"))
     try:
         with pytest.raises(AssertionError, match=r"^one_dies: rank 2 has ended$"):
-            world.run(one_dies, timeout=200)
+            world.run(one_dies)
     finally:
         world.close()
 
