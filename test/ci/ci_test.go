@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -152,4 +153,34 @@ func TestARunRefusesWhatIsLeftOfAnother(t *testing.T) {
 	require.ErrorContains(t, err, "exit status 1")
 	require.Contains(t, string(out), fmt.Sprint(left.Process.Pid, " sleep 1000\n"))
 	require.NotContains(t, string(out), "== tests")
+}
+
+// The full check does what every change must pass, and more, and no step of it twice.
+func TestTheFullCheckMakesEachStepOnce(t *testing.T) {
+	proctest.Need(t, "bash")
+	proctest.Need(t, "python3")
+	dir := filepath.Join(t.TempDir(), ".ci")
+	require.NoError(t, os.CopyFS(dir, os.DirFS("../../.ci")))
+	lib, err := os.ReadFile(filepath.Join(dir, "lib.sh"))
+	require.NoError(t, err)
+	told := "\nstep() { echo \"== $1\"; }\nbeside() { \"$1\"; }\njoined() { :; }\nhas() { :; }\ngo() { echo ./a; }\npython3() { :; }\n"
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "lib.sh"), append(lib, told...), 0o666))
+	steps := func(script string) (names []string) {
+		cmd := exec.Command("bash", filepath.Join(dir, script))
+		cmd.Env = append(os.Environ(), "SWITCHYARD_CI_MARK="+mark)
+		out, err := cmd.CombinedOutput()
+		require.NoError(t, err, string(out))
+		for line := range strings.Lines(string(out)) {
+			if name, ok := strings.CutPrefix(line, "== "); ok && !strings.HasPrefix(name, "done") && !strings.HasPrefix(name, "the ten slowest") {
+				names = append(names, name)
+			}
+		}
+		return names
+	}
+	run, full := steps("run"), steps("full")
+	require.NotEmpty(t, run)
+	require.Subset(t, full, run)
+	slices.Sort(full)
+	require.Greater(t, len(full), len(run))
+	require.Equal(t, slices.Compact(slices.Clone(full)), full)
 }
