@@ -4,6 +4,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -217,7 +218,7 @@ func (a *across) finish(x *exchange) error {
 
 // rail is the rail if this rank sleeps on that: something that it waits for comes by it, and nothing hangs in the meantime on what other ranks
 // of its host bring. Elsewhere it is nil.
-func (a *across) rail() kernels.Rail {
+func (a *across) rail() rails.Rail {
 	for i := range a.peers {
 		if p := &a.peers[i]; !a.shared && !p.ended() && (p.size >= 0 || slices.Contains(a.railPeers, p.rank)) {
 			return a.hosts.Rail

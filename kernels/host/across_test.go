@@ -184,7 +184,7 @@ func TestX3_SmallMessagesAreOnePutAHost(t *testing.T) {
 }
 
 type countedRail struct {
-	kernels.Rail
+	rails.Rail
 	puts atomic.Int64
 }
 

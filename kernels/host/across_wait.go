@@ -9,12 +9,12 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
-	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/internal/rails"
 )
 
 // idleAcross waits a little for a rank of another host, which has last been heard of at a time. It sleeps at once, since what brings the bytes
 // needs a core: on the rail, or without one until something rings.
-func (w *waiter) idleAcross(rank int, heard time.Time, rail kernels.Rail) error {
+func (w *waiter) idleAcross(rank int, heard time.Time, rail rails.Rail) error {
 	w.polls++
 	w.rank = rank
 	if w.polls == 1 {
@@ -74,7 +74,7 @@ func (w *waiter) failAcross(rank int, err error) error {
 }
 
 // putAcross sends bytes to a place of a rank of another host, and has a word there count that. They must not change before a flush.
-func (w *waiter) putAcross(rail kernels.Rail, rank int, place int64, bytes []byte, word int64) error {
+func (w *waiter) putAcross(rail rails.Rail, rank int, place int64, bytes []byte, word int64) error {
 	if err := rail.Put(rank, place, bytes, word); err != nil {
 		return w.failAcross(rank, err)
 	}
@@ -95,7 +95,7 @@ func (w *waiter) untilAcross(rank int, word *atomic.Uint64, count uint64) error 
 }
 
 // flush returns when the memory that was sent is free.
-func (w *waiter) flush(rail kernels.Rail) error {
+func (w *waiter) flush(rail rails.Rail) error {
 	ctx, cancel := context.WithTimeoutCause(context.Background(), w.timeout, comm.ErrTimeout)
 	defer cancel()
 	err := rail.Flush(ctx)
@@ -121,7 +121,7 @@ type restCount struct {
 
 // rest returns when all that was put here has landed, after which the memory may be given back. All ranks' launches have ended, also those
 // that have failed. Each rank tells the others how many puts there were. It is not over if the group fails: then nothing lands any more.
-func (e *Engine) rest(rail kernels.Rail, counts []restCount) (over bool, err error) {
+func (e *Engine) rest(rail rails.Rail, counts []restCount) (over bool, err error) {
 	for _, c := range counts {
 		var bytes []byte
 		for _, n := range c.puts {
