@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// Ranks of different hosts that are not both first on theirs have no connection. Their messages go over the first ranks of
-// their hosts, whole, with the ranks it is from and for in front. Each hop checks that the ranks fit whom it comes from.
+// Ranks of different hosts that are not both leaders have no connection. Their messages go over the leaders of their hosts, whole, with the
+// ranks they are from and for in front. Each hop checks that the ranks fit whom it comes from.
 
 // relayHead is the ranks (u32 each) and the header of the message.
 const relayHead = 8 + frameHeader
@@ -62,7 +62,7 @@ func (h *hosts) relayEnds(me, peer int, b []byte) (from, to int, ok bool) {
 	if from >= len(h.of) || to >= len(h.of) || h.of[from] == h.of[to] {
 		return 0, 0, false
 	}
-	return from, to, h.next(me, from) == peer && (to == me || h.isFirst(me) && (h.of[from] == h.of[me] || h.of[to] == h.of[me]))
+	return from, to, h.next(me, from) == peer && (to == me || h.leads(me) && (h.of[from] == h.of[me] || h.of[to] == h.of[me]))
 }
 
 // pass takes a message that peer passes on, to this rank or to the next.
@@ -107,11 +107,11 @@ func (n *node) addRelays() {
 	}
 }
 
-// toTell are the links over which this rank, the first of its host, tells of a loss: of a rank of its host to all other hosts, of another
+// toTell are the links over which this rank, the leader of its host, tells of a loss: of a rank of its host to all other hosts, of another
 // one to its own. The caller holds mu.
 func (n *node) toTell(lost int) (out []link) {
 	h := n.hosts
-	if h == nil || !h.relayed || !h.isFirst(n.id) {
+	if h == nil || !h.relayed || !h.leads(n.id) {
 		return nil
 	}
 	for r, l := range n.links {
@@ -123,11 +123,11 @@ func (n *node) toTell(lost int) (out []link) {
 	return out
 }
 
-// hearLoss takes the news that another rank is lost. It comes from the first rank of that one's host, or of this one's.
+// hearLoss takes the news that another rank is lost. It comes from the leader of that one's host, or of this one's.
 func (n *node) hearLoss(from int, f *failure) {
 	h := n.hosts
 	if h == nil || !h.relayed || f.culprit >= len(h.of) || h.of[f.culprit] == h.of[n.id] ||
-		from != h.next(n.id, f.culprit) && from != h.first(h.of[f.culprit]) {
+		from != h.next(n.id, f.culprit) && from != h.leader(h.of[f.culprit]) {
 		return
 	}
 	n.lose(f.culprit, f)
@@ -173,10 +173,10 @@ func (n *node) needed(peer int) bool {
 	return false
 }
 
-// passesOn says that this rank is the first of its host and others of it are still there, in a world of several hosts. The caller holds mu.
+// passesOn says that this rank is the leader of its host and others of it are still there, in a world of several hosts. The caller holds mu.
 func (n *node) passesOn() bool {
 	h := n.hosts
-	if h == nil || !h.relayed || !h.isFirst(n.id) {
+	if h == nil || !h.relayed || !h.leads(n.id) {
 		return false
 	}
 	for _, r := range h.ranks[h.Host] {
