@@ -179,7 +179,7 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (small *Group, err 
 // shrinkable returns why this rank cannot take part. The caller holds n.mu.
 func (g *Group) shrinkable() error {
 	switch {
-	case g.closed || g.n.dead:
+	case g.closed || g.n.phase != nodeOpen:
 		return fmt.Errorf("%s: %w", g.name, ErrClosed)
 	case g.shrink.made:
 		return fmt.Errorf("%s was shrunk before: %w", g.name, ErrClosed)
@@ -223,7 +223,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		}
 		dec, said := s.dec, s.said
 		err := error(nil)
-		if dec == nil && (g.closed || n.dead || g.out[n.id] || g.stranded() != nil) {
+		if dec == nil && (g.closed || n.phase != nodeOpen || g.out[n.id] || g.stranded() != nil) {
 			busy := s.busy
 			s.busy = false
 			err = g.shrinkable()
