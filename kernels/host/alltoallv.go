@@ -155,8 +155,10 @@ func (x *exchange) reset() {
 	clear(x.sends)
 	clear(x.recvs)
 	x.sends, x.recvs = x.sends[:0], x.recvs[:0]
+	if x.a == &x.own {
+		x.own = kernels.AllToAllV{}
+	}
 	x.e, x.f, x.c, x.a, x.failed = nil, nil, nil, nil, nil
-	x.own = kernels.AllToAllV{}
 	x.sHead, x.rHead, x.rOpen = 0, 0, 0
 }
 

@@ -198,14 +198,15 @@ func TestCallsHaveNamesOfTheirOwn(t *testing.T) {
 	seen := make(map[string]bool)
 	for place, f := range table {
 		require.LessOrEqual(t, len(f.operations), maxOperations)
-		codes := opcodesOf(place)
 		for _, name := range f.operations {
 			require.False(t, seen[name], "%s is an operation of two families", name)
 			seen[name] = true
-			require.Equal(t, name, codes[name].String())
+			code, ok := opcodeOf(place, f.operations, name)
+			require.True(t, ok)
+			require.Equal(t, name, code.String())
 			own := w.engines[0].word(0, kernels.HeaderBytes)
 			for _, epoch := range []uint64{1, 77, 1<<epochBits - 1, 1 << epochBits, 1<<40 + 3} {
-				c := call{codes[name], kernels.HeaderBytes, epoch}
+				c := call{code, kernels.HeaderBytes, epoch}
 				for ahead := -1; ahead <= 1; ahead++ {
 					own.Store(epoch - uint64(ahead))
 					got, a, ok := (&waiter{e: w.engines[0]}).callOf(c.word())
