@@ -23,7 +23,7 @@
 // Rank 0 listens on a TCP port while the ranks find each other; then all are
 // connected to all by unix sockets, on one host. If [Config.LocalSize] is less
 // than the size, a group may span hosts: unix sockets connect the ranks of each,
-// the first rank of a host is connected to the first ranks of all others, and
+// the first rank of a host, its leader, is connected to all other leaders, and
 // passes on what the ranks of its host say and hear ([Group.Topology]). Callers
 // with a store of their own to exchange addresses use [Listen] and
 // [Listener.Join] and need no port.

@@ -16,7 +16,7 @@ import (
 )
 
 // A group that may span hosts has ranks whose addresses say more than the name of a unix socket: a digest of the host, and where the
-// rank listens for other hosts, behind spaces. Only the first rank of each host is called there.
+// rank listens for other hosts, behind spaces. Only the leader of each host is called there.
 
 // address is where a rank is reached.
 type address struct {
@@ -113,7 +113,7 @@ func listenTowards(ctx context.Context, addr string) (net.Listener, error) {
 // hosts is on which hosts the ranks of a world are, by world rank.
 type hosts struct {
 	Topology
-	// relayed says that ranks reach other hosts over first ranks. In [Local] they reach all themselves.
+	// relayed says that ranks reach other hosts over leaders. In [Local] they reach all themselves.
 	relayed bool
 }
 
@@ -169,15 +169,15 @@ func (h *hosts) where(ranks []int) string {
 	return fmt.Sprintf(" of hosts %v", slices.Compact(of))
 }
 
-// first is the first rank of a host, over which it is reached.
-func (h *hosts) first(host int) int { return h.ranks[host][0] }
+// leader is the leader of a host: its first rank, over which it is reached.
+func (h *hosts) leader(host int) int { return h.ranks[host][0] }
 
-// isFirst says that rank is the first of its host.
-func (h *hosts) isFirst(rank int) bool { return h.local[rank] == 0 }
+// leads says that rank is the leader of its host.
+func (h *hosts) leads(rank int) bool { return h.local[rank] == 0 }
 
 // direct says that a and b have a connection.
 func (h *hosts) direct(a, b int) bool {
-	return h.of[a] == h.of[b] || h.isFirst(a) && h.isFirst(b)
+	return h.of[a] == h.of[b] || h.leads(a) && h.leads(b)
 }
 
 // next is over whom rank me reaches a rank.
@@ -185,21 +185,21 @@ func (h *hosts) next(me, rank int) int {
 	switch {
 	case h.direct(me, rank):
 		return rank
-	case h.isFirst(me):
-		return h.first(h.of[rank])
+	case h.leads(me):
+		return h.leader(h.of[rank])
 	}
-	return h.first(h.of[me])
+	return h.leader(h.of[me])
 }
 
-// turn is when rank me tells another, among all: first ranks last, and that of its own host at the very end. News for them come
-// behind the news that they pass on, so a first rank that has heard from all has passed on all.
+// turn is when rank me tells another, among all: leaders last, and that of its own host at the very end. News for them come behind the news
+// that they pass on, so a leader that has heard from all has passed on all.
 func (h *hosts) turn(me, rank int) int {
 	switch {
-	case h.of[rank] == h.of[me] && h.isFirst(rank):
+	case h.of[rank] == h.of[me] && h.leads(rank):
 		return 3
 	case h.of[rank] == h.of[me]:
 		return 2
-	case h.isFirst(rank):
+	case h.leads(rank):
 		return 1
 	}
 	return 0
@@ -207,23 +207,23 @@ func (h *hosts) turn(me, rank int) int {
 
 // behind are the ranks that rank me does not reach without peer.
 func (h *hosts) behind(me, peer int) []int {
-	if !h.relayed || !h.isFirst(peer) || peer == me {
+	if !h.relayed || !h.leads(peer) || peer == me {
 		return nil
 	}
 	if h.of[peer] != h.of[me] {
 		return h.ranks[h.of[peer]][1:]
 	}
-	var others, firsts []int
+	var others, leaders []int
 	for r := range h.of {
 		switch {
 		case h.of[r] == h.of[me]:
-		case h.isFirst(r):
-			firsts = append(firsts, r)
+		case h.leads(r):
+			leaders = append(leaders, r)
 		default:
 			others = append(others, r)
 		}
 	}
-	return append(others, firsts...)
+	return append(others, leaders...)
 }
 
 // meshKey is proven on connections between hosts, and signs what they carry: it is made of the secret and of the addresses of all ranks,

@@ -163,7 +163,7 @@ func TestDescriptorsDoNotCrossHosts(t *testing.T) {
 	requireAll(t, onEach(gs, (*Group).Close))
 }
 
-// First ranks that close before the others still pass on what these say, in a subgroup of theirs.
+// Leaders that close before the others still pass on what these say, in a subgroup of theirs.
 func TestFirstRanksLeaveFirst(t *testing.T) {
 	requireNoGoroutines(t)
 	gs := startHosts(t, 6, 3, Config{})
@@ -192,7 +192,7 @@ func TestF2_LossesOnSeveralHosts(t *testing.T) {
 		lost int
 		// survivors, and whom the others on the host blame
 		survivors []int
-	}{{"a rank", 3, []int{0, 1, 4, 5}}, {"the first rank of a host", 2, []int{0, 1, 4, 5}}, {"rank 0", 0, []int{2, 3, 4, 5}}} {
+	}{{"a rank", 3, []int{0, 1, 4, 5}}, {"the leader of a host", 2, []int{0, 1, 4, 5}}, {"rank 0", 0, []int{2, 3, 4, 5}}} {
 		t.Run(c.name, func(t *testing.T) {
 			requireNoGoroutines(t)
 			gs := startHosts(t, 6, 2, Config{PeerTimeout: time.Minute})
@@ -249,7 +249,7 @@ func TestF2_SurvivorsOfOneHost(t *testing.T) {
 		gs[r].Kill()
 	}
 	waitDone(t, gs[1])
-	_, err := gs[1].Shrink(testContext(t)) // it has lost its first rank
+	_, err := gs[1].Shrink(testContext(t)) // it has lost its leader
 	requirePeer(t, err, 0, ErrPeerLost)
 
 	gs = startHosts(t, 6, 3, Config{})
@@ -320,8 +320,8 @@ func TestF2_TheMajorityGoesOn(t *testing.T) {
 	}
 }
 
-// The first rank of a host that ends before the mesh stands is named, on its host and on the others.
-func TestF2_FirstRankIsLostInTheJoin(t *testing.T) {
+// The leader of a host that ends before the mesh stands is named, on its host and on the others.
+func TestF2_LeaderIsLostInTheJoin(t *testing.T) {
 	ls, addrs := make([]*Listener, 4), make([]string, 4)
 	for r := range ls {
 		l, err := Listen(Config{Rank: r, Size: 4, LocalSize: 2, host: fmt.Sprint("host ", r/2), Addr: freeAddr(t), JoinTimeout: proctest.Scaled(1500 * time.Millisecond)})
@@ -546,7 +546,7 @@ func hostProc(t *testing.T, spaces []*proctest.Namespace, perHost, r int, part s
 		Env: append([]string{"LOCAL_RANK=" + strconv.Itoa(r%perHost), "LOCAL_WORLD_SIZE=" + strconv.Itoa(perHost)}, env...)}), t}
 }
 
-// A process that is killed during a join, the first rank of its host or another, is named on all hosts: by the join's deadline where that had
+// A process that is killed during a join, the leader of its host or another, is named on all hosts: by the join's deadline where that had
 // not ended, and else as the loss of a rank.
 func TestF2_HostLosesARankInTheJoin(t *testing.T) {
 	t.Parallel() // it mostly waits
@@ -612,8 +612,8 @@ func TestF2_HostsLoseRanks(t *testing.T) {
 		signal  syscall.Signal
 		silent  string // how long a rank may be: who is killed is known before
 	}{
-		{"killed", []int{3}, syscall.SIGKILL, "1m"}, {"first rank killed", []int{2}, syscall.SIGKILL, "1m"},
-		{"stopped", []int{5}, syscall.SIGSTOP, silent}, {"first rank stopped", []int{4}, syscall.SIGSTOP, silent},
+		{"killed", []int{3}, syscall.SIGKILL, "1m"}, {"leader killed", []int{2}, syscall.SIGKILL, "1m"},
+		{"stopped", []int{5}, syscall.SIGSTOP, silent}, {"leader stopped", []int{4}, syscall.SIGSTOP, silent},
 		{"a whole host killed", []int{2, 3}, syscall.SIGKILL, "1m"}, {"a whole host stopped", []int{2, 3}, syscall.SIGSTOP, silent},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -644,14 +644,14 @@ func TestF2_HostsLoseRanks(t *testing.T) {
 				require.Equal(t, strings.Join(ranks, ","), p.expect("survivors")[0])
 				p.exit(0)
 				_, errs := p.Output()
-				warned := p == rest[0] && c.signal == syscall.SIGSTOP && slices.Contains(c.victims, c.victims[0]/2*2) // the first rank of the host
+				warned := p == rest[0] && c.signal == syscall.SIGSTOP && slices.Contains(c.victims, c.victims[0]/2*2) // the leader of the host
 				require.Equal(t, warned, strings.Contains(errs, "have fallen silent"), "rank %d: %s", p.Rank, errs)
 			}
 		})
 	}
 }
 
-// A link that is cut is noticed by silence: the first rank of the host behind it is named, and the host leaves. It goes on by itself, of which both
+// A link that is cut is noticed by silence: the leader of the host behind it is named, and the host leaves. It goes on by itself, of which both
 // parts are warned on standard error; not so where a majority is needed.
 func TestF2_HostIsCutOff(t *testing.T) {
 	t.Parallel() // it mostly waits

@@ -81,7 +81,7 @@ func (l *Listener) join(ctx context.Context, addrs []string, report func(error) 
 		key:    meshKey(cfg.Secret, addrs),
 	}
 	m.wg.Go(func() { m.accept(&door{ln: l.ln, unproven: newUnproven(cfg)}) })
-	if n.hosts != nil && n.hosts.isFirst(cfg.Rank) {
+	if n.hosts != nil && n.hosts.leads(cfg.Rank) {
 		m.wg.Go(func() { m.accept(&door{ln: l.tcp, unproven: newUnproven(cfg), abroad: true}) })
 	}
 	for r := range cfg.Rank {

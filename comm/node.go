@@ -51,11 +51,10 @@ type node struct {
 	mu      sync.Mutex
 	current *Group            // the group that met, or what it has become by Shrink
 	held    map[int][]message // what is passed on to peers that are not linked yet
-	lingers bool              // dead, and still passes on
 	links   []link            // by world rank; nil for this rank and for peers not met yet
 	groups  map[uint64]*Group
-	gone    map[int]*failure     // peers that are no more, and how they went
-	dead    bool                 // closed or killed: nothing is delivered any more
+	gone    map[int]*failure // peers that are no more, and how they went
+	phase   nodePhase
 	told    map[int]bool         // peers of whose loss all that outlives it knows
 	vacant  map[int]bool         // lost peers in whose place a process is about to come
 	seats   map[int]chan message // of Replace: where peers say that they are connected with a process, by its rank
@@ -81,11 +80,11 @@ func newNode(id, size int, log *slog.Logger) *node {
 }
 
 // setLink makes a peer reachable by a link with this number of goroutines. It reports
-// false when the node is dead or has such a link already.
+// false when the node is not open or has such a link already.
 func (n *node) setLink(peer int, l link, goroutines int) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.dead || n.links[peer] != nil && !n.vacant[peer] {
+	if n.phase != nodeOpen || n.links[peer] != nil && !n.vacant[peer] {
 		return false
 	}
 	n.links[peer] = l
@@ -173,7 +172,7 @@ func (n *node) deliver(from int, m message) {
 	}
 	n.mu.Lock()
 	g := n.groups[m.gid]
-	if n.dead || g == nil {
+	if n.phase != nodeOpen || g == nil {
 		n.mu.Unlock()
 		m.drop()
 		return
@@ -194,7 +193,7 @@ func (n *node) deliver(from int, m message) {
 // member. A peer that left in order is only news to calls that still need it.
 func (n *node) lose(peer int, f *failure) {
 	n.mu.Lock()
-	if n.dead && !n.lingers || n.gone[peer] != nil {
+	if n.phase == nodeClosed || n.phase == nodeKilled || n.gone[peer] != nil {
 		n.mu.Unlock()
 		return
 	}
@@ -252,7 +251,7 @@ func (n *node) register(id uint64, name string, parent uint64) (*Group, error) {
 	g := n.newGroup(id, name, parent)
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.dead {
+	if n.phase != nodeOpen {
 		return nil, ErrClosed
 	}
 	n.groups[id] = g
@@ -321,7 +320,7 @@ func (n *node) activateLocked(g *Group, members []int) (then []func()) {
 			then = append(then, fn)
 		}
 	}
-	if n.dead { // killed meanwhile
+	if n.phase != nodeOpen { // killed meanwhile
 		then = append(then, func() { g.failed(n.killed(), false) })
 	}
 	for _, m := range members {
@@ -374,7 +373,7 @@ func (n *node) divide(g *Group) (then []func()) {
 // unregister forgets a group. With the last group the node says goodbye and stops; what went wrong with it may have to be seen first.
 func (n *node) unregister(g *Group) {
 	n.mu.Lock()
-	over := len(n.groups) == 1 && n.groups[g.id] == g && !n.dead
+	over := len(n.groups) == 1 && n.groups[g.id] == g && n.phase == nodeOpen
 	n.mu.Unlock()
 	if over {
 		n.flight.Ends()
@@ -397,18 +396,19 @@ func (n *node) unregister(g *Group) {
 	g.past.drop()
 	g.replay.drop()
 	g.past, g.replay = nil, nil
-	last := len(n.groups) == 0 && !n.dead
+	last := len(n.groups) == 0 && n.phase == nodeOpen
 	var ls []link
 	if last {
-		n.dead = true
-		n.lingers = n.passesOn()
+		if !n.passesOn() || !n.move(lingering) {
+			n.move(nodeClosed)
+		}
 		all := make([]int, len(n.links))
 		for peer := range all {
 			all[peer] = peer
 		}
 		ls = n.linksTo(all, -1)
 	}
-	lingers, dumb, pasts := n.lingers, n.dumb, n.pasts
+	lingers, dumb, pasts := n.phase == lingering, n.dumb, n.pasts
 	var open []link // also to ranks that have left and passed on what others said
 	for _, l := range n.links {
 		if l != nil {

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// Ranks of different hosts that are not both first on theirs have no connection. Their messages go over the first ranks of
-// their hosts, whole, with the ranks it is from and for in front. Each hop checks that the ranks fit whom it comes from.
+// Ranks of different hosts that are not both leaders have no connection. Their messages go over the leaders of their hosts, whole, with the
+// ranks they are from and for in front. Each hop checks that the ranks fit whom it comes from.
 
 // relayHead is the ranks (u32 each) and the header of the message.
 const relayHead = 8 + frameHeader
@@ -62,7 +62,7 @@ func (h *hosts) relayEnds(me, peer int, b []byte) (from, to int, ok bool) {
 	if from >= len(h.of) || to >= len(h.of) || h.of[from] == h.of[to] {
 		return 0, 0, false
 	}
-	return from, to, h.next(me, from) == peer && (to == me || h.isFirst(me) && (h.of[from] == h.of[me] || h.of[to] == h.of[me]))
+	return from, to, h.next(me, from) == peer && (to == me || h.leads(me) && (h.of[from] == h.of[me] || h.of[to] == h.of[me]))
 }
 
 // pass takes a message that peer passes on, to this rank or to the next.
@@ -104,114 +104,5 @@ func (n *node) addRelays() {
 		if r != n.id && !n.hosts.direct(n.id, r) {
 			n.links[r] = &relayLink{n.id, r, n.links[n.hosts.next(n.id, r)]}
 		}
-	}
-}
-
-// toTell are the links over which this rank, the first of its host, tells of a loss: of a rank of its host to all other hosts, of another
-// one to its own. The caller holds mu.
-func (n *node) toTell(lost int) (out []link) {
-	h := n.hosts
-	if h == nil || !h.relayed || !h.isFirst(n.id) {
-		return nil
-	}
-	for r, l := range n.links {
-		here := h.of[r] == h.of[n.id]
-		if l != nil && r != lost && n.gone[r] == nil && h.direct(n.id, r) && here == (h.of[lost] != h.of[n.id]) {
-			out = append(out, l)
-		}
-	}
-	return out
-}
-
-// hearLoss takes the news that another rank is lost. It comes from the first rank of that one's host, or of this one's.
-func (n *node) hearLoss(from int, f *failure) {
-	h := n.hosts
-	if h == nil || !h.relayed || f.culprit >= len(h.of) || h.of[f.culprit] == h.of[n.id] ||
-		from != h.next(n.id, f.culprit) && from != h.first(h.of[f.culprit]) {
-		return
-	}
-	n.lose(f.culprit, f)
-}
-
-// unreachable loses the ranks that are reached over peer, which is gone. If it left in order, so have they for this rank.
-func (n *node) unreachable(peer int, f *failure) {
-	for _, r := range n.hosts.behind(n.id, peer) {
-		n.lose(r, &failure{code: f.code, culprit: r, detail: fmt.Sprintf("it is reached over rank %d, which %s", peer, f.gone())})
-	}
-}
-
-// gone says how a rank has gone.
-func (f *failure) gone() string {
-	if f.code == failLeft {
-		return "has ended"
-	}
-	return "is lost: " + f.detail
-}
-
-// cutOff takes the end of a peer's connection. One that had left in order may still have passed on what others said.
-func (n *node) cutOff(peer int, f *failure) {
-	n.mu.Lock()
-	before := n.gone[peer]
-	n.mu.Unlock()
-	if before == nil {
-		n.lose(peer, f)
-	} else if before.code == failLeft && n.hosts != nil {
-		n.unreachable(peer, before)
-	}
-}
-
-// needed says that peer, which has left, still passes on what others say. The caller holds mu.
-func (n *node) needed(peer int) bool {
-	if n.hosts == nil {
-		return false
-	}
-	for _, r := range n.hosts.behind(n.id, peer) {
-		if n.gone[r] == nil {
-			return true
-		}
-	}
-	return false
-}
-
-// passesOn says that this rank is the first of its host and others of it are still there, in a world of several hosts. The caller holds mu.
-func (n *node) passesOn() bool {
-	h := n.hosts
-	if h == nil || !h.relayed || !h.isFirst(n.id) {
-		return false
-	}
-	for _, r := range h.ranks[h.Host] {
-		if r != n.id && n.gone[r] == nil {
-			return true
-		}
-	}
-	return false
-}
-
-// letGo closes the connections that only served to pass on, once nobody needs them.
-func (n *node) letGo() {
-	if n.hosts == nil || !n.hosts.relayed {
-		return
-	}
-	n.mu.Lock()
-	var ls, all []link
-	for peer, l := range n.links {
-		if l == nil || !n.hosts.direct(n.id, peer) {
-			continue
-		}
-		all = append(all, l)
-		if f := n.gone[peer]; f != nil && f.code == failLeft && !n.needed(peer) {
-			ls = append(ls, l)
-		}
-	}
-	over := n.lingers && !n.passesOn()
-	if over {
-		n.lingers = false
-	}
-	n.mu.Unlock()
-	for _, l := range ls {
-		l.close(0)
-	}
-	if over {
-		go n.stop(all, closeGrace)
 	}
 }

@@ -82,7 +82,7 @@ func (g *Group) signalShrink() {
 //
 // Where survivors are on several hosts, a host that has lost a rank leaves whole.
 // Its other ranks get an error that names that rank, [ErrPeerLost]. Survivors of
-// one host all stay. A rank whose host has lost its first rank reaches no other
+// one host all stay. A rank whose host has lost its leader reaches no other
 // host, and leaves too.
 //
 // Hosts that no longer reach each other are lost to each other, and each part goes
@@ -179,7 +179,7 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (small *Group, err 
 // shrinkable returns why this rank cannot take part. The caller holds n.mu.
 func (g *Group) shrinkable() error {
 	switch {
-	case g.closed || g.n.dead:
+	case g.closed || g.n.phase != nodeOpen:
 		return fmt.Errorf("%s: %w", g.name, ErrClosed)
 	case g.shrink.made:
 		return fmt.Errorf("%s was shrunk before: %w", g.name, ErrClosed)
@@ -223,7 +223,7 @@ func (g *Group) agree(ctx context.Context) (rankSet, error) {
 		}
 		dec, said := s.dec, s.said
 		err := error(nil)
-		if dec == nil && (g.closed || n.dead || g.out[n.id] || g.stranded() != nil) {
+		if dec == nil && (g.closed || n.phase != nodeOpen || g.out[n.id] || g.stranded() != nil) {
 			busy := s.busy
 			s.busy = false
 			err = g.shrinkable()
@@ -315,7 +315,7 @@ func (g *Group) warnOfSilence(next *Group) {
 	g.n.mu.Lock()
 	for r, w := range g.members {
 		h := t.HostOf(r)
-		f := g.n.gone[g.n.hosts.first(g.n.hosts.of[w])]
+		f := g.n.gone[g.n.hosts.leader(g.n.hosts.of[w])]
 		if _, stays := next.rankOf[w]; stays || f == nil || f.code != failLost || f.ended {
 			continue
 		}
@@ -333,17 +333,17 @@ func (g *Group) warnOfSilence(next *Group) {
 	g.warn(text)
 }
 
-// stranded is the error of a rank that reaches no other host, because the first rank of its own is gone. The caller holds n.mu.
+// stranded is the error of a rank that reaches no other host, because the leader of its own is gone. The caller holds n.mu.
 func (g *Group) stranded() error {
 	h := g.n.hosts
-	if h == nil || !h.relayed || g.topology.Hosts == 1 || h.isFirst(g.n.id) {
+	if h == nil || !h.relayed || g.topology.Hosts == 1 || h.leads(g.n.id) {
 		return nil
 	}
-	first := h.first(h.Host)
-	if g.n.gone[first] == nil {
+	leader := h.leader(h.Host)
+	if g.n.gone[leader] == nil {
 		return nil
 	}
-	rank, ok := g.rankOf[first]
+	rank, ok := g.rankOf[leader]
 	if !ok {
 		rank = -1
 	}

@@ -21,11 +21,10 @@ func (n *node) stop(ls []link, grace time.Duration) {
 // kill drops this rank the way a crash would: no goodbye to anybody.
 func (n *node) kill() {
 	n.mu.Lock()
-	if n.dead {
+	if !n.move(nodeKilled) {
 		n.mu.Unlock()
 		return
 	}
-	n.dead = true
 	dumb := n.dumb
 	var gs []*Group
 	for _, g := range n.groups {

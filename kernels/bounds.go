@@ -1,9 +1,6 @@
 package kernels
 
-import (
-	"context"
-	"time"
-)
+import "github.com/switchyard-moe/switchyard/internal/rails"
 
 // ExchangeBounds is the family of exchanges, and the bounds of one communicator for them.
 type ExchangeBounds struct {
@@ -38,21 +35,11 @@ type Hosts struct {
 	Ranks []int // those of this host, of which every host has equally many
 	Host  []int // that of each rank of the group, from 0 on
 	Limit int64 // puts reach places of a segment that are below it: of the heap's on the host, of the rail's on GPUs
-	Rail  Rail
+	Rail  rails.Rail
 }
 
 // Count is the number of hosts.
 func (h *Hosts) Count() int { return len(h.Host) / len(h.Ranks) }
-
-// Rail carries bytes to ranks of other hosts, as package internal/rails says.
-type Rail interface {
-	Put(peer int, place int64, src []byte, signal int64) error
-	Left() (begun, left uint64, err error)
-	Flush(ctx context.Context) error
-	Forget(from, to int64)
-	Wait(d time.Duration)
-	Resume()
-}
 
 // Family is "alltoallv".
 func (c *ExchangeBounds) Family() string { return "alltoallv" }

@@ -62,6 +62,8 @@ type Space struct {
 	Rank, Size int
 	// Ranks are the numbers of the space's ranks in the group, where there are several hosts and a space for each; nil where they are the same.
 	Ranks []int
+	// Host is the number of this host in the group.
+	Host int
 	// Log hears who waits for whom, at level info. nil is silent.
 	Log *slog.Logger
 	// AwaitedBy is the call of the control plane in which a peer waits for this rank, in words, and its number, 0 for none. nil: not known.

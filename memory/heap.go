@@ -175,7 +175,7 @@ func (h *Heap) open(ctx context.Context, o Options, back func(device.Device) (ba
 	if h.limit = lay.limit; has < h.limit {
 		return fmt.Errorf("%w: this process has addresses for segments of %d bytes, the others have mapped %d", ErrOutOfMemory, has, h.limit)
 	}
-	h.space = kernels.Space{Stride: lay.stride(), Rank: home.Rank(), Size: home.Size(), Log: h.log,
+	h.space = kernels.Space{Stride: lay.stride(), Rank: home.Rank(), Size: home.Size(), Host: g.Topology().Host, Log: h.log,
 		AwaitedBy:  func(peer int) (string, uint64) { return h.group.AwaitedBy(h.named(peer)) },
 		Left:       func(peer int) bool { return h.group.Left(h.named(peer)) },
 		ReportLeft: func(peer int) { h.group.ReportLeft(h.named(peer)) },

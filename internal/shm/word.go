@@ -38,6 +38,12 @@ func View[T Number](b []byte) []T {
 	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(b))), n)
 }
 
+// Of is the T at the beginning of b, which has its size at least and is aligned as it is. A T has no pointers.
+func Of[T any](b []byte) *T {
+	var z T
+	return (*T)(unsafe.Pointer(unsafe.SliceData(b[:unsafe.Sizeof(z)])))
+}
+
 // Bytes reads numbers as the bytes they are made of.
 func Bytes[T Number](v []T) []byte {
 	if len(v) == 0 {

@@ -1,32 +1,37 @@
 package host
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
-	"slices"
+	"structs"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// bundle is what this rank sends to a host in a call.
-type bundle struct {
-	out  []byte // of this call
-	sent uint64
+// headBytes is the size of a head, which a bundle has for each rank of the host that it goes to.
+const headBytes = 64
+
+// head is that of a message.
+type head struct {
+	_        structs.HostLayout
+	Epoch    uint64
+	Sent     uint64
+	Expected uint64
+	At       int64 // where the message is in the bundle, 0 if it is elsewhere
+	Place    int64 // where the message that is expected may be put, plus 1; 0 is in the ring
+	_        [3]uint64
 }
 
-// The words of a head.
-const (
-	headEpoch    = 0
-	headSent     = 8
-	headExpected = 16
-	headAt       = 24 // where the message is in the bundle, 0 if it is elsewhere
-	headPlace    = 32 // where the message that is expected may be put, plus 1; 0 is in the ring
-	headRefused  = 24 // of a rank that refuses its splits: bytes, offset, limit and part of them
-	headBytes    = 64
-)
+// refusal is that of a rank that refuses its splits, as head.Sent says by being refused.
+type refusal struct {
+	_                    structs.HostLayout
+	Epoch, Sent          uint64
+	Bytes, Offset, Limit int64
+	Peer, Send           int32
+	_                    [2]uint64
+}
 
 // bundleBytes is the most a bundle has.
 func (a *across) bundleBytes() int64 {
@@ -39,74 +44,55 @@ func (a *across) bundleAt(host, from int, epoch uint64) int64 {
 	return a.slots() + slots + (a.number(host, from)/int64(a.perHost)*2+int64(epoch%2))*a.bundleBytes()
 }
 
-// sentTo is the number of bundles that have been put to a rank.
-func (a *across) sentTo(rank int) uint64 {
-	if slices.Contains(a.railPeers, rank) {
-		return a.bundles[a.hosts.Host[rank]].sent
-	}
-	return 0
-}
-
 // send sends a host its bundle. Small messages are on their way then.
-func (a *across) send(x *exchange, host int, refused *kernels.SplitsError) error {
-	h, b, ranks := a.hosts, &a.bundles[host], a.of[host]
-	if b.out == nil {
-		b.out = make([]byte, a.bundleBytes())
+func (a *across) send(x *exchange, host int, why *kernels.SplitsError) error {
+	ranks := a.of[host]
+	if a.bundles[host] == nil {
+		a.bundles[host] = make([]byte, a.bundleBytes())
 	}
-	clear(b.out[:len(ranks)*headBytes])
-	end := int64(len(ranks) * headBytes)
+	b, end := a.bundles[host], int64(len(ranks)*headBytes)
+	clear(b[:end])
 	for i, rank := range ranks {
-		p := &a.peers[a.to[rank]]
-		head := b.out[i*headBytes:][:headBytes]
-		put := func(at int, v uint64) { binary.LittleEndian.PutUint64(head[at:], v) }
-		put(headEpoch, x.epoch)
-		if refused != nil {
-			part := uint64(refused.Peer) << 32
-			if refused.Send {
-				part |= 1
-			}
-			put(headSent, math.MaxUint64)
-			for i, v := range [...]uint64{uint64(refused.Bytes), uint64(refused.Offset), uint64(refused.Limit), part} {
-				put(headRefused+8*i, v)
+		p := &a.peers[a.index(rank)]
+		bytes := b[i*headBytes:][:headBytes]
+		if why != nil {
+			h := shm.Of[refusal](bytes)
+			h.Epoch, h.Sent, h.Bytes, h.Offset, h.Limit, h.Peer = x.epoch, refused, why.Bytes, why.Offset, why.Limit, int32(why.Peer)
+			if why.Send {
+				h.Send = 1
 			}
 			continue
 		}
-		n := int64(len(p.out))
-		put(headSent, uint64(n))
-		put(headExpected, uint64(len(p.in)))
-		if at := x.a.Dst.Place + x.a.Routes.RecvOffsets[rank]; x.inPlace() && at+int64(len(p.in)) <= h.Limit {
-			put(headPlace, uint64(at+1))
+		h, n := shm.Of[head](bytes), int64(len(p.out))
+		h.Epoch, h.Sent, h.Expected = x.epoch, uint64(n), uint64(len(p.in))
+		if at := x.a.Dst.Place + x.a.Routes.RecvOffsets[rank]; x.inPlace() && at+int64(len(p.in)) <= a.hosts.Limit {
+			h.Place = at + 1
 		}
 		if n > 0 && n <= a.bounds.BundleBytes {
-			put(headAt, uint64(end))
-			copy(b.out[end:], p.out)
+			h.At = end
+			copy(b[end:], p.out)
 			p.pushed = n
 			end += kernels.AlignUp(n, headBytes)
 		}
 	}
-	b.sent++
-	return a.put(x, ranks[a.local], a.bundleAt(host, h.Rank, x.epoch), b.out[:end], bundlesWord)
+	return x.w.put(a.far(ranks[a.me.place]), a.bundleAt(host, a.me.rank, x.epoch), b[:end], bundlesWord)
 }
 
 // read reads the rank's head once its bundle is there, and the message if it is in it. The error is that of a rank in another call.
 func (a *across) read(x *exchange, p *remote) (moved bool, err error) {
-	if p.size >= 0 {
+	if p.size >= 0 || p.atGate(bundlesWord).Load() < x.epoch {
 		return false, nil
 	}
-	h, gate := a.hosts, a.mate(p.rank) // whose segment it is in
-	if x.e.word(gate, a.line(a.host, p.rank, bundlesWord)).Load() < x.epoch {
-		return false, nil
+	rank := p.rank
+	from := x.e.space.Range(p.place, a.bundleAt(a.me.host, rank, x.epoch), a.bundleBytes())
+	bytes := from[a.me.place*headBytes:][:headBytes]
+	h := shm.Of[head](bytes)
+	if h.Epoch != x.epoch {
+		return false, x.w.fail(p, fmt.Errorf("%w: it makes call %d, this is call %d", comm.ErrOutOfStep, h.Epoch, x.epoch))
 	}
-	from := x.e.space.Range(gate, a.bundleAt(a.host, p.rank, x.epoch), a.bundleBytes())
-	head := from[a.local*headBytes:][:headBytes]
-	word := func(at int) uint64 { return binary.LittleEndian.Uint64(head[at:]) }
-	if epoch := word(headEpoch); epoch != x.epoch {
-		return false, x.w.failAcross(p.rank, fmt.Errorf("%w: it makes call %d, this is call %d", comm.ErrOutOfStep, epoch, x.epoch))
-	}
-	if word(headSent) == math.MaxUint64 {
-		part := word(headRefused + 24)
-		x.failed = &kernels.SplitsError{Rank: p.rank, Peer: int(part >> 32), Send: part&1 != 0, Bytes: int64(word(headRefused)),
-			Offset: int64(word(headRefused + 8)), Limit: int64(word(headRefused + 16)), Epoch: x.epoch}
+	if h.Sent == refused {
+		why := shm.Of[refusal](bytes)
+		x.failed = &kernels.SplitsError{Rank: rank, Peer: int(why.Peer), Send: why.Send != 0, Bytes: why.Bytes, Offset: why.Offset, Limit: why.Limit, Epoch: x.epoch}
 		p.size, p.pushed = 0, int64(len(p.out)) // it takes nothing
 		return true, nil
 	}
@@ -114,40 +100,39 @@ func (a *across) read(x *exchange, p *remote) (moved bool, err error) {
 		p.size = 0 // the sender sees that, and sends nothing more
 		return true, nil
 	}
-	p.size = int64(word(headSent))
-	wanted := a.compare(x, p, word(headSent), word(headExpected))
-	at, place := int64(word(headAt)), int64(word(headPlace))-1
+	p.size = int64(h.Sent)
+	wanted := a.compare(x, p, h.Sent, h.Expected)
 	switch {
-	case at > 0:
+	case h.At > 0:
 		if wanted {
-			x.copy(p.in, from[at:][:p.size])
+			x.copy(p.in, from[h.At:][:p.size])
 		}
 		p.done = p.size
 	case !wanted:
 		p.way = dropped
-	case x.inPlace() && x.a.Dst.Place+x.a.Routes.RecvOffsets[p.rank]+p.size <= h.Limit:
+	case x.inPlace() && x.a.Dst.Place+x.a.Routes.RecvOffsets[rank]+p.size <= a.hosts.Limit:
 		p.way = inPlace
 	default:
 		p.way = ringed
 	}
-	if p.goes = ringed; place >= 0 && word(headExpected) == uint64(len(p.out)) {
-		p.goes, p.place = inPlace, place
+	if p.goes = ringed; h.Place > 0 && h.Expected == uint64(len(p.out)) {
+		p.goes, p.at = inPlace, h.Place-1
 	}
 	return true, nil
 }
 
 // compare compares what a head says with what this rank makes of the pair, and reports whether the message that comes is wanted.
 func (a *across) compare(x *exchange, p *remote, sent, expected uint64) (wanted bool) {
-	me, wanted := a.hosts.Rank, sent == uint64(len(p.in))
+	rank, wanted := p.rank, sent == uint64(len(p.in))
 	var refused *kernels.SplitsError
 	if errors.As(x.failed, &refused) {
 		return wanted
 	}
 	if expected != uint64(len(p.out)) {
-		x.failed = &kernels.CountMismatchError{Src: me, Dst: p.rank, Sent: uint64(len(p.out)), Expected: expected, Epoch: x.epoch}
+		x.failed = &kernels.CountMismatchError{Src: a.me.rank, Dst: rank, Sent: uint64(len(p.out)), Expected: expected, Epoch: x.epoch}
 	}
 	if !wanted {
-		x.failed = &kernels.CountMismatchError{Src: p.rank, Dst: me, Sent: sent, Expected: uint64(len(p.in)), Epoch: x.epoch}
+		x.failed = &kernels.CountMismatchError{Src: rank, Dst: a.me.rank, Sent: sent, Expected: uint64(len(p.in)), Epoch: x.epoch}
 	}
 	return wanted
 }

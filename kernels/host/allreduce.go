@@ -10,8 +10,7 @@ import (
 // reductions are the launches of one communicator. It is a family.
 type reductions struct {
 	common
-	c      ReduceBlock
-	across *reductionsAcross // on several hosts
+	c ReduceBlock
 }
 
 // The defaults of reductions. Slots are smaller where they would exceed their bound together.
@@ -22,44 +21,27 @@ const (
 	maxReduceSlotBytes   = 64 << 10
 )
 
-func newReductions(c *kernels.ReduceBounds, offset int64) *reductions {
-	f := &reductions{c: ReduceBlock{c, offset}}
+func newReductions(c *kernels.ReduceBounds, offset int64) family {
 	if c.Hosts != nil {
-		f.across = newReductionsAcross(c, offset)
+		return newReductionsAcross(c, offset)
 	}
-	return f
+	return &reductions{c: ReduceBlock{c, offset}}
 }
 
-func (f *reductions) defaults() {
-	c := f.c.ReduceBounds
+func reduceDefaults(c *kernels.ReduceBounds) {
 	c.OneShotBytes, c.Blocks = kernels.Default(c.OneShotBytes, defaultOneShotBytes), 0
 	c.DefaultSlots(defaultReduceSlots, defaultReduceStaging, maxReduceSlotBytes, c.Size+1)
 }
 
+func (f *reductions) defaults() { reduceDefaults(f.c.ReduceBounds) }
+
 func (f *reductions) layout() kernels.Layout {
-	if f.across != nil {
-		return f.across.layout()
-	}
 	return kernels.Layout{Bytes: f.c.Bytes(), Zero: f.c.ControlBytes()}
 }
 
-func (f *reductions) open(e *Engine) {
-	if f.across != nil {
-		f.across.open(e)
-	}
-}
-
-func (f *reductions) rest(e *Engine) error {
-	if f.across == nil {
-		return nil
-	}
-	return f.across.rest(e)
-}
+func (f *reductions) open(*Engine) {}
 
 func (f *reductions) run(p *port, op kernels.Operation) error {
-	if f.across != nil {
-		return f.across.do(p, op, f.across)
-	}
 	x := reduceScratch.Get().(*reducing)
 	x.c, x.offset = &f.c, f.c.Offset
 	err := x.do(p, op, x)
@@ -90,6 +72,7 @@ type link struct {
 
 // reducing is one call of the kernel on one rank.
 type reducing struct {
+	plain
 	counted
 	c        *ReduceBlock
 	a        *kernels.Reduction
@@ -241,7 +224,7 @@ func (x *reducing) pace(moved bool) error {
 		x.w.busy()
 		return nil
 	}
-	late := x.late()
+	late := x.e.near(x.late())
 	if err := x.w.idle(late); err != nil {
 		return x.w.fail(late, err)
 	}

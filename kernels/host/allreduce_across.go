@@ -3,8 +3,6 @@ package host
 import (
 	"cmp"
 	"encoding/binary"
-	"slices"
-	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -31,15 +29,17 @@ const (
 	resultWord
 )
 
-// The words of the line of a rank of another host: how many calls it has told of, and how many pieces are here. Behind them are those of
-// Engine.rest.
+// The words of the line of a rank of another host: how many calls it has told of, and how many pieces are here.
 const (
-	callsWord = 8 * iota
+	callsWord = movesWord + 1 + iota
 	piecesWord
+	reduceWords
 )
 
-// reductionsAcross are the launches of one communicator on several hosts.
+// reductionsAcross are the launches of one communicator on several hosts. It is a family.
 type reductionsAcross struct {
+	common
+	plain
 	hostRanks
 	counted
 	c      *kernels.ReduceBounds
@@ -55,7 +55,7 @@ type reductionsAcross struct {
 	rows    [][]byte
 }
 
-func newReductionsAcross(c *kernels.ReduceBounds, offset int64) *reductionsAcross {
+func newReductionsAcross(c *kernels.ReduceBounds, offset int64) family {
 	return &reductionsAcross{hostRanks: newHostRanks(c.Hosts), c: c, counted: counted{offset: offset}}
 }
 
@@ -85,12 +85,16 @@ func (x *reductionsAcross) partials(piece uint64, host int) int64 {
 
 func (x *reductionsAcross) result(piece uint64) int64 { return x.partials(piece, len(x.of)) }
 
+func (x *reductionsAcross) defaults() { reduceDefaults(x.c) }
+
+func (x *reductionsAcross) run(p *port, op kernels.Operation) error { return x.do(p, op, x) }
+
 func (x *reductionsAcross) layout() kernels.Layout {
 	return kernels.Layout{Bytes: x.input(0, 0) + 2*x.half() - x.offset, Zero: x.told(0, 0) - x.offset}
 }
 
 func (x *reductionsAcross) open(e *Engine) {
-	x.hostRanks.open(e)
+	x.openFars(e, reduceWords, func(_, from int) int64 { return x.otherLine(from) })
 	x.partial = make([][]byte, len(x.of))
 }
 
@@ -98,6 +102,7 @@ func (x *reductionsAcross) sizes(int) string { return x.a.Call.String() }
 
 func (x *reductionsAcross) call(op kernels.Operation) error {
 	x.a = op.(*kernels.Reduction)
+	x.w.crosses(x.fars)
 	x.hosts.Rail.Resume() // this rank does not sleep on it
 	mismatch, err := x.meet(x.epoch)
 	if err != nil || mismatch != nil {
@@ -119,7 +124,7 @@ func (x *reductionsAcross) call(op kernels.Operation) error {
 // meet tells all ranks what this one calls, and compares.
 func (x *reductionsAcross) meet(epoch uint64) (mismatch, err error) {
 	e, h, c := x.e, x.hosts, &x.a.Call
-	if err := x.w.flush(h.Rail); err != nil { // of the call before
+	if err := x.w.flush(); err != nil { // of the call before
 		return nil, err
 	}
 	x.notice = sized(x.notice, 24)
@@ -127,8 +132,8 @@ func (x *reductionsAcross) meet(epoch uint64) (mismatch, err error) {
 		binary.LittleEndian.PutUint64(x.notice[8*i:], v)
 	}
 	x.calls++
-	for _, r := range x.others {
-		if err := x.put(r, x.told(epoch, h.Rank), x.notice, callsWord); err != nil {
+	for _, f := range x.fars {
+		if err := x.w.put(f, x.told(epoch, h.Rank), x.notice, callsWord); err != nil {
 			return nil, err
 		}
 	}
@@ -137,16 +142,15 @@ func (x *reductionsAcross) meet(epoch uint64) (mismatch, err error) {
 		copy(e.space.Range(q, x.told(epoch, h.Rank), 24), x.notice)
 		e.signal(q, e.word(q, x.mateLine(e.space.Rank)+toldWord), epoch)
 	}
-	for r := range x.at {
+	for r := range x.ranks {
 		if r == h.Rank {
 			continue
 		}
-		if q := x.at[r]; q >= 0 {
-			err = x.w.until(q, e.word(e.space.Rank, x.mateLine(q)+toldWord), epoch)
-		} else {
-			err = x.w.untilAcross(r, x.here(r, callsWord), x.calls)
+		word, count := e.word(e.space.Rank, x.mateLine(x.ranks[r].place)+toldWord), epoch
+		if x.place(r) < 0 {
+			word, count = x.far(r).word(callsWord), x.calls
 		}
-		if err != nil {
+		if err := x.w.until(x.peer(e, r), word, count); err != nil {
 			return nil, err
 		}
 		theirs := kernels.ReduceCall{}
@@ -160,20 +164,10 @@ func (x *reductionsAcross) meet(epoch uint64) (mismatch, err error) {
 	return mismatch, nil
 }
 
-// here counts the puts of a rank of another host that have landed here and name a word.
-func (x *reductionsAcross) here(rank int, word int64) *atomic.Uint64 {
-	return x.e.word(x.e.space.Rank, x.otherLine(rank)+word)
-}
-
-// put sends bytes to a rank of another host.
-func (x *reductionsAcross) put(rank int, place int64, bytes []byte, word int64) error {
-	return x.w.putAcross(x.hosts.Rail, rank, place, bytes, x.otherLine(x.hosts.Rank)+word)
-}
-
 // begin begins a piece: the memory of puts of earlier ones is free.
 func (x *reductionsAcross) begin() error {
 	x.pieces++
-	return x.w.flush(x.hosts.Rail)
+	return x.w.flush()
 }
 
 // mates tells the mates that this rank has come somewhere, and waits until they have.
@@ -185,7 +179,7 @@ func (x *reductionsAcross) mates(word int64) error {
 	}
 	for i := 1; i < e.space.Size; i++ {
 		q := e.peer(i)
-		if err := x.w.until(q, e.word(e.space.Rank, x.mateLine(q)+word), x.pieces); err != nil {
+		if err := x.w.until(e.near(q), e.word(e.space.Rank, x.mateLine(q)+word), x.pieces); err != nil {
 			return err
 		}
 	}
@@ -195,8 +189,8 @@ func (x *reductionsAcross) mates(word int64) error {
 // send puts bytesFor each rail peer where that one has those of this host.
 func (x *reductionsAcross) send(bytesFor func(peer int) []byte) error {
 	for i := range x.railPeers { // hosts begin with different ones
-		p := x.railPeers[(i+x.host)%len(x.railPeers)]
-		if err := x.put(p, x.partials(x.pieces, x.host), bytesFor(p), piecesWord); err != nil {
+		p := x.railPeers[(i+x.me.host)%len(x.railPeers)]
+		if err := x.w.put(x.far(p), x.partials(x.pieces, x.me.host), bytesFor(p), piecesWord); err != nil {
 			return err
 		}
 	}
@@ -206,7 +200,8 @@ func (x *reductionsAcross) send(bytesFor func(peer int) []byte) error {
 // receive waits until the piece of all rail peers is here.
 func (x *reductionsAcross) receive() error {
 	for _, p := range x.railPeers {
-		if err := x.w.untilAcross(p, x.here(p, piecesWord), x.pieces); err != nil {
+		f := x.far(p)
+		if err := x.w.until(f, f.word(piecesWord), x.pieces); err != nil {
 			return err
 		}
 	}
@@ -233,7 +228,7 @@ func (x *reductionsAcross) reduce(host, slice int, off, n int64) []byte {
 func (x *reductionsAcross) join(dst, own []byte) {
 	x.rows = x.rows[:0]
 	for host := range x.of {
-		if host == x.host {
+		if host == x.me.host {
 			x.rows = append(x.rows, own)
 		} else {
 			x.rows = append(x.rows, x.e.space.Range(x.e.space.Rank, x.partials(x.pieces, host), int64(len(own))))
@@ -266,7 +261,7 @@ func (x *reductionsAcross) allReduce() error {
 			return err
 		}
 		from, to := part(me)
-		own := x.reduce(x.host, 0, from, to-from)
+		own := x.reduce(x.me.host, 0, from, to-from)
 		if err := x.send(func(int) []byte { return own }); err != nil {
 			return err
 		}
@@ -306,12 +301,12 @@ func (x *reductionsAcross) reduceScatter() error {
 		if err := x.mates(inputWord); err != nil {
 			return err
 		}
-		err := x.send(func(p int) []byte { return x.reduce(x.hosts.Host[p], p, 0, x.within(p, lo, per)) })
+		err := x.send(func(p int) []byte { return x.reduce(x.ranks[p].host, p, 0, x.within(p, lo, per)) })
 		if err != nil {
 			return err
 		}
 		n := x.within(me, lo, per)
-		own := x.reduce(x.host, me, 0, n)
+		own := x.reduce(x.me.host, me, 0, n)
 		if err := x.receive(); err != nil {
 			return err
 		}
@@ -352,8 +347,8 @@ func (x *reductionsAcross) gather() error {
 				if n == 0 {
 					continue
 				}
-				mate, from := x.mate(r), x.partials(x.pieces, host)
-				if host == x.host {
+				mate, from := x.ranks[r].place, x.partials(x.pieces, host)
+				if host == x.me.host {
 					from = x.input(x.pieces, 0)
 				}
 				at, _ := a.Slice(r)
@@ -367,18 +362,6 @@ func (x *reductionsAcross) gather() error {
 
 // rest returns when all that was put here has landed.
 func (x *reductionsAcross) rest(e *Engine) error {
-	h := x.hosts
-	var counts []restCount
-	for _, r := range x.others {
-		pieces := uint64(0)
-		if slices.Contains(x.railPeers, r) {
-			pieces = x.pieces
-		}
-		counts = append(counts, restCount{r, x.otherLine(h.Rank), x.otherLine(r), []uint64{x.calls, pieces}})
-	}
-	over, err := e.rest(h.Rail, counts)
-	if over {
-		h.Rail.Forget(x.otherLine(0), x.otherLine(x.c.Size))
-	}
+	_, err := x.hostRanks.rest(e, x.otherLine(0), x.otherLine(x.c.Size))
 	return err
 }

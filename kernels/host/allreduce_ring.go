@@ -27,14 +27,14 @@ func (x *reducing) ring() error {
 			}
 			var in, out []byte
 			if t > 0 {
-				if err := x.w.until(prev.peer, prev.entry, kernels.Seq(x.epoch, sent)); err != nil {
+				if err := x.w.until(x.e.near(prev.peer), prev.entry, kernels.Seq(x.epoch, sent)); err != nil {
 					return err
 				}
 				in = x.e.space.Range(x.me, c.Slot(prev.peer, sent), c.SlotBytes)
 			}
 			if t < steps {
 				if emptied := sent + 1 - c.Slots; emptied > 0 {
-					if err := x.w.until(next.peer, next.progress, kernels.Seq(x.epoch, emptied)); err != nil {
+					if err := x.w.until(x.e.near(next.peer), next.progress, kernels.Seq(x.epoch, emptied)); err != nil {
 						return err
 					}
 				}
@@ -54,7 +54,7 @@ func (x *reducing) ring() error {
 		return nil
 	}
 	// Chunks that the next rank has not read yet belong to this call.
-	return x.w.until(next.peer, next.progress, kernels.Seq(x.epoch, sent))
+	return x.w.until(x.e.near(next.peer), next.progress, kernels.Seq(x.epoch, sent))
 }
 
 // step handles chunk k of one slice. in is what came from the previous rank, nil in the first step; out is the next

@@ -12,13 +12,25 @@ import (
 type exchanges struct {
 	bounds  *kernels.ExchangeBounds
 	c       ExchangeBlock // among the ranks of this host
-	across  *across       // nil on one host
-	nonce   *shm.Nonce    // by which peers know this rank's memory
-	sources []source      // by rank
+	sides   []side
+	places  []int      // by rank: its number in the space, -1 of those of other hosts
+	across  *across    // nil on one host
+	nonce   *shm.Nonce // by which peers know this rank's memory
+	sources []source   // by rank
 
 	complaints uint64   // how many of this rank's receivers' it has taken in
 	heard      []uint64 // by rank: the call of the last
 	mismatched uint64   // the last call for which this rank has returned that sizes differ
+}
+
+// side is a part of the ranks of a call: those of this host (home), or all others (across).
+type side interface {
+	// begin sends what needs no answer. refused are this rank's splits if it refuses them: then it sends nothing but that, and takes nothing.
+	begin(x *exchange, refused *kernels.SplitsError) error
+	// pass sends what there is room for and takes what has come. It reports whether that is anything.
+	pass(x *exchange) (moved bool, err error)
+	// late is one that has not done its part, nil if all have. It is asked once all on the sides before have.
+	late(x *exchange) peer
 }
 
 // source is where a port finds a peer's memory outside its segment.
@@ -59,8 +71,16 @@ func (f *exchanges) layout() kernels.Layout {
 }
 
 func (f *exchanges) open(e *Engine) {
+	f.places, f.sides = make([]int, f.bounds.Size), []side{home{}}
+	for r := range f.places {
+		f.places[r] = r
+	}
 	if f.across != nil {
 		f.across.open(e)
+		f.sides = append(f.sides, f.across)
+		for r := range f.places {
+			f.places[r] = f.across.place(r)
+		}
 	}
 	f.show(e)
 }
@@ -70,7 +90,8 @@ func (f *exchanges) rest(e *Engine) error {
 	if f.across == nil {
 		return nil
 	}
-	return f.across.rest(e)
+	_, err := f.across.rest(e, f.across.offset, f.c.Offset)
+	return err
 }
 
 func (f *exchanges) ready(e *Engine) kernels.Traits {
@@ -110,6 +131,7 @@ type half struct {
 
 // exchange is one call of the kernel on one rank: two lists of halves, served window by window until both are done.
 type exchange struct {
+	plain
 	e      *Engine
 	f      *exchanges
 	c      *ExchangeBlock
@@ -133,8 +155,10 @@ func (x *exchange) reset() {
 	clear(x.sends)
 	clear(x.recvs)
 	x.sends, x.recvs = x.sends[:0], x.recvs[:0]
+	if x.a == &x.own {
+		x.own = kernels.AllToAllV{}
+	}
 	x.e, x.f, x.c, x.a, x.failed = nil, nil, nil, nil, nil
-	x.own = kernels.AllToAllV{}
 	x.sHead, x.rHead, x.rOpen = 0, 0, 0
 }
 
@@ -153,42 +177,19 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 		x.window = c.Size
 	}
 	x.w.begin(p, x, p.call(a, c.Epoch(), x.epoch), a.Timeout)
-	x.w.asleep = f.across != nil
-	if refused != nil {
-		return x.refuse(refused)
-	}
 	var all int64
 	for _, n := range r.SendBytes {
 		all += n
 	}
 	x.stream = all >= e.cacheBytes
 
-	if f.across != nil {
-		if err := f.across.begin(x, nil); err != nil {
+	for i := len(f.sides) - 1; i >= 0; i-- { // what goes farthest goes first
+		if err := f.sides[i].begin(x, refused); err != nil {
+			x.withdraw()
 			return err
 		}
 	}
-	for _, p := range r.ReverseOrder {
-		peer := f.index(int(p))
-		if peer < 0 {
-			continue
-		}
-		n := r.RecvBytes[p]
-		x.recvs = append(x.recvs, half{peer: peer, mode: c.Mode(n), total: n, chunk: 1, grants: 1,
-			buf: a.Dst.Mem[r.RecvOffsets[p] : r.RecvOffsets[p]+n], seq: e.word(me, c.Signal(x.epoch, peer))})
-	}
-	x.open()
-	for _, p := range r.Order {
-		peer := f.index(int(p))
-		if peer < 0 {
-			continue
-		}
-		n := r.SendBytes[p]
-		x.sends = append(x.sends, half{peer: peer, mode: c.Mode(n), total: n, chunk: 1,
-			buf: a.Src.Mem[r.SendOffsets[p] : r.SendOffsets[p]+n], seq: e.word(peer, c.Signal(x.epoch, me))})
-		x.begin(&x.sends[len(x.sends)-1])
-	}
-	if self := e.space.Name(me); r.SendBytes[self] > 0 {
+	if self := e.space.Name(me); refused == nil && r.SendBytes[self] > 0 {
 		n := r.SendBytes[self]
 		src, dst := a.Src.Mem[r.SendOffsets[self]:][:n], a.Dst.Mem[r.RecvOffsets[self]:][:n]
 		if shm.Addr(src) != shm.Addr(dst) {
@@ -196,32 +197,30 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 		}
 	}
 	for {
-		moved := x.pushSends()
-		if x.pullRecvs() {
-			moved = true
-		}
-		home := x.sHead == len(x.sends) && x.rHead == len(x.recvs)
-		if f.across != nil {
-			crossed, err := f.across.pass(x)
+		moved, late := false, peer(nil)
+		for _, s := range f.sides {
+			did, err := s.pass(x)
 			if err != nil {
 				x.withdraw()
 				return err
 			}
-			moved = moved || crossed
+			if moved = moved || did; late == nil {
+				late = s.late(x)
+			}
 		}
-		if home {
-			if f.across != nil {
-				if err := f.across.finish(x); err != nil {
-					return err
-				}
+		switch {
+		case late == nil:
+			if err := x.w.flush(); err != nil {
+				return err
+			}
+			if refused != nil {
+				return refused
 			}
 			return x.outcome()
-		}
-		if moved {
+		case moved:
 			x.w.busy()
 			continue
 		}
-		late := x.late()
 		if err := x.w.idle(late); err != nil {
 			x.withdraw()
 			return x.w.fail(late, err)
@@ -232,26 +231,60 @@ func (x *exchange) run(p *port, f *exchanges, a *kernels.AllToAllV) error {
 	}
 }
 
+// home is the side of this host.
+type home struct{}
+
+func (home) begin(x *exchange, refused *kernels.SplitsError) error {
+	e, c, r := x.e, x.c, x.a.Routes
+	me := e.space.Rank
+	if refused != nil {
+		x.refuse(refused)
+		return nil
+	}
+	for _, p := range r.ReverseOrder {
+		peer := x.f.places[p]
+		if peer < 0 {
+			continue
+		}
+		n := r.RecvBytes[p]
+		x.recvs = append(x.recvs, half{peer: peer, mode: c.Mode(n), total: n, chunk: 1, grants: 1,
+			buf: x.a.Dst.Mem[r.RecvOffsets[p] : r.RecvOffsets[p]+n], seq: e.word(me, c.Signal(x.epoch, peer))})
+	}
+	x.open()
+	for _, p := range r.Order {
+		peer := x.f.places[p]
+		if peer < 0 {
+			continue
+		}
+		n := r.SendBytes[p]
+		x.sends = append(x.sends, half{peer: peer, mode: c.Mode(n), total: n, chunk: 1,
+			buf: x.a.Src.Mem[r.SendOffsets[p] : r.SendOffsets[p]+n], seq: e.word(peer, c.Signal(x.epoch, me))})
+		x.begin(&x.sends[len(x.sends)-1])
+	}
+	return nil
+}
+
+func (home) pass(x *exchange) (moved bool, err error) {
+	moved = x.pushSends()
+	return x.pullRecvs() || moved, nil
+}
+
+func (home) late(x *exchange) peer {
+	for i := x.rHead; i < len(x.recvs); i++ {
+		if x.recvs[i].chunk > 0 {
+			return x.e.near(x.recvs[i].peer)
+		}
+	}
+	if x.sHead < len(x.sends) {
+		return x.e.near(x.sends[x.sHead].peer)
+	}
+	return nil
+}
+
 // streamFrom is the length from which a fence for one copy around the caches does not matter.
 const streamFrom = 32 << 10
 
 // copy moves bytes through the caches, or around them when the exchange as a whole does not fit.
 func (x *exchange) copy(dst, src []byte) {
-	stream := x.stream && len(src) >= streamFrom
-	for len(src) > 0 {
-		n := min(len(src), movedBytes)
-		if stream {
-			shm.CopyStream(dst, src[:n])
-		} else {
-			copy(dst, src[:n])
-		}
-		x.w.moved(int64(n))
-		dst, src = dst[n:], src[n:]
-		if len(src) > 0 {
-			x.e.at(copying, x.e.space.Rank)
-		}
-	}
-	if stream {
-		shm.Fence()
-	}
+	x.w.copy(dst, src, x.stream && len(src) >= streamFrom)
 }

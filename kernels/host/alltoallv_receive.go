@@ -102,11 +102,10 @@ func (x *exchange) pullRecvs() bool {
 // recv takes in what has arrived of one message; chunk is 0 when all of it has. It reports whether anything had.
 func (x *exchange) recv(h *half) bool {
 	if h.refuse {
-		if h.seq.Load() < kernels.LastSeq(x.epoch) {
-			return false
+		if h.seq.Load() >= kernels.LastSeq(x.epoch) || x.c.PacketBytes > 0 && x.e.word(x.e.space.Rank, x.c.Packet(x.epoch, h.peer)).Load()>>32 == PacketFlag(x.epoch) {
+			h.chunk = 0
 		}
-		h.chunk = 0
-		return true
+		return h.chunk == 0
 	}
 	if h.mode == kernels.PacketMode {
 		if !x.recvPacket(h) {

@@ -7,11 +7,10 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-func (x *exchange) sizes(peer int) string {
+func (x *exchange) sizes(rank int) string {
 	if x.a.Barrier {
 		return ""
 	}
-	rank := x.e.space.Name(peer)
 	return fmt.Sprintf("%d bytes from it and %d to it", x.a.Routes.RecvBytes[rank], x.a.Routes.SendBytes[rank])
 }
 
@@ -44,50 +43,30 @@ func (x *exchange) readSplits() *kernels.SplitsError {
 	return nil
 }
 
-// refuse tells all peers of splits that do not fit, in the place of a message and of a credit. It returns when each has sent its message
-// or, if it waited for a credit, answered: then what was written here may be written over by the next call.
-func (x *exchange) refuse(why *kernels.SplitsError) error {
+// refuse tells all peers of this host of splits that do not fit, in the place of a message and of a credit. The call is over when each has sent
+// its message or, if it waited for a credit, answered: then what was written here may be written over by the next call.
+func (x *exchange) refuse(why *kernels.SplitsError) {
 	me := x.e.space.Rank
 	part := uint64(why.Peer) << 32
 	if why.Send {
 		part |= 1
 	}
-	if x.f.across != nil {
-		if err := x.f.across.begin(x, why); err != nil {
-			return err
+	for _, r := range x.a.Routes.Order {
+		p := x.f.places[r]
+		if p < 0 {
+			continue
 		}
-	}
-	var order []int32
-	for _, p := range x.a.Routes.Order {
-		if peer := x.f.index(int(p)); peer >= 0 {
-			order = append(order, int32(peer))
-		}
-	}
-	for _, p := range order {
 		line := x.c.Signal(x.epoch, me) + lineRefused
 		for i, v := range [...]uint64{uint64(why.Bytes), uint64(why.Offset), uint64(why.Limit), part} {
-			x.e.word(int(p), line+8*int64(i)).Store(v)
+			x.e.word(p, line+8*int64(i)).Store(v)
 		}
-		h := half{peer: int(p), total: -1, seq: x.e.word(int(p), x.c.Signal(x.epoch, me))} // the total is refused
+		h := half{peer: p, total: -1, seq: x.e.word(p, x.c.Signal(x.epoch, me))} // the total is refused
 		x.signal(&h, kernels.LastSeq(x.epoch))
 		x.postCredit(&h, 1, 0, refused)
+		x.recvs = append(x.recvs, half{peer: p, chunk: 1, refuse: true, seq: x.e.word(me, x.c.Signal(x.epoch, p))})
 	}
-	for len(order) > 0 {
-		p := int(order[0])
-		if x.e.word(me, x.c.Signal(x.epoch, p)).Load() >= kernels.LastSeq(x.epoch) ||
-			x.c.PacketBytes > 0 && x.e.word(me, x.c.Packet(x.epoch, p)).Load()>>32 == PacketFlag(x.epoch) {
-			order = order[1:]
-			x.w.busy()
-		} else if err := x.w.idle(p); err != nil {
-			return x.w.fail(p, err)
-		}
-	}
-	if x.f.across != nil {
-		if err := x.f.across.finish(x); err != nil {
-			return err
-		}
-	}
-	return why
+	x.window = len(x.recvs)
+	x.open()
 }
 
 // refusal is what a peer has said of splits that it refuses.
@@ -184,17 +163,4 @@ func (x *exchange) lookForMismatch() {
 			}
 		}
 	}
-}
-
-// late is the first peer that has not done its part.
-func (x *exchange) late() int {
-	for i := x.rHead; i < len(x.recvs); i++ {
-		if x.recvs[i].chunk > 0 {
-			return x.recvs[i].peer
-		}
-	}
-	if x.sHead < len(x.sends) {
-		return x.sends[x.sHead].peer
-	}
-	return x.e.space.Rank
 }

@@ -114,13 +114,16 @@ func (w *waiter) control(peer int) error {
 
 // fail is the error of a wait for peer that has ended without success. It names that peer, or the one that this peer waits for itself, or the
 // reason for which the group gave up.
-func (w *waiter) fail(peer int, err error) error {
+func (w *waiter) fail(peer peer, err error) error {
 	op, epoch := w.call.op.String(), w.call.epoch
+	if errors.Is(err, comm.ErrPeerLost) && w.hears() {
+		err = comm.ErrAborted
+	}
 	if absent := w.e.absent(w.call.at, epoch); absent != nil {
 		w.port.absent.Store(&absent)
 	}
 	if errors.Is(err, comm.ErrAborted) {
-		w.leaves(peer, failedBit)
+		w.leaves(peer.mark(), failedBit)
 		if why := w.e.why(); why != nil {
 			if err := w.hearsay(why); err != nil {
 				return err
@@ -129,11 +132,20 @@ func (w *waiter) fail(peer int, err error) error {
 		}
 		return fmt.Errorf("kernels: %s call %d: %w", op, epoch, err)
 	}
-	rank := w.e.space.Name(peer)
+	rank := peer.id().rank
 	if l, ok := err.(*lateError); ok {
 		rank = l.rank
 	}
 	return &comm.PeerError{Rank: rank, Op: op, Epoch: epoch, Err: err}
+}
+
+// hears reports whether the group fails in a while. A connection to another host that has failed says nothing of who is lost: the rank at its
+// other end may be well, and have given this one or a third one up. The group knows, or hears of it.
+func (w *waiter) hears() bool {
+	for end := time.Now().Add(min(lostGrace, w.timeout)); !w.over() && time.Now().Before(end); {
+		time.Sleep(time.Millisecond)
+	}
+	return w.over()
 }
 
 // hearsay is the error of a call that ends since the group has lost a rank of this host which had given up its own wait, and then ended: whom
@@ -161,7 +173,7 @@ func (w *waiter) hearsay(why error) error {
 
 // spares reports whether a wait for peer goes on although the group has failed: another rank is lost, which may have done its part in this
 // call before, and peer is about to do its own. It does not last long.
-func (w *waiter) spares(peer int) bool {
+func (w *waiter) spares(peer peer) bool {
 	if w.port.leaving.Load() || w.e.why == nil {
 		return false
 	}
@@ -174,40 +186,13 @@ func (w *waiter) spares(peer int) bool {
 			w.lostRank = lost.Rank
 		}
 	}
-	_, failed := w.e.awaits(peer)
-	return w.lost && w.lostRank != w.e.space.Name(peer) && failed == 0 && time.Since(w.lostAt) < newsGrace
+	return w.lost && w.lostRank != peer.id().rank && peer.goesOn() && time.Since(w.lostAt) < newsGrace
 }
 
-// doing says what can be seen of a peer that has not come.
-func (w *waiter) doing(peer int) string {
-	e := w.e
-	at := ""
-	if call, seq := e.space.Instead(peer); seq != 0 {
-		at = " and waits in " + call
-	}
-	if c, _, ok := w.callOf(e.peers[peer].waiting.Load()); ok {
-		at = fmt.Sprintf(" and waits in %v, call %d of that kind", c.op, c.epoch)
-	}
-	if d, ok := w.with.(interface{ doing(peer int) string }); ok && w.call.epoch == 0 {
-		return d.doing(peer) + at
-	}
-	begun := e.word(peer, w.call.at).Load()
-	if begun < w.call.epoch {
-		calls := "calls"
-		if begun == 1 {
-			calls = "call"
-		}
-		return fmt.Sprintf("rank %d has made %d %s%s; this is call %d, %v (it is busy, stopped, or makes other calls)",
-			e.space.Name(peer), begun, calls, at, w.call.epoch, w.call.op)
-	}
-	return fmt.Sprintf("rank %d has begun call %d, %v, and not come further (it waits for another rank, or is stopped)", e.space.Name(peer), w.call.epoch, w.call.op)
-}
-
-// await tells the others of this host for whom this rank waits: a rank of the space, or behind those, by its number in the group, one of
-// another host. The word stays when the wait fails.
-func (w *waiter) await(peer int) {
-	own := &w.e.peers[w.e.space.Rank]
-	if word := uint32(peer) + 1; word != w.awaits {
+// await tells the others of this host for whom this rank waits. The word stays when the wait fails.
+func (w *waiter) await(peer peer) {
+	own := w.e.near(w.e.space.Rank)
+	if word := uint32(peer.mark()) + 1; word != w.awaits {
 		w.awaits = word
 		own.awaited.Store(word)
 	}
@@ -220,9 +205,9 @@ func (e *Engine) awaits(p int) (peer int, failed uint32) {
 	return int(word&(failedBit-1)) - 1, word & (gaveUpBit | failedBit)
 }
 
-// leaves has the word of this rank say that its wait has failed.
-func (w *waiter) leaves(peer int, how uint32) {
-	w.e.peers[w.e.space.Rank].awaited.Store(uint32(peer) + 1 | how)
+// leaves has the word of this rank say that its wait for the rank with a mark has failed.
+func (w *waiter) leaves(mark int, how uint32) {
+	w.e.near(w.e.space.Rank).awaited.Store(uint32(mark) + 1 | how)
 }
 
 // beyond is the rank of another host for which a rank of the space waits.
@@ -239,21 +224,6 @@ type lateError struct {
 }
 
 func (e *lateError) Unwrap() error { return e.error }
-
-// gaveUp is the error of a wait for peer. A peer that itself waits for another rank is not to blame.
-func (w *waiter) gaveUp(peer int) error {
-	culprit := w.e.culprit(peer, w.call.at)
-	if rank, waits := w.e.beyond(culprit); waits {
-		w.leaves(len(w.e.peers)+rank, gaveUpBit)
-		return &lateError{rank, fmt.Errorf("%w after %v%s: rank %d waits for rank %d of another host", comm.ErrTimeout, w.timeout, w.sizes(peer), w.e.space.Name(culprit), rank)}
-	}
-	w.leaves(culprit, gaveUpBit)
-	waits := ""
-	if culprit != peer {
-		waits = fmt.Sprintf("rank %d waits for rank %d itself; ", w.e.space.Name(peer), w.e.space.Name(culprit))
-	}
-	return &lateError{w.e.space.Name(culprit), fmt.Errorf("%w after %v%s: %s%s", comm.ErrTimeout, w.timeout, w.sizes(peer), waits, w.doing(culprit))}
-}
 
 // culprit follows from a peer who waits for whom. A rank that was stopped in a wait of its own says that it waits, though
 // it could go on, so the way may lead in a circle, or back to this rank: then one that is not seen to run is to blame, among those the one that

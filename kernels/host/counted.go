@@ -27,7 +27,7 @@ type counted struct {
 
 // kernel is what a rank does in a counted call.
 type kernel interface {
-	sizer
+	teller
 	call(op kernels.Operation) error
 }
 

@@ -33,7 +33,7 @@ func (f *dispatches) layout() kernels.Layout { return f.block.layout(f.m) }
 func (f *dispatches) open(e *Engine) {
 	m := f.m
 	if f.beyond != nil {
-		f.beyond.open(e)
+		f.beyond.open(e, f.block.beyondLine)
 	}
 	f.handles = make([]routing, len(m.Handles))
 	rankOf := make([]int32, 0, m.Slots())
@@ -107,6 +107,7 @@ var dispatchScratch = sync.Pool{New: func() any { return new(dispatching) }}
 
 // dispatching is a launch (see dispatchBlock) as one rank goes through it.
 type dispatching struct {
+	plain
 	e     *Engine
 	m     *kernels.DispatchBounds
 	block *dispatchBlock
@@ -145,6 +146,9 @@ func (m *dispatching) enter(p *port, f *dispatches, op kernels.Operation) {
 	}
 	m.rowsComing, m.lost = false, 0
 	m.w.begin(p, m, p.call(op, m.block.epoch(), m.r.epoch), c.Timeout)
+	if m.b != nil {
+		m.w.crosses(m.b.fars)
+	}
 	if m.w.masks = nil; f.m.Masks {
 		m.w.masks = m
 	}
@@ -264,7 +268,7 @@ func (m *dispatching) at(rank int) int {
 	if m.b == nil {
 		return rank
 	}
-	return m.b.at[rank]
+	return m.b.place(rank)
 }
 
 // verdict is an error when the notices do not fit together. All ranks come to the same.

@@ -2,6 +2,7 @@ package host
 
 import (
 	"encoding/binary"
+	"structs"
 	"sync/atomic"
 	"time"
 
@@ -31,22 +32,27 @@ type beyondBlock struct {
 	returns                  int64 // all answers of a handle
 }
 
-// The words of the line of a rank of another host: how many of its notices, its heads, its chunks of rows and its answers are here. Behind them
-// are those of Engine.rest.
+// The words of the line of a rank of another host: how many of its notices, its heads, its chunks of rows and its answers are here.
 const (
-	noticesWord = 8 * iota
+	noticesWord = movesWord + 1 + iota
 	headsWord
 	chunksOfRowsWord
 	answersWord
+	beyondWords
 )
 
-// The words of a head, behind which the records and their entries lie.
+// messageHead is in front of the records of a message and their entries.
+type messageHead struct {
+	_       structs.HostLayout
+	Records int64
+	Entries int64
+	Chunks  uint64 // of rows that this rank has sent to the gateway, these included
+	Asks    uint64 // 1: for gradients of its weights
+	_       [4]uint64
+}
+
 const (
-	messageRecords = 0
-	messageEntries = 8
-	messageChunks  = 16 // of rows that this rank has sent to the gateway, these included
-	messageAsks    = 24 // for gradients of its weights
-	messageBytes   = 64
+	messageBytes = 64 // of a messageHead
 	// recordBytes is a record, entryBytes an entry: rank, slot, row, choice, weight.
 	recordBytes, entryBytes = 8, 20
 	// chunkOfRows is about the size of a put of rows.
@@ -107,9 +113,7 @@ type beyond struct {
 	calls   uint64   // that went on after their meeting
 	notices uint64   // that this rank has sent to each rank of other hosts
 	records []int    // by host: of the last message to it
-	chunks  []uint64 // by host: puts of rows to the gateway,
-	answers []uint64 // and by rank: answers to it
-	awaits  []uint64 // and from it, that calls so far want
+	awaits  []uint64 // by rank: answers that calls so far want of it
 	handles []routing
 
 	// Memory that the rail may read until flush.
@@ -123,38 +127,28 @@ func newBeyond(hosts *kernels.Hosts) *beyond {
 	return &beyond{hostRanks: newHostRanks(hosts)}
 }
 
-func (b *beyond) open(e *Engine) {
-	b.hostRanks.open(e)
-	hosts, ranks := len(b.of), len(b.at)
-	b.chunks, b.records, b.pack, b.replies = make([]uint64, hosts), make([]int, hosts), make([][]byte, hosts), make([][]byte, hosts)
-	b.answers, b.awaits, b.dots = make([]uint64, ranks), make([]uint64, ranks), make([][]float32, ranks)
-}
-
-// landedAt counts the puts of src, a rank of another host, that have landed and name a word of rank p of the space.
-func (m *dispatching) landedAt(p, src int, word int64) *atomic.Uint64 {
-	return m.e.word(p, m.block.beyondLine(src)+word)
+func (b *beyond) open(e *Engine, line func(rank int) int64) {
+	b.openFars(e, beyondWords, func(_, from int) int64 { return line(from) })
+	hosts, ranks := len(b.of), len(b.ranks)
+	b.records, b.pack, b.replies = make([]int, hosts), make([][]byte, hosts), make([][]byte, hosts)
+	b.awaits, b.dots = make([]uint64, ranks), make([][]float32, ranks)
 }
 
 // until waits for a word that counts puts of src.
-func (m *dispatching) until(word *atomic.Uint64, count uint64, src int) error {
+func (m *dispatching) until(src *far, word *atomic.Uint64, count uint64) error {
 	if word.Load() >= count {
 		return nil
 	}
 	began := time.Now()
-	err := m.w.untilAcross(src, word, count)
-	m.waited(src, time.Since(began))
+	err := m.w.until(src, word, count)
+	m.waited(src.rank, time.Since(began))
 	return err
-}
-
-// putTo is putAcross with a word of this rank's line.
-func (m *dispatching) putTo(rank int, place int64, bytes []byte, word int64) error {
-	return m.w.putAcross(m.b.hosts.Rail, rank, place, bytes, m.block.beyondLine(m.m.Rank)+word)
 }
 
 // tellBeyond sends this rank's notice and counts to all ranks of other hosts.
 func (m *dispatching) tellBeyond(n notice, counts []int32) error {
 	b := m.b
-	if err := m.w.flush(m.b.hosts.Rail); err != nil { // of the call before
+	if err := m.w.flush(); err != nil { // of the call before
 		return err
 	}
 	b.notice = sized(b.notice, int(m.block.beyond.notice))
@@ -166,8 +160,8 @@ func (m *dispatching) tellBeyond(n notice, counts []int32) error {
 		copy(shm.View[int32](b.notice[kernels.LineBytes:]), m.r.counts)
 	}
 	b.notices++
-	for _, p := range b.others {
-		if err := m.putTo(p, m.block.beyondNotice(m.r.epoch, m.m.Rank), b.notice, noticesWord); err != nil {
+	for _, f := range b.fars {
+		if err := m.w.put(f, m.block.beyondNotice(m.r.epoch, m.m.Rank), b.notice, noticesWord); err != nil {
 			return err
 		}
 	}
@@ -177,10 +171,11 @@ func (m *dispatching) tellBeyond(n notice, counts []int32) error {
 // hearBeyond takes in the notices of all ranks of other hosts.
 func (m *dispatching) hearBeyond(counts []int32) error {
 	each := len(m.r.counts)
-	for _, src := range m.b.others {
-		if err := m.until(m.landedAt(m.e.space.Rank, src, noticesWord), m.b.notices, src); err != nil {
+	for _, f := range m.b.fars {
+		if err := m.until(f, f.word(noticesWord), m.b.notices); err != nil {
 			return err
 		}
+		src := f.rank
 		bytes := m.e.space.Range(m.e.space.Rank, m.block.beyondNotice(m.r.epoch, src), m.block.beyond.notice)
 		m.r.notices[src] = noticeOf(func(at int64) uint64 { return binary.LittleEndian.Uint64(bytes[at:]) })
 		if counts != nil {
@@ -207,18 +202,18 @@ func (g *message) entry(i int32) (row routedRow) {
 
 // message waits for the message of src in the call-th call that went on, with its rows.
 func (m *dispatching) message(src int, call uint64) (g message, err error) {
-	p := m.b.mate(src)
-	if err := m.until(m.landedAt(p, src, headsWord), call, src); err != nil {
+	f := m.b.far(src)
+	if err := m.until(f, f.atGate(headsWord), call); err != nil {
 		return g, err
 	}
-	bytes := m.e.space.Range(p, m.block.inbox(m.b.hosts.Host[src]), m.block.beyond.inbox)
-	word := func(at int) int64 { return int64(binary.LittleEndian.Uint64(bytes[at:])) }
-	records, entries := word(messageRecords), word(messageEntries)
-	if err := m.until(m.landedAt(p, src, chunksOfRowsWord), uint64(word(messageChunks)), src); err != nil {
+	bytes := m.e.space.Range(f.place, m.block.inbox(f.host), m.block.beyond.inbox)
+	head := shm.Of[messageHead](bytes)
+	if err := m.until(f, f.atGate(chunksOfRowsWord), head.Chunks); err != nil {
 		return g, err
 	}
-	numbers := shm.View[int32](bytes[messageBytes:][:recordBytes*records+4+entryBytes*entries])
-	g = message{src: src, first: numbers[:records+1], tokens: numbers[records+1:][:records], entries: numbers[2*records+1:], asks: word(messageAsks) != 0}
+	records := head.Records
+	numbers := shm.View[int32](bytes[messageBytes:][:recordBytes*records+4+entryBytes*head.Entries])
+	g = message{src: src, first: numbers[:records+1], tokens: numbers[records+1:][:records], entries: numbers[2*records+1:], asks: head.Asks != 0}
 	g.rows = bytes[m.block.beyond.rows:]
 	return g, nil
 }
@@ -228,8 +223,8 @@ func (m *dispatching) sendRecords(stride int64, row func(t int, to []byte), weig
 	b := m.b
 	b.calls++
 	for i := range b.railPeers { // hosts begin with different ones
-		to := b.railPeers[(i+b.host)%len(b.railPeers)]
-		if err := m.sendHost(to, stride, row, weight, asks); err != nil {
+		to := b.railPeers[(i+b.me.host)%len(b.railPeers)]
+		if err := m.sendHost(b.far(to), stride, row, weight, asks); err != nil {
 			b.pack = make([][]byte, len(b.of)) // what has been put may still be read
 			return err
 		}
@@ -237,15 +232,13 @@ func (m *dispatching) sendRecords(stride int64, row func(t int, to []byte), weig
 	return nil
 }
 
-func (m *dispatching) sendHost(to int, stride int64, row func(t int, to []byte), weight func(t int, row *routedRow) float32, asks bool) error {
-	b, r, of := m.b, m.r, m.b.hosts.Host
-	host := of[to]
+func (m *dispatching) sendHost(to *far, stride int64, row func(t int, to []byte), weight func(t int, row *routedRow) float32, asks bool) error {
+	b, r, of, host := m.b, m.r, m.b.hosts.Host, to.host
 	records, entries := m.recordsFor(host)
 	b.records[host] = records
 	head := headOf(records, entries)
 	bytes := sized(b.pack[host], head+records*int(stride))
 	b.pack[host] = bytes
-	clear(bytes[:messageBytes])
 	numbers := shm.View[int32](bytes[messageBytes:head])
 	first, tokens, list := numbers[:records+1], numbers[records+1:][:records], numbers[2*records+1:]
 	at, n := int32(0), 0
@@ -270,14 +263,13 @@ func (m *dispatching) sendHost(to int, stride int64, row func(t int, to []byte),
 	if row != nil {
 		chunks = (records + perChunk - 1) / perChunk
 	}
-	binary.LittleEndian.PutUint64(bytes[messageRecords:], uint64(records))
-	binary.LittleEndian.PutUint64(bytes[messageEntries:], uint64(entries))
-	binary.LittleEndian.PutUint64(bytes[messageChunks:], b.chunks[host]+uint64(chunks))
+	h := messageHead{Records: int64(records), Entries: int64(entries), Chunks: to.puts[chunksOfRowsWord] + uint64(chunks)}
 	if asks {
-		bytes[messageAsks] = 1
+		h.Asks = 1
 	}
-	inbox := m.block.inbox(b.host)
-	if err := m.putTo(to, inbox, bytes[:head], headsWord); err != nil {
+	*shm.Of[messageHead](bytes) = h
+	inbox := m.block.inbox(b.me.host)
+	if err := m.w.put(to, inbox, bytes[:head], headsWord); err != nil {
 		return err
 	}
 	rows := bytes[head:]
@@ -286,12 +278,11 @@ func (m *dispatching) sendHost(to int, stride int64, row func(t int, to []byte),
 		for i := from; i < end; i++ {
 			row(int(tokens[i]), rows[int64(i)*stride:][:stride])
 		}
-		b.chunks[host]++
-		if err := m.putTo(to, inbox+m.block.beyond.rows+int64(from)*stride, rows[int64(from)*stride:int64(end)*stride], chunksOfRowsWord); err != nil {
+		if err := m.w.put(to, inbox+m.block.beyond.rows+int64(from)*stride, rows[int64(from)*stride:int64(end)*stride], chunksOfRowsWord); err != nil {
 			return err
 		}
 	}
-	m.sent(to, int64(records)*stride)
+	m.sent(to.rank, int64(records)*stride)
 	return nil
 }
 

@@ -1,8 +1,6 @@
 package host
 
 import (
-	"slices"
-
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/internal/vec"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -193,12 +191,11 @@ func (m *dispatching) reply() error {
 	b, l := m.b, &m.block.beyond
 	for i := range m.r.asked {
 		g := &m.r.asked[i]
-		to := m.block.answers(m.peer(g.src), b.host)
+		to := m.block.answers(m.peer(g.src), b.me.host)
 		bytes := b.replies[b.hosts.Host[g.src]]
 		for from := 0; from < g.records(); from += m.answersPut() {
 			end := min(from+m.answersPut(), g.records())
-			b.answers[g.src]++
-			if err := m.putTo(g.src, to+int64(from)*l.answer, bytes[int64(from)*l.answer:int64(end)*l.answer], answersWord); err != nil {
+			if err := m.w.put(b.far(g.src), to+int64(from)*l.answer, bytes[int64(from)*l.answer:int64(end)*l.answer], answersWord); err != nil {
 				return err
 			}
 		}
@@ -252,7 +249,8 @@ func (g *gatherer[T]) combineBeyond(a *kernels.Combine) error {
 	}
 	answers := make([][]byte, len(b.of)) // those that are to come
 	for _, p := range b.railPeers {
-		if err := m.until(m.landedAt(m.e.space.Rank, p, answersWord), r.awaits[p], p); err != nil {
+		f := b.far(p)
+		if err := m.until(f, f.word(answersWord), r.awaits[p]); err != nil {
 			return err
 		}
 		host := b.hosts.Host[p]
@@ -297,7 +295,7 @@ func (g *gatherer[T]) tokenBeyond(a *kernels.Combine, t int, answers [][]byte) {
 	}
 	g.biases(a, t)
 	for host := range answers {
-		if host == m.b.host {
+		if host == m.b.me.host {
 			if len(g.here) > 0 {
 				g.rows, g.weights = append(g.rows, g.hostSum), append(g.weights, 1)
 				g.wide, g.ones = append(g.wide, g.hostWide), append(g.ones, 1)
@@ -390,8 +388,7 @@ func (g *gatherer[T]) spreadBeyond(a *kernels.CombineBackward) error {
 		}
 		b.dots[src] = dots
 		if from.asks && len(dots) > 0 {
-			b.answers[src]++
-			if err := m.putTo(src, m.block.ownAnswers(m.peer(src), m.m.Rank), shm.Bytes(dots), answersWord); err != nil {
+			if err := m.w.put(b.far(src), m.block.ownAnswers(m.peer(src), m.m.Rank), shm.Bytes(dots), answersWord); err != nil {
 				return err
 			}
 		}
@@ -401,7 +398,8 @@ func (g *gatherer[T]) spreadBeyond(a *kernels.CombineBackward) error {
 	}
 	dWeights := shm.View[float32](a.DWeights.Mem)
 	for _, p := range b.others {
-		if err := m.until(m.landedAt(m.e.space.Rank, p, answersWord), m.r.awaits[p], p); err != nil {
+		f := b.far(p)
+		if err := m.until(f, f.word(answersWord), m.r.awaits[p]); err != nil {
 			return err
 		}
 		dots := shm.View[float32](m.e.space.Range(m.e.space.Rank, m.block.ownAnswers(m.h, p), m.block.beyond.perRank))
@@ -418,21 +416,9 @@ func (g *gatherer[T]) spreadBeyond(a *kernels.CombineBackward) error {
 
 // rest returns when all that was put here has landed.
 func (f *dispatches) rest(e *Engine) error {
-	b := f.beyond
-	if b == nil {
+	if f.beyond == nil {
 		return nil
 	}
-	var counts []restCount
-	for _, p := range b.others {
-		host, heads, chunks := b.hosts.Host[p], uint64(0), uint64(0)
-		if slices.Contains(b.railPeers, p) {
-			heads, chunks = b.calls, b.chunks[host]
-		}
-		counts = append(counts, restCount{p, f.block.beyondLine(b.hosts.Rank), f.block.beyondLine(p), []uint64{b.notices, heads, chunks, b.answers[p]}})
-	}
-	over, err := e.rest(b.hosts.Rail, counts)
-	if over {
-		b.hosts.Rail.Forget(f.block.beyondLine(0), f.block.beyondLine(f.block.n))
-	}
+	_, err := f.beyond.rest(e, f.block.beyondLine(0), f.block.beyondLine(f.block.n))
 	return err
 }

@@ -414,8 +414,9 @@ func (m *dispatching) whenReady(a *kernels.Combine, do func(t int), rowsOf func(
 			return err
 		}
 		idleFor = waitFor
-		if err := m.w.idle(m.at(waitFor)); err != nil {
-			return m.w.fail(m.at(waitFor), err)
+		late := m.e.near(m.at(waitFor))
+		if err := m.w.idle(late); err != nil {
+			return m.w.fail(late, err)
 		}
 	}
 	return nil

@@ -25,7 +25,7 @@ func SendsOf(m *kernels.DispatchBounds, experts []int32) Sends {
 	s := Sends{Records: make([]int, hosts), Entries: make([]int, hosts), HeadBytes: make([]int, hosts), Rows: make([]int, m.Ranks)}
 	for host := range hosts {
 		s.Records[host], s.Entries[host] = d.recordsFor(host)
-		if host != d.b.host {
+		if host != d.b.me.host {
 			s.HeadBytes[host] = headOf(s.Records[host], s.Entries[host])
 		}
 	}

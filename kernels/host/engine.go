@@ -18,7 +18,7 @@ type Engine struct {
 	abort    *atomic.Uint64
 	doorbell *atomic.Uint32
 	sleepers *atomic.Uint32
-	peers    []peer
+	peers    []near
 	crowded  bool // ranks outnumber cores
 	cores    []int
 	waits    atomic.Uint32 // for peers on this rank's core
@@ -48,11 +48,6 @@ type Engine struct {
 // machines this was measured on (1.5 MiB sent still gains from the caches, 2 MiB does not).
 const coreCacheBytes = 3 << 20
 
-type peer struct {
-	doorbell, sleepers, core, awaited, passes *atomic.Uint32
-	waiting                                   *atomic.Uint64
-}
-
 // New makes the engine of space.Rank. The heap outlives it. Where all ranks live in this process, their engines share bells, one for each rank;
 // elsewhere there are none. why says for which reason the abort word was set.
 func New(space kernels.Space, bells []*Bell, why func() error) *Engine {
@@ -64,18 +59,19 @@ func New(space kernels.Space, bells []*Bell, why func() error) *Engine {
 	own := space.Segment(space.Rank)
 	e.abort = shm.Word(own, kernels.AbortOffset)
 	e.waited = make([]atomic.Pointer[[]waitedFor], len(families())<<numberBits)
-	e.peers = make([]peer, space.Size)
+	e.peers = make([]near, space.Size)
 	if bells != nil {
 		e.pullFrom = 0
 	}
 	for p := range e.peers {
 		seg := space.Segment(p)
-		w := &e.peers[p]
+		w := e.near(p)
+		w.e, w.who = e, who{space.Name(p), space.Host, p}
 		w.doorbell, w.sleepers, w.core = shm.Word32(seg, doorbellOffset), shm.Word32(seg, sleepersOffset), shm.Word32(seg, coreOffset)
 		w.waiting, w.awaited = shm.Word(seg, waitingOffset), shm.Word32(seg, awaitedOffset)
 		w.passes = shm.Word32(seg, passesOffset)
 	}
-	mine := &e.peers[space.Rank]
+	mine := e.near(space.Rank)
 	e.doorbell, e.sleepers = mine.doorbell, mine.sleepers
 	e.abort.Store(0) // a process in whose place this one has come may have left these
 	e.sleepers.Store(0)

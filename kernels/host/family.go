@@ -2,6 +2,7 @@ package host
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -71,13 +72,10 @@ const (
 	maxFamilies   = 1 << (opcodeBits - numberBits)
 )
 
-// opcodesOf are the operations of the family at a place of the table, by name.
-func opcodesOf(place int) map[string]opcode {
-	codes := make(map[string]opcode)
-	for number, name := range families()[place].operations {
-		codes[name] = opcode(place<<numberBits | number)
-	}
-	return codes
+// opcodeOf is an operation of the family at a place of the table, by its name among those of the family.
+func opcodeOf(place int, names []string, name string) (code opcode, ok bool) {
+	number := slices.Index(names, name)
+	return opcode(place<<numberBits | number), number >= 0
 }
 
 func (o opcode) String() string {

@@ -51,8 +51,9 @@ func (l lines) awaitAll(arrived func(peer int)) error {
 				return err
 			}
 		}
-		if err := w.idle(int(left[0])); err != nil {
-			return w.fail(int(left[0]), err)
+		late := e.near(int(left[0]))
+		if err := w.idle(late); err != nil {
+			return w.fail(late, err)
 		}
 	}
 	return nil
@@ -66,7 +67,7 @@ func (e *Engine) signal(peer int, word *atomic.Uint64, seq uint64) {
 }
 
 // until waits for peer to bring a word to seq.
-func (w *waiter) until(peer int, word *atomic.Uint64, seq uint64) error {
+func (w *waiter) until(peer peer, word *atomic.Uint64, seq uint64) error {
 	for word.Load() < seq {
 		if err := w.idle(peer); err != nil {
 			return w.fail(peer, err)

@@ -80,14 +80,14 @@ func (f *transfers) stop(e *Engine) {
 }
 
 // index is the number in the space of a rank of the group, or far the rank where it is on another host.
-func (f *transfers) index(rank int) (index int, far *far) {
+func (f *transfers) index(rank int) (index int, far *farPair) {
 	if f.across == nil || rank == kernels.AnyRank {
 		return rank, nil
 	}
-	if far = f.across.far(rank); far != nil {
+	if far = f.across.pair(rank); far != nil {
 		return elsewhere, far
 	}
-	return f.across.at[rank], nil
+	return f.across.place(rank), nil
 }
 
 // elsewhere is the index of a rank of another host.
@@ -171,7 +171,8 @@ type transferring struct {
 	e    *Engine
 	a    *kernels.Transfer
 	w    waiter
-	peer int // number in the space, or elsewhere
+	peer int      // number in the space, or elsewhere:
+	far  *farPair // there
 }
 
 func (x *transferring) sizes(int) string {
@@ -181,14 +182,16 @@ func (x *transferring) sizes(int) string {
 	return ""
 }
 
-// doing says what can be seen of a peer that has not come.
-func (x *transferring) doing(peer int) string {
+func (x *transferring) doing(rank int) string {
 	me, c := x.e.space.Rank, &x.f.c
-	if peer != x.peer {
-		return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", x.e.space.Name(peer))
+	switch {
+	case rank != x.a.Peer:
+		return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", rank)
+	case x.far != nil:
+		return x.doingFar(x.far)
 	}
 	return fmt.Sprintf("it has signalled %d times, and this rank has consumed %d",
-		x.e.word(me, c.Signals(peer, x.a.Semaphore)).Load(), x.e.word(me, c.Consumed(peer, x.a.Semaphore)).Load())
+		x.e.word(me, c.Signals(x.peer, x.a.Semaphore)).Load(), x.e.word(me, c.Consumed(x.peer, x.a.Semaphore)).Load())
 }
 
 func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
@@ -197,9 +200,11 @@ func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
 	e, me := p.e, p.e.space.Rank
 	e.count(x.f.c.Calls())
 	x.w.begin(p, x, p.call(a, x.f.c.Calls(), 0), a.Timeout)
-	var there *far
-	if x.peer, there = f.index(a.Peer); there != nil {
-		return x.transferFar(there)
+	if f.across != nil {
+		x.w.crosses(f.across.fars)
+	}
+	if x.peer, x.far = f.index(a.Peer); x.far != nil {
+		return x.transferFar(x.far)
 	}
 	switch a.Kind {
 	case kernels.PutTransfer:
@@ -219,7 +224,7 @@ func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
 
 func (x *transferring) reset() {
 	x.w.leave()
-	x.f, x.e, x.a = nil, nil, nil
+	x.f, x.e, x.a, x.far = nil, nil, nil, nil
 }
 
 // consume waits for a signal that no other launch consumes.
@@ -239,8 +244,9 @@ func (x *transferring) consume() error {
 		if failed.late(&a.Turn) {
 			return failed.error()
 		}
-		if err := x.w.idle(x.peer); err != nil {
-			err = x.w.fail(x.peer, err)
+		peer := e.near(x.peer)
+		if err := x.w.idle(peer); err != nil {
+			err = x.w.fail(peer, err)
 			failed.fail(&a.Turn, err)
 			return err
 		}
@@ -260,7 +266,9 @@ func (w *waiter) copy(dst, src []byte, stream bool) {
 			copy(dst, src[:n])
 		}
 		w.moved(int64(n))
-		dst, src = dst[n:], src[n:]
+		if dst, src = dst[n:], src[n:]; len(src) > 0 {
+			w.e.at(copying, w.e.space.Rank)
+		}
 	}
 	if stream {
 		shm.Fence()

@@ -29,9 +29,8 @@ type pointsAcross struct {
 	hostRanks
 	c      *kernels.PointBounds
 	offset int64
-	slots  int64 // where slots begin
-	fars   []*far
-	to     []int         // index in fars by rank of the group, -1 for ranks of this host
+	slots  int64         // where slots begin
+	pairs  []*farPair    // with the ranks of other hosts, in their order
 	aside  atomic.Int32  // messages that are copied aside,
 	parked *atomic.Int64 // and their bytes
 	active atomic.Int32  // launches
@@ -41,18 +40,18 @@ type pointsAcross struct {
 	once             sync.Once
 }
 
-// The words by which a rank counts the puts of one rank of another host. Behind them are those of Engine.rest.
+// The words by which a rank counts the puts of one rank of another host.
 const (
-	postsWord     = iota // messages
-	repliedWord          // and what this rank is told of its own
-	withdrawnWord        // messages that are taken back
-	pieceWord            // chunks of large messages
-	creditsWord          // halves of the ring of chunks that are free again
-	putsWord             // parts of puts
-	asksWord             // parts of gets that are asked for
-	repliesWord          // and have come
-	wantsWord            // what the rank waits for
-	signalsWord          // signals, by semaphore; behind them halves of their logs that are free again
+	postsWord     = movesWord + 1 + iota // messages
+	repliedWord                          // and what this rank is told of its own
+	withdrawnWord                        // messages that are taken back
+	pieceWord                            // chunks of large messages
+	creditsWord                          // halves of the ring of chunks that are free again
+	putsWord                             // parts of puts
+	asksWord                             // parts of gets that are asked for
+	repliesWord                          // and have come
+	wantsWord                            // what the rank waits for
+	signalsWord                          // signals, by semaphore; behind them halves of their logs that are free again
 )
 
 const (
@@ -106,19 +105,13 @@ func (a *pointsAcross) layout(inner *PointBlock) kernels.Layout {
 	return kernels.Layout{Bytes: a.slots + slots - a.offset, Zero: inner.Offset + inner.ControlBytes() - a.offset}
 }
 
-// far is what is between this rank and one of another host.
-type far struct {
-	a          *pointsAcross
-	e          *Engine
-	rank, host int
-	here       int64 // where it writes in this rank's segment,
-	there      int64 // and this rank in its
-	failed     failedWait
-	mu         sync.Mutex
-	puts       []uint64  // of this rank, by word
-	steps      uint64    // that something has been moved
-	heard      time.Time // since when nothing has
-	bytes      int64     // that were moved and no launch has counted
+// farPair is what is between this rank and one of another host.
+type farPair struct {
+	far
+	a      *pointsAcross
+	failed failedWait
+	steps  uint64 // that something has been moved; far.heard is when that was last
+	bytes  int64  // that were moved and no launch has counted
 
 	// Messages of this rank.
 	chunks   []byte // on their way, by slot
@@ -183,59 +176,62 @@ func (a *pointsAcross) all(bytes int64) uint64 {
 }
 
 func (a *pointsAcross) openFars(e *Engine) {
-	a.hostRanks.open(e)
-	a.to = make([]int, a.c.Size)
-	for r := range a.to {
-		a.to[r] = -1
-	}
 	records := func(n int) [][]byte {
 		all := make([]byte, n*farRecord)
 		return slices.Collect(slices.Chunk(all, farRecord))
 	}
-	for _, r := range a.others {
-		a.to[r] = len(a.fars)
-		host := a.hosts.Host[r]
-		f := &far{a: a, e: e, rank: r, host: host, here: a.area(a.host, r), there: a.area(host, a.hosts.Rank),
-			puts: make([]uint64, a.words()), boxes: make([]*sending, a.c.Boxes), records: make([][]byte, a.c.Boxes),
+	for range a.others {
+		f := &farPair{a: a, boxes: make([]*sending, a.c.Boxes), records: make([][]byte, a.c.Boxes),
 			told: records(answersEach * a.c.Boxes), backs: records(a.c.Boxes),
 			consumed: make([]uint64, a.c.Semaphores), signals: records(a.c.Semaphores * signalLog)}
 		copy(f.asks[:], records(getSlots))
-		a.fars = append(a.fars, f)
+		a.openFar(&f.far, e, a.words(), a.area)
+		a.pairs = append(a.pairs, f)
 	}
+	e.ringMates()
 	a.wake, a.quit, a.over = make(chan struct{}, 1), make(chan struct{}), make(chan struct{})
 	e.landing(a, a.landed)
 	go a.tend()
 }
 
-// far is the rank of another host that a rank of the group is, nil if it is none.
-func (a *pointsAcross) far(rank int) *far {
-	if a == nil || rank < 0 || a.to[rank] < 0 {
+// pair is that with a rank of the group, nil if it is of this host.
+func (a *pointsAcross) pair(rank int) *farPair {
+	if a == nil || rank < 0 || a.place(rank) >= 0 {
 		return nil
 	}
-	return a.fars[a.to[rank]]
-}
-
-// count is how many puts of the other rank have come that name a word.
-func (f *far) count(word int) uint64 {
-	n := f.e.word(f.e.space.Rank, f.here+int64(8*word)).Load()
-	f.e.order(f.e.space.Rank)
-	return n
+	return a.pairs[a.index(rank)]
 }
 
 // put sends bytes to a place of the other rank, which are not written before they have left. f is locked.
-func (f *far) put(place int64, src []byte, word int) error {
+func (f *farPair) put(place int64, src []byte, word int) error {
 	if f.a.quiet {
 		return nil
 	}
-	if err := f.a.hosts.Rail.Put(f.rank, place, src, f.there+int64(8*word)); err != nil {
-		return err
+	return f.far.put(place, src, word)
+}
+
+// silence counts from when something was moved between the ranks, or the other has said that it moves bytes.
+func (f *farPair) silence(w *waiter, waited time.Duration) time.Duration {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if n := f.count(movesWord); n != f.landed {
+		f.landed, f.heard = n, time.Now()
 	}
-	f.puts[word]++
-	return nil
+	return f.since(w, waited, f.heard)
+}
+
+// anybody is whichever rank of another host a receive from any rank waits for.
+type anybody struct{ *farPair }
+
+func (b anybody) silence(w *waiter, waited time.Duration) time.Duration {
+	for _, f := range b.a.pairs {
+		waited = min(waited, f.silence(w, waited))
+	}
+	return waited
 }
 
 // progress moves what is between the ranks. It reports whether that was anything. f is locked.
-func (f *far) progress() (moved bool, err error) {
+func (f *farPair) progress() (moved bool, err error) {
 	before := f.steps
 	if err = f.hear(); err == nil {
 		if err = f.drain(); err == nil {
@@ -249,7 +245,7 @@ func (f *far) progress() (moved bool, err error) {
 }
 
 // hear reads the records of the other rank. f is locked.
-func (f *far) hear() error {
+func (f *farPair) hear() error {
 	f.answers()
 	f.posts()
 	if err := f.withdrawals(); err != nil {
@@ -261,17 +257,13 @@ func (f *far) hear() error {
 // rest returns when all that was put here has landed, and says what nobody has received.
 func (a *pointsAcross) rest(e *Engine) error {
 	a.stop(e)
-	counts := make([]restCount, len(a.fars))
-	for i, f := range a.fars {
-		counts[i] = restCount{f.rank, f.there, f.here, f.puts}
-	}
-	over, err := e.rest(a.hosts.Rail, counts)
+	over, err := a.hostRanks.rest(e, a.offset, a.offset+int64(len(a.others))*a.bytes())
 	if !over {
 		return err
 	}
 	errs := []error{err}
 	a.quiet = true
-	for _, f := range a.fars {
+	for _, f := range a.pairs {
 		f.mu.Lock()
 		_, err := f.progress()
 		errs = append(errs, err)
@@ -288,17 +280,16 @@ func (a *pointsAcross) rest(e *Engine) error {
 		}
 		f.mu.Unlock()
 	}
-	a.hosts.Rail.Forget(a.offset, a.offset+int64(len(a.others))*a.bytes())
 	return errors.Join(errs...)
 }
 
 // left is the error of messages that nobody has received.
-func (f *far) left(which string) error {
+func (f *farPair) left(which string) error {
 	return &comm.PeerError{Rank: f.rank, Op: "close", Err: fmt.Errorf("%w: on host %d: %s", comm.ErrMismatch, f.host, which)}
 }
 
 // unanswered are the messages of this rank that the other one has not received, in words. f is locked.
-func (f *far) unanswered() (list []string) {
+func (f *farPair) unanswered() (list []string) {
 	for _, o := range f.boxes {
 		if o != nil && !o.over && !o.back && !o.refused {
 			list = append(list, fmt.Sprintf("tag %d, %d bytes", o.tag, o.bytes))
@@ -308,7 +299,7 @@ func (f *far) unanswered() (list []string) {
 }
 
 // unclaimed are those of the other one that this rank has not received, in words. f is locked.
-func (f *far) unclaimed() (list []string) {
+func (f *farPair) unclaimed() (list []string) {
 	for _, m := range f.arrived {
 		list = append(list, fmt.Sprintf("tag %d, %d bytes", m.tag, m.bytes))
 	}

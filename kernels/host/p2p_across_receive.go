@@ -9,7 +9,7 @@ import (
 )
 
 // posts reads the messages that the other rank has posted. f is locked.
-func (f *far) posts() {
+func (f *farPair) posts() {
 	for n := f.count(postsWord); f.seen < n; f.seen++ {
 		for k := range f.a.c.Boxes { // most often it is the first
 			box := (k + int(f.seen%uint64(f.a.c.Boxes))) % f.a.c.Boxes
@@ -25,7 +25,7 @@ func (f *far) posts() {
 }
 
 // withdrawals reads which messages the other rank has taken back. f is locked.
-func (f *far) withdrawals() error {
+func (f *farPair) withdrawals() error {
 	for f.withdrawn < f.count(withdrawnWord) {
 		at := f.here + f.a.withdrawnAt() + int64(f.withdrawn%uint64(f.a.c.Boxes))*farRecord
 		number, chunks := f.number(at, 0), f.number(at, 1)
@@ -59,13 +59,13 @@ func (f *far) withdrawals() error {
 
 // answer tells the other rank what becomes of a message: claimed that this rank wants it, wantsStaging that it does not any longer, or its end.
 // f is locked.
-func (f *far) answer(number, phase, expected uint64) error {
+func (f *farPair) answer(number, phase, expected uint64) error {
 	k := f.puts[repliedWord] % uint64(len(f.told))
 	return f.put(f.there+f.a.answersAt()+int64(k)*farRecord, record(f.told[k], number, phase, expected), repliedWord)
 }
 
 // grant has the first of the claimed messages come. f is locked.
-func (f *far) grant() error {
+func (f *farPair) grant() error {
 	if f.granted || len(f.queue) == 0 {
 		return nil
 	}
@@ -75,14 +75,14 @@ func (f *far) grant() error {
 }
 
 // drain copies chunks out of the ring, or drops those that nobody wants any longer. f is locked.
-func (f *far) drain() error {
+func (f *farPair) drain() error {
 	for f.granted {
 		m, landed := f.queue[0], f.count(pieceWord)
 		all := min(f.a.all(m.bytes), m.until)
 		for ; f.taken < landed && m.chunks < all; f.steps++ {
 			n := min(f.a.c.StagingBytes, m.bytes-m.done)
 			if m.dst != nil {
-				at := f.a.slot(f.a.host, f.rank, f.taken%farSlots)
+				at := f.a.slot(f.a.me.host, f.rank, f.taken%farSlots)
 				copy(m.dst[m.done:m.done+n], f.e.space.Range(f.e.space.Rank, at, n))
 			}
 			m.done += n
@@ -114,7 +114,7 @@ func (f *far) drain() error {
 }
 
 // receiveFar takes a message from another host further, that h has claimed or that is for it. It reports whether it has done anything.
-func (x *messaging) receiveFar(h *end, f *far) bool {
+func (x *messaging) receiveFar(h *end, f *farPair) bool {
 	f.mu.Lock()
 	moved, err := x.progressFar(f)
 	if err == nil {
@@ -125,7 +125,7 @@ func (x *messaging) receiveFar(h *end, f *far) bool {
 	f.mu.Unlock()
 	switch {
 	case err != nil:
-		x.forget(h, x.w.failAcross(f.rank, err))
+		x.forget(h, x.w.fail(f, err))
 		return true
 	case h.want == kernels.AnyRank && h.far == nil && !h.listed:
 		x.enlist(h, true)
@@ -136,7 +136,7 @@ func (x *messaging) receiveFar(h *end, f *far) bool {
 }
 
 // receiveOn is receiveFar where the pair is locked.
-func (x *messaging) receiveOn(h *end, f *far) (moved bool, err error) {
+func (x *messaging) receiveOn(h *end, f *farPair) (moved bool, err error) {
 	if h.in == nil {
 		return x.claimFar(h, f)
 	}
@@ -155,7 +155,7 @@ func (x *messaging) receiveOn(h *end, f *far) (moved bool, err error) {
 	return false, nil
 }
 
-func (x *messaging) tookFar(h *end, f *far) bool {
+func (x *messaging) tookFar(h *end, f *farPair) bool {
 	if h.m.From != nil {
 		*h.m.From = f.rank
 	}
@@ -163,7 +163,7 @@ func (x *messaging) tookFar(h *end, f *far) bool {
 }
 
 // claimFar looks for the message of h, and claims it or refuses its size. It reports whether it has found one. The pair is locked.
-func (x *messaging) claimFar(h *end, f *far) (found bool, err error) {
+func (x *messaging) claimFar(h *end, f *farPair) (found bool, err error) {
 	for _, o := range f.pending {
 		if o == h {
 			break
@@ -206,8 +206,8 @@ func (x *messaging) claimFar(h *end, f *far) (found bool, err error) {
 const wantAfter = 50 * time.Millisecond
 
 // wantFar tells the other rank once. The pair is locked.
-func (x *messaging) wantFar(h *end, f *far) error {
-	if h.wanted || time.Since(x.began) < wantAfter || h.want == kernels.AnyRank {
+func (x *messaging) wantFar(h *end, f *farPair) error {
+	if h.wanted || time.Since(x.w.from) < wantAfter || h.want == kernels.AnyRank {
 		return nil
 	}
 	h.wanted = true
@@ -249,7 +249,7 @@ func (x *messaging) insteadFar(h *end) string {
 }
 
 // wants says which message of this rank the other one waits for, as far as it has told.
-func (f *far) wants() string {
+func (f *farPair) wants() string {
 	if f.count(wantsWord) == 0 {
 		return fmt.Sprintf("rank %d waits for no message of this rank", f.rank)
 	}

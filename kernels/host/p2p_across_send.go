@@ -18,7 +18,7 @@ func record(b []byte, numbers ...uint64) []byte {
 }
 
 // number is the i-th of a record that has landed at a place of this rank.
-func (f *far) number(at int64, i int) uint64 {
+func (f *farPair) number(at int64, i int) uint64 {
 	return f.e.word(f.e.space.Rank, at+int64(8*i)).Load()
 }
 
@@ -34,7 +34,7 @@ func (x *messaging) sendFar(i int) bool {
 	}
 	h.far.mu.Unlock()
 	if err != nil {
-		x.withdrawFar(h, x.w.failAcross(h.far.rank, err))
+		x.withdrawFar(h, x.w.fail(h.far, err))
 	}
 	return moved || err != nil
 }
@@ -65,7 +65,7 @@ func (x *messaging) sendOn(i int) (moved bool, err error) {
 }
 
 // progressFar is progress on behalf of a launch. f is locked.
-func (x *messaging) progressFar(f *far) (moved bool, err error) {
+func (x *messaging) progressFar(f *farPair) (moved bool, err error) {
 	moved, err = f.progress()
 	if moved {
 		x.w.moved(f.bytes)
@@ -89,7 +89,7 @@ func (x *messaging) overFar(h *end) error {
 	return nil
 }
 
-func (f *far) mismatch(o *sending) error {
+func (f *farPair) mismatch(o *sending) error {
 	return &kernels.MessageMismatchError{Src: f.a.hosts.Rank, Dst: f.rank, Number: o.number, Tag: o.tag, Sent: uint64(o.bytes), Expected: o.expected}
 }
 
@@ -138,7 +138,7 @@ func (x *messaging) postFar(h *end) (bool, error) {
 }
 
 // answers reads what the other rank has said of messages of this one. f is locked.
-func (f *far) answers() {
+func (f *farPair) answers() {
 	for n := f.count(repliedWord); f.answered < n; f.answered++ {
 		at := f.here + f.a.answersAt() + int64(f.answered%uint64(answersEach*f.a.c.Boxes))*farRecord
 		number, phase := f.number(at, 0), f.number(at, 1)
@@ -161,7 +161,7 @@ func (f *far) answers() {
 }
 
 // drop lets go of a copy whose message has ended. f is locked.
-func (f *far) drop(o *sending) {
+func (f *farPair) drop(o *sending) {
 	if o.parked {
 		o.parked, o.src = false, nil
 		f.a.parked.Add(-o.bytes)
@@ -171,7 +171,7 @@ func (f *far) drop(o *sending) {
 
 // push puts chunks of the message that the other rank wants, while there is room for them. They are copied, so that the message's memory is free
 // whenever its sender gives up. f is locked.
-func (f *far) push() error {
+func (f *farPair) push() error {
 	for _, o := range f.boxes {
 		if o == nil || o.over || o.back || !o.granted && !o.refused || o.pushed == o.bytes {
 			continue
@@ -203,7 +203,7 @@ func (f *far) push() error {
 }
 
 // takeBack tells the other rank that no more comes of a message. f is locked.
-func (f *far) takeBack(o *sending) error {
+func (f *farPair) takeBack(o *sending) error {
 	k := f.puts[withdrawnWord] % uint64(f.a.c.Boxes)
 	o.back = true
 	return f.put(f.there+f.a.withdrawnAt()+int64(k)*farRecord, record(f.backs[k], o.number, o.chunks), withdrawnWord)

@@ -64,7 +64,7 @@ func inMemory(b []byte) kernels.Buffer { return kernels.Buffer{Mem: b, Bytes: in
 // empty reports whether no message waits for its receiver.
 func (w *pointsAcrossWorld) empty() bool {
 	for _, p := range w.ports {
-		for _, f := range p.(*port).fam.(*transfers).across.fars {
+		for _, f := range p.(*port).fam.(*transfers).across.pairs {
 			f.mu.Lock()
 			f.answers()
 			n := len(f.unanswered())

@@ -11,64 +11,54 @@ import (
 )
 
 // transferFar is a put, get, signal or wait with a rank of another host.
-func (x *transferring) transferFar(f *far) error {
+func (x *transferring) transferFar(f *farPair) error {
 	f.a.active.Add(1)
 	defer f.a.active.Add(-1)
-	began := time.Now()
+	x.w.from = time.Now()
 	var err error
 	switch x.a.Kind {
 	case kernels.PutTransfer:
-		err = x.putFar(f, began)
+		err = x.putFar(f)
 	case kernels.GetTransfer:
-		err = x.getFar(f, began)
+		err = x.getFar(f)
 	case kernels.SignalTransfer:
-		err = x.untilFar(f, began, func() (bool, error) { return f.signal(x.a.Semaphore) })
+		err = x.untilFar(f, func() (bool, error) { return f.signal(x.a.Semaphore) })
 	case kernels.WaitTransfer:
-		err = x.untilFar(f, began, func() (bool, error) { return f.consume(x.a.Semaphore) })
+		err = x.untilFar(f, func() (bool, error) { return f.consume(x.a.Semaphore) })
 	}
 	return err
 }
 
 // untilFar calls step until it is done, with f locked.
-func (x *transferring) untilFar(f *far, began time.Time, step func() (bool, error)) error {
+func (x *transferring) untilFar(f *farPair, step func() (bool, error)) error {
 	for {
 		f.mu.Lock()
 		done, err := step()
-		heard := f.heard
 		f.mu.Unlock()
 		switch {
 		case err != nil:
-			return x.w.failAcross(f.rank, err)
+			return x.w.fail(f, err)
 		case done:
 			x.w.busy()
 			return nil
 		case f.failed.late(&x.a.Turn):
 			return f.failed.error()
 		}
-		if heard.Before(began) {
-			heard = began
+		if x.w.rail = f.rail; f.a.active.Load() > 1 { // another launch may do what this one waits for
+			x.w.rail = nil
 		}
-		rail := f.a.hosts.Rail
-		if f.a.active.Load() > 1 { // another launch may do what this one waits for
-			rail = nil
-		}
-		if err := x.w.idleAcross(f.rank, heard, rail); err != nil {
-			err = x.lateFar(f, err)
+		if err := x.w.idle(f); err != nil {
+			err = x.w.fail(f, err)
 			f.failed.fail(&x.a.Turn, err)
 			return err
 		}
 	}
 }
 
-// lateFar is the error of a wait, with what can be seen of the other rank.
-func (x *transferring) lateFar(f *far, err error) error {
-	var late *comm.PeerError
-	if !errors.Is(err, comm.ErrTimeout) || !errors.As(err, &late) {
-		return err
-	}
+// doingFar says what can be seen of the other rank.
+func (x *transferring) doingFar(f *farPair) (seen string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	var seen string
 	switch word := signalsWord + x.a.Semaphore; x.a.Kind {
 	case kernels.WaitTransfer:
 		seen = fmt.Sprintf("it has signalled %d times, and this rank has consumed %d", f.count(word), f.consumed[x.a.Semaphore])
@@ -82,11 +72,10 @@ func (x *transferring) lateFar(f *far, err error) error {
 	default:
 		seen = "it takes no more bytes"
 	}
-	late.Err = fmt.Errorf("%w after %v%s: on host %d: %s", comm.ErrTimeout, x.w.timeout, x.w.sizes(0), f.host, seen)
-	return err
+	return seen
 }
 
-func (x *transferring) putFar(f *far, began time.Time) error {
+func (x *transferring) putFar(f *farPair) error {
 	src, place := x.a.Buffer.Mem, x.a.Place
 	var leaves uint64
 	for len(src) > 0 {
@@ -98,7 +87,7 @@ func (x *transferring) putFar(f *far, began time.Time) error {
 			leaves, _, err = f.a.hosts.Rail.Left()
 		}
 		if err != nil {
-			return x.w.failAcross(f.rank, err)
+			return x.w.fail(f, err)
 		}
 		x.w.moved(int64(n))
 		src, place = src[n:], place+int64(n)
@@ -107,7 +96,7 @@ func (x *transferring) putFar(f *far, began time.Time) error {
 		return nil
 	}
 	var had uint64
-	err := x.untilFar(f, began, func() (bool, error) {
+	err := x.untilFar(f, func() (bool, error) {
 		_, left, err := f.a.hosts.Rail.Left()
 		if left != had {
 			had, f.heard = left, time.Now()
@@ -123,18 +112,18 @@ func (x *transferring) putFar(f *far, began time.Time) error {
 }
 
 // getFar asks the other rank for parts, and copies them as they come.
-func (x *transferring) getFar(f *far, began time.Time) error {
+func (x *transferring) getFar(f *farPair) error {
 	dst, place := x.a.Buffer.Mem, x.a.Place
 	part := f.a.c.StagingBytes
 	var asked, last uint64 // parts of this get, and the number of the last one of any
 	f.gets.Lock()
 	defer f.gets.Unlock()
 	first := f.asked
-	return x.untilFar(f, began, func() (bool, error) {
+	return x.untilFar(f, func() (bool, error) {
 		came := f.count(repliesWord)
 		for len(dst) > 0 && came > first+last {
 			n := min(int64(len(dst)), part)
-			copy(dst[:n], f.e.space.Range(f.e.space.Rank, f.a.slot(f.a.host, f.rank, farSlots+(first+last)%getSlots), n))
+			copy(dst[:n], f.e.space.Range(f.e.space.Rank, f.a.slot(f.a.me.host, f.rank, farSlots+(first+last)%getSlots), n))
 			x.w.moved(n)
 			dst = dst[n:]
 			last++
@@ -154,7 +143,7 @@ func (x *transferring) getFar(f *far, began time.Time) error {
 }
 
 // signal counts a semaphore up, once there is room in its log. The record says how many parts of puts come before it. f is locked.
-func (f *far) signal(semaphore int) (bool, error) {
+func (f *farPair) signal(semaphore int) (bool, error) {
 	word := signalsWord + semaphore
 	k := f.puts[word]
 	if k >= f.count(word+f.a.c.Semaphores)*(signalLog/2)+signalLog {
@@ -165,7 +154,7 @@ func (f *far) signal(semaphore int) (bool, error) {
 }
 
 // consume consumes a signal, once the puts before it have landed. f is locked.
-func (f *far) consume(semaphore int) (bool, error) {
+func (f *farPair) consume(semaphore int) (bool, error) {
 	word, n := signalsWord+semaphore, f.consumed[semaphore]
 	if f.count(word) == n {
 		return false, nil
@@ -181,13 +170,13 @@ func (f *far) consume(semaphore int) (bool, error) {
 }
 
 // before is how many parts of puts come before the next signal of a semaphore, which is here. f is locked.
-func (f *far) before(semaphore int) uint64 {
+func (f *farPair) before(semaphore int) uint64 {
 	at := int64(semaphore*signalLog) + int64(f.consumed[semaphore]%signalLog)
 	return f.number(f.here+f.a.signalsAt()+8*at, 0)
 }
 
 // serve sends the parts that the other rank has asked for. f is locked.
-func (f *far) serve() error {
+func (f *farPair) serve() error {
 	for f.served.Load() < f.count(asksWord) {
 		k := f.served.Load() % getSlots
 		at := f.here + f.a.asksAt() + int64(k)*farRecord
@@ -209,7 +198,7 @@ func (a *pointsAcross) landed() {
 		a.call()
 		return
 	}
-	for _, f := range a.fars {
+	for _, f := range a.pairs {
 		if f.count(asksWord) != f.served.Load() {
 			a.call()
 			return
@@ -233,7 +222,7 @@ func (a *pointsAcross) tend() {
 			return
 		case <-a.wake:
 		}
-		for _, f := range a.fars {
+		for _, f := range a.pairs {
 			f.mu.Lock()
 			moved, err := false, f.serve()
 			if err == nil && a.aside.Load() > 0 {

@@ -69,7 +69,6 @@ type messaging struct {
 	ends  []end
 	begun bool
 	since time.Time // of the first look that found nothing to do
-	began time.Time // zero where no peer can be on another host
 }
 
 // end is this rank's end of one message during a launch.
@@ -89,7 +88,7 @@ type end struct {
 	turn, chunk uint64
 	moved       int64
 	// A peer on another host, and the message in a box there, or the one that comes.
-	far    *far
+	far    *farPair
 	out    *sending
 	in     *incoming
 	wanted bool // the peer has been told
@@ -114,7 +113,8 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 		x.ends = append(x.ends, end{m: m, want: peer, peer: peer, rank: m.Peer, far: far, seen: never})
 	}
 	if f.across != nil {
-		x.began = time.Now()
+		x.w.from = time.Now()
+		x.w.crosses(f.across.fars)
 		f.across.active.Add(1)
 		defer f.across.active.Add(-1)
 	}
@@ -183,34 +183,24 @@ func (x *messaging) failed(h *end) *failedWait {
 
 // idle waits a little for h, or for anything else.
 func (x *messaging) idle(h *end) error {
-	a := x.f.across
+	x.w.rail = nil
+	if h.far != nil && h.far.a.active.Load() == 1 && !slices.ContainsFunc(x.ends, func(h end) bool { return h.far == nil && h.stage != ended }) {
+		x.w.rail = h.far.rail // nothing else may do what this rank waits for
+	}
+	return x.w.idle(x.peer(h))
+}
+
+// peer is whom an end waits for, or one of them.
+func (x *messaging) peer(h *end) peer {
 	switch {
 	case h.far != nil:
-	case a != nil && h.rank == kernels.AnyRank:
-		heard := x.began
-		for _, f := range a.fars {
-			f.mu.Lock()
-			if f.heard.After(heard) {
-				heard = f.heard
-			}
-			f.mu.Unlock()
-		}
-		return x.w.idleAcross(a.fars[0].rank, heard, nil)
-	default:
-		return x.w.idle(x.someone(h))
+		return h.far
+	case h.peer != kernels.AnyRank:
+		return x.e.near(h.peer)
+	case x.f.across != nil:
+		return anybody{x.f.across.pairs[0]}
 	}
-	f := h.far
-	f.mu.Lock()
-	heard := f.heard
-	f.mu.Unlock()
-	if heard.Before(x.began) {
-		heard = x.began
-	}
-	rail := a.hosts.Rail
-	if a.active.Load() > 1 || slices.ContainsFunc(x.ends, func(h end) bool { return h.far == nil && h.stage != ended }) {
-		rail = nil // something else may do what this rank waits for
-	}
-	return x.w.idleAcross(f.rank, heard, rail)
+	return x.e.near((x.e.space.Rank + 1) % x.f.c.Size)
 }
 
 func (x *messaging) reset() {
@@ -218,14 +208,6 @@ func (x *messaging) reset() {
 	clear(x.ends)
 	x.ends = x.ends[:0]
 	x.f, x.e, x.a, x.since, x.begun = nil, nil, nil, time.Time{}, false
-}
-
-// someone is the peer that an end waits for, or one of them.
-func (x *messaging) someone(h *end) int {
-	if h.peer == kernels.AnyRank {
-		return (x.e.space.Rank + 1) % x.f.c.Size
-	}
-	return h.peer
 }
 
 // outcome is the errors of all messages, each once.
@@ -250,10 +232,7 @@ func (h *end) finish(err error) bool {
 
 // giveUp ends all messages when the wait for one has failed.
 func (x *messaging) giveUp(first *end, err error) {
-	why := err
-	if first.far == nil && (x.f.across == nil || first.rank != kernels.AnyRank) {
-		why = x.w.fail(x.someone(first), err)
-	}
+	why := x.w.fail(x.peer(first), err)
 	for i := range x.ends {
 		h := &x.ends[i]
 		if h.stage == ended {
@@ -307,29 +286,28 @@ func (h *end) String() string {
 	return fmt.Sprintf("tag %d, %d bytes %s rank %d", h.m.Tag, h.m.Buffer.Bytes, way, h.rank)
 }
 
-// first is the message that the launch waits for, of those with peer if there is one.
-func (x *messaging) first(peer int) (found *end) {
+// first is the message that the launch waits for, of those with a rank if there is one.
+func (x *messaging) first(rank int) (found *end) {
 	for i := range x.ends {
-		if h := &x.ends[i]; h.stage != ended && (found == nil || h.peer == peer && found.want != peer) {
+		if h := &x.ends[i]; h.stage != ended && (found == nil || h.rank == rank && found.m.Peer != rank) {
 			found = h
 		}
 	}
 	return found
 }
 
-func (x *messaging) sizes(peer int) string {
-	if h := x.first(peer); h != nil {
+func (x *messaging) sizes(rank int) string {
+	if h := x.first(rank); h != nil {
 		return h.String()
 	}
 	return ""
 }
 
-// doing says what can be seen of a peer that has not come.
-func (x *messaging) doing(peer int) string {
-	if h := x.first(peer); h != nil && h.peer == peer {
+func (x *messaging) doing(rank int) string {
+	if h := x.first(rank); h != nil && h.rank == rank {
 		return x.instead(h)
 	}
-	return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", x.e.space.Name(peer))
+	return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", rank)
 }
 
 // instead says what the peer of a message does instead.
@@ -345,7 +323,7 @@ func (x *messaging) instead(h *end) string {
 			}
 		}
 		if a := x.f.across; a != nil {
-			for _, f := range a.fars {
+			for _, f := range a.pairs {
 				f.mu.Lock()
 				if left := f.unclaimed(); len(left) > 0 {
 					list = append(list, unreceivedOf(f.rank, a.hosts.Rank, left))

@@ -18,11 +18,11 @@ func (x *messaging) each(h *end, f func(p int, pr *pair)) {
 }
 
 // eachFar calls f for every rank of other hosts whose messages a receive may take, locked.
-func (x *messaging) eachFar(h *end, f func(p *far)) {
+func (x *messaging) eachFar(h *end, f func(p *farPair)) {
 	if x.f.across == nil {
 		return
 	}
-	for _, p := range x.f.across.fars {
+	for _, p := range x.f.across.pairs {
 		if h.m.Peer == kernels.AnyRank || p == h.far {
 			p.mu.Lock()
 			f(p)
@@ -36,7 +36,7 @@ func (x *messaging) enlist(h *end, first bool) {
 	if h.m.Peer == kernels.AnyRank {
 		h.others, h.listed = slices.Repeat([]look{never}, x.f.c.Size), true
 	}
-	x.eachFar(h, func(f *far) {
+	x.eachFar(h, func(f *farPair) {
 		at := 0
 		if !first {
 			at = len(f.pending)
@@ -91,7 +91,7 @@ func (x *messaging) delistAll(h *end, but int) {
 			pr.in.Unlock()
 		}
 	})
-	x.eachFar(h, func(f *far) {
+	x.eachFar(h, func(f *farPair) {
 		f.pending = slices.DeleteFunc(f.pending, func(o *end) bool { return o == h })
 	})
 	h.listed = false
@@ -121,7 +121,7 @@ func (x *messaging) receive(h *end) bool {
 	}
 	h.peer = kernels.AnyRank
 	if a := x.f.across; a != nil {
-		for _, f := range a.fars {
+		for _, f := range a.pairs {
 			if x.receiveFar(h, f) && (h.stage != unposted || h.far != nil) {
 				return true
 			}

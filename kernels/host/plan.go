@@ -204,7 +204,7 @@ func (x *reducing) raise(peer, semaphore int) {
 // consume waits for a signal of peer.
 func (x *reducing) consume(peer, semaphore int) error {
 	want := x.e.word(x.me, x.c.Consumed(peer, semaphore)).Add(1)
-	if err := x.w.until(peer, x.e.word(x.me, x.c.Semaphore(peer, semaphore)), want); err != nil {
+	if err := x.w.until(x.e.near(peer), x.e.word(x.me, x.c.Semaphore(peer, semaphore)), want); err != nil {
 		return err
 	}
 	x.e.order(x.me)

@@ -17,8 +17,9 @@ type port struct {
 	e       *Engine
 	name    string
 	fam     family
-	offset  int64 // of its control block
-	ops     map[string]opcode
+	offset  int64                 // of its control block
+	place   int                   // of its family in the table
+	ops     []string              // the names of its operations
 	leaving atomic.Bool           // its waits are over
 	waits   waits                 // the wait of the call that runs
 	absent  atomic.Pointer[[]int] // ranks of the group that had not begun the call when a wait of it failed
@@ -49,7 +50,7 @@ func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
 		return nil, err
 	}
 	x.open(e)
-	p := &port{e: e, name: f.Family(), fam: x, offset: offset, ops: opcodesOf(place)}
+	p := &port{e: e, name: f.Family(), fam: x, offset: offset, place: place, ops: families()[place].operations}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.ports = append(e.ports, p)
@@ -64,7 +65,7 @@ func (p *port) Ready() kernels.Traits { return p.fam.ready(p.e) }
 
 // Launch runs op on a host stream's worker, or at once when s is nil. On a stream its error is the stream's.
 func (p *port) Launch(s device.Stream, op kernels.Operation) error {
-	if _, ok := p.ops[op.Operation()]; !ok {
+	if _, ok := opcodeOf(p.place, p.ops, op.Operation()); !ok {
 		return fmt.Errorf("kernels: %s on a port of %s", op.Operation(), p.name)
 	}
 	if s == nil {
@@ -103,7 +104,8 @@ func (p *port) run(op kernels.Operation) error {
 
 // call is the call in which p runs op. at is the offset of the word that counts the communicator's calls.
 func (p *port) call(op kernels.Operation, at int64, epoch uint64) call {
-	return call{p.ops[op.Operation()], at, epoch}
+	code, _ := opcodeOf(p.place, p.ops, op.Operation())
+	return call{code, at, epoch}
 }
 
 // Fault is nil, since operations are done when they have run, but for a call that a peer gave up because this rank was in one of another port.

@@ -1,11 +1,9 @@
 package host
 
-import "time"
-
 // A deadline measures silence: a rank that moves bytes is alive, though a peer may hear nothing of it for long. A whole message goes with one
 // signal, and messages to others may come first. So every rank counts what it moves, in its own segment, and a rank that waits looks there: at
-// the rank that it waits for, at the one that this rank waits for, and so on. It counts by communicator. The bytes of a call are finite,
-// so no wait is endless, whatever its peer does in other calls.
+// the rank that it waits for, at the one that this rank waits for, and so on. It counts by communicator. Ranks of other
+// hosts hear of it by empty puts (far). The bytes of a call are finite, so no wait is endless, whatever its peer does in other calls.
 
 const (
 	// movedOffset is where that word is, from the one that counts the communicator's calls.
@@ -21,18 +19,8 @@ func (w *waiter) moved(bytes int64) {
 	if w.carried += bytes; w.carried >= movedBytes {
 		w.carried = 0
 		w.e.word(w.e.space.Rank, w.call.at+movedOffset).Add(1)
+		w.say()
 	}
-}
-
-// silent is for how long nobody has moved anything that this wait for peer is for, when it has waited so long.
-func (w *waiter) silent(peer int, waited time.Duration) time.Duration {
-	if waited >= w.lookAt || waited-w.heard > w.timeout {
-		w.lookAt = waited + w.timeout/looksAtMoved
-		if w.anyMoved(peer) {
-			w.heard = waited
-		}
-	}
-	return waited - w.heard
 }
 
 // anyMoved reports whether peer has moved anything since this was asked last in this wait, or the rank that peer waits for, and so on.

@@ -10,9 +10,9 @@ import "github.com/switchyard-moe/switchyard/internal/shm"
 // waitsPerSpread is how many waits go by between two looks for a better core.
 const waitsPerSpread = 64
 
-// near reports whether spinning would keep a rank from its work: ranks outnumber cores, or peer was last seen waiting on
+// shares reports whether spinning would keep a rank from its work: ranks outnumber cores, or peer was last seen waiting on
 // the core that this rank is on.
-func (e *Engine) near(peer int) bool {
+func (e *Engine) shares(peer int) bool {
 	if e.bells != nil {
 		return e.crowded
 	}

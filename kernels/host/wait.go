@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 )
 
@@ -41,7 +42,7 @@ type waiter struct {
 	port    *port
 	rank    int // of the group, that it has waited for last
 	call    call
-	with    sizer
+	with    teller
 	masks   *dispatching // whose masks end its waits, if any
 	timeout time.Duration
 	since   time.Time     // of the first idle pass after work
@@ -59,7 +60,7 @@ type waiter struct {
 	other    uint64    // the call in which the peer waited for is instead,
 	seen     time.Time // and since when
 	asleep   bool      // it waits for other hosts too, and leaves its core to what brings their bytes
-	near     bool      // the peer waited for needs our core
+	yields   bool      // the peer waited for needs our core
 	looks    bool      // this wait has not slept yet, and looks before it does
 	shown    int       // the rank that others were told this wait is for,
 	absent   bool      // and whether it had not begun the call then
@@ -67,21 +68,57 @@ type waiter struct {
 	meets     uint64
 	meetsFrom time.Duration
 	gone      time.Duration // how long this rank had waited when it saw that the peer has left
-	sleeper   sleeper
-	entered   bool
-	doorbell  uint32
-	waiting   []int32 // peers whose line is not there yet
-	awaits    uint32  // what this rank's word of whom it waits for says, as far as this wait knows
+	// Of a call that crosses hosts: the ranks there, and when they heard last that bytes move.
+	fars []*far
+	said time.Time
+	from time.Time  // a rank of another host is silent from here on, if set
+	rail rails.Rail // what this rank sleeps on, if set
+
+	sleeper  sleeper
+	entered  bool
+	doorbell uint32
+	waiting  []int32 // peers whose line is not there yet
+	awaits   uint32  // what this rank's word of whom it waits for says, as far as this wait knows
 }
 
-// sizer says what a call exchanges with a peer, in words; nothing where that is not known.
-type sizer interface{ sizes(peer int) string }
+// peer is a rank that a call waits for: a near one, of this host, or a far one. It says how it is heard, and who is to blame.
+type peer interface {
+	id() who
+	// mark is its number in the words by which ranks of this host say for whom they wait.
+	mark() int
+	// looks reports whether a wait for it looks before it sleeps, and whether that keeps the peer from its core.
+	looks(w *waiter) (looks, yields bool)
+	// silence is for how long nothing has been heard of it, when w has waited for so long.
+	silence(w *waiter, waited time.Duration) time.Duration
+	// goesOn reports whether it may still do its part when the group has failed, and begun whether it has begun w's call.
+	goesOn() bool
+	begun(w *waiter) bool
+	// elsewhere is an error where it waits in another call.
+	elsewhere(w *waiter) error
+	// late is the error of a wait for it at the deadline, and doing what can be seen of it.
+	late(w *waiter) error
+	doing(w *waiter) string
+}
+
+// teller says in words what a call exchanges with a rank of the group, and what that one does. Nothing says that it is not known.
+type teller interface {
+	sizes(rank int) string
+	doing(rank int) string
+}
+
+// plain is the doing of most calls.
+type plain struct{}
+
+func (plain) doing(int) string { return "" }
 
 // begin is the beginning of a call.
-func (w *waiter) begin(p *port, with sizer, c call, timeout time.Duration) {
+func (w *waiter) begin(p *port, with teller, c call, timeout time.Duration) {
 	e := p.e
 	w.e, w.port, w.with, w.call, w.timeout, w.polls, w.other, w.meets, w.woken, w.lostAt, w.awaits = e, p, with, c, timeout, 0, 0, 0, time.Time{}, time.Time{}, 0
-	if own := &e.peers[e.space.Rank]; own.awaited.Load() != 0 && own.waiting.Load() == 0 {
+	if w.fars != nil { // of a call before
+		w.fars, w.from, w.rail, w.asleep = nil, time.Time{}, nil, false
+	}
+	if own := e.near(e.space.Rank); own.awaited.Load() != 0 && own.waiting.Load() == 0 {
 		own.awaited.Store(0) // its wait has failed, and it goes on
 	}
 }
@@ -106,31 +143,31 @@ func (w *waiter) leave() {
 
 // idle waits a little for peer, one of those that the kernel waits for. It returns comm.ErrAborted, comm.ErrTimeout or
 // comm.ErrOutOfStep when the wait is over without success.
-func (w *waiter) idle(peer int) error {
+func (w *waiter) idle(peer peer) error {
 	w.polls++
-	w.rank = w.e.space.Name(peer)
+	w.rank = peer.id().rank
 	if w.e.step != nil {
-		return w.e.step(idlePass, peer)
+		return w.e.step(idlePass, peer.mark())
 	}
 	if w.polls == 1 {
 		w.since, w.told, w.heard, w.gone, w.lookAt, w.moves = time.Now(), 0, 0, 0, w.timeout/looksAtMoved, w.moves[:0]
-		w.near, w.looks = w.e.near(peer), !w.asleep && w.e.patience.Looks(w.since.Sub(w.e.began))
+		w.looks, w.yields = peer.looks(w)
 		if w.over() && !w.spares(peer) {
 			return w.aborted()
 		}
 		return nil // that took long enough for another look
 	}
-	if w.looks && !w.near && w.polls%spinsPerLook != 0 {
+	if w.looks && !w.yields && w.polls%spinsPerLook != 0 {
 		shm.Pause(1)
 		return nil
 	}
 	waited := time.Since(w.since)
 	if w.looks {
 		switch {
-		case !w.near && waited < spinFor:
+		case !w.yields && waited < spinFor:
 			return nil
 		case waited < yieldFor:
-			w.near = true // from now on
+			w.yields = true // from now on
 			w.e.yield()
 			return nil
 		}
@@ -139,27 +176,31 @@ func (w *waiter) idle(peer int) error {
 	if w.over() && !w.spares(peer) {
 		return w.aborted()
 	}
-	silent := w.silent(peer, waited)
+	silent := peer.silence(w, waited)
 	if silent > w.timeout && !w.prolonged(silent) {
 		if w.again() {
 			return nil
 		}
-		return w.gaveUp(peer)
+		return peer.late(w)
 	}
 	if waited >= w.told+w.e.tellEvery {
 		w.tell(peer, waited)
 	}
 	w.await(peer)
 	if first := w.port.waits.show(w); first || w.shown != w.rank {
-		w.shown, w.absent = w.rank, w.call.epoch != 0 && w.e.word(peer, w.call.at).Load() < w.call.epoch
+		w.shown, w.absent = w.rank, !peer.begun(w)
+	}
+	if w.rail != nil {
+		w.rail.Wait(w.most(silent))
+		return nil
 	}
 	if !w.entered {
 		w.entered = true
 		w.doorbell = w.e.enter(&w.sleeper)
-		w.e.peers[w.e.space.Rank].waiting.Store(w.call.word())
+		w.e.near(w.e.space.Rank).waiting.Store(w.call.word())
 		return nil // the caller looks once more, now that peers know
 	}
-	if err := w.elsewhere(peer); err != nil {
+	if err := peer.elsewhere(w); err != nil {
 		return err
 	}
 	w.e.sleep(&w.sleeper, w.doorbell, w.most(silent))
@@ -230,20 +271,20 @@ func (w *waiter) most(silent time.Duration) time.Duration {
 	return sleepFor
 }
 
-// sizes is what this call exchanges with peer, in parentheses.
-func (w *waiter) sizes(peer int) string {
-	if s := w.with.sizes(peer); s != "" {
+// sizes is what this call exchanges with a rank, in parentheses.
+func (w *waiter) sizes(rank int) string {
+	if s := w.with.sizes(rank); s != "" {
 		return " (" + s + ")"
 	}
 	return ""
 }
 
 // tell logs for whom this rank waits, and what can be seen of that rank.
-func (w *waiter) tell(peer int, waited time.Duration) {
+func (w *waiter) tell(peer peer, waited time.Duration) {
 	w.told = waited
 	if log := w.e.space.Log; log != nil {
-		log.Info("waiting", "rank", w.e.space.Name(w.e.space.Rank), "for", w.e.space.Name(peer), "call", fmt.Sprintf("%d, %v%s", w.call.epoch, w.call.op, w.sizes(peer)),
-			"waited", waited.Round(time.Second), "timeout", w.timeout, "seen", w.doing(peer))
+		log.Info("waiting", "rank", w.e.space.Name(w.e.space.Rank), "for", w.rank, "call", fmt.Sprintf("%d, %v%s", w.call.epoch, w.call.op, w.sizes(w.rank)),
+			"waited", waited.Round(time.Second), "timeout", w.timeout, "seen", peer.doing(w))
 	}
 }
 

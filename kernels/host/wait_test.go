@@ -198,14 +198,15 @@ func TestCallsHaveNamesOfTheirOwn(t *testing.T) {
 	seen := make(map[string]bool)
 	for place, f := range table {
 		require.LessOrEqual(t, len(f.operations), maxOperations)
-		codes := opcodesOf(place)
 		for _, name := range f.operations {
 			require.False(t, seen[name], "%s is an operation of two families", name)
 			seen[name] = true
-			require.Equal(t, name, codes[name].String())
+			code, ok := opcodeOf(place, f.operations, name)
+			require.True(t, ok)
+			require.Equal(t, name, code.String())
 			own := w.engines[0].word(0, kernels.HeaderBytes)
 			for _, epoch := range []uint64{1, 77, 1<<epochBits - 1, 1 << epochBits, 1<<40 + 3} {
-				c := call{codes[name], kernels.HeaderBytes, epoch}
+				c := call{code, kernels.HeaderBytes, epoch}
 				for ahead := -1; ahead <= 1; ahead++ {
 					own.Store(epoch - uint64(ahead))
 					got, a, ok := (&waiter{e: w.engines[0]}).callOf(c.word())
@@ -243,24 +244,24 @@ func TestWaitsSleepFirstWhereLookingLosesTheCore(t *testing.T) {
 	e, port := w.engines[0], w.ports[0].(*port)
 	var wait waiter
 	wait.begin(port, nil, call{at: kernels.HeaderBytes, epoch: 1}, 10*time.Second)
-	require.NoError(t, wait.idle(1))
+	require.NoError(t, wait.idle(wait.e.near(1)))
 	require.True(t, wait.looks)
-	require.NoError(t, wait.idle(1))
+	require.NoError(t, wait.idle(wait.e.near(1)))
 	require.False(t, wait.entered)
 	time.Sleep(3 * time.Millisecond) // others have its core
 	wait.busy()
 
-	require.NoError(t, wait.idle(1))
+	require.NoError(t, wait.idle(wait.e.near(1)))
 	require.False(t, wait.looks)
-	require.NoError(t, wait.idle(1))
+	require.NoError(t, wait.idle(wait.e.near(1)))
 	require.True(t, wait.entered, "peers know that it sleeps")
 	start := time.Now()
-	require.NoError(t, wait.idle(1))
+	require.NoError(t, wait.idle(wait.e.near(1)))
 	require.GreaterOrEqual(t, time.Since(start), sleepFor)
 	wait.busy()
 
 	e.began = e.began.Add(-time.Minute)
-	require.NoError(t, wait.idle(1))
+	require.NoError(t, wait.idle(wait.e.near(1)))
 	require.True(t, wait.looks)
 	wait.busy()
 }
@@ -281,17 +282,17 @@ func TestF2_AnInterruptedWaitLooksOnceMore(t *testing.T) {
 			wait.begin(w.ports[0].(*port), nil, call{at: kernels.HeaderBytes, epoch: 1}, time.Minute)
 			for range 2 { // waits of one call
 				for !c.stage(&wait) {
-					require.NoError(t, wait.idle(1))
+					require.NoError(t, wait.idle(wait.e.near(1)))
 				}
 				w.engines[0].abort.Store(1) // right behind a look
-				require.NoError(t, wait.idle(1))
+				require.NoError(t, wait.idle(wait.e.near(1)))
 				wait.busy() // the next look has found it
 				w.engines[0].abort.Store(0)
 			}
 			w.engines[0].abort.Store(1)
 			var err error
 			for err == nil {
-				err = wait.idle(1)
+				err = wait.idle(wait.e.near(1))
 			}
 			require.ErrorIs(t, err, comm.ErrAborted)
 		})
@@ -303,15 +304,15 @@ func TestF2_AnInterruptedWaitLooksOnceMore(t *testing.T) {
 		wait.begin(w.ports[0].(*port), nil, call{at: kernels.HeaderBytes, epoch: 1}, time.Minute)
 		for range 2 {
 			w.engines[0].abort.Store(1)
-			require.NoError(t, wait.idleAcross(1, time.Now(), nil))
+			require.NoError(t, wait.idle(w.families(0)[0].across.far(1)))
 			wait.busy()
 		}
-		require.NoError(t, wait.idleAcross(1, time.Now(), nil))
-		require.ErrorIs(t, wait.idleAcross(1, time.Now(), nil), comm.ErrAborted)
+		require.NoError(t, wait.idle(w.families(0)[0].across.far(1)))
+		require.ErrorIs(t, wait.idle(w.families(0)[0].across.far(1)), comm.ErrAborted)
 	})
 }
 
-type noSizes struct{}
+type noSizes struct{ plain }
 
 func (noSizes) sizes(int) string { return "" }
 
@@ -320,13 +321,12 @@ func TestF1_AWaitThatIsLateLooksOnceMore(t *testing.T) {
 	here := newWorld(t, 2, kernels.ExchangeBounds{Slots: 2, SlotBytes: 256, PacketBytes: 20}, 0)
 	across := newAcrossWorld(t, double.New(1, 0), 2, 1, 4, 512)
 	across.open(t)
-	began := time.Now()
 	for name, c := range map[string]struct {
 		port kernels.Port
 		idle func(*waiter) error
 	}{
-		"this host":  {here.ports[0], func(w *waiter) error { return w.idle(1) }},
-		"other host": {across.ports[0], func(w *waiter) error { return w.idleAcross(1, began, nil) }},
+		"this host":  {here.ports[0], func(w *waiter) error { return w.idle(w.e.near(1)) }},
+		"other host": {across.ports[0], func(w *waiter) error { return w.idle(across.families(0)[0].across.far(1)) }},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var wait waiter
@@ -351,17 +351,18 @@ func TestF2_AStoppedRankBlamesNoOtherHost(t *testing.T) {
 	why := &comm.PeerError{Rank: 0, Err: comm.ErrPeerLost}
 	for name, c := range map[string]struct {
 		timeout time.Duration
-		wait    func(*waiter) error
+		wait    func(*waiter, *far) error
 	}{
-		"it wakes late": {time.Second, func(w *waiter) error {
-			for stopped := time.Now().Add(-time.Minute); ; {
-				if err := w.idleAcross(1, stopped, nil); err != nil {
-					return err
+		"it wakes late": {time.Second, func(w *waiter, p *far) error {
+			w.from = time.Now().Add(-time.Minute)
+			for {
+				if err := w.idle(p); err != nil {
+					return w.fail(p, err)
 				}
 			}
 		}},
-		"its connection has failed": {time.Minute, func(w *waiter) error {
-			return w.failAcross(1, &comm.PeerError{Rank: 1, Err: comm.ErrPeerLost})
+		"its connection has failed": {time.Minute, func(w *waiter, p *far) error {
+			return w.fail(p, &comm.PeerError{Rank: 1, Err: comm.ErrPeerLost})
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -371,7 +372,7 @@ func TestF2_AStoppedRankBlamesNoOtherHost(t *testing.T) {
 			var wait waiter
 			wait.begin(w.ports[0].(*port), nil, call{at: kernels.HeaderBytes, epoch: 1}, c.timeout)
 			time.AfterFunc(10*time.Millisecond, func() { w.engines[0].abort.Store(1) })
-			err := c.wait(&wait)
+			err := c.wait(&wait, w.families(0)[0].across.far(1))
 			require.ErrorIs(t, err, why, "%v", err)
 		})
 	}
@@ -383,13 +384,13 @@ func TestF2_WhoGaveUpAndEndedIsNotBlamed(t *testing.T) {
 	until := func(rank, peer int, timeout time.Duration) (wait waiter, err error) {
 		wait.begin(w.ports[rank].(*port), noSizes{}, call{at: kernels.HeaderBytes, epoch: 1}, timeout)
 		for err == nil {
-			err = wait.idle(peer)
+			err = wait.idle(wait.e.near(peer))
 		}
 		return wait, err
 	}
 	wait, err := until(1, 2, time.Millisecond)
 	require.ErrorIs(t, err, comm.ErrTimeout)
-	_ = wait.fail(2, err)
+	_ = wait.fail(wait.e.near(2), err)
 	for rank, want := range map[int]int{1: 2, 2: 2} { // who is lost, and who is to blame
 		why := &comm.PeerError{Rank: rank, Err: comm.ErrPeerLost}
 		w.engines[0].why = func() error { return why }
@@ -397,7 +398,7 @@ func TestF2_WhoGaveUpAndEndedIsNotBlamed(t *testing.T) {
 		wait, err := until(0, rank, time.Minute)
 		require.ErrorIs(t, err, comm.ErrAborted)
 		var peer *comm.PeerError
-		err = wait.fail(rank, err)
+		err = wait.fail(wait.e.near(rank), err)
 		require.ErrorAs(t, err, &peer)
 		require.Equal(t, want, peer.Rank, "%v", err)
 		require.ErrorIs(t, err, comm.ErrPeerLost)
@@ -416,15 +417,15 @@ func TestF2_ALossSparesTheOthersCalls(t *testing.T) {
 	w.engines[0].abort.Store(1)
 	wait := begin()
 	for range 10 {
-		require.NoError(t, wait.idle(2))
+		require.NoError(t, wait.idle(wait.e.near(2)))
 	}
 	require.Less(t, wait.polls, lastLook)
 	wait.busy()
-	require.NoError(t, wait.idle(1))
+	require.NoError(t, wait.idle(wait.e.near(1)))
 	require.GreaterOrEqual(t, wait.polls, lastLook)
 
 	var err error
-	for wait, start := begin(), time.Now(); err == nil; err = wait.idle(2) {
+	for wait, start := begin(), time.Now(); err == nil; err = wait.idle(wait.e.near(2)) {
 		require.Less(t, time.Since(start), time.Minute)
 	}
 	require.ErrorIs(t, err, comm.ErrAborted, "it does not last")
@@ -433,7 +434,7 @@ func TestF2_ALossSparesTheOthersCalls(t *testing.T) {
 	other.begin(w.ports[2].(*port), noSizes{}, call{at: kernels.HeaderBytes, epoch: 1}, time.Minute)
 	other.leaves(1, failedBit)
 	wait = begin()
-	require.NoError(t, wait.idle(2))
+	require.NoError(t, wait.idle(wait.e.near(2)))
 	require.GreaterOrEqual(t, wait.polls, lastLook)
 }
 

@@ -80,10 +80,11 @@ var floors = [][]string{
 	{"internal/shm", "internal/vec", "internal/cuda"}, // mappings, vector loops, the CUDA driver
 	{"comm", "device"},               // ranks meet; streams and events of a device
 	{"device/nvml", "kernels/plan"},  // what NVIDIA's management library tells; collectives that users write, and their check
+	{"internal/rails"},               // what carries bytes between hosts
 	{"kernels"},                      // the launch language of plans and engines
 	{"kernels/host", "kernels/cuda"}, // the engines, in Go and in CUDA C++
 	{"internal/agree"},               // ranks find out whether they make the same call with the same values
-	{"internal/rails"},               // what carries bytes between hosts
+	{"internal/rails/proxy"},         // what puts on behalf of GPUs
 	{"memory"},                       // the symmetric heap, pool and registration; it chooses the engine
 	{"internal/communicator"},        // the life of a communicator
 	{"alltoallv", "allreduce", "p2p", "memory/devcomm"}, // plans, choice of algorithm, gradient buckets; two ranks; kernels of users

@@ -1,0 +1,25 @@
+package comm
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// A node that has ended in one way does not end in another, and none comes back.
+func TestANodeEndsOnce(t *testing.T) {
+	all := []nodePhase{nodeOpen, lingering, nodeClosed, nodeKilled}
+	for _, from := range all {
+		var to []string
+		for _, next := range all {
+			n := newNode(0, 1, nil)
+			if n.phase = from; n.move(next) {
+				to = append(to, next.String())
+				require.Equal(t, next, n.phase)
+			} else {
+				require.Equal(t, from, n.phase)
+			}
+		}
+		require.Equal(t, map[nodePhase][]string{nodeOpen: {"lingering", "closed", "killed"}, lingering: {"closed"}}[from], to, from)
+	}
+}
