@@ -50,19 +50,15 @@ func (x *dispatches) noteBytes() int64 {
 // packetBytes is the size of a row of few tokens on its way.
 func (x *dispatches) packetBytes() int64 {
 	m := x.m
-	narrow := func(t kernels.DType) int64 {
-		row := int64(m.Hidden) * t.Size()
-		if t.Size() == 4 {
-			return (row + dispatchNarrowPart - 1) / dispatchNarrowPart * 1024
-		}
-		return (row + dispatchNarrowPart - 1) / dispatchNarrowPart * 1536
-	}
-	there, back := (m.TokenBytes()+dispatchDensePart-1)/dispatchDensePart*4096, (m.SumBytes()+dispatchPlainPart-1)/dispatchPlainPart*2048
+	parts := func(row, part int64) int64 { return (row + part - 1) / part }
+	there, back := parts(m.TokenBytes(), dispatchDensePart), parts(m.SumBytes(), dispatchPlainPart)*2048
 	if m.Quantizes() {
-		there = narrow(m.TokenType)
+		there *= 512 + 4096/m.TokenType.Size()
+	} else {
+		there *= 4096
 	}
 	if m.Float8Partials {
-		back = narrow(m.SumType)
+		back = parts(int64(m.Hidden)*m.SumType.Size(), dispatchNarrowPart) * (512 + 2048/m.SumType.Size())
 	}
 	return max(there, back)
 }

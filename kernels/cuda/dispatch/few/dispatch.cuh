@@ -190,7 +190,8 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 		if (f.publishes())
 			f.publish(epoch);
 	}
-	// The other blocks send rows, each as packets to all of its ranks, without a wait for anybody.
+	// The other blocks send rows, each as packets to all of its ranks, without a wait for anybody. Each begins with
+	// another rank, since the links of one do not carry what all of them have.
 	u32 flag = Wire::flag(epoch);
 #pragma unroll 1
 	for (u32 task = tasks.first; task < count; task += tasks.step) {
@@ -201,10 +202,14 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 		}
 		Wire x;
 		x.make(row, lane, a.mode);
+		u64 before = (1ull << (a.world.rank + task) % n) - 1;
 #pragma unroll 1
-		for (u64 left = ranks; left != 0; left &= left - 1)
+		for (u64 left = ranks & ~before, rest = ranks & before; (left | rest) != 0; left &= left - 1) {
+			if (left == 0)
+				left = rest, rest = 0;
 			x.write_packets(row_place(a, __ffsll(left) - 1, a.world.rank, t, epoch), part,
 			                Wire::used(a.row_bytes, part, lane), lane, flag);
+		}
 		if (part == 0 && !Wire::scaled && a.scale_words != 0)
 			send_scales(a, t, ranks, epoch, lane);
 	}

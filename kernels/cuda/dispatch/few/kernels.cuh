@@ -18,13 +18,13 @@
 	}
 
 SW_DISPATCH_FEW(dispatch_few, few_dense, false)
-SW_DISPATCH_FEW(dispatch_few_f32, few_float8<kind::f32>, false)
-SW_DISPATCH_FEW(dispatch_few_bf16, few_float8<kind::bf16>, false)
-SW_DISPATCH_FEW(dispatch_few_f16, few_float8<kind::f16>, false)
+SW_DISPATCH_FEW(dispatch_few_f32, few_narrow<kind::f32>, false)
+SW_DISPATCH_FEW(dispatch_few_bf16, few_narrow<kind::bf16>, false)
+SW_DISPATCH_FEW(dispatch_few_f16, few_narrow<kind::f16>, false)
 SW_DISPATCH_FEW(dispatch_few_by_expert, few_dense, true)
-SW_DISPATCH_FEW(dispatch_few_by_expert_f32, few_float8<kind::f32>, true)
-SW_DISPATCH_FEW(dispatch_few_by_expert_bf16, few_float8<kind::bf16>, true)
-SW_DISPATCH_FEW(dispatch_few_by_expert_f16, few_float8<kind::f16>, true)
+SW_DISPATCH_FEW(dispatch_few_by_expert_f32, few_narrow<kind::f32>, true)
+SW_DISPATCH_FEW(dispatch_few_by_expert_bf16, few_narrow<kind::bf16>, true)
+SW_DISPATCH_FEW(dispatch_few_by_expert_f16, few_narrow<kind::f16>, true)
 
 // Float8: partial sums cross as float8.
 #define SW_COMBINE_FEW(suffix, type, float8) \

@@ -62,8 +62,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			if constexpr (Wire::scaled) {
 				u32 block = Wire::block(a.row_bytes, part, lane);
 				if (block != ~0u)
-					write_scale(static_cast<u32>(row), static_cast<u32>(slot), block,
-					            x.w[Wire::last]);
+					write_scale(static_cast<u32>(row), static_cast<u32>(slot), block, x.scale);
 			}
 		});
 	}

@@ -59,6 +59,37 @@ __device__ __forceinline__ void load_packets(packet (&v)[packets], u64 place, u3
 	}
 }
 
+// Flags of rows on their way back, which packets of rows to experts, at the same places in other calls, never have: the
+// highest bit of theirs is 0.
+__device__ __forceinline__ u32 flag_back(u64 epoch) { return packet::flag(epoch) | 0x80000000; }
+
+// A row on its way to experts has packets of 14 bytes and a flag of 16 bits. Flags of calls of one parity differ,
+// unless they are 32,767 of them apart or more.
+struct tight {
+	static __device__ __forceinline__ u32 flag(u64 epoch) { return 1 + static_cast<u32>(epoch / 2) % 32767; }
+
+	static __device__ __forceinline__ void put(u64 place, u32 flag, u32 x, u32 y, u32 z, u32 end)
+	{
+		packet::put(place, flag << 16 | end, x, y, z);
+	}
+	static __device__ __forceinline__ bool has(const packet &v, u32 flag) { return v.word(3) >> 16 == flag; }
+	// Bytes 12 and 13.
+	static __device__ __forceinline__ u32 end(const packet &v) { return v.word(3) & 0xffff; }
+
+	// Loads a lane's packets of a part, those that it wants. True when they are there.
+	template <u32 packets, typename F>
+	static __device__ __forceinline__ bool read(packet (&v)[packets], u64 place, u32 part, u32 lane, u32 flag,
+	                                            F wanted)
+	{
+		load_packets(v, place, part, lane, static_cast<u64>(flag) << 48, wanted);
+		bool all = true;
+#pragma unroll
+		for (u32 i = 0; i < packets; i++)
+			all &= has(v[i], flag);
+		return all;
+	}
+};
+
 // The words of a lane of a part of a row, as they cross.
 template <u32 count> struct few_words {
 	static constexpr u32 packets = (count + 2) / 3;
@@ -113,15 +144,14 @@ template <u32 count> struct few_whole : few_words<4 * count> {
 	}
 };
 
-// A row as it is, on its way to experts: a lane has seven vectors of a part. Its packets have 14 bytes and a flag of 16
-// bits: one for all but the end of each vector, and one for their ends. On the way back, where a warp has several rows
-// at once, the registers cost more than fewer bytes save.
+// A row as it is, on its way to experts: a lane has seven vectors of a part. There is one packet for all but the end of
+// each vector, and one for their ends. On the way back, where a warp has several rows at once, the registers cost more
+// than fewer bytes save.
 struct few_dense : few_whole<SW_DISPATCH_DENSE_PART / 512> {
 	static constexpr u32 packets = vectors + 1;
 	static_assert(vectors == 7, "their ends fill a packet");
 
-	// Those of calls of one parity differ, unless they are 65,535 of them apart or more.
-	static __device__ __forceinline__ u32 flag(u64 epoch) { return 1 + static_cast<u32>(epoch / 2) % 65535; }
+	static __device__ __forceinline__ u32 flag(u64 epoch) { return tight::flag(epoch); }
 
 	// How many vectors a lane has of a part.
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32 lane)
@@ -133,34 +163,30 @@ struct few_dense : few_whole<SW_DISPATCH_DENSE_PART / 512> {
 	__device__ __forceinline__ void write_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag) const
 	{
 		place += part * packets * 512 + lane * 16;
-		u32 ends[vectors + 1];
+		u32 ends[vectors];
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
 			ends[i] = w[4 * i + 3] >> 16;
 			if (i < used)
-				packet::put(place + i * 512, flag << 16 | (w[4 * i + 3] & 0xffff), w[4 * i],
-				            w[4 * i + 1], w[4 * i + 2]);
+				tight::put(place + i * 512, flag, w[4 * i], w[4 * i + 1], w[4 * i + 2],
+				           w[4 * i + 3] & 0xffff);
 		}
 		if (used != 0)
-			packet::put(place + vectors * 512, flag << 16 | ends[6], ends[0] | ends[1] << 16,
-			            ends[2] | ends[3] << 16, ends[4] | ends[5] << 16);
+			tight::put(place + vectors * 512, flag, ends[0] | ends[1] << 16, ends[2] | ends[3] << 16,
+			           ends[4] | ends[5] << 16, ends[6]);
 	}
 
 	// True when they are there.
 	__device__ __forceinline__ bool read_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag)
 	{
 		packet v[packets];
-		load_packets(v, place, part, lane, static_cast<u64>(flag) << 48,
-		             [&](u32 i) { return i < used || (i == vectors && used != 0); });
-		bool all = true;
-#pragma unroll
-		for (u32 i = 0; i < packets; i++)
-			all &= v[i].word(3) >> 16 == flag;
+		bool all = tight::read(v, place, part, lane, flag,
+		                       [&](u32 i) { return i < used || (i == vectors && used != 0); });
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
 			u32 end = i == 6 ? v[vectors].word(3) : v[vectors].word(i / 2) >> (i % 2 * 16);
 			w[4 * i] = v[i].word(0), w[4 * i + 1] = v[i].word(1), w[4 * i + 2] = v[i].word(2);
-			w[4 * i + 3] = (v[i].word(3) & 0xffff) | end << 16;
+			w[4 * i + 3] = tight::end(v[i]) | end << 16;
 		}
 		return all;
 	}
@@ -180,7 +206,7 @@ struct few_dense : few_whole<SW_DISPATCH_DENSE_PART / 512> {
 struct few_plain : few_whole<SW_DISPATCH_PLAIN_PART / 512> {
 	static_assert(vectors == 3, "they fill four packets");
 
-	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet::flag(epoch); }
+	static __device__ __forceinline__ u32 flag(u64 epoch) { return flag_back(epoch); }
 
 	// How many packets a lane has of a part.
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32 lane)
@@ -191,17 +217,116 @@ struct few_plain : few_whole<SW_DISPATCH_PLAIN_PART / 512> {
 	}
 };
 
-// A row of numbers of a type as float8 with scales: a lane has what four vectors become, and one of its blocks' scales.
+// A row of numbers of a type as float8 with scales of blocks of 128, on its way to experts: a lane has what seven
+// vectors become, and some lanes of a block carry a block's scale each. Packets have three words each, and two bytes of
+// what the last vector became; one more has the scale.
+template <kind type> struct few_narrow {
+	static constexpr u32 vectors = SW_DISPATCH_DENSE_PART / 512,
+			     count = numbers<type>::count / 4; // words that a vector becomes
+	static constexpr u32 full = 2 * count, packets = full + 1;
+	static constexpr u32 span = 128 * numbers<type>::size / 16; // lanes of a block of 128: 16 or 32
+	static constexpr bool scaled = true;
+	static_assert(vectors == 7, "what the last becomes fills the ends of packets");
+	u32 w[count * vectors], scale;
+
+	static __device__ __forceinline__ u32 flag(u64 epoch) { return tight::flag(epoch); }
+
+	static __device__ __forceinline__ u32 parts(u32 bytes) { return few_parts<vectors>(bytes); }
+	// How many vectors a lane has of a part, and 8 where it carries a scale.
+	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32 lane)
+	{
+		return few_dense::used(bytes, part, lane) | (block(bytes, part, lane) != ~0u ? 8 : 0);
+	}
+	// Whether such a lane has packet i.
+	static __device__ __forceinline__ bool has(u32 i, u32 used)
+	{
+		return i == full ? (used & 8) != 0 : 3 * i < count * (used & 7);
+	}
+
+	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32 lane, u32 mode)
+	{
+		u32 most[vectors];
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++)
+			most[i] = numbers<type>::most(r.v[i]);
+#pragma unroll
+		for (u32 by = 1; by < span; by *= 2)
+#pragma unroll
+			for (u32 i = 0; i < vectors; i++)
+				most[i] = max(most[i], __shfl_xor_sync(~0u, most[i], by));
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++) {
+			scaling s(most[i], mode);
+			u32 low, high;
+			narrow<type>(r.v[i], s.factor, low, high);
+			w[count * i] = low;
+			if constexpr (count == 2)
+				w[2 * i + 1] = high;
+			if (i == 0 || lane % span == i)
+				scale = s.word;
+		}
+	}
+
+	__device__ __forceinline__ void write_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag) const
+	{
+		place += part * packets * 512 + lane * 16;
+		if (has(full, used))
+			tight::put(place + full * 512, flag, scale, 0, 0, 0);
+#pragma unroll
+		for (u32 i = 0; i < full; i++)
+			if (has(i, used))
+				tight::put(place + i * 512, flag, w[3 * i], w[3 * i + 1], w[3 * i + 2],
+				           w[3 * full + i / 2] >> (i % 2 * 16) & 0xffff);
+	}
+
+	// True when they are there.
+	__device__ __forceinline__ bool read_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag)
+	{
+		packet v[packets];
+		bool all = tight::read(v, place, part, lane, flag, [&](u32 i) { return has(i, used); });
+#pragma unroll
+		for (u32 i = 0; i < full; i++)
+			w[3 * i] = v[i].word(0), w[3 * i + 1] = v[i].word(1), w[3 * i + 2] = v[i].word(2);
+#pragma unroll
+		for (u32 i = 0; i < full; i += 2)
+			w[3 * full + i / 2] = tight::end(v[i]) | tight::end(v[i + 1]) << 16;
+		scale = v[full].word(0);
+		return all;
+	}
+
+	__device__ __forceinline__ void store(u64 row, u32 bytes, u32 part, u32 lane) const
+	{
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++) {
+			u32 at = (part * vectors + i) * 512 + lane * 16;
+			if (at >= bytes)
+				continue;
+			if constexpr (count == 2)
+				store_vector2(row + at / 2, make_uint2(w[2 * i], w[2 * i + 1]));
+			else
+				*view<u32>(row + at / 4) = w[i];
+		}
+	}
+
+	// The number of the block whose scale a lane carries, or ~0.
+	static __device__ __forceinline__ u32 block(u32 bytes, u32 part, u32 lane)
+	{
+		u32 at = (part * vectors + lane % span) * 512 + lane / span * span * 16;
+		return lane % span < vectors && at < bytes ? at / (16 * span) : ~0u;
+	}
+};
+
+// A partial sum as float8 with scales, on its way back: a lane has what four vectors become, and one of its blocks'
+// scales.
 template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 	using base = few_words<numbers<type>::count + 1>;
 	using base::w;
 	static constexpr u32 vectors = SW_DISPATCH_NARROW_PART / 512,
-			     count = numbers<type>::count / 4; // words that a vector becomes
-	static constexpr bool scaled = true;
+			     count = numbers<type>::count / 4;      // words that a vector becomes
 	static constexpr u32 span = 128 * numbers<type>::size / 16; // lanes of a block of 128: 16 or 32
 	static constexpr u32 last = numbers<type>::count;
 
-	static __device__ __forceinline__ u32 flag(u64 epoch) { return packet::flag(epoch); }
+	static __device__ __forceinline__ u32 flag(u64 epoch) { return flag_back(epoch); }
 
 	static __device__ __forceinline__ u32 parts(u32 bytes) { return few_parts<vectors>(bytes); }
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32)
@@ -226,47 +351,6 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 	__device__ __forceinline__ float scale(u32 i, u32 lane) const
 	{
 		return __uint_as_float(__shfl_sync(~0u, w[last], lane / span * span + i));
-	}
-
-	__device__ __forceinline__ void make(const few_vectors<vectors> &r, u32 lane, u32 mode)
-	{
-		u32 most[vectors];
-#pragma unroll
-		for (u32 i = 0; i < vectors; i++)
-			most[i] = numbers<type>::most(r.v[i]);
-#pragma unroll
-		for (u32 by = 1; by < span; by *= 2)
-#pragma unroll
-			for (u32 i = 0; i < vectors; i++)
-				most[i] = max(most[i], __shfl_xor_sync(~0u, most[i], by));
-#pragma unroll
-		for (u32 i = 0; i < vectors; i++) {
-			scaling s(most[i], mode);
-			u32 low, high;
-			narrow<type>(r.v[i], s.factor, low, high);
-			set(i, low, high, s.word, lane);
-		}
-	}
-
-	__device__ __forceinline__ void store(u64 row, u32 bytes, u32 part, u32 lane) const
-	{
-#pragma unroll
-		for (u32 i = 0; i < vectors; i++) {
-			u32 at = (part * vectors + i) * 512 + lane * 16;
-			if (at >= bytes)
-				continue;
-			if constexpr (count == 2)
-				store_vector2(row + at / 2, vector(i));
-			else
-				*view<u32>(row + at / 4) = w[i];
-		}
-	}
-
-	// The number of the block whose scale a lane carries, or ~0.
-	static __device__ __forceinline__ u32 block(u32 bytes, u32 part, u32 lane)
-	{
-		u32 at = (part * vectors + lane % span) * 512 + lane / span * span * 16;
-		return lane % span < vectors && at < bytes ? at / (16 * span) : ~0u;
 	}
 };
 

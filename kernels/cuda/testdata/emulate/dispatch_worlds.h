@@ -156,14 +156,16 @@ void lay_heap(world &w, places_from &p)
 	w.heap = p.take(4 * static_cast<u64>(w.most_rows + w.max_tokens) * 2 * w.hidden + 4096);
 }
 
-world random_world()
+// With memory of its own.
+world alone(world w)
 {
-	world w = random_shape(1 + draw(4));
 	places_from p{65536};
 	lay_words(w, p), lay_rows(w, p), lay_heap(w, p);
 	w.take(w.size, (p.place + 4095) / 4096 * 4096);
 	return w;
 }
+
+world random_world() { return alone(random_shape(1 + draw(4))); }
 
 // Worlds that take turns with the same memory for rows: each has words of its own.
 std::deque<world> random_worlds(u32 count)
