@@ -143,6 +143,13 @@ def of_torch(rank, size):
                     assert all(torch.equal(x, of(p, n)) for p, x in enumerate(lists))
                 dist.scatter(out, [of(p + 7, n) for p in range(size)] if rank == root else None, root)
                 assert torch.equal(out, of(rank + 7, n))
+                for async_op in (False, True):
+                    work = dist.all_gather(lists, mine, async_op=async_op)
+                    work.wait() if async_op else None
+                    assert all(torch.equal(x, of(p, n)) for p, x in enumerate(lists))
+                    work = dist.reduce_scatter(out, [of(p + rank, n) for p in range(size)], async_op=async_op)
+                    work.wait() if async_op else None
+                    assert torch.equal(out, of(rank * size + sum(range(size)), n))
                 total = of(rank + 1, n)
                 dist.reduce(total, root)
                 assert torch.equal(total, of(sum(range(1, size + 1)) if rank == root else rank + 1, n))
