@@ -84,6 +84,9 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	g := h.Group()
 	d := &Dispatcher{opened: time.Now()}
 	m, err := o.validate(g.Rank(), g.Size())
+	if o.OwnRows && h.Device().Kind() != device.HostKind {
+		o.Shared = nil // engines of GPUs do not compare the calls of several dispatchers
+	}
 	own := communicator.Config{Name: "dispatch", Timeout: o.Timeout, Layer: d.tellLayer}
 	own.Traffic = func(add func(rank int, t flight.Traffic)) { d.tellTraffic(h, add) }
 	if err == nil {
@@ -128,9 +131,14 @@ func (d *Dispatcher) Layer() string { return d.options.Layer }
 // MaxRows is the number of rows that fit Handle.Rows. Heap buffers of that many rows serve every call without staging.
 func (d *Dispatcher) MaxRows() int { return int(d.bounds.Rows) }
 
-// Memory is the dispatcher's memory in the heap, which holds the views of its handles: its own, and that of Options.Shared, where it is set.
+// Memory is the dispatcher's memory in the heap, which holds the views of its handles: its own, and that of Options.Shared, where it has rows there.
 // A caller that knows addresses only can slice views from it.
-func (d *Dispatcher) Memory() (own, shared memory.View) { return d.c.Extra(), d.options.Shared.view() }
+func (d *Dispatcher) Memory() (own, shared memory.View) {
+	if d.options.sharesRows() {
+		shared = d.options.Shared.view()
+	}
+	return d.c.Extra(), shared
+}
 
 // Placement is where the experts are now. It must not be changed.
 func (d *Dispatcher) Placement() *Placement {

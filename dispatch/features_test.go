@@ -108,67 +108,81 @@ func TestCounters(t *testing.T) {
 // Micro-batches are under way at the same time, between the halves of their calls, and do not touch each other.
 func TestHalvesOfSeveralHandlesInterleave(t *testing.T) {
 	for _, layout := range layouts {
-		t.Run(layout.String(), func(t *testing.T) {
-			o := dispatch.Options{Experts: 6, TopK: 2, Hidden: 12, MaxTokens: 6, Layout: layout, DType: kernels.BFloat16, Handles: 3, HostCounts: true}
-			local(t, 3, func(r *rank) {
-				d, st := r.dispatcher(o), r.stream()
-				streams := []device.Stream{nil, st}
-				rng, own := rand.New(rand.NewPCG(6, uint64(layout))), rand.New(rand.NewPCG(7, uint64(r.Group.Rank())))
-				nap := func() {
-					if own.IntN(8) == 0 {
-						time.Sleep(time.Duration(own.IntN(200)) * time.Microsecond)
-					}
-				}
-				// Each rank draws the streams for itself, all draw the same order of calls.
-				for range 60 {
-					type flight struct {
-						*side
-						y     memory.View
-						stage int
-						rows  memory.View
-					}
-					var flights []*flight
-					for range 3 {
-						flights = append(flights, &flight{side: &side{r: r, d: d, b: randomBatch(rng, o, 3, false)}})
-					}
-					var err error
-					for left := 4 * len(flights); left > 0; {
-						f := flights[rng.IntN(len(flights))]
-						if f.stage == 4 {
-							continue
-						}
-						s := streams[own.IntN(2)]
-						nap()
-						switch f.stage {
-						case 0:
-							f.h, err = d.DispatchSend(s, f.tokens())
-						case 1:
-							err = d.DispatchReceive(s, f.h)
-							f.sync(s)
-							f.checkRows()
-							f.rows = f.view(f.ownMade())
-						case 2:
-							f.y = f.view(nans(len(f.b.dy[f.me()])))
-							err = d.CombineSend(s, f.y, f.rows, f.h, plain)
-						case 3:
-							err = d.CombineReceive(s, f.h)
-							f.sync(s)
-							got := wide(kernels.BFloat16, f.y.Bytes())
-							for i := range f.b.tokens(f.me()) {
-								require.Equal(r, f.b.combined(f.me(), i, f.b.weight, f.b.made), got[i*o.Hidden:][:o.Hidden])
-							}
-							f.h.Release()
-						}
-						require.NoError(r, err)
-						f.stage++
-						left--
-					}
-				}
-				require.NoError(r, st.Close())
-				require.NoError(r, d.Close(r.Ctx))
-			})
-		})
+		t.Run(layout.String(), func(t *testing.T) { interleave(t, layout, 1) })
+		t.Run(layout.String()+" of two in one order", func(t *testing.T) { interleave(t, layout, 2) })
 	}
+}
+
+func interleave(t *testing.T, layout dispatch.Layout, dispatchers int) {
+	o := dispatch.Options{Experts: 6, TopK: 2, Hidden: 12, MaxTokens: 6, Layout: layout, DType: kernels.BFloat16, Handles: 3, HostCounts: true}
+	local(t, 3, func(r *rank) {
+		st := r.stream()
+		var order dispatch.Shared
+		var all []*dispatch.Dispatcher
+		for range dispatchers {
+			o := o
+			if dispatchers > 1 {
+				o.Shared, o.OwnRows = &order, true
+			}
+			all = append(all, r.dispatcher(o))
+		}
+		streams := []device.Stream{nil, st}
+		rng, own := rand.New(rand.NewPCG(6, uint64(layout))), rand.New(rand.NewPCG(7, uint64(r.Group.Rank())))
+		nap := func() {
+			if own.IntN(8) == 0 {
+				time.Sleep(time.Duration(own.IntN(200)) * time.Microsecond)
+			}
+		}
+		// Each rank draws the streams for itself, all draw the same order of calls.
+		for range 60 {
+			type flight struct {
+				*side
+				y     memory.View
+				stage int
+				rows  memory.View
+			}
+			var flights []*flight
+			for range 3 {
+				flights = append(flights, &flight{side: &side{r: r, d: all[rng.IntN(dispatchers)], b: randomBatch(rng, o, 3, false)}})
+			}
+			var err error
+			for left := 4 * len(flights); left > 0; {
+				f := flights[rng.IntN(len(flights))]
+				if f.stage == 4 {
+					continue
+				}
+				s := streams[own.IntN(2)]
+				nap()
+				switch f.stage {
+				case 0:
+					f.h, err = f.d.DispatchSend(s, f.tokens())
+				case 1:
+					err = f.d.DispatchReceive(s, f.h)
+					f.sync(s)
+					f.checkRows()
+					f.rows = f.view(f.ownMade())
+				case 2:
+					f.y = f.view(nans(len(f.b.dy[f.me()])))
+					err = f.d.CombineSend(s, f.y, f.rows, f.h, plain)
+				case 3:
+					err = f.d.CombineReceive(s, f.h)
+					f.sync(s)
+					got := wide(kernels.BFloat16, f.y.Bytes())
+					for i := range f.b.tokens(f.me()) {
+						require.Equal(r, f.b.combined(f.me(), i, f.b.weight, f.b.made), got[i*o.Hidden:][:o.Hidden])
+					}
+					f.h.Release()
+				}
+				require.NoError(r, err)
+				f.stage++
+				left--
+			}
+		}
+		require.NoError(r, st.Close())
+		for _, d := range all {
+			require.NoError(r, d.Close(r.Ctx))
+		}
+	})
 }
 
 // A second half needs a first, and between the halves a handle can be used for nothing else.

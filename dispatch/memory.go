@@ -115,7 +115,7 @@ func (d *Dispatcher) layOut(c *cutter) (zero int64) {
 			h.Mapped = d.mapped.Operand(int64(i)*d.mappedBytes(), 4*int64(m.MappedWords()))
 		}
 	}
-	if d.options.Shared == nil {
+	if !d.options.sharesRows() {
 		d.layOutRows(c)
 	}
 	return zero

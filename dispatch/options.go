@@ -159,6 +159,9 @@ type Options struct {
 	Layer string
 	// Shared has the dispatcher take turns with others in memory for rows, see Shared. All ranks set it alike.
 	Shared *Shared
+	// OwnRows gives a dispatcher with Shared memory for rows of its own. It has the order of calls in common with the others, and nothing
+	// else: its results stay, and it has halves. On a GPU Shared changes nothing then.
+	OwnRows bool
 	// HostCounts makes Handle.HostCounts work, which tells the host how many rows came.
 	HostCounts bool
 	// MaxSMs bounds the multiprocessors of a GPU that a call takes. By default a call takes 24 for rows by token, and 64 with LowLatency for
@@ -214,6 +217,8 @@ func (o *Options) validate(rank, ranks int) (*kernels.DispatchBounds, error) {
 		return nil, invalid("Options.MaxSMs is %d, want at least 0", o.MaxSMs)
 	case o.Timeout < 0:
 		return nil, invalid("Options.Timeout is %v, want at least 0", o.Timeout)
+	case o.OwnRows && o.Shared == nil:
+		return nil, invalid("Options.OwnRows is set without Shared")
 	}
 	m := &kernels.DispatchBounds{
 		Rank: rank, Ranks: ranks, Experts: o.Experts, TopK: o.TopK, MaxTokens: o.MaxTokens, Hidden: o.Hidden,
@@ -360,6 +365,6 @@ func (o *Options) fields() []string {
 		fmt.Sprintf("Placement %v", o.Placement), fmt.Sprintf("Handles %d", o.Handles), fmt.Sprintf("LowLatency %v", o.LowLatency),
 		fmt.Sprintf("Sources %v", o.Sources), fmt.Sprintf("RowWeights %v", o.RowWeights), fmt.Sprintf("Landed %v", o.Landed),
 		fmt.Sprintf("HostCounts %v", o.HostCounts), fmt.Sprintf("Masks %v", o.Masks), fmt.Sprintf("Layer %q", o.Layer),
-		fmt.Sprintf("Shared %v", o.Shared != nil),
+		fmt.Sprintf("Shared %v", o.Shared != nil), fmt.Sprintf("OwnRows %v", o.OwnRows),
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"slices"
 	"strings"
 	"sync"
@@ -17,12 +18,12 @@ import (
 
 // Shared is memory that dispatchers of one heap take in turn (Options.Shared): the outputs of all of their handles, and what is on its way. It
 // is as large as the largest of them wants, and grows when New makes one that wants more. The zero value is ready for use. Each of the
-// dispatchers keeps its own few words, and the routings of its handles.
+// dispatchers keeps its own few words, and the routings of its handles. One with Options.OwnRows keeps its outputs, too.
 //
 // All ranks make the calls of all of its dispatchers in one order, from one goroutine at a time. A call of one dispatcher overwrites the Rows, Scales,
 // Indices, Weights and Sources of every handle of the others, so copy results first (Handle.CopyTo); views of them are refused from then on.
-// Counts, Offsets, RankCounts and the routing stay: the other calls work with such a handle. There are no halves, and no Masks, and the ranks are
-// on one host.
+// Counts, Offsets, RankCounts and the routing stay: the other calls work with such a handle. There are no halves without Options.OwnRows, and no
+// Masks, and the ranks are on one host.
 //
 // On the host, ranks that are in calls of different dispatchers get a *kernels.OrderError with both, and nothing has moved. On a GPU they wait for
 // each other until the timeout. After a disagreement on a GPU, results of the next call are undefined, unless it is one of the same dispatcher or
@@ -43,6 +44,9 @@ type Shared struct {
 	mu   sync.Mutex
 	made [][]string // the options of all that were made, by shape
 }
+
+// sharesRows reports whether rows lie in the memory of Options.Shared.
+func (o *Options) sharesRows() bool { return o.Shared != nil && !o.OwnRows }
 
 // Bytes is the size of the memory, 0 while there is no dispatcher.
 func (s *Shared) Bytes() int64 {
@@ -107,10 +111,14 @@ func (s *Shared) shapes() int {
 	return len(s.made)
 }
 
-// join has the memory be large enough for d, together with all ranks, and d lay out its own.
+// join has the memory be large enough for d, together with all ranks, and d lay out its own, unless it has rows elsewhere.
 func (s *Shared) join(ctx context.Context, d *Dispatcher) error {
 	s.turn.Lock()
 	defer s.turn.Unlock()
+	if d.options.OwnRows {
+		s.living = append(s.living, d)
+		return nil
+	}
 	if need := d.rowsBytes(); need > s.bytes() {
 		if err := s.grow(ctx, d, need); err != nil {
 			return fmt.Errorf("dispatch: %d bytes for rows: %w", need, err)
@@ -146,17 +154,28 @@ func (s *Shared) grow(ctx context.Context, d *Dispatcher, need int64) error {
 	if full != nil && old > 0 {
 		var again error
 		if s.region, again = communicator.Allocate(ctx, d.c.Heap, old); again != nil {
-			for _, d := range s.living {
+			for d := range s.inside() {
 				d.c.Done(again) // they have no memory
 			}
 			return errors.Join(err, again)
 		}
 	}
-	for _, d := range s.living {
+	for d := range s.inside() {
 		d.layOutRows(&cutter{heap: d.c.Heap, block: s.region.View()})
 	}
 	s.owner = nil
 	return err
+}
+
+// inside are the dispatchers whose rows lie in the memory.
+func (s *Shared) inside() iter.Seq[*Dispatcher] {
+	return func(yield func(*Dispatcher) bool) {
+		for _, d := range s.living {
+			if d.options.sharesRows() && !yield(d) {
+				return
+			}
+		}
+	}
 }
 
 // leave forgets a dispatcher that is closed, and gives the memory back with the last.
@@ -189,7 +208,7 @@ func (s *Shared) give() (err error) {
 
 // called notes that a call of d has been made. The turn is locked.
 func (s *Shared) called(d *Dispatcher, h *Handle, kind kernels.DispatchOp) {
-	if s == nil || kind == kernels.OpResults {
+	if !d.options.sharesRows() || kind == kernels.OpResults {
 		return
 	}
 	if s.owner != d {
@@ -206,9 +225,6 @@ func (s *Shared) called(d *Dispatcher, h *Handle, kind kernels.DispatchOp) {
 
 // view is the memory.
 func (s *Shared) view() memory.View {
-	if s == nil {
-		return memory.View{}
-	}
 	s.turn.Lock()
 	defer s.turn.Unlock()
 	if s.region == nil {
@@ -239,7 +255,7 @@ func (s *Shared) differ(a, b int) (of, other string) {
 // mine refuses memory that dispatchers share where it is not d's now, or, with a turn, not since then. Other memory is fine.
 func (d *Dispatcher) mine(name string, v memory.View, turn uint64) error {
 	s := d.options.Shared
-	if s == nil || s.region == nil || !overlap(v, s.region.View()) || s.owner == d && (turn == 0 || turn == s.turns) {
+	if !d.options.sharesRows() || s.region == nil || !overlap(v, s.region.View()) || s.owner == d && (turn == 0 || turn == s.turns) {
 		return nil
 	}
 	return invalid("%s lies in Options.Shared, where another dispatcher has made a call since: copy results before", name)
@@ -247,7 +263,7 @@ func (d *Dispatcher) mine(name string, v memory.View, turn uint64) error {
 
 // whole refuses a half of a call where others may come in between.
 func (d *Dispatcher) whole(phase kernels.Phase) error {
-	if d.options.Shared != nil && phase != kernels.Both {
+	if d.options.sharesRows() && phase != kernels.Both {
 		return fmt.Errorf("dispatch: %w: halves of calls with Options.Shared", comm.ErrUnsupported)
 	}
 	return nil

@@ -37,7 +37,9 @@ type shapes struct {
 }
 
 func (x *shapes) add(o dispatch.Options) {
-	x.largest = max(x.largest, x.r.alone(o))
+	if !o.OwnRows {
+		x.largest = max(x.largest, x.r.alone(o))
+	}
 	o.Shared = &x.s
 	x.d, x.o = append(x.d, x.r.dispatcher(o)), append(x.o, o)
 	require.Equal(x.r, x.largest, x.s.Bytes(), "the memory is that of the largest")
@@ -48,7 +50,7 @@ func (x *shapes) call(rng, own *rand.Rand, stream device.Stream) {
 	r := x.r
 	begin := func() *side {
 		i := rng.IntN(len(x.d))
-		s := &side{r: r, d: x.d[i], b: randomBatch(rng, x.o[i], r.Size(), false)}
+		s := &side{r: r, d: x.d[i], b: randomBatch(rng, x.o[i], r.Size(), false), halves: x.o[i].OwnRows && rng.IntN(2) == 0}
 		s.dispatch(stream)
 		return s
 	}
@@ -106,7 +108,7 @@ func takeTurns(r *rank, seed uint64, count, calls int) {
 		x := &shapes{r: r}
 		for len(x.d) < 4 {
 			o := randomOptions(rng, r.Size(), r.Device.Kind())
-			o.Handles, o.MaxSMs = 3, 0
+			o.Handles, o.MaxSMs, o.OwnRows = 3, 0, len(x.d) > 0 && rng.IntN(3) == 0 && r.Device.Kind() == device.HostKind
 			if o.Layout == dispatch.Slab {
 				o.MaxTokens = min(o.MaxTokens, 16)
 			}
@@ -218,38 +220,53 @@ func TestWhatAnotherDispatcherHasOverwrittenIsRefused(t *testing.T) {
 	})
 }
 
-// Ranks in calls of different dispatchers hear of both, nothing moves, and the next right call works.
+// Ranks in calls of different dispatchers hear of both, nothing moves, and the next right call works: also where one of them, or each, has memory
+// of its own.
 func TestRanksInCallsOfDifferentDispatchersHearOfBoth(t *testing.T) {
-	local(t, 3, func(r *rank) {
-		st := r.stream()
-		x := &shapes{r: r}
-		x.add(small(dispatch.Options{}))
-		o := small(dispatch.Options{Layout: dispatch.TokenMajor})
-		o.Experts, o.MaxTokens = 9, 20
-		x.add(o)
-		kept, _, _, _ := dispatchSmall(r, x.d[1], nil, 2)
-		for range 3 {
-			wrong := x.d[0]
-			if r.Rank.Rank() == 1 {
-				wrong = x.d[1]
-			}
-			input, idx, _ := smallBatch(r, 2)
-			_, err := wrong.Dispatch(nil, r.tokens(input, idx, nil))
+	for own := range 4 {
+		first, second := own&1 != 0, own&2 != 0
+		t.Run(fmt.Sprintf("own rows %v, %v", first, second), func(t *testing.T) {
+			local(t, 3, func(r *rank) { inDifferentCalls(r, first, second) })
+		})
+	}
+}
+
+func inDifferentCalls(r *rank, first, second bool) {
+	st := r.stream()
+	x := &shapes{r: r}
+	x.add(small(dispatch.Options{OwnRows: first}))
+	o := small(dispatch.Options{OwnRows: second, Layout: dispatch.TokenMajor})
+	o.Experts, o.MaxTokens = 9, 20
+	x.add(o)
+	kept, _, _, _ := dispatchSmall(r, x.d[1], nil, 2)
+	for range 3 {
+		wrong := x.d[0]
+		if r.Rank.Rank() == 1 {
+			wrong = x.d[1]
+		}
+		input, idx, _ := smallBatch(r, 2)
+		calls := []func() (*dispatch.Handle, error){func() (*dispatch.Handle, error) { return wrong.Dispatch(nil, r.tokens(input, idx, nil)) }}
+		if first && second {
+			calls = append(calls, func() (*dispatch.Handle, error) { return wrong.DispatchSend(nil, r.tokens(input, idx, nil)) })
+		}
+		for _, call := range calls {
+			_, err := call()
 			var order *kernels.OrderError
 			require.ErrorAs(r, err, &order)
 			require.Equal(r, 1, order.Rank)
 			require.ErrorIs(r, err, comm.ErrMismatch)
 			require.ErrorContains(r, err, "(Experts 4, MaxTokens 8, ")
 			require.ErrorContains(r, err, "(Experts 9, MaxTokens 20, ")
-			require.NoError(r, x.d[1].Combine(nil, r.empty(2), rowsFor(r.counts(kept).Rows), kept, plain))
-			roundTrip(r, x.d[0], st, 2)
-			roundTrip(r, x.d[1], st, 1)
 		}
-		kept.Release()
-		for _, d := range x.d {
-			require.NoError(r, d.Close(r.Ctx))
-		}
-	})
+		require.NoError(r, x.d[1].Combine(nil, r.empty(2), rowsFor(r.counts(kept).Rows), kept, plain))
+		roundTrip(r, x.d[0], st, 2)
+		roundTrip(r, x.d[1], st, 1)
+	}
+	kept.Release()
+	for _, d := range x.d {
+		require.NoError(r, d.Close(r.Ctx))
+	}
+	require.Zero(r, r.Heap.Stats().InUse)
 }
 
 // Ranks that do not make the same dispatcher hear why, and the next one is made.
@@ -265,6 +282,7 @@ func TestRanksThatShareMemoryMakeTheSameDispatchers(t *testing.T) {
 			odd  func(o *dispatch.Options)
 		}{
 			{"Hidden 4; rank 1 has Hidden 8", comm.ErrMismatch, func(o *dispatch.Options) { o.Hidden = 8 }},
+			{"OwnRows false; rank 1 has OwnRows true", comm.ErrMismatch, func(o *dispatch.Options) { o.OwnRows = true }},
 			{"made with this Options.Shared", comm.ErrMismatch, func(o *dispatch.Options) { o.Shared = &another }},
 			{"", comm.ErrMismatch, func(o *dispatch.Options) { o.Shared = nil }},
 			{"TopK is 65", dispatch.ErrInvalid, func(o *dispatch.Options) { o.TopK = 65 }},
@@ -284,6 +302,9 @@ func TestRanksThatShareMemoryMakeTheSameDispatchers(t *testing.T) {
 			require.Zero(r, another.Bytes())
 			roundTrip(r, x.d[0], nil, 2)
 		}
+		_, err := dispatch.New(r.Ctx, r.Heap, small(dispatch.Options{OwnRows: true}))
+		require.ErrorIs(r, err, dispatch.ErrInvalid)
+		require.ErrorContains(r, err, "Options.OwnRows is set without Shared")
 		x.add(small(dispatch.Options{Layout: dispatch.TokenMajor}))
 		roundTrip(r, x.d[1], nil, 2)
 		for _, d := range x.d {

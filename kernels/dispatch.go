@@ -128,7 +128,7 @@ type DispatchBounds struct {
 // DispatchShared is what dispatchers have in common whose handles have Staging, Rows, Scales, Indices, Weights and Sources in the same memory.
 // All ranks make their calls in one order, whichever dispatcher a call is of, and none in halves. So a call of theirs ends on a rank when no
 // peer reads or writes that memory for it any more, and a peer writes there only when the rank has begun the call in which it does.
-// There are no Masks and no Hosts.
+// There are no Masks and no Hosts. On the host a dispatcher whose memory is its own may have the order in common, and then has halves.
 type DispatchShared struct {
 	// Shape is the dispatcher's number among them, from 1, on all ranks alike.
 	Shape int

@@ -35,7 +35,7 @@ const most = 400 // words of a part
 
 func newGatherer(r *worldtest.Rank, o devcomm.Options) *gatherer {
 	g := &gatherer{Rank: r}
-	image, err := os.ReadFile("../kernels/cuda/p2p.fatbin") // the emulated driver finds every kernel in every image
+	image, err := os.ReadFile("../../kernels/cuda/p2p.fatbin") // the emulated driver finds every kernel in every image
 	r.Must(err)
 	g.s, err = r.Device.NewStream()
 	r.Must(err)
@@ -100,7 +100,7 @@ func (g *gatherer) close() {
 // A kernel of a user's on the emulated driver, whose processor runs it on the heap's own memory: calls of many sizes, with and without a
 // stream, bad arguments between them, and a rank that does not come.
 func TestAKernelOfAUsersGathers(t *testing.T) {
-	if !emulated.Kernels(t, "../kernels/cuda") {
+	if !emulated.Kernels(t, "../../kernels/cuda") {
 		return
 	}
 	for _, ranks := range []int{2, 3} {

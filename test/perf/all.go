@@ -14,8 +14,10 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/device"
@@ -63,12 +65,23 @@ type benchmark struct {
 	needs  []string
 }
 
+// effort is how much a run measures.
+type effort int
+
+const (
+	quick  effort = iota // a few calls, to see that all of it runs
+	short                // fewer sizes and calls
+	normal               // what the commands do by themselves
+)
+
+// shortTime is how long a short measurement takes at most.
+const shortTime = 3 * time.Minute
+
 // benchmarks are the runs on a machine with this number of GPUs.
-func benchmarks(gpus int, quick bool) []benchmark {
-	sizes, seconds, iters := "", "3", "0"
-	if quick {
-		sizes, seconds, iters = "8KiB,64KiB", "0.1", "20"
-	}
+func benchmarks(gpus int, e effort) []benchmark {
+	sizes := [...]string{"8KiB,64KiB", "8KiB,64KiB,512KiB,8MiB", ""}[e]
+	seconds := [...]string{"0.1", "0.5", "3"}[e]
+	iters := [...]string{"20", "100", "0"}[e]
 	ours := func(title string, args ...string) benchmark {
 		if sizes != "" && args[0] != "dispatch" {
 			args = append(args, "-sizes", sizes)
@@ -84,18 +97,24 @@ func benchmarks(gpus int, quick bool) []benchmark {
 		withPeer(ours("Messages on the host next to gloo, from Go", "p2p", "-procs"), "python3 test/peers/gloo_pingpong.py {sizes}", "python3"),
 		withPeer(ours("Messages on the host next to Open MPI, from Go", "p2p", "-procs"),
 			"mpirun --allow-run-as-root -n 2 --oversubscribe --bind-to none {mpi_pingpong} {sizes}", "mpicc", "mpirun"),
-		{title: "All-to-all between two hosts, which are network namespaces, next to gloo", args: hostArgs(quick), needs: []string{"ip", "unshare", "nsenter", "python3"}},
+		{title: "All-to-all between two hosts, which are network namespaces, next to gloo", args: hostArgs(e), needs: []string{"ip", "unshare", "nsenter", "python3"}},
 	}
 	for _, op := range []string{"all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"} {
 		args := []string{"--op", op, "--seconds", seconds}
-		if quick {
+		switch e {
+		case quick:
 			args = append(args, "--sizes", "8K,64K", "--ranks", "2")
+		case short:
+			args = append(args, "--sizes", "8K,64K,512K,8M")
 		}
 		all = append(all, benchmark{title: op + " on the host next to gloo, from Python", python: true, args: args})
 	}
 	tokens := []string{"--op", "dispatch"}
-	if quick {
+	switch e {
+	case quick:
 		tokens = append(tokens, "--ranks", "2", "--tokens", "16", "--rounds", "3")
+	case short:
+		tokens = append(tokens, "--rounds", "5")
 	}
 	all = append(all, benchmark{title: "Dispatch and combine on the host next to torch by hand, from Python", python: true, args: tokens})
 	if gpus == 0 {
@@ -120,9 +139,12 @@ func withPeer(b benchmark, command string, needs ...string) benchmark {
 	return b
 }
 
-func hostArgs(quick bool) []string {
-	if quick {
+func hostArgs(e effort) []string {
+	switch e {
+	case quick:
 		return []string{"hosts", "-per-host", "1", "-sizes", "4KiB", "-blocks", "3"}
+	case short:
+		return []string{"hosts", "-per-host", "2", "-sizes", "1KiB,64KiB,2MiB", "-blocks", "5"}
 	}
 	return []string{"hosts"}
 }
@@ -132,7 +154,8 @@ func measureAll(ctx context.Context, args []string) error {
 	fs := flag.NewFlagSet("perf all", flag.ContinueOnError)
 	out := fs.String("o", "bench", "the folder for bench.json and bench.html")
 	python := fs.String("python", "python3", "a Python that has switchyard, and torch for its peers")
-	quick := fs.Bool("quick", false, "a few short calls of two sizes, to see that all of it runs")
+	few := fs.Bool("quick", false, "a few short calls of two sizes, to see that all of it runs")
+	long := fs.Bool("long", false, "all sizes, also without a GPU, where it is done after 3 minutes otherwise")
 	only := fs.String("only", "", "the runs whose titles have this in them")
 	from := fs.String("from", "", "measure nothing: make the page of this bench.json")
 	if err := fs.Parse(args); err != nil {
@@ -170,14 +193,35 @@ func measureAll(ctx context.Context, args []string) error {
 		return err
 	}
 	defer os.RemoveAll(folder)
-	for _, b := range benchmarks(gpus, *quick) {
-		if !strings.Contains(b.title, *only) {
-			continue
-		}
+	e := normal
+	switch {
+	case *few:
+		e = quick
+	case gpus == 0 && !*long:
+		e = short
+	}
+	runs := slices.DeleteFunc(benchmarks(gpus, e), func(b benchmark) bool { return !strings.Contains(b.title, *only) })
+	within := ctx
+	if e == short {
+		var done context.CancelFunc
+		within, done = context.WithTimeout(ctx, shortTime)
+		defer done()
+	}
+	d.measure(within, runs, *python, folder)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	d.Machine.Load[1] = load()
+	return d.write(*out)
+}
+
+// measure adds what the runs tell, as far as ctx goes.
+func (d *document) measure(ctx context.Context, runs []benchmark, python, folder string) {
+	for _, b := range runs {
 		fmt.Fprintln(os.Stderr, "perf:", b.title)
-		s, err := b.run(ctx, *python, folder)
-		if ctx.Err() != nil {
-			return ctx.Err()
+		s, err := b.run(ctx, python, folder)
+		if err != nil && errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			err = fmt.Errorf("not done after %v: use -long, or -only", shortTime)
 		}
 		if err != nil {
 			d.Missing = append(d.Missing, lack{b.title, err.Error()})
@@ -186,8 +230,6 @@ func measureAll(ctx context.Context, args []string) error {
 		}
 		d.Runs = append(d.Runs, *s)
 	}
-	d.Machine.Load[1] = load()
-	return d.write(*out)
 }
 
 // run starts the benchmark and reads its rows.
@@ -202,6 +244,10 @@ func (b *benchmark) run(ctx context.Context, python, folder string) (*section, e
 		return nil, err
 	}
 	cmd := exec.CommandContext(ctx, command[0], command[1:]...)
+	// Its processes end together, or a peer would run on behind the next run.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) }
+	cmd.WaitDelay = 5 * time.Second
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	began := time.Now()

@@ -1,10 +1,15 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -39,6 +44,28 @@ func TestAllMeasuresAndSaysWhatIsMissing(t *testing.T) {
 
 	require.Contains(t, string(output(t, "all", "-quick", "-only", "all_reduce on the host", "-python", "/nowhere/python", "-o", folder)),
 		"not measured: all_reduce on the host next to gloo, from Python: fork/exec /nowhere/python: no such file or directory")
+}
+
+// A measurement ends in time, with all of its processes and a list of what was not done.
+func TestAShortMeasurementSaysWhatWasNotDone(t *testing.T) {
+	folder := t.TempDir()
+	python, pid := filepath.Join(folder, "python"), filepath.Join(folder, "pid")
+	require.NoError(t, os.WriteFile(python, []byte("#!/bin/sh\nsleep 600 &\necho $! >"+pid+"\nwait\n"), 0o755))
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	defer cancel()
+	var d document
+	d.measure(ctx, []benchmark{{title: "first", python: true}, {title: "second", python: true}}, python, folder)
+	require.Empty(t, d.Runs)
+	why := "not done after 3m0s: use -long, or -only"
+	require.Equal(t, []lack{{"first", why}, {"second", why}}, d.Missing)
+	if text, err := os.ReadFile(pid); err == nil { // it has come so far
+		child, err := strconv.Atoi(strings.TrimSpace(string(text)))
+		require.NoError(t, err)
+		require.Eventually(t, func() bool {
+			stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", child))
+			return err != nil || strings.Contains(string(stat), ") Z ")
+		}, time.Minute, 10*time.Millisecond)
+	}
 }
 
 func TestAPageOfOtherSchemaIsRefused(t *testing.T) {

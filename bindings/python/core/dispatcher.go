@@ -27,12 +27,14 @@ type DispatcherOptions struct {
 	dispatch.Options
 	// ShareMemory has it take turns with the place's others that share memory for rows.
 	ShareMemory bool
+	// ShareOrder has it keep one order of calls with those, and memory of its own.
+	ShareOrder bool
 }
 
 // with are the options with what the place has.
 func (o DispatcherOptions) with(shared *dispatch.Shared) dispatch.Options {
-	if o.ShareMemory {
-		o.Shared = shared
+	if o.ShareMemory || o.ShareOrder {
+		o.Shared, o.OwnRows = shared, !o.ShareMemory
 	}
 	return o.Options
 }

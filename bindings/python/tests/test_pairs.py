@@ -104,6 +104,7 @@ def refused(rank, size):
         (TypeError, "put: tensor is int64, at float64", lambda: sw.put(np.ones(1, np.int64), np.ones(1), (rank + 1) % size)),
         (ValueError, "symmetric", lambda: sw.put(x, x, (rank + 1) % size)),
         (ValueError, "streams are for CUDA tensors", lambda: sw.put(x, x, (rank + 1) % size, stream=7)),
+        (ValueError, "streams are for CUDA tensors", lambda: sw.isend(x, (rank + 1) % size, stream=7)),
         (ValueError, "the list is empty", lambda: sw.batch_isend_irecv([])),
         (TypeError, r"p2p_op_list\[0\] is 3", lambda: sw.batch_isend_irecv([3])),
     ):

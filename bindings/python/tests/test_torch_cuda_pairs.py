@@ -70,6 +70,30 @@ def graphs(rank, size):
     sw.barrier()
 
 
+def streams(rank, size):
+    """Calls on a stream that is not the current one, behind what that stream has."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    s, n = torch.cuda.Stream(), 50_000
+    for turn in range(4):
+        x, out, more = (torch.zeros(n, device=CUDA) for _ in range(3))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(s):
+            torch.cuda._sleep(2_000_000)
+            x.fill_(10 * turn + rank)
+        sent = sw.isend(x, after, stream=s)
+        assert sw.recv(out, before, stream=s.cuda_stream) == before
+        ops = [sw.P2POp(sw.isend, x, after, tag=1), sw.P2POp(sw.irecv, more, before, tag=1)]
+        (both,) = sw.batch_isend_irecv(ops, stream=s)
+        sent.wait()
+        both.wait()
+        s.synchronize()
+        assert torch.equal(out, of(10 * turn + before, n))
+        assert torch.equal(more, out)
+    with pytest.raises(ValueError, match="stream is a str, want"):
+        sw.send(x, after, stream="s")
+    sw.barrier()
+
+
 def sizes_that_differ(rank, size):
     x = torch.ones(100_000, device=CUDA)
     if rank == 0:
@@ -88,7 +112,7 @@ def sizes_that_differ(rank, size):
     sw.barrier()
 
 
-@pytest.mark.parametrize("case", [messages, graphs, sizes_that_differ], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", [messages, graphs, streams, sizes_that_differ], ids=lambda f: f.__name__)
 def test_pairs_of_cuda_tensors(worlds, case):
     worlds.get(2, world.cuda).run(case)
 
@@ -119,6 +143,13 @@ def of_torch(rank, size):
                     assert all(torch.equal(x, of(p, n)) for p, x in enumerate(lists))
                 dist.scatter(out, [of(p + 7, n) for p in range(size)] if rank == root else None, root)
                 assert torch.equal(out, of(rank + 7, n))
+                for async_op in (False, True):
+                    work = dist.all_gather(lists, mine, async_op=async_op)
+                    work.wait() if async_op else None
+                    assert all(torch.equal(x, of(p, n)) for p, x in enumerate(lists))
+                    work = dist.reduce_scatter(out, [of(p + rank, n) for p in range(size)], async_op=async_op)
+                    work.wait() if async_op else None
+                    assert torch.equal(out, of(rank * size + sum(range(size)), n))
                 total = of(rank + 1, n)
                 dist.reduce(total, root)
                 assert torch.equal(total, of(sum(range(1, size + 1)) if rank == root else rank + 1, n))

@@ -169,19 +169,37 @@ def test_values_that_mean_nothing(pair):
 
 
 def disagreed(rank, size):
-    """Ranks in calls of two shapes that all have made before: both shapes on all ranks, and the next call works."""
+    """Ranks in calls of two shapes that all have made before: both shapes on all ranks, and the next call works, also with
+    results of low latency that were lent before."""
     buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
     x, idx, weights = routing(rank, size, 6)
     narrow = x[:, : HIDDEN // 2].contiguous()
-    for call in (
+
+    def few(x, hook=False):
+        return buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False, return_recv_hook=hook)
+
+    calls = (
         lambda x: dispatched(buffer, x, idx, weights),
         lambda x: elastic.dispatch(x, idx, weights, num_experts=4 * size),
-    ):
+        few,
+        lambda x: few(x, True),
+    )
+    alive = [(tokens, *few(tokens)) for tokens in (x, narrow, x, narrow)]
+    for call in calls[:2]:
         call(x)
         call(narrow)
+    for call in calls:
         with pytest.raises(errors.Mismatch, match=f"Hidden {HIDDEN}.*Hidden {HIDDEN // 2}"):
             call(narrow if rank else x)
+    for one, other in ((calls[0], few), (few, calls[1])):
+        with pytest.raises(errors.Mismatch, match=r"Layout .*Layout "):
+            (one if rank else other)(x)
+    for tokens, rows, _, handle, _, _ in alive:
+        y = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+        torch.testing.assert_close(y.float(), tokens * weights.sum(1, keepdim=True), rtol=0.05, atol=0.05)
+    for _ in range(3):
         works(buffer, rank, size)
+        few_works(buffer, rank, size)
         elastic_works(elastic, rank, size)
     elastic.destroy()
     buffer.destroy()

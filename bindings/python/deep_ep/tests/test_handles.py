@@ -35,10 +35,10 @@ def copied(rank, size):
         few, _, handle, _, _ = buffer.low_latency_dispatch(x.bfloat16(), idx, 6, 4 * size, use_fp8=False)
         y = buffer.low_latency_combine(few, idx, weights, copying(handle))[0]
         torch.testing.assert_close(y.float(), x * weights.sum(1, keepdim=True), rtol=0.05, atol=0.05)
-        for made in (again, twin, handle):
-            with pytest.raises(TypeError, match="lives in its process, and cannot be pickled"):
+        for made, kind in ((again, "a Handle"), (twin, "an EPHandle"), (handle, "a FewHandle")):
+            with pytest.raises(TypeError, match=f"switchyard: {kind} lives in its process, and cannot be pickled"):
                 pickle.dumps(made)
-        del again, twin, handle
+        del again, twin, handle, made
     elastic.destroy()
     buffer.destroy()
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ._types import Device, Group, Memory, Stream
 
 
-def send(tensor: Memory, dst: int, group: Group = None, tag: int = 0) -> None:
+def send(tensor: Memory, dst: int, group: Group = None, tag: int = 0, *, stream: Stream = None) -> None:
     """Send a tensor to rank dst, which receives it by a ``recv`` of the same tag and size.
 
     It returns when the tensor may be written again, which does not say that it was received: messages up to 8 KiB are copied
@@ -23,25 +23,27 @@ def send(tensor: Memory, dst: int, group: Group = None, tag: int = 0) -> None:
     group where it is a :class:`switchyard.Communicator`. Ranks that disagree on the size both get both sizes
     (:class:`switchyard.errors.Mismatch`), a sender that had returned from its next send to that rank. Their data types are not
     compared. A message that nobody receives is a :class:`switchyard.errors.TimedOut` that says which tags are waited for.
+
+    On CUDA tensors the call is enqueued, on the current stream or on ``stream``, a ``torch.cuda.Stream`` or a CUstream.
     """
-    _one(False, tensor, dst, group, tag, False)
+    _one(False, tensor, dst, group, tag, False, stream)
 
 
-def isend(tensor: Memory, dst: int, group: Group = None, tag: int = 0) -> Any:
+def isend(tensor: Memory, dst: int, group: Group = None, tag: int = 0, *, stream: Stream = None) -> Any:
     """``send`` behind the caller's back. The tensor must not be written before the work object's ``wait()`` has returned."""
-    return _one(False, tensor, dst, group, tag, True)
+    return _one(False, tensor, dst, group, tag, True, stream)
 
 
-def recv(tensor: Memory, src: int | None = None, group: Group = None, tag: int = 0) -> int:
+def recv(tensor: Memory, src: int | None = None, group: Group = None, tag: int = 0, *, stream: Stream = None) -> int:
     """Receive a tensor of rank src, or of any rank, and return the rank that sent it. See ``send``."""
-    found: int = _one(True, tensor, src, group, tag, False)
+    found: int = _one(True, tensor, src, group, tag, False, stream)
     return found
 
 
-def irecv(tensor: Memory, src: int | None = None, group: Group = None, tag: int = 0) -> Any:
+def irecv(tensor: Memory, src: int | None = None, group: Group = None, tag: int = 0, *, stream: Stream = None) -> Any:
     """``recv`` behind the caller's back: the tensor is complete after the work object's ``wait()``, and its ``source_rank()``
     is the sender's number in the group."""
-    return _one(True, tensor, src, group, tag, True)
+    return _one(True, tensor, src, group, tag, True, stream)
 
 
 class P2POp(NamedTuple):
@@ -54,10 +56,10 @@ class P2POp(NamedTuple):
     tag: int = 0
 
 
-def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Any]:
+def batch_isend_irecv(p2p_op_list: Sequence[Any], *, stream: Stream = None) -> list[Any]:
     """Send and receive several messages of one group at the same time, in any order: none waits for another, but those of one
     rank and tag pair up in the order of the list. Entries are :class:`P2POp` or those of ``torch.distributed``. The result is a
-    list with one work object for all of them."""
+    list with one work object for all of them. ``stream`` is that of ``send``."""
     if isinstance(p2p_op_list, (str, bytes)) or not isinstance(p2p_op_list, Iterable):
         raise errors.InvalidType(f"switchyard: p2p_op_list is {type_of(p2p_op_list)}, want a list of P2POp")
     ops = list(p2p_op_list)
@@ -68,6 +70,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any]) -> list[Any]:
             raise errors.InvalidType(f"switchyard: p2p_op_list[{i}] is {op!r}, want a P2POp of isend or irecv")
         if not _sides.same(op.group, ops[0].group):
             raise errors.InvalidArgument(f"switchyard: p2p_op_list[{i}] is of another group than the first")
+    if stream is not None:
+        with _sides.on_stream(stream, *(op.tensor for op in ops)):
+            return batch_isend_irecv(ops)
     if any(_sides.is_tensor(op.tensor) for op in ops):
         return [_sides.tensor_pairs().batch(ops)]
     return [_sides.array_pairs().batch(ops, _sides.communicator(ops[0].group))]
@@ -102,7 +107,10 @@ def wait(src: int, semaphore: int = 0, group: Group = None, *, device: Device = 
     _flag("wait", src, semaphore, group, device, stream)
 
 
-def _one(receive: bool, tensor: Any, peer: Any, group: Any, tag: Any, async_op: bool) -> Any:
+def _one(receive: bool, tensor: Any, peer: Any, group: Any, tag: Any, async_op: bool, stream: Any) -> Any:
+    if stream is not None:
+        with _sides.on_stream(stream, tensor):
+            return _one(receive, tensor, peer, group, tag, async_op, None)
     if _sides.is_tensor(tensor):
         return _sides.tensor_pairs().message(receive, tensor, peer, group, tag, async_op)
     return _sides.array_pairs().message(receive, tensor, peer, _sides.communicator(group), tag, async_op)

@@ -58,6 +58,9 @@ class Dispatcher(Calls):
       much memory as the largest of them wants. Making a larger one lets it grow. A call of another overwrites ``rows`` and what
       lies next to them, and they are refused from then on: :meth:`Dispatched.take` them before. Combines go by an earlier
       dispatch all the same. There is no ``async_op``;
+    - ``share_order``: its calls and those of the group's other dispatchers on this device that have it, or ``share_memory``,
+      come in one order on all ranks. On the host, ranks in calls of two of them all get a
+      :class:`switchyard.errors.Mismatch` with both at once, and the next call works. On GPUs it says nothing;
     - ``host_counts``: a GPU tells the host how many rows came, see :meth:`Dispatched.host_counts`;
     - ``max_sms``: how many multiprocessors of a GPU a call takes at most; on the host it says nothing;
     - ``layer``: the name of the model's layer, by which :func:`switchyard.metrics` and status tell its tokens by expert. Layers
@@ -102,6 +105,7 @@ class Dispatcher(Calls):
         landed: bool = False,
         masks: bool = False,
         share_memory: bool = False,
+        share_order: bool = False,
         host_counts: bool = False,
         max_sms: int = 0,
         layer: str = "",

@@ -119,11 +119,11 @@ def choices(call: str, topk_idx: Any, topk_weights: Any, count: int, device: Any
     return idx, weights
 
 
-def rows(call: str, x: Any) -> Tensor:
-    """Rows to combine."""
-    if type(x) is Tensor and x.dtype in SUMMED and x.is_contiguous() and not x.requires_grad and x.dim() == 2:
+def rows(call: str, x: Any, dims: int = 2) -> Tensor:
+    """Rows to combine. Those of 3 dimensions, which the caller has checked, stay as they are where that is possible."""
+    if type(x) is Tensor and x.dtype in SUMMED and x.is_contiguous() and not x.requires_grad and x.dim() == dims:
         return x  # what is asked most, soonest
-    x = matrix(call, "x", x)
+    x = matrix(call, "x", x if dims == 2 else x.reshape(-1, x.shape[2]))
     if x.element_size() == 1 or x.dtype not in SUMS:
         raise errors.InvalidType(f"deep_ep: {call}: x is {x.dtype}, want bfloat16, float16 or float32")
     return x

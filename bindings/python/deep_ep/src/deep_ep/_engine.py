@@ -257,7 +257,7 @@ class Engine:
     def combine_slab(self, x: Tensor, routing: Routing, weights: Tensor, first: bool, out: Optional[Tensor]) -> Any:
         """The sums of weight times row over the experts of each token, or the first half; weights [tokens, top_k] are this
         rank's."""
-        live = self._alive(routing, x.shape[1], x.dtype)
+        live = self._alive(routing, x.dtype)
         by, got = live.made.dispatcher, live.got
         try:
             made = bring(by, x, got, token_weights=weights, out=out, async_op=first)
@@ -290,7 +290,7 @@ class Engine:
         routing.made, routing.kept = made, left.routing
         return made
 
-    def _alive(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Live:
+    def _alive(self, routing: Routing, dtype: torch.dtype) -> Live:
         """An output that goes by the routing of a slab: of its dispatch, for the kept routing, or of empty rows that go its
         ways."""
         live, made, kept = routing.live, routing.made, routing.kept
@@ -310,8 +310,8 @@ class Engine:
                 "deep_ep: low_latency_combine: topk_idx was changed since the dispatch, and a combine of rows of another type, "
                 "or after destroy, sends by it once more"
             )
-        shape = routing.shape._replace(hidden=hidden, dtype=dtype, scales="", quantize="")
-        empty = torch.empty((routing.tokens, hidden), dtype=dtype, device=self.device)
+        shape = routing.shape._replace(dtype=dtype, scales="", quantize="")
+        empty = torch.empty((routing.tokens, shape.hidden), dtype=dtype, device=self.device)
         made = self._lender(shape)
         return made.lend(lease, made.dispatcher, empty, routing.idx, False).serves(routing)
 

@@ -85,11 +85,12 @@ class FewHandle(Parts):
     _length = 5
 
     def __init__(self, routing: Routing, got: Any, counts: Tensor) -> None:
-        self.routing, self._got, self._counts = routing, got, counts
-        shape = routing.shape
-        self._parts = {2: shape.tokens, 3: shape.hidden, 4: shape.experts}
+        self.routing, self._got, self._counts, self._parts = routing, got, counts, {}
 
-    def _make(self, i: int) -> Tensor:
+    def _make(self, i: int) -> Any:
+        if i > 1:
+            shape = self.routing.shape
+            return (shape.tokens, shape.hidden, shape.experts)[i - 2]
         sources = self._got.sources.view(self._counts.shape[0], -1, 2)
         if i == 0:
             return sources[:, :, 1].contiguous()

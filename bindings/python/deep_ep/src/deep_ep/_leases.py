@@ -40,13 +40,15 @@ class Live:
             routing.live = None
             if routing.kept is None and not self.got.between_halves:
                 routing.kept = taken_up(self.got.keep)
-        got, self.got = self.got, None
-        got.release()
+        self.drop()
 
     def drop(self) -> None:
-        """Give the output back."""
-        got, self.got = self.got, None
-        got.release()
+        """Give the output back: it goes with this reference, unless a handle or a hook has it."""
+        still = weakref.ref(self.got)
+        self.got = None
+        got = still()
+        if got is not None:
+            got.release()
 
 
 class Made:

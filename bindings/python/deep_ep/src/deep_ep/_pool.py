@@ -127,6 +127,7 @@ class Pool:
             sources=True,
             handles=LENT if s.slab else 1,
             share_memory=not s.slab,  # results of others are copied at once
+            share_order=True,
             host_counts=self.device.type == "cuda" and not s.slab,
             max_sms=s.max_sms,
             group=self.group,

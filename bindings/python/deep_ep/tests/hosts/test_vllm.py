@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from rows import HIDDEN, MOST, TOP_K, by_choice, by_expert, close, plain, quantized, tokens
 
 pytest.importorskip("vllm", exc_type=ImportError)
 
-HIDDEN, TOP_K, MOST = 2048, 3, 64
 PARTS = "vllm.model_executor.layers.fused_moe"
 BLOCKS = [128, 128]
 
@@ -30,18 +30,9 @@ def prepared(name):
     return importlib.import_module(f"{PARTS}.prepare_finalize.{name}")
 
 
-def quantized(x, *_, quant_dtype, **__):
-    """Tokens as float8 with a scale for each 128 elements, as vLLM's kernels make them where a type is asked for."""
-    if quant_dtype is None:
-        return x, None
-    blocks = x.float().view(x.shape[0], x.shape[1] // 128, 128)
-    scales = blocks.abs().amax(2).clamp(min=1e-10) / 448
-    return (blocks / scales[:, :, None]).view(x.shape).to(torch.float8_e4m3fn), scales
-
-
-def plain(x, scales):
-    """Rows of float32, from those of float8 with scales too."""
-    return x.float() if scales is None else (x.float().view(*scales.shape, 128) * scales[..., None]).view(x.shape)
+def asked(x, *_, quant_dtype, **__):
+    """Tokens as vLLM's kernels make them: as float8 where a type is asked for."""
+    return (x, None) if quant_dtype is None else quantized(x)
 
 
 def manager(name, group):
@@ -60,41 +51,6 @@ def manager(name, group):
         made = getattr(all2all, name)(group)
     assert not made.internode
     return made
-
-
-def tokens(rank, size, step):
-    torch.manual_seed(100 * step + rank)
-    count = (7 + rank, 0 if rank == 0 else 40, MOST)[step]
-    x = torch.randn(count, HIDDEN).to(torch.bfloat16)
-    idx = torch.rand(count, 4 * size).argsort(1)[:, :TOP_K]
-    return x, idx, torch.rand(count, TOP_K)
-
-
-def factors(size):
-    return torch.arange(4 * size, dtype=torch.float32) / 4 + 0.5
-
-
-def want(x, idx, weights, size):
-    return x * (weights * factors(size)[idx]).sum(1, keepdim=True)
-
-
-def close(y, x, idx, weights, size, block):
-    rtol = 0.07 if block else 0.02  # a number of float8 is off by one part in 16 at most
-    torch.testing.assert_close(y.float(), want(x, idx, weights, size), rtol=rtol, atol=0.02)
-
-
-def by_choice(rows, idx, weights, rank, size):
-    """What this rank's experts make of rows whose choices are experts of all ranks: weighted and added up."""
-    mine = (idx >= 4 * rank) & (idx < 4 * rank + 4)
-    scale = torch.where(mine, weights * factors(size)[idx.clamp(min=0)], 0).sum(1, keepdim=True)
-    return (rows * scale).to(torch.bfloat16)
-
-
-def by_expert(rows, counts, rank, size):
-    """The same of rows by expert, with room behind the last of each."""
-    mine = factors(size).view(size, -1)[rank]
-    here = torch.arange(rows.shape[1]) < counts[:, None]
-    return torch.where(here[:, :, None], rows * mine[:, None, None], 0).to(torch.bfloat16)
 
 
 def both_ways(of, name, is_async, *arguments):
@@ -143,7 +99,7 @@ def high_throughput(rank, size, is_async, block):
         assert counts.tolist() == meta.expert_num_tokens.tolist() == meta.expert_num_tokens_cpu.tolist()
         return by_choice(rows, idx, weights, rank, size), True
 
-    with mock.patch.object(module, "moe_kernel_quantize_input", quantized):
+    with mock.patch.object(module, "moe_kernel_quantize_input", asked):
         for step in range(3):
             layer(of, config(block), experts, rank, size, step, is_async)
     made.destroy()
@@ -197,7 +153,7 @@ def second(rank, size, is_async, block, use_cudagraph):
         assert idx.flatten().bincount(minlength=4 * size)[4 * rank :][:4].tolist() == meta.expert_num_tokens.tolist()
         return by_choice(rows, idx, weights, rank, size), True
 
-    with mock.patch.object(module, "moe_kernel_quantize_input", quantized):
+    with mock.patch.object(module, "moe_kernel_quantize_input", asked):
         for step in range(3):
             counts = torch.tensor([tokens(r, size, step)[0].shape[0] for r in range(size)])
             most = 1 << (int(counts.max()) - 1).bit_length()

@@ -112,8 +112,8 @@ class Bound:
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        name = type(self).__name__
+        it = type_of(self)
         raise errors.InvalidType(
-            f"switchyard: a {name} lives in its process, and cannot be pickled or sent to another: save the state_dict() of "
-            f"a module that has one, and load it where the module has been made with a {name} of that process"
+            f"switchyard: {it} lives in its process, and cannot be pickled or sent to another: save the state_dict() of "
+            f"a module that has one, and load it where the module has been made with {it} of that process"
         )

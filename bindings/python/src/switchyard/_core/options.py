@@ -88,6 +88,7 @@ TABLE = (
     Option("landed", "Landed", flag),
     Option("masks", "Masks", flag),
     Option("share_memory", "ShareMemory", flag),
+    Option("share_order", "ShareOrder", flag),
     Option("host_counts", "HostCounts", flag),
     Option("max_sms", "MaxSMs", integer),
     Option("layer", "Layer", text),

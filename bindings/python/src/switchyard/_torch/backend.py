@@ -323,29 +323,35 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         return every([self._reduce_scatter_base(o, i, opts) for o, i in zip(outputs, inputs)], outputs)
 
     def allgather(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
-        opts = opts or c10d.AllgatherOptions()
-        if len(outputs) != 1 or len(inputs) != 1 or not ours(*outputs[0], *inputs):
-            return self._theirs("all_gather", [*flat(outputs), *inputs], gpus=False).allgather(outputs, inputs, opts)
-        return self._submit(
-            "all_gather",
-            lambda: lists.all_gather(self._group.size, outputs[0], inputs[0]),
-            lambda pg: pg.allgather(outputs, inputs, opts),
-            outputs[0],
-        )
+        opts, targets = opts or c10d.AllgatherOptions(), flat(outputs)
+        one = len(outputs) == 1 and len(inputs) == 1
+
+        def prepare() -> Submission:
+            return lists.all_gather(self._group.size, targets, inputs[0])
+
+        if one and all(cuda.ours(x, x) for x in (*targets, *inputs)):
+            work = self._on_gpu(opts, targets, inputs, lambda: [prepare()])
+            return work or self._theirs("all_gather", [*targets, *inputs]).allgather(outputs, inputs, opts)
+        if not one or not ours(*targets, *inputs):
+            return self._theirs("all_gather", [*targets, *inputs]).allgather(outputs, inputs, opts)
+        return self._submit("all_gather", prepare, lambda pg: pg.allgather(outputs, inputs, opts), targets)
 
     def reduce_scatter(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
         self._refuse_gloos("reduce_scatter", outputs, opts)
         kind = calls.kind_of(outputs[0], calls.op_name(opts.reduceOp)) if outputs else None
-        if kind is None or len(outputs) != 1 or len(inputs) != 1 or not ours(*outputs, *inputs[0]):
-            theirs = self._theirs("reduce_scatter", [*outputs, *flat(inputs)], [kind], gpus=False)
-            return theirs.reduce_scatter(outputs, inputs, opts)
-        return self._submit(
-            "reduce_scatter",
-            lambda: lists.reduce_scatter(self._group.size, outputs[0], inputs[0], kind),
-            lambda pg: pg.reduce_scatter(outputs, inputs, opts),
-            outputs,
-        )
+        one, sources = kind is not None and len(outputs) == 1 and len(inputs) == 1, flat(inputs)
+
+        def prepare() -> Submission:
+            assert kind is not None
+            return lists.reduce_scatter(self._group.size, outputs[0], sources, kind)
+
+        if one and all(cuda.ours(x, x) for x in (*outputs, *sources)):
+            work = self._on_gpu(opts, outputs, sources, lambda: [prepare()])
+            return work or self._theirs("reduce_scatter", [*outputs, *sources]).reduce_scatter(outputs, inputs, opts)
+        if not one or not ours(*outputs, *sources):
+            return self._theirs("reduce_scatter", [*outputs, *sources], [kind]).reduce_scatter(outputs, inputs, opts)
+        return self._submit("reduce_scatter", prepare, lambda pg: pg.reduce_scatter(outputs, inputs, opts), outputs)
 
     def gather(self, *arguments, **named):  # type: ignore[no-untyped-def]
         if named or len(arguments) != 3 or not isinstance(arguments[2], dist.GatherOptions):  # torch's variant of one tensor

@@ -63,17 +63,18 @@ class Kinds:
         d = self.dispatcher
         return d._scales(x, output.counts.rows if self.trims and output.counts else d.max_rows, d.max_rows)
 
-    def lent(self, output: Output, name: str) -> Tensor:
-        """A part of an output, with its padding, for who gives that back by release: the tensor does not hold it."""
+    def lent(self, output: Output, name: str, copied: bool) -> Tensor:
+        """A part of an output by padded experts, for who gives that back by release: the tensor does not hold it. Or a copy of
+        the part. Rows and scales are [experts, capacity, their extent]."""
         made = output.slot.made.get(name)
         if made is None:
-            about, most = self._describe(output, name), self.dispatcher.max_rows
+            d, about = self.dispatcher, self._describe(output, name)
             with torch.inference_mode(False):  # others may write to aliases
                 x = tensor_on(about.buffer_info()[0])
-                if name == "rows" and self.dispatcher._float8:
-                    x = x.view(self.row)
-                made = output.slot.made[name] = self.dispatcher._scales(x, most, most) if name == "scales" else x
-        return made.detach()  # type: ignore[no-any-return]
+                if name == "rows":
+                    x = (x.view(self.row) if d._float8 else x).view(-1, d._row_capacity(), d.hidden)
+                made = output.slot.made[name] = d._scales(x, d.max_rows, d.max_rows) if name == "scales" else x
+        return made.clone() if copied else made.detach()  # type: ignore[no-any-return]
 
     def rows(self, output: Output) -> Tensor:
         """The rows of an output."""

@@ -50,8 +50,9 @@ def bring(
     d: Calls, rows: Tensor, way: Dispatched | Routing, *, weights: Tensor | None = None, token_weights: Tensor | None = None,
     biases: Sequence[Tensor] = (), out: Tensor | None = None, async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """A combine without gradients, of tensors that are as the dispatcher wants them. Rows by token are not weighted: with
-    weights [rows, top_k] there are also their sums; rows by expert are weighted with token_weights."""
+    """A combine without gradients, of tensors that are as the dispatcher wants them; rows may have any extents before the last.
+    Rows by token are not weighted: with weights [rows, top_k] there are also their sums. Rows by expert are weighted with
+    token_weights."""
     if d._index >= 0:
         rows = aligned(rows)
     tokens, each = way._tokens, d._sum_bytes
@@ -60,7 +61,7 @@ def bring(
     else:
         y = out
         written(out)
-    buffers = [y.data_ptr(), tokens * each, rows.data_ptr(), rows.shape[0] * each]
+    buffers = [y.data_ptr(), tokens * each, rows.data_ptr(), rows.numel() // d.hidden * each]
     sums, held = None, (y, rows, weights, token_weights, biases)  # type: Tensor | None, Any
     if weights is not None:
         sums = weights.new_empty(tokens, d.top_k)

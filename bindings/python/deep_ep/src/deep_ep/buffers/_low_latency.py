@@ -108,7 +108,7 @@ class FewTokens(Bound):
             else:
                 counts = _counts(got, stats)
         routing.given = Given(topk_idx)
-        rows = lent(got, "rows").view(local, -1, shape.hidden)
+        rows = lent(got, "rows")
         handle = FewHandle(routing, got, counts)
         result = (rows, lent(got, "scales")) if use_fp8 else rows
         return result, counts, handle, EventOverlap(event, (x, topk_idx) if async_finish else None), hook
@@ -149,7 +149,7 @@ class FewTokens(Bound):
         want = (shape.experts // self.group_size, self.group_size * shape.tokens, shape.hidden)
         if x.shape != want:
             raise errors.InvalidArgument(f"deep_ep: {call}: x has shape {tuple(x.shape)}, want {want}")
-        rows = checks.rows(call, x.view(-1, shape.hidden) if x.is_contiguous() else x.reshape(-1, shape.hidden))
+        rows = checks.rows(call, x, 3)
         same, weights = routing.given.says_nothing_new(topk_idx), topk_weights
         plain = same and type(weights) is Tensor and weights.dtype is torch.float32 and weights.shape == topk_idx.shape
         if not plain or weights.requires_grad or not weights.is_contiguous() or weights.device != rows.device:
@@ -204,7 +204,7 @@ class FewTokens(Bound):
 
 def _counts(got: Any, stats: Optional[Tensor]) -> Tensor:
     """The choices of each expert, which lie in the dispatcher, and in the caller's sums from now on."""
-    counts = lent(got, "counts").clone()
+    counts = lent(got, "counts", True)
     if stats is not None:
         stats.add_(counts)
     return counts
