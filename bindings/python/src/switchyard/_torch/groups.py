@@ -344,7 +344,7 @@ def forget(pg: Any) -> None:
 
 
 def _timeout(pg: Any, known: Group | None = None) -> timedelta | None:
-    """How long the group's operations may take. What is known of the group keeps where that is said."""
+    """How long the group's operations may take. known keeps the options that say so, for the next time."""
     options = None if known is None else known.options
     if options is not None:
         return options._timeout  # type: ignore[no-any-return]
