@@ -5,6 +5,7 @@
     python bench.py --device cuda [--ranks 8] [--sizes 8K,...] [--symmetric [both]]               on GPUs, next to NCCL
     python bench.py --beside [--ranks 2] [--sizes 8M,...] [--product 8192] [--max-sms 8]          on GPUs, next to compute
     python bench.py --op dispatch [--device cuda] [--ranks 2] [--tokens 128,4096] [--hidden 7168] [--experts 256] [--top-k 8]
+    python bench.py --host [--ranks 2] [--tokens 128,4096]                                        the host's time, on GPUs
 
 Both move the same tensors, in blocks of calls that alternate; a block's time is the slowest rank's. The ratio is the
 median over the pairs of blocks, with the quartiles next to it. Every size is checked: on the CPU against gloo's result, on
@@ -23,6 +24,9 @@ and the exchanges alone and next to products. Blocks alternate, every rank does 
 random routing. The experts return what they get, so every element of the result is checked, before and after. A dispatch and a
 combine are measured alone and as a pair; by hand a dispatch is counts, permutation, exchange and the sort by experts. Bytes
 over the link are those of tokens that go to other ranks, once for each of these, as ours go.
+
+--host is how long the host takes for calls: as operators of torch, by Python, which makes what is unusual, and torch's own.
+"in a row" is 100 calls, "alone" is one behind a barrier.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import switchyard
-from benchmarks import compute, cpu, dispatch, gpus
+from benchmarks import compute, cpu, dispatch, gpus, host
 from benchmarks.common import busy_loops
 
 
@@ -50,6 +54,8 @@ def worker(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     if args.op == "dispatch":
         where = dispatch.dispatching
+    if args.host:
+        where = host.host_time
     for symmetric in {"no": [False], "yes": [True], "both": [False, True]}[args.symmetric]:
         where(rank, ranks, args, symmetric)
     switchyard.barrier()
@@ -70,6 +76,7 @@ def main() -> None:
     parser.add_argument(
         "--symmetric", nargs="?", choices=("no", "yes", "both"), const="yes", default="no", help="outputs in the symmetric heap"
     )
+    parser.add_argument("--host", action="store_true", help="the host's time in calls, on GPUs")
     parser.add_argument("--beside", action="store_true", help="exchanges next to matrix products, on GPUs")
     parser.add_argument("--product", type=int, default=8192, help="rows and columns of those matrices")
     parser.add_argument("--products", type=int, default=20, help="products in a block")
@@ -83,6 +90,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.beside:
         args.device, args.sizes = "cuda", args.sizes or "8M,32M,128M"
+    if args.host:
+        args.device = "cuda"
     cuda = args.device == "cuda"
     args.tokens = args.tokens or ("4096,128" if cuda else "16,128,1024")
     args.hidden, args.experts = args.hidden or (7168 if cuda else 1024), args.experts or (256 if cuda else 64)

@@ -21,6 +21,8 @@ void *switchyard_hold(uint64_t handle)
 	return h;
 }
 
+void switchyard_share(void *hold) { atomic_fetch_add(&((struct hold *)hold)->users, 1); }
+
 void switchyard_unhold(void *hold)
 {
 	struct hold *h = hold;
@@ -73,7 +75,7 @@ void *switchyard_describe(const struct switchyard_tensor *tensor, void *hold)
 	d->shape = d->extents;
 	d->deleter = forget;
 	if (hold)
-		atomic_fetch_add(&((struct hold *)hold)->users, 1);
+		switchyard_share(hold);
 	d->context = hold;
 	return d;
 }

@@ -18,7 +18,33 @@ void switchyard_last_error_detail(struct switchyard_detail *out);
 // users has gone. It begins with the handle, and is NULL where there is no memory for it. Its first user is who calls
 // switchyard_hold, until switchyard_unhold.
 void *switchyard_hold(uint64_t handle);
+void switchyard_share(void *hold); // by one user more
 void switchyard_unhold(void *hold);
+
+// Calls of tensors as operators of torch: switchyard::all_to_all, dispatch_rows, combine_rows, and the last two with
+// weights, dispatch_weighted and combine_weighted. The first call registers them, and any call returns the name of what
+// torch has not, NULL where nothing is missing. They go by the structures below, whose address each gets, and which
+// live as long as there are calls. They answer what the functions do that they call; AGAIN has the ticket in the higher
+// bits, and 255 says that their arguments are not as usual, and that nothing was done.
+const char *switchyard_operators(void);
+
+// How operators number types.
+#define SWITCHYARD_TYPES "float32 bfloat16 float16 float8_e4m3fn int32 int64"
+#define SWITCHYARD_FLOAT32 0
+
+// Exchanges of a place. Device is -1 for the host, and calls wait there for Wait microseconds.
+struct switchyard_exchanges {
+	uint64_t Handle;
+	int64_t Device, Ranks, Rank, Wait;
+};
+
+// Dispatches and combines of a dispatcher. On the host, calls wait for Wait microseconds, and a dispatch returns that
+// many Numbers as switchyard_deliver has them.
+struct switchyard_dispatches {
+	uint64_t Handle;
+	int64_t Device, Hidden, TopK, MaxRows, TokenType, RowType, SumType, IndexType, TokenBytes, SumBytes,
+	    ChoiceBytes, Numbers, Wait;
+};
 
 // How a tensor lies in memory: its address, DLPack's numbers for the device and the type, and its extents. It is row by
 // row, without gaps.

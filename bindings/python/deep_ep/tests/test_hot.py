@@ -10,6 +10,8 @@ from layers import dispatched, routing
 import deep_ep
 
 MOST = 8
+#: The names of operators of torch in what makes a dispatcher's calls by them.
+OPERATORS = ("_plain", "_weighted", "_combine", "_combine_weighted")
 
 
 def passed(dispatcher, call, most=MOST):
@@ -26,14 +28,19 @@ def passed(dispatcher, call, most=MOST):
 
         return spy
 
-    kept = dispatcher._delivers, dispatcher._calls
+    kept, operated = (dispatcher._delivers, dispatcher._calls), dispatcher._operated
     dispatcher._delivers, dispatcher._calls = tuple(map(spied, kept[0])), list(map(spied, kept[1]))
+    operators = {} if operated is None else {name: getattr(operated, name) for name in OPERATORS}
+    for name, operator in operators.items():
+        setattr(operated, name, spied(operator))
     sys.setprofile(watch)
     try:
         made = call()
     finally:
         sys.setprofile(None)
         dispatcher._delivers, dispatcher._calls = kept
+        for name, operator in operators.items():
+            setattr(operated, name, operator)
     assert seen[0] <= most, f"{seen[0]} functions"
     return made
 

@@ -201,6 +201,13 @@ def tensor_moe() -> Any:
     return _tensor_moe
 
 
+def operated(d: Any) -> Any:
+    """A dispatcher's calls that are operators of torch. None where there are none, and on the way into a compiled graph, which
+    would find that they have come meanwhile."""
+    torch = sys.modules.get("torch")
+    return None if torch is None or torch.compiler.is_compiling() else d._operated
+
+
 _array_moe: Any = None
 
 

@@ -148,6 +148,11 @@ class Dispatcher(Calls):
         made, and :meth:`Dispatched.wait` is the second: what is enqueued between them runs while rows are on their way. Other
         dispatches may be made between them too. On the host the first half waits until all ranks have begun it.
         """
+        operated = _sides.operated(self)
+        if operated is not None and scales is None and not async_op:  # what is asked most, soonest
+            got: Dispatched | None = operated.dispatch(x, experts, weights)
+            if got is not None:
+                return got
         if _sides.is_tensor(x):
             return _sides.tensor_moe().dispatch(self, x, experts, weights, scales, async_op)
         return self._of_arrays("x").dispatch(x, experts, weights, scales, async_op)
@@ -215,6 +220,14 @@ class Dispatcher(Calls):
         The gradient of ``rows`` is undefined where padding is, and behind the last row: mask it, or do not read it.
         ``sum_weights``, ``ready``, ``out``, ``release`` and a combine by a routing have none.
         """
+        operated = _sides.operated(self)
+        if (
+            operated is not None and weights is None and bias is None and not sum_weights and ready is None and out is None
+            and not async_op
+        ):  # fmt: skip
+            y = operated.combine(rows, dispatched, weighted, token_weights, release)  # what is asked most, soonest
+            if y is not None:
+                return y
         self._check_way(dispatched)
         arguments = (rows, dispatched, weights, weighted, token_weights, bias, sum_weights, ready, out, release, async_op)
         if _sides.is_tensor(rows):

@@ -48,6 +48,8 @@ class Communicator(Place):
         self._closed = False
         self._dispatchers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._gpus: dict[int, Gpu] = {}
+        #: For torch, by the ordinal of a GPU or -1: exchanges that are operators.
+        self._exchanges: dict[int, Any] = {}
         self._no_gpus: dict[int, errors.Unsupported] = {}
         self._opening = threading.Lock()
         self._pools = 0

@@ -124,10 +124,12 @@ class Output(Bound):
 
     __slots__ = ("_hold", "_rows", "_slot", "_unhold", "counts", "dispatcher", "handle", "released", "routing")
 
-    def __init__(self, dispatcher: Maker, handle: int, rows: int, routing: Routing | None = None) -> None:
-        """rows is where they begin, 0 if the caller does not know."""
+    def __init__(
+        self, dispatcher: Maker, handle: int, rows: int, routing: Routing | None = None, hold: int | None = None
+    ) -> None:
+        """rows is where they begin, 0 if the caller does not know. hold is one of the handle, of which this is a user then."""
         lib = dispatcher.comm._lib
-        self._unhold, self._hold = lib.unhold, lib.hold(handle)
+        self._unhold, self._hold = lib.unhold, hold or lib.hold(handle)
         self.dispatcher, self.handle, self.released = dispatcher, handle, False
         self.counts: HostCounts | None = None if routing is None else routing.counts
         self.routing, self._rows = routing, rows

@@ -46,8 +46,9 @@ class Calls(Taking):
 
     #: By which compiled graphs know it.
     name: str
-    #: The maker of tensors, once the first is used.
+    #: The maker of tensors, once the first is used, and then the calls that are operators.
     _torch: Any = None
+    _operated: Any = None
 
     def __init__(self, place: Place, values: dict[str, Any], stream: Callable[[int], int] | None) -> None:
         """Make it, together with all ranks. values are checked options, and stream says which CUstream is current on a GPU."""

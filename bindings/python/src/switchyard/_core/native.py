@@ -70,6 +70,8 @@ class Library:
         self.describe.argtypes, self.describe.restype = [c_void_p, c_void_p], c_void_p
         self.hold.argtypes, self.hold.restype = [c_uint64], c_void_p
         self.unhold.argtypes, self.unhold.restype = [c_void_p], None
+        self.operators = quick.switchyard_operators
+        self.operators.argtypes, self.operators.restype = [], c_char_p
         for name, of in [*((name, name) for name in abi.PROTOTYPES), *_QUICK.items()]:
             function = getattr(lib if name == of else quick, "switchyard_" + of)
             function.argtypes, function.restype = abi.PROTOTYPES[of], c_int32

@@ -102,6 +102,8 @@ class Group:
         self._unmet = 0  # the library's handle of this rank for as long as there is no communicator that counts
         #: Whether the process group is ours, which counts calls that it leaves to torch itself.
         self.counts = False
+        #: The options of torch's own backend, the same as long as it lives: to ask it for them takes longer than a call.
+        self.options: Any = None
 
     def fell_back(self, operation: str, reason: str, pg: Any, tensors: Sequence[Tensor]) -> None:
         """Count a call that torch's backend makes. No call fails for that."""
@@ -341,13 +343,20 @@ def forget(pg: Any) -> None:
         known[1].end()
 
 
-def _timeout(pg: Any) -> timedelta | None:
-    """How long the group's operations may take."""
+def _timeout(pg: Any, known: Group | None = None) -> timedelta | None:
+    """How long the group's operations may take. known keeps the options that say so, for the next time."""
+    options = None if known is None else known.options
+    if options is not None:
+        return options._timeout  # type: ignore[no-any-return]
     for device in ("cpu", "cuda"):
         try:
-            return pg._get_backend(torch.device(device)).options._timeout  # type: ignore[no-any-return]
+            options = pg._get_backend(torch.device(device)).options
+            timeout: timedelta | None = options._timeout
         except (RuntimeError, AttributeError):
             continue
+        if known is not None:
+            known.options = options
+        return timeout
     return c10d.default_pg_timeout
 
 
@@ -376,9 +385,13 @@ def find(group: Any) -> tuple[Communicator | None, Group | None]:
         return core.default(), None
     known = group_of(pg)
     if not known.counts:  # torch's own, which tells nobody that its timeout is set
-        known.set_timeout(_timeout(pg) or c10d.default_pg_timeout)
+        timeout = _timeout(pg, known) or c10d.default_pg_timeout
+        if timeout != known.timeout:
+            known.set_timeout(timeout)
+    if known.met:
+        return known.comm, known
     known._asked.set()
-    return known.comm if known.met else None, known
+    return None, known
 
 
 def communicator(group: Any) -> Communicator | None:

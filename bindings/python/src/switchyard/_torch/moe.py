@@ -26,6 +26,7 @@ from .._core.dispatched import (
 )
 from .._core.dispatcher import Calls
 from .._once import once
+from .operators import dispatches
 from .profile import named
 from .tensors import description, tensor_on, written
 
@@ -131,6 +132,7 @@ def kinds(d: Calls) -> Kinds:
     found: Kinds = d._torch
     if found is None:
         found = d._torch = Kinds(d)
+        d._operated = dispatches(d)
     return found
 
 

@@ -33,6 +33,10 @@ def deliver(
 
 def lease(d: Calls, x: Tensor, idx: Tensor, first: bool) -> Dispatched:
     """A dispatch without gradients and weights, or its first half."""
+    if d._operated is not None and not first:
+        made: Dispatched | None = d._operated.dispatch(x, idx, None)
+        if made is not None:
+            return made
     if d._index >= 0:
         x = aligned(x)
     call = (x.data_ptr(), (0, 0), idx.data_ptr(), 0, x.shape[0], first, (x, idx))
@@ -53,6 +57,11 @@ def bring(
     """A combine without gradients, of tensors that are as the dispatcher wants them; rows may have any extents before the last.
     Rows by token are not weighted: with weights [rows, top_k] there are also their sums. Rows by expert are weighted with
     token_weights."""
+    if d._operated is not None and weights is None and out is None and not biases and not async_op:
+        weighting = UNWEIGHTED if token_weights is None else OF_TOKENS
+        brought = d._operated.bring(rows, way, rows.numel() // d.hidden, weighting, token_weights, False)
+        if brought is not None:
+            return brought
     if d._index >= 0:
         rows = aligned(rows)
     tokens, each = way._tokens, d._sum_bytes

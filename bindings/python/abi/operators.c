@@ -1,0 +1,365 @@
+#define _GNU_SOURCE
+#include "_cgo_export.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <string.h>
+
+#include "torch.h"
+
+// Calls that operators make only if nothing about their arguments is unusual. Else they answer this, nothing has
+// happened, and Python makes the call, or refuses it in its own words.
+#define UNUSUAL 255
+#define AGAIN 1
+// More ranks than this are unusual.
+#define MOST_RANKS 128
+// core.HostCounts of more numbers are, too.
+#define MOST_NUMBERS 1024
+
+#define POINTER(result, name, arguments) static result(*name) arguments;
+TORCH_FUNCTIONS(POINTER)
+TORCH_GPU_FUNCTIONS(POINTER)
+#undef POINTER
+
+static int32_t host, gpu, strided;
+// torch's numbers of the types, in the order of SWITCHYARD_TYPES.
+static int32_t types[6];
+static atomic_bool forked;
+
+static void fork_child(void) { atomic_store(&forked, true); }
+
+// A tensor without gaps.
+struct view {
+	void *data;
+	int64_t *sizes, dim, device; // -1 is the host
+	int32_t dtype;
+};
+
+static bool view_of(torch_tensor x, struct view *v)
+{
+	int32_t kind, layout, device;
+	bool contiguous;
+	if (aoti_torch_get_layout(x, &layout) || layout != strided || aoti_torch_is_contiguous(x, &contiguous) ||
+	    !contiguous || aoti_torch_get_device_type(x, &kind) || (kind != host && kind != gpu) ||
+	    aoti_torch_get_device_index(x, &device) || aoti_torch_get_dtype(x, &v->dtype) ||
+	    aoti_torch_get_dim(x, &v->dim) || aoti_torch_get_sizes(x, &v->sizes) ||
+	    aoti_torch_get_data_ptr(x, &v->data))
+		return false;
+	v->device = kind == host ? -1 : device;
+	return true;
+}
+
+// Whether a tensor has two dimensions, these and a type of SWITCHYARD_TYPES.
+static bool is(const struct view *v, int64_t device, int64_t type, int64_t rows, int64_t columns)
+{
+	return v->device == device && v->dtype == types[type] && v->dim == 2 && v->sizes[0] == rows &&
+	       v->sizes[1] == columns;
+}
+
+// Rows that GPUs move begin at multiples of 16.
+static bool aligned(const struct view *v) { return v->device < 0 || ((uintptr_t)v->data & 15) == 0; }
+
+static bool stream_of(int64_t device, uint64_t *stream)
+{
+	void *found = NULL;
+	if (device >= 0 &&
+	    (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream((int32_t)device, &found)))
+		return false;
+	*stream = (uint64_t)(uintptr_t)found;
+	return true;
+}
+
+static torch_tensor undefined(void)
+{
+	torch_tensor x = NULL;
+	(void)aoti_torch_new_uninitialized_tensor(&x);
+	return x;
+}
+
+static void value(torch_list list, int64_t v) { (void)torch_list_push_back(list, (uint64_t)v); }
+
+// The numbers of a list, whose sum is rows.
+static bool numbers(torch_list list, size_t n, int64_t rows, int64_t *into)
+{
+	for (size_t i = 0; i < n; i++) {
+		uint64_t v;
+		if (torch_list_get_item(list, i, &v) || (int64_t)v < 0 || (int64_t)v > rows)
+			return false;
+		rows -= into[i] = (int64_t)v;
+	}
+	return rows == 0;
+}
+
+static int64_t exchange(torch_tensor to, torch_tensor from, torch_list received, torch_list sent,
+                        const struct switchyard_exchanges *at)
+{
+	struct {
+		struct switchyard_shape_head head;
+		int64_t rows[2 * MOST_RANKS];
+	} shape = {0};
+	struct view out, in;
+	size_t ranks = (size_t)at->Ranks, got, given;
+	int64_t row;
+	uint64_t stream, ticket = 0;
+	if (atomic_load(&forked) || at->Ranks > MOST_RANKS || !view_of(to, &out) || !view_of(from, &in) ||
+	    out.device != at->Device || in.device != at->Device || out.dtype != in.dtype ||
+	    in.dtype == aoti_torch_dtype_complex32() || in.dtype == aoti_torch_dtype_complex64() ||
+	    in.dtype == aoti_torch_dtype_complex128() || in.dim < 1 || in.dim != out.dim)
+		return UNUSUAL;
+	row = (int64_t)aoti_torch_dtype_element_size(in.dtype);
+	for (int64_t i = 1; i < in.dim; i++)
+		if (in.sizes[i] != out.sizes[i] || __builtin_mul_overflow(row, in.sizes[i], &row))
+			return UNUSUAL;
+	if (row == 0 || torch_list_size(received, &got) || torch_list_size(sent, &given))
+		return UNUSUAL;
+	if (got == 0 && given == 0) {
+		if (in.sizes[0] % at->Ranks || in.sizes[0] != out.sizes[0])
+			return UNUSUAL;
+		for (size_t i = 0; i < 2 * ranks; i++)
+			shape.rows[i] = in.sizes[0] / at->Ranks;
+	} else if (got != ranks || given != ranks || !numbers(sent, ranks, in.sizes[0], shape.rows) ||
+	           !numbers(received, ranks, out.sizes[0], shape.rows + ranks) ||
+	           shape.rows[at->Rank] != shape.rows[ranks + (size_t)at->Rank])
+		return UNUSUAL;
+	if (!stream_of(at->Device, &stream))
+		return UNUSUAL;
+	shape.head.Row = row;
+	shape.head.DstBytes = out.sizes[0] * row;
+	shape.head.SrcBytes = in.sizes[0] * row;
+	int32_t code = switchyard_all_to_all(at->Handle, stream, out.data, in.data, &shape.head, at->Wait, &ticket);
+	return code == AGAIN ? (int64_t)(ticket << 8) | AGAIN : code;
+}
+
+// switchyard::all_to_all
+static void all_to_all(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)inputs, (void)outputs;
+	torch_tensor to = (torch_tensor)stack[0], from = (torch_tensor)stack[1];
+	torch_list received = (torch_list)stack[2], sent = (torch_list)stack[3];
+	stack[0] = (uint64_t)exchange(to, from, received, sent, (const struct switchyard_exchanges *)stack[4]);
+	(void)aoti_torch_delete_tensor_object(to);
+	(void)aoti_torch_delete_tensor_object(from);
+	(void)torch_delete_list(received);
+	(void)torch_delete_list(sent);
+}
+
+static void forget(void *data, void *hold)
+{
+	(void)data;
+	switchyard_unhold(hold);
+}
+
+// What a dispatch has made, in the order of what the operator returns behind the rows.
+struct made {
+	int64_t code, handle, hold, place, ticket;
+};
+
+static torch_tensor rows_of(const struct switchyard_dispatches *d, struct made *made, int64_t rows)
+{
+	const int64_t sizes[2] = {rows, d->Hidden}, strides[2] = {d->Hidden, 1};
+	torch_tensor x;
+	void *hold = switchyard_hold((uint64_t)made->handle);
+	if (!hold)
+		return undefined();
+	made->hold = (int64_t)(intptr_t)hold;
+	switchyard_share(hold);
+	if (torch_from_blob((void *)(intptr_t)made->place, 2, sizes, strides, 0, types[d->RowType],
+	                    d->Device < 0 ? host : gpu, (int32_t)d->Device, &x, strided, NULL, 0, forget, hold)) {
+		switchyard_unhold(hold);
+		return undefined();
+	}
+	return x;
+}
+
+static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor weights,
+                         const struct switchyard_dispatches *d, struct made *made, int64_t *counts)
+{
+	struct switchyard_dispatch_call call = {0};
+	struct view x, idx, w;
+	uint64_t stream, ticket = 0;
+	made->code = UNUSUAL;
+	if (atomic_load(&forked) || d->Numbers > MOST_NUMBERS || !view_of(tokens, &x) || !view_of(experts, &idx) ||
+	    x.dim < 1 || !is(&x, d->Device, d->TokenType, x.sizes[0], d->Hidden) || !aligned(&x) ||
+	    !is(&idx, d->Device, d->IndexType, x.sizes[0], d->TopK) || !stream_of(d->Device, &stream))
+		return undefined();
+	if (weights) {
+		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, x.sizes[0], d->TopK))
+			return undefined();
+		call.Weights.Addr = (uint64_t)(uintptr_t)w.data;
+		call.Weights.Bytes = 4 * x.sizes[0] * d->TopK;
+	}
+	call.X.Addr = (uint64_t)(uintptr_t)x.data;
+	call.X.Bytes = x.sizes[0] * d->TokenBytes;
+	call.Experts.Addr = (uint64_t)(uintptr_t)idx.data;
+	call.Experts.Bytes = x.sizes[0] * d->ChoiceBytes;
+	if (d->Device >= 0)
+		made->code = switchyard_dispatch(d->Handle, stream, &call, 0, NULL);
+	else
+		made->code = switchyard_deliver(d->Handle, 0, &call, NULL, d->Wait, &ticket, counts, d->Numbers);
+	made->handle = (int64_t)call.Made;
+	made->place = (int64_t)call.Rows;
+	made->ticket = (int64_t)ticket;
+	if (made->code == 0)
+		return rows_of(d, made, d->Device < 0 ? counts[0] : d->MaxRows);
+	if (made->code != AGAIN && call.Made) {
+		(void)switchyard_release(call.Made);
+		made->handle = 0;
+	}
+	return undefined();
+}
+
+// switchyard::dispatch_rows, and with weights switchyard::dispatch_weighted
+static void dispatch(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)outputs;
+	torch_tensor x = (torch_tensor)stack[0], experts = (torch_tensor)stack[1];
+	torch_tensor weights = inputs == 4 ? (torch_tensor)stack[2] : NULL;
+	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)stack[inputs - 1];
+	struct made made = {0};
+	int64_t counts[MOST_NUMBERS];
+	torch_list list = NULL;
+	stack[0] = (uint64_t)send(x, experts, weights, d, &made, counts);
+	(void)torch_new_list_reserve_size(sizeof made / 8 + (size_t)d->Numbers, &list);
+	for (size_t i = 0; i < sizeof made / 8; i++)
+		value(list, ((const int64_t *)&made)[i]);
+	for (int64_t i = 0; made.code == 0 && i < d->Numbers; i++)
+		value(list, counts[i]);
+	stack[1] = (uint64_t)list;
+	(void)aoti_torch_delete_tensor_object(x);
+	(void)aoti_torch_delete_tensor_object(experts);
+	if (weights)
+		(void)aoti_torch_delete_tensor_object(weights);
+}
+
+// What a combine goes by, in the order of the operator's arguments behind its tensors.
+struct way {
+	int64_t dispatches, handle, routing, tokens, came, weighting, release;
+};
+
+static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct way *by, int64_t *code)
+{
+	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)(intptr_t)by->dispatches;
+	const int64_t sizes[2] = {by->tokens, d->Hidden}, strides[2] = {d->Hidden, 1};
+	struct switchyard_combine_call call = {0};
+	struct view rows, w;
+	torch_tensor y;
+	uint64_t stream, ticket = 0;
+	void *data;
+	*code = UNUSUAL;
+	if (atomic_load(&forked) || !view_of(from, &rows) || rows.dim < 1 ||
+	    !is(&rows, d->Device, d->SumType, rows.sizes[0] == by->came ? by->came : d->MaxRows, d->Hidden) ||
+	    !aligned(&rows) || !stream_of(d->Device, &stream))
+		return undefined();
+	if (weights) {
+		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, by->tokens, d->TopK))
+			return undefined();
+		call.TokenWeights.Addr = (uint64_t)(uintptr_t)w.data;
+		call.TokenWeights.Bytes = 4 * by->tokens * d->TopK;
+	}
+	if (aoti_torch_empty_strided(2, sizes, strides, types[d->SumType], d->Device < 0 ? host : gpu,
+	                             (int32_t)d->Device, &y))
+		return undefined();
+	if (aoti_torch_get_data_ptr(y, &data))
+		return y;
+	call.Y.Addr = (uint64_t)(uintptr_t)data;
+	call.Y.Bytes = by->tokens * d->SumBytes;
+	call.Rows.Addr = (uint64_t)(uintptr_t)rows.data;
+	call.Rows.Bytes = rows.sizes[0] * d->SumBytes;
+	call.Handle = (uint64_t)by->handle;
+	call.Routing = (uint64_t)by->routing;
+	call.Weighting = by->weighting;
+	call.Release = by->release;
+	*code = switchyard_combine(d->Handle, stream, &call, d->Device < 0 ? d->Wait : 0, &ticket);
+	if (*code == AGAIN)
+		*code |= (int64_t)(ticket << 8);
+	return y;
+}
+
+// switchyard::combine_rows, and with weights of tokens switchyard::combine_weighted
+static void combine(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)outputs;
+	const uint64_t tensors = inputs - sizeof(struct way) / 8;
+	torch_tensor rows = (torch_tensor)stack[0], weights = tensors == 2 ? (torch_tensor)stack[1] : NULL;
+	struct way by;
+	int64_t code;
+	memcpy(&by, stack + tensors, sizeof by);
+	stack[0] = (uint64_t)bring(rows, weights, &by, &code);
+	stack[1] = (uint64_t)code;
+	(void)aoti_torch_delete_tensor_object(rows);
+	if (weights)
+		(void)aoti_torch_delete_tensor_object(weights);
+}
+
+#define WAY \
+	"int dispatches, int handle, int routing, int tokens, int came, int weighting, int release) -> (Tensor, int)"
+
+static const struct {
+	const char *name, *schema;
+	torch_kernel *kernel;
+} OPERATORS[] = {
+    {"all_to_all", "all_to_all(Tensor(a!) output, Tensor input, int[] received, int[] sent, int exchanges) -> int",
+     all_to_all},
+    {"dispatch_rows", "dispatch_rows(Tensor x, Tensor experts, int dispatches) -> (Tensor, int[])", dispatch},
+    {"dispatch_weighted",
+     "dispatch_weighted(Tensor x, Tensor experts, Tensor weights, int dispatches) -> (Tensor, int[])", dispatch},
+    {"combine_rows", "combine_rows(Tensor rows, " WAY, combine},
+    {"combine_weighted", "combine_weighted(Tensor rows, Tensor weights, " WAY, combine},
+};
+
+// The library of torch's that is loaded under a name, or its first function that is missing.
+static const char *found(void *torch, void *cuda)
+{
+#define FIND(result, name, arguments) \
+	if (!(*(void **)&name = dlsym(torch, #name))) \
+		return #name;
+	TORCH_FUNCTIONS(FIND)
+#undef FIND
+#define FIND(result, name, arguments) *(void **)&name = cuda ? dlsym(cuda, #name) : NULL;
+	TORCH_GPU_FUNCTIONS(FIND)
+#undef FIND
+	return NULL;
+}
+
+static const char *failed;
+static void enter(void)
+{
+	static const char *const KEYS[] = {"CPU", "CUDA"};
+	void *torch = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_NOW);
+	torch_library all;
+	failed = torch ? found(torch, dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW)) : "libtorch_cpu.so";
+	if (failed)
+		return;
+	host = aoti_torch_device_type_cpu();
+	gpu = aoti_torch_device_type_cuda();
+	strided = aoti_torch_layout_strided();
+	const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
+	                         aoti_torch_dtype_float16(), aoti_torch_dtype_float8_e4m3fn(),
+	                         aoti_torch_dtype_int32(),   aoti_torch_dtype_int64()};
+	memcpy(types, known, sizeof types);
+	failed = "aoti_torch_library_def";
+	if (pthread_atfork(NULL, NULL, fork_child) ||
+	    aoti_torch_library_init_fragment("switchyard", "operators.c", 1, &all))
+		return;
+	for (size_t i = 0; i < sizeof OPERATORS / sizeof *OPERATORS; i++)
+		if (aoti_torch_library_def(all, OPERATORS[i].schema))
+			return;
+	for (size_t k = 0; k < sizeof KEYS / sizeof *KEYS; k++) {
+		torch_library of;
+		if (aoti_torch_library_init_impl("switchyard", KEYS[k], "operators.c", 1, &of))
+			return;
+		for (size_t i = 0; i < sizeof OPERATORS / sizeof *OPERATORS; i++)
+			if (torch_library_impl(of, OPERATORS[i].name, OPERATORS[i].kernel, TORCH_ABI))
+				return;
+	}
+	failed = NULL;
+}
+
+const char *switchyard_operators(void)
+{
+	static pthread_once_t once = PTHREAD_ONCE_INIT;
+	(void)pthread_once(&once, enter);
+	return failed;
+}

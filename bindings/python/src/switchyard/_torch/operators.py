@@ -1,0 +1,213 @@
+"""Calls of tensors that the library makes as operators of torch: torch's dispatcher hands it the tensors, and it asks them for
+their memory, allocates results, calls itself and returns, without Python in between.
+
+The library registers the operators by torch's stable C ABI, which torch 2.11 and newer have in full; on older ones there are
+none. They make calls whose arguments are as usual. Of others they say so and do nothing, and Python makes or refuses them.
+"""
+
+from __future__ import annotations
+
+import gc
+from array import array
+from ctypes import c_uint64
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import errors
+from .._core.dispatched import (
+    DISPATCHED,
+    OF_TOKENS,
+    UNWEIGHTED,
+    Dispatched,
+    HostCounts,
+    Output,
+    Routing,
+    counts_of,
+)
+from .._core.native import AGAIN, SLICE, library
+from .profile import profiled
+from .tensors import written
+
+if TYPE_CHECKING:
+    from .._core.comm import Communicator
+    from .._core.dispatcher import Calls
+
+#: The answer of an operator that has done nothing.
+UNUSUAL = 255
+#: Types by the numbers that operators have for them.
+_TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "int64")
+
+
+def _operators() -> Any:
+    """torch's operators of the library, None where this torch has none."""
+    return None if library().operators() else torch.ops.switchyard
+
+
+class Exchanges:
+    """Exchanges of a communicator, on the host or on one of its GPUs."""
+
+    def __init__(self, comm: Communicator, place: int, device: int, call: Any) -> None:
+        self._comm, self._call = comm, call
+        self._about = array("q", (place, device, comm.size, comm.rank, SLICE))
+        self._address = self._about.buffer_info()[0]
+
+    def make(self, output: Tensor, input: Tensor, received: Any, sent: Any) -> bool:
+        """Make one, if nothing about it is unusual."""
+        if received is None and sent is None:
+            received = sent = ()
+        elif type(received) not in (list, tuple) or type(sent) not in (list, tuple):
+            return False
+        if input.is_neg() or output.is_neg():  # torch would carry it out before
+            return False
+        try:
+            code = self._call(output, input, received, sent, self._address)
+        except (RuntimeError, TypeError):  # torch knows no operator for such tensors or splits
+            return False
+        if code == UNUSUAL:
+            return False
+        written(output)
+        if code:
+            self._comm._run(code & 0xFF, code >> 8, (output, input))
+        return True
+
+
+def exchanges(comm: Communicator, device: int) -> Exchanges | None:
+    """The exchanges of a communicator on a GPU, or the host, which is -1. None where they are not made by operators."""
+    place = comm if device < 0 else comm._gpus.get(device)
+    if place is None:
+        return None  # not yet
+    if device not in comm._exchanges:
+        found = None if comm.validate else _operators()
+        comm._exchanges[device] = found and Exchanges(comm, place._handle, device, found.all_to_all.default)
+    made: Exchanges | None = comm._exchanges[device]
+    return made
+
+
+class Dispatches:
+    """Dispatches and combines of a dispatcher, whole and without gradients."""
+
+    def __init__(self, d: Calls, found: Any) -> None:
+        self._dispatcher = d
+        self._plain, self._weighted = found.dispatch_rows.default, found.dispatch_weighted.default
+        self._combine, self._combine_weighted = found.combine_rows.default, found.combine_weighted.default
+        self._experts, self._ranks = len(d.local_experts), d.comm.size
+        numbers = 0 if d._index >= 0 else 2 + self._experts + d._groups + self._ranks
+        types = (_TYPES.index(name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype))
+        sizes = (d._token_bytes, d._sum_bytes, d._choice_bytes)
+        shape = (d._handle, d._index, d.hidden, d.top_k, d.max_rows)
+        self._about = array("q", (*shape, *types, *sizes, numbers, SLICE))
+        self._address = self._about.buffer_info()[0]
+
+    def dispatch(self, x: Tensor, idx: Tensor, weights: Tensor | None) -> Dispatched | None:
+        """A dispatch, if nothing about it is unusual."""
+        d = self._dispatcher
+        if profiled() or type(x) is not Tensor or type(idx) is not Tensor:
+            return None
+        if weights is not None and type(weights) is not Tensor:
+            return None
+        if torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
+            return None
+        try:
+            rows, made = self._send(x, idx, weights)
+        except (RuntimeError, TypeError):
+            return None
+        code = made[0]
+        if code:
+            if code == UNUSUAL:
+                return None
+            if code != AGAIN:
+                error = d.comm._lib.error(code)
+                if not isinstance(error, errors.NoHandle):
+                    raise error
+                gc.collect()  # outputs may hang in cycles
+                rows, made = self._send(x, idx, weights)
+                code = made[0]
+                if code not in (0, AGAIN):
+                    raise d.comm._lib.error(code)
+        _, handle, hold, place, ticket = made[:5]
+        if code == AGAIN:
+            handle = handle or d.comm._finish(code, c_uint64(ticket), (x, idx, weights))
+        output = Output(d, handle, place, None, hold)
+        if d._index < 0:
+            output.counts = counts_of(d, handle) if code else self._counts(made)
+        got = Dispatched(d, d._torch, output, len(x), weights, {})
+        if rows is not None:
+            got.rows = rows
+        return got
+
+    def _send(self, x: Tensor, idx: Tensor, weights: Tensor | None) -> tuple[Tensor | None, list[int]]:
+        if weights is None:
+            sent: tuple[Tensor | None, list[int]] = self._plain(x, idx, self._address)
+        else:
+            sent = self._weighted(x, idx, weights, self._address)
+        return sent
+
+    def _counts(self, made: list[int]) -> HostCounts:
+        """The counts that the host was told."""
+        experts, ranks = self._experts, self._ranks
+        return HostCounts(made[5], made[6 : 6 + experts], made[6 + experts : -ranks], made[-ranks:])
+
+    def combine(
+        self, rows: Tensor, way: Dispatched | Routing, weighted: bool, token_weights: Tensor | None, release: bool
+    ) -> Tensor | None:
+        """A combine with the weights of the dispatch or of tokens, if nothing about it is unusual."""
+        d = self._dispatcher
+        if type(way) not in (Dispatched, Routing) or way._dispatcher is not d:
+            return None
+        weighting = UNWEIGHTED if d.by_token or not weighted else DISPATCHED
+        if token_weights is not None:
+            if weighting == UNWEIGHTED:
+                return None
+            weighting = OF_TOKENS
+        elif weighting == DISPATCHED and way._weights is not None and way._weights.requires_grad and torch.is_grad_enabled():
+            return None
+        counts = way.counts if isinstance(way, Routing) else way._output and way._output.counts
+        return self.bring(rows, way, -1 if counts is None else counts.rows, weighting, token_weights, release)
+
+    def bring(
+        self, rows: Tensor, way: Dispatched | Routing, came: int, weighting: int, token_weights: Tensor | None, release: bool
+    ) -> Tensor | None:
+        """A combine of as many rows as came, or as there is room for."""
+        if profiled() or type(rows) is not Tensor or (token_weights is not None and type(token_weights) is not Tensor):
+            return None
+        if torch.is_grad_enabled() and (rows.requires_grad or (token_weights is not None and token_weights.requires_grad)):
+            return None
+        output: Output | None = None
+        if isinstance(way, Routing):
+            if release:
+                return None
+            handle, routing = 0, way._name
+        else:
+            output = way._output
+            if output is None or output.released:
+                return None
+            handle, routing = output.handle, 0
+        about = (self._address, handle, routing, way._tokens, came, weighting, 1 if release else 0)
+        try:
+            if token_weights is None:
+                y, code = self._combine(rows, *about)
+            else:
+                y, code = self._combine_weighted(rows, token_weights, *about)
+        except (RuntimeError, TypeError):
+            return None
+        if code:
+            if code == UNUSUAL:
+                return None
+            comm = self._dispatcher.comm
+            if code & 0xFF != AGAIN:
+                raise comm._lib.error(code)
+            comm._finish(AGAIN, c_uint64(code >> 8), (y, rows, token_weights))
+        if output is not None and release:
+            output.released = True
+        return y  # type: ignore[no-any-return]
+
+    # torch's compiler ends a graph before them: torch.compiler.disable sets this too, but wraps each call.
+    dispatch._torchdynamo_disable = bring._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def dispatches(d: Calls) -> Dispatches | None:
+    """The dispatches of a dispatcher, None where they are not made by operators."""
+    found = _operators()
+    return None if found is None else Dispatches(d, found)

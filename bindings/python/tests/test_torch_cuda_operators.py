@@ -1,0 +1,98 @@
+"""Calls of CUDA tensors that are operators of torch: bits and errors of Python's, streams, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import test_torch_operators as host
+
+import switchyard as sw
+
+torch = pytest.importorskip("torch")
+
+pytestmark = host.needs_them
+
+
+def test_exchanges_are_those_of_python(cuda):
+    cuda.run(host.exchanged, "cuda")
+
+
+def test_dispatches_are_those_of_python(cuda):
+    cuda.run(host.paired, "cuda")
+
+
+def test_refusals_are_those_of_python(cuda):
+    cuda.run(host.refused, "cuda")
+
+
+def test_nothing_is_left(cuda):
+    cuda.run(host.many, "cuda")
+
+
+def ordered(rank, size):
+    """Calls follow what the current stream has, eager and in a graph, and results are torch's allocator's."""
+    d = sw.Dispatcher(2 * size, 2, 512, max_tokens=64, dtype="bfloat16", low_latency=True, device="cuda")
+    x, idx, weights = host.tokens(rank, d, 64, "cuda")
+    sent, got = torch.zeros(size, 1024, device="cuda"), torch.zeros(size, 1024, device="cuda")
+    d.dispatch(x, idx).release()
+    sw.all_to_all_single(got, sent)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+
+    def calls():
+        sent.add_(1)
+        x.mul_(2)
+        sw.all_to_all_single(got, sent)
+        out = d.dispatch(x, idx, weights)
+        return d.combine(out.rows, out, release=True)
+
+    want = x * weights.sum(1, keepdim=True)
+    with torch.cuda.stream(side), host.Counting(d._operated, "dispatch", "combine") as counting:
+        torch.cuda._sleep(20_000_000)
+        y = calls()
+        assert counting.served == 2
+        torch.testing.assert_close(y.float(), 2 * want.float(), rtol=0.05, atol=0.05)
+        assert (got == 1).all()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            y = calls()
+        assert counting.served == 4
+        sw.barrier()
+        for n in (2, 3):
+            graph.replay()
+            torch.cuda.synchronize()
+            torch.testing.assert_close(y.float(), (2**n) * want.float(), rtol=0.05, atol=0.05)
+            assert (got == n).all()
+    del graph, y
+    torch.cuda.synchronize()
+    sw.barrier()
+    d.close()
+
+
+def test_calls_are_in_the_order_of_streams(cuda):
+    cuda.run(ordered)
+
+
+def flat(rank, size):
+    """Memory of torch and of the library stays the same."""
+    d = sw.Dispatcher(2 * size, 2, 512, max_tokens=64, dtype="bfloat16", device="cuda")
+    x, idx, weights = host.tokens(rank, d, 64, "cuda")
+    sent, got = torch.zeros(2 * size, 1024, device="cuda"), torch.zeros(2 * size, 1024, device="cuda")
+
+    def steps(n):
+        for _ in range(n):
+            sw.all_to_all_single(got, sent, [2] * size, [2] * size)
+            out = d.dispatch(x, idx, weights)
+            d.combine(out.rows, out, release=True)
+            del out
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), host.library().live()
+
+    steps(20)
+    before = steps(20)
+    assert steps(1000) == before
+    d.close()
+
+
+def test_memory_stays_the_same(cuda):
+    cuda.run(flat)

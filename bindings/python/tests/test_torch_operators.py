@@ -1,0 +1,358 @@
+"""Calls that the library makes as operators of torch are those that Python makes: bits, errors, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import switchyard as sw
+
+torch = pytest.importorskip("torch")
+
+from switchyard._core.native import library  # noqa: E402
+from switchyard._torch import operators  # noqa: E402
+
+ABI = Path(__file__).resolve().parents[1] / "abi"
+#: torch from this version on has all that operators need.
+SINCE = (2, 11)
+
+
+def has_them() -> bool:
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= SINCE
+
+
+needs_them = pytest.mark.skipif(not has_them(), reason=f"operators need torch {SINCE[0]}.{SINCE[1]}")
+
+
+@contextlib.contextmanager
+def by_python(d=None):
+    """Calls without operators, of groups and of a dispatcher."""
+    comm = sw.communicator()
+    kept, operators._operators = operators._operators, lambda: None
+    known, operated = comm._exchanges, d and d._operated
+    comm._exchanges = {}
+    if d:
+        d._operated = None
+    try:
+        yield
+    finally:
+        operators._operators, comm._exchanges = kept, known
+        if d:
+            d._operated = operated
+
+
+class Counting:
+    """How many calls operators have made, of those that were asked of them."""
+
+    def __init__(self, made, *names):
+        self.made, self.asked, self.served = made, 0, 0
+        self.kept = {name: getattr(made, name) for name in names}
+
+    def __enter__(self):
+        for name, method in self.kept.items():
+            setattr(self.made, name, self.counted(method))
+        return self
+
+    def counted(self, method):
+        def call(*arguments):
+            self.asked += 1
+            answer = method(*arguments)
+            self.served += answer is not None and answer is not False
+            return answer
+
+        return call
+
+    def __exit__(self, *_):
+        for name in self.kept:
+            delattr(self.made, name)
+
+
+def splits(rank, size, seed):
+    rows = torch.randint(0, 5, (size, size), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [rows[k][rank] for k in range(size)], rows[rank]
+
+
+def both(output, *arguments):
+    """What an exchange leaves in an output, by operators and by Python, or its error."""
+    results = []
+    for how in (contextlib.nullcontext, by_python):
+        into = output.clone()
+        with how():
+            try:
+                sw.all_to_all_single(into, *arguments)
+                results.append(into)
+            except (sw.Error, RuntimeError) as err:
+                results.append((type(err), str(err)))
+    return results
+
+
+def exchanged(rank, size, device):
+    usual = torch.ones(size, 2, device=device)
+    sw.all_to_all_single(torch.empty_like(usual), usual)  # the ranks have met
+    made = operators.exchanges(sw.communicator(), usual.get_device())
+    seed = 0
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn):
+        for tail in ((), (3,), (1, 2, 2)):
+            seed += 1
+            received, sent = splits(rank, size, seed)
+            x = torch.arange(sum(sent) * int(torch.Size(tail).numel()), device=device)
+            x = (x + 31 * rank).to(torch.uint8).view(sum(sent), *tail).to(dtype)
+            empty = torch.zeros(sum(received), *tail, device=device).to(dtype)
+            with Counting(made, "make") as counting:
+                one, other = both(empty, x, received, sent)
+            assert counting.asked == counting.served == 1
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+            assert torch.equal(*both(empty[:0], x[:0], [0] * size, [0] * size))
+            equal = x.new_zeros(2 * size, *tail)
+            assert torch.equal(*(o.view(torch.uint8) for o in both(torch.zeros_like(equal), equal)))
+    # Python makes or refuses what is unusual.
+    x, y = torch.randn(2 * size, 4, device=device), torch.zeros(2 * size, 4, device=device)
+    one = [2] * size
+    served = []
+    unusual = [
+        (y.T, x.T), (y, x.to(torch.complex64)), (torch.zeros_like(x, dtype=torch.complex64), x.to(torch.complex64)),
+        (y[:, :3], x[:, :3]), (y[0, 0], x), (y.flatten(), x), (y, x.double()), (y, x, one, None), (y, x, [], one),
+        (y, x, [2.0] * size, one), (y, x, one, [3, *one[1:]]), (y, x, [-1, 5, *one[2:]], one), (y, x, [*one, 0], one),
+        (y, x, one, "22"), (y, x, [1 << 70, *one[1:]], one), (y[:1], x[:1]), (y[:, :0], x[:, :0]),
+        (torch.zeros_like(x).requires_grad_(), x), (y, torch.complex(x, x).conj().imag),
+    ]  # fmt: skip
+    for arguments in unusual:
+        with Counting(made, "make") as counting:
+            answers = both(*arguments)
+        served.append(counting.served)
+        if isinstance(answers[0], tuple):
+            assert answers[0] == answers[1], arguments
+        else:
+            assert torch.equal(*answers), arguments
+    assert sum(served) <= 3, served
+    sw.barrier()
+    # Autograd is told.
+    written = y._version
+    sw.all_to_all_single(y, x)
+    assert y._version == written + 1
+    with torch.inference_mode():
+        z = torch.zeros_like(y)
+        sw.all_to_all_single(z, x)
+    assert torch.equal(z, y)
+
+
+@needs_them
+def test_exchanges_are_those_of_python(gloo):
+    gloo.run(exchanged, "cpu")
+
+
+def disagreeing(rank, size):
+    """The error of the library itself, which comes while the operator waits."""
+    x = torch.ones(2 + rank, 1 << 16)
+    sent, received = [1 + (rank == k) for k in range(size)], [1] * size
+    received[rank] = sent[rank]
+    received[(rank + 1) % size] += 1  # which nobody sends
+    texts = []
+    for how in (contextlib.nullcontext, by_python):
+        with how(), pytest.raises(sw.errors.Mismatch) as caught:
+            sw.all_to_all_single(torch.empty(sum(received), 1 << 16), x[: sum(sent)].contiguous().resize_(sum(sent), 1 << 16),
+                                 received, sent)  # fmt: skip
+        texts.append(str(caught.value))
+    y = torch.empty(size)
+    sw.all_to_all_single(y, torch.full((size,), float(rank)))
+    assert y.tolist() == list(range(size))
+
+
+@needs_them
+def test_errors_of_the_library_come_through(gloo):
+    gloo.run(disagreeing)
+
+
+def tokens(rank, d, n, device, seed=0):
+    g = torch.Generator().manual_seed(100 * seed + rank)
+    x = torch.randn(n, d.hidden, generator=g).to(getattr(torch, d.dtype)).to(device)
+    idx = torch.rand(n, d.experts, generator=g).topk(d.top_k)[1].to(getattr(torch, d.index_dtype)).to(device)
+    return x, idx, torch.rand(n, d.top_k, generator=g).to(device)
+
+
+def parts(d, got):
+    """All that a dispatch has left, as far as it is defined."""
+    host = got.host_counts() if d._counted else None
+    rows = got.rows.view(torch.uint8) if d._float8 else got.rows
+    return (rows if host is None else rows[: host.rows]).clone(), host
+
+
+def paired(rank, size, device):
+    for options in (
+        {"layout": "flat", "align": 4}, {"layout": "padded", "capacity": 64}, {"layout": "token_major"},
+        {"layout": "rank_padded", "dtype": "bfloat16"}, {"layout": "flat", "dtype": "float16", "row_weights": True},
+        {"layout": "flat", "dtype": "bfloat16", "quantize": True, "index_dtype": "int32"},
+    ):  # fmt: skip
+        options = {"dtype": "float32", **options}
+        hidden = 128
+        d = sw.Dispatcher(2 * size, 2, hidden, max_tokens=16, host_counts=True, device=device, **options)
+        defined = d.layout != "rank_padded"  # padding there is not
+        x, idx, _ = tokens(rank, d, 2, device)
+        d.dispatch(x, idx).release()  # the first call makes the operators known
+        for n in (9 + rank, 1, 0 if rank else 3):
+            x, idx, weights = tokens(rank, d, n, device, n)
+            for given in (weights, None):
+                answers = []
+                for how in (lambda d: Counting(d._operated, "dispatch", "combine"), by_python):
+                    with how(d) as counting:
+                        got = d.dispatch(x, idx, given)
+                        rows, host = parts(d, got)
+                        made = got.rows.to(getattr(torch, d.combine_dtype)) if d._float8 else got.rows
+                        y = d.combine(made, got)
+                        routed = d.combine(made, got.keep(), token_weights=None if d.by_token else weights)
+                        unweighted = d.combine(made, got, weighted=False, release=True)
+                        answers.append((rows, host, y, routed, unweighted))
+                        assert counting is None or counting.served == 4
+                    with pytest.raises(sw.errors.Freed):
+                        d.combine(made, got)
+                    del got, made
+                one, other = answers
+                assert one[1] == other[1]
+                assert not defined or torch.equal(one[0], other[0])
+                assert all(map(torch.equal, one[2:], other[2:]))
+        d.close()
+
+
+@needs_them
+def test_dispatches_are_those_of_python(gloo):
+    gloo.run(paired, "cpu")
+
+
+def refused(rank, size, device):
+    d = sw.Dispatcher(2 * size, 2, 8, max_tokens=4, handles=2, device=device)
+    x, idx, weights = tokens(rank, d, 3, device)
+    d.dispatch(x, idx, weights).release()
+    twice = torch.cat([x, x]), torch.cat([idx, idx]), None
+    wrong = [
+        (x[:, :4], idx, weights), (x.double(), idx, weights), (x[0], idx, weights), (x, idx[:2], weights),
+        (x, idx, weights[:2]), (x, idx.float(), weights), (x.tolist(), idx, weights), (x, weights, idx), twice,
+    ]  # fmt: skip
+    for arguments in wrong:
+        texts = []
+        for how in (contextlib.nullcontext, by_python):
+            with how(d), pytest.raises(sw.Error) as caught:
+                d.dispatch(*arguments)
+            texts.append((type(caught.value), str(caught.value)))
+        assert texts[0] == texts[1]
+    got = d.dispatch(x, idx, weights)
+    for rows in (got.rows[:, :4], got.rows.double(), got.rows[0], torch.zeros(d.max_rows + 1, 8, device=device)):
+        texts = []
+        for how in (contextlib.nullcontext, by_python):
+            with how(d), pytest.raises(sw.Error) as caught:
+                d.combine(rows, got)
+            texts.append((type(caught.value), str(caught.value)))
+        assert texts[0] == texts[1]
+    # What operators convert no more than Python does: strides, types of indices, gradients.
+    want = d.combine(got.rows, got)
+    strided = torch.zeros(3, 16, device=device)[:, ::2].copy_(x)
+    again = d.dispatch(strided, idx.to(torch.int32), weights.double())
+    assert torch.equal(d.combine(again.rows, again), want)
+    again.release()
+    del again
+    leaf = weights.clone().requires_grad_()
+    again = d.dispatch(x, idx, leaf)
+    d.combine(again.rows, again).sum().backward()
+    assert leaf.grad is not None
+    # No handle is left, but for those in a cycle, which are found.
+    del again, leaf
+    cycle = [d.dispatch(x, idx, weights)]
+    cycle.append(cycle)
+    del cycle
+    again = d.dispatch(x, idx, weights)
+    with pytest.raises(sw.errors.NoHandle):
+        d.dispatch(x, idx, weights)
+    del again, got, rows, caught
+    gc.collect()
+    d.close()
+
+
+@needs_them
+def test_refusals_are_those_of_python(gloo):
+    gloo.run(refused, "cpu")
+
+
+def many(rank, size, device):
+    d = sw.Dispatcher(2 * size, 2, 8, max_tokens=4, handles=2, device=device)
+    x, idx, weights = tokens(rank, d, 3, device)
+    rows = None
+
+    def step():
+        nonlocal rows
+        got = d.dispatch(x, idx, weights)
+        d.combine(got.rows, got, release=True)
+        got = d.dispatch(x, idx)
+        rows = got.rows  # holds the output
+        del got
+        assert d._alive() == 1
+        rows = None
+
+    step()
+    live = library().live()
+    for _ in range(100):
+        step()
+    assert library().live() == live
+    assert d._alive() == 0
+    d.close()
+
+
+@needs_them
+def test_nothing_is_left(gloo):
+    gloo.run(many, "cpu")
+
+
+def in_a_child(rank, size):
+    x = torch.ones(size)
+    sw.all_to_all_single(torch.empty(size), x)
+    assert sw.communicator()._exchanges[-1] is not None
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            sw.all_to_all_single(torch.empty(size), x)
+        except sw.errors.Forked:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@needs_them
+def test_a_call_after_fork_raises(gloo):
+    gloo.run(in_a_child)
+
+
+@needs_them
+def test_the_library_has_registered_them():
+    assert library().operators() is None
+    assert torch.ops.switchyard.all_to_all.default._schema.arguments[0].alias_info.is_write
+
+
+@pytest.mark.skipif(has_them(), reason="this torch has them")
+def test_an_older_torch_has_none():
+    assert library().operators()
+    assert operators._operators() is None
+
+
+@needs_them
+def test_declarations_are_those_of_torch(tmp_path):
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    include = Path(torch.__file__).parent / "include"
+    if not (include / "torch/csrc/stable/c/shim.h").exists():
+        pytest.skip("this torch came without headers")
+    source = tmp_path / "declared.cpp"
+    source.write_text(
+        "#define TORCH_TARGET_VERSION 0x020b000000000000\n#define USE_CUDA\n#include <torch/csrc/stable/c/shim.h>\n"
+        f'#include <type_traits>\n#include "{ABI}/torch.h"\n'
+        "#define SAME(result, name, arguments) static_assert(std::is_same_v<decltype(&name), result (*) arguments>, #name);\n"
+        "TORCH_FUNCTIONS(SAME)\nTORCH_GPU_FUNCTIONS(SAME)\n"
+    )
+    done = subprocess.run([compiler, "-std=c++17", "-fsyntax-only", f"-I{include}", source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
