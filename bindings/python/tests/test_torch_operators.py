@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -337,6 +338,11 @@ def test_the_library_has_registered_them():
 def test_an_older_torch_has_none():
     assert library().operators()
     assert operators._operators() is None
+
+
+def test_numbers_of_types_are_those_of_the_header():
+    (types,) = re.findall(r'^#define SWITCHYARD_TYPES "(.*)"$', (ABI / "switchyard.h").read_text(), re.MULTILINE)
+    assert tuple(types.split()) == operators._TYPES
 
 
 @needs_them

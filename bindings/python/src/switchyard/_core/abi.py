@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 15
+VERSION = 16
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
